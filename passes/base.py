@@ -62,6 +62,8 @@ class PassTarget:
         num_ranks: runtime.tensor_parallel_size.
         dtype: the model's, and kv_cache_dtype that of the KV cache; torch's names.
         attention_backend: runtime.attention_backend.
+        deterministic: runtime.deterministic.
+        split_decode: compile.split_decode.
     """
 
     device_type: str
@@ -73,6 +75,8 @@ class PassTarget:
     counts_experts: bool = False
     num_ranks: int = 1
     attention_backend: str = "torch"
+    deterministic: bool = False
+    split_decode: bool = True
 
 
 class GraphPass:

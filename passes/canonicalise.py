@@ -6,6 +6,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import fx
+from torch.fx.node import map_aggregate
 
 from mllm_compile.passes.base import GraphPass, PassResult
 from mllm_compile.passes.match.in_place import make_functional
@@ -43,7 +44,7 @@ class Canonicalise(GraphPass):
 
     def __call__(self, gm: fx.GraphModule) -> PassResult:
         before = len(gm.graph.nodes)
-        matches = self._drop_checks(gm) + self._drop_size_inputs(gm) + make_functional(gm)
+        matches = self._drop_checks(gm) + self._drop_size_inputs(gm) + self._name_no_gpu(gm) + make_functional(gm)
         self._rename_placeholders(gm)
         drop_dead_nodes(gm)
         spell(gm)
@@ -81,6 +82,16 @@ class Canonicalise(GraphPass):
         return dropped
 
     @staticmethod
+    def _name_no_gpu(gm: fx.GraphModule) -> int:
+        """Says `cuda` for `cuda:0`: a program runs on whichever GPU is current, and ranks have one each."""
+        changed = 0
+        for node in gm.graph.nodes:
+            before = (node.args, node.kwargs)
+            node.args, node.kwargs = map_aggregate(before, _without_index)  # type: ignore[assignment]
+            changed += before != (node.args, node.kwargs)
+        return changed
+
+    @staticmethod
     def _rename_placeholders(gm: fx.GraphModule) -> None:
         for node in gm.graph.nodes:
             if node.op != "placeholder":
@@ -95,6 +106,11 @@ class Canonicalise(GraphPass):
         for node in list(gm.graph.nodes):
             if is_weight(node) and not node.users:
                 gm.graph.erase_node(node)
+
+
+def _without_index(value: Any) -> Any:
+    is_of_one = isinstance(value, torch.device) and value.index is not None
+    return torch.device(value.type) if is_of_one else value
 
 
 def _owner_of_size(gm: fx.GraphModule, size: torch.SymInt) -> fx.Node:

@@ -13,8 +13,9 @@ from torch import fx
 
 from mllm_compile.passes.base import GraphPass, PassResult
 from mllm_compile.passes.forms import add_forms, copy_of
-from mllm_compile.passes.match.linear import Linear, match_fp8_linear, match_linear, match_residual, match_silu_mul
+from mllm_compile.passes.match.linear import Linear, match_linear, match_residual, match_silu_mul, match_small_linear
 from mllm_compile.passes.match.nodes import is_op
+from mllm_compile.passes.match.quantised import QuantisedLinear
 from mllm_compile.passes.match.rms_norm import RMSNorm, match_rms_norm
 from mllm_compile.runtime.ops import op
 from mllm_compile.runtime.ops.few_tokens_shapes import MAX_FEW_TOKENS, is_taken, num_norm_blocks
@@ -67,7 +68,8 @@ class LinearOps:
         num_norm_blocks: sums of squares a token that a linear leaves for the norm of its outputs; None: too many.
         takes_float16: as well as bfloat16.
         takes_bias: a linear that nothing else becomes part of may have one.
-        is_fp8_taken: tells if they take an fp8 weight of [rows, columns], by ops `mllm.<prefix>_fp8_linear…`.
+        is_small_taken: tells if they take a quantised weight, by ops `mllm.<prefix>_quantised_linear…`, or as a gated
+            linear, the half of its rows.
     """
 
     prefix: str
@@ -75,11 +77,11 @@ class LinearOps:
     num_norm_blocks: Callable[[int, int], int | None]
     takes_float16: bool
     takes_bias: bool = False
-    is_fp8_taken: Callable[[int, int], bool] = lambda rows, columns: False
+    is_small_taken: Callable[[QuantisedLinear, bool], bool] = lambda linear, half: False
 
     def match(self, node: object) -> Linear | None:
         """The linear at `node` if these ops take it."""
-        linear = match_linear(node, self.takes_bias) or match_fp8_linear(node, self.takes_bias)
+        linear = match_linear(node, self.takes_bias) or match_small_linear(node, self.takes_bias)
         return linear if linear is not None and self.takes(linear) else None
 
     def match_without_bias(self, node: object) -> Linear | None:
@@ -89,21 +91,23 @@ class LinearOps:
 
     def norm_blocks(self, linear: Linear) -> int | None:
         """Sums of squares a token that it leaves for the norm of its outputs; None: too many."""
-        if linear.scales is not None:
+        if linear.quantised is not None:
             return linear.shape[0] // NORM_ROWS
         return self.num_norm_blocks(*linear.shape)
 
     def takes(self, linear: Linear) -> bool:
         """True if a kernel exists for the weight's shape and dtype, and for what it multiplies."""
-        if linear.scales is not None:
-            return linear.source.meta["val"].dtype == torch.bfloat16 and self.is_fp8_taken(*linear.shape)
-        is_dtype = self.takes_float16 or linear.weight.meta["val"].dtype == torch.bfloat16
-        return is_dtype and self.is_taken(*linear.shape)
+        is_bfloat16 = linear.source.meta["val"].dtype == torch.bfloat16
+        if linear.quantised is not None:
+            return is_bfloat16 and self.is_small_taken(linear.quantised, False)
+        return (self.takes_float16 or is_bfloat16) and self.is_taken(*linear.shape)
 
     def takes_half(self, linear: Linear) -> bool:
         """True if they take its gates and ups, a half of its rows each, as one gated linear."""
+        if linear.quantised is not None:
+            return self.is_small_taken(linear.quantised, True)
         rows, columns = linear.shape
-        return (self.is_taken if linear.scales is None else self.is_fp8_taken)(rows // 2, columns)
+        return self.is_taken(rows // 2, columns)
 
 
 FEW = LinearOps("few", is_taken, num_norm_blocks, takes_float16=True)
@@ -225,11 +229,9 @@ class _Fusion:
 
     def _call(self, node: fx.Node, linear: Linear, suffix: str, source: fx.Node, *operands: Any) -> fx.Node:
         """Puts a call of the linear's op in the place of `node`; its weight follows on `source`."""
-        name, weight = "linear", [linear.weight]
-        if linear.scales is not None:
-            name, weight = "fp8_linear", [linear.weight, linear.scales]
+        name = f"{self._ops.prefix}_{'linear' if linear.quantised is None else 'quantised_linear'}{suffix}"
         with self._graph.inserting_before(node):
-            made = self._graph.call_function(op(f"{self._ops.prefix}_{name}{suffix}"), (source, *weight, *operands))
+            made = self._graph.call_function(op(name), (source, *linear.tensors, *operands))
         made.meta.update(node.meta)
         return made
 

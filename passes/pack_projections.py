@@ -100,7 +100,7 @@ def _groups(gm: fx.GraphModule) -> list[list[_Packable]]:
 def _packable(node: fx.Node) -> _Packable | None:
     quantised = match_quantised_linear(node)
     if quantised is not None:
-        tensors = (quantised.values, quantised.scales, quantised.zeros, quantised.bias)
+        tensors = (*quantised.tensors, quantised.bias)
         linear = _Packable(node, quantised.source, tensors, (quantised.kind, quantised.group))
     elif is_call(node, LINEAR):
         source, *tensors_of_one = linear_operands(node)

@@ -29,7 +29,8 @@ class PadHeads(GraphPass):
         q, k, v = (constant_pad_nd(x, [0, 48]) for x in (q, k, v))
         out = split(mllm.attention(q, k, v, None, 0.112, 0.0, -1, ""), [80, 48], -1)[0]   # the same scale
 
-    Requires: FlashInfer's attention; torch's takes any width. Heads wider than the widest of the kernels stay.
+    Requires: FlashInfer's attention; torch's takes any width. Heads wider than the widest of the kernels stay, and so
+        does attention over latents, which has kernels of its own.
     Preserves: every value but for the order of sums.
     """
 
@@ -52,6 +53,8 @@ class PadHeads(GraphPass):
 
 def _width_of(attention: fx.Node) -> int | None:
     """The width that this attention's heads are padded to; None: they have one of the kernels', or are too wide."""
+    if any(attention.args[10:]):  # over latents
+        return None
     widths = {_last_size(operand) for operand in attention.args[:3]}
     width = next((one for one in KERNEL_HEAD_DIMS if one >= max(widths)), None)
     return None if widths == {width} else width

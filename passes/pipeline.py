@@ -15,6 +15,7 @@ from pathlib import Path
 
 from torch import fx
 
+from mllm_compile.passes.absorb_latents import AbsorbLatents
 from mllm_compile.passes.base import GraphPass, PassResult, PassTarget
 from mllm_compile.passes.canonicalise import Canonicalise
 from mllm_compile.passes.choose_experts import ChooseExperts
@@ -33,6 +34,7 @@ from mllm_compile.passes.match import nodes
 from mllm_compile.passes.multiply_outer_products import MultiplyOuterProducts
 from mllm_compile.passes.pack_projections import PackProjections
 from mllm_compile.passes.pad_heads import PadHeads
+from mllm_compile.passes.quantise_activations import QuantiseActivations
 from mllm_compile.passes.quantise_linears import QuantiseLinears
 from mllm_compile.passes.rotate_in_attention import RotateInAttention
 from mllm_compile.passes.shard import Shard
@@ -48,6 +50,7 @@ PASSES: tuple[type[GraphPass], ...] = (
     Canonicalise,  # sizes and names, no writes, one spelling an operation
     MultiplyOuterProducts,  # the angles of rotary positions need no GEMM
     Shard,  # over ranks: each has a part of the heads, the features and the vocabulary
+    AbsorbLatents,  # latent attention over the latents, which are all that is cached
     QuantiseLinears,  # weights in eight or four bits stay so in memory
     PackProjections,  # q, k, v and gate, up as one GEMM each
     PadHeads,  # heads as wide as those that attention kernels are made for
@@ -70,6 +73,7 @@ PASSES: tuple[type[GraphPass], ...] = (
     TileExperts,  # products of many tokens by kernels for Hopper's tensor cores
     FuseGatedLinear,  # gate_up and its activation as one kernel, for more tokens
     FuseSiluMul,  # the activation of a feed-forward as one kernel, for any number of tokens
+    QuantiseActivations,  # of linears with fp8 weights, for many tokens: products in fp8
     DequantiseWeights,  # of quantised weights that no kernel ahead took, in one kernel before their product
 )
 

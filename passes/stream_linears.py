@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar
 
@@ -10,9 +11,9 @@ from torch import fx
 from mllm_compile.passes.base import NO_CUDA_COMPILER, SMALL_FORMS, GraphPass, PassResult, PassTarget
 from mllm_compile.passes.forms import add_forms
 from mllm_compile.passes.fuse_few_tokens import LinearOps, few_token_form
-from mllm_compile.passes.match.linear import match_fp8_linear, match_linear
+from mllm_compile.passes.match.linear import match_linear, match_small_linear
 from mllm_compile.passes.match.nodes import LINEAR, is_call, is_op
-from mllm_compile.runtime.ops.stream_fp8.shapes import is_streamed as is_fp8_streamed
+from mllm_compile.passes.match.quantised import QuantisedLinear
 from mllm_compile.runtime.ops.stream_linear.shapes import (
     FORM_TOKENS,
     is_held,
@@ -20,6 +21,8 @@ from mllm_compile.runtime.ops.stream_linear.shapes import (
     is_streamed,
     num_streamed_norm_blocks,
 )
+from mllm_compile.runtime.ops.stream_quantised.linear import kind_of_weight
+from mllm_compile.runtime.ops.stream_quantised.shapes import is_streamed as is_small_streamed
 
 
 class StreamLinears(GraphPass):
@@ -39,10 +42,10 @@ class StreamLinears(GraphPass):
         y, scaled, squares = mllm.stream_linear_residual_norm(a, down, residual, norm_weight)
         z = mllm.stream_linear(scaled, weight, squares, eps, False)
 
-    A linear of an fp8 weight, `mllm.quantised_linear(…, "fp8", …)`, becomes `mllm.stream_fp8_linear…` likewise.
+    A linear of a weight in few bits, `mllm.quantised_linear(…)`, becomes `mllm.stream_quantised_linear…` likewise.
 
     Requires: deduplicated pieces on a Hopper GPU in bfloat16, whose linears all divide into tiles (shapes.py); with a
-        large weight their form is for up to 208 tokens, with a head or an fp8 weight for up to 64. The pass is
+        large weight their form is for up to 208 tokens, with a head or a weight in few bits for up to 64. The pass is
         left out where the kernels cannot be compiled. `fuse_few_tokens` adds its form to pieces that have none here;
         the form of `fuse_single_token` is dropped where this one is faster.
     Preserves: as `fuse_few_tokens`.
@@ -53,9 +56,9 @@ class StreamLinears(GraphPass):
         "stream_linear",
         "stream_linear_residual",
         "stream_linear_residual_norm",
-        "stream_fp8_linear",
-        "stream_fp8_linear_residual",
-        "stream_fp8_linear_residual_norm",
+        "stream_quantised_linear",
+        "stream_quantised_linear_residual",
+        "stream_quantised_linear_residual_norm",
     )
 
     @classmethod
@@ -88,7 +91,7 @@ def _drop_slower_forms(gm: fx.GraphModule) -> None:
         piece: Any = gm.get_submodule(name)
         linears = [match_linear(node) for node in piece.graph.nodes]
         has_kernels = any(one and (is_read_in_rows(*one.shape) or is_held(*one.shape)) for one in linears)
-        has_kernels |= any(match_fp8_linear(node, takes_bias=True) for node in piece.graph.nodes)
+        has_kernels |= any(match_small_linear(node, takes_bias=True) for node in piece.graph.nodes)
         if 1 in forms and len(forms) > 1 and has_kernels:
             gm.delete_submodule(forms.pop(1))
 
@@ -101,5 +104,13 @@ def streamed(tokens: int) -> LinearOps:
         num_norm_blocks=num_streamed_norm_blocks,
         takes_float16=False,
         takes_bias=True,
-        is_fp8_taken=partial(is_fp8_streamed, tokens=tokens),
+        is_small_taken=partial(_is_small_taken, tokens=tokens),
     )
+
+
+def _is_small_taken(linear: QuantisedLinear, half: bool, tokens: int) -> bool:
+    zeros = None if linear.zeros is None else linear.zeros.meta["val"]
+    kind = kind_of_weight(linear.values.meta["val"], linear.scales.meta["val"], zeros)
+    if half:
+        kind = replace(kind, rows=kind.rows // 2)
+    return kind.columns == linear.shape[1] and is_small_streamed(kind, tokens)

@@ -51,4 +51,6 @@ class RuntimeSection:
     expert_stats: bool
     skip_compiled: bool
     seed: int
-    max_step_ms: MaxStepMs = "none"  # a default, for runtimes from before there was such a key
+    # Defaults, for runtimes from before there were such keys.
+    max_step_ms: MaxStepMs = "none"
+    cascade_attention: bool = True

@@ -73,6 +73,7 @@ class ForwardBatch:
     extend_prefix_lens: torch.Tensor | None = None  # [R] int32: tokens already in the KV cache
     extend_prefix_lens_cpu: torch.Tensor | None = None  # [R] int32
     extend_seq_lens_cpu: torch.Tensor | None = None  # [R] int32
+    common_prefix_len: int = 0  # first tokens that all decodes have in the same pages; 0: attention reads them for each
     logits_indices: torch.Tensor | None = None  # [S] int64: rows of [T] whose logits are wanted; None: each last one
     media: MediaInputs | None = None  # in EXTEND and MIXED, where some tokens take features
     return_logprob: bool = False

@@ -61,7 +61,8 @@ class KVPool:
 
     Args:
         num_pages: pages, the dummy page 0 included.
-        layers: per layer (num_kv_heads, head_dim, v_head_dim).
+        layers: per layer (num_kv_heads, head_dim, v_head_dim), as LayerSpec.cache_shape has them: with v_head_dim 0
+            the values are part of the keys, and none are written.
         dtype: the cache's; k and v are cast to it when written. fp8 has no scales: larger values saturate.
     """
 
@@ -96,6 +97,8 @@ class KVPool:
     def set_kv_buffer(self, layer_id: int, indices: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         """Write k [N, Hk, D], v [N, Hk, Dv] at slots `indices` [N] int64. Safe inside a CUDA graph."""
         for buffer, values in zip(self.get_kv_buffer(layer_id), (k, v), strict=True):
+            if not buffer.shape[2]:
+                continue
             if self.dtype.itemsize == 1:  # torch copies fp8 to an index only as bytes
                 buffer.view(torch.uint8).index_copy_(0, indices, _saturated(values, self.dtype).view(torch.uint8))
             else:
@@ -103,7 +106,7 @@ class KVPool:
 
     def clear_pages(self, page_ids: torch.Tensor) -> None:
         """Make all that these pages ([N] int64) hold zero, in every layer."""
-        for buffer in (*self._k, *self._v):
+        for buffer in (one for one in (*self._k, *self._v) if one.numel()):
             buffer.view(torch.uint8).index_fill_(0, page_ids, 0)
 
 
@@ -147,7 +150,7 @@ def _saturated(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str) -> torch.Tensor:
     """On a CPU pages that the kernel zeroes when they are first written; torch.zeros would write them all now."""
-    if torch.device(device).type != "cpu":
-        return torch.zeros(shape, dtype=dtype, device=device)
     num_bytes = math.prod(shape) * dtype.itemsize
+    if torch.device(device).type != "cpu" or not num_bytes:
+        return torch.zeros(shape, dtype=dtype, device=device)
     return torch.from_numpy(np.zeros(num_bytes, dtype=np.uint8)).view(dtype).view(shape)

@@ -50,8 +50,10 @@ from mllm_compile.runtime.program.loaded import Executor, LoadedModel, ModelSour
 from mllm_compile.runtime.runner_config import RunnerConfig
 from mllm_compile.runtime.sampling.row_state import RowState
 from mllm_compile.runtime.sampling.sampler import sample_tokens
+from mllm_compile.runtime.state.base import StateBackend
 from mllm_compile.runtime.state.hybrid_backend import HybridAttnBackend
 from mllm_compile.runtime.state.metadata import StateMetadataBuilder
+from mllm_compile.runtime.state.piece_backend import PieceStateBackend
 from mllm_compile.runtime.state.torch_backend import TorchStateBackend
 
 if TYPE_CHECKING:
@@ -180,7 +182,9 @@ class ModelRunner:
                 "runtime.deterministic makes every step one captured decode, which layers with a state cannot be: they "
                 "take a prompt's tokens one after another. Set runtime.deterministic: false."
             )
-        states = TorchStateBackend(self.state_pool, is_deterministic)
+        states: StateBackend = TorchStateBackend(self.state_pool, is_deterministic)
+        if model.state_pieces:
+            states = PieceStateBackend(self.state_pool, model.state_pieces, states)
         return HybridAttnBackend(make_attention() if model.layers else None, states)
 
     def init_cuda_graphs(self) -> None:
@@ -443,7 +447,7 @@ class ModelRunner:
         self, batch: ForwardBatch, tokens: TokenInputs, mode: CUDAGraphMode, descriptor: BatchDescriptor | None
     ) -> AbstractContextManager[ForwardContext]:
         common = CommonAttentionMetadata.of(batch)
-        attention = self._metadata_builder.build(0, common)
+        attention = self._metadata_builder.build(batch.common_prefix_len, common)
         return set_forward_context(
             {**attention, **self._state_metadata_builder.build(common)},
             no_compile_layers=self.layers,
@@ -498,7 +502,7 @@ class ModelRunner:
         return KVPool(num_pages, config.runtime.page_size, self._kv_shapes(), config.kv_cache_dtype, self.device)
 
     def _kv_shapes(self) -> list[tuple[int, int, int]]:
-        return [(layer.num_kv_heads, layer.head_dim, layer.v_head_dim) for layer in self.model.layers]
+        return [layer.cache_shape for layer in self.model.layers]
 
     def _state_shapes(self) -> list[tuple[tuple[int, ...], torch.dtype]]:
         sums = self.config.runtime.state_dtype

@@ -3,7 +3,8 @@
     python -m tests.quantised_numerics [SCHEME …]
 
 For each scheme of linears' weights: perplexity, and over the model's distributions the mean and largest KL divergence
-from those in float32, and how often the most probable token is the same. Activations are float32.
+from those in float32, and how often the most probable token is the same. Activations are float32, but for "fp8 by fp8",
+where what linears read is rounded to fp8 with a scale a token, as quantise_activations has it.
 """
 
 from __future__ import annotations
@@ -26,10 +27,12 @@ CONTEXT = 512  # tokens of a text
 EVERY = 4  # of so many tokens one's distribution is compared
 MOST_TEXTS = 24
 
+BY_FP8 = "fp8 by fp8"  # inputs too
 # The schemes of a weight of so many inputs, and the mean KL divergence that each must not exceed.
 SCHEMES: dict[str, tuple[Callable[[int], WeightScheme], float]] = {
     "fp8": (lambda columns: quantised_as("fp8", columns), 2e-3),
     "fp8, a scale for 128 inputs": (lambda columns: WeightScheme("fp8", min(128, columns)), 2e-3),
+    BY_FP8: (lambda columns: quantised_as("fp8", columns), 5e-3),
     "int4": (lambda columns: quantised_as("int4", columns), 3e-2),
     "int4 with zero points": (lambda columns: WeightScheme("int4", min(128, columns), torch.float16, True), 3e-2),
 }
@@ -65,8 +68,9 @@ def token_rows() -> torch.Tensor:
     return ids[: count * CONTEXT].view(count, CONTEXT)
 
 
-def with_scheme(model: Any, make: Callable[[int], WeightScheme]) -> Any:
-    """A copy whose linears, the head apart, have what their quantised weights stand for."""
+def with_scheme(model: Any, make: Callable[[int], WeightScheme], rounds_inputs: bool) -> Any:
+    """A copy whose linears, the head apart, have what their quantised weights stand for; `rounds_inputs`: read what
+    quantised inputs stand for."""
     changed = copy.deepcopy(model)
     for name, module in changed.named_modules():
         if isinstance(module, torch.nn.Linear) and name != "lm_head":
@@ -74,7 +78,16 @@ def with_scheme(model: Any, make: Callable[[int], WeightScheme]) -> Any:
             scheme = make(weight.shape[1])
             tensors = quantised(weight, scheme)
             module.weight.data = dequantised(tensors, scheme.kind, scheme.group, weight.shape[1], weight.dtype)
+            if rounds_inputs:
+                module.register_forward_pre_hook(lambda module, args: (rounded_to_fp8(args[0]),))
     return changed
+
+
+def rounded_to_fp8(x: torch.Tensor) -> torch.Tensor:
+    """What x [..., K] stands for when each token's is fp8 with a scale."""
+    rows, columns = x.flatten(0, -2), x.shape[-1]
+    tensors = quantised(rows, quantised_as("fp8", columns))
+    return dequantised(tensors, "fp8", columns, columns, x.dtype).view(x.shape)
 
 
 @torch.inference_mode()
@@ -97,7 +110,7 @@ def costs(names: list[str]) -> tuple[float, dict[str, Cost]]:
     exact, theirs = distributions(model, rows)
     found = {}
     for name in names:
-        perplexity, ours = distributions(with_scheme(model, SCHEMES[name][0]), rows)
+        perplexity, ours = distributions(with_scheme(model, SCHEMES[name][0], name == BY_FP8), rows)
         divergence = (theirs.exp() * (theirs - ours)).sum(-1)
         same = (theirs.argmax(-1) == ours.argmax(-1)).float().mean().item()
         found[name] = Cost(perplexity, divergence.mean().item(), divergence.max().item(), same)

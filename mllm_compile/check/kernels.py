@@ -15,6 +15,7 @@ from collections.abc import Sequence
 import torch
 
 from mllm_compile.check.decode_loop import check_decode_loop
+from mllm_compile.check.latents import check_latents
 from mllm_compile.errors import CompileError
 from mllm_compile.runtime.attention.base import Unrotated
 from mllm_compile.runtime.attention.flashinfer.kernels import PlanGroup
@@ -57,6 +58,7 @@ def check_written_pieces(linked: LinkedProgram, page_size: int, dtype: torch.dty
             check = _DecodeCheck(layer, page_size, dtype, logits.device, step)
             for lengths in check.batches(forms):
                 check.run(lengths, forms, linked.decoders[layer.name])
+    check_latents(linked, page_size, dtype, logits.device)
     if program.sampling is not None and linked.sampling is not None:
         _check_sampling(program.sampling, linked.sampling, logits)
     if linked.decode_loop is not None:
@@ -66,10 +68,15 @@ def check_written_pieces(linked: LinkedProgram, page_size: int, dtype: torch.dty
             raise CompileError(fault)
 
 
-def relative_error(ours: torch.Tensor, theirs: torch.Tensor) -> float:
-    """‖ours − theirs‖ / ‖theirs‖ of the worst row; both [S, V]."""
+def relative_errors(ours: torch.Tensor, theirs: torch.Tensor) -> torch.Tensor:
+    """‖ours − theirs‖ / ‖theirs‖ of each row, [S]; both [S, V]."""
     ours, theirs = ours.float(), theirs.float()
-    return ((ours - theirs).norm(dim=-1) / theirs.norm(dim=-1)).max().item()
+    return (ours - theirs).norm(dim=-1) / theirs.norm(dim=-1)
+
+
+def relative_error(ours: torch.Tensor, theirs: torch.Tensor) -> float:
+    """That of the worst row."""
+    return relative_errors(ours, theirs).max().item()
 
 
 class _DecodeCheck:

@@ -17,19 +17,21 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from mllm_compile.check.kernels import check_written_pieces, relative_error
+from mllm_compile.check.kernels import check_written_pieces, relative_errors
 from mllm_compile.check.media import MediaCase, compare_media, features_of, inputs_with_features, special_ids
+from mllm_compile.check.states import StateCheck
 from mllm_compile.errors import CompileError, UnsupportedModelError
 from mllm_compile.model.attention_choice import attention_implementation
 from mllm_compile.model.positions_hook import reading_positions
 from mllm_compile.model.refusals import first_line, refusing
 from mllm_compile.model.small_weights import materialise
-from mllm_compile.passes.base import QuantisedTensor, part_of_rank
+from mllm_compile.passes.base import SMALL_FORMS, QuantisedTensor, part_of_rank
+from mllm_compile.passes.match.nodes import called_pieces, is_op
 from mllm_compile.runtime.attention.base import AttentionInputs
 from mllm_compile.runtime.attention.layer import AttentionLayer
 from mllm_compile.runtime.collectives.lockstep import run_lockstep
 from mllm_compile.runtime.forward_context import set_forward_context
-from mllm_compile.runtime.memory_pool import GDNPool, KVPool
+from mllm_compile.runtime.memory_pool import KVPool
 from mllm_compile.runtime.ops import family
 from mllm_compile.runtime.ops.trace import attention_reference
 from mllm_compile.runtime.program.executor import ProgramExecutor
@@ -38,8 +40,8 @@ from mllm_compile.runtime.program.pieces import load_piece
 from mllm_compile.runtime.program.spec import ModelSizes, Program
 from mllm_compile.runtime.quantised.numbers import dequantised, quantised
 from mllm_compile.runtime.quantised.scheme import WeightScheme
+from mllm_compile.runtime.state.base import StateBackend, StateInputs
 from mllm_compile.runtime.state.metadata import Segment, StateMetadata
-from mllm_compile.runtime.state.torch_backend import StateInputs, TorchStateBackend
 from mllm_compile.store.artifact import CUBINS, PIECES
 
 if TYPE_CHECKING:
@@ -55,9 +57,18 @@ SECOND_REQUEST_POSITION = 100
 # traced and through Inductor): right models are off by up to 7e-7 in float32 and 0.017 in bfloat16; of the wrong ones,
 # learned positions that were not ours are off by 0.16, convolutions by 0.35 and more, a state carried over by over 1.
 TOLERANCE = {torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 8e-2}
+# In 16 bits rounding sends a token whose scores are nearly equal to another expert, in a right model too: by one of
+# three experts of two layers its logits were off by 0.19. So there the token in the middle counts, and of each no more
+# than this.
+MOST_REROUTED = 0.5
+# Where linears read fp8 (quantise_activations): right models of 4 to 36 layers are off by 0.05 to 0.10. All else is
+# held to the bound above, by the batches of few tokens, whose forms read bfloat16.
+FP8_TOLERANCE = 0.2
 
 
-def self_check(lowered: Lowered, folder: Path, piece_suffix: str, device: str, page_size: int) -> None:
+def self_check(
+    lowered: Lowered, folder: Path, piece_suffix: str, device: str, page_size: int, state_dtype: str = "float32"
+) -> None:
     """
     Args:
         lowered: the lowered model; small real parameters replace its fake ones here.
@@ -65,6 +76,7 @@ def self_check(lowered: Lowered, folder: Path, piece_suffix: str, device: str, p
         piece_suffix: which of a piece's files to run.
         device: where to run.
         page_size: tokens of a KV page.
+        state_dtype: the type of sums of layers with a state.
 
     Raises:
         UnsupportedModelError: the program's logits are not Transformers'.
@@ -78,12 +90,13 @@ def self_check(lowered: Lowered, folder: Path, piece_suffix: str, device: str, p
         pieces = {piece: load_piece(path.name, path.read_bytes()) for piece, path in files.items()}
         linked = link(program, pieces, binaries, torch.device(device))
         ranks = [linked.bind(_program_weights(by_name, program, lowered, rank)) for rank in range(lowered.num_ranks)]
-        logits = _check_program(lowered, ranks, device)
-        _check_media(lowered, linked, by_name, device)
+        states = StateCheck(linked.state_pieces, state_dtype)
+        logits = _check_program(lowered, ranks, device, states)
+        _check_media(lowered, linked, by_name, device, states)
         check_written_pieces(linked, page_size, hf_model.model.dtype, logits)
 
 
-def _check_program(lowered: Lowered, ranks: Sequence[_Bound], device: str) -> torch.Tensor:
+def _check_program(lowered: Lowered, ranks: Sequence[_Bound], device: str, states: StateCheck) -> torch.Tensor:
     """Runs every batch, on all ranks at once; returns the program's logits of the largest."""
     hf_model, program = lowered.hf_model, lowered.program
     model_type = hf_model.model.config.model_type
@@ -95,13 +108,16 @@ def _check_program(lowered: Lowered, ranks: Sequence[_Bound], device: str) -> to
             theirs = _logits_of_transformers(hf_model, batch_ids, batch_positions, known)
         rows = _some_rows(len(theirs), device) if wants_rows else None
         try:
-            ours, *of_rows = _run_ranks(ranks, batch_ids, batch_positions, rows, device, hf_model.model.dtype)
+            ours, *of_rows = _run_ranks(ranks, batch_ids, batch_positions, rows, device, hf_model.model.dtype, states)
+        except CompileError:
+            raise
         except Exception as failure:
             raise CompileError(
                 f"what was compiled of {model_type!r} does not run: {first_line(failure)}.{_hint(lowered)}"
             ) from failure
-        limit = TOLERANCE[ours.dtype]
-        error = relative_error(torch.cat([ours, *of_rows]), torch.cat([theirs, *(theirs[rows] for _ in of_rows)]))
+        limit = FP8_TOLERANCE if _reads_fp8(lowered, sum(map(len, batch_ids))) else TOLERANCE[ours.dtype]
+        errors = relative_errors(torch.cat([ours, *of_rows]), torch.cat([theirs, *(theirs[rows] for _ in of_rows)]))
+        error = _counted(errors, bool(program.expert_weights) and ours.dtype != torch.float32)
         if not error <= limit:
             raise UnsupportedModelError(
                 f"{model_type!r} would not be served right: with {_crowd(len(batch_ids))} its logits are off by "
@@ -111,7 +127,25 @@ def _check_program(lowered: Lowered, ranks: Sequence[_Bound], device: str) -> to
     return ours
 
 
-def _check_media(lowered: Lowered, linked: LinkedProgram, by_name: Mapping[str, torch.Tensor], device: str) -> None:
+def _counted(errors: torch.Tensor, may_be_rerouted: bool) -> float:
+    """The error by which a program is judged, of those of its rows [S]."""
+    worst = errors.max().item()
+    if not may_be_rerouted or not worst <= MOST_REROUTED:
+        return worst
+    return errors.median().item() if len(errors) > 1 else 0.0  # of one token alone nothing can be told
+
+
+def _reads_fp8(lowered: Lowered, tokens: int) -> bool:
+    """True if linears of a step of so many tokens round what they read to fp8."""
+    forms = lowered.graph.meta.get(SMALL_FORMS, {})
+    names = [name for name in called_pieces(lowered.graph) if tokens > max(forms.get(name, {}), default=0)]
+    pieces: list[Any] = [lowered.graph.get_submodule(name) for name in names]
+    return any(is_op(node, "scaled_linear") for piece in pieces for node in piece.graph.nodes)
+
+
+def _check_media(
+    lowered: Lowered, linked: LinkedProgram, by_name: Mapping[str, torch.Tensor], device: str, states: StateCheck
+) -> None:
     """Runs a batch with images, where the model takes some."""
     programs, hf_model = lowered.program.media, lowered.hf_model
     if programs is None:
@@ -128,7 +162,7 @@ def _check_media(lowered: Lowered, linked: LinkedProgram, by_name: Mapping[str, 
         features = features_of(executors[1], programs.facts, case, device)
         lengths = tuple(len(ids) for ids, _ in case.prompts)
         inputs = inputs_with_features(case, features)
-        (ours,) = _run_packed(executors[0], layers, lengths, 1, inputs, None, device, hf_model.model.dtype)
+        (ours,) = _run_packed(executors[0], layers, lengths, 1, inputs, None, device, hf_model.model.dtype, states)
     except Exception as failure:
         ours = failure
     compare_media(hf_model, case, ours, TOLERANCE[hf_model.model.dtype], _hint(lowered))
@@ -274,7 +308,8 @@ class _PackedRequests:
     lengths: tuple[int, ...]
     copies: int
     token_to_kv_pool: KVPool
-    states: TorchStateBackend
+    states: StateBackend
+    device: str
 
     @property
     def batch(self) -> _PackedRequests:
@@ -288,14 +323,22 @@ class _PackedRequests:
     def num_actual_tokens(self) -> int:
         return sum(self.lengths) * self.copies
 
-    def of_states(self, device: str) -> StateMetadata:
+    @property
+    def extend_seq_lens(self) -> torch.Tensor:
+        return torch.tensor(self.lengths * self.copies, dtype=torch.int32, device=self.device)
+
+    @property
+    def extend_prefix_lens(self) -> torch.Tensor:
+        return torch.zeros_like(self.extend_seq_lens)
+
+    def of_states(self) -> StateMetadata:
         """The metadata of layers with a state, for which each copy is a request."""
         ends = itertools.accumulate(self.lengths * self.copies)
         starts = [0, *ends]
         segments = [Segment(index, *span, has_state=False) for index, span in enumerate(itertools.pairwise(starts))]
         return StateMetadata(
             batch=self,  # type: ignore[arg-type]
-            rows=torch.arange(1, len(starts), device=device),
+            rows=torch.arange(1, len(starts), device=self.device),
             num_decodes=0,
             segments=segments,
             num_actual_tokens=starts[-1],
@@ -320,6 +363,7 @@ class _PackedRequests:
                 *(queries, keys, values, sinks, params.sm_scale, params.logits_soft_cap, params.window_left),
                 alibi_slopes=layer.alibi_slopes * self.copies,
                 chunk=layer.chunk,
+                latent=layer.v_head_dim if layer.is_latent else 0,
             ).unflatten(1, (self.copies, -1))
             self._of_request(inputs.out, start, length).copy_(attended.transpose(0, 1))
             start += length
@@ -341,14 +385,15 @@ def _run_ranks(
     rows: torch.Tensor | None,
     device: str,
     dtype: torch.dtype,
+    states: StateCheck,
 ) -> tuple[torch.Tensor, ...]:
     """Runs _run_program on all ranks beside each other; returns the first one's logits."""
     if len(ranks) == 1:
-        return _run_program(*ranks[0], ids, positions, rows, device, dtype)
+        return _run_program(*ranks[0], ids, positions, rows, device, dtype, states)
 
     def run(rank: int) -> tuple[torch.Tensor, ...]:
         with current_device(torch.device(device)):
-            return _run_program(*ranks[rank], ids, positions, rows, device, dtype)
+            return _run_program(*ranks[rank], ids, positions, rows, device, dtype, states)
 
     return run_lockstep(len(ranks), run)[0]
 
@@ -361,12 +406,13 @@ def _run_program(
     rows: torch.Tensor | None,
     device: str,
     dtype: torch.dtype,
+    states: StateCheck,
 ) -> tuple[torch.Tensor, ...]:
     """Logits of all tokens, and of `rows`, where some are wanted, by the two ways to ask for them."""
     different = _num_different(ids)
     lengths, copies = tuple(len(request) for request in ids[:different]), len(ids) // different
     inputs = {"input_ids": torch.cat(ids), "positions": torch.cat(positions)}
-    return _run_packed(executor, layers, lengths, copies, inputs, rows, device, dtype)
+    return _run_packed(executor, layers, lengths, copies, inputs, rows, device, dtype, states)
 
 
 def _run_packed(
@@ -378,18 +424,18 @@ def _run_packed(
     rows: torch.Tensor | None,
     device: str,
     dtype: torch.dtype,
+    states: StateCheck,
 ) -> tuple[torch.Tensor, ...]:
     """Logits as _run_program's, of requests of `lengths`, as often as `copies` says; inputs are those of all, but for
     slots."""
     tokens = sum(lengths) * copies
     by_name = {layer.name: layer for layer in layers}
-    shapes = [(layer.num_kv_heads, layer.head_dim, layer.v_head_dim) for layer in layers]
+    shapes = [layer.cache_shape for layer in layers]
     state_layers = executor.program.state_layers
-    state_shapes = [(layer.state_shape, getattr(torch, layer.state_dtype("float32"))) for layer in state_layers]
-    states = TorchStateBackend(GDNPool(len(lengths) * copies + 1, state_shapes, device))
-    packed = _PackedRequests(lengths, copies, KVPool(tokens + 1, 1, shapes, dtype, device), states)
+    backend = states.backend(state_layers, len(lengths) * copies, device)
+    packed = _PackedRequests(lengths, copies, KVPool(tokens + 1, 1, shapes, dtype, device), backend, device)
     metadata: dict[str, Any] = dict.fromkeys(by_name, packed)
-    metadata |= dict.fromkeys((layer.name for layer in state_layers), packed.of_states(device))
+    metadata |= dict.fromkeys((layer.name for layer in state_layers), packed.of_states())
     every = torch.arange(tokens, device=device)
     slots = every + 1  # 0 is padding's
     with (

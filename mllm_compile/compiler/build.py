@@ -41,7 +41,7 @@ from mllm_compile.kernels.flashinfer import collect_kernels
 from mllm_compile.media.files import PROCESSOR_FILES
 from mllm_compile.process.bytecode import OF_A_COMPILE, compiled_ahead
 from mllm_compile.process.timeline import Timeline
-from mllm_compile.runtime.attention.split.splits import OF_FEW
+from mllm_compile.runtime.attention.split.splits import OF_FEW, OF_LATENTS
 from mllm_compile.runtime.device.memory import give_back_unused
 from mllm_compile.runtime.media.grids import MAX_FEATURES
 from mllm_compile.runtime.program.pieces import PACKAGE_SUFFIX, SOURCE_SUFFIX, PieceSuffix
@@ -68,6 +68,7 @@ from mllm_compile.text.generation_defaults import default_params, load_generatio
 from mllm_compile.text.tokenizer import export_tokenizer, load_tokenizer
 
 _MAX_SLOTS = 2**31 - 1  # of a KV cache; known when it is allocated
+_MOST_SPLITS = max(OF_FEW.most, OF_LATENTS.most)
 
 
 def build_runtime(target: Target, options: CompileOptions, timeline: Timeline) -> Artifact:
@@ -76,7 +77,7 @@ def build_runtime(target: Target, options: CompileOptions, timeline: Timeline) -
     Raises:
         MllmError: the model cannot be compiled, or what was compiled computes something else, or disk or memory end.
     """
-    config, folder = target.config, target.folder
+    config, folder, runtime = target.config, target.folder, target.config.runtime
     if options.output is not None and not os.path.exists(folder / MANIFEST):
         reason = "there is no runtime in this folder yet"
     else:
@@ -88,7 +89,7 @@ def build_runtime(target: Target, options: CompileOptions, timeline: Timeline) -
         lowered, files, suffix = _fill(scratch, target, options, timeline)
         check_unchanged(config, target.model, target.factors)
         with timeline.stage("self-check"):
-            self_check(lowered, scratch, suffix, config.runtime.device, config.runtime.page_size)
+            self_check(lowered, scratch, suffix, runtime.device, runtime.page_size, runtime.state_dtype)
         manifest = Manifest(
             factors=target.factors,
             config=config.model_dump(mode="json"),
@@ -184,8 +185,8 @@ def _workers(config: ResolvedConfig, scratch: Path) -> Iterator[PieceWorkers | N
         yield None
         return
     largest = max_traced_tokens(config)
-    sizes = {"T": largest, "S": largest, "L": largest, "P": _MAX_SLOTS, "W": _MAX_SLOTS, "N": OF_FEW.most}
-    sizes |= {"M": largest, "R": _MAX_SLOTS, "C": _MAX_SLOTS, "F": MAX_FEATURES}
+    sizes = {"T": largest, "S": largest, "L": largest, "P": _MAX_SLOTS, "W": _MAX_SLOTS, "N": _MOST_SPLITS}
+    sizes |= {"M": largest, "R": _MAX_SLOTS, "C": _MAX_SLOTS, "B": largest, "F": MAX_FEATURES}
     with (
         compiled_ahead(OF_A_COMPILE),
         using_compiler_cache(config.cache.dir) as folder,

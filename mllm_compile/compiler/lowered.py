@@ -48,8 +48,8 @@ class Lowered:
         reports: one a pass that has run.
         left_out: the passes that have not, each with the reason.
         symbols: the graph's size symbols → T, S, P, L.
-        written_pieces: pieces of the program that are no part of the graph: attention of decodes, the choice of tokens,
-            and the decode loop.
+        written_pieces: pieces of the program that are no part of the graph: attention of decodes, layers with a state,
+            the choice of tokens, and the decode loop.
         of_media: what its programs for images were lowered from: the text with features, and the tower.
     """
 

@@ -22,7 +22,9 @@ from mllm_compile.errors import CompileError, ConfigError
 from mllm_compile.kernels.cuda import can_compile_kernels, kernels_of
 from mllm_compile.kernels.decode_attention import add_decode_attention
 from mllm_compile.kernels.decode_loop import add_decode_loop
+from mllm_compile.kernels.latent_attention import add_latent_attention
 from mllm_compile.kernels.sampling import add_sampling_pieces
+from mllm_compile.kernels.states import add_state_pieces
 from mllm_compile.model.refusals import refusing
 from mllm_compile.process.no_gc import gc_paused
 from mllm_compile.process.progress import Reporter
@@ -154,18 +156,20 @@ def rewrite(config: ResolvedConfig, built: BuiltModel, trace: Trace, observer: O
     Raises:
         CompileError: a pass failed; the message names it and how to do without it.
     """
-    from mllm_compile.compiler.program_builder import build_program, size_symbols
+    from mllm_compile.compiler.program_builder import build_program, size_symbols, state_operands
 
     graph, reports, left_out = rewrite_graph(config, built, trace, observer=observer)
     _check_cut(graph, config.runtime.tensor_parallel_size)
     program, decode_pieces = add_decode_attention(config, build_program(graph))
+    program, state_pieces = add_state_pieces(config, program, state_operands(graph))
+    program, latent_pieces = add_latent_attention(config, program)
     output: Any = next(node for node in graph.graph.nodes if node.op == "output")
     logits = output.args[0][0].meta["val"]
     program, sampling_pieces = add_sampling_pieces(config, program, logits)
     program, loop_pieces = add_decode_loop(config, program, logits)
     if pass_target(config).compiles_cuda:
         program = replace(program, kernels=kernels_of(graph, program))
-    written = (*decode_pieces, *sampling_pieces, *loop_pieces)
+    written = (*decode_pieces, *state_pieces, *latent_pieces, *sampling_pieces, *loop_pieces)
     return Lowered(built, graph, program, reports, left_out, size_symbols(graph), written)
 
 
@@ -267,6 +271,8 @@ def pass_target(config: ResolvedConfig) -> PassTarget:
         counts_experts=config.runtime.expert_stats,
         num_ranks=config.runtime.tensor_parallel_size,
         attention_backend=config.runtime.attention_backend,
+        deterministic=config.runtime.deterministic,
+        split_decode=config.compile.split_decode,
     )
 
 

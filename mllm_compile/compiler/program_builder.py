@@ -246,20 +246,30 @@ def piece_inputs(piece: fx.GraphModule, symbols: dict[str, str]) -> tuple[PieceI
     Raises:
         CompileError: an input has a size that is neither a number nor a multiple of a symbol.
     """
-    inputs = []
-    for node in piece.graph.nodes:
-        if node.op != "placeholder":
-            continue
-        val = node.meta["val"]
-        shape = tuple(size_of(size, symbols) for size in val.shape)
-        stride = tuple(size_of(step, symbols) for step in val.stride())
-        if any(isinstance(size, str) and not _is_multiple(size, symbols) for size in shape):
-            raise CompileError(
-                f"input {node.name} has shape {list(shape)}: a size must be a number, one of "
-                f"{', '.join(symbols.values())}, or a number times that"
-            )
-        inputs.append(PieceInput(shape, stride, str(val.dtype).removeprefix("torch.")))
-    return tuple(inputs)
+    return tuple(_input_of(node, symbols) for node in piece.graph.nodes if node.op == "placeholder")
+
+
+def state_operands(graph: fx.GraphModule) -> dict[str, tuple[PieceInput, ...]]:
+    """Layer with a state → its operands, as the piece compiler needs them.
+
+    Raises:
+        CompileError: an operand has a size that is neither a number nor a multiple of a symbol.
+    """
+    symbols = size_symbols(graph)
+    layers = [node for node in graph.graph.nodes if isinstance(lowered_kind(node), StateLayerKind)]
+    return {str(node.args[2]): tuple(_input_of(value, symbols) for value in node.args[0]) for node in layers}
+
+
+def _input_of(node: fx.Node, symbols: dict[str, str]) -> PieceInput:
+    val = node.meta["val"]
+    shape = tuple(size_of(size, symbols) for size in val.shape)
+    stride = tuple(size_of(step, symbols) for step in val.stride())
+    if any(isinstance(size, str) and not _is_multiple(size, symbols) for size in shape):
+        raise CompileError(
+            f"input {node.name} has shape {list(shape)}: a size must be a number, one of "
+            f"{', '.join(symbols.values())}, or a number times that"
+        )
+    return PieceInput(shape, stride, str(val.dtype).removeprefix("torch."))
 
 
 def _is_multiple(size: str, symbols: dict[str, str]) -> bool:

@@ -174,6 +174,9 @@ class RuntimeConfig(Section):
     enable_prefix_cache: bool = True
     """Keep the KV cache of finished requests for prompts that begin alike."""
 
+    cascade_attention: bool = True
+    """Decodes of requests that begin with the same cached tokens read these once, where that is faster."""
+
     deterministic: bool = False
     """Bitwise the same answer whatever else is in the batch, however a prompt is cut, and after a prefix hit or a
     preemption. Every step is then computed with exactly max_num_batched_tokens tokens, padding included."""

@@ -243,7 +243,7 @@ def _remember(compiled: CompiledRuntime, runner: ModelRunner, plan: MemoryPlan, 
     """Stores beside the runtime what this device was found to hold, and how long this start took."""
     device = compiled.config.runtime.device
     pool = runner.token_to_kv_pool
-    shapes = [(layer.num_kv_heads, layer.head_dim, layer.v_head_dim) for layer in runner.model.layers]
+    shapes = [layer.cache_shape for layer in runner.model.layers]
     page_bytes = pool.bytes_per_page(pool.page_size, shapes, pool.dtype)
     graphs = runner.graph_runner.figures if runner.graph_runner is not None else []
     folder, key = compiled.artifact.measured_folder, device_key(device)

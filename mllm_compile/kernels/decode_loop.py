@@ -25,7 +25,7 @@ def add_decode_loop(
     Args:
         logits: [S, V], as the graph gives them.
     """
-    layers_without = {layer.name for layer in program.layers} - set(program.decode_attention)
+    layers_without = {layer.name for layer in program.layers} - {*program.decode_attention, *program.latent_attention}
     if program.sampling is None or layers_without or config.runtime.deterministic:
         return program, ()
     pieces = decode_loop_pieces(program.sampling.dtype, int(logits.shape[1]), config.runtime.page_size)

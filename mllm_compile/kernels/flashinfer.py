@@ -46,7 +46,7 @@ def _load_kernels(config: ResolvedConfig, program: Program) -> None:
     runtime = config.runtime
     dtype = getattr(torch, config.model.dtype)
     device = torch.device(runtime.device)
-    layers = program.layers
+    layers = [layer for layer in program.layers if layer.name not in program.latent_attention]
     sinks = {layer.sinks: torch.empty(layer.num_heads, device=device) for layer in layers if layer.sinks}
     if layers:  # a model of layers with a state alone attends nowhere
         FlashInferAttnBackend(

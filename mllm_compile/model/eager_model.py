@@ -58,7 +58,8 @@ class EagerSource:
         """Loads both.
 
         Raises:
-            UnsupportedModelError: the model has layers with a state, which Transformers would keep for itself.
+            UnsupportedModelError: the model has layers with a state, which Transformers would keep for itself, or
+                a cache of latents.
             CheckpointError: Transformers cannot load the model's folder.
             UnsupportedModelError: the model's attention cannot be replaced by ours.
         """
@@ -67,6 +68,12 @@ class EagerSource:
             raise UnsupportedModelError(
                 "runtime.skip_compiled runs Transformers' own layers, whose states do not follow requests "
                 f"({model.state_layers[0].name} has one). Set runtime.skip_compiled: false."
+            )
+        latent = next((layer.name for layer in model.layers if layer.is_latent), None)
+        if latent is not None:
+            raise UnsupportedModelError(
+                "runtime.skip_compiled runs Transformers' own layers, which attend over keys and values of every head, "
+                f"but {latent} has latents alone in its cache. Set compile.disable_passes: [absorb_latents]."
             )
         names = tuple(layer.name for layer in model.layers)
         return replace(model, eager=EagerModel(self._load_transformers_model(device), names))

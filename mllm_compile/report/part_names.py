@@ -91,6 +91,14 @@ def all_names(program: Program, shapes: Mapping[str, Sequence[int]]) -> dict[str
         for piece in dict.fromkeys(form.piece for form in decode_forms if form.piece is not None):
             decodes.setdefault(piece, []).append(positions[layer])
     names |= {piece: f"{_layers(sorted(found))}: attention of decodes" for piece, found in decodes.items()}
+    steps = {layer.name: layer for layer in program.state_layers}
+    for name, state_forms in program.state_forms.items():
+        kind = steps[name].kind.name
+        names |= {state_forms.decodes: f"{kind} of decodes", state_forms.prompts: f"{kind} of prompts"}
+    for pair in dict.fromkeys(program.latent_attention.values()):
+        found = sorted(positions[layer] for layer, one in program.latent_attention.items() if one == pair)
+        names[pair.decode] = f"{_layers(found)}: attention of decodes over latents"
+        names[pair.prefill] = f"{_layers(found)}: attention of prompts over latents"
     if program.sampling is not None:
         greedy, from_logits, from_scores = program.sampling.piece_ids()
         names |= {

@@ -125,7 +125,7 @@ def _of_target(target: Target, reporter: Reporter) -> _Known:
 
 def _kv_bytes(known: _Known) -> int:
     """Bytes that a token takes in the KV cache."""
-    shapes = [(layer.num_kv_heads, layer.head_dim, layer.v_head_dim) for layer in known.layers]
+    shapes = [layer.cache_shape for layer in known.layers]
     return KVPool.bytes_per_page(1, shapes, getattr(torch, known.config.runtime.kv_cache_dtype))
 
 

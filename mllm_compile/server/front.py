@@ -20,7 +20,7 @@ from mllm_compile.server.flow.admission import Admission
 from mllm_compile.server.flow.choice import PromptRun
 from mllm_compile.server.flow.dispatcher import Dispatcher
 from mllm_compile.server.flow.job import Job
-from mllm_compile.server.flow.writer import Headers, Send
+from mllm_compile.server.flow.writer import Headers, Outlet
 from mllm_compile.server.http import Bodies
 from mllm_compile.server.metrics import Metrics
 from mllm_compile.server.names import ModelNames
@@ -170,7 +170,7 @@ class Front:
         """True if a request waits neither for an engine nor for a thread."""
         return request.is_quick and self.supervisor.state == READY
 
-    async def start(self, request: Request, prefix: str, send: Send, client: str, header_id: str | None) -> Job:
+    async def start(self, request: Request, prefix: str, outlet: Outlet, client: str, header_id: str | None) -> Job:
         """Starts a request; waits for nothing if `starts_at_once`.
 
         Raises:
@@ -188,7 +188,7 @@ class Front:
                 if self.supervisor.state != READY:
                     raise not_ready("the engine is gone. It starts again.", "engine_lost")
                 name = self._name(prefix, request.fields.request_id, header_id)
-                job = self._job(name, request, plan, facts, send, client, headers)
+                job = self._job(name, request, plan, facts, outlet, client, headers)
             except MllmError as error:
                 raise of_error(error, request.fields.subject) from None
             job.arrived_s = arrived_s
@@ -219,7 +219,7 @@ class Front:
         request: Request,
         plan: Plan,
         facts: EngineFacts,
-        send: Send,
+        outlet: Outlet,
         client: str,
         headers: Headers,
     ) -> Job:
@@ -232,7 +232,7 @@ class Front:
         job = Job(
             name,
             plan.format(head),
-            send,
+            outlet,
             is_stream=bool(request.fields.stream),
             stream_interval=request.fields.stream_interval or 1,
             headers=[(b"x-request-id", name.encode()), *headers],

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 from mllm_compile.server.api.errors import ApiError
 from mllm_compile.server.api.interfaces import Request
 from mllm_compile.server.flow.job import Job
-from mllm_compile.server.flow.writer import Send
+from mllm_compile.server.flow.writer import CHUNKS, Outlet, Send
 from mllm_compile.server.front import Front
 from mllm_compile.server.http import ClientGoneError, Receive, Scope, header, respond_error
 
@@ -35,6 +35,7 @@ def generate_endpoint(front: Front, kind: RequestKind) -> Callable[[Scope, Recei
 
     async def endpoint(scope: Scope, receive: Receive, send: Send) -> None:
         client = (header(scope, b"user-agent") or "-")[:60]
+        outlet = Outlet(send, scope.get("extensions", {}).get(CHUNKS, {}).get("write"))
 
         async def refuse(error: ApiError) -> None:
             front.refused(error, client)
@@ -42,7 +43,7 @@ def generate_endpoint(front: Front, kind: RequestKind) -> Callable[[Scope, Recei
 
         try:
             request = kind(await front.bodies.read(receive))
-            starting = front.start(request, kind.prefix, send, client, header(scope, b"x-request-id"))
+            starting = front.start(request, kind.prefix, outlet, client, header(scope, b"x-request-id"))
             # Most wait for nothing, and need no tasks.
             job = await (starting if front.starts_at_once(request) else _unless_gone(starting, receive))
         except ClientGoneError:

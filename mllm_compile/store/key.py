@@ -111,6 +111,7 @@ def key_factors(config: ResolvedConfig, model: ModelFolder, weights: WeightFiles
         "backend": config.compile.backend,
         "expert stats": "on" if config.runtime.expert_stats else "off",
         "attention": _attention(config),
+        **_states(config),
         **_ranks(config),
         "max traced tokens": str(max_traced_tokens(config)),
     }
@@ -120,6 +121,12 @@ def _ranks(config: ResolvedConfig) -> dict[str, str]:
     """For how many ranks a program is; of one rank this is no factor."""
     num_ranks = config.runtime.tensor_parallel_size
     return {"tensor parallel": f"{num_ranks} ranks"} if num_ranks > 1 else {}
+
+
+def _states(config: ResolvedConfig) -> dict[str, str]:
+    """The type of states, which kernels are compiled for on CUDA; float32, the default, is no factor."""
+    dtype = config.runtime.state_dtype
+    return {} if dtype == "float32" or not config.runtime.device.startswith("cuda") else {"states": dtype}
 
 
 def _quantisation(config: ResolvedConfig, model: ModelFolder) -> str:

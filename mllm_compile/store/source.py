@@ -69,6 +69,8 @@ class ArtifactSource:
             layers=layers,
             state_layers=artifact.program.state_layers,
             decoders=linked.decoders,
+            state_pieces=linked.state_pieces,
+            latents=linked.latents,
             sampling=linked.sampling,
             decode_loop=linked.decode_loop,
             media=linked.bind_media(weights),

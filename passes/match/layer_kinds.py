@@ -87,19 +87,21 @@ class AttentionKind(LayerKind):
         q, k, v, sinks, sm_scale, logits_soft_cap, window_left = node.args[:7]
         slopes: Any = node.args[8] if len(node.args) > 8 else None
         chunk: Any = node.args[9] if len(node.args) > 9 else 0
+        latent: Any = node.args[10] if len(node.args) > 10 else 0
         return LayerSpec(
             name=name,
             layer_id=index,
             num_heads=q.meta["val"].shape[1],  # type: ignore[union-attr]
             num_kv_heads=k.meta["val"].shape[1],  # type: ignore[union-attr]
             head_dim=q.meta["val"].shape[2],  # type: ignore[union-attr]
-            v_head_dim=v.meta["val"].shape[2],  # type: ignore[union-attr]
+            v_head_dim=int(latent) or v.meta["val"].shape[2],  # type: ignore[union-attr]
             sm_scale=float(sm_scale),  # type: ignore[arg-type]
             logits_soft_cap=float(logits_soft_cap),  # type: ignore[arg-type]
             window_left=int(window_left),  # type: ignore[arg-type]
             sinks=None if sinks is None else sinks.meta["weight_name"],  # type: ignore[union-attr]
             alibi_slopes=tuple(slopes or ()),
             chunk=int(chunk),
+            is_latent=bool(latent),
         )
 
     def out_shape(self, spec: LayerSpec) -> tuple[int, ...]:

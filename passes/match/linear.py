@@ -12,9 +12,8 @@ from torch import fx
 from torch.nn import functional
 
 from mllm_compile.passes.match.nodes import LINEAR, is_call, linear_operands, takes_kernels
-from mllm_compile.passes.match.quantised import match_quantised_linear
+from mllm_compile.passes.match.quantised import QuantisedLinear, match_quantised_linear
 from mllm_compile.passes.match.rms_norm import match_rms_norm
-from mllm_compile.runtime.ops.stream_fp8.linear import GROUP
 
 
 @dataclass(frozen=True)
@@ -22,21 +21,26 @@ class Linear:
     """source · weightᵀ, and a bias where there is one.
 
     Attributes:
-        weight: [N, K], or the values of an fp8 one.
-        scales: of an fp8 weight; None: it is a plain one.
+        weight: [N, K], or the values of a quantised one.
+        quantised: what the call of a quantised weight says; None: it is a plain one.
     """
 
     node: fx.Node
     source: fx.Node
     weight: fx.Node
     bias: fx.Node | None = None
-    scales: fx.Node | None = None
+    quantised: QuantisedLinear | None = None
+
+    @property
+    def tensors(self) -> tuple[fx.Node | None, ...]:
+        """The tensors that the weight is."""
+        return (self.weight,) if self.quantised is None else self.quantised.tensors
 
     @property
     def shape(self) -> tuple[int, int]:
         """[N, K] of the weight."""
-        rows, columns = self.weight.meta["val"].shape
-        return int(rows), int(columns)
+        rows = self.node.meta["val"].shape[-1]
+        return int(rows), int(self.source.meta["val"].shape[-1])
 
 
 def match_linear(node: object, takes_bias: bool = False) -> Linear | None:
@@ -51,23 +55,17 @@ def match_linear(node: object, takes_bias: bool = False) -> Linear | None:
     return Linear(node, source, weight, bias)
 
 
-def match_fp8_linear(node: object, takes_bias: bool = False) -> Linear | None:
-    """A linear of an fp8 weight with float32 scales of rows or of GROUP inputs, without a bias unless `takes_bias`."""
+def match_small_linear(node: object, takes_bias: bool = False) -> Linear | None:
+    """A linear of a quantised weight, whose input is in a type that the kernels take, without a bias unless
+    `takes_bias`."""
     found = match_quantised_linear(node)
-    if (
-        not isinstance(node, fx.Node)
-        or found is None
-        or found.kind != "fp8"
-        or found.group not in (GROUP, found.shape[1])
-    ):
+    if not isinstance(node, fx.Node) or found is None or not takes_kernels(found.source):
         return None
-    if found.scales.meta["val"].dtype != torch.float32 or not takes_kernels(found.source):
-        return None
-    if found.values.op != "placeholder" or found.scales.op != "placeholder":
+    if any(tensor is not None and tensor.op != "placeholder" for tensor in found.tensors):
         return None
     if found.bias is not None and not (takes_bias and found.bias.op == "placeholder"):
         return None
-    return Linear(node, found.source, found.values, found.bias, found.scales)
+    return Linear(node, found.source, found.values, found.bias, found)
 
 
 def match_silu_mul(node: fx.Node) -> fx.Node | None:

@@ -23,6 +23,11 @@ class QuantisedLinear:
     group: int
 
     @property
+    def tensors(self) -> tuple[fx.Node, fx.Node, fx.Node | None]:
+        """The weight's: values, scales and zero points."""
+        return self.values, self.scales, self.zeros
+
+    @property
     def shape(self) -> tuple[int, int]:
         """[N, K] of the weight."""
         return int(self.values.meta["val"].shape[0]), int(self.source.meta["val"].shape[-1])

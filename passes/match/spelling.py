@@ -105,6 +105,8 @@ def _spelled(node: fx.Node) -> tuple[Target, tuple[Any, ...], dict[str, Any]] | 
     if node.op == "call_method" and target in _TO_DTYPE:
         is_plain = not node.kwargs and len(node.args) == (2 if target == "type_as" else 1)
         return ("to", (node.args[0], node.meta["val"].dtype), {}) if is_plain else None
+    if target == "scatter":
+        return _with_a_number_of_its_dtype(node)
     operation = _BY_SPELLING.get(target)
     if operation is None or not _is_of_tensors(node):
         return None
@@ -112,6 +114,17 @@ def _spelled(node: fx.Node) -> tuple[Target, tuple[Any, ...], dict[str, Any]] | 
     if arguments is None or (target == operation.target and arguments == (node.args, node.kwargs)):
         return None
     return operation.target, *arguments
+
+
+def _with_a_number_of_its_dtype(node: fx.Node) -> tuple[Target, tuple[Any, ...], dict[str, Any]] | None:
+    """`x.scatter(dim, index, 1)` into floats with 1.0; None if there is nothing to change.
+
+    Of an index of one column Inductor of torch 2.11 makes a tensor of the number, which then has the number's dtype.
+    """
+    is_whole = len(node.args) == 4 and type(node.args[3]) is int
+    if not is_whole or not node.meta["val"].is_floating_point():
+        return None
+    return "scatter", (*node.args[:3], float(node.args[3])), node.kwargs  # type: ignore[arg-type]
 
 
 def _is_of_tensors(node: fx.Node) -> bool:

@@ -90,6 +90,11 @@ class AttentionBackend(ABC):
         run = self.forward_decode if inputs.batch.forward_mode.is_decode() else self.forward_extend
         run(inputs)
 
+    def cascade_pays(self, num_requests: int, num_tokens: int) -> bool:
+        """True if decodes of so many requests whose first `num_tokens` lie in the same pages are faster where the batch
+        says so (ForwardBatch.common_prefix_len), and its step is not captured whole."""
+        return False
+
     def rotates(self, layer: AttentionLayer) -> bool:
         """True if the planned batch goes to forward_unrotated."""
         return False

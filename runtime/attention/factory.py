@@ -1,4 +1,4 @@
-"""Picks the class for an attention_backend name."""
+"""Picks the class for an attention_backend name. Beside FlashInfer stand the program's own kernels over latents."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Protocol
 import torch
 
 from mllm_compile.runtime.attention.base import AttentionBackend
+from mllm_compile.runtime.attention.latent.backend import LatentAttnBackend, LatentPieces
 from mllm_compile.runtime.attention.layer import AttentionLayer
 from mllm_compile.runtime.attention.split.split_decode import Decoders
 from mllm_compile.runtime.attention.torch_backend import TorchAttnBackend
@@ -27,6 +28,10 @@ class AttendingModel(Protocol):
     def decoders(self) -> Mapping[str, Decoders]:
         """Layer → its own decode kernels, if any."""
 
+    @property
+    def latents(self) -> Mapping[str, LatentPieces]:
+        """Layer → its own kernels over latents, if any."""
+
 
 def make_attention_backend(
     config: RunnerConfig, model: AttendingModel, req_to_token_pool: ReqToTokenPool, device: torch.device
@@ -41,6 +46,15 @@ def make_attention_backend(
     runtime = config.runtime
     if runtime.attention_backend == "torch":
         return TorchAttnBackend(deterministic=runtime.deterministic)
+    if runtime.attention_backend == "flashinfer" and all(layer.is_latent for layer in model.layers):
+        return LatentAttnBackend(
+            model.layers,
+            model.latents,
+            req_to_token=req_to_token_pool.req_to_token,
+            max_requests=config.max_rows,
+            page_size=runtime.page_size,
+            dtype=config.dtype,
+        )
     if runtime.attention_backend == "flashinfer":
         from mllm_compile.runtime.attention.flashinfer_backend import FlashInferAttnBackend
 

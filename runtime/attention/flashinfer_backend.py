@@ -22,15 +22,18 @@ import torch
 from mllm_compile.runtime.attention.base import AttentionBackend, AttentionInputs, Unrotated
 from mllm_compile.runtime.attention.captured.decodes import DecodeSteps, check_capturable, make_graph_buffers
 from mllm_compile.runtime.attention.captured.mixed import MixedStep, MixedSteps
+from mllm_compile.runtime.attention.flashinfer.cascade import CascadeDecode, CascadeRows, GroupCascade
 from mllm_compile.runtime.attention.flashinfer.decode import DecodeRows, GroupDecode, PlannedGroup, SplitGroup
 from mllm_compile.runtime.attention.flashinfer.kernels import (
     PlanGroup,
+    cascade_pays,
     check_never_split,
     check_supported,
     decodes_on_tensor_cores,
     plan_groups,
     prefills_new_tokens_alone,
     should_use_tensor_core,
+    takes_cascade,
     workspace_bytes,
 )
 from mllm_compile.runtime.attention.flashinfer.library import float_workspace, import_flashinfer
@@ -121,6 +124,8 @@ class FlashInferAttnBackend(AttentionBackend):
         self._workspace = float_workspace(self.device, num_bytes)
         self._group_prefills = [self._make_group_prefill(group) for group in self.groups]
         self._split_space, self._group_decodes = self._make_group_decodes(max_req_pool_size, decoders or {})
+        self._group_cascades = [self._make_group_cascade(group) for group in self.groups]
+        self._cascaded = [layer for layer in layers if self._group_cascades[self._group_of[layer.name]] is not None]
         self._decode_steps: DecodeSteps | None = None  # see init_cuda_graph_state
         self._mixed_steps = self._make_mixed_steps(max_req_pool_size)
         self._num_decodes = 0
@@ -151,9 +156,28 @@ class FlashInferAttnBackend(AttentionBackend):
             decodes = DecodeRows(batch.seq_lens[:num_decodes], lambda window, _: pages_of(window).part(0, num_decodes))
             if self._split_space is not None:  # the program's own kernels read the pages of these
                 self._split_space.list_pages(batch.req_pool_indices[:num_decodes])
-            self.decode_metadata = DecodeMetadata([group.plan(decodes) for group in self._group_decodes])
+            self.decode_metadata = DecodeMetadata(self._plan_decodes(batch, decodes))
         if num_prefills:
             self.prefill_metadata = self._plan_prefills(batch, num_decodes, pages_of)
+
+    def _plan_decodes(self, batch: ForwardBatch, decodes: DecodeRows) -> list[Any]:
+        """The wrapper of each group; cascades where the batch's decodes begin alike and the group has one."""
+        if not batch.common_prefix_len:
+            return [group.plan(decodes) for group in self._group_decodes]
+        rows = self._cascade_rows(batch, len(decodes.seq_lens))
+        return [
+            decode.plan(decodes) if cascade is None else cascade.plan(rows)
+            for decode, cascade in zip(self._group_decodes, self._group_cascades, strict=True)
+        ]
+
+    def _cascade_rows(self, batch: ForwardBatch, num_decodes: int) -> CascadeRows:
+        common, count = CommonAttentionMetadata.of(batch), batch.common_prefix_len
+        rows, lengths = batch.req_pool_indices[:num_decodes], common.seq_lens_cpu[:num_decodes]
+        table, size, shared = common.block_table, self.page_size, torch.tensor([count], dtype=torch.int32)
+        return CascadeRows(
+            make_paged_view(table, rows[:1], shared, shared, -1, size),
+            make_paged_view(table, rows, lengths, lengths - 1, -1, size, skipped_pages=count // size),
+        )
 
     def _plan_prefills(
         self, batch: ForwardBatch, num_decodes: int, pages_of: Callable[[int], PagedView]
@@ -209,6 +233,16 @@ class FlashInferAttnBackend(AttentionBackend):
 
         return space, [make(index, group) for index, group in enumerate(self.groups)]
 
+    def _make_group_cascade(self, group: PlanGroup) -> GroupCascade | None:
+        if self.deterministic or not takes_cascade(group):
+            return None
+        library = self._flashinfer
+        make_wrapper = partial(
+            library.BatchPrefillWithPagedKVCacheWrapper, self._workspace, get_kv_cache_layout(), backend="fa2"
+        )
+        options = self._plan_options(group)
+        return GroupCascade(make_wrapper, library.merge_state_in_place, group, self.page_size, options, self.device)
+
     def _make_mixed_steps(self, max_requests: int) -> MixedSteps | None:
         """The captured steps with prompts; None where something is in the way."""
         if self._split_space is None or self.mixed_obstacle:
@@ -234,6 +268,8 @@ class FlashInferAttnBackend(AttentionBackend):
             try:
                 self._group_decodes[index].load()
                 self._group_prefills[index].load()
+                if (cascade := self._group_cascades[index]) is not None:
+                    cascade.load()
             except RuntimeError as error:
                 raise DeviceError(
                     f"FlashInfer has no kernel for {group} and could not build one: "
@@ -267,6 +303,11 @@ class FlashInferAttnBackend(AttentionBackend):
             new = slice(self.prefill_metadata.first_token, None)
             keys_and_values = (inputs.k[new], inputs.v[new]) if self.prefill_metadata.use_ragged else (pages,)
             run_with_sinks(wrapper, q[new], *keys_and_values, out=out[new], sinks=layer.sink_logits)
+
+    def cascade_pays(self, num_requests: int, num_tokens: int) -> bool:
+        per_token = sum(layer.num_kv_heads * (layer.head_dim + layer.v_head_dim) for layer in self._cascaded)
+        spared = (num_requests - 1) * num_tokens * per_token * self.kv_cache_dtype.itemsize
+        return cascade_pays(spared, len(self._cascaded))
 
     def rotates(self, layer: AttentionLayer) -> bool:
         if self.decode_metadata is None or self.prefill_metadata is not None:
@@ -415,8 +456,10 @@ class FlashInferAttnBackend(AttentionBackend):
 def _run_decode(
     wrapper: Any, q: torch.Tensor, pages: tuple[torch.Tensor, torch.Tensor], out: torch.Tensor, layer: AttentionLayer
 ) -> None:
-    """Runs a wrapper of decodes; the program's own kernels take sinks themselves."""
-    if isinstance(wrapper, SplitDecode):
+    """Runs a wrapper of decodes; the program's own kernels take sinks themselves, and layers with some no cascade."""
+    if isinstance(wrapper, CascadeDecode):
+        wrapper.run(q, pages, out)
+    elif isinstance(wrapper, SplitDecode):
         wrapper.run(q, pages, out, layer.sink_logits)
     else:
         run_with_sinks(wrapper, q, pages, out=out, sinks=layer.sink_logits)

@@ -41,11 +41,17 @@ class LayerSpec:
     # [H]: slope · (key's position − query's) is added to a head's logits; (): nothing is
     alibi_slopes: tuple[float, ...] = ()
     chunk: int = 0  # tokens see keys of their own chunk of so many positions alone; 0: there are no chunks
+    is_latent: bool = False  # values are the first v_head_dim columns of the keys, which alone are cached
 
     @cached_property
     def params(self) -> PerLayerParameters:
         """The three parameters that a plan depends on."""
         return PerLayerParameters(self.window_left, self.logits_soft_cap, self.sm_scale)
+
+    @property
+    def cache_shape(self) -> tuple[int, int, int]:
+        """(Hk, D, Dv): what a token's keys and values take in the KV cache; Dv is 0 where values are part of keys."""
+        return self.num_kv_heads, self.head_dim, 0 if self.is_latent else self.v_head_dim
 
 
 @dataclass(frozen=True, eq=False)

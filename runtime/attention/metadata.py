@@ -85,6 +85,7 @@ class AttentionMetadata:
     num_decode_tokens: int
     num_prefill_tokens: int
     max_query_len: int
+    common_prefix_len: int = 0  # first tokens that the decodes have in the same pages, and that are read once
 
 
 @dataclass(frozen=True)
@@ -110,16 +111,16 @@ class AttentionMetadataBuilder:
         """Layer name → metadata, the same object for every layer.
 
         Args:
-            common_prefix_len: tokens that all requests share; no backend here makes use of it, so it must be 0.
+            common_prefix_len: first tokens that all decodes have in the same pages, and that are read once for them
+                all; 0: for each of them.
 
         Raises:
-            ValueError: common_prefix_len is not 0.
+            ValueError: a decode has no further token, its new one, or the prefix is no whole pages.
         """
-        if common_prefix_len:
-            raise ValueError(f"common_prefix_len must be 0: no cascade attention here, got {common_prefix_len}")
         num_decodes, num_prefills, num_decode_tokens, num_prefill_tokens = split_decodes_and_prefills(
             common_attn_metadata
         )
+        self._check_prefix(common_prefix_len, common_attn_metadata.seq_lens_cpu[:num_decodes])
         metadata = AttentionMetadata(
             batch=common_attn_metadata.batch,
             num_actual_tokens=common_attn_metadata.num_actual_tokens,
@@ -128,8 +129,19 @@ class AttentionMetadataBuilder:
             num_decode_tokens=num_decode_tokens,
             num_prefill_tokens=num_prefill_tokens,
             max_query_len=common_attn_metadata.max_query_len,
+            common_prefix_len=common_prefix_len,
         )
         return dict.fromkeys(self._names, metadata)
+
+    def _check_prefix(self, common_prefix_len: int, decode_lens: torch.Tensor) -> None:
+        if not common_prefix_len:
+            return
+        shortest = int(decode_lens.min()) if len(decode_lens) else 0
+        if not 0 < common_prefix_len < shortest or common_prefix_len % self.kv_cache_spec.page_size:
+            raise ValueError(
+                f"common_prefix_len must be whole pages of {self.kv_cache_spec.page_size} tokens, fewer than the "
+                f"{shortest} of the shortest decode, got {common_prefix_len}"
+            )
 
 
 def split_decodes_and_prefills(common: CommonAttentionMetadata, decode_threshold: int = 1) -> tuple[int, int, int, int]:

@@ -22,6 +22,7 @@ from mllm_compile.runtime.forward_batch import ForwardBatch
 # Bounds on what is gathered or scored at once: 64 Ki keys of 8 heads of 128 floats are 256 MiB, for K and for V.
 MAX_GATHERED_KEYS = 1 << 16
 QUERY_BLOCK = 512
+FEWEST_SHARED_KEYS = 256  # that decodes are spared, for a product of their own to pay
 
 
 @dataclass
@@ -29,10 +30,11 @@ class _Plan:
     """One batch: host numbers, and the page table rows of its decodes by how far back they look."""
 
     num_decodes: int
+    common_prefix_len: int  # of the decodes
     query_start: list[int]  # [R + 1]
     seq_lens: list[int]  # [R]
-    # (window_left, chunk, Hk) → what _decode_view returns
-    decode_views: dict[tuple[int, int, int], tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
+    # (shared tokens, window_left, chunk, Hk) → what _decode_view returns
+    decode_views: dict[tuple[int, int, int, int], tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
 
 
 class TorchAttnBackend(AttentionBackend):
@@ -50,7 +52,11 @@ class TorchAttnBackend(AttentionBackend):
     def init_forward_metadata(self, batch: ForwardBatch) -> None:
         common = CommonAttentionMetadata.of(batch)
         num_decodes = 0 if self._deterministic else split_decodes_and_prefills(common)[0]
-        self._plan = _Plan(num_decodes, common.query_start_loc_cpu.tolist(), common.seq_lens_cpu.tolist())
+        shared = batch.common_prefix_len if num_decodes else 0
+        self._plan = _Plan(num_decodes, shared, common.query_start_loc_cpu.tolist(), common.seq_lens_cpu.tolist())
+
+    def cascade_pays(self, num_requests: int, num_tokens: int) -> bool:
+        return (num_requests - 1) * num_tokens >= FEWEST_SHARED_KEYS
 
     def forward_decode(self, inputs: AttentionInputs) -> None:
         self.forward_extend(inputs)
@@ -66,20 +72,28 @@ class TorchAttnBackend(AttentionBackend):
             _prefill(inputs.q[rows], layer, batch, i, plan.seq_lens[i], inputs.out[rows])
 
 
-def _decode_view(plan: _Plan, layer: AttentionLayer, batch: ForwardBatch) -> tuple[torch.Tensor, torch.Tensor]:
+def _num_shared(plan: _Plan, layer: AttentionLayer) -> int:
+    """The first tokens that this layer reads once for all decodes."""
+    sees_all = layer.params.window_left < 0 and not layer.chunk and not layer.alibi_slopes
+    return plan.common_prefix_len if sees_all else 0
+
+
+def _decode_view(
+    plan: _Plan, layer: AttentionLayer, batch: ForwardBatch, num_shared: int
+) -> tuple[torch.Tensor, torch.Tensor]:
     """(rows [R, Hk, L] of the KV buffers seen as [slots * Hk, D], visible [R, L]) for the last L positions of each
-    decode; made once per batch, window, chunk and Hk."""
+    decode, of those behind the shared ones; made once per batch, window, chunk and Hk."""
     num_kv_heads, window_left, chunk = layer.num_kv_heads, layer.params.window_left, layer.chunk
-    key = (window_left, chunk, num_kv_heads)
+    key = (num_shared, window_left, chunk, num_kv_heads)
     if key not in plan.decode_views:
-        num_keys = max(plan.seq_lens[: plan.num_decodes])
+        num_keys = max(plan.seq_lens[: plan.num_decodes]) - num_shared
         if window_left >= 0:
             num_keys = min(num_keys, window_left + 1)
         if chunk:
             num_keys = min(num_keys, chunk)
         requests = batch.req_pool_indices[: plan.num_decodes, None]
         seq_lens = batch.seq_lens[: plan.num_decodes, None].long()
-        positions = torch.arange(num_keys, device=requests.device) + (seq_lens - num_keys).clamp(min=0)
+        positions = torch.arange(num_keys, device=requests.device) + (seq_lens - num_keys).clamp(min=num_shared)
         visible = positions < seq_lens
         if chunk:
             visible &= positions >= (seq_lens - 1) // chunk * chunk
@@ -92,14 +106,19 @@ def _decode_view(plan: _Plan, layer: AttentionLayer, batch: ForwardBatch) -> tup
 
 def _decode(plan: _Plan, q: torch.Tensor, layer: AttentionLayer, batch: ForwardBatch, out: torch.Tensor) -> None:
     """q [R, H, D] → out [R, H, Dv]: the last position of each request."""
-    rows, visible = _decode_view(plan, layer, batch)
+    num_shared = _num_shared(plan, layer)
+    rows, visible = _decode_view(plan, layer, batch, num_shared)
+    shared = _shared_keys(batch, layer, num_shared) if num_shared else None
     k_rows, v_rows = (buffer.flatten(0, 1) for buffer in batch.token_to_kv_pool.get_kv_buffer(layer.layer_id))
     step = max(1, MAX_GATHERED_KEYS // rows.shape[2])
     for start in range(0, q.shape[0], step):
         part = slice(start, start + step)
         # Gathered head by head, so that the products below find each head's keys side by side: 5 times as fast.
         keys = _take(k_rows, rows[part].flatten()).view(*rows[part].shape, -1)  # [R, Hk, L, D]
-        values = _take(v_rows, rows[part].flatten()).view(*rows[part].shape, -1)
+        if layer.is_latent:
+            values = keys[..., : layer.v_head_dim]
+        else:
+            values = _take(v_rows, rows[part].flatten()).view(*rows[part].shape, -1)
         grouped = q[part].unflatten(1, (layer.num_kv_heads, -1))  # [R, Hk, G, D]: G queries at one position
         mask = visible[part, None, None, :]
         bias = None
@@ -107,7 +126,17 @@ def _decode(plan: _Plan, q: torch.Tensor, layer: AttentionLayer, batch: ForwardB
             places = torch.arange(rows.shape[2], device=q.device)
             places = places - (visible[part] * places).amax(dim=-1, keepdim=True)  # [R, L], from the query's own on
             bias = _slopes(layer, q).view(layer.num_kv_heads, -1, 1) * places[:, None, None]  # [R, Hk, G, L]
-        out[part] = _attend(grouped, keys, values, mask, layer, _grouped_sinks(layer), bias).flatten(1, 2)
+        sinks = _grouped_sinks(layer)
+        out[part] = _attend(grouped, keys, values, mask, layer, sinks, bias, shared).flatten(1, 2)
+
+
+def _shared_keys(batch: ForwardBatch, layer: AttentionLayer, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys [Hk, P, D] and values [Hk, P, Dv] of the first `count` tokens of all decodes."""
+    slots = CommonAttentionMetadata.of(batch).block_table[batch.req_pool_indices[0], :count].long()
+    k_buf, v_buf = batch.token_to_kv_pool.get_kv_buffer(layer.layer_id)
+    keys = _take(k_buf, slots).transpose(0, 1)
+    values = keys[..., : layer.v_head_dim] if layer.is_latent else _take(v_buf, slots).transpose(0, 1)
+    return keys, values
 
 
 def _prefill(
@@ -126,9 +155,9 @@ def _prefill(
         if layer.chunk:  # where a chunk begins, or _attend_block would cut them elsewhere
             first_key = (prefix_len + start) // layer.chunk * layer.chunk
         seen = slots[first_key:last_key]
-        out[start : start + QUERY_BLOCK] = _attend_block(
-            block, _take(k_buf, seen), _take(v_buf, seen), prefix_len + start - first_key, layer
-        )
+        keys = _take(k_buf, seen)
+        values = keys[..., : layer.v_head_dim] if layer.is_latent else _take(v_buf, seen)
+        out[start : start + QUERY_BLOCK] = _attend_block(block, keys, values, prefix_len + start - first_key, layer)
 
 
 def _take(buffer: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
@@ -193,13 +222,19 @@ def _attend(
     layer: AttentionLayer,
     sinks: torch.Tensor | None,
     bias: torch.Tensor | None,
+    shared: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> torch.Tensor:
     """Attention with the scores in the open: q [.., N, D], keys [.., L, D], values [.., L, Dv] → [.., N, Dv].
 
     Computed in float32 whatever the inputs are. `sinks` [.., N, 1] take part in the softmax and carry no value; `bias`
-    [.., N, L] is added to the scores.
+    [.., N, L] is added to the scores. All queries, which are [R, Hk, N, D] then, see `shared` besides, keys [Hk, P, D]
+    and values [Hk, P, Dv]; `mask` and `bias` are of the others.
     """
     logits = (q.float() @ keys.float().transpose(-1, -2)) * layer.params.sm_scale
+    if shared is not None:
+        of_shared = _by_head(q.float(), shared[0].float().transpose(-1, -2)) * layer.params.sm_scale
+        logits = torch.cat((of_shared, logits), dim=-1)
+        mask = F.pad(mask, (of_shared.shape[-1], 0), value=True)
     cap = layer.params.logits_soft_cap
     if cap > 0:
         logits = cap * torch.tanh(logits / cap)
@@ -208,5 +243,15 @@ def _attend(
     logits = logits.masked_fill(~mask, float("-inf"))
     if sinks is not None:
         logits = torch.cat((logits, sinks.float().expand(*logits.shape[:-1], 1)), dim=-1)
-    weights = torch.softmax(logits, dim=-1)[..., : keys.shape[-2]]
-    return (weights @ values.float()).to(q.dtype)
+    weights = torch.softmax(logits, dim=-1)
+    if shared is None:
+        return (weights[..., : keys.shape[-2]] @ values.float()).to(q.dtype)
+    count = shared[0].shape[-2]
+    out = weights[..., count : count + keys.shape[-2]] @ values.float()
+    return (out + _by_head(weights[..., :count], shared[1].float())).to(q.dtype)
+
+
+def _by_head(x: torch.Tensor, of_heads: torch.Tensor) -> torch.Tensor:
+    """x [R, Hk, N, A] · of_heads [Hk, A, B] → [R, Hk, N, B]: one product a head, of the rows of all requests."""
+    folded = x.transpose(0, 1).flatten(1, 2) @ of_heads
+    return folded.unflatten(1, (x.shape[0], x.shape[2])).transpose(0, 1)

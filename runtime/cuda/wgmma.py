@@ -9,10 +9,31 @@ __device__ __forceinline__ void multiply_add_all(float* d, unsigned long long a,
 }}
 """
 
+_FROM_REGISTERS = """
+__device__ __forceinline__ void multiply_registers(float* d, const unsigned (&a)[4], unsigned long long b, bool add) {{
+  asm volatile("{{ .reg .pred p; setp.ne.b32 p, %{add}, 0;\\n"
+               "wgmma.mma_async.sync.aligned.m64n{columns}k16.f32.bf16.bf16 {{{sums}}}, {{{values}}},"
+               " %{b}, p, 1, 1, 0; }}"
+               : {outputs} : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"((int)add));
+}}
+"""
+
 
 def multiply_add_all(columns: int) -> str:
     """The function of that name, for so many columns: its sums are columns / 2 registers of each of 128 threads."""
     count = columns // 2
-    sums = ", ".join(f"%{i}" for i in range(count))
-    outputs = ", ".join(f'"+f"(d[{i}])' for i in range(count))
-    return _INSTRUCTION.format(columns=columns, sums=sums, outputs=outputs, a=count, b=count + 1)
+    return _INSTRUCTION.format(**_sums(columns), a=count, b=count + 1)
+
+
+def multiply_registers(columns: int) -> str:
+    """The function of that name: the 64 rows are registers, a warp's 16 as m16n8k16 has them; without `add` the sums
+    begin at zero."""
+    count = columns // 2
+    values = ", ".join(f"%{count + i}" for i in range(4))
+    return _FROM_REGISTERS.format(**_sums(columns), values=values, b=count + 4, add=count + 5)
+
+
+def _sums(columns: int) -> dict[str, object]:
+    sums = ", ".join(f"%{i}" for i in range(columns // 2))
+    outputs = ", ".join(f'"+f"(d[{i}])' for i in range(columns // 2))
+    return {"columns": columns, "sums": sums, "outputs": outputs}

@@ -150,7 +150,10 @@ class GraphRunner:
     def run(self, batch: ForwardBatch) -> LogitsProcessorOutput | None:
         """Runs the batch in a captured graph; None when none fits it."""
         uniform = batch.forward_mode.is_decode()
-        mode, descriptor = self.dispatcher.dispatch(batch.num_tokens, batch.batch_size, uniform)
+        if batch.common_prefix_len:  # which whole graphs know nothing of
+            mode, descriptor = self.dispatcher.dispatch(batch.num_tokens, batch.batch_size, False, may_mix=False)
+        else:
+            mode, descriptor = self.dispatcher.dispatch(batch.num_tokens, batch.batch_size, uniform)
         if mode is CUDAGraphMode.FULL and descriptor.uniform:
             return LogitsProcessorOutput(self._replay_decode(batch, descriptor))
         if mode is CUDAGraphMode.FULL:

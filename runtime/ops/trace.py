@@ -15,7 +15,7 @@ import torch
 _LIBRARY = torch.library.Library("mllm", "FRAGMENT")
 _LIBRARY.define(
     "attention(Tensor q, Tensor k, Tensor v, Tensor? sinks, float sm_scale, float logits_soft_cap, int window_left,"
-    " str refusals, float[]? alibi_slopes=None, int chunk=0) -> Tensor"
+    " str refusals, float[]? alibi_slopes=None, int chunk=0, int latent=0) -> Tensor"
 )
 
 
@@ -30,8 +30,9 @@ def _attention_fake(
     refusals: str,
     alibi_slopes: Sequence[float] | None = None,
     chunk: int = 0,
+    latent: int = 0,
 ) -> torch.Tensor:
-    return q.new_empty(q.shape[0], q.shape[1], v.shape[2])
+    return q.new_empty(q.shape[0], q.shape[1], latent or v.shape[2])
 
 
 def attention_reference(
@@ -45,6 +46,7 @@ def attention_reference(
     refusals: str = "",
     alibi_slopes: Sequence[float] | None = None,
     chunk: int = 0,
+    latent: int = 0,
 ) -> torch.Tensor:
     """Causal attention over the T tokens of ONE sequence, in plain torch: the meaning of the op, used by tests.
 
@@ -57,12 +59,15 @@ def attention_reference(
         refusals: ignored here.
         alibi_slopes: [H] or None: slope · (key's position − query's) is added to a head's logits.
         chunk: 0 for none, else tokens see those of their own chunk of so many positions; the first has position 0.
+        latent: 0 for none, else v is k, and the first so many columns of it are the values.
 
     Returns:
         [T, H, Dv].
     """
     num_tokens, num_heads, _ = q.shape
     group = num_heads // k.shape[1]
+    if latent:
+        v = v[..., :latent]
     keys = k.repeat_interleave(group, dim=1)
     values = v.repeat_interleave(group, dim=1)
     logits = torch.einsum("qhd,khd->hqk", q, keys) * sm_scale

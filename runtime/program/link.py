@@ -16,6 +16,7 @@ import torch
 from mllm_compile.runtime.attention.hopper.clusters import ClusterKernel
 from mllm_compile.runtime.attention.hopper.decoder import ClusterDecode, ShareDecode
 from mllm_compile.runtime.attention.hopper.shares import ShareKernel
+from mllm_compile.runtime.attention.latent.backend import LatentPieces
 from mllm_compile.runtime.attention.layer import AttentionLayer
 from mllm_compile.runtime.attention.split.split_decode import DecodePiece, Decoder, Decoders
 from mllm_compile.runtime.ops import load_kernels
@@ -23,6 +24,7 @@ from mllm_compile.runtime.program.executor import PieceFunction, ProgramExecutor
 from mllm_compile.runtime.program.loaded import DecodeLoopPieces, MediaExecutors
 from mllm_compile.runtime.program.spec import DecodeForm, Program
 from mllm_compile.runtime.sampling.sampler import SamplingPieces
+from mllm_compile.runtime.state.piece_backend import StatePieces
 
 
 @dataclass(frozen=True)
@@ -32,6 +34,8 @@ class LinkedProgram:
     Attributes:
         pieces: piece id → compiled function, of all that the program names.
         decoders: layer → its own decode kernels, where it has some; layers that are alike share them.
+        state_pieces: layer with a state → its kernels, where it has some; layers that are alike share them.
+        latents: layer → the pieces that attend over its latents, where it has some; likewise.
         sampling: the kernels that choose tokens; None: torch chooses.
         decode_loop: the kernels around a captured decode, if the program has them.
     """
@@ -39,6 +43,8 @@ class LinkedProgram:
     program: Program
     pieces: Mapping[str, PieceFunction]
     decoders: Mapping[str, Decoders]
+    state_pieces: Mapping[str, StatePieces]
+    latents: Mapping[str, LatentPieces]
     sampling: SamplingPieces | None
     decode_loop: DecodeLoopPieces | None
 
@@ -87,6 +93,11 @@ def link(
         program,
         pieces,
         decoders,
+        {
+            name: StatePieces(*(pieces[piece] for piece in forms.piece_ids()))
+            for name, forms in program.state_forms.items()
+        },
+        _latents(program, pieces),
         None
         if sampling is None
         else SamplingPieces(getattr(torch, sampling.dtype), *(pieces[piece] for piece in sampling.piece_ids())),
@@ -97,6 +108,12 @@ def link(
 def current_device(device: torch.device) -> contextlib.AbstractContextManager[object]:
     """Makes the device this thread's current one: a package is loaded onto that."""
     return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
+
+
+def _latents(program: Program, pieces: Mapping[str, PieceFunction]) -> dict[str, LatentPieces]:
+    forms = dict.fromkeys(program.latent_attention.values())
+    of = {form: LatentPieces(pieces[form.decode], pieces[form.prefill]) for form in forms}
+    return {layer: of[form] for layer, form in program.latent_attention.items()}
 
 
 def _decoders(

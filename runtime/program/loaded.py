@@ -8,11 +8,13 @@ from typing import Any, Protocol
 
 import torch
 
+from mllm_compile.runtime.attention.latent.backend import LatentPieces
 from mllm_compile.runtime.attention.layer import AttentionLayer
 from mllm_compile.runtime.attention.split.split_decode import Decoders
 from mllm_compile.runtime.media.grids import GridTower
 from mllm_compile.runtime.sampling.sampler import SamplingPieces
 from mllm_compile.runtime.state.layer import StateLayer
+from mllm_compile.runtime.state.piece_backend import StatePieces
 
 
 class Executor(Protocol):
@@ -66,6 +68,8 @@ class LoadedModel:
     layers: tuple[AttentionLayer, ...]  # by layer_id
     state_layers: tuple[StateLayer, ...] = ()  # by state_id
     decoders: Mapping[str, Decoders] = field(default_factory=dict)  # layer → its own decode kernels, if any
+    state_pieces: Mapping[str, StatePieces] = field(default_factory=dict)  # layer with a state → its kernels, if any
+    latents: Mapping[str, LatentPieces] = field(default_factory=dict)  # layer → its kernels over latents, if any
     sampling: SamplingPieces | None = None  # the program's own kernels for choosing tokens, if any
     decode_loop: DecodeLoopPieces | None = None  # and those around a captured decode
     media: MediaExecutors | None = None  # for images, where the model takes some

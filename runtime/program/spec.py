@@ -181,6 +181,28 @@ class DecodeForm:
 
 
 @dataclass(frozen=True)
+class StateForms:
+    """The pieces that compute a layer with a state: a batch's decodes, and its prompts (ops/states/)."""
+
+    decodes: str
+    prompts: str
+
+    def piece_ids(self) -> tuple[str, str]:
+        return self.decodes, self.prompts
+
+
+@dataclass(frozen=True)
+class LatentForms:
+    """The pieces that attend over a layer's latents (ops/latents/): for decodes, and for prompts."""
+
+    decode: str
+    prefill: str
+
+    def piece_ids(self) -> tuple[str, str]:
+        return self.decode, self.prefill
+
+
+@dataclass(frozen=True)
 class SamplingForms:
     """The pieces that choose tokens: the most probable, and draws, from the program's logits of type `dtype`; and draws
     from float32 scores.
@@ -251,6 +273,7 @@ class Program:
     output: str
     small_forms: Mapping[str, tuple[SmallForm, ...]] = field(default_factory=dict)  # piece → its forms, smallest first
     decode_attention: Mapping[str, tuple[DecodeForm, ...]] = field(default_factory=dict)  # layer → the fewest's first
+    latent_attention: Mapping[str, LatentForms] = field(default_factory=dict)  # by layer; all layers, or none
     sampling: SamplingForms | None = None
     decode_loop: DecodeLoopForms | None = None
     kernels: Mapping[str, tuple[CudaKernel, ...]] = field(default_factory=dict)  # family → those that pieces call
@@ -258,6 +281,7 @@ class Program:
     counted_experts: tuple[str, ...] = ()  # a weight of each layer whose choices are counted, in order
     quantised_weights: Mapping[str, QuantisedWeight] = field(default_factory=dict)  # by the name of the values
     state_layers: tuple[StateLayer, ...] = ()
+    state_forms: Mapping[str, StateForms] = field(default_factory=dict)  # layer with a state → its pieces
     inputs: tuple[str, ...] = ()  # beside BATCH_INPUTS
     further_outputs: tuple[str, ...] = ()  # beside `output`; of a tower
     media: MediaPrograms | None = None
@@ -281,11 +305,14 @@ class Program:
 
     def piece_ids(self) -> list[str]:
         """All that is compiled of this program: the steps' pieces, their forms for few tokens, those of attention,
-        sampling and the decode loop."""
+        of layers with a state, of sampling and of the decode loop."""
         attention = dict.fromkeys(form.piece for form in self._decode_forms() if form.piece is not None)
+        attention |= dict.fromkeys(piece for forms in self.latent_attention.values() for piece in forms.piece_ids())
         sampling = () if self.sampling is None else self.sampling.piece_ids()
         loop = () if self.decode_loop is None else self.decode_loop.piece_ids()
-        return [*self.step_pieces(), *(form.piece for form in self.all_small_forms()), *attention, *sampling, *loop]
+        states = dict.fromkeys(piece for forms in self.state_forms.values() for piece in forms.piece_ids())
+        small = (form.piece for form in self.all_small_forms())
+        return [*self.step_pieces(), *small, *attention, *states, *sampling, *loop]
 
     def cuda_kernels(self) -> tuple[CudaKernel, ...]:
         """The kernels that this program calls and NVRTC compiles."""
@@ -313,6 +340,7 @@ class Program:
             "decode_attention": {
                 layer: [form.to_json() for form in forms] for layer, forms in self.decode_attention.items()
             },
+            "latent_attention": {layer: asdict(forms) for layer, forms in self.latent_attention.items()},
             "sampling": None if self.sampling is None else asdict(self.sampling),
             "decode_loop": None if self.decode_loop is None else asdict(self.decode_loop),
             "kernels": {name: [kernel.to_json() for kernel in members] for name, members in self.kernels.items()},
@@ -320,6 +348,7 @@ class Program:
             "counted_experts": list(self.counted_experts),
             "quantised_weights": {name: asdict(weight) for name, weight in self.quantised_weights.items()},
             "state_layers": [layer.to_json() for layer in self.state_layers],
+            "state_forms": {layer: asdict(forms) for layer, forms in self.state_forms.items()},
             "inputs": list(self.inputs),
             "further_outputs": list(self.further_outputs),
             "media": None if self.media is None else self.media.to_json(),
@@ -338,6 +367,7 @@ class Program:
                 decode_attention={
                     layer: tuple(map(DecodeForm.from_json, forms)) for layer, forms in data["decode_attention"].items()
                 },
+                latent_attention=from_json(dict[str, LatentForms], data["latent_attention"]),
                 sampling=from_json(SamplingForms | None, data["sampling"]),
                 decode_loop=from_json(DecodeLoopForms | None, data["decode_loop"]),
                 kernels={
@@ -348,6 +378,7 @@ class Program:
                 counted_experts=from_json(tuple[str, ...], data["counted_experts"]),
                 quantised_weights=from_json(dict[str, QuantisedWeight], data["quantised_weights"]),
                 state_layers=tuple(map(StateLayer.from_json, data["state_layers"])),
+                state_forms=from_json(dict[str, StateForms], data["state_forms"]),
                 inputs=from_json(tuple[str, ...], data["inputs"]),
                 further_outputs=from_json(tuple[str, ...], data["further_outputs"]),
                 media=None if data["media"] is None else MediaPrograms.from_json(data["media"]),

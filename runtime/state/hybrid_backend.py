@@ -7,7 +7,7 @@ import torch
 from mllm_compile.runtime.attention.base import AttentionBackend, AttentionInputs, Unrotated
 from mllm_compile.runtime.attention.layer import AttentionLayer
 from mllm_compile.runtime.forward_batch import ForwardBatch, ForwardMode
-from mllm_compile.runtime.state.torch_backend import StateInputs, TorchStateBackend
+from mllm_compile.runtime.state.base import StateBackend, StateInputs
 
 
 class HybridAttnBackend(AttentionBackend):
@@ -18,7 +18,7 @@ class HybridAttnBackend(AttentionBackend):
         state: computes layers with a state. It plans nothing: StateMetadata is all that it reads of a batch.
     """
 
-    def __init__(self, attention: AttentionBackend | None, state: TorchStateBackend) -> None:
+    def __init__(self, attention: AttentionBackend | None, state: StateBackend) -> None:
         self._attention = attention
         self._state = state
 
@@ -38,6 +38,9 @@ class HybridAttnBackend(AttentionBackend):
 
     def forward(self, inputs: AttentionInputs) -> None:
         self._of_attention.forward(inputs)
+
+    def cascade_pays(self, num_requests: int, num_tokens: int) -> bool:
+        return self._attention is not None and self._attention.cascade_pays(num_requests, num_tokens)
 
     def rotates(self, layer: AttentionLayer) -> bool:
         return self._of_attention.rotates(layer)

@@ -66,6 +66,17 @@ class StateMetadata:
         torch.cumsum(batch.extend_seq_lens, 0, dtype=torch.int32, out=starts[1:])
         return starts
 
+    @cached_property
+    def of_decodes(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """(rows, has_state) of the decodes."""
+        return self.rows[: self.num_decodes], self.has_state[: self.num_decodes]
+
+    @cached_property
+    def of_prompts(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """(rows, has_state, starts, ends) of the other requests: request i's tokens are from starts[i] to ends[i]."""
+        first, bounds = self.num_decodes, self.query_start_loc
+        return self.rows[first:], self.has_state[first:], bounds[first:-1], bounds[first + 1 :]
+
 
 class StateMetadataBuilder:
     """Makes the metadata of a batch for all layers with a state."""

@@ -2,32 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 
 from mllm_compile.runtime.memory_pool import GDNPool
-from mllm_compile.runtime.state.layer import StateLayer
-from mllm_compile.runtime.state.metadata import Segment, StateMetadata
+from mllm_compile.runtime.state.base import StateBackend, StateInputs
+from mllm_compile.runtime.state.metadata import Segment
 from mllm_compile.runtime.state.reference import Operands, math_of
 
 
-@dataclass(slots=True, eq=False)
-class StateInputs:
-    """One layer's work in a step.
-
-    Attributes:
-        operands: by the kind's names; those of tokens may have rows of padding behind the batch's.
-        out: [T, *out_shape], written; rows of padding keep what they hold.
-    """
-
-    operands: Operands
-    out: torch.Tensor
-    layer: StateLayer
-    metadata: StateMetadata
-
-
-class TorchStateBackend:
+class TorchStateBackend(StateBackend):
     """Computes layers by reference.py, and keeps each request's state in its row of the pool.
 
     Args:
@@ -39,7 +22,6 @@ class TorchStateBackend:
         self._deterministic = deterministic
 
     def forward(self, inputs: StateInputs) -> None:
-        """Computes the layer for every request of the batch. Steps of decodes alone can be captured."""
         states = self._pool.get_state(inputs.layer.state_id)
         if inputs.metadata.num_decodes:
             self._decode(inputs, states)

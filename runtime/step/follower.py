@@ -24,7 +24,7 @@ class FollowingStepRunner(StepRunner):
             self._enter_pages(batch)
             plan = self._plan(batch)
             plan.fields.scored_indices = scored_indices
-            if batch.num_decodes == batch.num_requests and self._runner.holds_decode(batch.num_requests):
+            if self._is_captured(batch):
                 fields = plan.fields
                 self._runner.decode(fields.req_pool_indices, fields.seq_lens, fields.out_cache_loc)
                 return

@@ -37,3 +37,15 @@ class HostPageTable:
         """[T] int64: the KV slot of each token, given its row and position, [T] int each."""
         pages, offsets = np.divmod(positions, self.page_size)
         return self._table[rows, pages].astype(np.int64) * self.page_size + offsets
+
+    def common_pages(self, rows: np.ndarray, most: int) -> int:
+        """Number of pages, of the first `most`, that all of `rows` [R ≥ 1] int begin with.
+
+        Rows that share a page share those before it: a page is shared by the prefix cache alone.
+        """
+        low, high = 0, most
+        while low < high:
+            middle = (low + high + 1) // 2
+            column = self._table[rows, middle - 1]
+            low, high = (middle, high) if (column == column[0]).all() else (low, middle - 1)
+        return low

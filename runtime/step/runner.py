@@ -171,7 +171,7 @@ class StepRunner:
 
         The device's table of slots hears of a new page by the slot of its first token: decodes get no others.
         """
-        if batch.num_decodes < batch.num_requests or not self._runner.holds_decode(batch.num_requests):
+        if not self._is_captured(batch):
             return None
         self._follow_rows(batch)
         self.state.flush()
@@ -189,6 +189,24 @@ class StepRunner:
         all_scores = self._score_all(batch, plan, decode.logits)
         return _Results(decode.turn, decode.turn.tokens[: batch.num_requests], scores, all_scores=all_scores)
 
+    def _is_captured(self, batch: ScheduledBatch) -> bool:
+        """True if the step is one launch."""
+        if batch.num_decodes < batch.num_requests or not self._runner.holds_decode(batch.num_requests):
+            return False
+        return not self._common_prefix_len(batch)
+
+    def _common_prefix_len(self, batch: ScheduledBatch) -> int:
+        """The first tokens of the step's decodes that are to be read once for all of them; 0: none."""
+        count, runtime, page_size = batch.num_decodes, self._runner.config.runtime, self._pages.page_size
+        if count < 2 or not runtime.cascade_attention or runtime.deterministic:
+            return 0
+        most = int(batch.prefix_lens[:count].min()) // page_size
+        pays = self._runner.attn_backend.cascade_pays
+        if not pays(count, most * page_size):  # whatever they share
+            return 0
+        num_tokens = self._pages.common_pages(batch.rows[:count], most) * page_size
+        return num_tokens if pays(count, num_tokens) else 0
+
     def _launch(self, batch: ScheduledBatch, plan: StepPlan) -> tuple[LogitsProcessorOutput, StepFields[torch.Tensor]]:
         """Brings the step's arrays to the device, new pages among them, and runs the model."""
         if batch.page_ids.size:
@@ -197,6 +215,7 @@ class StepRunner:
         media = self.media.inputs(batch, plan.fields.positions)
         fields = self._upload(plan.fields)
         forward_batch = self._forward_batch(batch, plan, fields)
+        forward_batch.common_prefix_len = self._common_prefix_len(batch)
         forward_batch.media = media
         return self._runner.forward(forward_batch), fields
 

@@ -1,5 +1,7 @@
 """Against the limits of the two shapes that were worked out by hand for an H200 (4.58 TB/s, 790 TFLOP/s)."""
 
+from dataclasses import replace
+
 import pytest
 
 from mllm_compile.bench.limits.limits import (
@@ -34,6 +36,12 @@ def test_decode_limits_are_those_worked_out_by_hand(batch, ms):
     (limited,) = with_latency_limits([line], LatencyWork(), QWEN3_8B, H200)
     assert limited.limit == pytest.approx(ms, rel=0.01)
     assert limited.share_of_limit == pytest.approx(ms / 5.0, rel=0.01)
+
+
+def test_a_request_s_states_are_read_and_written_in_every_step_whatever_its_context():
+    with_states = replace(QWEN3_8B, state_bytes=50_331_648)
+    more = with_states.decode_seconds(H200, [100] * 64) - QWEN3_8B.decode_seconds(H200, [100] * 64)
+    assert more == pytest.approx(2 * 64 * 50_331_648 / 4.58e12)
 
 
 def test_many_requests_make_the_gemms_compute_bound():

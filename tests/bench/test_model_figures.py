@@ -63,3 +63,26 @@ def test_linears_in_few_bits_are_fewer_bytes_to_read(kind, weight_bytes):
     schemes |= dict.fromkeys(("model.embed_tokens.weight", "lm_head.weight"), quantised_as(kind, 4096))
     figures = model_figures(SHAPES / "qwen3-8b", "bfloat16", small=SmallWeights(schemes, are_chosen=True))
     assert figures.weight_bytes(1) == pytest.approx(weight_bytes + 2 * 0.6223e9, rel=2e-3)
+
+
+@pytest.mark.parametrize(
+    ("shape", "kv_bytes", "state_bytes", "pair_flops"),
+    [
+        # 8 attentions of 4 heads of 256; 24 states of 32 heads, 128 by 128, and of 3 inputs of 8192 channels
+        ("qwen3_5-text", 8 * 2 * 4 * 256 * 2, 24 * (32 * 128 * 128 * 4 + 3 * 8192 * 2), 8 * 4 * 16 * 256),
+        # 4 attentions of 8 heads of 128; 24 states of 128 heads, 64 by 128, and of 3 inputs of 10240 channels
+        ("nemotron-h-8b", 4 * 2 * 8 * 128 * 2, 24 * (128 * 64 * 128 * 4 + 3 * 10240 * 2), 4 * 4 * 32 * 128),
+    ],
+)
+def test_layers_that_carry_a_state_count_it_and_have_no_keys(shape, kv_bytes, state_bytes, pair_flops):
+    figures = model_figures(SHAPES / shape, "bfloat16")
+    assert (figures.kv_bytes_per_token, figures.state_bytes) == (kv_bytes, state_bytes)
+    assert figures.attention_flops_per_pair == pair_flops
+    assert model_figures(SHAPES / shape, "bfloat16", state_dtype="bfloat16").state_bytes < 0.52 * state_bytes
+
+
+def test_a_model_without_attention_has_states_alone(tmp_path):
+    tiny_config("mamba2").save_pretrained(tmp_path)
+    figures = model_figures(tmp_path, "float32")
+    assert (figures.kv_bytes_per_token, figures.attention_flops_per_pair) == (0, 0)
+    assert figures.state_bytes > 0

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from mllm_compile.check import program as self_check
+from mllm_compile.check.kernels import relative_errors
 from mllm_compile.compiler.load_or_compile import load_or_compile
 from mllm_compile.config.schema import EngineConfig
 from mllm_compile.errors import CompileError, UnsupportedModelError
@@ -50,12 +51,13 @@ def errors(monkeypatch) -> list[float]:
     """What the self-check measured."""
     measured: list[float] = []
 
-    def measure(ours: torch.Tensor, theirs: torch.Tensor) -> float:
-        measured.append(relative_error(ours, theirs))
-        return measured[-1]
+    def measure(ours: torch.Tensor, theirs: torch.Tensor) -> torch.Tensor:
+        errors = relative_errors(ours, theirs)
+        measured.append(errors.max().item())
+        return errors
 
-    relative_error = self_check.relative_error
-    monkeypatch.setattr(self_check, "relative_error", measure)
+    relative_errors = self_check.relative_errors
+    monkeypatch.setattr(self_check, "relative_errors", measure)
     return measured
 
 
@@ -171,7 +173,7 @@ def test_every_copy_of_a_request_attends_to_itself_alone(copies, has_sinks):
     tokens = sum(lengths) * copies
     q, k, v = (torch.randn(tokens, *shape) for shape in ((heads, 8), (kv_heads, 8), (kv_heads, 6)))
     out = torch.full((tokens, heads, 6), torch.nan)
-    requests: Any = self_check._PackedRequests(lengths, copies, None, None)  # type: ignore[arg-type]
+    requests: Any = self_check._PackedRequests(lengths, copies, None, None, "cpu")  # type: ignore[arg-type]
     requests.forward(AttentionInputs(q, k, v, out, layer, requests))
     assert requests.num_actual_tokens == tokens
     alone = [
@@ -215,6 +217,21 @@ def test_the_worst_token_counts():
     theirs = torch.eye(4)
     ours = theirs.clone()
     ours[2] *= 1.5
-    assert self_check.relative_error(ours, theirs) == pytest.approx(0.5)
+    assert self_check._counted(relative_errors(ours, theirs), False) == pytest.approx(0.5)
     ours[1, 0] = float("nan")
-    assert not self_check.relative_error(ours, theirs) <= 1.0
+    for may_be_rerouted in (False, True):
+        assert not self_check._counted(relative_errors(ours, theirs), may_be_rerouted) <= 1.0
+
+
+@pytest.mark.parametrize(
+    ("errors", "counts"),
+    [
+        ([0.01, 0.2, 0.02], 0.02),  # one token went to another expert
+        ([0.3], 0.0),
+        ([0.01, 0.02, 0.6], 0.6),  # no other expert does that
+        ([0.7], 0.7),
+        ([0.2, 0.01, 0.2], 0.2),
+    ],
+)
+def test_of_experts_in_16_bits_the_token_in_the_middle_counts(errors, counts):
+    assert self_check._counted(torch.tensor(errors), True) == pytest.approx(counts)

@@ -18,7 +18,7 @@ def test_a_config_is_valid_and_opens_with_what_it_is_for(path: Path) -> None:
     assert path.read_text(encoding="utf-8").startswith("# ")
 
 
-@pytest.mark.parametrize("name", ["tiny", "qwen-shape", "qwen-8b-shape"])
+@pytest.mark.parametrize("name", ["tiny", "qwen-shape", "qwen-8b-shape", "qwen3_5-text-shape", "nemotron-h-8b-shape"])
 def test_a_config_for_machines_with_no_hub_names_a_folder_of_the_repository(name: str) -> None:
     config = EngineConfig.from_yaml(CONFIGS / f"{name}.yaml")
     assert (Path(config.model.path) / "config.json").is_file()
@@ -37,3 +37,21 @@ def test_a_shape_is_that_of_the_model_that_it_stands_for(
     assert (config["vocab_size"], config["max_position_embeddings"]) == (151_936, 40_960)
     assert config["tie_word_embeddings"] is tied
     assert config["rope_parameters"] == {"rope_theta": 1e6, "rope_type": "default"}
+
+
+def test_the_shape_of_qwen3_5_is_transformers_default() -> None:
+    from transformers.models.qwen3_5.configuration_qwen3_5 import Qwen3_5TextConfig
+
+    config = json.loads((CONFIGS / "shapes" / "qwen3_5-text" / "config.json").read_text())
+    default = Qwen3_5TextConfig().to_dict()
+    names = set(config) - {"architectures", "dtype"}
+    assert {name: config[name] for name in names} == {name: default[name] for name in names}
+
+
+def test_the_shape_of_nemotron_h_8b_has_its_layers() -> None:
+    """`hybrid_override_pattern` of nvidia/Nemotron-H-8B-Base-8K, whose letters Transformers reads as these types."""
+    config = json.loads((CONFIGS / "shapes" / "nemotron-h-8b" / "config.json").read_text())
+    letters = {"linear_attention": "M", "mlp": "-", "full_attention": "*"}
+    pattern = "".join(letters[kind] for kind in config["layers_block_type"])
+    assert pattern == "M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M-"
+    assert config["mamba_num_heads"] * config["mamba_head_dim"] == config["expand"] * config["hidden_size"]

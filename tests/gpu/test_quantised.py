@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,9 +18,19 @@ from mllm_compile.runtime.ops import op
 from mllm_compile.runtime.quantised.numbers import dequantised, quantised
 from mllm_compile.runtime.quantised.scheme import WeightScheme
 from tests.gpu.small_shape import SHAPE
-from tests.gpu.test_served_models import TINY, assert_no_worse_than_bf16, engine, random_ids, reference
+from tests.gpu.test_served_models import (
+    TINY,
+    assert_no_worse_than_bf16,
+    engine,
+    off_by,
+    prompt_scores,
+    random_ids,
+    reference,
+    reference_scores,
+)
 from tests.quantised_checkpoints import LINEARS, quantise_folder
 
+IN_FP8 = ("quantise_activations",)  # which rounds what linears of many tokens read
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
 
 SCHEMES = {
@@ -59,10 +70,33 @@ def test_the_tensors_are_the_same_on_a_gpu_and_on_a_cpu():
 def test_a_checkpoint_is_as_near_to_float32_of_its_numbers_as_transformers_is(name, backend, tmp_path):
     packed, plain = tmp_path / "packed", tmp_path / "plain"
     quantise_folder(TINY, packed, plain, LINEARS[name])
-    with engine(packed, tmp_path / "cache", backend=backend) as served:
+    with engine(packed, tmp_path / "cache", backend=backend, without=IN_FP8) as served:
         exact, bf16 = reference(plain, torch.float32), reference(plain, torch.bfloat16)
         for length in (3, 60, 700):
             assert_no_worse_than_bf16(served, exact, bf16, random_ids(length, 3072, length))
+
+
+def test_many_tokens_by_fp8_inputs_are_as_near_as_those_may_be(tmp_path):
+    """What they read is rounded: on text by 3e-3 of KL divergence, which is 0.06 of a log-probability."""
+    packed, plain = tmp_path / "packed", tmp_path / "plain"
+    quantise_folder(TINY, packed, plain, LINEARS["modelopt fp8"])
+    with engine(packed, tmp_path / "cache", backend="inductor") as served:
+        exact = reference(plain, torch.float32)
+        ids = random_ids(700, 3072, 0)
+        off = off_by(prompt_scores(served, ids), reference_scores(exact, ids))
+    assert 0.005 < off < 0.5
+
+
+def test_the_op_of_fp8_inputs_multiplies_what_they_stand_for():
+    generator = torch.Generator("cuda").manual_seed(0)
+    for tokens in (1, 65, 600):
+        x, values = (
+            torch.randn(n, 1024, generator=generator, device="cuda").to(torch.float8_e4m3fn) for n in (tokens, 1536)
+        )
+        x_scales, scales = (torch.rand(n, 1, generator=generator, device="cuda") for n in (tokens, 1536))
+        exact = (x.double() * x_scales.double()) @ (values.double() * scales.double()).t()
+        ours = op("scaled_linear")(x, x_scales, values, scales)
+        assert ((ours - exact).norm() / exact.norm()).item() < 4e-3
 
 
 def dummy(folder: Path) -> Path:
@@ -74,7 +108,8 @@ def dummy(folder: Path) -> Path:
 @pytest.mark.parametrize("kind", ["fp8", "int4"])
 def test_dummy_weights_decode_in_graphs_what_they_score_in_prompts(kind, tmp_path):
     folder = dummy(tmp_path / "model")
-    with engine(folder, tmp_path / "cache", backend="inductor", load_format="dummy", quantization=kind) as served:
+    kept: dict[str, Any] = {"backend": "inductor", "without": IN_FP8}
+    with engine(folder, tmp_path / "cache", **kept, load_format="dummy", quantization=kind) as served:
         params = SamplingParams(temperature=0.0, max_tokens=48, ignore_eos=True, logprobs=0)
         prompts = [random_ids(16 + index, 4096, index) for index in range(9)]
         outputs = served.generate(prompts, params)

@@ -28,12 +28,20 @@ GREEDY_96 = SamplingParams(temperature=0.0, max_tokens=96, ignore_eos=True)
 MARGIN = 1.5  # ours may be this much further from float32 than Transformers in bf16 is
 
 
-def engine(path: Path, cache: Path, *, backend: str = "eager", max_tokens: int | str = "auto", **model: str) -> Engine:
+def engine(
+    path: Path,
+    cache: Path,
+    *,
+    backend: str = "eager",
+    max_tokens: int | str = "auto",
+    without: tuple[str, ...] = (),
+    **model: str,
+) -> Engine:
     return Engine(
         EngineConfig.from_dict(
             {
                 "model": {"path": str(path), "dtype": "bfloat16", **model},
-                "compile": {"backend": backend},
+                "compile": {"backend": backend, "disable_passes": list(without)},
                 "cache": {"dir": str(cache)},
                 "runtime": {
                     "device": "cuda",

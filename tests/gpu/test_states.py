@@ -1,11 +1,14 @@
 """Models whose layers carry a state on a GPU: graphs against eager steps, and both against Transformers.
 
-Tiny random models, of the sizes that FlashInfer's kernels take. Prompts are short: the layers' prompts run a token at a
-time.
+Tiny random models, of the sizes that FlashInfer's kernels take; test_state_kernels.py has those of models. All run with
+pieces as they were traced, one is compiled and started warm besides.
 """
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +28,9 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "jamba": {"hidden_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2},
     "mamba2": {},
     "falcon_mamba": {},
+    "granitemoehybrid": {},
 }
-LENGTHS = (1, 2, 3, 4, 7, 16, 23, 40)
+LENGTHS = (1, 2, 3, 4, 31, 33, 64, 90)
 PARAMS = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True, logprobs=3)
 MARGIN = 1.5  # ours may be this much further from float32 than Transformers in bf16 is
 
@@ -45,19 +49,19 @@ def prompts() -> list[list[int]]:
     return [torch.randint(0, FIRST_SPECIAL_TOKEN, (n,), generator=generator).tolist() for n in LENGTHS]
 
 
-def engine(folder: Path, mode: str, **runtime: Any) -> Engine:
-    sizes = {"device": "cuda", "max_model_len": 64, "max_num_batched_tokens": 64, "max_running_requests": 8}
-    return Engine(
-        EngineConfig.from_dict(
-            {
-                "model": {"path": str(folder / "model"), "dtype": "bfloat16"},
-                "compile": {"backend": "eager"},
-                "cudagraph": {"mode": mode},
-                "runtime": sizes | {"mem_fraction_static": 0.3, "page_size": 16} | runtime,
-                "cache": {"dir": str(folder / "cache")},
-            }
-        )
-    )
+def config(folder: Path, mode: str, backend: str = "eager", **runtime: Any) -> dict[str, Any]:
+    sizes = {"device": "cuda", "max_model_len": 128, "max_num_batched_tokens": 96, "max_running_requests": 8}
+    return {
+        "model": {"path": str(folder / "model"), "dtype": "bfloat16"},
+        "compile": {"backend": backend},
+        "cudagraph": {"mode": mode},
+        "runtime": sizes | {"mem_fraction_static": 0.3, "page_size": 16} | runtime,
+        "cache": {"dir": str(folder / "cache")},
+    }
+
+
+def engine(*args: Any, **runtime: Any) -> Engine:
+    return Engine(EngineConfig.from_dict(config(*args, **runtime)))
 
 
 def answers(served: Engine, prompts: list[list[int]]) -> list[Any]:
@@ -91,6 +95,33 @@ def test_crowds_and_prefix_hits_in_graphs_are_as_near_to_float32_as_transformers
             ours, theirs = (torch.cat(errors[who]).pow(2).mean().sqrt().item() for who in ("ours", "theirs"))
             assert ours <= MARGIN * theirs + 1e-3
         assert served.stats().prefix_hit_tokens > 0
+
+
+WARM = """
+import json, sys
+from mllm_compile import Engine, EngineConfig, SamplingParams
+config, prompt = json.loads(sys.argv[1])
+with Engine(EngineConfig.from_dict(config)) as served:
+    params = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True)
+    tokens = served.generate([prompt], params)[0].token_ids
+heavy = [name for name in ("transformers", "torch._dynamo", "torch._inductor") if name in sys.modules]
+print(json.dumps([tokens, heavy]))
+"""
+
+
+def test_a_compiled_model_gives_the_same_in_graphs_as_without_and_starts_warm_without_a_compiler(tmp_path, prompts):
+    changes = {"eos_token_id": None, "bos_token_id": None} | ARCHITECTURES["qwen3_5_text"]
+    save_tiny_model(tiny_config("qwen3_5_text", **changes), tmp_path / "model")
+    with engine(tmp_path, "full_and_piecewise", "inductor") as graphs:
+        tokens = [answers(graphs, [prompt])[0][0] for prompt in prompts]
+        crowd = answers(graphs, prompts)
+    assert len(crowd) == len(prompts)
+    given = json.dumps([config(tmp_path, "full_and_piecewise", "inductor"), prompts[-1]])
+    warm = subprocess.run([sys.executable, "-c", WARM, given], capture_output=True, text=True, check=False)
+    assert warm.returncode == 0, warm.stderr[-2000:]
+    assert json.loads(warm.stdout.splitlines()[-1]) == [tokens[-1], []]
+    with engine(tmp_path, "none", "inductor") as eager:
+        assert [answers(eager, [prompt])[0][0] for prompt in prompts] == tokens
 
 
 def test_deterministic_mode_is_refused(folder):

@@ -15,7 +15,7 @@ from mllm_compile.kernels.cuda import KernelCompiler, can_compile_kernels
 from mllm_compile.process.progress import NullReporter
 from mllm_compile.runtime.cuda.driver import address_of
 from mllm_compile.runtime.ops.stream_linear.linear import TOKEN_BUCKETS, LinearKind, bucket_of
-from mllm_compile.runtime.ops.stream_linear.ops import load_kernels
+from mllm_compile.runtime.ops.stream_linear.ops import STREAMED
 from mllm_compile.runtime.ops.stream_linear.shapes import choose_tiling, is_streamed, num_streamed_norm_blocks
 from tests.gpu.late_kernels import LATE_BLOCKS, late_kernel
 from tests.gpu.test_few_tokens import EPS, MARGIN, compiled, layer, off_by, random_inputs, shapes_of
@@ -56,7 +56,7 @@ def load(kinds: list[LinearKind], folder, buckets_of: tuple[int, ...] = TOKEN_BU
     tilings = [choose_tiling(kind, tokens) for kind, tokens in buckets if is_streamed(kind.rows, kind.columns, tokens)]
     with KernelCompiler() as compiler:
         compiler.write(tilings, folder, NullReporter())
-    load_kernels(tilings, {path.stem: path.read_bytes() for path in folder.iterdir()}, torch.device("cuda:0"))
+    STREAMED.load_kernels(tilings, {path.stem: path.read_bytes() for path in folder.iterdir()}, torch.device("cuda:0"))
 
 
 @pytest.fixture(scope="module")

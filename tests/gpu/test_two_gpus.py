@@ -125,8 +125,9 @@ def test_pieces_as_traced_answer_alike_on_two_gpus(cache):
 def test_draws_of_one_seed_are_the_same_twice(cache, small):
     drawn = SamplingParams(temperature=0.9, top_p=0.9, seed=5, max_tokens=16, ignore_eos=True, detokenize=False)
     with engine_of(cache, 2, "full_and_piecewise", small, "inductor") as engine:
-        first, second = ([output.token_ids for output in engine.generate(PROMPTS, drawn)] for _ in range(2))
-    assert first == second
+        first = [output.token_ids for output in engine.generate(PROMPTS, drawn)]
+        engine.flush_prefix_cache()  # of a prompt with hits other rows are computed together, and rounded otherwise
+        assert [output.token_ids for output in engine.generate(PROMPTS, drawn)] == first
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])

@@ -13,11 +13,14 @@ import torch
 from mllm_compile.inductor.job import PieceInput
 from mllm_compile.kernels.decode_attention import add_decode_attention
 from mllm_compile.kernels.decode_loop import decode_loop_pieces
+from mllm_compile.kernels.latent_attention import add_latent_attention
 from mllm_compile.kernels.piece import WrittenPiece
 from mllm_compile.kernels.sampling import sampling_pieces
 from mllm_compile.runtime import ops
+from mllm_compile.runtime.attention.base import AttentionInputs
 from mllm_compile.runtime.attention.flashinfer.kernels import PlanGroup
-from mllm_compile.runtime.attention.layer import LayerSpec
+from mllm_compile.runtime.attention.latent.backend import LatentAttnBackend, LatentPieces
+from mllm_compile.runtime.attention.layer import AttentionLayer, LayerSpec
 from mllm_compile.runtime.attention.split.split_decode import Decoder, SplitDecodeSpace
 from mllm_compile.runtime.attention.split.splits import OF_FEW
 from mllm_compile.runtime.cuda_graph.decode_loop import DecodeLoop
@@ -30,6 +33,7 @@ from mllm_compile.runtime.sampling.params import SamplingParams
 from mllm_compile.runtime.sampling.row_state import RowState
 from mllm_compile.runtime.sampling.sampler import Sampler, SamplingPieces
 from tests.config.test_resolve import H200, resolved
+from tests.runtime.attention.attention_cases import make_case
 from tests.runtime.sampling.sampling_cases import make_state
 
 VOCAB, PAGE_SIZE, REQUESTS = 300, 16, 4
@@ -39,10 +43,15 @@ DECODES = add_decode_attention(
     resolved(H200, runtime={"page_size": PAGE_SIZE}),
     Program(steps=(), layers=(LAYER, WITH_SINKS), weights=(), output="logits"),
 )[1]
+LATENT = LayerSpec("layers.0.attn", 0, 20, 1, 288, 256, 0.07, 0.0, -1, None, is_latent=True)
+LATENTS = add_latent_attention(
+    resolved(H200, runtime={"page_size": PAGE_SIZE}), Program(steps=(), layers=(LATENT,), weights=(), output="logits")
+)[1]
 SAMPLING = sampling_pieces("bfloat16", VOCAB)
 LOOP = decode_loop_pieces("bfloat16", VOCAB, PAGE_SIZE)
 CALLS = {
     **{piece.name: (piece, "split_decode") for piece in DECODES if "sinks" in piece.signature},
+    **{piece.name: (piece, op) for piece, op in zip(LATENTS, ("latent_decode", "latent_prefill"), strict=True)},
     "greedy": (SAMPLING[0], "greedy_tokens"),
     "begin_decode": (LOOP[0], "begin_decode"),
     "end_decode": (LOOP[1], "end_decode"),
@@ -107,6 +116,25 @@ def test_decode_attention_is_given_what_it_is_compiled_for(piece):
     decode = space.prepare(group, decoders, torch.ones(3, dtype=torch.int32))
     decode.run(q, (pages, pages), torch.empty_like(q), sinks)
     assert piece.mismatch(given.tensors) is None
+
+
+def test_attention_over_latents_is_given_what_it_is_compiled_for():
+    given = Given(), Given()
+    case = make_case(AttentionLayer.of(LATENT, {}), [3, 0, 20], [1, 9, 30], PAGE_SIZE, torch.bfloat16)
+    backend = LatentAttnBackend(
+        [AttentionLayer.of(LATENT, {})],
+        {LATENT.name: LatentPieces(*given)},
+        req_to_token=case.batch.req_to_token_pool.req_to_token,
+        max_requests=3,
+        page_size=PAGE_SIZE,
+        dtype=torch.bfloat16,
+    )
+    assert [piece.mismatch(one.tensors) for piece, one in zip(LATENTS, given, strict=True)] == [None, None]
+    backend.init_forward_metadata(case.batch)
+    out = case.q.new_empty(*case.q.shape[:2], LATENT.v_head_dim)
+    backend.forward(AttentionInputs(case.q, case.k, case.v, out, AttentionLayer.of(LATENT, {}), case.batch))
+    assert [piece.mismatch(one.tensors) for piece, one in zip(LATENTS, given, strict=True)] == [None, None]
+    assert [one.tensors[0].shape[0] for one in given] == [1, 40]
 
 
 def test_the_decode_loop_gives_what_its_pieces_are_compiled_for():

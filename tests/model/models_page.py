@@ -45,7 +45,8 @@ float32 is tried in bfloat16. [Some](#through-inductor) go through Inductor as w
 about speed or about each published checkpoint. `make test` holds a sample of it, `make test-all` all of it.
 
 On a GPU, attention kernels have heads of 64, 128 and 256, with values as wide as keys. Others are padded with zeros to
-the next of these widths, in the KV cache too (`pad_heads`). Heads wider than 256, ALiBi and chunks need `runtime:
+the next of these widths, in the KV cache too (`pad_heads`). Latent attention (MLA) caches its latents alone and has
+kernels of its own (`absorb_latents`). Heads wider than 256, ALiBi and chunks need `runtime:
 {{attention_backend: torch}}` there, which is slow.
 
 ## Your model

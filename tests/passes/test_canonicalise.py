@@ -77,3 +77,13 @@ def test_all_readers_of_a_size_read_one_node():
     gm = builder.canonical(logits)
     assert targets(gm).count("sym_size.int") == 1
     assert targets(gm).count("view") == 6
+
+
+def test_a_graph_is_of_no_gpu_in_particular():
+    builder = GraphBuilder()
+    node = builder.method("to", builder.embed(), torch.device("cpu"))
+    gm = builder.finish(builder.head(node))
+    node.args = (node.args[0], torch.device("cuda", 1))
+    result = Canonicalise()(gm)
+    assert result.matches == 3, "T and S, and the device"
+    assert node.args[1] == torch.device("cuda")

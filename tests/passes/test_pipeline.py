@@ -26,6 +26,7 @@ from mllm_compile.passes.pipeline import (
     passes_left_out,
     run_passes,
 )
+from mllm_compile.passes.quantise_activations import QuantiseActivations
 from mllm_compile.passes.rotate_in_attention import RotateInAttention
 from mllm_compile.runtime.ops import FAMILIES, OPS
 from tests.passes.support.graph_builder import model_of_layers, run
@@ -173,11 +174,11 @@ HOPPER = PassTarget(
     "cuda", True, True, True, "bfloat16", "bfloat16", num_ranks=2, counts_experts=True, attention_backend="flashinfer"
 )
 KERNEL_PASSES = {graph_pass.name for graph_pass in PASSES if graph_pass.needs}
-# Those whose kernels are CUDA C++: the ops of kernel families, and decode attention that rotates.
+# Those that are for Hopper: with CUDA C++ as the ops of kernel families and decode attention that rotates, or with fp8.
 HOPPER_PASSES = {
     graph_pass.name
     for graph_pass in PASSES
-    if graph_pass in (RotateInAttention, DequantiseWeights)
+    if graph_pass in (RotateInAttention, QuantiseActivations, DequantiseWeights)
     or any(OPS[name].partition(".")[0] in FAMILIES for name in graph_pass.needs)
 }
 
@@ -190,12 +191,13 @@ def test_on_a_hopper_gpu_every_pass_runs_but_those_that_the_config_names():
 @pytest.mark.parametrize(
     ("changes", "left_out", "why"),
     [
-        ({"compiles_pieces": False}, KERNEL_PASSES, "compile.backend: eager"),
+        ({"compiles_pieces": False}, KERNEL_PASSES | {"absorb_latents"}, "compile.backend: eager"),
         ({"device_type": "cpu"}, KERNEL_PASSES, "do not run on a CPU"),
         ({"compiles_cuda": False}, HOPPER_PASSES, "NVRTC"),
         ({"hopper_decode": False}, {"rotate_in_attention"}, "compile.hopper_decode is off"),
-        ({"kv_cache_dtype": "float8_e4m3fn"}, {"fuse_rope_cache"}, "float8_e4m3fn KV cache"),
+        ({"kv_cache_dtype": "float8_e4m3fn"}, {"fuse_rope_cache", "absorb_latents"}, "float8_e4m3fn KV cache"),
         ({"counts_experts": False}, {"count_experts"}, "runtime.expert_stats"),
+        ({"split_decode": False}, {"absorb_latents"}, "compile.split_decode is false"),
         ({"attention_backend": "torch"}, {"pad_heads"}, "heads of any width"),
     ],
 )

@@ -7,6 +7,7 @@ Hopper GPU; here their ops are stand-ins in plain torch.
 from __future__ import annotations
 
 import operator
+from dataclasses import replace
 
 import pytest
 import torch
@@ -19,12 +20,14 @@ from mllm_compile.passes.match import nodes
 from mllm_compile.passes.match.nodes import LINEAR
 from mllm_compile.passes.stream_linears import StreamLinears, streamed
 from mllm_compile.runtime.ops import op
-from mllm_compile.runtime.ops.stream_fp8.linear import Fp8Kind
-from mllm_compile.runtime.ops.stream_fp8.shapes import FP8_BUCKETS, MAX_FP8_TOKENS
 from mllm_compile.runtime.ops.stream_linear.lanes import TILE_ROWS
 from mllm_compile.runtime.ops.stream_linear.linear import MAX_STREAMED_TOKENS, TOKEN_BUCKETS, LinearKind
 from mllm_compile.runtime.ops.stream_linear.shapes import MAX_HEAD_TOKENS, MAX_LARGE_TOKENS
+from mllm_compile.runtime.ops.stream_quantised.linear import QuantisedKind
+from mllm_compile.runtime.ops.stream_quantised.shapes import BUCKETS, MAX_TOKENS
 from mllm_compile.runtime.program.spec import Program, SmallForm
+from mllm_compile.runtime.quantised.numbers import quantised as quantised_weight
+from mllm_compile.runtime.quantised.scheme import WeightScheme
 from tests.passes.support.piece_block import FFN, HIDDEN, Block, decoder_piece, fused_ops, graph_of_one_piece
 from tests.passes.support.stand_ins import streamed_ops_on_cpu
 
@@ -152,7 +155,16 @@ def test_the_kernels_that_forms_call_are_each_named_once():
     ]
 
 
-# fp8 weights ----------------------------------------------------------------------------------------------------------
+# weights in few bits --------------------------------------------------------------------------------------------------
+
+WIDE, WIDE_FFN = 512, 1024  # whole panels of four bits, whose zero points are copied by fours
+SCHEMES = {
+    "fp8 rows": WeightScheme("fp8", 0),  # the group is a row's
+    "fp8 groups": WeightScheme("fp8", 128),
+    "int4": WeightScheme("int4", 128, torch.bfloat16),
+    "int4 with zero points": WeightScheme("int4", 128, torch.float16, has_zeros=True),
+}
+by_scheme = pytest.mark.parametrize("scheme", SCHEMES.values(), ids=SCHEMES)
 
 
 @pytest.fixture(scope="module")
@@ -161,95 +173,96 @@ def quantised():
     return op("quantised_linear")
 
 
-class Fp8Block(Block):
-    """Builds pieces with linears of fp8 weights, a scale for `group` inputs or, without one, for a row."""
+class SmallBlock(Block):
+    """Builds pieces with linears of weights in few bits."""
 
-    def __init__(self, quantised, group: int | None) -> None:
+    def __init__(self, quantised, scheme: WeightScheme) -> None:
         super().__init__()
-        self._quantised, self._group = quantised, group
+        self._quantised, self._scheme = quantised, scheme
 
-    def fp8(self, name: str, source: fx.Node, rows: int, bias: fx.Node | None = None) -> fx.Node:
+    def small(self, name: str, source: fx.Node, rows: int, bias: fx.Node | None = None) -> fx.Node:
         columns = source.meta["val"].shape[-1]
-        group = self._group or columns
-        values = self.input(name, rows, columns, dtype=torch.float8_e4m3fn)
-        scales = self.input(f"{name}_scales", rows, columns // group, dtype=torch.float32)
-        return self.call(self._quantised, source, values, scales, None, bias, "fp8", group)
+        scheme = replace(self._scheme, group=self._scheme.group or columns)
+        weight = torch.randn(rows, columns, generator=torch.Generator().manual_seed(rows)) * 0.02
+        made = {
+            role: self.holding(f"{name}_{role}", tensor) for role, tensor in quantised_weight(weight, scheme).items()
+        }
+        operands = made["values"], made["scales"], made.get("zeros"), bias, scheme.kind, scheme.group
+        return self.call(self._quantised, source, *operands)
 
 
-def fp8_decoder(quantised, group: int | None) -> tuple[fx.GraphModule, list[torch.Tensor]]:
+def small_decoder(quantised, scheme: WeightScheme) -> tuple[fx.GraphModule, list[torch.Tensor]]:
     """As decoder_piece, but that its gate_up stays in bfloat16."""
-    block = Fp8Block(quantised, group)
-    attended, residual = block.input("attended", 1, 4, HIDDEN), block.input("residual", 1, 4, HIDDEN)
-    after = block.call(operator.add, residual, block.fp8("o", attended, HIDDEN))
-    hidden = block.norm(after, block.input("norm", HIDDEN))
-    product = block.silu_mul(block.call(LINEAR, hidden, block.input("gate_up", 2 * FFN, HIDDEN), None))
-    out = block.call(operator.add, after, block.fp8("down", product, HIDDEN))
-    qkv = block.fp8("qkv", block.norm(out, block.input("next_norm", HIDDEN)), 2 * HIDDEN)
+    block = SmallBlock(quantised, scheme)
+    attended, residual = block.input("attended", 1, 4, WIDE), block.input("residual", 1, 4, WIDE)
+    after = block.call(operator.add, residual, block.small("o", attended, WIDE))
+    hidden = block.norm(after, block.input("norm", WIDE))
+    product = block.silu_mul(block.call(LINEAR, hidden, block.input("gate_up", 2 * WIDE_FFN, WIDE), None))
+    out = block.call(operator.add, after, block.small("down", product, WIDE))
+    qkv = block.small("qkv", block.norm(out, block.input("next_norm", WIDE)), 2 * WIDE)
     return block.module(out, qkv), block.inputs
 
 
-@pytest.mark.parametrize("group", [None, 128])
-def test_fp8_weights_have_ops_of_their_own_beside_plain_ones(quantised, group):
-    piece, inputs = fp8_decoder(quantised, group)
-    form = few_token_form(piece, streamed(MAX_FP8_TOKENS))
+@by_scheme
+def test_weights_in_few_bits_have_ops_of_their_own_beside_plain_ones(quantised, scheme):
+    piece, inputs = small_decoder(quantised, scheme)
+    form = few_token_form(piece, streamed(MAX_TOKENS))
     assert form is not None
     form.graph.lint()
-    names = ["stream_fp8_linear_residual_norm", "stream_linear", "stream_fp8_linear_residual_norm", "stream_fp8_linear"]
-    assert fused_ops(form) == names
+    of_norm = "stream_quantised_linear_residual_norm"
+    assert fused_ops(form) == [of_norm, "stream_linear", of_norm, "stream_quantised_linear"]
     for ours, theirs in zip(form(*inputs), piece(*inputs), strict=True):
         assert (ours.float() - theirs.float()).norm() / theirs.float().norm() < 8e-3
 
 
-@pytest.mark.parametrize("group", [None, 128])
-def test_a_piece_with_an_fp8_weight_has_a_form_for_fewer_tokens_and_kernels_of_both_families(quantised, group):
-    gm = graph_of_one_piece(fp8_decoder(quantised, group)[0])
+@by_scheme
+def test_a_piece_with_such_a_weight_has_a_form_for_fewer_tokens_and_kernels_of_both_families(quantised, scheme):
+    gm = graph_of_one_piece(small_decoder(quantised, scheme)[0])
     gm.add_module("piece_a_one_token", torch.nn.Identity())
     gm.meta[SMALL_FORMS] = {"piece_a": {1: "piece_a_one_token"}}
+    most = MAX_TOKENS
     assert StreamLinears()(gm).matches == 1
-    assert gm.meta[SMALL_FORMS] == {"piece_a": {MAX_FP8_TOKENS: "piece_a_streamed"}}
-    forms = {"piece_a": (SmallForm("piece_a_streamed", 0, 1, MAX_FP8_TOKENS),)}
+    assert gm.meta[SMALL_FORMS] == {"piece_a": {most: "piece_a_streamed"}}
+    forms = {"piece_a": (SmallForm("piece_a_streamed", 0, 1, most),)}
     kernels = kernels_of(gm, Program((), (), (), "logits", forms))
-    blocks = HIDDEN // 16
-    assert [tiling.kind for tiling in kernels["stream_fp8"][:: len(FP8_BUCKETS)]] == [
-        Fp8Kind(HIDDEN, HIDDEN, residual=True, next_blocks=blocks, group=group or 0),
-        Fp8Kind(HIDDEN, FFN, residual=True, next_blocks=blocks, group=group or 0),
-        Fp8Kind(2 * HIDDEN, HIDDEN, blocks, group=group or 0),
+    blocks = WIDE // 16
+    form = {"group": scheme.group, "values": scheme.kind, "zeros": scheme.has_zeros}
+    form["scales"] = str(scheme.scale_dtype).removeprefix("torch.")
+    assert [tiling.kind for tiling in kernels["stream_quantised"][:: len(BUCKETS)]] == [
+        QuantisedKind(WIDE, WIDE, residual=True, next_blocks=blocks, **form),
+        QuantisedKind(WIDE, WIDE_FFN, residual=True, next_blocks=blocks, **form),
+        QuantisedKind(2 * WIDE, WIDE, blocks, **form),
     ]
-    assert {tiling.tokens for tiling in kernels["stream_fp8"]} == set(FP8_BUCKETS)
-    assert {tiling.kind for tiling in kernels["stream_linear"]} == {LinearKind(2 * FFN, HIDDEN, blocks, gated=True)}
+    assert {tiling.tokens for tiling in kernels["stream_quantised"]} == set(BUCKETS)
+    assert {tiling.kind for tiling in kernels["stream_linear"]} == {LinearKind(2 * WIDE_FFN, WIDE, blocks, gated=True)}
 
 
-def test_an_fp8_linear_takes_its_bias_and_its_gate_along(quantised):
-    block = Fp8Block(quantised, None)
-    x = block.input("x", 1, 4, HIDDEN)
-    biased = block.fp8("qkv", x, HIDDEN, block.input("bias", HIDDEN))
-    residual = block.call(operator.add, x, block.fp8("o", x, HIDDEN))
-    piece = block.module(biased, block.silu_mul(block.fp8("gate_up", x, 2 * FFN)), residual)
-    form = few_token_form(piece, streamed(MAX_FP8_TOKENS))
+@by_scheme
+def test_a_linear_in_few_bits_takes_its_bias_and_its_gate_along(quantised, scheme):
+    block = SmallBlock(quantised, scheme)
+    x = block.input("x", 1, 4, WIDE)
+    biased = block.small("qkv", x, WIDE, block.input("bias", WIDE))
+    residual = block.call(operator.add, x, block.small("o", x, WIDE))
+    piece = block.module(biased, block.silu_mul(block.small("gate_up", x, 2 * WIDE_FFN)), residual)
+    form = few_token_form(piece, streamed(MAX_TOKENS))
     assert form is not None
-    assert sorted(fused_ops(form)) == ["stream_fp8_linear"] * 2 + ["stream_fp8_linear_residual"]
+    assert sorted(fused_ops(form)) == ["stream_quantised_linear"] * 2 + ["stream_quantised_linear_residual"]
     for ours, theirs in zip(form(*block.inputs), piece(*block.inputs), strict=True):
         assert (ours.float() - theirs.float()).norm() / theirs.float().norm() < 8e-3
 
 
 @pytest.mark.parametrize(
-    ("rows", "group", "scales", "kind"),
+    ("rows", "scheme"),
     [
-        (HIDDEN, 64, torch.float32, "fp8"),
-        (HIDDEN, 128, torch.bfloat16, "fp8"),
-        (HIDDEN, 128, torch.float32, "int4"),
-        (HIDDEN + 8, 128, torch.float32, "fp8"),
+        (WIDE, WeightScheme("fp8", 64)),
+        (WIDE, WeightScheme("fp8", 128, torch.bfloat16)),
+        (WIDE, WeightScheme("int4", 32, torch.bfloat16)),
+        (WIDE + 8, WeightScheme("fp8", 128)),
     ],
-    ids=["groups of 64", "scales in bfloat16", "four bits", "rows that do not divide"],
+    ids=["groups of 64", "scales in bfloat16", "groups of 32", "rows that do not divide"],
 )
-def test_other_quantised_weights_keep_their_piece_from_the_form(quantised, rows, group, scales, kind):
-    block = Block()
-    x = block.input("x", 1, 4, HIDDEN)
-    is_fp8 = kind == "fp8"
-    values = block.input("values", rows, HIDDEN if is_fp8 else HIDDEN // 2, dtype=torch.float8_e4m3fn)
-    if not is_fp8:
-        values.meta["val"] = values.meta["val"].view(torch.uint8)
-    of_values = block.input("scales", rows, HIDDEN // group, dtype=scales)
-    other = block.call(LINEAR, x, block.input("w", HIDDEN, HIDDEN), None)
-    linear = block.call(quantised, x, values, of_values, None, None, kind, group)
-    assert StreamLinears()(graph_of_one_piece(block.module(linear, other))).matches == 0
+def test_other_quantised_weights_keep_their_piece_from_the_form(quantised, rows, scheme):
+    block = SmallBlock(quantised, scheme)
+    x = block.input("x", 1, 4, WIDE)
+    linears = block.small("small", x, rows), block.call(LINEAR, x, block.input("w", WIDE, WIDE), None)
+    assert StreamLinears()(graph_of_one_piece(block.module(*linears))).matches == 0

@@ -132,9 +132,11 @@ def test_importing_all_of_a_folder_imports_nothing_heavy(folder):
 
 
 def defined_ops(path: Path) -> Iterator[str]:
-    """Names of the ops that a file defines, by Triton or by a schema."""
+    """Names of the ops that a file defines, by Triton, by a schema or as ops of streamed linears."""
     text = path.read_text(encoding="utf-8")
     yield from re.findall(r'@triton_op\(\s*"mllm::(\w+)"', text)
+    for prefix in re.findall(r'StreamedOps\(\s*"(\w+)"', text):
+        yield from (prefix, f"{prefix}_residual", f"{prefix}_residual_norm")
     if 'Library("mllm"' in text:
         yield from re.findall(r'\.define\(\s*"(\w+)\(', text)
 

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from mllm_compile.server.api.interfaces import CompletionRequest
+from tests.hang_guard import until
 from tests.server.harness import Server, fake_server
 
 CHAT = "/v1/chat/completions"
@@ -242,7 +243,8 @@ def test_streamed_chunks_have_the_text_and_the_ids_of_the_whole_answer(server, p
 def test_a_model_without_a_tokenizer_answers_ids_with_ids():
     asked = {"prompt": [5, 6, 7], "max_tokens": 4, "ignore_eos": True, "temperature": 0}
     with fake_server(settings={"has_tokenizer": False}) as server:
-        assert "no tokenizer: completions of token ids only" in server.said
+        # The banner's lines come when the engine is ready, as `/ready` says too.
+        until(lambda: "no tokenizer: completions of token ids only" in server.said, "the banner")
         whole = server.post("/v1/completions", asked).json["choices"][0]
         events = server.post("/v1/completions", {**asked, "stream": True}).events
         bare = server.post("/v1/completions", {**asked, "return_token_ids": False}).json["choices"][0]

@@ -19,6 +19,7 @@ from mllm_compile.server.flow.admission import Admission
 from mllm_compile.server.flow.choice import PromptRun
 from mllm_compile.server.flow.dispatcher import Dispatcher
 from mllm_compile.server.flow.job import Job
+from mllm_compile.server.flow.writer import Outlet, Writer
 from mllm_compile.server.wire import messages
 from mllm_compile.server.wire.messages import Abort, Admitted, StepRest
 from tests.fakes import ByteTokenizer
@@ -35,6 +36,12 @@ class Client:
     async def send(self, message: dict[str, Any]) -> None:
         await self.reads.wait()
         self.sent.append(message)
+
+    def write_chunk(self, body: bytes) -> bool:
+        if not self.reads.is_set():
+            return False
+        self.sent.append({"type": "of one call", "body": body, "more_body": True})
+        return True
 
     @property
     def body(self) -> bytes:
@@ -72,7 +79,7 @@ class Engine:
         job = Job(
             f"cmpl-{row}",
             CompletionAnswers(head, None),
-            client.send,
+            Outlet(client.send, client.write_chunk),
             is_stream=True,
             stream_interval=1,
             headers=[],
@@ -121,6 +128,29 @@ def test_a_step_is_told_at_once_and_a_slow_reader_gets_its_news_in_one():
         assert slow.body.endswith(b"data: [DONE]\n\n")
 
     asyncio.run(run())
+
+
+@pytest.mark.parametrize("takes_chunks", [True, False])
+def test_parts_of_a_body_are_written_in_one_call_where_that_can_be(takes_chunks):
+    async def main() -> None:
+        client = Client()
+        writer = Writer(Outlet(client.send, client.write_chunk if takes_chunks else None), lambda: None)
+        writer.begin(200, [])
+        writer.write(b"a")
+        client.reads.clear()
+        writer.write(b"b")
+        client.reads.set()
+        writer.write(b"c")  # behind what waits
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        writer.write(b"d")
+        writer.write(b"", more=False)
+        assert client.body == b"abcd" and client.is_complete
+        kinds = [message["type"] for message in client.sent[1:]]
+        plain, once = "http.response.body", "of one call" if takes_chunks else "http.response.body"
+        assert kinds == [once, plain, plain, once, plain]
+
+    asyncio.run(main())
 
 
 def test_a_slow_reader_is_told_once_that_one_of_its_answers_has_ended():

@@ -1,8 +1,9 @@
 """Computes the hardware's limits: bytes and operations of the work over measured ceilings. Arithmetic only.
 
-A step has to read every weight once and each request's KV cache, and to multiply each token with each weight. Weights
-and KV are counted apart, since they are different kernels: the time of the weights is bytes or operations, whichever
-is more; attention's is its bytes while decoding, its operations in a prompt. Activations are left out (under 1 %).
+A step has to read every weight once and each request's KV cache, to read and write each request's states, and to
+multiply each token with each weight. Weights and KV are counted apart, since they are different kernels: the time of
+the weights is bytes or operations, whichever is more; attention's is its bytes while decoding, its operations in a
+prompt. Activations are left out (under 1 %).
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ class ModelFigures:
         attention_flops_per_pair: operations of one query token with one key, over all heads and layers.
         vocab_size: rows of the embedding.
         context_len: tokens that the model was made for.
+        state_bytes: of one request, over all layers that carry a state.
         quantised_params: those of `layer_params` that lie in memory in few bits, as so many `quantised_bytes`.
     """
 
@@ -41,6 +43,7 @@ class ModelFigures:
     expert_params: int = 0
     num_experts: int = 1
     num_chosen: int = 1
+    state_bytes: int = 0
     quantised_params: int = 0
     quantised_bytes: int = 0
 
@@ -53,8 +56,9 @@ class ModelFigures:
 
     def decode_seconds(self, ceilings: Ceilings, context_lens: Sequence[float]) -> float:
         """Least time of one step with a request at each of these contexts."""
-        kv_bytes = sum(context_lens) * self.kv_bytes_per_token
-        return self._weights_seconds(ceilings, len(context_lens), len(context_lens)) + kv_bytes / ceilings.read_bytes_s
+        count = len(context_lens)
+        num_bytes = sum(context_lens) * self.kv_bytes_per_token + 2 * count * self.state_bytes
+        return self._weights_seconds(ceilings, count, count) + num_bytes / ceilings.read_bytes_s
 
     def prefill_seconds(self, ceilings: Ceilings, prompt_lens: Sequence[int]) -> float:
         """Least time of these prompts, in as few steps as can be."""

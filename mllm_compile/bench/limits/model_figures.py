@@ -9,19 +9,28 @@ import torch
 
 from mllm_compile.bench.limits.limits import ModelFigures
 from mllm_compile.model.experts_hook import experts_of_layers, experts_per_token
-from mllm_compile.model.hf_model import build_on_meta
+from mllm_compile.model.hf_model import HFModel, build_on_meta
+from mllm_compile.model.states.count_layers import count_layers
 
 if TYPE_CHECKING:
     from mllm_compile.passes.base import SmallWeights
 
 
 def model_figures(
-    folder: Path, dtype: str, trust_remote_code: bool = False, small: SmallWeights | None = None
+    folder: Path,
+    dtype: str,
+    trust_remote_code: bool = False,
+    small: SmallWeights | None = None,
+    state_dtype: str = "float32",
 ) -> ModelFigures:
     """The figures of a model folder, served in `dtype`, with `small` of its weights in few bits.
 
     Every matrix counts as one that each token is multiplied with, but for those of experts that the traced model has as
-    ops, and every layer as one with full attention: for other models the limit is a bound, not a target.
+    ops, and every layer as one with full attention, unless some carry a state: for other models the limit is a bound,
+    not a target.
+
+    Args:
+        state_dtype: the type of sums of layers with a state.
     """
     torch_dtype = getattr(torch, dtype)
     hf_model = build_on_meta(folder, torch_dtype, trust_remote_code)
@@ -31,7 +40,7 @@ def model_figures(
     parameters = {id(parameter): parameter.numel() for parameter in model.parameters()}
     experts = experts_of_layers(model)
     layers = sum(count for key, count in parameters.items() if key not in (id(embedding), id(head)))
-    heads = hf_model.heads_of_layers()
+    kv_values, attention_widths, state_bytes = _layers(hf_model, torch_dtype, getattr(torch, state_dtype))
     quantised_params, quantised_bytes = _quantised(model, small, {id(embedding), id(head)})
     num_experts = max((layer.num_choices for layer in experts), default=1)
     expert_params = sum(layer.params for layer in experts)
@@ -42,13 +51,28 @@ def model_figures(
         num_chosen=experts_per_token(hf_model.text_config) if experts else 1,
         head_params=head.numel(),
         weight_itemsize=torch_dtype.itemsize,
-        kv_bytes_per_token=2 * sum(layer.num_kv_heads * layer.head_dim for layer in heads) * torch_dtype.itemsize,
-        attention_flops_per_pair=4 * sum(layer.num_heads * layer.head_dim for layer in heads),
+        kv_bytes_per_token=kv_values * torch_dtype.itemsize,
+        attention_flops_per_pair=2 * attention_widths,
+        state_bytes=state_bytes,
         vocab_size=sizes.vocab_size,
         context_len=sizes.context_len,
         quantised_params=quantised_params,
         quantised_bytes=quantised_bytes,
     )
+
+
+def _layers(hf_model: HFModel, dtype: torch.dtype, sums: torch.dtype) -> tuple[int, int, int]:
+    """(numbers of a token's keys and values, widths of all query heads with their values', bytes of a request's
+    states)"""
+    counted = count_layers(hf_model.model)
+    if counted is None:
+        heads = hf_model.heads_of_layers()
+        keys, queries = (
+            sum(getattr(layer, name) * layer.head_dim for layer in heads) for name in ("num_kv_heads", "num_heads")
+        )
+        return 2 * keys, 2 * queries, 0
+    state_bytes = counted.held_values * dtype.itemsize + counted.summed_values * sums.itemsize
+    return counted.kv_values, counted.attention_widths, state_bytes
 
 
 def _quantised(model: Any, small: SmallWeights | None, left_out: set[int]) -> tuple[int, int]:

@@ -124,4 +124,5 @@ def _seen_tokens(layer: LayerSpec, context: int) -> int:
 
 def _kv_values(layer: LayerSpec) -> int:
     """Numbers that one token's keys and values are."""
-    return layer.num_kv_heads * (layer.head_dim + layer.v_head_dim)
+    kv_heads, width, v_width = layer.cache_shape
+    return kv_heads * (width + v_width)

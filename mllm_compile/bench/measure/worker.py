@@ -56,7 +56,8 @@ def probe(job: dict[str, Any]) -> dict[str, Any]:
     if job["ceilings"]:
         result["ceilings"] = asdict(measure_ceilings(device, dtype).of_devices(setting.num_ranks))
         small = _small_weights(setting)
-        figures = model_figures(Path(setting.model_folder), setting.dtype, setting.trust_remote_code, small)
+        sums = setting.engine_config().runtime.state_dtype
+        figures = model_figures(Path(setting.model_folder), setting.dtype, setting.trust_remote_code, small, sums)
         result["figures"] = asdict(figures)
     return result
 

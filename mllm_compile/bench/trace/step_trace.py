@@ -225,7 +225,8 @@ class _PieceRecorder:
         layer = next(layer for layer in self._program.layers if layer.name == layer_name)
         itemsize = self._itemsize
         seen = context if layer.window_left < 0 else min(context, layer.window_left + 1)
-        per_token = layer.num_kv_heads * (layer.head_dim + layer.v_head_dim) * itemsize
+        kv_heads, width, v_width = layer.cache_shape
+        per_token = kv_heads * (width + v_width) * itemsize
         query_and_out = layer.num_heads * (layer.head_dim + layer.v_head_dim) * itemsize
         return AttentionFacts(
             after_piece=after_piece,

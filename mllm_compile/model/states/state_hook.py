@@ -113,6 +113,12 @@ _HOOKS: dict[str, Callable[..., Any]] = {
 }
 
 
+def has_states(model: torch.nn.Module) -> bool:
+    """True if its code calls a function that `states_as_ops` replaces."""
+    functions = (function for namespace in _namespaces(model) for function in list(namespace.values()))
+    return any(_kernel_name(function) in _HOOKS for function in functions)
+
+
 @contextmanager
 def states_as_ops(model: torch.nn.Module) -> Iterator[None]:
     """Within the context, the model's recurrent layers and convolutions emit ops of ours."""

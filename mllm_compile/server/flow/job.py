@@ -14,7 +14,7 @@ from typing import Protocol
 from mllm_compile.runtime.sampling.params import SamplingParams
 from mllm_compile.server.api.errors import ApiError
 from mllm_compile.server.flow.choice import Choice, PromptRun
-from mllm_compile.server.flow.writer import Headers, Send, Writer
+from mllm_compile.server.flow.writer import Headers, Outlet, Writer
 from mllm_compile.server.wire.messages import Admitted
 from mllm_compile.text.calls.parser import CallParser
 from mllm_compile.text.detokenizer import Decoder
@@ -58,7 +58,7 @@ class Job:
     Args:
         name: the answer's id.
         format: the shape of its answer.
-        send: of the ASGI server.
+        outlet: of the ASGI server.
         is_stream: news are sent as they come.
         stream_interval: tokens of a chunk, but for the first and the last.
         headers: further ones of the response.
@@ -76,7 +76,7 @@ class Job:
         self,
         name: str,
         format: Format,
-        send: Send,
+        outlet: Outlet,
         *,
         is_stream: bool,
         stream_interval: int,
@@ -89,7 +89,7 @@ class Job:
         self.format = format
         self.is_stream = is_stream
         self.form_field = form_field
-        self.writer = Writer(send, self._free)
+        self.writer = Writer(outlet, self._free)
         self.prompts: list[PromptRun] = []
         self.choices: list[Choice] = []
         self.arrived_s = time.monotonic()

@@ -1,8 +1,8 @@
 """Writes one response from wherever its news come, without a task of its own while its reader keeps up.
 
 `send` of an ASGI server is a coroutine that almost always ends at once: it is driven by hand here, which saves a task
-switch a chunk. Where it would wait, because the reader is slow, a task waits for it, and what is pushed meanwhile
-follows.
+switch a chunk; the front's own server takes most chunks in a plain call (connection.py). Where a chunk would wait,
+because the reader is slow, a task waits for it, and what is pushed meanwhile follows.
 """
 
 from __future__ import annotations
@@ -12,23 +12,34 @@ import time
 import types
 from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, Generator
-from typing import Any
+from typing import Any, NamedTuple
 
 Message = dict[str, Any]
 Send = Callable[[Message], Awaitable[None]]
 Headers = list[tuple[bytes, bytes]]
+WriteChunk = Callable[[bytes], bool]
+# The ASGI extension, by its key in the scope, of a server that has a WriteChunk: it writes a part of a body that was
+# begun, in one call, and says whether it did; False where `send` would wait or fail.
+CHUNKS = "mllm_compile.chunks"
+
+
+class Outlet(NamedTuple):
+    """Where one response goes."""
+
+    send: Send
+    write_chunk: WriteChunk | None = None
 
 
 class Writer:
     """One response.
 
     Args:
-        send: the ASGI server's.
+        outlet: the ASGI server's.
         on_free: called when all that was pushed has gone out, after a wait.
     """
 
-    def __init__(self, send: Send, on_free: Callable[[], None]) -> None:
-        self._send = send
+    def __init__(self, outlet: Outlet, on_free: Callable[[], None]) -> None:
+        self._send, self._write_chunk = outlet
         self._on_free = on_free
         self._queue: deque[Message] = deque()
         self._waiter: asyncio.Task[None] | None = None
@@ -45,7 +56,9 @@ class Writer:
         self._push({"type": "http.response.start", "status": status, "headers": headers})
 
     def write(self, body: bytes, more: bool = True) -> None:
-        """Sends a part of the body; the last one says more=False."""
+        """Sends a part of the body, not an empty one; the last one says more=False."""
+        if more and self._write_chunk is not None and self.busy_since is None and self._write_chunk(body):
+            return
         self._push({"type": "http.response.body", "body": body, "more_body": more})
 
     def close(self) -> None:

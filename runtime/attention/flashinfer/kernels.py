@@ -25,6 +25,12 @@ _CAPTURED_VERSION = "0.6.18"
 # for it, 35 to 50 µs, is hidden behind the GPU in part.
 _MOST_LOST_US = 20.0
 
+# Of cascade attention: bytes that decode attention reads in a µs; and µs that a step takes longer because it is not
+# captured whole and plans attention, in all and for each layer.
+_BYTES_PER_US = 2.5e6
+_CASCADE_US = 1000.0
+_CASCADE_LAYER_US = 60.0
+
 # Split-KV writes float32 partial results. Both bounds follow PrefillPlan in FlashInfer's scheduler.cuh: two blocks an
 # SM shared by the kv heads, each of at most 128 packed query rows; and in a captured decode as many tiles as padded
 # requests of one token, their query heads packed, can need.
@@ -215,6 +221,20 @@ def prefills_new_tokens_alone(kv_cache_dtype: torch.dtype, has_prefix: bool) -> 
     return not has_prefix and kv_cache_dtype not in _FP8_DTYPES
 
 
+def takes_cascade(group: PlanGroup) -> bool:
+    """True if decodes of the group may read what they begin with in common once for all of them."""
+    return group.params.window_left < 0 and group.params.logits_soft_cap == 0 and not group.has_sinks
+
+
+def cascade_pays(num_spared_bytes: int, num_layers: int) -> bool:
+    """True if a step that reads so many bytes less is faster for it.
+
+    Args:
+        num_layers: those that read less; a captured step spares the host their launches, and the plans.
+    """
+    return num_spared_bytes > _BYTES_PER_US * (_CASCADE_US + num_layers * _CASCADE_LAYER_US)
+
+
 def workspace_bytes(groups: Iterable[PlanGroup], max_requests: int, num_sms: int) -> int:
     """Bytes of the float workspace that holds the partial results of any batch."""
     needed = _MIN_WORKSPACE_BYTES
@@ -250,6 +270,8 @@ def check_supported(layers: Iterable[AttentionLayer], q_dtype: torch.dtype) -> N
 
 
 def _problem(layer: AttentionLayer) -> str | None:
+    if layer.is_latent:
+        return "it attends over latents beside layers that do not"
     if layer.head_dim != layer.v_head_dim:
         return f"its value head dim {layer.v_head_dim} differs from its head dim {layer.head_dim}"
     if layer.head_dim not in KERNEL_HEAD_DIMS:

@@ -47,6 +47,7 @@ def make_paged_view(
     window_left: int,
     page_size: int,
     indices_out: torch.Tensor | None = None,
+    skipped_pages: int = 0,
 ) -> PagedView:
     """List the pages of a batch, lengths on the host and page ids gathered on the device, without waiting.
 
@@ -59,11 +60,12 @@ def make_paged_view(
         seq_lens_cpu: [R] int32, each at least 1.
         num_computed_cpu: [R] int32: position of each request's first query.
         indices_out: where to write the page ids, at least P long; a new tensor otherwise.
+        skipped_pages: first pages of every request that are left out besides; each has a further one.
     """
     seq_lens = seq_lens_cpu.numpy()
-    first_pages = np.zeros_like(seq_lens)
+    first_pages = np.full_like(seq_lens, skipped_pages)
     if window_left >= 0:
-        first_pages = np.maximum(num_computed_cpu.numpy() - window_left, 0) // page_size
+        first_pages = np.maximum(first_pages, (num_computed_cpu.numpy() - window_left) // page_size)
     num_pages = -(-seq_lens // page_size) - first_pages
     indptr = np.zeros(len(seq_lens) + 1, dtype=np.int32)
     np.cumsum(num_pages, out=indptr[1:])

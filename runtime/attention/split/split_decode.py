@@ -18,6 +18,7 @@ import torch
 
 from mllm_compile.runtime.attention.base import Unrotated
 from mllm_compile.runtime.attention.flashinfer.kernels import PlanGroup
+from mllm_compile.runtime.attention.split.page_table import PageTable
 from mllm_compile.runtime.attention.split.splits import Splits
 
 # (q, keys, values, page_table, seq_lens, out, partial, tops, totals, done), as the op's arguments, and sinks where the
@@ -51,11 +52,7 @@ def choose_decoder(decoders: Decoders, num_sequences: int) -> Decoder:
 
 
 class SplitDecodeSpace:
-    """The page table of the present batch, scratch memory and counters, shared by one backend's decodes.
-
-    Attributes:
-        page_table: [max requests, W] int32, one row for each listed request.
-    """
+    """The page table of the present batch, scratch memory and counters, shared by one backend's decodes."""
 
     def __init__(
         self,
@@ -74,8 +71,7 @@ class SplitDecodeSpace:
         self._dtype = dtype
         self._page_size = page_size
         device = req_to_token.device
-        self._first_slots = req_to_token[:, ::page_size]  # [rows, W]: of each page
-        self.page_table = torch.zeros(max_requests, self._first_slots.shape[1], dtype=torch.int32, device=device)
+        self._table = PageTable(req_to_token, max_requests, page_size)
         sizes = [_scratch_sizes(group, decoders, max_requests) for group, decoders in groups]
         num_partial, num_heads, num_sequences = (max(size) for size in zip(*sizes, strict=True))
         # Nothing of it lives from one kernel to the next; a kernel leaves the counters at zero again.
@@ -95,11 +91,14 @@ class SplitDecodeSpace:
             decode = self.prepare(group, [replace(decoder, most_sequences=None)], one)
             decode.run(q, (page, page), torch.empty_like(q), sinks)
 
+    @property
+    def page_table(self) -> torch.Tensor:
+        """[max requests, W] int32, one row for each listed request."""
+        return self._table.pages
+
     def list_pages(self, rows: torch.Tensor) -> None:
         """Make the page table that of the requests in `rows` [R] int64; two launches, no wait."""
-        table = self.page_table[: rows.shape[0]]
-        torch.index_select(self._first_slots, 0, rows, out=table)
-        table.div_(self._page_size, rounding_mode="floor")
+        self._table.list(rows)
 
     def prepare(self, group: PlanGroup, decoders: Decoders, seq_lens: torch.Tensor) -> SplitDecode:
         """Prepare the decodes of the first len(seq_lens) listed requests.

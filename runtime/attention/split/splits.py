@@ -1,4 +1,5 @@
-"""Chooses the number of blocks that decodes by ops/split_decode.py split a request's keys among; free of torch."""
+"""Chooses the number of blocks that decodes by ops/split_decode.py and ops/latents/ split a request's keys among; free
+of torch."""
 
 from __future__ import annotations
 
@@ -24,3 +25,5 @@ class Splits:
 OF_FEW = Splits(blocks=256, most=32)
 OF_MANY = Splits(blocks=512, most=8)
 MOST_FEW_SEQUENCES = 64  # for which it was measured to be the faster (examples/decode_attention_speed.py)
+# A block over latents fills a multiprocessor; a sequence is a tile of query heads of a request (latent/tiles.py).
+OF_LATENTS = Splits(blocks=132, most=64)

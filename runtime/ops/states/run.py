@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from mllm_compile.runtime.forward_context import get_forward_context
-from mllm_compile.runtime.state.torch_backend import StateInputs
+from mllm_compile.runtime.state.base import StateInputs
 
 _LIBRARY = torch.library.Library("mllm", "FRAGMENT")
 

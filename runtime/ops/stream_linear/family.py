@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
+from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from mllm_compile.runtime.cuda.family import KernelFamily
 from mllm_compile.runtime.cuda.kernel import CudaKernel
@@ -14,48 +16,64 @@ if TYPE_CHECKING:
     import torch
 
     from mllm_compile.runtime.cuda.family import CalledPieces
+    from mllm_compile.runtime.ops.stream_linear.streamed_ops import StreamedOps
 
 
-class Family(KernelFamily):
-    """One kernel for each linear of a form for few tokens and each bucket of tokens."""
+class StreamedFamily(KernelFamily):
+    """One kernel for each linear of a form for few tokens and each bucket of tokens.
+
+    Attributes:
+        prefix: of the ops.
+        module: the module that defines them as STREAMED.
+    """
+
+    prefix: ClassVar[str]
+    module: ClassVar[str]
+
+    @abstractmethod
+    def choose(self, kind: Any, tokens: int) -> LinearTiling:
+        """Returns the tiling for a bucket of tokens."""
 
     def wanted(self, pieces: CalledPieces) -> tuple[LinearTiling, ...]:
         most_tokens: dict[LinearKind, int] = {}
         for piece, tokens in pieces:
             if tokens is not None:
-                for kind in _kinds(piece):
+                for kind in self._kinds(piece):
                     most_tokens[kind] = max(tokens, most_tokens.get(kind, 0))
         return tuple(
-            choose_tiling(kind, tokens)
+            self.choose(kind, tokens)
             for kind, most in most_tokens.items()
             for tokens in TOKEN_BUCKETS
             if tokens <= most
         )
 
-    def from_json(self, data: Mapping[str, Any]) -> LinearTiling:
-        return tiling_from_json(data)
-
     def load(self, kernels: Sequence[CudaKernel], binaries: Mapping[str, bytes], device: torch.device) -> None:
-        from mllm_compile.runtime.ops.stream_linear.ops import load_kernels
-
-        load_kernels([kernel for kernel in kernels if isinstance(kernel, LinearTiling)], binaries, device)
+        self._ops().load_kernels([one for one in kernels if isinstance(one, LinearTiling)], binaries, device)
 
     def step_sizes(self, kernels: Sequence[CudaKernel]) -> Sequence[int]:
-        return TOKEN_BUCKETS if kernels else ()
+        return sorted({one.tokens for one in kernels if isinstance(one, LinearTiling)})
+
+    def _kinds(self, piece: Any) -> Iterator[LinearKind]:
+        from mllm_compile.runtime.ops import op
+
+        names = {op(self.prefix + name): name for name in ("", "_residual", "_residual_norm")}
+        for node in piece.graph.nodes:
+            if node.target in names:
+                yield self._ops().kind_of_call(node, names[node.target])
+
+    def _ops(self) -> StreamedOps:
+        """Imported when the ops are needed: the import defines them."""
+        return importlib.import_module(self.module).STREAMED
 
 
-def _kinds(piece: Any) -> Iterator[LinearKind]:
-    from mllm_compile.runtime.ops import op
-    from mllm_compile.runtime.ops.stream_linear.ops import plain_kind, residual_kind
+class Family(StreamedFamily):
+    """The kernels of plain weights."""
 
-    residual, residual_norm = op("stream_linear_residual"), op("stream_linear_residual_norm")
-    for node in piece.graph.nodes:
-        if node.target is op("stream_linear"):
-            weight, squares, _, gated, *bias = node.args[1:]
-            yield plain_kind(_value(weight), None if squares is None else _value(squares), gated, bool(bias))
-        elif node.target in (residual, residual_norm):
-            yield residual_kind(_value(node.args[1]), norm_next=node.target is residual_norm)
+    prefix: ClassVar[str] = "stream_linear"
+    module: ClassVar[str] = "mllm_compile.runtime.ops.stream_linear.ops"
 
+    def choose(self, kind: LinearKind, tokens: int) -> LinearTiling:
+        return choose_tiling(kind, tokens)
 
-def _value(node: Any) -> torch.Tensor:
-    return node.meta["val"]
+    def from_json(self, data: Mapping[str, Any]) -> LinearTiling:
+        return tiling_from_json(data)

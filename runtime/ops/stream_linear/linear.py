@@ -51,7 +51,8 @@ class LinearKind:
 
 
 class Boxes(NamedTuple):
-    """The size of a TMA copy: `panels` of 64 columns of `rows` of the weight, or one of `tokens` of x."""
+    """The size of a TMA copy: `panels` of 128 bytes of `rows` of the weight, or one of `tokens` of x; 0: x is not read
+    so."""
 
     rows: int
     panels: int

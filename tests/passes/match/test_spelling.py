@@ -93,6 +93,20 @@ def test_the_type_of_another_tensor_is_said():
     assert (node.target, node.args[1:]) == ("to", (torch.bfloat16,))
 
 
+def test_a_number_that_is_scattered_has_the_type_of_the_tensor():
+    builder = GraphBuilder()
+    x = builder.embed()
+    ids = builder.call(operator.getitem, builder.call(torch.topk, x, 1), 1)
+    marked = builder.method("scatter", x, -1, ids, 1)
+    whole = builder.method("scatter", ids, -1, builder.call(operator.mul, ids, 0), 1)
+    gm = builder.finish(builder.call(operator.add, marked, whole))
+    before = run(gm)
+    assert spell(gm) == 1 and spell(gm) == 0
+    assert isinstance(marked.args[3], float) and isinstance(whole.args[3], int)
+    gm.recompile()
+    assert torch.equal(run(gm), before)
+
+
 def test_sums_of_sizes_are_no_sums_of_tensors():
     builder = GraphBuilder()
     x = builder.embed()

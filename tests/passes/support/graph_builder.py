@@ -303,6 +303,7 @@ def _one_request(num_tokens: int) -> Any:
             params.window_left,
             alibi_slopes=layer.alibi_slopes,
             chunk=layer.chunk,
+            latent=layer.v_head_dim if layer.is_latent else 0,
         )
 
     batch = SimpleNamespace(

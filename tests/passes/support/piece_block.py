@@ -26,11 +26,14 @@ class Block:
         self.inputs: list[torch.Tensor] = []
 
     def input(self, name: str, *shape: int, dtype: torch.dtype = torch.bfloat16) -> fx.Node:
+        generator = torch.Generator().manual_seed(len(self.inputs))
+        return self.holding(name, torch.randn(shape, generator=generator).mul(0.05).to(dtype))
+
+    def holding(self, name: str, value: torch.Tensor) -> fx.Node:
         with self.graph.inserting_before(self._first_call()):
             node = self.graph.placeholder(name)
-        generator = torch.Generator().manual_seed(len(self.inputs))
-        node.meta["val"] = torch.randn(shape, generator=generator).mul(0.05).to(dtype)
-        self.inputs.append(node.meta["val"])
+        node.meta["val"] = value
+        self.inputs.append(value)
         return node
 
     def _first_call(self) -> fx.Node:

@@ -24,10 +24,12 @@ from mllm_compile.runtime.ops.few_tokens_shapes import num_norm_blocks
 from mllm_compile.runtime.ops.gated_linear import ops as gated_ops  # noqa: F401  (defines the op)
 from mllm_compile.runtime.ops.stream_experts import ops as stream_expert_ops  # noqa: F401  (defines the ops)
 from mllm_compile.runtime.ops.stream_experts.shapes import ROWS
-from mllm_compile.runtime.ops.stream_fp8 import ops as fp8_ops  # noqa: F401  (defines the ops)
 from mllm_compile.runtime.ops.stream_linear import ops  # noqa: F401  (defines the ops)
 from mllm_compile.runtime.ops.stream_linear.linear import NORM_ROWS
 from mllm_compile.runtime.ops.stream_linear.shapes import num_streamed_norm_blocks
+from mllm_compile.runtime.ops.stream_quantised import ops as quantised_ops  # noqa: F401  (defines the ops)
+from mllm_compile.runtime.quantised.numbers import dequantised
+from mllm_compile.runtime.quantised.scheme import SCALES, VALUES, ZEROS
 
 
 def only_kernel_passes(patch: pytest.MonkeyPatch, *passes: type[GraphPass]) -> None:
@@ -86,9 +88,12 @@ def gated_linear(x, weight):
     return silu(gate) * up
 
 
-def fp8_weight(values: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """The weight in float32."""
-    return values.float() * scales.repeat_interleave(values.shape[1] // scales.shape[1], 1)
+def small_weight(values: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None) -> torch.Tensor:
+    """The weight in float32, of fp8 or four bits."""
+    kind = "int4" if values.dtype == torch.uint8 else "fp8"
+    columns = values.shape[1] * (2 if kind == "int4" else 1)
+    tensors = {VALUES: values, SCALES: scales, ZEROS: zeros}
+    return dequantised(tensors, kind, columns // scales.shape[1], columns, torch.float32)
 
 
 @contextmanager
@@ -98,20 +103,20 @@ def streamed_ops_on_cpu() -> Iterator[None]:
     def residual_norm(x, weight, residual, norm_weight):
         return linear_residual_norm(x, weight, residual, norm_weight, num_streamed_norm_blocks(*weight.shape))
 
-    def fp8_linear(x, values, scales, squares, eps, gated, bias=None):
-        return linear(x, fp8_weight(values, scales), squares, eps, gated, bias)
+    def quantised_linear(x, values, scales, zeros, squares, eps, gated, bias=None):
+        return linear(x, small_weight(values, scales, zeros), squares, eps, gated, bias)
 
-    def fp8_residual(x, values, scales, residual):
-        return linear_residual(x, fp8_weight(values, scales).to(x.dtype), residual)
+    def quantised_residual(x, values, scales, zeros, residual):
+        return linear_residual(x, small_weight(values, scales, zeros).to(x.dtype), residual)
 
-    def fp8_residual_norm(x, values, scales, residual, norm_weight):
-        weight = fp8_weight(values, scales).to(x.dtype)
+    def quantised_residual_norm(x, values, scales, zeros, residual, norm_weight):
+        weight = small_weight(values, scales, zeros).to(x.dtype)
         return linear_residual_norm(x, weight, residual, norm_weight, len(values) // NORM_ROWS)
 
     library = torch.library.Library("mllm", "IMPL")
-    library.impl("stream_fp8_linear", fp8_linear, "CPU")
-    library.impl("stream_fp8_linear_residual", fp8_residual, "CPU")
-    library.impl("stream_fp8_linear_residual_norm", fp8_residual_norm, "CPU")
+    library.impl("stream_quantised_linear", quantised_linear, "CPU")
+    library.impl("stream_quantised_linear_residual", quantised_residual, "CPU")
+    library.impl("stream_quantised_linear_residual_norm", quantised_residual_norm, "CPU")
     library.impl("stream_linear", linear, "CPU")
     library.impl("stream_linear_residual", linear_residual, "CPU")
     library.impl("gated_linear", gated_linear, "CPU")

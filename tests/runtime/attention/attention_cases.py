@@ -80,7 +80,7 @@ def make_case(
     pages_of = [-(-length // page_size) for length in seq_lens]
     max_context_len = max(pages_of) * page_size
     table = ReqToTokenPool(len(seq_lens), max_context_len, device)
-    pool_spec = [(layer.num_kv_heads, layer.head_dim, layer.v_head_dim)]
+    pool_spec = [layer.cache_shape]
     kv_dtype = kv_dtype or dtype
     kv_pool = KVPool(sum(pages_of) + 1, page_size, pool_spec, kv_dtype, device)
     page_ids = torch.randperm(sum(pages_of), generator=generator) + 1
@@ -97,6 +97,8 @@ def make_case(
     )
     all_k = [random(n, layer.num_kv_heads, layer.head_dim) for n in seq_lens]
     all_v = [random(n, layer.num_kv_heads, layer.v_head_dim) for n in seq_lens]
+    if layer.is_latent:
+        all_v = [k[..., : layer.v_head_dim] for k in all_k]
     queries = [random(n, layer.num_heads, layer.head_dim) for n in new_lens]
     new_slots = []
     for row, prefix, length, k, v in zip(rows, prefix_lens, seq_lens, all_k, all_v, strict=True):

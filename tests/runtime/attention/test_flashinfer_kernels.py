@@ -306,6 +306,16 @@ def test_the_page_list_holds_exactly_the_pages_that_queries_can_see(window_left)
     assert view.indices.dtype == view.indptr_cpu.dtype == view.last_page_len_cpu.dtype == torch.int32
 
 
+def test_the_page_list_leaves_out_what_all_begin_with():
+    batch = make_case(make_layer(), [13, 9, 30], [1, 1, 1]).batch
+    common = CommonAttentionMetadata.of(batch)
+    args = (common.block_table, batch.req_pool_indices, common.seq_lens_cpu, common.num_computed_tokens_cpu, -1, 4)
+    whole, own = make_paged_view(*args), make_paged_view(*args, skipped_pages=2)
+    for i in range(3):
+        assert own.part(i, i + 1).indices.tolist() == whole.part(i, i + 1).indices.tolist()[2:]
+    assert own.last_page_len_cpu.tolist() == whole.last_page_len_cpu.tolist()
+
+
 def test_the_page_list_can_be_written_into_a_buffer():
     batch = make_case(make_layer(), [5, 2], [1, 1]).batch
     common = CommonAttentionMetadata.of(batch)

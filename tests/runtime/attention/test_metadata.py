@@ -73,8 +73,18 @@ def test_the_builder_gives_every_layer_the_same_metadata():
     assert metadata["layer0"] is metadata["layer1"]
     assert metadata["layer0"].batch is batch
     assert (metadata["layer0"].num_decode_tokens, metadata["layer0"].num_prefill_tokens) == (1, 5)
-    with pytest.raises(ValueError, match="cascade"):
-        builder.build(4, CommonAttentionMetadata.of(batch))
+    assert metadata["layer0"].common_prefix_len == 0
+
+
+def test_a_common_prefix_is_whole_pages_before_the_last_token_of_every_decode():
+    builder = AttentionMetadataBuilder(KVCacheSpec((make_layer(),), page_size=4), None, torch.device("cpu"))
+    common = CommonAttentionMetadata.of(make_case(LAYER, [12, 8, 0], [1, 1, 5]).batch)
+    assert builder.build(8, common)["layer0"].common_prefix_len == 8
+    for wrong in (6, 12):  # half a page; as much as the second decode has
+        with pytest.raises(ValueError, match=f"whole pages of 4 tokens, fewer than the 9 .*, got {wrong}"):
+            builder.build(wrong, common)
+    with pytest.raises(ValueError, match="fewer than the 0"):  # there is no decode
+        builder.build(4, CommonAttentionMetadata.of(make_case(LAYER, [8, 8], [3, 5]).batch))
 
 
 def test_layers_of_one_plan_agree_or_are_named():

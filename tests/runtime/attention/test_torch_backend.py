@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -25,6 +27,7 @@ LAYERS = {
         alibi_slopes=(0.5, 0.25, 0.125, 1.0), sinks=torch.tensor([0.5, -1.0, 2.0, 0.0]), window_left=4
     ),
     "narrow_values": make_layer(v_head_dim=8),
+    "latents": replace(make_layer(num_heads=6, num_kv_heads=1, head_dim=12, v_head_dim=8), is_latent=True),
     "narrow_values_and_soft_cap": make_layer(v_head_dim=8, soft_cap=3.0),
 }
 BATCHES = {
@@ -107,6 +110,38 @@ def test_a_deterministic_request_s_output_is_bitwise_the_same_in_any_batch(kind)
         backend = TorchAttnBackend(deterministic=True)
         backend.init_forward_metadata(alone)
         assert torch.equal(attend(backend, layer, alone, case.q[one], case.k[one], case.v[one]), out[one])
+
+
+@pytest.mark.parametrize("new_lens", [[1, 1, 1, 1], [1, 1, 1, 6]], ids=["decode", "mixed"])
+@pytest.mark.parametrize("kind", LAYERS)
+def test_decodes_that_begin_with_the_same_pages_get_what_they_get_without_saying_so(kind, new_lens):
+    layer, prefix_lens, shared = LAYERS[kind], [9, 8, 30, 12], 8
+    case = make_case(layer, prefix_lens, new_lens)
+    case.batch.req_to_token_pool.req_to_token[2:, :shared] = case.batch.req_to_token_pool.req_to_token[1, :shared]
+    apart = run(case, layer)
+    case.batch.common_prefix_len = shared
+    torch.testing.assert_close(run(case, layer), apart, atol=1e-5, rtol=1e-5)
+
+
+def test_shared_keys_are_gathered_once_for_all_decodes(monkeypatch):
+    layer, shared = LAYERS["plain"], 8
+    case = make_case(layer, [9, 8, 30, 12], [1, 1, 1, 1])
+    gathered = []
+    take = torch_backend._take
+    monkeypatch.setattr(torch_backend, "_take", lambda buffer, rows: gathered.append(len(rows)) or take(buffer, rows))
+    run(case, layer)
+    apart, longest, heads = sum(gathered), 31, layer.num_kv_heads
+    assert apart == 2 * 4 * longest * heads
+    gathered.clear()
+    case.batch.common_prefix_len = shared
+    run(case, layer)
+    assert sum(gathered) == 2 * (4 * (longest - shared) * heads + shared)
+
+
+def test_sharing_pays_from_so_many_keys_that_decodes_are_spared():
+    backend = TorchAttnBackend()
+    assert not backend.cascade_pays(1, 4096)
+    assert [backend.cascade_pays(count, 64) for count in (4, 5)] == [False, True]
 
 
 def test_forward_before_planning_says_what_is_missing():

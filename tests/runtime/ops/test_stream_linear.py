@@ -26,8 +26,9 @@ from mllm_compile.runtime.ops.stream_linear.linear import (
     LinearKind,
     bucket_of,
 )
-from mllm_compile.runtime.ops.stream_linear.ops import _Loaded, load_kernels
+from mllm_compile.runtime.ops.stream_linear.ops import STREAMED
 from mllm_compile.runtime.ops.stream_linear.shapes import choose_tiling, is_streamed, tiling_from_json
+from mllm_compile.runtime.ops.stream_linear.streamed_ops import LoadedLinear
 
 _SHARED_BYTES = 227 << 10  # of a block on an H200
 _MULTIPROCESSOR_BYTES = 228 << 10
@@ -249,7 +250,7 @@ def test_names_tell_kernels_apart():
 def test_a_kernel_that_the_runtime_does_not_hold_is_named(driver):
     driver()
     with pytest.raises(ArtifactError, match="64x256_norm0_t8; compile"):
-        load_kernels([choose_tiling(LinearKind(64, 256), 8)], {}, torch.device("cuda:0"))
+        STREAMED.load_kernels([choose_tiling(LinearKind(64, 256), 8)], {}, torch.device("cuda:0"))
 
 
 @given(KINDS | WIDE_KINDS)
@@ -309,21 +310,21 @@ def test_the_source_compiles_without_spilling(tmp_path, kind, tokens):
 
 def test_who_cannot_load_a_kernel_is_told_how_to_do_without(driver, monkeypatch):
     driver(fails="cuModuleLoadData")
-    monkeypatch.setattr("mllm_compile.runtime.ops.stream_linear.ops._LOADED", {})
+    monkeypatch.setattr(STREAMED, "_loaded", {})
     tiling = choose_tiling(LinearKind(64, 256), 8)
     with pytest.raises(DeviceError, match=r"64x256_norm0_t8.*disable_passes: \[stream_linears\]"):
-        load_kernels([tiling], {tiling.name: b""}, torch.device("cuda:0"))
+        STREAMED.load_kernels([tiling], {tiling.name: b""}, torch.device("cuda:0"))
 
 
 def test_a_process_loads_a_binary_once(driver, monkeypatch):
     fake = driver()
-    monkeypatch.setattr("mllm_compile.runtime.ops.stream_linear.ops._LOADED", {})
+    monkeypatch.setattr(STREAMED, "_loaded", {})
     tilings = [choose_tiling(LinearKind(64, 256), tokens) for tokens in TOKEN_BUCKETS]
     binaries = {tiling.name: b"first" for tiling in tilings}
     for _ in range(2):
-        load_kernels(tilings, binaries, torch.device("cuda:0"))
+        STREAMED.load_kernels(tilings, binaries, torch.device("cuda:0"))
     assert fake.calls.count("cuModuleLoadData") == len(TOKEN_BUCKETS)
-    load_kernels(tilings, dict.fromkeys(binaries, b"second"), torch.device("cuda:0"))
+    STREAMED.load_kernels(tilings, dict.fromkeys(binaries, b"second"), torch.device("cuda:0"))
     assert fake.calls.count("cuModuleLoadData") == 2 * len(TOKEN_BUCKETS)
 
 
@@ -354,11 +355,11 @@ def test_a_launch_reads_the_boxes_of_its_tiling(driver, monkeypatch, kind, num_t
     monkeypatch.setattr(tensor_maps.TensorMaps, "get", lambda self, matrix, *boxes: asked.append(boxes))
     tiling = choose_tiling(kind, bucket_of(num_tokens))
     assert {name: getattr(tiling, name) for name in division} == division
-    loaded = _Loaded(tiling, {tiling.name: b"binary"})
+    loaded = LoadedLinear(tiling, {tiling.name: b"binary"})
     launches: list[tuple[object, ...]] = []
     monkeypatch.setattr(loaded._kernel, "launch", lambda *arguments: launches.append(arguments))
     x, weight = (torch.zeros(rows, kind.columns, dtype=torch.bfloat16) for rows in (num_tokens, kind.rows))
-    loaded(x, weight, [None] * 6, 0.0, num_tokens)
+    loaded(x, (weight,), [None] * 6, 0.0, num_tokens)
     assert asked == boxes
     assert launches[0][:2] == launch
 
@@ -367,9 +368,9 @@ def test_a_launch_holds_its_tensor_maps_whatever_the_cache_of_maps_forgets(drive
     driver()
     monkeypatch.setattr(tensor_maps.TensorMaps, "_MOST", 1)
     tiling = choose_tiling(LinearKind(64, 256), 16)
-    loaded = _Loaded(tiling, {tiling.name: b"binary"})
+    loaded = LoadedLinear(tiling, {tiling.name: b"binary"})
     launches: list[tuple[Argument, ...]] = []
     monkeypatch.setattr(loaded._kernel, "launch", lambda blocks, threads, arguments: launches.append(arguments))
     x, weight = torch.zeros(4, 256, dtype=torch.bfloat16), torch.zeros(64, 256, dtype=torch.bfloat16)
-    loaded(x, weight, [None] * 6, 0.0, 4)
+    loaded(x, (weight,), [None] * 6, 0.0, 4)
     assert [isinstance(argument, TensorMap) for argument in launches[0]] == [True] * 2 + [False] * 8

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from types import SimpleNamespace
 
 import torch
 
 from mllm_compile.runtime.memory_pool import GDNPool
+from mllm_compile.runtime.ops import op
+from mllm_compile.runtime.state.base import StateBackend, StateInputs
 from mllm_compile.runtime.state.layer import CausalConv, GatedDelta, SelectiveScan, Ssd, StateKind, StateLayer
 from mllm_compile.runtime.state.metadata import Segment, StateMetadata
 from mllm_compile.runtime.state.reference import Operands
-from mllm_compile.runtime.state.torch_backend import StateInputs, TorchStateBackend
 
 KERNEL = 4
 KINDS: dict[str, StateKind] = {
@@ -73,7 +75,7 @@ def pool_of(layer: StateLayer, num_rows: int = 8, fill: float = torch.nan) -> GD
 
 
 def run_batch(
-    backend: TorchStateBackend,
+    backend: StateBackend,
     layer: StateLayer,
     operands: Operands,
     rows: Sequence[int],
@@ -87,20 +89,35 @@ def run_batch(
         Segment(index, ends[index] - lengths[index], ends[index], earlier[index] > 0)
         for index in range(num_decodes, len(rows))
     ]
-    prefix = torch.tensor(earlier, dtype=torch.int32)
-    batch = SimpleNamespace(
-        seq_lens=prefix + torch.tensor(lengths, dtype=torch.int32),
-        extend_prefix_lens=prefix,
-        extend_seq_lens=torch.tensor(lengths, dtype=torch.int32),
-    )
+    device = next(iter(operands.values())).device
+    prefix, new = (torch.tensor(counts, dtype=torch.int32, device=device) for counts in (earlier, lengths))
+    batch = SimpleNamespace(seq_lens=prefix + new, extend_prefix_lens=prefix, extend_seq_lens=new)
     metadata = StateMetadata(
         batch=batch,  # type: ignore[arg-type]
-        rows=torch.tensor(rows),
+        rows=torch.tensor(rows, device=device),
         num_decodes=num_decodes,
         segments=segments,
         num_actual_tokens=ends[-1],
     )
     num_tokens = next(v.shape[0] for k, v in operands.items() if k not in layer.kind.constants)
-    out = torch.full((num_tokens, *layer.out_shape), torch.nan)
+    dtype = getattr(torch, layer.out_dtype)
+    out = torch.full((num_tokens, *layer.out_shape), torch.nan, dtype=dtype, device=device)
     backend.forward(StateInputs(operands, out, layer, metadata))
     return out
+
+
+def kernels_of(layer: StateLayer) -> tuple[Callable[[list[torch.Tensor]], None], Callable[[list[torch.Tensor]], None]]:
+    """(decodes, prompts) of a layer by its op, as the pieces of a program call it."""
+    call, kind = op(f"{layer.kind.name}_states"), layer.kind
+    absent = dict.fromkeys(set(kind.operands) - set(layer.operands))
+
+    def with_names(tensors: list[torch.Tensor], *names: str) -> dict[str, torch.Tensor]:
+        return dict(zip((*layer.operands, "states", "rows", "has_state", *names, "out"), tensors, strict=True))
+
+    def decodes(tensors: list[torch.Tensor]) -> None:
+        call(**with_names(tensors), starts=None, ends=None, **absent, **asdict(kind))
+
+    def prompts(tensors: list[torch.Tensor]) -> None:
+        call(**with_names(tensors, "starts", "ends"), **absent, **asdict(kind))
+
+    return decodes, prompts

@@ -1,4 +1,5 @@
 import numpy as np
+import pytest
 
 from mllm_compile.runtime.step.host_page_table import HostPageTable
 
@@ -30,3 +31,16 @@ def test_the_slots_of_pages_come_one_page_after_another():
     slots = table.slots_of(np.array([6, 2]))
     assert slots.tolist() == [24, 25, 26, 27, 8, 9, 10, 11]
     assert slots.dtype == np.int32
+
+
+@pytest.mark.parametrize("shared", range(6))
+def test_rows_share_pages_up_to_the_first_that_differs(shared):
+    table = HostPageTable(5, max_tokens=24, page_size=4)
+    for row in (1, 2, 4):
+        pages = [*range(10, 10 + shared), *(20 + 10 * row + place for place in range(shared, 6))]
+        table.write(np.full(6, row), np.arange(6), np.array(pages))
+    rows = np.array([4, 1, 2])
+    assert table.common_pages(rows, 6) == shared
+    assert table.common_pages(rows, 3) == min(shared, 3)
+    assert table.common_pages(rows[:1], 6) == 6
+    assert table.common_pages(rows, 0) == 0

@@ -1,10 +1,11 @@
-"""Microseconds of one layer's linears with bfloat16 and with fp8 weights, by number of tokens.
+"""Microseconds of one layer's linears with bfloat16 weights and with those in few bits, by number of tokens.
 
-    python examples/fp8_linears_speed.py [--tokens 1,8,16,32,64] [--each] [--sweep] [--shape 8b]
+    python examples/quantised_linears_speed.py [--tokens 1,8,16,32,64] [--each] [--sweep] [--shape 8b]
 
 Needs a Hopper GPU. A CUDA graph runs the linears of many layers with weights of their own, so that weights come from
 the GPU's memory: qkv, o with its residual and the next norm, gate_up with its activation, down with its residual and
-norm. `row` weights have a scale a row, `group` weights one for 128 inputs. --each times the four linears apart, each in
+norm. Of fp8, `row` weights have a scale a row, `group` weights one for 128 inputs, as `int4` ones; `zeros` are those
+with zero points. --each times the four linears apart, each in
 a chain of its own kind, and gives the rate at which its weight is read and its error. --sweep does all that for several
 divisions of the work beside the one that is chosen. Every form's outputs are compared with float32 first; an `error` is
 the worst token's distance over that of torch in bfloat16.
@@ -29,16 +30,26 @@ from torch.nn.functional import linear, silu
 from mllm_compile.errors import CompileError, DeviceError
 from mllm_compile.kernels.cuda import KernelCompiler, can_compile_kernels
 from mllm_compile.process.progress import NullReporter
-from mllm_compile.runtime.ops.stream_fp8 import ops as fp8_ops
-from mllm_compile.runtime.ops.stream_fp8.linear import Fp8Tiling
-from mllm_compile.runtime.ops.stream_fp8.shapes import MAX_FP8_TOKENS, choose_tiling, sweep_tilings
 from mllm_compile.runtime.ops.stream_linear import ops as bf16_ops
 from mllm_compile.runtime.ops.stream_linear.linear import bucket_of
 from mllm_compile.runtime.ops.stream_linear.shapes import choose_tiling as choose_bf16_tiling
+from mllm_compile.runtime.ops.stream_linear.streamed_ops import StreamedOps
+from mllm_compile.runtime.ops.stream_quantised import ops as quantised_ops
+from mllm_compile.runtime.ops.stream_quantised.linear import QuantisedTiling
+from mllm_compile.runtime.ops.stream_quantised.shapes import MAX_TOKENS, choose_tiling, sweep_tilings
+from mllm_compile.runtime.quantised.numbers import dequantised, quantised
+from mllm_compile.runtime.quantised.scheme import SCALES, VALUES, ZEROS, WeightScheme
 
 SHAPES = {"8b": (4096, 4096, 12288, 6144), "4b": (2560, 4096, 9728, 6144), "0.6b": (1024, 2048, 3072, 4096)}
 LINEARS = ("qkv", "o", "gate_up", "down")
-FORMS = ("bf16", "row", "group")
+# None: plain weights. A group of 0 is a row.
+FORMS = {
+    "bf16": None,
+    "row": WeightScheme("fp8", 0),
+    "group": WeightScheme("fp8", 128),
+    "int4": WeightScheme("int4", 128, torch.bfloat16),
+    "zeros": WeightScheme("int4", 128, torch.float16, has_zeros=True),
+}
 EPS = 1e-6
 REPEATS = 15
 MOST_LAYERS, LEAST_BYTES = 36, 1 << 30  # of a chain: many times the L2 cache
@@ -46,29 +57,32 @@ MOST_LAYERS, LEAST_BYTES = 36, 1 << 30  # of a chain: many times the L2 cache
 
 @dataclass
 class Weight:
-    """A linear's weight in one form: one tensor, or values and scales."""
+    """A linear's weight in one form: one tensor, or those of a scheme."""
 
-    tensors: tuple[torch.Tensor, ...]
+    tensors: tuple[torch.Tensor | None, ...]
+    columns: int
+    scheme: WeightScheme | None
 
     @property
     def num_bytes(self) -> int:
-        return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors)
+        return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors if tensor is not None)
 
     def exact(self) -> torch.Tensor:
-        if len(self.tensors) == 1:
-            return self.tensors[0].float()
-        values, scales = self.tensors
-        return values.float() * scales.repeat_interleave(values.shape[1] // scales.shape[1], 1)
+        values = self.tensors[0]
+        if self.scheme is None:
+            return values.float()
+        tensors = dict(zip((VALUES, SCALES, ZEROS), self.tensors, strict=True))
+        return dequantised(tensors, self.scheme.kind, self.scheme.group, self.columns, torch.float32)
 
 
 def random_weight(rows: int, columns: int, form: str) -> Weight:
     plain = torch.randn(rows, columns, device="cuda") * 0.02
-    if form == "bf16":
-        return Weight((plain.bfloat16(),))
-    groups = plain.view(rows, -1, columns if form == "row" else 128)
-    scales = groups.abs().amax(-1) / 448
-    values = (groups / scales.unsqueeze(-1)).view(rows, columns).to(torch.float8_e4m3fn)
-    return Weight((values, scales))
+    scheme = FORMS[form]
+    if scheme is None:
+        return Weight((plain.bfloat16(),), columns, None)
+    scheme = replace(scheme, group=scheme.group or columns)
+    made = quantised(plain, scheme)
+    return Weight((made[VALUES], made[SCALES], made.get(ZEROS)), columns, scheme)
 
 
 class Chain:
@@ -96,10 +110,10 @@ class Chain:
 
     def kinds(self) -> dict[str, Any]:
         """The kernels' kinds, by linear."""
-        ops, weights = bf16_ops if self.form == "bf16" else fp8_ops, self.layers[0]
-        o, down = (ops.residual_kind(*weights[name].tensors, norm_next=True) for name in ("o", "down"))
+        ops, weights = _ops(self.form), self.layers[0]
+        o, down = (ops.residual_kind(weights[name].tensors, norm_next=True) for name in ("o", "down"))
         qkv, gate_up = (
-            ops.plain_kind(*weights[name].tensors, None, name == "gate_up", False) for name in ("qkv", "gate_up")
+            ops.plain_kind(weights[name].tensors, None, name == "gate_up", False) for name in ("qkv", "gate_up")
         )
         return {
             "qkv": replace(qkv, norm_blocks=down.next_blocks),
@@ -113,7 +127,7 @@ class Chain:
         plain, with_norm = (
             (op.stream_linear, op.stream_linear_residual_norm)
             if self.form == "bf16"
-            else (op.stream_fp8_linear, op.stream_fp8_linear_residual_norm)
+            else (op.stream_quantised_linear, op.stream_quantised_linear_residual_norm)
         )
         if name in ("o", "down"):
             return with_norm(x, *weight.tensors, residual, self.norm)
@@ -155,6 +169,10 @@ def _off_by(values: torch.Tensor, true: torch.Tensor) -> float:
     return ((values.float() - true).norm(dim=-1) / true.norm(dim=-1)).max().item()
 
 
+def _ops(form: str) -> StreamedOps:
+    return (bf16_ops if form == "bf16" else quantised_ops).STREAMED
+
+
 def microseconds(run: Callable[[], None]) -> float:
     """Of one replay: the median."""
     run()
@@ -188,7 +206,7 @@ def divisions(chain: Chain, tokens: int, sweep: bool) -> Iterator[tuple[str, lis
         return
     yield "chosen", [choose_tiling(kind, bucket) for kind in kinds]
     if sweep:
-        by_name: dict[str, list[Fp8Tiling]] = {}
+        by_name: dict[str, list[QuantisedTiling]] = {}
         for kind in kinds:
             for name, tiling in sweep_tilings(kind, bucket):
                 by_name.setdefault(name, []).append(tiling)
@@ -218,15 +236,16 @@ def main(arguments: Sequence[str]) -> int:
 
 def _measure(compiler: KernelCompiler, form: str, options: argparse.Namespace) -> None:
     hidden, heads, ffn, qkv = SHAPES[options.shape]
-    layer_bytes = hidden * (heads + 3 * ffn + qkv) * (2 if form == "bf16" else 1)
-    chain = Chain(options.shape, form, 1, max(MOST_LAYERS, LEAST_BYTES // layer_bytes))
+    scheme = FORMS[form]
+    layer_bytes = hidden * (heads + 3 * ffn + qkv) * (2 if scheme is None else 1 if scheme.kind == "fp8" else 0.5)
+    chain = Chain(options.shape, form, 1, max(MOST_LAYERS, int(LEAST_BYTES // layer_bytes)))
     for tokens in map(int, options.tokens.split(",")):
-        if form != "bf16" and tokens > MAX_FP8_TOKENS:
+        if scheme is not None and tokens > MAX_TOKENS:
             continue
         chain.set_tokens(tokens)
         for name, tilings in divisions(chain, tokens, options.sweep):
             try:
-                load(compiler, tilings, bf16_ops.load_kernels if form == "bf16" else fp8_ops.load_kernels)
+                load(compiler, tilings, _ops(form).load_kernels)
                 print(_line(chain, tokens, name, options.each), flush=True)
             except (DeviceError, CompileError) as error:  # a division that cannot be launched hides no other
                 print(f"{form:6}{tokens:7}  {name}: {error}", flush=True)

@@ -1,43 +1,53 @@
-// A linear of 9 to 64 tokens on Hopper whose weight is float8_e4m3fn: out = x . (values * scales)^T, with the norm before it
-// and what follows it.
+// A linear of 9 to 64 tokens on Hopper whose weight is float8_e4m3fn or four-bit integers: out = x . weight^T, with the norm
+// before it and what follows it.
 //
 // As in stream_linear/tiles.cu a block asks for what its ring holds of the weight before the kernel that makes x has ended,
 // and every multiprocessor gets nearly the same share: a tile of ROWS outputs, or, where those were few, of more whose inputs
 // the SPLIT blocks of a cluster divide. A tile of few rows would read x as often as it has weights: x's bytes are two an
-// input and token. Values are taken apart in registers, so rows of the weight are those of mma, and tokens its columns: a
-// warp has M_TILES times 16 rows, and K_WARPS of them divide the panels of a stage. All sums of a tile go to the block of
-// the cluster that finishes their rows, 16 at a time, into its shared memory.
+// input and token.
+//
+// Rows of the weight are those of wgmma, from registers, where values are taken apart; tokens are its columns, which it reads
+// from shared memory once for 64 rows. (With mma every 16 rows read them, which took longer than the weight's way from
+// memory.) A lane loads the two bytes (of four bits: one) that it multiplies: TMA brings x in the order of its inputs, so
+// that the weight's may not be another. While a half of a group's products run, the other half is taken apart. K_GROUPS warp
+// groups divide the panels of a stage. All sums of a tile go to the block of the cluster that finishes their rows, 16 at a
+// time, into its shared memory.
 //
 // One warp asks for weight and x, the other three of its group compute the norm's factors.
 //
-// Defined by tiles.py: N outputs (of a gated one: gate and up rows), K, ROWS (a multiple of 16 * M_TILES), M_TILES, K_WARPS,
-// SPLIT, BLOCKS, RESIDENT (blocks of a multiprocessor, of registers), NUM_THREADS and SHARED_BYTES of a block, TOKENS (a
-// multiple of 8), PANELS (of 128 inputs, of a stage), STAGES, GROUP (inputs that share a scale: 128; 0: all of a row),
-// NORM_BLOCKS (sums of squares a token to read; 0: no norm), GATED, RESIDUAL, NEXT_BLOCKS (sums of squares a token to leave),
-// BIAS (in the place of the norm's weight).
+// Defined by tiles.py: N outputs (of a gated one: gate and up rows), K, BITS (of a value: 8 or 4), ROWS (a multiple of 16),
+// K_GROUPS, SPLIT, BLOCKS, RESIDENT (blocks of a multiprocessor, of registers), NUM_THREADS and SHARED_BYTES of a block,
+// TOKENS (a multiple of 8), PANELS (of 128 bytes of a row, of a stage), STAGES, GROUP (inputs that share a scale: 128; 0: all
+// of a row, of fp8), SCALE_BYTES, SCALES_ARE_HALF (float16; else of two bytes bfloat16), ZEROS (there are zero points, of a
+// byte), NORM_BLOCKS (sums of squares a token to read; 0: no norm), GATED, RESIDUAL, NEXT_BLOCKS (sums of squares a token to
+// leave), BIAS (in the place of the norm's weight).
 
-constexpr int PANEL = 128;  // inputs, and bytes of a swizzled row of the weight; of x a panel of boxes.cuh has half of them
-constexpr int EIGHTS = TOKENS / 8, M_ROWS = 16, WARP_ROWS = M_ROWS * M_TILES, ROW_WARPS = ROWS / WARP_ROWS;
-constexpr int CONSUMERS = ROW_WARPS * K_WARPS, THREADS = 32 * (4 + CONSUMERS);
+constexpr int PANEL_BYTES = 128, PANEL = PANEL_BYTES * 8 / BITS;  // of a swizzled row of the weight; its inputs
+constexpr int HALF = COLUMNS, PANEL_GROUPS = PANEL / (2 * HALF);  // inputs: of a panel of x; twice that share a scale
+constexpr int EIGHTS = TOKENS / 8, M_ROWS = 16, ROW_WARP_GROUPS = (ROWS + 63) / 64;
+constexpr int CONSUMERS = 4 * ROW_WARP_GROUPS * K_GROUPS, THREADS = 32 * (4 + CONSUMERS);
 constexpr int ROW_GROUPS = ROWS / M_ROWS, PLACES = (ROW_GROUPS + SPLIT - 1) / SPLIT;  // groups of a tile, and a block's
 constexpr int OUT_ROWS = GATED ? ROWS / 2 : ROWS, OUT_GROUP = GATED ? M_ROWS / 2 : M_ROWS, OUTPUTS = GATED ? N / 2 : N;
 constexpr int TILES = (N + ROWS - 1) / ROWS, CLUSTERS = BLOCKS / SPLIT;
-constexpr int W_PANEL_BYTES = ROWS * PANEL, X_PANEL_BYTES = TOKENS * ROW_BYTES;
-constexpr int W_BYTES = PANELS * W_PANEL_BYTES, X_BYTES = 2 * PANELS * X_PANEL_BYTES, STAGE_BYTES = W_BYTES + X_BYTES;
+constexpr int W_PANEL_BYTES = ROWS * PANEL_BYTES, X_PANEL_BYTES = TOKENS * ROW_BYTES;
+constexpr int X_PANELS = PANELS * PANEL / HALF;  // of a stage
+constexpr int W_BYTES = PANELS * W_PANEL_BYTES, STAGE_BYTES = W_BYTES + X_PANELS * X_PANEL_BYTES;
 constexpr int STEPS = K / SPLIT / PANEL / PANELS;  // stages of a tile, a block's
-constexpr int SOURCES = SPLIT * K_WARPS;           // of what adds up to an output
+constexpr int SOURCES = SPLIT * K_GROUPS;          // of what adds up to an output
 constexpr int ITEMS = (PLACES * EIGHTS + CONSUMERS - 1) / CONSUMERS;  // a warp's: 16 outputs of eight tokens each
 static_assert(SPLIT == 1 || TILES == CLUSTERS, "what others send is of one tile");
 static_assert(K % (SPLIT * PANELS * PANEL) == 0 && NORM_BLOCKS % 4 == 0, "whole stages, and four sums at a time");
-static_assert(PANELS % K_WARPS == 0, "a warp has panels of every stage");
-static_assert(ROWS % WARP_ROWS == 0 && TOKENS % 8 == 0 && THREADS == NUM_THREADS, "as it is launched");
-static_assert(GROUP == 0 || GROUP == PANEL, "a scale for a panel");
+static_assert(PANELS % K_GROUPS == 0, "a warp has panels of every stage");
+static_assert(ROWS % M_ROWS == 0 && TOKENS % 8 == 0 && THREADS == NUM_THREADS, "as it is launched");
+static_assert(GROUP == 0 && BITS == 8 || GROUP == 2 * HALF, "a scale for two panels of x");
+static_assert(BITS == 4 || SCALE_BYTES == 4 && !ZEROS, "fp8 has scales in float32");
 
 constexpr int RING_BYTES = STAGES * STAGE_BYTES;
-constexpr int ROW_SCALES = GROUP ? STEPS * PANELS : 1, SCALE_PITCH = ROW_SCALES | 1;  // of a row and a block; odd: other banks
+constexpr int ROW_SCALES = GROUP ? STEPS * PANELS * PANEL_GROUPS : 1, SCALE_PITCH = ROW_SCALES | 1;  // of a row and a block; odd: other banks
 struct Shared {
   float inbox[PLACES][EIGHTS][SOURCES][M_ROWS * 8];  // of a row eight tokens
-  float scales[ROWS * SCALE_PITCH], factors[TOKENS];
+  u32 scales[ROWS * SCALE_PITCH];  // float; or two bytes and, in front of them, the zero point
+  float factors[TOKENS];
   u64 full[STAGES], empty[STAGES], arrived, factors_there;
 };
 static_assert(1023 + RING_BYTES + sizeof(Shared) <= SHARED_BYTES, "and what alignment costs");
@@ -49,15 +59,15 @@ __device__ void ask(const TensorMap* values, const TensorMap* x, u32 ring, u32 f
   const int turns = first_tile < TILES ? (TILES - first_tile + CLUSTERS - 1) / CLUSTERS : 0, total = turns * STEPS;
   auto ask_weight = [&](int i) {
     const u32 slot = i % STAGES, barrier = full + 8 * slot;
-    expect_bytes(barrier, W_BYTES + 2 * PANELS * num_tokens * ROW_BYTES);
+    expect_bytes(barrier, W_BYTES + X_PANELS * num_tokens * ROW_BYTES);
     load_weight(ring + slot * STAGE_BYTES, values, (first_tile + i / STEPS * CLUSTERS) * ROWS, (rank * STEPS + i % STEPS) * PANELS,
                 barrier, once);
   };
   auto ask_x = [&](int i) {
     const u32 slot = i % STAGES;
 #pragma unroll
-    for (int p = 0; p < 2 * PANELS; p++)
-      load_x(ring + slot * STAGE_BYTES + W_BYTES + p * X_PANEL_BYTES, x, 0, (rank * STEPS + i % STEPS) * 2 * PANELS + p, full + 8 * slot);
+    for (int p = 0; p < X_PANELS; p++)
+      load_x(ring + slot * STAGE_BYTES + W_BYTES + p * X_PANEL_BYTES, x, 0, (rank * STEPS + i % STEPS) * X_PANELS + p, full + 8 * slot);
   };
   const int ahead = STAGES < total ? STAGES : total;
   for (int i = 0; i < ahead; i++) ask_weight(i);
@@ -71,49 +81,46 @@ __device__ void ask(const TensorMap* values, const TensorMap* x, u32 ring, u32 f
 }
 
 constexpr u32 VALUE_FACTOR = 0x7b807b80u;  // 2^120, twice
-// What a lane multiplies of 16 rows and 64 inputs, as bfloat16: of rows lane / 4 and that plus 8, 16 inputs each.
-struct Values {
-  u32 upper[8], lower[8];
-};
-__device__ __forceinline__ void take_apart(u32 (&to)[8], uint4 from) {
-  const u32 words[4] = {from.x, from.y, from.z, from.w};
+// Values of 16 rows and 64 inputs as wgmma takes them: four times 16 inputs.
+using Values = u32[4][4];
+// Of half `half` of a panel. `rows` is where the lane's row of the first eight begins; zeros are what is taken off four bits.
+__device__ __forceinline__ void take_apart(Values& to, const char* rows, int half, u32 zero_of_upper, u32 zero_of_lower) {
+  const int row = threadIdx.x / 4 % 8, quad = threadIdx.x % 4;
 #pragma unroll
-  for (int j = 0; j < 4; j++) to[2 * j] = times(first_pair(words[j]), VALUE_FACTOR), to[2 * j + 1] = times(second_pair(words[j]), VALUE_FACTOR);
-}
-
-// Adds to `sums` the products of a panel: of its halves one after another.
-__device__ __forceinline__ void multiply_panel(float (&sums)[M_TILES][EIGHTS][4], const char* weight, const char* x, int lane) {
-  const int row = lane / 4, quad = lane % 4;
+  for (int s = 0; s < 4; s++) {
+    const int byte = (half * 4 + s) * 2 * BITS, chunk = byte / 16;  // of the row
+    const char* from = rows + ((chunk ^ row) & 7) * 16 + byte % 16 + quad * BITS / 4;
 #pragma unroll
-  for (int half = 0; half < 2; half++) {
-    Values values[M_TILES];
-#pragma unroll
-    for (int m = 0; m < M_TILES; m++) {
-      const char* from = weight + (m * M_ROWS + row) * PANEL + ((half * 4 + quad ^ row) & 7) * 16;
-      take_apart(values[m].upper, *(const uint4*)from), take_apart(values[m].lower, *(const uint4*)(from + 8 * PANEL));
-    }
-#pragma unroll
-    for (int e = 0; e < EIGHTS; e++) {
-      const char* from = x + half * X_PANEL_BYTES + (e * 8 + row) * ROW_BYTES;  // of the token
-      const uint4 a = *(const uint4*)(from + ((quad * 2 ^ row) & 7) * 16), b = *(const uint4*)(from + ((quad * 2 + 1 ^ row) & 7) * 16);
-      const u32 inputs[8] = {a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w};
-#pragma unroll
-      for (int k = 0; k < 8; k += 2)
-#pragma unroll
-        for (int m = 0; m < M_TILES; m++) {
-          const Values& v = values[m];
-          add_product(sums[m][e], v.upper[k], v.lower[k], v.upper[k + 1], v.lower[k + 1], inputs[k], inputs[k + 1]);
-        }
+    for (int i = 0; i < 4; i++) {  // of rows and those eight behind, by turns
+      const char* at = from + i % 2 * 8 * PANEL_BYTES + i / 2 * BITS;
+      if (BITS == 8)
+        to[s][i] = times(first_pair(*(const unsigned short*)at), VALUE_FACTOR);
+      else
+        to[s][i] = minus(pair_of_byte(*(const unsigned char*)at), i % 2 ? zero_of_lower : zero_of_upper);
     }
   }
 }
+// Begins the products with a panel of x; without `add` the sums begin at zero.
+__device__ __forceinline__ void multiply(float (&sums)[EIGHTS][4], const Values& values, u32 x, bool add) {
+  asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+#pragma unroll
+  for (int s = 0; s < 4; s++) multiply_registers(sums[0], values[s], matrix(x + s * 32), add || s);
+  asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+}
+__device__ __forceinline__ float scale_of(u32 word) {
+  return SCALE_BYTES == 4 ? __uint_as_float(word) : SCALES_ARE_HALF ? float_of_half(word) : __uint_as_float(word << 16);
+}
 
 // Of a tile's rows, by all warps that multiply. Returns when all have loaded theirs.
-__device__ void load_scales(float* to, const float* scales, int tile, int rank) {
+__device__ void load_scales(u32* to, const char* scales, const char* zeros, int tile, int rank) {
   for (int i = threadIdx.x - 128; i < ROWS * ROW_SCALES; i += 32 * CONSUMERS) {
     const int in_tile = i / ROW_SCALES, at = tile * ROWS + in_tile, group = at / M_ROWS * M_ROWS;
     const int row = GATED ? group / 2 + in_tile % 8 + in_tile / 8 % 2 * OUTPUTS : at;
-    if (at < N) to[in_tile * SCALE_PITCH + i % ROW_SCALES] = scales[row * ROW_SCALES * (GROUP ? SPLIT : 1) + (GROUP ? rank * ROW_SCALES : 0) + i % ROW_SCALES];
+    const int from = row * ROW_SCALES * (GROUP ? SPLIT : 1) + (GROUP ? rank * ROW_SCALES : 0) + i % ROW_SCALES;
+    if (at >= N) continue;
+    u32 word = SCALE_BYTES == 4 ? ((const u32*)scales)[from] : ((const unsigned short*)scales)[from];
+    if (BITS == 4) word |= (ZEROS ? ((const unsigned char*)zeros)[from] : 8) << 16;
+    to[in_tile * SCALE_PITCH + i % ROW_SCALES] = word;
   }
   asm volatile("bar.sync 1, %0;" ::"n"(32 * CONSUMERS) : "memory");
 }
@@ -141,9 +148,9 @@ extern "C" __global__ void
 #if SPLIT > 1
 __cluster_dims__(SPLIT, 1, 1)
 #endif
-__launch_bounds__(THREADS, RESIDENT) fp8_tiles(
-    const __grid_constant__ TensorMap values, const __grid_constant__ TensorMap x, const float* scales, const float* squares,
-    const u32* residual, const u32* norm_weight, u32* out, u32* scaled, float* out_squares, float eps, int num_tokens) {
+__launch_bounds__(THREADS, RESIDENT) quantised_tiles(
+    const __grid_constant__ TensorMap values, const __grid_constant__ TensorMap x, const char* scales, const char* zeros,
+    const float* squares, const u32* residual, const u32* norm_weight, u32* out, u32* scaled, float* out_squares, float eps, int num_tokens) {
   extern __shared__ __align__(1024) char memory[];
   const u32 ring = (shared_address(memory) + 1023) & ~1023u;
   const char* first_stage = memory + (ring - shared_address(memory));
@@ -164,6 +171,7 @@ __launch_bounds__(THREADS, RESIDENT) fp8_tiles(
   asm volatile("barrier.cluster.arrive.relaxed;" ::: "memory");
 #endif
   if (warp < 4) {
+    if (ROW_WARP_GROUPS * K_GROUPS == 3) asm volatile("setmaxnreg.dec.sync.aligned.u32 32;");
     if (warp == 0) {
       if (lane == 0) ask(&values, &x, ring, full, empty, rank, first_tile, num_tokens);
     } else if (NORM_BLOCKS) {
@@ -174,9 +182,11 @@ __launch_bounds__(THREADS, RESIDENT) fp8_tiles(
     }
     return;
   }
-  load_scales(shared.scales, scales, first_tile, rank);
+  if (ROW_WARP_GROUPS * K_GROUPS == 3) asm volatile("setmaxnreg.inc.sync.aligned.u32 160;");
+  load_scales(shared.scales, scales, zeros, first_tile, rank);
   wait_for_prerequisites();
-  const int consumer = warp - 4, row_warp = consumer / K_WARPS, k_warp = consumer % K_WARPS, quad = lane % 4;
+  const int consumer = warp - 4, row_warp = consumer / 4 / K_GROUPS * 4 + consumer % 4, k_group = consumer / 4 % K_GROUPS, quad = lane % 4;
+  const bool has_rows = row_warp < ROW_GROUPS;  // the tile may end before 64 rows do
   int slot = 0, phase = 0;
   for (int tile = first_tile; tile < TILES; tile += CLUSTERS) {
     // A warp finishes every CONSUMERS-th item, in an order in which neighbouring ones are of one place. What is added to
@@ -193,51 +203,58 @@ __launch_bounds__(THREADS, RESIDENT) fp8_tiles(
           const u32* from = residual + (token_of(i) * OUTPUTS + row_of(i)) / 2;
           residuals[i][0] = from[0], residuals[i][1] = from[4];
         }
-    if (tile > first_tile) load_scales(shared.scales, scales, tile, rank);
-    const float* my_scales = shared.scales + (row_warp * WARP_ROWS + lane / 4) * SCALE_PITCH;
-    float sums[M_TILES][EIGHTS][4] = {};
+    if (tile > first_tile) load_scales(shared.scales, scales, zeros, tile, rank);
+    const u32* my_scales = shared.scales + (has_rows ? row_warp * M_ROWS + lane / 4 : 0) * SCALE_PITCH;
+    float sums[EIGHTS][4] = {}, parts[EIGHTS][4] = {};
+    Values values[2] = {};
+    float scale_of_upper = 0.f, scale_of_lower = 0.f;  // of the parts
+    int read = -1;                                     // the stage that is free when all products are there
+    const auto settle = [&] {
+      asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
+      if (GROUP)
+#pragma unroll
+        for (int e = 0; e < EIGHTS; e++) {
+          sums[e][0] += parts[e][0] * scale_of_upper, sums[e][1] += parts[e][1] * scale_of_upper;
+          sums[e][2] += parts[e][2] * scale_of_lower, sums[e][3] += parts[e][3] * scale_of_lower;
+        }
+      if (read >= 0 && lane == 0) arrive(empty + 8 * read);
+      read = -1;
+    };
+#pragma unroll 1
     for (int step = 0; step < STEPS; step++) {
       wait_for(full + 8 * slot, phase);
-      const char* weight = first_stage + slot * STAGE_BYTES + row_warp * WARP_ROWS * PANEL;
-      const char* of_x = first_stage + slot * STAGE_BYTES + W_BYTES;
+      const char* rows = first_stage + slot * STAGE_BYTES + (row_warp * M_ROWS + lane / 4) * PANEL_BYTES;
+      const u32 of_x = ring + slot * STAGE_BYTES + W_BYTES;
 #pragma unroll
-      for (int p = 0; p < PANELS / K_WARPS; p++) {
-        const int panel = p * K_WARPS + k_warp;
-        const char *values_of_panel = weight + panel * W_PANEL_BYTES, *x_of_panel = of_x + panel * 2 * X_PANEL_BYTES;
-        if (GROUP) {
-          float parts[M_TILES][EIGHTS][4] = {};
-          multiply_panel(parts, values_of_panel, x_of_panel, lane);
+      for (int p = 0; p < PANELS / K_GROUPS; p++)
 #pragma unroll
-          for (int m = 0; m < M_TILES; m++) {
-            const float* of_upper = my_scales + m * M_ROWS * SCALE_PITCH + step * PANELS + panel;
-            const float upper = of_upper[0], lower = of_upper[8 * SCALE_PITCH];
-#pragma unroll
-            for (int e = 0; e < EIGHTS; e++) {
-              float* sum = sums[m][e];
-              sum[0] += parts[m][e][0] * upper, sum[1] += parts[m][e][1] * upper;
-              sum[2] += parts[m][e][2] * lower, sum[3] += parts[m][e][3] * lower;
-            }
-          }
-        } else {
-          multiply_panel(sums, values_of_panel, x_of_panel, lane);
+        for (int g = 0; g < PANEL_GROUPS; g++) {
+          const int panel = p * K_GROUPS + k_group, group = panel * PANEL_GROUPS + g;
+          u32 upper = 0, lower = 0;
+          if (GROUP) upper = my_scales[step * PANELS * PANEL_GROUPS + group], lower = my_scales[8 * SCALE_PITCH + step * PANELS * PANEL_GROUPS + group];
+          const u32 zero_of_upper = 0x43004300u | (upper >> 16) * 0x10001u, zero_of_lower = 0x43004300u | (lower >> 16) * 0x10001u;
+          asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory");  // the first half's values were read
+          if (has_rows) take_apart(values[0], rows + panel * W_PANEL_BYTES, 2 * g, zero_of_upper, zero_of_lower);
+          settle();
+          multiply(GROUP ? parts : sums, values[0], of_x + 2 * group * X_PANEL_BYTES, GROUP == 0);
+          if (has_rows) take_apart(values[1], rows + panel * W_PANEL_BYTES, 2 * g + 1, zero_of_upper, zero_of_lower);
+          multiply(GROUP ? parts : sums, values[1], of_x + (2 * group + 1) * X_PANEL_BYTES, true);
+          if (GROUP) scale_of_upper = scale_of(upper), scale_of_lower = scale_of(lower);
         }
-      }
-      __syncwarp();
-      if (lane == 0) arrive(empty + 8 * slot);
+      read = slot;
       if (++slot == STAGES) slot = 0, phase ^= 1;
     }
+    settle();
 #if SPLIT > 1
     asm volatile("barrier.cluster.wait.acquire;" ::: "memory");  // the others' barriers are made
 #endif
-#pragma unroll
-    for (int m = 0; m < M_TILES; m++) {
-      const int group = row_warp * M_TILES + m;
-      const float upper = GROUP ? 1.f : my_scales[m * M_ROWS * SCALE_PITCH], lower = GROUP ? 1.f : my_scales[(m * M_ROWS + 8) * SCALE_PITCH];
+    if (has_rows) {
+      const float upper = GROUP ? 1.f : scale_of(my_scales[0]), lower = GROUP ? 1.f : scale_of(my_scales[8 * SCALE_PITCH]);
 #pragma unroll
       for (int e = 0; e < EIGHTS; e++) {
-        const float* sum = sums[m][e];
-        float* inbox = shared.inbox[group / SPLIT][e][rank * K_WARPS + k_warp];
-        deliver(inbox, sum[0] * upper, sum[1] * upper, sum[2] * lower, sum[3] * lower, arrived, group % SPLIT);
+        const float* sum = sums[e];
+        float* inbox = shared.inbox[row_warp / SPLIT][e][rank * K_GROUPS + k_group];
+        deliver(inbox, sum[0] * upper, sum[1] * upper, sum[2] * lower, sum[3] * lower, arrived, row_warp % SPLIT);
       }
     }
 #if SPLIT > 1

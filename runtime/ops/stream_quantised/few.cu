@@ -1,7 +1,7 @@
-// A linear of up to 8 tokens on Hopper whose weight is float8_e4m3fn: out = x . (values * scales)^T, with the norm before it
-// and what follows it.
+// A linear of up to 8 tokens on Hopper whose weight is float8_e4m3fn or four-bit integers: out = x . weight^T, with the norm
+// before it and what follows it.
 //
-// A weight of a byte an input is read in half the time, so all that a kernel does beside reading weighs twice. So a block
+// A weight of a byte an input is read in half the time, one of half a byte in a quarter, so all that a kernel does beside reading weighs twice or more. So a block
 // takes less than half of a multiprocessor and lets the next kernel in before it waits for what makes x: that one's blocks
 // ask for their own weight meanwhile. Let in at a block's last request, a layer's linears took 79 µs in place of 68.
 //
@@ -10,27 +10,33 @@
 // block takes. Where x has more inputs than registers hold, PASSES go over all rows, or the SPLIT blocks of a cluster divide
 // them. Sums of the warps are added up by one of them, in turns, and finished at the end.
 //
-// Defined by few.py: N outputs (of a gated one: gate and up rows), K, SPLIT, PASSES, CLUSTERS, WARPS, RESIDENT (blocks of a
-// multiprocessor, of registers), PIECE (inputs of a row in a stage), STAGES, SHARED_BYTES, GROUP (inputs that share a scale: 128; 0: all of a row), NORM_BLOCKS (sums of squares a token to read; 0: no norm), GATED, RESIDUAL, NEXT_BLOCKS (sums of
-// squares a token to leave), BIAS (in the place of the norm's weight).
+// Defined by few.py: N outputs (of a gated one: gate and up rows), K, BITS (of a value: 8 or 4), SPLIT, PASSES, CLUSTERS,
+// WARPS, RESIDENT (blocks of a multiprocessor, of registers), PIECE (inputs of a row in a stage), STAGES, SHARED_BYTES, GROUP
+// (inputs that share a scale: 128; 0: all of a row, of fp8), SCALE_BYTES, SCALES_ARE_HALF (float16; else of two bytes
+// bfloat16), ZEROS (there are zero points, of a byte), NORM_BLOCKS (sums of squares a token to read; 0: no norm), GATED,
+// RESIDUAL, NEXT_BLOCKS (sums of squares a token to leave), BIAS (in the place of the norm's weight).
 
 constexpr int ROWS = 16, TOKENS = 8;  // of m16n8k16
 constexpr int OUT_ROWS = GATED ? ROWS / 2 : ROWS, OUTPUTS = GATED ? N / 2 : N, GROUPS = N / ROWS;
-constexpr int PANEL = 128, PANELS = PIECE / PANEL, PANEL_BYTES = ROWS * PANEL;  // a swizzled row of shared memory has a panel
-constexpr int MY_K = K / SPLIT, MY_PANELS = MY_K / PANEL;                      // a block's
+constexpr int IN_BYTE = 8 / BITS;  // values
+constexpr int PANEL = 128, PANEL_INPUTS = PANEL * IN_BYTE, PANEL_BYTES = ROWS * PANEL;  // a swizzled row of shared memory
+constexpr int PANELS = PIECE / PANEL_INPUTS;
+constexpr int MY_K = K / SPLIT, MY_PANELS = MY_K / PANEL_INPUTS;                                       // a block's
 constexpr int CHUNKS = (MY_K + PIECE * PASSES - 1) / (PIECE * PASSES), PASS_PANELS = CHUNKS * PANELS;  // of a pass
-constexpr int STEP = 64, STEPS = (PIECE / STEP + WARPS - 1) / WARPS;            // inputs of a step; a warp's steps in a piece
-constexpr int ROW_SCALES = GROUP ? PIECE / PANEL : 0;                           // of a row in a stage
-constexpr int VALUE_BYTES = ROWS * PIECE, STAGE_BYTES = (VALUE_BYTES + ROWS * ROW_SCALES * 4 + 1023) / 1024 * 1024;
+constexpr int STEP = 64 * IN_BYTE, STEPS = (PIECE / STEP + WARPS - 1) / WARPS;  // inputs of a step; a warp's steps in a piece
+constexpr int INPUTS = STEP / 4;                                               // of a lane and step: 16 bytes of a row
+constexpr int WITH_A_SCALE = GROUP ? GROUP : K;  // inputs
+constexpr int ROW_GROUPS = GROUP ? PIECE / WITH_A_SCALE : 0;  // of a row in a stage
+constexpr int VALUE_BYTES = ROWS * PIECE / IN_BYTE, OF_SCALES = ROWS * ROW_GROUPS * SCALE_BYTES, OF_ZEROS = ZEROS ? ROWS * ROW_GROUPS : 0;
+constexpr int STAGE_BYTES = (VALUE_BYTES + OF_SCALES + OF_ZEROS + 1023) / 1024 * 1024;
 constexpr int TURNS = (GROUPS + CLUSTERS - 1) / CLUSTERS, PLACES = (TURNS + SPLIT - 1) / SPLIT;  // groups of a cluster, a block
 constexpr int SUMS = ROWS * TOKENS, HALVES = OUT_ROWS / 2;                                       // outputs are stored by twos
-// Scales that one copy takes.
-constexpr int SCALE_COPY = PANELS % 4 == 0 && MY_PANELS % 4 == 0 ? 4 : PANELS % 2 == 0 && MY_PANELS % 2 == 0 ? 2 : 1;
-// Of 2^120, a value's: what x is multiplied by (2^64, twice), and what sums are.
+// What x is multiplied by, twice, and what sums are: of 2^120, an fp8 value's.
 constexpr u32 X_FACTOR = 0x5f805f80u;
-constexpr float OUT_FACTOR = (float)(1ull << 56);
-static_assert(K % (SPLIT * PANEL) == 0 && PIECE % PANEL == 0 && CLUSTERS <= GROUPS, "whole panels, and work for all");
-static_assert(GROUP == 0 || GROUP == PANEL, "a scale for a panel");
+constexpr float OUT_FACTOR = BITS == 8 ? (float)(1ull << 56) : 1.f;
+static_assert(K % (SPLIT * PANEL_INPUTS) == 0 && PIECE % PANEL_INPUTS == 0 && CLUSTERS <= GROUPS, "whole panels, and work for all");
+static_assert(GROUP == 0 && BITS == 8 || GROUP == 128 && STEP <= GROUP, "a step has one scale");
+static_assert(BITS == 4 || SCALE_BYTES == 4 && !ZEROS, "fp8 has scales in float32");
 static_assert(NEXT_BLOCKS == 0 || NEXT_BLOCKS == GROUPS, "a sum of squares of each group");
 static_assert(WARPS % 2 == 0, "a warp's steps are all of one half");
 static_assert(NORM_BLOCKS == 0 || NORM_BLOCKS % 4 == 0 && WARPS >= TOKENS, "a warp has a token's sums, four at a time");
@@ -42,6 +48,7 @@ struct Shared {
   float unsent[SPLIT > 1 && PASSES > 1 ? TURNS : 1][SUMS];  // of all rows, until the last pass
   u32 residuals[PLACES][TOKENS][8];   // two outputs each
   float scales[PLACES][ROWS];         // of rows that have one
+  float totals[BITS == 4 ? WARPS * CHUNKS * STEPS : 1][TOKENS];  // of a warp's inputs, by steps
   u32 weights[PLACES][8];             // of the norm, or biases
   float factors[TOKENS];
   u64 full[STAGES], empty[STAGES], arrived[PLACES];
@@ -64,19 +71,59 @@ __device__ __forceinline__ void load_values(u32 to, const TensorMap* map, int gr
 #endif
 }
 
-// 16 inputs of a token.
+// Copies what a stage's rows have of [N, K / GROUP], SIZE bytes each: by all lanes of a warp. What is past the block's last
+// input is zeros.
+template <int SIZE, typename RowOf>
+__device__ __forceinline__ void copy_groups(u32 to, const char* from, int rank, int panel, const RowOf& row_of) {
+  constexpr int STAGE_ROW = ROW_GROUPS * SIZE, MINE = MY_K / WITH_A_SCALE * SIZE, BOTH = STAGE_ROW | MINE;
+  constexpr int COPY = BOTH % 16 == 0 ? 16 : BOTH % 8 == 0 ? 8 : 4;
+  static_assert(BOTH % COPY == 0, "copies are of four bytes at least");
+  const int begin = panel * (STAGE_ROW / PANELS);
+#pragma unroll
+  for (int i = threadIdx.x % 32 * COPY; i < ROWS * STAGE_ROW; i += 32 * COPY) {
+    const int at = begin + i % STAGE_ROW, bytes = at < MINE ? COPY : 0;
+    const char* source = from + (u64)row_of(i / STAGE_ROW) * (MINE * SPLIT) + rank * MINE + (bytes ? at : 0);
+    asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(to + i), "l"(source), "n"(COPY), "r"(bytes) : "memory");
+  }
+}
+
+// INPUTS inputs of a token, in the order in which a lane takes values apart.
 struct Inputs {
-  u32 pairs[8];
+  u32 pairs[INPUTS / 2];
 };
-__device__ __forceinline__ Inputs enlarged(uint4 a, uint4 b) {
-  const u32 words[8] = {a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w};
+// Leaves also the sum of a step's inputs of each token at `totals`, if it is needed: in registers it would be two more a step.
+__device__ __forceinline__ Inputs prepared(const uint4 (&raw)[INPUTS / 8], float* totals) {
   Inputs v;
 #pragma unroll
-  for (int j = 0; j < 8; j++) v.pairs[j] = times(words[j], X_FACTOR);
+  for (int i = 0; i < INPUTS / 8; i++) {
+    const u32 words[4] = {raw[i].x, raw[i].y, raw[i].z, raw[i].w};
+#pragma unroll
+    for (int j = 0; j < 4; j++) v.pairs[i * 4 + j] = BITS == 8 ? times(words[j], X_FACTOR) : fours_apart(words, j);
+  }
+  if (BITS == 4) {
+    constexpr u32 ONES = 0x3f803f80u;  // 1, twice
+    float total[4] = {};
+#pragma unroll
+    for (int j = 0; j < INPUTS / 4; j++) add_product(total, ONES, ONES, ONES, ONES, v.pairs[2 * j], v.pairs[2 * j + 1]);
+    if (threadIdx.x % 32 < 4) *(float2*)(totals + threadIdx.x % 4 * 2) = {total[0], total[1]};
+  }
   return v;
 }
+// Of four bytes of two rows.
 __device__ __forceinline__ void multiply(float* sums, u32 upper, u32 lower, const Inputs& v, int j) {
-  add_product(sums, first_pair(upper), first_pair(lower), second_pair(upper), second_pair(lower), v.pairs[2 * j], v.pairs[2 * j + 1]);
+  if (BITS == 8) {
+    add_product(sums, first_pair(upper), first_pair(lower), second_pair(upper), second_pair(lower), v.pairs[2 * j], v.pairs[2 * j + 1]);
+  } else {
+#pragma unroll
+    for (int half = 0; half < 2; half++)
+      add_product(sums, pair_of_fours(upper, 2 * half), pair_of_fours(lower, 2 * half), pair_of_fours(upper, 2 * half + 1),
+                  pair_of_fours(lower, 2 * half + 1), v.pairs[4 * j + 2 * half], v.pairs[4 * j + 2 * half + 1]);
+  }
+}
+__device__ __forceinline__ float scale_at(const char* scales, int i) {
+  if (SCALE_BYTES == 4) return ((const float*)scales)[i];
+  const unsigned short bits = ((const unsigned short*)scales)[i];
+  return SCALES_ARE_HALF ? float_of_half(bits) : __uint_as_float((u32)bits << 16);
 }
 
 __device__ __forceinline__ u32 rounded(float first, float second, u32 bias) {
@@ -87,8 +134,8 @@ extern "C" __global__ void
 #if SPLIT > 1
 __cluster_dims__(SPLIT, 1, 1)
 #endif
-__launch_bounds__(32 * WARPS, RESIDENT) fp8_linear(
-    const __grid_constant__ TensorMap values, const char* x, const float* scales, const float* squares, const u32* residual,
+__launch_bounds__(32 * WARPS, RESIDENT) quantised_linear(
+    const __grid_constant__ TensorMap values, const char* x, const char* scales, const char* zeros, const float* squares, const u32* residual,
     const u32* norm_weight, u32* out, u32* scaled, float* out_squares, float eps, int num_tokens) {
   extern __shared__ __align__(1024) char memory[];
   const u32 ring = (shared_address(memory) + 1023) & ~1023u;
@@ -119,17 +166,17 @@ __launch_bounds__(32 * WARPS, RESIDENT) fp8_linear(
       expect_bytes(barrier, VALUE_BYTES);
       load_values(to, &values, ask_group, rank * MY_PANELS + ask_panel, barrier, read_once());
     }
-    if (GROUP) {
-#pragma unroll
-      for (int i = lane * SCALE_COPY; i < ROWS * PANELS; i += 32 * SCALE_COPY) {
-        const int panel = ask_panel + i % PANELS, bytes = panel < MY_PANELS ? SCALE_COPY * 4 : 0;
-        const float* from = scales + row_of(ask_group, i / PANELS) * (K / PANEL) + rank * MY_PANELS + (bytes ? panel : 0);
-        asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(to + VALUE_BYTES + i * 4), "l"(from), "n"(SCALE_COPY * 4),
-                     "r"(bytes) : "memory");
-      }
+#if GROUP
+    {
+      const auto row_in_stage = [&](int i) { return row_of(ask_group, i); };
+      copy_groups<SCALE_BYTES>(to + VALUE_BYTES, scales, rank, ask_panel, row_in_stage);
+#if ZEROS
+      copy_groups<1>(to + VALUE_BYTES + OF_SCALES, zeros, rank, ask_panel, row_in_stage);
+#endif
       // Arrives when the lane's copies have: one of the arrivals that the barrier was made for.
       asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
     }
+#endif
     unasked--;
     if ((ask_panel += PANELS) < ask_begin + PASS_PANELS) return;
     if ((ask_group += CLUSTERS) >= GROUPS) ask_group = first_group, ask_begin += PASS_PANELS;
@@ -143,7 +190,7 @@ __launch_bounds__(32 * WARPS, RESIDENT) fp8_linear(
   const auto group_of = [&](int place) { return first_group + (place * SPLIT + rank) * CLUSTERS; };
   if (GROUP == 0)
     for (int i = threadIdx.x; i < PLACES * ROWS; i += 32 * WARPS)
-      if (group_of(i / ROWS) < GROUPS) shared.scales[i / ROWS][i % ROWS] = scales[row_of(group_of(i / ROWS), i % ROWS)];
+      if (group_of(i / ROWS) < GROUPS) shared.scales[i / ROWS][i % ROWS] = scale_at(scales, row_of(group_of(i / ROWS), i % ROWS));
   if (NEXT_BLOCKS || BIAS)
     for (int i = threadIdx.x; i < PLACES * HALVES; i += 32 * WARPS)
       if (group_of(i / HALVES) < GROUPS) shared.weights[i / HALVES][i % HALVES] = norm_weight[group_of(i / HALVES) * HALVES + i % HALVES];
@@ -153,12 +200,13 @@ __launch_bounds__(32 * WARPS, RESIDENT) fp8_linear(
   const u32 place_of_lane = row * PANEL + ((quad + warp % 2 * 4 ^ row) & 7) * 16;  // in one of a panel's halves, each a step
   int slot = 0, phase = 0, last = -1;
   Inputs xs[CHUNKS][STEPS];
+  float* my_totals = shared.totals[BITS == 4 ? warp * CHUNKS * STEPS : 0];
 #pragma unroll 1
   for (int pass = 0; pass < PASSES; pass++) {
     const int begin = pass * CHUNKS * PIECE;
-    const char* my_x = x + ((u64)(lane / 4) * K + rank * MY_K + begin + quad * 16) * 2;
+    const char* my_x = x + ((u64)(lane / 4) * K + rank * MY_K + begin + quad * INPUTS) * 2;
     // All are asked for before any is needed.
-    uint4 raw[CHUNKS][STEPS][2];
+    uint4 raw[CHUNKS][STEPS][INPUTS / 8];
 #pragma unroll
     for (int c = 0; c < CHUNKS; c++)
 #pragma unroll
@@ -167,7 +215,7 @@ __launch_bounds__(32 * WARPS, RESIDENT) fp8_linear(
         const bool is_there = (PASSES * CHUNKS * PIECE == MY_K || begin + at < MY_K) && lane / 4 < num_tokens && is_step(step);
         const uint4* from = (const uint4*)(my_x + at * 2);
 #pragma unroll
-        for (int h = 0; h < 2; h++) raw[c][s][h] = is_there ? from[h] : uint4{0, 0, 0, 0};
+        for (int h = 0; h < INPUTS / 8; h++) raw[c][s][h] = is_there ? from[h] : uint4{0, 0, 0, 0};
       }
     if (pass == 0) {
       float of_norm = 0.f;
@@ -194,7 +242,8 @@ __launch_bounds__(32 * WARPS, RESIDENT) fp8_linear(
 #pragma unroll
     for (int c = 0; c < CHUNKS; c++)
 #pragma unroll
-      for (int s = 0; s < STEPS; s++) xs[c][s] = enlarged(raw[c][s][0], raw[c][s][1]);
+      for (int s = 0; s < STEPS; s++) xs[c][s] = prepared(raw[c][s], my_totals + (c * STEPS + s) * TOKENS);
+    __syncwarp();
 #pragma unroll 1
     for (int turn = 0; first_group + turn * CLUSTERS < GROUPS; turn++) {
       float even[4] = {}, odd[4] = {};
@@ -210,13 +259,25 @@ __launch_bounds__(32 * WARPS, RESIDENT) fp8_linear(
           const uint4 upper = *(const uint4*)from, lower = *(const uint4*)(from + 8 * PANEL);
           const Inputs& v = xs[c][s];
           if (GROUP) {
-            const float* of_row = (const float*)(stage + VALUE_BYTES) + row * PANELS + step / 2;
-            const float of_upper = of_row[0], of_lower = of_row[8 * PANELS];
+            const int of_upper = row * ROW_GROUPS + step * STEP / WITH_A_SCALE, of_lower = of_upper + 8 * ROW_GROUPS;
+            const char* scales_of_stage = stage + VALUE_BYTES;
             float part[4] = {};
-            multiply(part, upper.x, lower.x, v, 0), multiply(part, upper.y, lower.y, v, 1);
-            multiply(part, upper.z, lower.z, v, 2), multiply(part, upper.w, lower.w, v, 3);
-            even[0] += part[0] * of_upper, even[1] += part[1] * of_upper;
-            even[2] += part[2] * of_lower, even[3] += part[3] * of_lower;
+            if (BITS == 4) {  // values are multiplied as what they are plus 128
+              const unsigned char* zeros_of_stage = (const unsigned char*)(scales_of_stage + OF_SCALES);
+              const float zero_of_upper = 128 + (ZEROS ? zeros_of_stage[of_upper] : 8);
+              const float zero_of_lower = 128 + (ZEROS ? zeros_of_stage[of_lower] : 8);
+              const float2 totals = *(const float2*)(my_totals + (c * STEPS + s) * TOKENS + quad * 2);
+              part[0] = -zero_of_upper * totals.x, part[1] = -zero_of_upper * totals.y;
+              part[2] = -zero_of_lower * totals.x, part[3] = -zero_of_lower * totals.y;
+            }
+            float other[4] = {};  // so that fewer products wait for each other
+            multiply(part, upper.x, lower.x, v, 0), multiply(other, upper.y, lower.y, v, 1);
+            multiply(part, upper.z, lower.z, v, 2), multiply(other, upper.w, lower.w, v, 3);
+#pragma unroll
+            for (int i = 0; i < 4; i++) part[i] += other[i];
+            const float scale_of_upper = scale_at(scales_of_stage, of_upper), scale_of_lower = scale_at(scales_of_stage, of_lower);
+            even[0] += part[0] * scale_of_upper, even[1] += part[1] * scale_of_upper;
+            even[2] += part[2] * scale_of_lower, even[3] += part[3] * scale_of_lower;
           } else {
             multiply(even, upper.x, lower.x, v, 0), multiply(odd, upper.y, lower.y, v, 1);
             multiply(even, upper.z, lower.z, v, 2), multiply(odd, upper.w, lower.w, v, 3);

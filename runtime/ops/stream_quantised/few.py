@@ -5,26 +5,29 @@ Shape legend: as linear.py.
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import dataclass
 from functools import cache, cached_property
 from typing import ClassVar
 
 from mllm_compile.runtime.cuda.kernel import MULTIPROCESSORS
-from mllm_compile.runtime.ops.stream_fp8.linear import GROUP, Fp8Kind, Fp8Tiling
 from mllm_compile.runtime.ops.stream_linear.linear import NORM_ROWS, Boxes
+from mllm_compile.runtime.ops.stream_quantised.linear import GROUP, HEADERS, QuantisedKind, QuantisedTiling
 
 MAX_TOKENS = 8
 
-_STEP = 64  # columns of a warp's step
+_STEP_BYTES = 64  # of a row, that a warp's step takes
 _WARPS = 8  # of a block
 _INPUT_REGISTERS = 64  # of a thread, at most: where two blocks are on a multiprocessor it has twice as many
 _ROOM_BYTES, _RESERVED_BYTES = 228 << 10, 1 << 10  # shared memory of a multiprocessor; of that, a block's of the system
 _MOST_STAGES = 16
+_COLUMNS_OF_WAIT = 3400  # of four bits, that are read meanwhile
+_ZEROS_UNIT = 4 * GROUP  # columns whose zero points one copy takes, at least
 
 
 @dataclass(frozen=True)
-class FewTiling(Fp8Tiling):
+class FewTiling(QuantisedTiling):
     """
     Attributes:
         split: blocks of a cluster, which divide the columns.
@@ -36,9 +39,9 @@ class FewTiling(Fp8Tiling):
         stages: stages of the ring.
     """
 
-    source: ClassVar[str] = "ops/stream_fp8/few.cu"
-    function: ClassVar[str] = "fp8_linear"
-    reads_boxes_of_x: ClassVar[bool] = False
+    source: ClassVar[str] = "ops/stream_quantised/few.cu"
+    headers: ClassVar[tuple[str, ...]] = HEADERS
+    function: ClassVar[str] = "quantised_linear"
 
     split: int
     passes: int
@@ -57,17 +60,19 @@ class FewTiling(Fp8Tiling):
         return 32 * self.warps
 
     def boxes(self, num_tokens: int) -> Boxes:
-        return Boxes(NORM_ROWS, self.piece // GROUP, num_tokens)
+        return Boxes(NORM_ROWS, self.piece // self.kind.panel, 0)
 
     @cached_property
     def shared_bytes(self) -> int:
         """Bytes of the ring and its alignment; sums of warps and of blocks, operands, factors and barriers."""
-        scales = NORM_ROWS * (self.piece // GROUP) * 4 if self.kind.group else 0
-        stage = math.ceil((NORM_ROWS * self.piece + scales) / 1024) * 1024
+        kind = self.kind
+        of_groups = self.piece // GROUP * (kind.scale_bytes + kind.zeros) if kind.group else 0
+        stage = math.ceil(NORM_ROWS * (self.piece // kind.values_a_byte + of_groups) / 1024) * 1024
         turns = math.ceil(self.kind.rows / NORM_ROWS / self.clusters)
         places = math.ceil(turns / self.split)
         sums = MAX_TOKENS * NORM_ROWS * 4
         unsent = turns if self.split > 1 and self.passes > 1 else 1
+        totals = self.warps * self.input_registers // (8 * kind.values_a_byte) if kind.values == "int4" else 1
         of_place = self.split * sums + MAX_TOKENS * 32 + NORM_ROWS * 4 + 32 + 8
         return (
             1023
@@ -75,7 +80,7 @@ class FewTiling(Fp8Tiling):
             + self.warps * sums
             + places * of_place
             + unsent * sums
-            + MAX_TOKENS * 4
+            + MAX_TOKENS * 4 * (1 + totals)
             + 8
         )
 
@@ -83,7 +88,7 @@ class FewTiling(Fp8Tiling):
     def input_registers(self) -> int:
         """Registers of a thread that hold inputs."""
         pieces = math.ceil(self.kind.columns / self.split / self.piece / self.passes)
-        return pieces * math.ceil(self.piece / _STEP / self.warps) * 8
+        return pieces * _registers_of_piece(self.kind, self.piece)
 
     def constants(self) -> dict[str, int]:
         return {
@@ -99,17 +104,24 @@ class FewTiling(Fp8Tiling):
         }
 
 
-def divide(kind: Fp8Kind, piece: int = 1024, resident: int = 2, split: int | None = None) -> FewTiling | None:
-    """The tiling with so many columns of a piece, and as many stages as leave room for `resident` blocks;
+def _registers_of_piece(kind: QuantisedKind, piece: int) -> int:
+    """Registers of a thread that hold its inputs of a piece: 16 bytes of a row are a lane's of a step."""
+    return 8 * kind.values_a_byte * math.ceil(piece // kind.values_a_byte / _STEP_BYTES / _WARPS)
+
+
+def divide(
+    kind: QuantisedKind, piece_bytes: int = 1024, resident: int = 2, split: int | None = None
+) -> FewTiling | None:
+    """The tiling with pieces of so many bytes of a row, and as many stages as leave room for `resident` blocks;
     None: none fits.
     """
-    groups = kind.rows // NORM_ROWS
-    splits = [of for of in (1, 2) if kind.columns % (of * GROUP) == 0 and split in (None, of)]
+    groups, piece = kind.rows // NORM_ROWS, piece_bytes * kind.values_a_byte
+    unit = math.lcm(kind.panel, _ZEROS_UNIT if kind.zeros else 1)
+    splits = [of for of in (1, 2) if kind.columns % (of * unit) == 0 and split in (None, of)]
     if not splits:
         return None
     split = min(splits, key=lambda split: math.ceil(groups * split / MULTIPROCESSORS) / split)  # of what a block takes
-    pieces = math.ceil(kind.columns / split / piece)
-    of_piece = 8 * math.ceil(piece / _STEP / _WARPS)
+    pieces, of_piece = math.ceil(kind.columns / split / piece), _registers_of_piece(kind, piece)
     passes = math.ceil(pieces * of_piece / _INPUT_REGISTERS)
     if passes > 1 and kind.group:  # scales take registers too
         passes = math.ceil(pieces * of_piece / (_INPUT_REGISTERS - of_piece))
@@ -123,8 +135,20 @@ def divide(kind: Fp8Kind, piece: int = 1024, resident: int = 2, split: int | Non
 
 
 @cache
-def choose(kind: Fp8Kind) -> FewTiling:
-    tiling = divide(kind)
-    if tiling is None:
+def choose(kind: QuantisedKind) -> FewTiling:
+    if kind.values == "fp8":
+        tilings = [divide(kind)]
+    else:
+        tilings = [divide(kind, size, split=split) for split, size in itertools.product((1, 2), (1024, 512))]
+    found = [tiling for tiling in tilings if tiling is not None]
+    if not found:
         raise ValueError(f"the linear {kind.name} does not divide")
-    return tiling
+    return min(found, key=_cost)
+
+
+def _cost(tiling: FewTiling) -> int:
+    """Columns that a block reads, each of 16 rows, those past the last one too; a pass begins with the wait for x."""
+    kind = tiling.kind
+    turns = math.ceil(kind.rows / NORM_ROWS / tiling.clusters)
+    of_pass = math.ceil(kind.columns / tiling.split / tiling.piece / tiling.passes) * tiling.piece
+    return tiling.passes * (turns * of_pass + _COLUMNS_OF_WAIT)

@@ -1,0 +1,130 @@
+"""Runs the kernels over latents on small batches, through the backend that serves, against torch's in float32.
+
+The self-check's batches pass them over: it has attention of its own.
+
+Shape legend: R requests, T new tokens, P pages.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from mllm_compile.errors import CompileError
+from mllm_compile.runtime.attention.base import AttentionBackend, AttentionInputs
+from mllm_compile.runtime.attention.latent.backend import LatentAttnBackend
+from mllm_compile.runtime.attention.layer import AttentionLayer, LayerSpec
+from mllm_compile.runtime.attention.torch_backend import TorchAttnBackend
+from mllm_compile.runtime.forward_batch import ForwardBatch, ForwardMode
+from mllm_compile.runtime.memory_pool import KVPool, ReqToTokenPool
+from mllm_compile.runtime.program.link import LinkedProgram
+
+# Tokens of each request, and those of them that are new: decodes alone, one and several; prompts with and without a
+# prefix behind a decode.
+_BATCHES = (
+    ((2100,), (1,)),
+    ((2100, 300, 70, 1), (1, 1, 1, 1)),
+    ((300, 2100, 70, 129), (1, 9, 70, 128)),
+)
+# ‖ours − float32's‖ / ‖float32's‖ of the worst token; rounding alone is up to 3e-3 in bfloat16.
+_TOLERANCE = 2e-2
+
+
+def check_latents(linked: LinkedProgram, page_size: int, dtype: torch.dtype, device: torch.device) -> None:
+    """
+    Args:
+        page_size: tokens of a KV page, for which the kernels are compiled.
+        dtype: the type of queries and cache.
+
+    Raises:
+        CompileError: a layer's kernels compute something else than torch's operations.
+    """
+    program = linked.program
+    checked = set()
+    for layer in program.layers:
+        forms = program.latent_attention.get(layer.name)
+        if forms is None or forms in checked:
+            continue
+        checked.add(forms)
+        for lengths, new in _BATCHES:
+            error = _error(layer, linked, lengths, new, page_size, dtype, device)
+            if not error <= _TOLERANCE:
+                raise CompileError(
+                    f"the attention over latents of {layer.name} is off by {error:.2g} in a batch of {len(lengths)} "
+                    f"requests with {sum(new)} new tokens (limit {_TOLERANCE:g}): its kernels do not serve these heads "
+                    "on this machine. Set compile.disable_passes: [absorb_latents] to attend over keys and values of "
+                    "every head, and report this."
+                )
+
+
+def _error(
+    layer: LayerSpec,
+    linked: LinkedProgram,
+    lengths: tuple[int, ...],
+    new: tuple[int, ...],
+    page_size: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> float:
+    """‖ours − torch's‖ / ‖torch's‖ of the worst token of a batch whose pages lie in no order."""
+    generator = torch.Generator().manual_seed(0)
+    alone = AttentionLayer.of(replace(layer, layer_id=0), {})
+    width = -(-max(lengths) // page_size)
+    num_requests, num_pages = len(lengths), len(lengths) * width
+    table = ReqToTokenPool(num_requests, width * page_size, device)
+    pages = torch.randperm(num_pages, generator=generator).to(device) + 1
+    rows = torch.arange(1, num_requests + 1, device=device)
+    places = torch.arange(width, device=device).repeat(num_requests)
+    table.write_pages(rows.repeat_interleave(width), places, pages, page_size)
+    q = torch.randn(sum(new), layer.num_heads, layer.head_dim, generator=generator).to(dtype).to(device)
+    latents = torch.randn((num_pages + 1) * page_size, 1, layer.head_dim, generator=generator).to(dtype).to(device)
+
+    def attended(backend: AttentionBackend, in_type: torch.dtype) -> torch.Tensor:
+        pool = KVPool(num_pages + 1, page_size, [layer.cache_shape], in_type, device)
+        pool.get_kv_buffer(0)[0].copy_(latents)
+        batch = _batch(lengths, new, rows, table, pool, backend)
+        backend.init_forward_metadata(batch)
+        out = torch.empty(*q.shape[:2], layer.v_head_dim, dtype=in_type, device=device)
+        backend.forward(AttentionInputs(q.to(in_type), latents[:0], latents[:0], out, alone, batch))
+        return out.float().flatten(1)
+
+    serving = LatentAttnBackend(
+        [alone],
+        linked.latents,
+        req_to_token=table.req_to_token,
+        max_requests=num_requests,
+        page_size=page_size,
+        dtype=dtype,
+    )
+    ours, theirs = attended(serving, dtype), attended(TorchAttnBackend(), torch.float32)
+    return ((ours - theirs).norm(dim=-1) / theirs.norm(dim=-1)).max().item()
+
+
+def _batch(
+    lengths: tuple[int, ...],
+    new: tuple[int, ...],
+    rows: torch.Tensor,
+    table: ReqToTokenPool,
+    pool: KVPool,
+    backend: AttentionBackend,
+) -> ForwardBatch:
+    """The requests of `rows` as a step has them; attention looks at no ids and no positions."""
+    device = rows.device
+    nothing = torch.zeros(sum(new), dtype=torch.int64, device=device)
+    seq_lens, new_lens = (torch.tensor(counts, dtype=torch.int32) for counts in (lengths, new))
+    return ForwardBatch(
+        forward_mode=ForwardMode.DECODE if max(new) == 1 else ForwardMode.MIXED,
+        batch_size=len(lengths),
+        input_ids=nothing,
+        req_pool_indices=rows,
+        seq_lens=seq_lens.to(device),
+        out_cache_loc=nothing,
+        seq_lens_sum=sum(lengths),
+        positions=nothing,
+        seq_lens_cpu=seq_lens,
+        req_to_token_pool=table,
+        token_to_kv_pool=pool,
+        attn_backend=backend,
+        extend_seq_lens_cpu=new_lens,
+    )

@@ -1,0 +1,69 @@
+"""Attention over latents as pieces of the program: the kernels of runtime/ops/latents/, for decodes and for prompts.
+
+Layers alike in heads, widths and scale share both pieces.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from mllm_compile.config.resolved import ResolvedConfig
+from mllm_compile.inductor.job import PieceInput
+from mllm_compile.kernels.piece import WrittenPiece
+from mllm_compile.runtime.attention.layer import LayerSpec
+from mllm_compile.runtime.program.spec import LatentForms, Program
+
+
+def add_latent_attention(config: ResolvedConfig, program: Program) -> tuple[Program, tuple[WrittenPiece, ...]]:
+    """Adds these pieces to the program, for its layers over latents, unless torch attends; returns the pieces too."""
+    if config.runtime.attention_backend == "torch":
+        return program, ()
+    forms: dict[str, LatentForms] = {}
+    of_kinds: dict[LayerSpec, tuple[WrittenPiece, WrittenPiece]] = {}
+    for layer in program.layers:
+        if layer.is_latent:
+            kind = replace(layer, name="", layer_id=0)
+            if kind not in of_kinds:
+                of_kinds[kind] = _pieces(config, kind, len(of_kinds))
+            decode, prefill = of_kinds[kind]
+            forms[layer.name] = LatentForms(decode.name, prefill.name)
+    return replace(program, latent_attention=forms), tuple(piece for pair in of_kinds.values() for piece in pair)
+
+
+def _pieces(config: ResolvedConfig, layer: LayerSpec, index: int) -> tuple[WrittenPiece, WrittenPiece]:
+    dtype, heads, width, value_width = config.model.dtype, layer.num_heads, layer.head_dim, layer.v_head_dim
+    of = PieceInput.contiguous
+    options = {"page_size": config.runtime.page_size, "sm_scale": layer.sm_scale}
+    decode = WrittenPiece.calling(
+        "latent_decode",
+        {
+            "q": of(("T", heads, width), dtype),
+            "latents": of(("P", 1, width), dtype),
+            "page_table": of(("T", "W"), "int32"),
+            "seq_lens": of(("T",), "int32"),
+            "out": of(("T", heads, value_width), dtype),
+            "partial": of(("C",), "float32"),
+            "tops": of(("T", "N", heads), "float32"),
+            "totals": of(("T", "N", heads), "float32"),
+        },
+        name=f"latent_{index}_decode",
+        legend="T requests, N splits, W pages of the page table, P slots, C numbers of scratch",
+        options=options,
+        gives_tensor=False,
+    )
+    prefill = WrittenPiece.calling(
+        "latent_prefill",
+        {
+            "q": of(("T", heads, width), dtype),
+            "latents": of(("P", 1, width), dtype),
+            "page_table": of(("R", "W"), "int32"),
+            "seq_lens": of(("R",), "int32"),
+            "tiles": of(("C", 4), "int32"),
+            "out": of(("T", heads, value_width), dtype),
+        },
+        name=f"latent_{index}_prefill",
+        legend="T tokens, R requests, W pages of the page table, P slots, C tiles",
+        options=options,
+        gives_tensor=False,
+    )
+    return decode, prefill

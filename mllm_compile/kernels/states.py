@@ -1,0 +1,82 @@
+"""Layers with a state as pieces of the program: kernels of runtime/ops/states/, two for each kind of layer.
+
+One computes decodes, a token of each request, the other prompts. Layers alike in kind, settings and operands share
+them.
+What no kernel serves is computed by runtime/state/torch_backend.py, as on a CPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
+
+from mllm_compile.config.resolved import ResolvedConfig
+from mllm_compile.inductor.job import PieceInput
+from mllm_compile.kernels.piece import WrittenPiece
+from mllm_compile.runtime.program.spec import Program, StateForms
+from mllm_compile.runtime.state.layer import StateLayer
+
+_LEGEND = "T tokens, B requests, R rows of the pool"
+_MOST_STATE = 256  # columns of a state that a block has in registers
+
+
+def add_state_pieces(
+    config: ResolvedConfig, program: Program, operands: Mapping[str, Sequence[PieceInput]]
+) -> tuple[Program, tuple[WrittenPiece, ...]]:
+    """Adds kernels for the layers with a state to the program, on CUDA, where they run; returns the pieces too.
+
+    Args:
+        operands: layer → what its operands are, in order.
+    """
+    if not config.runtime.device.startswith("cuda") or config.runtime.deterministic:
+        return program, ()
+    forms: dict[str, StateForms] = {}
+    of_kinds: dict[object, tuple[WrittenPiece, WrittenPiece]] = {}
+    for layer in program.state_layers:
+        if not _is_served(layer):
+            continue
+        given = tuple(operands[layer.name])
+        kind = (replace(layer, name="", state_id=0), given)
+        if kind not in of_kinds:
+            sums = config.runtime.state_dtype
+            of_kinds[kind] = _pieces(layer, given, sums, len(of_kinds))
+        forms[layer.name] = StateForms(*(piece.name for piece in of_kinds[kind]))
+    written = tuple(piece for pieces in of_kinds.values() for piece in pieces)
+    return replace(program, state_forms=forms), written
+
+
+def _is_served(layer: StateLayer) -> bool:
+    """True if the layer's state has a size that the kernels' blocks hold."""
+    return layer.state_shape[0] > 0 and (layer.kind.holds_inputs or layer.state_shape[-1] <= _MOST_STATE)
+
+
+def _pieces(
+    layer: StateLayer, operands: Sequence[PieceInput], sums: str, index: int
+) -> tuple[WrittenPiece, WrittenPiece]:
+    """(decodes, prompts)"""
+    of = PieceInput.contiguous
+    given = {
+        **dict(zip(layer.operands, operands, strict=True)),
+        "states": of(("R", *layer.state_shape), layer.state_dtype(sums)),
+        "rows": of(("B",), "int64"),
+        "has_state": of(("B",), "bool"),
+    }
+    out = {"out": of(("T", *layer.out_shape), layer.out_dtype)}
+    bounds = {name: of(("B",), "int32") for name in ("starts", "ends")}
+    absent = dict.fromkeys(name for name in layer.kind.operands if name not in layer.operands)
+    settings = absent | asdict(layer.kind)
+
+    def piece(what: str, signature: dict[str, PieceInput], options: dict[str, object]) -> WrittenPiece:
+        return WrittenPiece.calling(
+            f"{layer.kind.name}_states",
+            signature,
+            name=f"states_{index}_{what}",
+            legend=_LEGEND,
+            options=options,
+            gives_tensor=False,
+        )
+
+    return (
+        piece("decodes", given | out, dict.fromkeys(bounds) | settings),
+        piece("prompts", given | bounds | out, settings),
+    )

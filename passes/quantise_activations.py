@@ -1,0 +1,95 @@
+"""Multiplies by fp8 weights in fp8, in pieces for any number of tokens on Hopper."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any, ClassVar
+
+import torch
+from torch import fx
+
+from mllm_compile.passes.base import NO_CUDA_COMPILER, GraphPass, PassResult, PassTarget
+from mllm_compile.passes.match.nodes import call, called_pieces, is_symbolic, recompute_value, rewrite_pieces
+from mllm_compile.passes.match.quantised import QuantisedLinear, match_quantised_linear
+from mllm_compile.runtime.ops import op
+from mllm_compile.runtime.quantised.scheme import FP8_MAX
+
+_UNIT = 16  # rows and columns of the library's products are multiples of it
+_SMALLEST_SCALE = 1e-12  # of a token of zeros: it is divided by
+
+
+class QuantiseActivations(GraphPass):
+    """Multiplies in fp8 where the weight is fp8 with a scale a row: inputs get a scale a token.
+
+    Why: with many tokens the products are the limit, and fp8 tensor cores make twice as many; the weight need not be
+        dequantised in each step. Servers mean this by `fp8`.
+
+    Before::
+
+        y = mllm.quantised_linear(x, values, scales, None, bias, "fp8", K)
+
+    After::
+
+        rows = to(reshape(x, (-1, K)), float32)
+        x_scales = clamp(amax(abs(rows), -1, True) * (1 / 448), 1e-12)
+        y = mllm.scaled_linear(to(clamp(rows / x_scales, -448, 448), float8_e4m3fn), x_scales, values, scales)
+        y = reshape(y, …) + bias
+
+    Inductor fuses the inputs' part with what makes x.
+
+    Requires: pieces in bfloat16 on a Hopper GPU, and inputs of one dynamic size. Forms for few tokens are left alone,
+        whose kernels multiply in bfloat16. With runtime.deterministic the pass is left out: no number may depend on
+        which of the two a step takes.
+    Preserves: the meaning, not the numbers: an input is rounded to three bits of mantissa (docs/quantised.md has what
+        that costs).
+    """
+
+    name: ClassVar[str] = "quantise_activations"
+    needs: ClassVar[tuple[str, ...]] = ("quantised_linear", "scaled_linear")
+
+    @classmethod
+    def obstacle(cls, target: PassTarget) -> str | None:
+        if target.deterministic:
+            return "with runtime.deterministic a number does not depend on how many tokens a step has"
+        return None if target.compiles_cuda else NO_CUDA_COMPILER
+
+    def __call__(self, gm: fx.GraphModule) -> PassResult:
+        before = len(gm.graph.nodes)
+        matches = rewrite_pieces(gm, called_pieces(gm), _quantise)
+        return PassResult(gm, matches, before, len(gm.graph.nodes))
+
+
+def _quantise(graph: fx.Graph, node: fx.Node) -> bool:
+    linear = match_quantised_linear(node)
+    if linear is None or not _is_taken(linear):
+        return False
+    columns = linear.shape[1]
+    sizes = tuple(-1 if is_symbolic(size) else int(size) for size in node.meta["val"].shape)
+    with graph.inserting_before(node):
+        rows = _to(graph, call(graph, torch.reshape, linear.source, (-1, columns)), torch.float32)
+        largest = call(graph, torch.amax, call(graph, torch.abs, rows), -1, True)
+        scales = call(graph, torch.clamp, call(graph, operator.mul, largest, 1 / FP8_MAX), _SMALLEST_SCALE)
+        scaled = call(graph, torch.clamp, call(graph, operator.truediv, rows, scales), -FP8_MAX, FP8_MAX)
+        inputs = _to(graph, scaled, torch.float8_e4m3fn)
+        product = call(graph, op("scaled_linear"), inputs, scales, linear.values, linear.scales)
+        product = call(graph, torch.reshape, product, sizes)
+        if linear.bias is not None:
+            product = call(graph, operator.add, product, linear.bias)
+    product.meta["nn_module_stack"] = node.meta.get("nn_module_stack", {})
+    node.replace_all_uses_with(product)
+    graph.erase_node(node)
+    return True
+
+
+def _is_taken(linear: QuantisedLinear) -> bool:
+    rows, columns = linear.shape
+    source, scales = linear.source.meta["val"], linear.scales.meta["val"]
+    is_by_row = linear.kind == "fp8" and scales.shape[1] == 1 and scales.dtype == torch.float32
+    has_one_size = sum(map(is_symbolic, source.shape)) <= 1
+    return is_by_row and has_one_size and source.dtype == torch.bfloat16 and rows % _UNIT == columns % _UNIT == 0
+
+
+def _to(graph: fx.Graph, value: fx.Node, dtype: torch.dtype) -> fx.Node:
+    node: Any = graph.call_method("to", (value, dtype))
+    recompute_value(node)
+    return node

@@ -1,0 +1,1 @@
+"""Attention over latents by the program's own kernels."""

@@ -1,0 +1,41 @@
+"""The tiles of attention over latents: rows of queries, and keys at a time; free of torch and Triton."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Tile:
+    """The work of one block.
+
+    Attributes:
+        rows: query heads, of one token or of several; a power of two.
+        keys: tokens whose latents are read at a time; a power of two.
+        warps, stages: of the block, and of its loop over keys.
+    """
+
+    rows: int
+    keys: int
+    warps: int
+    stages: int
+
+
+_TILES = (Tile(16, 64, 4, 2), Tile(32, 64, 4, 2), Tile(64, 32, 8, 3))
+PREFILL_TILE = _TILES[-1]
+
+
+def decode_tile(num_heads: int) -> Tile:
+    """The smallest tile that takes all heads of a token, or the largest."""
+    return next((tile for tile in _TILES if num_heads <= tile.rows), _TILES[-1])
+
+
+def num_decode_tiles(num_heads: int) -> int:
+    """Tiles that the heads of one token are."""
+    return -(-num_heads // decode_tile(num_heads).rows)
+
+
+def num_prefill_tiles(num_tokens: Any, num_heads: int) -> Any:
+    """Tiles that the heads of a prompt's tokens are; of several prompts, if `num_tokens` is an array."""
+    return -(-num_tokens * num_heads // PREFILL_TILE.rows)

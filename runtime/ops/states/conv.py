@@ -1,0 +1,217 @@
+"""Causal convolution over the last inputs of each request, which its state keeps.
+
+Triton by hand, as `torch.library.triton_op`, so that AOTInductor puts the compiled kernel into a package
+(mllm_compile/kernels/states.py). Only the piece compiler imports this module.
+
+Shape legend: T tokens, B requests, C channels, K kernel width, R rows of the pool.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch.library import triton_op, wrap_triton
+
+from mllm_compile.runtime.ops.dependent_launch import start_dependents, starts_early, wait_for_prerequisites
+from mllm_compile.runtime.ops.states.requests import SEARCHED, num_blocks, silu
+
+_DECODE_CHANNELS = 256  # of a block
+_PROMPT_CHANNELS = 128
+_PROMPT_TOKENS = 32
+
+
+@triton.jit
+def _decode_conv_kernel(
+    x_ptr,
+    weight_ptr,
+    bias_ptr,
+    states_ptr,
+    rows_ptr,
+    has_state_ptr,
+    out_ptr,
+    x_token_stride,
+    x_channel_stride,
+    weight_channel_stride,
+    weight_column_stride,
+    C: tl.constexpr,
+    K: tl.constexpr,
+    PADDED_K: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    SILU: tl.constexpr,
+    BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    """Program (request, block of channels)."""
+    if EARLY:
+        wait_for_prerequisites()
+        start_dependents()
+    request = tl.program_id(0)
+    token = request.to(tl.int64)
+    row = tl.load(rows_ptr + request).to(tl.int64)
+    has_state = (tl.load(has_state_ptr + request) != 0) & (row > 0)
+    columns = tl.arange(0, PADDED_K)[:, None]
+    channels = (tl.program_id(1) * BLOCK + tl.arange(0, BLOCK))[None, :]
+    is_channel = channels < C
+    kept = states_ptr + row * (K - 1) * C + columns * C + channels
+    seen = tl.load(kept, mask=(columns < K - 1) & is_channel & has_state, other=0.0)
+    x = tl.load(x_ptr + token * x_token_stride + channels * x_channel_stride, mask=is_channel, other=0.0)
+    seen = tl.where(columns == K - 1, x.to(seen.dtype), seen)
+    weights = weight_ptr + channels * weight_channel_stride + columns * weight_column_stride
+    weight = tl.load(weights, mask=(columns < K) & is_channel, other=0.0).to(tl.float32)
+    out = tl.sum(seen.to(tl.float32) * weight, 0)[None, :]
+    if HAS_BIAS:
+        out += tl.load(bias_ptr + channels, mask=is_channel, other=0.0).to(tl.float32)
+    if SILU:
+        out = silu(out)
+    tl.store(out_ptr + token * C + channels, out.to(out_ptr.dtype.element_ty), mask=is_channel)
+    tl.debug_barrier()  # all have read the inputs that the shifted ones replace
+    tl.store(kept - C, seen, mask=(columns > 0) & (columns < K) & is_channel & (row > 0))
+
+
+@triton.jit
+def _prompt_conv_kernel(
+    x_ptr,
+    weight_ptr,
+    bias_ptr,
+    states_ptr,
+    rows_ptr,
+    has_state_ptr,
+    starts_ptr,
+    ends_ptr,
+    out_ptr,
+    x_token_stride,
+    x_channel_stride,
+    weight_channel_stride,
+    weight_column_stride,
+    num_requests,
+    C: tl.constexpr,
+    K: tl.constexpr,
+    PADDED_K: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    SILU: tl.constexpr,
+    TOKENS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SEARCHED: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    """Program (block of tokens of one request, block of channels). A request's first block is the one that reads its
+    state, and so the one that replaces it."""
+    if EARLY:
+        wait_for_prerequisites()
+        start_dependents()
+    # As find_block does; what it gave would be part of where this kernel stores.
+    block = tl.program_id(0)
+    request = num_requests
+    index = 0
+    passed = 0
+    for first in range(0, num_requests, SEARCHED):
+        requests = first + tl.arange(0, SEARCHED)
+        is_request = requests < num_requests
+        starts = tl.load(starts_ptr + requests, mask=is_request, other=0)
+        ends = tl.load(ends_ptr + requests, mask=is_request, other=0)
+        blocks = (ends - starts + TOKENS - 1) // TOKENS
+        behind = passed + tl.cumsum(blocks, 0)
+        is_it = (behind > block) & (behind - blocks <= block)
+        request += tl.sum(tl.where(is_it, requests - num_requests, 0), 0)
+        index += tl.sum(tl.where(is_it, block - (behind - blocks), 0), 0)
+        passed += tl.sum(blocks, 0)
+    if request < num_requests:
+        row = tl.load(rows_ptr + request).to(tl.int64)
+        has_state = (tl.load(has_state_ptr + request) != 0) & (row > 0)
+        start = tl.load(starts_ptr + request).to(tl.int64)
+        length = tl.load(ends_ptr + request).to(tl.int64) - start
+        channels = (tl.program_id(1) * BLOCK + tl.arange(0, BLOCK))[None, :]
+        is_channel = channels < C
+        tokens = (index * TOKENS + tl.arange(0, TOKENS))[:, None]
+        states = states_ptr + row * (K - 1) * C + channels
+        inputs = x_ptr + start * x_token_stride + channels * x_channel_stride
+        out = tl.zeros((TOKENS, BLOCK), tl.float32)
+        for column in tl.static_range(K):
+            place = tokens + (column - (K - 1))
+            is_new = (place >= 0) & (place < length) & is_channel
+            seen = tl.load(inputs + place * x_token_stride, mask=is_new, other=0.0).to(tl.float32)
+            if index == 0:
+                is_old = (place < 0) & is_channel & has_state
+                seen += tl.load(states + (place + (K - 1)) * C, mask=is_old, other=0.0).to(tl.float32)
+            weights = weight_ptr + channels * weight_channel_stride + column * weight_column_stride
+            out += seen * tl.load(weights, mask=is_channel, other=0.0).to(tl.float32)
+        if HAS_BIAS:
+            out += tl.load(bias_ptr + channels, mask=is_channel, other=0.0).to(tl.float32)
+        if SILU:
+            out = silu(out)
+        places = out_ptr + (start + tokens) * C + channels
+        tl.store(places, out.to(out_ptr.dtype.element_ty), mask=(tokens < length) & is_channel)
+        if index == 0:
+            columns = tl.arange(0, PADDED_K)[:, None]
+            last = length - (K - 1) + columns
+            is_column = (columns < K - 1) & is_channel
+            new = tl.load(inputs + last * x_token_stride, mask=(last >= 0) & is_column, other=0.0)
+            old = tl.load(states + (last + (K - 1)) * C, mask=(last < 0) & is_column & has_state, other=0.0)
+            kept = tl.where(last >= 0, new.to(old.dtype), old)
+            tl.debug_barrier()  # all have read what this replaces
+            tl.store(states + columns * C, kept, mask=is_column & (row > 0))
+
+
+@triton_op("mllm::causal_conv_states", mutates_args={"states", "out"})
+def causal_conv_states(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    states: torch.Tensor,
+    rows: torch.Tensor,
+    has_state: torch.Tensor,
+    starts: torch.Tensor | None,
+    ends: torch.Tensor | None,
+    out: torch.Tensor,
+    activation: str,
+) -> None:
+    """runtime/state/layer.py's CausalConv, summed in float32 and rounded once.
+
+    Args:
+        x: [T, C]; weight: [C, K]; bias: [C], contiguous.
+        states: [R, K - 1, C], contiguous, read and written at `rows`.
+        rows: [B] int64; has_state: [B] bool.
+        starts, ends: [B] int32, each request's tokens; none: request i has token i alone.
+        out: [T, C], contiguous, written for requests' tokens.
+        activation: silu, or "".
+    """
+    channels, width = weight.shape
+    strides = (x.stride(0), x.stride(1), weight.stride(0), weight.stride(1))
+    constants = {
+        "C": channels,
+        "K": width,
+        "PADDED_K": triton.next_power_of_2(width),
+        "HAS_BIAS": bias is not None,
+        "SILU": activation == "silu",
+        "EARLY": starts_early(),
+        "num_warps": 4,
+    }
+    given_bias = x if bias is None else bias  # which is not read without
+    if starts is None or ends is None:
+        block = min(_DECODE_CHANNELS, triton.next_power_of_2(channels))
+        grid: tuple[int, ...] = (rows.shape[0], triton.cdiv(channels, block))
+        wrap_triton(_decode_conv_kernel)[grid](
+            x, weight, given_bias, states, rows, has_state, out, *strides, BLOCK=block, **constants
+        )
+        return
+    block = min(_PROMPT_CHANNELS, triton.next_power_of_2(channels))
+    tokens = max(_PROMPT_TOKENS, triton.next_power_of_2(width))  # the first block holds all that sees the state
+    grid = (num_blocks(x, rows, tokens), triton.cdiv(channels, block))
+    wrap_triton(_prompt_conv_kernel)[grid](
+        x,
+        weight,
+        given_bias,
+        states,
+        rows,
+        has_state,
+        starts,
+        ends,
+        out,
+        *strides,
+        rows.shape[0],
+        TOKENS=tokens,
+        BLOCK=block,
+        SEARCHED=SEARCHED,
+        **constants,
+    )

@@ -1,0 +1,314 @@
+"""Mamba-2's scan over the states of requests: token by token in registers, or a chunk of tokens by products.
+
+Triton by hand, as `torch.library.triton_op`, so that AOTInductor puts the compiled kernel into a package
+(mllm_compile/kernels/states.py). Only the piece compiler imports this module.
+
+Within a chunk (Dao and Gu 2024, arXiv 2405.21060), with G the sum of dt·A up to a token and S the state before it,
+
+    out_i = exp(G_i) S C_i + sum over j <= i of exp(G_i - G_j) (C_i·B_j) dt_j x_j
+    S <- exp(G_last) S + sum over j of exp(G_last - G_j) dt_j x_j B_jᵀ
+
+Shape legend: T tokens, R rows of the pool, B requests (where no tensor of that name is meant), H heads, P head width,
+G groups, N state size.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch.library import triton_op, wrap_triton
+
+from mllm_compile.runtime.ops.dependent_launch import start_dependents, starts_early, wait_for_prerequisites
+from mllm_compile.runtime.ops.states.requests import LEAST_LOG_DECAY, softplus
+
+_STEP_WIDTH = 32  # rows of a state in a block
+_CHUNK_WIDTH = 64
+_CHUNK = 64  # tokens
+# Products of 16 bits take B and C as they came, and round a state to 16 bits for them; float32 would take several each.
+_CHUNKED_DTYPES = (torch.bfloat16, torch.float16)
+_LEAST_SIDE = 16  # of tl.dot
+_MOST_CHUNK_STATE = 256  # larger states' chunks do not stay in registers
+
+
+@triton.jit
+def _step_sizes(dt, bias, SOFTPLUS: tl.constexpr, LEAST: tl.constexpr, MOST: tl.constexpr, HAS_MOST: tl.constexpr):
+    """dt with its bias, positive, within its bounds."""
+    dt = dt.to(tl.float32) + bias
+    if SOFTPLUS:
+        dt = softplus(dt)
+    dt = tl.maximum(dt, LEAST)
+    if HAS_MOST:
+        dt = tl.minimum(dt, MOST)
+    return dt
+
+
+@triton.jit
+def _step_ssd_kernel(
+    x_ptr,
+    dt_ptr,
+    a_ptr,
+    b_ptr,
+    c_ptr,
+    d_ptr,
+    bias_ptr,
+    states_ptr,
+    rows_ptr,
+    has_state_ptr,
+    starts_ptr,
+    ends_ptr,
+    out_ptr,
+    x_token_stride,
+    x_head_stride,
+    x_dim_stride,
+    dt_token_stride,
+    dt_head_stride,
+    b_token_stride,
+    b_group_stride,
+    b_dim_stride,
+    c_token_stride,
+    c_group_stride,
+    c_dim_stride,
+    a_head_stride,
+    d_head_stride,
+    bias_head_stride,
+    HEADS_A_GROUP: tl.constexpr,
+    H: tl.constexpr,
+    P: tl.constexpr,
+    N: tl.constexpr,
+    PADDED_N: tl.constexpr,
+    HAS_D: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    SOFTPLUS: tl.constexpr,
+    LEAST: tl.constexpr,
+    MOST: tl.constexpr,
+    HAS_MOST: tl.constexpr,
+    BLOCK: tl.constexpr,
+    DECODES: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    """Program (block of a head's rows, head, request): its part of the state stays in registers."""
+    if EARLY:
+        wait_for_prerequisites()
+        start_dependents()
+    dims = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    head = tl.program_id(1)
+    request = tl.program_id(2)
+    row = tl.load(rows_ptr + request).to(tl.int64)
+    has_state = (tl.load(has_state_ptr + request) != 0) & (row > 0)
+    if DECODES:
+        start = request.to(tl.int64)
+        end = start + 1
+    else:
+        start = tl.load(starts_ptr + request).to(tl.int64)
+        end = tl.load(ends_ptr + request).to(tl.int64)
+    numbers = tl.arange(0, PADDED_N)
+    is_number = numbers < N
+    is_dim = dims < P
+    mask = is_dim[:, None] & is_number[None, :]
+    places = states_ptr + ((row * H + head) * P + dims[:, None]) * N + numbers[None, :]
+    state = tl.load(places, mask=mask & has_state, other=0.0).to(tl.float32)
+    group = head // HEADS_A_GROUP
+    rate = tl.load(a_ptr + head * a_head_stride).to(tl.float32)
+    bias = 0.0
+    if HAS_BIAS:
+        bias = tl.load(bias_ptr + head * bias_head_stride).to(tl.float32)
+    for token in range(start, end):
+        x = tl.load(x_ptr + token * x_token_stride + head * x_head_stride + dims * x_dim_stride, is_dim, 0.0)
+        dt = tl.load(dt_ptr + token * dt_token_stride + head * dt_head_stride)
+        b = tl.load(b_ptr + token * b_token_stride + group * b_group_stride + numbers * b_dim_stride, is_number, 0.0)
+        c = tl.load(c_ptr + token * c_token_stride + group * c_group_stride + numbers * c_dim_stride, is_number, 0.0)
+        x = x.to(tl.float32)
+        dt = _step_sizes(dt, bias, SOFTPLUS, LEAST, MOST, HAS_MOST)
+        state = state * tl.exp(rate * dt) + (x * dt)[:, None] * b.to(tl.float32)[None, :]
+        out = tl.sum(state * c.to(tl.float32)[None, :], 1)
+        if HAS_D:
+            out += tl.load(d_ptr + head * d_head_stride).to(tl.float32) * x
+        tl.store(out_ptr + (token * H + head) * P + dims, out.to(out_ptr.dtype.element_ty), is_dim)
+    tl.store(places, state.to(states_ptr.dtype.element_ty), mask & (row > 0) & (end > start))
+
+
+@triton.jit
+def _chunk_ssd_kernel(
+    x_ptr,
+    dt_ptr,
+    a_ptr,
+    b_ptr,
+    c_ptr,
+    d_ptr,
+    bias_ptr,
+    states_ptr,
+    rows_ptr,
+    has_state_ptr,
+    starts_ptr,
+    ends_ptr,
+    out_ptr,
+    x_token_stride,
+    x_head_stride,
+    x_dim_stride,
+    dt_token_stride,
+    dt_head_stride,
+    b_token_stride,
+    b_group_stride,
+    b_dim_stride,
+    c_token_stride,
+    c_group_stride,
+    c_dim_stride,
+    a_head_stride,
+    d_head_stride,
+    bias_head_stride,
+    HEADS_A_GROUP: tl.constexpr,
+    H: tl.constexpr,
+    P: tl.constexpr,
+    N: tl.constexpr,
+    PADDED_N: tl.constexpr,
+    HAS_D: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    SOFTPLUS: tl.constexpr,
+    LEAST: tl.constexpr,
+    MOST: tl.constexpr,
+    HAS_MOST: tl.constexpr,
+    BLOCK: tl.constexpr,
+    CHUNK: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    """Program (block of a head's rows, head, request): its chunks, one after another."""
+    if EARLY:
+        wait_for_prerequisites()
+        start_dependents()
+    dims = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    head = tl.program_id(1)
+    request = tl.program_id(2)
+    row = tl.load(rows_ptr + request).to(tl.int64)
+    has_state = (tl.load(has_state_ptr + request) != 0) & (row > 0)
+    start = tl.load(starts_ptr + request).to(tl.int64)
+    end = tl.load(ends_ptr + request).to(tl.int64)
+    numbers = tl.arange(0, PADDED_N)
+    places_in_chunk = tl.arange(0, CHUNK)
+    is_number = (numbers < N)[None, :]
+    is_dim = (dims < P)[None, :]
+    mask = (numbers < N)[:, None] & is_dim
+    is_seen = places_in_chunk[:, None] >= places_in_chunk[None, :]
+    # [N, P]: as products take it.
+    places = states_ptr + ((row * H + head) * P + dims[None, :]) * N + numbers[:, None]
+    state = tl.load(places, mask=mask & has_state, other=0.0).to(tl.float32)
+    group = head // HEADS_A_GROUP
+    rate = tl.load(a_ptr + head * a_head_stride).to(tl.float32)
+    bias = 0.0
+    if HAS_BIAS:
+        bias = tl.load(bias_ptr + head * bias_head_stride).to(tl.float32)
+    skip = 0.0
+    if HAS_D:
+        skip = tl.load(d_ptr + head * d_head_stride).to(tl.float32)
+    for first in range(start, end, CHUNK):
+        tokens = first + places_in_chunk
+        is_token = tokens < end
+        of_x = x_ptr + tokens[:, None] * x_token_stride + head * x_head_stride + dims[None, :] * x_dim_stride
+        of_b = b_ptr + tokens[:, None] * b_token_stride + group * b_group_stride + numbers[None, :] * b_dim_stride
+        of_c = c_ptr + tokens[:, None] * c_token_stride + group * c_group_stride + numbers[None, :] * c_dim_stride
+        x = tl.load(of_x, is_token[:, None] & is_dim, 0.0)
+        b = tl.load(of_b, is_token[:, None] & is_number, 0.0)
+        c = tl.load(of_c, is_token[:, None] & is_number, 0.0)
+        dt = tl.load(dt_ptr + tokens * dt_token_stride + head * dt_head_stride, is_token, 0.0)
+        dt = tl.where(is_token, _step_sizes(dt, bias, SOFTPLUS, LEAST, MOST, HAS_MOST), 0.0)
+        gates = tl.maximum(dt * rate, LEAST_LOG_DECAY)
+        decays = tl.cumsum(gates, 0)
+        total = tl.sum(gates, 0)
+        # Differences of tokens that are not seen are positive: their exponentials might be infinite.
+        between = tl.exp(tl.where(is_seen, decays[:, None] - decays[None, :], 0.0)) * dt[None, :]
+        inputs = tl.trans(b)
+        scores = tl.where(is_seen, tl.dot(c, inputs) * between, 0.0).to(x.dtype)
+        out = tl.dot(c, state.to(c.dtype)) * tl.exp(decays)[:, None] + tl.dot(scores, x)
+        added = x.to(tl.float32) * (dt * tl.exp(total - decays))[:, None]
+        out += skip * x.to(tl.float32)
+        of_out = out_ptr + (tokens[:, None] * H + head) * P + dims[None, :]
+        tl.store(of_out, out.to(out_ptr.dtype.element_ty), is_token[:, None] & is_dim)
+        state = state * tl.exp(total) + tl.dot(inputs, added.to(x.dtype))
+    tl.store(places, state.to(states_ptr.dtype.element_ty), mask & (row > 0) & (end > start))
+
+
+@triton_op("mllm::ssd_states", mutates_args={"states", "out"})
+def ssd_states(
+    x: torch.Tensor,
+    dt: torch.Tensor,
+    A: torch.Tensor,
+    B: torch.Tensor,
+    C: torch.Tensor,
+    D: torch.Tensor | None,
+    dt_bias: torch.Tensor | None,
+    states: torch.Tensor,
+    rows: torch.Tensor,
+    has_state: torch.Tensor,
+    starts: torch.Tensor | None,
+    ends: torch.Tensor | None,
+    out: torch.Tensor,
+    dt_softplus: bool,
+    dt_min: float,
+    dt_max: float | None,
+) -> None:
+    """runtime/state/layer.py's Ssd; prompts of 16 bits go by chunks.
+
+    Args:
+        x: [T, H, P]; dt: [T, H]; A, D, dt_bias: [H]; B, C: [T, G, N]; of any strides.
+        states: [R, H, P, N], contiguous, read and written at `rows`.
+        rows: int64, a request each; has_state: bool, the same.
+        starts, ends: int32, each request's tokens; none: request i has token i alone.
+        out: [T, H, P], contiguous, written for requests' tokens.
+        dt_softplus, dt_min, dt_max: what becomes of dt.
+    """
+    _, heads, width = x.shape
+    _, groups, size = B.shape
+    is_decode = starts is None or ends is None
+    is_chunked = size <= _MOST_CHUNK_STATE and x.dtype in _CHUNKED_DTYPES and x.dtype == B.dtype == C.dtype
+    given = (
+        *(x, dt, A, B, C),
+        A if D is None else D,  # which, as those below, are not read without
+        A if dt_bias is None else dt_bias,
+        *(states, rows, has_state),
+        rows if starts is None else starts,
+        rows if ends is None else ends,
+        out,
+        *x.stride(),
+        *dt.stride(),
+        *B.stride(),
+        *C.stride(),
+        *A.stride(),
+        *(A if D is None else D).stride(),
+        *(A if dt_bias is None else dt_bias).stride(),
+    )
+    constants = {
+        "HEADS_A_GROUP": heads // groups,
+        "H": heads,
+        "P": width,
+        "N": size,
+        "HAS_D": D is not None,
+        "HAS_BIAS": dt_bias is not None,
+        "SOFTPLUS": dt_softplus,
+        "LEAST": dt_min,
+        "MOST": 0.0 if dt_max is None else dt_max,
+        "HAS_MOST": dt_max is not None,
+        "EARLY": starts_early(),
+    }
+    if is_decode or not is_chunked:
+        block = min(_STEP_WIDTH, triton.next_power_of_2(width))
+        grid = (triton.cdiv(width, block), heads, rows.shape[0])
+        wrap_triton(_step_ssd_kernel)[grid](
+            *given,
+            PADDED_N=triton.next_power_of_2(size),
+            BLOCK=block,
+            DECODES=is_decode,
+            num_warps=4,
+            **constants,
+        )
+        return
+    block = max(_LEAST_SIDE, min(_CHUNK_WIDTH, triton.next_power_of_2(width)))
+    grid = (triton.cdiv(width, block), heads, rows.shape[0])
+    wrap_triton(_chunk_ssd_kernel)[grid](
+        *given,
+        PADDED_N=max(_LEAST_SIDE, triton.next_power_of_2(size)),
+        BLOCK=block,
+        CHUNK=_CHUNK,
+        num_warps=4,
+        num_stages=1,
+        **constants,
+    )

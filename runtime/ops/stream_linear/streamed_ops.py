@@ -1,0 +1,222 @@
+"""The ops of linears that stream weights of one form: schemas, fakes, and launches of the runtime's own binaries.
+
+They are `<prefix>`, `<prefix>_residual` and `<prefix>_residual_norm`. A weight is one tensor, or values with what is
+beside them. A norm between two linears works as in runtime/ops/few_tokens.py: the first linear leaves h · norm_weight
+and sums of squares of h, the second one multiplies by the norm's factor. Registered as in runtime/ops/attention.py.
+
+Shape legend: N outputs and K inputs of a linear, B sums of squares a token.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from mllm_compile.runtime.cuda import tensor_maps
+from mllm_compile.runtime.cuda.driver import Argument, address_of, load_kernel
+from mllm_compile.runtime.cuda.tensor_maps import TensorMaps, aligned
+from mllm_compile.runtime.ops.stream_linear.linear import LinearKind, LinearTiling, bucket_of
+
+_LIBRARY = torch.library.Library("mllm", "FRAGMENT")
+Weight = tuple[torch.Tensor | None, ...]
+
+
+class LoadedLinear:
+    """One kernel of a linear."""
+
+    def __init__(self, tiling: LinearTiling, binaries: Mapping[str, bytes]) -> None:
+        self.tiling = tiling
+        self._kernel = load_kernel(tiling, binaries)
+        self.binary = binaries[tiling.name]
+        self._maps = TensorMaps()
+
+    def __call__(
+        self,
+        x: torch.Tensor,
+        weight: Weight,
+        operands: Iterable[torch.Tensor | None],
+        eps: float,
+        num_tokens: int,
+    ) -> None:
+        values, *beside = weight
+        assert values is not None, "a weight has values"
+        arguments: tuple[Argument, ...] = (
+            *self._read(x.view(num_tokens, -1), values),
+            *map(address_of, (*beside, *operands)),
+            ctypes.c_float(eps),
+            ctypes.c_int(num_tokens),
+        )
+        self._kernel.launch(self.tiling.num_blocks, self.tiling.num_threads, arguments)
+
+    def _read(self, x: torch.Tensor, values: torch.Tensor) -> tuple[Argument, Argument]:
+        """Tells where the kernel finds values and x. To TMA an element of any values is two bytes."""
+        tiling = self.tiling
+        boxes = tiling.boxes(len(x))
+        if boxes is None:
+            return address_of(values), address_of(x)
+        of_values = tensor_maps.halves if tiling.kind.gated else tensor_maps.panels
+        value_map = self._maps.get(values.view(torch.bfloat16), of_values, boxes.rows, boxes.panels)
+        return value_map, self._maps.get(x, tensor_maps.rows, boxes.tokens) if boxes.tokens else address_of(x)
+
+
+class StreamedOps:
+    """Defines the ops of one form of weights, and holds their kernels.
+
+    `<prefix>(x, *weight, squares, eps, gated, bias=None)` is x · weightᵀ + bias, of a norm and gated if so asked:
+    x […, K] bfloat16 → […, N] bfloat16. With squares […, B] float32, x is h · norm_weight and these are the sums of
+    squares of h; without, x is taken as it is. Of a gated linear the weight is [gate rows; up rows] and the result
+    silu(gate) * up, […, N / 2]. A bias [N] bfloat16 is added before the sum is rounded; a gated one has none.
+
+    `<prefix>_residual(x, *weight, residual)` is residual + x · weightᵀ, residual […, N] bfloat16.
+
+    `<prefix>_residual_norm(x, *weight, residual, norm_weight)` gives h = residual + x · weightᵀ, h · norm_weight, both
+    […, N] bfloat16, and sums of squares of h, […, B] float32: a streamed linear goes on from the latter two.
+
+    Args:
+        prefix: the ops' name.
+        weight: the weight's tensors, as schemas have them.
+        kind_of: the kind of a linear by its weight's tensors, with nothing around it.
+        num_norm_blocks: B of what a weight [rows, columns] leaves.
+    """
+
+    def __init__(
+        self,
+        prefix: str,
+        weight: str,
+        kind_of: Callable[..., LinearKind],
+        num_norm_blocks: Callable[[int, int], int],
+    ) -> None:
+        self._kind_of = kind_of
+        self._num_norm_blocks = num_norm_blocks
+        self._num_tensors = weight.count("Tensor")
+        self._loaded: dict[tuple[int, LinearKind, int], LoadedLinear] = {}  # by device index, linear and bucket
+        self._define(
+            f"{prefix}(Tensor x, {weight}, Tensor? squares, float eps, bool gated, Tensor? bias=None) -> Tensor",
+            self._plain,
+            self._fake_plain,
+        )
+        self._define(
+            f"{prefix}_residual(Tensor x, {weight}, Tensor residual) -> Tensor", self._residual, _fake_residual
+        )
+        self._define(
+            f"{prefix}_residual_norm(Tensor x, {weight}, Tensor residual, Tensor norm_weight)"
+            " -> (Tensor, Tensor, Tensor)",
+            self._residual_norm,
+            self._fake_residual_norm,
+        )
+
+    def _define(self, schema: str, launch: Callable[..., Any], fake: Callable[..., Any]) -> None:
+        name = schema.partition("(")[0]
+        _LIBRARY.define(schema)
+        _LIBRARY.impl(name, launch, "CUDA")
+        torch.library.register_fake(f"mllm::{name}", fake, lib=_LIBRARY)
+
+    def plain_kind(self, weight: Weight, squares: torch.Tensor | None, gated: bool, has_bias: bool) -> LinearKind:
+        """The linear of a call of `<prefix>`."""
+        norm_blocks = 0 if squares is None else int(squares.shape[-1])
+        return replace(self._kind_of(*weight), norm_blocks=norm_blocks, gated=gated, bias=has_bias)
+
+    def residual_kind(self, weight: Weight, norm_next: bool) -> LinearKind:
+        """The linear of a call of `<prefix>_residual` or `<prefix>_residual_norm`."""
+        kind = self._kind_of(*weight)
+        next_blocks = self._num_norm_blocks(kind.rows, kind.columns) if norm_next else 0
+        return replace(kind, residual=True, next_blocks=next_blocks)
+
+    def kind_of_call(self, node: Any, name: str) -> LinearKind:
+        """The linear of a call in a graph of the op `<prefix><name>`, from `meta["val"]` of what it takes."""
+        count = 1 + self._num_tensors
+        weight = tuple(None if tensor is None else tensor.meta["val"] for tensor in node.args[1:count])
+        if name:
+            return self.residual_kind(weight, norm_next=name == "_residual_norm")
+        squares, _, gated, *bias = node.args[count:]
+        return self.plain_kind(weight, None if squares is None else squares.meta["val"], gated, bool(bias))
+
+    def load_kernels(
+        self, tilings: Iterable[LinearTiling], binaries: Mapping[str, bytes], device: torch.device
+    ) -> None:
+        """Makes these kernels those that the ops launch on `device`.
+
+        Args:
+            binaries: binaries by the tiling's name; checked by the caller: they are executed.
+
+        Raises:
+            ArtifactError: one is missing.
+            DeviceError: one cannot be loaded.
+        """
+        for tiling in tilings:
+            with torch.cuda.device(device):
+                key, binary = (torch.cuda.current_device(), tiling.kind, tiling.tokens), binaries.get(tiling.name)
+                loaded = self._loaded.get(key)
+                if loaded is None or (loaded.tiling, loaded.binary) != (tiling, binary):  # once for a process's engines
+                    self._loaded[key] = LoadedLinear(tiling, binaries)
+
+    def _launch(
+        self,
+        x: torch.Tensor,
+        weight: Weight,
+        kind: LinearKind,
+        operands: tuple[torch.Tensor | None, ...],
+        eps: float = 0.0,
+    ) -> None:
+        num_tokens = math.prod(x.shape[:-1])
+        loaded = self._loaded.get((x.get_device(), kind, bucket_of(num_tokens)))
+        if loaded is None:
+            raise RuntimeError(f"no kernel is loaded for the linear {kind.name} on {x.device}: call load_kernels")
+        loaded(x, weight, operands, eps, num_tokens)
+
+    def _taken(self, operands: tuple[Any, ...]) -> tuple[Weight, tuple[Any, ...]]:
+        """The weight's tensors, and what follows them in a call."""
+        return operands[: self._num_tensors], operands[self._num_tensors :]
+
+    def _plain(self, x: torch.Tensor, *operands: Any, bias: torch.Tensor | None = None) -> torch.Tensor:
+        weight, (squares, eps, gated, *last) = self._taken(operands)
+        bias = last[0] if last else bias
+        x = aligned(x)
+        out = _new_output(x, weight, gated)
+        kind = self.plain_kind(weight, squares, gated, bias is not None)
+        self._launch(x, weight, kind, (squares, None, bias, out, None, None), eps)
+        return out
+
+    def _fake_plain(self, x: torch.Tensor, *operands: Any, bias: torch.Tensor | None = None) -> torch.Tensor:
+        weight, (_, _, gated, *_) = self._taken(operands)
+        return _new_output(x, weight, gated)
+
+    def _residual(self, x: torch.Tensor, *operands: Any) -> torch.Tensor:
+        weight, (residual,) = self._taken(operands)
+        x, residual = aligned(x), aligned(residual)
+        out = residual.new_empty(residual.shape)
+        kind = self.residual_kind(weight, norm_next=False)
+        self._launch(x, weight, kind, (None, residual, None, out, None, None))
+        return out
+
+    def _residual_norm(self, x: torch.Tensor, *operands: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        weight, (residual, norm_weight) = self._taken(operands)
+        x, residual = aligned(x), aligned(residual)
+        kind = self.residual_kind(weight, norm_next=True)
+        out, scaled, squares = outputs = _norm_outputs(residual, kind.next_blocks)
+        self._launch(x, weight, kind, (None, residual, norm_weight, out, scaled, squares))
+        return outputs
+
+    def _fake_residual_norm(self, x: torch.Tensor, *operands: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        weight, (residual, _) = self._taken(operands)
+        return _norm_outputs(residual, self.residual_kind(weight, norm_next=True).next_blocks)
+
+
+def _new_output(x: torch.Tensor, weight: Weight, gated: bool) -> torch.Tensor:
+    assert weight[0] is not None, "a weight has values"
+    rows = weight[0].shape[0]
+    return x.new_empty((*x.shape[:-1], rows // 2 if gated else rows))
+
+
+def _fake_residual(x: torch.Tensor, *operands: torch.Tensor) -> torch.Tensor:
+    return operands[-1].new_empty(operands[-1].shape)
+
+
+def _norm_outputs(residual: torch.Tensor, num_blocks: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    squares = residual.new_empty((*residual.shape[:-1], num_blocks), dtype=torch.float32)
+    return residual.new_empty(residual.shape), residual.new_empty(residual.shape), squares

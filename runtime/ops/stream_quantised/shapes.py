@@ -1,0 +1,62 @@
+"""Chooses the kernel for a linear in few bits and a number of tokens; free of torch, so that passes can ask."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from mllm_compile.runtime.json_data import from_json
+from mllm_compile.runtime.ops.stream_linear.linear import TOKEN_BUCKETS
+from mllm_compile.runtime.ops.stream_linear.shapes import is_head
+from mllm_compile.runtime.ops.stream_quantised import few as by_few
+from mllm_compile.runtime.ops.stream_quantised import tiles as by_tiles
+from mllm_compile.runtime.ops.stream_quantised.few import FewTiling
+from mllm_compile.runtime.ops.stream_quantised.linear import GROUP, QuantisedKind, QuantisedTiling
+from mllm_compile.runtime.ops.stream_quantised.tiles import TileTiling
+
+MAX_TOKENS = by_tiles.MAX_TOKENS
+BUCKETS = tuple(tokens for tokens in TOKEN_BUCKETS if tokens <= MAX_TOKENS)
+
+_ROWS_UNIT = 64  # what weights are multiples of
+_MOST_COLUMNS = 32768  # scales of a tile's rows lie in shared memory
+# Scales and zero points of a row are copied four bytes at a time.
+_COPY_BYTES = 4
+_TILINGS = {tiling.source: tiling for tiling in (FewTiling, TileTiling)}
+
+
+def is_streamed(kind: QuantisedKind, tokens: int) -> bool:
+    """True if a weight divides into tiles, for up to `tokens` tokens. A head does not: its sums of so many rows have no
+    room."""
+    fits = kind.rows % _ROWS_UNIT == 0 and kind.columns % kind.panel == 0 and not is_head(kind.rows)
+    fits &= kind.columns <= _MOST_COLUMNS
+    return fits and _has_known_scales(kind) and tokens <= MAX_TOKENS and kind.rows * tokens < 2**31
+
+
+def _has_known_scales(kind: QuantisedKind) -> bool:
+    if kind.values == "fp8":
+        return kind.group in (0, GROUP) and kind.scales == "float32" and not kind.zeros
+    if kind.group != GROUP or kind.scales not in ("bfloat16", "float16"):
+        return False
+    return not kind.zeros or kind.columns // GROUP % _COPY_BYTES == 0
+
+
+def choose_tiling(kind: QuantisedKind, tokens: int) -> QuantisedTiling:
+    """The tiling for a bucket of tokens."""
+    return by_few.choose(kind) if tokens <= by_few.MAX_TOKENS else by_tiles.choose(kind, tokens)
+
+
+def tiling_from_json(data: Mapping[str, Any]) -> QuantisedTiling:
+    """Reads what `to_json` wrote. Raises KeyError or ValueError for anything else."""
+    return from_json(_TILINGS[data["source"]], {name: value for name, value in data.items() if name != "source"})
+
+
+def sweep_tilings(kind: QuantisedKind, tokens: int) -> Iterator[tuple[str, QuantisedTiling]]:
+    """Other tilings for a bucket of tokens, with a name each that says how they divide any linear."""
+    if tokens > by_few.MAX_TOKENS:
+        yield from by_tiles.best_by_form(kind, tokens)
+        return
+    for split, piece_bytes, resident in itertools.product((1, 2), (512, 1024, 2048), (2, 1)):
+        tiling = by_few.divide(kind, piece_bytes=piece_bytes, resident=resident, split=split)
+        if tiling is not None:
+            yield f"split {split}, pieces of {piece_bytes} bytes, {resident} resident", tiling

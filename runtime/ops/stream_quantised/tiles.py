@@ -1,0 +1,194 @@
+"""tiles.cu: tiles of rows, by TMA, whose values wgmma takes from registers. 16, 32 or 64 tokens.
+
+Shape legend: as linear.py.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache, cached_property
+from typing import ClassVar
+
+from mllm_compile.runtime.cuda.kernel import MULTIPROCESSORS
+from mllm_compile.runtime.cuda.wgmma import multiply_registers
+from mllm_compile.runtime.ops.stream_linear.linear import NORM_ROWS, Boxes
+from mllm_compile.runtime.ops.stream_quantised.linear import (
+    GROUP,
+    HEADERS,
+    PANEL_BYTES,
+    QuantisedKind,
+    QuantisedTiling,
+)
+
+MAX_TOKENS = 64
+
+_X_BYTES = 2  # of an input of a token
+_GROUP_ROWS = 64  # of wgmma, and of a warp group
+_MOST_WARP_GROUPS = 3  # that multiply
+_MOST_STAGES = 32
+# Shared memory of a block: half, so that there is room for one of the next kernel, whose weight comes while this one
+# ends; or all.
+_BESIDE_BYTES, _BLOCK_BYTES = 113 << 10, 227 << 10
+_BESIDE_THREADS = 256  # 128 registers each
+_CLUSTERS = {1: MULTIPROCESSORS, 2: MULTIPROCESSORS // 2, 4: 29}  # that run at the same time
+_MOST_ROWS = 256  # of a box
+# Bytes a clock of a multiprocessor: from memory, through the L2, and those that shared memory takes or gives.
+_MEMORY_RATE, _L2_RATE, _SHARED_RATE = 13.8, 24.0, 128.0
+_SEND_RATE = 16.0  # bytes of sums a clock, to other blocks
+
+
+@dataclass(frozen=True)
+class TileTiling(QuantisedTiling):
+    """
+    Attributes:
+        rows: rows of the weight in a tile.
+        split: blocks of a cluster, which divide the columns.
+        column_groups: warp groups that divide the panels of a stage.
+        panels: panels of 128 bytes of a row in a stage.
+        stages: stages of the ring.
+    """
+
+    source: ClassVar[str] = "ops/stream_quantised/tiles.cu"
+    headers: ClassVar[tuple[str, ...]] = (*HEADERS, "ops/stream_linear/boxes.cuh")
+    function: ClassVar[str] = "quantised_tiles"
+
+    rows: int
+    split: int
+    column_groups: int
+    panels: int
+    stages: int
+
+    @property
+    def num_tiles(self) -> int:
+        return math.ceil(self.kind.rows / self.rows)
+
+    @cached_property
+    def num_blocks(self) -> int:
+        """Number of blocks; undivided tiles are taken in turns, by as many blocks as there are multiprocessors."""
+        return self.num_tiles * self.split if self.split > 1 else min(self.num_tiles, MULTIPROCESSORS)
+
+    def boxes(self, num_tokens: int) -> Boxes:
+        return Boxes(self.rows, self.panels, num_tokens)
+
+    @property
+    def row_groups(self) -> int:
+        """Warp groups that divide the rows."""
+        return math.ceil(self.rows / _GROUP_ROWS)
+
+    @cached_property
+    def num_threads(self) -> int:
+        """Threads of the warp groups that multiply, and of the one that loads."""
+        return 128 * (1 + self.row_groups * self.column_groups)
+
+    @property
+    def steps(self) -> int:
+        """Stages of a block's tile."""
+        return self.kind.columns // self.kind.panel // self.split // self.panels
+
+    @property
+    def stage_bytes(self) -> int:
+        return self.panels * (self.rows * PANEL_BYTES + self.tokens * self.kind.panel * _X_BYTES)
+
+    @property
+    def _other_bytes(self) -> int:
+        """Bytes of the ring's alignment, sums, scales, factors and barriers."""
+        places = math.ceil(self.rows // NORM_ROWS / self.split)
+        inbox = places * self.tokens // 8 * self.split * self.column_groups * 512
+        scales = self.rows * ((self.kind.columns // self.split // GROUP if self.kind.group else 1) | 1) * 4
+        return 1024 + inbox + scales + self.tokens * 4 + 16 + 16
+
+    @cached_property
+    def shared_bytes(self) -> int:
+        return self.stages * (self.stage_bytes + 16) + self._other_bytes
+
+    @property
+    def is_beside(self) -> bool:
+        """True if a multiprocessor has room for a block of the next kernel, in shared memory and registers."""
+        return self.shared_bytes <= _BESIDE_BYTES and self.num_threads <= _BESIDE_THREADS
+
+    def preamble(self) -> str:
+        return multiply_registers(self.tokens)
+
+    def constants(self) -> dict[str, int]:
+        return {
+            **self.kind.constants(),
+            "TOKENS": self.tokens,
+            "ROWS": self.rows,
+            "SPLIT": self.split,
+            "K_GROUPS": self.column_groups,
+            "BLOCKS": self.num_blocks,
+            "RESIDENT": 2 if self.is_beside else 1,
+            "NUM_THREADS": self.num_threads,
+            "SHARED_BYTES": self.shared_bytes,
+            "PANELS": self.panels,
+            "STAGES": self.stages,
+        }
+
+
+def divide(
+    kind: QuantisedKind, tokens: int, rows: int, split: int, column_groups: int, panels: int, room: int
+) -> TileTiling | None:
+    """The tiling with as many stages as have room in so many bytes; None: it is none."""
+    of_block, remainder = divmod(kind.columns, kind.panel * split * panels)
+    if remainder or rows % NORM_ROWS or panels % column_groups or rows > _MOST_ROWS:
+        return None
+    for stages in range(min(_MOST_STAGES, of_block), 0, -1):
+        tiling = TileTiling(kind, tokens, rows, split, column_groups, panels, stages)
+        if tiling.shared_bytes <= room:
+            fits = split == 1 or tiling.num_tiles <= _CLUSTERS[split]
+            fits &= tiling.row_groups * column_groups <= _MOST_WARP_GROUPS
+            return tiling if fits and stages >= min(3, of_block) else None
+    return None
+
+
+def all_tilings(kind: QuantisedKind, tokens: int) -> Iterator[TileTiling]:
+    """The possible tilings."""
+    for split, column_groups, panels, room in itertools.product(
+        _CLUSTERS, (1, 2, 3), (1, 2, 3, 4), (_BESIDE_BYTES, _BLOCK_BYTES)
+    ):
+        for turns in (1, 2, 3, 4) if split == 1 else (1,):
+            rows = NORM_ROWS * math.ceil(kind.rows / (_CLUSTERS[split] * turns * NORM_ROWS))
+            tiling = divide(kind, tokens, rows, split, column_groups, panels, room)
+            if tiling is not None:
+                yield tiling
+
+
+@cache
+def choose(kind: QuantisedKind, tokens: int) -> TileTiling:
+    """The tiling for a bucket of tokens: the one that should take the fewest clocks."""
+    return min(all_tilings(kind, tokens), key=_cost)
+
+
+def best_by_form(kind: QuantisedKind, tokens: int) -> Iterator[tuple[str, TileTiling]]:
+    """The best tiling of each number of a tile's warp groups that divide columns, panels of a stage, and room."""
+    found: dict[str, TileTiling] = {}
+    for tiling in sorted(all_tilings(kind, tokens), key=_cost):
+        room = "beside" if tiling.is_beside else "alone"
+        found.setdefault(f"K{tiling.column_groups} P{tiling.panels} {room}", tiling)
+    yield from found.items()
+
+
+def _cost(tiling: TileTiling) -> tuple[float, ...]:
+    """Clocks that a block takes: per input what takes the longest, then the sums' way and what comes late."""
+    kind, split = tiling.kind, tiling.split
+    turns = math.ceil(tiling.num_tiles * split / MULTIPROCESSORS) if split == 1 else 1
+    inputs = turns * kind.columns // split
+    weight, x = tiling.rows / kind.values_a_byte, _X_BYTES * tiling.tokens
+    groups = tiling.row_groups
+    of_input = max(
+        weight / _MEMORY_RATE,
+        (weight + x) / _L2_RATE,
+        (weight + x) / _SHARED_RATE + groups * (1 + x / _SHARED_RATE),  # a lane's loads, and wgmma's of x
+        groups * 1.4,  # instructions that take values apart
+        groups * tiling.tokens / 32,  # wgmma
+    )
+    is_sent = split > 1 or tiling.column_groups > 1
+    sent = tiling.rows * tiling.tokens * 4 * tiling.column_groups / _SEND_RATE if is_sent else 0
+    in_flight = tiling.stages * tiling.panels * tiling.rows * PANEL_BYTES
+    starved = max(0, min(64 << 10, inputs * weight) - in_flight) / _MEMORY_RATE
+    beside = 0 if tiling.is_beside else 2000
+    alone = 1000 if groups * tiling.column_groups == 1 else 0  # a warp group waits for its own products
+    return (inputs * of_input + sent + starved + beside + alone, -tiling.panels)

@@ -1,0 +1,53 @@
+"""Layers with a state by the program's own kernels (ops/states/): a launch for a batch's decodes, and one for its
+prompts.
+
+They read rows, lengths and flags of requests on the device, so nothing is planned and nothing waits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from mllm_compile.runtime.memory_pool import GDNPool
+from mllm_compile.runtime.state.base import StateBackend, StateInputs
+
+
+@dataclass(frozen=True)
+class StatePieces:
+    """A layer's kernels; arguments as its op has them, those that the layer has.
+
+    Attributes:
+        decodes: (*operands, states, rows, has_state, out): request i has token i alone.
+        prompts: (*operands, states, rows, has_state, starts, ends, out).
+    """
+
+    decodes: Callable[[list[torch.Tensor]], Any]
+    prompts: Callable[[list[torch.Tensor]], Any]
+
+
+class PieceStateBackend(StateBackend):
+    """
+    Args:
+        pieces: layer → its kernels.
+        others: computes layers that have none.
+    """
+
+    def __init__(self, pool: GDNPool, pieces: Mapping[str, StatePieces], others: StateBackend) -> None:
+        self._pool = pool
+        self._pieces = pieces
+        self._others = others
+
+    def forward(self, inputs: StateInputs) -> None:
+        pieces, metadata = self._pieces.get(inputs.layer.name), inputs.metadata
+        if pieces is None:
+            self._others.forward(inputs)
+            return
+        given = [*inputs.operands.values(), self._pool.get_state(inputs.layer.state_id)]
+        if metadata.num_decodes:
+            pieces.decodes([*given, *metadata.of_decodes, inputs.out])
+        if metadata.num_decodes < metadata.rows.shape[0]:
+            pieces.prompts([*given, *metadata.of_prompts, inputs.out])

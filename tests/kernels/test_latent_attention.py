@@ -1,0 +1,44 @@
+"""Which layers attend over latents by pieces of the program."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from mllm_compile.kernels.latent_attention import add_latent_attention
+from mllm_compile.runtime.attention.layer import LayerSpec
+from mllm_compile.runtime.program.spec import LatentForms, Program
+from tests.config.test_resolve import CPU, H200, resolved
+
+LAYER = LayerSpec("layers.0.attn", 0, 16, 1, 576, 512, 0.07, 0.0, -1, None, is_latent=True)
+
+
+def program(*layers: LayerSpec) -> Program:
+    return Program(steps=(), layers=layers, weights=(), output="logits")
+
+
+def test_layers_that_are_alike_share_two_pieces_and_the_program_is_read_as_it_was_written():
+    same = replace(LAYER, name="layers.1.attn", layer_id=1)
+    wider = replace(LAYER, name="layers.2.attn", layer_id=2, sm_scale=0.1)
+    with_forms, pieces = add_latent_attention(resolved(H200), program(LAYER, same, wider))
+    first, second = (LatentForms(f"latent_{index}_decode", f"latent_{index}_prefill") for index in (0, 1))
+    assert with_forms.latent_attention == {LAYER.name: first, same.name: first, wider.name: second}
+    assert [piece.name for piece in pieces] == [*first.piece_ids(), *second.piece_ids()] == with_forms.piece_ids()
+    assert Program.from_json(json.loads(json.dumps(with_forms.to_json()))) == with_forms
+    assert ["sm_scale=0.1" in piece.source for piece in pieces] == [False, False, True, True]
+
+
+@pytest.mark.parametrize(
+    ("device", "sections"),
+    [(CPU, {}), (H200, {"runtime": {"attention_backend": "torch"}, "cudagraph": {"mode": "none"}})],
+    ids=["cpu", "torch"],
+)
+def test_where_torch_attends_there_are_none(device, sections):
+    assert add_latent_attention(resolved(device, **sections), program(LAYER)) == (program(LAYER), ())
+
+
+def test_other_layers_have_none():
+    plain = replace(LAYER, is_latent=False)
+    assert add_latent_attention(resolved(H200), program(plain)) == (program(plain), ())

@@ -1,0 +1,90 @@
+"""Which layers with a state run by pieces of the program, and what those pieces are."""
+
+from __future__ import annotations
+
+import ast
+import json
+from dataclasses import replace
+
+import pytest
+
+from mllm_compile.inductor.job import PieceInput
+from mllm_compile.kernels.states import add_state_pieces
+from mllm_compile.runtime.program.spec import Program, StateForms
+from mllm_compile.runtime.state.layer import CausalConv, GatedDelta, StateLayer
+from tests.config.test_resolve import CPU, H200, resolved
+
+CONV = StateLayer(
+    "layers.0.conv", 0, CausalConv("silu"), ("x", "weight"), (3, 192), (192,), "bfloat16", "bfloat16"
+)  # fmt: skip
+DELTA = StateLayer(
+    *("layers.0.delta", 1, GatedDelta(True), GatedDelta.operands, (4, 16, 16), (4, 16), "bfloat16", "bfloat16")
+)
+# As a piece gives them: parts of the convolution's output.
+PARTS = [PieceInput(("T", heads, 16), (192, 16, 1), "bfloat16") for heads in (4, 4, 4)]
+GATES = [PieceInput.contiguous(("T", 4), dtype) for dtype in ("float32", "bfloat16")]
+OPERANDS = {
+    CONV.name: [PieceInput.contiguous(shape, "bfloat16") for shape in (("T", 192), (192, 4))],
+    DELTA.name: [*PARTS, *GATES],
+}
+
+
+def program(*layers: StateLayer) -> Program:
+    return Program(steps=(), layers=(), weights=(), output="logits", state_layers=layers)
+
+
+def same(layer: StateLayer, name: str, state_id: int) -> StateLayer:
+    return replace(layer, name=name, state_id=state_id)
+
+
+def test_layers_that_are_alike_share_two_pieces_and_each_says_what_it_is_given():
+    more = same(CONV, "layers.1.conv", 2), same(DELTA, "layers.1.delta", 3)
+    operands = OPERANDS | {"layers.1.conv": OPERANDS[CONV.name], "layers.1.delta": OPERANDS[DELTA.name]}
+    with_forms, pieces = add_state_pieces(resolved(H200), program(CONV, DELTA, *more), operands)
+    conv, delta = (StateForms(f"states_{index}_decodes", f"states_{index}_prompts") for index in (0, 1))
+    assert with_forms.state_forms == {
+        CONV.name: conv,
+        DELTA.name: delta,
+        "layers.1.conv": conv,
+        "layers.1.delta": delta,
+    }
+    assert [piece.name for piece in pieces] == with_forms.piece_ids() == [*conv.piece_ids(), *delta.piece_ids()]
+    assert all(ast.parse(piece.source) for piece in pieces)
+    assert (
+        "bias=None" in pieces[0].source
+        and "starts=None" in pieces[0].source
+        and "activation='silu'" in pieces[0].source
+    )
+    assert list(pieces[3].signature) == [*DELTA.operands, "states", "rows", "has_state", "starts", "ends", "out"]
+    assert list(pieces[2].signature) == [*DELTA.operands, "states", "rows", "has_state", "out"]
+    assert pieces[2].signature["q"].stride == (192, 16, 1)
+    assert Program.from_json(json.loads(json.dumps(with_forms.to_json()))) == with_forms
+
+
+def test_sums_are_of_the_type_that_the_config_says_and_inputs_of_the_model_s():
+    config = resolved(H200, runtime={"state_dtype": "bfloat16"})
+    _, pieces = add_state_pieces(config, program(CONV, DELTA), OPERANDS)
+    assert [piece.signature["states"].dtype for piece in pieces] == ["bfloat16"] * 4
+    _, pieces = add_state_pieces(resolved(H200), program(CONV, DELTA), OPERANDS)
+    assert [piece.signature["states"].dtype for piece in pieces] == ["bfloat16"] * 2 + ["float32"] * 2
+
+
+def test_layers_whose_operands_lie_otherwise_have_pieces_of_their_own():
+    other = same(DELTA, "layers.1.delta", 2)
+    apart = OPERANDS | {other.name: [PieceInput.contiguous(("T", 4, 16), "bfloat16")] * 3 + GATES}
+    with_forms, pieces = add_state_pieces(resolved(H200), program(DELTA, other), apart)
+    assert len(pieces) == 4 and with_forms.state_forms[other.name].decodes == "states_1_decodes"
+
+
+@pytest.mark.parametrize(
+    ("machine", "layer"),
+    [
+        (CPU, CONV),
+        (H200, replace(CONV, state_shape=(0, 192))),
+        (H200, replace(DELTA, state_shape=(4, 16, 512))),
+    ],
+    ids=["on a CPU", "no state", "a wide state"],
+)
+def test_the_reference_computes_what_no_kernel_serves(machine, layer):
+    with_forms, pieces = add_state_pieces(resolved(machine), program(layer), OPERANDS)
+    assert not pieces and not with_forms.state_forms

@@ -1,0 +1,89 @@
+"""quantise_activations: which linears multiply in fp8, and by how much that is off."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import fx
+
+from mllm_compile.passes.base import NO_CUDA_COMPILER, SMALL_FORMS, SMALL_WEIGHTS, PassTarget, SmallWeights
+from mllm_compile.passes.forms import add_forms, copy_of
+from mllm_compile.passes.match.nodes import called_pieces, is_op
+from mllm_compile.passes.pipeline import PASSES, passes_left_out
+from mllm_compile.passes.quantise_activations import QuantiseActivations
+from mllm_compile.runtime.ops import op
+from mllm_compile.runtime.quantised.scheme import WeightScheme
+from tests.passes.support.graph_builder import run
+from tests.passes.test_every_pass import Decoder
+
+ROWS = WeightScheme("fp8", 256)
+
+
+def pieces_of(scheme: WeightScheme, dtype: torch.dtype = torch.bfloat16) -> fx.GraphModule:
+    """A decoder in pieces, whose gates and ups have the scheme."""
+    gm = Decoder(dtype=dtype).model()
+    gm.meta[SMALL_WEIGHTS] = SmallWeights(
+        {f"layers.{n}.{part}.weight": scheme for n in (0, 1) for part in ("gate", "up")}
+    )
+    for graph_pass in PASSES:
+        if not graph_pass.needs:
+            gm = graph_pass()(gm).gm
+    gm.recompile()
+    return gm
+
+
+def calls(gm: fx.GraphModule, name: str, op_name: str) -> int:
+    return sum(is_op(node, op_name) for node in gm.get_submodule(name).graph.nodes)
+
+
+def test_an_fp8_weight_with_a_scale_a_row_is_multiplied_by_fp8_inputs():
+    gm = pieces_of(ROWS)
+    expected = run(gm)
+    assert QuantiseActivations()(gm).matches == 2, "of a layer in the middle, and of the last"
+    gm.recompile()
+    assert sum(calls(gm, name, "scaled_linear") for name in called_pieces(gm)) == 2
+    assert not any(calls(gm, name, "quantised_linear") for name in called_pieces(gm))
+    error = (run(gm) - expected).norm() / expected.norm()
+    assert 1e-4 < error < 5e-2, "it is rounded, and no more"
+
+
+def test_forms_for_few_tokens_multiply_as_before():
+    gm = pieces_of(ROWS)
+    assert add_forms(gm, 16, "_form", copy_of)
+    QuantiseActivations()(gm)
+    forms = [form for forms in gm.meta[SMALL_FORMS].values() for form in forms.values()]
+    assert sum(calls(gm, form, "quantised_linear") for form in forms) == 2
+    assert not any(calls(gm, form, "scaled_linear") for form in forms)
+
+
+@pytest.mark.parametrize(
+    ("scheme", "dtype"),
+    [
+        (WeightScheme("fp8", 128), torch.bfloat16),
+        (WeightScheme("int4", 128, torch.bfloat16), torch.bfloat16),
+        (replace(ROWS, scale_dtype=torch.bfloat16), torch.bfloat16),
+        (ROWS, torch.float16),
+        (ROWS, torch.float32),
+    ],
+)
+def test_other_weights_and_dtypes_are_left_alone(scheme, dtype):
+    assert QuantiseActivations()(pieces_of(scheme, dtype)).matches == 0
+
+
+def test_deterministic_runtimes_and_other_gpus_do_without():
+    hopper = PassTarget("cuda", True, True, True, "bfloat16", "bfloat16")
+    assert "quantise_activations" not in passes_left_out(hopper)
+    assert passes_left_out(replace(hopper, compiles_cuda=False))["quantise_activations"] == NO_CUDA_COMPILER
+    assert "deterministic" in passes_left_out(replace(hopper, deterministic=True))["quantise_activations"]
+
+
+def test_the_op_multiplies_what_its_operands_stand_for():
+    generator = torch.Generator().manual_seed(0)
+    x, values = (torch.randn(n, 64, generator=generator).to(torch.float8_e4m3fn) for n in (5, 32))
+    x_scales, scales = torch.rand(5, 1, generator=generator), torch.rand(32, 1, generator=generator)
+    exact = (x.double() * x_scales.double()) @ (values.double() * scales.double()).t()
+    ours = op("scaled_linear")(x, x_scales, values, scales)
+    assert ours.dtype == torch.bfloat16
+    assert ((ours - exact).norm() / exact.norm()).item() < 4e-3

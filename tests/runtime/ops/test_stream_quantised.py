@@ -1,0 +1,219 @@
+"""The linears in few bits for few tokens on Hopper, as far as they go without one: how they are divided, and their
+source."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import shutil
+import subprocess
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mllm_compile.errors import ArtifactError
+from mllm_compile.runtime.cuda import tensor_maps
+from mllm_compile.runtime.cuda.kernel import MULTIPROCESSORS
+from mllm_compile.runtime.cuda.source import kernel_source
+from mllm_compile.runtime.ops.stream_linear.linear import bucket_of
+from mllm_compile.runtime.ops.stream_linear.streamed_ops import LoadedLinear
+from mllm_compile.runtime.ops.stream_quantised import few, tiles
+from mllm_compile.runtime.ops.stream_quantised.linear import GROUP, QuantisedKind, kind_of_weight
+from mllm_compile.runtime.ops.stream_quantised.ops import STREAMED
+from mllm_compile.runtime.ops.stream_quantised.shapes import (
+    BUCKETS,
+    MAX_TOKENS,
+    choose_tiling,
+    is_streamed,
+    tiling_from_json,
+)
+from mllm_compile.runtime.quantised.scheme import WeightScheme
+
+_SHARED_BYTES = 227 << 10  # of a block on an H200
+FP8 = {"group": 0}
+FP8_GROUPS = {"group": GROUP}
+INT4 = {"values": "int4", "group": GROUP, "scales": "bfloat16"}
+INT4_ZEROS = {"values": "int4", "group": GROUP, "scales": "float16", "zeros": True}
+FORMS = [FP8, FP8_GROUPS, INT4, INT4_ZEROS]
+
+
+def kinds(max_rows: int, columns: tuple[int, int]) -> st.SearchStrategy[QuantisedKind]:
+    """Of up to `max_rows` x 64 rows, and columns of that range x 128, of four bits multiples of 512."""
+    return st.builds(
+        lambda form, columns, **others: QuantisedKind(
+            columns=max(columns // 4, 1) * 512 if form in (INT4, INT4_ZEROS) else columns * 128, **others, **form
+        ),
+        form=st.sampled_from(FORMS),
+        rows=st.integers(1, max_rows).map(lambda n: 64 * n),
+        columns=st.integers(*columns),
+        norm_blocks=st.sampled_from([0, 64]),
+        gated=st.booleans(),
+        residual=st.booleans(),
+        bias=st.booleans(),
+    )
+
+
+KINDS = kinds(128, (1, 64)) | kinds(1023, (1, 224))
+
+
+@given(KINDS)
+def test_eight_tokens_divide_into_pieces_that_fit_beside_the_next_kernels(kind):
+    tiling = few.choose(kind)
+    assert 2 * (tiling.shared_bytes + 1024) <= 228 << 10
+    assert tiling.stages >= 2
+    assert tiling.num_blocks <= MULTIPROCESSORS, "all at once"
+    assert tiling.clusters <= kind.rows // 16
+    assert kind.columns % (tiling.split * kind.panel) == 0
+    assert not kind.zeros or kind.columns // tiling.split // GROUP % 4 == 0, "of a copy"
+    of_pass = math.ceil(kind.columns / tiling.split / tiling.piece / tiling.passes) * tiling.piece
+    assert of_pass * tiling.split * tiling.passes >= kind.columns
+    assert tiling.input_registers <= 64
+
+
+@given(KINDS, st.sampled_from([tokens for tokens in BUCKETS if tokens > few.MAX_TOKENS]))
+def test_more_tokens_divide_into_tiles_that_fit(kind, tokens):
+    tiling = tiles.choose(kind, tokens)
+    assert tiling.rows % 16 == 0
+    assert tiling.rows <= 256, "of a box"
+    assert kind.columns % (kind.panel * tiling.split * tiling.panels) == 0
+    assert tiling.panels % tiling.column_groups == 0
+    assert tiling.num_threads <= 512, "or 160 registers are more than there are"
+    assert tiling.shared_bytes <= _SHARED_BYTES
+    assert min(3, tiling.steps) <= tiling.stages <= tiling.steps
+    assert tiling.num_blocks <= MULTIPROCESSORS, "all at once"
+    if tiling.split > 1:
+        assert tiling.num_blocks == tiling.num_tiles * tiling.split, "one tile a cluster"
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(("rows", "columns"), [(4096, 4096), (24576, 4096), (1024, 3072), (64, 512)])
+def test_weights_of_whole_panels_are_streamed(rows, columns, form):
+    kind = QuantisedKind(rows, columns, **form)
+    assert all(is_streamed(kind, tokens) for tokens in BUCKETS)
+    assert not is_streamed(kind, MAX_TOKENS + 1)
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        QuantisedKind(4100, 1024),
+        QuantisedKind(1024, 192),
+        QuantisedKind(151936, 4096),
+        QuantisedKind(4096, 65536),
+        QuantisedKind(1024, 1024, group=64),
+        QuantisedKind(1024, 1024, group=GROUP, scales="bfloat16"),
+        QuantisedKind(1024, 896, **INT4),
+        QuantisedKind(1024, 768, **INT4_ZEROS),
+        QuantisedKind(1024, 1024, values="int4", group=32, scales="bfloat16"),
+        QuantisedKind(1024, 1024, values="int4", scales="bfloat16"),
+        QuantisedKind(1024, 1024, values="int4", group=GROUP),
+    ],
+    ids=lambda kind: kind.name,
+)
+def test_what_does_not_divide_and_other_scales_and_heads_are_left_alone(kind):
+    assert not is_streamed(kind, 8)
+
+
+@pytest.mark.parametrize(
+    ("scheme", "kind"),
+    [
+        (WeightScheme("fp8", 1024), FP8),
+        (WeightScheme("fp8", 128), FP8_GROUPS),
+        (WeightScheme("int4", 128, torch.bfloat16), INT4),
+        (WeightScheme("int4", 128, torch.float16, has_zeros=True), INT4_ZEROS),
+    ],
+)
+def test_a_weights_kind_is_told_by_its_tensors(scheme, kind):
+    of = {role: torch.empty(scheme.shape(role, 64, 1024), dtype=scheme.dtype(role)) for role in scheme.roles}
+    assert kind_of_weight(of["values"], of["scales"], of.get("zeros")) == QuantisedKind(64, 1024, **kind)
+
+
+def test_names_tell_kernels_apart():
+    kinds = [
+        QuantisedKind(64, 256),
+        QuantisedKind(64, 256, 8),
+        QuantisedKind(64, 256, gated=True),
+        QuantisedKind(64, 256, residual=True),
+        QuantisedKind(64, 256, residual=True, next_blocks=4),
+        QuantisedKind(64, 256, bias=True),
+    ]
+    kinds = [QuantisedKind(**{**vars(kind), "columns": 512, **form}) for kind in kinds for form in FORMS]
+    tilings = [choose_tiling(kind, tokens) for kind in kinds for tokens in BUCKETS]
+    assert len({tiling.name for tiling in tilings}) == len(tilings)
+
+
+@given(KINDS)
+def test_a_tiling_is_stored_with_all_that_its_launch_takes(kind):
+    for tokens in BUCKETS:
+        tiling = choose_tiling(kind, tokens)
+        assert tiling_from_json(json.loads(json.dumps(tiling.to_json()))) == tiling
+
+
+def test_a_kernel_that_the_runtime_does_not_hold_is_named(driver):
+    driver()
+    with pytest.raises(ArtifactError, match="fp8_64x256_norm0_t8; compile"):
+        STREAMED.load_kernels([choose_tiling(QuantisedKind(64, 256), 8)], {}, torch.device("cuda:0"))
+
+
+COMPILED = [
+    (QuantisedKind(24576, 4096, 256, gated=True, group=group), tokens) for group in (0, GROUP) for tokens in (8, 32)
+]
+COMPILED += [(QuantisedKind(4096, 12288, residual=True, next_blocks=256, group=GROUP), tokens) for tokens in (8, 16)]
+COMPILED += [(QuantisedKind(4096, 12288, residual=True, next_blocks=256), tokens) for tokens in (8, 64)]
+COMPILED += [(QuantisedKind(896, 4864, residual=True, group=GROUP), tokens) for tokens in (8, 16)]
+COMPILED += [(QuantisedKind(1152, 896, 56, bias=True), tokens) for tokens in (8, 16)]
+COMPILED += [
+    (kind, tokens)
+    for form in (INT4, INT4_ZEROS)
+    for kind in (
+        QuantisedKind(24576, 4096, 256, gated=True, **form),
+        QuantisedKind(4096, 12288, residual=True, next_blocks=256, **form),
+    )
+    for tokens in (8, 64)
+]
+COMPILED += [(QuantisedKind(2560, 9728, residual=True, **INT4), 32)]
+COMPILED += [(QuantisedKind(24576, 4096, 256, gated=True, **FP8_GROUPS), 64)]
+COMPILED += [
+    (QuantisedKind(2560, 9728, residual=True, **INT4), 8),
+    (QuantisedKind(1152, 512, 56, bias=True, **INT4), 8),
+]
+
+
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
+@pytest.mark.parametrize(("kind", "tokens"), COMPILED, ids=lambda value: getattr(value, "name", None))
+def test_the_source_compiles_without_spilling(tmp_path, kind, tokens):
+    (tmp_path / "kernel.cu").write_text(kernel_source(choose_tiling(kind, tokens)))
+    command = ["nvcc", "-cubin", "-arch=sm_90a", "-Xptxas", "-v", "kernel.cu", "-o", "kernel.cubin"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert re.findall(r"(\d+) bytes spill stores", done.stderr) == ["0"]
+    assert "warning" not in done.stderr
+    assert "Performance Loss" not in done.stderr, "products of wgmma wait for each other"
+
+
+@pytest.mark.parametrize(
+    ("kind", "num_tokens", "boxes"),
+    [
+        (QuantisedKind(4096, 4096, residual=True), 5, [(tensor_maps.panels, 16, 8)]),
+        (QuantisedKind(24576, 4096, gated=True), 1, [(tensor_maps.halves, 16, 8)]),
+        (QuantisedKind(24576, 4096, gated=True), 13, [(tensor_maps.halves, 64, 2), (tensor_maps.rows, 13)]),
+    ],
+)
+def test_a_launch_reads_the_boxes_of_its_tiling(driver, monkeypatch, kind, num_tokens, boxes):
+    """Values as elements of two bytes; x by TMA where it comes by boxes too."""
+    driver()
+    asked: list[tuple[object, ...]] = []
+    monkeypatch.setattr(tensor_maps.TensorMaps, "get", lambda self, matrix, *boxes: asked.append((matrix, *boxes)))
+    tiling = choose_tiling(kind, bucket_of(num_tokens))
+    loaded = LoadedLinear(tiling, {tiling.name: b"binary"})
+    launches: list[tuple[object, ...]] = []
+    monkeypatch.setattr(loaded._kernel, "launch", lambda *arguments: launches.append(arguments))
+    x = torch.zeros(num_tokens, kind.columns, dtype=torch.bfloat16)
+    values = torch.zeros(kind.rows, kind.columns, dtype=torch.float8_e4m3fn)
+    loaded(x, (values, torch.zeros(kind.rows, 1), None), [None] * 6, 0.0, num_tokens)
+    assert [tuple(of) for _, *of in asked] == boxes
+    assert asked[0][0].shape == (kind.rows, kind.columns // 2)
+    assert launches[0][:2] == (tiling.num_blocks, tiling.num_threads)

@@ -1,0 +1,70 @@
+"""What torch takes the kernels of layers with a state to write: what it takes for written a package copies first."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from tests.runtime.state.state_cases import KINDS, kernels_of, layer_of, operands_of
+
+pytest.importorskip("triton")
+
+
+@pytest.fixture
+def written(monkeypatch) -> list[list[str]]:
+    """Gets the arguments that each launch is taken to write, in place of the launch."""
+    from torch._higher_order_ops import triton_kernel_wrap
+    from triton.backends.compiler import GPUTarget
+    from triton.runtime import driver
+
+    from mllm_compile.inductor.patches.hidden_waits import hide_waits_from_analysis
+    from mllm_compile.runtime.ops.states import conv, gated_delta, selective_scan, ssd
+
+    class Hopper:
+        def get_current_target(self) -> GPUTarget:
+            return GPUTarget("cuda", 90, 32)
+
+    found = []
+
+    class Analysed:
+        def __init__(self, kernel: Any) -> None:
+            self.kernel = kernel
+
+        def __getitem__(self, grid: object) -> Callable[..., None]:
+            return self.analyse
+
+        def analyse(self, *args: Any, **options: Any) -> None:
+            names = self.kernel.arg_names
+            given = dict(zip(names, args, strict=False)) | {key: options[key] for key in options if key in names}
+            if hasattr(triton_kernel_wrap, "identify_accessed_tensors"):
+                writes = triton_kernel_wrap.identify_accessed_tensors(self.kernel, given, {}).read_writes.writes
+                found.append(sorted(write.name for write in writes))
+            else:  # up to torch 2.11
+                found.append(sorted(triton_kernel_wrap.identify_mutated_tensors(self.kernel, given, {})))
+
+    for module in (conv, gated_delta, selective_scan, ssd):
+        monkeypatch.setattr(module, "wrap_triton", Analysed)
+    hide_waits_from_analysis()
+    if not torch.cuda.is_available():
+        monkeypatch.setattr(driver, "_active", Hopper())
+    return found
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", KINDS)
+def test_states_and_outputs_are_all_that_a_kernel_writes(name, dtype, written):
+    layer = layer_of(name)
+    operands = [value.to(dtype) for value in operands_of(name, 9).values()]
+    given = [*operands, torch.zeros(4, *layer.state_shape), torch.tensor([1, 2])]
+    given.append(torch.tensor([True, False]))
+    bounds = [torch.tensor(ends, dtype=torch.int32) for ends in ([0, 4], [4, 9])]
+    out = torch.zeros(9, *layer.out_shape)
+    decodes, prompts = kernels_of(layer)
+    decodes([*given, out])
+    prompts([*given, *bounds, out])
+    solved = [names for names in written if names == ["factors_ptr", "inverses_ptr", "scores_ptr"]]
+    assert len(solved) == (name == "delta" and dtype == torch.bfloat16)
+    assert [names for names in written if names not in solved] == [["out_ptr", "states_ptr"]] * 2
