@@ -63,6 +63,11 @@ VISION_MODELS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
+_OF_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+VISION_MODELS["qwen3_vl_moe"] = (
+    {**VISION_MODELS["qwen3_vl"][0], **_OF_EXPERTS},
+    VISION_MODELS["qwen3_vl"][1],
+)
 # Of a size that the kernels of GPUs take: heads of 64, and towers' heads of 80 or 72, as the large models have.
 _WIDE_TEXT = {"hidden_size": 256, "head_dim": 64}
 _WIDE_TOWERS = {

@@ -17,7 +17,7 @@ from mllm_compile.errors import CompileError, UnsupportedModelError
 from mllm_compile.model.attention_choice import attention_implementation
 from mllm_compile.model.refusals import first_line, refusing
 from mllm_compile.runtime.media.grids import Grid, GridTower
-from mllm_compile.runtime.media.positions import positions_of
+from mllm_compile.runtime.media.positions import Placed, positions_of
 from mllm_compile.runtime.media.tower_inputs import tower_inputs
 from mllm_compile.runtime.program.executor import ProgramExecutor, Segments
 
@@ -45,7 +45,7 @@ class MediaCase:
         places = [torch.full((count,), facts.image_token_id) for count in features]
         ids = torch.cat([texts[0], places[0], texts[1], places[1], texts[2]])
         starts = (len(texts[0]), len(texts[0]) + features[0] + len(texts[1]))
-        positions, _ = positions_of(len(ids), zip(starts, self.grids, strict=True), merge)
+        positions, _ = positions_of(len(ids), map(Placed, starts, self.grids), merge)
         text = torch.arange(len(texts[2])).expand(3, -1)
         self.prompts: list[Prompt] = [
             (ids.to(device), torch.from_numpy(positions).to(device)),

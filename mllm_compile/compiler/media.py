@@ -34,7 +34,6 @@ def with_media(config: ResolvedConfig, lowered: Lowered, dump_dir: Path, reporte
         dump_dir: gets a text file for each graph after its passes.
 
     Raises:
-        UnsupportedModelError: images would not be served right.
         CompileError: a pass failed.
     """
     from mllm_compile.model.gate import check_tower, check_trace
@@ -46,16 +45,16 @@ def with_media(config: ResolvedConfig, lowered: Lowered, dump_dir: Path, reporte
         return lowered
     try:
         facts = grid_tower(hf_model)
+        if facts is None:
+            return lowered
+        with reporter.stage("trace images"), gc_paused():
+            text = trace_with_features(hf_model, facts, device, max_traced_tokens(config))
+            check_trace(text, hf_model)
+            tower = trace_tower(hf_model, facts, device)
+            check_tower(tower, hf_model)
     except UnsupportedModelError as error:
-        reporter.announce(f"{error} Its text is served.")
+        reporter.announce(f"its text is served without images: {error}")
         return lowered
-    if facts is None:
-        return lowered
-    with reporter.stage("trace images"), gc_paused():
-        text = trace_with_features(hf_model, facts, device, max_traced_tokens(config))
-        check_trace(text, hf_model)
-        tower = trace_tower(hf_model, facts, device)
-        check_tower(tower, hf_model)
     not_of_towers = {name: "it is for language models" for name in pass_names() if name not in OF_TOWERS}
     rewriting = refusing(f"images of {hf_model.model.config.model_type!r} models cannot be rewritten")
     with reporter.stage("passes of images"), gc_paused(), rewriting:

@@ -26,7 +26,8 @@ class GridTower:
         window: rows and columns of features that attend to each other in layers with windows; 0: there are none.
         table_side: rows and columns of the learned table of places that is spread over an image; 0: there is none.
         align_corners: the table's corners lie on the image's, else its edges on the image's edges.
-        image_token_id: the token that stands for a feature.
+        image_token_id, video_token_id: the tokens that stand for a feature; -1: the model takes no videos.
+        ticks_per_second: of a video, positions on the axis of time; 0: its frames are one apart.
     """
 
     merge: int
@@ -36,6 +37,8 @@ class GridTower:
     table_side: int
     align_corners: bool
     image_token_id: int
+    video_token_id: int = -1
+    ticks_per_second: int = 0
 
     def num_features(self, grid: Grid) -> int:
         return grid[0] * grid[1] * grid[2] // self.merge**2

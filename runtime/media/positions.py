@@ -1,19 +1,29 @@
-"""Positions on three axes, time, row and column, of a prompt with images; text has the same number on all three."""
+"""Positions on three axes, time, row and column, of a prompt with images or videos; those of text are one number."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 import numpy as np
 
 from mllm_compile.runtime.media.grids import Grid
 
 
-def positions_of(num_tokens: int, images: Iterable[tuple[int, Grid]], merge: int) -> tuple[np.ndarray, int]:
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """A grid of patches among a prompt's tokens: the first one's index, and how far frames are apart in time."""
+
+    start: int
+    grid: Grid
+    interval: float = 1.0
+
+
+def positions_of(num_tokens: int, grids: Iterable[Placed], merge: int) -> tuple[np.ndarray, int]:
     """The prompt's positions, and what those of later tokens are beyond their index.
 
     Args:
-        images: in order, where each begins among the tokens, and its grid of patches.
+        grids: in order.
         merge: rows and columns of patches that make one token.
 
     Returns:
@@ -21,13 +31,15 @@ def positions_of(num_tokens: int, images: Iterable[tuple[int, Grid]], merge: int
     """
     positions = np.empty((3, num_tokens), dtype=np.int64)
     at = position = 0
-    for start, (frames, rows, columns) in images:
+    for placed in grids:
+        start, (frames, rows, columns) = placed.start, placed.grid
         positions[:, at:start] = position + np.arange(start - at)
         position += start - at
-        size = (frames, rows // merge, columns // merge)
-        places = np.stack(np.meshgrid(*map(np.arange, size), indexing="ij")).reshape(3, -1)
+        times = (np.arange(frames) * placed.interval).astype(np.int64)
+        axes = (times, np.arange(rows // merge), np.arange(columns // merge))
+        places = np.stack(np.meshgrid(*axes, indexing="ij")).reshape(3, -1)
         at = start + places.shape[1]
         positions[:, start:at] = position + places
-        position += max(size[1:])
+        position += max(rows, columns) // merge
     positions[:, at:] = position + np.arange(num_tokens - at)
-    return positions, position - at
+    return positions, int(positions.max()) + 1 - num_tokens

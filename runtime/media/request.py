@@ -1,4 +1,4 @@
-"""A request's images: what each is for the tower, the prompt's positions, and its keys in the prefix cache.
+"""A request's images and frames of videos: what each is for the tower, the prompt's positions, and its cache keys.
 
 Made once, when a request comes (`RequestMedia.of`); the scheduler asks where images lie, the step runner what they are.
 Free of torch.
@@ -14,15 +14,17 @@ import numpy as np
 
 from mllm_compile.runtime.errors import RequestError
 from mllm_compile.runtime.media.grids import MAX_FEATURES, Grid, GridTower
-from mllm_compile.runtime.media.positions import positions_of
+from mllm_compile.runtime.media.positions import Placed, positions_of
 
-_PIXELS, _GRID = "pixel_values", "image_grid_thw"
+_OF_IMAGES = ("pixel_values", "image_grid_thw")
+_OF_VIDEOS = ("pixel_values_videos", "video_grid_thw")
+_SECONDS = "second_per_grid_ts"  # between frames of a video
 _DIGEST_BYTES = 32
 
 
 @dataclass(frozen=True, eq=False)
 class Image:
-    """One image of a prompt.
+    """One image of a prompt, or a frame of a video: frames do not attend to each other in a tower.
 
     Attributes:
         start, end: its tokens, each of which takes a feature.
@@ -69,37 +71,47 @@ class RequestMedia:
             tower: the model's.
             token_ids: N ids, a placeholder for each feature.
             is_feature: [N] bool.
-            items: start, length, digest and what the processor gave, of each image.
+            items: start, length, digest and what the processor gave, of each image or video.
 
         Raises:
             RequestError: tokens and images do not fit each other, or an image not the tower.
         """
-        ids = np.asarray(token_ids, dtype=np.int64)
-        images = tuple(_image(tower, *item) for item in items)
+        ids, is_feature = np.asarray(token_ids, dtype=np.int64), np.asarray(is_feature, dtype=bool)
+        if not ids.size:
+            raise RequestError("the prompt is empty; a request needs at least one token to compute")
+        if is_feature.size != ids.size:
+            raise RequestError(f"is_feature has {is_feature.size} values for a prompt of {ids.size} tokens")
         expected = np.zeros(ids.size, dtype=bool)
         keys, end = ids.copy(), 0
-        for image in images:
-            if image.start < end or image.end > ids.size:
+        images: list[Image] = []
+        placed: list[Placed] = []
+        for item in items:
+            start, length = item[:2]
+            if start < end or start + length > ids.size:
                 raise RequestError(
-                    f"an image's tokens are {image.start} to {image.end - 1} of a prompt of {ids.size}, and the image "
+                    f"an image's tokens are {start} to {start + length - 1} of a prompt of {ids.size}, and the image "
                     f"before ends at {end}: expected images in order, within the prompt"
                 )
-            end = image.end
-            expected[image.start : end] = True
-            keys[image.start : end] = _keys(image)
-        if not np.array_equal(expected, np.asarray(is_feature)):
+            end = start + length
+            own, grids = _images(tower, item, is_feature)
+            images, placed = images + own, placed + grids
+            for image in own:
+                expected[image.start : image.end] = True
+                keys[image.start : image.end] = _keys(image)
+        if not np.array_equal(expected, is_feature):
             raise RequestError(
                 f"{int(np.count_nonzero(is_feature))} tokens take features, at other places than the images' "
-                f"{int(np.count_nonzero(expected))}. Each image's tokens are to lie one after another."
+                f"{int(np.count_nonzero(expected))}"
             )
-        if not np.array_equal(expected, ids == tower.image_token_id):
+        stands = (ids == tower.image_token_id) | (ids == tower.video_token_id)
+        if not np.array_equal(expected, stands):
             raise RequestError(
-                f"{int(np.count_nonzero(ids == tower.image_token_id))} tokens of the prompt are the image's "
-                f"placeholder ({tower.image_token_id}), but its images have {int(np.count_nonzero(expected))} "
-                "features. Give as many images as the prompt has places for, and let the model's processor expand them."
+                f"{int(np.count_nonzero(stands))} tokens of the prompt are placeholders ({tower.image_token_id} of "
+                f"images), but its images have {int(np.count_nonzero(expected))} features. Give as many images as the "
+                "prompt has places for, and let the model's processor expand them."
             )
-        positions, delta = positions_of(ids.size, ((image.start, image.grid) for image in images), tower.merge)
-        return cls(images, positions, delta, keys, expected)
+        positions, delta = positions_of(ids.size, placed, tower.merge)
+        return cls(tuple(images), positions, delta, keys, expected)
 
     @property
     def num_tokens(self) -> int:
@@ -124,18 +136,53 @@ class RequestMedia:
         return positions
 
 
-def _image(tower: GridTower, start: int, length: int, digest: bytes, tensors: Mapping[str, np.ndarray]) -> Image:
-    unknown = sorted(set(tensors) - {_PIXELS, _GRID})
-    if unknown or len(tensors) < 2:
+def _images(
+    tower: GridTower, item: tuple[int, int, bytes, Mapping[str, np.ndarray]], is_feature: np.ndarray
+) -> tuple[list[Image], list[Placed]]:
+    """An item's images, each frame of a video one, and where its grids are."""
+    start, length, digest, tensors = item
+    pixels, grid, is_video = _checked(tower, tensors)
+    if len(digest) != _DIGEST_BYTES:
+        raise RequestError(f"an image's digest has {len(digest)} bytes; expected {_DIGEST_BYTES}")
+    frames, rows, columns = grid
+    places = start + np.flatnonzero(is_feature[start : start + length])
+    features = tower.num_features(grid)
+    if features != places.size:
+        raise RequestError(f"an image has {features} features, and the prompt {places.size} tokens for it")
+    of_frame = (1, rows, columns)
+    if features // frames > MAX_FEATURES:
         raise RequestError(
-            f"an item of the prompt has {', '.join(sorted(tensors)) or 'nothing'}; expected an image's {_PIXELS} and "
-            f"{_GRID}. Videos are not served yet."
+            f"an image has {features // frames} features, and at most {MAX_FEATURES} are served. Make it smaller."
         )
-    pixels, grids = np.asarray(tensors[_PIXELS]), np.asarray(tensors[_GRID])
+    images = []
+    for frame, own in enumerate(places.reshape(frames, -1)):
+        if own[-1] - own[0] + 1 != own.size:
+            raise RequestError("the tokens of an image, or of a video's frame, are to lie one after another")
+        frame_digest = digest if frames == 1 else hashlib.sha256(digest + frame.to_bytes(4, "little")).digest()
+        part = pixels[frame * rows * columns : (frame + 1) * rows * columns]
+        images.append(Image(int(own[0]), int(own[-1]) + 1, frame_digest, of_frame, part))
+    if len(images) > 1 and images[0].end != images[1].start:  # text between frames says when they are
+        return images, [Placed(image.start, of_frame) for image in images]
+    seconds = float(np.asarray(tensors.get(_SECONDS, 1.0)).ravel()[0])
+    interval = tower.ticks_per_second * seconds if is_video and tower.ticks_per_second else 1.0
+    return images, [Placed(images[0].start, grid, interval)]
+
+
+def _checked(tower: GridTower, tensors: Mapping[str, np.ndarray]) -> tuple[np.ndarray, Grid, bool]:
+    """An item's pixels [patches, patch_width] float32 and grid, and whether it is a video."""
+    is_video = _OF_VIDEOS[0] in tensors
+    names = _OF_VIDEOS if is_video else _OF_IMAGES
+    if not set(names) <= set(tensors) <= {*names, _SECONDS}:
+        raise RequestError(
+            f"an item of the prompt has {', '.join(sorted(tensors)) or 'nothing'}; expected "
+            f"{' and '.join(_OF_IMAGES)}, or {' and '.join(_OF_VIDEOS)}"
+        )
+    if is_video and tower.video_token_id < 0:
+        raise RequestError("the model takes images, and no videos. Send frames as images.")
+    pixels, grids = (np.asarray(tensors[name]) for name in names)
     if grids.size != 3 or grids.min() < 1:
-        raise RequestError(f"{_GRID} is {grids.tolist()}; expected frames, rows and columns of one image")
+        raise RequestError(f"{names[1]} is {grids.tolist()}; expected frames, rows and columns of one image or video")
     frames, rows, columns = (int(size) for size in grids.ravel())
-    grid = (frames, rows, columns)
     if rows % tower.merge or columns % tower.merge:
         raise RequestError(
             f"an image has {rows} × {columns} patches; expected multiples of {tower.merge}, as the model's processor "
@@ -143,17 +190,10 @@ def _image(tower: GridTower, start: int, length: int, digest: bytes, tensors: Ma
         )
     if pixels.shape != (frames * rows * columns, tower.patch_width):
         raise RequestError(
-            f"{_PIXELS} has the shape {list(pixels.shape)}; expected [{frames * rows * columns}, {tower.patch_width}] "
+            f"{names[0]} has the shape {list(pixels.shape)}; expected [{frames * rows * columns}, {tower.patch_width}] "
             f"for a grid of {frames} × {rows} × {columns} patches"
         )
-    features = tower.num_features(grid)
-    if features != length:
-        raise RequestError(f"an image has {features} features, and the prompt {length} tokens for it")
-    if features > MAX_FEATURES:
-        raise RequestError(f"an image has {features} features, and at most {MAX_FEATURES} are served. Make it smaller.")
-    if len(digest) != _DIGEST_BYTES:
-        raise RequestError(f"an image's digest has {len(digest)} bytes; expected {_DIGEST_BYTES}")
-    return Image(start, start + length, digest, grid, np.ascontiguousarray(pixels, dtype=np.float32))
+    return np.ascontiguousarray(pixels, dtype=np.float32), (frames, rows, columns), is_video
 
 
 def _keys(image: Image) -> np.ndarray:

@@ -12,17 +12,17 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from mllm_compile import Engine, SamplingParams
 from mllm_compile.engine.assemble import assemble
 from mllm_compile.engine.engine import Engine as AnyEngine
 from mllm_compile.errors import RequestError
-from mllm_compile.media.inputs import MediaPrompt
+from mllm_compile.media.inputs import MediaItem, MediaPrompt
 from mllm_compile.process.timeline import Timeline
 from tests.fakes import all_pages_are_back
 from tests.tiny_model import engine_of_pages
 from tests.tiny_vision import (
-    VISION_MODELS,
     image,
     media_prompt,
     save_vision_model,
@@ -42,6 +42,9 @@ TEXT = [3, 4, 5, 6, 7]
 PROMPTS: list[MediaPrompt | list[int]] = [ONE, TWO, CUT, LAST, TEXT]
 
 
+TOWERS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")  # each unlike the others
+
+
 @dataclass(frozen=True)
 class Served:
     """A model's folder, and Transformers' answers to PROMPTS."""
@@ -55,7 +58,7 @@ class Served:
         return Engine(vision_engine_config(self.folder, self.cache, **runtime))
 
 
-@pytest.fixture(scope="module", params=VISION_MODELS)
+@pytest.fixture(scope="module", params=TOWERS)
 def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     folder = tmp_path_factory.mktemp(request.param)
     model = save_vision_model(request.param, folder)
@@ -140,6 +143,37 @@ def test_images_are_refused_where_text_alone_is_served(served: Served) -> None:
         pytest.raises(RequestError, match=r"runtime\.deterministic is set, under which text alone is served"),
     ):
         engine.generate(ONE, GREEDY)
+
+
+def test_videos_are_placed_in_time(served: Served) -> None:
+    pixels, grid = image(5, (3, 4, 6))
+    tensors = {"pixel_values_videos": pixels, "video_grid_thw": np.array([grid])}
+    if served.model.config.model_type == "qwen3_vl":  # frames apart, behind what says when they are
+        ids = [5, 92, *[91] * 6, 93, 30, 92, *[91] * 6, 93, 31, 92, *[91] * 6, 93, 7]
+    else:
+        ids = [5, 92, *[91] * 18, 93, 7]
+    if served.model.config.model_type == "qwen2_5_vl":
+        tensors["second_per_grid_ts"] = np.array([1.5])
+    is_feature = np.array(ids) == 91
+    first, last = np.flatnonzero(is_feature)[[0, -1]].tolist()
+    prompt = MediaPrompt(ids, (MediaItem("video", first, last - first + 1, b"v" * 32, tensors),), is_feature)
+    # With a cache: tokens behind a long video are placed behind its last time, where a prompt's own text need not be.
+    given: dict[str, Any] = {name: torch.from_numpy(array) for name, array in tensors.items()}
+    given |= {"input_ids": torch.tensor([ids]), "mm_token_type_ids": torch.from_numpy(is_feature).long()[None] * 2}
+    expected: list[int] = []
+    for _ in range(MAX_TOKENS):
+        with torch.no_grad():
+            output = served.model(**given, use_cache=True)
+        expected.append(int(output.logits[0, -1].argmax()))
+        given = {"input_ids": torch.tensor([expected[-1:]]), "past_key_values": output.past_key_values}
+    with served.engine(max_num_batched_tokens=9) as engine:
+        assert tokens(engine, [prompt, ONE]) == [expected, served.answers[0]]
+
+
+def test_a_text_with_experts_takes_images_too(tmp_path: Path) -> None:
+    model = save_vision_model("qwen3_vl_moe", tmp_path / "model")
+    with Engine(vision_engine_config(tmp_path / "model", tmp_path / "cache")) as engine:
+        assert tokens(engine, [TWO, TEXT]) == [transformers_greedy(model, p, MAX_TOKENS) for p in (TWO, TEXT)]
 
 
 @pytest.mark.slow  # the pieces of text, text with features and tower: a minute of two cores

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from mllm_compile import Engine, EngineConfig, SamplingParams
-from tests.tiny_vision import VISION_MODELS, image, media_prompt, save_vision_model, transformers_logprobs
+from tests.tiny_vision import image, media_prompt, save_vision_model, transformers_logprobs
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
 
@@ -61,7 +61,7 @@ def errors_of(model: Any, outputs: Sequence[Any]) -> tuple[float, float]:
     return float(torch.cat(ours).mean()), float(torch.cat(theirs).mean())
 
 
-@pytest.mark.parametrize("model_type", VISION_MODELS)
+@pytest.mark.parametrize("model_type", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl"])
 def test_it_is_as_near_to_float32_as_transformers_in_bf16(model_type: str, tmp_path: Path) -> None:
     model = save_vision_model(model_type, tmp_path / "model", wide=True).cuda()
     # Torch attends in the text, so that nothing is compiled; the tower's attention is the GPU's own.

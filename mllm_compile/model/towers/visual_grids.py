@@ -55,6 +55,8 @@ def grid_tower(hf_model: HFModel) -> GridTower | None:
         table_side=getattr(tower, "num_grid_per_side", 0),
         align_corners=getattr(tower, "interpolation_align_corners", False),
         image_token_id=config.image_token_id,
+        video_token_id=-1 if config.video_token_id is None else config.video_token_id,
+        ticks_per_second=int(getattr(vision, "tokens_per_second", 0)),
     )
 
 

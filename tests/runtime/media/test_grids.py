@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from mllm_compile.runtime.media.grids import Grid, GridTower, patch_places, table_taps, windows
-from mllm_compile.runtime.media.positions import positions_of
+from mllm_compile.runtime.media.positions import Placed, positions_of
 from mllm_compile.runtime.media.tower_inputs import tower_inputs
 
 GRIDS: list[Grid] = [(1, 2, 2), (1, 4, 6), (2, 8, 14), (1, 16, 22), (3, 6, 4)]
@@ -66,13 +66,13 @@ def test_positions_are_those_of_transformers() -> None:
     from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLModel
 
     ids = [1, 2, *[90] * 6, 3, *[90] * 88, 4, 5, 6]
-    images: list[tuple[int, Grid]] = [(2, (1, 4, 6)), (9, (1, 16, 22))]
+    images = [Placed(2, (1, 4, 6)), Placed(9, (1, 16, 22))]
     model: Any = Qwen3VLModel
     self = SimpleNamespace(config=SimpleNamespace(vision_config=SimpleNamespace(spatial_merge_size=2)))
     self.get_vision_position_ids = lambda *args, **kwargs: model.get_vision_position_ids(self, *args, **kwargs)
     tokens = torch.tensor([ids])
     theirs, delta = model.get_rope_index(
-        self, tokens, (tokens == 90).int(), image_grid_thw=tensor([grid for _, grid in images])
+        self, tokens, (tokens == 90).int(), image_grid_thw=tensor([one.grid for one in images])
     )
     ours, our_delta = positions_of(len(ids), images, 2)
     assert np.array_equal(ours, theirs[:, 0])

@@ -50,13 +50,13 @@ def test_positions_of_a_part_go_on_behind_the_prompt() -> None:
     ("changes", "reason"),
     [
         ({"start": 6}, r"6 to 11 of a prompt of 10"),
-        ({"start": 1}, "at other places than the images'"),
+        ({"start": 1}, "an image has 6 features, and the prompt 5 tokens for it"),
         ({"length": 5}, "an image has 6 features, and the prompt 5 tokens for it"),
         ({"digest": b"short"}, "a digest has 5 bytes|an image's digest has 5 bytes"),
         ({"columns": 5}, "multiples of 2"),
         ({"pixel_values": np.zeros((24, 4))}, r"\[24, 4\]; expected \[24, 3\]"),
         ({"image_grid_thw": np.array([[1, 4]])}, "expected frames, rows and columns"),
-        ({"pixel_values_videos": np.zeros(1)}, "Videos are not served yet"),
+        ({"pixel_values_videos": np.zeros(1)}, "expected pixel_values and image_grid_thw, or"),
     ],
 )
 def test_what_does_not_fit_is_refused(changes: dict[str, Any], reason: str) -> None:
@@ -65,7 +65,7 @@ def test_what_does_not_fit_is_refused(changes: dict[str, Any], reason: str) -> N
 
 
 def test_placeholders_without_an_image_are_refused() -> None:
-    with pytest.raises(RequestError, match=r"7 tokens of the prompt are the image's placeholder \(90\)"):
+    with pytest.raises(RequestError, match=r"7 tokens of the prompt are placeholders \(90 of images\)"):
         RequestMedia.of(TOWER, [*IDS, 90], np.array([*IDS, 0]) == 90, [(2, 6, b"a" * 32, tensors())])
 
 
