@@ -29,7 +29,6 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch.nn import functional
 from torch.utils.data import DataLoader, Dataset
 from transformers import (
-    AutoImageProcessor,
     AutoModelForImageTextToText,
     AutoTokenizer,
     GenerationConfig,
@@ -307,9 +306,11 @@ def count_right(folder: Path, count: int) -> tuple[int, list[str]]:
     """Held-out pictures that are answered right, word for word, and what was said of the others."""
     if not count:
         return 0, []
+    from transformers import Qwen2VLImageProcessorPil  # needs Pillow
+
     model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    processor = AutoImageProcessor.from_pretrained(folder, backend="pil")
+    processor = Qwen2VLImageProcessorPil.from_pretrained(folder)
     image_id = tokenizer.convert_tokens_to_ids(IMAGE)
     right, wrong = 0, []
     for picture, question, answer in held_out(count):

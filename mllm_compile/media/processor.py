@@ -163,7 +163,7 @@ class MediaProcessor:
 
 def _load(folder: Path) -> Any:
     """The processor, its images by Pillow, its videos where torchvision is installed."""
-    from transformers import AutoImageProcessor, AutoTokenizer, AutoVideoProcessor
+    from transformers import AutoTokenizer, AutoVideoProcessor
     from transformers.models.auto.processing_auto import processor_class_from_name
     from transformers.utils import is_torchvision_available
 
@@ -173,7 +173,7 @@ def _load(folder: Path) -> Any:
         raise Refused(f"the model's processor is a {name}, which this Transformers does not have")
     load = {
         "tokenizer": lambda: AutoTokenizer.from_pretrained(folder),
-        "image_processor": lambda: AutoImageProcessor.from_pretrained(folder, backend="pil"),
+        "image_processor": lambda: _image_class(folder).from_pretrained(folder),
         "video_processor": lambda: AutoVideoProcessor.from_pretrained(folder) if is_torchvision_available() else None,
     }
     parts = kind.get_attributes()
@@ -182,6 +182,21 @@ def _load(folder: Path) -> Any:
         raise Refused(f"the model's processor ({name}) is of {', '.join(parts)}; texts, images and videos are served")
     options, _ = kind.get_processor_dict(folder)
     return _may_lack_videos(kind).from_args_and_dict([load[part]() for part in parts], options)
+
+
+def _image_class(folder: Path) -> Any:
+    """The image processor's Pillow form. Not by AutoImageProcessor, which needs torchvision in some releases."""
+    import transformers
+
+    own = [_read_json(folder / name) for name in PROCESSOR_FILES]
+    names = [found.get("image_processor_type") for one in own for found in (one, one.get("image_processor") or {})]
+    name = next((name for name in names if isinstance(name, str)), None)
+    if name is None:
+        raise Refused(f"none of the model's files ({', '.join(PROCESSOR_FILES)}) names its image_processor_type")
+    kind = getattr(transformers, f"{name.removesuffix('Fast').removesuffix('Pil')}Pil", None)
+    if kind is None:
+        raise Refused(f"the model's image processor is a {name}, of which this Transformers has no form for Pillow")
+    return kind
 
 
 def _may_lack_videos(kind: Any) -> Any:

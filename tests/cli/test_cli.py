@@ -436,3 +436,11 @@ def test_a_character_that_the_terminal_cannot_show_ends_no_command(monkeypatch):
     assert run(["--version"]) == 0
     print("3 µs", flush=True)
     assert written.getvalue().endswith(b"3 ?s\n")
+
+
+def test_a_picture_that_cannot_be_read_is_told_before_anything_is_loaded(capsys, tmp_path):
+    (tmp_path / "empty.png").write_bytes(b"")
+    for path, said in ((tmp_path / "none.png", "No such file"), (tmp_path / "empty.png", "the picture is empty")):
+        assert run(["generate", "configs/tiny.yaml", "--prompt", "a", "--image", str(path)]) != 0
+        err = capsys.readouterr().err
+        assert "--image" in err and said in err and "Traceback" not in err

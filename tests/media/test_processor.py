@@ -21,6 +21,12 @@ def item(seed=0):
         ("preprocessor_config.json", "{}", "names its processor_class"),
         ("preprocessor_config.json", '{"processor_class": "NoSuchProcessor"}', "this Transformers does not have"),
         ("preprocessor_config.json", '{"processor_class": "WhisperProcessor"}', "texts, images and videos are served"),
+        ("preprocessor_config.json", '{"processor_class": "Qwen3VLProcessor"}', "names its image_processor_type"),
+        (
+            "preprocessor_config.json",
+            '{"processor_class": "Qwen3VLProcessor", "image_processor_type": "NoSuchImageProcessor"}',
+            "a NoSuchImageProcessor, of which this Transformers has no form for Pillow",
+        ),
         ("preprocessor_config.json", "{", "cannot be loaded"),
         ("tokenizer.json", "{}", "cannot be loaded"),
     ],

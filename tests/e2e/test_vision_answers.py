@@ -1,0 +1,83 @@
+"""The embedded vision model through the engine: pictures that nobody has trained on, asked about in one call."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mllm_compile.config.schema import EngineConfig
+from mllm_compile.engine.engine import Engine
+from mllm_compile.errors import RequestError
+from mllm_compile.runtime.sampling.params import SamplingParams
+
+ROOT = Path(__file__).parents[2]
+GREEDY = SamplingParams(temperature=0, max_tokens=16)
+
+pytestmark = pytest.mark.slow
+pytest.importorskip("PIL")
+
+
+@pytest.fixture(scope="module")
+def pictures() -> Iterator[Any]:
+    spec = importlib.util.spec_from_file_location("vision_pictures", ROOT / "examples" / "vision_pictures.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # for its dataclasses
+    spec.loader.exec_module(module)
+    yield module
+    del sys.modules[spec.name]
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+    config = {
+        "model": {"path": str(ROOT / "mllm_compile/model/tiny_vision"), "dtype": "float32"},
+        "compile": {"backend": "eager"},
+        "runtime": {"device": "cpu"},
+        "cache": {"dir": str(tmp_path_factory.mktemp("cache"))},
+    }
+    with Engine(EngineConfig.from_dict(config)) as engine:
+        yield engine
+
+
+def chat(pixels: Any, question: str) -> list[dict[str, Any]]:
+    return [{"role": "user", "content": [{"type": "image", "image": pixels}, {"type": "text", "text": question}]}]
+
+
+def test_held_out_pictures_are_answered(engine, pictures):
+    asked = pictures.held_out(200)
+    outputs = engine.chat([chat(picture.pixels, question) for picture, question, _ in asked], GREEDY)
+    right = sum(output.outputs[0].text == answer for output, (_, _, answer) in zip(outputs, asked, strict=True))
+    assert right >= 190
+
+
+def test_two_pictures_of_one_call_do_not_mix(engine, pictures):
+    question = "How many shapes?"
+    seen = [pictures.draw_picture(pictures.HELD_OUT + seed) for seed in range(500, 512)]
+    alone = [engine.chat(chat(picture.pixels, question), GREEDY)[0].outputs[0].text for picture in seen]
+    together = engine.chat([chat(picture.pixels, question) for picture in seen], GREEDY)
+    assert [output.outputs[0].text for output in together] == alone
+    assert len(set(alone)) > 3
+
+
+def test_a_picture_goes_with_prompts_of_text_and_one_that_is_refused(engine, pictures):
+    picture, question, answer = pictures.held_out(1)[0]
+    text = [{"role": "user", "content": question}]
+    outputs = engine.chat([text, chat(picture.pixels, question), chat(b"no picture", question), text], GREEDY)
+    assert outputs[1].outputs[0].text == answer
+    assert "image 0: the picture is no picture" in (outputs[2].error or "")
+    assert outputs[0].outputs[0].text == outputs[3].outputs[0].text
+
+
+def test_a_picture_whose_tokens_do_not_fit_is_refused(engine, pictures):
+    pixels = pictures.draw_picture(pictures.HELD_OUT).pixels
+    parts = [{"type": "image", "image": pixels}] * 60
+    with pytest.raises(RequestError, match="but the model's context is 1,024 tokens"):
+        engine.chat([{"role": "user", "content": [*parts, *[{"type": "text", "text": "shapes " * 600}]]}], GREEDY)
+    with pytest.raises(RequestError, match="videos"):
+        engine.chat([{"role": "user", "content": [{"type": "video", "video": [pixels]}]}], GREEDY)
