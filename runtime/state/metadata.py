@@ -75,7 +75,10 @@ class StateMetadata:
     def of_prompts(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         """(rows, has_state, starts, ends) of the other requests: request i's tokens are from starts[i] to ends[i]."""
         first, bounds = self.num_decodes, self.query_start_loc
-        return self.rows[first:], self.has_state[first:], bounds[first:-1], bounds[first + 1 :]
+        parts = self.rows[first:], self.has_state[first:], bounds[first:-1], bounds[first + 1 :]
+        # Of their own: a package copies, in every layer, an input that does not begin at a multiple of 16 bytes.
+        rows, has_state, starts, ends = (part.clone() for part in parts)
+        return rows, has_state, starts, ends
 
 
 class StateMetadataBuilder:
