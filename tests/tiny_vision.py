@@ -34,6 +34,7 @@ _TEXT = {
 _ROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}
 _PATCHES = {"num_heads": 2, "patch_size": 4, "spatial_merge_size": MERGE, "temporal_patch_size": 2, "in_channels": 3}
 _TOKENS = {"image_token_id": IMAGE_TOKEN, "video_token_id": 91, "vision_start_token_id": 92, "vision_end_token_id": 93}
+PLACEHOLDERS = frozenset((IMAGE_TOKEN, _TOKENS["video_token_id"]))
 # By model type: the text's config, and the tower's.
 VISION_MODELS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "qwen2_vl": ({"rope_parameters": _ROPE}, {"depth": 2, "embed_dim": 32, "hidden_size": 64, "mlp_ratio": 2}),
