@@ -25,11 +25,12 @@ _BLOCKS_AT_ONCE = 1024
 
 
 @triton.jit
-def _load_bins(ids_ptr, slots_ptr, rows, num_rows, E: tl.constexpr, K: tl.constexpr):
-    """The expert of each row, or E for one that no expert has; and the row as `order` has it."""
-    is_row = rows < num_rows
-    is_real = is_row & (tl.load(slots_ptr + rows // K, mask=is_row, other=0) > 0)
-    ids = tl.load(ids_ptr + rows, mask=is_real, other=-1)
+def _bins_of(ids, is_real, rows, E: tl.constexpr):
+    """The expert of each row, or E for one that no expert has; and the row as `order` has it.
+
+    Kernels load `ids` themselves: of a function that loads, torch's analysis takes what it reads for written, where a
+    place to write to follows from it, and pieces would copy it.
+    """
     is_chosen = is_real & (ids >= 0) & (ids < E)
     bins = tl.where(is_chosen, ids, E).to(tl.int32)
     return bins, tl.where(is_real & (is_chosen == 0), -1 - rows, rows)
@@ -93,7 +94,9 @@ def _order_kernel(
         start_dependents()
     tl.store(counts_ptr + tl.arange(0, BINS), 0)
     rows = tl.arange(0, ROWS)
-    bins, entries = _load_bins(ids_ptr, slots_ptr, rows, num_rows, E, K)
+    is_row = rows < num_rows
+    is_real = is_row & (tl.load(slots_ptr + rows // K, mask=is_row, other=0) > 0)
+    bins, entries = _bins_of(tl.load(ids_ptr + rows, mask=is_real, other=-1), is_real, rows, E)
     tl.debug_barrier()
     ranks = tl.atomic_add(counts_ptr + bins, 1, mask=rows < num_rows, sem="relaxed")
     tl.debug_barrier()
@@ -119,7 +122,9 @@ def _rank_kernel(
         wait_for_prerequisites()
         start_dependents()
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    bins, _ = _load_bins(ids_ptr, slots_ptr, rows, num_rows, E, K)
+    is_row = rows < num_rows
+    is_real = is_row & (tl.load(slots_ptr + rows // K, mask=is_row, other=0) > 0)
+    bins, _ = _bins_of(tl.load(ids_ptr + rows, mask=is_real, other=-1), is_real, rows, E)
     ranks = tl.atomic_add(counts_ptr + bins, 1, mask=rows < num_rows, sem="relaxed")
     tl.store(ranks_ptr + rows, ranks, mask=rows < num_rows)
 
@@ -164,7 +169,9 @@ def _enter_kernel(
         wait_for_prerequisites()
         start_dependents()
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    bins, entries = _load_bins(ids_ptr, slots_ptr, rows, num_rows, E, K)
+    is_row = rows < num_rows
+    is_real = is_row & (tl.load(slots_ptr + rows // K, mask=is_row, other=0) > 0)
+    bins, entries = _bins_of(tl.load(ids_ptr + rows, mask=is_real, other=-1), is_real, rows, E)
     ranks = tl.load(ranks_ptr + rows, mask=rows < num_rows, other=0)
     _enter_rows(starts_ptr, order_ptr, bins, ranks, entries, rows < num_rows, B, BINS)
 
