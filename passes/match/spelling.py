@@ -107,6 +107,8 @@ def _spelled(node: fx.Node) -> tuple[Target, tuple[Any, ...], dict[str, Any]] | 
         return ("to", (node.args[0], node.meta["val"].dtype), {}) if is_plain else None
     if target == "scatter":
         return _with_a_number_of_its_dtype(node)
+    if target is operator.getitem:
+        return _by_slices(node)
     operation = _BY_SPELLING.get(target)
     if operation is None or not _is_of_tensors(node):
         return None
@@ -125,6 +127,20 @@ def _with_a_number_of_its_dtype(node: fx.Node) -> tuple[Target, tuple[Any, ...],
     if not is_whole or not node.meta["val"].is_floating_point():
         return None
     return "scatter", (*node.args[:3], float(node.args[3])), node.kwargs  # type: ignore[arg-type]
+
+
+def _by_slices(node: fx.Node) -> tuple[Target, tuple[Any, ...], dict[str, Any]] | None:
+    """`x[..., [-2]]` as `x[..., -2:-1]`; None if there is no list, or one of several numbers.
+
+    A list is brought to the GPU whenever it is read, which no captured graph can do.
+    """
+    index = node.args[1]
+    lists = [part for part in index if isinstance(part, list)] if isinstance(index, tuple) else []
+    if len(lists) != 1 or len(lists[0]) != 1 or type(lists[0][0]) is not int or not _is_of_tensors(node):
+        return None
+    (place,) = lists[0]
+    sliced = slice(place, place + 1 or None)
+    return operator.getitem, (node.args[0], tuple(sliced if part is lists[0] else part for part in index)), {}  # type: ignore[union-attr]
 
 
 def _is_of_tensors(node: fx.Node) -> bool:

@@ -197,5 +197,12 @@ def test_rows_are_gathered_ahead_of_quantised_linears():
 
 
 KERNEL_PASSES = ("fuse_rope_cache", "rotate_in_attention", "fuse_single_token", "stream_linears", "fuse_few_tokens")
-KERNEL_PASSES += ("choose_experts", "count_experts", "group_experts", "sum_experts", "tile_experts")
+KERNEL_PASSES += (
+    "quantise_activations",
+    "choose_experts",
+    "count_experts",
+    "group_experts",
+    "sum_experts",
+    "tile_experts",
+)
 KERNEL_PASSES += ("fuse_gated_linear", "fuse_silu_mul", "dequantise_weights")

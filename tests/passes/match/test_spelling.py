@@ -107,6 +107,20 @@ def test_a_number_that_is_scattered_has_the_type_of_the_tensor():
     assert torch.equal(run(gm), before)
 
 
+@pytest.mark.parametrize("place", [0, 3, -1, -2])
+def test_a_list_of_one_number_is_a_slice(place):
+    builder = GraphBuilder()
+    x = builder.embed()
+    part = builder.call(operator.getitem, x, (slice(None), [place]))
+    several = builder.call(operator.getitem, x, (slice(None), [0, 1]))
+    gm = builder.finish(builder.call(operator.add, part, several))
+    before = run(gm)
+    assert spell(gm) == 1 and spell(gm) == 0
+    assert not any(isinstance(one, list) for one in part.args[1]) and [0, 1] in several.args[1]
+    gm.recompile()
+    assert torch.equal(run(gm), before)
+
+
 def test_sums_of_sizes_are_no_sums_of_tensors():
     builder = GraphBuilder()
     x = builder.embed()
