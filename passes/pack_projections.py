@@ -21,6 +21,7 @@ from mllm_compile.passes.match.nodes import (
     is_call,
     is_weight,
     linear_operands,
+    recompute_views,
 )
 from mllm_compile.passes.match.quantised import match_quantised_linear
 
@@ -130,6 +131,7 @@ def _pack(gm: fx.GraphModule, linears: list[_Packable], packed: dict[str, tuple[
         for old in linear.tensors:
             if old is not None:
                 gm.graph.erase_node(old)
+    recompute_views(outputs)  # they are parts of wider rows
 
 
 def _packed_placeholder(

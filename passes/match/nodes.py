@@ -128,6 +128,27 @@ def recompute_value(node: fx.Node) -> None:
     node.meta["val"] = _computed(target, args[1:] if node.op == "call_method" else args, kwargs, args)
 
 
+def recompute_views(nodes: Iterable[fx.Node]) -> None:
+    """Recomputes values behind `nodes`, whose strides have changed, as far as the change goes.
+
+    A piece is compiled for its inputs' strides as `meta["val"]` has them.
+    """
+    changed = list(nodes)
+    while changed:
+        for user in changed.pop().users:
+            if user.op in ("call_function", "call_method"):
+                before = _strides(user)
+                recompute_value(user)
+                if _strides(user) != before:
+                    changed.append(user)
+
+
+def _strides(node: fx.Node) -> list[str]:
+    val = node.meta["val"]
+    values = val if isinstance(val, tuple | list) else (val,)
+    return [str(value.stride()) for value in values if isinstance(value, torch.Tensor)]
+
+
 def call(graph: fx.Graph, target: Callable[..., Any], *args: Any, **kwargs: Any) -> fx.Node:
     """Adds a call_function node at the graph's insertion point, its `meta["val"]` computed on fake tensors."""
     node = graph.call_function(target, args, kwargs)

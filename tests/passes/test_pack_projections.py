@@ -13,6 +13,7 @@ from tests.passes.support.graph_builder import (
     HIDDEN,
     GraphBuilder,
     apply,
+    assert_values_hold,
     model_of_layers,
     placeholders,
     run,
@@ -115,3 +116,16 @@ def test_outputs_and_input_with_several_readers_keep_them_all():
     gm = apply(PackProjections(), gm)
     assert targets(gm).count("linear") == 2, "a and b, head"
     torch.testing.assert_close(run(gm), before)
+
+
+def test_what_follows_from_a_part_is_known_to_be_a_part_of_wider_rows():
+    """Pieces are compiled for the strides of their inputs."""
+    builder = GraphBuilder()
+    x = builder.embed()
+    gate, up = builder.linear(x, "mlp.gate", HIDDEN), builder.linear(x, "mlp.up", HIDDEN)
+    heads = builder.method("view", gate, -1, 2, HIDDEN // 2)
+    doubled = builder.call(torch.mul, builder.method("view", heads, -1, HIDDEN), 2.0)
+    gm = apply(PackProjections(), joined(builder, doubled, up))
+    assert_values_hold(gm)
+    views = [node.meta["val"].stride(0) for node in gm.graph.nodes if node.target == "view"]
+    assert views == [2 * HIDDEN] * 2
