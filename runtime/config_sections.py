@@ -53,4 +53,4 @@ class RuntimeSection:
     seed: int
     # Defaults, for runtimes from before there were such keys.
     max_step_ms: MaxStepMs = "none"
-    cascade_attention: bool = True
+    cascade_attention: bool = False

@@ -174,8 +174,9 @@ class RuntimeConfig(Section):
     enable_prefix_cache: bool = True
     """Keep the KV cache of finished requests for prompts that begin alike."""
 
-    cascade_attention: bool = True
-    """Decodes of requests that begin with the same cached tokens read these once, where that is faster."""
+    cascade_attention: bool = False
+    """Decodes of requests that begin with the same cached tokens read these once, where that is estimated to be faster.
+    On the one GPU that it was measured on it was slower."""
 
     deterministic: bool = False
     """Bitwise the same answer whatever else is in the batch, however a prompt is cut, and after a prefix hit or a

@@ -36,12 +36,12 @@ class Served:
     folder: Path
     prompts: list[list[int]]
 
-    def config(self, **runtime: Any) -> EngineConfig:
+    def config(self, backend: str = "eager", **runtime: Any) -> EngineConfig:
         sizes = {"device": "cpu", "max_model_len": 64, "max_num_batched_tokens": CHUNK, "page_size": PAGE}
         sizes["max_running_requests"] = 8
         sections = {
             "model": {"path": str(self.folder / "model"), "dtype": "float32"},
-            "compile": {"backend": "eager"},
+            "compile": {"backend": backend},
             "runtime": sizes | runtime,
             "cache": {"dir": str(self.folder / "cache")},
         }
@@ -95,6 +95,13 @@ def tokens_of(outputs) -> list[list[int]]:
 
 def test_tokens_of_a_mixed_batch_in_chunks_are_those_of_transformers(served, engine, expected):
     assert tokens_of(engine.generate(served.prompts, GREEDY)) == expected
+
+
+def test_through_inductor_tokens_are_those_of_transformers_too(served, expected):
+    if served.model.config.model_type != ARCHITECTURES[0]:
+        pytest.skip("one whose projections are packed, so that values of wider rows go from piece to piece")
+    with served.engine(backend="inductor") as engine:
+        assert tokens_of(engine.generate(served.prompts, GREEDY)) == expected
 
 
 def test_log_probabilities_are_those_of_transformers(served, engine):
