@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from mllm_compile import Engine, EngineConfig, SamplingParams
 from mllm_compile.store.artifact import open_artifact
@@ -52,7 +53,6 @@ ARCHITECTURES = (
     "hunyuan_v1_dense",
     "internlm3",
     "llama",
-    "megatron-bert",
     "minicpm3",
     "mistral",
     "modernbert-decoder",
@@ -79,7 +79,15 @@ ARCHITECTURES = (
 OF_80 = {"hidden_size": 320, "num_attention_heads": 4, "num_key_value_heads": 4}
 OF_96 = {"hidden_size": 384, "num_attention_heads": 4, "num_key_value_heads": 4}
 OF_192_AND_128 = {"qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "head_dim": 64}
-PUBLISHED = {"phi": OF_80, "stablelm": OF_80, "phi3": OF_96, "deepseek_v3": OF_192_AND_128, "minicpm3": OF_192_AND_128}
+# Without experts, to which rounding would send tokens of a random model by chance; test_experts.py has those.
+DENSE = {"first_k_dense_replace": 99}
+PUBLISHED = {
+    "phi": OF_80,
+    "stablelm": OF_80,
+    "phi3": OF_96,
+    "deepseek_v3": OF_192_AND_128 | DENSE,
+    "minicpm3": OF_192_AND_128,
+}
 LENGTHS = (1, 2, 7, 9, 33, 64, 130, 500, 1500)
 LONGEST = 2048
 POSITIONS = dict.fromkeys(("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len"), LONGEST)
@@ -99,10 +107,12 @@ def served(folder: Path, cache: Path) -> Engine:
 
 @pytest.mark.parametrize(
     ("name", "changes"),
-    [*((name, {}) for name in ARCHITECTURES), *PUBLISHED.items()],
+    [*((name, DENSE if name.startswith("deepseek") else {}) for name in ARCHITECTURES), *PUBLISHED.items()],
     ids=[*ARCHITECTURES, *(f"{name} with its heads" for name in PUBLISHED)],
 )
 def test_it_is_as_near_to_float32_as_transformers_is(tmp_path, name, changes):
+    if name not in CONFIG_MAPPING:
+        pytest.skip(f"this Transformers has no {name}")
     folder = tmp_path / "model"
     save_tiny_model(tiny_config(name, **POSITIONS | changes), folder)
     exact, rounded = reference(folder, torch.float32), reference(folder, torch.bfloat16)

@@ -185,21 +185,22 @@ def test_plain_ones_with_a_bias_and_with_a_residual_for_any_width(tmp_path, rows
     assert is_streamed(plain, 64)
     load([plain, replace(plain, bias=True), replace(plain, residual=True), replace(plain, gated=True)], tmp_path)
     for num_tokens in (1, 3, 8, 11, 16, 20, 50, 64, 90):
+        margin = MARGIN + 4 * (num_tokens * rows) ** -0.5  # how few numbers are rounded is chance
         x, residual = random(num_tokens, columns), random(num_tokens, rows, seed=2)
         product, torchs = linear(x.float(), weight.exact), linear(x, weight.exact.bfloat16())
         for bias in (None, residual[0].clone()):
             ours = torch.ops.mllm.stream_quantised_linear(x, *weight.tensors, None, 0.0, False, bias)
             true = product if bias is None else product + bias
             theirs = torchs if bias is None else linear(x, weight.exact.bfloat16(), bias)
-            assert off_by(ours, true) <= MARGIN * off_by(theirs, true), num_tokens
+            assert off_by(ours, true) <= margin * off_by(theirs, true), num_tokens
         ours = torch.ops.mllm.stream_quantised_linear_residual(x, *weight.tensors, residual)
-        assert off_by(ours, residual.float() + product) <= MARGIN * off_by(
+        assert off_by(ours, residual.float() + product) <= margin * off_by(
             residual + torchs, residual.float() + product
         )
         ours = torch.ops.mllm.stream_quantised_linear(x, *weight.tensors, None, 0.0, True)
         (gate, up), (torch_gate, torch_up) = product.chunk(2, -1), torchs.chunk(2, -1)
         true = silu(gate) * up
-        assert off_by(ours, true) <= MARGIN * off_by(silu(torch_gate) * torch_up, true), num_tokens
+        assert off_by(ours, true) <= margin * off_by(silu(torch_gate) * torch_up, true), num_tokens
 
 
 @pytest.mark.parametrize("tokens", BUCKETS)
