@@ -240,13 +240,12 @@ def _of_pil(image: Any, where: str) -> Source:
     from mllm_compile.media.decode import Refused, rgb_of
 
     width, height = image.size
-    size = check_size(height, width, where)
+    check_size(height, width, where)
     try:
         pixels = rgb_of(image)
     except (Refused, OSError, ValueError, SyntaxError) as error:  # a lazy image reads its file now
         raise RequestError(f"{where}: the PIL image cannot be read ({error}). Give one that was loaded.") from None
-    size = pixels.shape[0], pixels.shape[1]
-    return Source(pixels.tobytes(), size)
+    return Source(pixels.tobytes(), (pixels.shape[0], pixels.shape[1]))
 
 
 def check_size(height: int, width: int, where: str) -> tuple[int, int]:
