@@ -15,9 +15,10 @@ import numpy as np
 import torch
 from torch import fx
 
-from mllm_compile.passes.base import IS_CONSTANT
+from mllm_compile.passes.base import IS_CONSTANT, SMALL_WEIGHTS, SmallWeights
 from mllm_compile.passes.match.nodes import LINEAR, is_attention, is_call, is_op, is_symbolic, is_weight
 from mllm_compile.passes.sharding.cells import WHOLE, Cells
+from mllm_compile.runtime.quantised.scheme import WeightScheme
 
 _TOKENS, _ROWS = 3, 2  # in place of T and S
 _MOST_TRACED = 1 << 20  # elements of a parameter whose places are followed through calls
@@ -163,6 +164,7 @@ class Labelling:
         self._places: dict[fx.Node, tuple[str, np.ndarray]] = {}  # what is made of one parameter: where each was in it
         self._shapes: dict[str, tuple[int, ...]] = {}  # of these parameters
         self._met: dict[str, list[tuple[np.ndarray, Labels]]] = defaultdict(list)  # their places, and what met them
+        self._small = gm.meta.get(SMALL_WEIGHTS, SmallWeights({})).schemes
         self._sizes = _sizes_of(gm)
         for node in gm.graph.nodes:
             self._label(node)
@@ -313,6 +315,8 @@ class Labelling:
         labels = None
         if cut:
             labels = self._of_features(product.source) if cut == [product.source] else None
+            if labels is not None and name in self._small:
+                self._join_groups(labels, self._small[name])
             if labels is not None and not self._is_enough(labels):
                 self._note_means_of(labels)
             if labels is None or (labels == WHOLE).any() or not self._is_enough(labels) or name in self._whole:
@@ -346,6 +350,12 @@ class Labelling:
         for row in rows[1:]:
             self.cells.join(rows[0], row)
         return rows[0]
+
+    def _join_groups(self, labels: Labels, scheme: WeightScheme) -> None:
+        """Joins inputs that share a scale, where a row has several, or a byte."""
+        in_bytes = 1 if scheme.kind == "fp8" else 2
+        together = scheme.group if scheme.group < labels.size else in_bytes
+        self.cells.join(labels, labels[np.arange(labels.size) // together * together])
 
     def _is_enough(self, labels: Labels) -> bool:
         return np.unique(self.cells.classes_of(labels)).size >= self._num_ranks

@@ -13,10 +13,11 @@ import torch
 from torch import fx
 from torch.nn import functional
 
-from mllm_compile.passes.base import RANKS, WEIGHT_CUTS, PassTarget
+from mllm_compile.passes.base import RANKS, SMALL_WEIGHTS, WEIGHT_CUTS, PassTarget, SmallWeights
 from mllm_compile.passes.match.nodes import LINEAR, is_attention
 from mllm_compile.passes.pipeline import passes_left_out
 from mllm_compile.passes.shard import Shard, whole_weights
+from mllm_compile.runtime.quantised.scheme import WeightScheme
 from tests.model.tiny_configs import tiny_config
 from tests.passes.support.graph_builder import HIDDEN, GraphBuilder, apply, model_of_layers, text
 from tests.passes.support.lockstep import Cut, canonical_graph, cut
@@ -137,6 +138,24 @@ def test_two_partial_sums_that_are_added_are_summed_over_ranks_once():
     found = cut(builder.canonical(builder.head(builder.call(operator.add, x, both))), 2)
     assert found.error < LARGEST_ERROR
     assert found.calls["all_reduce"] == 1
+
+
+@pytest.mark.parametrize(("scheme", "ranges"), [
+    (WeightScheme("fp8", 6), ((0, 12), (12, 12))),
+    (WeightScheme("fp8", 24), ((0, 12), (12, 12))),
+    (WeightScheme("int4", 24), ((0, 12), (12, 12))),
+    (WeightScheme("int4", 8), None),  # three groups
+])  # fmt: skip
+def test_inputs_that_share_a_scale_are_on_one_rank(scheme, ranges):
+    builder = GraphBuilder()
+    x = builder.embed()
+    gm = builder.canonical(builder.head(builder.call(operator.add, x, feed_forward(builder, x, "ff", 24))))
+    gm.meta[SMALL_WEIGHTS] = SmallWeights({"ff.down.weight": scheme})
+    found = cut(gm, 2)
+    assert found.error < LARGEST_ERROR
+    assert {name: one.ranges for name, (one,) in found.cuts.items()} == (
+        {f"ff.{part}.weight": tuple((one,) for one in ranges) for part in ("gate", "up", "down")} if ranges else {}
+    )
 
 
 def test_what_does_not_divide_is_whole_and_the_rest_is_cut():
