@@ -14,6 +14,8 @@ from mllm_compile import Engine, SamplingParams
 from mllm_compile.compiler.load_or_compile import load_or_compile
 from mllm_compile.errors import ConfigError, DeviceError, EngineDeadError
 from tests.e2e.test_quantised import mxfp4_experts
+from tests.model.tiny_configs import save_tiny_model
+from tests.model.tiny_configs import tiny_config as config_of_architecture
 from tests.quantised_checkpoints import LINEARS, quantise_folder
 from tests.tiny_model import TINY, engine_of_pages, tiny_config
 
@@ -154,7 +156,7 @@ def test_what_cannot_be_cut_is_refused(cache):
 
 
 SMALL = ["fp8", "int4", *LINEARS]
-USUAL = ("int4", "compressed-tensors int4 asymmetric")  # quantised while they are read; groups with zero points
+USUAL = ("compressed-tensors int4 asymmetric",)  # groups with zero points
 
 
 @pytest.mark.parametrize(
@@ -171,6 +173,21 @@ def test_weights_in_few_bits_give_one_ranks_tokens(name, tmp_path):
         config = tiny_config(tmp_path / "cache", model=model, compile={"backend": "eager"}, runtime=runtime)
         with Engine(config) as engine:
             found.append(tokens(engine, [[41, 302, 77, 1024, 5, 900, 12], [7, 7, 1801]]))
+    assert found[0] == found[1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["qwen3_next", "deepseek_v3"])
+def test_states_that_are_whole_and_latents_give_one_ranks_tokens(name, tmp_path):
+    save_tiny_model(config_of_architecture(name), tmp_path / "model")
+    found = []
+    for num_ranks in (1, 2):
+        runtime = {"max_model_len": 128, "max_num_batched_tokens": 32, "tensor_parallel_size": num_ranks}
+        model = {"path": str(tmp_path / "model")}
+        config = tiny_config(tmp_path / "cache", model=model, compile={"backend": "eager"}, runtime=runtime)
+        prompts = [[41, 30, 77, 5, 12], [7, 7, 81], list(range(20, 60))]
+        with Engine(config) as engine:
+            found.append([tokens(engine, prompts), tokens(engine, prompts)])  # with states of prefixes
     assert found[0] == found[1]
 
 
