@@ -4,7 +4,8 @@
 
 Prompts are token ids, and so are the answers of a model without a tokenizer. All requests begin at once; engine and
 server answer the same ones, which a run has not seen before, after the same rest. The clients are processes of their
-own (`bench serve`), and a first token counts from the moment when its request is sent on an open connection.
+own (`bench serve`), and a first token counts from the moment when its request is sent on an open connection, or when
+the engine is called.
 `--wake` is a model whose server sleeps: the time from a request until its first token, the device being free.
 """
 
@@ -95,12 +96,18 @@ def http_round(server: OwnServer, work: ServeWork) -> Round:
 def engine_round(engine: Engine, work: ServeWork) -> Round:
     params = SamplingParams(temperature=0, max_tokens=work.output_tokens, ignore_eos=True, detokenize=False)
     time.sleep(REST_S)
+    prompts = prompts_of(work, 0)
+    called = time.time()
     begun = time.perf_counter()
-    outputs = engine.generate(prompts_of(work, 0), params, progress=False)
+    outputs = engine.generate(prompts, params, progress=False)
     seconds = time.perf_counter() - begun
-    firsts = [output.metrics.time_to_first_token for output in outputs if output.metrics is not None]
-    first_s = statistics.median(first for first in firsts if first is not None)
-    return Round(work.requests * work.output_tokens / seconds, first_s)
+    firsts = [
+        # Arrival is when the engine has made a request of a prompt: over HTTP, that is waited for as well.
+        output.metrics.arrival_time - called + output.metrics.time_to_first_token
+        for output in outputs
+        if output.metrics is not None and output.metrics.time_to_first_token is not None
+    ]
+    return Round(work.requests * work.output_tokens / seconds, statistics.median(firsts))
 
 
 def cpu_of(pid: int) -> float:
