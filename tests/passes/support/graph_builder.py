@@ -182,7 +182,7 @@ def run(gm: fx.GraphModule, num_tokens: int = 7, seed: int = 0) -> torch.Tensor:
 
 
 def assert_values_hold(gm: fx.GraphModule, num_tokens: int = 7) -> None:
-    """Runs the graph and its pieces node by node: each gives tensors of the shape and type that its `val` says."""
+    """Runs the graph and its pieces node by node: each gives tensors of the shape, strides and type of its `val`."""
     _run(gm, _Checking(gm, {}).run, num_tokens, 0)
 
 
@@ -217,6 +217,9 @@ class _Checking(fx.Interpreter):
                     self._sizes.setdefault(symbol, number)
                 wanted = size if isinstance(size, int) else self._evaluated(size.node.expr)
                 assert number == wanted, f"{node.name} gives {list(got.shape)}, said to be {list(said.shape)}"
+            for size, stride, number in zip(got.shape, said.stride(), got.stride(), strict=True):
+                wanted = stride if isinstance(stride, int) else self._evaluated(stride.node.expr)
+                assert size < 2 or number == wanted, f"{node.name} has strides {got.stride()}, said: {said.stride()}"
 
     def _evaluated(self, expression: Any) -> int:
         return int(expression.subs({symbol: self._sizes[str(symbol)] for symbol in expression.free_symbols}))
