@@ -18,6 +18,7 @@ from torch import fx
 from mllm_compile.passes.base import IS_CONSTANT, SMALL_WEIGHTS, SmallWeights
 from mllm_compile.passes.match.nodes import LINEAR, is_attention, is_call, is_op, is_symbolic, is_weight
 from mllm_compile.passes.sharding.cells import WHOLE, Cells
+from mllm_compile.passes.sharding.states import is_state, label_state, operands_of
 from mllm_compile.runtime.quantised.scheme import WeightScheme
 
 _TOKENS, _ROWS = 3, 2  # in place of T and S
@@ -292,6 +293,9 @@ class Labelling:
 
     def _label_call(self, node: fx.Node, tensors: list[fx.Node], cut: list[fx.Node]) -> None:
         name = name_of(node)
+        if is_state(node):
+            self._label_state(node)
+            return
         if name in ("cat", "stack"):
             self.labels[node] = self._joined(node, cut)
         elif name in VIEWS:
@@ -405,6 +409,22 @@ class Labelling:
         self.labels[node] = np.broadcast_to(heads[None, :, None], self.shape(node)).copy()
         if sinks is not None:
             self.uses[sinks.meta["weight_name"]].append({0: heads})  # type: ignore[union-attr]
+
+    def _label_state(self, node: fx.Node) -> None:
+        name, operands, constants = operands_of(node)
+        labels = {key: self.of(one) for key, one in operands.items() if key not in constants}
+        heads, following = label_state(name, labels, self.cells, self._num_ranks)
+        self._heads = np.concatenate([self._heads, heads])
+        self.following |= following
+        shape = self.shape(node)
+        self.labels[node] = np.broadcast_to(heads.reshape(1, -1, *[1] * (len(shape) - 2)), shape).copy()
+        for key in constants & operands.keys():
+            one = operands[key]
+            if one not in self._places:
+                raise ValueError(f"{key} is no parameter, element by element")
+            weight, places = self._places[one]
+            along = heads.reshape(-1, *[1] * (places.ndim - 1))
+            self._met[weight].append((places, np.broadcast_to(along, places.shape)))
 
     def _weights_of_several(self, of_k: Labels) -> set[str]:
         """The weights whose cells several heads of keys have."""

@@ -177,8 +177,8 @@ def test_weights_in_few_bits_give_one_ranks_tokens(name, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["qwen3_next", "deepseek_v3"])
-def test_states_that_are_whole_and_latents_give_one_ranks_tokens(name, tmp_path):
+@pytest.mark.parametrize("name", ["qwen3_next", "bamba", "deepseek_v3"])
+def test_states_and_latents_give_one_ranks_tokens(name, tmp_path):
     save_tiny_model(config_of_architecture(name), tmp_path / "model")
     found = []
     for num_ranks in (1, 2):
