@@ -140,7 +140,7 @@ def test_a_rank_that_is_killed_or_hangs_ends_every_request_with_its_reason(cache
 
 def test_a_rank_that_cannot_start_says_why(cache, monkeypatch):
     before = set(followers())
-    monkeypatch.setattr("mllm_compile.ranks.group._MODULE", "mllm_compile.ranks.no_such_module")
+    monkeypatch.setattr("mllm_compile.ranks.launch_local._MODULE", "mllm_compile.ranks.no_such_module")
     with pytest.raises(
         DeviceError, match=r"rank 1 \(process \d+\) ended with code 1; its last lines: .*no_such_module"
     ):
