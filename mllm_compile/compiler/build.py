@@ -125,8 +125,7 @@ def _fill(
             constants, weights = plan_lowered_weights(lowered)
             files = target.weights
         if options.pack_weights:
-            packed, files = pack_weights(config, weights[0], model.path, scratch / WEIGHTS, timeline)
-            weights = (packed,)
+            weights, files = pack_weights(config, weights, model.path, scratch / WEIGHTS, timeline)
         write_program(scratch, lowered.program, weights, constants)
         _export_text(model, scratch, config)
         _compare_tokenizers(model, scratch / TOKENIZER, config, timeline)

@@ -70,7 +70,7 @@ def _follow(start: Start, lines: Lines) -> None:
         use_threads(start.threads)
     open_device(device)
     artifact = open_artifact(Path(start.folder))
-    compiled = CompiledRuntime(artifact, config, Path(start.weights_root), True, True)
+    compiled = CompiledRuntime(artifact, config, artifact.weights_root(Path(start.weights_root)), True, True)
     source = ArtifactSource(compiled, timeline_of(None), start.rank)
     lines.send(Answer(HERE))
     meeting = from_json(Meeting, parse_json(lines.receive()))
