@@ -94,6 +94,8 @@ POINTWISE = frozenset(
     ]
 )
 
+COMPLEX = frozenset(["view_as_complex", "view_as_real"])  # of two numbers, in the last dimension
+
 Labels = np.ndarray
 
 
@@ -302,6 +304,8 @@ class Labelling:
             if cut != [node.args[0]]:
                 raise ValueError("an index is cut")
             self.labels[node] = self.run(node, self._operand)
+        elif name in COMPLEX:
+            self.labels[node] = self._of_pairs(self.labels[node.args[0]], name)  # type: ignore[index]
         elif name == "mean":
             self._label_mean(node)
         elif name in ("softmax", "rms_norm", "layer_norm", "normalize"):
@@ -314,6 +318,13 @@ class Labelling:
         for one in tensors:
             if one not in cut:
                 self._use_whole(one)
+
+    def _of_pairs(self, labels: Labels, name: str) -> Labels:
+        """Of numbers and their pairs of parts, which are on one rank."""
+        if name == "view_as_real":
+            return np.repeat(labels[..., None], 2, axis=-1)
+        self.cells.join(labels[..., 0], labels[..., 1])
+        return labels[..., 0].copy()
 
     def _operand(self, node: fx.Node) -> Any:
         labels = self.labels.get(node)

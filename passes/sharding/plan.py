@@ -15,7 +15,7 @@ from torch import fx
 from mllm_compile.passes.base import WeightCut
 from mllm_compile.passes.match.nodes import is_attention, is_symbolic
 from mllm_compile.passes.sharding.cells import Owners
-from mllm_compile.passes.sharding.labels import POINTWISE, Labelling, Labels, name_of
+from mllm_compile.passes.sharding.labels import COMPLEX, POINTWISE, Labelling, Labels, name_of
 from mllm_compile.passes.sharding.states import OF_GROUPS, TOGETHER, is_state, operands_of
 
 Box = list[np.ndarray]  # the indices that a rank has, in each dimension
@@ -147,6 +147,8 @@ class Plan:
             self._check_view(node, node.target, node.args)
         elif name in POINTWISE or name == "cat":
             self._check_operands(node, boxes[0])
+        elif name in COMPLEX:
+            self._check_pairs(node)
         else:
             self._plan_view(node, name)
 
@@ -178,6 +180,11 @@ class Plan:
             dims = [one % len(shape) for one in (dim if isinstance(dim, tuple | list) else (dim,))]  # type: ignore[assignment]
         if any(shape[dim] != kept[dim] for dim in dims):
             raise NotCutError("a rank has a part of what is reduced")
+
+    def _check_pairs(self, node: fx.Node) -> None:
+        pairs: Any = node.args[0] if name_of(node) == "view_as_complex" else node
+        if self.local_shape(pairs)[-1] != 2:
+            raise NotCutError("a rank has one of two parts of a number")
 
     def _check_attention(self, node: fx.Node) -> None:
         q, k, v, *_ = node.args
