@@ -260,7 +260,7 @@ def _quantise(
         key = weight.data_ptr(), scheme
         if key not in done:
             parts = quantised(weight, scheme)
-            stands_for = dequantised(parts, scheme.kind, scheme.group, tensor.columns, weight.dtype)
+            stands_for = dequantised(parts, scheme.kind, scheme.group, weight.shape[1], weight.dtype)
             done[key] = parts, torch.nn.Parameter(stands_for, requires_grad=False)
         parts, parameter = done[key]
         found[name] = parts[tensor.role]
@@ -278,7 +278,7 @@ def _program_weights(
     bound = {}
 
     def part(name: str) -> torch.Tensor:
-        cuts = lowered.cuts.get(name, ())
+        cuts = lowered.cuts_of(name)
         key = by_name[name].data_ptr(), cuts
         if key not in made:
             made[key] = part_of_rank(by_name[name], cuts, rank).contiguous() if cuts else by_name[name]

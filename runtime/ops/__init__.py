@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 OPS = {
     "all_gather": "ranks.ops",
     "all_reduce": "ranks.ops",
+    "all_reduce_residual_norm": "ranks.ops",
     "attention": "trace",
     "attention_with_output": "attention",
     "begin_decode": "decode_loop",

@@ -266,15 +266,16 @@ def _value(node: fx.Node, gm: fx.GraphModule, inputs: dict[str, torch.Tensor]) -
 
 def _weight(gm: fx.GraphModule, name: str, shape: Any, dtype: torch.dtype) -> torch.Tensor:
     """The weight's values; one that may be quantised has what its tensors stand for, also where it is plain."""
-    cuts = gm.meta.get(WEIGHT_CUTS, {}).get(name, ())
-    if cuts:  # inside run_lockstep: each rank its part
-        sizes = list(shape)
-        for cut in cuts:
-            sizes[cut.dim] = max(start + length for ranges in cut.ranges for start, length in ranges)
-        return part_of_rank(weight_values(name, sizes, dtype), cuts, current().rank)
     small, tensor = gm.meta.get(SMALL_WEIGHTS), gm.meta.get(QUANTISED_TENSORS, {}).get(name)
+    cuts = gm.meta.get(WEIGHT_CUTS, {}).get(name if tensor is None else tensor.weight_name, ())
+    sizes = list(shape) if tensor is None else [int(shape[0]), tensor.columns]
+    for cut in cuts:
+        sizes[cut.dim] = max(start + length for ranges in cut.ranges for start, length in ranges)
     if tensor is not None:
-        return _quantised_values(tensor.weight_name, int(shape[0]), tensor.columns, tensor.scheme)[tensor.role]
+        values = _quantised_values(tensor.weight_name, *sizes, tensor.scheme)[tensor.role]
+        return part_of_rank(values, tuple(map(tensor.cut, cuts)), current().rank) if cuts else values
+    if cuts:  # inside run_lockstep: each rank its part
+        return part_of_rank(weight_values(name, sizes, dtype), cuts, current().rank)
     scheme = None if small is None else small.schemes.get(name)
     if scheme is None:
         return weight_values(name, shape, dtype)
