@@ -73,7 +73,7 @@ def trace_tower(hf_model: HFModel, facts: GridTower, device: str) -> Trace:
     """
     unit, count = facts.merge**2, _SAMPLE_FEATURES
     shapes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
-        "pixel_values": ((count, unit * facts.patch_width), torch.float32),
+        "pixel_values": ((count, unit * facts.patch_width), hf_model.model.dtype),
         "position_ids": ((count, unit, 2), torch.int64),
         "interp_indices": ((count, unit, 4), torch.int64),
         "interp_weights": ((count, unit, 4), torch.float32),
