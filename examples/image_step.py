@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from pathlib import Path
 
 import torch
@@ -57,7 +57,7 @@ def call(engine: MllmImages, count: int, args: argparse.Namespace, repeat: int) 
 
 def report(count: int, wall_s: float, events: list[tuple[float, float, str]], top: int) -> None:
     busy, until, gaps = 0.0, events[0][0], []
-    totals: Counter[str] = Counter()
+    totals: defaultdict[str, float] = defaultdict(float)
     numbers: Counter[str] = Counter()
     for start, end, name in events:
         totals[name] += end - start
@@ -71,7 +71,7 @@ def report(count: int, wall_s: float, events: list[tuple[float, float, str]], to
         f"\n{count} requests: {wall_s * 1e3:.2f} ms unprofiled; profiled {span / 1e3:.2f} ms from the first event on "
         f"the GPU to the last, {busy / 1e3:.2f} busy; the longest waits {[round(gap) for gap in sorted(gaps)[-8:]]} µs"
     )
-    for name, total in totals.most_common(top):
+    for name, total in sorted(totals.items(), key=lambda one: -one[1])[:top]:
         print(f"{total / 1e3:9.3f} ms {numbers[name]:5d} x {name[:150]}")
 
 

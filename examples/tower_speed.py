@@ -48,10 +48,10 @@ def main() -> None:
         x, weight = random(count, padded), random(columns, padded)
         cells = figures(lambda x=x, weight=weight: functional.linear(x, weight), 2 * count * inner * columns, rate)
         rows.append((f"product {count} x {inner} x {columns}", f"inner size {padded}", *cells))
-    patches, kernel = random(4096, 3, 2, 16, 16), random(1152, 3, 2, 16, 16)
+    images, kernel = random(4096, 3, 2, 16, 16), random(1152, 3, 2, 16, 16)
     ways: dict[str, Callable[[], object]] = {
-        "convolution": lambda: torch.conv3d(patches, kernel, None, (2, 16, 16)),
-        "product": lambda: functional.linear(patches.flatten(1), kernel.flatten(1)),
+        "convolution": lambda: torch.conv3d(images, kernel, None, (2, 16, 16)),
+        "product": lambda: functional.linear(images.flatten(1), kernel.flatten(1)),
     }
     rows += [
         ("patches 4096 x 1536 x 1152", name, *figures(run, 2 * 4096 * 1536 * 1152, rate)) for name, run in ways.items()

@@ -1,4 +1,4 @@
-"""A tower's attention on a GPU: as near to float32 as torch in bfloat16 is, for heads of every width that towers have."""
+"""A tower's attention on a GPU is as near to float32 as torch in bfloat16 is, for heads of every width of towers."""
 
 from __future__ import annotations
 
