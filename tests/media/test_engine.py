@@ -43,6 +43,23 @@ def test_a_prompt_with_multi_modal_data_is_answered(engine):
     assert len(output.outputs[0].token_ids) == 8
 
 
+def test_token_ids_with_a_placeholder_an_image_or_a_feature_are_the_texts_prompt(engine, tokenizer):
+    data = {"image": [pixels_of(1), pixels_of(2, 64, 32)]}
+    text = f"a{PLACE}bc{PLACE}d"
+    ids = tokenizer.encode(text)
+    assert ids.count(3) == 2
+    prompts = [{"prompt": text}, {"prompt_token_ids": ids}, {"prompt": "shown", "prompt_token_ids": ids}]
+    built = [engine.builder.build_one({**prompt, "multi_modal_data": data}, params()) for prompt in prompts]
+    expanded = built[0].sequences[0].request.prompt_token_ids
+    assert expanded.count(3) == 6 + 8
+    built.append(engine.builder.build_one({"prompt_token_ids": expanded, "multi_modal_data": data}, params()))
+    for one in built:
+        request = one.sequences[0].request
+        assert request.prompt_token_ids == expanded
+        assert [(image.start, image.end) for image in request.media.images] == [(2, 8), (12, 20)]
+        assert (request.cache_keys == built[0].sequences[0].request.cache_keys).all()
+
+
 def test_the_pictures_reach_the_request(engine):
     built = engine.builder.build_one(
         {"prompt": f"{PLACE}?", "multi_modal_data": {"image": [pixels_of(1)]}, "cache_salt": "mine"}, params()
@@ -85,7 +102,10 @@ def test_text_goes_its_way_without_a_worker(files, tokenizer):
 @pytest.mark.parametrize(
     ("prompt", "said"),
     [
-        ({"prompt_token_ids": [7], "multi_modal_data": {"image": b"x"}}, "belongs to a prompt's text"),
+        ({"prompt_token_ids": [7], "multi_modal_data": {"image": pixels_of(0)}}, r"has 0 tokens 3 \(<\|image_pad\|>\)"),
+        ({"prompt_token_ids": [1, 3, 3, 2], "multi_modal_data": {"image": pixels_of(0)}}, "which have 6 features"),
+        ({"prompt_token_ids": [1, 3, 400], "multi_modal_data": {"image": pixels_of(0)}}, "token 2 is 400"),
+        ({"prompt_token_ids": [1, 4, 2], "multi_modal_data": {"image": pixels_of(0)}}, "has 0 tokens 3"),
         ({"multi_modal_data": {"image": b"x"}}, "has prompt or prompt_token_ids"),
         ({"prompt": PLACE, "multi_modal_data": {"audio": b"x"}}, "got 'audio'"),
         ({"prompt": PLACE, "multi_modal_data": pixels_of(0)}, "multi_modal_data: expected {'image'"),
