@@ -119,6 +119,21 @@ def test_the_tower_runs_once_for_an_image_that_comes_with_other_text(served: Ser
         assert parts.step_runner.media.num_encoded == 5
 
 
+def test_requests_with_images_among_many_without(served: Served) -> None:
+    """With few pages, and with images that push each other out of the pool."""
+    kinds = [4] * 30
+    for place, kind in enumerate((0, 1, 2, 3, 2)):
+        kinds.insert(6 * place, kind)
+    config = vision_engine_config(served.folder, served.cache, enable_prefix_cache=False)
+    with engine_of_pages(config, 20) as engine:
+        gone = engine.stream(CUT, GREEDY, request_id="gone")
+        found = engine.generate([PROMPTS[kind] for kind in kinds], GREEDY)
+        engine.abort("gone")
+        list(gone)
+        assert [list(output.token_ids) for output in found] == [served.answers[kind] for kind in kinds]
+        assert all_pages_are_back(engine)
+
+
 def test_a_preempted_prompt_is_computed_again(served: Served) -> None:
     params = replace(GREEDY, max_tokens=40)
     expected = [transformers_greedy(served.model, prompt, 40) for prompt in (ONE, TWO)]
