@@ -164,6 +164,35 @@ def test_a_result_of_a_tool_may_be_a_picture(server):
     assert answer.json["usage"]["input_tokens"] > 8
 
 
+def video(*frames: str) -> list[dict[str, Any]]:
+    parts: list[dict[str, Any]] = [{"type": "video", "video": list(frames)}, {"type": "text", "text": "What?"}]
+    return [{"role": "user", "content": parts}]
+
+
+def test_a_video_is_its_frames(server):
+    pytest.importorskip("torchvision")
+    frames = [data_url(file_of(pixels_of(seed, 32, 48))) for seed in range(4)]
+    answer = server.post(CHAT, {"messages": video(*frames), "max_tokens": 4, "temperature": 0})
+    assert answer.status == 200, answer.body
+    assert answer.json["usage"]["prompt_tokens"] > 12, "two pairs of frames of 6 tokens each, and their times"
+    eventually(lambda: not left(server))
+
+
+@pytest.mark.parametrize(
+    ("part", "said"),
+    [
+        ({"type": "video", "video": []}, "video 0: expected 1 to 768 frames, got 0"),
+        ({"type": "video", "video": "https://host/cat.mp4"}, "Video files are not read: give frames"),
+        ({"type": "video_url", "video_url": {"url": "data:video/mp4;base64,AA=="}}, "video files are not read"),
+        ({"type": "video", "video": ["https://host/1.png"]}, "video 0, frame 0: 'https://host/1.png' is an address"),
+    ],
+)
+def test_a_video_that_is_none_is_a_bad_request(server, part, said):
+    answer = server.post(CHAT, {"messages": [{"role": "user", "content": [part]}], "max_tokens": 4})
+    assert answer.status == 400
+    assert said in answer.error["message"]
+
+
 def test_pictures_are_no_business_of_tokenize(server):
     answer = server.post("/tokenize", {"messages": messages(data_url(b"x"))})
     assert answer.status == 400
