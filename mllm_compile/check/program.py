@@ -159,7 +159,7 @@ def _check_media(
     layers = tuple(AttentionLayer.of(layer, executors[0].weights) for layer in executors[0].program.layers)
     ours: torch.Tensor | Exception
     try:
-        features = features_of(executors[1], programs.facts, case, device)
+        features = features_of(executors[1], programs.facts, case, hf_model.model.dtype, device)
         lengths = tuple(len(ids) for ids, _ in case.prompts)
         inputs = inputs_with_features(case, features)
         (ours,) = _run_packed(executors[0], layers, lengths, 1, inputs, None, device, hf_model.model.dtype, states)
