@@ -9,7 +9,8 @@
 //
 // The rows of a tile lie so that a lane's sums are of eight neighbouring outputs (tensor_maps.expert_halves, expert_rows).
 //
-// Defined by kernel.py: N rows of a weight (of a gated one gates, then ups), GATED, and what units.cuh asks for.
+// Defined by kernel.py: N rows of a weight (of a gated one gates, then ups), GATED, how many
+// of a lane's stores are HELD, and what units.cuh asks for.
 
 constexpr int BLOCK = TILE_UNITS * UNIT_ROWS;
 constexpr int OUTPUTS = GATED ? N / 2 : N, TILE_OUTPUTS = GATED ? ROWS / 2 : ROWS;
@@ -67,25 +68,43 @@ __device__ __forceinline__ void ask(const TensorMap* weight, const TensorMap* x,
   }
 }
 
-// Of each 32 outputs a lane has eight neighbours, of two rows of each unit: stores those of rows that there are.
-__device__ __forceinline__ void finish(const float (&sums)[GROUP_UNITS][SUMS], uint4* out, const int (&places)[GROUP_UNITS][2],
-                                       int first_output) {
+// Of each 32 outputs a lane has eight neighbours, of two rows of each unit: they leave in one store.
+constexpr int STORES_ROW = TILE_OUTPUTS / 32, STORES = GROUP_UNITS * 2 * STORES_ROW;
+__device__ __forceinline__ uint4 outputs_of(const float (&sums)[GROUP_UNITS][SUMS], int store) {
+  const float* sum = sums[store / (2 * STORES_ROW)] + store % STORES_ROW * (GATED ? 32 : 16) + 2 * (store / STORES_ROW % 2);
+  u32 pairs[4];
 #pragma unroll
-  for (int m = 0; m < GROUP_UNITS; m++)
-#pragma unroll
-    for (int h = 0; h < 2; h++) {
-      uint4* to = out + ((long long)places[m][h] * OUTPUTS + first_output) / 8;
-#pragma unroll
-      for (int group = 0; group < TILE_OUTPUTS / 32; group++) {
-        const float* sum = sums[m] + group * (GATED ? 32 : 16) + 2 * h;
-        u32 pairs[4];
-#pragma unroll
-        for (int j = 0; j < 4; j++, sum += GATED ? 8 : 4)
-          pairs[j] = GATED ? silu_times(pack(sum[0], sum[1]), pack(sum[4], sum[5])) : pack(sum[0], sum[1]);
-        if (places[m][h] >= 0 && first_output + group * 32 < OUTPUTS) to[group * 4] = {pairs[0], pairs[1], pairs[2], pairs[3]};
-      }
-    }
+  for (int j = 0; j < 4; j++, sum += GATED ? 8 : 4)
+    pairs[j] = GATED ? silu_times(pack(sum[0], sum[1]), pack(sum[4], sum[5])) : pack(sum[0], sum[1]);
+  return {pairs[0], pairs[1], pairs[2], pairs[3]};
 }
+
+// Where a lane's outputs of a tile go.
+struct Target {
+  static constexpr u32 NOWHERE = ~0u;
+  u32 rows[GROUP_UNITS][2];  // in uint4, or NOWHERE
+  int first_output;
+  // No branch: products under way would wait for one another where lanes part.
+  __device__ __forceinline__ void store(uint4* out, int store, const uint4& outputs, bool is_now) const {
+    const u32 row = rows[store / (2 * STORES_ROW)][store / STORES_ROW % 2];
+    const bool is_output = OUTPUTS % (SHARE * TILE_OUTPUTS) == 0 || first_output + store % STORES_ROW * 32 < OUTPUTS;
+    store_if(is_now && row != NOWHERE && is_output, out + row + store % STORES_ROW * 4, outputs);
+  }
+};
+
+// Outputs of the tile before, as many as registers hold beside the sums: they leave during the next tile's products, so that
+// no tensor core waits for the stores.
+struct Held {
+  static constexpr int COUNT = HELD, FIRST = STORES - HELD;
+  static constexpr int STORES_STEP = (COUNT + STEPS - 1) / STEPS > 2 ? (COUNT + STEPS - 1) / STEPS : 2;
+  uint4 outputs[COUNT];
+  Target target;
+  uint4* out;
+  __device__ __forceinline__ void operator()(int step) const {
+#pragma unroll
+    for (int i = 0; i < COUNT; i++) target.store(out, FIRST + i, outputs[i], step == i / STORES_STEP);
+  }
+};
 
 // Of a block whose rows no expert has: zeros for those of padding, NaN for those, inverted, whose id is no expert's.
 __device__ __forceinline__ void fill(uint4* out, const int* order, const Tile& tile, int first_row) {
@@ -127,20 +146,29 @@ __launch_bounds__(THREADS, 1) expert_tiles(const __grid_constant__ TensorMap wei
     const u32 empty_of_one = address_of_peer(empty, lane % SHARE);
     Place place;
     Tile tile;
+#if HELD
+    Held held;
+#pragma unroll
+    for (int i = 0; i < GROUP_UNITS * 2; i++) held.target.rows[i / 2][i % 2] = Target::NOWHERE;
+    held.out = out;
+#endif
     for (int turn = 0; work.get(turn, tile); turn++) {
       if (tile.expert < 0) {
         fill(out, order, tile, tile.block * BLOCK);
         continue;
       }
       const int units = tile.units(), half = (units + 1) / 2, first_unit = group * half, own = group ? units - half : half;
-      int places[GROUP_UNITS][2];
+      Target target;
+      target.first_output = tile.row_tile * TILE_OUTPUTS + lane % 4 * 8;
       auto find_places = [&] {
 #pragma unroll
         for (int m = 0; m < GROUP_UNITS; m++)
 #pragma unroll
           for (int h = 0; h < 2; h++) {
             const int row = (first_unit + m) * UNIT_ROWS + warp % 4 * 16 + lane / 4 + 8 * h, place = tile.block * BLOCK + row;
-            places[m][h] = m >= own || row >= tile.rows ? -1 : GATED ? place : order[place];
+            target.rows[m][h] = m >= own || row >= tile.rows
+                                    ? Target::NOWHERE
+                                    : (u32)(GATED ? place : order[place]) * (OUTPUTS / 8) + target.first_output / 8;
           }
       };
       if (!GATED) find_places();  // they come while it multiplies; a gated linear's have no registers meanwhile
@@ -149,15 +177,30 @@ __launch_bounds__(THREADS, 1) expert_tiles(const __grid_constant__ TensorMap wei
       for (int m = 0; m < GROUP_UNITS; m++)
 #pragma unroll
         for (int j = 0; j < SUMS; j++) sums[m][j] = 0.f;
+#if HELD
+      const Held& beside = held;
+#else
+      const Nothing beside;
+#endif
       if (own == 2)
-        multiply<2>(sums, ring, full, empty_of_one, place, first_unit * UNIT_BYTES, lane);
+        multiply<2>(sums, ring, full, empty_of_one, place, first_unit * UNIT_BYTES, lane, beside);
       else if (own == 1)
-        multiply<1>(sums, ring, full, empty_of_one, place, first_unit * UNIT_BYTES, lane);
+        multiply<1>(sums, ring, full, empty_of_one, place, first_unit * UNIT_BYTES, lane, beside);
       else
-        multiply<0>(sums, ring, full, empty_of_one, place, first_unit * UNIT_BYTES, lane);
+        multiply<0>(sums, ring, full, empty_of_one, place, first_unit * UNIT_BYTES, lane, beside);
       if (GATED) find_places();
-      finish(sums, out, places, tile.row_tile * TILE_OUTPUTS + lane % 4 * 8);
+#pragma unroll
+      for (int i = 0; i < STORES - HELD; i++) target.store(out, i, outputs_of(sums, i), true);
+#if HELD
+      held.target = target;
+#pragma unroll
+      for (int i = 0; i < Held::COUNT; i++) held.outputs[i] = outputs_of(sums, Held::FIRST + i);
+#endif
     }
+#if HELD
+#pragma unroll
+    for (int i = 0; i < Held::COUNT; i++) held.target.store(out, Held::FIRST + i, held.outputs[i], true);
+#endif
   }
   leave_ring();
 }
