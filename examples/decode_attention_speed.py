@@ -9,7 +9,8 @@ this table: the Triton kernel in its form for few requests or for many, and on H
 random page tables, and before each of them a kernel that does nearly nothing, as a model has one there. The time of
 these kernels alone is taken off. XQA splits as FlashInfer does by default. The last columns are the fastest of our own
 and the rate at which it reads, and the Triton kernel's form and split that would be the fastest in place of what is
-chosen. With --ours no kernel but Hopper's two is timed.
+chosen. With --ours FlashInfer's and the Triton kernel's other forms are left out, and clusters are timed with fewer blocks
+each too (clusters/2, clusters/4).
 """
 
 from __future__ import annotations
@@ -163,8 +164,8 @@ def split_decode(layers: Layers, is_few: bool, num_splits: int) -> Callable[[], 
 
 
 @cache
-def hopper_kernels(num_heads: int, num_kv_heads: int) -> dict[str, DecodePiece]:
-    """Clusters and shares, compiled; none on other GPUs."""
+def hopper_kernels(num_heads: int, num_kv_heads: int, with_fewer: bool) -> dict[str, DecodePiece]:
+    """Clusters and shares, compiled; none on other GPUs. With `with_fewer` clusters of no more than 2 or 4 blocks too."""
     if not can_compile_kernels("cuda:0"):
         return {}
     clusters = cluster_kernels(num_heads, num_kv_heads, PAGE_SIZE)
@@ -173,8 +174,13 @@ def hopper_kernels(num_heads: int, num_kv_heads: int) -> dict[str, DecodePiece]:
         compiler.write((*clusters, shares), Path(folder), NullReporter())
         binaries = {path.stem: path.read_bytes() for path in Path(folder).iterdir()}
     scale, device = HEAD_DIM**-0.5, torch.device("cuda:0")
+    fewer = (
+        {f"clusters/{most}": [one for one in clusters if one.split <= most] for most in (2, 4)} if with_fewer else {}
+    )
     return {
-        "clusters": ClusterDecode(clusters, binaries, scale, device),
+        **{
+            name: ClusterDecode(some, binaries, scale, device) for name, some in {"clusters": clusters, **fewer}.items()
+        },
         "shares": ShareDecode(shares, binaries, scale, device),
     }
 
@@ -218,8 +224,8 @@ def measure(case: Case, workspace: torch.Tensor, ours_alone: bool) -> dict[str, 
         "Triton": lambda: split_decode(layers, is_few, (OF_FEW if is_few else OF_MANY).of(sequences)),
     }
     if ours_alone:
-        kernels = {"CUDA cores": kernels["CUDA cores"]}  # what the others must agree with
-    for name, kernel in hopper_kernels(case.num_heads, case.num_kv_heads).items():
+        kernels = {name: kernels[name] for name in ("CUDA cores", "Triton")}  # the others must agree with the first
+    for name, kernel in hopper_kernels(case.num_heads, case.num_kv_heads, ours_alone).items():
         kernels[name] = lambda kernel=kernel: hopper_decode(layers, kernel)
     for few, name, most in ((True, "few", OF_FEW.most), (False, "many", OF_MANY.most)):
         for splits in SPLITS:
@@ -250,7 +256,7 @@ def main() -> None:
     parser.add_argument("--heads", type=heads_of, nargs="+", default=HEADS, help="query heads/KV heads")
     parser.add_argument("--batches", type=positive, nargs="+", default=BATCHES)
     parser.add_argument("--lengths", type=positive, nargs="+", default=LENGTHS)
-    parser.add_argument("--ours", action="store_true", help="time Hopper's kernels alone")
+    parser.add_argument("--ours", action="store_true", help="leave out what is not the program's own")
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
         sys.exit("needs an NVIDIA GPU")
@@ -270,12 +276,16 @@ def main() -> None:
                     results.append(asdict(case) | {"us": times})
                     own = min((name for name in times if name in ours), key=times.__getitem__)
                     rate = case.kv_bytes / times[own] / 1e6
-                    fastest = min((name for name in times if "/" in name), key=times.__getitem__, default="")
+                    others = {name: us for name, us in times.items() if "/" in name}
+                    fastest = min(others, key=others.__getitem__, default="")
                     heads, mark = f"{num_heads:2}/{num_kv_heads}", "~" if is_ragged else " "
                     print(
                         f"{heads} {mark}{batch:5} {length:6}",
                         *(f"{times[name]:7.2f}" if name in times else f"{'':7}" for name in columns),
-                        f"{own:8} {rate:5.2f}  {fastest} {times.get(fastest, 0):.2f}",
+                        f"{own:8} {rate:5.2f}  "
+                        + ", ".join(
+                            f"{name} {us:.2f}" for name, us in others.items() if arguments.ours or name == fastest
+                        ),
                         flush=True,
                     )
     if arguments.json:
