@@ -9,8 +9,8 @@ this table: the Triton kernel in its form for few requests or for many, and on H
 random page tables, and before each of them a kernel that does nearly nothing, as a model has one there. The time of
 these kernels alone is taken off. XQA splits as FlashInfer does by default. The last columns are the fastest of our own
 and the rate at which it reads, and the Triton kernel's form and split that would be the fastest in place of what is
-chosen. With --ours FlashInfer's and the Triton kernel's other forms are left out, and clusters are timed with fewer blocks
-each too (clusters/2, clusters/4).
+chosen. With --ours FlashInfer's and the Triton kernel's other forms are left out, and clusters are timed with fewer
+blocks each too (clusters/2, clusters/4).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from mllm_compile.kernels.cuda import KernelCompiler, can_compile_kernels
 from mllm_compile.process.progress import NullReporter
 from mllm_compile.runtime.attention.hopper.clusters import cluster_kernels
 from mllm_compile.runtime.attention.hopper.decoder import ClusterDecode, ShareDecode
-from mllm_compile.runtime.attention.hopper.shares import ShareKernel
+from mllm_compile.runtime.attention.hopper.shares import ShareKernel, takes
 from mllm_compile.runtime.attention.split.split_decode import DecodePiece
 from mllm_compile.runtime.attention.split.splits import MOST_FEW_SEQUENCES, OF_FEW, OF_MANY
 
@@ -165,24 +165,21 @@ def split_decode(layers: Layers, is_few: bool, num_splits: int) -> Callable[[], 
 
 @cache
 def hopper_kernels(num_heads: int, num_kv_heads: int, with_fewer: bool) -> dict[str, DecodePiece]:
-    """Clusters and shares, compiled; none on other GPUs. With `with_fewer` clusters of no more than 2 or 4 blocks too."""
+    """Clusters and shares, compiled; none on other GPUs. Clusters of no more than 2 or 4 blocks too, if asked for."""
     if not can_compile_kernels("cuda:0"):
         return {}
     clusters = cluster_kernels(num_heads, num_kv_heads, PAGE_SIZE)
-    shares = ShareKernel(num_kv_heads, num_heads // num_kv_heads, PAGE_SIZE)
+    shares = [ShareKernel(num_kv_heads, num_heads // num_kv_heads, PAGE_SIZE)] if takes(num_kv_heads) else []
     with tempfile.TemporaryDirectory() as folder, KernelCompiler() as compiler:
-        compiler.write((*clusters, shares), Path(folder), NullReporter())
+        compiler.write((*clusters, *shares), Path(folder), NullReporter())
         binaries = {path.stem: path.read_bytes() for path in Path(folder).iterdir()}
     scale, device = HEAD_DIM**-0.5, torch.device("cuda:0")
-    fewer = (
-        {f"clusters/{most}": [one for one in clusters if one.split <= most] for most in (2, 4)} if with_fewer else {}
-    )
-    return {
-        **{
-            name: ClusterDecode(some, binaries, scale, device) for name, some in {"clusters": clusters, **fewer}.items()
-        },
-        "shares": ShareDecode(shares, binaries, scale, device),
-    }
+    most_blocks = {"clusters": 8, **({"clusters/2": 2, "clusters/4": 4} if with_fewer else {})}
+    decoders: dict[str, DecodePiece] = {}
+    for name, most in most_blocks.items():
+        some = [kernel for kernel in clusters if kernel.split <= most]
+        decoders[name] = ClusterDecode(some, binaries, scale, device)
+    return decoders | {"shares": ShareDecode(kernel, binaries, scale, device) for kernel in shares}
 
 
 def hopper_decode(layers: Layers, kernel: DecodePiece) -> Callable[[], None]:
@@ -278,14 +275,13 @@ def main() -> None:
                     rate = case.kv_bytes / times[own] / 1e6
                     others = {name: us for name, us in times.items() if "/" in name}
                     fastest = min(others, key=others.__getitem__, default="")
+                    shown = others if arguments.ours else {fastest: others.get(fastest, 0.0)}
                     heads, mark = f"{num_heads:2}/{num_kv_heads}", "~" if is_ragged else " "
                     print(
                         f"{heads} {mark}{batch:5} {length:6}",
                         *(f"{times[name]:7.2f}" if name in times else f"{'':7}" for name in columns),
-                        f"{own:8} {rate:5.2f}  "
-                        + ", ".join(
-                            f"{name} {us:.2f}" for name, us in others.items() if arguments.ours or name == fastest
-                        ),
+                        f"{own:8} {rate:5.2f} ",
+                        ", ".join(f"{name} {us:.2f}" for name, us in shown.items()),
                         flush=True,
                     )
     if arguments.json:
