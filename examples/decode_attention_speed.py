@@ -179,7 +179,9 @@ def hopper_kernels(num_heads: int, num_kv_heads: int, with_fewer: bool) -> dict[
     for name, most in most_blocks.items():
         some = [kernel for kernel in clusters if kernel.split <= most]
         decoders[name] = ClusterDecode(some, binaries, scale, device)
-    return decoders | {"shares": ShareDecode(kernel, binaries, scale, device) for kernel in shares}
+    if shares:
+        decoders["shares"] = ShareDecode(shares[0], binaries, scale, device)
+    return decoders
 
 
 def hopper_decode(layers: Layers, kernel: DecodePiece) -> Callable[[], None]:
