@@ -77,6 +77,18 @@ def test_they_are_as_near_to_float32_as_torch(tmp_path, shape):
         assert error <= MARGIN * limit, tokens
 
 
+def test_gates_may_be_of_any_size(tmp_path):
+    shape = SHAPES[1]
+    load(shape, tmp_path)
+    up, down = weights_of(shape)
+    x, ids, slots = inputs_of(shape, 300)
+    for scale in (0.01, 60.0, 3e4):
+        scaled = scale * x
+        ours, true = tiled(scaled, ids, slots, up, down), plain(scaled.float(), ids, up.float(), down.float())
+        error, limit = ((one.float() - true).norm() for one in (ours, plain(scaled, ids, up, down)))
+        assert error <= MARGIN * limit, scale
+
+
 def test_padding_is_zero_and_a_row_of_no_expert_is_its_own_error_alone(tmp_path):
     shape = SHAPES[1]
     load(shape, tmp_path)
