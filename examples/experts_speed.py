@@ -21,7 +21,6 @@ import torch
 from mistakes import positive, told_in_one_line
 
 from mllm_compile.kernels.cuda import KernelCompiler, can_compile_kernels
-from mllm_compile.process.console import print_table
 from mllm_compile.process.progress import NullReporter
 from mllm_compile.runtime.ops import op
 from mllm_compile.runtime.ops.expert_tiles.kernel import ExpertTilesKernel
@@ -109,8 +108,9 @@ def main() -> None:
     dense = {
         name: torch.randn(size, device="cuda", dtype=torch.bfloat16) * size[1] ** -0.5 for name, size in OTHERS.items()
     }
-    rows = [row for tokens in args.tokens for row in measure(tokens, weights, dense, args.gate_up, args.down)]
-    print_table(sys.stdout, "one layer", ("tokens", "what", "µs", "TFLOP/s", "TB/s"), rows)
+    print("tokens  what              µs  TFLOP/s   TB/s")
+    for tokens in args.tokens:
+        measure(tokens, weights, dense, args.gate_up, args.down)
 
 
 def measure(
@@ -119,14 +119,14 @@ def measure(
     dense: dict[str, torch.Tensor],
     of_gate_up: list[Form],
     of_down: list[Form],
-) -> list[tuple[str, ...]]:
-    rows: list[tuple[str, ...]] = []
+) -> None:
+    """Prints a line a kernel."""
     num_rows = tokens * CHOSEN
 
     def add(name: str, run: Callable[[], object], flop: float = 0, moved: float = 0) -> None:
         us = graph_us(run)
-        shown = (f"{flop / us / 1e6:.0f}" if flop else "", f"{moved / us / 1e6:.2f}" if moved else "")
-        rows.append((str(tokens), name, f"{us:.1f}", *shown))
+        rates = f"{flop / us / 1e6:8.0f}" if flop else f"{moved / us / 1e6:15.2f}" if moved else ""
+        print(f"{tokens:6}  {name:14} {us:8.1f} {rates}", flush=True)
 
     x = torch.randn(tokens, HIDDEN, device="cuda", dtype=torch.bfloat16)
     slots = torch.arange(1, tokens + 1, device="cuda")
@@ -134,13 +134,12 @@ def measure(
     choose, order_experts = op("choose_experts"), op("order_experts")
     shares, ids = choose(scores, CHOSEN, SOFTMAX_OF_ALL, True)
     order, blocks = order_experts(ids, slots, EXPERTS, BLOCK, 0)
-    gathered = op("gather_expert_rows")(x, order, blocks, CHOSEN)
     row_bytes = 2 * HIDDEN
     add("choice", lambda: choose(scores, CHOSEN, SOFTMAX_OF_ALL, True))
     add("order", lambda: order_experts(ids, slots, EXPERTS, BLOCK, 0))
-    gather = op("gather_expert_rows")
-    add("gather", lambda: gather(x, order, blocks, CHOSEN), moved=(num_rows + tokens) * row_bytes)
-    inner = gathered
+    inner = torch.zeros(len(order), INNER, device="cuda", dtype=torch.bfloat16)
+    rows_of = torch.randint(tokens, (num_rows,), device="cuda")
+    add("rows by torch", lambda: x[rows_of], moved=(num_rows + tokens) * row_bytes)
     for size, is_gated, forms in ((GATE_UP, True, of_gate_up), (DOWN, False, of_down)):
         weight = weights[size]
         for form in forms:
@@ -148,8 +147,8 @@ def measure(
             name = f"{'gate_up' if is_gated else 'down'} {form[0]}:{form[1]}"
             flop = 2 * num_rows * size[0] * size[1]
             if is_gated:
-                inner = op("gated_expert_tiles")(gathered, order, blocks, weight)
-                add(name, lambda: op("gated_expert_tiles")(gathered, order, blocks, weight), flop)  # noqa: B023
+                inner = op("gated_expert_tiles")(x, order, blocks, weight, CHOSEN)
+                add(name, lambda: op("gated_expert_tiles")(x, order, blocks, weight, CHOSEN), flop)  # noqa: B023
             else:
                 add(name, lambda: op("expert_tiles")(inner, order, blocks, weight, ids), flop)  # noqa: B023
     outputs = op("expert_tiles")(inner, order, blocks, weights[DOWN], ids)
@@ -158,7 +157,6 @@ def measure(
         inputs = torch.randn(tokens, weight.shape[1], device="cuda", dtype=torch.bfloat16)
         linear = torch.nn.functional.linear
         add(name, lambda: linear(inputs, weight), 2 * tokens * weight.numel())  # noqa: B023
-    return rows
 
 
 if __name__ == "__main__":

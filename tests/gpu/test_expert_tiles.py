@@ -56,8 +56,7 @@ def tiled(x, ids, slots, up, down) -> torch.Tensor:
     from mllm_compile.runtime.ops import op
 
     order, blocks = op("order_experts")(ids, slots, len(up), BLOCK, 0)
-    rows = op("gather_expert_rows")(x, order, blocks, ids.shape[1])
-    inner = op("gated_expert_tiles")(rows, order, blocks, up)
+    inner = op("gated_expert_tiles")(x, order, blocks, up, ids.shape[1])
     return op("expert_tiles")(inner, order, blocks, down, ids)
 
 

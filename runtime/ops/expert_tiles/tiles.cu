@@ -7,6 +7,9 @@
 // the weight for the same x (units.cuh, which is in front of this file). Rows of x behind a block's last are whatever lies
 // there; their sums are not stored.
 //
+// TMA takes neighbours alone, so a gated linear's rows are first copied from where their tokens stand (Gather): those of the
+// first blocks by all warps, the others by warps that have nothing else to do, while earlier blocks are multiplied.
+//
 // The rows of a tile lie so that a lane's sums are of eight neighbouring outputs (tensor_maps.expert_halves, expert_rows).
 //
 // Defined by kernel.py: N rows of a weight (of a gated one gates, then ups), GATED, how many
@@ -48,8 +51,60 @@ struct Work {
   }
 };
 
+// Copies rows of tokens to the places of `order`, four at a time, and counts for each block how many fours are there. Warps
+// claim fours in the order of blocks: so none waits for a multiprocessor that another kernel still holds.
+constexpr int FOUR = 4, LANES = 32 / FOUR, PIECES = K / 8;  // rows; lanes of a row; uint4 of a row
+struct Gather {
+  const uint4* tokens;
+  const int* order;
+  uint4* rows;
+  u32* ready;  // by block, and behind the last the number of claims; zeros at first
+  int chosen;  // experts of a token
+
+  __device__ __forceinline__ int claim(const Work& work) const {
+    int index = 0;
+    if (threadIdx.x % 32 == 0) index = atomicAdd(ready + work.count, 1u);
+    return __shfl_sync(~0u, index, 0);
+  }
+  // False: there are no more. AT_ONCE pieces of a lane are under way together.
+  template <int AT_ONCE>
+  __device__ __forceinline__ bool copy(int index, const Work& work) const {
+    const int block = index / (BLOCK / FOUR), first = index % (BLOCK / FOUR) * FOUR, lane = threadIdx.x % 32;
+    if (block >= work.count) return false;
+    const int2 entry = work.blocks[block];
+    if (entry.y == 0) return false;
+    if (entry.x < 0 || first >= entry.y) return true;
+    const int row = first + lane / LANES;
+    if (row < entry.y) {
+      const uint4* from = tokens + (u64)(u32)(order[block * BLOCK + row] / chosen) * PIECES + lane % LANES;
+      uint4* to = rows + (u64)(u32)(block * BLOCK + row) * PIECES + lane % LANES;
+      for (int step = 0; step < PIECES / LANES; step += AT_ONCE, from += AT_ONCE * LANES, to += AT_ONCE * LANES) {
+        uint4 values[AT_ONCE];
+#pragma unroll
+        for (int i = 0; i < AT_ONCE; i++)
+          if (step + i < PIECES / LANES) values[i] = __ldg(from + i * LANES);
+#pragma unroll
+        for (int i = 0; i < AT_ONCE; i++)
+          if (step + i < PIECES / LANES) to[i * LANES] = values[i];
+      }
+    }
+    asm volatile("fence.proxy.async.global;" ::: "memory");  // TMA reads them
+    __syncwarp();
+    if (lane == 0) asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(ready + block) : "memory");
+    return true;
+  }
+  // Until all rows of a block are there.
+  __device__ __forceinline__ void wait_for_block(const Tile& tile) const {
+    const u32 fours = (tile.rows + FOUR - 1) / FOUR;
+    u32 there;
+    do asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(there) : "l"(ready + tile.block) : "memory");
+    while (there < fours);
+    asm volatile("fence.proxy.async.global;" ::: "memory");
+  }
+};
 // The warp that asks, by one lane.
-__device__ __forceinline__ void ask(const TensorMap* weight, const TensorMap* x, u32 ring, u32 full, u32 empty, const Work& work) {
+__device__ __forceinline__ void ask(const TensorMap* weight, const TensorMap* x, u32 ring, u32 full, u32 empty, const Work& work,
+                                    const Gather& gather) {
   Place place;
   Tile tile;
   place.phase = 1;  // the ring is empty
@@ -61,6 +116,7 @@ __device__ __forceinline__ void ask(const TensorMap* weight, const TensorMap* x,
       wait_for(empty + 8 * place.slot, place.phase);
       expect_bytes(barrier, bytes);
       load_weight(to, weight, tile.expert, tile.row_tile, step, barrier);
+      if (GATED && step == 0) gather.wait_for_block(tile);
       for (int unit = blockIdx.x % SHARE; unit < units; unit += SHARE)
         load_x(to + W_BYTES + unit * UNIT_BYTES, x, step, tile.block * BLOCK + unit * UNIT_ROWS, barrier);
       place.go_on();
@@ -117,13 +173,13 @@ __device__ __forceinline__ void fill(uint4* out, const int* order, const Tile& t
 #endif
 }
 
-// `order`: the row of `out` for each row of x; of a gated linear none, whose outputs stand as x does.
+// `gather.order`: the row of `out` for each row of x; of a gated linear, whose outputs stand as x does, what is gathered there.
 extern "C" __global__ void
 #if SHARE > 1
 __cluster_dims__(SHARE, 1, 1)
 #endif
 __launch_bounds__(THREADS, 1) expert_tiles(const __grid_constant__ TensorMap weight, const __grid_constant__ TensorMap x,
-                                           const int* order, uint4* out, const Work work) {
+                                           uint4* out, const Work work, const Gather gather) {
   extern __shared__ __align__(1024) char memory[];
   const u32 ring = (shared_address(memory) + 1023) & ~1023u;
   Shared& shared = *(Shared*)(memory + (ring - shared_address(memory)) + STAGES * STAGE_BYTES);
@@ -136,12 +192,15 @@ __launch_bounds__(THREADS, 1) expert_tiles(const __grid_constant__ TensorMap wei
     asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
     if (warp == 0 && lane == 0) {
       asm volatile("fence.proxy.async.global;" ::: "memory");  // TMA reads what others stored
-      ask(&weight, &x, ring, full, empty, work);
+      ask(&weight, &x, ring, full, empty, work, gather);
     }
+    if (GATED && warp)
+      while (gather.copy<4>(gather.claim(work), work));
     __syncwarp();
   } else {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
     start_dependents();
+    if (GATED) gather.copy<8>(gather.claim(work), work);
     const int group = warp / 4 - 1;
     const u32 empty_of_one = address_of_peer(empty, lane % SHARE);
     Place place;
@@ -154,7 +213,7 @@ __launch_bounds__(THREADS, 1) expert_tiles(const __grid_constant__ TensorMap wei
 #endif
     for (int turn = 0; work.get(turn, tile); turn++) {
       if (tile.expert < 0) {
-        fill(out, order, tile, tile.block * BLOCK);
+        fill(out, gather.order, tile, tile.block * BLOCK);
         continue;
       }
       const int units = tile.units(), half = (units + 1) / 2, first_unit = group * half, own = group ? units - half : half;
@@ -168,7 +227,7 @@ __launch_bounds__(THREADS, 1) expert_tiles(const __grid_constant__ TensorMap wei
             const int row = (first_unit + m) * UNIT_ROWS + warp % 4 * 16 + lane / 4 + 8 * h, place = tile.block * BLOCK + row;
             target.rows[m][h] = m >= own || row >= tile.rows
                                     ? Target::NOWHERE
-                                    : (u32)(GATED ? place : order[place]) * (OUTPUTS / 8) + target.first_output / 8;
+                                    : (u32)(GATED ? place : gather.order[place]) * (OUTPUTS / 8) + target.first_output / 8;
           }
       };
       if (!GATED) find_places();  // they come while it multiplies; a gated linear's have no registers meanwhile
