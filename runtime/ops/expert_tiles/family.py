@@ -72,8 +72,8 @@ class Family(KernelFamily):
                 if kernel.is_gated:
                     gate, up = theirs.chunk(2, -1)
                     theirs = torch.nn.functional.silu(gate) * up
-                places = rows if kernel.is_gated else order[rows]
-                error = ((ours[places].float() - theirs).norm(dim=-1) / theirs.norm(dim=-1)).max().item()
+                at = rows if kernel.is_gated else order[rows]
+                error = ((ours[at].float() - theirs).norm(dim=-1) / theirs.norm(dim=-1)).max().item()
                 if not error <= _TOLERANCE:
                     yield (
                         f"the experts' linear {kernel.name} is off by {error:.2g} with {count} rows (limit "

@@ -102,6 +102,7 @@ struct Gather {
     asm volatile("fence.proxy.async.global;" ::: "memory");
   }
 };
+
 // The warp that asks, by one lane.
 __device__ __forceinline__ void ask(const TensorMap* weight, const TensorMap* x, u32 ring, u32 full, u32 empty, const Work& work,
                                     const Gather& gather) {
