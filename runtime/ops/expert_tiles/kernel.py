@@ -59,7 +59,7 @@ class ExpertTilesKernel(UnitsKernel):
 
     @cached_property
     def held_stores(self) -> int:
-        """Of a lane's stores of a tile those that leave during the next tile's products."""
+        """The stores of a lane's tile that leave during the next tile's products."""
         outputs = self.tile_rows // 2 if self.is_gated else self.tile_rows
         stores = TILE_UNITS * outputs // _LANE_OUTPUTS
         return min(stores, (_HELD_REGISTERS - self.tile_rows) // _STORE_REGISTERS)
