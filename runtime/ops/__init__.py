@@ -42,7 +42,6 @@ OPS = {
     "gated_delta_states": "states.gated_delta",
     "gated_expert_tiles": "expert_tiles.ops",
     "gated_linear": "gated_linear.ops",
-    "gather_expert_rows": "expert_tiles.gather",
     "greedy_tokens": "greedy",
     "grouped_linear": "experts.grouped",
     "latent_decode": "latents.attend",
