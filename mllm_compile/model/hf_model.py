@@ -237,14 +237,13 @@ def compute_constants(
         for name in names:
             full_name = f"{module_name}.{name}" if module_name else name
             value = first.get(name)
-            is_filled = value is not None and torch.equal(value, second[name])
-            if name not in module._non_persistent_buffers_set:
-                if is_filled and not (value == value.flatten()[0]).all():
-                    tables[full_name] = value
-            elif is_filled:
+            is_constant = name in module._non_persistent_buffers_set
+            if value is None or not torch.equal(value, second[name]):
+                unknown.update([full_name] if is_constant else [])
+            elif is_constant:
                 constants[full_name] = value
-            else:
-                unknown.add(full_name)
+            elif value.unique().numel() > 1:
+                tables[full_name] = value
     return constants, frozenset(unknown), tables
 
 
