@@ -168,6 +168,7 @@ def _step_gated_delta_kernel(
         state += ((v - known) * beta)[:, None] * k[None, :]
         out = tl.sum(state * (q * SCALE)[None, :], 1)
         tl.store(out_ptr + (token * HV + head) * DV + values, out.to(out_ptr.dtype.element_ty), is_value)
+        state = state.to(states_ptr.dtype.element_ty).to(tl.float32)  # as where the next token is in another step
     tl.store(places, state.to(states_ptr.dtype.element_ty), is_number & (row > 0) & (end > start))
 
 
@@ -361,6 +362,7 @@ def gated_delta_states(
     ends: torch.Tensor | None,
     out: torch.Tensor,
     qk_l2norm: bool,
+    by_token: bool = False,
 ) -> None:
     """runtime/state/layer.py's GatedDelta. Prompts of 16 bits go by chunks, in two kernels; those with a gate a channel
     by channel_gates.py's.
@@ -372,6 +374,7 @@ def gated_delta_states(
         starts, ends: [B] int32, each request's tokens; none: request i has token i alone.
         out: [T, Hv, Dv], contiguous, written for requests' tokens.
         qk_l2norm: q and k are divided by their norms.
+        by_token: prompts go token by token, so that a token's numbers do not depend on where a prompt was cut.
     """
     _, key_heads, width = q.shape
     _, heads, value_width = v.shape
@@ -381,6 +384,7 @@ def gated_delta_states(
     norms = {"SCALE": width**-0.5, "QK_NORM": qk_l2norm, "EPS": _NORM_EPS}
     padded = triton.next_power_of_2(width)
     is_chunked = padded <= _MOST_CHUNK_KEYS and q.dtype in _CHUNKED_DTYPES and q.dtype == v.dtype
+    is_chunked = is_chunked and not by_token
     if starts is None or ends is None or not is_chunked:
         block = min(_STEP_VALUES, triton.next_power_of_2(value_width))
         wrap_triton(_step_gated_delta_kernel)[(triton.cdiv(value_width, block), heads, rows.shape[0])](
