@@ -124,6 +124,7 @@ def _load(compiled: CompiledRuntime, timeline: Timeline, forward_times: bool, nu
         tokenizer_files=files,
         forward_times=tuple if runner.forward_times is None else runner.forward_times.medians,
         experts_chosen=runner.experts_chosen,
+        snapshot_bytes=runner.state_bytes_per_request,
         tower=tower,
     )
 

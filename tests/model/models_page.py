@@ -66,8 +66,9 @@ For every architecture:
   (Phi-3.5, Phi-4-mini) up to its `original_max_position_embeddings`, and `dynamic` up to `max_position_embeddings`.
   Beyond these a long request would change the frequencies of all others, so `max_model_len` ends there.
 - A quantised checkpoint is served where its [format](quantised.md) is one that is read.
-- Layers with a [state](state.md) are served where they call known functions; an architecture with others is refused for
-  them: where a config has none, it may be served ([below](#served-where-every-layer-is-full-attention)).
+- Layers with a [state](state.md) are served where they call known functions or are known modules. An architecture with
+  others is refused for them; where a config has none, it may be served
+  ([below](#served-where-every-layer-is-full-attention)).
 - Of models with images or sound it is the text part (gemma3, phi4_multimodal), but for [images](images.md) of Qwen-VL.
 - Models of the roberta family count positions from behind their padding token, and have so many fewer of them: set
   `max_model_len` as the error says. A padding token inside of a text is counted like any other token.
