@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from mllm_compile.errors import UnsupportedModelError
-from mllm_compile.model.hold_rope import hold_rope
 from mllm_compile.model.positions_hook import position_offset
 from mllm_compile.model.refusals import first_line, refusing
+from mllm_compile.model.rope_hook import follow_rope
 from mllm_compile.runtime.program.spec import ModelSizes
 
 if TYPE_CHECKING:
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
     from mllm_compile.runtime.attention.layer import LayerSpec
+    from mllm_compile.runtime.schedule.rope_lengths import RopeLengths
 
 
 NO_LIMIT = 2**31 - 1
@@ -50,12 +51,14 @@ class HFModel:
         constants: buffer name → value on the CPU; these are in no checkpoint.
         unknown_constants: names of such buffers whose value could not be computed.
         position_offset: the position that the model gives a text's first token.
+        rope: how its RoPE follows the length of a text; None: it does not.
     """
 
     model: PreTrainedModel
     constants: dict[str, torch.Tensor]
     unknown_constants: frozenset[str]
     position_offset: int = 0
+    rope: RopeLengths | None = None
 
     @property
     def text_config(self) -> PreTrainedConfig:
@@ -160,9 +163,9 @@ def build_config_on_meta(config: PreTrainedConfig, dtype: torch.dtype, trust_rem
             f"implementation: {first_line(error)}"
         ) from error
     model.eval().requires_grad_(False)
-    constants = compute_constants(model)
-    hold_rope(model)
-    return HFModel(model, *constants, position_offset(model))
+    constants, unknown = compute_constants(model)
+    rope, of_rope = follow_rope(model)
+    return HFModel(model, constants | of_rope, unknown, position_offset(model), rope)
 
 
 def auto_class(config_class: type[PreTrainedConfig]) -> Any:

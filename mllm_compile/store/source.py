@@ -85,6 +85,7 @@ class ArtifactSource:
             vocab_size=sizes.vocab_size,
             num_hidden_layers=sizes.num_hidden_layers,
             context_len=sizes.context_len,
+            rope=artifact.program.rope,
         )
 
     def _link(self, device: torch.device) -> LinkedProgram:

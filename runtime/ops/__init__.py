@@ -53,6 +53,7 @@ OPS = {
     "own_positions": "trace",
     "own_rank": "ranks.ops",
     "quantised_linear": "quantised_linear.ops",
+    "request_lengths": "trace",
     "rope_and_cache": "rope_cache",
     "scaled_linear": "quantised_linear.scaled",
     "selective_scan": "states.trace",

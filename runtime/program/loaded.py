@@ -13,6 +13,7 @@ from mllm_compile.runtime.attention.layer import AttentionLayer
 from mllm_compile.runtime.attention.split.split_decode import Decoders
 from mllm_compile.runtime.media.grids import GridTower
 from mllm_compile.runtime.sampling.sampler import SamplingPieces
+from mllm_compile.runtime.schedule.rope_lengths import RopeLengths
 from mllm_compile.runtime.state.layer import StateLayer
 from mllm_compile.runtime.state.piece_backend import StatePieces
 
@@ -81,6 +82,7 @@ class LoadedModel:
     vocab_size: int
     num_hidden_layers: int
     context_len: int  # positions that the model was made for
+    rope: RopeLengths | None = None  # how its RoPE follows the length of a text, if it does
 
 
 class ModelSource(Protocol):

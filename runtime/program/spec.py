@@ -22,6 +22,7 @@ from mllm_compile.runtime.errors import ArtifactError
 from mllm_compile.runtime.json_data import from_json
 from mllm_compile.runtime.media.grids import GridTower
 from mllm_compile.runtime.ops import family
+from mllm_compile.runtime.schedule.rope_lengths import RopeLengths
 from mllm_compile.runtime.state.layer import StateLayer
 
 TOKEN_INPUTS = ("input_ids", "positions", "slots")
@@ -283,6 +284,7 @@ class Program:
     state_layers: tuple[StateLayer, ...] = ()
     state_forms: Mapping[str, StateForms] = field(default_factory=dict)  # layer with a state → its pieces
     inputs: tuple[str, ...] = ()  # beside BATCH_INPUTS
+    rope: RopeLengths | None = None  # how its RoPE follows the input `rope_lens`, if it does
     further_outputs: tuple[str, ...] = ()  # beside `output`; of a tower
     media: MediaPrograms | None = None
 
@@ -350,6 +352,7 @@ class Program:
             "state_layers": [layer.to_json() for layer in self.state_layers],
             "state_forms": {layer: asdict(forms) for layer, forms in self.state_forms.items()},
             "inputs": list(self.inputs),
+            "rope": None if self.rope is None else asdict(self.rope),
             "further_outputs": list(self.further_outputs),
             "media": None if self.media is None else self.media.to_json(),
         }
@@ -380,6 +383,7 @@ class Program:
                 state_layers=tuple(map(StateLayer.from_json, data["state_layers"])),
                 state_forms=from_json(dict[str, StateForms], data["state_forms"]),
                 inputs=from_json(tuple[str, ...], data["inputs"]),
+                rope=from_json(RopeLengths | None, data["rope"]),
                 further_outputs=from_json(tuple[str, ...], data["further_outputs"]),
                 media=None if data["media"] is None else MediaPrograms.from_json(data["media"]),
             )

@@ -62,9 +62,13 @@ runtime: {{device: cpu, max_model_len: 1024}}
 
 For every architecture:
 
-- RoPE of the types default, linear, llama3 and yarn is served at every length that the model takes; `longrope`
-  (Phi-3.5, Phi-4-mini) up to its `original_max_position_embeddings`, and `dynamic` up to `max_position_embeddings`.
-  Beyond these a long request would change the frequencies of all others, so `max_model_len` ends there.
+- RoPE of every type is served at every length that the model takes. Where frequencies follow the length of a text
+  (`longrope`: Phi-3.5, Phi-4-mini, MiniCPM; `dynamic`) each request has those of its own, as Transformers' generate
+  gives it alone: a prompt's tokens those for its length, later tokens those for the tokens up to themselves. Keys that
+  are cached stay as they are when a request grows, but for models whose own generate then computes the text anew
+  (phi3, phi4_multimodal): such a request is preempted once, at `original_max_position_embeddings` tokens. Requests
+  share cached prefixes with those of the same frequencies. An embedding that reads more than frequencies (Phi-3.5-MoE's
+  scales) is refused.
 - A quantised checkpoint is served where its [format](quantised.md) is one that is read.
 - Layers with a [state](state.md) are served where they call known functions; an architecture with others is refused for
   them: where a config has none, it may be served ([below](#served-where-every-layer-is-full-attention)).
