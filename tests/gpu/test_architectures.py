@@ -88,6 +88,18 @@ PUBLISHED = {
     "deepseek_v3": OF_192_AND_128 | DENSE,
     "minicpm3": OF_192_AND_128,
 }
+# RoPE that follows the length of a text: some prompts are longer than those of short factors, none grows beyond them.
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "short_factor": [1.0] * 8,
+    "long_factor": [2.0 + index / 2 for index in range(8)],
+    "original_max_position_embeddings": 700,
+}
+FOLLOWING = {
+    "phi3": {"rope_parameters": LONGROPE, "original_max_position_embeddings": 700},
+    "llama": {"rope_parameters": LONGROPE},
+}
 LENGTHS = (1, 2, 7, 9, 33, 64, 130, 500, 1500)
 LONGEST = 2048
 POSITIONS = dict.fromkeys(("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len"), LONGEST)
@@ -107,8 +119,16 @@ def served(folder: Path, cache: Path) -> Engine:
 
 @pytest.mark.parametrize(
     ("name", "changes"),
-    [*((name, DENSE if name.startswith("deepseek") else {}) for name in ARCHITECTURES), *PUBLISHED.items()],
-    ids=[*ARCHITECTURES, *(f"{name} with its heads" for name in PUBLISHED)],
+    [
+        *((name, DENSE if name.startswith("deepseek") else {}) for name in ARCHITECTURES),
+        *PUBLISHED.items(),
+        *FOLLOWING.items(),
+    ],
+    ids=[
+        *ARCHITECTURES,
+        *(f"{name} with its heads" for name in PUBLISHED),
+        *(f"{name} with longrope" for name in FOLLOWING),
+    ],
 )
 def test_it_is_as_near_to_float32_as_transformers_is(tmp_path, name, changes):
     if name not in CONFIG_MAPPING:
