@@ -23,6 +23,7 @@ from mllm_compile.kernels.cuda import can_compile_kernels, kernels_of
 from mllm_compile.kernels.decode_attention import add_decode_attention
 from mllm_compile.kernels.decode_loop import add_decode_loop
 from mllm_compile.kernels.latent_attention import add_latent_attention
+from mllm_compile.kernels.prefill_attention import add_prefill_attention
 from mllm_compile.kernels.sampling import add_sampling_pieces
 from mllm_compile.kernels.states import add_state_pieces
 from mllm_compile.model.refusals import refusing
@@ -160,6 +161,7 @@ def rewrite(config: ResolvedConfig, built: BuiltModel, trace: Trace, observer: O
     _check_cut(graph, config.runtime.tensor_parallel_size)
     program = replace(build_program(graph), rope=built.hf_model.rope)
     program, decode_pieces = add_decode_attention(config, program)
+    program, prefill_pieces = add_prefill_attention(config, program)
     program, state_pieces = add_state_pieces(config, program, state_operands(graph))
     program, latent_pieces = add_latent_attention(config, program)
     output: Any = next(node for node in graph.graph.nodes if node.op == "output")
@@ -168,7 +170,7 @@ def rewrite(config: ResolvedConfig, built: BuiltModel, trace: Trace, observer: O
     program, loop_pieces = add_decode_loop(config, program, logits)
     if pass_target(config).compiles_cuda:
         program = replace(program, kernels=kernels_of(graph, program))
-    written = (*decode_pieces, *state_pieces, *latent_pieces, *sampling_pieces, *loop_pieces)
+    written = (*decode_pieces, *prefill_pieces, *state_pieces, *latent_pieces, *sampling_pieces, *loop_pieces)
     return Lowered(built, graph, program, reports, left_out, size_symbols(graph), written)
 
 

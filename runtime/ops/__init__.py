@@ -52,6 +52,7 @@ OPS = {
     "order_experts": "experts.order",
     "own_positions": "trace",
     "own_rank": "ranks.ops",
+    "paged_prefill": "prompts.attend",
     "quantised_linear": "quantised_linear.ops",
     "request_lengths": "trace",
     "rope_and_cache": "rope_cache",

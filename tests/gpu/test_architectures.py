@@ -27,6 +27,7 @@ ARCHITECTURES = (
     "arcee",
     "bart",
     "biogpt",
+    "bloom",
     "codegen",
     "cohere",
     "cohere2",
@@ -56,6 +57,7 @@ ARCHITECTURES = (
     "minicpm3",
     "mistral",
     "modernbert-decoder",
+    "mpt",
     "nemotron",
     "olmo",
     "olmo2",
@@ -100,6 +102,12 @@ FOLLOWING = {
     "phi3": {"rope_parameters": LONGROPE, "original_max_position_embeddings": 700},
     "llama": {"rope_parameters": LONGROPE},
 }
+# Biases by distance, and chunks: the program's own kernels attend. One expert is no choice.
+BY_PLACES = {
+    "bloom": {"hidden_size": 256, "n_head": 4},
+    "falcon": {"alibi": True},
+    "llama4_text": {"attention_chunk_size": 256, "num_local_experts": 1},
+}
 LENGTHS = (1, 2, 7, 9, 33, 64, 130, 500, 1500)
 LONGEST = 2048
 POSITIONS = dict.fromkeys(("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len"), LONGEST)
@@ -123,11 +131,13 @@ def served(folder: Path, cache: Path) -> Engine:
         *((name, DENSE if name.startswith("deepseek") else {}) for name in ARCHITECTURES),
         *PUBLISHED.items(),
         *FOLLOWING.items(),
+        *BY_PLACES.items(),
     ],
     ids=[
         *ARCHITECTURES,
         *(f"{name} with its heads" for name in PUBLISHED),
         *(f"{name} with longrope" for name in FOLLOWING),
+        *(f"{name} by places" for name in BY_PLACES),
     ],
 )
 def test_it_is_as_near_to_float32_as_transformers_is(tmp_path, name, changes):
