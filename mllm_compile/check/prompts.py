@@ -7,6 +7,8 @@ Shape legend: R requests, T new tokens, H query heads, D head dim.
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import torch
 
@@ -83,16 +85,11 @@ def _error(layer: LayerSpec, linked: LinkedProgram, page_size: int, dtype: torch
     for row in range(_NUM_DECODES, len(_LENGTHS)):
         length, new, start = _LENGTHS[row], _NEW[row], int(starts[row - _NUM_DECODES])
         own = slots[row, :length]
-        theirs = attention_reference(
-            torch.cat((q.new_zeros(length - new, *q.shape[1:]), q[start : start + new])).float(),
-            *(cache.flatten(0, 1)[own].float() for cache in (keys, values)),
-            None,
-            layer.sm_scale,
-            layer.logits_soft_cap,
-            layer.window_left,
-            alibi_slopes=layer.alibi_slopes,
-            chunk=layer.chunk,
-        )[length - new :].flatten(1)
+        own_keys, own_values = (cache.flatten(0, 1)[own].float() for cache in (keys, values))
+        whole = torch.cat((q.new_zeros(length - new, *q.shape[1:]), q[start : start + new])).float()
+        rules = layer.sm_scale, layer.logits_soft_cap, layer.window_left
+        options: dict[str, Any] = {"alibi_slopes": layer.alibi_slopes, "chunk": layer.chunk}
+        theirs = attention_reference(whole, own_keys, own_values, None, *rules, **options)[length - new :].flatten(1)
         ours = out[start : start + new].float().flatten(1)
         error = ((ours - theirs).norm(dim=-1) / theirs.norm(dim=-1)).max()
         worst = error.item() if not error <= worst else worst

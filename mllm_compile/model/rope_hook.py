@@ -174,7 +174,8 @@ def _follow(
 
 def _recomputes(model: PreTrainedModel) -> bool:
     """True if the model's generate computes a text anew that grows beyond the boundary."""
-    prepare = inspect.unwrap(type(model).prepare_inputs_for_generation)
+    of_class: Any = type(model)
+    prepare = inspect.unwrap(of_class.prepare_inputs_for_generation)
     return _ORIGINAL_LENGTH in prepare.__code__.co_names
 
 

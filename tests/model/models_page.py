@@ -46,8 +46,8 @@ about speed or about each published checkpoint. `make test` holds a sample of it
 
 On a GPU, attention kernels have heads of 64, 128 and 256, with values as wide as keys. Others are padded with zeros to
 the next of these widths, in the KV cache too (`pad_heads`). Latent attention (MLA) caches its latents alone and has
-kernels of its own (`absorb_latents`), and so have layers with ALiBi or chunks (`runtime/ops/prompts/`). Heads wider than
-256 need `runtime: {{attention_backend: torch}}` there, which is slow.
+kernels of its own (`absorb_latents`), and so have layers with ALiBi or chunks (`runtime/ops/prompts/`). Heads
+wider than 256 need `runtime: {{attention_backend: torch}}` there, which is slow.
 
 ## Your model
 
