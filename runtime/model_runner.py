@@ -416,6 +416,8 @@ class ModelRunner:
     def run_eager(self, batch: ForwardBatch) -> LogitsProcessorOutput:
         """Runs the program piece by piece, without a graph."""
         self.attn_backend.init_forward_metadata(batch)
+        if self.model.rope is not None and batch.rope_lens is None:
+            batch.rope_lens = torch.zeros_like(batch.positions)
         logits_indices = batch.logits_indices
         if logits_indices is None:
             logits_indices = torch.arange(batch.batch_size, device=self.device)
