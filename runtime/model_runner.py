@@ -196,8 +196,8 @@ class ModelRunner:
         without = next((layer.name for layer in model.state_layers if layer.name not in model.state_pieces), None)
         if is_deterministic and self.device.type == "cuda" and without is not None:
             raise UnsupportedModelError(
-                f"runtime.deterministic makes every step one captured decode, which layer {without} cannot be: no kernel "
-                "has states of its size, and the host would have to see which tokens are of one request. Set "
+                f"runtime.deterministic makes every step one captured decode, which layer {without} cannot be: no "
+                "kernel has states of its size, and the host would have to see which tokens are of one request. Set "
                 "runtime.deterministic: false."
             )
         states: StateBackend = TorchStateBackend(self.state_pool, is_deterministic)

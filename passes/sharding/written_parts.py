@@ -39,7 +39,8 @@ def _parts(node: fx.Node) -> tuple[int, list[fx.Node]] | None:
     dims = set()
     one: Any = node
     while is_call(one, torch.ops.aten.slice_scatter.default):
-        base, part, *rest = one.args
+        arguments: Any = one.args
+        base, part, *rest = arguments
         dim, start, stop, step = (*rest, *(0, None, None, 1)[len(rest) :])
         size = base.meta["val"].shape[dim]
         if step != 1 or is_symbolic(size) or (one is not node and len(one.users) != 1):
