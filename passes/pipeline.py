@@ -33,6 +33,7 @@ from mllm_compile.passes.group_experts import GroupExperts
 from mllm_compile.passes.lower_attention import LowerAttention
 from mllm_compile.passes.match import nodes
 from mllm_compile.passes.multiply_outer_products import MultiplyOuterProducts
+from mllm_compile.passes.multiply_patches import MultiplyPatches
 from mllm_compile.passes.pack_projections import PackProjections
 from mllm_compile.passes.pad_heads import PadHeads
 from mllm_compile.passes.quantise_activations import QuantiseActivations
@@ -50,6 +51,7 @@ PASSES: tuple[type[GraphPass], ...] = (
     # The graph as it was traced.
     Canonicalise,  # sizes and names, no writes, one spelling an operation
     MultiplyOuterProducts,  # the angles of rotary positions need no GEMM
+    MultiplyPatches,  # of images: a convolution that covers each patch is a linear
     Shard,  # over ranks: each has a part of the heads, the features and the vocabulary
     AbsorbLatents,  # latent attention over the latents, which are all that is cached
     QuantiseLinears,  # weights in eight or four bits stay so in memory
@@ -84,6 +86,7 @@ OF_TOWERS = frozenset(
     {
         Canonicalise.name,
         MultiplyOuterProducts.name,
+        MultiplyPatches.name,
         PackProjections.name,
         LowerAttention.name,
         SplitAtAttention.name,

@@ -20,7 +20,6 @@ from mllm_compile.config.resolved import (
     ResolvedModel,
     ResolvedStructuredOutputs,
 )
-from mllm_compile.config.rope_limit import rope_limit
 from mllm_compile.config.schema import CompileConfig, EngineConfig, RuntimeConfig, StructuredOutputsConfig
 from mllm_compile.errors import ConfigError, DeviceError
 from mllm_compile.files.cache_folders import auto_cache_dir
@@ -306,25 +305,34 @@ def _deterministic_tokens(kind: str, model: ModelFolder) -> int:
 
 
 def _max_model_len(asked: RuntimeConfig, kind: str, model: ModelFolder, choices: AutoChoices) -> int:
-    limit = model.text_config_value(*_LENGTH_KEYS)
-    if not isinstance(limit, int) or limit < 1:
-        limit = None
-    why, bound = "the model's own limit", "the model was made for at most {} tokens"
-    rope = rope_limit(model.text_config_value)
-    if rope is not None and (limit is None or rope.max_positions < limit):
-        limit = rope.max_positions
-        why = f"beyond it, rope_type {rope.rope_type} would let one request change the others"
-        bound = f"beyond {{}} tokens rope_type {rope.rope_type} would let one request change the others"
+    limit = _longest_text(model)
 
     def choose() -> tuple[int, str]:
         if limit is not None and limit <= MAX_MODEL_LEN[kind]:
-            return limit, why
+            return limit, "the model's own limit"
         return MAX_MODEL_LEN[kind], f"for {kind}; the model takes {limit or 'any length'}"
 
     length = choices.settle("runtime.max_model_len", asked.max_model_len, choose)
     if limit is not None and length > limit:
-        raise ConfigError(f"runtime.max_model_len is {length}, but {bound.format(limit)}. Set it to {limit} or less.")
+        raise ConfigError(
+            f"runtime.max_model_len is {length}, but the model was made for at most {limit} tokens. Set it to {limit} "
+            "or less."
+        )
     return length
+
+
+def _longest_text(model: ModelFolder) -> int | None:
+    """Tokens that the model was made for, those included that RoPE's type `dynamic` adds; None: config.json says no
+    length."""
+    limit = model.text_config_value(*_LENGTH_KEYS)
+    if not isinstance(limit, int) or limit < 1:
+        return None
+    rope = model.text_config_value("rope_parameters", "rope_scaling")
+    if isinstance(rope, dict) and "dynamic" in (rope.get("rope_type"), rope.get("type")):
+        factor = rope.get("factor")
+        if isinstance(factor, int | float) and factor > 1:
+            return int(limit * factor)
+    return limit
 
 
 def _of_gpus_alone(config: EngineConfig) -> tuple[str, ...]:

@@ -39,10 +39,10 @@ def _parts(node: fx.Node) -> tuple[int, list[fx.Node]] | None:
     dims = set()
     one: Any = node
     while is_call(one, torch.ops.aten.slice_scatter.default):
-        args: Any = one.args
-        base, part, *rest = args
-        rest += (0, None, None, 1)[len(rest) :]
-        dim, start, stop, step = rest
+        arguments: list[Any] = list(one.args)
+        base, part = arguments[:2]
+        where = arguments[2:]
+        dim, start, stop, step = where + [0, None, None, 1][len(where) :]
         size = base.meta["val"].shape[dim]
         if step != 1 or is_symbolic(size) or (one is not node and len(one.users) != 1):
             return None
@@ -52,8 +52,8 @@ def _parts(node: fx.Node) -> tuple[int, list[fx.Node]] | None:
         one = base
     if len(dims) != 1 or not is_call(one, "new_empty") or len(one.users) != 1:
         return None
-    found.sort(key=lambda piece: piece[0])
+    found.sort(key=lambda part: part[0])
     (dim,) = dims
     ends = [0, *(end for _, end, _ in found)]
     fills = [begin for begin, _, _ in found] == ends[:-1] and ends[-1] == int(one.meta["val"].shape[dim])
-    return (dim, [piece for _, _, piece in found]) if fills else None
+    return (dim, [part for _, _, part in found]) if fills else None

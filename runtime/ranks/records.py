@@ -21,6 +21,7 @@ _ARRAYS = (
     ("page_ids", np.int32),
     ("cleared_pages", np.int32),
     ("prefill_token_ids", np.int64),
+    ("rope_lens", np.int32),
     ("sample_mask", np.bool_),
     ("scored_indices", np.int64),
     ("state_restores", np.int64),
@@ -51,7 +52,7 @@ def most_record_bytes(max_num_tokens: int, max_rows: int, pages_of_row: int) -> 
     Args:
         pages_of_row: most pages of one request.
     """
-    per_token, per_row, per_page = 16, 13 + 2 * 16, 16
+    per_token, per_row, per_page = 16, 17 + 2 * 16, 16
     largest = per_token * max_num_tokens + max_rows * (per_row + per_page * pages_of_row)
     return _HEADER_BYTES + 8 * len(_ARRAYS) + largest
 

@@ -143,6 +143,15 @@ def views_and_outer_products() -> fx.GraphModule:
     return builder.finish(_head_of_rows(builder, builder.call(operator.mul, x, 2.0)))
 
 
+def patches() -> fx.GraphModule:
+    builder = GraphBuilder()
+    x = builder.embed()
+    kernel = builder.weight("patches.weight", HIDDEN, 2, 2, 2, 2)
+    found = builder.call(torch.conv3d, builder.method("view", x, -1, 2, 2, 2, 2), kernel, None, (2, 2, 2))
+    x = builder.call(operator.add, x, builder.method("view", found, -1, HIDDEN))
+    return builder.finish(builder.head(builder.layer(x, 0)))
+
+
 def not_by_token() -> fx.GraphModule:
     """The last layer looks at other tokens, so it is computed of all."""
     builder = GraphBuilder()
@@ -358,6 +367,7 @@ GRAPHS = (
     one_module_twice,
     spelled_in_all_ways,
     views_and_outer_products,
+    patches,
     not_by_token,
     decoder,
     decoder_with_normed_heads,
