@@ -141,7 +141,7 @@ class RuntimeConfig(Section):
     """Ranks that each compute a part of every layer, a process each; on GPUs the device and those behind it."""
 
     distributed_executor_backend: Literal["mp", "ray"] = "mp"
-    """What starts ranks, on this host: the engine's process (mp), or Ray, in a placement group."""
+    """Ranks are started on this host by the engine's process (mp), or by Ray, in a placement group."""
 
     attention_backend: Literal["auto", "flashinfer", "torch"] = "auto"
     """auto: flashinfer on a GPU, torch on a CPU and for float32."""

@@ -320,7 +320,7 @@ class Labelling:
                 self._use_whole(one)
 
     def _of_pairs(self, labels: Labels, name: str) -> Labels:
-        """Of numbers and their pairs of parts, which are on one rank."""
+        """The labels of numbers of their pairs of parts, or the reverse; both parts are on one rank."""
         if name == "view_as_real":
             return np.repeat(labels[..., None], 2, axis=-1)
         self.cells.join(labels[..., 0], labels[..., 1])
