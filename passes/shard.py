@@ -75,12 +75,12 @@ def _cut_of(gm: fx.GraphModule, num_ranks: int) -> tuple[Labelling, Plan]:
     means: frozenset[fx.Node] = frozenset()
     while True:
         labelling = Labelling(gm, num_ranks, whole, means)
-        if labelling.shared - whole:
-            whole |= labelling.shared
-            continue
         further = labelling.over_heads - means
         if further:
             means |= further
+            continue
+        if labelling.shared - whole:  # not by a mean over heads, which would be a sum over ranks
+            whole |= labelling.shared
             continue
         plan = Plan(gm, labelling, labelling.cells.deal(num_ranks, labelling.following))
         if not plan.refused:
