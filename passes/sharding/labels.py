@@ -91,6 +91,11 @@ POINTWISE = frozenset(
         "relu6",
         "hardswish",
         "reciprocal",
+        "expm1",
+        "gt",
+        "ge",
+        "lt",
+        "le",
     ]
 )
 
@@ -100,9 +105,11 @@ Labels = np.ndarray
 
 
 def name_of(node: fx.Node) -> str:
-    """The name of what a node calls."""
+    """The name of what a node calls; of the lesser or greater of two values, the one that cannot be a reduction."""
     target: Any = node.target
-    return target if isinstance(target, str) else getattr(target, "__name__", str(target)).partition(".")[0]
+    name: str = target if isinstance(target, str) else getattr(target, "__name__", str(target)).partition(".")[0]
+    is_of_two = name in ("min", "max") and len(node.args) == 2 and isinstance(node.args[1], fx.Node)
+    return f"{name}imum" if is_of_two else name
 
 
 class Product:
