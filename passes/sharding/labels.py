@@ -7,6 +7,7 @@ no way of packing or interleaving needs a rule. A call without a rule makes whol
 from __future__ import annotations
 
 import math
+import operator
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -118,11 +119,21 @@ class Product:
     Attributes:
         source, weight, bias: the nodes.
         outputs, inputs: dimensions of the weight.
+        is_from_left: the weight times the source, whose features are its last dimension but one.
     """
 
-    def __init__(self, source: fx.Node, weight: fx.Node, bias: fx.Node | None, outputs: int, inputs: int) -> None:
+    def __init__(
+        self,
+        source: fx.Node,
+        weight: fx.Node,
+        bias: fx.Node | None,
+        outputs: int,
+        inputs: int,
+        is_from_left: bool = False,
+    ) -> None:
         self.source, self.weight, self.bias = source, weight, bias
         self.outputs, self.inputs = outputs, inputs
+        self.is_from_left = is_from_left
 
     @classmethod
     def of(cls, node: fx.Node) -> Product | None:
@@ -133,6 +144,8 @@ class Product:
             found = cls(args[0], args[1], args[2] if len(args) > 2 else None, 0, 1)
         elif is_call(node, torch.addmm) and not node.kwargs:
             found = cls(args[1], args[2], args[0], 1, 0)
+        elif is_call(node, operator.matmul) and is_weight(args[0]) and args[0].meta["val"].dim() == 2:
+            found = cls(args[1], args[0], None, 0, 1, is_from_left=True)
         elif is_op(node, "expert_linear"):
             is_transposed = bool(args[4])
             found = cls(args[0], args[2], args[3], 2 if is_transposed else 1, 1 if is_transposed else 2)
@@ -342,7 +355,8 @@ class Labelling:
         shape = product.weight.meta["val"].shape
         labels = None
         if cut:
-            labels = self._of_features(product.source) if cut == [product.source] else None
+            is_alone = cut == [product.source] and not product.is_from_left
+            labels = self._of_features(product.source) if is_alone else None
             if labels is not None and name in self._small:
                 self._join_groups(labels, self._small[name])
             if labels is not None and not self._is_enough(labels):
@@ -367,7 +381,8 @@ class Labelling:
         if product.bias is not None:
             dim = product.bias.meta["val"].dim() - 1
             self.uses[product.bias.meta["weight_name"]].append({dim: cells})
-        self.labels[node] = np.broadcast_to(cells, self.shape(node)).copy()
+        along = cells[:, None] if product.is_from_left else cells
+        self.labels[node] = np.broadcast_to(along, self.shape(node)).copy()
 
     def _of_features(self, node: fx.Node) -> Labels | None:
         """The labels along the last dimension, those of all tokens joined."""

@@ -73,6 +73,7 @@ def test_ranks_compute_what_one_does_and_have_a_part_of_every_layer(name, num_ra
         ("qwen3_next", 4, {"causal_conv": 16 + 16 + 16, "gated_delta": 1}),
         # Of 8 heads, 16 wide, and one group of 2 * 8 channels, which both ranks hold.
         ("bamba", 2, {"causal_conv": 64 + 16, "ssd": 4}),
+        ("mamba", 2, {"causal_conv": 48, "selective_scan": 48}),
     ],
 )
 def test_states_are_cut_by_heads_and_channels(name, num_ranks, sizes):
@@ -80,8 +81,8 @@ def test_states_are_cut_by_heads_and_channels(name, num_ranks, sizes):
     assert found.error < LARGEST_ERROR
     states = [node for node in found.gm.graph.nodes if is_state(node)]
     assert {(operands_of(node)[0], node.meta["val"].shape[1]) for node in states} == set(sizes.items())
-    of_layer = {key.rpartition(".")[2] for key in found.cuts if re.search(r"layers\.0\.(linear_attn|mamba)\.", key)}
-    assert {"A_log", "dt_bias"} <= of_layer
+    pattern = r"layers\.0\.(linear_attn|mamba|mixer)\.(dt_bias|dt_proj\.bias|A_log)"
+    assert sum(re.search(pattern, key) is not None for key in found.cuts) == 2
 
 
 @pytest.mark.parametrize("name", of_today())
