@@ -11,7 +11,6 @@ import gc
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -34,6 +33,7 @@ from mllm_compile.runtime.device.memory import (
 from mllm_compile.runtime.device.open import open_device, prefer_cublaslt
 from mllm_compile.runtime.errors import ConfigError, DeviceMemoryError, UnsupportedModelError
 from mllm_compile.runtime.forward_batch import (
+    Block,
     ForwardBatch,
     ForwardMode,
     LogitsProcessorOutput,
@@ -42,7 +42,7 @@ from mllm_compile.runtime.forward_batch import (
 )
 from mllm_compile.runtime.forward_context import BatchDescriptor, ForwardContext, ForwardTimes, set_forward_context
 from mllm_compile.runtime.graph_mode import CUDAGraphMode
-from mllm_compile.runtime.media.grids import MAX_FEATURES
+from mllm_compile.runtime.media.tower import MAX_FEATURES, Tower
 from mllm_compile.runtime.media.tower_inputs import tower_inputs
 from mllm_compile.runtime.memory_pool import GDNPool, KVPool, ReqToTokenPool
 from mllm_compile.runtime.program.executor import Segments
@@ -465,7 +465,7 @@ class ModelRunner:
         """The features [F, W] of images; launches without waiting for the device.
 
         Args:
-            inputs: GridTower.input_names → tensors on the device, and Segments.
+            inputs: Tower.input_names → tensors on the device, and Segments.
         """
         if self.model.media is None:
             raise RuntimeError("the model takes no images")
@@ -573,35 +573,37 @@ class ModelRunner:
             extend_prefix_lens_cpu=torch.zeros_like(new_cpu),
         )
         features = self._largest_features()  # held beside the step, as images are that a chunk ends within
-        batch.media = None if features is None else self._media_of(features, num_tokens)
+        if features is not None and self.model.media is not None:
+            batch.media = self._media_of(self.model.media.facts, features, num_tokens, int(new_cpu[0]))
         logits = self.forward(batch)
         ones = torch.ones(num_requests, device=device)
         self.sample(logits, batch, ones, top_ps=ones * 0.9, top_ks=(ones * 50).long())
         del self.token_to_kv_pool, self.attn_backend
 
     def _largest_features(self) -> torch.Tensor | None:
-        """Runs the tower on as many features as a step may encode; None: the model has none.
-
-        Each is a frame of its own: that attention is short, and takes no less memory."""
+        """Runs the tower on as many features as a step may encode; None: the model has none."""
         media, device = self.model.media, self.device
         if media is None:
             return None
-        tower, runtime = media.facts, self.config.runtime
-        count = min(MAX_FEATURES, max(runtime.max_num_batched_tokens, runtime.max_model_len))
-        grid, unit = (count, tower.merge, tower.merge), tower.merge**2
-        narrow = replace(tower, patch_width=1)  # its pixels are made on the device
-        arrays, segments = tower_inputs(narrow, [(np.zeros((count * unit, 1), dtype=np.float32), grid)])
+        runtime = self.config.runtime
+        tower, pictures, pixel_shape = media.facts.largest(
+            min(MAX_FEATURES, max(runtime.max_num_batched_tokens, runtime.max_model_len))
+        )
+        arrays, segments = tower_inputs(tower, pictures)
         inputs: dict[str, Any] = {name: torch.from_numpy(array).to(device) for name, array in arrays.items()}
         for name, one in segments.items():
             inputs[name] = Segments(torch.from_numpy(one.bounds).to(device), one.longest)
-        inputs["pixel_values"] = torch.zeros(count, unit * tower.patch_width, device=device)
+        inputs["pixel_values"] = torch.zeros(pixel_shape, device=device)  # made on the device
         return self.run_tower(inputs)
 
-    def _media_of(self, features: torch.Tensor, num_tokens: int) -> MediaInputs:
-        """The inputs of a step all of whose tokens take features."""
+    def _media_of(self, facts: Tower, features: torch.Tensor, num_tokens: int, first: int) -> MediaInputs:
+        """The inputs of a step all of whose tokens take features; `first` are those of the first request."""
         of_step = features.new_zeros(num_tokens, features.shape[1])
         is_feature = torch.ones(num_tokens, dtype=torch.bool, device=self.device)
-        return MediaInputs(of_step, is_feature, torch.zeros(3, num_tokens, dtype=torch.int64, device=self.device))
+        shape = facts.axes, num_tokens
+        positions = torch.zeros(shape, dtype=torch.int64, device=self.device) if facts.axes > 1 else None
+        blocks = (Block(0, 0, first, first),) if facts.sees_ahead else ()
+        return MediaInputs(of_step, is_feature, positions, blocks)
 
 
 @contextmanager

@@ -12,7 +12,7 @@ import torch
 
 from mllm_compile.config.schema import EngineConfig
 from mllm_compile.media.inputs import MediaItem, MediaPrompt
-from mllm_compile.runtime.media.grids import Grid
+from mllm_compile.runtime.media.tower import Grid
 
 IMAGE_TOKEN = 90
 MERGE = 2
@@ -64,6 +64,47 @@ VISION_MODELS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
+# Towers of whole pictures, 16 or 64 patches each; vocabulary and text as above.
+PICTURE = (3, 32, 32)
+_LLAMA = {**_TEXT, "model_type": "llama"}
+_SIGLIP = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "image_size": PICTURE[1],
+    "patch_size": 8,
+    "num_channels": PICTURE[0],
+}
+PICTURE_MODELS: dict[str, dict[str, Any]] = {
+    "llava": {
+        "text_config": _LLAMA,
+        "vision_config": {**_SIGLIP, "model_type": "clip_vision_model", "num_hidden_layers": 3},
+        "image_seq_length": 16,
+    },
+    "gemma3": {
+        "text_config": {
+            **_TEXT,
+            "model_type": "gemma3_text",
+            "sliding_window": 8,
+            "query_pre_attn_scalar": 16,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        },
+        "vision_config": {**_SIGLIP, "model_type": "siglip_vision_model", "patch_size": 4},
+        "mm_tokens_per_image": 16,
+        "boi_token_index": 92,
+        "eoi_token_index": 93,
+    },
+    "internvl": {
+        "text_config": {**_TEXT, "model_type": "qwen2"},
+        "vision_config": {**_SIGLIP, "image_size": [32, 32], "patch_size": [4, 4]},
+        "image_seq_length": 16,
+    },
+    "idefics3": {"text_config": _LLAMA, "vision_config": {**_SIGLIP, "patch_size": 4}, "scale_factor": 2},
+    "smolvlm": {"text_config": _LLAMA, "vision_config": {**_SIGLIP, "patch_size": 4}, "scale_factor": 2},
+}
+FEATURES = 16  # of a picture
+
 _OF_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 VISION_MODELS["qwen3_vl_moe"] = (
     {**VISION_MODELS["qwen3_vl"][0], **_OF_EXPERTS},
@@ -82,6 +123,14 @@ def vision_config(model_type: str, wide: bool = False) -> Any:
     """Transformers' config of a tiny model."""
     from transformers import AutoConfig
 
+    if model_type in PICTURE_MODELS:
+        said = dict(PICTURE_MODELS[model_type])
+        if wide:
+            said |= {
+                "text_config": {**said["text_config"], **_WIDE_TEXT},
+                "vision_config": {**said["vision_config"], "hidden_size": 144},
+            }
+        return AutoConfig.for_model(model_type, **said, image_token_id=IMAGE_TOKEN)
     text, tower = VISION_MODELS[model_type]
     if wide:
         rope = {**text["rope_parameters"], "mrope_section": [8, 12, 12]}
@@ -124,20 +173,44 @@ def image(seed: int, grid: Grid) -> tuple[np.ndarray, Grid]:
     return torch.randn(grid[0] * grid[1] * grid[2], PATCH_WIDTH, generator=generator).numpy(), grid
 
 
-def media_prompt(*parts: Sequence[int] | tuple[np.ndarray, Grid]) -> MediaPrompt:
-    """A prompt of token ids and images, in order, as a processor makes it."""
+def picture(seed: int) -> np.ndarray:
+    """A random picture, [1, channels, rows, columns]."""
+    return torch.randn(1, *PICTURE, generator=torch.Generator().manual_seed(seed)).numpy()
+
+
+def media_prompt(*parts: Sequence[int] | tuple[np.ndarray, Grid] | np.ndarray) -> MediaPrompt:
+    """A prompt of token ids and images (pictures, or patches with grids), in order, as a processor makes it."""
     ids: list[int] = []
     items = []
     for part in parts:
-        if not isinstance(part, tuple):
+        if isinstance(part, tuple):
+            pixels, grid = part
+            count, tensors = len(pixels) // MERGE**2, {"pixel_values": pixels, "image_grid_thw": np.array([grid])}
+        elif isinstance(part, np.ndarray):
+            pixels, count, tensors = part, FEATURES, {"pixel_values": part}
+        else:
             ids += part
             continue
-        pixels, grid = part
-        count = len(pixels) // MERGE**2
-        tensors = {"pixel_values": pixels, "image_grid_thw": np.array([grid])}
         items.append(MediaItem("image", len(ids), count, hashlib.sha256(pixels.tobytes()).digest(), tensors))
         ids += [IMAGE_TOKEN] * count
     return MediaPrompt(ids, tuple(items), np.array(ids) == IMAGE_TOKEN)
+
+
+def _said(model: Any, prompt: MediaPrompt | list[int], tokens: torch.Tensor) -> dict[str, torch.Tensor]:
+    """What Transformers' forward is told beside `tokens`, of a prompt and its answer."""
+    if isinstance(prompt, list):
+        return {}
+    names = prompt.items[0].tensors
+    arrays = {name: np.concatenate([item.tensors[name] for item in prompt.items]) for name in names}
+    said = {name: torch.from_numpy(array).to(tokens.device) for name, array in arrays.items()}
+    kind, is_image = model.config.model_type, (tokens == IMAGE_TOKEN).long()
+    if kind in ("idefics3", "smolvlm"):
+        said["pixel_values"] = said["pixel_values"][None]
+    if kind == "gemma3":
+        said["token_type_ids"] = is_image
+    elif kind not in PICTURE_MODELS:
+        said["mm_token_type_ids"] = is_image
+    return said
 
 
 @torch.no_grad()
@@ -145,13 +218,7 @@ def transformers_logprobs(model: Any, prompt: MediaPrompt | list[int], answer: S
     """[n - 1] log-probability of each token of prompt and answer but the first, by Transformers' forward."""
     ids = list(prompt) if isinstance(prompt, list) else list(prompt.prompt_token_ids)
     tokens = torch.tensor([ids + list(answer)], device=model.device)
-    said: dict[str, Any] = {}
-    if isinstance(prompt, MediaPrompt):
-        for name in ("pixel_values", "image_grid_thw"):
-            array = np.concatenate([item.tensors[name] for item in prompt.items])
-            said[name] = torch.from_numpy(array).to(model.device)
-        said["mm_token_type_ids"] = (tokens == IMAGE_TOKEN).long()
-    logits = model(input_ids=tokens, use_cache=False, **said).logits[0]
+    logits = model(input_ids=tokens, use_cache=False, **_said(model, prompt, tokens)).logits[0]
     scores = torch.log_softmax(logits.double(), -1)[:-1]
     return scores.gather(1, tokens[0, 1:, None])[:, 0].cpu()
 
@@ -159,15 +226,10 @@ def transformers_logprobs(model: Any, prompt: MediaPrompt | list[int], answer: S
 @torch.no_grad()
 def transformers_greedy(model: Any, prompt: MediaPrompt | list[int], max_tokens: int) -> list[int]:
     """The tokens that Transformers' forward chooses, the whole text anew for each."""
-    said: dict[str, Any] = {}
     ids = list(prompt) if isinstance(prompt, list) else list(prompt.prompt_token_ids)
-    if isinstance(prompt, MediaPrompt):
-        for name in ("pixel_values", "image_grid_thw"):
-            said[name] = torch.from_numpy(np.concatenate([item.tensors[name] for item in prompt.items]))
     answer: list[int] = []
     for _ in range(max_tokens):
         tokens = torch.tensor([ids + answer])
-        if said:
-            said["mm_token_type_ids"] = (tokens == IMAGE_TOKEN).long()
+        said = _said(model, prompt, tokens)
         answer.append(int(model(input_ids=tokens, use_cache=False, **said).logits[0, -1].argmax()))
     return answer

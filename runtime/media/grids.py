@@ -1,56 +1,55 @@
-"""Towers that take patches with grids: what such a tower is told of an image besides its patches.
+"""Towers that take patches with grids: what such a tower is told of a picture besides its patches.
 
-An image is a grid of t × h × w patches, of which merge × merge neighbours make one feature, and are packed one after
-another. Each function is of one image; images follow each other along the first dimension, whose entries are features.
-Free of torch, as the host makes this when a request comes.
+Patches are packed one picture after another, those of one feature together; what follows from a grid is in patches.py.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import numpy as np
 
-MAX_FEATURES = 16384  # of one run of a tower
-Grid = tuple[int, int, int]  # frames, rows and columns of patches
+from mllm_compile.runtime.errors import RequestError
+from mllm_compile.runtime.media.patches import patch_places, table_taps, windows
+from mllm_compile.runtime.media.tower import Grid, Largest, Read, Tower
+
+_OF_IMAGES = ("pixel_values", "image_grid_thw")
+_OF_VIDEOS = ("pixel_values_videos", "video_grid_thw")
+_SECONDS = "second_per_grid_ts"  # between frames of a video
 
 
-@dataclass(frozen=True)
-class GridTower:
-    """A tower of this protocol, as the runtime knows it.
+@dataclass(frozen=True, kw_only=True)
+class GridTower(Tower):
+    """A tower of this protocol.
 
     Attributes:
-        merge: rows and columns of patches that make one feature.
         patch_width: numbers of a patch.
-        feature_width: numbers of a feature, those for deeper layers of the text included.
         window: rows and columns of features that attend to each other in layers with windows; 0: there are none.
         table_side: rows and columns of the learned table of places that is spread over an image; 0: there is none.
         align_corners: the table's corners lie on the image's, else its edges on the image's edges.
-        image_token_id, video_token_id: the tokens that stand for a feature; -1: the model takes no videos.
         ticks_per_second: of a video, positions on the axis of time; 0: its frames are one apart.
     """
 
-    merge: int
     patch_width: int
-    feature_width: int
-    window: int
-    table_side: int
-    align_corners: bool
-    image_token_id: int
-    video_token_id: int = -1
+    window: int = 0
+    table_side: int = 0
+    align_corners: bool = False
     ticks_per_second: int = 0
+    axes: int = 3
+    counted_inputs: ClassVar[tuple[str, ...]] = ("window_index",)
 
     def num_features(self, grid: Grid) -> int:
         return grid[0] * grid[1] * grid[2] // self.merge**2
 
     def input_names(self) -> tuple[str, ...]:
-        """The inputs of the tower's program, in the order of `segments` and `inputs`."""
         names = ["pixel_values", "position_ids", "cu_seqlens"]
         names += ["interp_indices", "interp_weights"] if self.table_side else []
         return (*names, *(["window_index", "cu_window_seqlens"] if self.window else []))
 
     def inputs(self, pixels: np.ndarray, grid: Grid) -> dict[str, np.ndarray]:
-        """The tower's inputs for an image, [F features, …] each.
+        """The tower's inputs for a picture, [F features, …] each.
 
         Args:
             pixels: [patches, patch_width] float32, in the processor's order.
@@ -69,53 +68,55 @@ class GridTower:
         return found
 
     def segments(self, grid: Grid) -> dict[str, np.ndarray]:
-        """Lengths, in patches, of what attends to each other, by the input that bounds it."""
         found = {"cu_seqlens": np.full(grid[0], grid[1] * grid[2], dtype=np.int64)}
         if self.window:
             found["cu_window_seqlens"] = windows(grid, self.merge, self.window)[1]
         return found
 
+    def read(self, tensors: Mapping[str, np.ndarray]) -> Read:
+        """Frames of a video do not attend to each other: each is a picture."""
+        is_video = _OF_VIDEOS[0] in tensors
+        names = _OF_VIDEOS if is_video else _OF_IMAGES
+        if not set(names) <= set(tensors) <= {*names, _SECONDS}:
+            raise RequestError(
+                f"an item of the prompt has {', '.join(sorted(tensors)) or 'nothing'}; expected "
+                f"{' and '.join(_OF_IMAGES)}, or {' and '.join(_OF_VIDEOS)}"
+            )
+        if is_video and self.video_token_id < 0:
+            raise RequestError("the model takes images, and no videos. Send frames as images.")
+        pixels, grids = (np.asarray(tensors[name]) for name in names)
+        if grids.size != 3 or grids.min() < 1:
+            raise RequestError(
+                f"{names[1]} is {grids.tolist()}; expected frames, rows and columns of one image or video"
+            )
+        frames, rows, columns = (int(size) for size in grids.ravel())
+        if rows % self.merge or columns % self.merge:
+            raise RequestError(
+                f"an image has {rows} × {columns} patches; expected multiples of {self.merge}, as the model's "
+                "processor makes them"
+            )
+        count = rows * columns
+        if pixels.shape != (frames * count, self.patch_width):
+            raise RequestError(
+                f"{names[0]} has the shape {list(pixels.shape)}; expected [{frames * count}, {self.patch_width}] "
+                f"for a grid of {frames} × {rows} × {columns} patches"
+            )
+        pixels = np.ascontiguousarray(pixels, dtype=np.float32)
+        seconds = float(np.asarray(tensors.get(_SECONDS, 1.0)).ravel()[0])
+        interval = self.ticks_per_second * seconds if is_video and self.ticks_per_second else 1.0
+        parts = (pixels[frame * count : (frame + 1) * count] for frame in range(frames))
+        return Read([(part, (1, rows, columns)) for part in parts], interval)
 
-def patch_places(grid: Grid, merge: int) -> np.ndarray:
-    """Row and column of each patch, [patches, 2] int64, those of one feature after another."""
-    frames, rows, columns = grid
-    places = np.stack(np.meshgrid(np.arange(rows), np.arange(columns), indexing="ij"), -1)
-    blocks = places.reshape(rows // merge, merge, columns // merge, merge, 2).swapaxes(1, 2)
-    return np.tile(blocks.reshape(-1, 2), (frames, 1))
+    def sample_grids(self) -> tuple[Grid, Grid]:
+        """A whole window and parts of some among them."""
+        side, merge = self.window + 1, self.merge
+        return (1, 2 * merge, 3 * merge), (1, side * merge, (side + 1) * merge)
 
+    def pixel_shape(self, grid: Grid) -> tuple[int, ...]:
+        return grid[0] * grid[1] * grid[2], self.patch_width
 
-def windows(grid: Grid, merge: int, window: int) -> tuple[np.ndarray, np.ndarray]:
-    """The features in the order of windows, [features] int64, and each window's patches, [windows] int64."""
-    frames, rows, columns = grid[0], grid[1] // merge, grid[2] // merge
-    index = np.arange(frames * rows * columns).reshape(frames, rows, columns)
-    parts = [
-        index[frame, top : top + window, left : left + window].ravel()
-        for frame in range(frames)
-        for top in range(0, rows, window)
-        for left in range(0, columns, window)
-    ]
-    return np.concatenate(parts), np.array([part.size for part in parts], dtype=np.int64) * merge**2
-
-
-def table_taps(grid: Grid, merge: int, side: int, align_corners: bool) -> tuple[np.ndarray, np.ndarray]:
-    """The four entries of a table of side × side that each patch is between, [patches, 4] int64, and their weights,
-    float32: bilinear."""
-    places = patch_places(grid, merge)
-    axes = [_axis_taps(places[:, axis], grid[1 + axis], side, align_corners) for axis in (0, 1)]
-    (row_taps, row_weights), (column_taps, column_weights) = axes
-    indices = row_taps[:, :, None] * side + column_taps[:, None, :]
-    weights = row_weights[:, :, None] * column_weights[:, None, :]
-    return indices.reshape(-1, 4), weights.reshape(-1, 4)
-
-
-def _axis_taps(index: np.ndarray, size: int, side: int, align_corners: bool) -> tuple[np.ndarray, np.ndarray]:
-    at = index.astype(np.float32)
-    if align_corners:
-        source = at * np.float32(side - 1) / np.float32(max(size - 1, 1))
-    else:
-        source = (at + np.float32(0.5)) * np.float32(side) / np.float32(size) - np.float32(0.5)
-    first = np.floor(source)
-    offsets = np.arange(2)
-    weights = np.clip(1 - np.abs(source[:, None] - first[:, None] - offsets.astype(np.float32)), 0, None)
-    taps = np.clip(first.astype(np.int64)[:, None] + offsets, 0, side - 1)
-    return taps, weights.astype(np.float32)
+    def largest(self, features: int) -> Largest:
+        """Each feature is a frame of its own: that attention is short, and takes no less memory."""
+        grid, unit = (features, self.merge, self.merge), self.merge**2
+        pixels = np.zeros((features * unit, 1), dtype=np.float32)
+        return Largest(replace(self, patch_width=1), [(pixels, grid)], (features, unit * self.patch_width))

@@ -7,9 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from mllm_compile.runtime.media.grids import Grid, GridTower
-
-_COUNTED_FROM_IMAGE = ("window_index",)  # features by their number within the run
+from mllm_compile.runtime.media.tower import Grid, Tower
 
 
 @dataclass(frozen=True, eq=False)
@@ -21,19 +19,19 @@ class HostSegments:
 
 
 def tower_inputs(
-    tower: GridTower, images: Sequence[tuple[np.ndarray, Grid]]
+    tower: Tower, images: Sequence[tuple[np.ndarray, Grid]]
 ) -> tuple[dict[str, np.ndarray], dict[str, HostSegments]]:
     """Arrays [F, …] and segments by the names of the tower's inputs.
 
     Args:
-        images: pixels [patches, patch_width] float32 and grid of each; at least one.
+        images: pixels and grid of each; at least one.
     """
     parts: dict[str, list[np.ndarray]] = {}
     lengths: dict[str, list[np.ndarray]] = {}
     features = 0
     for pixels, grid in images:
         for name, array in tower.inputs(pixels, grid).items():
-            parts.setdefault(name, []).append(array + features if name in _COUNTED_FROM_IMAGE else array)
+            parts.setdefault(name, []).append(array + features if name in tower.counted_inputs else array)
         for name, array in tower.segments(grid).items():
             lengths.setdefault(name, []).append(array)
         features += tower.num_features(grid)

@@ -11,7 +11,7 @@ import torch
 from mllm_compile.runtime.attention.latent.backend import LatentPieces
 from mllm_compile.runtime.attention.layer import AttentionLayer
 from mllm_compile.runtime.attention.split.split_decode import Decoders
-from mllm_compile.runtime.media.grids import GridTower
+from mllm_compile.runtime.media.tower import Tower
 from mllm_compile.runtime.sampling.sampler import SamplingPieces
 from mllm_compile.runtime.state.layer import StateLayer
 from mllm_compile.runtime.state.piece_backend import StatePieces
@@ -33,7 +33,7 @@ class TowerExecutor(Protocol):
     """A tower as a function of images."""
 
     def run_tower(self, inputs: Mapping[str, Any]) -> list[torch.Tensor]:
-        """GridTower.input_names → [F, hidden] each: features, and those for deeper layers."""
+        """Tower.input_names → [F, hidden] each: features, and those for deeper layers."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class MediaExecutors:
 
     with_features: Executor
     tower: TowerExecutor
-    facts: GridTower
+    facts: Tower
 
 
 @dataclass(frozen=True)

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from mllm_compile.runtime.device.upload import upload
-from mllm_compile.runtime.forward_batch import MediaInputs
-from mllm_compile.runtime.media.request import Image
+from mllm_compile.runtime.forward_batch import Block, MediaInputs
+from mllm_compile.runtime.media.request import Image, RequestMedia
 from mllm_compile.runtime.media.tower_inputs import tower_inputs
 from mllm_compile.runtime.model_runner import ModelRunner
 from mllm_compile.runtime.program.executor import Segments
@@ -24,10 +25,30 @@ from mllm_compile.runtime.schedule.scheduled_batch import ScheduledBatch
 
 @dataclass(eq=False)
 class _Kept:
-    """An image's features [F, W], and the requests that have tokens of it to compute."""
+    """An image's features by its tokens [N, W], and the requests that have tokens of it to compute."""
 
     features: torch.Tensor
     holders: set[Request]
+
+
+class _Chunk(NamedTuple):
+    """The tokens of a prompt with images in a step: the request, its place in the batch, its first row of T, its first
+    token and their number."""
+
+    request: Request
+    media: RequestMedia
+    place: int
+    at: int
+    start: int
+    length: int
+
+    @property
+    def end(self) -> int:
+        return self.start + self.length
+
+    def images(self) -> Iterator[Image]:
+        """The images of which it has tokens."""
+        return (image for image in self.media.images if image.start < self.end and image.end > self.start)
 
 
 class MediaSteps:
@@ -60,8 +81,9 @@ class MediaSteps:
         if not self._num_moved:
             return index
         positions = index + np.repeat(self._deltas[batch.rows], batch.num_new)
-        for request, at, start, length in self._chunks(batch):
-            positions[at : at + length] = request.media.text_positions(start, length)  # type: ignore[union-attr]
+        for chunk in self._chunks(batch):
+            own = chunk.media.text_positions(chunk.start, chunk.length)
+            positions[chunk.at : chunk.at + chunk.length] = own
         return positions
 
     def inputs(self, batch: ScheduledBatch, positions: np.ndarray) -> MediaInputs | None:
@@ -70,76 +92,82 @@ class MediaSteps:
         Args:
             positions: [T], of all tokens that take none.
         """
-        wanted = [chunk for chunk in self._chunks(batch) if _takes_features(*chunk)]
+        wanted = [chunk for chunk in self._chunks(batch) if _takes_features(chunk)]
         self._drop(wanted)
         if not wanted:
             return None
-        self._encode([(chunk[0], image) for chunk in wanted for image in _images_of(*chunk)])
+        self._encode([(chunk, image) for chunk in wanted for image in chunk.images()])
         assert self._media is not None, "no other model's requests have images"
-        width, device = self._media.facts.feature_width, self._runner.device
-        features = torch.zeros(batch.num_tokens, width, dtype=self._runner.config.dtype, device=device)
+        facts, device = self._media.facts, self._runner.device
+        features = torch.zeros(batch.num_tokens, facts.feature_width, dtype=self._runner.config.dtype, device=device)
         is_feature = np.zeros(batch.num_tokens, dtype=bool)
-        axes = np.broadcast_to(positions, (3, positions.size)).copy()
-        for request, at, start, length in wanted:
-            media = request.media
-            assert media is not None, "it takes features"
-            axes[:, at : at + length] = media.all_positions(start, length)
-            for image in _images_of(request, at, start, length):
-                first, last = max(image.start, start), min(image.end, start + length)
-                rows = slice(at + first - start, at + last - start)
-                is_feature[rows] = True
+        axes = np.broadcast_to(positions, (facts.axes, positions.size)).copy() if facts.axes > 1 else None
+        blocks: list[Block] = []
+        for chunk in wanted:
+            request, media = chunk.request, chunk.media
+            if axes is not None:
+                axes[:, chunk.at : chunk.at + chunk.length] = media.all_positions(chunk.start, chunk.length)
+            for image in chunk.images():
+                first, last = max(image.start, chunk.start), min(image.end, chunk.end)
+                rows = slice(chunk.at + first - chunk.start, chunk.at + last - chunk.start)
+                is_feature[rows] = media.is_feature[first:last]
                 kept = self._kept[image.digest]
                 features[rows] = kept.features[first - image.start : last - image.start]
+                if media.sees_ahead:
+                    blocks.append(Block(chunk.place, rows.start, rows.stop, image.end))
                 if last == image.end and not _needs_again(request, image):
                     kept.holders.discard(request)
         for digest in [digest for digest, kept in self._kept.items() if not kept.holders]:
             del self._kept[digest]
-        return MediaInputs(features, upload(is_feature, device), upload(axes, device))
+        placed = None if axes is None else upload(axes, device)
+        return MediaInputs(features, upload(is_feature, device), placed, tuple(blocks))
 
-    def _chunks(self, batch: ScheduledBatch) -> Iterator[tuple[Request, int, int, int]]:
-        """Each prompt with images: the request, its first row of T, its first token and their number."""
+    def _chunks(self, batch: ScheduledBatch) -> Iterator[_Chunk]:
+        """Each prompt with images."""
         if self._media is None:
             return
         at = batch.num_decodes
         for place in range(batch.num_decodes, batch.num_requests):
             request, length = batch.requests[place], int(batch.num_new[place])
             if request.media is not None:
-                yield request, at, int(batch.prefix_lens[place]), length
+                yield _Chunk(request, request.media, place, at, int(batch.prefix_lens[place]), length)
             at += length
 
-    def _drop(self, wanted: Sequence[tuple[Request, int, int, int]]) -> None:
+    def _drop(self, wanted: Sequence[_Chunk]) -> None:
         """Forgets features that were held for requests which have ended or lost their rows since."""
         for digest, kept in list(self._kept.items()):
             kept.holders = {one for one in kept.holders if one.status is RequestStatus.RUNNING}
-            if not kept.holders and not any(image.digest == digest for chunk in wanted for image in _images_of(*chunk)):
+            if not kept.holders and not any(image.digest == digest for chunk in wanted for image in chunk.images()):
                 del self._kept[digest]
 
-    def _encode(self, wanted: Sequence[tuple[Request, Image]]) -> None:
+    def _encode(self, wanted: Sequence[tuple[_Chunk, Image]]) -> None:
         """Holds the features of these images, and runs the tower for those that are not held yet."""
-        new = {image.digest: image for _, image in wanted if image.digest not in self._kept}
+        new = {image.digest: (chunk.media, image) for chunk, image in wanted if image.digest not in self._kept}
         if new and self._media is not None:
             facts, device = self._media.facts, self._runner.device
-            arrays, segments = tower_inputs(facts, [(image.pixels, image.grid) for image in new.values()])
+            arrays, segments = tower_inputs(facts, [(image.pixels, image.grid) for _, image in new.values()])
             given = {name: upload(array, device) for name, array in arrays.items()}
             bounds = {name: Segments(upload(one.bounds, device), one.longest) for name, one in segments.items()}
             features = self._runner.run_tower(given | bounds)
-            lengths = [image.end - image.start for image in new.values()]
-            for image, own in zip(new.values(), features.split(lengths), strict=True):
-                self._kept[image.digest] = _Kept(own.clone() if len(new) > 1 else own, set())
-        for request, image in wanted:
-            self._kept[image.digest].holders.add(request)
+            counts = [facts.num_features(image.grid) for _, image in new.values()]
+            for (media, image), own in zip(new.values(), features.split(counts), strict=True):
+                spread = _over_span(own, media.is_feature[image.start : image.end])
+                self._kept[image.digest] = _Kept(spread.clone() if spread is own and len(new) > 1 else spread, set())
+        for chunk, image in wanted:
+            self._kept[image.digest].holders.add(chunk.request)
 
 
-def _takes_features(request: Request, at: int, start: int, length: int) -> bool:
-    return any(True for _ in _images_of(request, at, start, length))
+def _takes_features(chunk: _Chunk) -> bool:
+    return any(True for _ in chunk.images())
 
 
-def _images_of(request: Request, at: int, start: int, length: int) -> Iterator[Image]:
-    """The images of which a chunk has tokens."""
-    assert request.media is not None, "chunks of prompts with images"
-    for image in request.media.images:
-        if image.start < start + length and image.end > start:
-            yield image
+def _over_span(features: torch.Tensor, takes: np.ndarray) -> torch.Tensor:
+    """Features [F, W] where `takes` [N] says so, zeros for the tokens between."""
+    if takes.all():
+        return features
+    rows = features.new_zeros(takes.size, features.shape[1])
+    rows[upload(np.flatnonzero(takes), features.device)] = features
+    return rows
 
 
 def _needs_again(request: Request, image: Image) -> bool:

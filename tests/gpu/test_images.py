@@ -16,7 +16,14 @@ import pytest
 import torch
 
 from mllm_compile import Engine, EngineConfig, SamplingParams
-from tests.tiny_vision import PLACEHOLDERS, image, media_prompt, save_vision_model, transformers_logprobs
+from tests.tiny_vision import (
+    PLACEHOLDERS,
+    image,
+    media_prompt,
+    picture,
+    save_vision_model,
+    transformers_logprobs,
+)
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
 
@@ -25,6 +32,12 @@ PROMPTS: list[Any] = [
     media_prompt([5, 6, 92], image(1, (1, 4, 6)), [93, 7, 8]),
     media_prompt([5, 6, 92], image(2, (1, 8, 14)), [93, 7, 8, 92], image(1, (1, 4, 6)), [93, 9]),
     media_prompt([11, 92], LARGE, [93, 12, 13]),
+    [3, 4, 5, 6, 7],
+]
+OF_PICTURES: list[Any] = [
+    media_prompt([5, 6, 92], picture(1), [93, 7, 8]),
+    media_prompt([5, 6, 92], picture(2), [93, 7, 8, 92], picture(3), [93, 9]),
+    media_prompt([11, 92], picture(1), [93] * 9, picture(2), [93, 12, 92], picture(3), [4] * 5),
     [3, 4, 5, 6, 7],
 ]
 PARAMS = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True, logprobs=0, prompt_logprobs=0)
@@ -47,12 +60,12 @@ def engine(folder: Path, mode: str, backend: str = "eager", **runtime: Any) -> E
     )
 
 
-def errors_of(model: Any, outputs: Sequence[Any]) -> tuple[float, float]:
+def errors_of(model: Any, outputs: Sequence[Any], prompts: Sequence[Any] = PROMPTS) -> tuple[float, float]:
     """Mean errors against float32 of our log-probabilities and of Transformers' in bf16, over all tokens."""
     in_bf16 = copy.deepcopy(model).to(torch.bfloat16)
     in_float32 = copy.deepcopy(in_bf16).float()  # of the same rounded weights
     ours, theirs = [], []
-    for prompt, output in zip(PROMPTS, outputs, strict=True):
+    for prompt, output in zip(prompts, outputs, strict=True):
         # Random weights may choose a placeholder, for which Transformers would look for one more image.
         answer = list(itertools.takewhile(lambda token: token not in PLACEHOLDERS, output.token_ids))
         exact = transformers_logprobs(in_float32, prompt, answer)
@@ -86,3 +99,30 @@ def test_captured_decodes_are_at_the_positions_behind_images(tmp_path: Path) -> 
         [a == b for c, o in zip(captured, outputs, strict=True) for a, b in zip(c.token_ids, o.token_ids, strict=True)]
     )
     assert alike > 0.9, alike  # a step of another shape may round a near tie otherwise
+
+
+@pytest.mark.parametrize("model_type", ["gemma3", "llava", "internvl", "idefics3"])
+def test_towers_of_whole_pictures_are_as_near_and_images_that_see_ahead(model_type: str, tmp_path: Path) -> None:
+    """FlashInfer attends in the text: Gemma 3's images in both directions, in layers with windows and without."""
+    model = save_vision_model(model_type, tmp_path / "model", wide=True).cuda()
+    # Steps that hold a picture beside decodes, and few more tokens; and prompts found again, in the middle of pictures.
+    with engine(tmp_path, "none", max_num_batched_tokens=24, attention_backend="flashinfer") as eager:
+        outputs = eager.generate(OF_PICTURES, PARAMS)
+        again = eager.generate(OF_PICTURES, PLAIN)
+    ours, theirs = errors_of(model, outputs, OF_PICTURES)
+    assert ours <= MARGIN * theirs, (ours, theirs)
+    alike = [a == b for c, o in zip(again, outputs, strict=True) for a, b in zip(c.token_ids, o.token_ids, strict=True)]
+    assert np.mean(alike) > 0.9, alike
+
+
+def test_captured_decodes_follow_images_that_see_ahead(tmp_path: Path) -> None:
+    model = save_vision_model("gemma3", tmp_path / "model", wide=True).cuda()
+    with engine(tmp_path, "full_and_piecewise", "inductor") as graphs:
+        captured = graphs.generate(OF_PICTURES, PLAIN)
+        outputs = graphs.generate(OF_PICTURES, PARAMS)
+    ours, theirs = errors_of(model, outputs, OF_PICTURES)
+    assert ours <= MARGIN * theirs, (ours, theirs)
+    alike = [
+        a == b for c, o in zip(captured, outputs, strict=True) for a, b in zip(c.token_ids, o.token_ids, strict=True)
+    ]
+    assert np.mean(alike) > 0.9, alike

@@ -17,7 +17,7 @@ SPECIAL = ("<|end|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|
 IMAGE_ID, VIDEO_ID = 3, 4
 PLACE = "<|vision_start|><|image_pad|><|vision_end|>"
 MODEL_LEN = 256
-TOWER = GridTower(2, 384, 64, window=0, table_side=0, align_corners=True, image_token_id=IMAGE_ID)
+TOWER = GridTower(merge=2, patch_width=384, feature_width=64, align_corners=True, image_token_id=IMAGE_ID)
 TEMPLATE = (
     "{% for m in messages %}{% for part in m.content %}{% if part.type == 'image' %}" + PLACE + "{% else %}"
     "{{ part.text }}{% endif %}{% endfor %}{% endfor %}:"

@@ -9,8 +9,10 @@ import numpy as np
 import pytest
 import torch
 
-from mllm_compile.runtime.media.grids import Grid, GridTower, patch_places, table_taps, windows
+from mllm_compile.runtime.media.grids import GridTower
+from mllm_compile.runtime.media.patches import patch_places, table_taps, windows
 from mllm_compile.runtime.media.positions import Placed, positions_of
+from mllm_compile.runtime.media.tower import Grid
 from mllm_compile.runtime.media.tower_inputs import tower_inputs
 
 GRIDS: list[Grid] = [(1, 2, 2), (1, 4, 6), (2, 8, 14), (1, 16, 22), (3, 6, 4)]

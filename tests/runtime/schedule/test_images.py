@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from mllm_compile.runtime.media.grids import Grid, GridTower
+from mllm_compile.runtime.media.grids import GridTower
 from mllm_compile.runtime.media.request import RequestMedia
+from mllm_compile.runtime.media.tower import Grid
 from mllm_compile.runtime.schedule.request import Request
 from mllm_compile.runtime.schedule.scheduler import Scheduler
 from tests.runtime.schedule.scheduler_simulation import FREE, make_config, make_request

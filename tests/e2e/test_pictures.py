@@ -1,0 +1,139 @@
+"""Models with towers of whole pictures: Transformers' tokens, from its own forward with pixel_values in float32,
+whatever else is in the batch and however prompts are cut, kept or computed again. Images of Gemma 3 see ahead."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mllm_compile import Engine, SamplingParams
+from mllm_compile.engine.engine import Engine as AnyEngine
+from mllm_compile.errors import RequestError
+from mllm_compile.media.inputs import MediaPrompt
+from mllm_compile.model.towers.pictures import Pictures
+from tests.fakes import all_pages_are_back
+from tests.tiny_model import engine_of_pages
+from tests.tiny_vision import (
+    media_prompt,
+    picture,
+    save_vision_model,
+    transformers_greedy,
+    transformers_logprobs,
+    vision_engine_config,
+)
+
+GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+ONE = media_prompt([5, 6, 92], picture(1), [93, 7, 8])
+TWO = media_prompt([5, 6, 92], picture(2), [93, 7, 8, 92], picture(3), [93, 9])
+LONG = media_prompt([11, 92], picture(1), [93] * 9, picture(2), [93, 12, 92], picture(3), [4] * 5)
+LAST = media_prompt([4, 3], picture(1))  # the first token follows a feature
+TEXT = [3, 4, 5, 6, 7]
+PROMPTS: list[Any] = [ONE, TWO, TEXT, LONG, LAST]
+
+
+@dataclass(frozen=True)
+class Served:
+    """A model's folder, and Transformers' answers to PROMPTS."""
+
+    folder: Path
+    model: Any
+    answers: list[list[int]]
+
+    @property
+    def sees_ahead(self) -> bool:
+        return self.model.config.model_type == "gemma3"
+
+    def config(self, **runtime: Any) -> Any:
+        return vision_engine_config(self.folder, self.folder / "cache", **runtime)
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        "gemma3",
+        "idefics3",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("llava", "internvl", "smolvlm")),
+    ],
+)
+def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    folder = tmp_path_factory.mktemp(request.param)
+    model = save_vision_model(request.param, folder)
+    yield Served(folder, model, [transformers_greedy(model, p, GREEDY.max_tokens or 0) for p in PROMPTS])
+
+
+def tokens(engine: AnyEngine, prompts: list[Any], params: SamplingParams = GREEDY) -> list[list[int]]:
+    return [list(output.token_ids) for output in engine.generate(prompts, params)]
+
+
+def test_answers_are_those_of_transformers_in_one_batch_alone_and_from_the_prefix_cache(served: Served) -> None:
+    other = media_prompt([11, 92], picture(7), [93] * 9)  # begins as LONG, with another picture
+    with Engine(served.config()) as engine:
+        assert tokens(engine, PROMPTS) == served.answers
+        before = engine.stats().prefix_hit_tokens
+        assert tokens(engine, [other]) == [transformers_greedy(served.model, other, 6)]
+        assert engine.stats().prefix_hit_tokens == before
+        # Hits of 16 tokens a page, which end within pictures.
+        assert [tokens(engine, [prompt])[0] for prompt in PROMPTS] == served.answers
+        assert engine.stats().prefix_hit_tokens >= before + 64
+        (output,) = engine.generate([TWO], replace(GREEDY, prompt_logprobs=0, max_tokens=1))
+    ours = [next(iter(entry.values())).logprob for entry in output.prompt_logprobs[1:]]
+    assert np.abs(np.array(ours) - transformers_logprobs(served.model, TWO).numpy()).max() < 3e-4
+
+
+def test_steps_of_few_tokens_cut_prompts_anywhere_but_images_that_see_ahead(served: Served) -> None:
+    step = 23 if served.sees_ahead else 9  # 16 tokens of a picture beside 7 decodes
+    with Engine(served.config(enable_prefix_cache=False, max_num_batched_tokens=step)) as engine:
+        assert tokens(engine, PROMPTS * 2) == served.answers * 2
+        assert all_pages_are_back(engine)
+
+
+def test_a_preempted_prompt_is_computed_again(served: Served) -> None:
+    params = replace(GREEDY, max_tokens=24)
+    expected = [transformers_greedy(served.model, prompt, 24) for prompt in (ONE, TWO)]
+    with engine_of_pages(served.config(enable_prefix_cache=False), 7) as engine:
+        assert tokens(engine, [ONE, TWO], params) == expected
+        assert engine.stats().preemptions > 0
+        assert all_pages_are_back(engine)
+
+
+def test_what_does_not_fit_is_refused_and_the_others_go_on(served: Served) -> None:
+    item = replace(ONE.items[0], tensors={"pixel_values": np.zeros((1, 3, 8, 8))})
+    small = MediaPrompt(ONE.prompt_token_ids, (item,), ONE.is_feature)
+    joined = media_prompt([5], picture(1), picture(2), [6])
+    step = 20  # fewer than a picture's tokens beside decodes
+    with Engine(served.config(max_num_batched_tokens=step)) as engine:
+        with pytest.raises(RequestError, match=r"\[1, 3, 8, 8\]; expected pictures of \[3, 32, 32\]"):
+            engine.generate(small, GREEDY)
+        if served.sees_ahead:
+            with pytest.raises(RequestError, match=r"raise runtime\.max_num_batched_tokens to 23"):
+                engine.generate(ONE, GREEDY)
+            with pytest.raises(RequestError, match="two images follow each other at token 17"):
+                engine.generate(joined, GREEDY)
+            assert tokens(engine, [small, TEXT])[1] == served.answers[2]
+        else:
+            expected = transformers_greedy(served.model, joined, 6)
+            assert tokens(engine, [small, joined, TEXT])[1:] == [expected, served.answers[2]]
+
+
+@pytest.mark.slow
+def test_text_is_served_without_images_that_the_self_check_finds_wrong(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    right = Pictures.said_of
+
+    def darker(self: Any, images: Any, ids: Any) -> Any:
+        said = right(self, images, ids)
+        return said | {"pixel_values": said["pixel_values"] / 2}
+
+    monkeypatch.setattr(Pictures, "said_of", darker)
+    model = save_vision_model("idefics3", tmp_path / "model")
+    with Engine(vision_engine_config(tmp_path / "model", tmp_path / "cache")) as engine:
+        assert "its text is served without images: with two images in a prompt" in caplog.text
+        assert tokens(engine, [TEXT]) == [transformers_greedy(model, TEXT, 6)]
+        with pytest.raises(RequestError, match="the model takes text alone"):
+            engine.generate(ONE, GREEDY)
