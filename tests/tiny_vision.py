@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from mllm_compile.media.inputs import MediaItem, MediaPrompt
 from mllm_compile.runtime.media.tower import Grid
 
 IMAGE_TOKEN = 90
+ROW_END = 94
 MERGE = 2
 PATCH_WIDTH = 96
 _TEXT = {
@@ -66,6 +68,7 @@ VISION_MODELS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 # Towers of whole pictures, 16 or 64 patches each; vocabulary and text as above.
 PICTURE = (3, 32, 32)
+PACKED_STEP = 8  # pixels a feature has on a side, of towers that pack
 _LLAMA = {**_TEXT, "model_type": "llama"}
 _SIGLIP = {
     "hidden_size": 32,
@@ -104,6 +107,32 @@ PICTURE_MODELS: dict[str, dict[str, Any]] = {
     "smolvlm": {"text_config": _LLAMA, "vision_config": {**_SIGLIP, "patch_size": 4}, "scale_factor": 2},
 }
 FEATURES = 16  # of a picture
+_PIXTRAL = {
+    "model_type": "pixtral",
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "image_size": 64,
+    "patch_size": PACKED_STEP // MERGE,
+    "num_channels": PICTURE[0],
+    "rope_parameters": {"rope_type": "axial", "rope_theta": 10000.0},
+}
+# Towers that pack patches of whole pictures; as many features a picture of a size in both.
+PACKED_MODELS: dict[str, dict[str, Any]] = {
+    "mistral3": {
+        "text_config": {**_TEXT, "model_type": "mistral"},
+        "vision_config": _PIXTRAL,
+        "spatial_merge_size": MERGE,
+        "vision_feature_layer": -1,
+    },
+    "llava_of_pixtral": {
+        "text_config": {**_TEXT, "model_type": "mistral"},
+        "vision_config": {**_PIXTRAL, "patch_size": PACKED_STEP},
+        "vision_feature_layer": -1,
+        "vision_feature_select_strategy": "full",
+    },
+}
 
 _OF_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 VISION_MODELS["qwen3_vl_moe"] = (
@@ -123,14 +152,14 @@ def vision_config(model_type: str, wide: bool = False) -> Any:
     """Transformers' config of a tiny model."""
     from transformers import AutoConfig
 
-    if model_type in PICTURE_MODELS:
-        said = dict(PICTURE_MODELS[model_type])
+    if model_type in (of_pictures := PICTURE_MODELS | PACKED_MODELS):
+        said = dict(of_pictures[model_type])
         if wide:
             said |= {
                 "text_config": {**said["text_config"], **_WIDE_TEXT},
                 "vision_config": {**said["vision_config"], "hidden_size": 144},
             }
-        return AutoConfig.for_model(model_type, **said, image_token_id=IMAGE_TOKEN)
+        return AutoConfig.for_model(model_type.partition("_of_")[0], **said, image_token_id=IMAGE_TOKEN)
     text, tower = VISION_MODELS[model_type]
     if wide:
         rope = {**text["rope_parameters"], "mrope_section": [8, 12, 12]}
@@ -178,7 +207,24 @@ def picture(seed: int) -> np.ndarray:
     return torch.randn(1, *PICTURE, generator=torch.Generator().manual_seed(seed)).numpy()
 
 
-def media_prompt(*parts: Sequence[int] | tuple[np.ndarray, Grid] | np.ndarray) -> MediaPrompt:
+@dataclass(frozen=True)
+class OfRows:
+    """A random picture of so many rows and columns of features, which are ended by tokens of their own."""
+
+    seed: int
+    rows: int
+    columns: int
+
+
+def _of_rows(part: OfRows) -> tuple[list[int], dict[str, np.ndarray], np.ndarray]:
+    height, width = part.rows * PACKED_STEP, part.columns * PACKED_STEP
+    generator = torch.Generator().manual_seed(part.seed)
+    pixels = torch.randn(1, PICTURE[0], height, width, generator=generator).numpy()
+    ids = ([IMAGE_TOKEN] * part.columns + [ROW_END]) * part.rows
+    return ids[:-1], {"pixel_values": pixels, "image_sizes": np.array([[height, width]])}, pixels
+
+
+def media_prompt(*parts: Sequence[int] | tuple[np.ndarray, Grid] | np.ndarray | OfRows) -> MediaPrompt:
     """A prompt of token ids and images (pictures, or patches with grids), in order, as a processor makes it."""
     ids: list[int] = []
     items = []
@@ -186,6 +232,11 @@ def media_prompt(*parts: Sequence[int] | tuple[np.ndarray, Grid] | np.ndarray) -
         if isinstance(part, tuple):
             pixels, grid = part
             count, tensors = len(pixels) // MERGE**2, {"pixel_values": pixels, "image_grid_thw": np.array([grid])}
+        elif isinstance(part, OfRows):
+            own, tensors, pixels = _of_rows(part)
+            items.append(MediaItem("image", len(ids), len(own), hashlib.sha256(pixels.tobytes()).digest(), tensors))
+            ids += own
+            continue
         elif isinstance(part, np.ndarray):
             pixels, count, tensors = part, FEATURES, {"pixel_values": part}
         else:
@@ -196,19 +247,27 @@ def media_prompt(*parts: Sequence[int] | tuple[np.ndarray, Grid] | np.ndarray) -
     return MediaPrompt(ids, tuple(items), np.array(ids) == IMAGE_TOKEN)
 
 
+def _joined(arrays: Sequence[np.ndarray]) -> np.ndarray:
+    """The arrays of images one after another; pictures of different sizes padded, as processors do."""
+    if arrays[0].ndim != len(PICTURE) + 1:
+        return np.concatenate(arrays)
+    most = np.max([array.shape for array in arrays], axis=0)
+    return np.concatenate([np.pad(a, [(0, 0), (0, 0), *((0, most[i] - a.shape[i]) for i in (2, 3))]) for a in arrays])
+
+
 def _said(model: Any, prompt: MediaPrompt | list[int], tokens: torch.Tensor) -> dict[str, torch.Tensor]:
     """What Transformers' forward is told beside `tokens`, of a prompt and its answer."""
     if isinstance(prompt, list):
         return {}
     names = prompt.items[0].tensors
-    arrays = {name: np.concatenate([item.tensors[name] for item in prompt.items]) for name in names}
+    arrays = {name: _joined([item.tensors[name] for item in prompt.items]) for name in names}
     said = {name: torch.from_numpy(array).to(tokens.device) for name, array in arrays.items()}
     kind, is_image = model.config.model_type, (tokens == IMAGE_TOKEN).long()
     if kind in ("idefics3", "smolvlm"):
         said["pixel_values"] = said["pixel_values"][None]
     if kind == "gemma3":
         said["token_type_ids"] = is_image
-    elif kind not in PICTURE_MODELS:
+    elif kind not in (*PICTURE_MODELS, *PACKED_MODELS):
         said["mm_token_type_ids"] = is_image
     return said
 

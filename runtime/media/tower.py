@@ -1,6 +1,7 @@
 """The runtime's facts of a model's tower: one class a protocol, free of torch, as the host makes inputs of it.
 
-grids.py has towers that take patches of pictures of any size, pictures.py those that take whole pictures of one size.
+grids.py has towers that take patches of pictures of any size, packed.py those of them whose processor leaves pictures
+whole, and pictures.py those that take whole pictures of one size.
 """
 
 from __future__ import annotations

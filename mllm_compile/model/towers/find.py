@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from mllm_compile.model.hf_model import HFModel
 from mllm_compile.model.towers.adapter import TowerAdapter
+from mllm_compile.model.towers.packed_pictures import PackedPictures
 from mllm_compile.model.towers.pictures import Pictures
 from mllm_compile.model.towers.visual_grids import VisualGrids
 
-PROTOCOLS: tuple[type[TowerAdapter], ...] = (VisualGrids, Pictures)
+PROTOCOLS: tuple[type[TowerAdapter], ...] = (VisualGrids, PackedPictures, Pictures)
 
 
 def tower_adapter(hf_model: HFModel) -> TowerAdapter | None:
