@@ -133,7 +133,17 @@ PACKED_MODELS: dict[str, dict[str, Any]] = {
         "vision_feature_select_strategy": "full",
     },
 }
-
+VISION_MODELS["glm4v"] = (
+    {"rope_parameters": {**_ROPE, "partial_rotary_factor": 1.0}, "model_type": "glm4v_text"},
+    {
+        "depth": 2,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "out_hidden_size": 64,
+        "image_size": 20,
+        "rope_parameters": {"rope_type": "axial", "rope_theta": 10000.0},
+    },
+)
 _OF_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 VISION_MODELS["qwen3_vl_moe"] = (
     {**VISION_MODELS["qwen3_vl"][0], **_OF_EXPERTS},

@@ -35,7 +35,9 @@ class MediaCase:
         generator = torch.Generator().manual_seed(0)
         self.facts = facts
         self.grids = facts.sample_grids()
-        self.pixels = [torch.randn(facts.pixel_shape(grid), generator=generator) for grid in self.grids]
+        self.pixels = [
+            torch.randn(facts.pixel_rows(grid), facts.pixel_width, generator=generator) for grid in self.grids
+        ]
         ordinary = torch.tensor([token for token in range(min(vocab_size, 1000)) if token not in special])
         texts = [ordinary[torch.randint(0, len(ordinary), (n,), generator=generator)] for n in _TEXT_LENGTHS]
         features = [facts.num_features(grid) for grid in self.grids]
@@ -78,10 +80,11 @@ def logits_of_transformers(hf_model: HFModel, adapter: TowerAdapter, case: Media
             return run("sdpa")
 
 
-def features_of(tower: ProgramExecutor, case: MediaCase, device: str) -> torch.Tensor:
-    """The features [F, W] of the case's images, by the compiled tower."""
-    arrays, segments = tower_inputs(case.facts, [(pixels.numpy(), grid) for pixels, grid in case.images()])
+def features_of(tower: ProgramExecutor, case: MediaCase, dtype: torch.dtype, device: str) -> torch.Tensor:
+    """The features [F, W] of the case's images, by the compiled tower of a model in `dtype`."""
+    arrays, segments = tower_inputs(case.facts, case.grids)
     given: dict[str, Any] = {name: torch.from_numpy(array).to(device) for name, array in arrays.items()}
+    given["pixel_values"] = torch.cat(case.pixels).to(device, dtype)
     given |= {name: Segments(torch.from_numpy(one.bounds).to(device), one.longest) for name, one in segments.items()}
     with torch.no_grad():
         return torch.cat(tower.run_tower(given), -1)

@@ -6,14 +6,14 @@ Patches are packed one picture after another, those of one feature together; wha
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
 
 from mllm_compile.runtime.errors import RequestError
 from mllm_compile.runtime.media.patches import patch_places, table_taps, windows
-from mllm_compile.runtime.media.tower import Grid, Largest, Read, Tower
+from mllm_compile.runtime.media.tower import Grid, Read, Tower
 
 _OF_IMAGES = ("pixel_values", "image_grid_thw")
 _OF_VIDEOS = ("pixel_values_videos", "video_grid_thw")
@@ -29,6 +29,7 @@ class GridTower(Tower):
         window: rows and columns of features that attend to each other in layers with windows; 0: there are none.
         table_side: rows and columns of the learned table of places that is spread over an image; 0: there is none.
         align_corners: the table's corners lie on the image's, else its edges on the image's edges.
+        bicubic: the table is interpolated between 16 entries, else between 4.
         ticks_per_second: of a video, positions on the axis of time; 0: its frames are one apart.
     """
 
@@ -36,9 +37,15 @@ class GridTower(Tower):
     window: int = 0
     table_side: int = 0
     align_corners: bool = False
+    bicubic: bool = False
     ticks_per_second: int = 0
     axes: int = 3
     counted_inputs: ClassVar[tuple[str, ...]] = ("window_index",)
+
+    @property
+    def taps(self) -> int:
+        """Entries of the table for a patch."""
+        return 16 if self.bicubic else 4
 
     def num_features(self, grid: Grid) -> int:
         return grid[0] * grid[1] * grid[2] // self.merge**2
@@ -48,21 +55,14 @@ class GridTower(Tower):
         names += ["interp_indices", "interp_weights"] if self.table_side else []
         return (*names, *(["window_index", "cu_window_seqlens"] if self.window else []))
 
-    def inputs(self, pixels: np.ndarray, grid: Grid) -> dict[str, np.ndarray]:
-        """The tower's inputs for a picture, [F features, …] each.
-
-        Args:
-            pixels: [patches, patch_width] float32, in the processor's order.
-        """
+    def make_inputs(self, grid: Grid) -> dict[str, np.ndarray]:
+        """[F features, …] each."""
         features, unit = self.num_features(grid), self.merge**2
-        found = {
-            "pixel_values": pixels.reshape(features, unit * self.patch_width),
-            "position_ids": patch_places(grid, self.merge).reshape(features, unit, 2),
-        }
+        found = {"position_ids": patch_places(grid, self.merge).reshape(features, unit, 2)}
         if self.table_side:
-            indices, weights = table_taps(grid, self.merge, self.table_side, self.align_corners)
-            found["interp_indices"] = indices.reshape(features, unit, 4)
-            found["interp_weights"] = weights.reshape(features, unit, 4)
+            indices, weights = table_taps(grid, self.merge, self.table_side, self.align_corners, self.bicubic)
+            found["interp_indices"] = indices.reshape(features, unit, self.taps)
+            found["interp_weights"] = weights.reshape(features, unit, self.taps)
         if self.window:
             found["window_index"] = windows(grid, self.merge, self.window)[0]
         return found
@@ -101,22 +101,24 @@ class GridTower(Tower):
                 f"{names[0]} has the shape {list(pixels.shape)}; expected [{frames * count}, {self.patch_width}] "
                 f"for a grid of {frames} × {rows} × {columns} patches"
             )
-        pixels = np.ascontiguousarray(pixels, dtype=np.float32)
+        pixels = np.ascontiguousarray(pixels, dtype=np.float32).reshape(frames, -1, self.pixel_width)
         seconds = float(np.asarray(tensors.get(_SECONDS, 1.0)).ravel()[0])
         interval = self.ticks_per_second * seconds if is_video and self.ticks_per_second else 1.0
-        parts = (pixels[frame * count : (frame + 1) * count] for frame in range(frames))
-        return Read([(part, (1, rows, columns)) for part in parts], interval)
+        return Read([(frame, (1, rows, columns)) for frame in pixels], interval)
 
     def sample_grids(self) -> tuple[Grid, Grid]:
         """A whole window and parts of some among them."""
         side, merge = self.window + 1, self.merge
         return (1, 2 * merge, 3 * merge), (1, side * merge, (side + 1) * merge)
 
-    def pixel_shape(self, grid: Grid) -> tuple[int, ...]:
-        return grid[0] * grid[1] * grid[2], self.patch_width
+    def pixel_rows(self, grid: Grid) -> int:
+        return self.num_features(grid)
 
-    def largest(self, features: int) -> Largest:
+    @property
+    def pixel_width(self) -> int:
+        """The patches of a feature, one after another."""
+        return self.merge**2 * self.patch_width
+
+    def largest(self, features: int) -> list[Grid]:
         """Each feature is a frame of its own: that attention is short, and takes no less memory."""
-        grid, unit = (features, self.merge, self.merge), self.merge**2
-        pixels = np.zeros((features * unit, 1), dtype=np.float32)
-        return Largest(replace(self, patch_width=1), [(pixels, grid)], (features, unit * self.patch_width))
+        return [(features, self.merge, self.merge)]

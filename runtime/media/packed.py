@@ -54,8 +54,8 @@ class PackedTower(GridTower):
         return Read([(self.cut(picture), (1, height // self.patch_size, width // self.patch_size))])
 
     def cut(self, picture: np.ndarray) -> np.ndarray:
-        """The patches [patches, patch_width] of a picture [channels, rows, columns], those of a feature together."""
+        """The patches [features, pixel_width] of a picture [channels, rows, columns], those of a feature in a row."""
         size, merge = self.patch_size, self.merge
         rows, columns = (length // (size * merge) for length in picture.shape[1:])
         blocks = picture.reshape(self.channels, rows, merge, size, columns, merge, size)
-        return blocks.transpose(1, 4, 2, 5, 0, 3, 6).reshape(-1, self.patch_width)
+        return blocks.transpose(1, 4, 2, 5, 0, 3, 6).reshape(-1, self.pixel_width)

@@ -31,25 +31,38 @@ def windows(grid: Grid, merge: int, window: int) -> tuple[np.ndarray, np.ndarray
     return np.concatenate(parts), np.array([part.size for part in parts], dtype=np.int64) * merge**2
 
 
-def table_taps(grid: Grid, merge: int, side: int, align_corners: bool) -> tuple[np.ndarray, np.ndarray]:
-    """The four entries of a table of side × side that each patch is between, [patches, 4] int64, and their weights,
-    float32: bilinear."""
+def table_taps(
+    grid: Grid, merge: int, side: int, align_corners: bool, bicubic: bool = False
+) -> tuple[np.ndarray, np.ndarray]:
+    """The entries of a table of side × side that each patch is between, [patches, taps] int64, and their weights,
+    float32: 4 of bilinear, 16 of bicubic interpolation."""
     places = patch_places(grid, merge)
-    axes = [_axis_taps(places[:, axis], grid[1 + axis], side, align_corners) for axis in (0, 1)]
+    axes = [_axis_taps(places[:, axis], grid[1 + axis], side, align_corners, bicubic) for axis in (0, 1)]
     (row_taps, row_weights), (column_taps, column_weights) = axes
     indices = row_taps[:, :, None] * side + column_taps[:, None, :]
     weights = row_weights[:, :, None] * column_weights[:, None, :]
-    return indices.reshape(-1, 4), weights.reshape(-1, 4)
+    return indices.reshape(len(places), -1), weights.reshape(len(places), -1)
 
 
-def _axis_taps(index: np.ndarray, size: int, side: int, align_corners: bool) -> tuple[np.ndarray, np.ndarray]:
+def _axis_taps(
+    index: np.ndarray, size: int, side: int, align_corners: bool, bicubic: bool
+) -> tuple[np.ndarray, np.ndarray]:
     at = index.astype(np.float32)
     if align_corners:
         source = at * np.float32(side - 1) / np.float32(max(size - 1, 1))
     else:
         source = (at + np.float32(0.5)) * np.float32(side) / np.float32(size) - np.float32(0.5)
     first = np.floor(source)
-    offsets = np.arange(2)
-    weights = np.clip(1 - np.abs(source[:, None] - first[:, None] - offsets.astype(np.float32)), 0, None)
+    offsets = np.arange(-1, 3) if bicubic else np.arange(2)
+    distance = np.abs(source[:, None] - first[:, None] - offsets.astype(np.float32))
+    weights = _cubic(distance) if bicubic else np.clip(1 - distance, 0, None)
     taps = np.clip(first.astype(np.int64)[:, None] + offsets, 0, side - 1)
     return taps, weights.astype(np.float32)
+
+
+def _cubic(distance: np.ndarray) -> np.ndarray:
+    """The weights of entries by their distance, as torch has them: Keys' kernel with a = -0.75."""
+    a = np.float32(-0.75)
+    near = ((a + 2) * distance - (a + 3)) * distance * distance + 1
+    far = ((a * distance - 5 * a) * distance + 8 * a) * distance - 4 * a
+    return np.where(distance <= 1, near, np.where(distance < 2, far, np.float32(0)))

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
 from mllm_compile.runtime.errors import RequestError
-from mllm_compile.runtime.media.tower import Grid, Largest, Read, Tower
+from mllm_compile.runtime.media.tower import Grid, Read, Tower
 
 _PIXELS = "pixel_values"
 _MASK = "pixel_attention_mask"
@@ -38,9 +38,9 @@ class PictureTower(Tower):
     def input_names(self) -> tuple[str, ...]:
         return _PIXELS, "cu_seqlens"
 
-    def inputs(self, pixels: np.ndarray, grid: Grid) -> dict[str, np.ndarray]:
-        """`pixels` is [channels, rows, columns] float32."""
-        return {_PIXELS: pixels[None]}
+    def make_inputs(self, grid: Grid) -> dict[str, np.ndarray]:
+        """None: pictures are alike."""
+        return {}
 
     def segments(self, grid: Grid) -> dict[str, np.ndarray]:
         return {"cu_seqlens": np.array([self.rows], dtype=np.int64)}
@@ -64,16 +64,19 @@ class PictureTower(Tower):
                 "the files that belong to it"
             )
         pictures = np.ascontiguousarray(pictures, dtype=np.float32)
-        return Read([(picture, self.sample_grids()[0]) for picture in pictures])
+        return Read([(picture, self.sample_grids()[0]) for picture in pictures.reshape(len(pictures), 1, -1)])
 
     def sample_grids(self) -> tuple[Grid, Grid]:
         """One grid: pictures are alike."""
         return (1, 1, self.features), (1, 1, self.features)
 
-    def pixel_shape(self, grid: Grid) -> tuple[int, ...]:
-        return self.shape
+    def pixel_rows(self, grid: Grid) -> int:
+        return 1
 
-    def largest(self, features: int) -> Largest:
-        count = math.ceil(features / self.features)
-        narrow, pixels = replace(self, shape=(1, 1, 1)), np.zeros((1, 1, 1), dtype=np.float32)
-        return Largest(narrow, [(pixels, self.sample_grids()[0])] * count, (count, *self.shape))
+    @property
+    def pixel_width(self) -> int:
+        """A whole picture, its channels one after another."""
+        return math.prod(self.shape)
+
+    def largest(self, features: int) -> list[Grid]:
+        return [self.sample_grids()[0]] * math.ceil(features / self.features)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -28,7 +28,7 @@ class Image:
         start, end: its tokens, each of which takes a feature, but where the tower's pictures have breaks.
         digest: equal for images with the same features.
         grid: its patches.
-        pixels: float32, as the tower takes them.
+        pixels: float32, [Tower.pixel_rows, Tower.pixel_width].
     """
 
     start: int
@@ -121,9 +121,13 @@ class RequestMedia:
         """N."""
         return self.is_feature.size
 
-    def num_images_before(self, token: int) -> int:
-        """Images that end at or before a token."""
-        return sum(image.end <= token for image in self.images)
+    def images_within(self, start: int, end: int) -> Iterator[Image]:
+        """The images of which there are tokens in [start, end)."""
+        for image in self.images:
+            if image.start >= end:
+                break
+            if image.end > start:
+                yield image
 
     def text_positions(self, start: int, length: int) -> np.ndarray:
         """Positions [length] of tokens that take no features, counted from the prompt's first."""
@@ -161,6 +165,7 @@ def _images(
             raise RequestError("the tokens of an image, or of a video's frame, are to lie one after another")
         own_digest = digest if len(pictures) == 1 else hashlib.sha256(digest + index.to_bytes(4, "little")).digest()
         pixels, grid = pictures[index]
+        tower.inputs(grid)  # made here, on the caller's thread, and found when a step needs it
         images.append(Image(int(own[0]), int(own[-1]) + 1, own_digest, grid, pixels))
     grid = images[0].grid
     if len(images) == 1 or images[0].end != images[1].start:  # text between frames says when they are

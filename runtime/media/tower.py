@@ -9,11 +9,16 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import ClassVar, NamedTuple
 
 import numpy as np
 
-MAX_FEATURES = 16384  # of one run of a tower
+MAX_FEATURES = 16384  # of an image
+# Of the images that one run of a tower encodes: enough to fill a GPU, few enough that the host prepares the next run
+# meanwhile. An image with more is a run of its own.
+FEATURES_OF_A_RUN = 1024
+_KEPT_GRIDS = 16  # up to 4 MB each
 Grid = tuple[int, int, int]  # frames, rows and columns of patches
 
 
@@ -21,20 +26,13 @@ class Read(NamedTuple):
     """An image or video as a tower takes it.
 
     Attributes:
-        pictures: pixels and grid of each frame, or of each picture that it was cut into, in order.
+        pictures: pixels [pixel_rows, pixel_width] float32 and grid of each frame, or of each picture that it was cut
+            into, in order.
         interval: how far frames are apart on the axis of time.
     """
 
     pictures: Sequence[tuple[np.ndarray, Grid]]
     interval: float = 1.0
-
-
-class Largest(NamedTuple):
-    """Inputs of a tower at its limits, but for the pixels: only their shape."""
-
-    tower: Tower
-    pictures: Sequence[tuple[np.ndarray, Grid]]  # for `tower`, whose pixels are small
-    pixel_shape: tuple[int, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,11 +63,16 @@ class Tower(ABC):
 
     @abstractmethod
     def input_names(self) -> tuple[str, ...]:
-        """The inputs of the tower's program, those of `inputs` and `segments`."""
+        """The inputs of the tower's program, `pixel_values` and those of `inputs` and `segments`."""
+
+    def inputs(self, grid: Grid) -> Mapping[str, np.ndarray]:
+        """The tower's inputs for a picture beside its pixels; pictures follow each other along the first dimension.
+        Not to be written to: those of the last grids are kept."""
+        return _inputs_of(self, grid)
 
     @abstractmethod
-    def inputs(self, pixels: np.ndarray, grid: Grid) -> dict[str, np.ndarray]:
-        """The tower's inputs for a picture; pictures follow each other along the first dimension."""
+    def make_inputs(self, grid: Grid) -> dict[str, np.ndarray]:
+        """New arrays, as `inputs`."""
 
     @abstractmethod
     def segments(self, grid: Grid) -> dict[str, np.ndarray]:
@@ -88,9 +91,19 @@ class Tower(ABC):
         """Grids of two small pictures, different where they can be."""
 
     @abstractmethod
-    def pixel_shape(self, grid: Grid) -> tuple[int, ...]:
-        """The shape of a picture's pixels, as `inputs` takes them."""
+    def pixel_rows(self, grid: Grid) -> int:
+        """Rows of a picture in the input `pixel_values`, each of pixel_width numbers."""
+
+    @property
+    @abstractmethod
+    def pixel_width(self) -> int:
+        """Numbers of a row of `pixel_values`."""
 
     @abstractmethod
-    def largest(self, features: int) -> Largest:
-        """Inputs for about so many features."""
+    def largest(self, features: int) -> list[Grid]:
+        """Pictures that have about so many features, and as much of everything else as these can have."""
+
+
+@lru_cache(maxsize=_KEPT_GRIDS)
+def _inputs_of(tower: Tower, grid: Grid) -> Mapping[str, np.ndarray]:
+    return tower.make_inputs(grid)

@@ -1,34 +1,27 @@
-"""The images of steps: a step's features, which are encoded when their first token comes and kept until the last one
-has, and the positions of requests that have images.
+"""The images of steps: a step's features, for which the tower runs where the pool lacks them, and the positions of
+requests that have images.
 
 Used by one thread, in the order of steps. W numbers of a feature, those for deeper layers included.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
-from mllm_compile.runtime.device.upload import upload
+from mllm_compile.runtime.device.upload import upload, upload_rows
 from mllm_compile.runtime.forward_batch import Block, MediaInputs
+from mllm_compile.runtime.media.feature_pool import FeaturePool, Key
 from mllm_compile.runtime.media.request import Image, RequestMedia
+from mllm_compile.runtime.media.tower import FEATURES_OF_A_RUN, Tower
 from mllm_compile.runtime.media.tower_inputs import tower_inputs
 from mllm_compile.runtime.model_runner import ModelRunner
 from mllm_compile.runtime.program.executor import Segments
-from mllm_compile.runtime.schedule.request import Request, RequestStatus
+from mllm_compile.runtime.schedule.request import Request
 from mllm_compile.runtime.schedule.scheduled_batch import ScheduledBatch
-
-
-@dataclass(eq=False)
-class _Kept:
-    """An image's features by its tokens [N, W], and the requests that have tokens of it to compute."""
-
-    features: torch.Tensor
-    holders: set[Request]
 
 
 class _Chunk(NamedTuple):
@@ -46,24 +39,27 @@ class _Chunk(NamedTuple):
     def end(self) -> int:
         return self.start + self.length
 
-    def images(self) -> Iterator[Image]:
+    def images(self) -> list[Image]:
         """The images of which it has tokens."""
-        return (image for image in self.media.images if image.start < self.end and image.end > self.start)
+        return list(self.media.images_within(self.start, self.end))
+
+    def key(self, image: Image) -> Key:
+        """The pool's name of an image. Those of requests that share no KV share no features: their times would tell."""
+        return image.digest, self.request.cache_salt
 
 
 class MediaSteps:
-    """See the module's header. A model without a tower has none."""
+    """See the module's header. A model without a tower has none.
+
+    Attributes:
+        num_encoded: images that the tower has run on.
+    """
 
     def __init__(self, runner: ModelRunner, num_rows: int) -> None:
         self._runner, self._media = runner, runner.model.media
         self._deltas = np.zeros(num_rows, dtype=np.int32)  # by row: position less index, of tokens behind a prompt
         self._num_moved = 0  # rows whose delta is not 0
-        self._kept: dict[bytes, _Kept] = {}  # by digest
-
-    @property
-    def num_kept(self) -> int:
-        """Images whose features are held."""
-        return len(self._kept)
+        self.num_encoded = 0
 
     def admit(self, requests: Sequence[Request]) -> None:
         """Notes what requests have that got their rows in this step."""
@@ -92,35 +88,30 @@ class MediaSteps:
         Args:
             positions: [T], of all tokens that take none.
         """
-        wanted = [chunk for chunk in self._chunks(batch) if _takes_features(chunk)]
-        self._drop(wanted)
-        if not wanted:
+        wanted = [(chunk, images) for chunk in self._chunks(batch) if (images := chunk.images())]
+        pool = self._runner.feature_pool
+        if not wanted or pool is None or self._media is None:
             return None
-        self._encode([(chunk, image) for chunk in wanted for image in chunk.images()])
-        assert self._media is not None, "no other model's requests have images"
-        facts, device = self._media.facts, self._runner.device
-        features = torch.zeros(batch.num_tokens, facts.feature_width, dtype=self._runner.config.dtype, device=device)
-        is_feature = np.zeros(batch.num_tokens, dtype=bool)
-        axes = np.broadcast_to(positions, (facts.axes, positions.size)).copy() if facts.axes > 1 else None
+        self._encode(pool, {chunk.key(image): image for chunk, images in wanted for image in images})
+        rows = np.zeros(batch.num_tokens, dtype=np.int64)  # of the pool
+        axes = np.broadcast_to(positions, (self._media.facts.axes, positions.size)).copy()
         blocks: list[Block] = []
-        for chunk in wanted:
-            request, media = chunk.request, chunk.media
-            if axes is not None:
-                axes[:, chunk.at : chunk.at + chunk.length] = media.all_positions(chunk.start, chunk.length)
-            for image in chunk.images():
+        for chunk, images in wanted:
+            own_axes = chunk.media.all_positions(chunk.start, chunk.length)
+            axes[:, chunk.at : chunk.at + chunk.length] = own_axes[: len(axes)]
+            for image in images:
+                own = pool.find(chunk.key(image))
+                assert own is not None, "it was encoded for this step"
                 first, last = max(image.start, chunk.start), min(image.end, chunk.end)
-                rows = slice(chunk.at + first - chunk.start, chunk.at + last - chunk.start)
-                is_feature[rows] = media.is_feature[first:last]
-                kept = self._kept[image.digest]
-                features[rows] = kept.features[first - image.start : last - image.start]
-                if media.sees_ahead:
-                    blocks.append(Block(chunk.place, rows.start, rows.stop, image.end))
-                if last == image.end and not _needs_again(request, image):
-                    kept.holders.discard(request)
-        for digest in [digest for digest, kept in self._kept.items() if not kept.holders]:
-            del self._kept[digest]
-        placed = None if axes is None else upload(axes, device)
-        return MediaInputs(features, upload(is_feature, device), placed, tuple(blocks))
+                of_step = slice(chunk.at + first - chunk.start, chunk.at + last - chunk.start)
+                of_image = np.zeros(image.end - image.start, dtype=np.int64)
+                of_image[chunk.media.is_feature[image.start : image.end]] = own
+                rows[of_step] = of_image[first - image.start : last - image.start]
+                if chunk.media.sees_ahead:
+                    blocks.append(Block(chunk.place, of_step.start, of_step.stop, image.end))
+        device = self._runner.device
+        index, placed = upload(rows, device), upload(axes, device) if len(axes) > 1 else None
+        return MediaInputs(pool.rows.index_select(0, index), index > 0, placed, tuple(blocks))
 
     def _chunks(self, batch: ScheduledBatch) -> Iterator[_Chunk]:
         """Each prompt with images."""
@@ -133,44 +124,45 @@ class MediaSteps:
                 yield _Chunk(request, request.media, place, at, int(batch.prefix_lens[place]), length)
             at += length
 
-    def _drop(self, wanted: Sequence[_Chunk]) -> None:
-        """Forgets features that were held for requests which have ended or lost their rows since."""
-        for digest, kept in list(self._kept.items()):
-            kept.holders = {one for one in kept.holders if one.status is RequestStatus.RUNNING}
-            if not kept.holders and not any(image.digest == digest for chunk in wanted for image in chunk.images()):
-                del self._kept[digest]
+    def _encode(self, pool: FeaturePool, needed: Mapping[Key, Image]) -> None:
+        """Brings the features of a step's images into the pool: runs the tower for those that are not there."""
+        facts = self._runner.model.media.facts  # type: ignore[union-attr]
+        missing = [(key, image) for key, image in needed.items() if pool.find(key) is None]
+        for run in _runs(facts, missing):
+            placed: list[np.ndarray] = []
+            try:
+                for key, image in run:
+                    placed.append(pool.place(key, facts.num_features(image.grid), needed))
+                features = self._features_of([image for _, image in run])
+                pool.rows.index_copy_(0, upload(np.concatenate(placed), self._runner.device), features)
+            except BaseException:  # what was not written is not there
+                for key, _ in run[: len(placed)]:
+                    pool.forget(key)
+                raise
+            self.num_encoded += len(run)
 
-    def _encode(self, wanted: Sequence[tuple[_Chunk, Image]]) -> None:
-        """Holds the features of these images, and runs the tower for those that are not held yet."""
-        new = {image.digest: (chunk.media, image) for chunk, image in wanted if image.digest not in self._kept}
-        if new and self._media is not None:
-            facts, device = self._media.facts, self._runner.device
-            arrays, segments = tower_inputs(facts, [(image.pixels, image.grid) for _, image in new.values()])
-            given = {name: upload(array, device) for name, array in arrays.items()}
-            bounds = {name: Segments(upload(one.bounds, device), one.longest) for name, one in segments.items()}
-            features = self._runner.run_tower(given | bounds)
-            counts = [facts.num_features(image.grid) for _, image in new.values()]
-            for (media, image), own in zip(new.values(), features.split(counts), strict=True):
-                spread = _over_span(own, media.is_feature[image.start : image.end])
-                self._kept[image.digest] = _Kept(spread.clone() if spread is own and len(new) > 1 else spread, set())
-        for chunk, image in wanted:
-            self._kept[image.digest].holders.add(chunk.request)
-
-
-def _takes_features(chunk: _Chunk) -> bool:
-    return any(True for _ in chunk.images())
-
-
-def _over_span(features: torch.Tensor, takes: np.ndarray) -> torch.Tensor:
-    """Features [F, W] where `takes` [N] says so, zeros for the tokens between."""
-    if takes.all():
-        return features
-    rows = features.new_zeros(takes.size, features.shape[1])
-    rows[upload(np.flatnonzero(takes), features.device)] = features
-    return rows
+    def _features_of(self, images: Sequence[Image]) -> torch.Tensor:
+        """The features [F, W] of images, by one run of the tower."""
+        assert self._media is not None, "no other model's requests have images"
+        facts, device = self._media.facts, self._runner.device
+        arrays, segments = tower_inputs(facts, [image.grid for image in images])
+        inputs: dict[str, Any] = {name: upload(array, device) for name, array in arrays.items()}
+        for name, one in segments.items():
+            inputs[name] = Segments(upload(one.bounds, device), one.longest)
+        inputs["pixel_values"] = upload_rows([image.pixels for image in images], self._runner.config.dtype, device)
+        return self._runner.run_tower(inputs)
 
 
-def _needs_again(request: Request, image: Image) -> bool:
-    """True if the same image comes once more, behind this one."""
-    assert request.media is not None, "it has this image"
-    return any(other.digest == image.digest and other.start > image.start for other in request.media.images)
+def _runs(facts: Tower, images: Sequence[tuple[Key, Image]]) -> Iterator[list[tuple[Key, Image]]]:
+    """The images of each run of the tower, in order."""
+    run: list[tuple[Key, Image]] = []
+    features = 0
+    for key, image in images:
+        own = facts.num_features(image.grid)
+        if run and features + own > FEATURES_OF_A_RUN:
+            yield run
+            run, features = [], 0
+        run.append((key, image))
+        features += own
+    if run:
+        yield run

@@ -57,12 +57,12 @@ class PackedPictures(TowerAdapter):
         """Inputs as PackedTower.input_names, outputs [F, hidden]."""
         facts, unit, base = self.facts, self.facts.merge**2, self.hf_model.model.model  # type: ignore[union-attr]
         inputs = {
-            "pixel_values": sized("F", (_SAMPLE_FEATURES, unit * facts.patch_width), torch.float32, device),
+            "pixel_values": sized("F", (_SAMPLE_FEATURES, facts.pixel_width), self.hf_model.model.dtype, device),
             "position_ids": sized("F", (_SAMPLE_FEATURES, unit, 2), torch.int64, device),
             "cu_seqlens": sized("cu_seqlens", (_SAMPLE_BOUNDS,), torch.int32, device),
         }
         with packed(base.vision_tower), _merging_neighbours(base, unit):
-            graph = capture(self.hf_model, _Tower(base, facts, self.hf_model.model.dtype), inputs, device)
+            graph = capture(self.hf_model, _Tower(base, facts), inputs, device)
         return Trace(graph, MAX_FEATURES, device)
 
     def said_of(self, images: Sequence[tuple[torch.Tensor, Grid]], ids: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -97,9 +97,9 @@ def _merging_neighbours(base: Any, unit: int) -> Iterator[None]:
 
 
 class _Tower(torch.nn.Module):
-    def __init__(self, base: Any, facts: PackedTower, dtype: torch.dtype) -> None:
+    def __init__(self, base: Any, facts: PackedTower) -> None:
         super().__init__()
-        self.base, self.facts, self.dtype = base, facts, dtype
+        self.base, self.facts = base, facts
 
     def forward(self, pixel_values: torch.Tensor, position_ids: torch.Tensor, cu_seqlens: torch.Tensor) -> torch.Tensor:
         torch._check(pixel_values.shape[0] >= 1)
@@ -107,7 +107,7 @@ class _Tower(torch.nn.Module):
         say_bounds(cu_seqlens)
         facts, tower = self.facts, self.base.vision_tower
         patches = pixel_values.view(-1, facts.channels, facts.patch_size, facts.patch_size)
-        hidden = tower.ln_pre(tower.patch_conv(patches.to(self.dtype)).flatten(1)[None])
+        hidden = tower.ln_pre(tower.patch_conv(patches).flatten(1)[None])
         places = tower.patch_positional_embedding(hidden, position_ids.flatten(0, 1))
         states = [hidden]
         for layer in tower.transformer.layers:

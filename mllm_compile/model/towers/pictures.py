@@ -39,20 +39,20 @@ class Pictures(TowerAdapter):
         return cls(hf_model, _facts(hf_model, base))
 
     def trace_tower(self, device: str) -> Trace:
-        """Inputs: `pixel_values` [F pictures, channels, rows, columns], `cu_seqlens` [F + 1]."""
+        """Inputs: `pixel_values` [F pictures, pixel_width], `cu_seqlens` [F + 1]."""
         base: Any = self.hf_model.model.model
         inputs = {
-            "pixel_values": sized("F", (_SAMPLE_PICTURES, *self.facts.shape), torch.float32, device),
+            "pixel_values": sized("F", (_SAMPLE_PICTURES, self.facts.pixel_width), self.hf_model.model.dtype, device),
             "cu_seqlens": sized("cu_seqlens", (_SAMPLE_PICTURES + 1,), torch.int32, device),
         }
         with packed(_tower(base), PICTURES_IMPLEMENTATION):
-            graph = capture(self.hf_model, _Tower(base, self.hf_model.model.dtype), inputs, device)
+            graph = capture(self.hf_model, _Tower(base, self.facts.shape), inputs, device)
         graph.graph.eliminate_dead_code()  # heads of towers that pool, which no feature is of
         graph.recompile()
         return Trace(graph, MAX_FEATURES, device)
 
     def said_of(self, images: Sequence[tuple[torch.Tensor, Grid]], ids: torch.Tensor) -> dict[str, torch.Tensor]:
-        pixels = torch.stack([pixels for pixels, _ in images]).to(ids.device)
+        pixels = torch.cat([pixels for pixels, _ in images]).view(-1, *self.facts.shape).to(ids.device)
         kinds = {"token_type_ids": (ids == self.facts.image_token_id).long()[None]} if self.facts.sees_ahead else {}
         return {"pixel_values": pixels[None] if _has_connector(self.hf_model.model.model) else pixels, **kinds}
 
@@ -137,12 +137,12 @@ def _sees_ahead(hf_model: HFModel) -> bool:
 
 
 class _Tower(torch.nn.Module):
-    def __init__(self, base: Any, dtype: torch.dtype) -> None:
+    def __init__(self, base: Any, shape: tuple[int, int, int]) -> None:
         super().__init__()
-        self.base, self.dtype = base, dtype
+        self.base, self.shape = base, shape
 
     def forward(self, pixel_values: torch.Tensor, cu_seqlens: torch.Tensor) -> torch.Tensor:
         torch._check(pixel_values.shape[0] >= 1)
         torch._check(pixel_values.shape[0] <= MAX_FEATURES)
         say_bounds(cu_seqlens)
-        return _features(self.base, pixel_values.to(self.dtype)).flatten(0, 1)
+        return _features(self.base, pixel_values.view(-1, *self.shape)).flatten(0, 1)

@@ -1,4 +1,5 @@
-"""The protocol of towers that take packed patches with grids: Qwen2-VL, Qwen2.5-VL, Qwen3-VL and what is built alike.
+"""The protocol of towers that take packed patches with grids: Qwen2-VL, Qwen2.5-VL, Qwen3-VL, GLM-4V and what is
+built alike.
 
 A model has it if its base has a `visual` with a `spatial_merge_size`, a `language_model`, and counts positions on three
 axes (`get_rope_index`). Its own forward finds sizes in data; so tower and language model are traced apart, and what
@@ -16,6 +17,7 @@ import torch
 
 from mllm_compile.model.hf_model import HFModel
 from mllm_compile.model.towers.adapter import TowerAdapter, refusal
+from mllm_compile.model.towers.places_table import own_table, say_taps, spread_by_taps
 from mllm_compile.model.towers.varlen_hook import packed
 from mllm_compile.model.trace import Trace, capture, sized
 from mllm_compile.runtime.media.grids import GridTower
@@ -32,7 +34,7 @@ class VisualGrids(TowerAdapter):
 
     @classmethod
     def of(cls, hf_model: HFModel) -> VisualGrids | None:
-        facts = _facts(hf_model)
+        facts = grid_tower(hf_model)
         return None if facts is None else cls(hf_model, facts)
 
     def trace_tower(self, device: str) -> Trace:
@@ -40,10 +42,10 @@ class VisualGrids(TowerAdapter):
         facts, hf_model = self.facts, self.hf_model
         unit, count = facts.merge**2, _SAMPLE_FEATURES
         shapes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
-            "pixel_values": ((count, unit * facts.patch_width), torch.float32),
+            "pixel_values": ((count, unit * facts.patch_width), hf_model.model.dtype),
             "position_ids": ((count, unit, 2), torch.int64),
-            "interp_indices": ((count, unit, 4), torch.int64),
-            "interp_weights": ((count, unit, 4), torch.float32),
+            "interp_indices": ((count, unit, facts.taps), torch.int64),
+            "interp_weights": ((count, unit, facts.taps), torch.float32),
             "window_index": ((count,), torch.int64),
         }
         inputs = {}
@@ -52,22 +54,32 @@ class VisualGrids(TowerAdapter):
                 inputs[name] = sized("F", *shapes[name], device)
             else:
                 inputs[name] = sized(name, (_SAMPLE_BOUNDS,), torch.int32, device)
-        tower: Any = hf_model.model.model.visual  # type: ignore[union-attr]
-        with packed(tower):
+        tower = tower_of(hf_model.model)
+        with packed(tower), spread_by_taps(tower):
             graph = capture(hf_model, _Tower(tower, facts.patch_width), inputs, device)
         return Trace(graph, MAX_FEATURES, device)
 
     def said_of(self, images: Sequence[tuple[torch.Tensor, Grid]], ids: torch.Tensor) -> dict[str, torch.Tensor]:
         return {
-            "pixel_values": torch.cat([pixels for pixels, _ in images]).to(ids.device),
+            "pixel_values": torch.cat([pixels for pixels, _ in images]).view(-1, self.facts.patch_width).to(ids.device),
             "image_grid_thw": torch.tensor([grid for _, grid in images], device=ids.device),
             "mm_token_type_ids": (ids == self.facts.image_token_id).long()[None],
         }
 
 
-def _facts(hf_model: HFModel) -> GridTower | None:
+def tower_of(model: Any) -> Any:
+    """The tower of a model, as a module; None: it has none where this protocol looks for one."""
+    return getattr(getattr(model, "model", None), "visual", None)
+
+
+def grid_tower(hf_model: HFModel) -> GridTower | None:
+    """Facts of the model's tower; None: it has none of this protocol.
+
+    Raises:
+        UnsupportedModelError: it has one that differs in what this adapter relies on.
+    """
     base: Any = getattr(hf_model.model, "model", None)
-    tower: Any = getattr(base, "visual", None)
+    tower = tower_of(hf_model.model)
     config = hf_model.model.config
     if not hasattr(tower, "spatial_merge_size") or not hasattr(base, "language_model"):
         return None
@@ -80,16 +92,24 @@ def _facts(hf_model: HFModel) -> GridTower | None:
     deeper = len(getattr(tower, "deepstack_visual_indexes", ()))
     if getattr(tower, "interpolation_mode", "bilinear") != "bilinear":
         raise refusal(f"its table of places is interpolated by {tower.interpolation_mode!r}, not 'bilinear'")
+    table, side = own_table(tower), getattr(tower, "num_grid_per_side", 0)
+    if table is not None:
+        side = int(table.num_positions**0.5)
+        if table.interpolated_method != "bicubic":
+            raise refusal(f"its table of places is interpolated by {table.interpolated_method!r}, not 'bicubic'")
+    # Where a video's frames stand for the same token as images do, only images are told apart.
+    has_videos = config.video_token_id is not None and not hasattr(config, "video_start_token_id")
     window = getattr(tower, "window_size", 0) // tower.spatial_merge_size // vision.patch_size
     return GridTower(
         merge=tower.spatial_merge_size,
         patch_width=vision.in_channels * vision.temporal_patch_size * vision.patch_size**2,
         feature_width=hf_model.sizes().hidden_size * (1 + deeper),
         window=window,
-        table_side=getattr(tower, "num_grid_per_side", 0),
+        table_side=side,
+        bicubic=table is not None,
         align_corners=getattr(tower, "interpolation_align_corners", False),
         image_token_id=config.image_token_id,
-        video_token_id=-1 if config.video_token_id is None else config.video_token_id,
+        video_token_id=config.video_token_id if has_videos else -1,
         ticks_per_second=int(getattr(vision, "tokens_per_second", 0)),
     )
 
@@ -113,8 +133,13 @@ class _Tower(torch.nn.Module):
         torch._check(pixel_values.shape[0] <= MAX_FEATURES)
         said = {"position_ids": position_ids.flatten(0, 1), "cu_seqlens": cu_seqlens, "max_seqlen": 1}
         if interp_indices is not None and interp_weights is not None:
-            said |= {"interp_indices": interp_indices.flatten(0, 1), "interp_weights": interp_weights.flatten(0, 1)}
+            taps = interp_indices.flatten(0, 1), interp_weights.flatten(0, 1)
+            if own_table(self.tower) is None:
+                said |= dict(zip(("interp_indices", "interp_weights"), taps, strict=True))
+            else:
+                say_taps(*taps)
         if window_index is not None:
             said |= {"window_index": window_index, "cu_window_seqlens": cu_window_seqlens, "max_window_seqlen": 1}
         out = self.tower(pixel_values.view(-1, self.patch_width), grid_thw=None, **said)
+        say_taps()  # or the trace gives what was said as outputs
         return (out.pooler_output, *(getattr(out, "deepstack_features", None) or ()))

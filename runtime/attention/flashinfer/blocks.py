@@ -56,6 +56,8 @@ class ImageBlocks:
             ends - lengths,
             use_ragged=False,
             pages_of=lambda window: make_paged_view(table, requests, seq_lens, computed, window, self._page_size),
+            seq_lens=batch.seq_lens,
+            first_tokens=starts,
             causal=False,
         )
         self._wrappers = [prefill.plan(rows) for prefill in self._prefills]
