@@ -39,9 +39,10 @@ def _parts(node: fx.Node) -> tuple[int, list[fx.Node]] | None:
     dims = set()
     one: Any = node
     while is_call(one, torch.ops.aten.slice_scatter.default):
-        arguments: Any = one.args
-        base, part, *rest = arguments
-        dim, start, stop, step = (*rest, *(0, None, None, 1)[len(rest) :])
+        arguments: list[Any] = list(one.args)
+        base, part = arguments[:2]
+        where = arguments[2:]
+        dim, start, stop, step = where + [0, None, None, 1][len(where) :]
         size = base.meta["val"].shape[dim]
         if step != 1 or is_symbolic(size) or (one is not node and len(one.users) != 1):
             return None
