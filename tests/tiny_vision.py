@@ -155,6 +155,7 @@ _WIDE_TOWERS = {
     "qwen2_vl": {"embed_dim": 160, "hidden_size": 256},
     "qwen2_5_vl": {"hidden_size": 160, "out_hidden_size": 256},
     "qwen3_vl": {"hidden_size": 144, "out_hidden_size": 256},
+    "glm4v": {"hidden_size": 160, "out_hidden_size": 256},
 }
 
 
@@ -166,14 +167,14 @@ def vision_config(model_type: str, wide: bool = False) -> Any:
         said = dict(of_pictures[model_type])
         if wide:
             said |= {
-                "text_config": {**said["text_config"], **_WIDE_TEXT},
+                "text_config": {**said["text_config"], **_WIDE_TEXT, "head_dim": 128},  # as many have
                 "vision_config": {**said["vision_config"], "hidden_size": 144},
             }
         return AutoConfig.for_model(model_type.partition("_of_")[0], **said, image_token_id=IMAGE_TOKEN)
     text, tower = VISION_MODELS[model_type]
     if wide:
         rope = {**text["rope_parameters"], "mrope_section": [8, 12, 12]}
-        text, tower = {**_WIDE_TEXT, "rope_parameters": rope}, {**tower, **_WIDE_TOWERS[model_type]}
+        text, tower = {**text, **_WIDE_TEXT, "rope_parameters": rope}, {**tower, **_WIDE_TOWERS[model_type]}
     return AutoConfig.for_model(
         model_type, text_config={**_TEXT, **text}, vision_config={**_PATCHES, **tower}, **_TOKENS
     )
