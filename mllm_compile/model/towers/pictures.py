@@ -2,8 +2,8 @@
 built alike.
 
 A model has it if its base has `get_image_features`, a tower that is told the size of its pictures by its config, and a
-text that it is called with embeddings. Its own way from pictures to features is traced, less what takes batches apart:
-there the same modules are called in its order. Which tokens of its text see ahead, its masks are asked.
+text that it is called with embeddings. Its way from pictures to features is traced (picture_features.py). If it is told
+of which kind each token is, those of an image see ahead.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from mllm_compile.model.hf_model import HFModel
 from mllm_compile.model.refusals import first_line
 from mllm_compile.model.towers.adapter import TowerAdapter, refusal
+from mllm_compile.model.towers.picture_features import features_of_pictures, has_connector, tower_of_pictures
 from mllm_compile.model.towers.varlen_hook import PICTURES_IMPLEMENTATION, packed, say_bounds
 from mllm_compile.model.trace import Trace, capture, sized
 from mllm_compile.runtime.media.pictures import PictureTower
@@ -45,7 +46,7 @@ class Pictures(TowerAdapter):
             "pixel_values": sized("F", (_SAMPLE_PICTURES, self.facts.pixel_width), self.hf_model.model.dtype, device),
             "cu_seqlens": sized("cu_seqlens", (_SAMPLE_PICTURES + 1,), torch.int32, device),
         }
-        with packed(_tower(base), PICTURES_IMPLEMENTATION):
+        with packed(tower_of_pictures(base), PICTURES_IMPLEMENTATION):
             graph = capture(self.hf_model, _Tower(base, self.facts.shape), inputs, device)
         graph.graph.eliminate_dead_code()  # heads of towers that pool, which no feature is of
         graph.recompile()
@@ -54,20 +55,11 @@ class Pictures(TowerAdapter):
     def said_of(self, images: Sequence[tuple[torch.Tensor, Grid]], ids: torch.Tensor) -> dict[str, torch.Tensor]:
         pixels = torch.cat([pixels for pixels, _ in images]).view(-1, *self.facts.shape).to(ids.device)
         kinds = {"token_type_ids": (ids == self.facts.image_token_id).long()[None]} if self.facts.sees_ahead else {}
-        return {"pixel_values": pixels[None] if _has_connector(self.hf_model.model.model) else pixels, **kinds}
-
-
-def _tower(base: Any) -> Any:
-    return getattr(base, "vision_tower", None) or getattr(base, "vision_model", None)
-
-
-def _has_connector(base: Any) -> bool:
-    """True for the Idefics family, whose forward drops pictures that are padding, by their values."""
-    return hasattr(base, "connector")
+        return {"pixel_values": pixels[None] if has_connector(self.hf_model.model.model) else pixels, **kinds}
 
 
 def _facts(hf_model: HFModel, base: Any) -> PictureTower:
-    config, tower = hf_model.model.config, _tower(base)
+    config, tower = hf_model.model.config, tower_of_pictures(base)
     vision = getattr(tower, "config", None)
     token = getattr(config, "image_token_id", None)
     if not isinstance(token, int) or not 0 <= token < hf_model.sizes().vocab_size:
@@ -98,13 +90,15 @@ def _probe(hf_model: HFModel, base: Any, shape: tuple[int, int, int]) -> tuple[i
     def count(module: torch.nn.Module, args: Any, kwargs: Any) -> None:
         rows.update(x.shape[1] for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor) and x.dim() == 3)
 
-    attentions = [module for module in _tower(base).modules() if "scaling" in vars(module) or "scale" in vars(module)]
+    attentions = [
+        module for module in tower_of_pictures(base).modules() if "scaling" in vars(module) or "scale" in vars(module)
+    ]
     hooks = [module.register_forward_pre_hook(count, with_kwargs=True) for module in attentions]
     try:
-        with mode, packed(_tower(base), PICTURES_IMPLEMENTATION), torch.no_grad():
+        with mode, packed(tower_of_pictures(base), PICTURES_IMPLEMENTATION), torch.no_grad():
             say_bounds(torch.zeros(2, dtype=torch.int32, device=weight.device))
             pixels = torch.zeros(1, *shape, device=weight.device, dtype=hf_model.model.dtype)
-            features = _features(base, pixels)
+            features = features_of_pictures(base, pixels)
     except Exception as error:  # whatever a model raises that is called otherwise
         raise refusal(f"its tower does not run on pictures of {list(shape)} alone ({first_line(error)})") from error
     finally:
@@ -113,22 +107,6 @@ def _probe(hf_model: HFModel, base: Any, shape: tuple[int, int, int]) -> tuple[i
     if len(rows) != 1 or features.dim() != 3:
         raise refusal("its tower does not attend within whole pictures")
     return rows.pop(), features
-
-
-def _features(base: Any, pixels: torch.Tensor) -> torch.Tensor:
-    """Features [pictures, features, hidden] of pictures [pictures, channels, rows, columns]."""
-    config = base.config
-    if _has_connector(base):
-        return base.connector(base.vision_model(pixel_values=pixels, return_dict=True).last_hidden_state)
-    if "image_sizes" not in inspect.signature(type(base).get_image_features).parameters:
-        return base.get_image_features(pixel_values=pixels, return_dict=True).pooler_output
-    # LLaVA makes a list of them.
-    layers = config.vision_feature_layer
-    states = base.vision_tower(pixels, output_hidden_states=True, return_dict=True).hidden_states
-    chosen = [states[layer] for layer in ([layers] if isinstance(layers, int) else layers)]
-    if config.vision_feature_select_strategy == "default":
-        chosen = [one[:, 1:] for one in chosen]
-    return base.multi_modal_projector(torch.cat(chosen, -1))
 
 
 def _sees_ahead(hf_model: HFModel) -> bool:
@@ -145,4 +123,4 @@ class _Tower(torch.nn.Module):
         torch._check(pixel_values.shape[0] >= 1)
         torch._check(pixel_values.shape[0] <= MAX_FEATURES)
         say_bounds(cu_seqlens)
-        return _features(self.base, pixel_values.view(-1, *self.shape)).flatten(0, 1)
+        return features_of_pictures(self.base, pixel_values.view(-1, *self.shape)).flatten(0, 1)
