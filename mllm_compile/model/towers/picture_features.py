@@ -23,21 +23,28 @@ def has_connector(base: Any) -> bool:
     return hasattr(base, "connector")
 
 
-def features_of_pictures(base: Any, pixels: torch.Tensor) -> torch.Tensor:
-    """Features [pictures, features, hidden] of pictures [pictures, channels, rows, columns]."""
-    config = base.config
-    if has_connector(base):
-        mask = _Whole(base.vision_model, pixels) if _is_indexed_by_mask(base.vision_model) else None
-        seen = base.vision_model(pixel_values=pixels, patch_attention_mask=mask, return_dict=True)
-        return base.connector(seen.last_hidden_state)
-    if hasattr(config, "downsample_ratio") or not hasattr(config, "vision_feature_layer"):
-        return base.get_image_features(pixel_values=pixels, return_dict=True).pooler_output
-    layers = config.vision_feature_layer
-    states = base.vision_tower(pixels, output_hidden_states=True, return_dict=True).hidden_states
-    chosen = [states[layer] for layer in ([layers] if isinstance(layers, int) else layers)]
-    if config.vision_feature_select_strategy == "default":
-        chosen = [one[:, 1:] for one in chosen]
-    return base.multi_modal_projector(torch.cat(chosen, -1))
+class PictureFeatures(torch.nn.Module):
+    """Pictures [pictures, channels, rows, columns] → features [pictures, features, hidden], by a model's base."""
+
+    def __init__(self, base: Any) -> None:
+        super().__init__()
+        self.base = base
+        self.is_indexed_by_mask = has_connector(base) and _is_indexed_by_mask(base.vision_model)
+
+    def forward(self, pixels: torch.Tensor) -> torch.Tensor:
+        base, config = self.base, self.base.config
+        if has_connector(base):
+            mask = _Whole(base.vision_model, pixels) if self.is_indexed_by_mask else None
+            seen = base.vision_model(pixel_values=pixels, patch_attention_mask=mask, return_dict=True)
+            return base.connector(seen.last_hidden_state)
+        if hasattr(config, "downsample_ratio") or not hasattr(config, "vision_feature_layer"):
+            return base.get_image_features(pixel_values=pixels, return_dict=True).pooler_output
+        layers = config.vision_feature_layer
+        states = base.vision_tower(pixels, output_hidden_states=True, return_dict=True).hidden_states
+        chosen = [states[layer] for layer in ([layers] if isinstance(layers, int) else layers)]
+        if config.vision_feature_select_strategy == "default":
+            chosen = [one[:, 1:] for one in chosen]
+        return base.multi_modal_projector(torch.cat(chosen, -1))
 
 
 def _is_indexed_by_mask(tower: Any) -> bool:

@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from mllm_compile.model.hf_model import HFModel
 from mllm_compile.model.refusals import first_line
 from mllm_compile.model.towers.adapter import TowerAdapter, refusal
-from mllm_compile.model.towers.picture_features import features_of_pictures, has_connector, tower_of_pictures
+from mllm_compile.model.towers.picture_features import PictureFeatures, has_connector, tower_of_pictures
 from mllm_compile.model.towers.varlen_hook import PICTURES_IMPLEMENTATION, packed, say_bounds
 from mllm_compile.model.trace import Trace, capture, sized
 from mllm_compile.runtime.media.pictures import PictureTower
@@ -98,7 +98,7 @@ def _probe(hf_model: HFModel, base: Any, shape: tuple[int, int, int]) -> tuple[i
         with mode, packed(tower_of_pictures(base), PICTURES_IMPLEMENTATION), torch.no_grad():
             say_bounds(torch.zeros(2, dtype=torch.int32, device=weight.device))
             pixels = torch.zeros(1, *shape, device=weight.device, dtype=hf_model.model.dtype)
-            features = features_of_pictures(base, pixels)
+            features = PictureFeatures(base)(pixels)
     except Exception as error:  # whatever a model raises that is called otherwise
         raise refusal(f"its tower does not run on pictures of {list(shape)} alone ({first_line(error)})") from error
     finally:
@@ -117,10 +117,10 @@ def _sees_ahead(hf_model: HFModel) -> bool:
 class _Tower(torch.nn.Module):
     def __init__(self, base: Any, shape: tuple[int, int, int]) -> None:
         super().__init__()
-        self.base, self.shape = base, shape
+        self.features, self.shape = PictureFeatures(base), shape
 
     def forward(self, pixel_values: torch.Tensor, cu_seqlens: torch.Tensor) -> torch.Tensor:
         torch._check(pixel_values.shape[0] >= 1)
         torch._check(pixel_values.shape[0] <= MAX_FEATURES)
         say_bounds(cu_seqlens)
-        return features_of_pictures(self.base, pixel_values.view(-1, *self.shape)).flatten(0, 1)
+        return self.features(pixel_values.view(-1, *self.shape)).flatten(0, 1)
