@@ -3,6 +3,8 @@ whatever else is in the batch and however prompts are cut, kept or computed agai
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,6 @@ from mllm_compile import Engine, SamplingParams
 from mllm_compile.engine.engine import Engine as AnyEngine
 from mllm_compile.errors import RequestError
 from mllm_compile.media.inputs import MediaPrompt
-from mllm_compile.model.towers.pictures import Pictures
 from tests.fakes import all_pages_are_back
 from tests.tiny_model import engine_of_pages
 from tests.tiny_vision import (
@@ -142,6 +143,8 @@ def test_what_does_not_fit_is_refused_and_the_others_go_on(served: Served) -> No
 def test_text_is_served_without_images_that_the_self_check_finds_wrong(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    from mllm_compile.model.towers.pictures import Pictures  # which imports Transformers
+
     right = Pictures.said_of
 
     def darker(self: Any, images: Any, ids: Any) -> Any:
@@ -155,3 +158,22 @@ def test_text_is_served_without_images_that_the_self_check_finds_wrong(
         assert tokens(engine, [TEXT]) == [transformers_greedy(model, TEXT, 6)]
         with pytest.raises(RequestError, match="the model takes text alone"):
             engine.generate(Prompts("idefics3").one, GREEDY)
+
+
+@pytest.mark.slow  # the pieces of text, text with features and tower: a minute of two cores for each
+@pytest.mark.parametrize("kind", ["gemma3", "mistral3", "idefics3"])
+def test_a_compiled_runtime_serves_pictures_in_a_process_without_transformers(kind: str, tmp_path: Path) -> None:
+    model, prompts = save_vision_model(kind, tmp_path / "model"), Prompts(kind)
+    expected = [transformers_greedy(model, prompt, 6) for prompt in prompts.every]
+    with Engine(vision_engine_config(tmp_path / "model", tmp_path / "cache", "inductor")) as engine:
+        assert tokens(engine, prompts.every) == expected
+    places = [str(tmp_path / name) for name in ("model", "cache")]
+    code = (
+        "import sys; from pathlib import Path; from mllm_compile import Engine\n"
+        "from tests.e2e.test_pictures import Prompts, tokens, vision_engine_config\n"
+        f"config = vision_engine_config(*map(Path, {places}), 'inductor')\n"
+        f"with Engine(config) as engine: print(tokens(engine, Prompts({kind!r}).every))\n"
+        "assert not {'transformers', 'torch._dynamo', 'torch._inductor'} & set(sys.modules)\n"
+    )
+    warm = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert warm.stdout.strip().splitlines()[-1] == str(expected)
