@@ -41,8 +41,8 @@ def check_cascades(linked: LinkedProgram, page_size: int, dtype: torch.dtype, de
                 if not error <= _TOLERANCE:
                     raise CompileError(
                         f"the attention of {count} decodes behind {num_pages * page_size} shared tokens in "
-                        f"{layer.name} is off by {error:.2g} (limit {_TOLERANCE:g}): its kernels do not serve these heads "
-                        "on this machine. Set runtime.cascade_attention: false, and report this."
+                        f"{layer.name} is off by {error:.2g} (limit {_TOLERANCE:g}): its kernels do not serve these "
+                        "heads on this machine. Set runtime.cascade_attention: false, and report this."
                     )
 
 
