@@ -160,7 +160,7 @@ def _check_media(
     layers = tuple(AttentionLayer.of(layer, executors[0].weights) for layer in executors[0].program.layers)
     ours: torch.Tensor | Exception
     try:
-        features = features_of(executors[1], programs.facts, case, device)
+        features = features_of(executors[1], programs.facts, case, hf_model.model.dtype, device)
         lengths = tuple(len(ids) for ids, _ in case.prompts)
         inputs = inputs_with_features(case, features)
         (ours,) = _run_packed(executors[0], layers, lengths, 1, inputs, None, device, hf_model.model.dtype, states)
@@ -265,7 +265,7 @@ def _quantise(
         key = weight.data_ptr(), scheme
         if key not in done:
             parts = quantised(weight, scheme)
-            stands_for = dequantised(parts, scheme.kind, scheme.group, tensor.columns, weight.dtype)
+            stands_for = dequantised(parts, scheme.kind, scheme.group, weight.shape[1], weight.dtype)
             done[key] = parts, torch.nn.Parameter(stands_for, requires_grad=False)
         parts, parameter = done[key]
         found[name] = parts[tensor.role]
@@ -283,7 +283,7 @@ def _program_weights(
     bound = {}
 
     def part(name: str) -> torch.Tensor:
-        cuts = lowered.cuts.get(name, ())
+        cuts = lowered.cuts_of(name)
         key = by_name[name].data_ptr(), cuts
         if key not in made:
             made[key] = part_of_rank(by_name[name], cuts, rank).contiguous() if cuts else by_name[name]

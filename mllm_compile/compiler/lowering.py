@@ -222,14 +222,8 @@ def _set_ranks(trace: Trace, hf_model: HFModel, num_ranks: int) -> None:
 
 
 def _check_cut(graph: fx.GraphModule, num_ranks: int) -> None:
-    """Refuses a model of which every rank would compute everything, or whose states would have to be on all."""
-    from mllm_compile.passes.base import STATE_LAYERS, WEIGHT_CUTS
-
-    if num_ranks > 1 and graph.meta[STATE_LAYERS]:
-        raise ConfigError(
-            f"runtime.tensor_parallel_size is {num_ranks}, but {graph.meta[STATE_LAYERS][0].name} carries a state, and "
-            "such layers run on one device. Set it to 1."
-        )
+    """Refuses a model of which every rank would compute everything."""
+    from mllm_compile.passes.base import WEIGHT_CUTS
 
     if num_ranks > 1 and not graph.meta.get(WEIGHT_CUTS):
         raise ConfigError(

@@ -113,13 +113,10 @@ def _structured_outputs(asked: StructuredOutputsConfig, choices: AutoChoices) ->
 def _quantization(config: EngineConfig, model: ModelFolder, choices: AutoChoices) -> Quantization:
     asked, scheme = config.model.quantization, model.scheme
     is_left_out = _QUANTISING_PASS in config.compile.disable_passes
-    num_ranks = config.runtime.tensor_parallel_size
 
     def choose() -> tuple[Quantization, str]:
         if scheme is None:
             return "none", "the weights are not quantised"
-        if num_ranks > 1:
-            return "dequantize", "weights in few bits are not cut over ranks yet"
         if is_left_out:
             return "dequantize", f"compile.disable_passes names {_QUANTISING_PASS}"
         if not scheme.kinds:
@@ -134,11 +131,6 @@ def _quantization(config: EngineConfig, model: ModelFolder, choices: AutoChoices
         )
     if chosen not in ("fp8", "int4"):
         return "none" if scheme is None else chosen
-    if num_ranks > 1:
-        raise ConfigError(
-            f"model.quantization is {chosen}, but runtime.tensor_parallel_size is {num_ranks}, and weights in few bits "
-            "are not cut over ranks yet. Set model.quantization: auto or dequantize, or one rank."
-        )
     if is_left_out:
         raise ConfigError(
             f"model.quantization is {chosen}, but compile.disable_passes names {_QUANTISING_PASS}, which puts "

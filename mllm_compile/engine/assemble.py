@@ -102,6 +102,8 @@ def _load(compiled: CompiledRuntime, timeline: Timeline, forward_times: bool, nu
             _shut_down(runner, group)
             raise
     files, tower = _text_files(compiled), _tower(runner)
+    if isinstance(tower, str) and any(name in files for name in PROCESSOR_FILES):
+        timeline.announce(f"images will be refused: {tower}")
     eos_token_ids = _eos_token_ids(defaults, tokenizer, runner.vocab_size, timeline)
     most_threads = None if group is None else group.threads
     is_cpu = runner.device.type == "cpu"
@@ -124,6 +126,7 @@ def _load(compiled: CompiledRuntime, timeline: Timeline, forward_times: bool, nu
         tokenizer_files=files,
         forward_times=tuple if runner.forward_times is None else runner.forward_times.medians,
         experts_chosen=runner.experts_chosen,
+        snapshot_bytes=runner.state_bytes_per_request,
         tower=tower,
     )
 
@@ -254,6 +257,7 @@ def _remember(compiled: CompiledRuntime, runner: ModelRunner, plan: MemoryPlan, 
             "weights": sum(spec.num_bytes for spec in compiled.artifact.weights),
             "KV cache": pool.num_pages * page_bytes,
             "states": runner.state_pool.num_rows * runner.state_bytes_per_request,
+            "features of images": runner.feature_bytes,
             "CUDA graphs": round(sum(figure.mib for figure in graphs) * 2**20),
         },
         "plan": plan.to_json(),

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 OPS = {
     "all_gather": "ranks.ops",
     "all_reduce": "ranks.ops",
+    "all_reduce_residual_norm": "ranks.ops",
     "attention": "trace",
     "attention_with_output": "attention",
     "begin_decode": "decode_loop",
@@ -42,7 +43,6 @@ OPS = {
     "gated_delta_states": "states.gated_delta",
     "gated_expert_tiles": "expert_tiles.ops",
     "gated_linear": "gated_linear.ops",
-    "gather_expert_rows": "expert_tiles.gather",
     "greedy_tokens": "greedy",
     "grouped_linear": "experts.grouped",
     "latent_decode": "latents.attend",

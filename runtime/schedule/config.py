@@ -69,7 +69,7 @@ class SchedulerConfig:
 
     @property
     def max_features_per_step(self) -> int:
-        """Features of images that are encoded in one step; of an image with more, that one alone."""
+        """Features of the images of which a step has tokens; of an image with more, that one alone."""
         return min(self.max_num_batched_tokens, MAX_FEATURES)
 
     @property

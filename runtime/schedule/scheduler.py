@@ -69,8 +69,7 @@ class Scheduler:
         self._leaving: set[int] = set()  # rows that get no further step and wait for their last one's update
         self._prefill_ids: list[np.ndarray] = [NO_TOKENS] * num_rows  # tokens to prefill, by row
         self._cache_keys: list[np.ndarray] = [NO_TOKENS] * num_rows  # what the prefix cache knows these by
-        self._num_encoded = [0] * num_rows  # images of each row's prompt whose features are there, or not needed
-        self._features_left = 0  # that may be encoded in the step that is being planned
+        self._features_left = 0  # of images, that the step which is being planned may need beside those it does
         # For each row, once all scheduled steps are over: tokens with KV, their number after which no step is left,
         # and the steps not updated yet.
         self._computed = np.zeros(num_rows, dtype=np.int32)
@@ -393,10 +392,13 @@ class Scheduler:
         return self._first_chunk(first, budget) + self.config.page_size
 
     def _shorter_than(self, first: Request) -> Iterator[Request]:
-        """Prompts with less left than `first`, and of no lesser priority: those begun, and of the waiting some."""
+        """Prompts with less left than `first`, and of no lesser priority: those begun, and of the waiting some.
+
+        None with images if `first` has some: it could wait for ever for the features that they are granted."""
         rest = self._rest(first)
         for request in (*self._prefilling, *islice(self._waiting, _LOOKED_AT)):
             is_ready = request.status is RequestStatus.RUNNING or request.row < 0
+            is_ready = is_ready and (request.media is None or first.media is None)
             if is_ready and request.priority <= first.priority and self._rest(request) < rest:
                 yield request
 
@@ -419,7 +421,7 @@ class Scheduler:
         row = request.row
         start, target = int(self._computed[row]), self._prefill_ids[row].size
         if request.media is not None:
-            length = self._cut_for_images(row, request.media, start, length)
+            length = self._cut_for_images(request.media, start, length)
             if not length:
                 return
         length = self._cut_for_state(row, start, target, length)
@@ -438,18 +440,17 @@ class Scheduler:
         may_be = self.config.num_snapshots > 0 or request.media is not None
         return may_be and any(chunk.request is request for chunk in chunks)
 
-    def _cut_for_images(self, row: int, media: RequestMedia, start: int, length: int) -> int:
-        """The length of a chunk that ends before an image which the step encodes no more; of the step's first images
-        one at least is encoded."""
+    def _cut_for_images(self, media: RequestMedia, start: int, length: int) -> int:
+        """The length of a chunk that ends before an image which is one too many for the step; its first image never is.
+
+        An image of which earlier steps have computed tokens counts as well: its features have to be there.
+        """
         most = self.config.max_features_per_step
-        for image in media.images[self._num_encoded[row] :]:
-            if image.start >= start + length:
-                break
+        for image in media.images_within(start, start + length):
             features = image.end - image.start
             if features > self._features_left and self._features_left < most:
                 return max(0, image.start - start)
             self._features_left = max(0, self._features_left - features)
-            self._num_encoded[row] += 1
         return length
 
     def _cut_for_state(self, row: int, start: int, target: int, length: int) -> int:
@@ -519,7 +520,6 @@ class Scheduler:
             self._cuts[row] = tuple(sorted(pages * self.config.page_size for pages in {prefix.num_matched, whole}))
         if prefix.state_row is not None:
             self._restores.append((prefix.state_row, row))
-        self._num_encoded[row] = 0 if request.media is None else request.media.num_images_before(cached)
         self._note_admission(request, cached)
         request.row = row
         request.status = RequestStatus.RUNNING

@@ -70,8 +70,9 @@ For every architecture:
   share cached prefixes with those of the same frequencies. An embedding that reads more than frequencies (Phi-3.5-MoE's
   scales) is refused.
 - A quantised checkpoint is served where its [format](quantised.md) is one that is read.
-- Layers with a [state](state.md) are served where they call known functions; an architecture with others is refused for
-  them: where a config has none, it may be served ([below](#served-where-every-layer-is-full-attention)).
+- Layers with a [state](state.md) are served where they call known functions or are known modules. An architecture with
+  others is refused for them; where a config has none, it may be served
+  ([below](#served-where-every-layer-is-full-attention)).
 - Of models with images or sound it is the text part (gemma3, phi4_multimodal), but for [images](images.md) of Qwen-VL.
 - Models of the roberta family count positions from behind their padding token, and have so many fewer of them: set
   `max_model_len` as the error says. A padding token inside of a text is counted like any other token.
@@ -213,8 +214,6 @@ def _errors(served: list[Outcome], record: Record) -> Iterator[str]:
 
 
 def _on_gpu(seen: Sequence[SeenOnGpu]) -> Iterator[str]:
-    if not seen:
-        return
     yield from (f"## {_GPU_SECTION}", "", _ON_A_GPU, "")
     yield "| architecture | attention by | prompts | answers | seen on |"
     yield "|---|---|---|---|---|"
