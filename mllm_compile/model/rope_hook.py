@@ -194,8 +194,9 @@ def _arrangements(
     found = []
     try:
         with torch.device("cpu"):
-            theirs = _run(module, following.prefix, frequencies, x, positions, layer_type)
-            of_angles = _of_angles(module, following.prefix, positions[..., None] * frequencies, x, layer_type)
+            embedding = _Embedding.of(module)
+            theirs = _run(embedding, following.prefix, frequencies, x, positions, layer_type)
+            of_angles = _of_angles(embedding, following.prefix, positions[..., None] * frequencies, x, layer_type)
         for own, one in zip(theirs, of_angles, strict=True):
             names = [name for name, arrange in _ARRANGED.items() if _is_close(arrange(one), own)]
             found.append(names[0])
@@ -219,13 +220,27 @@ def _is_close(one: torch.Tensor, other: torch.Tensor) -> bool:
 class _StandsForEmbedding:
     """Has the attributes of an embedding that its forward reads."""
 
-    def __init__(self, attributes: dict[str, Any]) -> None:
+    def __init__(self, attributes: dict[str, Any], frequencies_name: str, frequencies: torch.Tensor) -> None:
         for name, value in attributes.items():
             setattr(self, name, value)
+        setattr(self, frequencies_name, frequencies)
+
+
+@dataclass(frozen=True)
+class _Embedding:
+    """An embedding's own forward, and the numbers and texts that it may read of it: found ahead of a trace."""
+
+    forward: Callable[..., Any]
+    attributes: dict[str, Any]
+
+    @classmethod
+    def of(cls, module: torch.nn.Module) -> _Embedding:
+        plain = {name: value for name, value in vars(module).items() if isinstance(value, int | float | str)}
+        return cls(inspect.unwrap(type(module).forward), plain)
 
 
 def _run(
-    module: Any,
+    embedding: _Embedding,
     prefix: str,
     frequencies: torch.Tensor,
     x: torch.Tensor,
@@ -233,32 +248,31 @@ def _run(
     layer_type: str | None,
 ) -> tuple[torch.Tensor, ...]:
     """The answers of the embedding's own forward with other frequencies [n] for positions [1, T]."""
-    plain = {name: value for name, value in vars(module).items() if isinstance(value, int | float | str)}
-    stands_for: Any = _StandsForEmbedding(plain | {f"{prefix}inv_freq": frequencies})
-    own = inspect.unwrap(type(module).forward)
+    stands_for: Any = _StandsForEmbedding(embedding.attributes, f"{prefix}inv_freq", frequencies)
+    own = embedding.forward
     answer = own(stands_for, x, positions) if layer_type is None else own(stands_for, x, positions, layer_type)
     return answer if isinstance(answer, tuple) else (answer,)
 
 
 def _of_angles(
-    module: Any, prefix: str, angles: torch.Tensor, x: torch.Tensor, layer_type: str | None
+    embedding: _Embedding, prefix: str, angles: torch.Tensor, x: torch.Tensor, layer_type: str | None
 ) -> list[torch.Tensor]:
     """The forward's answers [1, T, n] for angles [1, T, n]."""
     one = torch.ones(1, device=angles.device)
-    answers = _run(module, prefix, one, x, angles.flatten(1), layer_type)
+    answers = _run(embedding, prefix, one, x, angles.flatten(1), layer_type)
     return [answer[..., 0].view(angles.shape) for answer in answers]
 
 
 def _forward_choosing(module: Any, lengths: Lengths) -> Callable[..., Any]:
-    own, noted = inspect.unwrap(type(module).forward), getattr(module, _NOTED)
+    embedding, noted = _Embedding.of(module), getattr(module, _NOTED)
 
     def forward(x: torch.Tensor, position_ids: torch.Tensor, layer_type: str | None = None) -> Any:
         following = noted.get(layer_type)
         if following is None:
-            return own(module, x, position_ids, layer_type)
+            return embedding.forward(module, x, position_ids, layer_type)
         lens = torch.maximum(lengths(position_ids), position_ids + 1)
         angles = position_ids[..., None].float() * following.frequencies(module, lens[0])
-        answers = _of_angles(module, following.prefix, angles, x, layer_type)
+        answers = _of_angles(embedding, following.prefix, angles, x, layer_type)
         arranged = [_ARRANGED[name](one) for name, one in zip(following.arrangements, answers, strict=True)]
         return tuple(arranged) if len(arranged) > 1 else arranged[0]
 

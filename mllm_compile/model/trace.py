@@ -176,9 +176,10 @@ def _drop_outputs_of_weights(gm: fx.GraphModule) -> None:
         if is_input or not of_inputs.isdisjoint(node.all_input_nodes):
             of_inputs.add(node)
     values: Any = output.args[0]
-    output.args = ((values[0], *(value for value in values[1:] if value in of_inputs)),)
-    gm.graph.eliminate_dead_code()
-    gm.recompile()
+    kept = (values[0], *(value for value in values[1:] if value in of_inputs))
+    if len(kept) < len(values):
+        output.args = (kept,)
+        gm.recompile()
 
 
 def _fold_numbers(gm: fx.GraphModule) -> None:
