@@ -107,8 +107,7 @@ FOLLOWING = {
 # Biases by distance, and chunks: the program's own kernels attend. One expert is no choice.
 BY_PLACES = {
     "bloom": {"hidden_size": 256, "n_head": 4},
-    "falcon": {"alibi": True},
-    "llama4_text": {"attention_chunk_size": 256, "num_local_experts": 1},
+    "llama4_text": {"attention_chunk_size": 256, "num_local_experts": 1, "num_experts_per_tok": 1},
 }
 CASES = [
     *((name, "", DENSE if name.startswith("deepseek") else {}) for name in ARCHITECTURES),
