@@ -14,6 +14,7 @@ from collections.abc import Sequence
 
 import torch
 
+from mllm_compile.check.cascades import check_cascades
 from mllm_compile.check.decode_loop import check_decode_loop
 from mllm_compile.check.latents import check_latents
 from mllm_compile.check.prompts import check_prompts
@@ -59,6 +60,7 @@ def check_written_pieces(linked: LinkedProgram, page_size: int, dtype: torch.dty
             check = _DecodeCheck(layer, page_size, dtype, logits.device, step)
             for lengths in check.batches(forms):
                 check.run(lengths, forms, linked.decoders[layer.name])
+    check_cascades(linked, page_size, dtype, logits.device)
     check_prompts(linked, page_size, dtype, logits.device)
     check_latents(linked, page_size, dtype, logits.device)
     if program.sampling is not None and linked.sampling is not None:
