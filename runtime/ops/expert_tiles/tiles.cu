@@ -149,6 +149,7 @@ struct Target {
   }
 };
 
+#if HELD
 // Outputs of the tile before, as many as registers hold beside the sums: they leave during the next tile's products, so that
 // no tensor core waits for the stores.
 struct Held {
@@ -162,6 +163,7 @@ struct Held {
     for (int i = 0; i < COUNT; i++) target.store(out, FIRST + i, outputs[i], step == i / STORES_STEP);
   }
 };
+#endif
 
 // Of a block whose rows no expert has: zeros for those of padding, NaN for those, inverted, whose id is no expert's.
 __device__ __forceinline__ void fill(uint4* out, const int* order, const Tile& tile, int first_row) {
