@@ -17,6 +17,7 @@ _TILE_ROWS = (192, 128, 64)  # at most what registers hold the sums of
 _HELD_REGISTERS = 204  # for a lane's sums, one a row of a tile, and for outputs of the tile before
 _STORE_REGISTERS, _LANE_OUTPUTS = 4, 32  # a store has 8 outputs, of the 32 that four neighbouring lanes have
 _SHARE = 2  # blocks of a cluster, which read x once
+_CLUSTERS = {2: MULTIPROCESSORS // 2, 4: 30}  # that run at once, by their blocks (docs/kernels.md)
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,7 @@ class ExpertTilesKernel(UnitsKernel):
 
     @property
     def num_blocks(self) -> int:
-        return MULTIPROCESSORS // _SHARE * _SHARE
+        return _CLUSTERS[self.share] * self.share
 
     @cached_property
     def tile_rows(self) -> int:
