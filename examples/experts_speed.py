@@ -3,9 +3,10 @@
     python examples/experts_speed.py [--tokens 512 2048 8192] [--gate-up 192:3:2 192:0:2] [--down 128:16:4]
 
 Needs an H100 or H200. The shape is Qwen3-30B-A3B's; each token chooses 8 of 128 experts at random. Linears come with
-TFLOP/s, what only moves rows with TB/s. A form of the tiles' kernels is ROWS:HELD:SHARE, the rows of the weight in a tile,
-how many of a lane's stores wait for the next tile's products, and the blocks of a cluster
-(runtime/ops/expert_tiles/kernel.py); by default the one that a runtime takes is timed. Beside them: the other products of such a layer by cuBLAS.
+TFLOP/s, what only moves rows with TB/s. A form of the tiles' kernels is ROWS:HELD:SHARE: rows of the weight in a tile,
+how many of a lane's stores wait for the next tile's products, and blocks of a cluster
+(runtime/ops/expert_tiles/kernel.py). By default the one that a runtime takes is timed. Beside them: the other products
+of such a layer by cuBLAS.
 """
 
 from __future__ import annotations
