@@ -85,12 +85,13 @@ def _rope_and_cache_kernel(
     q_blocks: tl.constexpr = H // Q_HEADS
     kv_blocks: tl.constexpr = HK // KV_HEADS
     if block < q_blocks:
-        head = (tl.arange(0, Q_HEADS) + block * Q_HEADS)[:, None]
-        places = token * q_token_stride + head * q_head_stride + half[None, :]
-        first, second = _rotate(q_ptr, q_weight_ptr, cos_ptr, sin_ptr, token, places, EPS, D, NORM)
-        out = q_out_ptr + (token * H + head) * D + half[None, :]
-        tl.store(out, first.to(q_out_ptr.dtype.element_ty))
-        tl.store(out + D // 2, second.to(q_out_ptr.dtype.element_ty))
+        # Names of its own: a name has one shape in all branches.
+        q_head = (tl.arange(0, Q_HEADS) + block * Q_HEADS)[:, None]
+        q_places = token * q_token_stride + q_head * q_head_stride + half[None, :]
+        q_first, q_second = _rotate(q_ptr, q_weight_ptr, cos_ptr, sin_ptr, token, q_places, EPS, D, NORM)
+        q_out = q_out_ptr + (token * H + q_head) * D + half[None, :]
+        tl.store(q_out, q_first.to(q_out_ptr.dtype.element_ty))
+        tl.store(q_out + D // 2, q_second.to(q_out_ptr.dtype.element_ty))
     elif block < q_blocks + kv_blocks:
         head = (heads + (block - q_blocks) * KV_HEADS)[:, None]
         places = token * k_token_stride + head * k_head_stride + half[None, :]

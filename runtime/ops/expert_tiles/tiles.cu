@@ -260,11 +260,11 @@ __launch_bounds__(THREADS, 1) expert_tiles(const __grid_constant__ TensorMap wei
     while (true) {
       wait_for(full + 8 * place.slot, place.phase);
       const Tile tile = told.tiles[place.slot];
+      if (tile.rows == 0) break;
       if (tile.expert < 0) {
         __syncwarp();  // all lanes have read it
         if (lane < SHARE) arrive_in_cluster(empty_of_one + 8 * place.slot);
         place.go_on();
-        if (tile.rows == 0) break;
         fill(out, gather.order, tile, tile.block * BLOCK);
         continue;
       }
@@ -313,5 +313,7 @@ __launch_bounds__(THREADS, 1) expert_tiles(const __grid_constant__ TensorMap wei
     for (int i = 0; i < Held::COUNT; i++) held.target.store(out, Held::FIRST + i, held.outputs[i], true);
 #endif
   }
-  leave_ring();
+  // Arrivals at the other block's barriers have been seen there: it must not have gone.
+  asm volatile("barrier.cluster.arrive.release;" ::: "memory");
+  asm volatile("barrier.cluster.wait.acquire;" ::: "memory");
 }
