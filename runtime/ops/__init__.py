@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 OPS = {
     "all_gather": "ranks.ops",
     "all_reduce": "ranks.ops",
+    "all_reduce_residual_norm": "ranks.ops",
     "attention": "trace",
     "attention_with_output": "attention",
     "begin_decode": "decode_loop",
@@ -51,7 +52,9 @@ OPS = {
     "order_experts": "experts.order",
     "own_positions": "trace",
     "own_rank": "ranks.ops",
+    "paged_prefill": "prompts.attend",
     "quantised_linear": "quantised_linear.ops",
+    "request_lengths": "trace",
     "rope_and_cache": "rope_cache",
     "scaled_linear": "quantised_linear.scaled",
     "selective_scan": "states.trace",
