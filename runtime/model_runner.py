@@ -53,6 +53,7 @@ from mllm_compile.runtime.sampling.sampler import sample_tokens
 from mllm_compile.runtime.state.base import StateBackend
 from mllm_compile.runtime.state.hybrid_backend import HybridAttnBackend
 from mllm_compile.runtime.state.metadata import StateMetadataBuilder
+from mllm_compile.runtime.state.mixed import MixedStateSteps
 from mllm_compile.runtime.state.piece_backend import PieceStateBackend
 from mllm_compile.runtime.state.torch_backend import TorchStateBackend
 
@@ -180,14 +181,15 @@ class ModelRunner:
         without = next((layer.name for layer in model.state_layers if layer.name not in model.state_pieces), None)
         if is_deterministic and self.device.type == "cuda" and without is not None:
             raise UnsupportedModelError(
-                f"runtime.deterministic makes every step one captured decode, which layer {without} cannot be: no kernel "
-                "has states of its size, and the host would have to see which tokens are of one request. Set "
+                f"runtime.deterministic makes every step one captured decode, which layer {without} cannot be: no "
+                "kernel has states of its size, and the host would have to see which tokens are of one request. Set "
                 "runtime.deterministic: false."
             )
         states: StateBackend = TorchStateBackend(self.state_pool, is_deterministic)
         if model.state_pieces:
             states = PieceStateBackend(self.state_pool, model.state_pieces, states)
-        return HybridAttnBackend(make_attention() if model.layers else None, states)
+        mixed = MixedStateSteps(config.max_rows, self.device) if without is None else None
+        return HybridAttnBackend(make_attention() if model.layers else None, states, mixed)
 
     def init_cuda_graphs(self) -> None:
         """Capture graphs; skipped off CUDA, when disabled, and for models that do not generate."""
