@@ -21,6 +21,7 @@ import torch
 from mllm_compile.runtime.attention.base import AttentionBackend
 from mllm_compile.runtime.attention.factory import make_attention_backend
 from mllm_compile.runtime.attention.metadata import AttentionMetadataBuilder, CommonAttentionMetadata, KVCacheSpec
+from mllm_compile.runtime.attention.split.page_table import PageTable
 from mllm_compile.runtime.collectives.base import Communicator, using
 from mllm_compile.runtime.cuda_graph.dispatcher import GraphDispatcher
 from mllm_compile.runtime.device.memory import (
@@ -189,7 +190,11 @@ class ModelRunner:
         if model.state_pieces:
             states = PieceStateBackend(self.state_pool, model.state_pieces, states)
         mixed = MixedStateSteps(config.max_rows, self.device) if without is None else None
-        return HybridAttnBackend(make_attention() if model.layers else None, states, mixed)
+        if model.layers:
+            return HybridAttnBackend(make_attention(), states, mixed)
+        slots = self.req_to_token_pool.req_to_token
+        pages = PageTable(slots, slots.shape[0], config.runtime.page_size).pages
+        return HybridAttnBackend(None, states, mixed, pages)
 
     def init_cuda_graphs(self) -> None:
         """Capture graphs; skipped off CUDA, when disabled, and for models that do not generate."""

@@ -22,14 +22,21 @@ class HybridAttnBackend(AttentionBackend):
         state: computes layers with a state. It plans nothing: StateMetadata is all that it reads of a batch.
         mixed: what it reads in captured steps with prompts; None: there are layers without kernels, and none can be
             captured.
+        pages: [max requests, W] int32, of a model without attention: captured decodes that prepare their own inputs
+            list pages, though none reads them.
     """
 
     def __init__(
-        self, attention: AttentionBackend | None, state: StateBackend, mixed: MixedStateSteps | None = None
+        self,
+        attention: AttentionBackend | None,
+        state: StateBackend,
+        mixed: MixedStateSteps | None = None,
+        pages: torch.Tensor | None = None,
     ) -> None:
         self._attention = attention
         self._state = state
         self._mixed = mixed
+        self._pages = pages
         self._mixed_step: MixedStates | None = None  # what layers read of the batch
 
     def forward_state(self, inputs: StateInputs) -> None:
@@ -100,7 +107,7 @@ class HybridAttnBackend(AttentionBackend):
 
     @property
     def page_table(self) -> torch.Tensor | None:
-        return None if self._attention is None else self._attention.page_table
+        return self._pages if self._attention is None else self._attention.page_table
 
     @property
     def mixed_obstacle(self) -> str | None:

@@ -16,7 +16,8 @@ from torch.library import triton_op, wrap_triton
 from mllm_compile.runtime.ops.dependent_launch import start_dependents, starts_early, wait_for_prerequisites
 from mllm_compile.runtime.ops.states.requests import silu, softplus
 
-_NUMBERS = 1024  # of a block's state: 8 a thread
+_NUMBERS = 1024  # of a block's state
+_WARPS = 4
 
 
 @triton.jit
@@ -211,5 +212,5 @@ def selective_scan_states(
         BLOCK=block,
         DECODES=starts is None or ends is None,
         EARLY=starts_early(),
-        num_warps=4,
+        num_warps=_WARPS,
     )
