@@ -17,6 +17,8 @@ import torch
 
 from mllm_compile import Engine, EngineConfig, SamplingParams
 from tests.model.tiny_configs import FIRST_SPECIAL_TOKEN, save_tiny_model, tiny_config
+from tests.soak import run_soak
+from tests.tiny_model import engine_of_pages
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
 
@@ -149,3 +151,16 @@ def test_in_deterministic_mode_a_request_s_numbers_are_its_own(folder, prompts):
         assert answers(served, prompts[::-1]) == alone[::-1]  # from the prefix cache, too
     with engine(folder, "full_decode_only", enable_prefix_cache=False, **fixed) as served:
         assert answers(served, prompts) == alone
+
+
+@pytest.mark.slow
+def test_two_thousand_requests_with_preemptions_leave_states_and_pages_as_they_should_be(folder, prompts):
+    if folder.name.removesuffix("0") not in ("qwen3_5_text", "mamba2"):
+        pytest.skip("one with attention, and one without, are enough")
+    settings = config(folder, "full_and_piecewise", max_running_requests=64, max_num_batched_tokens=256)
+    with engine_of_pages(EngineConfig.from_dict(settings), 65) as served:  # 1,024 tokens, where 64 want 4,000
+        before = [answers(served, [prompt])[0] for prompt in prompts]
+        result = run_soak(served, 2000, FIRST_SPECIAL_TOKEN, max_prompt=24, max_output=100, in_flight=96)
+        assert result.preemptions > 0 and result.finished["abort"] > 20
+        assert [answers(served, [prompt])[0][0] for prompt in prompts] == [tokens for tokens, _ in before]
+    print(result)
