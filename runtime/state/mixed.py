@@ -19,7 +19,7 @@ from mllm_compile.runtime.attention.metadata import CommonAttentionMetadata, spl
 
 @dataclass(frozen=True)
 class MixedStates:
-    """What kernels read of a captured step: tensors that a replay finds filled.
+    """The tensors that kernels of a captured step read, and that a replay finds filled.
 
     Attributes:
         of_decodes: (rows, has_state) of the decodes, [R]; row 0 where a request is none.
@@ -46,7 +46,7 @@ class MixedStateSteps:
         self._ends = torch.zeros_like(self._starts)
 
     def capture(self, num_tokens: int) -> MixedStates:
-        """What a step of `num_tokens` reads: nothing but padding, until `fill`."""
+        """Gives what a step of `num_tokens` reads: nothing but padding, until `fill`."""
         self._clear()
         count = min(num_tokens, self._max_requests)
         rows, decode_rows, has_state, starts, ends = (held[:count] for held in self._held)

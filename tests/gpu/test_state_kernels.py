@@ -22,6 +22,13 @@ SHAPES: dict[str, tuple[StateKind, dict[str, tuple[int, ...]]]] = {
     "conv": (CausalConv("silu"), {"x": (8192,), "weight": (8192, 4)}),
     "conv of 7": (CausalConv(""), {"x": (100,), "weight": (100, 7), "bias": (100,)}),
     "delta": (GatedDelta(True), {"q": (16, 128), "k": (16, 128), "v": (32, 128), "g": (32,), "beta": (32,)}),
+    "delta of its gates": (
+        GatedDelta(True),
+        {
+            **{"q": (16, 128), "k": (16, 128), "v": (32, 128), "g": (32,), "beta": (32,)},
+            **{"A_log": (32,), "dt_bias": (32,)},
+        },
+    ),
     "delta, odd": (GatedDelta(False), {"q": (2, 24), "k": (2, 24), "v": (4, 40), "g": (4,), "beta": (4,)}),
     "delta, wide": (GatedDelta(True), {"q": (2, 192), "k": (2, 192), "v": (2, 384), "g": (2,), "beta": (2,)}),
     "delta, a channel": (GatedDelta(True), {"q": (4, 128), "k": (4, 128), "v": (4, 128), "g": (4, 128), "beta": (4,)}),

@@ -94,6 +94,7 @@ def _selective_scan_kernel(
     HAS_D: tl.constexpr,
     HAS_Z: tl.constexpr,
     HAS_BIAS: tl.constexpr,
+    LOG_RATES: tl.constexpr,
     SOFTPLUS: tl.constexpr,
     BLOCK: tl.constexpr,
     DECODES: tl.constexpr,
@@ -121,6 +122,8 @@ def _selective_scan_kernel(
     state = tl.load(places, mask=mask & has_state, other=0.0).to(tl.float32)
     of_rates = a_ptr + channels[:, None] * a_channel_stride + numbers[None, :] * a_dim_stride
     rates = tl.load(of_rates, mask=mask, other=0.0).to(tl.float32)
+    if LOG_RATES:
+        rates = -tl.exp(rates)
     bias = tl.zeros((BLOCK,), tl.float32)
     if HAS_BIAS:
         bias = tl.load(bias_ptr + channels * bias_channel_stride, is_channel, 0.0).to(tl.float32)
@@ -172,6 +175,7 @@ def selective_scan_states(
     ends: torch.Tensor | None,
     out: torch.Tensor,
     dt_softplus: bool,
+    log_rates: bool = False,
 ) -> None:
     """runtime/state/layer.py's SelectiveScan.
 
@@ -182,6 +186,7 @@ def selective_scan_states(
         starts, ends: int32, each request's tokens; none: request i has token i alone.
         out: [T, C], contiguous, written for requests' tokens.
         dt_softplus: whether dt is made positive so.
+        log_rates: A stands for -exp(A).
     """
     channels, size = A.shape
     padded = triton.next_power_of_2(size)
@@ -208,6 +213,7 @@ def selective_scan_states(
         HAS_D=D is not None,
         HAS_Z=z is not None,
         HAS_BIAS=dt_bias is not None,
+        LOG_RATES=log_rates,
         SOFTPLUS=dt_softplus,
         BLOCK=block,
         DECODES=starts is None or ends is None,

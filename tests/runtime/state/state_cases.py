@@ -23,6 +23,12 @@ KINDS: dict[str, StateKind] = {
     "ssd": Ssd(dt_softplus=True, dt_min=0.001, dt_max=0.5),
     "scan": SelectiveScan(dt_softplus=True),
 }
+# Those that make their gates themselves, which differ from the others in that alone.
+OF_GATES: dict[str, StateKind] = {
+    "delta of its gates": GatedDelta(qk_l2norm=True),
+    "ssd of logarithms": Ssd(dt_softplus=True, dt_min=0.001, dt_max=0.5, log_rates=True),
+    "scan of logarithms": SelectiveScan(dt_softplus=True, log_rates=True),
+}
 
 
 def operands_of(name: str, num_tokens: int, seed: int = 0) -> dict[str, torch.Tensor]:
@@ -40,6 +46,16 @@ def operands_of(name: str, num_tokens: int, seed: int = 0) -> dict[str, torch.Te
     if name.startswith("delta"):
         gates = of_tokens(4, 8) if name == "delta a channel" else of_tokens(4)
         keys = 4 if name == "delta a channel" else 2
+        if name == "delta of its gates":
+            made_of = {"A_log": constant(4), "dt_bias": constant(4)}
+            return {
+                "q": of_tokens(2, 8),
+                "k": of_tokens(2, 8),
+                "v": of_tokens(4, 5),
+                "g": gates,
+                "beta": gates,
+                **made_of,
+            }
         return {
             "q": of_tokens(keys, 8),
             "k": of_tokens(keys, 8),
@@ -47,7 +63,7 @@ def operands_of(name: str, num_tokens: int, seed: int = 0) -> dict[str, torch.Te
             "g": -gates.exp(),
             "beta": of_tokens(4).sigmoid(),
         }
-    if name == "ssd":
+    if name.startswith("ssd"):
         states = {"B": of_tokens(2, 3), "C": of_tokens(2, 3), "D": constant(4), "dt_bias": constant(4)}
         return {"x": of_tokens(4, 5), "dt": of_tokens(4), "A": -constant(4).exp(), **states}
     states = {"B": of_tokens(3), "C": of_tokens(3), "D": constant(6), "z": of_tokens(6), "dt_bias": constant(6)}
@@ -55,7 +71,7 @@ def operands_of(name: str, num_tokens: int, seed: int = 0) -> dict[str, torch.Te
 
 
 def layer_of(name: str, dtype: torch.dtype = torch.float32) -> StateLayer:
-    kind, operands = KINDS[name], operands_of(name, 1)
+    kind, operands = (KINDS | OF_GATES)[name], operands_of(name, 1)
     shapes = {key: value.shape for key, value in operands.items()}
     shown = str(dtype).removeprefix("torch.")
     sizes = tuple(kind.state_shape(shapes)), tuple(kind.out_shape(shapes))
@@ -63,7 +79,7 @@ def layer_of(name: str, dtype: torch.dtype = torch.float32) -> StateLayer:
 
 
 def tokens_of(name: str, operands: Operands, span: slice) -> dict[str, torch.Tensor]:
-    constants = KINDS[name].constants
+    constants = (KINDS | OF_GATES)[name].constants
     return {key: value if key in constants else value[span] for key, value in operands.items()}
 
 
