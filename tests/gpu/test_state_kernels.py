@@ -24,10 +24,7 @@ SHAPES: dict[str, tuple[StateKind, dict[str, tuple[int, ...]]]] = {
     "delta": (GatedDelta(True), {"q": (16, 128), "k": (16, 128), "v": (32, 128), "g": (32,), "beta": (32,)}),
     "delta of its gates": (
         GatedDelta(True),
-        {
-            **{"q": (16, 128), "k": (16, 128), "v": (32, 128), "g": (32,), "beta": (32,)},
-            **{"A_log": (32,), "dt_bias": (32,)},
-        },
+        {"q": (16, 128), "k": (16, 128), "v": (32, 128), "g": (32,), "beta": (32,), "A_log": (32,), "dt_bias": (32,)},
     ),
     "delta, odd": (GatedDelta(False), {"q": (2, 24), "k": (2, 24), "v": (4, 40), "g": (4,), "beta": (4,)}),
     "delta, wide": (GatedDelta(True), {"q": (2, 192), "k": (2, 192), "v": (2, 384), "g": (2,), "beta": (2,)}),
