@@ -118,6 +118,7 @@ class Engine:
         self.tokenizer = parts.tokenizer
         self.default_params = parts.default_params
         self.media = parts.media
+        self.tower = parts.tower
         self.builder = RequestBuilder(
             tokenizer=parts.tokenizer,
             vocab_size=parts.vocab_size,

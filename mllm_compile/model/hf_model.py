@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from mllm_compile.errors import UnsupportedModelError
-from mllm_compile.model.hold_rope import hold_rope
 from mllm_compile.model.positions_hook import position_offset
 from mllm_compile.model.refusals import first_line, refusing
+from mllm_compile.model.rope_hook import follow_rope
 from mllm_compile.runtime.program.spec import ModelSizes
 
 if TYPE_CHECKING:
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
     from mllm_compile.runtime.attention.layer import LayerSpec
+    from mllm_compile.runtime.schedule.rope_lengths import RopeLengths
 
 
 NO_LIMIT = 2**31 - 1
@@ -52,6 +53,7 @@ class HFModel:
         position_offset: the position that the model gives a text's first token.
         tables: buffers of a checkpoint that its code fills with several numbers, as constants are: numbers of one
             table may follow from those of another.
+        rope: how its RoPE follows the length of a text; None: it does not.
     """
 
     model: PreTrainedModel
@@ -59,6 +61,7 @@ class HFModel:
     unknown_constants: frozenset[str]
     position_offset: int = 0
     tables: dict[str, torch.Tensor] = field(default_factory=dict)
+    rope: RopeLengths | None = None
 
     @property
     def text_config(self) -> PreTrainedConfig:
@@ -164,8 +167,8 @@ def build_config_on_meta(config: PreTrainedConfig, dtype: torch.dtype, trust_rem
         ) from error
     model.eval().requires_grad_(False)
     constants, unknown, tables = compute_constants(model)
-    hold_rope(model)
-    return HFModel(model, constants, unknown, position_offset(model), tables)
+    rope, of_rope = follow_rope(model)
+    return HFModel(model, constants | of_rope, unknown, position_offset(model), tables, rope)
 
 
 def auto_class(config_class: type[PreTrainedConfig]) -> Any:
