@@ -124,7 +124,7 @@ class HybridAttnBackend(AttentionBackend):
             self._attention.init_forward_metadata_capture_mixed(num_tokens)
 
     def init_forward_metadata_replay_mixed(self, num_tokens: int, batch: ForwardBatch) -> None:
-        self._mixed_states.fill(CommonAttentionMetadata.of(batch))
+        self._mixed_step = self._mixed_states.fill(num_tokens, CommonAttentionMetadata.of(batch))
         if self._attention is not None:
             self._attention.init_forward_metadata_replay_mixed(num_tokens, batch)
 

@@ -48,6 +48,9 @@ class MixedStateSteps:
     def capture(self, num_tokens: int) -> MixedStates:
         """Gives what a step of `num_tokens` reads: nothing but padding, until `fill`."""
         self._clear()
+        return self._step(num_tokens)
+
+    def _step(self, num_tokens: int) -> MixedStates:
         count = min(num_tokens, self._max_requests)
         rows, decode_rows, has_state, starts, ends = (held[:count] for held in self._held)
         return MixedStates((decode_rows, has_state), (rows, has_state, starts, ends))
@@ -60,8 +63,9 @@ class MixedStateSteps:
         for held in self._held:
             held.zero_()
 
-    def fill(self, common: CommonAttentionMetadata) -> None:
-        """Makes the next replay one of this batch, EXTEND or MIXED, without waiting."""
+    def fill(self, num_tokens: int, common: CommonAttentionMetadata) -> MixedStates:
+        """Makes the next replay of a step of `num_tokens` one of this batch, EXTEND or MIXED, without waiting. Returns
+        what it reads."""
         batch, (num_decodes, *_) = common.batch, split_decodes_and_prefills(common)
         count, new, earlier = common.num_reqs, batch.extend_seq_lens, batch.extend_prefix_lens
         if new is None or earlier is None:
@@ -74,3 +78,4 @@ class MixedStateSteps:
         torch.cumsum(new[:count], 0, dtype=torch.int32, out=ends)
         torch.sub(ends[num_decodes:], new[num_decodes:count], out=self._starts[num_decodes:count])
         self._starts[:num_decodes].copy_(ends[:num_decodes])
+        return self._step(num_tokens)

@@ -58,7 +58,8 @@ def test_a_captured_step_reads_each_batch_s_decodes_and_prompts_in_the_same_tens
         ([1], [12], [0], 0),
         ([3, 1], [1, 1], [5, 2], 2),
     ):
-        steps.fill(mixed_batch(rows, new, earlier))
+        again = steps.fill(16, mixed_batch(rows, new, earlier))
+        assert [held.data_ptr() for held in again.of_prompts] == [held.data_ptr() for held in step.of_prompts]
         behind = [0] * (6 - len(rows))
         decode_rows, has_state = step.of_decodes
         assert decode_rows.tolist() == [*rows[:num_decodes], *[0] * (6 - num_decodes)]
