@@ -8,10 +8,13 @@ import pytest
 import torch
 
 from mllm_compile.runtime.memory_pool import GDNPool
+from mllm_compile.runtime.state.base import StateInputs
 from mllm_compile.runtime.state.layer import CausalConv, GatedDelta, SelectiveScan, Ssd, StateKind, StateLayer
+from mllm_compile.runtime.state.metadata import StateMetadata
+from mllm_compile.runtime.state.mixed import MixedStateSteps
 from mllm_compile.runtime.state.piece_backend import PieceStateBackend, StatePieces
 from mllm_compile.runtime.state.torch_backend import TorchStateBackend
-from tests.runtime.state.state_cases import kernels_of, run_batch
+from tests.runtime.state.state_cases import kernels_of, mixed_batch, run_batch
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
 
@@ -136,6 +139,40 @@ def test_a_captured_decode_reads_rows_and_flags_when_it_is_replayed_and_gives_th
         expected = torch.zeros_like(out)
         decodes([*operands.values(), other.get_state(0), rows, has_state, expected])
         assert torch.equal(out, expected)
+        assert torch.equal(pool.get_state(0)[1:], other.get_state(0)[1:])
+
+
+@pytest.mark.parametrize("name", ["conv", "delta", "delta, a channel", "ssd", "scan"])
+def test_a_captured_step_with_prompts_gives_each_batch_what_its_own_launches_give(name):
+    kind, _ = SHAPES[name]
+    operands = operands_of(name, 72, torch.bfloat16)
+    layer = layer_of(kind, operands, torch.bfloat16)
+    pool, other = pool_of(layer), pool_of(layer)
+    steps = MixedStateSteps(6, torch.device("cuda"))
+    out = torch.zeros(72, *layer.out_shape, dtype=getattr(torch, layer.out_dtype), device="cuda")
+    padding = StateMetadata(
+        batch=None,  # type: ignore[arg-type]
+        rows=torch.zeros(6, dtype=torch.int64, device="cuda"),
+        num_decodes=0,
+        segments=(),
+        num_actual_tokens=0,
+        mixed=steps.capture(72),
+    )
+    inputs, backend = StateInputs(operands, out, layer, padding), kernels(layer, pool)
+    backend.forward(inputs)
+    assert torch.equal(pool.get_state(0)[1:], other.get_state(0)[1:]), "padding leaves no state"
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        backend.forward(inputs)
+    for rows, lengths, earlier, num_decodes in (
+        ((5, 1, 6, 2), (1, 1, 64, 3), (9, 4, 0, 2), 2),
+        ((3,), (70,), (0,), 0),
+        ((4, 3), (1, 30), (1, 70), 1),
+    ):
+        steps.fill(72, mixed_batch(rows, lengths, earlier, "cuda"))
+        graph.replay()
+        expected = run_batch(kernels(layer, other), layer, operands, rows, lengths, earlier, num_decodes)
+        assert torch.equal(out[: sum(lengths)], expected[: sum(lengths)])
         assert torch.equal(pool.get_state(0)[1:], other.get_state(0)[1:])
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from types import SimpleNamespace
 
 import torch
 
+from mllm_compile.runtime.attention.metadata import CommonAttentionMetadata
 from mllm_compile.runtime.memory_pool import GDNPool
 from mllm_compile.runtime.ops import op
 from mllm_compile.runtime.state.base import StateBackend, StateInputs
@@ -120,6 +122,23 @@ def run_batch(
     out = torch.full((num_tokens, *layer.out_shape), torch.nan, dtype=dtype, device=device)
     backend.forward(StateInputs(operands, out, layer, metadata))
     return out
+
+
+def mixed_batch(
+    rows: Sequence[int], new: Sequence[int], earlier: Sequence[int], device: str = "cpu"
+) -> CommonAttentionMetadata:
+    """A batch as captured steps with prompts take it: so many new tokens of each request after so many earlier ones."""
+    lengths, prefixes = (torch.tensor(counts, dtype=torch.int32, device=device) for counts in (new, earlier))
+    batch = SimpleNamespace(
+        req_pool_indices=torch.tensor(rows, device=device), extend_seq_lens=lengths, extend_prefix_lens=prefixes
+    )
+    return SimpleNamespace(  # type: ignore[return-value]
+        batch=batch,
+        query_start_loc_cpu=torch.tensor([0, *itertools.accumulate(new)], dtype=torch.int32),
+        num_reqs=len(rows),
+        num_actual_tokens=sum(new),
+        max_query_len=max(new),
+    )
 
 
 def kernels_of(layer: StateLayer) -> tuple[Callable[[list[torch.Tensor]], None], Callable[[list[torch.Tensor]], None]]:

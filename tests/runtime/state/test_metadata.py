@@ -6,10 +6,10 @@ from types import SimpleNamespace
 
 import torch
 
-from mllm_compile.runtime.attention.metadata import CommonAttentionMetadata
 from mllm_compile.runtime.state.hybrid_backend import HybridAttnBackend
 from mllm_compile.runtime.state.metadata import StateMetadata
 from mllm_compile.runtime.state.mixed import MixedStateSteps
+from tests.runtime.state.state_cases import mixed_batch
 
 
 def test_of_rows_that_follow_each_other_the_first_has_all_tokens_of_its_request():
@@ -33,20 +33,6 @@ def test_of_rows_that_follow_each_other_the_first_has_all_tokens_of_its_request(
     }
     assert found == {3: (0, 3, False), 5: (3, 4, True), 7: (4, 6, True)}
     assert starts.dtype == ends.dtype == torch.int32
-
-
-def mixed_batch(rows: list[int], new: list[int], earlier: list[int]) -> CommonAttentionMetadata:
-    """Requests with so many new tokens after so many earlier ones."""
-    lengths, prefixes = (torch.tensor(counts, dtype=torch.int32) for counts in (new, earlier))
-    batch = SimpleNamespace(req_pool_indices=torch.tensor(rows), extend_seq_lens=lengths, extend_prefix_lens=prefixes)
-    starts = torch.cat((torch.zeros(1, dtype=torch.int32), lengths.cumsum(0, dtype=torch.int32)))
-    return SimpleNamespace(  # type: ignore[return-value]
-        batch=batch,
-        query_start_loc_cpu=starts,
-        num_reqs=len(rows),
-        num_actual_tokens=sum(new),
-        max_query_len=max(new),
-    )
 
 
 def test_a_captured_step_reads_each_batch_s_decodes_and_prompts_in_the_same_tensors():
