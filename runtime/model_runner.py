@@ -20,6 +20,7 @@ import torch
 from mllm_compile.runtime.attention.base import AttentionBackend
 from mllm_compile.runtime.attention.factory import make_attention_backend
 from mllm_compile.runtime.attention.metadata import AttentionMetadataBuilder, CommonAttentionMetadata, KVCacheSpec
+from mllm_compile.runtime.attention.split.page_table import PageTable
 from mllm_compile.runtime.collectives.base import Communicator, using
 from mllm_compile.runtime.cuda_graph.dispatcher import GraphDispatcher
 from mllm_compile.runtime.device.memory import (
@@ -55,6 +56,7 @@ from mllm_compile.runtime.sampling.sampler import sample_tokens
 from mllm_compile.runtime.state.base import StateBackend
 from mllm_compile.runtime.state.hybrid_backend import HybridAttnBackend
 from mllm_compile.runtime.state.metadata import StateMetadataBuilder
+from mllm_compile.runtime.state.mixed import MixedStateSteps
 from mllm_compile.runtime.state.piece_backend import PieceStateBackend
 from mllm_compile.runtime.state.torch_backend import TorchStateBackend
 
@@ -204,7 +206,12 @@ class ModelRunner:
         states: StateBackend = TorchStateBackend(self.state_pool, is_deterministic)
         if model.state_pieces:
             states = PieceStateBackend(self.state_pool, model.state_pieces, states)
-        return HybridAttnBackend(make_attention() if model.layers else None, states)
+        mixed = MixedStateSteps(config.max_rows, self.device) if without is None else None
+        if model.layers:
+            return HybridAttnBackend(make_attention(), states, mixed)
+        slots = self.req_to_token_pool.req_to_token
+        pages = PageTable(slots, slots.shape[0], config.runtime.page_size).pages
+        return HybridAttnBackend(None, states, mixed, pages)
 
     def init_cuda_graphs(self) -> None:
         """Capture graphs; skipped off CUDA, when disabled, and for models that do not generate."""

@@ -91,12 +91,17 @@ class PieceFacts:
 
 @dataclass(frozen=True, slots=True)
 class AttentionFacts:
-    """One attention, after a piece call: bytes of the KV cache it reads; of query, new keys and values, and output."""
+    """One attention, after a piece call: bytes of the KV cache it reads; of query, new keys and values, and output.
+
+    Attributes:
+        what: attention, or state for a layer with one: kv_bytes are then of states, read and written.
+    """
 
     after_piece: int
     name: str
     kv_bytes: int
     new_bytes: int
+    what: str = "attention"
 
 
 @dataclass(frozen=True, slots=True)
@@ -307,7 +312,7 @@ def _fused_piece_jobs(kernels: Sequence[TracedKernel], piece: PieceFacts, rows: 
 
 def _attention_jobs(kernels: Sequence[TracedKernel], attention: AttentionFacts) -> list[Job]:
     """Jobs of an attention: the longest kernel reads the cache; others (writing, merging) move the new part."""
-    name = f"attention {attention.name}"
+    name = f"{attention.what} {attention.name}"
     if len(kernels) == 1:
         return [Job(name, attention.kv_bytes + attention.new_bytes)]
     others = attention.new_bytes // (len(kernels) - 1)
