@@ -140,8 +140,7 @@ def _write_weights(
         constants, weights = plan_lowered_weights(lowered)
         files = target.weights
     if options.pack_weights:
-        packed, files = pack_weights(target.config, weights[0], target.model.path, scratch / WEIGHTS, timeline)
-        weights = (packed,)
+        weights, files = pack_weights(target.config, weights, target.model.path, scratch / WEIGHTS, timeline)
     write_program(scratch, lowered.program, weights, constants)
     return files
 

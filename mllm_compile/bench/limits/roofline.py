@@ -27,6 +27,7 @@ from mllm_compile.runtime.program.spec import ExpertWeight
 
 PREPARE = "prepare the step"
 SAMPLE = "logits to tokens"
+BETWEEN_RANKS = "between ranks"
 UNKNOWN = "?"
 # GEMM kernels of cuBLAS, CUTLASS, Triton and ours; on a CPU the innermost operators. A split-K's reduction is no GEMM.
 _GEMM_NAME = re.compile(
@@ -36,6 +37,8 @@ _GEMM_NAME = re.compile(
     re.I,
 )
 _NO_GEMM_NAME = re.compile(r"reduce|^triton_(poi|red|per)_", re.I)
+# Kernels of ours and NCCL's that sum, gather or spread over ranks, what is normed with a sum among them.
+_RANKS_NAME = re.compile(r"(^|\W)(push_sum|push_norm|pull_norm|ncclDevKernel\w*)\b")
 # Kernels of a captured decode alone (runtime/ops/decode_loop.py); the second reads the logits.
 _READS_LOGITS = "_block_numbers_kernel"
 _CAPTURED_LABELS = {"_begin_kernel": PREPARE, _READS_LOGITS: SAMPLE, "_end_kernel": SAMPLE}
@@ -279,7 +282,8 @@ def _piece_jobs(kernels: Sequence[TracedKernel], piece: PieceFacts, rows: int) -
         after = matrices[gap].in_bytes(rows) if gap < len(matrices) else piece.out_bytes
         label = f"before {matrices[gap].name}" if gap < len(matrices) else "end of the piece"
         for position in between:
-            jobs[position] = Job(label, (before + after) // len(between))
+            is_of_ranks = _RANKS_NAME.search(kernels[position].name)
+            jobs[position] = Job(BETWEEN_RANKS if is_of_ranks else label, (before + after) // len(between))
     return jobs
 
 
