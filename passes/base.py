@@ -7,7 +7,7 @@ every node that it makes; match/nodes.py has helpers. pipeline.py times, lints, 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
@@ -140,19 +140,27 @@ class SmallWeights:
 
     Attributes:
         schemes: by the weight's name.
+        transposed: likewise, of weights that may be experts' [E, K, N]: the schemes of [E, N, K].
         are_chosen: the checkpoint has them plain, and they are quantised while they are read: then heads and routers,
             whose errors choose tokens and experts, keep their numbers.
     """
 
     schemes: Mapping[str, WeightScheme]
+    transposed: Mapping[str, WeightScheme] = field(default_factory=dict)
     are_chosen: bool = False
 
 
 @dataclass(frozen=True)
 class QuantisedTensor:
-    """One tensor of a quantised weight of `columns` inputs."""
+    """One tensor of a quantised weight.
+
+    Attributes:
+        shape: the weight's, as a linear has it: the last are its inputs.
+        is_transposed: the model has the weight the other way round.
+    """
 
     weight_name: str
     role: str
     scheme: WeightScheme
-    columns: int
+    shape: tuple[int, ...]
+    is_transposed: bool = False

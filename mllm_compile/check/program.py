@@ -259,8 +259,9 @@ def _quantise(
         weight, scheme = by_name[tensor.weight_name], tensor.scheme
         key = weight.data_ptr(), scheme
         if key not in done:
-            parts = quantised(weight, scheme)
-            stands_for = dequantised(parts, scheme.kind, scheme.group, tensor.columns, weight.dtype)
+            parts = quantised(weight.transpose(-1, -2) if tensor.is_transposed else weight, scheme)
+            stands_for = dequantised(parts, scheme.kind, scheme.group, tensor.shape[-1], weight.dtype)
+            stands_for = stands_for.transpose(-1, -2).contiguous() if tensor.is_transposed else stands_for
             done[key] = parts, torch.nn.Parameter(stands_for, requires_grad=False)
         parts, parameter = done[key]
         found[name] = parts[tensor.role]

@@ -100,15 +100,20 @@ def _small_parts(
 ) -> list[WeightPart]:
     small = SmallPart(tensor.role, tensor.scheme)
     if table is None:
-        shape = (member.rows, tensor.columns)
+        shape = (member.rows, *tensor.shape[1:])
         return [WeightPart(tensor.weight_name, "", member.start, shape, small=small)]
     parts = []
-    for block in table[tensor.weight_name].blocks:
-        part = replace(_part(member, block), inner_starts=(), small=small)
+    for block in as_linear(table[tensor.weight_name], tensor.is_transposed).blocks:
+        part = replace(_part(member, block), small=small)
         if source := next(iter(part.sources), None):
             part = replace(part, tensor=source.name, file=source.file)
         parts.append(part)
     return parts
+
+
+def as_linear(planned: PlannedTensor, is_transposed: bool) -> PlannedTensor:
+    """A weight as a linear's, rows of outputs."""
+    return planned.transpose(-1, -2) if is_transposed else planned
 
 
 def scheme_of(planned: PlannedTensor) -> WeightScheme | None:
@@ -120,20 +125,19 @@ def scheme_of(planned: PlannedTensor) -> WeightScheme | None:
 
 def _scheme_of_block(block: Block, planned: PlannedTensor) -> WeightScheme | None:
     stored = block.quantised
-    if stored is None or block.steps or not _has_whole_rows(block, planned):
+    is_as_stored = all(step[0] == "unsqueeze" for step in block.steps)  # an expert's, among others
+    if stored is None or not is_as_stored or not _has_whole_rows(block, planned):
         return None
     return FORMATS[stored.format].scheme(stored.tensors, block.source_shape, stored.numbers)
 
 
 def can_be_quantised(planned: PlannedTensor) -> bool:
-    """True of a plain matrix whose rows are not put together from several tensors."""
-    return len(planned.shape) == 2 and all(
-        block.quantised is None and _has_whole_rows(block, planned) for block in planned.blocks
-    )
+    """True of plain matrices whose rows are not put together from several tensors."""
+    return all(block.quantised is None and _has_whole_rows(block, planned) for block in planned.blocks)
 
 
 def _has_whole_rows(block: Block, planned: PlannedTensor) -> bool:
-    return len(planned.shape) == 2 and block.shape[1] == planned.shape[1]
+    return len(planned.shape) > 1 and block.shape[-1] == planned.shape[-1]
 
 
 def _part(member: PackedPart, block: Block) -> WeightPart:

@@ -52,6 +52,8 @@ OPS = {
     "order_experts": "experts.order",
     "own_positions": "trace",
     "own_rank": "ranks.ops",
+    "quantised_expert_linear": "experts.quantised",
+    "quantised_grouped_linear": "experts.grouped_quantised",
     "quantised_linear": "quantised_linear.ops",
     "rope_and_cache": "rope_cache",
     "scaled_linear": "quantised_linear.scaled",
@@ -121,6 +123,7 @@ def define_called() -> None:
     for module in (
         "experts.count",
         "experts.linear",
+        "experts.quantised",
         "quantised_linear.ops",
         "quantised_linear.scaled",
         *(f"{folder}.ops" for folder in FAMILIES),

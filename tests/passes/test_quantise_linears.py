@@ -31,7 +31,7 @@ INT4 = WeightScheme("int4", 8, torch.bfloat16, has_zeros=True)
 
 
 def with_schemes(gm: fx.GraphModule, schemes: dict[str, WeightScheme], are_chosen: bool = False) -> fx.GraphModule:
-    gm.meta[SMALL_WEIGHTS] = SmallWeights(schemes, are_chosen)
+    gm.meta[SMALL_WEIGHTS] = SmallWeights(schemes, are_chosen=are_chosen)
     return gm
 
 
@@ -58,9 +58,9 @@ def test_a_weight_becomes_inputs_of_its_tensors():
     assert result.matches == 1
     gm.recompile()
     assert gm.meta[QUANTISED_TENSORS] == {
-        name: QuantisedTensor(name, "values", INT4, HIDDEN),
-        name + "_scales": QuantisedTensor(name, "scales", INT4, HIDDEN),
-        name + "_zeros": QuantisedTensor(name, "zeros", INT4, HIDDEN),
+        name: QuantisedTensor(name, "values", INT4, (HIDDEN, HIDDEN)),
+        name + "_scales": QuantisedTensor(name, "scales", INT4, (HIDDEN, HIDDEN)),
+        name + "_zeros": QuantisedTensor(name, "zeros", INT4, (HIDDEN, HIDDEN)),
     }
     inputs = [node.meta.get("weight_name", "") for node in gm.graph.find_nodes(op="placeholder")]
     assert [one for one in inputs if one.startswith(name)] == list(gm.meta[QUANTISED_TENSORS])

@@ -271,17 +271,24 @@ def _weight(gm: fx.GraphModule, name: str, shape: Any, dtype: torch.dtype) -> to
         return part_of_rank(weight_values(name, sizes, dtype), cuts, current().rank)
     small, tensor = gm.meta.get(SMALL_WEIGHTS), gm.meta.get(QUANTISED_TENSORS, {}).get(name)
     if tensor is not None:
-        return _quantised_values(tensor.weight_name, int(shape[0]), tensor.columns, tensor.scheme)[tensor.role]
-    scheme = None if small is None else small.schemes.get(name)
-    if scheme is None:
-        return weight_values(name, shape, dtype)
-    tensors = _quantised_values(name, *map(int, shape), scheme)
-    return dequantised(tensors, scheme.kind, scheme.group, shape[1], dtype)
+        return _quantised_values(tensor.weight_name, tensor.shape, tensor.scheme)[tensor.role]
+    schemes, transposed = ({}, {}) if small is None else (small.schemes, small.transposed)
+    if name in transposed:
+        *others, columns, rows = map(int, shape)
+        return _stands_for(name, (*others, rows, columns), transposed[name], dtype).transpose(-1, -2).contiguous()
+    if name in schemes:
+        return _stands_for(name, tuple(map(int, shape)), schemes[name], dtype)
+    return weight_values(name, shape, dtype)
+
+
+def _stands_for(name: str, shape: tuple[int, ...], scheme: WeightScheme, dtype: torch.dtype) -> torch.Tensor:
+    tensors = _quantised_values(name, shape, scheme)
+    return dequantised(tensors, scheme.kind, scheme.group, shape[-1], dtype)
 
 
 @cache
-def _quantised_values(name: str, rows: int, columns: int, scheme: WeightScheme) -> dict[str, torch.Tensor]:
-    return quantised(weight_values(name, (rows, columns)), scheme)
+def _quantised_values(name: str, shape: tuple[int, ...], scheme: WeightScheme) -> dict[str, torch.Tensor]:
+    return quantised(weight_values(name, shape), scheme)
 
 
 def weight_values(name: str, shape: Any, dtype: torch.dtype = torch.float32) -> torch.Tensor:
