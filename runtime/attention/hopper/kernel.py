@@ -19,19 +19,32 @@ class DecodeKernel(CudaKernel):
         group: query heads that share one.
         page_size: tokens of a page.
         sinks: query heads have sinks.
+        fp8: the cache is e4m3; else bfloat16.
     """
 
-    headers: ClassVar[tuple[str, ...]] = ("attention/hopper/rotation.cuh", "attention/hopper/sinks.cuh")
+    headers: ClassVar[tuple[str, ...]] = (
+        "cuda/e4m3.cuh",
+        "attention/hopper/rotation.cuh",
+        "attention/hopper/small_keys.cuh",
+        "attention/hopper/sinks.cuh",
+    )
     switch: ClassVar[str] = "compile.hopper_decode: false"
 
     kv_heads: int
     group: int
     page_size: int
     sinks: bool = field(default=False, kw_only=True)
+    fp8: bool = field(default=False, kw_only=True)
 
     @property
     def heads_name(self) -> str:
-        return f"{self.kv_heads}x{self.group}_page{self.page_size}" + ("_sinks" if self.sinks else "")
+        features = ("_sinks" if self.sinks else "") + ("_fp8" if self.fp8 else "")
+        return f"{self.kv_heads}x{self.group}_page{self.page_size}{features}"
+
+    @property
+    def head_bytes(self) -> int:
+        """Bytes of a key of one head."""
+        return HEAD_DIM * (1 if self.fp8 else 2)
 
     @abstractmethod
     def constants(self) -> dict[str, int]:
@@ -41,4 +54,5 @@ class DecodeKernel(CudaKernel):
             "PAGE": self.page_size,
             "SHARED_BYTES": self.shared_bytes,
             "SINKS": int(self.sinks),
+            "FP8": int(self.fp8),
         }
