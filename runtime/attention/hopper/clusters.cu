@@ -66,8 +66,8 @@ __device__ __forceinline__ void load_queries(u32 (&query)[D / 16][2], const u32*
 
 extern "C" __global__ void __cluster_dims__(SPLIT, 1, 1) __launch_bounds__(32 * WARPS)
     cluster_decode(const __grid_constant__ TensorMap keys, const __grid_constant__ TensorMap values, const u32* q,
-                   const int* page_table, const int* seq_lens, unsigned short* out, int width, float scale,
-                   const __grid_constant__ Rotation rotation, const unsigned short* sinks, float factor) {
+                   const int* page_table, const int* seq_lens, unsigned short* out, int width, float scale, float factor,
+                   const __grid_constant__ Rotation rotation, const unsigned short* sinks) {
   extern __shared__ __align__(1024) char memory[];
   const u32 ring = (shared_address(memory) + 1023) & ~1023u;
   char* const aligned = memory + (ring - shared_address(memory));

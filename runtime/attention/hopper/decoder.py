@@ -66,9 +66,9 @@ class ClusterDecode:
                 *map(address_of, (rotation.q, page_table, seq_lens, out)),
                 ctypes.c_int(page_table.shape[1]),
                 self._scale,
+                self._factor,
                 rotation.argument,
                 _sinks_of(kernel, rest),
-                self._factor,
             ),
         )
 
@@ -107,9 +107,9 @@ class ShareDecode:
                 ctypes.c_int(num_requests),
                 ctypes.c_int(page_table.shape[1]),
                 self._scale,
+                self._factor,
                 rotation.argument,
                 _sinks_of(self._kernel, rest),
-                self._factor,
             ),
         )
 

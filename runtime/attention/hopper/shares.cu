@@ -237,8 +237,8 @@ static_assert(1024 + SLOTS * SLOT_BYTES + sizeof(Shared) <= SHARED_BYTES, "and w
 extern "C" __global__ void __launch_bounds__(32 * (HEADS + 1 + PREPARERS), 1)
     share_decode(const __grid_constant__ TensorMap keys, const __grid_constant__ TensorMap values, const u32* q,
                  const int* page_table, const int* seq_lens, u32* out, Part* parts, int num_requests,
-                 int width, float scale, const __grid_constant__ Rotation rotation, const unsigned short* sinks,
-                 float out_factor) {
+                 int width, float scale, float out_factor, const __grid_constant__ Rotation rotation,
+                 const unsigned short* sinks) {
   extern __shared__ __align__(1024) char memory[];
   const u32 ring = (shared_address(memory) + 1023) & ~1023u;
   Shared& shared = *(Shared*)(memory + (ring - shared_address(memory)) + SLOTS * SLOT_BYTES);
