@@ -27,7 +27,7 @@ SCHEMES = {
     "fp8 rows": WeightScheme("fp8", INPUTS),
     "fp8 groups": WeightScheme("fp8", 128),
     "int4": WeightScheme("int4", 128, torch.bfloat16),
-    "int4 with zero points": WeightScheme("int4", 32, torch.float16, has_zeros=True),
+    "int4 with zero points": WeightScheme("int4", 64, torch.float16, has_zeros=True),
     "mxfp4": MXFP4,
 }
 SIZES = (1, 7, 64, 200, 999)  # every size of a block, and of the order's kernels

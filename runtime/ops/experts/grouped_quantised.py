@@ -1,8 +1,9 @@
 """Rows times their experts' weights in few bits, a block of rows and a tile of columns a program; with silu(gate) * up.
 
 As grouped.py, with two differences. A weight is read as it lies in memory and becomes the activations' type in
-registers: so it, and not the rows, is the product's first operand, which tensor cores take from there. And of four
-bits, two a byte, the two are multiplied with the even and the odd inputs, which are read as halves of words.
+registers: so it, and not the rows, is the product's first operand, which tensor cores take from there. And it is read
+in units of four inputs, as words are what instructions take: of the units' first inputs, their second ones, and so on,
+each is a product of its own.
 
 Shape legend: T tokens, k experts a token, E experts, K inputs, N outputs, G groups of inputs, B rows of a block.
 """
@@ -21,59 +22,186 @@ from mllm_compile.runtime.ops.shared_memory import most_shared_bytes
 _LEAST_TILE = 16  # of a product on tensor cores
 
 
-@triton.jit
-def _halves_of_words(words, dtype: tl.constexpr):
-    """The numbers of 16 bits in the lower and in the upper halves of words."""
-    low = (words & 0xFFFF).to(tl.uint16).to(dtype, bitcast=True)
-    return low, ((words >> 16) & 0xFFFF).to(tl.uint16).to(dtype, bitcast=True)
+# Two units at a time as bfloat16, where Triton's own operations would take each number by itself. Of each result the
+# lower half is of the first unit.
+#
+# E4M3: as the last bits of an exponent and the first of a mantissa a byte's are a number 2^120 times smaller (as in
+# cuda/e4m3.cuh).
+_FROM_E4M3 = tl.constexpr(
+    """{
+    prmt.b32 $0, $4, $5, 0xc480;
+    prmt.b32 $1, $4, $5, 0xd591;
+    prmt.b32 $2, $4, $5, 0xe6a2;
+    prmt.b32 $3, $4, $5, 0xf7b3;
+    shl.b32 $0, $0, 4;
+    shl.b32 $1, $1, 4;
+    shl.b32 $2, $2, 4;
+    shl.b32 $3, $3, 4;
+    and.b32 $0, $0, 0x87f087f0;
+    and.b32 $1, $1, 0x87f087f0;
+    and.b32 $2, $2, 0x87f087f0;
+    and.b32 $3, $3, 0x87f087f0;
+    }"""
+)
+# Unsigned integers of four bits, and zero points: an integer below 128 stands in the last bits of 128 + integer.
+_FROM_INT4 = tl.constexpr(
+    """{
+    .reg .b32 one, b, c, d;
+    mov.b32 one, 0x3f803f80;
+    shr.b32 b, $4, 4;
+    shr.b32 c, $4, 8;
+    shr.b32 d, $4, 12;
+    lop3.b32 $0, $4, 0x000f000f, 0x43004300, 0xea;
+    lop3.b32 $1, b, 0x000f000f, 0x43004300, 0xea;
+    lop3.b32 $2, c, 0x000f000f, 0x43004300, 0xea;
+    lop3.b32 $3, d, 0x000f000f, 0x43004300, 0xea;
+    fma.rn.bf16x2 $0, $0, one, $5;
+    fma.rn.bf16x2 $1, $1, one, $5;
+    fma.rn.bf16x2 $2, $2, one, $5;
+    fma.rn.bf16x2 $3, $3, one, $5;
+    }"""
+)
+# E2M1 times powers of two: as E4M3, a number 2^126 times smaller. The last factor is -0, so that these are products.
+_FROM_E2M1 = tl.constexpr(
+    """{
+    .reg .b32 none, s;
+    mov.b32 none, 0x80008000;
+    shl.b32 $0, $4, 6;
+    shl.b32 s, $4, 12;
+    and.b32 $0, $0, 0x01c001c0;
+    lop3.b32 $0, $0, s, 0x80008000, 0xf8;
+    shl.b32 $1, $4, 2;
+    shl.b32 s, $4, 8;
+    and.b32 $1, $1, 0x01c001c0;
+    lop3.b32 $1, $1, s, 0x80008000, 0xf8;
+    shr.b32 $2, $4, 2;
+    shl.b32 s, $4, 4;
+    and.b32 $2, $2, 0x01c001c0;
+    lop3.b32 $2, $2, s, 0x80008000, 0xf8;
+    shr.b32 $3, $4, 6;
+    and.b32 $3, $3, 0x01c001c0;
+    lop3.b32 $3, $3, $4, 0x80008000, 0xf8;
+    fma.rn.bf16x2 $0, $0, $5, none;
+    fma.rn.bf16x2 $1, $1, $5, none;
+    fma.rn.bf16x2 $2, $2, $5, none;
+    fma.rn.bf16x2 $3, $3, $5, none;
+    }"""
+)
+# Inputs, four in a word of 64 bits, times a power of two.
+_FROM_WORDS = tl.constexpr(
+    """{
+    .reg .b32 a, b, c, d, none;
+    mov.b32 none, 0x80008000;
+    mov.b64 {a, b}, $4;
+    mov.b64 {c, d}, $5;
+    prmt.b32 $0, a, c, 0x5410;
+    prmt.b32 $1, a, c, 0x7632;
+    prmt.b32 $2, b, d, 0x5410;
+    prmt.b32 $3, b, d, 0x7632;
+    fma.rn.bf16x2 $0, $0, $6, none;
+    fma.rn.bf16x2 $1, $1, $6, none;
+    fma.rn.bf16x2 $2, $2, $6, none;
+    fma.rn.bf16x2 $3, $3, $6, none;
+    }"""
+)
+_UNIT = tl.constexpr(4)
 
 
 @triton.jit
-def _eight_bit_floats(codes, dtype: tl.constexpr):
-    """E4M3, exactly. As the last bits of an exponent and the first of a mantissa its bits are a number 2^120 times
-    smaller. (Triton's own conversion goes by way of float16 and float32, and is for few GPUs.)"""
+def _inputs(words, power, dtype: tl.constexpr):
+    """The inputs of units, the first ones, the second ones and so on, in bfloat16 times a power of two."""
+    if dtype == tl.bfloat16:
+        types: tl.constexpr = (tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16)
+        power = tl.broadcast_to(tl.full((1, 1), power, tl.float32).to(tl.bfloat16), words.shape)
+        operands: tl.constexpr = "=&r,=&r,=&r,=&r,l,l,r"
+        return tl.inline_asm_elementwise(_FROM_WORDS, operands, [words, power], types, is_pure=True, pack=2)
+    else:
+        return (
+            (words & 0xFFFF).to(tl.uint16).to(dtype, bitcast=True),
+            ((words >> 16) & 0xFFFF).to(tl.uint16).to(dtype, bitcast=True),
+            ((words >> 32) & 0xFFFF).to(tl.uint16).to(dtype, bitcast=True),
+            ((words >> 48) & 0xFFFF).to(tl.uint16).to(dtype, bitcast=True),
+        )
+
+
+@triton.jit
+def _eight_bit_float(codes, dtype: tl.constexpr):
+    bits = ((codes & 0x7F).to(tl.uint32) << 20) | ((codes & 0x80).to(tl.uint32) << 24)
     larger = tl.full((1, 1), 1.329227995784916e36, tl.float32)  # 2^120
-    if dtype == tl.bfloat16:
-        bits = ((codes & 0x7F).to(tl.uint16) << 4) | ((codes & 0x80).to(tl.uint16) << 8)
-        numbers = bits.to(tl.bfloat16, bitcast=True) * larger.to(tl.bfloat16)
-    else:
-        bits = ((codes & 0x7F).to(tl.uint32) << 20) | ((codes & 0x80).to(tl.uint32) << 24)
-        numbers = (bits.to(tl.float32, bitcast=True) * larger).to(dtype)
-    return numbers
+    return (bits.to(tl.float32, bitcast=True) * larger).to(dtype)
 
 
 @triton.jit
-def _integers(codes, zeros, dtype: tl.constexpr):
-    """Four bits less their zero points, exactly: integers below 128 stand in the last bits of 128 + integer."""
+def _eight_bit_floats(units, dtype: tl.constexpr):
+    """E4M3 of units of 32 bits, exactly; in bfloat16 2^120 times smaller."""
     if dtype == tl.bfloat16:
-        numbers = (codes.to(tl.uint16) | 0x4300).to(tl.bfloat16, bitcast=True) - (zeros + 128.0).to(tl.bfloat16)
+        types: tl.constexpr = (tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16)
+        return tl.inline_asm_elementwise(_FROM_E4M3, "=&r,=&r,=&r,=&r,r,r", [units], types, is_pure=True, pack=2)
     else:
-        numbers = (codes.to(tl.float32) - zeros).to(dtype)
-    return numbers
+        return (
+            _eight_bit_float(units, dtype),
+            _eight_bit_float(units >> 8, dtype),
+            _eight_bit_float(units >> 16, dtype),
+            _eight_bit_float(units >> 24, dtype),
+        )
+
+
+@triton.jit
+def _integers(units, zeros, dtype: tl.constexpr):
+    """Four bits of units of 16 less their zero points, exactly."""
+    if dtype == tl.bfloat16:
+        types: tl.constexpr = (tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16)
+        less = tl.broadcast_to((-128.0 - zeros).to(tl.bfloat16), units.shape)
+        return tl.inline_asm_elementwise(_FROM_INT4, "=&r,=&r,=&r,=&r,r,r", [units, less], types, is_pure=True, pack=2)
+    else:
+        return (
+            ((units & 15).to(tl.float32) - zeros).to(dtype),
+            (((units >> 4) & 15).to(tl.float32) - zeros).to(dtype),
+            (((units >> 8) & 15).to(tl.float32) - zeros).to(dtype),
+            (((units >> 12) & 15).to(tl.float32) - zeros).to(dtype),
+        )
 
 
 @triton.jit
 def _powers(codes, dtype: tl.constexpr):
-    """Powers of two of E8M0, for `_floats`. The smallest is half of the smallest normal number."""
+    """Powers of two of E8M0, for `_four_bit_floats`; in bfloat16 2^63 times larger, and at most 2^127 then."""
     if dtype == tl.bfloat16:
-        powers = tl.where(codes == 0, 0x40, codes.to(tl.uint16) << 7).to(tl.uint16).to(tl.bfloat16, bitcast=True)
-    else:
+        powers = ((tl.minimum(codes.to(tl.int32), 191) + 63) << 7).to(tl.uint16).to(tl.bfloat16, bitcast=True)
+    else:  # the smallest is half of the smallest normal number
         powers = tl.where(codes == 0, 0x400000, codes.to(tl.uint32) << 23).to(tl.uint32).to(tl.float32, bitcast=True)
     return powers
 
 
 @triton.jit
-def _floats(codes, powers, dtype: tl.constexpr):
-    """E2M1 times powers of two, exactly. As the last bits of an exponent and the first of a mantissa a code is a number
-    2^126 times smaller."""
+def _four_bit_float(codes, powers, dtype: tl.constexpr):
+    bits = ((codes & 7).to(tl.uint32) << 22) | ((codes & 8).to(tl.uint32) << 28)
     larger = tl.full((1, 1), 8.507059173023462e37, tl.float32)  # 2^126
+    return (bits.to(tl.float32, bitcast=True) * larger * powers).to(dtype)
+
+
+@triton.jit
+def _four_bit_floats(units, powers, dtype: tl.constexpr):
+    """E2M1 of units of 16 bits times powers of two, exactly; in bfloat16 2^126 times smaller."""
     if dtype == tl.bfloat16:
-        bits = ((codes & 7).to(tl.uint16) << 6) | ((codes & 8).to(tl.uint16) << 12)
-        numbers = bits.to(tl.bfloat16, bitcast=True) * larger.to(tl.bfloat16) * powers
+        types: tl.constexpr = (tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16)
+        return tl.inline_asm_elementwise(
+            _FROM_E2M1, "=&r,=&r,=&r,=&r,r,r", [units, powers], types, is_pure=True, pack=2
+        )
     else:
-        bits = ((codes & 7).to(tl.uint32) << 22) | ((codes & 8).to(tl.uint32) << 28)
-        numbers = (bits.to(tl.float32, bitcast=True) * larger * powers).to(dtype)
-    return numbers
+        return (
+            _four_bit_float(units, powers, dtype),
+            _four_bit_float(units >> 4, powers, dtype),
+            _four_bit_float(units >> 8, powers, dtype),
+            _four_bit_float(units >> 12, powers, dtype),
+        )
+
+
+@triton.jit
+def _add_products(a, b, c, d, w, x, y, z, total, PRECISION: tl.constexpr):
+    total = tl.dot(a, w, total, input_precision=PRECISION)
+    total = tl.dot(b, x, total, input_precision=PRECISION)
+    total = tl.dot(c, y, total, input_precision=PRECISION)
+    return tl.dot(d, z, total, input_precision=PRECISION)
 
 
 @triton.jit
@@ -107,8 +235,7 @@ def _quantised_linear_kernel(
 ):
     """COLUMNS outputs of a block of rows; of a gated weight COLUMNS / 2, and as many rows of gate and of up.
 
-    DEPTH inputs at once are of one group, or groups are of mxfp4. Of four bits x comes as words of two inputs, if it is
-    in 16 bits (WORDS).
+    DEPTH inputs at once are of one group, or groups are of mxfp4. x comes in words of a unit if it is in 16 bits (WORDS).
     """
     if EARLY:
         wait_for_prerequisites()
@@ -116,7 +243,6 @@ def _quantised_linear_kernel(
     PARTS: tl.constexpr = 2 if GATED else 1
     WIDTH: tl.constexpr = COLUMNS // PARTS
     OUTPUTS: tl.constexpr = N * PARTS
-    PER_BYTE: tl.constexpr = 1 if KIND == "fp8" else 2
     tiles: tl.constexpr = (N + WIDTH - 1) // WIDTH
     block = tl.program_id(0) // tiles
     first = tl.program_id(0) % tiles * WIDTH
@@ -147,50 +273,59 @@ def _quantised_linear_kernel(
             # Columns beyond the last read the first one, and are not stored.
             outputs = tl.where(columns < N, columns, 0) + places % PARTS * N
             wide = expert * OUTPUTS + outputs
-            depth = tl.arange(0, DEPTH // PER_BYTE)
+            units = tl.arange(0, DEPTH // _UNIT)
             # Lanes without a row read row 0, and are not stored.
             sources = (rows // CHOSEN if OF_TOKENS else rows).to(tl.int64)
-            BYTES: tl.constexpr = K // PER_BYTE
-            STRIDE: tl.constexpr = 1 if WORDS else PER_BYTE
-            x_at = x_ptr + (sources[None, :] * BYTES + depth[:, None]) * STRIDE
-            at = values_ptr + wide[:, None] * BYTES + depth[None, :]
+            UNITS: tl.constexpr = K // _UNIT
+            STRIDE: tl.constexpr = 1 if WORDS else _UNIT
+            # What bits of bfloat16 are too small by is made up for by x, and of E4M3 by the scales too.
+            IS_SMALL: tl.constexpr = dtype == tl.bfloat16
+            X_POWER: tl.constexpr = 2.0**60 if KIND == "fp8" else 2.0**63 if KIND == "mxfp4" else 1.0
+            SCALE_POWER: tl.constexpr = 2.0**60 if KIND == "fp8" and IS_SMALL else 1.0
+            x_at = x_ptr + (sources[None, :] * UNITS + units[:, None]) * STRIDE
+            at = values_ptr + wide[:, None] * UNITS + units[None, :]
             total = tl.zeros((COLUMNS, B), tl.float32)
-            for start in range(0, BYTES, DEPTH // PER_BYTE):
-                if BYTES % (DEPTH // PER_BYTE) == 0:
-                    x = tl.load(x_at + start * STRIDE)
+            for start in range(0, UNITS, DEPTH // _UNIT):
+                if UNITS % (DEPTH // _UNIT) == 0:
+                    words = tl.load(x_at + start * STRIDE)
                     values = tl.load(at + start)
                 else:
-                    is_depth = depth + start < BYTES
-                    x = tl.load(x_at + start * STRIDE, mask=is_depth[:, None], other=0)
-                    values = tl.load(at + start, mask=is_depth[None, :], other=0)
+                    is_unit = units + start < UNITS
+                    words = tl.load(x_at + start * STRIDE, mask=is_unit[:, None], other=0)
+                    values = tl.load(at + start, mask=is_unit[None, :], other=0)
                 if WORDS:
-                    x, odd = _halves_of_words(x, dtype)
-                elif PER_BYTE == 2:
-                    odd = tl.load(x_at + start * STRIDE + 1, mask=(depth + start < BYTES)[:, None], other=0)
-                group = start * PER_BYTE // GROUP
-                if KIND == "fp8":
-                    if G == 1:
-                        total = tl.dot(_eight_bit_floats(values, dtype), x, total, input_precision=PRECISION)
-                    else:
-                        part = tl.dot(_eight_bit_floats(values, dtype), x, input_precision=PRECISION)
-                        total += part * tl.load(scales_ptr + wide * G + group).to(tl.float32)[:, None]
-                elif KIND == "int4":
-                    zeros = tl.full((1, 1), 8.0, tl.float32)
-                    if HAS_ZEROS:
-                        zeros = tl.load(zeros_ptr + wide * G + group).to(tl.float32)[:, None]
-                    part = tl.dot(_integers(values & 15, zeros, dtype), x, input_precision=PRECISION)
-                    part = tl.dot(_integers(values >> 4, zeros, dtype), odd, part, input_precision=PRECISION)
-                    total += part * tl.load(scales_ptr + wide * G + group).to(tl.float32)[:, None]
+                    w, x, y, z = _inputs(words, X_POWER, dtype)
                 else:
-                    SCALES: tl.constexpr = DEPTH // GROUP
-                    groups = group + tl.arange(0, SCALES)
+                    is_unit = (units + start < UNITS)[:, None]
+                    w = words
+                    x = tl.load(x_at + start * STRIDE + 1, mask=is_unit, other=0)
+                    y = tl.load(x_at + start * STRIDE + 2, mask=is_unit, other=0)
+                    z = tl.load(x_at + start * STRIDE + 3, mask=is_unit, other=0)
+                group = start * _UNIT // GROUP
+                if KIND == "mxfp4":
+                    GROUPS: tl.constexpr = DEPTH // GROUP
+                    groups = group + tl.arange(0, GROUPS)
                     codes = tl.load(scales_ptr + wide[:, None] * G + groups[None, :], mask=groups[None, :] < G, other=0)
-                    powers = tl.broadcast_to(_powers(codes, dtype)[:, :, None], (COLUMNS, SCALES, GROUP // 2))
-                    powers = tl.reshape(powers, (COLUMNS, DEPTH // 2))
-                    total = tl.dot(_floats(values & 15, powers, dtype), x, total, input_precision=PRECISION)
-                    total = tl.dot(_floats(values >> 4, powers, dtype), odd, total, input_precision=PRECISION)
-            if KIND == "fp8" and G == 1:
-                total = total * tl.load(scales_ptr + wide).to(tl.float32)[:, None]
+                    powers = tl.broadcast_to(_powers(codes, dtype)[:, :, None], (COLUMNS, GROUPS, GROUP // _UNIT))
+                    a, b, c, d = _four_bit_floats(values, tl.reshape(powers, (COLUMNS, DEPTH // _UNIT)), dtype)
+                    total = _add_products(a, b, c, d, w, x, y, z, total, PRECISION)
+                else:
+                    if KIND == "fp8":
+                        a, b, c, d = _eight_bit_floats(values, dtype)
+                    else:
+                        zeros = tl.full((1, 1), 8.0, tl.float32)
+                        if HAS_ZEROS:
+                            zeros = tl.load(zeros_ptr + wide * G + group).to(tl.float32)[:, None]
+                        a, b, c, d = _integers(values, zeros, dtype)
+                    if G == 1:
+                        total = _add_products(a, b, c, d, w, x, y, z, total, PRECISION)
+                    else:
+                        part = tl.zeros((COLUMNS, B), tl.float32)
+                        part = _add_products(a, b, c, d, w, x, y, z, part, PRECISION)
+                        scales = tl.load(scales_ptr + wide * G + group).to(tl.float32) * SCALE_POWER
+                        total += part * scales[:, None]
+            if KIND != "mxfp4" and G == 1:
+                total = total * (tl.load(scales_ptr + wide).to(tl.float32) * SCALE_POWER)[:, None]
             if HAS_BIAS:
                 total += tl.load(bias_ptr + wide).to(tl.float32)[:, None]
             result = total
@@ -212,6 +347,7 @@ _TILINGS = {
     32: (64, 128, 4, 4),
     128: (128, 64, 8, 3),
 }
+_LEAST_DEPTH = _LEAST_TILE * 4  # of four products
 
 
 def _tiling(block: int, outputs: int, inputs: int, group: int, kind: str) -> dict[str, int]:
@@ -219,9 +355,7 @@ def _tiling(block: int, outputs: int, inputs: int, group: int, kind: str) -> dic
     columns, num_bytes, warps, stages = next(tiling for most, tiling in _TILINGS.items() if block <= most)
     per_byte = 1 if kind == "fp8" else 2
     depth = num_bytes * per_byte
-    while depth > _LEAST_TILE * per_byte and depth // 2 >= inputs:
-        depth //= 2
-    while kind != "mxfp4" and group < inputs and group % depth:
+    while depth > _LEAST_DEPTH and (depth // 2 >= inputs or (kind != "mxfp4" and group < inputs and group % depth)):
         depth //= 2
     while columns > _LEAST_TILE and columns // 2 >= outputs:
         columns //= 2
@@ -270,12 +404,12 @@ def quantised_grouped_linear(
     num_blocks = num_chosen if is_one else blocks.shape[0]  # type: ignore[union-attr]
     tiling = _tiling(max(block, _LEAST_TILE), outputs * (2 if is_gated else 1), inputs, group, kind)
     width = tiling["COLUMNS"] // (2 if is_gated else 1)
-    are_words = kind != "fp8" and x.element_size() == 2
+    are_words = x.element_size() == 2
     wrap_triton(_quantised_linear_kernel)[(num_blocks * ((outputs + width - 1) // width),)](
-        x.view(torch.int32) if are_words else x,
+        x.view(torch.int64) if are_words else x,
         order,
         order if blocks is None else blocks,
-        values.view(torch.uint8),
+        values.view(torch.int32 if kind == "fp8" else torch.int16),
         scales,
         order if zeros is None else zeros.contiguous(),
         order if bias is None else bias,
