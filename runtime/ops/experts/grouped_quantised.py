@@ -114,14 +114,15 @@ def _inputs(words, power, dtype: tl.constexpr):
         types: tl.constexpr = (tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16)
         power = tl.broadcast_to(tl.full((1, 1), power, tl.float32).to(tl.bfloat16), words.shape)
         operands: tl.constexpr = "=&r,=&r,=&r,=&r,l,l,r"
-        return tl.inline_asm_elementwise(_FROM_WORDS, operands, [words, power], types, is_pure=True, pack=2)
+        inputs = tl.inline_asm_elementwise(_FROM_WORDS, operands, [words, power], types, is_pure=True, pack=2)
     else:
-        return (
+        inputs = (
             (words & 0xFFFF).to(tl.uint16).to(dtype, bitcast=True),
             ((words >> 16) & 0xFFFF).to(tl.uint16).to(dtype, bitcast=True),
             ((words >> 32) & 0xFFFF).to(tl.uint16).to(dtype, bitcast=True),
             ((words >> 48) & 0xFFFF).to(tl.uint16).to(dtype, bitcast=True),
         )
+    return inputs
 
 
 @triton.jit
@@ -136,14 +137,16 @@ def _eight_bit_floats(units, dtype: tl.constexpr):
     """E4M3 of units of 32 bits, exactly; in bfloat16 2^120 times smaller."""
     if dtype == tl.bfloat16:
         types: tl.constexpr = (tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16)
-        return tl.inline_asm_elementwise(_FROM_E4M3, "=&r,=&r,=&r,=&r,r,r", [units], types, is_pure=True, pack=2)
+        operands: tl.constexpr = "=&r,=&r,=&r,=&r,r,r"
+        numbers = tl.inline_asm_elementwise(_FROM_E4M3, operands, [units], types, is_pure=True, pack=2)
     else:
-        return (
+        numbers = (
             _eight_bit_float(units, dtype),
             _eight_bit_float(units >> 8, dtype),
             _eight_bit_float(units >> 16, dtype),
             _eight_bit_float(units >> 24, dtype),
         )
+    return numbers
 
 
 @triton.jit
@@ -152,14 +155,16 @@ def _integers(units, zeros, dtype: tl.constexpr):
     if dtype == tl.bfloat16:
         types: tl.constexpr = (tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16)
         less = tl.broadcast_to((-128.0 - zeros).to(tl.bfloat16), units.shape)
-        return tl.inline_asm_elementwise(_FROM_INT4, "=&r,=&r,=&r,=&r,r,r", [units, less], types, is_pure=True, pack=2)
+        operands: tl.constexpr = "=&r,=&r,=&r,=&r,r,r"
+        numbers = tl.inline_asm_elementwise(_FROM_INT4, operands, [units, less], types, is_pure=True, pack=2)
     else:
-        return (
+        numbers = (
             ((units & 15).to(tl.float32) - zeros).to(dtype),
             (((units >> 4) & 15).to(tl.float32) - zeros).to(dtype),
             (((units >> 8) & 15).to(tl.float32) - zeros).to(dtype),
             (((units >> 12) & 15).to(tl.float32) - zeros).to(dtype),
         )
+    return numbers
 
 
 @triton.jit
@@ -194,6 +199,7 @@ def _four_bit_floats(units, powers, dtype: tl.constexpr):
             _four_bit_float(units >> 8, powers, dtype),
             _four_bit_float(units >> 12, powers, dtype),
         )
+    return numbers
 
 
 @triton.jit
@@ -235,7 +241,8 @@ def _quantised_linear_kernel(
 ):
     """COLUMNS outputs of a block of rows; of a gated weight COLUMNS / 2, and as many rows of gate and of up.
 
-    DEPTH inputs at once are of one group, or groups are of mxfp4. x comes in words of a unit if it is in 16 bits (WORDS).
+    DEPTH inputs at once are of one group, or groups are of mxfp4. x comes in words of a unit if it is in 16 bits
+    (WORDS).
     """
     if EARLY:
         wait_for_prerequisites()
