@@ -18,6 +18,8 @@ from mllm_compile.runtime.quantised.scheme import WeightScheme
 # Key of gm.meta that the compiler's driver fills for passes.
 SMALL_WEIGHTS = "small_weights"  # SmallWeights; without it no weight is quantised
 
+CACHE_DTYPE = "cache_dtype"  # torch.dtype of the KV cache; without it the model's
+
 # Keys of gm.meta that passes fill for the compiler's driver.
 PACKED_WEIGHTS = "packed_weights"  # dict: packed weight name → tuple of PackedPart, in row order
 ATTENTION_LAYERS = "attention_layers"  # list of LayerSpec, in layer order

@@ -67,7 +67,13 @@ FP8_TOLERANCE = 0.2
 
 
 def self_check(
-    lowered: Lowered, folder: Path, piece_suffix: str, device: str, page_size: int, state_dtype: str = "float32"
+    lowered: Lowered,
+    folder: Path,
+    piece_suffix: str,
+    device: str,
+    page_size: int,
+    state_dtype: str = "float32",
+    kv_cache_dtype: str | None = None,
 ) -> None:
     """
     Args:
@@ -77,6 +83,7 @@ def self_check(
         device: where to run.
         page_size: tokens of a KV page.
         state_dtype: the type of sums of layers with a state.
+        kv_cache_dtype: the type of keys and values; None: the model's.
 
     Raises:
         UnsupportedModelError: the program's logits are not Transformers'.
@@ -91,9 +98,10 @@ def self_check(
         linked = link(program, pieces, binaries, torch.device(device))
         ranks = [linked.bind(_program_weights(by_name, program, lowered, rank)) for rank in range(lowered.num_ranks)]
         states = StateCheck(linked.state_pieces, state_dtype)
+        cache_dtype = None if kv_cache_dtype is None else getattr(torch, kv_cache_dtype)
         logits = _check_program(lowered, ranks, device, states)
         _check_media(lowered, linked, by_name, device, states)
-        check_written_pieces(linked, page_size, hf_model.model.dtype, logits)
+        check_written_pieces(linked, page_size, hf_model.model.dtype, logits, cache_dtype)
 
 
 def _check_program(lowered: Lowered, ranks: Sequence[_Bound], device: str, states: StateCheck) -> torch.Tensor:

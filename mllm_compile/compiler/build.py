@@ -89,7 +89,8 @@ def build_runtime(target: Target, options: CompileOptions, timeline: Timeline) -
         lowered, files, suffix = _fill(scratch, target, options, timeline)
         check_unchanged(config, target.model, target.factors)
         with timeline.stage("self-check"):
-            self_check(lowered, scratch, suffix, runtime.device, runtime.page_size, runtime.state_dtype)
+            types = runtime.state_dtype, runtime.kv_cache_dtype
+            self_check(lowered, scratch, suffix, runtime.device, runtime.page_size, *types)
         manifest = Manifest(
             factors=target.factors,
             config=config.model_dump(mode="json"),

@@ -197,11 +197,14 @@ def rewrite_graph(
     Raises:
         CompileError: a pass failed; the message names it and how to do without it.
     """
-    from mllm_compile.passes.base import SMALL_WEIGHTS
+    import torch
+
+    from mllm_compile.passes.base import CACHE_DTYPE, SMALL_WEIGHTS
     from mllm_compile.passes.pipeline import PassFailedError, passes_left_out, run_passes
 
     _set_ranks(trace, built.hf_model, config.runtime.tensor_parallel_size)
     trace.graph_module.meta[SMALL_WEIGHTS] = built.small
+    trace.graph_module.meta[CACHE_DTYPE] = getattr(torch, config.runtime.kv_cache_dtype)
     try:
         left_out = passes_left_out(pass_target(config), config.compile.disable_passes) | dict(not_of_it or {})
         graph, reports = run_passes(trace.graph_module, left_out, observer=observer)

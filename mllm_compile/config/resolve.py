@@ -68,7 +68,7 @@ def resolve(config: EngineConfig, model: ModelFolder, device: DeviceInfo) -> Res
     dtype = choices.settle("model.dtype", config.model.dtype, lambda: _auto_dtype(model, device))
     backend = _attention_backend(config.runtime, dtype, device, choices)
     runtime = _runtime(config.runtime, dtype, backend, model, device, choices)
-    split_decode = _split_decode(config.compile, runtime, dtype, choices)
+    split_decode = _split_decode(config.compile, runtime, dtype, device, choices)
     return ResolvedConfig(
         model=ResolvedModel(
             source=config.model.path,
@@ -242,7 +242,9 @@ def _kv_cache_dtype(asked: RuntimeConfig, dtype: str, choices: AutoChoices) -> K
     return kv_dtype
 
 
-def _split_decode(asked: CompileConfig, runtime: RuntimeSection, dtype: str, choices: AutoChoices) -> bool:
+def _split_decode(
+    asked: CompileConfig, runtime: RuntimeSection, dtype: str, device: DeviceInfo, choices: AutoChoices
+) -> bool:
     """True if the kernel that is compiled with the model (decode_attention.py) computes decodes."""
     obstacle = None
     if runtime.attention_backend != "flashinfer":
@@ -251,8 +253,11 @@ def _split_decode(asked: CompileConfig, runtime: RuntimeSection, dtype: str, cho
         )
     elif asked.backend == "eager":
         obstacle = "compile.backend is eager, which compiles no kernels"
-    elif runtime.kv_cache_dtype != dtype:
-        obstacle = f"the KV cache is {runtime.kv_cache_dtype}, and the kernel reads the model's dtype, {dtype}"
+    elif runtime.kv_cache_dtype != dtype and not (device.is_hopper and dtype == "bfloat16"):
+        obstacle = (
+            f"the KV cache is {runtime.kv_cache_dtype}, and but for an H100 or H200 and a model in bfloat16 the kernel "
+            f"reads the model's dtype, {dtype}"
+        )
     if obstacle is None:
         return choices.settle("compile.split_decode", asked.split_decode, lambda: (True, "faster than FlashInfer's"))
     if asked.split_decode is True:

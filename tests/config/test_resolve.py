@@ -346,7 +346,12 @@ def test_deterministic_steps_have_one_size_and_one_graph(device, kv_heads, asked
     [
         (CPU, {}, "attention_backend is torch"),
         (H200, {"compile": {"backend": "eager"}}, "backend is eager"),
-        (H200, {"runtime": {"kv_cache_dtype": "fp8_e4m3"}}, "the KV cache is float8_e4m3fn"),
+        (A100, {"runtime": {"kv_cache_dtype": "fp8_e4m3"}}, "the KV cache is float8_e4m3fn"),
+        (
+            H200,
+            {"runtime": {"kv_cache_dtype": "fp8_e4m3"}, "model": {"path": "m", "dtype": "float16"}},
+            "the KV cache is float8_e4m3fn",
+        ),
     ],
 )
 def test_the_decode_kernel_is_refused_where_it_cannot_serve_and_left_out_by_auto(device, sections, obstacle):

@@ -189,11 +189,10 @@ def _four_bit_floats(units, powers, dtype: tl.constexpr):
     """E2M1 of units of 16 bits times powers of two, exactly; in bfloat16 2^126 times smaller."""
     if dtype == tl.bfloat16:
         types: tl.constexpr = (tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16)
-        return tl.inline_asm_elementwise(
-            _FROM_E2M1, "=&r,=&r,=&r,=&r,r,r", [units, powers], types, is_pure=True, pack=2
-        )
+        operands: tl.constexpr = "=&r,=&r,=&r,=&r,r,r"
+        numbers = tl.inline_asm_elementwise(_FROM_E2M1, operands, [units, powers], types, is_pure=True, pack=2)
     else:
-        return (
+        numbers = (
             _four_bit_float(units, powers, dtype),
             _four_bit_float(units >> 4, powers, dtype),
             _four_bit_float(units >> 8, powers, dtype),
