@@ -65,7 +65,7 @@ def resolve(config: EngineConfig, model: ModelFolder, device: DeviceInfo) -> Res
         DeviceError: the device lacks the attention library.
     """
     choices = AutoChoices()
-    dtype = choices.settle("model.dtype", config.model.dtype, lambda: _auto_dtype(model, device))
+    dtype = choices.settle("model.dtype", config.model.dtype, lambda: _auto_dtype(config, model, device))
     backend = _attention_backend(config.runtime, dtype, device, choices)
     runtime = _runtime(config.runtime, dtype, backend, model, device, choices)
     split_decode = _split_decode(config.compile, runtime, dtype, device, choices)
@@ -155,7 +155,7 @@ def _quantization(config: EngineConfig, model: ModelFolder, choices: AutoChoices
     return "keep"
 
 
-def _auto_dtype(model: ModelFolder, device: DeviceInfo) -> tuple[str, str]:
+def _auto_dtype(config: EngineConfig, model: ModelFolder, device: DeviceInfo) -> tuple[str, str]:
     if not device.is_cuda:
         return "float32", "a CPU computes it fastest and exactly"
     dtype = model.checkpoint_dtype()
@@ -163,6 +163,9 @@ def _auto_dtype(model: ModelFolder, device: DeviceInfo) -> tuple[str, str]:
         return "bfloat16", "the checkpoint names no type"
     if dtype == "float32":
         return "bfloat16", "the checkpoint's float32 is a training type; set model.dtype: float32 to keep it"
+    kinds = () if model.scheme is None or config.model.quantization == "dequantize" else model.scheme.kinds
+    if dtype == "float16" and "int4" in kinds and device.is_hopper:
+        return "bfloat16", "kernels read the checkpoint's four-bit weights beside that; float16 is its scales' type"
     return dtype, "the checkpoint's"
 
 

@@ -442,6 +442,27 @@ def quantization(asked: str, scheme: Scheme | None, *disabled: str) -> ResolvedC
     return resolve(config, ModelFolder(Path("/models/m"), QWEN, (), scheme), H200)
 
 
+INT4 = Scheme("awq in 4 bits, groups of 128", ("awq",), kinds=("int4",))
+
+
+@pytest.mark.parametrize(
+    ("device", "scheme", "asked", "becomes"),
+    [
+        (H200, INT4, {}, "bfloat16"),
+        (H200, INT4, {"dtype": "float16"}, "float16"),
+        (H200, INT4, {"quantization": "dequantize"}, "float16"),
+        (H200, NOT_IN_LINEARS, {}, "float16"),
+        (A100, INT4, {}, "float16"),
+        (CPU, INT4, {}, "float32"),
+    ],
+)
+def test_four_bit_weights_of_a_float16_checkpoint_are_served_in_the_type_that_their_kernels_take(
+    device, scheme, asked, becomes
+):
+    folder = ModelFolder(Path("/models/m"), {**QWEN, "dtype": "float16"}, (), scheme)
+    assert resolve(EngineConfig.from_dict({"model": {"path": "m", **asked}}), folder, device).model.dtype == becomes
+
+
 @pytest.mark.parametrize(
     ("asked", "scheme", "disabled", "becomes"),
     [
