@@ -22,6 +22,7 @@ def model_figures(
     trust_remote_code: bool = False,
     small: SmallWeights | None = None,
     state_dtype: str = "float32",
+    kv_itemsize: int | None = None,
 ) -> ModelFigures:
     """The figures of a model folder, served in `dtype`, with `small` of its weights in few bits.
 
@@ -31,6 +32,7 @@ def model_figures(
 
     Args:
         state_dtype: the type of sums of layers with a state.
+        kv_itemsize: bytes of a number of the KV cache; None: as the model's.
     """
     torch_dtype = getattr(torch, dtype)
     hf_model = build_on_meta(folder, torch_dtype, trust_remote_code)
@@ -53,7 +55,7 @@ def model_figures(
         num_chosen=experts_per_token(hf_model.text_config) if experts else 1,
         head_params=head.numel(),
         weight_itemsize=torch_dtype.itemsize,
-        kv_bytes_per_token=kv_values * torch_dtype.itemsize,
+        kv_bytes_per_token=kv_values * (kv_itemsize or torch_dtype.itemsize),
         attention_flops_per_pair=2 * attention_widths,
         state_bytes=state_bytes,
         vocab_size=sizes.vocab_size,
