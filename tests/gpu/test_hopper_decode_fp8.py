@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
 
+from mllm_compile import Engine, EngineConfig, SamplingParams
 from mllm_compile.check.kernels import _rotated
+from tests.gpu.small_shape import SHAPE
 from tests.gpu.test_hopper_decode import CLUSTERS, HEADS, SHARES, Decode, New, decode, decode_new, decoders, pytestmark
+from tests.gpu.test_served_models import random_ids
 from tests.gpu.test_split_decode import LENGTHS, Cache, in_float32
 
 __all__ = ["decoders", "pytestmark"]
@@ -91,3 +96,25 @@ def test_sinks_take_weight_from_all_keys(decoders, kind):
     q = 2 * torch.randn(4, 32, 128, device="cuda").bfloat16()
     got = decode(decoders(kind, 32, 8, 64, fp8=True, sinks=True), cache, q, None, sinks)
     assert off_by(got, in_float32(cache, q, sinks=sinks)) < 1.2e-2
+
+
+@pytest.mark.parametrize(("heads", "kv_heads"), [(16, 8), (8, 2)], ids=["CUDA", "Triton"])
+def test_an_engine_decodes_in_graphs_what_it_scores_in_prompts(heads, kv_heads, tmp_path):
+    folder = tmp_path / "model"
+    folder.mkdir()
+    shape = SHAPE | {"num_attention_heads": heads, "num_key_value_heads": kv_heads}
+    (folder / "config.json").write_text(json.dumps(shape))
+    sections = {
+        "model": {"path": str(folder), "load_format": "dummy"},
+        "cache": {"dir": str(tmp_path / "cache")},
+        "runtime": {"max_model_len": 1024, "mem_fraction_static": 0.3, "kv_cache_dtype": "fp8_e4m3"},
+    }
+    with Engine(EngineConfig.from_dict(sections)) as served:
+        params = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True, logprobs=0)
+        prompts = [random_ids(16 + 30 * index, 4096, index) for index in range(9)]
+        for prompt, output in zip(prompts, served.generate(prompts, params), strict=True):
+            ids = [*prompt, *output.token_ids]
+            scored = served.generate(ids, SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0))[0]
+            for step, token in enumerate(output.token_ids):
+                made = output.logprobs[step][token].logprob
+                assert made == pytest.approx(scored.prompt_logprobs[len(prompt) + step][token].logprob, abs=0.1)
