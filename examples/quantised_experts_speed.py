@@ -12,7 +12,6 @@ distance from float32 over that of torch in bfloat16. --sweep times other sizes 
 from __future__ import annotations
 
 import argparse
-import itertools
 import statistics
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -54,12 +53,9 @@ FORMS = {
 }
 SETS = 6  # of choices
 REPEATS = 9
-SWEEP = [
-    *itertools.product((64, 128), (64, 128, 256), (4,), (3, 5)),
-    *itertools.product((32,), (128, 256), (4,), (4,)),
-    *itertools.product((128,), (128,), (8,), (4,)),
-]
-SWEEP_MANY = [*itertools.product((128, 256), (32, 64), (8,), (2, 3, 4)), (64, 64, 4, 3), (128, 64, 4, 3)]
+# Columns of a tile, bytes of a row at once, warps, loads under way: for few rows of an expert, and for many.
+SWEEP = [(128, 128, 8, 3), (128, 128, 4, 3), (64, 256, 4, 3), (64, 64, 4, 6)]
+SWEEP_MANY = [(128, 128, 8, 2), (128, 64, 8, 4), (256, 64, 8, 2), (128, 64, 4, 3)]
 
 
 class Experts:
@@ -157,7 +153,7 @@ def tilings(form: str, tokens: int, block: int, sweep: bool) -> Iterator[tuple[s
     chosen = dict(_TILINGS)
     yield "chosen", chosen
     if sweep and form != "bf16":
-        most = next(most for most in chosen if max(block, 16) <= most)
+        most = next(most for most in chosen if block <= most)
         for tiling in SWEEP_MANY if most == max(chosen) else SWEEP:
             yield "x".join(map(str, tiling)), {**chosen, most: tiling}
 

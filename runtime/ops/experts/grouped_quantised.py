@@ -280,7 +280,6 @@ def _quantised_linear_kernel(
             outputs = tl.where(columns < N, columns, 0) + places % PARTS * N
             wide = expert * OUTPUTS + outputs
             units = tl.arange(0, DEPTH // _UNIT)
-            # Lanes without a row read row 0, and are not stored.
             sources = (rows // CHOSEN if OF_TOKENS else rows).to(tl.int64)
             UNITS: tl.constexpr = K // _UNIT
             STRIDE: tl.constexpr = 1 if WORDS else _UNIT
@@ -290,28 +289,41 @@ def _quantised_linear_kernel(
             SCALE_POWER: tl.constexpr = 2.0**60 if KIND == "fp8" and IS_SMALL else 1.0
             x_at = x_ptr + (sources[None, :] * UNITS + units[:, None]) * STRIDE
             at = values_ptr + wide[:, None] * UNITS + units[None, :]
+            # Scales are asked for a turn ahead: they come by no pipeline of Triton's.
+            GROUPS: tl.constexpr = max(DEPTH // GROUP, 1)
+            if KIND == "mxfp4":
+                groups = tl.arange(0, GROUPS)[None, :]
+                scales_at = scales_ptr + wide[:, None] * G + groups
+                next_scales = tl.load(scales_at, mask=groups < G, other=0)
+            else:
+                scales_at = scales_ptr + wide * G
+                next_scales = tl.load(scales_at)
+                if HAS_ZEROS:
+                    next_zeros = tl.load(zeros_ptr + wide * G)
             total = tl.zeros((COLUMNS, B), tl.float32)
             for start in range(0, UNITS, DEPTH // _UNIT):
+                is_unit = units + start < UNITS
+                # Lanes without a row read nothing: what they would is as much as the weight.
+                is_input = is_row[None, :] & is_unit[:, None]
+                words = tl.load(x_at + start * STRIDE, mask=is_input, other=0)
                 if UNITS % (DEPTH // _UNIT) == 0:
-                    words = tl.load(x_at + start * STRIDE)
                     values = tl.load(at + start)
                 else:
-                    is_unit = units + start < UNITS
-                    words = tl.load(x_at + start * STRIDE, mask=is_unit[:, None], other=0)
                     values = tl.load(at + start, mask=is_unit[None, :], other=0)
                 if WORDS:
                     w, x, y, z = _inputs(words, X_POWER, dtype)
                 else:
-                    is_unit = (units + start < UNITS)[:, None]
                     w = words
-                    x = tl.load(x_at + start * STRIDE + 1, mask=is_unit, other=0)
-                    y = tl.load(x_at + start * STRIDE + 2, mask=is_unit, other=0)
-                    z = tl.load(x_at + start * STRIDE + 3, mask=is_unit, other=0)
-                group = start * _UNIT // GROUP
+                    x = tl.load(x_at + start * STRIDE + 1, mask=is_input, other=0)
+                    y = tl.load(x_at + start * STRIDE + 2, mask=is_input, other=0)
+                    z = tl.load(x_at + start * STRIDE + 3, mask=is_input, other=0)
+                codes = next_scales
+                next_group = (start * _UNIT + DEPTH) // GROUP
                 if KIND == "mxfp4":
-                    GROUPS: tl.constexpr = DEPTH // GROUP
-                    groups = group + tl.arange(0, GROUPS)
-                    codes = tl.load(scales_ptr + wide[:, None] * G + groups[None, :], mask=groups[None, :] < G, other=0)
+                    next_scales = tl.load(scales_at + next_group, mask=next_group + groups < G, other=0)
+                elif G > 1:
+                    next_scales = tl.load(scales_at + next_group, mask=next_group + wide * 0 < G, other=0.0)
+                if KIND == "mxfp4":
                     powers = tl.broadcast_to(_powers(codes, dtype)[:, :, None], (COLUMNS, GROUPS, GROUP // _UNIT))
                     a, b, c, d = _four_bit_floats(values, tl.reshape(powers, (COLUMNS, DEPTH // _UNIT)), dtype)
                     total = _add_products(a, b, c, d, w, x, y, z, total, PRECISION)
@@ -321,17 +333,19 @@ def _quantised_linear_kernel(
                     else:
                         zeros = tl.full((1, 1), 8.0, tl.float32)
                         if HAS_ZEROS:
-                            zeros = tl.load(zeros_ptr + wide * G + group).to(tl.float32)[:, None]
+                            zeros = next_zeros.to(tl.float32)[:, None]
+                            if G > 1:
+                                is_group = next_group + wide * 0 < G
+                                next_zeros = tl.load(zeros_ptr + wide * G + next_group, mask=is_group, other=0)
                         a, b, c, d = _integers(values, zeros, dtype)
                     if G == 1:
                         total = _add_products(a, b, c, d, w, x, y, z, total, PRECISION)
                     else:
                         part = tl.zeros((COLUMNS, B), tl.float32)
                         part = _add_products(a, b, c, d, w, x, y, z, part, PRECISION)
-                        scales = tl.load(scales_ptr + wide * G + group).to(tl.float32) * SCALE_POWER
-                        total += part * scales[:, None]
+                        total += part * (codes.to(tl.float32) * SCALE_POWER)[:, None]
             if KIND != "mxfp4" and G == 1:
-                total = total * (tl.load(scales_ptr + wide).to(tl.float32) * SCALE_POWER)[:, None]
+                total = total * (next_scales.to(tl.float32) * SCALE_POWER)[:, None]
             if HAS_BIAS:
                 total += tl.load(bias_ptr + wide).to(tl.float32)[:, None]
             result = total
@@ -349,6 +363,7 @@ def _quantised_linear_kernel(
 # By the largest block that it is for: columns of a program's tile (of gate and up together), bytes of a row of the
 # weight at once, warps, and loads under way.
 _TILINGS = {
+    ONE_ROW: (64, 128, 4, 4),
     16: (64, 128, 4, 4),
     32: (64, 128, 4, 4),
     128: (128, 64, 8, 3),
@@ -366,7 +381,8 @@ def _tiling(block: int, outputs: int, inputs: int, group: int, kind: str) -> dic
     while columns > _LEAST_TILE and columns // 2 >= outputs:
         columns //= 2
     stage_bytes = (columns // per_byte + max(block, _LEAST_TILE) * 2) * depth
-    stages = max(2, min(stages, most_shared_bytes() // (2 * stage_bytes)))
+    resident = 2 if warps == 4 else 1  # blocks of a multiprocessor, at least: with more warps registers allow one
+    stages = max(2, min(stages, most_shared_bytes() // (resident * stage_bytes)))
     return {"COLUMNS": columns, "DEPTH": depth, "num_warps": warps, "num_stages": stages}
 
 
@@ -408,7 +424,7 @@ def quantised_grouped_linear(
     out = torch.empty((num_rows, outputs), dtype=x.dtype, device=x.device)
     is_one = block == ONE_ROW
     num_blocks = num_chosen if is_one else blocks.shape[0]  # type: ignore[union-attr]
-    tiling = _tiling(max(block, _LEAST_TILE), outputs * (2 if is_gated else 1), inputs, group, kind)
+    tiling = _tiling(block, outputs * (2 if is_gated else 1), inputs, group, kind)
     width = tiling["COLUMNS"] // (2 if is_gated else 1)
     are_words = x.element_size() == 2
     wrap_triton(_quantised_linear_kernel)[(num_blocks * ((outputs + width - 1) // width),)](
