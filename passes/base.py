@@ -154,7 +154,7 @@ class SmallWeights:
 
 @dataclass(frozen=True)
 class QuantisedTensor:
-    """One tensor of a quantised weight.
+    """One tensor of a quantised weight, or of a rank's part of one.
 
     Attributes:
         shape: the weight's, as a linear has it: the last are its inputs.
@@ -166,3 +166,10 @@ class QuantisedTensor:
     scheme: WeightScheme
     shape: tuple[int, ...]
     is_transposed: bool = False
+
+    def cut(self, cut: WeightCut) -> WeightCut:
+        """How this tensor is cut where its weight, a matrix, is cut so."""
+        if cut.dim == 0:
+            return cut
+        ranges = (tuple(self.scheme.stretch(self.role, *one) for one in of_rank) for of_rank in cut.ranges)
+        return WeightCut(cut.dim, tuple(ranges))

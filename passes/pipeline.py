@@ -24,6 +24,7 @@ from mllm_compile.passes.deduplicate_pieces import DeduplicatePieces
 from mllm_compile.passes.dequantise_weights import DequantiseWeights
 from mllm_compile.passes.fuse_few_tokens import FuseFewTokens
 from mllm_compile.passes.fuse_gated_linear import FuseGatedLinear
+from mllm_compile.passes.fuse_rank_sums import FuseRankSums
 from mllm_compile.passes.fuse_rope_cache import FuseRopeCache
 from mllm_compile.passes.fuse_silu_mul import FuseSiluMul
 from mllm_compile.passes.fuse_single_token import FuseSingleToken
@@ -32,6 +33,7 @@ from mllm_compile.passes.group_experts import GroupExperts
 from mllm_compile.passes.lower_attention import LowerAttention
 from mllm_compile.passes.match import nodes
 from mllm_compile.passes.multiply_outer_products import MultiplyOuterProducts
+from mllm_compile.passes.multiply_patches import MultiplyPatches
 from mllm_compile.passes.pack_projections import PackProjections
 from mllm_compile.passes.pad_heads import PadHeads
 from mllm_compile.passes.quantise_activations import QuantiseActivations
@@ -49,6 +51,7 @@ PASSES: tuple[type[GraphPass], ...] = (
     # The graph as it was traced.
     Canonicalise,  # sizes and names, no writes, one spelling an operation
     MultiplyOuterProducts,  # the angles of rotary positions need no GEMM
+    MultiplyPatches,  # of images: a convolution that covers each patch is a linear
     Shard,  # over ranks: each has a part of the heads, the features and the vocabulary
     AbsorbLatents,  # latent attention over the latents, which are all that is cached
     QuantiseLinears,  # weights in eight or four bits stay so in memory
@@ -62,6 +65,7 @@ PASSES: tuple[type[GraphPass], ...] = (
     # From here on the graph is pieces with attention between them.
     SplitAtAttention,
     DeduplicatePieces,  # equal stretches share one module
+    FuseRankSums,  # a sum over ranks with the residual and the norm behind it
     ChooseExperts,  # a router's largest scores, with softmax and renormalisation, as one kernel
     CountExperts,  # for runtime.expert_stats, how often each expert is chosen
     StreamExperts,  # a form for steps of up to 8 tokens of pieces with experts, which find the choice themselves
@@ -82,6 +86,7 @@ OF_TOWERS = frozenset(
     {
         Canonicalise.name,
         MultiplyOuterProducts.name,
+        MultiplyPatches.name,
         PackProjections.name,
         LowerAttention.name,
         SplitAtAttention.name,

@@ -10,6 +10,7 @@ from torch import fx
 from mllm_compile.passes.base import (
     QUANTISED_TENSORS,
     SMALL_WEIGHTS,
+    WEIGHT_CUTS,
     GraphPass,
     PassResult,
     QuantisedTensor,
@@ -50,8 +51,9 @@ class QuantiseLinears(GraphPass):
     it (runtime/quantised/scheme.py). All of them are told in gm.meta[QUANTISED_TENSORS].
 
     Requires: a canonical graph; gm.meta[SMALL_WEIGHTS] says which weights, and their schemes. A weight that anything
-        else reads stays plain, and one of experts that kernels do not take (runtime/ops/experts/shapes.py). Where the
-        checkpoint is not what quantised them, so do the head's, a router's, and those of few rows.
+        else reads stays plain, and one of experts that kernels do not take (runtime/ops/experts/shapes.py) or that is
+        cut over ranks. Where the checkpoint is not what quantised them, so do the head's, a router's, and those of few
+        rows.
     Preserves: the product with the dequantised weight.
     """
 
@@ -86,7 +88,8 @@ def _quantise(
     if scheme is None:
         return False
     inputs = _inputs(gm, weight, scheme, False, told)
-    operands = inputs[VALUES], inputs[SCALES], inputs.get(ZEROS), bias, scheme.kind, scheme.group
+    group = min(scheme.group, int(weight.meta["val"].shape[1]))  # of a rank's part of a row
+    operands = inputs[VALUES], inputs[SCALES], inputs.get(ZEROS), bias, scheme.kind, group
     replace_by_op(gm.graph, node, op("quantised_linear"), source, *operands)
     gm.graph.erase_node(weight)
     return True
@@ -100,6 +103,8 @@ def _quantise_experts(
     fewest_rows: int,
     told: dict[str, QuantisedTensor],
 ) -> bool:
+    if linear.weight.meta.get("weight_name") in gm.meta.get(WEIGHT_CUTS, {}):
+        return False
     schemes = small.transposed if linear.is_transposed else small.schemes
     scheme = _scheme(linear.weight, schemes, linear.is_transposed, fewest_rows)
     if scheme is None or not takes_weight(scheme.kind, scheme.group, linear.shape[1]):

@@ -11,7 +11,6 @@ import gc
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +23,7 @@ from mllm_compile.runtime.attention.metadata import AttentionMetadataBuilder, Co
 from mllm_compile.runtime.collectives.base import Communicator, using
 from mllm_compile.runtime.cuda_graph.dispatcher import GraphDispatcher
 from mllm_compile.runtime.device.memory import (
+    check_features_fit,
     check_states_fit,
     check_table_fits,
     check_weights_fit,
@@ -42,7 +42,8 @@ from mllm_compile.runtime.forward_batch import (
 )
 from mllm_compile.runtime.forward_context import BatchDescriptor, ForwardContext, ForwardTimes, set_forward_context
 from mllm_compile.runtime.graph_mode import CUDAGraphMode
-from mllm_compile.runtime.media.grids import MAX_FEATURES
+from mllm_compile.runtime.media.feature_pool import FeaturePool
+from mllm_compile.runtime.media.grids import FEATURES_OF_A_RUN, MAX_FEATURES
 from mllm_compile.runtime.media.tower_inputs import tower_inputs
 from mllm_compile.runtime.memory_pool import GDNPool, KVPool, ReqToTokenPool
 from mllm_compile.runtime.program.executor import Segments
@@ -163,9 +164,24 @@ class ModelRunner:
         num_states = num_rows + self.num_snapshots
         check_states_fit(num_states * self.state_bytes_per_request, runtime, self.device)
         self.state_pool = GDNPool(num_states, self._state_shapes(), self.device)
+        self.feature_pool = self._make_feature_pool()
         num_pages = self._measure_num_pages() if num_pages is None else num_pages
         self.token_to_kv_pool = self._make_kv_pool(num_pages)
         self.max_total_num_tokens = (num_pages - 1) * runtime.page_size
+
+    @property
+    def feature_bytes(self) -> int:
+        """Bytes of the features of images that are held; 0 of a model that takes none."""
+        return 0 if self.feature_pool is None else self.feature_pool.rows.nbytes
+
+    def _make_feature_pool(self) -> FeaturePool | None:
+        """The memory of images' features; None of a model that takes none."""
+        media, runtime = self.model.media, self.config.runtime
+        if media is None:
+            return None
+        capacity = FeaturePool.capacity_for(runtime.max_num_batched_tokens, runtime.max_model_len)
+        check_features_fit(capacity * media.facts.feature_width * self.config.dtype.itemsize, runtime, self.device)
+        return FeaturePool(capacity, media.facts.feature_width, self.config.dtype, self.device)
 
     def init_attention_backend(self) -> None:
         """Make the backend that batches are planned with."""
@@ -177,10 +193,12 @@ class ModelRunner:
         if not model.state_layers:
             return make_attention()
         is_deterministic = config.runtime.deterministic
-        if is_deterministic and self.device.type == "cuda":
+        without = next((layer.name for layer in model.state_layers if layer.name not in model.state_pieces), None)
+        if is_deterministic and self.device.type == "cuda" and without is not None:
             raise UnsupportedModelError(
-                "runtime.deterministic makes every step one captured decode, which layers with a state cannot be: they "
-                "take a prompt's tokens one after another. Set runtime.deterministic: false."
+                f"runtime.deterministic makes every step one captured decode, which layer {without} cannot be: no "
+                "kernel has states of its size, and the host would have to see which tokens are of one request. Set "
+                "runtime.deterministic: false."
             )
         states: StateBackend = TorchStateBackend(self.state_pool, is_deterministic)
         if model.state_pieces:
@@ -220,8 +238,8 @@ class ModelRunner:
             with suppress(RuntimeError):
                 torch.cuda.synchronize(self.device)
         # Whatever part of it is there: a failed initialize ends here too.
-        parts = ("model", "attn_backend", "req_to_token_pool", "row_state", "state_pool", "token_to_kv_pool", "layers")
-        for name in (*parts, "_metadata_builder", "_state_metadata_builder"):
+        pools = ("req_to_token_pool", "row_state", "state_pool", "feature_pool", "token_to_kv_pool")
+        for name in ("model", "attn_backend", *pools, "layers", "_metadata_builder", "_state_metadata_builder"):
             self.__dict__.pop(name, None)
         self.graph_runner = None
         gc.collect()
@@ -398,6 +416,8 @@ class ModelRunner:
     def run_eager(self, batch: ForwardBatch) -> LogitsProcessorOutput:
         """Runs the program piece by piece, without a graph."""
         self.attn_backend.init_forward_metadata(batch)
+        if self.model.rope is not None and batch.rope_lens is None:
+            batch.rope_lens = torch.zeros_like(batch.positions)
         logits_indices = batch.logits_indices
         if logits_indices is None:
             logits_indices = torch.arange(batch.batch_size, device=self.device)
@@ -529,6 +549,7 @@ class ModelRunner:
             budget = cpu_kv_budget(1 if self.communicator is None else self.communicator.size)
             # Pages of memory that were not written yet still count as free.
             budget = budget.without(self.state_pool.num_rows * self.state_bytes_per_request, "states")
+            budget = budget.without(self.feature_bytes, "features of images")
         bytes_per_page = KVPool.bytes_per_page(config.runtime.page_size, self._kv_shapes(), config.kv_cache_dtype)
         num_pages = budget.num_pages(bytes_per_page, config.runtime)
         if self.communicator is not None:
@@ -572,36 +593,34 @@ class ModelRunner:
             extend_seq_lens_cpu=new_cpu,
             extend_prefix_lens_cpu=torch.zeros_like(new_cpu),
         )
-        features = self._largest_features()  # held beside the step, as images are that a chunk ends within
-        batch.media = None if features is None else self._media_of(features, num_tokens)
+        if self.feature_pool is not None:
+            self._run_largest_tower()
+            batch.media = self._media_of(self.feature_pool, num_tokens)
         logits = self.forward(batch)
         ones = torch.ones(num_requests, device=device)
         self.sample(logits, batch, ones, top_ps=ones * 0.9, top_ks=(ones * 50).long())
         del self.token_to_kv_pool, self.attn_backend
 
-    def _largest_features(self) -> torch.Tensor | None:
-        """Runs the tower on as many features as a step may encode; None: the model has none.
+    def _run_largest_tower(self) -> None:
+        """Runs the tower on as many features as one run of it may have.
 
         Each is a frame of its own: that attention is short, and takes no less memory."""
         media, device = self.model.media, self.device
-        if media is None:
-            return None
-        tower, runtime = media.facts, self.config.runtime
-        count = min(MAX_FEATURES, max(runtime.max_num_batched_tokens, runtime.max_model_len))
-        grid, unit = (count, tower.merge, tower.merge), tower.merge**2
-        narrow = replace(tower, patch_width=1)  # its pixels are made on the device
-        arrays, segments = tower_inputs(narrow, [(np.zeros((count * unit, 1), dtype=np.float32), grid)])
+        assert media is not None, "it has a pool of features"
+        tower = media.facts
+        count = max(FEATURES_OF_A_RUN, min(self.config.runtime.max_model_len, MAX_FEATURES))
+        arrays, segments = tower_inputs(tower, [(count, tower.merge, tower.merge)])
         inputs: dict[str, Any] = {name: torch.from_numpy(array).to(device) for name, array in arrays.items()}
         for name, one in segments.items():
             inputs[name] = Segments(torch.from_numpy(one.bounds).to(device), one.longest)
-        inputs["pixel_values"] = torch.zeros(count, unit * tower.patch_width, device=device)
-        return self.run_tower(inputs)
+        shape = count, tower.merge**2 * tower.patch_width
+        inputs["pixel_values"] = torch.zeros(shape, dtype=self.config.dtype, device=device)
+        self.run_tower(inputs)
 
-    def _media_of(self, features: torch.Tensor, num_tokens: int) -> MediaInputs:
+    def _media_of(self, pool: FeaturePool, num_tokens: int) -> MediaInputs:
         """The inputs of a step all of whose tokens take features."""
-        of_step = features.new_zeros(num_tokens, features.shape[1])
-        is_feature = torch.ones(num_tokens, dtype=torch.bool, device=self.device)
-        return MediaInputs(of_step, is_feature, torch.zeros(3, num_tokens, dtype=torch.int64, device=self.device))
+        index = torch.zeros(num_tokens, dtype=torch.int64, device=self.device)
+        return MediaInputs(pool.rows.index_select(0, index), index == 0, index.expand(3, -1).contiguous())
 
 
 @contextmanager

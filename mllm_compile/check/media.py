@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 
 from mllm_compile.check.kernels import relative_error
@@ -53,9 +52,6 @@ class MediaCase:
         ]
         self.is_feature = torch.cat([(ids == facts.image_token_id), torch.zeros(len(texts[2]), dtype=torch.bool)])
 
-    def images(self) -> list[tuple[np.ndarray, Grid]]:
-        return [(pixels.numpy(), grid) for pixels, grid in zip(self.pixels, self.grids, strict=True)]
-
 
 def special_ids(hf_model: HFModel) -> set[int]:
     """Ids that stand for something else than text."""
@@ -86,10 +82,13 @@ def logits_of_transformers(hf_model: HFModel, case: MediaCase) -> torch.Tensor:
             return run("sdpa")
 
 
-def features_of(tower: ProgramExecutor, facts: GridTower, case: MediaCase, device: str) -> torch.Tensor:
-    """The features [F, W] of the case's images, by the compiled tower."""
-    arrays, segments = tower_inputs(facts, case.images())
+def features_of(
+    tower: ProgramExecutor, facts: GridTower, case: MediaCase, dtype: torch.dtype, device: str
+) -> torch.Tensor:
+    """The features [F, W] of the case's images, by the compiled tower of a model in `dtype`."""
+    arrays, segments = tower_inputs(facts, case.grids)
     given: dict[str, Any] = {name: torch.from_numpy(array).to(device) for name, array in arrays.items()}
+    given["pixel_values"] = torch.cat(case.pixels).view(len(arrays["position_ids"]), -1).to(device, dtype)
     given |= {name: Segments(torch.from_numpy(one.bounds).to(device), one.longest) for name, one in segments.items()}
     with torch.no_grad():
         return torch.cat(tower.run_tower(given), -1)

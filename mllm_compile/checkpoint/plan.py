@@ -80,7 +80,7 @@ def plan_weights(
         for member in members:
             tensor = None if quantised is None else quantised.get(member.weight_name)
             if tensor is not None:
-                parts += _small_parts(member, tensor, table)
+                parts += _small_parts(member, tensor, table, part)
             elif member.weight_name in part.cuts:
                 parts += [_part(member, block) for block in part.of(member.weight_name, table)]
             else:
@@ -96,15 +96,21 @@ def _parts(member: PackedPart, shape: tuple[int, ...], table: Mapping[str, Plann
 
 
 def _small_parts(
-    member: PackedPart, tensor: QuantisedTensor, table: Mapping[str, PlannedTensor] | None
+    member: PackedPart, tensor: QuantisedTensor, table: Mapping[str, PlannedTensor] | None, of_rank: Part
 ) -> list[WeightPart]:
-    small = SmallPart(tensor.role, tensor.scheme)
-    if table is None:
-        shape = (member.rows, *tensor.shape[1:])
-        return [WeightPart(tensor.weight_name, "", member.start, shape, small=small)]
+    small, name = SmallPart(tensor.role, tensor.scheme), tensor.weight_name
+    blocks: tuple[Block, ...]
+    if name in of_rank.cuts:
+        blocks = of_rank.of(name, table)
+    elif table is None:
+        return [WeightPart(name, "", member.start, (member.rows, *tensor.shape[1:]), small=small)]
+    else:
+        blocks = as_linear(table[name], tensor.is_transposed).blocks
     parts = []
-    for block in as_linear(table[tensor.weight_name], tensor.is_transposed).blocks:
-        part = replace(_part(member, block), small=small)
+    for block in blocks:
+        *between, column = block.starts[1:]
+        inner = (*between, tensor.scheme.stretch(tensor.role, column, 0)[0])
+        part = replace(_part(member, block), inner_starts=inner if any(inner) else (), small=small)
         if source := next(iter(part.sources), None):
             part = replace(part, tensor=source.name, file=source.file)
         parts.append(part)
@@ -132,8 +138,11 @@ def _scheme_of_block(block: Block, planned: PlannedTensor) -> WeightScheme | Non
 
 
 def can_be_quantised(planned: PlannedTensor) -> bool:
-    """True of plain matrices whose rows are not put together from several tensors."""
-    return all(block.quantised is None and _has_whole_rows(block, planned) for block in planned.blocks)
+    """True of a plain matrix, or experts', whose rows are not put together from several tensors."""
+    if not all(block.quantised is None and _has_whole_rows(block, planned) for block in planned.blocks):
+        return False
+    # Of experts' parts of a tensor none is read as one of a rank's (loader.SmallPart).
+    return len(planned.shape) == 2 or not any(step[0] == "narrow" for block in planned.blocks for step in block.steps)
 
 
 def _has_whole_rows(block: Block, planned: PlannedTensor) -> bool:

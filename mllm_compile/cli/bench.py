@@ -71,6 +71,7 @@ def make_bench_app() -> typer.Typer:
     app.command("throughput")(throughput_command)
     app.command("long")(long_command)
     app.command("gaps")(gaps_command)
+    app.command("images")(images_command)
     app.command("startup")(startup_command)
     app.command("ablation")(ablation_command)
     app.command("roofline")(roofline_command)
@@ -222,6 +223,52 @@ def gaps_command(
         work = workloads.GapsWork(**(smaller | asked))
         _tell_small(f"{work.decodes} answers, a prompt of {work.prompt_len} tokens", "--decodes and --prompt-len")
     result = run_gaps(model, _names(engine), work)
+    _save_and_show(result, json_path, lambda: print_result(result, sys.stdout))
+    if plot is not None:
+        plot_bars(result, plot)
+
+
+def images_command(
+    model: ModelArgument,
+    engine: Annotated[
+        str, typer.Option("--engine", help="Engines to measure, separated by commas: mllm, vllm.")
+    ] = "mllm",
+    batch: Annotated[str, typer.Option(help="Requests at once, separated by commas.")] = _comma(
+        workloads.IMAGE_BATCHES
+    ),
+    side: Annotated[
+        int | None,
+        typer.Option(
+            help="Pixels of each side of an image.",
+            show_default=f"{workloads.IMAGE_SIDE}; on a CPU {workloads.CPU_IMAGE_SIDE}",
+        ),
+    ] = None,
+    text_len: Annotated[int, typer.Option(help="Tokens of text around each image.")] = workloads.IMAGE_TEXT_LEN,
+    output_len: OutputLenOption = None,
+    repeats: RepeatsOption = workloads.REPEATS,
+    json_path: JsonOption = None,
+    plot: Annotated[Path | None, typer.Option(help="Also draw it into this file.")] = None,
+) -> None:
+    """First tokens and tpot of prompts with an image, new or seen before, beside text of the same length."""
+    check_output_file("--json", json_path)
+    check_output_file("--plot", plot)
+    asked: dict[str, Any] = {"batches": _numbers("--batch", batch), "text_len": text_len, "repeats": repeats}
+    asked |= {} if side is None else {"side": side}
+    asked |= {} if output_len is None else {"output_len": output_len}
+    work = workloads.ImagesWork(**asked)
+
+    from mllm_compile.bench.measure.harness import run_images, serves_on_cpu
+    from mllm_compile.bench.show.bars_plot import plot_bars
+    from mllm_compile.bench.show.plot import check_picture
+    from mllm_compile.bench.show.report import print_result
+
+    if plot is not None:
+        check_picture(plot)
+    smaller: dict[str, Any] = {"side": workloads.CPU_IMAGE_SIDE, "output_len": workloads.CPU_OUTPUT_LEN}
+    if not smaller.keys() <= asked.keys() and serves_on_cpu(model):
+        work = workloads.ImagesWork(**(smaller | asked))
+        _tell_small(f"images of {work.side} × {work.side}, {work.output_len} new tokens", "--side and --output-len")
+    result = run_images(model, _names(engine), work)
     _save_and_show(result, json_path, lambda: print_result(result, sys.stdout))
     if plot is not None:
         plot_bars(result, plot)

@@ -92,7 +92,9 @@ def _load(compiled: CompiledRuntime, timeline: Timeline, forward_times: bool, nu
         try:
             tokenizer, defaults, default_params = loading.result()
             config, num_pages = compiled.config, runner.token_to_kv_pool.num_pages
-            limits = SchedulerConfig.of(config.runtime, config.cudagraph, num_pages, runner.num_snapshots)
+            limits = SchedulerConfig.of(
+                config.runtime, config.cudagraph, num_pages, runner.num_snapshots, runner.model.rope
+            )
             scheduler = Scheduler(limits)
             step_runner = _step_runner(runner, group)
             _remember(compiled, runner, plan, timeline)
@@ -100,6 +102,8 @@ def _load(compiled: CompiledRuntime, timeline: Timeline, forward_times: bool, nu
             _shut_down(runner, group)
             raise
     files, tower = _text_files(compiled), _tower(runner)
+    if isinstance(tower, str) and any(name in files for name in PROCESSOR_FILES):
+        timeline.announce(f"images will be refused: {tower}")
     eos_token_ids = _eos_token_ids(defaults, tokenizer, runner.vocab_size, timeline)
     most_threads = None if group is None else group.threads
     is_cpu = runner.device.type == "cpu"
@@ -122,6 +126,7 @@ def _load(compiled: CompiledRuntime, timeline: Timeline, forward_times: bool, nu
         tokenizer_files=files,
         forward_times=tuple if runner.forward_times is None else runner.forward_times.medians,
         experts_chosen=runner.experts_chosen,
+        snapshot_bytes=runner.state_bytes_per_request,
         tower=tower,
     )
 
@@ -252,6 +257,7 @@ def _remember(compiled: CompiledRuntime, runner: ModelRunner, plan: MemoryPlan, 
             "weights": sum(spec.num_bytes for spec in compiled.artifact.weights),
             "KV cache": pool.num_pages * page_bytes,
             "states": runner.state_pool.num_rows * runner.state_bytes_per_request,
+            "features of images": runner.feature_bytes,
             "CUDA graphs": round(sum(figure.mib for figure in graphs) * 2**20),
         },
         "plan": plan.to_json(),

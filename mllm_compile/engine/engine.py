@@ -118,6 +118,7 @@ class Engine:
         self.tokenizer = parts.tokenizer
         self.default_params = parts.default_params
         self.media = parts.media
+        self.tower = parts.tower
         self.builder = RequestBuilder(
             tokenizer=parts.tokenizer,
             vocab_size=parts.vocab_size,
@@ -135,6 +136,7 @@ class Engine:
             prepare_thread=parts.prepare_thread,
             forward_times=parts.forward_times,
             experts_chosen=parts.experts_chosen,
+            snapshot_bytes=parts.snapshot_bytes,
             log_interval_s=log_interval_s,
         )
         # Also when the engine is garbage, and when the interpreter ends: a thread must not launch work into that.

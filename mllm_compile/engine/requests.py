@@ -79,10 +79,13 @@ class MediaSource(Protocol):
             RequestError: the engine takes no pictures.
         """
 
-    def prepare(self, text: str, items: Seq[SourceItem], adds_special_tokens: bool) -> MediaPrompt:
+    def prepare(self, prompt: str | Seq[int], items: Seq[SourceItem], adds_special_tokens: bool) -> MediaPrompt:
         """
+        Args:
+            prompt: a text, or token ids, with placeholders.
+
         Raises:
-            RequestError: a picture or the text is refused.
+            RequestError: a picture or the prompt is refused.
             MllmError: the system gives no process, or no memory.
         """
 
@@ -354,8 +357,8 @@ class RequestBuilder:
             fault = f"the prompt of a prompt's dict is a text, got {brief(text)}"
         elif salt is not None and (not isinstance(salt, str) or not salt):
             fault = f"a prompt's cache_salt is a text that is not empty, got {brief(salt)}"
-        elif media is not None and (not isinstance(text, str) or token_ids is not None):
-            fault = "multi_modal_data belongs to a prompt's text, whose placeholders it fills; got it beside token ids"
+        elif media is not None and isinstance(text, MediaPrompt):
+            fault = "the prompt has its images already; got multi_modal_data beside it"
         else:
             prepared = self._prepare_given(text, token_ids, media)
             prepared.cache_salt = salt
@@ -365,25 +368,28 @@ class RequestBuilder:
     def _prepare_given(self, text: str | MediaPrompt | None, token_ids: Any, media: Any) -> _Prepared:
         if isinstance(text, MediaPrompt):
             return self._prepare_media(text)
-        has_none = media is None or (isinstance(media, Mapping) and not media)
-        if not has_none and text is not None:
-            try:
-                self._check_media()
-                items = read_items(media, local_paths=True)
-            except RequestError as error:
-                return _Prepared(text, error=error)
-            return self._with_pictures(text, items, True) if items else self._prepare_text(text)
         prepared = self._prepare_text(text or "") if token_ids is None else self._prepare_ids(token_ids)
         prepared.text = text
-        return prepared
+        has_none = media is None or (isinstance(media, Mapping) and not media)
+        if has_none or prepared.error is not None:
+            return prepared
+        try:
+            self._check_media()
+            items = read_items(media, local_paths=True)
+        except RequestError as error:
+            return _Prepared(text, error=error)
+        return self._with_pictures(text, items, True, prepared.token_ids) if items else prepared
 
-    def _with_pictures(self, text: str, items: Seq[SourceItem], adds_special_tokens: bool) -> _Prepared:
-        """The prompt of a text with placeholders."""
-        fault = _text_fault(text)
+    def _with_pictures(
+        self, text: str | None, items: Seq[SourceItem], adds_special_tokens: bool, token_ids: list[int] | None = None
+    ) -> _Prepared:
+        """The prompt of a text with placeholders, or of token ids where there are some."""
+        fault = _text_fault(text or "")
         if fault is not None:
             return _Prepared(text, error=fault)
+        prompt = (text or "") if token_ids is None else token_ids
         try:
-            prepared = self._prepare_media(self._check_media().prepare(text, items, adds_special_tokens))
+            prepared = self._prepare_media(self._check_media().prepare(prompt, items, adds_special_tokens))
         except MllmError as error:
             return _Prepared(text, error=error)
         prepared.text = text

@@ -36,18 +36,26 @@ class MediaDoor:
         """True if the model's folder has a processor of pictures."""
         return CONFIG_FILE in self._files and any(name in self._files for name in PROCESSOR_FILES)
 
-    def prepare(self, text: str, items: Sequence[SourceItem], adds_special_tokens: bool) -> MediaPrompt:
-        """The prompt of a text with placeholders and its items.
+    def prepare(
+        self, prompt: str | Sequence[int], items: Sequence[SourceItem], adds_special_tokens: bool
+    ) -> MediaPrompt:
+        """The prompt of a text, or of token ids, with placeholders and its items.
+
+        Args:
+            prompt: token ids have one placeholder an item, or one a feature.
+            adds_special_tokens: to a text.
 
         Raises:
             RequestError: the model takes none, Pillow is missing, one of them is refused, or the prompt is too long.
             MllmError: the system gives no process, or no shared memory.
         """
-        return self.prepare_shared(text, items, adds_special_tokens).take()
+        return self.prepare_shared(prompt, items, adds_special_tokens).take()
 
-    def prepare_shared(self, text: str, items: Sequence[SourceItem], adds_special_tokens: bool) -> SharedPrompt:
+    def prepare_shared(
+        self, prompt: str | Sequence[int], items: Sequence[SourceItem], adds_special_tokens: bool
+    ) -> SharedPrompt:
         """Like prepare; the tensors stay in shared memory, for another process."""
-        shared = self._open().prepare(text, items, adds_special_tokens)
+        shared = self._open().prepare(prompt, items, adds_special_tokens)
         num_tokens = len(shared.is_feature)
         if num_tokens >= self._max_model_len:
             shared.remove()

@@ -2,15 +2,17 @@
 
 Runs in a worker (server.py), which alone imports Transformers. Each item goes through the processor by itself, so its
 tensors need no cutting; then the text, with each placeholder replaced by what the processor made of it, is tokenized
-once. Images are prepared by the processor's Pillow form on every machine: the same picture has the same tensors.
+once; of token ids the placeholders' are replaced. Images are prepared by the processor's Pillow form on every machine:
+the same picture has the same tensors.
 """
 
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,6 +28,7 @@ _NO_TENSORS = (
     *("input_ids", "attention_mask", "mm_token_type_ids", "token_type_ids"),
     *("text_replacement_offsets", "video_metadata"),
 )
+_KINDS: tuple[MediaKind, ...] = ("image", "video")
 _MOST_REASON = 400  # characters
 
 
@@ -64,20 +67,30 @@ class MediaProcessor:
         except Exception as error:  # whatever Transformers raises at strange files
             raise Refused(f"the model's processor cannot be loaded ({_reason(error)})") from None
         config = json.loads((folder / CONFIG_FILE).read_bytes())
-        self._ids = {kind: _token_id(config, kind) for kind in ("image", "video")}
-        self._tokens = {kind: getattr(self._processor, f"{kind}_token", None) for kind in ("image", "video")}
+        self._ids = {kind: _token_id(config, kind) for kind in _KINDS}
+        self._tokens = {kind: getattr(self._processor, f"{kind}_token", None) for kind in _KINDS}
         self._settings = _settings_of(folder)
 
-    def prepare(self, text: str, items: Sequence[DecodedItem], adds_special_tokens: bool) -> MediaPrompt:
-        """The prompt of a text whose placeholders stand for `items` in their order.
+    def prepare(
+        self, prompt: str | Sequence[int], items: Sequence[DecodedItem], adds_special_tokens: bool
+    ) -> MediaPrompt:
+        """The prompt of a text whose placeholders stand for `items` in their order; or of token ids, with a placeholder
+        for each item or for each feature.
+
+        Args:
+            adds_special_tokens: to a text.
 
         Raises:
             Refused: places and items are not as many, or the processor refuses one.
         """
-        self._check_counts(text, items)
+        self._check_kinds(items)
+        if isinstance(prompt, str):
+            self._check_counts(prompt, items)
         processed = [self._process(item) for item in items]
-        ids = self._processor.tokenizer(self._expanded(text, items, processed), add_special_tokens=adds_special_tokens)
-        token_ids = [int(token_id) for token_id in ids["input_ids"]]
+        if isinstance(prompt, str):
+            token_ids = self._encoded(self._expanded(prompt, items, processed), adds_special_tokens)
+        else:
+            token_ids = self._expanded_ids(prompt, items, processed)
         places = {kind: np.flatnonzero(np.asarray(token_ids) == self._ids[kind]) for kind in ("image", "video")}
         is_feature = np.zeros(len(token_ids), bool)
         taken = {"image": 0, "video": 0}
@@ -98,13 +111,23 @@ class MediaProcessor:
             )
         return MediaPrompt(token_ids, tuple(sorted(found, key=lambda item: item.start)), is_feature)
 
-    def _check_counts(self, text: str, items: Sequence[DecodedItem]) -> None:
+    def _served(self) -> Iterator[tuple[MediaKind, str, int]]:
+        """The kinds that the model takes, each with its placeholder's text and id."""
         for kind, token in self._tokens.items():
+            token_id = self._ids[kind]
+            if token is not None and token_id is not None:
+                yield kind, token, token_id
+
+    def _check_kinds(self, items: Sequence[DecodedItem]) -> None:
+        served = {kind for kind, _, _ in self._served()}
+        for kind in self._tokens:
             given = sum(item.kind == kind for item in items)
-            if token is None or self._ids[kind] is None:
-                if given:
-                    raise Refused(f"the model takes no {kind}s, and the request has {given}. Leave them out")
-                continue
+            if given and kind not in served:
+                raise Refused(f"the model takes no {kind}s, and the request has {given}. Leave them out")
+
+    def _check_counts(self, text: str, items: Sequence[DecodedItem]) -> None:
+        for kind, token, _ in self._served():
+            given = sum(item.kind == kind for item in items)
             places = text.count(token)
             if places != given:
                 raise Refused(
@@ -120,6 +143,30 @@ class MediaProcessor:
         turns = {kind: iter(texts) for kind, texts in waiting.items()}
         pattern = "|".join(map(re.escape, kind_of))
         return re.sub(pattern, lambda match: next(turns[kind_of[match.group()]]), text)
+
+    def _expanded_ids(
+        self, token_ids: Sequence[int], items: Sequence[DecodedItem], processed: Sequence[_Processed]
+    ) -> list[int]:
+        """Token ids with each placeholder replaced, unless there is one a feature already."""
+        found = list(token_ids)
+        for kind, token, token_id in self._served():
+            own = [made for item, made in zip(items, processed, strict=True) if item.kind == kind]
+            places, features = found.count(token_id), sum(made.num_features for made in own)
+            if places == features:
+                continue
+            if places != len(own):
+                raise Refused(
+                    f"the prompt has {places} tokens {token_id} ({token}), but {len(own)} {kind}s were given, which "
+                    f"have {features} features. Put one where each {kind} belongs, or one for each feature"
+                )
+            turns = iter(own)
+            parts = (self._encoded(next(turns).text, False) if one == token_id else [one] for one in found)
+            found = list(itertools.chain.from_iterable(parts))
+        return found
+
+    def _encoded(self, text: str, adds_special_tokens: bool) -> list[int]:
+        ids = self._processor.tokenizer(text, add_special_tokens=adds_special_tokens)["input_ids"]
+        return [int(token_id) for token_id in ids]
 
     def _process(self, item: DecodedItem) -> _Processed:
         token = self._tokens[item.kind]

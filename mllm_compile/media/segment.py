@@ -113,7 +113,7 @@ def take_tensors(name: str, layouts: Iterable[Layout]) -> list[dict[str, np.ndar
     """
     descriptor = os.open(_FOLDER / name, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
     try:
-        memory = mmap.mmap(descriptor, 0, access=mmap.ACCESS_READ)
+        memory = mmap.mmap(descriptor, 0, access=mmap.ACCESS_COPY)
     finally:
         os.close(descriptor)
         remove_segment(name)

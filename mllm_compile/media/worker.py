@@ -46,7 +46,8 @@ def _open(first: bytes) -> Callable[[bytes], Answer]:
 def _answer(processor: MediaProcessor, request: bytes) -> Answer:
     header, blobs = unpack(request)
     try:
-        frames = iter(blobs)
+        asked_prompt = np.frombuffer(blobs[0], np.int32).tolist() if header["text"] is None else header["text"]
+        frames = iter(blobs[1:])
         pixels = 0
         items = []
         for asked in header["items"]:
@@ -58,7 +59,7 @@ def _answer(processor: MediaProcessor, request: bytes) -> Answer:
                     f"{MAX_PROMPT_PIXELS:,}. Give smaller ones, or fewer"
                 )
             items.append(item)
-        prompt = processor.prepare(header["text"], items, header["adds_special_tokens"])
+        prompt = processor.prepare(asked_prompt, items, header["adds_special_tokens"])
         layouts = write_tensors(header["segment"], [item.tensors for item in prompt.items])
     except Refused as refusal:
         return REFUSAL, f"{refusal}.".encode("utf-8", "replace")

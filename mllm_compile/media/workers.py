@@ -111,8 +111,11 @@ class MediaWorkers(HelperProcesses):
         self._held_bytes = 0  # by what is prepared and not taken
         remove_left_segments()
 
-    def prepare(self, text: str, items: Sequence[SourceItem], adds_special_tokens: bool) -> SharedPrompt:
-        """The prompt of a text with placeholders and its items. Its memory is the caller's: `take` it or `remove` it.
+    def prepare(
+        self, prompt: str | Sequence[int], items: Sequence[SourceItem], adds_special_tokens: bool
+    ) -> SharedPrompt:
+        """The prompt of a text, or of token ids, with placeholders and its items. Its memory is the caller's: `take` it
+        or `remove` it.
 
         Raises:
             RequestError: a picture or the text is refused, or exceeds a limit.
@@ -126,7 +129,7 @@ class MediaWorkers(HelperProcesses):
             )
         segment = Segment(MAX_TENSOR_BYTES)
         try:
-            header, blobs = self._prepared(text, items, adds_special_tokens, segment.name)
+            header, blobs = self._prepared(prompt, items, adds_special_tokens, segment.name)
         except BaseException:
             segment.remove()
             raise
@@ -144,7 +147,7 @@ class MediaWorkers(HelperProcesses):
         self._hold(-num_bytes)
 
     def _prepared(
-        self, text: str, items: Sequence[SourceItem], adds_special_tokens: bool, segment: str
+        self, prompt: str | Sequence[int], items: Sequence[SourceItem], adds_special_tokens: bool, segment: str
     ) -> tuple[dict[str, Any], list[memoryview]]:
         asked = [
             {
@@ -155,9 +158,10 @@ class MediaWorkers(HelperProcesses):
             }
             for item in items
         ]
+        text, ids = (prompt, ()) if isinstance(prompt, str) else (None, prompt)
         request = pack(
             {"text": text, "items": asked, "adds_special_tokens": adds_special_tokens, "segment": segment},
-            [frame.data for item in items for frame in item.frames],
+            [np.asarray(ids, np.int32).tobytes(), *(frame.data for item in items for frame in item.frames)],
         )
         try:
             kind, answer = self.ask(request)

@@ -125,6 +125,15 @@ class TokenizeChatFields(ChatFields, kw_only=True):
     return_token_strs: bool | None = None
 
 
+def _check_texts(fields: ChatFields) -> None:
+    """
+    Raises:
+        ApiError: there are images among the texts.
+    """
+    if has_media(fields.messages):
+        raise bad_request("messages: expected texts; what images take, the usage of an answer says")
+
+
 def _tokenize(front: Front) -> Answer:
     async def tokenize(body: bytes) -> dict[str, Any]:
         fields: TokenizeChatFields | TokenizeFields
@@ -137,8 +146,7 @@ def _tokenize(front: Front) -> Answer:
 
         def encode() -> list[int]:
             if isinstance(fields, TokenizeChatFields):
-                if has_media(fields.messages):
-                    raise bad_request("messages: expected texts; what images take, the usage of an answer says")
+                _check_texts(fields)
                 return tokenizer.encode(chat_text(facts, fields), fields.add_special_tokens is True)
             return tokenizer.encode(fields.prompt, fields.add_special_tokens is not False)
 
@@ -172,6 +180,7 @@ def _tokenizer_info(front: Front) -> Answer:
 def _count_tokens(front: Front) -> Answer:
     async def count(body: bytes) -> dict[str, Any]:
         fields, _ = anthropic.read_chat(body)
+        _check_texts(fields)
         facts = await front.facts(fields.model)
         tokenizer = _tokenizer(facts)
         text = await front.in_thread(chat_text, facts, fields)

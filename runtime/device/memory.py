@@ -99,6 +99,21 @@ def check_states_fit(num_bytes: int, runtime: RuntimeSection, device: torch.devi
         )
 
 
+def check_features_fit(num_bytes: int, runtime: RuntimeSection, device: torch.device) -> None:
+    """Like check_weights_fit, for the features of images.
+
+    Raises:
+        DeviceMemoryError: they need more than the device has free.
+    """
+    free, _ = _memory_bytes(device.type, device.index or 0)
+    if num_bytes > free:
+        raise DeviceMemoryError(
+            f"the features of images need {_gib(num_bytes)} for runtime.max_num_batched_tokens: "
+            f"{runtime.max_num_batched_tokens} and runtime.max_model_len: {runtime.max_model_len}; {device} has "
+            f"{_gib(free)} free. Lower one of them."
+        )
+
+
 @dataclass(frozen=True)
 class KVBudget:
     """The bytes that pages may take, and why."""

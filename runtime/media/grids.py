@@ -7,11 +7,17 @@ Free of torch, as the host makes this when a request comes.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 
-MAX_FEATURES = 16384  # of one run of a tower
+MAX_FEATURES = 16384  # of an image
+# Of the images that one run of a tower encodes: enough to fill a GPU, few enough that the host prepares the next run
+# meanwhile. An image with more is a run of its own.
+FEATURES_OF_A_RUN = 1024
+_KEPT_GRIDS = 16  # up to 4 MB each
 Grid = tuple[int, int, int]  # frames, rows and columns of patches
 
 
@@ -49,17 +55,14 @@ class GridTower:
         names += ["interp_indices", "interp_weights"] if self.table_side else []
         return (*names, *(["window_index", "cu_window_seqlens"] if self.window else []))
 
-    def inputs(self, pixels: np.ndarray, grid: Grid) -> dict[str, np.ndarray]:
-        """The tower's inputs for an image, [F features, …] each.
+    def inputs(self, grid: Grid) -> Mapping[str, np.ndarray]:
+        """The tower's inputs for an image beside its pixels, [F features, …] each. Not to be written to: those of the
+        last grids are kept."""
+        return _inputs_of(self, grid)
 
-        Args:
-            pixels: [patches, patch_width] float32, in the processor's order.
-        """
+    def _inputs(self, grid: Grid) -> dict[str, np.ndarray]:
         features, unit = self.num_features(grid), self.merge**2
-        found = {
-            "pixel_values": pixels.reshape(features, unit * self.patch_width),
-            "position_ids": patch_places(grid, self.merge).reshape(features, unit, 2),
-        }
+        found = {"position_ids": patch_places(grid, self.merge).reshape(features, unit, 2)}
         if self.table_side:
             indices, weights = table_taps(grid, self.merge, self.table_side, self.align_corners)
             found["interp_indices"] = indices.reshape(features, unit, 4)
@@ -74,6 +77,11 @@ class GridTower:
         if self.window:
             found["cu_window_seqlens"] = windows(grid, self.merge, self.window)[1]
         return found
+
+
+@lru_cache(maxsize=_KEPT_GRIDS)
+def _inputs_of(tower: GridTower, grid: Grid) -> Mapping[str, np.ndarray]:
+    return tower._inputs(grid)
 
 
 def patch_places(grid: Grid, merge: int) -> np.ndarray:

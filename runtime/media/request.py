@@ -7,7 +7,7 @@ Free of torch.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -118,9 +118,13 @@ class RequestMedia:
         """N."""
         return self.is_feature.size
 
-    def num_images_before(self, token: int) -> int:
-        """Images that end at or before a token."""
-        return sum(image.end <= token for image in self.images)
+    def images_within(self, start: int, end: int) -> Iterator[Image]:
+        """The images of which there are tokens in [start, end)."""
+        for image in self.images:
+            if image.start >= end:
+                break
+            if image.end > start:
+                yield image
 
     def text_positions(self, start: int, length: int) -> np.ndarray:
         """Positions [length] of tokens that take no features, counted from the prompt's first."""
@@ -150,6 +154,7 @@ def _images(
     if features != places.size:
         raise RequestError(f"an image has {features} features, and the prompt {places.size} tokens for it")
     of_frame = (1, rows, columns)
+    tower.inputs(of_frame)  # made here, on the caller's thread, and found when a step needs it
     if features // frames > MAX_FEATURES:
         raise RequestError(
             f"an image has {features // frames} features, and at most {MAX_FEATURES} are served. Make it smaller."

@@ -1,4 +1,7 @@
-"""Several images as one run of a tower: their arrays one after another, and the bounds of segments."""
+"""Several images as one run of a tower: their arrays one after another, and the bounds of segments.
+
+Pixels are left to whoever brings them to the device: they are most of the bytes.
+"""
 
 from __future__ import annotations
 
@@ -20,19 +23,17 @@ class HostSegments:
     longest: int
 
 
-def tower_inputs(
-    tower: GridTower, images: Sequence[tuple[np.ndarray, Grid]]
-) -> tuple[dict[str, np.ndarray], dict[str, HostSegments]]:
-    """Arrays [F, …] and segments by the names of the tower's inputs.
+def tower_inputs(tower: GridTower, grids: Sequence[Grid]) -> tuple[dict[str, np.ndarray], dict[str, HostSegments]]:
+    """Arrays [F, …] and segments by the names of the tower's inputs, less `pixel_values`.
 
     Args:
-        images: pixels [patches, patch_width] float32 and grid of each; at least one.
+        grids: of each image; at least one.
     """
     parts: dict[str, list[np.ndarray]] = {}
     lengths: dict[str, list[np.ndarray]] = {}
     features = 0
-    for pixels, grid in images:
-        for name, array in tower.inputs(pixels, grid).items():
+    for grid in grids:
+        for name, array in tower.inputs(grid).items():
             parts.setdefault(name, []).append(array + features if name in _COUNTED_FROM_IMAGE else array)
         for name, array in tower.segments(grid).items():
             lengths.setdefault(name, []).append(array)

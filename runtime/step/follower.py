@@ -6,6 +6,7 @@ import numpy as np
 import torch
 
 from mllm_compile.runtime.schedule.scheduled_batch import ScheduledBatch
+from mllm_compile.runtime.step.plan import StepPlan
 from mllm_compile.runtime.step.runner import StepRunner, scored_parts
 
 
@@ -24,11 +25,16 @@ class FollowingStepRunner(StepRunner):
             self._enter_pages(batch)
             plan = self._plan(batch)
             plan.fields.scored_indices = scored_indices
-            if self._is_captured(batch):
-                fields = plan.fields
-                self._runner.decode(fields.req_pool_indices, fields.seq_lens, fields.out_cache_loc)
-                return
-            output, fields_there = self._launch(batch, plan)
-            if fields_there.scored_indices is not None and output.logits_of is not None:
-                for part in scored_parts(fields_there.scored_indices, self._runner.vocab_size):
-                    output.logits_of(part)
+            self._copy_states(batch.state_restores)
+            self._run_model(batch, plan)
+            self._copy_states(batch.state_saves)
+
+    def _run_model(self, batch: ScheduledBatch, plan: StepPlan) -> None:
+        if self._is_captured(batch):
+            fields = plan.fields
+            self._runner.decode(fields.req_pool_indices, fields.seq_lens, fields.out_cache_loc)
+            return
+        output, fields_there = self._launch(batch, plan)
+        if fields_there.scored_indices is not None and output.logits_of is not None:
+            for part in scored_parts(fields_there.scored_indices, self._runner.vocab_size):
+                output.logits_of(part)

@@ -24,7 +24,7 @@ from tests.bench.result_cases import result, run, tpot
 from tests.tiny_model import TINY
 
 REPOSITORY = Path(__file__).parents[2]
-COMMANDS = ("latency", "throughput", "long", "gaps", "startup", "ablation", "roofline", "table")
+COMMANDS = ("latency", "throughput", "long", "gaps", "images", "startup", "ablation", "roofline", "table")
 RESULT = result(run("mllm", tpot(1, 4.0, limit=3.0)))
 
 

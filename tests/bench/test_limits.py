@@ -6,13 +6,15 @@ import pytest
 
 from mllm_compile.bench.limits.limits import (
     ModelFigures,
+    TowerFigures,
     with_gaps_limits,
+    with_images_limits,
     with_latency_limits,
     with_long_limits,
     with_throughput_limits,
 )
 from mllm_compile.bench.measure.results import Ceilings, Measurement
-from mllm_compile.bench.measure.workloads import Gaps, GapsWork, LatencyWork, LongWork, ThroughputWork
+from mllm_compile.bench.measure.workloads import Gaps, GapsWork, ImagesWork, LatencyWork, LongWork, ThroughputWork
 
 H200 = Ceilings(read_bytes_s=4.58e12, flops_s=790e12)
 QWEN3_8B = ModelFigures(
@@ -52,6 +54,18 @@ def test_many_requests_make_the_gemms_compute_bound():
 def test_a_prefill_is_bound_by_its_operations():
     (limited,) = with_latency_limits([Measurement.of("prefill", "ms", [95.89], batch=8)], LatencyWork(), QWEN3_8B, H200)
     assert limited.limit == pytest.approx(72.8, rel=0.01)
+
+
+def test_new_images_take_the_tower_beside_their_prompts():
+    tower = TowerFigures(patch_params=400, feature_params=100, patches_per_feature=4, full_widths=10, window_widths=0)
+    work = ImagesWork(text_len=100, output_len=3)
+    names = ("first token, new images", "first token, same images", "tpot, behind images")
+    lines = [Measurement.of(name, "ms", [1.0], batch=2) for name in names]
+    new, same, tpot = with_images_limits(lines, work, 1124, replace(QWEN3_8B, tower=tower), H200)
+    flops = 2 * (4096 * 400 + 1024 * 100) + 4 * 4096**2 * 10
+    assert new.limit - same.limit == pytest.approx(2 * flops / 790e9)
+    assert same.limit == pytest.approx(QWEN3_8B.prefill_seconds(H200, [1124] * 2) * 1e3)
+    assert tpot.limit == pytest.approx(QWEN3_8B.decode_seconds(H200, [1125.5] * 2) * 1e3)
 
 
 def test_throughput_limits_are_in_tokens_a_second():

@@ -20,6 +20,24 @@ def test_figures_of_the_benchmarked_shapes(shape, weight_bytes, kv_bytes):
     assert figures.kv_bytes_per_token == kv_bytes
 
 
+def test_a_tower_of_images_is_counted_apart_from_the_text():
+    """Qwen3-VL-8B's text is Qwen3-8B; its tower by hand, less norms and biases."""
+    figures, text = (model_figures(SHAPES / name, "bfloat16") for name in ("qwen3-vl-8b", "qwen3-8b"))
+    assert (figures.layer_params, figures.head_params) == (text.layer_params, text.head_params)
+    assert (figures.attention_flops_per_pair, text.tower) == (text.attention_flops_per_pair, None)
+    tower = figures.tower
+    assert tower.patch_params == pytest.approx(27 * (4 * 1152**2 + 2 * 1152 * 4304) + 1536 * 1152, rel=1e-3)
+    assert tower.feature_params == pytest.approx(4 * 4608 * (4608 + 4096), rel=1e-3)
+    assert (tower.full_widths, tower.window_widths, tower.patches_per_feature) == (27 * 1152, 0, 4)
+    assert tower.flops(1024) == pytest.approx(5.8e12, rel=0.02)
+
+
+def test_a_tower_with_windows_sees_them_in_most_layers():
+    tower = model_figures(SHAPES / "qwen2_5-vl-7b", "bfloat16").tower
+    assert (tower.full_widths, tower.window_widths, tower.window_patches) == (4 * 1280, 28 * 1280, 64)
+    assert tower.flops(37**2) == pytest.approx(7.6e12, rel=0.02)
+
+
 def test_a_tied_table_is_the_head_and_is_read_in_every_step():
     figures = model_figures(Path(models_file).parent / "tiny", "float32")
     assert figures.head_params == 192 * 3072
@@ -86,3 +104,8 @@ def test_a_model_without_attention_has_states_alone(tmp_path):
     figures = model_figures(tmp_path, "float32")
     assert (figures.kv_bytes_per_token, figures.attention_flops_per_pair) == (0, 0)
     assert figures.state_bytes > 0
+
+
+def test_states_of_mixers_of_their_own_code_count_too(tmp_path):
+    tiny_config("minimax").save_pretrained(tmp_path)
+    assert model_figures(tmp_path, "bfloat16").state_bytes == 2 * 4 * 16 * 16 * 4  # layers, heads, values by keys

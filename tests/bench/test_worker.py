@@ -13,9 +13,10 @@ import yaml
 from mllm_compile.bench.adapters.base import check_output
 from mllm_compile.bench.errors import BenchmarkError
 from mllm_compile.bench.measure import worker
+from mllm_compile.bench.measure.images import features_a_side
 from mllm_compile.bench.measure.results import run_from_json
 from mllm_compile.bench.measure.setting import Setting
-from mllm_compile.bench.measure.workloads import Call, LatencyWork, LongWork, ThroughputWork
+from mllm_compile.bench.measure.workloads import Call, ImagesWork, LatencyWork, LongWork, ThroughputWork
 from mllm_compile.process import progress
 from tests.tiny_model import tiny_config
 
@@ -107,6 +108,46 @@ def test_long_contexts_are_measured_point_by_point(engine, tmp_path, capsys):
         (1, 10, 3),
     ]
     assert "9 x 5: left out" in capsys.readouterr().err and engine.is_closed
+
+
+class StandInImages(StandInEngine):
+    """An image of `side` pixels has as many features."""
+
+    def image(self, side: int, seed: int) -> tuple[int, int]:
+        return side, seed
+
+    def num_features(self, side: int) -> int:
+        return side
+
+    def prompt(self, before: list[int], image: tuple[int, int], after: list[int]) -> list[Any]:
+        return [*before, image, *after]
+
+
+def test_images_are_new_in_every_repeat_and_then_the_same_amid_other_text(monkeypatch, tmp_path):
+    engine = StandInImages(kv_tokens=40)
+    monkeypatch.setattr(worker, "open_images", lambda name, setting: engine)
+    sizes = ImagesWork(batches=(1, 2, 9), side=7, text_len=5, output_len=3, repeats=2)
+    done = work("images", tmp_path, work=asdict(sizes))
+    assert done.pop("prompt_len") == 12
+    names = ("first token, new images", "first token, same images", "first token, text")
+    names += ("tpot, behind images", "tpot, text")
+    run = run_from_json(done)
+    assert [line.key for line in run.measurements] == [(name, batch) for batch in (1, 2) for name in names]
+    assert all(len(line.samples) == 2 for line in run.measurements)
+    calls = engine.calls[15:]  # of two requests
+    assert [call.max_tokens for call in calls[:5]] == [[1, 1], [1, 1], [3, 3], [1, 1], [3, 3]]
+    seen = [[[one for one in prompt if isinstance(one, tuple)] for prompt in call.prompts] for call in calls]
+    assert seen[0] == seen[1] == seen[2] != seen[5] and seen[3] == seen[4] == [[], []]
+    assert len({str(call.prompts) for call in calls}) == len(calls) == 15
+    assert {len(prompt) for prompt in calls[3].prompts} == {12}
+
+
+def test_a_folder_without_a_tower_has_no_images_to_measure(tmp_path):
+    (tmp_path / "config.json").write_text('{"vision_config": {"patch_size": 14, "spatial_merge_size": 2}}')
+    assert [features_a_side(str(tmp_path), side) for side in (1, 28, 1024)] == [1, 1, 37]
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(BenchmarkError, match="has no vision_config with patch_size"):
+        features_a_side(str(tmp_path), 1024)
 
 
 def test_levers_are_what_changed_something_in_the_compiled_runtime(eager_cache, tmp_path):

@@ -98,6 +98,42 @@ def test_the_same_image_is_found_again_and_another_is_not(served: Served) -> Non
         assert tokens(engine, [longer]) == [transformers_greedy(served.model, longer, MAX_TOKENS)]
 
 
+def test_the_tower_runs_once_for_an_image_that_comes_with_other_text(served: Served) -> None:
+    parts = assemble(vision_engine_config(served.folder, served.cache, max_num_batched_tokens=9), Timeline())
+    again = media_prompt([7, 92], LARGE, [93, 20])
+    with Engine.from_parts(parts) as engine:
+        assert tokens(engine, [CUT]) == [served.answers[2]]
+        assert parts.step_runner.media.num_encoded == 1, "it is cut into ten chunks"
+        assert tokens(engine, [again]) == [transformers_greedy(served.model, again, MAX_TOKENS)]
+        assert parts.step_runner.media.num_encoded == 1
+        # The pool holds 256 features: other images drive it out, and it is encoded again.
+        for seed in (11, 12):
+            tokens(engine, [media_prompt([7, 92], image(seed, (1, 16, 22)), [93, 20])])
+        assert parts.step_runner.media.num_encoded == 3
+        last = media_prompt([8, 92], LARGE, [93, 20])
+        assert tokens(engine, [last]) == [transformers_greedy(served.model, last, MAX_TOKENS)]
+        assert parts.step_runner.media.num_encoded == 4
+        # Requests that share no KV share no features either.
+        salted = {"prompt": last, "cache_salt": "mine"}
+        assert tokens(engine, [salted]) == tokens(engine, [last])
+        assert parts.step_runner.media.num_encoded == 5
+
+
+def test_requests_with_images_among_many_without(served: Served) -> None:
+    """With few pages, and with images that push each other out of the pool."""
+    kinds = [4] * 30
+    for place, kind in enumerate((0, 1, 2, 3, 2)):
+        kinds.insert(6 * place, kind)
+    config = vision_engine_config(served.folder, served.cache, enable_prefix_cache=False)
+    with engine_of_pages(config, 20) as engine:
+        gone = engine.stream(CUT, GREEDY, request_id="gone")
+        found = engine.generate([PROMPTS[kind] for kind in kinds], GREEDY)
+        engine.abort("gone")
+        list(gone)
+        assert [list(output.token_ids) for output in found] == [served.answers[kind] for kind in kinds]
+        assert all_pages_are_back(engine)
+
+
 def test_a_preempted_prompt_is_computed_again(served: Served) -> None:
     params = replace(GREEDY, max_tokens=40)
     expected = [transformers_greedy(served.model, prompt, 40) for prompt in (ONE, TWO)]
@@ -115,7 +151,7 @@ def test_an_aborted_prompt_leaves_nothing(served: Served) -> None:
         engine.abort("gone")
         list(stream)
         assert tokens(engine, PROMPTS) == served.answers
-        assert parts.step_runner.media.num_kept == 0
+        assert all_pages_are_back(engine)
 
 
 def test_log_probabilities_of_a_prompt_with_images_are_those_of_transformers(served: Served) -> None:

@@ -10,14 +10,15 @@ import pytest
 import torch
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-ATTENTION = ["decode_attention_speed.py", "latent_attention_speed.py", "prefill_attention_speed.py"]
+ATTENTION = [
+    *("decode_attention_speed.py", "latent_attention_speed.py", "prefill_attention_speed.py"),
+    "tower_speed.py",
+]
 HOPPER = ["mixed_graphs_speed.py"]
-ENGINES = ["cascade_speed.py", "graph_modes_speed.py", "step_gaps.py", "step_power.py"]
+ENGINES = ["cascade_speed.py", "graph_modes_speed.py", "image_step.py", "step_gaps.py", "step_power.py"]
 
 
-@pytest.mark.parametrize(
-    "name", [*ATTENTION, *HOPPER, "cascade_speed.py", "graph_modes_speed.py", "step_gaps.py", "step_power.py"]
-)
+@pytest.mark.parametrize("name", [*ATTENTION, *HOPPER, *ENGINES])
 def test_a_script_for_a_gpu_ends_with_one_line_on_a_machine_without(name, monkeypatch):
     config = [] if name in ATTENTION else ["configs/tiny.yaml"]
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)

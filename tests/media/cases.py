@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import json
+import struct
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +19,13 @@ SPECIAL = ("<|end|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|
 IMAGE_ID, VIDEO_ID = 3, 4
 PLACE = "<|vision_start|><|image_pad|><|vision_end|>"
 MODEL_LEN = 256
-TOWER = GridTower(2, 384, 64, window=0, table_side=0, align_corners=True, image_token_id=IMAGE_ID)
+VIDEO_PLACE = PLACE.replace("image", "video")
+TOWER = GridTower(
+    2, 384, 64, window=0, table_side=0, align_corners=True, image_token_id=IMAGE_ID, video_token_id=VIDEO_ID
+)
 TEMPLATE = (
-    "{% for m in messages %}{% for part in m.content %}{% if part.type == 'image' %}" + PLACE + "{% else %}"
-    "{{ part.text }}{% endif %}{% endfor %}{% endfor %}:"
+    "{% for m in messages %}{% for part in m.content %}{% if part.type == 'image' %}" + PLACE + "{% elif part.type == "
+    "'video' %}" + VIDEO_PLACE + "{% else %}{{ part.text }}{% endif %}{% endfor %}{% endfor %}:"
 )
 
 
@@ -67,3 +72,13 @@ def file_of(pixels: np.ndarray, kind: str = "PNG", **options: Any) -> bytes:
     data = io.BytesIO()
     images.fromarray(pixels).save(data, kind, **options)
     return data.getvalue()
+
+
+def png_that_says(width: int, height: int) -> bytes:
+    """A PNG whose header names a size, with next to no data behind it."""
+
+    def chunk(kind: bytes, body: bytes) -> bytes:
+        return struct.pack(">I", len(body)) + kind + body + struct.pack(">I", zlib.crc32(kind + body))
+
+    head = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", head) + chunk(b"IDAT", zlib.compress(b"")) + chunk(b"IEND", b"")

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import io
-import struct
-import zlib
 
 import numpy as np
 import pytest
 
 from mllm_compile.media.decode import Refused, decode
-from tests.media.cases import file_of, pixels_of
+from tests.media.cases import file_of, pixels_of, png_that_says
 
 Images = pytest.importorskip("PIL.Image")
 
@@ -19,16 +17,6 @@ def saved(image, kind="PNG", **options):
     data = io.BytesIO()
     image.save(data, kind, **options)
     return data.getvalue()
-
-
-def png_that_says(width, height):
-    """A PNG whose header names a size, with next to no data behind it."""
-
-    def chunk(kind, body):
-        return struct.pack(">I", len(body)) + kind + body + struct.pack(">I", zlib.crc32(kind + body))
-
-    head = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
-    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", head) + chunk(b"IDAT", zlib.compress(b"")) + chunk(b"IEND", b"")
 
 
 @pytest.mark.parametrize("kind", ["PNG", "BMP", "TIFF", "PPM"])

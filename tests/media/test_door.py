@@ -13,7 +13,8 @@ from mllm_compile.errors import MllmError, RequestError
 from mllm_compile.media import door as door_module
 from mllm_compile.media import segment, workers
 from mllm_compile.media.sources import read_items
-from tests.media.cases import IMAGE_ID, PLACE, file_of, make_door, pixels_of
+from mllm_compile.runtime.media.request import RequestMedia
+from tests.media.cases import IMAGE_ID, PLACE, TOWER, VIDEO_ID, VIDEO_PLACE, file_of, make_door, pixels_of
 
 
 def segments():
@@ -99,6 +100,28 @@ def test_a_video_needs_torchvision_or_frames_of_one_size(door):
         import torchvision  # noqa: F401
     except ImportError:
         assert "torchvision, which is not installed" in refusal(door, text, video=frames[:1] * 2)
+
+
+def test_a_videos_frames_are_told_apart_by_their_times(door):
+    """Two frames at a time, each behind its time; in a chat, by an array or by pictures, the features are the same."""
+    pytest.importorskip("torchvision")
+    frames = np.stack([pixels_of(seed, 32, 48) for seed in range(4)])
+    prompt = prepare(door, f"a{VIDEO_PLACE}b", video=(frames, {"fps": 2.0}))
+    (item,) = prompt.items
+    assert (item.kind, item.tensors["video_grid_thw"].tolist()) == ("video", [[2, 4, 6]])
+    assert [prompt.prompt_token_ids.count(token) for token in (VIDEO_ID, IMAGE_ID)] == [12, 0]
+    media = RequestMedia.of(
+        TOWER,
+        prompt.prompt_token_ids,
+        prompt.is_feature,
+        [(item.start, item.length, item.digest, item.tensors)],
+    )
+    assert [image.end - image.start for image in media.images] == [6, 6]
+    assert media.images[0].end < media.images[1].start, "its time is between them"
+    files = [file_of(frame) for frame in frames]
+    again = prepare(door, f"a{VIDEO_PLACE}b", video=(files, {"fps": 2.0}))
+    assert again.prompt_token_ids == prompt.prompt_token_ids and again.items[0].digest == item.digest
+    assert prepare(door, VIDEO_PLACE, video=(frames, {"fps": 1.0})).items[0].digest != item.digest
 
 
 def test_text_alone_is_served_by_name(files):

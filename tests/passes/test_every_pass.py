@@ -22,6 +22,7 @@ from torch.nn import functional
 
 from mllm_compile.passes.base import SMALL_FORMS, SMALL_WEIGHTS, GraphPass, PassResult, SmallWeights
 from mllm_compile.passes.canonicalise import Canonicalise
+from mllm_compile.passes.fuse_rank_sums import FuseRankSums
 from mllm_compile.passes.match import nodes
 from mllm_compile.passes.match.nodes import LINEAR
 from mllm_compile.passes.pipeline import PASSES
@@ -140,6 +141,15 @@ def views_and_outer_products() -> fx.GraphModule:
     x = builder.call(operator.add, x, builder.method("cos", angles))
     x = builder.method("reshape", builder.method("view", x, 1, tokens, 4, 4), 1, tokens, HIDDEN)
     return builder.finish(_head_of_rows(builder, builder.call(operator.mul, x, 2.0)))
+
+
+def patches() -> fx.GraphModule:
+    builder = GraphBuilder()
+    x = builder.embed()
+    kernel = builder.weight("patches.weight", HIDDEN, 2, 2, 2, 2)
+    found = builder.call(torch.conv3d, builder.method("view", x, -1, 2, 2, 2, 2), kernel, None, (2, 2, 2))
+    x = builder.call(operator.add, x, builder.method("view", found, -1, HIDDEN))
+    return builder.finish(builder.head(builder.layer(x, 0)))
 
 
 def not_by_token() -> fx.GraphModule:
@@ -364,6 +374,7 @@ GRAPHS = (
     one_module_twice,
     spelled_in_all_ways,
     views_and_outer_products,
+    patches,
     not_by_token,
     decoder,
     decoder_with_normed_heads,
@@ -465,8 +476,10 @@ def test_a_pass_keeps_numbers_and_values_and_does_nothing_the_second_time(name, 
     assert (step.again, step.is_stable) == (0, True), "the second time it changes the graph"
 
 
-# `shard` changes graphs that are told of ranks: test_shard.py.
-@pytest.mark.parametrize("graph_pass", [one for one in PASSES if one is not Shard], ids=lambda one: one.name)
+OF_RANKS = (Shard, FuseRankSums)  # they change graphs that are told of ranks, in tests of their own
+
+
+@pytest.mark.parametrize("graph_pass", [one for one in PASSES if one not in OF_RANKS], ids=lambda one: one.name)
 def test_there_is_a_graph_that_a_pass_changes(graph_pass):
     """Else the tests above say nothing of it."""
     steps = [through(make)[0].get(graph_pass.name) for make in GRAPHS]

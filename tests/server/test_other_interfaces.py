@@ -142,7 +142,8 @@ def test_a_message_ends_at_a_stop_sequence_and_goes_on_from_a_last_message_of_th
         ({"messages": [*HELLO, {"role": "assistant", "content": [USE]}]}, "expected its tool_result"),
         ({"messages": [{"role": "user", "content": [{"type": "tool_result"}]}]}, "no tool_use_id"),
         ({"messages": [{"role": "assistant", "content": [{**USE, "input": "x"}]}]}, "input, an object"),
-        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "only text is served"),
+        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "expected the source of an image to be"),
+        ({"system": [{"type": "image"}]}, "system: expected blocks of type text, got str 'image'"),
         ({"messages": []}, "no messages"),
     ],
 )

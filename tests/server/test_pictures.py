@@ -95,10 +95,112 @@ def test_others_go_on_beside_pictures(server):
     eventually(lambda: not left(server))
 
 
+def block(data: bytes, media_type: str = "image/png") -> dict[str, Any]:
+    """An image as Anthropic's clients give it."""
+    source = {"type": "base64", "media_type": media_type, "data": base64.b64encode(data).decode()}
+    return {"type": "image", "source": source}
+
+
+def message(server: Server, *content: dict[str, Any]) -> Answer:
+    asked = {"messages": [{"role": "user", "content": list(content)}], "max_tokens": 4, "temperature": 0}
+    return server.post("/v1/messages", asked)
+
+
+def respond(server: Server, *content: dict[str, Any]) -> Answer:
+    asked = {"input": [{"role": "user", "content": list(content)}], "max_output_tokens": 4, "temperature": 0}
+    return server.post("/v1/responses", asked)
+
+
+def test_the_other_interfaces_take_pictures_by_the_same_door(server):
+    files = [file_of(pixels_of(seed, 32, 48)) for seed in (1, 2)]
+    expected = ask(server, *map(data_url, files)).json
+    told = message(server, *map(block, files), {"type": "text", "text": "How many?"})
+    assert told.status == 200, told.body
+    usage = told.json["usage"]
+    assert told.json["content"][0]["text"] == expected["choices"][0]["message"]["content"]
+    assert usage["input_tokens"] + usage["cache_read_input_tokens"] == expected["usage"]["prompt_tokens"]
+    parts: list[dict[str, Any]] = [{"type": "input_image", "image_url": data_url(one)} for one in files]
+    parts[0]["detail"] = "auto"
+    told = respond(server, *parts, {"type": "input_text", "text": "How many?"})
+    assert told.status == 200, told.body
+    (answer,) = told.json["output"]
+    assert answer["content"][0]["text"] == expected["choices"][0]["message"]["content"]
+    assert told.json["usage"]["input_tokens"] == expected["usage"]["prompt_tokens"]
+    eventually(lambda: not left(server))
+
+
+def test_their_pictures_are_refused_in_their_own_shapes(server):
+    url = {"type": "image", "source": {"type": "url", "url": "https://host/cat.png"}}
+    for content, says in (
+        (url, "'https://host/cat.png' is an address, and none is fetched"),
+        (block(b"hello"), "image 0: the picture is no picture that can be read"),
+        (block(b"hello", "application/pdf"), "expected the source of an image to be"),
+        ({"type": "image", "source": {"type": "file", "file_id": "f"}}, "expected the source of an image to be"),
+        ({"type": "document"}, "expected blocks of type text, got str 'document'"),
+    ):
+        answer = message(server, content)
+        assert (answer.status, answer.json["type"]) == (400, "error"), answer.body
+        assert says in answer.json["error"]["message"]
+    image = {"type": "input_image", "image_url": data_url(b"hello")}
+    for content, says in (
+        ({**image, "image_url": "https://host/cat.png"}, "is an address, and none is fetched"),
+        (image, "image 0: the picture is no picture that can be read"),
+        ({**image, "detail": "low"}, "detail: expected auto or high, got str 'low'"),
+        ({"type": "input_image", "file_id": "f"}, "expected an input_image with image_url"),
+        ({"type": "input_file"}, "expected parts of text or input_image"),
+    ):
+        answer = respond(server, content)
+        assert answer.status == 400, answer.body
+        assert says in answer.error["message"]
+
+
+def test_a_result_of_a_tool_may_be_a_picture(server):
+    use = {"type": "tool_use", "id": "t", "name": "look", "input": {}}
+    result = {"type": "tool_result", "tool_use_id": "t", "content": [block(file_of(pixels_of(5, 32, 48)))]}
+    turns = [{"role": "assistant", "content": [use]}, {"role": "user", "content": [result]}]
+    asked = {"messages": [{"role": "user", "content": "Look."}, *turns], "max_tokens": 4}
+    answer = server.post("/v1/messages", asked)
+    assert answer.status == 200, answer.body
+    assert answer.json["usage"]["input_tokens"] > 8
+
+
+def video(*frames: str) -> list[dict[str, Any]]:
+    parts: list[dict[str, Any]] = [{"type": "video", "video": list(frames)}, {"type": "text", "text": "What?"}]
+    return [{"role": "user", "content": parts}]
+
+
+def test_a_video_is_its_frames(server):
+    pytest.importorskip("torchvision")
+    frames = [data_url(file_of(pixels_of(seed, 32, 48))) for seed in range(4)]
+    answer = server.post(CHAT, {"messages": video(*frames), "max_tokens": 4, "temperature": 0})
+    assert answer.status == 200, answer.body
+    assert answer.json["usage"]["prompt_tokens"] > 12, "two pairs of frames of 6 tokens each, and their times"
+    eventually(lambda: not left(server))
+
+
+@pytest.mark.parametrize(
+    ("part", "said"),
+    [
+        ({"type": "video", "video": []}, "video 0: expected 1 to 768 frames, got 0"),
+        ({"type": "video", "video": "https://host/cat.mp4"}, "Video files are not read: give frames"),
+        ({"type": "video_url", "video_url": {"url": "data:video/mp4;base64,AA=="}}, "video files are not read"),
+        ({"type": "video", "video": ["https://host/1.png"]}, "video 0, frame 0: 'https://host/1.png' is an address"),
+    ],
+)
+def test_a_video_that_is_none_is_a_bad_request(server, part, said):
+    answer = server.post(CHAT, {"messages": [{"role": "user", "content": [part]}], "max_tokens": 4})
+    assert answer.status == 400
+    assert said in answer.error["message"]
+
+
 def test_pictures_are_no_business_of_tokenize(server):
     answer = server.post("/tokenize", {"messages": messages(data_url(b"x"))})
     assert answer.status == 400
     assert "expected texts" in answer.error["message"]
+    asked = {"messages": [{"role": "user", "content": [block(b"x")]}]}
+    answer = server.post("/v1/messages/count_tokens", asked)
+    assert (answer.status, answer.json["type"]) == (400, "error")
+    assert "expected texts" in answer.json["error"]["message"]
 
 
 def test_a_server_of_text_refuses_pictures():
@@ -106,3 +208,7 @@ def test_a_server_of_text_refuses_pictures():
         answer = ask(server, data_url(file_of(pixels_of(0))))
         assert answer.status == 400
         assert "takes text alone" in answer.error["message"]
+        answers = (message(server, block(b"x")), respond(server, {"type": "input_image", "image_url": data_url(b"x")}))
+        for answer in answers:
+            assert answer.status == 400
+            assert "takes text alone" in answer.error["message"]

@@ -5,13 +5,14 @@ from __future__ import annotations
 from importlib import import_module
 from importlib.util import find_spec
 
-from mllm_compile.bench.adapters.base import BenchEngine, StreamEngine
+from mllm_compile.bench.adapters.base import BenchEngine, ImageEngine, StreamEngine
 from mllm_compile.bench.errors import BenchmarkError
 from mllm_compile.bench.measure.setting import Setting
 
 # engine → the package that it needs
 ENGINES = {"mllm": "mllm_compile", "vllm": "vllm", "transformers": "transformers"}
 _WITHOUT_STREAMS = ("transformers",)
+_WITHOUT_IMAGES = ("transformers",)
 
 
 def check_installed(engine: str) -> None:
@@ -37,6 +38,24 @@ def check_streams(engine: str) -> None:
 def open_engine(engine: str, setting: Setting) -> BenchEngine:
     """Starts an engine in this process: loads, compiles, captures."""
     return import_module(f"mllm_compile.bench.adapters.{engine}_engine").open_engine(setting)
+
+
+def check_images(engine: str) -> None:
+    """
+    Raises:
+        BenchmarkError: the engine is not measured with images.
+    """
+    if engine in _WITHOUT_IMAGES:
+        raise BenchmarkError(f"--engine {engine} is not measured with images: leave it out")
+
+
+def open_images(engine: str, setting: Setting) -> ImageEngine:
+    """The same, for prompts with images; `check_images` first.
+
+    Raises:
+        BenchmarkError: it takes none of this model.
+    """
+    return import_module(f"mllm_compile.bench.adapters.{engine}_engine").open_images(setting)
 
 
 def open_streams(engine: str, setting: Setting) -> StreamEngine:

@@ -57,6 +57,20 @@ class StreamEngine(Protocol):
         """Ends the engine."""
 
 
+class ImageEngine(BenchEngine, Protocol):
+    """A running engine that takes prompts with images: `generate` takes those of `prompt` beside token ids."""
+
+    def image(self, side: int, seed: int) -> Any:
+        """A random image of side × side pixels: what the model's processor would make of it, where the engine takes
+        that."""
+
+    def num_features(self, side: int) -> int:
+        """Tokens of a prompt that stand for such an image."""
+
+    def prompt(self, before: list[int], image: Any, after: list[int]) -> Any:
+        """The prompt of an image between token ids."""
+
+
 def check_output(call: Call, num_tokens: list[int]) -> None:
     """
     Raises:

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import hashlib
+import math
 from collections.abc import AsyncIterator
+from dataclasses import replace
+
+import numpy as np
 
 from mllm_compile.bench.adapters.base import check_output
 from mllm_compile.bench.errors import BenchmarkError
+from mllm_compile.bench.measure.images import features_a_side
 from mllm_compile.bench.measure.setting import Setting
 from mllm_compile.bench.measure.workloads import Call
 from mllm_compile.engine.async_engine import AsyncEngine
 from mllm_compile.engine.engine import Engine
+from mllm_compile.media.inputs import MediaItem, MediaPrompt
 from mllm_compile.process.progress import reporter_for
+from mllm_compile.runtime.media.grids import Grid
 from mllm_compile.runtime.sampling.params import SamplingParams
 from mllm_compile.version import __version__
 
@@ -44,6 +52,41 @@ class MllmEngine:
         self._engine.close()
 
 
+class MllmImages(MllmEngine):
+    """See ImageEngine. Images are random patches: no processor is asked for them."""
+
+    def __init__(self, setting: Setting) -> None:
+        super().__init__(setting)
+        tower = self._engine.tower
+        if isinstance(tower, str):
+            self.close()
+            raise BenchmarkError(f"images are not measured: {tower}")
+        self._tower = tower
+        self._folder = setting.model_folder
+
+    def image(self, side: int, seed: int) -> MediaItem:
+        grid = self._grid(side)
+        patches = np.random.default_rng(seed).standard_normal((math.prod(grid), self._tower.patch_width), np.float32)
+        digest = hashlib.sha256(f"{side} {seed}".encode()).digest()
+        tensors = {"pixel_values": patches, "image_grid_thw": np.array([grid])}
+        return MediaItem("image", 0, self._tower.num_features(grid), digest, tensors)
+
+    def num_features(self, side: int) -> int:
+        return self._tower.num_features(self._grid(side))
+
+    def prompt(self, before: list[int], image: MediaItem, after: list[int]) -> MediaPrompt:
+        places = (self._tower.image_token_id, self._tower.video_token_id)
+        before, after = ([0 if token in places else token for token in text] for text in (before, after))
+        token_ids = [*before, *[self._tower.image_token_id] * image.length, *after]
+        is_feature = np.zeros(len(token_ids), dtype=bool)
+        is_feature[len(before) : len(before) + image.length] = True
+        return MediaPrompt(token_ids, (replace(image, start=len(before)),), is_feature)
+
+    def _grid(self, side: int) -> Grid:
+        patches = features_a_side(self._folder, side) * self._tower.merge
+        return 1, patches, patches
+
+
 class MllmStreams:
     """See StreamEngine."""
 
@@ -66,6 +109,11 @@ class MllmStreams:
 def open_streams(setting: Setting) -> MllmStreams:
     """Compiles first when nothing cached fits."""
     return MllmStreams(setting)
+
+
+def open_images(setting: Setting) -> MllmImages:
+    """Compiles first when nothing cached fits."""
+    return MllmImages(setting)
 
 
 def open_engine(setting: Setting) -> MllmEngine:

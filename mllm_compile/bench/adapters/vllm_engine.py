@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import itertools
+import json
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import vllm
+from PIL import Image
 from vllm import LLM, SamplingParams
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.inputs import TokensPrompt
@@ -15,8 +19,10 @@ from vllm.v1.engine.async_llm import AsyncLLM
 
 from mllm_compile.bench.adapters.base import check_output
 from mllm_compile.bench.errors import BenchmarkError
+from mllm_compile.bench.measure.images import features_a_side
 from mllm_compile.bench.measure.setting import Setting
 from mllm_compile.bench.measure.workloads import Call
+from mllm_compile.media.files import CONFIG_FILE, PROCESSOR_FILES
 
 GPU_MEMORY_UTILIZATION = 0.85
 
@@ -47,10 +53,10 @@ class VllmEngine:
 
     version = vllm.__version__
 
-    def __init__(self, setting: Setting) -> None:
+    def __init__(self, setting: Setting, **further: Any) -> None:
         self.start_parts: dict[str, float] = {}
         self.kv_tokens = None
-        self.settings = _settings(setting)
+        self.settings = _settings(setting) | further
         self._llm = LLM(model=setting.model_folder, disable_log_stats=True, **self.settings)
 
     def generate(self, call: Call) -> None:
@@ -58,12 +64,41 @@ class VllmEngine:
             SamplingParams(temperature=call.temperature, max_tokens=count, ignore_eos=True, detokenize=False)
             for count in call.max_tokens
         ]
-        prompts = [TokensPrompt(prompt_token_ids=prompt) for prompt in call.prompts]
+        prompts = [
+            prompt if isinstance(prompt, dict) else TokensPrompt(prompt_token_ids=prompt) for prompt in call.prompts
+        ]
         outputs = self._llm.generate(prompts, params, use_tqdm=False)
         check_output(call, [len(output.outputs[0].token_ids) for output in outputs])
 
     def close(self) -> None:
         del self._llm  # its engine process ends with it
+
+
+class VllmImages(VllmEngine):
+    """See ImageEngine. Images are pixels: what the model's processor takes for a new one is part of the times."""
+
+    def __init__(self, setting: Setting) -> None:
+        folder = Path(setting.model_folder)
+        names = ", ".join(PROCESSOR_FILES)
+        if not any((folder / name).exists() for name in PROCESSOR_FILES):
+            raise BenchmarkError(
+                f"vLLM takes images through the model's processor, and {folder} has none ({names}). "
+                "Give a model that has one, or measure mllm alone."
+            )
+        config = json.loads((folder / CONFIG_FILE).read_bytes())
+        self._folder, self._placeholder = setting.model_folder, int(config["image_token_id"])
+        super().__init__(setting, skip_tokenizer_init=False, limit_mm_per_prompt={"image": 1, "video": 0})
+
+    def image(self, side: int, seed: int) -> Any:
+        pixels = np.random.default_rng(seed).integers(0, 256, (side, side, 3), np.uint8)
+        return Image.fromarray(pixels)
+
+    def num_features(self, side: int) -> int:
+        return features_a_side(self._folder, side) ** 2
+
+    def prompt(self, before: list[int], image: Any, after: list[int]) -> Any:
+        token_ids = [*before, self._placeholder, *after]
+        return TokensPrompt(prompt_token_ids=token_ids, multi_modal_data={"image": image})
 
 
 class VllmStreams:
@@ -91,6 +126,15 @@ class VllmStreams:
 
     async def close(self) -> None:
         self._engine.shutdown()
+
+
+def open_images(setting: Setting) -> VllmImages:
+    """Compiles first when nothing in vLLM's cache fits.
+
+    Raises:
+        BenchmarkError: the model's folder has no processor.
+    """
+    return VllmImages(setting)
 
 
 def open_streams(setting: Setting) -> VllmStreams:

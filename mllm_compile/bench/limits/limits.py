@@ -13,7 +13,32 @@ from dataclasses import dataclass
 
 from mllm_compile.bench.limits.active_experts import active_experts
 from mllm_compile.bench.measure.results import Ceilings, Measurement
-from mllm_compile.bench.measure.workloads import Call, GapsWork, LatencyWork, LongWork, ThroughputWork
+from mllm_compile.bench.measure.workloads import Call, GapsWork, ImagesWork, LatencyWork, LongWork, ThroughputWork
+
+
+@dataclass(frozen=True, kw_only=True)
+class TowerFigures:
+    """The operations of a tower of images.
+
+    Attributes:
+        patch_params: parameters that every patch is multiplied with.
+        feature_params: those that every feature is, of `patches_per_feature`.
+        full_widths: widths of all heads, of layers in which a patch sees all of its image, summed.
+        window_widths: of those in which it sees `window_patches`.
+    """
+
+    patch_params: int
+    feature_params: int
+    patches_per_feature: int
+    full_widths: int
+    window_widths: int = 0
+    window_patches: int = 0
+
+    def flops(self, features: int) -> float:
+        """Operations of one image."""
+        patches = features * self.patches_per_feature
+        attention = 4 * patches * (patches * self.full_widths + self.window_patches * self.window_widths)
+        return 2 * (patches * self.patch_params + features * self.feature_params) + attention
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,6 +57,7 @@ class ModelFigures:
         state_bytes: of one request, over all layers that carry a state.
         quantised_params: those of `layer_params` that lie in memory in few bits, as so many `quantised_bytes`.
         expert_itemsize: bytes a parameter of experts, with their scales; None: as others have.
+        tower: of images; None: the model has none that is served.
     """
 
     layer_params: int
@@ -48,6 +74,7 @@ class ModelFigures:
     quantised_params: int = 0
     quantised_bytes: int = 0
     expert_itemsize: float | None = None
+    tower: TowerFigures | None = None
 
     def weight_bytes(self, num_tokens: int) -> float:
         """Bytes that a step of so many tokens reads; an embedding table that is not the head is left out, as few of its
@@ -115,6 +142,28 @@ def with_gaps_limits(
     decode_s = figures.decode_seconds(ceilings, [work.decode_len + work.tokens / 2] * work.decodes)
     limits = {"gap alone, median": decode_s, "prompt alone": figures.prefill_seconds(ceilings, [work.prompt_len])}
     return [line.with_limit(limits[line.name] * 1e3) if line.name in limits else line for line in lines]
+
+
+def with_images_limits(
+    lines: Sequence[Measurement], work: ImagesWork, prompt_len: int, figures: ModelFigures, ceilings: Ceilings
+) -> list[Measurement]:
+    """The lines of a run of images with their limits, in ms: new images take the tower's operations beside those of
+    their prompts.
+
+    Args:
+        prompt_len: tokens of each prompt.
+    """
+    limited = []
+    for line in lines:
+        batch = line.batch or 1
+        if line.name.startswith("tpot"):
+            seconds = figures.decode_seconds(ceilings, [prompt_len + work.output_len / 2] * batch)
+        else:
+            seconds = figures.prefill_seconds(ceilings, [prompt_len] * batch)
+        if line.name.endswith("new images") and figures.tower is not None:
+            seconds += batch * figures.tower.flops(prompt_len - work.text_len) / ceilings.flops_s
+        limited.append(line.with_limit(seconds * 1e3))
+    return limited
 
 
 def with_throughput_limits(

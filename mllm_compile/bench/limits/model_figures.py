@@ -7,10 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from mllm_compile.bench.limits.limits import ModelFigures
+from mllm_compile.bench.limits.limits import ModelFigures, TowerFigures
+from mllm_compile.errors import UnsupportedModelError
 from mllm_compile.model.experts_hook import experts_of_layers, experts_per_token
 from mllm_compile.model.hf_model import HFModel, build_on_meta
 from mllm_compile.model.states.count_layers import count_layers
+from mllm_compile.model.towers.visual_grids import grid_tower, tower_of
 
 if TYPE_CHECKING:
     from mllm_compile.passes.base import SmallWeights
@@ -41,7 +43,10 @@ def model_figures(
     embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
     parameters = {id(parameter): parameter.numel() for parameter in model.parameters()}
     experts = experts_of_layers(model)
-    layers = sum(count for key, count in parameters.items() if key not in (id(embedding), id(head)))
+    tower = tower_of(model)
+    of_tower = {id(parameter) for parameter in tower.parameters()} if tower is not None else set()
+    left_out = of_tower | {id(embedding), id(head)}
+    layers = sum(count for key, count in parameters.items() if key not in left_out)
     kv_values, attention_widths, state_bytes = _layers(hf_model, torch_dtype, getattr(torch, state_dtype))
     quantised_params, quantised_bytes = _quantised(model, small, {id(embedding), id(head)}, 2)
     small_expert_params, small_expert_bytes = _quantised(model, small, set(), 3)
@@ -63,6 +68,31 @@ def model_figures(
         quantised_params=quantised_params,
         quantised_bytes=quantised_bytes,
         expert_itemsize=(plain_expert_bytes + small_expert_bytes) / expert_params if small_expert_params else None,
+        tower=_tower(hf_model),
+    )
+
+
+def _tower(hf_model: HFModel) -> TowerFigures | None:
+    """The figures of the tower of images, where it is one that is served with grids."""
+    try:
+        facts = grid_tower(hf_model)
+    except UnsupportedModelError:
+        return None
+    if facts is None:
+        return None
+    tower = tower_of(hf_model.model)
+    tables = {f"{name}.weight" for name, module in tower.named_modules() if isinstance(module, torch.nn.Embedding)}
+    counts = {name: parameter.numel() for name, parameter in tower.named_parameters() if name not in tables}
+    of_features = sum(count for name, count in counts.items() if "merger" in name)
+    num_layers, width = len(tower.blocks), tower.blocks[0].attn.proj.in_features
+    num_full = len(getattr(tower, "fullatt_block_indexes", range(num_layers)))
+    return TowerFigures(
+        patch_params=sum(counts.values()) - of_features,
+        feature_params=of_features,
+        patches_per_feature=facts.merge**2,
+        full_widths=num_full * width,
+        window_widths=(num_layers - num_full) * width,
+        window_patches=(facts.window * facts.merge) ** 2,
     )
 
 

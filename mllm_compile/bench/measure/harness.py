@@ -12,11 +12,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from mllm_compile.bench.adapters import check_installed, check_streams
+from mllm_compile.bench.adapters import check_images, check_installed, check_streams
 from mllm_compile.bench.errors import BenchmarkError
 from mllm_compile.bench.limits.limits import (
     ModelFigures,
     with_gaps_limits,
+    with_images_limits,
     with_latency_limits,
     with_long_limits,
     with_throughput_limits,
@@ -28,6 +29,7 @@ from mllm_compile.bench.measure.setting import Setting
 from mllm_compile.bench.measure.workloads import (
     START_PROMPT_LEN,
     GapsWork,
+    ImagesWork,
     LatencyWork,
     LongWork,
     StartupWork,
@@ -35,6 +37,7 @@ from mllm_compile.bench.measure.workloads import (
 )
 from mllm_compile.config.names import source_name
 from mllm_compile.files.cache_folders import CACHE_VARIABLE
+from mllm_compile.runtime.json_data import from_json
 
 WORKER = "mllm_compile.bench.measure.worker"
 FIRST_TOKENS = "mllm_compile.bench.measure.first_tokens"
@@ -140,6 +143,26 @@ def run_gaps(source: str, engines: Sequence[str], work: GapsWork) -> BenchResult
     return _result("gaps", asdict(work), source, probe.environment, probe.ceilings, runs)
 
 
+def run_images(source: str, engines: Sequence[str], work: ImagesWork) -> BenchResult:
+    """Like run_latency, for prompts with images.
+
+    Raises:
+        BenchmarkError: also if an engine or the model takes no images.
+    """
+    _check_engines(engines)
+    for engine in engines:
+        check_images(engine)
+    probe = probe_machine(source, work.largest_batch, work.text_len + work.output_len, image_side=work.side)
+    runs = []
+    for engine in engines:
+        found = _worker_run("images", engine, probe.setting, asdict(work))
+        prompt_len = found.pop("prompt_len")
+        run = run_from_json(found)
+        lines = with_images_limits(run.measurements, work, prompt_len, probe.figures, probe.ceilings)
+        runs.append(_with_lines(run, lines))
+    return _result("images", asdict(work), source, probe.environment, probe.ceilings, runs)
+
+
 def run_startup(source: str, engines: Sequence[str], work: StartupWork) -> BenchResult:
     """Cold and warm starts of each engine; every start is a process of its own, every cold one has empty caches."""
     _check_engines(engines)
@@ -150,11 +173,14 @@ def run_startup(source: str, engines: Sequence[str], work: StartupWork) -> Bench
     return _result("startup", asdict(work), source, found["environment"], None, runs)
 
 
-def probe_machine(source: str, largest_batch: int, longest_request: int, num_ranks: int | None = None) -> Probe:
+def probe_machine(
+    source: str, largest_batch: int, longest_request: int, num_ranks: int | None = None, image_side: int | None = None
+) -> Probe:
     """Resolves the config for a work and measures the device's ceilings, in a process that leaves nothing behind.
 
     Args:
         num_ranks: runtime.tensor_parallel_size; None: the config's.
+        image_side: pixels of a side of the image that the longest request has beside its tokens; None: it has none.
     """
     job = {
         "task": "probe",
@@ -162,6 +188,7 @@ def probe_machine(source: str, largest_batch: int, longest_request: int, num_ran
         "largest_batch": largest_batch,
         "longest_request": longest_request,
         "tensor_parallel_size": num_ranks,
+        "image_side": image_side,
         "ceilings": True,
     }
     found = run_process(WORKER, job)
@@ -169,7 +196,7 @@ def probe_machine(source: str, largest_batch: int, longest_request: int, num_ran
         Setting(**found["setting"]),
         found["environment"],
         Ceilings(**found["ceilings"]),
-        ModelFigures(**found["figures"]),
+        from_json(ModelFigures, found["figures"]),
     )
 
 

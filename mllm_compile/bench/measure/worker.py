@@ -14,14 +14,23 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mllm_compile.bench.adapters import open_engine, open_streams
+from mllm_compile.bench.adapters import open_engine, open_images, open_streams
 from mllm_compile.bench.adapters.base import BenchEngine
 from mllm_compile.bench.errors import BenchmarkError
 from mllm_compile.bench.measure.gaps import measure_gaps
+from mllm_compile.bench.measure.images import features_a_side, measure_images
 from mllm_compile.bench.measure.results import EngineRun, Measurement
 from mllm_compile.bench.measure.runtime_place import runtime_place
 from mllm_compile.bench.measure.setting import Setting, asked_config
-from mllm_compile.bench.measure.workloads import Call, GapsWork, LatencyWork, LongWork, StepWork, ThroughputWork
+from mllm_compile.bench.measure.workloads import (
+    Call,
+    GapsWork,
+    ImagesWork,
+    LatencyWork,
+    LongWork,
+    StepWork,
+    ThroughputWork,
+)
 from mllm_compile.errors import MllmError
 from mllm_compile.process.interruption import ended_by_sigterm
 from mllm_compile.process.progress import reporter_for
@@ -41,9 +50,13 @@ def device(job: dict[str, Any]) -> dict[str, Any]:
 
 def probe(job: dict[str, Any]) -> dict[str, Any]:
     """The setting, the model's figures, the environment and (unless they are not wanted) the ceilings."""
-    setting = Setting.from_config(
-        job["config"], job["largest_batch"], job["longest_request"], job.get("tensor_parallel_size")
-    )
+    longest = job["longest_request"]
+    if job.get("image_side") is not None:
+        from mllm_compile.config.model_folder import open_model_folder
+
+        folder = open_model_folder(asked_config(job["config"]).model).path
+        longest += features_a_side(str(folder), job["image_side"]) ** 2
+    setting = Setting.from_config(job["config"], job["largest_batch"], longest, job.get("tensor_parallel_size"))
 
     import torch
 
@@ -140,6 +153,24 @@ def gaps(job: dict[str, Any]) -> dict[str, Any]:
     )
 
 
+def images(job: dict[str, Any]) -> dict[str, Any]:
+    """An EngineRun of prompts with images, and the tokens of each."""
+    work = ImagesWork(**(job["work"] | {"batches": tuple(job["work"]["batches"])}))
+    setting = Setting(**job["setting"])
+    engine = open_images(job["engine"], setting)
+    prompt_len = engine.num_features(work.side) + work.text_len
+    lines: list[Measurement] = []
+    for index, batch in enumerate(work.batches):
+        if not _fits(engine, batch, prompt_len + work.output_len):
+            _say(f"{job['engine']}: left out, as requests would wait for the KV cache", batch)
+            continue
+        left = f"{job['engine']}: batch {batch}, {index + 1} of {len(work.batches)}"
+        own = work.measurements(batch, measure_images(engine, work, batch, setting.vocab_size, left))
+        _say(f"{job['engine']}: " + ", ".join(f"{line.name} {line.median:.2f} ms" for line in own), batch)
+        lines += own
+    return _run(job["engine"], engine, _some(lines)) | {"prompt_len": prompt_len}
+
+
 def _some(lines: list[Measurement]) -> list[Measurement]:
     """
     Raises:
@@ -183,6 +214,7 @@ _TASKS: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
     "throughput": throughput,
     "long": long,
     "gaps": gaps,
+    "images": images,
     "roofline": roofline,
     "levers": levers,
 }

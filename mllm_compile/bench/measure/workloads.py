@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from mllm_compile.bench.measure.results import Measurement
 from mllm_compile.errors import ConfigError
@@ -36,6 +37,10 @@ GAP_DECODES = 32
 GAP_PROMPT_LEN = 32_000
 CPU_GAP_DECODES = 4
 CPU_GAP_PROMPT_LEN = 1024
+IMAGE_BATCHES = (1, 8)
+IMAGE_SIDE = 1024
+IMAGE_TEXT_LEN = 100
+CPU_IMAGE_SIDE = 64
 START_PROMPT_LEN = 32
 MAX_MODEL_LEN = 4096
 # Ids above this are rare or special in common vocabularies.
@@ -47,12 +52,12 @@ class Call:
     """One call of an engine's generate.
 
     Attributes:
-        prompts: token ids.
+        prompts: token ids, or what an engine's `prompt` made of an image.
         max_tokens: tokens to generate, one number a prompt.
         temperature: 0 for greedy.
     """
 
-    prompts: Prompts
+    prompts: Sequence[Any]
     max_tokens: list[int]
     temperature: float = 0.0
 
@@ -269,6 +274,50 @@ class Gaps:
     beside: tuple[float, ...]
     prompt_alone: float
     prompt_beside: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImagesWork:
+    """First tokens and `tpot` of prompts with one image each, beside text alone of the same length.
+
+    At batch b: b requests at once, each an image of `side` × `side` pixels amid `text_len` random tokens. Their images
+    are new to the engine, then the same with other text around. The model's processor is not part of any time.
+    """
+
+    batches: tuple[int, ...] = IMAGE_BATCHES
+    side: int = IMAGE_SIDE
+    text_len: int = IMAGE_TEXT_LEN
+    output_len: int = OUTPUT_LEN
+    repeats: int = REPEATS
+
+    def __post_init__(self) -> None:
+        _check("--batch", min(self.batches, default=0), 1)
+        _check("--side", self.side, 1)
+        _check("--text-len", self.text_len, 2)
+        _check("--output-len", self.output_len, 2)
+        _check("--repeats", self.repeats, 1)
+
+    @property
+    def largest_batch(self) -> int:
+        return max(self.batches)
+
+    def measurements(self, batch: int, seen: Mapping[str, list[float]]) -> list[Measurement]:
+        """First tokens and tpot in ms.
+
+        Args:
+            seen: seconds by the names of measure/images.py, a number a repeat.
+        """
+        lines = [
+            Measurement.of(f"first token, {name}", "ms", [seconds * 1e3 for seconds in seen[name]], batch=batch)
+            for name in ("new images", "same images", "text")
+        ]
+        steps = self.output_len - 1
+        for name, first in (("behind images", "same images"), ("text", "text")):
+            pairs = [
+                (whole - one) / steps * 1e3 for whole, one in zip(seen[f"whole, {name}"], seen[first], strict=True)
+            ]
+            lines.append(Measurement.of(f"tpot, {name}", "ms", pairs, batch=batch))
+        return lines
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -26,6 +26,11 @@ _SAMPLE_BOUNDS = 3
 _AXES = 3
 
 
+def tower_of(model: Any) -> Any:
+    """The tower of a model, as a module; None: it has none where this protocol looks for one."""
+    return getattr(getattr(model, "model", None), "visual", None)
+
+
 def grid_tower(hf_model: HFModel) -> GridTower | None:
     """Facts of the model's tower; None: it has none of this protocol.
 
@@ -33,7 +38,7 @@ def grid_tower(hf_model: HFModel) -> GridTower | None:
         UnsupportedModelError: it has one that differs in what this adapter relies on.
     """
     base: Any = getattr(hf_model.model, "model", None)
-    tower: Any = getattr(base, "visual", None)
+    tower = tower_of(hf_model.model)
     config = hf_model.model.config
     if not hasattr(tower, "spatial_merge_size") or not hasattr(base, "language_model"):
         return None
@@ -68,7 +73,7 @@ def trace_tower(hf_model: HFModel, facts: GridTower, device: str) -> Trace:
     """
     unit, count = facts.merge**2, _SAMPLE_FEATURES
     shapes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
-        "pixel_values": ((count, unit * facts.patch_width), torch.float32),
+        "pixel_values": ((count, unit * facts.patch_width), hf_model.model.dtype),
         "position_ids": ((count, unit, 2), torch.int64),
         "interp_indices": ((count, unit, 4), torch.int64),
         "interp_weights": ((count, unit, 4), torch.float32),

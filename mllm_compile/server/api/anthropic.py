@@ -1,12 +1,14 @@
-"""The requests of /v1/messages, Anthropic's interface: the same chats under other names. Stateless; text alone."""
+"""The requests of /v1/messages, Anthropic's interface: the same chats under other names. Stateless."""
 
 from __future__ import annotations
 
+import itertools
 import json
 from typing import Any, TypeGuard
 
 import msgspec
 
+from mllm_compile.media.messages import has_media
 from mllm_compile.runtime.shown import brief
 from mllm_compile.server.api.anthropic_answers import MessagesAnswers, refusal
 from mllm_compile.server.api.errors import bad_request
@@ -19,6 +21,7 @@ _REFUSED: Refused = {
     "container": ((), "code is not run"),
     "output_format": ((), "it has become output_config: {format: …}"),
 }
+_IMAGES = ("image/jpeg", "image/png", "image/gif", "image/webp")
 _TOOL = "{'name': …, 'input_schema': …}"
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 # Of a tool, and without a meaning here: prefixes are cached by themselves, and inputs always stream as they are made.
@@ -156,7 +159,7 @@ def _chat_messages(message: dict[str, Any]) -> list[dict[str, Any]]:
     if role == "assistant" and any(block.get("type") != "text" for block in blocks):
         return [_assistant(blocks)]
     if role != "user" or not any(block.get("type") == "tool_result" for block in blocks):
-        return [{**message, "content": _text(content, "messages")}]
+        return [{**message, "content": _content(content) if role == "user" else _text(content, "messages")}]
     messages: list[dict[str, Any]] = []
     texts: list[dict[str, Any]] = []
     for block in blocks:
@@ -165,9 +168,9 @@ def _chat_messages(message: dict[str, Any]) -> list[dict[str, Any]]:
             continue
         if not isinstance(block.get("tool_use_id"), str):
             raise bad_request("messages: a tool_result has no tool_use_id; expected the id of a tool_use")
-        result = _text(block.get("content") or "", "messages")
+        result = _content(block.get("content") or "")
         messages.append({"role": "tool", "tool_call_id": block["tool_use_id"], "content": result})
-    return [*messages, {"role": "user", "content": _text(texts, "messages")}] if texts else messages
+    return [*messages, {"role": "user", "content": _content(texts)}] if texts else messages
 
 
 def _assistant(blocks: list[dict[str, Any]]) -> dict[str, Any]:
@@ -208,8 +211,34 @@ def _text(content: Any, field: str) -> str:
         raise bad_request(f"{field}: expected a text or a list of text blocks as content", field)
     other = next((block.get("type") for block in content if block.get("type") != "text"), None)
     if other is not None or not all(isinstance(block.get("text"), str) for block in content):
-        raise bad_request(f"{field}: expected blocks of type text, got {brief(other)}; only text is served", field)
+        raise bad_request(f"{field}: expected blocks of type text, got {brief(other)}", field)
     return "\n".join(block["text"] for block in content)
+
+
+def _content(content: Any) -> Any:
+    """The content of a message of the user's, or of a tool's result: a text, or parts with images."""
+    if not _is_blocks(content) or not any(block.get("type") == "image" for block in content):
+        return _text(content, "messages")
+    parts: list[dict[str, Any]] = []
+    for is_image, group in itertools.groupby(content, lambda block: block.get("type") == "image"):
+        blocks = list(group)
+        parts += map(_image, blocks) if is_image else [{"type": "text", "text": _text(blocks, "messages")}]
+    return parts
+
+
+def _image(block: dict[str, Any]) -> dict[str, Any]:
+    """An image as the part of a chat."""
+    source = block.get("source")
+    given = source if isinstance(source, dict) else {}
+    kind, data, media_type = (given.get(name) for name in ("type", "data", "media_type"))
+    if kind == "url" and isinstance(given.get("url"), str):
+        return {"type": "image_url", "image_url": {"url": given["url"]}}  # an address is refused by its name
+    if kind != "base64" or not isinstance(data, str) or media_type not in _IMAGES:
+        expected = f"{{'type': 'base64', 'media_type': one of {', '.join(_IMAGES)}, 'data': …}}"
+        raise bad_request(
+            f"messages: expected the source of an image to be {expected}, got {brief(source)}", "messages"
+        )
+    return {"type": "image_url", "image_url": {"url": f"data:{media_type};base64,{data}"}}
 
 
 class MessagesRequest:
@@ -219,12 +248,12 @@ class MessagesRequest:
     refusal = staticmethod(refusal)
     num_prompts = 1
     is_quick = False
-    has_media = False  # refused where its parts are read
 
     def __init__(self, body: bytes) -> None:
         self.fields, self.ignored = read_chat(body)
         if self.fields.max_tokens is None:
             raise bad_request("max_tokens: expected an integer of at least 1, got none")
+        self.has_media = has_media(self.fields.messages)
 
     def plan(self, facts: EngineFacts) -> Plan:
         params = params_of(self.fields, facts.defaults)

@@ -1,4 +1,4 @@
-"""The requests of /v1/responses, OpenAI's newer interface: stateless, as nothing is stored here. Text alone."""
+"""The requests of /v1/responses, OpenAI's newer interface: stateless, as nothing is stored here."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from typing import Any
 
 import msgspec
 
+from mllm_compile.media.messages import has_media
 from mllm_compile.runtime.shown import brief
 from mllm_compile.server.api.errors import bad_request, openai_refusal
 from mllm_compile.server.api.fields import ChatFields, Refused, params_of, read_fields
@@ -25,6 +26,7 @@ _REFUSED: Refused = {
     "max_tool_calls": ((), "it bounds tools of the server's own, which are not served"),
 }
 _TEXTS = ("input_text", "output_text", "text")
+_IMAGE = "expected an input_image with image_url, data:image/png;base64,…"
 _TOOL = "{'type': 'function', 'name': …, 'parameters': …}"
 
 
@@ -77,7 +79,6 @@ class ResponsesRequest:
     refusal = staticmethod(openai_refusal)
     num_prompts = 1
     is_quick = False
-    has_media = False  # refused where its parts are read
 
     def __init__(self, body: bytes) -> None:
         self._given, self.ignored = read_fields(ResponseFields, body, _REFUSED)
@@ -100,6 +101,7 @@ class ResponsesRequest:
             tool_choice=_tool_choice(given.tool_choice),
             parallel_tool_calls=given.parallel_tool_calls,
         )
+        self.has_media = has_media(self.fields.messages)
 
     def plan(self, facts: EngineFacts) -> Plan:
         params = params_of(self.fields, facts.defaults)
@@ -146,7 +148,7 @@ def _messages(given: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
         kind = item.get("type", "message")
         if kind == "message" and item.get("role") != "assistant":
             role = "system" if item.get("role") == "developer" else item.get("role")
-            messages.append({"role": role, "content": _content(item.get("content"))})
+            messages.append({"role": role, "content": _content(item.get("content"), takes_images=role == "user")})
             answer = None
         elif kind == "function_call_output":
             messages.append(_result(item))
@@ -165,13 +167,13 @@ def _messages(given: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
 def _result(item: dict[str, Any]) -> dict[str, Any]:
     if not isinstance(item.get("call_id"), str) or item.get("output") is None:
         raise bad_request("input: expected a function_call_output with call_id and output", "input")
-    return {"role": "tool", "tool_call_id": item["call_id"], "content": _content(item["output"])}
+    return {"role": "tool", "tool_call_id": item["call_id"], "content": _content(item["output"], takes_images=True)}
 
 
 def _add(answer: dict[str, Any], kind: str, item: dict[str, Any]) -> None:
     """Adds an item to the assistant's message."""
     if kind == "message":
-        answer["content"] = _content(item.get("content"))
+        answer["content"] = _content(item.get("content"), takes_images=False)
     elif kind == "function_call":
         function = {"name": item.get("name"), "arguments": item.get("arguments")}
         call = {"id": item.get("call_id"), "type": "function", "function": function}
@@ -184,13 +186,23 @@ def _add(answer: dict[str, Any], kind: str, item: dict[str, Any]) -> None:
             answer["reasoning_content"] = "\n".join(part["text"] for part in parts)
 
 
-def _content(content: Any) -> Any:
-    """The content of a message: a text, or parts of text."""
+def _content(content: Any, takes_images: bool) -> Any:
+    """The content of a message: a text, or parts."""
     if not isinstance(content, list):
         return content
-    if not all(_is_part(part, _TEXTS) for part in content):
-        raise bad_request("input: expected parts of text; only text is served", "input")
-    return [{"type": "text", "text": part["text"]} for part in content]
+    return [_part(part, takes_images) for part in content]
+
+
+def _part(part: Any, takes_images: bool) -> dict[str, Any]:
+    """A part as that of a chat."""
+    if _is_part(part, _TEXTS):
+        return {"type": "text", "text": part["text"]}
+    if not isinstance(part, dict) or part.get("type") != "input_image" or not takes_images:
+        expected = "parts of text or input_image" if takes_images else "parts of text"
+        raise bad_request(f"input: expected {expected}, got {brief(part)}", "input")
+    if not isinstance(part.get("image_url"), str):
+        raise bad_request(f"input: {_IMAGE}, got {brief(part)}; files are not stored", "input")
+    return {name: part[name] for name in ("type", "image_url", "detail") if part.get(name) is not None}
 
 
 def _is_part(part: Any, kinds: tuple[str, ...]) -> bool:

@@ -9,6 +9,7 @@ from typing import ClassVar
 from mllm_compile.runtime.cuda.kernel import CudaKernel
 
 HEAD_DIM = 128
+MISSING = -1  # what a word that a block leaves to another is until it is left: all bits set
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,7 @@ class DecodeKernel(CudaKernel):
         "attention/hopper/rotation.cuh",
         "attention/hopper/small_keys.cuh",
         "attention/hopper/sinks.cuh",
+        "attention/hopper/parts.cuh",
     )
     switch: ClassVar[str] = "compile.hopper_decode: false"
 
@@ -54,5 +56,6 @@ class DecodeKernel(CudaKernel):
             "PAGE": self.page_size,
             "SHARED_BYTES": self.shared_bytes,
             "SINKS": int(self.sinks),
+            "MISSING": MISSING & 0xFFFFFFFF,
             "FP8": int(self.fp8),
         }

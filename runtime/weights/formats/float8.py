@@ -76,7 +76,7 @@ class BlockFloat8(Format):
             return tensors[VALUES]
         scales, rows = exponents(tensors["scales"]), int(numbers["rows"])
         if scales.numel() == 1:
-            return scales.reshape(1, 1)
+            return scales.reshape(1, 1).expand(rows, 1)
         scales = scales.unsqueeze(-1) if scales.dim() == 1 else scales
         return _of_blocks(scales, -2, 0, rows, int(numbers["block_rows"]))
 

@@ -43,7 +43,8 @@ def test_positions_of_a_part_go_on_behind_the_prompt() -> None:
     assert found.delta == -3
     assert found.text_positions(8, 4).tolist() == [5, 6, 7, 8]
     assert found.all_positions(6, 5).tolist() == [[2, 2, 5, 6, 7], [3, 3, 5, 6, 7], [3, 4, 5, 6, 7]]
-    assert [found.num_images_before(token) for token in (0, 7, 8, 10)] == [0, 0, 1, 1]
+    spans = (0, 2), (0, 3), (7, 9), (8, 10)
+    assert [len(list(found.images_within(*span))) for span in spans] == [0, 1, 1, 0]
 
 
 @pytest.mark.parametrize(

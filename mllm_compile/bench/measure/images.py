@@ -1,0 +1,72 @@
+"""Times prompts with images through an engine: new ones, the same again, and text alone of the same length."""
+
+from __future__ import annotations
+
+import json
+import random
+import time
+from pathlib import Path
+
+from mllm_compile.bench.adapters.base import ImageEngine
+from mllm_compile.bench.errors import BenchmarkError
+from mllm_compile.bench.measure.workloads import Call, ImagesWork, Prompts, largest_token_id
+from mllm_compile.process.progress import reporter_for
+
+Seconds = dict[str, list[float]]
+
+
+def features_a_side(model_folder: str, side: int) -> int:
+    """Features along a side of a square image of side × side pixels, rounded as the processors of towers with grids
+    do.
+
+    Raises:
+        BenchmarkError: the model's config.json tells of no such tower.
+    """
+    vision = json.loads((Path(model_folder) / "config.json").read_bytes()).get("vision_config", {})
+    try:
+        return max(1, round(side / (vision["patch_size"] * vision["spatial_merge_size"])))
+    except (KeyError, TypeError):
+        raise BenchmarkError(
+            f"images are not measured: {model_folder}/config.json has no vision_config with patch_size and "
+            "spatial_merge_size. Give a model whose tower takes patches with grids."
+        ) from None
+
+
+def measure_images(engine: ImageEngine, work: ImagesWork, batch: int, vocab_size: int, name: str) -> Seconds:
+    """Seconds of each call by its name, `work.repeats` of them after one warm-up; the calls take turns.
+
+    Names: "new images", "same images" and "text" make one token a request, "whole, behind images" and "whole, text" all
+    of them. New images are new in every repeat, and so is all text.
+
+    Args:
+        name: shown beside what is left.
+    """
+    draw = random.Random(batch)
+    last = largest_token_id(vocab_size)
+    seconds: Seconds = {}
+
+    def ids(length: int) -> Prompts:
+        return [[draw.randint(0, last) for _ in range(length)] for _ in range(batch)]
+
+    def timed(call: str, prompts: list[object], max_tokens: int) -> None:
+        start = time.perf_counter()
+        engine.generate(Call(prompts=prompts, max_tokens=[max_tokens] * batch))
+        seconds.setdefault(call, []).append(time.perf_counter() - start)
+        stage.advance()
+
+    half = work.text_len // 2
+    length = engine.num_features(work.side) + work.text_len
+    with reporter_for(plain_lines=True).stage(name, total=5 * (1 + work.repeats)) as stage:
+        for repeat in range(1 + work.repeats):
+            images = [engine.image(work.side, repeat * batch + place) for place in range(batch)]
+
+            def prompts(images: list[object] = images) -> list[object]:
+                befores, afters = ids(half), ids(work.text_len - half)
+                return [engine.prompt(*parts) for parts in zip(befores, images, afters, strict=True)]
+
+            timed("new images", prompts(), 1)
+            timed("same images", prompts(), 1)
+            timed("whole, behind images", prompts(), work.output_len)
+            timed("text", list(ids(length)), 1)
+            timed("whole, text", list(ids(length)), work.output_len)
+    return {call: taken[1:] for call, taken in seconds.items()}
