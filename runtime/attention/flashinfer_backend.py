@@ -250,7 +250,8 @@ class FlashInferAttnBackend(AttentionBackend):
         space = None
         if of_groups:
             groups = [(self.groups[index], of_group) for index, of_group in of_groups.items()]
-            space = SplitDecodeSpace(groups, self.req_to_token, max_requests, self.page_size, self.q_dtype)
+            types = self.q_dtype, self.kv_cache_dtype
+            space = SplitDecodeSpace(groups, self.req_to_token, max_requests, self.page_size, *types)
 
         def make(index: int, group: PlanGroup) -> GroupDecode:
             if space is not None and index in of_groups:

@@ -61,11 +61,8 @@ class MatrixFacts:
 
     def num_bytes(self, rows: int) -> int:
         """Bytes of the weight that are read for so many rows: of experts, the expected ones."""
-        if self.quantised_bytes is not None:
-            return self.quantised_bytes
-        if self.experts is None:
-            return math.prod(self.shape) * self.itemsize
-        return round(active_bytes(self.experts, rows, self.itemsize))
+        num_bytes = math.prod(self.shape) * self.itemsize if self.quantised_bytes is None else self.quantised_bytes
+        return num_bytes if self.experts is None else round(active_bytes(self.experts, rows, num_bytes))
 
     def out_bytes(self, rows: int) -> int:
         outputs = self.shape[0] if self.experts is None else self.experts.num_chosen * self.experts.outputs
