@@ -154,11 +154,12 @@ def split_decode(layers: Layers, is_few: bool, num_splits: int) -> Callable[[], 
     scratch = [torch.empty(*heads, *rest, device="cuda") for rest in ((HEAD_DIM,), (), ())]
     done = torch.zeros(case.batch, case.num_kv_heads, dtype=torch.int32, device="cuda")
     most = (OF_FEW if is_few else OF_MANY).most
-    options = (None, PAGE_SIZE, most, HEAD_DIM**-0.5, 0.0, -1, is_few)  # no sinks
+    options = {"sinks": None, "page_size": PAGE_SIZE, "max_splits": most, "sm_scale": HEAD_DIM**-0.5, "soft_cap": 0.0}
+    options |= {"window_left": -1, "fetch_first": is_few}
 
     def attend(query: torch.Tensor, pages: tuple[torch.Tensor, torch.Tensor], out: torch.Tensor) -> None:
         keys, values = (page.flatten(0, 1) for page in pages)
-        torch.ops.mllm.split_decode(query, keys, values, table, lengths, out, *scratch, done, *options)
+        torch.ops.mllm.split_decode(query, keys, values, table, lengths, out, *scratch, done, **options)
 
     return layers.each(attend)
 

@@ -151,8 +151,10 @@ __device__ __forceinline__ void ask(const TensorMap* weight, const TensorMap* x,
     if (tile.expert < 0) {  // nothing to multiply
       arrive(full + 8 * place.slot);
       place.go_on();
-      if (tile.rows == 0) return;
-      continue;
+      if (tile.rows) continue;
+      // Nobody reads the last stage; the others' releases must have come before this block goes.
+      for (int i = 1; i < STAGES; i++, place.go_on()) wait_for(empty + 8 * place.slot, place.phase);
+      return;
     }
     const int units = tile.units(), bytes = W_BYTES + units * UNIT_BYTES;
     for (int step = 0; step < STEPS; step++) {
@@ -313,7 +315,5 @@ __launch_bounds__(THREADS, 1) expert_tiles(const __grid_constant__ TensorMap wei
     for (int i = 0; i < Held::COUNT; i++) held.target.store(out, Held::FIRST + i, held.outputs[i], true);
 #endif
   }
-  // Arrivals at the other block's barriers have been seen there: it must not have gone.
-  asm volatile("barrier.cluster.arrive.release;" ::: "memory");
-  asm volatile("barrier.cluster.wait.acquire;" ::: "memory");
+  leave_ring();
 }
