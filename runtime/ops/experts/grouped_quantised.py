@@ -240,12 +240,16 @@ def _quantised_linear_kernel(
 ):
     """COLUMNS outputs of a block of rows; of a gated weight COLUMNS / 2, and as many rows of gate and of up.
 
-    DEPTH inputs at once are of one group, or groups are of mxfp4. x comes in words of a unit if it is in 16 bits
+    DEPTH inputs at once are of one group, or groups are of mxfp4. x is read in words of a unit if it is in 16 bits
     (WORDS).
     """
     if EARLY:
         wait_for_prerequisites()
         start_dependents()
+    UNIT_TYPE: tl.constexpr = tl.int32 if KIND == "fp8" else tl.int16
+    values_ptr = values_ptr.to(tl.pointer_type(UNIT_TYPE), bitcast=True)
+    if WORDS:
+        x_ptr = x_ptr.to(tl.pointer_type(tl.int64), bitcast=True)
     PARTS: tl.constexpr = 2 if GATED else 1
     WIDTH: tl.constexpr = COLUMNS // PARTS
     OUTPUTS: tl.constexpr = N * PARTS
@@ -426,12 +430,11 @@ def quantised_grouped_linear(
     num_blocks = num_chosen if is_one else blocks.shape[0]  # type: ignore[union-attr]
     tiling = _tiling(block, outputs * (2 if is_gated else 1), inputs, group, kind)
     width = tiling["COLUMNS"] // (2 if is_gated else 1)
-    are_words = x.element_size() == 2
     wrap_triton(_quantised_linear_kernel)[(num_blocks * ((outputs + width - 1) // width),)](
-        x.view(torch.int64) if are_words else x,
+        x,
         order,
         order if blocks is None else blocks,
-        values.view(torch.int32 if kind == "fp8" else torch.int16),
+        values,
         scales,
         order if zeros is None else zeros.contiguous(),
         order if bias is None else bias,
@@ -447,7 +450,7 @@ def quantised_grouped_linear(
         ONE_ROW=is_one,
         OF_TOKENS=of_tokens,
         GATED=is_gated,
-        WORDS=are_words,
+        WORDS=x.element_size() == 2,
         HAS_ZEROS=zeros is not None,
         HAS_BIAS=bias is not None,
         PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
