@@ -217,7 +217,7 @@ def _on_gpu(seen: Sequence[SeenOnGpu]) -> Iterator[str]:
     yield from (f"## {_GPU_SECTION}", "", _ON_A_GPU, "")
     yield "| architecture | attention by | prompts | answers | seen on |"
     yield "|---|---|---|---|---|"
-    for one in seen:
+    for one in sorted(seen, key=lambda one: (one.architecture, one.variant)):
         name = f"{one.architecture} {one.variant}".rstrip()
         figures = " | ".join(f"{ours:.4f}, {theirs:.4f}" for ours, theirs in (one.prompts, one.answers))
         place = f"{one.gpu.removeprefix('NVIDIA ')}, torch {one.torch}, Transformers {one.transformers}, {one.date}"
