@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import os
 import signal
-import time
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ from mllm_compile import Engine, SamplingParams
 from mllm_compile.errors import ConfigError, DeviceError, EngineDeadError
 from mllm_compile.ranks import launch_ray
 from mllm_compile.ranks.launch_ray import RayLauncher
+from tests.hang_guard import until
 from tests.tiny_model import tiny_config
 
 with_ray = [
@@ -48,10 +48,7 @@ def actors() -> set[int]:
 
 
 def wait_until_none_of(processes: set[int]) -> None:
-    deadline = time.monotonic() + 60
-    while actors() & processes and time.monotonic() < deadline:
-        time.sleep(0.1)
-    assert not actors() & processes
+    until(lambda: not actors() & processes, "the end of Ray's actors")
 
 
 @pytest.fixture(scope="module")

@@ -61,11 +61,8 @@ class MatrixFacts:
 
     def num_bytes(self, rows: int) -> int:
         """Bytes of the weight that are read for so many rows: of experts, the expected ones."""
-        if self.quantised_bytes is not None:
-            return self.quantised_bytes
-        if self.experts is None:
-            return math.prod(self.shape) * self.itemsize
-        return round(active_bytes(self.experts, rows, self.itemsize))
+        num_bytes = math.prod(self.shape) * self.itemsize if self.quantised_bytes is None else self.quantised_bytes
+        return num_bytes if self.experts is None else round(active_bytes(self.experts, rows, num_bytes))
 
     def out_bytes(self, rows: int) -> int:
         outputs = self.shape[0] if self.experts is None else self.experts.num_chosen * self.experts.outputs
@@ -94,12 +91,17 @@ class PieceFacts:
 
 @dataclass(frozen=True, slots=True)
 class AttentionFacts:
-    """One attention, after a piece call: bytes of the KV cache it reads; of query, new keys and values, and output."""
+    """One attention, after a piece call: bytes of the KV cache it reads; of query, new keys and values, and output.
+
+    Attributes:
+        what: attention, or state for a layer with one: kv_bytes are then of states, read and written.
+    """
 
     after_piece: int
     name: str
     kv_bytes: int
     new_bytes: int
+    what: str = "attention"
 
 
 @dataclass(frozen=True, slots=True)
@@ -311,7 +313,7 @@ def _fused_piece_jobs(kernels: Sequence[TracedKernel], piece: PieceFacts, rows: 
 
 def _attention_jobs(kernels: Sequence[TracedKernel], attention: AttentionFacts) -> list[Job]:
     """Jobs of an attention: the longest kernel reads the cache; others (writing, merging) move the new part."""
-    name = f"attention {attention.name}"
+    name = f"{attention.what} {attention.name}"
     if len(kernels) == 1:
         return [Job(name, attention.kv_bytes + attention.new_bytes)]
     others = attention.new_bytes // (len(kernels) - 1)

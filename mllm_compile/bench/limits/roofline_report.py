@@ -255,4 +255,5 @@ def _part(row: RooflineRow) -> str:
         return row.label
     if row.flops:
         return "GEMMs"
-    return "attention" if row.label.startswith("attention ") else "between GEMMs"
+    what = row.label.partition(" ")[0]
+    return what if what in ("attention", "state") else "between GEMMs"
