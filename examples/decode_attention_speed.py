@@ -1,6 +1,7 @@
 """Microseconds of one layer's decode attention by kernel, heads, batch and length, inside a CUDA graph.
 
     python examples/decode_attention_speed.py [--json FILE]
+    python examples/decode_attention_speed.py --heads 32/8 --batches 1 8 --lengths 16000 32000 --ours
 
 Needs an NVIDIA GPU and the `cuda` extra. Which of the program's own kernels decodes for how many requests stands on
 this table: the Triton kernel in its form for few requests or for many, and on Hopper clusters and shares
@@ -8,7 +9,8 @@ this table: the Triton kernel in its form for few requests or for many, and on H
 random page tables, and before each of them a kernel that does nearly nothing, as a model has one there. The time of
 these kernels alone is taken off. XQA splits as FlashInfer does by default. The last columns are the fastest of our own
 and the rate at which it reads, and the Triton kernel's form and split that would be the fastest in place of what is
-chosen.
+chosen. With --ours FlashInfer's and the Triton kernel's other forms are left out, and clusters are timed with fewer
+blocks each too (clusters/2, clusters/4).
 """
 
 from __future__ import annotations
@@ -24,12 +26,13 @@ from functools import cache
 from pathlib import Path
 
 import torch
+from mistakes import positive
 
 from mllm_compile.kernels.cuda import KernelCompiler, can_compile_kernels
 from mllm_compile.process.progress import NullReporter
 from mllm_compile.runtime.attention.hopper.clusters import cluster_kernels
 from mllm_compile.runtime.attention.hopper.decoder import ClusterDecode, ShareDecode
-from mllm_compile.runtime.attention.hopper.shares import ShareKernel
+from mllm_compile.runtime.attention.hopper.shares import ShareKernel, takes
 from mllm_compile.runtime.attention.split.split_decode import DecodePiece
 from mllm_compile.runtime.attention.split.splits import MOST_FEW_SEQUENCES, OF_FEW, OF_MANY
 
@@ -161,20 +164,24 @@ def split_decode(layers: Layers, is_few: bool, num_splits: int) -> Callable[[], 
 
 
 @cache
-def hopper_kernels(num_heads: int, num_kv_heads: int) -> dict[str, DecodePiece]:
-    """Clusters and shares, compiled; none on other GPUs."""
+def hopper_kernels(num_heads: int, num_kv_heads: int, with_fewer: bool) -> dict[str, DecodePiece]:
+    """Clusters and shares, compiled; none on other GPUs. Clusters of no more than 2 or 4 blocks too, if asked for."""
     if not can_compile_kernels("cuda:0"):
         return {}
     clusters = cluster_kernels(num_heads, num_kv_heads, PAGE_SIZE)
-    shares = ShareKernel(num_kv_heads, num_heads // num_kv_heads, PAGE_SIZE)
+    shares = [ShareKernel(num_kv_heads, num_heads // num_kv_heads, PAGE_SIZE)] if takes(num_kv_heads) else []
     with tempfile.TemporaryDirectory() as folder, KernelCompiler() as compiler:
-        compiler.write((*clusters, shares), Path(folder), NullReporter())
+        compiler.write((*clusters, *shares), Path(folder), NullReporter())
         binaries = {path.stem: path.read_bytes() for path in Path(folder).iterdir()}
     scale, device = HEAD_DIM**-0.5, torch.device("cuda:0")
-    return {
-        "clusters": ClusterDecode(clusters, binaries, scale, device),
-        "shares": ShareDecode(shares, binaries, scale, device),
-    }
+    most_blocks = {"clusters": 8, **({"clusters/2": 2, "clusters/4": 4} if with_fewer else {})}
+    decoders: dict[str, DecodePiece] = {}
+    for name, most in most_blocks.items():
+        some = [kernel for kernel in clusters if kernel.split <= most]
+        decoders[name] = ClusterDecode(some, binaries, scale, device)
+    if shares:
+        decoders["shares"] = ShareDecode(shares[0], binaries, scale, device)
+    return decoders
 
 
 def hopper_decode(layers: Layers, kernel: DecodePiece) -> Callable[[], None]:
@@ -204,7 +211,7 @@ def microseconds(run: Callable[[], None], num_layers: int) -> float:
     return statistics.median(times[2:])
 
 
-def measure(case: Case, workspace: torch.Tensor) -> dict[str, float]:
+def measure(case: Case, workspace: torch.Tensor, ours_alone: bool) -> dict[str, float]:
     """Microseconds by kernel: "Triton" with the form and split that are chosen, "few/4" with these."""
     layers = Layers(case)
     sequences = case.batch * case.num_kv_heads
@@ -215,11 +222,13 @@ def measure(case: Case, workspace: torch.Tensor) -> dict[str, float]:
         "XQA": lambda: xqa(layers, workspace),
         "Triton": lambda: split_decode(layers, is_few, (OF_FEW if is_few else OF_MANY).of(sequences)),
     }
-    for name, kernel in hopper_kernels(case.num_heads, case.num_kv_heads).items():
+    if ours_alone:
+        kernels = {name: kernels[name] for name in ("CUDA cores", "Triton")}  # the others must agree with the first
+    for name, kernel in hopper_kernels(case.num_heads, case.num_kv_heads, ours_alone).items():
         kernels[name] = lambda kernel=kernel: hopper_decode(layers, kernel)
     for few, name, most in ((True, "few", OF_FEW.most), (False, "many", OF_MANY.most)):
         for splits in SPLITS:
-            if splits <= most and splits * sequences <= MAX_BLOCKS:
+            if not ours_alone and splits <= most and splits * sequences <= MAX_BLOCKS:
                 kernels[f"{name}/{splits}"] = lambda few=few, splits=splits: split_decode(layers, few, splits)
     times, outputs = {}, {}
     nothing = microseconds(layers.each(lambda query, pages, out: None), len(layers.pages))
@@ -235,9 +244,18 @@ def measure(case: Case, workspace: torch.Tensor) -> dict[str, float]:
     return times
 
 
+def heads_of(text: str) -> tuple[int, int]:
+    num_heads, num_kv_heads = map(positive, text.split("/"))
+    return num_heads, num_kv_heads
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--heads", type=heads_of, nargs="+", default=HEADS, help="query heads/KV heads")
+    parser.add_argument("--batches", type=positive, nargs="+", default=BATCHES)
+    parser.add_argument("--lengths", type=positive, nargs="+", default=LENGTHS)
+    parser.add_argument("--ours", action="store_true", help="leave out what is not the program's own")
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
         sys.exit("needs an NVIDIA GPU")
@@ -247,21 +265,25 @@ def main() -> None:
     ours = ("Triton", "clusters", "shares")
     columns = ("CUDA cores", "tensor cores", "XQA", *ours)
     print("heads   batch length    CUDA  tensor     XQA  Triton clusters  shares  fastest  TB/s  Triton's fastest")
-    for num_heads, num_kv_heads in HEADS:
-        for is_ragged, batches in ((False, BATCHES), (True, BATCHES[-2:])):
+    ragged = arguments.batches[-2:] if arguments.batches is BATCHES else ()
+    for num_heads, num_kv_heads in arguments.heads:
+        for is_ragged, batches in ((False, arguments.batches), (True, ragged)):
             for batch in batches:
-                for length in (length for length in LENGTHS if length * batch <= MAX_TOKENS):
+                for length in (length for length in arguments.lengths if length * batch <= MAX_TOKENS):
                     case = Case(num_heads, num_kv_heads, batch, length, is_ragged)
-                    times = measure(case, workspace)
+                    times = measure(case, workspace, arguments.ours)
                     results.append(asdict(case) | {"us": times})
                     own = min((name for name in times if name in ours), key=times.__getitem__)
                     rate = case.kv_bytes / times[own] / 1e6
-                    fastest = min((name for name in times if "/" in name), key=times.__getitem__, default="")
-                    heads, ragged = f"{num_heads:2}/{num_kv_heads}", "~" if is_ragged else " "
+                    others = {name: us for name, us in times.items() if "/" in name}
+                    fastest = min(others, key=others.__getitem__, default="")
+                    shown = others if arguments.ours else {fastest: others.get(fastest, 0.0)}
+                    heads, mark = f"{num_heads:2}/{num_kv_heads}", "~" if is_ragged else " "
                     print(
-                        f"{heads} {ragged}{batch:5} {length:6}",
+                        f"{heads} {mark}{batch:5} {length:6}",
                         *(f"{times[name]:7.2f}" if name in times else f"{'':7}" for name in columns),
-                        f"{own:8} {rate:5.2f}  {fastest} {times.get(fastest, 0):.2f}",
+                        f"{own:8} {rate:5.2f} ",
+                        ", ".join(f"{name} {us:.2f}" for name, us in shown.items()),
                         flush=True,
                     )
     if arguments.json:

@@ -1,18 +1,24 @@
 """Where the time of a prompt's first token goes: the host's parts of it, one after another, and the GPU's kernels.
 
     python examples/first_token_parts.py configs/qwen-shape.yaml [--prompt 512] [--prompts 1] [--batched 4096]
+    python examples/first_token_parts.py configs/qwen-30b-a3b-shape.yaml --layers 4 --prompt 2048 --prompts 8
 
 Without a GPU it gives the host's parts alone. The parts overlap with the GPU, so they do not add up to the whole; a
-part that holds others is followed by them, indented. With --piecewise no whole step with prompts is captured.
+part that holds others is followed by them, indented. With --piecewise no whole step with prompts is captured. With
+--layers a shape is cut down to so many, for the shares of its kernels alone.
 """
 
 from __future__ import annotations
 
 import argparse
+import atexit
 import functools
+import json
 import random
+import shutil
 import statistics
 import sys
+import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Callable
@@ -88,6 +94,7 @@ def main() -> None:
     parser.add_argument("--prompts", type=positive, default=1, help="prompts at once")
     parser.add_argument("--repeats", type=positive, default=40)
     parser.add_argument("--batched", type=positive, help="runtime.max_num_batched_tokens")
+    parser.add_argument("--layers", type=positive, help="of a shape's layers only the first so many")
     parser.add_argument("--piecewise", action="store_true", help="capture no whole step with prompts")
     args = parser.parse_args()
     config = EngineConfig.from_yaml(args.config)
@@ -97,11 +104,24 @@ def main() -> None:
     changes: dict[str, Any] = {"runtime": config.runtime.model_copy(update=runtime)}
     if args.piecewise:
         changes["cudagraph"] = config.cudagraph.model_copy(update={"mixed_tokens": ()})
+    if args.layers is not None:
+        changes["model"] = config.model.model_copy(
+            update={"path": with_layers(Path(str(config.model.path)), args.layers)}
+        )
     clock = Clock()
     for _, owner, method in PARTS:
         setattr(owner, method, clock.around(f"{owner.__name__}.{method}", getattr(owner, method)))
     with Engine(config.model_copy(update=changes)) as engine:
         report(engine, clock, args)
+
+
+def with_layers(shape: Path, num_layers: int) -> str:
+    """A copy of a shape's folder with so many layers, which lasts as long as the process."""
+    folder = Path(tempfile.mkdtemp(prefix="shape_"))
+    atexit.register(shutil.rmtree, folder)
+    described = json.loads((shape / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(described | {"num_hidden_layers": num_layers}))
+    return str(folder)
 
 
 def report(engine: Engine, clock: Clock, args: argparse.Namespace) -> None:

@@ -1,10 +1,10 @@
 """Microseconds of one layer's prefill attention by FlashInfer's kernels, measured and estimated, inside a CUDA graph.
 
-    python examples/prefill_attention_speed.py
+    python examples/prefill_attention_speed.py [--heads 32/8] [--shapes 1x8192 1x480+16000]
 
 Needs an NVIDIA GPU and the `cuda` extra. The estimates (runtime/attention/flashinfer/prefill_cost.py) choose a batch's
 kernel; the last column is how much longer the chosen one took than the fastest. Run it on a GPU that is no H200: where
-it finds more than a few per cent, the constants are worth fitting anew.
+it finds more than a few per cent, the constants are worth fitting anew. Shapes are REQUESTSxNEW+BEFORE, in tokens.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from collections.abc import Callable
 
 import numpy as np
 import torch
+from mistakes import positive
 
 from mllm_compile.process.console import print_table
 from mllm_compile.runtime.attention.flashinfer.kernels import PlanGroup, PrefillKernel, choose_prefill_kernel
@@ -35,7 +36,10 @@ PLAIN = PerLayerParameters(-1, 0.0, HEAD_DIM**-0.5)
 
 
 def main() -> None:
-    argparse.ArgumentParser(description=__doc__.splitlines()[0]).parse_args()
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--heads", type=heads_of, nargs="+", default=HEADS, help="query heads/KV heads")
+    parser.add_argument("--shapes", type=shape_of, nargs="+", default=SHAPES)
+    args = parser.parse_args()
     if not torch.cuda.is_available():
         sys.exit("needs an NVIDIA GPU")
     device = torch.device("cuda", torch.cuda.current_device())
@@ -43,7 +47,7 @@ def main() -> None:
     num_sms = torch.cuda.get_device_properties(device).multi_processor_count
     workspace = torch.zeros(512 << 20, dtype=torch.uint8, device=device)
     rows, excess = [], []
-    for (num_heads, num_kv_heads), (count, new, prefix) in itertools.product(HEADS, SHAPES):
+    for (num_heads, num_kv_heads), (count, new, prefix) in itertools.product(args.heads, args.shapes):
         group = PlanGroup(num_heads, num_kv_heads, HEAD_DIM, PLAIN)
         lengths = np.full(count, new, np.int32), np.full(count, prefix, np.int32)
         kernels = [PrefillKernel("fa2", True), PrefillKernel("fa2", False)]
@@ -52,10 +56,23 @@ def main() -> None:
         chosen = choose_prefill_kernel(group, torch.bfloat16, *lengths, num_sms, is_hopper)
         excess.append(times[chosen] / min(times.values()) - 1)
         cells = [f"{time:.1f}{' *' if kernel == chosen else ''}" for kernel, time in times.items()]
-        rows.append((f"{num_heads}/{num_kv_heads}", f"{count} x {new}", str(prefix), *cells, f"{excess[-1]:.0%}"))
+        flop = 4 * num_heads * HEAD_DIM * count * new * (prefix + new / 2)
+        cells += [f"{excess[-1]:.0%}", f"{flop / times[chosen] / 1e6:.0f}"]
+        rows.append((f"{num_heads}/{num_kv_heads}", f"{count} x {new}", str(prefix), *cells))
     names = [f"{kernel.name}{', split' if kernel.splits else ''}" for kernel in kernels]
-    print_table(sys.stdout, "µs, * chosen", ("heads", "new", "before", *names, "longer"), rows)
+    print_table(sys.stdout, "µs, * chosen", ("heads", "new", "before", *names, "longer", "TFLOP/s"), rows)
     print(f"chosen ones took {statistics.mean(excess):.1%} longer than the fastest, {max(excess):.1%} at most")
+
+
+def heads_of(text: str) -> tuple[int, int]:
+    num_heads, num_kv_heads = map(positive, text.split("/"))
+    return num_heads, num_kv_heads
+
+
+def shape_of(text: str) -> tuple[int, int, int]:
+    new, _, before = text.partition("+")
+    count, new = map(positive, new.split("x"))
+    return count, new, positive(before) if before else 0
 
 
 def measure(

@@ -4,7 +4,8 @@
 
 Prompts are token ids, and so are the answers of a model without a tokenizer. All requests begin at once; engine and
 server answer the same ones, which a run has not seen before, after the same rest. The clients are processes of their
-own (`bench serve`), and a first token counts from the moment when its request is sent on an open connection.
+own (`bench serve`), and a first token counts from the moment when its request is sent on an open connection, or when
+the engine is called.
 `--wake` is a model whose server sleeps: the time from a request until its first token, the device being free.
 """
 
@@ -35,12 +36,16 @@ _TICK = os.sysconf("SC_CLK_TCK")
 
 @dataclass
 class Round:
-    """Tokens a second, the first token's seconds, and of a server: seconds of a gap, and CPU seconds a token."""
+    """Tokens a second, the first token's seconds, and of a server: seconds of a gap, and CPU seconds a token.
+
+    Attributes:
+        cpu_s: the front's own, and the kernel's for it.
+    """
 
     tokens_per_second: float
     first_s: float
     gap_s: tuple[float, float] = (0.0, 0.0)  # p50, p99
-    cpu_s: float = 0.0
+    cpu_s: tuple[float, float] = (0.0, 0.0)
 
 
 def main() -> None:
@@ -73,7 +78,7 @@ def main() -> None:
         alone = {count: [engine_round(engine, work) for work in each][1:] for count, each in works.items()}
     print(f"{args.config}: {args.prompt} tokens in, {args.tokens} out, median of {args.rounds} rounds")
     print("requests | engine tokens/s | HTTP tokens/s | share | first token, ms: engine | HTTP | more", end="")
-    print(" | HTTP gap, ms: p50 | p99 | front CPU µs a token")
+    print(" | HTTP gap, ms: p50 | p99 | front CPU µs a token | its kernel")
     for count in args.requests:
         report(count, alone[count], over_http[count])
     if args.wake:
@@ -84,39 +89,45 @@ def main() -> None:
 def http_round(server: OwnServer, work: ServeWork) -> Round:
     before = cpu_of(server.pid)
     rate = run_load(server.url, None, work).rates[0]
-    cpu_s = cpu_of(server.pid) - before
+    spent = [after - before for after, before in zip(cpu_of(server.pid), before, strict=True)]
     if rate.answered < work.requests:
         raise BenchmarkError(f"{work.requests - rate.answered} of {work.requests} requests failed: {rate.errors}")
     gaps = (rate.gaps.get("p50", 0.0), rate.gaps.get("p99", 0.0))
     tokens = rate.output_tokens + work.output_tokens  # the load's first request warms up
-    return Round(rate.output_tokens_per_second, rate.ttft["p50"], gaps, cpu_s / tokens)
+    return Round(rate.output_tokens_per_second, rate.ttft["p50"], gaps, (spent[0] / tokens, spent[1] / tokens))
 
 
 def engine_round(engine: Engine, work: ServeWork) -> Round:
     params = SamplingParams(temperature=0, max_tokens=work.output_tokens, ignore_eos=True, detokenize=False)
     time.sleep(REST_S)
+    prompts = prompts_of(work, 0)
+    called = time.time()
     begun = time.perf_counter()
-    outputs = engine.generate(prompts_of(work, 0), params, progress=False)
+    outputs = engine.generate(prompts, params, progress=False)
     seconds = time.perf_counter() - begun
-    firsts = [output.metrics.time_to_first_token for output in outputs if output.metrics is not None]
-    first_s = statistics.median(first for first in firsts if first is not None)
-    return Round(work.requests * work.output_tokens / seconds, first_s)
+    firsts = [
+        # Arrival is when the engine has made a request of a prompt: over HTTP, that is waited for as well.
+        output.metrics.arrival_time - called + output.metrics.time_to_first_token
+        for output in outputs
+        if output.metrics is not None and output.metrics.time_to_first_token is not None
+    ]
+    return Round(work.requests * work.output_tokens / seconds, statistics.median(firsts))
 
 
-def cpu_of(pid: int) -> float:
-    """CPU seconds of a process, the kernel's for it included."""
+def cpu_of(pid: int) -> tuple[float, float]:
+    """CPU seconds of a process: its own, the kernel's for it."""
     with open(f"/proc/{pid}/stat", encoding="utf-8") as file:
         fields = file.read().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / _TICK
+    return int(fields[11]) / _TICK, int(fields[12]) / _TICK
 
 
 def report(count: int, alone: list[Round], over_http: list[Round]) -> None:
     own, through = (statistics.median(one.tokens_per_second for one in rounds) for rounds in (alone, over_http))
     first, later = (statistics.median(one.first_s for one in rounds) * 1e3 for rounds in (alone, over_http))
     middle, late = (statistics.median(one.gap_s[at] for one in over_http) * 1e3 for at in (0, 1))
-    cpu = statistics.median(one.cpu_s for one in over_http) * 1e6
+    front, kernel = (statistics.median(one.cpu_s[at] for one in over_http) * 1e6 for at in (0, 1))
     print(f"{count:8} | {own:15.1f} | {through:13.1f} | {through / own:5.1%} | {first:23.2f} | {later:4.2f}", end="")
-    print(f" | {later - first:4.2f} | {middle:17.2f} | {late:4.2f} | {cpu:20.1f}")
+    print(f" | {later - first:4.2f} | {middle:17.2f} | {late:4.2f} | {front:20.1f} | {kernel:10.1f}")
 
 
 def wake(config: str, server: OwnServer, rounds: int) -> None:

@@ -1,6 +1,6 @@
 """Microseconds of one layer with a state by kind and batch, inside a CUDA graph, beside what its bytes take.
 
-    python examples/state_kernels_speed.py [--json FILE] [--prompts]
+    python examples/state_kernels_speed.py [--json FILE] [--prompts] [--layers "gated delta" ssd …]
 
 Needs an NVIDIA GPU and Triton. The shapes are those of Transformers' defaults for qwen3_5_text, of Nemotron-H-8B,
 Kimi-Linear and Falcon-Mamba-7B. A graph runs each kernel over several layers' states, more than the L2 cache holds.
@@ -141,6 +141,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
     parser.add_argument("--prompts", action="store_true", help="prompts in place of decodes")
+    parser.add_argument("--layers", nargs="+", choices=SHAPES, default=list(SHAPES), help="these alone")
     args = parser.parse_args()
     if not torch.cuda.is_available():
         print("needs an NVIDIA GPU", file=sys.stderr)
@@ -149,7 +150,7 @@ def main() -> int:
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, read {limit / 1e12:.2f} TB/s")
     print(f"{'layer':24} {'requests':>8} {'tokens':>7} {'µs':>9} {'TB/s':>6} {'of read':>8}")
     results = []
-    for name in SHAPES:
+    for name in args.layers:
         for requests, tokens in PROMPTS if args.prompts else [(batch, 1) for batch in BATCHES]:
             result = run(name, requests, tokens)
             results.append(result)

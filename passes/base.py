@@ -150,9 +150,16 @@ class SmallWeights:
 
 @dataclass(frozen=True)
 class QuantisedTensor:
-    """One tensor of a quantised weight of `columns` inputs."""
+    """One tensor of a quantised weight of `columns` inputs, or of a rank's part of one."""
 
     weight_name: str
     role: str
     scheme: WeightScheme
     columns: int
+
+    def cut(self, cut: WeightCut) -> WeightCut:
+        """How this tensor is cut where its weight is cut so."""
+        if cut.dim == 0:
+            return cut
+        ranges = (tuple(self.scheme.stretch(self.role, *one) for one in of_rank) for of_rank in cut.ranges)
+        return WeightCut(cut.dim, tuple(ranges))

@@ -24,6 +24,7 @@ from mllm_compile.passes.deduplicate_pieces import DeduplicatePieces
 from mllm_compile.passes.dequantise_weights import DequantiseWeights
 from mllm_compile.passes.fuse_few_tokens import FuseFewTokens
 from mllm_compile.passes.fuse_gated_linear import FuseGatedLinear
+from mllm_compile.passes.fuse_rank_sums import FuseRankSums
 from mllm_compile.passes.fuse_rope_cache import FuseRopeCache
 from mllm_compile.passes.fuse_silu_mul import FuseSiluMul
 from mllm_compile.passes.fuse_single_token import FuseSingleToken
@@ -66,6 +67,7 @@ PASSES: tuple[type[GraphPass], ...] = (
     # From here on the graph is pieces with attention between them.
     SplitAtAttention,
     DeduplicatePieces,  # equal stretches share one module
+    FuseRankSums,  # a sum over ranks with the residual and the norm behind it
     ChooseExperts,  # a router's largest scores, with softmax and renormalisation, as one kernel
     CountExperts,  # for runtime.expert_stats, how often each expert is chosen
     StreamExperts,  # a form for steps of up to 8 tokens of pieces with experts, which find the choice themselves

@@ -72,11 +72,11 @@ def _quantise(
     if scheme is None or weight.meta["val"].shape[0] < fewest_rows:
         return False
     inputs = {}
+    columns = int(weight.meta["val"].shape[1])
     for role in scheme.roles:
         inputs[role] = _placeholder(gm, weight, scheme, role)
-        columns = int(weight.meta["val"].shape[1])
         told[tensor_name(name, role)] = QuantisedTensor(name, role, scheme, columns)
-    operands = inputs[VALUES], inputs[SCALES], inputs.get(ZEROS), bias, scheme.kind, scheme.group
+    operands = inputs[VALUES], inputs[SCALES], inputs.get(ZEROS), bias, scheme.kind, min(scheme.group, columns)
     replace_by_op(gm.graph, node, op("quantised_linear"), source, *operands)
     gm.graph.erase_node(weight)
     return True

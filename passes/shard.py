@@ -12,6 +12,7 @@ from mllm_compile.passes.base import RANKS, WEIGHT_CUTS, GraphPass, PassResult, 
 from mllm_compile.passes.match.nodes import call, drop_dead_nodes, is_op, is_weight, recompute_value
 from mllm_compile.passes.sharding.labels import Labelling, Product, name_of
 from mllm_compile.passes.sharding.plan import Plan
+from mllm_compile.passes.sharding.written_parts import join_written_parts
 from mllm_compile.runtime.ops import op
 
 _CARRIED_VIEWS = frozenset(
@@ -58,6 +59,8 @@ class Shard(GraphPass):
         num_ranks = gm.meta.get(RANKS, 1)
         if num_ranks == 1 or WEIGHT_CUTS in gm.meta:
             return PassResult(gm, 0, before, before)
+        join_written_parts(gm.graph)
+        drop_dead_nodes(gm)
         labelling, plan = _cut_of(gm, num_ranks)
         gm.meta[WEIGHT_CUTS] = plan.cuts
         if plan.cuts:
@@ -72,6 +75,9 @@ def _cut_of(gm: fx.GraphModule, num_ranks: int) -> tuple[Labelling, Plan]:
     means: frozenset[fx.Node] = frozenset()
     while True:
         labelling = Labelling(gm, num_ranks, whole, means)
+        if labelling.shared - whole:
+            whole |= labelling.shared
+            continue
         further = labelling.over_heads - means
         if further:
             means |= further

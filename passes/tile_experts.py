@@ -29,8 +29,7 @@ class TileExperts(GraphPass):
     After::
 
         order, blocks = mllm.order_experts(ids, slots, E, 256, 0)
-        rows = mllm.gather_expert_rows(x, order, blocks, k)
-        a = mllm.gated_expert_tiles(rows, order, blocks, gate_up)
+        a = mllm.gated_expert_tiles(x, order, blocks, gate_up, k)
         y = mllm.expert_tiles(a, order, blocks, down, ids)
 
     Requires: pieces by group_experts on a Hopper GPU in bfloat16, with forms for fewer tokens; no bias, and weights as
@@ -39,7 +38,7 @@ class TileExperts(GraphPass):
     """
 
     name: ClassVar[str] = "tile_experts"
-    needs: ClassVar[tuple[str, ...]] = ("gather_expert_rows", "gated_expert_tiles", "expert_tiles")
+    needs: ClassVar[tuple[str, ...]] = ("gated_expert_tiles", "expert_tiles")
 
     @classmethod
     def obstacle(cls, target: PassTarget) -> str | None:
@@ -68,10 +67,7 @@ def _tile(graph: fx.Graph, node: fx.Node) -> bool:
     order.meta["val"] = val.new_empty(num_blocks * BLOCK, dtype=torch.int32)
     blocks.meta["val"] = val.new_empty((num_blocks, 2), dtype=torch.int32)
     node.meta["val"] = (order.meta["val"], blocks.meta["val"])
-    with graph.inserting_before(up):
-        rows = graph.call_function(op("gather_expert_rows"), (x, order, blocks, num_chosen))
-    rows.meta["val"] = x.meta["val"].new_empty((num_blocks * BLOCK, x.meta["val"].shape[1]))
-    activated = replace_by_op(graph, up, op("gated_expert_tiles"), rows, order, blocks, gate_up)
+    activated = replace_by_op(graph, up, op("gated_expert_tiles"), x, order, blocks, gate_up, num_chosen)
     activated.meta["val"] = activated.meta["val"].new_empty((num_blocks * BLOCK, activated.meta["val"].shape[1]))
     replace_by_op(graph, down, op("expert_tiles"), activated, order, blocks, down_weight, ids)
     return True

@@ -76,6 +76,7 @@ class ForwardBatch:
     common_prefix_len: int = 0  # first tokens that all decodes have in the same pages; 0: attention reads them for each
     logits_indices: torch.Tensor | None = None  # [S] int64: rows of [T] whose logits are wanted; None: each last one
     media: MediaInputs | None = None  # in EXTEND and MIXED, where some tokens take features
+    rope_lens: torch.Tensor | None = None  # [T] int64, as TokenInputs has them; None: zeros
     return_logprob: bool = False
     top_logprobs_nums: list[int] | None = None
     common_attn_metadata: Any = None  # CommonAttentionMetadata.of(batch), once that was asked for
@@ -88,17 +89,25 @@ class ForwardBatch:
 
 @dataclass(frozen=True, slots=True)
 class TokenInputs:
-    """The values that a program reads for each token; [T] int64 each, T padded where a graph wants it."""
+    """The values that a program reads for each token; [T] int64 each, T padded where a graph wants it.
+
+    Attributes:
+        rope_lens: lengths that a token's RoPE is at least for, where it follows those of requests: of a prompt, 0 of
+            decodes, which go by their position alone.
+    """
 
     input_ids: torch.Tensor
     positions: torch.Tensor
     out_cache_loc: torch.Tensor
     media: MediaInputs | None = None
+    rope_lens: torch.Tensor | None = None
 
     @property
     def by_name(self) -> dict[str, torch.Tensor]:
         """The inputs that a program names."""
         found = {"input_ids": self.input_ids, "positions": self.positions, "slots": self.out_cache_loc}
+        if self.rope_lens is not None:
+            found["rope_lens"] = self.rope_lens
         if self.media is not None:
             found["positions"] = self.media.positions
             found |= {"features": self.media.features, "is_feature": self.media.is_feature}
@@ -106,7 +115,7 @@ class TokenInputs:
 
     @classmethod
     def of(cls, batch: ForwardBatch) -> TokenInputs:
-        return cls(batch.input_ids, batch.positions, batch.out_cache_loc, batch.media)
+        return cls(batch.input_ids, batch.positions, batch.out_cache_loc, batch.media, batch.rope_lens)
 
 
 @dataclass(frozen=True)

@@ -193,10 +193,12 @@ class ModelRunner:
         if not model.state_layers:
             return make_attention()
         is_deterministic = config.runtime.deterministic
-        if is_deterministic and self.device.type == "cuda":
+        without = next((layer.name for layer in model.state_layers if layer.name not in model.state_pieces), None)
+        if is_deterministic and self.device.type == "cuda" and without is not None:
             raise UnsupportedModelError(
-                "runtime.deterministic makes every step one captured decode, which layers with a state cannot be: they "
-                "take a prompt's tokens one after another. Set runtime.deterministic: false."
+                f"runtime.deterministic makes every step one captured decode, which layer {without} cannot be: no "
+                "kernel has states of its size, and the host would have to see which tokens are of one request. Set "
+                "runtime.deterministic: false."
             )
         states: StateBackend = TorchStateBackend(self.state_pool, is_deterministic)
         if model.state_pieces:
@@ -414,6 +416,8 @@ class ModelRunner:
     def run_eager(self, batch: ForwardBatch) -> LogitsProcessorOutput:
         """Runs the program piece by piece, without a graph."""
         self.attn_backend.init_forward_metadata(batch)
+        if self.model.rope is not None and batch.rope_lens is None:
+            batch.rope_lens = torch.zeros_like(batch.positions)
         logits_indices = batch.logits_indices
         if logits_indices is None:
             logits_indices = torch.arange(batch.batch_size, device=self.device)

@@ -16,6 +16,7 @@ import torch
 
 from mllm_compile.check.decode_loop import check_decode_loop
 from mllm_compile.check.latents import check_latents
+from mllm_compile.check.prompts import check_prompts
 from mllm_compile.errors import CompileError
 from mllm_compile.runtime.attention.base import Unrotated
 from mllm_compile.runtime.attention.flashinfer.kernels import PlanGroup
@@ -58,6 +59,7 @@ def check_written_pieces(linked: LinkedProgram, page_size: int, dtype: torch.dty
             check = _DecodeCheck(layer, page_size, dtype, logits.device, step)
             for lengths in check.batches(forms):
                 check.run(lengths, forms, linked.decoders[layer.name])
+    check_prompts(linked, page_size, dtype, logits.device)
     check_latents(linked, page_size, dtype, logits.device)
     if program.sampling is not None and linked.sampling is not None:
         _check_sampling(program.sampling, linked.sampling, logits)
@@ -185,11 +187,16 @@ class _DecodeCheck:
         layer = self._layer
         if layer.window_left >= 0:
             slots = slots[-layer.window_left - 1 :]
+        if layer.chunk:
+            slots = slots[(len(slots) - 1) // layer.chunk * layer.chunk :]
         group = layer.num_heads // layer.num_kv_heads
         keys, values = (cache.flatten(0, 1)[slots].float().repeat_interleave(group, 1) for cache in (keys, values))
         logits = torch.einsum("hd,lhd->hl", q.float(), keys) * layer.sm_scale
         if layer.logits_soft_cap > 0:
             logits = layer.logits_soft_cap * torch.tanh(logits / layer.logits_soft_cap)
+        if layer.alibi_slopes:
+            distance = torch.arange(1 - len(slots), 1, device=logits.device)
+            logits = logits + logits.new_tensor(layer.alibi_slopes)[:, None] * distance
         if self._sinks is not None:
             logits = torch.cat((logits, self._sinks.float()[:, None]), -1)
         return torch.einsum("hl,lhd->hd", logits.softmax(-1)[:, : len(slots)], values)

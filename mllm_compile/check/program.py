@@ -40,6 +40,7 @@ from mllm_compile.runtime.program.pieces import load_piece
 from mllm_compile.runtime.program.spec import ModelSizes, Program
 from mllm_compile.runtime.quantised.numbers import dequantised, quantised
 from mllm_compile.runtime.quantised.scheme import WeightScheme
+from mllm_compile.runtime.schedule.rope_lengths import RopeLengths
 from mllm_compile.runtime.state.base import StateBackend, StateInputs
 from mllm_compile.runtime.state.metadata import Segment, StateMetadata
 from mllm_compile.store.artifact import CUBINS, PIECES
@@ -100,7 +101,7 @@ def _check_program(lowered: Lowered, ranks: Sequence[_Bound], device: str, state
     """Runs every batch, on all ranks at once; returns the program's logits of the largest."""
     hf_model, program = lowered.hf_model, lowered.program
     model_type = hf_model.model.config.model_type
-    batches = _batches(program, *_requests(hf_model.sizes(program.layers), device))
+    batches = _batches(program, *_requests(hf_model.sizes(program.layers), device, program.rope))
     known: dict[int, torch.Tensor] = {}
     for batch_ids, batch_positions in batches:
         wants_rows = len(batch_ids) in (len(REQUEST_LENGTHS), len(batches[-1][0]))  # the rest would take a second more
@@ -190,11 +191,15 @@ def _hint(lowered: Lowered, suspicion: str = " It may be a pass") -> str:
     return f"{suspicion}: try compile.disable_passes: [{', '.join(names)}]." if names else ""
 
 
-def _requests(sizes: ModelSizes, device: str) -> tuple[_Requests, _Requests]:
-    """Token ids and positions of each request."""
+def _requests(sizes: ModelSizes, device: str, rope: RopeLengths | None = None) -> tuple[_Requests, _Requests]:
+    """Token ids and positions of each request; the second is a long text's where RoPE follows its length."""
+    second, context_len = SECOND_REQUEST_POSITION, sizes.context_len
+    if rope is not None:
+        second = rope.boundary + 1
+        context_len = second + REQUEST_LENGTHS[1] if rope.of_each_length else context_len
     generator = torch.Generator().manual_seed(0)
     ids = [torch.randint(0, sizes.vocab_size, (length,), generator=generator).to(device) for length in REQUEST_LENGTHS]
-    starts = (0, max(0, min(SECOND_REQUEST_POSITION, sizes.context_len - REQUEST_LENGTHS[1])))
+    starts = (0, max(0, min(second, context_len - REQUEST_LENGTHS[1])))
     return ids, [
         torch.arange(start, start + length, device=device)
         for start, length in zip(starts, REQUEST_LENGTHS, strict=True)
@@ -267,7 +272,7 @@ def _quantise(
         key = weight.data_ptr(), scheme
         if key not in done:
             parts = quantised(weight, scheme)
-            stands_for = dequantised(parts, scheme.kind, scheme.group, tensor.columns, weight.dtype)
+            stands_for = dequantised(parts, scheme.kind, scheme.group, weight.shape[1], weight.dtype)
             done[key] = parts, torch.nn.Parameter(stands_for, requires_grad=False)
         parts, parameter = done[key]
         found[name] = parts[tensor.role]
@@ -285,7 +290,7 @@ def _program_weights(
     bound = {}
 
     def part(name: str) -> torch.Tensor:
-        cuts = lowered.cuts.get(name, ())
+        cuts = lowered.cuts_of(name)
         key = by_name[name].data_ptr(), cuts
         if key not in made:
             made[key] = part_of_rank(by_name[name], cuts, rank).contiguous() if cuts else by_name[name]
@@ -419,6 +424,7 @@ def _run_program(
     different = _num_different(ids)
     lengths, copies = tuple(len(request) for request in ids[:different]), len(ids) // different
     inputs = {"input_ids": torch.cat(ids), "positions": torch.cat(positions)}
+    inputs["rope_lens"] = torch.cat([(request[-1:] + 1).expand(len(request)) for request in positions])
     return _run_packed(executor, layers, lengths, copies, inputs, rows, device, dtype, states)
 
 

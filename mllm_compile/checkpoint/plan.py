@@ -80,7 +80,7 @@ def plan_weights(
         for member in members:
             tensor = None if quantised is None else quantised.get(member.weight_name)
             if tensor is not None:
-                parts += _small_parts(member, tensor, table)
+                parts += _small_parts(member, tensor, table, part)
             elif member.weight_name in part.cuts:
                 parts += [_part(member, block) for block in part.of(member.weight_name, table)]
             else:
@@ -96,15 +96,21 @@ def _parts(member: PackedPart, shape: tuple[int, ...], table: Mapping[str, Plann
 
 
 def _small_parts(
-    member: PackedPart, tensor: QuantisedTensor, table: Mapping[str, PlannedTensor] | None
+    member: PackedPart, tensor: QuantisedTensor, table: Mapping[str, PlannedTensor] | None, of_rank: Part
 ) -> list[WeightPart]:
-    small = SmallPart(tensor.role, tensor.scheme)
-    if table is None:
-        shape = (member.rows, tensor.columns)
-        return [WeightPart(tensor.weight_name, "", member.start, shape, small=small)]
+    small, name = SmallPart(tensor.role, tensor.scheme), tensor.weight_name
+    blocks: tuple[Block, ...]
+    if name in of_rank.cuts:
+        blocks = of_rank.of(name, table)
+    elif table is None:
+        return [WeightPart(name, "", member.start, (member.rows, tensor.columns), small=small)]
+    else:
+        blocks = table[name].blocks
     parts = []
-    for block in table[tensor.weight_name].blocks:
-        part = replace(_part(member, block), inner_starts=(), small=small)
+    for block in blocks:
+        column = block.starts[1]
+        inner = (tensor.scheme.stretch(tensor.role, column, 0)[0],) if column else ()
+        part = replace(_part(member, block), inner_starts=inner, small=small)
         if source := next(iter(part.sources), None):
             part = replace(part, tensor=source.name, file=source.file)
         parts.append(part)

@@ -97,6 +97,13 @@ class Lowered:
 
         return self.graph.meta.get(WEIGHT_CUTS, {})
 
+    def cuts_of(self, tensor: str) -> tuple[WeightCut, ...]:
+        """How ranks' parts are cut out of a tensor, also one of a quantised weight."""
+        small = self.quantised.get(tensor)
+        if small is None:
+            return self.cuts.get(tensor, ())
+        return tuple(small.cut(cut) for cut in self.cuts.get(small.weight_name, ()))
+
     def cut_lines(self) -> list[str]:
         """The cut over ranks for people: how much of the weights a rank holds, and the largest that all hold whole."""
         if self.num_ranks == 1:

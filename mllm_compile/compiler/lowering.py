@@ -23,6 +23,7 @@ from mllm_compile.kernels.cuda import can_compile_kernels, kernels_of
 from mllm_compile.kernels.decode_attention import add_decode_attention
 from mllm_compile.kernels.decode_loop import add_decode_loop
 from mllm_compile.kernels.latent_attention import add_latent_attention
+from mllm_compile.kernels.prefill_attention import add_prefill_attention
 from mllm_compile.kernels.sampling import add_sampling_pieces
 from mllm_compile.kernels.states import add_state_pieces
 from mllm_compile.model.refusals import refusing
@@ -76,14 +77,12 @@ def build_model(config: ResolvedConfig, model: ModelFolder, reporter: Reporter) 
         from mllm_compile.checkpoint.plan import read_checkpoint, untie_stored_apart
         from mllm_compile.checkpoint.quantised import read_tensors
         from mllm_compile.model.hf_model import build_on_meta
-        from mllm_compile.model.hold_rope import check_rope_limit
         from mllm_compile.model.late_imports import import_modeling_code
 
         import_modeling_code()
     with reporter.stage("build on meta"), gc_paused():  # which imports the model's code
         check_remote_code(model, config.model.trust_remote_code)
         hf_model = build_on_meta(model.path, getattr(torch, config.model.dtype), config.model.trust_remote_code)
-        check_rope_limit(model, hf_model.model.config)
     table = None
     if config.model.load_format != "dummy":
         with reporter.stage("find weights"):
@@ -160,7 +159,9 @@ def rewrite(config: ResolvedConfig, built: BuiltModel, trace: Trace, observer: O
 
     graph, reports, left_out = rewrite_graph(config, built, trace, observer=observer)
     _check_cut(graph, config.runtime.tensor_parallel_size)
-    program, decode_pieces = add_decode_attention(config, build_program(graph))
+    program = replace(build_program(graph), rope=built.hf_model.rope)
+    program, decode_pieces = add_decode_attention(config, program)
+    program, prefill_pieces = add_prefill_attention(config, program)
     program, state_pieces = add_state_pieces(config, program, state_operands(graph))
     program, latent_pieces = add_latent_attention(config, program)
     output: Any = next(node for node in graph.graph.nodes if node.op == "output")
@@ -169,7 +170,7 @@ def rewrite(config: ResolvedConfig, built: BuiltModel, trace: Trace, observer: O
     program, loop_pieces = add_decode_loop(config, program, logits)
     if pass_target(config).compiles_cuda:
         program = replace(program, kernels=kernels_of(graph, program))
-    written = (*decode_pieces, *state_pieces, *latent_pieces, *sampling_pieces, *loop_pieces)
+    written = (*decode_pieces, *prefill_pieces, *state_pieces, *latent_pieces, *sampling_pieces, *loop_pieces)
     return Lowered(built, graph, program, reports, left_out, size_symbols(graph), written)
 
 
@@ -211,14 +212,8 @@ def _set_ranks(trace: Trace, hf_model: HFModel, num_ranks: int) -> None:
 
 
 def _check_cut(graph: fx.GraphModule, num_ranks: int) -> None:
-    """Refuses a model of which every rank would compute everything, or whose states would have to be on all."""
-    from mllm_compile.passes.base import STATE_LAYERS, WEIGHT_CUTS
-
-    if num_ranks > 1 and graph.meta[STATE_LAYERS]:
-        raise ConfigError(
-            f"runtime.tensor_parallel_size is {num_ranks}, but {graph.meta[STATE_LAYERS][0].name} carries a state, and "
-            "such layers run on one device. Set it to 1."
-        )
+    """Refuses a model of which every rank would compute everything."""
+    from mllm_compile.passes.base import WEIGHT_CUTS
 
     if num_ranks > 1 and not graph.meta.get(WEIGHT_CUTS):
         raise ConfigError(

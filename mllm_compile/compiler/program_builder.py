@@ -146,7 +146,7 @@ def _product_of_experts(node: fx.Node) -> tuple[fx.Node, ExpertWeight] | None:
     elif is_op(node, "grouped_linear"):
         weight, (num_chosen, is_transposed, of_tokens) = operands[3], operands[5:8]
     elif is_op(node, "gated_expert_tiles"):
-        weight, num_chosen, of_tokens = operands[3], operands[0].args[3], True  # of gathered rows
+        weight, num_chosen, of_tokens = operands[3], operands[4], True
     elif is_op(node, "expert_tiles"):
         weight, num_chosen, of_tokens = operands[3], _num_chosen(operands[4]), False
     else:

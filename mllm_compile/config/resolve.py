@@ -20,7 +20,6 @@ from mllm_compile.config.resolved import (
     ResolvedModel,
     ResolvedStructuredOutputs,
 )
-from mllm_compile.config.rope_limit import rope_limit
 from mllm_compile.config.schema import CompileConfig, EngineConfig, RuntimeConfig, StructuredOutputsConfig
 from mllm_compile.errors import ConfigError, DeviceError
 from mllm_compile.files.cache_folders import auto_cache_dir
@@ -114,13 +113,10 @@ def _structured_outputs(asked: StructuredOutputsConfig, choices: AutoChoices) ->
 def _quantization(config: EngineConfig, model: ModelFolder, choices: AutoChoices) -> Quantization:
     asked, scheme = config.model.quantization, model.scheme
     is_left_out = _QUANTISING_PASS in config.compile.disable_passes
-    num_ranks = config.runtime.tensor_parallel_size
 
     def choose() -> tuple[Quantization, str]:
         if scheme is None:
             return "none", "the weights are not quantised"
-        if num_ranks > 1:
-            return "dequantize", "weights in few bits are not cut over ranks yet"
         if is_left_out:
             return "dequantize", f"compile.disable_passes names {_QUANTISING_PASS}"
         if not scheme.kinds:
@@ -135,11 +131,6 @@ def _quantization(config: EngineConfig, model: ModelFolder, choices: AutoChoices
         )
     if chosen not in ("fp8", "int4"):
         return "none" if scheme is None else chosen
-    if num_ranks > 1:
-        raise ConfigError(
-            f"model.quantization is {chosen}, but runtime.tensor_parallel_size is {num_ranks}, and weights in few bits "
-            "are not cut over ranks yet. Set model.quantization: auto or dequantize, or one rank."
-        )
     if is_left_out:
         raise ConfigError(
             f"model.quantization is {chosen}, but compile.disable_passes names {_QUANTISING_PASS}, which puts "
@@ -314,25 +305,34 @@ def _deterministic_tokens(kind: str, model: ModelFolder) -> int:
 
 
 def _max_model_len(asked: RuntimeConfig, kind: str, model: ModelFolder, choices: AutoChoices) -> int:
-    limit = model.text_config_value(*_LENGTH_KEYS)
-    if not isinstance(limit, int) or limit < 1:
-        limit = None
-    why, bound = "the model's own limit", "the model was made for at most {} tokens"
-    rope = rope_limit(model.text_config_value)
-    if rope is not None and (limit is None or rope.max_positions < limit):
-        limit = rope.max_positions
-        why = f"beyond it, rope_type {rope.rope_type} would let one request change the others"
-        bound = f"beyond {{}} tokens rope_type {rope.rope_type} would let one request change the others"
+    limit = _longest_text(model)
 
     def choose() -> tuple[int, str]:
         if limit is not None and limit <= MAX_MODEL_LEN[kind]:
-            return limit, why
+            return limit, "the model's own limit"
         return MAX_MODEL_LEN[kind], f"for {kind}; the model takes {limit or 'any length'}"
 
     length = choices.settle("runtime.max_model_len", asked.max_model_len, choose)
     if limit is not None and length > limit:
-        raise ConfigError(f"runtime.max_model_len is {length}, but {bound.format(limit)}. Set it to {limit} or less.")
+        raise ConfigError(
+            f"runtime.max_model_len is {length}, but the model was made for at most {limit} tokens. Set it to {limit} "
+            "or less."
+        )
     return length
+
+
+def _longest_text(model: ModelFolder) -> int | None:
+    """Tokens that the model was made for, those included that RoPE's type `dynamic` adds; None: config.json says no
+    length."""
+    limit = model.text_config_value(*_LENGTH_KEYS)
+    if not isinstance(limit, int) or limit < 1:
+        return None
+    rope = model.text_config_value("rope_parameters", "rope_scaling")
+    if isinstance(rope, dict) and "dynamic" in (rope.get("rope_type"), rope.get("type")):
+        factor = rope.get("factor")
+        if isinstance(factor, int | float) and factor > 1:
+            return int(limit * factor)
+    return limit
 
 
 def _of_gpus_alone(config: EngineConfig) -> tuple[str, ...]:

@@ -92,7 +92,9 @@ def _load(compiled: CompiledRuntime, timeline: Timeline, forward_times: bool, nu
         try:
             tokenizer, defaults, default_params = loading.result()
             config, num_pages = compiled.config, runner.token_to_kv_pool.num_pages
-            limits = SchedulerConfig.of(config.runtime, config.cudagraph, num_pages, runner.num_snapshots)
+            limits = SchedulerConfig.of(
+                config.runtime, config.cudagraph, num_pages, runner.num_snapshots, runner.model.rope
+            )
             scheduler = Scheduler(limits)
             step_runner = _step_runner(runner, group)
             _remember(compiled, runner, plan, timeline)
@@ -124,6 +126,7 @@ def _load(compiled: CompiledRuntime, timeline: Timeline, forward_times: bool, nu
         tokenizer_files=files,
         forward_times=tuple if runner.forward_times is None else runner.forward_times.medians,
         experts_chosen=runner.experts_chosen,
+        snapshot_bytes=runner.state_bytes_per_request,
         tower=tower,
     )
 

@@ -136,6 +136,7 @@ class Engine:
             prepare_thread=parts.prepare_thread,
             forward_times=parts.forward_times,
             experts_chosen=parts.experts_chosen,
+            snapshot_bytes=parts.snapshot_bytes,
             log_interval_s=log_interval_s,
         )
         # Also when the engine is garbage, and when the interpreter ends: a thread must not launch work into that.

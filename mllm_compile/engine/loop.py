@@ -104,6 +104,7 @@ class EngineCore:
         prepare_thread: called first on the engine's thread.
         forward_times: gives (num_tokens, count, median in ms) rows, for the figures.
         experts_chosen: gives each layer's counts by expert, likewise.
+        snapshot_bytes: what the state of a cached prefix takes, likewise.
         log_interval_s: seconds between two log lines with figures while there is work; 0 for none.
     """
 
@@ -117,6 +118,7 @@ class EngineCore:
         prepare_thread: Callable[[], None] = _nothing,
         forward_times: ForwardTimesSource = tuple,
         experts_chosen: ExpertsSource = dict,
+        snapshot_bytes: int = 0,
         log_interval_s: float = 10.0,
     ) -> None:
         self._scheduler = scheduler
@@ -125,7 +127,8 @@ class EngineCore:
         self._shutdown = shutdown
         self._log_interval_s = log_interval_s
         self._next_log = time.monotonic() + log_interval_s
-        self._recorder = StatsRecorder(scheduler.config.max_running_requests + 1, forward_times, experts_chosen)
+        num_rows = scheduler.config.max_running_requests + 1
+        self._recorder = StatsRecorder(num_rows, forward_times, experts_chosen, snapshot_bytes)
 
         self._condition = threading.Condition()
         self._inbox: list[Callable[[], None]] = []  # guarded by the condition, as is _end_error

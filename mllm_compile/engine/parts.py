@@ -35,6 +35,7 @@ class EngineParts:
         tokenizer_files: the files that texts and pictures are read with, by name; for a process that reads some too.
         forward_times: gives (num_tokens, count, median in ms) rows, for the figures.
         experts_chosen: gives each layer's counts by expert, likewise.
+        snapshot_bytes: what the state of a cached prefix takes, likewise.
         tower: what prompts with images are checked with; a text: why none are served.
     """
 
@@ -54,4 +55,5 @@ class EngineParts:
     tokenizer_files: Mapping[str, bytes] = field(default_factory=dict)
     forward_times: ForwardTimesSource = tuple
     experts_chosen: ExpertsSource = dict
+    snapshot_bytes: int = 0
     tower: GridTower | str = "the model takes text alone"

@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from mllm_compile.files.byte_sizes import format_bytes
+
 if TYPE_CHECKING:
     from mllm_compile.runtime.schedule.config import SchedulerStats
     from mllm_compile.runtime.schedule.scheduled_batch import ScheduledBatch
@@ -167,6 +169,7 @@ class EngineStats:
         experts: the load of each layer of experts, in order; empty unless runtime.expert_stats.
         snapshots_kept: prefixes whose state the prefix cache has, of a model whose layers carry one.
         snapshots_total: how many it can have.
+        snapshots_bytes: memory of those kept.
     """
 
     running: int
@@ -192,6 +195,7 @@ class EngineStats:
     experts: tuple[ExpertLoad, ...] = ()
     snapshots_kept: int = 0
     snapshots_total: int = 0
+    snapshots_bytes: int = 0
 
     @property
     def kv_usage(self) -> float:
@@ -214,7 +218,8 @@ class EngineStats:
             f"preemptions {self.preemptions}",
         ]
         if self.snapshots_total:
-            parts.append(f"states of prefixes {self.snapshots_kept} of {self.snapshots_total}")
+            memory = format_bytes(self.snapshots_bytes)
+            parts.append(f"states of prefixes {self.snapshots_kept} of {self.snapshots_total} ({memory})")
         if self.broken_logits:
             parts.append(f"requests with NaN or inf logits {self.broken_logits}")
         for name, histogram in (
@@ -237,14 +242,20 @@ class StatsRecorder:
         num_rows: rows that a step's `rows` point into.
         forward_times: gives (num_tokens, count, median in ms) rows.
         experts_chosen: gives each layer's counts by expert.
+        snapshot_bytes: memory of the state of one cached prefix.
     """
 
     def __init__(
-        self, num_rows: int, forward_times: ForwardTimesSource = tuple, experts_chosen: ExpertsSource = dict
+        self,
+        num_rows: int,
+        forward_times: ForwardTimesSource = tuple,
+        experts_chosen: ExpertsSource = dict,
+        snapshot_bytes: int = 0,
     ) -> None:
         now = time.monotonic()
         self._forward_times = forward_times
         self._experts_chosen = experts_chosen
+        self._snapshot_bytes = snapshot_bytes
         self._last_token_time = np.zeros(num_rows, dtype=np.float64)  # by row
         self._first_token = Histogram(1e-3, 1e3)
         self._between_tokens = Histogram(1e-4, 1e2)
@@ -302,6 +313,7 @@ class StatsRecorder:
             recomputed_tokens=scheduler.recomputed_tokens,
             snapshots_kept=scheduler.snapshots_kept,
             snapshots_total=scheduler.snapshots_total,
+            snapshots_bytes=scheduler.snapshots_kept * self._snapshot_bytes,
             generated_tokens=self._num_generated,
             prompt_tokens=self._num_prompt,
             tokens_per_second=self._generated.rate(now),

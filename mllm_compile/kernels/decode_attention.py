@@ -33,12 +33,10 @@ _MAX_GROUP = 16  # query heads a KV head; all of them are rows of one product, m
 
 def add_decode_attention(config: ResolvedConfig, program: Program) -> tuple[Program, tuple[WrittenPiece, ...]]:
     """Adds decode attention of ours to the program, for the layers that it serves; returns the pieces too."""
-    if not config.compile.split_decode:
-        return program, ()
     forms: dict[str, tuple[DecodeForm, ...]] = {}
     of_kinds: dict[LayerSpec, tuple[tuple[DecodeForm, ...], tuple[WrittenPiece, ...]]] = {}
     for layer in program.layers:
-        if _is_served(layer):
+        if _is_served(layer) and (config.compile.split_decode or needs_own_kernels(config, layer)):
             kind = replace(layer, name="", layer_id=0, sinks=layer.sinks and "sinks")
             if kind not in of_kinds:
                 of_kinds[kind] = _forms(config, kind, len(of_kinds))
@@ -47,13 +45,17 @@ def add_decode_attention(config: ResolvedConfig, program: Program) -> tuple[Prog
     return replace(program, decode_attention=forms), written
 
 
+def needs_own_kernels(config: ResolvedConfig, layer: LayerSpec) -> bool:
+    """True if no kernel of FlashInfer attends as the layer does, and the program's are to."""
+    return layer.follows_places and config.runtime.attention_backend == "flashinfer"
+
+
 def _is_served(layer: LayerSpec) -> bool:
     return (
         layer.head_dim == layer.v_head_dim
         and layer.head_dim in KERNEL_HEAD_DIMS
         and layer.num_heads // layer.num_kv_heads <= _MAX_GROUP
-        and not layer.alibi_slopes
-        and not layer.chunk
+        and not (layer.chunk and layer.window_left >= 0)
     )
 
 
@@ -109,6 +111,7 @@ def _has_kernels(config: ResolvedConfig, layer: LayerSpec) -> bool:
         config.compile.hopper_decode
         and layer.window_left < 0
         and layer.logits_soft_cap == 0
+        and not layer.follows_places
         and are_served(layer.num_heads, layer.num_kv_heads, layer.head_dim, config.runtime.page_size)
         and can_compile_kernels(config.runtime.device)
     )
@@ -131,6 +134,7 @@ def _piece(config: ResolvedConfig, layer: LayerSpec, name: str, splits: Splits, 
             "totals": of(("T", "N", heads), "float32"),
             "done": of(("T", kv_heads), "int32"),
             **({} if layer.sinks is None else {"sinks": of((heads,), dtype)}),
+            **({"slopes": of((heads,), "float32")} if layer.alibi_slopes else {}),
         },
         name=name,
         legend="T requests, N splits, W pages of the page table, P slots",
@@ -142,6 +146,7 @@ def _piece(config: ResolvedConfig, layer: LayerSpec, name: str, splits: Splits, 
             "soft_cap": layer.logits_soft_cap,
             "window_left": layer.window_left,
             "fetch_first": fetch_first,
+            **({"chunk": layer.chunk} if layer.chunk else {}),
         },
         gives_tensor=False,
     )

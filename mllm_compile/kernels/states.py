@@ -13,11 +13,13 @@ from dataclasses import asdict, replace
 from mllm_compile.config.resolved import ResolvedConfig
 from mllm_compile.inductor.job import PieceInput
 from mllm_compile.kernels.piece import WrittenPiece
+from mllm_compile.runtime.config_sections import RuntimeSection
 from mllm_compile.runtime.program.spec import Program, StateForms
 from mllm_compile.runtime.state.layer import StateLayer
 
 _LEGEND = "T tokens, B requests, R rows of the pool"
 _MOST_STATE = 256  # columns of a state that a block has in registers
+_CHUNKED = frozenset({"gated_delta", "ssd"})  # whose kernels take a prompt by chunks
 
 
 def add_state_pieces(
@@ -28,7 +30,7 @@ def add_state_pieces(
     Args:
         operands: layer → what its operands are, in order.
     """
-    if not config.runtime.device.startswith("cuda") or config.runtime.deterministic:
+    if not config.runtime.device.startswith("cuda"):
         return program, ()
     forms: dict[str, StateForms] = {}
     of_kinds: dict[object, tuple[WrittenPiece, WrittenPiece]] = {}
@@ -38,8 +40,7 @@ def add_state_pieces(
         given = tuple(operands[layer.name])
         kind = (replace(layer, name="", state_id=0), given)
         if kind not in of_kinds:
-            sums = config.runtime.state_dtype
-            of_kinds[kind] = _pieces(layer, given, sums, len(of_kinds))
+            of_kinds[kind] = _pieces(layer, given, config.runtime, len(of_kinds))
         forms[layer.name] = StateForms(*(piece.name for piece in of_kinds[kind]))
     written = tuple(piece for pieces in of_kinds.values() for piece in pieces)
     return replace(program, state_forms=forms), written
@@ -51,13 +52,13 @@ def _is_served(layer: StateLayer) -> bool:
 
 
 def _pieces(
-    layer: StateLayer, operands: Sequence[PieceInput], sums: str, index: int
+    layer: StateLayer, operands: Sequence[PieceInput], runtime: RuntimeSection, index: int
 ) -> tuple[WrittenPiece, WrittenPiece]:
     """(decodes, prompts)"""
     of = PieceInput.contiguous
     given = {
         **dict(zip(layer.operands, operands, strict=True)),
-        "states": of(("R", *layer.state_shape), layer.state_dtype(sums)),
+        "states": of(("R", *layer.state_shape), layer.state_dtype(runtime.state_dtype)),
         "rows": of(("B",), "int64"),
         "has_state": of(("B",), "bool"),
     }
@@ -65,6 +66,8 @@ def _pieces(
     bounds = {name: of(("B",), "int32") for name in ("starts", "ends")}
     absent = dict.fromkeys(name for name in layer.kind.operands if name not in layer.operands)
     settings = absent | asdict(layer.kind)
+    # How a prompt is cut into chunks would show in its last bits.
+    by_token = {"by_token": True} if runtime.deterministic and layer.kind.name in _CHUNKED else {}
 
     def piece(what: str, signature: dict[str, PieceInput], options: dict[str, object]) -> WrittenPiece:
         return WrittenPiece.calling(
@@ -78,5 +81,5 @@ def _pieces(
 
     return (
         piece("decodes", given | out, dict.fromkeys(bounds) | settings),
-        piece("prompts", given | bounds | out, settings),
+        piece("prompts", given | bounds | out, settings | by_token),
     )

@@ -17,6 +17,7 @@ from mllm_compile.config.resolved import ResolvedConfig
 from mllm_compile.errors import CheckpointError, UnsupportedModelError
 from mllm_compile.model.positions_hook import position_offset, reading_positions
 from mllm_compile.model.refusals import first_line
+from mllm_compile.model.rope_hook import INPUT, choosing_rope, follow_rope
 from mllm_compile.runtime.forward_context import get_forward_context
 from mllm_compile.runtime.program.loaded import LoadedModel, ModelSource
 
@@ -28,6 +29,7 @@ class EagerModel:
         self._model = model
         self._layer_names = layer_names  # in the order of the calls
         self._position_offset = position_offset(model)
+        follow_rope(model)  # type: ignore[arg-type]
 
     def body(self, inputs: Mapping[str, torch.Tensor], all_rows: torch.Tensor | None = None) -> torch.Tensor:
         """Logits [T, V] of all tokens: a Transformers model has no seam before its head that all models share."""
@@ -35,7 +37,8 @@ class EagerModel:
 
         get_forward_context().additional_kwargs[LAYER_NAMES] = iter(self._layer_names)
         positions = inputs["positions"] + self._position_offset
-        with torch.no_grad(), reading_positions(self._model, lambda counted: positions.view(counted.shape)):
+        rope = choosing_rope(self._model, lambda _: inputs[INPUT][None])
+        with torch.no_grad(), rope, reading_positions(self._model, lambda counted: positions.view(counted.shape)):
             output = self._model(input_ids=inputs["input_ids"][None], position_ids=positions[None], use_cache=False)
         return output.logits[0]
 

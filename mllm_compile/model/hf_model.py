@@ -9,16 +9,16 @@ from __future__ import annotations
 import difflib
 import sys
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from mllm_compile.errors import UnsupportedModelError
-from mllm_compile.model.hold_rope import hold_rope
 from mllm_compile.model.positions_hook import position_offset
 from mllm_compile.model.refusals import first_line, refusing
+from mllm_compile.model.rope_hook import follow_rope
 from mllm_compile.runtime.program.spec import ModelSizes
 
 if TYPE_CHECKING:
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
     from mllm_compile.runtime.attention.layer import LayerSpec
+    from mllm_compile.runtime.schedule.rope_lengths import RopeLengths
 
 
 NO_LIMIT = 2**31 - 1
@@ -43,19 +44,24 @@ class Heads(NamedTuple):
 
 @dataclass(frozen=True)
 class HFModel:
-    """A model on meta, and the values of its non-persistent buffers.
+    """A model on meta, and the values that its code gives to buffers.
 
     Attributes:
         model: every parameter on meta, in its final dtype.
         constants: buffer name → value on the CPU; these are in no checkpoint.
         unknown_constants: names of such buffers whose value could not be computed.
         position_offset: the position that the model gives a text's first token.
+        tables: buffers of a checkpoint that its code fills with several numbers, as constants are: numbers of one
+            table may follow from those of another.
+        rope: how its RoPE follows the length of a text; None: it does not.
     """
 
     model: PreTrainedModel
     constants: dict[str, torch.Tensor]
     unknown_constants: frozenset[str]
     position_offset: int = 0
+    tables: dict[str, torch.Tensor] = field(default_factory=dict)
+    rope: RopeLengths | None = None
 
     @property
     def text_config(self) -> PreTrainedConfig:
@@ -160,9 +166,9 @@ def build_config_on_meta(config: PreTrainedConfig, dtype: torch.dtype, trust_rem
             f"implementation: {first_line(error)}"
         ) from error
     model.eval().requires_grad_(False)
-    constants = compute_constants(model)
-    hold_rope(model)
-    return HFModel(model, *constants, position_offset(model))
+    constants, unknown, tables = compute_constants(model)
+    rope, of_rope = follow_rope(model)
+    return HFModel(model, constants | of_rope, unknown, position_offset(model), tables, rope)
 
 
 def auto_class(config_class: type[PreTrainedConfig]) -> Any:
@@ -211,30 +217,37 @@ def _refuse_unknown_activation(config: PreTrainedConfig, error: KeyError) -> Non
             ) from error
 
 
-def compute_constants(model: PreTrainedModel) -> tuple[dict[str, torch.Tensor], frozenset[str]]:
-    """Values of the non-persistent buffers (rotary frequencies, embedding scales), computed on the CPU.
+def compute_constants(
+    model: PreTrainedModel,
+) -> tuple[dict[str, torch.Tensor], frozenset[str], dict[str, torch.Tensor]]:
+    """Values of the buffers (rotary frequencies, embedding scales), computed on the CPU.
 
-    They are in no checkpoint; `_init_weights` of the sub-model that holds them is what fills them when Transformers
-    loads one.
+    Non-persistent ones are in no checkpoint; `_init_weights` of the sub-model that holds them is what fills them when
+    Transformers loads one.
 
     Returns:
-        Buffer name → value, and the names of those that `_init_weights` does not fill.
+        Of non-persistent ones, buffer name → value, and the names of those that `_init_weights` does not fill; and of
+        persistent ones HFModel.tables.
     """
     constants: dict[str, torch.Tensor] = {}
+    tables: dict[str, torch.Tensor] = {}
     unknown: set[str] = set()
     for module_name, module in model.named_modules():
         owner = _owner(model, module_name)
-        names = [n for n, b in module._buffers.items() if b is not None and n in module._non_persistent_buffers_set]
+        names = [name for name, buffer in module._buffers.items() if buffer is not None]
         # From two different beginnings: filled buffers come out the same.
         first, second = (_initialised(owner, module, names, filler) for filler in (0, 1))
         for name in names:
             full_name = f"{module_name}.{name}" if module_name else name
             value = first.get(name)
-            if value is not None and torch.equal(value, second[name]):
+            is_constant = name in module._non_persistent_buffers_set
+            if value is None or not torch.equal(value, second[name]):
+                unknown.update([full_name] if is_constant else [])
+            elif is_constant:
                 constants[full_name] = value
-            else:
-                unknown.add(full_name)
-    return constants, frozenset(unknown)
+            elif value.unique().numel() > 1:
+                tables[full_name] = value
+    return constants, frozenset(unknown), tables
 
 
 def _owner(model: PreTrainedModel, module_name: str) -> PreTrainedModel:

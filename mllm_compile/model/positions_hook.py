@@ -64,9 +64,9 @@ def settle_positions(gm: fx.GraphModule) -> None:
         if given is not None and _is_made_of(place, given):
             replacement = place
         else:
-            given = given or _positions_input(gm, place)
+            given = given or add_input(gm, "positions", place)
             with gm.graph.inserting_before(node):
-                replacement = given if place.meta["val"].dim() == 1 else _as_rows(gm.graph, given, node.meta["val"])
+                replacement = given if place.meta["val"].dim() == 1 else as_rows(gm.graph, given, node.meta["val"])
         node.replace_all_uses_with(replacement)
         gm.graph.erase_node(node)
     gm.graph.eliminate_dead_code()
@@ -123,17 +123,19 @@ def _is_made_of(node: Any, source: fx.Node) -> bool:
     return False
 
 
-def _positions_input(gm: fx.GraphModule, like: fx.Node) -> fx.Node:
-    """A new input `positions`: Dynamo makes none for an argument that the model does not read."""
+def add_input(gm: fx.GraphModule, name: str, like: fx.Node) -> fx.Node:
+    """A new input [T] of the batch, for what `like` [T] or [1, T] holds: Dynamo makes none for an argument that the
+    model does not read."""
     first = next(iter(gm.graph.nodes))
     with gm.graph.inserting_before(first):
-        node = gm.graph.placeholder("l_positions_")
-    node.meta["input_name"] = "positions"
+        node = gm.graph.placeholder(f"l_{name}_")
+    node.meta["input_name"] = name
     node.meta["val"] = like.meta["val"].flatten() if like.meta["val"].dim() > 1 else like.meta["val"]
     return node
 
 
-def _as_rows(graph: fx.Graph, positions: fx.Node, val: torch.Tensor) -> fx.Node:
-    rows = graph.call_function(operator.getitem, (positions, None))
+def as_rows(graph: fx.Graph, given: fx.Node, val: torch.Tensor) -> fx.Node:
+    """`given` [T] as `val` [1, T] is."""
+    rows = graph.call_function(operator.getitem, (given, None))
     rows.meta["val"] = val
     return rows

@@ -27,6 +27,7 @@ from mllm_compile.model.own_attention.find import find_attention
 from mllm_compile.model.own_attention.masks import tables_for_any_step, with_a_mask_if_needed
 from mllm_compile.model.positions_hook import as_positions, reading_positions, settle_positions
 from mllm_compile.model.refusals import first_line, refusing
+from mllm_compile.model.rope_hook import as_request_lengths, choosing_rope, settle_rope
 from mllm_compile.model.states.state_hook import states_as_ops
 
 _SAMPLE_TOKENS = 48  # any size does: the symbols are unbacked
@@ -111,11 +112,13 @@ def trace_text(
         tables_for_any_step(hf_model.model, hf_model.constants, max_tokens)
         try:
             hooks = experts_as_ops(hf_model.model), reading_positions(hf_model.model, as_positions)
-            with hooks[0], hooks[1], states_as_ops(hf_model.model):
+            rope = choosing_rope(hf_model.model, as_request_lengths)
+            with hooks[0], hooks[1], rope, states_as_ops(hf_model.model):
                 captured = with_a_mask_if_needed(lambda: capture(hf_model, flat, inputs, device))
         except UnsupportedModelError as error:
             raise UnsupportedModelError(f"{error}{_unserved_layers(hf_model.text_config)}") from error
         settle_positions(captured)
+        settle_rope(captured)
         find_attention(captured, hf_model.constants, min(hf_model.context_len, max_tokens))
     return Trace(captured, max_tokens, device)
 

@@ -70,6 +70,7 @@ class ArtifactSource:
             state_layers=artifact.program.state_layers,
             decoders=linked.decoders,
             state_pieces=linked.state_pieces,
+            prefills=linked.prefills,
             latents=linked.latents,
             sampling=linked.sampling,
             decode_loop=linked.decode_loop,
@@ -85,6 +86,7 @@ class ArtifactSource:
             vocab_size=sizes.vocab_size,
             num_hidden_layers=sizes.num_hidden_layers,
             context_len=sizes.context_len,
+            rope=artifact.program.rope,
         )
 
     def _link(self, device: torch.device) -> LinkedProgram:

@@ -15,9 +15,10 @@ import numpy as np
 import torch
 from torch import fx
 
-from mllm_compile.passes.base import IS_CONSTANT
+from mllm_compile.passes.base import IS_CONSTANT, SMALL_WEIGHTS, SmallWeights
 from mllm_compile.passes.match.nodes import LINEAR, is_attention, is_call, is_op, is_symbolic, is_weight
 from mllm_compile.passes.sharding.cells import WHOLE, Cells
+from mllm_compile.runtime.quantised.scheme import WeightScheme
 
 _TOKENS, _ROWS = 3, 2  # in place of T and S
 _MOST_TRACED = 1 << 20  # elements of a parameter whose places are followed through calls
@@ -141,8 +142,10 @@ class Labelling:
         lookups: embeddings of token ids, whose rows are cells.
         means: means over what several ranks have, that are sums over ranks.
         over_heads: means that have put all heads of a layer into one class.
+        shared: weights with cells that the keys of several heads have, which would all be on one rank for that.
         following: class → labels whose ranks hold it as well.
         outputs: labels of the graph's outputs.
+        spread: expansions of whole values beside cut ones, which a rank expands as far as its part goes.
     """
 
     def __init__(self, gm: fx.GraphModule, num_ranks: int, whole: frozenset[str], means: frozenset[fx.Node]) -> None:
@@ -154,8 +157,10 @@ class Labelling:
         self.lookups: list[fx.Node] = []
         self.means = means
         self.over_heads: set[fx.Node] = set()
+        self.shared: set[str] = set()
         self.following: dict[int, Labels] = {}
         self.outputs: dict[fx.Node, Labels] = {}
+        self.spread: set[fx.Node] = set()
         self._merged: dict[fx.Node, int] = {}  # means that made one class of many, with a cell of it
         self._heads = np.empty(0, dtype=np.int64)  # cells that attention reads
         self._num_ranks = num_ranks
@@ -163,6 +168,7 @@ class Labelling:
         self._places: dict[fx.Node, tuple[str, np.ndarray]] = {}  # what is made of one parameter: where each was in it
         self._shapes: dict[str, tuple[int, ...]] = {}  # of these parameters
         self._met: dict[str, list[tuple[np.ndarray, Labels]]] = defaultdict(list)  # their places, and what met them
+        self._small = gm.meta.get(SMALL_WEIGHTS, SmallWeights({})).schemes
         self._sizes = _sizes_of(gm)
         for node in gm.graph.nodes:
             self._label(node)
@@ -269,6 +275,8 @@ class Labelling:
             except Exception:  # a call of a form that no rule was written for: every rank computes it
                 self._poison(cut)
                 self.labels[node] = None
+                for one in tensors:
+                    self._use_whole(one)
 
     def _poison(self, nodes: Sequence[fx.Node]) -> None:
         for node in nodes:
@@ -313,6 +321,8 @@ class Labelling:
         labels = None
         if cut:
             labels = self._of_features(product.source) if cut == [product.source] else None
+            if labels is not None and name in self._small:
+                self._join_groups(labels, self._small[name])
             if labels is not None and not self._is_enough(labels):
                 self._note_means_of(labels)
             if labels is None or (labels == WHOLE).any() or not self._is_enough(labels) or name in self._whole:
@@ -347,6 +357,12 @@ class Labelling:
             self.cells.join(rows[0], row)
         return rows[0]
 
+    def _join_groups(self, labels: Labels, scheme: WeightScheme) -> None:
+        """Joins inputs that share a scale, where a row has several, or a byte."""
+        in_bytes = 1 if scheme.kind == "fp8" else 2
+        together = scheme.group if scheme.group < labels.size else in_bytes
+        self.cells.join(labels, labels[np.arange(labels.size) // together * together])
+
     def _is_enough(self, labels: Labels) -> bool:
         return np.unique(self.cells.classes_of(labels)).size >= self._num_ranks
 
@@ -369,6 +385,7 @@ class Labelling:
         self._heads = np.concatenate([self._heads, of_q.ravel(), of_k.ravel()])
         self._note_means_of(np.concatenate([of_q.ravel(), of_k.ravel()]))
         num_heads, num_kv_heads = of_q.shape[0], of_k.shape[0]
+        shared = self._weights_of_several(of_k)
         group = num_heads // num_kv_heads
         for head in range(num_kv_heads):
             self.cells.join_all(np.concatenate([of_k[head], of_v[head]]))
@@ -383,9 +400,17 @@ class Labelling:
             for head in range(num_kv_heads):
                 self.following[int(of_k[head, 0])] = of_q[head * group : (head + 1) * group, 0]
         heads = of_q[:, 0]
+        if shared and not self._is_enough(heads):
+            self.shared |= shared
         self.labels[node] = np.broadcast_to(heads[None, :, None], self.shape(node)).copy()
         if sinks is not None:
             self.uses[sinks.meta["weight_name"]].append({0: heads})  # type: ignore[union-attr]
+
+    def _weights_of_several(self, of_k: Labels) -> set[str]:
+        """The weights whose cells several heads of keys have."""
+        of_heads = [np.unique(self.cells.classes_of(head)) for head in of_k]
+        classes, counts = np.unique(np.concatenate(of_heads), return_counts=True)
+        return self.cells.weights_of(classes[counts > 1]) if (counts > 1).any() else set()
 
     def _is_lookup(self, node: fx.Node, cut: list[fx.Node]) -> bool:
         ids, weight, *rest = node.args
@@ -408,12 +433,26 @@ class Labelling:
             raise ValueError("whole parts are stacked")
         if is_beside_whole:
             pattern = self.labels[cut[0]].take([0], axis=dim)
-            if self._count(self.labels[cut[0]]) > self._count(pattern):
-                raise ValueError("labels differ along the joined dimension")
+            for one in cut:  # a part of what is joined would be between whole parts
+                self.cells.join(
+                    np.broadcast_to(self.labels[one].take([0], axis=dim), self.shape(one)), self.labels[one]
+                )
+            for one in parts:
+                if one not in cut and self._is_spread(one, pattern):
+                    self.spread.add(one)
+                    self.labels[one] = np.broadcast_to(pattern, self.shape(one)).copy()
             return self.run(
                 node, lambda one: self.labels[one] if one in cut else np.broadcast_to(pattern, self.shape(one))
             )
         return self.run(node, self._operand)
+
+    def _is_spread(self, node: fx.Node, pattern: Labels) -> bool:
+        """True for an expansion that nothing else reads, of a value that is one along all that the pattern cuts."""
+        if name_of(node) != "expand" or len(node.users) != 1:
+            return False
+        source = self.shape(node.args[0])  # type: ignore[arg-type]
+        source = (1,) * (pattern.ndim - len(source)) + source
+        return all(source[dim] == 1 or (pattern == pattern.take([0], axis=dim)).all() for dim in range(pattern.ndim))
 
     def _count(self, labels: Labels) -> int:
         return int(np.unique(self.cells.find(labels.ravel())).size)

@@ -190,7 +190,8 @@ class Plan:
             target, args = self._split(node, args)
         elif target is torch.reshape:
             args = (node.args[0], self._local_sizes(node, args))
-        self._check_view(node, target, args)
+        if node not in self._labelling.spread:
+            self._check_view(node, target, args)
         if target is not node.target or args != node.args:
             self.calls[node] = target, args
 

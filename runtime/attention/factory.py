@@ -10,7 +10,7 @@ import torch
 from mllm_compile.runtime.attention.base import AttentionBackend
 from mllm_compile.runtime.attention.latent.backend import LatentAttnBackend, LatentPieces
 from mllm_compile.runtime.attention.layer import AttentionLayer
-from mllm_compile.runtime.attention.split.split_decode import Decoders
+from mllm_compile.runtime.attention.split.split_decode import DecodePiece, Decoders
 from mllm_compile.runtime.attention.torch_backend import TorchAttnBackend
 from mllm_compile.runtime.errors import ConfigError
 from mllm_compile.runtime.memory_pool import ReqToTokenPool
@@ -27,6 +27,10 @@ class AttendingModel(Protocol):
     @property
     def decoders(self) -> Mapping[str, Decoders]:
         """Layer → its own decode kernels, if any."""
+
+    @property
+    def prefills(self) -> Mapping[str, DecodePiece]:
+        """Layer → its own kernel for prompts, if any."""
 
     @property
     def latents(self) -> Mapping[str, LatentPieces]:
@@ -69,5 +73,6 @@ def make_attention_backend(
             page_size=runtime.page_size,
             deterministic=runtime.deterministic,
             decoders=model.decoders,
+            prefills=model.prefills,
         )
     raise ConfigError(f"runtime.attention_backend: expected flashinfer or torch, got {runtime.attention_backend!r}")

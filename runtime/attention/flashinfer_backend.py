@@ -38,7 +38,7 @@ from mllm_compile.runtime.attention.flashinfer.kernels import (
 )
 from mllm_compile.runtime.attention.flashinfer.library import float_workspace, import_flashinfer
 from mllm_compile.runtime.attention.flashinfer.plan import PagedView, make_paged_view
-from mllm_compile.runtime.attention.flashinfer.prefill import GroupPrefill, PrefillRows
+from mllm_compile.runtime.attention.flashinfer.prefill import GroupOwnPrefill, GroupPrefill, OwnPrefill, PrefillRows
 from mllm_compile.runtime.attention.flashinfer.sinks import run_with_sinks
 from mllm_compile.runtime.attention.layer import AttentionLayer
 from mllm_compile.runtime.attention.metadata import (
@@ -46,7 +46,7 @@ from mllm_compile.runtime.attention.metadata import (
     get_kv_cache_layout,
     split_decodes_and_prefills,
 )
-from mllm_compile.runtime.attention.split.split_decode import Decoders, SplitDecode, SplitDecodeSpace
+from mllm_compile.runtime.attention.split.split_decode import DecodePiece, Decoders, SplitDecode, SplitDecodeSpace
 from mllm_compile.runtime.errors import ConfigError, DeviceError
 from mllm_compile.runtime.forward_batch import ForwardBatch, ForwardMode
 
@@ -93,6 +93,7 @@ class FlashInferAttnBackend(AttentionBackend):
         page_size: int,
         deterministic: bool = False,
         decoders: Mapping[str, Decoders] | None = None,
+        prefills: Mapping[str, DecodePiece] | None = None,
     ) -> None:
         """
         Args:
@@ -102,6 +103,7 @@ class FlashInferAttnBackend(AttentionBackend):
             max_req_pool_size: most requests of a batch.
             deterministic: a decode's output does not depend on the rest of the batch: FlashInfer never splits its keys.
             decoders: layer → the program's own kernels for its decodes; FlashInfer's serve the other layers.
+            prefills: layer → the program's own kernel for its prompts, likewise; such a layer has decoders too.
 
         Raises:
             DeviceError: FlashInfer is not installed, lacks a kernel, or `device` is no CUDA device.
@@ -109,7 +111,8 @@ class FlashInferAttnBackend(AttentionBackend):
         """
         self.device = torch.device(device)
         self._flashinfer = import_flashinfer(self.device)
-        check_supported(layers, q_dtype)
+        prefills = prefills or {}
+        check_supported(layers, q_dtype, kv_cache_dtype, prefills)
         self.groups = plan_groups(layers)
         self._group_of = {layer.name: self.groups.index(PlanGroup.of(layer)) for layer in layers}
         self.kv_cache_dtype = kv_cache_dtype
@@ -122,8 +125,12 @@ class FlashInferAttnBackend(AttentionBackend):
         self._num_sms = torch.cuda.get_device_properties(self.device).multi_processor_count
         num_bytes = workspace_bytes(self.groups, max_req_pool_size, self._num_sms)
         self._workspace = float_workspace(self.device, num_bytes)
-        self._group_prefills = [self._make_group_prefill(group) for group in self.groups]
         self._split_space, self._group_decodes = self._make_group_decodes(max_req_pool_size, decoders or {})
+        own = {self._group_of[name]: piece for name, piece in prefills.items()}
+        self._has_own_prefills = bool(own)
+        self._group_prefills = [
+            self._make_group_prefill(group, own.get(index)) for index, group in enumerate(self.groups)
+        ]
         self._group_cascades = [self._make_group_cascade(group) for group in self.groups]
         self._cascaded = [layer for layer in layers if self._group_cascades[self._group_of[layer.name]] is not None]
         self._decode_steps: DecodeSteps | None = None  # see init_cuda_graph_state
@@ -152,10 +159,11 @@ class FlashInferAttnBackend(AttentionBackend):
                 self.page_size,
             )
 
+        num_listed = num_decodes + num_prefills if self._has_own_prefills else num_decodes
+        if self._split_space is not None and num_listed:  # the program's own kernels read the pages of these
+            self._split_space.list_pages(batch.req_pool_indices[:num_listed])
         if num_decodes:
             decodes = DecodeRows(batch.seq_lens[:num_decodes], lambda window, _: pages_of(window).part(0, num_decodes))
-            if self._split_space is not None:  # the program's own kernels read the pages of these
-                self._split_space.list_pages(batch.req_pool_indices[:num_decodes])
             self.decode_metadata = DecodeMetadata(self._plan_decodes(batch, decodes))
         if num_prefills:
             self.prefill_metadata = self._plan_prefills(batch, num_decodes, pages_of)
@@ -194,6 +202,8 @@ class FlashInferAttnBackend(AttentionBackend):
             prefix_lens,
             use_ragged,
             lambda window_left: pages_of(window_left).part(num_decodes, common.num_reqs),
+            batch.seq_lens[: common.num_reqs],
+            starts.numpy(),
         )
         wrappers = [group.plan(rows) for group in self._group_prefills]
         return PrefillMetadata(wrappers, use_ragged, first_token=num_decodes)
@@ -248,9 +258,13 @@ class FlashInferAttnBackend(AttentionBackend):
         if self._split_space is None or self.mixed_obstacle:
             return None
         decodes = [decode for decode in self._group_decodes if isinstance(decode, SplitGroup)]
-        return MixedSteps(decodes, self._group_prefills, self._split_space, max_requests, self.device)
+        prefills = [prefill for prefill in self._group_prefills if isinstance(prefill, GroupPrefill)]
+        return MixedSteps(decodes, prefills, self._split_space, max_requests, self.device)
 
-    def _make_group_prefill(self, group: PlanGroup) -> GroupPrefill:
+    def _make_group_prefill(self, group: PlanGroup, own: DecodePiece | None) -> GroupPrefill | GroupOwnPrefill:
+        if own is not None and self._split_space is not None:
+            return GroupOwnPrefill(own, group, self._split_space, self.q_dtype)
+
         def make_wrapper(kernel: str, use_ragged: bool, **options: Any) -> Any:
             make = (
                 self._flashinfer.BatchPrefillWithRaggedKVCacheWrapper
@@ -300,6 +314,9 @@ class FlashInferAttnBackend(AttentionBackend):
             _run_decode(wrapper, q[:num_decodes], pages, out[:num_decodes], layer)
         if self.prefill_metadata is not None:
             wrapper = self.prefill_metadata.prefill_wrappers[group_index]
+            if isinstance(wrapper, OwnPrefill):
+                wrapper.run(q, pages, out)
+                return
             new = slice(self.prefill_metadata.first_token, None)
             keys_and_values = (inputs.k[new], inputs.v[new]) if self.prefill_metadata.use_ragged else (pages,)
             run_with_sinks(wrapper, q[new], *keys_and_values, out=out[new], sinks=layer.sink_logits)
@@ -430,7 +447,8 @@ class FlashInferAttnBackend(AttentionBackend):
         num_decodes, *_ = split_decodes_and_prefills(common)
         query_lens = np.diff(common.query_start_loc_cpu.numpy())[num_decodes:]
         prefix_lens = common.num_computed_tokens_cpu.numpy()[num_decodes:]
-        return all(group.runs_well_captured(query_lens, prefix_lens) for group in self._group_prefills)
+        prefills = [group for group in self._group_prefills if isinstance(group, GroupPrefill)]
+        return all(group.runs_well_captured(query_lens, prefix_lens) for group in prefills)
 
     def init_forward_metadata_capture_mixed(self, num_tokens: int) -> None:
         self._set_mixed(self._captured_mixed.capture(num_tokens))

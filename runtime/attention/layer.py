@@ -49,6 +49,12 @@ class LayerSpec:
         return PerLayerParameters(self.window_left, self.logits_soft_cap, self.sm_scale)
 
     @property
+    def follows_places(self) -> bool:
+        """True if logits or what is seen depend on more than an order of tokens: a bias by distance, or chunks. On a
+        GPU the program's own kernels attend so."""
+        return bool(self.alibi_slopes) or self.chunk > 0
+
+    @property
     def cache_shape(self) -> tuple[int, int, int]:
         """(Hk, D, Dv): what a token's keys and values take in the KV cache; Dv is 0 where values are part of keys."""
         return self.num_kv_heads, self.head_dim, 0 if self.is_latent else self.v_head_dim

@@ -26,6 +26,15 @@ class Communicator(Protocol):
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """The sum over ranks of x, contiguous, of any shape: a new tensor, with the same bits on all ranks."""
 
+    def all_reduce_residual_norm(
+        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The residual and the sum over ranks of x, and the RMS norm of that: new tensors, the same bits on all ranks.
+
+        Args:
+            x, residual: [T, N], contiguous; weight: [N]; all of one dtype.
+        """
+
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
         """[size, *x.shape]: x of every rank, which is contiguous and of one shape on all."""
 
@@ -44,6 +53,15 @@ class Communicator(Protocol):
 
     def close(self) -> None:
         """Gives up what it holds, once or often; nothing runs any more that was captured with its calls."""
+
+
+def add_and_norm(
+    total: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What Communicator.all_reduce_residual_norm gives, of a sum that is there, in plain torch, as models do it."""
+    summed = residual + total
+    wide = summed.float()
+    return summed, weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)).to(total.dtype)
 
 
 _threads = threading.local()

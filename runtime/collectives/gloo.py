@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from mllm_compile.runtime.collectives.base import add_and_norm
+
 _TIMEOUT = timedelta(days=1)  # who hangs is seen by another way, and killed; a rank may be idle for long
 _WIDER = {torch.bfloat16: torch.float32, torch.float16: torch.float32}  # sums of these are of float32
 
@@ -41,6 +43,11 @@ class GlooCommunicator:
         if total.numel():
             self._group.allreduce([total]).wait()
         return total.to(x.dtype)
+
+    def all_reduce_residual_norm(
+        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return add_and_norm(self.all_reduce(x), residual, weight, eps)
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
         gathered = x.new_empty((self.size, *x.shape))

@@ -9,7 +9,7 @@ from typing import TypeVar
 
 import torch
 
-from mllm_compile.runtime.collectives.base import using
+from mllm_compile.runtime.collectives.base import add_and_norm, using
 
 T = TypeVar("T")
 
@@ -25,6 +25,11 @@ class LockstepRank:
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         return self._exchange(x, lambda parts: torch.stack(list(parts)).float().sum(0).to(x.dtype))
+
+    def all_reduce_residual_norm(
+        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return add_and_norm(self.all_reduce(x), residual, weight, eps)
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
         return self._exchange(x, lambda parts: torch.stack(list(parts)))

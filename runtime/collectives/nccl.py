@@ -16,8 +16,18 @@ from functools import cache
 
 import torch
 
-from mllm_compile.runtime.collectives.push import NOTHING, PushedSums, buffer_bytes, is_loaded
-from mllm_compile.runtime.collectives.push_kernel import MOST_RANKS
+from mllm_compile.runtime.collectives import base
+from mllm_compile.runtime.collectives.push import (
+    NOTHING,
+    PulledSums,
+    PushedSums,
+    add_and_norm,
+    buffer_bytes,
+    has_norms,
+    is_loaded,
+    pulled_bytes,
+)
+from mllm_compile.runtime.collectives.sum_kernels import MOST_RANKS, PushKernel, PushNormKernel
 from mllm_compile.runtime.cuda.driver import PeerMemory
 from mllm_compile.runtime.errors import DeviceError
 
@@ -95,20 +105,31 @@ class NcclCommunicator:
             _check(_library().ncclCommInitRank(ctypes.byref(handle), size, shared, rank), "joining a group")
         self._handle = handle
         self._pushed: PushedSums | None = None
-        self._seen: list[PeerMemory] = []  # what sums push into
+        self._pulled: PulledSums | None = None
+        self._seen: list[
+            tuple[bool, PeerMemory]
+        ] = []  # what sums store into and load from, and whether it is this rank's
 
     def use_kernels(self) -> None:
-        if self.size > MOST_RANKS or not self.least(is_loaded(self._device) and self._sees_all()):
+        has_kernel = is_loaded(PushKernel(), self._device)
+        if self.size > MOST_RANKS or not self.least(has_kernel and self._sees_all()):
             return
-        own = PeerMemory.new(buffer_bytes(self.size), NOTHING, self._device)
+        self._pushed = PushedSums(self.rank, self._shared(buffer_bytes(self.size), NOTHING), self._device)
+        if has_norms(self._device) and pulled_bytes(self.size):
+            self._pulled = PulledSums(self.rank, self._shared(pulled_bytes(self.size), 0), self._device)
+
+    def _shared(self, num_bytes: int, word: int) -> list[int]:
+        """The addresses of memory that each rank has made for all, filled with a word."""
+        own = PeerMemory.new(num_bytes, word, self._device)
         handle = torch.frombuffer(bytearray(own.handle), dtype=torch.uint8).to(self._device)
         handles = self.all_gather(handle).cpu()
-        self._seen = [
+        seen = [
             own if rank == self.rank else PeerMemory.of_other(bytes(handles[rank].tolist()), self._device)
             for rank in range(self.size)
         ]
+        self._seen += [(rank == self.rank, memory) for rank, memory in enumerate(seen)]
         self.least(0)  # nobody sends before all have emptied theirs
-        self._pushed = PushedSums(self.rank, [one.address for one in self._seen], self._device)
+        return [memory.address for memory in seen]
 
     def _sees_all(self) -> bool:
         """True if this GPU may write into the memory of the other ranks' GPUs, its neighbours by number."""
@@ -127,6 +148,17 @@ class NcclCommunicator:
             _check(_library().ncclAllReduce(*arguments), "a sum over ranks")
         return total
 
+    def all_reduce_residual_norm(
+        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        for sums in (self._pushed, self._pulled):
+            if sums is not None and sums.takes(x):
+                self._open()
+                return sums.sum_and_norm(x, residual, weight, eps)
+        total = self.all_reduce(x)
+        is_ours = total.numel() and is_loaded(PushNormKernel(total.shape[1]), self._device)
+        return (add_and_norm if is_ours else base.add_and_norm)(total, residual, weight, eps)
+
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
         gathered = x.new_empty((self.size, *x.shape))
         if x.numel():
@@ -144,8 +176,9 @@ class NcclCommunicator:
         return int(self.all_gather(own).amin())
 
     def abort(self) -> None:
-        if self._pushed is not None:
-            self._pushed.give_up()
+        for sums in (self._pushed, self._pulled):
+            if sums is not None:
+                sums.give_up()
         with self._lock:
             handle, self._handle = self._handle, None
         if handle is not None:
@@ -154,11 +187,11 @@ class NcclCommunicator:
 
     def close(self) -> None:
         self.abort()  # destroying it would wait for the others, which may be gone
-        seen, self._seen, self._pushed = self._seen, [], None
+        seen, self._seen, self._pushed, self._pulled = self._seen, [], None, None
         with suppress(RuntimeError, DeviceError):  # of a device that does not answer any more
             torch.cuda.synchronize(self._device)
-            for rank, memory in enumerate(seen):
-                memory.give_back(is_own=rank == self.rank)
+            for is_own, memory in seen:
+                memory.give_back(is_own=is_own)
 
     def _open(self) -> ctypes.c_void_p:
         handle = self._handle

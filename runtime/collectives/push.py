@@ -1,6 +1,7 @@
-"""Small sums over ranks by a kernel of ours (push.cu), in memory that the ranks' GPUs see of each other.
+"""Sums over ranks by kernels of ours (push.cu, push_norm.cu, pull_norm.cu), in memory that the ranks' GPUs see of each
+other.
 
-The runtime holds the kernel; NCCL brings the handles of memory across once, and sums what is larger.
+The runtime holds the kernels; NCCL brings the handles of memory across once, and sums what is larger.
 """
 
 from __future__ import annotations
@@ -10,90 +11,169 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from mllm_compile.runtime.collectives.push_kernel import (
+from mllm_compile.runtime.collectives.sum_kernels import (
+    BLOCKS,
     CHUNK_BYTES,
+    GROUP_ROWS,
     MOST_EARLY_BYTES,
+    MOST_GROUPS,
     MOST_RANKS,
+    PullNormKernel,
     PushKernel,
+    PushNormKernel,
     most_bytes,
+    most_pulled_bytes,
 )
-from mllm_compile.runtime.cuda.driver import Kernel, address_of, load_kernel
+from mllm_compile.runtime.cuda.driver import Argument, Kernel, address_of, load_kernel
 
 _BUFFERS = 3
+_PULLED_BUFFERS = 2
 NOTHING = 0x80008000  # two negative zeros
 _STATE_WORDS = 2 + _BUFFERS
 
-_LOADED: dict[int, tuple[PushKernel, Kernel]] = {}  # by device index
+SumKernel = PushKernel | PushNormKernel | PullNormKernel
+Summed = tuple[torch.Tensor, torch.Tensor]  # with the residual, and normed
+
+_LOADED: dict[tuple[int, SumKernel], Kernel] = {}  # by device index
 
 
-def load_push_kernel(kernel: PushKernel, binaries: Mapping[str, bytes], device: torch.device) -> None:
-    """Makes this the kernel that sums launch on `device`.
+def load_sum_kernel(kernel: SumKernel, binaries: Mapping[str, bytes], device: torch.device) -> None:
+    """Makes this one that sums launch on `device`.
 
     Raises:
         ArtifactError, DeviceError: as load_kernel.
     """
     with torch.cuda.device(device):
-        _LOADED[torch.cuda.current_device()] = kernel, load_kernel(kernel, binaries)
+        _LOADED[torch.cuda.current_device(), kernel] = load_kernel(kernel, binaries)
 
 
-def is_loaded(device: torch.device) -> bool:
+def is_loaded(kernel: SumKernel, device: torch.device) -> bool:
     """True if a runtime on this device has the kernel."""
-    return device.index in _LOADED
+    return (device.index, kernel) in _LOADED
 
 
-def new_buffers(num_ranks: int, device: torch.device) -> torch.Tensor:
-    """The memory that one rank receives in, with nothing in it."""
-    return torch.full((buffer_bytes(num_ranks) // 4,), NOTHING - (1 << 32), dtype=torch.int32, device=device)
+def has_norms(device: torch.device) -> bool:
+    """True if a runtime on this device has kernels that norm what they sum."""
+    return any(index == device.index and isinstance(kernel, PullNormKernel) for index, kernel in _LOADED)
 
 
 def buffer_bytes(num_ranks: int) -> int:
-    """Bytes of what `new_buffers` makes."""
+    """Bytes of the memory that one rank receives in; all its words are NOTHING at first."""
     return _BUFFERS * num_ranks * most_bytes(num_ranks)
+
+
+def pulled_bytes(num_ranks: int) -> int:
+    """Bytes of the memory that others pull from; all its words are 0 at first. 0: nothing is pulled."""
+    words = num_ranks * MOST_GROUPS * ctypes.sizeof(ctypes.c_uint32)
+    return _PULLED_BUFFERS * most_pulled_bytes(num_ranks) + words if most_pulled_bytes(num_ranks) else 0
 
 
 class _Peers(ctypes.Structure):
     _fields_ = (("at", ctypes.c_uint64 * MOST_RANKS),)
 
 
-class PushedSums:
-    """One rank's sums. All ranks sum the same sizes in the same order."""
+class _Sums:
+    """One rank's sums of a kind. All ranks sum the same sizes in the same order."""
 
-    def __init__(self, rank: int, places: Sequence[int], device: torch.device) -> None:
-        """
-        Args:
-            places: the addresses on this device of each rank's memory (new_buffers), which their owners keep.
-        """
-        self._kernel, self._loaded = _LOADED[device.index]
+    def __init__(self, rank: int, places: Sequence[int], device: torch.device, most: int) -> None:
+        self._device = device
         self._rank, self._num_ranks = ctypes.c_int(rank), ctypes.c_int(len(places))
-        self._most_bytes = most_bytes(len(places))
-        self._most_chunks = ctypes.c_int(self._most_bytes // CHUNK_BYTES)
+        self._most_bytes = most
+        self._most_chunks = ctypes.c_int(most // CHUNK_BYTES)
         self._peers = _Peers((ctypes.c_uint64 * MOST_RANKS)(*places))
         self._state = torch.zeros(_STATE_WORDS, dtype=torch.int32, device=device)
         self._are_gone = torch.zeros(1, dtype=torch.int32, pin_memory=True)  # the device reads it over the bus
 
     def takes(self, x: torch.Tensor) -> bool:
-        """True if this sums x."""
+        """True if this sums x, where a runtime brought the kernel."""
         is_of_chunks = x.nbytes % CHUNK_BYTES == 0 and x.data_ptr() % CHUNK_BYTES == 0
         return x.dtype is torch.bfloat16 and 0 < x.nbytes <= self._most_bytes and is_of_chunks
-
-    def sum(self, x: torch.Tensor) -> torch.Tensor:
-        """The sum over ranks of x, which `takes` allows."""
-        total, chunks = torch.empty_like(x), x.nbytes // CHUNK_BYTES
-        arguments = (
-            address_of(x),
-            address_of(total),
-            self._peers,
-            address_of(self._state),
-            address_of(self._are_gone),
-            self._rank,
-            self._num_ranks,
-            ctypes.c_int(chunks),
-            self._most_chunks,
-            ctypes.c_int(x.nbytes <= MOST_EARLY_BYTES),
-        )
-        self._loaded.launch(self._kernel.num_blocks(chunks), self._kernel.num_threads, arguments)
-        return total
 
     def give_up(self) -> None:
         """Ends waits for ranks that are gone; from any thread."""
         self._are_gone.fill_(1)
+
+    @property
+    def _group(self) -> tuple[Argument, ...]:
+        return self._peers, address_of(self._state), address_of(self._are_gone), self._rank, self._num_ranks
+
+
+class PushedSums(_Sums):
+    """Small sums: a rank stores into the memory of all others."""
+
+    def __init__(self, rank: int, places: Sequence[int], device: torch.device, most_blocks: int = BLOCKS) -> None:
+        """
+        Args:
+            places: the addresses on this device of each rank's memory (buffer_bytes), which their owners keep.
+            most_blocks: that all run at once.
+        """
+        super().__init__(rank, places, device, most_bytes(len(places)))
+        self._most_blocks = most_blocks
+
+    def sum(self, x: torch.Tensor) -> torch.Tensor:
+        """The sum over ranks of x, which `takes` allows."""
+        total, chunks, kernel = torch.empty_like(x), x.nbytes // CHUNK_BYTES, PushKernel()
+        arguments = (
+            address_of(x),
+            address_of(total),
+            *self._group,
+            ctypes.c_int(chunks),
+            self._most_chunks,
+            ctypes.c_int(x.nbytes <= MOST_EARLY_BYTES),
+        )
+        _LOADED[self._device.index, kernel].launch(kernel.num_blocks(chunks), kernel.num_threads, arguments)
+        return total
+
+    def sum_and_norm(self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> Summed:
+        """The residual and the sum over ranks of x, which `takes` allows, and the RMS norm of that.
+
+        Args:
+            x, residual: [T, N]; weight: [N].
+        """
+        rows = ctypes.c_int(x.shape[0]), self._most_chunks, ctypes.c_int(x.nbytes <= MOST_EARLY_BYTES)
+        return _normed(PushNormKernel(x.shape[1]), x, residual, weight, eps, (*self._group, *rows), self._most_blocks)
+
+
+class PulledSums(_Sums):
+    """Larger sums with their norm: a rank loads from the memory of all others."""
+
+    def __init__(self, rank: int, places: Sequence[int], device: torch.device, most_blocks: int = BLOCKS) -> None:
+        """
+        Args:
+            places: the addresses on this device of each rank's memory (pulled_bytes), which their owners keep.
+            most_blocks: that all run at once.
+        """
+        super().__init__(rank, places, device, most_pulled_bytes(len(places)))
+        self._most_blocks = most_blocks
+
+    def takes(self, x: torch.Tensor) -> bool:
+        return super().takes(x) and x.shape[0] <= GROUP_ROWS * MOST_GROUPS
+
+    def sum_and_norm(self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> Summed:
+        """Returns what PushedSums.sum_and_norm does."""
+        rows = ctypes.c_int(x.shape[0]), self._most_chunks
+        return _normed(PullNormKernel(x.shape[1]), x, residual, weight, eps, (*self._group, *rows), self._most_blocks)
+
+
+def add_and_norm(total: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> Summed:
+    """Returns what PushedSums.sum_and_norm does, of a sum that was made otherwise, where a runtime has its kernel."""
+    nowhere, zero = address_of(None), ctypes.c_int(0)
+    rows = _Peers(), nowhere, nowhere, zero, ctypes.c_int(1), ctypes.c_int(total.shape[0]), zero, zero
+    return _normed(PushNormKernel(total.shape[1]), total, residual, weight, eps, rows, BLOCKS)
+
+
+def _normed(
+    kernel: PushNormKernel | PullNormKernel,
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    rest: tuple[Argument, ...],
+    most_blocks: int,
+) -> Summed:
+    summed, normed = torch.empty_like(x), torch.empty_like(x)
+    tensors = (address_of(one) for one in (x, residual, weight, summed, normed))
+    loaded = _LOADED[x.device.index, kernel]
+    num_blocks = min(x.shape[0], most_blocks)
+    loaded.launch(num_blocks, kernel.num_threads, (*tensors, ctypes.c_float(eps), *rest))
+    return summed, normed

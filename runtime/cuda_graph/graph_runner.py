@@ -212,6 +212,7 @@ class GraphRunner:
         _, descriptor = self.dispatcher.dispatch(count, count, True)
         size, inputs, turn = descriptor.num_tokens, self.inputs, self.decode_loop.next_turn()
         turn.write(rows, seq_lens, slots, size, inputs.padding_len, deltas)
+        inputs.clear_rope_lens()
         logits, tokens = self._replay(descriptor).logits, self._chosen_tokens[descriptor]
         return CapturedDecode(
             logits[:count], tokens[:count], inputs.req_pool_indices[:count], inputs.seq_lens[:count], turn
@@ -269,7 +270,8 @@ class GraphRunner:
 
     def _tokens(self, size: int) -> TokenInputs:
         inputs = self._places(size)
-        return TokenInputs(inputs.input_ids[:size], inputs.positions[:size], inputs.out_cache_loc[:size])
+        given = inputs.input_ids[:size], inputs.positions[:size], inputs.out_cache_loc[:size]
+        return TokenInputs(*given, rope_lens=inputs.rope_lens[:size])
 
     # FULL, of any step ------------------------------------------------------------------------------------------------
 

@@ -23,12 +23,15 @@ class TokenPlaces:
 
     Attributes:
         input_ids, positions, out_cache_loc: [M] int64.
+        rope_lens: [M] int64; zeros but for a step with prompts whose frequencies follow them.
     """
 
     def __init__(self, input_ids: torch.Tensor, positions: torch.Tensor, out_cache_loc: torch.Tensor) -> None:
         self.input_ids = input_ids
         self.positions = positions
         self.out_cache_loc = out_cache_loc
+        self.rope_lens = torch.zeros_like(positions)
+        self._has_rope_lens = False
 
     @classmethod
     def zeros(cls, max_tokens: int, device: torch.device) -> TokenPlaces:
@@ -48,6 +51,16 @@ class TokenPlaces:
             if values.data_ptr() != place.data_ptr():
                 place[:num_tokens].copy_(values)
                 place[num_tokens:padded].zero_()
+        self.clear_rope_lens()
+        if batch.rope_lens is not None:
+            self.rope_lens[:num_tokens].copy_(batch.rope_lens)
+            self._has_rope_lens = True
+
+    def clear_rope_lens(self) -> None:
+        """Makes the lengths those of decodes."""
+        if self._has_rope_lens:
+            self.rope_lens.zero_()
+            self._has_rope_lens = False
 
 
 class StepInputs(TokenPlaces):

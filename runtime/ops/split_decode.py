@@ -39,13 +39,15 @@ def _slots_of(table_ptr, offsets, valid, PAGE: tl.constexpr):
 
 @triton.jit
 def _add_keys(
-    q, k, v, valid, top, total, acc, SCALE: tl.constexpr, SOFT_CAP: tl.constexpr
+    q, k, v, valid, bias, top, total, acc, SCALE: tl.constexpr, SOFT_CAP: tl.constexpr, HAS_SLOPES: tl.constexpr
 ):  # fmt: skip
     """One step of the softmax that is computed as keys come: (largest logit, sum, weighted values) with these keys."""
     logits = tl.dot(q, tl.trans(k)) * SCALE  # of base 2
     if SOFT_CAP > 0:
         # tanh(x) = 2 / (1 + exp(-2x)) - 1, and exp(-2x) = exp2(-2.885… x). The cap is of base 2 as the logits are.
         logits = SOFT_CAP * (2.0 / (1.0 + tl.exp2(-2.8853900817779268 / SOFT_CAP * logits)) - 1.0)
+    if HAS_SLOPES:
+        logits += bias
     logits = tl.where(valid[None, :], logits, float("-inf"))
     new_top = tl.maximum(top, tl.max(logits, 1))
     weights = tl.exp2(logits - new_top[:, None])
@@ -119,6 +121,7 @@ def _split_decode_kernel(
     totals_ptr,
     done_ptr,
     sinks_ptr,
+    slopes_ptr,
     table_stride,
     num_splits,
     window_left,
@@ -135,6 +138,8 @@ def _split_decode_kernel(
     SPLITS_AT_ONCE: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     HAS_SINKS: tl.constexpr,
+    HAS_SLOPES: tl.constexpr,
+    CHUNK: tl.constexpr,
     FETCH_FIRST: tl.constexpr,
     STAGES: tl.constexpr,
     EARLY: tl.constexpr,
@@ -154,6 +159,8 @@ def _split_decode_kernel(
     first = 0
     if HAS_WINDOW:
         first = tl.maximum(num_keys - 1 - window_left, 0)
+    if CHUNK > 0:
+        first = tl.maximum(num_keys - 1, 0) // CHUNK * CHUNK
     share = tl.maximum(tl.cdiv(tl.cdiv(num_keys - first, num_splits), BLOCK), 1) * BLOCK
     num_active = tl.cdiv(num_keys - first, share)
     start = first + split * share
@@ -170,6 +177,9 @@ def _split_decode_kernel(
         group = tl.arange(0, DOT_ROWS)
         heads = row.to(tl.int64) * HK * GROUP + head * GROUP + group
         is_head = (group < GROUP)[:, None]
+        slopes = tl.zeros((DOT_ROWS,), tl.float32)
+        if HAS_SLOPES:
+            slopes = tl.load(slopes_ptr + head * GROUP + group, mask=group < GROUP, other=0.0) * 1.4426950408889634
         top = tl.full((DOT_ROWS,), float("-inf"), tl.float32)
         total = tl.zeros((DOT_ROWS,), tl.float32)
         acc = tl.zeros((DOT_ROWS, D), tl.float32)
@@ -195,7 +205,10 @@ def _split_decode_kernel(
                 k = tl.load(keys_ptr + places, mask=is_next[:, None], other=0.0)
                 v = tl.load(values_ptr + places, mask=is_next[:, None], other=0.0)
                 is_key = offset + block < end
-                top, total, acc = _add_keys(q, current_k, current_v, is_key, top, total, acc, SCALE, SOFT_CAP)
+                bias = slopes[:, None] * (offset + block - (num_keys - 1)).to(tl.float32)[None, :]
+                top, total, acc = _add_keys(
+                    q, current_k, current_v, is_key, bias, top, total, acc, SCALE, SOFT_CAP, HAS_SLOPES
+                )
         else:
             q = tl.load(q_ptr + heads[:, None] * D + dims[None, :], mask=is_head, other=0.0)
             for offset in tl.range(start, end, BLOCK, num_stages=STAGES):
@@ -204,7 +217,8 @@ def _split_decode_kernel(
                 places = (_slots_of(row_table, offsets, valid, PAGE) * HK + head)[:, None] * D + dims[None, :]
                 k = tl.load(keys_ptr + places, mask=valid[:, None], other=0.0)
                 v = tl.load(values_ptr + places, mask=valid[:, None], other=0.0)
-                top, total, acc = _add_keys(q, k, v, valid, top, total, acc, SCALE, SOFT_CAP)
+                bias = slopes[:, None] * (offsets - (num_keys - 1)).to(tl.float32)[None, :]
+                top, total, acc = _add_keys(q, k, v, valid, bias, top, total, acc, SCALE, SOFT_CAP, HAS_SLOPES)
         if num_active == 1:
             if HAS_SINKS:
                 total += _sink_weights(sinks_ptr + head * GROUP, group, top, GROUP)
@@ -255,6 +269,8 @@ def split_decode(
     soft_cap: float,
     window_left: int,
     fetch_first: bool,
+    slopes: torch.Tensor | None = None,
+    chunk: int = 0,
 ) -> None:
     """Attention of one new token a request over its keys, those of the token included.
 
@@ -271,6 +287,9 @@ def split_decode(
         sm_scale: factor of the products; soft_cap: tanh's, 0 for none; window_left: earlier keys seen, -1 for all.
         fetch_first: a token's keys are of earlier steps but for its own. Not so where a step holds several tokens of
             a request.
+        slopes: [H] float32: slope · (key's position − query's) is added to a head's logits. Or none.
+        chunk: keys of the token's own chunk of so many positions are seen alone; 0 for no chunks, else without a
+            window.
     """
     num_rows, num_heads, head_dim = q.shape
     num_kv_heads = keys.shape[1]
@@ -289,6 +308,7 @@ def split_decode(
         totals,
         done,
         q if sinks is None else sinks,  # which is not read without
+        q if slopes is None else slopes,
         page_table.shape[1],
         num_splits,
         window_left,
@@ -305,6 +325,8 @@ def split_decode(
         SPLITS_AT_ONCE=min(max_splits, _MAX_COMBINED // (padded_group * head_dim)),
         HAS_WINDOW=window_left >= 0,
         HAS_SINKS=sinks is not None,
+        HAS_SLOPES=slopes is not None,
+        CHUNK=chunk,
         FETCH_FIRST=fetch_first,
         STAGES=3,
         EARLY=starts_early(),

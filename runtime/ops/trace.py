@@ -95,5 +95,9 @@ def attention_reference(
 _LIBRARY.define("own_positions(Tensor counted) -> Tensor")
 _LIBRARY.impl("own_positions", torch.clone, "CompositeExplicitAutograd")
 torch.library.register_fake("mllm::own_positions", torch.empty_like, lib=_LIBRARY)
+# mllm::request_lengths stands for the lengths that tokens' RoPE follows (mllm_compile/model/rope_hook.py), as long.
+_LIBRARY.define("request_lengths(Tensor positions) -> Tensor")
+_LIBRARY.impl("request_lengths", torch.clone, "CompositeExplicitAutograd")
+torch.library.register_fake("mllm::request_lengths", torch.empty_like, lib=_LIBRARY)
 _LIBRARY.impl("attention", attention_reference, "CompositeExplicitAutograd")
 torch.library.register_fake("mllm::attention", _attention_fake, lib=_LIBRARY)

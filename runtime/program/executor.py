@@ -258,7 +258,7 @@ def _missing_names(
     all_layers = layers | {layer.name for layer in program.state_layers}
     known = {*BATCH_INPUTS, *program.inputs, *program.weights}
     missing = [name for name in program.weights if name not in weights]
-    for layer in (*program.decode_attention, *program.latent_attention):
+    for layer in (*program.decode_attention, *program.prefill_attention, *program.latent_attention):
         missing += [layer] if layer not in layers else []
     missing += [piece for piece in program.piece_ids() if piece not in pieces]
     for step in program.steps:

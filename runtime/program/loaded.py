@@ -10,9 +10,10 @@ import torch
 
 from mllm_compile.runtime.attention.latent.backend import LatentPieces
 from mllm_compile.runtime.attention.layer import AttentionLayer
-from mllm_compile.runtime.attention.split.split_decode import Decoders
+from mllm_compile.runtime.attention.split.split_decode import DecodePiece, Decoders
 from mllm_compile.runtime.media.grids import GridTower
 from mllm_compile.runtime.sampling.sampler import SamplingPieces
+from mllm_compile.runtime.schedule.rope_lengths import RopeLengths
 from mllm_compile.runtime.state.layer import StateLayer
 from mllm_compile.runtime.state.piece_backend import StatePieces
 
@@ -69,6 +70,7 @@ class LoadedModel:
     state_layers: tuple[StateLayer, ...] = ()  # by state_id
     decoders: Mapping[str, Decoders] = field(default_factory=dict)  # layer → its own decode kernels, if any
     state_pieces: Mapping[str, StatePieces] = field(default_factory=dict)  # layer with a state → its kernels, if any
+    prefills: Mapping[str, DecodePiece] = field(default_factory=dict)  # layer → its own kernel for prompts, if any
     latents: Mapping[str, LatentPieces] = field(default_factory=dict)  # layer → its kernels over latents, if any
     sampling: SamplingPieces | None = None  # the program's own kernels for choosing tokens, if any
     decode_loop: DecodeLoopPieces | None = None  # and those around a captured decode
@@ -81,6 +83,7 @@ class LoadedModel:
     vocab_size: int
     num_hidden_layers: int
     context_len: int  # positions that the model was made for
+    rope: RopeLengths | None = None  # how its RoPE follows the length of a text, if it does
 
 
 class ModelSource(Protocol):

@@ -22,6 +22,7 @@ from mllm_compile.runtime.errors import ArtifactError
 from mllm_compile.runtime.json_data import from_json
 from mllm_compile.runtime.media.grids import GridTower
 from mllm_compile.runtime.ops import family
+from mllm_compile.runtime.schedule.rope_lengths import RopeLengths
 from mllm_compile.runtime.state.layer import StateLayer
 
 TOKEN_INPUTS = ("input_ids", "positions", "slots")
@@ -273,6 +274,7 @@ class Program:
     output: str
     small_forms: Mapping[str, tuple[SmallForm, ...]] = field(default_factory=dict)  # piece → its forms, smallest first
     decode_attention: Mapping[str, tuple[DecodeForm, ...]] = field(default_factory=dict)  # layer → the fewest's first
+    prefill_attention: Mapping[str, str] = field(default_factory=dict)  # layer → the piece that attends for its prompts
     latent_attention: Mapping[str, LatentForms] = field(default_factory=dict)  # by layer; all layers, or none
     sampling: SamplingForms | None = None
     decode_loop: DecodeLoopForms | None = None
@@ -283,6 +285,7 @@ class Program:
     state_layers: tuple[StateLayer, ...] = ()
     state_forms: Mapping[str, StateForms] = field(default_factory=dict)  # layer with a state → its pieces
     inputs: tuple[str, ...] = ()  # beside BATCH_INPUTS
+    rope: RopeLengths | None = None  # how its RoPE follows the input `rope_lens`, if it does
     further_outputs: tuple[str, ...] = ()  # beside `output`; of a tower
     media: MediaPrograms | None = None
 
@@ -307,6 +310,7 @@ class Program:
         """All that is compiled of this program: the steps' pieces, their forms for few tokens, those of attention,
         of layers with a state, of sampling and of the decode loop."""
         attention = dict.fromkeys(form.piece for form in self._decode_forms() if form.piece is not None)
+        attention |= dict.fromkeys(self.prefill_attention.values())
         attention |= dict.fromkeys(piece for forms in self.latent_attention.values() for piece in forms.piece_ids())
         sampling = () if self.sampling is None else self.sampling.piece_ids()
         loop = () if self.decode_loop is None else self.decode_loop.piece_ids()
@@ -340,6 +344,7 @@ class Program:
             "decode_attention": {
                 layer: [form.to_json() for form in forms] for layer, forms in self.decode_attention.items()
             },
+            "prefill_attention": dict(self.prefill_attention),
             "latent_attention": {layer: asdict(forms) for layer, forms in self.latent_attention.items()},
             "sampling": None if self.sampling is None else asdict(self.sampling),
             "decode_loop": None if self.decode_loop is None else asdict(self.decode_loop),
@@ -350,6 +355,7 @@ class Program:
             "state_layers": [layer.to_json() for layer in self.state_layers],
             "state_forms": {layer: asdict(forms) for layer, forms in self.state_forms.items()},
             "inputs": list(self.inputs),
+            "rope": None if self.rope is None else asdict(self.rope),
             "further_outputs": list(self.further_outputs),
             "media": None if self.media is None else self.media.to_json(),
         }
@@ -367,6 +373,7 @@ class Program:
                 decode_attention={
                     layer: tuple(map(DecodeForm.from_json, forms)) for layer, forms in data["decode_attention"].items()
                 },
+                prefill_attention=from_json(dict[str, str], data["prefill_attention"]),
                 latent_attention=from_json(dict[str, LatentForms], data["latent_attention"]),
                 sampling=from_json(SamplingForms | None, data["sampling"]),
                 decode_loop=from_json(DecodeLoopForms | None, data["decode_loop"]),
@@ -380,6 +387,7 @@ class Program:
                 state_layers=tuple(map(StateLayer.from_json, data["state_layers"])),
                 state_forms=from_json(dict[str, StateForms], data["state_forms"]),
                 inputs=from_json(tuple[str, ...], data["inputs"]),
+                rope=from_json(RopeLengths | None, data["rope"]),
                 further_outputs=from_json(tuple[str, ...], data["further_outputs"]),
                 media=None if data["media"] is None else MediaPrograms.from_json(data["media"]),
             )

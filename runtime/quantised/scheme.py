@@ -29,7 +29,7 @@ class WeightScheme:
 
     Attributes:
         kind: what a value is.
-        group: inputs that share a scale; K, where one scale is for a whole row.
+        group: inputs that share a scale; K, where one scale is for a whole row, also of a rank's part of its inputs.
         scale_dtype: of the scales [N, G].
         has_zeros: zero points [N, G] uint8 are stored.
     """
@@ -48,6 +48,15 @@ class WeightScheme:
         if role == VALUES:
             return rows, columns if self.kind == "fp8" else -(-columns // 2)
         return rows, -(-columns // self.group)
+
+    def stretch(self, role: str, start: int, length: int) -> tuple[int, int]:
+        """Where what is of the inputs [start, start + length) stands along dimension 1 of one tensor: (start, length).
+
+        The inputs are whole bytes, and whole groups or of one group.
+        """
+        unit = self.group if role != VALUES else 1 if self.kind == "fp8" else 2
+        first = start // unit
+        return first, -(-(start + length) // unit) - first
 
     def dtype(self, role: str) -> torch.dtype:
         if role == SCALES:

@@ -11,7 +11,6 @@ import numpy as np
 
 from mllm_compile.runtime.media.grids import MAX_FEATURES
 from mllm_compile.runtime.media.step_plan import NO_ROWS, MediaPlan
-from mllm_compile.runtime.schedule.batch_builder import NO_COPIES
 from mllm_compile.runtime.schedule.scheduled_batch import ScheduledBatch
 
 # Arrays of a record, in order; those of ScheduledBatch have its names.
@@ -24,8 +23,11 @@ _ARRAYS = (
     ("page_ids", np.int32),
     ("cleared_pages", np.int32),
     ("prefill_token_ids", np.int64),
+    ("rope_lens", np.int32),
     ("sample_mask", np.bool_),
     ("scored_indices", np.int64),
+    ("state_restores", np.int64),
+    ("state_saves", np.int64),
     # Of MediaPlan: none of a step in which no request has images.
     ("positions", np.int64),
     ("deltas", np.int32),
@@ -34,6 +36,7 @@ _ARRAYS = (
     ("run_sizes", np.int64),
     ("run_rows", np.int64),
 )
+_COPIES = ("state_restores", "state_saves")  # [N, 2]
 _MEDIA_ARRAYS = ("positions", "deltas", "feature_rows", "feature_axes", "run_sizes", "run_rows")
 _HEADER = 4  # int64 numbers ahead of the arrays' lengths: step, decodes, tokens, whether prompt positions are scored
 _HEADER_BYTES = 8 * (_HEADER + len(_ARRAYS))
@@ -61,7 +64,7 @@ def most_record_bytes(max_num_tokens: int, max_rows: int, pages_of_row: int) -> 
     Args:
         pages_of_row: most pages of one request.
     """
-    per_token, per_row, per_page = 16 + 40, 13 + 4, 16
+    per_token, per_row, per_page = 16 + 40, 21 + 2 * 16, 16
     largest = 2 * 8 * MAX_FEATURES  # that runs of a tower fill, and at most as many runs
     largest += per_token * max_num_tokens + max_rows * (per_row + per_page * pages_of_row)
     return _HEADER_BYTES + 8 * len(_ARRAYS) + largest
@@ -84,7 +87,7 @@ def write_step(memory: memoryview, record: StepRecord) -> int:
         size = values.size
         header[_HEADER + index] = size
         if size:
-            np.frombuffer(memory, dtype=dtype, count=size, offset=start)[:] = values
+            np.frombuffer(memory, dtype=dtype, count=size, offset=start)[:] = values.ravel()
             start += -(-size * np.dtype(dtype).itemsize // 8) * 8
     return start
 
@@ -107,8 +110,7 @@ def read_step(memory: memoryview) -> StepRecord:
         num_tokens=num_tokens,
         prompt_logprob_rows=np.zeros(arrays["rows"].size, dtype=bool),
         admitted=[],
-        state_restores=NO_COPIES,  # models with a state are not cut
-        state_saves=NO_COPIES,
+        **{name: arrays.pop(name).reshape(-1, 2) for name in _COPIES},
         **arrays,
     )
     return StepRecord(batch, scored if is_scored else None, media)

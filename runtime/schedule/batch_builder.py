@@ -26,6 +26,7 @@ class DecodeRows:
     rows: np.ndarray
     num_new: np.ndarray
     sample_mask: np.ndarray
+    rope_lens: np.ndarray
     prompt_logprob_rows: np.ndarray
 
     @classmethod
@@ -36,9 +37,10 @@ class DecodeRows:
             np.array([request.row for request in requests], dtype=np.int32),
             np.ones(count, dtype=np.int32),
             np.ones(count, dtype=bool),
+            np.zeros(count, dtype=np.int32),
             np.zeros(count, dtype=bool),
         )
-        for shared in (made.rows, made.num_new, made.sample_mask, made.prompt_logprob_rows):
+        for shared in (made.rows, made.num_new, made.sample_mask, made.rope_lens, made.prompt_logprob_rows):
             shared.setflags(write=False)
         return made
 
@@ -66,7 +68,7 @@ def build_batch(
 ) -> ScheduledBatch:
     """The batch of one step; without chunks it shares all that is constant with the steps around it."""
     requests, rows, num_new, prefix_lens = decodes.requests, decodes.rows, decodes.num_new, decode_prefix_lens
-    sample_mask, prompt_logprob_rows = decodes.sample_mask, decodes.prompt_logprob_rows
+    sample_mask, rope_lens, prompt_logprob_rows = decodes.sample_mask, decodes.rope_lens, decodes.prompt_logprob_rows
     prefill_token_ids = NO_TOKENS
     if chunks:
         requests = requests + [chunk.request for chunk in chunks]
@@ -74,6 +76,7 @@ def build_batch(
         num_new = _append(num_new, [chunk.token_ids.size for chunk in chunks])
         prefix_lens = _append(prefix_lens, [chunk.start for chunk in chunks])
         sample_mask = _append(sample_mask, [chunk.is_last for chunk in chunks])
+        rope_lens = _append(rope_lens, [chunk.request.rope_len for chunk in chunks])
         prompt_logprob_rows = _append(prompt_logprob_rows, [chunk.request.needs_prompt_logprobs for chunk in chunks])
         prefill_token_ids = np.concatenate([chunk.token_ids for chunk in chunks])
     page_rows, page_positions, page_ids = page_writes
@@ -91,6 +94,7 @@ def build_batch(
         cleared_pages=cleared_pages,
         prefill_token_ids=prefill_token_ids,
         sample_mask=sample_mask,
+        rope_lens=rope_lens,
         prompt_logprob_rows=prompt_logprob_rows,
         admitted=admitted,
         state_restores=state_restores,

@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields
 from mllm_compile.runtime.config_sections import CudaGraphSection, MaxStepMs, RuntimeSection
 from mllm_compile.runtime.errors import ConfigError, RequestError
 from mllm_compile.runtime.media.grids import MAX_FEATURES
+from mllm_compile.runtime.schedule.rope_lengths import RopeLengths
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,16 +36,23 @@ class SchedulerConfig:
     """Token counts of a step with prompts for which CUDA graphs are captured, ascending."""
     num_snapshots: int = 0
     """States of prefixes that the prefix cache keeps; 0 of a model whose layers carry none."""
+    rope: RopeLengths | None = None
+    """How RoPE's frequencies follow the length of a text; None: they do not."""
 
     @classmethod
     def of(
-        cls, runtime: RuntimeSection, cudagraph: CudaGraphSection, num_pages: int, num_snapshots: int = 0
+        cls,
+        runtime: RuntimeSection,
+        cudagraph: CudaGraphSection,
+        num_pages: int,
+        num_snapshots: int = 0,
+        rope: RopeLengths | None = None,
     ) -> SchedulerConfig:
         """The limits that a config names, with `num_pages`, the dummy page included."""
-        names = {field.name for field in fields(cls)} - {"num_pages", "step_sizes", "num_snapshots"}
+        names = {field.name for field in fields(cls)} - {"num_pages", "step_sizes", "num_snapshots", "rope"}
         sizes = tuple(sorted({*cudagraph.piecewise_tokens, *cudagraph.mixed_tokens}))
         of_runtime = {name: getattr(runtime, name) for name in names}
-        return cls(num_pages=num_pages, step_sizes=sizes, num_snapshots=num_snapshots, **of_runtime)
+        return cls(num_pages=num_pages, step_sizes=sizes, num_snapshots=num_snapshots, rope=rope, **of_runtime)
 
     def __post_init__(self) -> None:
         least = {"max_running_requests": 1, "max_num_batched_tokens": 1, "max_model_len": 2, "page_size": 1}

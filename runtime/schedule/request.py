@@ -58,6 +58,7 @@ class Request:
     num_computed_tokens: int = 0  # tokens whose KV is known to be written; 0 again after a preemption
     num_cached_tokens: int = 0  # prefix hit of the first admission
     num_preemptions: int = 0
+    rope_len: int = 0  # the length that RoPE's frequencies of its prompt are for, where they follow it; else 0
     output_token_ids: list[int] = field(default_factory=list)
     finish_reason: str | None = None  # 'stop', 'length' or 'abort'
     stop_reason: int | str | None = None  # the stop token id or stop string; None for an EOS token

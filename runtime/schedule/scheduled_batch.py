@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 class ScheduledBatch:
     """One step's work. Never change its arrays or lists: a steady batch shares them with the steps before and after.
 
-    While the set of decoding requests stays the same, `requests`, `rows`, `num_new`, `sample_mask` and
+    While the set of decoding requests stays the same, `requests`, `rows`, `num_new`, `sample_mask`, `rope_lens` and
     `prompt_logprob_rows` of decode-only batches are the very same objects, so what is derived from them (sampling
     flags, uploaded row indices) may be kept as long as `batch.requests is previous.requests`.
 
@@ -43,6 +43,7 @@ class ScheduledBatch:
     )  # int32: pages to be zeroed before anything else of this step: what is no number was there
     prefill_token_ids: np.ndarray  # [T_prefill] int64: input ids of rows num_decodes…R-1, one after another
     sample_mask: np.ndarray  # [R] bool: False for a chunk that does not reach the end of its tokens
+    rope_lens: np.ndarray  # [R] int32: Request.rope_len of rows with prompt tokens, 0 of decodes
     prompt_logprob_rows: np.ndarray  # [R] bool: logits of every new token of the row are wanted, not of the last alone
     # Requests that got their row in this step, new and resumed ones: (re)make the row's sampling state from
     # prompt_token_ids and output_token_ids before sampling.

@@ -101,6 +101,8 @@ class Scheduler:
             RequestError: the prompt is empty, or it could never fit.
         """
         request.max_new_tokens = self.config.max_new_tokens(len(request.prompt_token_ids), request.params.max_tokens)
+        if self.config.rope is not None:
+            request.rope_len = len(request.prompt_token_ids)
         request.sequence = self._next_sequence
         self._next_sequence += 1
         self._requests.add(request)
@@ -154,6 +156,7 @@ class Scheduler:
 
         The batch is to be run before the next one, on one stream, and then handed to update() or fail().
         """
+        self._preempt_outgrown()
         decodes = self._plan_decodes()
         prefix_lens = self._computed[decodes.rows]
         chunks: list[Chunk] = []
@@ -186,6 +189,17 @@ class Scheduler:
         self._restores, self._saves = [], []
         restores, saves = (np.array(one, dtype=np.int64).reshape(-1, 2) for one in pairs)
         return restores, saves
+
+    def _preempt_outgrown(self) -> None:
+        """Send back to the queue what the next step would take beyond the frequencies of its cached keys, where those
+        are computed anew."""
+        rope = self.config.rope
+        if rope is None or not rope.recomputes:
+            return
+        decodes = self._current_decodes()
+        for index in np.flatnonzero(self._computed[decodes.rows] == rope.boundary).tolist():
+            if decodes.requests[index].rope_len <= rope.boundary:
+                self._preempt(decodes.requests[index])
 
     def _plan_decodes(self) -> DecodeRows:
         """The decodes of this step, each with room for its token; preempts, or lets some sit out, when pages lack."""
@@ -466,7 +480,7 @@ class Scheduler:
             request = save.request
             if request.status is RequestStatus.RUNNING:
                 tokens = self._cache_keys[request.row][: save.num_tokens]
-                self.pages.keep_state(tokens, request.cache_salt, save.state_row)
+                self.pages.keep_state(tokens, self._salt(request), save.state_row)
             else:
                 self.pages.cache.states.release(save.state_row)
 
@@ -479,10 +493,13 @@ class Scheduler:
         row = self._free_rows[-1]
         token_ids = np.array(request.all_token_ids, dtype=np.int64)
         cache_keys = token_ids if request.media is None else np.asarray(request.cache_keys)
+        rope = self.config.rope
+        if rope is not None and rope.recomputes and request.rope_len <= rope.boundary < token_ids.size:
+            request.rope_len = token_ids.size
         prefix = StatePrefix(0, 0, None)
         if self.config.enable_prefix_cache and not request.needs_prompt_logprobs:
             # Never all of it: the logits of the last token are what the request waits for.
-            prefix = self._attach_prefix(row, cache_keys[:-1], request.cache_salt)
+            prefix = self._attach_prefix(row, cache_keys[:-1], self._salt(request))
         # Without set_aside: a prompt that is not over has used up the step's budget, or the pages, or has a page left.
         set_aside += len(self._prefilling) + len(self._decoding)
         if self.pages.pages_for(token_ids.size) - prefix.num_pages + set_aside > self.pages.available_pages:
@@ -641,7 +658,7 @@ class Scheduler:
         """
         request.is_broken = True
         if self.config.enable_prefix_cache:
-            self.pages.forget(request.cache_keys, request.cache_salt)
+            self.pages.forget(request.cache_keys, self._salt(request))
             self._changes += 1
         return self.finish(request, "abort")
 
@@ -694,15 +711,25 @@ class Scheduler:
         """Put the request's written full pages into the prefix cache while it goes on."""
         if self.config.enable_prefix_cache:
             tokens = self._cache_keys[request.row]
-            self.pages.publish(request.row, tokens, request.num_computed_tokens, request.cache_salt)
+            self.pages.publish(request.row, tokens, self._num_shared(request), self._salt(request))
             self._changes += 1
+
+    def _salt(self, request: Request) -> Salt:
+        """Whatever else than tokens changes a request's keys and values: frequencies of RoPE too."""
+        rope = self.config.rope
+        return request.cache_salt if rope is None else (*request.cache_salt, rope.frequencies_of(request.rope_len))
+
+    def _num_shared(self, request: Request) -> int:
+        """The first of a request's written tokens whose keys and values are those of its salt."""
+        rope, num_written = self.config.rope, request.num_computed_tokens
+        return num_written if rope is None else rope.num_alike(request.rope_len, num_written)
 
     def _give_up_pages(self, request: Request) -> None:
         if request.is_broken:
             self.pages.discard(request.row)
         elif self.config.enable_prefix_cache:
-            tokens, num_written = request.cache_keys, request.num_computed_tokens
-            self.pages.publish_and_release(request.row, tokens, num_written, request.cache_salt)
+            tokens, num_shared = request.cache_keys, self._num_shared(request)
+            self.pages.publish_and_release(request.row, tokens, num_shared, self._salt(request))
         else:
             self.pages.release(request.row)
         self._changes += 1

@@ -41,6 +41,8 @@ class StateMetadata:
         num_decodes: the first of R, one token each.
         segments: the others, as the host knows them.
         num_actual_tokens: T without padding.
+        are_runs: tokens are rows of their own, of which those of one request follow each other, as the deterministic
+            mode has them on a GPU: how many a request has is known there alone.
     """
 
     batch: ForwardBatch
@@ -48,6 +50,7 @@ class StateMetadata:
     num_decodes: int
     segments: Sequence[Segment]
     num_actual_tokens: int
+    are_runs: bool = False
 
     @cached_property
     def has_state(self) -> torch.Tensor:
@@ -74,11 +77,23 @@ class StateMetadata:
     @cached_property
     def of_prompts(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         """(rows, has_state, starts, ends) of the other requests: request i's tokens are from starts[i] to ends[i]."""
+        if self.are_runs:
+            return self.rows, self.has_state, *self._bounds_of_runs
         first, bounds = self.num_decodes, self.query_start_loc
         parts = self.rows[first:], self.has_state[first:], bounds[first:-1], bounds[first + 1 :]
         # Of their own: a package copies, in every layer, an input that does not begin at a multiple of 16 bytes.
         rows, has_state, starts, ends = (part.clone() for part in parts)
         return rows, has_state, starts, ends
+
+    @property
+    def _bounds_of_runs(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """(starts, ends), [R] int32: a request's first row has all of its tokens, its others and padding have none."""
+        rows, places = self.rows, torch.arange(self.rows.shape[0] + 1, dtype=torch.int32, device=self.rows.device)
+        starts = places[:-1]
+        begins = torch.cat((places[:1] == 0, rows[1:] != rows[:-1]))
+        behind = torch.cat((torch.where(begins, starts, rows.shape[0])[1:], places[-1:]))
+        ends = behind.flip(0).cummin(0).values.flip(0)  # the next beginning
+        return starts, torch.where(begins & (rows > 0), ends, starts)
 
 
 class StateMetadataBuilder:
@@ -93,13 +108,17 @@ class StateMetadataBuilder:
         if not self._names:
             return {}
         num_decodes = 0 if self._is_deterministic else split_decodes_and_prefills(common)[0]
-        segments = _segments_of_rows(common) if self._is_deterministic else _segments(common, num_decodes)
+        are_runs = self._is_deterministic and common.batch.req_pool_indices.is_cuda
+        segments: list[Segment] = []
+        if not are_runs:
+            segments = _segments_of_rows(common) if self._is_deterministic else _segments(common, num_decodes)
         metadata = StateMetadata(
             batch=common.batch,
             rows=common.batch.req_pool_indices,
             num_decodes=num_decodes,
             segments=segments,
             num_actual_tokens=common.num_actual_tokens,
+            are_runs=are_runs,
         )
         return dict.fromkeys(self._names, metadata)
 

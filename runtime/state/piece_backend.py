@@ -47,6 +47,8 @@ class PieceStateBackend(StateBackend):
             self._others.forward(inputs)
             return
         given = [*inputs.operands.values(), self._pool.get_state(inputs.layer.state_id)]
+        if metadata.are_runs:  # their padding are tokens of the batch, and what they leave must be numbers
+            inputs.out.zero_()
         if metadata.num_decodes:
             pieces.decodes([*given, *metadata.of_decodes, inputs.out])
         if metadata.num_decodes < metadata.rows.shape[0]:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 
 from mllm_compile.runtime.ranks.records import StepRecord
-from mllm_compile.runtime.step.plan import with_media
+from mllm_compile.runtime.schedule.scheduled_batch import ScheduledBatch
+from mllm_compile.runtime.step.plan import StepPlan, with_media
 from mllm_compile.runtime.step.runner import StepRunner, scored_parts
 
 
@@ -20,12 +21,17 @@ class FollowingStepRunner(StepRunner):
             self._enter_pages(batch)
             plan = with_media(self._plan(batch), record.media)
             plan.fields.scored_indices = record.scored_indices
-            if self._is_captured(batch):
-                fields = plan.fields
-                deltas = None if record.media is None else record.media.deltas
-                self._runner.decode(fields.req_pool_indices, fields.seq_lens, fields.out_cache_loc, deltas)
-                return
-            output, fields_there = self._launch(batch, plan)
-            if fields_there.scored_indices is not None and output.logits_of is not None:
-                for part in scored_parts(fields_there.scored_indices, self._runner.vocab_size):
-                    output.logits_of(part)
+            self._copy_states(batch.state_restores)
+            self._run_model(batch, plan)
+            self._copy_states(batch.state_saves)
+
+    def _run_model(self, batch: ScheduledBatch, plan: StepPlan) -> None:
+        if self._is_captured(batch):
+            fields = plan.fields
+            deltas = None if plan.media is None else plan.media.deltas
+            self._runner.decode(fields.req_pool_indices, fields.seq_lens, fields.out_cache_loc, deltas)
+            return
+        output, fields_there = self._launch(batch, plan)
+        if fields_there.scored_indices is not None and output.logits_of is not None:
+            for part in scored_parts(fields_there.scored_indices, self._runner.vocab_size):
+                output.logits_of(part)

@@ -213,12 +213,14 @@ class StepRunner:
         if batch.page_ids.size:
             plan.fields.page_places = self._pages.places_of(batch.page_rows, batch.page_positions)
             plan.fields.page_slots = self._pages.slots_of(batch.page_ids)
+        self._follow_lengths(batch, plan)
         takes_features = plan.media is not None and plan.media.rows.size > 0
         media = self.media.inputs(plan.media) if takes_features else None  # type: ignore[arg-type]
         fields = self._upload(plan.fields)
         forward_batch = self._forward_batch(batch, plan, fields)
         forward_batch.common_prefix_len = self._common_prefix_len(batch)
         forward_batch.media = media
+        forward_batch.rope_lens = fields.rope_lens
         return self._runner.forward(forward_batch), fields
 
     def _run(self, batch: ScheduledBatch, plan: StepPlan) -> _Results:
@@ -235,6 +237,12 @@ class StepRunner:
         if config.runtime.deterministic:
             return plan_fixed_rows(batch, self._pages, config.runtime.max_num_batched_tokens)
         return plan_step(batch, self._pages)
+
+    def _follow_lengths(self, batch: ScheduledBatch, plan: StepPlan) -> None:
+        """Adds the lengths that a model's RoPE follows, where the step has prompts."""
+        if self._runner.model.rope is not None and batch.num_decodes < batch.num_requests:
+            plan.fields.rope_lens = np.zeros_like(plan.fields.positions)
+            plan.fields.rope_lens[: batch.num_tokens] = np.repeat(batch.rope_lens, batch.num_new)
 
     def _upload(self, arrays: StepFields[np.ndarray]) -> StepFields[torch.Tensor]:
         """The arrays on the device; inputs of the model in the graphs' own places if they fit.

@@ -24,6 +24,7 @@ from mllm_compile.runtime.weights.formats.every import (
     fill_dequantised,
     fill_quantised,
     fill_small,
+    is_stored,
     small_sources,
 )
 from mllm_compile.runtime.weights.safetensors_header import SafetensorsHeader, TensorEntry, read_bytes, read_header
@@ -46,6 +47,13 @@ class SmallPart:
 
     role: str
     scheme: WeightScheme
+
+    def steps(self, steps: Iterable[ViewStep]) -> tuple[ViewStep, ...]:
+        """The views of this tensor, where `steps` are those of the weight: parts of its rows and inputs."""
+        return tuple(
+            ("narrow", 1, *self.scheme.stretch(self.role, int(step[2]), int(step[3]))) if step[1] == 1 else step
+            for step in steps
+        )
 
 
 @dataclass(frozen=True)
@@ -85,12 +93,20 @@ class WeightPart:
 
     def num_bytes(self, dtype: torch.dtype) -> int:
         """The bytes that are read for it; a plain tensor counts as one of `dtype`."""
+        if self.quantised is not None and self.small is not None and is_stored(self.quantised, self.small.role):
+            (source,) = self.sources
+            return _num_read(source.shape, self.small.steps(self.steps)) * source.dtype.itemsize
         if self.quantised is not None:
             return sum(tensor.num_bytes for tensor in self.sources)
         if self.small is not None:  # of the tensors that are made of one, the values count
-            return 2 * math.prod(self.shape) if self.small.role == VALUES else 0
-        is_part = bool(self.steps) and self.steps[0][0] == "narrow"  # then no other byte of it is read
-        return math.prod(view_shape(self.shape, self.steps[:1]) if is_part else self.shape) * dtype.itemsize
+            return 2 * _num_read(self.shape, _rows_first(self.steps)[0]) if self.small.role == VALUES else 0
+        return _num_read(self.shape, self.steps) * dtype.itemsize
+
+
+def _num_read(shape: tuple[int, ...], steps: tuple[ViewStep, ...]) -> int:
+    """Numbers that are read of a tensor: of one whose first view is a part of it, no others."""
+    is_part = bool(steps) and steps[0][0] == "narrow"
+    return math.prod(view_shape(shape, steps[:1]) if is_part else shape)
 
 
 @dataclass(frozen=True)
@@ -198,27 +214,27 @@ def _files(part: WeightPart) -> set[str]:
 
 
 def _read(part: WeightPart, place: torch.Tensor, folder: Path, headers: Mapping[str, SafetensorsHeader]) -> TensorRead:
-    view = partial(viewed, steps=part.steps) if part.steps else None
     if part.quantised is None:
         # Numbers of eight bits mean nothing in another type.
         dtype = place.dtype if place.dtype.itemsize == 1 else None
         entry = _entry(folder, headers, part.file, part.tensor, part.shape, dtype)
-        entry, spacing, steps = _part_of_file(entry, part.steps)
-        view = partial(viewed, steps=steps) if steps else None
-        return TensorRead(folder / part.file, entry, place, view, spacing=spacing)
+        return _read_stored(folder / part.file, entry, part.steps, place)
     quantised, small = part.quantised, part.small
+    steps = part.steps if small is None else small.steps(part.steps)
+    view = partial(viewed, steps=steps) if steps else None
     first, *others = (
         Source(folder / one.file, _entry(folder, headers, one.file, one.name, one.shape, one.dtype))
         for one in part.sources
     )
     _check_details(quantised, folder, headers)
+    if small is not None and is_stored(quantised, small.role):
+        return _read_stored(first.path, first.entry, steps, place)
     if small is not None:
 
         def fill_one(place: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
-            fill_small(place, quantised, small.role, tensors)
+            fill_small(place, quantised, small.role, view, tensors)
 
-        is_stored = small.role in FORMATS[quantised.format].as_stored
-        return TensorRead(first.path, first.entry, place, fill=None if is_stored else fill_one, others=others)
+        return TensorRead(first.path, first.entry, place, fill=fill_one, others=others)
     if (unviewed := _unviewed(place, part.steps)) is not None:
         place, view = unviewed, None
 
@@ -226,6 +242,12 @@ def _read(part: WeightPart, place: torch.Tensor, folder: Path, headers: Mapping[
         fill_dequantised(place, quantised, part.shape, view, tensors)
 
     return TensorRead(first.path, first.entry, place, fill=fill, others=others)
+
+
+def _read_stored(path: Path, entry: TensorEntry, steps: tuple[ViewStep, ...], place: torch.Tensor) -> TensorRead:
+    """The read of a tensor as it is in its file, and of no more than `steps` leave of it."""
+    entry, spacing, steps = _part_of_file(entry, steps)
+    return TensorRead(path, entry, place, partial(viewed, steps=steps) if steps else None, spacing=spacing)
 
 
 def _part_of_file(
@@ -257,7 +279,8 @@ class _Quantising:
         """Keeps the place of a part of such a weight; False for any other part."""
         if part.small is None or part.quantised is not None:
             return False
-        weights = self._found.setdefault((replace(part, small=None, start=0), part.small.scheme), [])
+        key = replace(part, small=None, start=0, inner_starts=()), part.small.scheme
+        weights = self._found.setdefault(key, [])
         places = next((one for one in weights if part.small.role not in one), None)
         if places is None:
             weights.append(places := {})
@@ -268,8 +291,10 @@ class _Quantising:
         for (part, scheme), weights in self._found.items():
             for places in weights:
                 entry = _entry(folder, headers, part.file, part.tensor, part.shape)
-                fill = partial(_quantise, places, part.steps, scheme)
-                yield TensorRead(folder / part.file, entry, next(iter(places.values())), fill=fill)
+                rows, of_rows = _rows_first(part.steps)
+                entry, spacing, rows = _part_of_file(entry, rows)
+                fill = partial(_quantise, places, rows, of_rows, scheme)
+                yield TensorRead(folder / part.file, entry, next(iter(places.values())), fill=fill, spacing=spacing)
 
     def random(self, seed: int) -> None:
         """Quantises random weights instead."""
@@ -278,17 +303,26 @@ class _Quantising:
                 device = next(iter(places.values())).device
                 weight = torch.empty(part.shape, device=device)
                 _fill_normal(weight, part.tensor, seed)
-                fill_quantised(places, viewed(weight, part.steps), scheme)
+                _quantise(places, *_rows_first(part.steps), scheme, weight, [weight])
+
+
+def _rows_first(steps: tuple[ViewStep, ...]) -> tuple[tuple[ViewStep, ...], tuple[ViewStep, ...]]:
+    """The views of a weight that leave its rows whole, and those behind them, which take a rank's part of each row."""
+    count = next((place for place, step in enumerate(steps) if step[:2] == ("narrow", 1)), len(steps))
+    return steps[:count], steps[count:]
 
 
 def _quantise(
     places: Mapping[str, torch.Tensor],
-    steps: tuple[ViewStep, ...],
+    rows: tuple[ViewStep, ...],
+    of_rows: tuple[ViewStep, ...],
     scheme: WeightScheme,
     place: torch.Tensor,
     tensors: Sequence[torch.Tensor],
 ) -> None:
-    fill_quantised(places, viewed(tensors[0], steps), scheme)
+    """Quantises whole rows: numbers and scales are the same over any number of ranks."""
+    parts = {role: partial(viewed, steps=SmallPart(role, scheme).steps(of_rows)) for role in places}
+    fill_quantised(places, viewed(tensors[0], rows), scheme, parts)
 
 
 def _unviewed(place: torch.Tensor, steps: Sequence[ViewStep]) -> torch.Tensor | None:

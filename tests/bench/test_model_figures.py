@@ -104,3 +104,8 @@ def test_a_model_without_attention_has_states_alone(tmp_path):
     figures = model_figures(tmp_path, "float32")
     assert (figures.kv_bytes_per_token, figures.attention_flops_per_pair) == (0, 0)
     assert figures.state_bytes > 0
+
+
+def test_states_of_mixers_of_their_own_code_count_too(tmp_path):
+    tiny_config("minimax").save_pretrained(tmp_path)
+    assert model_figures(tmp_path, "bfloat16").state_bytes == 2 * 4 * 16 * 16 * 4  # layers, heads, values by keys

@@ -13,7 +13,11 @@ import pytest
 from mllm_compile import Engine, SamplingParams
 from mllm_compile.compiler.load_or_compile import load_or_compile
 from mllm_compile.errors import ConfigError, DeviceError, EngineDeadError
-from tests.tiny_model import engine_of_pages, tiny_config
+from tests.e2e.test_quantised import mxfp4_experts
+from tests.model.tiny_configs import save_tiny_model
+from tests.model.tiny_configs import tiny_config as config_of_architecture
+from tests.quantised_checkpoints import LINEARS, quantise_folder
+from tests.tiny_model import TINY, engine_of_pages, tiny_config
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 PROMPTS = [
@@ -64,7 +68,7 @@ def followers() -> list[int]:
     return found
 
 
-def tokens(engine: Engine, prompts: list[str] = PROMPTS, params: SamplingParams = GREEDY) -> list[list[int]]:
+def tokens(engine: Engine, prompts: Any = PROMPTS, params: SamplingParams = GREEDY) -> list[list[int]]:
     return [output.token_ids for output in engine.generate(prompts, params)]
 
 
@@ -151,10 +155,53 @@ def test_what_cannot_be_cut_is_refused(cache):
         load_or_compile(config_of(cache, skip_compiled=True))
 
 
-def test_weights_in_few_bits_are_not_cut(cache):
-    quantised = tiny_config(cache, model={"quantization": "fp8"}, runtime={"tensor_parallel_size": 2})
-    with pytest.raises(ConfigError, match=r"quantization is fp8, but runtime\.tensor_parallel_size is 2"):
-        load_or_compile(quantised)
+SMALL = ["fp8", "int4", *LINEARS]
+USUAL = ("compressed-tensors int4 asymmetric",)  # groups with zero points
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in USUAL else pytest.mark.slow) for name in SMALL]
+)
+def test_weights_in_few_bits_give_one_ranks_tokens(name, tmp_path):
+    model = {"quantization": name}
+    if name in LINEARS:
+        quantise_folder(TINY, tmp_path / "packed", tmp_path / "plain", LINEARS[name])
+        model = {"path": str(tmp_path / "packed")}
+    found = []
+    for num_ranks in (1, 2):
+        runtime = {"tensor_parallel_size": num_ranks}
+        config = tiny_config(tmp_path / "cache", model=model, compile={"backend": "eager"}, runtime=runtime)
+        with Engine(config) as engine:
+            found.append(tokens(engine, [[41, 302, 77, 1024, 5, 900, 12], [7, 7, 1801]]))
+    assert found[0] == found[1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["qwen3_next", "deepseek_v3"])
+def test_states_that_are_whole_and_latents_give_one_ranks_tokens(name, tmp_path):
+    save_tiny_model(config_of_architecture(name), tmp_path / "model")
+    found = []
+    for num_ranks in (1, 2):
+        runtime = {"max_model_len": 128, "max_num_batched_tokens": 32, "tensor_parallel_size": num_ranks}
+        model = {"path": str(tmp_path / "model")}
+        config = tiny_config(tmp_path / "cache", model=model, compile={"backend": "eager"}, runtime=runtime)
+        prompts = [[41, 30, 77, 5, 12], [7, 7, 81], list(range(20, 60))]
+        with Engine(config) as engine:
+            found.append([tokens(engine, prompts), tokens(engine, prompts)])  # with states of prefixes
+    assert found[0] == found[1]
+
+
+@pytest.mark.slow
+def test_experts_in_mxfp4_give_one_ranks_tokens(tmp_path):
+    mxfp4_experts(tmp_path)
+    found = []
+    for num_ranks in (1, 2):
+        runtime = {"max_model_len": 64, "tensor_parallel_size": num_ranks}
+        model = {"path": str(tmp_path / "packed")}
+        config = tiny_config(tmp_path / "cache", model=model, compile={"backend": "eager"}, runtime=runtime)
+        with Engine(config) as engine:
+            found.append(tokens(engine, [[41, 30, 77, 5, 12], [7, 7, 81]]))
+    assert found[0] == found[1]
 
 
 def test_a_cached_runtime_says_for_how_many_ranks_it_is(cache):

@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from mllm_compile import Engine, SamplingParams
+from mllm_compile.bench.limits.model_figures import model_figures
 from mllm_compile.compiler.load_or_compile import load_or_compile
 from mllm_compile.config.schema import EngineConfig
 from mllm_compile.errors import UnsupportedModelError
@@ -166,6 +167,7 @@ def test_where_a_state_has_made_room_its_prefix_is_computed_again(served, expect
             assert engine.generate([served.prompts[index]], GREEDY)[0].token_ids == expected[index]
         stats = engine.stats()
         assert stats.snapshots_kept == stats.snapshots_total == 1
+        assert stats.snapshots_bytes == model_figures(served.folder / "model", "float32").state_bytes
         assert stats.prefix_hit_tokens == 20, "the last of four found its state, of 23 tokens five pages"
 
 

@@ -27,6 +27,7 @@ ARCHITECTURES = (
     "arcee",
     "bart",
     "biogpt",
+    "bloom",
     "codegen",
     "cohere",
     "cohere2",
@@ -56,6 +57,7 @@ ARCHITECTURES = (
     "minicpm3",
     "mistral",
     "modernbert-decoder",
+    "mpt",
     "nemotron",
     "olmo",
     "olmo2",
@@ -88,6 +90,24 @@ PUBLISHED = {
     "deepseek_v3": OF_192_AND_128 | DENSE,
     "minicpm3": OF_192_AND_128,
 }
+# RoPE that follows the length of a text: some prompts are longer than those of short factors, none grows beyond them.
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "short_factor": [1.0] * 8,
+    "long_factor": [2.0 + index / 2 for index in range(8)],
+    "original_max_position_embeddings": 700,
+}
+FOLLOWING = {
+    "phi3": {"rope_parameters": LONGROPE, "original_max_position_embeddings": 700},
+    "llama": {"rope_parameters": LONGROPE},
+}
+# Biases by distance, and chunks: the program's own kernels attend. One expert is no choice.
+BY_PLACES = {
+    "bloom": {"hidden_size": 256, "n_head": 4},
+    "falcon": {"alibi": True},
+    "llama4_text": {"attention_chunk_size": 256, "num_local_experts": 1},
+}
 LENGTHS = (1, 2, 7, 9, 33, 64, 130, 500, 1500)
 LONGEST = 2048
 POSITIONS = dict.fromkeys(("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len"), LONGEST)
@@ -107,8 +127,18 @@ def served(folder: Path, cache: Path) -> Engine:
 
 @pytest.mark.parametrize(
     ("name", "changes"),
-    [*((name, DENSE if name.startswith("deepseek") else {}) for name in ARCHITECTURES), *PUBLISHED.items()],
-    ids=[*ARCHITECTURES, *(f"{name} with its heads" for name in PUBLISHED)],
+    [
+        *((name, DENSE if name.startswith("deepseek") else {}) for name in ARCHITECTURES),
+        *PUBLISHED.items(),
+        *FOLLOWING.items(),
+        *BY_PLACES.items(),
+    ],
+    ids=[
+        *ARCHITECTURES,
+        *(f"{name} with its heads" for name in PUBLISHED),
+        *(f"{name} with longrope" for name in FOLLOWING),
+        *(f"{name} by places" for name in BY_PLACES),
+    ],
 )
 def test_it_is_as_near_to_float32_as_transformers_is(tmp_path, name, changes):
     if name not in CONFIG_MAPPING:

@@ -15,7 +15,8 @@ from mllm_compile.process.progress import NullReporter
 from mllm_compile.runtime.attention.base import Unrotated
 from mllm_compile.runtime.attention.hopper.clusters import cluster_kernels
 from mllm_compile.runtime.attention.hopper.decoder import ClusterDecode, ShareDecode
-from mllm_compile.runtime.attention.hopper.shares import MISSING, ShareKernel
+from mllm_compile.runtime.attention.hopper.kernel import MISSING
+from mllm_compile.runtime.attention.hopper.shares import ShareKernel
 from mllm_compile.runtime.cuda.driver import address_of
 from mllm_compile.runtime.cuda.kernel import CudaKernel
 from mllm_compile.runtime.cuda.source import kernel_source
@@ -376,6 +377,38 @@ def test_a_graph_replays_it_on_other_requests(decoders, kind):
 def test_a_long_request(decoders, kind):
     cache = Cache([70_000, 3], 8, 128, 64, torch.bfloat16)
     assert worst_error(decoders(kind, 32, 8, 64), cache, 32) < 1e-2
+
+
+@pytest.mark.parametrize("rotates", [False, True])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "lengths"),
+    [
+        (32, 8, [70_000]),
+        (32, 8, [6144]),
+        (28, 4, [20_001]),
+        (16, 8, [1536, 9000, 700]),
+        (64, 8, [20_000, 1, 3000, 767, 1536, 0, 1535, 640]),
+    ],
+    ids=str,
+)
+def test_clusters_of_one_long_request_add_up_what_they_leave(decoders, heads, kv_heads, lengths, rotates):
+    """Each time the same, of requests with fewer clusters and with more; the last one's new key is any cluster's."""
+    cache = Cache([max(1, length) for length in lengths], kv_heads, 128, 64, torch.bfloat16)
+    poison(cache)
+    new = New(cache, heads, has_norms=True) if rotates else None
+    cache.lengths.copy_(torch.tensor(lengths))
+    q = 2 * torch.randn(len(lengths), heads, 128, device="cuda").bfloat16()
+    decoder = decoders(CLUSTERS, heads, kv_heads, 64)
+    is_row = cache.lengths > 0
+    outputs = []
+    for _ in range(5):
+        if new is not None:
+            new.forget(cache)
+        outputs.append((decode(decoder, cache, q) if new is None else decode_new(decoder, cache, new))[is_row])
+        assert (decoder._left == MISSING).all()
+    assert all(torch.equal(output, outputs[0]) for output in outputs)
+    want = (in_float32(cache, q) if new is None else new.in_float32(cache))[is_row]
+    assert ((outputs[0].float() - want).norm(dim=(1, 2)) / want.norm(dim=(1, 2))).max() < 1e-2
 
 
 def decode_behind_a_late_write(decoder: Decode, cache: Cache, q: torch.Tensor) -> torch.Tensor:

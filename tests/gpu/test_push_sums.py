@@ -9,8 +9,8 @@ import torch
 
 from mllm_compile.kernels.cuda import can_compile_kernels
 from mllm_compile.kernels.nvrtc import compile_cuda
-from mllm_compile.runtime.collectives.push import PushedSums, load_push_kernel, new_buffers
-from mllm_compile.runtime.collectives.push_kernel import PushKernel, most_bytes
+from mllm_compile.runtime.collectives.push import NOTHING, PushedSums, buffer_bytes, load_sum_kernel
+from mllm_compile.runtime.collectives.sum_kernels import PushKernel, most_bytes
 from mllm_compile.runtime.cuda.source import kernel_source
 from mllm_compile.runtime.ops import family
 
@@ -27,7 +27,7 @@ DEVICE = torch.device("cuda", 0)
 @pytest.fixture(scope="module", autouse=True)
 def kernel() -> PushKernel:
     kernel = PushKernel()
-    load_push_kernel(kernel, {kernel.name: compile_cuda(kernel_source(kernel), kernel.name, "sm_90a")}, DEVICE)
+    load_sum_kernel(kernel, {kernel.name: compile_cuda(kernel_source(kernel), kernel.name, "sm_90a")}, DEVICE)
     return kernel
 
 
@@ -35,7 +35,10 @@ class Pair:
     """Two ranks on one GPU, on two streams."""
 
     def __init__(self) -> None:
-        self.buffers = [new_buffers(2, DEVICE) for _ in range(2)]
+        num_words = buffer_bytes(2) // 4
+        self.buffers = [
+            torch.full((num_words,), NOTHING - (1 << 32), dtype=torch.int32, device=DEVICE) for _ in range(2)
+        ]
         self.ranks = [PushedSums(rank, [one.data_ptr() for one in self.buffers], DEVICE) for rank in range(2)]
         self.streams = [torch.cuda.Stream(DEVICE) for _ in range(2)]
         torch.cuda.synchronize()

@@ -135,8 +135,9 @@ def test_a_captured_decode_reads_rows_and_flags_when_it_is_replayed_and_gives_th
         assert torch.equal(pool.get_state(0)[1:], other.get_state(0)[1:])
 
 
-@pytest.mark.parametrize("name", ["delta", "ssd", "scan"])
-def test_sums_in_bfloat16_are_rounded_once_a_step(name):
+@pytest.mark.parametrize(("name", "limit"), [("delta", 2e-3), ("ssd", 2e-3), ("scan", 4e-3)])
+def test_sums_in_bfloat16_are_rounded_once_a_step(name, limit):
+    """The reference adds up the scan's step sizes in bfloat16, as Transformers does, the kernel in float32."""
     kind, _ = SHAPES[name]
     operands = operands_of(name, 3, torch.bfloat16)
     layer = replace(layer_of(kind, operands, torch.bfloat16))
@@ -146,4 +147,4 @@ def test_sums_in_bfloat16_are_rounded_once_a_step(name):
         pool.get_state(0).normal_(generator=torch.Generator("cuda").manual_seed(1))
         run_batch(make(layer, pool), layer, operands, (3, 1, 4), (1, 1, 1), (4, 0, 5), 3)
         found.append(pool.get_state(0)[[1, 3, 4]])
-    assert error(*found) <= 2e-3
+    assert error(*found) <= limit

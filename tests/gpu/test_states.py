@@ -124,6 +124,10 @@ def test_a_compiled_model_gives_the_same_in_graphs_as_without_and_starts_warm_wi
         assert [answers(eager, [prompt])[0][0] for prompt in prompts] == tokens
 
 
-def test_deterministic_mode_is_refused(folder):
-    with pytest.raises(Exception, match=r"Set runtime\.deterministic: false"):
-        engine(folder, "full_decode_only", deterministic=True, max_num_batched_tokens="auto")
+def test_in_deterministic_mode_a_request_s_numbers_are_its_own(folder, prompts):
+    fixed = {"deterministic": True, "max_num_batched_tokens": "auto"}
+    with engine(folder, "full_decode_only", **fixed) as served:
+        alone = [answers(served, [prompt])[0] for prompt in prompts]
+        assert answers(served, prompts[::-1]) == alone[::-1]  # from the prefix cache, too
+    with engine(folder, "full_decode_only", enable_prefix_cache=False, **fixed) as served:
+        assert answers(served, prompts) == alone

@@ -69,6 +69,14 @@ def test_sums_are_of_the_type_that_the_config_says_and_inputs_of_the_model_s():
     assert [piece.signature["states"].dtype for piece in pieces] == ["bfloat16"] * 2 + ["float32"] * 2
 
 
+def test_in_deterministic_mode_prompts_go_token_by_token():
+    for is_deterministic in (False, True):
+        config = resolved(H200, runtime={"deterministic": is_deterministic})
+        _, pieces = add_state_pieces(config, program(CONV, DELTA), OPERANDS)
+        found = ["by_token=True" in piece.source for piece in pieces]
+        assert found == [False, False, False, is_deterministic], "the convolution has no chunks"
+
+
 def test_layers_whose_operands_lie_otherwise_have_pieces_of_their_own():
     other = same(DELTA, "layers.1.delta", 2)
     apart = OPERANDS | {other.name: [PieceInput.contiguous(("T", 4, 16), "bfloat16")] * 3 + GATES}

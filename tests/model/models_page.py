@@ -46,8 +46,8 @@ about speed or about each published checkpoint. `make test` holds a sample of it
 
 On a GPU, attention kernels have heads of 64, 128 and 256, with values as wide as keys. Others are padded with zeros to
 the next of these widths, in the KV cache too (`pad_heads`). Latent attention (MLA) caches its latents alone and has
-kernels of its own (`absorb_latents`). Heads wider than 256, ALiBi and chunks need `runtime:
-{{attention_backend: torch}}` there, which is slow.
+kernels of its own (`absorb_latents`), and so have layers with ALiBi or chunks (`runtime/ops/prompts/`). Heads
+wider than 256 need `runtime: {{attention_backend: torch}}` there, which is slow.
 
 ## Your model
 
@@ -62,12 +62,17 @@ runtime: {{device: cpu, max_model_len: 1024}}
 
 For every architecture:
 
-- RoPE of the types default, linear, llama3 and yarn is served at every length that the model takes; `longrope`
-  (Phi-3.5, Phi-4-mini) up to its `original_max_position_embeddings`, and `dynamic` up to `max_position_embeddings`.
-  Beyond these a long request would change the frequencies of all others, so `max_model_len` ends there.
+- RoPE of every type is served at every length that the model takes. Where frequencies follow the length of a text
+  (`longrope`: Phi-3.5, Phi-4-mini, MiniCPM; `dynamic`) each request has those of its own, as Transformers' generate
+  gives it alone: a prompt's tokens those for its length, later tokens those for the tokens up to themselves. Keys that
+  are cached stay as they are when a request grows, but for models whose own generate then computes the text anew
+  (phi3, phi4_multimodal): such a request is preempted once, at `original_max_position_embeddings` tokens. Requests
+  share cached prefixes with those of the same frequencies. An embedding that reads more than frequencies (Phi-3.5-MoE's
+  scales) is refused.
 - A quantised checkpoint is served where its [format](quantised.md) is one that is read.
-- Layers with a [state](state.md) are served where they call known functions; an architecture with others is refused for
-  them: where a config has none, it may be served ([below](#served-where-every-layer-is-full-attention)).
+- Layers with a [state](state.md) are served where they call known functions or are known modules. An architecture with
+  others is refused for them; where a config has none, it may be served
+  ([below](#served-where-every-layer-is-full-attention)).
 - Of models with images or sound it is the text part (gemma3, phi4_multimodal), but for [images](images.md) of Qwen-VL.
 - Models of the roberta family count positions from behind their padding token, and have so many fewer of them: set
   `max_model_len` as the error says. A padding token inside of a text is counted like any other token.

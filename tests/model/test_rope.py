@@ -1,96 +1,99 @@
-"""RoPE that follows the longest text is held at its frequencies for short ones, and only where that is right."""
+"""RoPE that follows the longest text of a batch is made to follow each token's own, and only where that is right."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from mllm_compile.compiler.load_or_compile import load_or_compile
 from mllm_compile.config.model_folder import ModelFolder
-from mllm_compile.config.rope_limit import RopeLimit, rope_limit
-from mllm_compile.config.schema import EngineConfig
-from mllm_compile.errors import ConfigError, UnsupportedModelError
+from mllm_compile.config.resolve import _longest_text
+from mllm_compile.errors import UnsupportedModelError
 from mllm_compile.model.hf_model import build_config_on_meta
-from mllm_compile.model.hold_rope import check_rope_limit
-from tests.model.tiny_configs import save_tiny_model, tiny_config
+from mllm_compile.model.rope_hook import choosing_rope, follow_rope
+from mllm_compile.runtime.schedule.rope_lengths import RopeLengths
+from tests.model.tiny_configs import tiny_config
 
-LONGROPE = {
+LONGROPE: dict[str, Any] = {
     "rope_type": "longrope",
     "rope_theta": 10000.0,
     "short_factor": [1.0] * 8,
     "long_factor": [2.0] * 8,
     "original_max_position_embeddings": 64,
 }
-DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
+DYNAMIC: dict[str, Any] = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
 
 
-def limit_of(config: dict[str, Any]) -> RopeLimit | None:
-    return rope_limit(ModelFolder(Path("m"), config, ()).text_config_value)
+def longest(config: dict[str, Any]) -> int | None:
+    return _longest_text(ModelFolder(Path("m"), config, ()))
 
 
 @pytest.mark.parametrize(
-    ("config", "limit"),
+    ("config", "length"),
     [
         ({}, None),
-        ({"rope_scaling": None}, None),
-        ({"rope_parameters": {"rope_type": "yarn", "original_max_position_embeddings": 64}}, None),
-        ({"rope_parameters": LONGROPE, "max_position_embeddings": 256}, RopeLimit("longrope", 64)),
-        (
-            {"rope_scaling": {"type": "su"}, "original_max_position_embeddings": 32, "max_position_embeddings": 256},
-            RopeLimit("longrope", 32),
-        ),
-        ({"rope_scaling": {"type": "longrope"}, "max_position_embeddings": 256}, RopeLimit("longrope", 256)),
-        ({"rope_parameters": DYNAMIC, "max_position_embeddings": 256}, RopeLimit("dynamic", 256)),
+        ({"max_position_embeddings": 256}, 256),
+        ({"rope_parameters": LONGROPE, "max_position_embeddings": 256}, 256),
+        ({"rope_parameters": DYNAMIC, "max_position_embeddings": 256}, 512),
+        ({"rope_scaling": {"type": "dynamic", "factor": 1.5}, "max_position_embeddings": 100}, 150),
         ({"rope_parameters": DYNAMIC}, None),
-        (
-            {"text_config": {"rope_parameters": {"full_attention": DYNAMIC, "sliding_attention": LONGROPE}}}
-            | {"max_position_embeddings": 256},
-            RopeLimit("longrope", 64),
-        ),
     ],
 )
-def test_the_limit_is_what_config_json_says(config, limit):
-    assert limit_of(config) == limit
+def test_dynamic_makes_a_model_longer(config, length):
+    assert longest(config) == length
+
+
+@pytest.mark.parametrize(
+    ("architecture", "rope", "lengths"),
+    [
+        ("llama", LONGROPE, RopeLengths(64, of_each_length=False, recomputes=False)),
+        ("llama", DYNAMIC, RopeLengths(256, of_each_length=True, recomputes=False)),
+        ("phi3", LONGROPE, RopeLengths(64, of_each_length=False, recomputes=True)),
+        ("llama", {"rope_type": "default", "rope_theta": 10000.0}, None),
+    ],
+)
+def test_a_model_says_how_its_frequencies_follow_lengths(architecture, rope, lengths):
+    config = tiny_config(architecture, rope_parameters=rope, original_max_position_embeddings=64)
+    built = build_config_on_meta(config, torch.float32)
+    assert built.rope == lengths
+    added = [name for name in built.constants if name.endswith("_texts")]
+    assert bool(added) == (lengths is not None)
 
 
 @pytest.mark.parametrize("rope", [LONGROPE, DYNAMIC], ids=lambda rope: rope["rope_type"])
-def test_long_positions_do_not_change_short_ones(rope):
-    model = build_config_on_meta(tiny_config("llama", rope_parameters=rope), torch.float32).model
-    rotary = model.model.rotary_emb
-    rotary.inv_freq = torch.rand(8)
-    short = rotary(torch.zeros(1), torch.arange(8)[None])
-    long = rotary(torch.zeros(1), torch.tensor([[*range(8), 1000]]))
-    assert torch.equal(short[0], long[0][:, :8])
-    assert torch.equal(short[1], long[1][:, :8])
+def test_each_token_is_rotated_as_in_a_text_of_its_own_length(rope):
+    from transformers.models.llama.modeling_llama import LlamaForCausalLM
+
+    config = tiny_config("llama", rope_parameters=rope)
+    model = LlamaForCausalLM(config)
+    follow_rope(model)
+    boundary = rope.get("original_max_position_embeddings", config.max_position_embeddings)
+    positions = torch.tensor([[5, 5, 5, boundary + 9]])
+    lengths = torch.tensor([[0, boundary + 3, 3 * boundary, 0]])  # the last token goes by its position
+    with choosing_rope(model, lambda _: lengths):
+        ours = model.model.rotary_emb(torch.zeros(1), positions)
+    for token, length in enumerate((6, boundary + 3, 3 * boundary, boundary + 10)):
+        text = torch.tensor([[int(positions[0, token]), length - 1]])
+        alone = LlamaForCausalLM(config).model.rotary_emb  # made anew: it keeps those of the longest text so far
+        theirs = alone(torch.zeros(1), text)
+        for one, other in zip(ours, theirs, strict=True):
+            torch.testing.assert_close(one[:, token], other[:, 0])
+    assert not torch.equal(ours[0][0, 0], ours[0][0, 1])
+
+
+def test_keys_are_shared_among_lengths_of_the_same_frequencies():
+    longrope = RopeLengths(64, of_each_length=False, recomputes=False)
+    dynamic = RopeLengths(64, of_each_length=True, recomputes=False)
+    assert [longrope.frequencies_of(length) for length in (1, 64, 65, 200)] == [0, 0, 65, 65]
+    assert [dynamic.frequencies_of(length) for length in (1, 64, 65, 200)] == [0, 0, 65, 200]
+    # Of a short prompt those within the boundary; of a long one's answer all, or none.
+    assert [longrope.num_alike(*lengths) for lengths in ((10, 30), (10, 90), (70, 90))] == [30, 64, 90]
+    assert [dynamic.num_alike(*lengths) for lengths in ((10, 30), (10, 90), (70, 90))] == [30, 64, 70]
 
 
 def test_an_embedding_with_a_scale_of_its_own_for_long_texts_is_refused():
     rope = LONGROPE | {"short_mscale": 1.0, "long_mscale": 2.0}
     with pytest.raises(UnsupportedModelError, match=r"rope_type 'longrope' .* PhimoeRotaryEmbedding.forward reads"):
         build_config_on_meta(tiny_config("phimoe", rope_parameters=rope), torch.float32)
-
-
-def test_a_limit_that_config_json_does_not_say_is_refused():
-    config = tiny_config("llama", rope_parameters=DYNAMIC)
-    check_rope_limit(ModelFolder(Path("m"), config.to_dict(), ()), config)
-    with pytest.raises(UnsupportedModelError, match=r"constant for 256 positions, which config\.json does not say"):
-        check_rope_limit(ModelFolder(Path("m"), {"rope_parameters": DYNAMIC}, ()), config)
-
-
-def test_max_model_len_ends_where_frequencies_would_change(tmp_path):
-    save_tiny_model(tiny_config("llama", rope_parameters=LONGROPE), tmp_path / "model")
-    assert json.loads((tmp_path / "model" / "config.json").read_text())["max_position_embeddings"] == 256
-    config = {
-        "model": {"path": str(tmp_path / "model")},
-        "compile": {"backend": "eager"},
-        "runtime": {"device": "cpu"},
-        "cache": {"dir": str(tmp_path / "cache")},
-    }
-    assert load_or_compile(EngineConfig.from_dict(config)).config.runtime.max_model_len == 64
-    config["runtime"]["max_model_len"] = 65
-    with pytest.raises(ConfigError, match="beyond 64 tokens rope_type longrope would let one request"):
-        load_or_compile(EngineConfig.from_dict(config))

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from mllm_compile.model.states.state_hook import causal_conv, gated_delta, states_as_ops
-from tests.model.tiny_configs import tiny_config
+from tests.model.tiny_configs import FIRST_SPECIAL_TOKEN, save_tiny_model, tiny_config
 
 
 def model_of(architecture: str) -> torch.nn.Module:
@@ -66,3 +66,19 @@ def test_an_argument_that_an_op_cannot_express_is_named_for_the_gate():
         return gated_delta(q, k, v, g, beta, 64, True, initial_state=state, output_final_state=True)
 
     assert refusals_of("gated_delta", delta) == "keyword initial_state; keyword output_final_state"
+
+
+@pytest.mark.parametrize("architecture", ["minimax", "recurrent_gemma", "zaya"])
+def test_a_mixer_of_its_own_code_computes_by_ops_what_it_computes_itself(architecture, tmp_path):
+    model = save_tiny_model(tiny_config(architecture), tmp_path)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1)  # biases too
+    ids = torch.randint(FIRST_SPECIAL_TOKEN, (1, 9), generator=torch.Generator().manual_seed(0))
+    given = {"input_ids": ids, "position_ids": torch.arange(9)[None], "use_cache": False}
+    with torch.no_grad():
+        expected = model(**given).logits
+        with states_as_ops(model):
+            ours = model(**given).logits
+        torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-4)
+        assert torch.equal(model(**given).logits, expected), "its own code is back"

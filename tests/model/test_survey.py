@@ -38,11 +38,11 @@ SERVED = {
     "longcat_flash": "values of another width",  # its own loop over experts, some of which are none
     "mamba2": "none; causal_conv + ssd",  # no attention at all
     "zamba": "full; causal_conv + selective_scan",  # a scan a head
+    "minimax": "window 8 on 2 of 2; ssd",  # a recurrence of its own code
 }
 REFUSED = {
     "xlm": "its attention is not causal",  # written out, in both directions
-    "minimax": "layers of kind linear_attention",  # a recurrence of its own
-    "zaya": "with two requests in one batch its logits are off",  # convolutions
+    "minimax_m3_vl_text": "layers of kind minimax_m3_sparse",  # attention that chooses what it reads
 }
 
 
@@ -84,8 +84,8 @@ def test_an_architecture_that_would_be_wrong_is_refused(trier, architecture):
 
 
 def test_an_architecture_refused_for_its_other_layers_is_tried_with_attention_alone(trier):
-    outcome = trier.attempt(job("minimax", "eager"))
-    assert outcome.status == "refused" and "layers of kind linear_attention" in outcome.remark
+    outcome = trier.attempt(job("minimax_m3_vl_text", "eager"))
+    assert outcome.status == "refused" and "layers of kind minimax_m3_sparse" in outcome.remark
     assert outcome.attention_alone is not None and float(outcome.attention_alone) <= TOLERANCE
 
 

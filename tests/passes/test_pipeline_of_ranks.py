@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import fx
 
-from mllm_compile.passes.base import RANKS, WEIGHT_CUTS
+from mllm_compile.passes.base import QUANTISED_TENSORS, RANKS, SMALL_WEIGHTS, WEIGHT_CUTS, SmallWeights
 from mllm_compile.passes.match import nodes
 from mllm_compile.passes.match.nodes import is_op
 from mllm_compile.passes.pipeline import run_passes
 from mllm_compile.runtime.collectives.lockstep import run_lockstep
+from mllm_compile.runtime.quantised.scheme import WeightScheme, quantised_as
 from tests.passes.support.graph_builder import run
 from tests.passes.support.stand_ins import ALL, stand_in_ops, streamed_ops_on_cpu
 from tests.passes.test_every_pass import (
@@ -51,3 +53,32 @@ def test_two_ranks_compute_what_one_does_behind_all_passes(graph: Graph, toleran
         torch.testing.assert_close(logits, whole, rtol=tolerance, atol=tolerance * float(whole.abs().max()))
     pieces = [module for _, module in cut.named_children() if isinstance(module, fx.GraphModule)]
     assert any(is_op(node, "all_reduce") for piece in pieces for node in piece.graph.nodes)
+
+
+SCHEMES = {
+    "fp8, a scale a row": quantised_as("fp8", 1 << 20),
+    "fp8 in groups": WeightScheme("fp8", 16),
+    "four bits in groups": WeightScheme("int4", 8, torch.float32, has_zeros=True),
+    "four bits, a scale a row": WeightScheme("int4", 1 << 20, torch.float32),
+}
+
+
+@pytest.mark.parametrize("name", SCHEMES)
+def test_weights_in_few_bits_are_cut_with_their_scales(name: str):
+    gm, scheme = decoder_with_normed_heads(), SCHEMES[name]
+    weights = {node.meta["weight_name"]: node.meta["val"] for node in gm.graph.nodes if "weight_name" in node.meta}
+    schemes = {
+        weight: replace(scheme, group=min(scheme.group, int(val.shape[1])))
+        for weight, val in weights.items()
+        if val.dim() == 2 and "layers" in weight
+    }
+    gm.meta[SMALL_WEIGHTS] = SmallWeights(schemes)
+    whole = run(gm)
+    gm.meta[RANKS] = NUM_RANKS
+    gm, _ = run_passes(gm)
+    small = {tensor.weight_name for tensor in gm.meta[QUANTISED_TENSORS].values()}
+    assert small == set(schemes)
+    assert len(small) > 5
+    assert small <= set(gm.meta[WEIGHT_CUTS])
+    for logits in run_lockstep(NUM_RANKS, lambda rank: run(gm)):
+        torch.testing.assert_close(logits, whole, rtol=0.05, atol=0.05 * float(whole.abs().max()))

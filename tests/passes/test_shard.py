@@ -13,18 +13,19 @@ import torch
 from torch import fx
 from torch.nn import functional
 
-from mllm_compile.passes.base import RANKS, WEIGHT_CUTS, PassTarget
+from mllm_compile.passes.base import RANKS, SMALL_WEIGHTS, WEIGHT_CUTS, PassTarget, SmallWeights
 from mllm_compile.passes.match.nodes import LINEAR, is_attention
 from mllm_compile.passes.pipeline import passes_left_out
 from mllm_compile.passes.shard import Shard, whole_weights
+from mllm_compile.runtime.quantised.scheme import WeightScheme
 from tests.model.tiny_configs import tiny_config
-from tests.passes.support.graph_builder import HIDDEN, GraphBuilder, apply, model_of_layers, text
+from tests.passes.support.graph_builder import HEAD_DIM, HEADS, HIDDEN, GraphBuilder, apply, model_of_layers, text
 from tests.passes.support.lockstep import Cut, canonical_graph, cut
 
 LARGEST_ERROR = 1e-5  # of float32 logits
 MODELS_PAGE = Path(__file__).parents[2] / "docs" / "models.md"
-# What packs, interleaves, norms over all heads, adds biases or mixes experts: always tested.
-FIXED = {"qwen3": 2, "phi3": 2, "olmo2": 4, "gpt_oss": 4}  # to the number of ranks
+# What packs, interleaves, norms over all heads, adds biases, mixes experts or attends to latents: always tested.
+FIXED = {"qwen3": 2, "phi3": 2, "olmo2": 4, "gpt_oss": 4, "deepseek_v3": 2}  # to the number of ranks
 EACH_TIME = 2  # further ones, others every day
 
 
@@ -139,6 +140,24 @@ def test_two_partial_sums_that_are_added_are_summed_over_ranks_once():
     assert found.calls["all_reduce"] == 1
 
 
+@pytest.mark.parametrize(("scheme", "ranges"), [
+    (WeightScheme("fp8", 6), ((0, 12), (12, 12))),
+    (WeightScheme("fp8", 24), ((0, 12), (12, 12))),
+    (WeightScheme("int4", 24), ((0, 12), (12, 12))),
+    (WeightScheme("int4", 8), None),  # three groups
+])  # fmt: skip
+def test_inputs_that_share_a_scale_are_on_one_rank(scheme, ranges):
+    builder = GraphBuilder()
+    x = builder.embed()
+    gm = builder.canonical(builder.head(builder.call(operator.add, x, feed_forward(builder, x, "ff", 24))))
+    gm.meta[SMALL_WEIGHTS] = SmallWeights({"ff.down.weight": scheme})
+    found = cut(gm, 2)
+    assert found.error < LARGEST_ERROR
+    assert {name: one.ranges for name, (one,) in found.cuts.items()} == (
+        {f"ff.{part}.weight": tuple((one,) for one in ranges) for part in ("gate", "up", "down")} if ranges else {}
+    )
+
+
 def test_what_does_not_divide_is_whole_and_the_rest_is_cut():
     builder = GraphBuilder()
     x = builder.layer(builder.embed(), 0)
@@ -167,6 +186,39 @@ def test_a_weight_that_is_read_whole_elsewhere_is_not_cut():
     found = cut(builder.canonical(builder.head(x)), 2)
     assert found.error < LARGEST_ERROR
     assert "shared.weight" not in found.cuts
+
+
+def test_keys_that_are_written_part_by_part_and_share_a_part_over_heads_are_cut_by_heads():
+    builder = GraphBuilder()
+    x = builder.embed()
+    tokens, half = builder.size_inputs["T"], HEAD_DIM // 2
+    q = builder.linear(x, "q", HIDDEN)
+    own = builder.method("view", builder.linear(x, "k", HEADS * half), tokens, HEADS, half)
+    shared = builder.method("view", builder.linear(x, "shared", half), tokens, 1, half)
+    room = builder.method("new_empty", own, tokens, HEADS, HEAD_DIM)
+    scatter = torch.ops.aten.slice_scatter.default
+    first = builder.call(scatter, room, own, 2, 0, half, 1)
+    spread = builder.method("expand", shared, -1, HEADS, -1)
+    k = builder.method("flatten", builder.call(scatter, first, spread, 2, half, None, 1), 1)
+    out = builder.linear(builder.attention(q, k, builder.linear(x, "v", HIDDEN)), "o", HIDDEN)
+    found = cut(builder.canonical(builder.head(builder.call(operator.add, x, out))), 2)
+    assert found.error < LARGEST_ERROR
+    assert set(found.cuts) == {f"{name}.weight" for name in ("q", "k", "v", "o")}
+    assert num_heads(found.gm) == [HEADS // 2]
+    assert "new_empty" not in text(found.gm)
+
+
+def test_a_parameter_that_a_call_without_a_rule_reads_is_not_cut():
+    builder = GraphBuilder()
+    x = builder.embed()
+    scale = builder.weight("scale", 12)
+    hidden = builder.call(operator.mul, builder.linear(x, "up", 12), scale)
+    x = builder.call(operator.add, x, builder.linear(hidden, "down", HIDDEN))
+    other = builder.linear(builder.call(torch.cumsum, builder.linear(x, "other", 12), -1), "last", HIDDEN)
+    x = builder.call(operator.add, builder.call(operator.add, x, other), builder.call(torch.std, scale))
+    found = cut(builder.canonical(builder.head(x)), 2)
+    assert found.error < LARGEST_ERROR
+    assert "scale" not in found.cuts
 
 
 def test_heads_that_do_not_divide_leave_attention_whole():

@@ -47,7 +47,7 @@ def tiled(make) -> tuple[fx.GraphModule, int]:
 
 
 def ops_in(piece) -> list[str]:
-    names = ("order_experts", "grouped_linear", "gather_expert_rows", "gated_expert_tiles", "expert_tiles")
+    names = ("order_experts", "grouped_linear", "gated_expert_tiles", "expert_tiles")
     return [name for node in piece.graph.nodes for name in names if is_op(node, name)]
 
 
@@ -58,7 +58,7 @@ def test_pieces_for_many_tokens_are_tiled_and_their_forms_are_not():
         piece = gm.get_submodule(name)
         if "order_experts" not in ops_in(piece):
             continue
-        assert ops_in(piece) == ["order_experts", "gather_expert_rows", "gated_expert_tiles", "expert_tiles"]
+        assert ops_in(piece) == ["order_experts", "gated_expert_tiles", "expert_tiles"]
         (order,) = [node for node in piece.graph.nodes if is_op(node, "order_experts")]
         assert order.args[3:] == (BLOCK, 0)
         assert not any("expert_tiles" in ops_in(gm.get_submodule(form)) for form in forms.values())

@@ -10,7 +10,6 @@ import pytest
 from mllm_compile.runtime.media.step_plan import MediaPlan
 from mllm_compile.runtime.ranks.records import StepRecord, most_record_bytes, read_step, write_step
 from mllm_compile.runtime.ranks.ring import RingReader, RingWriter
-from mllm_compile.runtime.schedule.batch_builder import NO_COPIES
 from mllm_compile.runtime.schedule.scheduled_batch import ScheduledBatch
 
 
@@ -30,10 +29,11 @@ def batch(step_id: int = 3, prefill: tuple[int, ...] = (7, 8, 9), pages: int = 2
         cleared_pages=np.array([11], **int32),
         prefill_token_ids=np.array(prefill, dtype=np.int64),
         sample_mask=np.array([True, False]),
+        rope_lens=np.array([0, 9], **int32),
         prompt_logprob_rows=np.array([False, True]),
         admitted=[],
-        state_restores=NO_COPIES,
-        state_saves=NO_COPIES,
+        state_restores=np.array([[9, 4]], dtype=np.int64),
+        state_saves=np.array([[4, 8], [1, 7]], dtype=np.int64),
     )
 
 
@@ -55,7 +55,9 @@ def test_a_step_is_read_as_it_was_written(scored, media):
     found = read_step(memory[:size])
     assert (found.batch.step_id, found.batch.num_decodes, found.batch.num_tokens) == (3, 1, 4)
     assert found.batch.num_requests == 2
-    for name in ("rows", "num_new", "prefix_lens", "page_rows", "page_positions", "page_ids", "cleared_pages"):
+    copies = ("state_restores", "state_saves")
+    pages = ("page_rows", "page_positions", "page_ids", "cleared_pages")
+    for name in ("rows", "num_new", "prefix_lens", "rope_lens", *pages, *copies):
         ours, theirs = getattr(found.batch, name), getattr(batch(), name)
         assert ours.dtype == theirs.dtype
         assert np.array_equal(ours, theirs)

@@ -6,7 +6,7 @@ Figures: H200, FlashInfer 0.6.18, bf16, head dim 128.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -45,6 +45,7 @@ class PlanGroup:
 
     Attributes:
         has_sinks: the layers' own decode kernels, if any, are of sinks; FlashInfer's are not.
+        alibi_slopes, chunk: as LayerSpec has them. With either the layers' own kernels serve decodes and prompts.
     """
 
     num_heads: int
@@ -52,10 +53,17 @@ class PlanGroup:
     head_dim: int
     params: PerLayerParameters
     has_sinks: bool = False
+    alibi_slopes: tuple[float, ...] = ()
+    chunk: int = 0
 
     @classmethod
     def of(cls, layer: LayerSpec) -> PlanGroup:
-        return cls(layer.num_heads, layer.num_kv_heads, layer.head_dim, layer.params, layer.sinks is not None)
+        heads = layer.num_heads, layer.num_kv_heads, layer.head_dim
+        return cls(*heads, layer.params, layer.sinks is not None, layer.alibi_slopes, layer.chunk)
+
+    @property
+    def follows_places(self) -> bool:
+        return bool(self.alibi_slopes) or self.chunk > 0
 
 
 @dataclass(frozen=True)
@@ -223,7 +231,8 @@ def prefills_new_tokens_alone(kv_cache_dtype: torch.dtype, has_prefix: bool) -> 
 
 def takes_cascade(group: PlanGroup) -> bool:
     """True if decodes of the group may read what they begin with in common once for all of them."""
-    return group.params.window_left < 0 and group.params.logits_soft_cap == 0 and not group.has_sinks
+    is_plain = group.params.window_left < 0 and group.params.logits_soft_cap == 0 and not group.has_sinks
+    return is_plain and not group.follows_places
 
 
 def cascade_pays(num_spared_bytes: int, num_layers: int) -> bool:
@@ -248,8 +257,17 @@ def workspace_bytes(groups: Iterable[PlanGroup], max_requests: int, num_sms: int
     return needed
 
 
-def check_supported(layers: Iterable[AttentionLayer], q_dtype: torch.dtype) -> None:
+def check_supported(
+    layers: Iterable[AttentionLayer],
+    q_dtype: torch.dtype,
+    kv_cache_dtype: torch.dtype | None = None,
+    own_prefills: Collection[str] = (),
+) -> None:
     """Refuse what the kernels cannot do, before anything is allocated.
+
+    Args:
+        kv_cache_dtype: the cache's, where it may be another; the program's own kernels read the model's.
+        own_prefills: names of layers for whose prompts the program has a kernel.
 
     Raises:
         ConfigError: the model's dtype is not one of the kernels'.
@@ -261,7 +279,9 @@ def check_supported(layers: Iterable[AttentionLayer], q_dtype: torch.dtype) -> N
             "Set model.dtype: bfloat16, or runtime.attention_backend: torch."
         )
     for layer in layers:
-        problem = _problem(layer)
+        problem = _problem(layer, layer.name in own_prefills)
+        if not problem and layer.follows_places and kv_cache_dtype not in (None, q_dtype):
+            problem = f"it attends with a bias by distance or in chunks, and the KV cache is {kv_cache_dtype}"
         if problem:
             raise UnsupportedModelError(
                 f"attention layer {layer.name}: {problem}, which the flashinfer backend cannot do. "
@@ -269,17 +289,17 @@ def check_supported(layers: Iterable[AttentionLayer], q_dtype: torch.dtype) -> N
             )
 
 
-def _problem(layer: AttentionLayer) -> str | None:
+def _problem(layer: AttentionLayer, has_prefill: bool) -> str | None:
     if layer.is_latent:
         return "it attends over latents beside layers that do not"
     if layer.head_dim != layer.v_head_dim:
         return f"its value head dim {layer.v_head_dim} differs from its head dim {layer.head_dim}"
     if layer.head_dim not in KERNEL_HEAD_DIMS:
         return f"its head dim is {layer.head_dim}, not one of {', '.join(map(str, KERNEL_HEAD_DIMS))}"
-    if layer.alibi_slopes:
-        return "it adds a bias by distance to its scores (ALiBi)"
-    if layer.chunk:
-        return f"it attends in chunks of {layer.chunk} tokens"
+    if layer.alibi_slopes and not has_prefill:
+        return "it adds a bias by distance to its scores (ALiBi), and the program has no kernels for such heads"
+    if layer.chunk and not has_prefill:
+        return f"it attends in chunks of {layer.chunk} tokens, and the program has no kernels for such heads"
     if layer.num_heads % layer.num_kv_heads:
         return f"its {layer.num_heads} query heads do not divide among {layer.num_kv_heads} KV heads"
     return None

@@ -24,6 +24,9 @@ from mllm_compile.runtime.attention.flashinfer.kernels import (
     runs_well_captured,
 )
 from mllm_compile.runtime.attention.flashinfer.plan import PagedView, PlanSpace
+from mllm_compile.runtime.attention.split.prefill_tiles import list_tiles
+from mllm_compile.runtime.attention.split.split_decode import DecodePiece, SplitDecodeSpace
+from mllm_compile.runtime.device.upload import upload
 
 # (flashinfer's kernel, whether it reads new keys and values and no pages, further arguments by name) → a new wrapper
 WrapperMaker = Callable[..., Any]
@@ -38,6 +41,8 @@ class PrefillRows:
     prefix_lens: np.ndarray  # [R] int32: tokens before them
     use_ragged: bool  # keys and values are read as they come, not from the pages
     pages_of: Callable[[int], PagedView]  # window_left → their pages
+    seq_lens: torch.Tensor  # [R' ≥ R] int32 on the device, of all requests of the batch, prompts last
+    first_tokens: np.ndarray  # [R + 1] int32: as qo_indptr_cpu, counted from the batch's first token
 
 
 class CapturedPrefill:
@@ -107,6 +112,55 @@ class CapturedPrefill:
             )
 
 
+class OwnPrefill:
+    """The prompts of a batch by the program's own kernel (ops/prompts/attend.py), which reads pages and lengths on the
+    device, and a list of tiles that the host has made."""
+
+    def __init__(self, piece: DecodePiece, batch: list[torch.Tensor], slopes: list[torch.Tensor]) -> None:
+        """Args: batch: page_table [R, W], seq_lens [R] and tiles [N, 4], int32 each; slopes: of the layers, if any."""
+        self._piece = piece
+        self._batch = batch
+        self._slopes = slopes
+
+    def run(self, q: torch.Tensor, pages: tuple[torch.Tensor, torch.Tensor], out: torch.Tensor) -> None:
+        """q, out: [T, H, D], of all tokens of the batch; pages: k and v, [pages, page_size, Hk, D]."""
+        keys, values = pages
+        self._piece([q.contiguous(), keys.flatten(0, 1), values.flatten(0, 1), *self._batch, out, *self._slopes])
+
+
+class GroupOwnPrefill:
+    """The prompts of one plan group by the program's own kernel."""
+
+    def __init__(self, piece: DecodePiece, group: PlanGroup, space: SplitDecodeSpace, dtype: torch.dtype) -> None:
+        """Args: space: has the page table of the present batch."""
+        self._piece = piece
+        self._group = group
+        self._space = space
+        self._dtype = dtype
+
+    def load(self) -> None:
+        """Attend for one token of the dummy page, which loads the kernel."""
+        device, group = self._space.page_table.device, self._group
+        one = torch.ones(1, dtype=torch.int32, device=device)
+        self._space.list_pages(one.long() - 1)
+        q = torch.zeros(1, group.num_heads, group.head_dim, dtype=self._dtype, device=device)
+        page = q.new_zeros(1, self._space.page_size, group.num_kv_heads, group.head_dim)
+        tiles = torch.tensor([[0, 0, 1, 0]], dtype=torch.int32, device=device)
+        self._prefill([self._space.page_table[:1], one, tiles]).run(q, (page, page), torch.empty_like(q))
+
+    def plan(self, prefills: PrefillRows) -> OwnPrefill:
+        """The wrapper for a batch that runs now, whose pages are listed."""
+        seq_lens = prefills.seq_lens
+        tiles = list_tiles(prefills.first_tokens, prefills.prefix_lens, len(seq_lens) - prefills.prefix_lens.size)
+        return self._prefill([self._space.page_table[: len(seq_lens)], seq_lens, upload(tiles, seq_lens.device)])
+
+    def capture_obstacle(self, flashinfer_version: str) -> str:
+        return "prompts with a bias by distance or in chunks are given a list of their tiles by the host"
+
+    def _prefill(self, batch: list[torch.Tensor]) -> OwnPrefill:
+        return OwnPrefill(self._piece, batch, self._space.slopes_of(self._group))
+
+
 class GroupPrefill:
     """One wrapper a kernel and way of reading, made when it is first needed."""
 
@@ -140,7 +194,7 @@ class GroupPrefill:
         """Plan one token of one page with each kernel, so that no request waits for one to be loaded or compiled."""
         start, one = torch.tensor([0, 1], dtype=torch.int32), torch.ones(1, dtype=torch.int32)
         page = PagedView(start, torch.zeros(1, dtype=torch.int32, device=self._device), one)
-        token = PrefillRows(start, one.numpy(), one.numpy() - 1, use_ragged=False, pages_of=lambda window_left: page)
+        token = PrefillRows(start, one.numpy(), one.numpy() - 1, False, lambda window_left: page, one, start.numpy())
         # A kernel of one name is the same library for pages and for new tokens alone, split or not.
         for name in prefill_kernels(self._group, self._kv_cache_dtype, self._is_hopper):
             self._plan(PrefillKernel(name, splits=False), token)

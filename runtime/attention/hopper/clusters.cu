@@ -9,6 +9,11 @@
 // cluster's blocks must lie in one group of 16 or 18 multiprocessors, not all of which a GPU has: with one block each,
 // 32 clusters of four may not run side by side.
 //
+// A long request's head has up to `parts` clusters, where that many run side by side (clusters.py): with one of eight blocks
+// for each of eight heads half of the multiprocessors would be idle, and with 128 blocks too little is under way for the
+// memory. Those but the first leave what they have to it (parts.cuh). They wait for nobody, so the first may wait for them
+// even if they have not started.
+//
 // Defined by clusters.py: KV_HEADS, GROUP (query heads of a KV head, up to 8), PAGE (tokens), SPLIT (blocks of a cluster),
 // STAGES (tiles in shared memory), SHARED_BYTES, SINKS (sinks.cuh).
 
@@ -32,6 +37,9 @@ __device__ __forceinline__ float load_peer(const float* place, u32 rank) {
   asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(v) : "r"(address_of_peer(shared_address(place), rank)));
   return v;
 }
+
+// Fewer tiles for each of a cluster's blocks are not worth a further cluster: adding up takes as long as reading two.
+constexpr int PART_TILES = 6;
 
 struct Sums {  // over some keys: weighted values, the largest logit, the weights' sum
   float values[GROUP][D], top[GROUP], total[GROUP];
@@ -63,10 +71,29 @@ __device__ __forceinline__ void load_queries(u32 (&query)[D / 16][2], const u32*
   load_operand(query, rows[0], ROW_PAIRS);
 }
 
+// Adds what `count` other clusters leave of a column, in their order.
+__device__ __forceinline__ void add_parts(float& sum, float& all, float& most, float2* others, int count) {
+  constexpr int AT_ONCE = 4;
+  for (int first = 0; first < count; first += AT_ONCE) {
+    float2 part[AT_ONCE];
+#pragma unroll
+    for (int i = 0; i < AT_ONCE; i++)
+      part[i] = first + i < count ? look_at(others + (first + i) * (GROUP * D)) : float2{0.f, NOTHING};
+#pragma unroll
+    for (int i = 0; i < AT_ONCE; i++) {
+      if (first + i >= count) break;
+      while (!is_there(part[i])) part[i] = look_at(others + (first + i) * (GROUP * D));
+      put(others + (first + i) * (GROUP * D), MISSING, MISSING);  // for the next launch
+      const float top = fmaxf(most, part[i].y), own = exp2f(most - top), other = exp2f(part[i].y - top);
+      sum = sum * own + part[i].x * other, all = all * own + other, most = top;
+    }
+  }
+}
+
 extern "C" __global__ void __cluster_dims__(SPLIT, 1, 1) __launch_bounds__(32 * WARPS)
     cluster_decode(const __grid_constant__ TensorMap keys, const __grid_constant__ TensorMap values, const u32* q,
-                   const int* page_table, const int* seq_lens, unsigned short* out, int width, float scale,
-                   const __grid_constant__ Rotation rotation, const unsigned short* sinks) {
+                   const int* page_table, const int* seq_lens, unsigned short* out, float2* left, int parts,
+                   int width, float scale, const __grid_constant__ Rotation rotation, const unsigned short* sinks) {
   extern __shared__ __align__(1024) char memory[];
   const u32 ring = (shared_address(memory) + 1023) & ~1023u;
   char* const aligned = memory + (ring - shared_address(memory));
@@ -74,23 +101,26 @@ extern "C" __global__ void __cluster_dims__(SPLIT, 1, 1) __launch_bounds__(32 * 
   Shared& shared = *(Shared*)(aligned + STAGES * TILE_BYTES);
   const u32 full = shared_address(shared.full), empty = shared_address(shared.empty);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, quad = lane % 4, member = lane / 4;
-  const int rank = blockIdx.x % SPLIT, sequence = blockIdx.x / SPLIT, head = sequence % KV_HEADS;
-  const int request = sequence / KV_HEADS;
+  const int rank = blockIdx.x % SPLIT, part = blockIdx.x / SPLIT % parts, sequence = blockIdx.x / SPLIT / parts;
+  const int head = sequence % KV_HEADS, request = sequence / KV_HEADS;
+  const int num_keys = seq_lens[request], tiles = (num_keys + TILE - 1) / TILE;
+  const int own_parts = min(parts, max(1, tiles / (SPLIT * PART_TILES)));
+  if (part >= own_parts) return wait_for_prerequisites();
   if (threadIdx.x == 0) {
     for (int i = 0; i < STAGES; i++) make_barrier(full + 8 * i, 1), make_barrier(empty + 8 * i, WARPS);
     publish_barriers();
   }
   __syncthreads();
 
-  const int num_keys = seq_lens[request], tiles = (num_keys + TILE - 1) / TILE;
-  const int mine = tiles > rank ? (tiles - rank + SPLIT - 1) / SPLIT : 0;
-  const bool has_new_key = mine && rank + (mine - 1) * SPLIT == tiles - 1;
+  const int blocks = own_parts * SPLIT, block = part * SPLIT + rank;  // that take tiles in turns
+  const int mine = tiles > block ? (tiles - block + blocks - 1) / blocks : 0;
+  const bool has_new_key = mine && block + (mine - 1) * blocks == tiles - 1;
   auto ask = [&](int i) {  // for this block's i-th tile
     const u32 to = ring + i % STAGES * TILE_BYTES, barrier = full + 8 * (i % STAGES);
     expect_bytes(barrier, TILE_BYTES);
 #pragma unroll
     for (int row = 0; row < TILE; row += BOX_ROWS) {
-      const int key = (rank + i * SPLIT) * TILE + row;
+      const int key = (block + i * blocks) * TILE + row;
       const int page = key / PAGE < width ? page_table[request * width + key / PAGE] : 0;  // any, behind the last key
       const int slot = page * PAGE + key % PAGE;
 #pragma unroll
@@ -145,7 +175,7 @@ extern "C" __global__ void __cluster_dims__(SPLIT, 1, 1) __launch_bounds__(32 * 
       multiply_add(logits[1], query[k][0], 0, query[k][1], 0, key[2], key[3]);
     }
     // A lane has the logits of keys place, place + 1, place + 8 and place + 9.
-    const int place = (rank + i * SPLIT) * TILE + warp * 16 + quad * 2;
+    const int place = (block + i * blocks) * TILE + warp * 16 + quad * 2;
     float most = top, weight_sum = 0.f;
     u32 weights[2], is_key[2];
 #pragma unroll
@@ -230,6 +260,12 @@ extern "C" __global__ void __cluster_dims__(SPLIT, 1, 1) __launch_bounds__(32 * 
       const float factor = exp2f(tops[peer] - most);
       all += factor * totals[peer], sum += factor * sum_of[peer];
     }
+    float2* const others = left + ((u64)sequence * (parts - 1) * GROUP + g) * D + d;
+    if (part) {  // the weighted mean of its values, and the logarithm of the weights' sum
+      put(others + (part - 1) * (GROUP * D), sayable(sum / all), sayable(most + log2f(all)));
+      continue;
+    }
+    if (own_parts > 1) add_parts(sum, all, most, others, own_parts - 1);
     if constexpr (SINKS) all += sink_weight(sinks, head * GROUP + g, most);
     if (num_keys) out[(sequence * GROUP + g) * D + d] = pack(sum / all, 0.f) & 0xffff;
   }

@@ -17,6 +17,8 @@ MOST_SEQUENCES = 256
 # About as many as there are multiprocessors. With 64 a request of 16384 tokens took 33 µs in place of split_decode's
 # 25, of 4096 9 in place of 11.
 _BLOCKS = 128
+# Clusters of so many blocks run side by side, two blocks on a multiprocessor, however a GPU's 132 lie in groups.
+_CLUSTERS = {2: 128, 4: 60, 8: 28}
 # Where a request may have more, one with too few blocks is left to split_decode, and clusters serve no more sequences
 # than this: one that is much longer than the others has only two blocks a head.
 LONG_TOKENS = 8192
@@ -79,3 +81,13 @@ def fewest_sequences() -> int:
 def choose_split(num_sequences: int, splits: Collection[int] = SPLITS) -> int:
     """Chooses the blocks of each sequence's cluster among `splits`, for so many requests x KV heads."""
     return max((split for split in splits if split * num_sequences <= _BLOCKS), default=min(splits))
+
+
+def parts_of(num_sequences: int, split: int) -> int:
+    """The clusters that a sequence may have if it is long: all run side by side."""
+    return max(1, _CLUSTERS[split] // num_sequences)
+
+
+def left_words(group: int, splits: Collection[int] = SPLITS) -> int:
+    """Words of what clusters leave to others at most: for each column two."""
+    return 2 * group * HEAD_DIM * max(_CLUSTERS[split] for split in splits)

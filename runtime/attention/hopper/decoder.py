@@ -14,10 +14,10 @@ from collections.abc import Iterable, Mapping
 import torch
 
 from mllm_compile.runtime.attention.base import Unrotated
-from mllm_compile.runtime.attention.hopper.clusters import ClusterKernel, choose_split
-from mllm_compile.runtime.attention.hopper.kernel import DecodeKernel
+from mllm_compile.runtime.attention.hopper.clusters import ClusterKernel, choose_split, left_words, parts_of
+from mllm_compile.runtime.attention.hopper.kernel import MISSING, DecodeKernel
 from mllm_compile.runtime.attention.hopper.rotation import Rotation
-from mllm_compile.runtime.attention.hopper.shares import HEADS, MISSING, MOST_REQUESTS, TILE, ShareKernel
+from mllm_compile.runtime.attention.hopper.shares import HEADS, MOST_REQUESTS, TILE, ShareKernel
 from mllm_compile.runtime.cuda import tensor_maps
 from mllm_compile.runtime.cuda.driver import address_of, load_kernel
 from mllm_compile.runtime.cuda.tensor_maps import TensorMaps
@@ -49,6 +49,9 @@ class ClusterDecode:
         self._maps = TensorMaps()
         with torch.cuda.device(device):
             self._kernels = {kernel.split: (kernel, load_kernel(kernel, binaries)) for kernel in kernels}
+        # What clusters leave to each other within a launch, at whose end all of it is MISSING again.
+        num_words = left_words(next(kernel.group for kernel, _ in self._kernels.values()), self._kernels)
+        self._left = torch.full((num_words,), MISSING, dtype=torch.int32, device=device)
 
     def __call__(self, inputs: list[torch.Tensor], unrotated: Unrotated | None = None) -> None:
         q, keys, values, page_table, seq_lens, out, *rest = inputs
@@ -56,13 +59,15 @@ class ClusterDecode:
         num_sequences = out.shape[0] * keys.shape[1]
         split = choose_split(num_sequences, self._kernels)
         kernel, loaded = self._kernels[split]
+        parts = parts_of(num_sequences, split)
         maps = [self._maps.get(cache.flatten(1), tensor_maps.rows, kernel.box_rows) for cache in (keys, values)]
         loaded.launch(
-            num_sequences * split,
+            num_sequences * parts * split,
             kernel.num_threads,
             (
                 *maps,
-                *map(address_of, (rotation.q, page_table, seq_lens, out)),
+                *map(address_of, (rotation.q, page_table, seq_lens, out, self._left)),
+                ctypes.c_int(parts),
                 ctypes.c_int(page_table.shape[1]),
                 self._scale,
                 rotation.argument,

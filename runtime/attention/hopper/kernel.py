@@ -9,6 +9,7 @@ from typing import ClassVar
 from mllm_compile.runtime.cuda.kernel import CudaKernel
 
 HEAD_DIM = 128
+MISSING = -1  # what a word that a block leaves to another is until it is left: all bits set
 
 
 @dataclass(frozen=True)
@@ -21,7 +22,11 @@ class DecodeKernel(CudaKernel):
         sinks: query heads have sinks.
     """
 
-    headers: ClassVar[tuple[str, ...]] = ("attention/hopper/rotation.cuh", "attention/hopper/sinks.cuh")
+    headers: ClassVar[tuple[str, ...]] = (
+        "attention/hopper/rotation.cuh",
+        "attention/hopper/sinks.cuh",
+        "attention/hopper/parts.cuh",
+    )
     switch: ClassVar[str] = "compile.hopper_decode: false"
 
     kv_heads: int
@@ -41,4 +46,5 @@ class DecodeKernel(CudaKernel):
             "PAGE": self.page_size,
             "SHARED_BYTES": self.shared_bytes,
             "SINKS": int(self.sinks),
+            "MISSING": MISSING & 0xFFFFFFFF,
         }

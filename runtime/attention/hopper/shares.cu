@@ -8,10 +8,9 @@
 // are put into the tiles that have come. Eight compute, a head each.
 //
 // Where a share ends within a request, the block with the request's first tile adds up what the others leave of it. They
-// come to that part first and it comes to its own last, so that it hardly waits. It sees by the numbers themselves that
-// they are there: a flag would have to wait for them. Where another kernel holds multiprocessors, a block may wait for one
-// that has not started. Blocks start in their order, and one that leaves something does not wait: so one block at most waits
-// so, and the others end and make room.
+// come to that part first and it comes to its own last, so that it hardly waits (parts.cuh). Where another kernel holds
+// multiprocessors, a block may wait for one that has not started. Blocks start in their order, and one that leaves something
+// does not wait: so one block at most waits so, and the others end and make room.
 //
 // Defined by shares.py: KV_HEADS (a multiple of 8), GROUP (query heads of a KV head, up to 8), PAGE (tokens, a multiple
 // of 16), MOST_REQUESTS, SLOTS (of tiles' keys or values, in shared memory), SHARED_BYTES, PREPARERS (warps that make
@@ -162,22 +161,6 @@ __device__ __forceinline__ void add_tile(Sums& sums, const u32 (&query)[D / 16][
   }
   __syncwarp();
   if (lane == 0) arrive(values.empty);
-}
-
-// A part holds MISSING until numbers stand there: a NaN, of which a sum is made another one.
-__device__ __forceinline__ void put(float2* place, u32 first, u32 second) {
-  asm volatile("st.relaxed.gpu.global.v2.u32 [%0], {%1, %2};" ::"l"(place), "r"(first), "r"(second) : "memory");
-}
-__device__ __forceinline__ u32 sayable(float v) {
-  return __float_as_uint(v) == MISSING ? 0x7fffffffu : __float_as_uint(v);
-}
-__device__ __forceinline__ float2 look_at(const float2* place) {
-  float2 v;
-  asm volatile("ld.relaxed.gpu.global.v2.f32 {%0, %1}, [%2];" : "=f"(v.x), "=f"(v.y) : "l"(place) : "memory");
-  return v;
-}
-__device__ __forceinline__ bool is_there(float2 v) {
-  return __float_as_uint(v.x) != MISSING && __float_as_uint(v.y) != MISSING;
 }
 
 // Gives the sums to the block that has the request's first tile.

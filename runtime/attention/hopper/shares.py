@@ -12,7 +12,6 @@ HEADS = 8  # KV heads that a block works at together, a warp each
 TILE = 16  # tokens that are copied together
 MOST_REQUESTS = 1024  # of a batch: the tiles of each are counted
 
-MISSING = -1  # what a word of a part is until it is left: all bits set
 _ROW_WORDS = HEAD_DIM // 2 + 4  # of a head on its way (rotation.cuh)
 
 # Slots of tiles' keys or values. With 3 and 6 it is as fast; no block of the next kernel fits beside, for registers.
@@ -73,7 +72,6 @@ class ShareKernel(DecodeKernel):
             **super().constants(),
             "MOST_REQUESTS": MOST_REQUESTS,
             "SLOTS": _SLOTS,
-            "MISSING": MISSING & 0xFFFFFFFF,
             "PREPARERS": _PREPARERS,
             "READY": _READY,
         }

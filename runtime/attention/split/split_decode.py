@@ -79,6 +79,21 @@ class SplitDecodeSpace:
         self._tops = torch.empty(num_heads, dtype=torch.float32, device=device)
         self._totals = torch.empty_like(self._tops)
         self._done = torch.zeros(num_sequences, dtype=torch.int32, device=device)
+        self._slopes: dict[tuple[float, ...], torch.Tensor] = {}
+
+    @property
+    def page_size(self) -> int:
+        """Tokens of a page."""
+        return self._page_size
+
+    def slopes_of(self, group: PlanGroup) -> list[torch.Tensor]:
+        """The slopes [H] float32 of a group with a bias by distance, for its kernels; else nothing."""
+        slopes = group.alibi_slopes
+        if not slopes:
+            return []
+        if slopes not in self._slopes:
+            self._slopes[slopes] = torch.tensor(slopes, dtype=torch.float32, device=self.page_table.device)
+        return [self._slopes[slopes]]
 
     def load(self, group: PlanGroup, decoders: Decoders) -> None:
         """Decode one token of the dummy page with each, which loads their kernels."""
@@ -116,18 +131,25 @@ class SplitDecodeSpace:
             self._totals[: math.prod(heads)].view(heads),
             self._done[:num_sequences].view(num_requests, group.num_kv_heads),
         ]
-        return SplitDecode(chosen, self.page_table[:num_requests], seq_lens, scratch)
+        return SplitDecode(chosen, self.page_table[:num_requests], seq_lens, scratch, self.slopes_of(group))
 
 
 class SplitDecode:
     """Runs as FlashInfer's decode wrappers do, without their plan."""
 
     def __init__(
-        self, decoder: Decoder, page_table: torch.Tensor, seq_lens: torch.Tensor, scratch: list[torch.Tensor]
+        self,
+        decoder: Decoder,
+        page_table: torch.Tensor,
+        seq_lens: torch.Tensor,
+        scratch: list[torch.Tensor],
+        slopes: Sequence[torch.Tensor] = (),
     ) -> None:
+        """Args: slopes: [H] float32 of layers with a bias by distance; else none."""
         self._decoder = decoder
         self._batch = [page_table, seq_lens]
         self._scratch = scratch
+        self._slopes = slopes
 
     @property
     def rotates(self) -> bool:
@@ -144,7 +166,7 @@ class SplitDecode:
         """q, out: [R, H, D]; pages: k and v, [pages, page_size, Hk, D]; sinks: [H], if the layer has some. Writes and
         returns out."""
         inputs = [q.contiguous(), *_by_slot(pages), *self._batch, out, *self._scratch]
-        self._decoder.piece([*inputs, *_typed(sinks, q)])
+        self._decoder.piece([*inputs, *_typed(sinks, q), *self._slopes])
         return out
 
     def run_unrotated(

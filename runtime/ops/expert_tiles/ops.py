@@ -33,15 +33,16 @@ class _Loaded:
         self._maps = TensorMaps()
 
     def __call__(
-        self, x: torch.Tensor, order: torch.Tensor, blocks: torch.Tensor, weight: torch.Tensor, out: torch.Tensor
+        self, x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, blocks: torch.Tensor, gather: _Gather
     ) -> None:
+        """x: rows where `blocks` has them, or where `gather` brings them."""
         boxes = tensor_maps.expert_halves if self._kernel.is_gated else tensor_maps.expert_rows
         arguments = (
             self._maps.get(weight, boxes),
             self._maps.get(x, tensor_maps.rows, UNIT_ROWS),
-            address_of(order),
             address_of(out),
             _Work(blocks.data_ptr(), len(blocks)),
+            gather,
         )
         self._loaded.launch(self._kernel.num_blocks, self._kernel.num_threads, arguments)
 
@@ -50,6 +51,18 @@ class _Work(ctypes.Structure):
     """tiles.cu's Work."""
 
     _fields_ = (("blocks", ctypes.c_void_p), ("count", ctypes.c_int))
+
+
+class _Gather(ctypes.Structure):
+    """tiles.cu's Gather; of a linear that is not gated the order alone."""
+
+    _fields_ = (
+        ("tokens", ctypes.c_void_p),
+        ("order", ctypes.c_void_p),
+        ("rows", ctypes.c_void_p),
+        ("ready", ctypes.c_void_p),
+        ("chosen", ctypes.c_int),
+    )
 
 
 _LOADED: dict[tuple[int, int, int, bool], _Loaded] = {}  # by device index, N, K and is_gated
@@ -83,25 +96,29 @@ def _kernel_of(weight: torch.Tensor, is_gated: bool) -> _Loaded:
     return loaded
 
 
-_LIBRARY.define("gated_expert_tiles(Tensor x, Tensor order, Tensor blocks, Tensor weight) -> Tensor")
+_LIBRARY.define("gated_expert_tiles(Tensor x, Tensor order, Tensor blocks, Tensor weight, int num_chosen) -> Tensor")
 _LIBRARY.define("expert_tiles(Tensor x, Tensor order, Tensor blocks, Tensor weight, Tensor ids) -> Tensor")
 
 
 def gated_expert_tiles(
-    x: torch.Tensor, order: torch.Tensor, blocks: torch.Tensor, weight: torch.Tensor
+    x: torch.Tensor, order: torch.Tensor, blocks: torch.Tensor, weight: torch.Tensor, num_chosen: int
 ) -> torch.Tensor:
-    """silu(x · gateᵀ) * (x · upᵀ) of each row's expert, rounded where the three operations round.
+    """silu(x · gateᵀ) * (x · upᵀ) of each row's token and expert, rounded where the three operations round.
 
     Args:
-        x: [P, K] bfloat16, rows in the places that order_experts gave them (gather_expert_rows).
+        x: [T, K] bfloat16.
         order, blocks: what order_experts gave for blocks of BLOCK rows.
         weight: [E, N, K] bfloat16: gate rows, then up rows.
+        num_chosen: k.
 
     Returns:
-        [P, N / 2] bfloat16, rows where they stand in x; places of no expert's row hold anything.
+        [P, N / 2] bfloat16, each row at its place of `order`; places of no expert's row hold anything.
     """
-    x, out = aligned(x), _new_gated(x, order, blocks, weight)
-    _kernel_of(weight, True)(x, order, blocks, weight, out)
+    x, out = aligned(x), _new_gated(x, order, blocks, weight, num_chosen)
+    rows = x.new_empty((order.shape[0], x.shape[1]))
+    ready = blocks.new_zeros(len(blocks) + 1)
+    gather = _Gather(x.data_ptr(), order.data_ptr(), rows.data_ptr(), ready.data_ptr(), num_chosen)
+    _kernel_of(weight, True)(rows, weight, out, blocks, gather)
     return out
 
 
@@ -111,7 +128,8 @@ def expert_tiles(
     """x · weightᵀ of each row's expert, at the row's own place.
 
     Args:
-        x, order, blocks: as for gated_expert_tiles.
+        x: [P, K] bfloat16, rows in the places of `order`.
+        order, blocks: as for gated_expert_tiles.
         weight: [E, N, K] bfloat16.
         ids: [T, k], of which order_experts made the order.
 
@@ -119,12 +137,14 @@ def expert_tiles(
         [T·k, N] bfloat16. Rows of padding are 0, those whose id is no expert's NaN.
     """
     x, out = aligned(x), _new_output(x, order, blocks, weight, ids)
-    _kernel_of(weight, False)(x, order, blocks, weight, out)
+    _kernel_of(weight, False)(x, weight, out, blocks, _Gather(order=order.data_ptr()))
     return out
 
 
-def _new_gated(x: torch.Tensor, order: torch.Tensor, blocks: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    return x.new_empty((x.shape[0], weight.shape[1] // 2))
+def _new_gated(
+    x: torch.Tensor, order: torch.Tensor, blocks: torch.Tensor, weight: torch.Tensor, num_chosen: int
+) -> torch.Tensor:
+    return x.new_empty((order.shape[0], weight.shape[1] // 2))
 
 
 def _new_output(

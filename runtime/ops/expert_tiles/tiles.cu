@@ -7,9 +7,13 @@
 // the weight for the same x (units.cuh, which is in front of this file). Rows of x behind a block's last are whatever lies
 // there; their sums are not stored.
 //
+// TMA takes neighbours alone, so a gated linear's rows are first copied from where their tokens stand (Gather): those of the
+// first blocks by all warps, the others by warps that have nothing else to do, while earlier blocks are multiplied.
+//
 // The rows of a tile lie so that a lane's sums are of eight neighbouring outputs (tensor_maps.expert_halves, expert_rows).
 //
-// Defined by kernel.py: N rows of a weight (of a gated one gates, then ups), GATED, and what units.cuh asks for.
+// Defined by kernel.py: N rows of a weight (of a gated one gates, then ups), GATED, how many
+// of a lane's stores are HELD, and what units.cuh asks for.
 
 constexpr int BLOCK = TILE_UNITS * UNIT_ROWS;
 constexpr int OUTPUTS = GATED ? N / 2 : N, TILE_OUTPUTS = GATED ? ROWS / 2 : ROWS;
@@ -47,8 +51,61 @@ struct Work {
   }
 };
 
+// Copies rows of tokens to the places of `order`, four at a time, and counts for each block how many fours are there. Warps
+// claim fours in the order of blocks: so none waits for a multiprocessor that another kernel still holds.
+constexpr int FOUR = 4, LANES = 32 / FOUR, PIECES = K / 8;  // rows; lanes of a row; uint4 of a row
+struct Gather {
+  const uint4* tokens;
+  const int* order;
+  uint4* rows;
+  u32* ready;  // by block, and behind the last the number of claims; zeros at first
+  int chosen;  // experts of a token
+
+  __device__ __forceinline__ int claim(const Work& work) const {
+    int index = 0;
+    if (threadIdx.x % 32 == 0) index = atomicAdd(ready + work.count, 1u);
+    return __shfl_sync(~0u, index, 0);
+  }
+  // False: there are no more. AT_ONCE pieces of a lane are under way together.
+  template <int AT_ONCE>
+  __device__ __forceinline__ bool copy(int index, const Work& work) const {
+    const int block = index / (BLOCK / FOUR), first = index % (BLOCK / FOUR) * FOUR, lane = threadIdx.x % 32;
+    if (block >= work.count) return false;
+    const int2 entry = work.blocks[block];
+    if (entry.y == 0) return false;
+    if (entry.x < 0 || first >= entry.y) return true;
+    const int row = first + lane / LANES;
+    if (row < entry.y) {
+      const uint4* from = tokens + (u64)(u32)(order[block * BLOCK + row] / chosen) * PIECES + lane % LANES;
+      uint4* to = rows + (u64)(u32)(block * BLOCK + row) * PIECES + lane % LANES;
+      for (int step = 0; step < PIECES / LANES; step += AT_ONCE, from += AT_ONCE * LANES, to += AT_ONCE * LANES) {
+        uint4 values[AT_ONCE];
+#pragma unroll
+        for (int i = 0; i < AT_ONCE; i++)
+          if (step + i < PIECES / LANES) values[i] = __ldg(from + i * LANES);
+#pragma unroll
+        for (int i = 0; i < AT_ONCE; i++)
+          if (step + i < PIECES / LANES) to[i * LANES] = values[i];
+      }
+    }
+    asm volatile("fence.proxy.async.global;" ::: "memory");  // TMA reads them
+    __syncwarp();
+    if (lane == 0) asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(ready + block) : "memory");
+    return true;
+  }
+  // Until all rows of a block are there.
+  __device__ __forceinline__ void wait_for_block(const Tile& tile) const {
+    const u32 fours = (tile.rows + FOUR - 1) / FOUR;
+    u32 there;
+    do asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(there) : "l"(ready + tile.block) : "memory");
+    while (there < fours);
+    asm volatile("fence.proxy.async.global;" ::: "memory");
+  }
+};
+
 // The warp that asks, by one lane.
-__device__ __forceinline__ void ask(const TensorMap* weight, const TensorMap* x, u32 ring, u32 full, u32 empty, const Work& work) {
+__device__ __forceinline__ void ask(const TensorMap* weight, const TensorMap* x, u32 ring, u32 full, u32 empty, const Work& work,
+                                    const Gather& gather) {
   Place place;
   Tile tile;
   place.phase = 1;  // the ring is empty
@@ -60,6 +117,7 @@ __device__ __forceinline__ void ask(const TensorMap* weight, const TensorMap* x,
       wait_for(empty + 8 * place.slot, place.phase);
       expect_bytes(barrier, bytes);
       load_weight(to, weight, tile.expert, tile.row_tile, step, barrier);
+      if (GATED && step == 0) gather.wait_for_block(tile);
       for (int unit = blockIdx.x % SHARE; unit < units; unit += SHARE)
         load_x(to + W_BYTES + unit * UNIT_BYTES, x, step, tile.block * BLOCK + unit * UNIT_ROWS, barrier);
       place.go_on();
@@ -67,25 +125,43 @@ __device__ __forceinline__ void ask(const TensorMap* weight, const TensorMap* x,
   }
 }
 
-// Of each 32 outputs a lane has eight neighbours, of two rows of each unit: stores those of rows that there are.
-__device__ __forceinline__ void finish(const float (&sums)[GROUP_UNITS][SUMS], uint4* out, const int (&places)[GROUP_UNITS][2],
-                                       int first_output) {
+// Of each 32 outputs a lane has eight neighbours, of two rows of each unit: they leave in one store.
+constexpr int STORES_ROW = TILE_OUTPUTS / 32, STORES = GROUP_UNITS * 2 * STORES_ROW;
+__device__ __forceinline__ uint4 outputs_of(const float (&sums)[GROUP_UNITS][SUMS], int store) {
+  const float* sum = sums[store / (2 * STORES_ROW)] + store % STORES_ROW * (GATED ? 32 : 16) + 2 * (store / STORES_ROW % 2);
+  u32 pairs[4];
 #pragma unroll
-  for (int m = 0; m < GROUP_UNITS; m++)
-#pragma unroll
-    for (int h = 0; h < 2; h++) {
-      uint4* to = out + ((long long)places[m][h] * OUTPUTS + first_output) / 8;
-#pragma unroll
-      for (int group = 0; group < TILE_OUTPUTS / 32; group++) {
-        const float* sum = sums[m] + group * (GATED ? 32 : 16) + 2 * h;
-        u32 pairs[4];
-#pragma unroll
-        for (int j = 0; j < 4; j++, sum += GATED ? 8 : 4)
-          pairs[j] = GATED ? silu_times(pack(sum[0], sum[1]), pack(sum[4], sum[5])) : pack(sum[0], sum[1]);
-        if (places[m][h] >= 0 && first_output + group * 32 < OUTPUTS) to[group * 4] = {pairs[0], pairs[1], pairs[2], pairs[3]};
-      }
-    }
+  for (int j = 0; j < 4; j++, sum += GATED ? 8 : 4)
+    pairs[j] = GATED ? silu_times(pack(sum[0], sum[1]), pack(sum[4], sum[5])) : pack(sum[0], sum[1]);
+  return {pairs[0], pairs[1], pairs[2], pairs[3]};
 }
+
+// Where a lane's outputs of a tile go.
+struct Target {
+  static constexpr u32 NOWHERE = ~0u;
+  u32 rows[GROUP_UNITS][2];  // in uint4, or NOWHERE
+  int first_output;
+  // No branch: products under way would wait for one another where lanes part.
+  __device__ __forceinline__ void store(uint4* out, int store, const uint4& outputs, bool is_now) const {
+    const u32 row = rows[store / (2 * STORES_ROW)][store / STORES_ROW % 2];
+    const bool is_output = OUTPUTS % (SHARE * TILE_OUTPUTS) == 0 || first_output + store % STORES_ROW * 32 < OUTPUTS;
+    store_if(is_now && row != NOWHERE && is_output, out + row + store % STORES_ROW * 4, outputs);
+  }
+};
+
+// Outputs of the tile before, as many as registers hold beside the sums: they leave during the next tile's products, so that
+// no tensor core waits for the stores.
+struct Held {
+  static constexpr int COUNT = HELD, FIRST = STORES - HELD;
+  static constexpr int STORES_STEP = (COUNT + STEPS - 1) / STEPS > 2 ? (COUNT + STEPS - 1) / STEPS : 2;
+  uint4 outputs[COUNT];
+  Target target;
+  uint4* out;
+  __device__ __forceinline__ void operator()(int step) const {
+#pragma unroll
+    for (int i = 0; i < COUNT; i++) target.store(out, FIRST + i, outputs[i], step == i / STORES_STEP);
+  }
+};
 
 // Of a block whose rows no expert has: zeros for those of padding, NaN for those, inverted, whose id is no expert's.
 __device__ __forceinline__ void fill(uint4* out, const int* order, const Tile& tile, int first_row) {
@@ -98,13 +174,13 @@ __device__ __forceinline__ void fill(uint4* out, const int* order, const Tile& t
 #endif
 }
 
-// `order`: the row of `out` for each row of x; of a gated linear none, whose outputs stand as x does.
+// `gather.order`: the row of `out` for each row of x; of a gated linear, whose outputs stand as x does, what is gathered there.
 extern "C" __global__ void
 #if SHARE > 1
 __cluster_dims__(SHARE, 1, 1)
 #endif
 __launch_bounds__(THREADS, 1) expert_tiles(const __grid_constant__ TensorMap weight, const __grid_constant__ TensorMap x,
-                                           const int* order, uint4* out, const Work work) {
+                                           uint4* out, const Work work, const Gather gather) {
   extern __shared__ __align__(1024) char memory[];
   const u32 ring = (shared_address(memory) + 1023) & ~1023u;
   Shared& shared = *(Shared*)(memory + (ring - shared_address(memory)) + STAGES * STAGE_BYTES);
@@ -117,30 +193,42 @@ __launch_bounds__(THREADS, 1) expert_tiles(const __grid_constant__ TensorMap wei
     asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
     if (warp == 0 && lane == 0) {
       asm volatile("fence.proxy.async.global;" ::: "memory");  // TMA reads what others stored
-      ask(&weight, &x, ring, full, empty, work);
+      ask(&weight, &x, ring, full, empty, work, gather);
     }
+    if (GATED && warp)
+      while (gather.copy<4>(gather.claim(work), work));
     __syncwarp();
   } else {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
     start_dependents();
+    if (GATED) gather.copy<8>(gather.claim(work), work);
     const int group = warp / 4 - 1;
     const u32 empty_of_one = address_of_peer(empty, lane % SHARE);
     Place place;
     Tile tile;
+#if HELD
+    Held held;
+#pragma unroll
+    for (int i = 0; i < GROUP_UNITS * 2; i++) held.target.rows[i / 2][i % 2] = Target::NOWHERE;
+    held.out = out;
+#endif
     for (int turn = 0; work.get(turn, tile); turn++) {
       if (tile.expert < 0) {
-        fill(out, order, tile, tile.block * BLOCK);
+        fill(out, gather.order, tile, tile.block * BLOCK);
         continue;
       }
       const int units = tile.units(), half = (units + 1) / 2, first_unit = group * half, own = group ? units - half : half;
-      int places[GROUP_UNITS][2];
+      Target target;
+      target.first_output = tile.row_tile * TILE_OUTPUTS + lane % 4 * 8;
       auto find_places = [&] {
 #pragma unroll
         for (int m = 0; m < GROUP_UNITS; m++)
 #pragma unroll
           for (int h = 0; h < 2; h++) {
             const int row = (first_unit + m) * UNIT_ROWS + warp % 4 * 16 + lane / 4 + 8 * h, place = tile.block * BLOCK + row;
-            places[m][h] = m >= own || row >= tile.rows ? -1 : GATED ? place : order[place];
+            target.rows[m][h] = m >= own || row >= tile.rows
+                                    ? Target::NOWHERE
+                                    : (u32)(GATED ? place : gather.order[place]) * (OUTPUTS / 8) + target.first_output / 8;
           }
       };
       if (!GATED) find_places();  // they come while it multiplies; a gated linear's have no registers meanwhile
@@ -149,15 +237,30 @@ __launch_bounds__(THREADS, 1) expert_tiles(const __grid_constant__ TensorMap wei
       for (int m = 0; m < GROUP_UNITS; m++)
 #pragma unroll
         for (int j = 0; j < SUMS; j++) sums[m][j] = 0.f;
+#if HELD
+      const Held& beside = held;
+#else
+      const Nothing beside;
+#endif
       if (own == 2)
-        multiply<2>(sums, ring, full, empty_of_one, place, first_unit * UNIT_BYTES, lane);
+        multiply<2>(sums, ring, full, empty_of_one, place, first_unit * UNIT_BYTES, lane, beside);
       else if (own == 1)
-        multiply<1>(sums, ring, full, empty_of_one, place, first_unit * UNIT_BYTES, lane);
+        multiply<1>(sums, ring, full, empty_of_one, place, first_unit * UNIT_BYTES, lane, beside);
       else
-        multiply<0>(sums, ring, full, empty_of_one, place, first_unit * UNIT_BYTES, lane);
+        multiply<0>(sums, ring, full, empty_of_one, place, first_unit * UNIT_BYTES, lane, beside);
       if (GATED) find_places();
-      finish(sums, out, places, tile.row_tile * TILE_OUTPUTS + lane % 4 * 8);
+#pragma unroll
+      for (int i = 0; i < STORES - HELD; i++) target.store(out, i, outputs_of(sums, i), true);
+#if HELD
+      held.target = target;
+#pragma unroll
+      for (int i = 0; i < Held::COUNT; i++) held.outputs[i] = outputs_of(sums, Held::FIRST + i);
+#endif
     }
+#if HELD
+#pragma unroll
+    for (int i = 0; i < Held::COUNT; i++) held.target.store(out, Held::FIRST + i, held.outputs[i], true);
+#endif
   }
   leave_ring();
 }

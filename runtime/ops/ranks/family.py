@@ -1,11 +1,11 @@
-"""The kernel of small sums over ranks, as the compiler, the stored program and the checks see it."""
+"""The kernels of sums over ranks, as the compiler, the stored program and the checks see them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from mllm_compile.runtime.collectives.push_kernel import PushKernel
+from mllm_compile.runtime.collectives.sum_kernels import KERNELS, PullNormKernel, PushKernel, PushNormKernel
 from mllm_compile.runtime.cuda.family import KernelFamily
 from mllm_compile.runtime.cuda.kernel import CudaKernel
 from mllm_compile.runtime.json_data import from_json
@@ -16,56 +16,116 @@ if TYPE_CHECKING:
     from mllm_compile.runtime.cuda.family import CalledPieces
 
 _CHECKED_SIZES = (8, 4096, 131072)  # elements, each several times: three buffers take turns
+_CHECKED_ROWS = (1, 7, 40)
 _CHECKED_RANKS = 2
+_CHECKED_BLOCKS = 16  # of each rank, which share the GPU here
+_MOST_OFF = 0.02  # of a norm's numbers, which are of about 1: two roundings to bfloat16
 
 
 class Family(KernelFamily):
-    """One kernel, where pieces sum bfloat16 over ranks."""
+    """One kernel, where pieces sum bfloat16 over ranks, and two for each width of rows that are normed behind a sum."""
 
-    def wanted(self, pieces: CalledPieces) -> tuple[PushKernel, ...]:
+    def wanted(self, pieces: CalledPieces) -> tuple[PushKernel | PushNormKernel | PullNormKernel, ...]:
         import torch
 
         from mllm_compile.runtime.ops import op
 
-        summed = [
-            node.meta["val"] for piece, _ in pieces for node in piece.graph.nodes if node.target is op("all_reduce")
-        ]
-        is_ours = any(val.dtype is torch.bfloat16 and val.device.type == "cuda" for val in summed)
-        return (PushKernel(),) if is_ours else ()
+        summing, norming = op("all_reduce"), op("all_reduce_residual_norm")
+        nodes = [node for piece, _ in pieces for node in piece.graph.nodes if node.target in (summing, norming)]
+        values = {node: node.args[0].meta["val"] for node in nodes}  # type: ignore[union-attr]
+        ours = [node for node, val in values.items() if val.dtype is torch.bfloat16 and val.device.type == "cuda"]
+        widths = sorted({int(values[node].shape[-1]) for node in ours if node.target is norming})
+        normed = [kernel(width) for width in widths for kernel in (PushNormKernel, PullNormKernel)]
+        return (PushKernel(), *normed) if ours else ()
 
-    def from_json(self, data: Mapping[str, Any]) -> PushKernel:
-        return from_json(PushKernel, {name: value for name, value in data.items() if name != "source"})
+    def from_json(self, data: Mapping[str, Any]) -> PushKernel | PushNormKernel | PullNormKernel:
+        kind = {kernel.source: kernel for kernel in KERNELS}[data["source"]]
+        return from_json(kind, {name: value for name, value in data.items() if name != "source"})
 
     def load(self, kernels: Sequence[CudaKernel], binaries: Mapping[str, bytes], device: torch.device) -> None:
-        from mllm_compile.runtime.collectives.push import load_push_kernel
+        from mllm_compile.runtime.collectives.push import load_sum_kernel
 
         for kernel in kernels:
-            if isinstance(kernel, PushKernel):
-                load_push_kernel(kernel, binaries, device)
+            if isinstance(kernel, KERNELS):
+                load_sum_kernel(kernel, binaries, device)
 
     def faults(self, kernels: Sequence[CudaKernel], device: torch.device) -> Iterator[str]:
         """Runs two ranks on this one device, on two streams."""
-        import torch
-
-        from mllm_compile.runtime.collectives.push import PushedSums, new_buffers
-
         if not kernels:
             return
-        buffers = [new_buffers(_CHECKED_RANKS, device) for _ in range(_CHECKED_RANKS)]
-        places = [one.data_ptr() for one in buffers]
-        ranks = [PushedSums(rank, places, device) for rank in range(_CHECKED_RANKS)]
-        streams = [torch.cuda.Stream(device) for _ in ranks]
-        generator = torch.Generator(device).manual_seed(0)
+        ranks = _Ranks(device)
+        yield from ranks.faults_of_sums(kernels[0].switch)
+        for kernel in kernels:
+            if isinstance(kernel, PushNormKernel | PullNormKernel):
+                yield from ranks.faults_of_norms(kernel)
+
+
+class _Ranks:
+    def __init__(self, device: torch.device) -> None:
+        import torch
+
+        from mllm_compile.runtime.collectives.push import NOTHING, PulledSums, PushedSums, buffer_bytes, pulled_bytes
+
+        def ranks(kind: Any, num_bytes: int, word: int) -> list[Any]:
+            self._memory += [
+                torch.full((num_bytes // 4,), word, dtype=torch.int32, device=device) for _ in range(_CHECKED_RANKS)
+            ]
+            places = [one.data_ptr() for one in self._memory[-_CHECKED_RANKS:]]
+            return [kind(rank, places, device, _CHECKED_BLOCKS) for rank in range(_CHECKED_RANKS)]
+
+        self._device = device
+        self._memory: list[torch.Tensor] = []
+        self._pushed = ranks(PushedSums, buffer_bytes(_CHECKED_RANKS), NOTHING - (1 << 32))
+        self._pulled = ranks(PulledSums, pulled_bytes(_CHECKED_RANKS), 0)
+        self._streams = [torch.cuda.Stream(device) for _ in range(_CHECKED_RANKS)]
+        self._generator = torch.Generator(device).manual_seed(0)
+
+    def _random(self, *shape: int) -> torch.Tensor:
+        import torch
+
+        return torch.randn(shape, generator=self._generator, device=self._device).bfloat16()
+
+    def _run(self, ranks: Sequence[Any], call: Callable[[int, Any], Any]) -> list[Any]:
+        import torch
+
+        torch.cuda.synchronize(self._device)
+        found = []
+        for rank, stream in enumerate(self._streams):
+            with torch.cuda.stream(stream):
+                found.append(call(rank, ranks[rank]))
+        torch.cuda.synchronize(self._device)
+        return found
+
+    def faults_of_sums(self, switch: str) -> Iterator[str]:
+        import torch
+
         for size in _CHECKED_SIZES * 3:
-            parts = [torch.randn(size, generator=generator, device=device).bfloat16() for _ in ranks]
+            parts = [self._random(size) for _ in range(_CHECKED_RANKS)]
             parts[0][0] = parts[1][0] = -0.0
-            torch.cuda.synchronize(device)
-            sums = []
-            for rank, part, stream in zip(ranks, parts, streams, strict=True):
-                with torch.cuda.stream(stream):
-                    sums.append(rank.sum(part))
-            torch.cuda.synchronize(device)
+            sums = self._run(self._pushed, lambda rank, one: one.sum(parts[rank]))  # noqa: B023
             wanted = (parts[0].float() + parts[1].float()).bfloat16()
             if not all(torch.equal(one, wanted) for one in sums):
-                yield f"the sum of {size} numbers over ranks is wrong. Set {kernels[0].switch}, and report this."
+                yield f"the sum of {size} numbers over ranks is wrong. Set {switch}, and report this."
+                return
+
+    def faults_of_norms(self, kernel: PushNormKernel | PullNormKernel) -> Iterator[str]:
+        import torch
+
+        ranks = self._pushed if isinstance(kernel, PushNormKernel) else self._pulled
+        for rows in _CHECKED_ROWS * 3:
+            parts = [self._random(rows, kernel.columns) for _ in range(_CHECKED_RANKS)]
+            residual, weight = self._random(rows, kernel.columns), self._random(kernel.columns)
+            found = self._run(ranks, lambda rank, one: one.sum_and_norm(parts[rank], residual, weight, 1e-6))  # noqa: B023
+            summed = (residual.float() + (parts[0].float() + parts[1].float())).bfloat16()
+            wide = summed.float()
+            normed = weight.float() * wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)
+            are_right = all(
+                torch.equal(one, summed) and float(((other - normed).abs() / (1 + normed.abs())).max()) < _MOST_OFF
+                for one, other in found
+            )
+            if not are_right or not torch.equal(found[0][1], found[1][1]):
+                yield (
+                    f"{kernel.name}: the norm of {rows} rows that are summed over ranks is wrong. Set {kernel.switch}, "
+                    "and report this."
+                )
                 return

@@ -12,6 +12,7 @@ from mllm_compile.runtime.collectives.base import current
 
 _LIBRARY = torch.library.Library("mllm", "FRAGMENT")
 _LIBRARY.define("all_reduce(Tensor x) -> Tensor")
+_LIBRARY.define("all_reduce_residual_norm(Tensor x, Tensor residual, Tensor weight, float eps) -> (Tensor, Tensor)")
 _LIBRARY.define("all_gather(Tensor x, int dim, int num_ranks) -> Tensor")
 _LIBRARY.define("own_rank(Tensor like) -> Tensor")
 
@@ -19,6 +20,19 @@ _LIBRARY.define("own_rank(Tensor like) -> Tensor")
 def all_reduce(x: torch.Tensor) -> torch.Tensor:
     """The sum over ranks of x, of any shape; the same bits on all ranks."""
     return current().all_reduce(x.contiguous())
+
+
+def all_reduce_residual_norm(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """residual + the sum over ranks of x, and weight times the RMS norm of that; the same bits on all ranks.
+
+    Args:
+        x, residual: [.., N] of one shape; weight: [N].
+    """
+    rows = x.reshape(-1, x.shape[-1]).contiguous(), residual.reshape(-1, x.shape[-1]).contiguous()
+    summed, normed = current().all_reduce_residual_norm(*rows, weight.contiguous(), eps)
+    return summed.view(x.shape), normed.view(x.shape)
 
 
 def all_gather(x: torch.Tensor, dim: int, num_ranks: int) -> torch.Tensor:
@@ -41,8 +55,14 @@ def _all_gather_fake(x: torch.Tensor, dim: int, num_ranks: int) -> torch.Tensor:
 
 
 _LIBRARY.impl("all_reduce", all_reduce, "CompositeExplicitAutograd")
+_LIBRARY.impl("all_reduce_residual_norm", all_reduce_residual_norm, "CompositeExplicitAutograd")
 _LIBRARY.impl("all_gather", all_gather, "CompositeExplicitAutograd")
 _LIBRARY.impl("own_rank", own_rank, "CompositeExplicitAutograd")
 torch.library.register_fake("mllm::all_reduce", lambda x: x.new_empty(x.shape), lib=_LIBRARY)
+torch.library.register_fake(
+    "mllm::all_reduce_residual_norm",
+    lambda x, residual, weight, eps: (x.new_empty(x.shape), x.new_empty(x.shape)),
+    lib=_LIBRARY,
+)
 torch.library.register_fake("mllm::all_gather", _all_gather_fake, lib=_LIBRARY)
 torch.library.register_fake("mllm::own_rank", lambda like: like.new_empty((), dtype=torch.int64), lib=_LIBRARY)

@@ -22,7 +22,8 @@ from torch.library import triton_op, wrap_triton
 
 from mllm_compile.runtime.ops.dependent_launch import start_dependents, starts_early, wait_for_prerequisites
 from mllm_compile.runtime.ops.shared_memory import most_shared_bytes
-from mllm_compile.runtime.ops.states.requests import LEAST_LOG_DECAY, SEARCHED, find_block, num_blocks
+from mllm_compile.runtime.ops.states.channel_gates import channel_gated_delta_chunks
+from mllm_compile.runtime.ops.states.requests import LEAST_LOG_DECAY, SEARCHED, find_block, inverse_of, num_blocks
 
 _STEP_VALUES = 32  # of a block: 16 KB of a state with keys of 128 in float32
 _CHUNK_VALUES = 64
@@ -167,22 +168,8 @@ def _step_gated_delta_kernel(
         state += ((v - known) * beta)[:, None] * k[None, :]
         out = tl.sum(state * (q * SCALE)[None, :], 1)
         tl.store(out_ptr + (token * HV + head) * DV + values, out.to(out_ptr.dtype.element_ty), is_value)
+        state = state.to(states_ptr.dtype.element_ty).to(tl.float32)  # as where the next token is in another step
     tl.store(places, state.to(states_ptr.dtype.element_ty), is_number & (row > 0) & (end > start))
-
-
-@triton.jit
-def _inverse(below, SIDE: tl.constexpr, LEVELS: tl.constexpr, PRODUCTS: tl.constexpr):
-    """(1 + below)⁻¹ of what is zero on and above the diagonal: by blocks of 1, of 2, … of SIDE / 2, of which two that
-    follow each other become one, as forward substitution does. No power of `below` grows."""
-    row = tl.arange(0, SIDE)[:, None]
-    column = tl.arange(0, SIDE)[None, :]
-    inverse = tl.where(row == column, 1.0, 0.0) - tl.where((row == column + 1) & (row % 2 == 1), below, 0.0)
-    for level in tl.static_range(1, LEVELS):
-        size = 1 << level
-        is_between = (row // size == column // size + 1) & ((row // size) % 2 == 1)
-        inner = tl.dot(inverse, tl.where(is_between, below, 0.0), input_precision=PRODUCTS)
-        inverse -= tl.dot(inner, inverse, input_precision=PRODUCTS)
-    return inverse
 
 
 @triton.jit
@@ -258,7 +245,7 @@ def _solve_gated_delta_kernel(
         keys = tl.trans(k)
         below = tl.dot(k, keys) * between * (beta * of_k)[:, None]
         below = tl.where(places[:, None] > places[None, :], below, 0.0)
-        inverse = _inverse(below, CHUNK, LEVELS, "tf32") * beta[None, :]
+        inverse = inverse_of(below, CHUNK, LEVELS, "tf32") * beta[None, :]
         scores = tl.where(is_seen, tl.dot(q, keys) * between * of_q[:, None], 0.0)
         chunk = block.to(tl.int64) * HV + head
         square = chunk * CHUNK * CHUNK + places[:, None] * CHUNK + places[None, :]
@@ -375,9 +362,10 @@ def gated_delta_states(
     ends: torch.Tensor | None,
     out: torch.Tensor,
     qk_l2norm: bool,
+    by_token: bool = False,
 ) -> None:
-    """runtime/state/layer.py's GatedDelta. Prompts of 16 bits with a gate a head go by chunks, in two kernels. A gate a
-    channel cannot be taken out of the products without leaving the range of float32: those go token by token.
+    """runtime/state/layer.py's GatedDelta. Prompts of 16 bits go by chunks, in two kernels; those with a gate a channel
+    by channel_gates.py's.
 
     Args:
         q, k: [T, Hk, D]; v: [T, Hv, Dv]; g: [T, Hv] or [T, Hv, D]; beta: [T, Hv]; of any strides.
@@ -386,6 +374,7 @@ def gated_delta_states(
         starts, ends: [B] int32, each request's tokens; none: request i has token i alone.
         out: [T, Hv, Dv], contiguous, written for requests' tokens.
         qk_l2norm: q and k are divided by their norms.
+        by_token: prompts go token by token, so that a token's numbers do not depend on where a prompt was cut.
     """
     _, key_heads, width = q.shape
     _, heads, value_width = v.shape
@@ -394,7 +383,8 @@ def gated_delta_states(
     of_values = {"DV": value_width}
     norms = {"SCALE": width**-0.5, "QK_NORM": qk_l2norm, "EPS": _NORM_EPS}
     padded = triton.next_power_of_2(width)
-    is_chunked = g.dim() == 2 and padded <= _MOST_CHUNK_KEYS and q.dtype in _CHUNKED_DTYPES and q.dtype == v.dtype
+    is_chunked = padded <= _MOST_CHUNK_KEYS and q.dtype in _CHUNKED_DTYPES and q.dtype == v.dtype
+    is_chunked = is_chunked and not by_token
     if starts is None or ends is None or not is_chunked:
         block = min(_STEP_VALUES, triton.next_power_of_2(value_width))
         wrap_triton(_step_gated_delta_kernel)[(triton.cdiv(value_width, block), heads, rows.shape[0])](
@@ -416,6 +406,12 @@ def gated_delta_states(
             **sizes,
             **of_values,
             **norms,
+        )
+        return
+    if g.dim() == 3:
+        del sizes["EARLY"]
+        channel_gated_delta_chunks(
+            q, k, v, g, beta, states, rows, has_state, starts, ends, out, {**sizes, **norms}, _num_stages()
         )
         return
     padded = max(_LEAST_SIDE, padded)

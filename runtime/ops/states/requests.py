@@ -46,6 +46,21 @@ def find_block(starts_ptr, ends_ptr, num_requests, block, SIZE: tl.constexpr, SE
 
 
 @triton.jit
+def inverse_of(below, SIDE: tl.constexpr, LEVELS: tl.constexpr, PRODUCTS: tl.constexpr):
+    """(1 + below)⁻¹ of what is zero on and above the diagonal: by blocks of 1, of 2, … of SIDE / 2, of which two that
+    follow each other become one, as forward substitution does. No power of `below` grows."""
+    row = tl.arange(0, SIDE)[:, None]
+    column = tl.arange(0, SIDE)[None, :]
+    inverse = tl.where(row == column, 1.0, 0.0) - tl.where((row == column + 1) & (row % 2 == 1), below, 0.0)
+    for level in tl.static_range(1, LEVELS):
+        size = 1 << level
+        is_between = (row // size == column // size + 1) & ((row // size) % 2 == 1)
+        inner = tl.dot(inverse, tl.where(is_between, below, 0.0), input_precision=PRODUCTS)
+        inverse -= tl.dot(inner, inverse, input_precision=PRODUCTS)
+    return inverse
+
+
+@triton.jit
 def softplus(x):
     """log(1 + exp(x)), and x where that is the same; exact where exp(x) is small too."""
     grown = tl.exp(tl.minimum(x, 20.0))

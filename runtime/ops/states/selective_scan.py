@@ -150,6 +150,7 @@ def _selective_scan_kernel(
         if HAS_Z:
             out *= silu(z)
         tl.store(out_ptr + token * CHANNELS + channels, out.to(out_ptr.dtype.element_ty), is_channel)
+        state = state.to(states_ptr.dtype.element_ty).to(tl.float32)  # as where the next token is in another step
     tl.store(places, state.to(states_ptr.dtype.element_ty), mask & (row > 0) & (end > start))
 
 

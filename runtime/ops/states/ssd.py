@@ -125,6 +125,7 @@ def _step_ssd_kernel(
         if HAS_D:
             out += tl.load(d_ptr + head * d_head_stride).to(tl.float32) * x
         tl.store(out_ptr + (token * H + head) * P + dims, out.to(out_ptr.dtype.element_ty), is_dim)
+        state = state.to(states_ptr.dtype.element_ty).to(tl.float32)  # as where the next token is in another step
     tl.store(places, state.to(states_ptr.dtype.element_ty), mask & (row > 0) & (end > start))
 
 
@@ -245,6 +246,7 @@ def ssd_states(
     dt_softplus: bool,
     dt_min: float,
     dt_max: float | None,
+    by_token: bool = False,
 ) -> None:
     """runtime/state/layer.py's Ssd; prompts of 16 bits go by chunks.
 
@@ -255,11 +257,13 @@ def ssd_states(
         starts, ends: int32, each request's tokens; none: request i has token i alone.
         out: [T, H, P], contiguous, written for requests' tokens.
         dt_softplus, dt_min, dt_max: what becomes of dt.
+        by_token: prompts go token by token, so that a token's numbers do not depend on where a prompt was cut.
     """
     _, heads, width = x.shape
     _, groups, size = B.shape
     is_decode = starts is None or ends is None
     is_chunked = size <= _MOST_CHUNK_STATE and x.dtype in _CHUNKED_DTYPES and x.dtype == B.dtype == C.dtype
+    is_chunked = is_chunked and not by_token
     given = (
         *(x, dt, A, B, C),
         A if D is None else D,  # which, as those below, are not read without

@@ -68,15 +68,24 @@ def _fill(weight: torch.Tensor, quantised: Quantised, shape: Sequence[int], tens
         weight[start:stop].copy_(fmt.rows(tensors, quantised.numbers, start, stop))
 
 
-def fill_small(place: torch.Tensor, quantised: Quantised, role: str, tensors: Sequence[torch.Tensor]) -> None:
+def fill_small(
+    place: torch.Tensor, quantised: Quantised, role: str, view: View | None, tensors: Sequence[torch.Tensor]
+) -> None:
     """Fills `place` with the tensor of this role of the scheme that the weight's format has.
 
     Args:
+        view: what of it goes into the place; None: all of it.
         tensors: those of the format's `sources` that the weight has, in their order.
     """
     fmt = FORMATS[quantised.format]
     by_role = dict(zip(small_sources(quantised, role), tensors, strict=True))
-    place.copy_(fmt.small(role, by_role, quantised.numbers))
+    small = fmt.small(role, by_role, quantised.numbers)
+    place.copy_(small if view is None else view(small))
+
+
+def is_stored(quantised: Quantised, role: str) -> bool:
+    """True if the checkpoint has the scheme's tensor of this role to the byte."""
+    return role in FORMATS[quantised.format].as_stored
 
 
 def small_sources(quantised: Quantised, role: str) -> list[str]:
@@ -84,15 +93,18 @@ def small_sources(quantised: Quantised, role: str) -> list[str]:
     return [one for one in FORMATS[quantised.format].sources(role) if one in quantised.tensors]
 
 
-def fill_quantised(places: Mapping[str, torch.Tensor], weight: torch.Tensor, scheme: WeightScheme) -> None:
+def fill_quantised(
+    places: Mapping[str, torch.Tensor], weight: torch.Tensor, scheme: WeightScheme, parts: Mapping[str, View]
+) -> None:
     """Quantises a weight [N, K] into its tensors, a few rows at a time.
 
     Args:
         places: by role; those that are to be filled.
+        parts: what of the rows of each tensor goes into its place.
     """
     step = max(_MOST_VALUES // max(weight.shape[1], 1), 1)
     for start in range(0, weight.shape[0], step):
         rows = slice(start, start + step)
         found = quantised_tensors(weight[rows], scheme)
         for role, place in places.items():
-            place[rows].copy_(found[role])
+            place[rows].copy_(parts[role](found[role]))

@@ -194,7 +194,7 @@ def run(gm: fx.GraphModule, num_tokens: int = 7, seed: int = 0) -> torch.Tensor:
 
 
 def assert_values_hold(gm: fx.GraphModule, num_tokens: int = 7) -> None:
-    """Runs the graph and its pieces node by node: each gives tensors of the shape and type that its `val` says."""
+    """Runs the graph and its pieces node by node: each gives tensors of the shape, strides and type of its `val`."""
     _run(gm, _Checking(gm, {}).run, num_tokens, 0)
 
 
@@ -229,6 +229,9 @@ class _Checking(fx.Interpreter):
                     self._sizes.setdefault(symbol, number)
                 wanted = size if isinstance(size, int) else self._evaluated(size.node.expr)
                 assert number == wanted, f"{node.name} gives {list(got.shape)}, said to be {list(said.shape)}"
+            for size, stride, number in zip(got.shape, said.stride(), got.stride(), strict=True):
+                wanted = stride if isinstance(stride, int) else self._evaluated(stride.node.expr)
+                assert size < 2 or number == wanted, f"{node.name} has strides {got.stride()}, said: {said.stride()}"
 
     def _evaluated(self, expression: Any) -> int:
         return int(expression.subs({symbol: self._sizes[str(symbol)] for symbol in expression.free_symbols}))
@@ -276,15 +279,16 @@ def _value(node: fx.Node, gm: fx.GraphModule, inputs: dict[str, torch.Tensor]) -
 
 def _weight(gm: fx.GraphModule, name: str, shape: Any, dtype: torch.dtype) -> torch.Tensor:
     """The weight's values; one that may be quantised has what its tensors stand for, also where it is plain."""
-    cuts = gm.meta.get(WEIGHT_CUTS, {}).get(name, ())
-    if cuts:  # inside run_lockstep: each rank its part
-        sizes = list(shape)
-        for cut in cuts:
-            sizes[cut.dim] = max(start + length for ranges in cut.ranges for start, length in ranges)
-        return part_of_rank(weight_values(name, sizes, dtype), cuts, current().rank)
     small, tensor = gm.meta.get(SMALL_WEIGHTS), gm.meta.get(QUANTISED_TENSORS, {}).get(name)
+    cuts = gm.meta.get(WEIGHT_CUTS, {}).get(name if tensor is None else tensor.weight_name, ())
+    sizes = list(shape) if tensor is None else [int(shape[0]), tensor.columns]
+    for cut in cuts:
+        sizes[cut.dim] = max(start + length for ranges in cut.ranges for start, length in ranges)
     if tensor is not None:
-        return _quantised_values(tensor.weight_name, int(shape[0]), tensor.columns, tensor.scheme)[tensor.role]
+        values = _quantised_values(tensor.weight_name, *sizes, tensor.scheme)[tensor.role]
+        return part_of_rank(values, tuple(map(tensor.cut, cuts)), current().rank) if cuts else values
+    if cuts:  # inside run_lockstep: each rank its part
+        return part_of_rank(weight_values(name, sizes, dtype), cuts, current().rank)
     scheme = None if small is None else small.schemes.get(name)
     if scheme is None:
         return weight_values(name, shape, dtype)

@@ -240,22 +240,13 @@ def grouped_linear(x, order, blocks, weight, bias, num_chosen, is_transposed, of
     return silu(out.chunk(2, -1)[0]) * out.chunk(2, -1)[1] if is_gated else out
 
 
-def gather_expert_rows(x, order, blocks, num_chosen):
+def gated_expert_tiles(x, order, blocks, weight, num_chosen):
     """Places of no row hold NaN."""
-    rows = torch.full((len(order), x.shape[1]), torch.nan, dtype=x.dtype)
+    out = torch.full((len(order), weight.shape[1]), torch.nan, dtype=x.dtype)
     for block, (expert, count) in enumerate(blocks.tolist()):
         places = slice(block * BLOCK, block * BLOCK + count)
         if expert >= 0:
-            rows[places] = x[order[places].long() // num_chosen]
-    return rows
-
-
-def gated_expert_tiles(x, order, blocks, weight):
-    out = torch.full((len(x), weight.shape[1]), torch.nan, dtype=x.dtype)
-    for block, (expert, count) in enumerate(blocks.tolist()):
-        places = slice(block * BLOCK, block * BLOCK + count)
-        if expert >= 0:
-            out[places] = x[places] @ weight[expert].T
+            out[places] = x[order[places].long() // num_chosen] @ weight[expert].T
     return silu(out.chunk(2, -1)[0]) * out.chunk(2, -1)[1]
 
 
@@ -301,6 +292,5 @@ EXPERTS = {
     "grouped_linear(Tensor x, Tensor order, Tensor? blocks, Tensor weight, Tensor? bias, int num_chosen, "
     "bool is_transposed, bool of_tokens, bool is_gated, int block) -> Tensor": grouped_linear,
     "sum_experts(Tensor rows, Tensor weights) -> Tensor": sum_experts,
-    "gather_expert_rows(Tensor x, Tensor order, Tensor blocks, int num_chosen) -> Tensor": gather_expert_rows,
 }
 ALL = EXPERTS | FEW_TOKENS | SINGLE_TOKEN | SILU_MUL | ROPE_AND_CACHE

@@ -195,7 +195,8 @@ def test_a_plan_splits_keys_only_where_that_was_chosen(monkeypatch, kernel, use_
     prefill._wrappers = {(kernel.name, use_ragged): plan}
     lengths = np.array([5, 7], dtype=np.int32)
     pages = SimpleNamespace(indptr_cpu=None, indices=None, last_page_len_cpu=None)
-    rows = PrefillRows(torch.tensor([0, 5, 12]), lengths, lengths * 0, use_ragged, lambda window: pages)
+    starts = torch.tensor([0, 5, 12])
+    rows = PrefillRows(starts, lengths, lengths * 0, use_ragged, lambda window: pages, torch.ones(2), starts.numpy())
     assert prefill._plan(kernel, rows) is plan
     (options,) = asked
     assert options["disable_split_kv"] is not kernel.splits

@@ -15,13 +15,15 @@ import torch
 from mllm_compile.errors import ArtifactError
 from mllm_compile.runtime.attention.base import Unrotated
 from mllm_compile.runtime.attention.hopper import decoder
-from mllm_compile.runtime.attention.hopper.clusters import SPLITS, choose_split, cluster_kernels
+from mllm_compile.runtime.attention.hopper.clusters import SPLITS, choose_split, cluster_kernels, left_words, parts_of
+from mllm_compile.runtime.attention.hopper.kernel import MISSING
 from mllm_compile.runtime.attention.hopper.rotation import Rotation, _Argument
 from mllm_compile.runtime.attention.hopper.shapes import are_served, kernel_from_json
-from mllm_compile.runtime.attention.hopper.shares import MISSING, MOST_REQUESTS, ShareKernel
+from mllm_compile.runtime.attention.hopper.shares import MOST_REQUESTS, ShareKernel
 from mllm_compile.runtime.attention.layer import LayerSpec
 from mllm_compile.runtime.attention.split.splits import OF_FEW, OF_MANY
 from mllm_compile.runtime.cuda import tensor_maps
+from mllm_compile.runtime.cuda.kernel import MULTIPROCESSORS
 from mllm_compile.runtime.cuda.source import kernel_source
 from mllm_compile.runtime.program.link import link
 from mllm_compile.runtime.program.spec import DecodeForm, Program
@@ -38,6 +40,16 @@ def test_of_splits_that_are_compiled_the_largest_is_taken_that_leaves_all_blocks
 @pytest.mark.parametrize(("num_sequences", "split"), [(8, 8), (16, 8), (17, 4), (32, 4), (33, 2), (64, 2), (1000, 2)])
 def test_few_sequences_have_more_blocks_each(num_sequences, split):
     assert choose_split(num_sequences) == split
+
+
+@pytest.mark.parametrize("group", [1, 4, 8])
+def test_what_clusters_leave_fits_and_they_run_side_by_side(group):
+    for num_sequences in range(1, 257):
+        split = choose_split(num_sequences)
+        parts = parts_of(num_sequences, split)
+        assert parts == 1 or num_sequences * parts * split <= 2 * MULTIPROCESSORS
+        assert num_sequences * (parts - 1) * group * 128 * 2 <= left_words(group, [split])
+    assert [parts_of(8 * count, choose_split(8 * count)) for count in (1, 2, 3, 5, 8, 9, 32)] == [3, 1, 2, 3, 2, 1, 1]
 
 
 @pytest.mark.parametrize(("page_size", "is_right"), [(8, False), (16, True), (48, False), (64, True), (128, True)])
@@ -150,7 +162,7 @@ def test_a_batch_runs_the_kernel_of_its_split_on_the_caches_rows(made):
     decode = decoder.ClusterDecode(kernels, {kernel.name: b"binary" for kernel in kernels}, 0.1, torch.device("cpu"))
     decode(inputs_of(3))
     assert {name: kernel.launches for name, kernel in made.items() if kernel.launches} == {
-        "clusters_8x4_page16_split4": [(3 * 8 * 4, 128, 10)]
+        "clusters_8x4_page16_split4": [(3 * 8 * 4 * parts_of(24, 4), 128, 12)]
     }
     assert decode._maps.asked == [((160, 1024), tensor_maps.rows, 16)] * 2
 
@@ -236,7 +248,7 @@ def test_a_batch_is_decoded_with_queries_that_are_not_rotated(made):
         decode([told.q[0], *inputs_of(3)[1:6]], told)
         decode(inputs_of(3))
         kernel = made["clusters_8x4_page16_split4" if decode is few else "shares_8x4_page16"]
-        assert kernel.launches == [(3 * 8 * 4, 128, 10) if decode is few else (132, 384, 12)] * 2
+        assert kernel.launches == [(3 * 8 * 4 * 2, 128, 12) if decode is few else (132, 384, 12)] * 2
         assert [rotation.k for rotation in kernel.rotations] == [told.k.data_ptr(), None]
         assert kernel.sinks == [None, None]
 

@@ -88,4 +88,4 @@ def test_a_kernel_that_the_runtime_does_not_hold_is_named(driver):
 def test_a_weight_without_a_kernel_is_named():
     weight = torch.zeros(2, 64, 128, dtype=torch.bfloat16)
     with pytest.raises(RuntimeError, match="no kernel is loaded for 64 x 128 on cpu"):
-        ops.gated_expert_tiles(torch.zeros(256, 128, dtype=torch.bfloat16), weight, weight, weight)
+        ops.gated_expert_tiles(torch.zeros(256, 128, dtype=torch.bfloat16), weight, weight.int(), weight, 2)

@@ -8,7 +8,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from mllm_compile.kernels.nvrtc import compile_cuda, find_nvrtc
 from mllm_compile.runtime.collectives.lockstep import run_lockstep
-from mllm_compile.runtime.collectives.push_kernel import CHUNK_BYTES, PushKernel, most_bytes
+from mllm_compile.runtime.collectives.sum_kernels import (
+    CHUNK_BYTES,
+    PullNormKernel,
+    PushKernel,
+    PushNormKernel,
+    most_bytes,
+)
 from mllm_compile.runtime.cuda.source import kernel_source
 from mllm_compile.runtime.ops import family, op
 
@@ -55,13 +61,31 @@ def test_the_first_error_of_a_rank_ends_all():
         run_lockstep(3, run)
 
 
-def test_the_kernel_survives_json_and_its_largest_sum_is_of_whole_chunks():
-    kernel = PushKernel()
+KERNELS = [PushKernel(), *(kind(columns) for kind in (PushNormKernel, PullNormKernel) for columns in (192, 4096, 8192))]
+
+
+@pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
+def test_a_kernel_survives_json(kernel):
     assert family("ranks").from_json(kernel.to_json()) == kernel
+
+
+def test_the_largest_sum_is_of_whole_chunks_and_threads_are_whole_warps():
     assert all(most_bytes(count) % CHUNK_BYTES == 0 for count in range(2, 9))
-    assert [kernel.num_blocks(chunks) for chunks in (1, 512, 513, 1 << 20)] == [1, 1, 2, 132]
+    assert [PushKernel().num_blocks(chunks) for chunks in (1, 512, 513, 1 << 20)] == [1, 1, 2, 132]
+    assert [PushNormKernel(columns).num_threads for columns in (8, 192, 4096, 5120, 8192)] == [32, 32, 512, 640, 512]
+
+
+def test_a_sum_with_residual_and_norm_is_that_of_its_parts():
+    given = parts(2)
+    residual, weight = parts(1)[0] * 3, torch.linspace(0.5, 2, 4)
+    found = run_lockstep(2, lambda rank: op("all_reduce_residual_norm")(given[rank], residual, weight, 1e-6))
+    wanted = residual + given[0] + given[1]
+    for summed, normed in found:
+        torch.testing.assert_close(summed, wanted)
+        torch.testing.assert_close(normed, torch.nn.functional.rms_norm(wanted, (4,), weight, 1e-6))
 
 
 @pytest.mark.skipif(find_nvrtc() is None, reason="takes NVRTC")
-def test_the_kernel_compiles():
-    assert compile_cuda(kernel_source(PushKernel()), "push_sum", "sm_90a")
+@pytest.mark.parametrize("kernel", KERNELS[:-1], ids=lambda kernel: kernel.name)
+def test_a_kernel_compiles(kernel):
+    assert compile_cuda(kernel_source(kernel), kernel.name, "sm_90a")

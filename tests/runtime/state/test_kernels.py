@@ -55,9 +55,9 @@ def plain_launches(monkeypatch):
     """Kernels are launched as they are: torch's wrapper takes compiled ones alone."""
     if not IS_INTERPRETED:
         return
-    from mllm_compile.runtime.ops.states import conv, gated_delta, selective_scan, ssd
+    from mllm_compile.runtime.ops.states import channel_gates, conv, gated_delta, selective_scan, ssd
 
-    for module in (conv, gated_delta, selective_scan, ssd):
+    for module in (channel_gates, conv, gated_delta, selective_scan, ssd):
         monkeypatch.setattr(module, "wrap_triton", lambda kernel: kernel)
     for module in (gated_delta, ssd):  # where nothing is rounded, logic alone can be wrong
         monkeypatch.setattr(module, "_CHUNKED_DTYPES", (torch.float32,))

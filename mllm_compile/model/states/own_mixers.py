@@ -1,0 +1,130 @@
+"""Recurrent mixers whose code calls no function of a known name, as ops of ours for a trace.
+
+A module is known by its weights' names and its methods. What it computes is written here again, over the kinds of
+layers that there are; the self-check, whose reference is the model's own forward, holds that to what the model does.
+
+Shape legend: T tokens, C channels, H heads, D head width, K kernel width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+
+Method = Callable[..., Any]
+
+_LEAST_DECAY = 1e-30  # a state that is multiplied by it is forgotten, and its logarithm is a number
+_NEVER_ZERO = 1e-20  # of step sizes, by which inputs are divided
+
+
+class OwnMixer(NamedTuple):
+    """A module with a recurrence of its own.
+
+    Attributes:
+        methods: functions that compute what its methods of these names do, by ops of ours.
+    """
+
+    module: torch.nn.Module
+    methods: dict[str, Method]
+
+
+def own_mixers(model: torch.nn.Module) -> Iterator[OwnMixer]:
+    """The modules of `model` whose recurrences are known by their own code."""
+    modules: Iterator[Any] = model.modules()
+    for module in modules:
+        if _has(module, "slope_rate", "query_decay", "key_decay", "diagonal_decay", "qkv_proj", "output_gate"):
+            yield OwnMixer(module, {"forward": _lightning_attention})
+        elif _has(module, "conv_qk_depthwise", "conv_qk_grouped", "v_proj_current", "v_proj_delayed"):
+            yield OwnMixer(module, {"forward": _convolved_projections})
+        elif _has(module, "conv_1d", "rg_lru") and hasattr(module.rg_lru, "_rnn_scan"):
+            yield OwnMixer(module.conv_1d, {"forward": _causal_conv1d})
+            yield OwnMixer(module.rg_lru, {"_rnn_scan": _gated_linear_scan})
+
+
+def _has(module: torch.nn.Module, *names: str) -> bool:
+    return all(hasattr(module, name) for name in names)
+
+
+def _lightning_attention(module: Any, hidden_states: torch.Tensor, **kwargs: Any) -> tuple[torch.Tensor, None]:
+    """MiniMax's linear attention, S ← exp(-slope)·S + v kᵀ, out = S·q: Mamba-2's scan with steps of 1."""
+    heads = (*hidden_states.shape[:-1], module.num_attention_heads, 3 * module.head_dim)
+    q, k, v = module.act_fn(module.qkv_proj(hidden_states)).view(heads)[0].split(module.head_dim, dim=-1)
+    steps = torch.ones_like(v[..., 0])
+    rates = -module.slope_rate.reshape(-1)
+    out = torch.ops.mllm.ssd(v, steps, rates, k, q, None, None, False, 0.0, None, "")
+    out = module.norm(out.to(hidden_states.dtype).flatten(1)[None])
+    return module.out_proj(torch.sigmoid(module.output_gate(hidden_states)) * out), None
+
+
+def _causal_conv1d(module: torch.nn.Conv1d, inputs: torch.Tensor) -> torch.Tensor:
+    """A convolution of each channel by itself, [1, C, T] → [1, C, T]; the module's own ends K - 1 places later."""
+    return _conv(inputs[0].transpose(0, 1), module.weight[:, 0], module.bias).transpose(0, 1)[None]
+
+
+def _gated_linear_scan(
+    module: Any, hidden_states: torch.Tensor, recurrent_gate: torch.Tensor, **kwargs: Any
+) -> tuple[torch.Tensor, None]:
+    """RecurrentGemma's S ← gate·S + x, out = S, over [1, T, C]: Mamba-1's scan with one number a channel, steps of the
+    gate's logarithm, and inputs divided by them. A prompt's first token has no state, so that nothing is reset."""
+    steps = -recurrent_gate[0].float().clamp(min=_LEAST_DECAY).log()
+    inputs = hidden_states[0].float() / steps.clamp(min=_NEVER_ZERO)
+    rates = -torch.ones_like(module.recurrent_param, dtype=torch.float32)[:, None]
+    ones = torch.ones_like(inputs[:, :1])
+    out = torch.ops.mllm.selective_scan(inputs, steps, rates, ones, ones, None, None, None, False, "")
+    return out.to(hidden_states.dtype)[None], None
+
+
+def _convolved_projections(
+    module: Any, hidden_states: torch.Tensor, past_key_values: None = None, conv_mask: None = None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Zaya's q, k and v [1, T, H, D] of hidden_states [1, T, C]: q and k are mixed with those of earlier tokens by two
+    convolutions, of each channel and then of each head, and half of v is that of the token before."""
+    tokens = hidden_states[0]
+    q, k = module.q_proj(tokens), module.k_proj(tokens)
+    of_heads = (tokens.shape[0], module.num_key_value_heads, -1, module.head_dim)
+    queries = (q.view(of_heads) + k.view(of_heads)) * 0.5
+    keys = queries.mean(dim=-2)
+    inner = module.conv_qk_depthwise
+    mixed = _head_conv(module.conv_qk_grouped, _conv(torch.cat((q, k), dim=-1), inner.weight[:, 0], None), inner.bias)
+    mixed_q, mixed_k = mixed.split((q.shape[1], k.shape[1]), dim=-1)
+    delayed, bias = module.v_proj_delayed(tokens), module.v_proj_delayed.bias
+    # Ahead of the first token the model projects a token of zeros, which gives the bias.
+    delayed = _delayed(delayed, 1) if bias is None else _delayed(delayed - bias, 1) + bias
+    v = torch.cat((module.v_proj_current(tokens), delayed), dim=-1)
+    parts = (mixed_q + queries.reshape(q.shape), mixed_k + keys.reshape(k.shape), v)
+    q, k, v = (part.view(tokens.shape[0], -1, module.head_dim)[None] for part in parts)
+    return q, k, v
+
+
+def _head_conv(module: torch.nn.Conv1d, inputs: torch.Tensor, added: torch.Tensor | None) -> torch.Tensor:
+    """A causal convolution of each group's channels over inputs + added, [T, C] → [T, C].
+
+    `added` [C] is what the inputs have everywhere, ahead of the first token too, where a state has zeros.
+    """
+    outputs, width, num_columns = module.weight.shape
+    weight = module.weight.view(module.groups, -1, width, num_columns)
+
+    def of_groups(values: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        rows = values.view(-1, module.groups, width).transpose(0, 1)
+        return (rows @ weights.transpose(1, 2)).transpose(0, 1).reshape(-1, outputs)
+
+    out = of_groups(inputs, weight[..., -1])
+    for behind in range(1, num_columns):
+        out = out + of_groups(_delayed(inputs, behind), weight[..., -1 - behind])
+    if added is not None:
+        out = out + of_groups(added, weight.sum(-1))
+    return out if module.bias is None else out + module.bias
+
+
+def _delayed(inputs: torch.Tensor, behind: int) -> torch.Tensor:
+    """Each token's is that of so many tokens before, [T, C]; zeros ahead of the first: a convolution as well."""
+    channels = inputs.shape[1]
+    weight = torch.cat((inputs.new_ones(channels, 1), inputs.new_zeros(channels, behind)), dim=1)
+    return _conv(inputs, weight, None)
+
+
+def _conv(inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """inputs [T, C], weight [C, K], bias [C] → [T, C]."""
+    return torch.ops.mllm.causal_conv(inputs, weight, bias, "", "")

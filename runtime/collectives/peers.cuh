@@ -1,0 +1,68 @@
+// The kernels' common part that sum over ranks: what they store into others' memory, and how they wait for theirs.
+//
+// Chunks are of 16 bytes, eight bfloat16. All ranks add in the order of ranks, in float32: they get the same bits.
+constexpr u32 NOTHING = 0x80008000u;  // two negative zeros, which no rank sends: memory that nothing has come to
+constexpr u32 LOOKS = 1 << 12;        // between two looks at whether the others are gone
+
+struct Peers {
+  u64 at[MOST_RANKS];  // the memory of each rank, as this GPU sees it
+};
+
+// Words of the state: calls so far, blocks that have ended this one, chunks of the three buffers' last calls.
+enum { CALLS = 0, ENDED = 1, CHUNKS_OF = 2 };
+
+__device__ __forceinline__ void store_there(uint4* to, uint4 v) {
+  asm volatile("st.relaxed.sys.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
+               : "memory");
+}
+__device__ __forceinline__ uint4 load_now(const uint4* from) {
+  uint4 v;
+  asm volatile("ld.relaxed.sys.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "l"(from)
+               : "memory");
+  return v;
+}
+__device__ __forceinline__ bool is_there(uint4 v) {
+  return v.x != NOTHING && v.y != NOTHING && v.z != NOTHING && v.w != NOTHING;
+}
+__device__ __forceinline__ u32 never_nothing(u32 both) { return both == NOTHING ? 0u : both; }
+__device__ __forceinline__ uint4 own_chunk(const uint4* from) {
+  uint4 v = *from;
+  return make_uint4(never_nothing(v.x), never_nothing(v.y), never_nothing(v.z), never_nothing(v.w));
+}
+__device__ __forceinline__ void add_pair(float* sum, u32 both) {
+  sum[0] += first_of(both);
+  sum[1] += second_of(both);
+}
+__device__ __forceinline__ void add_chunk(float* sum, uint4 v) {
+  add_pair(sum, v.x);
+  add_pair(sum + 2, v.y);
+  add_pair(sum + 4, v.z);
+  add_pair(sum + 6, v.w);
+}
+__device__ __forceinline__ uint4 pack_chunk(const float* v) {
+  return make_uint4(pack(v[0], v[1]), pack(v[2], v[3]), pack(v[4], v[5]), pack(v[6], v[7]));
+}
+// Numbers that never come are left as they are: whoever reads the sum is told otherwise that there is none.
+__device__ __forceinline__ uint4 wait_for_chunk(const uint4* from, const volatile u32* are_gone) {
+  uint4 v = load_now(from);
+  for (u32 looks = 1; !is_there(v); looks++) {
+    if (looks % LOOKS == 0 && *are_gone) break;
+    v = load_now(from);
+  }
+  return v;
+}
+// The last block counts the call.
+__device__ __forceinline__ void end_call(u32* state, u32 call, int of_buffer, int chunks) {
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    __threadfence();
+    if (atomicAdd(&state[ENDED], 1u) == gridDim.x - 1) {
+      if (of_buffer >= 0) state[CHUNKS_OF + of_buffer] = chunks;
+      state[ENDED] = 0;
+      state[CALLS] = call + 1;
+      __threadfence();
+    }
+  }
+}

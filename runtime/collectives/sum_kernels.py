@@ -1,0 +1,113 @@
+"""The kernels of sums over ranks, as they are compiled and launched: push.cu, push_norm.cu and pull_norm.cu."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from mllm_compile.runtime.cuda.kernel import MULTIPROCESSORS, CudaKernel
+
+MOST_RANKS = 8
+CHUNK_BYTES = 16
+CHUNK_NUMBERS = 8
+# Bytes of a sum, by the number of ranks: each rank sends all of its own to every other one, so that NCCL, which sends
+# parts, is faster from some size on. Two H200s: 9 µs for 2 MiB, NCCL 33; 69 for 16 MiB, NCCL 80.
+_MOST_BYTES = {2: 4 << 20, 3: 2 << 20, 4: 1 << 20}
+_MOST_BYTES_OF_MORE = 512 << 10
+# Larger ones are pulled, where they are normed. Two H200s: 48 µs for 16 MiB and 107 for 64, NCCL 80 and 195.
+_MOST_PULLED = {2: 64 << 20}
+# The kernel behind a sum of so many bytes starts while it waits: a microsecond less of 3 to 4, and more of longer ones.
+MOST_EARLY_BYTES = 128 << 10
+MOST_GROUPS = 1 << 14  # of rows that are pulled
+GROUP_ROWS = 2
+BLOCKS = 2 * MULTIPROCESSORS  # of kernels of whole rows, which all run at once
+_MOST_THREADS = 640
+_MOST_COLUMNS = 16384
+
+
+def most_bytes(num_ranks: int) -> int:
+    """The largest sum that is pushed."""
+    return _MOST_BYTES.get(num_ranks, _MOST_BYTES_OF_MORE)
+
+
+def most_pulled_bytes(num_ranks: int) -> int:
+    """The largest sum that is pulled; 0: none is."""
+    return _MOST_PULLED.get(num_ranks, 0)
+
+
+def is_normed(columns: int) -> bool:
+    """True if there are kernels for rows of so many numbers."""
+    return columns % CHUNK_NUMBERS == 0 and 0 < columns <= _MOST_COLUMNS
+
+
+class _SumKernel(CudaKernel):
+    headers: ClassVar[tuple[str, ...]] = ("collectives/peers.cuh",)
+    shared_bytes = 0
+
+    @property
+    def name(self) -> str:
+        return self.function
+
+
+@dataclass(frozen=True)
+class PushKernel(_SumKernel):
+    """One for all sizes, and all numbers of ranks."""
+
+    source: ClassVar[str] = "collectives/push.cu"
+    function: ClassVar[str] = "push_sum"
+    switch: ClassVar[str] = "runtime.tensor_parallel_size: 1"
+
+    @property
+    def num_threads(self) -> int:
+        return 512
+
+    def constants(self) -> dict[str, int]:
+        return {"THREADS": self.num_threads, "MOST_RANKS": MOST_RANKS}
+
+    def num_blocks(self, chunks: int) -> int:
+        """All of them run at once: a block may wait for another rank's of the same number."""
+        return min(MULTIPROCESSORS, -(-chunks // self.num_threads))
+
+
+@dataclass(frozen=True)
+class _RowsKernel(_SumKernel):
+    """A kernel for rows of `columns` numbers and any number of ranks; a thread has a chunk of a row, or several."""
+
+    columns: int
+    headers: ClassVar[tuple[str, ...]] = ("collectives/peers.cuh", "collectives/rows.cuh")
+    switch: ClassVar[str] = "compile.disable_passes: [fuse_rank_sums]"
+
+    @property
+    def name(self) -> str:
+        return f"{self.function}_{self.columns}"
+
+    @property
+    def num_threads(self) -> int:
+        chunks = self.columns // CHUNK_NUMBERS
+        of_a_thread = -(-chunks // _MOST_THREADS)
+        return -(-chunks // (32 * of_a_thread)) * 32
+
+    def constants(self) -> dict[str, int]:
+        return {"THREADS": self.num_threads, "COLUMNS": self.columns, "MOST_RANKS": MOST_RANKS}
+
+
+@dataclass(frozen=True)
+class PushNormKernel(_RowsKernel):
+    """For up to most_bytes, and for a sum that was made otherwise."""
+
+    source: ClassVar[str] = "collectives/push_norm.cu"
+    function: ClassVar[str] = "push_norm"
+
+
+@dataclass(frozen=True)
+class PullNormKernel(_RowsKernel):
+    """For up to most_pulled_bytes."""
+
+    source: ClassVar[str] = "collectives/pull_norm.cu"
+    function: ClassVar[str] = "pull_norm"
+
+    def constants(self) -> dict[str, int]:
+        return super().constants() | {"MOST_GROUPS": MOST_GROUPS}
+
+
+KERNELS: tuple[type[PushKernel | PushNormKernel | PullNormKernel], ...] = (PushKernel, PushNormKernel, PullNormKernel)

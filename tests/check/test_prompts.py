@@ -1,0 +1,67 @@
+"""The check of the program's own kernels for prompts: right ones pass, wrong ones are told."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from mllm_compile.check.prompts import check_prompts
+from mllm_compile.errors import CompileError
+from mllm_compile.runtime.attention.layer import LayerSpec
+from mllm_compile.runtime.attention.split.prefill_tiles import TILE_TOKENS
+from mllm_compile.runtime.attention.split.splits import OF_MANY
+from mllm_compile.runtime.ops.trace import attention_reference
+from mllm_compile.runtime.program.link import link
+from mllm_compile.runtime.program.spec import DecodeForm, Program
+
+PAGE = 16
+LAYER = LayerSpec("layers.0.attn", 0, 4, 2, 16, 16, 0.3, 0.0, -1, None, alibi_slopes=(0.5, 0.25, 0.1, 0.01), chunk=0)
+IN_CHUNKS = replace(LAYER, alibi_slopes=(), chunk=128)
+
+
+def piece_of(layer: LayerSpec):
+    """What the kernel does, tile by tile."""
+
+    def attend(inputs):
+        q, keys, values, table, seq_lens, tiles, out, *slopes = inputs
+        assert bool(slopes) == bool(layer.alibi_slopes)
+        for row, first, count, start in tiles.tolist():
+            length = int(seq_lens[row])
+            slots = (table[row].long()[:, None] * PAGE + torch.arange(PAGE)).flatten()[:length]
+            queries = torch.cat((q.new_zeros(length - count, *q.shape[1:]), q[first : first + count]))
+            parts = (queries.float(), keys[slots].float(), values[slots].float(), None, layer.sm_scale, 0.0, -1)
+            own = attention_reference(*parts, alibi_slopes=slopes[0].tolist() if slopes else None, chunk=layer.chunk)[
+                length - count :
+            ]
+            end = min(start + TILE_TOKENS, count)
+            out[first + start : first + end] = own[start:end].to(out.dtype)
+
+    return attend
+
+
+def check(layer: LayerSpec, piece) -> None:
+    forms = {layer.name: (DecodeForm(None, "decode", OF_MANY),)}
+    program = Program((), (layer,), (), "logits", decode_attention=forms, prefill_attention={layer.name: "prefill"})
+    linked = link(program, {"decode": piece, "prefill": piece}, {}, torch.device("cpu"))
+    check_prompts(linked, PAGE, torch.bfloat16, torch.device("cpu"))
+
+
+@pytest.mark.parametrize("layer", [LAYER, IN_CHUNKS], ids=["ALiBi", "chunks"])
+def test_a_right_kernel_passes(layer):
+    check(layer, piece_of(layer))
+
+
+@pytest.mark.parametrize(
+    ("layer", "wrong"),
+    [
+        (LAYER, piece_of(replace(LAYER, sm_scale=0.2))),
+        (IN_CHUNKS, piece_of(replace(IN_CHUNKS, chunk=64))),
+        (LAYER, lambda inputs: inputs[6].fill_(torch.nan)),
+    ],
+    ids=["another scale", "other chunks", "no numbers"],
+)
+def test_a_wrong_one_is_told(layer, wrong):
+    with pytest.raises(CompileError, match=r"attention of prompts in layers\.0\.attn is off by .*torch"):
+        check(layer, wrong)
