@@ -34,6 +34,7 @@ from mllm_compile.runtime.device.memory import (
 from mllm_compile.runtime.device.open import open_device, prefer_cublaslt
 from mllm_compile.runtime.errors import ConfigError, DeviceMemoryError, UnsupportedModelError
 from mllm_compile.runtime.forward_batch import (
+    Block,
     ForwardBatch,
     ForwardMode,
     LogitsProcessorOutput,
@@ -43,7 +44,7 @@ from mllm_compile.runtime.forward_batch import (
 from mllm_compile.runtime.forward_context import BatchDescriptor, ForwardContext, ForwardTimes, set_forward_context
 from mllm_compile.runtime.graph_mode import CUDAGraphMode
 from mllm_compile.runtime.media.feature_pool import FeaturePool
-from mllm_compile.runtime.media.grids import FEATURES_OF_A_RUN, MAX_FEATURES
+from mllm_compile.runtime.media.tower import FEATURES_OF_A_RUN, MAX_FEATURES
 from mllm_compile.runtime.media.tower_inputs import tower_inputs
 from mllm_compile.runtime.memory_pool import GDNPool, KVPool, ReqToTokenPool
 from mllm_compile.runtime.program.executor import Segments
@@ -485,7 +486,7 @@ class ModelRunner:
         """The features [F, W] of images; launches without waiting for the device.
 
         Args:
-            inputs: GridTower.input_names → tensors on the device, and Segments.
+            inputs: Tower.input_names → tensors on the device, and Segments.
         """
         if self.model.media is None:
             raise RuntimeError("the model takes no images")
@@ -599,32 +600,35 @@ class ModelRunner:
         )
         if self.feature_pool is not None:
             self._run_largest_tower()
-            batch.media = self._media_of(self.feature_pool, num_tokens)
+            batch.media = self._media_of(self.feature_pool, num_tokens, int(new_cpu[0]))
         logits = self.forward(batch)
         ones = torch.ones(num_requests, device=device)
         self.sample(logits, batch, ones, top_ps=ones * 0.9, top_ks=(ones * 50).long())
         del self.token_to_kv_pool, self.attn_backend
 
     def _run_largest_tower(self) -> None:
-        """Runs the tower on as many features as one run of it may have.
-
-        Each is a frame of its own: that attention is short, and takes no less memory."""
+        """Runs the tower on as many features as one run of it may have."""
         media, device = self.model.media, self.device
         assert media is not None, "it has a pool of features"
         tower = media.facts
         count = max(FEATURES_OF_A_RUN, min(self.config.runtime.max_model_len, MAX_FEATURES))
-        arrays, segments = tower_inputs(tower, [(count, tower.merge, tower.merge)])
+        grids = tower.largest(count)
+        arrays, segments = tower_inputs(tower, grids)
         inputs: dict[str, Any] = {name: torch.from_numpy(array).to(device) for name, array in arrays.items()}
         for name, one in segments.items():
             inputs[name] = Segments(torch.from_numpy(one.bounds).to(device), one.longest)
-        shape = count, tower.merge**2 * tower.patch_width
+        shape = sum(map(tower.pixel_rows, grids)), tower.pixel_width
         inputs["pixel_values"] = torch.zeros(shape, dtype=self.config.dtype, device=device)
         self.run_tower(inputs)
 
-    def _media_of(self, pool: FeaturePool, num_tokens: int) -> MediaInputs:
-        """The inputs of a step all of whose tokens take features."""
+    def _media_of(self, pool: FeaturePool, num_tokens: int, first: int) -> MediaInputs:
+        """The inputs of a step all of whose tokens take features; `first` are those of the first request."""
+        assert self.model.media is not None, "it has a pool of features"
+        facts = self.model.media.facts
         index = torch.zeros(num_tokens, dtype=torch.int64, device=self.device)
-        return MediaInputs(pool.rows.index_select(0, index), index == 0, index.expand(3, -1).contiguous())
+        axes = index.expand(facts.axes, -1).contiguous() if facts.axes > 1 else None
+        blocks = (Block(0, 0, first, first),) if facts.sees_ahead else ()
+        return MediaInputs(pool.rows.index_select(0, index), index == 0, axes, blocks)
 
 
 @contextmanager

@@ -20,8 +20,9 @@ class MediaPlan:
         positions: [T] int64, of all tokens that take no feature.
         deltas: [R] int32: what positions of decodes are beyond their index.
         rows: [T] int64 of the pool of features, 0 for tokens that take none; empty: no token takes one.
-        axes: [3, T] int64 positions, where `rows` are.
+        axes: [A, T] int64 positions, as many as the model has axes, where `rows` are.
         runs: of each run of the tower, in order, [F] int64 rows that it fills.
+        blocks: [B, 4] int64 tokens that see each other in both directions, as Block of forward_batch.py has them.
     """
 
     positions: np.ndarray
@@ -29,3 +30,4 @@ class MediaPlan:
     rows: np.ndarray = field(default_factory=lambda: NO_ROWS)
     axes: np.ndarray = field(default_factory=lambda: NO_ROWS)
     runs: tuple[np.ndarray, ...] = ()
+    blocks: np.ndarray = field(default_factory=lambda: NO_ROWS.reshape(0, 4))

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from mllm_compile.runtime.media.grids import MAX_FEATURES
 from mllm_compile.runtime.media.step_plan import NO_ROWS, MediaPlan
+from mllm_compile.runtime.media.tower import MAX_FEATURES
 from mllm_compile.runtime.schedule.scheduled_batch import ScheduledBatch
 
 # Arrays of a record, in order; those of ScheduledBatch have its names.
@@ -35,9 +35,10 @@ _ARRAYS = (
     ("feature_axes", np.int64),
     ("run_sizes", np.int64),
     ("run_rows", np.int64),
+    ("blocks", np.int64),
 )
 _COPIES = ("state_restores", "state_saves")  # [N, 2]
-_MEDIA_ARRAYS = ("positions", "deltas", "feature_rows", "feature_axes", "run_sizes", "run_rows")
+_MEDIA_ARRAYS = ("positions", "deltas", "feature_rows", "feature_axes", "run_sizes", "run_rows", "blocks")
 _HEADER = 4  # int64 numbers ahead of the arrays' lengths: step, decodes, tokens, whether prompt positions are scored
 _HEADER_BYTES = 8 * (_HEADER + len(_ARRAYS))
 _NO_SCORES = np.empty(0, dtype=np.int64)
@@ -64,7 +65,7 @@ def most_record_bytes(max_num_tokens: int, max_rows: int, pages_of_row: int) -> 
     Args:
         pages_of_row: most pages of one request.
     """
-    per_token, per_row, per_page = 16 + 40, 21 + 2 * 16, 16
+    per_token, per_row, per_page = 16 + 40 + 32, 21 + 2 * 16, 16
     largest = 2 * 8 * MAX_FEATURES  # that runs of a tower fill, and at most as many runs
     largest += per_token * max_num_tokens + max_rows * (per_row + per_page * pages_of_row)
     return _HEADER_BYTES + 8 * len(_ARRAYS) + largest
@@ -121,13 +122,14 @@ def _media_arrays(media: MediaPlan | None) -> dict[str, np.ndarray]:
         return dict.fromkeys(_MEDIA_ARRAYS, NO_ROWS)
     sizes = np.array([rows.size for rows in media.runs], dtype=np.int64)
     rows = np.concatenate(media.runs) if media.runs else NO_ROWS
-    values = media.positions, media.deltas, media.rows, media.axes.ravel(), sizes, rows
+    values = media.positions, media.deltas, media.rows, media.axes.ravel(), sizes, rows, media.blocks.ravel()
     return dict(zip(_MEDIA_ARRAYS, values, strict=True))
 
 
 def _media_of(arrays: dict[str, np.ndarray]) -> MediaPlan | None:
-    positions, deltas, rows, axes, sizes, run_rows = (arrays[name] for name in _MEDIA_ARRAYS)
+    positions, deltas, rows, axes, sizes, run_rows, blocks = (arrays[name] for name in _MEDIA_ARRAYS)
     if not positions.size:
         return None
     runs = tuple(np.split(run_rows, np.cumsum(sizes)[:-1])) if sizes.size else ()
-    return MediaPlan(positions, deltas, rows, axes.reshape(3, -1) if rows.size else NO_ROWS, runs)
+    axes = axes.reshape(-1, positions.size) if rows.size else NO_ROWS
+    return MediaPlan(positions, deltas, rows, axes, runs, blocks.reshape(-1, 4))
