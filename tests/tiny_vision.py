@@ -208,6 +208,8 @@ def save_vision_model(model_type: str, folder: Path, wide: bool = False) -> Any:
         for parameter in model.parameters():
             if parameter.dim() > 1:
                 parameter.normal_(0, 1.5 * parameter.shape[-1] ** -0.5)
+        if (head := model.get_output_embeddings().weight) is model.get_input_embeddings().weight:
+            head.mul_(0.1)  # or each token would answer with itself
         # Never a placeholder: Transformers would look for one more image.
         model.get_output_embeddings().weight[sorted(PLACEHOLDERS)] = 0
     model.save_pretrained(folder)
