@@ -28,6 +28,7 @@ from mllm_compile.passes.fuse_rank_sums import FuseRankSums
 from mllm_compile.passes.fuse_rope_cache import FuseRopeCache
 from mllm_compile.passes.fuse_silu_mul import FuseSiluMul
 from mllm_compile.passes.fuse_single_token import FuseSingleToken
+from mllm_compile.passes.gate_in_recurrences import GateInRecurrences
 from mllm_compile.passes.gather_rows_early import GatherRowsEarly
 from mllm_compile.passes.group_experts import GroupExperts
 from mllm_compile.passes.lower_attention import LowerAttention
@@ -58,6 +59,7 @@ PASSES: tuple[type[GraphPass], ...] = (
     QuantiseLinears,  # weights in eight or four bits stay so in memory
     PackProjections,  # q, k, v and gate, up as one GEMM each
     PadLinears,  # of towers: rows that tensor cores read at their full rate
+    GateInRecurrences,  # recurrences make their gates of what projections give
     PadHeads,  # heads as wide as those that attention kernels are made for
     # From here on attention is the runtime's op, and layers have names and parameters.
     LowerAttention,

@@ -26,10 +26,12 @@ class FollowingStepRunner(StepRunner):
             self._copy_states(batch.state_saves)
 
     def _run_model(self, batch: ScheduledBatch, plan: StepPlan) -> None:
-        if self._is_captured(batch):
+        shared = self._common_prefix_len(batch)
+        if self._is_captured(batch, shared):
             fields = plan.fields
             deltas = None if plan.media is None else plan.media.deltas
-            self._runner.decode(fields.req_pool_indices, fields.seq_lens, fields.out_cache_loc, deltas)
+            rows, seq_lens, slots = fields.req_pool_indices, fields.seq_lens, fields.out_cache_loc
+            self._runner.decode(rows, seq_lens, slots, deltas, shared)
             return
         output, fields_there = self._launch(batch, plan)
         if fields_there.scored_indices is not None and output.logits_of is not None:
