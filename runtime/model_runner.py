@@ -533,8 +533,12 @@ class ModelRunner:
 
     def spread_tokens(self) -> None:
         """Gives every rank the tokens that rank 0 has chosen last, which decodes read; of one rank does nothing."""
+        self.spread(self.row_state.last_tokens)
+
+    def spread(self, x: torch.Tensor) -> None:
+        """Makes x, which is contiguous, what rank 0 has there; of one rank does nothing."""
         if self.communicator is not None:
-            self.communicator.broadcast(self.row_state.last_tokens)
+            self.communicator.broadcast(x)
 
     # Memory -----------------------------------------------------------------------------------------------------------
 

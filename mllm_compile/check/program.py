@@ -164,19 +164,26 @@ def _check_media(
         return None
     vocab_size = hf_model.sizes(programs.with_features.layers).vocab_size
     case = MediaCase(programs.facts, vocab_size, special_ids(hf_model), device)
-    executors = [
-        ProgramExecutor(one.program, linked.pieces, _program_weights(by_name, one.program, one, 0))
-        for one in lowered.of_media
-    ]
-    layers = tuple(AttentionLayer.of(layer, executors[0].weights) for layer in executors[0].program.layers)
+
+    def executor(one: Lowered, rank: int) -> ProgramExecutor:
+        return ProgramExecutor(one.program, linked.pieces, _program_weights(by_name, one.program, one, rank))
+
+    text, tower = lowered.of_media
     ours: torch.Tensor | Exception
     dtype = hf_model.model.dtype
     try:
-        features = features_of(executors[1], case, dtype, device)
+        features = features_of(executor(tower, 0), case, dtype, device)
         lengths = tuple(len(ids) for ids, _ in case.prompts)
         inputs = inputs_with_features(case, features)
         blocks = case.blocks if programs.facts.sees_ahead else ()
-        (ours,) = _run_packed(executors[0], layers, lengths, 1, inputs, None, device, dtype, states, blocks)
+
+        def run(rank: int) -> torch.Tensor:
+            own = executor(text, rank)
+            layers = tuple(AttentionLayer.of(layer, own.weights) for layer in own.program.layers)
+            with current_device(torch.device(device)):
+                return _run_packed(own, layers, lengths, 1, inputs, None, device, dtype, states, blocks)[0]
+
+        ours = run(0) if lowered.num_ranks == 1 else run_lockstep(lowered.num_ranks, run)[0]
     except Exception as failure:
         ours = failure
     limit = TOLERANCE[dtype] * (1 if dtype == torch.float32 else ROUNDED_TWICE)

@@ -81,7 +81,7 @@ def _follow(start: Start, lines: Lines) -> None:
     steps = FollowingStepRunner(runner, Sampler(runner.model.sampling))
     lines.send(Answer(READY))
     while (record := ring.next()) is not None:
-        steps.follow(record.batch, record.scored_indices)
+        steps.follow(record)
         ring.done()
 
 

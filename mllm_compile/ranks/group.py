@@ -14,7 +14,6 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-import numpy as np
 import torch
 
 from mllm_compile import errors
@@ -26,9 +25,8 @@ from mllm_compile.runtime.collectives.base import Communicator
 from mllm_compile.runtime.config_sections import RuntimeSection
 from mllm_compile.runtime.device.cpu_threads import usable_cores
 from mllm_compile.runtime.json_data import from_json, parse_json
-from mllm_compile.runtime.ranks.records import most_record_bytes
+from mllm_compile.runtime.ranks.records import StepRecord, most_record_bytes
 from mllm_compile.runtime.ranks.ring import RingWriter
-from mllm_compile.runtime.schedule.scheduled_batch import ScheduledBatch
 from mllm_compile.store.opened import CompiledRuntime
 
 logger = logging.getLogger("mllm_compile.ranks")
@@ -166,7 +164,7 @@ class RankGroup:
 
     # Steps ------------------------------------------------------------------------------------------------------------
 
-    def announce(self, batch: ScheduledBatch, scored_indices: np.ndarray | None) -> None:
+    def announce(self, record: StepRecord) -> None:
         """Has the followers run a step, which this rank is about to.
 
         Raises:
@@ -174,7 +172,7 @@ class RankGroup:
         """
         self.check()
         self._in_step = True
-        self._ring.write(batch, scored_indices, self.check)
+        self._ring.write(record, self.check)
 
     def launched(self) -> None:
         """Notes that this rank has launched what it announced."""

@@ -152,6 +152,15 @@ def patches() -> fx.GraphModule:
     return builder.finish(builder.head(builder.layer(x, 0)))
 
 
+def tower() -> fx.GraphModule:
+    """Attention of packed patches, and a feed-forward whose features fill no row of 16 bytes."""
+    builder = GraphBuilder()
+    x = builder.embed()
+    x = builder.call(operator.add, x, builder.packed_attention(x))
+    wide = builder.call(torch.relu, builder.linear(x, "up", 1021))
+    return builder.finish(builder.head(builder.linear(wide, "down", HIDDEN, bias=True)))
+
+
 def not_by_token() -> fx.GraphModule:
     """The last layer looks at other tokens, so it is computed of all."""
     builder = GraphBuilder()
@@ -375,6 +384,7 @@ GRAPHS = (
     spelled_in_all_ways,
     views_and_outer_products,
     patches,
+    tower,
     not_by_token,
     decoder,
     decoder_with_normed_heads,

@@ -16,6 +16,7 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
+import mllm_compile.runtime.ops.varlen.ops  # noqa: F401  (defines torch.ops.mllm.varlen_attention)
 from mllm_compile.passes.base import (
     ATTENTION_LAYERS,
     PACKED_WEIGHTS,
@@ -93,6 +94,17 @@ class GraphBuilder:
         node = self.call(torch.ops.mllm.attention.default, *heads, *said.values())
         if module is not None:
             node.meta["nn_module_stack"] = {"m": (f"L['self'].model.{module}", torch.nn.Module)}
+        return self.method("flatten", node, 1)
+
+    def packed_attention(self, x: fx.Node) -> fx.Node:
+        """A tower's attention over x [T, H*D], all of which is one segment; [T, H*D]."""
+        heads = self.method("view", x, self.size_inputs["T"], HEADS, HEAD_DIM)
+        with self._mode:
+            value = torch.empty(2, dtype=torch.int32)
+        bounds = self._placeholder("l_cu_seqlens_", value)
+        bounds.meta["input_name"] = "cu_seqlens"
+        node = self.call(torch.ops.mllm.varlen_attention.default, heads, heads, heads, bounds, 0.5, "")
+        node.meta["nn_module_stack"] = {"m": ("L['self'].model.tower", torch.nn.Module)}
         return self.method("flatten", node, 1)
 
     def layer(self, x: fx.Node, index: int, scale: float = 1.0, **changes: Any) -> fx.Node:
@@ -231,6 +243,7 @@ def _run(gm: fx.GraphModule, call_graph: Callable[..., Any], num_tokens: int, se
         "input_ids": torch.randint(0, VOCAB, (num_tokens,), generator=generator),
         "positions": torch.arange(num_tokens),
         "slots": torch.arange(1, num_tokens + 1),
+        "cu_seqlens": torch.tensor([0, num_tokens], dtype=torch.int32),
         "logits_indices": torch.tensor([0, num_tokens - 1]),
     }
     values = [_value(node, gm, inputs) for node in gm.graph.nodes if node.op == "placeholder"]
