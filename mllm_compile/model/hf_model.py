@@ -177,7 +177,7 @@ def auto_class(config_class: type[PreTrainedConfig]) -> Any:
     have one, or where the other is of the text alone and images come with grids (model/towers/visual_grids.py)."""
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
-    with_images = AutoModelForImageTextToText._model_mapping.get(config_class, None)
+    with_images: Any = AutoModelForImageTextToText._model_mapping.get(config_class, None)
     if with_images is None:
         return AutoModelForCausalLM
     takes_grids = "image_grid_thw" in inspect.signature(with_images.forward).parameters
