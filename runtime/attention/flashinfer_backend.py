@@ -22,6 +22,7 @@ import torch
 from mllm_compile.runtime.attention.base import AttentionBackend, AttentionInputs, Unrotated
 from mllm_compile.runtime.attention.captured.decodes import DecodeSteps, check_capturable, make_graph_buffers
 from mllm_compile.runtime.attention.captured.mixed import MixedStep, MixedSteps
+from mllm_compile.runtime.attention.flashinfer.blocks import ImageBlocks
 from mllm_compile.runtime.attention.flashinfer.cascade import CascadeDecode, CascadeRows, GroupCascade
 from mllm_compile.runtime.attention.flashinfer.decode import DecodeRows, GroupDecode, PlannedGroup, SplitGroup
 from mllm_compile.runtime.attention.flashinfer.kernels import (
@@ -145,6 +146,8 @@ class FlashInferAttnBackend(AttentionBackend):
             self._shared_prefix = SharedPrefix(cascading, max_req_pool_size, self.device)
         self._decode_steps: DecodeSteps | None = None  # see init_cuda_graph_state
         self._mixed_steps = self._make_mixed_steps(max_req_pool_size)
+        self._image_blocks: ImageBlocks | None = None
+        self._has_blocks = False  # in the batch
         self._num_decodes = 0
         self.decode_metadata: DecodeMetadata | None = None
         self.prefill_metadata: PrefillMetadata | None = None
@@ -177,6 +180,16 @@ class FlashInferAttnBackend(AttentionBackend):
             self.decode_metadata = DecodeMetadata(self._plan_decodes(batch, decodes))
         if num_prefills:
             self.prefill_metadata = self._plan_prefills(batch, num_decodes, pages_of)
+        self._plan_blocks(batch)
+
+    def _plan_blocks(self, batch: ForwardBatch) -> None:
+        blocks = batch.media.blocks if batch.media is not None else ()
+        self._has_blocks = bool(blocks)
+        if not blocks:
+            return
+        if self._image_blocks is None:
+            self._image_blocks = ImageBlocks(self._make_flashinfer_prefill, self.groups, self.page_size)
+        self._image_blocks.plan(batch, blocks, CommonAttentionMetadata.of(batch).block_table)
 
     def _plan_decodes(self, batch: ForwardBatch, decodes: DecodeRows) -> list[Any]:
         """The wrapper of each group; cascades where the batch's decodes begin alike and the group has one."""
@@ -237,7 +250,8 @@ class FlashInferAttnBackend(AttentionBackend):
         space = None
         if of_groups:
             groups = [(self.groups[index], of_group) for index, of_group in of_groups.items()]
-            space = SplitDecodeSpace(groups, self.req_to_token, max_requests, self.page_size, self.q_dtype)
+            types = self.q_dtype, self.kv_cache_dtype
+            space = SplitDecodeSpace(groups, self.req_to_token, max_requests, self.page_size, *types)
 
         def make(index: int, group: PlanGroup) -> GroupDecode:
             if space is not None and index in of_groups:
@@ -274,7 +288,9 @@ class FlashInferAttnBackend(AttentionBackend):
     def _make_group_prefill(self, group: PlanGroup, own: DecodePiece | None) -> GroupPrefill | GroupOwnPrefill:
         if own is not None and self._split_space is not None:
             return GroupOwnPrefill(own, group, self._split_space, self.q_dtype)
+        return self._make_flashinfer_prefill(group)
 
+    def _make_flashinfer_prefill(self, group: PlanGroup) -> GroupPrefill:
         def make_wrapper(kernel: str, use_ragged: bool, **options: Any) -> Any:
             make = (
                 self._flashinfer.BatchPrefillWithRaggedKVCacheWrapper
@@ -330,6 +346,8 @@ class FlashInferAttnBackend(AttentionBackend):
             new = slice(self.prefill_metadata.first_token, None)
             keys_and_values = (inputs.k[new], inputs.v[new]) if self.prefill_metadata.use_ragged else (pages,)
             run_with_sinks(wrapper, q[new], *keys_and_values, out=out[new], sinks=layer.sink_logits)
+        if self._has_blocks and self._image_blocks is not None:
+            self._image_blocks.run(group_index, q, pages, out, layer)
 
     def cascade_pays(self, num_requests: int, num_tokens: int, is_captured: bool = False) -> bool:
         per_token = sum(layer.num_kv_heads * (layer.head_dim + layer.v_head_dim) for layer in self._cascaded)
@@ -458,7 +476,7 @@ class FlashInferAttnBackend(AttentionBackend):
         return self._decode_steps
 
     def _set_decodes(self, bs: int, wrappers: list[Any]) -> None:
-        self._num_decodes = bs
+        self._num_decodes, self._has_blocks = bs, False
         self.decode_metadata, self.prefill_metadata = DecodeMetadata(wrappers), None
 
     @property
@@ -495,6 +513,7 @@ class FlashInferAttnBackend(AttentionBackend):
         return self._mixed_steps
 
     def _set_mixed(self, step: MixedStep) -> None:
+        self._has_blocks = False
         self._num_decodes = step.num_rows  # rows that decode kernels are given; those that are no decodes have no keys
         self.decode_metadata = DecodeMetadata(step.decodes)
         self.prefill_metadata = PrefillMetadata(step.prefills, use_ragged=False)

@@ -54,6 +54,8 @@ OPS = {
     "own_positions": "trace",
     "own_rank": "ranks.ops",
     "paged_prefill": "prompts.attend",
+    "quantised_expert_linear": "experts.quantised",
+    "quantised_grouped_linear": "experts.grouped_quantised",
     "quantised_linear": "quantised_linear.ops",
     "request_lengths": "trace",
     "rope_and_cache": "rope_cache",
@@ -124,6 +126,7 @@ def define_called() -> None:
     for module in (
         "experts.count",
         "experts.linear",
+        "experts.quantised",
         "quantised_linear.ops",
         "quantised_linear.scaled",
         *(f"{folder}.ops" for folder in FAMILIES),

@@ -181,6 +181,7 @@ def _split_decode_kernel(
     if start < num_keys:
         end = tl.minimum(start + share, num_keys)
         row_table = table_ptr + row.to(tl.int64) * table_stride
+        dtype = q_ptr.dtype.element_ty
         dims = tl.arange(0, D)
         block = tl.arange(0, BLOCK)
         group = tl.arange(0, DOT_ROWS)
@@ -197,22 +198,22 @@ def _split_decode_kernel(
             valid = offsets < end
             places = (_slots_of(row_table, offsets, valid, PAGE) * HK + head)[:, None] * D + dims[None, :]
             is_old = (offsets < tl.minimum(end, num_keys - 1))[:, None]
-            k = tl.load(keys_ptr + places, mask=is_old, other=0.0)
-            v = tl.load(values_ptr + places, mask=is_old, other=0.0)
+            k = tl.load(keys_ptr + places, mask=is_old, other=0.0).to(dtype)
+            v = tl.load(values_ptr + places, mask=is_old, other=0.0).to(dtype)
             if EARLY:
                 wait_for_prerequisites()
                 start_dependents()
             is_last = (offsets == num_keys - 1)[:, None]
-            k += tl.load(keys_ptr + places, mask=is_last, other=0.0)
-            v += tl.load(values_ptr + places, mask=is_last, other=0.0)
+            k += tl.load(keys_ptr + places, mask=is_last, other=0.0).to(dtype)
+            v += tl.load(values_ptr + places, mask=is_last, other=0.0).to(dtype)
             q = tl.load(q_ptr + heads[:, None] * D + dims[None, :], mask=is_head, other=0.0)
             for offset in range(start, end, BLOCK):
                 current_k, current_v = k, v
                 offsets = offset + BLOCK + block
                 is_next = offsets < end
                 places = (_slots_of(row_table, offsets, is_next, PAGE) * HK + head)[:, None] * D + dims[None, :]
-                k = tl.load(keys_ptr + places, mask=is_next[:, None], other=0.0)
-                v = tl.load(values_ptr + places, mask=is_next[:, None], other=0.0)
+                k = tl.load(keys_ptr + places, mask=is_next[:, None], other=0.0).to(dtype)
+                v = tl.load(values_ptr + places, mask=is_next[:, None], other=0.0).to(dtype)
                 is_key = offset + block < end
                 bias = slopes[:, None] * (offset + block - (num_keys - 1)).to(tl.float32)[None, :]
                 top, total, acc = _add_keys(
@@ -224,8 +225,8 @@ def _split_decode_kernel(
                 offsets = offset + block
                 valid = offsets < end
                 places = (_slots_of(row_table, offsets, valid, PAGE) * HK + head)[:, None] * D + dims[None, :]
-                k = tl.load(keys_ptr + places, mask=valid[:, None], other=0.0)
-                v = tl.load(values_ptr + places, mask=valid[:, None], other=0.0)
+                k = tl.load(keys_ptr + places, mask=valid[:, None], other=0.0).to(dtype)
+                v = tl.load(values_ptr + places, mask=valid[:, None], other=0.0).to(dtype)
                 bias = slopes[:, None] * (offsets - (num_keys - 1)).to(tl.float32)[None, :]
                 top, total, acc = _add_keys(q, k, v, valid, bias, top, total, acc, SCALE, SOFT_CAP, HAS_SLOPES)
         if num_active == 1:
@@ -288,7 +289,7 @@ def split_decode(
     """Attention of one new token a request over its keys, those of the token included.
 
     Args:
-        q: [R, H, D]; keys, values: [P, Hk, D]; all contiguous and of one dtype.
+        q: [R, H, D]; keys, values: [P, Hk, D]; all contiguous and of one dtype, or the cache in float8_e4m3fn.
         page_table: [R, W] int32, the pages of each request, contiguous; seq_lens: [R] int32; with 0
             a row is passed over and its output left as it is. Blocks without keys do not wait, but for row 0's.
         out: [R, H, D], contiguous, written.

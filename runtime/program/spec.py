@@ -20,7 +20,8 @@ from mllm_compile.runtime.attention.split.splits import Splits
 from mllm_compile.runtime.cuda.kernel import CudaKernel
 from mllm_compile.runtime.errors import ArtifactError
 from mllm_compile.runtime.json_data import from_json
-from mllm_compile.runtime.media.grids import GridTower
+from mllm_compile.runtime.media.every import tower_from_json, tower_to_json
+from mllm_compile.runtime.media.tower import Tower
 from mllm_compile.runtime.ops import family
 from mllm_compile.runtime.schedule.rope_lengths import RopeLengths
 from mllm_compile.runtime.state.layer import StateLayer
@@ -412,20 +413,20 @@ class MediaPrograms:
 
     with_features: Program
     tower: Program
-    facts: GridTower
+    facts: Tower
 
     def to_json(self) -> dict[str, Any]:
         return {
             "with_features": self.with_features.to_json(),
             "tower": self.tower.to_json(),
-            "facts": asdict(self.facts),
+            "facts": tower_to_json(self.facts),
         }
 
     @classmethod
     def from_json(cls, data: Any) -> MediaPrograms:
         """Raises KeyError, TypeError, ValueError or ArtifactError for anything that to_json would not have written."""
         with_features, tower = (Program.from_json(data[name]) for name in ("with_features", "tower"))
-        return cls(with_features, tower, from_json(GridTower, data["facts"]))
+        return cls(with_features, tower, tower_from_json(data["facts"]))
 
 
 def _step_from_json(data: Mapping[str, Any]) -> Step:

@@ -73,7 +73,7 @@ For every architecture:
 - Layers with a [state](state.md) are served where they call known functions or are known modules. An architecture with
   others is refused for them; where a config has none, it may be served
   ([below](#served-where-every-layer-is-full-attention)).
-- Of models with images or sound it is the text part (gemma3, phi4_multimodal), but for [images](images.md) of Qwen-VL.
+- Of models with images or sound it is the text part (gemma3, phi4_multimodal), but for [images](images.md).
 - Models of the roberta family count positions from behind their padding token, and have so many fewer of them: set
   `max_model_len` as the error says. A padding token inside of a text is counted like any other token.
 """
