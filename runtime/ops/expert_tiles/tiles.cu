@@ -13,8 +13,7 @@
 //
 // The rows of a tile lie so that a lane's sums are of eight neighbouring outputs (tensor_maps.expert_halves, expert_rows).
 //
-// Defined by kernel.py: N rows of a weight (of a gated one gates, then ups), GATED, how many of a lane's stores are HELD, and
-// what units.cuh asks for.
+// Defined by kernel.py: N rows of a weight (of a gated one gates, then ups), GATED, and what units.cuh asks for.
 
 constexpr int BLOCK = TILE_UNITS * UNIT_ROWS;
 constexpr int OUTPUTS = GATED ? N / 2 : N, TILE_OUTPUTS = GATED ? ROWS / 2 : ROWS;
@@ -151,10 +150,8 @@ __device__ __forceinline__ void ask(const TensorMap* weight, const TensorMap* x,
     if (tile.expert < 0) {  // nothing to multiply
       arrive(full + 8 * place.slot);
       place.go_on();
-      if (tile.rows) continue;
-      // Nobody reads the last stage; the others' releases must have come before this block goes.
-      for (int i = 1; i < STAGES; i++, place.go_on()) wait_for(empty + 8 * place.slot, place.phase);
-      return;
+      if (tile.rows == 0) return;
+      continue;
     }
     const int units = tile.units(), bytes = W_BYTES + units * UNIT_BYTES;
     for (int step = 0; step < STEPS; step++) {
@@ -186,29 +183,12 @@ struct Target {
   static constexpr u32 NOWHERE = ~0u;
   u32 rows[GROUP_UNITS][2];  // in uint4, or NOWHERE
   int first_output;
-  // No branch: products under way would wait for one another where lanes part.
-  __device__ __forceinline__ void store(uint4* out, int store, const uint4& outputs, bool is_now) const {
+  __device__ __forceinline__ void store(uint4* out, int store, const uint4& outputs) const {
     const u32 row = rows[store / (2 * STORES_ROW)][store / STORES_ROW % 2];
     const bool is_output = OUTPUTS % (SHARE * TILE_OUTPUTS) == 0 || first_output + store % STORES_ROW * 32 < OUTPUTS;
-    store_if(is_now && row != NOWHERE && is_output, out + row + store % STORES_ROW * 4, outputs);
+    if (row != NOWHERE && is_output) out[row + store % STORES_ROW * 4] = outputs;
   }
 };
-
-#if HELD
-// Outputs of the tile before, as many as registers hold beside the sums: they leave during the next tile's products, so that
-// no tensor core waits for the stores.
-struct Held {
-  static constexpr int COUNT = HELD, FIRST = STORES - HELD;
-  static constexpr int STORES_STEP = (COUNT + STEPS - 1) / STEPS > 2 ? (COUNT + STEPS - 1) / STEPS : 2;
-  uint4 outputs[COUNT];
-  Target target;
-  uint4* out;
-  __device__ __forceinline__ void operator()(int step) const {
-#pragma unroll
-    for (int i = 0; i < COUNT; i++) target.store(out, FIRST + i, outputs[i], step == i / STORES_STEP);
-  }
-};
-#endif
 
 // Of a block whose rows no expert has: zeros for those of padding, NaN for those, inverted, whose id is no expert's.
 __device__ __forceinline__ void fill(uint4* out, const int* order, const Tile& tile, int first_row) {
@@ -253,12 +233,6 @@ __launch_bounds__(THREADS, 1) expert_tiles(const __grid_constant__ TensorMap wei
     const int group = warp / 4 - 1;
     const u32 empty_of_one = address_of_peer(empty, lane % SHARE);
     Place place;
-#if HELD
-    Held held;
-#pragma unroll
-    for (int i = 0; i < GROUP_UNITS * 2; i++) held.target.rows[i / 2][i % 2] = Target::NOWHERE;
-    held.out = out;
-#endif
     while (true) {
       wait_for(full + 8 * place.slot, place.phase);
       const Tile tile = told.tiles[place.slot];
@@ -290,30 +264,18 @@ __launch_bounds__(THREADS, 1) expert_tiles(const __grid_constant__ TensorMap wei
       for (int m = 0; m < GROUP_UNITS; m++)
 #pragma unroll
         for (int j = 0; j < SUMS; j++) sums[m][j] = 0.f;
-#if HELD
-      const Held& beside = held;
-#else
-      const Nothing beside;
-#endif
       if (own == 2)
-        multiply<2>(sums, ring, full, empty_of_one, place, first_unit * UNIT_BYTES, lane, beside);
+        multiply<2>(sums, ring, full, empty_of_one, place, first_unit * UNIT_BYTES, lane);
       else if (own == 1)
-        multiply<1>(sums, ring, full, empty_of_one, place, first_unit * UNIT_BYTES, lane, beside);
+        multiply<1>(sums, ring, full, empty_of_one, place, first_unit * UNIT_BYTES, lane);
       else
-        multiply<0>(sums, ring, full, empty_of_one, place, first_unit * UNIT_BYTES, lane, beside);
+        multiply<0>(sums, ring, full, empty_of_one, place, first_unit * UNIT_BYTES, lane);
       if (GATED) find_places();
 #pragma unroll
-      for (int i = 0; i < STORES - HELD; i++) target.store(out, i, outputs_of(sums, i), true);
-#if HELD
-      held.target = target;
-#pragma unroll
-      for (int i = 0; i < Held::COUNT; i++) held.outputs[i] = outputs_of(sums, Held::FIRST + i);
-#endif
+      for (int i = 0; i < STORES; i++) target.store(out, i, outputs_of(sums, i));
     }
-#if HELD
-#pragma unroll
-    for (int i = 0; i < Held::COUNT; i++) held.target.store(out, Held::FIRST + i, held.outputs[i], true);
-#endif
   }
-  leave_ring();
+  // Arrivals at the other block's barriers have been seen there: it must not have gone.
+  asm volatile("barrier.cluster.arrive.release;" ::: "memory");
+  asm volatile("barrier.cluster.wait.acquire;" ::: "memory");
 }
