@@ -28,6 +28,7 @@ from mllm_compile.passes.fuse_rank_sums import FuseRankSums
 from mllm_compile.passes.fuse_rope_cache import FuseRopeCache
 from mllm_compile.passes.fuse_silu_mul import FuseSiluMul
 from mllm_compile.passes.fuse_single_token import FuseSingleToken
+from mllm_compile.passes.gate_in_recurrences import GateInRecurrences
 from mllm_compile.passes.gather_rows_early import GatherRowsEarly
 from mllm_compile.passes.group_experts import GroupExperts
 from mllm_compile.passes.lower_attention import LowerAttention
@@ -56,6 +57,7 @@ PASSES: tuple[type[GraphPass], ...] = (
     AbsorbLatents,  # latent attention over the latents, which are all that is cached
     QuantiseLinears,  # weights in eight or four bits stay so in memory
     PackProjections,  # q, k, v and gate, up as one GEMM each
+    GateInRecurrences,  # recurrences make their gates of what projections give
     PadHeads,  # heads as wide as those that attention kernels are made for
     # From here on attention is the runtime's op, and layers have names and parameters.
     LowerAttention,

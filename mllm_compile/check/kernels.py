@@ -14,6 +14,7 @@ from collections.abc import Sequence
 
 import torch
 
+from mllm_compile.check.cascades import check_cascades
 from mllm_compile.check.decode_loop import check_decode_loop
 from mllm_compile.check.latents import check_latents
 from mllm_compile.check.prompts import check_prompts
@@ -32,6 +33,7 @@ from mllm_compile.runtime.sampling.sampler import SamplingPieces
 
 _LENGTHS = (1, 70, 300)  # a part of one program's keys; several programs that are added up
 _LONGEST = 2100  # as many programs as one request's keys are ever split among
+_LONGEST_ALONE = 6200  # so long that its heads have several clusters (attention/hopper/clusters.cu)
 _MANY_REQUESTS = 150  # shares count requests by warps: by more than one
 _MOST_WINDOW = 8192  # a longer one would take seconds to reach the end of
 # ‖ours − float32's‖ / ‖float32's‖ of the worst request; rounding alone is up to 3e-3 in bfloat16.
@@ -66,6 +68,7 @@ def check_written_pieces(
             check = _DecodeCheck(layer, page_size, dtype, logits.device, step, cache_dtype)
             for lengths in check.batches(forms):
                 check.run(lengths, forms, linked.decoders[layer.name])
+    check_cascades(linked, page_size, dtype, logits.device)
     check_prompts(linked, page_size, dtype, logits.device)
     check_latents(linked, page_size, dtype, logits.device)
     if program.sampling is not None and linked.sampling is not None:
@@ -109,7 +112,8 @@ class _DecodeCheck:
         self._generator = torch.Generator().manual_seed(0)
         has_window = 0 <= layer.window_left <= _MOST_WINDOW
         self._longest = layer.window_left + 71 if has_window else _LONGEST
-        num_pages = -(-max(self._longest, *_LENGTHS) // page_size)
+        self._alone = self._longest if has_window else _LONGEST_ALONE
+        num_pages = -(-max(self._longest, self._alone, *_LENGTHS) // page_size)
         shape = (num_pages, page_size, layer.num_kv_heads, layer.head_dim)
         self._keys, self._values = (self._random(shape, dtype).to(self._cache_dtype) for _ in range(2))
         # As much as all keys of the longest request weigh together: what many blocks add up is felt as well.
@@ -128,7 +132,7 @@ class _DecodeCheck:
         many = {_MANY_REQUESTS} if has_shares else set()
         sizes = sorted({2, len(_LENGTHS) + 1, *most, *(count + 1 for count in most), *many} - {0, 1})
         lengths = (self._longest, *_LENGTHS[::-1])
-        return [(self._longest,), *((lengths * size)[:size] for size in sizes)]
+        return [(self._alone,), *((lengths * size)[:size] for size in sizes)]
 
     def run(self, lengths: tuple[int, ...], forms: Sequence[DecodeForm], decoders: Decoders) -> None:
         """Raises CompileError where a request's answer is not float32's."""

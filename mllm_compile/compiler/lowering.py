@@ -19,6 +19,7 @@ from mllm_compile.compiler.lowered import BuiltModel, Lowered
 from mllm_compile.config.model_folder import ModelFolder, check_remote_code
 from mllm_compile.config.resolved import ResolvedConfig
 from mllm_compile.errors import CompileError, ConfigError
+from mllm_compile.kernels.cascade_attention import add_cascade_attention
 from mllm_compile.kernels.cuda import can_compile_kernels, kernels_of
 from mllm_compile.kernels.decode_attention import add_decode_attention
 from mllm_compile.kernels.decode_loop import add_decode_loop
@@ -170,6 +171,7 @@ def rewrite(config: ResolvedConfig, built: BuiltModel, trace: Trace, observer: O
     _check_cut(graph, config.runtime.tensor_parallel_size)
     program = replace(build_program(graph), rope=built.hf_model.rope)
     program, decode_pieces = add_decode_attention(config, program)
+    program, cascade_pieces = add_cascade_attention(config, program)
     program, prefill_pieces = add_prefill_attention(config, program)
     program, state_pieces = add_state_pieces(config, program, state_operands(graph))
     program, latent_pieces = add_latent_attention(config, program)
@@ -179,7 +181,15 @@ def rewrite(config: ResolvedConfig, built: BuiltModel, trace: Trace, observer: O
     program, loop_pieces = add_decode_loop(config, program, logits)
     if pass_target(config).compiles_cuda:
         program = replace(program, kernels=kernels_of(graph, program))
-    written = (*decode_pieces, *prefill_pieces, *state_pieces, *latent_pieces, *sampling_pieces, *loop_pieces)
+    written = (
+        *decode_pieces,
+        *cascade_pieces,
+        *prefill_pieces,
+        *state_pieces,
+        *latent_pieces,
+        *sampling_pieces,
+        *loop_pieces,
+    )
     return Lowered(built, graph, program, reports, left_out, size_symbols(graph), written)
 
 

@@ -31,6 +31,10 @@ PAGE_SIZE = {"flashinfer": 64, "torch": 16}
 # A CPU computes a few hundred tokens a second: more in flight would only make each of them later.
 MAX_RUNNING_REQUESTS = {"cuda": 256, "cpu": 64}
 MAX_NUM_BATCHED_TOKENS = {"cuda": 8192, "cpu": 2048}
+# Where 8192 tokens are fewer rows of an expert than this, as with 8 of 128: their kernels take 64 at a time, the last
+# of them in part, and read a weight again for each 256. Twice the tokens take 1.73 times as long there on an H100.
+_FEW_ROWS_OF_EXPERT = 1024
+TOKENS_OF_SMALL_EXPERTS = 16384
 # deterministic: tokens of every step, padding included. A GPU multiplies 128 rows about as fast as one. 512 rows times
 # KV heads are more blocks than twice a GPU's processors, from which on FlashInfer's captured attention never splits a
 # request's keys (see FlashInferAttnBackend.init_cuda_graph_state). Which layers it decodes is known after the trace.
@@ -282,6 +286,8 @@ def _hopper_decode(
 def _batch_limits(asked: RuntimeConfig, kind: str, model: ModelFolder, choices: AutoChoices) -> tuple[int, int]:
     """(max_running_requests, max_num_batched_tokens): every running request needs a token of a step's budget."""
     auto_tokens, why = MAX_NUM_BATCHED_TOKENS[kind], f"for {kind}"
+    if kind == "cuda" and _rows_of_expert(model, auto_tokens) < _FEW_ROWS_OF_EXPERT:
+        auto_tokens, why = TOKENS_OF_SMALL_EXPERTS, f"for {kind}, as each expert gets few of a step's tokens"
     if asked.deterministic:
         auto_tokens, why = _deterministic_tokens(kind, model), f"deterministic: every step on {kind} has so many"
     budget = asked.max_num_batched_tokens
@@ -301,6 +307,14 @@ def _batch_limits(asked: RuntimeConfig, kind: str, model: ModelFolder, choices: 
             f"running request takes a token of every step. Raise the second or lower the first."
         )
     return requests, tokens
+
+
+def _rows_of_expert(model: ModelFolder, num_tokens: int) -> float:
+    """Rows that an expert gets of so many tokens on average; all, of a model without experts."""
+    num_experts = model.text_config_value("num_experts", "num_local_experts", "n_routed_experts")
+    num_chosen = model.text_config_value("num_experts_per_tok", "num_experts_per_token")
+    are_numbers = isinstance(num_experts, int) and isinstance(num_chosen, int) and num_experts > 0
+    return num_tokens * num_chosen / num_experts if are_numbers else num_tokens
 
 
 def _deterministic_tokens(kind: str, model: ModelFolder) -> int:

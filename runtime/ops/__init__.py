@@ -27,6 +27,7 @@ OPS = {
     "attention": "trace",
     "attention_with_output": "attention",
     "begin_decode": "decode_loop",
+    "cascade_decode": "shared_prefix.attend",
     "causal_conv": "states.trace",
     "causal_conv_states": "states.conv",
     "choose_experts": "experts.choose",

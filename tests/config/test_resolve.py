@@ -68,6 +68,16 @@ def test_auto_on_a_gpu_is_the_checkpoints_dtype_flashinfer_and_both_kinds_of_gra
 
 
 @pytest.mark.parametrize(
+    ("num_experts", "chosen", "tokens"),
+    [(128, 8, 16384), (64, 8, 8192), (8, 2, 8192), (256, 8, 16384), ("many", 8, 8192)],
+)
+def test_a_step_has_more_tokens_where_each_expert_gets_few_of_them(num_experts, chosen, tokens):
+    config_json = {"num_local_experts": num_experts, "num_experts_per_tok": chosen}
+    assert resolved(H200, config_json).runtime.max_num_batched_tokens == tokens
+    assert resolved(H200, config_json, runtime={"max_num_batched_tokens": 300}).runtime.max_num_batched_tokens == 300
+
+
+@pytest.mark.parametrize(
     ("width", "largest"), [(64, 4096), (1024, 4096), (1152, 2048), (2048, 1024), (2560, 512), (4096, 512), ("?", 512)]
 )
 def test_the_smaller_a_model_the_longer_are_the_steps_whose_pieces_are_captured(width, largest):

@@ -74,7 +74,7 @@ def test_on_hopper_kernels_stand_for_both_pieces(has_kernels):
     ("kv_heads", "sizes", "served"),
     [
         (8, {}, [("clusters", 256), ("shares", None)]),
-        (8, {"max_model_len": 32768}, [("decode_0_few", 15), ("clusters", 64), ("shares", None)]),
+        (8, {"max_model_len": 32768}, [("clusters", 64), ("shares", None)]),
         (16, {"max_model_len": 32768}, [("clusters", 64), ("shares", None)]),
         (8, {"max_running_requests": 2000}, [("clusters", 256), ("shares", 8192), ("decode_0_many", None)]),
         (10, {}, [("clusters", 256), ("decode_0_many", None)]),

@@ -120,8 +120,11 @@ class ShareDecode:
 
 
 def _factors(sm_scale: float, fp8: bool) -> tuple[ctypes.c_float, ctypes.c_float]:
-    """The factors of logits, to base 2, and of what comes out. Keys and values of e4m3 are taken as numbers 2^120 times
-    smaller, of which queries and weights make up for a half (small_keys.cuh)."""
+    """The factors of logits, to base 2, and of what comes out.
+
+    Keys and values of e4m3 are taken as numbers 2^120 times smaller, of which queries and weights make up for a half
+    each (small_keys.cuh).
+    """
     larger = 2.0**60 if fp8 else 1.0
     return ctypes.c_float(sm_scale * _LOG2_E * larger), ctypes.c_float(larger)
 

@@ -154,6 +154,11 @@ class SplitDecode:
         self._slopes = slopes
 
     @property
+    def seq_lens(self) -> torch.Tensor:
+        """[R] int32, read by the kernel when it runs."""
+        return self._batch[1]
+
+    @property
     def rotates(self) -> bool:
         """True if `run_unrotated` may be called."""
         return self._decoder.rotates

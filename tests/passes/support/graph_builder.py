@@ -273,9 +273,9 @@ def _weight(gm: fx.GraphModule, name: str, shape: Any, dtype: torch.dtype) -> to
         sizes[cut.dim] = max(start + length for ranges in cut.ranges for start, length in ranges)
     if tensor is not None:
         values = _quantised_values(tensor.weight_name, tuple(sizes), tensor.scheme)[tensor.role]
-        return part_of_rank(values, tuple(map(tensor.cut, cuts)), current().rank) if cuts else values
+        return part_of_rank(values, tuple(map(tensor.cut, cuts)), current().rank).contiguous() if cuts else values
     if cuts:  # inside run_lockstep: each rank its part
-        return part_of_rank(weight_values(name, sizes, dtype), cuts, current().rank)
+        return part_of_rank(weight_values(name, sizes, dtype), cuts, current().rank).contiguous()
     schemes, transposed = ({}, {}) if small is None else (small.schemes, small.transposed)
     if name in transposed:
         *others, columns, rows = map(int, shape)
