@@ -154,8 +154,8 @@ def split_decode(layers: Layers, is_few: bool, num_splits: int) -> Callable[[], 
     scratch = [torch.empty(*heads, *rest, device="cuda") for rest in ((HEAD_DIM,), (), ())]
     done = torch.zeros(case.batch, case.num_kv_heads, dtype=torch.int32, device="cuda")
     most = (OF_FEW if is_few else OF_MANY).most
-    options = {"sinks": None, "page_size": PAGE_SIZE, "max_splits": most, "sm_scale": HEAD_DIM**-0.5, "soft_cap": 0.0}
-    options |= {"window_left": -1, "fetch_first": is_few}
+    options = {"sinks": None, "slopes": None, "page_size": PAGE_SIZE, "max_splits": most, "sm_scale": HEAD_DIM**-0.5}
+    options |= {"soft_cap": 0.0, "window_left": -1, "fetch_first": is_few, "chunk": 0}
 
     def attend(query: torch.Tensor, pages: tuple[torch.Tensor, torch.Tensor], out: torch.Tensor) -> None:
         keys, values = (page.flatten(0, 1) for page in pages)

@@ -110,7 +110,7 @@ def _small_parts(
     for block in blocks:
         *between, column = block.starts[1:]
         inner = (*between, tensor.scheme.stretch(tensor.role, column, 0)[0])
-        part = replace(_part(member, block), inner_starts=inner if any(inner) else (), small=small)
+        part = replace(_part(member, block), inner_starts=inner if any(inner) or block.steps else (), small=small)
         if source := next(iter(part.sources), None):
             part = replace(part, tensor=source.name, file=source.file)
         parts.append(part)

@@ -277,14 +277,14 @@ def split_decode(
     totals: torch.Tensor,
     done: torch.Tensor,
     sinks: torch.Tensor | None,
+    slopes: torch.Tensor | None,
     page_size: int,
     max_splits: int,
     sm_scale: float,
     soft_cap: float,
     window_left: int,
     fetch_first: bool,
-    slopes: torch.Tensor | None = None,
-    chunk: int = 0,
+    chunk: int,
 ) -> None:
     """Attention of one new token a request over its keys, those of the token included.
 

@@ -15,10 +15,10 @@ from mllm_compile import Engine, SamplingParams
 from mllm_compile.compiler.load_or_compile import load_or_compile
 from mllm_compile.config.compile_options import CompileOptions
 from mllm_compile.errors import ConfigError, DeviceError, EngineDeadError
-from tests.e2e.test_quantised import mxfp4_experts
 from tests.model.tiny_configs import save_tiny_model
 from tests.model.tiny_configs import tiny_config as config_of_architecture
 from tests.quantised_checkpoints import LINEARS, quantise_folder
+from tests.quantised_experts import write_experts
 from tests.tiny_model import TINY, engine_of_pages, tiny_config
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
@@ -211,7 +211,7 @@ def test_states_and_latents_give_one_ranks_tokens(name, tmp_path):
 
 @pytest.mark.slow
 def test_experts_in_mxfp4_give_one_ranks_tokens(tmp_path):
-    mxfp4_experts(tmp_path)
+    write_experts("mxfp4", tmp_path, {})
     found = []
     for num_ranks in (1, 2):
         runtime = {"max_model_len": 64, "tensor_parallel_size": num_ranks}

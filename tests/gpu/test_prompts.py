@@ -58,9 +58,9 @@ def decode(
     scratch = [torch.full((*shape, *rest), math.nan, device="cuda") for rest in ((q.shape[2],), (), ())]
     done = torch.zeros(len(q), cache.keys.shape[1], dtype=torch.int32, device="cuda")
     out = torch.full_like(q, math.nan)
-    batch = (q, cache.keys, cache.values, cache.page_table, cache.lengths, out, *scratch, done, None)
+    batch = (q, cache.keys, cache.values, cache.page_table, cache.lengths, out, *scratch, done, None, slopes)
     most = (OF_FEW if is_few else OF_MANY).most
-    options = (cache.page_size, most, q.shape[2] ** -0.5, 0.0, -1, is_few, slopes, chunk)
+    options = (cache.page_size, most, q.shape[2] ** -0.5, 0.0, -1, is_few, chunk)
     torch.ops.mllm.split_decode(*batch, *options)
     return out
 

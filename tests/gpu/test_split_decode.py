@@ -63,12 +63,14 @@ def decode(
         *scratch,
         done,
         sinks,
+        None,
         cache.page_size,
         OF_FEW.most if fetch_first else OF_MANY.most,
         head_dim**-0.5,
         soft_cap,
         window_left,
         fetch_first,
+        0,
     )
     assert not done.any()
     return out

@@ -38,10 +38,11 @@ from tests.runtime.sampling.sampling_cases import make_state
 
 VOCAB, PAGE_SIZE, REQUESTS = 300, 16, 4
 LAYER = LayerSpec("layers.0.attn", 0, 8, 2, 64, 64, 0.125, 0.0, -1, None)
-WITH_SINKS = replace(LAYER, name="layers.1.attn", layer_id=1, sinks="layers.1.sinks")
+BIASED = {"sinks": "layers.1.sinks", "alibi_slopes": (0.5,) * 8}
+WITH_BOTH = replace(LAYER, name="layers.1.attn", layer_id=1, **BIASED)
 DECODES = add_decode_attention(
     resolved(H200, runtime={"page_size": PAGE_SIZE}),
-    Program(steps=(), layers=(LAYER, WITH_SINKS), weights=(), output="logits"),
+    Program(steps=(), layers=(LAYER, WITH_BOTH), weights=(), output="logits"),
 )[1]
 LATENT = LayerSpec("layers.0.attn", 0, 20, 1, 288, 256, 0.07, 0.0, -1, None, is_latent=True)
 LATENTS = add_latent_attention(
@@ -90,9 +91,9 @@ def test_a_piece_takes_the_op_s_tensors_in_the_op_s_order_and_gives_it_the_rest(
     assert [keyword.arg for keyword in call.keywords] == list(parameters)
 
 
-def test_decodes_without_sinks_take_all_tensors_but_these():
-    for without, sinks in zip(DECODES[:2], DECODES[2:], strict=True):
-        assert [*without.signature, "sinks"] == list(sinks.signature)
+def test_decodes_without_sinks_and_slopes_take_all_tensors_but_these():
+    for without, both in zip(DECODES[:2], DECODES[2:], strict=True):
+        assert [*without.signature, "sinks", "slopes"] == list(both.signature)
         assert without.source.count("sinks=None") == 1
 
 
@@ -108,7 +109,7 @@ def test_decode_attention_is_given_what_it_is_compiled_for(piece):
     given = Given()
     decoders = (Decoder(given, None, OF_FEW),)
     sinks = torch.zeros(LAYER.num_heads) if "sinks" in piece.signature else None
-    group = PlanGroup.of(LAYER if sinks is None else WITH_SINKS)
+    group = PlanGroup.of(LAYER if sinks is None else WITH_BOTH)
     slots = torch.zeros(REQUESTS + 1, 8 * PAGE_SIZE, dtype=torch.int32)
     space = SplitDecodeSpace([(group, decoders)], slots, REQUESTS, PAGE_SIZE, torch.bfloat16)
     q = torch.zeros(3, LAYER.num_heads, LAYER.head_dim, dtype=torch.bfloat16)

@@ -24,85 +24,86 @@ _LEAST_TILE = 16  # of a product on tensor cores
 
 # Two units at a time as bfloat16, where Triton's own operations would take each number by itself. Of each result the
 # lower half is of the first unit.
+# On one line: Inductor writes a kernel's constants into a string of its source, where a line must not end within one.
 #
 # E4M3: as the last bits of an exponent and the first of a mantissa a byte's are a number 2^120 times smaller (as in
 # cuda/e4m3.cuh).
 _FROM_E4M3 = tl.constexpr(
-    """{
-    prmt.b32 $0, $4, $5, 0xc480;
-    prmt.b32 $1, $4, $5, 0xd591;
-    prmt.b32 $2, $4, $5, 0xe6a2;
-    prmt.b32 $3, $4, $5, 0xf7b3;
-    shl.b32 $0, $0, 4;
-    shl.b32 $1, $1, 4;
-    shl.b32 $2, $2, 4;
-    shl.b32 $3, $3, 4;
-    and.b32 $0, $0, 0x87f087f0;
-    and.b32 $1, $1, 0x87f087f0;
-    and.b32 $2, $2, 0x87f087f0;
-    and.b32 $3, $3, 0x87f087f0;
-    }"""
+    "{ "
+    "prmt.b32 $0, $4, $5, 0xc480; "
+    "prmt.b32 $1, $4, $5, 0xd591; "
+    "prmt.b32 $2, $4, $5, 0xe6a2; "
+    "prmt.b32 $3, $4, $5, 0xf7b3; "
+    "shl.b32 $0, $0, 4; "
+    "shl.b32 $1, $1, 4; "
+    "shl.b32 $2, $2, 4; "
+    "shl.b32 $3, $3, 4; "
+    "and.b32 $0, $0, 0x87f087f0; "
+    "and.b32 $1, $1, 0x87f087f0; "
+    "and.b32 $2, $2, 0x87f087f0; "
+    "and.b32 $3, $3, 0x87f087f0; "
+    "}"
 )
 # Unsigned integers of four bits, and zero points: an integer below 128 stands in the last bits of 128 + integer.
 _FROM_INT4 = tl.constexpr(
-    """{
-    .reg .b32 one, b, c, d;
-    mov.b32 one, 0x3f803f80;
-    shr.b32 b, $4, 4;
-    shr.b32 c, $4, 8;
-    shr.b32 d, $4, 12;
-    lop3.b32 $0, $4, 0x000f000f, 0x43004300, 0xea;
-    lop3.b32 $1, b, 0x000f000f, 0x43004300, 0xea;
-    lop3.b32 $2, c, 0x000f000f, 0x43004300, 0xea;
-    lop3.b32 $3, d, 0x000f000f, 0x43004300, 0xea;
-    fma.rn.bf16x2 $0, $0, one, $5;
-    fma.rn.bf16x2 $1, $1, one, $5;
-    fma.rn.bf16x2 $2, $2, one, $5;
-    fma.rn.bf16x2 $3, $3, one, $5;
-    }"""
+    "{ "
+    ".reg .b32 one, b, c, d; "
+    "mov.b32 one, 0x3f803f80; "
+    "shr.b32 b, $4, 4; "
+    "shr.b32 c, $4, 8; "
+    "shr.b32 d, $4, 12; "
+    "lop3.b32 $0, $4, 0x000f000f, 0x43004300, 0xea; "
+    "lop3.b32 $1, b, 0x000f000f, 0x43004300, 0xea; "
+    "lop3.b32 $2, c, 0x000f000f, 0x43004300, 0xea; "
+    "lop3.b32 $3, d, 0x000f000f, 0x43004300, 0xea; "
+    "fma.rn.bf16x2 $0, $0, one, $5; "
+    "fma.rn.bf16x2 $1, $1, one, $5; "
+    "fma.rn.bf16x2 $2, $2, one, $5; "
+    "fma.rn.bf16x2 $3, $3, one, $5; "
+    "}"
 )
 # E2M1 times powers of two: as E4M3, a number 2^126 times smaller. The last factor is -0, so that these are products.
 _FROM_E2M1 = tl.constexpr(
-    """{
-    .reg .b32 none, s;
-    mov.b32 none, 0x80008000;
-    shl.b32 $0, $4, 6;
-    shl.b32 s, $4, 12;
-    and.b32 $0, $0, 0x01c001c0;
-    lop3.b32 $0, $0, s, 0x80008000, 0xf8;
-    shl.b32 $1, $4, 2;
-    shl.b32 s, $4, 8;
-    and.b32 $1, $1, 0x01c001c0;
-    lop3.b32 $1, $1, s, 0x80008000, 0xf8;
-    shr.b32 $2, $4, 2;
-    shl.b32 s, $4, 4;
-    and.b32 $2, $2, 0x01c001c0;
-    lop3.b32 $2, $2, s, 0x80008000, 0xf8;
-    shr.b32 $3, $4, 6;
-    and.b32 $3, $3, 0x01c001c0;
-    lop3.b32 $3, $3, $4, 0x80008000, 0xf8;
-    fma.rn.bf16x2 $0, $0, $5, none;
-    fma.rn.bf16x2 $1, $1, $5, none;
-    fma.rn.bf16x2 $2, $2, $5, none;
-    fma.rn.bf16x2 $3, $3, $5, none;
-    }"""
+    "{ "
+    ".reg .b32 none, s; "
+    "mov.b32 none, 0x80008000; "
+    "shl.b32 $0, $4, 6; "
+    "shl.b32 s, $4, 12; "
+    "and.b32 $0, $0, 0x01c001c0; "
+    "lop3.b32 $0, $0, s, 0x80008000, 0xf8; "
+    "shl.b32 $1, $4, 2; "
+    "shl.b32 s, $4, 8; "
+    "and.b32 $1, $1, 0x01c001c0; "
+    "lop3.b32 $1, $1, s, 0x80008000, 0xf8; "
+    "shr.b32 $2, $4, 2; "
+    "shl.b32 s, $4, 4; "
+    "and.b32 $2, $2, 0x01c001c0; "
+    "lop3.b32 $2, $2, s, 0x80008000, 0xf8; "
+    "shr.b32 $3, $4, 6; "
+    "and.b32 $3, $3, 0x01c001c0; "
+    "lop3.b32 $3, $3, $4, 0x80008000, 0xf8; "
+    "fma.rn.bf16x2 $0, $0, $5, none; "
+    "fma.rn.bf16x2 $1, $1, $5, none; "
+    "fma.rn.bf16x2 $2, $2, $5, none; "
+    "fma.rn.bf16x2 $3, $3, $5, none; "
+    "}"
 )
 # Inputs, four in a word of 64 bits, times a power of two.
 _FROM_WORDS = tl.constexpr(
-    """{
-    .reg .b32 a, b, c, d, none;
-    mov.b32 none, 0x80008000;
-    mov.b64 {a, b}, $4;
-    mov.b64 {c, d}, $5;
-    prmt.b32 $0, a, c, 0x5410;
-    prmt.b32 $1, a, c, 0x7632;
-    prmt.b32 $2, b, d, 0x5410;
-    prmt.b32 $3, b, d, 0x7632;
-    fma.rn.bf16x2 $0, $0, $6, none;
-    fma.rn.bf16x2 $1, $1, $6, none;
-    fma.rn.bf16x2 $2, $2, $6, none;
-    fma.rn.bf16x2 $3, $3, $6, none;
-    }"""
+    "{ "
+    ".reg .b32 a, b, c, d, none; "
+    "mov.b32 none, 0x80008000; "
+    "mov.b64 {a, b}, $4; "
+    "mov.b64 {c, d}, $5; "
+    "prmt.b32 $0, a, c, 0x5410; "
+    "prmt.b32 $1, a, c, 0x7632; "
+    "prmt.b32 $2, b, d, 0x5410; "
+    "prmt.b32 $3, b, d, 0x7632; "
+    "fma.rn.bf16x2 $0, $0, $6, none; "
+    "fma.rn.bf16x2 $1, $1, $6, none; "
+    "fma.rn.bf16x2 $2, $2, $6, none; "
+    "fma.rn.bf16x2 $3, $3, $6, none; "
+    "}"
 )
 _UNIT = tl.constexpr(4)
 

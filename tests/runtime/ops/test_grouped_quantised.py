@@ -85,3 +85,12 @@ def test_rows_are_multiplied_by_their_experts_weights(grouped, name, dtype, toke
         exact, rounded = (silu(one.chunk(2, -1)[0]) * one.chunk(2, -1)[1] for one in (exact, rounded))
     error, limit = ((one.float() - exact).norm() for one in (ours, rounded))
     assert error <= 1.2 * limit + 1e-5 * exact.norm()
+
+
+@pytest.mark.skipif(not IS_INTERPRETED, reason="needs Triton")
+def test_constants_can_be_written_into_a_string_of_a_pieces_source():
+    from mllm_compile.runtime.ops.experts import grouped_quantised
+
+    values = [getattr(one, "value", None) for name, one in vars(grouped_quantised).items() if name.startswith("_FROM_")]
+    assert len(values) == 4
+    assert not any(set(value) & set("\n\"'\\") for value in values)
