@@ -38,8 +38,7 @@ from tests.runtime.sampling.sampling_cases import make_state
 
 VOCAB, PAGE_SIZE, REQUESTS = 300, 16, 4
 LAYER = LayerSpec("layers.0.attn", 0, 8, 2, 64, 64, 0.125, 0.0, -1, None)
-BIASED = {"sinks": "layers.1.sinks", "alibi_slopes": (0.5,) * 8}
-WITH_BOTH = replace(LAYER, name="layers.1.attn", layer_id=1, **BIASED)
+WITH_BOTH = replace(LAYER, name="layers.1.attn", layer_id=1, sinks="layers.1.sinks", alibi_slopes=(0.5,) * 8)
 DECODES = add_decode_attention(
     resolved(H200, runtime={"page_size": PAGE_SIZE}),
     Program(steps=(), layers=(LAYER, WITH_BOTH), weights=(), output="logits"),
