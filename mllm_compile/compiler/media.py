@@ -28,7 +28,8 @@ if TYPE_CHECKING:
 
 def with_media(config: ResolvedConfig, lowered: Lowered, dump_dir: Path, reporter: Reporter) -> Lowered:
     """Adds the programs for images; the same where the model has no tower of a protocol that is served (with an
-    announcement where it has one that is nearly so), or is cut over ranks, which serve text alone.
+    announcement where it has one that is nearly so). Ranks have parts of the text with features as of the text, and
+    the tower whole.
 
     Args:
         dump_dir: gets a text file for each graph after its passes.
@@ -37,20 +38,19 @@ def with_media(config: ResolvedConfig, lowered: Lowered, dump_dir: Path, reporte
         CompileError: a pass failed.
     """
     from mllm_compile.model.gate import check_tower, check_trace
-    from mllm_compile.model.towers.visual_grids import grid_tower, trace_tower, trace_with_features
+    from mllm_compile.model.towers.find import tower_adapter
     from mllm_compile.passes.pipeline import OF_TOWERS, pass_names
 
     hf_model, device = lowered.hf_model, config.runtime.device
-    if config.runtime.tensor_parallel_size > 1:
-        return lowered
     try:
-        facts = grid_tower(hf_model)
-        if facts is None:
+        with refusing(f"images of {hf_model.model.config.model_type!r} models cannot be served"):
+            adapter = tower_adapter(hf_model)
+        if adapter is None:
             return lowered
         with reporter.stage("trace images"), gc_paused():
-            text = trace_with_features(hf_model, facts, device, max_traced_tokens(config))
+            text = adapter.trace_text(device, max_traced_tokens(config))
             check_trace(text, hf_model)
-            tower = trace_tower(hf_model, facts, device)
+            tower = adapter.trace_tower(device)
             check_tower(tower, hf_model)
     except UnsupportedModelError as error:
         reporter.announce(f"its text is served without images: {error}")
@@ -60,12 +60,17 @@ def with_media(config: ResolvedConfig, lowered: Lowered, dump_dir: Path, reporte
     with reporter.stage("passes of images"), gc_paused(), rewriting:
         with_features = _rewrite(config, lowered.built, text, {})
         of_tower = _rewrite(config, lowered.built, tower, not_of_towers)
+    if with_features.cuts != lowered.cuts:
+        other = next(iter(set(with_features.cuts.items()) ^ set(lowered.cuts.items())))[0]
+        reporter.announce(f"its text is served without images: over ranks {other!r} would be cut otherwise beside them")
+        return lowered
     dump = GraphDumper(dump_dir / "images")
     (dump_dir / "images").mkdir(exist_ok=True)
     for name, one in (("with_features", with_features), ("tower", of_tower)):
         dump(name, one.graph, f"after {len(one.reports)} passes")
-    programs = MediaPrograms(with_features.program, of_tower.program, facts)
-    return replace(lowered, program=replace(lowered.program, media=programs), of_media=(with_features, of_tower))
+    programs = MediaPrograms(with_features.program, of_tower.program, adapter.facts)
+    program = replace(lowered.program, media=programs)
+    return replace(lowered, program=program, of_media=(with_features, of_tower), adapter=adapter)
 
 
 def _rewrite(config: ResolvedConfig, built: BuiltModel, trace: Trace, left_out: dict[str, str]) -> Lowered:

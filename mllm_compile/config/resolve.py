@@ -68,10 +68,10 @@ def resolve(config: EngineConfig, model: ModelFolder, device: DeviceInfo) -> Res
         DeviceError: the device lacks the attention library.
     """
     choices = AutoChoices()
-    dtype = choices.settle("model.dtype", config.model.dtype, lambda: _auto_dtype(model, device))
+    dtype = choices.settle("model.dtype", config.model.dtype, lambda: _auto_dtype(config, model, device))
     backend = _attention_backend(config.runtime, dtype, device, choices)
     runtime = _runtime(config.runtime, dtype, backend, model, device, choices)
-    split_decode = _split_decode(config.compile, runtime, dtype, choices)
+    split_decode = _split_decode(config.compile, runtime, dtype, device, choices)
     return ResolvedConfig(
         model=ResolvedModel(
             source=config.model.path,
@@ -150,7 +150,7 @@ def _quantization(config: EngineConfig, model: ModelFolder, choices: AutoChoices
     return "keep"
 
 
-def _auto_dtype(model: ModelFolder, device: DeviceInfo) -> tuple[str, str]:
+def _auto_dtype(config: EngineConfig, model: ModelFolder, device: DeviceInfo) -> tuple[str, str]:
     if not device.is_cuda:
         return "float32", "a CPU computes it fastest and exactly"
     dtype = model.checkpoint_dtype()
@@ -158,6 +158,9 @@ def _auto_dtype(model: ModelFolder, device: DeviceInfo) -> tuple[str, str]:
         return "bfloat16", "the checkpoint names no type"
     if dtype == "float32":
         return "bfloat16", "the checkpoint's float32 is a training type; set model.dtype: float32 to keep it"
+    kinds = () if model.scheme is None or config.model.quantization == "dequantize" else model.scheme.kinds
+    if dtype == "float16" and "int4" in kinds and device.is_hopper:
+        return "bfloat16", "kernels read the checkpoint's four-bit weights beside that; float16 is its scales' type"
     return dtype, "the checkpoint's"
 
 
@@ -237,7 +240,9 @@ def _kv_cache_dtype(asked: RuntimeConfig, dtype: str, choices: AutoChoices) -> K
     return kv_dtype
 
 
-def _split_decode(asked: CompileConfig, runtime: RuntimeSection, dtype: str, choices: AutoChoices) -> bool:
+def _split_decode(
+    asked: CompileConfig, runtime: RuntimeSection, dtype: str, device: DeviceInfo, choices: AutoChoices
+) -> bool:
     """True if the kernel that is compiled with the model (decode_attention.py) computes decodes."""
     obstacle = None
     if runtime.attention_backend != "flashinfer":
@@ -246,8 +251,11 @@ def _split_decode(asked: CompileConfig, runtime: RuntimeSection, dtype: str, cho
         )
     elif asked.backend == "eager":
         obstacle = "compile.backend is eager, which compiles no kernels"
-    elif runtime.kv_cache_dtype != dtype:
-        obstacle = f"the KV cache is {runtime.kv_cache_dtype}, and the kernel reads the model's dtype, {dtype}"
+    elif runtime.kv_cache_dtype != dtype and not (device.is_hopper and dtype == "bfloat16"):
+        obstacle = (
+            f"the KV cache is {runtime.kv_cache_dtype}, and but for an H100 or H200 and a model in bfloat16 the kernel "
+            f"reads the model's dtype, {dtype}"
+        )
     if obstacle is None:
         return choices.settle("compile.split_decode", asked.split_decode, lambda: (True, "faster than FlashInfer's"))
     if asked.split_decode is True:

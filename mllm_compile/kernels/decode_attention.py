@@ -85,12 +85,12 @@ def _hopper_forms(runtime: RuntimeSection, layer: LayerSpec, many: DecodeForm) -
     forms = []
     most = MOST_SEQUENCES_OF_LONG if runtime.max_model_len > LONG_TOKENS else MOST_SEQUENCES
     splits = {choose_split(count * kv_heads) for count in range(1, most // kv_heads + 1)}
-    has_sinks = layer.sinks is not None
-    clusters = cluster_kernels(layer.num_heads, kv_heads, runtime.page_size, sinks=has_sinks)
+    features = {"sinks": layer.sinks is not None, "fp8": runtime.kv_cache_dtype == "float8_e4m3fn"}
+    clusters = cluster_kernels(layer.num_heads, kv_heads, runtime.page_size, **features)
     if splits:
         forms.append(DecodeForm(most, kernels=tuple(kernel for kernel in clusters if kernel.split in splits)))
     if has_shares:
-        shares = ShareKernel(kv_heads, layer.num_heads // kv_heads, runtime.page_size, sinks=has_sinks)
+        shares = ShareKernel(kv_heads, layer.num_heads // kv_heads, runtime.page_size, **features)
         forms.append(DecodeForm(MOST_REQUESTS * kv_heads if has_many else None, kernels=(shares,)))
     if has_many or not has_shares:
         forms.append(many)
@@ -116,8 +116,8 @@ def _piece(config: ResolvedConfig, layer: LayerSpec, name: str, splits: Splits, 
         "split_decode",
         {
             "q": of(("T", heads, dim), dtype),
-            "keys": of(("P", kv_heads, dim), dtype),
-            "values": of(("P", kv_heads, dim), dtype),
+            "keys": of(("P", kv_heads, dim), config.runtime.kv_cache_dtype),
+            "values": of(("P", kv_heads, dim), config.runtime.kv_cache_dtype),
             "page_table": of(("T", "W"), "int32"),
             "seq_lens": of(("T",), "int32"),
             "out": of(("T", heads, dim), dtype),

@@ -100,14 +100,15 @@ def _rope_and_cache_kernel(
         tl.store(out, first.to(k_out_ptr.dtype.element_ty))
         tl.store(out + D // 2, second.to(k_out_ptr.dtype.element_ty))
         cached = keys_ptr + (tl.load(slots_ptr + token) * HK + head) * D + half[None, :]
-        tl.store(cached, first.to(keys_ptr.dtype.element_ty))
-        tl.store(cached + D // 2, second.to(keys_ptr.dtype.element_ty))
+        # A cache in eight bits gets what attention would have rounded, and the largest number for larger ones.
+        tl.store(cached, first.to(k_out_ptr.dtype.element_ty).to(keys_ptr.dtype.element_ty))
+        tl.store(cached + D // 2, second.to(k_out_ptr.dtype.element_ty).to(keys_ptr.dtype.element_ty))
     else:
         head = (heads + (block - q_blocks - kv_blocks) * KV_HEADS)[:, None]
         source = v_ptr + token * v_token_stride + head * v_head_stride + half[None, :]
         cached = values_ptr + (tl.load(slots_ptr + token) * HK + head) * D + half[None, :]
-        tl.store(cached, tl.load(source))
-        tl.store(cached + D // 2, tl.load(source + D // 2))
+        tl.store(cached, tl.load(source).to(values_ptr.dtype.element_ty))
+        tl.store(cached + D // 2, tl.load(source + D // 2).to(values_ptr.dtype.element_ty))
 
 
 @triton_op("mllm::rope_and_cache", mutates_args={"keys", "values"})
@@ -135,7 +136,7 @@ def rope_and_cache(
         eps: theirs.
         slots: [T] int64; or [0]: then nothing is computed or written, since attention does it
             (runtime/ops/attention.py).
-        keys, values: [P, Hk, D], contiguous, written at those slots.
+        keys, values: [P, Hk, D], contiguous, written at those slots; in the dtype of k, or float8_e4m3fn.
 
     Returns:
         q [T, H, D] and k [T, Hk, D], contiguous; without slots of any numbers.

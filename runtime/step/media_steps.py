@@ -6,22 +6,48 @@ Used by one thread, in the order of steps. W numbers of a feature, those for dee
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from mllm_compile.runtime.device.upload import upload, upload_rows
-from mllm_compile.runtime.forward_batch import MediaInputs
+from mllm_compile.runtime.forward_batch import Block, MediaInputs
 from mllm_compile.runtime.media.feature_pool import FeaturePool, Key
-from mllm_compile.runtime.media.grids import FEATURES_OF_A_RUN
-from mllm_compile.runtime.media.request import Image
+from mllm_compile.runtime.media.request import Image, RequestMedia
+from mllm_compile.runtime.media.step_plan import MediaPlan
+from mllm_compile.runtime.media.tower import FEATURES_OF_A_RUN, Tower
 from mllm_compile.runtime.media.tower_inputs import tower_inputs
 from mllm_compile.runtime.model_runner import ModelRunner
 from mllm_compile.runtime.program.executor import Segments
 from mllm_compile.runtime.schedule.request import Request
 from mllm_compile.runtime.schedule.scheduled_batch import ScheduledBatch
+
+
+class _Chunk(NamedTuple):
+    """The tokens of a prompt with images in a step: the request, its place in the batch, its first row of T, its first
+    token and their number."""
+
+    request: Request
+    media: RequestMedia
+    place: int
+    at: int
+    start: int
+    length: int
+
+    @property
+    def end(self) -> int:
+        return self.start + self.length
+
+    def images(self) -> list[Image]:
+        """The images of which it has tokens."""
+        return list(self.media.images_within(self.start, self.end))
+
+    def key(self, image: Image) -> Key:
+        """The pool's name of an image. Those of requests that share no KV share no features: their times would tell."""
+        return image.digest, self.request.cache_salt
 
 
 class MediaSteps:
@@ -34,110 +60,130 @@ class MediaSteps:
     def __init__(self, runner: ModelRunner, num_rows: int) -> None:
         self._runner, self._media = runner, runner.model.media
         self._deltas = np.zeros(num_rows, dtype=np.int32)  # by row: position less index, of tokens behind a prompt
-        self._num_moved = 0  # rows whose delta is not 0
+        self._has_images = np.zeros(num_rows, dtype=bool)  # by row
         self.num_encoded = 0
+        self._to_encode: list[list[tuple[Key, Image]]] = []  # of the step that is being launched, by runs of the tower
 
     def admit(self, requests: Sequence[Request]) -> None:
         """Notes what requests have that got their rows in this step."""
         for request in requests:
             self._deltas[request.row] = 0 if request.media is None else request.media.delta
-        if requests:
-            self._num_moved = int(np.count_nonzero(self._deltas))
+            self._has_images[request.row] = request.media is not None
 
-    def deltas(self, rows: np.ndarray) -> np.ndarray | None:
-        """[R] what positions of these rows' decodes are beyond their index; None: nothing."""
-        return self._deltas[rows] if self._num_moved else None
-
-    def positions(self, batch: ScheduledBatch, index: np.ndarray) -> np.ndarray:
-        """The positions [T] of a step's tokens, given their index within their requests."""
-        if not self._num_moved:
-            return index
-        positions = index + np.repeat(self._deltas[batch.rows], batch.num_new)
-        for request, at, start, length in self._chunks(batch):
-            positions[at : at + length] = request.media.text_positions(start, length)  # type: ignore[union-attr]
-        return positions
-
-    def inputs(self, batch: ScheduledBatch, positions: np.ndarray) -> MediaInputs | None:
-        """The step's inputs beside tokens; None: none of its tokens takes a feature.
+    def plan(self, batch: ScheduledBatch, index: np.ndarray) -> MediaPlan | None:
+        """The step's positions and features; None: no request of it has images.
 
         Args:
-            positions: [T], of all tokens that take none.
+            index: [T] of the step's tokens within their requests.
         """
-        wanted = [(*chunk, images) for chunk in self._chunks(batch) if (images := _images_of(*chunk))]
-        pool = self._runner.feature_pool
-        if not wanted or pool is None:
+        self._forget_unwritten()
+        if not self._has_images[batch.rows].any():
             return None
-        self._encode(pool, {_key(chunk[0], image): image for chunk in wanted for image in chunk[-1]})
-        rows = np.zeros(batch.num_tokens, dtype=np.int64)  # of the pool
-        axes = np.broadcast_to(positions, (3, positions.size)).copy()
-        for request, at, start, length, images in wanted:
-            axes[:, at : at + length] = request.media.all_positions(start, length)  # type: ignore[union-attr]
+        deltas = self._deltas[batch.rows]
+        positions = index + np.repeat(deltas, batch.num_new)
+        chunks = list(self._chunks(batch))
+        for chunk in chunks:
+            own = chunk.media.text_positions(chunk.start, chunk.length)
+            positions[chunk.at : chunk.at + chunk.length] = own
+        wanted = [(chunk, images) for chunk in chunks if (images := chunk.images())]
+        if not wanted:
+            return MediaPlan(positions, deltas)
+        runs = self._place({chunk.key(image): image for chunk, images in wanted for image in images})
+        rows = np.zeros(batch.num_tokens, dtype=np.int64)
+        axes = np.broadcast_to(positions, (self._facts.axes, positions.size)).copy()
+        blocks: list[tuple[int, ...]] = []
+        for chunk, images in wanted:
+            own_axes = chunk.media.all_positions(chunk.start, chunk.length)
+            axes[:, chunk.at : chunk.at + chunk.length] = own_axes[: len(axes)]
             for image in images:
-                own = pool.find(_key(request, image))
-                assert own is not None, "it was encoded for this step"
-                first, last = max(image.start, start), min(image.end, start + length)
-                rows[at + first - start : at + last - start] = own[first - image.start : last - image.start]
-        index = upload(rows, self._runner.device)
-        return MediaInputs(pool.rows.index_select(0, index), index > 0, upload(axes, self._runner.device))
+                of_pool = self._pool.find(chunk.key(image))
+                assert of_pool is not None, "it was placed for this step"
+                first, last = max(image.start, chunk.start), min(image.end, chunk.end)
+                of_step = slice(chunk.at + first - chunk.start, chunk.at + last - chunk.start)
+                of_image = np.zeros(image.end - image.start, dtype=np.int64)
+                of_image[chunk.media.is_feature[image.start : image.end]] = of_pool
+                rows[of_step] = of_image[first - image.start : last - image.start]
+                if chunk.media.sees_ahead:
+                    blocks.append(Block(chunk.place, of_step.start, of_step.stop, image.end))
+        return MediaPlan(positions, deltas, rows, axes, runs, np.array(blocks, dtype=np.int64).reshape(-1, 4))
 
-    def _chunks(self, batch: ScheduledBatch) -> Iterator[tuple[Request, int, int, int]]:
-        """Each prompt with images: the request, its first row of T, its first token and their number."""
+    def inputs(self, plan: MediaPlan) -> MediaInputs:
+        """The inputs of a step some of whose tokens take features, for which the tower runs where they are not there.
+
+        On a rank that follows they come from rank 0, which alone has the images."""
+        pool, device = self._pool, self._runner.device
+        images = self._to_encode or [[] for _ in plan.runs]
+        for rows, run in zip(plan.runs, images, strict=True):
+            if run:
+                features = self._features_of([image for _, image in run])
+            else:
+                features = torch.empty(rows.size, pool.rows.shape[1], dtype=pool.rows.dtype, device=device)
+            self._runner.spread(features)
+            pool.rows.index_copy_(0, upload(rows, device), features)
+            self.num_encoded += len(run)
+        self._to_encode = []
+        index, axes = upload(plan.rows, device), plan.axes
+        placed = upload(axes, device) if len(axes) > 1 else None
+        blocks = tuple(Block(*block) for block in plan.blocks.tolist())
+        return MediaInputs(pool.rows.index_select(0, index), index > 0, placed, blocks)
+
+    @property
+    def _pool(self) -> FeaturePool:
+        pool = self._runner.feature_pool
+        assert pool is not None, "no other model's requests have images"
+        return pool
+
+    @property
+    def _facts(self) -> Tower:
+        assert self._media is not None, "no other model's requests have images"
+        return self._media.facts
+
+    def _chunks(self, batch: ScheduledBatch) -> Iterator[_Chunk]:
+        """Each prompt with images."""
         if self._media is None:
             return
         at = batch.num_decodes
         for place in range(batch.num_decodes, batch.num_requests):
             request, length = batch.requests[place], int(batch.num_new[place])
             if request.media is not None:
-                yield request, at, int(batch.prefix_lens[place]), length
+                yield _Chunk(request, request.media, place, at, int(batch.prefix_lens[place]), length)
             at += length
 
-    def _encode(self, pool: FeaturePool, needed: Mapping[Key, Image]) -> None:
-        """Brings the features of a step's images into the pool: runs the tower for those that are not there."""
+    def _place(self, needed: Mapping[Key, Image]) -> tuple[np.ndarray, ...]:
+        """Gives rows of the pool to a step's images that are not there; those of each run of the tower."""
+        pool, facts = self._pool, self._facts
         missing = [(key, image) for key, image in needed.items() if pool.find(key) is None]
-        for run in _runs(missing):
-            placed: list[np.ndarray] = []
-            try:
-                for key, image in run:
-                    placed.append(pool.place(key, image.end - image.start, needed))
-                features = self._features_of([image for _, image in run])
-                pool.rows.index_copy_(0, upload(np.concatenate(placed), self._runner.device), features)
-            except BaseException:  # what was not written is not there
-                for key, _ in run[: len(placed)]:
-                    pool.forget(key)
-                raise
-            self.num_encoded += len(run)
+        for run in _runs(facts, missing):
+            self._to_encode.append(run)
+        return tuple(
+            np.concatenate([pool.place(key, facts.num_features(image.grid), needed) for key, image in run])
+            for run in self._to_encode
+        )
+
+    def _forget_unwritten(self) -> None:
+        """Gives back the rows of images of a step that failed before their features were written."""
+        for key, _ in itertools.chain.from_iterable(self._to_encode):
+            if self._pool.find(key) is not None:
+                self._pool.forget(key)
+        self._to_encode = []
 
     def _features_of(self, images: Sequence[Image]) -> torch.Tensor:
         """The features [F, W] of images, by one run of the tower."""
-        assert self._media is not None, "no other model's requests have images"
-        facts, device = self._media.facts, self._runner.device
+        facts, device = self._facts, self._runner.device
         arrays, segments = tower_inputs(facts, [image.grid for image in images])
         inputs: dict[str, Any] = {name: upload(array, device) for name, array in arrays.items()}
         for name, one in segments.items():
             inputs[name] = Segments(upload(one.bounds, device), one.longest)
-        width = facts.merge**2 * facts.patch_width
-        pixels = [image.pixels.reshape(-1, width) for image in images]
-        inputs["pixel_values"] = upload_rows(pixels, self._runner.config.dtype, device)
+        inputs["pixel_values"] = upload_rows([image.pixels for image in images], self._runner.config.dtype, device)
         return self._runner.run_tower(inputs)
 
 
-def _images_of(request: Request, at: int, start: int, length: int) -> list[Image]:
-    """The images of which a chunk has tokens."""
-    assert request.media is not None, "chunks of prompts with images"
-    return list(request.media.images_within(start, start + length))
-
-
-def _key(request: Request, image: Image) -> Key:
-    """The pool's name of an image. Those of requests that share no KV share no features: their times would tell."""
-    return image.digest, request.cache_salt
-
-
-def _runs(images: Sequence[tuple[Key, Image]]) -> Iterator[list[tuple[Key, Image]]]:
+def _runs(facts: Tower, images: Sequence[tuple[Key, Image]]) -> Iterator[list[tuple[Key, Image]]]:
     """The images of each run of the tower, in order."""
     run: list[tuple[Key, Image]] = []
     features = 0
     for key, image in images:
-        own = image.end - image.start
+        own = facts.num_features(image.grid)
         if run and features + own > FEATURES_OF_A_RUN:
             yield run
             run, features = [], 0

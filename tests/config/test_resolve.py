@@ -205,6 +205,7 @@ def test_a_key_without_auto_becomes_what_was_asked_for():
         "cascade_attention": True,
         "expert_stats": True,
         "tensor_parallel_size": 2,
+        "distributed_executor_backend": "ray",
         "skip_compiled": True,
         "state_dtype": "bfloat16",
         "seed": 7,
@@ -356,7 +357,12 @@ def test_deterministic_steps_have_one_size_and_one_graph(device, kv_heads, asked
     [
         (CPU, {}, "attention_backend is torch"),
         (H200, {"compile": {"backend": "eager"}}, "backend is eager"),
-        (H200, {"runtime": {"kv_cache_dtype": "fp8_e4m3"}}, "the KV cache is float8_e4m3fn"),
+        (A100, {"runtime": {"kv_cache_dtype": "fp8_e4m3"}}, "the KV cache is float8_e4m3fn"),
+        (
+            H200,
+            {"runtime": {"kv_cache_dtype": "fp8_e4m3"}, "model": {"path": "m", "dtype": "float16"}},
+            "the KV cache is float8_e4m3fn",
+        ),
     ],
 )
 def test_the_decode_kernel_is_refused_where_it_cannot_serve_and_left_out_by_auto(device, sections, obstacle):
@@ -445,6 +451,27 @@ def quantization(asked: str, scheme: Scheme | None, *disabled: str) -> ResolvedC
     model = {"path": "m", "quantization": asked}
     config = EngineConfig.from_dict({"model": model, "compile": {"disable_passes": list(disabled)}})
     return resolve(config, ModelFolder(Path("/models/m"), QWEN, (), scheme), H200)
+
+
+INT4 = Scheme("awq in 4 bits, groups of 128", ("awq",), kinds=("int4",))
+
+
+@pytest.mark.parametrize(
+    ("device", "scheme", "asked", "becomes"),
+    [
+        (H200, INT4, {}, "bfloat16"),
+        (H200, INT4, {"dtype": "float16"}, "float16"),
+        (H200, INT4, {"quantization": "dequantize"}, "float16"),
+        (H200, NOT_IN_LINEARS, {}, "float16"),
+        (A100, INT4, {}, "float16"),
+        (CPU, INT4, {}, "float32"),
+    ],
+)
+def test_four_bit_weights_of_a_float16_checkpoint_are_served_in_the_type_that_their_kernels_take(
+    device, scheme, asked, becomes
+):
+    folder = ModelFolder(Path("/models/m"), {**QWEN, "dtype": "float16"}, (), scheme)
+    assert resolve(EngineConfig.from_dict({"model": {"path": "m", **asked}}), folder, device).model.dtype == becomes
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ _CLUSTERS = {2: 128, 4: 60, 8: 28}
 LONG_TOKENS = 8192
 MOST_SEQUENCES_OF_LONG = 64
 
-_RING_TILES = 3  # of keys and values; two blocks on a multiprocessor
+_RING_BYTES = 96 << 10  # of tiles of keys and values; two blocks on a multiprocessor
 _WARPS = 4
 _QUERY_PADDING = 8  # of a row of shared memory, as rotation.cuh has it
 
@@ -51,9 +51,13 @@ class ClusterKernel(DecodeKernel):
     @property
     def shared_bytes(self) -> int:
         """Bytes of the ring, where sums stand later, and its alignment; queries and barriers."""
-        ring = _RING_TILES * TILE * HEAD_DIM * 2 * 2
         queries = self.group * (HEAD_DIM + _QUERY_PADDING) * 2
-        return ring + 1024 + queries + 2 * _RING_TILES * 8
+        return _RING_BYTES + 1024 + queries + 2 * self.stages * 8
+
+    @property
+    def stages(self) -> int:
+        """Tiles of the ring."""
+        return _RING_BYTES // (2 * TILE * self.head_bytes)
 
     @property
     def box_rows(self) -> int:
@@ -61,15 +65,15 @@ class ClusterKernel(DecodeKernel):
         return min(self.page_size, TILE)
 
     def constants(self) -> dict[str, int]:
-        return {**super().constants(), "SPLIT": self.split, "STAGES": _RING_TILES}
+        return {**super().constants(), "SPLIT": self.split, "STAGES": self.stages}
 
 
 def cluster_kernels(
-    num_heads: int, num_kv_heads: int, page_size: int, *, sinks: bool = False
+    num_heads: int, num_kv_heads: int, page_size: int, *, sinks: bool = False, fp8: bool = False
 ) -> tuple[ClusterKernel, ...]:
     """The kernels of a layer, one for each split."""
     group = num_heads // num_kv_heads
-    return tuple(ClusterKernel(num_kv_heads, group, page_size, split, sinks=sinks) for split in SPLITS)
+    return tuple(ClusterKernel(num_kv_heads, group, page_size, split, sinks=sinks, fp8=fp8) for split in SPLITS)
 
 
 def choose_split(num_sequences: int, splits: Collection[int] = SPLITS) -> int:
