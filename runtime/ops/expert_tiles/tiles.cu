@@ -183,10 +183,11 @@ struct Target {
   static constexpr u32 NOWHERE = ~0u;
   u32 rows[GROUP_UNITS][2];  // in uint4, or NOWHERE
   int first_output;
+  // No branch: all lanes of a warp multiply together next.
   __device__ __forceinline__ void store(uint4* out, int store, const uint4& outputs) const {
     const u32 row = rows[store / (2 * STORES_ROW)][store / STORES_ROW % 2];
     const bool is_output = OUTPUTS % (SHARE * TILE_OUTPUTS) == 0 || first_output + store % STORES_ROW * 32 < OUTPUTS;
-    if (row != NOWHERE && is_output) out[row + store % STORES_ROW * 4] = outputs;
+    store_if(row != NOWHERE && is_output, out + row + store % STORES_ROW * 4, outputs);
   }
 };
 
