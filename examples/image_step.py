@@ -1,4 +1,5 @@
-"""Where the time of a first token behind new images goes: the GPU's kernels by their sum, and what it waited.
+"""Where the time of a first token behind images goes, new ones and the same again, and behind text alone: the GPU's
+kernels by their sum, and what it waited.
 
     python examples/image_step.py configs/qwen3-vl-8b-shape.yaml [--batches 1 8] [--side 1024] [--text 100] [--top 25]
 
@@ -36,26 +37,31 @@ def main() -> None:
         sys.exit("needs an NVIDIA GPU")
     engine = MllmImages(Setting.from_config(str(args.config), max(args.batches), 4096))
     for count in args.batches:
-        calls = [call(engine, count, args, repeat) for repeat in range(3)]
-        for one in calls[:2]:
-            start = time.perf_counter()
-            engine.generate(one)
-            wall_s = time.perf_counter() - start
-        with profile(activities=[ProfilerActivity.CUDA]) as trace:
-            engine.generate(calls[2])
-            torch.cuda.synchronize()
-        report(count, wall_s, device_events(trace), args.top)
+        length = engine.num_features(args.side) + args.text
+        for kind in ("new images", "same images", "text"):
+            seeds = [0, 1, 2] if kind == "new images" else [2, 2, 2]
+            for repeat, seed in enumerate(seeds):
+                prompts = [[11 + repeat] * length] * count if kind == "text" else prompts_of(engine, count, args, seed)
+                one = Call(prompts=prompts, max_tokens=[1] * count)
+                if repeat < 2:
+                    start = time.perf_counter()
+                    engine.generate(one)
+                    wall_s = time.perf_counter() - start
+                    continue
+                with profile(activities=[ProfilerActivity.CUDA]) as trace:
+                    engine.generate(one)
+                    torch.cuda.synchronize()
+                report(f"{count} x {kind}", wall_s, device_events(trace), args.top)
     engine.close()
 
 
-def call(engine: MllmImages, count: int, args: argparse.Namespace, repeat: int) -> Call:
+def prompts_of(engine: MllmImages, count: int, args: argparse.Namespace, seed: int) -> list[object]:
     half = args.text // 2
-    images = [engine.image(args.side, 100 * repeat + place) for place in range(count)]
-    prompts = [engine.prompt([7 + repeat] * half, image, [9] * (args.text - half)) for image in images]
-    return Call(prompts=prompts, max_tokens=[1] * count)
+    images = [engine.image(args.side, 100 * seed + place) for place in range(count)]
+    return [engine.prompt([7 + seed] * half, image, [9] * (args.text - half)) for image in images]
 
 
-def report(count: int, wall_s: float, events: list[tuple[float, float, str]], top: int) -> None:
+def report(title: str, wall_s: float, events: list[tuple[float, float, str]], top: int) -> None:
     busy, until, gaps = 0.0, events[0][0], []
     totals: defaultdict[str, float] = defaultdict(float)
     numbers: Counter[str] = Counter()
@@ -68,7 +74,7 @@ def report(count: int, wall_s: float, events: list[tuple[float, float, str]], to
         until = max(until, end)
     span = until - events[0][0]
     print(
-        f"\n{count} requests: {wall_s * 1e3:.2f} ms unprofiled; profiled {span / 1e3:.2f} ms from the first event on "
+        f"\n{title}: {wall_s * 1e3:.2f} ms unprofiled; profiled {span / 1e3:.2f} ms from the first event on "
         f"the GPU to the last, {busy / 1e3:.2f} busy; the longest waits {[round(gap) for gap in sorted(gaps)[-8:]]} µs"
     )
     for name, total in sorted(totals.items(), key=lambda one: -one[1])[:top]:

@@ -1,22 +1,25 @@
 """Microseconds of one layer with a state by kind and batch, inside a CUDA graph, beside what its bytes take.
 
     python examples/state_kernels_speed.py [--json FILE] [--prompts] [--layers "gated delta" ssd …]
+        [--variants "conv._WARPS=4" "conv._WARPS=8 conv._DECODE_CHANNELS=512" …]
 
 Needs an NVIDIA GPU and Triton. The shapes are those of Transformers' defaults for qwen3_5_text, of Nemotron-H-8B,
 Kimi-Linear and Falcon-Mamba-7B. A graph runs each kernel over several layers' states, more than the L2 cache holds.
 TB/s are the bytes of states and tokens, read and written once, over the time; the last column is their share of the
-rate at which the GPU reads one large tensor.
+rate at which the GPU reads one large tensor. A variant sets constants of modules of runtime/ops/states/.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib
+import itertools
 import json
 import math
 import statistics
 import sys
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
@@ -78,6 +81,7 @@ class Result:
     tokens: int  # of each request
     microseconds: float
     bytes: int
+    variant: str = ""  # of constants
 
 
 def run(name: str, requests: int, tokens: int) -> Result:
@@ -113,6 +117,17 @@ def run(name: str, requests: int, tokens: int) -> Result:
     return Result(name, requests, tokens, microseconds(launch) / count, moved)
 
 
+def set_constants(variant: str) -> None:
+    """Sets what `MODULE.NAME=NUMBER …` says."""
+    for one in variant.split():
+        name, _, value = one.partition("=")
+        module, _, constant = name.partition(".")
+        place = importlib.import_module(f"mllm_compile.runtime.ops.states.{module}")
+        if not isinstance(getattr(place, constant, None), int):
+            sys.exit(f"error: {name} is no number of a module in runtime/ops/states")
+        setattr(place, constant, int(value))
+
+
 def microseconds(launch: Callable[[], object]) -> float:
     """The median of replays of a graph of it."""
     launch()
@@ -142,6 +157,7 @@ def main() -> int:
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
     parser.add_argument("--prompts", action="store_true", help="prompts in place of decodes")
     parser.add_argument("--layers", nargs="+", choices=SHAPES, default=list(SHAPES), help="these alone")
+    parser.add_argument("--variants", nargs="+", default=[""], help="of constants, each measured in turn")
     args = parser.parse_args()
     if not torch.cuda.is_available():
         print("needs an NVIDIA GPU", file=sys.stderr)
@@ -150,9 +166,11 @@ def main() -> int:
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, read {limit / 1e12:.2f} TB/s")
     print(f"{'layer':24} {'requests':>8} {'tokens':>7} {'µs':>9} {'TB/s':>6} {'of read':>8}")
     results = []
-    for name in args.layers:
+    for variant, name in itertools.product(args.variants, args.layers):
+        set_constants(variant)
+        print(variant, end="\n" if variant else "")
         for requests, tokens in PROMPTS if args.prompts else [(batch, 1) for batch in BATCHES]:
-            result = run(name, requests, tokens)
+            result = replace(run(name, requests, tokens), variant=variant)
             results.append(result)
             rate = result.bytes / (result.microseconds * 1e-6)
             print(

@@ -28,6 +28,7 @@ from mllm_compile.passes.fuse_rank_sums import FuseRankSums
 from mllm_compile.passes.fuse_rope_cache import FuseRopeCache
 from mllm_compile.passes.fuse_silu_mul import FuseSiluMul
 from mllm_compile.passes.fuse_single_token import FuseSingleToken
+from mllm_compile.passes.gate_in_recurrences import GateInRecurrences
 from mllm_compile.passes.gather_rows_early import GatherRowsEarly
 from mllm_compile.passes.group_experts import GroupExperts
 from mllm_compile.passes.lower_attention import LowerAttention
@@ -36,6 +37,7 @@ from mllm_compile.passes.multiply_outer_products import MultiplyOuterProducts
 from mllm_compile.passes.multiply_patches import MultiplyPatches
 from mllm_compile.passes.pack_projections import PackProjections
 from mllm_compile.passes.pad_heads import PadHeads
+from mllm_compile.passes.pad_linears import PadLinears
 from mllm_compile.passes.quantise_activations import QuantiseActivations
 from mllm_compile.passes.quantise_linears import QuantiseLinears
 from mllm_compile.passes.rotate_in_attention import RotateInAttention
@@ -56,6 +58,8 @@ PASSES: tuple[type[GraphPass], ...] = (
     AbsorbLatents,  # latent attention over the latents, which are all that is cached
     QuantiseLinears,  # weights in eight or four bits stay so in memory
     PackProjections,  # q, k, v and gate, up as one GEMM each
+    PadLinears,  # of towers: rows that tensor cores read at their full rate
+    GateInRecurrences,  # recurrences make their gates of what projections give
     PadHeads,  # heads as wide as those that attention kernels are made for
     # From here on attention is the runtime's op, and layers have names and parameters.
     LowerAttention,
@@ -88,6 +92,7 @@ OF_TOWERS = frozenset(
         MultiplyOuterProducts.name,
         MultiplyPatches.name,
         PackProjections.name,
+        PadLinears.name,
         LowerAttention.name,
         SplitAtAttention.name,
         DeduplicatePieces.name,

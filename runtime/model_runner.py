@@ -20,6 +20,7 @@ import torch
 from mllm_compile.runtime.attention.base import AttentionBackend
 from mllm_compile.runtime.attention.factory import make_attention_backend
 from mllm_compile.runtime.attention.metadata import AttentionMetadataBuilder, CommonAttentionMetadata, KVCacheSpec
+from mllm_compile.runtime.attention.split.page_table import PageTable
 from mllm_compile.runtime.collectives.base import Communicator, using
 from mllm_compile.runtime.cuda_graph.dispatcher import GraphDispatcher
 from mllm_compile.runtime.device.memory import (
@@ -55,6 +56,7 @@ from mllm_compile.runtime.sampling.sampler import sample_tokens
 from mllm_compile.runtime.state.base import StateBackend
 from mllm_compile.runtime.state.hybrid_backend import HybridAttnBackend
 from mllm_compile.runtime.state.metadata import StateMetadataBuilder
+from mllm_compile.runtime.state.mixed import MixedStateSteps
 from mllm_compile.runtime.state.piece_backend import PieceStateBackend
 from mllm_compile.runtime.state.torch_backend import TorchStateBackend
 
@@ -204,7 +206,12 @@ class ModelRunner:
         states: StateBackend = TorchStateBackend(self.state_pool, is_deterministic)
         if model.state_pieces:
             states = PieceStateBackend(self.state_pool, model.state_pieces, states)
-        return HybridAttnBackend(make_attention() if model.layers else None, states)
+        mixed = MixedStateSteps(config.max_rows, self.device) if without is None else None
+        if model.layers:
+            return HybridAttnBackend(make_attention(), states, mixed)
+        slots = self.req_to_token_pool.req_to_token
+        pages = PageTable(slots, slots.shape[0], config.runtime.page_size).pages
+        return HybridAttnBackend(None, states, mixed, pages)
 
     def init_cuda_graphs(self) -> None:
         """Capture graphs; skipped off CUDA, when disabled, and for models that do not generate."""
@@ -230,7 +237,11 @@ class ModelRunner:
         if obstacle:
             logger.info("steps with prompts are not captured whole: %s", obstacle)
             mixed_tokens = ()
-        return GraphDispatcher(mode, graphs.piecewise_tokens, graphs.decode_requests, mixed_tokens)
+        cascades = [size for size in graphs.decode_requests if _is_captured_as_cascade(size)]
+        has_cascades = self.config.runtime.cascade_attention and self.attn_backend.captures_cascade
+        return GraphDispatcher(
+            mode, graphs.piecewise_tokens, graphs.decode_requests, mixed_tokens, cascades if has_cascades else ()
+        )
 
     def shutdown(self) -> None:
         """Give all memory back, as far as the device answers; the runner cannot be used any more."""
@@ -370,14 +381,23 @@ class ModelRunner:
         """True if `decode` takes so many requests."""
         return self.graph_runner is not None and self.graph_runner.holds_decode(num_requests)
 
+    def holds_cascade(self, num_requests: int) -> bool:
+        """True if `decode` takes so many requests that begin with the same pages."""
+        return self.graph_runner is not None and self.graph_runner.holds_cascade(num_requests)
+
     def decode(
-        self, rows: np.ndarray, seq_lens: np.ndarray, slots: np.ndarray, deltas: np.ndarray | None = None
+        self,
+        rows: np.ndarray,
+        seq_lens: np.ndarray,
+        slots: np.ndarray,
+        deltas: np.ndarray | None = None,
+        common_prefix_len: int = 0,
     ) -> CapturedDecode:
         """Run decodes and choose their tokens in one launch, without waiting for the device; see GraphRunner.decode."""
         if self.graph_runner is None:
             raise RuntimeError("there are no captured decodes: ask holds_decode first")
         self.forward_pass_id += 1
-        return self.graph_runner.decode(rows, seq_lens, slots, deltas)
+        return self.graph_runner.decode(rows, seq_lens, slots, deltas, common_prefix_len)
 
     def forward_decode(self, batch: ForwardBatch) -> LogitsProcessorOutput:
         """Run a DECODE: every row's logits are wanted, unless logits_indices say otherwise."""
@@ -513,8 +533,12 @@ class ModelRunner:
 
     def spread_tokens(self) -> None:
         """Gives every rank the tokens that rank 0 has chosen last, which decodes read; of one rank does nothing."""
+        self.spread(self.row_state.last_tokens)
+
+    def spread(self, x: torch.Tensor) -> None:
+        """Makes x, which is contiguous, what rank 0 has there; of one rank does nothing."""
         if self.communicator is not None:
-            self.communicator.broadcast(self.row_state.last_tokens)
+            self.communicator.broadcast(x)
 
     # Memory -----------------------------------------------------------------------------------------------------------
 
@@ -625,6 +649,11 @@ class ModelRunner:
         axes = index.expand(facts.axes, -1).contiguous() if facts.axes > 1 else None
         blocks = (Block(0, 0, first, first),) if facts.sees_ahead else ()
         return MediaInputs(pool.rows.index_select(0, index), index == 0, axes, blocks)
+
+
+def _is_captured_as_cascade(num_requests: int) -> bool:
+    """True for powers of two from 8 on: cascades take as long for all of a tile's requests, and fewer seldom pay."""
+    return num_requests >= 8 and num_requests & (num_requests - 1) == 0
 
 
 @contextmanager

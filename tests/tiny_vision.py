@@ -166,11 +166,12 @@ VISION_MODELS["qwen3_vl_moe"] = (
     {**VISION_MODELS["qwen3_vl"][0], **_OF_EXPERTS},
     VISION_MODELS["qwen3_vl"][1],
 )
-# Of a size that the kernels of GPUs take: heads of 64, and towers' heads of 80 or 72, as the large models have.
+# Of a size that the kernels of GPUs take: heads of 64, and towers' heads of 80 or 72, as the large models have, and
+# features of a feed-forward that are no multiple of 8.
 _WIDE_TEXT = {"hidden_size": 256, "head_dim": 64}
 _WIDE_TOWERS = {
     "qwen2_vl": {"embed_dim": 160, "hidden_size": 256},
-    "qwen2_5_vl": {"hidden_size": 160, "out_hidden_size": 256},
+    "qwen2_5_vl": {"hidden_size": 160, "intermediate_size": 1020, "out_hidden_size": 256},
     "qwen3_vl": {"hidden_size": 144, "out_hidden_size": 256},
     "glm4v": {"hidden_size": 160, "out_hidden_size": 256},
 }

@@ -70,7 +70,13 @@ FP8_TOLERANCE = 0.2
 
 
 def self_check(
-    lowered: Lowered, folder: Path, piece_suffix: str, device: str, page_size: int, state_dtype: str = "float32"
+    lowered: Lowered,
+    folder: Path,
+    piece_suffix: str,
+    device: str,
+    page_size: int,
+    state_dtype: str = "float32",
+    kv_cache_dtype: str | None = None,
 ) -> str | None:
     """The reason why images would not be served right, where the model takes some; None: they would.
 
@@ -81,6 +87,7 @@ def self_check(
         device: where to run.
         page_size: tokens of a KV page.
         state_dtype: the type of sums of layers with a state.
+        kv_cache_dtype: the type of keys and values; None: the model's.
 
     Raises:
         UnsupportedModelError: the program's logits are not Transformers'.
@@ -95,8 +102,9 @@ def self_check(
         linked = link(program, pieces, binaries, torch.device(device))
         ranks = [linked.bind(_program_weights(by_name, program, lowered, rank)) for rank in range(lowered.num_ranks)]
         states = StateCheck(linked.state_pieces, state_dtype)
+        cache_dtype = None if kv_cache_dtype is None else getattr(torch, kv_cache_dtype)
         logits = _check_program(lowered, ranks, device, states)
-        check_written_pieces(linked, page_size, hf_model.model.dtype, logits)
+        check_written_pieces(linked, page_size, hf_model.model.dtype, logits, cache_dtype)
         return _check_media(lowered, linked, by_name, device, states)
 
 
@@ -156,19 +164,26 @@ def _check_media(
         return None
     vocab_size = hf_model.sizes(programs.with_features.layers).vocab_size
     case = MediaCase(programs.facts, vocab_size, special_ids(hf_model), device)
-    executors = [
-        ProgramExecutor(one.program, linked.pieces, _program_weights(by_name, one.program, one, 0))
-        for one in lowered.of_media
-    ]
-    layers = tuple(AttentionLayer.of(layer, executors[0].weights) for layer in executors[0].program.layers)
+
+    def executor(one: Lowered, rank: int) -> ProgramExecutor:
+        return ProgramExecutor(one.program, linked.pieces, _program_weights(by_name, one.program, one, rank))
+
+    text, tower = lowered.of_media
     ours: torch.Tensor | Exception
     dtype = hf_model.model.dtype
     try:
-        features = features_of(executors[1], case, dtype, device)
+        features = features_of(executor(tower, 0), case, dtype, device)
         lengths = tuple(len(ids) for ids, _ in case.prompts)
         inputs = inputs_with_features(case, features)
         blocks = case.blocks if programs.facts.sees_ahead else ()
-        (ours,) = _run_packed(executors[0], layers, lengths, 1, inputs, None, device, dtype, states, blocks)
+
+        def run(rank: int) -> torch.Tensor:
+            own = executor(text, rank)
+            layers = tuple(AttentionLayer.of(layer, own.weights) for layer in own.program.layers)
+            with current_device(torch.device(device)):
+                return _run_packed(own, layers, lengths, 1, inputs, None, device, dtype, states, blocks)[0]
+
+        ours = run(0) if lowered.num_ranks == 1 else run_lockstep(lowered.num_ranks, run)[0]
     except Exception as failure:
         ours = failure
     limit = TOLERANCE[dtype] * (1 if dtype == torch.float32 else ROUNDED_TWICE)
@@ -270,8 +285,10 @@ def _quantise(
         weight, scheme = by_name[tensor.weight_name], tensor.scheme
         key = weight.data_ptr(), scheme
         if key not in done:
-            parts = quantised(weight, scheme)
-            stands_for = dequantised(parts, scheme.kind, scheme.group, weight.shape[1], weight.dtype)
+            rows = weight.transpose(-1, -2) if tensor.is_transposed else weight
+            parts = quantised(rows, scheme)
+            stands_for = dequantised(parts, scheme.kind, scheme.group, rows.shape[-1], weight.dtype)
+            stands_for = stands_for.transpose(-1, -2).contiguous() if tensor.is_transposed else stands_for
             done[key] = parts, torch.nn.Parameter(stands_for, requires_grad=False)
         parts, parameter = done[key]
         found[name] = parts[tensor.role]

@@ -89,7 +89,8 @@ def build_runtime(target: Target, options: CompileOptions, timeline: Timeline) -
         lowered, files, suffix = _fill(scratch, target, options, timeline)
         check_unchanged(config, target.model, target.factors)
         with timeline.stage("self-check"):
-            fault = self_check(lowered, scratch, suffix, runtime.device, runtime.page_size, runtime.state_dtype)
+            types = runtime.state_dtype, runtime.kv_cache_dtype
+            fault = self_check(lowered, scratch, suffix, runtime.device, runtime.page_size, *types)
         if fault is not None:
             timeline.announce(f"its text is served without images: {fault}")
             lowered = lowered.without_images()
@@ -140,8 +141,7 @@ def _write_weights(
         constants, weights = plan_lowered_weights(lowered)
         files = target.weights
     if options.pack_weights:
-        packed, files = pack_weights(target.config, weights[0], target.model.path, scratch / WEIGHTS, timeline)
-        weights = (packed,)
+        weights, files = pack_weights(target.config, weights, target.model.path, scratch / WEIGHTS, timeline)
     write_program(scratch, lowered.program, weights, constants)
     return files
 

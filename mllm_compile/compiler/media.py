@@ -28,7 +28,8 @@ if TYPE_CHECKING:
 
 def with_media(config: ResolvedConfig, lowered: Lowered, dump_dir: Path, reporter: Reporter) -> Lowered:
     """Adds the programs for images; the same where the model has no tower of a protocol that is served (with an
-    announcement where it has one that is nearly so), or is cut over ranks, which serve text alone.
+    announcement where it has one that is nearly so). Ranks have parts of the text with features as of the text, and
+    the tower whole.
 
     Args:
         dump_dir: gets a text file for each graph after its passes.
@@ -41,8 +42,6 @@ def with_media(config: ResolvedConfig, lowered: Lowered, dump_dir: Path, reporte
     from mllm_compile.passes.pipeline import OF_TOWERS, pass_names
 
     hf_model, device = lowered.hf_model, config.runtime.device
-    if config.runtime.tensor_parallel_size > 1:
-        return lowered
     try:
         with refusing(f"images of {hf_model.model.config.model_type!r} models cannot be served"):
             adapter = tower_adapter(hf_model)
@@ -61,6 +60,10 @@ def with_media(config: ResolvedConfig, lowered: Lowered, dump_dir: Path, reporte
     with reporter.stage("passes of images"), gc_paused(), rewriting:
         with_features = _rewrite(config, lowered.built, text, {})
         of_tower = _rewrite(config, lowered.built, tower, not_of_towers)
+    if with_features.cuts != lowered.cuts:
+        other = next(iter(set(with_features.cuts.items()) ^ set(lowered.cuts.items())))[0]
+        reporter.announce(f"its text is served without images: over ranks {other!r} would be cut otherwise beside them")
+        return lowered
     dump = GraphDumper(dump_dir / "images")
     (dump_dir / "images").mkdir(exist_ok=True)
     for name, one in (("with_features", with_features), ("tower", of_tower)):

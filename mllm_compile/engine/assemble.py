@@ -134,8 +134,6 @@ def _load(compiled: CompiledRuntime, timeline: Timeline, forward_times: bool, nu
 def _tower(runner: ModelRunner) -> Tower | str:
     """The tower that prompts with images are checked with, or why they are refused."""
     runtime, media = runner.config.runtime, runner.model.media
-    if runtime.tensor_parallel_size > 1:
-        return f"runtime.tensor_parallel_size is {runtime.tensor_parallel_size}: images are served by one rank"
     if media is None:
         return "the model takes text alone, or images by a protocol that is not served (docs/images.md)"
     for key in ("deterministic", "skip_compiled"):

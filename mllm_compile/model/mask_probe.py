@@ -50,10 +50,12 @@ class ObservedCall:
     Attributes:
         mask: the function of the mask that the call was given; None for a call without a mask.
         is_altered: the call got a mask that Transformers' mask functions did not make as it stands.
+        device: the model's: a mask may read tensors that are there.
     """
 
     mask: MaskFunction | None
     is_altered: bool = False
+    device: str = "cpu"
 
     def reach(self) -> Reach:
         """How far back the call sees.
@@ -106,7 +108,9 @@ class ObservedCall:
         return bool((self._visible(queries, keys) == expected)[keys >= 0].all())
 
     def _visible(self, queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-        return self.mask(torch.tensor(0), torch.tensor(0), queries, keys)  # type: ignore[misc]
+        zero = torch.tensor(0, device=self.device)
+        visible = self.mask(zero, zero, queries.to(self.device), keys.to(self.device))  # type: ignore[misc]
+        return visible.cpu()
 
 
 class Observation(NamedTuple):
@@ -127,17 +131,18 @@ def observe_attention(model: PreTrainedModel, device: str) -> Observation:
     Raises:
         UnsupportedModelError: the model cannot run with another attention implementation.
     """
-    observer = _Observer()
+    observer = _Observer(device)
     AttentionInterface.register(PROBE_IMPLEMENTATION, observer.attend)
     AttentionMaskInterface.register(PROBE_IMPLEMENTATION, observer.make_mask)
     input_ids = torch.zeros(1, _SAMPLE_TOKENS, dtype=torch.int64, device=device)
     with attention_implementation(model, PROBE_IMPLEMENTATION), torch.no_grad():
         model(input_ids=input_ids, use_cache=False)
-    return Observation(observer.calls, [ObservedCall(mask) for mask in observer.masks])
+    return Observation(observer.calls, [ObservedCall(mask, device=device) for mask in observer.masks])
 
 
 class _Observer:
-    def __init__(self) -> None:
+    def __init__(self, device: str) -> None:
+        self.device = device
         self.calls: list[ObservedCall] = []
         self.masks: list[MaskFunction] = []
         self._functions: dict[int, MaskFunction] = {}
@@ -160,6 +165,7 @@ class _Observer:
         **kwargs: Any,
     ) -> tuple[torch.Tensor, None]:
         function = None if attention_mask is None else self._functions.get(id(attention_mask))
-        self.calls.append(ObservedCall(function, is_altered=attention_mask is not None and function is None))
+        is_altered = attention_mask is not None and function is None
+        self.calls.append(ObservedCall(function, is_altered, self.device))
         batch, num_heads, num_tokens, _ = query.shape
         return value.new_zeros(batch, num_tokens, num_heads, value.shape[3]), None

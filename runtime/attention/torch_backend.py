@@ -57,7 +57,7 @@ class TorchAttnBackend(AttentionBackend):
         shared = batch.common_prefix_len if num_decodes else 0
         self._plan = _Plan(num_decodes, shared, common.query_start_loc_cpu.tolist(), common.seq_lens_cpu.tolist())
 
-    def cascade_pays(self, num_requests: int, num_tokens: int) -> bool:
+    def cascade_pays(self, num_requests: int, num_tokens: int, is_captured: bool = False) -> bool:
         return (num_requests - 1) * num_tokens >= FEWEST_SHARED_KEYS
 
     def forward_decode(self, inputs: AttentionInputs) -> None:

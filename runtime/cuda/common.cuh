@@ -123,11 +123,6 @@ __device__ __forceinline__ void store_if(bool is_there, float* to, float v) {
   asm volatile("{ .reg .pred p; setp.ne.u32 p, %0, 0; @p st.global.f32 [%1], %2; }" ::"r"((u32)is_there), "l"(to), "f"(v)
                : "memory");
 }
-__device__ __forceinline__ void store_if(bool is_there, uint4* to, const uint4& v) {
-  asm volatile("{ .reg .pred p; setp.ne.u32 p, %0, 0; @p st.global.v4.b32 [%1], {%2, %3, %4, %5}; }" ::"r"((u32)is_there),
-               "l"(to), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
-               : "memory");
-}
 __device__ __forceinline__ float max_of_quad(float v) {
   v = fmaxf(v, __shfl_xor_sync(~0u, v, 1));
   return fmaxf(v, __shfl_xor_sync(~0u, v, 2));

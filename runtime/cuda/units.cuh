@@ -62,16 +62,11 @@ __device__ __forceinline__ void leave_ring() {
 #endif
 }
 
-// What a group of warps does beside its products: nothing.
-struct Nothing {
-  __device__ __forceinline__ void operator()(int) const {}
-};
-
 // Adds to `sums` the products of a tile and M of its units, as its stages arrive. `x_begin`: where these units begin in a
-// stage's x, in bytes. `beside`: called with each step while its products are under way; it must not branch.
-template <int M, class Beside = Nothing>
+// stage's x, in bytes.
+template <int M>
 __device__ __forceinline__ void multiply(float (&sums)[GROUP_UNITS][SUMS], u32 ring, u32 full, u32 empty_of_one, Place& place,
-                                         int x_begin, int lane, const Beside& beside = Beside()) {
+                                         int x_begin, int lane) {
   auto release = [&](int slot) {  // to all who write there
     if (lane < SHARE) arrive_in_cluster(empty_of_one + 8 * slot);
   };
@@ -84,7 +79,6 @@ __device__ __forceinline__ void multiply(float (&sums)[GROUP_UNITS][SUMS], u32 r
 #pragma unroll
       for (int m = 0; m < M; m++) multiply_add_all(sums[m], matrix(x + m * UNIT_BYTES + k * 32), matrix(weight + k * 32));
     asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
-    beside(step);
     // The stage before has been read when all but this one's products are there.
     asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory");
     if (step) release(place.before());

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -46,12 +47,15 @@ class GraphCapturer:
         """
         graph = torch.cuda.CUDAGraph()
         graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
-        try:
-            result = run()
-        except BaseException:
+        with warnings.catch_warnings():
+            # A piece may be views alone, as between a convolution and its recurrence: torch takes that for a mistake.
+            warnings.filterwarnings("ignore", "The CUDA Graph is empty", UserWarning)
+            try:
+                result = run()
+            except BaseException:
+                graph.capture_end()
+                raise
             graph.capture_end()
-            raise
-        graph.capture_end()
         return graph, result
 
     @contextmanager

@@ -70,6 +70,7 @@ class LoadedModel:
     state_layers: tuple[StateLayer, ...] = ()  # by state_id
     decoders: Mapping[str, Decoders] = field(default_factory=dict)  # layer → its own decode kernels, if any
     state_pieces: Mapping[str, StatePieces] = field(default_factory=dict)  # layer with a state → its kernels, if any
+    cascades: Mapping[str, DecodePiece] = field(default_factory=dict)  # layer → its kernel for decodes of one prefix
     prefills: Mapping[str, DecodePiece] = field(default_factory=dict)  # layer → its own kernel for prompts, if any
     latents: Mapping[str, LatentPieces] = field(default_factory=dict)  # layer → its kernels over latents, if any
     sampling: SamplingPieces | None = None  # the program's own kernels for choosing tokens, if any

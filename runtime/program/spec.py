@@ -275,6 +275,7 @@ class Program:
     output: str
     small_forms: Mapping[str, tuple[SmallForm, ...]] = field(default_factory=dict)  # piece → its forms, smallest first
     decode_attention: Mapping[str, tuple[DecodeForm, ...]] = field(default_factory=dict)  # layer → the fewest's first
+    cascade_attention: Mapping[str, str] = field(default_factory=dict)  # layer → the piece for decodes of one prefix
     prefill_attention: Mapping[str, str] = field(default_factory=dict)  # layer → the piece that attends for its prompts
     latent_attention: Mapping[str, LatentForms] = field(default_factory=dict)  # by layer; all layers, or none
     sampling: SamplingForms | None = None
@@ -311,7 +312,7 @@ class Program:
         """All that is compiled of this program: the steps' pieces, their forms for few tokens, those of attention,
         of layers with a state, of sampling and of the decode loop."""
         attention = dict.fromkeys(form.piece for form in self._decode_forms() if form.piece is not None)
-        attention |= dict.fromkeys(self.prefill_attention.values())
+        attention |= dict.fromkeys((*self.cascade_attention.values(), *self.prefill_attention.values()))
         attention |= dict.fromkeys(piece for forms in self.latent_attention.values() for piece in forms.piece_ids())
         sampling = () if self.sampling is None else self.sampling.piece_ids()
         loop = () if self.decode_loop is None else self.decode_loop.piece_ids()
@@ -345,6 +346,7 @@ class Program:
             "decode_attention": {
                 layer: [form.to_json() for form in forms] for layer, forms in self.decode_attention.items()
             },
+            "cascade_attention": dict(self.cascade_attention),
             "prefill_attention": dict(self.prefill_attention),
             "latent_attention": {layer: asdict(forms) for layer, forms in self.latent_attention.items()},
             "sampling": None if self.sampling is None else asdict(self.sampling),
@@ -374,6 +376,7 @@ class Program:
                 decode_attention={
                     layer: tuple(map(DecodeForm.from_json, forms)) for layer, forms in data["decode_attention"].items()
                 },
+                cascade_attention=from_json(dict[str, str], data["cascade_attention"]),
                 prefill_attention=from_json(dict[str, str], data["prefill_attention"]),
                 latent_attention=from_json(dict[str, LatentForms], data["latent_attention"]),
                 sampling=from_json(SamplingForms | None, data["sampling"]),

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from mllm_compile.runtime.media.step_plan import NO_ROWS, MediaPlan
+from mllm_compile.runtime.media.tower import MAX_FEATURES
 from mllm_compile.runtime.schedule.scheduled_batch import ScheduledBatch
 
 # Arrays of a record, in order; those of ScheduledBatch have its names.
@@ -26,8 +28,17 @@ _ARRAYS = (
     ("scored_indices", np.int64),
     ("state_restores", np.int64),
     ("state_saves", np.int64),
+    # Of MediaPlan: none of a step in which no request has images.
+    ("positions", np.int64),
+    ("deltas", np.int32),
+    ("feature_rows", np.int64),
+    ("feature_axes", np.int64),
+    ("run_sizes", np.int64),
+    ("run_rows", np.int64),
+    ("blocks", np.int64),
 )
 _COPIES = ("state_restores", "state_saves")  # [N, 2]
+_MEDIA_ARRAYS = ("positions", "deltas", "feature_rows", "feature_axes", "run_sizes", "run_rows", "blocks")
 _HEADER = 4  # int64 numbers ahead of the arrays' lengths: step, decodes, tokens, whether prompt positions are scored
 _HEADER_BYTES = 8 * (_HEADER + len(_ARRAYS))
 _NO_SCORES = np.empty(0, dtype=np.int64)
@@ -39,11 +50,13 @@ class StepRecord:
 
     Attributes:
         batch: without requests' own data.
-        scored_indices: tokens whose logits are asked for besides; None: none are.
+        scored_indices: [N] tokens whose logits are asked for besides; None: none are.
+        media: positions and features, where requests have images.
     """
 
     batch: ScheduledBatch
-    scored_indices: np.ndarray | None
+    scored_indices: np.ndarray | None = None
+    media: MediaPlan | None = None
 
 
 def most_record_bytes(max_num_tokens: int, max_rows: int, pages_of_row: int) -> int:
@@ -52,23 +65,26 @@ def most_record_bytes(max_num_tokens: int, max_rows: int, pages_of_row: int) -> 
     Args:
         pages_of_row: most pages of one request.
     """
-    per_token, per_row, per_page = 16, 17 + 2 * 16, 16
-    largest = per_token * max_num_tokens + max_rows * (per_row + per_page * pages_of_row)
+    per_token, per_row, per_page = 16 + 40 + 32, 21 + 2 * 16, 16
+    largest = 2 * 8 * MAX_FEATURES  # that runs of a tower fill, and at most as many runs
+    largest += per_token * max_num_tokens + max_rows * (per_row + per_page * pages_of_row)
     return _HEADER_BYTES + 8 * len(_ARRAYS) + largest
 
 
-def write_step(memory: memoryview, batch: ScheduledBatch, scored_indices: np.ndarray | None) -> int:
+def write_step(memory: memoryview, record: StepRecord) -> int:
     """Writes a record to the start of `memory`; returns its bytes.
 
     Raises:
         ValueError: it does not fit.
     """
+    batch, scored_indices = record.batch, record.scored_indices
+    others = {"scored_indices": _NO_SCORES if scored_indices is None else scored_indices}
+    others |= _media_arrays(record.media)
     header = np.frombuffer(memory, dtype=np.int64, count=_HEADER + len(_ARRAYS))
     header[:_HEADER] = batch.step_id, batch.num_decodes, batch.num_tokens, scored_indices is not None
     start = _HEADER_BYTES
     for index, (name, dtype) in enumerate(_ARRAYS):
-        is_scores = name == "scored_indices"
-        values = (_NO_SCORES if scored_indices is None else scored_indices) if is_scores else getattr(batch, name)
+        values = others[name] if name in others else getattr(batch, name)
         size = values.size
         header[_HEADER + index] = size
         if size:
@@ -87,6 +103,7 @@ def read_step(memory: memoryview) -> StepRecord:
         arrays[name] = np.frombuffer(memory, dtype=dtype, count=size, offset=start if size else 0).copy()
         start += -(-size * np.dtype(dtype).itemsize // 8) * 8
     scored = arrays.pop("scored_indices")
+    media = _media_of({name: arrays.pop(name) for name in _MEDIA_ARRAYS})
     batch = ScheduledBatch(
         step_id=step_id,
         requests=[None] * arrays["rows"].size,  # type: ignore[list-item]  # their number is what is looked at
@@ -97,4 +114,22 @@ def read_step(memory: memoryview) -> StepRecord:
         **{name: arrays.pop(name).reshape(-1, 2) for name in _COPIES},
         **arrays,
     )
-    return StepRecord(batch, scored if is_scored else None)
+    return StepRecord(batch, scored if is_scored else None, media)
+
+
+def _media_arrays(media: MediaPlan | None) -> dict[str, np.ndarray]:
+    if media is None:
+        return dict.fromkeys(_MEDIA_ARRAYS, NO_ROWS)
+    sizes = np.array([rows.size for rows in media.runs], dtype=np.int64)
+    rows = np.concatenate(media.runs) if media.runs else NO_ROWS
+    values = media.positions, media.deltas, media.rows, media.axes.ravel(), sizes, rows, media.blocks.ravel()
+    return dict(zip(_MEDIA_ARRAYS, values, strict=True))
+
+
+def _media_of(arrays: dict[str, np.ndarray]) -> MediaPlan | None:
+    positions, deltas, rows, axes, sizes, run_rows, blocks = (arrays[name] for name in _MEDIA_ARRAYS)
+    if not positions.size:
+        return None
+    runs = tuple(np.split(run_rows, np.cumsum(sizes)[:-1])) if sizes.size else ()
+    axes = axes.reshape(-1, positions.size) if rows.size else NO_ROWS
+    return MediaPlan(positions, deltas, rows, axes, runs, blocks.reshape(-1, 4))

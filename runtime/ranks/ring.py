@@ -16,7 +16,6 @@ from dataclasses import dataclass
 import numpy as np
 
 from mllm_compile.runtime.ranks.records import StepRecord, read_step, write_step
-from mllm_compile.runtime.schedule.scheduled_batch import ScheduledBatch
 
 _SLOTS = 8
 _WORDS = 64  # of the header: a word for each rank, how many records it has read, then one for each, how often it beat
@@ -78,7 +77,7 @@ class RingWriter:
         """Where a follower finds it, if it inherits these descriptors."""
         return RingPlace(self._descriptor, self._events[follower], self._memory.slot_bytes, follower)
 
-    def write(self, batch: ScheduledBatch, scored_indices: np.ndarray | None, check: Callable[[], None]) -> None:
+    def write(self, record: StepRecord, check: Callable[[], None]) -> None:
         """Writes a step for all followers.
 
         Args:
@@ -88,7 +87,7 @@ class RingWriter:
             check()
             time.sleep(_LOOK_S)
         slot = self._memory.slot(self._written)
-        size = write_step(slot[_SIZE_BYTES:], batch, scored_indices)
+        size = write_step(slot[_SIZE_BYTES:], record)
         np.frombuffer(slot, dtype=np.int64, count=1)[0] = size
         self._publish()
 

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from mllm_compile.runtime.attention.base import AttentionBackend, AttentionInputs, Unrotated
 from mllm_compile.runtime.attention.layer import AttentionLayer
+from mllm_compile.runtime.attention.metadata import CommonAttentionMetadata
 from mllm_compile.runtime.forward_batch import ForwardBatch, ForwardMode
 from mllm_compile.runtime.state.base import StateBackend, StateInputs
+from mllm_compile.runtime.state.mixed import MixedStates, MixedStateSteps
 
 
 class HybridAttnBackend(AttentionBackend):
@@ -16,17 +20,33 @@ class HybridAttnBackend(AttentionBackend):
     Args:
         attention: plans and computes attention; None for a model without any.
         state: computes layers with a state. It plans nothing: StateMetadata is all that it reads of a batch.
+        mixed: what it reads in captured steps with prompts; None: there are layers without kernels, and none can be
+            captured.
+        pages: [max requests, W] int32, of a model without attention: captured decodes that prepare their own inputs
+            list pages, though none reads them.
     """
 
-    def __init__(self, attention: AttentionBackend | None, state: StateBackend) -> None:
+    def __init__(
+        self,
+        attention: AttentionBackend | None,
+        state: StateBackend,
+        mixed: MixedStateSteps | None = None,
+        pages: torch.Tensor | None = None,
+    ) -> None:
         self._attention = attention
         self._state = state
+        self._mixed = mixed
+        self._pages = pages
+        self._mixed_step: MixedStates | None = None  # what layers read of the batch
 
     def forward_state(self, inputs: StateInputs) -> None:
         """Computes a layer with a state."""
+        if self._mixed_step is not None:
+            inputs = replace(inputs, metadata=replace(inputs.metadata, mixed=self._mixed_step))
         self._state.forward(inputs)
 
     def init_forward_metadata(self, batch: ForwardBatch) -> None:
+        self._mixed_step = None
         if self._attention is not None:
             self._attention.init_forward_metadata(batch)
 
@@ -39,8 +59,8 @@ class HybridAttnBackend(AttentionBackend):
     def forward(self, inputs: AttentionInputs) -> None:
         self._of_attention.forward(inputs)
 
-    def cascade_pays(self, num_requests: int, num_tokens: int) -> bool:
-        return self._attention is not None and self._attention.cascade_pays(num_requests, num_tokens)
+    def cascade_pays(self, num_requests: int, num_tokens: int, is_captured: bool = False) -> bool:
+        return self._attention is not None and self._attention.cascade_pays(num_requests, num_tokens, is_captured)
 
     def rotates(self, layer: AttentionLayer) -> bool:
         return self._of_attention.rotates(layer)
@@ -65,6 +85,7 @@ class HybridAttnBackend(AttentionBackend):
         seq_lens: torch.Tensor,
         forward_mode: ForwardMode,
     ) -> None:
+        self._mixed_step = None
         if self._attention is not None:
             self._attention.init_forward_metadata_capture_cuda_graph(
                 bs, num_tokens, req_pool_indices, seq_lens, forward_mode
@@ -86,11 +107,32 @@ class HybridAttnBackend(AttentionBackend):
 
     @property
     def page_table(self) -> torch.Tensor | None:
-        return None if self._attention is None else self._attention.page_table
+        return self._pages if self._attention is None else self._attention.page_table
 
     @property
     def mixed_obstacle(self) -> str | None:
-        return "layers with a state take a step's prompts from the host"
+        if self._mixed is None:
+            return "no kernel serves some layers with a state, which take a step's prompts from the host"
+        return None if self._attention is None else self._attention.mixed_obstacle
+
+    def runs_well_captured(self, batch: ForwardBatch) -> bool:
+        return self._attention is None or self._attention.runs_well_captured(batch)
+
+    def init_forward_metadata_capture_mixed(self, num_tokens: int) -> None:
+        self._mixed_step = self._mixed_states.capture(num_tokens)
+        if self._attention is not None:
+            self._attention.init_forward_metadata_capture_mixed(num_tokens)
+
+    def init_forward_metadata_replay_mixed(self, num_tokens: int, batch: ForwardBatch) -> None:
+        self._mixed_step = self._mixed_states.fill(num_tokens, CommonAttentionMetadata.of(batch))
+        if self._attention is not None:
+            self._attention.init_forward_metadata_replay_mixed(num_tokens, batch)
+
+    @property
+    def _mixed_states(self) -> MixedStateSteps:
+        if self._mixed is None:
+            raise RuntimeError("steps with prompts cannot be captured: ask mixed_obstacle first")
+        return self._mixed
 
     @property
     def _of_attention(self) -> AttentionBackend:

@@ -71,12 +71,13 @@ class GatedDelta(StateKind):
     """The gated delta rule: q, k [T, Hk, D], v [T, Hv, Dv], g [T, Hv] or, a gate a channel, [T, Hv, D] (logarithms of
     decays), beta [T, Hv] → [T, Hv, Dv].
 
-    S ← S·exp(g); S ← S + beta·(v - S·k) kᵀ; out = S·q / √D. The state is S, [Hv, Dv, D].
+    S ← S·exp(g); S ← S + beta·(v - S·k) kᵀ; out = S·q / √D. The state is S, [Hv, Dv, D]. With A_log, dt_bias [Hv] g
+    stands for -exp(A_log)·softplus(g + dt_bias), and beta for sigmoid(beta).
     """
 
     name = "gated_delta"
-    operands = ("q", "k", "v", "g", "beta")
-    constants = frozenset()
+    operands = ("q", "k", "v", "g", "beta", "A_log", "dt_bias")
+    constants = frozenset({"A_log", "dt_bias"})
 
     qk_l2norm: bool  # q and k are divided by their norms
 
@@ -101,6 +102,7 @@ class Ssd(StateKind):
     dt_softplus: bool
     dt_min: float
     dt_max: float | None  # None: no bound
+    log_rates: bool = False  # A stands for -exp(A)
 
     def state_shape(self, shapes: Shapes) -> tuple[int, ...]:
         return *shapes["x"][1:], shapes["B"][2]
@@ -121,6 +123,7 @@ class SelectiveScan(StateKind):
     constants = frozenset({"A", "D", "dt_bias"})
 
     dt_softplus: bool
+    log_rates: bool = False  # A stands for -exp(A)
 
     def state_shape(self, shapes: Shapes) -> tuple[int, ...]:
         return tuple(shapes["A"])

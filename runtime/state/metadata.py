@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from mllm_compile.runtime.attention.metadata import CommonAttentionMetadata, split_decodes_and_prefills
+from mllm_compile.runtime.state.mixed import MixedStates
 
 if TYPE_CHECKING:
     from mllm_compile.runtime.forward_batch import ForwardBatch
@@ -43,6 +44,7 @@ class StateMetadata:
         num_actual_tokens: T without padding.
         are_runs: tokens are rows of their own, of which those of one request follow each other, as the deterministic
             mode has them on a GPU: how many a request has is known there alone.
+        mixed: of a captured step with prompts, what kernels read in place of the rest.
     """
 
     batch: ForwardBatch
@@ -51,6 +53,7 @@ class StateMetadata:
     segments: Sequence[Segment]
     num_actual_tokens: int
     are_runs: bool = False
+    mixed: MixedStates | None = None
 
     @cached_property
     def has_state(self) -> torch.Tensor:
@@ -70,13 +73,22 @@ class StateMetadata:
         return starts
 
     @cached_property
-    def of_decodes(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """(rows, has_state) of the decodes."""
+    def of_decodes(self) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """(rows, has_state) of the decodes; None: there are none."""
+        if self.mixed is not None:
+            return self.mixed.of_decodes
+        if not self.num_decodes:
+            return None
         return self.rows[: self.num_decodes], self.has_state[: self.num_decodes]
 
     @cached_property
-    def of_prompts(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """(rows, has_state, starts, ends) of the other requests: request i's tokens are from starts[i] to ends[i]."""
+    def of_prompts(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor] | None:
+        """(rows, has_state, starts, ends) of the others: request i's tokens are from starts[i] to ends[i]; None: there
+        are none."""
+        if self.mixed is not None:
+            return self.mixed.of_prompts
+        if self.num_decodes == self.rows.shape[0]:
+            return None
         if self.are_runs:
             return self.rows, self.has_state, *self._bounds_of_runs
         first, bounds = self.num_decodes, self.query_start_loc

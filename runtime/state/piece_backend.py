@@ -49,7 +49,7 @@ class PieceStateBackend(StateBackend):
         given = [*inputs.operands.values(), self._pool.get_state(inputs.layer.state_id)]
         if metadata.are_runs:  # their padding are tokens of the batch, and what they leave must be numbers
             inputs.out.zero_()
-        if metadata.num_decodes:
+        if metadata.of_decodes is not None:
             pieces.decodes([*given, *metadata.of_decodes, inputs.out])
-        if metadata.num_decodes < metadata.rows.shape[0]:
+        if metadata.of_prompts is not None:
             pieces.prompts([*given, *metadata.of_prompts, inputs.out])

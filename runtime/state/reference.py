@@ -89,7 +89,10 @@ class ConvMath(StateMath[CausalConv]):
 
 class GatedDeltaMath(_Recurrence[GatedDelta]):
     def prepare(self, kind: GatedDelta, operands: Operands) -> tuple[torch.Tensor, ...]:
-        q, k, v, g, beta = (operands[name].float() for name in GatedDelta.operands)
+        q, k, v, g, beta = (operands[name].float() for name in ("q", "k", "v", "g", "beta"))
+        if "A_log" in operands:
+            g = -operands["A_log"].float().exp() * F.softplus(g + operands["dt_bias"].float())
+            beta = beta.sigmoid()
         if kind.qk_l2norm:
             q, k = (x * torch.rsqrt((x * x).sum(-1, keepdim=True) + _NORM_EPS) for x in (q, k))
         repeats = v.shape[1] // q.shape[1]
@@ -114,7 +117,7 @@ class SsdMath(_Recurrence[Ssd]):
         dt = _step_sizes(operands, kind.dt_softplus).clamp(kind.dt_min, kind.dt_max).float()
         repeats = x.shape[1] // operands["B"].shape[1]
         b, c = (operands[name].float().repeat_interleave(repeats, dim=1) for name in ("B", "C"))
-        return x * dt[..., None], torch.exp(operands["A"].float() * dt), b, c
+        return x * dt[..., None], torch.exp(_rates(operands, kind.log_rates) * dt), b, c
 
     def advance(self, prepared: tuple[torch.Tensor, ...], states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         x, decay, b, c = prepared
@@ -131,7 +134,7 @@ class SelectiveScanMath(_Recurrence[SelectiveScan]):
     def prepare(self, kind: SelectiveScan, operands: Operands) -> tuple[torch.Tensor, ...]:
         dt = _step_sizes(operands, kind.dt_softplus).float()
         b, c = operands["B"].float(), operands["C"].float()
-        return dt * operands["x"].float(), torch.exp(operands["A"].float() * dt[..., None]), b, c
+        return dt * operands["x"].float(), torch.exp(_rates(operands, kind.log_rates) * dt[..., None]), b, c
 
     def advance(self, prepared: tuple[torch.Tensor, ...], states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         x, decay, b, c = prepared
@@ -145,6 +148,12 @@ class SelectiveScanMath(_Recurrence[SelectiveScan]):
         if "z" in operands:
             out = out * F.silu(operands["z"].float())
         return out.to(x.dtype)
+
+
+def _rates(operands: Operands, are_logs: bool) -> torch.Tensor:
+    """A, by which logarithms of decays are a step's size."""
+    rates = operands["A"].float()
+    return -rates.exp() if are_logs else rates
 
 
 def _step_sizes(operands: Operands, is_softplus: bool) -> torch.Tensor:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import numpy as np
 import torch
 
+from mllm_compile.runtime.ranks.records import StepRecord
 from mllm_compile.runtime.schedule.scheduled_batch import ScheduledBatch
-from mllm_compile.runtime.step.plan import StepPlan
+from mllm_compile.runtime.step.plan import StepPlan, with_media
 from mllm_compile.runtime.step.runner import StepRunner, scored_parts
 
 
@@ -14,25 +14,24 @@ class FollowingStepRunner(StepRunner):
     """Runs the steps that rank 0 has announced. Tokens come from there: rank 0's last ones are spread to all ranks at
     the start of each step that has decodes."""
 
-    def follow(self, batch: ScheduledBatch, scored_indices: np.ndarray | None) -> None:
-        """Launches a step.
-
-        Args:
-            batch: as rank 0 has it, without requests.
-            scored_indices: [N] tokens whose logits rank 0 asks for besides; None: for none.
-        """
+    def follow(self, record: StepRecord) -> None:
+        """Launches a step as rank 0 has planned it."""
+        batch = record.batch
         with torch.inference_mode(), self._runner.on_device():
             self._enter_pages(batch)
-            plan = self._plan(batch)
-            plan.fields.scored_indices = scored_indices
+            plan = with_media(self._plan(batch), record.media)
+            plan.fields.scored_indices = record.scored_indices
             self._copy_states(batch.state_restores)
             self._run_model(batch, plan)
             self._copy_states(batch.state_saves)
 
     def _run_model(self, batch: ScheduledBatch, plan: StepPlan) -> None:
-        if self._is_captured(batch):
+        shared = self._common_prefix_len(batch)
+        if self._is_captured(batch, shared):
             fields = plan.fields
-            self._runner.decode(fields.req_pool_indices, fields.seq_lens, fields.out_cache_loc)
+            deltas = None if plan.media is None else plan.media.deltas
+            rows, seq_lens, slots = fields.req_pool_indices, fields.seq_lens, fields.out_cache_loc
+            self._runner.decode(rows, seq_lens, slots, deltas, shared)
             return
         output, fields_there = self._launch(batch, plan)
         if fields_there.scored_indices is not None and output.logits_of is not None:

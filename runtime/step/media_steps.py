@@ -6,6 +6,7 @@ Used by one thread, in the order of steps. W numbers of a feature, those for dee
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -16,6 +17,7 @@ from mllm_compile.runtime.device.upload import upload, upload_rows
 from mllm_compile.runtime.forward_batch import Block, MediaInputs
 from mllm_compile.runtime.media.feature_pool import FeaturePool, Key
 from mllm_compile.runtime.media.request import Image, RequestMedia
+from mllm_compile.runtime.media.step_plan import MediaPlan
 from mllm_compile.runtime.media.tower import FEATURES_OF_A_RUN, Tower
 from mllm_compile.runtime.media.tower_inputs import tower_inputs
 from mllm_compile.runtime.model_runner import ModelRunner
@@ -58,60 +60,83 @@ class MediaSteps:
     def __init__(self, runner: ModelRunner, num_rows: int) -> None:
         self._runner, self._media = runner, runner.model.media
         self._deltas = np.zeros(num_rows, dtype=np.int32)  # by row: position less index, of tokens behind a prompt
-        self._num_moved = 0  # rows whose delta is not 0
+        self._has_images = np.zeros(num_rows, dtype=bool)  # by row
         self.num_encoded = 0
+        self._to_encode: list[list[tuple[Key, Image]]] = []  # of the step that is being launched, by runs of the tower
 
     def admit(self, requests: Sequence[Request]) -> None:
         """Notes what requests have that got their rows in this step."""
         for request in requests:
             self._deltas[request.row] = 0 if request.media is None else request.media.delta
-        if requests:
-            self._num_moved = int(np.count_nonzero(self._deltas))
+            self._has_images[request.row] = request.media is not None
 
-    def deltas(self, rows: np.ndarray) -> np.ndarray | None:
-        """[R] what positions of these rows' decodes are beyond their index; None: nothing."""
-        return self._deltas[rows] if self._num_moved else None
-
-    def positions(self, batch: ScheduledBatch, index: np.ndarray) -> np.ndarray:
-        """The positions [T] of a step's tokens, given their index within their requests."""
-        if not self._num_moved:
-            return index
-        positions = index + np.repeat(self._deltas[batch.rows], batch.num_new)
-        for chunk in self._chunks(batch):
-            own = chunk.media.text_positions(chunk.start, chunk.length)
-            positions[chunk.at : chunk.at + chunk.length] = own
-        return positions
-
-    def inputs(self, batch: ScheduledBatch, positions: np.ndarray) -> MediaInputs | None:
-        """The step's inputs beside tokens; None: none of its tokens takes a feature.
+    def plan(self, batch: ScheduledBatch, index: np.ndarray) -> MediaPlan | None:
+        """The step's positions and features; None: no request of it has images.
 
         Args:
-            positions: [T], of all tokens that take none.
+            index: [T] of the step's tokens within their requests.
         """
-        wanted = [(chunk, images) for chunk in self._chunks(batch) if (images := chunk.images())]
-        pool = self._runner.feature_pool
-        if not wanted or pool is None or self._media is None:
+        self._forget_unwritten()
+        if not self._has_images[batch.rows].any():
             return None
-        self._encode(pool, {chunk.key(image): image for chunk, images in wanted for image in images})
-        rows = np.zeros(batch.num_tokens, dtype=np.int64)  # of the pool
-        axes = np.broadcast_to(positions, (self._media.facts.axes, positions.size)).copy()
-        blocks: list[Block] = []
+        deltas = self._deltas[batch.rows]
+        positions = index + np.repeat(deltas, batch.num_new)
+        chunks = list(self._chunks(batch))
+        for chunk in chunks:
+            own = chunk.media.text_positions(chunk.start, chunk.length)
+            positions[chunk.at : chunk.at + chunk.length] = own
+        wanted = [(chunk, images) for chunk in chunks if (images := chunk.images())]
+        if not wanted:
+            return MediaPlan(positions, deltas)
+        runs = self._place({chunk.key(image): image for chunk, images in wanted for image in images})
+        rows = np.zeros(batch.num_tokens, dtype=np.int64)
+        axes = np.broadcast_to(positions, (self._facts.axes, positions.size)).copy()
+        blocks: list[tuple[int, ...]] = []
         for chunk, images in wanted:
             own_axes = chunk.media.all_positions(chunk.start, chunk.length)
             axes[:, chunk.at : chunk.at + chunk.length] = own_axes[: len(axes)]
             for image in images:
-                own = pool.find(chunk.key(image))
-                assert own is not None, "it was encoded for this step"
+                of_pool = self._pool.find(chunk.key(image))
+                assert of_pool is not None, "it was placed for this step"
                 first, last = max(image.start, chunk.start), min(image.end, chunk.end)
                 of_step = slice(chunk.at + first - chunk.start, chunk.at + last - chunk.start)
                 of_image = np.zeros(image.end - image.start, dtype=np.int64)
-                of_image[chunk.media.is_feature[image.start : image.end]] = own
+                of_image[chunk.media.is_feature[image.start : image.end]] = of_pool
                 rows[of_step] = of_image[first - image.start : last - image.start]
                 if chunk.media.sees_ahead:
                     blocks.append(Block(chunk.place, of_step.start, of_step.stop, image.end))
-        device = self._runner.device
-        index, placed = upload(rows, device), upload(axes, device) if len(axes) > 1 else None
-        return MediaInputs(pool.rows.index_select(0, index), index > 0, placed, tuple(blocks))
+        return MediaPlan(positions, deltas, rows, axes, runs, np.array(blocks, dtype=np.int64).reshape(-1, 4))
+
+    def inputs(self, plan: MediaPlan) -> MediaInputs:
+        """The inputs of a step some of whose tokens take features, for which the tower runs where they are not there.
+
+        On a rank that follows they come from rank 0, which alone has the images."""
+        pool, device = self._pool, self._runner.device
+        images = self._to_encode or [[] for _ in plan.runs]
+        for rows, run in zip(plan.runs, images, strict=True):
+            if run:
+                features = self._features_of([image for _, image in run])
+            else:
+                features = torch.empty(rows.size, pool.rows.shape[1], dtype=pool.rows.dtype, device=device)
+            self._runner.spread(features)
+            pool.rows.index_copy_(0, upload(rows, device), features)
+            self.num_encoded += len(run)
+        self._to_encode = []
+        index, axes = upload(plan.rows, device), plan.axes
+        placed = upload(axes, device) if len(axes) > 1 else None
+        blocks = tuple(Block(*block) for block in plan.blocks.tolist())
+        return MediaInputs(pool.rows.index_select(0, index), index > 0, placed, blocks)
+
+    @property
+    def _pool(self) -> FeaturePool:
+        pool = self._runner.feature_pool
+        assert pool is not None, "no other model's requests have images"
+        return pool
+
+    @property
+    def _facts(self) -> Tower:
+        assert self._media is not None, "no other model's requests have images"
+        return self._media.facts
 
     def _chunks(self, batch: ScheduledBatch) -> Iterator[_Chunk]:
         """Each prompt with images."""
@@ -124,27 +149,27 @@ class MediaSteps:
                 yield _Chunk(request, request.media, place, at, int(batch.prefix_lens[place]), length)
             at += length
 
-    def _encode(self, pool: FeaturePool, needed: Mapping[Key, Image]) -> None:
-        """Brings the features of a step's images into the pool: runs the tower for those that are not there."""
-        facts = self._runner.model.media.facts  # type: ignore[union-attr]
+    def _place(self, needed: Mapping[Key, Image]) -> tuple[np.ndarray, ...]:
+        """Gives rows of the pool to a step's images that are not there; those of each run of the tower."""
+        pool, facts = self._pool, self._facts
         missing = [(key, image) for key, image in needed.items() if pool.find(key) is None]
         for run in _runs(facts, missing):
-            placed: list[np.ndarray] = []
-            try:
-                for key, image in run:
-                    placed.append(pool.place(key, facts.num_features(image.grid), needed))
-                features = self._features_of([image for _, image in run])
-                pool.rows.index_copy_(0, upload(np.concatenate(placed), self._runner.device), features)
-            except BaseException:  # what was not written is not there
-                for key, _ in run[: len(placed)]:
-                    pool.forget(key)
-                raise
-            self.num_encoded += len(run)
+            self._to_encode.append(run)
+        return tuple(
+            np.concatenate([pool.place(key, facts.num_features(image.grid), needed) for key, image in run])
+            for run in self._to_encode
+        )
+
+    def _forget_unwritten(self) -> None:
+        """Gives back the rows of images of a step that failed before their features were written."""
+        for key, _ in itertools.chain.from_iterable(self._to_encode):
+            if self._pool.find(key) is not None:
+                self._pool.forget(key)
+        self._to_encode = []
 
     def _features_of(self, images: Sequence[Image]) -> torch.Tensor:
         """The features [F, W] of images, by one run of the tower."""
-        assert self._media is not None, "no other model's requests have images"
-        facts, device = self._media.facts, self._runner.device
+        facts, device = self._facts, self._runner.device
         arrays, segments = tower_inputs(facts, [image.grid for image in images])
         inputs: dict[str, Any] = {name: upload(array, device) for name, array in arrays.items()}
         for name, one in segments.items():

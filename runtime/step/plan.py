@@ -10,10 +10,11 @@ Free of torch.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
+from mllm_compile.runtime.media.step_plan import MediaPlan
 from mllm_compile.runtime.schedule.scheduled_batch import ScheduledBatch
 from mllm_compile.runtime.step.host_page_table import HostPageTable
 from mllm_compile.runtime.step_fields import StepFields
@@ -33,6 +34,7 @@ class StepPlan:
         score_indices: [N] where the scores of the prompt positions are among the scored rows.
         prompt_rows: [N] request of each prompt position that is scored.
         prompt_num_top: alternatives that are wanted there.
+        media: positions and features, where requests have images; set by whoever knows these.
     """
 
     fields: StepFields[np.ndarray]
@@ -42,6 +44,7 @@ class StepPlan:
     score_indices: np.ndarray
     prompt_rows: np.ndarray
     prompt_num_top: int
+    media: MediaPlan | None = None
 
 
 def plan_step(batch: ScheduledBatch, pages: HostPageTable) -> StepPlan:
@@ -115,6 +118,14 @@ def plan_fixed_rows(batch: ScheduledBatch, pages: HostPageTable, num_rows: int) 
         prompt_rows=prompt_rows,
         prompt_num_top=_num_top(batch, prompt_rows),
     )
+
+
+def with_media(plan: StepPlan, media: MediaPlan | None) -> StepPlan:
+    """The plan with the positions that images make; the same where there are none."""
+    if media is None:
+        return plan
+    plan.fields.positions = media.positions
+    return replace(plan, media=media)
 
 
 def _finish(

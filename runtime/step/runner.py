@@ -24,6 +24,7 @@ from mllm_compile.runtime.device.upload import upload
 from mllm_compile.runtime.errors import DeviceMemoryError
 from mllm_compile.runtime.forward_batch import ForwardBatch
 from mllm_compile.runtime.model_runner import LogitsProcessorOutput, ModelRunner
+from mllm_compile.runtime.ranks.records import StepRecord
 from mllm_compile.runtime.sampling.counter_rng import derive_seed
 from mllm_compile.runtime.sampling.logprobs import TokenLogprobs, all_logprobs, token_logprobs
 from mllm_compile.runtime.sampling.params import ALL_LOGPROBS, NO_TOKEN
@@ -35,14 +36,13 @@ from mllm_compile.runtime.step.grammar_rows import GrammarRows
 from mllm_compile.runtime.step.host_page_table import HostPageTable
 from mllm_compile.runtime.step.media_steps import MediaSteps
 from mllm_compile.runtime.step.output import ScoreTable, StepOutput
-from mllm_compile.runtime.step.plan import StepPlan, plan_fixed_rows, plan_step
+from mllm_compile.runtime.step.plan import StepPlan, plan_fixed_rows, plan_step, with_media
 from mllm_compile.runtime.step_fields import StepFields
 
 if TYPE_CHECKING:
     from mllm_compile.runtime.cuda_graph.decode_loop import Turn
 
-# Called with a step and the tokens whose logits are asked for besides.
-Announce = Callable[[ScheduledBatch, "np.ndarray | None"], None]
+Announce = Callable[[StepRecord], None]
 
 _SCORED_LOGITS = 2**26  # of prompt positions at a time: 128 MiB in 16 bits, however long the prompts are
 
@@ -144,8 +144,9 @@ class StepRunner:
         self._enter_pages(batch)
         self.media.admit(batch.admitted)
         plan = self._plan(batch)
+        plan = with_media(plan, self.media.plan(batch, plan.fields.positions))
         if self._announce is not None:
-            self._announce(batch, plan.fields.scored_indices)
+            self._announce(StepRecord(batch, plan.fields.scored_indices, plan.media))
         self._copy_states(batch.state_restores)
         results = self._decode(batch, plan) or self._run(batch, plan)
         self._copy_states(batch.state_saves)
@@ -171,13 +172,14 @@ class StepRunner:
 
         The device's table of slots hears of a new page by the slot of its first token: decodes get no others.
         """
-        if not self._is_captured(batch):
+        shared = self._common_prefix_len(batch)
+        if not self._is_captured(batch, shared):
             return None
         self._follow_rows(batch)
         self.state.flush()
         fields, flags = plan.fields, self.state.flags
-        deltas = self.media.deltas(batch.rows)
-        decode = self._runner.decode(fields.req_pool_indices, fields.seq_lens, fields.out_cache_loc, deltas)
+        deltas = None if plan.media is None else plan.media.deltas
+        decode = self._runner.decode(fields.req_pool_indices, fields.seq_lens, fields.out_cache_loc, deltas, shared)
         mask = self._mask(batch, plan)
         if not flags.chooses_plainly or mask is not None:  # then the graph's choice is not used
             output = LogitsProcessorOutput(decode.logits)
@@ -189,11 +191,12 @@ class StepRunner:
         all_scores = self._score_all(batch, plan, decode.logits)
         return _Results(decode.turn, decode.turn.tokens[: batch.num_requests], scores, all_scores=all_scores)
 
-    def _is_captured(self, batch: ScheduledBatch) -> bool:
+    def _is_captured(self, batch: ScheduledBatch, common_prefix_len: int) -> bool:
         """True if the step is one launch."""
-        if batch.num_decodes < batch.num_requests or not self._runner.holds_decode(batch.num_requests):
+        if batch.num_decodes < batch.num_requests:
             return False
-        return not self._common_prefix_len(batch)
+        holds = self._runner.holds_cascade if common_prefix_len else self._runner.holds_decode
+        return holds(batch.num_requests)
 
     def _common_prefix_len(self, batch: ScheduledBatch) -> int:
         """The first tokens of the step's decodes that are to be read once for all of them; 0: none."""
@@ -201,11 +204,12 @@ class StepRunner:
         if count < 2 or not runtime.cascade_attention or runtime.deterministic:
             return 0
         most = int(batch.prefix_lens[:count].min()) // page_size
+        is_captured = count == batch.num_requests and self._runner.holds_cascade(count)
         pays = self._runner.attn_backend.cascade_pays
-        if not pays(count, most * page_size):  # whatever they share
+        if not pays(count, most * page_size, is_captured):  # whatever they share
             return 0
         num_tokens = self._pages.common_pages(batch.rows[:count], most) * page_size
-        return num_tokens if pays(count, num_tokens) else 0
+        return num_tokens if pays(count, num_tokens, is_captured) else 0
 
     def _launch(self, batch: ScheduledBatch, plan: StepPlan) -> tuple[LogitsProcessorOutput, StepFields[torch.Tensor]]:
         """Brings the step's arrays to the device, new pages among them, and runs the model."""
@@ -213,7 +217,8 @@ class StepRunner:
             plan.fields.page_places = self._pages.places_of(batch.page_rows, batch.page_positions)
             plan.fields.page_slots = self._pages.slots_of(batch.page_ids)
         self._follow_lengths(batch, plan)
-        media = self.media.inputs(batch, plan.fields.positions)
+        takes_features = plan.media is not None and plan.media.rows.size > 0
+        media = self.media.inputs(plan.media) if takes_features else None  # type: ignore[arg-type]
         fields = self._upload(plan.fields)
         forward_batch = self._forward_batch(batch, plan, fields)
         forward_batch.common_prefix_len = self._common_prefix_len(batch)
@@ -234,9 +239,7 @@ class StepRunner:
         config = self._runner.config
         if config.runtime.deterministic:
             return plan_fixed_rows(batch, self._pages, config.runtime.max_num_batched_tokens)
-        plan = plan_step(batch, self._pages)
-        plan.fields.positions = self.media.positions(batch, plan.fields.positions)
-        return plan
+        return plan_step(batch, self._pages)
 
     def _follow_lengths(self, batch: ScheduledBatch, plan: StepPlan) -> None:
         """Adds the lengths that a model's RoPE follows, where the step has prompts."""

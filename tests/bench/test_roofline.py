@@ -12,6 +12,7 @@ import pytest
 
 from mllm_compile.bench.limits.roofline import (
     _CAPTURED_LABELS,
+    BETWEEN_RANKS,
     PREPARE,
     SAMPLE,
     UNKNOWN,
@@ -103,6 +104,14 @@ def test_gemms_whose_names_are_not_known_are_the_longest_kernels():
 def test_inductors_triton_gemms_are_known_by_name_though_others_take_longer():
     step = [kernel("triton_red_fused_mm_norm_0", 50, 0), kernel("triton_tem_fused_mm_1", 9, 0)]
     assert [job.label for job in assign_jobs(step, FACTS)] == [f"before {QKV.name}", QKV.name]
+
+
+@pytest.mark.parametrize(
+    "name", ["push_norm", "push_sum", "pull_norm", "ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgsStorage<4096ul>)"]
+)
+def test_what_goes_between_ranks_has_a_line_of_its_own(name):
+    step = [kernel("triton_poi_fused_embedding_0", 2, 0), kernel(name, 50, 0), kernel("nvjet_tst_64x8", 9, 0)]
+    assert [job.label for job in assign_jobs(step, FACTS)] == [f"before {QKV.name}", BETWEEN_RANKS, QKV.name]
 
 
 # Functions of the kernel families, and Triton's of experts.
@@ -286,3 +295,14 @@ def test_an_attention_of_one_kernel_moves_the_new_tokens_part_too():
     kernels = [TracedKernel("gemm", 0.0, 1.0, 0, True), TracedKernel("attend", 1.0, 1.0, 0, False)]
     jobs = assign_jobs(kernels, StepFacts(1, (piece,), (attention,), 0))
     assert jobs[1].num_bytes == 1077
+
+
+def test_a_layer_with_a_state_moves_the_states_of_its_requests():
+    state = AttentionFacts(0, "model.layers.3.ssd", kv_bytes=1000, new_bytes=77, what="state")
+    piece = PieceFacts(0, 8, 8, (MatrixFacts("w", (2, 2), 2),))
+    kernels = [TracedKernel("gemm", 0.0, 1.0, 0, True), TracedKernel("_step_ssd_kernel", 1.0, 2.0, 0, False)]
+    facts = StepFacts(1, (piece,), (state,), 0)
+    (row,) = [
+        row for row in roofline_rows(kernels, assign_jobs(kernels, facts), CEILINGS) if row.label.startswith("state")
+    ]
+    assert (row.label, row.num_bytes, row.us) == ("state ssd", 1077, 2.0)

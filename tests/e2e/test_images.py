@@ -219,6 +219,18 @@ def test_a_text_with_experts_takes_images_too(tmp_path: Path) -> None:
         assert tokens(engine, [TWO, TEXT]) == [transformers_greedy(model, p, MAX_TOKENS) for p in (TWO, TEXT)]
 
 
+@pytest.mark.slow  # two processes, and a program for two ranks
+def test_two_ranks_take_images_which_rank_0_encodes(tmp_path: Path) -> None:
+    model = save_vision_model("qwen3_vl", tmp_path / "model")
+    again = media_prompt([7, 92], LARGE, [93, 20])
+    prompts = [*PROMPTS, again]
+    expected = [transformers_greedy(model, prompt, MAX_TOKENS) for prompt in prompts]
+    config = vision_engine_config(tmp_path / "model", tmp_path / "cache", tensor_parallel_size=2)
+    with Engine(config) as engine:
+        assert tokens(engine, prompts) == expected
+        assert tokens(engine, [again]) == [expected[-1]]
+
+
 @pytest.mark.slow  # the pieces of text, text with features and tower: a minute of two cores
 def test_a_compiled_runtime_serves_images_in_a_process_without_transformers(tmp_path: Path) -> None:
     model = save_vision_model("qwen3_vl", tmp_path / "model")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Iterator
 from functools import partial
 
@@ -251,6 +252,17 @@ def test_an_input_that_has_moved_since_the_capture_is_an_error_in_debug_mode(pie
             run_piece(graphs, moved)
     else:
         run_piece(graphs, moved)
+
+
+def test_a_piece_of_views_alone_is_captured_without_a_warning(piece):
+    capturer, inputs = piece
+    graphs = PieceGraphs(lambda tensors: [tensors[0][1:3]], capturer, debug=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with capturer.session():
+            run_piece(graphs, inputs)
+    inputs[0].fill_(3)
+    assert run_piece(graphs, inputs).tolist() == [3.0] * 2
 
 
 def test_a_closed_runner_gives_all_device_memory_back(cache):

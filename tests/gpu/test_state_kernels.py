@@ -8,10 +8,13 @@ import pytest
 import torch
 
 from mllm_compile.runtime.memory_pool import GDNPool
+from mllm_compile.runtime.state.base import StateInputs
 from mllm_compile.runtime.state.layer import CausalConv, GatedDelta, SelectiveScan, Ssd, StateKind, StateLayer
+from mllm_compile.runtime.state.metadata import StateMetadata
+from mllm_compile.runtime.state.mixed import MixedStateSteps
 from mllm_compile.runtime.state.piece_backend import PieceStateBackend, StatePieces
 from mllm_compile.runtime.state.torch_backend import TorchStateBackend
-from tests.runtime.state.state_cases import kernels_of, run_batch
+from tests.runtime.state.state_cases import kernels_of, mixed_batch, run_batch
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
 
@@ -22,6 +25,10 @@ SHAPES: dict[str, tuple[StateKind, dict[str, tuple[int, ...]]]] = {
     "conv": (CausalConv("silu"), {"x": (8192,), "weight": (8192, 4)}),
     "conv of 7": (CausalConv(""), {"x": (100,), "weight": (100, 7), "bias": (100,)}),
     "delta": (GatedDelta(True), {"q": (16, 128), "k": (16, 128), "v": (32, 128), "g": (32,), "beta": (32,)}),
+    "delta of its gates": (
+        GatedDelta(True),
+        {"q": (16, 128), "k": (16, 128), "v": (32, 128), "g": (32,), "beta": (32,), "A_log": (32,), "dt_bias": (32,)},
+    ),
     "delta, odd": (GatedDelta(False), {"q": (2, 24), "k": (2, 24), "v": (4, 40), "g": (4,), "beta": (4,)}),
     "delta, wide": (GatedDelta(True), {"q": (2, 192), "k": (2, 192), "v": (2, 384), "g": (2,), "beta": (2,)}),
     "delta, a channel": (GatedDelta(True), {"q": (4, 128), "k": (4, 128), "v": (4, 128), "g": (4, 128), "beta": (4,)}),
@@ -135,9 +142,43 @@ def test_a_captured_decode_reads_rows_and_flags_when_it_is_replayed_and_gives_th
         assert torch.equal(pool.get_state(0)[1:], other.get_state(0)[1:])
 
 
-@pytest.mark.parametrize(("name", "limit"), [("delta", 2e-3), ("ssd", 2e-3), ("scan", 4e-3)])
+@pytest.mark.parametrize("name", ["conv", "delta", "delta, a channel", "ssd", "scan"])
+def test_a_captured_step_with_prompts_gives_each_batch_what_its_own_launches_give(name):
+    kind, _ = SHAPES[name]
+    operands = operands_of(name, 72, torch.bfloat16)
+    layer = layer_of(kind, operands, torch.bfloat16)
+    pool, other = pool_of(layer), pool_of(layer)
+    steps = MixedStateSteps(6, torch.device("cuda"))
+    out = torch.zeros(72, *layer.out_shape, dtype=getattr(torch, layer.out_dtype), device="cuda")
+    padding = StateMetadata(
+        batch=None,  # type: ignore[arg-type]
+        rows=torch.zeros(6, dtype=torch.int64, device="cuda"),
+        num_decodes=0,
+        segments=(),
+        num_actual_tokens=0,
+        mixed=steps.capture(72),
+    )
+    inputs, backend = StateInputs(operands, out, layer, padding), kernels(layer, pool)
+    backend.forward(inputs)
+    assert torch.equal(pool.get_state(0)[1:], other.get_state(0)[1:]), "padding leaves no state"
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        backend.forward(inputs)
+    for rows, lengths, earlier, num_decodes in (
+        ((5, 1, 6, 2), (1, 1, 64, 3), (9, 4, 0, 2), 2),
+        ((3,), (70,), (0,), 0),
+        ((4, 3), (1, 30), (1, 70), 1),
+    ):
+        steps.fill(72, mixed_batch(rows, lengths, earlier, "cuda"))
+        graph.replay()
+        expected = run_batch(kernels(layer, other), layer, operands, rows, lengths, earlier, num_decodes)
+        assert torch.equal(out[: sum(lengths)], expected[: sum(lengths)])
+        assert torch.equal(pool.get_state(0)[1:], other.get_state(0)[1:])
+
+
+@pytest.mark.parametrize(("name", "limit"), [("delta", 2e-3), ("ssd", 4e-3), ("scan", 4e-3)])
 def test_sums_in_bfloat16_are_rounded_once_a_step(name, limit):
-    """The reference adds up the scan's step sizes in bfloat16, as Transformers does, the kernel in float32."""
+    """The reference adds up the scans' step sizes in bfloat16, as Transformers does, kernels in float32."""
     kind, _ = SHAPES[name]
     operands = operands_of(name, 3, torch.bfloat16)
     layer = replace(layer_of(kind, operands, torch.bfloat16))

@@ -17,19 +17,29 @@ import torch
 
 from mllm_compile import Engine, EngineConfig, SamplingParams
 from tests.model.tiny_configs import FIRST_SPECIAL_TOKEN, save_tiny_model, tiny_config
+from tests.soak import run_soak
+from tests.tiny_model import engine_of_pages
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
 
-WIDE = {"hidden_size": 256, "head_dim": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
+# Heads of 128, as models have them, whether a config has a key for that or divides its width by its heads.
+HEADS = {"hidden_size": 512, "num_attention_heads": 4, "num_key_value_heads": 2}
+WIDE = HEADS | {"head_dim": 128}
 ARCHITECTURES: dict[str, dict[str, Any]] = {
     "qwen3_5_text": WIDE,
-    "lfm2": WIDE,
+    "qwen3_next": WIDE,
+    "lfm2": HEADS,
     "nemotron_h": WIDE,
-    "jamba": {"hidden_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2},
+    "jamba": HEADS,
     "mamba2": {},
     "falcon_mamba": {},
-    "granitemoehybrid": {},
+    "granitemoehybrid": HEADS | {"mamba_n_heads": 64},
+    "falcon_h1": WIDE,
+    "recurrent_gemma": WIDE | {"lru_width": 512},
+    "minimax": WIDE,
+    "kimi_linear": {},
 }
+WITHOUT_ATTENTION = ("mamba2", "falcon_mamba")
 LENGTHS = (1, 2, 3, 4, 31, 33, 64, 90)
 PARAMS = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True, logprobs=3)
 MARGIN = 1.5  # ours may be this much further from float32 than Transformers in bf16 is
@@ -49,13 +59,15 @@ def prompts() -> list[list[int]]:
     return [torch.randint(0, FIRST_SPECIAL_TOKEN, (n,), generator=generator).tolist() for n in LENGTHS]
 
 
-def config(folder: Path, mode: str, backend: str = "eager", **runtime: Any) -> dict[str, Any]:
+def config(
+    folder: Path, mode: str, backend: str = "eager", mixed_tokens: object = "auto", **runtime: Any
+) -> dict[str, Any]:
     sizes = {"device": "cuda", "max_model_len": 128, "max_num_batched_tokens": 96, "max_running_requests": 8}
     return {
         "model": {"path": str(folder / "model"), "dtype": "bfloat16"},
         "compile": {"backend": backend},
-        "cudagraph": {"mode": mode},
-        "runtime": sizes | {"mem_fraction_static": 0.3, "page_size": 16} | runtime,
+        "cudagraph": {"mode": mode, "mixed_tokens": mixed_tokens},
+        "runtime": sizes | {"mem_fraction_static": 0.1, "page_size": 16} | runtime,
         "cache": {"dir": str(folder / "cache")},
     }
 
@@ -70,6 +82,14 @@ def answers(served: Engine, prompts: list[list[int]]) -> list[Any]:
 
 def test_a_request_alone_gets_the_same_tokens_in_graphs_as_without(folder, prompts):
     with engine(folder, "none") as eager, engine(folder, "full_and_piecewise") as graphs:
+        for prompt in prompts:
+            assert answers(eager, [prompt])[0][0] == answers(graphs, [prompt])[0][0]
+
+
+def test_whole_steps_with_prompts_in_graphs_give_the_same_tokens_as_without(folder, prompts):
+    if folder.name.removesuffix("0") not in WITHOUT_ATTENTION:
+        pytest.skip("attention is captured so with kernels of the program, which are compiled")
+    with engine(folder, "none") as eager, engine(folder, "full_and_piecewise", mixed_tokens=[32, 96]) as graphs:
         for prompt in prompts:
             assert answers(eager, [prompt])[0][0] == answers(graphs, [prompt])[0][0]
 
@@ -131,3 +151,16 @@ def test_in_deterministic_mode_a_request_s_numbers_are_its_own(folder, prompts):
         assert answers(served, prompts[::-1]) == alone[::-1]  # from the prefix cache, too
     with engine(folder, "full_decode_only", enable_prefix_cache=False, **fixed) as served:
         assert answers(served, prompts) == alone
+
+
+@pytest.mark.slow
+def test_two_thousand_requests_with_preemptions_leave_states_and_pages_as_they_should_be(folder, prompts):
+    if folder.name.removesuffix("0") not in ("qwen3_5_text", "mamba2"):
+        pytest.skip("one with attention, and one without, are enough")
+    settings = config(folder, "full_and_piecewise", max_running_requests=64, max_num_batched_tokens=256)
+    with engine_of_pages(EngineConfig.from_dict(settings), 65) as served:  # 1,024 tokens, where 64 want 4,000
+        before = [answers(served, [prompt])[0] for prompt in prompts]
+        result = run_soak(served, 2000, FIRST_SPECIAL_TOKEN, max_prompt=24, max_output=100, in_flight=96)
+        assert result.preemptions > 0 and result.finished["abort"] > 20
+        assert [answers(served, [prompt])[0][0] for prompt in prompts] == [tokens for tokens, _ in before]
+    print(result)

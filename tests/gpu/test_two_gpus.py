@@ -22,6 +22,7 @@ from mllm_compile.errors import EngineDeadError
 from tests.e2e.test_ranks import followers
 from tests.gpu.small_shape import SHAPE
 from tests.tiny_model import TINY
+from tests.tiny_vision import image, media_prompt, save_vision_model
 
 pytestmark = [
     pytest.mark.gpu,
@@ -122,6 +123,15 @@ def test_pieces_as_traced_answer_alike_on_two_gpus(cache):
         assert_alike(answers(engine), theirs)
 
 
+@pytest.mark.parametrize("quantization", ["fp8", "int4"])
+def test_weights_in_few_bits_answer_as_on_one_gpu(cache, small, quantization):
+    model = small | {"quantization": quantization}
+    with engine_of(cache, 1, "none", model, "inductor") as engine:
+        theirs = answers(engine)
+    with engine_of(cache, 2, "full_and_piecewise", model, "inductor") as engine:
+        assert_alike(answers(engine), theirs)
+
+
 def test_draws_of_one_seed_are_the_same_twice(cache, small):
     drawn = SamplingParams(temperature=0.9, top_p=0.9, seed=5, max_tokens=16, ignore_eos=True, detokenize=False)
     with engine_of(cache, 2, "full_and_piecewise", small, "inductor") as engine:
@@ -145,3 +155,22 @@ def test_a_lost_rank_ends_every_request_with_its_reason(cache, small, how):
                 for _ in stream:
                     pass
     assert set(followers()) == before
+
+
+def test_two_gpus_take_images_which_rank_0_encodes(tmp_path):
+    save_vision_model("qwen3_vl", tmp_path / "model", wide=True)
+    prompts = [
+        media_prompt([5, 6, 92], image(2, (1, 8, 14)), [93, 7, 8, 92], image(1, (1, 4, 6)), [93, 9]),
+        media_prompt([11, 92], image(3, (1, 16, 22)), [93, 12, 13]),
+        [3, 4, 5, 6, 7],
+    ]
+    found = []
+    for num_ranks in (1, 2):
+        model = {"path": str(tmp_path / "model")}
+        with engine_of(tmp_path / "cache", num_ranks, "full_and_piecewise", model, "eager") as engine:
+            found.append(engine.generate(prompts, SamplingParams(temperature=0, max_tokens=1, logprobs=1)))
+    for one, other in zip(*found, strict=True):
+        (first,), (second,) = one.logprobs, other.logprobs
+        token = one.token_ids[0]
+        assert token in second, "the likeliest of one rank is among the likeliest of two"
+        assert abs(first[token].logprob - second[token].logprob) < LARGEST_DIFFERENCE

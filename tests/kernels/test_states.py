@@ -18,7 +18,7 @@ CONV = StateLayer(
     "layers.0.conv", 0, CausalConv("silu"), ("x", "weight"), (3, 192), (192,), "bfloat16", "bfloat16"
 )  # fmt: skip
 DELTA = StateLayer(
-    *("layers.0.delta", 1, GatedDelta(True), GatedDelta.operands, (4, 16, 16), (4, 16), "bfloat16", "bfloat16")
+    *("layers.0.delta", 1, GatedDelta(True), GatedDelta.operands[:5], (4, 16, 16), (4, 16), "bfloat16", "bfloat16")
 )
 # As a piece gives them: parts of the convolution's output.
 PARTS = [PieceInput(("T", heads, 16), (192, 16, 1), "bfloat16") for heads in (4, 4, 4)]

@@ -28,7 +28,7 @@ from mllm_compile.passes.match.nodes import LINEAR
 from mllm_compile.passes.pipeline import PASSES
 from mllm_compile.passes.shard import Shard
 from mllm_compile.passes.verify import verify_graph
-from mllm_compile.runtime.quantised.scheme import WeightScheme
+from mllm_compile.runtime.quantised.scheme import MXFP4, WeightScheme
 from tests.passes.support.graph_builder import (
     HIDDEN,
     VOCAB,
@@ -150,6 +150,15 @@ def patches() -> fx.GraphModule:
     found = builder.call(torch.conv3d, builder.method("view", x, -1, 2, 2, 2, 2), kernel, None, (2, 2, 2))
     x = builder.call(operator.add, x, builder.method("view", found, -1, HIDDEN))
     return builder.finish(builder.head(builder.layer(x, 0)))
+
+
+def tower() -> fx.GraphModule:
+    """Attention of packed patches, and a feed-forward whose features fill no row of 16 bytes."""
+    builder = GraphBuilder()
+    x = builder.embed()
+    x = builder.call(operator.add, x, builder.packed_attention(x))
+    wide = builder.call(torch.relu, builder.linear(x, "up", 1021))
+    return builder.finish(builder.head(builder.linear(wide, "down", HIDDEN, bias=True)))
 
 
 def not_by_token() -> fx.GraphModule:
@@ -347,6 +356,13 @@ def quantised_decoder() -> fx.GraphModule:
     return gm
 
 
+def experts_with_biases_of_which_some_are_quantised() -> fx.GraphModule:
+    """Those of the second layer, which lie transposed."""
+    gm = decoder_of_experts_with_biases()
+    gm.meta[SMALL_WEIGHTS] = SmallWeights({}, {f"layers.1.experts.{part}": MXFP4 for part in ("up", "down")})
+    return gm
+
+
 def decoder_in_fp8() -> fx.GraphModule:
     """With a scale a row: inputs may be fp8 too, which is not within bfloat16's rounding."""
     gm = Decoder().model()
@@ -368,6 +384,7 @@ GRAPHS = (
     spelled_in_all_ways,
     views_and_outer_products,
     patches,
+    tower,
     not_by_token,
     decoder,
     decoder_with_normed_heads,
@@ -375,7 +392,7 @@ GRAPHS = (
     decoder_in_float16,
     decoder_of_experts,
     decoder_of_experts_in_bfloat16,
-    decoder_of_experts_with_biases,
+    experts_with_biases_of_which_some_are_quantised,
     quantised_decoder,
     decoder_in_fp8,
     latents,

@@ -7,7 +7,8 @@ import threading
 import numpy as np
 import pytest
 
-from mllm_compile.runtime.ranks.records import most_record_bytes, read_step, write_step
+from mllm_compile.runtime.media.step_plan import MediaPlan
+from mllm_compile.runtime.ranks.records import StepRecord, most_record_bytes, read_step, write_step
 from mllm_compile.runtime.ranks.ring import RingReader, RingWriter
 from mllm_compile.runtime.schedule.scheduled_batch import ScheduledBatch
 
@@ -36,10 +37,21 @@ def batch(step_id: int = 3, prefill: tuple[int, ...] = (7, 8, 9), pages: int = 2
     )
 
 
+MEDIA = MediaPlan(
+    positions=np.arange(4),
+    deltas=np.array([-3, 0], dtype=np.int32),
+    rows=np.array([0, 5, 6, 0]),
+    axes=np.arange(12).reshape(3, 4),
+    runs=(np.array([5, 6]), np.array([7])),
+)
+MOVED = MediaPlan(positions=np.arange(4), deltas=np.array([-3, 0], dtype=np.int32))
+
+
+@pytest.mark.parametrize("media", [None, MEDIA, MOVED], ids=["text", "images", "behind images"])
 @pytest.mark.parametrize("scored", [None, np.array([1, 2], dtype=np.int64), np.empty(0, dtype=np.int64)])
-def test_a_step_is_read_as_it_was_written(scored):
+def test_a_step_is_read_as_it_was_written(scored, media):
     memory = memoryview(bytearray(4096))
-    size = write_step(memory, batch(), scored)
+    size = write_step(memory, StepRecord(batch(), scored, media))
     found = read_step(memory[:size])
     assert (found.batch.step_id, found.batch.num_decodes, found.batch.num_tokens) == (3, 1, 4)
     assert found.batch.num_requests == 2
@@ -54,14 +66,20 @@ def test_a_step_is_read_as_it_was_written(scored):
     assert not found.batch.prompt_logprob_rows.any()  # scores are rank 0's
     assert (found.scored_indices is None) == (scored is None)
     assert scored is None or np.array_equal(found.scored_indices, scored)
+    assert (found.media is None) == (media is None)
+    if media is not None:
+        assert found.media.deltas.dtype == np.int32 and len(found.media.runs) == len(media.runs)
+        for name in ("positions", "deltas", "rows", "axes"):
+            assert np.array_equal(getattr(found.media, name), getattr(media, name))
+        assert all(np.array_equal(*pair) for pair in zip(found.media.runs, media.runs, strict=True))
 
 
 def test_the_largest_step_fits_and_a_larger_one_is_an_error():
     most = most_record_bytes(max_num_tokens=4, max_rows=2, pages_of_row=1)
     memory = memoryview(bytearray(most))
-    assert write_step(memory, batch(), np.arange(4)) <= most
+    assert write_step(memory, StepRecord(batch(), np.arange(4), MEDIA)) <= most
     with pytest.raises(ValueError, match="buffer"):
-        write_step(memory, batch(prefill=tuple(range(1000))), None)
+        write_step(memory, StepRecord(batch(prefill=tuple(range(100_000)))))
 
 
 def test_followers_read_every_step_in_order_and_the_writer_waits_for_the_slowest():
@@ -86,7 +104,7 @@ def test_followers_read_every_step_in_order_and_the_writer_waits_for_the_slowest
         may_read.set()
 
     for step_id in range(20):
-        writer.write(batch(step_id), None, check)
+        writer.write(StepRecord(batch(step_id)), check)
     assert waited.is_set()
     while (writer._read_counts < 20).any():  # the end is written where there is room
         pass
@@ -105,5 +123,5 @@ def test_a_writer_that_waits_for_a_rank_that_is_gone_hears_of_it():
 
     with pytest.raises(RuntimeError, match="rank 1 ended"):
         for step_id in range(20):
-            writer.write(batch(step_id), None, check)
+            writer.write(StepRecord(batch(step_id)), check)
     writer.close()

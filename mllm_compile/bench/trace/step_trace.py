@@ -8,6 +8,7 @@ without CUDA graphs, whose kernels have no ranges.
 from __future__ import annotations
 
 import json
+import math
 import statistics
 import tempfile
 import time
@@ -28,7 +29,7 @@ from mllm_compile.engine.assemble import assemble
 from mllm_compile.engine.parts import EngineParts
 from mllm_compile.process.progress import reporter_for
 from mllm_compile.runtime.program.executor import PieceFunction, ProgramExecutor
-from mllm_compile.runtime.program.spec import AttentionStep, PieceStep, Step
+from mllm_compile.runtime.program.spec import AttentionStep, PieceStep, StateStep, Step
 from mllm_compile.runtime.sampling.params import SamplingParams
 from mllm_compile.runtime.schedule.request import Request
 
@@ -57,7 +58,7 @@ def _trace(parts: EngineParts, setting: Setting, work: StepWork, batch: int, ran
     runner: Any = parts.step_runner._runner  # type: ignore[attr-defined] # the engine knows its step runner by less
     requests = _requests(setting, batch, max(1, work.context - _WARM_STEPS - work.steps))
     step = _prefilled(parts, requests)
-    recorder = _PieceRecorder(runner.model.executor) if ranges else None
+    recorder = _PieceRecorder(runner.model.executor, runner.config.runtime.state_dtype) if ranges else None
     walls = [_timed(step) for _ in range(_WARM_STEPS + work.steps)][_WARM_STEPS:]
     kernels = _profile(step, work.steps, on_gpu=runner.device.type == "cuda")
     for request in requests:
@@ -141,8 +142,9 @@ def typical_step(steps: Sequence[list[TracedKernel]]) -> list[TracedKernel]:
 class _PieceRecorder:
     """Marks every piece call in the trace and notes what goes in and out of it."""
 
-    def __init__(self, executor: ProgramExecutor) -> None:
+    def __init__(self, executor: ProgramExecutor, state_dtype: str) -> None:
         self._program = executor.program
+        self._state_dtype = state_dtype
         self._weights = executor.weights
         self._activation_bytes: dict[int, tuple[int, int]] = {}  # by piece call: in, out
         executor.wrap_pieces(self._wrap)
@@ -190,8 +192,10 @@ class _PieceRecorder:
             ),
             attentions=tuple(
                 self._attention(index - 1, step.layer, batch, context)
-                for index, step in enumerate(steps)
                 if isinstance(step, AttentionStep)
+                else self._state(index - 1, step.layer, batch)
+                for index, step in enumerate(steps)
+                if isinstance(step, AttentionStep | StateStep)
             ),
             logits_bytes=self._activation_bytes[last][1],
         )
@@ -201,6 +205,7 @@ class _PieceRecorder:
         if not isinstance(step, PieceStep):
             return ()
         names = [name for name in step.inputs if name in self._weights and self._weights[name].dim() > 1]
+        names = [name for name in names if tuple(self._weights[name].shape) not in self._of_states]
         if "input_ids" in step.inputs:
             names = names[1:]
         quantised = self._program.quantised_weights
@@ -209,17 +214,35 @@ class _PieceRecorder:
 
     def _matrix(self, name: str) -> MatrixFacts:
         weight, quantised = self._weights[name], self._program.quantised_weights.get(name)
+        experts = self._program.expert_weights.get(name)
         if quantised is None:
-            experts = self._program.expert_weights.get(name)
             return MatrixFacts(name, tuple(weight.shape), weight.dtype.itemsize, experts)
         tensors = [self._weights[one] for one in (name, quantised.scales, quantised.zeros) if one is not None]
         shape, itemsize = (quantised.outputs, quantised.inputs), self._itemsize
-        return MatrixFacts(name, shape, itemsize, quantised_bytes=sum(tensor.nbytes for tensor in tensors))
+        return MatrixFacts(name, shape, itemsize, experts, sum(tensor.nbytes for tensor in tensors))
 
     @property
     def _itemsize(self) -> int:
         """Bytes of one of the model's numbers: the first weight is the table that token ids look up."""
         return next(iter(self._weights.values())).dtype.itemsize
+
+    @property
+    def _of_states(self) -> set[tuple[int, ...]]:
+        """Shapes of weights that layers with a state read: those of convolutions, and the rates of Mamba-1's scan."""
+        shapes = set()
+        for layer in self._program.state_layers:
+            if layer.kind.holds_inputs:
+                columns, channels = layer.state_shape
+                shapes |= {(channels, columns + 1), (channels, 1, columns + 1)}
+            else:
+                shapes.add(layer.state_shape)
+        return shapes
+
+    def _state(self, after_piece: int, layer_name: str, batch: int) -> AttentionFacts:
+        layer = next(layer for layer in self._program.state_layers if layer.name == layer_name)
+        held = math.prod(layer.state_shape) * getattr(torch, layer.state_dtype(self._state_dtype)).itemsize
+        token = math.prod(layer.out_shape) * getattr(torch, layer.out_dtype).itemsize
+        return AttentionFacts(after_piece, layer_name, 2 * batch * held, 2 * batch * token, what="state")
 
     def _attention(self, after_piece: int, layer_name: str, batch: int, context: int) -> AttentionFacts:
         layer = next(layer for layer in self._program.layers if layer.name == layer_name)

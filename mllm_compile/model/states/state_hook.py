@@ -57,7 +57,7 @@ def gated_delta(
 ) -> tuple[torch.Tensor, None]:
     """The gated delta rule over query, key [1, T, Hk, D], value [1, T, Hv, Dv] → [1, T, Hv, Dv], and no state."""
     tokens = (query[0], key[0], value[0], g[0], beta[0])
-    out = torch.ops.mllm.gated_delta(*tokens, use_qk_l2norm_in_kernel, "; ".join(_refusals(kwargs)))
+    out = torch.ops.mllm.gated_delta(*tokens, None, None, use_qk_l2norm_in_kernel, "; ".join(_refusals(kwargs)))
     return out[None], None
 
 
@@ -78,7 +78,7 @@ def ssd(
     least, most = map(float, dt_limit)
     bounds = (least, None if math.isinf(most) else most)
     out = torch.ops.mllm.ssd(
-        hidden_states[0], dt[0], A, B[0], C[0], D, dt_bias, dt_softplus, *bounds, "; ".join(_refusals(kwargs))
+        hidden_states[0], dt[0], A, B[0], C[0], D, dt_bias, dt_softplus, *bounds, False, "; ".join(_refusals(kwargs))
     )
     return out[None]
 
@@ -99,7 +99,7 @@ def selective_scan(
     gate = None if z is None else z[0].transpose(0, 1)
     x, dt, B, C = (values[0].transpose(0, 1) for values in (hidden_states, dt, B, C))
     out = torch.ops.mllm.selective_scan(
-        x, dt, A, B, C, D, gate, delta_bias, delta_softplus, "; ".join(_refusals(kwargs))
+        x, dt, A, B, C, D, gate, delta_bias, delta_softplus, False, "; ".join(_refusals(kwargs))
     )
     return out.transpose(0, 1)[None]
 

@@ -16,6 +16,7 @@ from torch.library import triton_op, wrap_triton
 from mllm_compile.runtime.ops.dependent_launch import start_dependents, starts_early, wait_for_prerequisites
 from mllm_compile.runtime.ops.states.requests import SEARCHED, num_blocks, silu
 
+_WARPS = 4
 _DECODE_CHANNELS = 256  # of a block
 _PROMPT_CHANNELS = 128
 _PROMPT_TOKENS = 32
@@ -185,7 +186,7 @@ def causal_conv_states(
         "HAS_BIAS": bias is not None,
         "SILU": activation == "silu",
         "EARLY": starts_early(),
-        "num_warps": 4,
+        "num_warps": _WARPS,
     }
     given_bias = x if bias is None else bias  # which is not read without
     if starts is None or ends is None:

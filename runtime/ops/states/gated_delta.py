@@ -23,7 +23,15 @@ from torch.library import triton_op, wrap_triton
 from mllm_compile.runtime.ops.dependent_launch import start_dependents, starts_early, wait_for_prerequisites
 from mllm_compile.runtime.ops.shared_memory import most_shared_bytes
 from mllm_compile.runtime.ops.states.channel_gates import channel_gated_delta_chunks
-from mllm_compile.runtime.ops.states.requests import LEAST_LOG_DECAY, SEARCHED, find_block, inverse_of, num_blocks
+from mllm_compile.runtime.ops.states.requests import (
+    LEAST_LOG_DECAY,
+    SEARCHED,
+    find_block,
+    inverse_of,
+    num_blocks,
+    sigmoid,
+    softplus,
+)
 
 _STEP_VALUES = 32  # of a block: 16 KB of a state with keys of 128 in float32
 _CHUNK_VALUES = 64
@@ -73,6 +81,8 @@ def _step_gated_delta_kernel(
     v_ptr,
     g_ptr,
     beta_ptr,
+    a_log_ptr,
+    bias_ptr,
     states_ptr,
     rows_ptr,
     has_state_ptr,
@@ -101,6 +111,7 @@ def _step_gated_delta_kernel(
     SCALE: tl.constexpr,
     QK_NORM: tl.constexpr,
     EPS: tl.constexpr,
+    GATED: tl.constexpr,
     GATE_A_CHANNEL: tl.constexpr,
     BLOCK: tl.constexpr,
     DECODES: tl.constexpr,
@@ -132,6 +143,11 @@ def _step_gated_delta_kernel(
     v_ptr += head * v_head_stride
     g_ptr += head * g_head_stride
     beta_ptr += head * beta_head_stride
+    rate = 0.0
+    shift = 0.0
+    if GATED:
+        rate = -tl.exp(tl.load(a_log_ptr + head).to(tl.float32))
+        shift = tl.load(bias_ptr + head).to(tl.float32)
     next_q, next_k, next_v, next_g, next_beta = _load_token(
         q_ptr + start * q_token_stride,
         k_ptr + start * k_token_stride,
@@ -145,8 +161,12 @@ def _step_gated_delta_kernel(
         q = next_q.to(tl.float32)
         k = next_k.to(tl.float32)
         v = next_v.to(tl.float32)
-        decay = tl.exp(next_g.to(tl.float32))
+        g = next_g.to(tl.float32)
         beta = next_beta.to(tl.float32)
+        if GATED:
+            g = rate * softplus(g + shift)
+            beta = sigmoid(beta)
+        decay = tl.exp(g)
         following = token + 1  # on its way while this token is computed
         next_q, next_k, next_v, next_g, next_beta = _load_token(
             q_ptr + following * q_token_stride,
@@ -178,6 +198,8 @@ def _solve_gated_delta_kernel(
     k_ptr,
     g_ptr,
     beta_ptr,
+    a_log_ptr,
+    bias_ptr,
     starts_ptr,
     ends_ptr,
     inverses_ptr,
@@ -201,6 +223,7 @@ def _solve_gated_delta_kernel(
     SCALE: tl.constexpr,
     QK_NORM: tl.constexpr,
     EPS: tl.constexpr,
+    GATED: tl.constexpr,
     CHUNK: tl.constexpr,
     LEVELS: tl.constexpr,
     SEARCHED: tl.constexpr,
@@ -231,6 +254,12 @@ def _solve_gated_delta_kernel(
         )
         g = tl.load(g_ptr + tokens * g_token_stride + head * g_head_stride, is_token, 0.0).to(tl.float32)
         beta = tl.load(beta_ptr + tokens * beta_token_stride + head * beta_head_stride, is_token, 0.0).to(tl.float32)
+        if GATED:
+            g = -tl.exp(tl.load(a_log_ptr + head).to(tl.float32)) * softplus(
+                g + tl.load(bias_ptr + head).to(tl.float32)
+            )
+            g = tl.where(is_token, g, 0.0)
+            beta = tl.where(is_token, sigmoid(beta), 0.0)
         of_q = tl.full((CHUNK,), SCALE, tl.float32)
         of_k = tl.full((CHUNK,), 1.0, tl.float32)
         if QK_NORM:
@@ -355,6 +384,8 @@ def gated_delta_states(
     v: torch.Tensor,
     g: torch.Tensor,
     beta: torch.Tensor,
+    A_log: torch.Tensor | None,
+    dt_bias: torch.Tensor | None,
     states: torch.Tensor,
     rows: torch.Tensor,
     has_state: torch.Tensor,
@@ -369,6 +400,7 @@ def gated_delta_states(
 
     Args:
         q, k: [T, Hk, D]; v: [T, Hv, Dv]; g: [T, Hv] or [T, Hv, D]; beta: [T, Hv]; of any strides.
+        A_log, dt_bias: [Hv], contiguous, with g [T, Hv] alone; none: g and beta are what they stand for.
         states: [R, Hv, Dv, D], contiguous, read and written at `rows`.
         rows: [B] int64; has_state: [B] bool.
         starts, ends: [B] int32, each request's tokens; none: request i has token i alone.
@@ -382,13 +414,14 @@ def gated_delta_states(
     sizes = {"GROUP": heads // key_heads, "HV": heads, "D": width, "EARLY": starts_early()}
     of_values = {"DV": value_width}
     norms = {"SCALE": width**-0.5, "QK_NORM": qk_l2norm, "EPS": _NORM_EPS}
+    gates = (beta if A_log is None else A_log, beta if dt_bias is None else dt_bias)  # which are not read without
     padded = triton.next_power_of_2(width)
     is_chunked = padded <= _MOST_CHUNK_KEYS and q.dtype in _CHUNKED_DTYPES and q.dtype == v.dtype
     is_chunked = is_chunked and not by_token
     if starts is None or ends is None or not is_chunked:
         block = min(_STEP_VALUES, triton.next_power_of_2(value_width))
         wrap_triton(_step_gated_delta_kernel)[(triton.cdiv(value_width, block), heads, rows.shape[0])](
-            *(q, k, v, g, beta, states, rows, has_state),
+            *(q, k, v, g, beta, *gates, states, rows, has_state),
             rows if starts is None else starts,  # which are not read without
             rows if ends is None else ends,
             out,
@@ -399,6 +432,7 @@ def gated_delta_states(
             *(() if g.dim() == 3 else (0,)),
             *beta.stride(),
             PADDED_D=padded,
+            GATED=A_log is not None,
             GATE_A_CHANNEL=g.dim() == 3,
             BLOCK=block,
             DECODES=is_decode,
@@ -420,13 +454,14 @@ def gated_delta_states(
     scores = torch.empty_like(inverses)
     factors = torch.empty((chunks, heads, 4, _CHUNK), dtype=torch.float32, device=q.device)
     wrap_triton(_solve_gated_delta_kernel)[(chunks, heads)](
-        *(q, k, g, beta, starts, ends, inverses, scores, factors),
+        *(q, k, g, beta, *gates, starts, ends, inverses, scores, factors),
         *q.stride(),
         *k.stride(),
         *g.stride(),
         *beta.stride(),
         rows.shape[0],
         PADDED_D=padded,
+        GATED=A_log is not None,
         CHUNK=_CHUNK,
         LEVELS=_CHUNK.bit_length() - 1,
         SEARCHED=SEARCHED,

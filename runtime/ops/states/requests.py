@@ -71,6 +71,11 @@ def softplus(x):
 
 
 @triton.jit
+def sigmoid(x):
+    return 1.0 / (1.0 + tl.exp(-x))
+
+
+@triton.jit
 def silu(x):
     return x / (1.0 + tl.exp(-x))
 

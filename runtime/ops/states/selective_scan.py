@@ -16,7 +16,8 @@ from torch.library import triton_op, wrap_triton
 from mllm_compile.runtime.ops.dependent_launch import start_dependents, starts_early, wait_for_prerequisites
 from mllm_compile.runtime.ops.states.requests import silu, softplus
 
-_NUMBERS = 1024  # of a block's state: 8 a thread
+_NUMBERS = 2048  # of a block's state: 16 a thread
+_WARPS = 4
 
 
 @triton.jit
@@ -93,6 +94,7 @@ def _selective_scan_kernel(
     HAS_D: tl.constexpr,
     HAS_Z: tl.constexpr,
     HAS_BIAS: tl.constexpr,
+    LOG_RATES: tl.constexpr,
     SOFTPLUS: tl.constexpr,
     BLOCK: tl.constexpr,
     DECODES: tl.constexpr,
@@ -120,6 +122,8 @@ def _selective_scan_kernel(
     state = tl.load(places, mask=mask & has_state, other=0.0).to(tl.float32)
     of_rates = a_ptr + channels[:, None] * a_channel_stride + numbers[None, :] * a_dim_stride
     rates = tl.load(of_rates, mask=mask, other=0.0).to(tl.float32)
+    if LOG_RATES:
+        rates = -tl.exp(rates)
     bias = tl.zeros((BLOCK,), tl.float32)
     if HAS_BIAS:
         bias = tl.load(bias_ptr + channels * bias_channel_stride, is_channel, 0.0).to(tl.float32)
@@ -171,6 +175,7 @@ def selective_scan_states(
     ends: torch.Tensor | None,
     out: torch.Tensor,
     dt_softplus: bool,
+    log_rates: bool = False,
 ) -> None:
     """runtime/state/layer.py's SelectiveScan.
 
@@ -181,6 +186,7 @@ def selective_scan_states(
         starts, ends: int32, each request's tokens; none: request i has token i alone.
         out: [T, C], contiguous, written for requests' tokens.
         dt_softplus: whether dt is made positive so.
+        log_rates: A stands for -exp(A).
     """
     channels, size = A.shape
     padded = triton.next_power_of_2(size)
@@ -207,9 +213,10 @@ def selective_scan_states(
         HAS_D=D is not None,
         HAS_Z=z is not None,
         HAS_BIAS=dt_bias is not None,
+        LOG_RATES=log_rates,
         SOFTPLUS=dt_softplus,
         BLOCK=block,
         DECODES=starts is None or ends is None,
         EARLY=starts_early(),
-        num_warps=4,
+        num_warps=_WARPS,
     )

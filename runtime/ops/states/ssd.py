@@ -79,6 +79,7 @@ def _step_ssd_kernel(
     PADDED_N: tl.constexpr,
     HAS_D: tl.constexpr,
     HAS_BIAS: tl.constexpr,
+    LOG_RATES: tl.constexpr,
     SOFTPLUS: tl.constexpr,
     LEAST: tl.constexpr,
     MOST: tl.constexpr,
@@ -110,6 +111,8 @@ def _step_ssd_kernel(
     state = tl.load(places, mask=mask & has_state, other=0.0).to(tl.float32)
     group = head // HEADS_A_GROUP
     rate = tl.load(a_ptr + head * a_head_stride).to(tl.float32)
+    if LOG_RATES:
+        rate = -tl.exp(rate)
     bias = 0.0
     if HAS_BIAS:
         bias = tl.load(bias_ptr + head * bias_head_stride).to(tl.float32)
@@ -165,6 +168,7 @@ def _chunk_ssd_kernel(
     PADDED_N: tl.constexpr,
     HAS_D: tl.constexpr,
     HAS_BIAS: tl.constexpr,
+    LOG_RATES: tl.constexpr,
     SOFTPLUS: tl.constexpr,
     LEAST: tl.constexpr,
     MOST: tl.constexpr,
@@ -195,6 +199,8 @@ def _chunk_ssd_kernel(
     state = tl.load(places, mask=mask & has_state, other=0.0).to(tl.float32)
     group = head // HEADS_A_GROUP
     rate = tl.load(a_ptr + head * a_head_stride).to(tl.float32)
+    if LOG_RATES:
+        rate = -tl.exp(rate)
     bias = 0.0
     if HAS_BIAS:
         bias = tl.load(bias_ptr + head * bias_head_stride).to(tl.float32)
@@ -246,6 +252,7 @@ def ssd_states(
     dt_softplus: bool,
     dt_min: float,
     dt_max: float | None,
+    log_rates: bool = False,
     by_token: bool = False,
 ) -> None:
     """runtime/state/layer.py's Ssd; prompts of 16 bits go by chunks.
@@ -257,6 +264,7 @@ def ssd_states(
         starts, ends: int32, each request's tokens; none: request i has token i alone.
         out: [T, H, P], contiguous, written for requests' tokens.
         dt_softplus, dt_min, dt_max: what becomes of dt.
+        log_rates: A stands for -exp(A).
         by_token: prompts go token by token, so that a token's numbers do not depend on where a prompt was cut.
     """
     _, heads, width = x.shape
@@ -287,6 +295,7 @@ def ssd_states(
         "N": size,
         "HAS_D": D is not None,
         "HAS_BIAS": dt_bias is not None,
+        "LOG_RATES": log_rates,
         "SOFTPLUS": dt_softplus,
         "LEAST": dt_min,
         "MOST": 0.0 if dt_max is None else dt_max,

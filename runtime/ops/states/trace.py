@@ -19,15 +19,16 @@ from mllm_compile.runtime.state.reference import math_of
 _LIBRARY = torch.library.Library("mllm", "FRAGMENT")
 _LIBRARY.define("causal_conv(Tensor x, Tensor weight, Tensor? bias, str activation, str refusals) -> Tensor")
 _LIBRARY.define(
-    "gated_delta(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, bool qk_l2norm, str refusals) -> Tensor"
+    "gated_delta(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor? A_log, Tensor? dt_bias, bool qk_l2norm,"
+    " str refusals) -> Tensor"
 )
 _LIBRARY.define(
     "ssd(Tensor x, Tensor dt, Tensor A, Tensor B, Tensor C, Tensor? D, Tensor? dt_bias, bool dt_softplus,"
-    " float dt_min, float? dt_max, str refusals) -> Tensor"
+    " float dt_min, float? dt_max, bool log_rates, str refusals) -> Tensor"
 )
 _LIBRARY.define(
     "selective_scan(Tensor x, Tensor dt, Tensor A, Tensor B, Tensor C, Tensor? D, Tensor? z, Tensor? dt_bias,"
-    " bool dt_softplus, str refusals) -> Tensor"
+    " bool dt_softplus, bool log_rates, str refusals) -> Tensor"
 )
 # Types of outputs; those not named here are of their first operand's.
 _OUT_DTYPES = {"ssd": torch.float32}

@@ -83,6 +83,38 @@ def test_pages_are_shared_by_prompts_of_the_same_image_alone() -> None:
     assert (again.cache_keys[:2] == 3).all() and (again.cache_keys[2:14] < 0).all()
 
 
+def test_a_shorter_prompt_with_images_does_not_take_features_from_a_longer_one() -> None:
+    scheduler = Scheduler(make_config(max_num_batched_tokens=16, enable_prefix_cache=False))
+    requests = [request_of("long", 20, (40, b"a"), 1), request_of("image", (4, b"b"), 1), request_of("text", 3)]
+    requests[-1].media = None
+    for request in requests:
+        scheduler.add(request)
+    over = []
+    while (batch := scheduler.schedule()) is not None:
+        places = range(batch.num_decodes, batch.num_requests)
+        over += [batch.requests[place].request_id for place in places if batch.sample_mask[place]]
+        scheduler.update(batch, np.full(batch.num_requests, 5, dtype=np.int64))
+    assert over == ["text", "long", "image"]
+
+
+def test_images_of_one_step_have_no_more_features_than_the_pool_holds() -> None:
+    """An image that goes on from the step before counts too, whether the tower runs for it or not."""
+    scheduler = Scheduler(make_config(max_num_batched_tokens=16, enable_prefix_cache=False))
+    for name in "abcdef":
+        scheduler.add(request_of(name, 3, (9, name.encode()), 1, (5, name.upper().encode()), 2))
+    most = 0
+    while (batch := scheduler.schedule()) is not None:
+        features = 0
+        for place in range(batch.num_decodes, batch.num_requests):
+            media, start = batch.requests[place].media, int(batch.prefix_lens[place])
+            assert media is not None
+            own = media.images_within(start, start + int(batch.num_new[place]))
+            features += sum(image.end - image.start for image in own)
+        most = max(most, features)
+        scheduler.update(batch, np.full(batch.num_requests, 5, dtype=np.int64))
+    assert 9 < most <= 16
+
+
 def test_no_chunk_cuts_an_image_that_sees_ahead() -> None:
     scheduler = Scheduler(make_config(max_num_batched_tokens=16, enable_prefix_cache=False))
     # 13 tokens fit beside three decodes: the chunk ends before the second image, and the next one is all of it.

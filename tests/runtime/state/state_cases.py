@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from types import SimpleNamespace
 
 import torch
 
+from mllm_compile.runtime.attention.metadata import CommonAttentionMetadata
 from mllm_compile.runtime.memory_pool import GDNPool
 from mllm_compile.runtime.ops import op
 from mllm_compile.runtime.state.base import StateBackend, StateInputs
@@ -22,6 +24,12 @@ KINDS: dict[str, StateKind] = {
     "delta a channel": GatedDelta(qk_l2norm=True),
     "ssd": Ssd(dt_softplus=True, dt_min=0.001, dt_max=0.5),
     "scan": SelectiveScan(dt_softplus=True),
+}
+# Those that make their gates themselves, which differ from the others in that alone.
+OF_GATES: dict[str, StateKind] = {
+    "delta of its gates": GatedDelta(qk_l2norm=True),
+    "ssd of logarithms": Ssd(dt_softplus=True, dt_min=0.001, dt_max=0.5, log_rates=True),
+    "scan of logarithms": SelectiveScan(dt_softplus=True, log_rates=True),
 }
 
 
@@ -40,6 +48,16 @@ def operands_of(name: str, num_tokens: int, seed: int = 0) -> dict[str, torch.Te
     if name.startswith("delta"):
         gates = of_tokens(4, 8) if name == "delta a channel" else of_tokens(4)
         keys = 4 if name == "delta a channel" else 2
+        if name == "delta of its gates":
+            made_of = {"A_log": constant(4), "dt_bias": constant(4)}
+            return {
+                "q": of_tokens(2, 8),
+                "k": of_tokens(2, 8),
+                "v": of_tokens(4, 5),
+                "g": gates,
+                "beta": gates,
+                **made_of,
+            }
         return {
             "q": of_tokens(keys, 8),
             "k": of_tokens(keys, 8),
@@ -47,7 +65,7 @@ def operands_of(name: str, num_tokens: int, seed: int = 0) -> dict[str, torch.Te
             "g": -gates.exp(),
             "beta": of_tokens(4).sigmoid(),
         }
-    if name == "ssd":
+    if name.startswith("ssd"):
         states = {"B": of_tokens(2, 3), "C": of_tokens(2, 3), "D": constant(4), "dt_bias": constant(4)}
         return {"x": of_tokens(4, 5), "dt": of_tokens(4), "A": -constant(4).exp(), **states}
     states = {"B": of_tokens(3), "C": of_tokens(3), "D": constant(6), "z": of_tokens(6), "dt_bias": constant(6)}
@@ -55,7 +73,7 @@ def operands_of(name: str, num_tokens: int, seed: int = 0) -> dict[str, torch.Te
 
 
 def layer_of(name: str, dtype: torch.dtype = torch.float32) -> StateLayer:
-    kind, operands = KINDS[name], operands_of(name, 1)
+    kind, operands = (KINDS | OF_GATES)[name], operands_of(name, 1)
     shapes = {key: value.shape for key, value in operands.items()}
     shown = str(dtype).removeprefix("torch.")
     sizes = tuple(kind.state_shape(shapes)), tuple(kind.out_shape(shapes))
@@ -63,7 +81,7 @@ def layer_of(name: str, dtype: torch.dtype = torch.float32) -> StateLayer:
 
 
 def tokens_of(name: str, operands: Operands, span: slice) -> dict[str, torch.Tensor]:
-    constants = KINDS[name].constants
+    constants = (KINDS | OF_GATES)[name].constants
     return {key: value if key in constants else value[span] for key, value in operands.items()}
 
 
@@ -104,6 +122,23 @@ def run_batch(
     out = torch.full((num_tokens, *layer.out_shape), torch.nan, dtype=dtype, device=device)
     backend.forward(StateInputs(operands, out, layer, metadata))
     return out
+
+
+def mixed_batch(
+    rows: Sequence[int], new: Sequence[int], earlier: Sequence[int], device: str = "cpu"
+) -> CommonAttentionMetadata:
+    """A batch as captured steps with prompts take it: so many new tokens of each request after so many earlier ones."""
+    lengths, prefixes = (torch.tensor(counts, dtype=torch.int32, device=device) for counts in (new, earlier))
+    batch = SimpleNamespace(
+        req_pool_indices=torch.tensor(rows, device=device), extend_seq_lens=lengths, extend_prefix_lens=prefixes
+    )
+    return SimpleNamespace(  # type: ignore[return-value]
+        batch=batch,
+        query_start_loc_cpu=torch.tensor([0, *itertools.accumulate(new)], dtype=torch.int32),
+        num_reqs=len(rows),
+        num_actual_tokens=sum(new),
+        max_query_len=max(new),
+    )
 
 
 def kernels_of(layer: StateLayer) -> tuple[Callable[[list[torch.Tensor]], None], Callable[[list[torch.Tensor]], None]]:

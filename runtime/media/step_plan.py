@@ -1,0 +1,33 @@
+"""The part of a step's plan that is about images: what rank 0 tells the ranks that follow it. Free of torch.
+
+Shape legend: R requests of a step, T tokens, F features.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+NO_ROWS = np.empty(0, dtype=np.int64)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class MediaPlan:
+    """Positions of a step in which requests have images, and where its features are.
+
+    Attributes:
+        positions: [T] int64, of all tokens that take no feature.
+        deltas: [R] int32: what positions of decodes are beyond their index.
+        rows: [T] int64 of the pool of features, 0 for tokens that take none; empty: no token takes one.
+        axes: [A, T] int64 positions, as many as the model has axes, where `rows` are.
+        runs: of each run of the tower, in order, [F] int64 rows that it fills.
+        blocks: [B, 4] int64 tokens that see each other in both directions, as Block of forward_batch.py has them.
+    """
+
+    positions: np.ndarray
+    deltas: np.ndarray
+    rows: np.ndarray = field(default_factory=lambda: NO_ROWS)
+    axes: np.ndarray = field(default_factory=lambda: NO_ROWS)
+    runs: tuple[np.ndarray, ...] = ()
+    blocks: np.ndarray = field(default_factory=lambda: NO_ROWS.reshape(0, 4))
