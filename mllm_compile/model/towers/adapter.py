@@ -10,8 +10,8 @@ import torch
 from mllm_compile.errors import UnsupportedModelError
 from mllm_compile.model.hf_model import HFModel
 from mllm_compile.model.towers.with_features import trace_with_features
-from mllm_compile.model.trace import Trace
-from mllm_compile.runtime.media.tower import Grid, Tower
+from mllm_compile.model.trace import Trace, capture
+from mllm_compile.runtime.media.tower import MAX_FEATURES, Grid, Tower
 
 
 class TowerAdapter(ABC):
@@ -51,6 +51,19 @@ class TowerAdapter(ABC):
     def said_of(self, images: Sequence[tuple[torch.Tensor, Grid]], ids: torch.Tensor) -> dict[str, torch.Tensor]:
         """The arguments, beside its ids [n], by which the model's own forward is told of a prompt's images: pixels as
         Tower.inputs takes them, and grids."""
+
+
+def traced_tower(hf_model: HFModel, module: torch.nn.Module, inputs: dict[str, torch.Tensor], device: str) -> Trace:
+    """The trace of `module`, a tower as a function of its inputs, less what no feature is of: heads of towers that
+    pool, and sizes that are made for what was replaced.
+
+    Raises:
+        UnsupportedModelError: it cannot be traced as one graph.
+    """
+    graph = capture(hf_model, module, inputs, device)
+    graph.graph.eliminate_dead_code()
+    graph.recompile()
+    return Trace(graph, MAX_FEATURES, device)
 
 
 def refusal(what: str) -> UnsupportedModelError:

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 
 from mllm_compile.model.hf_model import HFModel
-from mllm_compile.model.towers.adapter import TowerAdapter, refusal
+from mllm_compile.model.towers.adapter import TowerAdapter, refusal, traced_tower
 from mllm_compile.model.towers.varlen_hook import packed, say_bounds
-from mllm_compile.model.trace import Trace, capture, sized
+from mllm_compile.model.trace import Trace, sized
 from mllm_compile.runtime.media.packed import PackedTower
 from mllm_compile.runtime.media.tower import MAX_FEATURES, Grid
 
@@ -62,8 +62,7 @@ class PackedPictures(TowerAdapter):
             "cu_seqlens": sized("cu_seqlens", (_SAMPLE_BOUNDS,), torch.int32, device),
         }
         with packed(base.vision_tower), _merging_neighbours(base, unit):
-            graph = capture(self.hf_model, _Tower(base, facts), inputs, device)
-        return Trace(graph, MAX_FEATURES, device)
+            return traced_tower(self.hf_model, _Tower(base, facts), inputs, device)
 
     def said_of(self, images: Sequence[tuple[torch.Tensor, Grid]], ids: torch.Tensor) -> dict[str, torch.Tensor]:
         pictures = [self._whole(patches, grid) for patches, grid in images]

@@ -17,10 +17,10 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from mllm_compile.model.hf_model import HFModel
 from mllm_compile.model.refusals import first_line
-from mllm_compile.model.towers.adapter import TowerAdapter, refusal
+from mllm_compile.model.towers.adapter import TowerAdapter, refusal, traced_tower
 from mllm_compile.model.towers.picture_features import PictureFeatures, has_connector, tower_of_pictures
 from mllm_compile.model.towers.varlen_hook import PICTURES_IMPLEMENTATION, packed, say_bounds
-from mllm_compile.model.trace import Trace, capture, sized
+from mllm_compile.model.trace import Trace, sized
 from mllm_compile.runtime.media.pictures import PictureTower
 from mllm_compile.runtime.media.tower import MAX_FEATURES, Grid
 
@@ -47,10 +47,7 @@ class Pictures(TowerAdapter):
             "cu_seqlens": sized("cu_seqlens", (_SAMPLE_PICTURES + 1,), torch.int32, device),
         }
         with packed(tower_of_pictures(base), PICTURES_IMPLEMENTATION):
-            graph = capture(self.hf_model, _Tower(base, self.facts.shape), inputs, device)
-        graph.graph.eliminate_dead_code()  # heads of towers that pool, which no feature is of
-        graph.recompile()
-        return Trace(graph, MAX_FEATURES, device)
+            return traced_tower(self.hf_model, _Tower(base, self.facts.shape), inputs, device)
 
     def said_of(self, images: Sequence[tuple[torch.Tensor, Grid]], ids: torch.Tensor) -> dict[str, torch.Tensor]:
         pixels = torch.cat([pixels for pixels, _ in images]).view(-1, *self.facts.shape).to(ids.device)

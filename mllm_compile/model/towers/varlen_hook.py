@@ -64,7 +64,7 @@ def packed_attention(
         refusals.append("attention that is causal")
     if dropout:
         refusals.append("dropout")
-    cu_seq_lens_q = _BOUNDS.said if cu_seq_lens_q is None else cu_seq_lens_q
+    cu_seq_lens_q = cu_seq_lens_q if _BOUNDS.said is None else _BOUNDS.said
     if cu_seq_lens_q is None:
         refusals.append("no bounds of images")
         cu_seq_lens_q = torch.zeros(2, dtype=torch.int32, device=query.device)

@@ -16,10 +16,10 @@ from typing import Any
 import torch
 
 from mllm_compile.model.hf_model import HFModel
-from mllm_compile.model.towers.adapter import TowerAdapter, refusal
+from mllm_compile.model.towers.adapter import TowerAdapter, refusal, traced_tower
 from mllm_compile.model.towers.places_table import own_table, say_taps, spread_by_taps
-from mllm_compile.model.towers.varlen_hook import packed
-from mllm_compile.model.trace import Trace, capture, sized
+from mllm_compile.model.towers.varlen_hook import packed, say_bounds
+from mllm_compile.model.trace import Trace, sized
 from mllm_compile.runtime.media.grids import GridTower
 from mllm_compile.runtime.media.tower import MAX_FEATURES, Grid
 
@@ -56,8 +56,7 @@ class VisualGrids(TowerAdapter):
                 inputs[name] = sized(name, (_SAMPLE_BOUNDS,), torch.int32, device)
         tower = tower_of(hf_model.model)
         with packed(tower), spread_by_taps(tower):
-            graph = capture(hf_model, _Tower(tower, facts.patch_width), inputs, device)
-        return Trace(graph, MAX_FEATURES, device)
+            return traced_tower(hf_model, _Tower(tower, facts.patch_width), inputs, device)
 
     def said_of(self, images: Sequence[tuple[torch.Tensor, Grid]], ids: torch.Tensor) -> dict[str, torch.Tensor]:
         return {
@@ -118,6 +117,7 @@ class _Tower(torch.nn.Module):
     def __init__(self, tower: Any, patch_width: int) -> None:
         super().__init__()
         self.tower, self.patch_width = tower, patch_width
+        self.reads_own_table = own_table(tower) is not None
 
     def forward(
         self,
@@ -131,13 +131,15 @@ class _Tower(torch.nn.Module):
     ) -> tuple[torch.Tensor, ...]:
         torch._check(pixel_values.shape[0] >= 1)
         torch._check(pixel_values.shape[0] <= MAX_FEATURES)
-        said = {"position_ids": position_ids.flatten(0, 1), "cu_seqlens": cu_seqlens, "max_seqlen": 1}
+        said: dict[str, Any] = {"position_ids": position_ids.flatten(0, 1), "cu_seqlens": cu_seqlens, "max_seqlen": 1}
         if interp_indices is not None and interp_weights is not None:
             taps = interp_indices.flatten(0, 1), interp_weights.flatten(0, 1)
-            if own_table(self.tower) is None:
-                said |= dict(zip(("interp_indices", "interp_weights"), taps, strict=True))
-            else:
+            if self.reads_own_table:
                 say_taps(*taps)
+                say_bounds(cu_seqlens)  # of which it would take differences, whose number torch 2.11 calls data
+                said["cu_seqlens"] = torch.zeros(2, dtype=torch.int32, device=cu_seqlens.device)
+            else:
+                said |= {"interp_indices": taps[0], "interp_weights": taps[1]}
         if window_index is not None:
             said |= {"window_index": window_index, "cu_window_seqlens": cu_window_seqlens, "max_window_seqlen": 1}
         out = self.tower(pixel_values.view(-1, self.patch_width), grid_thw=None, **said)
