@@ -1,11 +1,12 @@
 """Microseconds of the kernels of one layer of experts with many tokens on Hopper, each alone in a CUDA graph.
 
-    python examples/experts_speed.py [--tokens 512 2048 8192] [--gate-up 192:3 192:0] [--down 128:16 128:0 192:0]
+    python examples/experts_speed.py [--tokens 512 2048 8192] [--gate-up 192:3:2 192:0:2] [--down 128:16:4]
 
 Needs an H100 or H200. The shape is Qwen3-30B-A3B's; each token chooses 8 of 128 experts at random. Linears come with
-TFLOP/s, what only moves rows with TB/s. A form of the tiles' kernels is ROWS:HELD, the rows of the weight in a tile and
-how many of a lane's stores wait for the next tile's products (runtime/ops/expert_tiles/kernel.py); by default the one
-that a runtime takes is timed. Beside them: the other products of such a layer by cuBLAS.
+TFLOP/s, what only moves rows with TB/s. A form of the tiles' kernels is ROWS:HELD:SHARE: rows of the weight in a tile,
+how many of a lane's stores wait for the next tile's products, and blocks of a cluster
+(runtime/ops/expert_tiles/kernel.py). By default the one that a runtime takes is timed. Beside them: the other products
+of such a layer by cuBLAS.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ EXPERTS, CHOSEN, HIDDEN, INNER = 128, 8, 2048, 768
 GATE_UP, DOWN = (2 * INNER, HIDDEN), (HIDDEN, INNER)
 OTHERS = {"qkv": (5120, 2048), "o": (2048, 4096), "router": (EXPERTS, HIDDEN)}
 LAUNCHES, REPLAYS = 5, 7
-Form = tuple[int, int]  # rows of a tile, stores that are held
+Form = tuple[int, int, int]  # rows of a tile, stores that are held, blocks of a cluster
 
 
 class FormedKernel(ExpertTilesKernel):
@@ -47,10 +48,14 @@ class FormedKernel(ExpertTilesKernel):
     def held_stores(self) -> int:  # type: ignore[override]
         return self.form[1]
 
+    @property
+    def share(self) -> int:
+        return self.form[2]
+
 
 def form_of(text: str) -> Form:
-    rows, held = text.split(":")
-    return int(rows), int(held)
+    rows, held, share = map(int, text.split(":"))
+    return rows, held, share
 
 
 def kernel_of(size: tuple[int, int], is_gated: bool, form: Form) -> ExpertTilesKernel:
@@ -61,7 +66,7 @@ def kernel_of(size: tuple[int, int], is_gated: bool, form: Form) -> ExpertTilesK
 
 def default_form(size: tuple[int, int], is_gated: bool) -> Form:
     kernel = ExpertTilesKernel(*size, is_gated)
-    return kernel.tile_rows, kernel.held_stores
+    return kernel.tile_rows, kernel.held_stores, kernel.share
 
 
 def load(kernels: list[ExpertTilesKernel]) -> None:
@@ -144,7 +149,7 @@ def measure(
         weight = weights[size]
         for form in forms:
             load([kernel_of(size, is_gated, form)])
-            name = f"{'gate_up' if is_gated else 'down'} {form[0]}:{form[1]}"
+            name = f"{'gate_up' if is_gated else 'down'} {':'.join(map(str, form))}"
             flop = 2 * num_rows * size[0] * size[1]
             if is_gated:
                 inner = op("gated_expert_tiles")(x, order, blocks, weight, CHOSEN)

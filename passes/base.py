@@ -7,7 +7,7 @@ every node that it makes; match/nodes.py has helpers. pipeline.py times, lints, 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
@@ -17,6 +17,8 @@ from mllm_compile.runtime.quantised.scheme import WeightScheme
 
 # Key of gm.meta that the compiler's driver fills for passes.
 SMALL_WEIGHTS = "small_weights"  # SmallWeights; without it no weight is quantised
+
+CACHE_DTYPE = "cache_dtype"  # torch.dtype of the KV cache; without it the model's
 
 # Keys of gm.meta that passes fill for the compiler's driver.
 PACKED_WEIGHTS = "packed_weights"  # dict: packed weight name → tuple of PackedPart, in row order
@@ -140,25 +142,33 @@ class SmallWeights:
 
     Attributes:
         schemes: by the weight's name.
+        transposed: likewise, of weights that may be experts' [E, K, N]: the schemes of [E, N, K].
         are_chosen: the checkpoint has them plain, and they are quantised while they are read: then heads and routers,
             whose errors choose tokens and experts, keep their numbers.
     """
 
     schemes: Mapping[str, WeightScheme]
+    transposed: Mapping[str, WeightScheme] = field(default_factory=dict)
     are_chosen: bool = False
 
 
 @dataclass(frozen=True)
 class QuantisedTensor:
-    """One tensor of a quantised weight of `columns` inputs, or of a rank's part of one."""
+    """One tensor of a quantised weight, or of a rank's part of one.
+
+    Attributes:
+        shape: the weight's, as a linear has it: the last are its inputs.
+        is_transposed: the model has the weight the other way round.
+    """
 
     weight_name: str
     role: str
     scheme: WeightScheme
-    columns: int
+    shape: tuple[int, ...]
+    is_transposed: bool = False
 
     def cut(self, cut: WeightCut) -> WeightCut:
-        """How this tensor is cut where its weight is cut so."""
+        """How this tensor is cut where its weight, a matrix, is cut so."""
         if cut.dim == 0:
             return cut
         ranges = (tuple(self.scheme.stretch(self.role, *one) for one in of_rank) for of_rank in cut.ranges)

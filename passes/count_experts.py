@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 from torch import fx
 
 from mllm_compile.passes.base import GraphPass, PassResult, PassTarget
+from mllm_compile.passes.match.experts import match_expert_linear
 from mllm_compile.passes.match.nodes import called_pieces, is_op
 from mllm_compile.passes.token_slots import give_slots, slots_in
 from mllm_compile.runtime.ops import op
@@ -42,7 +43,7 @@ class CountExperts(GraphPass):
         matches = 0
         for name in called_pieces(gm):
             piece: Any = gm.get_submodule(name)
-            linears: list[Any] = [node for node in piece.graph.nodes if is_op(node, "expert_linear")]
+            linears: list[Any] = [node for node in piece.graph.nodes if match_expert_linear(node)]
             chosen = dict.fromkeys(node.args[1] for node in linears)
             uncounted = [ids for ids in chosen if not is_op(ids, "count_experts")]
             if uncounted:
@@ -55,7 +56,7 @@ class CountExperts(GraphPass):
 
 
 def _count(graph: fx.Graph, ids: fx.Node) -> None:
-    readers = [node for node in ids.users if is_op(node, "expert_linear")]
+    readers = [node for node in ids.users if match_expert_linear(node)]
     with graph.inserting_before(min(readers)):
         counted = graph.call_function(op("count_experts"), (ids, slots_in(graph)))
     counted.meta.update(ids.meta)

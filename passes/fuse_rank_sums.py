@@ -12,8 +12,8 @@ from mllm_compile.passes.base import NO_CUDA_COMPILER, GraphPass, PassResult, Pa
 from mllm_compile.passes.match import nodes
 from mllm_compile.passes.match.nodes import called_pieces, is_call, is_op, rewrite_pieces
 from mllm_compile.passes.match.rms_norm import RMSNorm, match_rms_norm
-from mllm_compile.runtime.collectives.sum_kernels import is_normed
 from mllm_compile.runtime.ops import op
+from mllm_compile.runtime.ops.ranks.shapes import is_normed
 
 
 class FuseRankSums(GraphPass):

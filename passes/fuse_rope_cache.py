@@ -11,6 +11,7 @@ from torch import fx
 
 from mllm_compile.passes.base import (
     ATTENTION_LAYERS,
+    CACHE_DTYPE,
     CACHE_INPUT,
     CACHE_INPUTS,
     GraphPass,
@@ -45,9 +46,9 @@ class FuseRopeCache(GraphPass):
         q, k = mllm.rope_and_cache(q0, k0, v, cos, sin, q_norm, k_norm, eps, slots, keys_of_l0, values_of_l0)
         attention_with_output(q, k, v, out, "l0", False)
 
-    Requires: lowered attention on CUDA in bfloat16 or float16, a cache of the same type, and the rotation of whole
-        heads by halves, as Transformers writes it. Slots, keys and values are new inputs; the piece that has the call
-        declares that it writes them.
+    Requires: lowered attention on CUDA in bfloat16 or float16, a cache of the same type, or of e4m3 on a Hopper GPU
+        (gm.meta[CACHE_DTYPE]), and the rotation of whole heads by halves, as Transformers writes it. Slots, keys and
+        values are new inputs; the piece that has the call declares that it writes them.
     Preserves: the meaning; computes in float32 throughout, where the trace rounds after every operation.
     """
 
@@ -56,8 +57,8 @@ class FuseRopeCache(GraphPass):
 
     @classmethod
     def obstacle(cls, target: PassTarget) -> str | None:
-        if target.kv_cache_dtype != target.dtype:
-            return f"the runtime writes a {target.kv_cache_dtype} KV cache, as it knows how to round to it"
+        if target.kv_cache_dtype != target.dtype and not (target.compiles_cuda and target.dtype == "bfloat16"):
+            return f"the runtime writes a {target.kv_cache_dtype} KV cache: not every GPU's Triton rounds to that"
         return None
 
     def __call__(self, gm: fx.GraphModule) -> PassResult:
@@ -163,7 +164,7 @@ def _cache_inputs(gm: fx.GraphModule, layer: LayerSpec, v: torch.Tensor) -> list
         if node is None:
             with gm.graph.inserting_after(placeholders[-1]):
                 node = gm.graph.placeholder(name)
-            dtype = torch.int64 if which == "slots" else v.dtype
+            dtype = torch.int64 if which == "slots" else gm.meta.get(CACHE_DTYPE, v.dtype)
             node.meta["val"] = v.new_empty(shapes[which], dtype=dtype)
             placeholders.append(node)
         node.meta["input_name"] = which

@@ -11,8 +11,9 @@ from torch import fx
 
 from mllm_compile.passes.base import SMALL_FORMS, GraphPass, PassResult
 from mllm_compile.passes.forms import copy_of
+from mllm_compile.passes.match.experts import match_expert_linear
 from mllm_compile.passes.match.linear import match_silu_mul
-from mllm_compile.passes.match.nodes import called_pieces, drop_dead_nodes, is_op, replace_by_op
+from mllm_compile.passes.match.nodes import called_pieces, drop_dead_nodes, replace_by_op
 from mllm_compile.passes.token_slots import give_slots, slots_in
 from mllm_compile.runtime.ops import op
 from mllm_compile.runtime.ops.experts.shapes import (
@@ -43,15 +44,16 @@ class GroupExperts(GraphPass):
         a = mllm.grouped_linear(x, order, blocks, gate_up, None, k, False, True, True, B)
         y = mllm.grouped_linear(a, order, blocks, down, None, k, False, False, False, B)
 
-    Any other activation stays between two products. A piece with experts gets forms for 1, 64 and 256 tokens where it
-    has none, as the size of a block depends on the step's; and the input `slots`, by which padding is told.
+    Any other activation stays between two products. Quantised weights get `quantised_grouped_linear`. A piece with
+    experts gets forms for 1, 64 and 256 tokens where it has none, as the size of a block depends on the step's; and the
+    input `slots`, by which padding is told.
 
     Requires: pieces on CUDA with all their forms.
     Preserves: the meaning. Products are summed in float32 in another order than cuBLAS'.
     """
 
     name: ClassVar[str] = "group_experts"
-    needs: ClassVar[tuple[str, ...]] = ("order_experts", "grouped_linear")
+    needs: ClassVar[tuple[str, ...]] = ("order_experts", "grouped_linear", "quantised_grouped_linear")
 
     def __call__(self, gm: fx.GraphModule) -> PassResult:
         before = len(gm.graph.nodes)
@@ -66,7 +68,7 @@ class GroupExperts(GraphPass):
 
 
 def _expert_linears(graph: fx.Graph) -> Iterator[fx.Node]:
-    return (node for node in graph.nodes if is_op(node, "expert_linear"))
+    return (node for node in graph.nodes if match_expert_linear(node))
 
 
 def _add_forms(gm: fx.GraphModule, name: str) -> None:
@@ -93,8 +95,8 @@ def _group(piece: fx.GraphModule, most_tokens: int | None) -> int:
     orders: dict[tuple[fx.Node, int], tuple[fx.Node, fx.Node | None]] = {}
     linears: list[Any] = list(_expert_linears(graph))
     for node in linears:
-        x, ids, weight, bias, is_transposed, of_tokens = node.args
-        num_chosen, num_experts = int(ids.meta["val"].shape[1]), int(weight.meta["val"].shape[0])
+        linear: Any = match_expert_linear(node)
+        ids, num_chosen, num_experts = linear.ids, linear.num_chosen, linear.num_experts
         block = rows_of_block(most_tokens, num_chosen, num_experts)
         if (ids, num_experts) not in orders:
             most_rows = rows_at_once(most_tokens, num_chosen)
@@ -103,8 +105,14 @@ def _group(piece: fx.GraphModule, most_tokens: int | None) -> int:
             orders[ids, num_experts] = order
         activated = _activated(node)
         place = activated or node
-        how = (num_chosen, is_transposed, of_tokens, activated is not None, block)
-        replace_by_op(graph, place, op("grouped_linear"), x, *orders[ids, num_experts], weight, bias, *how)
+        rows = linear.x, *orders[ids, num_experts], linear.weight
+        how = (linear.of_tokens, activated is not None, block)
+        if linear.scales is None:
+            plain = linear.bias, num_chosen, linear.is_transposed
+            replace_by_op(graph, place, op("grouped_linear"), *rows, *plain, *how)
+        else:
+            quantised = linear.scales, linear.zeros, linear.bias, linear.kind, linear.group, num_chosen
+            replace_by_op(graph, place, op("quantised_grouped_linear"), *rows, *quantised, *how)
     drop_dead_nodes(piece)
     piece.recompile()
     return len(linears)

@@ -2,22 +2,32 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from torch import fx
 
-from mllm_compile.passes.base import QUANTISED_TENSORS, SMALL_WEIGHTS, GraphPass, PassResult, QuantisedTensor
+from mllm_compile.passes.base import (
+    QUANTISED_TENSORS,
+    SMALL_WEIGHTS,
+    WEIGHT_CUTS,
+    GraphPass,
+    PassResult,
+    QuantisedTensor,
+    SmallWeights,
+)
+from mllm_compile.passes.match.experts import ExpertLinear, match_expert_linear
 from mllm_compile.passes.match.nodes import (
     LINEAR,
     drop_dead_nodes,
     identifier,
     is_call,
-    is_op,
     is_weight,
     linear_operands,
     replace_by_op,
 )
 from mllm_compile.runtime.ops import op
+from mllm_compile.runtime.ops.experts.shapes import takes_weight
 from mllm_compile.runtime.quantised.scheme import SCALES, VALUES, ZEROS, WeightScheme, tensor_name
 
 _FEWEST_ROWS = 16  # of a weight that is plain in the checkpoint: a gate of some rows gains nothing
@@ -36,12 +46,14 @@ class QuantiseLinears(GraphPass):
 
         y = mllm.quantised_linear(x, weight, weight_scales, None, bias, "fp8", 128)
 
-    `weight` is a new input of the same name, which has the values; scales and zero points get inputs beside it
-    (runtime/quantised/scheme.py). All of them are told in gm.meta[QUANTISED_TENSORS].
+    and `mllm.quantised_expert_linear` in that of experts'. `weight` is a new input of the same name, which has the
+    values, with rows of outputs whichever way round the model has the weight; scales and zero points get inputs beside
+    it (runtime/quantised/scheme.py). All of them are told in gm.meta[QUANTISED_TENSORS].
 
     Requires: a canonical graph; gm.meta[SMALL_WEIGHTS] says which weights, and their schemes. A weight that anything
-        else reads stays plain. Where the checkpoint is not what quantised them, so do the head's, a router's, and those
-        of few rows.
+        else reads stays plain, and one of experts that kernels do not take (runtime/ops/experts/shapes.py) or that is
+        cut over ranks. Where the checkpoint is not what quantised them, so do the head's, a router's, and those of few
+        rows.
     Preserves: the product with the dequantised weight.
     """
 
@@ -54,46 +66,87 @@ class QuantiseLinears(GraphPass):
         matches = 0
         if small is not None:
             kept = _choosing_linears(gm) if small.are_chosen else set()
+            fewest_rows = _FEWEST_ROWS if small.are_chosen else 1
             for node in list(gm.graph.nodes):
                 if node not in kept and is_call(node, LINEAR):
-                    matches += _quantise(gm, node, small.schemes, _FEWEST_ROWS if small.are_chosen else 1, told)
+                    matches += _quantise(gm, node, small.schemes, fewest_rows, told)
+                elif (linear := match_expert_linear(node)) is not None and linear.scales is None:
+                    matches += _quantise_experts(gm, node, linear, small, fewest_rows, told)
         drop_dead_nodes(gm)
         return PassResult(gm, matches, before, len(gm.graph.nodes))
 
 
 def _quantise(
-    gm: fx.GraphModule, node: fx.Node, schemes: Any, fewest_rows: int, told: dict[str, QuantisedTensor]
+    gm: fx.GraphModule,
+    node: fx.Node,
+    schemes: Mapping[str, WeightScheme],
+    fewest_rows: int,
+    told: dict[str, QuantisedTensor],
 ) -> bool:
     source, weight, bias = linear_operands(node)
-    if not is_weight(weight) or len(weight.users) != 1:
+    scheme = _scheme(weight, schemes, False, fewest_rows)
+    if scheme is None:
         return False
-    name = weight.meta["weight_name"]
-    scheme: WeightScheme | None = schemes.get(name)
-    if scheme is None or weight.meta["val"].shape[0] < fewest_rows:
-        return False
-    inputs = {}
-    columns = int(weight.meta["val"].shape[1])
-    for role in scheme.roles:
-        inputs[role] = _placeholder(gm, weight, scheme, role)
-        told[tensor_name(name, role)] = QuantisedTensor(name, role, scheme, columns)
-    operands = inputs[VALUES], inputs[SCALES], inputs.get(ZEROS), bias, scheme.kind, min(scheme.group, columns)
+    inputs = _inputs(gm, weight, scheme, False, told)
+    group = min(scheme.group, int(weight.meta["val"].shape[1]))  # of a rank's part of a row
+    operands = inputs[VALUES], inputs[SCALES], inputs.get(ZEROS), bias, scheme.kind, group
     replace_by_op(gm.graph, node, op("quantised_linear"), source, *operands)
     gm.graph.erase_node(weight)
     return True
 
 
-def _placeholder(gm: fx.GraphModule, weight: fx.Node, scheme: WeightScheme, role: str) -> fx.Node:
-    val, name = weight.meta["val"], tensor_name(weight.meta["weight_name"], role)
-    with gm.graph.inserting_before(weight):
-        node = gm.graph.placeholder(identifier(name))
-    node.meta["weight_name"] = name
-    node.meta["val"] = val.new_empty(scheme.shape(role, *map(int, val.shape)), dtype=scheme.dtype(role))
-    return node
+def _quantise_experts(
+    gm: fx.GraphModule,
+    node: fx.Node,
+    linear: ExpertLinear,
+    small: SmallWeights,
+    fewest_rows: int,
+    told: dict[str, QuantisedTensor],
+) -> bool:
+    if linear.weight.meta.get("weight_name") in gm.meta.get(WEIGHT_CUTS, {}):
+        return False
+    schemes = small.transposed if linear.is_transposed else small.schemes
+    scheme = _scheme(linear.weight, schemes, linear.is_transposed, fewest_rows)
+    if scheme is None or not takes_weight(scheme.kind, scheme.group, linear.shape[1]):
+        return False
+    inputs = _inputs(gm, linear.weight, scheme, linear.is_transposed, told)
+    weight = inputs[VALUES], inputs[SCALES], inputs.get(ZEROS), linear.bias, scheme.kind, scheme.group
+    replace_by_op(gm.graph, node, op("quantised_expert_linear"), linear.x, linear.ids, *weight, linear.of_tokens)
+    gm.graph.erase_node(linear.weight)
+    return True
+
+
+def _scheme(
+    weight: fx.Node, schemes: Mapping[str, WeightScheme], is_transposed: bool, fewest_rows: int
+) -> WeightScheme | None:
+    if not is_weight(weight) or len(weight.users) != 1:
+        return None
+    is_large = weight.meta["val"].shape[-1 if is_transposed else -2] >= fewest_rows
+    return schemes.get(weight.meta["weight_name"]) if is_large else None
+
+
+def _inputs(
+    gm: fx.GraphModule, weight: fx.Node, scheme: WeightScheme, is_transposed: bool, told: dict[str, QuantisedTensor]
+) -> dict[str, fx.Node]:
+    """Inputs of a weight's tensors, by role."""
+    val, name = weight.meta["val"], weight.meta["weight_name"]
+    *others, rows, columns = map(int, val.shape)
+    shape = (*others, columns, rows) if is_transposed else (*others, rows, columns)
+    inputs = {}
+    for role in scheme.roles:
+        own_name = tensor_name(name, role)
+        told[own_name] = QuantisedTensor(name, role, scheme, shape, is_transposed)
+        with gm.graph.inserting_before(weight):
+            inputs[role] = gm.graph.placeholder(identifier(own_name))
+        inputs[role].meta["weight_name"] = own_name
+        inputs[role].meta["val"] = val.new_empty(scheme.shape(role, *shape), dtype=scheme.dtype(role))
+    return inputs
 
 
 def _choosing_linears(gm: fx.GraphModule) -> set[fx.Node]:
     """Linears that logits, or the choice of experts, come from without another linear between."""
-    choices: list[Any] = [node.args[1] for node in gm.graph.nodes if is_op(node, "expert_linear")]
+    experts = (match_expert_linear(node) for node in gm.graph.nodes)
+    choices: list[Any] = [linear.ids for linear in experts if linear is not None]
     found, seen, wanted = set(), set(), [gm.graph.output_node(), *choices]
     while wanted:
         node = wanted.pop()

@@ -75,12 +75,12 @@ def _cut_of(gm: fx.GraphModule, num_ranks: int) -> tuple[Labelling, Plan]:
     means: frozenset[fx.Node] = frozenset()
     while True:
         labelling = Labelling(gm, num_ranks, whole, means)
-        if labelling.shared - whole:
-            whole |= labelling.shared
-            continue
         further = labelling.over_heads - means
         if further:
             means |= further
+            continue
+        if labelling.shared - whole:  # not by a mean over heads, which would be a sum over ranks
+            whole |= labelling.shared
             continue
         plan = Plan(gm, labelling, labelling.cells.deal(num_ranks, labelling.following))
         if not plan.refused:
@@ -195,10 +195,16 @@ class _Rewriting:
         node.replace_all_uses_with(mean, delete_user_cb=lambda user: user is not reduced)
 
     def _gather(self, node: fx.Node, dim: int) -> None:
-        output = self._graph.output_node()
-        with self._graph.inserting_before(output):
-            gathered = call(self._graph, op("all_gather"), node, dim, self._num_ranks)
-        output.replace_input_with(node, gathered)
+        """Joins ranks' parts of an output, ahead of a conversion that would make more bytes of it."""
+        reader, read = self._graph.output_node(), node
+        source: Any = node.args[0]
+        if name_of(node) == "to" and source.meta["val"].dtype.itemsize < node.meta["val"].dtype.itemsize:
+            reader, read = node, source
+        with self._graph.inserting_before(reader):
+            gathered = call(self._graph, op("all_gather"), read, dim, self._num_ranks)
+        reader.replace_input_with(read, gathered)
+        if reader is node:
+            recompute_value(node)
 
     # Sums over ranks, as late as they may be --------------------------------------------------------------------------
 

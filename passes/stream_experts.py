@@ -13,7 +13,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 from mllm_compile.passes.base import NO_CUDA_COMPILER, SMALL_FORMS, GraphPass, PassResult, PassTarget
 from mllm_compile.passes.forms import copy_of
 from mllm_compile.passes.fuse_few_tokens import few_token_form
-from mllm_compile.passes.match.experts import match_weighted_sum
+from mllm_compile.passes.match.experts import match_expert_linear, match_weighted_sum
 from mllm_compile.passes.match.linear import match_silu_mul
 from mllm_compile.passes.match.nodes import (
     LINEAR,
@@ -170,10 +170,10 @@ def _match_linears(node: fx.Node, rows: Any, weights: Any, residual: fx.Node) ->
 
 def _input_of_experts(node: Any, of_tokens: bool) -> Any:
     """The input of an experts' linear without bias, whose weights lie as those of linears; else None."""
-    if not is_op(node, "expert_linear"):
+    linear = match_expert_linear(node)
+    if linear is None or linear.bias is not None or linear.scales is not None:
         return None
-    x, _, _, bias, *how = node.args
-    return x if bias is None and how == [False, of_tokens] else None
+    return linear.x if (linear.is_transposed, linear.of_tokens) == (False, of_tokens) else None
 
 
 def _router(ids: Any, weights: Any) -> tuple[Any, ...] | None:

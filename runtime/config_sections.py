@@ -38,6 +38,7 @@ class RuntimeSection:
 
     device: str
     tensor_parallel_size: int = 1
+    distributed_executor_backend: Literal["mp", "ray"] = "mp"
     attention_backend: BackendName
     page_size: int
     kv_cache_dtype: KVDtypeName

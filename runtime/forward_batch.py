@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -37,6 +37,21 @@ class ForwardMode(IntEnum):
         return self is ForwardMode.IDLE
 
 
+class Block(NamedTuple):
+    """Tokens of a step that attend to each other in both directions, and to all of their request before them.
+
+    Attributes:
+        request: the request's place in the batch.
+        start, end: their rows of [T].
+        seq_len: tokens of the request up to the last one of them.
+    """
+
+    request: int
+    start: int
+    end: int
+    seq_len: int
+
+
 @dataclass(frozen=True, slots=True)
 class MediaInputs:
     """The inputs of a step with features of images, beside its tokens.
@@ -44,12 +59,14 @@ class MediaInputs:
     Attributes:
         features: [T, W], in the model's dtype; rows of other tokens are zeros.
         is_feature: [T] bool: tokens that take a feature in place of their embedding.
-        positions: [3, T] int64: time, row and column.
+        positions: [3, T] int64: time, row and column; None: those of the step's tokens.
+        blocks: of images whose tokens see what is ahead in them, by their rows.
     """
 
     features: torch.Tensor
     is_feature: torch.Tensor
-    positions: torch.Tensor
+    positions: torch.Tensor | None
+    blocks: tuple[Block, ...] = ()
 
 
 @dataclass(kw_only=True)
@@ -109,7 +126,8 @@ class TokenInputs:
         if self.rope_lens is not None:
             found["rope_lens"] = self.rope_lens
         if self.media is not None:
-            found["positions"] = self.media.positions
+            if self.media.positions is not None:
+                found["positions"] = self.media.positions
             found |= {"features": self.media.features, "is_feature": self.media.is_feature}
         return found
 

@@ -58,3 +58,4 @@ class BatchDescriptor:
     uniform: bool = False  # every request has the same query length
     has_lora: bool = False
     num_active_loras: int = 0
+    cascade: bool = False  # decodes that begin with the same pages

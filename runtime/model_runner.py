@@ -35,6 +35,7 @@ from mllm_compile.runtime.device.memory import (
 from mllm_compile.runtime.device.open import open_device, prefer_cublaslt
 from mllm_compile.runtime.errors import ConfigError, DeviceMemoryError, UnsupportedModelError
 from mllm_compile.runtime.forward_batch import (
+    Block,
     ForwardBatch,
     ForwardMode,
     LogitsProcessorOutput,
@@ -44,7 +45,7 @@ from mllm_compile.runtime.forward_batch import (
 from mllm_compile.runtime.forward_context import BatchDescriptor, ForwardContext, ForwardTimes, set_forward_context
 from mllm_compile.runtime.graph_mode import CUDAGraphMode
 from mllm_compile.runtime.media.feature_pool import FeaturePool
-from mllm_compile.runtime.media.grids import FEATURES_OF_A_RUN, MAX_FEATURES
+from mllm_compile.runtime.media.tower import FEATURES_OF_A_RUN, MAX_FEATURES
 from mllm_compile.runtime.media.tower_inputs import tower_inputs
 from mllm_compile.runtime.memory_pool import GDNPool, KVPool, ReqToTokenPool
 from mllm_compile.runtime.program.executor import Segments
@@ -236,7 +237,11 @@ class ModelRunner:
         if obstacle:
             logger.info("steps with prompts are not captured whole: %s", obstacle)
             mixed_tokens = ()
-        return GraphDispatcher(mode, graphs.piecewise_tokens, graphs.decode_requests, mixed_tokens)
+        cascades = [size for size in graphs.decode_requests if _is_captured_as_cascade(size)]
+        has_cascades = self.config.runtime.cascade_attention and self.attn_backend.captures_cascade
+        return GraphDispatcher(
+            mode, graphs.piecewise_tokens, graphs.decode_requests, mixed_tokens, cascades if has_cascades else ()
+        )
 
     def shutdown(self) -> None:
         """Give all memory back, as far as the device answers; the runner cannot be used any more."""
@@ -376,14 +381,23 @@ class ModelRunner:
         """True if `decode` takes so many requests."""
         return self.graph_runner is not None and self.graph_runner.holds_decode(num_requests)
 
+    def holds_cascade(self, num_requests: int) -> bool:
+        """True if `decode` takes so many requests that begin with the same pages."""
+        return self.graph_runner is not None and self.graph_runner.holds_cascade(num_requests)
+
     def decode(
-        self, rows: np.ndarray, seq_lens: np.ndarray, slots: np.ndarray, deltas: np.ndarray | None = None
+        self,
+        rows: np.ndarray,
+        seq_lens: np.ndarray,
+        slots: np.ndarray,
+        deltas: np.ndarray | None = None,
+        common_prefix_len: int = 0,
     ) -> CapturedDecode:
         """Run decodes and choose their tokens in one launch, without waiting for the device; see GraphRunner.decode."""
         if self.graph_runner is None:
             raise RuntimeError("there are no captured decodes: ask holds_decode first")
         self.forward_pass_id += 1
-        return self.graph_runner.decode(rows, seq_lens, slots, deltas)
+        return self.graph_runner.decode(rows, seq_lens, slots, deltas, common_prefix_len)
 
     def forward_decode(self, batch: ForwardBatch) -> LogitsProcessorOutput:
         """Run a DECODE: every row's logits are wanted, unless logits_indices say otherwise."""
@@ -492,7 +506,7 @@ class ModelRunner:
         """The features [F, W] of images; launches without waiting for the device.
 
         Args:
-            inputs: GridTower.input_names → tensors on the device, and Segments.
+            inputs: Tower.input_names → tensors on the device, and Segments.
         """
         if self.model.media is None:
             raise RuntimeError("the model takes no images")
@@ -602,32 +616,40 @@ class ModelRunner:
         )
         if self.feature_pool is not None:
             self._run_largest_tower()
-            batch.media = self._media_of(self.feature_pool, num_tokens)
+            batch.media = self._media_of(self.feature_pool, num_tokens, int(new_cpu[0]))
         logits = self.forward(batch)
         ones = torch.ones(num_requests, device=device)
         self.sample(logits, batch, ones, top_ps=ones * 0.9, top_ks=(ones * 50).long())
         del self.token_to_kv_pool, self.attn_backend
 
     def _run_largest_tower(self) -> None:
-        """Runs the tower on as many features as one run of it may have.
-
-        Each is a frame of its own: that attention is short, and takes no less memory."""
+        """Runs the tower on as many features as one run of it may have."""
         media, device = self.model.media, self.device
         assert media is not None, "it has a pool of features"
         tower = media.facts
         count = max(FEATURES_OF_A_RUN, min(self.config.runtime.max_model_len, MAX_FEATURES))
-        arrays, segments = tower_inputs(tower, [(count, tower.merge, tower.merge)])
+        grids = tower.largest(count)
+        arrays, segments = tower_inputs(tower, grids)
         inputs: dict[str, Any] = {name: torch.from_numpy(array).to(device) for name, array in arrays.items()}
         for name, one in segments.items():
             inputs[name] = Segments(torch.from_numpy(one.bounds).to(device), one.longest)
-        shape = count, tower.merge**2 * tower.patch_width
+        shape = sum(map(tower.pixel_rows, grids)), tower.pixel_width
         inputs["pixel_values"] = torch.zeros(shape, dtype=self.config.dtype, device=device)
         self.run_tower(inputs)
 
-    def _media_of(self, pool: FeaturePool, num_tokens: int) -> MediaInputs:
-        """The inputs of a step all of whose tokens take features."""
+    def _media_of(self, pool: FeaturePool, num_tokens: int, first: int) -> MediaInputs:
+        """The inputs of a step all of whose tokens take features; `first` are those of the first request."""
+        assert self.model.media is not None, "it has a pool of features"
+        facts = self.model.media.facts
         index = torch.zeros(num_tokens, dtype=torch.int64, device=self.device)
-        return MediaInputs(pool.rows.index_select(0, index), index == 0, index.expand(3, -1).contiguous())
+        axes = index.expand(facts.axes, -1).contiguous() if facts.axes > 1 else None
+        blocks = (Block(0, 0, first, first),) if facts.sees_ahead else ()
+        return MediaInputs(pool.rows.index_select(0, index), index == 0, axes, blocks)
+
+
+def _is_captured_as_cascade(num_requests: int) -> bool:
+    """True for powers of two from 8 on: cascades take as long for all of a tile's requests, and fewer seldom pay."""
+    return num_requests >= 8 and num_requests & (num_requests - 1) == 0
 
 
 @contextmanager

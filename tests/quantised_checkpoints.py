@@ -290,7 +290,10 @@ LINEARS: dict[str, WrittenFormat] = {
 
 
 def quantise_folder(source: Path, packed: Path, plain: Path, written: WrittenFormat) -> None:
-    """Copies a model to `packed` with the linears of its layers quantised, and to `plain` with what they stand for."""
+    """Copies a model to `packed` with the linears of its layers quantised, and to `plain` with what they stand for.
+
+    Routers are plain, as they are published.
+    """
     for folder in (packed, plain):
         shutil.copytree(source, folder)
         (folder / "model.safetensors").chmod(0o644)
@@ -298,7 +301,7 @@ def quantise_folder(source: Path, packed: Path, plain: Path, written: WrittenFor
     tensors, stand_for = {}, {}
     for name, weight in load_file(source / "model.safetensors").items():
         base = name.removesuffix(".weight")
-        if ".layers." in name and weight.dim() == 2 and name != base:
+        if ".layers." in name and weight.dim() == 2 and name != base and not base.endswith(".mlp.gate"):
             parts, stand_for[name] = written.quantise(weight.float())
             tensors |= {base + suffix: part for suffix, part in parts.items()}
         else:

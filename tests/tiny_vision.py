@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,10 @@ import torch
 
 from mllm_compile.config.schema import EngineConfig
 from mllm_compile.media.inputs import MediaItem, MediaPrompt
-from mllm_compile.runtime.media.grids import Grid
+from mllm_compile.runtime.media.tower import Grid
 
 IMAGE_TOKEN = 90
+ROW_END = 94
 MERGE = 2
 PATCH_WIDTH = 96
 _TEXT = {
@@ -64,6 +66,101 @@ VISION_MODELS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
+# Towers of whole pictures, 16 or 64 patches each; vocabulary and text as above.
+PICTURE = (3, 32, 32)
+PACKED_STEP = 8  # pixels a feature has on a side, of towers that pack
+_LLAMA = {**_TEXT, "model_type": "llama"}
+_SIGLIP = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "image_size": PICTURE[1],
+    "patch_size": 8,
+    "num_channels": PICTURE[0],
+}
+PICTURE_MODELS: dict[str, dict[str, Any]] = {
+    "llava": {
+        "text_config": _LLAMA,
+        "vision_config": {**_SIGLIP, "model_type": "clip_vision_model", "num_hidden_layers": 3},
+        "image_seq_length": 16,
+    },
+    "gemma3": {
+        "text_config": {
+            **_TEXT,
+            "model_type": "gemma3_text",
+            "sliding_window": 8,
+            "query_pre_attn_scalar": 16,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        },
+        "vision_config": {**_SIGLIP, "model_type": "siglip_vision_model", "patch_size": 4},
+        "mm_tokens_per_image": 16,
+        "boi_token_index": 92,
+        "eoi_token_index": 93,
+    },
+    "internvl": {
+        "text_config": {**_TEXT, "model_type": "qwen2"},
+        "vision_config": {**_SIGLIP, "image_size": [32, 32], "patch_size": [4, 4]},
+        "image_seq_length": 16,
+    },
+    "idefics3": {"text_config": _LLAMA, "vision_config": {**_SIGLIP, "patch_size": 4}, "scale_factor": 2},
+    "smolvlm": {"text_config": _LLAMA, "vision_config": {**_SIGLIP, "patch_size": 4}, "scale_factor": 2},
+}
+FEATURES = 16  # of a picture
+_PIXTRAL = {
+    "model_type": "pixtral",
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "image_size": 64,
+    "patch_size": PACKED_STEP // MERGE,
+    "num_channels": PICTURE[0],
+    "rope_parameters": {"rope_type": "axial", "rope_theta": 10000.0},
+}
+# Towers that pack patches of whole pictures; as many features a picture of a size in both.
+PACKED_MODELS: dict[str, dict[str, Any]] = {
+    "mistral3": {
+        "text_config": {**_TEXT, "model_type": "mistral"},
+        "vision_config": _PIXTRAL,
+        "spatial_merge_size": MERGE,
+        "vision_feature_layer": -1,
+    },
+    "llava_of_pixtral": {
+        "text_config": {**_TEXT, "model_type": "mistral"},
+        "vision_config": {**_PIXTRAL, "patch_size": PACKED_STEP},
+        "vision_feature_layer": -1,
+        "vision_feature_select_strategy": "full",
+    },
+}
+VISION_MODELS["glm4v"] = (
+    {"rope_parameters": {**_ROPE, "partial_rotary_factor": 1.0}, "model_type": "glm4v_text"},
+    {
+        "depth": 2,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "out_hidden_size": 64,
+        "image_size": 20,
+        "rope_parameters": {"rope_type": "axial", "rope_theta": 10000.0},
+    },
+)
+VISION_MODELS["qwen3_5"] = (  # with states in two layers of three
+    {
+        "rope_parameters": {**_ROPE, "mrope_interleaved": True, "partial_rotary_factor": 1.0},
+        "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+        "linear_key_head_dim": 16,
+        "linear_value_head_dim": 16,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+    },
+    {
+        "depth": 2,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "out_hidden_size": 64,
+        "num_position_embeddings": 64,
+    },
+)
 _OF_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 VISION_MODELS["qwen3_vl_moe"] = (
     {**VISION_MODELS["qwen3_vl"][0], **_OF_EXPERTS},
@@ -75,6 +172,7 @@ _WIDE_TOWERS = {
     "qwen2_vl": {"embed_dim": 160, "hidden_size": 256},
     "qwen2_5_vl": {"hidden_size": 160, "out_hidden_size": 256},
     "qwen3_vl": {"hidden_size": 144, "out_hidden_size": 256},
+    "glm4v": {"hidden_size": 160, "out_hidden_size": 256},
 }
 
 
@@ -82,10 +180,18 @@ def vision_config(model_type: str, wide: bool = False) -> Any:
     """Transformers' config of a tiny model."""
     from transformers import AutoConfig
 
+    if model_type in (of_pictures := PICTURE_MODELS | PACKED_MODELS):
+        said = dict(of_pictures[model_type])
+        if wide:
+            said |= {
+                "text_config": {**said["text_config"], **_WIDE_TEXT, "head_dim": 128},  # as many have
+                "vision_config": {**said["vision_config"], "hidden_size": 144},
+            }
+        return AutoConfig.for_model(model_type.partition("_of_")[0], **said, image_token_id=IMAGE_TOKEN)
     text, tower = VISION_MODELS[model_type]
     if wide:
         rope = {**text["rope_parameters"], "mrope_section": [8, 12, 12]}
-        text, tower = {**_WIDE_TEXT, "rope_parameters": rope}, {**tower, **_WIDE_TOWERS[model_type]}
+        text, tower = {**text, **_WIDE_TEXT, "rope_parameters": rope}, {**tower, **_WIDE_TOWERS[model_type]}
     return AutoConfig.for_model(
         model_type, text_config={**_TEXT, **text}, vision_config={**_PATCHES, **tower}, **_TOKENS
     )
@@ -101,6 +207,8 @@ def save_vision_model(model_type: str, folder: Path, wide: bool = False) -> Any:
         for parameter in model.parameters():
             if parameter.dim() > 1:
                 parameter.normal_(0, 1.5 * parameter.shape[-1] ** -0.5)
+        # Never a placeholder: Transformers would look for one more image.
+        model.get_output_embeddings().weight[sorted(PLACEHOLDERS)] = 0
     model.save_pretrained(folder)
     return model
 
@@ -124,20 +232,74 @@ def image(seed: int, grid: Grid) -> tuple[np.ndarray, Grid]:
     return torch.randn(grid[0] * grid[1] * grid[2], PATCH_WIDTH, generator=generator).numpy(), grid
 
 
-def media_prompt(*parts: Sequence[int] | tuple[np.ndarray, Grid]) -> MediaPrompt:
-    """A prompt of token ids and images, in order, as a processor makes it."""
+def picture(seed: int) -> np.ndarray:
+    """A random picture, [1, channels, rows, columns]."""
+    return torch.randn(1, *PICTURE, generator=torch.Generator().manual_seed(seed)).numpy()
+
+
+@dataclass(frozen=True)
+class OfRows:
+    """A random picture of so many rows and columns of features, which are ended by tokens of their own."""
+
+    seed: int
+    rows: int
+    columns: int
+
+
+def _of_rows(part: OfRows) -> tuple[list[int], dict[str, np.ndarray], np.ndarray]:
+    height, width = part.rows * PACKED_STEP, part.columns * PACKED_STEP
+    generator = torch.Generator().manual_seed(part.seed)
+    pixels = torch.randn(1, PICTURE[0], height, width, generator=generator).numpy()
+    ids = ([IMAGE_TOKEN] * part.columns + [ROW_END]) * part.rows
+    return ids[:-1], {"pixel_values": pixels, "image_sizes": np.array([[height, width]])}, pixels
+
+
+def media_prompt(*parts: Sequence[int] | tuple[np.ndarray, Grid] | np.ndarray | OfRows) -> MediaPrompt:
+    """A prompt of token ids and images (pictures, or patches with grids), in order, as a processor makes it."""
     ids: list[int] = []
     items = []
     for part in parts:
-        if not isinstance(part, tuple):
+        if isinstance(part, tuple):
+            pixels, grid = part
+            count, tensors = len(pixels) // MERGE**2, {"pixel_values": pixels, "image_grid_thw": np.array([grid])}
+        elif isinstance(part, OfRows):
+            own, tensors, pixels = _of_rows(part)
+            items.append(MediaItem("image", len(ids), len(own), hashlib.sha256(pixels.tobytes()).digest(), tensors))
+            ids += own
+            continue
+        elif isinstance(part, np.ndarray):
+            pixels, count, tensors = part, FEATURES, {"pixel_values": part}
+        else:
             ids += part
             continue
-        pixels, grid = part
-        count = len(pixels) // MERGE**2
-        tensors = {"pixel_values": pixels, "image_grid_thw": np.array([grid])}
         items.append(MediaItem("image", len(ids), count, hashlib.sha256(pixels.tobytes()).digest(), tensors))
         ids += [IMAGE_TOKEN] * count
     return MediaPrompt(ids, tuple(items), np.array(ids) == IMAGE_TOKEN)
+
+
+def _joined(arrays: Sequence[np.ndarray]) -> np.ndarray:
+    """The arrays of images one after another; pictures of different sizes padded, as processors do."""
+    if arrays[0].ndim != len(PICTURE) + 1:
+        return np.concatenate(arrays)
+    most = np.max([array.shape for array in arrays], axis=0)
+    return np.concatenate([np.pad(a, [(0, 0), (0, 0), *((0, most[i] - a.shape[i]) for i in (2, 3))]) for a in arrays])
+
+
+def _said(model: Any, prompt: MediaPrompt | list[int], tokens: torch.Tensor) -> dict[str, torch.Tensor]:
+    """What Transformers' forward is told beside `tokens`, of a prompt and its answer."""
+    if isinstance(prompt, list):
+        return {}
+    names = prompt.items[0].tensors
+    arrays = {name: _joined([item.tensors[name] for item in prompt.items]) for name in names}
+    said = {name: torch.from_numpy(array).to(tokens.device) for name, array in arrays.items()}
+    kind, is_image = model.config.model_type, (tokens == IMAGE_TOKEN).long()
+    if kind in ("idefics3", "smolvlm"):
+        said["pixel_values"] = said["pixel_values"][None]
+    if kind == "gemma3":
+        said["token_type_ids"] = is_image
+    elif kind not in (*PICTURE_MODELS, *PACKED_MODELS):
+        said["mm_token_type_ids"] = is_image
+    return said
 
 
 @torch.no_grad()
@@ -145,13 +307,7 @@ def transformers_logprobs(model: Any, prompt: MediaPrompt | list[int], answer: S
     """[n - 1] log-probability of each token of prompt and answer but the first, by Transformers' forward."""
     ids = list(prompt) if isinstance(prompt, list) else list(prompt.prompt_token_ids)
     tokens = torch.tensor([ids + list(answer)], device=model.device)
-    said: dict[str, Any] = {}
-    if isinstance(prompt, MediaPrompt):
-        for name in ("pixel_values", "image_grid_thw"):
-            array = np.concatenate([item.tensors[name] for item in prompt.items])
-            said[name] = torch.from_numpy(array).to(model.device)
-        said["mm_token_type_ids"] = (tokens == IMAGE_TOKEN).long()
-    logits = model(input_ids=tokens, use_cache=False, **said).logits[0]
+    logits = model(input_ids=tokens, use_cache=False, **_said(model, prompt, tokens)).logits[0]
     scores = torch.log_softmax(logits.double(), -1)[:-1]
     return scores.gather(1, tokens[0, 1:, None])[:, 0].cpu()
 
@@ -159,15 +315,10 @@ def transformers_logprobs(model: Any, prompt: MediaPrompt | list[int], answer: S
 @torch.no_grad()
 def transformers_greedy(model: Any, prompt: MediaPrompt | list[int], max_tokens: int) -> list[int]:
     """The tokens that Transformers' forward chooses, the whole text anew for each."""
-    said: dict[str, Any] = {}
     ids = list(prompt) if isinstance(prompt, list) else list(prompt.prompt_token_ids)
-    if isinstance(prompt, MediaPrompt):
-        for name in ("pixel_values", "image_grid_thw"):
-            said[name] = torch.from_numpy(np.concatenate([item.tensors[name] for item in prompt.items]))
     answer: list[int] = []
     for _ in range(max_tokens):
         tokens = torch.tensor([ids + answer])
-        if said:
-            said["mm_token_type_ids"] = (tokens == IMAGE_TOKEN).long()
+        said = _said(model, prompt, tokens)
         answer.append(int(model(input_ids=tokens, use_cache=False, **said).logits[0, -1].argmax()))
     return answer

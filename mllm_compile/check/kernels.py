@@ -14,6 +14,7 @@ from collections.abc import Sequence
 
 import torch
 
+from mllm_compile.check.cascades import check_cascades
 from mllm_compile.check.decode_loop import check_decode_loop
 from mllm_compile.check.latents import check_latents
 from mllm_compile.check.prompts import check_prompts
@@ -32,6 +33,7 @@ from mllm_compile.runtime.sampling.sampler import SamplingPieces
 
 _LENGTHS = (1, 70, 300)  # a part of one program's keys; several programs that are added up
 _LONGEST = 2100  # as many programs as one request's keys are ever split among
+_LONGEST_ALONE = 6200  # so long that its heads have several clusters (attention/hopper/clusters.cu)
 _MANY_REQUESTS = 150  # shares count requests by warps: by more than one
 _MOST_WINDOW = 8192  # a longer one would take seconds to reach the end of
 # ‖ours − float32's‖ / ‖float32's‖ of the worst request; rounding alone is up to 3e-3 in bfloat16.
@@ -39,11 +41,18 @@ _TOLERANCE = 2e-2
 _NUM_DRAWS = 32
 
 
-def check_written_pieces(linked: LinkedProgram, page_size: int, dtype: torch.dtype, logits: torch.Tensor) -> None:
+def check_written_pieces(
+    linked: LinkedProgram,
+    page_size: int,
+    dtype: torch.dtype,
+    logits: torch.Tensor,
+    cache_dtype: torch.dtype | None = None,
+) -> None:
     """
     Args:
         page_size: tokens of a KV page, for which the pieces of attention are compiled.
-        dtype: the type of queries and cache.
+        dtype: the type of queries.
+        cache_dtype: the type of keys and values; None: likewise.
         logits: [S, V], as the program gives them; tokens are chosen from these.
 
     Raises:
@@ -56,9 +65,10 @@ def check_written_pieces(linked: LinkedProgram, page_size: int, dtype: torch.dty
         kind = (forms, layer.sm_scale, None if step is None else (len(step.values), step.eps))
         if forms is not None and kind not in checked:
             checked.add(kind)
-            check = _DecodeCheck(layer, page_size, dtype, logits.device, step)
+            check = _DecodeCheck(layer, page_size, dtype, logits.device, step, cache_dtype)
             for lengths in check.batches(forms):
                 check.run(lengths, forms, linked.decoders[layer.name])
+    check_cascades(linked, page_size, dtype, logits.device)
     check_prompts(linked, page_size, dtype, logits.device)
     check_latents(linked, page_size, dtype, logits.device)
     if program.sampling is not None and linked.sampling is not None:
@@ -91,18 +101,21 @@ class _DecodeCheck:
         dtype: torch.dtype,
         device: torch.device,
         unrotated: UnrotatedStep | None = None,
+        cache_dtype: torch.dtype | None = None,
     ) -> None:
         """Args: unrotated: the layer's, if its kernels may rotate; they are then run so, too."""
         self._layer = layer
         self._unrotated = unrotated
         self._page_size = page_size
+        self._dtype, self._cache_dtype = dtype, cache_dtype or dtype
         self._device = device
         self._generator = torch.Generator().manual_seed(0)
         has_window = 0 <= layer.window_left <= _MOST_WINDOW
         self._longest = layer.window_left + 71 if has_window else _LONGEST
-        num_pages = -(-max(self._longest, *_LENGTHS) // page_size)
+        self._alone = self._longest if has_window else _LONGEST_ALONE
+        num_pages = -(-max(self._longest, self._alone, *_LENGTHS) // page_size)
         shape = (num_pages, page_size, layer.num_kv_heads, layer.head_dim)
-        self._keys, self._values = self._random(shape, dtype), self._random(shape, dtype)
+        self._keys, self._values = (self._random(shape, dtype).to(self._cache_dtype) for _ in range(2))
         # As much as all keys of the longest request weigh together: what many blocks add up is felt as well.
         sinks = math.log(self._longest) + self._random((layer.num_heads,), dtype)
         self._sinks = None if layer.sinks is None else sinks
@@ -119,7 +132,7 @@ class _DecodeCheck:
         many = {_MANY_REQUESTS} if has_shares else set()
         sizes = sorted({2, len(_LENGTHS) + 1, *most, *(count + 1 for count in most), *many} - {0, 1})
         lengths = (self._longest, *_LENGTHS[::-1])
-        return [(self._longest,), *((lengths * size)[:size] for size in sizes)]
+        return [(self._alone,), *((lengths * size)[:size] for size in sizes)]
 
     def run(self, lengths: tuple[int, ...], forms: Sequence[DecodeForm], decoders: Decoders) -> None:
         """Raises CompileError where a request's answer is not float32's."""
@@ -130,11 +143,12 @@ class _DecodeCheck:
         for row, length in enumerate(lengths):
             pages[row, (length - 1) // self._page_size] = num_pages + row
         own = torch.arange(num_requests, device=self._device) % num_pages
-        keys, values = (torch.cat((cache, cache[own])) for cache in (self._keys, self._values))
+        keys, values = (_with_more(cache, own) for cache in (self._keys, self._values))
         slots = (pages[:, :, None] * self._page_size + torch.arange(self._page_size)).flatten(1).to(self._device)
 
         group = PlanGroup.of(layer)
-        space = SplitDecodeSpace([(group, decoders)], slots.int(), num_requests, self._page_size, keys.dtype)
+        types = self._dtype, self._cache_dtype
+        space = SplitDecodeSpace([(group, decoders)], slots.int(), num_requests, self._page_size, *types)
         space.list_pages(torch.arange(num_requests, device=self._device))
         seq_lens = torch.tensor(lengths, dtype=torch.int32, device=self._device)
         decode = space.prepare(group, decoders, seq_lens)
@@ -150,7 +164,7 @@ class _DecodeCheck:
                     form = forms[list(decoders).index(choose_decoder(decoders, num_sequences))]
                     raise CompileError(_refusal(form, num_sequences, layer, error, length, what))
 
-        q = self._random((num_requests, layer.num_heads, layer.head_dim), keys.dtype)
+        q = self._random((num_requests, layer.num_heads, layer.head_dim), self._dtype)
         if layer.logits_soft_cap > 0:  # products that it is felt by
             q *= layer.logits_soft_cap / (2 * layer.sm_scale * math.sqrt(layer.head_dim))
         compare(decode.run(q, (keys, values), torch.empty_like(q), self._sinks), q, keys, values)
@@ -163,14 +177,20 @@ class _DecodeCheck:
         newest = slots.gather(1, seq_lens[:, None].long() - 1).squeeze(1)
         keys, values = (cache.float() for cache in (keys, values))  # what the kernel wrote is what it may have read
         theirs_keys, theirs_values = (
-            cache.flatten(0, 1).index_copy(0, newest, new.float()).view(cache.shape)
+            cache.flatten(0, 1).index_copy(0, newest, self._cached(new)).view(cache.shape)
             for cache, new in ((keys, k), (values, unrotated.v))
         )
         compare(ours, q, theirs_keys, theirs_values, what="where it rotates")
         compare(ours, q, keys, values, what="by the keys and values that it has written")
 
+    def _cached(self, new: torch.Tensor) -> torch.Tensor:
+        """New keys or values as a cache in eight bits has them; in float32."""
+        if self._cache_dtype.itemsize > 1:
+            return new.float()
+        return new.to(self._dtype).to(self._cache_dtype).float()
+
     def _random_unrotated(self, step: UnrotatedStep, num_requests: int) -> Unrotated:
-        layer, dtype = self._layer, self._keys.dtype
+        layer, dtype = self._layer, self._dtype
         q, k = (
             self._random((1, num_requests, heads, layer.head_dim), dtype)
             for heads in (layer.num_heads, layer.num_kv_heads)
@@ -200,6 +220,12 @@ class _DecodeCheck:
         if self._sinks is not None:
             logits = torch.cat((logits, self._sinks.float()[:, None]), -1)
         return torch.einsum("hl,lhd->hd", logits.softmax(-1)[:, : len(slots)], values)
+
+
+def _with_more(cache: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+    """The pages, and behind them those at `places` once more; fp8 as bytes, which can be indexed on every device."""
+    pages = cache.view(torch.uint8) if cache.dtype.itemsize == 1 else cache
+    return torch.cat((pages, pages[places])).view(cache.dtype)
 
 
 def _rotated(unrotated: Unrotated) -> tuple[torch.Tensor, torch.Tensor]:

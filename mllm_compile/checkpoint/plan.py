@@ -103,18 +103,23 @@ def _small_parts(
     if name in of_rank.cuts:
         blocks = of_rank.of(name, table)
     elif table is None:
-        return [WeightPart(name, "", member.start, (member.rows, tensor.columns), small=small)]
+        return [WeightPart(name, "", member.start, (member.rows, *tensor.shape[1:]), small=small)]
     else:
-        blocks = table[name].blocks
+        blocks = as_linear(table[name], tensor.is_transposed).blocks
     parts = []
     for block in blocks:
-        column = block.starts[1]
-        inner = (tensor.scheme.stretch(tensor.role, column, 0)[0],) if column else ()
-        part = replace(_part(member, block), inner_starts=inner, small=small)
+        *between, column = block.starts[1:]
+        inner = (*between, tensor.scheme.stretch(tensor.role, column, 0)[0])
+        part = replace(_part(member, block), inner_starts=inner if any(inner) else (), small=small)
         if source := next(iter(part.sources), None):
             part = replace(part, tensor=source.name, file=source.file)
         parts.append(part)
     return parts
+
+
+def as_linear(planned: PlannedTensor, is_transposed: bool) -> PlannedTensor:
+    """A weight as a linear's, rows of outputs."""
+    return planned.transpose(-1, -2) if is_transposed else planned
 
 
 def scheme_of(planned: PlannedTensor) -> WeightScheme | None:
@@ -126,20 +131,22 @@ def scheme_of(planned: PlannedTensor) -> WeightScheme | None:
 
 def _scheme_of_block(block: Block, planned: PlannedTensor) -> WeightScheme | None:
     stored = block.quantised
-    if stored is None or block.steps or not _has_whole_rows(block, planned):
+    is_as_stored = all(step[0] == "unsqueeze" for step in block.steps)  # an expert's, among others
+    if stored is None or not is_as_stored or not _has_whole_rows(block, planned):
         return None
     return FORMATS[stored.format].scheme(stored.tensors, block.source_shape, stored.numbers)
 
 
 def can_be_quantised(planned: PlannedTensor) -> bool:
-    """True of a plain matrix whose rows are not put together from several tensors."""
-    return len(planned.shape) == 2 and all(
-        block.quantised is None and _has_whole_rows(block, planned) for block in planned.blocks
-    )
+    """True of a plain matrix, or experts', whose rows are not put together from several tensors."""
+    if not all(block.quantised is None and _has_whole_rows(block, planned) for block in planned.blocks):
+        return False
+    # Of experts' parts of a tensor none is read as one of a rank's (loader.SmallPart).
+    return len(planned.shape) == 2 or not any(step[0] == "narrow" for block in planned.blocks for step in block.steps)
 
 
 def _has_whole_rows(block: Block, planned: PlannedTensor) -> bool:
-    return len(planned.shape) == 2 and block.shape[1] == planned.shape[1]
+    return len(planned.shape) > 1 and block.shape[-1] == planned.shape[-1]
 
 
 def _part(member: PackedPart, block: Block) -> WeightPart:

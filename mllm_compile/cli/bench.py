@@ -318,6 +318,7 @@ def roofline_command(
         int, typer.Option(help="Profiled steps; the table is of the typical one.")
     ] = workloads.StepWork.steps,
     top: Annotated[int, typer.Option(min=1, help="Rows to print.")] = 40,
+    num_ranks: RanksOption = None,
     json_path: JsonOption = None,
 ) -> None:
     """Where a decode step's time goes: each kernel's bytes, time and share of the ceiling, the most time lost first."""
@@ -326,7 +327,7 @@ def roofline_command(
 
     from mllm_compile.bench.limits.roofline_report import print_roofline, run_roofline
 
-    result = run_roofline(model, work)
+    result = run_roofline(model, work, num_ranks)
     _save_and_show(result, json_path, lambda: print_roofline(result, top, sys.stdout))
 
 

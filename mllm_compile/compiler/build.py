@@ -43,7 +43,7 @@ from mllm_compile.process.bytecode import OF_A_COMPILE, compiled_ahead
 from mllm_compile.process.timeline import Timeline
 from mllm_compile.runtime.attention.split.splits import OF_FEW, OF_LATENTS
 from mllm_compile.runtime.device.memory import give_back_unused
-from mllm_compile.runtime.media.grids import MAX_FEATURES
+from mllm_compile.runtime.media.tower import MAX_FEATURES
 from mllm_compile.runtime.program.pieces import PACKAGE_SUFFIX, SOURCE_SUFFIX, PieceSuffix
 from mllm_compile.store.artifact import (
     CUBINS,
@@ -89,7 +89,13 @@ def build_runtime(target: Target, options: CompileOptions, timeline: Timeline) -
         lowered, files, suffix = _fill(scratch, target, options, timeline)
         check_unchanged(config, target.model, target.factors)
         with timeline.stage("self-check"):
-            self_check(lowered, scratch, suffix, runtime.device, runtime.page_size, runtime.state_dtype)
+            types = runtime.state_dtype, runtime.kv_cache_dtype
+            fault = self_check(lowered, scratch, suffix, runtime.device, runtime.page_size, *types)
+        if fault is not None:
+            timeline.announce(f"its text is served without images: {fault}")
+            lowered = lowered.without_images()
+            files = _write_weights(scratch, target, options, lowered, timeline)
+            _remove_pieces(scratch, lowered)
         manifest = Manifest(
             factors=target.factors,
             config=config.model_dump(mode="json"),
@@ -121,16 +127,31 @@ def _fill(
         early = _start_early_pieces(config, built, workers, compiler, Path(folder), timeline)
         (scratch / GRAPHS).mkdir()
         lowered = with_media(config, lower(config, built, scratch / GRAPHS, timeline), scratch / GRAPHS, timeline)
-        with timeline.stage("plan weights"):
-            constants, weights = plan_lowered_weights(lowered)
-            files = target.weights
-        if options.pack_weights:
-            packed, files = pack_weights(config, weights[0], model.path, scratch / WEIGHTS, timeline)
-            weights = (packed,)
-        write_program(scratch, lowered.program, weights, constants)
+        files = _write_weights(scratch, target, options, lowered, timeline)
         _export_text(model, scratch, config)
         _compare_tokenizers(model, scratch / TOKENIZER, config, timeline)
         return lowered, files, _build_pieces(config, lowered, scratch, workers, compiler, early, timeline)
+
+
+def _write_weights(
+    scratch: Path, target: Target, options: CompileOptions, lowered: Lowered, timeline: Timeline
+) -> WeightFiles:
+    """Writes the program, and the weights if they are to be packed; returns their files."""
+    with timeline.stage("plan weights"):
+        constants, weights = plan_lowered_weights(lowered)
+        files = target.weights
+    if options.pack_weights:
+        weights, files = pack_weights(target.config, weights, target.model.path, scratch / WEIGHTS, timeline)
+    write_program(scratch, lowered.program, weights, constants)
+    return files
+
+
+def _remove_pieces(scratch: Path, lowered: Lowered) -> None:
+    """Removes the pieces that the program does not call."""
+    called = set(lowered.program.every_piece_id())
+    for path in (scratch / PIECES).iterdir():
+        if path.name.partition(".")[0] not in called:
+            path.unlink()
 
 
 def _about(lowered: Lowered, timeline: Timeline) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from mllm_compile.kernels.piece import WrittenPiece
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
     from mllm_compile.checkpoint.planned_tensor import PlannedTensor
     from mllm_compile.model.hf_model import HFModel
+    from mllm_compile.model.towers.adapter import TowerAdapter
     from mllm_compile.passes.base import PackedPart, QuantisedTensor, SmallWeights, WeightCut
     from mllm_compile.passes.pipeline import PassReport
 
@@ -51,6 +52,7 @@ class Lowered:
         written_pieces: pieces of the program that are no part of the graph: attention of decodes, layers with a state,
             the choice of tokens, and the decode loop.
         of_media: what its programs for images were lowered from: the text with features, and the tower.
+        adapter: of the tower, where there are such programs.
     """
 
     built: BuiltModel
@@ -61,6 +63,11 @@ class Lowered:
     symbols: dict[str, str]
     written_pieces: tuple[WrittenPiece, ...]
     of_media: tuple[Lowered, ...] = ()
+    adapter: TowerAdapter | None = None
+
+    def without_images(self) -> Lowered:
+        """The model for text alone."""
+        return replace(self, program=replace(self.program, media=None), of_media=(), adapter=None)
 
     @property
     def every(self) -> tuple[Lowered, ...]:

@@ -19,6 +19,7 @@ from mllm_compile.compiler.lowered import BuiltModel, Lowered
 from mllm_compile.config.model_folder import ModelFolder, check_remote_code
 from mllm_compile.config.resolved import ResolvedConfig
 from mllm_compile.errors import CompileError, ConfigError
+from mllm_compile.kernels.cascade_attention import add_cascade_attention
 from mllm_compile.kernels.cuda import can_compile_kernels, kernels_of
 from mllm_compile.kernels.decode_attention import add_decode_attention
 from mllm_compile.kernels.decode_loop import add_decode_loop
@@ -33,6 +34,7 @@ from mllm_compile.runtime.program.pieces import PACKAGE_SUFFIX, SOURCE_SUFFIX
 from mllm_compile.store.key import max_traced_tokens
 
 if TYPE_CHECKING:
+    import torch
     from torch import fx
 
     from mllm_compile.checkpoint.planned_tensor import PlannedTensor
@@ -41,6 +43,7 @@ if TYPE_CHECKING:
     from mllm_compile.model.trace import Trace
     from mllm_compile.passes.base import PassTarget, SmallWeights
     from mllm_compile.passes.pipeline import Observer, PassReport
+    from mllm_compile.runtime.quantised.scheme import WeightScheme
     from mllm_compile.runtime.weights.loader import WeightSpec
 
 
@@ -99,21 +102,28 @@ def build_model(config: ResolvedConfig, model: ModelFolder, reporter: Reporter) 
 
 def _small_weights(config: ResolvedConfig, hf_model: HFModel, table: dict[str, PlannedTensor] | None) -> SmallWeights:
     """The weights that config.model.quantization wants in few bits, where rows are whole."""
-    from mllm_compile.checkpoint.plan import can_be_quantised, scheme_of
+    from mllm_compile.checkpoint.plan import as_linear, can_be_quantised, scheme_of
     from mllm_compile.passes.base import SmallWeights
     from mllm_compile.runtime.quantised.scheme import quantised_as
 
     asked = config.model.quantization
-    if asked == "keep":
-        found = {name: scheme_of(planned) for name, planned in (table or {}).items()}
-        return SmallWeights({name: scheme for name, scheme in found.items() if scheme is not None})
-    if asked in ("fp8", "int4"):
-        weights = {name: weight for name, weight in hf_model.model.named_parameters() if weight.dim() == 2}
-        if table is not None:
-            weights = {name: weight for name, weight in weights.items() if can_be_quantised(table[name])}
-        schemes = {name: quantised_as(asked, weight.shape[1]) for name, weight in weights.items()}
-        return SmallWeights(schemes, are_chosen=True)
-    return SmallWeights({})
+    if asked not in ("keep", "fp8", "int4"):
+        return SmallWeights({})
+
+    def scheme(name: str, shape: torch.Size, is_transposed: bool) -> WeightScheme | None:
+        planned = None if table is None else as_linear(table[name], is_transposed)
+        if asked == "keep":
+            return None if planned is None else scheme_of(planned)
+        is_whole = planned is None or can_be_quantised(planned)
+        return quantised_as(asked, shape[-2 if is_transposed else -1]) if is_whole else None
+
+    def schemes(is_transposed: bool) -> dict[str, WeightScheme]:
+        dims = (3,) if is_transposed else (2, 3)  # experts may have theirs either way round
+        shapes = {name: one.shape for name, one in hf_model.model.named_parameters() if one.dim() in dims}
+        found = {name: scheme(name, shape, is_transposed) for name, shape in shapes.items()}
+        return {name: one for name, one in found.items() if one is not None}
+
+    return SmallWeights(schemes(False), schemes(True), are_chosen=asked != "keep")
 
 
 def lower(config: ResolvedConfig, built: BuiltModel, dump_dir: Path, reporter: Reporter) -> Lowered:
@@ -161,6 +171,7 @@ def rewrite(config: ResolvedConfig, built: BuiltModel, trace: Trace, observer: O
     _check_cut(graph, config.runtime.tensor_parallel_size)
     program = replace(build_program(graph), rope=built.hf_model.rope)
     program, decode_pieces = add_decode_attention(config, program)
+    program, cascade_pieces = add_cascade_attention(config, program)
     program, prefill_pieces = add_prefill_attention(config, program)
     program, state_pieces = add_state_pieces(config, program, state_operands(graph))
     program, latent_pieces = add_latent_attention(config, program)
@@ -170,7 +181,15 @@ def rewrite(config: ResolvedConfig, built: BuiltModel, trace: Trace, observer: O
     program, loop_pieces = add_decode_loop(config, program, logits)
     if pass_target(config).compiles_cuda:
         program = replace(program, kernels=kernels_of(graph, program))
-    written = (*decode_pieces, *prefill_pieces, *state_pieces, *latent_pieces, *sampling_pieces, *loop_pieces)
+    written = (
+        *decode_pieces,
+        *cascade_pieces,
+        *prefill_pieces,
+        *state_pieces,
+        *latent_pieces,
+        *sampling_pieces,
+        *loop_pieces,
+    )
     return Lowered(built, graph, program, reports, left_out, size_symbols(graph), written)
 
 
@@ -189,11 +208,14 @@ def rewrite_graph(
     Raises:
         CompileError: a pass failed; the message names it and how to do without it.
     """
-    from mllm_compile.passes.base import SMALL_WEIGHTS
+    import torch
+
+    from mllm_compile.passes.base import CACHE_DTYPE, SMALL_WEIGHTS
     from mllm_compile.passes.pipeline import PassFailedError, passes_left_out, run_passes
 
     _set_ranks(trace, built.hf_model, config.runtime.tensor_parallel_size)
     trace.graph_module.meta[SMALL_WEIGHTS] = built.small
+    trace.graph_module.meta[CACHE_DTYPE] = getattr(torch, config.runtime.kv_cache_dtype)
     try:
         left_out = passes_left_out(pass_target(config), config.compile.disable_passes) | dict(not_of_it or {})
         graph, reports = run_passes(trace.graph_module, left_out, observer=observer)

@@ -37,20 +37,21 @@ def with_media(config: ResolvedConfig, lowered: Lowered, dump_dir: Path, reporte
         CompileError: a pass failed.
     """
     from mllm_compile.model.gate import check_tower, check_trace
-    from mllm_compile.model.towers.visual_grids import grid_tower, trace_tower, trace_with_features
+    from mllm_compile.model.towers.find import tower_adapter
     from mllm_compile.passes.pipeline import OF_TOWERS, pass_names
 
     hf_model, device = lowered.hf_model, config.runtime.device
     if config.runtime.tensor_parallel_size > 1:
         return lowered
     try:
-        facts = grid_tower(hf_model)
-        if facts is None:
+        with refusing(f"images of {hf_model.model.config.model_type!r} models cannot be served"):
+            adapter = tower_adapter(hf_model)
+        if adapter is None:
             return lowered
         with reporter.stage("trace images"), gc_paused():
-            text = trace_with_features(hf_model, facts, device, max_traced_tokens(config))
+            text = adapter.trace_text(device, max_traced_tokens(config))
             check_trace(text, hf_model)
-            tower = trace_tower(hf_model, facts, device)
+            tower = adapter.trace_tower(device)
             check_tower(tower, hf_model)
     except UnsupportedModelError as error:
         reporter.announce(f"its text is served without images: {error}")
@@ -64,8 +65,9 @@ def with_media(config: ResolvedConfig, lowered: Lowered, dump_dir: Path, reporte
     (dump_dir / "images").mkdir(exist_ok=True)
     for name, one in (("with_features", with_features), ("tower", of_tower)):
         dump(name, one.graph, f"after {len(one.reports)} passes")
-    programs = MediaPrograms(with_features.program, of_tower.program, facts)
-    return replace(lowered, program=replace(lowered.program, media=programs), of_media=(with_features, of_tower))
+    programs = MediaPrograms(with_features.program, of_tower.program, adapter.facts)
+    program = replace(lowered.program, media=programs)
+    return replace(lowered, program=program, of_media=(with_features, of_tower), adapter=adapter)
 
 
 def _rewrite(config: ResolvedConfig, built: BuiltModel, trace: Trace, left_out: dict[str, str]) -> Lowered:

@@ -23,6 +23,7 @@ from mllm_compile.passes.base import (
     PackedPart,
     QuantisedTensor,
 )
+from mllm_compile.passes.match.experts import match_expert_linear
 from mllm_compile.passes.match.layer_kinds import (
     AttentionKind,
     LayerKind,
@@ -101,17 +102,16 @@ def _quantised(graph: fx.GraphModule) -> dict[str, QuantisedWeight]:
     tensors: Mapping[str, QuantisedTensor] = graph.meta.get(QUANTISED_TENSORS, {})
     packed: Mapping[str, tuple[PackedPart, ...]] = graph.meta.get(PACKED_WEIGHTS, {})
     roles: dict[tuple[str, ...], dict[str, str]] = {}
-    columns: dict[tuple[str, ...], int] = {}
+    sides: dict[tuple[str, ...], tuple[int, int]] = {}
     shapes = weight_shapes(graph)
     for name in shapes:
         members = [tensors.get(part.weight_name) for part in packed[name]] if name in packed else [tensors.get(name)]
         of_weights = tuple(member.weight_name for member in members if member is not None)
         if members[0] is not None:
             roles.setdefault(of_weights, {})[members[0].role] = name
-            columns[of_weights] = members[0].columns
+            sides[of_weights] = shapes[name][0][-2], members[0].shape[-1]
     return {
-        names[VALUES]: QuantisedWeight(names[SCALES], names.get(ZEROS), shapes[names[VALUES]][0][0], columns[key])
-        for key, names in roles.items()
+        names[VALUES]: QuantisedWeight(names[SCALES], names.get(ZEROS), *sides[key]) for key, names in roles.items()
     }
 
 
@@ -141,9 +141,15 @@ def _product_of_experts(node: fx.Node) -> tuple[fx.Node, ExpertWeight] | None:
     """The weight that the node multiplies rows of experts with; None: it does something else."""
     operands: Any = node.args
     is_transposed: Any = False
-    if is_op(node, "expert_linear"):
-        weight, num_chosen, (is_transposed, of_tokens) = operands[2], _num_chosen(operands[1]), operands[4:6]
-    elif is_op(node, "grouped_linear"):
+    if (linear := match_expert_linear(node)) is not None:
+        outputs, inputs = linear.shape
+        return linear.weight, ExpertWeight(linear.num_experts, linear.num_chosen, inputs, outputs, linear.of_tokens)
+    if is_op(node, "quantised_grouped_linear"):
+        x, values, (num_chosen, of_tokens) = operands[0], operands[3], operands[9:11]
+        num_experts, outputs, _ = map(int, values.meta["val"].shape)
+        inputs = int(x.meta["val"].shape[1])
+        return values, ExpertWeight(num_experts, num_chosen, inputs, outputs, of_tokens)
+    if is_op(node, "grouped_linear"):
         weight, (num_chosen, is_transposed, of_tokens) = operands[3], operands[5:8]
     elif is_op(node, "gated_expert_tiles"):
         weight, num_chosen, of_tokens = operands[3], operands[4], True

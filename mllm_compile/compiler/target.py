@@ -45,11 +45,6 @@ def find_target(config: EngineConfig, options: CompileOptions = _NO_OPTIONS) -> 
     resolved = resolve(config, model, detect_device(config.runtime.device))
     _check_pass_names(resolved)
     check_ranks(resolved.runtime)
-    if options.pack_weights and resolved.runtime.tensor_parallel_size > 1:
-        raise ConfigError(
-            f"--pack-weights writes the weights of one rank, and runtime.tensor_parallel_size is "
-            f"{resolved.runtime.tensor_parallel_size}: each rank reads its part of the checkpoint. Leave it out."
-        )
     weights = weight_files(model.path, model.weight_files)
     factors = key_factors(resolved, model, weights)
     packed = factors | {PACKED_WEIGHTS: data_identity(model.weight_files)}

@@ -110,7 +110,7 @@ class _Section:
         raise self._refused(f"{key}: {shown(value)}", "expected two sizes")
 
     def mxfp4(self) -> Scheme:
-        return Scheme("mxfp4", ("mxfp4",))
+        return Scheme("mxfp4", ("mxfp4",), kinds=("mxfp4",))
 
     def fp8(self) -> Scheme:
         self._expect("fmt", None, "e4m3")

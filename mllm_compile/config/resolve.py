@@ -31,6 +31,10 @@ PAGE_SIZE = {"flashinfer": 64, "torch": 16}
 # A CPU computes a few hundred tokens a second: more in flight would only make each of them later.
 MAX_RUNNING_REQUESTS = {"cuda": 256, "cpu": 64}
 MAX_NUM_BATCHED_TOKENS = {"cuda": 8192, "cpu": 2048}
+# Where 8192 tokens are fewer rows of an expert than this, as with 8 of 128: their kernels take 64 at a time, the last
+# of them in part, and read a weight again for each 256. Twice the tokens take 1.73 times as long there on an H100.
+_FEW_ROWS_OF_EXPERT = 1024
+TOKENS_OF_SMALL_EXPERTS = 16384
 # deterministic: tokens of every step, padding included. A GPU multiplies 128 rows about as fast as one. 512 rows times
 # KV heads are more blocks than twice a GPU's processors, from which on FlashInfer's captured attention never splits a
 # request's keys (see FlashInferAttnBackend.init_cuda_graph_state). Which layers it decodes is known after the trace.
@@ -64,10 +68,10 @@ def resolve(config: EngineConfig, model: ModelFolder, device: DeviceInfo) -> Res
         DeviceError: the device lacks the attention library.
     """
     choices = AutoChoices()
-    dtype = choices.settle("model.dtype", config.model.dtype, lambda: _auto_dtype(model, device))
+    dtype = choices.settle("model.dtype", config.model.dtype, lambda: _auto_dtype(config, model, device))
     backend = _attention_backend(config.runtime, dtype, device, choices)
     runtime = _runtime(config.runtime, dtype, backend, model, device, choices)
-    split_decode = _split_decode(config.compile, runtime, dtype, choices)
+    split_decode = _split_decode(config.compile, runtime, dtype, device, choices)
     return ResolvedConfig(
         model=ResolvedModel(
             source=config.model.path,
@@ -146,7 +150,7 @@ def _quantization(config: EngineConfig, model: ModelFolder, choices: AutoChoices
     return "keep"
 
 
-def _auto_dtype(model: ModelFolder, device: DeviceInfo) -> tuple[str, str]:
+def _auto_dtype(config: EngineConfig, model: ModelFolder, device: DeviceInfo) -> tuple[str, str]:
     if not device.is_cuda:
         return "float32", "a CPU computes it fastest and exactly"
     dtype = model.checkpoint_dtype()
@@ -154,6 +158,9 @@ def _auto_dtype(model: ModelFolder, device: DeviceInfo) -> tuple[str, str]:
         return "bfloat16", "the checkpoint names no type"
     if dtype == "float32":
         return "bfloat16", "the checkpoint's float32 is a training type; set model.dtype: float32 to keep it"
+    kinds = () if model.scheme is None or config.model.quantization == "dequantize" else model.scheme.kinds
+    if dtype == "float16" and "int4" in kinds and device.is_hopper:
+        return "bfloat16", "kernels read the checkpoint's four-bit weights beside that; float16 is its scales' type"
     return dtype, "the checkpoint's"
 
 
@@ -233,7 +240,9 @@ def _kv_cache_dtype(asked: RuntimeConfig, dtype: str, choices: AutoChoices) -> K
     return kv_dtype
 
 
-def _split_decode(asked: CompileConfig, runtime: RuntimeSection, dtype: str, choices: AutoChoices) -> bool:
+def _split_decode(
+    asked: CompileConfig, runtime: RuntimeSection, dtype: str, device: DeviceInfo, choices: AutoChoices
+) -> bool:
     """True if the kernel that is compiled with the model (decode_attention.py) computes decodes."""
     obstacle = None
     if runtime.attention_backend != "flashinfer":
@@ -242,8 +251,11 @@ def _split_decode(asked: CompileConfig, runtime: RuntimeSection, dtype: str, cho
         )
     elif asked.backend == "eager":
         obstacle = "compile.backend is eager, which compiles no kernels"
-    elif runtime.kv_cache_dtype != dtype:
-        obstacle = f"the KV cache is {runtime.kv_cache_dtype}, and the kernel reads the model's dtype, {dtype}"
+    elif runtime.kv_cache_dtype != dtype and not (device.is_hopper and dtype == "bfloat16"):
+        obstacle = (
+            f"the KV cache is {runtime.kv_cache_dtype}, and but for an H100 or H200 and a model in bfloat16 the kernel "
+            f"reads the model's dtype, {dtype}"
+        )
     if obstacle is None:
         return choices.settle("compile.split_decode", asked.split_decode, lambda: (True, "faster than FlashInfer's"))
     if asked.split_decode is True:
@@ -274,6 +286,8 @@ def _hopper_decode(
 def _batch_limits(asked: RuntimeConfig, kind: str, model: ModelFolder, choices: AutoChoices) -> tuple[int, int]:
     """(max_running_requests, max_num_batched_tokens): every running request needs a token of a step's budget."""
     auto_tokens, why = MAX_NUM_BATCHED_TOKENS[kind], f"for {kind}"
+    if kind == "cuda" and _rows_of_expert(model, auto_tokens) < _FEW_ROWS_OF_EXPERT:
+        auto_tokens, why = TOKENS_OF_SMALL_EXPERTS, f"for {kind}, as each expert gets few of a step's tokens"
     if asked.deterministic:
         auto_tokens, why = _deterministic_tokens(kind, model), f"deterministic: every step on {kind} has so many"
     budget = asked.max_num_batched_tokens
@@ -293,6 +307,14 @@ def _batch_limits(asked: RuntimeConfig, kind: str, model: ModelFolder, choices: 
             f"running request takes a token of every step. Raise the second or lower the first."
         )
     return requests, tokens
+
+
+def _rows_of_expert(model: ModelFolder, num_tokens: int) -> float:
+    """Rows that an expert gets of so many tokens on average; all, of a model without experts."""
+    num_experts = model.text_config_value("num_experts", "num_local_experts", "n_routed_experts")
+    num_chosen = model.text_config_value("num_experts_per_tok", "num_experts_per_token")
+    are_numbers = isinstance(num_experts, int) and isinstance(num_chosen, int) and num_experts > 0
+    return num_tokens * num_chosen / num_experts if are_numbers else num_tokens
 
 
 def _deterministic_tokens(kind: str, model: ModelFolder) -> int:

@@ -96,6 +96,8 @@ def _mixed_tokens(
         obstacle = f"the GPU is {device.name}, and attention over prompts is captured on an H100 SXM or H200 alone"
     elif not split_decode:
         obstacle = "decodes are not by kernels of the program (compile.split_decode)"
+    elif runtime.kv_cache_dtype == "float8_e4m3fn":
+        obstacle = "the KV cache is fp8_e4m3, and attention over prompts that is captured reads none"
     sizes, largest = asked.mixed_tokens, runtime.max_num_batched_tokens
     if sizes == "auto":
         is_small = 0 < _width(model) <= _WIDEST_MIXED

@@ -140,6 +140,9 @@ class RuntimeConfig(Section):
     tensor_parallel_size: Annotated[int, Field(ge=1, le=MAX_RANKS)] = 1
     """Ranks that each compute a part of every layer, a process each; on GPUs the device and those behind it."""
 
+    distributed_executor_backend: Literal["mp", "ray"] = "mp"
+    """Ranks are started on this host by the engine's process (mp), or by Ray, in a placement group."""
+
     attention_backend: Literal["auto", "flashinfer", "torch"] = "auto"
     """auto: flashinfer on a GPU, torch on a CPU and for float32."""
 
@@ -176,7 +179,7 @@ class RuntimeConfig(Section):
 
     cascade_attention: bool = False
     """Decodes of requests that begin with the same cached tokens read these once, where that is estimated to be faster.
-    On the one GPU that it was measured on it was slower."""
+    Kernels are compiled for it, and more CUDA graphs captured."""
 
     deterministic: bool = False
     """Bitwise the same answer whatever else is in the batch, however a prompt is cut, and after a prefix hit or a

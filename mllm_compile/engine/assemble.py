@@ -29,7 +29,7 @@ from mllm_compile.media.files import CONFIG_FILE, PROCESSOR_FILES
 from mllm_compile.process.progress import Reporter
 from mllm_compile.process.timeline import Timeline, timeline_of
 from mllm_compile.runtime.device.cpu_threads import threads_for, use_threads, wait_briefly
-from mllm_compile.runtime.media.grids import GridTower
+from mllm_compile.runtime.media.tower import Tower
 from mllm_compile.runtime.model_runner import ModelRunner
 from mllm_compile.runtime.program.loaded import ModelSource
 from mllm_compile.runtime.runner_config import RunnerConfig
@@ -131,7 +131,7 @@ def _load(compiled: CompiledRuntime, timeline: Timeline, forward_times: bool, nu
     )
 
 
-def _tower(runner: ModelRunner) -> GridTower | str:
+def _tower(runner: ModelRunner) -> Tower | str:
     """The tower that prompts with images are checked with, or why they are refused."""
     runtime, media = runner.config.runtime, runner.model.media
     if runtime.tensor_parallel_size > 1:

@@ -10,7 +10,7 @@ from mllm_compile.config.resolved import ResolvedConfig
 from mllm_compile.engine.loop import StepRunner
 from mllm_compile.engine.requests import GrammarSource, MediaSource, PromptTokenizer
 from mllm_compile.engine.stats import ExpertsSource, ForwardTimesSource
-from mllm_compile.runtime.media.grids import GridTower
+from mllm_compile.runtime.media.tower import Tower
 from mllm_compile.runtime.sampling.params import SamplingParams
 from mllm_compile.runtime.schedule.scheduler import Scheduler
 
@@ -56,4 +56,4 @@ class EngineParts:
     forward_times: ForwardTimesSource = tuple
     experts_chosen: ExpertsSource = dict
     snapshot_bytes: int = 0
-    tower: GridTower | str = "the model takes text alone"
+    tower: Tower | str = "the model takes text alone"

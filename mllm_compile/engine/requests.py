@@ -22,8 +22,8 @@ from mllm_compile.errors import MllmError, RequestError
 from mllm_compile.media.inputs import MediaPrompt
 from mllm_compile.media.messages import has_media, take_media
 from mllm_compile.media.sources import SourceItem, read_items
-from mllm_compile.runtime.media.grids import GridTower
 from mllm_compile.runtime.media.request import RequestMedia
+from mllm_compile.runtime.media.tower import Tower
 from mllm_compile.runtime.sampling.grammar import Grammar
 from mllm_compile.runtime.sampling.params import MAX_BAD_WORD_TOKENS, SamplingParams
 from mllm_compile.runtime.sampling.structured_params import StructuredOutputsParams
@@ -123,7 +123,7 @@ class RequestBuilder:
         default_params: SamplingParams,
         grammars: GrammarSource | None = None,
         media: MediaSource | None = None,
-        tower: GridTower | str = "the model takes text alone",
+        tower: Tower | str = "the model takes text alone",
     ) -> None:
         self._tokenizer = tokenizer
         self.grammars = grammars

@@ -2,7 +2,7 @@
 
 Layers alike in heads, scale, soft cap and window share two pieces: one for few requests, where all is latency, and one
 for many, where it is bandwidth. On Hopper kernels of runtime/attention/hopper/ stand for both where they serve the
-layer; one request that may be long keeps its piece. FlashInfer's kernels serve what these do not, and every prefill.
+layer. FlashInfer's kernels serve what these do not, and every prefill.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from mllm_compile.runtime.attention.hopper.clusters import (
     MOST_SEQUENCES_OF_LONG,
     choose_split,
     cluster_kernels,
-    fewest_sequences,
 )
 from mllm_compile.runtime.attention.hopper.shapes import are_served
 from mllm_compile.runtime.attention.hopper.shares import MOST_REQUESTS, ShareKernel, takes
@@ -74,31 +73,24 @@ def _forms(
     few = _piece(config, layer, f"decode_{index}_few", OF_FEW, fetch_first=True)
     forms: tuple[DecodeForm, ...] = DecodeForm(MOST_FEW_SEQUENCES, few.name, OF_FEW), of_many
     if _has_kernels(config, layer):
-        forms = _hopper_forms(config.runtime, layer, *forms)
+        forms = _hopper_forms(config.runtime, layer, of_many)
     called = {form.piece for form in forms}
     return forms, tuple(piece for piece in (few, many) if piece.name in called)
 
 
-def _hopper_forms(
-    runtime: RuntimeSection, layer: LayerSpec, few: DecodeForm, many: DecodeForm
-) -> tuple[DecodeForm, ...]:
-    """Clusters for few requests, shares for many, and pieces for what these leave."""
+def _hopper_forms(runtime: RuntimeSection, layer: LayerSpec, many: DecodeForm) -> tuple[DecodeForm, ...]:
+    """Clusters for few requests, shares for many, and a piece for what these leave."""
     kv_heads = layer.num_kv_heads
-    may_be_long = runtime.max_model_len > LONG_TOKENS
     has_shares, has_many = takes(kv_heads), runtime.max_running_requests > MOST_REQUESTS
     forms = []
-    served = 0  # sequences
-    if may_be_long and kv_heads < fewest_sequences():
-        served = fewest_sequences() - 1
-        forms.append(replace(few, most_sequences=served))
-    most = MOST_SEQUENCES_OF_LONG if may_be_long else MOST_SEQUENCES
-    splits = {choose_split(count * kv_heads) for count in range(served // kv_heads + 1, most // kv_heads + 1)}
-    has_sinks = layer.sinks is not None
-    clusters = cluster_kernels(layer.num_heads, kv_heads, runtime.page_size, sinks=has_sinks)
+    most = MOST_SEQUENCES_OF_LONG if runtime.max_model_len > LONG_TOKENS else MOST_SEQUENCES
+    splits = {choose_split(count * kv_heads) for count in range(1, most // kv_heads + 1)}
+    features = {"sinks": layer.sinks is not None, "fp8": runtime.kv_cache_dtype == "float8_e4m3fn"}
+    clusters = cluster_kernels(layer.num_heads, kv_heads, runtime.page_size, **features)
     if splits:
         forms.append(DecodeForm(most, kernels=tuple(kernel for kernel in clusters if kernel.split in splits)))
     if has_shares:
-        shares = ShareKernel(kv_heads, layer.num_heads // kv_heads, runtime.page_size, sinks=has_sinks)
+        shares = ShareKernel(kv_heads, layer.num_heads // kv_heads, runtime.page_size, **features)
         forms.append(DecodeForm(MOST_REQUESTS * kv_heads if has_many else None, kernels=(shares,)))
     if has_many or not has_shares:
         forms.append(many)
@@ -124,8 +116,8 @@ def _piece(config: ResolvedConfig, layer: LayerSpec, name: str, splits: Splits, 
         "split_decode",
         {
             "q": of(("T", heads, dim), dtype),
-            "keys": of(("P", kv_heads, dim), dtype),
-            "values": of(("P", kv_heads, dim), dtype),
+            "keys": of(("P", kv_heads, dim), config.runtime.kv_cache_dtype),
+            "values": of(("P", kv_heads, dim), config.runtime.kv_cache_dtype),
             "page_table": of(("T", "W"), "int32"),
             "seq_lens": of(("T",), "int32"),
             "out": of(("T", heads, dim), dtype),

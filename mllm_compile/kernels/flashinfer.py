@@ -60,6 +60,7 @@ def _load_kernels(config: ResolvedConfig, program: Program) -> None:
             page_size=runtime.page_size,
             deterministic=runtime.deterministic,
             decoders=dict.fromkeys(program.decode_attention, _NO_DECODERS),
+            prefills=dict.fromkeys(program.prefill_attention, _NO_DECODERS[0].piece),
         )
     try:
         from flashinfer.page import get_page_module

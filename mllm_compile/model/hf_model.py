@@ -7,6 +7,7 @@ runtime/weights/loader.py loads weights; checkpoint/plan.py assigns checkpoint t
 from __future__ import annotations
 
 import difflib
+import inspect
 import sys
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -173,11 +174,14 @@ def build_config_on_meta(config: PreTrainedConfig, dtype: torch.dtype, trust_rem
 
 def auto_class(config_class: type[PreTrainedConfig]) -> Any:
     """Transformers' class that builds a causal LM of this config: that of models that take images where these alone
-    have one."""
+    have one, or where the other is of the text alone and images come with grids (model/towers/visual_grids.py)."""
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
-    takes_images = config_class in AutoModelForImageTextToText._model_mapping
-    return AutoModelForImageTextToText if takes_images and not _is_causal_lm(config_class) else AutoModelForCausalLM
+    with_images: Any = AutoModelForImageTextToText._model_mapping.get(config_class, None)
+    if with_images is None:
+        return AutoModelForCausalLM
+    takes_grids = "image_grid_thw" in inspect.signature(with_images.forward).parameters
+    return AutoModelForImageTextToText if takes_grids or not _is_causal_lm(config_class) else AutoModelForCausalLM
 
 
 def _is_causal_lm(config_class: type[PreTrainedConfig]) -> bool:

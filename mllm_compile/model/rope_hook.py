@@ -3,7 +3,8 @@ frequencies of its own request.
 
 Transformers computes frequencies for a whole batch, by its longest text. Within the hook each token is rotated by the
 frequencies for a length of its own: what Transformers computes for the request alone (runtime/schedule/rope_lengths.py
-says which). The embedding's own forward stays: it is given frequencies [T, n] in place of [n].
+says which). The embedding's own forward stays. It takes one set of frequencies for all tokens; so it is given one
+frequency, 1, and as many positions as there are angles, and its answers are arranged as it arranges those of n.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -43,11 +44,13 @@ class _Following:
         prefix: of the names of the embedding's buffers.
         lengths: as of the model.
         growth: (theta, factor) of `dynamic`; None for `longrope`.
+        arrangements: as _arrangements gives them.
     """
 
     prefix: str
     lengths: RopeLengths
     growth: tuple[float, float] | None
+    arrangements: tuple[str, ...] = ()
 
     @property
     def short(self) -> str:
@@ -84,7 +87,7 @@ def follow_rope(model: PreTrainedModel) -> tuple[RopeLengths | None, dict[str, t
     for name, module in model.named_modules():
         for kind, layer_type in _kinds_of(module):
             following, values = _follow(model, module, kind, layer_type)
-            _check_forward(module, following, values, kind, layer_type)
+            following = replace(following, arrangements=_arrangements(module, following, values, kind, layer_type))
             found.add(following.lengths)
             vars(module).setdefault(_NOTED, {})[layer_type] = following
             like = next(buffer for buffer in module.buffers())
@@ -179,65 +182,99 @@ def _recomputes(model: PreTrainedModel) -> bool:
     return _ORIGINAL_LENGTH in prepare.__code__.co_names
 
 
-def _check_forward(
+def _arrangements(
     module: Any, following: _Following, values: dict[str, torch.Tensor], kind: str, layer_type: str | None
-) -> None:
-    """Checks that the embedding's forward does for frequencies of each token what it does for those of one text."""
+) -> tuple[str, ...]:
+    """How each of the forward's answers, cosines and sines mostly, arranges those of n angles (_ARRANGED)."""
     own_names = inspect.unwrap(type(module).forward).__code__.co_names
     if read := sorted({"config", "rope_type", "rope_init_fn"} & set(own_names)):
         raise _refusal(kind, f"{type(module).__name__}.forward reads {', '.join(read)}")
-    boundary = following.lengths.boundary
-    positions, lens = torch.tensor([[3, 5, 11]]), torch.tensor([boundary, boundary + 9, 2 * boundary])
-    holder: Any = SimpleNamespace(**values)
-    rows, x = following.frequencies(holder, lens), torch.zeros(1, 3, 1)
+    positions, frequencies = torch.tensor([[3, 5, 11]]), values[following.short]
+    x = torch.zeros(1, 3, 1)
+    found = []
     try:
         with torch.device("cpu"):
-            ours = _rotation(module, following, rows, x, positions, layer_type)
-            alone = [_rotation(module, following, row, x, positions, layer_type) for row in rows]
-        for index, own in enumerate(ours):
-            theirs = [one[index][:, token] for token, one in enumerate(alone)]
-            if not torch.allclose(own, torch.stack(theirs, 1), atol=1e-6):
-                raise ValueError("it mixes tokens")
+            embedding = _Embedding.of(module)
+            theirs = _run(embedding, following.prefix, frequencies, x, positions, layer_type)
+            of_angles = _of_angles(embedding, following.prefix, positions[..., None] * frequencies, x, layer_type)
+        for own, one in zip(theirs, of_angles, strict=True):
+            names = [name for name, arrange in _ARRANGED.items() if _is_close(arrange(one), own)]
+            found.append(names[0])
     except Exception as error:
-        raise _refusal(
-            kind, f"{type(module).__name__}.forward takes no frequencies of its own for each token ({error})"
-        ) from error
+        raise _refusal(kind, f"{type(module).__name__}.forward gives no cosine and sine of each angle") from error
+    return tuple(found)
+
+
+# What an embedding makes of an answer for each angle [.., n].
+_ARRANGED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "halves": lambda one: torch.cat((one, one), -1),
+    "pairs": lambda one: one.repeat_interleave(2, -1),
+    "once": lambda one: one,
+}
+
+
+def _is_close(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return one.shape == other.shape and torch.allclose(one, other, atol=1e-6)
 
 
 class _StandsForEmbedding:
     """Has the attributes of an embedding that its forward reads."""
 
-    def __init__(self, attributes: dict[str, Any]) -> None:
+    def __init__(self, attributes: dict[str, Any], frequencies_name: str, frequencies: torch.Tensor) -> None:
         for name, value in attributes.items():
             setattr(self, name, value)
+        setattr(self, frequencies_name, frequencies)
 
 
-def _rotation(
-    module: Any,
-    following: _Following,
+@dataclass(frozen=True)
+class _Embedding:
+    """An embedding's own forward, and the numbers and texts that it may read of it: found ahead of a trace."""
+
+    forward: Callable[..., Any]
+    attributes: dict[str, Any]
+
+    @classmethod
+    def of(cls, module: torch.nn.Module) -> _Embedding:
+        plain = {name: value for name, value in vars(module).items() if isinstance(value, int | float | str)}
+        return cls(inspect.unwrap(type(module).forward), plain)
+
+
+def _run(
+    embedding: _Embedding,
+    prefix: str,
     frequencies: torch.Tensor,
     x: torch.Tensor,
     positions: torch.Tensor,
     layer_type: str | None,
 ) -> tuple[torch.Tensor, ...]:
-    """The embedding's own forward with other frequencies, [n] or [T, n]: as a tuple, cosines and sines mostly."""
-    plain = {name: value for name, value in vars(module).items() if isinstance(value, int | float | str)}
-    stands_for: Any = _StandsForEmbedding(plain | {f"{following.prefix}inv_freq": frequencies})
-    own = inspect.unwrap(type(module).forward)
-    rotation = own(stands_for, x, positions) if layer_type is None else own(stands_for, x, positions, layer_type)
-    return rotation if isinstance(rotation, tuple) else (rotation,)
+    """The answers of the embedding's own forward with other frequencies [n] for positions [1, T]."""
+    stands_for: Any = _StandsForEmbedding(embedding.attributes, f"{prefix}inv_freq", frequencies)
+    own = embedding.forward
+    answer = own(stands_for, x, positions) if layer_type is None else own(stands_for, x, positions, layer_type)
+    return answer if isinstance(answer, tuple) else (answer,)
+
+
+def _of_angles(
+    embedding: _Embedding, prefix: str, angles: torch.Tensor, x: torch.Tensor, layer_type: str | None
+) -> list[torch.Tensor]:
+    """The forward's answers [1, T, n] for angles [1, T, n]."""
+    one = torch.ones(1, device=angles.device)
+    answers = _run(embedding, prefix, one, x, angles.flatten(1), layer_type)
+    return [answer[..., 0].view(angles.shape) for answer in answers]
 
 
 def _forward_choosing(module: Any, lengths: Lengths) -> Callable[..., Any]:
-    own, noted = inspect.unwrap(type(module).forward), getattr(module, _NOTED)
+    embedding, noted = _Embedding.of(module), getattr(module, _NOTED)
 
     def forward(x: torch.Tensor, position_ids: torch.Tensor, layer_type: str | None = None) -> Any:
         following = noted.get(layer_type)
         if following is None:
-            return own(module, x, position_ids, layer_type)
+            return embedding.forward(module, x, position_ids, layer_type)
         lens = torch.maximum(lengths(position_ids), position_ids + 1)
-        rotation = _rotation(module, following, following.frequencies(module, lens[0]), x, position_ids, layer_type)
-        return rotation if len(rotation) > 1 else rotation[0]
+        angles = position_ids[..., None].float() * following.frequencies(module, lens[0])
+        answers = _of_angles(embedding, following.prefix, angles, x, layer_type)
+        arranged = [_ARRANGED[name](one) for name, one in zip(following.arrangements, answers, strict=True)]
+        return tuple(arranged) if len(arranged) > 1 else arranged[0]
 
     return forward
 

@@ -12,8 +12,10 @@ import copy
 import inspect
 import operator
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -113,10 +115,12 @@ def trace_text(
         try:
             hooks = experts_as_ops(hf_model.model), reading_positions(hf_model.model, as_positions)
             rope = choosing_rope(hf_model.model, as_request_lengths)
-            with hooks[0], hooks[1], rope, states_as_ops(hf_model.model):
+            with hooks[0], hooks[1], rope, states_as_ops(hf_model.model), _norms_by_formula(hf_model.model):
                 captured = with_a_mask_if_needed(lambda: capture(hf_model, flat, inputs, device))
         except UnsupportedModelError as error:
             raise UnsupportedModelError(f"{error}{_unserved_layers(hf_model.text_config)}") from error
+        _drop_outputs_of_weights(captured)
+        _fold_numbers(captured)
         settle_positions(captured)
         settle_rope(captured)
         find_attention(captured, hf_model.constants, min(hf_model.context_len, max_tokens))
@@ -140,6 +144,55 @@ def capture(
     captured = _capture(module, inputs)
     _name_placeholders(captured, weight_names, inputs)
     return captured
+
+
+@contextmanager
+def _norms_by_formula(model: torch.nn.Module) -> Iterator[None]:
+    """Within the context torch's own RMS norms are computed by their formula: of the op T's strides are asked."""
+    norms: list[Any] = [module for module in model.modules() if isinstance(module, torch.nn.RMSNorm)]
+    for norm in norms:
+        norm.forward = partial(_rms_norm, norm)
+    try:
+        yield
+    finally:
+        for norm in norms:
+            del norm.forward
+
+
+def _rms_norm(norm: torch.nn.RMSNorm, x: torch.Tensor) -> torch.Tensor:
+    dims = [-1 - index for index in range(len(norm.normalized_shape))]
+    eps = torch.finfo(x.dtype).eps if norm.eps is None else norm.eps
+    exact = x.float()
+    exact = exact * torch.rsqrt(exact.pow(2).mean(dims, keepdim=True) + eps)
+    return (exact if norm.weight is None else exact * norm.weight).to(x.dtype)
+
+
+def _drop_outputs_of_weights(gm: fx.GraphModule) -> None:
+    """Drops outputs, but for the first, that are made of weights alone: a buffer that a model has moved is no state."""
+    output = next(node for node in gm.graph.nodes if node.op == "output")
+    of_inputs: set[fx.Node] = set()
+    for node in gm.graph.nodes:
+        is_input = node.op == "placeholder" and "weight_name" not in node.meta
+        if is_input or not of_inputs.isdisjoint(node.all_input_nodes):
+            of_inputs.add(node)
+    values: Any = output.args[0]
+    kept = (values[0], *(value for value in values[1:] if value in of_inputs))
+    if len(kept) < len(values):
+        output.args = (kept,)
+        gm.recompile()
+
+
+def _fold_numbers(gm: fx.GraphModule) -> None:
+    """Puts numbers in the place of NumPy's functions of numbers, which Dynamo writes down as tensors' operations."""
+    from torch._dynamo.utils import numpy_to_tensor_wrapper
+
+    for node in list(gm.graph.nodes):
+        if isinstance(node.target, numpy_to_tensor_wrapper) and not node.all_input_nodes:
+            value = node.target(*node.args, **node.kwargs)
+            if isinstance(value, torch.Tensor) and value.dim() == 0:
+                node.replace_all_uses_with(value.item())
+                gm.graph.erase_node(node)
+    gm.recompile()
 
 
 class _Captured(Exception):

@@ -18,23 +18,20 @@ def device_of_rank(first: str, rank: int) -> str:
     return first if kind == "cpu" else f"{kind}:{int(index or 0) + rank}"
 
 
-def new_meeting(device: str, descriptor: int) -> Meeting:
-    """Where the ranks of a new group meet.
+def new_meeting(device: str) -> Meeting:
+    """Where the ranks of a new group meet."""
+    return Meeting() if device == "cpu" else Meeting(new_group_id().hex())
+
+
+def meet(meeting: Meeting, rank: int, size: int, device: torch.device, place: int) -> Communicator:
+    """Waits for all ranks.
 
     Args:
-        descriptor: of an empty file without a name, which all ranks have open under this number.
-    """
-    if device == "cpu":
-        return Meeting(path=f"/proc/self/fd/{descriptor}")
-    return Meeting(nccl_id=new_group_id().hex())
-
-
-def meet(meeting: Meeting, rank: int, size: int, device: torch.device) -> Communicator:
-    """Waits for all ranks.
+        place: the descriptor of an empty file without a name, which all ranks have open.
 
     Raises:
         DeviceError, RuntimeError: another one ended meanwhile, or there is no way to it.
     """
-    if meeting.path is not None:
-        return GlooCommunicator(rank, size, Path(meeting.path))
-    return NcclCommunicator(rank, size, bytes.fromhex(meeting.nccl_id or ""), device)
+    if meeting.nccl_id is None:
+        return GlooCommunicator(rank, size, Path(f"/proc/self/fd/{place}"))
+    return NcclCommunicator(rank, size, bytes.fromhex(meeting.nccl_id), device)

@@ -21,18 +21,29 @@ from mllm_compile.runtime.ranks.ring import RingReader
 BEAT_S = 0.5
 
 
-def main(descriptor: int) -> int:
-    """Returns the exit code: 0 where rank 0 has ended it."""
-    lines = Lines(socket.socket(fileno=descriptor))
+def main(descriptor: int) -> None:
+    """Follows; returns where rank 0 has ended it. What ranks share is open under the numbers that it is told."""
+    serve(socket.socket(fileno=descriptor))
+
+
+def serve(connection: socket.socket, *descriptors: int) -> None:
+    """Does so for a rank that was not started by rank 0 itself.
+
+    Args:
+        descriptors: of the ring's memory, of its event, and of the meeting place; none: they are as it is told.
+    """
+    lines = Lines(connection)
     start = Start.from_line(lines.receive())
+    if descriptors:
+        memory, event, place = descriptors
+        start = replace(start, ring=replace(start.ring, memory=memory, event=event), meeting_place=place)
     try:
         _follow(start, lines)
     except EOFError:
-        return 0  # rank 0 gave up before there were steps
+        return  # rank 0 gave up before there were steps
     except BaseException as error:
         lines.send(Answer("error", f"{error}" or type(error).__name__, type(error).__name__))
         raise
-    return 0
 
 
 def _follow(start: Start, lines: Lines) -> None:
@@ -59,11 +70,11 @@ def _follow(start: Start, lines: Lines) -> None:
         use_threads(start.threads)
     open_device(device)
     artifact = open_artifact(Path(start.folder))
-    compiled = CompiledRuntime(artifact, config, Path(start.weights_root), True, True)
+    compiled = CompiledRuntime(artifact, config, artifact.weights_root(Path(start.weights_root)), True, True)
     source = ArtifactSource(compiled, timeline_of(None), start.rank)
     lines.send(Answer(HERE))
     meeting = from_json(Meeting, parse_json(lines.receive()))
-    communicator = meet(meeting, start.rank, start.size, torch.device(device))
+    communicator = meet(meeting, start.rank, start.size, torch.device(device), start.meeting_place)
     settings = replace(runner_config(config), num_pages=start.num_pages)
     runner = ModelRunner(settings, source, communicator)
     runner.initialize()
@@ -84,7 +95,8 @@ def _beat(ring: RingReader) -> None:
 if __name__ == "__main__":
     code = 1
     try:
-        code = main(int(sys.argv[1]))
+        main(int(sys.argv[1]))
+        code = 0
     finally:
         sys.stderr.flush()
         if code == 0:

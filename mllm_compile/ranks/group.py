@@ -8,26 +8,22 @@ from __future__ import annotations
 
 import logging
 import os
-import socket
-import subprocess
-import sys
 import threading
 import time
-from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import IO
 
 import numpy as np
 import torch
 
 from mllm_compile import errors
 from mllm_compile.errors import DeviceError, MllmError
-from mllm_compile.process.group import ProcessGroup
 from mllm_compile.ranks.communicators import meet, new_meeting
+from mllm_compile.ranks.launch_local import Launcher, LocalLauncher, RankProcess
 from mllm_compile.ranks.start import HERE, READY, Answer, Lines, Start
 from mllm_compile.runtime.collectives.base import Communicator
+from mllm_compile.runtime.config_sections import RuntimeSection
 from mllm_compile.runtime.device.cpu_threads import usable_cores
 from mllm_compile.runtime.json_data import from_json, parse_json
 from mllm_compile.runtime.ranks.records import most_record_bytes
@@ -37,48 +33,27 @@ from mllm_compile.store.opened import CompiledRuntime
 
 logger = logging.getLogger("mllm_compile.ranks")
 
-_MODULE = "mllm_compile.ranks.follower"
 _LOOK_S = 0.1
 _SILENT_S = 3.5  # without a beat or any processor time: it is stopped, or waits for what never comes
 _STEP_S = 60.0  # of a GPU: no step takes so long
 _NOTICE_S = 2.0  # after a failed call, until it is known that a rank has ended
 _END_S = 5.0
-_LAST_LINES = 20
 
 
 class _Follower:
-    """One process.
+    """One rank.
 
     Attributes:
         news: what it has answered so far.
-        lines: the last ones of what it has written.
     """
 
-    def __init__(self, rank: int, start: Start, inherited: list[int]) -> None:
-        self.rank = rank
+    def __init__(self, process: RankProcess, start: Start) -> None:
+        self.rank = start.rank
+        self.process = process
         self.news: list[Answer] = []
-        self.last_lines: deque[str] = deque(maxlen=_LAST_LINES)
-        ours, theirs = socket.socketpair()
-        with theirs:
-            self.process = ProcessGroup(
-                [sys.executable, "-P", "-m", _MODULE, str(theirs.fileno())],
-                pass_fds=[theirs.fileno(), *inherited],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                env=_environment(),
-            )
-        self.connection = Lines(ours)
-        self._socket = ours
+        self.connection = Lines(process.socket)
         self.connection.send(start)
-        self._reader = threading.Thread(target=self._read, args=(self.process.stdout,), daemon=True)
-        self._reader.start()
         self.beat, self.cpu_time, self.moved = -1, -1.0, time.monotonic()
-
-    def _read(self, output: IO[bytes]) -> None:
-        for line in output:
-            self.last_lines.append(text := line.decode(errors="replace").rstrip())
-            logger.debug("rank %d: %s", self.rank, text)
 
     def look(self) -> None:
         """Takes the news that have come."""
@@ -93,19 +68,7 @@ class _Follower:
 
     def end_of(self) -> str:
         """How its process ended, for people."""
-        code = self.process.poll()
-        how = f"was ended by signal {-code}" if code is not None and code < 0 else f"ended with code {code}"
-        self._reader.join(0.5)
-        said = " / ".join(line for line in self.last_lines if line.strip())[-600:]
-        return f"rank {self.rank} (process {self.process.pid}) {how}" + (f"; its last lines: {said}" if said else "")
-
-    def close(self) -> None:
-        self.process.kill_group()
-        self.process.wait()
-        self._reader.join(1.0)
-        if self.process.stdout is not None:
-            self.process.stdout.close()
-        self._socket.close()
+        return f"rank {self.rank} (process {self.process.pid}) {self.process.end_of()}"
 
 
 class RankGroup:
@@ -127,6 +90,7 @@ class RankGroup:
         self._lock = threading.Lock()  # of what is found out about followers
         self._communicator: Communicator | None = None
         self._followers: list[_Follower] = []
+        self._launcher: Launcher = LocalLauncher()
         self.threads = max(1, usable_cores() // self.size)
         pages_of_row = -(-runtime.max_model_len // runtime.page_size)
         rows = min(runtime.max_running_requests, runtime.max_num_batched_tokens)
@@ -138,6 +102,7 @@ class RankGroup:
         except OSError as error:
             raise DeviceError(f"ranks cannot share memory: {error.strerror}. Free some, or set fewer ranks.") from error
         try:
+            self._launcher = _launcher(runtime)
             for rank in range(1, self.size):
                 place = self._ring.place(rank - 1)
                 start = Start(
@@ -149,8 +114,12 @@ class RankGroup:
                     num_pages,
                     self.threads,
                     place,
+                    self._meeting_place,
                 )
-                self._followers.append(_Follower(rank, start, [place.memory, place.event, self._meeting_place]))
+                self._followers.append(_Follower(self._launcher.start(start), start))
+        except MllmError:
+            self.close()
+            raise
         except OSError as error:
             self.close()
             raise DeviceError(f"a rank's process cannot be started: {error.strerror}. Set fewer ranks.") from error
@@ -166,11 +135,11 @@ class RankGroup:
             MllmError: one could not.
         """
         self._wait_for(HERE)
-        meeting = new_meeting(self._device, self._meeting_place)
+        meeting = new_meeting(self._device)
         for follower in self._followers:
             with suppress(OSError):  # `check` says why
                 follower.connection.send(meeting)
-        self._communicator = meet(meeting, 0, self.size, torch.device(self._device))
+        self._communicator = meet(meeting, 0, self.size, torch.device(self._device), self._meeting_place)
         return self._communicator
 
     def wait_ready(self) -> None:
@@ -267,7 +236,7 @@ class RankGroup:
             self._failure = failure
         logger.error("%s", failure)
         for follower in self._followers:
-            follower.process.kill_group()
+            follower.process.kill()
         if self._communicator is not None:
             self._communicator.abort()
 
@@ -275,7 +244,7 @@ class RankGroup:
         """The first thing that is wrong, if any is."""
         now, beats = time.monotonic(), self._ring.beats
         for follower in self._followers:
-            has_ended = follower.process.poll() is not None
+            has_ended = follower.process.has_ended()
             follower.look()
             told = next((answer for answer in follower.news if answer.error is not None), None)
             if told is not None:
@@ -301,13 +270,14 @@ class RankGroup:
             self._ring.end()
             deadline = time.monotonic() + _END_S
             self._is_closing = True
-            while time.monotonic() < deadline and any(one.process.poll() is None for one in self._followers):
+            while time.monotonic() < deadline and not all(one.process.has_ended() for one in self._followers):
                 time.sleep(_LOOK_S / 10)
         self._is_closing = True
         if hasattr(self, "_watcher") and self._watcher is not threading.current_thread():
             self._watcher.join()
         for follower in self._followers:
-            follower.close()
+            follower.process.close()
+        self._launcher.close()
         if self._communicator is not None:
             self._communicator.close()
         self._ring.close()
@@ -323,7 +293,9 @@ def _cpu_time(process: int) -> float:
         return -1.0
 
 
-def _environment() -> dict[str, str]:
-    """The process finds the modules of this one, wherever they come from."""
-    folders = [str(Path(folder).absolute()) for folder in sys.path if folder]
-    return os.environ | {"PYTHONPATH": os.pathsep.join(folders)}
+def _launcher(runtime: RuntimeSection) -> Launcher:
+    if runtime.distributed_executor_backend == "mp":
+        return LocalLauncher()
+    from mllm_compile.ranks.launch_ray import RayLauncher
+
+    return RayLauncher(runtime.tensor_parallel_size, runtime.device != "cpu")

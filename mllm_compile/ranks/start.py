@@ -1,4 +1,7 @@
-"""The words between rank 0 and a follower at its start: lines of JSON over a socket that the follower inherits."""
+"""The words between rank 0 and a follower at its start: lines of JSON over a socket.
+
+Descriptors in them are open in the follower under the same numbers, unless it was given others in their place.
+"""
 
 from __future__ import annotations
 
@@ -28,6 +31,7 @@ class Start:
         num_pages: pages of the KV cache; None: as many as fit on every rank.
         threads: of a CPU.
         ring: where steps come from.
+        meeting_place: the open file without a name in which ranks of a CPU find each other.
     """
 
     folder: str
@@ -38,6 +42,7 @@ class Start:
     num_pages: int | None
     threads: int
     ring: RingPlace
+    meeting_place: int
 
     @classmethod
     def from_line(cls, line: bytes) -> Start:
@@ -47,9 +52,8 @@ class Start:
 
 @dataclass(frozen=True)
 class Meeting:
-    """Where ranks find each other: a path for gloo, or NCCL's id in hexadecimal."""
+    """Where ranks find each other: NCCL's id in hexadecimal; None: in the file that all have open, by gloo."""
 
-    path: str | None = None
     nccl_id: str | None = None
 
 

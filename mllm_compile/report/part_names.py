@@ -91,9 +91,13 @@ def all_names(program: Program, shapes: Mapping[str, Sequence[int]]) -> dict[str
         for piece in dict.fromkeys(form.piece for form in decode_forms if form.piece is not None):
             decodes.setdefault(piece, []).append(positions[layer])
     names |= {piece: f"{_layers(sorted(found))}: attention of decodes" for piece, found in decodes.items()}
-    for piece in dict.fromkeys(program.prefill_attention.values()):
-        found = sorted(positions[layer] for layer, one in program.prefill_attention.items() if one == piece)
-        names[piece] = f"{_layers(found)}: attention of prompts"
+    for of_layers, what in (
+        (program.cascade_attention, "attention of decodes of one prefix"),
+        (program.prefill_attention, "attention of prompts"),
+    ):
+        for piece in dict.fromkeys(of_layers.values()):
+            found = sorted(positions[layer] for layer, one in of_layers.items() if one == piece)
+            names[piece] = f"{_layers(found)}: {what}"
     steps = {layer.name: layer for layer in program.state_layers}
     for name, state_forms in program.state_forms.items():
         kind = steps[name].kind.name

@@ -33,7 +33,7 @@ from mllm_compile.version import __version__
 
 # Raised with a change that makes older runtimes unreadable or wrong: their files, what a program says, how binaries
 # are launched (threads, shared memory, arguments).
-FORMAT_VERSION = 28
+FORMAT_VERSION = 29
 # Rooms that shape packages, kernels, stored programs or packed weights: a change in any of their sources is a miss.
 # passes/ is a factor of its own. config/device.py says which GPUs have kernels.
 _SHAPING_ROOMS = (
@@ -207,6 +207,7 @@ def _attention(config: ResolvedConfig) -> str:
     else:  # who decodes few requests, and very many, depends on them
         mode += ["long requests"] if runtime.max_model_len > LONG_TOKENS else []
         mode += ["many requests"] if runtime.max_running_requests > MOST_REQUESTS else []
+    mode += ["cascades"] if runtime.cascade_attention and config.compile.split_decode else []
     kv_cache = [f"{runtime.kv_cache_dtype} KV cache", f"pages of {runtime.page_size}"]
     return ", ".join([runtime.attention_backend, *kv_cache, *mode])
 

@@ -70,6 +70,7 @@ class ArtifactSource:
             state_layers=artifact.program.state_layers,
             decoders=linked.decoders,
             state_pieces=linked.state_pieces,
+            cascades=linked.cascades,
             prefills=linked.prefills,
             latents=linked.latents,
             sampling=linked.sampling,

@@ -1,16 +1,65 @@
-"""Recognises the weighted sum of each token's experts."""
+"""Recognises the linears of experts, and the weighted sum of each token's."""
 
 from __future__ import annotations
 
 import operator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx
 
 from mllm_compile.passes.match import nodes
-from mllm_compile.passes.match.nodes import is_call
+from mllm_compile.passes.match.nodes import is_call, is_op
 from mllm_compile.runtime.ops.experts.shapes import MOST_CHOSEN
+
+
+@dataclass(frozen=True)
+class ExpertLinear:
+    """Each row times the weight of its expert.
+
+    Attributes:
+        x: the rows; of tokens, if `of_tokens`.
+        ids: the experts.
+        weight: [E, N, K], or [E, K, N] if `is_transposed`; the values of a quantised one.
+        bias: or None.
+        scales, zeros, kind, group: of a quantised weight; scales None: it is a plain one.
+    """
+
+    x: Any
+    ids: Any
+    weight: Any
+    bias: Any
+    is_transposed: bool
+    of_tokens: bool
+    scales: Any = None
+    zeros: Any = None
+    kind: str = ""
+    group: int = 0
+
+    @property
+    def num_experts(self) -> int:
+        return int(self.weight.meta["val"].shape[0])
+
+    @property
+    def num_chosen(self) -> int:
+        return int(self.ids.meta["val"].shape[1])
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """[N, K] of an expert's weight."""
+        rows = self.weight.meta["val"].shape[2 if self.is_transposed else 1]
+        return int(rows), int(self.x.meta["val"].shape[1])
+
+
+def match_expert_linear(node: object) -> ExpertLinear | None:
+    """The operands of a call of either op, which have them all by place."""
+    if is_op(node, "expert_linear"):
+        return ExpertLinear(*node.args)  # type: ignore[arg-type]
+    if is_op(node, "quantised_expert_linear"):
+        x, ids, values, scales, zeros, bias, kind, group, of_tokens = node.args
+        return ExpertLinear(x, ids, values, bias, False, of_tokens, scales, zeros, kind, group)  # type: ignore[arg-type]
+    return None
 
 
 def match_weighted_sum(total: Any) -> tuple[Any, Any] | None:

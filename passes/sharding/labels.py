@@ -7,6 +7,7 @@ no way of packing or interleaving needs a rule. A call without a rule makes whol
 from __future__ import annotations
 
 import math
+import operator
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -18,6 +19,7 @@ from torch import fx
 from mllm_compile.passes.base import IS_CONSTANT, SMALL_WEIGHTS, SmallWeights
 from mllm_compile.passes.match.nodes import LINEAR, is_attention, is_call, is_op, is_symbolic, is_weight
 from mllm_compile.passes.sharding.cells import WHOLE, Cells
+from mllm_compile.passes.sharding.states import is_state, label_state, operands_of
 from mllm_compile.runtime.quantised.scheme import WeightScheme
 
 _TOKENS, _ROWS = 3, 2  # in place of T and S
@@ -90,16 +92,25 @@ POINTWISE = frozenset(
         "relu6",
         "hardswish",
         "reciprocal",
+        "expm1",
+        "gt",
+        "ge",
+        "lt",
+        "le",
     ]
 )
+
+COMPLEX = frozenset(["view_as_complex", "view_as_real"])  # of two numbers, in the last dimension
 
 Labels = np.ndarray
 
 
 def name_of(node: fx.Node) -> str:
-    """The name of what a node calls."""
+    """The name of what a node calls; of the lesser or greater of two values, the one that cannot be a reduction."""
     target: Any = node.target
-    return target if isinstance(target, str) else getattr(target, "__name__", str(target)).partition(".")[0]
+    name: str = target if isinstance(target, str) else getattr(target, "__name__", str(target)).partition(".")[0]
+    is_of_two = name in ("min", "max") and len(node.args) == 2 and isinstance(node.args[1], fx.Node)
+    return f"{name}imum" if is_of_two else name
 
 
 class Product:
@@ -108,11 +119,21 @@ class Product:
     Attributes:
         source, weight, bias: the nodes.
         outputs, inputs: dimensions of the weight.
+        is_from_left: the weight times the source, whose features are its last dimension but one.
     """
 
-    def __init__(self, source: fx.Node, weight: fx.Node, bias: fx.Node | None, outputs: int, inputs: int) -> None:
+    def __init__(
+        self,
+        source: fx.Node,
+        weight: fx.Node,
+        bias: fx.Node | None,
+        outputs: int,
+        inputs: int,
+        is_from_left: bool = False,
+    ) -> None:
         self.source, self.weight, self.bias = source, weight, bias
         self.outputs, self.inputs = outputs, inputs
+        self.is_from_left = is_from_left
 
     @classmethod
     def of(cls, node: fx.Node) -> Product | None:
@@ -123,6 +144,8 @@ class Product:
             found = cls(args[0], args[1], args[2] if len(args) > 2 else None, 0, 1)
         elif is_call(node, torch.addmm) and not node.kwargs:
             found = cls(args[1], args[2], args[0], 1, 0)
+        elif is_call(node, operator.matmul) and is_weight(args[0]) and args[0].meta["val"].dim() == 2:
+            found = cls(args[1], args[0], None, 0, 1, is_from_left=True)
         elif is_op(node, "expert_linear"):
             is_transposed = bool(args[4])
             found = cls(args[0], args[2], args[3], 2 if is_transposed else 1, 1 if is_transposed else 2)
@@ -292,12 +315,17 @@ class Labelling:
 
     def _label_call(self, node: fx.Node, tensors: list[fx.Node], cut: list[fx.Node]) -> None:
         name = name_of(node)
+        if is_state(node):
+            self._label_state(node)
+            return
         if name in ("cat", "stack"):
             self.labels[node] = self._joined(node, cut)
         elif name in VIEWS:
             if cut != [node.args[0]]:
                 raise ValueError("an index is cut")
             self.labels[node] = self.run(node, self._operand)
+        elif name in COMPLEX:
+            self.labels[node] = self._of_pairs(self.labels[node.args[0]], name)  # type: ignore[index]
         elif name == "mean":
             self._label_mean(node)
         elif name in ("softmax", "rms_norm", "layer_norm", "normalize"):
@@ -311,6 +339,13 @@ class Labelling:
             if one not in cut:
                 self._use_whole(one)
 
+    def _of_pairs(self, labels: Labels, name: str) -> Labels:
+        """The labels of numbers of their pairs of parts, or the reverse; both parts are on one rank."""
+        if name == "view_as_real":
+            return np.repeat(labels[..., None], 2, axis=-1)
+        self.cells.join(labels[..., 0], labels[..., 1])
+        return labels[..., 0].copy()
+
     def _operand(self, node: fx.Node) -> Any:
         labels = self.labels.get(node)
         return self.zeros(node) if labels is None else labels
@@ -320,7 +355,8 @@ class Labelling:
         shape = product.weight.meta["val"].shape
         labels = None
         if cut:
-            labels = self._of_features(product.source) if cut == [product.source] else None
+            is_alone = cut == [product.source] and not product.is_from_left
+            labels = self._of_features(product.source) if is_alone else None
             if labels is not None and name in self._small:
                 self._join_groups(labels, self._small[name])
             if labels is not None and not self._is_enough(labels):
@@ -345,7 +381,8 @@ class Labelling:
         if product.bias is not None:
             dim = product.bias.meta["val"].dim() - 1
             self.uses[product.bias.meta["weight_name"]].append({dim: cells})
-        self.labels[node] = np.broadcast_to(cells, self.shape(node)).copy()
+        along = cells[:, None] if product.is_from_left else cells
+        self.labels[node] = np.broadcast_to(along, self.shape(node)).copy()
 
     def _of_features(self, node: fx.Node) -> Labels | None:
         """The labels along the last dimension, those of all tokens joined."""
@@ -405,6 +442,22 @@ class Labelling:
         self.labels[node] = np.broadcast_to(heads[None, :, None], self.shape(node)).copy()
         if sinks is not None:
             self.uses[sinks.meta["weight_name"]].append({0: heads})  # type: ignore[union-attr]
+
+    def _label_state(self, node: fx.Node) -> None:
+        name, operands, constants = operands_of(node)
+        labels = {key: self.of(one) for key, one in operands.items() if key not in constants}
+        heads, following = label_state(name, labels, self.cells, self._num_ranks)
+        self._heads = np.concatenate([self._heads, heads])
+        self.following |= following
+        shape = self.shape(node)
+        self.labels[node] = np.broadcast_to(heads.reshape(1, -1, *[1] * (len(shape) - 2)), shape).copy()
+        for key in constants & operands.keys():
+            one = operands[key]
+            if one not in self._places:
+                raise ValueError(f"{key} is no parameter, element by element")
+            weight, places = self._places[one]
+            along = heads.reshape(-1, *[1] * (places.ndim - 1))
+            self._met[weight].append((places, np.broadcast_to(along, places.shape)))
 
     def _weights_of_several(self, of_k: Labels) -> set[str]:
         """The weights whose cells several heads of keys have."""

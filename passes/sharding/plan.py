@@ -15,10 +15,16 @@ from torch import fx
 from mllm_compile.passes.base import WeightCut
 from mllm_compile.passes.match.nodes import is_attention, is_symbolic
 from mllm_compile.passes.sharding.cells import Owners
-from mllm_compile.passes.sharding.labels import POINTWISE, Labelling, Labels, name_of
+from mllm_compile.passes.sharding.labels import COMPLEX, POINTWISE, Labelling, Labels, name_of
+from mllm_compile.passes.sharding.states import OF_GROUPS, TOGETHER, is_state, operands_of
 
 Box = list[np.ndarray]  # the indices that a rank has, in each dimension
-_KEEP_SIZES = POINTWISE | {"unsqueeze", "transpose", "contiguous"}  # what a cut parameter may go through as it is
+_KEEP_SIZES = POINTWISE | {
+    "unsqueeze",
+    "squeeze",
+    "transpose",
+    "contiguous",
+}  # what a cut parameter may go through as it is
 
 
 class NotCutError(Exception):
@@ -133,12 +139,16 @@ class Plan:
             return
         if is_attention(node):
             self._check_attention(node)
+        elif is_state(node):
+            self._check_state(node)
         elif name in ("mean", "softmax", "rms_norm", "layer_norm", "normalize"):
             self._check_reduction(node)
         elif name in ("cat", "stack") and all(self._labelling.are_cut(one) for one in node.all_input_nodes):
             self._check_view(node, node.target, node.args)
         elif name in POINTWISE or name == "cat":
             self._check_operands(node, boxes[0])
+        elif name in COMPLEX:
+            self._check_pairs(node)
         else:
             self._plan_view(node, name)
 
@@ -171,17 +181,39 @@ class Plan:
         if any(shape[dim] != kept[dim] for dim in dims):
             raise NotCutError("a rank has a part of what is reduced")
 
+    def _check_pairs(self, node: fx.Node) -> None:
+        pairs: Any = node.args[0] if name_of(node) == "view_as_complex" else node
+        if self.local_shape(pairs)[-1] != 2:
+            raise NotCutError("a rank has one of two parts of a number")
+
     def _check_attention(self, node: fx.Node) -> None:
-        """A rank's heads find their keys by their place among the rank's."""
         q, k, v, *_ = node.args
-        group = q.meta["val"].shape[1] // k.meta["val"].shape[1]  # type: ignore[union-attr]
-        for of_q, of_k, of_v in zip(*(self.boxes(one)[0] for one in (q, k, v)), strict=True):  # type: ignore[arg-type]
-            heads, kv_heads = of_q[1], of_k[1]
-            local_group, rest = divmod(heads.size, kv_heads.size)
-            if rest or not np.array_equal(kv_heads, of_v[1]):
-                raise NotCutError("heads and their keys are on different ranks")
-            if not np.array_equal(kv_heads[np.arange(heads.size) // local_group], heads // group):
-                raise NotCutError("heads are not beside their keys")
+        self._check_together([k, v])  # type: ignore[list-item]
+        self._check_groups(q, k)  # type: ignore[arg-type]
+
+    def _check_state(self, node: fx.Node) -> None:
+        name, operands, constants = operands_of(node)
+        if any(self._labelling.parameter_of(operands[key]) not in self.cuts for key in constants & operands.keys()):
+            raise NotCutError("a constant of the layer is whole")
+        together = [operands[key] for key in TOGETHER[name] if key in operands]
+        self._check_together([node, *together])
+        for key in OF_GROUPS.get(name, ()):
+            self._check_groups(together[0], operands[key])
+
+    def _check_together(self, nodes: Sequence[fx.Node]) -> None:
+        """Ranks have the same heads, or channels, of all of these."""
+        for boxes in zip(*(self.boxes(one)[0] for one in nodes), strict=True):
+            if any(not np.array_equal(box[1], boxes[0][1]) for box in boxes):
+                raise NotCutError("heads that go together are on different ranks")
+
+    def _check_groups(self, of_heads: fx.Node, of_groups: fx.Node) -> None:
+        """A rank's heads find their groups by their place among the rank's."""
+        size = of_heads.meta["val"].shape[1] // of_groups.meta["val"].shape[1]
+        for box, other in zip(self.boxes(of_heads)[0], self.boxes(of_groups)[0], strict=True):
+            heads, groups = box[1], other[1]
+            local_size, rest = divmod(heads.size, groups.size)
+            if rest or not np.array_equal(groups[np.arange(heads.size) // local_size], heads // size):
+                raise NotCutError("heads are not beside their groups")
 
     def _plan_view(self, node: fx.Node, name: str) -> None:
         args = self._local_args(node, name)
@@ -242,13 +274,12 @@ class Plan:
         """The sizes of a view: numbers as a rank has them, those of tokens as they are."""
         val, local = node.meta["val"], self.local_shape(node)
         dims = [dim for dim in range(val.dim()) if is_symbolic(val.shape[dim])]
-        if any(local[dim] != self._labelling.shape(node)[dim] for dim in dims):
-            raise NotCutError("a size of tokens is cut")
         given = _elements(args[1:]) if name_of(node) in ("view", "reshape", "expand") else []
         sizes: list[Any] = list(local)
         for dim in dims:
+            is_whole = local[dim] == self._labelling.shape(node)[dim]  # else it is of tokens' heads
             is_said = len(given) == val.dim() and (isinstance(given[dim], fx.Node) or given[dim] == -1)
-            sizes[dim] = given[dim] if is_said else -1
+            sizes[dim] = given[dim] if is_said and is_whole else -1
         if sum(isinstance(size, int) and size == -1 for size in sizes) > 1 and name_of(node) != "expand":
             raise NotCutError("two sizes are not numbers")
         return tuple(sizes)

@@ -90,10 +90,24 @@ class AttentionBackend(ABC):
         run = self.forward_decode if inputs.batch.forward_mode.is_decode() else self.forward_extend
         run(inputs)
 
-    def cascade_pays(self, num_requests: int, num_tokens: int) -> bool:
-        """True if decodes of so many requests whose first `num_tokens` lie in the same pages are faster where the batch
-        says so (ForwardBatch.common_prefix_len), and its step is not captured whole."""
+    def cascade_pays(self, num_requests: int, num_tokens: int, is_captured: bool = False) -> bool:
+        """True if decodes of so many requests whose first `num_tokens` lie in the same pages are faster where these are
+        read once: in a step that is not captured whole and says so (ForwardBatch.common_prefix_len), or in a captured
+        decode made for it (use_cascade)."""
         return False
+
+    @property
+    def captures_cascade(self) -> bool:
+        """True if `use_cascade` may be called."""
+        return False
+
+    def use_cascade(self) -> None:
+        """Make the decodes that were planned for a capture read what they begin with in common once."""
+        raise NotImplementedError(f"{type(self).__name__} captures no cascades")
+
+    def share_prefix(self, num_tokens: int) -> None:
+        """Say how many first tokens the requests of the next replay of such a capture have in the same pages."""
+        raise NotImplementedError(f"{type(self).__name__} captures no cascades")
 
     def rotates(self, layer: AttentionLayer) -> bool:
         """True if the planned batch goes to forward_unrotated."""

@@ -29,6 +29,10 @@ class AttendingModel(Protocol):
         """Layer → its own decode kernels, if any."""
 
     @property
+    def cascades(self) -> Mapping[str, DecodePiece]:
+        """Layer → its own kernel for decodes of one prefix, if any."""
+
+    @property
     def prefills(self) -> Mapping[str, DecodePiece]:
         """Layer → its own kernel for prompts, if any."""
 
@@ -74,5 +78,6 @@ def make_attention_backend(
             deterministic=runtime.deterministic,
             decoders=model.decoders,
             prefills=model.prefills,
+            cascades=model.cascades,
         )
     raise ConfigError(f"runtime.attention_backend: expected flashinfer or torch, got {runtime.attention_backend!r}")

@@ -22,10 +22,12 @@ import torch
 from mllm_compile.runtime.attention.base import AttentionBackend, AttentionInputs, Unrotated
 from mllm_compile.runtime.attention.captured.decodes import DecodeSteps, check_capturable, make_graph_buffers
 from mllm_compile.runtime.attention.captured.mixed import MixedStep, MixedSteps
+from mllm_compile.runtime.attention.flashinfer.blocks import ImageBlocks
 from mllm_compile.runtime.attention.flashinfer.cascade import CascadeDecode, CascadeRows, GroupCascade
 from mllm_compile.runtime.attention.flashinfer.decode import DecodeRows, GroupDecode, PlannedGroup, SplitGroup
 from mllm_compile.runtime.attention.flashinfer.kernels import (
     PlanGroup,
+    captured_cascade_pays,
     cascade_pays,
     check_never_split,
     check_supported,
@@ -46,6 +48,8 @@ from mllm_compile.runtime.attention.metadata import (
     get_kv_cache_layout,
     split_decodes_and_prefills,
 )
+from mllm_compile.runtime.attention.split import shared_prefix
+from mllm_compile.runtime.attention.split.shared_prefix import SharedPrefix
 from mllm_compile.runtime.attention.split.split_decode import DecodePiece, Decoders, SplitDecode, SplitDecodeSpace
 from mllm_compile.runtime.errors import ConfigError, DeviceError
 from mllm_compile.runtime.forward_batch import ForwardBatch, ForwardMode
@@ -94,6 +98,7 @@ class FlashInferAttnBackend(AttentionBackend):
         deterministic: bool = False,
         decoders: Mapping[str, Decoders] | None = None,
         prefills: Mapping[str, DecodePiece] | None = None,
+        cascades: Mapping[str, DecodePiece] | None = None,
     ) -> None:
         """
         Args:
@@ -104,6 +109,7 @@ class FlashInferAttnBackend(AttentionBackend):
             deterministic: a decode's output does not depend on the rest of the batch: FlashInfer never splits its keys.
             decoders: layer → the program's own kernels for its decodes; FlashInfer's serve the other layers.
             prefills: layer → the program's own kernel for its prompts, likewise; such a layer has decoders too.
+            cascades: layer → the program's own kernel for captured decodes that begin with the same pages.
 
         Raises:
             DeviceError: FlashInfer is not installed, lacks a kernel, or `device` is no CUDA device.
@@ -133,8 +139,15 @@ class FlashInferAttnBackend(AttentionBackend):
         ]
         self._group_cascades = [self._make_group_cascade(group) for group in self.groups]
         self._cascaded = [layer for layer in layers if self._group_cascades[self._group_of[layer.name]] is not None]
+        self._own_cascades = {self._group_of[name]: piece for name, piece in (cascades or {}).items()}
+        self._shared_prefix: SharedPrefix | None = None
+        if self._own_cascades:
+            cascading = [self.groups[index] for index in self._own_cascades]
+            self._shared_prefix = SharedPrefix(cascading, max_req_pool_size, self.device)
         self._decode_steps: DecodeSteps | None = None  # see init_cuda_graph_state
         self._mixed_steps = self._make_mixed_steps(max_req_pool_size)
+        self._image_blocks: ImageBlocks | None = None
+        self._has_blocks = False  # in the batch
         self._num_decodes = 0
         self.decode_metadata: DecodeMetadata | None = None
         self.prefill_metadata: PrefillMetadata | None = None
@@ -167,6 +180,16 @@ class FlashInferAttnBackend(AttentionBackend):
             self.decode_metadata = DecodeMetadata(self._plan_decodes(batch, decodes))
         if num_prefills:
             self.prefill_metadata = self._plan_prefills(batch, num_decodes, pages_of)
+        self._plan_blocks(batch)
+
+    def _plan_blocks(self, batch: ForwardBatch) -> None:
+        blocks = batch.media.blocks if batch.media is not None else ()
+        self._has_blocks = bool(blocks)
+        if not blocks:
+            return
+        if self._image_blocks is None:
+            self._image_blocks = ImageBlocks(self._make_flashinfer_prefill, self.groups, self.page_size)
+        self._image_blocks.plan(batch, blocks, CommonAttentionMetadata.of(batch).block_table)
 
     def _plan_decodes(self, batch: ForwardBatch, decodes: DecodeRows) -> list[Any]:
         """The wrapper of each group; cascades where the batch's decodes begin alike and the group has one."""
@@ -227,7 +250,8 @@ class FlashInferAttnBackend(AttentionBackend):
         space = None
         if of_groups:
             groups = [(self.groups[index], of_group) for index, of_group in of_groups.items()]
-            space = SplitDecodeSpace(groups, self.req_to_token, max_requests, self.page_size, self.q_dtype)
+            types = self.q_dtype, self.kv_cache_dtype
+            space = SplitDecodeSpace(groups, self.req_to_token, max_requests, self.page_size, *types)
 
         def make(index: int, group: PlanGroup) -> GroupDecode:
             if space is not None and index in of_groups:
@@ -264,7 +288,9 @@ class FlashInferAttnBackend(AttentionBackend):
     def _make_group_prefill(self, group: PlanGroup, own: DecodePiece | None) -> GroupPrefill | GroupOwnPrefill:
         if own is not None and self._split_space is not None:
             return GroupOwnPrefill(own, group, self._split_space, self.q_dtype)
+        return self._make_flashinfer_prefill(group)
 
+    def _make_flashinfer_prefill(self, group: PlanGroup) -> GroupPrefill:
         def make_wrapper(kernel: str, use_ragged: bool, **options: Any) -> Any:
             make = (
                 self._flashinfer.BatchPrefillWithRaggedKVCacheWrapper
@@ -320,11 +346,32 @@ class FlashInferAttnBackend(AttentionBackend):
             new = slice(self.prefill_metadata.first_token, None)
             keys_and_values = (inputs.k[new], inputs.v[new]) if self.prefill_metadata.use_ragged else (pages,)
             run_with_sinks(wrapper, q[new], *keys_and_values, out=out[new], sinks=layer.sink_logits)
+        if self._has_blocks and self._image_blocks is not None:
+            self._image_blocks.run(group_index, q, pages, out, layer)
 
-    def cascade_pays(self, num_requests: int, num_tokens: int) -> bool:
+    def cascade_pays(self, num_requests: int, num_tokens: int, is_captured: bool = False) -> bool:
         per_token = sum(layer.num_kv_heads * (layer.head_dim + layer.v_head_dim) for layer in self._cascaded)
         spared = (num_requests - 1) * num_tokens * per_token * self.kv_cache_dtype.itemsize
-        return cascade_pays(spared, len(self._cascaded))
+        return (captured_cascade_pays if is_captured else cascade_pays)(spared, len(self._cascaded))
+
+    @property
+    def captures_cascade(self) -> bool:
+        return self._shared_prefix is not None and self.page_table is not None
+
+    def use_cascade(self) -> None:
+        space, prefix = self._split_space, self._shared_prefix
+        if space is None or prefix is None or self.decode_metadata is None:
+            raise RuntimeError("the program has no kernels for captured cascades: ask captures_cascade first")
+        wrappers = list(self.decode_metadata.decode_wrappers)
+        for index, piece in self._own_cascades.items():
+            seq_lens = wrappers[index].seq_lens
+            wrappers[index] = prefix.prepare(piece, self.groups[index], space.page_table, seq_lens)
+        self.decode_metadata = DecodeMetadata(wrappers)
+
+    def share_prefix(self, num_tokens: int) -> None:
+        if self._shared_prefix is None:
+            raise RuntimeError("the program has no kernels for captured cascades: ask captures_cascade first")
+        self._shared_prefix.share(num_tokens)
 
     def rotates(self, layer: AttentionLayer) -> bool:
         if self.decode_metadata is None or self.prefill_metadata is not None:
@@ -429,7 +476,7 @@ class FlashInferAttnBackend(AttentionBackend):
         return self._decode_steps
 
     def _set_decodes(self, bs: int, wrappers: list[Any]) -> None:
-        self._num_decodes = bs
+        self._num_decodes, self._has_blocks = bs, False
         self.decode_metadata, self.prefill_metadata = DecodeMetadata(wrappers), None
 
     @property
@@ -466,6 +513,7 @@ class FlashInferAttnBackend(AttentionBackend):
         return self._mixed_steps
 
     def _set_mixed(self, step: MixedStep) -> None:
+        self._has_blocks = False
         self._num_decodes = step.num_rows  # rows that decode kernels are given; those that are no decodes have no keys
         self.decode_metadata = DecodeMetadata(step.decodes)
         self.prefill_metadata = PrefillMetadata(step.prefills, use_ragged=False)
@@ -475,7 +523,7 @@ def _run_decode(
     wrapper: Any, q: torch.Tensor, pages: tuple[torch.Tensor, torch.Tensor], out: torch.Tensor, layer: AttentionLayer
 ) -> None:
     """Runs a wrapper of decodes; the program's own kernels take sinks themselves, and layers with some no cascade."""
-    if isinstance(wrapper, CascadeDecode):
+    if isinstance(wrapper, CascadeDecode | shared_prefix.CascadeDecode):
         wrapper.run(q, pages, out)
     elif isinstance(wrapper, SplitDecode):
         wrapper.run(q, pages, out, layer.sink_logits)

@@ -9,7 +9,9 @@ G = H / Hk, D head dim, Dv value head dim.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -55,7 +57,7 @@ class TorchAttnBackend(AttentionBackend):
         shared = batch.common_prefix_len if num_decodes else 0
         self._plan = _Plan(num_decodes, shared, common.query_start_loc_cpu.tolist(), common.seq_lens_cpu.tolist())
 
-    def cascade_pays(self, num_requests: int, num_tokens: int) -> bool:
+    def cascade_pays(self, num_requests: int, num_tokens: int, is_captured: bool = False) -> bool:
         return (num_requests - 1) * num_tokens >= FEWEST_SHARED_KEYS
 
     def forward_decode(self, inputs: AttentionInputs) -> None:
@@ -68,8 +70,33 @@ class TorchAttnBackend(AttentionBackend):
         if plan.num_decodes:
             _decode(plan, inputs.q[: plan.num_decodes], layer, batch, inputs.out[: plan.num_decodes])
         for i in range(plan.num_decodes, len(plan.seq_lens)):
-            rows = slice(plan.query_start[i], plan.query_start[i + 1])
-            _prefill(inputs.q[rows], layer, batch, i, plan.seq_lens[i], inputs.out[rows])
+            for part in _parts(plan, batch, i):
+                rows = slice(part.start, part.end)
+                _prefill(inputs.q[rows], layer, batch, part, inputs.out[rows])
+
+
+class _Part(NamedTuple):
+    """Queries of one request, as Block; `is_block` says whether they see each other in both directions."""
+
+    request: int
+    start: int
+    end: int
+    seq_len: int
+    is_block: bool
+
+
+def _parts(plan: _Plan, batch: ForwardBatch, request: int) -> Iterator[_Part]:
+    """A request's queries: its blocks, and what is between."""
+    at, end, seq_len = plan.query_start[request], plan.query_start[request + 1], plan.seq_lens[request]
+    for block in batch.media.blocks if batch.media is not None else ():
+        if block.request != request:
+            continue
+        if at < block.start:
+            yield _Part(request, at, block.start, seq_len - (end - block.start), is_block=False)
+        yield _Part(*block, is_block=True)
+        at = block.end
+    if at < end:
+        yield _Part(request, at, end, seq_len, is_block=False)
 
 
 def _num_shared(plan: _Plan, layer: AttentionLayer) -> int:
@@ -139,16 +166,14 @@ def _shared_keys(batch: ForwardBatch, layer: AttentionLayer, count: int) -> tupl
     return keys, values
 
 
-def _prefill(
-    q: torch.Tensor, layer: AttentionLayer, batch: ForwardBatch, request: int, seq_len: int, out: torch.Tensor
-) -> None:
-    """q [T, H, D] → out [T, H, Dv]: the last T positions of one request."""
-    prefix_len = seq_len - q.shape[0]
-    slots = CommonAttentionMetadata.of(batch).block_table[batch.req_pool_indices[request], :seq_len].long()
+def _prefill(q: torch.Tensor, layer: AttentionLayer, batch: ForwardBatch, part: _Part, out: torch.Tensor) -> None:
+    """q [T, H, D] → out [T, H, Dv]: the last T of the first `seq_len` positions of one request."""
+    prefix_len = part.seq_len - q.shape[0]
+    slots = CommonAttentionMetadata.of(batch).block_table[batch.req_pool_indices[part.request], : part.seq_len].long()
     k_buf, v_buf = batch.token_to_kv_pool.get_kv_buffer(layer.layer_id)
     for start in range(0, q.shape[0], QUERY_BLOCK):
         block = q[start : start + QUERY_BLOCK]
-        last_key = prefix_len + start + block.shape[0]
+        last_key = part.seq_len if part.is_block else prefix_len + start + block.shape[0]
         first_key = 0
         if layer.params.window_left >= 0:
             first_key = max(0, prefix_len + start - layer.params.window_left)
@@ -157,7 +182,8 @@ def _prefill(
         seen = slots[first_key:last_key]
         keys = _take(k_buf, seen)
         values = keys[..., : layer.v_head_dim] if layer.is_latent else _take(v_buf, seen)
-        out[start : start + QUERY_BLOCK] = _attend_block(block, keys, values, prefix_len + start - first_key, layer)
+        first_query = prefix_len + start - first_key
+        out[start : start + QUERY_BLOCK] = _attend_block(block, keys, values, first_query, layer, part.is_block)
 
 
 def _take(buffer: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
@@ -178,13 +204,19 @@ def _slopes(layer: AttentionLayer, q: torch.Tensor) -> torch.Tensor:
 
 
 def _attend_block(
-    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, first_query: int, layer: AttentionLayer
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    first_query: int,
+    layer: AttentionLayer,
+    sees_ahead: bool,
 ) -> torch.Tensor:
-    """q [T, H, D] at positions first_query… of keys [L, Hk, D], values [L, Hk, Dv] → [T, H, Dv], causal."""
+    """q [T, H, D] at positions first_query… of keys [L, Hk, D], values [L, Hk, Dv] → [T, H, Dv], causal unless
+    `sees_ahead`; a window is of what lies behind."""
     params = layer.params
     positions = torch.arange(keys.shape[0], device=q.device)
     distance = positions[first_query : first_query + q.shape[0], None] - positions
-    mask = distance >= 0
+    mask = torch.ones_like(distance, dtype=torch.bool) if sees_ahead else distance >= 0
     if params.window_left >= 0:
         mask &= distance <= params.window_left
     if layer.chunk:

@@ -58,7 +58,7 @@ class Communicator(Protocol):
 def add_and_norm(
     total: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What Communicator.all_reduce_residual_norm gives, of a sum that is there, in plain torch, as models do it."""
+    """Return what Communicator.all_reduce_residual_norm does, of a sum that is there, in plain torch."""
     summed = residual + total
     wide = summed.float()
     return summed, weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)).to(total.dtype)

@@ -22,7 +22,6 @@ MOST_GROUPS = 1 << 14  # of rows that are pulled
 GROUP_ROWS = 2
 BLOCKS = 2 * MULTIPROCESSORS  # of kernels of whole rows, which all run at once
 _MOST_THREADS = 640
-_MOST_COLUMNS = 16384
 
 
 def most_bytes(num_ranks: int) -> int:
@@ -33,11 +32,6 @@ def most_bytes(num_ranks: int) -> int:
 def most_pulled_bytes(num_ranks: int) -> int:
     """The largest sum that is pulled; 0: none is."""
     return _MOST_PULLED.get(num_ranks, 0)
-
-
-def is_normed(columns: int) -> bool:
-    """True if there are kernels for rows of so many numbers."""
-    return columns % CHUNK_NUMBERS == 0 and 0 < columns <= _MOST_COLUMNS
 
 
 class _SumKernel(CudaKernel):

@@ -17,7 +17,7 @@ import torch
 from mllm_compile.runtime.cuda.kernel import CudaKernel
 from mllm_compile.runtime.errors import ArtifactError, DeviceError
 
-_BFLOAT16, _SWIZZLE_128B, _PROMOTE_128B = 9, 3, 2
+_BYTE, _BFLOAT16, _SWIZZLE_128B, _PROMOTE_128B = 0, 9, 3, 2
 _MAX_DYNAMIC_SHARED_BYTES = 8  # CU_FUNC_ATTRIBUTE_…
 _SHARED_MEMORY_CARVEOUT = 9
 _STARTS_EARLY = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
@@ -75,7 +75,7 @@ class Axis(NamedTuple):
 
 
 class TensorMap:
-    """The map by which TMA finds boxes in a bfloat16 tensor; rows of 128 bytes are swizzled.
+    """The map by which TMA finds boxes in a tensor of bfloat16 or bytes; rows of 128 bytes are swizzled.
 
     The L2 is asked for 128 bytes at a time: with 256 reading a KV cache was 5 % slower.
 
@@ -94,7 +94,7 @@ class TensorMap:
         rank = len(axes)
         result = _driver().cuTensorMapEncodeTiled(
             ctypes.c_void_p(self.address),
-            _BFLOAT16,
+            _BFLOAT16 if tensor.element_size() == 2 else _BYTE,
             rank,
             ctypes.c_void_p(tensor.data_ptr()),
             (ctypes.c_uint64 * rank)(*(axis.size for axis in axes)),

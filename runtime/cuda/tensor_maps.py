@@ -1,6 +1,7 @@
 """Describes the boxes in which kernels read matrices by TMA, in panels of 64 columns; keeps maps made before.
 
-Shape legend: N rows and K columns of a contiguous bfloat16 matrix.
+Shape legend: N rows and K columns of a contiguous matrix: bfloat16, or in `rows` and `panels` bytes, of which a panel
+has 128 columns.
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ import torch
 
 from mllm_compile.runtime.cuda.driver import Axis, TensorMap
 
-_PANEL = 64  # columns: 128 bytes, what is swizzled together
+_PANEL_BYTES = 128  # of a row: what is swizzled together
+_PANEL = _PANEL_BYTES // 2  # columns in bfloat16
 _EIGHT = 8  # rows, whose swizzle begins anew
 _LANES = 4  # that have a row of wgmma's sums: two neighbouring ones of each eight
 
@@ -27,7 +29,7 @@ def rows(matrix: torch.Tensor, count: int) -> Axes:
 def panels(matrix: torch.Tensor, count: int, num_panels: int) -> Axes:
     """`num_panels` panels of `count` rows, one after another, at (0, row, panel)."""
     return (
-        Axis(_PANEL, matrix.element_size(), _PANEL),
+        Axis(_panel(matrix), matrix.element_size(), _panel(matrix)),
         Axis(matrix.shape[0], _row_bytes(matrix), count),
         _panels(matrix, num_panels),
     )
@@ -87,12 +89,16 @@ def expert_rows(weights: torch.Tensor) -> Axes:
 
 
 def _columns(matrix: torch.Tensor) -> Axis:
-    return Axis(matrix.shape[1], matrix.element_size(), _PANEL)
+    return Axis(matrix.shape[1], matrix.element_size(), _panel(matrix))
+
+
+def _panel(matrix: torch.Tensor) -> int:
+    return _PANEL_BYTES // matrix.element_size()
 
 
 def _panels(matrix: torch.Tensor, count: int) -> Axis:
     """The last axis' stride is the smallest: the driver takes them in any order."""
-    return Axis(matrix.shape[1] // _PANEL, _PANEL * matrix.element_size(), count)
+    return Axis(matrix.shape[1] // _panel(matrix), _PANEL_BYTES, count)
 
 
 def _row_bytes(matrix: torch.Tensor) -> int:
@@ -115,7 +121,7 @@ class TensorMaps:
 
     def get(self, matrix: torch.Tensor, boxes: Callable[..., Axes], *of: int) -> TensorMap:
         """The map of `boxes(matrix, *of)`, `boxes` being one of the functions above."""
-        key = (matrix.data_ptr(), matrix.shape[0], boxes, *of)
+        key = (matrix.data_ptr(), matrix.shape[0], matrix.dtype, boxes, *of)
         if key not in self._maps:
             if len(self._maps) >= self._MOST:
                 self._maps.clear()

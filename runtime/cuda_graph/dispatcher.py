@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Sequence
+from dataclasses import replace
 
 from mllm_compile.runtime.errors import CaptureSizeError
 from mllm_compile.runtime.graph_mode import BatchDescriptor, CUDAGraphMode
@@ -20,6 +21,8 @@ class GraphDispatcher:
         piecewise_tokens: captured token counts, ascending; empty when the mode has no piecewise graphs.
         decode_requests: captured request counts of full decode graphs, ascending; likewise.
         mixed_tokens: captured token counts of full graphs of any step, ascending; there may be none.
+        cascade_requests: those of decode_requests that are captured once more, for decodes that begin with the same
+            pages; there may be none.
     """
 
     def __init__(
@@ -28,6 +31,7 @@ class GraphDispatcher:
         piecewise_tokens: Sequence[int] = (),
         decode_requests: Sequence[int] = (),
         mixed_tokens: Sequence[int] = (),
+        cascade_requests: Sequence[int] = (),
     ) -> None:
         """
         Raises:
@@ -40,6 +44,7 @@ class GraphDispatcher:
         takes_mixed = mode in (CUDAGraphMode.FULL, CUDAGraphMode.FULL_AND_PIECEWISE)
         key = "cudagraph.mixed_tokens"
         self.mixed_tokens = self._sizes(key, mixed_tokens, CUDAGraphMode.FULL) if mixed_tokens and takes_mixed else ()
+        self.cascade_requests = tuple(sorted(set(self.decode_requests) & set(cascade_requests)))
 
     def dispatch(
         self, num_tokens: int, num_reqs: int, uniform: bool, may_mix: bool = True
@@ -68,11 +73,18 @@ class GraphDispatcher:
             return CUDAGraphMode.PIECEWISE, BatchDescriptor(padded)
         return CUDAGraphMode.NONE, BatchDescriptor(num_tokens, num_reqs=num_reqs, uniform=uniform)
 
+    def dispatch_cascade(self, num_reqs: int) -> BatchDescriptor | None:
+        """The FULL graph of a decode whose requests begin with the same pages; None: none holds so many."""
+        padded = _next(self.cascade_requests, num_reqs)
+        return None if padded is None else BatchDescriptor(padded, num_reqs=padded, uniform=True, cascade=True)
+
     def descriptors(self) -> list[tuple[CUDAGraphMode, BatchDescriptor]]:
         """Everything to capture, largest first: later captures then fit into memory that earlier ones took."""
         full = [(CUDAGraphMode.FULL, BatchDescriptor(n, num_reqs=n, uniform=True)) for n in self.decode_requests]
         piecewise = [(CUDAGraphMode.PIECEWISE, BatchDescriptor(n)) for n in self.piecewise_tokens]
         mixed = [(CUDAGraphMode.FULL, BatchDescriptor(n)) for n in self.mixed_tokens]
+        cascades = [(CUDAGraphMode.FULL, replace(entry[1], cascade=True)) for entry in full]
+        full += [entry for entry in cascades if entry[1].num_reqs in self.cascade_requests]
         return sorted([*piecewise, *mixed, *full], key=lambda entry: -entry[1].num_tokens)
 
     def _sizes(self, key: str, sizes: Sequence[int], kind: CUDAGraphMode) -> tuple[int, ...]:

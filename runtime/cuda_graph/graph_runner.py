@@ -173,6 +173,8 @@ class GraphRunner:
         runner.attn_backend.init_forward_metadata_capture_cuda_graph(
             size, size, inputs.req_pool_indices[:size], inputs.seq_lens[:size], ForwardMode.DECODE
         )
+        if descriptor.cascade:
+            runner.attn_backend.use_cascade()
         rows, loop = self._rows[:size], self.decode_loop
 
         def run() -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -193,8 +195,17 @@ class GraphRunner:
         """True if `decode` takes as many requests."""
         return self.decode_loop is not None and num_requests <= self._max_requests
 
+    def holds_cascade(self, num_requests: int) -> bool:
+        """True if `decode` takes as many requests that begin with the same pages."""
+        return self.decode_loop is not None and self.dispatcher.dispatch_cascade(num_requests) is not None
+
     def decode(
-        self, rows: np.ndarray, seq_lens: np.ndarray, slots: np.ndarray, deltas: np.ndarray | None = None
+        self,
+        rows: np.ndarray,
+        seq_lens: np.ndarray,
+        slots: np.ndarray,
+        deltas: np.ndarray | None = None,
+        common_prefix_len: int = 0,
     ) -> CapturedDecode:
         """Runs a step of decodes in one launch; their newest tokens are where the last step left them.
 
@@ -202,14 +213,21 @@ class GraphRunner:
             rows, seq_lens, slots: [R] of any integers: each request's row, its tokens with the new one, and the slot of
                 that. A page that begins with it is entered in the table of slots.
             deltas: [R] what their positions are beyond seq_lens - 1; None: nothing.
+            common_prefix_len: first tokens that all have in the same pages, to be read once; 0: each reads its own.
 
         Raises:
-            RuntimeError: there is no decode loop; see holds_decode.
+            RuntimeError: there is no decode loop; see holds_decode and holds_cascade.
         """
         if self.decode_loop is None:
             raise RuntimeError("no decode was captured that makes its own inputs ready: ask holds_decode first")
         count = rows.size
         _, descriptor = self.dispatcher.dispatch(count, count, True)
+        if common_prefix_len:
+            cascade = self.dispatcher.dispatch_cascade(count)
+            if cascade is None:
+                raise RuntimeError(f"no cascade of {count} requests was captured: ask holds_cascade first")
+            descriptor = cascade
+            self._runner.attn_backend.share_prefix(common_prefix_len)
         size, inputs, turn = descriptor.num_tokens, self.inputs, self.decode_loop.next_turn()
         turn.write(rows, seq_lens, slots, size, inputs.padding_len, deltas)
         inputs.clear_rope_lens()
@@ -378,5 +396,6 @@ def estimate_graph_bytes(runner: CapturableModel, dispatcher: GraphDispatcher) -
     total = 0.0
     for kind, sizes in sizes_of.items():
         mib = [figure.mib for figure in graphs.figures if figure.mode == kind]
-        total += sum(mib) + max(0, len(sizes) - 2) * (mib[-1] if mib else 0.0)
+        count = len(sizes) + (len(dispatcher.cascade_requests) if kind == "FULL" else 0)
+        total += sum(mib) + max(0, count - 2) * (mib[-1] if mib else 0.0)
     return int(total * 2**20)

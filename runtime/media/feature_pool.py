@@ -13,7 +13,7 @@ from collections.abc import Collection, Hashable
 import numpy as np
 import torch
 
-from mllm_compile.runtime.media.grids import MAX_FEATURES
+from mllm_compile.runtime.media.tower import MAX_FEATURES
 
 Key = Hashable
 

@@ -1,129 +1,124 @@
-"""Towers that take patches with grids: what such a tower is told of an image besides its patches.
+"""Towers that take patches with grids: what such a tower is told of a picture besides its patches.
 
-An image is a grid of t × h × w patches, of which merge × merge neighbours make one feature, and are packed one after
-another. Each function is of one image; images follow each other along the first dimension, whose entries are features.
-Free of torch, as the host makes this when a request comes.
+Patches are packed one picture after another, those of one feature together; what follows from a grid is in patches.py.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import lru_cache
+from typing import ClassVar
 
 import numpy as np
 
-MAX_FEATURES = 16384  # of an image
-# Of the images that one run of a tower encodes: enough to fill a GPU, few enough that the host prepares the next run
-# meanwhile. An image with more is a run of its own.
-FEATURES_OF_A_RUN = 1024
-_KEPT_GRIDS = 16  # up to 4 MB each
-Grid = tuple[int, int, int]  # frames, rows and columns of patches
+from mllm_compile.runtime.errors import RequestError
+from mllm_compile.runtime.media.patches import patch_places, table_taps, windows
+from mllm_compile.runtime.media.tower import Grid, Read, Tower
+
+_OF_IMAGES = ("pixel_values", "image_grid_thw")
+_OF_VIDEOS = ("pixel_values_videos", "video_grid_thw")
+_SECONDS = "second_per_grid_ts"  # between frames of a video
 
 
-@dataclass(frozen=True)
-class GridTower:
-    """A tower of this protocol, as the runtime knows it.
+@dataclass(frozen=True, kw_only=True)
+class GridTower(Tower):
+    """A tower of this protocol.
 
     Attributes:
-        merge: rows and columns of patches that make one feature.
         patch_width: numbers of a patch.
-        feature_width: numbers of a feature, those for deeper layers of the text included.
         window: rows and columns of features that attend to each other in layers with windows; 0: there are none.
         table_side: rows and columns of the learned table of places that is spread over an image; 0: there is none.
         align_corners: the table's corners lie on the image's, else its edges on the image's edges.
-        image_token_id, video_token_id: the tokens that stand for a feature; -1: the model takes no videos.
+        bicubic: the table is interpolated between 16 entries, else between 4.
         ticks_per_second: of a video, positions on the axis of time; 0: its frames are one apart.
     """
 
-    merge: int
     patch_width: int
-    feature_width: int
-    window: int
-    table_side: int
-    align_corners: bool
-    image_token_id: int
-    video_token_id: int = -1
+    window: int = 0
+    table_side: int = 0
+    align_corners: bool = False
+    bicubic: bool = False
     ticks_per_second: int = 0
+    axes: int = 3
+    counted_inputs: ClassVar[tuple[str, ...]] = ("window_index",)
+
+    @property
+    def taps(self) -> int:
+        """Entries of the table for a patch."""
+        return 16 if self.bicubic else 4
 
     def num_features(self, grid: Grid) -> int:
         return grid[0] * grid[1] * grid[2] // self.merge**2
 
     def input_names(self) -> tuple[str, ...]:
-        """The inputs of the tower's program, in the order of `segments` and `inputs`."""
         names = ["pixel_values", "position_ids", "cu_seqlens"]
         names += ["interp_indices", "interp_weights"] if self.table_side else []
         return (*names, *(["window_index", "cu_window_seqlens"] if self.window else []))
 
-    def inputs(self, grid: Grid) -> Mapping[str, np.ndarray]:
-        """The tower's inputs for an image beside its pixels, [F features, …] each. Not to be written to: those of the
-        last grids are kept."""
-        return _inputs_of(self, grid)
-
-    def _inputs(self, grid: Grid) -> dict[str, np.ndarray]:
+    def make_inputs(self, grid: Grid) -> dict[str, np.ndarray]:
+        """[F features, …] each."""
         features, unit = self.num_features(grid), self.merge**2
         found = {"position_ids": patch_places(grid, self.merge).reshape(features, unit, 2)}
         if self.table_side:
-            indices, weights = table_taps(grid, self.merge, self.table_side, self.align_corners)
-            found["interp_indices"] = indices.reshape(features, unit, 4)
-            found["interp_weights"] = weights.reshape(features, unit, 4)
+            indices, weights = table_taps(grid, self.merge, self.table_side, self.align_corners, self.bicubic)
+            found["interp_indices"] = indices.reshape(features, unit, self.taps)
+            found["interp_weights"] = weights.reshape(features, unit, self.taps)
         if self.window:
             found["window_index"] = windows(grid, self.merge, self.window)[0]
         return found
 
     def segments(self, grid: Grid) -> dict[str, np.ndarray]:
-        """Lengths, in patches, of what attends to each other, by the input that bounds it."""
         found = {"cu_seqlens": np.full(grid[0], grid[1] * grid[2], dtype=np.int64)}
         if self.window:
             found["cu_window_seqlens"] = windows(grid, self.merge, self.window)[1]
         return found
 
+    def read(self, tensors: Mapping[str, np.ndarray]) -> Read:
+        """Frames of a video do not attend to each other: each is a picture."""
+        is_video = _OF_VIDEOS[0] in tensors
+        names = _OF_VIDEOS if is_video else _OF_IMAGES
+        if not set(names) <= set(tensors) <= {*names, _SECONDS}:
+            raise RequestError(
+                f"an item of the prompt has {', '.join(sorted(tensors)) or 'nothing'}; expected "
+                f"{' and '.join(_OF_IMAGES)}, or {' and '.join(_OF_VIDEOS)}"
+            )
+        if is_video and self.video_token_id < 0:
+            raise RequestError("the model takes images, and no videos. Send frames as images.")
+        pixels, grids = (np.asarray(tensors[name]) for name in names)
+        if grids.size != 3 or grids.min() < 1:
+            raise RequestError(
+                f"{names[1]} is {grids.tolist()}; expected frames, rows and columns of one image or video"
+            )
+        frames, rows, columns = (int(size) for size in grids.ravel())
+        if rows % self.merge or columns % self.merge:
+            raise RequestError(
+                f"an image has {rows} × {columns} patches; expected multiples of {self.merge}, as the model's "
+                "processor makes them"
+            )
+        count = rows * columns
+        if pixels.shape != (frames * count, self.patch_width):
+            raise RequestError(
+                f"{names[0]} has the shape {list(pixels.shape)}; expected [{frames * count}, {self.patch_width}] "
+                f"for a grid of {frames} × {rows} × {columns} patches"
+            )
+        pixels = np.ascontiguousarray(pixels, dtype=np.float32).reshape(frames, -1, self.pixel_width)
+        seconds = float(np.asarray(tensors.get(_SECONDS, 1.0)).ravel()[0])
+        interval = self.ticks_per_second * seconds if is_video and self.ticks_per_second else 1.0
+        return Read([(frame, (1, rows, columns)) for frame in pixels], interval)
 
-@lru_cache(maxsize=_KEPT_GRIDS)
-def _inputs_of(tower: GridTower, grid: Grid) -> Mapping[str, np.ndarray]:
-    return tower._inputs(grid)
+    def sample_grids(self) -> tuple[Grid, Grid]:
+        """A whole window and parts of some among them."""
+        side, merge = self.window + 1, self.merge
+        return (1, 2 * merge, 3 * merge), (1, side * merge, (side + 1) * merge)
 
+    def pixel_rows(self, grid: Grid) -> int:
+        return self.num_features(grid)
 
-def patch_places(grid: Grid, merge: int) -> np.ndarray:
-    """Row and column of each patch, [patches, 2] int64, those of one feature after another."""
-    frames, rows, columns = grid
-    places = np.stack(np.meshgrid(np.arange(rows), np.arange(columns), indexing="ij"), -1)
-    blocks = places.reshape(rows // merge, merge, columns // merge, merge, 2).swapaxes(1, 2)
-    return np.tile(blocks.reshape(-1, 2), (frames, 1))
+    @property
+    def pixel_width(self) -> int:
+        """The patches of a feature, one after another."""
+        return self.merge**2 * self.patch_width
 
-
-def windows(grid: Grid, merge: int, window: int) -> tuple[np.ndarray, np.ndarray]:
-    """The features in the order of windows, [features] int64, and each window's patches, [windows] int64."""
-    frames, rows, columns = grid[0], grid[1] // merge, grid[2] // merge
-    index = np.arange(frames * rows * columns).reshape(frames, rows, columns)
-    parts = [
-        index[frame, top : top + window, left : left + window].ravel()
-        for frame in range(frames)
-        for top in range(0, rows, window)
-        for left in range(0, columns, window)
-    ]
-    return np.concatenate(parts), np.array([part.size for part in parts], dtype=np.int64) * merge**2
-
-
-def table_taps(grid: Grid, merge: int, side: int, align_corners: bool) -> tuple[np.ndarray, np.ndarray]:
-    """The four entries of a table of side × side that each patch is between, [patches, 4] int64, and their weights,
-    float32: bilinear."""
-    places = patch_places(grid, merge)
-    axes = [_axis_taps(places[:, axis], grid[1 + axis], side, align_corners) for axis in (0, 1)]
-    (row_taps, row_weights), (column_taps, column_weights) = axes
-    indices = row_taps[:, :, None] * side + column_taps[:, None, :]
-    weights = row_weights[:, :, None] * column_weights[:, None, :]
-    return indices.reshape(-1, 4), weights.reshape(-1, 4)
-
-
-def _axis_taps(index: np.ndarray, size: int, side: int, align_corners: bool) -> tuple[np.ndarray, np.ndarray]:
-    at = index.astype(np.float32)
-    if align_corners:
-        source = at * np.float32(side - 1) / np.float32(max(size - 1, 1))
-    else:
-        source = (at + np.float32(0.5)) * np.float32(side) / np.float32(size) - np.float32(0.5)
-    first = np.floor(source)
-    offsets = np.arange(2)
-    weights = np.clip(1 - np.abs(source[:, None] - first[:, None] - offsets.astype(np.float32)), 0, None)
-    taps = np.clip(first.astype(np.int64)[:, None] + offsets, 0, side - 1)
-    return taps, weights.astype(np.float32)
+    def largest(self, features: int) -> list[Grid]:
+        """Each feature is a frame of its own: that attention is short, and takes no less memory."""
+        return [(features, self.merge, self.merge)]

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from mllm_compile.runtime.media.grids import Grid
+from mllm_compile.runtime.media.tower import Grid
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,18 +7,16 @@ Free of torch.
 from __future__ import annotations
 
 import hashlib
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from mllm_compile.runtime.errors import RequestError
-from mllm_compile.runtime.media.grids import MAX_FEATURES, Grid, GridTower
 from mllm_compile.runtime.media.positions import Placed, positions_of
+from mllm_compile.runtime.media.tower import MAX_FEATURES, Grid, Tower
 
-_OF_IMAGES = ("pixel_values", "image_grid_thw")
-_OF_VIDEOS = ("pixel_values_videos", "video_grid_thw")
-_SECONDS = "second_per_grid_ts"  # between frames of a video
 _DIGEST_BYTES = 32
 
 
@@ -27,10 +25,10 @@ class Image:
     """One image of a prompt, or a frame of a video: frames do not attend to each other in a tower.
 
     Attributes:
-        start, end: its tokens, each of which takes a feature.
+        start, end: its tokens, each of which takes a feature, but where the tower's pictures have breaks.
         digest: equal for images with the same features.
         grid: its patches.
-        pixels: [patches, width] float32.
+        pixels: float32, [Tower.pixel_rows, Tower.pixel_width].
     """
 
     start: int
@@ -50,6 +48,7 @@ class RequestMedia:
         delta: the position of a token behind the prompt, less its index.
         keys: [N] int64: token ids, where a token takes a feature a negative number of the image and the place in it.
         is_feature: [N] bool.
+        sees_ahead: tokens of an image attend to each other in both directions, so that a chunk has all of it.
     """
 
     images: tuple[Image, ...]
@@ -57,11 +56,12 @@ class RequestMedia:
     delta: int
     keys: np.ndarray
     is_feature: np.ndarray
+    sees_ahead: bool = False
 
     @classmethod
     def of(
         cls,
-        tower: GridTower,
+        tower: Tower,
         token_ids: Sequence[int],
         is_feature: np.ndarray,
         items: Sequence[tuple[int, int, bytes, Mapping[str, np.ndarray]]],
@@ -96,8 +96,9 @@ class RequestMedia:
             own, grids = _images(tower, item, is_feature)
             images, placed = images + own, placed + grids
             for image in own:
-                expected[image.start : image.end] = True
-                keys[image.start : image.end] = _keys(image)
+                takes = image.start + np.flatnonzero(is_feature[image.start : image.end])
+                expected[takes] = True
+                keys[takes] = _keys(image.digest, takes.size)
         if not np.array_equal(expected, is_feature):
             raise RequestError(
                 f"{int(np.count_nonzero(is_feature))} tokens take features, at other places than the images' "
@@ -110,8 +111,10 @@ class RequestMedia:
                 f"images), but its images have {int(np.count_nonzero(expected))} features. Give as many images as the "
                 "prompt has places for, and let the model's processor expand them."
             )
-        positions, delta = positions_of(ids.size, placed, tower.merge)
-        return cls(tuple(images), positions, delta, keys, expected)
+        if tower.sees_ahead:
+            _check_apart(images)
+        positions, delta = positions_of(ids.size, placed if tower.axes > 1 else (), tower.merge)
+        return cls(tuple(images), positions, delta, keys, expected, tower.sees_ahead)
 
     @property
     def num_tokens(self) -> int:
@@ -141,67 +144,46 @@ class RequestMedia:
 
 
 def _images(
-    tower: GridTower, item: tuple[int, int, bytes, Mapping[str, np.ndarray]], is_feature: np.ndarray
+    tower: Tower, item: tuple[int, int, bytes, Mapping[str, np.ndarray]], is_feature: np.ndarray
 ) -> tuple[list[Image], list[Placed]]:
-    """An item's images, each frame of a video one, and where its grids are."""
+    """An item's images, each frame or part of one, and where its grids are."""
     start, length, digest, tensors = item
-    pixels, grid, is_video = _checked(tower, tensors)
+    pictures, interval = tower.read(tensors)
     if len(digest) != _DIGEST_BYTES:
         raise RequestError(f"an image's digest has {len(digest)} bytes; expected {_DIGEST_BYTES}")
-    frames, rows, columns = grid
     places = start + np.flatnonzero(is_feature[start : start + length])
-    features = tower.num_features(grid)
-    if features != places.size:
-        raise RequestError(f"an image has {features} features, and the prompt {places.size} tokens for it")
-    of_frame = (1, rows, columns)
-    tower.inputs(of_frame)  # made here, on the caller's thread, and found when a step needs it
-    if features // frames > MAX_FEATURES:
+    features = [tower.num_features(grid) for _, grid in pictures]
+    if sum(features) != places.size:
+        raise RequestError(f"an image has {sum(features)} features, and the prompt {places.size} tokens for it")
+    if max(features) > MAX_FEATURES:
         raise RequestError(
-            f"an image has {features // frames} features, and at most {MAX_FEATURES} are served. Make it smaller."
+            f"an image has {max(features)} features, and at most {MAX_FEATURES} are served. Make it smaller."
         )
     images = []
-    for frame, own in enumerate(places.reshape(frames, -1)):
-        if own[-1] - own[0] + 1 != own.size:
+    for index, own in enumerate(np.split(places, np.cumsum(features)[:-1])):
+        if own[-1] - own[0] + 1 != own.size and not tower.has_breaks:
             raise RequestError("the tokens of an image, or of a video's frame, are to lie one after another")
-        frame_digest = digest if frames == 1 else hashlib.sha256(digest + frame.to_bytes(4, "little")).digest()
-        part = pixels[frame * rows * columns : (frame + 1) * rows * columns]
-        images.append(Image(int(own[0]), int(own[-1]) + 1, frame_digest, of_frame, part))
-    if len(images) > 1 and images[0].end != images[1].start:  # text between frames says when they are
-        return images, [Placed(image.start, of_frame) for image in images]
-    seconds = float(np.asarray(tensors.get(_SECONDS, 1.0)).ravel()[0])
-    interval = tower.ticks_per_second * seconds if is_video and tower.ticks_per_second else 1.0
-    return images, [Placed(images[0].start, grid, interval)]
+        own_digest = digest if len(pictures) == 1 else hashlib.sha256(digest + index.to_bytes(4, "little")).digest()
+        pixels, grid = pictures[index]
+        tower.inputs(grid)  # made here, on the caller's thread, and found when a step needs it
+        images.append(Image(int(own[0]), int(own[-1]) + 1, own_digest, grid, pixels))
+    grid = images[0].grid
+    if len(images) == 1 or images[0].end != images[1].start:  # text between frames says when they are
+        return images, [Placed(image.start, image.grid, interval) for image in images]
+    return images, [Placed(images[0].start, (len(images), *grid[1:]), interval)]
 
 
-def _checked(tower: GridTower, tensors: Mapping[str, np.ndarray]) -> tuple[np.ndarray, Grid, bool]:
-    """An item's pixels [patches, patch_width] float32 and grid, and whether it is a video."""
-    is_video = _OF_VIDEOS[0] in tensors
-    names = _OF_VIDEOS if is_video else _OF_IMAGES
-    if not set(names) <= set(tensors) <= {*names, _SECONDS}:
-        raise RequestError(
-            f"an item of the prompt has {', '.join(sorted(tensors)) or 'nothing'}; expected "
-            f"{' and '.join(_OF_IMAGES)}, or {' and '.join(_OF_VIDEOS)}"
-        )
-    if is_video and tower.video_token_id < 0:
-        raise RequestError("the model takes images, and no videos. Send frames as images.")
-    pixels, grids = (np.asarray(tensors[name]) for name in names)
-    if grids.size != 3 or grids.min() < 1:
-        raise RequestError(f"{names[1]} is {grids.tolist()}; expected frames, rows and columns of one image or video")
-    frames, rows, columns = (int(size) for size in grids.ravel())
-    if rows % tower.merge or columns % tower.merge:
-        raise RequestError(
-            f"an image has {rows} × {columns} patches; expected multiples of {tower.merge}, as the model's processor "
-            "makes them"
-        )
-    if pixels.shape != (frames * rows * columns, tower.patch_width):
-        raise RequestError(
-            f"{names[0]} has the shape {list(pixels.shape)}; expected [{frames * rows * columns}, {tower.patch_width}] "
-            f"for a grid of {frames} × {rows} × {columns} patches"
-        )
-    return np.ascontiguousarray(pixels, dtype=np.float32), (frames, rows, columns), is_video
+def _check_apart(images: Sequence[Image]) -> None:
+    """Refuses images without text between: they would attend to each other, and be no image's own."""
+    for one, next_one in itertools.pairwise(images):
+        if one.end == next_one.start:
+            raise RequestError(
+                f"two images follow each other at token {one.end} with nothing between, which this model takes for "
+                "one. Let the model's processor expand the prompt, or put text between."
+            )
 
 
-def _keys(image: Image) -> np.ndarray:
+def _keys(digest: bytes, count: int) -> np.ndarray:
     """A number below zero for each token of an image, which no other image's token has: of 63 bits of a hash."""
-    stream = hashlib.shake_256(image.digest).digest(8 * (image.end - image.start))
+    stream = hashlib.shake_256(digest).digest(8 * count)
     return -1 - (np.frombuffer(stream, dtype="<i8") & np.int64(2**63 - 1))

@@ -10,9 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from mllm_compile.runtime.media.grids import Grid, GridTower
-
-_COUNTED_FROM_IMAGE = ("window_index",)  # features by their number within the run
+from mllm_compile.runtime.media.tower import Grid, Tower
 
 
 @dataclass(frozen=True, eq=False)
@@ -23,7 +21,7 @@ class HostSegments:
     longest: int
 
 
-def tower_inputs(tower: GridTower, grids: Sequence[Grid]) -> tuple[dict[str, np.ndarray], dict[str, HostSegments]]:
+def tower_inputs(tower: Tower, grids: Sequence[Grid]) -> tuple[dict[str, np.ndarray], dict[str, HostSegments]]:
     """Arrays [F, …] and segments by the names of the tower's inputs, less `pixel_values`.
 
     Args:
@@ -34,7 +32,7 @@ def tower_inputs(tower: GridTower, grids: Sequence[Grid]) -> tuple[dict[str, np.
     features = 0
     for grid in grids:
         for name, array in tower.inputs(grid).items():
-            parts.setdefault(name, []).append(array + features if name in _COUNTED_FROM_IMAGE else array)
+            parts.setdefault(name, []).append(array + features if name in tower.counted_inputs else array)
         for name, array in tower.segments(grid).items():
             lengths.setdefault(name, []).append(array)
         features += tower.num_features(grid)

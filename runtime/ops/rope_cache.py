@@ -69,43 +69,46 @@ def _rope_and_cache_kernel(
     H: tl.constexpr,
     HK: tl.constexpr,
     D: tl.constexpr,
-    BLOCK_HEADS: tl.constexpr,
+    Q_HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
     NORM: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """BLOCK_HEADS heads of one token: of q, then of k, then of v, by the second program id."""
+    """Heads of one token: Q_HEADS of q, then KV_HEADS of k, then of v, by the second program id."""
     if EARLY:
         wait_for_prerequisites()
         start_dependents()
     token = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
     half = tl.arange(0, D // 2)
-    heads = tl.arange(0, BLOCK_HEADS)
-    q_blocks: tl.constexpr = H // BLOCK_HEADS
-    kv_blocks: tl.constexpr = HK // BLOCK_HEADS
+    heads = tl.arange(0, KV_HEADS)
+    q_blocks: tl.constexpr = H // Q_HEADS
+    kv_blocks: tl.constexpr = HK // KV_HEADS
     if block < q_blocks:
-        head = (heads + block * BLOCK_HEADS)[:, None]
-        places = token * q_token_stride + head * q_head_stride + half[None, :]
-        first, second = _rotate(q_ptr, q_weight_ptr, cos_ptr, sin_ptr, token, places, EPS, D, NORM)
-        out = q_out_ptr + (token * H + head) * D + half[None, :]
-        tl.store(out, first.to(q_out_ptr.dtype.element_ty))
-        tl.store(out + D // 2, second.to(q_out_ptr.dtype.element_ty))
+        # Names of its own: a name has one shape in all branches.
+        q_head = (tl.arange(0, Q_HEADS) + block * Q_HEADS)[:, None]
+        q_places = token * q_token_stride + q_head * q_head_stride + half[None, :]
+        q_first, q_second = _rotate(q_ptr, q_weight_ptr, cos_ptr, sin_ptr, token, q_places, EPS, D, NORM)
+        q_out = q_out_ptr + (token * H + q_head) * D + half[None, :]
+        tl.store(q_out, q_first.to(q_out_ptr.dtype.element_ty))
+        tl.store(q_out + D // 2, q_second.to(q_out_ptr.dtype.element_ty))
     elif block < q_blocks + kv_blocks:
-        head = (heads + (block - q_blocks) * BLOCK_HEADS)[:, None]
+        head = (heads + (block - q_blocks) * KV_HEADS)[:, None]
         places = token * k_token_stride + head * k_head_stride + half[None, :]
         first, second = _rotate(k_ptr, k_weight_ptr, cos_ptr, sin_ptr, token, places, EPS, D, NORM)
         out = k_out_ptr + (token * HK + head) * D + half[None, :]
         tl.store(out, first.to(k_out_ptr.dtype.element_ty))
         tl.store(out + D // 2, second.to(k_out_ptr.dtype.element_ty))
         cached = keys_ptr + (tl.load(slots_ptr + token) * HK + head) * D + half[None, :]
-        tl.store(cached, first.to(keys_ptr.dtype.element_ty))
-        tl.store(cached + D // 2, second.to(keys_ptr.dtype.element_ty))
+        # A cache in eight bits gets what attention would have rounded, and the largest number for larger ones.
+        tl.store(cached, first.to(k_out_ptr.dtype.element_ty).to(keys_ptr.dtype.element_ty))
+        tl.store(cached + D // 2, second.to(k_out_ptr.dtype.element_ty).to(keys_ptr.dtype.element_ty))
     else:
-        head = (heads + (block - q_blocks - kv_blocks) * BLOCK_HEADS)[:, None]
+        head = (heads + (block - q_blocks - kv_blocks) * KV_HEADS)[:, None]
         source = v_ptr + token * v_token_stride + head * v_head_stride + half[None, :]
         cached = values_ptr + (tl.load(slots_ptr + token) * HK + head) * D + half[None, :]
-        tl.store(cached, tl.load(source))
-        tl.store(cached + D // 2, tl.load(source + D // 2))
+        tl.store(cached, tl.load(source).to(values_ptr.dtype.element_ty))
+        tl.store(cached + D // 2, tl.load(source + D // 2).to(values_ptr.dtype.element_ty))
 
 
 @triton_op("mllm::rope_and_cache", mutates_args={"keys", "values"})
@@ -133,7 +136,7 @@ def rope_and_cache(
         eps: theirs.
         slots: [T] int64; or [0]: then nothing is computed or written, since attention does it
             (runtime/ops/attention.py).
-        keys, values: [P, Hk, D], contiguous, written at those slots.
+        keys, values: [P, Hk, D], contiguous, written at those slots; in the dtype of k, or float8_e4m3fn.
 
     Returns:
         q [T, H, D] and k [T, Hk, D], contiguous; without slots of any numbers.
@@ -142,8 +145,8 @@ def rope_and_cache(
     num_kv_heads = k.shape[2]
     q_out = torch.empty((num_tokens, num_heads, head_dim), dtype=q.dtype, device=q.device)
     k_out = torch.empty((num_tokens, num_kv_heads, head_dim), dtype=k.dtype, device=k.device)
-    block_heads = math.gcd(num_heads, num_kv_heads, _MAX_BLOCK_HEADS)
-    wrap_triton(_rope_and_cache_kernel)[(slots.shape[0], (num_heads + 2 * num_kv_heads) // block_heads)](
+    q_heads, kv_heads = (math.gcd(count, _MAX_BLOCK_HEADS) for count in (num_heads, num_kv_heads))
+    wrap_triton(_rope_and_cache_kernel)[(slots.shape[0], num_heads // q_heads + 2 * num_kv_heads // kv_heads)](
         q,
         k,
         v,
@@ -166,9 +169,10 @@ def rope_and_cache(
         H=num_heads,
         HK=num_kv_heads,
         D=head_dim,
-        BLOCK_HEADS=block_heads,
+        Q_HEADS=q_heads,
+        KV_HEADS=kv_heads,
         NORM=q_weight is not None,
         EARLY=starts_early(),
-        num_warps=min(block_heads, _MAX_WARPS),
+        num_warps=min(q_heads, _MAX_WARPS),
     )
     return q_out, k_out

@@ -71,6 +71,7 @@ def _combine(
     tops_ptr,
     totals_ptr,
     sinks_ptr,
+    log_sums_ptr,
     num_active,
     GROUP: tl.constexpr,
     PADDED_GROUP: tl.constexpr,
@@ -78,6 +79,7 @@ def _combine(
     MAX_SPLITS: tl.constexpr,
     SPLITS_AT_ONCE: tl.constexpr,
     HAS_SINKS: tl.constexpr,
+    IS_REST: tl.constexpr,
 ):
     """Adds up what the blocks of one kv head left, past this SM's own cache (.cg): they may be of other SMs."""
     members = tl.arange(0, PADDED_GROUP)
@@ -106,6 +108,8 @@ def _combine(
     out = acc / tl.where(is_member, total, 1.0)[:, None]
     places = members[:, None] * D + dims[None, :]
     tl.store(out_ptr + places, out.to(out_ptr.dtype.element_ty), mask=is_member[:, None])
+    if IS_REST:
+        tl.store(log_sums_ptr + members, top + tl.log2(total), mask=is_member)
 
 
 @triton.jit
@@ -122,6 +126,8 @@ def _split_decode_kernel(
     done_ptr,
     sinks_ptr,
     slopes_ptr,
+    first_keys_ptr,
+    log_sums_ptr,
     table_stride,
     num_splits,
     window_left,
@@ -140,6 +146,7 @@ def _split_decode_kernel(
     HAS_SINKS: tl.constexpr,
     HAS_SLOPES: tl.constexpr,
     CHUNK: tl.constexpr,
+    IS_REST: tl.constexpr,
     FETCH_FIRST: tl.constexpr,
     STAGES: tl.constexpr,
     EARLY: tl.constexpr,
@@ -161,6 +168,8 @@ def _split_decode_kernel(
         first = tl.maximum(num_keys - 1 - window_left, 0)
     if CHUNK > 0:
         first = tl.maximum(num_keys - 1, 0) // CHUNK * CHUNK
+    if IS_REST:
+        first = tl.load(first_keys_ptr)
     share = tl.maximum(tl.cdiv(tl.cdiv(num_keys - first, num_splits), BLOCK), 1) * BLOCK
     num_active = tl.cdiv(num_keys - first, share)
     start = first + split * share
@@ -172,6 +181,7 @@ def _split_decode_kernel(
     if start < num_keys:
         end = tl.minimum(start + share, num_keys)
         row_table = table_ptr + row.to(tl.int64) * table_stride
+        dtype = q_ptr.dtype.element_ty
         dims = tl.arange(0, D)
         block = tl.arange(0, BLOCK)
         group = tl.arange(0, DOT_ROWS)
@@ -188,22 +198,22 @@ def _split_decode_kernel(
             valid = offsets < end
             places = (_slots_of(row_table, offsets, valid, PAGE) * HK + head)[:, None] * D + dims[None, :]
             is_old = (offsets < tl.minimum(end, num_keys - 1))[:, None]
-            k = tl.load(keys_ptr + places, mask=is_old, other=0.0)
-            v = tl.load(values_ptr + places, mask=is_old, other=0.0)
+            k = tl.load(keys_ptr + places, mask=is_old, other=0.0).to(dtype)
+            v = tl.load(values_ptr + places, mask=is_old, other=0.0).to(dtype)
             if EARLY:
                 wait_for_prerequisites()
                 start_dependents()
             is_last = (offsets == num_keys - 1)[:, None]
-            k += tl.load(keys_ptr + places, mask=is_last, other=0.0)
-            v += tl.load(values_ptr + places, mask=is_last, other=0.0)
+            k += tl.load(keys_ptr + places, mask=is_last, other=0.0).to(dtype)
+            v += tl.load(values_ptr + places, mask=is_last, other=0.0).to(dtype)
             q = tl.load(q_ptr + heads[:, None] * D + dims[None, :], mask=is_head, other=0.0)
             for offset in range(start, end, BLOCK):
                 current_k, current_v = k, v
                 offsets = offset + BLOCK + block
                 is_next = offsets < end
                 places = (_slots_of(row_table, offsets, is_next, PAGE) * HK + head)[:, None] * D + dims[None, :]
-                k = tl.load(keys_ptr + places, mask=is_next[:, None], other=0.0)
-                v = tl.load(values_ptr + places, mask=is_next[:, None], other=0.0)
+                k = tl.load(keys_ptr + places, mask=is_next[:, None], other=0.0).to(dtype)
+                v = tl.load(values_ptr + places, mask=is_next[:, None], other=0.0).to(dtype)
                 is_key = offset + block < end
                 bias = slopes[:, None] * (offset + block - (num_keys - 1)).to(tl.float32)[None, :]
                 top, total, acc = _add_keys(
@@ -215,8 +225,8 @@ def _split_decode_kernel(
                 offsets = offset + block
                 valid = offsets < end
                 places = (_slots_of(row_table, offsets, valid, PAGE) * HK + head)[:, None] * D + dims[None, :]
-                k = tl.load(keys_ptr + places, mask=valid[:, None], other=0.0)
-                v = tl.load(values_ptr + places, mask=valid[:, None], other=0.0)
+                k = tl.load(keys_ptr + places, mask=valid[:, None], other=0.0).to(dtype)
+                v = tl.load(values_ptr + places, mask=valid[:, None], other=0.0).to(dtype)
                 bias = slopes[:, None] * (offsets - (num_keys - 1)).to(tl.float32)[None, :]
                 top, total, acc = _add_keys(q, k, v, valid, bias, top, total, acc, SCALE, SOFT_CAP, HAS_SLOPES)
         if num_active == 1:
@@ -224,6 +234,8 @@ def _split_decode_kernel(
                 total += _sink_weights(sinks_ptr + head * GROUP, group, top, GROUP)
             out = (acc / total[:, None]).to(out_ptr.dtype.element_ty)
             tl.store(out_ptr + heads[:, None] * D + dims[None, :], out, mask=is_head)
+            if IS_REST:
+                tl.store(log_sums_ptr + heads, top + tl.log2(total), mask=group < GROUP)
         else:
             sequence = row.to(tl.int64) * HK + head
             parts = (sequence * num_splits + split) * GROUP + group
@@ -240,6 +252,7 @@ def _split_decode_kernel(
                     tops_ptr + first_part * GROUP,
                     totals_ptr + first_part * GROUP,
                     sinks_ptr + head * GROUP,
+                    log_sums_ptr + (row.to(tl.int64) * HK + head) * GROUP,
                     num_active,
                     GROUP,
                     PADDED_GROUP,
@@ -247,6 +260,7 @@ def _split_decode_kernel(
                     MAX_SPLITS,
                     SPLITS_AT_ONCE,
                     HAS_SINKS,
+                    IS_REST,
                 )
 
 
@@ -275,7 +289,7 @@ def split_decode(
     """Attention of one new token a request over its keys, those of the token included.
 
     Args:
-        q: [R, H, D]; keys, values: [P, Hk, D]; all contiguous and of one dtype.
+        q: [R, H, D]; keys, values: [P, Hk, D]; all contiguous and of one dtype, or the cache in float8_e4m3fn.
         page_table: [R, W] int32, the pages of each request, contiguous; seq_lens: [R] int32; with 0
             a row is passed over and its output left as it is. Blocks without keys do not wait, but for row 0's.
         out: [R, H, D], contiguous, written.
@@ -290,6 +304,59 @@ def split_decode(
         slopes: [H] float32: slope · (key's position − query's) is added to a head's logits. Or none.
         chunk: keys of the token's own chunk of so many positions are seen alone; 0 for no chunks, else without a
             window.
+    """
+    launch_split_decode(
+        q,
+        keys,
+        values,
+        page_table,
+        seq_lens,
+        out,
+        partial,
+        tops,
+        totals,
+        done,
+        page_size,
+        max_splits,
+        sm_scale,
+        sinks=sinks,
+        soft_cap=soft_cap,
+        window_left=window_left,
+        fetch_first=fetch_first,
+        slopes=slopes,
+        chunk=chunk,
+    )
+
+
+def launch_split_decode(
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    page_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    out: torch.Tensor,
+    partial: torch.Tensor,
+    tops: torch.Tensor,
+    totals: torch.Tensor,
+    done: torch.Tensor,
+    page_size: int,
+    max_splits: int,
+    sm_scale: float,
+    *,
+    sinks: torch.Tensor | None = None,
+    soft_cap: float = 0.0,
+    window_left: int = -1,
+    fetch_first: bool = False,
+    slopes: torch.Tensor | None = None,
+    chunk: int = 0,
+    first_keys: torch.Tensor | None = None,
+    log_sums: torch.Tensor | None = None,
+) -> None:
+    """Launches the kernel within an op; arguments as split_decode's, and two more.
+
+    Args:
+        first_keys: [1] int32: keys that every request leaves out, its first ones; with `log_sums`.
+        log_sums: [R, H] float32: takes the logarithm to base 2 of a query head's sum of exponentials.
     """
     num_rows, num_heads, head_dim = q.shape
     num_kv_heads = keys.shape[1]
@@ -309,6 +376,8 @@ def split_decode(
         done,
         q if sinks is None else sinks,  # which is not read without
         q if slopes is None else slopes,
+        q if first_keys is None else first_keys,
+        q if log_sums is None else log_sums,
         page_table.shape[1],
         num_splits,
         window_left,
@@ -327,6 +396,7 @@ def split_decode(
         HAS_SINKS=sinks is not None,
         HAS_SLOPES=slopes is not None,
         CHUNK=chunk,
+        IS_REST=first_keys is not None,
         FETCH_FIRST=fetch_first,
         STAGES=3,
         EARLY=starts_early(),

@@ -47,6 +47,7 @@ def attention_reference(
     alibi_slopes: Sequence[float] | None = None,
     chunk: int = 0,
     latent: int = 0,
+    blocks: Sequence[tuple[int, int]] = (),
 ) -> torch.Tensor:
     """Causal attention over the T tokens of ONE sequence, in plain torch: the meaning of the op, used by tests.
 
@@ -60,6 +61,7 @@ def attention_reference(
         alibi_slopes: [H] or None: slope · (key's position − query's) is added to a head's logits.
         chunk: 0 for none, else tokens see those of their own chunk of so many positions; the first has position 0.
         latent: 0 for none, else v is k, and the first so many columns of it are the values.
+        blocks: first and end of tokens that see each other ahead too, as images' do; no argument of the op.
 
     Returns:
         [T, H, Dv].
@@ -78,6 +80,8 @@ def attention_reference(
     if alibi_slopes:
         logits = logits - q.new_tensor(alibi_slopes, dtype=logits.dtype)[:, None, None] * distance
     visible = distance >= 0
+    for first, end in blocks:
+        visible[first:end, first:end] = True
     if window_left >= 0:
         visible &= distance <= window_left
     if chunk:

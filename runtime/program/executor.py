@@ -258,7 +258,8 @@ def _missing_names(
     all_layers = layers | {layer.name for layer in program.state_layers}
     known = {*BATCH_INPUTS, *program.inputs, *program.weights}
     missing = [name for name in program.weights if name not in weights]
-    for layer in (*program.decode_attention, *program.prefill_attention, *program.latent_attention):
+    of_layers = program.decode_attention, program.cascade_attention, program.prefill_attention, program.latent_attention
+    for layer in (name for forms in of_layers for name in forms):
         missing += [layer] if layer not in layers else []
     missing += [piece for piece in program.piece_ids() if piece not in pieces]
     for step in program.steps:

@@ -35,6 +35,7 @@ class LinkedProgram:
         pieces: piece id → compiled function, of all that the program names.
         decoders: layer → its own decode kernels, where it has some; layers that are alike share them.
         state_pieces: layer with a state → its kernels, where it has some; layers that are alike share them.
+        cascades: layer → the piece for decodes of one prefix, where it has one; likewise.
         prefills: layer → the piece that attends for its prompts, where it has one; likewise.
         latents: layer → the pieces that attend over its latents, where it has some; likewise.
         sampling: the kernels that choose tokens; None: torch chooses.
@@ -45,6 +46,7 @@ class LinkedProgram:
     pieces: Mapping[str, PieceFunction]
     decoders: Mapping[str, Decoders]
     state_pieces: Mapping[str, StatePieces]
+    cascades: Mapping[str, PieceFunction]
     prefills: Mapping[str, PieceFunction]
     latents: Mapping[str, LatentPieces]
     sampling: SamplingPieces | None
@@ -99,6 +101,7 @@ def link(
             name: StatePieces(*(pieces[piece] for piece in forms.piece_ids()))
             for name, forms in program.state_forms.items()
         },
+        {layer: pieces[piece] for layer, piece in program.cascade_attention.items()},
         {layer: pieces[piece] for layer, piece in program.prefill_attention.items()},
         _latents(program, pieces),
         None

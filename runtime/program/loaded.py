@@ -11,7 +11,7 @@ import torch
 from mllm_compile.runtime.attention.latent.backend import LatentPieces
 from mllm_compile.runtime.attention.layer import AttentionLayer
 from mllm_compile.runtime.attention.split.split_decode import DecodePiece, Decoders
-from mllm_compile.runtime.media.grids import GridTower
+from mllm_compile.runtime.media.tower import Tower
 from mllm_compile.runtime.sampling.sampler import SamplingPieces
 from mllm_compile.runtime.schedule.rope_lengths import RopeLengths
 from mllm_compile.runtime.state.layer import StateLayer
@@ -34,7 +34,7 @@ class TowerExecutor(Protocol):
     """A tower as a function of images."""
 
     def run_tower(self, inputs: Mapping[str, Any]) -> list[torch.Tensor]:
-        """GridTower.input_names → [F, hidden] each: features, and those for deeper layers."""
+        """Tower.input_names → [F, hidden] each: features, and those for deeper layers."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class MediaExecutors:
 
     with_features: Executor
     tower: TowerExecutor
-    facts: GridTower
+    facts: Tower
 
 
 @dataclass(frozen=True)
@@ -70,6 +70,7 @@ class LoadedModel:
     state_layers: tuple[StateLayer, ...] = ()  # by state_id
     decoders: Mapping[str, Decoders] = field(default_factory=dict)  # layer → its own decode kernels, if any
     state_pieces: Mapping[str, StatePieces] = field(default_factory=dict)  # layer with a state → its kernels, if any
+    cascades: Mapping[str, DecodePiece] = field(default_factory=dict)  # layer → its kernel for decodes of one prefix
     prefills: Mapping[str, DecodePiece] = field(default_factory=dict)  # layer → its own kernel for prompts, if any
     latents: Mapping[str, LatentPieces] = field(default_factory=dict)  # layer → its kernels over latents, if any
     sampling: SamplingPieces | None = None  # the program's own kernels for choosing tokens, if any

@@ -20,7 +20,8 @@ from mllm_compile.runtime.attention.split.splits import Splits
 from mllm_compile.runtime.cuda.kernel import CudaKernel
 from mllm_compile.runtime.errors import ArtifactError
 from mllm_compile.runtime.json_data import from_json
-from mllm_compile.runtime.media.grids import GridTower
+from mllm_compile.runtime.media.every import tower_from_json, tower_to_json
+from mllm_compile.runtime.media.tower import Tower
 from mllm_compile.runtime.ops import family
 from mllm_compile.runtime.schedule.rope_lengths import RopeLengths
 from mllm_compile.runtime.state.layer import StateLayer
@@ -274,6 +275,7 @@ class Program:
     output: str
     small_forms: Mapping[str, tuple[SmallForm, ...]] = field(default_factory=dict)  # piece → its forms, smallest first
     decode_attention: Mapping[str, tuple[DecodeForm, ...]] = field(default_factory=dict)  # layer → the fewest's first
+    cascade_attention: Mapping[str, str] = field(default_factory=dict)  # layer → the piece for decodes of one prefix
     prefill_attention: Mapping[str, str] = field(default_factory=dict)  # layer → the piece that attends for its prompts
     latent_attention: Mapping[str, LatentForms] = field(default_factory=dict)  # by layer; all layers, or none
     sampling: SamplingForms | None = None
@@ -310,7 +312,7 @@ class Program:
         """All that is compiled of this program: the steps' pieces, their forms for few tokens, those of attention,
         of layers with a state, of sampling and of the decode loop."""
         attention = dict.fromkeys(form.piece for form in self._decode_forms() if form.piece is not None)
-        attention |= dict.fromkeys(self.prefill_attention.values())
+        attention |= dict.fromkeys((*self.cascade_attention.values(), *self.prefill_attention.values()))
         attention |= dict.fromkeys(piece for forms in self.latent_attention.values() for piece in forms.piece_ids())
         sampling = () if self.sampling is None else self.sampling.piece_ids()
         loop = () if self.decode_loop is None else self.decode_loop.piece_ids()
@@ -344,6 +346,7 @@ class Program:
             "decode_attention": {
                 layer: [form.to_json() for form in forms] for layer, forms in self.decode_attention.items()
             },
+            "cascade_attention": dict(self.cascade_attention),
             "prefill_attention": dict(self.prefill_attention),
             "latent_attention": {layer: asdict(forms) for layer, forms in self.latent_attention.items()},
             "sampling": None if self.sampling is None else asdict(self.sampling),
@@ -373,6 +376,7 @@ class Program:
                 decode_attention={
                     layer: tuple(map(DecodeForm.from_json, forms)) for layer, forms in data["decode_attention"].items()
                 },
+                cascade_attention=from_json(dict[str, str], data["cascade_attention"]),
                 prefill_attention=from_json(dict[str, str], data["prefill_attention"]),
                 latent_attention=from_json(dict[str, LatentForms], data["latent_attention"]),
                 sampling=from_json(SamplingForms | None, data["sampling"]),
@@ -409,20 +413,20 @@ class MediaPrograms:
 
     with_features: Program
     tower: Program
-    facts: GridTower
+    facts: Tower
 
     def to_json(self) -> dict[str, Any]:
         return {
             "with_features": self.with_features.to_json(),
             "tower": self.tower.to_json(),
-            "facts": asdict(self.facts),
+            "facts": tower_to_json(self.facts),
         }
 
     @classmethod
     def from_json(cls, data: Any) -> MediaPrograms:
         """Raises KeyError, TypeError, ValueError or ArtifactError for anything that to_json would not have written."""
         with_features, tower = (Program.from_json(data[name]) for name in ("with_features", "tower"))
-        return cls(with_features, tower, from_json(GridTower, data["facts"]))
+        return cls(with_features, tower, tower_from_json(data["facts"]))
 
 
 def _step_from_json(data: Mapping[str, Any]) -> Step:

@@ -1,6 +1,6 @@
 """Quantises a weight by rounding to the nearest, and dequantises it: the meaning of a scheme, in plain torch.
 
-Shape legend: N outputs, K inputs, G groups of inputs.
+Shape legend: N outputs, K inputs, G groups of inputs; E experts.
 """
 
 from __future__ import annotations
@@ -12,12 +12,17 @@ from torch.nn import functional
 
 from mllm_compile.runtime.quantised.scheme import FP8_MAX, INT4_ZERO, SCALES, VALUES, ZEROS, WeightScheme
 
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+E8M0_BIAS, E8M0_NAN = 127, 255
 _SMALLEST_SCALE = 1e-12  # of a group of zeros: it is divided by
 _MOST_VALUES = 4 << 20  # dequantised at once in float32: bounds what that takes beside the weight
 
 
 def quantised(weight: torch.Tensor, scheme: WeightScheme) -> dict[str, torch.Tensor]:
-    """The tensors of `weight` [N, K] by role. One with NaN or inf gets scales that are not finite either."""
+    """The tensors of `weight` [N, K], or [E, N, K], by role. One with NaN or inf gets scales that are not finite."""
+    if weight.dim() > 2:
+        of_experts = [quantised(one, scheme) for one in weight]
+        return {role: torch.stack([tensors[role] for tensors in of_experts]) for role in scheme.roles}
     rows, columns = weight.shape
     groups = functional.pad(weight.float(), (0, -columns % scheme.group)).view(rows, -1, scheme.group)
     if scheme.kind == "fp8":
@@ -25,6 +30,13 @@ def quantised(weight: torch.Tensor, scheme: WeightScheme) -> dict[str, torch.Ten
         scaled = (groups / scales.float().unsqueeze(-1)).clamp_(-FP8_MAX, FP8_MAX)
         values = scaled.view(rows, -1)[:, :columns].to(torch.float8_e4m3fn)
         return {VALUES: values, SCALES: scales}
+    if scheme.kind == "mxfp4":
+        sizes = groups.abs().amax(-1)
+        parts, powers = torch.frexp(sizes * (1 / E2M1[7]))
+        powers = torch.where(parts == 0.5, powers - 1, powers).clamp(-E8M0_BIAS, E8M0_BIAS)
+        codes = _e2m1_codes(torch.ldexp(groups, -powers.unsqueeze(-1))).view(rows, -1)[:, :columns]
+        scales = torch.where(sizes.isfinite(), powers + E8M0_BIAS, E8M0_NAN).to(torch.uint8)
+        return {VALUES: paired(codes), SCALES: scales}
     found = {}
     if scheme.has_zeros:
         low, high = groups.amin(-1).clamp(max=0), groups.amax(-1).clamp(min=0)
@@ -44,6 +56,24 @@ def _scales(sizes: torch.Tensor, largest: float, scheme: WeightScheme) -> torch.
     return (sizes * (1 / largest)).clamp(min=_SMALLEST_SCALE).to(scheme.scale_dtype)
 
 
+def _e2m1_codes(numbers: torch.Tensor) -> torch.Tensor:
+    """uint8 of the nearest floats of four bits."""
+    sizes = torch.tensor(E2M1[:8], device=numbers.device)
+    codes = torch.bucketize(numbers.abs().contiguous(), (sizes[1:] + sizes[:-1]) / 2).to(torch.uint8)
+    return codes | (numbers.signbit().to(torch.uint8) << 3)
+
+
+def unpacked_e2m1(pairs: torch.Tensor) -> torch.Tensor:
+    """[..., 2 B] float32 of [..., B] uint8: two four-bit floats a byte, the low one first."""
+    table = torch.tensor(E2M1, dtype=torch.float32, device=pairs.device)
+    return table[torch.stack((pairs & 15, pairs >> 4), -1).int()].flatten(-2)
+
+
+def exponents(scales: torch.Tensor) -> torch.Tensor:
+    """float32 of scales of any type; bytes are powers of two (E8M0)."""
+    return (scales.view(torch.float8_e8m0fnu) if scales.dtype == torch.uint8 else scales).float()
+
+
 def paired(numbers: torch.Tensor) -> torch.Tensor:
     """[N, K/2 rounded up] uint8 of four-bit numbers [N, K] uint8, the low one of a byte first."""
     numbers = functional.pad(numbers, (0, numbers.shape[1] % 2))
@@ -53,16 +83,22 @@ def paired(numbers: torch.Tensor) -> torch.Tensor:
 def dequantised(
     tensors: Mapping[str, torch.Tensor | None], kind: str, group: int, columns: int, dtype: torch.dtype
 ) -> torch.Tensor:
-    """The weight [N, K] that `tensors`, by role, stand for: multiplied in float32 and rounded once."""
+    """The weight [N, K], or [E, N, K], that `tensors`, by role, stand for: multiplied in float32 and rounded once."""
     values, scales, zeros = tensors[VALUES], tensors[SCALES], tensors.get(ZEROS)
     assert values is not None and scales is not None, "a weight has values and scales"
+    if values.dim() > 2:
+        flat = {role: None if one is None else one.flatten(0, -2) for role, one in tensors.items()}
+        return dequantised(flat, kind, group, columns, dtype).unflatten(0, values.shape[:-1])
     weight = torch.empty(values.shape[0], columns, dtype=dtype, device=values.device)
     step = max(_MOST_VALUES // max(columns, 1), 1)
     for start in range(0, values.shape[0], step):
         rows = slice(start, start + step)
-        factors = _of_inputs(scales[rows].float(), group, columns)
+        factors = _of_inputs(exponents(scales[rows]), group, columns)
         if kind == "fp8":
             weight[rows] = values[rows].float().mul_(factors)
+            continue
+        if kind == "mxfp4":
+            weight[rows] = unpacked_e2m1(values[rows])[:, :columns].mul_(factors)
             continue
         numbers = torch.stack((values[rows] & 15, values[rows] >> 4), -1).flatten(-2)[:, :columns].float()
         numbers -= INT4_ZERO if zeros is None else _of_inputs(zeros[rows].float(), group, columns)

@@ -1,6 +1,7 @@
 """Defines how the weight of a linear lies in memory where it is quantised: its tensors, their shapes and types.
 
-Shape legend: N outputs, K inputs, G groups of inputs that share a scale.
+Shape legend: N outputs, K inputs, G groups of inputs that share a scale; E experts, whose weights all tensors have one
+behind another.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import torch
 
 # Roles of the tensors that one weight is.
 VALUES, SCALES, ZEROS = "values", "scales", "zeros"
-Kind = Literal["fp8", "int4"]
+Kind = Literal["fp8", "int4", "mxfp4"]
 
 FP8_MAX = 448.0  # of float8_e4m3fn
 INT4_ZERO = 8  # what stands for zero where no zero points are stored
@@ -21,11 +22,12 @@ INT4_ZERO = 8  # what stands for zero where no zero points are stored
 
 @dataclass(frozen=True)
 class WeightScheme:
-    """The form of a weight [N, K]; every scale is of one row, whatever blocks a checkpoint has, so that rows of
-    several weights can be packed into one.
+    """The form of a weight [N, K], or of experts' [E, N, K]; every scale is of one row, whatever blocks a checkpoint
+    has, so that rows of several weights can be packed into one.
 
     fp8: values [N, K] float8_e4m3fn, weight = value * scale. int4: values [N, K/2 rounded up] uint8, two a byte, the
-    low one first; weight = (value - zero) * scale, zero being 8 where there are no zero points.
+    low one first; weight = (value - zero) * scale, zero being 8 where there are no zero points. mxfp4: values likewise,
+    floats of four bits (E2M1), for 32 inputs a scale that is a power of two in a byte (E8M0).
 
     Attributes:
         kind: what a value is.
@@ -43,11 +45,12 @@ class WeightScheme:
     def roles(self) -> tuple[str, ...]:
         return (VALUES, SCALES, ZEROS) if self.has_zeros else (VALUES, SCALES)
 
-    def shape(self, role: str, rows: int, columns: int) -> tuple[int, int]:
-        """The shape of one tensor of a weight [rows, columns]."""
+    def shape(self, role: str, *sizes: int) -> tuple[int, ...]:
+        """The shape of one tensor of a weight of these sizes, of which the last are its inputs."""
+        *others, columns = sizes
         if role == VALUES:
-            return rows, columns if self.kind == "fp8" else -(-columns // 2)
-        return rows, -(-columns // self.group)
+            return *others, columns if self.kind == "fp8" else -(-columns // 2)
+        return *others, -(-columns // self.group)
 
     def stretch(self, role: str, start: int, length: int) -> tuple[int, int]:
         """Where what is of the inputs [start, start + length) stands along dimension 1 of one tensor: (start, length).
@@ -63,13 +66,18 @@ class WeightScheme:
             return self.scale_dtype
         return torch.float8_e4m3fn if role == VALUES and self.kind == "fp8" else torch.uint8
 
-    def num_bytes(self, rows: int, columns: int) -> int:
-        """The bytes of all tensors of a weight [rows, columns]."""
-        return sum(math.prod(self.shape(role, rows, columns)) * self.dtype(role).itemsize for role in self.roles)
+    def num_bytes(self, *sizes: int) -> int:
+        """The bytes of all tensors of a weight of these sizes."""
+        return sum(math.prod(self.shape(role, *sizes)) * self.dtype(role).itemsize for role in self.roles)
+
+
+MXFP4 = WeightScheme("mxfp4", 32, torch.uint8)
 
 
 def quantised_as(kind: Kind, columns: int) -> WeightScheme:
     """The scheme that a plain weight of so many inputs is quantised to."""
+    if kind == "mxfp4":
+        return MXFP4
     if kind == "fp8":
         return WeightScheme("fp8", columns)
     return WeightScheme("int4", min(_INT4_GROUP, columns), torch.bfloat16)

@@ -6,7 +6,8 @@ from dataclasses import dataclass, fields
 
 from mllm_compile.runtime.config_sections import CudaGraphSection, MaxStepMs, RuntimeSection
 from mllm_compile.runtime.errors import ConfigError, RequestError
-from mllm_compile.runtime.media.grids import MAX_FEATURES
+from mllm_compile.runtime.media.request import RequestMedia
+from mllm_compile.runtime.media.tower import MAX_FEATURES
 from mllm_compile.runtime.schedule.rope_lengths import RopeLengths
 
 
@@ -71,6 +72,20 @@ class SchedulerConfig:
     def max_features_per_step(self) -> int:
         """Features of the images of which a step has tokens; of an image with more, that one alone."""
         return min(self.max_num_batched_tokens, MAX_FEATURES)
+
+    def check_whole_images(self, media: RequestMedia) -> None:
+        """
+        Raises:
+            RequestError: an image that one step has to have whole may never find room beside decodes.
+        """
+        most = self.max_num_batched_tokens - self.max_running_requests + 1
+        longest = max((image.end - image.start for image in media.images), default=0)
+        if longest > most:
+            raise RequestError(
+                f"an image has {longest} tokens, which this model computes in one step, but beside running requests a "
+                f"step has room for {most}; raise runtime.max_num_batched_tokens to "
+                f"{longest + self.max_running_requests - 1} or lower runtime.max_running_requests"
+            )
 
     @property
     def usable_pages(self) -> int:

@@ -101,6 +101,8 @@ class Scheduler:
             RequestError: the prompt is empty, or it could never fit.
         """
         request.max_new_tokens = self.config.max_new_tokens(len(request.prompt_token_ids), request.params.max_tokens)
+        if request.media is not None and request.media.sees_ahead:
+            self.config.check_whole_images(request.media)
         if self.config.rope is not None:
             request.rope_len = len(request.prompt_token_ids)
         request.sequence = self._next_sequence
@@ -327,7 +329,7 @@ class Scheduler:
             longest = self._rounded_chunk(request, budget)
         room = self._room(request)
         if room > 0:
-            self._plan_chunk(chunks, request, min(longest, room), budget)
+            self._plan_chunk(chunks, request, min(longest, room), budget, most=min(budget.tokens, room))
         if longest < rest:
             budget.tokens = 0
 
@@ -346,7 +348,7 @@ class Scheduler:
     def _first_chunk(self, request: Request, budget: PromptBudget) -> int:
         """Tokens of the next chunk of the first prompt, pages aside: a page at least, however little time there is."""
         longest = max(budget.longest(int(self._computed[request.row])), self.config.page_size)
-        return min(longest, budget.tokens, self._rest(request))
+        return self._with_whole_images(request, min(longest, budget.tokens, self._rest(request)), budget.tokens)
 
     def _rounded_chunk(self, request: Request, budget: PromptBudget) -> int:
         """The same of a prompt that is cut: the step then fills a captured graph, if there is a fitting one."""
@@ -381,7 +383,7 @@ class Scheduler:
                 chunk = min(chunk, self._room(request) - self._pages_of_first(first, budget))
             if chunk < 1:
                 return
-            self._plan_chunk(chunks, request, chunk, budget)
+            self._plan_chunk(chunks, request, chunk, budget, most=chunk)
             share.take(chunk, context)
             if share.ms <= 0:
                 return
@@ -416,11 +418,14 @@ class Scheduler:
             rows, set_aside = 2, set_aside + self.pages.pages_for(self._rest(self._waiting[0]))
         return len(self._free_rows) >= rows and self._try_admit(request, set_aside)
 
-    def _plan_chunk(self, chunks: list[Chunk], request: Request, length: int, budget: PromptBudget) -> None:
-        """Plan the next `length` tokens of a prompt, for which there are pages."""
+    def _plan_chunk(
+        self, chunks: list[Chunk], request: Request, length: int, budget: PromptBudget, *, most: int
+    ) -> None:
+        """Plan the next `length` tokens of a prompt, for which there are pages; up to `most` for an image's sake."""
         row = request.row
         start, target = int(self._computed[row]), self._prefill_ids[row].size
         if request.media is not None:
+            length = self._with_whole_images(request, length, most)
             length = self._cut_for_images(request.media, start, length)
             if not length:
                 return
@@ -439,6 +444,18 @@ class Scheduler:
         """True if the step has a chunk of the request, which ended for the sake of a state or of an image."""
         may_be = self.config.num_snapshots > 0 or request.media is not None
         return may_be and any(chunk.request is request for chunk in chunks)
+
+    def _with_whole_images(self, request: Request, length: int, most: int) -> int:
+        """The length of a chunk that cuts no image whose tokens see what is ahead in it: it ends before such an image,
+        or is all of it, or is 0 where that is more than `most`."""
+        media, start = request.media, int(self._computed[request.row])
+        if media is None or not media.sees_ahead:
+            return length
+        for image in media.images:
+            if image.start < start + length < image.end:
+                whole = image.end - start
+                return image.start - start if image.start > start else whole if whole <= most else 0
+        return length
 
     def _cut_for_images(self, media: RequestMedia, start: int, length: int) -> int:
         """The length of a chunk that ends before an image which is one too many for the step; its first image never is.

@@ -59,8 +59,8 @@ class HybridAttnBackend(AttentionBackend):
     def forward(self, inputs: AttentionInputs) -> None:
         self._of_attention.forward(inputs)
 
-    def cascade_pays(self, num_requests: int, num_tokens: int) -> bool:
-        return self._attention is not None and self._attention.cascade_pays(num_requests, num_tokens)
+    def cascade_pays(self, num_requests: int, num_tokens: int, is_captured: bool = False) -> bool:
+        return self._attention is not None and self._attention.cascade_pays(num_requests, num_tokens, is_captured)
 
     def rotates(self, layer: AttentionLayer) -> bool:
         return self._of_attention.rotates(layer)

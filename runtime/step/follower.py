@@ -30,9 +30,12 @@ class FollowingStepRunner(StepRunner):
             self._copy_states(batch.state_saves)
 
     def _run_model(self, batch: ScheduledBatch, plan: StepPlan) -> None:
-        if self._is_captured(batch):
+        shared = self._common_prefix_len(batch)
+        if self._is_captured(batch, shared):
             fields = plan.fields
-            self._runner.decode(fields.req_pool_indices, fields.seq_lens, fields.out_cache_loc)
+            self._runner.decode(
+                fields.req_pool_indices, fields.seq_lens, fields.out_cache_loc, common_prefix_len=shared
+            )
             return
         output, fields_there = self._launch(batch, plan)
         if fields_there.scored_indices is not None and output.logits_of is not None:

@@ -7,21 +7,45 @@ Used by one thread, in the order of steps. W numbers of a feature, those for dee
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from mllm_compile.runtime.device.upload import upload, upload_rows
-from mllm_compile.runtime.forward_batch import MediaInputs
+from mllm_compile.runtime.forward_batch import Block, MediaInputs
 from mllm_compile.runtime.media.feature_pool import FeaturePool, Key
-from mllm_compile.runtime.media.grids import FEATURES_OF_A_RUN
-from mllm_compile.runtime.media.request import Image
+from mllm_compile.runtime.media.request import Image, RequestMedia
+from mllm_compile.runtime.media.tower import FEATURES_OF_A_RUN, Tower
 from mllm_compile.runtime.media.tower_inputs import tower_inputs
 from mllm_compile.runtime.model_runner import ModelRunner
 from mllm_compile.runtime.program.executor import Segments
 from mllm_compile.runtime.schedule.request import Request
 from mllm_compile.runtime.schedule.scheduled_batch import ScheduledBatch
+
+
+class _Chunk(NamedTuple):
+    """The tokens of a prompt with images in a step: the request, its place in the batch, its first row of T, its first
+    token and their number."""
+
+    request: Request
+    media: RequestMedia
+    place: int
+    at: int
+    start: int
+    length: int
+
+    @property
+    def end(self) -> int:
+        return self.start + self.length
+
+    def images(self) -> list[Image]:
+        """The images of which it has tokens."""
+        return list(self.media.images_within(self.start, self.end))
+
+    def key(self, image: Image) -> Key:
+        """The pool's name of an image. Those of requests that share no KV share no features: their times would tell."""
+        return image.digest, self.request.cache_salt
 
 
 class MediaSteps:
@@ -53,8 +77,9 @@ class MediaSteps:
         if not self._num_moved:
             return index
         positions = index + np.repeat(self._deltas[batch.rows], batch.num_new)
-        for request, at, start, length in self._chunks(batch):
-            positions[at : at + length] = request.media.text_positions(start, length)  # type: ignore[union-attr]
+        for chunk in self._chunks(batch):
+            own = chunk.media.text_positions(chunk.start, chunk.length)
+            positions[chunk.at : chunk.at + chunk.length] = own
         return positions
 
     def inputs(self, batch: ScheduledBatch, positions: np.ndarray) -> MediaInputs | None:
@@ -63,42 +88,51 @@ class MediaSteps:
         Args:
             positions: [T], of all tokens that take none.
         """
-        wanted = [(*chunk, images) for chunk in self._chunks(batch) if (images := _images_of(*chunk))]
+        wanted = [(chunk, images) for chunk in self._chunks(batch) if (images := chunk.images())]
         pool = self._runner.feature_pool
-        if not wanted or pool is None:
+        if not wanted or pool is None or self._media is None:
             return None
-        self._encode(pool, {_key(chunk[0], image): image for chunk in wanted for image in chunk[-1]})
+        self._encode(pool, {chunk.key(image): image for chunk, images in wanted for image in images})
         rows = np.zeros(batch.num_tokens, dtype=np.int64)  # of the pool
-        axes = np.broadcast_to(positions, (3, positions.size)).copy()
-        for request, at, start, length, images in wanted:
-            axes[:, at : at + length] = request.media.all_positions(start, length)  # type: ignore[union-attr]
+        axes = np.broadcast_to(positions, (self._media.facts.axes, positions.size)).copy()
+        blocks: list[Block] = []
+        for chunk, images in wanted:
+            own_axes = chunk.media.all_positions(chunk.start, chunk.length)
+            axes[:, chunk.at : chunk.at + chunk.length] = own_axes[: len(axes)]
             for image in images:
-                own = pool.find(_key(request, image))
+                own = pool.find(chunk.key(image))
                 assert own is not None, "it was encoded for this step"
-                first, last = max(image.start, start), min(image.end, start + length)
-                rows[at + first - start : at + last - start] = own[first - image.start : last - image.start]
-        index = upload(rows, self._runner.device)
-        return MediaInputs(pool.rows.index_select(0, index), index > 0, upload(axes, self._runner.device))
+                first, last = max(image.start, chunk.start), min(image.end, chunk.end)
+                of_step = slice(chunk.at + first - chunk.start, chunk.at + last - chunk.start)
+                of_image = np.zeros(image.end - image.start, dtype=np.int64)
+                of_image[chunk.media.is_feature[image.start : image.end]] = own
+                rows[of_step] = of_image[first - image.start : last - image.start]
+                if chunk.media.sees_ahead:
+                    blocks.append(Block(chunk.place, of_step.start, of_step.stop, image.end))
+        device = self._runner.device
+        index, placed = upload(rows, device), upload(axes, device) if len(axes) > 1 else None
+        return MediaInputs(pool.rows.index_select(0, index), index > 0, placed, tuple(blocks))
 
-    def _chunks(self, batch: ScheduledBatch) -> Iterator[tuple[Request, int, int, int]]:
-        """Each prompt with images: the request, its first row of T, its first token and their number."""
+    def _chunks(self, batch: ScheduledBatch) -> Iterator[_Chunk]:
+        """Each prompt with images."""
         if self._media is None:
             return
         at = batch.num_decodes
         for place in range(batch.num_decodes, batch.num_requests):
             request, length = batch.requests[place], int(batch.num_new[place])
             if request.media is not None:
-                yield request, at, int(batch.prefix_lens[place]), length
+                yield _Chunk(request, request.media, place, at, int(batch.prefix_lens[place]), length)
             at += length
 
     def _encode(self, pool: FeaturePool, needed: Mapping[Key, Image]) -> None:
         """Brings the features of a step's images into the pool: runs the tower for those that are not there."""
+        facts = self._runner.model.media.facts  # type: ignore[union-attr]
         missing = [(key, image) for key, image in needed.items() if pool.find(key) is None]
-        for run in _runs(missing):
+        for run in _runs(facts, missing):
             placed: list[np.ndarray] = []
             try:
                 for key, image in run:
-                    placed.append(pool.place(key, image.end - image.start, needed))
+                    placed.append(pool.place(key, facts.num_features(image.grid), needed))
                 features = self._features_of([image for _, image in run])
                 pool.rows.index_copy_(0, upload(np.concatenate(placed), self._runner.device), features)
             except BaseException:  # what was not written is not there
@@ -115,29 +149,16 @@ class MediaSteps:
         inputs: dict[str, Any] = {name: upload(array, device) for name, array in arrays.items()}
         for name, one in segments.items():
             inputs[name] = Segments(upload(one.bounds, device), one.longest)
-        width = facts.merge**2 * facts.patch_width
-        pixels = [image.pixels.reshape(-1, width) for image in images]
-        inputs["pixel_values"] = upload_rows(pixels, self._runner.config.dtype, device)
+        inputs["pixel_values"] = upload_rows([image.pixels for image in images], self._runner.config.dtype, device)
         return self._runner.run_tower(inputs)
 
 
-def _images_of(request: Request, at: int, start: int, length: int) -> list[Image]:
-    """The images of which a chunk has tokens."""
-    assert request.media is not None, "chunks of prompts with images"
-    return list(request.media.images_within(start, start + length))
-
-
-def _key(request: Request, image: Image) -> Key:
-    """The pool's name of an image. Those of requests that share no KV share no features: their times would tell."""
-    return image.digest, request.cache_salt
-
-
-def _runs(images: Sequence[tuple[Key, Image]]) -> Iterator[list[tuple[Key, Image]]]:
+def _runs(facts: Tower, images: Sequence[tuple[Key, Image]]) -> Iterator[list[tuple[Key, Image]]]:
     """The images of each run of the tower, in order."""
     run: list[tuple[Key, Image]] = []
     features = 0
     for key, image in images:
-        own = image.end - image.start
+        own = facts.num_features(image.grid)
         if run and features + own > FEATURES_OF_A_RUN:
             yield run
             run, features = [], 0

@@ -171,13 +171,14 @@ class StepRunner:
 
         The device's table of slots hears of a new page by the slot of its first token: decodes get no others.
         """
-        if not self._is_captured(batch):
+        shared = self._common_prefix_len(batch)
+        if not self._is_captured(batch, shared):
             return None
         self._follow_rows(batch)
         self.state.flush()
         fields, flags = plan.fields, self.state.flags
         deltas = self.media.deltas(batch.rows)
-        decode = self._runner.decode(fields.req_pool_indices, fields.seq_lens, fields.out_cache_loc, deltas)
+        decode = self._runner.decode(fields.req_pool_indices, fields.seq_lens, fields.out_cache_loc, deltas, shared)
         mask = self._mask(batch, plan)
         if not flags.chooses_plainly or mask is not None:  # then the graph's choice is not used
             output = LogitsProcessorOutput(decode.logits)
@@ -189,11 +190,12 @@ class StepRunner:
         all_scores = self._score_all(batch, plan, decode.logits)
         return _Results(decode.turn, decode.turn.tokens[: batch.num_requests], scores, all_scores=all_scores)
 
-    def _is_captured(self, batch: ScheduledBatch) -> bool:
+    def _is_captured(self, batch: ScheduledBatch, common_prefix_len: int) -> bool:
         """True if the step is one launch."""
-        if batch.num_decodes < batch.num_requests or not self._runner.holds_decode(batch.num_requests):
+        if batch.num_decodes < batch.num_requests:
             return False
-        return not self._common_prefix_len(batch)
+        holds = self._runner.holds_cascade if common_prefix_len else self._runner.holds_decode
+        return holds(batch.num_requests)
 
     def _common_prefix_len(self, batch: ScheduledBatch) -> int:
         """The first tokens of the step's decodes that are to be read once for all of them; 0: none."""
@@ -201,11 +203,12 @@ class StepRunner:
         if count < 2 or not runtime.cascade_attention or runtime.deterministic:
             return 0
         most = int(batch.prefix_lens[:count].min()) // page_size
+        is_captured = count == batch.num_requests and self._runner.holds_cascade(count)
         pays = self._runner.attn_backend.cascade_pays
-        if not pays(count, most * page_size):  # whatever they share
+        if not pays(count, most * page_size, is_captured):  # whatever they share
             return 0
         num_tokens = self._pages.common_pages(batch.rows[:count], most) * page_size
-        return num_tokens if pays(count, num_tokens) else 0
+        return num_tokens if pays(count, num_tokens, is_captured) else 0
 
     def _launch(self, batch: ScheduledBatch, plan: StepPlan) -> tuple[LogitsProcessorOutput, StepFields[torch.Tensor]]:
         """Brings the step's arrays to the device, new pages among them, and runs the model."""

@@ -17,7 +17,8 @@ import torch
 
 from mllm_compile.runtime.errors import CheckpointError, DamagedWeightsError
 from mllm_compile.runtime.json_data import from_json
-from mllm_compile.runtime.quantised.scheme import WeightScheme
+from mllm_compile.runtime.quantised.numbers import E8M0_NAN
+from mllm_compile.runtime.quantised.scheme import SCALES, WeightScheme
 from mllm_compile.runtime.weights.formats.base import VALUES, Quantised, StoredTensor
 from mllm_compile.runtime.weights.formats.every import (
     FORMATS,
@@ -51,7 +52,9 @@ class SmallPart:
     def steps(self, steps: Iterable[ViewStep]) -> tuple[ViewStep, ...]:
         """The views of this tensor, where `steps` are those of the weight: parts of its rows and inputs."""
         return tuple(
-            ("narrow", 1, *self.scheme.stretch(self.role, int(step[2]), int(step[3]))) if step[1] == 1 else step
+            ("narrow", 1, *self.scheme.stretch(self.role, int(step[2]), int(step[3])))
+            if step[:2] == ("narrow", 1)
+            else step
             for step in steps
         )
 
@@ -227,6 +230,9 @@ def _read(part: WeightPart, place: torch.Tensor, folder: Path, headers: Mapping[
         for one in part.sources
     )
     _check_details(quantised, folder, headers)
+    unviewed = _unviewed(place, steps)
+    if unviewed is not None:
+        place, steps, view = unviewed, (), None
     if small is not None and is_stored(quantised, small.role):
         return _read_stored(first.path, first.entry, steps, place)
     if small is not None:
@@ -235,8 +241,6 @@ def _read(part: WeightPart, place: torch.Tensor, folder: Path, headers: Mapping[
             fill_small(place, quantised, small.role, view, tensors)
 
         return TensorRead(first.path, first.entry, place, fill=fill_one, others=others)
-    if (unviewed := _unviewed(place, part.steps)) is not None:
-        place, view = unviewed, None
 
     def fill(place: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
         fill_dequantised(place, quantised, part.shape, view, tensors)
@@ -354,9 +358,11 @@ def _check_finite(specs: Sequence[WeightSpec], weights: Mapping[str, torch.Tenso
 
     A sum shows every such value and reads at the memory's speed (16 GB in some 5 ms on an H100). One of finite values
     may overflow as well, so the weight is looked at again before it is refused. Of values in eight bits, which have no
-    inf, two are NaN.
+    inf, two are NaN; of scales that are powers of two one is.
     """
-    _check_eight_bits([spec for spec in specs if spec.dtype == torch.float8_e4m3fn], weights, folder)
+    _check_eight_bits([spec for spec in specs if spec.dtype == torch.float8_e4m3fn], weights, folder, 0x7F, "values")
+    powers = [spec for spec in specs if any(_is_of_powers(part) for part in spec.parts)]
+    _check_eight_bits(powers, weights, folder, E8M0_NAN, "scales")
     summed = [spec for spec in specs if spec.dtype.is_floating_point and spec.dtype.itemsize > 1]
     if not summed:
         return
@@ -367,23 +373,31 @@ def _check_finite(specs: Sequence[WeightSpec], weights: Mapping[str, torch.Tenso
                 _check_part(part, place_of(weights[spec.name], part), folder)
 
 
-def _check_eight_bits(specs: Sequence[WeightSpec], weights: Mapping[str, torch.Tensor], folder: Path) -> None:
+def _is_of_powers(part: WeightPart) -> bool:
+    """True for scales in bytes (E8M0)."""
+    return part.small is not None and part.small.role == SCALES and part.small.scheme.dtype(SCALES) == torch.uint8
+
+
+def _check_eight_bits(
+    specs: Sequence[WeightSpec], weights: Mapping[str, torch.Tensor], folder: Path, nan: int, what: str
+) -> None:
+    """Refuses weights with a byte all of whose bits in `nan` are set."""
     if not specs:
         return
-    are_nan = torch.stack([_has_nan(weights[spec.name]) for spec in specs])
+    are_nan = torch.stack([_has_nan(weights[spec.name], nan) for spec in specs])
     for spec, is_nan in zip(specs, are_nan.tolist(), strict=True):
         for part in spec.parts if is_nan else ():
-            if _has_nan(place_of(weights[spec.name], part)):
+            if _has_nan(place_of(weights[spec.name], part), nan):
                 raise CheckpointError(
-                    f"{folder / part.file}: tensor {part.tensor!r} holds NaN among its values in eight bits. Fetch the "
+                    f"{folder / part.file}: tensor {part.tensor!r} holds NaN among its {what} in eight bits. Fetch the "
                     "checkpoint again."
                 )
 
 
-def _has_nan(values: torch.Tensor) -> torch.Tensor:
-    """[] bool of e4m3 values, a few rows at a time."""
-    rows = values.view(torch.uint8).split(_CHECKED_ROWS)
-    return torch.stack([((some & 0x7F) == 0x7F).any() for some in rows]).any()
+def _has_nan(values: torch.Tensor, nan: int) -> torch.Tensor:
+    """[] bool of values in eight bits, a few rows at a time."""
+    rows = values.view(torch.uint8).split(_CHECKED_ROWS if values.dim() == 2 else 1)
+    return torch.stack([((some & nan) == nan).any() for some in rows]).any()
 
 
 def _check_part(part: WeightPart, place: torch.Tensor, folder: Path) -> None:
@@ -434,8 +448,7 @@ def place_of(weight: torch.Tensor, part: WeightPart) -> torch.Tensor:
     """The view of `weight` that `part` fills."""
     shape = view_shape(part.shape, part.steps) if part.steps else part.shape
     if part.small is not None:
-        rows, columns = shape
-        shape = part.small.scheme.shape(part.small.role, rows, columns)
+        shape = part.small.scheme.shape(part.small.role, *shape)
     starts = (part.start, *part.inner_starts)
     for dim, (start, size) in enumerate(zip(starts, shape, strict=False)):  # no inner starts: all of those dimensions
         weight = weight.narrow(dim, start, size)

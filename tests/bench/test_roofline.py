@@ -12,6 +12,7 @@ import pytest
 
 from mllm_compile.bench.limits.roofline import (
     _CAPTURED_LABELS,
+    BETWEEN_RANKS,
     PREPARE,
     SAMPLE,
     UNKNOWN,
@@ -103,6 +104,14 @@ def test_gemms_whose_names_are_not_known_are_the_longest_kernels():
 def test_inductors_triton_gemms_are_known_by_name_though_others_take_longer():
     step = [kernel("triton_red_fused_mm_norm_0", 50, 0), kernel("triton_tem_fused_mm_1", 9, 0)]
     assert [job.label for job in assign_jobs(step, FACTS)] == [f"before {QKV.name}", QKV.name]
+
+
+@pytest.mark.parametrize(
+    "name", ["push_norm", "push_sum", "pull_norm", "ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgsStorage<4096ul>)"]
+)
+def test_what_goes_between_ranks_has_a_line_of_its_own(name):
+    step = [kernel("triton_poi_fused_embedding_0", 2, 0), kernel(name, 50, 0), kernel("nvjet_tst_64x8", 9, 0)]
+    assert [job.label for job in assign_jobs(step, FACTS)] == [f"before {QKV.name}", BETWEEN_RANKS, QKV.name]
 
 
 # Functions of the kernel families, and Triton's of experts.

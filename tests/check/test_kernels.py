@@ -75,7 +75,7 @@ def test_each_form_runs_as_it_will_be_asked_to_with_as_many_splits_as_there_are_
     layer = replace(LAYER, num_heads=40, num_kv_heads=kv_heads)
     few, many = Attention(layer), Attention(layer)
     check_attention(layer, few, many)
-    assert few.calls[0] == (1, min(32, 256 // kv_heads), 2100)
+    assert few.calls[0] == (1, min(32, 256 // kv_heads), 6200)
     assert all(requests * kv_heads <= 64 for requests, *_ in few.calls)
     assert any(requests * kv_heads > 64 for requests, *_ in many.calls)
     assert max(splits for _, splits, _ in many.calls) == 512 // 65 if kv_heads < 3 else True

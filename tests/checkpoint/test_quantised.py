@@ -13,13 +13,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from mllm_compile.checkpoint.plan import can_be_quantised, plan_weights, read_checkpoint, scheme_of
+from mllm_compile.checkpoint.plan import as_linear, can_be_quantised, plan_weights, read_checkpoint, scheme_of
 from mllm_compile.checkpoint.quantised import read_tensors
 from mllm_compile.config.quantisation import read_scheme
 from mllm_compile.errors import CheckpointError
 from mllm_compile.model.hf_model import build_on_meta
 from mllm_compile.passes.base import PackedPart, QuantisedTensor
 from mllm_compile.runtime.quantised.numbers import dequantised, quantised
+from mllm_compile.runtime.quantised.scheme import MXFP4 as MXFP4_SCHEME
 from mllm_compile.runtime.quantised.scheme import WeightScheme, quantised_as, tensor_name
 from mllm_compile.runtime.weights.formats import every, gptq
 from mllm_compile.runtime.weights.loader import WeightSpec, allocate_weights, fill_random, load_weights
@@ -346,7 +347,7 @@ def small_specs(
         shapes[tensor_name(joined, role)] = scheme.shape(role, sum(members.values()), columns), scheme.dtype(role)
         parts, start = [], 0
         for name, rows in members.items():
-            told[tensor_name(name, role)] = QuantisedTensor(name, role, scheme, columns)
+            told[tensor_name(name, role)] = QuantisedTensor(name, role, scheme, (rows, columns))
             parts.append(PackedPart(tensor_name(name, role), start, rows))
             start += rows
         packed[tensor_name(joined, role)] = tuple(parts)
@@ -447,14 +448,17 @@ def test_what_linears_do_not_compute_with_has_no_scheme(name, tmp_path):
     assert scheme_of(plan(tmp_path).planned[NAME]) is None
 
 
-def test_experts_and_plain_weights_have_no_scheme(tmp_path):
+def test_experts_that_lie_transposed_have_a_scheme_as_linears_and_plain_weights_none(tmp_path):
     write(tmp_path, MXFP4, random_weight(3, 96, 40), "layers.0.mlp.experts.down_proj")
     (planned,) = plan(tmp_path).planned.values()
     assert scheme_of(planned) is None and not can_be_quantised(planned)
+    assert scheme_of(as_linear(planned, True)) == MXFP4_SCHEME, "published as linears have theirs"
     save_file({NAME: random_weight(24, 40)}, tmp_path / FILE)
     (planned,) = read_tensors(tmp_path, [FILE], None).planned.values()
     assert scheme_of(planned) is None and can_be_quantised(planned)
-    assert not can_be_quantised(planned.reshape(24, 20, 2)) and scheme_of(planned.narrow(1, 0, 8)) is None
+    assert scheme_of(planned.narrow(1, 0, 8)) is None
+    halves = torch.cat((planned.narrow(1, 0, 8), planned.narrow(1, 8, 32)), 1)
+    assert not can_be_quantised(halves), "rows of two parts would be two quantised ones"
 
 
 @pytest.mark.parametrize(

@@ -68,6 +68,16 @@ def test_auto_on_a_gpu_is_the_checkpoints_dtype_flashinfer_and_both_kinds_of_gra
 
 
 @pytest.mark.parametrize(
+    ("num_experts", "chosen", "tokens"),
+    [(128, 8, 16384), (64, 8, 8192), (8, 2, 8192), (256, 8, 16384), ("many", 8, 8192)],
+)
+def test_a_step_has_more_tokens_where_each_expert_gets_few_of_them(num_experts, chosen, tokens):
+    config_json = {"num_local_experts": num_experts, "num_experts_per_tok": chosen}
+    assert resolved(H200, config_json).runtime.max_num_batched_tokens == tokens
+    assert resolved(H200, config_json, runtime={"max_num_batched_tokens": 300}).runtime.max_num_batched_tokens == 300
+
+
+@pytest.mark.parametrize(
     ("width", "largest"), [(64, 4096), (1024, 4096), (1152, 2048), (2048, 1024), (2560, 512), (4096, 512), ("?", 512)]
 )
 def test_the_smaller_a_model_the_longer_are_the_steps_whose_pieces_are_captured(width, largest):
@@ -346,7 +356,12 @@ def test_deterministic_steps_have_one_size_and_one_graph(device, kv_heads, asked
     [
         (CPU, {}, "attention_backend is torch"),
         (H200, {"compile": {"backend": "eager"}}, "backend is eager"),
-        (H200, {"runtime": {"kv_cache_dtype": "fp8_e4m3"}}, "the KV cache is float8_e4m3fn"),
+        (A100, {"runtime": {"kv_cache_dtype": "fp8_e4m3"}}, "the KV cache is float8_e4m3fn"),
+        (
+            H200,
+            {"runtime": {"kv_cache_dtype": "fp8_e4m3"}, "model": {"path": "m", "dtype": "float16"}},
+            "the KV cache is float8_e4m3fn",
+        ),
     ],
 )
 def test_the_decode_kernel_is_refused_where_it_cannot_serve_and_left_out_by_auto(device, sections, obstacle):
@@ -435,6 +450,27 @@ def quantization(asked: str, scheme: Scheme | None, *disabled: str) -> ResolvedC
     model = {"path": "m", "quantization": asked}
     config = EngineConfig.from_dict({"model": model, "compile": {"disable_passes": list(disabled)}})
     return resolve(config, ModelFolder(Path("/models/m"), QWEN, (), scheme), H200)
+
+
+INT4 = Scheme("awq in 4 bits, groups of 128", ("awq",), kinds=("int4",))
+
+
+@pytest.mark.parametrize(
+    ("device", "scheme", "asked", "becomes"),
+    [
+        (H200, INT4, {}, "bfloat16"),
+        (H200, INT4, {"dtype": "float16"}, "float16"),
+        (H200, INT4, {"quantization": "dequantize"}, "float16"),
+        (H200, NOT_IN_LINEARS, {}, "float16"),
+        (A100, INT4, {}, "float16"),
+        (CPU, INT4, {}, "float32"),
+    ],
+)
+def test_four_bit_weights_of_a_float16_checkpoint_are_served_in_the_type_that_their_kernels_take(
+    device, scheme, asked, becomes
+):
+    folder = ModelFolder(Path("/models/m"), {**QWEN, "dtype": "float16"}, (), scheme)
+    assert resolve(EngineConfig.from_dict({"model": {"path": "m", **asked}}), folder, device).model.dtype == becomes
 
 
 @pytest.mark.parametrize(

@@ -43,6 +43,7 @@ PROMPTS: list[MediaPrompt | list[int]] = [ONE, TWO, CUT, LAST, TEXT]
 
 
 TOWERS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")  # each unlike the others
+OTHERS = [pytest.param(name, marks=pytest.mark.slow) for name in ("glm4v", "qwen3_5")]
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,7 @@ class Served:
         return Engine(vision_engine_config(self.folder, self.cache, **runtime))
 
 
-@pytest.fixture(scope="module", params=TOWERS)
+@pytest.fixture(scope="module", params=[*TOWERS, *OTHERS])
 def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     folder = tmp_path_factory.mktemp(request.param)
     model = save_vision_model(request.param, folder)
@@ -184,7 +185,13 @@ def test_images_are_refused_where_text_alone_is_served(served: Served) -> None:
 def test_videos_are_placed_in_time(served: Served) -> None:
     pixels, grid = image(5, (3, 4, 6))
     tensors = {"pixel_values_videos": pixels, "video_grid_thw": np.array([grid])}
-    if served.model.config.model_type == "qwen3_vl":  # frames apart, behind what says when they are
+    if served.model.config.model_type == "glm4v":
+        with served.engine() as engine, pytest.raises(RequestError, match="takes images, and no videos"):
+            engine.generate(
+                MediaPrompt([91] * 18, (MediaItem("video", 0, 18, b"v" * 32, tensors),), np.ones(18, bool)), GREEDY
+            )
+        return
+    if served.model.config.model_type in ("qwen3_vl", "qwen3_5"):  # frames apart, behind what says when they are
         ids = [5, 92, *[91] * 6, 93, 30, 92, *[91] * 6, 93, 31, 92, *[91] * 6, 93, 7]
     else:
         ids = [5, 92, *[91] * 18, 93, 7]

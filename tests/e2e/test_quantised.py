@@ -21,7 +21,8 @@ from mllm_compile.runtime.quantised.numbers import dequantised, quantised
 from mllm_compile.runtime.quantised.scheme import quantised_as
 from tests.model.tiny_configs import save_tiny_model
 from tests.model.tiny_configs import tiny_config as config_of
-from tests.quantised_checkpoints import LINEARS, MXFP4, quantise_folder, set_quantisation
+from tests.quantised_checkpoints import LINEARS, quantise_folder
+from tests.quantised_experts import FORMATS, TWO_LAYERS, write_experts
 from tests.tiny_model import TINY, tiny_config
 
 PROMPTS = ([41, 302, 77, 1024, 5, 900, 12], [7, 7, 1801])
@@ -161,34 +162,56 @@ def test_through_inductor_it_says_the_same(name, tmp_path):
     assert ask(tiny_config(tmp_path / "cache", **sections), prompts) == transformers_greedy(tmp_path / "plain", prompts)
 
 
-def mxfp4_experts(folder: Path) -> Path:
-    """A gpt_oss with experts as they are published, in `folder`/packed; returns the plain twin of it."""
-    for name in ("packed", "plain"):
-        model = save_tiny_model(config_of("gpt_oss"), folder / name)
-    del model
-    tensors, stand_for = {}, {}
-    for key, weight in load_file(folder / "plain" / WEIGHTS).items():
-        if key.endswith(("experts.gate_up_proj", "experts.down_proj")):
-            parts, stand_for[key] = MXFP4.quantise(weight)
-            tensors |= {key + suffix: part for suffix, part in parts.items()}
-        else:
-            tensors[key] = stand_for[key] = weight
-    save_file(tensors, folder / "packed" / WEIGHTS, metadata={"format": "pt"})
-    save_file(stand_for, folder / "plain" / WEIGHTS, metadata={"format": "pt"})
-    set_quantisation(folder / "packed", MXFP4.config)
-    return folder / "plain"
+KINDS = {"mxfp4": "mxfp4", "fp8 blocks": "fp8", "awq": "int4", "gptq": "int4", "compressed-tensors int4": "int4"}
+PACKED = "mxfp4"
+SHORT_PROMPTS = ([41, 30, 77, 5, 12], [7, 7, 81])
 
 
-def test_gpt_oss_with_mxfp4_experts_says_what_transformers_says(tmp_path):
-    prompts = ([41, 30, 77, 5, 12], [7, 7, 81])
-    plain = mxfp4_experts(tmp_path)
-    config = tiny_config(
-        tmp_path / "cache",
-        model={"path": str(tmp_path / "packed")},
-        compile={"backend": "eager"},
-        runtime={"max_model_len": 64},
-    )
-    assert ask(config, prompts) == transformers_greedy(plain, prompts)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in ("mxfp4", "awq") else pytest.mark.slow) for name in FORMATS]
+)
+def test_experts_in_few_bits_say_what_transformers_says_and_stay_so_in_memory(name, tmp_path):
+    packed, plain = write_experts(name, tmp_path, {})
+    sections = {
+        "model": {"path": str(packed)},
+        "compile": {"backend": "eager"},
+        "runtime": {"max_model_len": 64},
+    }
+    lines = Lines()
+    config = tiny_config(tmp_path / "cache", **sections)
+    assert ask(config, SHORT_PROMPTS, lines) == transformers_greedy(plain, SHORT_PROMPTS)
+    assert f"of linears in {KINDS[name]}, as they are stored" in " ".join(lines.told)
+    if name == PACKED:
+        runtime = load_or_compile(config, None, CompileOptions(tmp_path / "out", pack_weights=True))
+        experts = [spec for spec in runtime.artifact.weights if spec.name.endswith(("gate_up_proj", "down_proj"))]
+        assert len(experts) == 4 and {spec.dtype for spec in experts} == {torch.uint8}
+        shutil.rmtree(packed)
+        assert ask(runtime.folder, SHORT_PROMPTS) == transformers_greedy(plain, SHORT_PROMPTS)
+
+
+@pytest.mark.parametrize("kind", ["fp8", pytest.param("int4", marks=pytest.mark.slow)])
+def test_plain_experts_are_quantised_while_they_are_read(kind, tmp_path):
+    """Those of gpt-oss, which lie transposed: what they then stand for is what Transformers is given."""
+    folder, plain = tmp_path / "model", tmp_path / "plain"
+    for one in (folder, plain):
+        save_tiny_model(config_of("gpt_oss", **TWO_LAYERS), one)
+    stand_for = {}
+    for name, weight in load_file(plain / WEIGHTS).items():
+        stand_for[name] = weight
+        is_expert = name.endswith(("experts.gate_up_proj", "experts.down_proj"))
+        if is_expert or (".layers." in name and name.endswith("_proj.weight")):
+            rows = weight.transpose(1, 2) if is_expert else weight
+            scheme = quantised_as(kind, rows.shape[-1])
+            found = dequantised(quantised(rows, scheme), kind, scheme.group, rows.shape[-1], torch.float32)
+            stand_for[name] = found.transpose(1, 2).contiguous() if is_expert else found
+    save_file(stand_for, plain / WEIGHTS, metadata={"format": "pt"})
+    sections = {
+        "model": {"path": str(folder), "quantization": kind},
+        "compile": {"backend": "eager"},
+        "runtime": {"max_model_len": 64},
+    }
+    answers = ask(tiny_config(tmp_path / "cache", **sections), SHORT_PROMPTS)
+    assert answers == transformers_greedy(plain, SHORT_PROMPTS)
 
 
 EXPLAINED = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 
 from mllm_compile import Engine, SamplingParams
 from mllm_compile.compiler.load_or_compile import load_or_compile
+from mllm_compile.config.compile_options import CompileOptions
 from mllm_compile.errors import ConfigError, DeviceError, EngineDeadError
 from tests.e2e.test_quantised import mxfp4_experts
 from tests.model.tiny_configs import save_tiny_model
@@ -140,7 +142,7 @@ def test_a_rank_that_is_killed_or_hangs_ends_every_request_with_its_reason(cache
 
 def test_a_rank_that_cannot_start_says_why(cache, monkeypatch):
     before = set(followers())
-    monkeypatch.setattr("mllm_compile.ranks.group._MODULE", "mllm_compile.ranks.no_such_module")
+    monkeypatch.setattr("mllm_compile.ranks.launch_local._MODULE", "mllm_compile.ranks.no_such_module")
     with pytest.raises(
         DeviceError, match=r"rank 1 \(process \d+\) ended with code 1; its last lines: .*no_such_module"
     ):
@@ -177,8 +179,24 @@ def test_weights_in_few_bits_give_one_ranks_tokens(name, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["qwen3_next", "deepseek_v3"])
-def test_states_that_are_whole_and_latents_give_one_ranks_tokens(name, tmp_path):
+def test_a_packed_runtime_has_files_of_each_rank_and_needs_no_checkpoint(ranks, tmp_path):
+    shutil.copytree(TINY, tmp_path / "model")
+    sections = {"compile": {"backend": "eager"}, "runtime": {"tensor_parallel_size": 2}}
+    config = tiny_config(tmp_path / "cache", model={"path": str(tmp_path / "model")}, **sections)
+    packed = load_or_compile(config, None, CompileOptions(tmp_path / "out", pack_weights=True))
+    shutil.rmtree(tmp_path / "model")
+    files = [
+        {part.file for spec in packed.artifact.weights_of(rank) for part in spec.parts if part.file}
+        for rank in range(2)
+    ]
+    assert len(files[0] | files[1]) == len(list((packed.folder / "weights").iterdir())) == 2
+    with Engine(packed.folder) as engine:
+        assert tokens(engine) == tokens(ranks)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["qwen3_next", "bamba", "deepseek_v3"])
+def test_states_and_latents_give_one_ranks_tokens(name, tmp_path):
     save_tiny_model(config_of_architecture(name), tmp_path / "model")
     found = []
     for num_ranks in (1, 2):

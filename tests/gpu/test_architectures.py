@@ -14,10 +14,12 @@ import torch
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from mllm_compile import Engine, EngineConfig, SamplingParams
+from mllm_compile.runtime.program.spec import Program
 from mllm_compile.store.artifact import open_artifact
 from tests.gpu.test_experts import scores_of
 from tests.gpu.test_gpt_oss import scores_of_answer
 from tests.gpu.test_served_models import random_ids, reference, reference_scores
+from tests.model.models_record import note_on_gpu
 from tests.model.tiny_configs import FIRST_SPECIAL_TOKEN, save_tiny_model, tiny_config
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
@@ -105,9 +107,14 @@ FOLLOWING = {
 # Biases by distance, and chunks: the program's own kernels attend. One expert is no choice.
 BY_PLACES = {
     "bloom": {"hidden_size": 256, "n_head": 4},
-    "falcon": {"alibi": True},
-    "llama4_text": {"attention_chunk_size": 256, "num_local_experts": 1},
+    "llama4_text": {"attention_chunk_size": 256, "num_local_experts": 1, "num_experts_per_tok": 1},
 }
+CASES = [
+    *((name, "", DENSE if name.startswith("deepseek") else {}) for name in ARCHITECTURES),
+    *((name, "with its heads", changes) for name, changes in PUBLISHED.items()),
+    *((name, "with longrope", changes) for name, changes in FOLLOWING.items()),
+    *((name, "by places", changes) for name, changes in BY_PLACES.items()),
+]
 LENGTHS = (1, 2, 7, 9, 33, 64, 130, 500, 1500)
 LONGEST = 2048
 POSITIONS = dict.fromkeys(("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len"), LONGEST)
@@ -126,21 +133,10 @@ def served(folder: Path, cache: Path) -> Engine:
 
 
 @pytest.mark.parametrize(
-    ("name", "changes"),
-    [
-        *((name, DENSE if name.startswith("deepseek") else {}) for name in ARCHITECTURES),
-        *PUBLISHED.items(),
-        *FOLLOWING.items(),
-        *BY_PLACES.items(),
-    ],
-    ids=[
-        *ARCHITECTURES,
-        *(f"{name} with its heads" for name in PUBLISHED),
-        *(f"{name} with longrope" for name in FOLLOWING),
-        *(f"{name} by places" for name in BY_PLACES),
-    ],
+    ("name", "variant", "changes"),
+    [pytest.param(*case, id=" ".join(filter(None, case[:2]))) for case in CASES],
 )
-def test_it_is_as_near_to_float32_as_transformers_is(tmp_path, name, changes):
+def test_it_is_as_near_to_float32_as_transformers_is(tmp_path, name, variant, changes):
     if name not in CONFIG_MAPPING:
         pytest.skip(f"this Transformers has no {name}")
     folder = tmp_path / "model"
@@ -148,16 +144,29 @@ def test_it_is_as_near_to_float32_as_transformers_is(tmp_path, name, changes):
     exact, rounded = reference(folder, torch.float32), reference(folder, torch.bfloat16)
     prompts = [random_ids(length, FIRST_SPECIAL_TOKEN, length) for length in LENGTHS]
     with served(folder, tmp_path / "cache") as engine:
-        (manifest,) = (open_artifact(path.parent).manifest for path in tmp_path.rglob("program.json"))
-        assert manifest.config["runtime"]["attention_backend"] == "flashinfer"
+        (artifact,) = (open_artifact(path.parent) for path in tmp_path.rglob("program.json"))
+        assert artifact.manifest.config["runtime"]["attention_backend"] == "flashinfer"
         read = engine.generate(prompts, SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0))
         asked = SamplingParams(temperature=0.0, max_tokens=NEW, ignore_eos=True, logprobs=0)
         written = engine.generate(prompts, asked)
     ours = torch.cat([scores_of(output, ids) for output, ids in zip(read, prompts, strict=True)][1:])
-    compare(f"{name}, prompts", ours, [reference_scores(exact, ids) for ids in prompts[1:]], rounded, prompts[1:])
+    of_prompts = compare(
+        f"{name}, prompts", ours, [reference_scores(exact, ids) for ids in prompts[1:]], rounded, prompts[1:]
+    )
     texts = [ids + list(output.token_ids) for output, ids in zip(written, prompts, strict=True)]
     ours = torch.cat([scores_of_answer(output) for output in written])
-    compare(f"{name}, answers", ours, [reference_scores(exact, ids)[-NEW:] for ids in texts], rounded, texts, NEW)
+    of_answers = compare(
+        f"{name}, answers", ours, [reference_scores(exact, ids)[-NEW:] for ids in texts], rounded, texts, NEW
+    )
+    note_on_gpu(name, variant, attention_of(artifact.program), of_prompts, of_answers)
+
+
+def attention_of(program: Program) -> str:
+    """What attends, in a word."""
+    if program.latent_attention:
+        return "own kernels over latents"
+    own = len(program.prefill_attention)
+    return "FlashInfer" if not own else "own kernels" if own == len(program.layers) else "own kernels, FlashInfer"
 
 
 def compare(
@@ -167,10 +176,11 @@ def compare(
     rounded: torch.nn.Module,
     texts: list[list[int]],
     last: int = 0,
-) -> None:
-    """Of the last so many tokens of each text; 0: of all."""
+) -> tuple[float, float]:
+    """Of the last so many tokens of each text; 0: of all. Returns our error and Transformers'."""
     want = torch.cat(exact)
     theirs = torch.cat([reference_scores(rounded, ids)[-last:] for ids in texts])
     error, limit = (ours - want).abs().mean(), (theirs - want).abs().mean()
     print(f"{what}: off by {error:.5f}, Transformers in bfloat16 by {limit:.5f}")
     assert error <= MARGIN * limit + 1e-3
+    return error.item(), limit.item()

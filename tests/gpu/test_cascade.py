@@ -10,9 +10,15 @@ import torch
 from mllm_compile import Engine, EngineConfig, SamplingParams
 from mllm_compile.runtime.attention import flashinfer_backend
 from mllm_compile.runtime.attention.flashinfer.cascade import CascadeDecode
+from mllm_compile.runtime.attention.flashinfer.kernels import PlanGroup
 from mllm_compile.runtime.attention.flashinfer_backend import FlashInferAttnBackend
+from mllm_compile.runtime.attention.layer import PerLayerParameters
+from mllm_compile.runtime.attention.split.shared_prefix import SharedPrefix
+from mllm_compile.runtime.attention.split.splits import OF_MANY
 from mllm_compile.runtime.attention.torch_backend import TorchAttnBackend
+from tests.gpu.test_prompts import in_float32
 from tests.gpu.test_served_models import SHAPES, random_ids
+from tests.gpu.test_split_decode import Cache
 from tests.runtime.attention.attention_cases import attend, make_case, make_layer
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
@@ -48,11 +54,40 @@ def test_a_batch_behind_one_prompt_is_as_float32_has_it(shared, new_lens):
     assert ((got - want).norm(dim=(1, 2)) / want.norm(dim=(1, 2))).max() < 1e-2
 
 
-def test_an_engine_gives_the_same_scores_with_and_without(tmp_path, monkeypatch):
+@pytest.mark.parametrize(("heads", "kv_heads", "width"), [(16, 8, 128), (32, 4, 128), (9, 3, 64), (8, 8, 256)])
+@pytest.mark.parametrize("count", [9, 64])
+def test_own_kernels_give_what_float32_gives_for_any_number_of_shared_keys(count, heads, kv_heads, width):
+    import mllm_compile.runtime.ops.shared_prefix.attend  # noqa: F401  (needs Triton)
+
+    lengths = [700 + 37 * row for row in range(count)]
+    cache = Cache(lengths, kv_heads, width, PAGE, torch.bfloat16)
+    q = 2 * torch.randn(count, heads, width, device="cuda").bfloat16()
+    group = PlanGroup(heads, kv_heads, width, PerLayerParameters(-1, 0.0, width**-0.5))
+    prefix = SharedPrefix([group], count, torch.device("cuda"))
+    options = PAGE, OF_MANY.most, width**-0.5
+
+    def piece(inputs: list[torch.Tensor]) -> None:
+        torch.ops.mllm.cascade_decode(*inputs, *options)
+
+    pages = tuple(x.view(-1, PAGE, kv_heads, width) for x in (cache.keys, cache.values))
+    for shared in (640, 0, 64):
+        cache.page_table[1:, : shared // PAGE] = cache.page_table[0, : shared // PAGE]
+        want = torch.cat([in_float32(cache, q[row, None], row, None, 0) for row in range(count)])
+        prefix.share(shared)
+        got = prefix.prepare(piece, group, cache.page_table, cache.lengths).run(q, pages, torch.full_like(q, math.nan))
+        assert ((got.float() - want).norm(dim=(1, 2)) / want.norm(dim=(1, 2))).max() < 8e-3
+
+
+@pytest.mark.parametrize("is_captured", [True, False])
+def test_an_engine_gives_the_same_scores_with_and_without(tmp_path, monkeypatch, is_captured):
     used = []
-    run = CascadeDecode.run
-    monkeypatch.setattr(CascadeDecode, "run", lambda self, *args: used.append(1) or run(self, *args))
-    monkeypatch.setattr(flashinfer_backend, "cascade_pays", lambda spared, layers: spared > 0)
+    run, share = CascadeDecode.run, SharedPrefix.share
+    if is_captured:
+        monkeypatch.setattr(SharedPrefix, "share", lambda self, count: used.append(count) or share(self, count))
+    else:
+        monkeypatch.setattr(CascadeDecode, "run", lambda self, *args: used.append(1) or run(self, *args))
+    for name in ("cascade_pays", "captured_cascade_pays"):
+        monkeypatch.setattr(flashinfer_backend, name, lambda spared, layers: spared > 0)
     prefix = random_ids(700, 1000, 3)
     prompts = [[*prefix, *random_ids(1 + 5 * i, 1000, i)] for i in range(12)]
     asked = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True, logprobs=0)
@@ -68,6 +103,7 @@ def test_an_engine_gives_the_same_scores_with_and_without(tmp_path, monkeypatch)
                 "mem_fraction_static": 0.3,
                 "cascade_attention": is_on,
             },
+            "cudagraph": {} if is_captured else {"mode": "piecewise"},
         }
         with Engine(EngineConfig.from_dict(sections)) as engine:
             engine.generate([prefix], SamplingParams(temperature=0.0, max_tokens=1))

@@ -17,7 +17,17 @@ import torch
 
 from mllm_compile import Engine, EngineConfig, SamplingParams
 from tests.fakes import all_pages_are_back
-from tests.tiny_vision import PLACEHOLDERS, image, media_prompt, save_vision_model, transformers_logprobs
+from tests.tiny_vision import (
+    PACKED_MODELS,
+    PLACEHOLDERS,
+    VISION_MODELS,
+    OfRows,
+    image,
+    media_prompt,
+    picture,
+    save_vision_model,
+    transformers_logprobs,
+)
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
 
@@ -28,6 +38,24 @@ PROMPTS: list[Any] = [
     media_prompt([11, 92], LARGE, [93, 12, 13]),
     [3, 4, 5, 6, 7],
 ]
+
+
+def prompts_of(model_type: str) -> list[Any]:
+    """Prompts with pictures as the model's tower takes them."""
+    if model_type in VISION_MODELS:
+        return PROMPTS
+    sizes = {1: (2, 3), 2: (3, 6), 3: (1, 4)}
+    first, second, third = (
+        OfRows(seed, *size) if model_type in PACKED_MODELS else picture(seed) for seed, size in sizes.items()
+    )
+    return [
+        media_prompt([5, 6, 92], first, [93, 7, 8]),
+        media_prompt([5, 6, 92], second, [93, 7, 8, 92], third, [93, 9]),
+        media_prompt([11, 92], first, [93] * 9, second, [93, 12, 92], third, [4] * 5),
+        [3, 4, 5, 6, 7],
+    ]
+
+
 PARAMS = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True, logprobs=0, prompt_logprobs=0)
 PLAIN = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
 MARGIN = 1.5  # ours may be this much further from float32 than Transformers in bf16 is
@@ -48,12 +76,12 @@ def engine(folder: Path, mode: str, backend: str = "eager", **runtime: Any) -> E
     )
 
 
-def errors_of(model: Any, outputs: Sequence[Any]) -> tuple[float, float]:
+def errors_of(model: Any, outputs: Sequence[Any], prompts: Sequence[Any] = PROMPTS) -> tuple[float, float]:
     """Mean errors against float32 of our log-probabilities and of Transformers' in bf16, over all tokens."""
     in_bf16 = copy.deepcopy(model).to(torch.bfloat16)
     in_float32 = copy.deepcopy(in_bf16).float()  # of the same rounded weights
     ours, theirs = [], []
-    for prompt, output in zip(PROMPTS, outputs, strict=True):
+    for prompt, output in zip(prompts, outputs, strict=True):
         # Random weights may choose a placeholder, for which Transformers would look for one more image.
         answer = list(itertools.takewhile(lambda token: token not in PLACEHOLDERS, output.token_ids))
         exact = transformers_logprobs(in_float32, prompt, answer)
@@ -65,13 +93,16 @@ def errors_of(model: Any, outputs: Sequence[Any]) -> tuple[float, float]:
     return float(torch.cat(ours).mean()), float(torch.cat(theirs).mean())
 
 
-@pytest.mark.parametrize("model_type", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl"])
+OF_PICTURES = ["gemma3", "llava", "internvl", "idefics3", "mistral3"]
+
+
+@pytest.mark.parametrize("model_type", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "glm4v", *OF_PICTURES])
 def test_it_is_as_near_to_float32_as_transformers_in_bf16(model_type: str, tmp_path: Path) -> None:
     model = save_vision_model(model_type, tmp_path / "model", wide=True).cuda()
     # Torch attends in the text, so that nothing is compiled; the tower's attention is the GPU's own.
     with engine(tmp_path, "none", enable_prefix_cache=False, attention_backend="torch") as eager:
-        outputs = eager.generate(PROMPTS, PARAMS)
-    ours, theirs = errors_of(model, outputs)
+        outputs = eager.generate(prompts_of(model_type), PARAMS)
+    ours, theirs = errors_of(model, outputs, prompts_of(model_type))
     assert ours <= MARGIN * theirs, (ours, theirs)
 
 
@@ -87,6 +118,33 @@ def test_captured_decodes_are_at_the_positions_behind_images(tmp_path: Path) -> 
         [a == b for c, o in zip(captured, outputs, strict=True) for a, b in zip(c.token_ids, o.token_ids, strict=True)]
     )
     assert alike > 0.9, alike  # a step of another shape may round a near tie otherwise
+
+
+def test_images_that_see_ahead_do_so_in_the_kernels_of_prompts(tmp_path: Path) -> None:
+    """FlashInfer attends in the text: images of Gemma 3 in both directions, in layers with windows and without."""
+    model = save_vision_model("gemma3", tmp_path / "model", wide=True).cuda()
+    prompts = prompts_of("gemma3")
+    # Steps that hold a picture beside decodes, and few more tokens; and prompts found again, in the middle of pictures.
+    with engine(tmp_path, "none", max_num_batched_tokens=24, attention_backend="flashinfer") as eager:
+        outputs = eager.generate(prompts, PARAMS)
+        again = eager.generate(prompts, PLAIN)
+    ours, theirs = errors_of(model, outputs, prompts)
+    assert ours <= MARGIN * theirs, (ours, theirs)
+    alike = [a == b for c, o in zip(again, outputs, strict=True) for a, b in zip(c.token_ids, o.token_ids, strict=True)]
+    assert np.mean(alike) > 0.9, alike
+
+
+def test_captured_decodes_follow_images_that_see_ahead(tmp_path: Path) -> None:
+    model = save_vision_model("gemma3", tmp_path / "model", wide=True).cuda()
+    with engine(tmp_path, "full_and_piecewise", "inductor") as graphs:
+        captured = graphs.generate(prompts_of("gemma3"), PLAIN)
+        outputs = graphs.generate(prompts_of("gemma3"), PARAMS)
+    ours, theirs = errors_of(model, outputs, prompts_of("gemma3"))
+    assert ours <= MARGIN * theirs, (ours, theirs)
+    alike = [
+        a == b for c, o in zip(captured, outputs, strict=True) for a, b in zip(c.token_ids, o.token_ids, strict=True)
+    ]
+    assert np.mean(alike) > 0.9, alike
 
 
 def test_ten_requests_with_images_among_two_hundred_without(tmp_path: Path) -> None:

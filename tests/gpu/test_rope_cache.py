@@ -13,16 +13,17 @@ from mllm_compile.runtime.program.pieces import load_piece
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
 
-HEADS, KV_HEADS, HEAD_DIM, HIDDEN, SLOTS, EPS = 4, 2, 128, 512, 1000, 1e-6
+# Eight query heads a block beside four KV heads.
+HEADS, KV_HEADS, HEAD_DIM, HIDDEN, SLOTS, EPS = 8, 4, 128, 512, 1000, 1e-6
 SOURCE = """
 import torch
 
 class Piece(torch.nn.Module):
     def forward(self, x, weight, cos, sin, q_weight, k_weight, slots, keys, values):
-        parts = torch.functional.split(torch._C._nn.linear(x, weight, None), [512, 256, 256], dim=-1)
+        parts = torch.functional.split(torch._C._nn.linear(x, weight, None), [1024, 512, 512], dim=-1)
         tokens = torch.ops.aten.sym_size.int(x, 1)
         q, k, v = (part.view((1, tokens, -1, 128)) for part in parts)
-        v = v.reshape(tokens, 2, 128)
+        v = v.reshape(tokens, 4, 128)
         q, k = torch.ops.mllm.rope_and_cache.default(
             q, k, v, cos, sin, q_weight, k_weight, 1e-6, slots, keys, values
         )
@@ -81,7 +82,7 @@ def test_numbers_are_those_of_float32_and_only_the_slots_change(piece, num_token
     values[6] = slots = torch.randperm(SLOTS, device="cuda")[:num_tokens]
     before = keys.clone(), cached_values.clone()
     q, k, v = piece(list(values))
-    parts = torch.nn.functional.linear(x[0], weight).float().split([512, 256, 256], dim=-1)
+    parts = torch.nn.functional.linear(x[0], weight).float().split([1024, 512, 512], dim=-1)
     wanted_k = normed_and_rotated(parts[1], k_weight, cos[0], sin[0])
     for got, want in (
         (q, normed_and_rotated(parts[0], q_weight, cos[0], sin[0])),

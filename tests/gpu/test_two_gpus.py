@@ -122,6 +122,15 @@ def test_pieces_as_traced_answer_alike_on_two_gpus(cache):
         assert_alike(answers(engine), theirs)
 
 
+@pytest.mark.parametrize("quantization", ["fp8", "int4"])
+def test_weights_in_few_bits_answer_as_on_one_gpu(cache, small, quantization):
+    model = small | {"quantization": quantization}
+    with engine_of(cache, 1, "none", model, "inductor") as engine:
+        theirs = answers(engine)
+    with engine_of(cache, 2, "full_and_piecewise", model, "inductor") as engine:
+        assert_alike(answers(engine), theirs)
+
+
 def test_draws_of_one_seed_are_the_same_twice(cache, small):
     drawn = SamplingParams(temperature=0.9, top_p=0.9, seed=5, max_tokens=16, ignore_eos=True, detokenize=False)
     with engine_of(cache, 2, "full_and_piecewise", small, "inductor") as engine:

@@ -16,7 +16,7 @@ from mllm_compile.runtime.attention.hopper.shares import ShareKernel
 from mllm_compile.runtime.attention.layer import LayerSpec
 from mllm_compile.runtime.attention.split.splits import OF_FEW, OF_MANY
 from mllm_compile.runtime.program.spec import DecodeForm, Program
-from tests.config.test_resolve import CPU, H200, resolved
+from tests.config.test_resolve import A100, CPU, H200, resolved
 
 LAYER = LayerSpec("layers.0.attn", 0, 32, 8, 128, 128, 0.088, 0.0, -1, None)
 WINDOWED = replace(LAYER, name="layers.1.attn", layer_id=1, window_left=511)
@@ -74,7 +74,7 @@ def test_on_hopper_kernels_stand_for_both_pieces(has_kernels):
     ("kv_heads", "sizes", "served"),
     [
         (8, {}, [("clusters", 256), ("shares", None)]),
-        (8, {"max_model_len": 32768}, [("decode_0_few", 15), ("clusters", 64), ("shares", None)]),
+        (8, {"max_model_len": 32768}, [("clusters", 64), ("shares", None)]),
         (16, {"max_model_len": 32768}, [("clusters", 64), ("shares", None)]),
         (8, {"max_running_requests": 2000}, [("clusters", 256), ("shares", 8192), ("decode_0_many", None)]),
         (10, {}, [("clusters", 256), ("decode_0_many", None)]),
@@ -180,7 +180,7 @@ def test_in_deterministic_mode_one_piece_fetches_no_key_before_the_step_has_writ
         (CPU, {}),
         (H200, {"compile": {"backend": "eager"}}),
         (H200, {"compile": {"split_decode": False}}),
-        (H200, {"runtime": {"kv_cache_dtype": "fp8_e4m3"}}),
+        (A100, {"runtime": {"kv_cache_dtype": "fp8_e4m3"}}),
         (H200, {"runtime": {"attention_backend": "torch"}, "cudagraph": {"mode": "none"}}),
     ],
     ids=["cpu", "eager", "switched off", "fp8", "torch"],
@@ -204,3 +204,16 @@ def test_a_layer_that_the_kernel_does_not_serve_is_left_to_the_backend(change):
     with_forms, pieces = add_decode_attention(resolved(H200), program(LAYER, odd))
     assert set(with_forms.decode_attention) == {LAYER.name}
     assert len(pieces) == 2
+
+
+def test_kernels_and_pieces_over_a_cache_of_fp8_read_it(monkeypatch):
+    monkeypatch.setattr(decode_attention, "can_compile_kernels", lambda device: True)
+    config = resolved(H200, runtime={"kv_cache_dtype": "fp8_e4m3"})
+    served, _ = add_decode_attention(config, program(LAYER))
+    forms = served.decode_attention[LAYER.name]
+    kernels = [kernel for form in forms for kernel in form.kernels]
+    assert kernels and all(kernel.fp8 and kernel.name.count("_fp8") == 1 for kernel in kernels)
+    monkeypatch.setattr(decode_attention, "can_compile_kernels", lambda device: False)
+    _, pieces = add_decode_attention(config, program(LAYER))
+    assert {piece.signature[name].dtype for piece in pieces for name in ("keys", "values")} == {"float8_e4m3fn"}
+    assert {piece.signature[name].dtype for piece in pieces for name in ("q", "out")} == {"bfloat16"}

@@ -21,7 +21,12 @@ PLACE = "<|vision_start|><|image_pad|><|vision_end|>"
 MODEL_LEN = 256
 VIDEO_PLACE = PLACE.replace("image", "video")
 TOWER = GridTower(
-    2, 384, 64, window=0, table_side=0, align_corners=True, image_token_id=IMAGE_ID, video_token_id=VIDEO_ID
+    merge=2,
+    patch_width=384,
+    feature_width=64,
+    align_corners=True,
+    image_token_id=IMAGE_ID,
+    video_token_id=VIDEO_ID,
 )
 TEMPLATE = (
     "{% for m in messages %}{% for part in m.content %}{% if part.type == 'image' %}" + PLACE + "{% elif part.type == "

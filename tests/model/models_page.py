@@ -1,14 +1,13 @@
-"""The survey's outcomes as the page docs/models.md, and where that page says something else than is seen."""
+"""The record of models (models_record.py) as docs/models.md, and where that page says something else than is seen."""
 
 from __future__ import annotations
 
-import datetime
-import platform
 import re
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from tests.model.models_record import Record, SeenOnGpu
     from tests.model.survey import Outcome
 
 _MAX_REASON = 160
@@ -42,7 +41,8 @@ torch attention over the paged cache. Five texts of 3, 4, 7, 25 and 55 tokens go
 longest one in chunks, a mixed step and a decode step. The error is the largest difference of any log-probability of any
 token from what Transformers' forward gives that text alone; above {tolerance:g} it would count as wrong. What fails in
 float32 is tried in bfloat16. [Some](#through-inductor) go through Inductor as well. So this page is about meaning, not
-about speed or about each published checkpoint. `make test` holds a sample of it, `make test-all` all of it.
+about speed or about each published checkpoint. `make test` holds a sample of it, `make test-all` all of it. What was
+seen [on a GPU](#on-a-gpu) stands in the last column, by what attended there.
 
 On a GPU, attention kernels have heads of 64, 128 and 256, with values as wide as keys. Others are padded with zeros to
 the next of these widths, in the KV cache too (`pad_heads`). Latent attention (MLA) caches its latents alone and has
@@ -73,7 +73,7 @@ For every architecture:
 - Layers with a [state](state.md) are served where they call known functions or are known modules. An architecture with
   others is refused for them; where a config has none, it may be served
   ([below](#served-where-every-layer-is-full-attention)).
-- Of models with images or sound it is the text part (gemma3, phi4_multimodal), but for [images](images.md) of Qwen-VL.
+- Of models with images or sound it is the text part (gemma3, phi4_multimodal), but for [images](images.md).
 - Models of the roberta family count positions from behind their padding token, and have so many fewer of them: set
   `max_model_len` as the error says. A padding token inside of a text is counted like any other token.
 """
@@ -86,6 +86,12 @@ bfloat16."""
 _THROUGH_INDUCTOR = """\
 Compiled as configs have it by default (`compile.backend: inductor`), and served by a process that only starts; largest
 error in float32, in bfloat16 that of a token in the middle."""
+
+_ON_A_GPU = """\
+Tiny models in bfloat16 with the pieces as traced, prompts of 1 to 1,500 tokens in one batch, windows shorter than these
+(`MLLM_MODELS_SEEN=FILE pytest tests/gpu/test_architectures.py`, then `python -m tests.model.survey --seen FILE`). The
+figures are the mean error of a token's log-probability from float32: ours, and that of Transformers' own forward in
+bfloat16; ours may be 1.25 times that, and 0.001."""
 
 # What a refusal says → where it is listed.
 _GROUPS = (
@@ -119,13 +125,11 @@ _GROUPS = (
 )
 
 
-def render_models_page(outcomes: Sequence[Outcome]) -> str:
+def render_models_page(record: Record) -> str:
     """Markdown: what is served, what is refused and why, what was not tried."""
-    import torch
-    import transformers
-
     from tests.model.served_logits import TOLERANCE
 
+    outcomes = record.outcomes
     as_traced = [outcome for outcome in outcomes if outcome.backend == "eager"]
     by_status = {
         status: sorted((o for o in as_traced if o.status == status), key=lambda o: o.architecture)
@@ -134,19 +138,20 @@ def render_models_page(outcomes: Sequence[Outcome]) -> str:
     introduction = _INTRODUCTION.format(
         counts=_counts({status: len(found) for status, found in by_status.items()}, by_status["served"]),
         well_known=_well_known(by_status),
-        date=datetime.date.today().isoformat(),
-        transformers=transformers.__version__,
-        torch=torch.__version__,
-        python=platform.python_version(),
+        date=record.date,
+        transformers=record.transformers,
+        torch=record.torch,
+        python=record.python,
         tolerance=TOLERANCE,
     )
-    lines = [introduction, "## Served", "", *_errors(by_status["served"])]
+    lines = [introduction, "## Served", "", *_errors(by_status["served"], record)]
     if by_status["bfloat16"]:
         lines += ["## Served in bfloat16", "", _IN_BFLOAT16, "", *_in_bfloat16(by_status["bfloat16"])]
     for status, title in (("wrong", "Served wrong"), ("failed", "Failed")):
         if by_status[status]:
             lines += [f"## {title}", "", *_reasons(by_status[status])]
     lines += _through_inductor(sorted((o for o in outcomes if o.backend == "inductor"), key=lambda o: o.architecture))
+    lines += _on_gpu(record.on_gpu)
     lines += _refused(by_status["refused"])
     lines += ["## Not tried", "", "Of these no tiny model could be made from the architecture's default config.", ""]
     lines += _reasons(by_status["not tried"])
@@ -194,9 +199,29 @@ def _refused(refused: list[Outcome]) -> Iterator[str]:
         yield ""
 
 
-def _errors(served: list[Outcome]) -> Iterator[str]:
-    yield from ("| architecture | max error | its attention; layers with a state |", "|---|---|---|")
-    yield from (f"| {o.architecture} | {o.error:.1e} | {o.remark} |" for o in served)
+def _errors(served: list[Outcome], record: Record) -> Iterator[str]:
+    by_inductor = {o.architecture for o in record.outcomes if o.backend == "inductor" and o.status == "served"}
+    on_gpu: dict[str, set[str]] = {}
+    for seen in record.on_gpu:
+        on_gpu.setdefault(seen.architecture, set()).add(seen.attention)
+    yield "| architecture | max error | its attention; layers with a state | pieces | on a GPU |"
+    yield "|---|---|---|---|---|"
+    for o in served:
+        pieces = "traced, Inductor" if o.architecture in by_inductor else "traced"
+        attention = ", ".join(sorted(on_gpu.get(o.architecture, ()))) or "not tried"
+        yield f"| {o.architecture} | {o.error:.1e} | {o.remark} | {pieces} | {attention} |"
+    yield ""
+
+
+def _on_gpu(seen: Sequence[SeenOnGpu]) -> Iterator[str]:
+    yield from (f"## {_GPU_SECTION}", "", _ON_A_GPU, "")
+    yield "| architecture | attention by | prompts | answers | seen on |"
+    yield "|---|---|---|---|---|"
+    for one in sorted(seen, key=lambda one: (one.architecture, one.variant)):
+        name = f"{one.architecture} {one.variant}".rstrip()
+        figures = " | ".join(f"{ours:.4f}, {theirs:.4f}" for ours, theirs in (one.prompts, one.answers))
+        place = f"{one.gpu.removeprefix('NVIDIA ')}, torch {one.torch}, Transformers {one.transformers}, {one.date}"
+        yield f"| {name} | {one.attention} | {figures} | {place} |"
     yield ""
 
 
@@ -244,6 +269,8 @@ def _reason(remark: str) -> str:
 # Figures that depend on the machine's order of sums.
 _FIGURES = re.compile(r"\b\d\.\de[-+]\d\d\b|off by \S+|error \S+")
 _INDUCTOR_SECTION = "Through Inductor"
+_GPU_SECTION = "On a GPU"
+_SERVED_SECTION = "Served"
 _ALONE_SECTION = "Served where every layer is full attention"
 
 
@@ -266,6 +293,10 @@ def rows_of(page: str) -> dict[tuple[str, str], str]:
             group = ", " + line[4:].rpartition(":")[0]
         elif line.startswith("| ") and not line.startswith("| architecture |"):
             architecture, _, cells = line.strip("| ").partition(" | ")
+            if section == _GPU_SECTION:
+                continue
+            if section == _SERVED_SECTION:
+                cells = cells.rsplit(" | ", 2)[0]  # the rest is of other runs
             kind = {_INDUCTOR_SECTION: "inductor", _ALONE_SECTION: "alone"}.get(section, "eager")
             rows[architecture, kind] = _FIGURES.sub("…", f"{section}{group}: {cells}")
     return rows
@@ -284,7 +315,9 @@ def differences(page: str, outcomes: Sequence[Outcome], is_whole: bool = False) 
         outcomes: of some architectures.
         is_whole: they are all; the page may have no others.
     """
-    said, seen = rows_of(page), rows_of(render_models_page(outcomes))
+    from tests.model.models_record import Record
+
+    said, seen = rows_of(page), rows_of(render_models_page(Record.of_here(outcomes)))
     tried = {(o.architecture, o.backend) for o in outcomes}
     tried |= {(architecture, "alone") for architecture, backend in tried if backend == "eager"}
     return [

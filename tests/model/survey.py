@@ -1,10 +1,11 @@
 """Serves a tiny random model of every causal-LM architecture of Transformers, or notes why it is refused.
 
     python -m tests.model.survey [ARCHITECTURE …] [--write docs/models.md]
+    python -m tests.model.survey --seen FILE … --write docs/models.md
 
 Each is compiled on the CPU in float32 with its pieces as traced, served by a process that has not compiled it, and
 compared with Transformers token by token (served_logits.py). Some (INDUCTOR) go through Inductor as well. What fails in
-float32 is tried in bfloat16.
+float32 is tried in bfloat16. With --seen nothing is tried: the page takes what GPU tests have noted (models_record.py).
 """
 
 from __future__ import annotations
@@ -223,26 +224,38 @@ def _work(jobs: list[str]) -> None:
 
 def main() -> int:
     from tests.model.models_page import render_models_page
+    from tests.model.models_record import Record
     from tests.model.tiny_configs import causal_lm_types
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("architectures", nargs="*", help="Transformers' model_type; all of them if none is given")
-    parser.add_argument("--write", type=Path, help="write the page of results to this file; needs all of them")
+    parser.add_argument("--write", type=Path, help="bring this page, and its record beside it, up to what is seen")
+    parser.add_argument("--seen", type=Path, nargs="+", default=[], help="files that GPU tests have written")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.worker:
         _work(arguments.architectures)
         return 0
-    if arguments.write and arguments.architectures:
-        parser.error("--write needs all architectures: name none")
+    if arguments.seen and (arguments.architectures or not arguments.write):
+        parser.error("--seen goes with --write, and with no architectures")
     outcomes = []
-    for outcome in survey(every_job(arguments.architectures or causal_lm_types())):
+    wanted = [] if arguments.seen else arguments.architectures or causal_lm_types()
+    for outcome in survey(every_job(wanted)):
         error = "" if outcome.error is None else f"{outcome.error:.1e}"
         line = f"{outcome.architecture:28} {outcome.backend:8} {outcome.status:10} {error:8} {outcome.remark[:150]}"
         print(line, flush=True)
         outcomes.append(outcome)
     if arguments.write:
-        arguments.write.write_text(render_models_page(outcomes), encoding="utf-8")
+        record = Record.read(arguments.write)
+        if arguments.seen:
+            lines = [line for path in arguments.seen for line in path.read_text(encoding="utf-8").splitlines()]
+            record = record.with_seen(lines)
+        elif arguments.architectures:
+            record = record.with_outcomes(outcomes)
+        else:
+            record = Record.of_here(outcomes, record.on_gpu)
+        record.write(arguments.write)
+        arguments.write.write_text(render_models_page(record), encoding="utf-8")
     return int(any(outcome.status == "wrong" for outcome in outcomes))
 
 

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Sequence
 from contextlib import closing
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 
 from tests.model.logits_server import LogitsServer, ServingError
 from tests.model.models_page import architectures_of, differences, render_models_page, rows_of, versions_of
+from tests.model.models_record import Record, SeenOnGpu
 from tests.model.served_logits import TOLERANCE, compare_served_logits
 from tests.model.survey import Outcome, Trier, every_job, job, survey
 from tests.model.tiny_configs import causal_lm_types, save_tiny_model, tiny_config
@@ -139,7 +142,7 @@ OUTCOMES = [
 
 
 def test_the_page_lists_every_outcome():
-    page = render_models_page(OUTCOMES)
+    page = render_models_page(Record.of_here(OUTCOMES))
     counts = "served in bfloat16 alone, 3 refused, 0 served wrong, 0 failed, 1 not tried."
     assert f"**Of 6: 1 served right** (worst error 2.0e-06), 1 {counts}" in page
     assert "| qwen3 | 2.0e-06 | window 8 on 2 of 4 |" in page
@@ -154,8 +157,50 @@ def test_the_page_lists_every_outcome():
     assert "| dbrx | it branches on data: u3 (dbrx.py:1) |" in page
 
 
+SEEN = SeenOnGpu(
+    "qwen3",
+    "with its heads",
+    "FlashInfer",
+    (0.012, 0.013),
+    (0.02, 0.021),
+    "NVIDIA H100",
+    "2.11.0",
+    "5.17.0",
+    "2026-11-25",
+)
+
+
+def test_the_page_has_what_was_seen_on_a_gpu_and_through_inductor():
+    page = render_models_page(Record.of_here(OUTCOMES, [SEEN]))
+    assert "| qwen3 | 2.0e-06 | window 8 on 2 of 4 | traced, Inductor | FlashInfer |" in page
+    place = "H100, torch 2.11.0, Transformers 5.17.0, 2026-11-25"
+    assert f"| qwen3 with its heads | FlashInfer | 0.0120, 0.0130 | 0.0200, 0.0210 | {place} |" in page
+    assert differences(page, OUTCOMES, is_whole=True) == []  # which are of a CPU
+
+
+def test_a_record_takes_what_is_tried_anew_and_what_gpu_tests_have_noted(tmp_path):
+    page = tmp_path / "models.md"
+    Record.of_here(OUTCOMES).write(page)
+    assert Record.read(page) == Record.of_here(sorted(OUTCOMES, key=lambda one: one.job))
+    record = Record.read(page).with_outcomes([Outcome("bloom", "served", "ALiBi", 1e-6)])
+    assert [one.status for one in record.outcomes if one.architecture == "bloom"] == ["served"]
+    assert len(record.outcomes) == len(OUTCOMES)
+    lines = [json.dumps(asdict(replace(SEEN, date=date))) for date in ("2026-11-24", "2026-11-25")]
+    record = record.with_seen(lines)
+    assert record.on_gpu == (SEEN,)
+    record.write(page)
+    assert Record.read(page).on_gpu == (SEEN,)
+    with pytest.raises(ValueError, match=r"record is of Transformers 4\.0 .* try all architectures"):
+        replace(record, transformers="4.0").with_outcomes(OUTCOMES)
+
+
+def test_the_page_of_models_is_its_record():
+    path = ROOT / "docs" / "models.md"
+    assert render_models_page(Record.read(path)) == PAGE
+
+
 def test_a_page_that_is_right_but_for_figures_differs_in_nothing():
-    page = render_models_page(OUTCOMES).replace("2.0e-06", "4.1e-07").replace("off by 1.1", "off by 1")
+    page = render_models_page(Record.of_here(OUTCOMES)).replace("2.0e-06", "4.1e-07").replace("off by 1.1", "off by 1")
     assert differences(page, OUTCOMES, is_whole=True) == []
     assert differences(page, OUTCOMES[:1]) == []
 
@@ -172,7 +217,7 @@ def test_a_page_that_is_right_but_for_figures_differs_in_nothing():
     ],
 )
 def test_a_page_that_says_something_else_is_told(said, instead, named):
-    page = render_models_page(OUTCOMES)
+    page = render_models_page(Record.of_here(OUTCOMES))
     assert said in page
     assert any(line.startswith(named) for line in differences(page.replace(said, instead), OUTCOMES, is_whole=True))
 
@@ -181,7 +226,10 @@ def test_the_versions_are_on_the_page():
     import torch
     import transformers
 
-    assert versions_of(render_models_page([])) == (transformers.__version__, torch.__version__.partition("+")[0])
+    assert versions_of(render_models_page(Record.of_here([]))) == (
+        transformers.__version__,
+        torch.__version__.partition("+")[0],
+    )
 
 
 def test_what_serves_has_not_compiled_and_what_it_cannot_serve_is_told(tmp_path):

@@ -28,7 +28,7 @@ from mllm_compile.passes.match.nodes import LINEAR
 from mllm_compile.passes.pipeline import PASSES
 from mllm_compile.passes.shard import Shard
 from mllm_compile.passes.verify import verify_graph
-from mllm_compile.runtime.quantised.scheme import WeightScheme
+from mllm_compile.runtime.quantised.scheme import MXFP4, WeightScheme
 from tests.passes.support.graph_builder import (
     HIDDEN,
     VOCAB,
@@ -347,6 +347,13 @@ def quantised_decoder() -> fx.GraphModule:
     return gm
 
 
+def experts_with_biases_of_which_some_are_quantised() -> fx.GraphModule:
+    """Those of the second layer, which lie transposed."""
+    gm = decoder_of_experts_with_biases()
+    gm.meta[SMALL_WEIGHTS] = SmallWeights({}, {f"layers.1.experts.{part}": MXFP4 for part in ("up", "down")})
+    return gm
+
+
 def decoder_in_fp8() -> fx.GraphModule:
     """With a scale a row: inputs may be fp8 too, which is not within bfloat16's rounding."""
     gm = Decoder().model()
@@ -375,7 +382,7 @@ GRAPHS = (
     decoder_in_float16,
     decoder_of_experts,
     decoder_of_experts_in_bfloat16,
-    decoder_of_experts_with_biases,
+    experts_with_biases_of_which_some_are_quantised,
     quantised_decoder,
     decoder_in_fp8,
     latents,

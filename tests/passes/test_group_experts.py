@@ -5,11 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mllm_compile.passes.base import SMALL_FORMS
+from mllm_compile.passes.base import SMALL_FORMS, SMALL_WEIGHTS, SmallWeights
 from mllm_compile.passes.group_experts import GroupExperts
 from mllm_compile.passes.match.nodes import is_op
 from mllm_compile.passes.pipeline import PASSES
 from mllm_compile.runtime.ops.experts.shapes import FORM_TOKENS, ONE_ROW, most_blocks, rows_of_block
+from mllm_compile.runtime.quantised.scheme import WeightScheme
 from tests.passes.support.graph_builder import run
 from tests.passes.support.stand_ins import ALL, stand_in_ops, streamed_ops_on_cpu
 from tests.passes.test_every_pass import (
@@ -79,6 +80,28 @@ def test_all_forms_compute_what_was_traced(make, tokens):
     torch.testing.assert_close(run(gm, tokens), traced)
     with forms_for(gm, tokens):
         torch.testing.assert_close(run(gm, tokens), traced)
+
+
+def quantised_experts():
+    """Of fp8 and of four bits; of the second layer the weights stay plain."""
+    gm = decoder_of_experts()
+    schemes = {"up": WeightScheme("fp8", 128), "down": WeightScheme("int4", 64)}
+    gm.meta[SMALL_WEIGHTS] = SmallWeights({f"layers.0.experts.{part}": one for part, one in schemes.items()})
+    return gm
+
+
+def test_experts_in_few_bits_are_grouped_by_a_kernel_of_their_own():
+    gm, numbers = grouped(quantised_experts)
+    torch.testing.assert_close(run(gm, 7), numbers)
+    with forms_for(gm, 1):
+        torch.testing.assert_close(run(gm, 1), run(quantised_experts(), 1))
+    pieces = [gm.get_submodule(name) for name in gm.meta[SMALL_FORMS]]
+    (small,) = (piece for piece in pieces if calls(piece, "quantised_grouped_linear"))
+    up, down = calls(small, "quantised_grouped_linear")
+    assert (up[7:9], down[7:9]) == (("fp8", 128), ("int4", 64))
+    assert (up[-2], down[-2]) == (True, False), "gate and up are activated"
+    assert not calls(small, "grouped_linear")
+    assert not calls(small, "quantised_expert_linear")
 
 
 def test_the_program_is_told_the_slots_once_and_only_pieces_with_experts_read_them():

@@ -195,7 +195,12 @@ def test_on_a_hopper_gpu_every_pass_runs_but_those_that_the_config_names():
         ({"device_type": "cpu"}, KERNEL_PASSES, "do not run on a CPU"),
         ({"compiles_cuda": False}, HOPPER_PASSES, "NVRTC"),
         ({"hopper_decode": False}, {"rotate_in_attention"}, "compile.hopper_decode is off"),
-        ({"kv_cache_dtype": "float8_e4m3fn"}, {"fuse_rope_cache", "absorb_latents"}, "float8_e4m3fn KV cache"),
+        ({"kv_cache_dtype": "float8_e4m3fn"}, {"absorb_latents"}, "float8_e4m3fn KV cache"),
+        (
+            {"kv_cache_dtype": "float8_e4m3fn", "dtype": "float16"},
+            {"fuse_rope_cache", "absorb_latents"},
+            "float8_e4m3fn KV cache",
+        ),
         ({"counts_experts": False}, {"count_experts"}, "runtime.expert_stats"),
         ({"split_decode": False}, {"absorb_latents"}, "compile.split_decode is false"),
         ({"attention_backend": "torch"}, {"pad_heads"}, "heads of any width"),

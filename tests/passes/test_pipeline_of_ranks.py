@@ -52,7 +52,7 @@ def test_two_ranks_compute_what_one_does_behind_all_passes(graph: Graph, toleran
     for logits in found:
         torch.testing.assert_close(logits, whole, rtol=tolerance, atol=tolerance * float(whole.abs().max()))
     pieces = [module for _, module in cut.named_children() if isinstance(module, fx.GraphModule)]
-    assert any(is_op(node, "all_reduce") for piece in pieces for node in piece.graph.nodes)
+    assert any(is_op(node, "all_reduce", "all_reduce_residual_norm") for piece in pieces for node in piece.graph.nodes)
 
 
 SCHEMES = {

@@ -22,16 +22,16 @@ from mllm_compile.passes.pack_projections import PackProjections
 from mllm_compile.passes.pipeline import run_passes
 from mllm_compile.passes.quantise_linears import QuantiseLinears
 from mllm_compile.runtime.program.spec import Program, QuantisedWeight
-from mllm_compile.runtime.quantised.scheme import WeightScheme, quantised_as
+from mllm_compile.runtime.quantised.scheme import MXFP4, WeightScheme, quantised_as
 from tests.passes.support.graph_builder import HIDDEN, GraphBuilder, apply, model_of_layers, run, targets
-from tests.passes.test_every_pass import EXPERTS, Decoder, decoder_of_experts
+from tests.passes.test_every_pass import EXPERTS, Decoder, decoder_of_experts, decoder_of_experts_with_biases
 
 FP8 = WeightScheme("fp8", HIDDEN)
 INT4 = WeightScheme("int4", 8, torch.bfloat16, has_zeros=True)
 
 
 def with_schemes(gm: fx.GraphModule, schemes: dict[str, WeightScheme], are_chosen: bool = False) -> fx.GraphModule:
-    gm.meta[SMALL_WEIGHTS] = SmallWeights(schemes, are_chosen)
+    gm.meta[SMALL_WEIGHTS] = SmallWeights(schemes, are_chosen=are_chosen)
     return gm
 
 
@@ -58,9 +58,9 @@ def test_a_weight_becomes_inputs_of_its_tensors():
     assert result.matches == 1
     gm.recompile()
     assert gm.meta[QUANTISED_TENSORS] == {
-        name: QuantisedTensor(name, "values", INT4, HIDDEN),
-        name + "_scales": QuantisedTensor(name, "scales", INT4, HIDDEN),
-        name + "_zeros": QuantisedTensor(name, "zeros", INT4, HIDDEN),
+        name: QuantisedTensor(name, "values", INT4, (HIDDEN, HIDDEN)),
+        name + "_scales": QuantisedTensor(name, "scales", INT4, (HIDDEN, HIDDEN)),
+        name + "_zeros": QuantisedTensor(name, "zeros", INT4, (HIDDEN, HIDDEN)),
     }
     inputs = [node.meta.get("weight_name", "") for node in gm.graph.find_nodes(op="placeholder")]
     assert [one for one in inputs if one.startswith(name)] == list(gm.meta[QUANTISED_TENSORS])
@@ -206,3 +206,27 @@ KERNEL_PASSES += (
     "tile_experts",
 )
 KERNEL_PASSES += ("fuse_gated_linear", "fuse_silu_mul", "dequantise_weights")
+
+
+def test_experts_keep_the_way_round_that_linears_have():
+    for make, where in ((decoder_of_experts, "schemes"), (decoder_of_experts_with_biases, "transposed")):
+        gm, name = make(), "layers.0.experts.up"
+        small = {"schemes": {}, "transposed": {}} | {where: {name: MXFP4}}
+        gm.meta[SMALL_WEIGHTS] = SmallWeights(small["schemes"], small["transposed"])
+        before = run(gm)
+        assert QuantiseLinears()(gm).matches == 1
+        gm.recompile()
+        torch.testing.assert_close(run(gm), before)
+        values, scales = (gm.meta[QUANTISED_TENSORS][name + suffix] for suffix in ("", "_scales"))
+        assert (values.role, values.is_transposed) == ("values", where == "transposed")
+        inputs = {node.meta.get("weight_name"): node for node in gm.graph.find_nodes(op="placeholder")}
+        experts, rows, columns = values.shape
+        assert inputs[name].meta["val"].shape == (experts, rows, columns // 2)
+        assert inputs[name + "_scales"].meta["val"].shape == (experts, rows, columns // 32) and scales.role == "scales"
+        assert QuantiseLinears()(gm).matches == 0
+
+
+def test_experts_in_groups_that_no_kernel_takes_stay_plain():
+    gm = decoder_of_experts()
+    gm.meta[SMALL_WEIGHTS] = SmallWeights({"layers.0.experts.up": WeightScheme("int4", 32)})
+    assert QuantiseLinears()(gm).matches == 0

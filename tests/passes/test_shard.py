@@ -17,6 +17,7 @@ from mllm_compile.passes.base import RANKS, SMALL_WEIGHTS, WEIGHT_CUTS, PassTarg
 from mllm_compile.passes.match.nodes import LINEAR, is_attention
 from mllm_compile.passes.pipeline import passes_left_out
 from mllm_compile.passes.shard import Shard, whole_weights
+from mllm_compile.passes.sharding.states import is_state, operands_of
 from mllm_compile.runtime.quantised.scheme import WeightScheme
 from tests.model.tiny_configs import tiny_config
 from tests.passes.support.graph_builder import HEAD_DIM, HEADS, HIDDEN, GraphBuilder, apply, model_of_layers, text
@@ -63,6 +64,25 @@ def test_ranks_compute_what_one_does_and_have_a_part_of_every_layer(name, num_ra
     assert set(num_heads(found.gm)) == {4 // num_ranks}  # and with four ranks each head of keys is held twice
     matrices = {weight for weight, size in whole_weights(found.gm).items() if size > 64 * 64 // 2}
     assert not matrices
+
+
+@pytest.mark.parametrize(
+    ("name", "num_ranks", "sizes"),
+    [
+        # Of 2 heads of keys and 4 of values, 16 wide; two ranks hold each of the former.
+        ("qwen3_next", 4, {"causal_conv": 16 + 16 + 16, "gated_delta": 1}),
+        # Of 8 heads, 16 wide, and one group of 2 * 8 channels, which both ranks hold.
+        ("bamba", 2, {"causal_conv": 64 + 16, "ssd": 4}),
+        ("mamba", 2, {"causal_conv": 48, "selective_scan": 48}),
+    ],
+)
+def test_states_are_cut_by_heads_and_channels(name, num_ranks, sizes):
+    found = cut_model(name, num_ranks)
+    assert found.error < LARGEST_ERROR
+    states = [node for node in found.gm.graph.nodes if is_state(node)]
+    assert {(operands_of(node)[0], node.meta["val"].shape[1]) for node in states} == set(sizes.items())
+    pattern = r"layers\.0\.(linear_attn|mamba|mixer)\.(dt_bias|dt_proj\.bias|A_log)"
+    assert sum(re.search(pattern, key) is not None for key in found.cuts) == 2
 
 
 @pytest.mark.parametrize("name", of_today())

@@ -18,7 +18,8 @@ from mllm_compile.engine.async_engine import AsyncEngine
 from mllm_compile.engine.engine import Engine
 from mllm_compile.media.inputs import MediaItem, MediaPrompt
 from mllm_compile.process.progress import reporter_for
-from mllm_compile.runtime.media.grids import Grid
+from mllm_compile.runtime.media.grids import GridTower
+from mllm_compile.runtime.media.tower import Grid
 from mllm_compile.runtime.sampling.params import SamplingParams
 from mllm_compile.version import __version__
 
@@ -61,6 +62,9 @@ class MllmImages(MllmEngine):
         if isinstance(tower, str):
             self.close()
             raise BenchmarkError(f"images are not measured: {tower}")
+        if type(tower) is not GridTower:
+            self.close()
+            raise BenchmarkError("images are measured of models whose processor gives patches with grids")
         self._tower = tower
         self._folder = setting.model_folder
 

@@ -13,10 +13,9 @@ def active_experts(num_experts: int, num_chosen: int, num_tokens: int) -> float:
     return num_experts * (1 - (1 - num_chosen / num_experts) ** num_tokens)
 
 
-def active_bytes(weight: ExpertWeight, num_tokens: int, itemsize: int) -> float:
-    """The expected bytes of a weight of experts that a step of so many tokens reads."""
-    active = active_experts(weight.num_experts, weight.num_chosen, num_tokens)
-    return active * weight.inputs * weight.outputs * itemsize
+def active_bytes(weight: ExpertWeight, num_tokens: int, num_bytes: int) -> float:
+    """The expected bytes that a step of so many tokens reads of a weight of experts, which is `num_bytes` in all."""
+    return active_experts(weight.num_experts, weight.num_chosen, num_tokens) / weight.num_experts * num_bytes
 
 
 def expert_flops(weight: ExpertWeight, num_tokens: int) -> int:

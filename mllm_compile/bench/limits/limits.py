@@ -56,6 +56,7 @@ class ModelFigures:
         context_len: tokens that the model was made for.
         state_bytes: of one request, over all layers that carry a state.
         quantised_params: those of `layer_params` that lie in memory in few bits, as so many `quantised_bytes`.
+        expert_itemsize: bytes a parameter of experts, with their scales; None: as others have.
         tower: of images; None: the model has none that is served.
     """
 
@@ -72,14 +73,16 @@ class ModelFigures:
     state_bytes: int = 0
     quantised_params: int = 0
     quantised_bytes: int = 0
+    expert_itemsize: float | None = None
     tower: TowerFigures | None = None
 
     def weight_bytes(self, num_tokens: int) -> float:
         """Bytes that a step of so many tokens reads; an embedding table that is not the head is left out, as few of its
         rows are."""
         experts = self.expert_params * active_experts(self.num_experts, self.num_chosen, num_tokens)
-        plain = self.layer_params - self.quantised_params + self.head_params + experts
-        return plain * self.weight_itemsize + self.quantised_bytes
+        plain = self.layer_params - self.quantised_params + self.head_params
+        itemsize = self.weight_itemsize if self.expert_itemsize is None else self.expert_itemsize
+        return plain * self.weight_itemsize + self.quantised_bytes + experts * itemsize
 
     def decode_seconds(self, ceilings: Ceilings, context_lens: Sequence[float]) -> float:
         """Least time of one step with a request at each of these contexts."""

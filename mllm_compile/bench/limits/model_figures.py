@@ -24,6 +24,7 @@ def model_figures(
     trust_remote_code: bool = False,
     small: SmallWeights | None = None,
     state_dtype: str = "float32",
+    kv_itemsize: int | None = None,
 ) -> ModelFigures:
     """The figures of a model folder, served in `dtype`, with `small` of its weights in few bits.
 
@@ -33,6 +34,7 @@ def model_figures(
 
     Args:
         state_dtype: the type of sums of layers with a state.
+        kv_itemsize: bytes of a number of the KV cache; None: as the model's.
     """
     torch_dtype = getattr(torch, dtype)
     hf_model = build_on_meta(folder, torch_dtype, trust_remote_code)
@@ -46,9 +48,11 @@ def model_figures(
     left_out = of_tower | {id(embedding), id(head)}
     layers = sum(count for key, count in parameters.items() if key not in left_out)
     kv_values, attention_widths, state_bytes = _layers(hf_model, torch_dtype, getattr(torch, state_dtype))
-    quantised_params, quantised_bytes = _quantised(model, small, {id(embedding), id(head)})
+    quantised_params, quantised_bytes = _quantised(model, small, {id(embedding), id(head)}, 2)
+    small_expert_params, small_expert_bytes = _quantised(model, small, set(), 3)
     num_experts = max((layer.num_choices for layer in experts), default=1)
     expert_params = sum(layer.params for layer in experts)
+    plain_expert_bytes = (expert_params - small_expert_params) * torch_dtype.itemsize
     return ModelFigures(
         layer_params=layers - expert_params - sum(layer.unread_params for layer in experts),
         expert_params=expert_params // num_experts,
@@ -56,13 +60,14 @@ def model_figures(
         num_chosen=experts_per_token(hf_model.text_config) if experts else 1,
         head_params=head.numel(),
         weight_itemsize=torch_dtype.itemsize,
-        kv_bytes_per_token=kv_values * torch_dtype.itemsize,
+        kv_bytes_per_token=kv_values * (kv_itemsize or torch_dtype.itemsize),
         attention_flops_per_pair=2 * attention_widths,
         state_bytes=state_bytes,
         vocab_size=sizes.vocab_size,
         context_len=sizes.context_len,
         quantised_params=quantised_params,
         quantised_bytes=quantised_bytes,
+        expert_itemsize=(plain_expert_bytes + small_expert_bytes) / expert_params if small_expert_params else None,
         tower=_tower(hf_model),
     )
 
@@ -105,12 +110,13 @@ def _layers(hf_model: HFModel, dtype: torch.dtype, sums: torch.dtype) -> tuple[i
     return counted.kv_values, counted.attention_widths, state_bytes
 
 
-def _quantised(model: Any, small: SmallWeights | None, left_out: set[int]) -> tuple[int, int]:
-    """Parameters of layers that lie in few bits, and their bytes; routers, which do not, are few."""
+def _quantised(model: Any, small: SmallWeights | None, left_out: set[int], dims: int) -> tuple[int, int]:
+    """Parameters of layers, of so many dimensions, that lie in few bits, and their bytes; routers, which do not, are
+    few."""
     params = num_bytes = 0
-    named = model.named_parameters() if small is not None else ()
-    for name, parameter in named:
-        scheme = None if small is None or id(parameter) in left_out else small.schemes.get(name)
+    schemes = {} if small is None else {**small.transposed, **small.schemes}
+    for name, parameter in model.named_parameters():
+        scheme = None if id(parameter) in left_out or parameter.dim() != dims else schemes.get(name)
         if scheme is not None:
             params += parameter.numel()
             num_bytes += scheme.num_bytes(*parameter.shape)

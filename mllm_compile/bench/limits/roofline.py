@@ -27,6 +27,7 @@ from mllm_compile.runtime.program.spec import ExpertWeight
 
 PREPARE = "prepare the step"
 SAMPLE = "logits to tokens"
+BETWEEN_RANKS = "between ranks"
 UNKNOWN = "?"
 # GEMM kernels of cuBLAS, CUTLASS, Triton and ours; on a CPU the innermost operators. A split-K's reduction is no GEMM.
 _GEMM_NAME = re.compile(
@@ -36,6 +37,8 @@ _GEMM_NAME = re.compile(
     re.I,
 )
 _NO_GEMM_NAME = re.compile(r"reduce|^triton_(poi|red|per)_", re.I)
+# Kernels of ours and NCCL's that sum, gather or spread over ranks, what is normed with a sum among them.
+_RANKS_NAME = re.compile(r"(^|\W)(push_sum|push_norm|pull_norm|ncclDevKernel\w*)\b")
 # Kernels of a captured decode alone (runtime/ops/decode_loop.py); the second reads the logits.
 _READS_LOGITS = "_block_numbers_kernel"
 _CAPTURED_LABELS = {"_begin_kernel": PREPARE, _READS_LOGITS: SAMPLE, "_end_kernel": SAMPLE}
@@ -58,11 +61,8 @@ class MatrixFacts:
 
     def num_bytes(self, rows: int) -> int:
         """Bytes of the weight that are read for so many rows: of experts, the expected ones."""
-        if self.quantised_bytes is not None:
-            return self.quantised_bytes
-        if self.experts is None:
-            return math.prod(self.shape) * self.itemsize
-        return round(active_bytes(self.experts, rows, self.itemsize))
+        num_bytes = math.prod(self.shape) * self.itemsize if self.quantised_bytes is None else self.quantised_bytes
+        return num_bytes if self.experts is None else round(active_bytes(self.experts, rows, num_bytes))
 
     def out_bytes(self, rows: int) -> int:
         outputs = self.shape[0] if self.experts is None else self.experts.num_chosen * self.experts.outputs
@@ -279,7 +279,8 @@ def _piece_jobs(kernels: Sequence[TracedKernel], piece: PieceFacts, rows: int) -
         after = matrices[gap].in_bytes(rows) if gap < len(matrices) else piece.out_bytes
         label = f"before {matrices[gap].name}" if gap < len(matrices) else "end of the piece"
         for position in between:
-            jobs[position] = Job(label, (before + after) // len(between))
+            is_of_ranks = _RANKS_NAME.search(kernels[position].name)
+            jobs[position] = Job(BETWEEN_RANKS if is_of_ranks else label, (before + after) // len(between))
     return jobs
 
 

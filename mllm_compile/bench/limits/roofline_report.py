@@ -82,14 +82,19 @@ class Roofline:
         path.write_text(json.dumps(asdict(self), indent=1) + "\n", encoding="utf-8")
 
 
-def run_roofline(source: str, work: StepWork) -> Roofline:
+def run_roofline(source: str, work: StepWork, num_ranks: int | None = None) -> Roofline:
     """Profiles decode steps; on a GPU twice, without CUDA graphs to know each kernel's job, and with them for the time.
+    Of several ranks the first one's kernels are shown, beside one device's ceilings.
+
+    Args:
+        num_ranks: runtime.tensor_parallel_size; None: the config's.
 
     Raises:
         BenchmarkError: a process failed.
         MllmError: the model, its config or the device cannot be used.
     """
-    probe = probe_machine(source, work.largest_batch, work.longest_request)
+    probe = probe_machine(source, work.largest_batch, work.longest_request, num_ranks)
+    ceilings = probe.ceilings.of_one_of(probe.setting.num_ranks)
     known = _trace(probe, work, graphs=False)
     with_graphs = probe.setting.device != "cpu" and _graph_mode(probe) != "none"
     timed = _trace(probe, work, graphs=True) if with_graphs else known
@@ -98,10 +103,9 @@ def run_roofline(source: str, work: StepWork) -> Roofline:
         context=work.context,
         with_graphs=with_graphs,
         environment=probe.environment,
-        ceilings=probe.ceilings,
+        ceilings=ceilings,
         steps=tuple(
-            _step_map(*traces, probe.ceilings)
-            for traces in zip(work.batches, known["steps"], timed["steps"], strict=True)
+            _step_map(*traces, ceilings) for traces in zip(work.batches, known["steps"], timed["steps"], strict=True)
         ),
     )
     _remember(roofline, probe, RuntimePlace.from_json(timed["place"]))

@@ -75,7 +75,7 @@ def step_parts(
     layers = {layer.name: layer for layer in program.layers}
     states = {layer.name: layer for layer in program.state_layers}
     quantised = program.quantised_weights
-    scales = {name for one in quantised.values() for name in (one.scales, one.zeros)}
+    scales = {name: of for of, one in quantised.items() for name in (one.scales, one.zeros) if name is not None}
     parts, seen = [], 0
     for index, step in enumerate(program.steps):
         if isinstance(step, AttentionStep):
@@ -90,10 +90,10 @@ def step_parts(
         elif isinstance(step, PieceStep):
             num_bytes, flops = 0.0, 0
             for name in read_weights(step, weights):
-                weight, experts = weights[name], program.expert_weights.get(name)
+                weight, experts = weights[name], program.expert_weights.get(scales.get(name, name))
                 if experts is not None:
-                    num_bytes += active_bytes(experts, batch, weight.itemsize)
-                    flops += expert_flops(experts, batch)
+                    num_bytes += active_bytes(experts, batch, weight.num_bytes)
+                    flops += 0 if name in scales else expert_flops(experts, batch)
                     continue
                 num_bytes += weight.num_bytes
                 if name in quantised:

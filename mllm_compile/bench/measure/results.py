@@ -79,6 +79,10 @@ class Ceilings:
         """The rates of as many that share the work evenly, and wait for nothing."""
         return Ceilings(read_bytes_s=self.read_bytes_s * count, flops_s=self.flops_s * count)
 
+    def of_one_of(self, count: int) -> Ceilings:
+        """The inverse of of_devices."""
+        return Ceilings(read_bytes_s=self.read_bytes_s / count, flops_s=self.flops_s / count)
+
 
 @dataclass(frozen=True, kw_only=True)
 class EngineRun:

@@ -69,8 +69,9 @@ def probe(job: dict[str, Any]) -> dict[str, Any]:
     if job["ceilings"]:
         result["ceilings"] = asdict(measure_ceilings(device, dtype).of_devices(setting.num_ranks))
         small = _small_weights(setting)
-        sums = setting.engine_config().runtime.state_dtype
-        figures = model_figures(Path(setting.model_folder), setting.dtype, setting.trust_remote_code, small, sums)
+        runtime = setting.engine_config().runtime
+        types = runtime.state_dtype, 1 if runtime.kv_cache_dtype == "fp8_e4m3" else None
+        figures = model_figures(Path(setting.model_folder), setting.dtype, setting.trust_remote_code, small, *types)
         result["figures"] = asdict(figures)
     return result
 

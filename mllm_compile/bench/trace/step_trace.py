@@ -214,12 +214,12 @@ class _PieceRecorder:
 
     def _matrix(self, name: str) -> MatrixFacts:
         weight, quantised = self._weights[name], self._program.quantised_weights.get(name)
+        experts = self._program.expert_weights.get(name)
         if quantised is None:
-            experts = self._program.expert_weights.get(name)
             return MatrixFacts(name, tuple(weight.shape), weight.dtype.itemsize, experts)
         tensors = [self._weights[one] for one in (name, quantised.scales, quantised.zeros) if one is not None]
         shape, itemsize = (quantised.outputs, quantised.inputs), self._itemsize
-        return MatrixFacts(name, shape, itemsize, quantised_bytes=sum(tensor.nbytes for tensor in tensors))
+        return MatrixFacts(name, shape, itemsize, experts, sum(tensor.nbytes for tensor in tensors))
 
     @property
     def _itemsize(self) -> int:

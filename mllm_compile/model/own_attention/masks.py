@@ -17,7 +17,8 @@ from torch import fx
 from mllm_compile.errors import UnsupportedModelError
 from mllm_compile.model.attention_hook import ATTENTION_IMPLEMENTATION
 
-_LACKS_MASK = ("NoneType", "AttributeError('to')")
+# What a trace without a mask says, in the words of torch 2.11 to 2.13.
+_LACKS_MASK = ("NoneType", "AttributeError('to')", "AttributeError([ConstantVariable(str: 'to')])")
 
 
 def with_a_mask_if_needed(trace: Callable[[], fx.GraphModule]) -> fx.GraphModule:

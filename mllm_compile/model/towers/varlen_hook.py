@@ -1,7 +1,8 @@
 """The hook into a tower's attention: one op over packed patches, with the bounds of what attends to each other.
 
 Transformers gives bounds (`cu_seq_lens_q`) to implementations alone whose name has "flash" in it; for others it splits
-patches by their values. So our implementation has such a name.
+patches by their values. So our implementation has such a name for towers that pack. Those that take whole pictures are
+given none, and a mask under such a name: theirs is another, and say_bounds says the bounds.
 """
 
 from __future__ import annotations
@@ -16,7 +17,24 @@ from transformers import AttentionInterface
 import mllm_compile.runtime.ops.varlen.ops  # noqa: F401  (defines torch.ops.mllm.varlen_attention)
 
 PACKED_IMPLEMENTATION = "mllm_flash_packed"
-_WITHOUT_EFFECT = frozenset({"cu_seq_lens_k", "max_length_q", "max_length_k", "return_dict", "output_attentions"})
+PICTURES_IMPLEMENTATION = "mllm_pictures"
+_WITHOUT_EFFECT = frozenset(
+    {"cu_seq_lens_k", "max_length_q", "max_length_k", "return_dict", "output_attentions", "output_hidden_states"}
+)
+
+
+class _Bounds:
+    """The bounds of the call that is traced, where the tower is given none."""
+
+    said: torch.Tensor | None = None
+
+
+_BOUNDS = _Bounds()
+
+
+def say_bounds(cu_seqlens: torch.Tensor | None) -> None:
+    """Bounds for attentions that come; called within a trace."""
+    _BOUNDS.said = cu_seqlens
 
 
 def packed_attention(
@@ -31,10 +49,11 @@ def packed_attention(
     cu_seq_lens_q: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attention as Transformers' towers call it: query [1, H, N, D], key [1, Hk, N, D], value [1, Hk, N, Dv].
+    """Attention as Transformers' towers call it: query [B, H, N, D], key [B, Hk, N, D], value [B, Hk, N, Dv]; B is 1
+    where patches are packed.
 
     Returns:
-        [1, N, H, Dv], and no attention weights.
+        [B, N, H, Dv], and no attention weights.
     """
     refusals = [
         f"keyword {name}" for name in sorted(kwargs) if kwargs[name] is not None and name not in _WITHOUT_EFFECT
@@ -45,23 +64,29 @@ def packed_attention(
         refusals.append("attention that is causal")
     if dropout:
         refusals.append("dropout")
+    cu_seq_lens_q = _BOUNDS.said if cu_seq_lens_q is None else cu_seq_lens_q
     if cu_seq_lens_q is None:
         refusals.append("no bounds of images")
         cu_seq_lens_q = torch.zeros(2, dtype=torch.int32, device=query.device)
-    q, k, v = (x[0].transpose(0, 1).contiguous() for x in (query, key, value))
+    q, k, v = (x.transpose(1, 2).flatten(0, 1).contiguous() for x in (query, key, value))
     scale = float(query.shape[-1] ** -0.5 if scaling is None else scaling)
-    return torch.ops.mllm.varlen_attention(q, k, v, cu_seq_lens_q, scale, "; ".join(refusals))[None], None
+    out = torch.ops.mllm.varlen_attention(q, k, v, cu_seq_lens_q, scale, "; ".join(refusals))
+    return out.view(query.shape[0], query.shape[2], query.shape[1], value.shape[3]), None
 
 
 @contextmanager
-def packed(tower: Any) -> Iterator[None]:
+def packed(tower: Any, implementation: str = PACKED_IMPLEMENTATION) -> Iterator[None]:
     """Within the context the tower attends by the op."""
-    AttentionInterface.register(PACKED_IMPLEMENTATION, packed_attention)
-    config = tower.config
+    AttentionInterface.register(implementation, packed_attention)
+    of_modules = (module.config for module in tower.modules() if hasattr(module, "config"))
+    configs = list({id(config): config for config in of_modules}.values())
     # set_attn_implementation would look for a kernel of this name on the hub.
-    before = config._attn_implementation_internal
-    config._attn_implementation_internal = PACKED_IMPLEMENTATION
+    before = [getattr(config, "_attn_implementation_internal", None) for config in configs]
+    for config in configs:
+        config._attn_implementation_internal = implementation
     try:
         yield
     finally:
-        config._attn_implementation_internal = before
+        say_bounds(None)
+        for config, one in zip(configs, before, strict=True):
+            config._attn_implementation_internal = one

@@ -25,7 +25,11 @@ _CAPTURED_VERSION = "0.6.18"
 # for it, 35 to 50 µs, is hidden behind the GPU in part.
 _MOST_LOST_US = 20.0
 
-# Of cascade attention: bytes that decode attention reads in a µs; and µs that a step takes longer because it is not
+# Of captured cascades: bytes of the same pages that decodes read in a µs, mostly out of the GPU's L2 cache; and µs that
+# a layer's three kernels take longer than the one that they stand for.
+_SAME_BYTES_PER_US = 5e6
+_CAPTURED_CASCADE_US = 15.0
+# Of others: bytes that decode attention reads in a µs; and µs that a step takes longer because it is not
 # captured whole and plans attention, in all and for each layer.
 _BYTES_PER_US = 2.5e6
 _CASCADE_US = 1000.0
@@ -242,6 +246,11 @@ def cascade_pays(num_spared_bytes: int, num_layers: int) -> bool:
         num_layers: those that read less; a captured step spares the host their launches, and the plans.
     """
     return num_spared_bytes > _BYTES_PER_US * (_CASCADE_US + num_layers * _CASCADE_LAYER_US)
+
+
+def captured_cascade_pays(num_spared_bytes: int, num_layers: int) -> bool:
+    """True if a captured decode that reads so many bytes of the same pages less is faster for it."""
+    return num_spared_bytes > _SAME_BYTES_PER_US * num_layers * _CAPTURED_CASCADE_US
 
 
 def workspace_bytes(groups: Iterable[PlanGroup], max_requests: int, num_sms: int) -> int:

@@ -31,6 +31,8 @@ from mllm_compile.runtime.device.upload import upload
 # (flashinfer's kernel, whether it reads new keys and values and no pages, further arguments by name) → a new wrapper
 WrapperMaker = Callable[..., Any]
 
+_NOT_CAUSAL = PrefillKernel("fa2", splits=False)  # whose windows do not depend on causality
+
 
 @dataclass(frozen=True)
 class PrefillRows:
@@ -43,6 +45,7 @@ class PrefillRows:
     pages_of: Callable[[int], PagedView]  # window_left → their pages
     seq_lens: torch.Tensor  # [R' ≥ R] int32 on the device, of all requests of the batch, prompts last
     first_tokens: np.ndarray  # [R + 1] int32: as qo_indptr_cpu, counted from the batch's first token
+    causal: bool = True  # else each token sees all of its request's keys
 
 
 class CapturedPrefill:
@@ -200,7 +203,9 @@ class GroupPrefill:
             self._plan(PrefillKernel(name, splits=False), token)
 
     def plan(self, prefills: PrefillRows) -> Any:
-        """The wrapper for a batch that runs now."""
+        """The wrapper for a batch that runs now; without causality, of fa2."""
+        if not prefills.causal:
+            return self._plan(_NOT_CAUSAL, prefills)
         lengths = prefills.query_lens, prefills.prefix_lens
         kernel = choose_prefill_kernel(self._group, self._kv_cache_dtype, *lengths, self._num_sms, self._is_hopper)
         return self._plan(kernel, prefills)
@@ -238,7 +243,7 @@ class GroupPrefill:
         starts, options = prefills.qo_indptr_cpu, self._options | {"disable_split_kv": not kernel.splits}
         with self._space.planning(wrapper):
             if prefills.use_ragged:
-                wrapper.plan(starts, starts, *self._heads, causal=True, **options)
+                wrapper.plan(starts, starts, *self._heads, causal=prefills.causal, **options)
             else:
                 view = prefills.pages_of(self._group.params.window_left)
                 wrapper.plan(
@@ -248,7 +253,7 @@ class GroupPrefill:
                     view.last_page_len_cpu,
                     *self._heads,
                     self._page_size,
-                    causal=True,
+                    causal=prefills.causal,
                     max_token_per_sequence=int(prefills.query_lens.max()),
                     **options,
                 )

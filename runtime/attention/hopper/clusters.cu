@@ -15,12 +15,13 @@
 // even if they have not started.
 //
 // Defined by clusters.py: KV_HEADS, GROUP (query heads of a KV head, up to 8), PAGE (tokens), SPLIT (blocks of a cluster),
-// STAGES (tiles in shared memory), SHARED_BYTES, SINKS (sinks.cuh).
+// STAGES (tiles in shared memory), SHARED_BYTES, SINKS (sinks.cuh), FP8 (the cache is e4m3, small_keys.cuh).
 
 constexpr int D = 128, TILE = 64, WARPS = 4;
 static_assert(D == 2 * HEAD_PAIRS, "as rotation.cuh has it");
-constexpr int BOX_COLUMNS = 64, BOX_ROWS = PAGE < TILE ? PAGE : TILE;  // rows of 128 bytes, swizzled
-constexpr int HALF_BYTES = TILE * BOX_COLUMNS * 2, TILE_BYTES = 4 * HALF_BYTES;  // two halves of keys, two of values
+constexpr int BOX_ROWS = PAGE < TILE ? PAGE : TILE, BOX_COLUMNS = FP8 ? 128 : 64;  // rows of 128 bytes, swizzled
+// Keys in two halves (FP8: in one), then values.
+constexpr int HALVES = D / BOX_COLUMNS, HALF_BYTES = TILE * 128, VALUES = HALVES * HALF_BYTES, TILE_BYTES = 2 * VALUES;
 constexpr float NOTHING = -1e30f;  // a logit that no key has
 
 __device__ __forceinline__ void load_box(u32 to, const TensorMap* map, int column, int row, u32 barrier) {
@@ -93,7 +94,8 @@ __device__ __forceinline__ void add_parts(float& sum, float& all, float& most, f
 extern "C" __global__ void __cluster_dims__(SPLIT, 1, 1) __launch_bounds__(32 * WARPS)
     cluster_decode(const __grid_constant__ TensorMap keys, const __grid_constant__ TensorMap values, const u32* q,
                    const int* page_table, const int* seq_lens, unsigned short* out, float2* left, int parts,
-                   int width, float scale, const __grid_constant__ Rotation rotation, const unsigned short* sinks) {
+                   int width, float scale, float factor, const __grid_constant__ Rotation rotation,
+                   const unsigned short* sinks) {
   extern __shared__ __align__(1024) char memory[];
   const u32 ring = (shared_address(memory) + 1023) & ~1023u;
   char* const aligned = memory + (ring - shared_address(memory));
@@ -124,10 +126,10 @@ extern "C" __global__ void __cluster_dims__(SPLIT, 1, 1) __launch_bounds__(32 * 
       const int page = key / PAGE < width ? page_table[request * width + key / PAGE] : 0;  // any, behind the last key
       const int slot = page * PAGE + key % PAGE;
 #pragma unroll
-      for (int half = 0; half < 2; half++) {
+      for (int half = 0; half < HALVES; half++) {
         const int column = head * D + half * BOX_COLUMNS;
         load_box(to + half * HALF_BYTES + row * 128, &keys, column, slot, barrier);
-        load_box(to + (2 + half) * HALF_BYTES + row * 128, &values, column, slot, barrier);
+        load_box(to + VALUES + half * HALF_BYTES + row * 128, &values, column, slot, barrier);
       }
     }
   };
@@ -162,17 +164,25 @@ extern "C" __global__ void __cluster_dims__(SPLIT, 1, 1) __launch_bounds__(32 * 
     wait_for(full + 8 * (i % STAGES), i / STAGES & 1);
     if (puts_new_key && i == mine - 1) {
       write_to_cache(rotation, new_key[0], new_value, new_slot, head);
-      put_into_tile(new_key[0], [&](int chunk) { return chunk_address(tile, new_row, chunk); });
-      put_into_tile(new_value, [&](int chunk) { return chunk_address(tile + 2 * HALF_BYTES, new_row, chunk); });
+      put_into_tile(new_key[0], rotation.k_factor, [&](int chunk) { return chunk_address(tile, new_row, chunk); });
+      put_into_tile(new_value, rotation.v_factor, [&](int chunk) { return chunk_address(tile + VALUES, new_row, chunk); });
       __syncwarp();
     }
     float logits[2][4] = {};
+    if constexpr (FP8) {
+      SmallKey keys_of_lane[2];
 #pragma unroll
-    for (int k = 0; k < D / 16; k++) {
-      u32 key[4];
-      load_matrices(key, chunk_address(tile, warp * 16 + lane % 8 + lane / 16 * 8, k * 2 + lane / 8 % 2));
-      multiply_add(logits[0], query[k][0], 0, query[k][1], 0, key[0], key[1]);
-      multiply_add(logits[1], query[k][0], 0, query[k][1], 0, key[2], key[3]);
+      for (int n = 0; n < 2; n++) keys_of_lane[n] = load_small_key(tile, warp * 16 + n * 8 + member);
+#pragma unroll
+      for (int n = 0; n < 2; n++) add_small_keys(logits[n], query, keys_of_lane[n]);
+    } else {
+#pragma unroll
+      for (int k = 0; k < D / 16; k++) {
+        u32 key[4];
+        load_matrices(key, chunk_address(tile, warp * 16 + lane % 8 + lane / 16 * 8, k * 2 + lane / 8 % 2));
+        multiply_add(logits[0], query[k][0], 0, query[k][1], 0, key[0], key[1]);
+        multiply_add(logits[1], query[k][0], 0, query[k][1], 0, key[2], key[3]);
+      }
     }
     // A lane has the logits of keys place, place + 1, place + 8 and place + 9.
     const int place = (block + i * blocks) * TILE + warp * 16 + quad * 2;
@@ -194,19 +204,23 @@ extern "C" __global__ void __cluster_dims__(SPLIT, 1, 1) __launch_bounds__(32 * 
       const float a = is_key[n] & 0xffffu ? exp2f(logits[n][0] - most) : 0.f;
       const float b = is_key[n] >> 16 ? exp2f(logits[n][1] - most) : 0.f;
       weight_sum += a + b;
-      weights[n] = pack(a, b);
+      weights[n] = pack(a * ENLARGED, b * ENLARGED);
     }
     total = total * shrink + weight_sum;
 #pragma unroll
     for (int n = 0; n < D / 8; n++) sums[n][0] *= shrink, sums[n][1] *= shrink;
+    if constexpr (FP8) {
+      add_small_values(sums, weights, tile + VALUES, warp * 16);
+    } else {
 #pragma unroll
-    for (int n = 0; n < D / 16; n++) {
-      u32 value[4];
-      load_transposed(value, chunk_address(tile + 2 * HALF_BYTES, warp * 16 + lane % 16, n * 2 + lane / 16));
-      // Memory behind the last key may hold anything, infinity too.
-      value[0] &= is_key[0], value[1] &= is_key[1], value[2] &= is_key[0], value[3] &= is_key[1];
-      multiply_add(sums[2 * n], weights[0], 0, weights[1], 0, value[0], value[1]);
-      multiply_add(sums[2 * n + 1], weights[0], 0, weights[1], 0, value[2], value[3]);
+      for (int n = 0; n < D / 16; n++) {
+        u32 value[4];
+        load_transposed(value, chunk_address(tile + VALUES, warp * 16 + lane % 16, n * 2 + lane / 16));
+        // Memory behind the last key may hold anything, infinity too.
+        value[0] &= is_key[0], value[1] &= is_key[1], value[2] &= is_key[0], value[3] &= is_key[1];
+        multiply_add(sums[2 * n], weights[0], 0, weights[1], 0, value[0], value[1]);
+        multiply_add(sums[2 * n + 1], weights[0], 0, weights[1], 0, value[2], value[3]);
+      }
     }
     __syncwarp();
     if (i + STAGES < mine) {
@@ -224,7 +238,11 @@ extern "C" __global__ void __cluster_dims__(SPLIT, 1, 1) __launch_bounds__(32 * 
   if (member < GROUP) {
     Sums& own = all_sums.of_warp[warp];
 #pragma unroll
-    for (int n = 0; n < D / 8; n++) *(float2*)&own.values[member][n * 8 + quad * 2] = float2{sums[n][0], sums[n][1]};
+    for (int n = 0; n < D / 8; n++) {
+      const int column = FP8 ? n / 2 * 16 + quad * 4 + n % 2 * 2 : n * 8 + quad * 2;
+      const float first = FP8 ? sums[n / 2 * 2][n % 2] : sums[n][0], second = FP8 ? sums[n / 2 * 2 + 1][n % 2] : sums[n][1];
+      *(float2*)&own.values[member][column] = float2{first, second};
+    }
     if (quad == 0) own.top[member] = top, own.total[member] = total;
   }
   __syncthreads();
@@ -267,7 +285,7 @@ extern "C" __global__ void __cluster_dims__(SPLIT, 1, 1) __launch_bounds__(32 * 
     }
     if (own_parts > 1) add_parts(sum, all, most, others, own_parts - 1);
     if constexpr (SINKS) all += sink_weight(sinks, head * GROUP + g, most);
-    if (num_keys) out[(sequence * GROUP + g) * D + d] = pack(sum / all, 0.f) & 0xffff;
+    if (num_keys) out[(sequence * GROUP + g) * D + d] = pack(sum / all * factor, 0.f) & 0xffff;
   }
   // A block's memory stays until the others have read it.
   asm volatile("barrier.cluster.arrive.relaxed;" ::: "memory");

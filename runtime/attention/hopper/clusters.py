@@ -14,17 +14,16 @@ TILE = 64  # keys that a block works at together
 # Requests x KV heads. With 16/8 heads and 32 requests of 577 tokens a layer's kernels take 46.0 µs (shares.cu 47.5,
 # split_decode 54.3), with 40 55.1 (54.4, 53.6), with 16 31.9 (39.1, 36.9).
 MOST_SEQUENCES = 256
-# About as many as there are multiprocessors. With 64 a request of 16384 tokens took 33 µs in place of split_decode's
-# 25, of 4096 9 in place of 11.
+# Of all sequences' first clusters: about as many as there are multiprocessors.
 _BLOCKS = 128
 # Clusters of so many blocks run side by side, two blocks on a multiprocessor, however a GPU's 132 lie in groups.
 _CLUSTERS = {2: 128, 4: 60, 8: 28}
-# Where a request may have more, one with too few blocks is left to split_decode, and clusters serve no more sequences
-# than this: one that is much longer than the others has only two blocks a head.
+# Where a request may have more, clusters serve no more sequences than this: one that is much longer than the others has
+# only two blocks a head.
 LONG_TOKENS = 8192
 MOST_SEQUENCES_OF_LONG = 64
 
-_RING_TILES = 3  # of keys and values; two blocks on a multiprocessor
+_RING_BYTES = 96 << 10  # of tiles of keys and values; two blocks on a multiprocessor
 _WARPS = 4
 _QUERY_PADDING = 8  # of a row of shared memory, as rotation.cuh has it
 
@@ -52,9 +51,13 @@ class ClusterKernel(DecodeKernel):
     @property
     def shared_bytes(self) -> int:
         """Bytes of the ring, where sums stand later, and its alignment; queries and barriers."""
-        ring = _RING_TILES * TILE * HEAD_DIM * 2 * 2
         queries = self.group * (HEAD_DIM + _QUERY_PADDING) * 2
-        return ring + 1024 + queries + 2 * _RING_TILES * 8
+        return _RING_BYTES + 1024 + queries + 2 * self.stages * 8
+
+    @property
+    def stages(self) -> int:
+        """Tiles of the ring."""
+        return _RING_BYTES // (2 * TILE * self.head_bytes)
 
     @property
     def box_rows(self) -> int:
@@ -62,20 +65,15 @@ class ClusterKernel(DecodeKernel):
         return min(self.page_size, TILE)
 
     def constants(self) -> dict[str, int]:
-        return {**super().constants(), "SPLIT": self.split, "STAGES": _RING_TILES}
+        return {**super().constants(), "SPLIT": self.split, "STAGES": self.stages}
 
 
 def cluster_kernels(
-    num_heads: int, num_kv_heads: int, page_size: int, *, sinks: bool = False
+    num_heads: int, num_kv_heads: int, page_size: int, *, sinks: bool = False, fp8: bool = False
 ) -> tuple[ClusterKernel, ...]:
     """The kernels of a layer, one for each split."""
     group = num_heads // num_kv_heads
-    return tuple(ClusterKernel(num_kv_heads, group, page_size, split, sinks=sinks) for split in SPLITS)
-
-
-def fewest_sequences() -> int:
-    """Requests x KV heads with blocks enough to read at the memory's rate where requests are long."""
-    return _BLOCKS // SPLITS[-1]
+    return tuple(ClusterKernel(num_kv_heads, group, page_size, split, sinks=sinks, fp8=fp8) for split in SPLITS)
 
 
 def choose_split(num_sequences: int, splits: Collection[int] = SPLITS) -> int:

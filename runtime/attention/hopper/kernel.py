@@ -20,10 +20,13 @@ class DecodeKernel(CudaKernel):
         group: query heads that share one.
         page_size: tokens of a page.
         sinks: query heads have sinks.
+        fp8: the cache is e4m3; else bfloat16.
     """
 
     headers: ClassVar[tuple[str, ...]] = (
+        "cuda/e4m3.cuh",
         "attention/hopper/rotation.cuh",
+        "attention/hopper/small_keys.cuh",
         "attention/hopper/sinks.cuh",
         "attention/hopper/parts.cuh",
     )
@@ -33,10 +36,17 @@ class DecodeKernel(CudaKernel):
     group: int
     page_size: int
     sinks: bool = field(default=False, kw_only=True)
+    fp8: bool = field(default=False, kw_only=True)
 
     @property
     def heads_name(self) -> str:
-        return f"{self.kv_heads}x{self.group}_page{self.page_size}" + ("_sinks" if self.sinks else "")
+        features = ("_sinks" if self.sinks else "") + ("_fp8" if self.fp8 else "")
+        return f"{self.kv_heads}x{self.group}_page{self.page_size}{features}"
+
+    @property
+    def head_bytes(self) -> int:
+        """Bytes of a key of one head."""
+        return HEAD_DIM * (1 if self.fp8 else 2)
 
     @abstractmethod
     def constants(self) -> dict[str, int]:
@@ -47,4 +57,5 @@ class DecodeKernel(CudaKernel):
             "SHARED_BYTES": self.shared_bytes,
             "SINKS": int(self.sinks),
             "MISSING": MISSING & 0xFFFFFFFF,
+            "FP8": int(self.fp8),
         }

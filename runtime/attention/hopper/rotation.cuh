@@ -10,6 +10,7 @@ struct Rotation {
   u32 *keys, *values;                // the cache
   int q_stride, k_stride, v_stride;  // from one token to the next, in pairs
   float eps;
+  float k_factor, v_factor;          // of what is written into a cache of e4m3
 };
 
 constexpr int HEAD_PAIRS = 64, HALF_PAIRS = HEAD_PAIRS / 2;
@@ -72,13 +73,18 @@ __device__ __forceinline__ void put_head(Row& row, const Head& head) {
   const int lane = threadIdx.x % 32;
   row[lane] = head.pairs[0], row[HALF_PAIRS + lane] = head.pairs[1];
 }
-// The GROUP query heads of a KV head, `stride` pairs from one to the next, as rows of a product's operand.
+// The GROUP query heads of a KV head, `stride` pairs from one to the next, as rows of a product's operand; with keys of
+// e4m3 in the order in which a lane has these (small_keys.cuh), and 2^60 times as large.
 __device__ __forceinline__ void load_operand(u32 (&query)[8][2], const u32* heads, int stride) {
   const int lane = threadIdx.x % 32, member = lane / 4, quad = lane % 4;
 #pragma unroll
   for (int k = 0; k < 8; k++)
 #pragma unroll
-    for (int j = 0; j < 2; j++) query[k][j] = member < GROUP ? heads[member * stride + k * 8 + j * 4 + quad] : 0;
+    for (int j = 0; j < 2; j++) {
+      const int pair = FP8 ? (quad + k / 4 * 4) * 8 + k % 4 * 2 + j : k * 8 + j * 4 + quad;
+      query[k][j] = member < GROUP ? heads[member * stride + pair] : 0;
+      if constexpr (FP8) query[k][j] = times(query[k][j], 0x5d805d80u);
+    }
 }
 
 // Of a KV head.
@@ -90,21 +96,39 @@ __device__ __forceinline__ Head load_new_value(const Rotation& rotation, int tok
 }
 // Of the cache, where the token at `position` of a request is.
 __device__ __forceinline__ u64 slot_in(u32 page, int position) { return (u64)page * PAGE + position % PAGE; }
+// A pair times a factor as e4m3, of which numbers beyond its range become the largest.
+__device__ __forceinline__ unsigned short small_pair(u32 pair, float factor) {
+  unsigned short both;
+  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;"
+      : "=h"(both)
+      : "f"(second_of(pair) * factor), "f"(first_of(pair) * factor));
+  return both;
+}
 __device__ __forceinline__ void write_to_cache(const Rotation& rotation, const Head& key, const Head& value,
                                                u64 slot, int head) {
   const u64 place = (slot * KV_HEADS + head) * HEAD_PAIRS + threadIdx.x % 32;
 #pragma unroll
   for (int half = 0; half < 2; half++) {
-    rotation.keys[place + half * HALF_PAIRS] = key.pairs[half];
-    rotation.values[place + half * HALF_PAIRS] = value.pairs[half];
+    const u64 at = place + half * HALF_PAIRS;
+    if constexpr (FP8) {
+      ((unsigned short*)rotation.keys)[at] = small_pair(key.pairs[half], rotation.k_factor);
+      ((unsigned short*)rotation.values)[at] = small_pair(value.pairs[half], rotation.v_factor);
+    } else {
+      rotation.keys[at] = key.pairs[half];
+      rotation.values[at] = value.pairs[half];
+    }
   }
 }
 // Into the rows of a tile: `chunk_of(c)` is where chunk c (16 bytes) of the row begins.
 template <typename ChunkOf>
-__device__ __forceinline__ void put_into_tile(const Head& head, const ChunkOf& chunk_of) {
+__device__ __forceinline__ void put_into_tile(const Head& head, float factor, const ChunkOf& chunk_of) {
   const int lane = threadIdx.x % 32;
 #pragma unroll
   for (int half = 0; half < 2; half++)
-    asm volatile("st.shared.u32 [%0], %1;" ::"r"(chunk_of(half * 8 + lane / 4) + lane % 4 * 4), "r"(head.pairs[half])
-                 : "memory");
+    if constexpr (FP8)
+      asm volatile("st.shared.u16 [%0], %1;" ::"r"(chunk_of(half * 4 + lane / 8) + lane % 8 * 2),
+                   "h"(small_pair(head.pairs[half], factor)) : "memory");
+    else
+      asm volatile("st.shared.u32 [%0], %1;" ::"r"(chunk_of(half * 8 + lane / 4) + lane % 4 * 4), "r"(head.pairs[half])
+                   : "memory");
 }

@@ -19,6 +19,8 @@ class _Argument(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in _POINTERS),
         *((name, ctypes.c_int) for name in _STRIDES),
         ("eps", ctypes.c_float),
+        ("k_factor", ctypes.c_float),
+        ("v_factor", ctypes.c_float),
     )
 
 
@@ -57,6 +59,8 @@ class Rotation:
             },
             **{name: _token_stride(x) for name, x in zip(_STRIDES, (self.q, self._k, self._v), strict=True)},
             eps=unrotated.eps,
+            k_factor=1.0,
+            v_factor=1.0,
         )
 
 

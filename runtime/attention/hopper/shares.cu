@@ -14,11 +14,12 @@
 //
 // Defined by shares.py: KV_HEADS (a multiple of 8), GROUP (query heads of a KV head, up to 8), PAGE (tokens, a multiple
 // of 16), MOST_REQUESTS, SLOTS (of tiles' keys or values, in shared memory), SHARED_BYTES, PREPARERS (warps that make
-// requests ready), READY (requests that are so at a time), MISSING (all bits set), SINKS (sinks.cuh).
+// requests ready), READY (requests that are so at a time), MISSING (all bits set), SINKS (sinks.cuh), FP8 (the cache is e4m3,
+// small_keys.cuh: then tiles are half as large).
 
 constexpr int D = 2 * HEAD_PAIRS;
-constexpr int BOX_COLUMNS = 64, HALF_BYTES = TILE * BOX_COLUMNS * 2;  // half a head: rows of 128 bytes, swizzled
-constexpr int HEAD_BYTES = 2 * HALF_BYTES, SLOT_BYTES = HEADS * HEAD_BYTES;
+constexpr int HALVES = FP8 ? 1 : 2, HALF_BYTES = TILE * 128;  // of a head: rows of 128 bytes, swizzled
+constexpr int HEAD_BYTES = HALVES * HALF_BYTES, SLOT_BYTES = HEADS * HEAD_BYTES;
 constexpr float NOTHING = -1e30f;  // a logit that no key has
 
 __device__ __forceinline__ void load_box(u32 to, const TensorMap* map, int row, int half, u32 barrier, u64 policy) {
@@ -65,7 +66,7 @@ __device__ __forceinline__ void read_tiles(const Plan& plan, int begin, int end,
     const Request its = plan.request_at(tile);
     const int key = (tile - its.first) * TILE;
     const int row = page_table[its.row * width + key / PAGE] * PAGE + key % PAGE;
-    return {row, 2 * its.head, !rotates && key + TILE >= its.num_keys};
+    return {row, HALVES * its.head, !rotates && key + TILE >= its.num_keys};
   };
   bool has_waited = false;
   int slot = 0, phase = 1;
@@ -103,11 +104,12 @@ struct Slot {
 };
 
 // Puts a new key and value into row `row`, of which TMA has brought what was in the cache before.
-__device__ __forceinline__ void put_new_token(Slot keys, Slot values, int row, const Row& key, const Row& value) {
+__device__ __forceinline__ void put_new_token(Slot keys, Slot values, int row, const Row& key, const Row& value,
+                                              const Rotation& rotation) {
   wait_for(keys.full, keys.phase);
   wait_for(values.full, values.phase);
-  put_into_tile(load_head(key), [&](int chunk) { return chunk_address(keys.at, row, chunk); });
-  put_into_tile(load_head(value), [&](int chunk) { return chunk_address(values.at, row, chunk); });
+  put_into_tile(load_head(key), rotation.k_factor, [&](int chunk) { return chunk_address(keys.at, row, chunk); });
+  put_into_tile(load_head(value), rotation.v_factor, [&](int chunk) { return chunk_address(values.at, row, chunk); });
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");  // TMA writes there next
   __syncwarp();
 }
@@ -118,12 +120,20 @@ __device__ __forceinline__ void add_tile(Sums& sums, const u32 (&query)[D / 16][
   const int lane = threadIdx.x % 32, quad = lane % 4;
   float logits[2][2][4] = {};
   wait_for(keys.full, keys.phase);
+  if constexpr (FP8) {
+    SmallKey keys_of_lane[2];
 #pragma unroll
-  for (int k = 0; k < D / 16; k++) {
-    u32 b[4];
-    load_matrices(b, chunk_address(keys.at, lane % 8 + lane / 16 * 8, k * 2 + lane / 8 % 2));
-    multiply_add(logits[0][k % 2], query[k][0], 0, query[k][1], 0, b[0], b[1]);
-    multiply_add(logits[1][k % 2], query[k][0], 0, query[k][1], 0, b[2], b[3]);
+    for (int n = 0; n < 2; n++) keys_of_lane[n] = load_small_key(keys.at, n * 8 + lane / 4);
+#pragma unroll
+    for (int n = 0; n < 2; n++) add_small_keys(logits[n][0], query, keys_of_lane[n]);
+  } else {
+#pragma unroll
+    for (int k = 0; k < D / 16; k++) {
+      u32 b[4];
+      load_matrices(b, chunk_address(keys.at, lane % 8 + lane / 16 * 8, k * 2 + lane / 8 % 2));
+      multiply_add(logits[0][k % 2], query[k][0], 0, query[k][1], 0, b[0], b[1]);
+      multiply_add(logits[1][k % 2], query[k][0], 0, query[k][1], 0, b[2], b[3]);
+    }
   }
   __syncwarp();
   if (lane == 0) arrive(keys.empty);
@@ -145,19 +155,23 @@ __device__ __forceinline__ void add_tile(Sums& sums, const u32 (&query)[D / 16][
   for (int n = 0; n < 2; n++) {
     const float a = exp2f(logits[n][0][0] - most), b = exp2f(logits[n][0][1] - most);
     sums.total += a + b;
-    weights[n] = pack(a, b);
+    weights[n] = pack(a * ENLARGED, b * ENLARGED);
   }
 #pragma unroll
   for (int n = 0; n < D / 8; n++) sums.values[n][0] *= shrink, sums.values[n][1] *= shrink;
   wait_for(values.full, values.phase);
+  if constexpr (FP8) {
+    add_small_values(sums.values, weights, values.at, 0);
+  } else {
 #pragma unroll
-  for (int n = 0; n < D / 16; n++) {
-    u32 b[4];
-    load_transposed(b, chunk_address(values.at, lane % 16, n * 2 + lane / 16));
-    // Memory behind the last key may hold anything, infinity too.
-    b[0] &= is_key[0], b[1] &= is_key[1], b[2] &= is_key[0], b[3] &= is_key[1];
-    multiply_add(sums.values[2 * n], weights[0], 0, weights[1], 0, b[0], b[1]);
-    multiply_add(sums.values[2 * n + 1], weights[0], 0, weights[1], 0, b[2], b[3]);
+    for (int n = 0; n < D / 16; n++) {
+      u32 b[4];
+      load_transposed(b, chunk_address(values.at, lane % 16, n * 2 + lane / 16));
+      // Memory behind the last key may hold anything, infinity too.
+      b[0] &= is_key[0], b[1] &= is_key[1], b[2] &= is_key[0], b[3] &= is_key[1];
+      multiply_add(sums.values[2 * n], weights[0], 0, weights[1], 0, b[0], b[1]);
+      multiply_add(sums.values[2 * n + 1], weights[0], 0, weights[1], 0, b[2], b[3]);
+    }
   }
   __syncwarp();
   if (lane == 0) arrive(values.empty);
@@ -206,7 +220,8 @@ static_assert(1024 + SLOTS * SLOT_BYTES + sizeof(Shared) <= SHARED_BYTES, "and w
 extern "C" __global__ void __launch_bounds__(32 * (HEADS + 1 + PREPARERS), 1)
     share_decode(const __grid_constant__ TensorMap keys, const __grid_constant__ TensorMap values, const u32* q,
                  const int* page_table, const int* seq_lens, u32* out, Part* parts, int num_requests,
-                 int width, float scale, const __grid_constant__ Rotation rotation, const unsigned short* sinks) {
+                 int width, float scale, float out_factor, const __grid_constant__ Rotation rotation,
+                 const unsigned short* sinks) {
   extern __shared__ __align__(1024) char memory[];
   const u32 ring = (shared_address(memory) + 1023) & ~1023u;
   Shared& shared = *(Shared*)(memory + (ring - shared_address(memory)) + SLOTS * SLOT_BYTES);
@@ -244,7 +259,7 @@ extern "C" __global__ void __launch_bounds__(32 * (HEADS + 1 + PREPARERS), 1)
       const Slot keys_slot = next_slot(), values_slot = next_slot();
       const int key = (at - first) * TILE;
       if (rotation.k && key + TILE >= num_keys)
-        put_new_token(keys_slot, values_slot, num_keys - 1 - key, its.keys[warp], its.values[warp]);
+        put_new_token(keys_slot, values_slot, num_keys - 1 - key, its.keys[warp], its.values[warp], rotation);
       add_tile(sums, query, keys_slot, values_slot, key, num_keys, scale);
     }
     const int row = its.request.row, head = its.request.head + warp, last = its.request.last;
@@ -260,12 +275,15 @@ extern "C" __global__ void __launch_bounds__(32 * (HEADS + 1 + PREPARERS), 1)
     }
     add_parts(sums, plan, last, parts);
     if constexpr (SINKS) sums.total += sink_weight(sinks, head * GROUP + min(member, GROUP - 1), sums.top);
-    const float factor = 1.f / sums.total;
+    const float factor = out_factor / sums.total;
     u32* its_out = out + (((u64)row * KV_HEADS + head) * GROUP + member) * HEAD_PAIRS;
     if (member < GROUP)
 #pragma unroll
-      for (int n = 0; n < D / 8; n++)
-        its_out[n * 4 + quad] = pack(sums.values[n][0] * factor, sums.values[n][1] * factor);
+      for (int n = 0; n < D / 8; n++) {
+        const float(&even)[4] = sums.values[n / 2 * 2], (&odd)[4] = sums.values[n / 2 * 2 + 1];
+        if constexpr (FP8) its_out[n / 2 * 8 + quad * 2 + n % 2] = pack(even[n % 2] * factor, odd[n % 2] * factor);
+        else its_out[n * 4 + quad] = pack(sums.values[n][0] * factor, sums.values[n][1] * factor);
+      }
     __syncwarp();  // what some lanes stored: see store_if
   }
 }

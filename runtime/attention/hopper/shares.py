@@ -14,8 +14,9 @@ MOST_REQUESTS = 1024  # of a batch: the tiles of each are counted
 
 _ROW_WORDS = HEAD_DIM // 2 + 4  # of a head on its way (rotation.cuh)
 
-# Slots of tiles' keys or values. With 3 and 6 it is as fast; no block of the next kernel fits beside, for registers.
-_SLOTS = 4
+# Of slots of tiles' keys or values. In bfloat16, of which this is 4 slots, with 3 and 6 it is as fast; no block of the
+# next kernel fits beside, for registers.
+_RING_BYTES = 128 << 10
 # Warps that make requests ready for those that compute. With these a multiprocessor's quarters have three warps each: a
 # further one would take registers from all.
 _PREPARERS = 3
@@ -50,17 +51,21 @@ class ShareKernel(DecodeKernel):
     def shared_bytes(self) -> int:
         """Bytes of the slots and their alignment; barriers; what warps have counted; each request's length and first
         tile; requests that are ready."""
-        ring = _SLOTS * TILE * HEADS * HEAD_DIM * 2
-        barriers = 2 * (_SLOTS + _READY) * 8
+        barriers = 2 * (self.slots + _READY) * 8
         counts = HEADS + 2 * MOST_REQUESTS + 1
         request = 5 + HEADS * (self.group + 2) * _ROW_WORDS
         words = counts + _READY * request
-        return ring + 1024 + barriers + (words + words % 2) * 4  # their struct ends at a multiple of 8 bytes
+        return _RING_BYTES + 1024 + barriers + (words + words % 2) * 4  # their struct ends at a multiple of 8 bytes
+
+    @property
+    def slots(self) -> int:
+        """Slots of the ring."""
+        return _RING_BYTES // (TILE * HEADS * self.head_bytes)
 
     @property
     def box_panels(self) -> int:
-        """Panels of 64 columns that one copy takes."""
-        return HEADS * HEAD_DIM // 64
+        """Panels of 128 bytes of columns that one copy takes."""
+        return HEADS * self.head_bytes // 128
 
     @property
     def part_floats(self) -> int:
@@ -71,7 +76,7 @@ class ShareKernel(DecodeKernel):
         return {
             **super().constants(),
             "MOST_REQUESTS": MOST_REQUESTS,
-            "SLOTS": _SLOTS,
+            "SLOTS": self.slots,
             "PREPARERS": _PREPARERS,
             "READY": _READY,
         }

@@ -61,14 +61,16 @@ class SplitDecodeSpace:
         max_requests: int,
         page_size: int,
         dtype: torch.dtype,
+        cache_dtype: torch.dtype | None = None,
     ) -> None:
         """
         Args:
             groups: the groups that are served so, and their decoders.
             req_to_token: [rows, columns] int32: the slot of each position.
-            dtype: the type of queries and cache.
+            dtype: the type of queries.
+            cache_dtype: the type of keys and values; None: likewise.
         """
-        self._dtype = dtype
+        self._dtype, self._cache_dtype = dtype, cache_dtype or dtype
         self._page_size = page_size
         device = req_to_token.device
         self._table = PageTable(req_to_token, max_requests, page_size)
@@ -98,7 +100,7 @@ class SplitDecodeSpace:
     def load(self, group: PlanGroup, decoders: Decoders) -> None:
         """Decode one token of the dummy page with each, which loads their kernels."""
         q = torch.zeros(1, group.num_heads, group.head_dim, dtype=self._dtype, device=self.page_table.device)
-        page = q.new_zeros(1, self._page_size, group.num_kv_heads, group.head_dim)
+        page = q.new_zeros((1, self._page_size, group.num_kv_heads, group.head_dim), dtype=self._cache_dtype)
         one = torch.ones(1, dtype=torch.int32, device=q.device)
         sinks = q.new_zeros(group.num_heads) if group.has_sinks else None
         self.list_pages(one.long() - 1)
@@ -150,6 +152,11 @@ class SplitDecode:
         self._batch = [page_table, seq_lens]
         self._scratch = scratch
         self._slopes = slopes
+
+    @property
+    def seq_lens(self) -> torch.Tensor:
+        """[R] int32, read by the kernel when it runs."""
+        return self._batch[1]
 
     @property
     def rotates(self) -> bool:

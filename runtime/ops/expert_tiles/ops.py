@@ -33,15 +33,25 @@ class _Loaded:
         self._maps = TensorMaps()
 
     def __call__(
-        self, x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, blocks: torch.Tensor, gather: _Gather
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        out: torch.Tensor,
+        blocks: torch.Tensor,
+        claims: torch.Tensor,
+        gather: _Gather,
     ) -> None:
-        """x: rows where `blocks` has them, or where `gather` brings them."""
+        """
+        Args:
+            x: rows where `blocks` has them, or where `gather` brings them.
+            claims: [1] int32, 0.
+        """
         boxes = tensor_maps.expert_halves if self._kernel.is_gated else tensor_maps.expert_rows
         arguments = (
             self._maps.get(weight, boxes),
             self._maps.get(x, tensor_maps.rows, UNIT_ROWS),
             address_of(out),
-            _Work(blocks.data_ptr(), len(blocks)),
+            _Work(blocks.data_ptr(), len(blocks), claims.data_ptr()),
             gather,
         )
         self._loaded.launch(self._kernel.num_blocks, self._kernel.num_threads, arguments)
@@ -50,7 +60,7 @@ class _Loaded:
 class _Work(ctypes.Structure):
     """tiles.cu's Work."""
 
-    _fields_ = (("blocks", ctypes.c_void_p), ("count", ctypes.c_int))
+    _fields_ = (("blocks", ctypes.c_void_p), ("count", ctypes.c_int), ("claims", ctypes.c_void_p))
 
 
 class _Gather(ctypes.Structure):
@@ -116,9 +126,9 @@ def gated_expert_tiles(
     """
     x, out = aligned(x), _new_gated(x, order, blocks, weight, num_chosen)
     rows = x.new_empty((order.shape[0], x.shape[1]))
-    ready = blocks.new_zeros(len(blocks) + 1)
-    gather = _Gather(x.data_ptr(), order.data_ptr(), rows.data_ptr(), ready.data_ptr(), num_chosen)
-    _kernel_of(weight, True)(rows, weight, out, blocks, gather)
+    counts = blocks.new_zeros(len(blocks) + 2)  # the last is of sets
+    gather = _Gather(x.data_ptr(), order.data_ptr(), rows.data_ptr(), counts.data_ptr(), num_chosen)
+    _kernel_of(weight, True)(rows, weight, out, blocks, counts[-1:], gather)
     return out
 
 
@@ -137,7 +147,7 @@ def expert_tiles(
         [T·k, N] bfloat16. Rows of padding are 0, those whose id is no expert's NaN.
     """
     x, out = aligned(x), _new_output(x, order, blocks, weight, ids)
-    _kernel_of(weight, False)(x, weight, out, blocks, _Gather(order=order.data_ptr()))
+    _kernel_of(weight, False)(x, weight, out, blocks, blocks.new_zeros(1), _Gather(order=order.data_ptr()))
     return out
 
 

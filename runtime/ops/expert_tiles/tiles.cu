@@ -3,17 +3,18 @@
 //
 // The work comes in blocks of up to four units of 64 rows of one expert (runtime/ops/experts/order.py); how many, only the
 // device knows. A tile is a block's rows times ROWS of the weight; each group of warps multiplies half of the block's units.
-// Clusters take tiles in turns; the ring goes on from one to the next. The blocks of a cluster work on neighbouring rows of
-// the weight for the same x (units.cuh, which is in front of this file). Rows of x behind a block's last are whatever lies
-// there; their sums are not stored.
+// The blocks of a cluster work on neighbouring rows of the weight for the same x (units.cuh, which is in front of this file):
+// on a set of tiles. A cluster claims a set when it has asked for all of the one before, as tiles take unequal times: if
+// clusters took them in turns, they would wait 4 to 5 % of the time for the last. The ring goes on from one to the next. Rows
+// of x behind a block's last are whatever lies there; their sums are not stored.
 //
 // TMA takes neighbours alone, so a gated linear's rows are first copied from where their tokens stand (Gather): those of the
 // first blocks by all warps, the others by warps that have nothing else to do, while earlier blocks are multiplied.
 //
 // The rows of a tile lie so that a lane's sums are of eight neighbouring outputs (tensor_maps.expert_halves, expert_rows).
 //
-// Defined by kernel.py: N rows of a weight (of a gated one gates, then ups), GATED, how many
-// of a lane's stores are HELD, and what units.cuh asks for.
+// Defined by kernel.py: N rows of a weight (of a gated one gates, then ups), GATED, how many of a lane's stores are HELD, and
+// what units.cuh asks for.
 
 constexpr int BLOCK = TILE_UNITS * UNIT_ROWS;
 constexpr int OUTPUTS = GATED ? N / 2 : N, TILE_OUTPUTS = GATED ? ROWS / 2 : ROWS;
@@ -33,23 +34,51 @@ __device__ __forceinline__ void load_weight(u32 to, const TensorMap* map, int ex
   }
 }
 
-struct Tile {
+struct __align__(16) Tile {
   int block, expert, rows, row_tile;
   __device__ __forceinline__ int units() const { return (rows + UNIT_ROWS - 1) / UNIT_ROWS; }
 };
-// A cluster's work. Neighbours take the rows of a weight for one block, then for the next, which is of the same expert as a
-// rule: x and weight come from the L2 but for once.
+// All sets of tiles: the rows of a weight for one block, then for the next, which is of the same expert as a rule: x and
+// weight come from the L2 but for once.
 struct Work {
   const int2* blocks;  // each one's expert, or -1, and rows; those with rows come first
   int count;
-  __device__ __forceinline__ bool get(int turn, Tile& tile) const {
-    const int i = turn * (int)(gridDim.x / SHARE) + (int)(blockIdx.x / SHARE), block = i / SETS;
-    if (block >= count) return false;
-    const int2 entry = blocks[block];
-    tile = {block, entry.x, entry.y, i % SETS * SHARE + (int)(blockIdx.x % SHARE)};
-    return entry.y > 0;
+  u32* claims;  // of sets, so far
+  __device__ __forceinline__ int claim() const { return atomicAdd(claims, 1u); }
+  // This block's tile of a set; without rows behind the last one.
+  __device__ __forceinline__ Tile tile(int set) const {
+    const int block = set / SETS;
+    const int2 entry = block < count ? blocks[block] : int2{-1, 0};
+    return {block, entry.x, entry.y, set % SETS * SHARE + (int)(blockIdx.x % SHARE)};
   }
 };
+// In shared memory: what the warp that asks tells the others of a tile, beside its first stage, and what the cluster's first
+// block tells the others of sets. It is fewer letters ahead of them than there are: the ring has no more stages.
+struct Told {
+  static constexpr int LETTERS = 8;
+  Tile tiles[STAGES];
+  u64 arrived[LETTERS];
+  int letters[LETTERS];
+  __device__ __forceinline__ void make_barriers() {
+    for (int i = 0; i < LETTERS; i++) make_barrier(shared_address(&arrived[i]), 1), expect(i);
+  }
+  __device__ __forceinline__ void expect(int i) { expect_bytes(shared_address(&arrived[i]), sizeof(int)); }
+  __device__ __forceinline__ void send_to(int rank, int turn, int set) {
+    const int i = turn % LETTERS;
+    asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];" ::"r"(
+                     address_of_peer(shared_address(&letters[i]), rank)),
+                 "r"(set), "r"(address_of_peer(shared_address(&arrived[i]), rank)) : "memory");
+  }
+  __device__ __forceinline__ int receive(int turn) {
+    const int i = turn % LETTERS;
+    wait_for(shared_address(&arrived[i]), turn / LETTERS & 1);
+    const int set = *(volatile int*)&letters[i];
+    expect(i);
+    return set;
+  }
+};
+static_assert(STAGES <= Told::LETTERS - 2, "letters ahead");
+static_assert(1023 + STAGES * STAGE_BYTES + sizeof(Shared) + sizeof(Told) <= SHARED_BYTES, "and what alignment costs");
 
 // Copies rows of tokens to the places of `order`, four at a time, and counts for each block how many fours are there. Warps
 // claim fours in the order of blocks: so none waits for a multiprocessor that another kernel still holds.
@@ -105,12 +134,28 @@ struct Gather {
 
 // The warp that asks, by one lane.
 __device__ __forceinline__ void ask(const TensorMap* weight, const TensorMap* x, u32 ring, u32 full, u32 empty, const Work& work,
-                                    const Gather& gather) {
+                                    const Gather& gather, Told& told) {
   Place place;
-  Tile tile;
   place.phase = 1;  // the ring is empty
-  for (int turn = 0; work.get(turn, tile); turn++) {
-    if (tile.expert < 0) continue;
+  const bool is_first = blockIdx.x % SHARE == 0;
+  int claimed = is_first ? work.claim() : 0;
+  for (int turn = 0;; turn++) {
+    const int set = is_first ? claimed : told.receive(turn);
+    if (is_first) {
+      for (int rank = 1; rank < SHARE; rank++) told.send_to(rank, turn, set);
+      claimed = work.claim();  // it comes while this set is asked for
+    }
+    const Tile tile = work.tile(set);
+    wait_for(empty + 8 * place.slot, place.phase);
+    told.tiles[place.slot] = tile;
+    if (tile.expert < 0) {  // nothing to multiply
+      arrive(full + 8 * place.slot);
+      place.go_on();
+      if (tile.rows) continue;
+      // Nobody reads the last stage; the others' releases must have come before this block goes.
+      for (int i = 1; i < STAGES; i++, place.go_on()) wait_for(empty + 8 * place.slot, place.phase);
+      return;
+    }
     const int units = tile.units(), bytes = W_BYTES + units * UNIT_BYTES;
     for (int step = 0; step < STEPS; step++) {
       const u32 to = ring + place.slot * STAGE_BYTES, barrier = full + 8 * place.slot;
@@ -149,6 +194,7 @@ struct Target {
   }
 };
 
+#if HELD
 // Outputs of the tile before, as many as registers hold beside the sums: they leave during the next tile's products, so that
 // no tensor core waits for the stores.
 struct Held {
@@ -162,6 +208,7 @@ struct Held {
     for (int i = 0; i < COUNT; i++) target.store(out, FIRST + i, outputs[i], step == i / STORES_STEP);
   }
 };
+#endif
 
 // Of a block whose rows no expert has: zeros for those of padding, NaN for those, inverted, whose id is no expert's.
 __device__ __forceinline__ void fill(uint4* out, const int* order, const Tile& tile, int first_row) {
@@ -184,16 +231,17 @@ __launch_bounds__(THREADS, 1) expert_tiles(const __grid_constant__ TensorMap wei
   extern __shared__ __align__(1024) char memory[];
   const u32 ring = (shared_address(memory) + 1023) & ~1023u;
   Shared& shared = *(Shared*)(memory + (ring - shared_address(memory)) + STAGES * STAGE_BYTES);
+  Told& told = *(Told*)(&shared + 1);
   const u32 full = shared_address(shared.full), empty = shared_address(shared.empty);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  if (threadIdx.x == 0) fetch_map(&weight), fetch_map(&x);
+  if (threadIdx.x == 0) fetch_map(&weight), fetch_map(&x), told.make_barriers();
   make_ring(full, empty);
   wait_for_prerequisites();
   if (warp < 4) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
     if (warp == 0 && lane == 0) {
       asm volatile("fence.proxy.async.global;" ::: "memory");  // TMA reads what others stored
-      ask(&weight, &x, ring, full, empty, work, gather);
+      ask(&weight, &x, ring, full, empty, work, gather, told);
     }
     if (GATED && warp)
       while (gather.copy<4>(gather.claim(work), work));
@@ -205,15 +253,20 @@ __launch_bounds__(THREADS, 1) expert_tiles(const __grid_constant__ TensorMap wei
     const int group = warp / 4 - 1;
     const u32 empty_of_one = address_of_peer(empty, lane % SHARE);
     Place place;
-    Tile tile;
 #if HELD
     Held held;
 #pragma unroll
     for (int i = 0; i < GROUP_UNITS * 2; i++) held.target.rows[i / 2][i % 2] = Target::NOWHERE;
     held.out = out;
 #endif
-    for (int turn = 0; work.get(turn, tile); turn++) {
+    while (true) {
+      wait_for(full + 8 * place.slot, place.phase);
+      const Tile tile = told.tiles[place.slot];
+      if (tile.rows == 0) break;
       if (tile.expert < 0) {
+        __syncwarp();  // all lanes have read it
+        if (lane < SHARE) arrive_in_cluster(empty_of_one + 8 * place.slot);
+        place.go_on();
         fill(out, gather.order, tile, tile.block * BLOCK);
         continue;
       }

@@ -10,6 +10,8 @@ Shape legend: T tokens, k experts a token, E experts, K inputs, N outputs.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 _LIBRARY = torch.library.Library("mllm", "FRAGMENT")
@@ -40,18 +42,40 @@ def expert_linear_reference(
     Raises:
         IndexError: an id is no expert's.
     """
-    num_experts = weight.shape[0]
+    outputs = weight.shape[2 if is_transposed else 1]
+
+    def weight_of(expert: int) -> torch.Tensor:
+        return weight[expert] if is_transposed else weight[expert].T
+
+    rows = x.to(weight.dtype)
+    return products_of_experts(rows, ids, weight.shape[0], outputs, weight_of, bias, of_tokens).to(x.dtype)
+
+
+def products_of_experts(
+    x: torch.Tensor,
+    ids: torch.Tensor,
+    num_experts: int,
+    outputs: int,
+    weight_of: Callable[[int], torch.Tensor],
+    bias: torch.Tensor | None,
+    of_tokens: bool,
+) -> torch.Tensor:
+    """[T·k, N] in the dtype of x of each row and the weight [K, N] of its expert; of one that no row has none is asked
+    for.
+
+    Raises:
+        IndexError: an id is no expert's.
+    """
     flat = ids.reshape(-1)
     if flat.numel() and not 0 <= int(flat.min()) <= int(flat.max()) < num_experts:
         raise IndexError(f"a router chose an expert beyond the {num_experts} there are: {sorted(set(flat.tolist()))}")
     order = flat.argsort(stable=True)
-    rows = x[order // ids.shape[1] if of_tokens else order].to(weight.dtype)
-    out = x.new_empty(flat.shape[0], weight.shape[2 if is_transposed else 1])
+    rows = x[order // ids.shape[1] if of_tokens else order]
+    out = x.new_empty(flat.shape[0], outputs)
     start = 0
     for expert, count in enumerate(torch.bincount(flat, minlength=num_experts).tolist()):
         if count:
-            inputs = rows[start : start + count]
-            product = inputs @ (weight[expert] if is_transposed else weight[expert].T)
+            product = rows[start : start + count] @ weight_of(expert)
             if bias is not None:
                 product = product + bias[expert]
             out[order[start : start + count]] = product.to(out.dtype)
@@ -69,18 +93,24 @@ def _by_kernels(
 ) -> torch.Tensor:
     """The same without a wait for the ids, so that it can be captured; a row whose id is no expert's is NaN."""
     from mllm_compile.runtime.ops import op
+
+    order, blocks, block = order_of_step(ids, weight.shape[0])
+    how = (ids.shape[1], is_transposed, of_tokens, False, block)
+    return op("grouped_linear")(x, order, blocks, weight, bias, *how)
+
+
+def order_of_step(ids: torch.Tensor, num_experts: int) -> tuple[torch.Tensor, torch.Tensor | None, int]:
+    """The order of a step's rows, their blocks, and the size of these, by kernels."""
+    from mllm_compile.runtime.ops import op
     from mllm_compile.runtime.ops.experts.shapes import ONE_ROW, rows_at_once, rows_of_block
 
     num_tokens, num_chosen = ids.shape
-    num_experts = weight.shape[0]
     block = rows_of_block(num_tokens, num_chosen, num_experts)
-    order, blocks = ids, None
-    if block != ONE_ROW:
-        slots = torch.ones(num_tokens, dtype=torch.int64, device=ids.device)  # padding cannot be told here
-        most_rows = rows_at_once(num_tokens, num_chosen)
-        order, blocks = op("order_experts")(ids, slots, num_experts, block, most_rows)
-    how = (num_chosen, is_transposed, of_tokens, False, block)
-    return op("grouped_linear")(x, order, blocks, weight, bias, *how)
+    if block == ONE_ROW:
+        return ids, None, block
+    slots = torch.ones(num_tokens, dtype=torch.int64, device=ids.device)  # padding cannot be told here
+    order, blocks = op("order_experts")(ids, slots, num_experts, block, rows_at_once(num_tokens, num_chosen))
+    return order, blocks, block
 
 
 def _fake(

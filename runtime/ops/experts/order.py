@@ -21,6 +21,9 @@ from mllm_compile.runtime.ops.dependent_launch import start_dependents, starts_e
 from mllm_compile.runtime.ops.experts.shapes import most_blocks, rows_of_unit
 
 _ROWS_OF_PROGRAM = 1024  # of a large step
+# Words from one expert's count to the next of a large step: the L2 takes one addition to a line at a time, and 65,536
+# rows of 128 experts whose counts were neighbours took 21 µs on an H100.
+_COUNT_STRIDE = 32
 _BLOCKS_AT_ONCE = 1024
 
 
@@ -39,12 +42,12 @@ def _bins_of(ids, is_real, rows, E: tl.constexpr):
 @triton.jit
 def _enter_blocks(
     counts_ptr, starts_ptr, blocks_ptr, num_blocks, E: tl.constexpr, B: tl.constexpr, BINS: tl.constexpr,
-    UNIT: tl.constexpr, BLOCKS_AT_ONCE: tl.constexpr,
+    UNIT: tl.constexpr, BLOCKS_AT_ONCE: tl.constexpr, STRIDE: tl.constexpr,
 ):  # fmt: skip
     """Writes where in `order` each bin's rows begin, how many a block has, and each block's expert and its rows."""
     bins = tl.arange(0, BINS)
     # Others' atomics counted: a level-one cache may hold what was there before.
-    counts = tl.load(counts_ptr + bins, cache_modifier=".cg")
+    counts = tl.load(counts_ptr + bins * STRIDE, cache_modifier=".cg")
     needed = (counts + B - 1) // B
     ends = tl.cumsum(needed, 0)
     starts = ends - needed
@@ -100,7 +103,7 @@ def _order_kernel(
     tl.debug_barrier()
     ranks = tl.atomic_add(counts_ptr + bins, 1, mask=rows < num_rows, sem="relaxed")
     tl.debug_barrier()
-    _enter_blocks(counts_ptr, starts_ptr, blocks_ptr, num_blocks, E, B, BINS, UNIT, BLOCKS_AT_ONCE)
+    _enter_blocks(counts_ptr, starts_ptr, blocks_ptr, num_blocks, E, B, BINS, UNIT, BLOCKS_AT_ONCE, 1)
     tl.debug_barrier()
     _enter_rows(starts_ptr, order_ptr, bins, ranks, entries, rows < num_rows, B, BINS)
 
@@ -115,6 +118,7 @@ def _rank_kernel(
     E: tl.constexpr,
     K: tl.constexpr,
     ROWS: tl.constexpr,
+    STRIDE: tl.constexpr,
     EARLY: tl.constexpr,
 ):
     """Gives each row its place among those of its expert."""
@@ -125,7 +129,7 @@ def _rank_kernel(
     is_row = rows < num_rows
     is_real = is_row & (tl.load(slots_ptr + rows // K, mask=is_row, other=0) > 0)
     bins, _ = _bins_of(tl.load(ids_ptr + rows, mask=is_real, other=-1), is_real, rows, E)
-    ranks = tl.atomic_add(counts_ptr + bins, 1, mask=rows < num_rows, sem="relaxed")
+    ranks = tl.atomic_add(counts_ptr + bins * STRIDE, 1, mask=rows < num_rows, sem="relaxed")
     tl.store(ranks_ptr + rows, ranks, mask=rows < num_rows)
 
 
@@ -140,13 +144,14 @@ def _blocks_kernel(
     BINS: tl.constexpr,
     UNIT: tl.constexpr,
     BLOCKS_AT_ONCE: tl.constexpr,
+    STRIDE: tl.constexpr,
     EARLY: tl.constexpr,
 ):
     """Gives each expert its blocks. One program."""
     if EARLY:
         wait_for_prerequisites()
         start_dependents()
-    _enter_blocks(counts_ptr, starts_ptr, blocks_ptr, num_blocks, E, B, BINS, UNIT, BLOCKS_AT_ONCE)
+    _enter_blocks(counts_ptr, starts_ptr, blocks_ptr, num_blocks, E, B, BINS, UNIT, BLOCKS_AT_ONCE, STRIDE)
 
 
 @triton.jit
@@ -222,11 +227,15 @@ def order_experts(
             **of_blocks,
         )
         return order, blocks
-    counts = torch.zeros(bins, dtype=torch.int32, device=ids.device)
+    counts = torch.zeros(bins * _COUNT_STRIDE, dtype=torch.int32, device=ids.device)
     ranks = torch.empty(num_rows, dtype=torch.int32, device=ids.device)
     programs = ((num_rows + _ROWS_OF_PROGRAM - 1) // _ROWS_OF_PROGRAM,)
-    wrap_triton(_rank_kernel)[programs](ids, slots, counts, ranks, num_rows, ROWS=_ROWS_OF_PROGRAM, **of_rows)
-    wrap_triton(_blocks_kernel)[(1,)](counts, starts, blocks, num_blocks, E=num_experts, EARLY=early, **of_blocks)
+    wrap_triton(_rank_kernel)[programs](
+        ids, slots, counts, ranks, num_rows, ROWS=_ROWS_OF_PROGRAM, STRIDE=_COUNT_STRIDE, **of_rows
+    )
+    wrap_triton(_blocks_kernel)[(1,)](
+        counts, starts, blocks, num_blocks, E=num_experts, STRIDE=_COUNT_STRIDE, EARLY=early, **of_blocks
+    )
     wrap_triton(_enter_kernel)[programs](
         ids, slots, starts, ranks, order, num_rows, B=block, BINS=bins, ROWS=_ROWS_OF_PROGRAM, **of_rows
     )

@@ -12,6 +12,7 @@ FORM_TOKENS = (1, 64, 256)
 ONE_ROW = 1  # the block of a step of one token: every row has an expert of its own
 _FEWEST_ROWS, _MOST_ROWS = 16, 128  # 16 is what a product on tensor cores takes
 _MOST_ROWS_AT_ONCE = 2048  # of one program
+_GROUP_UNIT = 64  # inputs of a group are a multiple of it: four products take so many at least
 
 
 def rows_of_block(most_tokens: int | None, num_chosen: int, num_experts: int) -> int:
@@ -34,6 +35,11 @@ def rows_at_once(most_tokens: int | None, num_chosen: int) -> int:
     """The most rows of a step of up to `most_tokens` tokens, if one program lists them (order.py); else 0."""
     rows = (most_tokens or 0) * num_chosen
     return rows if rows <= _MOST_ROWS_AT_ONCE else 0
+
+
+def takes_weight(kind: str, group: int, inputs: int) -> bool:
+    """True if grouped_quantised.py takes a weight of so many inputs, in groups of so many that share a scale."""
+    return inputs % 4 == 0 and (kind == "mxfp4" or group >= inputs or group % _GROUP_UNIT == 0)
 
 
 def rows_of_unit(block: int) -> int:

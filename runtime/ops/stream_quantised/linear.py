@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 GROUP = 128  # columns that share a scale, where a row has several
 PANEL_BYTES = 128  # of a row of values: what is swizzled together
-HEADERS = ("ops/stream_quantised/e4m3.cuh", "ops/stream_quantised/int4.cuh")
+HEADERS = ("cuda/e4m3.cuh", "ops/stream_quantised/int4.cuh")
 
 Values = Literal["fp8", "int4"]
 Scales = Literal["float32", "bfloat16", "float16"]

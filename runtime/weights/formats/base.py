@@ -113,7 +113,8 @@ class Format:
         return (role,)
 
     def small(self, role: str, tensors: Tensors, numbers: Numbers) -> torch.Tensor:
-        """The scheme's tensor of this role, of all rows, from its `sources`; of any dtype that holds its numbers."""
+        """The scheme's tensor of this role, or what is broadcast to it, from its `sources`; of any dtype that holds its
+        numbers."""
         raise NotImplementedError
 
 
@@ -156,7 +157,6 @@ def group_size(stored: Stored, sizes: tuple[int, ...], num_inputs: int, num_grou
 
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
-_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 
 
 def unpacked(words: torch.Tensor, bits: int, count: int) -> torch.Tensor:
@@ -164,17 +164,6 @@ def unpacked(words: torch.Tensor, bits: int, count: int) -> torch.Tensor:
     shifts = torch.arange(0, 32, bits, dtype=torch.int32, device=words.device)
     values = (words.unsqueeze(-1) >> shifts).bitwise_and_((1 << bits) - 1)
     return values.flatten(-2)[..., :count]
-
-
-def unpacked_e2m1(pairs: torch.Tensor) -> torch.Tensor:
-    """[..., 2 B] float32 of [..., B] uint8: two four-bit floats a byte, the low one first."""
-    table = torch.tensor(_E2M1, dtype=torch.float32, device=pairs.device)
-    return table[torch.stack((pairs & 15, pairs >> 4), -1).int()].flatten(-2)
-
-
-def exponents(scales: torch.Tensor) -> torch.Tensor:
-    """float32 of scales of any type; bytes are powers of two (E8M0)."""
-    return (scales.view(torch.float8_e8m0fnu) if scales.dtype == torch.uint8 else scales).float()
 
 
 def of_groups(values: torch.Tensor, groups: torch.Tensor, missing: float) -> torch.Tensor:

@@ -96,12 +96,16 @@ def small_sources(quantised: Quantised, role: str) -> list[str]:
 def fill_quantised(
     places: Mapping[str, torch.Tensor], weight: torch.Tensor, scheme: WeightScheme, parts: Mapping[str, View]
 ) -> None:
-    """Quantises a weight [N, K] into its tensors, a few rows at a time.
+    """Quantises a weight [N, K], or [E, N, K], into its tensors, a few rows at a time.
 
     Args:
         places: by role; those that are to be filled.
         parts: what of the rows of each tensor goes into its place.
     """
+    if weight.dim() > 2:
+        for expert, one in enumerate(weight):
+            fill_quantised({role: place[expert] for role, place in places.items()}, one, scheme, parts)
+        return
     step = max(_MOST_VALUES // max(weight.shape[1], 1), 1)
     for start in range(0, weight.shape[0], step):
         rows = slice(start, start + step)

@@ -6,6 +6,7 @@ from typing import ClassVar
 
 import torch
 
+from mllm_compile.runtime.quantised.numbers import exponents
 from mllm_compile.runtime.quantised.scheme import WeightScheme
 from mllm_compile.runtime.weights.formats.base import (
     FLOATS,
@@ -17,7 +18,6 @@ from mllm_compile.runtime.weights.formats.base import (
     Tensors,
     check_dims,
     check_dtype,
-    exponents,
     misfit,
 )
 from mllm_compile.runtime.weights.formats.settings import Settings
@@ -68,7 +68,7 @@ class BlockFloat8(Format):
         return values.to(scales.dtype) * scales
 
     def scheme(self, stored: Stored, shape: tuple[int, ...], numbers: Numbers) -> WeightScheme | None:
-        return WeightScheme("fp8", min(int(numbers["block_columns"]), shape[1])) if len(shape) == 2 else None
+        return WeightScheme("fp8", min(int(numbers["block_columns"]), shape[-1]))
 
     def small(self, role: str, tensors: Tensors, numbers: Numbers) -> torch.Tensor:
         """Scales of blocks and of the whole weight become those of rows, which are as many."""

@@ -6,6 +6,8 @@ from typing import ClassVar
 
 import torch
 
+from mllm_compile.runtime.quantised.numbers import exponents, unpacked_e2m1
+from mllm_compile.runtime.quantised.scheme import MXFP4, WeightScheme
 from mllm_compile.runtime.weights.formats.base import (
     VALUES,
     Format,
@@ -16,8 +18,6 @@ from mllm_compile.runtime.weights.formats.base import (
     check_dims,
     check_dtype,
     check_shape,
-    exponents,
-    unpacked_e2m1,
 )
 from mllm_compile.runtime.weights.formats.settings import Settings
 
@@ -43,3 +43,11 @@ class Mxfp4(Format):
     def rows(self, tensors: Tensors, numbers: Numbers, start: int, stop: int) -> torch.Tensor:
         scales = exponents(tensors["scales"][start:stop]).unsqueeze(-1)
         return unpacked_e2m1(tensors[VALUES][start:stop]).mul_(scales).flatten(-2)
+
+    def scheme(self, stored: Stored, shape: tuple[int, ...], numbers: Numbers) -> WeightScheme | None:
+        return MXFP4
+
+    def small(self, role: str, tensors: Tensors, numbers: Numbers) -> torch.Tensor:
+        """They are the scheme's to the byte, but for a dimension of groups."""
+        tensor = tensors[role]
+        return tensor.flatten(-2) if role == VALUES else tensor.view(torch.uint8)

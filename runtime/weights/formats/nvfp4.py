@@ -6,6 +6,7 @@ from typing import ClassVar
 
 import torch
 
+from mllm_compile.runtime.quantised.numbers import unpacked_e2m1
 from mllm_compile.runtime.weights.formats.base import (
     VALUES,
     Format,
@@ -17,7 +18,6 @@ from mllm_compile.runtime.weights.formats.base import (
     check_dtype,
     check_shape,
     misfit,
-    unpacked_e2m1,
 )
 from mllm_compile.runtime.weights.formats.settings import Settings
 

@@ -268,24 +268,31 @@ def _weight(gm: fx.GraphModule, name: str, shape: Any, dtype: torch.dtype) -> to
     """The weight's values; one that may be quantised has what its tensors stand for, also where it is plain."""
     small, tensor = gm.meta.get(SMALL_WEIGHTS), gm.meta.get(QUANTISED_TENSORS, {}).get(name)
     cuts = gm.meta.get(WEIGHT_CUTS, {}).get(name if tensor is None else tensor.weight_name, ())
-    sizes = list(shape) if tensor is None else [int(shape[0]), tensor.columns]
+    sizes = list(shape) if tensor is None else [int(shape[0]), *tensor.shape[1:]]
     for cut in cuts:
         sizes[cut.dim] = max(start + length for ranges in cut.ranges for start, length in ranges)
     if tensor is not None:
-        values = _quantised_values(tensor.weight_name, *sizes, tensor.scheme)[tensor.role]
-        return part_of_rank(values, tuple(map(tensor.cut, cuts)), current().rank) if cuts else values
+        values = _quantised_values(tensor.weight_name, tuple(sizes), tensor.scheme)[tensor.role]
+        return part_of_rank(values, tuple(map(tensor.cut, cuts)), current().rank).contiguous() if cuts else values
     if cuts:  # inside run_lockstep: each rank its part
-        return part_of_rank(weight_values(name, sizes, dtype), cuts, current().rank)
-    scheme = None if small is None else small.schemes.get(name)
-    if scheme is None:
-        return weight_values(name, shape, dtype)
-    tensors = _quantised_values(name, *map(int, shape), scheme)
-    return dequantised(tensors, scheme.kind, scheme.group, shape[1], dtype)
+        return part_of_rank(weight_values(name, sizes, dtype), cuts, current().rank).contiguous()
+    schemes, transposed = ({}, {}) if small is None else (small.schemes, small.transposed)
+    if name in transposed:
+        *others, columns, rows = map(int, shape)
+        return _stands_for(name, (*others, rows, columns), transposed[name], dtype).transpose(-1, -2).contiguous()
+    if name in schemes:
+        return _stands_for(name, tuple(map(int, shape)), schemes[name], dtype)
+    return weight_values(name, shape, dtype)
+
+
+def _stands_for(name: str, shape: tuple[int, ...], scheme: WeightScheme, dtype: torch.dtype) -> torch.Tensor:
+    tensors = _quantised_values(name, shape, scheme)
+    return dequantised(tensors, scheme.kind, scheme.group, shape[-1], dtype)
 
 
 @cache
-def _quantised_values(name: str, rows: int, columns: int, scheme: WeightScheme) -> dict[str, torch.Tensor]:
-    return quantised(weight_values(name, (rows, columns)), scheme)
+def _quantised_values(name: str, shape: tuple[int, ...], scheme: WeightScheme) -> dict[str, torch.Tensor]:
+    return quantised(weight_values(name, shape), scheme)
 
 
 def weight_values(name: str, shape: Any, dtype: torch.dtype = torch.float32) -> torch.Tensor:

@@ -19,6 +19,7 @@ from mllm_compile.passes.pipeline import PASSES
 from mllm_compile.runtime.ops.expert_tiles import ops as tile_ops  # noqa: F401  (defines the ops)
 from mllm_compile.runtime.ops.expert_tiles.shapes import BLOCK
 from mllm_compile.runtime.ops.experts import linear as experts  # noqa: F401  (defines the trace's op)
+from mllm_compile.runtime.ops.experts import quantised as quantised_experts  # noqa: F401  (defines the op)
 from mllm_compile.runtime.ops.experts.shapes import ONE_ROW, SOFTMAX_OF_ALL, SOFTMAX_OF_CHOSEN, most_blocks
 from mllm_compile.runtime.ops.few_tokens_shapes import num_norm_blocks
 from mllm_compile.runtime.ops.gated_linear import ops as gated_ops  # noqa: F401  (defines the op)
@@ -240,6 +241,14 @@ def grouped_linear(x, order, blocks, weight, bias, num_chosen, is_transposed, of
     return silu(out.chunk(2, -1)[0]) * out.chunk(2, -1)[1] if is_gated else out
 
 
+def quantised_grouped_linear(
+    x, order, blocks, values, scales, zeros, bias, kind, group, num_chosen, of_tokens, is_gated, block
+):
+    tensors = {VALUES: values, SCALES: scales, ZEROS: zeros}
+    weight = dequantised(tensors, kind, group, x.shape[1], x.dtype)
+    return grouped_linear(x, order, blocks, weight, bias, num_chosen, False, of_tokens, is_gated, block)
+
+
 def gated_expert_tiles(x, order, blocks, weight, num_chosen):
     """Places of no row hold NaN."""
     out = torch.full((len(order), weight.shape[1]), torch.nan, dtype=x.dtype)
@@ -291,6 +300,10 @@ EXPERTS = {
     ),
     "grouped_linear(Tensor x, Tensor order, Tensor? blocks, Tensor weight, Tensor? bias, int num_chosen, "
     "bool is_transposed, bool of_tokens, bool is_gated, int block) -> Tensor": grouped_linear,
+    "quantised_grouped_linear(Tensor x, Tensor order, Tensor? blocks, Tensor values, Tensor scales, Tensor? zeros, "
+    "Tensor? bias, str kind, int group, int num_chosen, bool of_tokens, bool is_gated, int block) -> Tensor": (
+        quantised_grouped_linear
+    ),
     "sum_experts(Tensor rows, Tensor weights) -> Tensor": sum_experts,
 }
 ALL = EXPERTS | FEW_TOKENS | SINGLE_TOKEN | SILU_MUL | ROPE_AND_CACHE

@@ -11,7 +11,7 @@ import torch
 from mllm_compile.runtime.attention.base import AttentionBackend, AttentionInputs
 from mllm_compile.runtime.attention.layer import AttentionLayer
 from mllm_compile.runtime.attention.torch_backend import TorchAttnBackend
-from mllm_compile.runtime.forward_batch import ForwardBatch, ForwardMode
+from mllm_compile.runtime.forward_batch import Block, ForwardBatch, ForwardMode, MediaInputs
 from mllm_compile.runtime.memory_pool import KVPool, ReqToTokenPool
 
 
@@ -65,11 +65,14 @@ def make_case(
     device: str = "cpu",
     seed: int = 0,
     kv_dtype: torch.dtype | None = None,
+    blocks: Sequence[tuple[int, int, int]] = (),
 ) -> AttentionCase:
     """Requests with `prefix_lens[i]` cached and `new_lens[i]` new tokens, in pages in random order.
 
     The mode follows from the lengths: DECODE if all new lengths are 1, MIXED if the first is, else EXTEND. With a
-    kv_dtype other than dtype the expected output is that of keys and values rounded to it.
+    kv_dtype other than dtype the expected output is that of keys and values rounded to it. Each of `blocks` is a
+    request, and the first position and the end of tokens that see each other in both directions; they end among its
+    new tokens.
     """
     generator = torch.Generator().manual_seed(seed)
 
@@ -107,8 +110,23 @@ def make_case(
         new_slots.append(slots[prefix:])
 
     batch = make_batch(rows, prefix_lens, new_lens, torch.cat(new_slots), table, kv_pool, device)
+    ends = np.cumsum(new_lens)
+    if blocks:
+        of_batch = [
+            Block(
+                request,
+                max(first, prefix_lens[request]) + (at := int(ends[request]) - seq_lens[request]),
+                end + at,
+                end,
+            )
+            for request, first, end in blocks
+        ]
+        batch.media = MediaInputs(torch.empty(0), torch.empty(0), None, tuple(of_batch))
     expected = [
-        naive_attention(q, k.to(kv_dtype), v.to(kv_dtype), layer) for q, k, v in zip(queries, all_k, all_v, strict=True)
+        naive_attention(
+            q, k.to(kv_dtype), v.to(kv_dtype), layer, [block[1:] for block in blocks if block[0] == request]
+        )
+        for request, (q, k, v) in enumerate(zip(queries, all_k, all_v, strict=True))
     ]
     return AttentionCase(
         batch=batch,
@@ -175,7 +193,13 @@ def make_batch(
     return batch
 
 
-def naive_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
+def naive_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    layer: AttentionLayer,
+    blocks: Sequence[tuple[int, int]] = (),
+) -> torch.Tensor:
     """One request, one query and one head at a time, in float64: q are the last positions of k, v."""
     q, k, v = q.double(), k.double(), v.double()
     group = layer.num_heads // layer.num_kv_heads
@@ -183,12 +207,13 @@ def naive_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: At
     out = torch.zeros(q.shape[0], layer.num_heads, layer.v_head_dim, dtype=torch.float64, device=q.device)
     for i in range(q.shape[0]):
         position = first + i
+        last = next((end for begin, end in blocks if begin <= position < end), position + 1)
         window = layer.params.window_left
         start = max(0, position - window) if window >= 0 else 0
         if layer.chunk:
             start = max(start, position // layer.chunk * layer.chunk)
         for head in range(layer.num_heads):
-            keys, values = (x[start : position + 1, head // group] for x in (k, v))
+            keys, values = (x[start:last, head // group] for x in (k, v))
             logits = keys @ q[i, head] * layer.params.sm_scale
             if layer.params.logits_soft_cap:
                 logits = layer.params.logits_soft_cap * torch.tanh(logits / layer.params.logits_soft_cap)

@@ -162,7 +162,7 @@ def test_a_batch_runs_the_kernel_of_its_split_on_the_caches_rows(made):
     decode = decoder.ClusterDecode(kernels, {kernel.name: b"binary" for kernel in kernels}, 0.1, torch.device("cpu"))
     decode(inputs_of(3))
     assert {name: kernel.launches for name, kernel in made.items() if kernel.launches} == {
-        "clusters_8x4_page16_split4": [(3 * 8 * 4 * parts_of(24, 4), 128, 12)]
+        "clusters_8x4_page16_split4": [(3 * 8 * 4 * parts_of(24, 4), 128, 13)]
     }
     assert decode._maps.asked == [((160, 1024), tensor_maps.rows, 16)] * 2
 
@@ -173,7 +173,7 @@ def test_any_batch_is_shared_by_as_many_blocks_but_for_one_that_the_kernel_canno
     decode(inputs_of(3))
     decode(inputs_of(MOST_REQUESTS))
     # Binaries of older runtimes were compiled for such a launch: FORMAT_VERSION goes up with any change of it.
-    assert made["shares_8x4_page16"].launches == [(132, 384, 12)] * 2
+    assert made["shares_8x4_page16"].launches == [(132, 384, 13)] * 2
     with pytest.raises(ValueError, match="1025 requests decode; the kernel counts up to 1024"):
         decode(inputs_of(MOST_REQUESTS + 1))
     assert decode._maps.asked == [((160, 1024), tensor_maps.panels, 16, 16)] * 4
@@ -248,7 +248,7 @@ def test_a_batch_is_decoded_with_queries_that_are_not_rotated(made):
         decode([told.q[0], *inputs_of(3)[1:6]], told)
         decode(inputs_of(3))
         kernel = made["clusters_8x4_page16_split4" if decode is few else "shares_8x4_page16"]
-        assert kernel.launches == [(3 * 8 * 4 * 2, 128, 12) if decode is few else (132, 384, 12)] * 2
+        assert kernel.launches == [(3 * 8 * 4 * 2, 128, 13) if decode is few else (132, 384, 13)] * 2
         assert [rotation.k for rotation in kernel.rotations] == [told.k.data_ptr(), None]
         assert kernel.sinks == [None, None]
 

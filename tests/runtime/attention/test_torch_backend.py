@@ -61,6 +61,15 @@ def test_blocks_of_queries_and_of_decodes_change_nothing(kind, monkeypatch):
     torch.testing.assert_close(run(case, LAYERS[kind]), case.expected, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize("kind", ["plain", "window", "soft_cap_and_window", "sinks"])
+def test_tokens_of_blocks_see_each_other_in_both_directions(kind, monkeypatch):
+    monkeypatch.setattr(torch_backend, "QUERY_BLOCK", 5)
+    # Behind a decode: a block amid new tokens, one that ends with them, and one that began in the prefix.
+    blocks = [(1, 2, 9), (1, 10, 14), (2, 3, 12)]
+    case = make_case(LAYERS[kind], [6, 0, 7], [1, 14, 8], blocks=blocks)
+    torch.testing.assert_close(run(case, LAYERS[kind]), case.expected, atol=1e-5, rtol=1e-5)
+
+
 def test_the_pages_are_read_as_they_are():
     case = make_case(LAYERS["plain"], [3, 2], [1, 1])
     before = [pages.clone() for pages in case.batch.token_to_kv_pool.get_pages(0)]

@@ -136,3 +136,13 @@ def test_the_dispatcher_decides_without_torch():
     code += "; d = G(M.PIECEWISE, [4, 8]); print(d.dispatch(5, 2, False)[1].num_tokens, 'torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["8", "False"]
+
+
+def test_decodes_of_one_prefix_have_graphs_of_their_own_of_some_sizes():
+    dispatcher = GraphDispatcher(CUDAGraphMode.FULL_AND_PIECEWISE, TOKENS, REQUESTS, (), (REQUESTS[-1], 999))
+    assert dispatcher.cascade_requests == REQUESTS[-1:]
+    found = dispatcher.dispatch_cascade(1)
+    assert found == BatchDescriptor(REQUESTS[-1], num_reqs=REQUESTS[-1], uniform=True, cascade=True)
+    assert dispatcher.dispatch_cascade(REQUESTS[-1] + 1) is None
+    assert (CUDAGraphMode.FULL, found) in dispatcher.descriptors()
+    assert BOTH.dispatch_cascade(1) is None

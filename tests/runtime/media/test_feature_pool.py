@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from mllm_compile.runtime.media.feature_pool import FeaturePool
-from mllm_compile.runtime.media.grids import MAX_FEATURES
+from mllm_compile.runtime.media.tower import MAX_FEATURES
 
 
 def pool(capacity: int = 10) -> FeaturePool:

@@ -9,8 +9,10 @@ import numpy as np
 import pytest
 import torch
 
-from mllm_compile.runtime.media.grids import Grid, GridTower, patch_places, table_taps, windows
+from mllm_compile.runtime.media.grids import GridTower
+from mllm_compile.runtime.media.patches import patch_places, table_taps, windows
 from mllm_compile.runtime.media.positions import Placed, positions_of
+from mllm_compile.runtime.media.tower import Grid
 from mllm_compile.runtime.media.tower_inputs import tower_inputs
 
 GRIDS: list[Grid] = [(1, 2, 2), (1, 4, 6), (2, 8, 14), (1, 16, 22), (3, 6, 4)]
@@ -75,3 +77,22 @@ def test_positions_are_those_of_transformers() -> None:
     ours, our_delta = positions_of(len(ids), images, 2)
     assert np.array_equal(ours, theirs[:, 0])
     assert our_delta == int(delta)
+
+
+@pytest.mark.parametrize("grid", GRIDS)
+def test_bicubic_taps_are_those_of_grid_sample(grid: Grid) -> None:
+    side, merge = 5, 2
+    table = torch.randn(side * side, 3)
+    places = torch.from_numpy(patch_places(grid, merge)).float()
+    rows, columns = ((places[:, axis] + 0.5) / grid[1 + axis] * 2 - 1 for axis in (0, 1))
+    expected = torch.nn.functional.grid_sample(
+        table.view(1, side, side, 3).permute(0, 3, 1, 2),
+        torch.stack((columns, rows), -1)[None, :, None],
+        mode="bicubic",
+        align_corners=False,
+        padding_mode="border",
+    )[0, :, :, 0].T
+    indices, weights = table_taps(grid, merge, side, align_corners=False, bicubic=True)
+    found = (table[torch.from_numpy(indices)] * torch.from_numpy(weights)[..., None]).sum(1)
+    assert indices.shape == (len(places), 16)
+    assert torch.allclose(found, expected, atol=1e-5)

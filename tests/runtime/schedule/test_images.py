@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
-import numpy as np
+from dataclasses import replace
 
-from mllm_compile.runtime.media.grids import Grid, GridTower
+import numpy as np
+import pytest
+
+from mllm_compile.runtime.errors import RequestError
+from mllm_compile.runtime.media.grids import GridTower
 from mllm_compile.runtime.media.request import RequestMedia
+from mllm_compile.runtime.media.tower import Grid
 from mllm_compile.runtime.schedule.request import Request
 from mllm_compile.runtime.schedule.scheduler import Scheduler
 from tests.runtime.schedule.scheduler_simulation import FREE, make_config, make_request
@@ -16,7 +21,10 @@ TOWER = GridTower(
 )
 
 
-def request_of(name: str, *parts: int | tuple[int, bytes]) -> Request:
+AHEAD = replace(TOWER, sees_ahead=True)
+
+
+def request_of(name: str, *parts: int | tuple[int, bytes], tower: GridTower = TOWER) -> Request:
     """Parts are lengths of texts, or the number of an image's features and its digest's first letter."""
     ids: list[int] = []
     items = []
@@ -30,7 +38,7 @@ def request_of(name: str, *parts: int | tuple[int, bytes]) -> Request:
         items.append((len(ids), count, letter * 32, tensors))
         ids += [TOKEN] * count
     request = make_request(name, ids, max_tokens=2, **FREE)
-    request.media = RequestMedia.of(TOWER, ids, np.array(ids) == TOKEN, items)
+    request.media = RequestMedia.of(tower, ids, np.array(ids) == TOKEN, items)
     return request
 
 
@@ -73,3 +81,34 @@ def test_pages_are_shared_by_prompts_of_the_same_image_alone() -> None:
     assert again.num_cached_tokens == 16
     assert other.num_cached_tokens == 0
     assert (again.cache_keys[:2] == 3).all() and (again.cache_keys[2:14] < 0).all()
+
+
+def test_no_chunk_cuts_an_image_that_sees_ahead() -> None:
+    scheduler = Scheduler(make_config(max_num_batched_tokens=16, enable_prefix_cache=False))
+    # 13 tokens fit beside three decodes: the chunk ends before the second image, and the next one is all of it.
+    one = request_of("one", 2, (9, b"a"), 1, (13, b"b"), 3, tower=AHEAD)
+    assert chunks(scheduler, one) == [[12], [16]]
+
+
+def test_images_that_see_ahead_wait_for_room_beside_decodes() -> None:
+    scheduler = Scheduler(make_config(max_num_batched_tokens=16, enable_prefix_cache=False))
+    requests = [request_of(name, 1, (13, name[:1].encode()), 1, tower=AHEAD) for name in ("a", "b", "c", "d")]
+    steps = chunks(scheduler, *requests)
+    assert sum(map(sum, steps)) == 60
+    # Each chunk begins or ends with the image, or has none of it.
+    assert all(length in (1, 2, 13, 14, 15) for step in steps for length in step)
+
+
+def test_an_image_that_sees_ahead_and_may_never_find_room_is_refused() -> None:
+    scheduler = Scheduler(make_config(max_num_batched_tokens=16))
+    with pytest.raises(RequestError, match=r"an image has 14 tokens, .* step has room for 13"):
+        scheduler.add(request_of("large", 1, (14, b"a"), 1, tower=AHEAD))
+    scheduler.add(request_of("fits", 1, (13, b"a"), 1, tower=AHEAD))
+
+
+def test_a_hit_within_an_image_that_sees_ahead_leaves_the_rest_of_it_to_one_chunk() -> None:
+    scheduler = Scheduler(make_config(max_num_batched_tokens=16, page_size=4))
+    chunks(scheduler, request_of("first", 1, (13, b"a"), 1, tower=AHEAD))  # and an answer, in its fourth page
+    again = request_of("again", 1, (13, b"a"), 4, tower=AHEAD)
+    assert chunks(scheduler, again) == [[6]]
+    assert again.num_cached_tokens == 12

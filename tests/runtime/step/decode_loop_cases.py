@@ -72,7 +72,8 @@ class LoopedRunner:
     def holds_decode(self, num_requests: int) -> bool:
         return num_requests <= self._most
 
-    def decode(self, rows, seq_lens, slots, deltas=None) -> CapturedDecode:
+    def decode(self, rows, seq_lens, slots, deltas=None, common_prefix_len=0) -> CapturedDecode:
+        assert not common_prefix_len, "it holds no cascades"
         runner, count = self._runner, rows.size
         self.decodes += 1
         requests = torch.zeros(NUM_TURNS, count, REQUEST_FIELDS, dtype=torch.int32)

@@ -26,7 +26,7 @@ class Steps:
 
 
 def served(monkeypatch, prompts, least=8, **runtime):
-    monkeypatch.setattr(TorchAttnBackend, "cascade_pays", lambda self, count, tokens: (count - 1) * tokens >= least)
+    monkeypatch.setattr(TorchAttnBackend, "cascade_pays", lambda self, count, tokens, _: (count - 1) * tokens >= least)
     runner = make_runner(TinyModel(), **{"cascade_attention": True} | runtime)
     steps, loop = Steps(runner, monkeypatch), Loop(runner, enable_prefix_cache=True)
     loop.add(SHARED, max_tokens=1)
@@ -65,7 +65,7 @@ def test_nothing_is_shared_where(monkeypatch, prompts, least, runtime):
 
 
 def test_decodes_beside_a_prompt_share_theirs(monkeypatch):
-    monkeypatch.setattr(TorchAttnBackend, "cascade_pays", lambda self, count, tokens: count > 1 and tokens > 0)
+    monkeypatch.setattr(TorchAttnBackend, "cascade_pays", lambda self, count, tokens, _: count > 1 and tokens > 0)
     model = TinyModel()
     runner = make_runner(model, max_num_batched_tokens=16, cascade_attention=True)
     loop = Loop(runner, enable_prefix_cache=True)

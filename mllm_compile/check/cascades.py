@@ -1,0 +1,86 @@
+"""Runs the program's own kernels for decodes of one prefix on small batches, against attention in float32.
+
+Shape legend: R requests, H query heads, D head dim.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from mllm_compile.errors import CompileError
+from mllm_compile.runtime.attention.flashinfer.kernels import PlanGroup
+from mllm_compile.runtime.attention.layer import LayerSpec
+from mllm_compile.runtime.attention.split.shared_prefix import SharedPrefix
+from mllm_compile.runtime.program.link import LinkedProgram
+
+_COUNTS = (1, 9, 65)  # requests of a batch: a part of a tile of their query heads, and several tiles
+_PAGES = (0, 1, 4)  # that all of a batch begin with
+_OWN = 70  # tokens behind these, and more
+# ‖ours − float32's‖ / ‖float32's‖ of the worst request; rounding alone is up to 5e-3 in bfloat16.
+_TOLERANCE = 2e-2
+
+
+def check_cascades(linked: LinkedProgram, page_size: int, dtype: torch.dtype, device: torch.device) -> None:
+    """
+    Args:
+        page_size: tokens of a KV page, for which the kernels are compiled.
+        dtype: the type of queries and cache.
+
+    Raises:
+        CompileError: a layer's kernels compute something else than torch's operations.
+    """
+    checked = set()
+    for layer in linked.program.layers:
+        piece = linked.program.cascade_attention.get(layer.name)
+        if piece is None or piece in checked:
+            continue
+        checked.add(piece)
+        for count in _COUNTS:
+            for num_pages in _PAGES:
+                error = _error(layer, linked, count, num_pages, page_size, dtype, device)
+                if not error <= _TOLERANCE:
+                    raise CompileError(
+                        f"the attention of {count} decodes behind {num_pages * page_size} shared tokens in "
+                        f"{layer.name} is off by {error:.2g} (limit {_TOLERANCE:g}): its kernels do not serve these "
+                        "heads on this machine. Set runtime.cascade_attention: false, and report this."
+                    )
+
+
+def _error(
+    layer: LayerSpec,
+    linked: LinkedProgram,
+    count: int,
+    shared_pages: int,
+    page_size: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> float:
+    """‖ours − float32's‖ / ‖float32's‖ of the worst request of a batch whose pages lie in no order."""
+    generator = torch.Generator().manual_seed(0)
+    lengths = [shared_pages * page_size + 1 + (row * _OWN) % (3 * _OWN) for row in range(count)]
+    width = -(-max(lengths) // page_size)
+    pages = torch.randint(0, 4 * width, (count, width), generator=generator)  # a page may be of several requests
+    pages[:, :shared_pages] = pages[0, :shared_pages].clone()
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator).to(dtype).to(device)
+
+    cache_shape = 4 * width, page_size, layer.num_kv_heads, layer.head_dim
+    keys, values, q = random(*cache_shape), random(*cache_shape), random(count, layer.num_heads, layer.head_dim)
+    group = PlanGroup.of(layer)
+    prefix = SharedPrefix([group], count, device)
+    prefix.share(shared_pages * page_size)
+    table, seq_lens = (torch.as_tensor(x, dtype=torch.int32, device=device) for x in (pages, lengths))
+    piece = linked.cascades[layer.name]
+    ours = prefix.prepare(piece, group, table, seq_lens).run(q, (keys, values), torch.zeros_like(q)).float()
+    worst = 0.0
+    for row, length in enumerate(lengths):
+        places = torch.arange(length)
+        slots = (pages[row][places // page_size] * page_size + places % page_size).to(device)
+        heads = layer.num_heads // layer.num_kv_heads
+        k, v = (cache.flatten(0, 1)[slots].float().repeat_interleave(heads, 1) for cache in (keys, values))
+        weights = (torch.einsum("hd,lhd->hl", q[row].float(), k) * layer.sm_scale).softmax(-1)
+        theirs = torch.einsum("hl,lhd->hd", weights, v)
+        error = ((ours[row] - theirs).norm() / theirs.norm()).item()
+        worst = error if not error <= worst else worst
+    return worst

@@ -1,0 +1,126 @@
+"""The protocol of towers that take whole pictures of one size: LLaVA, Gemma 3, InternVL, Idefics3, SmolVLM and what is
+built alike.
+
+A model has it if its base has `get_image_features`, a tower that is told the size of its pictures by its config, and a
+text that it is called with embeddings. Its way from pictures to features is traced (picture_features.py). If it is told
+of which kind each token is, those of an image see ahead.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+from mllm_compile.model.hf_model import HFModel
+from mllm_compile.model.refusals import first_line
+from mllm_compile.model.towers.adapter import TowerAdapter, refusal
+from mllm_compile.model.towers.picture_features import PictureFeatures, has_connector, tower_of_pictures
+from mllm_compile.model.towers.varlen_hook import PICTURES_IMPLEMENTATION, packed, say_bounds
+from mllm_compile.model.trace import Trace, capture, sized
+from mllm_compile.runtime.media.pictures import PictureTower
+from mllm_compile.runtime.media.tower import MAX_FEATURES, Grid
+
+_SAMPLE_PICTURES = 3
+
+
+class Pictures(TowerAdapter):
+    """The adapter; see the module's header."""
+
+    facts: PictureTower
+
+    @classmethod
+    def of(cls, hf_model: HFModel) -> Pictures | None:
+        base: Any = getattr(hf_model.model, "model", None)
+        if not hasattr(base, "get_image_features"):
+            return None
+        return cls(hf_model, _facts(hf_model, base))
+
+    def trace_tower(self, device: str) -> Trace:
+        """Inputs: `pixel_values` [F pictures, pixel_width], `cu_seqlens` [F + 1]."""
+        base: Any = self.hf_model.model.model
+        inputs = {
+            "pixel_values": sized("F", (_SAMPLE_PICTURES, self.facts.pixel_width), self.hf_model.model.dtype, device),
+            "cu_seqlens": sized("cu_seqlens", (_SAMPLE_PICTURES + 1,), torch.int32, device),
+        }
+        with packed(tower_of_pictures(base), PICTURES_IMPLEMENTATION):
+            graph = capture(self.hf_model, _Tower(base, self.facts.shape), inputs, device)
+        graph.graph.eliminate_dead_code()  # heads of towers that pool, which no feature is of
+        graph.recompile()
+        return Trace(graph, MAX_FEATURES, device)
+
+    def said_of(self, images: Sequence[tuple[torch.Tensor, Grid]], ids: torch.Tensor) -> dict[str, torch.Tensor]:
+        pixels = torch.cat([pixels for pixels, _ in images]).view(-1, *self.facts.shape).to(ids.device)
+        kinds = {"token_type_ids": (ids == self.facts.image_token_id).long()[None]} if self.facts.sees_ahead else {}
+        return {"pixel_values": pixels[None] if has_connector(self.hf_model.model.model) else pixels, **kinds}
+
+
+def _facts(hf_model: HFModel, base: Any) -> PictureTower:
+    config, tower = hf_model.model.config, tower_of_pictures(base)
+    vision = getattr(tower, "config", None)
+    token = getattr(config, "image_token_id", None)
+    if not isinstance(token, int) or not 0 <= token < hf_model.sizes().vocab_size:
+        raise refusal(f"image_token_id is {token!r}, and no row of its embedding")
+    size = getattr(vision, "image_size", None)
+    rows, columns = size if isinstance(size, Sequence) and len(size) == 2 else (size, size)
+    channels = getattr(vision, "num_channels", None)
+    if not isinstance(channels, int) or not isinstance(rows, int) or not isinstance(columns, int):
+        raise refusal("its tower's config names no image_size and num_channels")
+    shape = (channels, rows, columns)
+    counted, features = _probe(hf_model, base, shape)
+    return PictureTower(
+        shape=shape,
+        features=features.shape[-2],
+        rows=counted,
+        feature_width=features.shape[-1],
+        image_token_id=token,
+        sees_ahead=_sees_ahead(hf_model),
+    )
+
+
+def _probe(hf_model: HFModel, base: Any, shape: tuple[int, int, int]) -> tuple[int, torch.Tensor]:
+    """Runs the tower on a fake picture: rows of its attention, and features [1, features, hidden]."""
+    weight: Any = next(hf_model.model.parameters())
+    mode = weight.fake_mode if isinstance(weight, FakeTensor) else FakeTensorMode(allow_non_fake_inputs=True)
+    rows: set[int] = set()
+
+    def count(module: torch.nn.Module, args: Any, kwargs: Any) -> None:
+        rows.update(x.shape[1] for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor) and x.dim() == 3)
+
+    attentions = [
+        module for module in tower_of_pictures(base).modules() if "scaling" in vars(module) or "scale" in vars(module)
+    ]
+    hooks = [module.register_forward_pre_hook(count, with_kwargs=True) for module in attentions]
+    try:
+        with mode, packed(tower_of_pictures(base), PICTURES_IMPLEMENTATION), torch.no_grad():
+            say_bounds(torch.zeros(2, dtype=torch.int32, device=weight.device))
+            pixels = torch.zeros(1, *shape, device=weight.device, dtype=hf_model.model.dtype)
+            features = PictureFeatures(base)(pixels)
+    except Exception as error:  # whatever a model raises that is called otherwise
+        raise refusal(f"its tower does not run on pictures of {list(shape)} alone ({first_line(error)})") from error
+    finally:
+        for hook in hooks:
+            hook.remove()
+    if len(rows) != 1 or features.dim() != 3:
+        raise refusal("its tower does not attend within whole pictures")
+    return rows.pop(), features
+
+
+def _sees_ahead(hf_model: HFModel) -> bool:
+    """True if tokens of an image see the later ones of it: the model is told of which kind each token is."""
+    return "token_type_ids" in inspect.signature(hf_model.model.forward).parameters
+
+
+class _Tower(torch.nn.Module):
+    def __init__(self, base: Any, shape: tuple[int, int, int]) -> None:
+        super().__init__()
+        self.features, self.shape = PictureFeatures(base), shape
+
+    def forward(self, pixel_values: torch.Tensor, cu_seqlens: torch.Tensor) -> torch.Tensor:
+        torch._check(pixel_values.shape[0] >= 1)
+        torch._check(pixel_values.shape[0] <= MAX_FEATURES)
+        say_bounds(cu_seqlens)
+        return self.features(pixel_values.view(-1, *self.shape)).flatten(0, 1)

@@ -1,0 +1,125 @@
+"""Starts followers as processes of this one, which end with it, and inherit what ranks share."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import subprocess
+import sys
+import threading
+from collections import deque
+from pathlib import Path
+from typing import IO, Protocol
+
+from mllm_compile.process.group import ProcessGroup
+from mllm_compile.ranks.start import Start
+
+logger = logging.getLogger("mllm_compile.ranks")
+
+_MODULE = "mllm_compile.ranks.follower"
+_LAST_LINES = 20
+
+
+class RankProcess(Protocol):
+    """A follower's process.
+
+    Attributes:
+        pid: its number on this host.
+        socket: the other end of its connection.
+    """
+
+    pid: int
+    socket: socket.socket
+
+    def has_ended(self) -> bool:
+        """True if it runs no more."""
+
+    def end_of(self) -> str:
+        """How it ended, for people."""
+
+    def kill(self) -> None:
+        """Ends it, if it has not ended, and does not wait."""
+
+    def close(self) -> None:
+        """Ends it and gives up what is held of it."""
+
+
+class Launcher(Protocol):
+    """Starts followers of one group."""
+
+    def start(self, start: Start) -> RankProcess:
+        """Starts a follower, whose ring and meeting place are open here under the numbers that `start` has.
+
+        Raises:
+            OSError, MllmError: it cannot be started.
+        """
+
+    def close(self) -> None:
+        """Gives up what the group had, whose followers are closed."""
+
+
+class LocalLauncher:
+    """Starts them as processes of this one."""
+
+    def start(self, start: Start) -> LocalRank:
+        """
+        Raises:
+            OSError: there is no room for it.
+        """
+        return LocalRank(start)
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+class LocalRank:
+    """One process. Its last lines are kept, to be told where it ends."""
+
+    def __init__(self, start: Start) -> None:
+        self._rank = start.rank
+        self._last_lines: deque[str] = deque(maxlen=_LAST_LINES)
+        ours, theirs = socket.socketpair()
+        with theirs:
+            self._process = ProcessGroup(
+                [sys.executable, "-P", "-m", _MODULE, str(theirs.fileno())],
+                pass_fds=[theirs.fileno(), start.ring.memory, start.ring.event, start.meeting_place],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                env=os.environ | {"PYTHONPATH": os.pathsep.join(module_folders())},
+            )
+        self.pid, self.socket = self._process.pid, ours
+        self._reader = threading.Thread(target=self._read, args=(self._process.stdout,), daemon=True)
+        self._reader.start()
+
+    def _read(self, output: IO[bytes]) -> None:
+        for line in output:
+            self._last_lines.append(text := line.decode(errors="replace").rstrip())
+            logger.debug("rank %d: %s", self._rank, text)
+
+    def has_ended(self) -> bool:
+        return self._process.poll() is not None
+
+    def end_of(self) -> str:
+        code = self._process.poll()
+        how = f"was ended by signal {-code}" if code is not None and code < 0 else f"ended with code {code}"
+        self._reader.join(0.5)
+        said = " / ".join(line for line in self._last_lines if line.strip())[-600:]
+        return how + (f"; its last lines: {said}" if said else "")
+
+    def kill(self) -> None:
+        self._process.kill_group()
+
+    def close(self) -> None:
+        self._process.kill_group()
+        self._process.wait()
+        self._reader.join(1.0)
+        if self._process.stdout is not None:
+            self._process.stdout.close()
+        self.socket.close()
+
+
+def module_folders() -> list[str]:
+    """Where this process finds its modules: a follower's are the same."""
+    return [str(Path(folder).absolute()) for folder in sys.path if folder]

@@ -1,0 +1,109 @@
+"""The runtime's facts of a model's tower: one class a protocol, free of torch, as the host makes inputs of it.
+
+grids.py has towers that take patches of pictures of any size, packed.py those of them whose processor leaves pictures
+whole, and pictures.py those that take whole pictures of one size.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import ClassVar, NamedTuple
+
+import numpy as np
+
+MAX_FEATURES = 16384  # of an image
+# Of the images that one run of a tower encodes: enough to fill a GPU, few enough that the host prepares the next run
+# meanwhile. An image with more is a run of its own.
+FEATURES_OF_A_RUN = 1024
+_KEPT_GRIDS = 16  # up to 4 MB each
+Grid = tuple[int, int, int]  # frames, rows and columns of patches
+
+
+class Read(NamedTuple):
+    """An image or video as a tower takes it.
+
+    Attributes:
+        pictures: pixels [pixel_rows, pixel_width] float32 and grid of each frame, or of each picture that it was cut
+            into, in order.
+        interval: how far frames are apart on the axis of time.
+    """
+
+    pictures: Sequence[tuple[np.ndarray, Grid]]
+    interval: float = 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tower(ABC):
+    """A tower, whichever protocol it is of.
+
+    Attributes:
+        feature_width: numbers of a feature, those for deeper layers of the text included.
+        image_token_id, video_token_id: the tokens that stand for a feature; -1: the model takes no videos.
+        sees_ahead: tokens of one picture attend to each other in both directions in the text.
+        merge: rows and columns of patches that make one feature.
+        axes: of the text's positions, where tokens take features: 1, or 3 for time, row and column.
+        has_breaks: tokens that take none may lie between those of one picture.
+    """
+
+    feature_width: int
+    image_token_id: int
+    video_token_id: int = -1
+    sees_ahead: bool = False
+    has_breaks: bool = False
+    merge: int = 1
+    axes: int = 1
+    counted_inputs: ClassVar[tuple[str, ...]] = ()  # those that name features by their number within a run
+
+    @abstractmethod
+    def num_features(self, grid: Grid) -> int:
+        """Features of a picture."""
+
+    @abstractmethod
+    def input_names(self) -> tuple[str, ...]:
+        """The inputs of the tower's program, `pixel_values` and those of `inputs` and `segments`."""
+
+    def inputs(self, grid: Grid) -> Mapping[str, np.ndarray]:
+        """The tower's inputs for a picture beside its pixels; pictures follow each other along the first dimension.
+        Not to be written to: those of the last grids are kept."""
+        return _inputs_of(self, grid)
+
+    @abstractmethod
+    def make_inputs(self, grid: Grid) -> dict[str, np.ndarray]:
+        """New arrays, as `inputs`."""
+
+    @abstractmethod
+    def segments(self, grid: Grid) -> dict[str, np.ndarray]:
+        """Lengths, in rows of the tower's attention, of what attends to each other, by the input that bounds it."""
+
+    @abstractmethod
+    def read(self, tensors: Mapping[str, np.ndarray]) -> Read:
+        """An image or video, of what the model's processor gave for it.
+
+        Raises:
+            RequestError: it does not fit the tower.
+        """
+
+    @abstractmethod
+    def sample_grids(self) -> tuple[Grid, Grid]:
+        """Grids of two small pictures, different where they can be."""
+
+    @abstractmethod
+    def pixel_rows(self, grid: Grid) -> int:
+        """Rows of a picture in the input `pixel_values`, each of pixel_width numbers."""
+
+    @property
+    @abstractmethod
+    def pixel_width(self) -> int:
+        """Numbers of a row of `pixel_values`."""
+
+    @abstractmethod
+    def largest(self, features: int) -> list[Grid]:
+        """Pictures that have about so many features, and as much of everything else as these can have."""
+
+
+@lru_cache(maxsize=_KEPT_GRIDS)
+def _inputs_of(tower: Tower, grid: Grid) -> Mapping[str, np.ndarray]:
+    return tower.make_inputs(grid)

@@ -1,0 +1,56 @@
+"""Which layers' decodes of one prefix are pieces of the program."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from mllm_compile.kernels import decode_attention
+from mllm_compile.kernels.cascade_attention import add_cascade_attention
+from mllm_compile.kernels.decode_attention import add_decode_attention
+from mllm_compile.runtime.attention.layer import LayerSpec
+from mllm_compile.runtime.program.spec import Program
+from tests.config.test_resolve import CPU, H200, resolved
+
+LAYER = LayerSpec("layers.0.attn", 0, 32, 8, 128, 128, 0.1, 0.0, -1, None)
+ON = {"runtime": {"cascade_attention": True}}
+
+
+@pytest.fixture(autouse=True)
+def no_cuda_compiler(monkeypatch) -> None:
+    monkeypatch.setattr(decode_attention, "can_compile_kernels", lambda device: False)
+
+
+def added(device, sections, *layers: LayerSpec):
+    config = resolved(device, **sections)
+    program, _ = add_decode_attention(config, Program(steps=(), layers=layers, weights=(), output="logits"))
+    return add_cascade_attention(config, program)
+
+
+def test_plain_layers_that_are_alike_share_a_piece():
+    same = replace(LAYER, name="layers.1.attn", layer_id=1)
+    windowed = replace(LAYER, name="layers.2.attn", layer_id=2, window_left=99)
+    program, (piece,) = added(H200, ON, LAYER, same, windowed)
+    assert program.cascade_attention == {LAYER.name: "cascade_0", same.name: "cascade_0"}
+    assert piece.name == "cascade_0" and "cascade_0" in program.piece_ids()
+    assert Program.from_json(json.loads(json.dumps(program.to_json()))) == program
+
+
+@pytest.mark.parametrize(
+    ("device", "sections", "change"),
+    [
+        (H200, {}, {}),
+        (CPU, ON, {}),
+        (H200, ON | {"compile": {"backend": "eager"}}, {}),
+        (H200, {"runtime": {"cascade_attention": True, "deterministic": True}}, {}),
+        (H200, ON, {"logits_soft_cap": 30.0}),
+        (H200, ON, {"sinks": "layers.0.sinks"}),
+        (H200, ON, {"alibi_slopes": (0.5,) * 32}),
+    ],
+    ids=["off", "cpu", "eager", "deterministic", "soft cap", "sinks", "ALiBi"],
+)
+def test_others_have_none(device, sections, change):
+    program, pieces = added(device, sections, replace(LAYER, **change))
+    assert (program.cascade_attention, pieces) == ({}, ())
