@@ -11,12 +11,16 @@ Shape legend: P pages, S page size, Hk kv heads, D head dim, N entries.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 
 import numpy as np
 import torch
 
 from mllm_compile.runtime.schedule.page_allocator import TokenToKVPoolAllocator
+
+_ALIGNMENT = 16  # bytes
+_COPIED_BYTES = 128 << 20  # of rows that are read before they are written elsewhere, unless one layer's are more
 
 __all__ = ["GDNPool", "KVPool", "ReqToTokenPool", "TokenToKVPoolAllocator"]
 
@@ -125,7 +129,15 @@ class GDNPool:
         self, num_rows: int, layers: Sequence[tuple[tuple[int, ...], torch.dtype]], device: torch.device | str
     ) -> None:
         self.num_rows = num_rows
-        self._states = [_zeros((num_rows, *shape), dtype, device) for shape, dtype in layers]
+        # Layers alike lie in one tensor, [layers, rows, …], so that rows of all of them are copied at once.
+        counts = Counter((tuple(shape), dtype) for shape, dtype in layers)
+        groups = {
+            (shape, dtype): _zeros((count, _aligned(num_rows, shape, dtype), *shape), dtype, device)
+            for (shape, dtype), count in counts.items()
+        }
+        self._groups = tuple(groups.values())
+        following = {like: iter(states) for like, states in groups.items()}
+        self._states = [next(following[tuple(shape), dtype])[:num_rows] for shape, dtype in layers]
 
     @staticmethod
     def bytes_per_row(layers: Sequence[tuple[tuple[int, ...], torch.dtype]]) -> int:
@@ -137,9 +149,18 @@ class GDNPool:
         return self._states[state_id]
 
     def copy_rows(self, sources: torch.Tensor, targets: torch.Tensor) -> None:
-        """Copy rows `sources` [N] int64 to rows `targets` [N] int64, which differ from each other, in every layer."""
-        for states in self._states:
-            states.index_copy_(0, targets, states.index_select(0, sources))
+        """Copy rows `sources` [N] int64 to rows `targets` [N] int64, which differ from each other, in every layer. Two
+        launches for layers alike, or for as many of them as a bounded copy of their rows holds."""
+        for states in self._groups:
+            bytes_each = sources.numel() * states[0, 0].nbytes
+            for layers in states.split(max(1, _COPIED_BYTES // max(1, bytes_each))):
+                layers.index_copy_(1, targets, layers.index_select(1, sources))
+
+
+def _aligned(num_rows: int, shape: tuple[int, ...], dtype: torch.dtype) -> int:
+    """Rows behind which the next layer begins where kernels can read 16 bytes at once."""
+    per_row = _ALIGNMENT // math.gcd(_ALIGNMENT, math.prod(shape) * dtype.itemsize)
+    return -(-num_rows // per_row) * per_row
 
 
 def _saturated(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -127,7 +127,7 @@ def _check_program(lowered: Lowered, ranks: Sequence[_Bound], device: str, state
             raise CompileError(
                 f"what was compiled of {model_type!r} does not run: {first_line(failure)}.{_hint(lowered)}"
             ) from failure
-        limit = FP8_TOLERANCE if _reads_fp8(lowered, sum(map(len, batch_ids))) else TOLERANCE[ours.dtype]
+        limit = FP8_TOLERANCE if _reads_fp8(lowered, sum(map(len, batch_ids))) else TOLERANCE[hf_model.model.dtype]
         errors = relative_errors(torch.cat([ours, *of_rows]), torch.cat([theirs, *(theirs[rows] for _ in of_rows)]))
         error = _counted(errors, bool(program.expert_weights) and ours.dtype != torch.float32)
         if not error <= limit:

@@ -31,9 +31,9 @@ from mllm_compile.runtime.program.spec import Program, SmallForm
 from tests.model.tiny_configs import save_tiny_model, tiny_config
 
 
-def compile_tiny(tmp_path: Path, dtype: str = "float32") -> None:
-    config = tiny_config("qwen3", num_hidden_layers=1, layer_types=["full_attention"], tie_word_embeddings=True)
-    save_tiny_model(config, tmp_path / "model")
+def compile_tiny(tmp_path: Path, dtype: str = "float32", config: Any = None) -> None:
+    one_layer = {"num_hidden_layers": 1, "layer_types": ["full_attention"], "tie_word_embeddings": True}
+    save_tiny_model(config or tiny_config("qwen3", **one_layer), tmp_path / "model")
     load_or_compile(
         EngineConfig.from_dict(
             {
@@ -111,6 +111,18 @@ def test_a_program_that_does_not_run_is_no_fault_of_the_model(monkeypatch, tmp_p
 def test_rounding_stays_well_below_the_limit(dtype, errors, tmp_path):
     compile_tiny(tmp_path, dtype)
     assert errors[0] < self_check.TOLERANCE[getattr(torch, dtype)] / 4
+
+
+def test_a_model_of_16_bits_is_held_to_their_rounding_where_its_logits_are_float32(monkeypatch, tmp_path):
+    def rounded(ours: torch.Tensor, theirs: torch.Tensor) -> torch.Tensor:
+        assert ours.dtype == torch.float32
+        return torch.full((len(ours),), 0.02)
+
+    monkeypatch.setattr(self_check, "relative_errors", rounded)
+    config = tiny_config("mamba2", num_hidden_layers=1)
+    compile_tiny(tmp_path, "bfloat16", config)
+    with pytest.raises(UnsupportedModelError, match=r"off by 0\.02 .*limit 0\.001"):
+        compile_tiny(tmp_path / "exact", "float32", config)
 
 
 def test_packed_weights_in_the_wrong_order_are_noticed(errors, monkeypatch, tmp_path):

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from mllm_compile.runtime import memory_pool
 from mllm_compile.runtime.memory_pool import GDNPool
 from mllm_compile.runtime.schedule.state_snapshots import StateSnapshots
 from mllm_compile.runtime.state.layer import Ssd, StateLayer
@@ -56,6 +57,23 @@ def test_rows_are_copied_in_every_layer_and_counted_in_bytes():
     pool.copy_rows(torch.tensor([1, 4]), torch.tensor([4, 2]))
     for index in range(2):
         assert [int(row.unique()) for row in pool.get_state(index)] == [0, 1, 4, 3, 1]
+
+
+@pytest.mark.parametrize("most_bytes", [1, 100, 1 << 20])
+def test_layers_alike_are_copied_together_and_begin_where_16_bytes_can_be_read(monkeypatch, most_bytes):
+    monkeypatch.setattr(memory_pool, "_COPIED_BYTES", most_bytes)
+    layers = [((2, 3), torch.float32), ((3,), torch.bfloat16)] * 3  # rows of 24 and of 6 bytes
+    pool = GDNPool(5, layers, "cpu")
+    assert all(pool.get_state(index).data_ptr() % 16 == 0 for index in range(6))
+    before = []
+    for index, (shape, dtype) in enumerate(layers):
+        states = pool.get_state(index)
+        assert (states.shape, states.dtype, states.is_contiguous()) == ((5, *shape), dtype, True)
+        states.copy_(torch.randn(states.shape, generator=torch.Generator().manual_seed(index)))
+        before.append(states.clone())
+    pool.copy_rows(torch.tensor([1, 4]), torch.tensor([3, 2]))
+    for index, states in enumerate(before):
+        assert torch.equal(pool.get_state(index), states[[0, 1, 4, 1, 4]])
 
 
 def test_the_least_recently_used_snapshot_makes_room_and_reserved_rows_do_not():
