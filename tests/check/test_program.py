@@ -219,9 +219,9 @@ def test_what_the_compiler_wrote_is_checked_with_the_programs_logits(monkeypatch
     given = []
     monkeypatch.setattr(self_check, "check_written_pieces", lambda *args: given.append(args))
     compile_tiny(tmp_path)
-    ((linked, page_size, dtype, logits),) = given
+    ((linked, page_size, dtype, logits, cache_dtype),) = given
     assert set(linked.pieces) == set(linked.program.piece_ids())
-    assert (page_size, dtype) == (16, torch.float32)
+    assert (page_size, dtype, cache_dtype) == (16, torch.float32, torch.float32)
     assert logits.shape[0] == sum(self_check.REQUEST_LENGTHS)
 
 
