@@ -32,7 +32,7 @@ def test_what_a_piece_gets_to_write_the_cache_is_not_among_its_own_bytes():
     program = Program(steps, (layer,), ("weight",), "out")
     wraps = []
     executor = SimpleNamespace(program=program, weights={"weight": torch.zeros(8, 8)}, wrap_pieces=wraps.append)
-    recorder = _PieceRecorder(executor)
+    recorder = _PieceRecorder(executor, "float32")
     (wrap,) = wraps
 
     hidden, slots, cache = torch.zeros(3, 8), torch.zeros(3, dtype=torch.int64), torch.zeros(64, 1, 4)
@@ -59,7 +59,7 @@ def test_of_q_and_k_and_what_they_are_made_of_one_counts(num_slots):
         weights={"weight": torch.zeros(8, 8)},
         wrap_pieces=wraps.append,
     )
-    recorder = _PieceRecorder(executor)
+    recorder = _PieceRecorder(executor, "float32")
     outputs = [torch.zeros(count) for count in (1, 10, 100, 1000, 10000)]
     slots, cache = torch.zeros(num_slots, dtype=torch.int64), torch.zeros(64, 1, 4)
     ids, angles = torch.zeros(3, dtype=torch.int64), torch.zeros(3, 4)

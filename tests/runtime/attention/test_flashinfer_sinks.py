@@ -43,7 +43,7 @@ class Wrapper:
 
 def backend_with(layer) -> FlashInferAttnBackend:
     backend = FlashInferAttnBackend.__new__(FlashInferAttnBackend)  # making one needs FlashInfer
-    backend._group_of, backend._num_decodes = {layer.name: 0}, 0
+    backend._group_of, backend._num_decodes, backend._has_blocks = {layer.name: 0}, 0, False
     backend.decode_metadata = backend.prefill_metadata = None
     return backend
 
