@@ -28,6 +28,7 @@ from mllm_compile.bench.trace.chrome_trace import PIECE_RANGE, STEP_RANGE, Trace
 from mllm_compile.engine.assemble import assemble
 from mllm_compile.engine.parts import EngineParts
 from mllm_compile.process.progress import reporter_for
+from mllm_compile.ranks.steps import RankedStepRunner
 from mllm_compile.runtime.program.executor import PieceFunction, ProgramExecutor
 from mllm_compile.runtime.program.spec import AttentionStep, PieceStep, StateStep, Step
 from mllm_compile.runtime.sampling.params import SamplingParams
@@ -55,7 +56,7 @@ def trace_steps(setting: Setting, work: StepWork, ranges: bool) -> list[dict[str
 
 
 def _trace(parts: EngineParts, setting: Setting, work: StepWork, batch: int, ranges: bool) -> dict[str, Any]:
-    runner: Any = parts.step_runner._runner  # type: ignore[attr-defined] # the engine knows its step runner by less
+    runner = _model_runner(parts)
     requests = _requests(setting, batch, max(1, work.context - _WARM_STEPS - work.steps))
     step = _prefilled(parts, requests)
     recorder = _PieceRecorder(runner.model.executor, runner.config.runtime.state_dtype) if ranges else None
@@ -68,6 +69,12 @@ def _trace(parts: EngineParts, setting: Setting, work: StepWork, batch: int, ran
         "wall_us": statistics.median(walls) * 1e6,
         "facts": None if recorder is None else asdict(recorder.facts(batch, work.context)),
     }
+
+
+def _model_runner(parts: EngineParts) -> Any:
+    """The ModelRunner of this process, rank 0's where there are several: the engine knows its step runner by less."""
+    steps: Any = parts.step_runner
+    return (steps._runner if isinstance(steps, RankedStepRunner) else steps)._runner
 
 
 def _requests(setting: Setting, batch: int, prompt_len: int) -> list[Request]:
