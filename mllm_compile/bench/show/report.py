@@ -69,6 +69,8 @@ def provenance(result: BenchResult) -> list[str]:
             f"measured ceilings: read {result.ceilings.read_bytes_s / 1e9:,.4g} GB/s, "
             f"GEMM {result.ceilings.flops_s / 1e12:,.3g} TFLOP/s"
         )
+    if result.experts:
+        lines.append(f"read by a decode step: {', '.join(map(str, result.experts))}")
     return lines
 
 
