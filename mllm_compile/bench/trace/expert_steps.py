@@ -19,8 +19,12 @@ from mllm_compile.process.progress import reporter_for
 
 
 def count_experts(setting: Setting, batches: Sequence[int], prompt_len: int, steps: int) -> list[float | None]:
-    """Of each batch the share of a layer's experts that a step chooses, in the mean of `steps` decode steps and all
-    layers; None: its requests do not fit at once, or nothing counts this model's experts."""
+    """Counts the share of a layer's experts that a step chooses.
+
+    Returns:
+        Of each batch, the mean of `steps` decode steps and all layers; None: its requests do not fit at once, or
+        nothing counts this model's experts.
+    """
     counting = setting.without_graphs().changed("compile", backend="eager").changed("runtime", expert_stats=True)
     parts = assemble(counting.engine_config(), reporter_for(plain_lines=True))
     try:
