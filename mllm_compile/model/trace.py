@@ -121,7 +121,7 @@ def trace_text(
             raise UnsupportedModelError(f"{error}{_unserved_layers(hf_model.text_config)}") from error
         _drop_outputs_of_weights(captured)
         _fold_numbers(captured)
-        keep_host_values(captured, hf_model.constants, device)
+        keep_host_values(captured, hf_model, device)
         settle_positions(captured)
         settle_rope(captured)
         find_attention(captured, hf_model.constants, min(hf_model.context_len, max_tokens))
@@ -196,13 +196,13 @@ def _fold_numbers(gm: fx.GraphModule) -> None:
     gm.recompile()
 
 
-def keep_host_values(gm: fx.GraphModule, constants: dict[str, torch.Tensor], device: str) -> None:
+def keep_host_values(gm: fx.GraphModule, hf_model: HFModel, device: str) -> None:
     """Makes constants of what a model computes on the host from no input, and then takes to the device: a step that
     copies from the host is not captured. PhiMoE makes its frequencies so in every forward.
 
     Args:
         gm: a trace for `device`.
-        constants: gets the values, computed on the host as the model does.
+        hf_model: gets the values as buffers that no checkpoint holds, computed on the host as the model does.
     """
     if torch.device(device).type == "cpu":
         return
@@ -215,12 +215,13 @@ def keep_host_values(gm: fx.GraphModule, constants: dict[str, torch.Tensor], dev
     # A number is an argument of kernels, as it is.
     kept = [node for node, value in values.items() if value.dim() and any(user not in values for user in node.users)]
     for number, node in enumerate(kept):
-        name = f"host_values.{number}"
-        constants[name] = values[node]
+        name = f"host_value_{number}"
+        hf_model.constants[name] = values[node]
+        hf_model.model.register_buffer(name, _on_device(node.meta["val"], device), persistent=False)
         last_placeholder = [one for one in gm.graph.nodes if one.op == "placeholder"][-1]
         with gm.graph.inserting_after(last_placeholder):
-            constant = gm.graph.placeholder(f"host_values_{number}")
-        constant.meta |= {"weight_name": name, "val": _on_device(node.meta["val"], device)}
+            constant = gm.graph.placeholder(name)
+        constant.meta |= {"weight_name": name, "val": hf_model.model.get_buffer(name)}
         node.replace_all_uses_with(constant, lambda user: user not in values)
     for node in reversed(values):
         if not node.users:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import torch
 from torch import fx
 
@@ -33,10 +36,15 @@ def traced() -> fx.GraphModule:
     return fx.GraphModule({}, graph)
 
 
+def model_without_constants() -> Any:
+    return SimpleNamespace(model=torch.nn.Module(), constants={})
+
+
 def test_it_is_computed_once_on_the_host_and_copied_by_no_step():
-    gm, constants = traced(), {}
-    keep_host_values(gm, constants, DEVICE)
-    ((name, value),) = constants.items()
+    gm, hf_model = traced(), model_without_constants()
+    keep_host_values(gm, hf_model, DEVICE)
+    ((name, value),) = hf_model.constants.items()
+    assert name in dict(hf_model.model.named_buffers()) and name not in hf_model.model.state_dict()
     assert torch.equal(value, torch.pow(10000.0, torch.arange(0, 8, 2, dtype=torch.float32)) + 1.0)
     kept = next(node for node in gm.graph.nodes if node.meta.get("weight_name") == name)
     assert kept.op == "placeholder" and kept.meta["val"].device.type == DEVICE
@@ -48,7 +56,7 @@ def test_it_is_computed_once_on_the_host_and_copied_by_no_step():
 
 
 def test_on_the_host_itself_a_trace_stays_as_it_is():
-    gm, constants = traced(), {}
+    gm, hf_model = traced(), model_without_constants()
     before = str(gm.graph)
-    keep_host_values(gm, constants, "cpu")
-    assert (str(gm.graph), constants) == (before, {})
+    keep_host_values(gm, hf_model, "cpu")
+    assert (str(gm.graph), hf_model.constants) == (before, {})
