@@ -48,10 +48,11 @@ SIZES = {
     "n_routed_experts": 8,
 }
 OWN_SIZES = ("dbrx", "jetmoe", "longcat_flash")  # whose sizes follow from each other otherwise
-LONGEST, NEW, REQUESTS, PAGES = 512, 16, 40, 240
+LONGEST, NEW, REQUESTS, PAGES = 512, 32, 40, 240
+POSITIONS = dict.fromkeys(("max_position_embeddings", "max_seq_len"), LONGEST)
 DECODE_REQUESTS, PIECEWISE_TOKENS, MOST_TOKENS = (1, 8, REQUESTS), (64, 256), 512
 COMPILED_AT_ONCE = 4
-MARGIN = 1.2
+MARGIN = 1.25
 
 
 def config_of(folder: Path) -> dict[str, Any]:
@@ -75,7 +76,8 @@ def config_of(folder: Path) -> dict[str, Any]:
 
 def save(name: str, folder: Path) -> None:
     known = tiny_config(name)
-    sizes = {key: size for key, size in SIZES.items() if name not in OWN_SIZES and hasattr(known, key)}
+    sizes = POSITIONS | ({} if name in OWN_SIZES else SIZES)
+    sizes = {key: size for key, size in sizes.items() if hasattr(known, key)}
     save_tiny_model(tiny_config(name, **sizes), folder / "model")
     (folder / "config.yaml").write_text(json.dumps(config_of(folder)))  # JSON is YAML
 
@@ -127,7 +129,7 @@ def test_a_model_is_as_near_to_float32_as_transformers_is_and_graphs_change_noth
         )
         error, limit = ((one - want).abs().mean().item() for one in (ours, theirs))
         print(f"{name}, {what}: off by {error:.5f}, Transformers in bfloat16 by {limit:.5f}")
-        assert error <= MARGIN * limit + 1e-4
+        assert error <= MARGIN * limit + 1e-3
         return error, limit
 
     of_prompts = errors(
