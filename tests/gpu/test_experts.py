@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from torch.nn import functional
 
-from mllm_compile import RequestOutput
+from mllm_compile import Engine, EngineConfig, RequestOutput, SamplingParams
 from mllm_compile.runtime.ops.experts.linear import expert_linear_reference
 from mllm_compile.runtime.ops.experts.shapes import (
     FORM_TOKENS,
@@ -145,6 +147,25 @@ def test_the_largest_scores_are_chosen(num_experts, softmax, renormalise):
         assert torch.equal(ids[:-1], chosen[:-1])
         torch.testing.assert_close(weights[:-1], expected[:-1])
         assert weights[-1].isnan().all() and ((ids[-1] >= 0) & (ids[-1] < num_experts)).all()
+
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
+
+
+def served_on(folder: Path, cache: Path, backend: str, attention: str, **graphs: str) -> Engine:
+    sections = {
+        "model": {"path": str(folder), "dtype": "bfloat16"},
+        "compile": {"backend": backend},
+        "cache": {"dir": str(cache)},
+        "cudagraph": graphs,
+        "runtime": {
+            "device": "cuda",
+            "max_model_len": 256,
+            "mem_fraction_static": 0.3,
+            "attention_backend": attention,
+        },
+    }
+    return Engine(EngineConfig.from_dict(sections))
 
 
 def scores_of(output: RequestOutput, ids: list[int]) -> torch.Tensor:
