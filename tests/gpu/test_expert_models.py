@@ -118,26 +118,24 @@ def test_a_model_is_as_near_to_float32_as_transformers_is_and_graphs_change_noth
     with Engine.from_parts(parts) as engine:
         check_graphs(parts.step_runner._runner)
         prompts = [random_ids(3 + 3 * number, FIRST_SPECIAL_TOKEN, number) for number in range(REQUESTS)]
-        read = engine.generate(prompts, SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0))
-        asked = SamplingParams(temperature=0.0, max_tokens=NEW, ignore_eos=True, logprobs=0)
-        written = engine.generate(prompts, asked)
-    exact, rounded = reference(folder / "model", torch.float32), reference(folder / "model", torch.bfloat16)
-
-    def errors(what: str, ours: torch.Tensor, texts: list[list[int]], last: int = 0) -> tuple[float, float]:
-        want, theirs = (
-            torch.cat([reference_scores(model, ids)[-last:] for ids in texts]) for model in (exact, rounded)
-        )
-        error, limit = ((one - want).abs().mean().item() for one in (ours, theirs))
+        asked = SamplingParams(temperature=0.0, max_tokens=NEW, ignore_eos=True, logprobs=0, prompt_logprobs=0)
+        outputs = engine.generate(prompts, asked)
+    texts = [ids + list(output.token_ids) for ids, output in zip(prompts, outputs, strict=True)]
+    exact, rounded = (
+        [reference_scores(model, ids) for ids in texts]
+        for model in (reference(folder / "model", dtype) for dtype in (torch.float32, torch.bfloat16))
+    )
+    of_both = []
+    for what, ours, part in (
+        ("prompts", [scores_of(one, ids) for one, ids in zip(outputs, prompts, strict=True)], slice(None, -NEW)),
+        ("answers", [scores_of_answer(one) for one in outputs], slice(-NEW, None)),
+    ):
+        want, theirs = (torch.cat([scores[part] for scores in of_model]) for of_model in (exact, rounded))
+        error, limit = ((one - want).abs().mean().item() for one in (torch.cat(ours), theirs))
         print(f"{name}, {what}: off by {error:.5f}, Transformers in bfloat16 by {limit:.5f}")
         assert error <= MARGIN * limit + 1e-3
-        return error, limit
-
-    of_prompts = errors(
-        "prompts", torch.cat([scores_of(output, ids) for output, ids in zip(read, prompts, strict=True)]), prompts
-    )
-    texts = [ids + list(output.token_ids) for ids, output in zip(prompts, written, strict=True)]
-    of_answers = errors("answers", torch.cat([scores_of_answer(output) for output in written]), texts, NEW)
-    note_on_gpu(name, "", attention_of(artifact.program), of_prompts, of_answers)
+        of_both.append((error, limit))
+    note_on_gpu(name, "", attention_of(artifact.program), *of_both)
 
 
 def artifact_of(folder: Path) -> Artifact:
