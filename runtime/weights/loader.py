@@ -9,7 +9,7 @@ import hashlib
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,7 @@ from mllm_compile.runtime.weights.formats.every import (
     small_sources,
 )
 from mllm_compile.runtime.weights.safetensors_header import SafetensorsHeader, TensorEntry, read_bytes, read_header
-from mllm_compile.runtime.weights.stream import Source, Spacing, TensorRead, stream_tensors
+from mllm_compile.runtime.weights.stream import Source, Spacing, TensorRead, stream_in_order
 from mllm_compile.runtime.weights.sums import weight_sums
 
 _CHECKED_ROWS = 4096  # of a weight that is looked at value by value: bounds what that takes beside it
@@ -171,7 +171,8 @@ _VIEWS: dict[str, Callable[..., torch.Tensor]] = {
 _INVERSE = {"transpose": "transpose", "unsqueeze": "squeeze"}
 
 
-def view_shape(shape: tuple[int, ...], steps: Iterable[ViewStep]) -> tuple[int, ...]:
+@lru_cache(maxsize=4096)  # experts, many thousand, have few shapes and no two the same places
+def view_shape(shape: tuple[int, ...], steps: tuple[ViewStep, ...]) -> tuple[int, ...]:
     """The shape of a tensor of `shape` after the views of `steps`."""
     return tuple(viewed(torch.empty(shape, device="meta"), steps).shape)
 
@@ -201,15 +202,45 @@ def load_weights(
     """
     parts = [part for spec in specs for part in spec.parts]
     headers = {file: read_header(folder / file) for file in sorted({file for part in parts for file in _files(part)})}
-    reads, quantising = [], _Quantising()
+    paths = {file: folder / file for file in headers}
+    reads: list[TensorRead] = []
+    quantising = _Quantising()
+    made_later: list[tuple[str, int, Callable[[], TensorRead]]] = []
     for spec in specs:
         for part in spec.parts:
-            place = place_of(weights[spec.name], part)
+            weight = weights[spec.name]
+            if part.quantised is None and part.small is None:
+                # Of a mixture of experts there are many thousand, each made when it is read.
+                entry = _entry_of_plain(part, weight.dtype, folder, headers)
+                later = partial(_read_plain, paths[part.file], entry, part, weight)
+                made_later.append((part.file, entry.begin, later))
+                continue
+            place = place_of(weight, part)
             if not quantising.takes(part, place):
                 reads.append(_read(part, place, folder, headers))
-    stream_tensors([*reads, *quantising.reads(folder, headers)], advance)
+    reads += quantising.reads(folder, headers)
+    made_later += [(read.path.name, read.entry.begin, partial(_itself, read)) for read in reads]
+    made_later.sort(key=lambda one: one[:2])
+    if made_later:
+        device = weights[specs[0].name].device
+        stream_in_order((make() for _, _, make in made_later), device, advance)
     _check_sums(specs, weights, folder)
     _check_finite(specs, weights, folder)
+
+
+def _itself(read: TensorRead) -> TensorRead:
+    return read
+
+
+def _entry_of_plain(
+    part: WeightPart, dtype: torch.dtype, folder: Path, headers: Mapping[str, SafetensorsHeader]
+) -> TensorEntry:
+    # Numbers of eight bits mean nothing in another type.
+    return _entry(folder, headers, part.file, part.tensor, part.shape, dtype if dtype.itemsize == 1 else None)
+
+
+def _read_plain(path: Path, entry: TensorEntry, part: WeightPart, weight: torch.Tensor) -> TensorRead:
+    return _read_stored(path, entry, part.steps, place_of(weight, part))
 
 
 def _files(part: WeightPart) -> set[str]:
@@ -217,12 +248,9 @@ def _files(part: WeightPart) -> set[str]:
 
 
 def _read(part: WeightPart, place: torch.Tensor, folder: Path, headers: Mapping[str, SafetensorsHeader]) -> TensorRead:
-    if part.quantised is None:
-        # Numbers of eight bits mean nothing in another type.
-        dtype = place.dtype if place.dtype.itemsize == 1 else None
-        entry = _entry(folder, headers, part.file, part.tensor, part.shape, dtype)
-        return _read_stored(folder / part.file, entry, part.steps, place)
+    """The read of a weight that the checkpoint has quantised."""
     quantised, small = part.quantised, part.small
+    assert quantised is not None, "others are _read_plain's"
     steps = part.steps if small is None else small.steps(part.steps)
     view = partial(viewed, steps=steps) if steps else None
     first, *others = (

@@ -1,7 +1,8 @@
 """Brings byte ranges of files into tensors: several readers, and on CUDA a small ring of pinned memory.
 
 On CUDA a reader copies a chunk from the page cache into one of its pinned buffers and goes on with the other while the
-copy engine takes it to the device, on a stream of its own. On a CPU a reader reads straight into the tensor. A tensor
+copy engine takes it to the device, on a stream of its own. On a CPU a reader reads straight into the tensor. Tensors
+that lie one behind the other in a file share chunks: experts that are stored one by one are many and small. A tensor
 that needs another dtype, or does not lie in one stretch, is copied as it is and converted on the device. So are several
 that one weight is computed from: they are read one after the other, wherever they lie.
 """
@@ -12,7 +13,7 @@ import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
@@ -76,7 +77,9 @@ class TensorRead:
     _missing_bytes: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:
-        self._missing_bytes = sum(source.num_bytes for source in self.sources)
+        self._missing_bytes = self.entry.end - self.entry.begin
+        if self.others:
+            self._missing_bytes += sum(source.num_bytes for source in self.others)
 
     @property
     def sources(self) -> tuple[Source, ...]:
@@ -132,77 +135,133 @@ def stream_tensors(
     Raises:
         CheckpointError: a file ends too early or cannot be read.
     """
-    chunks = _Chunks(sorted(reads, key=lambda read: (read.path, read.entry.begin)), chunk_bytes)
-    num_readers = min(_READERS, os.cpu_count() or 1, max(1, chunks.count))
-    device = reads[0].place.device if reads else torch.device("cpu")
+    if reads:
+        in_order = sorted(reads, key=lambda read: (read.path, read.entry.begin))
+        stream_in_order(in_order, reads[0].place.device, advance, chunk_bytes)
+
+
+def stream_in_order(
+    reads: Iterable[TensorRead],
+    device: torch.device,
+    advance: Callable[[int], None] = lambda num_bytes: None,
+    chunk_bytes: int = _CHUNK_BYTES,
+) -> None:
+    """Does all reads as they come: many small ones are made while others are read.
+
+    Args:
+        reads: in the order of the files' bytes, asked for from the readers' threads, one at a time.
+        device: of all places.
+        advance, chunk_bytes: as stream_tensors takes them.
+
+    Raises:
+        CheckpointError: as of stream_tensors.
+    """
     stream = _copy_stream(device)
-    paths = {source.path for read in reads for source in read.sources}
-    with _open_files(paths) as files, ThreadPoolExecutor(num_readers, "weights") as threads:
-        jobs = [threads.submit(_read_chunks, chunks, files, stream, advance) for _ in range(num_readers)]
+    num_readers = min(_READERS, os.cpu_count() or 1)
+    with ExitStack() as opened, ThreadPoolExecutor(num_readers, "weights") as threads:
+        chunks = _Chunks(reads, opened, chunk_bytes)
+        jobs = [threads.submit(_read_chunks, chunks, stream, advance) for _ in range(num_readers)]
         for job in jobs:
             job.result()
     if stream is not None:
         stream.synchronize()
 
 
-@dataclass(frozen=True)
-class _Chunk:
+class _Stretch(NamedTuple):
+    """Bytes of one of a read's sources that a reader takes at once: so many from `start` on."""
+
     read: TensorRead
-    index: int  # of the read's source
-    start: int  # within the tensor
+    source_index: int
+    start: int
     num_bytes: int
+
+    @property
+    def source(self) -> Source:
+        return self.read.sources[self.source_index]
+
+    @property
+    def target(self) -> torch.Tensor:
+        """[num_bytes] uint8."""
+        return self.read.landing(self.source_index)[self.start : self.start + self.num_bytes]
+
+
+class _Chunk(NamedTuple):
+    """Stretches that lie one behind the other in a file, whose descriptor it has."""
+
+    file: int
+    stretches: list[_Stretch]
 
 
 class _Chunks:
     """Hands out chunks to the readers in order; its lock also guards what a TensorRead counts."""
 
-    def __init__(self, reads: Sequence[TensorRead], chunk_bytes: int) -> None:
+    def __init__(self, reads: Iterable[TensorRead], opened: ExitStack, chunk_bytes: int) -> None:
         self.num_bytes = chunk_bytes
-        self._chunks = self._split(reads, chunk_bytes)
-        self.count = sum(-(-source.num_bytes // chunk_bytes) for read in reads for source in read.sources)
         self.lock = threading.Lock()
+        self._chunks = _split(reads, chunk_bytes)
+        self._opened = opened
+        self._files: dict[Path, int] = {}
         self._is_stopped = False
 
     def next(self) -> _Chunk | None:
-        """A chunk whose landing place is allocated."""
+        """A chunk whose landing places are allocated."""
         with self.lock:
-            chunk = None if self._is_stopped else next(self._chunks, None)
-            if chunk is not None:
-                chunk.read.landing(chunk.index)
-            return chunk
+            stretches = None if self._is_stopped else next(self._chunks, None)
+            if stretches is None:
+                return None
+            for stretch in stretches:
+                stretch.read.landing(stretch.source_index)
+            return _Chunk(self._file(stretches[0].source.path), stretches)
 
     def stop(self) -> None:
         """Stops the other readers after one has failed."""
         self._is_stopped = True
 
-    @staticmethod
-    def _split(reads: Iterable[TensorRead], chunk_bytes: int) -> Iterator[_Chunk]:
-        for read in reads:
-            for index, source in enumerate(read.sources):
-                for start in range(0, source.num_bytes, chunk_bytes):
-                    yield _Chunk(read, index, start, min(chunk_bytes, source.num_bytes - start))
+    def _file(self, path: Path) -> int:
+        """The file's descriptor, which is closed with `opened`."""
+        if path not in self._files:
+            self._files[path] = self._opened.enter_context(_open_file(path))
+        return self._files[path]
 
 
-def _read_chunks(
-    chunks: _Chunks,
-    files: dict[Path, int],
-    stream: torch.cuda.Stream | None,
-    advance: Callable[[int], None],
-) -> None:
+def _split(reads: Iterable[TensorRead], chunk_bytes: int) -> Iterator[list[_Stretch]]:
+    """The stretches of each chunk."""
+    chunk: list[_Stretch] = []
+    size, end = 0, None  # of the chunk; where a source that joins it begins
+    for read in reads:
+        for index, source in enumerate(read.sources):
+            is_whole = source.spacing is None
+            if chunk and not (is_whole and (source.path, source.entry.begin) == end):
+                yield chunk
+                chunk, size = [], 0
+            start, num_bytes = 0, source.num_bytes
+            while start < num_bytes:
+                if size == chunk_bytes:
+                    yield chunk
+                    chunk, size = [], 0
+                count = min(chunk_bytes - size, num_bytes - start)
+                chunk.append(_Stretch(read, index, start, count))
+                size, start = size + count, start + count
+            end = (source.path, source.entry.end) if is_whole else None
+    if chunk:
+        yield chunk
+
+
+def _read_chunks(chunks: _Chunks, stream: torch.cuda.Stream | None, advance: Callable[[int], None]) -> None:
     """Does one reader's work."""
     with torch.inference_mode(), nullcontext() if stream is None else torch.cuda.stream(stream):
         try:
-            bring = _read_source if stream is None else _PinnedRing(stream, chunks.num_bytes).bring
+            bring = _bring if stream is None else _PinnedRing(stream, chunks.num_bytes).bring
             while (chunk := chunks.next()) is not None:
-                read, source = chunk.read, chunk.read.sources[chunk.index]
-                target = read.landing(chunk.index)[chunk.start : chunk.start + chunk.num_bytes]
                 try:
-                    bring(files[source.path], source, chunk.start, target)
+                    bring(chunk)
                 except OSError as error:
-                    raise CheckpointError(f"{source.path} cannot be read: {error.strerror or error}") from error
+                    path = chunk.stretches[0].source.path
+                    raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from error
                 with chunks.lock:
-                    read.landed(chunk.num_bytes)
-                advance(chunk.num_bytes)
+                    for stretch in chunk.stretches:
+                        stretch.read.landed(stretch.num_bytes)
+                advance(sum(stretch.num_bytes for stretch in chunk.stretches))
         except BaseException:
             chunks.stop()
             raise
@@ -219,14 +278,28 @@ class _PinnedRing:
         self._taken = [torch.cuda.Event(blocking=True) for _ in self._buffers]
         self._next = 0
 
-    def bring(self, file: int, source: Source, start: int, target: torch.Tensor) -> None:
+    def bring(self, chunk: _Chunk) -> None:
         index = self._next
         self._next = (index + 1) % len(self._buffers)
         self._taken[index].synchronize()
-        buffer = self._buffers[index][: target.numel()]
-        _read_source(file, source, start, buffer)
-        target.copy_(buffer, non_blocking=True)
+        buffer, first = self._buffers[index], chunk.stretches[0]
+        source = first.source
+        if source.spacing is None:
+            num_bytes = sum(stretch.num_bytes for stretch in chunk.stretches)
+            _read_exactly(chunk.file, source.entry.begin + first.start, buffer[:num_bytes])
+        else:
+            _read_source(chunk.file, source, first.start, buffer[: first.num_bytes])
+        start = 0
+        for stretch in chunk.stretches:
+            stretch.target.copy_(buffer[start : start + stretch.num_bytes], non_blocking=True)
+            start += stretch.num_bytes
         self._taken[index].record(self._stream)
+
+
+def _bring(chunk: _Chunk) -> None:
+    """Reads into tensors of the CPU."""
+    for stretch in chunk.stretches:
+        _read_source(chunk.file, stretch.source, stretch.start, stretch.target)
 
 
 def _read_source(file: int, source: Source, start: int, target: torch.Tensor) -> None:
@@ -263,15 +336,12 @@ def _copy_stream(device: torch.device) -> torch.cuda.Stream | None:
 
 
 @contextmanager
-def _open_files(paths: Iterable[Path]) -> Iterator[dict[Path, int]]:
-    files: dict[Path, int] = {}
+def _open_file(path: Path) -> Iterator[int]:
     try:
-        for path in paths:
-            try:
-                files[path] = open_regular(path)
-            except OSError as error:
-                raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
-        yield files
+        file = open_regular(path)
+    except OSError as error:
+        raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
+    try:
+        yield file
     finally:
-        for file in files.values():
-            os.close(file)
+        os.close(file)

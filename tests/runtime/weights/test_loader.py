@@ -64,13 +64,14 @@ def test_experts_that_are_stored_one_by_one_are_read_straight_into_their_places(
     from mllm_compile.runtime.weights import loader
 
     are_direct: list[bool] = []
-    stream = loader.stream_tensors
+    stream = loader.stream_in_order
 
-    def watched(reads, advance):
+    def watched(reads, *others):
+        reads = list(reads)
         are_direct.extend(read.is_direct for read in reads)
-        stream(reads, advance)
+        stream(reads, *others)
 
-    monkeypatch.setattr(loader, "stream_tensors", watched)
+    monkeypatch.setattr(loader, "stream_in_order", watched)
     parts = tuple(
         WeightPart("k", FILE, expert, (2, 3), (("unsqueeze", 0),), (row, 0)) for expert, row in ((0, 0), (1, 2))
     )

@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import save_file
 
 from mllm_compile.runtime.errors import CheckpointError
+from mllm_compile.runtime.weights import stream
 from mllm_compile.runtime.weights.safetensors_header import read_header
 from mllm_compile.runtime.weights.stream import TensorRead, stream_tensors
 
@@ -46,6 +47,22 @@ def test_every_tensor_arrives_whole(file):
     for name, value in expected.items():
         assert torch.equal(places[name], value), name
     assert sum(advanced) == sum(value.nbytes for value in expected.values())
+
+
+def test_small_tensors_that_lie_one_behind_the_other_are_read_at_once(tmp_path, monkeypatch):
+    tensors = {f"expert{number}": torch.randn(5, 3) for number in range(10)}
+    path = tmp_path / "model.safetensors"
+    save_file(tensors, path)
+    left_out = "expert4"  # a hole in the file's bytes
+    places = {name: torch.empty(5, 3) for name in tensors if name != left_out}
+    chunks: list[int] = []
+    bring = stream._bring
+    monkeypatch.setattr(stream, "_bring", lambda chunk: chunks.append(len(chunk.stretches)) or bring(chunk))
+    stream_tensors([read_of(path, name, place) for name, place in places.items()], chunk_bytes=2 * 60 + 30)
+    for name, place in places.items():
+        assert torch.equal(place, tensors[name]), name
+    # Of 60 bytes each: two and a half a chunk, and none over the hole.
+    assert sorted(chunks) == [2, 3, 3, 3]
 
 
 def test_another_dtype_is_converted_and_a_view_is_taken(file):
