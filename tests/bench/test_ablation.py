@@ -64,7 +64,13 @@ def settings_on_hopper(config: EngineConfig) -> dict[str, Any]:
 
 
 @pytest.fixture
-def ablate(setting, monkeypatch):
+def compiled() -> list[Setting]:
+    """The settings that were compiled side by side."""
+    return []
+
+
+@pytest.fixture
+def ablate(setting, compiled, monkeypatch):
     """Runs it with an engine that takes no time, refuses what `refused` says and has nothing to do for the levers of
     `idle`; (names of the runs, settings)."""
     figures = ModelFigures(**dict.fromkeys(ModelFigures.__dataclass_fields__, 1))
@@ -74,6 +80,7 @@ def ablate(setting, monkeypatch):
         for section, values in changes.items():
             base = base.changed(section, **values)
         asked = []
+        compiled.clear()
 
         def measure(engine, setting, work, probe):
             config = setting.engine_config()
@@ -83,7 +90,13 @@ def ablate(setting, monkeypatch):
             return replace(run(engine), settings=settings_on_hopper(config))
 
         probe = Probe(base, {"commit": "abc"}, CEILINGS, figures)
-        monkeypatch.setattr(ablation, "probe_latency", lambda source, work: (probe, work))
+        monkeypatch.setattr(ablation, "probe_machine", lambda *args: probe)
+
+        def compile_ahead(settings):
+            compiled.extend(settings)
+            return ["no piece without its norm" if refused(one.engine_config()) else None for one in settings]
+
+        monkeypatch.setattr(ablation, "compile_ahead", compile_ahead)
 
         def levers_at_work(setting):
             return set(lever_names()) - set(idle) - set(setting.engine_config().compile.disable_passes)
@@ -96,11 +109,12 @@ def ablate(setting, monkeypatch):
     return ablate
 
 
-def test_variants_are_all_each_left_out_all_left_out_and_all_again(setting, ablate):
+def test_variants_are_all_each_left_out_all_left_out_and_all_again(setting, ablate, compiled):
     names, asked = ablate(["pack_projections", "full_graphs"])
     assert names == ["all", "without pack_projections", "without full_graphs", "without any of them", "all, again"]
     assert asked[0] == asked[-1] == setting
     assert asked[3] == without(setting, ["pack_projections", "full_graphs"])
+    assert compiled == asked[1:4], "before they are measured"
 
 
 def test_a_lever_that_cannot_be_left_out_costs_its_own_variant_alone(ablate, capsys):

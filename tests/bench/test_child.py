@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from mllm_compile.bench.measure import child
-from mllm_compile.bench.measure.child import run_child
+from mllm_compile.bench.measure.child import run_children
 from tests.hang_guard import until
 
 WORK = """
@@ -34,11 +34,12 @@ def test_an_interruption_ends_the_child_in_order_and_without_a_word(tmp_path, mo
 
     monkeypatch.setattr(child, "ProcessGroup", Interrupted)
     with pytest.raises(KeyboardInterrupt):
-        run_child([sys.executable, "-c", WORK, str(tmp_path)], subprocess.DEVNULL, dict(os.environ))
+        run_children([[sys.executable, "-c", WORK, str(tmp_path)]], subprocess.DEVNULL, dict(os.environ))
     assert os.listdir(tmp_path) == ["begun"], "its folder is gone"
     assert capfd.readouterr() == ("", "")
 
 
-def test_the_code_of_a_child_that_ends_is_handed_on():
-    command = [sys.executable, "-c", "import sys; sys.exit(7)"]
-    assert run_child(command, subprocess.DEVNULL, dict(os.environ)) == 7
+@pytest.mark.parametrize("at_once", [1, 2, 5])
+def test_the_codes_of_children_that_end_are_handed_on_in_order(at_once):
+    commands = [[sys.executable, "-S", "-c", f"import sys; sys.exit({code})"] for code in (7, 0, 3)]
+    assert run_children(commands, subprocess.DEVNULL, dict(os.environ), at_once) == [7, 0, 3]

@@ -1,6 +1,7 @@
-"""Runs a process for one measurement that ends with its starter, and silently when that is interrupted.
+"""Runs processes for a measurement that end with their starter, and silently when that is interrupted.
 
-It leads a process group, so that Ctrl-C reaches the starter alone, which ends it by SIGTERM (process/interruption.py).
+Each leads a process group, so that Ctrl-C reaches the starter alone, which ends them by SIGTERM
+(process/interruption.py).
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import contextlib
 import os
 import signal
 import subprocess
+from collections import deque
 from collections.abc import Sequence
 from typing import IO
 
@@ -17,14 +19,32 @@ from mllm_compile.process.group import ProcessGroup
 _END_S = 10.0  # to end a step, close the engine and remove what it unpacked
 
 
-def run_child(command: Sequence[str], stdout: int | IO[bytes], environment: dict[str, str]) -> int:
-    """Runs it to its end and returns its exit code; ends it when this process is interrupted."""
-    process = ProcessGroup(command, stdout=stdout, env=environment)
+def run_children(
+    commands: Sequence[Sequence[str]], stdout: int | IO[bytes], environment: dict[str, str], at_once: int = 1
+) -> list[int]:
+    """Runs each to its end and returns the exit codes; ends them when this process is interrupted.
+
+    Args:
+        at_once: the most that run side by side.
+    """
+    running: deque[ProcessGroup] = deque()
+    codes = []
     try:
-        return process.wait()
+        for command in commands:
+            if len(running) == at_once:
+                codes.append(running[0].wait())
+                running.popleft()
+            running.append(ProcessGroup(command, stdout=stdout, env=environment))
+        while running:
+            codes.append(running[0].wait())
+            running.popleft()
     except BaseException:
-        with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
-            os.killpg(process.pid, signal.SIGTERM)
-            process.wait(_END_S)
-        process.kill_group()
+        for process in running:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGTERM)
+        for process in running:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(_END_S)
+            process.kill_group()
         raise
+    return codes

@@ -22,7 +22,7 @@ from mllm_compile.bench.limits.limits import (
     with_long_limits,
     with_throughput_limits,
 )
-from mllm_compile.bench.measure.child import run_child
+from mllm_compile.bench.measure.child import run_children
 from mllm_compile.bench.measure.results import (
     ActiveExperts,
     BenchResult,
@@ -48,6 +48,8 @@ from mllm_compile.runtime.json_data import from_json
 
 WORKER = "mllm_compile.bench.measure.worker"
 FIRST_TOKENS = "mllm_compile.bench.measure.first_tokens"
+# As many as a compile keeps busy in the mean: tracing takes one, compiling pieces all there are.
+_PROCESSORS_OF_A_COMPILE = 4
 
 
 @dataclass(frozen=True)
@@ -167,6 +169,18 @@ def levers_at_work(setting: Setting) -> frozenset[str]:
     return frozenset(run_process(WORKER, {"task": "levers", "setting": asdict(setting)})["levers"])
 
 
+def compile_ahead(settings: Sequence[Setting]) -> list[str | None]:
+    """Compiles what several settings need, side by side as far as there are processors.
+
+    Returns:
+        Of each why it cannot be compiled; None: it is.
+    """
+
+    at_once = max(1, (os.cpu_count() or 1) // _PROCESSORS_OF_A_COMPILE)
+    jobs = [{"task": "compile", "setting": asdict(setting)} for setting in settings]
+    return [result.get("error") for result in _run_processes(WORKER, jobs, at_once=at_once)]
+
+
 def run_throughput(
     source: str, engines: Sequence[str], work: ThroughputWork, num_ranks: int | None = None
 ) -> BenchResult:
@@ -272,21 +286,40 @@ def run_process(module: str, job: Mapping[str, Any], environment: Mapping[str, s
     Raises:
         BenchmarkError: it failed; the message is its own where it gave one.
     """
-    with tempfile.TemporaryDirectory(prefix="mllm-bench-") as folder:
-        job_path, result_path = Path(folder) / "job.json", Path(folder) / "result.json"
-        job_path.write_text(json.dumps(job), encoding="utf-8")
-        code = run_child(
-            [sys.executable, "-m", module, str(job_path), str(result_path)],
-            sys.stderr.fileno() if _has_descriptor(sys.stderr) else subprocess.DEVNULL,
-            os.environ | dict(environment or {}),
-        )
-        if not result_path.exists():
-            what = " ".join(str(job[key]) for key in ("task", "engine") if key in job)
-            raise BenchmarkError(f"the process for {what or module} ended with code {code}; see its output")
-        result = json.loads(result_path.read_text(encoding="utf-8"))
+    (result,) = _run_processes(module, [job], environment)
     if "error" in result:
         raise BenchmarkError(result["error"])
     return result
+
+
+def _run_processes(
+    module: str,
+    jobs: Sequence[Mapping[str, Any]],
+    environment: Mapping[str, str] | None = None,
+    at_once: int = 1,
+) -> list[dict[str, Any]]:
+    """The result of each job's process, or {"error": why there is none}; so many of them run side by side."""
+    with tempfile.TemporaryDirectory(prefix="mllm-bench-") as scratch:
+        places = [
+            (Path(scratch) / f"job-{index}.json", Path(scratch) / f"result-{index}.json") for index in range(len(jobs))
+        ]
+        for job, (job_path, _) in zip(jobs, places, strict=True):
+            job_path.write_text(json.dumps(job), encoding="utf-8")
+        codes = run_children(
+            [[sys.executable, "-m", module, *map(str, paths)] for paths in places],
+            sys.stderr.fileno() if _has_descriptor(sys.stderr) else subprocess.DEVNULL,
+            os.environ | dict(environment or {}),
+            at_once,
+        )
+        results = []
+        for job, code, (_, result_path) in zip(jobs, codes, places, strict=True):
+            if result_path.exists():
+                results.append(json.loads(result_path.read_text(encoding="utf-8")))
+            else:
+                what = " ".join(str(job[key]) for key in ("task", "engine") if key in job)
+                error = f"the process for {what or module} ended with code {code}; see its output"
+                results.append({"error": error})
+    return results
 
 
 def cache_environment(folder: Path) -> dict[str, str]:

@@ -203,6 +203,14 @@ def experts(job: dict[str, Any]) -> dict[str, Any]:
     return {"shares": count_experts(setting, job["batches"], job["prompt_len"], job["steps"])}
 
 
+def compile_runtime(job: dict[str, Any]) -> dict[str, Any]:
+    """Compile the runtime of a setting, if none is there."""
+    from mllm_compile.compiler.load_or_compile import load_or_compile
+
+    load_or_compile(Setting(**job["setting"]).engine_config(), reporter_for(plain_lines=True))
+    return {}
+
+
 def levers(job: dict[str, Any]) -> dict[str, Any]:
     """Passes and kernels that changed something in the setting's compiled runtime, by the names that ablation has."""
     from mllm_compile.compiler.target import find_target
@@ -225,6 +233,7 @@ _TASKS: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
     "images": images,
     "roofline": roofline,
     "experts": experts,
+    "compile": compile_runtime,
     "levers": levers,
 }
 

@@ -1,8 +1,8 @@
 """Measures what each lever brings: the latency work with all of them, without one after another, and without any.
 
 A lever is a pass that can be left out, or a choice of the config that can be switched off. Each variant is a compiled
-runtime and a process of its own. The complete variant is measured first and last: the distance between the two shows
-the noise.
+runtime and a process of its own; those that are not compiled yet are compiled side by side, before any of them is
+measured. The complete variant is measured first and last: the distance between the two shows the noise.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import asdict, replace
 from typing import Any, TextIO
 
 from mllm_compile.bench.errors import BenchmarkError
-from mllm_compile.bench.measure.harness import levers_at_work, measure_latency, probe_latency
+from mllm_compile.bench.measure.harness import compile_ahead, levers_at_work, measure_latency, probe_machine
 from mllm_compile.bench.measure.results import BenchResult, EngineRun, Measurement
 from mllm_compile.bench.measure.setting import Setting
 from mllm_compile.bench.measure.workloads import LatencyWork
@@ -59,7 +59,7 @@ def run_ablation(source: str, levers: Sequence[str], work: LatencyWork) -> Bench
     unknown = [name for name in levers if name not in lever_names()]
     if unknown:
         raise ConfigError(f"--lever {unknown[0]!r} is not known; expected some of {', '.join(lever_names())}")
-    probe, work = probe_latency(source, work)
+    probe = probe_machine(source, work.largest_batch, work.longest_request)
 
     def measure(name: str, left_out: Sequence[str]) -> EngineRun:
         _tell(f"{name}:")
@@ -68,9 +68,14 @@ def run_ablation(source: str, levers: Sequence[str], work: LatencyWork) -> Bench
 
     runs, levers_left_out = [measure(ALL, ())], []
     at_work = levers_at_work(probe.setting)
-    for lever in levers:
-        if not _is_on(runs[0], lever, at_work):
-            _tell(f"without {lever}: skipped, as this engine does without it already")
+    for lever in [lever for lever in levers if not _is_on(runs[0], lever, at_work)]:
+        _tell(f"without {lever}: skipped, as this engine does without it already")
+    tried = [lever for lever in levers if _is_on(runs[0], lever, at_work)]
+    variants = [[lever] for lever in tried] + ([tried] if len(tried) > 1 else [])
+    faults = compile_ahead([without(probe.setting, left_out) for left_out in variants])
+    for lever, fault in zip(tried, faults, strict=False):
+        if fault is not None:
+            _tell(f"without {lever}: {fault}")
             continue
         try:
             runs.append(measure(f"without {lever}", (lever,)))
@@ -88,7 +93,6 @@ def run_ablation(source: str, levers: Sequence[str], work: LatencyWork) -> Bench
         environment=probe.environment,
         ceilings=probe.ceilings,
         runs=tuple(runs),
-        experts=probe.experts,
     )
 
 
