@@ -29,7 +29,7 @@ from mllm_compile.runtime.weights.formats.every import (
     small_sources,
 )
 from mllm_compile.runtime.weights.safetensors_header import SafetensorsHeader, TensorEntry, read_bytes, read_header
-from mllm_compile.runtime.weights.stream import Source, Spacing, TensorRead, stream_in_order
+from mllm_compile.runtime.weights.stream import Read, Source, Spacing, StraightRead, TensorRead, stream_in_order
 from mllm_compile.runtime.weights.sums import weight_sums
 
 _CHECKED_ROWS = 4096  # of a weight that is looked at value by value: bounds what that takes beside it
@@ -205,14 +205,15 @@ def load_weights(
     paths = {file: folder / file for file in headers}
     reads: list[TensorRead] = []
     quantising = _Quantising()
-    made_later: list[tuple[str, int, Callable[[], TensorRead]]] = []
+    made_later: list[tuple[str, int, Callable[[], Read]]] = []
     for spec in specs:
+        weight = weights[spec.name]
+        memory = weight.view(-1).view(torch.uint8) if weight.is_contiguous() else None
         for part in spec.parts:
-            weight = weights[spec.name]
             if part.quantised is None and part.small is None:
                 # Of a mixture of experts there are many thousand, each made when it is read.
                 entry = _entry_of_plain(part, weight.dtype, folder, headers)
-                later = partial(_read_plain, paths[part.file], entry, part, weight)
+                later = partial(_read_plain, paths[part.file], entry, part, weight, memory)
                 made_later.append((part.file, entry.begin, later))
                 continue
             place = place_of(weight, part)
@@ -239,8 +240,32 @@ def _entry_of_plain(
     return _entry(folder, headers, part.file, part.tensor, part.shape, dtype if dtype.itemsize == 1 else None)
 
 
-def _read_plain(path: Path, entry: TensorEntry, part: WeightPart, weight: torch.Tensor) -> TensorRead:
-    return _read_stored(path, entry, part.steps, place_of(weight, part))
+def _read_plain(
+    path: Path, entry: TensorEntry, part: WeightPart, weight: torch.Tensor, memory: torch.Tensor | None
+) -> Read:
+    """
+    Args:
+        memory: the weight's bytes; None: they do not lie in one stretch.
+    """
+    offset = None if memory is None or entry.dtype != weight.dtype else _offset_of(part, tuple(weight.shape))
+    if memory is None or offset is None:
+        return _read_stored(path, entry, part.steps, place_of(weight, part))
+    return StraightRead(Source(path, entry), memory, offset * entry.dtype.itemsize)
+
+
+def _offset_of(part: WeightPart, shape: tuple[int, ...]) -> int | None:
+    """The number of a weight of `shape` that the part's first one is, if the part's follow each other there in their
+    own order; else None."""
+    if any(step[0] != "unsqueeze" for step in part.steps):
+        return None
+    box = view_shape(part.shape, part.steps) if part.steps else part.shape
+    starts = (part.start, *part.inner_starts, *(0 for _ in shape[1 + len(part.inner_starts) :]))
+    offset, has_several = 0, False
+    for size, start, extent in zip(shape, starts, box, strict=False):  # of a scalar there is none
+        if has_several and extent != size:
+            return None
+        offset, has_several = offset * size + start, has_several or extent > 1
+    return offset
 
 
 def _files(part: WeightPart) -> set[str]:
@@ -277,12 +302,8 @@ def _read(part: WeightPart, place: torch.Tensor, folder: Path, headers: Mapping[
 
 
 def _read_stored(path: Path, entry: TensorEntry, steps: tuple[ViewStep, ...], place: torch.Tensor) -> TensorRead:
-    """The read of a tensor as it is in its file, and of no more than `steps` leave of it: straight into its place where
-    views alone lie between, as with experts that are stored one by one."""
+    """The read of a tensor as it is in its file, and of no more than `steps` leave of it."""
     entry, spacing, steps = _part_of_file(entry, steps)
-    unviewed = _unviewed(place, steps)
-    if unviewed is not None:
-        place, steps = unviewed, ()
     return TensorRead(path, entry, place, partial(viewed, steps=steps) if steps else None, spacing=spacing)
 
 

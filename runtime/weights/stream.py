@@ -103,6 +103,10 @@ class TensorRead:
                 self._landings[index] = torch.empty(num_bytes, dtype=torch.uint8, device=self.place.device)
         return self._landings[index]
 
+    def target(self, index: int, start: int, num_bytes: int) -> torch.Tensor:
+        """The landing place of a part of a source, [num_bytes] uint8."""
+        return self.landing(index)[start : start + num_bytes]
+
     def landed(self, num_bytes: int) -> None:
         """Counts bytes that have been put on their way; converts after the last."""
         self._missing_bytes -= num_bytes
@@ -118,6 +122,35 @@ class TensorRead:
             self.fill(self.place, tensors)
         else:
             self.place.copy_(tensors[0] if self.view is None else self.view(tensors[0]))
+
+
+@dataclass(frozen=True, slots=True)
+class StraightRead:
+    """A tensor of a file whose bytes are a stretch of a weight's: no tensor of its own is made of it, as of thousands
+    of experts that takes longer than to read them.
+
+    Attributes:
+        source: where it is in its file.
+        memory: [bytes] uint8, the whole weight on the device.
+        offset: where the bytes go in it.
+    """
+
+    source: Source
+    memory: torch.Tensor
+    offset: int
+
+    @property
+    def sources(self) -> tuple[Source, ...]:
+        return (self.source,)
+
+    def landing(self, index: int = 0) -> torch.Tensor:
+        return self.memory
+
+    def landed(self, num_bytes: int) -> None:
+        """Nothing is to be done with them."""
+
+
+Read = TensorRead | StraightRead
 
 
 def stream_tensors(
@@ -141,7 +174,7 @@ def stream_tensors(
 
 
 def stream_in_order(
-    reads: Iterable[TensorRead],
+    reads: Iterable[Read],
     device: torch.device,
     advance: Callable[[int], None] = lambda num_bytes: None,
     chunk_bytes: int = _CHUNK_BYTES,
@@ -170,7 +203,7 @@ def stream_in_order(
 class _Stretch(NamedTuple):
     """Bytes of one of a read's sources that a reader takes at once: so many from `start` on."""
 
-    read: TensorRead
+    read: Read
     source_index: int
     start: int
     num_bytes: int
@@ -179,11 +212,6 @@ class _Stretch(NamedTuple):
     def source(self) -> Source:
         return self.read.sources[self.source_index]
 
-    @property
-    def target(self) -> torch.Tensor:
-        """[num_bytes] uint8."""
-        return self.read.landing(self.source_index)[self.start : self.start + self.num_bytes]
-
 
 class _Chunk(NamedTuple):
     """Stretches that lie one behind the other in a file, whose descriptor it has."""
@@ -191,11 +219,30 @@ class _Chunk(NamedTuple):
     file: int
     stretches: list[_Stretch]
 
+    def targets(self) -> list[torch.Tensor]:
+        """Where the bytes go, [bytes] uint8, in their order: stretches that lie one behind the other in a weight too,
+        as an expert's gate and up do, go there at once."""
+        found: list[torch.Tensor] = []
+        memory, begin, end = None, 0, 0
+        for read, source_index, start, num_bytes in self.stretches:
+            if isinstance(read, StraightRead) and read.memory is memory and read.offset + start == end:
+                end += num_bytes
+                continue
+            if memory is not None:
+                found.append(memory[begin:end])
+            if isinstance(read, StraightRead):
+                memory, begin = read.memory, read.offset + start
+                end = begin + num_bytes
+            else:
+                memory = None
+                found.append(read.target(source_index, start, num_bytes))
+        return found if memory is None else [*found, memory[begin:end]]
+
 
 class _Chunks:
     """Hands out chunks to the readers in order; its lock also guards what a TensorRead counts."""
 
-    def __init__(self, reads: Iterable[TensorRead], opened: ExitStack, chunk_bytes: int) -> None:
+    def __init__(self, reads: Iterable[Read], opened: ExitStack, chunk_bytes: int) -> None:
         self.num_bytes = chunk_bytes
         self.lock = threading.Lock()
         self._chunks = _split(reads, chunk_bytes)
@@ -224,7 +271,7 @@ class _Chunks:
         return self._files[path]
 
 
-def _split(reads: Iterable[TensorRead], chunk_bytes: int) -> Iterator[list[_Stretch]]:
+def _split(reads: Iterable[Read], chunk_bytes: int) -> Iterator[list[_Stretch]]:
     """The stretches of each chunk."""
     chunk: list[_Stretch] = []
     size, end = 0, None  # of the chunk; where a source that joins it begins
@@ -290,16 +337,20 @@ class _PinnedRing:
         else:
             _read_source(chunk.file, source, first.start, buffer[: first.num_bytes])
         start = 0
-        for stretch in chunk.stretches:
-            stretch.target.copy_(buffer[start : start + stretch.num_bytes], non_blocking=True)
-            start += stretch.num_bytes
+        for target in chunk.targets():
+            end = start + target.numel()
+            target.copy_(buffer[start:end], non_blocking=True)
+            start = end
         self._taken[index].record(self._stream)
 
 
 def _bring(chunk: _Chunk) -> None:
     """Reads into tensors of the CPU."""
-    for stretch in chunk.stretches:
-        _read_source(chunk.file, stretch.source, stretch.start, stretch.target)
+    first = chunk.stretches[0]
+    source, start = first.source, first.start
+    for target in chunk.targets():
+        _read_source(chunk.file, source, start, target)
+        start += target.numel()  # behind the source lie the others, where there are any
 
 
 def _read_source(file: int, source: Source, start: int, target: torch.Tensor) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from pathlib import Path
 
@@ -11,7 +12,17 @@ import torch
 from safetensors.torch import save_file
 
 from mllm_compile.runtime.errors import CheckpointError
-from mllm_compile.runtime.weights.loader import WeightPart, WeightSpec, allocate_weights, fill_random, load_weights
+from mllm_compile.runtime.weights import loader, stream
+from mllm_compile.runtime.weights.loader import (
+    WeightPart,
+    WeightSpec,
+    allocate_weights,
+    fill_random,
+    load_weights,
+    place_of,
+)
+from mllm_compile.runtime.weights.safetensors_header import read_header
+from mllm_compile.runtime.weights.stream import StraightRead
 
 FILE = "model.safetensors"
 
@@ -60,16 +71,28 @@ def test_a_view_of_a_tensor_fills_a_box(folder):
     assert place[1, :, :2].sum() == 0
 
 
-def test_experts_that_are_stored_one_by_one_are_read_straight_into_their_places(folder, monkeypatch):
-    from mllm_compile.runtime.weights import loader
+ONE = (("unsqueeze", 0),)
+PLACES = [
+    ((4, 3), WeightPart("w", FILE, 0, (4, 3)), 0),
+    ((4, 3), WeightPart("w", FILE, 2, (2, 3)), 6),
+    ((4, 6), WeightPart("w", FILE, 0, (4, 3), (), (3,)), None),  # a part of each row
+    ((4, 6), WeightPart("w", FILE, 3, (1, 3), (), (3,)), 21),  # of one row
+    ((3, 4, 5), WeightPart("w", FILE, 1, (2, 5), ONE, (2, 0)), 30),
+    ((3, 4, 5), WeightPart("w", FILE, 1, (4, 2), ONE, (0, 3)), None),
+    ((3, 5, 4), WeightPart("w", FILE, 1, (4, 5), (("transpose", 0, 1), *ONE), (0, 0)), None),
+    ((7,), WeightPart("w", FILE, 3, (2,)), 3),
+    ((), WeightPart("w", FILE, 0, ()), 0),
+]
 
-    are_direct: list[bool] = []
-    stream = loader.stream_in_order
+
+def test_experts_that_are_stored_one_by_one_are_read_straight_into_their_places(folder, monkeypatch):
+    offsets: list[int] = []
+    stream_in_order = loader.stream_in_order
 
     def watched(reads, *others):
         reads = list(reads)
-        are_direct.extend(read.is_direct for read in reads)
-        stream(reads, *others)
+        offsets.extend(read.offset for read in reads if isinstance(read, StraightRead))
+        stream_in_order(reads, *others)
 
     monkeypatch.setattr(loader, "stream_in_order", watched)
     parts = tuple(
@@ -77,9 +100,42 @@ def test_experts_that_are_stored_one_by_one_are_read_straight_into_their_places(
     )
     place = torch.zeros(2, 4, 3)
     load_weights([WeightSpec("experts", (2, 4, 3), torch.float32, parts)], {"experts": place}, folder)
-    assert are_direct == [True, True]
+    assert offsets == [0, (4 + 2) * 3 * 4], "each is a stretch of the weight's bytes"
     assert torch.equal(place[0, :2], matrix(2, 3, 100.0)) and torch.equal(place[1, 2:], matrix(2, 3, 100.0))
     assert not place[0, 2:].any() and not place[1, :2].any()
+
+
+def test_an_experts_gate_and_up_that_follow_each_other_go_to_their_place_at_once(tmp_path, monkeypatch):
+    names = [f"{kind}{expert}" for expert in range(2) for kind in ("down", "gate", "up")]
+    tensors = {name: matrix(2, 3, 10.0 * number) for number, name in enumerate(names)}
+    save_file(tensors, tmp_path / FILE)  # in the order of names: down0, down1, gate0, …
+    header = read_header(tmp_path / FILE).tensors
+    order = sorted(names, key=lambda name: header[name].begin)
+    sizes: list[int] = []
+    read_source = stream._read_source
+
+    def watched(file, source, start, target):
+        sizes.append(target.numel())
+        read_source(file, source, start, target)
+
+    monkeypatch.setattr(stream, "_read_source", watched)
+    # The weight has them in the order of the file, but for the last two, which change places.
+    places = [*order[:4], order[5], order[4]]
+    parts = tuple(
+        WeightPart(name, FILE, place, (2, 3), (("unsqueeze", 0),), (0, 0)) for place, name in enumerate(places)
+    )
+    weights = load(tmp_path, WeightSpec("experts", (6, 2, 3), torch.float32, parts))
+    assert torch.equal(weights["experts"], torch.stack([tensors[name] for name in places]))
+    assert sorted(sizes) == [24, 24, 4 * 24]
+
+
+@pytest.mark.parametrize(("shape", "part", "offset"), PLACES)
+def test_where_a_parts_numbers_follow_each_other_is_known_without_a_tensor(shape, part, offset):
+    weight = torch.arange(math.prod(shape)).view(shape)
+    place = place_of(weight, part)
+    assert loader._offset_of(part, shape) == offset
+    if offset is not None:
+        assert torch.equal(place.flatten(), torch.arange(offset, offset + place.numel()))
 
 
 @pytest.mark.parametrize(("dim", "start", "length"), [(0, 1, 2), (1, 1, 2), (1, 0, 1)])
