@@ -3,9 +3,9 @@
     python examples/load_speed.py [--gigabytes 16] [--folder /dev/shm]
 
 Writes a checkpoint of each shape of configs/shapes, with as many layers as make so many GB (a dense 8B has 16), as
-their authors publish them: experts one by one. The files are in the page cache when they are read, as those of a
-second start are. Each is read into its final place on the device by the loader's own plan, in turns; the last figures
-are the medians.
+their authors publish them: experts one by one, tensors in the order of their names. The files are in the page cache
+when they are read, as those of a second start are. Each is read into its final place on the device by the loader's own
+plan, in turns; the last figures are the medians.
 """
 
 from __future__ import annotations
@@ -77,14 +77,12 @@ def write_and_plan(name: str, folder: Path, gigabytes: int) -> list[WeightSpec]:
     layers = max(1, math.ceil((gigabytes * 1e9 - (fewest - of_layer)) / of_layer))
     model = model_of(folder, config, layers)
     shapes = {key: (tuple(value.shape), DTYPE) for key, value in model.state_dict().items()}
-    tensors = [tensor for key, (shape, _) in shapes.items() for tensor in as_published(key, shape)]
-    files = [f"model-{number}.safetensors" for number in range(FILES)]
+    tensors = sorted(tensor for key, (shape, _) in shapes.items() for tensor in as_published(key, shape))
+    of_file = -(-len(tensors) // FILES)
+    shards = [tensors[start : start + of_file] for start in range(0, len(tensors), of_file)]
+    files = [f"model-{number}.safetensors" for number in range(len(shards))]
     with ThreadPoolExecutor(FILES) as threads:
-        list(
-            threads.map(
-                write_file, (folder / file for file in files), (tensors[place::FILES] for place in range(FILES))
-            )
-        )
+        list(threads.map(write_file, (folder / file for file in files), shards))
     return plan_weights(shapes, {}, read_checkpoint(read_tensors(folder, files, None), model))
 
 
