@@ -127,7 +127,13 @@ def served(folder: Path, cache: Path) -> Engine:
         "model": {"path": str(folder), "dtype": "bfloat16"},
         "compile": {"backend": "eager"},
         "cache": {"dir": str(cache)},
-        "runtime": {"device": "cuda", "max_model_len": LONGEST, "mem_fraction_static": 0.1},
+        "cudagraph": {"piecewise_tokens": [4096], "decode_requests": [1, 16]},  # sizes that some step has
+        "runtime": {
+            "device": "cuda",
+            "max_model_len": LONGEST,
+            "max_running_requests": 16,
+            "mem_fraction_static": 0.1,
+        },
     }
     return Engine(EngineConfig.from_dict(sections))
 
