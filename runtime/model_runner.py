@@ -241,7 +241,7 @@ class ModelRunner:
         return GraphDispatcher(mode, graphs.piecewise_tokens, graphs.decode_requests, mixed_tokens, cascades)
 
     def _is_captured_as_cascade(self, num_requests: int) -> bool:
-        """True for powers of two of which any shared prefix pays: cascades take as long for all of a tile's requests."""
+        """True for powers of two that may pay: a cascade takes as long for all requests of a tile."""
         runtime, backend = self.config.runtime, self.attn_backend
         is_power = num_requests & (num_requests - 1) == 0
         has_cascades = runtime.cascade_attention and backend.captures_cascade

@@ -372,15 +372,15 @@ def _max_model_len(asked: RuntimeConfig, kind: str, model: ModelFolder, choices:
     length = choices.settle("runtime.max_model_len", asked.max_model_len, choose)
     if limit is not None and length > limit:
         raise ConfigError(
-            f"runtime.max_model_len is {length}, but the model was made for at most {limit} tokens. Set it to {limit} "
-            "or less."
+            f"runtime.max_model_len is {length}, but the model was made for at most {limit} tokens, or is sparse beyond "
+            f"them. Set it to {limit} or less."
         )
     return length
 
 
 def _longest_text(model: ModelFolder) -> int | None:
     """Tokens that the model was made for, those included that RoPE's type `dynamic` adds; None: config.json says no
-    length."""
+    length. Where an indexer chooses the keys of each token (DSA), those up to which it chooses all."""
     limit = model.text_config_value(*_LENGTH_KEYS)
     if not isinstance(limit, int) or limit < 1:
         return None
@@ -388,8 +388,10 @@ def _longest_text(model: ModelFolder) -> int | None:
     if isinstance(rope, dict) and "dynamic" in (rope.get("rope_type"), rope.get("type")):
         factor = rope.get("factor")
         if isinstance(factor, int | float) and factor > 1:
-            return int(limit * factor)
-    return limit
+            limit = int(limit * factor)
+    chosen, kinds = model.text_config_value("index_topk"), model.text_config_value("layer_types")
+    has_indexers = isinstance(chosen, int) and chosen > 0 and (kinds is None or "indexed_attention" in kinds)
+    return min(limit, chosen) if has_indexers else limit
 
 
 def _of_gpus_alone(config: EngineConfig) -> tuple[str, ...]:

@@ -69,7 +69,7 @@ _SIZES: dict[str, Any] = {
     "qk_nope_head_dim": 16,
     "qk_rope_head_dim": 8,
     "v_head_dim": 16,
-    "index_topk": WINDOW,
+    "index_topk": 64,  # as many keys as a text of the survey has
     "index_n_heads": 2,
     "index_head_dim": 16,
     # Experts
