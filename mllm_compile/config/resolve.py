@@ -372,8 +372,8 @@ def _max_model_len(asked: RuntimeConfig, kind: str, model: ModelFolder, choices:
     length = choices.settle("runtime.max_model_len", asked.max_model_len, choose)
     if limit is not None and length > limit:
         raise ConfigError(
-            f"runtime.max_model_len is {length}, but the model was made for at most {limit} tokens, or is sparse beyond "
-            f"them. Set it to {limit} or less."
+            f"runtime.max_model_len is {length}, but the model was made for at most {limit} tokens, or is sparse "
+            f"beyond. Set it to {limit} or less."
         )
     return length
 

@@ -70,7 +70,7 @@ class _FlatTokens(torch.nn.Module):
             torch._check(sized.shape[0] >= 1)
             torch._check(sized.shape[0] <= self.max_tokens)
         position_ids = positions[None] + self.position_offset if self.position_offset else positions[None]
-        said = {"input_ids": input_ids[None], "position_ids": position_ids, "use_cache": False}
+        said: dict[str, Any] = {"input_ids": input_ids[None], "position_ids": position_ids, "use_cache": False}
         if self.takes_kinds:
             said["token_type_ids"] = torch.zeros_like(said["input_ids"])
         if self.takes_rows:
@@ -79,7 +79,7 @@ class _FlatTokens(torch.nn.Module):
 
 
 def _has_default_kinds(model: torch.nn.Module) -> bool:
-    """True if the model reads each token's kind in a table, zeros, where it is not told: a step may have more tokens."""
+    """True if the model reads kinds of tokens, 0, in a table where it is told none: a step may have more tokens."""
     tables = [buffer for name, buffer in model.named_buffers() if name.rpartition(".")[2] == "token_type_ids"]
     return any(table.dim() == 2 and table.shape[0] == 1 for table in tables)
 

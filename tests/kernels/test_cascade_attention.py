@@ -41,7 +41,7 @@ def test_plain_layers_that_are_alike_share_a_piece():
 @pytest.mark.parametrize(
     ("device", "sections", "change"),
     [
-        (H200, {}, {}),
+        (H200, {"runtime": {"cascade_attention": False}}, {}),
         (CPU, ON, {}),
         (H200, ON | {"compile": {"backend": "eager"}}, {}),
         (H200, {"runtime": {"cascade_attention": True, "kv_cache_dtype": "fp8_e4m3"}}, {}),
