@@ -237,11 +237,15 @@ class ModelRunner:
         if obstacle:
             logger.info("steps with prompts are not captured whole: %s", obstacle)
             mixed_tokens = ()
-        cascades = [size for size in graphs.decode_requests if _is_captured_as_cascade(size)]
-        has_cascades = self.config.runtime.cascade_attention and self.attn_backend.captures_cascade
-        return GraphDispatcher(
-            mode, graphs.piecewise_tokens, graphs.decode_requests, mixed_tokens, cascades if has_cascades else ()
-        )
+        cascades = [size for size in graphs.decode_requests if self._is_captured_as_cascade(size)]
+        return GraphDispatcher(mode, graphs.piecewise_tokens, graphs.decode_requests, mixed_tokens, cascades)
+
+    def _is_captured_as_cascade(self, num_requests: int) -> bool:
+        """True for powers of two that may pay: a cascade takes as long for all requests of a tile."""
+        runtime, backend = self.config.runtime, self.attn_backend
+        is_power = num_requests & (num_requests - 1) == 0
+        has_cascades = runtime.cascade_attention and backend.captures_cascade
+        return has_cascades and is_power and backend.cascade_pays(num_requests, runtime.max_model_len, True)
 
     def shutdown(self) -> None:
         """Give all memory back, as far as the device answers; the runner cannot be used any more."""
@@ -649,11 +653,6 @@ class ModelRunner:
         axes = index.expand(facts.axes, -1).contiguous() if facts.axes > 1 else None
         blocks = (Block(0, 0, first, first),) if facts.sees_ahead else ()
         return MediaInputs(pool.rows.index_select(0, index), index == 0, axes, blocks)
-
-
-def _is_captured_as_cascade(num_requests: int) -> bool:
-    """True for powers of two from 8 on: cascades take as long for all of a tile's requests, and fewer seldom pay."""
-    return num_requests >= 8 and num_requests & (num_requests - 1) == 0
 
 
 @contextmanager

@@ -85,7 +85,8 @@ class GraphRunner:
         self._max_tokens = max(
             dispatcher.piecewise_tokens + dispatcher.mixed_tokens + dispatcher.decode_requests, default=0
         )
-        padding_len = runner.attn_backend.get_cuda_graph_seq_len_fill_value()
+        # Of decodes alone: pieces are captured over attention that knows of no graphs, too.
+        padding_len = runner.attn_backend.get_cuda_graph_seq_len_fill_value() if dispatcher.decode_requests else 1
         num_uploaded = min(self._max_tokens, max(_MOST_UPLOADED_TOKENS, self._max_requests))
         self.inputs = StepInputs(num_uploaded, runner.config.max_rows, padding_len, runner.device)
         self._long_inputs = TokenPlaces.zeros(self._max_tokens, runner.device)
