@@ -16,6 +16,7 @@ from pathlib import Path
 from torch import fx
 
 from mllm_compile.passes.absorb_latents import AbsorbLatents
+from mllm_compile.passes.attend_segments import AttendSegments
 from mllm_compile.passes.base import GraphPass, PassResult, PassTarget
 from mllm_compile.passes.canonicalise import Canonicalise
 from mllm_compile.passes.choose_experts import ChooseExperts
@@ -63,6 +64,7 @@ PASSES: tuple[type[GraphPass], ...] = (
     PadHeads,  # heads as wide as those that attention kernels are made for
     # From here on attention is the runtime's op, and layers have names and parameters.
     LowerAttention,
+    AttendSegments,  # of towers: attention by a kernel for Hopper's tensor cores
     FuseRopeCache,  # norms and rotation of q and k and the write into the KV cache as one kernel before attention
     RotateInAttention,  # attention is told what that kernel makes q and k of: decodes do without it
     GatherRowsEarly,  # of the last layer only the rows whose logits are wanted
@@ -94,6 +96,7 @@ OF_TOWERS = frozenset(
         PackProjections.name,
         PadLinears.name,
         LowerAttention.name,
+        AttendSegments.name,
         SplitAtAttention.name,
         DeduplicatePieces.name,
     }

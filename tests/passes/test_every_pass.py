@@ -162,6 +162,16 @@ def tower() -> fx.GraphModule:
     return builder.finish(builder.head(builder.linear(wide, "down", HIDDEN, bias=True)))
 
 
+def tower_in_bfloat16() -> fx.GraphModule:
+    """With heads that kernels for tensor cores take."""
+    builder = GraphBuilder()
+    x = builder.embed()
+    heads = builder.method("to", builder.linear(x, "qkv", 144), torch.bfloat16)
+    attended = builder.method("to", builder.packed_attention(heads, head_dim=72), torch.float32)
+    x = builder.call(operator.add, x, builder.linear(attended, "out", HIDDEN))
+    return builder.finish(builder.head(x))
+
+
 def not_by_token() -> fx.GraphModule:
     """The last layer looks at other tokens, so it is computed of all."""
     builder = GraphBuilder()
@@ -386,6 +396,7 @@ GRAPHS = (
     views_and_outer_products,
     patches,
     tower,
+    tower_in_bfloat16,
     not_by_token,
     decoder,
     decoder_with_normed_heads,

@@ -268,7 +268,7 @@ __device__ __forceinline__ void attend(const Ring& ring, float (&outputs)[OUTPUT
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
-    tower_attention(const __grid_constant__ TensorMap q, const __grid_constant__ TensorMap k, const __grid_constant__ TensorMap v,
+    segment_attention(const __grid_constant__ TensorMap q, const __grid_constant__ TensorMap k, const __grid_constant__ TensorMap v,
                     const __grid_constant__ TensorMap q_rest, const __grid_constant__ TensorMap k_rest,
                     const __grid_constant__ TensorMap v_rest, u32* out, const int* bounds, const Sizes sizes) {
   extern __shared__ __align__(1024) char memory[];

@@ -1,4 +1,4 @@
-"""The kernels of towers' attention (attend.cu), as they are compiled and launched; free of torch.
+"""The kernels of attention within segments (attend.cu), as they are compiled and launched; free of torch.
 
 Shape legend: N rows, H heads, Hk heads of keys, D head dim.
 """
@@ -6,11 +6,11 @@ Shape legend: N rows, H heads, Hk heads of keys, D head dim.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from mllm_compile.runtime.cuda.kernel import CudaKernel
+from mllm_compile.runtime.cuda.kernel import MULTIPROCESSORS, CudaKernel
 from mllm_compile.runtime.cuda.wgmma import multiply, multiply_registers
 from mllm_compile.runtime.json_data import from_json
 
@@ -20,10 +20,15 @@ _GROUP_THREADS = 128
 _ITEM_BYTES = 2
 _ALIGNMENT = 1024
 _BARRIER_BYTES = 8
+_BEGIN_COST = 128  # in keys: what beginning and ending a block costs
+# Rows, keys, stages, and whether groups take turns.
+_OF_WINDOWS = (64, 64, 2, False)
+_OF_IMAGES = ((128, 128, 2, True), (192, 112, 2, True))
+_OF_WIDE_HEADS = ((128, 128, 2, True),)  # of 128: what registers hold the sums of
 
 
 @dataclass(frozen=True)
-class TowerKernel(CudaKernel):
+class SegmentsKernel(CudaKernel):
     """
     Attributes:
         head_dim: D.
@@ -34,8 +39,8 @@ class TowerKernel(CudaKernel):
     """
 
     source: ClassVar[str] = "ops/varlen/attend.cu"
-    function: ClassVar[str] = "tower_attention"
-    switch: ClassVar[str] = "compile.hopper_towers: false"
+    function: ClassVar[str] = "segment_attention"
+    switch: ClassVar[str] = "compile.disable_passes: [attend_segments]"
 
     head_dim: int
     rows: int
@@ -45,10 +50,12 @@ class TowerKernel(CudaKernel):
 
     @property
     def name(self) -> str:
-        return f"tower_{self.head_dim}_rows{self.rows}_keys{self.keys}_stages{self.stages}_turns{int(self.takes_turns)}"
+        return (
+            f"segments_{self.head_dim}_rows{self.rows}_keys{self.keys}_stages{self.stages}_turns{int(self.takes_turns)}"
+        )
 
     @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> TowerKernel:
+    def from_json(cls, data: Mapping[str, Any]) -> SegmentsKernel:
         """Reads what `to_json` wrote. Raises ValueError for anything else."""
         return from_json(cls, {name: value for name, value in data.items() if name != "source"})
 
@@ -87,5 +94,22 @@ class TowerKernel(CudaKernel):
         parts += [multiply_registers(rest, "weigh_rest", transposed=True)] if rest else []
         return "".join(parts)
 
-    def num_blocks(self, segments: int, longest: int, num_heads: int) -> int:
-        return math.ceil(longest / self.rows) * segments * num_heads
+    def cost(self, num_segments: int, longest: int, num_heads: int) -> float:
+        """Estimated cost of segments about as long as the longest: of two kernels the cheaper is the faster."""
+        num_blocks = math.ceil(longest / self.rows) * num_segments * num_heads
+        tiles = math.ceil(longest / self.keys)
+        return math.ceil(num_blocks / MULTIPROCESSORS) * self.rows * (tiles * self.keys + _BEGIN_COST)
+
+
+def segments_kernels(head_dim: int) -> tuple[SegmentsKernel, ...]:
+    """The kernels of heads of `head_dim`: each is the fastest for some segments."""
+    of_images = _OF_WIDE_HEADS if head_dim > 96 else _OF_IMAGES
+    return tuple(SegmentsKernel(head_dim, *division) for division in (_OF_WINDOWS, *of_images))
+
+
+def choose(kernels: Iterable[SegmentsKernel], num_segments: int, longest: int, num_heads: int) -> SegmentsKernel:
+    """Chooses the fastest of a head dim's kernels, which are in the order of segments_kernels."""
+    kernels = list(kernels)
+    if longest <= GROUP_ROWS:
+        return kernels[0]
+    return min(kernels[1:], key=lambda kernel: kernel.cost(num_segments, longest, num_heads))
