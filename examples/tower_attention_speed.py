@@ -14,7 +14,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -28,7 +28,8 @@ from mllm_compile.runtime.cuda import tensor_maps
 from mllm_compile.runtime.cuda.driver import Kernel, TensorMap, address_of
 from mllm_compile.runtime.cuda.source import kernel_source
 from mllm_compile.runtime.cuda.tensor_maps import TensorMaps
-from mllm_compile.runtime.ops.varlen.kernel import PANEL, TowerKernel
+from mllm_compile.runtime.cuda.wgmma import multiply_registers
+from mllm_compile.runtime.ops.varlen.kernel import PANEL, SegmentsKernel
 
 HEADS = 16
 # (rows, head dim, rows that see each other)
@@ -36,16 +37,20 @@ SHAPES = ((4096, 72, 4096), (5476, 80, 5476), (5476, 80, 64), (4096, 64, 4096), 
 
 
 @dataclass(frozen=True)
-class Tried(TowerKernel):
-    by_sums: int = 0
-    overlaps: bool = True
+class Tried(SegmentsKernel):
+    """A division with other constants of the source than the program's."""
+
+    others: tuple[tuple[str, int], ...] = ()
 
     @property
     def name(self) -> str:
-        return f"{super().name}_sums{self.by_sums}_overlaps{int(self.overlaps)}"
+        return super().name + "".join(f" {name.lower()} {value}" for name, value in self.others)
 
     def constants(self) -> dict[str, int]:
-        return super().constants() | {"BY_SUMS": self.by_sums, "OVERLAPS": int(self.overlaps)}
+        return super().constants() | dict(self.others)
+
+    def preamble(self) -> str:
+        return super().preamble() + multiply_registers(self.head_dim, "weigh_all", transposed=True)
 
 
 class Sizes(ctypes.Structure):
@@ -58,7 +63,7 @@ class Sizes(ctypes.Structure):
 MAPS = TensorMaps()
 
 
-def launcher(kernel: TowerKernel, binary: bytes) -> Callable[..., object]:
+def launcher(kernel: SegmentsKernel, binary: bytes) -> Callable[..., object]:
     loaded = Kernel(binary, kernel.function, kernel.shared_bytes)
 
     def run(
@@ -78,25 +83,36 @@ def launcher(kernel: TowerKernel, binary: bytes) -> Callable[..., object]:
     return run
 
 
-def tried(head_dim: int) -> list[Tried]:
-    divisions = [(64, 64, 2), (64, 128, 2), (128, 128, 2), (128, 176, 2), (192, 96, 2), (192, 112, 2), (192, 128, 2)]
+NARROW, FREE, SKIPS = ("NARROW_VALUES", 1), ("OVERLAPS", 0), ("SKIPS", 1)
+
+
+def tried(head_dim: int) -> Iterator[Tried]:
     if head_dim == 128:
-        divisions = [(128, 128, 2), (128, 160, 2)]
-    found = [
-        Tried(head_dim, *division, turns, sums)
-        for division in divisions
-        for turns in (False, True)
-        for sums in (0, 2)
-        if division[0] > 64 or not turns
-    ]
+        for turns in (False, True):
+            yield Tried(128, 128, 128, 2, turns)
+            yield Tried(128, 128, 128, 2, turns, (FREE,))
+            yield Tried(128, 128, 144, 2, turns, (FREE,))
+        yield Tried(128, 192, 80, 2, False, (FREE,))
+        yield Tried(128, 192, 80, 2, False)
+        return
+    divisions = [(128, 128), (128, 176), (192, 96), (192, 112), (192, 128), (256, 64)]
+    for rows, keys in divisions:
+        yield Tried(head_dim, rows, keys, 2, False)
+        yield Tried(head_dim, rows, keys, 2, False, (FREE,))
+        yield Tried(head_dim, rows, keys, 2, True, (FREE,))
+        if head_dim > 64:
+            yield Tried(head_dim, rows, keys, 2, False, (NARROW,))
+            yield Tried(head_dim, rows, keys, 2, False, (FREE, SKIPS))
     if head_dim == 72:
-        found += [
-            Tried(72, 128, 128, 2, True, 0, False),
-            Tried(72, 128, 128, 3, True, 2),
-            Tried(72, 128, 176, 2, True, 3),
-        ]
-        found += [Tried(72, 128, 144, 2, True, 2), Tried(72, 192, 128, 2, True, 3), Tried(72, 192, 80, 3, True, 2)]
-    return found
+        for turns in (False, True):
+            yield Tried(72, 128, 128, 3, turns, (FREE,))
+            yield Tried(72, 128, 128, 2, turns, (FREE, NARROW))
+            yield Tried(72, 192, 112, 2, turns, (FREE, NARROW))
+            for trial in (1, 2):
+                yield Tried(72, 128, 128, 2, turns, (("TRIAL", trial),))
+                yield Tried(72, 128, 128, 2, turns, (("TRIAL", trial), NARROW))
+                yield Tried(72, 192, 128, 2, turns, (("TRIAL", trial),))
+        yield Tried(72, 128, 48, 3, False, (FREE, ("BLOCKS", 2), ("REGISTERS", 104)))
 
 
 def reference(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bounds: list[int]) -> torch.Tensor:
@@ -197,9 +213,9 @@ def main() -> None:
     rate = measure_ceilings(torch.device("cuda"), torch.bfloat16).flops_s
     print(f"a large product: {rate / 1e12:.0f} TFLOP/s on {torch.cuda.get_device_name()}", flush=True)
     kernels = [kernel for head_dim in (72, 80, 64, 128) for kernel in tried(head_dim)]
-    kernels.sort(key=lambda kernel: kernel.takes_turns)
+    kernels += [Tried(80, 64, 64, stages, False) for stages in (1, 2)]
 
-    def compiled(kernel: TowerKernel) -> bytes:
+    def compiled(kernel: SegmentsKernel) -> bytes:
         return compile_cuda(kernel_source(kernel), kernel.name, "sm_90a")
 
     lines: list[dict[str, object]] = []

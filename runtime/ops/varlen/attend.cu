@@ -22,8 +22,9 @@ constexpr int Q_PANEL = ROWS * PANEL_ROW, KEY_PANEL = KEYS * PANEL_ROW;
 constexpr int Q_REST = REST ? ROWS * REST_ROW : 0, KEY_REST = REST ? KEYS * REST_ROW : 0;
 constexpr int Q_BYTES = PANELS * Q_PANEL + Q_REST, KEY_BYTES = PANELS * KEY_PANEL + KEY_REST;
 // All panels of 128 bytes first: they begin at multiples of 1024.
-constexpr int K_AT = PANELS * Q_PANEL, V_AT = K_AT + STAGES * PANELS * KEY_PANEL, RESTS_AT = V_AT + STAGES * PANELS * KEY_PANEL;
-constexpr int K_REST_AT = RESTS_AT + Q_REST, V_REST_AT = K_REST_AT + STAGES * KEY_REST, BARRIERS_AT = V_REST_AT + STAGES * KEY_REST;
+constexpr int VALUES_BYTES = NARROW_VALUES ? KEY_BYTES : PANELS * KEY_PANEL;
+constexpr int K_AT = PANELS * Q_PANEL, V_AT = K_AT + STAGES * PANELS * KEY_PANEL, RESTS_AT = V_AT + STAGES * VALUES_BYTES;
+constexpr int K_REST_AT = RESTS_AT + Q_REST, V_REST_AT = K_REST_AT + STAGES * KEY_REST, BARRIERS_AT = V_REST_AT + (NARROW_VALUES ? 0 : STAGES * KEY_REST);
 constexpr int SUMS = KEYS / 2, PANEL_OUTPUTS = 32, OUTPUTS = PANELS * PANEL_OUTPUTS + REST_OUTPUTS / 2;  // of a thread
 constexpr int STEPS = KEYS / 16;
 constexpr float NEVER = -1e30f;  // below any product, and its differences are no NaN
@@ -43,6 +44,11 @@ __device__ __forceinline__ u64 rest_matrix(u32 address) {
   constexpr u64 EIGHT_ROWS = 8 * REST_ROW / 16;
   return (u64)((address & 0x3ffff) >> 4) | (1ull << 16) | (EIGHT_ROWS << 32) | ((REST_COLUMNS == 16 ? 3ull : 2ull) << 62);
 }
+// Values in panels of 32 bytes, read along rows: neighbouring panels are neighbouring columns.
+__device__ __forceinline__ u64 narrow_matrix(u32 address) {
+  constexpr u64 PANEL = KEYS * 32 / 16, EIGHT_ROWS = 8 * 32 / 16;
+  return (u64)((address & 0x3ffff) >> 4) | (PANEL << 16) | (EIGHT_ROWS << 32) | (3ull << 62);
+}
 __device__ __forceinline__ void load_box(u32 to, const TensorMap* map, int column, int head, int row, u32 barrier) {
   asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4}], [%5];" ::"r"(to),
                "l"(map), "r"(column), "r"(head), "r"(row), "r"(barrier) : "memory");
@@ -51,14 +57,6 @@ __device__ __forceinline__ float power_of_two(float x) {
   float y;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
-}
-// The same by other units, which have time: of the exponentials a multiprocessor makes but 16 in a cycle. Exact to 1e-4.
-__device__ __forceinline__ float power_of_two_by_sums(float x) {
-  constexpr float WHOLE = 12582912.f;  // 1.5 * 2^23: what is added to it is rounded to a whole number
-  x = fmaxf(x, -126.f);
-  const float whole = x + WHOLE, f = x - (whole - WHOLE);
-  const float power = fmaf(fmaf(fmaf(0.05517167f, f, 0.24261115f), f, 0.69326097f), f, 0.99992806f);
-  return __int_as_float(__float_as_int(power) + (__float_as_int(whole) << 23));
 }
 // Holds reads and writes of registers that wgmma uses where they stand.
 template <int N>
@@ -84,7 +82,7 @@ struct Ring {
   __device__ __forceinline__ u32 full(int slot, int of_values) const { return barriers + 8 * (1 + 2 * slot + of_values); }
   __device__ __forceinline__ u32 empty(int slot, int of_values) const { return full(STAGES + slot, of_values); }
   __device__ __forceinline__ u32 keys(int slot) const { return memory + K_AT + slot * PANELS * KEY_PANEL; }
-  __device__ __forceinline__ u32 values(int slot) const { return memory + V_AT + slot * PANELS * KEY_PANEL; }
+  __device__ __forceinline__ u32 values(int slot) const { return memory + V_AT + slot * VALUES_BYTES; }
   __device__ __forceinline__ u32 rest_of_keys(int slot) const { return memory + K_REST_AT + slot * KEY_REST; }
   __device__ __forceinline__ u32 rest_of_values(int slot) const { return memory + V_REST_AT + slot * KEY_REST; }
 };
@@ -119,7 +117,12 @@ __device__ __forceinline__ void ask(const Ring& ring, const Maps& q, const Maps&
     ask_part(k, ring.keys(slot), KEY_PANEL, ring.rest_of_keys(slot), kv_head, row, ring.full(slot, 0));
     wait_for(ring.empty(slot, 1), place.phase ^ 1);
     expect_bytes(ring.full(slot, 1), KEY_BYTES);
+#if NARROW_VALUES
+    for (int p = 0; p < (D + 15) / 16; p++)
+      load_box(ring.values(slot) + p * KEYS * 32, v.rest, 16 * p, kv_head, row, ring.full(slot, 1));
+#else
     ask_part(v, ring.values(slot), KEY_PANEL, ring.rest_of_values(slot), kv_head, row, ring.full(slot, 1));
+#endif
   }
 }
 
@@ -137,6 +140,10 @@ __device__ __forceinline__ void begin_keys(float (&sums)[SUMS], u32 q, u32 q_res
 __device__ __forceinline__ void begin_values(float (&outputs)[OUTPUTS], const u32 (&weights)[STEPS][4], u32 values, u32 rest, bool adds) {
 #pragma unroll
   for (int k = 0; k < STEPS; k++) {
+#if NARROW_VALUES
+    weigh_all(outputs, weights[k], narrow_matrix(values + k * 16 * 32), adds || k);
+    continue;
+#endif
 #pragma unroll
     for (int p = 0; p < PANELS; p++)
       weigh_panel(outputs + p * PANEL_OUTPUTS, weights[k], matrix(values + p * KEY_PANEL + k * 16 * PANEL_ROW), adds || k);
@@ -152,12 +159,18 @@ struct Rows {
 
   // Products become weights; returns by how much what was summed before shrinks.
   __device__ __forceinline__ void weigh(float (&sums)[SUMS], float scale, float (&shrink)[2]) {
+#if TRIAL == 1
+    shrink[0] = shrink[1] = total[0] = total[1] = 1.f;
+    return;
+#endif
 #pragma unroll
     for (int h = 0; h < 2; h++) {
-      float most = top[h];
+      float tops[2] = {top[h], top[h]};
 #pragma unroll
-      for (int j = 2 * h; j < SUMS; j += 4) most = fmaxf(most, fmaxf(sums[j], sums[j + 1]));
-      most = max_of_quad(most);
+      for (int j = 2 * h; j < SUMS; j += 8)
+#pragma unroll
+        for (int i = 0; i < 2; i++) tops[i] = fmaxf(tops[i], fmaxf(sums[j + 4 * i], sums[j + 4 * i + 1]));
+      const float most = max_of_quad(fmaxf(tops[0], tops[1]));
       shrink[h] = power_of_two((top[h] - most) * scale);
       top[h] = most;
       const float base = most * scale;
@@ -166,8 +179,11 @@ struct Rows {
       for (int j = 2 * h; j < SUMS; j += 4)
 #pragma unroll
         for (int i = 0; i < 2; i++) {
-          const float x = fmaf(sums[j + i], scale, -base);
-          sums[j + i] = (j / 4 * 2 + i) % 8 < BY_SUMS ? power_of_two_by_sums(x) : power_of_two(x);
+#if TRIAL == 2
+          sums[j + i] = fmaf(sums[j + i], scale, -base);
+#else
+          sums[j + i] = power_of_two(fmaf(sums[j + i], scale, -base));
+#endif
           own[i] += sums[j + i];
         }
       total[h] = fmaf(total[h], shrink[h], own[0] + own[1]);
@@ -253,8 +269,11 @@ __device__ __forceinline__ void attend(const Ring& ring, float (&outputs)[OUTPUT
     wait_for_products<0>();
     hold(outputs);
     release(before.slot, 1);
+#if SKIPS
+    if (__any_sync(~0u, shrink[0] != 1.f || shrink[1] != 1.f))
+#endif
 #pragma unroll
-    for (int i = 0; i < OUTPUTS; i++) outputs[i] *= shrink[i / 2 % 2];
+      for (int i = 0; i < OUTPUTS; i++) outputs[i] *= shrink[i / 2 % 2];
     pack_weights(weights, sums);
     before = place, place.go_on();
   }
@@ -267,7 +286,7 @@ __device__ __forceinline__ void attend(const Ring& ring, float (&outputs)[OUTPUT
   hold(outputs);
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1)
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     segment_attention(const __grid_constant__ TensorMap q, const __grid_constant__ TensorMap k, const __grid_constant__ TensorMap v,
                     const __grid_constant__ TensorMap q_rest, const __grid_constant__ TensorMap k_rest,
                     const __grid_constant__ TensorMap v_rest, u32* out, const int* bounds, const Sizes sizes) {
@@ -295,10 +314,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     if (threadIdx.x == 0)
       ask(ring, {&q, &q_rest}, {&k, &k_rest}, {&v, &v_rest}, first_row, head, head / (sizes.heads / sizes.kv_heads), begin, tiles);
   } else {
-#if ROWS > 128
-    asm volatile("setmaxnreg.inc.sync.aligned.u32 160;");
-#elif ROWS > 64
-    asm volatile("setmaxnreg.inc.sync.aligned.u32 240;");
+#if ROWS > 64
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS));
 #endif
     const int group = warp / 4 - 1;
     float outputs[OUTPUTS];

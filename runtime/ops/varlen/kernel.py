@@ -23,8 +23,8 @@ _BARRIER_BYTES = 8
 _BEGIN_COST = 128  # in keys: what beginning and ending a block costs
 # Rows, keys, stages, and whether groups take turns.
 _OF_WINDOWS = (64, 64, 2, False)
-_OF_IMAGES = ((128, 128, 2, True), (192, 112, 2, True))
-_OF_WIDE_HEADS = ((128, 128, 2, True),)  # of 128: what registers hold the sums of
+_OF_IMAGES = ((128, 128, 2, False), (192, 112, 2, False))
+_OF_WIDE_HEADS = ((128, 128, 2, False),)  # of 128: what registers hold the sums of
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,11 @@ class SegmentsKernel(CudaKernel):
             "KEYS": self.keys,
             "STAGES": self.stages,
             "TAKES_TURNS": int(self.takes_turns),
-            "BY_SUMS": 0,
+            "TRIAL": 0,
+            "SKIPS": 0,
+            "NARROW_VALUES": 0,
+            "BLOCKS": 1,
+            "REGISTERS": {64: 240, 128: 240, 192: 160, 256: 112}[self.rows],
             "OVERLAPS": 1,
             "NUM_THREADS": self.num_threads,
             "SHARED_BYTES": self.shared_bytes,
