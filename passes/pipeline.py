@@ -25,6 +25,7 @@ from mllm_compile.passes.deduplicate_pieces import DeduplicatePieces
 from mllm_compile.passes.dequantise_weights import DequantiseWeights
 from mllm_compile.passes.fuse_few_tokens import FuseFewTokens
 from mllm_compile.passes.fuse_gated_linear import FuseGatedLinear
+from mllm_compile.passes.fuse_gelu import FuseGelu
 from mllm_compile.passes.fuse_rank_sums import FuseRankSums
 from mllm_compile.passes.fuse_rope_cache import FuseRopeCache
 from mllm_compile.passes.fuse_silu_mul import FuseSiluMul
@@ -60,6 +61,7 @@ PASSES: tuple[type[GraphPass], ...] = (
     QuantiseLinears,  # weights in eight or four bits stay so in memory
     PackProjections,  # q, k, v and gate, up as one GEMM each
     PadLinears,  # of towers: rows that tensor cores read at their full rate
+    FuseGelu,  # of towers: a product that ends with its activation
     GateInRecurrences,  # recurrences make their gates of what projections give
     PadHeads,  # heads as wide as those that attention kernels are made for
     # From here on attention is the runtime's op, and layers have names and parameters.
@@ -95,6 +97,7 @@ OF_TOWERS = frozenset(
         MultiplyPatches.name,
         PackProjections.name,
         PadLinears.name,
+        FuseGelu.name,
         LowerAttention.name,
         AttendSegments.name,
         SplitAtAttention.name,

@@ -169,7 +169,12 @@ def tower_in_bfloat16() -> fx.GraphModule:
     heads = builder.method("to", builder.linear(x, "qkv", 144), torch.bfloat16)
     attended = builder.method("to", builder.packed_attention(heads, head_dim=72), torch.float32)
     x = builder.call(operator.add, x, builder.linear(attended, "out", HIDDEN))
-    return builder.finish(builder.head(x))
+    weight, bias = builder.weight("up.weight", 24, HIDDEN, dtype=torch.bfloat16), builder.weight("up.bias", 24)
+    up = builder.call(
+        LINEAR, builder.method("to", x, torch.bfloat16), weight, builder.method("to", bias, torch.bfloat16)
+    )
+    wide = builder.method("to", builder.call(torch.nn.functional.gelu, up, approximate="tanh"), torch.float32)
+    return builder.finish(builder.head(builder.call(operator.add, x, builder.linear(wide, "down", HIDDEN))))
 
 
 def not_by_token() -> fx.GraphModule:
