@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from mllm_compile.runtime.device.upload import upload, upload_rows
+from mllm_compile.runtime.device.upload import RowUploads, upload
 from mllm_compile.runtime.forward_batch import Block, MediaInputs
 from mllm_compile.runtime.media.feature_pool import FeaturePool, Key
 from mllm_compile.runtime.media.request import Image, RequestMedia
@@ -59,6 +59,7 @@ class MediaSteps:
 
     def __init__(self, runner: ModelRunner, num_rows: int) -> None:
         self._runner, self._media = runner, runner.model.media
+        self._uploads = RowUploads(runner.device)
         self._deltas = np.zeros(num_rows, dtype=np.int32)  # by row: position less index, of tokens behind a prompt
         self._has_images = np.zeros(num_rows, dtype=bool)  # by row
         self.num_encoded = 0
@@ -170,11 +171,12 @@ class MediaSteps:
     def _features_of(self, images: Sequence[Image]) -> torch.Tensor:
         """The features [F, W] of images, by one run of the tower."""
         facts, device = self._facts, self._runner.device
+        pixels = self._uploads([image.pixels for image in images], self._runner.config.dtype)  # which takes longest
         arrays, segments = tower_inputs(facts, [image.grid for image in images])
         inputs: dict[str, Any] = {name: upload(array, device) for name, array in arrays.items()}
+        inputs["pixel_values"] = pixels
         for name, one in segments.items():
             inputs[name] = Segments(upload(one.bounds, device), one.longest)
-        inputs["pixel_values"] = upload_rows([image.pixels for image in images], self._runner.config.dtype, device)
         return self._runner.run_tower(inputs)
 
 

@@ -162,6 +162,21 @@ def tower() -> fx.GraphModule:
     return builder.finish(builder.head(builder.linear(wide, "down", HIDDEN, bias=True)))
 
 
+def tower_in_bfloat16() -> fx.GraphModule:
+    """With heads that kernels for tensor cores take."""
+    builder = GraphBuilder()
+    x = builder.embed()
+    heads = builder.method("to", builder.linear(x, "qkv", 144), torch.bfloat16)
+    attended = builder.method("to", builder.packed_attention(heads, head_dim=72), torch.float32)
+    x = builder.call(operator.add, x, builder.linear(attended, "out", HIDDEN))
+    weight, bias = builder.weight("up.weight", 24, HIDDEN, dtype=torch.bfloat16), builder.weight("up.bias", 24)
+    up = builder.call(
+        LINEAR, builder.method("to", x, torch.bfloat16), weight, builder.method("to", bias, torch.bfloat16)
+    )
+    wide = builder.method("to", builder.call(torch.nn.functional.gelu, up, approximate="tanh"), torch.float32)
+    return builder.finish(builder.head(builder.call(operator.add, x, builder.linear(wide, "down", HIDDEN))))
+
+
 def not_by_token() -> fx.GraphModule:
     """The last layer looks at other tokens, so it is computed of all."""
     builder = GraphBuilder()
@@ -386,6 +401,7 @@ GRAPHS = (
     views_and_outer_products,
     patches,
     tower,
+    tower_in_bfloat16,
     not_by_token,
     decoder,
     decoder_with_normed_heads,
