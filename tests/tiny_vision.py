@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +14,7 @@ import torch
 
 from mllm_compile.config.schema import EngineConfig
 from mllm_compile.media.inputs import MediaItem, MediaPrompt
+from mllm_compile.runtime.media.crops import CropTower
 from mllm_compile.runtime.media.tower import Grid
 
 IMAGE_TOKEN = 90
@@ -133,6 +135,22 @@ PACKED_MODELS: dict[str, dict[str, Any]] = {
         "vision_feature_select_strategy": "full",
     },
 }
+# Towers of crops, 4 patches each.
+_CROPS = {**_SIGLIP, "patch_size": 16}
+CROP_MODELS: dict[str, dict[str, Any]] = {
+    "llava_next": {
+        "text_config": _LLAMA,
+        "vision_config": {**_CROPS, "model_type": "clip_vision_model", "num_hidden_layers": 3},
+        "image_grid_pinpoints": [[32, 32], [32, 64], [64, 32], [64, 64]],
+    },
+    "llava_onevision": {
+        "text_config": {**_TEXT, "model_type": "qwen2"},
+        "vision_config": {**_CROPS, "model_type": "siglip_vision_model"},
+        "image_grid_pinpoints": [[32, 32], [32, 64], [64, 32], [64, 64]],
+        "vision_aspect_ratio": "anyres_max_1",
+        "video_token_id": 91,
+    },
+}
 VISION_MODELS["glm4v"] = (
     {"rope_parameters": {**_ROPE, "partial_rotary_factor": 1.0}, "model_type": "glm4v_text"},
     {
@@ -181,7 +199,7 @@ def vision_config(model_type: str, wide: bool = False) -> Any:
     """Transformers' config of a tiny model."""
     from transformers import AutoConfig
 
-    if model_type in (of_pictures := PICTURE_MODELS | PACKED_MODELS):
+    if model_type in (of_pictures := PICTURE_MODELS | PACKED_MODELS | CROP_MODELS):
         said = dict(of_pictures[model_type])
         if wide:
             said |= {
@@ -249,6 +267,40 @@ class OfRows:
     columns: int
 
 
+@dataclass(frozen=True)
+class OfSize:
+    """A random picture of so many rows and columns of pixels, in as many crops as a model's pinpoints ask for."""
+
+    seed: int
+    height: int
+    width: int
+    tower: CropTower
+
+
+def crop_tower(model_type: str) -> CropTower:
+    """Facts of a tiny model of CROP_MODELS."""
+    said = CROP_MODELS[model_type]
+    return CropTower(
+        feature_width=_TEXT["hidden_size"],
+        image_token_id=IMAGE_TOKEN,
+        video_token_id=said.get("video_token_id", -1),
+        shape=PICTURE,
+        features=(PICTURE[1] // _CROPS["patch_size"]) ** 2,
+        rows=1,
+        pinpoints=tuple(map(tuple, said["image_grid_pinpoints"])),
+        most_crops=int(said.get("vision_aspect_ratio", "0").removeprefix("anyres_max_")),
+    )
+
+
+def _of_size(part: OfSize) -> tuple[list[int], dict[str, np.ndarray], np.ndarray]:
+    count = 1 + math.prod(part.tower.crops(part.height, part.width))
+    generator = torch.Generator().manual_seed(part.seed)
+    pixels = torch.randn(1, count, *PICTURE, generator=generator).numpy()
+    # As many as Transformers' forward expects, or it raises.
+    ids = [IMAGE_TOKEN] * part.tower.num_features((count, part.height, part.width))
+    return ids, {"pixel_values": pixels, "image_sizes": np.array([[part.height, part.width]])}, pixels
+
+
 def _of_rows(part: OfRows) -> tuple[list[int], dict[str, np.ndarray], np.ndarray]:
     height, width = part.rows * PACKED_STEP, part.columns * PACKED_STEP
     generator = torch.Generator().manual_seed(part.seed)
@@ -257,7 +309,7 @@ def _of_rows(part: OfRows) -> tuple[list[int], dict[str, np.ndarray], np.ndarray
     return ids[:-1], {"pixel_values": pixels, "image_sizes": np.array([[height, width]])}, pixels
 
 
-def media_prompt(*parts: Sequence[int] | tuple[np.ndarray, Grid] | np.ndarray | OfRows) -> MediaPrompt:
+def media_prompt(*parts: Sequence[int] | tuple[np.ndarray, Grid] | np.ndarray | OfRows | OfSize) -> MediaPrompt:
     """A prompt of token ids and images (pictures, or patches with grids), in order, as a processor makes it."""
     ids: list[int] = []
     items = []
@@ -265,8 +317,8 @@ def media_prompt(*parts: Sequence[int] | tuple[np.ndarray, Grid] | np.ndarray | 
         if isinstance(part, tuple):
             pixels, grid = part
             count, tensors = len(pixels) // MERGE**2, {"pixel_values": pixels, "image_grid_thw": np.array([grid])}
-        elif isinstance(part, OfRows):
-            own, tensors, pixels = _of_rows(part)
+        elif isinstance(part, (OfRows, OfSize)):
+            own, tensors, pixels = _of_rows(part) if isinstance(part, OfRows) else _of_size(part)
             items.append(MediaItem("image", len(ids), len(own), hashlib.sha256(pixels.tobytes()).digest(), tensors))
             ids += own
             continue
@@ -282,10 +334,10 @@ def media_prompt(*parts: Sequence[int] | tuple[np.ndarray, Grid] | np.ndarray | 
 
 def _joined(arrays: Sequence[np.ndarray]) -> np.ndarray:
     """The arrays of images one after another; pictures of different sizes padded, as processors do."""
-    if arrays[0].ndim != len(PICTURE) + 1:
+    if arrays[0].ndim <= len(PICTURE):
         return np.concatenate(arrays)
     most = np.max([array.shape for array in arrays], axis=0)
-    return np.concatenate([np.pad(a, [(0, 0), (0, 0), *((0, most[i] - a.shape[i]) for i in (2, 3))]) for a in arrays])
+    return np.concatenate([np.pad(a, [(0, 0), *((0, m - n) for m, n in zip(most[1:], a.shape[1:]))]) for a in arrays])
 
 
 def _said(model: Any, prompt: MediaPrompt | list[int], tokens: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -300,7 +352,7 @@ def _said(model: Any, prompt: MediaPrompt | list[int], tokens: torch.Tensor) -> 
         said["pixel_values"] = said["pixel_values"][None]
     if kind == "gemma3":
         said["token_type_ids"] = is_image
-    elif kind not in (*PICTURE_MODELS, *PACKED_MODELS):
+    elif kind not in (*PICTURE_MODELS, *PACKED_MODELS, *CROP_MODELS):
         said["mm_token_type_ids"] = is_image
     return said
 

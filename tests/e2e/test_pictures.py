@@ -19,8 +19,11 @@ from mllm_compile.media.inputs import MediaPrompt
 from tests.fakes import all_pages_are_back
 from tests.tiny_model import engine_of_pages
 from tests.tiny_vision import (
+    CROP_MODELS,
     PACKED_MODELS,
     OfRows,
+    OfSize,
+    crop_tower,
     media_prompt,
     picture,
     save_vision_model,
@@ -33,10 +36,13 @@ GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
 TEXT = [3, 4, 5, 6, 7]
 # All of one size where towers take whole pictures; else each of its own: rows and columns of features.
 SIZES = {1: (2, 3), 2: (3, 6), 3: (1, 4), 7: (2, 3)}
+OF_CROPS = {1: (32, 64), 2: (60, 40), 3: (20, 21), 7: (32, 64)}  # and of pixels
 
 
 def shown(kind: str, seed: int) -> Any:
     """A part of a prompt: a picture as the model's processor gives it."""
+    if kind in CROP_MODELS:
+        return OfSize(seed, *OF_CROPS[seed], crop_tower(kind))
     return OfRows(seed, *SIZES[seed]) if kind in PACKED_MODELS else picture(seed)
 
 
@@ -72,7 +78,7 @@ class Served:
 
 
 IN_EVERY_RUN = ("gemma3", "idefics3", "mistral3")  # each unlike the others
-OTHERS = ("llava", "internvl", "smolvlm", "llava_of_pixtral")
+OTHERS = ("llava", "internvl", "smolvlm", "llava_of_pixtral", "llava_next", "llava_onevision")
 
 
 @pytest.fixture(
