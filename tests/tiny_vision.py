@@ -337,7 +337,7 @@ def _joined(arrays: Sequence[np.ndarray]) -> np.ndarray:
     if arrays[0].ndim <= len(PICTURE):
         return np.concatenate(arrays)
     most = np.max([array.shape for array in arrays], axis=0)
-    return np.concatenate([np.pad(a, [(0, 0), *((0, m - n) for m, n in zip(most[1:], a.shape[1:]))]) for a in arrays])
+    return np.concatenate([np.pad(a, [(0, 0), *((0, n) for n in (most - a.shape)[1:])]) for a in arrays])
 
 
 def _said(model: Any, prompt: MediaPrompt | list[int], tokens: torch.Tensor) -> dict[str, torch.Tensor]:

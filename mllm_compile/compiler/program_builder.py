@@ -233,8 +233,9 @@ def weight_shapes(graph: fx.GraphModule) -> dict[str, tuple[tuple[int, ...], tor
 
 
 def size_symbols(graph: fx.GraphModule) -> dict[str, str]:
-    """The symbols by their public names: {"u0": "T", "u2": "S"}, of a tower {"u0": "F"}, and G where it puts crops together; P (slots of the KV cache)
-    where pieces write it, and L (slots to write) where they may leave that to attention: else there are T."""
+    """The symbols by their public names: {"u0": "T", "u2": "S"}, of a tower {"u0": "F"}, and G where it puts crops
+    together; P (slots of the KV cache) where pieces write it, and L (slots to write) where they may leave that to
+    attention: else there are T."""
     symbols: dict[str, str] = {}
     for node in graph.graph.nodes:
         if node.meta.get("input_name") in _SIZE_NAMES:

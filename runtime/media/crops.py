@@ -26,8 +26,8 @@ _NO_LARGER = 1.1  # times a side that has the most features: such a picture is n
 
 @dataclass(frozen=True, kw_only=True)
 class CropTower(PictureTower):
-    """A tower of this protocol. A grid is how many pictures the tower takes, and the image's rows and columns of pixels;
-    one picture is the image made small alone.
+    """A tower of this protocol. A grid is how many pictures the tower takes, and the image's rows and columns of
+    pixels; one picture is the image made small alone.
 
     Attributes:
         pinpoints: rows and columns of pixels that an image may be scaled to, which are cut into crops.
@@ -69,8 +69,8 @@ class CropTower(PictureTower):
         return (*super().input_names(), "taps", "is_row_end", *weights)
 
     def make_inputs(self, grid: Grid) -> dict[str, np.ndarray]:
-        """`taps` [N features, num_taps] int64, of the tower's features; `is_row_end` [N] bool: it is the shared one; and
-        `tap_weights` [N, num_taps] float32 where there are several."""
+        """`taps` [N features, num_taps] int64, of the tower's features; `is_row_end` [N] bool: it is the shared one;
+        and `tap_weights` [N, num_taps] float32 where there are several."""
         parts = [*self._parts(grid)]
         taps, weights, is_end = (np.concatenate(members) for members in zip(*parts, strict=True))
         found = {"taps": taps[:, : self.num_taps], "is_row_end": is_end}
@@ -106,8 +106,8 @@ class CropTower(PictureTower):
             raise RequestError("the model takes images, and no videos. Send frames as images.")
         if frames.ndim != 5 or frames.shape[2:] != self.shape or len(frames) != 1 or not frames.shape[1]:
             raise RequestError(
-                f"{_OF_VIDEOS} has the shape {list(frames.shape)}; expected {[1, 'frames', *self.shape]}, as the model's "
-                "processor makes them by the files that belong to it"
+                f"{_OF_VIDEOS} has the shape {list(frames.shape)}; expected {[1, 'frames', *self.shape]}, as the "
+                "model's processor makes them by the files that belong to it"
             )
         pixels = np.ascontiguousarray(frames[0], dtype=np.float32).reshape(frames.shape[1], 1, -1)
         return Read([(frame, _FRAME) for frame in pixels[:-1]] + [(pixels[-1], _LAST_FRAME)])
@@ -155,8 +155,8 @@ class CropTower(PictureTower):
         """The crops' features [rows, columns] that show the image and not what pads it, by their number."""
         down, across = self.crops(height, width)
         side = self.side
-        index = self.features + np.arange(down * across * self.features).reshape(down, across, side, side)
-        index = index.transpose(0, 2, 1, 3).reshape(down * side, across * side)
+        of_crops = self.features + np.arange(down * across * self.features).reshape(down, across, side, side)
+        index = of_crops.transpose(0, 2, 1, 3).reshape(down * side, across * side)
         rows, columns = index.shape
         if width / height > columns / rows:
             padding = (rows - int(round(height * (columns / width), 7))) // 2

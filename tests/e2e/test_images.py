@@ -23,6 +23,7 @@ from mllm_compile.process.timeline import Timeline
 from tests.fakes import all_pages_are_back
 from tests.tiny_model import engine_of_pages
 from tests.tiny_vision import (
+    IMAGE_TOKEN,
     image,
     media_prompt,
     save_vision_model,
@@ -185,19 +186,15 @@ def test_images_are_refused_where_text_alone_is_served(served: Served) -> None:
 def test_videos_are_placed_in_time(served: Served) -> None:
     pixels, grid = image(5, (3, 4, 6))
     tensors = {"pixel_values_videos": pixels, "video_grid_thw": np.array([grid])}
-    if served.model.config.model_type == "glm4v":
-        with served.engine() as engine, pytest.raises(RequestError, match="takes images, and no videos"):
-            engine.generate(
-                MediaPrompt([91] * 18, (MediaItem("video", 0, 18, b"v" * 32, tensors),), np.ones(18, bool)), GREEDY
-            )
-        return
-    if served.model.config.model_type in ("qwen3_vl", "qwen3_5"):  # frames apart, behind what says when they are
-        ids = [5, 92, *[91] * 6, 93, 30, 92, *[91] * 6, 93, 31, 92, *[91] * 6, 93, 7]
+    kind = served.model.config.model_type
+    token = IMAGE_TOKEN if kind == "glm4v" else 91  # whose frames have images' tokens
+    if kind in ("qwen3_vl", "qwen3_5", "glm4v"):  # frames apart, behind what says when they are
+        ids = [5, 92, *[token] * 6, 93, 30, 92, *[token] * 6, 93, 31, 92, *[token] * 6, 93, 7]
     else:
-        ids = [5, 92, *[91] * 18, 93, 7]
-    if served.model.config.model_type == "qwen2_5_vl":
+        ids = [5, 92, *[token] * 18, 93, 7]
+    if kind == "qwen2_5_vl":
         tensors["second_per_grid_ts"] = np.array([1.5])
-    is_feature = np.array(ids) == 91
+    is_feature = np.array(ids) == token
     first, last = np.flatnonzero(is_feature)[[0, -1]].tolist()
     prompt = MediaPrompt(ids, (MediaItem("video", first, last - first + 1, b"v" * 32, tensors),), is_feature)
     # With a cache: tokens behind a long video are placed behind its last time, where a prompt's own text need not be.

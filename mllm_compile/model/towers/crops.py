@@ -48,7 +48,7 @@ class Crops(Pictures):
         return cls(hf_model, facts)
 
     def trace_tower(self, device: str) -> Trace:
-        """Inputs: `pixel_values` [F pictures, pixel_width], `cu_seqlens` [F + 1], and those of CropTower.make_inputs."""
+        """Inputs: `pixel_values` [F pictures, pixel_width], `cu_seqlens` [F + 1], and CropTower.make_inputs."""
         base: Any = self.hf_model.model.model
         count, taps = _SAMPLE_FEATURES, self.facts.num_taps
         shapes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
