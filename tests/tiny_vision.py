@@ -185,8 +185,8 @@ VISION_MODELS["qwen3_vl_moe"] = (
     VISION_MODELS["qwen3_vl"][1],
 )
 # Of a size that the kernels of GPUs take: heads of 64, and towers' heads of 80 or 72, as the large models have, and
-# features of a feed-forward that are no multiple of 8.
-_WIDE_TEXT = {"hidden_size": 256, "head_dim": 64}
+# features of a feed-forward that are no multiple of 8. Of few layers, which take a GPU's tests less time.
+_WIDE_TEXT = {"hidden_size": 256, "head_dim": 64, "num_hidden_layers": 2}
 _WIDE_TOWERS = {
     "qwen2_vl": {"embed_dim": 160, "hidden_size": 256},
     "qwen2_5_vl": {"hidden_size": 160, "intermediate_size": 1020, "out_hidden_size": 256},
@@ -203,17 +203,22 @@ def vision_config(model_type: str, wide: bool = False) -> Any:
         said = dict(of_pictures[model_type])
         if wide:
             said |= {
-                "text_config": {**said["text_config"], **_WIDE_TEXT, "head_dim": 128},  # as many have
+                "text_config": _widened(said["text_config"]) | {"head_dim": 128},  # as many have
                 "vision_config": {**said["vision_config"], "hidden_size": 144},
             }
         return AutoConfig.for_model(model_type.partition("_of_")[0], **said, image_token_id=IMAGE_TOKEN)
     text, tower = VISION_MODELS[model_type]
     if wide:
         rope = {**text["rope_parameters"], "mrope_section": [8, 12, 12]}
-        text, tower = {**text, **_WIDE_TEXT, "rope_parameters": rope}, {**tower, **_WIDE_TOWERS[model_type]}
+        text, tower = _widened(text) | {"rope_parameters": rope}, {**tower, **_WIDE_TOWERS[model_type]}
     return AutoConfig.for_model(
         model_type, text_config={**_TEXT, **text}, vision_config={**_PATCHES, **tower}, **_TOKENS
     )
+
+
+def _widened(text: dict[str, Any]) -> dict[str, Any]:
+    kinds = {"layer_types": text["layer_types"][: _WIDE_TEXT["num_hidden_layers"]]} if "layer_types" in text else {}
+    return {**text, **_WIDE_TEXT, **kinds}
 
 
 def save_vision_model(model_type: str, folder: Path, wide: bool = False) -> Any:
