@@ -175,12 +175,20 @@ def test_a_prompt_that_does_not_fit_its_images_is_refused_and_the_others_go_on(s
     assert list(outputs[1].token_ids) == served.answers[0]
 
 
-def test_images_are_refused_where_text_alone_is_served(served: Served) -> None:
-    with (
-        served.engine(deterministic=True) as engine,
-        pytest.raises(RequestError, match=r"runtime\.deterministic is set, under which text alone is served"),
-    ):
-        engine.generate(ONE, GREEDY)
+def numbers(output: Any) -> tuple[Any, ...]:
+    """Every log-probability to its last bit."""
+    return output.token_ids, output.logprobs, output.prompt_logprobs
+
+
+def test_deterministic_numbers_go_by_no_other_request(served: Served) -> None:
+    params = replace(GREEDY, logprobs=3, prompt_logprobs=3)
+    with served.engine(deterministic=True, enable_prefix_cache=False) as engine:
+        alone = [engine.generate([prompt], params)[0] for prompt in PROMPTS]
+        assert [list(output.token_ids) for output in alone] == served.answers
+        among = engine.generate([*PROMPTS[::-1], *[TEXT, ONE] * 2], params)
+        assert [numbers(output) for output in among[:5]] == [numbers(output) for output in alone[::-1]]
+        assert [numbers(output) for output in among[5:]] == [numbers(alone[4]), numbers(alone[0])] * 2
+        assert all_pages_are_back(engine)
 
 
 def test_videos_are_placed_in_time(served: Served) -> None:

@@ -116,6 +116,20 @@ def test_steps_of_few_tokens_cut_prompts_anywhere_but_images_that_see_ahead(serv
         assert all_pages_are_back(engine)
 
 
+def test_deterministic_numbers_go_by_no_other_request_unless_images_see_ahead(served: Served) -> None:
+    params, prompts = replace(GREEDY, logprobs=3, prompt_logprobs=3), served.prompts.every
+    with Engine(served.config(enable_prefix_cache=False, deterministic=True)) as engine:
+        if served.sees_ahead:
+            with pytest.raises(RequestError, match="images see those behind them too: text alone is served"):
+                engine.generate(served.prompts.one, GREEDY)
+            assert tokens(engine, [TEXT]) == [served.answers[2]]
+            return
+        alone = [engine.generate([prompt], params)[0] for prompt in prompts]
+        assert [list(output.token_ids) for output in alone] == served.answers
+        for one, other in zip(alone, engine.generate(prompts, params), strict=True):
+            assert (one.logprobs, one.prompt_logprobs) == (other.logprobs, other.prompt_logprobs)
+
+
 def test_a_preempted_prompt_is_computed_again(served: Served) -> None:
     params, prompts = replace(GREEDY, max_tokens=24), [served.prompts.one, served.prompts.two]
     expected = [transformers_greedy(served.model, prompt, 24) for prompt in prompts]
