@@ -17,7 +17,7 @@ from mllm_compile.media.inputs import MediaItem, MediaPrompt
 from mllm_compile.runtime.media.crops import CropTower
 from mllm_compile.runtime.media.tower import Grid
 
-IMAGE_TOKEN = 90
+IMAGE_TOKEN, VIDEO_TOKEN = 90, 91
 ROW_END = 94
 MERGE = 2
 PATCH_WIDTH = 96
@@ -37,8 +37,9 @@ _TEXT = {
 }
 _ROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}
 _PATCHES = {"num_heads": 2, "patch_size": 4, "spatial_merge_size": MERGE, "temporal_patch_size": 2, "in_channels": 3}
-_TOKENS = {"image_token_id": IMAGE_TOKEN, "video_token_id": 91, "vision_start_token_id": 92, "vision_end_token_id": 93}
-PLACEHOLDERS = frozenset((IMAGE_TOKEN, _TOKENS["video_token_id"]))
+_TOKENS = {"image_token_id": IMAGE_TOKEN, "video_token_id": VIDEO_TOKEN}
+_TOKENS |= {"vision_start_token_id": 92, "vision_end_token_id": 93}
+PLACEHOLDERS = frozenset((IMAGE_TOKEN, VIDEO_TOKEN))
 # By model type: the text's config, and the tower's.
 VISION_MODELS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "qwen2_vl": ({"rope_parameters": _ROPE}, {"depth": 2, "embed_dim": 32, "hidden_size": 64, "mlp_ratio": 2}),
@@ -148,7 +149,7 @@ CROP_MODELS: dict[str, dict[str, Any]] = {
         "vision_config": {**_CROPS, "model_type": "siglip_vision_model"},
         "image_grid_pinpoints": [[32, 32], [32, 64], [64, 32], [64, 64]],
         "vision_aspect_ratio": "anyres_max_1",
-        "video_token_id": 91,
+        "video_token_id": VIDEO_TOKEN,
     },
 }
 VISION_MODELS["glm4v"] = (
