@@ -167,3 +167,29 @@ def test_ten_requests_with_images_among_two_hundred_without(compiled: Compiled) 
     assert all_pages_are_back(compiled.engine)
     assert [output.finish_reason for output in outputs] == ["length"] * 210
     assert alike(alone, [outputs[place] for place in range(0, 200, 20)]) > 0.8  # what follows a near tie differs too
+
+
+@pytest.fixture(scope="module")
+def deepstack(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+    """The folder of a model with positions on three axes and features for deeper layers, and the model."""
+    folder = tmp_path_factory.mktemp("deepstack")
+    return folder, save_vision_model("qwen3_vl", folder / "model", wide=True).cuda()
+
+
+@pytest.mark.parametrize("mode", ["full_decode_only", "piecewise", "none"])
+def test_deterministic_numbers_go_by_no_other_request(mode: str, deepstack: tuple[Path, Any]) -> None:
+    folder, model = deepstack
+    params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True, logprobs=2, prompt_logprobs=2)
+    sizes = {"enable_prefix_cache": False, "deterministic": True, "max_num_batched_tokens": 256}
+    with engine(folder, mode, **sizes) as fixed:
+        alone = [fixed.generate([prompt], params)[0] for prompt in PROMPTS]
+        among = fixed.generate([*PROMPTS[::-1], *PROMPTS[3:] * 5, *PROMPTS], params)
+        assert all_pages_are_back(fixed)
+    for one, other in zip([*alone[::-1], *alone[3:] * 5, *alone], among, strict=True):
+        assert (one.token_ids, one.logprobs, one.prompt_logprobs) == (
+            other.token_ids,
+            other.logprobs,
+            other.prompt_logprobs,
+        )
+    ours, theirs = errors_of(model, alone)
+    assert ours <= MARGIN * theirs, (ours, theirs)
