@@ -173,6 +173,12 @@ class ModelRunner:
         self.max_total_num_tokens = (num_pages - 1) * runtime.page_size
 
     @property
+    def always_takes_features(self) -> bool:
+        """True if all steps run the program that takes features: in the deterministic mode no number may go by which of
+        two a step runs."""
+        return self.config.runtime.deterministic and self.model.media is not None
+
+    @property
     def feature_bytes(self) -> int:
         """Bytes of the features of images that are held; 0 of a model that takes none."""
         return 0 if self.feature_pool is None else self.feature_pool.rows.nbytes
@@ -415,7 +421,7 @@ class ModelRunner:
         return self._run(batch)
 
     def _run(self, batch: ForwardBatch) -> LogitsProcessorOutput:
-        is_captured = self.graph_runner is not None and batch.media is None
+        is_captured = self.graph_runner is not None and (batch.media is None or self.always_takes_features)
         output = self.graph_runner.run(batch) if is_captured else None  # type: ignore[union-attr]
         return self.run_eager(batch) if output is None else output
 

@@ -96,6 +96,9 @@ class GraphRunner:
         self._mixed_graphs: dict[BatchDescriptor, _MixedGraph] = {}
         self._outputs: dict[tuple[Any, ...], torch.Tensor] = {}
         executor = runner.model.executor
+        if runner.always_takes_features and (media := runner.model.media) is not None:
+            executor = media.with_features
+            self.inputs.take_features(media.facts.feature_width, runner.config.dtype, media.facts.axes)
         if not isinstance(executor, ProgramExecutor):
             raise ConfigError(
                 f"CUDA graphs need a compiled program, got {type(executor).__name__}; set cudagraph.mode: none"
@@ -275,7 +278,7 @@ class GraphRunner:
     def _decode_batch(self, size: int) -> ForwardBatch:
         """A batch of `size` padding rows over the persistent inputs."""
         inputs = self.inputs
-        return self._runner.prepare_forward_batch_decode(
+        batch = self._runner.prepare_forward_batch_decode(
             inputs.input_ids[:size],
             inputs.req_pool_indices[:size],
             inputs.seq_lens[:size],
@@ -283,6 +286,8 @@ class GraphRunner:
             seq_lens_cpu=torch.full((size,), inputs.padding_len, dtype=torch.int32),
             positions=inputs.positions[:size],
         )
+        batch.media = inputs.media
+        return batch
 
     def _places(self, size: int) -> TokenPlaces:
         return self.inputs if size <= self.inputs.max_tokens else self._long_inputs
@@ -290,7 +295,7 @@ class GraphRunner:
     def _tokens(self, size: int) -> TokenInputs:
         inputs = self._places(size)
         given = inputs.input_ids[:size], inputs.positions[:size], inputs.out_cache_loc[:size]
-        return TokenInputs(*given, rope_lens=inputs.rope_lens[:size])
+        return TokenInputs(*given, media=inputs.media, rope_lens=inputs.rope_lens[:size])
 
     # FULL, of any step ------------------------------------------------------------------------------------------------
 
@@ -336,7 +341,7 @@ class GraphRunner:
         runner, tokens = self._runner, self._tokens(size)
         lengths = torch.tensor(_lengths(size, runner.config.runtime.max_model_len), dtype=torch.int32)
         new, none = lengths.to(runner.device), torch.zeros_like(lengths)
-        return runner.prepare_forward_batch_extend(
+        batch = runner.prepare_forward_batch_extend(
             tokens.input_ids,
             torch.zeros(len(lengths), dtype=torch.int64, device=runner.device),
             new,
@@ -347,6 +352,8 @@ class GraphRunner:
             extend_prefix_lens_cpu=none,
             positions=tokens.positions,
         )
+        batch.media = tokens.media
+        return batch
 
     def _run_pieces(self, batch: ForwardBatch, descriptor: BatchDescriptor) -> LogitsProcessorOutput:
         runner, rows = self._runner, self._logits_rows(batch)
