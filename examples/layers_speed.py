@@ -28,6 +28,7 @@ from mllm_compile.bench.measure.setting import Setting
 from mllm_compile.bench.measure.workloads import StepWork, random_prompts
 from mllm_compile.bench.trace.chrome_trace import STEP_RANGE, TracedKernel, read_steps, short_name
 from mllm_compile.bench.trace.step_trace import trace_step
+from mllm_compile.config.model_folder import open_model_folder
 from mllm_compile.config.schema import EngineConfig
 from mllm_compile.engine.assemble import assemble
 from mllm_compile.engine.parts import EngineParts
@@ -52,7 +53,7 @@ def prompts_of(text: str) -> tuple[int, int]:
 def cut_config(path: Path, kinds: Sequence[str]) -> Iterator[Path]:
     """A config of the same model with these layers alone."""
     config = EngineConfig.from_yaml(path)
-    shape = json.loads((Path(config.model.path) / "config.json").read_text(encoding="utf-8"))
+    shape = json.loads((open_model_folder(config.model).path / "config.json").read_text(encoding="utf-8"))
     keys = [key for key in KINDS if key in shape]
     if not keys:
         sys.exit(f"error: {config.model.path} lists no kinds of layers (it has none of {', '.join(KINDS)})")
