@@ -25,10 +25,14 @@ from typing import Any
 
 _CPU_SECONDS = 120  # for one architecture; none that works takes 20
 _BATCH = 12  # architectures of one worker process: importing Transformers costs more than most of them
-# Those that are compiled by Inductor too: what a dense model or one of experts may have.
+# Those that are compiled by Inductor too: what a dense model or one of experts may have, and all whose layers carry a
+# state.
 INDUCTOR = (
     *("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "phi3", "olmo2", "glm4", "granite"),
     *("smollm3", "gpt2", "opt", "mixtral", "qwen3_moe", "dbrx", "jetmoe", "longcat_flash"),
+    *("qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text", "olmo_hybrid", "kimi_linear"),
+    *("bailing_hybrid", "mamba2", "bamba", "granitemoehybrid", "falcon_h1", "zamba2", "nemotron_h", "mamba"),
+    *("falcon_mamba", "jamba", "zamba", "lfm2", "lfm2_moe", "lfm3", "minimax", "recurrent_gemma", "zaya"),
 )
 
 
