@@ -112,8 +112,9 @@ def _mixed_tokens(
 
 
 def _has_attention(model: ModelFolder) -> bool:
-    """False if the config names no heads: a model whose layers all carry a state has no decode attention to split."""
-    return model.text_config_value("num_attention_heads", "n_head") is not None
+    """False if the config names a size of states and no heads: such a model has no decode attention to split."""
+    has_heads = model.text_config_value("num_attention_heads", "n_head") is not None
+    return has_heads or model.text_config_value("state_size") is None
 
 
 def _width(model: ModelFolder) -> int:
