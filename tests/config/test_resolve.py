@@ -123,6 +123,12 @@ def test_whole_steps_with_prompts_are_captured_of_small_models_on_hopper(device,
     assert graphs.mixed_tokens_asked == is_asked
 
 
+def test_a_model_without_attention_needs_no_kernel_of_it_for_whole_steps():
+    mamba = {name: value for name, value in QWEN.items() if "head" not in name} | {"state_size": 16}
+    sections = {"compile": {"split_decode": False}, "cudagraph": {"mixed_tokens": [64]}}
+    assert resolved(H200, mamba, **sections).cudagraph.mixed_tokens == (64,)
+
+
 @pytest.mark.parametrize(
     ("device", "sections", "error", "said"),
     [
