@@ -43,6 +43,7 @@ from mllm_compile.passes.pad_linears import PadLinears
 from mllm_compile.passes.quantise_activations import QuantiseActivations
 from mllm_compile.passes.quantise_linears import QuantiseLinears
 from mllm_compile.passes.rotate_in_attention import RotateInAttention
+from mllm_compile.passes.scale_keys_and_values import ScaleKeysAndValues
 from mllm_compile.passes.shard import Shard
 from mllm_compile.passes.split_at_attention import SplitAtAttention
 from mllm_compile.passes.stream_experts import StreamExperts
@@ -56,6 +57,7 @@ PASSES: tuple[type[GraphPass], ...] = (
     Canonicalise,  # sizes and names, no writes, one spelling an operation
     MultiplyOuterProducts,  # the angles of rotary positions need no GEMM
     MultiplyPatches,  # of images: a convolution that covers each patch is a linear
+    ScaleKeysAndValues,  # of a KV cache in fp8: the checkpoint's scales go into the weights around attention
     Shard,  # over ranks: each has a part of the heads, the features and the vocabulary
     AbsorbLatents,  # latent attention over the latents, which are all that is cached
     QuantiseLinears,  # weights in eight or four bits stay so in memory
