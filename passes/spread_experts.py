@@ -134,7 +134,7 @@ def _views_of(weight: fx.Node, num_experts: int) -> list[fx.Node] | None:
 
 
 def _rows_of(graph: fx.Graph, products: list[fx.Node]) -> tuple[fx.Node, ...]:
-    """What is computed of experts' rows, up to the one sum of each token's; () where they go elsewhere."""
+    """Return what is computed of experts' rows, up to the one sum of each token's; () where they go elsewhere."""
     found, last = set(products), set(products[-1:])
     end: fx.Node | None = None
     for node in graph.nodes:
@@ -242,7 +242,7 @@ class _Spreading:
         return all(self._is_made_of(one, base) for one in node.all_input_nodes)
 
     def _between(self, node: fx.Node, base: fx.Node) -> set[fx.Node]:
-        """What is computed of `base` on the way to the node, itself included."""
+        """Return what is computed of `base` on the way to the node, itself included."""
         if node is base or _is_size(node) or node not in self._of_tokens:
             return set()
         return {node}.union(*(self._between(one, base) for one in node.all_input_nodes))

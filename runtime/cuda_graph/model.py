@@ -27,6 +27,9 @@ class CapturableModel(Protocol):
     row_state: RowState
     forward_times: ForwardTimes | None
 
+    @property
+    def num_deals(self) -> int: ...
+
     def prepare_forward_batch_decode(
         self,
         input_ids: torch.Tensor,
