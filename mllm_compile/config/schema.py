@@ -140,6 +140,10 @@ class RuntimeConfig(Section):
     tensor_parallel_size: Annotated[int, Field(ge=1, le=MAX_RANKS)] = 1
     """Ranks that each compute a part of every layer, a process each; on GPUs the device and those behind it."""
 
+    expert_parallel_size: Annotated[int, Field(ge=1, le=MAX_RANKS)] = 1
+    """Ranks that each have a part of a mixture's experts and requests of their own, with their keys and values; other
+    weights are whole on each. max_running_requests and max_num_batched_tokens are then of each rank."""
+
     distributed_executor_backend: Literal["mp", "ray"] = "mp"
     """Ranks are started on this host by the engine's process (mp), or by Ray, in a placement group."""
 
