@@ -16,6 +16,7 @@ ATTENTION = [
 ]
 HOPPER = ["mixed_graphs_speed.py"]
 ENGINES = ["cascade_speed.py", "graph_modes_speed.py", "image_step.py", "step_gaps.py", "step_power.py"]
+ENGINES += ["two_streams_speed.py"]
 
 
 @pytest.mark.parametrize("name", [*ATTENTION, *HOPPER, *ENGINES])
