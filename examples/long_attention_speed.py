@@ -25,6 +25,7 @@ from prefill_attention_speed import graph_us, heads_of, offsets, shape_of
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from mllm_compile.process.console import print_table
+from mllm_compile.runtime.attention.flashinfer.copied import CopySpace
 
 SHAPES = (
     *((1, 8192, 0), (1, 8192, 8192), (1, 8192, 24_576), (8, 4096, 0), (8, 2048, 2048)),
@@ -72,8 +73,10 @@ class Chunk:
 
     def copied(self) -> Callable[[], object]:
         """Copies keys and values out of their pages."""
-        ids, rows = self.order.long(), torch.empty_like(self.pages)
-        return lambda: [torch.index_select(pages, 0, ids, out=row) for pages, row in zip(self.pages, rows, strict=True)]
+        offsets_of_page = torch.arange(PAGE_SIZE, device=self.order.device, dtype=torch.int32)
+        slots = (self.order[:, None] * PAGE_SIZE + offsets_of_page).flatten()
+        space = CopySpace(torch.empty(self.pages.nbytes, dtype=torch.uint8, device=self.order.device))
+        return lambda: space.copy(tuple(self.pages), slots)
 
     def in_parts(self, parts: int) -> Callable[[], object]:
         """One request's; `before` in whole pages."""

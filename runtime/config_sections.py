@@ -55,3 +55,4 @@ class RuntimeSection:
     # Defaults, for runtimes from before there were such keys.
     max_step_ms: MaxStepMs = "none"
     cascade_attention: bool = False
+    copy_prefix: bool = False

@@ -181,6 +181,10 @@ class RuntimeConfig(Section):
     """Decodes of requests that begin with the same cached tokens read these once, where that is estimated to be faster.
     Kernels are compiled for it, and more CUDA graphs captured."""
 
+    copy_prefix: bool = False
+    """Long prompts read the keys and values of their earlier chunks from a copy in which they lie one after another,
+    where that is estimated to be faster than from their pages: on Hopper, and up to 256 MiB of them a layer."""
+
     deterministic: bool = False
     """Bitwise the same answer whatever else is in the batch, however a prompt is cut, and after a prefix hit or a
     preemption. Every step is then computed with exactly max_num_batched_tokens tokens, padding included."""

@@ -77,10 +77,12 @@ class PrefillKernel:
     Attributes:
         name: 'fa2' or 'fa3', as FlashInfer has it.
         splits: blocks may share the keys of a query; fa3's never do.
+        copies: keys and values are copied out of their pages first, and read as they lie in a row (copied.py).
     """
 
     name: str
     splits: bool
+    copies: bool = False
 
 
 def plan_groups(layers: Iterable[AttentionLayer]) -> list[PlanGroup]:
@@ -155,11 +157,13 @@ def prefill_costs(
     prefix_lens: np.ndarray,
     num_sms: int,
     is_hopper: bool,
+    most_copied: int = 0,
 ) -> dict[PrefillKernel, float]:
     """µs that each kernel takes for the prefills of a batch, of those that it may get, as estimated (prefill_cost.py).
 
     Args:
         query_lens: [R] new tokens of each request; prefix_lens: [R] what it has in the cache.
+        most_copied: tokens of a batch whose keys and values there is room to copy.
     """
     load = _prefill_load(group, query_lens, prefix_lens, num_sms)
     costs = {
@@ -167,6 +171,8 @@ def prefill_costs(
         PrefillKernel("fa2", splits=True): load.split_fa2_us(),
         PrefillKernel("fa3", splits=False): load.fa3_us(),
     }
+    if prefix_lens.any() and query_lens.sum() + prefix_lens.sum() <= most_copied:
+        costs[COPYING_PREFILL] = load.copied_fa3_us()
     possible = prefill_kernels(group, kv_cache_dtype, is_hopper)
     return {kernel: cost for kernel, cost in costs.items() if kernel.name in possible}
 
@@ -184,13 +190,15 @@ def choose_prefill_kernel(
     prefix_lens: np.ndarray,
     num_sms: int,
     is_hopper: bool,
+    most_copied: int = 0,
 ) -> PrefillKernel:
     """The kernel of prefill_costs that takes the least time."""
-    costs = prefill_costs(group, kv_cache_dtype, query_lens, prefix_lens, num_sms, is_hopper)
+    costs = prefill_costs(group, kv_cache_dtype, query_lens, prefix_lens, num_sms, is_hopper, most_copied)
     return min(costs, key=costs.__getitem__)
 
 
 CAPTURED_PREFILL = PrefillKernel("fa3", splits=False)
+COPYING_PREFILL = PrefillKernel("fa3", splits=False, copies=True)
 
 
 def prefill_capture_obstacle(

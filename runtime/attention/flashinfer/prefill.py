@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from mllm_compile.runtime.attention.flashinfer.copied import CopiedPrefill, CopySpace
 from mllm_compile.runtime.attention.flashinfer.kernels import (
     CAPTURED_PREFILL,
     PlanGroup,
@@ -46,6 +47,8 @@ class PrefillRows:
     seq_lens: torch.Tensor  # [R' ≥ R] int32 on the device, of all requests of the batch, prompts last
     first_tokens: np.ndarray  # [R + 1] int32: as qo_indptr_cpu, counted from the batch's first token
     causal: bool = True  # else each token sees all of its request's keys
+    # [K] int32 on the device: of all their keys, one after another; none where these are not to be copied
+    slots: Callable[[], torch.Tensor] | None = None
 
 
 class CapturedPrefill:
@@ -175,10 +178,12 @@ class GroupPrefill:
         kv_cache_dtype: torch.dtype,
         options: dict[str, Any],
         device: torch.device,
+        copies: CopySpace | None = None,
     ) -> None:
         """
         Args:
             options: plan()'s keyword arguments.
+            copies: where keys and values may be copied to; None: they never are.
         """
         self._make_wrapper = make_wrapper
         self._group = group
@@ -191,6 +196,10 @@ class GroupPrefill:
         self._num_sms = properties.multi_processor_count
         self._is_hopper = properties.major == 9
         self._space = PlanSpace(device)
+        self._copies = copies
+        self._most_copied = 0
+        if copies is not None:
+            self._most_copied = copies.most_tokens(group.num_kv_heads, group.head_dim, kv_cache_dtype)
         self._wrappers: dict[tuple[str, bool], Any] = {}
 
     def load(self) -> None:
@@ -207,7 +216,10 @@ class GroupPrefill:
         if not prefills.causal:
             return self._plan(_NOT_CAUSAL, prefills)
         lengths = prefills.query_lens, prefills.prefix_lens
-        kernel = choose_prefill_kernel(self._group, self._kv_cache_dtype, *lengths, self._num_sms, self._is_hopper)
+        sms, most_copied = (self._num_sms, self._is_hopper), 0 if prefills.slots is None else self._most_copied
+        kernel = choose_prefill_kernel(self._group, self._kv_cache_dtype, *lengths, *sms, most_copied)
+        if kernel.copies and self._copies is not None and prefills.slots is not None:
+            return self._plan_copied(self._copies, kernel, prefills, prefills.slots())
         return self._plan(kernel, prefills)
 
     def capture_obstacle(self, flashinfer_version: str) -> str | None:
@@ -258,6 +270,16 @@ class GroupPrefill:
                     **options,
                 )
         return wrapper
+
+    def _plan_copied(
+        self, copies: CopySpace, kernel: PrefillKernel, prefills: PrefillRows, slots: torch.Tensor
+    ) -> CopiedPrefill:
+        wrapper, starts = self._wrapper(kernel.name, True), prefills.qo_indptr_cpu
+        ends = np.cumsum(prefills.prefix_lens + prefills.query_lens, dtype=np.int32)
+        key_starts = torch.from_numpy(np.concatenate((np.zeros(1, np.int32), ends)))
+        with self._space.planning(wrapper):
+            wrapper.plan(starts, key_starts, *self._heads, causal=True, **self._options)
+        return CopiedPrefill(wrapper, copies, slots)
 
     def _wrapper(self, kernel: str, use_ragged: bool) -> Any:
         key = (kernel, use_ragged)

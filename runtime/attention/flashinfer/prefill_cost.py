@@ -20,6 +20,8 @@ _MEASURED_HEAD_DIM = 128
 
 # In µs: to begin and end, and a key of a block that has a multiprocessor to itself.
 _FA3_BEGIN, _FA3_KEY, _FA3_QUERIES = 5.3, 0.0137, 128
+_FA3_KEY_IN_A_ROW = 0.0115  # of keys that are not in pages: they come by TMA, in larger tiles
+_COPY_BEGIN, _COPY_BYTES = 8.0, 1.2e6  # to copy keys and values out of their pages: the launches, and bytes in a µs
 _FA3_UNEVEN = 1.3  # of several blocks a multiprocessor, as a causal mask makes them: the slowest to the average
 _FA2_BEGIN, _FA2_KEY, _FA2_KEY_OF_SMALL_TILE = 4.0, 0.0325, 0.024
 LEAST_US = _FA2_BEGIN  # by any kernel
@@ -39,10 +41,18 @@ class PrefillLoad:
 
     def fa3_us(self) -> float:
         """Time of fa3."""
+        return self._fa3_us(_FA3_KEY)
+
+    def copied_fa3_us(self) -> float:
+        """Time of fa3 over keys and values in a row, with that of copying these out of their pages."""
+        num_bytes = 4 * self.num_kv_heads * self.head_dim * int((self.prefix_lens + self.query_lens).sum())
+        return _COPY_BEGIN + num_bytes / _COPY_BYTES + self._fa3_us(_FA3_KEY_IN_A_ROW)
+
+    def _fa3_us(self, key_us: float) -> float:
         keys, longest = self._block_keys(_FA3_QUERIES)
         longest = max(longest, _FA3_QUERIES)
         keys_per_sm = _FA3_UNEVEN * keys * self.num_heads / self.num_sms
-        return _FA3_BEGIN + _FA3_KEY * max(longest, keys_per_sm) * self._width
+        return _FA3_BEGIN + key_us * max(longest, keys_per_sm) * self._width
 
     def fa2_us(self) -> float:
         """Time of fa2 with the keys of a query in one block."""

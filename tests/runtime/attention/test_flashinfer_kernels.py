@@ -117,6 +117,19 @@ def prefill_kernel(query_lens, prefix_lens=None, group=PLAIN, kv_cache_dtype=BF1
     return choose_prefill_kernel(group, kv_cache_dtype, new, before, 132, is_hopper)
 
 
+def test_long_chunks_read_a_copy_of_their_prefix_if_there_is_room() -> None:
+    def copies(new, before, most_copied=65_536):
+        lengths = np.array(new, dtype=np.int32), np.array(before, dtype=np.int32)
+        return choose_prefill_kernel(PLAIN, BF16, *lengths, 132, True, most_copied).copies
+
+    assert copies([8192], [24_576])
+    assert copies([4096, 4096], [12_000, 0])
+    assert not copies([8192], [24_576], most_copied=32_000)
+    assert not copies([8192], [0]), "it reads no pages"
+    assert not copies([256], [24_576]), "few blocks would read the copy"
+    assert not copies([300], [300])
+
+
 @pytest.mark.parametrize("batch", measured(), ids=str)
 def test_prefills_get_a_kernel_that_is_about_the_fastest(batch):
     group = PlanGroup(batch.num_heads, batch.num_kv_heads, 128, PLAIN.params)

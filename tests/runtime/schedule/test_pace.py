@@ -205,7 +205,7 @@ def test_of_many_long_prompts_none_waits_for_more_than_twice_the_work_ahead_of_i
     simulation, draw = big(max_step_ms=bound, max_num_batched_tokens=1024), Random(1)
     answers = decoding(simulation, 8, max_tokens=2000)
     computed = sent = 0  # tokens of prompts
-    waiting: dict[Request, tuple[int, int]] = {}  # tokens that were computed when it came, and that may be until its end
+    waiting: dict[Request, tuple[int, int]] = {}  # tokens computed when it came, and most until its end
     while sent < 24 or waiting:
         if sent < 24 and len(waiting) < 5 and draw.random() < 0.4:
             request = make_request(f"p{sent}", prompt_of(draw.randrange(200, 6000), sent), max_tokens=1, **FREE)
