@@ -56,3 +56,4 @@ class RuntimeSection:
     max_step_ms: MaxStepMs = "none"
     cascade_attention: bool = False
     copy_prefix: bool = False
+    divide_prefix: bool = False

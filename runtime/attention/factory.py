@@ -80,5 +80,6 @@ def make_attention_backend(
             prefills=model.prefills,
             cascades=model.cascades,
             copy_prefix=runtime.copy_prefix,
+            divide_prefix=runtime.divide_prefix,
         )
     raise ConfigError(f"runtime.attention_backend: expected flashinfer or torch, got {runtime.attention_backend!r}")

@@ -42,6 +42,7 @@ from mllm_compile.runtime.attention.flashinfer.kernels import (
     workspace_bytes,
 )
 from mllm_compile.runtime.attention.flashinfer.library import copy_space, float_workspace, import_flashinfer
+from mllm_compile.runtime.attention.flashinfer.parts import DividedPrefill
 from mllm_compile.runtime.attention.flashinfer.plan import PagedView, make_paged_view
 from mllm_compile.runtime.attention.flashinfer.prefill import GroupOwnPrefill, GroupPrefill, OwnPrefill, PrefillRows
 from mllm_compile.runtime.attention.flashinfer.sinks import run_with_sinks
@@ -103,6 +104,7 @@ class FlashInferAttnBackend(AttentionBackend):
         prefills: Mapping[str, DecodePiece] | None = None,
         cascades: Mapping[str, DecodePiece] | None = None,
         copy_prefix: bool = True,
+        divide_prefix: bool = True,
     ) -> None:
         """
         Args:
@@ -115,6 +117,7 @@ class FlashInferAttnBackend(AttentionBackend):
             prefills: layer → the program's own kernel for its prompts, likewise; such a layer has decoders too.
             cascades: layer → the program's own kernel for captured decodes that begin with the same pages.
             copy_prefix: prefills may read keys and values from a copy, where that is estimated to be faster.
+            divide_prefix: blocks may share the keys before a prompt's new tokens, likewise.
 
         Raises:
             DeviceError: FlashInfer is not installed, lacks a kernel, or `device` is no CUDA device.
@@ -138,6 +141,7 @@ class FlashInferAttnBackend(AttentionBackend):
         self._workspace = float_workspace(self.device, num_bytes)
         self._split_space, self._group_decodes = self._make_group_decodes(max_req_pool_size, decoders or {})
         self._copies = self._make_copy_space(max_req_pool_size) if copy_prefix else None
+        self._merge = self._flashinfer.merge_state_in_place if divide_prefix else None
         own = {self._group_of[name]: piece for name, piece in prefills.items()}
         self._has_own_prefills = bool(own)
         self._group_prefills = [
@@ -325,7 +329,14 @@ class FlashInferAttnBackend(AttentionBackend):
 
         options = self._plan_options(group)
         return GroupPrefill(
-            make_wrapper, group, self.page_size, self.kv_cache_dtype, options, self.device, self._copies
+            make_wrapper,
+            group,
+            self.page_size,
+            self.kv_cache_dtype,
+            options,
+            self.device,
+            self._copies,
+            self._merge,
         )
 
     def _load_kernels(self) -> None:
@@ -370,8 +381,11 @@ class FlashInferAttnBackend(AttentionBackend):
                 wrapper.run(q, pages, out)
                 return
             new = slice(self.prefill_metadata.first_token, None)
-            keys_and_values = (inputs.k[new], inputs.v[new]) if self.prefill_metadata.use_ragged else (pages,)
-            run_with_sinks(wrapper, q[new], *keys_and_values, out=out[new], sinks=layer.sink_logits)
+            if isinstance(wrapper, DividedPrefill):
+                wrapper.run(q[new], inputs.k[new], inputs.v[new], pages, out[new])
+            else:
+                keys_and_values = (inputs.k[new], inputs.v[new]) if self.prefill_metadata.use_ragged else (pages,)
+                run_with_sinks(wrapper, q[new], *keys_and_values, out=out[new], sinks=layer.sink_logits)
         if self._has_blocks and self._image_blocks is not None:
             self._image_blocks.run(group_index, q, pages, out, layer)
 

@@ -204,6 +204,7 @@ def test_a_key_without_auto_becomes_what_was_asked_for():
         "enable_prefix_cache": False,
         "cascade_attention": True,
         "copy_prefix": True,
+        "divide_prefix": True,
         "expert_stats": True,
         "tensor_parallel_size": 2,
         "distributed_executor_backend": "ray",

@@ -78,11 +78,13 @@ class PrefillKernel:
         name: 'fa2' or 'fa3', as FlashInfer has it.
         splits: blocks may share the keys of a query; fa3's never do.
         copies: keys and values are copied out of their pages first, and read as they lie in a row (copied.py).
+        parts: so many blocks share the keys before one prompt's chunk (parts.py); 1: none do.
     """
 
     name: str
     splits: bool
     copies: bool = False
+    parts: int = 1
 
 
 def plan_groups(layers: Iterable[AttentionLayer]) -> list[PlanGroup]:
@@ -158,12 +160,14 @@ def prefill_costs(
     num_sms: int,
     is_hopper: bool,
     most_copied: int = 0,
+    may_divide: bool = False,
 ) -> dict[PrefillKernel, float]:
     """µs that each kernel takes for the prefills of a batch, of those that it may get, as estimated (prefill_cost.py).
 
     Args:
         query_lens: [R] new tokens of each request; prefix_lens: [R] what it has in the cache.
         most_copied: tokens of a batch whose keys and values there is room to copy.
+        may_divide: what lies before a prompt's new tokens may be divided into parts.
     """
     load = _prefill_load(group, query_lens, prefix_lens, num_sms)
     costs = {
@@ -173,6 +177,8 @@ def prefill_costs(
     }
     if prefix_lens.any() and query_lens.sum() + prefix_lens.sum() <= most_copied:
         costs[COPYING_PREFILL] = load.copied_fa3_us()
+    if may_divide and prefix_lens.size == 1 and prefix_lens[0] >= LEAST_DIVIDED:
+        costs |= {PrefillKernel("fa3", splits=False, parts=parts): load.divided_fa3_us(parts) for parts in PARTS}
     possible = prefill_kernels(group, kv_cache_dtype, is_hopper)
     return {kernel: cost for kernel, cost in costs.items() if kernel.name in possible}
 
@@ -191,14 +197,18 @@ def choose_prefill_kernel(
     num_sms: int,
     is_hopper: bool,
     most_copied: int = 0,
+    may_divide: bool = False,
 ) -> PrefillKernel:
     """The kernel of prefill_costs that takes the least time."""
-    costs = prefill_costs(group, kv_cache_dtype, query_lens, prefix_lens, num_sms, is_hopper, most_copied)
+    lengths, allowed = (query_lens, prefix_lens), (most_copied, may_divide)
+    costs = prefill_costs(group, kv_cache_dtype, *lengths, num_sms, is_hopper, *allowed)
     return min(costs, key=costs.__getitem__)
 
 
 CAPTURED_PREFILL = PrefillKernel("fa3", splits=False)
 COPYING_PREFILL = PrefillKernel("fa3", splits=False, copies=True)
+PARTS = (2, 3, 4)  # into which what lies before a chunk may be divided
+LEAST_DIVIDED = 2048  # tokens
 
 
 def prefill_capture_obstacle(

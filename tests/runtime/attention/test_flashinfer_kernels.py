@@ -130,6 +130,19 @@ def test_long_chunks_read_a_copy_of_their_prefix_if_there_is_room() -> None:
     assert not copies([300], [300])
 
 
+@pytest.mark.parametrize(
+    ("new", "before", "parts"),
+    # By an H100's times: of 4 parts 139 µs in place of 436, of 2 parts 140 in place of 226, …
+    [(128, 31_000, 4), (256, 16_000, 2), (384, 31_000, 4), (512, 31_000, 1), (640, 31_000, 4), (256, 1000, 1)],
+)
+def test_few_tokens_behind_a_long_prefix_have_it_divided(new, before, parts) -> None:
+    lengths = np.array([new], dtype=np.int32), np.array([before], dtype=np.int32)
+    assert choose_prefill_kernel(PLAIN, BF16, *lengths, 132, True, may_divide=True).parts == parts
+    assert choose_prefill_kernel(PLAIN, BF16, *lengths, 132, True).parts == 1
+    two = np.array([new, new], dtype=np.int32), np.array([before, before], dtype=np.int32)
+    assert choose_prefill_kernel(PLAIN, BF16, *two, 132, True, may_divide=True).parts == 1, "of one prompt alone"
+
+
 @pytest.mark.parametrize("batch", measured(), ids=str)
 def test_prefills_get_a_kernel_that_is_about_the_fastest(batch):
     group = PlanGroup(batch.num_heads, batch.num_kv_heads, 128, PLAIN.params)
