@@ -226,19 +226,26 @@ def prefill_capture_obstacle(
 
 
 def runs_well_captured(
-    group: PlanGroup, kv_cache_dtype: torch.dtype, query_lens: np.ndarray, prefix_lens: np.ndarray, num_sms: int
+    group: PlanGroup,
+    kv_cache_dtype: torch.dtype,
+    query_lens: np.ndarray,
+    prefix_lens: np.ndarray,
+    num_sms: int,
+    most_copied: int = 0,
+    may_divide: bool = False,
 ) -> bool:
     """True if the captured kernel is estimated to serve such prefills about as fast as the fastest one, on Hopper.
 
     Args:
-        query_lens, prefix_lens: as prefill_costs'; there may be no prefills.
+        query_lens, prefix_lens, most_copied, may_divide: as prefill_costs'; there may be no prefills.
     """
     if not query_lens.size:
         return True
-    # The host is waited for here: nearly all prompts are so short that the other estimates can be spared.
-    if _prefill_load(group, query_lens, prefix_lens, num_sms).fa3_us() <= LEAST_US + _MOST_LOST_US:
+    # The host is waited for here: nearly all prompts are so short that the estimates can be spared.
+    if _prefill_load(group, query_lens, prefix_lens, num_sms).most_fa3_us() <= LEAST_US + _MOST_LOST_US:
         return True
-    costs = prefill_costs(group, kv_cache_dtype, query_lens, prefix_lens, num_sms, is_hopper=True)
+    lengths, allowed = (query_lens, prefix_lens), (most_copied, may_divide)
+    costs = prefill_costs(group, kv_cache_dtype, *lengths, num_sms, True, *allowed)
     return costs[CAPTURED_PREFILL] - min(costs.values()) <= _MOST_LOST_US
 
 

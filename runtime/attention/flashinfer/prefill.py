@@ -237,7 +237,9 @@ class GroupPrefill:
 
     def runs_well_captured(self, query_lens: np.ndarray, prefix_lens: np.ndarray) -> bool:
         """True if the kernel of `capture` serves these prefills [R] about as fast as any other would."""
-        return runs_well_captured(self._group, self._kv_cache_dtype, query_lens, prefix_lens, self._num_sms)
+        allowed = self._most_copied, self._merge is not None
+        lengths = query_lens, prefix_lens
+        return runs_well_captured(self._group, self._kv_cache_dtype, *lengths, self._num_sms, *allowed)
 
     def capture(self, num_tokens: int, page_table: torch.Tensor) -> CapturedPrefill:
         """Capture steps of `num_tokens`, whose requests' page ids are the rows of `page_table` [R, W] int32."""

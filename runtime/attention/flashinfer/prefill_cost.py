@@ -45,6 +45,15 @@ class PrefillLoad:
         """Time of fa3."""
         return self._fa3_us(_FA3_KEY)
 
+    def most_fa3_us(self) -> float:
+        """A time that `fa3_us` does not exceed, found in a tenth of the time for few requests."""
+        longest = total = 0
+        for new, before in zip(self.query_lens.tolist(), self.prefix_lens.tolist(), strict=True):
+            blocks = -(-new // _FA3_QUERIES)
+            longest = max(longest, before + blocks * _FA3_QUERIES)
+            total += blocks * (before + blocks * _FA3_QUERIES)
+        return _FA3_BEGIN + _FA3_KEY * (longest + _FA3_UNEVEN * total * self.num_heads / self.num_sms) * self._width
+
     def copied_fa3_us(self) -> float:
         """Time of fa3 over keys and values in a row, with that of copying these out of their pages."""
         num_bytes = 4 * self.num_kv_heads * self.head_dim * int((self.prefix_lens + self.query_lens).sum())

@@ -355,6 +355,13 @@ def test_the_page_list_can_be_written_into_a_buffer():
     assert buffer[3:].tolist() == [-1] * 7
 
 
+@given(st.lists(st.tuples(st.integers(1, 9000), st.integers(0, 40_000)), min_size=1, max_size=8))
+def test_the_most_that_fa3_may_take_is_no_less_than_its_estimate(lengths):
+    new, before = (np.array(column, dtype=np.int32) for column in zip(*lengths, strict=True))
+    load = PrefillLoad(32, 8, 128, new, before, 132)
+    assert load.most_fa3_us() >= load.fa3_us()
+
+
 @given(st.lists(st.tuples(st.integers(1, 600), st.integers(0, 9000)), min_size=1, max_size=8))
 def test_a_short_cut_to_the_answer_changes_none(lengths):
     new, before = (np.array(column, dtype=np.int32) for column in zip(*lengths, strict=True))
