@@ -219,10 +219,11 @@ def test_a_key_without_auto_becomes_what_was_asked_for():
         "max_step_ms": 25.0,
     }
     without_auto = {name for name, field in RuntimeConfig.model_fields.items() if field.default != "auto"}
-    assert without_auto == {*keys, "deterministic"}
+    assert without_auto == {*keys, "deterministic", "expert_parallel_size"}
     runtime = resolved(runtime=keys).runtime
     assert {name: getattr(runtime, name) for name in keys} == keys
     assert resolved(runtime={"deterministic": True}).runtime.deterministic
+    assert resolved(runtime={"expert_parallel_size": 2}).runtime.expert_parallel_size == 2
 
 
 @pytest.mark.parametrize(
