@@ -26,6 +26,7 @@ from mllm_compile.errors import UnsupportedModelError
 from mllm_compile.model.experts_hook import check_choices, experts_as_ops
 from mllm_compile.model.hf_model import HFModel, fake_copy
 from mllm_compile.model.own_attention.find import find_attention
+from mllm_compile.model.own_attention.indexed import choosing_every_key
 from mllm_compile.model.own_attention.masks import tables_for_any_step, with_a_mask_if_needed
 from mllm_compile.model.positions_hook import as_positions, reading_positions, settle_positions
 from mllm_compile.model.refusals import first_line, refusing
@@ -60,17 +61,27 @@ class _FlatTokens(torch.nn.Module):
         self.model = model
         self.max_tokens = max_tokens
         self.position_offset = position_offset
-        self.takes_rows = "logits_to_keep" in inspect.signature(model.forward).parameters
+        arguments = inspect.signature(model.forward).parameters
+        self.takes_rows = "logits_to_keep" in arguments
+        self.takes_kinds = "token_type_ids" in arguments and _has_default_kinds(model)
 
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, logits_indices: torch.Tensor) -> torch.Tensor:
         for sized in (input_ids, logits_indices):
             torch._check(sized.shape[0] >= 1)
             torch._check(sized.shape[0] <= self.max_tokens)
         position_ids = positions[None] + self.position_offset if self.position_offset else positions[None]
-        said = {"input_ids": input_ids[None], "position_ids": position_ids, "use_cache": False}
+        said: dict[str, Any] = {"input_ids": input_ids[None], "position_ids": position_ids, "use_cache": False}
+        if self.takes_kinds:
+            said["token_type_ids"] = torch.zeros_like(said["input_ids"])
         if self.takes_rows:
             return self.model(**said, logits_to_keep=logits_indices).logits[0]
         return self.model(**said).logits[0].index_select(0, logits_indices)
+
+
+def _has_default_kinds(model: torch.nn.Module) -> bool:
+    """True if the model reads kinds of tokens, 0, in a table where it is told none: a step may have more tokens."""
+    tables = [buffer for name, buffer in model.named_buffers() if name.rpartition(".")[2] == "token_type_ids"]
+    return any(table.dim() == 2 and table.shape[0] == 1 for table in tables)
 
 
 def trace_model(hf_model: HFModel, device: str, max_tokens: int) -> Trace:
@@ -114,8 +125,8 @@ def trace_text(
         tables_for_any_step(hf_model.model, hf_model.constants, max_tokens)
         try:
             hooks = experts_as_ops(hf_model.model), reading_positions(hf_model.model, as_positions)
-            rope = choosing_rope(hf_model.model, as_request_lengths)
-            with hooks[0], hooks[1], rope, states_as_ops(hf_model.model), _norms_by_formula(hf_model.model):
+            rope, keys = choosing_rope(hf_model.model, as_request_lengths), choosing_every_key(hf_model.model)
+            with hooks[0], hooks[1], rope, keys, states_as_ops(hf_model.model), _norms_by_formula(hf_model.model):
                 captured = with_a_mask_if_needed(lambda: capture(hf_model, flat, inputs, device))
         except UnsupportedModelError as error:
             raise UnsupportedModelError(f"{error}{_unserved_layers(hf_model.text_config)}") from error

@@ -60,6 +60,29 @@ class SmallPart:
 
 
 @dataclass(frozen=True)
+class Factor:
+    """A scale of the checkpoint, of one number, that a weight is multiplied with, or divided by, as the next power of
+    two: no digit of the weight changes."""
+
+    tensor: StoredTensor
+    is_divided: bool
+
+    def value(self, folder: Path, headers: Mapping[str, SafetensorsHeader]) -> float:
+        """Raises CheckpointError if it is not a positive number."""
+        one = self.tensor
+        entry = _entry(folder, headers, one.file, one.name, one.shape, one.dtype)
+        number = torch.frombuffer(bytearray(read_bytes(folder / one.file, entry)), dtype=one.dtype).item()
+        if not 0 < number < math.inf:
+            raise CheckpointError(
+                f"{folder / one.file}: {one.name!r}: expected a positive number, as the scale of a KV cache, found "
+                f"{number}. Fetch the checkpoint again, or set compile.disable_passes: [scale_keys_and_values]."
+            )
+        part, exponent = math.frexp(number)
+        power = math.ldexp(1.0, exponent - 1 if part == 0.5 else exponent)
+        return 1 / power if self.is_divided else power
+
+
+@dataclass(frozen=True)
 class WeightPart:
     """One checkpoint tensor and the box of the weight that it fills.
 
@@ -73,6 +96,7 @@ class WeightPart:
         quantised: the tensors that the weight is computed from, `tensor` the one of its values; `shape` is what they
             make. None: it is stored as it is.
         small: the tensor of its scheme that the box gets of the weight; None: the weight itself.
+        factor: what is multiplied into it; None: nothing is.
     """
 
     tensor: str
@@ -83,6 +107,7 @@ class WeightPart:
     inner_starts: tuple[int, ...] = ()
     quantised: Quantised | None = None
     small: SmallPart | None = None
+    factor: Factor | None = None
 
     @property
     def sources(self) -> tuple[StoredTensor, ...]:
@@ -202,31 +227,39 @@ def load_weights(
     """
     parts = [part for spec in specs for part in spec.parts]
     headers = {file: read_header(folder / file) for file in sorted({file for part in parts for file in _files(part)})}
+    reads = _reads_in_order(specs, weights, folder, headers)
+    if reads:
+        stream_in_order((make() for make in reads), weights[specs[0].name].device, advance)
+    _scale(specs, weights, folder, headers)
+    _check_sums(specs, weights, folder)
+    _check_finite(specs, weights, folder)
+
+
+def _reads_in_order(
+    specs: Sequence[WeightSpec],
+    weights: Mapping[str, torch.Tensor],
+    folder: Path,
+    headers: Mapping[str, SafetensorsHeader],
+) -> list[Callable[[], Read]]:
+    """Lists what makes each read, in the order of the files' bytes. Tensors that are read as they are, of which a mixture of
+    experts has many thousand, are checked here and made ready when it is their turn."""
+    found: list[tuple[str, int, Callable[[], Read]]] = []
     paths = {file: folder / file for file in headers}
-    reads: list[TensorRead] = []
+    computed: list[TensorRead] = []
     quantising = _Quantising()
-    made_later: list[tuple[str, int, Callable[[], Read]]] = []
     for spec in specs:
         weight = weights[spec.name]
         memory = weight.view(-1).view(torch.uint8) if weight.is_contiguous() else None
         for part in spec.parts:
             if part.quantised is None and part.small is None:
-                # Of a mixture of experts there are many thousand, each made when it is read.
                 entry = _entry_of_plain(part, weight.dtype, folder, headers)
-                later = partial(_read_plain, paths[part.file], entry, part, weight, memory)
-                made_later.append((part.file, entry.begin, later))
-                continue
-            place = place_of(weight, part)
-            if not quantising.takes(part, place):
-                reads.append(_read(part, place, folder, headers))
-    reads += quantising.reads(folder, headers)
-    made_later += [(read.path.name, read.entry.begin, partial(_itself, read)) for read in reads]
-    made_later.sort(key=lambda one: one[:2])
-    if made_later:
-        device = weights[specs[0].name].device
-        stream_in_order((make() for _, _, make in made_later), device, advance)
-    _check_sums(specs, weights, folder)
-    _check_finite(specs, weights, folder)
+                make = partial(_read_plain, paths[part.file], entry, part, weight, memory)
+                found.append((part.file, entry.begin, make))
+            elif not quantising.takes(part, place_of(weight, part)):
+                computed.append(_read(part, place_of(weight, part), folder, headers))
+    computed += quantising.reads(folder, headers)
+    found += [(read.path.name, read.entry.begin, partial(_itself, read)) for read in computed]
+    return [make for *_, make in sorted(found, key=lambda one: one[:2])]
 
 
 def _itself(read: TensorRead) -> TensorRead:
@@ -269,7 +302,22 @@ def _offset_of(part: WeightPart, shape: tuple[int, ...]) -> int | None:
 
 
 def _files(part: WeightPart) -> set[str]:
-    return {part.file} | ({tensor.file for tensor in part.quantised.tensors.values()} if part.quantised else set())
+    of_factor = {part.factor.tensor.file} if part.factor else set()
+    of_weight = {tensor.file for tensor in part.quantised.tensors.values()} if part.quantised else set()
+    return {part.file} | of_weight | of_factor
+
+
+def _scale(
+    specs: Iterable[WeightSpec],
+    weights: Mapping[str, torch.Tensor],
+    folder: Path,
+    headers: Mapping[str, SafetensorsHeader],
+) -> None:
+    """Multiplies weights that have factors with them."""
+    for spec in specs:
+        for part in spec.parts:
+            if part.factor is not None:
+                place_of(weights[spec.name], part).mul_(part.factor.value(folder, headers))
 
 
 def _read(part: WeightPart, place: torch.Tensor, folder: Path, headers: Mapping[str, SafetensorsHeader]) -> TensorRead:
@@ -336,7 +384,7 @@ class _Quantising:
         """Keeps the place of a part of such a weight; False for any other part."""
         if part.small is None or part.quantised is not None:
             return False
-        key = replace(part, small=None, start=0, inner_starts=()), part.small.scheme
+        key = replace(part, small=None, start=0, inner_starts=(), factor=None), part.small.scheme
         weights = self._found.setdefault(key, [])
         places = next((one for one in weights if part.small.role not in one), None)
         if places is None:

@@ -9,8 +9,10 @@ import torch
 from torch.nn import functional
 
 from mllm_compile import Engine, EngineConfig, RequestOutput, SamplingParams
+from mllm_compile.runtime.ops import op
 from mllm_compile.runtime.ops.experts.linear import expert_linear_reference
 from mllm_compile.runtime.ops.experts.shapes import (
+    ELSEWHERE,
     FORM_TOKENS,
     NO_SOFTMAX,
     ONE_ROW,
@@ -126,6 +128,19 @@ def test_each_row_is_in_its_experts_blocks_once(most_rows, block):
     assert {expert: sorted(rows) for expert, rows in found.items() if rows} == {
         expert: sorted(rows) for expert, rows in wanted.items()
     }
+
+
+@pytest.mark.parametrize("tokens", [2, 20, 2000])
+def test_rows_of_experts_that_are_elsewhere_are_zeros(tokens):
+    up, _, bias, _ = weights(False, False)
+    generator = torch.Generator("cuda").manual_seed(1)
+    x = torch.randn(tokens, INPUTS, generator=generator, device="cuda", dtype=torch.bfloat16)
+    ids = torch.rand(tokens, EXPERTS, generator=generator, device="cuda").argsort(-1)[:, :CHOSEN]
+    ids[ids >= EXPERTS // 2] = ELSEWHERE
+    found = op("expert_linear")(x, ids, up, bias, False, True)
+    exact = expert_linear_reference(x.float(), ids, up.float(), bias.float(), False, True)
+    assert (found[ids.flatten() == ELSEWHERE] == 0).all()
+    torch.testing.assert_close(found.float(), exact, rtol=2e-2, atol=2e-2)
 
 
 @pytest.mark.parametrize("num_experts", [4, 60, 128, 512])

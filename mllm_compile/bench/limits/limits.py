@@ -8,6 +8,7 @@ prompt. Activations are left out (under 1 %).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -56,6 +57,7 @@ class ModelFigures:
         context_len: tokens that the model was made for.
         state_bytes: of one request, over all layers that carry a state.
         quantised_params: those of `layer_params` that lie in memory in few bits, as so many `quantised_bytes`.
+        fp8_params: those of them that are fp8, which a GPU may multiply in fp8.
         expert_itemsize: bytes a parameter of experts, with their scales; None: as others have.
         tower: of images; None: the model has none that is served.
     """
@@ -73,6 +75,7 @@ class ModelFigures:
     state_bytes: int = 0
     quantised_params: int = 0
     quantised_bytes: int = 0
+    fp8_params: int = 0
     expert_itemsize: float | None = None
     tower: TowerFigures | None = None
 
@@ -114,10 +117,11 @@ class ModelFigures:
     def _weights_seconds(
         self, ceilings: Ceilings, num_tokens: int, num_rows: int, experts_touched: float | None = None
     ) -> float:
-        params_a_token = self.layer_params + self.expert_params * self.num_chosen
-        flops = 2 * (params_a_token * num_tokens + self.head_params * num_rows)
-        read_s = self.weight_bytes(num_tokens, experts_touched) / ceilings.read_bytes_s
-        return max(read_s, flops / ceilings.flops_s)
+        in_fp8 = 0 if ceilings.fp8_flops_s is None else self.fp8_params
+        params_a_token = self.layer_params - in_fp8 + self.expert_params * self.num_chosen
+        seconds = 2 * (params_a_token * num_tokens + self.head_params * num_rows) / ceilings.flops_s
+        seconds += 2 * in_fp8 * num_tokens / (ceilings.fp8_flops_s or math.inf)
+        return max(self.weight_bytes(num_tokens, experts_touched) / ceilings.read_bytes_s, seconds)
 
 
 def with_latency_limits(

@@ -70,18 +70,25 @@ class Measurement:
 
 @dataclass(frozen=True, kw_only=True)
 class Ceilings:
-    """The device's measured rates in the same command: bytes read and floating-point operations a second."""
+    """The device's measured rates in the same command: bytes read and floating-point operations a second; of products
+    in fp8 where some of the model's may be."""
 
     read_bytes_s: float
     flops_s: float
+    fp8_flops_s: float | None = None
 
     def of_devices(self, count: int) -> Ceilings:
         """The rates of as many that share the work evenly, and wait for nothing."""
-        return Ceilings(read_bytes_s=self.read_bytes_s * count, flops_s=self.flops_s * count)
+        return self._times(count)
 
     def of_one_of(self, count: int) -> Ceilings:
         """The inverse of of_devices."""
-        return Ceilings(read_bytes_s=self.read_bytes_s / count, flops_s=self.flops_s / count)
+        return self._times(1 / count)
+
+    def _times(self, factor: float) -> Ceilings:
+        fp8_flops_s = None if self.fp8_flops_s is None else self.fp8_flops_s * factor
+        rates = {"read_bytes_s": self.read_bytes_s * factor, "flops_s": self.flops_s * factor}
+        return Ceilings(**rates, fp8_flops_s=fp8_flops_s)
 
 
 # A run with random weights that reads fewer of the experts than this share of the expected ones is no result.

@@ -63,16 +63,18 @@ def probe(job: dict[str, Any]) -> dict[str, Any]:
     from mllm_compile.bench.limits.ceilings import measure_ceilings
     from mllm_compile.bench.limits.model_figures import model_figures
     from mllm_compile.bench.measure.environment import describe_environment
+    from mllm_compile.config.device import is_hopper
 
     device, dtype = torch.device(setting.device), getattr(torch, setting.dtype)
     result: dict[str, Any] = {"setting": asdict(setting), "environment": describe_environment(device)}
     if job["ceilings"]:
-        result["ceilings"] = asdict(measure_ceilings(device, dtype).of_devices(setting.num_ranks))
         small = _small_weights(setting)
         runtime = setting.engine_config().runtime
         types = runtime.state_dtype, 1 if runtime.kv_cache_dtype == "fp8_e4m3" else None
         figures = model_figures(Path(setting.model_folder), setting.dtype, setting.trust_remote_code, small, *types)
         result["figures"] = asdict(figures)
+        in_fp8 = figures.fp8_params > 0 and device.type == "cuda" and is_hopper(setting.device)
+        result["ceilings"] = asdict(measure_ceilings(device, dtype, in_fp8).of_devices(setting.num_ranks))
     return result
 
 

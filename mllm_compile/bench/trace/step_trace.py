@@ -45,12 +45,13 @@ def trace_steps(setting: Setting, work: StepWork, ranges: bool) -> list[dict[str
     """
     parts = assemble(setting.engine_config(), reporter_for(plain_lines=True))
     try:
-        return [_trace(parts, setting, work, batch, ranges) for batch in work.batches]
+        return [trace_step(parts, setting, work, batch, ranges) for batch in work.batches]
     finally:
         parts.shutdown()
 
 
-def _trace(parts: EngineParts, setting: Setting, work: StepWork, batch: int, ranges: bool) -> dict[str, Any]:
+def trace_step(parts: EngineParts, setting: Setting, work: StepWork, batch: int, ranges: bool) -> dict[str, Any]:
+    """A step of `batch` requests, as trace_steps gives it."""
     runner = model_runner(parts)
     requests = endless_requests(setting, batch, work.prompt_len)
     step = prefilled(parts, requests)
