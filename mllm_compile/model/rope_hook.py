@@ -75,7 +75,6 @@ class _Following:
             long = 1.0 / (base[:, None] ** long)
         return torch.where(lens[:, None] > boundary, long, short)
 
-
     def scale(self, lens: torch.Tensor) -> torch.Tensor | None:
         """Factors [T] of cosines and sines for lengths [T]; None: the embedding knows its own."""
         if self.scales is None:
