@@ -132,6 +132,7 @@ def trace_text(
             raise UnsupportedModelError(f"{error}{_unserved_layers(hf_model.text_config)}") from error
         _drop_outputs_of_weights(captured)
         _fold_numbers(captured)
+        keep_host_values(captured, hf_model, device)
         settle_positions(captured)
         settle_rope(captured)
         find_attention(captured, hf_model.constants, min(hf_model.context_len, max_tokens))
@@ -204,6 +205,56 @@ def _fold_numbers(gm: fx.GraphModule) -> None:
                 node.replace_all_uses_with(value.item())
                 gm.graph.erase_node(node)
     gm.recompile()
+
+
+def keep_host_values(gm: fx.GraphModule, hf_model: HFModel, device: str) -> None:
+    """Makes constants of what a model computes on the host from no input, and then takes to the device: a step that
+    copies from the host is not captured. PhiMoE makes its frequencies so in every forward.
+
+    Args:
+        gm: a trace for `device`.
+        hf_model: gets the values as buffers that no checkpoint holds, computed on the host as the model does.
+    """
+    if torch.device(device).type == "cpu":
+        return
+    values: dict[fx.Node, torch.Tensor] = {}
+    for node in gm.graph.nodes:
+        val = node.meta.get("val")
+        is_of_host = isinstance(val, torch.Tensor) and val.device.type == "cpu" and node.op != "placeholder"
+        if is_of_host and all(one in values for one in node.all_input_nodes):
+            values[node] = _compute(node, values)
+    # A number is an argument of kernels, as it is.
+    kept = [node for node, value in values.items() if value.dim() and any(user not in values for user in node.users)]
+    for number, node in enumerate(kept):
+        name = f"host_value_{number}"
+        hf_model.constants[name] = values[node]
+        hf_model.model.register_buffer(name, _on_device(node.meta["val"], device), persistent=False)
+        last_placeholder = [one for one in gm.graph.nodes if one.op == "placeholder"][-1]
+        with gm.graph.inserting_after(last_placeholder):
+            constant = gm.graph.placeholder(name)
+        constant.meta |= {"weight_name": name, "val": hf_model.model.get_buffer(name)}
+        node.replace_all_uses_with(constant, lambda user: user not in values)
+    for node in reversed(values):
+        if not node.users:
+            gm.graph.erase_node(node)
+    gm.recompile()
+
+
+def _compute(node: fx.Node, values: Mapping[fx.Node, torch.Tensor]) -> torch.Tensor:
+    args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda one: values[one])
+    if node.op == "call_method":
+        return getattr(args[0], str(node.target))(*args[1:], **kwargs)
+    target: Any = node.target
+    return target(*args, **kwargs)
+
+
+def _on_device(val: torch.Tensor, device: str) -> torch.Tensor:
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    if not isinstance(val, FakeTensor):
+        return torch.empty_like(val, device=device)
+    with val.fake_mode:
+        return torch.empty_like(val, device=device)
 
 
 class _Captured(Exception):

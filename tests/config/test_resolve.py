@@ -123,6 +123,12 @@ def test_whole_steps_with_prompts_are_captured_of_small_models_on_hopper(device,
     assert graphs.mixed_tokens_asked == is_asked
 
 
+def test_a_model_without_attention_needs_no_kernel_of_it_for_whole_steps():
+    mamba = {name: value for name, value in QWEN.items() if "head" not in name} | {"state_size": 16}
+    sections = {"compile": {"split_decode": False}, "cudagraph": {"mixed_tokens": [64]}}
+    assert resolved(H200, mamba, **sections).cudagraph.mixed_tokens == (64,)
+
+
 @pytest.mark.parametrize(
     ("device", "sections", "error", "said"),
     [
@@ -202,6 +208,8 @@ def test_a_key_without_auto_becomes_what_was_asked_for():
     keys = {
         "mem_fraction_static": 0.5,
         "enable_prefix_cache": False,
+        "copy_prefix": True,
+        "divide_prefix": True,
         "expert_stats": True,
         "tensor_parallel_size": 2,
         "distributed_executor_backend": "ray",
@@ -211,10 +219,11 @@ def test_a_key_without_auto_becomes_what_was_asked_for():
         "max_step_ms": 25.0,
     }
     without_auto = {name for name, field in RuntimeConfig.model_fields.items() if field.default != "auto"}
-    assert without_auto == {*keys, "deterministic"}
+    assert without_auto == {*keys, "deterministic", "expert_parallel_size"}
     runtime = resolved(runtime=keys).runtime
     assert {name: getattr(runtime, name) for name in keys} == keys
     assert resolved(runtime={"deterministic": True}).runtime.deterministic
+    assert resolved(runtime={"expert_parallel_size": 2}).runtime.expert_parallel_size == 2
 
 
 @pytest.mark.parametrize(

@@ -75,7 +75,9 @@ def test_a_decode_that_reads_a_prefix_once_is_not_the_captured_one(monkeypatch, 
     monkeypatch.setattr(GraphRunner, "_places", lambda self, size: SimpleNamespace(take_tokens=lambda *batch: None))
     monkeypatch.setattr(GraphRunner, "_run_pieces", lambda self, batch, size: f"pieces of {size.num_tokens}")
     monkeypatch.setattr(GraphRunner, "_replay_decode", lambda self, batch, size: "whole")
-    batch = SimpleNamespace(forward_mode=ForwardMode.DECODE, num_tokens=5, batch_size=5, common_prefix_len=shared)
+    batch = SimpleNamespace(
+        forward_mode=ForwardMode.DECODE, num_tokens=5, batch_size=5, common_prefix_len=shared, dp_metadata=None
+    )
     ran = graphs.run(batch)
     assert getattr(ran, "next_token_logits", ran) == runs
 
@@ -88,6 +90,8 @@ def test_attention_that_knows_of_no_graphs_stands_between_captured_pieces(monkey
         device="cpu",
         config=SimpleNamespace(max_rows=2),
         model=SimpleNamespace(executor=None),
+        num_deals=1,
+        always_takes_features=False,
     )
     with pytest.raises(ConfigError, match="need a compiled program"):  # it came as far as the program
         GraphRunner(runner, GraphDispatcher(CUDAGraphMode.PIECEWISE, (8,), ()))
