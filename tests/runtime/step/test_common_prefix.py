@@ -89,6 +89,7 @@ def test_decodes_beside_a_prompt_share_theirs(monkeypatch):
 )
 def test_decodes_that_are_one_launch_stay_so_where_no_cascade_is_captured(num_decodes, num_requests, shared):
     step = object.__new__(StepRunner)
+    step._deal = None
     step._runner = SimpleNamespace(
         config=SimpleNamespace(runtime=SimpleNamespace(cascade_attention=True, deterministic=False)),
         holds_cascade=lambda count: False,
