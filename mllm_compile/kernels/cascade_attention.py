@@ -24,8 +24,8 @@ _ITEMSIZE = 2  # bytes of a number in the KV cache: bfloat16 or float16
 def add_cascade_attention(config: ResolvedConfig, program: Program) -> tuple[Program, tuple[WrittenPiece, ...]]:
     """Adds these pieces to the program, for the plain ones of the layers whose decodes it serves; returns them too."""
     served = [layer for layer in program.layers if _is_served(layer) and layer.name in program.decode_attention]
-    if not (_are_captured(config) and _may_pay(config.runtime, served)):
-        return program, ()
+    if program.state_layers or not (_are_captured(config) and _may_pay(config.runtime, served)):
+        return program, ()  # beside layers with a state none are captured (state/hybrid_backend.py)
     found: dict[str, str] = {}
     of_kinds: dict[LayerSpec, WrittenPiece] = {}
     for layer in served:

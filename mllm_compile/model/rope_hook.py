@@ -33,6 +33,7 @@ Lengths = Callable[[torch.Tensor], torch.Tensor]
 
 INPUT = "rope_lens"
 _ORIGINAL_LENGTH = "original_max_position_embeddings"
+_SCALES = ("short_mscale", "long_mscale")
 
 
 @dataclass(frozen=True)
@@ -44,12 +45,14 @@ class _Following:
         prefix: of the names of the embedding's buffers.
         lengths: as of the model.
         growth: (theta, factor) of `dynamic`; None for `longrope`.
+        scales: factors of cosines and sines in short and in long texts, where these differ; then frequencies do not.
         arrangements: as _arrangements gives them.
     """
 
     prefix: str
     lengths: RopeLengths
     growth: tuple[float, float] | None
+    scales: tuple[float, float] | None = None
     arrangements: tuple[str, ...] = ()
 
     @property
@@ -71,6 +74,13 @@ class _Following:
             base = theta * ((factor * lens.clamp(min=boundary) / boundary) - (factor - 1)) ** (dim / (dim - 2))
             long = 1.0 / (base[:, None] ** long)
         return torch.where(lens[:, None] > boundary, long, short)
+
+    def scale(self, lens: torch.Tensor) -> torch.Tensor | None:
+        """Factors [T] of cosines and sines for lengths [T]; None: the embedding knows its own."""
+        if self.scales is None:
+            return None
+        short, long = self.scales
+        return torch.where(lens > self.lengths.boundary, long, short)
 
 
 def follow_rope(model: PreTrainedModel) -> tuple[RopeLengths | None, dict[str, torch.Tensor]]:
@@ -155,6 +165,12 @@ def _follow(
         short, _ = init(config, "cpu", **of_layer)
         parameters = config.rope_parameters if layer_type is None else config.rope_parameters[layer_type]
         prefix = "" if layer_type is None else f"{layer_type}_"
+        if kind == "longrope" and all(name in parameters for name in _SCALES):
+            # Of Phi-3.5-MoE, whose forward takes the frequencies of short texts for all.
+            lengths = RopeLengths(parameters[_ORIGINAL_LENGTH], False, _recomputes(model))
+            scales = tuple(float(parameters[name]) for name in _SCALES)
+            following = _Following(prefix, lengths, None, scales)  # type: ignore[arg-type]
+            return following, {following.short: short, following.long: short.clone()}
         if kind == "longrope":
             boundary = parameters[_ORIGINAL_LENGTH]
             lengths = RopeLengths(boundary, False, _recomputes(model))
@@ -187,7 +203,8 @@ def _arrangements(
 ) -> tuple[str, ...]:
     """How each of the forward's answers, cosines and sines mostly, arranges those of n angles (_ARRANGED)."""
     own_names = inspect.unwrap(type(module).forward).__code__.co_names
-    if read := sorted({"config", "rope_type", "rope_init_fn"} & set(own_names)):
+    read = sorted({"config", "rope_type", "rope_init_fn"} & set(own_names))
+    if read and following.scales is None:
         raise _refusal(kind, f"{type(module).__name__}.forward reads {', '.join(read)}")
     positions, frequencies = torch.tensor([[3, 5, 11]]), values[following.short]
     x = torch.zeros(1, 3, 1)
@@ -195,6 +212,8 @@ def _arrangements(
     try:
         with torch.device("cpu"):
             embedding = _Embedding.of(module)
+            if following.scales is not None:
+                _check_scales(module, embedding, following, frequencies)
             theirs = _run(embedding, following.prefix, frequencies, x, positions, layer_type)
             of_angles = _of_angles(embedding, following.prefix, positions[..., None] * frequencies, x, layer_type)
         for own, one in zip(theirs, of_angles, strict=True):
@@ -203,6 +222,18 @@ def _arrangements(
     except Exception as error:
         raise _refusal(kind, f"{type(module).__name__}.forward gives no cosine and sine of each angle") from error
     return tuple(found)
+
+
+def _check_scales(module: Any, embedding: _Embedding, following: _Following, frequencies: torch.Tensor) -> None:
+    """Raises ValueError if the module's own forward does not give scaled cosines and sines of these frequencies."""
+    x, boundary = torch.zeros(1, 2, 1), following.lengths.boundary
+    for last in (boundary - 1, boundary, 2 * boundary):
+        positions = torch.tensor([[1, last]])
+        theirs = embedding.forward(module, x, positions)
+        scale = following.scale(torch.tensor([last + 1, last + 1]))
+        ours = _run(embedding, following.prefix, frequencies, x, positions, None, scale)
+        if not all(_is_close(one, other) for one, other in zip(ours, theirs, strict=True)):
+            raise ValueError(f"for {last + 1} tokens cosines and sines are not scaled as the config says")
 
 
 # What an embedding makes of an answer for each angle [.., n].
@@ -218,12 +249,24 @@ def _is_close(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 class _StandsForEmbedding:
-    """Has the attributes of an embedding that its forward reads."""
+    """Has the attributes of an embedding that its forward reads; one that asks for frequencies gets them with a factor
+    of cosines and sines."""
 
-    def __init__(self, attributes: dict[str, Any], frequencies_name: str, frequencies: torch.Tensor) -> None:
+    def __init__(
+        self, attributes: dict[str, Any], frequencies_name: str, frequencies: torch.Tensor, scale: torch.Tensor | None
+    ) -> None:
         for name, value in attributes.items():
             setattr(self, name, value)
         setattr(self, frequencies_name, frequencies)
+        self.config = _OfDefaultRope()
+        self.rope_init_fn = lambda config, *args: (frequencies, 1.0 if scale is None else scale[None, :, None])
+
+
+class _OfDefaultRope:
+    """Stands for a config whose RoPE follows nothing."""
+
+    def __init__(self) -> None:
+        self.rope_parameters = {"rope_type": "default"}
 
 
 @dataclass(frozen=True)
@@ -246,20 +289,27 @@ def _run(
     x: torch.Tensor,
     positions: torch.Tensor,
     layer_type: str | None,
+    scale: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, ...]:
-    """The answers of the embedding's own forward with other frequencies [n] for positions [1, T]."""
-    stands_for: Any = _StandsForEmbedding(embedding.attributes, f"{prefix}inv_freq", frequencies)
+    """The answers of the embedding's own forward with other frequencies [n], and factors [T], for positions [1, T]."""
+    stands_for: Any = _StandsForEmbedding(embedding.attributes, f"{prefix}inv_freq", frequencies, scale)
     own = embedding.forward
     answer = own(stands_for, x, positions) if layer_type is None else own(stands_for, x, positions, layer_type)
     return answer if isinstance(answer, tuple) else (answer,)
 
 
 def _of_angles(
-    embedding: _Embedding, prefix: str, angles: torch.Tensor, x: torch.Tensor, layer_type: str | None
+    embedding: _Embedding,
+    prefix: str,
+    angles: torch.Tensor,
+    x: torch.Tensor,
+    layer_type: str | None,
+    scale: torch.Tensor | None = None,
 ) -> list[torch.Tensor]:
-    """The forward's answers [1, T, n] for angles [1, T, n]."""
+    """The forward's answers [1, T, n] for angles [1, T, n], with factors [T]."""
     one = torch.ones(1, device=angles.device)
-    answers = _run(embedding, prefix, one, x, angles.flatten(1), layer_type)
+    of_each = None if scale is None else scale[:, None].expand(angles.shape[1:]).flatten()
+    answers = _run(embedding, prefix, one, x, angles.flatten(1), layer_type, of_each)
     return [answer[..., 0].view(angles.shape) for answer in answers]
 
 
@@ -272,7 +322,7 @@ def _forward_choosing(module: Any, lengths: Lengths) -> Callable[..., Any]:
             return embedding.forward(module, x, position_ids, layer_type)
         lens = torch.maximum(lengths(position_ids), position_ids + 1)
         angles = position_ids[..., None].float() * following.frequencies(module, lens[0])
-        answers = _of_angles(embedding, following.prefix, angles, x, layer_type)
+        answers = _of_angles(embedding, following.prefix, angles, x, layer_type, following.scale(lens[0]))
         arranged = [_ARRANGED[name](one) for name, one in zip(following.arrangements, answers, strict=True)]
         return tuple(arranged) if len(arranged) > 1 else arranged[0]
 

@@ -216,7 +216,10 @@ class StepRunner:
         if count < 2 or not runtime.cascade_attention or runtime.deterministic or self._deal is not None:
             return 0
         most = int(batch.prefix_lens[:count].min()) // page_size
-        is_captured = count == batch.num_requests and self._runner.holds_cascade(count)
+        is_alone = count == batch.num_requests
+        is_captured = is_alone and self._runner.holds_cascade(count)
+        if is_alone and not is_captured and self._runner.holds_decode(count):
+            return 0  # one launch is worth more
         pays = self._runner.attn_backend.cascade_pays
         if not pays(count, most * page_size, is_captured):  # whatever they share
             return 0

@@ -39,6 +39,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "dynamic": ("llama", {"rope_parameters": DYNAMIC, "max_position_embeddings": BOUNDARY}),
     "longrope": ("llama", {"rope_parameters": longrope(8)}),
     "latents": ("minicpm3", {"rope_parameters": longrope(4)}),
+    # Frequencies stay, and cosines and sines are scaled otherwise.
+    "scales": ("phimoe", {"rope_parameters": longrope(8) | {"short_mscale": 1.25, "long_mscale": 1.5}}),
 }
 USUAL = ("phi3", "dynamic")
 

@@ -23,10 +23,10 @@ def no_cuda_compiler(monkeypatch) -> None:
     monkeypatch.setattr(decode_attention, "can_compile_kernels", lambda device: False)
 
 
-def added(device, sections, *layers: LayerSpec):
+def added(device, sections, *layers: LayerSpec, **of_program):
     config = resolved(device, **sections)
-    program, _ = add_decode_attention(config, Program(steps=(), layers=layers, weights=(), output="logits"))
-    return add_cascade_attention(config, program)
+    program = Program(steps=(), layers=layers, weights=(), output="logits", **of_program)
+    return add_cascade_attention(config, add_decode_attention(config, program)[0])
 
 
 def test_plain_layers_that_are_alike_share_a_piece():
@@ -55,4 +55,9 @@ def test_plain_layers_that_are_alike_share_a_piece():
 )
 def test_others_have_none(device, sections, change):
     program, pieces = added(device, sections, replace(LAYER, **change))
+    assert (program.cascade_attention, pieces) == ({}, ())
+
+
+def test_a_program_with_states_has_none():
+    program, pieces = added(H200, ON, LAYER, state_layers=("recurrence",))
     assert (program.cascade_attention, pieces) == ({}, ())

@@ -46,8 +46,6 @@ def attends_by(architecture: str) -> str:
     """
     try:
         return _attends_by(config_with_heads(architecture))
-    except UnsupportedModelError:
-        raise
     except Exception:  # its sizes do not fit together when some of them are made small
         return _attends_by(tiny_config(architecture))
 

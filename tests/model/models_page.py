@@ -41,13 +41,14 @@ torch attention over the paged cache. Five texts of 3, 4, 7, 25 and 55 tokens go
 longest one in chunks, a mixed step and a decode step. The error is the largest difference of any log-probability of any
 token from what Transformers' forward gives that text alone; above {tolerance:g} it would count as wrong. What fails in
 float32 is tried in bfloat16. [Some](#through-inductor) go through Inductor as well. So this page is about meaning, not
-about speed or about each published checkpoint. `make test` holds a sample of it, `make test-all` all of it. What was
-seen [on a GPU](#on-a-gpu) stands in the last column, by what attended there.
+about speed or about each published checkpoint. `make test` holds a sample of it, `make test-all` all of it. The last
+two columns are of GPUs: what attends there, as the compiler chooses it for the heads of the architecture's default
+config (nothing runs for that), and whether a small model was [seen](#on-a-gpu) to be right on one.
 
 On a GPU, attention kernels have heads of 64, 128 and 256, with values as wide as keys. Others are padded with zeros to
 the next of these widths, in the KV cache too (`pad_heads`). Latent attention (MLA) caches its latents alone and has
 kernels of its own (`absorb_latents`), and so have layers with ALiBi or chunks (`runtime/ops/prompts/`). Heads
-wider than 256 need `runtime: {{attention_backend: torch}}` there, which is slow.
+wider than 256 need `runtime: {{attention_backend: torch}}` there, which is slow: {too_wide}.
 
 ## Your model
 
@@ -67,12 +68,13 @@ For every architecture:
   gives it alone: a prompt's tokens those for its length, later tokens those for the tokens up to themselves. Keys that
   are cached stay as they are when a request grows, but for models whose own generate then computes the text anew
   (phi3, phi4_multimodal): such a request is preempted once, at `original_max_position_embeddings` tokens. Requests
-  share cached prefixes with those of the same frequencies. An embedding that reads more than frequencies (Phi-3.5-MoE's
-  scales) is refused.
+  share cached prefixes with those of the same frequencies. Phi-3.5-MoE's scales of long texts are applied likewise.
 - A quantised checkpoint is served where its [format](quantised.md) is one that is read.
 - Layers with a [state](state.md) are served where they call known functions or are known modules. An architecture with
   others is refused for them; where a config has none, it may be served
   ([below](#served-where-every-layer-is-full-attention)).
+- Sparse attention whose indexer chooses keys (DSA: deepseek_v32, glm_moe_dsa and others) is served up to `index_topk`
+  tokens, where the indexer chooses all of them; `max_model_len` ends there.
 - Of models with images or sound it is the text part (gemma3, phi4_multimodal), but for [images](images.md).
 - Models of the roberta family count positions from behind their padding token, and have so many fewer of them: set
   `max_model_len` as the error says. A padding token inside of a text is counted like any other token.
@@ -98,7 +100,7 @@ _GROUPS = (
     (
         r"Its config names layers of kind",
         "Layers that are not plain attention",
-        "Sparse attention, which chooses what it reads, and recurrent layers of their own code. Below, the kinds of "
+        "Sparse attention over compressed keys or blocks, and recurrent layers of their own code. Below, the kinds of "
         "layers that the config names, and where the trace ended; `u0` is the number of tokens.",
     ),
     (
@@ -143,6 +145,7 @@ def render_models_page(record: Record) -> str:
         torch=record.torch,
         python=record.python,
         tolerance=TOLERANCE,
+        too_wide=_on_torch(outcomes),
     )
     lines = [introduction, "## Served", "", *_errors(by_status["served"], record)]
     if by_status["bfloat16"]:
@@ -176,8 +179,15 @@ def _well_known(by_status: dict[str, list[Outcome]]) -> str:
     return (
         f"Well-known ones that are served: {named('served')}. "
         + (f"In bfloat16 alone: {in_bfloat16}. " if in_bfloat16 else "")
-        + f"Well-known ones that are refused: {named('refused')}."
+        + f"Well-known ones that are refused: {named('refused') or 'none of these'}."
     )
+
+
+def _on_torch(outcomes: Sequence[Outcome]) -> str:
+    """The architectures that no kernel of a GPU attends for, with reasons but for the width of heads."""
+    served = {o.architecture for o in outcomes if o.backend == "eager" and o.status == "served"}
+    found = [o for o in outcomes if o.backend == "gpu" and o.architecture in served and o.remark.startswith("torch: ")]
+    return ", ".join(sorted(o.architecture for o in found)) or "none of those below"
 
 
 def _refused(refused: list[Outcome]) -> Iterator[str]:
@@ -201,16 +211,25 @@ def _refused(refused: list[Outcome]) -> Iterator[str]:
 
 def _errors(served: list[Outcome], record: Record) -> Iterator[str]:
     by_inductor = {o.architecture for o in record.outcomes if o.backend == "inductor" and o.status == "served"}
-    on_gpu: dict[str, set[str]] = {}
-    for seen in record.on_gpu:
-        on_gpu.setdefault(seen.architecture, set()).add(seen.attention)
-    yield "| architecture | max error | its attention; layers with a state | pieces | on a GPU |"
-    yield "|---|---|---|---|---|"
+    chosen = {o.architecture: o for o in record.outcomes if o.backend == "gpu"}
+    seen = {one.architecture for one in record.on_gpu}
+    yield "| architecture | max error | its attention; layers with a state | pieces | on a GPU | seen there |"
+    yield "|---|---|---|---|---|---|"
     for o in served:
         pieces = "traced, Inductor" if o.architecture in by_inductor else "traced"
-        attention = ", ".join(sorted(on_gpu.get(o.architecture, ()))) or "not tried"
-        yield f"| {o.architecture} | {o.error:.1e} | {o.remark} | {pieces} | {attention} |"
+        attention = _chosen(chosen.get(o.architecture))
+        is_seen = "yes" if o.architecture in seen else "no"
+        yield f"| {o.architecture} | {o.error:.1e} | {o.remark} | {pieces} | {attention} | {is_seen} |"
     yield ""
+
+
+def _chosen(outcome: Outcome | None) -> str:
+    if outcome is None or outcome.status == "not tried":
+        return "not tried"
+    if outcome.status == "refused":
+        return f"refused: {_reason(outcome.remark)}"
+    of_torch = re.search(r"torch: .* its head dim is (\d+)", outcome.remark)
+    return f"torch, heads of {of_torch[1]}" if of_torch else _reason(outcome.remark)
 
 
 def _on_gpu(seen: Sequence[SeenOnGpu]) -> Iterator[str]:
@@ -296,7 +315,7 @@ def rows_of(page: str) -> dict[tuple[str, str], str]:
             if section == _GPU_SECTION:
                 continue
             if section == _SERVED_SECTION:
-                cells = cells.rsplit(" | ", 2)[0]  # the rest is of other runs
+                cells = cells.rsplit(" | ", 3)[0]  # the rest is of other runs
             kind = {_INDUCTOR_SECTION: "inductor", _ALONE_SECTION: "alone"}.get(section, "eager")
             rows[architecture, kind] = _FIGURES.sub("…", f"{section}{group}: {cells}")
     return rows

@@ -1,11 +1,12 @@
 """Serves a tiny random model of every causal-LM architecture of Transformers, or notes why it is refused.
 
-    python -m tests.model.survey [ARCHITECTURE …] [--write docs/models.md]
+    python -m tests.model.survey [ARCHITECTURE …] [--backends eager inductor gpu] [--write docs/models.md]
     python -m tests.model.survey --seen FILE … --write docs/models.md
 
 Each is compiled on the CPU in float32 with its pieces as traced, served by a process that has not compiled it, and
 compared with Transformers token by token (served_logits.py). Some (INDUCTOR) go through Inductor as well. What fails in
-float32 is tried in bfloat16. With --seen nothing is tried: the page takes what GPU tests have noted (models_record.py).
+float32 is tried in bfloat16. What would attend on a GPU is chosen as for one (gpu_choice.py). With --seen nothing is
+tried: the page takes what GPU tests have noted (models_record.py).
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import closing
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -53,12 +54,12 @@ class Outcome:
         status: served | bfloat16 (served in that, while float32 fails) | refused | wrong (served, and not what
             Transformers gives: a bug of ours) | not tried (no tiny model of it could be made) | failed (an error that
             is no refusal: a bug of ours).
-        remark: for a served one what its attention has, and its kinds of layers with a state, else the reason, with
-            bfloat16 that against float32.
+        remark: for a served one what its attention has, and its kinds of layers with a state, of `gpu` what attends
+            there, else the reason, with bfloat16 that against float32.
         error: of log-probabilities, where it ran; in float32 the largest, in bfloat16 that of a token in the middle.
         attention_alone: the same as text, of a refused one whose layers are of several kinds, with full attention in
             all of them; None where that is not served either.
-        backend: what made its pieces: eager | inductor.
+        backend: what made its pieces: eager | inductor; gpu: nothing ran, attention was chosen as for an H100.
     """
 
     architecture: str
@@ -78,10 +79,14 @@ def job(architecture: str, backend: str) -> str:
     return f"{architecture}@{backend}"
 
 
-def every_job(architectures: Iterable[str]) -> list[str]:
-    """Each architecture as traced, and those of INDUCTOR through Inductor as well."""
+BACKENDS = ("eager", "inductor", "gpu")
+
+
+def every_job(architectures: Iterable[str], backends: Collection[str] = BACKENDS) -> list[str]:
+    """Each architecture as traced and as for a GPU, and those of INDUCTOR through Inductor as well."""
     known = list(architectures)
-    return [job(one, "eager") for one in known] + [job(one, "inductor") for one in INDUCTOR if one in known]
+    of = {"eager": known, "inductor": [one for one in INDUCTOR if one in known], "gpu": known}
+    return [job(one, backend) for backend in BACKENDS if backend in backends for one in of[backend]]
 
 
 class Trier:
@@ -102,6 +107,8 @@ class Trier:
         from tests.model.tiny_configs import LAYERS, tiny_config
 
         architecture, _, backend = one_job.partition("@")
+        if backend == "gpu":
+            return _choose_attention(architecture)
         outcome = self._try_model(architecture, lambda: tiny_config(architecture), backend)
         if outcome.status != "refused" or not _kinds_of_layers(architecture) - {"full_attention"}:
             return outcome
@@ -154,6 +161,19 @@ class Trier:
             return Outcome(architecture, "failed", f"{type(error).__name__}: {first_line(error)}", backend=backend)
         status = "served" if found.error <= found.limit else "wrong"
         return Outcome(architecture, status, _describe(found.layers, found.states), found.error, backend=backend)
+
+
+def _choose_attention(architecture: str) -> Outcome:
+    from mllm_compile.errors import UnsupportedModelError
+    from mllm_compile.model.refusals import first_line
+    from tests.model.gpu_choice import attends_by
+
+    try:
+        return Outcome(architecture, "served", attends_by(architecture), backend="gpu")
+    except UnsupportedModelError as error:
+        return Outcome(architecture, "refused", str(error), backend="gpu")
+    except Exception as error:
+        return Outcome(architecture, "not tried", first_line(error), backend="gpu")
 
 
 def _kinds_of_layers(architecture: str) -> set[str]:
@@ -241,6 +261,7 @@ def main() -> int:
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("architectures", nargs="*", help="Transformers' model_type; all of them if none is given")
+    parser.add_argument("--backends", nargs="+", choices=BACKENDS, default=BACKENDS, help="what to try of each")
     parser.add_argument("--write", type=Path, help="bring this page, and its record beside it, up to what is seen")
     parser.add_argument("--seen", type=Path, nargs="+", default=[], help="files that GPU tests have written")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
@@ -252,7 +273,7 @@ def main() -> int:
         parser.error("--seen goes with --write, and with no architectures")
     outcomes = []
     wanted = [] if arguments.seen else arguments.architectures or causal_lm_types()
-    for outcome in survey(every_job(wanted)):
+    for outcome in survey(every_job(wanted, arguments.backends)):
         error = "" if outcome.error is None else f"{outcome.error:.1e}"
         line = f"{outcome.architecture:28} {outcome.backend:8} {outcome.status:10} {error:8} {outcome.remark[:150]}"
         print(line, flush=True)
@@ -262,7 +283,7 @@ def main() -> int:
         if arguments.seen:
             lines = [line for path in arguments.seen for line in path.read_text(encoding="utf-8").splitlines()]
             record = record.with_seen(lines)
-        elif arguments.architectures:
+        elif arguments.architectures or set(arguments.backends) != set(BACKENDS):
             record = record.with_outcomes(outcomes)
         else:
             record = Record.of_here(outcomes, record.on_gpu)

@@ -11,6 +11,7 @@ import torch
 from mllm_compile.config.model_folder import ModelFolder
 from mllm_compile.config.resolve import _longest_text
 from mllm_compile.errors import UnsupportedModelError
+from mllm_compile.model import rope_hook
 from mllm_compile.model.hf_model import build_config_on_meta
 from mllm_compile.model.rope_hook import choosing_rope, follow_rope
 from mllm_compile.runtime.schedule.rope_lengths import RopeLengths
@@ -62,12 +63,16 @@ def test_a_model_says_how_its_frequencies_follow_lengths(architecture, rope, len
     assert bool(added) == (lengths is not None)
 
 
-@pytest.mark.parametrize("rope", [LONGROPE, DYNAMIC], ids=lambda rope: rope["rope_type"])
-def test_each_token_is_rotated_as_in_a_text_of_its_own_length(rope):
-    from transformers.models.llama.modeling_llama import LlamaForCausalLM
+@pytest.mark.parametrize(
+    ("architecture", "rope"),
+    [("llama", LONGROPE), ("llama", DYNAMIC), ("phimoe", LONGROPE | {"short_mscale": 1.5, "long_mscale": 2.0})],
+    ids=["longrope", "dynamic", "scales"],
+)
+def test_each_token_is_rotated_as_in_a_text_of_its_own_length(architecture, rope):
+    from transformers import AutoModelForCausalLM
 
-    config = tiny_config("llama", rope_parameters=rope)
-    model = LlamaForCausalLM(config)
+    config = tiny_config(architecture, rope_parameters=rope)
+    model = AutoModelForCausalLM.from_config(config)
     follow_rope(model)
     boundary = rope.get("original_max_position_embeddings", config.max_position_embeddings)
     positions = torch.tensor([[5, 5, 5, boundary + 9]])
@@ -76,7 +81,9 @@ def test_each_token_is_rotated_as_in_a_text_of_its_own_length(rope):
         ours = model.model.rotary_emb(torch.zeros(1), positions)
     for token, length in enumerate((6, boundary + 3, 3 * boundary, boundary + 10)):
         text = torch.tensor([[int(positions[0, token]), length - 1]])
-        alone = LlamaForCausalLM(config).model.rotary_emb  # made anew: it keeps those of the longest text so far
+        alone = AutoModelForCausalLM.from_config(
+            config
+        ).model.rotary_emb  # made anew: it keeps those of the longest text so far
         theirs = alone(torch.zeros(1), text)
         for one, other in zip(ours, theirs, strict=True):
             torch.testing.assert_close(one[:, token], other[:, 0])
@@ -93,7 +100,13 @@ def test_keys_are_shared_among_lengths_of_the_same_frequencies():
     assert [dynamic.num_alike(*lengths) for lengths in ((10, 30), (10, 90), (70, 90))] == [30, 64, 70]
 
 
-def test_an_embedding_with_a_scale_of_its_own_for_long_texts_is_refused():
-    rope = LONGROPE | {"short_mscale": 1.0, "long_mscale": 2.0}
+def test_an_embedding_that_reads_more_than_frequencies_is_refused(monkeypatch):
+    scales = {"short_mscale": 1.5, "long_mscale": 2.0}
+    # Scales of a name that is known, which the embedding does not apply.
+    config = tiny_config("llama", rope_parameters=LONGROPE | scales)
+    with pytest.raises(UnsupportedModelError, match=r"rope_type 'longrope' .* no cosine and sine of each angle"):
+        build_config_on_meta(config, torch.float32)
+    monkeypatch.setattr(rope_hook, "_SCALES", ("scale",))
+    config = tiny_config("phimoe", rope_parameters=LONGROPE | scales)
     with pytest.raises(UnsupportedModelError, match=r"rope_type 'longrope' .* PhimoeRotaryEmbedding.forward reads"):
-        build_config_on_meta(tiny_config("phimoe", rope_parameters=rope), torch.float32)
+        build_config_on_meta(config, torch.float32)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import asdict, replace
@@ -22,6 +23,7 @@ ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "models.md").read_text(encoding="utf-8")
 REMEDY = "regenerate the page: python -m tests.model.survey --write docs/models.md"
 AS_TRACED = [job(one, "eager") for one in architectures_of(PAGE, "eager")]
+CHOSEN = [one.job for one in Record.read(ROOT / "docs" / "models.md").outcomes if one.backend == "gpu"]
 SERVED_BY_INDUCTOR = [
     job(one, "inductor")
     for one in architectures_of(PAGE, "inductor")
@@ -36,6 +38,7 @@ SERVED = {
     "bart": "full",  # positions that it counts itself
     "gpt_neo": "window 8 on 2 of 4",  # attention that it writes out, windows in a table of its own
     "bloom": "ALiBi",
+    "big_bird": "full",  # kinds of tokens in a table as long as its longest text
     "llama4_text": "chunks of 8 on 2 of 4",
     "trocr": "full",  # logits of every token
     "longcat_flash": "values of another width",  # its own loop over experts, some of which are none
@@ -173,11 +176,34 @@ SEEN = SeenOnGpu(
 
 
 def test_the_page_has_what_was_seen_on_a_gpu_and_through_inductor():
-    page = render_models_page(Record.of_here(OUTCOMES, [SEEN]))
-    assert "| qwen3 | 2.0e-06 | window 8 on 2 of 4 | traced, Inductor | FlashInfer |" in page
+    chosen = [
+        Outcome("qwen3", "served", "FlashInfer, heads of 96 as 128", backend="gpu"),
+        Outcome("mixtral", "served", "torch: attention layer l: its head dim is 512, not one of 64", backend="gpu"),
+    ]
+    page = render_models_page(Record.of_here([*OUTCOMES, *chosen], [SEEN]))
+    assert "| qwen3 | 2.0e-06 | window 8 on 2 of 4 | traced, Inductor | FlashInfer, heads of 96 as 128 | yes |" in page
     place = "H100, torch 2.11.0, Transformers 5.17.0, 2026-11-25"
     assert f"| qwen3 with its heads | FlashInfer | 0.0120, 0.0130 | 0.0200, 0.0210 | {place} |" in page
     assert differences(page, OUTCOMES, is_whole=True) == []  # which are of a CPU
+
+
+def test_every_architecture_with_heads_up_to_256_has_kernels_on_a_gpu():
+    outcomes = Record.read(ROOT / "docs" / "models.md").outcomes
+    served = {one.architecture for one in outcomes if (one.backend, one.status) == ("eager", "served")}
+    chosen = {one.architecture: one.remark for one in outcomes if one.backend == "gpu"}
+    on_torch = {
+        one: chosen[one]
+        for one in served & set(chosen)
+        if not re.match("FlashInfer|own kernels|no attention", chosen[one])
+    }
+    widths = [re.search(r"its head dim is (\d+)", reason) for reason in on_torch.values()]
+    assert all(width is not None and int(width[1]) > 256 for width in widths), on_torch
+
+
+@pytest.mark.parametrize("one", sample_of(CHOSEN, 1))
+def test_what_attends_on_a_gpu_is_chosen_as_the_page_says(trier, versions_of_the_page, one):
+    outcomes = {outcome.job: outcome for outcome in Record.read(ROOT / "docs" / "models.md").outcomes}
+    assert trier.attempt(one) == outcomes[one], how_to_repeat()
 
 
 def test_a_record_takes_what_is_tried_anew_and_what_gpu_tests_have_noted(tmp_path):

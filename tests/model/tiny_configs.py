@@ -117,6 +117,13 @@ _OF_HEADS = frozenset(
     }
 )
 
+_OF_DEPTH = frozenset(
+    {
+        *("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers"),
+        *("layer_types", "mlp_layer_types"),
+    }
+)
+
 _BERT = {"is_decoder": True}
 # What an architecture needs besides small sizes: a check of its config, or its most telling kind of layer.
 _OF_ARCHITECTURE: dict[str, dict[str, Any]] = {
@@ -211,7 +218,7 @@ def tiny_config(model_type: str, **changes: Any) -> Any:
 
 
 def config_with_heads(model_type: str) -> Any:
-    """The architecture's config with the heads of its default one, and few layers.
+    """The architecture's config with the heads of its default one, and a layer of each kind.
 
     Raises:
         Exception: as tiny_config.
@@ -219,16 +226,20 @@ def config_with_heads(model_type: str) -> Any:
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     config_class = CONFIG_MAPPING[model_type]
-    sizes = _small_sizes(config_class()) | _OF_ARCHITECTURE.get(model_type, {})
-    return config_class(**_without_heads(sizes))
+    special = _OF_ARCHITECTURE.get(model_type, {})
+    of_heads = _without_heads(_small_sizes(config_class()) | special, is_shallow=not special)
+    return config_class(**of_heads)
 
 
-def _without_heads(sizes: dict[str, Any]) -> dict[str, Any]:
-    return {
-        name: _without_heads(size) if isinstance(size, dict) and name != "rope_parameters" else size
-        for name, size in sizes.items()
-        if name not in _OF_HEADS
-    }
+def _without_heads(sizes: dict[str, Any], is_shallow: bool) -> dict[str, Any]:
+    """Args: is_shallow: two layers, of which each kind is one."""
+    kept = {name: size for name, size in sizes.items() if name not in _OF_HEADS}
+    for name, size in kept.items():
+        if isinstance(size, dict) and name != "rope_parameters":
+            kept[name] = _without_heads(size, is_shallow)
+        elif is_shallow and name in _OF_DEPTH:
+            kept[name] = size[: LAYERS // 2] if isinstance(size, list) else LAYERS // 2
+    return kept
 
 
 def save_tiny_model(config: Any, folder: Path, seed: int = 0, **save_options: Any) -> Any:

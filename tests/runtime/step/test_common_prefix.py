@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
+import numpy as np
 import pytest
 
 from mllm_compile.runtime.attention.torch_backend import TorchAttnBackend
+from mllm_compile.runtime.step.runner import StepRunner
 from tests.runtime.runner_cases import Loop, TinyModel, make_runner
 
 SHARED = [11, 22, 33, 44, 55, 6, 7, 8, 9, 10, 12, 13, 14]  # three pages of 4, and a token
@@ -78,3 +82,23 @@ def test_decodes_beside_a_prompt_share_theirs(monkeypatch):
     assert [request.output_token_ids for request in requests] == [model.greedy(prompt, 12) for prompt in prompts]
     assert (4, 12) in steps.shared, "three decodes beside a prompt"
     assert (4, 0) in steps.shared, "four decodes, one of which begins otherwise"
+
+
+@pytest.mark.parametrize(
+    ("num_decodes", "num_requests", "shared"), [(4, 4, 0), (8, 8, 12), (4, 5, 12)], ids=["one launch", "none", "mixed"]
+)
+def test_decodes_that_are_one_launch_stay_so_where_no_cascade_is_captured(num_decodes, num_requests, shared):
+    step = object.__new__(StepRunner)
+    step._deal = None
+    step._runner = SimpleNamespace(
+        config=SimpleNamespace(runtime=SimpleNamespace(cascade_attention=True, deterministic=False)),
+        holds_cascade=lambda count: False,
+        holds_decode=lambda count: count <= 4,
+        attn_backend=SimpleNamespace(cascade_pays=lambda count, num_tokens, is_captured: True),
+    )
+    step._pages = SimpleNamespace(page_size=4, common_pages=lambda rows, most: most)
+    prefix_lens = np.full(num_requests, 13)
+    batch = SimpleNamespace(
+        num_decodes=num_decodes, num_requests=num_requests, prefix_lens=prefix_lens, rows=np.arange(num_requests)
+    )
+    assert step._common_prefix_len(batch) == shared
