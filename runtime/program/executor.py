@@ -24,6 +24,7 @@ from mllm_compile.runtime.program.spec import (
     PackedAttentionStep,
     PieceStep,
     Program,
+    StateStep,
 )
 
 PieceFunction = Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]
@@ -228,13 +229,24 @@ class ProgramExecutor:
         return _BySize(pieces[piece], small, forms[0].input, forms[0].dim)
 
     def _buffer_indices(self, last_use: Mapping[str, int]) -> dict[str, int]:
-        """Output of a layer between pieces → the lowest index whose last owner is dead; nearly always 0."""
+        """Output of a layer between pieces → the lowest index whose last owner is dead; of attention nearly always 0.
+
+        What a layer with a state gives, a convolution say, the piece behind may hand on as it is, as views: it lives as
+        long as they do.
+        """
+        steps, end = self.program.steps, len(self.program.steps)
+        handed_on: dict[str, list[str]] = {}
+        for step in steps:
+            if isinstance(step, PieceStep):
+                for name in step.inputs:
+                    handed_on.setdefault(name, []).extend(step.outputs)
         free_after: list[int] = []
         indices = {}
-        for index, step in enumerate(self.program.steps):
+        for index, step in enumerate(steps):
             if isinstance(step, LayerStep):
                 free = next((i for i, last in enumerate(free_after) if last < index), len(free_after))
-                free_after[free : free + 1] = [last_use.get(step.out, len(self.program.steps))]
+                names = [step.out, *(handed_on.get(step.out, ()) if isinstance(step, StateStep) else ())]
+                free_after[free : free + 1] = [max(last_use.get(name, end) for name in names)]
                 indices[step.out] = free
         return indices
 
