@@ -22,7 +22,8 @@ from mllm_compile.runtime.ops.dependent_launch import start_dependents, starts_e
 from mllm_compile.runtime.ops.states.gated_norm import norm_gate
 from mllm_compile.runtime.ops.states.requests import NORM_EPS, sigmoid, silu, softplus
 
-_WARPS = 8
+_WARPS = 4
+_BLOCK = 32  # rows of a state: 16 KB with keys of 128 in float32
 
 
 @triton.jit
@@ -94,7 +95,8 @@ def _delta_mixer_kernel(
     GROUP: tl.constexpr,
     HK: tl.constexpr,
     DV: tl.constexpr,
-    PADDED_DV: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCKS: tl.constexpr,
     D: tl.constexpr,
     PADDED_D: tl.constexpr,
     SCALE: tl.constexpr,
@@ -107,20 +109,20 @@ def _delta_mixer_kernel(
     SILU: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """Program (key head, request)."""
+    """Program (key head, request): blocks of its value heads' rows, one after another, the next one on its way."""
     key_head = tl.program_id(0)
     request = tl.program_id(1)
     token = request.to(tl.int64)
     dims = tl.arange(0, PADDED_D)
-    values = tl.arange(0, PADDED_DV)
-    is_dim = dims < D
-    is_value = values < DV
-    is_number = is_value[:, None] & is_dim[None, :]
+    places = tl.arange(0, BLOCK)
+    is_dim = (dims < D)[None, :]
     # Nothing that a kernel just ahead writes: rows are the step's, and the state is of the step before.
     row = tl.load(rows_ptr + request).to(tl.int64)
     first_head = key_head * GROUP
-    places = states_ptr + ((row * HK * GROUP + first_head) * DV + values[:, None]) * D + dims[None, :]
-    held = tl.load(places, mask=is_number, other=0.0)
+    states_ptr += (row * HK * GROUP + first_head) * DV * D
+    following = tl.load(
+        states_ptr + places[:, None] * D + dims[None, :], mask=(places < DV)[:, None] & is_dim, other=0.0
+    )
     if EARLY:
         wait_for_prerequisites()
         start_dependents()
@@ -133,24 +135,33 @@ def _delta_mixer_kernel(
     of_q = (key_head * D + dims)[None, :]
     of_k = HK * D + of_q
     q, seen_q = _convolved(
-        *(x_ptr, weight_ptr, conv_bias_ptr, kept_ptr, of_q, is_dim[None, :], has_state),
+        *(x_ptr, weight_ptr, conv_bias_ptr, kept_ptr, of_q, is_dim, has_state),
         *(x_channel_stride, weight_channel_stride, weight_column_stride, C, K, PADDED_K, HAS_BIAS, CONV_SILU),
     )
     k, seen_k = _convolved(
-        *(x_ptr, weight_ptr, conv_bias_ptr, kept_ptr, of_k, is_dim[None, :], has_state),
+        *(x_ptr, weight_ptr, conv_bias_ptr, kept_ptr, of_k, is_dim, has_state),
         *(x_channel_stride, weight_channel_stride, weight_column_stride, C, K, PADDED_K, HAS_BIAS, CONV_SILU),
     )
     tl.debug_barrier()  # all have read the inputs that the shifted ones replace
-    tl.store(kept_ptr + (columns - 1) * C + of_q, seen_q, mask=is_kept & is_dim[None, :])
-    tl.store(kept_ptr + (columns - 1) * C + of_k, seen_k, mask=is_kept & is_dim[None, :])
+    tl.store(kept_ptr + (columns - 1) * C + of_q, seen_q, mask=is_kept & is_dim)
+    tl.store(kept_ptr + (columns - 1) * C + of_k, seen_k, mask=is_kept & is_dim)
     if QK_NORM:
         q *= tl.rsqrt(tl.sum(q * q, 0) + QK_EPS)
         k *= tl.rsqrt(tl.sum(k * k, 0) + QK_EPS)
     q *= SCALE
-    for member in tl.static_range(GROUP):
+    blocks = tl.arange(0, BLOCKS)[:, None]
+    outs = tl.zeros((BLOCKS, BLOCK), tl.float32)  # of a head
+    for index in range(GROUP * BLOCKS):
+        member = index // BLOCKS
+        block = index % BLOCKS
         head = first_head + member
-        if member > 0:
-            held = tl.load(places + member * DV * D, mask=is_number, other=0.0)
+        values = block * BLOCK + places
+        is_value = values < DV
+        held = following
+        next_values = (index + 1) % BLOCKS * BLOCK + places
+        next_rows = (index + 1) // BLOCKS * DV + next_values
+        is_next = (next_values < DV)[:, None] & is_dim & (index + 1 < GROUP * BLOCKS)
+        following = tl.load(states_ptr + next_rows[:, None] * D + dims[None, :], mask=is_next, other=0.0)
         of_v = (2 * HK * D + head * DV + values)[None, :]
         v, seen_v = _convolved(
             *(x_ptr, weight_ptr, conv_bias_ptr, kept_ptr, of_v, is_value[None, :], has_state),
@@ -161,7 +172,7 @@ def _delta_mixer_kernel(
         of_g = g_ptr + token * g_token_stride + head * g_head_stride
         beta = tl.load(beta_ptr + token * beta_token_stride + head * beta_head_stride).to(tl.float32)
         if GATE_A_CHANNEL:
-            decay = tl.exp(tl.load(of_g + dims * g_dim_stride, is_dim, 0.0).to(tl.float32))[None, :]
+            decay = tl.exp(tl.load(of_g + dims * g_dim_stride, dims < D, 0.0).to(tl.float32))[None, :]
         else:
             g = tl.load(of_g).to(tl.float32)
             if GATED:
@@ -173,12 +184,19 @@ def _delta_mixer_kernel(
         known = tl.sum(state * k[None, :], 1)
         state += ((v - known) * beta)[:, None] * k[None, :]
         out = tl.sum(state * q[None, :], 1)
-        tl.store(places + member * DV * D, state.to(states_ptr.dtype.element_ty), is_number & (row > 0))
-        if NORMED:
-            z = tl.load(z_ptr + token * z_token_stride + head * z_head_stride + values * z_dim_stride, is_value, 0.0)
-            weight = tl.load(norm_ptr + values, is_value, 0.0).to(tl.float32)
-            out *= tl.rsqrt(tl.sum(out * out, 0) / DV + EPS) * weight * norm_gate(z, SILU)
-        tl.store(out_ptr + (token * HK * GROUP + head) * DV + values, out.to(out_ptr.dtype.element_ty), is_value)
+        of_state = states_ptr + (member * DV + values)[:, None] * D + dims[None, :]
+        tl.store(of_state, state.to(states_ptr.dtype.element_ty), is_value[:, None] & is_dim & (row > 0))
+        outs = tl.where(blocks == block, out[None, :], outs)
+        if block == BLOCKS - 1:
+            of_head = blocks * BLOCK + places[None, :]
+            if NORMED:
+                of_z = z_ptr + token * z_token_stride + head * z_head_stride + of_head * z_dim_stride
+                z = tl.load(of_z, of_head < DV, 0.0)
+                weight = tl.load(norm_ptr + of_head, of_head < DV, 0.0).to(tl.float32)
+                squares = tl.sum(tl.sum(outs * outs, 1), 0)
+                outs *= tl.rsqrt(squares / DV + EPS) * weight * norm_gate(z, SILU)
+            of_out = out_ptr + (token * HK * GROUP + head) * DV + of_head
+            tl.store(of_out, outs.to(out_ptr.dtype.element_ty), of_head < DV)
 
 
 @triton_op("mllm::gated_delta_mixer", mutates_args={"kept", "states", "out"})
@@ -218,6 +236,7 @@ def gated_delta_mixer(
     channels, kernel_width = weight.shape
     _, heads, value_width, width = states.shape
     key_heads = (channels - heads * value_width) // (2 * width)
+    block = min(_BLOCK, triton.next_power_of_2(value_width))
     given_z, given_norm = (x if value is None else value for value in (z, norm))  # which, as others, are not read
     wrap_triton(_delta_mixer_kernel)[(key_heads, rows.shape[0])](
         *(x, weight, x if bias is None else bias, kept, g, beta),
@@ -238,7 +257,8 @@ def gated_delta_mixer(
         GROUP=heads // key_heads,
         HK=key_heads,
         DV=value_width,
-        PADDED_DV=triton.next_power_of_2(value_width),
+        BLOCK=block,
+        BLOCKS=triton.next_power_of_2(triton.cdiv(value_width, block)),
         D=width,
         PADDED_D=triton.next_power_of_2(width),
         SCALE=width**-0.5,
