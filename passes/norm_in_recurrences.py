@@ -127,7 +127,7 @@ def _fits(rule: fx.Node, x: fx.Node, weight: fx.Node, result: fx.Node) -> bool:
 
 
 def _by_heads(z: Any, rule: fx.Node) -> Any:
-    """What `z` is a view of, [1, T, Hv, Dv], [T, Hv, Dv] or [1, T, Hv * Dv], the nearest; None: none is so."""
+    """The nearest value that `z` is a view of and that is [1, T, Hv, Dv], [T, Hv, Dv] or [1, T, Hv * Dv], else None."""
     tokens, *heads = rule.meta["val"].shape
     shapes = ((1, tokens, *heads), (tokens, *heads), (1, tokens, heads[0] * heads[1]))
     while True:
@@ -139,7 +139,7 @@ def _by_heads(z: Any, rule: fx.Node) -> Any:
 
 
 def _shape(node: fx.Node) -> str:
-    """As text: whether sizes that depend on T are equal is not known."""
+    """The shape as text: whether sizes that depend on T are equal is not known."""
     return str(tuple(node.meta["val"].shape))
 
 

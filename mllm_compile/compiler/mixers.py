@@ -45,7 +45,7 @@ def find_mixers(graph: fx.GraphModule) -> dict[str, str]:
 
 
 def _source(graph: fx.GraphModule, operand: fx.Node) -> fx.Node | None:
-    """What the piece that gives `operand` was given for it to be a view of."""
+    """The input of the piece that gives `operand` which that is a view of; None: it is none."""
     if not is_call(operand, operator.getitem) or operand.args[0].op != "call_module":  # type: ignore[union-attr]
         return None
     called: Any = operand.args[0]
