@@ -37,6 +37,7 @@ from mllm_compile.passes.lower_attention import LowerAttention
 from mllm_compile.passes.match import nodes
 from mllm_compile.passes.multiply_outer_products import MultiplyOuterProducts
 from mllm_compile.passes.multiply_patches import MultiplyPatches
+from mllm_compile.passes.norm_in_recurrences import NormInRecurrences
 from mllm_compile.passes.pack_projections import PackProjections
 from mllm_compile.passes.pad_heads import PadHeads
 from mllm_compile.passes.pad_linears import PadLinears
@@ -51,6 +52,7 @@ from mllm_compile.passes.stream_experts import StreamExperts
 from mllm_compile.passes.stream_linears import StreamLinears
 from mllm_compile.passes.sum_experts import SumExperts
 from mllm_compile.passes.tile_experts import TileExperts
+from mllm_compile.passes.unrepeat_keys import UnrepeatKeys
 from mllm_compile.passes.verify import no_new_size_equalities, size_equalities, verify_graph
 
 PASSES: tuple[type[GraphPass], ...] = (
@@ -66,7 +68,9 @@ PASSES: tuple[type[GraphPass], ...] = (
     PackProjections,  # q, k, v and gate, up as one GEMM each
     PadLinears,  # of towers: rows that tensor cores read at their full rate
     FuseGelu,  # of towers: a product that ends with its activation
+    UnrepeatKeys,  # of recurrences, whose kernels read a key head for several value heads
     GateInRecurrences,  # recurrences make their gates of what projections give
+    NormInRecurrences,  # and norm what they give
     PadHeads,  # heads as wide as those that attention kernels are made for
     # From here on attention is the runtime's op, and layers have names and parameters.
     LowerAttention,

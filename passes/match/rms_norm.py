@@ -44,15 +44,15 @@ def _match_scaled(node: object) -> tuple[fx.Node, float] | None:
     factors: Any = product.args
     for wide, root in (factors, factors[::-1]):
         if is_call(root, torch.rsqrt) and _is_float32(wide):
-            eps = _match_mean_square(root.args[0], wide)
+            eps = match_mean_square(root.args[0], wide)
             narrow = node.meta["val"].dtype == wide.args[0].meta["val"].dtype
             if eps is not None and narrow:
                 return wide.args[0], eps
     return None
 
 
-def _match_mean_square(node: object, wide: fx.Node) -> float | None:
-    """mean(wide ** 2, -1, keepdim=True) + eps → eps."""
+def match_mean_square(node: object, wide: fx.Node) -> float | None:
+    """eps of mean(wide ** 2, -1, keepdim=True) + eps; None where the node is none."""
     if not is_call(node, operator.add):
         return None
     mean, eps = node.args

@@ -25,6 +25,7 @@ from mllm_compile.runtime.program.spec import (
     PackedAttentionStep,
     PieceStep,
     Program,
+    StateStep,
 )
 
 PieceFunction = Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]
@@ -218,7 +219,10 @@ class ProgramExecutor:
             else:
                 operands, state = tuple(map(self._register, step.operands)), states[step.layer]
                 buffer, out, dtype = buffer_index[step.out], self._register(step.out), getattr(torch, state.out_dtype)
-                linked.append(_LinkedState(state.name, state.out_shape, dtype, buffer, operands, out, dead))
+                unconvolved = tuple(map(self._register, step.unconvolved))
+                linked.append(
+                    _LinkedState(state.name, state.out_shape, dtype, buffer, operands, unconvolved, out, dead)
+                )
         return linked
 
     def _function(self, piece: str, pieces: Mapping[str, PieceFunction]) -> PieceFunction:
@@ -229,13 +233,24 @@ class ProgramExecutor:
         return _BySize(pieces[piece], small, forms[0].input, forms[0].dim)
 
     def _buffer_indices(self, last_use: Mapping[str, int]) -> dict[str, int]:
-        """Output of a layer between pieces → the lowest index whose last owner is dead; nearly always 0."""
+        """Output of a layer between pieces → the lowest index whose last owner is dead; of attention nearly always 0.
+
+        What a layer with a state gives, a convolution say, the piece behind may hand on as it is, as views: it lives as
+        long as they do.
+        """
+        steps, end = self.program.steps, len(self.program.steps)
+        handed_on: dict[str, list[str]] = {}
+        for step in steps:
+            if isinstance(step, PieceStep):
+                for name in step.inputs:
+                    handed_on.setdefault(name, []).extend(step.outputs)
         free_after: list[int] = []
         indices = {}
-        for index, step in enumerate(self.program.steps):
+        for index, step in enumerate(steps):
             if isinstance(step, LayerStep):
                 free = next((i for i, last in enumerate(free_after) if last < index), len(free_after))
-                free_after[free : free + 1] = [last_use.get(step.out, len(self.program.steps))]
+                names = [step.out, *(handed_on.get(step.out, ()) if isinstance(step, StateStep) else ())]
+                free_after[free : free + 1] = [max(last_use.get(name, end) for name in names)]
                 indices[step.out] = free
         return indices
 
@@ -347,13 +362,14 @@ class _LinkedState:
     out_dtype: torch.dtype
     buffer_index: int
     operands: tuple[int, ...]
+    unconvolved: tuple[int, ...]
     out: int
     dead: tuple[int, ...]
 
     def run(self, values: list[Any], output_buffers: OutputBuffers) -> None:
         operands = [values[register] for register in self.operands]
         out = output_buffers(self.buffer_index, operands[0], self.out_shape, self.out_dtype)
-        state_with_output(operands, out, self.layer)
+        state_with_output(operands, out, self.layer, [values[register] for register in self.unconvolved])
         values[self.out] = out
 
 

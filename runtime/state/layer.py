@@ -72,14 +72,17 @@ class GatedDelta(StateKind):
     decays), beta [T, Hv] → [T, Hv, Dv].
 
     S ← S·exp(g); S ← S + beta·(v - S·k) kᵀ; out = S·q / √D. The state is S, [Hv, Dv, D]. With A_log, dt_bias [Hv] g
-    stands for -exp(A_log)·softplus(g + dt_bias), and beta for sigmoid(beta).
+    stands for -exp(A_log)·softplus(g + dt_bias), and beta for sigmoid(beta). With z [T, Hv, Dv], norm [Dv] each head's
+    out becomes norm·out / √(mean(out²) + norm_eps)·norm_gate(z).
     """
 
     name = "gated_delta"
-    operands = ("q", "k", "v", "g", "beta", "A_log", "dt_bias")
-    constants = frozenset({"A_log", "dt_bias"})
+    operands = ("q", "k", "v", "g", "beta", "A_log", "dt_bias", "z", "norm")
+    constants = frozenset({"A_log", "dt_bias", "norm"})
 
     qk_l2norm: bool  # q and k are divided by their norms
+    norm_eps: float = 0.0
+    norm_gate: str = ""  # silu or sigmoid, with z
 
     def state_shape(self, shapes: Shapes) -> tuple[int, ...]:
         return *shapes["v"][1:], shapes["k"][2]

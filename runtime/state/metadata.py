@@ -57,10 +57,11 @@ class StateMetadata:
 
     @cached_property
     def has_state(self) -> torch.Tensor:
-        """[R] bool, on the device: the request has computed tokens before these."""
+        """[R] bool, on the device: the request has computed tokens before these. Of padding it says nothing."""
         batch = self.batch
-        earlier = batch.seq_lens - 1 if batch.extend_prefix_lens is None else batch.extend_prefix_lens
-        return (earlier > 0) & (self.rows > 0)
+        if batch.extend_prefix_lens is None:
+            return batch.seq_lens > 1
+        return batch.extend_prefix_lens > 0
 
     @cached_property
     def query_start_loc(self) -> torch.Tensor:

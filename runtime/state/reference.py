@@ -108,6 +108,10 @@ class GatedDeltaMath(_Recurrence[GatedDelta]):
         return (states * q[:, :, None]).sum(-1), states
 
     def finish(self, kind: GatedDelta, operands: Operands, out: torch.Tensor) -> torch.Tensor:
+        if "z" in operands:
+            act = F.silu if kind.norm_gate == "silu" else torch.sigmoid
+            scale = torch.rsqrt(out.pow(2).mean(-1, keepdim=True) + kind.norm_eps)
+            out = out * scale * operands["norm"].float() * act(operands["z"].float())
         return out.to(operands["q"].dtype)
 
 

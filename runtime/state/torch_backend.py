@@ -34,7 +34,8 @@ class TorchStateBackend(StateBackend):
     def _decode(self, inputs: StateInputs, states: torch.Tensor) -> None:
         metadata, kind = inputs.metadata, inputs.layer.kind
         span = slice(metadata.num_decodes)
-        rows, has_state = metadata.rows[span], metadata.has_state[span]
+        rows = metadata.rows[span]
+        has_state = metadata.has_state[span] & (rows > 0)
         before = states.index_select(0, rows)
         before = torch.where(has_state.view(-1, *[1] * (states.dim() - 1)), before, 0)
         out, after = math_of(kind).step(kind, _tokens(inputs, span), before)

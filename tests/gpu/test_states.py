@@ -88,7 +88,7 @@ def config(
     return {
         "model": {"path": str(folder / "model"), "dtype": "bfloat16"},
         "compile": {"backend": backend},
-        "cudagraph": {"mode": mode, "mixed_tokens": mixed_tokens} | ({} if mode == "none" else SIZES),
+        "cudagraph": {"mode": mode, "mixed_tokens": mixed_tokens} | (SIZES if "piecewise" in mode else {}),
         "runtime": sizes | {"mem_fraction_static": 0.1, "page_size": 16} | runtime,
         "cache": {"dir": str(folder / "cache")},
     }

@@ -26,10 +26,12 @@ from mllm_compile.passes.fuse_rank_sums import FuseRankSums
 from mllm_compile.passes.gate_in_recurrences import GateInRecurrences
 from mllm_compile.passes.match import nodes
 from mllm_compile.passes.match.nodes import LINEAR
+from mllm_compile.passes.norm_in_recurrences import NormInRecurrences
 from mllm_compile.passes.pipeline import PASSES
 from mllm_compile.passes.scale_keys_and_values import ScaleKeysAndValues
 from mllm_compile.passes.shard import Shard
 from mllm_compile.passes.spread_experts import SpreadExperts
+from mllm_compile.passes.unrepeat_keys import UnrepeatKeys
 from mllm_compile.passes.verify import verify_graph
 from mllm_compile.runtime.quantised.scheme import MXFP4, WeightScheme
 from tests.passes.support.graph_builder import (
@@ -506,7 +508,8 @@ def test_a_pass_keeps_numbers_and_values_and_does_nothing_the_second_time(name, 
 
 
 # They change graphs that are told of ranks or of scales, or have layers with a state, in tests of their own.
-ELSEWHERE = (Shard, SpreadExperts, FuseRankSums, GateInRecurrences, ScaleKeysAndValues)
+OF_STATES = (UnrepeatKeys, GateInRecurrences, NormInRecurrences)
+ELSEWHERE = (Shard, SpreadExperts, FuseRankSums, *OF_STATES, ScaleKeysAndValues)
 
 
 @pytest.mark.parametrize("graph_pass", [one for one in PASSES if one not in ELSEWHERE], ids=lambda one: one.name)

@@ -40,7 +40,7 @@ def delta_graph(change: str = "", dtype: torch.dtype = torch.float32) -> fx.Grap
     beta = builder.call(torch.relu if change == "another beta" else torch.sigmoid, b)
     gates = [builder.call(operator.getitem, value, 0) for value in (g, beta)]
     op = torch.ops.mllm.gated_delta.default
-    out = builder.call(op, heads, heads, heads, *gates, None, None, True, "")
+    out = builder.call(op, heads, heads, heads, *gates, None, None, None, None, True, 0.0, "", "")
     logits = builder.head(builder.method("flatten", out, 1))
     if change == "another reader":
         logits = builder.call(operator.add, logits, builder.call(torch.sum, g))
@@ -58,7 +58,7 @@ def test_gates_of_a_delta_rule_are_made_where_they_are_read(change):
     result = GateInRecurrences()(gm)
     assert result.matches == 1 and GateInRecurrences()(gm).matches == 0
     result.gm.recompile()
-    *_, g, beta, a_log, dt_bias, _, _ = layer_of(gm).args
+    g, beta, a_log, dt_bias = layer_of(gm).args[3:7]
     assert (a_log.meta["weight_name"], dt_bias.meta["weight_name"]) == ("A_log", "dt_bias")  # type: ignore[union-attr]
     assert g.meta["val"].shape[1:] == beta.meta["val"].shape[1:] == (HEADS,)  # type: ignore[union-attr]
     assert ("exp" in targets(gm)) == (change == "another reader")

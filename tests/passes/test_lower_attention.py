@@ -103,7 +103,7 @@ def test_a_layer_with_a_state_is_lowered_beside_attention_and_cut_out_of_the_pie
     gates = builder.linear(x, "gates", HEADS)
     op = torch.ops.mllm.gated_delta.default
     for _ in range(2):
-        heads = builder.call(op, heads, heads, heads, gates, gates, None, None, True, "")
+        heads = builder.call(op, heads, heads, heads, gates, gates, None, None, None, None, True, 0.0, "", "")
     gm = builder.lowered(builder.head(builder.layer(builder.method("flatten", heads, 1), 0)))
     float32 = {"out_dtype": "float32", "dtype": "float32"}
     conv = StateLayer(

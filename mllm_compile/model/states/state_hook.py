@@ -57,7 +57,9 @@ def gated_delta(
 ) -> tuple[torch.Tensor, None]:
     """The gated delta rule over query, key [1, T, Hk, D], value [1, T, Hv, Dv] → [1, T, Hv, Dv], and no state."""
     tokens = (query[0], key[0], value[0], g[0], beta[0])
-    out = torch.ops.mllm.gated_delta(*tokens, None, None, use_qk_l2norm_in_kernel, "; ".join(_refusals(kwargs)))
+    made_elsewhere = (None, None, None, None)  # gates and the norm behind, until passes find them
+    settings = (use_qk_l2norm_in_kernel, 0.0, "", "; ".join(_refusals(kwargs)))
+    out = torch.ops.mllm.gated_delta(*tokens, *made_elsewhere, *settings)
     return out[None], None
 
 

@@ -23,8 +23,10 @@ from torch.library import triton_op, wrap_triton
 from mllm_compile.runtime.ops.dependent_launch import start_dependents, starts_early, wait_for_prerequisites
 from mllm_compile.runtime.ops.shared_memory import most_shared_bytes
 from mllm_compile.runtime.ops.states.channel_gates import channel_gated_delta_chunks
+from mllm_compile.runtime.ops.states.gated_norm import norm_outputs
 from mllm_compile.runtime.ops.states.requests import (
     LEAST_LOG_DECAY,
+    NORM_EPS,
     SEARCHED,
     find_block,
     inverse_of,
@@ -42,7 +44,6 @@ _CHUNK = 64  # tokens
 _CHUNKED_DTYPES = (torch.bfloat16, torch.float16)
 _LEAST_SIDE = 16  # of tl.dot
 _MOST_CHUNK_KEYS = 128  # wider keys' chunks do not stay in registers
-_NORM_EPS = 1e-6  # of Transformers' and FLA's l2norm
 
 
 @triton.jit
@@ -386,6 +387,8 @@ def gated_delta_states(
     beta: torch.Tensor,
     A_log: torch.Tensor | None,
     dt_bias: torch.Tensor | None,
+    z: torch.Tensor | None,
+    norm: torch.Tensor | None,
     states: torch.Tensor,
     rows: torch.Tensor,
     has_state: torch.Tensor,
@@ -393,27 +396,59 @@ def gated_delta_states(
     ends: torch.Tensor | None,
     out: torch.Tensor,
     qk_l2norm: bool,
+    norm_eps: float = 0.0,
+    norm_gate: str = "",
     by_token: bool = False,
 ) -> None:
     """runtime/state/layer.py's GatedDelta. Prompts of 16 bits go by chunks, in two kernels; those with a gate a channel
-    by channel_gates.py's.
+    by channel_gates.py's. A norm is one more kernel.
 
     Args:
         q, k: [T, Hk, D]; v: [T, Hv, Dv]; g: [T, Hv] or [T, Hv, D]; beta: [T, Hv]; of any strides.
         A_log, dt_bias: [Hv], contiguous, with g [T, Hv] alone; none: g and beta are what they stand for.
+        z: [T, Hv, Dv], of any strides; norm: [Dv], contiguous; none: outputs are not normed.
         states: [R, Hv, Dv, D], contiguous, read and written at `rows`.
         rows: [B] int64; has_state: [B] bool.
         starts, ends: [B] int32, each request's tokens; none: request i has token i alone.
         out: [T, Hv, Dv], contiguous, written for requests' tokens.
         qk_l2norm: q and k are divided by their norms.
+        norm_eps, norm_gate: of the norm behind, and of z.
         by_token: prompts go token by token, so that a token's numbers do not depend on where a prompt was cut.
     """
+    _compute(
+        *(q, k, v, g, beta, A_log, dt_bias, states, rows, has_state, starts, ends, out),
+        qk_l2norm=qk_l2norm,
+        by_token=by_token,
+    )
+    if z is not None and norm is not None:
+        norm_outputs(out, z, norm, rows, starts, ends, norm_eps, norm_gate)
+
+
+def _compute(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    A_log: torch.Tensor | None,
+    dt_bias: torch.Tensor | None,
+    states: torch.Tensor,
+    rows: torch.Tensor,
+    has_state: torch.Tensor,
+    starts: torch.Tensor | None,
+    ends: torch.Tensor | None,
+    out: torch.Tensor,
+    *,
+    qk_l2norm: bool,
+    by_token: bool,
+) -> None:
+    """gated_delta_states without the norm."""
     _, key_heads, width = q.shape
     _, heads, value_width = v.shape
     is_decode = starts is None or ends is None
     sizes = {"GROUP": heads // key_heads, "HV": heads, "D": width, "EARLY": starts_early()}
     of_values = {"DV": value_width}
-    norms = {"SCALE": width**-0.5, "QK_NORM": qk_l2norm, "EPS": _NORM_EPS}
+    norms = {"SCALE": width**-0.5, "QK_NORM": qk_l2norm, "EPS": NORM_EPS}
     gates = (beta if A_log is None else A_log, beta if dt_bias is None else dt_bias)  # which are not read without
     padded = triton.next_power_of_2(width)
     is_chunked = padded <= _MOST_CHUNK_KEYS and q.dtype in _CHUNKED_DTYPES and q.dtype == v.dtype

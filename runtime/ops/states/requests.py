@@ -18,6 +18,7 @@ import torch
 import triton
 import triton.language as tl
 
+NORM_EPS = 1e-6  # of Transformers' and FLA's l2norm
 SEARCHED = 64  # requests that a block looks at together to find its own
 # Logarithms of decays are summed up over a chunk, and differences of sums are what counts: lower ones would cost the
 # others their digits. exp(-30) is 1e-13: nothing that float32 sums can tell from 0.

@@ -19,8 +19,8 @@ from mllm_compile.runtime.state.reference import math_of
 _LIBRARY = torch.library.Library("mllm", "FRAGMENT")
 _LIBRARY.define("causal_conv(Tensor x, Tensor weight, Tensor? bias, str activation, str refusals) -> Tensor")
 _LIBRARY.define(
-    "gated_delta(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor? A_log, Tensor? dt_bias, bool qk_l2norm,"
-    " str refusals) -> Tensor"
+    "gated_delta(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor? A_log, Tensor? dt_bias, Tensor? z,"
+    " Tensor? norm, bool qk_l2norm, float norm_eps, str norm_gate, str refusals) -> Tensor"
 )
 _LIBRARY.define(
     "ssd(Tensor x, Tensor dt, Tensor A, Tensor B, Tensor C, Tensor? D, Tensor? dt_bias, bool dt_softplus,"

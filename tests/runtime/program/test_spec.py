@@ -27,8 +27,10 @@ from mllm_compile.runtime.program.spec import (
     Program,
     SamplingForms,
     SmallForm,
+    StateStep,
     UnrotatedStep,
 )
+from mllm_compile.runtime.state.layer import CausalConv, SelectiveScan, StateLayer
 
 LAYER = LayerSpec("layers.0.attn", 0, 2, 1, 4, 3, 0.5, 0.0, -1, None)
 # embed; attend; close the layer; head. "spare" is made and never read.
@@ -188,6 +190,25 @@ def test_rows_that_are_gathered_early_give_the_same_logits_as_often_as_they_are_
         torch.testing.assert_close(executor.head(body, torch.tensor(rows)), expected, rtol=0, atol=0)
     each = ["head"] if of_all else ["close", "head"]
     assert pieces.order == ["first", *(["close"] if of_all else []), *each * 3]
+
+
+@pytest.mark.parametrize("is_handed_on", [True, False])
+def test_what_a_convolution_gives_is_not_overwritten_while_a_later_layer_may_read_a_view_of_it(is_handed_on):
+    layers = (
+        StateLayer("conv", 0, CausalConv("silu"), ("x", "weight"), (3, 4), (4,), "float32", "float32"),
+        StateLayer("scan", 1, SelectiveScan(True), ("x", "dt"), (4, 2), (4,), "float32", "float32"),
+    )
+    steps = (
+        PieceStep("first", ("input_ids", "embed"), ("x", "weight")),
+        StateStep("conv", ("x", "weight"), "convolved"),
+        PieceStep("between", ("convolved" if is_handed_on else "x",), ("view", "dt")),
+        StateStep("scan", ("view", "dt"), "scanned"),
+        PieceStep("head", ("scanned", "logits_indices", "embed"), ("logits",)),
+    )
+    functions = dict.fromkeys(("first", "between", "head"), list)
+    executor = ProgramExecutor(changed(steps=steps, layers=(), state_layers=layers), functions, {"embed": EMBED})
+    places = [step.buffer_index for step in executor._steps if hasattr(step, "buffer_index")]
+    assert places == ([0, 1] if is_handed_on else [0, 0])
 
 
 def test_what_a_graph_of_all_tokens_leaves_out_is_the_head():

@@ -25,9 +25,11 @@ KINDS: dict[str, StateKind] = {
     "ssd": Ssd(dt_softplus=True, dt_min=0.001, dt_max=0.5),
     "scan": SelectiveScan(dt_softplus=True),
 }
-# Those that make their gates themselves, which differ from the others in that alone.
+# Those that make their gates themselves, or norm what they give, which differ from the others in that alone.
 OF_GATES: dict[str, StateKind] = {
     "delta of its gates": GatedDelta(qk_l2norm=True),
+    "delta with its norm": GatedDelta(qk_l2norm=True, norm_eps=1e-5, norm_gate="silu"),
+    "delta a channel with its norm": GatedDelta(qk_l2norm=True, norm_eps=1e-5, norm_gate="sigmoid"),
     "ssd of logarithms": Ssd(dt_softplus=True, dt_min=0.001, dt_max=0.5, log_rates=True),
     "scan of logarithms": SelectiveScan(dt_softplus=True, log_rates=True),
 }
@@ -46,25 +48,13 @@ def operands_of(name: str, num_tokens: int, seed: int = 0) -> dict[str, torch.Te
     if name == "conv":
         return {"x": of_tokens(6), "weight": constant(6, KERNEL), "bias": constant(6)}
     if name.startswith("delta"):
-        gates = of_tokens(4, 8) if name == "delta a channel" else of_tokens(4)
-        keys = 4 if name == "delta a channel" else 2
+        is_of_channels = name.startswith("delta a channel")
+        gates, keys = of_tokens(4, 8) if is_of_channels else of_tokens(4), 4 if is_of_channels else 2
+        tokens_of_all = {"q": of_tokens(keys, 8), "k": of_tokens(keys, 8), "v": of_tokens(4, 5)}
         if name == "delta of its gates":
-            made_of = {"A_log": constant(4), "dt_bias": constant(4)}
-            return {
-                "q": of_tokens(2, 8),
-                "k": of_tokens(2, 8),
-                "v": of_tokens(4, 5),
-                "g": gates,
-                "beta": gates,
-                **made_of,
-            }
-        return {
-            "q": of_tokens(keys, 8),
-            "k": of_tokens(keys, 8),
-            "v": of_tokens(4, 5),
-            "g": -gates.exp(),
-            "beta": of_tokens(4).sigmoid(),
-        }
+            return tokens_of_all | {"g": gates, "beta": gates, "A_log": constant(4), "dt_bias": constant(4)}
+        tokens_of_all |= {"g": -gates.exp(), "beta": of_tokens(4).sigmoid()}
+        return tokens_of_all | ({"z": of_tokens(4, 5), "norm": constant(5)} if "norm" in name else {})
     if name.startswith("ssd"):
         states = {"B": of_tokens(2, 3), "C": of_tokens(2, 3), "D": constant(4), "dt_bias": constant(4)}
         return {"x": of_tokens(4, 5), "dt": of_tokens(4), "A": -constant(4).exp(), **states}
@@ -156,3 +146,36 @@ def kernels_of(layer: StateLayer) -> tuple[Callable[[list[torch.Tensor]], None],
         call(**with_names(tensors, "starts", "ends"), **absent, **asdict(kind))
 
     return decodes, prompts
+
+
+MIXERS = ("delta", "delta of its gates", "delta with its norm", "delta a channel with its norm")
+KEY_HEADS = {name: 4 if "channel" in name else 2 for name in MIXERS}
+
+
+def mixer_operands(name: str, num_tokens: int) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """(those of the convolution that makes its q, k and v; the rest of the rule's) of a gated delta net."""
+    operands = operands_of(name, num_tokens)
+    channels = sum(operands.pop(key)[0].numel() for key in ("q", "k", "v"))
+    generator = torch.Generator().manual_seed(3)
+    shapes = {"x": (num_tokens, channels), "weight": (channels, KERNEL), "bias": (channels,)}
+    return {key: torch.randn(shape, generator=generator) for key, shape in shapes.items()}, operands
+
+
+def run_mixer(
+    name: str,
+    conv: Operands,
+    operands: Operands,
+    kept: torch.Tensor,
+    states: torch.Tensor,
+    rows: torch.Tensor,
+    has_state: torch.Tensor,
+) -> torch.Tensor:
+    """The outputs of a gated delta net's decodes by its kernel, which takes both states on."""
+    kind = (KINDS | OF_GATES)[name]
+    out = torch.zeros(rows.shape[0], *states.shape[1:3], dtype=conv["x"].dtype, device=states.device)
+    absent = dict.fromkeys({"A_log", "dt_bias", "z", "norm"} - set(operands))
+    of_rows = {"rows": rows, "has_state": has_state, "out": out}
+    op("gated_delta_mixer")(
+        **conv, kept=kept, states=states, **of_rows, **operands, **absent, activation="silu", **asdict(kind)
+    )
+    return out
