@@ -73,7 +73,7 @@ def probe(job: dict[str, Any]) -> dict[str, Any]:
         types = runtime.state_dtype, 1 if runtime.kv_cache_dtype == "fp8_e4m3" else None
         figures = model_figures(Path(setting.model_folder), setting.dtype, setting.trust_remote_code, small, *types)
         result["figures"] = asdict(figures)
-        in_fp8 = figures.fp8_params > 0 and is_hopper(setting.device)
+        in_fp8 = figures.fp8_params > 0 and device.type == "cuda" and is_hopper(setting.device)
         result["ceilings"] = asdict(measure_ceilings(device, dtype, in_fp8).of_devices(setting.num_ranks))
     return result
 
