@@ -49,8 +49,8 @@ class ScaleKeysAndValues(GraphPass):
     scale: that changes no digit of a weight.
 
     Requires: a canonical graph, a KV cache in fp8 (gm.meta[CACHE_DTYPE]), and gm.meta[CACHE_SCALES], which says which
-        scales the checkpoint has beside a weight. Queries, keys and values that a factor on a weight is a factor on, and
-        that nothing else reads; what attention gives goes to a linear. The scales of other layers are left out.
+        scales the checkpoint has beside a weight. Queries, keys and values that a factor on a weight is a factor on,
+        and that nothing else reads; what attention gives goes to a linear. The scales of other layers are left out.
     Preserves: every number of the graph behind attention, bitwise in a cache that rounds nothing.
     """
 

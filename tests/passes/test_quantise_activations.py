@@ -18,7 +18,7 @@ from mllm_compile.runtime.quantised.scheme import WeightScheme
 from tests.passes.support.graph_builder import run
 from tests.passes.test_every_pass import Decoder
 
-ROWS = WeightScheme("fp8", 256)
+ROWS, GROUPS = WeightScheme("fp8", 256), WeightScheme("fp8", 128)
 
 
 def pieces_of(scheme: WeightScheme, dtype: torch.dtype = torch.bfloat16) -> fx.GraphModule:
@@ -38,8 +38,9 @@ def calls(gm: fx.GraphModule, name: str, op_name: str) -> int:
     return sum(is_op(node, op_name) for node in gm.get_submodule(name).graph.nodes)
 
 
-def test_an_fp8_weight_with_a_scale_a_row_is_multiplied_by_fp8_inputs():
-    gm = pieces_of(ROWS)
+@pytest.mark.parametrize("scheme", [ROWS, GROUPS])
+def test_an_fp8_weight_is_multiplied_by_fp8_inputs(scheme):
+    gm = pieces_of(scheme)
     expected = run(gm)
     assert QuantiseActivations()(gm).matches == 2, "of a layer in the middle, and of the last"
     gm.recompile()
@@ -61,7 +62,7 @@ def test_forms_for_few_tokens_multiply_as_before():
 @pytest.mark.parametrize(
     ("scheme", "dtype"),
     [
-        (WeightScheme("fp8", 128), torch.bfloat16),
+        (WeightScheme("fp8", 64), torch.bfloat16),
         (WeightScheme("int4", 128, torch.bfloat16), torch.bfloat16),
         (replace(ROWS, scale_dtype=torch.bfloat16), torch.bfloat16),
         (ROWS, torch.float16),
@@ -79,11 +80,13 @@ def test_deterministic_runtimes_and_other_gpus_do_without():
     assert "deterministic" in passes_left_out(replace(hopper, deterministic=True))["quantise_activations"]
 
 
-def test_the_op_multiplies_what_its_operands_stand_for():
+@pytest.mark.parametrize("groups", [1, 2])
+def test_the_op_multiplies_what_its_operands_stand_for(groups):
     generator = torch.Generator().manual_seed(0)
-    x, values = (torch.randn(n, 64, generator=generator).to(torch.float8_e4m3fn) for n in (5, 32))
-    x_scales, scales = torch.rand(5, 1, generator=generator), torch.rand(32, 1, generator=generator)
-    exact = (x.double() * x_scales.double()) @ (values.double() * scales.double()).t()
+    x, values = (torch.randn(n, 256, generator=generator).to(torch.float8_e4m3fn) for n in (5, 32))
+    x_scales, scales = (torch.rand(n, groups, generator=generator) for n in (5, 32))
+    of_inputs = [one.double().repeat_interleave(256 // groups, 1) for one in (x_scales, scales)]
+    exact = (x.double() * of_inputs[0]) @ (values.double() * of_inputs[1]).t()
     ours = op("scaled_linear")(x, x_scales, values, scales)
     assert ours.dtype == torch.bfloat16
     assert ((ours - exact).norm() / exact.norm()).item() < 4e-3

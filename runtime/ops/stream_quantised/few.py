@@ -68,7 +68,7 @@ class FewTiling(QuantisedTiling):
     def shared_bytes(self) -> int:
         """Bytes of the ring and its alignment; sums of warps and of blocks, operands, factors and barriers."""
         kind = self.kind
-        of_groups = self.piece // GROUP * (kind.scale_bytes + kind.zeros) if kind.group else 0
+        of_groups = self.piece // kind.group * (kind.scale_bytes + kind.zeros) if kind.group else 0
         stage = math.ceil(NORM_ROWS * (self.piece // kind.values_a_byte + of_groups) / 1024) * 1024
         turns = math.ceil(self.kind.rows / NORM_ROWS / self.clusters)
         places = math.ceil(turns / self.split)

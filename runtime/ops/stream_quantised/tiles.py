@@ -16,7 +16,6 @@ from mllm_compile.runtime.cuda.kernel import MULTIPROCESSORS
 from mllm_compile.runtime.cuda.wgmma import multiply_registers
 from mllm_compile.runtime.ops.stream_linear.linear import NORM_ROWS, Boxes
 from mllm_compile.runtime.ops.stream_quantised.linear import (
-    GROUP,
     HEADERS,
     PANEL_BYTES,
     QuantisedKind,
@@ -94,11 +93,19 @@ class TileTiling(QuantisedTiling):
         return self.panels * (self.rows * PANEL_BYTES + self.tokens * self.kind.panel * _X_BYTES)
 
     @property
+    def _scale_words(self) -> int:
+        """Words of a row's scales in shared memory: of floats of four bits four scales are in one."""
+        kind = self.kind
+        if not kind.group:
+            return 1
+        return self.kind.columns // self.split // kind.group // (4 if kind.has_floats else 1)
+
+    @property
     def _other_bytes(self) -> int:
         """Bytes of the ring's alignment, sums, scales, factors and barriers."""
         places = math.ceil(self.rows // NORM_ROWS / self.split)
         inbox = places * self.tokens // 8 * self.split * self.column_groups * 512
-        scales = self.rows * ((self.kind.columns // self.split // GROUP if self.kind.group else 1) | 1) * 4
+        scales = self.rows * (self._scale_words | 1) * 4
         return 1024 + inbox + scales + self.tokens * 4 + 16 + 16
 
     @cached_property
