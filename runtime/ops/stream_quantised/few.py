@@ -23,6 +23,10 @@ _WARPS = 8  # of a block, as a rule
 # where there are eight warps, 64 where there are sixteen.
 _INPUT_REGISTERS = {8: 64, 16: 16}
 _ROOM_BYTES, _RESERVED_BYTES = 228 << 10, 1 << 10  # shared memory of a multiprocessor; of that, a block's of the system
+# Linears with a residual take so much more than a half, and the others so much less. So no two blocks of the former lie on
+# one multiprocessor, nor of the latter beside them. Of equal halves two of o would lie where attention, on a part of the
+# multiprocessors, is not, and then two of gate_up on the rest.
+_MORE_BYTES = 1 << 10
 _MOST_STAGES = 16
 _COLUMNS_OF_WAIT = 3400  # of four bits, that are read meanwhile
 _ZEROS_UNIT = 4 * GROUP  # columns whose zero points one copy takes, at least
@@ -66,6 +70,11 @@ class FewTiling(QuantisedTiling):
 
     @cached_property
     def shared_bytes(self) -> int:
+        """Bytes that a block asks for: what it needs, or more, where no second one may lie beside it."""
+        return _room(self.kind, self.resident) if self.kind.residual else self.needed_bytes
+
+    @cached_property
+    def needed_bytes(self) -> int:
         """Bytes of the ring and its alignment; sums of warps and of blocks, operands, factors and barriers."""
         kind = self.kind
         of_groups = self.piece // kind.group * (kind.scale_bytes + kind.zeros) if kind.group else 0
@@ -106,6 +115,11 @@ class FewTiling(QuantisedTiling):
         }
 
 
+def _room(kind: QuantisedKind, resident: int) -> int:
+    """Bytes of shared memory for a block."""
+    return _ROOM_BYTES // resident - _RESERVED_BYTES + (_MORE_BYTES if kind.residual else -_MORE_BYTES)
+
+
 def _registers_of_piece(kind: QuantisedKind, piece: int, warps: int) -> int:
     """Registers of a thread that hold its inputs of a piece: 16 bytes of a row are a lane's of a step."""
     return 8 * kind.values_a_byte * math.ceil(piece // kind.values_a_byte / _STEP_BYTES / warps)
@@ -129,12 +143,12 @@ def divide(
     if passes > 1 and kind.group and of_piece < room_for_inputs:  # scales take registers too
         passes = math.ceil(pieces * of_piece / (room_for_inputs - of_piece))
     clusters = min(groups, MULTIPROCESSORS // split)
-    room = _ROOM_BYTES // resident - _RESERVED_BYTES
+    room = _room(kind, resident)
     tilings = (
         FewTiling(kind, MAX_TOKENS, split, passes, clusters, warps, resident, piece, stages)
         for stages in range(_MOST_STAGES, 1, -1)
     )
-    return next((tiling for tiling in tilings if tiling.shared_bytes <= room), None)
+    return next((tiling for tiling in tilings if tiling.needed_bytes <= room), None)
 
 
 @cache
