@@ -23,9 +23,9 @@ _WARPS = 8  # of a block, as a rule
 # where there are eight warps, 64 where there are sixteen.
 _INPUT_REGISTERS = {8: 64, 16: 16}
 _ROOM_BYTES, _RESERVED_BYTES = 228 << 10, 1 << 10  # shared memory of a multiprocessor; of that, a block's of the system
-# Linears with a residual take so much more than a half, and the others so much less. So no two blocks of the former lie on
-# one multiprocessor, nor of the latter beside them. Of equal halves two of o would lie where attention, on a part of the
-# multiprocessors, is not, and then two of gate_up on the rest.
+# Linears with a residual take so much more than a half, and the others so much less. So no two blocks of the former lie
+# on one multiprocessor, nor of the latter beside them. Of equal halves two of o would lie where attention, on a part of
+# the multiprocessors, is not, and then two of gate_up on the rest.
 _MORE_BYTES = 1 << 10
 _MOST_STAGES = 16
 _COLUMNS_OF_WAIT = 3400  # of four bits, that are read meanwhile
