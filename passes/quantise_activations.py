@@ -12,11 +12,10 @@ from mllm_compile.passes.base import NO_CUDA_COMPILER, GraphPass, PassResult, Pa
 from mllm_compile.passes.match.nodes import call, called_pieces, is_op, is_symbolic, recompute_value, rewrite_pieces
 from mllm_compile.passes.match.quantised import QuantisedLinear, match_quantised_linear
 from mllm_compile.runtime.ops import op
-from mllm_compile.runtime.quantised.scheme import FP8_MAX
+from mllm_compile.runtime.quantised.scheme import FP8_MAX, SMALLEST_SCALE
 
 _GROUP = 128  # inputs that share a scale, where a row has several
 _UNIT = 16  # rows and columns of the library's products are multiples of it
-_SMALLEST_SCALE = 1e-12  # of a token of zeros: it is divided by
 
 
 class QuantiseActivations(GraphPass):
@@ -89,7 +88,7 @@ def _inputs(graph: fx.Graph, source: fx.Node, columns: int, groups: int) -> tupl
     shape = (-1, columns) if groups == 1 else (-1, groups, columns // groups)
     rows = _to(graph, call(graph, torch.reshape, source, shape), torch.float32)
     largest = call(graph, torch.amax, call(graph, torch.abs, rows), -1, True)
-    scales = call(graph, torch.clamp, call(graph, operator.mul, largest, 1 / FP8_MAX), _SMALLEST_SCALE)
+    scales = call(graph, torch.clamp, call(graph, operator.mul, largest, 1 / FP8_MAX), SMALLEST_SCALE)
     scaled = call(graph, torch.clamp, call(graph, operator.truediv, rows, scales), -FP8_MAX, FP8_MAX)
     inputs = _to(graph, scaled, torch.float8_e4m3fn)
     if groups == 1:

@@ -16,9 +16,8 @@ import triton.language as tl
 from torch.library import triton_op, wrap_triton
 
 from mllm_compile.runtime.ops.dependent_launch import start_dependents, starts_early, wait_for_prerequisites
-from mllm_compile.runtime.quantised.scheme import FP8_MAX
+from mllm_compile.runtime.quantised.scheme import FP8_MAX, SMALLEST_SCALE
 
-SMALLEST_SCALE = 1e-12  # of a token of zeros: it is divided by
 _BLOCK_GROUPS = 8  # of one program, at most
 _THREAD_NUMBERS = 16  # of a thread
 
