@@ -27,6 +27,7 @@ ATTENTION_LAYERS = "attention_layers"  # list of LayerSpec, in layer order
 STATE_LAYERS = "state_layers"  # list of StateLayer, in layer order
 PACKED_LAYERS = "packed_layers"  # list of PackedLayer, in layer order
 RANKS = "ranks"  # int: over how many ranks `shard` cuts the graph
+EXPERT_RANKS = "expert_ranks"  # int: over how many ranks `spread_experts` deals experts
 IS_CONSTANT = "is_constant"  # node.meta: the placeholder is of what no checkpoint holds, which is not cut
 WEIGHT_CUTS = "weight_cuts"  # dict: weight name → tuple of WeightCut, of each weight that ranks have parts of
 QUANTISED_TENSORS = "quantised_tensors"  # dict: name of a weight input → QuantisedTensor
@@ -64,6 +65,7 @@ class PassTarget:
         hopper_decode: compile.hopper_decode.
         counts_experts: runtime.expert_stats.
         num_ranks: runtime.tensor_parallel_size.
+        num_expert_ranks: runtime.expert_parallel_size.
         dtype: the model's, and kv_cache_dtype that of the KV cache; torch's names.
         attention_backend: runtime.attention_backend.
         deterministic: runtime.deterministic.
@@ -78,6 +80,7 @@ class PassTarget:
     kv_cache_dtype: str
     counts_experts: bool = False
     num_ranks: int = 1
+    num_expert_ranks: int = 1
     attention_backend: str = "torch"
     deterministic: bool = False
     split_decode: bool = True

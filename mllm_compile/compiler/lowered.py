@@ -130,9 +130,9 @@ class Lowered:
 
     @property
     def num_ranks(self) -> int:
-        from mllm_compile.passes.base import RANKS
+        from mllm_compile.passes.base import EXPERT_RANKS, RANKS
 
-        return self.graph.meta.get(RANKS, 1)
+        return max(self.graph.meta.get(RANKS, 1), self.graph.meta.get(EXPERT_RANKS, 1))
 
     @property
     def cuts(self) -> dict[str, tuple[WeightCut, ...]]:

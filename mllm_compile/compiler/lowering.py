@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from mllm_compile.model.trace import Trace
     from mllm_compile.passes.base import PassTarget, SmallWeights
     from mllm_compile.passes.pipeline import Observer, PassReport
+    from mllm_compile.runtime.config_sections import RuntimeSection
     from mllm_compile.runtime.quantised.scheme import WeightScheme
     from mllm_compile.runtime.weights.loader import WeightSpec
 
@@ -168,7 +169,7 @@ def rewrite(config: ResolvedConfig, built: BuiltModel, trace: Trace, observer: O
     from mllm_compile.compiler.program_builder import build_program, size_symbols, state_operands
 
     graph, reports, left_out = rewrite_graph(config, built, trace, observer=observer)
-    _check_cut(graph, config.runtime.tensor_parallel_size)
+    _check_cut(graph, config.runtime)
     program = replace(build_program(graph), rope=built.hf_model.rope)
     program, decode_pieces = add_decode_attention(config, program)
     program, cascade_pieces = add_cascade_attention(config, program)
@@ -213,7 +214,7 @@ def rewrite_graph(
     from mllm_compile.passes.base import CACHE_DTYPE, CACHE_SCALES, SMALL_WEIGHTS
     from mllm_compile.passes.pipeline import PassFailedError, passes_left_out, run_passes
 
-    _set_ranks(trace, built.hf_model, config.runtime.tensor_parallel_size)
+    _set_ranks(trace, built.hf_model, config.runtime)
     trace.graph_module.meta[SMALL_WEIGHTS] = built.small
     trace.graph_module.meta[CACHE_SCALES] = dict(built.cache_scales)
     trace.graph_module.meta[CACHE_DTYPE] = getattr(torch, config.runtime.kv_cache_dtype)
@@ -225,23 +226,36 @@ def rewrite_graph(
     return graph, reports, left_out
 
 
-def _set_ranks(trace: Trace, hf_model: HFModel, num_ranks: int) -> None:
-    """Tells `shard` for how many ranks it is, and what no checkpoint holds."""
-    from mllm_compile.passes.base import IS_CONSTANT, RANKS
+def _set_ranks(trace: Trace, hf_model: HFModel, runtime: RuntimeSection) -> None:
+    """Tells `shard` and `spread_experts` for how many ranks it is, and what no checkpoint holds."""
+    from mllm_compile.passes.base import EXPERT_RANKS, IS_CONSTANT, RANKS
 
-    trace.graph_module.meta[RANKS] = num_ranks
+    trace.graph_module.meta[RANKS] = runtime.tensor_parallel_size
+    trace.graph_module.meta[EXPERT_RANKS] = runtime.expert_parallel_size
     for node in trace.graph_module.graph.find_nodes(op="placeholder"):
         node.meta[IS_CONSTANT] = node.meta.get("weight_name") in hf_model.constants
 
 
-def _check_cut(graph: fx.GraphModule, num_ranks: int) -> None:
-    """Refuses a model of which every rank would compute everything."""
-    from mllm_compile.passes.base import WEIGHT_CUTS
+def _check_cut(graph: fx.GraphModule, runtime: RuntimeSection) -> None:
+    """Refuses a model of which every rank would compute everything, and what is not served over ranks."""
+    from mllm_compile.passes.base import STATE_LAYERS, WEIGHT_CUTS
 
-    if num_ranks > 1 and not graph.meta.get(WEIGHT_CUTS):
+    is_cut, size = bool(graph.meta.get(WEIGHT_CUTS)), runtime.expert_parallel_size
+    if runtime.tensor_parallel_size > 1 and not is_cut:
         raise ConfigError(
-            f"runtime.tensor_parallel_size is {num_ranks}, and nothing of this model can be cut into as many parts: "
-            "expected heads, features or a vocabulary that divide by it. Set a smaller one, or 1."
+            f"runtime.tensor_parallel_size is {runtime.tensor_parallel_size}, and nothing of this model can be cut "
+            "into as many parts: expected heads, features or a vocabulary that divide by it. Set a smaller one, or 1."
+        )
+    if size > 1 and not is_cut:
+        raise ConfigError(
+            f"runtime.expert_parallel_size is {size}, and this model has no experts that can be dealt to as many "
+            "ranks: expected a mixture whose number of experts divides by it. Set another, or "
+            "runtime.tensor_parallel_size, which cuts any model."
+        )
+    if size > 1 and graph.meta.get(STATE_LAYERS):
+        raise ConfigError(
+            f"runtime.expert_parallel_size is {size}, and layers of this model carry a state, which are served on one "
+            "rank or cut over several. Set runtime.tensor_parallel_size in its place."
         )
 
 
@@ -288,6 +302,7 @@ def pass_target(config: ResolvedConfig) -> PassTarget:
         kv_cache_dtype=config.runtime.kv_cache_dtype,
         counts_experts=config.runtime.expert_stats,
         num_ranks=config.runtime.tensor_parallel_size,
+        num_expert_ranks=config.runtime.expert_parallel_size,
         attention_backend=config.runtime.attention_backend,
         deterministic=config.runtime.deterministic,
         split_decode=config.compile.split_decode,

@@ -290,8 +290,12 @@ def _read(part: WeightPart, place: torch.Tensor, folder: Path, headers: Mapping[
 
 
 def _read_stored(path: Path, entry: TensorEntry, steps: tuple[ViewStep, ...], place: torch.Tensor) -> TensorRead:
-    """The read of a tensor as it is in its file, and of no more than `steps` leave of it."""
+    """The read of a tensor as it is in its file, and of no more than `steps` leave of it: straight into its place where
+    views alone lie between, as with experts that are stored one by one."""
     entry, spacing, steps = _part_of_file(entry, steps)
+    unviewed = _unviewed(place, steps)
+    if unviewed is not None:
+        place, steps = unviewed, ()
     return TensorRead(path, entry, place, partial(viewed, steps=steps) if steps else None, spacing=spacing)
 
 

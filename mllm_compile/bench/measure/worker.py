@@ -197,6 +197,14 @@ def roofline(job: dict[str, Any]) -> dict[str, Any]:
     return {"steps": steps, "place": asdict(runtime_place(setting))}
 
 
+def experts(job: dict[str, Any]) -> dict[str, Any]:
+    """The share of a layer's experts that a decode step of each batch chooses (expert_steps.py)."""
+    from mllm_compile.bench.trace.expert_steps import count_experts
+
+    setting = Setting(**job["setting"])
+    return {"shares": count_experts(setting, job["batches"], job["prompt_len"], job["steps"])}
+
+
 def levers(job: dict[str, Any]) -> dict[str, Any]:
     """Passes and kernels that changed something in the setting's compiled runtime, by the names that ablation has."""
     from mllm_compile.compiler.target import find_target
@@ -218,6 +226,7 @@ _TASKS: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
     "gaps": gaps,
     "images": images,
     "roofline": roofline,
+    "experts": experts,
     "levers": levers,
 }
 
