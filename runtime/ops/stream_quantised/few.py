@@ -13,7 +13,13 @@ from typing import ClassVar
 
 from mllm_compile.runtime.cuda.kernel import MULTIPROCESSORS
 from mllm_compile.runtime.ops.stream_linear.linear import NORM_ROWS, Boxes
-from mllm_compile.runtime.ops.stream_quantised.linear import GROUP, HEADERS, QuantisedKind, QuantisedTiling
+from mllm_compile.runtime.ops.stream_quantised.linear import (
+    GROUP,
+    HEADERS,
+    QuantisedKind,
+    QuantisedTiling,
+    room_of_block,
+)
 
 MAX_TOKENS = 8
 
@@ -22,11 +28,7 @@ _WARPS = 8  # of a block, as a rule
 # Registers of a thread that hold inputs, at most, by warps of a block: of two on a multiprocessor a thread has 128
 # where there are eight warps, 64 where there are sixteen.
 _INPUT_REGISTERS = {8: 64, 16: 16}
-_ROOM_BYTES, _RESERVED_BYTES = 228 << 10, 1 << 10  # shared memory of a multiprocessor; of that, a block's of the system
-# Linears with a residual take so much more than a half, and the others so much less. So no two blocks of the former lie
-# on one multiprocessor, nor of the latter beside them. Of equal halves two of o would lie where attention, on a part of
-# the multiprocessors, is not, and then two of gate_up on the rest.
-_MORE_BYTES = 1 << 10
+_RESIDENT = 2  # blocks of a multiprocessor
 _MOST_STAGES = 16
 _COLUMNS_OF_WAIT = 3400  # of four bits, that are read meanwhile
 _ZEROS_UNIT = 4 * GROUP  # columns whose zero points one copy takes, at least
@@ -40,7 +42,6 @@ class FewTiling(QuantisedTiling):
         passes: times that a block goes over its rows, each with a part of the columns.
         clusters: they take groups of rows in turns.
         warps: warps of a block.
-        resident: blocks of a multiprocessor that there are registers for.
         piece: columns of a row in a stage.
         stages: stages of the ring.
     """
@@ -53,7 +54,6 @@ class FewTiling(QuantisedTiling):
     passes: int
     clusters: int
     warps: int
-    resident: int
     piece: int
     stages: int
 
@@ -71,7 +71,7 @@ class FewTiling(QuantisedTiling):
     @cached_property
     def shared_bytes(self) -> int:
         """Bytes that a block asks for: what it needs, or more, where no second one may lie beside it."""
-        return _room(self.kind, self.resident) if self.kind.residual else self.needed_bytes
+        return room_of_block(self.kind) if self.kind.residual else self.needed_bytes
 
     @cached_property
     def needed_bytes(self) -> int:
@@ -108,16 +108,11 @@ class FewTiling(QuantisedTiling):
             "PASSES": self.passes,
             "WARPS": self.warps,
             "CLUSTERS": self.clusters,
-            "RESIDENT": self.resident,
+            "RESIDENT": _RESIDENT,
             "PIECE": self.piece,
             "STAGES": self.stages,
             "SHARED_BYTES": self.shared_bytes,
         }
-
-
-def _room(kind: QuantisedKind, resident: int) -> int:
-    """Bytes of shared memory for a block."""
-    return _ROOM_BYTES // resident - _RESERVED_BYTES + (_MORE_BYTES if kind.residual else -_MORE_BYTES)
 
 
 def _registers_of_piece(kind: QuantisedKind, piece: int, warps: int) -> int:
@@ -126,9 +121,9 @@ def _registers_of_piece(kind: QuantisedKind, piece: int, warps: int) -> int:
 
 
 def divide(
-    kind: QuantisedKind, piece_bytes: int = 1024, resident: int = 2, split: int | None = None, warps: int = _WARPS
+    kind: QuantisedKind, piece_bytes: int = 1024, split: int | None = None, warps: int = _WARPS
 ) -> FewTiling | None:
-    """The tiling with pieces of so many bytes of a row, and as many stages as leave room for `resident` blocks;
+    """The tiling with pieces of so many bytes of a row, and as many stages as leave room for one of the next kernel's;
     None: none fits.
     """
     groups, piece = kind.rows // NORM_ROWS, piece_bytes * kind.values_a_byte
@@ -143,9 +138,9 @@ def divide(
     if passes > 1 and kind.group and of_piece < room_for_inputs:  # scales take registers too
         passes = math.ceil(pieces * of_piece / (room_for_inputs - of_piece))
     clusters = min(groups, MULTIPROCESSORS // split)
-    room = _room(kind, resident)
+    room = room_of_block(kind)
     tilings = (
-        FewTiling(kind, MAX_TOKENS, split, passes, clusters, warps, resident, piece, stages)
+        FewTiling(kind, MAX_TOKENS, split, passes, clusters, warps, piece, stages)
         for stages in range(_MOST_STAGES, 1, -1)
     )
     return next((tiling for tiling in tilings if tiling.needed_bytes <= room), None)
