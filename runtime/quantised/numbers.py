@@ -15,6 +15,7 @@ from mllm_compile.runtime.quantised.scheme import (
     FP8_MAX,
     INT4_ZERO,
     SCALES,
+    SMALLEST_SCALE,
     VALUES,
     ZEROS,
     WeightScheme,
@@ -23,7 +24,6 @@ from mllm_compile.runtime.quantised.scheme import (
 
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 E8M0_BIAS, E8M0_NAN = 127, 255
-_SMALLEST_SCALE = 1e-12  # of a group of zeros: it is divided by
 _MOST_VALUES = 4 << 20  # dequantised at once in float32: bounds what that takes beside the weight
 
 
@@ -48,9 +48,9 @@ def quantised(weight: torch.Tensor, scheme: WeightScheme) -> dict[str, torch.Ten
         return {VALUES: paired(codes), SCALES: scales}
     if scheme.kind == "nvfp4":
         sizes = groups.abs().amax(-1) * (1 / E2M1[7])
-        factors = (sizes.amax(-1, True) * (1 / FP8_MAX)).clamp(min=_SMALLEST_SCALE)
+        factors = (sizes.amax(-1, True) * (1 / FP8_MAX)).clamp(min=SMALLEST_SCALE)
         scales = (sizes / factors).clamp(max=FP8_MAX).to(scheme.scale_dtype)
-        by = (scales.float() * factors).clamp(min=_SMALLEST_SCALE)
+        by = (scales.float() * factors).clamp(min=SMALLEST_SCALE)
         codes = _e2m1_codes(groups / by.unsqueeze(-1)).view(rows, -1)[:, :columns]
         return {VALUES: paired(codes), SCALES: scales, FACTORS: factors}
     found = {}
@@ -69,7 +69,7 @@ def quantised(weight: torch.Tensor, scheme: WeightScheme) -> dict[str, torch.Ten
 
 def _scales(sizes: torch.Tensor, largest: float, scheme: WeightScheme) -> torch.Tensor:
     # A GPU divides by a number by multiplying with its reciprocal: so the scales are the same everywhere.
-    return (sizes * (1 / largest)).clamp(min=_SMALLEST_SCALE).to(scheme.scale_dtype)
+    return (sizes * (1 / largest)).clamp(min=SMALLEST_SCALE).to(scheme.scale_dtype)
 
 
 def _e2m1_codes(numbers: torch.Tensor) -> torch.Tensor:

@@ -17,6 +17,7 @@ VALUES, SCALES, ZEROS, FACTORS = "values", "scales", "zeros", "factors"
 Kind = Literal["fp8", "int4", "mxfp4", "nvfp4"]
 
 FP8_MAX = 448.0  # of float8_e4m3fn
+SMALLEST_SCALE = 1e-12  # of a group of zeros: it is divided by
 INT4_ZERO = 8  # what stands for zero where no zero points are stored
 
 

@@ -111,6 +111,21 @@ def test_the_op_of_fp8_inputs_multiplies_what_they_stand_for(groups):
         assert ((ours - exact).norm() / exact.norm()).item() < 4e-3, tokens
 
 
+@pytest.mark.parametrize("groups", [1, 8, 24])
+def test_an_activation_leaves_the_inputs_of_a_linear_in_fp8(groups):
+    generator = torch.Generator("cuda").manual_seed(0)
+    for tokens in (1, 65, 600):
+        x = torch.randn(1, tokens, 2 * 3072, generator=generator, device="cuda").bfloat16()
+        gate, up = x[0].chunk(2, -1)
+        wanted = (functional.silu(gate) * up).float().unflatten(-1, (groups, -1))
+        inputs, scales = op("silu_mul_in_fp8")(x, groups)
+        assert inputs.shape == (tokens, 3072) and scales.shape == (tokens, groups)
+        largest = wanted.abs().amax(-1)
+        assert ((scales * 448 - largest).abs() <= 0.01 * largest).all()  # silu is rounded to bfloat16, as theirs is
+        stands_for = inputs.float().unflatten(-1, (groups, -1)) * scales.unsqueeze(-1)
+        assert (stands_for - wanted).norm() <= 0.03 * wanted.norm()
+
+
 def dummy(folder: Path) -> Path:
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(SHAPE))

@@ -20,6 +20,7 @@ from mllm_compile.runtime.ops.stream_quantised.linear import (
     PANEL_BYTES,
     QuantisedKind,
     QuantisedTiling,
+    room_of_block,
 )
 
 MAX_TOKENS = 128
@@ -28,9 +29,9 @@ _X_BYTES = 2  # of an input of a token
 _GROUP_ROWS = 64  # of wgmma, and of a warp group
 _MOST_WARP_GROUPS, _MANY_TOKENS, _MOST_OF_MANY = 3, 64, 2  # that multiply: up to so many tokens, and with more
 _MOST_STAGES = 32
-# Shared memory of a block: half, so that there is room for one of the next kernel, whose weight comes while this one
-# ends; or all.
-_BESIDE_BYTES, _BLOCK_BYTES = 113 << 10, 227 << 10
+# Shared memory of a block: about half, so that there is room for one of the next kernel, whose weight comes while this
+# one ends; or all.
+_BLOCK_BYTES = 227 << 10
 _BESIDE_THREADS = 256  # 128 registers each
 _CLUSTERS = {1: MULTIPROCESSORS, 2: MULTIPROCESSORS // 2, 4: 29}  # that run at the same time
 _TURNS = (1, 2, 3, 4, 6, 8)  # that a block takes undivided tiles in
@@ -110,14 +111,18 @@ class TileTiling(QuantisedTiling):
 
     @cached_property
     def shared_bytes(self) -> int:
+        """Bytes that a block asks for: what it needs, or more, where no second one may lie beside it (few.py)."""
+        return room_of_block(self.kind) if self.kind.residual and self.is_beside else self.needed_bytes
+
+    @cached_property
+    def needed_bytes(self) -> int:
         return self.stages * (self.stage_bytes + 16) + self._other_bytes
 
     @property
     def is_beside(self) -> bool:
         """True if a multiprocessor has room for a block of the next kernel, in shared memory and registers."""
-        return (
-            self.shared_bytes <= _BESIDE_BYTES and self.num_threads <= _BESIDE_THREADS and self.tokens <= _MANY_TOKENS
-        )
+        is_small = self.needed_bytes <= room_of_block(self.kind) and self.tokens <= _MANY_TOKENS
+        return is_small and self.num_threads <= _BESIDE_THREADS
 
     def preamble(self) -> str:
         return multiply_registers(self.tokens)
@@ -147,7 +152,7 @@ def divide(
         return None
     for stages in range(min(_MOST_STAGES, of_block), 0, -1):
         tiling = TileTiling(kind, tokens, rows, split, column_groups, panels, stages)
-        if tiling.shared_bytes <= room:
+        if tiling.needed_bytes <= room:
             fits = split == 1 or tiling.num_tiles <= _CLUSTERS[split]
             most_groups = _MOST_WARP_GROUPS if tokens <= _MANY_TOKENS else _MOST_OF_MANY
             fits &= tiling.row_groups * column_groups <= most_groups
@@ -159,7 +164,7 @@ def divide(
 def all_tilings(kind: QuantisedKind, tokens: int) -> Iterator[TileTiling]:
     """The possible tilings."""
     for split, column_groups, panels, room in itertools.product(
-        _CLUSTERS, (1, 2, 3), (1, 2, 3, 4), (_BESIDE_BYTES, _BLOCK_BYTES)
+        _CLUSTERS, (1, 2, 3), (1, 2, 3, 4), (room_of_block(kind), _BLOCK_BYTES)
     ):
         for turns in _TURNS if split == 1 else (1,):
             rows = NORM_ROWS * math.ceil(kind.rows / (_CLUSTERS[split] * turns * NORM_ROWS))
