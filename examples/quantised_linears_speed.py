@@ -5,7 +5,7 @@
 Needs a Hopper GPU. A CUDA graph runs the linears of many layers with weights of their own, so that weights come from
 the GPU's memory: qkv, o with its residual and the next norm, gate_up with its activation, down with its residual and
 norm. Of fp8, `row` weights have a scale a row, `group` weights one for 128 inputs, as `int4` ones; `zeros` are those
-with zero points. --each times the four linears apart, each in
+with zero points, `mxfp4` and `nvfp4` floats of four bits. --each times the four linears apart, each in
 a chain of its own kind, and gives the rate at which its weight is read and its error. --sweep does all that for several
 divisions of the work beside the one that is chosen. Every form's outputs are compared with float32 first; an `error` is
 the worst token's distance over that of torch in bfloat16.
@@ -38,7 +38,7 @@ from mllm_compile.runtime.ops.stream_quantised import ops as quantised_ops
 from mllm_compile.runtime.ops.stream_quantised.linear import QuantisedTiling
 from mllm_compile.runtime.ops.stream_quantised.shapes import MAX_TOKENS, choose_tiling, sweep_tilings
 from mllm_compile.runtime.quantised.numbers import dequantised, quantised
-from mllm_compile.runtime.quantised.scheme import SCALES, VALUES, ZEROS, WeightScheme
+from mllm_compile.runtime.quantised.scheme import MXFP4, NVFP4, SCALES, VALUES, WeightScheme, third_role
 
 SHAPES = {"8b": (4096, 4096, 12288, 6144), "4b": (2560, 4096, 9728, 6144), "0.6b": (1024, 2048, 3072, 4096)}
 LINEARS = ("qkv", "o", "gate_up", "down")
@@ -49,6 +49,8 @@ FORMS = {
     "group": WeightScheme("fp8", 128),
     "int4": WeightScheme("int4", 128, torch.bfloat16),
     "zeros": WeightScheme("int4", 128, torch.float16, has_zeros=True),
+    "mxfp4": MXFP4,
+    "nvfp4": NVFP4,
 }
 EPS = 1e-6
 REPEATS = 15
@@ -71,7 +73,7 @@ class Weight:
         values = self.tensors[0]
         if self.scheme is None:
             return values.float()
-        tensors = dict(zip((VALUES, SCALES, ZEROS), self.tensors, strict=True))
+        tensors = dict(zip((VALUES, SCALES, third_role(self.scheme.kind)), self.tensors, strict=True))
         return dequantised(tensors, self.scheme.kind, self.scheme.group, self.columns, torch.float32)
 
 
@@ -82,7 +84,7 @@ def random_weight(rows: int, columns: int, form: str) -> Weight:
         return Weight((plain.bfloat16(),), columns, None)
     scheme = replace(scheme, group=scheme.group or columns)
     made = quantised(plain, scheme)
-    return Weight((made[VALUES], made[SCALES], made.get(ZEROS)), columns, scheme)
+    return Weight((made[VALUES], made[SCALES], made.get(third_role(scheme.kind))), columns, scheme)
 
 
 class Chain:

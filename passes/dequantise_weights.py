@@ -49,7 +49,7 @@ class DequantiseWeights(GraphPass):
 
 def _write_out(graph: fx.Graph, node: fx.Node) -> bool:
     linear = match_quantised_linear(node)
-    if linear is None or linear.shape[1] % linear.group or (linear.kind == "int4" and linear.shape[1] % 2):
+    if linear is None or linear.shape[1] % linear.group or (linear.kind != "fp8" and linear.shape[1] % 2):
         return False
     with graph.inserting_before(node):
         weight = _weight(graph, linear)
@@ -60,21 +60,45 @@ def _write_out(graph: fx.Graph, node: fx.Node) -> bool:
 def _weight(graph: fx.Graph, linear: QuantisedLinear) -> fx.Node:
     """[N, K] in the dtype of x, multiplied in float32 and rounded once."""
     rows, columns = linear.shape
-    groups = columns // linear.group
-    numbers = _to(graph, linear.values, torch.float32) if linear.kind == "fp8" else _unpacked(graph, linear.values)
-    numbers = call(graph, torch.reshape, numbers, (rows, groups, linear.group))
+    numbers = call(graph, torch.reshape, _numbers(graph, linear), (rows, columns // linear.group, linear.group))
     if linear.kind == "int4":
         zeros = INT4_ZERO if linear.zeros is None else _of_groups(graph, linear.zeros)
         numbers = call(graph, operator.sub, numbers, zeros)
-    product = call(graph, operator.mul, numbers, _of_groups(graph, linear.scales))
+    product = call(graph, operator.mul, numbers, _scales(graph, linear))
     weight = call(graph, torch.reshape, product, (rows, columns))
     return _to(graph, weight, linear.source.meta["val"].dtype)
 
 
-def _unpacked(graph: fx.Graph, values: fx.Node) -> fx.Node:
-    """float32 of four-bit numbers, two a byte, the low one first."""
-    low, high = call(graph, operator.and_, values, 15), call(graph, operator.rshift, values, 4)
-    return _to(graph, call(graph, torch.stack, (low, high), -1), torch.float32)
+def _numbers(graph: fx.Graph, linear: QuantisedLinear) -> fx.Node:
+    """float32 of the values; of four-bit ones two a byte, the low one first."""
+    if linear.kind == "fp8":
+        return _to(graph, linear.values, torch.float32)
+    low, high = call(graph, operator.and_, linear.values, 15), call(graph, operator.rshift, linear.values, 4)
+    codes = call(graph, torch.stack, (low, high), -1)
+    if linear.kind == "int4":
+        return _to(graph, codes, torch.float32)
+    # Sizes of E2M1 are halves up to 2, then 3, 4 and 6; the highest bit is the sign.
+    size = _to(graph, call(graph, operator.and_, codes, 7), torch.float32)
+    sign = _to(graph, call(graph, operator.rshift, codes, 3), torch.float32)
+    beyond_4, beyond_6 = (call(graph, torch.clamp, call(graph, operator.sub, size, start), 0.0) for start in (4, 6))
+    halves = call(
+        graph, operator.add, call(graph, operator.add, size, beyond_4), call(graph, operator.mul, beyond_6, 2)
+    )
+    factor = call(graph, operator.sub, 0.5, sign)
+    return call(graph, operator.mul, halves, factor)
+
+
+def _scales(graph: fx.Graph, linear: QuantisedLinear) -> fx.Node:
+    """[N, G, 1] in float32."""
+    if linear.kind == "mxfp4":  # bytes, which are float32's exponents
+        bits = call(graph, operator.lshift, _to(graph, linear.scales, torch.int32), 23)
+        powers: Any = graph.call_method("view", (bits, torch.float32))
+        recompute_value(powers)
+        return call(graph, torch.unsqueeze, powers, -1)
+    scales = _of_groups(graph, linear.scales)
+    if linear.kind == "nvfp4" and linear.zeros is not None:
+        return call(graph, operator.mul, scales, _of_groups(graph, linear.zeros))
+    return scales
 
 
 def _of_groups(graph: fx.Graph, tensor: fx.Node) -> fx.Node:

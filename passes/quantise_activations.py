@@ -9,17 +9,17 @@ import torch
 from torch import fx
 
 from mllm_compile.passes.base import NO_CUDA_COMPILER, GraphPass, PassResult, PassTarget
-from mllm_compile.passes.match.nodes import call, called_pieces, is_symbolic, recompute_value, rewrite_pieces
+from mllm_compile.passes.match.nodes import call, called_pieces, is_op, is_symbolic, recompute_value, rewrite_pieces
 from mllm_compile.passes.match.quantised import QuantisedLinear, match_quantised_linear
 from mllm_compile.runtime.ops import op
-from mllm_compile.runtime.quantised.scheme import FP8_MAX
+from mllm_compile.runtime.quantised.scheme import FP8_MAX, SMALLEST_SCALE
 
+_GROUP = 128  # inputs that share a scale, where a row has several
 _UNIT = 16  # rows and columns of the library's products are multiples of it
-_SMALLEST_SCALE = 1e-12  # of a token of zeros: it is divided by
 
 
 class QuantiseActivations(GraphPass):
-    """Multiplies in fp8 where the weight is fp8 with a scale a row: inputs get a scale a token.
+    """Multiplies in fp8 where the weight is fp8: inputs get scales of a token, one for as many as the weight's have.
 
     Why: with many tokens the products are the limit, and fp8 tensor cores make twice as many; the weight need not be
         dequantised in each step. Servers mean this by `fp8`.
@@ -35,17 +35,18 @@ class QuantiseActivations(GraphPass):
         y = mllm.scaled_linear(to(clamp(rows / x_scales, -448, 448), float8_e4m3fn), x_scales, values, scales)
         y = reshape(y, …) + bias
 
-    Inductor fuses the inputs' part with what makes x.
+    Of a weight with a scale for 128 inputs `rows` is [T, K / 128, 128] first, and x_scales [T, K / 128]. Inductor fuses
+    the inputs' part with what makes x; behind `mllm.silu_mul` they are of one kernel with it, `mllm.silu_mul_in_fp8`.
 
-    Requires: pieces in bfloat16 on a Hopper GPU, and inputs of one dynamic size. Forms for few tokens are left alone,
-        whose kernels multiply in bfloat16. With runtime.deterministic the pass is left out: no number may depend on
-        which of the two a step takes.
+    Requires: pieces in bfloat16 on a Hopper GPU, inputs of one dynamic size, and scales of rows or of 128 inputs.
+        Forms for few tokens are left alone, whose kernels multiply in bfloat16. With runtime.deterministic the pass is
+        left out: no number may depend on which of the two a step takes.
     Preserves: the meaning, not the numbers: an input is rounded to three bits of mantissa (docs/quantised.md has what
         that costs).
     """
 
     name: ClassVar[str] = "quantise_activations"
-    needs: ClassVar[tuple[str, ...]] = ("quantised_linear", "scaled_linear")
+    needs: ClassVar[tuple[str, ...]] = ("quantised_linear", "scaled_linear", "silu_mul_in_fp8")
 
     @classmethod
     def obstacle(cls, target: PassTarget) -> str | None:
@@ -63,14 +64,10 @@ def _quantise(graph: fx.Graph, node: fx.Node) -> bool:
     linear = match_quantised_linear(node)
     if linear is None or not _is_taken(linear):
         return False
-    columns = linear.shape[1]
+    columns, groups = linear.shape[1], int(linear.scales.meta["val"].shape[1])
     sizes = tuple(-1 if is_symbolic(size) else int(size) for size in node.meta["val"].shape)
     with graph.inserting_before(node):
-        rows = _to(graph, call(graph, torch.reshape, linear.source, (-1, columns)), torch.float32)
-        largest = call(graph, torch.amax, call(graph, torch.abs, rows), -1, True)
-        scales = call(graph, torch.clamp, call(graph, operator.mul, largest, 1 / FP8_MAX), _SMALLEST_SCALE)
-        scaled = call(graph, torch.clamp, call(graph, operator.truediv, rows, scales), -FP8_MAX, FP8_MAX)
-        inputs = _to(graph, scaled, torch.float8_e4m3fn)
+        inputs, scales = _inputs(graph, linear.source, columns, groups)
         product = call(graph, op("scaled_linear"), inputs, scales, linear.values, linear.scales)
         product = call(graph, torch.reshape, product, sizes)
         if linear.bias is not None:
@@ -78,15 +75,33 @@ def _quantise(graph: fx.Graph, node: fx.Node) -> bool:
     product.meta["nn_module_stack"] = node.meta.get("nn_module_stack", {})
     node.replace_all_uses_with(product)
     graph.erase_node(node)
+    if is_op(linear.source, "silu_mul") and not linear.source.users:
+        graph.erase_node(linear.source)
     return True
+
+
+def _inputs(graph: fx.Graph, source: fx.Node, columns: int, groups: int) -> tuple[fx.Node, fx.Node]:
+    """The linear's inputs [T, K] in fp8, and their scales [T, G]."""
+    if is_op(source, "silu_mul") and len(source.users) == 1:
+        both = call(graph, op("silu_mul_in_fp8"), source.args[0], groups)
+        return call(graph, operator.getitem, both, 0), call(graph, operator.getitem, both, 1)
+    shape = (-1, columns) if groups == 1 else (-1, groups, columns // groups)
+    rows = _to(graph, call(graph, torch.reshape, source, shape), torch.float32)
+    largest = call(graph, torch.amax, call(graph, torch.abs, rows), -1, True)
+    scales = call(graph, torch.clamp, call(graph, operator.mul, largest, 1 / FP8_MAX), SMALLEST_SCALE)
+    scaled = call(graph, torch.clamp, call(graph, operator.truediv, rows, scales), -FP8_MAX, FP8_MAX)
+    inputs = _to(graph, scaled, torch.float8_e4m3fn)
+    if groups == 1:
+        return inputs, scales
+    return call(graph, torch.reshape, inputs, (-1, columns)), call(graph, torch.reshape, scales, (-1, groups))
 
 
 def _is_taken(linear: QuantisedLinear) -> bool:
     rows, columns = linear.shape
     source, scales = linear.source.meta["val"], linear.scales.meta["val"]
-    is_by_row = linear.kind == "fp8" and scales.shape[1] == 1 and scales.dtype == torch.float32
+    has_scales = linear.kind == "fp8" and scales.shape[1] in (1, columns / _GROUP) and scales.dtype == torch.float32
     has_one_size = sum(map(is_symbolic, source.shape)) <= 1
-    return is_by_row and has_one_size and source.dtype == torch.bfloat16 and rows % _UNIT == columns % _UNIT == 0
+    return has_scales and has_one_size and source.dtype == torch.bfloat16 and rows % _UNIT == columns % _UNIT == 0
 
 
 def _to(graph: fx.Graph, value: fx.Node, dtype: torch.dtype) -> fx.Node:

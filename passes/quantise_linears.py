@@ -28,7 +28,7 @@ from mllm_compile.passes.match.nodes import (
 )
 from mllm_compile.runtime.ops import op
 from mllm_compile.runtime.ops.experts.shapes import takes_weight
-from mllm_compile.runtime.quantised.scheme import SCALES, VALUES, ZEROS, WeightScheme, tensor_name
+from mllm_compile.runtime.quantised.scheme import SCALES, VALUES, ZEROS, WeightScheme, tensor_name, third_role
 
 _FEWEST_ROWS = 16  # of a weight that is plain in the checkpoint: a gate of some rows gains nothing
 
@@ -89,7 +89,7 @@ def _quantise(
         return False
     inputs = _inputs(gm, weight, scheme, False, told)
     group = min(scheme.group, int(weight.meta["val"].shape[1]))  # of a rank's part of a row
-    operands = inputs[VALUES], inputs[SCALES], inputs.get(ZEROS), bias, scheme.kind, group
+    operands = inputs[VALUES], inputs[SCALES], inputs.get(third_role(scheme.kind)), bias, scheme.kind, group
     replace_by_op(gm.graph, node, op("quantised_linear"), source, *operands)
     gm.graph.erase_node(weight)
     return True

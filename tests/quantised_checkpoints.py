@@ -92,6 +92,16 @@ def _mxfp4(weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
     return {"_blocks": pairs(codes), "_scales": torch.from_numpy(scales)}, stands_for.contiguous()
 
 
+def _mxfp4_linear(weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
+    grouped = weight.numpy().reshape(weight.shape[0], -1, 32)
+    largest = np.maximum(np.abs(grouped).max(-1, keepdims=True), 1e-30)
+    exponents = np.ceil(np.log2(largest / 6)).astype(np.int32)
+    codes, values = fp4(grouped / np.exp2(exponents).astype(np.float32))
+    stands_for = torch.from_numpy(np.ldexp(values, exponents).astype(np.float32)).reshape(weight.shape)
+    packed, scales = pairs(codes.reshape(weight.shape)), torch.from_numpy((exponents[..., 0] + 127).astype(np.uint8))
+    return {".weight_packed": packed, ".weight_scale": scales}, stands_for
+
+
 def _group_of(columns: int, group: int, shuffled: bool) -> np.ndarray:
     groups = np.arange(columns) // group
     return np.random.default_rng(columns).permutation(groups) if shuffled else groups
@@ -262,6 +272,9 @@ LINEARS: dict[str, WrittenFormat] = {
     ),
     "compressed-tensors int8 channel": WrittenFormat(
         compressed("pack-quantized", type="int", num_bits=8, strategy="channel", symmetric=True), _packed(8, -1, True)
+    ),
+    "compressed-tensors mxfp4": WrittenFormat(
+        compressed("mxfp4-pack-quantized", type="float", num_bits=4, strategy="group", group_size=32), _mxfp4_linear
     ),
     "compressed-tensors nvfp4": WrittenFormat(
         compressed("nvfp4-pack-quantized", type="float", num_bits=4, strategy="tensor_group", group_size=16),

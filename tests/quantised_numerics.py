@@ -3,8 +3,8 @@
     python -m tests.quantised_numerics [SCHEME …]
 
 For each scheme of linears' weights: perplexity, and over the model's distributions the mean and largest KL divergence
-from those in float32, and how often the most probable token is the same. Activations are float32, but for "fp8 by fp8",
-where what linears read is rounded to fp8 with a scale a token, as quantise_activations has it.
+from those in float32, and how often the most probable token is the same. Activations are float32, but for "… by fp8",
+where what linears read is rounded to fp8 with a scale a token, or one for 128 inputs, as quantise_activations has it.
 """
 
 from __future__ import annotations
@@ -20,21 +20,24 @@ from typing import Any, NamedTuple
 import torch
 
 from mllm_compile.runtime.quantised.numbers import dequantised, quantised
-from mllm_compile.runtime.quantised.scheme import WeightScheme, quantised_as
+from mllm_compile.runtime.quantised.scheme import MXFP4, NVFP4, WeightScheme, quantised_as
 from tests.tiny_model import TINY
 
 CONTEXT = 512  # tokens of a text
 EVERY = 4  # of so many tokens one's distribution is compared
 MOST_TEXTS = 24
 
-BY_FP8 = "fp8 by fp8"  # inputs too
+BY_FP8 = " by fp8"  # how those end whose inputs are too
 # The schemes of a weight of so many inputs, and the mean KL divergence that each must not exceed.
 SCHEMES: dict[str, tuple[Callable[[int], WeightScheme], float]] = {
     "fp8": (lambda columns: quantised_as("fp8", columns), 2e-3),
     "fp8, a scale for 128 inputs": (lambda columns: WeightScheme("fp8", min(128, columns)), 2e-3),
-    BY_FP8: (lambda columns: quantised_as("fp8", columns), 5e-3),
+    "fp8 by fp8": (lambda columns: quantised_as("fp8", columns), 5e-3),
+    "fp8, a scale for 128 inputs, by fp8": (lambda columns: WeightScheme("fp8", min(128, columns)), 5e-3),
     "int4": (lambda columns: quantised_as("int4", columns), 3e-2),
     "int4 with zero points": (lambda columns: WeightScheme("int4", min(128, columns), torch.float16, True), 3e-2),
+    "mxfp4": (lambda columns: MXFP4, 3e-2),
+    "nvfp4": (lambda columns: NVFP4, 3e-2),
 }
 
 
@@ -79,15 +82,14 @@ def with_scheme(model: Any, make: Callable[[int], WeightScheme], rounds_inputs: 
             tensors = quantised(weight, scheme)
             module.weight.data = dequantised(tensors, scheme.kind, scheme.group, weight.shape[1], weight.dtype)
             if rounds_inputs:
-                module.register_forward_pre_hook(lambda module, args: (rounded_to_fp8(args[0]),))
+                module.register_forward_pre_hook(lambda module, args, of=scheme: (rounded(args[0], of),))
     return changed
 
 
-def rounded_to_fp8(x: torch.Tensor) -> torch.Tensor:
-    """What x [..., K] stands for when each token's is fp8 with a scale."""
-    rows, columns = x.flatten(0, -2), x.shape[-1]
-    tensors = quantised(rows, quantised_as("fp8", columns))
-    return dequantised(tensors, "fp8", columns, columns, x.dtype).view(x.shape)
+def rounded(x: torch.Tensor, scheme: WeightScheme) -> torch.Tensor:
+    """What x [..., K] stands for where each token's is quantised."""
+    tensors = quantised(x.flatten(0, -2), scheme)
+    return dequantised(tensors, scheme.kind, scheme.group, x.shape[-1], x.dtype).view(x.shape)
 
 
 @torch.inference_mode()
@@ -110,7 +112,7 @@ def costs(names: list[str]) -> tuple[float, dict[str, Cost]]:
     exact, theirs = distributions(model, rows)
     found = {}
     for name in names:
-        perplexity, ours = distributions(with_scheme(model, SCHEMES[name][0], name == BY_FP8), rows)
+        perplexity, ours = distributions(with_scheme(model, SCHEMES[name][0], name.endswith(BY_FP8)), rows)
         divergence = (theirs.exp() * (theirs - ours)).sum(-1)
         same = (theirs.argmax(-1) == ours.argmax(-1)).float().mean().item()
         found[name] = Cost(perplexity, divergence.mean().item(), divergence.max().item(), same)

@@ -152,7 +152,7 @@ class _Section:
         if algorithm in ("FP8", "FP8_PER_CHANNEL_PER_TOKEN"):
             return Scheme("modelopt fp8", ("modelopt fp8",), kinds=_FP8)
         if algorithm == "NVFP4":
-            return Scheme("modelopt nvfp4", ("modelopt nvfp4",))
+            return Scheme("modelopt nvfp4", ("modelopt nvfp4",), kinds=("nvfp4",))
         raise self._refused(f"quant_algo: {shown(algorithm)}", "expected FP8, FP8_PER_CHANNEL_PER_TOKEN or NVFP4")
 
     def bitsandbytes(self) -> Scheme:
@@ -202,13 +202,14 @@ class _Section:
             name = f"integers of {kind[1]} bits, {_groups(size)}"
             kinds = _INT4 if kind[1] == 4 and weights.get("actorder") != "group" else ()
             return Scheme(name, ("compressed-tensors packed integers",), settings, kinds)
-        if kind == ("float", 4) and layout == "nvfp4-pack-quantized":
-            return Scheme("nvfp4", ("compressed-tensors nvfp4",))
+        if kind == ("float", 4) and layout in ("mxfp4-pack-quantized", "nvfp4-pack-quantized"):
+            name = layout.partition("-")[0]
+            return Scheme(name, (f"compressed-tensors {name}",), kinds=(name,))
         raise self._refused(
             f"config_groups.{name} ({shown(kind[0])} of {shown(kind[1])} bits, strategy {shown(strategy)}, format "
             f"{layout})",
-            "expected float-quantized fp8 (block, channel, tensor), pack-quantized int4 or int8 (group, channel), or "
-            "nvfp4-pack-quantized",
+            "expected float-quantized fp8 (block, channel, tensor), pack-quantized int4 or int8 (group, channel), "
+            "mxfp4-pack-quantized or nvfp4-pack-quantized",
         )
 
 

@@ -12,7 +12,10 @@ from mllm_compile.passes.match.nodes import is_op
 
 @dataclass(frozen=True)
 class QuantisedLinear:
-    """source · weightᵀ of a weight that is these tensors, and a bias where there is one."""
+    """source · weightᵀ of a weight that is these tensors, and a bias where there is one.
+
+    Of nvfp4 `zeros` are the factors of its rows.
+    """
 
     source: fx.Node
     values: fx.Node

@@ -66,6 +66,7 @@ OPS = {
     "selective_scan": "states.trace",
     "selective_scan_states": "states.selective_scan",
     "silu_mul": "silu_mul",
+    "silu_mul_in_fp8": "quantised_linear.silu_mul",
     "split_decode": "split_decode",
     "ssd": "states.trace",
     "ssd_states": "states.ssd",

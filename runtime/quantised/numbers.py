@@ -10,11 +10,20 @@ from collections.abc import Mapping
 import torch
 from torch.nn import functional
 
-from mllm_compile.runtime.quantised.scheme import FP8_MAX, INT4_ZERO, SCALES, VALUES, ZEROS, WeightScheme
+from mllm_compile.runtime.quantised.scheme import (
+    FACTORS,
+    FP8_MAX,
+    INT4_ZERO,
+    SCALES,
+    SMALLEST_SCALE,
+    VALUES,
+    ZEROS,
+    WeightScheme,
+    third_role,
+)
 
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 E8M0_BIAS, E8M0_NAN = 127, 255
-_SMALLEST_SCALE = 1e-12  # of a group of zeros: it is divided by
 _MOST_VALUES = 4 << 20  # dequantised at once in float32: bounds what that takes beside the weight
 
 
@@ -37,6 +46,13 @@ def quantised(weight: torch.Tensor, scheme: WeightScheme) -> dict[str, torch.Ten
         codes = _e2m1_codes(torch.ldexp(groups, -powers.unsqueeze(-1))).view(rows, -1)[:, :columns]
         scales = torch.where(sizes.isfinite(), powers + E8M0_BIAS, E8M0_NAN).to(torch.uint8)
         return {VALUES: paired(codes), SCALES: scales}
+    if scheme.kind == "nvfp4":
+        sizes = groups.abs().amax(-1) * (1 / E2M1[7])
+        factors = (sizes.amax(-1, True) * (1 / FP8_MAX)).clamp(min=SMALLEST_SCALE)
+        scales = (sizes / factors).clamp(max=FP8_MAX).to(scheme.scale_dtype)
+        by = (scales.float() * factors).clamp(min=SMALLEST_SCALE)
+        codes = _e2m1_codes(groups / by.unsqueeze(-1)).view(rows, -1)[:, :columns]
+        return {VALUES: paired(codes), SCALES: scales, FACTORS: factors}
     found = {}
     if scheme.has_zeros:
         low, high = groups.amin(-1).clamp(max=0), groups.amax(-1).clamp(min=0)
@@ -53,7 +69,7 @@ def quantised(weight: torch.Tensor, scheme: WeightScheme) -> dict[str, torch.Ten
 
 def _scales(sizes: torch.Tensor, largest: float, scheme: WeightScheme) -> torch.Tensor:
     # A GPU divides by a number by multiplying with its reciprocal: so the scales are the same everywhere.
-    return (sizes * (1 / largest)).clamp(min=_SMALLEST_SCALE).to(scheme.scale_dtype)
+    return (sizes * (1 / largest)).clamp(min=SMALLEST_SCALE).to(scheme.scale_dtype)
 
 
 def _e2m1_codes(numbers: torch.Tensor) -> torch.Tensor:
@@ -84,7 +100,7 @@ def dequantised(
     tensors: Mapping[str, torch.Tensor | None], kind: str, group: int, columns: int, dtype: torch.dtype
 ) -> torch.Tensor:
     """The weight [N, K], or [E, N, K], that `tensors`, by role, stand for: multiplied in float32 and rounded once."""
-    values, scales, zeros = tensors[VALUES], tensors[SCALES], tensors.get(ZEROS)
+    values, scales, third = tensors[VALUES], tensors[SCALES], tensors.get(third_role(kind))
     assert values is not None and scales is not None, "a weight has values and scales"
     if values.dim() > 2:
         flat = {role: None if one is None else one.flatten(0, -2) for role, one in tensors.items()}
@@ -93,15 +109,18 @@ def dequantised(
     step = max(_MOST_VALUES // max(columns, 1), 1)
     for start in range(0, values.shape[0], step):
         rows = slice(start, start + step)
-        factors = _of_inputs(exponents(scales[rows]), group, columns)
+        of_groups = exponents(scales[rows])
+        if kind == "nvfp4" and third is not None:
+            of_groups = of_groups * third[rows]
+        factors = _of_inputs(of_groups, group, columns)
         if kind == "fp8":
             weight[rows] = values[rows].float().mul_(factors)
             continue
-        if kind == "mxfp4":
+        if kind in ("mxfp4", "nvfp4"):
             weight[rows] = unpacked_e2m1(values[rows])[:, :columns].mul_(factors)
             continue
         numbers = torch.stack((values[rows] & 15, values[rows] >> 4), -1).flatten(-2)[:, :columns].float()
-        numbers -= INT4_ZERO if zeros is None else _of_inputs(zeros[rows].float(), group, columns)
+        numbers -= INT4_ZERO if third is None else _of_inputs(third[rows].float(), group, columns)
         weight[rows] = numbers.mul_(factors)
     return weight
 

@@ -13,10 +13,11 @@ from typing import Literal
 import torch
 
 # Roles of the tensors that one weight is.
-VALUES, SCALES, ZEROS = "values", "scales", "zeros"
-Kind = Literal["fp8", "int4", "mxfp4"]
+VALUES, SCALES, ZEROS, FACTORS = "values", "scales", "zeros", "factors"
+Kind = Literal["fp8", "int4", "mxfp4", "nvfp4"]
 
 FP8_MAX = 448.0  # of float8_e4m3fn
+SMALLEST_SCALE = 1e-12  # of a group of zeros: it is divided by
 INT4_ZERO = 8  # what stands for zero where no zero points are stored
 
 
@@ -27,7 +28,8 @@ class WeightScheme:
 
     fp8: values [N, K] float8_e4m3fn, weight = value * scale. int4: values [N, K/2 rounded up] uint8, two a byte, the
     low one first; weight = (value - zero) * scale, zero being 8 where there are no zero points. mxfp4: values likewise,
-    floats of four bits (E2M1), for 32 inputs a scale that is a power of two in a byte (E8M0).
+    floats of four bits (E2M1), for 32 inputs a scale that is a power of two in a byte (E8M0). nvfp4: the same floats,
+    for 16 inputs a scale in float8_e4m3fn, and of each row a factor [N, 1] in float32.
 
     Attributes:
         kind: what a value is.
@@ -43,13 +45,16 @@ class WeightScheme:
 
     @property
     def roles(self) -> tuple[str, ...]:
-        return (VALUES, SCALES, ZEROS) if self.has_zeros else (VALUES, SCALES)
+        has_third = self.has_zeros or self.kind == "nvfp4"
+        return (VALUES, SCALES, third_role(self.kind)) if has_third else (VALUES, SCALES)
 
     def shape(self, role: str, *sizes: int) -> tuple[int, ...]:
         """The shape of one tensor of a weight of these sizes, of which the last are its inputs."""
         *others, columns = sizes
         if role == VALUES:
             return *others, columns if self.kind == "fp8" else -(-columns // 2)
+        if role == FACTORS:
+            return *others, 1
         return *others, -(-columns // self.group)
 
     def stretch(self, role: str, start: int, length: int) -> tuple[int, int]:
@@ -57,6 +62,8 @@ class WeightScheme:
 
         The inputs are whole bytes, and whole groups or of one group.
         """
+        if role == FACTORS:
+            return 0, 1
         unit = self.group if role != VALUES else 1 if self.kind == "fp8" else 2
         first = start // unit
         return first, -(-(start + length) // unit) - first
@@ -64,6 +71,8 @@ class WeightScheme:
     def dtype(self, role: str) -> torch.dtype:
         if role == SCALES:
             return self.scale_dtype
+        if role == FACTORS:
+            return torch.float32
         return torch.float8_e4m3fn if role == VALUES and self.kind == "fp8" else torch.uint8
 
     def num_bytes(self, *sizes: int) -> int:
@@ -72,12 +81,18 @@ class WeightScheme:
 
 
 MXFP4 = WeightScheme("mxfp4", 32, torch.uint8)
+NVFP4 = WeightScheme("nvfp4", 16, torch.float8_e4m3fn)
+
+
+def third_role(kind: str) -> str:
+    """The role of what a weight of this kind may have beside values and scales; ops take either in one place."""
+    return FACTORS if kind == "nvfp4" else ZEROS
 
 
 def quantised_as(kind: Kind, columns: int) -> WeightScheme:
     """The scheme that a plain weight of so many inputs is quantised to."""
-    if kind == "mxfp4":
-        return MXFP4
+    if kind in ("mxfp4", "nvfp4"):
+        return MXFP4 if kind == "mxfp4" else NVFP4
     if kind == "fp8":
         return WeightScheme("fp8", columns)
     return WeightScheme("int4", min(_INT4_GROUP, columns), torch.bfloat16)

@@ -21,7 +21,7 @@ from mllm_compile.model.hf_model import build_on_meta
 from mllm_compile.passes.base import PackedPart, QuantisedTensor
 from mllm_compile.runtime.quantised.numbers import dequantised, quantised
 from mllm_compile.runtime.quantised.scheme import MXFP4 as MXFP4_SCHEME
-from mllm_compile.runtime.quantised.scheme import WeightScheme, quantised_as, tensor_name
+from mllm_compile.runtime.quantised.scheme import NVFP4, WeightScheme, quantised_as, tensor_name
 from mllm_compile.runtime.weights.formats import every, gptq
 from mllm_compile.runtime.weights.loader import WeightSpec, allocate_weights, fill_random, load_weights
 from tests.model.tiny_configs import save_tiny_model, tiny_config
@@ -442,7 +442,32 @@ def test_an_order_of_inputs_that_the_config_denies_is_refused(tmp_path):
         load_small(tmp_path, specs, scheme, 192)
 
 
-@pytest.mark.parametrize("name", [name for name in LINEARS if name not in GROUPS])
+FLOATS_OF_FOUR_BITS = {
+    "compressed-tensors mxfp4": MXFP4_SCHEME,
+    "compressed-tensors nvfp4": NVFP4,
+    "modelopt nvfp4": NVFP4,
+}
+
+
+@pytest.mark.parametrize("name", FLOATS_OF_FOUR_BITS)
+def test_floats_of_four_bits_keep_their_numbers_in_memory(name, tmp_path):
+    """Also where weights of several factors are packed; a factor that is divided by becomes one to multiply with."""
+    members, tensors, stand_for = {"q.weight": 40, "k.weight": 24}, {}, []
+    for member, rows in members.items():
+        parts, weight = LINEARS[name].quantise(random_weight(rows, 320) * rows)
+        tensors |= {member.removesuffix(".weight") + suffix: part for suffix, part in parts.items()}
+        stand_for.append(weight)
+    write(tmp_path, WrittenFormat(LINEARS[name].config, lambda weight: (tensors, weight)), stand_for[0], "")
+    table, scheme = plan(tmp_path).planned, FLOATS_OF_FOUR_BITS[name]
+    assert all(scheme_of(table[member]) == scheme for member in members)
+    specs = small_specs(scheme, members, 320, table)
+    assert sum(spec.num_bytes for spec in specs) == scheme.num_bytes(64, 320)
+    found, expected = load_small(tmp_path, specs, scheme, 320), torch.cat(stand_for)
+    rounding = 2**-22 if name == "compressed-tensors nvfp4" else 0.0
+    assert ((found - expected).abs() <= expected.abs() * rounding).all()
+
+
+@pytest.mark.parametrize("name", [name for name in LINEARS if name not in {*GROUPS, *FLOATS_OF_FOUR_BITS}])
 def test_what_linears_do_not_compute_with_has_no_scheme(name, tmp_path):
     write(tmp_path, LINEARS[name], random_weight(320, 192))
     assert scheme_of(plan(tmp_path).planned[NAME]) is None

@@ -20,6 +20,7 @@ NAMES = {
     "fp8 blocks": "fp8 in blocks of 128 x 128",
     "compressed-tensors fp8 channel": "compressed-tensors fp8, a scale a channel",
     "compressed-tensors int4": "compressed-tensors integers of 4 bits, groups of 64",
+    "compressed-tensors mxfp4": "compressed-tensors mxfp4",
     "compressed-tensors nvfp4": "compressed-tensors nvfp4",
     "gptq v2 of 8 bits": "gptq in 8 bits, groups of 128",
     "modelopt fp8": "modelopt fp8",

@@ -16,7 +16,7 @@ from torch.nn import functional
 from mllm_compile import SamplingParams
 from mllm_compile.runtime.ops import op
 from mllm_compile.runtime.quantised.numbers import dequantised, quantised
-from mllm_compile.runtime.quantised.scheme import WeightScheme
+from mllm_compile.runtime.quantised.scheme import MXFP4, NVFP4, WeightScheme, third_role
 from tests.gpu.small_shape import SHAPE
 from tests.gpu.test_served_models import (
     TINY,
@@ -38,6 +38,8 @@ SCHEMES = {
     "fp8 groups": WeightScheme("fp8", 128),
     "int4": WeightScheme("int4", 128, torch.bfloat16),
     "int4 with zero points": WeightScheme("int4", 128, torch.float16, has_zeros=True),
+    "mxfp4": MXFP4,
+    "nvfp4": NVFP4,
 }
 
 
@@ -52,7 +54,8 @@ def test_the_op_is_as_near_to_float64_as_torch_in_bfloat16_is(name, tokens):
     exact = functional.linear(x.double(), stands_for.double())
     theirs = functional.linear(x, stands_for.bfloat16())
     ours = op("quantised_linear")(
-        x, tensors["values"], tensors["scales"], tensors.get("zeros"), None, scheme.kind, scheme.group
+        *(x, tensors["values"], tensors["scales"], tensors.get(third_role(scheme.kind)), None),
+        *(scheme.kind, scheme.group),
     )
     assert (ours - exact).norm() <= 1.2 * (theirs - exact).norm()
 
@@ -65,8 +68,12 @@ def test_the_tensors_are_the_same_on_a_gpu_and_on_a_cpu():
             assert torch.equal(on_gpu[role].cpu().view(torch.uint8), tensor.view(torch.uint8)), (scheme, role)
 
 
+CHECKPOINTS = ["fp8 blocks", "modelopt fp8", "gptq", "awq", "compressed-tensors int4"]
+CHECKPOINTS += ["compressed-tensors mxfp4", "modelopt nvfp4"]
+
+
 @pytest.mark.parametrize("backend", ["eager", "inductor"])
-@pytest.mark.parametrize("name", ["fp8 blocks", "modelopt fp8", "gptq", "awq", "compressed-tensors int4"])
+@pytest.mark.parametrize("name", CHECKPOINTS)
 def test_a_checkpoint_is_as_near_to_float32_of_its_numbers_as_transformers_is(name, backend, tmp_path):
     packed, plain = tmp_path / "packed", tmp_path / "plain"
     quantise_folder(TINY, packed, plain, LINEARS[name])
@@ -102,6 +109,21 @@ def test_the_op_of_fp8_inputs_multiplies_what_they_stand_for(groups):
         exact = x_exact @ exact.t()
         ours = op("scaled_linear")(x, x_scales, values, scales)
         assert ((ours - exact).norm() / exact.norm()).item() < 4e-3, tokens
+
+
+@pytest.mark.parametrize("groups", [1, 8, 24])
+def test_an_activation_leaves_the_inputs_of_a_linear_in_fp8(groups):
+    generator = torch.Generator("cuda").manual_seed(0)
+    for tokens in (1, 65, 600):
+        x = torch.randn(1, tokens, 2 * 3072, generator=generator, device="cuda").bfloat16()
+        gate, up = x[0].chunk(2, -1)
+        wanted = (functional.silu(gate) * up).float().unflatten(-1, (groups, -1))
+        inputs, scales = op("silu_mul_in_fp8")(x, groups)
+        assert inputs.shape == (tokens, 3072) and scales.shape == (tokens, groups)
+        largest = wanted.abs().amax(-1)
+        assert ((scales * 448 - largest).abs() <= 0.01 * largest).all()  # silu is rounded to bfloat16, as theirs is
+        stands_for = inputs.float().unflatten(-1, (groups, -1)) * scales.unsqueeze(-1)
+        assert (stands_for - wanted).norm() <= 0.03 * wanted.norm()
 
 
 def dummy(folder: Path) -> Path:

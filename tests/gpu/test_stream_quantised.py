@@ -18,7 +18,7 @@ from mllm_compile.runtime.ops.stream_quantised.linear import QuantisedKind, kind
 from mllm_compile.runtime.ops.stream_quantised.ops import STREAMED
 from mllm_compile.runtime.ops.stream_quantised.shapes import BUCKETS, MAX_TOKENS, choose_tiling, is_streamed
 from mllm_compile.runtime.quantised.numbers import dequantised, quantised
-from mllm_compile.runtime.quantised.scheme import WeightScheme
+from mllm_compile.runtime.quantised.scheme import MXFP4, NVFP4, WeightScheme, third_role
 from tests.gpu.late_kernels import LATE_BLOCKS, late_kernel
 from tests.gpu.test_few_tokens import EPS, MARGIN, off_by
 
@@ -38,6 +38,8 @@ SCHEMES = {
     "fp8 groups": WeightScheme("fp8", 128),
     "int4": WeightScheme("int4", 128, torch.bfloat16),
     "int4 with zero points": WeightScheme("int4", 128, torch.float16, has_zeros=True),
+    "mxfp4": MXFP4,
+    "nvfp4": NVFP4,
 }
 by_scheme = pytest.mark.parametrize("scheme", SCHEMES.values(), ids=SCHEMES)
 ids = {"ids": lambda value: "x".join(map(str, value)) if isinstance(value, tuple) else str(value).replace(" ", "_")}
@@ -67,7 +69,7 @@ class Weight:
         if scheme.has_zeros:
             plain += plain.abs().amax(-1, keepdim=True) * 0.3 * torch.randn_like(plain[..., :1])
         made = quantised(plain.view(rows, columns), scheme)
-        self.tensors = made["values"], made["scales"], made.get("zeros")
+        self.tensors = made["values"], made["scales"], made.get(third_role(scheme.kind))
         self.exact = dequantised(made, scheme.kind, scheme.group, columns, torch.float32)
         self.kind = kind_of_weight(*self.tensors)
 
@@ -228,6 +230,24 @@ def test_every_four_bit_value_counts_as_what_it_is(tmp_path, tokens, zeros):
     assert_is_read_as(want, tokens, values, scales.bfloat16(), of_groups)
 
 
+@pytest.mark.parametrize("kind", [MXFP4, NVFP4], ids=lambda scheme: scheme.kind)
+@pytest.mark.parametrize("tokens", BUCKETS)
+def test_every_float_of_four_bits_counts_as_what_it_is(tmp_path, tokens, kind):
+    """All 16 codes at every place; scales of many sizes, subnormal ones too, beside each other."""
+    name = str(kind.scale_dtype).removeprefix("torch.")
+    load([QuantisedKind(256, 512, values=kind.kind, group=kind.group, scales=name)], tmp_path, tokens)
+    at = torch.arange(512, device="cuda")[None, :] + torch.arange(256, device="cuda")[:, None]
+    codes, of_groups = at % 16, at[:, :: kind.group] * 7
+    values = (codes[:, 0::2] | (codes[:, 1::2] << 4)).to(torch.uint8)
+    scales = (of_groups % 127).to(torch.uint8).view(torch.float8_e4m3fn)
+    factors = 2.0 ** (at[:, :1] % 5 - 2)
+    if kind == MXFP4:
+        scales, factors = (of_groups % 100 + 77).to(torch.uint8), None
+    weight = {"values": values, "scales": scales, "factors": factors}
+    want = dequantised(weight, kind.kind, kind.group, 512, torch.float32)
+    assert_is_read_as(want, tokens, values, scales, factors)
+
+
 def assert_is_read_as(want, tokens, *weight):
     columns = want.shape[1]
     for begin in range(0, columns, tokens):  # x picks one column each
@@ -244,9 +264,13 @@ def test_inputs_of_all_sizes_keep_theirs(tmp_path, scheme):
     load([weight.kind], tmp_path)
     values = torch.ones(64, 512, device="cuda").to(torch.float8_e4m3fn)
     zeros = None if weight.tensors[2] is None else torch.full_like(weight.tensors[2], 3)
-    if scheme.kind == "int4":
+    if scheme.kind != "fp8":
         values = torch.full((64, 256), 0x99 if zeros is None else 0x44, dtype=torch.uint8, device="cuda")
-    tensors = values, torch.ones_like(weight.tensors[1]), zeros
+    scales = torch.ones_like(weight.tensors[1], dtype=torch.float32).to(weight.tensors[1].dtype)
+    if scheme.kind in ("mxfp4", "nvfp4"):  # of one, in E2M1
+        values, zeros = torch.full_like(values, 0x22), None if zeros is None else torch.ones_like(zeros)
+        scales = torch.full_like(scales, 127) if scheme == MXFP4 else scales
+    tensors = values, scales, zeros
     for tokens in BUCKETS:
         for exponent in (-60, -20, 0, 20, 60):
             x = torch.full((tokens, 512), 2.0**exponent, device="cuda", dtype=torch.bfloat16)

@@ -12,7 +12,7 @@ from mllm_compile.passes.dequantise_weights import DequantiseWeights
 from mllm_compile.passes.forms import add_forms, copy_of
 from mllm_compile.passes.match.nodes import LINEAR, called_pieces, is_call, is_op
 from mllm_compile.passes.pipeline import PASSES, passes_left_out
-from mllm_compile.runtime.quantised.scheme import WeightScheme
+from mllm_compile.runtime.quantised.scheme import MXFP4, NVFP4, WeightScheme
 from tests.passes.support.graph_builder import run
 from tests.passes.test_every_pass import Decoder
 
@@ -21,6 +21,8 @@ SCHEMES = {
     "fp8 groups": WeightScheme("fp8", 128),
     "int4": WeightScheme("int4", 64, torch.bfloat16),
     "int4 with zero points": WeightScheme("int4", 128, torch.float16, has_zeros=True),
+    "mxfp4": MXFP4,
+    "nvfp4": NVFP4,
 }
 
 

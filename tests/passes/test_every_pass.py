@@ -368,7 +368,7 @@ def latents() -> fx.GraphModule:
 def quantised_decoder() -> fx.GraphModule:
     """In fp8, but for what only one of a packed pair has; and some in four bits with zero points."""
     gm = Decoder(norms_heads=True).model()
-    fp8, int4 = WeightScheme("fp8", 128), WeightScheme("int4", 48, torch.bfloat16, has_zeros=True)
+    fp8, int4 = WeightScheme("fp8", 64), WeightScheme("int4", 48, torch.bfloat16, has_zeros=True)
     schemes = {f"layers.{layer}.{part}.weight": fp8 for layer in (0, 1) for part in (*"qkvo", "gate", "up")}
     schemes |= {f"layers.{layer}.down.weight": int4 for layer in (0, 1)}
     del schemes["layers.1.up.weight"]

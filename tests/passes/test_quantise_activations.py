@@ -10,23 +10,26 @@ from torch import fx
 
 from mllm_compile.passes.base import NO_CUDA_COMPILER, SMALL_FORMS, SMALL_WEIGHTS, PassTarget, SmallWeights
 from mllm_compile.passes.forms import add_forms, copy_of
+from mllm_compile.passes.fuse_silu_mul import FuseSiluMul
+from mllm_compile.passes.match import nodes
 from mllm_compile.passes.match.nodes import called_pieces, is_op
 from mllm_compile.passes.pipeline import PASSES, passes_left_out
 from mllm_compile.passes.quantise_activations import QuantiseActivations
 from mllm_compile.runtime.ops import op
 from mllm_compile.runtime.quantised.scheme import WeightScheme
 from tests.passes.support.graph_builder import run
+from tests.passes.support.stand_ins import SILU_MUL, stand_in_ops
 from tests.passes.test_every_pass import Decoder
 
-ROWS = WeightScheme("fp8", 256)
+ROWS, GROUPS = WeightScheme("fp8", 256), WeightScheme("fp8", 128)
 
 
-def pieces_of(scheme: WeightScheme, dtype: torch.dtype = torch.bfloat16) -> fx.GraphModule:
-    """A decoder in pieces, whose gates and ups have the scheme."""
+def pieces_of(
+    scheme: WeightScheme, dtype: torch.dtype = torch.bfloat16, names: tuple[str, ...] = ("gate", "up")
+) -> fx.GraphModule:
+    """A decoder in pieces, whose gates and ups, or others, have the scheme."""
     gm = Decoder(dtype=dtype).model()
-    gm.meta[SMALL_WEIGHTS] = SmallWeights(
-        {f"layers.{n}.{part}.weight": scheme for n in (0, 1) for part in ("gate", "up")}
-    )
+    gm.meta[SMALL_WEIGHTS] = SmallWeights({f"layers.{n}.{part}.weight": scheme for n in (0, 1) for part in names})
     for graph_pass in PASSES:
         if not graph_pass.needs:
             gm = graph_pass()(gm).gm
@@ -38,14 +41,30 @@ def calls(gm: fx.GraphModule, name: str, op_name: str) -> int:
     return sum(is_op(node, op_name) for node in gm.get_submodule(name).graph.nodes)
 
 
-def test_an_fp8_weight_with_a_scale_a_row_is_multiplied_by_fp8_inputs():
-    gm = pieces_of(ROWS)
+@pytest.mark.parametrize("scheme", [ROWS, GROUPS])
+def test_an_fp8_weight_is_multiplied_by_fp8_inputs(scheme):
+    gm = pieces_of(scheme)
     expected = run(gm)
     assert QuantiseActivations()(gm).matches == 2, "of a layer in the middle, and of the last"
     gm.recompile()
     assert sum(calls(gm, name, "scaled_linear") for name in called_pieces(gm)) == 2
     assert not any(calls(gm, name, "quantised_linear") for name in called_pieces(gm))
     error = (run(gm) - expected).norm() / expected.norm()
+    assert 1e-4 < error < 5e-2, "it is rounded, and no more"
+
+
+@pytest.mark.parametrize("scheme", [WeightScheme("fp8", 512), GROUPS])
+def test_behind_an_activation_one_kernel_makes_inputs_and_scales(scheme, monkeypatch):
+    monkeypatch.setattr(nodes, "KERNEL_DTYPES", (torch.bfloat16,))
+    with stand_in_ops(SILU_MUL):
+        gm = pieces_of(scheme, names=("down",))
+        expected = run(gm)
+        assert FuseSiluMul()(gm).matches == QuantiseActivations()(gm).matches == 2
+        gm.recompile()
+        pieces = called_pieces(gm)
+        assert sum(calls(gm, name, "silu_mul_in_fp8") for name in pieces) == 2
+        assert not any(calls(gm, name, "silu_mul") for name in pieces)
+        error = (run(gm) - expected).norm() / expected.norm()
     assert 1e-4 < error < 5e-2, "it is rounded, and no more"
 
 
@@ -61,7 +80,7 @@ def test_forms_for_few_tokens_multiply_as_before():
 @pytest.mark.parametrize(
     ("scheme", "dtype"),
     [
-        (WeightScheme("fp8", 128), torch.bfloat16),
+        (WeightScheme("fp8", 64), torch.bfloat16),
         (WeightScheme("int4", 128, torch.bfloat16), torch.bfloat16),
         (replace(ROWS, scale_dtype=torch.bfloat16), torch.bfloat16),
         (ROWS, torch.float16),
@@ -79,11 +98,13 @@ def test_deterministic_runtimes_and_other_gpus_do_without():
     assert "deterministic" in passes_left_out(replace(hopper, deterministic=True))["quantise_activations"]
 
 
-def test_the_op_multiplies_what_its_operands_stand_for():
+@pytest.mark.parametrize("groups", [1, 2])
+def test_the_op_multiplies_what_its_operands_stand_for(groups):
     generator = torch.Generator().manual_seed(0)
-    x, values = (torch.randn(n, 64, generator=generator).to(torch.float8_e4m3fn) for n in (5, 32))
-    x_scales, scales = torch.rand(5, 1, generator=generator), torch.rand(32, 1, generator=generator)
-    exact = (x.double() * x_scales.double()) @ (values.double() * scales.double()).t()
+    x, values = (torch.randn(n, 256, generator=generator).to(torch.float8_e4m3fn) for n in (5, 32))
+    x_scales, scales = (torch.rand(n, groups, generator=generator) for n in (5, 32))
+    of_inputs = [one.double().repeat_interleave(256 // groups, 1) for one in (x_scales, scales)]
+    exact = (x.double() * of_inputs[0]) @ (values.double() * of_inputs[1]).t()
     ours = op("scaled_linear")(x, x_scales, values, scales)
     assert ours.dtype == torch.bfloat16
     assert ((ours - exact).norm() / exact.norm()).item() < 4e-3

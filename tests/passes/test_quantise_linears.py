@@ -22,7 +22,7 @@ from mllm_compile.passes.pack_projections import PackProjections
 from mllm_compile.passes.pipeline import run_passes
 from mllm_compile.passes.quantise_linears import QuantiseLinears
 from mllm_compile.runtime.program.spec import Program, QuantisedWeight
-from mllm_compile.runtime.quantised.scheme import MXFP4, WeightScheme, quantised_as
+from mllm_compile.runtime.quantised.scheme import MXFP4, NVFP4, WeightScheme, quantised_as
 from tests.passes.support.graph_builder import HIDDEN, GraphBuilder, apply, model_of_layers, run, targets
 from tests.passes.test_every_pass import EXPERTS, Decoder, decoder_of_experts, decoder_of_experts_with_biases
 
@@ -130,10 +130,10 @@ def packed(schemes: dict[str, WeightScheme]) -> fx.GraphModule:
     return gm
 
 
-@pytest.mark.parametrize("scheme", [FP8, INT4])
+@pytest.mark.parametrize("scheme", [FP8, INT4, NVFP4])
 def test_linears_of_one_scheme_are_packed_with_all_their_tensors(scheme):
     gm = packed(dict.fromkeys("qkv", scheme))
-    parts = {"": "values", "_scales": "scales", "_zeros": "zeros"}
+    parts = {"": "values", "_scales": "scales", "_zeros": "zeros", "_factors": "factors"}
     assert gm.meta[PACKED_WEIGHTS] == {
         f"layers.0.attn.q+k+v.weight{suffix}": tuple(
             PackedPart(f"layers.0.attn.{part}.weight{suffix}", start, rows)
@@ -226,7 +226,8 @@ def test_experts_keep_the_way_round_that_linears_have():
         assert QuantiseLinears()(gm).matches == 0
 
 
-def test_experts_in_groups_that_no_kernel_takes_stay_plain():
+@pytest.mark.parametrize("scheme", [WeightScheme("int4", 32), NVFP4], ids=lambda scheme: scheme.kind)
+def test_experts_that_no_kernel_takes_stay_plain(scheme):
     gm = decoder_of_experts()
-    gm.meta[SMALL_WEIGHTS] = SmallWeights({"layers.0.experts.up": WeightScheme("int4", 32)})
+    gm.meta[SMALL_WEIGHTS] = SmallWeights({"layers.0.experts.up": scheme})
     assert QuantiseLinears()(gm).matches == 0

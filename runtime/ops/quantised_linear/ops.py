@@ -13,7 +13,7 @@ import torch
 from torch.nn import functional
 
 from mllm_compile.runtime.quantised.numbers import dequantised
-from mllm_compile.runtime.quantised.scheme import SCALES, VALUES, ZEROS
+from mllm_compile.runtime.quantised.scheme import SCALES, VALUES, third_role
 
 _LIBRARY = torch.library.Library("mllm", "FRAGMENT")
 _LIBRARY.define(
@@ -35,13 +35,13 @@ def quantised_linear_reference(
 
     Args:
         x: [..., K].
-        values, scales, zeros, kind, group: the weight [N, K], as WeightScheme has it.
+        values, scales, zeros, kind, group: the weight [N, K], as WeightScheme has it; of nvfp4 `zeros` are the factors.
         bias: [N] in the dtype of x, or None.
 
     Returns:
         [..., N] in the dtype of x.
     """
-    tensors = {VALUES: values, SCALES: scales, ZEROS: zeros}
+    tensors = {VALUES: values, SCALES: scales, third_role(kind): zeros}
     return functional.linear(x, dequantised(tensors, kind, group, x.shape[-1], x.dtype), bias)
 
 

@@ -1,5 +1,5 @@
-// A linear of up to 8 tokens on Hopper whose weight is float8_e4m3fn or four-bit integers: out = x . weight^T, with the norm
-// before it and what follows it.
+// A linear of up to 8 tokens on Hopper whose weight is float8_e4m3fn, four-bit integers or four-bit floats:
+// out = x . weight^T, with the norm before it and what follows it.
 //
 // A weight of a byte an input is read in half the time, one of half a byte in a quarter, so all that a kernel does beside reading weighs twice or more. So a block
 // takes less than half of a multiprocessor and lets the next kernel in before it waits for what makes x: that one's blocks
@@ -12,8 +12,9 @@
 //
 // Defined by few.py: N outputs (of a gated one: gate and up rows), K, BITS (of a value: 8 or 4), SPLIT, PASSES, CLUSTERS,
 // WARPS, RESIDENT (blocks of a multiprocessor, of registers), PIECE (inputs of a row in a stage), STAGES, SHARED_BYTES, GROUP
-// (inputs that share a scale: 128; 0: all of a row, of fp8), SCALE_BYTES, SCALES_ARE_HALF (float16; else of two bytes
-// bfloat16), ZEROS (there are zero points, of a byte), NORM_BLOCKS (sums of squares a token to read; 0: no norm), GATED,
+// (inputs that share a scale: 128, of floats of four bits 32 or 16; 0: all of a row, of fp8), SCALE_BYTES, SCALES_ARE_HALF
+// (float16; else of two bytes bfloat16), ZEROS (there are zero points, of a byte), FLOATS (of four bits), FACTORS (`zeros` are
+// factors of rows, in float32), NORM_BLOCKS (sums of squares a token to read; 0: no norm), GATED,
 // RESIDUAL, NEXT_BLOCKS (sums of squares a token to leave), BIAS (in the place of the norm's weight).
 
 constexpr int ROWS = 16, TOKENS = 8;  // of m16n8k16
@@ -33,10 +34,12 @@ constexpr int TURNS = (GROUPS + CLUSTERS - 1) / CLUSTERS, PLACES = (TURNS + SPLI
 constexpr int SUMS = ROWS * TOKENS, HALVES = OUT_ROWS / 2;                                       // outputs are stored by twos
 // What x is multiplied by, twice, and what sums are: of 2^120, an fp8 value's.
 constexpr u32 X_FACTOR = 0x5f805f80u;
-constexpr float OUT_FACTOR = BITS == 8 ? (float)(1ull << 56) : 1.f;
+constexpr float OUT_FACTOR = BITS == 8 ? (float)(1ull << 56) : FLOATS ? E2M1_FACTOR : 1.f;
+constexpr bool INTEGERS = BITS == 4 && !FLOATS, OF_ROWS = GROUP == 0 || FACTORS;  // rows have a scale or factor each
 static_assert(K % (SPLIT * PANEL_INPUTS) == 0 && PIECE % PANEL_INPUTS == 0 && CLUSTERS <= GROUPS, "whole panels, and work for all");
-static_assert(GROUP == 0 && BITS == 8 || GROUP == 128 && STEP <= GROUP, "a step has one scale");
+static_assert(GROUP == 0 && BITS == 8 || GROUP == 128 && STEP <= GROUP && !FLOATS || FLOATS && GROUP == (FACTORS ? 16 : 32), "a step or a part of a lane has one scale");
 static_assert(BITS == 4 || SCALE_BYTES == 4 && !ZEROS, "fp8 has scales in float32");
+static_assert(!FLOATS || BITS == 4 && SCALE_BYTES == 1 && !ZEROS, "floats of four bits have scales of a byte");
 static_assert(NEXT_BLOCKS == 0 || NEXT_BLOCKS == GROUPS, "a sum of squares of each group");
 static_assert(WARPS % 2 == 0, "a warp's steps are all of one half");
 static_assert(NORM_BLOCKS == 0 || NORM_BLOCKS % 4 == 0 && WARPS >= TOKENS, "a warp has a token's sums, four at a time");
@@ -48,7 +51,7 @@ struct Shared {
   float unsent[SPLIT > 1 && PASSES > 1 ? TURNS : 1][SUMS];  // of all rows, until the last pass
   u32 residuals[PLACES][TOKENS][8];   // two outputs each
   float scales[PLACES][ROWS];         // of rows that have one
-  float totals[BITS == 4 ? WARPS * CHUNKS * STEPS : 1][TOKENS];  // of a warp's inputs, by steps
+  float totals[INTEGERS ? WARPS * CHUNKS * STEPS : 1][TOKENS];  // of a warp's inputs, by steps
   u32 weights[PLACES][8];             // of the norm, or biases
   float factors[TOKENS];
   u64 full[STAGES], empty[STAGES], arrived[PLACES];
@@ -100,7 +103,7 @@ __device__ __forceinline__ Inputs prepared(const uint4 (&raw)[INPUTS / 8], float
 #pragma unroll
     for (int j = 0; j < 4; j++) v.pairs[i * 4 + j] = BITS == 8 ? times(words[j], X_FACTOR) : fours_apart(words, j);
   }
-  if (BITS == 4) {
+  if (INTEGERS) {
     constexpr u32 ONES = 0x3f803f80u;  // 1, twice
     float total[4] = {};
 #pragma unroll
@@ -120,8 +123,16 @@ __device__ __forceinline__ void multiply(float* sums, u32 upper, u32 lower, cons
                   pair_of_fours(lower, 2 * half + 1), v.pairs[4 * j + 2 * half], v.pairs[4 * j + 2 * half + 1]);
   }
 }
+// The same of floats of four bits and of the scales of their rows.
+__device__ __forceinline__ void multiply_floats(float* sums, u32 upper, u32 lower, u32 of_upper, u32 of_lower, const Inputs& v, int j) {
+  const auto pair = [](u32 values, int i, u32 scale) { return times(pair_of_e2m1(values >> 4 * i), scale); };
+#pragma unroll
+  for (int i = 0; i < 4; i += 2)
+    add_product(sums, pair(upper, i, of_upper), pair(lower, i, of_lower), pair(upper, i + 1, of_upper), pair(lower, i + 1, of_lower),
+                v.pairs[4 * j + i], v.pairs[4 * j + i + 1]);
+}
 __device__ __forceinline__ float scale_at(const char* scales, int i) {
-  if (SCALE_BYTES == 4) return ((const float*)scales)[i];
+  if (SCALE_BYTES == 4 || FLOATS) return ((const float*)scales)[i];
   const unsigned short bits = ((const unsigned short*)scales)[i];
   return SCALES_ARE_HALF ? float_of_half(bits) : __uint_as_float((u32)bits << 16);
 }
@@ -188,9 +199,9 @@ __launch_bounds__(32 * WARPS, RESIDENT) quantised_linear(
 
   // What finishes the rows that are the block's: place p is the cluster's turn p * SPLIT + rank.
   const auto group_of = [&](int place) { return first_group + (place * SPLIT + rank) * CLUSTERS; };
-  if (GROUP == 0)
+  if (OF_ROWS)
     for (int i = threadIdx.x; i < PLACES * ROWS; i += 32 * WARPS)
-      if (group_of(i / ROWS) < GROUPS) shared.scales[i / ROWS][i % ROWS] = scale_at(scales, row_of(group_of(i / ROWS), i % ROWS));
+      if (group_of(i / ROWS) < GROUPS) shared.scales[i / ROWS][i % ROWS] = scale_at(FACTORS ? zeros : scales, row_of(group_of(i / ROWS), i % ROWS));
   if (NEXT_BLOCKS || BIAS)
     for (int i = threadIdx.x; i < PLACES * HALVES; i += 32 * WARPS)
       if (group_of(i / HALVES) < GROUPS) shared.weights[i / HALVES][i % HALVES] = norm_weight[group_of(i / HALVES) * HALVES + i % HALVES];
@@ -200,7 +211,7 @@ __launch_bounds__(32 * WARPS, RESIDENT) quantised_linear(
   const u32 place_of_lane = row * PANEL + ((quad + warp % 2 * 4 ^ row) & 7) * 16;  // in one of a panel's halves, each a step
   int slot = 0, phase = 0, last = -1;
   Inputs xs[CHUNKS][STEPS];
-  float* my_totals = shared.totals[BITS == 4 ? warp * CHUNKS * STEPS : 0];
+  float* my_totals = shared.totals[INTEGERS ? warp * CHUNKS * STEPS : 0];
 #pragma unroll 1
   for (int pass = 0; pass < PASSES; pass++) {
     const int begin = pass * CHUNKS * PIECE;
@@ -258,11 +269,21 @@ __launch_bounds__(32 * WARPS, RESIDENT) quantised_linear(
           const char* from = stage + step / 2 * PANEL_BYTES + place_of_lane;
           const uint4 upper = *(const uint4*)from, lower = *(const uint4*)(from + 8 * PANEL);
           const Inputs& v = xs[c][s];
-          if (GROUP) {
+          if (FLOATS) {
+            constexpr int MINE = GROUP == 16 ? 2 : 1;  // scales of a lane's inputs of a row
+            const unsigned char* of_upper = (const unsigned char*)stage + VALUE_BYTES + row * ROW_GROUPS + (step * 4 + quad) * MINE;
+            const unsigned char* of_lower = of_upper + 8 * ROW_GROUPS;
+            const u32 uppers = MINE == 2 ? *(const unsigned short*)of_upper : *of_upper;
+            const u32 lowers = MINE == 2 ? *(const unsigned short*)of_lower : *of_lower;
+            const u32 first[2] = {scale_of_byte(uppers, 0), scale_of_byte(lowers, 0)};
+            const u32 second[2] = {scale_of_byte(uppers, MINE - 1), scale_of_byte(lowers, MINE - 1)};
+            multiply_floats(even, upper.x, lower.x, first[0], first[1], v, 0), multiply_floats(odd, upper.y, lower.y, first[0], first[1], v, 1);
+            multiply_floats(even, upper.z, lower.z, second[0], second[1], v, 2), multiply_floats(odd, upper.w, lower.w, second[0], second[1], v, 3);
+          } else if (GROUP) {
             const int of_upper = row * ROW_GROUPS + step * STEP / WITH_A_SCALE, of_lower = of_upper + 8 * ROW_GROUPS;
             const char* scales_of_stage = stage + VALUE_BYTES;
             float part[4] = {};
-            if (BITS == 4) {  // values are multiplied as what they are plus 128
+            if (INTEGERS) {  // values are multiplied as what they are plus 128
               const unsigned char* zeros_of_stage = (const unsigned char*)(scales_of_stage + OF_SCALES);
               const float zero_of_upper = 128 + (ZEROS ? zeros_of_stage[of_upper] : 8);
               const float zero_of_lower = 128 + (ZEROS ? zeros_of_stage[of_lower] : 8);
@@ -337,7 +358,7 @@ __launch_bounds__(32 * WARPS, RESIDENT) quantised_linear(
       sums[i] = 0.f;
 #pragma unroll
       for (int peer = 0; peer < SPLIT; peer++) sums[i] += shared.inbox[place][peer][r * TOKENS + token];
-      sums[i] *= factor * (GROUP ? 1.f : shared.scales[place][r]);
+      sums[i] *= factor * (OF_ROWS ? shared.scales[place][r] : 1.f);
     }
     uint2 weights = {0, 0};
     if (NEXT_BLOCKS || BIAS) weights = *(const uint2*)(shared.weights[place] + quad * 2);

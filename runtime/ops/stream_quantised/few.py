@@ -13,7 +13,13 @@ from typing import ClassVar
 
 from mllm_compile.runtime.cuda.kernel import MULTIPROCESSORS
 from mllm_compile.runtime.ops.stream_linear.linear import NORM_ROWS, Boxes
-from mllm_compile.runtime.ops.stream_quantised.linear import GROUP, HEADERS, QuantisedKind, QuantisedTiling
+from mllm_compile.runtime.ops.stream_quantised.linear import (
+    GROUP,
+    HEADERS,
+    QuantisedKind,
+    QuantisedTiling,
+    room_of_block,
+)
 
 MAX_TOKENS = 8
 
@@ -22,7 +28,7 @@ _WARPS = 8  # of a block, as a rule
 # Registers of a thread that hold inputs, at most, by warps of a block: of two on a multiprocessor a thread has 128
 # where there are eight warps, 64 where there are sixteen.
 _INPUT_REGISTERS = {8: 64, 16: 16}
-_ROOM_BYTES, _RESERVED_BYTES = 228 << 10, 1 << 10  # shared memory of a multiprocessor; of that, a block's of the system
+_RESIDENT = 2  # blocks of a multiprocessor
 _MOST_STAGES = 16
 _COLUMNS_OF_WAIT = 3400  # of four bits, that are read meanwhile
 _ZEROS_UNIT = 4 * GROUP  # columns whose zero points one copy takes, at least
@@ -36,7 +42,6 @@ class FewTiling(QuantisedTiling):
         passes: times that a block goes over its rows, each with a part of the columns.
         clusters: they take groups of rows in turns.
         warps: warps of a block.
-        resident: blocks of a multiprocessor that there are registers for.
         piece: columns of a row in a stage.
         stages: stages of the ring.
     """
@@ -49,7 +54,6 @@ class FewTiling(QuantisedTiling):
     passes: int
     clusters: int
     warps: int
-    resident: int
     piece: int
     stages: int
 
@@ -66,9 +70,14 @@ class FewTiling(QuantisedTiling):
 
     @cached_property
     def shared_bytes(self) -> int:
+        """Bytes that a block asks for: what it needs, or more, where no second one may lie beside it."""
+        return room_of_block(self.kind) if self.kind.residual else self.needed_bytes
+
+    @cached_property
+    def needed_bytes(self) -> int:
         """Bytes of the ring and its alignment; sums of warps and of blocks, operands, factors and barriers."""
         kind = self.kind
-        of_groups = self.piece // GROUP * (kind.scale_bytes + kind.zeros) if kind.group else 0
+        of_groups = self.piece // kind.group * (kind.scale_bytes + kind.zeros) if kind.group else 0
         stage = math.ceil(NORM_ROWS * (self.piece // kind.values_a_byte + of_groups) / 1024) * 1024
         turns = math.ceil(self.kind.rows / NORM_ROWS / self.clusters)
         places = math.ceil(turns / self.split)
@@ -99,7 +108,7 @@ class FewTiling(QuantisedTiling):
             "PASSES": self.passes,
             "WARPS": self.warps,
             "CLUSTERS": self.clusters,
-            "RESIDENT": self.resident,
+            "RESIDENT": _RESIDENT,
             "PIECE": self.piece,
             "STAGES": self.stages,
             "SHARED_BYTES": self.shared_bytes,
@@ -112,9 +121,9 @@ def _registers_of_piece(kind: QuantisedKind, piece: int, warps: int) -> int:
 
 
 def divide(
-    kind: QuantisedKind, piece_bytes: int = 1024, resident: int = 2, split: int | None = None, warps: int = _WARPS
+    kind: QuantisedKind, piece_bytes: int = 1024, split: int | None = None, warps: int = _WARPS
 ) -> FewTiling | None:
-    """The tiling with pieces of so many bytes of a row, and as many stages as leave room for `resident` blocks;
+    """The tiling with pieces of so many bytes of a row, and as many stages as leave room for one of the next kernel's;
     None: none fits.
     """
     groups, piece = kind.rows // NORM_ROWS, piece_bytes * kind.values_a_byte
@@ -129,12 +138,12 @@ def divide(
     if passes > 1 and kind.group and of_piece < room_for_inputs:  # scales take registers too
         passes = math.ceil(pieces * of_piece / (room_for_inputs - of_piece))
     clusters = min(groups, MULTIPROCESSORS // split)
-    room = _ROOM_BYTES // resident - _RESERVED_BYTES
+    room = room_of_block(kind)
     tilings = (
-        FewTiling(kind, MAX_TOKENS, split, passes, clusters, warps, resident, piece, stages)
+        FewTiling(kind, MAX_TOKENS, split, passes, clusters, warps, piece, stages)
         for stages in range(_MOST_STAGES, 1, -1)
     )
-    return next((tiling for tiling in tilings if tiling.shared_bytes <= room), None)
+    return next((tiling for tiling in tilings if tiling.needed_bytes <= room), None)
 
 
 @cache

@@ -44,6 +44,8 @@ def most_tokens(kind: QuantisedKind) -> int:
 def _has_known_scales(kind: QuantisedKind) -> bool:
     if kind.values == "fp8":
         return kind.group in (0, GROUP) and kind.scales == "float32" and not kind.zeros
+    if kind.has_floats:
+        return (kind.group, kind.scales) == ((32, "uint8") if kind.values == "mxfp4" else (16, "float8_e4m3fn"))
     if kind.group != GROUP or kind.scales not in ("bfloat16", "float16"):
         return False
     return not kind.zeros or kind.columns // GROUP % _COPY_BYTES == 0

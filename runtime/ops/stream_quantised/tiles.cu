@@ -1,5 +1,5 @@
-// A linear of 9 to 128 tokens on Hopper whose weight is float8_e4m3fn or four-bit integers: out = x . weight^T, with the norm
-// before it and what follows it.
+// A linear of 9 to 128 tokens on Hopper whose weight is float8_e4m3fn, four-bit integers or four-bit floats:
+// out = x . weight^T, with the norm before it and what follows it.
 //
 // As in stream_linear/tiles.cu a block asks for what its ring holds of the weight before the kernel that makes x has ended,
 // and every multiprocessor gets nearly the same share: a tile of ROWS outputs, or, where those were few, of more whose inputs
@@ -17,9 +17,9 @@
 //
 // Defined by tiles.py: N outputs (of a gated one: gate and up rows), K, BITS (of a value: 8 or 4), ROWS (a multiple of 16),
 // K_GROUPS, SPLIT, BLOCKS, RESIDENT (blocks of a multiprocessor, of registers), NUM_THREADS and SHARED_BYTES of a block,
-// TOKENS (a multiple of 8), PANELS (of 128 bytes of a row, of a stage), STAGES, GROUP (inputs that share a scale: 128; 0: all
-// of a row, of fp8), SCALE_BYTES, SCALES_ARE_HALF (float16; else of two bytes bfloat16), ZEROS (there are zero points, of a
-// byte), NORM_BLOCKS (sums of squares a token to read; 0: no norm), GATED, RESIDUAL, NEXT_BLOCKS (sums of squares a token to
+// TOKENS (a multiple of 8), PANELS (of 128 bytes of a row, of a stage), STAGES, GROUP (inputs that share a scale: 128, of
+// floats of four bits 32 or 16; 0: all of a row, of fp8), SCALE_BYTES, SCALES_ARE_HALF (float16; else of two bytes bfloat16),
+// ZEROS (there are zero points, of a byte), FLOATS (of four bits), FACTORS (`zeros` are factors of rows, in float32), NORM_BLOCKS (sums of squares a token to read; 0: no norm), GATED, RESIDUAL, NEXT_BLOCKS (sums of squares a token to
 // leave), BIAS (in the place of the norm's weight).
 
 constexpr int PANEL_BYTES = 128, PANEL = PANEL_BYTES * 8 / BITS;  // of a swizzled row of the weight; its inputs
@@ -40,14 +40,17 @@ static_assert(K % (SPLIT * PANELS * PANEL) == 0 && NORM_BLOCKS % 4 == 0, "whole 
 static_assert(PANELS % K_GROUPS == 0, "a warp has panels of every stage");
 static_assert(TOKENS <= 64 || WARP_GROUPS <= 2 && RESIDENT == 1, "sums take twice the registers");
 static_assert(ROWS % M_ROWS == 0 && TOKENS % 8 == 0 && THREADS == NUM_THREADS, "as it is launched");
-static_assert(GROUP == 0 && BITS == 8 || GROUP == 2 * HALF, "a scale for two panels of x");
+static_assert(GROUP == 0 && BITS == 8 || GROUP == 2 * HALF || FLOATS && GROUP == (FACTORS ? 16 : 32), "a scale for two panels of x, or for a product or two");
 static_assert(BITS == 4 || SCALE_BYTES == 4 && !ZEROS, "fp8 has scales in float32");
+static_assert(!FLOATS || BITS == 4 && SCALE_BYTES == 1 && !ZEROS, "floats of four bits have scales of a byte");
 
 constexpr int RING_BYTES = STAGES * STAGE_BYTES;
-constexpr int ROW_SCALES = GROUP ? STEPS * PANELS * PANEL_GROUPS : 1, SCALE_PITCH = ROW_SCALES | 1;  // of a row and a block; odd: other banks
+constexpr bool INTEGERS = BITS == 4 && !FLOATS, BY_GROUPS = GROUP && !FLOATS;  // sums of a group are multiplied by its scale
+constexpr int WORDS = FLOATS ? 2 * HALF / GROUP / 4 : 1;  // of the scales of two panels of x
+constexpr int ROW_SCALES = GROUP ? STEPS * PANELS * PANEL_GROUPS * WORDS : 1, SCALE_PITCH = ROW_SCALES | 1;  // of a row and a block; odd: other banks
 struct Shared {
   float inbox[PLACES][EIGHTS][SOURCES][M_ROWS * 8];  // of a row eight tokens
-  u32 scales[ROWS * SCALE_PITCH];  // float; or two bytes and, in front of them, the zero point
+  u32 scales[ROWS * SCALE_PITCH];  // float; or two bytes and, in front of them, the zero point; or four of floats of four bits
   float factors[TOKENS];
   u64 full[STAGES], empty[STAGES], arrived, factors_there;
 };
@@ -84,20 +87,25 @@ __device__ void ask(const TensorMap* values, const TensorMap* x, u32 ring, u32 f
 constexpr u32 VALUE_FACTOR = 0x7b807b80u;  // 2^120, twice
 // Values of 16 rows and 64 inputs as wgmma takes them: four times 16 inputs.
 using Values = u32[4][4];
-// Of half `half` of a panel. `rows` is where the lane's row of the first eight begins; zeros are what is taken off four bits.
-__device__ __forceinline__ void take_apart(Values& to, const char* rows, int half, u32 zero_of_upper, u32 zero_of_lower) {
+// Of half `half` of a panel. `rows` is where the lane's row of the first eight begins; `of_upper` and `of_lower` are what is
+// taken off integers of four bits, or scales of floats.
+__device__ __forceinline__ void take_apart(Values& to, const char* rows, int half, u32 of_upper, u32 of_lower) {
   const int row = threadIdx.x / 4 % 8, quad = threadIdx.x % 4;
 #pragma unroll
   for (int s = 0; s < 4; s++) {
     const int byte = (half * 4 + s) * 2 * BITS, chunk = byte / 16;  // of the row
     const char* from = rows + ((chunk ^ row) & 7) * 16 + byte % 16 + quad * BITS / 4;
+    const int place = GROUP == 16 ? s : half % 2 * 2 + s / 2;  // of the scale
+    const u32 scale_of_upper = FLOATS ? scale_of_byte(of_upper, place) : 0, scale_of_lower = FLOATS ? scale_of_byte(of_lower, place) : 0;
 #pragma unroll
     for (int i = 0; i < 4; i++) {  // of rows and those eight behind, by turns
       const char* at = from + i % 2 * 8 * PANEL_BYTES + i / 2 * BITS;
       if (BITS == 8)
         to[s][i] = times(first_pair(*(const unsigned short*)at), VALUE_FACTOR);
+      else if (FLOATS)
+        to[s][i] = times(pair_of_e2m1(*(const unsigned char*)at * 0x1001u), i % 2 ? scale_of_lower : scale_of_upper);
       else
-        to[s][i] = minus(pair_of_byte(*(const unsigned char*)at), i % 2 ? zero_of_lower : zero_of_upper);
+        to[s][i] = minus(pair_of_byte(*(const unsigned char*)at), i % 2 ? of_lower : of_upper);
     }
   }
 }
@@ -112,15 +120,19 @@ __device__ __forceinline__ float scale_of(u32 word) {
   return SCALE_BYTES == 4 ? __uint_as_float(word) : SCALES_ARE_HALF ? float_of_half(word) : __uint_as_float(word << 16);
 }
 
+// The weight's row of a tile's.
+__device__ __forceinline__ int weight_row(int tile, int in_tile) {
+  const int at = tile * ROWS + in_tile, group = at / M_ROWS * M_ROWS;
+  return GATED ? group / 2 + in_tile % 8 + in_tile / 8 % 2 * OUTPUTS : at;
+}
 // Of a tile's rows, by all warps that multiply. Returns when all have loaded theirs.
 __device__ void load_scales(u32* to, const char* scales, const char* zeros, int tile, int rank) {
   for (int i = threadIdx.x - 128; i < ROWS * ROW_SCALES; i += 32 * CONSUMERS) {
-    const int in_tile = i / ROW_SCALES, at = tile * ROWS + in_tile, group = at / M_ROWS * M_ROWS;
-    const int row = GATED ? group / 2 + in_tile % 8 + in_tile / 8 % 2 * OUTPUTS : at;
-    const int from = row * ROW_SCALES * (GROUP ? SPLIT : 1) + (GROUP ? rank * ROW_SCALES : 0) + i % ROW_SCALES;
-    if (at >= N) continue;
-    u32 word = SCALE_BYTES == 4 ? ((const u32*)scales)[from] : ((const unsigned short*)scales)[from];
-    if (BITS == 4) word |= (ZEROS ? ((const unsigned char*)zeros)[from] : 8) << 16;
+    const int in_tile = i / ROW_SCALES;
+    const int from = weight_row(tile, in_tile) * ROW_SCALES * (GROUP ? SPLIT : 1) + (GROUP ? rank * ROW_SCALES : 0) + i % ROW_SCALES;
+    if (tile * ROWS + in_tile >= N) continue;
+    u32 word = SCALE_BYTES == 4 || FLOATS ? ((const u32*)scales)[from] : ((const unsigned short*)scales)[from];
+    if (INTEGERS) word |= (ZEROS ? ((const unsigned char*)zeros)[from] : 8) << 16;
     to[in_tile * SCALE_PITCH + i % ROW_SCALES] = word;
   }
   asm volatile("bar.sync 1, %0;" ::"n"(32 * CONSUMERS) : "memory");
@@ -213,7 +225,7 @@ __launch_bounds__(THREADS, RESIDENT) quantised_tiles(
     int read = -1;                                     // the stage that is free when all products are there
     const auto settle = [&] {
       asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
-      if (GROUP)
+      if (BY_GROUPS)
 #pragma unroll
         for (int e = 0; e < EIGHTS; e++) {
           sums[e][0] += parts[e][0] * scale_of_upper, sums[e][1] += parts[e][1] * scale_of_upper;
@@ -233,15 +245,18 @@ __launch_bounds__(THREADS, RESIDENT) quantised_tiles(
         for (int g = 0; g < PANEL_GROUPS; g++) {
           const int panel = p * K_GROUPS + k_group, group = panel * PANEL_GROUPS + g;
           u32 upper = 0, lower = 0;
-          if (GROUP) upper = my_scales[step * PANELS * PANEL_GROUPS + group], lower = my_scales[8 * SCALE_PITCH + step * PANELS * PANEL_GROUPS + group];
-          const u32 zero_of_upper = 0x43004300u | (upper >> 16) * 0x10001u, zero_of_lower = 0x43004300u | (lower >> 16) * 0x10001u;
+          const u32* of_group = my_scales + (step * PANELS * PANEL_GROUPS + group) * WORDS;
+          if (GROUP) upper = of_group[0], lower = of_group[8 * SCALE_PITCH];
+          const auto beside = [&](u32 word, const u32* second) {  // what take_apart wants of a row
+            return !FLOATS ? 0x43004300u | (word >> 16) * 0x10001u : second && WORDS == 2 ? *second : word;
+          };
           asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory");  // the first half's values were read
-          if (has_rows) take_apart(values[0], rows + panel * W_PANEL_BYTES, 2 * g, zero_of_upper, zero_of_lower);
+          if (has_rows) take_apart(values[0], rows + panel * W_PANEL_BYTES, 2 * g, beside(upper, nullptr), beside(lower, nullptr));
           settle();
-          multiply(GROUP ? parts : sums, values[0], of_x + 2 * group * X_PANEL_BYTES, GROUP == 0);
-          if (has_rows) take_apart(values[1], rows + panel * W_PANEL_BYTES, 2 * g + 1, zero_of_upper, zero_of_lower);
-          multiply(GROUP ? parts : sums, values[1], of_x + (2 * group + 1) * X_PANEL_BYTES, true);
-          if (GROUP) scale_of_upper = scale_of(upper), scale_of_lower = scale_of(lower);
+          multiply(BY_GROUPS ? parts : sums, values[0], of_x + 2 * group * X_PANEL_BYTES, !BY_GROUPS);
+          if (has_rows) take_apart(values[1], rows + panel * W_PANEL_BYTES, 2 * g + 1, beside(upper, of_group + 1), beside(lower, of_group + 8 * SCALE_PITCH + 1));
+          multiply(BY_GROUPS ? parts : sums, values[1], of_x + (2 * group + 1) * X_PANEL_BYTES, true);
+          if (BY_GROUPS) scale_of_upper = scale_of(upper), scale_of_lower = scale_of(lower);
         }
       read = slot;
       if (++slot == STAGES) slot = 0, phase ^= 1;
@@ -251,7 +266,12 @@ __launch_bounds__(THREADS, RESIDENT) quantised_tiles(
     asm volatile("barrier.cluster.wait.acquire;" ::: "memory");  // the others' barriers are made
 #endif
     if (has_rows) {
-      const float upper = GROUP ? 1.f : scale_of(my_scales[0]), lower = GROUP ? 1.f : scale_of(my_scales[8 * SCALE_PITCH]);
+      const auto scale_of_row = [&](int in_tile, int at) {
+        const bool is_there = tile * ROWS + in_tile < N;
+        const float factor = FACTORS && is_there ? ((const float*)zeros)[weight_row(tile, in_tile)] : 1.f;
+        return FLOATS ? E2M1_FACTOR * factor : GROUP ? 1.f : scale_of(my_scales[at]);
+      };
+      const float upper = scale_of_row(row_warp * M_ROWS + lane / 4, 0), lower = scale_of_row(row_warp * M_ROWS + lane / 4 + 8, 8 * SCALE_PITCH);
 #pragma unroll
       for (int e = 0; e < EIGHTS; e++) {
         const float* sum = sums[e];

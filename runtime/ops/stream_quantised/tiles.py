@@ -16,11 +16,11 @@ from mllm_compile.runtime.cuda.kernel import MULTIPROCESSORS
 from mllm_compile.runtime.cuda.wgmma import multiply_registers
 from mllm_compile.runtime.ops.stream_linear.linear import NORM_ROWS, Boxes
 from mllm_compile.runtime.ops.stream_quantised.linear import (
-    GROUP,
     HEADERS,
     PANEL_BYTES,
     QuantisedKind,
     QuantisedTiling,
+    room_of_block,
 )
 
 MAX_TOKENS = 128
@@ -29,9 +29,9 @@ _X_BYTES = 2  # of an input of a token
 _GROUP_ROWS = 64  # of wgmma, and of a warp group
 _MOST_WARP_GROUPS, _MANY_TOKENS, _MOST_OF_MANY = 3, 64, 2  # that multiply: up to so many tokens, and with more
 _MOST_STAGES = 32
-# Shared memory of a block: half, so that there is room for one of the next kernel, whose weight comes while this one
-# ends; or all.
-_BESIDE_BYTES, _BLOCK_BYTES = 113 << 10, 227 << 10
+# Shared memory of a block: about half, so that there is room for one of the next kernel, whose weight comes while this
+# one ends; or all.
+_BLOCK_BYTES = 227 << 10
 _BESIDE_THREADS = 256  # 128 registers each
 _CLUSTERS = {1: MULTIPROCESSORS, 2: MULTIPROCESSORS // 2, 4: 29}  # that run at the same time
 _TURNS = (1, 2, 3, 4, 6, 8)  # that a block takes undivided tiles in
@@ -94,23 +94,35 @@ class TileTiling(QuantisedTiling):
         return self.panels * (self.rows * PANEL_BYTES + self.tokens * self.kind.panel * _X_BYTES)
 
     @property
+    def _scale_words(self) -> int:
+        """Words of a row's scales in shared memory: of floats of four bits four scales are in one."""
+        kind = self.kind
+        if not kind.group:
+            return 1
+        return self.kind.columns // self.split // kind.group // (4 if kind.has_floats else 1)
+
+    @property
     def _other_bytes(self) -> int:
         """Bytes of the ring's alignment, sums, scales, factors and barriers."""
         places = math.ceil(self.rows // NORM_ROWS / self.split)
         inbox = places * self.tokens // 8 * self.split * self.column_groups * 512
-        scales = self.rows * ((self.kind.columns // self.split // GROUP if self.kind.group else 1) | 1) * 4
+        scales = self.rows * (self._scale_words | 1) * 4
         return 1024 + inbox + scales + self.tokens * 4 + 16 + 16
 
     @cached_property
     def shared_bytes(self) -> int:
+        """Bytes that a block asks for: what it needs, or more, where no second one may lie beside it (few.py)."""
+        return room_of_block(self.kind) if self.kind.residual and self.is_beside else self.needed_bytes
+
+    @cached_property
+    def needed_bytes(self) -> int:
         return self.stages * (self.stage_bytes + 16) + self._other_bytes
 
     @property
     def is_beside(self) -> bool:
         """True if a multiprocessor has room for a block of the next kernel, in shared memory and registers."""
-        return (
-            self.shared_bytes <= _BESIDE_BYTES and self.num_threads <= _BESIDE_THREADS and self.tokens <= _MANY_TOKENS
-        )
+        is_small = self.needed_bytes <= room_of_block(self.kind) and self.tokens <= _MANY_TOKENS
+        return is_small and self.num_threads <= _BESIDE_THREADS
 
     def preamble(self) -> str:
         return multiply_registers(self.tokens)
@@ -140,7 +152,7 @@ def divide(
         return None
     for stages in range(min(_MOST_STAGES, of_block), 0, -1):
         tiling = TileTiling(kind, tokens, rows, split, column_groups, panels, stages)
-        if tiling.shared_bytes <= room:
+        if tiling.needed_bytes <= room:
             fits = split == 1 or tiling.num_tiles <= _CLUSTERS[split]
             most_groups = _MOST_WARP_GROUPS if tokens <= _MANY_TOKENS else _MOST_OF_MANY
             fits &= tiling.row_groups * column_groups <= most_groups
@@ -152,7 +164,7 @@ def divide(
 def all_tilings(kind: QuantisedKind, tokens: int) -> Iterator[TileTiling]:
     """The possible tilings."""
     for split, column_groups, panels, room in itertools.product(
-        _CLUSTERS, (1, 2, 3), (1, 2, 3, 4), (_BESIDE_BYTES, _BLOCK_BYTES)
+        _CLUSTERS, (1, 2, 3), (1, 2, 3, 4), (room_of_block(kind), _BLOCK_BYTES)
     ):
         for turns in _TURNS if split == 1 else (1,):
             rows = NORM_ROWS * math.ceil(kind.rows / (_CLUSTERS[split] * turns * NORM_ROWS))

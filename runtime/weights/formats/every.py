@@ -12,7 +12,7 @@ from mllm_compile.runtime.quantised.scheme import WeightScheme
 from mllm_compile.runtime.weights.formats.base import Format, Quantised, Tensors
 from mllm_compile.runtime.weights.formats.float8 import BlockFloat8, CompressedFloat8, ModelOptFloat8
 from mllm_compile.runtime.weights.formats.gptq import Awq, Gptq
-from mllm_compile.runtime.weights.formats.mxfp4 import Mxfp4
+from mllm_compile.runtime.weights.formats.mxfp4 import CompressedMxfp4, Mxfp4
 from mllm_compile.runtime.weights.formats.nf4 import Nf4
 from mllm_compile.runtime.weights.formats.nvfp4 import CompressedNvfp4, ModelOptNvfp4
 from mllm_compile.runtime.weights.formats.packed_int import PackedInt
@@ -24,6 +24,7 @@ FORMATS: dict[str, Format] = {
         BlockFloat8(),
         CompressedFloat8(),
         PackedInt(),
+        CompressedMxfp4(),
         CompressedNvfp4(),
         Gptq(),
         Awq(),

@@ -1,4 +1,4 @@
-"""MXFP4 as gpt-oss publishes its experts: blocks of 32 four-bit floats that share a power of two."""
+"""MXFP4, blocks of 32 four-bit floats that share a power of two: gpt-oss's experts, and compressed-tensors' linears."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from mllm_compile.runtime.weights.formats.base import (
     check_dims,
     check_dtype,
     check_shape,
+    misfit,
 )
 from mllm_compile.runtime.weights.formats.settings import Settings
 
@@ -51,3 +52,33 @@ class Mxfp4(Format):
         """They are the scheme's to the byte, but for a dimension of groups."""
         tensor = tensors[role]
         return tensor.flatten(-2) if role == VALUES else tensor.view(torch.uint8)
+
+
+class CompressedMxfp4(Format):
+    """compressed-tensors' `mxfp4-pack-quantized`: `weight_packed` [N, K/2] and `weight_scale` [N, K/32], both uint8."""
+
+    name = "compressed-tensors mxfp4"
+    plain = ".weight"
+    roles: ClassVar[Roles] = {VALUES: ".weight_packed", "scales": ".weight_scale"}
+    values_dtypes = (torch.uint8,)
+    as_stored = frozenset({VALUES, "scales"})
+
+    def layout(self, stored: Stored, settings: Settings, details: Numbers) -> tuple[tuple[int, ...], Numbers]:
+        values, scales = stored[VALUES], stored["scales"]
+        check_dims(values, 2)
+        check_dtype(scales, torch.uint8)
+        rows, columns = values.shape[0], values.shape[1] * 2
+        if columns % MXFP4.group:
+            raise misfit(values, scales, f"expected groups of {MXFP4.group} in {columns} inputs")
+        check_shape(scales, (rows, columns // MXFP4.group), values)
+        return (rows, columns), {}
+
+    def rows(self, tensors: Tensors, numbers: Numbers, start: int, stop: int) -> torch.Tensor:
+        values = unpacked_e2m1(tensors[VALUES][start:stop]).unflatten(-1, (-1, MXFP4.group))
+        return values.mul_(exponents(tensors["scales"][start:stop]).unsqueeze(-1)).flatten(-2)
+
+    def scheme(self, stored: Stored, shape: tuple[int, ...], numbers: Numbers) -> WeightScheme | None:
+        return MXFP4
+
+    def small(self, role: str, tensors: Tensors, numbers: Numbers) -> torch.Tensor:
+        return tensors[role]

@@ -7,6 +7,7 @@ from typing import ClassVar
 import torch
 
 from mllm_compile.runtime.quantised.numbers import unpacked_e2m1
+from mllm_compile.runtime.quantised.scheme import FACTORS, NVFP4, WeightScheme
 from mllm_compile.runtime.weights.formats.base import (
     VALUES,
     Format,
@@ -31,6 +32,7 @@ class ModelOptNvfp4(Format):
     plain = ".weight"
     roles: ClassVar[Roles] = {VALUES: ".weight", "scales": ".weight_scale", "global": ".weight_scale_2"}
     values_dtypes = (torch.uint8,)
+    as_stored = frozenset({VALUES, "scales"})
     is_divisor: ClassVar[bool] = False
 
     def layout(self, stored: Stored, settings: Settings, details: Numbers) -> tuple[tuple[int, ...], Numbers]:
@@ -44,13 +46,26 @@ class ModelOptNvfp4(Format):
         check_shape(scales, (rows, columns // _GROUP), values)
         if of_all.shape not in ((), (1,)):
             raise misfit(of_all, values, "expected one number of the former")
-        return (rows, columns), {}
+        return (rows, columns), {"rows": rows}
 
     def rows(self, tensors: Tensors, numbers: Numbers, start: int, stop: int) -> torch.Tensor:
         scales, of_all = tensors["scales"][start:stop].float(), tensors["global"]
         scales = scales / of_all if self.is_divisor else scales * of_all
         values = unpacked_e2m1(tensors[VALUES][start:stop]).unflatten(-1, (-1, _GROUP))
         return values.mul_(scales.unsqueeze(-1)).flatten(-2)
+
+    def scheme(self, stored: Stored, shape: tuple[int, ...], numbers: Numbers) -> WeightScheme | None:
+        return NVFP4
+
+    def sources(self, role: str) -> tuple[str, ...]:
+        return ("global",) if role == FACTORS else (role,)
+
+    def small(self, role: str, tensors: Tensors, numbers: Numbers) -> torch.Tensor:
+        """The scale of the whole weight becomes a factor of each row, which are as many."""
+        if role != FACTORS:
+            return tensors[role]
+        factor = tensors["global"].reshape(1, 1)
+        return (1 / factor if self.is_divisor else factor).expand(int(numbers["rows"]), 1)
 
 
 class CompressedNvfp4(ModelOptNvfp4):

@@ -1,0 +1,20 @@
+// Four-bit floats (E2M1) as bfloat16 times their scales, which have a byte each. A float's bits in bfloat16's places are it
+// times 2^-126; scales come times 2^64. So products of the two are 2^-62 of what they should be, and exact: of both scales
+// and of values few bits are used.
+// Powers of two (E8M0) of more than 2^63 count as that, and those of less than 2^-63 lose digits.
+
+constexpr float E2M1_FACTOR = (float)(1ull << 62);  // of sums
+
+// The floats in the bits 0 to 3 and 16 to 19.
+__device__ __forceinline__ u32 pair_of_e2m1(u32 codes) { return codes << 6 & 0x01c001c0u | codes << 12 & 0x80008000u; }
+// Byte `i` of four scales, twice.
+__device__ __forceinline__ u32 scale_of_byte(u32 scales, int i) {
+#if FACTORS  // float8_e4m3fn, never negative
+  constexpr u32 POWER_120 = 0x7b807b80u, POWER_64 = 0x5f805f80u;
+  const u32 bits = __byte_perm(scales, 0, 0x4040 | i * 0x101) << 4 & 0x07f007f0u;
+  return times(times(bits, POWER_120), POWER_64);
+#else
+  const u32 exponent = scales >> 8 * i & 255;
+  return (exponent < 190 ? exponent + 64 : 254) * 0x00800080u;
+#endif
+}
