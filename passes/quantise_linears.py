@@ -51,9 +51,9 @@ class QuantiseLinears(GraphPass):
     it (runtime/quantised/scheme.py). All of them are told in gm.meta[QUANTISED_TENSORS].
 
     Requires: a canonical graph; gm.meta[SMALL_WEIGHTS] says which weights, and their schemes. A weight that anything
-        else reads stays plain, and one of experts that kernels do not take (runtime/ops/experts/shapes.py) or of
-        which a rank has parts of experts. Where the checkpoint is not what quantised them, so do the head's, a router's, and those of few
-        rows.
+        else reads stays plain, and one of experts that kernels do not take (runtime/ops/experts/shapes.py) or of which
+        a rank has parts of experts. Where the checkpoint is not what quantised them, so do the head's, a router's, and
+        those of few rows.
     Preserves: the product with the dequantised weight.
     """
 
