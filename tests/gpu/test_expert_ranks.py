@@ -25,7 +25,7 @@ pytestmark = [
 ]
 
 MODES = ("full_and_piecewise", "piecewise", "none")
-# Of first tokens, on average: in bfloat16 rounding sends tokens to other experts.
+# Of first tokens, on average, from float32's: in bfloat16 rounding sends tokens to other experts.
 LARGEST_DIFFERENCE = 0.05
 PROMPTS = [[3 + (7 * start + i) % 90 for i in range(length)] for start, length in enumerate((1, 5, 30, 200, 7, 64, 17))]
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, logprobs=1, detokenize=False)
@@ -79,23 +79,23 @@ def test_pieces_as_traced_give_one_gpus_tokens_in_float32(folder):
 
 
 @pytest.fixture(scope="module")
-def alone(folder: Path) -> list[tuple[list[int], float]]:
-    with engine_of(folder, 1, "none", "inductor", "bfloat16") as engine:
+def exact(folder: Path) -> list[tuple[list[int], float]]:
+    with engine_of(folder, 1, "none", "eager", "float32") as engine:
         return answers(engine)
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_two_gpus_answer_as_one_in_every_graph_mode(folder, alone, mode):
+def test_two_gpus_answer_as_one_in_every_graph_mode(folder, exact, mode):
     with engine_of(folder, 2, mode, "inductor", "bfloat16") as engine:
         for _ in range(2):
             ours = answers(engine)
-            differences = [abs(one - other) for (_, one), (_, other) in zip(ours, alone, strict=True)]
-            same = sum(one == other for (one, _), (other, _) in zip(ours, alone, strict=True))
-            print(f"{mode}: {same} of {len(ours)} answers are equal, first tokens off by {differences}")
+            differences = [abs(one - other) for (_, one), (_, other) in zip(ours, exact, strict=True)]
+            same = sum(one[:4] == other[:4] for (one, _), (other, _) in zip(ours, exact, strict=True))
+            print(f"{mode}: {same} of {len(ours)} answers begin alike, first tokens off by {differences}")
             assert sum(differences) / len(differences) < LARGEST_DIFFERENCE
             assert same >= len(ours) // 2
         one = engine.generate(PROMPTS[2], GREEDY)[0]  # while the other rank has nothing to do
-        assert one.token_ids[0] == alone[2][0][0]
+        assert one.token_ids[:4] == ours[2][0][:4]
 
 
 def test_a_lost_rank_ends_every_request_with_its_reason(folder):
