@@ -76,7 +76,7 @@ def test_the_pass_is_there_for_spread_experts_alone():
     assert {"shard", "gather_rows_early"} <= set(left_out)
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def kernels_on_cpu() -> Iterator[None]:
     with streamed_ops_on_cpu(), stand_in_ops(ALL), pytest.MonkeyPatch.context() as patch:
         patch.setattr(nodes, "KERNEL_DTYPES", (torch.bfloat16, torch.float16, torch.float32))
