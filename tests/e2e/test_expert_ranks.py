@@ -83,6 +83,7 @@ def test_several_completions_of_a_prompt_and_an_abort_leave_the_engine_right(ran
     assert tokens(ranks, PROMPTS, GREEDY) == tokens(alone, PROMPTS, GREEDY)
 
 
+@pytest.mark.slow
 def test_preempted_requests_give_the_same_and_a_closed_engine_leaves_no_process(folder, alone):
     before = set(followers())
     engine = engine_of_pages(config_of(folder, enable_prefix_cache=False), num_pages=9)
@@ -95,6 +96,7 @@ def test_preempted_requests_give_the_same_and_a_closed_engine_leaves_no_process(
     assert set(followers()) == before
 
 
+@pytest.mark.slow
 def test_a_killed_rank_ends_every_request_with_its_reason(folder):
     before = set(followers())
     engine = Engine(config_of(folder))
