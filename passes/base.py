@@ -19,6 +19,7 @@ from mllm_compile.runtime.quantised.scheme import WeightScheme
 SMALL_WEIGHTS = "small_weights"  # SmallWeights; without it no weight is quantised
 
 CACHE_DTYPE = "cache_dtype"  # torch.dtype of the KV cache; without it the model's
+CACHE_SCALES = "cache_scales"  # dict: weight name → CacheScales, of each weight of an attention that has some
 
 # Keys of gm.meta that passes fill for the compiler's driver.
 PACKED_WEIGHTS = "packed_weights"  # dict: packed weight name → tuple of PackedPart, in row order
@@ -30,6 +31,7 @@ EXPERT_RANKS = "expert_ranks"  # int: over how many ranks `spread_experts` deals
 IS_CONSTANT = "is_constant"  # node.meta: the placeholder is of what no checkpoint holds, which is not cut
 WEIGHT_CUTS = "weight_cuts"  # dict: weight name → tuple of WeightCut, of each weight that ranks have parts of
 QUANTISED_TENSORS = "quantised_tensors"  # dict: name of a weight input → QuantisedTensor
+WEIGHT_FACTORS = "weight_factors"  # dict: weight name → WeightFactor, of each weight that is scaled while it is read
 SMALL_FORMS = "small_forms"  # dict: piece → {most tokens: name of the submodule that is its form for so many}
 
 # node.meta key of the placeholders that a piece which writes KV itself has last: (which of CACHE_INPUTS, the layer's
@@ -137,6 +139,22 @@ def part_of_rank(tensor: Any, cuts: tuple[WeightCut, ...], rank: int) -> Any:
     for cut in cuts:
         tensor = cut.part(tensor, rank)
     return tensor
+
+
+@dataclass(frozen=True)
+class CacheScales:
+    """The names of a checkpoint's scales of an attention's keys and values; None where it has none."""
+
+    keys: str | None
+    values: str | None
+
+
+@dataclass(frozen=True)
+class WeightFactor:
+    """The scale of a checkpoint, by its name, that a weight is multiplied with, or divided by."""
+
+    scale: str
+    is_divided: bool
 
 
 @dataclass(frozen=True)

@@ -145,10 +145,11 @@ class TokenInputs:
     def padded(self, num_tokens: int) -> TokenInputs:
         """The inputs with padding up to so many tokens: token 0 at position 0, in slot 0."""
         more = num_tokens - self.input_ids.shape[0]
-        values = (self.input_ids, self.positions, self.out_cache_loc)
-        given = (functional.pad(value, (0, more)) for value in values)
+        ids, positions, slots = (
+            functional.pad(value, (0, more)) for value in (self.input_ids, self.positions, self.out_cache_loc)
+        )
         rope_lens = None if self.rope_lens is None else functional.pad(self.rope_lens, (0, more))
-        return TokenInputs(*given, self.media, rope_lens)
+        return TokenInputs(ids, positions, slots, self.media, rope_lens)
 
 
 @dataclass(frozen=True)

@@ -182,6 +182,12 @@ class ModelRunner:
         self.max_total_num_tokens = (num_pages - 1) * runtime.page_size
 
     @property
+    def always_takes_features(self) -> bool:
+        """True if all steps run the program that takes features: in the deterministic mode no number may go by which of
+        two a step runs."""
+        return self.config.runtime.deterministic and self.model.media is not None
+
+    @property
     def num_deals(self) -> int:
         """Ranks that requests are dealt to, each of which has a part of the experts; 1: there are no such ranks."""
         return self.config.runtime.expert_parallel_size
@@ -253,11 +259,15 @@ class ModelRunner:
         if obstacle:
             logger.info("steps with prompts are not captured whole: %s", obstacle)
             mixed_tokens = ()
-        cascades = [size for size in graphs.decode_requests if _is_captured_as_cascade(size)]
-        has_cascades = self.config.runtime.cascade_attention and self.attn_backend.captures_cascade
-        return GraphDispatcher(
-            mode, graphs.piecewise_tokens, graphs.decode_requests, mixed_tokens, cascades if has_cascades else ()
-        )
+        cascades = [size for size in graphs.decode_requests if self._is_captured_as_cascade(size)]
+        return GraphDispatcher(mode, graphs.piecewise_tokens, graphs.decode_requests, mixed_tokens, cascades)
+
+    def _is_captured_as_cascade(self, num_requests: int) -> bool:
+        """True for powers of two that may pay: a cascade takes as long for all requests of a tile."""
+        runtime, backend = self.config.runtime, self.attn_backend
+        is_power = num_requests & (num_requests - 1) == 0
+        has_cascades = runtime.cascade_attention and backend.captures_cascade
+        return has_cascades and is_power and backend.cascade_pays(num_requests, runtime.max_model_len, True)
 
     def shutdown(self) -> None:
         """Give all memory back, as far as the device answers; the runner cannot be used any more."""
@@ -358,9 +368,10 @@ class ModelRunner:
         """
         new = extend_seq_lens.cpu() if extend_seq_lens_cpu is None else extend_seq_lens_cpu
         prefix = extend_prefix_lens.cpu() if extend_prefix_lens_cpu is None else extend_prefix_lens_cpu
-        starts_cpu = torch.cumsum(new, 0, dtype=torch.int32) - new
+        lengths = new.numpy()  # numpy takes a third of torch's time for as few numbers, and the GPU waits
+        seq_lens_np = prefix.numpy() + lengths
         if positions is None:
-            offsets = np.repeat((prefix - starts_cpu).numpy(), new.numpy())
+            offsets = np.repeat(seq_lens_np - np.cumsum(lengths), lengths)
             positions = torch.from_numpy(offsets + np.arange(offsets.size)).to(self.device)
         return ForwardBatch(
             forward_mode=ForwardMode.MIXED if num_decodes else ForwardMode.EXTEND,
@@ -368,11 +379,11 @@ class ModelRunner:
             input_ids=input_ids,
             req_pool_indices=req_pool_indices,
             seq_lens=seq_lens,
-            seq_lens_cpu=prefix + new,
-            seq_lens_sum=int((prefix + new).sum()),
+            seq_lens_cpu=torch.from_numpy(seq_lens_np),
+            seq_lens_sum=int(seq_lens_np.sum()),
             out_cache_loc=out_cache_loc,
             positions=positions,
-            extend_num_tokens=int(new.sum()),
+            extend_num_tokens=int(lengths.sum()),
             extend_seq_lens=extend_seq_lens,
             extend_prefix_lens=extend_prefix_lens,
             extend_seq_lens_cpu=new,
@@ -427,7 +438,7 @@ class ModelRunner:
         return self._run(batch)
 
     def _run(self, batch: ForwardBatch) -> LogitsProcessorOutput:
-        is_captured = self.graph_runner is not None and batch.media is None
+        is_captured = self.graph_runner is not None and (batch.media is None or self.always_takes_features)
         output = self.graph_runner.run(batch) if is_captured else None  # type: ignore[union-attr]
         return self.run_eager(batch) if output is None else output
 
@@ -694,11 +705,6 @@ class ModelRunner:
 def _zeros(index: int, like: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     """Outputs of layers between pieces, as OutputBuffers gives them."""
     return like.new_zeros((like.shape[0], *shape), dtype=dtype)
-
-
-def _is_captured_as_cascade(num_requests: int) -> bool:
-    """True for powers of two from 8 on: cascades take as long for all of a tile's requests, and fewer seldom pay."""
-    return num_requests >= 8 and num_requests & (num_requests - 1) == 0
 
 
 @contextmanager

@@ -138,9 +138,13 @@ def _tower(runner: ModelRunner) -> Tower | str:
     runtime, media = runner.config.runtime, runner.model.media
     if media is None:
         return "the model takes text alone, or images by a protocol that is not served (docs/images.md)"
-    for key in ("deterministic", "skip_compiled"):
-        if getattr(runtime, key):
-            return f"runtime.{key} is set, under which text alone is served"
+    if runtime.skip_compiled:
+        return "runtime.skip_compiled is set, under which text alone is served"
+    if runtime.deterministic and media.facts.sees_ahead:
+        return (
+            "runtime.deterministic is set, under which every token is a row that sees what is before it, and tokens of "
+            "this model's images see those behind them too: text alone is served"
+        )
     if runtime.expert_parallel_size > 1:
         return f"runtime.expert_parallel_size is {runtime.expert_parallel_size}, with which text alone is served"
     return media.facts

@@ -79,5 +79,7 @@ def make_attention_backend(
             decoders=model.decoders,
             prefills=model.prefills,
             cascades=model.cascades,
+            copy_prefix=runtime.copy_prefix,
+            divide_prefix=runtime.divide_prefix,
         )
     raise ConfigError(f"runtime.attention_backend: expected flashinfer or torch, got {runtime.attention_backend!r}")

@@ -86,7 +86,8 @@ class GraphRunner:
         self._max_tokens = max(
             dispatcher.piecewise_tokens + dispatcher.mixed_tokens + dispatcher.decode_requests, default=0
         )
-        padding_len = runner.attn_backend.get_cuda_graph_seq_len_fill_value()
+        # Of decodes alone: pieces are captured over attention that knows of no graphs, too.
+        padding_len = runner.attn_backend.get_cuda_graph_seq_len_fill_value() if dispatcher.decode_requests else 1
         # A captured decode of ranks with requests of their own has the inputs of all, its own first.
         self._num_deals = runner.num_deals
         most_of_all = self._num_deals * self._max_requests
@@ -103,6 +104,9 @@ class GraphRunner:
         self._mixed_graphs: dict[BatchDescriptor, _MixedGraph] = {}
         self._outputs: dict[tuple[Any, ...], torch.Tensor] = {}
         executor = runner.model.executor
+        if runner.always_takes_features and (media := runner.model.media) is not None:
+            executor = media.with_features
+            self.inputs.take_features(media.facts.feature_width, runner.config.dtype, media.facts.axes)
         if not isinstance(executor, ProgramExecutor):
             raise ConfigError(
                 f"CUDA graphs need a compiled program, got {type(executor).__name__}; set cudagraph.mode: none"
@@ -195,14 +199,12 @@ class GraphRunner:
         if descriptor.cascade:
             runner.attn_backend.use_cascade()
         rows, loop = self._rows[:size], self.decode_loop
-        tokens_of_all = self._tokens(size)
-        if self._all_slots is not None:
-            tokens_of_all = replace(tokens_of_all, all_slots=inputs.out_cache_loc[: self._num_deals * size])
 
         def run() -> tuple[torch.Tensor, torch.Tensor | None]:
             if loop is not None:
                 loop.begin(self._num_deals * size)
-            output = runner.run_program(batch, tokens_of_all, rows, CUDAGraphMode.FULL, descriptor)
+            tokens = replace(self._tokens(size), all_slots=self._slots_of_all(size))
+            output = runner.run_program(batch, tokens, rows, CUDAGraphMode.FULL, descriptor)
             logits = output.next_token_logits
             return logits, None if loop is None else loop.end(logits)
 
@@ -212,6 +214,13 @@ class GraphRunner:
         self._decode_graphs[descriptor] = _DecodeGraph(graph, WeakTensor(logits).tensor())
         if tokens is not None:
             self._chosen_tokens[descriptor] = WeakTensor(tokens).tensor()
+
+    def _slots_of_all(self, size: int) -> torch.Tensor | None:
+        """The slots of a captured decode of `size` rows a rank, as ranks' tokens are gathered: the first rank's first,
+        where a rank's inputs begin with its own."""
+        if self._num_deals == 1:
+            return None
+        return torch.roll(self.inputs.out_cache_loc[: self._num_deals * size], current().rank * size)
 
     def holds_decode(self, num_requests: int) -> bool:
         """True if `decode` takes as many requests."""
@@ -307,7 +316,7 @@ class GraphRunner:
     def _decode_batch(self, size: int) -> ForwardBatch:
         """A batch of `size` padding rows over the persistent inputs."""
         inputs = self.inputs
-        return self._runner.prepare_forward_batch_decode(
+        batch = self._runner.prepare_forward_batch_decode(
             inputs.input_ids[:size],
             inputs.req_pool_indices[:size],
             inputs.seq_lens[:size],
@@ -315,6 +324,8 @@ class GraphRunner:
             seq_lens_cpu=torch.full((size,), inputs.padding_len, dtype=torch.int32),
             positions=inputs.positions[:size],
         )
+        batch.media = inputs.media
+        return batch
 
     def _places(self, size: int) -> TokenPlaces:
         return self.inputs if size <= self.inputs.max_tokens else self._long_inputs
@@ -323,7 +334,7 @@ class GraphRunner:
         inputs = self._places(size)
         given = inputs.input_ids[:size], inputs.positions[:size], inputs.out_cache_loc[:size]
         all_slots = None if self._all_slots is None else self._all_slots[: self._num_deals * size]
-        return TokenInputs(*given, rope_lens=inputs.rope_lens[:size], all_slots=all_slots)
+        return TokenInputs(*given, media=inputs.media, rope_lens=inputs.rope_lens[:size], all_slots=all_slots)
 
     # FULL, of any step ------------------------------------------------------------------------------------------------
 
@@ -369,7 +380,7 @@ class GraphRunner:
         runner, tokens = self._runner, self._tokens(size)
         lengths = torch.tensor(_lengths(size, runner.config.runtime.max_model_len), dtype=torch.int32)
         new, none = lengths.to(runner.device), torch.zeros_like(lengths)
-        return runner.prepare_forward_batch_extend(
+        batch = runner.prepare_forward_batch_extend(
             tokens.input_ids,
             torch.zeros(len(lengths), dtype=torch.int64, device=runner.device),
             new,
@@ -380,6 +391,8 @@ class GraphRunner:
             extend_prefix_lens_cpu=none,
             positions=tokens.positions,
         )
+        batch.media = tokens.media
+        return batch
 
     def _run_pieces(self, batch: ForwardBatch, descriptor: BatchDescriptor) -> LogitsProcessorOutput:
         runner, rows = self._runner, self._logits_rows(batch)

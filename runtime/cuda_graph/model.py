@@ -28,6 +28,9 @@ class CapturableModel(Protocol):
     forward_times: ForwardTimes | None
 
     @property
+    def always_takes_features(self) -> bool: ...
+
+    @property
     def num_deals(self) -> int: ...
 
     def prepare_forward_batch_decode(

@@ -211,6 +211,8 @@ class Scheduler:
         """The decodes of this step, each with room for its token; preempts, or lets some sit out, when pages lack."""
         while True:
             decodes = self._current_decodes()
+            if not decodes.requests and not self._prefilling:
+                return decodes
             needy = self._computed[decodes.rows] == self.pages.capacity[decodes.rows]
             num_needy = int(np.count_nonzero(needy))
             if num_needy == 0 and not self._prefilling:
@@ -240,6 +242,8 @@ class Scheduler:
             decoding = [request for request in self._decoding if request.status is RequestStatus.RUNNING]
             self._decoding = self._longest_first(decoding)
             decodes = self._decode_rows = DecodeRows.of(self._decoding)
+        if not decodes.requests:
+            return decodes
         done = self._computed[decodes.rows] >= self._last_computed[decodes.rows]
         if done.any():
             # Their last step is in flight; its update ends them.

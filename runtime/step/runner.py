@@ -235,6 +235,8 @@ class StepRunner:
         takes_features = plan.media is not None and plan.media.rows.size > 0
         media = self.media.inputs(plan.media) if takes_features else None  # type: ignore[arg-type]
         fields = self._upload(plan.fields)
+        if media is None and self._runner.always_takes_features:
+            media = self.media.no_features(fields.positions)
         forward_batch = self._forward_batch(batch, plan, fields)
         forward_batch.common_prefix_len = self._common_prefix_len(batch)
         forward_batch.media = media

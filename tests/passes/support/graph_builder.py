@@ -97,9 +97,9 @@ class GraphBuilder:
             node.meta["nn_module_stack"] = {"m": (f"L['self'].model.{module}", torch.nn.Module)}
         return self.method("flatten", node, 1)
 
-    def packed_attention(self, x: fx.Node) -> fx.Node:
+    def packed_attention(self, x: fx.Node, head_dim: int = HEAD_DIM) -> fx.Node:
         """A tower's attention over x [T, H*D], all of which is one segment; [T, H*D]."""
-        heads = self.method("view", x, self.size_inputs["T"], HEADS, HEAD_DIM)
+        heads = self.method("view", x, self.size_inputs["T"], x.meta["val"].shape[1] // head_dim, head_dim)
         with self._mode:
             value = torch.empty(2, dtype=torch.int32)
         bounds = self._placeholder("l_cu_seqlens_", value)

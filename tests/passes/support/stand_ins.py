@@ -29,6 +29,8 @@ from mllm_compile.runtime.ops.stream_linear import ops  # noqa: F401  (defines t
 from mllm_compile.runtime.ops.stream_linear.linear import NORM_ROWS
 from mllm_compile.runtime.ops.stream_linear.shapes import num_streamed_norm_blocks
 from mllm_compile.runtime.ops.stream_quantised import ops as quantised_ops  # noqa: F401  (defines the ops)
+from mllm_compile.runtime.ops.varlen import tiles as segment_ops  # noqa: F401  (defines the op)
+from mllm_compile.runtime.ops.varlen.ops import varlen_attention_with_output
 from mllm_compile.runtime.quantised.numbers import dequantised
 from mllm_compile.runtime.quantised.scheme import SCALES, VALUES, ZEROS
 
@@ -124,6 +126,7 @@ def streamed_ops_on_cpu() -> Iterator[None]:
     library.impl("gated_expert_tiles", gated_expert_tiles, "CPU")
     library.impl("expert_tiles", expert_tiles, "CPU")
     library.impl("stream_linear_residual_norm", residual_norm, "CPU")
+    library.impl("segment_attention_with_output", varlen_attention_with_output, "CPU")
     library.impl("stream_expert_up", stream_expert_up, "CPU")
     library.impl("stream_expert_down", stream_expert_down, "CPU")
     library.impl("stream_expert_down_norm", stream_expert_down_norm, "CPU")
