@@ -3,7 +3,8 @@
     python examples/rank_sums_speed.py [COLUMNS [RANKS]]          # 4096 and 2; a GPU for each rank
 
 A line a way: µs of a call, captured 40 times in a CUDA graph; then what it adds behind two linears as a rank of
-Qwen3-8B has them. Every way is compared with float32 first, and between ranks.
+Qwen3-8B has them; then what it adds where the tokens are two halves, and a half's sum is on a stream of its own beside
+the other half's linears. Every way is compared with float32 first, and between ranks.
 """
 
 from __future__ import annotations
@@ -11,7 +12,8 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,6 +26,7 @@ from mllm_compile.runtime.cuda.source import kernel_source
 
 TOKENS = (1, 8, 64, 256, 512, 1024, 2048, 4096, 8192)
 CALLS, REPLAYS = 40, 5
+LAYERS, LEAST_IN_HALVES = 8, 1024
 INNER = 6144  # features of a rank between the two linears
 EPS = 1e-6
 
@@ -54,13 +57,13 @@ def ways(group: NcclCommunicator) -> dict[str, Way]:
     }
 
 
-def timed(run: Callable[[], Any], group: NcclCommunicator) -> float:
+def timed(run: Callable[[], Any], group: NcclCommunicator, calls: int = CALLS) -> float:
     """µs of a call, the fastest of some replays."""
     run()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        for _ in range(CALLS):
+        for _ in range(calls):
             run()
     found = []
     for _ in range(REPLAYS):
@@ -70,7 +73,7 @@ def timed(run: Callable[[], Any], group: NcclCommunicator) -> float:
         graph.replay()
         end.record()
         torch.cuda.synchronize()
-        found.append(begin.elapsed_time(end) * 1000 / CALLS)
+        found.append(begin.elapsed_time(end) * 1000 / calls)
     return min(found)
 
 
@@ -100,6 +103,7 @@ def measure(rank: int, size: int, group_id: bytes, columns: int) -> None:
 
     up, down, weight = random(2 * INNER, columns), random(columns, INNER), random(columns)
     known = ways(group)
+    alone: dict[int, float] = {}  # of two linears and the rest, without a sum
     for title in ("a call", "behind two linears, less 'none'"):
         rows = {}
         for name, way in known.items():
@@ -121,9 +125,42 @@ def measure(rank: int, size: int, group_id: bytes, columns: int) -> None:
                         way(torch.nn.functional.linear(hidden, down), *given[1:])  # noqa: B023
 
                     rows[name, tokens] = timed(chain, group)
+                    if name == "none":
+                        alone[tokens] = rows[name, tokens]
         if rank == 0:
             show(title, rows)
+    rows = {}
+    for tokens in (count for count in TOKENS if count >= LEAST_IN_HALVES):
+        halves = [(random(tokens // 2, columns, of=own), random(tokens // 2, columns), weight) for _ in range(2)]
+        for name in ("nccl", "pull with norm"):
+            run = partial(in_halves, halves, up, down, known[name], torch.cuda.Stream())
+            rows[name, tokens] = timed(run, group, CALLS // LAYERS) / LAYERS - alone[tokens]
+    if rank == 0:
+        show("in two halves, less 'none' whole", rows)
     group.close()
+
+
+def in_halves(
+    halves: Sequence[tuple[torch.Tensor, torch.Tensor, torch.Tensor]],
+    up: torch.Tensor,
+    down: torch.Tensor,
+    way: Way,
+    side: torch.cuda.Stream,
+) -> None:
+    """LAYERS times two linears and a sum for each half of the tokens: one's sum is beside the other's linears."""
+    main = torch.cuda.current_stream()
+    summed: list[torch.cuda.Event | None] = [None, None]
+    for _ in range(LAYERS):
+        for index, (x, residual, weight) in enumerate(halves):
+            if (last := summed[index]) is not None:
+                main.wait_event(last)  # the half's linears read what its sum gave
+            hidden = torch.nn.functional.linear(x, up)[:, :INNER]
+            part = torch.nn.functional.linear(hidden, down)
+            side.wait_stream(main)
+            with torch.cuda.stream(side):
+                way(part, residual, weight)
+                summed[index] = side.record_event()
+    main.wait_stream(side)
 
 
 def show(title: str, rows: dict[tuple[str, int], float]) -> None:
@@ -132,7 +169,7 @@ def show(title: str, rows: dict[tuple[str, int], float]) -> None:
         line = f"{name:34}"
         for tokens in TOKENS:
             us = rows.get((name, tokens))
-            if us is not None and "less" in title and name != "none":
+            if us is not None and title.startswith("behind") and name != "none":
                 us -= rows["none", tokens]
             line += " " * 10 if us is None else f"{us:10.2f}"
         print(line, flush=True)

@@ -189,7 +189,7 @@ class QuantisedTensor:
     is_transposed: bool = False
 
     def cut(self, cut: WeightCut) -> WeightCut:
-        """How this tensor is cut where its weight, a matrix, is cut so."""
+        """How this tensor is cut where its weight, a matrix, is cut so, or experts' by experts."""
         if cut.dim == 0:
             return cut
         ranges = (tuple(self.scheme.stretch(self.role, *one) for one in of_rank) for of_rank in cut.ranges)

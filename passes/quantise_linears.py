@@ -51,9 +51,9 @@ class QuantiseLinears(GraphPass):
     it (runtime/quantised/scheme.py). All of them are told in gm.meta[QUANTISED_TENSORS].
 
     Requires: a canonical graph; gm.meta[SMALL_WEIGHTS] says which weights, and their schemes. A weight that anything
-        else reads stays plain, and one of experts that kernels do not take (runtime/ops/experts/shapes.py) or that is
-        cut over ranks. Where the checkpoint is not what quantised them, so do the head's, a router's, and those of few
-        rows.
+        else reads stays plain, and one of experts that kernels do not take (runtime/ops/experts/shapes.py) or of which
+        a rank has parts of experts. Where the checkpoint is not what quantised them, so do the head's, a router's, and
+        those of few rows.
     Preserves: the product with the dequantised weight.
     """
 
@@ -103,8 +103,8 @@ def _quantise_experts(
     fewest_rows: int,
     told: dict[str, QuantisedTensor],
 ) -> bool:
-    if linear.weight.meta.get("weight_name") in gm.meta.get(WEIGHT_CUTS, {}):
-        return False
+    if any(cut.dim for cut in gm.meta.get(WEIGHT_CUTS, {}).get(linear.weight.meta.get("weight_name"), ())):
+        return False  # a rank has parts of experts; of whole ones it has their scales too
     schemes = small.transposed if linear.is_transposed else small.schemes
     scheme = _scheme(linear.weight, schemes, linear.is_transposed, fewest_rows)
     if scheme is None or not takes_weight(scheme.kind, scheme.group, linear.shape[1]):

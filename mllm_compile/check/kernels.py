@@ -216,7 +216,7 @@ class _DecodeCheck:
             logits = layer.logits_soft_cap * torch.tanh(logits / layer.logits_soft_cap)
         if layer.alibi_slopes:
             distance = torch.arange(1 - len(slots), 1, device=logits.device)
-            logits = logits + logits.new_tensor(layer.alibi_slopes)[:, None] * distance
+            logits = logits + logits.new_tensor(layer.slopes_of(0))[:, None] * distance
         if self._sinks is not None:
             logits = torch.cat((logits, self._sinks.float()[:, None]), -1)
         return torch.einsum("hl,lhd->hd", logits.softmax(-1)[:, : len(slots)], values)

@@ -101,7 +101,9 @@ def self_check(
         files = {piece: folder / PIECES / (piece + piece_suffix) for piece in program.every_piece_id()}
         pieces = {piece: load_piece(path.name, path.read_bytes()) for piece, path in files.items()}
         linked = link(program, pieces, binaries, torch.device(device))
-        ranks = [linked.bind(_program_weights(by_name, program, lowered, rank)) for rank in range(lowered.num_ranks)]
+        ranks = [
+            linked.bind(_program_weights(by_name, program, lowered, rank), rank) for rank in range(lowered.num_ranks)
+        ]
         states = StateCheck(linked.state_pieces, state_dtype)
         cache_dtype = None if kv_cache_dtype is None else getattr(torch, kv_cache_dtype)
         logits = _check_program(lowered, ranks, device, states)
@@ -180,7 +182,7 @@ def _check_media(
 
         def run(rank: int) -> torch.Tensor:
             own = executor(text, rank)
-            layers = tuple(AttentionLayer.of(layer, own.weights) for layer in own.program.layers)
+            layers = tuple(AttentionLayer.of(layer, own.weights, rank) for layer in own.program.layers)
             with current_device(torch.device(device)):
                 return _run_packed(own, layers, lengths, 1, inputs, None, device, dtype, states, blocks)[0]
 

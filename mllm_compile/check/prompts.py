@@ -88,7 +88,7 @@ def _error(layer: LayerSpec, linked: LinkedProgram, page_size: int, dtype: torch
         own_keys, own_values = (cache.flatten(0, 1)[own].float() for cache in (keys, values))
         whole = torch.cat((q.new_zeros(length - new, *q.shape[1:]), q[start : start + new])).float()
         rules = layer.sm_scale, layer.logits_soft_cap, layer.window_left
-        options: dict[str, Any] = {"alibi_slopes": layer.alibi_slopes, "chunk": layer.chunk}
+        options: dict[str, Any] = {"alibi_slopes": layer.slopes_of(0), "chunk": layer.chunk}
         theirs = attention_reference(whole, own_keys, own_values, None, *rules, **options)[length - new :].flatten(1)
         ours = out[start : start + new].float().flatten(1)
         error = ((ours - theirs).norm(dim=-1) / theirs.norm(dim=-1)).max()

@@ -44,9 +44,16 @@ class Part:
     shapes: Mapping[str, tuple[int, ...]]
     rank: int
 
-    def of(self, name: str, table: Mapping[str, PlannedTensor] | None) -> tuple[Block, ...]:
-        """The blocks that fill the rank's part of a weight that is cut."""
-        whole = PlannedTensor.of_file(name, "", self.shapes[name]) if table is None else table[name]
+    def of(
+        self, name: str, table: Mapping[str, PlannedTensor] | None, is_transposed: bool = False
+    ) -> tuple[Block, ...]:
+        """The blocks that fill the rank's part of a weight that is cut; of one that is transposed, as a linear's."""
+        if table is None:
+            shape = self.shapes[name]
+            shape = (*shape[:-2], shape[-1], shape[-2]) if is_transposed else shape
+            whole = PlannedTensor.of_file(name, "", shape)
+        else:
+            whole = as_linear(table[name], is_transposed)
         blocks: tuple[Block, ...] = part_of_rank(whole, self.cuts[name], self.rank).blocks
         return blocks
 
@@ -114,7 +121,7 @@ def _small_parts(
     small, name = SmallPart(tensor.role, tensor.scheme), tensor.weight_name
     blocks: tuple[Block, ...]
     if name in of_rank.cuts:
-        blocks = of_rank.of(name, table)
+        blocks = of_rank.of(name, table, tensor.is_transposed)
     elif table is None:
         return [WeightPart(name, "", member.start, (member.rows, *tensor.shape[1:]), small=small)]
     else:

@@ -76,7 +76,6 @@ def detect_device(asked: str) -> DeviceInfo:
 _NOT_SPREAD = {
     "deterministic": "steps have as many tokens as the rank that has most",
     "expert_stats": "counts would be those of one rank's tokens",
-    "cascade_attention": "captured decodes that share a prefix are of one rank alone",
 }
 
 

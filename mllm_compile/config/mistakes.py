@@ -49,6 +49,7 @@ _NAMES_ELSEWHERE = {
     "block_size": "runtime.page_size",
     "chunked_prefill_size": "runtime.max_num_batched_tokens",
     "disable_cascade_attn": "runtime.cascade_attention: false",
+    "enable_expert_parallel": "runtime.expert_parallel_size, the number of ranks",
     "enforce_eager": "cudagraph.mode: none",
     "disable_cuda_graph": "cudagraph.mode: none",
     "cudagraph_capture_sizes": "cudagraph.decode_requests",
@@ -58,7 +59,8 @@ _NAMES_ELSEWHERE = {
 # Options of vLLM's that ask for what there is not.
 _NOT_THERE = {
     "pipeline_parallel_size": "layers are not spread; runtime.tensor_parallel_size cuts each over several GPUs",
-    "data_parallel_size": "an engine is one replica; serve others on other GPUs",
+    "data_parallel_size": "an engine is one replica; serve others on other GPUs, or spread a mixture's experts: "
+    "runtime.expert_parallel_size",
     "enable_lora": "adapters are not applied; merge one into its model, and serve that",
     "speculative_config": "no tokens are drafted",
     "cpu_offload_gb": "weights and KV cache lie on the device",

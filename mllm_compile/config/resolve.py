@@ -247,6 +247,8 @@ def _cascade_attention(
         refusal = "with runtime.deterministic nothing may depend on the rest of a batch"
     elif not asked.enable_prefix_cache:
         refusal = "without runtime.enable_prefix_cache no requests have the same pages"
+    elif asked.expert_parallel_size > 1:
+        refusal = "captured decodes of several ranks with requests of their own share no prefix"
     if asked.cascade_attention is True and refusal is not None:
         raise ConfigError(f"runtime.cascade_attention is true, but {refusal}. Set it to auto or false.")
 

@@ -36,7 +36,7 @@ class ArtifactSource:
 
     def __init__(self, runtime: CompiledRuntime, reporter: Reporter, rank: int = 0) -> None:
         self._artifact = runtime.artifact
-        self._weights = runtime.artifact.weights_of(rank)
+        self._weights, self._rank = runtime.artifact.weights_of(rank), rank
         self._config = runtime.config
         self._weights_root = runtime.weights_root
         self._reporter = reporter
@@ -62,7 +62,7 @@ class ArtifactSource:
             weights = self._load_weights(device)
             self._kernels.result()
             linked = linking.result()
-            executor, layers = linked.bind(weights)
+            executor, layers = linked.bind(weights, self._rank)
         sizes = artifact.sizes
         return LoadedModel(
             executor=executor,

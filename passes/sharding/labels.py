@@ -410,10 +410,9 @@ class Labelling:
         self.over_heads.update(node for node in merged if name_of(node) == "mean")
 
     def _label_attention(self, node: fx.Node, cut: list[fx.Node]) -> None:
-        q, k, v, sinks, *numbers = node.args
+        q, k, v, sinks, *_ = node.args
         labels = [self.of(one) for one in (q, k, v)]  # type: ignore[arg-type]
-        has_slopes = any(isinstance(one, list | tuple) for one in numbers)  # one of each head, as numbers in the call
-        if has_slopes or any(one is None or (one == WHOLE).any() for one in labels):
+        if any(one is None or (one == WHOLE).any() for one in labels):
             self._poison(cut)
             if sinks is not None:
                 self._use_whole(sinks)  # type: ignore[arg-type]

@@ -187,9 +187,15 @@ class Plan:
             raise NotCutError("a rank has one of two parts of a number")
 
     def _check_attention(self, node: fx.Node) -> None:
-        q, k, v, *_ = node.args
+        q, k, v, *others = node.args
         self._check_together([k, v])  # type: ignore[list-item]
         self._check_groups(q, k)  # type: ignore[arg-type]
+        # Slopes are numbers in the call, of all heads: a rank finds its own by its number (AttentionLayer.of).
+        has_slopes = any(isinstance(one, list | tuple) for one in others)
+        for rank, box in enumerate(self.boxes(q)[0]):  # type: ignore[arg-type]
+            first = rank * box[1].size
+            if has_slopes and not np.array_equal(box[1], np.arange(first, first + box[1].size)):
+                raise NotCutError("ranks' heads are not one behind another")
 
     def _check_state(self, node: fx.Node) -> None:
         name, operands, constants = operands_of(node)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -38,7 +38,8 @@ class LayerSpec:
     logits_soft_cap: float  # 0.0: none
     window_left: int  # -1: none
     sinks: str | None  # name of the weight [H]: a logit per head that takes part in the softmax and has no value
-    # [H]: slope · (key's position − query's) is added to a head's logits; (): nothing is
+    # [H], where heads are cut over N ranks [N * H]: slope · (key's position − query's) is added to a head's logits; ():
+    # nothing is
     alibi_slopes: tuple[float, ...] = ()
     chunk: int = 0  # tokens see keys of their own chunk of so many positions alone; 0: there are no chunks
     is_latent: bool = False  # values are the first v_head_dim columns of the keys, which alone are cached
@@ -54,6 +55,11 @@ class LayerSpec:
         GPU the program's own kernels attend so."""
         return bool(self.alibi_slopes) or self.chunk > 0
 
+    def slopes_of(self, rank: int) -> tuple[float, ...]:
+        """The slopes of a rank's heads, [H] or (); all of them, where every rank has all heads."""
+        first = rank * self.num_heads if len(self.alibi_slopes) > self.num_heads else 0
+        return self.alibi_slopes[first : first + self.num_heads]
+
     @property
     def cache_shape(self) -> tuple[int, int, int]:
         """(Hk, D, Dv): what a token's keys and values take in the KV cache; Dv is 0 where values are part of keys."""
@@ -67,6 +73,7 @@ class AttentionLayer(LayerSpec):
     sink_logits: torch.Tensor | None = None  # [H] float: the weight that `sinks` names
 
     @classmethod
-    def of(cls, spec: LayerSpec, weights: Mapping[str, torch.Tensor]) -> AttentionLayer:
-        """Binds `spec` to its weight in `weights`."""
-        return cls(**asdict(spec), sink_logits=None if spec.sinks is None else weights[spec.sinks])
+    def of(cls, spec: LayerSpec, weights: Mapping[str, torch.Tensor], rank: int = 0) -> AttentionLayer:
+        """Binds `spec` to its weight in `weights`, and to the slopes of the rank's heads."""
+        own = replace(spec, alibi_slopes=spec.slopes_of(rank))
+        return cls(**asdict(own), sink_logits=None if spec.sinks is None else weights[spec.sinks])

@@ -199,14 +199,12 @@ class GraphRunner:
         if descriptor.cascade:
             runner.attn_backend.use_cascade()
         rows, loop = self._rows[:size], self.decode_loop
-        tokens_of_all = self._tokens(size)
-        if self._all_slots is not None:
-            tokens_of_all = replace(tokens_of_all, all_slots=inputs.out_cache_loc[: self._num_deals * size])
 
         def run() -> tuple[torch.Tensor, torch.Tensor | None]:
             if loop is not None:
                 loop.begin(self._num_deals * size)
-            output = runner.run_program(batch, tokens_of_all, rows, CUDAGraphMode.FULL, descriptor)
+            tokens = replace(self._tokens(size), all_slots=self._slots_of_all(size))
+            output = runner.run_program(batch, tokens, rows, CUDAGraphMode.FULL, descriptor)
             logits = output.next_token_logits
             return logits, None if loop is None else loop.end(logits)
 
@@ -216,6 +214,13 @@ class GraphRunner:
         self._decode_graphs[descriptor] = _DecodeGraph(graph, WeakTensor(logits).tensor())
         if tokens is not None:
             self._chosen_tokens[descriptor] = WeakTensor(tokens).tensor()
+
+    def _slots_of_all(self, size: int) -> torch.Tensor | None:
+        """The slots of a captured decode of `size` rows a rank, as ranks' tokens are gathered: the first rank's first,
+        where a rank's inputs begin with its own."""
+        if self._num_deals == 1:
+            return None
+        return torch.roll(self.inputs.out_cache_loc[: self._num_deals * size], current().rank * size)
 
     def holds_decode(self, num_requests: int) -> bool:
         """True if `decode` takes as many requests."""

@@ -99,9 +99,10 @@ def cache_inputs(layer_name: str, may_be_left: bool) -> list[torch.Tensor]:
 
 
 def _attention_rotates(context: ForwardContext, batch: ForwardBatch, layer: AttentionLayer) -> bool:
-    """True if attention is to rotate; not in PIECEWISE, where a piece's graph serves any batch of so many tokens."""
-    is_piecewise = context.cudagraph_runtime_mode is CUDAGraphMode.PIECEWISE
-    return not is_piecewise and batch.attn_backend.rotates(layer)
+    """True if attention is to rotate; not in PIECEWISE, where a piece's graph serves any batch of so many tokens, nor
+    where other ranks have more tokens than this one, whose pieces then have padding."""
+    is_padded = context.cudagraph_runtime_mode is CUDAGraphMode.PIECEWISE or context.dp_metadata is not None
+    return not is_padded and batch.attn_backend.rotates(layer)
 
 
 def _metadata_of(context: ForwardContext, layer_name: str) -> AttentionMetadata:

@@ -12,6 +12,8 @@ from collections.abc import Sequence
 
 import torch
 
+from mllm_compile.runtime.collectives.base import current
+
 _LIBRARY = torch.library.Library("mllm", "FRAGMENT")
 _LIBRARY.define(
     "attention(Tensor q, Tensor k, Tensor v, Tensor? sinks, float sm_scale, float logits_soft_cap, int window_left,"
@@ -58,7 +60,8 @@ def attention_reference(
         logits_soft_cap: 0.0 for none, else cap * tanh(logits / cap).
         window_left: -1 for none, else how many earlier tokens are seen besides the token itself.
         refusals: ignored here.
-        alibi_slopes: [H] or None: slope · (key's position − query's) is added to a head's logits.
+        alibi_slopes: [H] or None: slope · (key's position − query's) is added to a head's logits. Of ranks with H heads
+            each they are those of all.
         chunk: 0 for none, else tokens see those of their own chunk of so many positions; the first has position 0.
         latent: 0 for none, else v is k, and the first so many columns of it are the values.
         blocks: first and end of tokens that see each other ahead too, as images' do; no argument of the op.
@@ -77,6 +80,9 @@ def attention_reference(
         logits = logits_soft_cap * torch.tanh(logits / logits_soft_cap)
     position = torch.arange(num_tokens, device=q.device)
     distance = position[:, None] - position[None, :]
+    if alibi_slopes and len(alibi_slopes) > num_heads:
+        first = current().rank * num_heads
+        alibi_slopes = alibi_slopes[first : first + num_heads]
     if alibi_slopes:
         logits = logits - q.new_tensor(alibi_slopes, dtype=logits.dtype)[:, None, None] * distance
     visible = distance >= 0

@@ -66,14 +66,16 @@ class LinkedProgram:
         )
         return MediaExecutors(with_features, tower, media.facts)
 
-    def bind(self, weights: Mapping[str, torch.Tensor]) -> tuple[ProgramExecutor, tuple[AttentionLayer, ...]]:
-        """The program over `weights` (name → tensor, in its final place), and its layers by layer_id.
+    def bind(
+        self, weights: Mapping[str, torch.Tensor], rank: int = 0
+    ) -> tuple[ProgramExecutor, tuple[AttentionLayer, ...]]:
+        """The rank's program over `weights` (name → tensor, in its final place), and its layers by layer_id.
 
         Raises:
             ArtifactError: a weight, a layer or a value that the program names is not there.
         """
         executor = ProgramExecutor(self.program, self.pieces, weights)
-        return executor, tuple(AttentionLayer.of(layer, executor.weights) for layer in self.program.layers)
+        return executor, tuple(AttentionLayer.of(layer, executor.weights, rank) for layer in self.program.layers)
 
 
 def link(

@@ -212,6 +212,7 @@ def test_a_key_without_auto_becomes_what_was_asked_for():
         "divide_prefix": True,
         "expert_stats": True,
         "tensor_parallel_size": 2,
+        "expert_parallel_size": 2,
         "distributed_executor_backend": "ray",
         "skip_compiled": True,
         "state_dtype": "bfloat16",

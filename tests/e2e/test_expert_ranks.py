@@ -16,6 +16,7 @@ from mllm_compile.errors import ConfigError, EngineDeadError, RequestError
 from tests.e2e.test_ranks import followers, tokens
 from tests.model.tiny_configs import save_tiny_model
 from tests.model.tiny_configs import tiny_config as config_of_architecture
+from tests.quantised_experts import write_experts
 from tests.tiny_model import engine_of_pages, tiny_config
 
 PROMPTS = [[41, 30, 77, 5, 12], [7, 7, 81], list(range(20, 60)), [3]]
@@ -82,6 +83,7 @@ def test_several_completions_of_a_prompt_and_an_abort_leave_the_engine_right(ran
     assert tokens(ranks, PROMPTS, GREEDY) == tokens(alone, PROMPTS, GREEDY)
 
 
+@pytest.mark.slow
 def test_preempted_requests_give_the_same_and_a_closed_engine_leaves_no_process(folder, alone):
     before = set(followers())
     engine = engine_of_pages(config_of(folder, enable_prefix_cache=False), num_pages=9)
@@ -94,6 +96,7 @@ def test_preempted_requests_give_the_same_and_a_closed_engine_leaves_no_process(
     assert set(followers()) == before
 
 
+@pytest.mark.slow
 def test_a_killed_rank_ends_every_request_with_its_reason(folder):
     before = set(followers())
     engine = Engine(config_of(folder))
@@ -122,6 +125,26 @@ def test_what_is_not_served_is_refused(folder, ranks):
         load_or_compile(config_of(folder, deterministic=True))
     with pytest.raises(RequestError, match="prompt_logprobs"):
         ranks.generate(PROMPTS[0], SamplingParams(prompt_logprobs=1))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["fp8", "mxfp4"])
+def test_experts_in_few_bits_stay_so_and_give_one_ranks_tokens(name, folder, tmp_path):
+    model = {"path": str(folder / "model"), "quantization": name}
+    if name == "mxfp4":
+        write_experts(name, tmp_path, {})
+        model = {"path": str(tmp_path / "packed")}
+    found = []
+    for num_ranks in (1, 2):
+        runtime = {"max_model_len": 64, "expert_parallel_size": num_ranks}
+        config = tiny_config(tmp_path / "cache", model=model, compile={"backend": "eager"}, runtime=runtime)
+        with Engine(config) as engine:
+            found.append(tokens(engine, PROMPTS, GREEDY))
+    assert found[0] == found[1]
+    weights = {spec.name: spec for spec in load_or_compile(config).artifact.weights_of(1)}
+    (up,) = (spec for name, spec in weights.items() if name.endswith("layers.0.mlp.experts.gate_up_proj"))
+    assert up.dtype.itemsize == 1
+    assert up.shape[0] == weights[f"{up.name}_scales"].shape[0] == 2
 
 
 def test_a_cached_runtime_says_for_how_many_ranks_it_is(ranks, folder):

@@ -195,8 +195,8 @@ def test_a_packed_runtime_has_files_of_each_rank_and_needs_no_checkpoint(ranks, 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["qwen3_next", "bamba", "deepseek_v3"])
-def test_states_and_latents_give_one_ranks_tokens(name, tmp_path):
+@pytest.mark.parametrize("name", ["qwen3_next", "bamba", "deepseek_v3", "bloom"])
+def test_states_latents_and_slopes_give_one_ranks_tokens(name, tmp_path):
     save_tiny_model(config_of_architecture(name), tmp_path / "model")
     found = []
     for num_ranks in (1, 2):

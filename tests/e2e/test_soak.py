@@ -2,9 +2,12 @@
 
 import pytest
 
+from tests.model.tiny_configs import save_tiny_model
+from tests.model.tiny_configs import tiny_config as config_of_architecture
 from tests.soak import run_soak
 from tests.tiny_model import engine_of_pages, tiny_config
 
+NUM_ON_RANKS = 2000
 NUM_PAGES = 161  # 640 tokens, where 32 requests of 52 tokens on average want 1,664
 
 
@@ -30,3 +33,18 @@ def test_long_prompts_that_come_beside_answers_all_end_with_steps_bounded_by_tim
     print(result, stats)
     assert stats.step_bound_ms == 20
     assert stats.time_between_tokens.count > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("key", ["tensor_parallel_size", "expert_parallel_size"])
+def test_requests_on_two_ranks_all_end_and_leave_nothing_behind(tmp_path, key):
+    """Of a mixture, cut over the ranks or with experts spread over them, which then have requests of their own."""
+    model = tmp_path / "model"
+    save_tiny_model(config_of_architecture("qwen3_moe"), model)
+    runtime = {"max_running_requests": 16, "max_num_batched_tokens": 128, "max_model_len": 128, "page_size": 4, key: 2}
+    config = tiny_config(tmp_path / "cache", model={"path": str(model)}, compile={"backend": "eager"}, runtime=runtime)
+    with engine_of_pages(config, NUM_PAGES // 2) as engine:
+        result = run_soak(engine, NUM_ON_RANKS, 99, max_prompt=24, max_output=80, in_flight=48)
+    print(result)
+    assert result.preemptions > 0
+    assert result.host_mib < 32

@@ -27,7 +27,7 @@ LARGEST_ERROR = 1e-5  # of float32 logits
 MODELS_PAGE = Path(__file__).parents[2] / "docs" / "models.md"
 # What packs, interleaves, norms over all heads, adds biases, mixes experts or attends to latents: always tested.
 FIXED = {"qwen3": 2, "phi3": 2, "olmo2": 4, "gpt_oss": 4, "deepseek_v3": 2}  # to the number of ranks
-EACH_TIME = 2  # further ones, others every day
+EACH_TIME = 1  # a further one, another every day
 
 
 def served() -> list[str]:
@@ -247,14 +247,12 @@ def test_heads_that_do_not_divide_leave_attention_whole():
     assert (found.error, found.cuts) == (0.0, {})
 
 
-def test_heads_with_slopes_of_their_own_leave_attention_whole():
+def test_heads_go_with_their_slopes():
     builder = GraphBuilder()
-    x = builder.embed()
-    x = builder.call(operator.add, x, feed_forward(builder, x, "ff", 12))
-    x = builder.layer(x, 0, alibi_slopes=[0.5, 0.25, 0.125, 0.0625])
+    x = builder.layer(builder.embed(), 0, alibi_slopes=[0.5, 0.25, 0.125, 0.0625])
     found = cut(builder.canonical(builder.head(x)), 2)
     assert found.error < LARGEST_ERROR
-    assert {name.partition(".")[0] for name in found.cuts} == {"ff"}
+    assert num_heads(found.gm) == [HEADS // 2]
 
 
 def test_the_pass_does_nothing_the_second_time_nor_for_one_rank():

@@ -31,7 +31,7 @@ class Setting:
         max_model_len: most tokens of one request.
         vocab_size: prompts' ids are below it.
         trust_remote_code: the config's.
-        num_ranks: over how many devices an engine cuts the model.
+        num_ranks: over how many devices an engine cuts the model, or spreads its experts.
         quantization: the resolved config's.
     """
 
@@ -82,8 +82,8 @@ class Setting:
                 "raise runtime.max_model_len if the model takes more."
             )
         changes = _room_for(config, largest_batch)
-        num_ranks = config.runtime.tensor_parallel_size if num_ranks is None else num_ranks
-        changes["runtime"] |= {"tensor_parallel_size": num_ranks}
+        num_parts = config.runtime.tensor_parallel_size if num_ranks is None else num_ranks
+        changes["runtime"] |= {"tensor_parallel_size": num_parts}
         changes["runtime"] |= {"max_model_len": max_model_len, "enable_prefix_cache": False}
         return cls(
             source=source,
@@ -95,7 +95,7 @@ class Setting:
             max_model_len=max_model_len,
             vocab_size=int(model.text_config_value("vocab_size")),
             trust_remote_code=resolved.model.trust_remote_code,
-            num_ranks=num_ranks,
+            num_ranks=max(num_parts, config.runtime.expert_parallel_size),
             quantization=resolved.model.quantization,
         )
 

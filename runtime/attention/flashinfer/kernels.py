@@ -63,7 +63,7 @@ class PlanGroup:
     @classmethod
     def of(cls, layer: LayerSpec) -> PlanGroup:
         heads = layer.num_heads, layer.num_kv_heads, layer.head_dim
-        return cls(*heads, layer.params, layer.sinks is not None, layer.alibi_slopes, layer.chunk)
+        return cls(*heads, layer.params, layer.sinks is not None, layer.slopes_of(0), layer.chunk)
 
     @property
     def follows_places(self) -> bool:

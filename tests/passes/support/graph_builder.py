@@ -250,7 +250,11 @@ def _run(gm: fx.GraphModule, call_graph: Callable[..., Any], num_tokens: int, se
     inputs["all_slots"] = inputs["slots"].repeat(gm.meta.get(EXPERT_RANKS, 1))
     values = [_value(node, gm, inputs) for node in gm.graph.nodes if node.op == "placeholder"]
     layers = {
-        spec.name: AttentionLayer.of(spec, {spec.sinks: weight_values(str(spec.sinks), (spec.num_heads,))})
+        spec.name: AttentionLayer.of(
+            spec,
+            {spec.sinks: weight_values(str(spec.sinks), (spec.num_heads,))},
+            current().rank if gm.meta.get(WEIGHT_CUTS) else 0,
+        )
         for spec in gm.meta.get(ATTENTION_LAYERS, ())
     }
     with (

@@ -6,19 +6,21 @@ import logging
 from dataclasses import replace
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from mllm_compile.runtime.attention.torch_backend import TorchAttnBackend
+from mllm_compile.runtime.collectives.base import using
 from mllm_compile.runtime.config_sections import CudaGraphSection
 from mllm_compile.runtime.cuda_graph import graph_runner
 from mllm_compile.runtime.cuda_graph.dispatcher import GraphDispatcher
 from mllm_compile.runtime.cuda_graph.graph_runner import GraphRunner, _lengths
 from mllm_compile.runtime.errors import ConfigError
 from mllm_compile.runtime.forward_batch import ForwardMode
-from mllm_compile.runtime.graph_mode import CUDAGraphMode
+from mllm_compile.runtime.graph_mode import BatchDescriptor, CUDAGraphMode
 from mllm_compile.runtime.runner_config import RunnerConfig
 from tests.runtime.runner_cases import DEFAULTS
 
@@ -97,3 +99,32 @@ def test_attention_that_knows_of_no_graphs_stands_between_captured_pieces(monkey
         GraphRunner(runner, GraphDispatcher(CUDAGraphMode.PIECEWISE, (8,), ()))
     with pytest.raises(NotImplementedError, match="TorchAttnBackend does not run inside CUDA graphs"):
         GraphRunner(runner, GraphDispatcher(CUDAGraphMode.FULL, (), (8,)))
+
+
+@pytest.mark.parametrize("rank", [0, 1, 2])
+def test_a_captured_decode_has_a_ranks_own_requests_first_and_tells_padding_as_tokens_are_gathered(monkeypatch, rank):
+    """Of three ranks with two, no and one requests, captured for two each."""
+    rows, slots = np.array([1, 2, 0, 0, 7, 0]), np.array([40, 41, 0, 0, 50, 0])
+    written = {}
+
+    def write(rows, seq_lens, slots, size, padding_len, deltas):
+        written.update(rows=rows.tolist(), size=size)
+        graphs.inputs.out_cache_loc[:] = torch.from_numpy(slots)  # as the decode's first kernel does
+
+    graphs = object.__new__(GraphRunner)
+    graphs._num_deals, graphs._max_requests = 3, 2
+    graphs.dispatcher = GraphDispatcher(CUDAGraphMode.FULL_DECODE_ONLY, (), (1, 2))
+    places = torch.zeros(6, dtype=torch.int64)
+    graphs.inputs = SimpleNamespace(
+        out_cache_loc=places, req_pool_indices=places, seq_lens=places, padding_len=1, clear_rope_lens=lambda: None
+    )
+    graphs.decode_loop = SimpleNamespace(next_turn=lambda: SimpleNamespace(write=write))
+    graphs._chosen_tokens = {BatchDescriptor(2, num_reqs=2, uniform=True): torch.zeros(6, dtype=torch.int64)}
+    monkeypatch.setattr(GraphRunner, "_replay", lambda self, size: SimpleNamespace(logits=torch.zeros(6, 5)))
+    with using(SimpleNamespace(rank=rank)):
+        assert graphs.decode_size(2) == (2, 1)
+        graphs.decode(rows, np.ones(6, dtype=np.int64), slots)
+        of_all = graphs._slots_of_all(2)
+    own = slice(2 * rank, 2 * rank + 2)
+    assert (written["rows"][:2], written["size"]) == (rows[own].tolist(), 6)
+    assert of_all.tolist() == slots.tolist()
