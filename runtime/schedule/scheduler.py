@@ -355,13 +355,13 @@ class Scheduler:
         return self._with_whole_images(request, min(longest, budget.tokens, self._rest(request)), budget.tokens)
 
     def _rounded_chunk(self, request: Request, budget: PromptBudget) -> int:
-        """The same of a prompt that is cut: the step then fills a captured graph, if there is a fitting one."""
+        """The same of a prompt that is cut, of a length that suits graphs and kernels."""
         chunk = self._first_chunk(request, budget)
         if math.isinf(budget.ms):
             return chunk
-        others = self.config.max_num_batched_tokens - budget.tokens
-        most = others + min(budget.tokens, self._rest(request))
-        return self._pace.rounded(others + chunk, others + min(chunk, self.config.page_size), most) - others
+        others, context = self.config.max_num_batched_tokens - budget.tokens, int(self._computed[request.row])
+        bounds = min(chunk, self.config.page_size), min(budget.tokens, self._rest(request))
+        return self._pace.cut(chunk, others, context, bounds, budget)
 
     def _serve_shorter(
         self, chunks: list[Chunk], admitted: list[Request], first: Request, budget: PromptBudget
