@@ -93,7 +93,12 @@ def _load(compiled: CompiledRuntime, timeline: Timeline, forward_times: bool, nu
             tokenizer, defaults, default_params = loading.result()
             config, num_pages = compiled.config, runner.token_to_kv_pool.num_pages
             limits = SchedulerConfig.of(
-                config.runtime, config.cudagraph, num_pages, runner.num_snapshots, runner.model.rope
+                config.runtime,
+                config.cudagraph,
+                num_pages,
+                runner.num_snapshots,
+                runner.model.rope,
+                runner.attn_backend.query_blocks,
             )
             scheduler = Scheduler(limits)
             step_runner = _step_runner(runner, group)

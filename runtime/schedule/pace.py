@@ -76,15 +76,23 @@ class Pace:
         last_bound_ms: the bound of the last step that had one.
     """
 
-    def __init__(self, max_step_ms: MaxStepMs, step_sizes: Sequence[int] = ()) -> None:
+    def __init__(
+        self,
+        max_step_ms: MaxStepMs,
+        step_sizes: Sequence[int] = (),
+        query_blocks: float = 0.0,
+        divide_prefix: bool = False,
+    ) -> None:
         """
         Args:
-            step_sizes: token counts of a step for which CUDA graphs are captured, ascending.
+            step_sizes, query_blocks, divide_prefix: as SchedulerConfig has them.
         """
         self.cost = StepCost()
         self.last_bound_ms: float | None = None
         self._max_step_ms = max_step_ms
         self._step_sizes = step_sizes
+        self._query_blocks = query_blocks
+        self._divide_prefix = divide_prefix
         self._decode_steps = 0  # of decodes alone that were not taken in; -1: the next one does not count
         self._decodes_ms = 0.0  # of all of them together
 
@@ -126,30 +134,40 @@ class Pace:
     def cut(self, chunk: int, others: int, context: int, bounds: tuple[int, int], budget: PromptBudget) -> int:
         """The length of a chunk behind `context` tokens, beside `others`, that there is time for up to `chunk`.
 
-        With tenfold the step fills the next larger captured graph, if there is one. With a number the length is that,
-        of those not much shorter, by which the prompt gets on fastest.
+        With tenfold the step fills the next larger captured graph, if there is one. Else the length is that, of those
+        not much shorter, by which the prompt gets on fastest.
 
         Args:
             bounds: the least and the most tokens of it.
         """
         least, most = bounds
-        if self._max_step_ms != "tenfold":
+        is_captured = self._step_sizes and others + chunk <= self._step_sizes[-1]
+        if self._max_step_ms != "tenfold" or not is_captured:
             return self._fastest(chunk, others, context, least, budget)
         padded = self._padded(others + chunk) - others
         return padded if least <= padded <= most else chunk
 
     def _fastest(self, chunk: int, others: int, context: int, least: int, budget: PromptBudget) -> int:
-        """Linears take as long as of the captured size that the step is padded to, attention as of whole blocks."""
+        """Linears take as long as of the captured size that the step is padded to, attention as of all its blocks."""
         sizes = [size - others for size in self._step_sizes]
         whole_blocks = range(_QUERIES, chunk + 1, _QUERIES)
         least = max(least, math.ceil(_LEAST_KEPT * chunk))
 
-        def pace(length: int) -> float:
-            blocks = -(-length // _QUERIES) * _QUERIES
+        def ms_a_token(length: int) -> float:
             ms = budget.fixed_ms + budget.token_ms * (self._padded(others + length) - others)
-            return length / (ms + budget.pair_ms * pairs_of(blocks, context))
+            return (ms + budget.pair_ms * pairs_of(self._attended(length), context)) / length
 
-        return max((one for one in (chunk, *sizes, *whole_blocks) if least <= one <= chunk), key=pace)
+        return min((one for one in (chunk, *sizes, *whole_blocks) if least <= one <= chunk), key=ms_a_token)
+
+    def _attended(self, length: int) -> float:
+        """Queries that attention takes as long for as for a chunk of `length`: blocks that it has in full, and as many
+        as run side by side in each of their waves. Where a long prefix is divided, few blocks make several times as
+        many."""
+        blocks, beside = -(-length // _QUERIES), self._query_blocks
+        if not beside:
+            return blocks * _QUERIES
+        parts = (1, 2, 4) if self._divide_prefix and blocks < 1.5 * beside else (1,)
+        return min(math.ceil(blocks * count / beside) / count for count in parts) * beside * _QUERIES
 
     def _padded(self, num_tokens: int) -> int:
         """Tokens of the captured step that holds so many; the same number where none does."""

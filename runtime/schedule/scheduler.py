@@ -56,7 +56,7 @@ class Scheduler:
         num_rows = config.max_running_requests + 1
         max_pages = -(-config.max_tokens_per_request // config.page_size)
         self.pages = PageTables(num_rows, max_pages, config.num_pages, config.page_size, config.num_snapshots)
-        self._pace = Pace(config.max_step_ms, config.step_sizes)
+        self._pace = Pace(config.max_step_ms, config.step_sizes, config.query_blocks, config.divide_prefix)
 
         self._requests: set[Request] = set()  # all that are not finished
         self._waiting: list[Request] = []  # by urgency

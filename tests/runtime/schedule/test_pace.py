@@ -136,6 +136,15 @@ def test_tenfold_fills_the_next_larger_graph_and_none_beyond_the_largest() -> No
     assert total(100, most=110) == 100, "there are no more tokens"
 
 
+def test_beyond_captured_graphs_a_prompt_is_cut_to_whole_waves_of_attention() -> None:
+    tenfold, budget = Pace("tenfold", (64, 128, 256), 132 / 32), PromptBudget(4000, 60.0, 0.02, 1e-6, fixed_ms=3.0)
+    cut = [tenfold.cut(chunk, 32, 25_000, (64, 4000), budget) for chunk in (1100, 1248, 1400, 1540)]
+    assert cut == [1024, 1024, 1400, 1536], "of four blocks each; three quarters of a chunk are left of it"
+    number = Pace(25.0, (), 132 / 32, divide_prefix=True)
+    assert [number._attended(n) for n in (100, 256, 384, 512, 1024)] == [132, 264, 396, 528, 1056]
+    assert Pace(25.0, (), 132 / 32)._attended(256) == Pace(25.0, (), 132 / 32)._attended(512) == 528
+
+
 def test_a_number_cuts_to_what_gets_a_prompt_on_fastest() -> None:
     number = Pace(25.0, (64, 128, 256, 320, 384, 512))
     tokens_alone, attention = PromptBudget(1000, 9.0, 0.02, 0.0), PromptBudget(1000, 9.0, 0.001, 1e-6)
