@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from typing import Any
 
 from mllm_compile.runtime.config_sections import CudaGraphSection, MaxStepMs, RuntimeSection
 from mllm_compile.runtime.errors import ConfigError, RequestError
@@ -55,7 +56,12 @@ class SchedulerConfig:
         query_blocks: float = 0.0,
     ) -> SchedulerConfig:
         """The limits that a config names, with `num_pages`, the dummy page included."""
-        of_model = {"num_pages": num_pages, "num_snapshots": num_snapshots, "rope": rope, "query_blocks": query_blocks}
+        of_model: dict[str, Any] = {
+            "num_pages": num_pages,
+            "num_snapshots": num_snapshots,
+            "rope": rope,
+            "query_blocks": query_blocks,
+        }
         of_model["step_sizes"] = tuple(sorted({*cudagraph.piecewise_tokens, *cudagraph.mixed_tokens}))
         names = {field.name for field in fields(cls)} - set(of_model)
         return cls(**of_model, **{name: getattr(runtime, name) for name in names})
