@@ -181,11 +181,11 @@ class RuntimeConfig(Section):
     """Decodes of requests that begin with the same cached tokens read these once, where that is estimated to be faster.
     Kernels are compiled for it, and more CUDA graphs captured."""
 
-    copy_prefix: bool = False
+    copy_prefix: bool = True
     """Long prompts read the keys and values of their earlier chunks from a copy in which they lie one after another,
     where that is estimated to be faster than from their pages: on Hopper, and up to 256 MiB of them a layer."""
 
-    divide_prefix: bool = False
+    divide_prefix: bool = True
     """Where few tokens of one long prompt are computed in a step, as beside running answers, the GPU's multiprocessors
     share the keys before them, where that is estimated to be faster: on Hopper."""
 

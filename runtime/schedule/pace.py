@@ -21,8 +21,8 @@ from mllm_compile.runtime.schedule.step_cost import StepCost, StepLoad, pairs_of
 TENFOLD = 10.0
 # Of a chunk, when it is cut to fill a captured graph or whole blocks of attention.
 _LEAST_KEPT = 0.75
-# Queries of a block of attention: 130 take as long there as 256.
-_QUERIES = 128
+# Tokens of a block, of linears and of attention: 130 take about as long as 256.
+_BLOCK = 128
 # Tokens of the first chunk beside decodes, when nothing is known of what a chunk takes.
 _FIRST_CHUNK = 512
 # Steps of decodes alone are all alike: the mean of so many in a row is taken in. When one is seen to end depends on the
@@ -148,26 +148,27 @@ class Pace:
         return padded if least <= padded <= most else chunk
 
     def _fastest(self, chunk: int, others: int, context: int, least: int, budget: PromptBudget) -> int:
-        """Linears take as long as of the captured size that the step is padded to, attention as of all its blocks."""
+        """Linears take as long as of all blocks of the captured size that the step is padded to, attention as of all
+        its own blocks."""
         sizes = [size - others for size in self._step_sizes]
-        whole_blocks = range(_QUERIES, chunk + 1, _QUERIES)
+        whole_blocks = range(_BLOCK, chunk + 1, _BLOCK)
         least = max(least, math.ceil(_LEAST_KEPT * chunk))
 
         def ms_a_token(length: int) -> float:
-            ms = budget.fixed_ms + budget.token_ms * (self._padded(others + length) - others)
+            rows = -(-self._padded(others + length) // _BLOCK) * _BLOCK
+            ms = budget.fixed_ms + budget.token_ms * (rows - others)
             return (ms + budget.pair_ms * pairs_of(self._attended(length), context)) / length
 
         return min((one for one in (chunk, *sizes, *whole_blocks) if least <= one <= chunk), key=ms_a_token)
 
     def _attended(self, length: int) -> float:
-        """Queries that attention takes as long for as for a chunk of `length`: blocks that it has in full, and as many
-        as run side by side in each of their waves. Where a long prefix is divided, few blocks make several times as
-        many."""
-        blocks, beside = -(-length // _QUERIES), self._query_blocks
+        """The queries of as many full blocks as take attention as long as a chunk of `length`: those of all its waves.
+        Where a long prefix is divided, few blocks make several times as many."""
+        blocks, beside = -(-length // _BLOCK), self._query_blocks
         if not beside:
-            return blocks * _QUERIES
+            return blocks * _BLOCK
         parts = (1, 2, 4) if self._divide_prefix and blocks < 1.5 * beside else (1,)
-        return min(math.ceil(blocks * count / beside) / count for count in parts) * beside * _QUERIES
+        return min(math.ceil(blocks * count / beside) / count for count in parts) * beside * _BLOCK
 
     def _padded(self, num_tokens: int) -> int:
         """Tokens of the captured step that holds so many; the same number where none does."""

@@ -176,8 +176,8 @@ def test_with_a_bound_in_ms_more_sizes_of_long_steps_are_captured(width, by_rule
         return [size for size in sizes if size > 512]
 
     assert long_sizes() == long_sizes(max_step_ms="none") == by_rule
-    assert long_sizes(max_step_ms=25) == [*range(544, 801, 32), 896, 1024, 1280, 1536, *bound]
-    assert long_sizes(max_step_ms=25, max_num_batched_tokens=600) == [544, 576]
+    assert long_sizes(max_step_ms=25) == [640, 768, 896, 1024, 1280, 1536, *bound]
+    assert long_sizes(max_step_ms=25, max_num_batched_tokens=1000) == [640, 768, 896]
 
 
 def test_no_auto_is_left_and_json_keeps_everything():
@@ -203,8 +203,8 @@ def test_a_key_without_auto_becomes_what_was_asked_for():
         "mem_fraction_static": 0.5,
         "enable_prefix_cache": False,
         "cascade_attention": True,
-        "copy_prefix": True,
-        "divide_prefix": True,
+        "copy_prefix": False,
+        "divide_prefix": False,
         "expert_stats": True,
         "tensor_parallel_size": 2,
         "distributed_executor_backend": "ray",

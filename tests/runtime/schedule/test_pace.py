@@ -152,8 +152,8 @@ def test_a_number_cuts_to_what_gets_a_prompt_on_fastest() -> None:
     def cut(chunk: int, budget: PromptBudget, context: int = 30_000, least: int = 1) -> int:
         return number.cut(chunk, 20, context, (least, 1000), budget)
 
-    assert cut(350, tokens_alone) == 300, "320 tokens are captured, and 370 padded to 384"
-    assert cut(364, tokens_alone) == 364
+    assert cut(380, tokens_alone) == 364, "384 tokens are captured, and 400 padded to 512"
+    assert cut(350, tokens_alone) == 350, "370 tokens take as long as 384, and so do 320"
     assert cut(300, attention) == 256, "two blocks of attention; 300 take as long as 384"
     assert cut(380, attention) == 380, "nearly three of them"
     assert cut(300, attention, least=290) == 300, "the chunk would be too short"
