@@ -38,6 +38,7 @@ class RuntimeSection:
 
     device: str
     tensor_parallel_size: int = 1
+    expert_parallel_size: int = 1
     distributed_executor_backend: Literal["mp", "ray"] = "mp"
     attention_backend: BackendName
     page_size: int
@@ -57,3 +58,13 @@ class RuntimeSection:
     cascade_attention: bool = False
     copy_prefix: bool = True
     divide_prefix: bool = True
+
+    @property
+    def num_ranks(self) -> int:
+        """Processes that a model is spread over; only one of the two sizes is more than 1."""
+        return max(self.tensor_parallel_size, self.expert_parallel_size)
+
+    @property
+    def max_requests_of_ranks(self) -> int:
+        """Most requests in one step on all ranks together; where experts are spread each rank has its own."""
+        return self.max_running_requests * self.expert_parallel_size

@@ -28,6 +28,7 @@ from mllm_compile.passes.match.layer_kinds import (
     AttentionKind,
     LayerKind,
     PackedAttentionKind,
+    SegmentAttentionKind,
     StateLayerKind,
     lowered_kind,
 )
@@ -48,7 +49,7 @@ from mllm_compile.runtime.program.spec import (
 )
 from mllm_compile.runtime.quantised.scheme import SCALES, VALUES, ZEROS
 
-_SIZE_NAMES = {"input_ids": "T", "logits_indices": "S", "keys": "P", "slots": "L", "pixel_values": "F"}
+_SIZE_NAMES = {"input_ids": "T", "logits_indices": "S", "keys": "P", "slots": "L", "pixel_values": "F", "taps": "G"}
 
 
 def build_program(graph: fx.GraphModule) -> Program:
@@ -196,13 +197,16 @@ def _packed_attention_step(node: fx.Node) -> PackedAttentionStep:
     q, k, v, segments = map(_value_name, node.args[:4])
     num_heads, v_head_dim = map(int, out.meta["val"].shape[1:])
     scale: Any = sm_scale
-    return PackedAttentionStep(str(name), q, k, v, segments, _value_name(out), (num_heads, v_head_dim), float(scale))
+    by_kernel = is_op(node, SegmentAttentionKind.lowered)
+    out_shape = num_heads, v_head_dim
+    return PackedAttentionStep(str(name), q, k, v, segments, _value_name(out), out_shape, float(scale), by_kernel)
 
 
 _STEP_MAKERS: dict[type[LayerKind], Callable[[fx.Node], Step]] = {
     AttentionKind: _attention_step,
     StateLayerKind: _state_step,
     PackedAttentionKind: _packed_attention_step,
+    SegmentAttentionKind: _packed_attention_step,
 }
 
 
@@ -233,8 +237,9 @@ def weight_shapes(graph: fx.GraphModule) -> dict[str, tuple[tuple[int, ...], tor
 
 
 def size_symbols(graph: fx.GraphModule) -> dict[str, str]:
-    """The symbols by their public names: {"u0": "T", "u2": "S"}, of a tower {"u0": "F"}; P (slots of the KV cache)
-    where pieces write it, and L (slots to write) where they may leave that to attention: else there are T."""
+    """The symbols by their public names: {"u0": "T", "u2": "S"}, of a tower {"u0": "F"}, and G where it puts crops
+    together; P (slots of the KV cache) where pieces write it, and L (slots to write) where they may leave that to
+    attention: else there are T."""
     symbols: dict[str, str] = {}
     for node in graph.graph.nodes:
         if node.meta.get("input_name") in _SIZE_NAMES:

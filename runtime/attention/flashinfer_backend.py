@@ -38,6 +38,7 @@ from mllm_compile.runtime.attention.flashinfer.kernels import (
     prefill_kernels,
     prefills_new_tokens_alone,
     should_use_tensor_core,
+    spared_bytes,
     takes_cascade,
     workspace_bytes,
 )
@@ -392,8 +393,7 @@ class FlashInferAttnBackend(AttentionBackend):
             self._image_blocks.run(group_index, q, pages, out, layer)
 
     def cascade_pays(self, num_requests: int, num_tokens: int, is_captured: bool = False) -> bool:
-        per_token = sum(layer.num_kv_heads * (layer.head_dim + layer.v_head_dim) for layer in self._cascaded)
-        spared = (num_requests - 1) * num_tokens * per_token * self.kv_cache_dtype.itemsize
+        spared = spared_bytes(self._cascaded, num_requests, num_tokens, self.kv_cache_dtype.itemsize)
         return (captured_cascade_pays if is_captured else cascade_pays)(spared, len(self._cascaded))
 
     @property

@@ -25,13 +25,13 @@ _CAPTURED_VERSION = "0.6.18"
 # for it, 35 to 50 µs, is hidden behind the GPU in part.
 _MOST_LOST_US = 20.0
 
-# Of captured cascades: bytes of the same pages that decodes read in a µs, mostly out of the GPU's L2 cache; and µs that
-# a layer's three kernels take longer than the one that they stand for.
-_SAME_BYTES_PER_US = 5e6
-_CAPTURED_CASCADE_US = 15.0
-# Of others: bytes that decode attention reads in a µs; and µs that a step takes longer because it is not
-# captured whole and plans attention, in all and for each layer.
-_BYTES_PER_US = 2.5e6
+# Bytes of the same pages that decodes read in a µs, mostly out of the GPU's L2 cache; likewise.
+_SAME_BYTES_PER_US = 8.5e6
+# µs that the three kernels of a captured cascade take longer in a layer than the one that they stand for: 13 to 20 on
+# an H100 (examples/cascade_speed.py).
+_CAPTURED_CASCADE_US = 20.0
+# µs that a step with another cascade takes longer because it is not captured whole and plans attention, in all and for
+# each layer.
 _CASCADE_US = 1000.0
 _CASCADE_LAYER_US = 60.0
 
@@ -264,13 +264,19 @@ def takes_cascade(group: PlanGroup) -> bool:
     return is_plain and not group.follows_places
 
 
+def spared_bytes(layers: Iterable[LayerSpec], num_requests: int, num_tokens: int, itemsize: int) -> int:
+    """Bytes of keys and values that these layers' decodes do not read where so many tokens are read once for all."""
+    per_token = sum(layer.num_kv_heads * (layer.head_dim + layer.v_head_dim) for layer in layers)
+    return (num_requests - 1) * num_tokens * per_token * itemsize
+
+
 def cascade_pays(num_spared_bytes: int, num_layers: int) -> bool:
     """True if a step that reads so many bytes less is faster for it.
 
     Args:
         num_layers: those that read less; a captured step spares the host their launches, and the plans.
     """
-    return num_spared_bytes > _BYTES_PER_US * (_CASCADE_US + num_layers * _CASCADE_LAYER_US)
+    return num_spared_bytes > _SAME_BYTES_PER_US * (_CASCADE_US + num_layers * _CASCADE_LAYER_US)
 
 
 def captured_cascade_pays(num_spared_bytes: int, num_layers: int) -> bool:
