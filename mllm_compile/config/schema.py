@@ -176,7 +176,7 @@ class RuntimeConfig(Section):
     max_step_ms: Literal["auto", "none"] | Annotated[float, Field(gt=0)] = "none"
     """Most milliseconds of a step in which prompts are computed beside running answers: it is the longest gap between
     an answer's tokens. Prompts are cut to it, by what steps were seen to take. auto: ten times what the answers' next
-    tokens take alone, which costs prompts about a tenth of their throughput; none: cut by max_num_batched_tokens alone."""
+    tokens take alone, which costs prompts about a tenth of their throughput; none: cut by max_num_batched_tokens."""
 
     enable_prefix_cache: bool = True
     """Keep the KV cache of finished requests for prompts that begin alike."""
