@@ -56,8 +56,8 @@ class RuntimeSection:
     # Defaults, for runtimes from before there were such keys.
     max_step_ms: MaxStepMs = "none"
     cascade_attention: bool = False
-    copy_prefix: bool = False
-    divide_prefix: bool = False
+    copy_prefix: bool = True
+    divide_prefix: bool = True
 
     @property
     def num_ranks(self) -> int:

@@ -228,7 +228,7 @@ def _runtime(
 
 def _max_step_ms(asked: RuntimeConfig, choices: AutoChoices) -> MaxStepMs:
     if not asked.deterministic:
-        why = "what running answers take alone, so prompts lose a tenth"
+        why = "what running answers take alone, so prompts lose about a tenth"
         return choices.settle("runtime.max_step_ms", asked.max_step_ms, lambda: ("tenfold", why))
     if not isinstance(asked.max_step_ms, str):
         raise ConfigError(

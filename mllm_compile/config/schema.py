@@ -176,7 +176,7 @@ class RuntimeConfig(Section):
     max_step_ms: Literal["auto", "none"] | Annotated[float, Field(gt=0)] = "none"
     """Most milliseconds of a step in which prompts are computed beside running answers: it is the longest gap between
     an answer's tokens. Prompts are cut to it, by what steps were seen to take. auto: ten times what the answers' next
-    tokens take alone, which costs prompts a tenth of their throughput; none: cut by max_num_batched_tokens alone."""
+    tokens take alone, which costs prompts about a tenth of their throughput; none: cut by max_num_batched_tokens."""
 
     enable_prefix_cache: bool = True
     """Keep the KV cache of finished requests for prompts that begin alike."""
@@ -186,11 +186,11 @@ class RuntimeConfig(Section):
     be faster. Kernels are compiled for it, and a few more CUDA graphs captured. auto: where decodes are captured whole,
     and some prefix would pay."""
 
-    copy_prefix: bool = False
+    copy_prefix: bool = True
     """Long prompts read the keys and values of their earlier chunks from a copy in which they lie one after another,
     where that is estimated to be faster than from their pages: on Hopper, and up to 256 MiB of them a layer."""
 
-    divide_prefix: bool = False
+    divide_prefix: bool = True
     """Where few tokens of one long prompt are computed in a step, as beside running answers, the GPU's multiprocessors
     share the keys before them, where that is estimated to be faster: on Hopper."""
 

@@ -94,7 +94,12 @@ def _load(compiled: CompiledRuntime, timeline: Timeline, forward_times: bool, nu
             tokenizer, defaults, default_params = loading.result()
             config, num_pages = compiled.config, runner.token_to_kv_pool.num_pages
             limits = SchedulerConfig.of(
-                config.runtime, config.cudagraph, num_pages, runner.num_snapshots, runner.model.rope
+                config.runtime,
+                config.cudagraph,
+                num_pages,
+                runner.num_snapshots,
+                runner.model.rope,
+                runner.attn_backend.query_blocks,
             )
             num_ranks = config.runtime.expert_parallel_size
             scheduler = Scheduler(limits) if num_ranks == 1 else DealtScheduler(limits, num_ranks)

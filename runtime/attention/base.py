@@ -97,6 +97,11 @@ class AttentionBackend(ABC):
         return False
 
     @property
+    def query_blocks(self) -> float:
+        """Blocks of 128 queries of one prompt that the device attends for side by side; 0: not known."""
+        return 0.0
+
+    @property
     def captures_cascade(self) -> bool:
         """True if `use_cascade` may be called."""
         return False

@@ -306,13 +306,15 @@ class FlashInferAttnBackend(AttentionBackend):
 
     def _make_copy_space(self, max_requests: int) -> CopySpace | None:
         """Memory for copies of keys and values; None: the kernel that would read them serves no layer."""
-        is_hopper = torch.cuda.get_device_properties(self.device).major == 9
-        kernels = {name for group in self.groups for name in prefill_kernels(group, self.kv_cache_dtype, is_hopper)}
-        if COPYING_PREFILL.name not in kernels:
+        if not any(map(self._has_fa3, self.groups)):
             return None
         widest = max(group.num_kv_heads * group.head_dim for group in self.groups)
         needed = 2 * widest * self.kv_cache_dtype.itemsize * max_requests * self.max_context_len
         return CopySpace(copy_space(self.device, min(needed, MOST_COPIED_BYTES)))
+
+    def _has_fa3(self, group: PlanGroup) -> bool:
+        is_hopper = torch.cuda.get_device_properties(self.device).major == 9
+        return COPYING_PREFILL.name in prefill_kernels(group, self.kv_cache_dtype, is_hopper)
 
     def _make_group_prefill(self, group: PlanGroup, own: DecodePiece | None) -> GroupPrefill | GroupOwnPrefill:
         if own is not None and self._split_space is not None:
@@ -393,6 +395,11 @@ class FlashInferAttnBackend(AttentionBackend):
     def cascade_pays(self, num_requests: int, num_tokens: int, is_captured: bool = False) -> bool:
         spared = spared_bytes(self._cascaded, num_requests, num_tokens, self.kv_cache_dtype.itemsize)
         return (captured_cascade_pays if is_captured else cascade_pays)(spared, len(self._cascaded))
+
+    @property
+    def query_blocks(self) -> float:
+        heads = [group.num_heads for group in self.groups if self._has_fa3(group)]
+        return self._num_sms / max(heads) if heads else 0.0
 
     @property
     def captures_cascade(self) -> bool:

@@ -15,6 +15,7 @@ from mllm_compile.runtime.device.staging import StagingRing
 from mllm_compile.runtime.forward_batch import ForwardBatch, MediaInputs
 from mllm_compile.runtime.step_fields import StepFields
 
+_KNOWN_LAYOUTS = 64
 _OTHER_BYTES = 64 << 10  # of what comes with the inputs: a step's page writes for 240 pages, say
 
 
@@ -111,6 +112,7 @@ class StepInputs(TokenPlaces):
         self.seq_lens.fill_(padding_len)
         self.seq_lens_cpu = torch.full((max_requests,), padding_len, dtype=torch.int32)
         self._staging = StagingRing(device)
+        self._known_layouts: dict[tuple[tuple[str, int], ...], tuple[FieldLayout, dict[str, torch.Tensor]]] = {}
         self._host_arrays: dict[int, dict[str, np.ndarray]] = {}  # address of a staging buffer → its fields
         # Layout of the last step: a steady decode has the same shape as the one before.
         self._last_shape = (0, 0)
@@ -128,11 +130,11 @@ class StepInputs(TokenPlaces):
             The places, as long as the values; and what else the step has, by the same copy, until the next upload.
         """
         values, others = fields.inputs(), fields.others()
-        packed = layout_of(others, self._layout.end)
+        packed, places = self._packed(others)
         beside = {}
         if packed.end > self._block.nbytes:
             beside = upload_fields(others, self._staging, self._block.device)
-            others, packed = {}, layout_of({}, self._layout.end)
+            others, (packed, places) = {}, self._packed({})
         buffer = self._staging.next(self._block.nbytes)
         host = buffer.memory[: self._block.nbytes]
         packed.write(others, host)
@@ -154,7 +156,22 @@ class StepInputs(TokenPlaces):
             self._last_fields = StepFields(**self._last_inputs)
         if not (others or beside):
             return self._last_fields
-        return StepFields(**self._last_inputs, **beside, **packed.views(self._block))
+        return StepFields(**self._last_inputs, **beside, **places)
+
+    def _packed(self, others: dict[str, np.ndarray]) -> tuple[FieldLayout, dict[str, torch.Tensor]]:
+        """The layout of what a step has beside its inputs, and its tensors, where it fits; kept for the next alike.
+
+        Making them takes as long as the copy itself, and the GPU waits for a prompt's.
+        """
+        key = tuple((name, array.size) for name, array in others.items())
+        found = self._known_layouts.pop(key, None)
+        if found is None:
+            layout = layout_of(others, self._layout.end)
+            found = layout, layout.views(self._block) if layout.end <= self._block.nbytes else {}
+            if len(self._known_layouts) == _KNOWN_LAYOUTS:
+                del self._known_layouts[next(iter(self._known_layouts))]
+        self._known_layouts[key] = found  # the last used is the last in order
+        return found
 
     def take_requests(self, batch: ForwardBatch, padded: int) -> None:
         """Like take_tokens, for a decode's requests."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from typing import Any
 
 from mllm_compile.runtime.config_sections import CudaGraphSection, MaxStepMs, RuntimeSection
 from mllm_compile.runtime.errors import ConfigError, RequestError
@@ -35,6 +36,10 @@ class SchedulerConfig:
     """Most time of a step with decodes and prompts; pace.py."""
     step_sizes: tuple[int, ...] = ()
     """Token counts of a step with prompts for which CUDA graphs are captured, ascending."""
+    query_blocks: float = 0.0
+    """Blocks of 128 queries of one prompt that the device attends for side by side; 0: not known."""
+    divide_prefix: bool = False
+    """Blocks share what lies before few tokens of a prompt; attention/flashinfer/parts.py."""
     num_snapshots: int = 0
     """States of prefixes that the prefix cache keeps; 0 of a model whose layers carry none."""
     rope: RopeLengths | None = None
@@ -48,12 +53,18 @@ class SchedulerConfig:
         num_pages: int,
         num_snapshots: int = 0,
         rope: RopeLengths | None = None,
+        query_blocks: float = 0.0,
     ) -> SchedulerConfig:
         """The limits that a config names, with `num_pages`, the dummy page included."""
-        names = {field.name for field in fields(cls)} - {"num_pages", "step_sizes", "num_snapshots", "rope"}
-        sizes = tuple(sorted({*cudagraph.piecewise_tokens, *cudagraph.mixed_tokens}))
-        of_runtime = {name: getattr(runtime, name) for name in names}
-        return cls(num_pages=num_pages, step_sizes=sizes, num_snapshots=num_snapshots, rope=rope, **of_runtime)
+        of_model: dict[str, Any] = {
+            "num_pages": num_pages,
+            "num_snapshots": num_snapshots,
+            "rope": rope,
+            "query_blocks": query_blocks,
+        }
+        of_model["step_sizes"] = tuple(sorted({*cudagraph.piecewise_tokens, *cudagraph.mixed_tokens}))
+        names = {field.name for field in fields(cls)} - set(of_model)
+        return cls(**of_model, **{name: getattr(runtime, name) for name in names})
 
     def __post_init__(self) -> None:
         least = {"max_running_requests": 1, "max_num_batched_tokens": 1, "max_model_len": 2, "page_size": 1}

@@ -9,7 +9,7 @@ Free of torch, and of clocks: the engine says how long a step took.
 from __future__ import annotations
 
 import math
-from bisect import bisect_left, bisect_right
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -19,8 +19,10 @@ from mllm_compile.runtime.schedule.step_cost import StepCost, StepLoad, pairs_of
 
 # A step may take so many times what its decodes take alone: a tenth of the pace of prompts is lost to these.
 TENFOLD = 10.0
-# Of a step's tokens, when it is cut to a captured size: else it is padded to the next larger one, as any step is.
+# Of a chunk, when it is cut to fill a captured graph or whole blocks of attention.
 _LEAST_KEPT = 0.75
+# Tokens of a block, of linears and of attention: 130 take about as long as 256.
+_BLOCK = 128
 # Tokens of the first chunk beside decodes, when nothing is known of what a chunk takes.
 _FIRST_CHUNK = 512
 # Steps of decodes alone are all alike: the mean of so many in a row is taken in. When one is seen to end depends on the
@@ -36,12 +38,14 @@ class PromptBudget:
         tokens: tokens left.
         ms: time left; inf: no bound.
         token_ms, pair_ms: as StepCost has them.
+        fixed_ms: time of the step that does not depend on prompts.
     """
 
     tokens: int
     ms: float = math.inf
     token_ms: float = 0.0
     pair_ms: float = 0.0
+    fixed_ms: float = 0.0
 
     def longest(self, context: int) -> int:
         """The longest chunk behind `context` tokens that fits; 0: none."""
@@ -72,15 +76,23 @@ class Pace:
         last_bound_ms: the bound of the last step that had one.
     """
 
-    def __init__(self, max_step_ms: MaxStepMs, step_sizes: Sequence[int] = ()) -> None:
+    def __init__(
+        self,
+        max_step_ms: MaxStepMs,
+        step_sizes: Sequence[int] = (),
+        query_blocks: float = 0.0,
+        divide_prefix: bool = False,
+    ) -> None:
         """
         Args:
-            step_sizes: token counts of a step for which CUDA graphs are captured, ascending.
+            step_sizes, query_blocks, divide_prefix: as SchedulerConfig has them.
         """
         self.cost = StepCost()
         self.last_bound_ms: float | None = None
         self._max_step_ms = max_step_ms
         self._step_sizes = step_sizes
+        self._query_blocks = query_blocks
+        self._divide_prefix = divide_prefix
         self._decode_steps = 0  # of decodes alone that were not taken in; -1: the next one does not count
         self._decodes_ms = 0.0  # of all of them together
 
@@ -117,21 +129,51 @@ class Pace:
         if not cost.knows_prompts:
             return PromptBudget(min(max_tokens, _FIRST_CHUNK))
         ms = bound_ms - cost.beside_ms(num_decodes, decode_keys)
-        return PromptBudget(max_tokens, ms, cost.token_ms, cost.pair_ms)
+        return PromptBudget(max_tokens, ms, cost.token_ms, cost.pair_ms, fixed_ms=bound_ms - ms)
 
-    def rounded(self, num_tokens: int, least: int, most: int) -> int:
-        """A step of about `num_tokens` tokens that fills a captured graph: the next smaller one, if not by more than a
-        quarter, for tenfold the next larger; the same number where none is in [least, most]."""
-        sizes = self._step_sizes
-        if self._max_step_ms == "tenfold":
-            index = bisect_left(sizes, num_tokens)
-        else:
-            index = bisect_right(sizes, num_tokens) - 1
-            least = max(least, math.ceil(_LEAST_KEPT * num_tokens))
-        # Beyond the largest there is none to fill.
-        if not 0 <= index < len(sizes) or num_tokens > sizes[-1]:
-            return num_tokens
-        return sizes[index] if least <= sizes[index] <= most else num_tokens
+    def cut(self, chunk: int, others: int, context: int, bounds: tuple[int, int], budget: PromptBudget) -> int:
+        """The length of a chunk behind `context` tokens, beside `others`, that there is time for up to `chunk`.
+
+        With tenfold the step fills the next larger captured graph, if there is one. Else the length is that, of those
+        not much shorter, by which the prompt gets on fastest.
+
+        Args:
+            bounds: the least and the most tokens of it.
+        """
+        least, most = bounds
+        is_captured = self._step_sizes and others + chunk <= self._step_sizes[-1]
+        if self._max_step_ms != "tenfold" or not is_captured:
+            return self._fastest(chunk, others, context, least, budget)
+        padded = self._padded(others + chunk) - others
+        return padded if least <= padded <= most else chunk
+
+    def _fastest(self, chunk: int, others: int, context: int, least: int, budget: PromptBudget) -> int:
+        """Linears take as long as of all blocks of the captured size that the step is padded to, attention as of all
+        its own blocks."""
+        sizes = [size - others for size in self._step_sizes]
+        whole_blocks = range(_BLOCK, chunk + 1, _BLOCK)
+        least = max(least, math.ceil(_LEAST_KEPT * chunk))
+
+        def ms_a_token(length: int) -> float:
+            rows = -(-self._padded(others + length) // _BLOCK) * _BLOCK
+            ms = budget.fixed_ms + budget.token_ms * (rows - others)
+            return (ms + budget.pair_ms * pairs_of(self._attended(length), context)) / length
+
+        return min((one for one in (chunk, *sizes, *whole_blocks) if least <= one <= chunk), key=ms_a_token)
+
+    def _attended(self, length: int) -> float:
+        """The queries of as many full blocks as take attention as long as a chunk of `length`: those of all its waves.
+        Where a long prefix is divided, few blocks make several times as many."""
+        blocks, beside = -(-length // _BLOCK), self._query_blocks
+        if not beside:
+            return blocks * _BLOCK
+        parts = (1, 2, 4) if self._divide_prefix and blocks < 1.5 * beside else (1,)
+        return min(math.ceil(blocks * count / beside) / count for count in parts) * beside * _BLOCK
+
+    def _padded(self, num_tokens: int) -> int:
+        """Tokens of the captured step that holds so many; the same number where none does."""
+        index = bisect_left(self._step_sizes, num_tokens)
+        return self._step_sizes[index] if index < len(self._step_sizes) else num_tokens
 
 
 def load_of(batch: ScheduledBatch) -> StepLoad:

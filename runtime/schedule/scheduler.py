@@ -61,7 +61,7 @@ class Scheduler:
         num_rows = first_row + config.max_running_requests
         max_pages = -(-config.max_tokens_per_request // config.page_size)
         self.pages = PageTables(num_rows, max_pages, config.num_pages, config.page_size, config.num_snapshots)
-        self._pace = Pace(config.max_step_ms, config.step_sizes)
+        self._pace = Pace(config.max_step_ms, config.step_sizes, config.query_blocks, config.divide_prefix)
 
         self._requests: set[Request] = set()  # all that are not finished
         self._waiting: list[Request] = []  # by urgency
@@ -359,13 +359,13 @@ class Scheduler:
         return self._with_whole_images(request, min(longest, budget.tokens, self._rest(request)), budget.tokens)
 
     def _rounded_chunk(self, request: Request, budget: PromptBudget) -> int:
-        """The same of a prompt that is cut: the step then fills a captured graph, if there is a fitting one."""
+        """The same of a prompt that is cut, of a length that suits graphs and kernels."""
         chunk = self._first_chunk(request, budget)
         if math.isinf(budget.ms):
             return chunk
-        others = self.config.max_num_batched_tokens - budget.tokens
-        most = others + min(budget.tokens, self._rest(request))
-        return self._pace.rounded(others + chunk, others + min(chunk, self.config.page_size), most) - others
+        others, context = self.config.max_num_batched_tokens - budget.tokens, int(self._computed[request.row])
+        bounds = min(chunk, self.config.page_size), min(budget.tokens, self._rest(request))
+        return self._pace.cut(chunk, others, context, bounds, budget)
 
     def _serve_shorter(
         self, chunks: list[Chunk], admitted: list[Request], first: Request, budget: PromptBudget

@@ -55,6 +55,16 @@ def h100_table() -> str:
     return _markdown(header, rows)
 
 
+def long_table() -> str:
+    """Long contexts of Qwen3-8B on an H100, with the limit of the same command."""
+    rows = []
+    for path in sorted(RESULTS.glob("h100-qwen-8b-shape-long*.json")):
+        for line in BenchResult.read(path).runs[0].measurements:
+            limit = "" if line.limit is None else show_figure(line.limit)
+            rows.append([work_name(line), line.unit, _with_spread(line), limit, f"{line.share_of_limit:.0%}"])
+    return _markdown(["work", "unit", "Qwen3-8B", "limit", "share"], rows)
+
+
 def levers_table() -> str:
     """What leaving out each lever changes of Qwen3-0.6B's latency."""
     result = BenchResult.read(RESULTS / "h200-qwen-shape-ablation.json")
@@ -94,7 +104,12 @@ def _markdown(header: list[str], rows: list[list[str]]) -> str:
     return "".join(f"| {' | '.join(row)} |\n" for row in [header, rule, *rows])
 
 
-TABLES: dict[str, Callable[[], str]] = {"work": work_table, "h100": h100_table, "levers": levers_table}
+TABLES: dict[str, Callable[[], str]] = {
+    "work": work_table,
+    "h100": h100_table,
+    "long": long_table,
+    "levers": levers_table,
+}
 
 
 if __name__ == "__main__":

@@ -37,6 +37,8 @@ def test_every_optional_pass_and_choice_is_a_lever_that_can_be_switched_off(sett
             "full_graphs": config.cudagraph.mode == "piecewise",
             "sample_in_graph": config.cudagraph.sample_in_graph is False,
             "mixed_graphs": config.cudagraph.mixed_tokens == (),
+            "copied_prefix": config.runtime.copy_prefix is False,
+            "divided_prefix": config.runtime.divide_prefix is False,
         }
         assert switched.get(name, name in config.compile.disable_passes)
         assert sum(switched.values()) == (name in switched)

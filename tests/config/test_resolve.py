@@ -208,8 +208,8 @@ def test_a_key_without_auto_becomes_what_was_asked_for():
     keys = {
         "mem_fraction_static": 0.5,
         "enable_prefix_cache": False,
-        "copy_prefix": True,
-        "divide_prefix": True,
+        "copy_prefix": False,
+        "divide_prefix": False,
         "expert_stats": True,
         "tensor_parallel_size": 2,
         "expert_parallel_size": 2,

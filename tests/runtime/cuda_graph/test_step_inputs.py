@@ -73,6 +73,14 @@ def test_what_else_a_step_has_comes_with_its_inputs_however_much_it_is(inputs, n
     assert inputs.upload(values(5, 2)).others() == {}
 
 
+def test_steps_of_many_shapes_are_told_apart(inputs):
+    for count in [*range(1, 150), 1, 149, 80, 80]:
+        others = {"page_places": np.arange(count) + count, "num_new": np.arange(count % 3)}
+        arrays = values(5, 2, **others)
+        assert numbers(inputs.upload(arrays)) == numbers(arrays)
+    assert len(inputs._known_layouts) <= 64
+
+
 def test_what_fits_is_decided_by_tokens_and_requests(inputs):
     assert inputs.holds(8, 4)
     assert not inputs.holds(9, 4)
