@@ -1,5 +1,5 @@
 """Microseconds of what a tower of images is made of, at the sizes of Qwen2.5-VL's and Qwen3-VL's with one image of
-1024 × 1024 pixels: attention by each kernel that torch has, and products whose inner size kernels like or not.
+1024 × 1024 pixels: attention by kernels of ours and of torch, and products whose inner size kernels like or not.
 
     python examples/tower_speed.py
 
@@ -18,7 +18,12 @@ from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from mllm_compile.bench.limits.ceilings import measure_ceilings
+from mllm_compile.kernels.cuda import can_compile_kernels
+from mllm_compile.kernels.nvrtc import compile_cuda
 from mllm_compile.process.console import print_table
+from mllm_compile.runtime.cuda.source import kernel_source
+from mllm_compile.runtime.ops.varlen.kernel import SegmentsKernel, segments_kernels
+from mllm_compile.runtime.ops.varlen.tiles import load_segments_kernels, loaded_kernel
 
 HEADS = 16
 # (patches, head dim, patches that see each other)
@@ -81,9 +86,20 @@ def attention(patches: int, head_dim: int, segment: int) -> dict[str, Callable[[
         return run
 
     ways = {f"flash, {width} wide": flash(width) for width in (head_dim, 96, 128)}
+    if can_compile_kernels("cuda:0"):
+        q, k, v, out = (random(patches, HEADS, head_dim) for _ in range(4))
+        for kernel, run in ours(head_dim).items():
+            ways[kernel.name] = lambda run=run: run(q, k, v, bounds, out, scale, segment)
     if segment == patches:
         ways |= {name: dense(getattr(SDPBackend, name)) for name in ("CUDNN_ATTENTION", "FLASH_ATTENTION")}
     return ways
+
+
+def ours(head_dim: int) -> dict[SegmentsKernel, Callable[..., None]]:
+    kernels, device = segments_kernels(head_dim), torch.device("cuda:0")
+    binaries = {kernel.name: compile_cuda(kernel_source(kernel), kernel.name, "sm_90a") for kernel in kernels}
+    load_segments_kernels(kernels, binaries, device)
+    return {kernel: loaded_kernel(kernel, device) for kernel in kernels}
 
 
 def random(*shape: int) -> torch.Tensor:

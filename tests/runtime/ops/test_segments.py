@@ -36,7 +36,11 @@ def test_a_kernel_fits_and_is_stored_with_all_that_its_launch_takes(kernel):
 
 
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
-@pytest.mark.parametrize("kernel", [*segments_kernels(72), *segments_kernels(128)], ids=lambda kernel: kernel.name)
+@pytest.mark.parametrize(
+    "kernel",
+    [*segments_kernels(72), *segments_kernels(96)[1:], *segments_kernels(128)[1:]],
+    ids=lambda kernel: kernel.name,
+)
 def test_the_source_compiles_without_spilling(tmp_path, kernel):
     (tmp_path / "kernel.cu").write_text(kernel_source(kernel))
     command = ["nvcc", "-cubin", "-arch=sm_90a", "-Xptxas", "-v", "kernel.cu", "-o", "kernel.cubin"]
@@ -57,4 +61,11 @@ def test_without_a_kernel_the_op_says_what_is_missing(monkeypatch):
 def test_windows_take_blocks_of_few_rows():
     kernels = segments_kernels(80)
     assert choose(kernels, 86, 64, 16).rows == 64
-    assert choose(kernels, 1, 5476, 16).rows > 64
+    assert choose(kernels, 1, 65, 16).rows > 64
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "length", "rows"), [(72, 4096, 256), (80, 5476, 192), (64, 4096, 256), (128, 4096, 128)]
+)
+def test_what_was_measured_to_be_the_fastest_is_taken(head_dim, length, rows):
+    assert choose(segments_kernels(head_dim), 1, length, 16).rows == rows
