@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch.nn import functional
@@ -51,7 +52,7 @@ def main() -> None:
             rows.append((f"attention {patches} x {HEADS} x {head_dim}, of {segment}", name, *figures(run, flops, rate)))
     for count, inner, columns, padded in PRODUCTS:
         x, weight = random(count, padded), random(columns, padded)
-        cells = figures(lambda x=x, weight=weight: functional.linear(x, weight), 2 * count * inner * columns, rate)
+        cells = figures(partial(functional.linear, x, weight), 2 * count * inner * columns, rate)
         rows.append((f"product {count} x {inner} x {columns}", f"inner size {padded}", *cells))
     images, kernel = random(4096, 3, 2, 16, 16), random(1152, 3, 2, 16, 16)
     ways: dict[str, Callable[[], object]] = {
@@ -89,7 +90,7 @@ def attention(patches: int, head_dim: int, segment: int) -> dict[str, Callable[[
     if can_compile_kernels("cuda:0"):
         q, k, v, out = (random(patches, HEADS, head_dim) for _ in range(4))
         for kernel, run in ours(head_dim).items():
-            ways[kernel.name] = lambda run=run: run(q, k, v, bounds, out, scale, segment)
+            ways[kernel.name] = partial(run, q, k, v, bounds, out, scale, segment)
     if segment == patches:
         ways |= {name: dense(getattr(SDPBackend, name)) for name in ("CUDNN_ATTENTION", "FLASH_ATTENTION")}
     return ways
