@@ -29,8 +29,6 @@ from mllm_compile.runtime.ops.varlen.tiles import load_segments_kernels, loaded_
 HEADS = 16
 # (patches, head dim, patches that see each other)
 ATTENTION = ((4096, 72, 4096), (5476, 80, 5476), (5476, 80, 64))
-# (rows, keys) of divisions to try beside those that programs have
-BY_WARPS = ((64, 64), (128, 128), (192, 96), (192, 128), (256, 64))
 # (rows, inner size, columns, inner size with zeros)
 PRODUCTS = (
     *((5476, 3420, 1280, padded) for padded in (3420, 3424, 3456)),
@@ -99,8 +97,7 @@ def attention(patches: int, head_dim: int, segment: int) -> dict[str, Callable[[
 
 
 def ours(head_dim: int) -> dict[SegmentsKernel, Callable[..., None]]:
-    kernels, device = list(segments_kernels(head_dim)), torch.device("cuda:0")
-    kernels += [SegmentsKernel(head_dim, rows, keys, 2, True) for rows, keys in BY_WARPS if rows < 256 or head_dim < 80]
+    kernels, device = segments_kernels(head_dim), torch.device("cuda:0")
     binaries = {kernel.name: compile_cuda(kernel_source(kernel), kernel.name, "sm_90a") for kernel in kernels}
     load_segments_kernels(kernels, binaries, device)
     return {kernel: loaded_kernel(kernel, device) for kernel in kernels}

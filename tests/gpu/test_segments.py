@@ -10,7 +10,7 @@ import torch
 from mllm_compile.kernels.cuda import KernelCompiler, can_compile_kernels
 from mllm_compile.process.progress import NullReporter
 from mllm_compile.runtime.ops.varlen.family import Family
-from mllm_compile.runtime.ops.varlen.kernel import SegmentsKernel, segments_kernels
+from mllm_compile.runtime.ops.varlen.kernel import segments_kernels
 from mllm_compile.runtime.ops.varlen.tiles import load_segments_kernels, loaded_kernel, segment_attention_with_output
 from tests.gpu.test_varlen_attention import LENGTHS, reference
 
@@ -25,8 +25,8 @@ DEVICE = torch.device("cuda:0")
 MARGIN = 1.05  # of the mean error of torch in bfloat16
 
 
-def load(head_dim: int, folder, kernels=None) -> None:
-    kernels = segments_kernels(head_dim) if kernels is None else kernels
+def load(head_dim: int, folder) -> None:
+    kernels = segments_kernels(head_dim)
     with KernelCompiler() as compiler:
         compiler.write(kernels, folder, NullReporter())
     load_segments_kernels(kernels, {path.stem: path.read_bytes() for path in folder.iterdir()}, DEVICE)
@@ -52,13 +52,6 @@ def test_every_kernel_is_as_near_to_float32_as_torch_in_bfloat16(head_dim, tmp_p
             ours = (out.float() - exact).abs().mean()
             assert ours <= MARGIN * theirs, (kernel.name, lengths, ours, theirs)
     assert list(Family().faults(segments_kernels(head_dim), DEVICE)) == []
-
-
-@pytest.mark.parametrize("head_dim", [72, 80])
-def test_columns_that_fill_no_panel_may_be_summed_by_warps(head_dim, tmp_path):
-    kernels = [SegmentsKernel(head_dim, rows, keys, 2, True) for rows, keys in ((64, 64), (128, 128), (192, 96))]
-    load(head_dim, tmp_path, kernels)
-    assert list(Family().faults(kernels, DEVICE)) == []
 
 
 def test_parts_of_wider_rows_are_read_where_they_are_and_heads_of_keys_are_shared(tmp_path):

@@ -132,29 +132,11 @@ __device__ __forceinline__ void begin_values(float (&outputs)[OUTPUTS], const u3
 #pragma unroll
     for (int p = 0; p < PANELS; p++)
       weigh_panel(outputs + p * PANEL_OUTPUTS, weights[k], matrix(values + p * KEY_PANEL + k * 16 * PANEL_ROW), true);
-#if D % 64 && !REST_BY_WARPS
+#if D % 64
     weigh_rest(outputs + PANELS * PANEL_OUTPUTS, weights[k], rest_matrix(rest + k * 16 * REST_ROW), true);
 #endif
   }
 }
-
-#if REST_BY_WARPS
-// Adds the sums of the values' last columns by products of a warp: one of wgmma with so few columns takes as long as one of
-// 32. They lie in rows of 32 bytes, whose halves are swapped in every second four.
-__device__ __forceinline__ void add_rest(float (&outputs)[OUTPUTS], const u32 (&weights)[STEPS][4], u32 rest, int lane) {
-  static_assert(REST_COLUMNS == 16 && STEPS % 2 == 0, "rows of 32 bytes; two steps at a time");
-#pragma unroll
-  for (int half = 0; half < REST / 8; half++)
-#pragma unroll
-    for (int k = 0; k < STEPS; k += 2) {
-      u32 values[4];
-      load_transposed(values, rest + (k * 16 + lane) * REST_ROW + (half ^ (lane / 4 & 1)) * 16);
-      float* sums = outputs + PANELS * PANEL_OUTPUTS + half * 4;
-      multiply_add(sums, weights[k][0], weights[k][1], weights[k][2], weights[k][3], values[0], values[1]);
-      multiply_add(sums, weights[k + 1][0], weights[k + 1][1], weights[k + 1][2], weights[k + 1][3], values[2], values[3]);
-    }
-}
-#endif
 
 // The two rows of a thread: their largest product so far, and the sum of its own weights.
 struct Rows {
@@ -237,9 +219,6 @@ __device__ __forceinline__ void attend(const Ring& ring, float (&outputs)[OUTPUT
     begin_products();
     begin_values(outputs, weights, ring.values(before.slot), ring.rest_of_values(before.slot));
     end_products();
-#if REST_BY_WARPS
-    add_rest(outputs, weights, ring.rest_of_values(before.slot), lane);
-#endif
     wait_for_products<1>();
     hold(sums);
     release(place.slot, 0);
@@ -258,9 +237,6 @@ __device__ __forceinline__ void attend(const Ring& ring, float (&outputs)[OUTPUT
   begin_products();
   begin_values(outputs, weights, ring.values(before.slot), ring.rest_of_values(before.slot));
   end_products();
-#if REST_BY_WARPS
-  add_rest(outputs, weights, ring.rest_of_values(before.slot), lane);
-#endif
   wait_for_products<0>();
   hold(outputs);
 }

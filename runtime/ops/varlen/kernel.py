@@ -38,7 +38,6 @@ class SegmentsKernel(CudaKernel):
         rows: of a block.
         keys: of a tile.
         stages: tiles of keys and of values that a block holds.
-        rest_by_warps: columns that fill no panel are summed by products of a warp.
     """
 
     source: ClassVar[str] = "ops/varlen/attend.cu"
@@ -49,12 +48,10 @@ class SegmentsKernel(CudaKernel):
     rows: int
     keys: int
     stages: int
-    rest_by_warps: bool = False
 
     @property
     def name(self) -> str:
-        by_warps = "_by_warps" if self.rest_by_warps else ""
-        return f"segments_{self.head_dim}_rows{self.rows}_keys{self.keys}_stages{self.stages}{by_warps}"
+        return f"segments_{self.head_dim}_rows{self.rows}_keys{self.keys}_stages{self.stages}"
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> SegmentsKernel:
@@ -83,7 +80,6 @@ class SegmentsKernel(CudaKernel):
             "ROWS": self.rows,
             "KEYS": self.keys,
             "STAGES": self.stages,
-            "REST_BY_WARPS": int(self.rest_by_warps),
             "REGISTERS": _REGISTERS[self.rows],
             "NUM_THREADS": self.num_threads,
             "SHARED_BYTES": self.shared_bytes,

@@ -35,10 +35,11 @@ def test_a_kernel_fits_and_is_stored_with_all_that_its_launch_takes(kernel):
         SegmentsKernel.from_json(data | {"warps": 4})
 
 
+# Those of most rows, whose registers are the fewest for what they hold.
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
 @pytest.mark.parametrize(
     "kernel",
-    [*segments_kernels(72), *segments_kernels(96)[1:], *segments_kernels(128)[1:]],
+    [segments_kernels(72)[-1], segments_kernels(96)[-1], segments_kernels(128)[-1]],
     ids=lambda kernel: kernel.name,
 )
 def test_the_source_compiles_without_spilling(tmp_path, kernel):
