@@ -1,5 +1,5 @@
 """Microseconds of what a tower of images is made of, at the sizes of Qwen2.5-VL's and Qwen3-VL's with one image of
-1024 × 1024 pixels: attention by each kernel that torch has, and products whose inner size kernels like or not.
+1024 × 1024 pixels: attention by kernels of ours and of torch, and products whose inner size kernels like or not.
 
     python examples/tower_speed.py
 
@@ -12,13 +12,19 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from mllm_compile.bench.limits.ceilings import measure_ceilings
+from mllm_compile.kernels.cuda import can_compile_kernels
+from mllm_compile.kernels.nvrtc import compile_cuda
 from mllm_compile.process.console import print_table
+from mllm_compile.runtime.cuda.source import kernel_source
+from mllm_compile.runtime.ops.varlen.kernel import SegmentsKernel, segments_kernels
+from mllm_compile.runtime.ops.varlen.tiles import load_segments_kernels, loaded_kernel
 
 HEADS = 16
 # (patches, head dim, patches that see each other)
@@ -46,7 +52,7 @@ def main() -> None:
             rows.append((f"attention {patches} x {HEADS} x {head_dim}, of {segment}", name, *figures(run, flops, rate)))
     for count, inner, columns, padded in PRODUCTS:
         x, weight = random(count, padded), random(columns, padded)
-        cells = figures(lambda x=x, weight=weight: functional.linear(x, weight), 2 * count * inner * columns, rate)
+        cells = figures(partial(functional.linear, x, weight), 2 * count * inner * columns, rate)
         rows.append((f"product {count} x {inner} x {columns}", f"inner size {padded}", *cells))
     images, kernel = random(4096, 3, 2, 16, 16), random(1152, 3, 2, 16, 16)
     ways: dict[str, Callable[[], object]] = {
@@ -81,9 +87,20 @@ def attention(patches: int, head_dim: int, segment: int) -> dict[str, Callable[[
         return run
 
     ways = {f"flash, {width} wide": flash(width) for width in (head_dim, 96, 128)}
+    if can_compile_kernels("cuda:0"):
+        q, k, v, out = (random(patches, HEADS, head_dim) for _ in range(4))
+        for kernel, run in ours(head_dim).items():
+            ways[kernel.name] = partial(run, q, k, v, bounds, out, scale, segment)
     if segment == patches:
         ways |= {name: dense(getattr(SDPBackend, name)) for name in ("CUDNN_ATTENTION", "FLASH_ATTENTION")}
     return ways
+
+
+def ours(head_dim: int) -> dict[SegmentsKernel, Callable[..., None]]:
+    kernels, device = segments_kernels(head_dim), torch.device("cuda:0")
+    binaries = {kernel.name: compile_cuda(kernel_source(kernel), kernel.name, "sm_90a") for kernel in kernels}
+    load_segments_kernels(kernels, binaries, device)
+    return {kernel: loaded_kernel(kernel, device) for kernel in kernels}
 
 
 def random(*shape: int) -> torch.Tensor:

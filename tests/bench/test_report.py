@@ -3,6 +3,8 @@ from dataclasses import replace
 
 import pytest
 
+from mllm_compile.bench.measure.results import Measurement
+from mllm_compile.bench.measure.workloads import first_token_of
 from mllm_compile.bench.show.report import markdown, print_result, show_figure
 from mllm_compile.errors import ConfigError
 from tests.bench.result_cases import result, run, tpot
@@ -33,6 +35,17 @@ def test_the_report_says_where_the_figures_were_taken():
     assert "commit abc" in text
     assert "read 4,000 GB/s" in text
     assert "mllm 1" in text
+
+
+def test_new_images_are_told_beside_the_rate_of_text():
+    def first(prompts: str, median: float, limit: float) -> Measurement:
+        return Measurement.of(first_token_of(prompts), "ms", [median], batch=8).with_limit(limit)
+
+    stream = io.StringIO()
+    print_result(result(run("mllm", first("new images", 50.0, 30.0), first("text", 25.0, 20.0))), stream)
+    assert "mllm: new images at batch 8 take 1.33 times as long as their operations would" in stream.getvalue()
+    print_result(result(run("mllm", first("text", 25.0, 20.0))), stream)
+    assert stream.getvalue().count("new images at batch") == 1
 
 
 def test_markdown_joins_results_of_one_model_into_one_table():

@@ -309,7 +309,7 @@ class ImagesWork:
             seen: seconds by the names of measure/images.py, a number a repeat.
         """
         lines = [
-            Measurement.of(f"first token, {name}", "ms", [seconds * 1e3 for seconds in seen[name]], batch=batch)
+            Measurement.of(first_token_of(name), "ms", [seconds * 1e3 for seconds in seen[name]], batch=batch)
             for name in ("new images", "same images", "text")
         ]
         steps = self.output_len - 1
@@ -319,6 +319,11 @@ class ImagesWork:
             ]
             lines.append(Measurement.of(f"tpot, {name}", "ms", pairs, batch=batch))
         return lines
+
+
+def first_token_of(prompts: str) -> str:
+    """The name of the time until the first token of prompts of `bench images`: "new images", "same images", "text"."""
+    return f"first token, {prompts}"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import TextIO
 
 from mllm_compile.bench.measure.results import BenchResult, Measurement
+from mllm_compile.bench.measure.workloads import first_token_of
 from mllm_compile.errors import ConfigError
 from mllm_compile.process.console import print_table
 
@@ -15,8 +16,24 @@ Table = tuple[tuple[str, ...], list[tuple[str, ...]]]
 def print_result(result: BenchResult, stream: TextIO) -> None:
     """Prints a table with a row for each line of the work and engine, and where it was taken."""
     print_table(stream, f"{result.command}: {result.model}", *result_table(result))
-    for line in provenance(result):
+    for line in (*beside_text(result), *provenance(result)):
         print(line, file=stream)
+
+
+def beside_text(result: BenchResult) -> list[str]:
+    """How long new images take beside their limit at the rate that text of the same length reaches in the same run; of
+    `bench images` alone."""
+    lines = []
+    for run in result.runs:
+        shares = {line.key: line.share_of_limit for line in run.measurements}
+        for (name, batch), share in shares.items():
+            of_text = shares.get((first_token_of("text"), batch))
+            if name == first_token_of("new images") and share and of_text:
+                lines.append(
+                    f"{run.engine}: new images at batch {batch} take {of_text / share:.2f} times as long as their "
+                    "operations would at the rate of the text's prefill"
+                )
+    return lines
 
 
 def result_table(result: BenchResult) -> Table:

@@ -10,8 +10,8 @@
 // left in one whose rows are 32 or 64 bytes; so heads of 72 and 80 take the products of 80 columns. TMA fills with zeros
 // what is past a head's columns or the last row.
 //
-// Defined by kernel.py: D columns of a head, ROWS, KEYS, STAGES, TAKES_TURNS, NUM_THREADS and SHARED_BYTES of a block, and
-// the instructions `multiply_keys` (64 x KEYS products of 16 columns), `weigh_panel` (64 x 64 of 16 keys) and `weigh_rest`.
+// Defined by kernel.py: D columns of a head, ROWS, KEYS, STAGES, NUM_THREADS, SHARED_BYTES and REGISTERS (of a thread that
+// multiplies) of a block, and the instructions `multiply_keys` (64 x KEYS products of 16 columns), `weigh_panel` (64 x 64 of 16 keys) and `weigh_rest`.
 
 constexpr int PANELS = D / 64;                             // of 128 bytes
 constexpr int REST = D % 64, REST_COLUMNS = REST > 16 ? 32 : 16;  // columns of the last panel, and those it has room for
@@ -22,9 +22,8 @@ constexpr int Q_PANEL = ROWS * PANEL_ROW, KEY_PANEL = KEYS * PANEL_ROW;
 constexpr int Q_REST = REST ? ROWS * REST_ROW : 0, KEY_REST = REST ? KEYS * REST_ROW : 0;
 constexpr int Q_BYTES = PANELS * Q_PANEL + Q_REST, KEY_BYTES = PANELS * KEY_PANEL + KEY_REST;
 // All panels of 128 bytes first: they begin at multiples of 1024.
-constexpr int VALUES_BYTES = NARROW_VALUES ? KEY_BYTES : PANELS * KEY_PANEL;
-constexpr int K_AT = PANELS * Q_PANEL, V_AT = K_AT + STAGES * PANELS * KEY_PANEL, RESTS_AT = V_AT + STAGES * VALUES_BYTES;
-constexpr int K_REST_AT = RESTS_AT + Q_REST, V_REST_AT = K_REST_AT + STAGES * KEY_REST, BARRIERS_AT = V_REST_AT + (NARROW_VALUES ? 0 : STAGES * KEY_REST);
+constexpr int K_AT = PANELS * Q_PANEL, V_AT = K_AT + STAGES * PANELS * KEY_PANEL, RESTS_AT = V_AT + STAGES * PANELS * KEY_PANEL;
+constexpr int K_REST_AT = RESTS_AT + Q_REST, V_REST_AT = K_REST_AT + STAGES * KEY_REST, BARRIERS_AT = V_REST_AT + STAGES * KEY_REST;
 constexpr int SUMS = KEYS / 2, PANEL_OUTPUTS = 32, OUTPUTS = PANELS * PANEL_OUTPUTS + REST_OUTPUTS / 2;  // of a thread
 constexpr int STEPS = KEYS / 16;
 constexpr float NEVER = -1e30f;  // below any product, and its differences are no NaN
@@ -43,11 +42,6 @@ struct Sizes {
 __device__ __forceinline__ u64 rest_matrix(u32 address) {
   constexpr u64 EIGHT_ROWS = 8 * REST_ROW / 16;
   return (u64)((address & 0x3ffff) >> 4) | (1ull << 16) | (EIGHT_ROWS << 32) | ((REST_COLUMNS == 16 ? 3ull : 2ull) << 62);
-}
-// Values in panels of 32 bytes, read along rows: neighbouring panels are neighbouring columns.
-__device__ __forceinline__ u64 narrow_matrix(u32 address) {
-  constexpr u64 PANEL = KEYS * 32 / 16, EIGHT_ROWS = 8 * 32 / 16;
-  return (u64)((address & 0x3ffff) >> 4) | (PANEL << 16) | (EIGHT_ROWS << 32) | (3ull << 62);
 }
 __device__ __forceinline__ void load_box(u32 to, const TensorMap* map, int column, int head, int row, u32 barrier) {
   asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4}], [%5];" ::"r"(to),
@@ -82,7 +76,7 @@ struct Ring {
   __device__ __forceinline__ u32 full(int slot, int of_values) const { return barriers + 8 * (1 + 2 * slot + of_values); }
   __device__ __forceinline__ u32 empty(int slot, int of_values) const { return full(STAGES + slot, of_values); }
   __device__ __forceinline__ u32 keys(int slot) const { return memory + K_AT + slot * PANELS * KEY_PANEL; }
-  __device__ __forceinline__ u32 values(int slot) const { return memory + V_AT + slot * VALUES_BYTES; }
+  __device__ __forceinline__ u32 values(int slot) const { return memory + V_AT + slot * PANELS * KEY_PANEL; }
   __device__ __forceinline__ u32 rest_of_keys(int slot) const { return memory + K_REST_AT + slot * KEY_REST; }
   __device__ __forceinline__ u32 rest_of_values(int slot) const { return memory + V_REST_AT + slot * KEY_REST; }
 };
@@ -117,12 +111,7 @@ __device__ __forceinline__ void ask(const Ring& ring, const Maps& q, const Maps&
     ask_part(k, ring.keys(slot), KEY_PANEL, ring.rest_of_keys(slot), kv_head, row, ring.full(slot, 0));
     wait_for(ring.empty(slot, 1), place.phase ^ 1);
     expect_bytes(ring.full(slot, 1), KEY_BYTES);
-#if NARROW_VALUES
-    for (int p = 0; p < (D + 15) / 16; p++)
-      load_box(ring.values(slot) + p * KEYS * 32, v.rest, 16 * p, kv_head, row, ring.full(slot, 1));
-#else
     ask_part(v, ring.values(slot), KEY_PANEL, ring.rest_of_values(slot), kv_head, row, ring.full(slot, 1));
-#endif
   }
 }
 
@@ -137,18 +126,14 @@ __device__ __forceinline__ void begin_keys(float (&sums)[SUMS], u32 q, u32 q_res
     for (int k = 0; k < REST_COLUMNS / 16; k++) multiply_keys(sums, rest_matrix(q_rest + k * 32), rest_matrix(rest + k * 32), true);
 }
 // Begins the sums of a tile's values by their weights.
-__device__ __forceinline__ void begin_values(float (&outputs)[OUTPUTS], const u32 (&weights)[STEPS][4], u32 values, u32 rest, bool adds) {
+__device__ __forceinline__ void begin_values(float (&outputs)[OUTPUTS], const u32 (&weights)[STEPS][4], u32 values, u32 rest) {
 #pragma unroll
   for (int k = 0; k < STEPS; k++) {
-#if NARROW_VALUES
-    weigh_all(outputs, weights[k], narrow_matrix(values + k * 16 * 32), adds || k);
-    continue;
-#endif
 #pragma unroll
     for (int p = 0; p < PANELS; p++)
-      weigh_panel(outputs + p * PANEL_OUTPUTS, weights[k], matrix(values + p * KEY_PANEL + k * 16 * PANEL_ROW), adds || k);
+      weigh_panel(outputs + p * PANEL_OUTPUTS, weights[k], matrix(values + p * KEY_PANEL + k * 16 * PANEL_ROW), true);
 #if D % 64
-    weigh_rest(outputs + PANELS * PANEL_OUTPUTS, weights[k], rest_matrix(rest + k * 16 * REST_ROW), adds || k);
+    weigh_rest(outputs + PANELS * PANEL_OUTPUTS, weights[k], rest_matrix(rest + k * 16 * REST_ROW), true);
 #endif
   }
 }
@@ -159,10 +144,6 @@ struct Rows {
 
   // Products become weights; returns by how much what was summed before shrinks.
   __device__ __forceinline__ void weigh(float (&sums)[SUMS], float scale, float (&shrink)[2]) {
-#if TRIAL == 1
-    shrink[0] = shrink[1] = total[0] = total[1] = 1.f;
-    return;
-#endif
 #pragma unroll
     for (int h = 0; h < 2; h++) {
       float tops[2] = {top[h], top[h]};
@@ -179,11 +160,7 @@ struct Rows {
       for (int j = 2 * h; j < SUMS; j += 4)
 #pragma unroll
         for (int i = 0; i < 2; i++) {
-#if TRIAL == 2
-          sums[j + i] = fmaf(sums[j + i], scale, -base);
-#else
           sums[j + i] = power_of_two(fmaf(sums[j + i], scale, -base));
-#endif
           own[i] += sums[j + i];
         }
       total[h] = fmaf(total[h], shrink[h], own[0] + own[1]);
@@ -194,10 +171,8 @@ struct Rows {
 // Weights are made ahead of what follows, where ptxas would wait for products first: by a store that waits for their sums,
 // and is not done, as none is below zero.
 __device__ __forceinline__ void hold_weights(const Rows& rows, u32 anywhere) {
-#if OVERLAPS
   asm volatile("{ .reg .pred p; setp.lt.f32 p, %0, 0f00000000; @p st.shared.f32 [%1], %0; }" ::"f"(rows.total[0] + rows.total[1]),
                "r"(anywhere) : "memory");
-#endif
 }
 
 __device__ __forceinline__ void pack_weights(u32 (&weights)[STEPS][4], const float (&sums)[SUMS]) {
@@ -205,18 +180,6 @@ __device__ __forceinline__ void pack_weights(u32 (&weights)[STEPS][4], const flo
   for (int k = 0; k < STEPS; k++)
 #pragma unroll
     for (int i = 0; i < 4; i++) weights[k][i] = pack(sums[8 * k + 2 * i], sums[8 * k + 2 * i + 1]);
-}
-
-// Groups begin their products in turns, so that one multiplies while another makes weights.
-__device__ __forceinline__ void wait_for_turn(int group) {
-#if TAKES_TURNS
-  asm volatile("bar.sync %0, 256;" ::"r"(1 + group) : "memory");
-#endif
-}
-__device__ __forceinline__ void pass_turn(int group) {
-#if TAKES_TURNS
-  asm volatile("bar.arrive %0, 256;" ::"r"(1 + (group + 1) % GROUPS) : "memory");
-#endif
 }
 
 __device__ __forceinline__ void attend(const Ring& ring, float (&outputs)[OUTPUTS], Rows& rows, int group, int lane, int tiles, int keys,
@@ -244,23 +207,18 @@ __device__ __forceinline__ void attend(const Ring& ring, float (&outputs)[OUTPUT
       if (j / 4 * 8 + j % 2 >= last) sums[j] = NEVER;
   rows.weigh(sums, scale, shrink);
   pack_weights(weights, sums);
-#if TAKES_TURNS
-  if (group == GROUPS - 1 && tiles > 1) pass_turn(group);
-#endif
   Place before, place;
   place.go_on();
   for (int tile = 1; tile < tiles; tile++) {
     wait_for(ring.full(place.slot, 0), place.phase);
-    wait_for_turn(group);
     hold(sums), hold(outputs), hold(weights);
     begin_products();
     begin_keys(sums, q, q_rest, ring.keys(place.slot), ring.rest_of_keys(place.slot));
     end_products();
     wait_for(ring.full(before.slot, 1), before.phase);
     begin_products();
-    begin_values(outputs, weights, ring.values(before.slot), ring.rest_of_values(before.slot), true);
+    begin_values(outputs, weights, ring.values(before.slot), ring.rest_of_values(before.slot));
     end_products();
-    if (group < GROUPS - 1 || tile < tiles - 1) pass_turn(group);
     wait_for_products<1>();
     hold(sums);
     release(place.slot, 0);
@@ -269,27 +227,25 @@ __device__ __forceinline__ void attend(const Ring& ring, float (&outputs)[OUTPUT
     wait_for_products<0>();
     hold(outputs);
     release(before.slot, 1);
-#if SKIPS
-    if (__any_sync(~0u, shrink[0] != 1.f || shrink[1] != 1.f))
-#endif
 #pragma unroll
-      for (int i = 0; i < OUTPUTS; i++) outputs[i] *= shrink[i / 2 % 2];
+    for (int i = 0; i < OUTPUTS; i++) outputs[i] *= shrink[i / 2 % 2];
     pack_weights(weights, sums);
     before = place, place.go_on();
   }
   wait_for(ring.full(before.slot, 1), before.phase);
   hold(outputs), hold(weights);
   begin_products();
-  begin_values(outputs, weights, ring.values(before.slot), ring.rest_of_values(before.slot), true);
+  begin_values(outputs, weights, ring.values(before.slot), ring.rest_of_values(before.slot));
   end_products();
   wait_for_products<0>();
   hold(outputs);
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
-    segment_attention(const __grid_constant__ TensorMap q, const __grid_constant__ TensorMap k, const __grid_constant__ TensorMap v,
-                    const __grid_constant__ TensorMap q_rest, const __grid_constant__ TensorMap k_rest,
-                    const __grid_constant__ TensorMap v_rest, u32* out, const int* bounds, const Sizes sizes) {
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
+    segment_attention(const __grid_constant__ TensorMap q, const __grid_constant__ TensorMap k,
+                      const __grid_constant__ TensorMap v, const __grid_constant__ TensorMap q_rest,
+                      const __grid_constant__ TensorMap k_rest, const __grid_constant__ TensorMap v_rest, u32* out,
+                      const int* bounds, const Sizes sizes) {
   extern __shared__ __align__(1024) char memory[];
   const u32 begin_of_memory = (shared_address(memory) + 1023) & ~1023u;
   const Ring ring = {begin_of_memory, begin_of_memory + BARRIERS_AT};

@@ -20,11 +20,14 @@ _GROUP_THREADS = 128
 _ITEM_BYTES = 2
 _ALIGNMENT = 1024
 _BARRIER_BYTES = 8
+_REGISTERS = {64: 240, 128: 240, 192: 160, 256: 112}  # of a thread that multiplies, by rows
 _BEGIN_COST = 128  # in keys: what beginning and ending a block costs
-# Rows, keys, stages, and whether groups take turns.
-_OF_WINDOWS = (64, 64, 2, False)
-_OF_IMAGES = ((128, 128, 2, False), (192, 112, 2, False))
-_OF_WIDE_HEADS = ((128, 128, 2, False),)  # of 128: what registers hold the sums of
+# What a key costs a block of so many rows, beside one of 128 rows; measured with heads of 64 to 80.
+_KEY_COST = {64: 0.85, 128: 1.0, 192: 1.32, 256: 1.86}
+# Rows, keys, stages.
+_OF_WINDOWS = (64, 64, 2)
+_OF_IMAGES = ((128, 128, 2), (192, 112, 2), (256, 64, 2))
+_WIDEST = {128: 128, 192: 96, 256: 72}  # head dims whose sums registers hold, by rows
 
 
 @dataclass(frozen=True)
@@ -35,7 +38,6 @@ class SegmentsKernel(CudaKernel):
         rows: of a block.
         keys: of a tile.
         stages: tiles of keys and of values that a block holds.
-        takes_turns: groups begin their products one after another.
     """
 
     source: ClassVar[str] = "ops/varlen/attend.cu"
@@ -46,13 +48,10 @@ class SegmentsKernel(CudaKernel):
     rows: int
     keys: int
     stages: int
-    takes_turns: bool
 
     @property
     def name(self) -> str:
-        return (
-            f"segments_{self.head_dim}_rows{self.rows}_keys{self.keys}_stages{self.stages}_turns{int(self.takes_turns)}"
-        )
+        return f"segments_{self.head_dim}_rows{self.rows}_keys{self.keys}_stages{self.stages}"
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> SegmentsKernel:
@@ -81,13 +80,7 @@ class SegmentsKernel(CudaKernel):
             "ROWS": self.rows,
             "KEYS": self.keys,
             "STAGES": self.stages,
-            "TAKES_TURNS": int(self.takes_turns),
-            "TRIAL": 0,
-            "SKIPS": 0,
-            "NARROW_VALUES": 0,
-            "BLOCKS": 1,
-            "REGISTERS": {64: 240, 128: 240, 192: 160, 256: 112}[self.rows],
-            "OVERLAPS": 1,
+            "REGISTERS": _REGISTERS[self.rows],
             "NUM_THREADS": self.num_threads,
             "SHARED_BYTES": self.shared_bytes,
         }
@@ -102,12 +95,12 @@ class SegmentsKernel(CudaKernel):
         """Estimated cost of segments about as long as the longest: of two kernels the cheaper is the faster."""
         num_blocks = math.ceil(longest / self.rows) * num_segments * num_heads
         tiles = math.ceil(longest / self.keys)
-        return math.ceil(num_blocks / MULTIPROCESSORS) * self.rows * (tiles * self.keys + _BEGIN_COST)
+        return math.ceil(num_blocks / MULTIPROCESSORS) * _KEY_COST[self.rows] * (tiles * self.keys + _BEGIN_COST)
 
 
 def segments_kernels(head_dim: int) -> tuple[SegmentsKernel, ...]:
     """The kernels of heads of `head_dim`: each is the fastest for some segments."""
-    of_images = _OF_WIDE_HEADS if head_dim > 96 else _OF_IMAGES
+    of_images = (division for division in _OF_IMAGES if head_dim <= _WIDEST[division[0]])
     return tuple(SegmentsKernel(head_dim, *division) for division in (_OF_WINDOWS, *of_images))
 
 
