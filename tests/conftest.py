@@ -16,9 +16,27 @@ settings.register_profile("any machine", deadline=None)  # a busy one takes long
 settings.load_profile("any machine")
 
 
+def compiled_once(tmp_path_factory: pytest.TempPathFactory, name: str, **sections: dict) -> Path:
+    """A cache folder of this process's own with the embedded model's runtime in it.
+
+    One process of a run compiles it, the others wait and copy: a test may compile more beside it.
+    """
+    from mllm_compile.compiler.load_or_compile import load_or_compile
+    from tests.tiny_model import tiny_config
+
+    own = tmp_path_factory.mktemp(name)
+    # pytest-xdist puts the workers' folders side by side into that of the run.
+    shared = own.parent.parent / name if "PYTEST_XDIST_WORKER" in os.environ else own
+    load_or_compile(tiny_config(shared, **sections))
+    if shared == own:
+        return own
+    # A lock's file goes when the last process that waited for it lets it go.
+    return shutil.copytree(shared, own / "copy", symlinks=True, ignore=shutil.ignore_patterns("*.lock"))
+
+
 @pytest.fixture(scope="session")
 def inductor_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A cache folder with the embedded model's runtime in it, compiled by Inductor: a minute of CPU, once a session.
+    """A cache folder with the embedded model's runtime in it, compiled by Inductor: a minute of CPU, once a run.
 
     MLLM_TEST_CACHE names a folder that keeps it for the next session.
     """
@@ -26,20 +44,16 @@ def inductor_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from tests.tiny_model import tiny_config
 
     kept = os.environ.get("MLLM_TEST_CACHE")
-    cache = Path(kept) if kept else tmp_path_factory.mktemp("inductor_cache")
-    load_or_compile(tiny_config(cache))
-    return cache
+    if not kept:
+        return compiled_once(tmp_path_factory, "inductor_cache")
+    load_or_compile(tiny_config(Path(kept)))
+    return Path(kept)
 
 
 @pytest.fixture(scope="session")
 def eager_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A cache folder with the embedded model's runtime in it, its pieces run as traced: seconds, once a session."""
-    from mllm_compile.compiler.load_or_compile import load_or_compile
-    from tests.tiny_model import tiny_config
-
-    cache = tmp_path_factory.mktemp("eager_cache")
-    load_or_compile(tiny_config(cache, compile={"backend": "eager"}))
-    return cache
+    """A cache folder with the embedded model's runtime in it, its pieces run as traced: seconds, once a run."""
+    return compiled_once(tmp_path_factory, "eager_cache", compile={"backend": "eager"})
 
 
 @pytest.fixture(scope="session")
