@@ -285,7 +285,7 @@ class GraphRunner:
             seq_lens_cpu=torch.full((size,), inputs.padding_len, dtype=torch.int32),
             positions=inputs.positions[:size],
         )
-        batch.media = inputs.media
+        batch.media, batch.mrope_positions = inputs.media, inputs.mrope_positions
         return batch
 
     def _places(self, size: int) -> TokenPlaces:
@@ -294,7 +294,7 @@ class GraphRunner:
     def _tokens(self, size: int) -> TokenInputs:
         inputs = self._places(size)
         given = inputs.input_ids[:size], inputs.positions[:size], inputs.out_cache_loc[:size]
-        return TokenInputs(*given, media=inputs.media, rope_lens=inputs.rope_lens[:size])
+        return TokenInputs(*given, inputs.media, inputs.mrope_positions, inputs.rope_lens[:size])
 
     # FULL, of any step ------------------------------------------------------------------------------------------------
 
@@ -351,7 +351,7 @@ class GraphRunner:
             extend_prefix_lens_cpu=none,
             positions=tokens.positions,
         )
-        batch.media = tokens.media
+        batch.media, batch.mrope_positions = tokens.media, tokens.mrope_positions
         return batch
 
     def _run_pieces(self, batch: ForwardBatch, descriptor: BatchDescriptor) -> LogitsProcessorOutput:

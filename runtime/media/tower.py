@@ -62,7 +62,7 @@ class Tower(ABC):
         """Features of a picture."""
 
     def num_counted(self, grid: Grid) -> int:
-        """What a picture adds to the numbers of counted inputs: its features."""
+        """The numbers by which counted inputs go on behind a picture: its features."""
         return self.num_features(grid)
 
     @abstractmethod

@@ -22,6 +22,7 @@ from mllm_compile.engine.engine import Engine as AnyEngine
 from mllm_compile.errors import RequestError
 from mllm_compile.media.inputs import MediaItem, MediaPrompt
 from mllm_compile.process.timeline import Timeline
+from mllm_compile.runtime.media.request import RequestMedia
 from tests.fakes import all_pages_are_back
 from tests.tiny_model import engine_of_pages
 from tests.tiny_vision import (
@@ -254,6 +255,40 @@ def test_deterministic_numbers_go_by_no_other_request_unless_images_see_ahead(se
         for one, other in zip([*alone[::-1], alone[2], *alone], among, strict=True):
             assert (one.logprobs, one.prompt_logprobs) == (other.logprobs, other.prompt_logprobs)
         assert all_pages_are_back(engine)
+
+
+@torch.inference_mode()
+def test_a_batch_brings_its_own_images(served: Served) -> None:
+    """By hand, as the step runner does not do it: pixels, grids, positions on three axes, and a decode's delta."""
+    parts, prompt = assemble(served.config(), Timeline()), served.prompts.two
+    runner, count = parts.step_runner._runner, len(prompt.prompt_token_ids)
+    facts = runner.model.media.facts
+    items = [(item.start, item.length, item.digest, item.tensors) for item in prompt.items]
+    media = RequestMedia.of(facts, prompt.prompt_token_ids, prompt.is_feature, items)
+    slots = torch.arange(16, 16 + count + 1)
+    runner.req_to_token_pool.req_to_token[1, : count + 1] = slots.int()
+    one, length, none = (torch.tensor([number], dtype=torch.int32) for number in (1, count, 0))
+    ids = torch.tensor(prompt.prompt_token_ids)
+    batch = runner.prepare_forward_batch_extend(ids, one.long(), length, length, none, slots[:-1])
+    batch.pixel_values = torch.from_numpy(np.concatenate([picture.pixels for picture in media.images]))
+    batch.image_grid_thw = [picture.grid for picture in media.images]
+    if facts.axes > 1:
+        batch.mrope_positions = torch.from_numpy(media.positions)
+    with Engine.from_parts(parts):
+        if served.sees_ahead:
+            with pytest.raises(RequestError, match="see what is ahead in them"):
+                runner.forward(batch)
+            return
+        first = int(runner.forward(batch).next_token_logits[0].argmax())
+        deltas = torch.tensor([media.delta])
+        decode = runner.prepare_forward_batch_decode(
+            torch.tensor([first]), one.long(), length + 1, slots[-1:], mrope_position_deltas=deltas
+        )
+        assert [first, int(runner.forward(decode).next_token_logits[0].argmax())] == served.answers[1][:2]
+        batch.image_grid_thw, batch.media = batch.image_grid_thw[:1], None
+        batch.pixel_values = torch.from_numpy(media.images[0].pixels)
+        with pytest.raises(RequestError, match=f"has {int(prompt.is_feature.sum())} placeholders"):
+            runner.forward(batch)
 
 
 def video(kind: str) -> MediaPrompt:
