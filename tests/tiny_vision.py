@@ -29,7 +29,7 @@ _TEXT = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "head_dim": 16,
-    "max_position_embeddings": 512,
+    "max_position_embeddings": 1024,
     "tie_word_embeddings": False,
     "pad_token_id": 0,
     "bos_token_id": 1,
