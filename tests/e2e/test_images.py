@@ -131,6 +131,8 @@ def test_every_protocol_has_models_among_these() -> None:
 
     assert len(PROTOCOLS) == len(TOWERS) == len([VISION_MODELS, PICTURE_MODELS, PACKED_MODELS, CROP_MODELS])
     assert set(IN_EVERY_RUN) | set(WITH_VIDEOS) <= set(MODELS)
+    page = Path(__file__).parents[2].joinpath("docs", "images.md").read_text()
+    assert not [name for name in MODELS if f"`{name}`" not in page]
     for group in (VISION_MODELS, PICTURE_MODELS, PACKED_MODELS, CROP_MODELS):
         assert set(IN_EVERY_RUN) & set(group), "one of each protocol runs in every run"
 
