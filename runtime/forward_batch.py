@@ -62,11 +62,17 @@ class MediaInputs:
         features: [T, W], in the model's dtype; rows of other tokens are zeros.
         is_feature: [T] bool: tokens that take a feature in place of their embedding.
         blocks: of images whose tokens see what is ahead in them, by their rows.
+        blocks_in_windows: they do in layers with windows alone.
     """
 
     features: torch.Tensor
     is_feature: torch.Tensor
     blocks: tuple[Block, ...] = ()
+    blocks_in_windows: bool = False
+
+    def blocks_of(self, window_left: int) -> tuple[Block, ...]:
+        """The blocks of a layer, by how far it looks back; -1: to the first token."""
+        return self.blocks if window_left >= 0 or not self.blocks_in_windows else ()
 
 
 @dataclass(kw_only=True)

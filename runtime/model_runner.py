@@ -686,7 +686,8 @@ class ModelRunner:
         if facts.axes > 1:
             batch.mrope_positions = index.expand(facts.axes, -1).contiguous()
         blocks = (Block(0, 0, first, first),) if facts.sees_ahead else ()
-        batch.media = MediaInputs(pool.rows.index_select(0, index), index == 0, blocks)
+        features = pool.rows.index_select(0, index)
+        batch.media = MediaInputs(features, index == 0, blocks, facts.sees_ahead_in_windows)
 
 
 def _is_captured_as_cascade(num_requests: int) -> bool:

@@ -129,7 +129,8 @@ class MediaSteps:
         index, axes = upload(plan.rows, device), plan.axes
         placed = upload(axes, device) if len(axes) > 1 else None
         blocks = tuple(Block(*block) for block in plan.blocks.tolist())
-        return MediaInputs(pool.rows.index_select(0, index), index > 0, blocks), placed
+        features = pool.rows.index_select(0, index)
+        return MediaInputs(features, index > 0, blocks, self._facts.sees_ahead_in_windows), placed
 
     def no_features(self, positions: torch.Tensor) -> tuple[MediaInputs, torch.Tensor | None]:
         """The inputs of a step none of whose tokens, at `positions` [T], takes a feature, as `inputs` has them."""
