@@ -245,13 +245,14 @@ def _load(folder: Path) -> Any:
         "tokenizer": lambda: AutoTokenizer.from_pretrained(folder),
         "image_processor": lambda: _image_class(folder).from_pretrained(folder),
         "video_processor": lambda: _video_processor(folder),
+        "feature_extractor": lambda: None,  # of sound
     }
     parts = kind.get_attributes()
     other = next((part for part in parts if part not in load), None)
     if other is not None or not {"tokenizer", "image_processor"} <= set(parts):
         raise Refused(f"the model's processor ({name}) is of {', '.join(parts)}; texts, images and videos are served")
     options, _ = kind.get_processor_dict(folder)
-    return _may_lack_videos(kind).from_args_and_dict([load[part]() for part in parts], options)
+    return _may_lack_parts(kind).from_args_and_dict([load[part]() for part in parts], options)
 
 
 def _video_processor(folder: Path) -> Any:
@@ -292,8 +293,8 @@ def _image_class(folder: Path) -> Any:
     return kind
 
 
-def _may_lack_videos(kind: Any) -> Any:
-    """The class, whose part for videos may be None: that needs torchvision."""
+def _may_lack_parts(kind: Any) -> Any:
+    """The class, whose parts for videos, which need torchvision, and for sound may be None."""
 
     def check(self: Any, name: str, part: Any) -> Any:
         return None if part is None else kind.check_argument_for_proper_class(self, name, part)

@@ -33,7 +33,7 @@ class PlacedTower(GridTower):
         pixels, places = (np.asarray(tensors[name]) for name in _NAMES)
         if places.ndim != 3 or pixels.shape != (1, places.shape[1], self.patch_width):
             raise RequestError(
-                f"pixel_values has the shape {list(pixels.shape)}; expected [1, {places.shape[-2:][0]}, "
+                f"pixel_values has the shape {list(pixels.shape)}; expected [1, {places.shape[-2]}, "
                 f"{self.patch_width}], a patch for each of image_position_ids"
             )
         is_patch = (places[0] >= 0).all(-1)
