@@ -236,9 +236,11 @@ def vision_config(model_type: str, wide: bool = False) -> Any:
     if model_type in (of_pictures := PICTURE_MODELS | PACKED_MODELS | CROP_MODELS | PLACED_MODELS):
         said = dict(of_pictures[model_type])
         if wide:
+            of_heads = {"head_dim": 128, "global_head_dim": 128}  # as many have
+            tower = said["vision_config"] | {"hidden_size": 144}
             said |= {
-                "text_config": _widened(said["text_config"]) | {"head_dim": 128},  # as many have
-                "vision_config": {**said["vision_config"], "hidden_size": 144},
+                "text_config": _widened(said["text_config"]) | of_heads,
+                "vision_config": tower | ({"head_dim": 72} if "head_dim" in tower else {}),
             }
         return AutoConfig.for_model(model_type.partition("_of_")[0], **said, image_token_id=IMAGE_TOKEN)
     text, tower = VISION_MODELS[model_type]
