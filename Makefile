@@ -1,5 +1,5 @@
 # On a fresh machine with Python >= 3.11, make and a C++ compiler:
-#   make demo    install into .venv, compile configs/tiny.yaml, generate text from it; then about a picture
+#   make demo    install into .venv, compile configs/tiny.yaml, generate text from it; then about pictures
 #   make test    install into .venv, run the tests
 #   make bench   install into .venv, time each stage and compare with this kind of machine's baseline
 # Others: test-all (with the slow, full counts), bench-save (make the run the baseline), constraints (newest versions
@@ -42,6 +42,7 @@ demo: $(INSTALLED)
 	$(BIN)/mllm-compile generate configs/tiny.yaml --echo --temperature 0 --chat --prompt 'What does shutil.copytree do?'
 	$(BIN)/mllm-compile configs/tiny_vision.yaml
 	$(BIN)/mllm-compile generate configs/tiny_vision.yaml --echo --temperature 0 --image examples/shapes.png --prompt 'How many red circles?'
+	$(BIN)/python examples/vision_answers.py configs/tiny_vision.yaml
 
 test: $(INSTALLED)
 	$(BIN)/python -m pytest -m 'not slow' -n $(WORKERS) --dist loadfile

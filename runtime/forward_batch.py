@@ -7,13 +7,15 @@ metadata builder.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch.nn import functional
+
+from mllm_compile.runtime.media.tower import Grid
 
 if TYPE_CHECKING:
     from mllm_compile.runtime.graph_mode import DPMetadata
@@ -61,14 +63,18 @@ class MediaInputs:
     Attributes:
         features: [T, W], in the model's dtype; rows of other tokens are zeros.
         is_feature: [T] bool: tokens that take a feature in place of their embedding.
-        positions: [3, T] int64: time, row and column; None: those of the step's tokens.
         blocks: of images whose tokens see what is ahead in them, by their rows.
+        blocks_in_windows: they do in layers with windows alone.
     """
 
     features: torch.Tensor
     is_feature: torch.Tensor
-    positions: torch.Tensor | None
     blocks: tuple[Block, ...] = ()
+    blocks_in_windows: bool = False
+
+    def blocks_of(self, window_left: int) -> tuple[Block, ...]:
+        """The blocks of a layer, by how far it looks back; -1: to the first token."""
+        return self.blocks if window_left >= 0 or not self.blocks_in_windows else ()
 
 
 @dataclass(kw_only=True)
@@ -94,7 +100,13 @@ class ForwardBatch:
     extend_seq_lens_cpu: torch.Tensor | None = None  # [R] int32
     common_prefix_len: int = 0  # first tokens that all decodes have in the same pages; 0: attention reads them for each
     logits_indices: torch.Tensor | None = None  # [S] int64: rows of [T] whose logits are wanted; None: each last one
-    media: MediaInputs | None = None  # in EXTEND and MIXED, where some tokens take features
+    media: MediaInputs | None = None  # where some tokens take features
+    mrope_positions: torch.Tensor | None = None  # [axes, T] int64: time, row and column; None: `positions` are all
+    mrope_position_deltas: torch.Tensor | None = None  # [R] int64: of decodes behind images, position less index
+    # Images that the tower is to run on ahead of a batch without `media`, as Tower.read makes them: [rows, width],
+    # and each one's grid. An engine's steps come with `media`, as features of images outlive a step.
+    pixel_values: torch.Tensor | None = None
+    image_grid_thw: Sequence[Grid] | None = None
     rope_lens: torch.Tensor | None = None  # [T] int64, as TokenInputs has them; None: zeros
     dp_metadata: DPMetadata | None = None  # of ranks with requests of their own
     return_logprob: bool = False
@@ -121,6 +133,7 @@ class TokenInputs:
     positions: torch.Tensor
     out_cache_loc: torch.Tensor
     media: MediaInputs | None = None
+    mrope_positions: torch.Tensor | None = None
     rope_lens: torch.Tensor | None = None
     all_slots: torch.Tensor | None = None
 
@@ -132,15 +145,16 @@ class TokenInputs:
             found["rope_lens"] = self.rope_lens
         if self.all_slots is not None:
             found["all_slots"] = self.all_slots
+        if self.mrope_positions is not None:
+            found["positions"] = self.mrope_positions
         if self.media is not None:
-            if self.media.positions is not None:
-                found["positions"] = self.media.positions
             found |= {"features": self.media.features, "is_feature": self.media.is_feature}
         return found
 
     @classmethod
     def of(cls, batch: ForwardBatch) -> TokenInputs:
-        return cls(batch.input_ids, batch.positions, batch.out_cache_loc, batch.media, batch.rope_lens)
+        given = batch.input_ids, batch.positions, batch.out_cache_loc
+        return cls(*given, batch.media, batch.mrope_positions, batch.rope_lens)
 
     def padded(self, num_tokens: int) -> TokenInputs:
         """The inputs with padding up to so many tokens: token 0 at position 0, in slot 0."""
@@ -149,7 +163,7 @@ class TokenInputs:
             functional.pad(value, (0, more)) for value in (self.input_ids, self.positions, self.out_cache_loc)
         )
         rope_lens = None if self.rope_lens is None else functional.pad(self.rope_lens, (0, more))
-        return TokenInputs(ids, positions, slots, self.media, rope_lens)
+        return TokenInputs(ids, positions, slots, media=self.media, rope_lens=rope_lens)
 
 
 @dataclass(frozen=True)

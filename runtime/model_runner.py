@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
@@ -34,7 +34,8 @@ from mllm_compile.runtime.device.memory import (
     give_back_unused,
 )
 from mllm_compile.runtime.device.open import open_device, prefer_cublaslt
-from mllm_compile.runtime.errors import ConfigError, DeviceMemoryError, UnsupportedModelError
+from mllm_compile.runtime.device.upload import upload
+from mllm_compile.runtime.errors import ConfigError, DeviceMemoryError, RequestError, UnsupportedModelError
 from mllm_compile.runtime.forward_batch import (
     Block,
     ForwardBatch,
@@ -51,7 +52,7 @@ from mllm_compile.runtime.forward_context import (
 )
 from mllm_compile.runtime.graph_mode import CUDAGraphMode, DPMetadata
 from mllm_compile.runtime.media.feature_pool import FeaturePool
-from mllm_compile.runtime.media.tower import FEATURES_OF_A_RUN, MAX_FEATURES
+from mllm_compile.runtime.media.tower import FEATURES_OF_A_RUN, MAX_FEATURES, Grid
 from mllm_compile.runtime.media.tower_inputs import tower_inputs
 from mllm_compile.runtime.memory_pool import GDNPool, KVPool, ReqToTokenPool
 from mllm_compile.runtime.program.executor import ProgramExecutor, Segments
@@ -312,6 +313,7 @@ class ModelRunner:
         out_cache_loc: torch.Tensor,
         return_logprob: bool = False,
         top_logprobs_nums: list[int] | None = None,
+        mrope_position_deltas: torch.Tensor | None = None,
         *,
         seq_lens_cpu: torch.Tensor | None = None,
         positions: torch.Tensor | None = None,
@@ -321,10 +323,14 @@ class ModelRunner:
         Args:
             input_ids: [R] int64; req_pool_indices: [R] int64; out_cache_loc: [R] int64; seq_lens: [R] int32, with the
                 new token. On the device.
+            mrope_position_deltas: [R] int64 that are added to seq_lens - 1 (positions_of in media/positions.py).
             seq_lens_cpu: seq_lens on the host; without it this waits for the device.
-            positions: [R] int64; seq_lens - 1 otherwise.
+            positions: [R] int64; made from the lengths otherwise.
         """
         seq_lens_cpu = seq_lens.cpu() if seq_lens_cpu is None else seq_lens_cpu
+        if positions is None:
+            positions = seq_lens.long() - 1
+            positions = positions if mrope_position_deltas is None else positions + mrope_position_deltas
         return ForwardBatch(
             forward_mode=ForwardMode.DECODE if len(seq_lens_cpu) else ForwardMode.IDLE,
             batch_size=len(seq_lens_cpu),
@@ -334,7 +340,8 @@ class ModelRunner:
             seq_lens_cpu=seq_lens_cpu,
             seq_lens_sum=int(seq_lens_cpu.sum()),
             out_cache_loc=out_cache_loc,
-            positions=seq_lens.long() - 1 if positions is None else positions,
+            positions=positions,
+            mrope_position_deltas=mrope_position_deltas,
             return_logprob=return_logprob,
             top_logprobs_nums=top_logprobs_nums,
             req_to_token_pool=self.req_to_token_pool,
@@ -402,6 +409,8 @@ class ModelRunner:
         self.forward_pass_id += 1
         if batch.forward_mode.is_idle():
             return LogitsProcessorOutput(torch.empty(0, self.vocab_size, dtype=self.config.dtype, device=self.device))
+        if batch.pixel_values is not None and batch.image_grid_thw is not None and batch.media is None:
+            batch.media = self._encoded(batch, batch.pixel_values, batch.image_grid_thw)
         return self.forward_decode(batch) if batch.forward_mode.is_decode() else self.forward_extend(batch)
 
     def holds_decode(self, num_requests: int) -> bool:
@@ -553,15 +562,42 @@ class ModelRunner:
             forward_times=None if mode is CUDAGraphMode.FULL else self.forward_times,
         )
 
-    def run_tower(self, inputs: Mapping[str, Any]) -> torch.Tensor:
-        """The features [F, W] of images; launches without waiting for the device.
+    def encode_images(self, pixel_values: torch.Tensor, grids: Sequence[Grid]) -> torch.Tensor:
+        """The features [F, W] of images, by one run of the tower; launches without waiting for the device.
 
         Args:
-            inputs: Tower.input_names → tensors on the device, and Segments.
+            pixel_values: [rows, width] of all images, one after another, on the device, in the model's type.
+            grids: each one's, as the tower counts it.
         """
-        if self.model.media is None:
+        media = self.model.media
+        if media is None:
             raise RuntimeError("the model takes no images")
-        return torch.cat(self.model.media.tower.run_tower(inputs), -1)
+        arrays, segments = tower_inputs(media.facts, grids)
+        inputs: dict[str, Any] = {name: upload(array, self.device) for name, array in arrays.items()}
+        inputs |= {name: Segments(upload(one.bounds, self.device), one.longest) for name, one in segments.items()}
+        return torch.cat(media.tower.run_tower(inputs | {"pixel_values": pixel_values}), -1)
+
+    def _encoded(self, batch: ForwardBatch, pixel_values: torch.Tensor, grids: Sequence[Grid]) -> MediaInputs:
+        """The inputs of a batch that brings its own images: their features, at its placeholders in order. Waits for the
+        device.
+
+        Raises:
+            RequestError: there are not as many placeholders as features, or images see ahead, whose places in the batch
+                only a `media` says.
+        """
+        features = self.encode_images(pixel_values, grids)
+        facts = self.model.media.facts  # type: ignore[union-attr]  # or the tower had not run
+        if facts.sees_ahead:
+            raise RequestError("images of this model see what is ahead in them. Give a batch `media`, with its blocks.")
+        is_feature = (batch.input_ids == facts.image_token_id) | (batch.input_ids == facts.video_token_id)
+        places = is_feature.nonzero()[:, 0]
+        if len(places) != len(features):
+            raise RequestError(
+                f"the batch has {len(places)} placeholders (token {facts.image_token_id}), and its images have "
+                f"{len(features)} features. Give one for each."
+            )
+        dense = features.new_zeros(len(is_feature), features.shape[1])
+        return MediaInputs(dense.index_copy_(0, places, features), is_feature)
 
     def _executor_of(self, batch: ForwardBatch) -> Executor:
         """The executor of a batch.
@@ -671,7 +707,7 @@ class ModelRunner:
         )
         if self.feature_pool is not None:
             self._run_largest_tower()
-            batch.media = self._media_of(self.feature_pool, num_tokens, int(new_cpu[0]))
+            self._give_features(batch, self.feature_pool, int(new_cpu[0]))
         logits = self.forward(batch)
         ones = torch.ones(logits.next_token_logits.shape[0], device=device)
         self.sample(logits, batch, ones, top_ps=ones * 0.9, top_ks=(ones * 50).long())
@@ -684,22 +720,19 @@ class ModelRunner:
         tower = media.facts
         count = max(FEATURES_OF_A_RUN, min(self.config.runtime.max_model_len, MAX_FEATURES))
         grids = tower.largest(count)
-        arrays, segments = tower_inputs(tower, grids)
-        inputs: dict[str, Any] = {name: torch.from_numpy(array).to(device) for name, array in arrays.items()}
-        for name, one in segments.items():
-            inputs[name] = Segments(torch.from_numpy(one.bounds).to(device), one.longest)
         shape = sum(map(tower.pixel_rows, grids)), tower.pixel_width
-        inputs["pixel_values"] = torch.zeros(shape, dtype=self.config.dtype, device=device)
-        self.run_tower(inputs)
+        self.encode_images(torch.zeros(shape, dtype=self.config.dtype, device=device), grids)
 
-    def _media_of(self, pool: FeaturePool, num_tokens: int, first: int) -> MediaInputs:
-        """The inputs of a step all of whose tokens take features; `first` are those of the first request."""
+    def _give_features(self, batch: ForwardBatch, pool: FeaturePool, first: int) -> None:
+        """Makes all tokens of a batch take features; `first` are those of the first request."""
         assert self.model.media is not None, "it has a pool of features"
         facts = self.model.media.facts
-        index = torch.zeros(num_tokens, dtype=torch.int64, device=self.device)
-        axes = index.expand(facts.axes, -1).contiguous() if facts.axes > 1 else None
+        index = torch.zeros_like(batch.input_ids)
+        if facts.axes > 1:
+            batch.mrope_positions = index.expand(facts.axes, -1).contiguous()
         blocks = (Block(0, 0, first, first),) if facts.sees_ahead else ()
-        return MediaInputs(pool.rows.index_select(0, index), index == 0, axes, blocks)
+        features = pool.rows.index_select(0, index)
+        batch.media = MediaInputs(features, index == 0, blocks, facts.sees_ahead_in_windows)
 
 
 def _zeros(index: int, like: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:

@@ -29,7 +29,7 @@ _TEXT = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "head_dim": 16,
-    "max_position_embeddings": 512,
+    "max_position_embeddings": 1024,
     "tie_word_embeddings": False,
     "pad_token_id": 0,
     "bos_token_id": 1,
@@ -71,6 +71,7 @@ VISION_MODELS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 # Towers of whole pictures, 16 or 64 patches each; vocabulary and text as above.
 PICTURE = (3, 32, 32)
+MOST_PLACES = 80 * MERGE**2
 PACKED_STEP = 8  # pixels a feature has on a side, of towers that pack
 _LLAMA = {**_TEXT, "model_type": "llama"}
 _SIGLIP = {
@@ -152,6 +153,38 @@ CROP_MODELS: dict[str, dict[str, Any]] = {
         "video_token_id": VIDEO_TOKEN,
     },
 }
+# Towers of patches with places, 4 of a feature.
+PLACED_MODELS: dict[str, dict[str, Any]] = {
+    "gemma4": {
+        "text_config": {
+            **_TEXT,
+            "model_type": "gemma4_text",
+            "sliding_window": 8,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            "global_head_dim": 16,
+            "num_global_key_value_heads": 2,
+            "hidden_size_per_layer_input": 8,
+            "vocab_size_per_layer_input": 96,
+            "use_bidirectional_attention": "vision",
+        },
+        "vision_config": {
+            "model_type": "gemma4_vision",
+            "hidden_size": 32,
+            "intermediate_size": 48,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+            "num_key_value_heads": 2,
+            "head_dim": 16,
+            "patch_size": 4,
+            "pooling_kernel_size": MERGE,
+            "position_embedding_size": 64,
+            "standardize": True,
+        },
+        "audio_config": None,
+        "video_token_id": VIDEO_TOKEN,
+        "audio_token_id": VIDEO_TOKEN,
+    },
+}
 VISION_MODELS["glm4v"] = (
     {"rope_parameters": {**_ROPE, "partial_rotary_factor": 1.0}, "model_type": "glm4v_text"},
     {
@@ -200,12 +233,14 @@ def vision_config(model_type: str, wide: bool = False) -> Any:
     """Transformers' config of a tiny model."""
     from transformers import AutoConfig
 
-    if model_type in (of_pictures := PICTURE_MODELS | PACKED_MODELS | CROP_MODELS):
+    if model_type in (of_pictures := PICTURE_MODELS | PACKED_MODELS | CROP_MODELS | PLACED_MODELS):
         said = dict(of_pictures[model_type])
         if wide:
+            of_heads = {"head_dim": 128, "global_head_dim": 128}  # as many have
+            tower = said["vision_config"] | {"hidden_size": 144}
             said |= {
-                "text_config": _widened(said["text_config"]) | {"head_dim": 128},  # as many have
-                "vision_config": {**said["vision_config"], "hidden_size": 144},
+                "text_config": _widened(said["text_config"]) | of_heads,
+                "vision_config": tower | ({"head_dim": 72} if "head_dim" in tower else {}),
             }
         return AutoConfig.for_model(model_type.partition("_of_")[0], **said, image_token_id=IMAGE_TOKEN)
     text, tower = VISION_MODELS[model_type]
@@ -274,6 +309,26 @@ class OfRows:
 
 
 @dataclass(frozen=True)
+class OfPlaces:
+    """A random picture of so many rows and columns of features, whose patches say where they are, in no order, among
+    others that are padding."""
+
+    seed: int
+    rows: int
+    columns: int
+
+
+def _of_places(part: OfPlaces) -> tuple[list[int], dict[str, np.ndarray], np.ndarray]:
+    count, width = part.rows * part.columns * MERGE**2, 3 * 4**2
+    generator = torch.Generator().manual_seed(part.seed)
+    pixels = torch.rand(1, MOST_PLACES, width, generator=generator).numpy()
+    rows, columns = part.rows * MERGE, part.columns * MERGE
+    places = np.full((1, MOST_PLACES, 2), -1)
+    places[0, :count] = np.stack(np.meshgrid(np.arange(columns), np.arange(rows)), -1).reshape(-1, 2)
+    return [IMAGE_TOKEN] * (count // MERGE**2), {"pixel_values": pixels, "image_position_ids": places}, pixels
+
+
+@dataclass(frozen=True)
 class OfSize:
     """A random picture of so many rows and columns of pixels, in as many crops as a model's pinpoints ask for."""
 
@@ -315,7 +370,10 @@ def _of_rows(part: OfRows) -> tuple[list[int], dict[str, np.ndarray], np.ndarray
     return ids[:-1], {"pixel_values": pixels, "image_sizes": np.array([[height, width]])}, pixels
 
 
-def media_prompt(*parts: Sequence[int] | tuple[np.ndarray, Grid] | np.ndarray | OfRows | OfSize) -> MediaPrompt:
+Shown = tuple[np.ndarray, Grid] | np.ndarray | OfRows | OfSize | OfPlaces
+
+
+def media_prompt(*parts: Sequence[int] | Shown) -> MediaPrompt:
     """A prompt of token ids and images (pictures, or patches with grids), in order, as a processor makes it."""
     ids: list[int] = []
     items = []
@@ -323,8 +381,8 @@ def media_prompt(*parts: Sequence[int] | tuple[np.ndarray, Grid] | np.ndarray | 
         if isinstance(part, tuple):
             pixels, grid = part
             count, tensors = len(pixels) // MERGE**2, {"pixel_values": pixels, "image_grid_thw": np.array([grid])}
-        elif isinstance(part, (OfRows, OfSize)):
-            own, tensors, pixels = _of_rows(part) if isinstance(part, OfRows) else _of_size(part)
+        elif type(part) in (makers := {OfRows: _of_rows, OfSize: _of_size, OfPlaces: _of_places}):
+            own, tensors, pixels = makers[type(part)](part)
             items.append(MediaItem("image", len(ids), len(own), hashlib.sha256(pixels.tobytes()).digest(), tensors))
             ids += own
             continue
@@ -358,7 +416,7 @@ def _said(model: Any, prompt: MediaPrompt | list[int], tokens: torch.Tensor) -> 
         said["pixel_values"] = said["pixel_values"][None]
     if kind == "gemma3":
         said["token_type_ids"] = is_image
-    elif kind not in (*PICTURE_MODELS, *PACKED_MODELS, *CROP_MODELS):
+    elif kind not in (*PICTURE_MODELS, *PACKED_MODELS, *CROP_MODELS):  # gemma4 among them
         said["mm_token_type_ids"] = is_image
     return said
 

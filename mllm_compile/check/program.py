@@ -184,7 +184,8 @@ def _check_media(
             own = executor(text, rank)
             layers = tuple(AttentionLayer.of(layer, own.weights, rank) for layer in own.program.layers)
             with current_device(torch.device(device)):
-                return _run_packed(own, layers, lengths, 1, inputs, None, device, dtype, states, blocks)[0]
+                ahead = blocks, programs.facts.sees_ahead_in_windows
+                return _run_packed(own, layers, lengths, 1, inputs, None, device, dtype, states, *ahead)[0]
 
         ours = run(0) if lowered.num_ranks == 1 else run_lockstep(lowered.num_ranks, run)[0]
     except Exception as failure:
@@ -335,6 +336,7 @@ class _PackedRequests:
         lengths: the lengths of the different requests, one after another.
         copies: how often those follow.
         blocks: tokens of the first that see each other in both directions, first and end.
+        blocks_in_windows: they do in layers with windows alone.
     """
 
     lengths: tuple[int, ...]
@@ -343,6 +345,7 @@ class _PackedRequests:
     states: StateBackend
     device: str
     blocks: Sequence[tuple[int, int]] = ()
+    blocks_in_windows: bool = False
 
     @property
     def batch(self) -> _PackedRequests:
@@ -397,7 +400,7 @@ class _PackedRequests:
                 alibi_slopes=layer.alibi_slopes * self.copies,
                 chunk=layer.chunk,
                 latent=layer.v_head_dim if layer.is_latent else 0,
-                blocks=() if start else self.blocks,
+                blocks=() if start or (self.blocks_in_windows and params.window_left < 0) else self.blocks,
             ).unflatten(1, (self.copies, -1))
             self._of_request(inputs.out, start, length).copy_(attended.transpose(0, 1))
             start += length
@@ -461,15 +464,17 @@ def _run_packed(
     dtype: torch.dtype,
     states: StateCheck,
     blocks: Sequence[tuple[int, int]] = (),
+    blocks_in_windows: bool = False,
 ) -> tuple[torch.Tensor, ...]:
     """Logits as _run_program's, of requests of `lengths`, as often as `copies` says; inputs are those of all, but for
-    slots. Tokens of the first one's `blocks` see each other in both directions."""
+    slots. Tokens of the first one's `blocks` see each other in both directions, in layers with windows or in all."""
     tokens = sum(lengths) * copies
     by_name = {layer.name: layer for layer in layers}
     shapes = [layer.cache_shape for layer in layers]
     state_layers = executor.program.state_layers
     backend = states.backend(state_layers, len(lengths) * copies, device)
-    packed = _PackedRequests(lengths, copies, KVPool(tokens + 1, 1, shapes, dtype, device), backend, device, blocks)
+    pool = KVPool(tokens + 1, 1, shapes, dtype, device)
+    packed = _PackedRequests(lengths, copies, pool, backend, device, blocks, blocks_in_windows)
     metadata: dict[str, Any] = dict.fromkeys(by_name, packed)
     metadata |= dict.fromkeys((layer.name for layer in state_layers), packed.of_states())
     every = torch.arange(tokens, device=device)

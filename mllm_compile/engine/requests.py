@@ -79,6 +79,12 @@ class MediaSource(Protocol):
             RequestError: the engine takes no pictures.
         """
 
+    def check_text(self, token_ids: Seq[int]) -> None:
+        """
+        Raises:
+            RequestError: a text without images has places for some.
+        """
+
     def prepare(self, prompt: str | Seq[int], items: Seq[SourceItem], adds_special_tokens: bool) -> MediaPrompt:
         """
         Args:
@@ -335,7 +341,7 @@ class RequestBuilder:
             return
         for p, token_ids in zip(texts, encoded, strict=True):
             p.token_ids = token_ids
-            p.error = self._vocab_fault(token_ids)
+            p.error = self._vocab_fault(token_ids) or self._place_fault(token_ids)
 
     def _prepare_one(self, item: Any) -> _Prepared:
         if isinstance(item, MediaPrompt):
@@ -446,6 +452,15 @@ class RequestBuilder:
             f"{self._vocab_size - 1}, the model's vocabulary. Take ids from the model's own tokenizer."
         )
 
+    def _place_fault(self, token_ids: list[int]) -> RequestError | None:
+        """The reason why a text that comes without images is refused; prompts of token ids are taken as they are."""
+        if self._media is not None:
+            try:
+                self._media.check_text(token_ids)
+            except RequestError as error:
+                return error
+        return None
+
     def _chat_renderer(self, template_options: Mapping[str, Any]) -> Callable[[Seq[Message]], _Prepared]:
         tokenizer = self._tokenizer
         if tokenizer is None:
@@ -467,7 +482,7 @@ class RequestBuilder:
                 token_ids = tokenizer.encode(text, add_special_tokens=False)
             except RequestError as error:
                 return _Prepared(text, error=error)
-            return _Prepared(text, token_ids, self._vocab_fault(token_ids))
+            return _Prepared(text, token_ids, self._vocab_fault(token_ids) or self._place_fault(token_ids))
 
         return render
 

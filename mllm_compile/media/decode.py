@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 # Formats that need no other program, and whose readers are fuzzed by many: no EPS, PSD, PDF.
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM")
+_BEGINNINGS = (b"\x89PNG", b"\xff\xd8\xff", b"GIF8", b"BM", b"II*\0", b"MM\0*")
 _NAMES = "PNG, JPEG, WebP, GIF, BMP, TIFF or PPM"
 
 
@@ -40,6 +41,11 @@ def decode(data: bytes) -> np.ndarray:
         with warnings.catch_warnings(action="ignore"):  # about metadata
             image = Image.open(io.BytesIO(data), formats=FORMATS)
     except UnidentifiedImageError:
+        if data.startswith(_BEGINNINGS):
+            raise Refused(
+                "is broken: it begins as a picture does, but its header is cut off, or says that it has no pixel. Save "
+                "it again"
+            ) from None
         raise Refused(f"is no picture that can be read; expected a file in {_NAMES}. It begins {data[:8]!r}") from None
     except (OSError, ValueError, SyntaxError, TypeError, KeyError, IndexError, OverflowError) as error:
         raise Refused(f"has a broken header ({_reason(error)}). Save it again") from None

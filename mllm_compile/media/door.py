@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from importlib.util import find_spec
 
 from mllm_compile.errors import RequestError
-from mllm_compile.media.files import CONFIG_FILE, PROCESSOR_FILES
-from mllm_compile.media.inputs import MediaPrompt
+from mllm_compile.media.files import CONFIG_FILE, PROCESSOR_FILES, placeholder_of
+from mllm_compile.media.inputs import KINDS, MediaKind, MediaPrompt
 from mllm_compile.media.sources import SourceItem
 from mllm_compile.media.workers import MediaWorkers, SharedPrompt
+from mllm_compile.runtime.json_data import parse_json
 
 
 class MediaDoor:
@@ -79,6 +81,30 @@ class MediaDoor:
             )
         if self.why_not is not None:
             raise RequestError(f"{self._model}: {self.why_not}. Leave the images out.")
+
+    def check_text(self, token_ids: Sequence[int]) -> None:
+        """
+        Args:
+            token_ids: of a text that comes without images.
+
+        Raises:
+            RequestError: some of them stand for features of images.
+        """
+        for kind, token_id in self._placeholders.items():
+            if token_id in token_ids:
+                raise RequestError(
+                    f"the prompt's text has the token {token_id}, which stands for {kind}s, and none was given. "
+                    f"Give as many {kind}s as it has places, or leave these out."
+                )
+
+    @cached_property
+    def _placeholders(self) -> dict[MediaKind, int]:
+        """Kind → the id of the token of its features; empty of a model that takes none."""
+        if not self.has_processor or self.why_not is not None:
+            return {}
+        config = parse_json(self._files[CONFIG_FILE])
+        found = {kind: placeholder_of(config, kind) for kind in KINDS}
+        return {kind: token_id for kind, token_id in found.items() if token_id is not None}
 
     def _open(self) -> MediaWorkers:
         self.check()

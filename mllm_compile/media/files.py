@@ -2,5 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
+from mllm_compile.media.inputs import MediaKind
+
 CONFIG_FILE = "config.json"
 PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json")
+
+
+def placeholder_of(config: Mapping[str, Any], kind: MediaKind) -> int | None:
+    """The id of the token that stands for a feature, by the model's config; None: it names none."""
+    found = config.get(f"{kind}_token_id", config.get(f"{kind}_token_index"))
+    return found if isinstance(found, int) else None

@@ -11,6 +11,7 @@ from typing import Literal
 import numpy as np
 
 MediaKind = Literal["image", "video"]
+KINDS: tuple[MediaKind, ...] = ("image", "video")
 
 
 @dataclass(frozen=True, eq=False)

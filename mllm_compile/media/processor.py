@@ -19,15 +19,14 @@ from typing import Any
 import numpy as np
 
 from mllm_compile.media.decode import Refused
-from mllm_compile.media.files import CONFIG_FILE, PROCESSOR_FILES
-from mllm_compile.media.inputs import MediaItem, MediaKind, MediaPrompt
+from mllm_compile.media.files import CONFIG_FILE, PROCESSOR_FILES, placeholder_of
+from mllm_compile.media.inputs import KINDS, MediaItem, MediaKind, MediaPrompt
 from mllm_compile.text.tokenizer import TOKENIZER_CONFIG_FILE
 
 _NO_TENSORS = (
     *("input_ids", "attention_mask", "mm_token_type_ids", "token_type_ids"),
     *("text_replacement_offsets", "video_metadata", "batch_num_images"),
 )
-_KINDS: tuple[MediaKind, ...] = ("image", "video")
 _MOST_REASON = 400  # characters
 
 
@@ -68,8 +67,8 @@ class MediaProcessor:
         except Exception as error:  # whatever Transformers raises at strange files
             raise Refused(f"the model's processor cannot be loaded ({_reason(error)})") from None
         config = json.loads((folder / CONFIG_FILE).read_bytes())
-        self._ids = {kind: _token_id(config, kind) for kind in _KINDS}
-        self._tokens = {kind: getattr(self._processor, f"{kind}_token", None) for kind in _KINDS}
+        self._ids = {kind: placeholder_of(config, kind) for kind in KINDS}
+        self._tokens = {kind: getattr(self._processor, f"{kind}_token", None) for kind in KINDS}
         self._settings = _settings_of(folder)
         # One of several images has fewer features then, as of LLaVA-OneVision.
         self._counts_images = "batch_num_images" in self._processor.image_processor.model_input_names
@@ -144,7 +143,7 @@ class MediaProcessor:
     def _expanded(self, text: str, processed: Sequence[_Processed]) -> tuple[str, list[_Processed]]:
         """The text with each placeholder replaced, and what the items became, in the order of their places."""
         kind_of = {token: kind for kind, token, _ in self._served()}
-        turns = {kind: iter([made for made in processed if made.item.kind == kind]) for kind in _KINDS}
+        turns = {kind: iter([made for made in processed if made.item.kind == kind]) for kind in KINDS}
         parts = re.split(f"({'|'.join(map(re.escape, kind_of))})", text)
         in_order = [next(turns[kind_of[part]]) for part in parts[1::2]]
         parts[1::2] = [made.text for made in in_order]
@@ -246,13 +245,14 @@ def _load(folder: Path) -> Any:
         "tokenizer": lambda: AutoTokenizer.from_pretrained(folder),
         "image_processor": lambda: _image_class(folder).from_pretrained(folder),
         "video_processor": lambda: _video_processor(folder),
+        "feature_extractor": lambda: None,  # of sound
     }
     parts = kind.get_attributes()
     other = next((part for part in parts if part not in load), None)
     if other is not None or not {"tokenizer", "image_processor"} <= set(parts):
         raise Refused(f"the model's processor ({name}) is of {', '.join(parts)}; texts, images and videos are served")
     options, _ = kind.get_processor_dict(folder)
-    return _may_lack_videos(kind).from_args_and_dict([load[part]() for part in parts], options)
+    return _may_lack_parts(kind).from_args_and_dict([load[part]() for part in parts], options)
 
 
 def _video_processor(folder: Path) -> Any:
@@ -293,8 +293,8 @@ def _image_class(folder: Path) -> Any:
     return kind
 
 
-def _may_lack_videos(kind: Any) -> Any:
-    """The class, whose part for videos may be None: that needs torchvision."""
+def _may_lack_parts(kind: Any) -> Any:
+    """The class, whose parts for videos, which need torchvision, and for sound may be None."""
 
     def check(self: Any, name: str, part: Any) -> Any:
         return None if part is None else kind.check_argument_for_proper_class(self, name, part)
@@ -322,12 +322,6 @@ def _settings_of(folder: Path) -> list[str]:
     files = [folder / name for name in PROCESSOR_FILES]
     sums = [hashlib.sha256(path.read_bytes()).hexdigest() if path.exists() else "" for path in files]
     return [transformers.__version__, *sums]
-
-
-def _token_id(config: Mapping[str, Any], kind: MediaKind) -> int | None:
-    """The id of a feature's token, by the model's config."""
-    found = config.get(f"{kind}_token_id", config.get(f"{kind}_token_index"))
-    return found if isinstance(found, int) else None
 
 
 def _array(value: Any, where: str) -> np.ndarray:

@@ -44,6 +44,7 @@ class EngineFacts:
             vocab_size=hello.vocab_size,
             eos_token_ids=frozenset(hello.eos_token_ids),
             default_params=self.defaults,
+            media=media,
         )
 
     @classmethod

@@ -389,7 +389,8 @@ class FlashInferAttnBackend(AttentionBackend):
             else:
                 keys_and_values = (inputs.k[new], inputs.v[new]) if self.prefill_metadata.use_ragged else (pages,)
                 run_with_sinks(wrapper, q[new], *keys_and_values, out=out[new], sinks=layer.sink_logits)
-        if self._has_blocks and self._image_blocks is not None:
+        media = inputs.batch.media
+        if self._has_blocks and self._image_blocks is not None and media and media.blocks_of(layer.params.window_left):
             self._image_blocks.run(group_index, q, pages, out, layer)
 
     def cascade_pays(self, num_requests: int, num_tokens: int, is_captured: bool = False) -> bool:

@@ -70,7 +70,7 @@ class TorchAttnBackend(AttentionBackend):
         if plan.num_decodes:
             _decode(plan, inputs.q[: plan.num_decodes], layer, batch, inputs.out[: plan.num_decodes])
         for i in range(plan.num_decodes, len(plan.seq_lens)):
-            for part in _parts(plan, batch, i):
+            for part in _parts(plan, layer, batch, i):
                 rows = slice(part.start, part.end)
                 _prefill(inputs.q[rows], layer, batch, part, inputs.out[rows])
 
@@ -85,10 +85,10 @@ class _Part(NamedTuple):
     is_block: bool
 
 
-def _parts(plan: _Plan, batch: ForwardBatch, request: int) -> Iterator[_Part]:
+def _parts(plan: _Plan, layer: AttentionLayer, batch: ForwardBatch, request: int) -> Iterator[_Part]:
     """A request's queries: its blocks, and what is between."""
     at, end, seq_len = plan.query_start[request], plan.query_start[request + 1], plan.seq_lens[request]
-    for block in batch.media.blocks if batch.media is not None else ():
+    for block in batch.media.blocks_of(layer.params.window_left) if batch.media is not None else ():
         if block.request != request:
             continue
         if at < block.start:

@@ -324,7 +324,7 @@ class GraphRunner:
             seq_lens_cpu=torch.full((size,), inputs.padding_len, dtype=torch.int32),
             positions=inputs.positions[:size],
         )
-        batch.media = inputs.media
+        batch.media, batch.mrope_positions = inputs.media, inputs.mrope_positions
         return batch
 
     def _places(self, size: int) -> TokenPlaces:
@@ -334,7 +334,7 @@ class GraphRunner:
         inputs = self._places(size)
         given = inputs.input_ids[:size], inputs.positions[:size], inputs.out_cache_loc[:size]
         all_slots = None if self._all_slots is None else self._all_slots[: self._num_deals * size]
-        return TokenInputs(*given, media=inputs.media, rope_lens=inputs.rope_lens[:size], all_slots=all_slots)
+        return TokenInputs(*given, inputs.media, inputs.mrope_positions, inputs.rope_lens[:size], all_slots)
 
     # FULL, of any step ------------------------------------------------------------------------------------------------
 
@@ -391,7 +391,7 @@ class GraphRunner:
             extend_prefix_lens_cpu=none,
             positions=tokens.positions,
         )
-        batch.media = tokens.media
+        batch.media, batch.mrope_positions = tokens.media, tokens.mrope_positions
         return batch
 
     def _run_pieces(self, batch: ForwardBatch, descriptor: BatchDescriptor) -> LogitsProcessorOutput:

@@ -25,7 +25,8 @@ class TokenPlaces:
     Attributes:
         input_ids, positions, out_cache_loc: [M] int64.
         rope_lens: [M] int64; zeros but for a step with prompts whose frequencies follow them.
-        media: features and positions [axes, M]; None: the graphs' program takes none.
+        media: features; None: the graphs' program takes none.
+        mrope_positions: [axes, M] int64 where that has axes.
     """
 
     def __init__(self, input_ids: torch.Tensor, positions: torch.Tensor, out_cache_loc: torch.Tensor) -> None:
@@ -34,6 +35,7 @@ class TokenPlaces:
         self.out_cache_loc = out_cache_loc
         self.rope_lens = torch.zeros_like(positions)
         self.media: MediaInputs | None = None
+        self.mrope_positions: torch.Tensor | None = None
         self._has_rope_lens = False
 
     @classmethod
@@ -61,8 +63,8 @@ class TokenPlaces:
         if self.media is not None and batch.media is not None:
             self.media.features.copy_(batch.media.features)
             self.media.is_feature.copy_(batch.media.is_feature)
-            if self.media.positions is not None and batch.media.positions is not None:
-                self.media.positions.copy_(batch.media.positions)
+        if self.mrope_positions is not None and batch.mrope_positions is not None:
+            self.mrope_positions.copy_(batch.mrope_positions)
 
     def take_features(self, width: int, dtype: torch.dtype, axes: int) -> None:
         """Makes places for features of that width, and for positions where they have axes. All steps have M tokens."""
@@ -70,8 +72,9 @@ class TokenPlaces:
         self.media = MediaInputs(
             torch.zeros(count, width, dtype=dtype, device=device),
             torch.zeros(count, dtype=torch.bool, device=device),
-            torch.zeros(axes, count, dtype=torch.int64, device=device) if axes > 1 else None,
         )
+        if axes > 1:
+            self.mrope_positions = torch.zeros(axes, count, dtype=torch.int64, device=device)
 
     def clear_rope_lens(self) -> None:
         """Makes the lengths those of decodes."""

@@ -10,12 +10,14 @@ from mllm_compile.runtime.media.crops import CropTower
 from mllm_compile.runtime.media.grids import GridTower
 from mllm_compile.runtime.media.packed import PackedTower
 from mllm_compile.runtime.media.pictures import PictureTower
+from mllm_compile.runtime.media.placed import PlacedTower
 from mllm_compile.runtime.media.tower import Tower
 
 TOWERS: dict[str, type[Tower]] = {
     "grids": GridTower,
     "pictures": PictureTower,
     "packed": PackedTower,
+    "placed": PlacedTower,
     "crops": CropTower,
 }
 

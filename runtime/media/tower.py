@@ -43,6 +43,7 @@ class Tower(ABC):
         feature_width: numbers of a feature, those for deeper layers of the text included.
         image_token_id, video_token_id: the tokens that stand for a feature; -1: the model takes no videos.
         sees_ahead: tokens of one picture attend to each other in both directions in the text.
+        sees_ahead_in_windows: they do in its layers with windows alone.
         merge: rows and columns of patches that make one feature.
         axes: of the text's positions, where tokens take features: 1, or 3 for time, row and column.
         has_breaks: tokens that take none may lie between those of one picture.
@@ -52,6 +53,7 @@ class Tower(ABC):
     image_token_id: int
     video_token_id: int = -1
     sees_ahead: bool = False
+    sees_ahead_in_windows: bool = False
     has_breaks: bool = False
     merge: int = 1
     axes: int = 1
@@ -62,7 +64,7 @@ class Tower(ABC):
         """Features of a picture."""
 
     def num_counted(self, grid: Grid) -> int:
-        """The numbers that a picture adds to counted inputs: its features."""
+        """The numbers by which counted inputs go on behind a picture: its features."""
         return self.num_features(grid)
 
     @abstractmethod

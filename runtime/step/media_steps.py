@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -19,9 +19,7 @@ from mllm_compile.runtime.media.feature_pool import FeaturePool, Key
 from mllm_compile.runtime.media.request import Image, RequestMedia
 from mllm_compile.runtime.media.step_plan import MediaPlan
 from mllm_compile.runtime.media.tower import FEATURES_OF_A_RUN, Tower
-from mllm_compile.runtime.media.tower_inputs import tower_inputs
 from mllm_compile.runtime.model_runner import ModelRunner
-from mllm_compile.runtime.program.executor import Segments
 from mllm_compile.runtime.schedule.request import Request
 from mllm_compile.runtime.schedule.scheduled_batch import ScheduledBatch
 
@@ -113,8 +111,9 @@ class MediaSteps:
                     blocks.append(Block(chunk.place, of_step.start, of_step.stop, image.end))
         return MediaPlan(positions, deltas, rows, axes, runs, np.array(blocks, dtype=np.int64).reshape(-1, 4))
 
-    def inputs(self, plan: MediaPlan) -> MediaInputs:
-        """The inputs of a step some of whose tokens take features, for which the tower runs where they are not there.
+    def inputs(self, plan: MediaPlan) -> tuple[MediaInputs, torch.Tensor | None]:
+        """The inputs of a step some of whose tokens take features, for which the tower runs where they are not there;
+        and positions [axes, T] where the model has axes.
 
         On a rank that follows they come from rank 0, which alone has the images."""
         pool, device = self._pool, self._runner.device
@@ -131,13 +130,14 @@ class MediaSteps:
         index, axes = upload(plan.rows, device), plan.axes
         placed = upload(axes, device) if len(axes) > 1 else None
         blocks = tuple(Block(*block) for block in plan.blocks.tolist())
-        return MediaInputs(pool.rows.index_select(0, index), index > 0, placed, blocks)
+        features = pool.rows.index_select(0, index)
+        return MediaInputs(features, index > 0, blocks, self._facts.sees_ahead_in_windows), placed
 
-    def no_features(self, positions: torch.Tensor) -> MediaInputs:
-        """The inputs of a step none of whose tokens, at `positions` [T], takes a feature."""
+    def no_features(self, positions: torch.Tensor) -> tuple[MediaInputs, torch.Tensor | None]:
+        """The inputs of a step none of whose tokens, at `positions` [T], takes a feature, as `inputs` has them."""
         index = torch.zeros_like(positions)
         placed = positions.expand(self._facts.axes, -1).contiguous() if self._facts.axes > 1 else None
-        return MediaInputs(self._pool.rows.index_select(0, index), index > 0, placed)
+        return MediaInputs(self._pool.rows.index_select(0, index), index > 0), placed
 
     @property
     def _pool(self) -> FeaturePool:
@@ -181,14 +181,8 @@ class MediaSteps:
 
     def _features_of(self, images: Sequence[Image]) -> torch.Tensor:
         """The features [F, W] of images, by one run of the tower."""
-        facts, device = self._facts, self._runner.device
-        pixels = self._uploads([image.pixels for image in images], self._runner.config.dtype)  # which takes longest
-        arrays, segments = tower_inputs(facts, [image.grid for image in images])
-        inputs: dict[str, Any] = {name: upload(array, device) for name, array in arrays.items()}
-        inputs["pixel_values"] = pixels
-        for name, one in segments.items():
-            inputs[name] = Segments(upload(one.bounds, device), one.longest)
-        return self._runner.run_tower(inputs)
+        pixels = self._uploads([image.pixels for image in images], self._runner.config.dtype)
+        return self._runner.encode_images(pixels, [image.grid for image in images])
 
 
 def _runs(facts: Tower, images: Sequence[tuple[Key, Image]], most: int) -> Iterator[list[tuple[Key, Image]]]:

@@ -242,7 +242,8 @@ class StepRunner:
             media = self.media.no_features(fields.positions)
         forward_batch = self._forward_batch(batch, plan, fields)
         forward_batch.common_prefix_len = self._common_prefix_len(batch)
-        forward_batch.media = media
+        if media is not None:
+            forward_batch.media, forward_batch.mrope_positions = media
         forward_batch.rope_lens = fields.rope_lens
         forward_batch.dp_metadata = plan.across
         return self._runner.forward(forward_batch), fields

@@ -22,6 +22,7 @@ from mllm_compile.engine.engine import Engine as AnyEngine
 from mllm_compile.errors import RequestError
 from mllm_compile.media.inputs import MediaItem, MediaPrompt
 from mllm_compile.process.timeline import Timeline
+from mllm_compile.runtime.media.request import RequestMedia
 from tests.fakes import all_pages_are_back
 from tests.tiny_model import engine_of_pages
 from tests.tiny_vision import (
@@ -29,8 +30,10 @@ from tests.tiny_vision import (
     IMAGE_TOKEN,
     PACKED_MODELS,
     PICTURE_MODELS,
+    PLACED_MODELS,
     VIDEO_TOKEN,
     VISION_MODELS,
+    OfPlaces,
     OfRows,
     OfSize,
     crop_tower,
@@ -46,8 +49,10 @@ from tests.tiny_vision import (
 MAX_TOKENS = 6
 GREEDY = SamplingParams(temperature=0, max_tokens=MAX_TOKENS, ignore_eos=True)
 TEXT = [3, 4, 5, 6, 7]
-MODELS = (*VISION_MODELS, *PICTURE_MODELS, *PACKED_MODELS, *CROP_MODELS)
-IN_EVERY_RUN = ("qwen2_5_vl", "qwen3_vl", "gemma3", "idefics3", "mistral3", "llava_onevision")  # each unlike the others
+GROUPS = (VISION_MODELS, PACKED_MODELS, PLACED_MODELS, CROP_MODELS, PICTURE_MODELS)  # a protocol each
+MODELS = tuple(name for group in GROUPS for name in group)
+# Each unlike the others.
+IN_EVERY_RUN = ("qwen2_5_vl", "qwen3_vl", "gemma3", "gemma4", "idefics3", "mistral3", "llava_onevision")
 WITH_VIDEOS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "glm4v", "llava_onevision")
 # The sizes of images where they may have some, by kind of tower: small, wide, small, large and large. Patches, rows and
 # columns of features, or pixels.
@@ -66,6 +71,8 @@ def shown(kind: str, seed: int) -> Any:
         return OfSize(seed, *SIZES["crops"][size], crop_tower(kind))
     if kind in PACKED_MODELS:
         return OfRows(seed, *SIZES["rows"][size])
+    if kind in PLACED_MODELS:
+        return OfPlaces(seed, *SIZES["rows"][size])
     return image(seed, (1, *SIZES["patches"][size])) if kind in VISION_MODELS else picture(seed)
 
 
@@ -95,12 +102,13 @@ class Served:
 
     @property
     def sees_ahead(self) -> bool:
-        return self.kind == "gemma3"
+        return self.kind in ("gemma3", "gemma4")
 
     @property
     def few_tokens(self) -> int:
         """Of a step: as few as the model's images let be."""
-        return 23 if self.sees_ahead else 9  # 16 of an image beside 7 decodes
+        largest = max(item.length for item in self.prompts.long.items)
+        return largest + 7 if self.sees_ahead else 9  # an image beside 7 decodes
 
     def config(self, **runtime: Any) -> Any:
         return vision_engine_config(self.folder, self.folder / "cache", **runtime)
@@ -128,9 +136,11 @@ def test_every_protocol_has_models_among_these() -> None:
     from mllm_compile.model.towers.find import PROTOCOLS
     from mllm_compile.runtime.media.every import TOWERS
 
-    assert len(PROTOCOLS) == len(TOWERS) == len([VISION_MODELS, PICTURE_MODELS, PACKED_MODELS, CROP_MODELS])
+    assert len(PROTOCOLS) == len(TOWERS) == len(GROUPS)
     assert set(IN_EVERY_RUN) | set(WITH_VIDEOS) <= set(MODELS)
-    for group in (VISION_MODELS, PICTURE_MODELS, PACKED_MODELS, CROP_MODELS):
+    page = Path(__file__).parents[2].joinpath("docs", "images.md").read_text()
+    assert not [name for name in MODELS if f"`{name}`" not in page]
+    for group in GROUPS:
         assert set(IN_EVERY_RUN) & set(group), "one of each protocol runs in every run"
 
 
@@ -227,17 +237,17 @@ def test_what_does_not_fit_is_refused_and_the_others_go_on(served: Served) -> No
         assert [output.finish_reason for output in outputs] == ["error", "length"] * 2
         assert [list(output.token_ids) for output in outputs[1::2]] == [served.answers[0], served.answers[2]]
         if served.sees_ahead:
-            with pytest.raises(RequestError, match="two images follow each other at token 17"):
+            with pytest.raises(RequestError, match=f"two images follow each other at token {joined.items[0].end}"):
                 engine.generate(joined, GREEDY)
         elif served.kind not in VISION_MODELS:  # whose forward takes them for one
             assert tokens(engine, [joined]) == [transformers_greedy(served.model, joined, MAX_TOKENS)]
         assert tokens(engine, fits) == served.answers
     if served.sees_ahead:
         with (
-            served.engine(max_num_batched_tokens=20) as engine,
-            pytest.raises(RequestError, match=r"raise runtime\.max_num_batched_tokens to 23"),
+            served.engine(max_num_batched_tokens=served.few_tokens - 1) as engine,
+            pytest.raises(RequestError, match=rf"raise runtime\.max_num_batched_tokens to {served.few_tokens}"),
         ):
-            engine.generate(one, GREEDY)
+            engine.generate(served.prompts.long, GREEDY)
 
 
 def test_deterministic_numbers_go_by_no_other_request_unless_images_see_ahead(served: Served) -> None:
@@ -254,6 +264,40 @@ def test_deterministic_numbers_go_by_no_other_request_unless_images_see_ahead(se
         for one, other in zip([*alone[::-1], alone[2], *alone], among, strict=True):
             assert (one.logprobs, one.prompt_logprobs) == (other.logprobs, other.prompt_logprobs)
         assert all_pages_are_back(engine)
+
+
+@torch.inference_mode()
+def test_a_batch_brings_its_own_images(served: Served) -> None:
+    """By hand, as the step runner does not do it: pixels, grids, positions on three axes, and a decode's delta."""
+    parts, prompt = assemble(served.config(), Timeline()), served.prompts.two
+    runner, count = parts.step_runner._runner, len(prompt.prompt_token_ids)
+    facts = runner.model.media.facts
+    items = [(item.start, item.length, item.digest, item.tensors) for item in prompt.items]
+    media = RequestMedia.of(facts, prompt.prompt_token_ids, prompt.is_feature, items)
+    slots = torch.arange(16, 16 + count + 1)
+    runner.req_to_token_pool.req_to_token[1, : count + 1] = slots.int()
+    one, length, none = (torch.tensor([number], dtype=torch.int32) for number in (1, count, 0))
+    ids = torch.tensor(prompt.prompt_token_ids)
+    batch = runner.prepare_forward_batch_extend(ids, one.long(), length, length, none, slots[:-1])
+    batch.pixel_values = torch.from_numpy(np.concatenate([picture.pixels for picture in media.images]))
+    batch.image_grid_thw = [picture.grid for picture in media.images]
+    if facts.axes > 1:
+        batch.mrope_positions = torch.from_numpy(media.positions)
+    with Engine.from_parts(parts):
+        if served.sees_ahead:
+            with pytest.raises(RequestError, match="see what is ahead in them"):
+                runner.forward(batch)
+            return
+        first = int(runner.forward(batch).next_token_logits[0].argmax())
+        deltas = torch.tensor([media.delta])
+        decode = runner.prepare_forward_batch_decode(
+            torch.tensor([first]), one.long(), length + 1, slots[-1:], mrope_position_deltas=deltas
+        )
+        assert [first, int(runner.forward(decode).next_token_logits[0].argmax())] == served.answers[1][:2]
+        batch.image_grid_thw, batch.media = batch.image_grid_thw[:1], None
+        batch.pixel_values = torch.from_numpy(media.images[0].pixels)
+        with pytest.raises(RequestError, match=f"has {int(prompt.is_feature.sum())} placeholders"):
+            runner.forward(batch)
 
 
 def video(kind: str) -> MediaPrompt:

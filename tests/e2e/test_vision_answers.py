@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,14 +23,19 @@ pytest.importorskip("PIL")
 
 
 @pytest.fixture(scope="module")
-def pictures() -> Iterator[Any]:
-    spec = importlib.util.spec_from_file_location("vision_pictures", ROOT / "examples" / "vision_pictures.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # for its dataclasses
-    spec.loader.exec_module(module)
-    yield module
-    del sys.modules[spec.name]
+def script() -> Iterator[Any]:
+    """examples/vision_answers.py, as the demo runs it."""
+    folder = str(ROOT / "examples")
+    sys.path.insert(0, folder)
+    yield importlib.import_module("vision_answers")
+    sys.path.remove(folder)
+    for name in ("vision_answers", "vision_pictures", "mistakes"):
+        del sys.modules[name]
+
+
+@pytest.fixture(scope="module")
+def pictures(script: Any) -> Any:
+    return sys.modules["vision_pictures"]
 
 
 @pytest.fixture(scope="module")
@@ -45,36 +50,32 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
         yield engine
 
 
-def chat(pixels: Any, question: str) -> list[dict[str, Any]]:
-    return [{"role": "user", "content": [{"type": "image", "image": pixels}, {"type": "text", "text": question}]}]
+def test_held_out_pictures_are_answered(engine: Engine, script: Any) -> None:
+    found = script.answered(engine, 200)
+    assert sum(text == right for _, right, text in found) >= 190
 
 
-def test_held_out_pictures_are_answered(engine, pictures):
-    asked = pictures.held_out(200)
-    outputs = engine.chat([chat(picture.pixels, question) for picture, question, _ in asked], GREEDY)
-    right = sum(output.outputs[0].text == answer for output, (_, _, answer) in zip(outputs, asked, strict=True))
-    assert right >= 190
-
-
-def test_two_pictures_of_one_call_do_not_mix(engine, pictures):
+def test_two_pictures_of_one_call_do_not_mix(engine, script, pictures):
     question = "How many shapes?"
     seen = [pictures.draw_picture(pictures.HELD_OUT + seed) for seed in range(500, 512)]
-    alone = [engine.chat(chat(picture.pixels, question), GREEDY)[0].outputs[0].text for picture in seen]
-    together = engine.chat([chat(picture.pixels, question) for picture in seen], GREEDY)
+    alone = [engine.chat(script.chat(picture.pixels, question), GREEDY)[0].outputs[0].text for picture in seen]
+    together = engine.chat([script.chat(picture.pixels, question) for picture in seen], GREEDY)
     assert [output.outputs[0].text for output in together] == alone
     assert len(set(alone)) > 3
 
 
-def test_a_picture_goes_with_prompts_of_text_and_one_that_is_refused(engine, pictures):
+def test_a_picture_goes_with_prompts_of_text_and_one_that_is_refused(engine, script, pictures):
     picture, question, answer = pictures.held_out(1)[0]
     text = [{"role": "user", "content": question}]
-    outputs = engine.chat([text, chat(picture.pixels, question), chat(b"no picture", question), text], GREEDY)
+    outputs = engine.chat(
+        [text, script.chat(picture.pixels, question), script.chat(b"no picture", question), text], GREEDY
+    )
     assert outputs[1].outputs[0].text == answer
     assert "image 0: the picture is no picture" in (outputs[2].error or "")
     assert outputs[0].outputs[0].text == outputs[3].outputs[0].text
 
 
-def test_a_picture_whose_tokens_do_not_fit_is_refused(engine, pictures):
+def test_a_picture_whose_tokens_do_not_fit_is_refused(engine, script, pictures):
     pixels = pictures.draw_picture(pictures.HELD_OUT).pixels
     parts = [{"type": "image", "image": pixels}] * 60
     with pytest.raises(RequestError, match="but the model's context is 1,024 tokens"):

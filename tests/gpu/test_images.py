@@ -20,8 +20,10 @@ from tests.fakes import all_pages_are_back
 from tests.tiny_vision import (
     CROP_MODELS,
     PACKED_MODELS,
+    PLACED_MODELS,
     PLACEHOLDERS,
     VISION_MODELS,
+    OfPlaces,
     OfRows,
     OfSize,
     crop_tower,
@@ -44,15 +46,16 @@ PROMPTS: list[Any] = [
 PARAMS = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True, logprobs=0, prompt_logprobs=0)
 PLAIN = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
 MARGIN = 1.5  # ours may be this much further from float32 than Transformers in bf16 is
-EACH = ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "glm4v", "gemma3", "llava", "internvl", "idefics3", "mistral3"]
+EACH = ["gemma4", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "glm4v", "gemma3", "llava", "internvl", "idefics3", "mistral3"]
 
 
 def shown(model_type: str, seed: int) -> Any:
     """A part of a prompt: a picture as the model's processor gives it."""
     if model_type in CROP_MODELS:
         return OfSize(seed, *{1: (32, 64), 2: (60, 40), 3: (20, 21)}[seed], crop_tower(model_type))
-    if model_type in PACKED_MODELS:
-        return OfRows(seed, *{1: (2, 3), 2: (3, 6), 3: (1, 4)}[seed])
+    if model_type in (*PACKED_MODELS, *PLACED_MODELS):
+        kind = OfRows if model_type in PACKED_MODELS else OfPlaces
+        return kind(seed, *{1: (2, 3), 2: (3, 5), 3: (1, 4)}[seed])
     return picture(seed)
 
 
@@ -117,11 +120,12 @@ def test_it_is_as_near_to_float32_as_transformers_in_bf16(model_type: str, tmp_p
     assert ours <= MARGIN * theirs, (ours, theirs)
 
 
-def test_images_that_see_ahead_do_so_in_the_kernels_of_prompts(tmp_path: Path) -> None:
-    """FlashInfer attends in the text: images of Gemma 3 in both directions, in layers with windows and without; decodes
-    are captured."""
-    model = save_vision_model("gemma3", tmp_path / "model", wide=True).cuda()
-    prompts = prompts_of("gemma3")
+@pytest.mark.parametrize("model_type", ["gemma3", "gemma4"])
+def test_images_that_see_ahead_do_so_in_the_kernels_of_prompts(model_type: str, tmp_path: Path) -> None:
+    """FlashInfer attends in the text: images of Gemma 3 in both directions in layers with windows and without, those of
+    Gemma 4 in the former alone; decodes are captured."""
+    model = save_vision_model(model_type, tmp_path / "model", wide=True).cuda()
+    prompts = prompts_of(model_type)
     # Steps that hold a picture beside decodes, and few more tokens; and prompts found again, in the middle of pictures.
     sizes = {"max_num_batched_tokens": 24, "attention_backend": "flashinfer"}
     with engine(tmp_path, "full_and_piecewise", **sizes) as eager:

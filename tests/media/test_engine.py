@@ -100,6 +100,7 @@ MISTAKES = [  # a prompt's text, what it comes with, and the one line that a use
     (PLACE, {"image": lambda: [pixels_of(1)] * 2}, "has 1 places for images (<|image_pad|>), but 2 images were given"),
     (PLACE * 2, {"image": lambda: pixels_of(1)}, "has 2 places for images (<|image_pad|>), but 1 images were given"),
     ("a", {"image": lambda: pixels_of(1)}, "has 0 places for images"),
+    (PLACE, {}, "the prompt's text has the token 3, which stands for images, and none was given"),
     (PLACE, {"video": list}, "video 0: expected 1 to 768 frames, got 0"),
     (PLACE * 17, {"image": lambda: [pixels_of(1, 64, 64)] * 17}, "272 of them for 17 images or videos, but the model"),
     (PLACE, {"image": lambda: "https://host/cat.png"}, "is an address, and none is fetched"),

@@ -16,6 +16,7 @@ from mllm_compile.runtime.media.crops import CropTower
 from mllm_compile.runtime.media.grids import GridTower
 from mllm_compile.runtime.media.packed import PackedTower
 from mllm_compile.runtime.media.pictures import PictureTower
+from mllm_compile.runtime.media.placed import PlacedTower
 from mllm_compile.runtime.media.request import RequestMedia
 from mllm_compile.runtime.media.tower import Tower
 from tests.media.cases import pixels_of
@@ -96,6 +97,15 @@ CASES = {
         PackedTower(merge=2, patch_width=48, channels=3, patch_size=4, feature_width=8, image_token_id=1),
         features=(24,),
     ),
+    "gemma4": Case(
+        {"processor_class": "Gemma4Processor"},
+        {"image_processor_type": "Gemma4ImageProcessor", "patch_size": 4, "pooling_kernel_size": 2}
+        | {"max_soft_tokens": 70},
+        {"image_token": IMAGE, "boi_token": BEGIN, "eoi_token": END}
+        | {"audio_token": BREAK, "boa_token": BREAK, "eoa_token": BREAK},
+        PlacedTower(merge=2, patch_width=48, feature_width=8, image_token_id=1, sees_ahead=True),
+        features=(60,),
+    ),
     "llava_next": Case(
         {"processor_class": "LlavaNextProcessor", "patch_size": 8, "vision_feature_select_strategy": "full"},
         {"image_processor_type": "LlavaNextImageProcessor", "image_grid_pinpoints": PINPOINTS}
@@ -150,6 +160,7 @@ def make_processor(folder: Path, case: Case) -> Any:
         "tokenizer_config.json": {
             "tokenizer_class": "PreTrainedTokenizerFast",
             "eos_token": SPECIAL[0],
+            "pad_token": SPECIAL[0],
             "extra_special_tokens": case.named,
         },
         "processor_config.json": case.processor,

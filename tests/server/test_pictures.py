@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import io
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.media.cases import file_of, pixels_of
+from tests.media.cases import PLACE, file_of, pixels_of, png_that_says
 from tests.server.harness import Answer, Server, eventually, fake_server
 
 pytest.importorskip("PIL")
@@ -68,12 +69,46 @@ def test_an_address_is_refused_by_name(server):
         (b"hello", "image 0: the picture is no picture that can be read"),
         (b"\x89PNG\r\n\x1a\n", "image 0: the picture"),
         (b"", "image 0: the picture is empty"),
+        (file_of(pixels_of(1))[:90], "image 0: the picture is broken or cut off"),
+        (png_that_says(0, 8), "image 0: the picture is broken: it begins as a picture does, but its header"),
+        (png_that_says(40_000, 25_000), "1,000,000,000 pixels by its header; expected at most 67,108,864"),
+        (file_of(pixels_of(1, 4, 2000)), "image 0: the model's processor refuses it"),
     ],
+    ids=["text", "a mark alone", "nothing", "cut off", "0 pixels", "10^9 pixels", "500 times as wide as high"],
 )
-def test_what_is_no_picture_is_a_bad_request(server, data, said):
+def test_what_is_no_picture_is_a_bad_request_of_one_line(server, data, said):
     answer = ask(server, data_url(data))
     assert answer.status == 400
-    assert said in answer.error["message"]
+    assert said in answer.error["message"] and "\n" not in answer.error["message"]
+    assert not left(server)
+
+
+def test_more_places_than_pictures_are_a_bad_request(server):
+    text = {"type": "text", "text": f"{PLACE}?"}
+    url = data_url(file_of(pixels_of(2, 32, 48)))
+    for parts, said in (
+        ([text], "the prompt's text has the token 3, which stands for images, and none was given"),
+        (
+            [text, {"type": "image_url", "image_url": {"url": url}}],
+            "has 2 places for images (<|image_pad|>), but 1 images",
+        ),
+    ):
+        answer = server.post(CHAT, {"messages": [{"role": "user", "content": parts}], "max_tokens": 4})
+        assert answer.status == 400
+        assert said in answer.error["message"]
+    answer = server.post("/v1/completions", {"prompt": f"{PLACE}?", "max_tokens": 4})
+    assert answer.status == 400 and "stands for images, and none was given" in answer.error["message"]
+
+
+def test_a_turned_picture_and_an_animation_are_answered(server):
+    images = pytest.importorskip("PIL.Image")
+    turned, animated = images.Exif(), io.BytesIO()
+    turned[0x0112] = 6  # to be turned by a quarter
+    frames = [images.fromarray(pixels_of(seed, 32, 48)) for seed in (4, 5)]
+    frames[0].save(animated, "GIF", save_all=True, append_images=frames[1:])
+    for data in (file_of(pixels_of(3, 32, 48), "JPEG", exif=turned), animated.getvalue()):
+        answer = ask(server, data_url(data))
+        assert (answer.status, answer.json["usage"]["prompt_tokens"]) == (200, 8 + 10), answer.body
 
 
 def test_a_prompt_that_is_too_long_is_refused(server):

@@ -7,9 +7,10 @@ from mllm_compile.model.towers.adapter import TowerAdapter
 from mllm_compile.model.towers.crops import Crops
 from mllm_compile.model.towers.packed_pictures import PackedPictures
 from mllm_compile.model.towers.pictures import Pictures
+from mllm_compile.model.towers.placed_patches import PlacedPatches
 from mllm_compile.model.towers.visual_grids import VisualGrids
 
-PROTOCOLS: tuple[type[TowerAdapter], ...] = (VisualGrids, PackedPictures, Crops, Pictures)
+PROTOCOLS: tuple[type[TowerAdapter], ...] = (VisualGrids, PackedPictures, PlacedPatches, Crops, Pictures)
 
 
 def tower_adapter(hf_model: HFModel) -> TowerAdapter | None:

@@ -55,6 +55,9 @@ class _WholeWithFeatures(torch.nn.Module):
     def __init__(self, model: Any, max_tokens: int, position_offset: int) -> None:
         super().__init__()
         self.model, self.max_tokens, self.position_offset = model, max_tokens, position_offset
+        text = model.config.get_text_config()
+        # Where layers have embeddings of their own, a feature's are the padding's.
+        self.padding = text.pad_token_id if getattr(text, "hidden_size_per_layer_input", 0) else None
 
     def forward(
         self,
@@ -67,10 +70,14 @@ class _WholeWithFeatures(torch.nn.Module):
         for one in (input_ids, logits_indices):
             torch._check(one.shape[0] >= 1)
             torch._check(one.shape[0] <= self.max_tokens)
-        embeddings = self.model.get_input_embeddings()(input_ids)
+        ids = input_ids if self.padding is None else torch.where(is_feature, self.padding, input_ids)
+        embeddings = self.model.get_input_embeddings()(ids)
         given = torch.where(is_feature[:, None], features, embeddings)[None]
         place = positions[None] + self.position_offset if self.position_offset else positions[None]
-        said = {"inputs_embeds": given, "position_ids": place, "use_cache": False}
+        said: dict[str, Any] = {"inputs_embeds": given, "position_ids": place, "use_cache": False}
+        if self.padding is not None:
+            of_layers = self.model.model.language_model.get_per_layer_inputs
+            said["per_layer_inputs"] = of_layers(ids[None], embeddings[None])
         return self.model(**said, logits_to_keep=logits_indices).logits[0]
 
 

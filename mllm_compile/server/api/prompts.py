@@ -103,6 +103,7 @@ def chat_prompts(
         token_ids = np.frombuffer(shared.token_ids, np.int32).tolist()
         return _checked(facts, fields, [Prompt(token_ids, media=shared)], params)
     token_ids = _tokenizer(facts).encode(text, fields.add_special_tokens is True)
+    facts.media.check_text(token_ids)
     return _checked(facts, fields, [Prompt(_truncated(token_ids, fields))], params)
 
 

@@ -121,7 +121,7 @@ def make_case(
             )
             for request, first, end in blocks
         ]
-        batch.media = MediaInputs(torch.empty(0), torch.empty(0), None, tuple(of_batch))
+        batch.media = MediaInputs(torch.empty(0), torch.empty(0), tuple(of_batch))
     expected = [
         naive_attention(
             q, k.to(kv_dtype), v.to(kv_dtype), layer, [block[1:] for block in blocks if block[0] == request]
