@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from mllm_compile.passes.base import GraphPass, PassResult, PassTarget
-from mllm_compile.passes.match.nodes import call, drop_dead_nodes, is_attention
+from mllm_compile.passes.match.nodes import call, drop_dead_nodes, is_attention, is_call
 from mllm_compile.runtime.attention.layer import KERNEL_HEAD_DIMS
 
 
@@ -76,6 +76,22 @@ def _pad(graph: fx.Graph, attention: fx.Node, width: int) -> None:
             out = call(graph, operator.getitem, parts, 0)
     attention.replace_all_uses_with(out)
     graph.erase_node(attention)
+    if out is not wide:
+        _reshape_views(graph, out)
+
+
+def _reshape_views(graph: fx.Graph, part: fx.Node) -> None:
+    """Makes views of parts of heads reshapes: a part does not lie in one stretch with the next head's."""
+    for reader in list(part.users):
+        if is_call(reader, torch.unsqueeze):
+            _reshape_views(graph, reader)
+        elif is_call(reader, "view") and not isinstance(reader.args[1], torch.dtype):
+            shape: Any = reader.args[1] if isinstance(reader.args[1], tuple | list) else reader.args[1:]
+            with graph.inserting_before(reader):
+                reshaped = graph.call_function(torch.reshape, (part, shape))
+            reshaped.meta = reader.meta
+            reader.replace_all_uses_with(reshaped)
+            graph.erase_node(reader)
 
 
 def _last_size(operand: Any) -> int:

@@ -241,11 +241,8 @@ def _reads_in_order(
     folder: Path,
     headers: Mapping[str, SafetensorsHeader],
 ) -> list[Callable[[], Read]]:
-    """Lists what makes each read, in the order of the files' bytes.
-
-    Tensors that are read as they are, of which a mixture of experts has many thousand, are checked here and made ready
-    when it is their turn.
-    """
+    """Lists what makes each read, in the order of the files' bytes. Tensors that are read as they are, of which a
+    mixture of experts has many thousand, are checked here and made ready when it is their turn."""
     found: list[tuple[str, int, Callable[[], Read]]] = []
     paths = {file: folder / file for file in headers}
     computed: list[TensorRead] = []

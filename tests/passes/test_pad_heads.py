@@ -58,6 +58,20 @@ def test_heads_get_the_next_width_of_the_kernels_and_the_same_output(width, v_wi
     assert PadHeads()(gm).matches == 0
 
 
+def test_a_view_that_joins_heads_is_a_reshape_of_their_parts():
+    """JetMoE takes the heads of each of a token's experts together."""
+    builder = GraphBuilder()
+    x, tokens = builder.embed(), builder.size_inputs["T"]
+    operands = [builder.method("view", builder.linear(x, name, 4 * 16), tokens, 4, 16) for name in "qkv"]
+    out = builder.call(torch.ops.mllm.attention.default, *operands, None, 0.3, 0.0, -1, "")
+    out.meta["nn_module_stack"] = {"m": ("L['self'].model.layers.0.attn", torch.nn.Module)}
+    joined = builder.method("view", builder.call(torch.unsqueeze, out, 0), 1, tokens, 2, -1)
+    gm = builder.canonical(builder.head(builder.call(torch.reshape, joined, (tokens, 64))))
+    before = run(gm)
+    gm = apply(PadHeads(), gm)
+    torch.testing.assert_close(run(gm), before, rtol=1e-6, atol=1e-6)
+
+
 def test_windows_caps_and_sinks_stay_with_the_call_and_the_module_keeps_its_name():
     gm = apply(PadHeads(), one_attention(80, window_left=3, logits_soft_cap=9.0))
     node = attention_of(gm)
@@ -86,8 +100,9 @@ def padding_everywhere(monkeypatch):
     monkeypatch.setattr(PadHeads, "obstacle", classmethod(lambda cls, target: None))
 
 
-# phi: a part of each head is rotated; phi3: windows; deepseek_v3: values narrower than keys; gpt_oss: sinks.
-ARCHITECTURES = ("phi", "phi3", "deepseek_v3", "gpt_oss")
+# phi: a part of each head is rotated; phi3: windows; deepseek_v3: values narrower than keys; gpt_oss: sinks; jetmoe:
+# heads that are taken together by a view.
+ARCHITECTURES = ("phi", "phi3", "deepseek_v3", "gpt_oss", "jetmoe")
 SAMPLE = sample_of(ARCHITECTURES, 1)
 
 
