@@ -108,9 +108,22 @@ def _assign_stages(gm: fx.GraphModule) -> list[_Stage]:
             producer = node.args[0]
             if isinstance(producer.meta.get("val"), tuple | list):
                 stage = home[producer]
+        if is_call(node, operator.getitem, torch.transpose) and not _can_cross(node.args[0]):
+            stage = home[node.args[0]]  # type: ignore[index]
         stage.nodes.append(node)
         home[node] = stage
     return [stage for stage in stages if stage.nodes or stage.layer is not None]
+
+
+def _can_cross(value: Any) -> bool:
+    """False for a tensor that no piece can be compiled to take: a stride depends on T, and not as those of a dense
+    tensor do, whose every stride is another dimension's size times its stride. A part of it is taken where it is made.
+    """
+    val = value.meta.get("val")
+    if not isinstance(val, torch.Tensor):
+        return True
+    strides = {str(size * stride) for size, stride in zip(val.shape, val.stride(), strict=True) if str(size) != "1"}
+    return all(not is_symbolic(stride) or str(stride) in strides for stride in val.stride())
 
 
 def _reads_rows(rows: fx.Node) -> Callable[[fx.Node], bool]:

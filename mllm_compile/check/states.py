@@ -17,7 +17,7 @@ from mllm_compile.runtime.memory_pool import GDNPool
 from mllm_compile.runtime.state.base import StateBackend, StateInputs
 from mllm_compile.runtime.state.layer import StateLayer
 from mllm_compile.runtime.state.metadata import Segment, StateMetadata
-from mllm_compile.runtime.state.piece_backend import CONVOLVED, Mixer, PieceStateBackend, StatePieces
+from mllm_compile.runtime.state.piece_backend import PieceStateBackend, StatePieces
 from mllm_compile.runtime.state.torch_backend import TorchStateBackend
 
 # ‖ours − the reference's‖ / ‖the reference's‖ of outputs and of states; roundings of bfloat16 are up to 4e-3.
@@ -70,39 +70,9 @@ class _ComparedStates(StateBackend):
         spare = torch.arange(count, device=device) + self._pool.num_rows - _SPARE_ROWS
         decodes = _metadata(inputs.metadata, torch.cat((earlier, spare[1:])), (1,) * count, count, device)
         self._compare(inputs, pieces, decodes, "decodes")
-        if pieces.mixer is not None:
-            self._compare_mixer(inputs, pieces, pieces.mixer, decodes)
-
-    def _compare_mixer(self, inputs: StateInputs, pieces: StatePieces, mixer: Mixer, metadata: StateMetadata) -> None:
-        """_compare of decodes by the kernel that has the convolution too."""
-        conv, rule = replace(mixer.conv, state_id=0), replace(inputs.layer, state_id=1)
-        before = [self._pool.get_state(layer.state_id) for layer in (mixer.conv, inputs.layer)]
-        of_conv = dict(zip(conv.operands, inputs.unconvolved, strict=True))
-        found = []
-        for has_kernel in (True, False):
-            shapes = [(layer.state_shape, states.dtype) for layer, states in zip((conv, rule), before, strict=True)]
-            pool = GDNPool(before[0].shape[0], shapes, before[0].device)
-            for index, states in enumerate(before):
-                pool.get_state(index).copy_(states)
-            reference = TorchStateBackend(pool)
-            out, own = torch.zeros_like(inputs.out), replace(inputs, layer=rule, metadata=metadata)
-            if has_kernel:
-                alone = replace(pieces, mixer=Mixer(conv, mixer.decodes))
-                PieceStateBackend(pool, {rule.name: alone}, reference).forward(replace(own, out=out))
-            else:
-                mixed = torch.zeros_like(inputs.unconvolved[0])
-                reference.forward(replace(own, operands=of_conv, out=mixed, layer=conv))
-                taken = list(inputs.operands)[:CONVOLVED]
-                parts = mixed.split([inputs.operands[name][0].numel() for name in taken], dim=1)
-                made = {name: part.view_as(inputs.operands[name]) for name, part in zip(taken, parts, strict=True)}
-                reference.forward(replace(own, operands={**inputs.operands, **made}, out=out))
-            kept, states = (pool.get_state(index)[metadata.rows] for index in range(2))
-            found.append((out[: metadata.num_actual_tokens], kept, states))
-        self._hold(rule, "decodes with their convolution", ("outputs", "inputs that are kept", "states"), found)
 
     def _compare(self, inputs: StateInputs, pieces: StatePieces, metadata: StateMetadata, what: str) -> None:
         """Raises CompileError where the kernels' outputs or states are not the reference's."""
-        inputs, pieces = replace(inputs, unconvolved=()), replace(pieces, mixer=None)
         layer, before = inputs.layer, self._pool.get_state(inputs.layer.state_id)
         found = []
         for has_kernels in (True, False):
@@ -113,13 +83,7 @@ class _ComparedStates(StateBackend):
             out = torch.zeros_like(inputs.out)
             backend.forward(replace(inputs, out=out, layer=replace(layer, state_id=0), metadata=metadata))
             found.append((out[: metadata.num_actual_tokens], pool.get_state(0)[metadata.rows]))
-        self._hold(layer, what, ("outputs", "states"), found)
-
-    def _hold(
-        self, layer: StateLayer, what: str, parts: Sequence[str], found: Sequence[tuple[torch.Tensor, ...]]
-    ) -> None:
-        """Raises CompileError where the kernels' results, the first of `found`, are not the reference's."""
-        for part, ours, theirs in zip(parts, *found, strict=True):
+        for part, ours, theirs in zip(("outputs", "states"), *found, strict=True):
             error = ((ours.float() - theirs.float()).norm() / (theirs.float().norm() + 1e-20)).item()
             limit = _TOLERANCES[getattr(torch, layer.dtype)]
             if not error <= limit:

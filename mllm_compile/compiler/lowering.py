@@ -166,7 +166,6 @@ def rewrite(config: ResolvedConfig, built: BuiltModel, trace: Trace, observer: O
     Raises:
         CompileError: a pass failed; the message names it and how to do without it.
     """
-    from mllm_compile.compiler.mixers import find_mixers
     from mllm_compile.compiler.program_builder import build_program, size_symbols, state_operands
 
     graph, reports, left_out = rewrite_graph(config, built, trace, observer=observer)
@@ -175,7 +174,7 @@ def rewrite(config: ResolvedConfig, built: BuiltModel, trace: Trace, observer: O
     program, decode_pieces = add_decode_attention(config, program)
     program, cascade_pieces = add_cascade_attention(config, program)
     program, prefill_pieces = add_prefill_attention(config, program)
-    program, state_pieces = add_state_pieces(config, program, state_operands(graph), find_mixers(graph))
+    program, state_pieces = add_state_pieces(config, program, state_operands(graph))
     program, latent_pieces = add_latent_attention(config, program)
     output: Any = next(node for node in graph.graph.nodes if node.op == "output")
     logits = output.args[0][0].meta["val"]

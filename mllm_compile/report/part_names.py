@@ -102,8 +102,6 @@ def all_names(program: Program, shapes: Mapping[str, Sequence[int]]) -> dict[str
     for name, state_forms in program.state_forms.items():
         kind = steps[name].kind.name
         names |= {state_forms.decodes: f"{kind} of decodes", state_forms.prompts: f"{kind} of prompts"}
-        if state_forms.mixer is not None:
-            names[state_forms.mixer] = f"convolution and {kind} of decodes"
     for pair in dict.fromkeys(program.latent_attention.values()):
         found = sorted(positions[layer] for layer, one in program.latent_attention.items() if one == pair)
         names[pair.decode] = f"{_layers(found)}: attention of decodes over latents"

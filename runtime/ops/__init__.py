@@ -40,7 +40,6 @@ OPS = {
     "few_linear_residual": "few_tokens",
     "few_linear_residual_norm": "few_tokens",
     "gated_delta": "states.trace",
-    "gated_delta_mixer": "states.delta_mixer",
     "gated_delta_states": "states.gated_delta",
     "gated_expert_tiles": "expert_tiles.ops",
     "gated_linear": "gated_linear.ops",

@@ -219,10 +219,7 @@ class ProgramExecutor:
             else:
                 operands, state = tuple(map(self._register, step.operands)), states[step.layer]
                 buffer, out, dtype = buffer_index[step.out], self._register(step.out), getattr(torch, state.out_dtype)
-                unconvolved = tuple(map(self._register, step.unconvolved))
-                linked.append(
-                    _LinkedState(state.name, state.out_shape, dtype, buffer, operands, unconvolved, out, dead)
-                )
+                linked.append(_LinkedState(state.name, state.out_shape, dtype, buffer, operands, out, dead))
         return linked
 
     def _function(self, piece: str, pieces: Mapping[str, PieceFunction]) -> PieceFunction:
@@ -362,14 +359,13 @@ class _LinkedState:
     out_dtype: torch.dtype
     buffer_index: int
     operands: tuple[int, ...]
-    unconvolved: tuple[int, ...]
     out: int
     dead: tuple[int, ...]
 
     def run(self, values: list[Any], output_buffers: OutputBuffers) -> None:
         operands = [values[register] for register in self.operands]
         out = output_buffers(self.buffer_index, operands[0], self.out_shape, self.out_dtype)
-        state_with_output(operands, out, self.layer, [values[register] for register in self.unconvolved])
+        state_with_output(operands, out, self.layer)
         values[self.out] = out
 
 

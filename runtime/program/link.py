@@ -24,7 +24,7 @@ from mllm_compile.runtime.program.executor import PieceFunction, ProgramExecutor
 from mllm_compile.runtime.program.loaded import DecodeLoopPieces, MediaExecutors
 from mllm_compile.runtime.program.spec import DecodeForm, Program
 from mllm_compile.runtime.sampling.sampler import SamplingPieces
-from mllm_compile.runtime.state.piece_backend import Mixer, StatePieces
+from mllm_compile.runtime.state.piece_backend import StatePieces
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,10 @@ def link(
         program,
         pieces,
         decoders,
-        _state_pieces(program, pieces),
+        {
+            name: StatePieces(*(pieces[piece] for piece in forms.piece_ids()))
+            for name, forms in program.state_forms.items()
+        },
         {layer: pieces[piece] for layer, piece in program.cascade_attention.items()},
         {layer: pieces[piece] for layer, piece in program.prefill_attention.items()},
         _latents(program, pieces),
@@ -113,16 +116,6 @@ def link(
 def current_device(device: torch.device) -> contextlib.AbstractContextManager[object]:
     """Makes the device this thread's current one: a package is loaded onto that."""
     return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
-
-
-def _state_pieces(program: Program, pieces: Mapping[str, PieceFunction]) -> dict[str, StatePieces]:
-    layers = {layer.name: layer for layer in program.state_layers}
-    found = {}
-    for name, forms in program.state_forms.items():
-        has_mixer = forms.mixer is not None and forms.conv is not None
-        mixer = Mixer(layers[forms.conv], pieces[forms.mixer]) if has_mixer else None  # type: ignore[index]
-        found[name] = StatePieces(pieces[forms.decodes], pieces[forms.prompts], mixer)
-    return found
 
 
 def _latents(program: Program, pieces: Mapping[str, PieceFunction]) -> dict[str, LatentPieces]:

@@ -90,17 +90,15 @@ class AttentionStep:
 @dataclass(frozen=True)
 class StateStep:
     """out [T, …] = `layer` over its operands (StateLayer.operands), of which those of tokens are [T, …], and the states
-    of the batch's requests, which it takes on. `unconvolved` are the operands of the convolution that makes its first
-    ones, where a kernel computes both (StateForms.mixer): in a step of decodes alone the convolution is left to it."""
+    of the batch's requests, which it takes on."""
 
     layer: str
     operands: tuple[str, ...]
     out: str
-    unconvolved: tuple[str, ...] = ()
 
     @property
     def reads(self) -> tuple[str, ...]:
-        return (*self.operands, *self.unconvolved)
+        return self.operands
 
     @property
     def writes(self) -> tuple[str, ...]:
@@ -188,20 +186,13 @@ class DecodeForm:
 
 @dataclass(frozen=True)
 class StateForms:
-    """The pieces that compute a layer with a state: a batch's decodes, and its prompts (ops/states/).
-
-    Attributes:
-        mixer: the piece that computes decodes together with the layer `conv`, which makes its first operands; both or
-            neither.
-    """
+    """The pieces that compute a layer with a state: a batch's decodes, and its prompts (ops/states/)."""
 
     decodes: str
     prompts: str
-    mixer: str | None = None
-    conv: str | None = None
 
-    def piece_ids(self) -> tuple[str, ...]:
-        return (self.decodes, self.prompts, *(() if self.mixer is None else (self.mixer,)))
+    def piece_ids(self) -> tuple[str, str]:
+        return self.decodes, self.prompts
 
 
 @dataclass(frozen=True)

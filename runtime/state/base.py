@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -20,14 +19,12 @@ class StateInputs:
     Attributes:
         operands: by the kind's names; those of tokens may have rows of padding behind the batch's.
         out: [T, *out_shape], written; rows of padding keep what they hold.
-        unconvolved: operands of the convolution that makes the first ones, where a kernel may compute both.
     """
 
     operands: Operands
     out: torch.Tensor
     layer: StateLayer
     metadata: StateMetadata
-    unconvolved: Sequence[torch.Tensor] = ()
 
 
 class StateBackend(ABC):

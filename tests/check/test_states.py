@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 
 from mllm_compile.check.states import StateCheck
 from mllm_compile.errors import CompileError
 from mllm_compile.runtime.state.base import StateInputs
-from mllm_compile.runtime.state.layer import CausalConv, StateLayer
+from mllm_compile.runtime.state.layer import StateLayer
 from mllm_compile.runtime.state.metadata import Segment, StateMetadata
-from mllm_compile.runtime.state.piece_backend import Mixer, StatePieces
+from mllm_compile.runtime.state.piece_backend import StatePieces
 from mllm_compile.runtime.state.reference import math_of
-from tests.runtime.state.state_cases import KINDS, layer_of, mixer_operands, operands_of, tokens_of
+from tests.runtime.state.state_cases import KINDS, layer_of, operands_of, tokens_of
 
 LENGTHS = (5, 3)
 
@@ -78,51 +76,6 @@ def test_kernels_that_are_right_pass_and_each_is_compared_once(name):
 def test_a_kernel_that_is_wrong_is_named_with_what_it_does_not_compute(fault):
     with pytest.raises(CompileError, match=rf"the kernel of gated_delta .* does not compute {fault} right"):
         run("delta", fault)
-
-
-def run_mixer(fault: str) -> list[int]:
-    """A gated delta rule of a convolution's outputs, whose decodes one kernel computes; returns that one's batches."""
-    name, seen = "delta with its norm", []
-    conv_operands, rest = mixer_operands(name, 8)
-    shapes = {key: value.shape for key, value in conv_operands.items()}
-    kind, channels = CausalConv("silu"), conv_operands["x"].shape[1]
-    state_shape = tuple(kind.state_shape(shapes))
-    conv = StateLayer("conv", 0, kind, tuple(conv_operands), state_shape, (channels,), "float32", "float32")
-    rule = replace(layer_of(name), state_id=1)
-    kernels = Kernels(name, rule)
-
-    def decodes(given: list[torch.Tensor]) -> None:
-        x, weight, bias, kept, *others, states, rows, has_state, out = given
-        seen.append(len(rows))
-        before = torch.where(has_state[:, None, None], kept[rows], 0)
-        mixed, after = math_of(kind).step(kind, {"x": x[: len(rows)], "weight": weight, "bias": bias}, before)
-        kept[rows] = after if fault != "kept" else 0
-        q, k, v = mixed.split([16, 16, 20], dim=1)
-        parts = q.unflatten(1, (2, 8)), k.unflatten(1, (2, 8)), v.unflatten(1, (4, 5))
-        kernels.decodes([*parts, *others, states, rows, has_state, out])
-        out[: len(rows)] *= 1.1 if fault == "out" else 1.0
-
-    pieces = StatePieces(kernels.decodes, kernels.prompts, Mixer(conv, decodes))
-    backend = StateCheck({rule.name: pieces}, "float32").backend([conv, rule], 2, "cpu")
-    lengths = torch.tensor(LENGTHS, dtype=torch.int32)
-    batch = type("Batch", (), {"extend_seq_lens": lengths, "extend_prefix_lens": torch.zeros_like(lengths)})()
-    segments = [Segment(0, 0, 5, False), Segment(1, 5, 8, False)]
-    metadata = StateMetadata(
-        batch=batch, rows=torch.tensor([1, 2]), num_decodes=0, segments=segments, num_actual_tokens=8
-    )
-    operands, out = operands_of(name, 8), torch.zeros(8, *rule.out_shape)
-    backend.forward(StateInputs(operands | rest, out, rule, metadata, tuple(conv_operands.values())))
-    return seen
-
-
-def test_a_kernel_with_the_convolution_is_compared_with_both_layers():
-    assert run_mixer("") == [8]
-
-
-@pytest.mark.parametrize(("fault", "named"), [("kept", "inputs that are kept"), ("out", "outputs")])
-def test_a_kernel_with_the_convolution_that_is_wrong_is_named(fault, named):
-    with pytest.raises(CompileError, match=rf"does not compute decodes with their convolution right: its {named}"):
-        run_mixer(fault)
 
 
 def test_a_layer_without_kernels_is_the_reference_s():

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, replace
+from dataclasses import replace
 
 import pytest
 import torch
 
 from mllm_compile.runtime.memory_pool import GDNPool
-from mllm_compile.runtime.ops import op
 from mllm_compile.runtime.state.base import StateInputs
 from mllm_compile.runtime.state.layer import CausalConv, GatedDelta, SelectiveScan, Ssd, StateKind, StateLayer
 from mllm_compile.runtime.state.metadata import StateMetadata
@@ -105,36 +104,6 @@ def kernels(layer: StateLayer, pool: GDNPool) -> PieceStateBackend:
 
 def error(ours: torch.Tensor, theirs: torch.Tensor) -> float:
     return ((ours.double() - theirs.double()).norm() / theirs.double().norm()).item()
-
-
-@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
-@pytest.mark.parametrize("name", [name for name in SHAPES if name.startswith("delta") and "wide" not in name])
-def test_a_mixer_s_decodes_are_those_of_its_convolution_and_its_rule(name, dtype):
-    kind, sizes = SHAPES[name]
-    count, rows, has_state = 4, torch.tensor([3, 7, 0, 5]).cuda(), torch.tensor([True, False, True, True]).cuda()
-    operands = operands_of(name, count, dtype)
-    (key_heads, width), (heads, value_width) = sizes["q"], sizes["v"]
-    parts = [key_heads * width, key_heads * width, heads * value_width]
-    generator = torch.Generator("cuda").manual_seed(2)
-    shapes = {"x": (count, sum(parts)), "weight": (sum(parts), 4), "bias": (sum(parts),)}
-    conv = {key: torch.randn(shape, generator=generator, device="cuda").to(dtype) for key, shape in shapes.items()}
-    kept = torch.randn((9, 3, sum(parts)), generator=generator, device="cuda").to(dtype)
-    states = torch.randn((9, heads, value_width, width), generator=generator, device="cuda")
-    mixed, batch = torch.zeros_like(conv["x"]), {"rows": rows, "has_state": has_state}
-    ours, theirs = ((kept.clone(), states.clone(), torch.zeros_like(operands["v"])) for _ in range(2))
-    rest = {key: value for key, value in operands.items() if key not in ("q", "k", "v")}
-    absent = dict.fromkeys(set(kind.operands) - set(operands)) | asdict(kind)
-    op("gated_delta_mixer")(
-        **conv, kept=ours[0], states=ours[1], out=ours[2], **batch, **rest, **absent, activation="silu"
-    )
-    ends = {"starts": None, "ends": None}
-    op("causal_conv_states")(**conv, states=theirs[0], out=mixed, activation="silu", **batch, **ends)
-    q, k, v = mixed.split(parts, dim=1)
-    heads_of = {"q": q.unflatten(1, (-1, width)), "k": k.unflatten(1, (-1, width)), "v": v.unflatten(1, (heads, -1))}
-    op("gated_delta_states")(**heads_of, states=theirs[1], out=theirs[2], **batch, **ends, **rest, **absent)
-    assert torch.equal(ours[0][1:], theirs[0][1:])
-    assert error(ours[1][1:], theirs[1][1:]) <= TOLERANCES[dtype]
-    assert error(ours[2], theirs[2]) <= TOLERANCES[dtype]
 
 
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)

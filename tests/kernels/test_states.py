@@ -10,7 +10,7 @@ import pytest
 
 from mllm_compile.inductor.job import PieceInput
 from mllm_compile.kernels.states import add_state_pieces
-from mllm_compile.runtime.program.spec import Program, StateForms, StateStep
+from mllm_compile.runtime.program.spec import Program, StateForms
 from mllm_compile.runtime.state.layer import CausalConv, GatedDelta, StateLayer
 from tests.config.test_resolve import CPU, H200, resolved
 
@@ -40,7 +40,7 @@ def same(layer: StateLayer, name: str, state_id: int) -> StateLayer:
 def test_layers_that_are_alike_share_two_pieces_and_each_says_what_it_is_given():
     more = same(CONV, "layers.1.conv", 2), same(DELTA, "layers.1.delta", 3)
     operands = OPERANDS | {"layers.1.conv": OPERANDS[CONV.name], "layers.1.delta": OPERANDS[DELTA.name]}
-    with_forms, pieces = add_state_pieces(resolved(H200), program(CONV, DELTA, *more), operands, {})
+    with_forms, pieces = add_state_pieces(resolved(H200), program(CONV, DELTA, *more), operands)
     conv, delta = (StateForms(f"states_{index}_decodes", f"states_{index}_prompts") for index in (0, 1))
     assert with_forms.state_forms == {
         CONV.name: conv,
@@ -61,45 +61,18 @@ def test_layers_that_are_alike_share_two_pieces_and_each_says_what_it_is_given()
     assert Program.from_json(json.loads(json.dumps(with_forms.to_json()))) == with_forms
 
 
-def test_a_rule_s_decodes_are_computed_with_the_convolution_that_its_operands_are_parts_of():
-    more = same(CONV, "layers.1.conv", 2), same(DELTA, "layers.1.delta", 3)
-    operands = OPERANDS | {"layers.1.conv": OPERANDS[CONV.name], "layers.1.delta": OPERANDS[DELTA.name]}
-    given = program(CONV, DELTA, *more)
-    conv = StateStep(CONV.name, ("x", "weight"), "convolved")
-    rule = StateStep(DELTA.name, ("q", "k", "v", "g", "beta"), "out")
-    mixers = {DELTA.name: CONV.name, "layers.1.delta": "layers.1.conv"}
-    with_forms, pieces = add_state_pieces(resolved(H200), replace(given, steps=(conv, rule)), operands, mixers)
-    assert with_forms.steps == (conv, replace(rule, unconvolved=("x", "weight")))
-    forms = [with_forms.state_forms[name] for name in (DELTA.name, "layers.1.delta")]
-    assert [(form.mixer, form.conv) for form in forms] == [
-        ("states_mixer_0", CONV.name),
-        ("states_mixer_0", "layers.1.conv"),
-    ]
-    assert list(pieces[-1].signature) == ["x", "weight", "kept", "g", "beta", "states", "rows", "has_state", "out"]
-    assert pieces[-1].signature["kept"].dtype == "bfloat16" and pieces[-1].signature["states"].dtype == "float32"
-    assert all(name in pieces[-1].source for name in ("bias=None", "norm=None", "activation='silu'"))
-    assert set(with_forms.piece_ids()) == {piece.name for piece in pieces}
-    assert Program.from_json(json.loads(json.dumps(with_forms.to_json()))) == with_forms
-
-
-def test_heads_that_no_block_holds_are_convolved_by_themselves():
-    wide = replace(DELTA, state_shape=(4, 256, 16))
-    with_forms, pieces = add_state_pieces(resolved(H200), program(CONV, wide), OPERANDS, {DELTA.name: CONV.name})
-    assert with_forms.state_forms[DELTA.name].mixer is None and len(pieces) == 4
-
-
 def test_sums_are_of_the_type_that_the_config_says_and_inputs_of_the_model_s():
     config = resolved(H200, runtime={"state_dtype": "bfloat16"})
-    _, pieces = add_state_pieces(config, program(CONV, DELTA), OPERANDS, {})
+    _, pieces = add_state_pieces(config, program(CONV, DELTA), OPERANDS)
     assert [piece.signature["states"].dtype for piece in pieces] == ["bfloat16"] * 4
-    _, pieces = add_state_pieces(resolved(H200), program(CONV, DELTA), OPERANDS, {})
+    _, pieces = add_state_pieces(resolved(H200), program(CONV, DELTA), OPERANDS)
     assert [piece.signature["states"].dtype for piece in pieces] == ["bfloat16"] * 2 + ["float32"] * 2
 
 
 def test_in_deterministic_mode_prompts_go_token_by_token():
     for is_deterministic in (False, True):
         config = resolved(H200, runtime={"deterministic": is_deterministic})
-        _, pieces = add_state_pieces(config, program(CONV, DELTA), OPERANDS, {})
+        _, pieces = add_state_pieces(config, program(CONV, DELTA), OPERANDS)
         found = ["by_token=True" in piece.source for piece in pieces]
         assert found == [False, False, False, is_deterministic], "the convolution has no chunks"
 
@@ -107,7 +80,7 @@ def test_in_deterministic_mode_prompts_go_token_by_token():
 def test_layers_whose_operands_lie_otherwise_have_pieces_of_their_own():
     other = same(DELTA, "layers.1.delta", 2)
     apart = OPERANDS | {other.name: [PieceInput.contiguous(("T", 4, 16), "bfloat16")] * 3 + GATES}
-    with_forms, pieces = add_state_pieces(resolved(H200), program(DELTA, other), apart, {})
+    with_forms, pieces = add_state_pieces(resolved(H200), program(DELTA, other), apart)
     assert len(pieces) == 4 and with_forms.state_forms[other.name].decodes == "states_1_decodes"
 
 
@@ -121,5 +94,5 @@ def test_layers_whose_operands_lie_otherwise_have_pieces_of_their_own():
     ids=["on a CPU", "no state", "a wide state"],
 )
 def test_the_reference_computes_what_no_kernel_serves(machine, layer):
-    with_forms, pieces = add_state_pieces(resolved(machine), program(layer), OPERANDS, {})
+    with_forms, pieces = add_state_pieces(resolved(machine), program(layer), OPERANDS)
     assert not pieces and not with_forms.state_forms

@@ -112,3 +112,22 @@ def test_numbers_are_bitwise_the_same_for_any_number_of_tokens():
     gm = split(gm)
     for num_tokens, expected in zip((1, 2, 9), before, strict=True):
         torch.testing.assert_close(run(gm, num_tokens), expected, rtol=0, atol=0)
+
+
+def test_a_part_of_what_no_piece_can_take_is_taken_where_it_is_made():
+    """As Zamba's heads are of products [2, 20, T]: parts of [2, T, 20], whose strides are 20 T, 1 and T."""
+    builder = GraphBuilder()
+    x = builder.embed()
+    products = builder.call(
+        torch.matmul, builder.weight("heads", 2, 20, HIDDEN), builder.call(torch.transpose, x, 0, 1)
+    )
+    by_token = builder.call(torch.transpose, products, 1, 2)
+    part = builder.call(operator.getitem, builder.call(torch.split, by_token, [4, HIDDEN], -1), 1)
+    attended = builder.layer(x, 0)
+    second = builder.call(operator.getitem, part, 1)
+    gm = builder.lowered(builder.head(builder.call(torch.add, attended, second)))
+    before = run(gm)
+    gm = split(gm)
+    strides = [[str(stride) for stride in val.stride()] for val in crossing(gm) if not is_symbolic(val)]
+    assert not any("20*" in stride for one in strides for stride in one)
+    torch.testing.assert_close(run(gm), before, rtol=0, atol=0)

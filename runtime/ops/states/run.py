@@ -24,12 +24,7 @@ _LIBRARY = torch.library.Library("mllm", "FRAGMENT")
 _LIBRARY.define("state_with_output(Tensor[] operands, Tensor(a!) out, str layer_name) -> ()")
 
 
-def state_with_output(
-    operands: Sequence[torch.Tensor],
-    out: torch.Tensor,
-    layer_name: str,
-    unconvolved: Sequence[torch.Tensor] = (),
-) -> None:
+def state_with_output(operands: Sequence[torch.Tensor], out: torch.Tensor, layer_name: str) -> None:
     """Take each request of the batch on by its new tokens, from the state that it has.
 
     Rows past the batch's tokens are padding: they are not computed, and `out` keeps what it had there.
@@ -38,7 +33,6 @@ def state_with_output(
         operands: those that the layer has (StateLayer.operands), in order; T may be padded.
         out: [T, *StateLayer.out_shape], written.
         layer_name: key into the forward context.
-        unconvolved: those of the convolution that makes its first operands, where a kernel may compute both.
 
     Raises:
         RuntimeError: no forward context is set, or it does not know the layer.
@@ -52,7 +46,7 @@ def state_with_output(
         )
     layer: Any = context.no_compile_layers[layer_name]
     by_name = dict(zip(layer.operands, operands, strict=True))
-    metadata.batch.attn_backend.forward_state(StateInputs(by_name, out, layer, metadata, unconvolved))
+    metadata.batch.attn_backend.forward_state(StateInputs(by_name, out, layer, metadata))
 
 
 _LIBRARY.impl("state_with_output", state_with_output, "CompositeExplicitAutograd")

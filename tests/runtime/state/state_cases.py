@@ -146,36 +146,3 @@ def kernels_of(layer: StateLayer) -> tuple[Callable[[list[torch.Tensor]], None],
         call(**with_names(tensors, "starts", "ends"), **absent, **asdict(kind))
 
     return decodes, prompts
-
-
-MIXERS = ("delta", "delta of its gates", "delta with its norm", "delta a channel with its norm")
-KEY_HEADS = {name: 4 if "channel" in name else 2 for name in MIXERS}
-
-
-def mixer_operands(name: str, num_tokens: int) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """(those of the convolution that makes its q, k and v; the rest of the rule's) of a gated delta net."""
-    operands = operands_of(name, num_tokens)
-    channels = sum(operands.pop(key)[0].numel() for key in ("q", "k", "v"))
-    generator = torch.Generator().manual_seed(3)
-    shapes = {"x": (num_tokens, channels), "weight": (channels, KERNEL), "bias": (channels,)}
-    return {key: torch.randn(shape, generator=generator) for key, shape in shapes.items()}, operands
-
-
-def run_mixer(
-    name: str,
-    conv: Operands,
-    operands: Operands,
-    kept: torch.Tensor,
-    states: torch.Tensor,
-    rows: torch.Tensor,
-    has_state: torch.Tensor,
-) -> torch.Tensor:
-    """The outputs of a gated delta net's decodes by its kernel, which takes both states on."""
-    kind = (KINDS | OF_GATES)[name]
-    out = torch.zeros(rows.shape[0], *states.shape[1:3], dtype=conv["x"].dtype, device=states.device)
-    absent = dict.fromkeys({"A_log", "dt_bias", "z", "norm"} - set(operands))
-    of_rows = {"rows": rows, "has_state": has_state, "out": out}
-    op("gated_delta_mixer")(
-        **conv, kept=kept, states=states, **of_rows, **operands, **absent, activation="silu", **asdict(kind)
-    )
-    return out

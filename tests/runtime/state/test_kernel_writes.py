@@ -8,16 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.runtime.state.state_cases import (
-    KINDS,
-    MIXERS,
-    OF_GATES,
-    kernels_of,
-    layer_of,
-    mixer_operands,
-    operands_of,
-    run_mixer,
-)
+from tests.runtime.state.state_cases import KINDS, OF_GATES, kernels_of, layer_of, operands_of
 
 pytest.importorskip("triton")
 
@@ -33,7 +24,6 @@ def written(monkeypatch) -> list[list[str]]:
     from mllm_compile.runtime.ops.states import (
         channel_gates,
         conv,
-        delta_mixer,
         gated_delta,
         gated_norm,
         selective_scan,
@@ -62,7 +52,7 @@ def written(monkeypatch) -> list[list[str]]:
             else:  # up to torch 2.11
                 found.append(sorted(triton_kernel_wrap.identify_mutated_tensors(self.kernel, given, {})))
 
-    for module in (channel_gates, conv, delta_mixer, gated_delta, gated_norm, selective_scan, ssd):
+    for module in (channel_gates, conv, gated_delta, gated_norm, selective_scan, ssd):
         monkeypatch.setattr(module, "wrap_triton", Analysed)
     hide_waits_from_analysis()
     if not torch.cuda.is_available():
@@ -88,11 +78,3 @@ def test_states_and_outputs_are_all_that_a_kernel_writes(name, dtype, written):
     normed = [["out_ptr"]] if "norm" in name else []
     expected = [["out_ptr", "states_ptr"], *normed] * 2
     assert [names for names in written if names not in solved] == expected
-
-
-@pytest.mark.parametrize("name", MIXERS)
-def test_a_mixer_writes_its_states_and_outputs(name, written):
-    conv, operands = mixer_operands(name, 2)
-    kept, states = torch.zeros(4, 3, conv["x"].shape[1]), torch.zeros(4, 4, 5, 8)
-    run_mixer(name, conv, operands, kept, states, torch.tensor([1, 2]), torch.tensor([True, False]))
-    assert written == [["kept_ptr", "out_ptr", "states_ptr"]]

@@ -12,7 +12,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -20,24 +20,19 @@ import pytest
 import torch
 
 from mllm_compile.runtime.memory_pool import GDNPool
-from mllm_compile.runtime.ops import op
 from mllm_compile.runtime.state.base import StateBackend
 from mllm_compile.runtime.state.layer import StateLayer
 from mllm_compile.runtime.state.piece_backend import PieceStateBackend, StatePieces
 from mllm_compile.runtime.state.reference import Operands
 from mllm_compile.runtime.state.torch_backend import TorchStateBackend
 from tests.runtime.state.state_cases import (
-    KEY_HEADS,
     KINDS,
-    MIXERS,
     OF_GATES,
     kernels_of,
     layer_of,
-    mixer_operands,
     operands_of,
     pool_of,
     run_batch,
-    run_mixer,
     tokens_of,
 )
 
@@ -73,14 +68,13 @@ def plain_launches(monkeypatch):
     from mllm_compile.runtime.ops.states import (
         channel_gates,
         conv,
-        delta_mixer,
         gated_delta,
         gated_norm,
         selective_scan,
         ssd,
     )
 
-    for module in (channel_gates, conv, delta_mixer, gated_delta, gated_norm, selective_scan, ssd):
+    for module in (channel_gates, conv, gated_delta, gated_norm, selective_scan, ssd):
         monkeypatch.setattr(module, "wrap_triton", lambda kernel: kernel)
     for module in (gated_delta, ssd):  # where nothing is rounded, logic alone can be wrong
         monkeypatch.setattr(module, "_CHUNKED_DTYPES", (torch.float32,))
@@ -196,28 +190,6 @@ def test_a_state_that_is_forgotten_at_once_makes_no_infinite_factors():
         operands["g"][::3] = -1e4
         ours, theirs = both(layer, operands, (3,), (40,), (5,), 0)
         torch.testing.assert_close(ours[0], theirs[0], rtol=2e-4, atol=2e-4)
-
-
-@interpreted
-@pytest.mark.parametrize("name", MIXERS)
-def test_a_mixer_s_decodes_are_those_of_its_convolution_and_its_rule(name):
-    rows, has_state = torch.tensor([3, 0, 6, 1]), torch.tensor([True, True, False, True])
-    conv, operands = mixer_operands(name, len(rows))
-    kept, states = (torch.randn(8, *shape) for shape in ((3, conv["x"].shape[1]), (4, 5, 8)))
-    kept_before, states_before = kept.clone(), states.clone()
-    out = run_mixer(name, conv, operands, kept, states, rows, has_state)
-    mixed = torch.zeros_like(conv["x"])
-    batch = {"rows": rows, "has_state": has_state, "starts": None, "ends": None}
-    op("causal_conv_states")(**conv, states=kept_before, out=mixed, activation="silu", **batch)
-    q, k, v = mixed.split([16 * KEY_HEADS[name] // 2, 16 * KEY_HEADS[name] // 2, 20], dim=1)
-    parts = {"q": q.unflatten(1, (-1, 8)), "k": k.unflatten(1, (-1, 8)), "v": v.unflatten(1, (4, 5))}
-    expected = torch.zeros_like(out)
-    kind = OF_GATES.get(name, KINDS["delta"])
-    absent = dict.fromkeys(set(kind.operands) - set(operands) - set(parts))
-    op("gated_delta_states")(**parts, **operands, **absent, states=states_before, out=expected, **batch, **asdict(kind))
-    torch.testing.assert_close(out, expected, rtol=2e-5, atol=2e-5)
-    torch.testing.assert_close(kept[1:], kept_before[1:], rtol=0, atol=0)
-    torch.testing.assert_close(states[1:], states_before[1:], rtol=2e-5, atol=2e-5)
 
 
 @interpreted
