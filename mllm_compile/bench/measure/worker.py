@@ -216,12 +216,17 @@ def compile_runtime(job: dict[str, Any]) -> dict[str, Any]:
 def levers(job: dict[str, Any]) -> dict[str, Any]:
     """Passes and kernels that changed something in the setting's compiled runtime, by the names that ablation has."""
     from mllm_compile.compiler.target import find_target
+    from mllm_compile.config.device import detect_device
     from mllm_compile.store.artifact import open_artifact
 
-    artifact = open_artifact(find_target(Setting(**job["setting"]).engine_config()).folder)
+    target = find_target(Setting(**job["setting"]).engine_config())
+    artifact = open_artifact(target.folder)
     at_work = [report["name"] for report in artifact.manifest.about["passes"] if report["matches"]]
     if artifact.program.decode_loop is not None:
         at_work.append("sample_in_graph")
+    runtime = target.config.runtime
+    if runtime.attention_backend == "flashinfer" and detect_device(runtime.device).is_hopper:
+        at_work += ["copied_prefix", "divided_prefix"]
     return {"levers": at_work}
 
 

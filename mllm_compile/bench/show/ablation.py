@@ -32,7 +32,8 @@ CHOICES: dict[str, tuple[str, str, Any, tuple[Any, ...]]] = {
     "copied_prefix": ("runtime", "copy_prefix", False, (False,)),
     "divided_prefix": ("runtime", "divide_prefix", False, (False,)),
 }
-_IN_RUNTIME = ("sample_in_graph",)  # choices whose kernels a runtime may turn out to lack
+# Choices whose kernels a runtime may turn out to lack.
+_IN_RUNTIME = ("sample_in_graph", "copied_prefix", "divided_prefix")
 COMMAND = "ablation"
 ALL, ALL_AGAIN, NONE = "all", "all, again", "without any of them"
 
