@@ -26,9 +26,11 @@ from mllm_compile.bench.limits.roofline import (
     part_times,
     roofline_rows,
 )
-from mllm_compile.bench.limits.roofline_report import Roofline, StepMap, print_roofline
+from mllm_compile.bench.limits.roofline_report import Roofline, StepMap, print_roofline, run_roofline
 from mllm_compile.bench.measure.results import Ceilings
+from mllm_compile.bench.measure.workloads import StepWork
 from mllm_compile.bench.trace.chrome_trace import BEFORE_FIRST_PIECE, COMPILED_LOOPS, TracedKernel
+from mllm_compile.errors import ConfigError
 from mllm_compile.runtime.cuda.kernel import CudaKernel
 from mllm_compile.runtime.ops import FAMILIES, family
 from mllm_compile.runtime.program.spec import ExpertWeight
@@ -307,3 +309,10 @@ def test_a_layer_with_a_state_moves_the_states_of_its_requests():
         row for row in roofline_rows(kernels, assign_jobs(kernels, facts), CEILINGS) if row.label.startswith("state")
     ]
     assert (row.label, row.num_bytes, row.us) == ("state ssd", 1077, 2.0)
+
+
+def test_ranks_with_requests_of_their_own_have_no_roofline(tmp_path):
+    config = tmp_path / "mixture.yaml"
+    config.write_text("model: {path: nowhere}\nruntime: {expert_parallel_size: 2}\n")
+    with pytest.raises(ConfigError, match=r"expert_parallel_size is 2: bench roofline shows the kernels of one rank"):
+        run_roofline(str(config), StepWork(batches=(1,), context=64))

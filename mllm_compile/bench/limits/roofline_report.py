@@ -31,9 +31,11 @@ from mllm_compile.bench.measure.harness import (
 )
 from mllm_compile.bench.measure.results import ActiveExperts, Ceilings
 from mllm_compile.bench.measure.runtime_place import RuntimePlace
+from mllm_compile.bench.measure.setting import asked_config
 from mllm_compile.bench.measure.workloads import StepWork
 from mllm_compile.bench.trace.chrome_trace import TracedKernel
 from mllm_compile.config.names import source_name
+from mllm_compile.errors import ConfigError
 from mllm_compile.process.console import print_table
 
 # Together with the figures they fill 120 columns.
@@ -103,6 +105,7 @@ def run_roofline(source: str, work: StepWork, num_ranks: int | None = None) -> R
         BenchmarkError: a process failed; or no batch reads as many experts as it is expected to.
         MllmError: the model, its config or the device cannot be used.
     """
+    _check_ranks(source)
     probe = probe_machine(source, work.largest_batch, work.longest_request, num_ranks)
     probe = with_experts(probe, work.batches, work.prompt_len, work.all_steps)
     work = replace(work, batches=with_enough_experts(probe, work.batches))
@@ -123,6 +126,20 @@ def run_roofline(source: str, work: StepWork, num_ranks: int | None = None) -> R
     )
     _remember(roofline, probe, RuntimePlace.from_json(timed["place"]))
     return roofline
+
+
+def _check_ranks(source: str) -> None:
+    """Checks that one rank's kernels are a step's.
+
+    Raises:
+        ConfigError: ranks have requests of their own.
+    """
+    size = asked_config(source).runtime.expert_parallel_size
+    if size > 1:
+        raise ConfigError(
+            f"runtime.expert_parallel_size is {size}: bench roofline shows the kernels of one rank, and each has "
+            "requests of its own then. Measure with bench latency, or set it to 1."
+        )
 
 
 def _remember(roofline: Roofline, probe: Probe, place: RuntimePlace) -> None:

@@ -25,7 +25,8 @@ def count_experts(setting: Setting, batches: Sequence[int], prompt_len: int, ste
         Of each batch, the mean of `steps` decode steps and all layers; None: its requests do not fit at once, or
         nothing counts this model's experts.
     """
-    counting = setting.without_graphs().changed("compile", backend="eager").changed("runtime", expert_stats=True)
+    counting = setting.without_graphs().changed("compile", backend="eager")
+    counting = counting.changed("runtime", expert_stats=True, expert_parallel_size=1)  # one rank sees all tokens
     parts = assemble(counting.engine_config(), reporter_for(plain_lines=True))
     try:
         return [_share(parts, setting, batch, prompt_len, steps) for batch in batches]
