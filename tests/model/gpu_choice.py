@@ -36,6 +36,7 @@ H100 = DeviceInfo("cuda:0", "NVIDIA H100 80GB HBM3", has_flashinfer=True, is_hop
 # What makes a layer's attention another one; all else is of other layers, and of kernels that need Triton.
 _OF_ATTENTION = {AbsorbLatents.name, PadHeads.name}
 _MAX_TOKENS = 8192
+_NOTHING = "no attention"
 
 
 def attends_by(architecture: str) -> str:
@@ -44,10 +45,14 @@ def attends_by(architecture: str) -> str:
     Raises:
         Exception: whatever is wrong with the architecture's config, or why it is refused.
     """
-    try:
-        return _attends_by(config_with_heads(architecture))
-    except Exception:  # its sizes do not fit together when some of them are made small
-        return _attends_by(tiny_config(architecture))
+    for is_shallow in (True, False):
+        try:
+            found = _attends_by(config_with_heads(architecture, is_shallow))
+        except Exception:  # its sizes do not fit together when some of them are made small
+            continue
+        if found != _NOTHING:  # or the layers that attend come later
+            return found
+    return _attends_by(tiny_config(architecture))
 
 
 def _attends_by(model_config: Any) -> str:
@@ -57,7 +62,7 @@ def _attends_by(model_config: Any) -> str:
     widths = _widths(trace)
     program = _rewritten(hf_model, trace)
     if not program.layers:
-        return "no attention"
+        return _NOTHING
     own, latent = program.prefill_attention, program.latent_attention
     try:
         check_supported([layer for layer in program.layers if layer.name not in latent], torch.bfloat16, None, own)  # type: ignore[misc]

@@ -217,8 +217,8 @@ def tiny_config(model_type: str, **changes: Any) -> Any:
     return config_class(**_small_sizes(config_class()) | _OF_ARCHITECTURE.get(model_type, {}) | changes)
 
 
-def config_with_heads(model_type: str) -> Any:
-    """The architecture's config with the heads of its default one, and a layer of each kind.
+def config_with_heads(model_type: str, is_shallow: bool) -> Any:
+    """The architecture's config with the heads of its default one, and few layers; the first two, if it `is_shallow`.
 
     Raises:
         Exception: as tiny_config.
@@ -227,12 +227,11 @@ def config_with_heads(model_type: str) -> Any:
 
     config_class = CONFIG_MAPPING[model_type]
     special = _OF_ARCHITECTURE.get(model_type, {})
-    of_heads = _without_heads(_small_sizes(config_class()) | special, is_shallow=not special)
+    of_heads = _without_heads(_small_sizes(config_class()) | special, is_shallow and not special)
     return config_class(**of_heads)
 
 
 def _without_heads(sizes: dict[str, Any], is_shallow: bool) -> dict[str, Any]:
-    """Args: is_shallow: two layers, of which each kind is one."""
     kept = {name: size for name, size in sizes.items() if name not in _OF_HEADS}
     for name, size in kept.items():
         if isinstance(size, dict) and name != "rope_parameters":
