@@ -43,8 +43,10 @@ from mllm_compile.passes.pad_linears import PadLinears
 from mllm_compile.passes.quantise_activations import QuantiseActivations
 from mllm_compile.passes.quantise_linears import QuantiseLinears
 from mllm_compile.passes.rotate_in_attention import RotateInAttention
+from mllm_compile.passes.scale_keys_and_values import ScaleKeysAndValues
 from mllm_compile.passes.shard import Shard
 from mllm_compile.passes.split_at_attention import SplitAtAttention
+from mllm_compile.passes.spread_experts import SpreadExperts
 from mllm_compile.passes.stream_experts import StreamExperts
 from mllm_compile.passes.stream_linears import StreamLinears
 from mllm_compile.passes.sum_experts import SumExperts
@@ -56,7 +58,9 @@ PASSES: tuple[type[GraphPass], ...] = (
     Canonicalise,  # sizes and names, no writes, one spelling an operation
     MultiplyOuterProducts,  # the angles of rotary positions need no GEMM
     MultiplyPatches,  # of images: a convolution that covers each patch is a linear
+    ScaleKeysAndValues,  # of a KV cache in fp8: the checkpoint's scales go into the weights around attention
     Shard,  # over ranks: each has a part of the heads, the features and the vocabulary
+    SpreadExperts,  # over ranks, each of which has its own tokens
     AbsorbLatents,  # latent attention over the latents, which are all that is cached
     QuantiseLinears,  # weights in eight or four bits stay so in memory
     PackProjections,  # q, k, v and gate, up as one GEMM each

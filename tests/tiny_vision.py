@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,9 +14,10 @@ import torch
 
 from mllm_compile.config.schema import EngineConfig
 from mllm_compile.media.inputs import MediaItem, MediaPrompt
+from mllm_compile.runtime.media.crops import CropTower
 from mllm_compile.runtime.media.tower import Grid
 
-IMAGE_TOKEN = 90
+IMAGE_TOKEN, VIDEO_TOKEN = 90, 91
 ROW_END = 94
 MERGE = 2
 PATCH_WIDTH = 96
@@ -35,8 +37,9 @@ _TEXT = {
 }
 _ROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}
 _PATCHES = {"num_heads": 2, "patch_size": 4, "spatial_merge_size": MERGE, "temporal_patch_size": 2, "in_channels": 3}
-_TOKENS = {"image_token_id": IMAGE_TOKEN, "video_token_id": 91, "vision_start_token_id": 92, "vision_end_token_id": 93}
-PLACEHOLDERS = frozenset((IMAGE_TOKEN, _TOKENS["video_token_id"]))
+_TOKENS = {"image_token_id": IMAGE_TOKEN, "video_token_id": VIDEO_TOKEN}
+_TOKENS |= {"vision_start_token_id": 92, "vision_end_token_id": 93}
+PLACEHOLDERS = frozenset((IMAGE_TOKEN, VIDEO_TOKEN))
 # By model type: the text's config, and the tower's.
 VISION_MODELS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "qwen2_vl": ({"rope_parameters": _ROPE}, {"depth": 2, "embed_dim": 32, "hidden_size": 64, "mlp_ratio": 2}),
@@ -133,6 +136,22 @@ PACKED_MODELS: dict[str, dict[str, Any]] = {
         "vision_feature_select_strategy": "full",
     },
 }
+# Towers of crops, 4 patches each.
+_CROPS = {**_SIGLIP, "patch_size": 16}
+CROP_MODELS: dict[str, dict[str, Any]] = {
+    "llava_next": {
+        "text_config": _LLAMA,
+        "vision_config": {**_CROPS, "model_type": "clip_vision_model", "num_hidden_layers": 3},
+        "image_grid_pinpoints": [[32, 32], [32, 64], [64, 32], [64, 64]],
+    },
+    "llava_onevision": {
+        "text_config": {**_TEXT, "model_type": "qwen2"},
+        "vision_config": {**_CROPS, "model_type": "siglip_vision_model"},
+        "image_grid_pinpoints": [[32, 32], [32, 64], [64, 32], [64, 64]],
+        "vision_aspect_ratio": "anyres_max_1",
+        "video_token_id": VIDEO_TOKEN,
+    },
+}
 VISION_MODELS["glm4v"] = (
     {"rope_parameters": {**_ROPE, "partial_rotary_factor": 1.0}, "model_type": "glm4v_text"},
     {
@@ -167,8 +186,8 @@ VISION_MODELS["qwen3_vl_moe"] = (
     VISION_MODELS["qwen3_vl"][1],
 )
 # Of a size that the kernels of GPUs take: heads of 64, and towers' heads of 80 or 72, as the large models have, and
-# features of a feed-forward that are no multiple of 8.
-_WIDE_TEXT = {"hidden_size": 256, "head_dim": 64}
+# features of a feed-forward that are no multiple of 8. Of few layers, which take a GPU's tests less time.
+_WIDE_TEXT = {"hidden_size": 256, "head_dim": 64, "num_hidden_layers": 2}
 _WIDE_TOWERS = {
     "qwen2_vl": {"embed_dim": 160, "hidden_size": 256},
     "qwen2_5_vl": {"hidden_size": 160, "intermediate_size": 1020, "out_hidden_size": 256},
@@ -181,21 +200,26 @@ def vision_config(model_type: str, wide: bool = False) -> Any:
     """Transformers' config of a tiny model."""
     from transformers import AutoConfig
 
-    if model_type in (of_pictures := PICTURE_MODELS | PACKED_MODELS):
+    if model_type in (of_pictures := PICTURE_MODELS | PACKED_MODELS | CROP_MODELS):
         said = dict(of_pictures[model_type])
         if wide:
             said |= {
-                "text_config": {**said["text_config"], **_WIDE_TEXT, "head_dim": 128},  # as many have
+                "text_config": _widened(said["text_config"]) | {"head_dim": 128},  # as many have
                 "vision_config": {**said["vision_config"], "hidden_size": 144},
             }
         return AutoConfig.for_model(model_type.partition("_of_")[0], **said, image_token_id=IMAGE_TOKEN)
     text, tower = VISION_MODELS[model_type]
     if wide:
         rope = {**text["rope_parameters"], "mrope_section": [8, 12, 12]}
-        text, tower = {**text, **_WIDE_TEXT, "rope_parameters": rope}, {**tower, **_WIDE_TOWERS[model_type]}
+        text, tower = _widened(text) | {"rope_parameters": rope}, {**tower, **_WIDE_TOWERS[model_type]}
     return AutoConfig.for_model(
         model_type, text_config={**_TEXT, **text}, vision_config={**_PATCHES, **tower}, **_TOKENS
     )
+
+
+def _widened(text: dict[str, Any]) -> dict[str, Any]:
+    kinds = {"layer_types": text["layer_types"][: _WIDE_TEXT["num_hidden_layers"]]} if "layer_types" in text else {}
+    return {**text, **_WIDE_TEXT, **kinds}
 
 
 def save_vision_model(model_type: str, folder: Path, wide: bool = False) -> Any:
@@ -249,6 +273,40 @@ class OfRows:
     columns: int
 
 
+@dataclass(frozen=True)
+class OfSize:
+    """A random picture of so many rows and columns of pixels, in as many crops as a model's pinpoints ask for."""
+
+    seed: int
+    height: int
+    width: int
+    tower: CropTower
+
+
+def crop_tower(model_type: str) -> CropTower:
+    """Facts of a tiny model of CROP_MODELS."""
+    said = CROP_MODELS[model_type]
+    return CropTower(
+        feature_width=_TEXT["hidden_size"],
+        image_token_id=IMAGE_TOKEN,
+        video_token_id=said.get("video_token_id", -1),
+        shape=PICTURE,
+        features=(PICTURE[1] // _CROPS["patch_size"]) ** 2,
+        rows=1,
+        pinpoints=tuple(map(tuple, said["image_grid_pinpoints"])),
+        most_crops=int(said.get("vision_aspect_ratio", "0").removeprefix("anyres_max_")),
+    )
+
+
+def _of_size(part: OfSize) -> tuple[list[int], dict[str, np.ndarray], np.ndarray]:
+    count = 1 + math.prod(part.tower.crops(part.height, part.width))
+    generator = torch.Generator().manual_seed(part.seed)
+    pixels = torch.randn(1, count, *PICTURE, generator=generator).numpy()
+    # As many as Transformers' forward expects, or it raises.
+    ids = [IMAGE_TOKEN] * part.tower.num_features((count, part.height, part.width))
+    return ids, {"pixel_values": pixels, "image_sizes": np.array([[part.height, part.width]])}, pixels
+
+
 def _of_rows(part: OfRows) -> tuple[list[int], dict[str, np.ndarray], np.ndarray]:
     height, width = part.rows * PACKED_STEP, part.columns * PACKED_STEP
     generator = torch.Generator().manual_seed(part.seed)
@@ -257,7 +315,7 @@ def _of_rows(part: OfRows) -> tuple[list[int], dict[str, np.ndarray], np.ndarray
     return ids[:-1], {"pixel_values": pixels, "image_sizes": np.array([[height, width]])}, pixels
 
 
-def media_prompt(*parts: Sequence[int] | tuple[np.ndarray, Grid] | np.ndarray | OfRows) -> MediaPrompt:
+def media_prompt(*parts: Sequence[int] | tuple[np.ndarray, Grid] | np.ndarray | OfRows | OfSize) -> MediaPrompt:
     """A prompt of token ids and images (pictures, or patches with grids), in order, as a processor makes it."""
     ids: list[int] = []
     items = []
@@ -265,8 +323,8 @@ def media_prompt(*parts: Sequence[int] | tuple[np.ndarray, Grid] | np.ndarray | 
         if isinstance(part, tuple):
             pixels, grid = part
             count, tensors = len(pixels) // MERGE**2, {"pixel_values": pixels, "image_grid_thw": np.array([grid])}
-        elif isinstance(part, OfRows):
-            own, tensors, pixels = _of_rows(part)
+        elif isinstance(part, (OfRows, OfSize)):
+            own, tensors, pixels = _of_rows(part) if isinstance(part, OfRows) else _of_size(part)
             items.append(MediaItem("image", len(ids), len(own), hashlib.sha256(pixels.tobytes()).digest(), tensors))
             ids += own
             continue
@@ -282,10 +340,10 @@ def media_prompt(*parts: Sequence[int] | tuple[np.ndarray, Grid] | np.ndarray | 
 
 def _joined(arrays: Sequence[np.ndarray]) -> np.ndarray:
     """The arrays of images one after another; pictures of different sizes padded, as processors do."""
-    if arrays[0].ndim != len(PICTURE) + 1:
+    if arrays[0].ndim <= len(PICTURE):
         return np.concatenate(arrays)
     most = np.max([array.shape for array in arrays], axis=0)
-    return np.concatenate([np.pad(a, [(0, 0), (0, 0), *((0, most[i] - a.shape[i]) for i in (2, 3))]) for a in arrays])
+    return np.concatenate([np.pad(a, [(0, 0), *((0, n) for n in (most - a.shape)[1:])]) for a in arrays])
 
 
 def _said(model: Any, prompt: MediaPrompt | list[int], tokens: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -300,7 +358,7 @@ def _said(model: Any, prompt: MediaPrompt | list[int], tokens: torch.Tensor) -> 
         said["pixel_values"] = said["pixel_values"][None]
     if kind == "gemma3":
         said["token_type_ids"] = is_image
-    elif kind not in (*PICTURE_MODELS, *PACKED_MODELS):
+    elif kind not in (*PICTURE_MODELS, *PACKED_MODELS, *CROP_MODELS):
         said["mm_token_type_ids"] = is_image
     return said
 

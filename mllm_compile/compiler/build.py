@@ -207,7 +207,8 @@ def _workers(config: ResolvedConfig, scratch: Path) -> Iterator[PieceWorkers | N
         return
     largest = max_traced_tokens(config)
     sizes = {"T": largest, "S": largest, "L": largest, "P": _MAX_SLOTS, "W": _MAX_SLOTS, "N": _MOST_SPLITS}
-    sizes |= {"M": largest, "R": _MAX_SLOTS, "C": _MAX_SLOTS, "B": largest, "F": MAX_FEATURES}
+    sizes |= {"M": largest, "R": _MAX_SLOTS, "C": _MAX_SLOTS, "B": largest}
+    sizes |= {"F": MAX_FEATURES, "G": MAX_FEATURES}
     with (
         compiled_ahead(OF_A_COMPILE),
         using_compiler_cache(config.cache.dir) as folder,

@@ -49,7 +49,7 @@ from mllm_compile.runtime.program.spec import (
 )
 from mllm_compile.runtime.quantised.scheme import SCALES, VALUES, ZEROS
 
-_SIZE_NAMES = {"input_ids": "T", "logits_indices": "S", "keys": "P", "slots": "L", "pixel_values": "F"}
+_SIZE_NAMES = {"input_ids": "T", "logits_indices": "S", "keys": "P", "slots": "L", "pixel_values": "F", "taps": "G"}
 
 
 def build_program(graph: fx.GraphModule) -> Program:
@@ -237,8 +237,9 @@ def weight_shapes(graph: fx.GraphModule) -> dict[str, tuple[tuple[int, ...], tor
 
 
 def size_symbols(graph: fx.GraphModule) -> dict[str, str]:
-    """The symbols by their public names: {"u0": "T", "u2": "S"}, of a tower {"u0": "F"}; P (slots of the KV cache)
-    where pieces write it, and L (slots to write) where they may leave that to attention: else there are T."""
+    """The symbols by their public names: {"u0": "T", "u2": "S"}, of a tower {"u0": "F"}, and G where it puts crops
+    together; P (slots of the KV cache) where pieces write it, and L (slots to write) where they may leave that to
+    attention: else there are T."""
     symbols: dict[str, str] = {}
     for node in graph.graph.nodes:
         if node.meta.get("input_name") in _SIZE_NAMES:

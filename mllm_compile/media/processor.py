@@ -9,7 +9,6 @@ the same picture has the same tensors.
 from __future__ import annotations
 
 import hashlib
-import itertools
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -26,7 +25,7 @@ from mllm_compile.text.tokenizer import TOKENIZER_CONFIG_FILE
 
 _NO_TENSORS = (
     *("input_ids", "attention_mask", "mm_token_type_ids", "token_type_ids"),
-    *("text_replacement_offsets", "video_metadata"),
+    *("text_replacement_offsets", "video_metadata", "batch_num_images"),
 )
 _KINDS: tuple[MediaKind, ...] = ("image", "video")
 _MOST_REASON = 400  # characters
@@ -46,7 +45,9 @@ class DecodedItem:
 class _Processed:
     """One item, processed by itself."""
 
+    item: DecodedItem
     text: str  # that stands for its placeholder
+    feature_id: int  # of the tokens that take its features
     num_features: int
     digest: bytes
     tensors: dict[str, np.ndarray]
@@ -70,6 +71,8 @@ class MediaProcessor:
         self._ids = {kind: _token_id(config, kind) for kind in _KINDS}
         self._tokens = {kind: getattr(self._processor, f"{kind}_token", None) for kind in _KINDS}
         self._settings = _settings_of(folder)
+        # One of several images has fewer features then, as of LLaVA-OneVision.
+        self._counts_images = "batch_num_images" in self._processor.image_processor.model_input_names
 
     def prepare(
         self, prompt: str | Sequence[int], items: Sequence[DecodedItem], adds_special_tokens: bool
@@ -86,25 +89,28 @@ class MediaProcessor:
         self._check_kinds(items)
         if isinstance(prompt, str):
             self._check_counts(prompt, items)
-        processed = [self._process(item) for item in items]
+        is_one_of_several = sum(item.kind == "image" for item in items) > 1
+        processed = [self._process(item, is_one_of_several) for item in items]
         if isinstance(prompt, str):
-            token_ids = self._encoded(self._expanded(prompt, items, processed), adds_special_tokens)
+            text, in_order = self._expanded(prompt, processed)
+            token_ids = self._encoded(text, adds_special_tokens)
         else:
-            token_ids = self._expanded_ids(prompt, items, processed)
-        places = {kind: np.flatnonzero(np.asarray(token_ids) == self._ids[kind]) for kind in ("image", "video")}
+            token_ids, in_order = self._expanded_ids(prompt, processed)
+        ids = {token_id for _, _, token_id in self._served()}
+        places = {token_id: np.flatnonzero(np.asarray(token_ids) == token_id) for token_id in ids}
         is_feature = np.zeros(len(token_ids), bool)
-        taken = {"image": 0, "video": 0}
+        taken = dict.fromkeys(ids, 0)
         found = []
-        for item, made in zip(items, processed, strict=True):
-            begin = taken[item.kind]
-            own = places[item.kind][begin : begin + made.num_features]
-            taken[item.kind] += made.num_features
+        for made in in_order:
+            begin = taken[made.feature_id]
+            own = places[made.feature_id][begin : begin + made.num_features]
+            taken[made.feature_id] += made.num_features
             if len(own) < made.num_features:
                 break
             is_feature[own] = True
             start, last = int(own[0]), int(own[-1])
-            found.append(MediaItem(item.kind, start, last - start + 1, made.digest, made.tensors))
-        if any(taken[kind] != len(places[kind]) for kind in taken):
+            found.append(MediaItem(made.item.kind, start, last - start + 1, made.digest, made.tensors))
+        if any(taken[token_id] != len(places[token_id]) for token_id in ids):
             raise Refused(
                 "the prompt holds a token of images or videos beside its placeholders; write one placeholder for each "
                 "item, and nothing that is repeated for its features"
@@ -135,61 +141,80 @@ class MediaProcessor:
                     f"{token} once for each, where it belongs; a chat's template does so by itself"
                 )
 
-    def _expanded(self, text: str, items: Sequence[DecodedItem], processed: Sequence[_Processed]) -> str:
-        waiting: dict[str, list[str]] = {"image": [], "video": []}
-        for item, made in zip(items, processed, strict=True):
-            waiting[item.kind].append(made.text)
-        kind_of = {token: kind for kind, token in self._tokens.items() if token is not None}
-        turns = {kind: iter(texts) for kind, texts in waiting.items()}
-        pattern = "|".join(map(re.escape, kind_of))
-        return re.sub(pattern, lambda match: next(turns[kind_of[match.group()]]), text)
+    def _expanded(self, text: str, processed: Sequence[_Processed]) -> tuple[str, list[_Processed]]:
+        """The text with each placeholder replaced, and what the items became, in the order of their places."""
+        kind_of = {token: kind for kind, token, _ in self._served()}
+        turns = {kind: iter([made for made in processed if made.item.kind == kind]) for kind in _KINDS}
+        parts = re.split(f"({'|'.join(map(re.escape, kind_of))})", text)
+        in_order = [next(turns[kind_of[part]]) for part in parts[1::2]]
+        parts[1::2] = [made.text for made in in_order]
+        return "".join(parts), in_order
 
     def _expanded_ids(
-        self, token_ids: Sequence[int], items: Sequence[DecodedItem], processed: Sequence[_Processed]
-    ) -> list[int]:
-        """Token ids with each placeholder replaced, unless there is one a feature already."""
-        found = list(token_ids)
+        self, token_ids: Sequence[int], processed: Sequence[_Processed]
+    ) -> tuple[list[int], list[_Processed]]:
+        """Token ids with each placeholder replaced, unless there is one a feature already; and as `_expanded`."""
+        turns: dict[int, Iterator[_Processed]] = {}
+        there: list[_Processed] = []  # whose features have their tokens
         for kind, token, token_id in self._served():
-            own = [made for item, made in zip(items, processed, strict=True) if item.kind == kind]
-            places, features = found.count(token_id), sum(made.num_features for made in own)
-            if places == features:
-                continue
-            if places != len(own):
+            own = [made for made in processed if made.item.kind == kind]
+            places, features = token_ids.count(token_id), sum(made.num_features for made in own)
+            if own and token_ids.count(own[0].feature_id) == features:
+                there += own
+            elif places == len(own):
+                turns[token_id] = iter(own)
+            elif own or all(made.feature_id != token_id for made in processed):
                 raise Refused(
                     f"the prompt has {places} tokens {token_id} ({token}), but {len(own)} {kind}s were given, which "
                     f"have {features} features. Put one where each {kind} belongs, or one for each feature"
                 )
-            turns = iter(own)
-            parts = (self._encoded(next(turns).text, False) if one == token_id else [one] for one in found)
-            found = list(itertools.chain.from_iterable(parts))
-        return found
+        found: list[int] = []
+        replaced: list[_Processed] = []
+        for token_id in token_ids:
+            if token_id not in turns:
+                found.append(token_id)
+                continue
+            replaced.append(next(turns[token_id]))
+            found += self._encoded(replaced[-1].text, False)
+        return found, there + replaced
 
     def _encoded(self, text: str, adds_special_tokens: bool) -> list[int]:
         ids = self._processor.tokenizer(text, add_special_tokens=adds_special_tokens)["input_ids"]
         return [int(token_id) for token_id in ids]
 
-    def _process(self, item: DecodedItem) -> _Processed:
-        token = self._tokens[item.kind]
-        given: dict[str, Any] = {"images": [item.frames[0]]}
+    def _process(self, item: DecodedItem, is_one_of_several: bool) -> _Processed:
+        token = self._tokens[item.kind] or ""
+        # A processor that prepares one of several images otherwise is given this one twice.
+        count = 2 if item.kind == "image" and is_one_of_several and self._counts_images else 1
+        given: dict[str, Any] = {"images": [[item.frames[0]] * count] if self._counts_images else [item.frames[0]]}
         if item.kind == "video":
             given = self._video_arguments(item)
+        given |= {"return_tensors": "np", "return_text_replacement_offsets": True}
         try:
-            made = self._processor(text=[token], **given, return_tensors="np", return_text_replacement_offsets=True)
+            made = self._processor(text=[token * count], **given)
             replacements = made["text_replacement_offsets"][0]
         except Exception as error:  # whatever a processor raises at sizes that it does not like
             raise Refused(f"{item.where}: the model's processor refuses it ({_reason(error)})") from None
-        num_features = int((np.asarray(made["input_ids"]) == self._ids[item.kind]).sum())
-        if len(replacements) != 1 or not num_features:
+        feature_id, num_features = self._features_of(item, np.asarray(made["input_ids"]))
+        if len(replacements) != count or not num_features:
             raise Refused(f"{item.where}: the model's processor makes no features of it, so it cannot be served")
+        num_features //= count
         tensors = {name: _array(value, item.where) for name, value in made.items() if name not in _NO_TENSORS}
-        return _Processed(replacements[0]["replacement"], num_features, self._digest(item), tensors)
+        if count > 1:
+            tensors = {name: value[:1] for name, value in tensors.items()}
+        text = replacements[0]["replacement"]
+        return _Processed(item, text, feature_id, num_features, self._digest(item, num_features), tensors)
+
+    def _features_of(self, item: DecodedItem, token_ids: np.ndarray) -> tuple[int, int]:
+        """The id of the tokens that take an item's features, and their number: its kind's, or of a video those of
+        images, as GLM-4V has it."""
+        kinds: tuple[MediaKind, ...] = ("video", "image") if item.kind == "video" else ("image",)
+        counted = [(own, int((token_ids == own).sum())) for kind in kinds if (own := self._ids[kind]) is not None]
+        return next((one for one in counted if one[1]), counted[0])
 
     def _video_arguments(self, item: DecodedItem) -> dict[str, Any]:
         if getattr(self._processor, "video_processor", None) is None:
-            raise Refused(
-                f"{item.where}: Transformers prepares videos with torchvision, which is not installed. Install the "
-                "torchvision that fits torch, or give single frames as images"
-            )
+            raise Refused(f"{item.where}: {_why_no_videos()}, or give single frames as images")
         given: dict[str, Any] = {"videos": [item.frames.transpose(0, 3, 1, 2)], "do_sample_frames": False}
         metadata = dict(item.metadata or {})
         metadata.setdefault("frames_indices", list(range(len(item.frames))))
@@ -201,8 +226,8 @@ class MediaProcessor:
             )
         return given | {"video_metadata": [metadata]}
 
-    def _digest(self, item: DecodedItem) -> bytes:
-        about = [self._settings, item.kind, list(item.frames.shape), item.metadata]
+    def _digest(self, item: DecodedItem, num_features: int) -> bytes:
+        about = [self._settings, item.kind, list(item.frames.shape), item.metadata, num_features]
         seen = hashlib.sha256(json.dumps(about, sort_keys=True).encode())
         seen.update(np.ascontiguousarray(item.frames).data)
         return seen.digest()
@@ -210,9 +235,8 @@ class MediaProcessor:
 
 def _load(folder: Path) -> Any:
     """The processor, its images by Pillow, its videos where torchvision is installed."""
-    from transformers import AutoTokenizer, AutoVideoProcessor
+    from transformers import AutoTokenizer
     from transformers.models.auto.processing_auto import processor_class_from_name
-    from transformers.utils import is_torchvision_available
 
     name = _class_name(folder)
     kind = processor_class_from_name(name)
@@ -221,7 +245,7 @@ def _load(folder: Path) -> Any:
     load = {
         "tokenizer": lambda: AutoTokenizer.from_pretrained(folder),
         "image_processor": lambda: _image_class(folder).from_pretrained(folder),
-        "video_processor": lambda: AutoVideoProcessor.from_pretrained(folder) if is_torchvision_available() else None,
+        "video_processor": lambda: _video_processor(folder),
     }
     parts = kind.get_attributes()
     other = next((part for part in parts if part not in load), None)
@@ -229,6 +253,29 @@ def _load(folder: Path) -> Any:
         raise Refused(f"the model's processor ({name}) is of {', '.join(parts)}; texts, images and videos are served")
     options, _ = kind.get_processor_dict(folder)
     return _may_lack_videos(kind).from_args_and_dict([load[part]() for part in parts], options)
+
+
+def _video_processor(folder: Path) -> Any:
+    """The processor of videos; None: the folder describes none, or torchvision is missing."""
+    from transformers import AutoVideoProcessor
+    from transformers.utils import is_torchvision_available
+
+    if not is_torchvision_available():
+        return None
+    try:
+        return AutoVideoProcessor.from_pretrained(folder)
+    except (OSError, ValueError):  # no file of the folder names one: pictures are served all the same
+        return None
+
+
+def _why_no_videos() -> str:
+    from transformers.utils import is_torchvision_available
+
+    if is_torchvision_available():
+        return "the model's files describe no processor of videos. Add its video_preprocessor_config.json"
+    return (
+        "Transformers prepares videos with torchvision, which is not installed. Install the torchvision that fits torch"
+    )
 
 
 def _image_class(folder: Path) -> Any:

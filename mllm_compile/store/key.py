@@ -119,8 +119,9 @@ def key_factors(config: ResolvedConfig, model: ModelFolder, weights: WeightFiles
 
 def _ranks(config: ResolvedConfig) -> dict[str, str]:
     """For how many ranks a program is; of one rank this is no factor."""
-    num_ranks = config.runtime.tensor_parallel_size
-    return {"tensor parallel": f"{num_ranks} ranks"} if num_ranks > 1 else {}
+    runtime = config.runtime
+    sizes = {"tensor parallel": runtime.tensor_parallel_size, "expert parallel": runtime.expert_parallel_size}
+    return {name: f"{size} ranks" for name, size in sizes.items() if size > 1}
 
 
 def _states(config: ResolvedConfig) -> dict[str, str]:

@@ -149,7 +149,7 @@ class StateLayerKind(LayerKind):
 class PackedAttentionKind(LayerKind):
     """Attention in both directions within segments, without a cache (runtime/ops/varlen)."""
 
-    traced = ("varlen_attention",)
+    traced: ClassVar[tuple[str, ...]] = ("varlen_attention",)
     refusals = 5
     lowered = "varlen_attention_with_output"
     buffer = 4

@@ -27,6 +27,12 @@ class CapturableModel(Protocol):
     row_state: RowState
     forward_times: ForwardTimes | None
 
+    @property
+    def always_takes_features(self) -> bool: ...
+
+    @property
+    def num_deals(self) -> int: ...
+
     def prepare_forward_batch_decode(
         self,
         input_ids: torch.Tensor,

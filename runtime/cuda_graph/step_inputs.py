@@ -12,7 +12,7 @@ import torch
 
 from mllm_compile.runtime.device.packed_fields import FieldLayout, layout_of, upload_fields
 from mllm_compile.runtime.device.staging import StagingRing
-from mllm_compile.runtime.forward_batch import ForwardBatch
+from mllm_compile.runtime.forward_batch import ForwardBatch, MediaInputs
 from mllm_compile.runtime.step_fields import StepFields
 
 _OTHER_BYTES = 64 << 10  # of what comes with the inputs: a step's page writes for 240 pages, say
@@ -24,6 +24,7 @@ class TokenPlaces:
     Attributes:
         input_ids, positions, out_cache_loc: [M] int64.
         rope_lens: [M] int64; zeros but for a step with prompts whose frequencies follow them.
+        media: features and positions [axes, M]; None: the graphs' program takes none.
     """
 
     def __init__(self, input_ids: torch.Tensor, positions: torch.Tensor, out_cache_loc: torch.Tensor) -> None:
@@ -31,6 +32,7 @@ class TokenPlaces:
         self.positions = positions
         self.out_cache_loc = out_cache_loc
         self.rope_lens = torch.zeros_like(positions)
+        self.media: MediaInputs | None = None
         self._has_rope_lens = False
 
     @classmethod
@@ -55,6 +57,20 @@ class TokenPlaces:
         if batch.rope_lens is not None:
             self.rope_lens[:num_tokens].copy_(batch.rope_lens)
             self._has_rope_lens = True
+        if self.media is not None and batch.media is not None:
+            self.media.features.copy_(batch.media.features)
+            self.media.is_feature.copy_(batch.media.is_feature)
+            if self.media.positions is not None and batch.media.positions is not None:
+                self.media.positions.copy_(batch.media.positions)
+
+    def take_features(self, width: int, dtype: torch.dtype, axes: int) -> None:
+        """Makes places for features of that width, and for positions where they have axes. All steps have M tokens."""
+        count, device = self.positions.numel(), self.positions.device
+        self.media = MediaInputs(
+            torch.zeros(count, width, dtype=dtype, device=device),
+            torch.zeros(count, dtype=torch.bool, device=device),
+            torch.zeros(axes, count, dtype=torch.int64, device=device) if axes > 1 else None,
+        )
 
     def clear_rope_lens(self) -> None:
         """Makes the lengths those of decodes."""

@@ -6,12 +6,18 @@ from dataclasses import asdict
 from typing import Any
 
 from mllm_compile.runtime.json_data import from_json
+from mllm_compile.runtime.media.crops import CropTower
 from mllm_compile.runtime.media.grids import GridTower
 from mllm_compile.runtime.media.packed import PackedTower
 from mllm_compile.runtime.media.pictures import PictureTower
 from mllm_compile.runtime.media.tower import Tower
 
-TOWERS: dict[str, type[Tower]] = {"grids": GridTower, "pictures": PictureTower, "packed": PackedTower}
+TOWERS: dict[str, type[Tower]] = {
+    "grids": GridTower,
+    "pictures": PictureTower,
+    "packed": PackedTower,
+    "crops": CropTower,
+}
 
 
 def tower_to_json(tower: Tower) -> dict[str, Any]:

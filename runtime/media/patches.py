@@ -37,16 +37,18 @@ def table_taps(
     """The entries of a table of side × side that each patch is between, [patches, taps] int64, and their weights,
     float32: 4 of bilinear, 16 of bicubic interpolation."""
     places = patch_places(grid, merge)
-    axes = [_axis_taps(places[:, axis], grid[1 + axis], side, align_corners, bicubic) for axis in (0, 1)]
+    axes = [axis_taps(places[:, axis], grid[1 + axis], side, align_corners, bicubic) for axis in (0, 1)]
     (row_taps, row_weights), (column_taps, column_weights) = axes
     indices = row_taps[:, :, None] * side + column_taps[:, None, :]
     weights = row_weights[:, :, None] * column_weights[:, None, :]
     return indices.reshape(len(places), -1), weights.reshape(len(places), -1)
 
 
-def _axis_taps(
-    index: np.ndarray, size: int, side: int, align_corners: bool, bicubic: bool
+def axis_taps(
+    index: np.ndarray, size: int, side: int, align_corners: bool = False, bicubic: bool = False
 ) -> tuple[np.ndarray, np.ndarray]:
+    """The entries of `side` that places `index` [N] of `size` are between, [N, taps] int64, and their weights, float32;
+    2 taps, or 4 of bicubic interpolation."""
     at = index.astype(np.float32)
     if align_corners:
         source = at * np.float32(side - 1) / np.float32(max(size - 1, 1))

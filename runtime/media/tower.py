@@ -1,7 +1,7 @@
 """The runtime's facts of a model's tower: one class a protocol, free of torch, as the host makes inputs of it.
 
 grids.py has towers that take patches of pictures of any size, packed.py those of them whose processor leaves pictures
-whole, and pictures.py those that take whole pictures of one size.
+whole, pictures.py those that take whole pictures of one size, and crops.py those of them that put crops together.
 """
 
 from __future__ import annotations
@@ -55,11 +55,15 @@ class Tower(ABC):
     has_breaks: bool = False
     merge: int = 1
     axes: int = 1
-    counted_inputs: ClassVar[tuple[str, ...]] = ()  # those that name features by their number within a run
+    counted_inputs: ClassVar[tuple[str, ...]] = ()  # those that name what num_counted counts, by its number in a run
 
     @abstractmethod
     def num_features(self, grid: Grid) -> int:
         """Features of a picture."""
+
+    def num_counted(self, grid: Grid) -> int:
+        """The numbers that a picture adds to counted inputs: its features."""
+        return self.num_features(grid)
 
     @abstractmethod
     def input_names(self) -> tuple[str, ...]:

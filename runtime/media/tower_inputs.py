@@ -29,13 +29,13 @@ def tower_inputs(tower: Tower, grids: Sequence[Grid]) -> tuple[dict[str, np.ndar
     """
     parts: dict[str, list[np.ndarray]] = {}
     lengths: dict[str, list[np.ndarray]] = {}
-    features = 0
+    counted = 0
     for grid in grids:
         for name, array in tower.inputs(grid).items():
-            parts.setdefault(name, []).append(array + features if name in tower.counted_inputs else array)
+            parts.setdefault(name, []).append(array + counted if name in tower.counted_inputs else array)
         for name, array in tower.segments(grid).items():
             lengths.setdefault(name, []).append(array)
-        features += tower.num_features(grid)
+        counted += tower.num_counted(grid)
     arrays = {name: np.concatenate(members) for name, members in parts.items()}
     return arrays, {name: _segments(np.concatenate(members)) for name, members in lengths.items()}
 

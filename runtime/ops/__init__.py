@@ -57,6 +57,7 @@ OPS = {
     "quantised_expert_linear": "experts.quantised",
     "quantised_grouped_linear": "experts.grouped_quantised",
     "quantised_linear": "quantised_linear.ops",
+    "reduce_scatter": "ranks.ops",
     "request_lengths": "trace",
     "rope_and_cache": "rope_cache",
     "scaled_linear": "quantised_linear.scaled",

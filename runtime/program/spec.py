@@ -450,3 +450,4 @@ class ModelSizes:
     vocab_size: int
     context_len: int
     is_table_of_positions: bool = False  # context_len is all that it has rows for, and config.json does not say so
+    is_sparse_beyond: bool = False  # of longer texts attention reads chosen keys alone, and is not served

@@ -53,6 +53,9 @@ class _Chunk(NamedTuple):
 class MediaSteps:
     """See the module's header. A model without a tower has none.
 
+    In the deterministic mode the tower runs on one image at a time, and every step takes features, zeros where it has
+    none: what a request gets goes by no other request.
+
     Attributes:
         num_encoded: images that the tower has run on.
     """
@@ -60,6 +63,7 @@ class MediaSteps:
     def __init__(self, runner: ModelRunner, num_rows: int) -> None:
         self._runner, self._media = runner, runner.model.media
         self._uploads = RowUploads(runner.device)
+        self._features_of_a_run = 1 if runner.config.runtime.deterministic else FEATURES_OF_A_RUN
         self._deltas = np.zeros(num_rows, dtype=np.int32)  # by row: position less index, of tokens behind a prompt
         self._has_images = np.zeros(num_rows, dtype=bool)  # by row
         self.num_encoded = 0
@@ -75,13 +79,14 @@ class MediaSteps:
         """The step's positions and features; None: no request of it has images.
 
         Args:
-            index: [T] of the step's tokens within their requests.
+            index: [T] of the step's tokens within their requests, and zeros for rows of padding.
         """
         self._forget_unwritten()
         if not self._has_images[batch.rows].any():
             return None
         deltas = self._deltas[batch.rows]
-        positions = index + np.repeat(deltas, batch.num_new)
+        positions = index.copy()
+        positions[: batch.num_tokens] += np.repeat(deltas, batch.num_new)
         chunks = list(self._chunks(batch))
         for chunk in chunks:
             own = chunk.media.text_positions(chunk.start, chunk.length)
@@ -90,7 +95,7 @@ class MediaSteps:
         if not wanted:
             return MediaPlan(positions, deltas)
         runs = self._place({chunk.key(image): image for chunk, images in wanted for image in images})
-        rows = np.zeros(batch.num_tokens, dtype=np.int64)
+        rows = np.zeros(index.size, dtype=np.int64)
         axes = np.broadcast_to(positions, (self._facts.axes, positions.size)).copy()
         blocks: list[tuple[int, ...]] = []
         for chunk, images in wanted:
@@ -128,6 +133,12 @@ class MediaSteps:
         blocks = tuple(Block(*block) for block in plan.blocks.tolist())
         return MediaInputs(pool.rows.index_select(0, index), index > 0, placed, blocks)
 
+    def no_features(self, positions: torch.Tensor) -> MediaInputs:
+        """The inputs of a step none of whose tokens, at `positions` [T], takes a feature."""
+        index = torch.zeros_like(positions)
+        placed = positions.expand(self._facts.axes, -1).contiguous() if self._facts.axes > 1 else None
+        return MediaInputs(self._pool.rows.index_select(0, index), index > 0, placed)
+
     @property
     def _pool(self) -> FeaturePool:
         pool = self._runner.feature_pool
@@ -154,7 +165,7 @@ class MediaSteps:
         """Gives rows of the pool to a step's images that are not there; those of each run of the tower."""
         pool, facts = self._pool, self._facts
         missing = [(key, image) for key, image in needed.items() if pool.find(key) is None]
-        for run in _runs(facts, missing):
+        for run in _runs(facts, missing, self._features_of_a_run):
             self._to_encode.append(run)
         return tuple(
             np.concatenate([pool.place(key, facts.num_features(image.grid), needed) for key, image in run])
@@ -180,13 +191,13 @@ class MediaSteps:
         return self._runner.run_tower(inputs)
 
 
-def _runs(facts: Tower, images: Sequence[tuple[Key, Image]]) -> Iterator[list[tuple[Key, Image]]]:
-    """The images of each run of the tower, in order."""
+def _runs(facts: Tower, images: Sequence[tuple[Key, Image]], most: int) -> Iterator[list[tuple[Key, Image]]]:
+    """The images of each run of the tower, in order, which have together at most so many features, or are one."""
     run: list[tuple[Key, Image]] = []
     features = 0
     for key, image in images:
         own = facts.num_features(image.grid)
-        if run and features + own > FEATURES_OF_A_RUN:
+        if run and features + own > most:
             yield run
             run, features = [], 0
         run.append((key, image))

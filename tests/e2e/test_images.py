@@ -1,11 +1,13 @@
 """The whole way of prompts with images, for every protocol of towers: Transformers' tokens, from its own forward with
-pixel_values in float32, whatever else is in the batch and however prompts are cut, kept or computed again."""
+pixel_values in float32, whatever else is in the batch and however prompts are cut, kept or computed again.
+
+Each test of `served` is a case, and each model of MODELS goes through all of them; some take minutes and are slow.
+"""
 
 from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -23,8 +25,18 @@ from mllm_compile.process.timeline import Timeline
 from tests.fakes import all_pages_are_back
 from tests.tiny_model import engine_of_pages
 from tests.tiny_vision import (
+    CROP_MODELS,
+    IMAGE_TOKEN,
+    PACKED_MODELS,
+    PICTURE_MODELS,
+    VIDEO_TOKEN,
+    VISION_MODELS,
+    OfRows,
+    OfSize,
+    crop_tower,
     image,
     media_prompt,
+    picture,
     save_vision_model,
     transformers_greedy,
     transformers_logprobs,
@@ -33,102 +45,157 @@ from tests.tiny_vision import (
 
 MAX_TOKENS = 6
 GREEDY = SamplingParams(temperature=0, max_tokens=MAX_TOKENS, ignore_eos=True)
-SMALL, WIDE, LARGE = image(1, (1, 4, 6)), image(2, (1, 8, 14)), image(3, (1, 16, 22))  # 6, 28 and 88 features
-ONE = media_prompt([5, 6, 92], SMALL, [93, 7, 8])
-TWO = media_prompt([5, 6, 92], WIDE, [93, 7, 8, 92], SMALL, [93, 9])
-CUT = media_prompt([11, 92], LARGE, [93, 12, 13])  # longer than a step
-LAST = media_prompt([4, 3], SMALL)  # the first token follows a feature
 TEXT = [3, 4, 5, 6, 7]
-PROMPTS: list[MediaPrompt | list[int]] = [ONE, TWO, CUT, LAST, TEXT]
+MODELS = (*VISION_MODELS, *PICTURE_MODELS, *PACKED_MODELS, *CROP_MODELS)
+IN_EVERY_RUN = ("qwen2_5_vl", "qwen3_vl", "gemma3", "idefics3", "mistral3", "llava_onevision")  # each unlike the others
+WITH_VIDEOS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "glm4v", "llava_onevision")
+# The sizes of images where they may have some, by kind of tower: small, wide, small, large and large. Patches, rows and
+# columns of features, or pixels.
+SMALL, WIDE, SMALL_TOO, LARGE, LARGE_TOO = range(1, 6)
+SIZES = {
+    "patches": {1: (4, 6), 2: (8, 14), 3: (4, 6), 4: (16, 22)},
+    "rows": {1: (2, 3), 2: (3, 6), 3: (1, 4), 4: (5, 8)},
+    "crops": {1: (32, 64), 2: (60, 40), 3: (20, 21), 4: (64, 60)},
+}
 
 
-TOWERS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")  # each unlike the others
-OTHERS = [pytest.param(name, marks=pytest.mark.slow) for name in ("glm4v", "qwen3_5")]
+def shown(kind: str, seed: int) -> Any:
+    """A part of a prompt: an image as the model's processor gives it. Those of seeds above LARGE are as large."""
+    size = min(seed, LARGE)
+    if kind in CROP_MODELS:
+        return OfSize(seed, *SIZES["crops"][size], crop_tower(kind))
+    if kind in PACKED_MODELS:
+        return OfRows(seed, *SIZES["rows"][size])
+    return image(seed, (1, *SIZES["patches"][size])) if kind in VISION_MODELS else picture(seed)
+
+
+class Prompts:
+    """The prompts of one kind of model."""
+
+    def __init__(self, kind: str) -> None:
+        small, wide, small_too, large, large_too = (shown(kind, seed) for seed in range(SMALL, LARGE_TOO + 1))
+        self.one = media_prompt([5, 6, 92], small, [93, 7, 8])
+        self.two = media_prompt([5, 6, 92], wide, [93, 7, 8, 92], small_too, [93, 9])
+        self.long = media_prompt([11, 92], large, [93] * 9, wide, [93, 12, 92], small_too, [4] * 5)  # than a step
+        self.last = media_prompt([4, 3], small)  # the first token follows a feature
+        self.like_long = media_prompt([11, 92], large_too, [93] * 9)  # with another image
+        self.large_again = media_prompt([7, 92], large, [93, 20])
+        self.every: list[Any] = [self.one, self.two, TEXT, self.long, self.last]
 
 
 @dataclass(frozen=True)
 class Served:
-    """A model's folder, and Transformers' answers to PROMPTS."""
+    """A model's folder, and Transformers' answers to the prompts."""
 
+    kind: str
     folder: Path
-    cache: Path
     model: Any
+    prompts: Prompts
     answers: list[list[int]]
 
+    @property
+    def sees_ahead(self) -> bool:
+        return self.kind == "gemma3"
+
+    @property
+    def few_tokens(self) -> int:
+        """Of a step: as few as the model's images let be."""
+        return 23 if self.sees_ahead else 9  # 16 of an image beside 7 decodes
+
+    def config(self, **runtime: Any) -> Any:
+        return vision_engine_config(self.folder, self.folder / "cache", **runtime)
+
     def engine(self, **runtime: Any) -> AnyEngine:
-        return Engine(vision_engine_config(self.folder, self.cache, **runtime))
+        return Engine(self.config(**runtime))
 
 
-@pytest.fixture(scope="module", params=[*TOWERS, *OTHERS])
-def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    folder = tmp_path_factory.mktemp(request.param)
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(name, marks=[] if name in IN_EVERY_RUN else pytest.mark.slow) for name in MODELS],
+)
+def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Served:
+    folder, prompts = tmp_path_factory.mktemp(request.param), Prompts(request.param)
     model = save_vision_model(request.param, folder)
-    yield Served(folder, folder / "cache", model, [transformers_greedy(model, p, MAX_TOKENS) for p in PROMPTS])
+    answers = [transformers_greedy(model, prompt, MAX_TOKENS) for prompt in prompts.every]
+    return Served(request.param, folder, model, prompts, answers)
 
 
 def tokens(engine: AnyEngine, prompts: list[Any], params: SamplingParams = GREEDY) -> list[list[int]]:
     return [list(output.token_ids) for output in engine.generate(prompts, params)]
 
 
+def test_every_protocol_has_models_among_these() -> None:
+    from mllm_compile.model.towers.find import PROTOCOLS
+    from mllm_compile.runtime.media.every import TOWERS
+
+    assert len(PROTOCOLS) == len(TOWERS) == len([VISION_MODELS, PICTURE_MODELS, PACKED_MODELS, CROP_MODELS])
+    assert set(IN_EVERY_RUN) | set(WITH_VIDEOS) <= set(MODELS)
+    for group in (VISION_MODELS, PICTURE_MODELS, PACKED_MODELS, CROP_MODELS):
+        assert set(IN_EVERY_RUN) & set(group), "one of each protocol runs in every run"
+
+
 def test_answers_are_those_of_transformers_in_one_batch_and_alone(served: Served) -> None:
+    """One image, two with text between, and of different sizes, beside text."""
     with served.engine(enable_prefix_cache=False) as engine:
-        assert tokens(engine, PROMPTS) == served.answers
-        assert [tokens(engine, [prompt])[0] for prompt in PROMPTS] == served.answers
-        # One token a step of a prompt beside decodes, and images cut at every place.
-        assert tokens(engine, PROMPTS * 3) == served.answers * 3
+        assert tokens(engine, served.prompts.every) == served.answers
+        assert [tokens(engine, [prompt])[0] for prompt in served.prompts.every] == served.answers
+        assert tokens(engine, served.prompts.every * 3) == served.answers * 3
+        (output,) = engine.generate([served.prompts.two], replace(GREEDY, prompt_logprobs=0, max_tokens=1))
+        assert all_pages_are_back(engine)
+    ours = [next(iter(entry.values())).logprob for entry in output.prompt_logprobs[1:]]
+    assert np.abs(np.array(ours) - transformers_logprobs(served.model, served.prompts.two).numpy()).max() < 3e-4
+
+
+def test_steps_of_few_tokens_cut_prompts_anywhere_but_images_that_see_ahead(served: Served) -> None:
+    """And one that is aborted meanwhile leaves nothing."""
+    with served.engine(enable_prefix_cache=False, max_num_batched_tokens=served.few_tokens) as engine:
+        stream = engine.stream(served.prompts.long, GREEDY, request_id="gone")
+        engine.abort("gone")
+        list(stream)
+        assert tokens(engine, served.prompts.every * 2) == served.answers * 2
         assert all_pages_are_back(engine)
 
 
-def test_steps_of_few_tokens_cut_images_anywhere(served: Served) -> None:
-    with served.engine(enable_prefix_cache=False, max_num_batched_tokens=9) as engine:
-        assert tokens(engine, PROMPTS) == served.answers
-
-
 def test_the_same_image_is_found_again_and_another_is_not(served: Served) -> None:
-    other = media_prompt([11, 92], image(4, (1, 16, 22)), [93, 12, 13])
+    other = served.prompts.like_long
     with served.engine() as engine:
-        assert tokens(engine, [CUT]) == [served.answers[2]]
-        assert engine.stats().prefix_hit_tokens == 0
-        assert tokens(engine, [CUT]) == [served.answers[2]]
-        hits = engine.stats().prefix_hit_tokens
-        assert hits >= 80  # nearly all of its 93 tokens
+        assert tokens(engine, served.prompts.every) == served.answers
+        before = engine.stats().prefix_hit_tokens
         assert tokens(engine, [other]) == [transformers_greedy(served.model, other, MAX_TOKENS)]
-        assert engine.stats().prefix_hit_tokens == hits
-        # A hit that ends within an image: what is left of it takes its features.
-        longer = media_prompt([11, 92], LARGE, [93, 12, 13, 92], WIDE, [93, 20])
-        assert tokens(engine, [longer]) == [transformers_greedy(served.model, longer, MAX_TOKENS)]
+        assert engine.stats().prefix_hit_tokens == before
+        # Hits of 16 tokens a page, which end within images: what is left of these takes its features.
+        assert [tokens(engine, [prompt])[0] for prompt in served.prompts.every] == served.answers
+        assert engine.stats().prefix_hit_tokens >= before + 48
 
 
 def test_the_tower_runs_once_for_an_image_that_comes_with_other_text(served: Served) -> None:
-    parts = assemble(vision_engine_config(served.folder, served.cache, max_num_batched_tokens=9), Timeline())
-    again = media_prompt([7, 92], LARGE, [93, 20])
+    parts = assemble(served.config(max_num_batched_tokens=served.few_tokens), Timeline())
+    again, media = served.prompts.large_again, parts.step_runner.media
     with Engine.from_parts(parts) as engine:
-        assert tokens(engine, [CUT]) == [served.answers[2]]
-        assert parts.step_runner.media.num_encoded == 1, "it is cut into ten chunks"
+        assert tokens(engine, [served.prompts.long]) == [served.answers[3]]
+        assert media.num_encoded == 3, "its three images are cut into many chunks"
         assert tokens(engine, [again]) == [transformers_greedy(served.model, again, MAX_TOKENS)]
-        assert parts.step_runner.media.num_encoded == 1
-        # The pool holds 256 features: other images drive it out, and it is encoded again.
-        for seed in (11, 12):
-            tokens(engine, [media_prompt([7, 92], image(seed, (1, 16, 22)), [93, 20])])
-        assert parts.step_runner.media.num_encoded == 3
-        last = media_prompt([8, 92], LARGE, [93, 20])
-        assert tokens(engine, [last]) == [transformers_greedy(served.model, last, MAX_TOKENS)]
-        assert parts.step_runner.media.num_encoded == 4
+        assert media.num_encoded == 3
         # Requests that share no KV share no features either.
-        salted = {"prompt": last, "cache_salt": "mine"}
-        assert tokens(engine, [salted]) == tokens(engine, [last])
-        assert parts.step_runner.media.num_encoded == 5
+        assert tokens(engine, [{"prompt": again, "cache_salt": "mine"}]) == tokens(engine, [again])
+        assert media.num_encoded == 4
+        # Other images drive it out of the pool of 256 features, and it is encoded again.
+        count = 256 // again.items[0].length + 2
+        others = [media_prompt([7, 92], shown(served.kind, seed), [93]) for seed in range(11, 11 + count)]
+        tokens(engine, others, replace(GREEDY, max_tokens=1))
+        engine.flush_prefix_cache()
+        assert tokens(engine, [served.prompts.long]) == [served.answers[3]]
+        assert media.num_encoded == 4 + len(others) + 3
 
 
 def test_requests_with_images_among_many_without(served: Served) -> None:
     """With few pages, and with images that push each other out of the pool."""
-    kinds = [4] * 30
-    for place, kind in enumerate((0, 1, 2, 3, 2)):
+    kinds = [2] * 30
+    for place, kind in enumerate((0, 1, 3, 4, 3)):
         kinds.insert(6 * place, kind)
-    config = vision_engine_config(served.folder, served.cache, enable_prefix_cache=False)
-    with engine_of_pages(config, 20) as engine:
-        gone = engine.stream(CUT, GREEDY, request_id="gone")
-        found = engine.generate([PROMPTS[kind] for kind in kinds], GREEDY)
+    with engine_of_pages(served.config(enable_prefix_cache=False), 20) as engine:
+        gone = engine.stream(served.prompts.long, GREEDY, request_id="gone")
+        found = engine.generate([served.prompts.every[kind] for kind in kinds], GREEDY)
         engine.abort("gone")
         list(gone)
         assert [list(output.token_ids) for output in found] == [served.answers[kind] for kind in kinds]
@@ -136,73 +203,91 @@ def test_requests_with_images_among_many_without(served: Served) -> None:
 
 
 def test_a_preempted_prompt_is_computed_again(served: Served) -> None:
-    params = replace(GREEDY, max_tokens=40)
-    expected = [transformers_greedy(served.model, prompt, 40) for prompt in (ONE, TWO)]
-    config = vision_engine_config(served.folder, served.cache, enable_prefix_cache=False)
-    with engine_of_pages(config, 7) as engine:
-        assert tokens(engine, [ONE, TWO], params) == expected
+    params, prompts = replace(GREEDY, max_tokens=40), [served.prompts.one, served.prompts.two]
+    expected = [transformers_greedy(served.model, prompt, 40) for prompt in prompts]
+    with engine_of_pages(served.config(enable_prefix_cache=False), 7) as engine:
+        assert tokens(engine, prompts, params) == expected
         assert engine.stats().preemptions > 0
         assert all_pages_are_back(engine)
 
 
-def test_an_aborted_prompt_leaves_nothing(served: Served) -> None:
-    parts = assemble(vision_engine_config(served.folder, served.cache, max_num_batched_tokens=9), Timeline())
-    with Engine.from_parts(parts) as engine:
-        stream = engine.stream(CUT, GREEDY, request_id="gone")
-        engine.abort("gone")
-        list(stream)
-        assert tokens(engine, PROMPTS) == served.answers
+def test_what_does_not_fit_is_refused_and_the_others_go_on(served: Served) -> None:
+    one, fits = served.prompts.one, served.prompts.every
+    ids = [5, 92, IMAGE_TOKEN, IMAGE_TOKEN, 93]
+    short = MediaPrompt(ids, one.items, np.array(ids) == IMAGE_TOKEN)
+    tensors = one.items[0].tensors | {"pixel_values": np.zeros((1, 3, 8, 8))}
+    strange = MediaPrompt(one.prompt_token_ids, (replace(one.items[0], tensors=tensors),), one.is_feature)
+    joined = media_prompt([5], shown(served.kind, SMALL), shown(served.kind, SMALL_TOO), [6])
+    with served.engine() as engine:
+        with pytest.raises(RequestError, match="an image's tokens are 3 to"):
+            engine.generate(short, GREEDY)
+        with pytest.raises(RequestError, match=r"\[1, 3, 8, 8\]; expected (pictures of )?\["):
+            engine.generate(strange, GREEDY)
+        outputs = engine.generate([short, one, strange, TEXT], GREEDY)
+        assert [output.finish_reason for output in outputs] == ["error", "length"] * 2
+        assert [list(output.token_ids) for output in outputs[1::2]] == [served.answers[0], served.answers[2]]
+        if served.sees_ahead:
+            with pytest.raises(RequestError, match="two images follow each other at token 17"):
+                engine.generate(joined, GREEDY)
+        elif served.kind not in VISION_MODELS:  # whose forward takes them for one
+            assert tokens(engine, [joined]) == [transformers_greedy(served.model, joined, MAX_TOKENS)]
+        assert tokens(engine, fits) == served.answers
+    if served.sees_ahead:
+        with (
+            served.engine(max_num_batched_tokens=20) as engine,
+            pytest.raises(RequestError, match=r"raise runtime\.max_num_batched_tokens to 23"),
+        ):
+            engine.generate(one, GREEDY)
+
+
+def test_deterministic_numbers_go_by_no_other_request_unless_images_see_ahead(served: Served) -> None:
+    params, prompts = replace(GREEDY, logprobs=3, prompt_logprobs=3), served.prompts.every
+    with served.engine(enable_prefix_cache=False, deterministic=True) as engine:
+        if served.sees_ahead:
+            with pytest.raises(RequestError, match="images see those behind them too: text alone is served"):
+                engine.generate(served.prompts.one, GREEDY)
+            assert tokens(engine, [TEXT]) == [served.answers[2]]
+            return
+        alone = [engine.generate([prompt], params)[0] for prompt in prompts]
+        assert [list(output.token_ids) for output in alone] == served.answers
+        among = engine.generate([*prompts[::-1], TEXT, *prompts], params)
+        for one, other in zip([*alone[::-1], alone[2], *alone], among, strict=True):
+            assert (one.logprobs, one.prompt_logprobs) == (other.logprobs, other.prompt_logprobs)
         assert all_pages_are_back(engine)
 
 
-def test_log_probabilities_of_a_prompt_with_images_are_those_of_transformers(served: Served) -> None:
-    with served.engine() as engine:
-        (output,) = engine.generate([ONE], replace(GREEDY, prompt_logprobs=0, max_tokens=1))
-    expected = transformers_logprobs(served.model, ONE)
-    ours = [next(iter(entry.values())).logprob for entry in output.prompt_logprobs[1:]]
-    assert np.abs(np.array(ours) - expected.numpy()).max() < 3e-4
-
-
-def test_a_prompt_that_does_not_fit_its_images_is_refused_and_the_others_go_on(served: Served) -> None:
-    ids = [5, 92, 90, 90, 93]
-    wrong = MediaPrompt(ids, ONE.items, np.array(ids) == 90)
-    with served.engine() as engine:
-        with pytest.raises(RequestError, match="an image's tokens are 3 to 8 of a prompt of 5"):
-            engine.generate(wrong, GREEDY)
-        outputs = engine.generate([wrong, ONE], GREEDY)
-    assert [output.finish_reason for output in outputs] == ["error", "length"]
-    assert list(outputs[1].token_ids) == served.answers[0]
-
-
-def test_images_are_refused_where_text_alone_is_served(served: Served) -> None:
-    with (
-        served.engine(deterministic=True) as engine,
-        pytest.raises(RequestError, match=r"runtime\.deterministic is set, under which text alone is served"),
-    ):
-        engine.generate(ONE, GREEDY)
-
-
-def test_videos_are_placed_in_time(served: Served) -> None:
-    pixels, grid = image(5, (3, 4, 6))
-    tensors = {"pixel_values_videos": pixels, "video_grid_thw": np.array([grid])}
-    if served.model.config.model_type == "glm4v":
-        with served.engine() as engine, pytest.raises(RequestError, match="takes images, and no videos"):
-            engine.generate(
-                MediaPrompt([91] * 18, (MediaItem("video", 0, 18, b"v" * 32, tensors),), np.ones(18, bool)), GREEDY
-            )
-        return
-    if served.model.config.model_type in ("qwen3_vl", "qwen3_5"):  # frames apart, behind what says when they are
-        ids = [5, 92, *[91] * 6, 93, 30, 92, *[91] * 6, 93, 31, 92, *[91] * 6, 93, 7]
+def video(kind: str) -> MediaPrompt:
+    """A prompt with a video of three frames, as the model's processor gives it."""
+    token = IMAGE_TOKEN if kind == "glm4v" else VIDEO_TOKEN  # whose frames have images' tokens
+    if kind in CROP_MODELS:
+        frames = np.concatenate([picture(seed) for seed in (1, 2, 3)])[None]
+        ids, tensors = [5, *[token] * 4, 93, 7], {"pixel_values_videos": frames}
     else:
-        ids = [5, 92, *[91] * 18, 93, 7]
-    if served.model.config.model_type == "qwen2_5_vl":
-        tensors["second_per_grid_ts"] = np.array([1.5])
-    is_feature = np.array(ids) == 91
+        pixels, grid = image(5, (3, 4, 6))
+        tensors = {"pixel_values_videos": pixels, "video_grid_thw": np.array([grid])}
+        ids = [5, 92, *[token] * 18, 93, 7]
+        if kind == "qwen2_5_vl":
+            tensors["second_per_grid_ts"] = np.array([1.5])
+        elif kind != "qwen2_vl":  # frames apart, behind what says when they are
+            ids = [5, 92, *[token] * 6, 93, 30, 92, *[token] * 6, 93, 31, 92, *[token] * 6, 93, 7]
+    is_feature = np.array(ids) == token
     first, last = np.flatnonzero(is_feature)[[0, -1]].tolist()
-    prompt = MediaPrompt(ids, (MediaItem("video", first, last - first + 1, b"v" * 32, tensors),), is_feature)
+    return MediaPrompt(ids, (MediaItem("video", first, last - first + 1, b"v" * 32, tensors),), is_feature)
+
+
+def test_videos_are_placed_in_time_or_refused(served: Served) -> None:
+    if served.kind not in WITH_VIDEOS:
+        tensors = {name: np.zeros((1, 1, 3, 32, 32)) for name in ("pixel_values_videos", "video_grid_thw")}
+        wrong = MediaPrompt([VIDEO_TOKEN], (MediaItem("video", 0, 1, b"v" * 32, tensors),), np.ones(1, bool))
+        with served.engine() as engine, pytest.raises(RequestError, match="and no videos"):
+            engine.generate(wrong, GREEDY)
+        return
+    prompt = video(served.kind)
     # With a cache: tokens behind a long video are placed behind its last time, where a prompt's own text need not be.
-    given: dict[str, Any] = {name: torch.from_numpy(array) for name, array in tensors.items()}
-    given |= {"input_ids": torch.tensor([ids]), "mm_token_type_ids": torch.from_numpy(is_feature).long()[None] * 2}
+    given: dict[str, Any] = {name: torch.from_numpy(array) for name, array in prompt.items[0].tensors.items()}
+    given["input_ids"] = torch.tensor([prompt.prompt_token_ids])
+    if served.kind in VISION_MODELS:
+        given["mm_token_type_ids"] = torch.from_numpy(prompt.is_feature).long()[None] * 2
     expected: list[int] = []
     for _ in range(MAX_TOKENS):
         with torch.no_grad():
@@ -210,40 +295,54 @@ def test_videos_are_placed_in_time(served: Served) -> None:
         expected.append(int(output.logits[0, -1].argmax()))
         given = {"input_ids": torch.tensor([expected[-1:]]), "past_key_values": output.past_key_values}
     with served.engine(max_num_batched_tokens=9) as engine:
-        assert tokens(engine, [prompt, ONE]) == [expected, served.answers[0]]
+        assert tokens(engine, [prompt, served.prompts.one]) == [expected, served.answers[0]]
 
 
-def test_a_text_with_experts_takes_images_too(tmp_path: Path) -> None:
-    model = save_vision_model("qwen3_vl_moe", tmp_path / "model")
+@pytest.mark.slow
+def test_text_is_served_without_images_that_the_self_check_finds_wrong(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from mllm_compile.model.towers.pictures import Pictures  # which imports Transformers
+
+    right = Pictures.said_of
+
+    def darker(self: Any, images: Any, ids: Any) -> Any:
+        said = right(self, images, ids)
+        return said | {"pixel_values": said["pixel_values"] / 2}
+
+    monkeypatch.setattr(Pictures, "said_of", darker)
+    model = save_vision_model("idefics3", tmp_path / "model")
     with Engine(vision_engine_config(tmp_path / "model", tmp_path / "cache")) as engine:
-        assert tokens(engine, [TWO, TEXT]) == [transformers_greedy(model, p, MAX_TOKENS) for p in (TWO, TEXT)]
+        assert "its text is served without images: with two images in a prompt" in caplog.text
+        assert tokens(engine, [TEXT]) == [transformers_greedy(model, TEXT, 6)]
+        with pytest.raises(RequestError, match="the model takes text alone"):
+            engine.generate(Prompts("idefics3").one, GREEDY)
 
 
 @pytest.mark.slow  # two processes, and a program for two ranks
 def test_two_ranks_take_images_which_rank_0_encodes(tmp_path: Path) -> None:
-    model = save_vision_model("qwen3_vl", tmp_path / "model")
-    again = media_prompt([7, 92], LARGE, [93, 20])
-    prompts = [*PROMPTS, again]
-    expected = [transformers_greedy(model, prompt, MAX_TOKENS) for prompt in prompts]
+    model, prompts = save_vision_model("qwen3_vl", tmp_path / "model"), Prompts("qwen3_vl")
+    asked = [*prompts.every, prompts.large_again]
+    expected = [transformers_greedy(model, prompt, MAX_TOKENS) for prompt in asked]
     config = vision_engine_config(tmp_path / "model", tmp_path / "cache", tensor_parallel_size=2)
     with Engine(config) as engine:
-        assert tokens(engine, prompts) == expected
-        assert tokens(engine, [again]) == [expected[-1]]
+        assert tokens(engine, asked) == expected
+        assert tokens(engine, asked[-1:]) == expected[-1:]
 
 
-@pytest.mark.slow  # the pieces of text, text with features and tower: a minute of two cores
-def test_a_compiled_runtime_serves_images_in_a_process_without_transformers(tmp_path: Path) -> None:
-    model = save_vision_model("qwen3_vl", tmp_path / "model")
-    config = vision_engine_config(tmp_path / "model", tmp_path / "cache", "inductor")
-    expected = [transformers_greedy(model, prompt, MAX_TOKENS) for prompt in PROMPTS]
-    with Engine(config) as engine:
-        assert tokens(engine, PROMPTS) == expected
+@pytest.mark.slow  # the pieces of text, text with features and tower: a minute of two cores for each
+@pytest.mark.parametrize("kind", ["qwen3_vl", "gemma3", "mistral3", "idefics3", "llava_onevision"])
+def test_a_compiled_runtime_serves_images_in_a_process_without_transformers(kind: str, tmp_path: Path) -> None:
+    model, prompts = save_vision_model(kind, tmp_path / "model"), Prompts(kind)
+    expected = [transformers_greedy(model, prompt, MAX_TOKENS) for prompt in prompts.every]
+    with Engine(vision_engine_config(tmp_path / "model", tmp_path / "cache", "inductor")) as engine:
+        assert tokens(engine, prompts.every) == expected
     places = [str(tmp_path / name) for name in ("model", "cache")]
     code = (
         "import sys; from pathlib import Path; from mllm_compile import Engine\n"
-        "from tests.e2e.test_images import GREEDY, PROMPTS, tokens, vision_engine_config\n"
+        "from tests.e2e.test_images import Prompts, tokens, vision_engine_config\n"
         f"config = vision_engine_config(*map(Path, {places}), 'inductor')\n"
-        "with Engine(config) as engine: print(tokens(engine, PROMPTS))\n"
+        f"with Engine(config) as engine: print(tokens(engine, Prompts({kind!r}).every))\n"
         "assert not {'transformers', 'torch._dynamo', 'torch._inductor'} & set(sys.modules)\n"
     )
     warm = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

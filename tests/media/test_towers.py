@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ import pytest
 
 from mllm_compile.media.inputs import MediaPrompt
 from mllm_compile.runtime.errors import RequestError
+from mllm_compile.runtime.media.crops import CropTower
 from mllm_compile.runtime.media.grids import GridTower
 from mllm_compile.runtime.media.packed import PackedTower
 from mllm_compile.runtime.media.pictures import PictureTower
@@ -36,8 +37,12 @@ class Case:
     place: str = IMAGE
     features: tuple[int, ...] = (16,)  # of each image that becomes of a picture of 32 by 48
     image_id: int = 1
+    features_of_several: tuple[int, ...] = ()  # of one of several pictures; (): as many
+    videos: dict[str, Any] | None = None
+    features_of_video: tuple[int, ...] = ()  # of what the tower takes of four frames
 
 
+PINPOINTS = [[32, 64], [64, 32], [64, 64]]
 PICTURES = {"feature_width": 8, "image_token_id": 1, "features": 16, "shape": (3, 32, 32), "rows": 16}
 CASES = {
     "llava": Case(
@@ -91,6 +96,25 @@ CASES = {
         PackedTower(merge=2, patch_width=48, channels=3, patch_size=4, feature_width=8, image_token_id=1),
         features=(24,),
     ),
+    "llava_next": Case(
+        {"processor_class": "LlavaNextProcessor", "patch_size": 8, "vision_feature_select_strategy": "full"},
+        {"image_processor_type": "LlavaNextImageProcessor", "image_grid_pinpoints": PINPOINTS}
+        | {"size": {"shortest_edge": 32}, "crop_size": SIZE},
+        {"image_token": IMAGE},
+        CropTower(**PICTURES, pinpoints=tuple(map(tuple, PINPOINTS))),
+        features=(16 + 4 * 7,),
+    ),
+    "llava_onevision": Case(
+        {"processor_class": "LlavaOnevisionProcessor", "num_image_tokens": 16, "vision_aspect_ratio": "anyres_max_1"}
+        | {"vision_feature_select_strategy": "full", "video_token": "<video>"},
+        {"image_processor_type": "LlavaOnevisionImageProcessor", "image_grid_pinpoints": PINPOINTS, "size": SIZE},
+        {"image_token": IMAGE},
+        CropTower(**PICTURES, pinpoints=tuple(map(tuple, PINPOINTS)), most_crops=1, video_token_id=5),
+        features=(16 + 3 * 5,),
+        features_of_several=(17,),
+        videos={"video_processor_type": "LlavaOnevisionVideoProcessor", "size": SIZE},
+        features_of_video=(4, 4, 4, 5),
+    ),
     "glm4v": Case(
         {"processor_class": "Glm4vProcessor"},
         {
@@ -101,8 +125,11 @@ CASES = {
             "size": {"shortest_edge": 256, "longest_edge": 4096},
         },
         {"image_token": IMAGE, "video_token": "<video>"},
-        GridTower(merge=2, patch_width=96, feature_width=8, image_token_id=1),
+        GridTower(merge=2, patch_width=96, feature_width=8, image_token_id=1, video_token_id=1),
         features=(24,),
+        videos={"video_processor_type": "Glm4vVideoProcessor", "patch_size": 4, "merge_size": 2}
+        | {"temporal_patch_size": 2, "size": {"shortest_edge": 256, "longest_edge": 8192}},
+        features_of_video=(24, 24),
     ),
 }
 
@@ -127,8 +154,10 @@ def make_processor(folder: Path, case: Case) -> Any:
         },
         "processor_config.json": case.processor,
         "preprocessor_config.json": case.images,
-        "config.json": {"image_token_id": case.image_id},
+        "config.json": {"image_token_id": case.image_id, "video_token_id": SPECIAL.index("<video>")},
     }
+    if case.videos is not None:
+        files["video_preprocessor_config.json"] = case.videos
     for name, content in files.items():
         (folder / name).write_text(json.dumps(content))
     return MediaProcessor(folder)
@@ -152,18 +181,62 @@ def test_a_picture_becomes_what_the_tower_takes(name: str, tmp_path: Path) -> No
     prompt = processor.prepare(f"a{case.place}b{case.place}c", [first, second], adds_special_tokens=False)
     media = media_of(case, prompt)
     counts = [int(media.is_feature[image.start : image.end].sum()) for image in media.images]
-    assert counts == [*case.features, *case.features]
+    assert counts == [*(case.features_of_several or case.features)] * 2
     assert len({image.digest for image in media.images}) == len(counts)
     for image in media.images:
         assert image.pixels.shape == (case.tower.pixel_rows(image.grid), case.tower.pixel_width)
         assert np.isfinite(image.pixels).all()
     # The same picture has the same keys wherever it is.
     again = media_of(case, processor.prepare(f"{case.place}d", [second], adds_special_tokens=False))
+    if case.features_of_several:
+        assert [image.end - image.start for image in again.images] == [*case.features]
+        assert again.images[0].digest != media.images[1].digest
+        return
     behind = media.images[len(case.features)]
     width = behind.end - behind.start
     assert np.array_equal(
         media.keys[behind.start : behind.end], again.keys[again.images[0].start : again.images[0].start + width]
     )
+
+
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.videos is not None])
+def test_a_video_becomes_what_the_tower_takes_among_pictures(name: str, tmp_path: Path) -> None:
+    pytest.importorskip("torchvision")
+    from mllm_compile.media.decode import Refused
+    from mllm_compile.media.processor import DecodedItem
+
+    case = CASES[name]
+    processor = make_processor(tmp_path, case)
+    picture = DecodedItem("image", "image 0", pixels_of(1)[None])
+    frames = np.stack([pixels_of(seed) for seed in range(4)])
+    video = DecodedItem("video", "video 0", frames, {"fps": 2.0})
+    text = f"a<video>b{case.place}c"
+    media = media_of(case, prompt := processor.prepare(text, [picture, video], adds_special_tokens=False))
+    assert [item.kind for item in prompt.items] == ["video", "image"]
+    assert [int(media.is_feature[one.start : one.end].sum()) for one in media.images] == [
+        *case.features_of_video,
+        *case.features,
+    ]
+    # By token ids with a place each; of a video alone by those with a token a feature, too.
+    ids = processor._encoded(text, False)
+    assert processor.prepare(ids, [picture, video], False).prompt_token_ids == prompt.prompt_token_ids
+    alone = processor.prepare("a<video>b", [video], adds_special_tokens=False)
+    again = processor.prepare(alone.prompt_token_ids, [video], adds_special_tokens=False)
+    assert again.prompt_token_ids == alone.prompt_token_ids and again.items[0].start == alone.items[0].start
+    if name == "glm4v":
+        with pytest.raises(Refused, match="Put one where each image belongs"):
+            processor.prepare([*alone.prompt_token_ids, *[1] * 24], [picture, video], adds_special_tokens=False)
+
+
+def test_a_folder_without_a_processor_of_videos_serves_pictures(tmp_path: Path) -> None:
+    pytest.importorskip("torchvision")
+    from mllm_compile.media.decode import Refused
+    from mllm_compile.media.processor import DecodedItem
+
+    processor = make_processor(tmp_path, replace(CASES["internvl"], videos=None))
+    video = DecodedItem("video", "video 0", pixels_of(0)[None])
+    with pytest.raises(Refused, match="describe no processor of videos"):
+        processor.prepare("<video>", [video], adds_special_tokens=False)
 
 
 def test_a_picture_of_another_size_than_the_towers_is_refused(tmp_path: Path) -> None:

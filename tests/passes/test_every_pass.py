@@ -27,7 +27,9 @@ from mllm_compile.passes.gate_in_recurrences import GateInRecurrences
 from mllm_compile.passes.match import nodes
 from mllm_compile.passes.match.nodes import LINEAR
 from mllm_compile.passes.pipeline import PASSES
+from mllm_compile.passes.scale_keys_and_values import ScaleKeysAndValues
 from mllm_compile.passes.shard import Shard
+from mllm_compile.passes.spread_experts import SpreadExperts
 from mllm_compile.passes.verify import verify_graph
 from mllm_compile.runtime.quantised.scheme import MXFP4, WeightScheme
 from tests.passes.support.graph_builder import (
@@ -503,8 +505,8 @@ def test_a_pass_keeps_numbers_and_values_and_does_nothing_the_second_time(name, 
     assert (step.again, step.is_stable) == (0, True), "the second time it changes the graph"
 
 
-# They change graphs that are told of ranks, or have layers with a state, in tests of their own.
-ELSEWHERE = (Shard, FuseRankSums, GateInRecurrences)
+# They change graphs that are told of ranks or of scales, or have layers with a state, in tests of their own.
+ELSEWHERE = (Shard, SpreadExperts, FuseRankSums, GateInRecurrences, ScaleKeysAndValues)
 
 
 @pytest.mark.parametrize("graph_pass", [one for one in PASSES if one not in ELSEWHERE], ids=lambda one: one.name)

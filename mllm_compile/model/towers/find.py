@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from mllm_compile.model.hf_model import HFModel
 from mllm_compile.model.towers.adapter import TowerAdapter
+from mllm_compile.model.towers.crops import Crops
 from mllm_compile.model.towers.packed_pictures import PackedPictures
 from mllm_compile.model.towers.pictures import Pictures
 from mllm_compile.model.towers.visual_grids import VisualGrids
 
-PROTOCOLS: tuple[type[TowerAdapter], ...] = (VisualGrids, PackedPictures, Pictures)
+PROTOCOLS: tuple[type[TowerAdapter], ...] = (VisualGrids, PackedPictures, Crops, Pictures)
 
 
 def tower_adapter(hf_model: HFModel) -> TowerAdapter | None:

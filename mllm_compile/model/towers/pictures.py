@@ -24,7 +24,7 @@ from mllm_compile.model.trace import Trace, sized
 from mllm_compile.runtime.media.pictures import PictureTower
 from mllm_compile.runtime.media.tower import MAX_FEATURES, Grid
 
-_SAMPLE_PICTURES = 3
+SAMPLE_PICTURES = 3
 
 
 class Pictures(TowerAdapter):
@@ -37,14 +37,14 @@ class Pictures(TowerAdapter):
         base: Any = getattr(hf_model.model, "model", None)
         if not hasattr(base, "get_image_features"):
             return None
-        return cls(hf_model, _facts(hf_model, base))
+        return cls(hf_model, picture_tower(hf_model, base))
 
     def trace_tower(self, device: str) -> Trace:
         """Inputs: `pixel_values` [F pictures, pixel_width], `cu_seqlens` [F + 1]."""
         base: Any = self.hf_model.model.model
         inputs = {
-            "pixel_values": sized("F", (_SAMPLE_PICTURES, self.facts.pixel_width), self.hf_model.model.dtype, device),
-            "cu_seqlens": sized("cu_seqlens", (_SAMPLE_PICTURES + 1,), torch.int32, device),
+            "pixel_values": sized("F", (SAMPLE_PICTURES, self.facts.pixel_width), self.hf_model.model.dtype, device),
+            "cu_seqlens": sized("cu_seqlens", (SAMPLE_PICTURES + 1,), torch.int32, device),
         }
         with packed(tower_of_pictures(base), PICTURES_IMPLEMENTATION):
             return traced_tower(self.hf_model, _Tower(base, self.facts.shape), inputs, device)
@@ -55,7 +55,12 @@ class Pictures(TowerAdapter):
         return {"pixel_values": pixels[None] if has_connector(self.hf_model.model.model) else pixels, **kinds}
 
 
-def _facts(hf_model: HFModel, base: Any) -> PictureTower:
+def picture_tower(hf_model: HFModel, base: Any) -> PictureTower:
+    """Facts of the tower in a model's base.
+
+    Raises:
+        UnsupportedModelError: its pictures have no size, or it does not run on them alone.
+    """
     config, tower = hf_model.model.config, tower_of_pictures(base)
     vision = getattr(tower, "config", None)
     token = getattr(config, "image_token_id", None)

@@ -96,8 +96,7 @@ def grid_tower(hf_model: HFModel) -> GridTower | None:
         side = int(table.num_positions**0.5)
         if table.interpolated_method != "bicubic":
             raise refusal(f"its table of places is interpolated by {table.interpolated_method!r}, not 'bicubic'")
-    # Where a video's frames stand for the same token as images do, only images are told apart.
-    has_videos = config.video_token_id is not None and not hasattr(config, "video_start_token_id")
+    video_token = config.image_token_id if _has_frames_as_images(base) else config.video_token_id
     window = getattr(tower, "window_size", 0) // tower.spatial_merge_size // vision.patch_size
     return GridTower(
         merge=tower.spatial_merge_size,
@@ -108,9 +107,15 @@ def grid_tower(hf_model: HFModel) -> GridTower | None:
         bicubic=table is not None,
         align_corners=getattr(tower, "interpolation_align_corners", False),
         image_token_id=config.image_token_id,
-        video_token_id=config.video_token_id if has_videos else -1,
+        video_token_id=-1 if video_token is None else video_token,
         ticks_per_second=int(getattr(vision, "tokens_per_second", 0)),
     )
+
+
+def _has_frames_as_images(base: Any) -> bool:
+    """True if the features of a video's frames go where images' tokens are (GLM-4V)."""
+    look_for = inspect.getsource(type(base).get_placeholder_mask)
+    return "special_video_mask = input_ids == self.config.image_token_id" in look_for
 
 
 class _Tower(torch.nn.Module):

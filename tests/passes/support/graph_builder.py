@@ -19,6 +19,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 import mllm_compile.runtime.ops.varlen.ops  # noqa: F401  (defines torch.ops.mllm.varlen_attention)
 from mllm_compile.passes.base import (
     ATTENTION_LAYERS,
+    EXPERT_RANKS,
     PACKED_WEIGHTS,
     QUANTISED_TENSORS,
     SMALL_WEIGHTS,
@@ -246,6 +247,7 @@ def _run(gm: fx.GraphModule, call_graph: Callable[..., Any], num_tokens: int, se
         "cu_seqlens": torch.tensor([0, num_tokens], dtype=torch.int32),
         "logits_indices": torch.tensor([0, num_tokens - 1]),
     }
+    inputs["all_slots"] = inputs["slots"].repeat(gm.meta.get(EXPERT_RANKS, 1))
     values = [_value(node, gm, inputs) for node in gm.graph.nodes if node.op == "placeholder"]
     layers = {
         spec.name: AttentionLayer.of(spec, {spec.sinks: weight_values(str(spec.sinks), (spec.num_heads,))})

@@ -20,7 +20,7 @@ from mllm_compile.runtime.ops.expert_tiles import ops as tile_ops  # noqa: F401 
 from mllm_compile.runtime.ops.expert_tiles.shapes import BLOCK
 from mllm_compile.runtime.ops.experts import linear as experts  # noqa: F401  (defines the trace's op)
 from mllm_compile.runtime.ops.experts import quantised as quantised_experts  # noqa: F401  (defines the op)
-from mllm_compile.runtime.ops.experts.shapes import ONE_ROW, SOFTMAX_OF_ALL, SOFTMAX_OF_CHOSEN, most_blocks
+from mllm_compile.runtime.ops.experts.shapes import ELSEWHERE, ONE_ROW, SOFTMAX_OF_ALL, SOFTMAX_OF_CHOSEN, most_blocks
 from mllm_compile.runtime.ops.few_tokens_shapes import num_norm_blocks
 from mllm_compile.runtime.ops.gated_linear import ops as gated_ops  # noqa: F401  (defines the op)
 from mllm_compile.runtime.ops.stream_experts import ops as stream_expert_ops  # noqa: F401  (defines the ops)
@@ -210,7 +210,7 @@ def choose_experts(scores, num_chosen, softmax, renormalise):
 
 def order_experts(ids, slots, num_experts, block, most_rows):
     """Blocks of rows, of each expert and then of none, as the kernel makes them."""
-    is_padding = (slots <= 0).repeat_interleave(ids.shape[1])
+    is_padding = (slots <= 0).repeat_interleave(ids.shape[1]) | (ids.reshape(-1) == ELSEWHERE)
     flat = torch.where((ids.reshape(-1) < 0) | (ids.reshape(-1) >= num_experts), num_experts, ids.reshape(-1))
     owners = torch.where(is_padding, num_experts, flat)
     num_blocks = most_blocks(len(flat), num_experts, block)
