@@ -32,8 +32,12 @@ from torch.profiler import ProfilerActivity, profile
 from mllm_compile import Engine, EngineConfig, SamplingParams
 from mllm_compile.engine.requests import RequestBuilder
 from mllm_compile.process.console import print_table
+from mllm_compile.runtime.attention.flashinfer.prefill import CapturedPrefill
 from mllm_compile.runtime.attention.flashinfer_backend import FlashInferAttnBackend
+from mllm_compile.runtime.attention.split.split_decode import SplitDecodeSpace
 from mllm_compile.runtime.cuda_graph.graph_runner import GraphRunner
+from mllm_compile.runtime.cuda_graph.step_inputs import StepInputs
+from mllm_compile.runtime.memory_pool import ReqToTokenPool
 from mllm_compile.runtime.model_runner import ModelRunner
 from mllm_compile.runtime.sampling.sampler import Sampler
 from mllm_compile.runtime.schedule.scheduler import Scheduler
@@ -46,11 +50,16 @@ PARTS: tuple[tuple[int, type, str], ...] = (
     (0, StepRunner, "submit"),
     (1, StepRunner, "_plan"),
     (1, StepRunner, "_upload"),
+    (2, StepInputs, "upload"),
+    (2, ReqToTokenPool, "write_page_slots"),
     (1, StepRunner, "_forward_batch"),
     (1, ModelRunner, "forward"),
     (2, FlashInferAttnBackend, "runs_well_captured"),
     (2, GraphRunner, "_replay_mixed"),
     (3, FlashInferAttnBackend, "init_forward_metadata_replay_mixed"),
+    (4, SplitDecodeSpace, "list_pages"),
+    (4, CapturedPrefill, "plan"),
+    (3, torch.cuda.CUDAGraph, "replay"),
     (2, GraphRunner, "_run_pieces"),
     (3, FlashInferAttnBackend, "init_forward_metadata"),
     (2, ModelRunner, "run_head"),

@@ -106,12 +106,13 @@ def offsets(lengths: np.ndarray) -> torch.Tensor:
     return torch.from_numpy(np.concatenate(([0], np.cumsum(lengths))).astype(np.int32))
 
 
-def graph_us(run: Callable[[], object]) -> float:
+def graph_us(run: Callable[[], object], launches: int = LAUNCHES) -> float:
+    """µs of one launch, of `launches` in a graph."""
     run()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        for _ in range(LAUNCHES):
+        for _ in range(launches):
             run()
     graph.replay()
     times = []
@@ -121,7 +122,7 @@ def graph_us(run: Callable[[], object]) -> float:
         graph.replay()
         end.record()
         end.synchronize()
-        times.append(start.elapsed_time(end) / LAUNCHES * 1e3)
+        times.append(start.elapsed_time(end) / launches * 1e3)
     return statistics.median(times)
 
 

@@ -19,6 +19,7 @@ from mllm_compile.runtime.quantised.scheme import WeightScheme
 SMALL_WEIGHTS = "small_weights"  # SmallWeights; without it no weight is quantised
 
 CACHE_DTYPE = "cache_dtype"  # torch.dtype of the KV cache; without it the model's
+CACHE_SCALES = "cache_scales"  # dict: weight name → CacheScales, of each weight of an attention that has some
 
 # Keys of gm.meta that passes fill for the compiler's driver.
 PACKED_WEIGHTS = "packed_weights"  # dict: packed weight name → tuple of PackedPart, in row order
@@ -26,9 +27,11 @@ ATTENTION_LAYERS = "attention_layers"  # list of LayerSpec, in layer order
 STATE_LAYERS = "state_layers"  # list of StateLayer, in layer order
 PACKED_LAYERS = "packed_layers"  # list of PackedLayer, in layer order
 RANKS = "ranks"  # int: over how many ranks `shard` cuts the graph
+EXPERT_RANKS = "expert_ranks"  # int: over how many ranks `spread_experts` deals experts
 IS_CONSTANT = "is_constant"  # node.meta: the placeholder is of what no checkpoint holds, which is not cut
 WEIGHT_CUTS = "weight_cuts"  # dict: weight name → tuple of WeightCut, of each weight that ranks have parts of
 QUANTISED_TENSORS = "quantised_tensors"  # dict: name of a weight input → QuantisedTensor
+WEIGHT_FACTORS = "weight_factors"  # dict: weight name → WeightFactor, of each weight that is scaled while it is read
 SMALL_FORMS = "small_forms"  # dict: piece → {most tokens: name of the submodule that is its form for so many}
 
 # node.meta key of the placeholders that a piece which writes KV itself has last: (which of CACHE_INPUTS, the layer's
@@ -62,6 +65,7 @@ class PassTarget:
         hopper_decode: compile.hopper_decode.
         counts_experts: runtime.expert_stats.
         num_ranks: runtime.tensor_parallel_size.
+        num_expert_ranks: runtime.expert_parallel_size.
         dtype: the model's, and kv_cache_dtype that of the KV cache; torch's names.
         attention_backend: runtime.attention_backend.
         deterministic: runtime.deterministic.
@@ -76,6 +80,7 @@ class PassTarget:
     kv_cache_dtype: str
     counts_experts: bool = False
     num_ranks: int = 1
+    num_expert_ranks: int = 1
     attention_backend: str = "torch"
     deterministic: bool = False
     split_decode: bool = True
@@ -134,6 +139,22 @@ def part_of_rank(tensor: Any, cuts: tuple[WeightCut, ...], rank: int) -> Any:
     for cut in cuts:
         tensor = cut.part(tensor, rank)
     return tensor
+
+
+@dataclass(frozen=True)
+class CacheScales:
+    """The names of a checkpoint's scales of an attention's keys and values; None where it has none."""
+
+    keys: str | None
+    values: str | None
+
+
+@dataclass(frozen=True)
+class WeightFactor:
+    """The scale of a checkpoint, by its name, that a weight is multiplied with, or divided by."""
+
+    scale: str
+    is_divided: bool
 
 
 @dataclass(frozen=True)

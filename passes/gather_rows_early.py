@@ -11,7 +11,7 @@ import torch
 from torch import fx
 from torch.nn import functional
 
-from mllm_compile.passes.base import HEAD_INPUT, GraphPass, PassResult
+from mllm_compile.passes.base import HEAD_INPUT, GraphPass, PassResult, PassTarget
 from mllm_compile.passes.match.layer_kinds import is_layer
 from mllm_compile.passes.match.nodes import (
     LINEAR,
@@ -45,6 +45,10 @@ class GatherRowsEarly(GraphPass):
     """
 
     name: ClassVar[str] = "gather_rows_early"
+
+    @classmethod
+    def obstacle(cls, target: PassTarget) -> str | None:
+        return None if target.num_expert_ranks == 1 else "experts take as many tokens of each rank"
 
     def __call__(self, gm: fx.GraphModule) -> PassResult:
         before = len(gm.graph.nodes)

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch import fx
 
-from mllm_compile.passes.base import SMALL_FORMS, GraphPass, PassResult
+from mllm_compile.passes.base import EXPERT_RANKS, SMALL_FORMS, GraphPass, PassResult
 from mllm_compile.passes.forms import copy_of
 from mllm_compile.passes.match.experts import match_expert_linear
 from mllm_compile.passes.match.linear import match_silu_mul
@@ -62,8 +62,9 @@ class GroupExperts(GraphPass):
             piece: Any = gm.get_submodule(name)
             if any(_expert_linears(piece.graph)):
                 _add_forms(gm, name)
-                give_slots(gm, name)
-                matches += sum(_group(form, most) for form, most in _with_forms(gm, name))
+                num_ranks = gm.meta.get(EXPERT_RANKS, 1)  # of as many ranks' tokens, if experts are spread
+                give_slots(gm, name, num_ranks)
+                matches += sum(_group(form, most, num_ranks) for form, most in _with_forms(gm, name))
         return PassResult(gm, matches, before, len(gm.graph.nodes))
 
 
@@ -88,10 +89,11 @@ def _with_forms(gm: fx.GraphModule, name: str) -> Iterator[tuple[Any, int | None
         yield gm.get_submodule(form), size
 
 
-def _group(piece: fx.GraphModule, most_tokens: int | None) -> int:
+def _group(piece: fx.GraphModule, most_tokens: int | None, num_ranks: int) -> int:
     """Groups the linears of one piece or form; returns how many there were."""
     graph = piece.graph
-    slots = slots_in(graph)
+    slots = slots_in(graph, num_ranks)
+    most_tokens = most_tokens and most_tokens * num_ranks
     orders: dict[tuple[fx.Node, int], tuple[fx.Node, fx.Node | None]] = {}
     linears: list[Any] = list(_expert_linears(graph))
     for node in linears:

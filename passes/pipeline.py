@@ -16,6 +16,7 @@ from pathlib import Path
 from torch import fx
 
 from mllm_compile.passes.absorb_latents import AbsorbLatents
+from mllm_compile.passes.attend_segments import AttendSegments
 from mllm_compile.passes.base import GraphPass, PassResult, PassTarget
 from mllm_compile.passes.canonicalise import Canonicalise
 from mllm_compile.passes.choose_experts import ChooseExperts
@@ -24,6 +25,7 @@ from mllm_compile.passes.deduplicate_pieces import DeduplicatePieces
 from mllm_compile.passes.dequantise_weights import DequantiseWeights
 from mllm_compile.passes.fuse_few_tokens import FuseFewTokens
 from mllm_compile.passes.fuse_gated_linear import FuseGatedLinear
+from mllm_compile.passes.fuse_gelu import FuseGelu
 from mllm_compile.passes.fuse_rank_sums import FuseRankSums
 from mllm_compile.passes.fuse_rope_cache import FuseRopeCache
 from mllm_compile.passes.fuse_silu_mul import FuseSiluMul
@@ -41,8 +43,10 @@ from mllm_compile.passes.pad_linears import PadLinears
 from mllm_compile.passes.quantise_activations import QuantiseActivations
 from mllm_compile.passes.quantise_linears import QuantiseLinears
 from mllm_compile.passes.rotate_in_attention import RotateInAttention
+from mllm_compile.passes.scale_keys_and_values import ScaleKeysAndValues
 from mllm_compile.passes.shard import Shard
 from mllm_compile.passes.split_at_attention import SplitAtAttention
+from mllm_compile.passes.spread_experts import SpreadExperts
 from mllm_compile.passes.stream_experts import StreamExperts
 from mllm_compile.passes.stream_linears import StreamLinears
 from mllm_compile.passes.sum_experts import SumExperts
@@ -54,15 +58,19 @@ PASSES: tuple[type[GraphPass], ...] = (
     Canonicalise,  # sizes and names, no writes, one spelling an operation
     MultiplyOuterProducts,  # the angles of rotary positions need no GEMM
     MultiplyPatches,  # of images: a convolution that covers each patch is a linear
+    ScaleKeysAndValues,  # of a KV cache in fp8: the checkpoint's scales go into the weights around attention
     Shard,  # over ranks: each has a part of the heads, the features and the vocabulary
+    SpreadExperts,  # over ranks, each of which has its own tokens
     AbsorbLatents,  # latent attention over the latents, which are all that is cached
     QuantiseLinears,  # weights in eight or four bits stay so in memory
     PackProjections,  # q, k, v and gate, up as one GEMM each
     PadLinears,  # of towers: rows that tensor cores read at their full rate
+    FuseGelu,  # of towers: a product that ends with its activation
     GateInRecurrences,  # recurrences make their gates of what projections give
     PadHeads,  # heads as wide as those that attention kernels are made for
     # From here on attention is the runtime's op, and layers have names and parameters.
     LowerAttention,
+    AttendSegments,  # of towers: attention by a kernel for Hopper's tensor cores
     FuseRopeCache,  # norms and rotation of q and k and the write into the KV cache as one kernel before attention
     RotateInAttention,  # attention is told what that kernel makes q and k of: decodes do without it
     GatherRowsEarly,  # of the last layer only the rows whose logits are wanted
@@ -93,7 +101,9 @@ OF_TOWERS = frozenset(
         MultiplyPatches.name,
         PackProjections.name,
         PadLinears.name,
+        FuseGelu.name,
         LowerAttention.name,
+        AttendSegments.name,
         SplitAtAttention.name,
         DeduplicatePieces.name,
     }

@@ -11,7 +11,7 @@ from torch import fx
 from mllm_compile.passes.base import NO_CUDA_COMPILER, SMALL_FORMS, GraphPass, PassResult, PassTarget
 from mllm_compile.passes.forms import add_forms
 from mllm_compile.passes.fuse_few_tokens import LinearOps, few_token_form
-from mllm_compile.passes.match.linear import match_linear, match_small_linear
+from mllm_compile.passes.match.linear import is_of_step, match_linear, match_small_linear
 from mllm_compile.passes.match.nodes import LINEAR, is_call, is_op
 from mllm_compile.passes.match.quantised import QuantisedLinear
 from mllm_compile.runtime.ops.stream_linear.shapes import (
@@ -79,7 +79,7 @@ def _form(piece: fx.GraphModule, tokens: int) -> fx.GraphModule | None:
     """The piece's form; None also where a linear would be left to the library, which is slow with few tokens."""
     ops = streamed(tokens)
     linears = [node for node in piece.graph.nodes if is_call(node, LINEAR) or is_op(node, "quantised_linear")]
-    return few_token_form(piece, ops) if all(ops.match(node) for node in linears) else None
+    return few_token_form(piece, ops) if all(ops.match(node) for node in linears if is_of_step(node)) else None
 
 
 def _drop_slower_forms(gm: fx.GraphModule) -> None:

@@ -9,19 +9,24 @@ from torch import fx
 from mllm_compile.passes.base import CACHE_INPUT, SMALL_FORMS
 from mllm_compile.passes.match.nodes import input_node
 
-_INPUT = "slots"  # of the program; in graphs and pieces it is called
-_NAME = "token_slots"
+# Inputs of the program; in graphs and pieces they are called the same, behind "token_".
+_SLOTS = "slots"
+_ALL_SLOTS = "all_slots"  # [N*T] int64, those of N ranks one behind another
 
 
-def give_slots(gm: fx.GraphModule, piece_name: str) -> None:
+def give_slots(gm: fx.GraphModule, piece_name: str, num_ranks: int = 1) -> None:
     """Gives the piece, its forms and its callers the slots, ahead of what a piece that writes the cache has last.
 
     One that has them is left as it is.
+
+    Args:
+        num_ranks: of so many ranks' tokens.
     """
     forms = [piece_name, *gm.meta.get(SMALL_FORMS, {}).get(piece_name, {}).values()]
-    if any(node.target == _NAME for node in _placeholders(gm, piece_name)):
+    name = _name(num_ranks)
+    if any(node.target == name for node in _placeholders(gm, piece_name)):
         return
-    slots = _slots_of(gm)
+    slots = _slots_of(gm, num_ranks)
     calls: list[Any] = list(gm.graph.find_nodes(op="call_module", target=piece_name))
     at = next((index for index, arg in enumerate(calls[0].args) if CACHE_INPUT in arg.meta), len(calls[0].args))
     for call in calls:
@@ -29,12 +34,16 @@ def give_slots(gm: fx.GraphModule, piece_name: str) -> None:
     for form in forms:
         placeholders = _placeholders(gm, form)
         with placeholders[0].graph.inserting_after(placeholders[at - 1]):
-            placeholders[0].graph.placeholder(_NAME).meta["val"] = slots.meta["val"]
+            placeholders[0].graph.placeholder(name).meta["val"] = slots.meta["val"]
 
 
-def slots_in(graph: fx.Graph) -> fx.Node:
-    """The slots [T] int64 in a piece that has been given them."""
-    return next(node for node in graph.find_nodes(op="placeholder") if node.target == _NAME)
+def slots_in(graph: fx.Graph, num_ranks: int = 1) -> fx.Node:
+    """The slots [num_ranks * T] int64 in a piece that has been given them."""
+    return next(node for node in graph.find_nodes(op="placeholder") if node.target == _name(num_ranks))
+
+
+def _name(num_ranks: int) -> str:
+    return f"token_{_SLOTS if num_ranks == 1 else _ALL_SLOTS}"
 
 
 def _placeholders(gm: fx.GraphModule, piece_name: str) -> list[fx.Node]:
@@ -42,14 +51,16 @@ def _placeholders(gm: fx.GraphModule, piece_name: str) -> list[fx.Node]:
     return list(piece.graph.find_nodes(op="placeholder"))
 
 
-def _slots_of(gm: fx.GraphModule) -> fx.Node:
+def _slots_of(gm: fx.GraphModule, num_ranks: int) -> fx.Node:
     """The batch input with each token's slot; adds it to the graph if it has none."""
     placeholders = gm.graph.find_nodes(op="placeholder")
+    input_name = _SLOTS if num_ranks == 1 else _ALL_SLOTS
     for node in placeholders:
-        if node.meta.get("input_name") == _INPUT and CACHE_INPUT not in node.meta:
+        if node.meta.get("input_name") == input_name and CACHE_INPUT not in node.meta:
             return node
     with gm.graph.inserting_before(placeholders[-1].next):
-        slots = gm.graph.placeholder(_NAME)
-    slots.meta["input_name"] = _INPUT
-    slots.meta["val"] = input_node(gm, "input_ids").meta["val"]
+        slots = gm.graph.placeholder(_name(num_ranks))
+    slots.meta["input_name"] = input_name
+    of_tokens = input_node(gm, "input_ids").meta["val"]
+    slots.meta["val"] = of_tokens.new_empty(num_ranks * of_tokens.shape[0])
     return slots

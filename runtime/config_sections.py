@@ -38,6 +38,7 @@ class RuntimeSection:
 
     device: str
     tensor_parallel_size: int = 1
+    expert_parallel_size: int = 1
     distributed_executor_backend: Literal["mp", "ray"] = "mp"
     attention_backend: BackendName
     page_size: int
@@ -55,3 +56,15 @@ class RuntimeSection:
     # Defaults, for runtimes from before there were such keys.
     max_step_ms: MaxStepMs = "none"
     cascade_attention: bool = False
+    copy_prefix: bool = False
+    divide_prefix: bool = False
+
+    @property
+    def num_ranks(self) -> int:
+        """Processes that a model is spread over; only one of the two sizes is more than 1."""
+        return max(self.tensor_parallel_size, self.expert_parallel_size)
+
+    @property
+    def max_requests_of_ranks(self) -> int:
+        """Most requests in one step on all ranks together; where experts are spread each rank has its own."""
+        return self.max_running_requests * self.expert_parallel_size

@@ -13,10 +13,12 @@ from enum import IntEnum
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from torch.nn import functional
 
 from mllm_compile.runtime.media.tower import Grid
 
 if TYPE_CHECKING:
+    from mllm_compile.runtime.graph_mode import DPMetadata
     from mllm_compile.runtime.memory_pool import KVPool, ReqToTokenPool
 
 
@@ -106,6 +108,7 @@ class ForwardBatch:
     pixel_values: torch.Tensor | None = None
     image_grid_thw: Sequence[Grid] | None = None
     rope_lens: torch.Tensor | None = None  # [T] int64, as TokenInputs has them; None: zeros
+    dp_metadata: DPMetadata | None = None  # of ranks with requests of their own
     return_logprob: bool = False
     top_logprobs_nums: list[int] | None = None
     common_attn_metadata: Any = None  # CommonAttentionMetadata.of(batch), once that was asked for
@@ -123,6 +126,7 @@ class TokenInputs:
     Attributes:
         rope_lens: lengths that a token's RoPE is at least for, where it follows those of requests: of a prompt, 0 of
             decodes, which go by their position alone.
+        all_slots: [N * T] of N ranks that exchange tokens, 0 for padding.
     """
 
     input_ids: torch.Tensor
@@ -131,6 +135,7 @@ class TokenInputs:
     media: MediaInputs | None = None
     mrope_positions: torch.Tensor | None = None
     rope_lens: torch.Tensor | None = None
+    all_slots: torch.Tensor | None = None
 
     @property
     def by_name(self) -> dict[str, torch.Tensor]:
@@ -138,6 +143,8 @@ class TokenInputs:
         found = {"input_ids": self.input_ids, "positions": self.positions, "slots": self.out_cache_loc}
         if self.rope_lens is not None:
             found["rope_lens"] = self.rope_lens
+        if self.all_slots is not None:
+            found["all_slots"] = self.all_slots
         if self.mrope_positions is not None:
             found["positions"] = self.mrope_positions
         if self.media is not None:
@@ -148,6 +155,15 @@ class TokenInputs:
     def of(cls, batch: ForwardBatch) -> TokenInputs:
         given = batch.input_ids, batch.positions, batch.out_cache_loc
         return cls(*given, batch.media, batch.mrope_positions, batch.rope_lens)
+
+    def padded(self, num_tokens: int) -> TokenInputs:
+        """The inputs with padding up to so many tokens: token 0 at position 0, in slot 0."""
+        more = num_tokens - self.input_ids.shape[0]
+        ids, positions, slots = (
+            functional.pad(value, (0, more)) for value in (self.input_ids, self.positions, self.out_cache_loc)
+        )
+        rope_lens = None if self.rope_lens is None else functional.pad(self.rope_lens, (0, more))
+        return TokenInputs(ids, positions, slots, self.media, self.mrope_positions, rope_lens)
 
 
 @dataclass(frozen=True)

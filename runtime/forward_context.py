@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from mllm_compile.runtime.graph_mode import BatchDescriptor, CUDAGraphMode
+from mllm_compile.runtime.graph_mode import BatchDescriptor, CUDAGraphMode, DPMetadata
 
 if TYPE_CHECKING:
     # A layer between pieces, an AttentionLayer or a StateLayer, and the batch as its op reads it, an AttentionMetadata
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "BatchDescriptor",
+    "DPMetadata",
     "ForwardContext",
     "ForwardTimes",
     "get_forward_context",
@@ -47,6 +48,7 @@ class ForwardContext:
     slot_mapping: Mapping[str, torch.Tensor]  # layer name → [T] int64: the KV slot that each token is written to
     cudagraph_runtime_mode: CUDAGraphMode = CUDAGraphMode.NONE
     batch_descriptor: BatchDescriptor | None = None
+    dp_metadata: DPMetadata | None = None  # of ranks with requests of their own; None: of a capture, or there are none
     skip_compiled: bool = False  # call the eager model
     # Names of the layers of experts, and whose turn it is; handed out in order, so that none stands in a graph.
     all_moe_layers: Sequence[str] | None = None
@@ -155,6 +157,7 @@ def set_forward_context(
     num_tokens: int,
     cudagraph_runtime_mode: CUDAGraphMode = CUDAGraphMode.NONE,
     batch_descriptor: BatchDescriptor | None = None,
+    dp_metadata: DPMetadata | None = None,
     skip_compiled: bool = False,
     expert_counts: Mapping[str, torch.Tensor] | None = None,
     additional_kwargs: dict[str, Any] | None = None,
@@ -178,6 +181,7 @@ def set_forward_context(
         slot_mapping=slot_mapping,
         cudagraph_runtime_mode=cudagraph_runtime_mode,
         batch_descriptor=batch_descriptor,
+        dp_metadata=dp_metadata,
         skip_compiled=skip_compiled,
         all_moe_layers=None if expert_counts is None else tuple(expert_counts),
         expert_counts=expert_counts,

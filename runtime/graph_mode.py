@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
+from typing import TYPE_CHECKING
 
 from mllm_compile.runtime.errors import ConfigError
+
+if TYPE_CHECKING:
+    import torch
 
 
 class CUDAGraphMode(Enum):
@@ -59,3 +63,29 @@ class BatchDescriptor:
     has_lora: bool = False
     num_active_loras: int = 0
     cascade: bool = False  # decodes that begin with the same pages
+
+
+@dataclass(frozen=True, slots=True)
+class DPMetadata:
+    """The tokens of a step on ranks that have requests of their own, and exchange tokens for their experts.
+
+    All run the step with as many tokens as the largest has, padding included, and so pick the same graph; a rank
+    without requests computes a token of the dummy row.
+
+    Attributes:
+        num_tokens_across_dp: of each rank, without padding.
+    """
+
+    num_tokens_across_dp: tuple[int, ...]
+
+    @property
+    def max_tokens_across_dp(self) -> int:
+        """Tokens of the rank that has most; at least one."""
+        return max(1, *self.num_tokens_across_dp)
+
+    def mark_tokens(self, places: torch.Tensor) -> None:
+        """Makes places [N * T] int64, of T tokens of each of N ranks with padding, 1 where there are tokens, else 0."""
+        parts = places.view(len(self.num_tokens_across_dp), -1)
+        places.zero_()
+        for part, count in zip(parts, self.num_tokens_across_dp, strict=True):
+            part[:count].fill_(1)

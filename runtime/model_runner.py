@@ -11,6 +11,7 @@ import gc
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -43,13 +44,18 @@ from mllm_compile.runtime.forward_batch import (
     MediaInputs,
     TokenInputs,
 )
-from mllm_compile.runtime.forward_context import BatchDescriptor, ForwardContext, ForwardTimes, set_forward_context
-from mllm_compile.runtime.graph_mode import CUDAGraphMode
+from mllm_compile.runtime.forward_context import (
+    BatchDescriptor,
+    ForwardContext,
+    ForwardTimes,
+    set_forward_context,
+)
+from mllm_compile.runtime.graph_mode import CUDAGraphMode, DPMetadata
 from mllm_compile.runtime.media.feature_pool import FeaturePool
 from mllm_compile.runtime.media.tower import FEATURES_OF_A_RUN, MAX_FEATURES, Grid
 from mllm_compile.runtime.media.tower_inputs import tower_inputs
 from mllm_compile.runtime.memory_pool import GDNPool, KVPool, ReqToTokenPool
-from mllm_compile.runtime.program.executor import Segments
+from mllm_compile.runtime.program.executor import ProgramExecutor, Segments
 from mllm_compile.runtime.program.loaded import Executor, LoadedModel, ModelSource
 from mllm_compile.runtime.runner_config import RunnerConfig
 from mllm_compile.runtime.sampling.row_state import RowState
@@ -149,6 +155,9 @@ class ModelRunner:
         self._state_metadata_builder = StateMetadataBuilder(model.state_layers, self.config)
         interval_s = self.config.forward_times_interval_s
         self.forward_times = ForwardTimes(interval_s, self.device) if interval_s > 0 else None
+        if self.num_deals > 1 and isinstance(model.executor, ProgramExecutor):
+            # What layers leave of padding goes on into experts, and as keys into the dummy page: it must be finite.
+            model.executor.set_output_buffers(_zeros)
         self.expert_counts: dict[str, torch.Tensor] | None = None
         if self.config.runtime.expert_stats:
             self.expert_counts = {
@@ -161,9 +170,9 @@ class ModelRunner:
         overrules the measurement."""
         runtime, num_pages = self.config.runtime, self.config.num_pages
         max_context_len = -(-runtime.max_model_len // runtime.page_size) * runtime.page_size
-        num_rows = runtime.max_running_requests + 1
+        num_rows = runtime.max_requests_of_ranks + 1
         check_table_fits(num_rows * max_context_len * torch.int32.itemsize, runtime, self.device)
-        self.req_to_token_pool = ReqToTokenPool(runtime.max_running_requests, max_context_len, self.device)
+        self.req_to_token_pool = ReqToTokenPool(num_rows - 1, max_context_len, self.device)
         self.row_state = RowState(num_rows, self.vocab_size, self.device)
         num_states = num_rows + self.num_snapshots
         check_states_fit(num_states * self.state_bytes_per_request, runtime, self.device)
@@ -178,6 +187,11 @@ class ModelRunner:
         """True if all steps run the program that takes features: in the deterministic mode no number may go by which of
         two a step runs."""
         return self.config.runtime.deterministic and self.model.media is not None
+
+    @property
+    def num_deals(self) -> int:
+        """Ranks that requests are dealt to, each of which has a part of the experts; 1: there are no such ranks."""
+        return self.config.runtime.expert_parallel_size
 
     @property
     def feature_bytes(self) -> int:
@@ -236,6 +250,8 @@ class ModelRunner:
         graphs = self.config.cudagraph
         mode, mixed_tokens = CUDAGraphMode.from_name(graphs.mode), graphs.mixed_tokens
         obstacle = self.attn_backend.mixed_obstacle if mixed_tokens else None
+        if mixed_tokens and self.num_deals > 1:
+            obstacle = "ranks with requests of their own have a kind of step each"
         if obstacle and graphs.mixed_tokens_asked:
             raise ConfigError(
                 f"cudagraph.mixed_tokens is {list(mixed_tokens)}, but steps with prompts cannot be captured whole: "
@@ -244,11 +260,15 @@ class ModelRunner:
         if obstacle:
             logger.info("steps with prompts are not captured whole: %s", obstacle)
             mixed_tokens = ()
-        cascades = [size for size in graphs.decode_requests if _is_captured_as_cascade(size)]
-        has_cascades = self.config.runtime.cascade_attention and self.attn_backend.captures_cascade
-        return GraphDispatcher(
-            mode, graphs.piecewise_tokens, graphs.decode_requests, mixed_tokens, cascades if has_cascades else ()
-        )
+        cascades = [size for size in graphs.decode_requests if self._is_captured_as_cascade(size)]
+        return GraphDispatcher(mode, graphs.piecewise_tokens, graphs.decode_requests, mixed_tokens, cascades)
+
+    def _is_captured_as_cascade(self, num_requests: int) -> bool:
+        """True for powers of two that may pay: a cascade takes as long for all requests of a tile."""
+        runtime, backend = self.config.runtime, self.attn_backend
+        is_power = num_requests & (num_requests - 1) == 0
+        has_cascades = runtime.cascade_attention and backend.captures_cascade
+        return has_cascades and is_power and backend.cascade_pays(num_requests, runtime.max_model_len, True)
 
     def shutdown(self) -> None:
         """Give all memory back, as far as the device answers; the runner cannot be used any more."""
@@ -355,9 +375,10 @@ class ModelRunner:
         """
         new = extend_seq_lens.cpu() if extend_seq_lens_cpu is None else extend_seq_lens_cpu
         prefix = extend_prefix_lens.cpu() if extend_prefix_lens_cpu is None else extend_prefix_lens_cpu
-        starts_cpu = torch.cumsum(new, 0, dtype=torch.int32) - new
+        lengths = new.numpy()  # numpy takes a third of torch's time for as few numbers, and the GPU waits
+        seq_lens_np = prefix.numpy() + lengths
         if positions is None:
-            offsets = np.repeat((prefix - starts_cpu).numpy(), new.numpy())
+            offsets = np.repeat(seq_lens_np - np.cumsum(lengths), lengths)
             positions = torch.from_numpy(offsets + np.arange(offsets.size)).to(self.device)
         return ForwardBatch(
             forward_mode=ForwardMode.MIXED if num_decodes else ForwardMode.EXTEND,
@@ -365,11 +386,11 @@ class ModelRunner:
             input_ids=input_ids,
             req_pool_indices=req_pool_indices,
             seq_lens=seq_lens,
-            seq_lens_cpu=prefix + new,
-            seq_lens_sum=int((prefix + new).sum()),
+            seq_lens_cpu=torch.from_numpy(seq_lens_np),
+            seq_lens_sum=int(seq_lens_np.sum()),
             out_cache_loc=out_cache_loc,
             positions=positions,
-            extend_num_tokens=int(new.sum()),
+            extend_num_tokens=int(lengths.sum()),
             extend_seq_lens=extend_seq_lens,
             extend_prefix_lens=extend_prefix_lens,
             extend_seq_lens_cpu=new,
@@ -430,6 +451,11 @@ class ModelRunner:
         output = self.graph_runner.run(batch) if is_captured else None  # type: ignore[union-attr]
         return self.run_eager(batch) if output is None else output
 
+    def decode_size(self, num_requests: int) -> tuple[int, int] | None:
+        """Rows of the captured decode that holds so many requests of a rank, and the tokens that a row of padding has;
+        None: none does."""
+        return None if self.graph_runner is None else self.graph_runner.decode_size(num_requests)
+
     def sample(
         self,
         logits_output: LogitsProcessorOutput,
@@ -457,7 +483,20 @@ class ModelRunner:
         logits_indices = batch.logits_indices
         if logits_indices is None:
             logits_indices = torch.arange(batch.batch_size, device=self.device)
-        return self.run_program(batch, TokenInputs.of(batch), logits_indices)
+        tokens = TokenInputs.of(batch)
+        if self.num_deals > 1:
+            tokens = self._with_those_of_others(tokens, batch.dp_metadata)
+        return self.run_program(batch, tokens, logits_indices)
+
+    def _with_those_of_others(self, tokens: TokenInputs, across: DPMetadata | None) -> TokenInputs:
+        """The inputs padded to the rank that has most, and which tokens of all ranks are none of padding; without
+        metadata all ranks have as many, and none is padding."""
+        if across is not None:
+            tokens = tokens.padded(across.max_tokens_across_dp)
+        slots = torch.ones(self.num_deals * tokens.input_ids.shape[0], dtype=torch.int64, device=self.device)
+        if across is not None:
+            across.mark_tokens(slots)
+        return replace(tokens, all_slots=slots)
 
     def run_program(
         self,
@@ -494,9 +533,14 @@ class ModelRunner:
             return self._executor_of(batch).body(tokens.by_name, all_rows)
 
     def run_head(self, batch: ForwardBatch, body: list[Any], logits_indices: torch.Tensor) -> LogitsProcessorOutput:
-        """Logits of the tokens `logits_indices` [S] int64, and where the batch asks for them of any others."""
+        """Logits of the tokens `logits_indices` [S] int64, and where the batch asks for them of any others.
+
+        Of ranks with requests of their own they are those of all, S each.
+        """
         executor = self._executor_of(batch)
         logits = executor.head(body, logits_indices)
+        if self.num_deals > 1 and self.communicator is not None:
+            logits = self.communicator.all_gather(logits.contiguous()).flatten(0, 1)
         return LogitsProcessorOutput(logits, logits_of=partial(executor.head, body) if batch.return_logprob else None)
 
     def _forward_context(
@@ -511,6 +555,7 @@ class ModelRunner:
             num_tokens=tokens.input_ids.shape[0],
             cudagraph_runtime_mode=mode,
             batch_descriptor=descriptor,
+            dp_metadata=batch.dp_metadata,
             skip_compiled=self.config.runtime.skip_compiled,
             expert_counts=self.expert_counts,
             # A whole step in a graph is timed where it is replayed: a capture cannot wait for the device.
@@ -664,7 +709,7 @@ class ModelRunner:
             self._run_largest_tower()
             self._give_features(batch, self.feature_pool, int(new_cpu[0]))
         logits = self.forward(batch)
-        ones = torch.ones(num_requests, device=device)
+        ones = torch.ones(logits.next_token_logits.shape[0], device=device)
         self.sample(logits, batch, ones, top_ps=ones * 0.9, top_ks=(ones * 50).long())
         del self.token_to_kv_pool, self.attn_backend
 
@@ -690,9 +735,9 @@ class ModelRunner:
         batch.media = MediaInputs(features, index == 0, blocks, facts.sees_ahead_in_windows)
 
 
-def _is_captured_as_cascade(num_requests: int) -> bool:
-    """True for powers of two from 8 on: cascades take as long for all of a tile's requests, and fewer seldom pay."""
-    return num_requests >= 8 and num_requests & (num_requests - 1) == 0
+def _zeros(index: int, like: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Outputs of layers between pieces, as OutputBuffers gives them."""
+    return like.new_zeros((like.shape[0], *shape), dtype=dtype)
 
 
 @contextmanager

@@ -29,6 +29,7 @@ from mllm_compile.passes.base import SMALL_FORMS, QuantisedTensor, part_of_rank
 from mllm_compile.passes.match.nodes import called_pieces, is_op
 from mllm_compile.runtime.attention.base import AttentionInputs
 from mllm_compile.runtime.attention.layer import AttentionLayer
+from mllm_compile.runtime.collectives.base import current
 from mllm_compile.runtime.collectives.lockstep import run_lockstep
 from mllm_compile.runtime.forward_context import set_forward_context
 from mllm_compile.runtime.memory_pool import KVPool
@@ -486,6 +487,8 @@ def _run_packed(
         ),
     ):
         inputs = {**inputs, "slots": slots}
+        if "all_slots" in executor.program.inputs:
+            inputs["all_slots"] = slots.repeat(current().size)
         body = executor.body(inputs)
         logits = executor.head(body, every)
         if rows is None:

@@ -6,6 +6,7 @@ The only place that knows Transformers' loading internals (the same calls work f
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Mapping
 from copy import deepcopy
 from typing import TYPE_CHECKING, Any
@@ -51,19 +52,25 @@ def to_model_keys(tensors: Mapping[str, PlannedTensor], model: PreTrainedModel) 
         else:
             renamed[key] = name, tensors[name]
     result = {key: tensor for key, (_, tensor) in renamed.items()}
-    for names in numbered.values():
-        _check_numbers(names)
+    for (key, _), names in numbered.items():
+        stacks = any(type(operation).__name__ == "MergeModulelist" for operation in conversions[key].operations)
+        _check_numbers(names, state[key].shape[0] if stacks else 0)
     for key, converter in conversions.items():
+        groups = [names for (of, _), names in numbered.items() if of == key]
         if key in renamed:
-            other = min(name for (of, _), names in numbered.items() if of == key for name in names)
+            other = min(name for names in groups for name in names)
             raise CheckpointError(f"tensors {renamed[key][0]!r} and {other!r} both stand for {key!r}")
-        result |= _convert(key, converter, model)
+        result |= _convert(key, converter, model, [{name: tensors[name] for name in names} for names in groups])
     return result
 
 
-def _check_numbers(names: list[str]) -> None:
+def _check_numbers(names: list[str], count: int) -> None:
     """Checks that tensors that are stacked are numbered from 0 on, each number there: place is all that tells experts
     apart once they are stacked.
+
+    Args:
+        names: of one kind, of one layer.
+        count: how many the model has at least.
 
     Raises:
         CheckpointError: naming those that are not there.
@@ -75,21 +82,30 @@ def _check_numbers(names: list[str]) -> None:
     if len(places) != 1:
         return
     place, template = places[0], parts[0]
-    missing = sorted(set(range(len(names))) - {int(one[place]) for one in parts})
+    numbers = {int(one[place]) for one in parts}
+    missing = sorted(set(range(max(count, len(names)))) - numbers)
     if missing:
         lacking = ["".join((*template[:place], str(number), *template[place + 1 :])) for number in missing]
         more = f" and {len(lacking) - 3} more" if len(lacking) > 3 else ""
-        raise CheckpointError(f"the checkpoint lacks {', '.join(map(repr, lacking[:3]))}{more}; it has later ones")
+        later = "; it has later ones" if max(numbers) > missing[0] else ""
+        raise CheckpointError(f"the checkpoint lacks {', '.join(map(repr, lacking[:3]))}{more}{later}")
 
 
-def _convert(key: str, converter: Any, model: PreTrainedModel) -> dict[str, PlannedTensor]:
+def _convert(
+    key: str, converter: Any, model: PreTrainedModel, groups: list[dict[str, PlannedTensor]]
+) -> dict[str, PlannedTensor]:
+    """
+    Args:
+        groups: the tensors that it is made of; those of a kind have one shape.
+    """
     sources = sorted(name for names in converter.layer_targets.values() for name in names)
     shown = ", ".join(repr(name) for name in sources[:2]) + (" …" if len(sources) > 2 else "")
     operations = ", ".join(type(operation).__name__ for operation in converter.operations)
     try:
         converted = converter.convert(key, model=model, config=model.config)
     except (ValueError, RuntimeError, KeyError) as error:
-        raise CheckpointError(f"tensors {shown} cannot be put together to {key!r} ({operations}): {error}") from error
+        shown = _of_another_shape(groups) or f"tensors {shown}"
+        raise CheckpointError(f"{shown} cannot be put together to {key!r} ({operations}): {error}") from error
     except (TypeError, AttributeError) as error:
         raise UnsupportedModelError(
             f"checkpoint tensors {shown} are converted by Transformers while loading ({operations}), which is not "
@@ -97,3 +113,13 @@ def _convert(key: str, converter: Any, model: PreTrainedModel) -> dict[str, Plan
             "save_pretrained(FOLDER, save_original_format=False) and use that folder."
         ) from error
     return {name: tensor[0] if isinstance(tensor, list) else tensor for name, tensor in converted.items()}
+
+
+def _of_another_shape(groups: list[dict[str, PlannedTensor]]) -> str:
+    """Names a tensor whose shape is not that of most of its kind; "" if there is none."""
+    for group in groups:
+        (usual, _), *others = Counter(tuple(tensor.shape) for tensor in group.values()).most_common()
+        if others:
+            name = next(name for name, tensor in group.items() if tuple(tensor.shape) != usual)
+            return f"tensor {name!r} of shape {list(group[name].shape)}, and others like it of {list(usual)},"
+    return ""

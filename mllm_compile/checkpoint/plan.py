@@ -19,9 +19,9 @@ from mllm_compile.checkpoint.planned_tensor import Block, PlannedTensor
 from mllm_compile.checkpoint.quantised import CheckpointTensors
 from mllm_compile.errors import CheckpointError
 from mllm_compile.passes.base import PackedPart, QuantisedTensor, WeightCut, part_of_rank
-from mllm_compile.runtime.quantised.scheme import WeightScheme
+from mllm_compile.runtime.quantised.scheme import SCALES, WeightScheme
 from mllm_compile.runtime.weights.formats.every import FORMATS
-from mllm_compile.runtime.weights.loader import SmallPart, WeightPart, WeightSpec
+from mllm_compile.runtime.weights.loader import Factor, SmallPart, WeightPart, WeightSpec
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -60,6 +60,7 @@ def plan_weights(
     table: Mapping[str, PlannedTensor] | None,
     quantised: Mapping[str, QuantisedTensor] | None = None,
     part: Part = _WHOLE,
+    factors: Mapping[str, Factor] | None = None,
 ) -> list[WeightSpec]:
     """One spec for each weight of the program.
 
@@ -69,6 +70,7 @@ def plan_weights(
         table: model key → what fills it (read_checkpoint), or None for random weights.
         quantised: the weights that quantise_linears made, before they were joined.
         part: the part of the model's weights that the program's are.
+        factors: of the model's weights that are multiplied by something (scale_keys_and_values).
 
     Raises:
         KeyError: the table, which read_checkpoint has checked, lacks a weight.
@@ -80,13 +82,24 @@ def plan_weights(
         for member in members:
             tensor = None if quantised is None else quantised.get(member.weight_name)
             if tensor is not None:
-                parts += _small_parts(member, tensor, table, part)
+                found = _small_parts(member, tensor, table, part)
             elif member.weight_name in part.cuts:
-                parts += [_part(member, block) for block in part.of(member.weight_name, table)]
+                found = [_part(member, block) for block in part.of(member.weight_name, table)]
             else:
-                parts += _parts(member, (member.rows, *shape[1:]) if shape else (), table)
+                found = _parts(member, (member.rows, *shape[1:]) if shape else (), table)
+            parts += _with_factor(found, member.weight_name if tensor is None else tensor.weight_name, factors or {})
         specs.append(WeightSpec(name, shape, dtype, tuple(parts)))
     return specs
+
+
+def _with_factor(parts: list[WeightPart], weight: str, factors: Mapping[str, Factor]) -> list[WeightPart]:
+    """The parts with the weight's factor: of one in few bits its scales have it."""
+    if weight not in factors:
+        return parts
+    return [
+        part if part.small is not None and part.small.role != SCALES else replace(part, factor=factors[weight])
+        for part in parts
+    ]
 
 
 def _parts(member: PackedPart, shape: tuple[int, ...], table: Mapping[str, PlannedTensor] | None) -> list[WeightPart]:

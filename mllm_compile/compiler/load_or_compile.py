@@ -113,6 +113,11 @@ def _check_positions(artifact: Artifact, config: ResolvedConfig) -> None:
             f"runtime.max_model_len is {length}, but the model has positions for {sizes.context_len} tokens: it counts "
             f"from beyond 0 in its table. Set runtime.max_model_len: {sizes.context_len} or less."
         )
+    if sizes.is_sparse_beyond and length > sizes.context_len:
+        raise ConfigError(
+            f"runtime.max_model_len is {length}, but the model is served up to {sizes.context_len} tokens: of longer "
+            f"texts its attention reads chosen keys alone. Set runtime.max_model_len: {sizes.context_len} or less."
+        )
 
 
 def _compile_or_wait(target: Target, options: CompileOptions, timeline: Timeline) -> tuple[Artifact, bool]:

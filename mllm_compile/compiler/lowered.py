@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from mllm_compile.kernels.piece import WrittenPiece
@@ -14,9 +14,17 @@ if TYPE_CHECKING:
     from torch import fx
 
     from mllm_compile.checkpoint.planned_tensor import PlannedTensor
+    from mllm_compile.checkpoint.quantised import CheckpointTensors
     from mllm_compile.model.hf_model import HFModel
     from mllm_compile.model.towers.adapter import TowerAdapter
-    from mllm_compile.passes.base import PackedPart, QuantisedTensor, SmallWeights, WeightCut
+    from mllm_compile.passes.base import (
+        CacheScales,
+        PackedPart,
+        QuantisedTensor,
+        SmallWeights,
+        WeightCut,
+        WeightFactor,
+    )
     from mllm_compile.passes.pipeline import PassReport
 
 
@@ -31,11 +39,15 @@ class BuiltModel:
         hf_model: Transformers' model.
         table: model key → what of the checkpoint fills it; None for random weights.
         small: the weights that may lie in memory in few bits.
+        tensors: of the checkpoint; None for random weights.
+        cache_scales: the checkpoint's for a KV cache in few bits, by weights beside them.
     """
 
     hf_model: HFModel
     table: Mapping[str, PlannedTensor] | None
     small: SmallWeights
+    tensors: CheckpointTensors | None = None
+    cache_scales: Mapping[str, CacheScales] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -92,10 +104,35 @@ class Lowered:
         return self.graph.meta.get(PACKED_WEIGHTS, {})
 
     @property
-    def num_ranks(self) -> int:
-        from mllm_compile.passes.base import RANKS
+    def factors(self) -> dict[str, WeightFactor]:
+        """The weights that are multiplied by a scale while they are read."""
+        from mllm_compile.passes.base import WEIGHT_FACTORS
 
-        return self.graph.meta.get(RANKS, 1)
+        return self.graph.meta.get(WEIGHT_FACTORS, {})
+
+    def lines_on_scales(self) -> list[str]:
+        """The lines on scales of the checkpoint that no weight has: which of them are applied, and which are not."""
+        unused = () if self.built.tensors is None else self.built.tensors.unused
+        applied = {one.scale for one in self.factors.values()}
+        left_out = [name for name in unused if name not in applied]
+        lines = []
+        if applied:
+            lines.append(
+                f"{len(applied)} scales of the KV cache, such as {min(applied)!r}, are applied, each as the next power "
+                "of two: the weights around attention have them"
+            )
+        if left_out:
+            lines.append(
+                f"{len(left_out)} scales of the checkpoint, such as {left_out[0]!r}, are not applied: activations and "
+                "the KV cache are not quantised by them"
+            )
+        return lines
+
+    @property
+    def num_ranks(self) -> int:
+        from mllm_compile.passes.base import EXPERT_RANKS, RANKS
+
+        return max(self.graph.meta.get(RANKS, 1), self.graph.meta.get(EXPERT_RANKS, 1))
 
     @property
     def cuts(self) -> dict[str, tuple[WeightCut, ...]]:

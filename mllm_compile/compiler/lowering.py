@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from mllm_compile.model.trace import Trace
     from mllm_compile.passes.base import PassTarget, SmallWeights
     from mllm_compile.passes.pipeline import Observer, PassReport
+    from mllm_compile.runtime.config_sections import RuntimeSection
     from mllm_compile.runtime.quantised.scheme import WeightScheme
     from mllm_compile.runtime.weights.loader import WeightSpec
 
@@ -77,6 +78,7 @@ def build_model(config: ResolvedConfig, model: ModelFolder, reporter: Reporter) 
     with reporter.stage("import transformers"), gc_paused():
         import transformers  # noqa: F401 - named here so that its seconds are not the next stage's
 
+        from mllm_compile.checkpoint.cache_scales import cache_scales
         from mllm_compile.checkpoint.plan import read_checkpoint, untie_stored_apart
         from mllm_compile.checkpoint.quantised import read_tensors
         from mllm_compile.model.hf_model import build_on_meta
@@ -86,18 +88,14 @@ def build_model(config: ResolvedConfig, model: ModelFolder, reporter: Reporter) 
     with reporter.stage("build on meta"), gc_paused():  # which imports the model's code
         check_remote_code(model, config.model.trust_remote_code)
         hf_model = build_on_meta(model.path, getattr(torch, config.model.dtype), config.model.trust_remote_code)
-    table = None
-    if config.model.load_format != "dummy":
-        with reporter.stage("find weights"):
-            tensors = read_tensors(model.path, model.weight_names, model.scheme)
-            untie_stored_apart(tensors, hf_model.model)
-            table = read_checkpoint(tensors, hf_model.model)
-            if unused := tensors.unused:
-                reporter.announce(
-                    f"{len(unused)} scales of the checkpoint, such as {unused[0]!r}, are not applied: activations and "
-                    "the KV cache are not quantised by them"
-                )
-    return BuiltModel(hf_model, table, _small_weights(config, hf_model, table))
+    if config.model.load_format == "dummy":
+        return BuiltModel(hf_model, None, _small_weights(config, hf_model, None))
+    with reporter.stage("find weights"):
+        tensors = read_tensors(model.path, model.weight_names, model.scheme)
+        untie_stored_apart(tensors, hf_model.model)
+        table = read_checkpoint(tensors, hf_model.model)
+    small = _small_weights(config, hf_model, table)
+    return BuiltModel(hf_model, table, small, tensors, cache_scales(tensors, table))
 
 
 def _small_weights(config: ResolvedConfig, hf_model: HFModel, table: dict[str, PlannedTensor] | None) -> SmallWeights:
@@ -147,7 +145,7 @@ def lower(config: ResolvedConfig, built: BuiltModel, dump_dir: Path, reporter: R
     dump("trace", trace.graph_module, "as captured")
     rewriting = refusing(f"{hf_model.model.config.model_type!r} models cannot be rewritten")
     with reporter.stage("passes"), gc_paused(), rewriting:
-        return rewrite(
+        lowered = rewrite(
             config,
             built,
             trace,
@@ -157,6 +155,9 @@ def lower(config: ResolvedConfig, built: BuiltModel, dump_dir: Path, reporter: R
                 f"{report.matches} matches, {report.nodes_before} -> {report.nodes_after} nodes, {report.ms:.1f} ms",
             ),
         )
+    for line in lowered.lines_on_scales():
+        reporter.announce(line)
+    return lowered
 
 
 def rewrite(config: ResolvedConfig, built: BuiltModel, trace: Trace, observer: Observer | None = None) -> Lowered:
@@ -168,7 +169,7 @@ def rewrite(config: ResolvedConfig, built: BuiltModel, trace: Trace, observer: O
     from mllm_compile.compiler.program_builder import build_program, size_symbols, state_operands
 
     graph, reports, left_out = rewrite_graph(config, built, trace, observer=observer)
-    _check_cut(graph, config.runtime.tensor_parallel_size)
+    _check_cut(graph, config.runtime)
     program = replace(build_program(graph), rope=built.hf_model.rope)
     program, decode_pieces = add_decode_attention(config, program)
     program, cascade_pieces = add_cascade_attention(config, program)
@@ -210,11 +211,12 @@ def rewrite_graph(
     """
     import torch
 
-    from mllm_compile.passes.base import CACHE_DTYPE, SMALL_WEIGHTS
+    from mllm_compile.passes.base import CACHE_DTYPE, CACHE_SCALES, SMALL_WEIGHTS
     from mllm_compile.passes.pipeline import PassFailedError, passes_left_out, run_passes
 
-    _set_ranks(trace, built.hf_model, config.runtime.tensor_parallel_size)
+    _set_ranks(trace, built.hf_model, config.runtime)
     trace.graph_module.meta[SMALL_WEIGHTS] = built.small
+    trace.graph_module.meta[CACHE_SCALES] = dict(built.cache_scales)
     trace.graph_module.meta[CACHE_DTYPE] = getattr(torch, config.runtime.kv_cache_dtype)
     try:
         left_out = passes_left_out(pass_target(config), config.compile.disable_passes) | dict(not_of_it or {})
@@ -224,23 +226,36 @@ def rewrite_graph(
     return graph, reports, left_out
 
 
-def _set_ranks(trace: Trace, hf_model: HFModel, num_ranks: int) -> None:
-    """Tells `shard` for how many ranks it is, and what no checkpoint holds."""
-    from mllm_compile.passes.base import IS_CONSTANT, RANKS
+def _set_ranks(trace: Trace, hf_model: HFModel, runtime: RuntimeSection) -> None:
+    """Tells `shard` and `spread_experts` for how many ranks it is, and what no checkpoint holds."""
+    from mllm_compile.passes.base import EXPERT_RANKS, IS_CONSTANT, RANKS
 
-    trace.graph_module.meta[RANKS] = num_ranks
+    trace.graph_module.meta[RANKS] = runtime.tensor_parallel_size
+    trace.graph_module.meta[EXPERT_RANKS] = runtime.expert_parallel_size
     for node in trace.graph_module.graph.find_nodes(op="placeholder"):
         node.meta[IS_CONSTANT] = node.meta.get("weight_name") in hf_model.constants
 
 
-def _check_cut(graph: fx.GraphModule, num_ranks: int) -> None:
-    """Refuses a model of which every rank would compute everything."""
-    from mllm_compile.passes.base import WEIGHT_CUTS
+def _check_cut(graph: fx.GraphModule, runtime: RuntimeSection) -> None:
+    """Refuses a model of which every rank would compute everything, and what is not served over ranks."""
+    from mllm_compile.passes.base import STATE_LAYERS, WEIGHT_CUTS
 
-    if num_ranks > 1 and not graph.meta.get(WEIGHT_CUTS):
+    is_cut, size = bool(graph.meta.get(WEIGHT_CUTS)), runtime.expert_parallel_size
+    if runtime.tensor_parallel_size > 1 and not is_cut:
         raise ConfigError(
-            f"runtime.tensor_parallel_size is {num_ranks}, and nothing of this model can be cut into as many parts: "
-            "expected heads, features or a vocabulary that divide by it. Set a smaller one, or 1."
+            f"runtime.tensor_parallel_size is {runtime.tensor_parallel_size}, and nothing of this model can be cut "
+            "into as many parts: expected heads, features or a vocabulary that divide by it. Set a smaller one, or 1."
+        )
+    if size > 1 and not is_cut:
+        raise ConfigError(
+            f"runtime.expert_parallel_size is {size}, and this model has no experts that can be dealt to as many "
+            "ranks: expected a mixture whose number of experts divides by it. Set another, or "
+            "runtime.tensor_parallel_size, which cuts any model."
+        )
+    if size > 1 and graph.meta.get(STATE_LAYERS):
+        raise ConfigError(
+            f"runtime.expert_parallel_size is {size}, and layers of this model carry a state, which are served on one "
+            "rank or cut over several. Set runtime.tensor_parallel_size in its place."
         )
 
 
@@ -287,6 +302,7 @@ def pass_target(config: ResolvedConfig) -> PassTarget:
         kv_cache_dtype=config.runtime.kv_cache_dtype,
         counts_experts=config.runtime.expert_stats,
         num_ranks=config.runtime.tensor_parallel_size,
+        num_expert_ranks=config.runtime.expert_parallel_size,
         attention_backend=config.runtime.attention_backend,
         deterministic=config.runtime.deterministic,
         split_decode=config.compile.split_decode,
@@ -295,6 +311,7 @@ def pass_target(config: ResolvedConfig) -> PassTarget:
 
 def plan_lowered_weights(lowered: Lowered) -> tuple[dict[str, torch.Tensor], tuple[tuple[WeightSpec, ...], ...]]:
     """The program's constants by name, and of each rank where each of its weights comes from."""
+    from mllm_compile.checkpoint.cache_scales import planned_factors
     from mllm_compile.checkpoint.plan import Part, plan_weights
     from mllm_compile.compiler.program_builder import weight_shapes
 
@@ -304,6 +321,12 @@ def plan_lowered_weights(lowered: Lowered) -> tuple[dict[str, torch.Tensor], tup
     shapes = {name: shape for name, shape in shapes.items() if name not in constants}
     packed = {name: parts for one in lowered.every for name, parts in one.packed.items()}
     quantised = {name: tensor for one in lowered.every for name, tensor in one.quantised.items()}
+    tensors = lowered.built.tensors
+    factors = (
+        {}
+        if tensors is None
+        else planned_factors({name: factor for one in lowered.every for name, factor in one.factors.items()}, tensors)
+    )
     return constants, tuple(
         tuple(
             plan_weights(
@@ -312,6 +335,7 @@ def plan_lowered_weights(lowered: Lowered) -> tuple[dict[str, torch.Tensor], tup
                 lowered.built.table,
                 quantised,
                 Part(lowered.cuts, lowered.whole_shapes, rank),
+                factors,
             )
         )
         for rank in range(lowered.num_ranks)

@@ -28,6 +28,7 @@ from mllm_compile.passes.match.layer_kinds import (
     AttentionKind,
     LayerKind,
     PackedAttentionKind,
+    SegmentAttentionKind,
     StateLayerKind,
     lowered_kind,
 )
@@ -196,13 +197,16 @@ def _packed_attention_step(node: fx.Node) -> PackedAttentionStep:
     q, k, v, segments = map(_value_name, node.args[:4])
     num_heads, v_head_dim = map(int, out.meta["val"].shape[1:])
     scale: Any = sm_scale
-    return PackedAttentionStep(str(name), q, k, v, segments, _value_name(out), (num_heads, v_head_dim), float(scale))
+    by_kernel = is_op(node, SegmentAttentionKind.lowered)
+    out_shape = num_heads, v_head_dim
+    return PackedAttentionStep(str(name), q, k, v, segments, _value_name(out), out_shape, float(scale), by_kernel)
 
 
 _STEP_MAKERS: dict[type[LayerKind], Callable[[fx.Node], Step]] = {
     AttentionKind: _attention_step,
     StateLayerKind: _state_step,
     PackedAttentionKind: _packed_attention_step,
+    SegmentAttentionKind: _packed_attention_step,
 }
 
 

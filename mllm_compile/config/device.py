@@ -72,21 +72,41 @@ def detect_device(asked: str) -> DeviceInfo:
     return DeviceInfo(device, name, importlib.util.find_spec("flashinfer") is not None, is_hopper(device))
 
 
+# What experts that are spread over ranks do without.
+_NOT_SPREAD = {
+    "deterministic": "steps have as many tokens as the rank that has most",
+    "expert_stats": "counts would be those of one rank's tokens",
+    "cascade_attention": "captured decodes that share a prefix are of one rank alone",
+}
+
+
 def check_ranks(runtime: RuntimeSection) -> None:
-    """Checks that there is a device for each of runtime.tensor_parallel_size ranks: on GPUs one and those behind it.
+    """Checks that there is a device for each rank: on GPUs one and those behind it.
 
     Raises:
         DeviceError: there are fewer GPUs.
-        ConfigError: the model is to run without what is cut over ranks.
+        ConfigError: the model is to run without what is cut over ranks, or in two ways that do not go together.
     """
-    num_ranks = runtime.tensor_parallel_size
+    num_ranks = runtime.num_ranks
     if num_ranks == 1:
         return
+    if runtime.tensor_parallel_size > 1 and runtime.expert_parallel_size > 1:
+        raise ConfigError(
+            f"runtime.tensor_parallel_size is {runtime.tensor_parallel_size} and runtime.expert_parallel_size "
+            f"{runtime.expert_parallel_size}: a model is cut, or its experts are spread. Set one of them alone."
+        )
+    key = "tensor_parallel_size" if runtime.tensor_parallel_size > 1 else "expert_parallel_size"
     if runtime.skip_compiled:
         raise ConfigError(
-            "runtime.skip_compiled runs Transformers' own model, which is not cut, and runtime.tensor_parallel_size "
-            f"is {num_ranks}. Set one of them alone."
+            f"runtime.skip_compiled runs Transformers' own model, which is not cut, and runtime.{key} is {num_ranks}. "
+            "Set one of them alone."
         )
+    for other, why in _NOT_SPREAD.items():
+        if runtime.expert_parallel_size > 1 and getattr(runtime, other):
+            raise ConfigError(
+                f"runtime.expert_parallel_size is {num_ranks} and runtime.{other} is set, but {why}. Set one of them "
+                "alone."
+            )
     if not runtime.device.startswith("cuda"):
         return
     import torch
@@ -94,7 +114,7 @@ def check_ranks(runtime: RuntimeSection) -> None:
     first, count = int(runtime.device.partition(":")[2] or 0), torch.cuda.device_count()
     if first + num_ranks > count:
         raise DeviceError(
-            f"runtime.tensor_parallel_size is {num_ranks} from {runtime.device} on, which takes as many GPUs; torch "
+            f"runtime.{key} is {num_ranks} from {runtime.device} on, which takes as many GPUs; torch "
             f"sees {count}, cuda:0 to cuda:{count - 1}. Set a smaller one, or another device."
         )
 

@@ -48,7 +48,7 @@ _NAMES_ELSEWHERE = {
     "max_seq_len": "runtime.max_model_len",
     "block_size": "runtime.page_size",
     "chunked_prefill_size": "runtime.max_num_batched_tokens",
-    "disable_cascade_attn": "runtime.cascade_attention, which is false by default",
+    "disable_cascade_attn": "runtime.cascade_attention: false",
     "enforce_eager": "cudagraph.mode: none",
     "disable_cuda_graph": "cudagraph.mode: none",
     "cudagraph_capture_sizes": "cudagraph.decode_requests",

@@ -7,6 +7,7 @@ reason, to be printed. The numbers behind `auto` are the tables at the top.
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 
 from mllm_compile.config.device import DeviceInfo
 from mllm_compile.config.model_folder import ModelFolder
@@ -23,7 +24,13 @@ from mllm_compile.config.resolved import (
 from mllm_compile.config.schema import CompileConfig, EngineConfig, RuntimeConfig, StructuredOutputsConfig
 from mllm_compile.errors import ConfigError, DeviceError
 from mllm_compile.files.cache_folders import auto_cache_dir
-from mllm_compile.runtime.config_sections import BackendName, KVDtypeName, MaxStepMs, RuntimeSection
+from mllm_compile.runtime.config_sections import (
+    BackendName,
+    CudaGraphSection,
+    KVDtypeName,
+    MaxStepMs,
+    RuntimeSection,
+)
 
 # Attention is as fast with pages of 64 as with 16, and the page table is a quarter of it. A CPU gains nothing from
 # large pages, and small ones share more of a prefix.
@@ -72,6 +79,8 @@ def resolve(config: EngineConfig, model: ModelFolder, device: DeviceInfo) -> Res
     backend = _attention_backend(config.runtime, dtype, device, choices)
     runtime = _runtime(config.runtime, dtype, backend, model, device, choices)
     split_decode = _split_decode(config.compile, runtime, dtype, device, choices)
+    graphs = resolve_graphs(config.cudagraph, runtime, split_decode, device, model, choices)
+    runtime = replace(runtime, cascade_attention=_cascade_attention(config.runtime, runtime, graphs, dtype, choices))
     return ResolvedConfig(
         model=ResolvedModel(
             source=config.model.path,
@@ -90,7 +99,7 @@ def resolve(config: EngineConfig, model: ModelFolder, device: DeviceInfo) -> Res
             split_decode=split_decode,
             hopper_decode=_hopper_decode(config.compile, split_decode, runtime, dtype, device),
         ),
-        cudagraph=resolve_graphs(config.cudagraph, runtime, split_decode, device, model, choices),
+        cudagraph=graphs,
         runtime=runtime,
         structured_outputs=_structured_outputs(config.structured_outputs, choices),
         cache=ResolvedCache(
@@ -212,6 +221,7 @@ def _runtime(
         "max_running_requests": requests,
         "max_num_batched_tokens": tokens,
         "max_step_ms": _max_step_ms(asked, choices),
+        "cascade_attention": False,  # see _cascade_attention
     }
     return RuntimeSection(**asked.model_dump() | settled)  # the other keys have no `auto`
 
@@ -226,6 +236,31 @@ def _max_step_ms(asked: RuntimeConfig, choices: AutoChoices) -> MaxStepMs:
             "time. Set it to auto or none, and lower runtime.max_num_batched_tokens for shorter steps."
         )
     return choices.settle("runtime.max_step_ms", asked.max_step_ms, lambda: ("none", "deterministic: steps are alike"))
+
+
+def _cascade_attention(
+    asked: RuntimeConfig, runtime: RuntimeSection, graphs: CudaGraphSection, dtype: str, choices: AutoChoices
+) -> bool:
+    """True if decodes that begin with the same pages may read these once; each step then is chosen by cost."""
+    refusal = None
+    if asked.deterministic:
+        refusal = "with runtime.deterministic nothing may depend on the rest of a batch"
+    elif not asked.enable_prefix_cache:
+        refusal = "without runtime.enable_prefix_cache no requests have the same pages"
+    if asked.cascade_attention is True and refusal is not None:
+        raise ConfigError(f"runtime.cascade_attention is true, but {refusal}. Set it to auto or false.")
+
+    def choose() -> tuple[bool, str]:
+        obstacle = refusal
+        if not graphs.sample_in_graph:
+            obstacle = obstacle or "decodes are not captured with the choice of their tokens"
+        elif runtime.kv_cache_dtype != dtype:
+            obstacle = obstacle or f"kernels for it read no KV cache of {runtime.kv_cache_dtype}"
+        elif runtime.tensor_parallel_size > 1:
+            obstacle = obstacle or "it was not tried on several GPUs"
+        return (False, obstacle) if obstacle else (True, "in steps of which enough is shared")
+
+    return choices.settle("runtime.cascade_attention", asked.cascade_attention, choose)
 
 
 def _kv_cache_dtype(asked: RuntimeConfig, dtype: str, choices: AutoChoices) -> KVDtypeName:
@@ -337,15 +372,15 @@ def _max_model_len(asked: RuntimeConfig, kind: str, model: ModelFolder, choices:
     length = choices.settle("runtime.max_model_len", asked.max_model_len, choose)
     if limit is not None and length > limit:
         raise ConfigError(
-            f"runtime.max_model_len is {length}, but the model was made for at most {limit} tokens. Set it to {limit} "
-            "or less."
+            f"runtime.max_model_len is {length}, but the model was made for at most {limit} tokens, or is sparse "
+            f"beyond. Set it to {limit} or less."
         )
     return length
 
 
 def _longest_text(model: ModelFolder) -> int | None:
     """Tokens that the model was made for, those included that RoPE's type `dynamic` adds; None: config.json says no
-    length."""
+    length. Where an indexer chooses the keys of each token (DSA), those up to which it chooses all."""
     limit = model.text_config_value(*_LENGTH_KEYS)
     if not isinstance(limit, int) or limit < 1:
         return None
@@ -353,8 +388,10 @@ def _longest_text(model: ModelFolder) -> int | None:
     if isinstance(rope, dict) and "dynamic" in (rope.get("rope_type"), rope.get("type")):
         factor = rope.get("factor")
         if isinstance(factor, int | float) and factor > 1:
-            return int(limit * factor)
-    return limit
+            limit = int(limit * factor)
+    chosen, kinds = model.text_config_value("index_topk"), model.text_config_value("layer_types")
+    has_indexers = isinstance(chosen, int) and chosen > 0 and (kinds is None or "indexed_attention" in kinds)
+    return min(limit, chosen) if has_indexers else limit
 
 
 def _of_gpus_alone(config: EngineConfig) -> tuple[str, ...]:

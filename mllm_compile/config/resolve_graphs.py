@@ -94,7 +94,7 @@ def _mixed_tokens(
     obstacle = None
     if not device.is_hopper:
         obstacle = f"the GPU is {device.name}, and attention over prompts is captured on an H100 SXM or H200 alone"
-    elif not split_decode:
+    elif not split_decode and _has_attention(model):
         obstacle = "decodes are not by kernels of the program (compile.split_decode)"
     elif runtime.kv_cache_dtype == "float8_e4m3fn":
         obstacle = "the KV cache is fp8_e4m3, and attention over prompts that is captured reads none"
@@ -109,6 +109,12 @@ def _mixed_tokens(
         raise ConfigError(f"cudagraph.mixed_tokens is {list(sizes)}, but {obstacle}. Set it to auto or [].")
     limit = ("runtime.max_num_batched_tokens", largest)
     return _graph_sizes("mixed_tokens", sizes, MIXED_TOKENS, limit, mode if mode in _MIXED_MODES else None, choices)
+
+
+def _has_attention(model: ModelFolder) -> bool:
+    """False if the config names a size of states and no heads: such a model has no decode attention to split."""
+    has_heads = model.text_config_value("num_attention_heads", "n_head") is not None
+    return has_heads or model.text_config_value("state_size") is None
 
 
 def _width(model: ModelFolder) -> int:

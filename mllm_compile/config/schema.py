@@ -140,6 +140,10 @@ class RuntimeConfig(Section):
     tensor_parallel_size: Annotated[int, Field(ge=1, le=MAX_RANKS)] = 1
     """Ranks that each compute a part of every layer, a process each; on GPUs the device and those behind it."""
 
+    expert_parallel_size: Annotated[int, Field(ge=1, le=MAX_RANKS)] = 1
+    """Ranks that each have a part of a mixture's experts and requests of their own, with their keys and values; other
+    weights are whole on each. max_running_requests and max_num_batched_tokens are then of each rank."""
+
     distributed_executor_backend: Literal["mp", "ray"] = "mp"
     """Ranks are started on this host by the engine's process (mp), or by Ray, in a placement group."""
 
@@ -177,9 +181,18 @@ class RuntimeConfig(Section):
     enable_prefix_cache: bool = True
     """Keep the KV cache of finished requests for prompts that begin alike."""
 
-    cascade_attention: bool = False
-    """Decodes of requests that begin with the same cached tokens read these once, where that is estimated to be faster.
-    Kernels are compiled for it, and more CUDA graphs captured."""
+    cascade_attention: Auto | bool = "auto"
+    """Decodes of requests that begin with the same cached tokens read these once, in steps where that is estimated to
+    be faster. Kernels are compiled for it, and a few more CUDA graphs captured. auto: where decodes are captured whole,
+    and some prefix would pay."""
+
+    copy_prefix: bool = False
+    """Long prompts read the keys and values of their earlier chunks from a copy in which they lie one after another,
+    where that is estimated to be faster than from their pages: on Hopper, and up to 256 MiB of them a layer."""
+
+    divide_prefix: bool = False
+    """Where few tokens of one long prompt are computed in a step, as beside running answers, the GPU's multiprocessors
+    share the keys before them, where that is estimated to be faster: on Hopper."""
 
     deterministic: bool = False
     """Bitwise the same answer whatever else is in the batch, however a prompt is cut, and after a prefix hit or a

@@ -36,6 +36,7 @@ from mllm_compile.runtime.runner_config import RunnerConfig
 from mllm_compile.runtime.sampling.params import SamplingParams
 from mllm_compile.runtime.sampling.sampler import Sampler
 from mllm_compile.runtime.schedule.config import SchedulerConfig
+from mllm_compile.runtime.schedule.dealt import DealtScheduler
 from mllm_compile.runtime.schedule.scheduler import Scheduler
 from mllm_compile.runtime.shown import shown
 from mllm_compile.runtime.step.runner import StepRunner
@@ -95,7 +96,8 @@ def _load(compiled: CompiledRuntime, timeline: Timeline, forward_times: bool, nu
             limits = SchedulerConfig.of(
                 config.runtime, config.cudagraph, num_pages, runner.num_snapshots, runner.model.rope
             )
-            scheduler = Scheduler(limits)
+            num_ranks = config.runtime.expert_parallel_size
+            scheduler = Scheduler(limits) if num_ranks == 1 else DealtScheduler(limits, num_ranks)
             step_runner = _step_runner(runner, group)
             _remember(compiled, runner, plan, timeline)
         except BaseException:  # also Ctrl-C
@@ -143,6 +145,8 @@ def _tower(runner: ModelRunner) -> Tower | str:
             "runtime.deterministic is set, under which every token is a row that sees what is before it, and tokens of "
             "this model's images see those behind them too: text alone is served"
         )
+    if runtime.expert_parallel_size > 1:
+        return f"runtime.expert_parallel_size is {runtime.expert_parallel_size}, with which text alone is served"
     return media.facts
 
 
@@ -181,7 +185,7 @@ def _initialized(
     settings: RunnerConfig, source: ModelSource, compiled: CompiledRuntime, timeline: Timeline
 ) -> tuple[ModelRunner, RankGroup | None]:
     """A runner that is ready, and the other ranks with it."""
-    if settings.runtime.tensor_parallel_size == 1:
+    if settings.runtime.num_ranks == 1:
         runner = ModelRunner(settings, source)
         runner.initialize(timeline.stage)
         return runner, None
@@ -278,7 +282,7 @@ def _thread_preparation(compiled: CompiledRuntime, timeline: Timeline, most: int
     """
     threads = threads_for(sum(spec.num_bytes for spec in compiled.artifact.weights))
     if most is not None and threads.count > most:
-        threads = replace(threads, count=most, why=f"of {compiled.config.runtime.tensor_parallel_size} ranks each")
+        threads = replace(threads, count=most, why=f"of {compiled.config.runtime.num_ranks} ranks each")
     timeline.note(f"CPU threads: {threads.count} ({threads.why})")
     if threads.count > 1:
         wait_briefly()
@@ -292,9 +296,10 @@ def _nothing() -> None:
 def _tell_ready(compiled: CompiledRuntime, runner: ModelRunner, timeline: Timeline) -> None:
     """The one line that is always shown."""
     device = "CPU" if runner.device.type == "cpu" else torch.cuda.get_device_name(runner.device)
-    num_ranks = compiled.config.runtime.tensor_parallel_size
+    num_ranks = compiled.config.runtime.num_ranks
     device = device if num_ranks == 1 else f"{num_ranks} ranks of {device}"
-    tokens = f"{runner.max_total_num_tokens:,} {'KV ' if runner.model.layers else ''}tokens"
+    num_tokens = runner.max_total_num_tokens * compiled.config.runtime.expert_parallel_size
+    tokens = f"{num_tokens:,} {'KV ' if runner.model.layers else ''}tokens"
     if runner.model.state_layers:
         tokens += f" · states of {format_bytes(runner.state_bytes_per_request)} a request"
     timeline.tell(f"ready in {timeline.age_s:.1f} s · {device} · {compiled.config.model.dtype} · {tokens}")

@@ -12,6 +12,7 @@ from mllm_compile.engine.requests import GrammarSource, MediaSource, PromptToken
 from mllm_compile.engine.stats import ExpertsSource, ForwardTimesSource
 from mllm_compile.runtime.media.tower import Tower
 from mllm_compile.runtime.sampling.params import SamplingParams
+from mllm_compile.runtime.schedule.dealt import DealtScheduler
 from mllm_compile.runtime.schedule.scheduler import Scheduler
 
 
@@ -39,7 +40,7 @@ class EngineParts:
         tower: what prompts with images are checked with; a text: why none are served.
     """
 
-    scheduler: Scheduler
+    scheduler: Scheduler | DealtScheduler
     step_runner: StepRunner
     tokenizer: PromptTokenizer | None
     vocab_size: int

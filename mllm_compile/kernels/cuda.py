@@ -46,8 +46,9 @@ def can_compile_kernels(device: str) -> bool:
 
 
 def kernels_of(graph: fx.GraphModule, program: Program) -> dict[str, tuple[CudaKernel, ...]]:
-    """The kernels that the program's pieces call, by family."""
-    called: list[tuple[Any, int | None]] = [(graph.get_submodule(piece), None) for piece in program.step_pieces()]
+    """The kernels that the program and its pieces call, by family."""
+    called: list[tuple[Any, int | None]] = [(graph, None)]
+    called += [(graph.get_submodule(piece), None) for piece in program.step_pieces()]
     called += [(graph.get_submodule(form.piece), form.max_size) for form in program.all_small_forms()]
     wanted = {name: family(name).wanted(called) for name in FAMILIES}
     return {name: kernels for name, kernels in wanted.items() if kernels}

@@ -13,6 +13,7 @@ import torch
 from transformers import AttentionInterface
 
 import mllm_compile.runtime.ops.trace  # noqa: F401  (defines torch.ops.mllm.attention)
+from mllm_compile.model.own_attention.indexed import EVERY_KEY, EveryKey
 
 ATTENTION_IMPLEMENTATION = "mllm"
 
@@ -42,7 +43,7 @@ def mllm_attention(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
+    attention_mask: torch.Tensor | EveryKey | None,
     scaling: float | None = None,
     dropout: float = 0.0,
     sliding_window: int | None = None,
@@ -57,9 +58,11 @@ def mllm_attention(
         [1, T, H, Dv], and no attention weights.
     """
     refusals = [
-        f"keyword {name}" for name in sorted(kwargs) if kwargs[name] is not None and name not in _WITHOUT_EFFECT
+        f"keyword {name}"
+        for name in sorted(kwargs)
+        if kwargs[name] is not None and kwargs[name] is not EVERY_KEY and name not in _WITHOUT_EFFECT
     ]
-    if attention_mask is not None:
+    if attention_mask is not None and attention_mask is not EVERY_KEY:
         refusals.append("an attention mask")
     if is_causal is None:
         is_causal = getattr(module, "is_causal", True)

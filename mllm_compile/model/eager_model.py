@@ -15,6 +15,7 @@ import torch
 
 from mllm_compile.config.resolved import ResolvedConfig
 from mllm_compile.errors import CheckpointError, UnsupportedModelError
+from mllm_compile.model.own_attention.indexed import choosing_every_key
 from mllm_compile.model.positions_hook import position_offset, reading_positions
 from mllm_compile.model.refusals import first_line
 from mllm_compile.model.rope_hook import INPUT, choosing_rope, follow_rope
@@ -37,8 +38,8 @@ class EagerModel:
 
         get_forward_context().additional_kwargs[LAYER_NAMES] = iter(self._layer_names)
         positions = inputs["positions"] + self._position_offset
-        rope = choosing_rope(self._model, lambda _: inputs[INPUT][None])
-        with torch.no_grad(), rope, reading_positions(self._model, lambda counted: positions.view(counted.shape)):
+        rope, keys = choosing_rope(self._model, lambda _: inputs[INPUT][None]), choosing_every_key(self._model)
+        with torch.no_grad(), rope, keys, reading_positions(self._model, lambda counted: positions.view(counted.shape)):
             output = self._model(input_ids=inputs["input_ids"][None], position_ids=positions[None], use_cache=False)
         return output.logits[0]
 

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from mllm_compile.errors import UnsupportedModelError
+from mllm_compile.model.own_attention.indexed import full_length
 from mllm_compile.model.positions_hook import position_offset
 from mllm_compile.model.refusals import first_line, refusing
 from mllm_compile.model.rope_hook import follow_rope
@@ -55,6 +56,7 @@ class HFModel:
         tables: buffers of a checkpoint that its code fills with several numbers, as constants are: numbers of one
             table may follow from those of another.
         rope: how its RoPE follows the length of a text; None: it does not.
+        full_length: tokens up to which its sparse attention is full (own_attention/indexed.py); None: it has none.
     """
 
     model: PreTrainedModel
@@ -63,6 +65,7 @@ class HFModel:
     position_offset: int = 0
     tables: dict[str, torch.Tensor] = field(default_factory=dict)
     rope: RopeLengths | None = None
+    full_length: int | None = None
 
     @property
     def text_config(self) -> PreTrainedConfig:
@@ -70,8 +73,9 @@ class HFModel:
 
     @property
     def context_len(self) -> int:
-        """Positions that the model was made for."""
-        return self._size("max_position_embeddings", NO_LIMIT) - self.position_offset
+        """Positions that the model was made for, of those at which its attention is full."""
+        positions = self._size("max_position_embeddings", NO_LIMIT) - self.position_offset
+        return positions if self.full_length is None else min(positions, self.full_length)
 
     def sizes(self, layers: Sequence[LayerSpec] = ()) -> ModelSizes:
         """The sizes in the model's config; heads are the largest of `layers`, where they are given; 0 of a model
@@ -91,6 +95,7 @@ class HFModel:
             vocab_size=self._size("vocab_size"),
             context_len=self.context_len,
             is_table_of_positions=self.position_offset > 0,
+            is_sparse_beyond=self.full_length is not None,
         )
 
     def heads_of_layers(self) -> list[Heads]:
@@ -169,7 +174,7 @@ def build_config_on_meta(config: PreTrainedConfig, dtype: torch.dtype, trust_rem
     model.eval().requires_grad_(False)
     constants, unknown, tables = compute_constants(model)
     rope, of_rope = follow_rope(model)
-    return HFModel(model, constants | of_rope, unknown, position_offset(model), tables, rope)
+    return HFModel(model, constants | of_rope, unknown, position_offset(model), tables, rope, full_length(model))
 
 
 def auto_class(config_class: type[PreTrainedConfig]) -> Any:

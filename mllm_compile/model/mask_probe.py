@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import CellType, FunctionType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -49,7 +50,8 @@ class ObservedCall:
 
     Attributes:
         mask: the function of the mask that the call was given; None for a call without a mask.
-        is_altered: the call got a mask that Transformers' mask functions did not make as it stands.
+        is_altered: the call got a mask that Transformers' mask functions did not make as it stands, or keys that an
+            indexer chose, and that are not all.
         device: the model's: a mask may read tensors that are there.
     """
 
@@ -150,9 +152,10 @@ class _Observer:
 
     def make_mask(self, q_length: int, kv_length: int, mask_function: MaskFunction, **kwargs: Any) -> torch.Tensor:
         mask = torch.ones(1, 1, q_length, kv_length, dtype=torch.bool, device=kwargs.get("device"))
+        function = _of_any_length(mask_function, kv_length)
         self._masks.append(mask)
-        self._functions[id(mask)] = mask_function
-        self.masks.append(mask_function)
+        self._functions[id(mask)] = function
+        self.masks.append(function)
         return mask
 
     def attend(
@@ -165,7 +168,33 @@ class _Observer:
         **kwargs: Any,
     ) -> tuple[torch.Tensor, None]:
         function = None if attention_mask is None else self._functions.get(id(attention_mask))
-        is_altered = attention_mask is not None and function is None
+        is_altered = (attention_mask is not None and function is None) or not _chooses_all(kwargs.get("indices"), key)
         self.calls.append(ObservedCall(function, is_altered, self.device))
         batch, num_heads, num_tokens, _ = query.shape
         return value.new_zeros(batch, num_tokens, num_heads, value.shape[3]), None
+
+
+def _chooses_all(indices: torch.Tensor | None, key: torch.Tensor) -> bool:
+    """True if an indexer's choice [1, T, K] is every key [1, Hk, T, D] for each token, or there is no indexer."""
+    if indices is None:
+        return True
+    every = torch.arange(key.shape[2], device=key.device)
+    return indices.shape[-1] == len(every) and bool((indices.sort(-1).values == every).all())
+
+
+def _of_any_length(function: Any, num_tokens: int) -> Any:
+    """The mask function for texts of any length, where it reads tensors that have one number for all `num_tokens` of
+    the sample, as ids of blocks of images have for a text: of further tokens that number is read, too."""
+    cells = function.__closure__ if isinstance(function, FunctionType) else None
+    if not cells:
+        return function
+    contents = tuple(CellType(_of_any_content(cell.cell_contents, num_tokens)) for cell in cells)
+    return FunctionType(function.__code__, function.__globals__, function.__name__, function.__defaults__, contents)
+
+
+def _of_any_content(content: Any, num_tokens: int) -> Any:
+    if isinstance(content, tuple):
+        return tuple(_of_any_content(one, num_tokens) for one in content)
+    if isinstance(content, torch.Tensor) and content.shape == (1, num_tokens) and content.unique().numel() == 1:
+        return content[:, :1].expand(1, 2 * _FAR)  # which takes no memory
+    return _of_any_length(content, num_tokens)

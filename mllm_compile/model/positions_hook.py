@@ -74,7 +74,7 @@ def settle_positions(gm: fx.GraphModule) -> None:
 
 
 def _counts_tokens(module: torch.nn.Module) -> bool:
-    return {"past_key_values_length", "position_ids"} <= set(_arguments(module)) and isinstance(
+    return {"past_key_values_length", "position_ids"} <= set(arguments_of(module)) and isinstance(
         module, torch.nn.Embedding
     )
 
@@ -82,10 +82,11 @@ def _counts_tokens(module: torch.nn.Module) -> bool:
 def _may_grow(module: torch.nn.Module) -> bool:
     """True for a table that is made anew, with more rows, where a text is longer than it."""
     names = ("make_weights", "weights", "offset")
-    return all(hasattr(module, name) for name in names) and _arguments(module)[:1] == ["position_ids"]
+    return all(hasattr(module, name) for name in names) and arguments_of(module)[:1] == ["position_ids"]
 
 
-def _arguments(module: torch.nn.Module) -> list[str]:
+def arguments_of(module: torch.nn.Module) -> list[str]:
+    """Names of what the module's forward takes."""
     return list(inspect.signature(type(module).forward).parameters)[1:]
 
 

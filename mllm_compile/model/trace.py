@@ -26,6 +26,7 @@ from mllm_compile.errors import UnsupportedModelError
 from mllm_compile.model.experts_hook import check_choices, experts_as_ops
 from mllm_compile.model.hf_model import HFModel, fake_copy
 from mllm_compile.model.own_attention.find import find_attention
+from mllm_compile.model.own_attention.indexed import choosing_every_key
 from mllm_compile.model.own_attention.masks import tables_for_any_step, with_a_mask_if_needed
 from mllm_compile.model.positions_hook import as_positions, reading_positions, settle_positions
 from mllm_compile.model.refusals import first_line, refusing
@@ -60,17 +61,27 @@ class _FlatTokens(torch.nn.Module):
         self.model = model
         self.max_tokens = max_tokens
         self.position_offset = position_offset
-        self.takes_rows = "logits_to_keep" in inspect.signature(model.forward).parameters
+        arguments = inspect.signature(model.forward).parameters
+        self.takes_rows = "logits_to_keep" in arguments
+        self.takes_kinds = "token_type_ids" in arguments and _has_default_kinds(model)
 
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, logits_indices: torch.Tensor) -> torch.Tensor:
         for sized in (input_ids, logits_indices):
             torch._check(sized.shape[0] >= 1)
             torch._check(sized.shape[0] <= self.max_tokens)
         position_ids = positions[None] + self.position_offset if self.position_offset else positions[None]
-        said = {"input_ids": input_ids[None], "position_ids": position_ids, "use_cache": False}
+        said: dict[str, Any] = {"input_ids": input_ids[None], "position_ids": position_ids, "use_cache": False}
+        if self.takes_kinds:
+            said["token_type_ids"] = torch.zeros_like(said["input_ids"])
         if self.takes_rows:
             return self.model(**said, logits_to_keep=logits_indices).logits[0]
         return self.model(**said).logits[0].index_select(0, logits_indices)
+
+
+def _has_default_kinds(model: torch.nn.Module) -> bool:
+    """True if the model reads kinds of tokens, 0, in a table where it is told none: a step may have more tokens."""
+    tables = [buffer for name, buffer in model.named_buffers() if name.rpartition(".")[2] == "token_type_ids"]
+    return any(table.dim() == 2 and table.shape[0] == 1 for table in tables)
 
 
 def trace_model(hf_model: HFModel, device: str, max_tokens: int) -> Trace:
@@ -114,13 +125,14 @@ def trace_text(
         tables_for_any_step(hf_model.model, hf_model.constants, max_tokens)
         try:
             hooks = experts_as_ops(hf_model.model), reading_positions(hf_model.model, as_positions)
-            rope = choosing_rope(hf_model.model, as_request_lengths)
-            with hooks[0], hooks[1], rope, states_as_ops(hf_model.model), _norms_by_formula(hf_model.model):
+            rope, keys = choosing_rope(hf_model.model, as_request_lengths), choosing_every_key(hf_model.model)
+            with hooks[0], hooks[1], rope, keys, states_as_ops(hf_model.model), _norms_by_formula(hf_model.model):
                 captured = with_a_mask_if_needed(lambda: capture(hf_model, flat, inputs, device))
         except UnsupportedModelError as error:
             raise UnsupportedModelError(f"{error}{_unserved_layers(hf_model.text_config)}") from error
         _drop_outputs_of_weights(captured)
         _fold_numbers(captured)
+        keep_host_values(captured, hf_model, device)
         settle_positions(captured)
         settle_rope(captured)
         find_attention(captured, hf_model.constants, min(hf_model.context_len, max_tokens))
@@ -193,6 +205,56 @@ def _fold_numbers(gm: fx.GraphModule) -> None:
                 node.replace_all_uses_with(value.item())
                 gm.graph.erase_node(node)
     gm.recompile()
+
+
+def keep_host_values(gm: fx.GraphModule, hf_model: HFModel, device: str) -> None:
+    """Makes constants of what a model computes on the host from no input, and then takes to the device: a step that
+    copies from the host is not captured. PhiMoE makes its frequencies so in every forward.
+
+    Args:
+        gm: a trace for `device`.
+        hf_model: gets the values as buffers that no checkpoint holds, computed on the host as the model does.
+    """
+    if torch.device(device).type == "cpu":
+        return
+    values: dict[fx.Node, torch.Tensor] = {}
+    for node in gm.graph.nodes:
+        val = node.meta.get("val")
+        is_of_host = isinstance(val, torch.Tensor) and val.device.type == "cpu" and node.op != "placeholder"
+        if is_of_host and all(one in values for one in node.all_input_nodes):
+            values[node] = _compute(node, values)
+    # A number is an argument of kernels, as it is.
+    kept = [node for node, value in values.items() if value.dim() and any(user not in values for user in node.users)]
+    for number, node in enumerate(kept):
+        name = f"host_value_{number}"
+        hf_model.constants[name] = values[node]
+        hf_model.model.register_buffer(name, _on_device(node.meta["val"], device), persistent=False)
+        last_placeholder = [one for one in gm.graph.nodes if one.op == "placeholder"][-1]
+        with gm.graph.inserting_after(last_placeholder):
+            constant = gm.graph.placeholder(name)
+        constant.meta |= {"weight_name": name, "val": hf_model.model.get_buffer(name)}
+        node.replace_all_uses_with(constant, lambda user: user not in values)
+    for node in reversed(values):
+        if not node.users:
+            gm.graph.erase_node(node)
+    gm.recompile()
+
+
+def _compute(node: fx.Node, values: Mapping[fx.Node, torch.Tensor]) -> torch.Tensor:
+    args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda one: values[one])
+    if node.op == "call_method":
+        return getattr(args[0], str(node.target))(*args[1:], **kwargs)
+    target: Any = node.target
+    return target(*args, **kwargs)
+
+
+def _on_device(val: torch.Tensor, device: str) -> torch.Tensor:
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    if not isinstance(val, FakeTensor):
+        return torch.empty_like(val, device=device)
+    with val.fake_mode:
+        return torch.empty_like(val, device=device)
 
 
 class _Captured(Exception):

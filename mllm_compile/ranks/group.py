@@ -79,7 +79,7 @@ class RankGroup:
             DeviceError: there is no room for processes, or for what they share.
         """
         runtime = compiled.config.runtime
-        self.size = runtime.tensor_parallel_size
+        self.size = runtime.num_ranks
         self._device = runtime.device
         self._failure: MllmError | None = None
         self._is_ready = self._is_closing = self._is_closed = False
@@ -91,11 +91,10 @@ class RankGroup:
         self._launcher: Launcher = LocalLauncher()
         self.threads = max(1, usable_cores() // self.size)
         pages_of_row = -(-runtime.max_model_len // runtime.page_size)
-        rows = min(runtime.max_running_requests, runtime.max_num_batched_tokens)
+        rows = min(runtime.max_running_requests, runtime.max_num_batched_tokens) * runtime.expert_parallel_size
+        num_tokens = runtime.max_num_batched_tokens * runtime.expert_parallel_size
         try:
-            self._ring = RingWriter(
-                self.size - 1, most_record_bytes(runtime.max_num_batched_tokens, rows, pages_of_row)
-            )
+            self._ring = RingWriter(self.size - 1, most_record_bytes(num_tokens, rows, pages_of_row))
             self._meeting_place = os.memfd_create("mllm-ranks-meet", os.MFD_CLOEXEC)
         except OSError as error:
             raise DeviceError(f"ranks cannot share memory: {error.strerror}. Free some, or set fewer ranks.") from error
@@ -296,4 +295,4 @@ def _launcher(runtime: RuntimeSection) -> Launcher:
         return LocalLauncher()
     from mllm_compile.ranks.launch_ray import RayLauncher
 
-    return RayLauncher(runtime.tensor_parallel_size, runtime.device != "cpu")
+    return RayLauncher(runtime.num_ranks, runtime.device != "cpu")

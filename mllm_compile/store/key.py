@@ -33,7 +33,7 @@ from mllm_compile.version import __version__
 
 # Raised with a change that makes older runtimes unreadable or wrong: their files, what a program says, how binaries
 # are launched (threads, shared memory, arguments).
-FORMAT_VERSION = 30
+FORMAT_VERSION = 31
 # Rooms that shape packages, kernels, stored programs or packed weights: a change in any of their sources is a miss.
 # passes/ is a factor of its own. config/device.py says which GPUs have kernels.
 _SHAPING_ROOMS = (
@@ -119,8 +119,9 @@ def key_factors(config: ResolvedConfig, model: ModelFolder, weights: WeightFiles
 
 def _ranks(config: ResolvedConfig) -> dict[str, str]:
     """For how many ranks a program is; of one rank this is no factor."""
-    num_ranks = config.runtime.tensor_parallel_size
-    return {"tensor parallel": f"{num_ranks} ranks"} if num_ranks > 1 else {}
+    runtime = config.runtime
+    sizes = {"tensor parallel": runtime.tensor_parallel_size, "expert parallel": runtime.expert_parallel_size}
+    return {name: f"{size} ranks" for name, size in sizes.items() if size > 1}
 
 
 def _states(config: ResolvedConfig) -> dict[str, str]:

@@ -149,7 +149,7 @@ class StateLayerKind(LayerKind):
 class PackedAttentionKind(LayerKind):
     """Attention in both directions within segments, without a cache (runtime/ops/varlen)."""
 
-    traced = ("varlen_attention",)
+    traced: ClassVar[tuple[str, ...]] = ("varlen_attention",)
     refusals = 5
     lowered = "varlen_attention_with_output"
     buffer = 4
@@ -168,7 +168,14 @@ class PackedAttentionKind(LayerKind):
         return (*node.args[:4], buffer, node.args[4], name)
 
 
-KINDS: tuple[LayerKind, ...] = (AttentionKind(), StateLayerKind(), PackedAttentionKind())
+class SegmentAttentionKind(PackedAttentionKind):
+    """The same by a kernel of the program (passes/attend_segments.py): no trace has it."""
+
+    traced = ()
+    lowered = "segment_attention_with_output"
+
+
+KINDS: tuple[LayerKind, ...] = (AttentionKind(), StateLayerKind(), PackedAttentionKind(), SegmentAttentionKind())
 _TRACED = {name: kind for kind in KINDS for name in kind.traced}
 _LOWERED = {kind.lowered: kind for kind in KINDS}
 

@@ -11,7 +11,7 @@ import torch
 from torch import fx
 from torch.nn import functional
 
-from mllm_compile.passes.match.nodes import LINEAR, is_call, linear_operands, takes_kernels
+from mllm_compile.passes.match.nodes import LINEAR, is_call, is_symbolic, linear_operands, takes_kernels
 from mllm_compile.passes.match.quantised import QuantisedLinear, match_quantised_linear
 from mllm_compile.passes.match.rms_norm import match_rms_norm
 
@@ -43,9 +43,15 @@ class Linear:
         return int(rows), int(self.source.meta["val"].shape[-1])
 
 
+def is_of_step(linear: fx.Node) -> bool:
+    """True for a linear of a step's own tokens; those of several ranks are more than a form is for."""
+    rows = linear.meta["val"].shape[:-1]
+    return all(size.node.expr.is_symbol for size in rows if is_symbolic(size))
+
+
 def match_linear(node: object, takes_bias: bool = False) -> Linear | None:
     """A linear in a type that the kernels take, without a bias unless `takes_bias`."""
-    if not is_call(node, LINEAR):
+    if not is_call(node, LINEAR) or not is_of_step(node):
         return None
     source, weight, bias = linear_operands(node)
     if weight.op != "placeholder" or not takes_kernels(weight):
@@ -59,7 +65,7 @@ def match_small_linear(node: object, takes_bias: bool = False) -> Linear | None:
     """A linear of a quantised weight, whose input is in a type that the kernels take, without a bias unless
     `takes_bias`."""
     found = match_quantised_linear(node)
-    if not isinstance(node, fx.Node) or found is None or not takes_kernels(found.source):
+    if not isinstance(node, fx.Node) or found is None or not is_of_step(node) or not takes_kernels(found.source):
         return None
     if any(tensor is not None and tensor.op != "placeholder" for tensor in found.tensors):
         return None

@@ -59,7 +59,7 @@ def make_attention_backend(
             model.layers,
             model.latents,
             req_to_token=req_to_token_pool.req_to_token,
-            max_requests=config.max_rows,
+            max_requests=config.max_rows * config.runtime.expert_parallel_size,
             page_size=runtime.page_size,
             dtype=config.dtype,
         )
@@ -73,11 +73,13 @@ def make_attention_backend(
             max_context_len=req_to_token_pool.max_context_len,
             req_to_token=req_to_token_pool.req_to_token,
             device=device,
-            max_req_pool_size=config.max_rows,
+            max_req_pool_size=config.max_rows * config.runtime.expert_parallel_size,
             page_size=runtime.page_size,
             deterministic=runtime.deterministic,
             decoders=model.decoders,
             prefills=model.prefills,
             cascades=model.cascades,
+            copy_prefix=runtime.copy_prefix,
+            divide_prefix=runtime.divide_prefix,
         )
     raise ConfigError(f"runtime.attention_backend: expected flashinfer or torch, got {runtime.attention_backend!r}")

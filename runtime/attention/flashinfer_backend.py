@@ -24,8 +24,10 @@ from mllm_compile.runtime.attention.captured.decodes import DecodeSteps, check_c
 from mllm_compile.runtime.attention.captured.mixed import MixedStep, MixedSteps
 from mllm_compile.runtime.attention.flashinfer.blocks import ImageBlocks
 from mllm_compile.runtime.attention.flashinfer.cascade import CascadeDecode, CascadeRows, GroupCascade
+from mllm_compile.runtime.attention.flashinfer.copied import MOST_COPIED_BYTES, CopySpace
 from mllm_compile.runtime.attention.flashinfer.decode import DecodeRows, GroupDecode, PlannedGroup, SplitGroup
 from mllm_compile.runtime.attention.flashinfer.kernels import (
+    COPYING_PREFILL,
     PlanGroup,
     captured_cascade_pays,
     cascade_pays,
@@ -33,12 +35,15 @@ from mllm_compile.runtime.attention.flashinfer.kernels import (
     check_supported,
     decodes_on_tensor_cores,
     plan_groups,
+    prefill_kernels,
     prefills_new_tokens_alone,
     should_use_tensor_core,
+    spared_bytes,
     takes_cascade,
     workspace_bytes,
 )
-from mllm_compile.runtime.attention.flashinfer.library import float_workspace, import_flashinfer
+from mllm_compile.runtime.attention.flashinfer.library import copy_space, float_workspace, import_flashinfer
+from mllm_compile.runtime.attention.flashinfer.parts import DividedPrefill
 from mllm_compile.runtime.attention.flashinfer.plan import PagedView, make_paged_view
 from mllm_compile.runtime.attention.flashinfer.prefill import GroupOwnPrefill, GroupPrefill, OwnPrefill, PrefillRows
 from mllm_compile.runtime.attention.flashinfer.sinks import run_with_sinks
@@ -99,6 +104,8 @@ class FlashInferAttnBackend(AttentionBackend):
         decoders: Mapping[str, Decoders] | None = None,
         prefills: Mapping[str, DecodePiece] | None = None,
         cascades: Mapping[str, DecodePiece] | None = None,
+        copy_prefix: bool = True,
+        divide_prefix: bool = True,
     ) -> None:
         """
         Args:
@@ -110,6 +117,8 @@ class FlashInferAttnBackend(AttentionBackend):
             decoders: layer → the program's own kernels for its decodes; FlashInfer's serve the other layers.
             prefills: layer → the program's own kernel for its prompts, likewise; such a layer has decoders too.
             cascades: layer → the program's own kernel for captured decodes that begin with the same pages.
+            copy_prefix: prefills may read keys and values from a copy, where that is estimated to be faster.
+            divide_prefix: blocks may share the keys before a prompt's new tokens, likewise.
 
         Raises:
             DeviceError: FlashInfer is not installed, lacks a kernel, or `device` is no CUDA device.
@@ -132,6 +141,8 @@ class FlashInferAttnBackend(AttentionBackend):
         num_bytes = workspace_bytes(self.groups, max_req_pool_size, self._num_sms)
         self._workspace = float_workspace(self.device, num_bytes)
         self._split_space, self._group_decodes = self._make_group_decodes(max_req_pool_size, decoders or {})
+        self._copies = self._make_copy_space(max_req_pool_size) if copy_prefix else None
+        self._merge = self._flashinfer.merge_state_in_place if divide_prefix else None
         own = {self._group_of[name]: piece for name, piece in prefills.items()}
         self._has_own_prefills = bool(own)
         self._group_prefills = [
@@ -227,9 +238,17 @@ class FlashInferAttnBackend(AttentionBackend):
             lambda window_left: pages_of(window_left).part(num_decodes, common.num_reqs),
             batch.seq_lens[: common.num_reqs],
             starts.numpy(),
+            slots=lambda: self._slots_of_prefills(batch, num_decodes),
         )
         wrappers = [group.plan(rows) for group in self._group_prefills]
         return PrefillMetadata(wrappers, use_ragged, first_token=num_decodes)
+
+    def _slots_of_prefills(self, batch: ForwardBatch, num_decodes: int) -> torch.Tensor:
+        """Slots of all keys of requests num_decodes … R, one after another."""
+        common = CommonAttentionMetadata.of(batch)
+        lengths = common.seq_lens_cpu[num_decodes : common.num_reqs], common.num_computed_tokens_cpu[num_decodes:]
+        rows = batch.req_pool_indices[num_decodes : common.num_reqs]
+        return make_paged_view(common.block_table, rows, *lengths, -1, page_size=1).indices
 
     def _plan_options(self, group: PlanGroup) -> dict[str, Any]:
         return {
@@ -285,6 +304,16 @@ class FlashInferAttnBackend(AttentionBackend):
         prefills = [prefill for prefill in self._group_prefills if isinstance(prefill, GroupPrefill)]
         return MixedSteps(decodes, prefills, self._split_space, max_requests, self.device)
 
+    def _make_copy_space(self, max_requests: int) -> CopySpace | None:
+        """Memory for copies of keys and values; None: the kernel that would read them serves no layer."""
+        is_hopper = torch.cuda.get_device_properties(self.device).major == 9
+        kernels = {name for group in self.groups for name in prefill_kernels(group, self.kv_cache_dtype, is_hopper)}
+        if COPYING_PREFILL.name not in kernels:
+            return None
+        widest = max(group.num_kv_heads * group.head_dim for group in self.groups)
+        needed = 2 * widest * self.kv_cache_dtype.itemsize * max_requests * self.max_context_len
+        return CopySpace(copy_space(self.device, min(needed, MOST_COPIED_BYTES)))
+
     def _make_group_prefill(self, group: PlanGroup, own: DecodePiece | None) -> GroupPrefill | GroupOwnPrefill:
         if own is not None and self._split_space is not None:
             return GroupOwnPrefill(own, group, self._split_space, self.q_dtype)
@@ -300,7 +329,16 @@ class FlashInferAttnBackend(AttentionBackend):
             return make(self._workspace, get_kv_cache_layout(), backend=kernel, **options)
 
         options = self._plan_options(group)
-        return GroupPrefill(make_wrapper, group, self.page_size, self.kv_cache_dtype, options, self.device)
+        return GroupPrefill(
+            make_wrapper,
+            group,
+            self.page_size,
+            self.kv_cache_dtype,
+            options,
+            self.device,
+            self._copies,
+            self._merge,
+        )
 
     def _load_kernels(self) -> None:
         """Loads the kernels that a batch may get, so that no request waits for one to be loaded or compiled."""
@@ -344,15 +382,17 @@ class FlashInferAttnBackend(AttentionBackend):
                 wrapper.run(q, pages, out)
                 return
             new = slice(self.prefill_metadata.first_token, None)
-            keys_and_values = (inputs.k[new], inputs.v[new]) if self.prefill_metadata.use_ragged else (pages,)
-            run_with_sinks(wrapper, q[new], *keys_and_values, out=out[new], sinks=layer.sink_logits)
+            if isinstance(wrapper, DividedPrefill):
+                wrapper.run(q[new], inputs.k[new], inputs.v[new], pages, out[new])
+            else:
+                keys_and_values = (inputs.k[new], inputs.v[new]) if self.prefill_metadata.use_ragged else (pages,)
+                run_with_sinks(wrapper, q[new], *keys_and_values, out=out[new], sinks=layer.sink_logits)
         media = inputs.batch.media
         if self._has_blocks and self._image_blocks is not None and media and media.blocks_of(layer.params.window_left):
             self._image_blocks.run(group_index, q, pages, out, layer)
 
     def cascade_pays(self, num_requests: int, num_tokens: int, is_captured: bool = False) -> bool:
-        per_token = sum(layer.num_kv_heads * (layer.head_dim + layer.v_head_dim) for layer in self._cascaded)
-        spared = (num_requests - 1) * num_tokens * per_token * self.kv_cache_dtype.itemsize
+        spared = spared_bytes(self._cascaded, num_requests, num_tokens, self.kv_cache_dtype.itemsize)
         return (captured_cascade_pays if is_captured else cascade_pays)(spared, len(self._cascaded))
 
     @property

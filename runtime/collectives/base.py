@@ -38,6 +38,9 @@ class Communicator(Protocol):
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
         """[size, *x.shape]: x of every rank, which is contiguous and of one shape on all."""
 
+    def reduce_scatter(self, x: torch.Tensor) -> torch.Tensor:
+        """The rank's part of the sum over ranks of x, [size * N, ...] and contiguous: [N, ...], a new tensor."""
+
     def broadcast(self, x: torch.Tensor) -> None:
         """Makes x, which is contiguous, what rank 0 has there."""
 
@@ -62,6 +65,12 @@ def add_and_norm(
     summed = residual + total
     wide = summed.float()
     return summed, weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)).to(total.dtype)
+
+
+def own_part(total: torch.Tensor, rank: int, size: int) -> torch.Tensor:
+    """Return what Communicator.reduce_scatter does, of a sum that is there."""
+    length = total.shape[0] // size
+    return total[rank * length : (rank + 1) * length].clone()
 
 
 _threads = threading.local()

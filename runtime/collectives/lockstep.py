@@ -9,7 +9,7 @@ from typing import TypeVar
 
 import torch
 
-from mllm_compile.runtime.collectives.base import add_and_norm, using
+from mllm_compile.runtime.collectives.base import add_and_norm, own_part, using
 
 T = TypeVar("T")
 
@@ -33,6 +33,9 @@ class LockstepRank:
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
         return self._exchange(x, lambda parts: torch.stack(list(parts)))
+
+    def reduce_scatter(self, x: torch.Tensor) -> torch.Tensor:
+        return own_part(self.all_reduce(x), self.rank, self.size)
 
     def broadcast(self, x: torch.Tensor) -> None:
         x.copy_(self._exchange(x, lambda parts: parts[0].clone()))

@@ -67,6 +67,7 @@ def _library() -> ctypes.CDLL:
     library.ncclGetUniqueId.argtypes = [ctypes.POINTER(_UniqueId)]
     library.ncclCommInitRank.argtypes = [ctypes.POINTER(handle), kind, _UniqueId, kind]
     library.ncclAllReduce.argtypes = [handle, handle, size, kind, kind, handle, handle]
+    library.ncclReduceScatter.argtypes = [handle, handle, size, kind, kind, handle, handle]
     library.ncclAllGather.argtypes = [handle, handle, size, kind, handle, handle]
     library.ncclBroadcast.argtypes = [handle, handle, size, kind, kind, handle, handle]
     library.ncclCommAbort.argtypes = [handle]
@@ -165,6 +166,15 @@ class NcclCommunicator:
             arguments = (x.data_ptr(), gathered.data_ptr(), x.nbytes, _TYPES[torch.uint8], self._open(), self._stream())
             _check(_library().ncclAllGather(*arguments), "a gather over ranks")
         return gathered
+
+    def reduce_scatter(self, x: torch.Tensor) -> torch.Tensor:
+        part = x.new_empty((x.shape[0] // self.size, *x.shape[1:]))
+        if part.numel():
+            places, kind = (x.data_ptr(), part.data_ptr(), part.numel()), _TYPES[x.dtype]
+            _check(
+                _library().ncclReduceScatter(*places, kind, _SUM, self._open(), self._stream()), "sums of ranks' parts"
+            )
+        return part
 
     def broadcast(self, x: torch.Tensor) -> None:
         place = x.data_ptr()

@@ -17,7 +17,8 @@ import torch
 from mllm_compile.runtime.cuda.kernel import CudaKernel
 from mllm_compile.runtime.errors import ArtifactError, DeviceError
 
-_BYTE, _BFLOAT16, _SWIZZLE_128B, _PROMOTE_128B = 0, 9, 3, 2
+_BYTE, _BFLOAT16, _PROMOTE_128B = 0, 9, 2
+_SWIZZLES = {32: 1, 64: 2, 128: 3}  # by the bytes of a box's row
 _MAX_DYNAMIC_SHARED_BYTES = 8  # CU_FUNC_ATTRIBUTE_…
 _SHARED_MEMORY_CARVEOUT = 9
 _STARTS_EARLY = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
@@ -75,7 +76,7 @@ class Axis(NamedTuple):
 
 
 class TensorMap:
-    """The map by which TMA finds boxes in a tensor of bfloat16 or bytes; rows of 128 bytes are swizzled.
+    """The map by which TMA finds boxes in a tensor of bfloat16 or bytes; rows of 32, 64 or 128 bytes are swizzled.
 
     The L2 is asked for 128 bytes at a time: with 256 reading a KV cache was 5 % slower.
 
@@ -91,10 +92,10 @@ class TensorMap:
         """
         self._memory = (ctypes.c_char * (_MAP_BYTES + _MAP_ALIGNMENT))()
         self.address = -(-ctypes.addressof(self._memory) // _MAP_ALIGNMENT) * _MAP_ALIGNMENT
-        rank = len(axes)
+        rank, size = len(axes), tensor.element_size()
         result = _driver().cuTensorMapEncodeTiled(
             ctypes.c_void_p(self.address),
-            _BFLOAT16 if tensor.element_size() == 2 else _BYTE,
+            _BFLOAT16 if size == 2 else _BYTE,
             rank,
             ctypes.c_void_p(tensor.data_ptr()),
             (ctypes.c_uint64 * rank)(*(axis.size for axis in axes)),
@@ -102,7 +103,7 @@ class TensorMap:
             (ctypes.c_uint32 * rank)(*(axis.box for axis in axes)),
             (ctypes.c_uint32 * rank)(*[1] * rank),
             0,
-            _SWIZZLE_128B,
+            _SWIZZLES[axes[0].box * size],
             _PROMOTE_128B,
             0,
         )

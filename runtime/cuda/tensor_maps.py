@@ -88,6 +88,12 @@ def expert_rows(weights: torch.Tensor) -> Axes:
     )
 
 
+def heads(x: torch.Tensor, rows: int, columns: int, num_heads: int, row: int, head: int) -> Axes:
+    """`rows` times `columns` of one head of x [N, H, D], at (column, head, row); `row` and `head` are x's strides."""
+    size = x.element_size()
+    return Axis(x.shape[2], size, columns), Axis(num_heads, head * size, 1), Axis(x.shape[0], row * size, rows)
+
+
 def _columns(matrix: torch.Tensor) -> Axis:
     return Axis(matrix.shape[1], matrix.element_size(), _panel(matrix))
 

@@ -9,11 +9,19 @@ __device__ __forceinline__ void multiply_add_all(float* d, unsigned long long a,
 }}
 """
 
+_FROM_MEMORY = """
+__device__ __forceinline__ void {name}(float* d, unsigned long long a, unsigned long long b, bool add) {{
+  asm volatile("{{ .reg .pred p; setp.ne.b32 p, %{add}, 0;\\n"
+               "wgmma.mma_async.sync.aligned.m64n{columns}k16.f32.bf16.bf16 {{{sums}}}, %{a}, %{b}, p, 1, 1, 0, 0; }}"
+               : {outputs} : "l"(a), "l"(b), "r"((int)add));
+}}
+"""
+
 _FROM_REGISTERS = """
-__device__ __forceinline__ void multiply_registers(float* d, const unsigned (&a)[4], unsigned long long b, bool add) {{
+__device__ __forceinline__ void {name}(float* d, const unsigned (&a)[4], unsigned long long b, bool add) {{
   asm volatile("{{ .reg .pred p; setp.ne.b32 p, %{add}, 0;\\n"
                "wgmma.mma_async.sync.aligned.m64n{columns}k16.f32.bf16.bf16 {{{sums}}}, {{{values}}},"
-               " %{b}, p, 1, 1, 0; }}"
+               " %{b}, p, 1, 1, {transposed}; }}"
                : {outputs} : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"((int)add));
 }}
 """
@@ -25,12 +33,20 @@ def multiply_add_all(columns: int) -> str:
     return _INSTRUCTION.format(**_sums(columns), a=count, b=count + 1)
 
 
-def multiply_registers(columns: int) -> str:
-    """The function of that name: the 64 rows are registers, a warp's 16 as m16n8k16 has them; without `add` the sums
-    begin at zero."""
+def multiply(columns: int, name: str) -> str:
+    """A function as multiply_add_all; without `add` the sums begin at zero."""
+    count = columns // 2
+    return _FROM_MEMORY.format(**_sums(columns), name=name, a=count, b=count + 1, add=count + 2)
+
+
+def multiply_registers(columns: int, name: str = "multiply_registers", *, transposed: bool = False) -> str:
+    """The function `name`: the 64 rows are registers, a warp's 16 as m16n8k16 has them; without `add` the sums begin at
+    zero. Transposed: neighbours in memory are of one row of the 16, not of one column."""
     count = columns // 2
     values = ", ".join(f"%{count + i}" for i in range(4))
-    return _FROM_REGISTERS.format(**_sums(columns), values=values, b=count + 4, add=count + 5)
+    return _FROM_REGISTERS.format(
+        **_sums(columns), name=name, values=values, b=count + 4, add=count + 5, transposed=int(transposed)
+    )
 
 
 def _sums(columns: int) -> dict[str, object]:

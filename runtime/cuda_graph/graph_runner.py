@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import logging
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
 
+from mllm_compile.runtime.collectives.base import current
 from mllm_compile.runtime.cuda_graph.capture import CaptureFigures, GraphCapturer, WeakTensor
 from mllm_compile.runtime.cuda_graph.decode_loop import DecodeLoop, Turn
 from mllm_compile.runtime.cuda_graph.dispatcher import GraphDispatcher
@@ -26,7 +27,7 @@ from mllm_compile.runtime.cuda_graph.step_inputs import StepInputs, TokenPlaces
 from mllm_compile.runtime.errors import ConfigError
 from mllm_compile.runtime.forward_batch import ForwardBatch, ForwardMode, LogitsProcessorOutput, TokenInputs
 from mllm_compile.runtime.forward_context import get_forward_context
-from mllm_compile.runtime.graph_mode import BatchDescriptor, CUDAGraphMode
+from mllm_compile.runtime.graph_mode import BatchDescriptor, CUDAGraphMode, DPMetadata
 from mllm_compile.runtime.program.executor import ProgramExecutor
 
 logger = logging.getLogger(__name__)
@@ -85,9 +86,17 @@ class GraphRunner:
         self._max_tokens = max(
             dispatcher.piecewise_tokens + dispatcher.mixed_tokens + dispatcher.decode_requests, default=0
         )
-        padding_len = runner.attn_backend.get_cuda_graph_seq_len_fill_value()
-        num_uploaded = min(self._max_tokens, max(_MOST_UPLOADED_TOKENS, self._max_requests))
-        self.inputs = StepInputs(num_uploaded, runner.config.max_rows, padding_len, runner.device)
+        # Of decodes alone: pieces are captured over attention that knows of no graphs, too.
+        padding_len = runner.attn_backend.get_cuda_graph_seq_len_fill_value() if dispatcher.decode_requests else 1
+        # A captured decode of ranks with requests of their own has the inputs of all, its own first.
+        self._num_deals = runner.num_deals
+        most_of_all = self._num_deals * self._max_requests
+        num_uploaded = max(most_of_all, min(self._max_tokens, _MOST_UPLOADED_TOKENS))
+        self.inputs = StepInputs(num_uploaded, max(runner.config.max_rows, most_of_all), padding_len, runner.device)
+        self._all_slots: torch.Tensor | None = None
+        if self._num_deals > 1:
+            num_slots = self._num_deals * self._max_tokens
+            self._all_slots = torch.ones(num_slots, dtype=torch.int64, device=runner.device)
         self._long_inputs = TokenPlaces.zeros(self._max_tokens, runner.device)
         self._rows = torch.arange(self._max_tokens, device=runner.device)
         self._decode_graphs: dict[BatchDescriptor, _DecodeGraph] = {}
@@ -153,6 +162,8 @@ class GraphRunner:
     def run(self, batch: ForwardBatch) -> LogitsProcessorOutput | None:
         """Runs the batch in a captured graph; None when none fits it."""
         uniform = batch.forward_mode.is_decode()
+        if batch.dp_metadata is not None:
+            return self._run_dealt(batch, batch.dp_metadata)
         if batch.common_prefix_len:  # which whole graphs know nothing of
             mode, descriptor = self.dispatcher.dispatch(batch.num_tokens, batch.batch_size, False, may_mix=False)
         else:
@@ -168,6 +179,15 @@ class GraphRunner:
             return self._run_pieces(batch, descriptor)
         return None
 
+    def _run_dealt(self, batch: ForwardBatch, across: DPMetadata) -> LogitsProcessorOutput | None:
+        """Runs the batch by the graphs of the rank that has most tokens, as all do; None where there are none."""
+        mode, descriptor = self.dispatcher.dispatch(across.max_tokens_across_dp, 0, False, may_mix=False)
+        if mode is not CUDAGraphMode.PIECEWISE or self._all_slots is None:
+            return None
+        across.mark_tokens(self._all_slots[: self._num_deals * descriptor.num_tokens])
+        self._places(descriptor.num_tokens).take_tokens(batch, descriptor.num_tokens)
+        return self._run_pieces(batch, descriptor)
+
     # FULL -------------------------------------------------------------------------------------------------------------
 
     def _capture_decode(self, descriptor: BatchDescriptor) -> None:
@@ -179,11 +199,14 @@ class GraphRunner:
         if descriptor.cascade:
             runner.attn_backend.use_cascade()
         rows, loop = self._rows[:size], self.decode_loop
+        tokens_of_all = self._tokens(size)
+        if self._all_slots is not None:
+            tokens_of_all = replace(tokens_of_all, all_slots=inputs.out_cache_loc[: self._num_deals * size])
 
         def run() -> tuple[torch.Tensor, torch.Tensor | None]:
             if loop is not None:
-                loop.begin(size)
-            output = runner.run_program(batch, self._tokens(size), rows, CUDAGraphMode.FULL, descriptor)
+                loop.begin(self._num_deals * size)
+            output = runner.run_program(batch, tokens_of_all, rows, CUDAGraphMode.FULL, descriptor)
             logits = output.next_token_logits
             return logits, None if loop is None else loop.end(logits)
 
@@ -197,6 +220,13 @@ class GraphRunner:
     def holds_decode(self, num_requests: int) -> bool:
         """True if `decode` takes as many requests."""
         return self.decode_loop is not None and num_requests <= self._max_requests
+
+    def decode_size(self, num_requests: int) -> tuple[int, int] | None:
+        """Return what ModelRunner.decode_size does."""
+        if not self.holds_decode(num_requests):
+            return None
+        _, descriptor = self.dispatcher.dispatch(num_requests, num_requests, True)
+        return descriptor.num_tokens, self.inputs.padding_len
 
     def holds_cascade(self, num_requests: int) -> bool:
         """True if `decode` takes as many requests that begin with the same pages."""
@@ -214,7 +244,8 @@ class GraphRunner:
 
         Args:
             rows, seq_lens, slots: [R] of any integers: each request's row, its tokens with the new one, and the slot of
-                that. A page that begins with it is entered in the table of slots.
+                that. A page that begins with it is entered in the table of slots. Of ranks with requests of their own
+                they are those of all, a block each of decode_size.
             deltas: [R] what their positions are beyond seq_lens - 1; None: nothing.
             common_prefix_len: first tokens that all have in the same pages, to be read once; 0: each reads its own.
 
@@ -224,14 +255,17 @@ class GraphRunner:
         if self.decode_loop is None:
             raise RuntimeError("no decode was captured that makes its own inputs ready: ask holds_decode first")
         count = rows.size
-        _, descriptor = self.dispatcher.dispatch(count, count, True)
+        _, descriptor = self.dispatcher.dispatch(count // self._num_deals, count // self._num_deals, True)
+        if self._num_deals > 1:
+            first = current().rank * descriptor.num_tokens
+            rows, seq_lens, slots = (np.roll(values, -first) for values in (rows, seq_lens, slots))
         if common_prefix_len:
             cascade = self.dispatcher.dispatch_cascade(count)
             if cascade is None:
                 raise RuntimeError(f"no cascade of {count} requests was captured: ask holds_cascade first")
             descriptor = cascade
             self._runner.attn_backend.share_prefix(common_prefix_len)
-        size, inputs, turn = descriptor.num_tokens, self.inputs, self.decode_loop.next_turn()
+        size, inputs, turn = self._num_deals * descriptor.num_tokens, self.inputs, self.decode_loop.next_turn()
         turn.write(rows, seq_lens, slots, size, inputs.padding_len, deltas)
         inputs.clear_rope_lens()
         logits, tokens = self._replay(descriptor).logits, self._chosen_tokens[descriptor]
@@ -294,7 +328,8 @@ class GraphRunner:
     def _tokens(self, size: int) -> TokenInputs:
         inputs = self._places(size)
         given = inputs.input_ids[:size], inputs.positions[:size], inputs.out_cache_loc[:size]
-        return TokenInputs(*given, inputs.media, inputs.mrope_positions, inputs.rope_lens[:size])
+        all_slots = None if self._all_slots is None else self._all_slots[: self._num_deals * size]
+        return TokenInputs(*given, inputs.media, inputs.mrope_positions, inputs.rope_lens[:size], all_slots)
 
     # FULL, of any step ------------------------------------------------------------------------------------------------
 
@@ -368,7 +403,8 @@ class GraphRunner:
         what is there goes on into keys and values, so it must be finite."""
         descriptor = get_forward_context().batch_descriptor
         if descriptor is None or descriptor.uniform:
-            return like.new_empty((like.shape[0], *shape), dtype=dtype)
+            make = like.new_empty if self._num_deals == 1 else like.new_zeros
+            return make((like.shape[0], *shape), dtype=dtype)
         key = (index, *shape, dtype)
         if key not in self._outputs:
             self._outputs[key] = like.new_zeros((self._max_tokens, *shape), dtype=dtype)

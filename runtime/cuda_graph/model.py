@@ -30,6 +30,9 @@ class CapturableModel(Protocol):
     @property
     def always_takes_features(self) -> bool: ...
 
+    @property
+    def num_deals(self) -> int: ...
+
     def prepare_forward_batch_decode(
         self,
         input_ids: torch.Tensor,

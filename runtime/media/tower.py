@@ -64,7 +64,7 @@ class Tower(ABC):
         """Features of a picture."""
 
     def num_counted(self, grid: Grid) -> int:
-        """The numbers by which counted inputs go on behind a picture: its features."""
+        """The numbers that a picture adds to counted inputs: its features."""
         return self.num_features(grid)
 
     @abstractmethod

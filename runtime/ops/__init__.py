@@ -57,9 +57,11 @@ OPS = {
     "quantised_expert_linear": "experts.quantised",
     "quantised_grouped_linear": "experts.grouped_quantised",
     "quantised_linear": "quantised_linear.ops",
+    "reduce_scatter": "ranks.ops",
     "request_lengths": "trace",
     "rope_and_cache": "rope_cache",
     "scaled_linear": "quantised_linear.scaled",
+    "segment_attention_with_output": "varlen.tiles",
     "selective_scan": "states.trace",
     "selective_scan_states": "states.selective_scan",
     "silu_mul": "silu_mul",
@@ -89,6 +91,7 @@ FAMILIES = {
     "stream_experts": "stream_experts.family",
     "stream_linear": "stream_linear.family",
     "stream_quantised": "stream_quantised.family",
+    "varlen": "varlen.family",
 }
 
 Kernels = Mapping[str, Sequence[CudaKernel]]  # by family

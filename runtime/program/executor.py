@@ -15,6 +15,7 @@ from mllm_compile.runtime.errors import ArtifactError
 from mllm_compile.runtime.ops.attention import attention_with_output, cache_inputs
 from mllm_compile.runtime.ops.states.run import state_with_output
 from mllm_compile.runtime.ops.varlen.ops import varlen_attention_with_output
+from mllm_compile.runtime.ops.varlen.tiles import segment_attention_with_output
 from mllm_compile.runtime.program.spec import (
     BATCH_INPUTS,
     ROW_INPUT,
@@ -209,10 +210,10 @@ class ProgramExecutor:
                 )
             elif isinstance(step, PackedAttentionStep):
                 q, k, v, segments, out = map(self._register, (*step.reads, step.out))
+                buffer, shape, scale = buffer_index[step.out], step.out_shape, step.sm_scale
+                attend = segment_attention_with_output if step.by_kernel else varlen_attention_with_output
                 linked.append(
-                    _LinkedPackedAttention(
-                        buffer_index[step.out], q, k, v, segments, out, step.out_shape, step.sm_scale, step.layer, dead
-                    )
+                    _LinkedPackedAttention(attend, buffer, q, k, v, segments, out, shape, scale, step.layer, dead)
                 )
             else:
                 operands, state = tuple(map(self._register, step.operands)), states[step.layer]
@@ -358,6 +359,7 @@ class _LinkedState:
 
 @dataclass(slots=True)
 class _LinkedPackedAttention:
+    attend: Callable[..., None]
     buffer_index: int
     q: int
     k: int
@@ -373,7 +375,7 @@ class _LinkedPackedAttention:
         q, segments = values[self.q], values[self.segments]
         out = output_buffers(self.buffer_index, q, self.out_shape, q.dtype)
         k, v = values[self.k], values[self.v]
-        varlen_attention_with_output(q, k, v, segments.bounds, out, self.sm_scale, self.layer, segments.longest)
+        self.attend(q, k, v, segments.bounds, out, self.sm_scale, self.layer, segments.longest)
         values[self.out] = out
 
 

@@ -108,7 +108,8 @@ class StateStep:
 @dataclass(frozen=True)
 class PackedAttentionStep:
     """out [N, H, Dv] = attention over q [N, H, D], k [N, Hk, D], v [N, Hk, Dv] in both directions, within the segments
-    that the input `segments` bounds (executor.Segments). `layer` is its name, for people."""
+    that the input `segments` bounds (executor.Segments). `layer` is its name, for people. `by_kernel`: by a kernel of
+    the program (passes/attend_segments.py)."""
 
     layer: str
     q: str
@@ -118,6 +119,7 @@ class PackedAttentionStep:
     out: str
     out_shape: tuple[int, int]
     sm_scale: float
+    by_kernel: bool = False
 
     @property
     def reads(self) -> tuple[str, ...]:
@@ -280,7 +282,7 @@ class Program:
     latent_attention: Mapping[str, LatentForms] = field(default_factory=dict)  # by layer; all layers, or none
     sampling: SamplingForms | None = None
     decode_loop: DecodeLoopForms | None = None
-    kernels: Mapping[str, tuple[CudaKernel, ...]] = field(default_factory=dict)  # family → those that pieces call
+    kernels: Mapping[str, tuple[CudaKernel, ...]] = field(default_factory=dict)  # family → those that it calls
     expert_weights: Mapping[str, ExpertWeight] = field(default_factory=dict)
     counted_experts: tuple[str, ...] = ()  # a weight of each layer whose choices are counted, in order
     quantised_weights: Mapping[str, QuantisedWeight] = field(default_factory=dict)  # by the name of the values
@@ -448,3 +450,4 @@ class ModelSizes:
     vocab_size: int
     context_len: int
     is_table_of_positions: bool = False  # context_len is all that it has rows for, and config.json does not say so
+    is_sparse_beyond: bool = False  # of longer texts attention reads chosen keys alone, and is not served

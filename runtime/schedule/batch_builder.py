@@ -103,4 +103,5 @@ def build_batch(
 
 
 def _append(array: np.ndarray, values: list) -> np.ndarray:
-    return np.concatenate([array, np.array(values, dtype=array.dtype)])
+    added = np.array(values, dtype=array.dtype)
+    return np.concatenate([array, added]) if array.size else added

@@ -16,11 +16,11 @@ Read first: request.py, scheduled_batch.py, page_tables.py, pace.py. Single-thre
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 from bisect import bisect_left, insort
 from collections.abc import Iterator, Sequence
-from itertools import islice
 from operator import attrgetter
 from typing import NamedTuple
 
@@ -51,9 +51,14 @@ class _Save(NamedTuple):
 class Scheduler:
     """Continuous batching with chunked prefill, prefix cache and preemption. See the module's header."""
 
-    def __init__(self, config: SchedulerConfig) -> None:
+    def __init__(self, config: SchedulerConfig, first_row: int = 1, sequences: Iterator[int] | None = None) -> None:
+        """
+        Args:
+            first_row: of its requests, which have as many rows as config.max_running_requests says.
+            sequences: their numbers, where others draw of them too.
+        """
         self.config = config
-        num_rows = config.max_running_requests + 1
+        num_rows = first_row + config.max_running_requests
         max_pages = -(-config.max_tokens_per_request // config.page_size)
         self.pages = PageTables(num_rows, max_pages, config.num_pages, config.page_size, config.num_snapshots)
         self._pace = Pace(config.max_step_ms, config.step_sizes)
@@ -65,7 +70,7 @@ class Scheduler:
         self._decode_rows: DecodeRows | None = None  # of _decoding; None: to be made anew
 
         self._owners: list[Request | None] = [None] * num_rows  # by row
-        self._free_rows = list(range(num_rows - 1, 0, -1))
+        self._free_rows = list(range(num_rows - 1, first_row - 1, -1))
         self._leaving: set[int] = set()  # rows that get no further step and wait for their last one's update
         self._prefill_ids: list[np.ndarray] = [NO_TOKENS] * num_rows  # tokens to prefill, by row
         self._cache_keys: list[np.ndarray] = [NO_TOKENS] * num_rows  # what the prefix cache knows these by
@@ -81,7 +86,7 @@ class Scheduler:
         self._saves: list[_Save] = []
         self._saves_in_flight: dict[int, list[_Save]] = {}  # by step
 
-        self._next_sequence = 0
+        self._sequences = itertools.count() if sequences is None else sequences
         self._next_step = 0
         self._next_update = 0
         # Admission can only succeed anew after pages, rows or cached prefixes changed hands.
@@ -105,8 +110,7 @@ class Scheduler:
             self.config.check_whole_images(request.media)
         if self.config.rope is not None:
             request.rope_len = len(request.prompt_token_ids)
-        request.sequence = self._next_sequence
-        self._next_sequence += 1
+        request.sequence = next(self._sequences)
         self._requests.add(request)
         insort(self._waiting, request, key=_URGENCY)
 
@@ -207,6 +211,8 @@ class Scheduler:
         """The decodes of this step, each with room for its token; preempts, or lets some sit out, when pages lack."""
         while True:
             decodes = self._current_decodes()
+            if not decodes.requests and not self._prefilling:
+                return decodes
             needy = self._computed[decodes.rows] == self.pages.capacity[decodes.rows]
             num_needy = int(np.count_nonzero(needy))
             if num_needy == 0 and not self._prefilling:
@@ -236,6 +242,8 @@ class Scheduler:
             decoding = [request for request in self._decoding if request.status is RequestStatus.RUNNING]
             self._decoding = self._longest_first(decoding)
             decodes = self._decode_rows = DecodeRows.of(self._decoding)
+        if not decodes.requests:
+            return decodes
         done = self._computed[decodes.rows] >= self._last_computed[decodes.rows]
         if done.any():
             # Their last step is in flight; its update ends them.
@@ -398,7 +406,7 @@ class Scheduler:
 
         None with images if `first` has some: it could wait for ever for the features that they are granted."""
         rest = self._rest(first)
-        for request in (*self._prefilling, *islice(self._waiting, _LOOKED_AT)):
+        for request in (*self._prefilling, *itertools.islice(self._waiting, _LOOKED_AT)):
             is_ready = request.status is RequestStatus.RUNNING or request.row < 0
             is_ready = is_ready and (request.media is None or first.media is None)
             if is_ready and request.priority <= first.priority and self._rest(request) < rest:

@@ -43,9 +43,15 @@ class HostPageTable:
 
         Rows that share a page share those before it: a page is shared by the prefix cache alone.
         """
-        low, high = 0, most
+
+        def share(number: int) -> bool:
+            column = self._table[rows, number - 1]
+            return bool((column == column[0]).all())
+
+        if most == 0 or not share(1):  # most batches
+            return 0
+        low, high = 1, most
         while low < high:
             middle = (low + high + 1) // 2
-            column = self._table[rows, middle - 1]
-            low, high = (middle, high) if (column == column[0]).all() else (low, middle - 1)
+            low, high = (middle, high) if share(middle) else (low, middle - 1)
         return low

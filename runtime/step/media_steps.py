@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from mllm_compile.runtime.device.upload import upload, upload_rows
+from mllm_compile.runtime.device.upload import RowUploads, upload
 from mllm_compile.runtime.forward_batch import Block, MediaInputs
 from mllm_compile.runtime.media.feature_pool import FeaturePool, Key
 from mllm_compile.runtime.media.request import Image, RequestMedia
@@ -60,6 +60,7 @@ class MediaSteps:
 
     def __init__(self, runner: ModelRunner, num_rows: int) -> None:
         self._runner, self._media = runner, runner.model.media
+        self._uploads = RowUploads(runner.device)
         self._features_of_a_run = 1 if runner.config.runtime.deterministic else FEATURES_OF_A_RUN
         self._deltas = np.zeros(num_rows, dtype=np.int32)  # by row: position less index, of tokens behind a prompt
         self._has_images = np.zeros(num_rows, dtype=bool)  # by row
@@ -180,7 +181,7 @@ class MediaSteps:
 
     def _features_of(self, images: Sequence[Image]) -> torch.Tensor:
         """The features [F, W] of images, by one run of the tower."""
-        pixels = upload_rows([image.pixels for image in images], self._runner.config.dtype, self._runner.device)
+        pixels = self._uploads([image.pixels for image in images], self._runner.config.dtype)
         return self._runner.encode_images(pixels, [image.grid for image in images])
 
 

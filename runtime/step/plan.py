@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from mllm_compile.runtime.graph_mode import DPMetadata
 from mllm_compile.runtime.media.step_plan import MediaPlan
 from mllm_compile.runtime.schedule.scheduled_batch import ScheduledBatch
 from mllm_compile.runtime.step.host_page_table import HostPageTable
@@ -35,6 +36,8 @@ class StepPlan:
         prompt_rows: [N] request of each prompt position that is scored.
         prompt_num_top: alternatives that are wanted there.
         media: positions and features, where requests have images; set by whoever knows these.
+        own: the part of the batch that this rank computes, where ranks have requests of their own; None: all of it.
+        across: how many tokens each of these has.
     """
 
     fields: StepFields[np.ndarray]
@@ -45,6 +48,8 @@ class StepPlan:
     prompt_rows: np.ndarray
     prompt_num_top: int
     media: MediaPlan | None = None
+    own: ScheduledBatch | None = None
+    across: DPMetadata | None = None
 
 
 def plan_step(batch: ScheduledBatch, pages: HostPageTable) -> StepPlan:

@@ -30,8 +30,10 @@ from mllm_compile.runtime.sampling.logprobs import TokenLogprobs, all_logprobs, 
 from mllm_compile.runtime.sampling.params import ALL_LOGPROBS, NO_TOKEN
 from mllm_compile.runtime.sampling.sampler import Sampler
 from mllm_compile.runtime.sampling.token_masks import TokenMask, TokenMasks
+from mllm_compile.runtime.schedule.dealt import own_pages
 from mllm_compile.runtime.schedule.request import Request
 from mllm_compile.runtime.schedule.scheduled_batch import ScheduledBatch
+from mllm_compile.runtime.step.dealt_plan import Deal
 from mllm_compile.runtime.step.grammar_rows import GrammarRows
 from mllm_compile.runtime.step.host_page_table import HostPageTable
 from mllm_compile.runtime.step.media_steps import MediaSteps
@@ -116,7 +118,11 @@ class StepRunner:
         self._last_tokens = runner.row_state.last_tokens
         num_rows = self._last_tokens.shape[0]
         self._uploads, self._downloads = StagingRing(runner.device), StagingRing(runner.device)
-        self._pages = HostPageTable(num_rows, runner.config.runtime.max_model_len, runner.config.runtime.page_size)
+        runtime = runner.config.runtime
+        self._deal = None
+        if runner.num_deals > 1 and runner.communicator is not None:
+            self._deal = Deal(runner.communicator.rank, runner.num_deals, runtime.max_running_requests)
+        self._pages = HostPageTable(num_rows, runtime.max_model_len, runtime.page_size)
         self.media = MediaSteps(runner, num_rows)
         self._row_owners: dict[int, Request] = {}  # requests whose parameters are in `state`
         self._grammars = GrammarRows(lambda: TokenMasks(num_rows, runner.vocab_size, runner.device))
@@ -158,8 +164,11 @@ class StepRunner:
         """Enters new pages on the host, and clears those that held what was no number."""
         if batch.page_ids.size:
             self._pages.write(batch.page_rows, batch.page_positions, batch.page_ids)
-        if batch.cleared_pages.size:
-            self._runner.token_to_kv_pool.clear_pages(upload(batch.cleared_pages.astype(np.int64), self._runner.device))
+        cleared, pool = batch.cleared_pages, self._runner.token_to_kv_pool
+        if self._deal is not None:
+            cleared = own_pages(cleared, self._deal.rank, pool.num_pages)
+        if cleared.size:
+            pool.clear_pages(upload(cleared.astype(np.int64), self._runner.device))
 
     def _copy_states(self, copies: np.ndarray) -> None:
         """Copies rows of states: [N, 2], from and to."""
@@ -179,7 +188,8 @@ class StepRunner:
         self.state.flush()
         fields, flags = plan.fields, self.state.flags
         deltas = None if plan.media is None else plan.media.deltas
-        decode = self._runner.decode(fields.req_pool_indices, fields.seq_lens, fields.out_cache_loc, deltas, shared)
+        rows = fields.req_pool_indices
+        decode = self._runner.decode(rows, fields.seq_lens, fields.out_cache_loc, deltas, shared)
         mask = self._mask(batch, plan)
         if not flags.chooses_plainly or mask is not None:  # then the graph's choice is not used
             output = LogitsProcessorOutput(decode.logits)
@@ -189,19 +199,21 @@ class StepRunner:
         else:
             scores = token_logprobs(decode.logits, decode.tokens, flags.max_logprobs)
         all_scores = self._score_all(batch, plan, decode.logits)
-        return _Results(decode.turn, decode.turn.tokens[: batch.num_requests], scores, all_scores=all_scores)
+        return _Results(decode.turn, decode.turn.tokens[: rows.size], scores, all_scores=all_scores)
 
     def _is_captured(self, batch: ScheduledBatch, common_prefix_len: int) -> bool:
         """True if the step is one launch."""
         if batch.num_decodes < batch.num_requests:
             return False
+        if self._deal is not None:
+            return self._runner.holds_decode(self._deal.most_requests(batch))
         holds = self._runner.holds_cascade if common_prefix_len else self._runner.holds_decode
         return holds(batch.num_requests)
 
     def _common_prefix_len(self, batch: ScheduledBatch) -> int:
         """The first tokens of the step's decodes that are to be read once for all of them; 0: none."""
         count, runtime, page_size = batch.num_decodes, self._runner.config.runtime, self._pages.page_size
-        if count < 2 or not runtime.cascade_attention or runtime.deterministic:
+        if count < 2 or not runtime.cascade_attention or runtime.deterministic or self._deal is not None:
             return 0
         most = int(batch.prefix_lens[:count].min()) // page_size
         is_captured = count == batch.num_requests and self._runner.holds_cascade(count)
@@ -216,6 +228,9 @@ class StepRunner:
         if batch.page_ids.size:
             plan.fields.page_places = self._pages.places_of(batch.page_rows, batch.page_positions)
             plan.fields.page_slots = self._pages.slots_of(batch.page_ids)
+        if batch.num_decodes:
+            self._runner.spread_tokens()
+        batch = plan.own or batch
         self._follow_lengths(batch, plan)
         takes_features = plan.media is not None and plan.media.rows.size > 0
         media = self.media.inputs(plan.media) if takes_features else None  # type: ignore[arg-type]
@@ -227,6 +242,7 @@ class StepRunner:
         if media is not None:
             forward_batch.media, forward_batch.mrope_positions = media
         forward_batch.rope_lens = fields.rope_lens
+        forward_batch.dp_metadata = plan.across
         return self._runner.forward(forward_batch), fields
 
     def _run(self, batch: ScheduledBatch, plan: StepPlan) -> _Results:
@@ -242,7 +258,13 @@ class StepRunner:
         config = self._runner.config
         if config.runtime.deterministic:
             return plan_fixed_rows(batch, self._pages, config.runtime.max_num_batched_tokens)
+        if self._deal is not None:
+            return self._plan_dealt(batch, self._deal)
         return plan_step(batch, self._pages)
+
+    def _plan_dealt(self, batch: ScheduledBatch, deal: Deal) -> StepPlan:
+        captured = self._runner.decode_size(deal.most_requests(batch)) if self._is_captured(batch, 0) else None
+        return deal.plan(batch, self._pages) if captured is None else deal.plan_decode(batch, self._pages, *captured)
 
     def _follow_lengths(self, batch: ScheduledBatch, plan: StepPlan) -> None:
         """Adds the lengths that a model's RoPE follows, where the step has prompts."""
@@ -267,10 +289,9 @@ class StepRunner:
     def _forward_batch(self, batch: ScheduledBatch, plan: StepPlan, fields: StepFields[torch.Tensor]) -> ForwardBatch:
         rows, input_ids = fields.req_pool_indices, fields.input_ids
         if batch.num_decodes:
-            self._runner.spread_tokens()
             torch.index_select(self._last_tokens, 0, rows[: batch.num_decodes], out=input_ids[: batch.num_decodes])
         if plan.is_decode:
-            return self._runner.prepare_forward_batch_decode(
+            forward_batch = self._runner.prepare_forward_batch_decode(
                 input_ids,
                 rows,
                 fields.seq_lens,
@@ -278,6 +299,8 @@ class StepRunner:
                 seq_lens_cpu=torch.from_numpy(plan.fields.seq_lens.astype(np.int32, copy=False)),
                 positions=fields.positions,
             )
+            forward_batch.logits_indices = fields.logits_indices
+            return forward_batch
         num_new, prefix_lens = fields.num_new, fields.prefix_lens
         assert num_new is not None and prefix_lens is not None, "a plan that is no decode has both"
         forward_batch = self._runner.prepare_forward_batch_extend(

@@ -60,6 +60,29 @@ class SmallPart:
 
 
 @dataclass(frozen=True)
+class Factor:
+    """A scale of the checkpoint, of one number, that a weight is multiplied with, or divided by, as the next power of
+    two: no digit of the weight changes."""
+
+    tensor: StoredTensor
+    is_divided: bool
+
+    def value(self, folder: Path, headers: Mapping[str, SafetensorsHeader]) -> float:
+        """Raises CheckpointError if it is not a positive number."""
+        one = self.tensor
+        entry = _entry(folder, headers, one.file, one.name, one.shape, one.dtype)
+        number = torch.frombuffer(bytearray(read_bytes(folder / one.file, entry)), dtype=one.dtype).item()
+        if not 0 < number < math.inf:
+            raise CheckpointError(
+                f"{folder / one.file}: {one.name!r}: expected a positive number, as the scale of a KV cache, found "
+                f"{number}. Fetch the checkpoint again, or set compile.disable_passes: [scale_keys_and_values]."
+            )
+        part, exponent = math.frexp(number)
+        power = math.ldexp(1.0, exponent - 1 if part == 0.5 else exponent)
+        return 1 / power if self.is_divided else power
+
+
+@dataclass(frozen=True)
 class WeightPart:
     """One checkpoint tensor and the box of the weight that it fills.
 
@@ -73,6 +96,7 @@ class WeightPart:
         quantised: the tensors that the weight is computed from, `tensor` the one of its values; `shape` is what they
             make. None: it is stored as it is.
         small: the tensor of its scheme that the box gets of the weight; None: the weight itself.
+        factor: what is multiplied into it; None: nothing is.
     """
 
     tensor: str
@@ -83,6 +107,7 @@ class WeightPart:
     inner_starts: tuple[int, ...] = ()
     quantised: Quantised | None = None
     small: SmallPart | None = None
+    factor: Factor | None = None
 
     @property
     def sources(self) -> tuple[StoredTensor, ...]:
@@ -208,12 +233,28 @@ def load_weights(
             if not quantising.takes(part, place):
                 reads.append(_read(part, place, folder, headers))
     stream_tensors([*reads, *quantising.reads(folder, headers)], advance)
+    _scale(specs, weights, folder, headers)
     _check_sums(specs, weights, folder)
     _check_finite(specs, weights, folder)
 
 
 def _files(part: WeightPart) -> set[str]:
-    return {part.file} | ({tensor.file for tensor in part.quantised.tensors.values()} if part.quantised else set())
+    of_factor = {part.factor.tensor.file} if part.factor else set()
+    of_weight = {tensor.file for tensor in part.quantised.tensors.values()} if part.quantised else set()
+    return {part.file} | of_weight | of_factor
+
+
+def _scale(
+    specs: Iterable[WeightSpec],
+    weights: Mapping[str, torch.Tensor],
+    folder: Path,
+    headers: Mapping[str, SafetensorsHeader],
+) -> None:
+    """Multiplies weights that have factors with them."""
+    for spec in specs:
+        for part in spec.parts:
+            if part.factor is not None:
+                place_of(weights[spec.name], part).mul_(part.factor.value(folder, headers))
 
 
 def _read(part: WeightPart, place: torch.Tensor, folder: Path, headers: Mapping[str, SafetensorsHeader]) -> TensorRead:
@@ -249,8 +290,12 @@ def _read(part: WeightPart, place: torch.Tensor, folder: Path, headers: Mapping[
 
 
 def _read_stored(path: Path, entry: TensorEntry, steps: tuple[ViewStep, ...], place: torch.Tensor) -> TensorRead:
-    """The read of a tensor as it is in its file, and of no more than `steps` leave of it."""
+    """The read of a tensor as it is in its file, and of no more than `steps` leave of it: straight into its place where
+    views alone lie between, as with experts that are stored one by one."""
     entry, spacing, steps = _part_of_file(entry, steps)
+    unviewed = _unviewed(place, steps)
+    if unviewed is not None:
+        place, steps = unviewed, ()
     return TensorRead(path, entry, place, partial(viewed, steps=steps) if steps else None, spacing=spacing)
 
 
@@ -283,7 +328,7 @@ class _Quantising:
         """Keeps the place of a part of such a weight; False for any other part."""
         if part.small is None or part.quantised is not None:
             return False
-        key = replace(part, small=None, start=0, inner_starts=()), part.small.scheme
+        key = replace(part, small=None, start=0, inner_starts=(), factor=None), part.small.scheme
         weights = self._found.setdefault(key, [])
         places = next((one for one in weights if part.small.role not in one), None)
         if places is None:

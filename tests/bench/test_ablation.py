@@ -82,7 +82,8 @@ def ablate(setting, monkeypatch):
                 raise BenchmarkError("no piece without its norm")
             return replace(run(engine), settings=settings_on_hopper(config))
 
-        monkeypatch.setattr(ablation, "probe_machine", lambda *args: Probe(base, {"commit": "abc"}, CEILINGS, figures))
+        probe = Probe(base, {"commit": "abc"}, CEILINGS, figures)
+        monkeypatch.setattr(ablation, "probe_latency", lambda source, work: (probe, work))
 
         def levers_at_work(setting):
             return set(lever_names()) - set(idle) - set(setting.engine_config().compile.disable_passes)

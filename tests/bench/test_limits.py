@@ -51,6 +51,16 @@ def test_many_requests_make_the_gemms_compute_bound():
     assert gemms == pytest.approx(2 * 7_568_405_504 * 512 / 790e12)
 
 
+def test_fp8_weights_are_multiplied_in_fp8_where_that_was_measured():
+    in_fp8 = replace(QWEN3_8B, quantised_params=6_946_075_648, quantised_bytes=6_946_075_648, fp8_params=6_946_075_648)
+    fast = replace(H200, fp8_flops_s=1500e12)
+    assert in_fp8.decode_seconds(H200, [0] * 256) == pytest.approx(2 * 7_568_405_504 * 256 / 790e12)
+    seconds = 2 * 6_946_075_648 * 256 / 1500e12 + 2 * 622_329_856 * 256 / 790e12
+    assert in_fp8.decode_seconds(fast, [0] * 256) == pytest.approx(seconds)
+    assert fast.of_devices(2).of_one_of(2) == fast
+    assert H200.of_devices(2).fp8_flops_s is None
+
+
 def test_a_prefill_is_bound_by_its_operations():
     (limited,) = with_latency_limits([Measurement.of("prefill", "ms", [95.89], batch=8)], LatencyWork(), QWEN3_8B, H200)
     assert limited.limit == pytest.approx(72.8, rel=0.01)

@@ -81,6 +81,7 @@ def test_linears_in_few_bits_are_fewer_bytes_to_read(kind, weight_bytes):
     schemes |= dict.fromkeys(("model.embed_tokens.weight", "lm_head.weight"), quantised_as(kind, 4096))
     figures = model_figures(SHAPES / "qwen3-8b", "bfloat16", small=SmallWeights(schemes, are_chosen=True))
     assert figures.weight_bytes(1) == pytest.approx(weight_bytes + 2 * 0.6223e9, rel=2e-3)
+    assert figures.fp8_params == pytest.approx(6.9458e9 if kind == "fp8" else 0, rel=1e-3)
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from mllm_compile.bench.trace.chrome_trace import TracedKernel
-from mllm_compile.bench.trace.step_trace import _model_runner, _PieceRecorder, typical_step
+from mllm_compile.bench.trace.decode_steps import model_runner
+from mllm_compile.bench.trace.step_trace import _PieceRecorder, typical_step
 from mllm_compile.ranks.steps import RankedStepRunner
 from mllm_compile.runtime.attention.layer import LayerSpec
 from mllm_compile.runtime.program.spec import AttentionStep, PieceStep, Program, UnrotatedStep
@@ -71,7 +72,7 @@ def test_of_q_and_k_and_what_they_are_made_of_one_counts(num_slots):
 
 
 def test_of_several_ranks_that_of_this_process_is_traced():
-    model_runner = object()
-    alone = SimpleNamespace(_runner=model_runner)
+    runner = object()
+    alone = SimpleNamespace(_runner=runner)
     for steps in (alone, RankedStepRunner(alone, None)):
-        assert _model_runner(SimpleNamespace(step_runner=steps)) is model_runner
+        assert model_runner(SimpleNamespace(step_runner=steps)) is runner

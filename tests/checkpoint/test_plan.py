@@ -136,11 +136,22 @@ def test_a_tensor_that_does_not_fit_is_named(damage, tmp_path):
         load(tmp_path)
 
 
-def test_a_missing_expert_is_an_error(tmp_path):
+@pytest.mark.parametrize("lost", ["experts.3.w1", "experts.3."])
+def test_a_missing_expert_is_named(tmp_path, lost):
+    """One of its matrices, or all of the last one's: nothing tells but the config that there was another."""
     save(tmp_path, "mixtral")
-    lost = "model.layers.1.block_sparse_moe.experts.3.w1.weight"
-    rewrite(tmp_path, lambda tensors: {name: value for name, value in tensors.items() if name != lost})
-    with pytest.raises(CheckpointError, match=r"model.layers.1.mlp.experts.gate_up_proj' \(MergeModulelist, Concat"):
+    lost = f"model.layers.1.block_sparse_moe.{lost}"
+    rewrite(tmp_path, lambda tensors: {name: value for name, value in tensors.items() if not name.startswith(lost)})
+    named = "model.layers.1.block_sparse_moe.experts.3.w[12].weight"
+    with pytest.raises(CheckpointError, match=f"the checkpoint lacks '{named}'$"):
+        load(tmp_path)
+
+
+def test_more_experts_than_the_config_says_are_an_error(tmp_path):
+    save(tmp_path, "qwen3_moe", num_experts=4)
+    fifths = {name: name.replace("experts.0", "experts.4") for name in load_file(tmp_path / WEIGHTS)}
+    rewrite(tmp_path, lambda tensors: tensors | {fifths[name]: value.clone() for name, value in tensors.items()})
+    with pytest.raises(CheckpointError, match=r"make shape \[5, .*config.json says \[4, "):
         load(tmp_path)
 
 
@@ -167,7 +178,8 @@ def test_experts_that_are_there_one_by_one_and_stacked_are_an_error(tmp_path):
 def test_an_expert_of_another_shape_is_an_error(tmp_path):
     save(tmp_path, "qwen3_moe", num_experts=4)
     rewrite(tmp_path, lambda tensors: tensors | {THIRD: torch.zeros(3, 5)})
-    with pytest.raises(CheckpointError, match=r"cannot be put together to 'model\.layers\.0\.mlp\.experts\.down_proj'"):
+    named = rf"tensor '{THIRD}' of shape \[3, 5\], and others like it of \[64, 32\], cannot be put together to"
+    with pytest.raises(CheckpointError, match=named):
         load(tmp_path)
 
 

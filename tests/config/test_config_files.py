@@ -18,7 +18,10 @@ def test_a_config_is_valid_and_opens_with_what_it_is_for(path: Path) -> None:
     assert path.read_text(encoding="utf-8").startswith("# ")
 
 
-@pytest.mark.parametrize("name", ["tiny", "qwen-shape", "qwen-8b-shape", "qwen3_5-text-shape", "nemotron-h-8b-shape"])
+@pytest.mark.parametrize(
+    "name",
+    ["tiny", "qwen-shape", "qwen-8b-shape", "qwen-30b-a3b-4-layers", "qwen3_5-text-shape", "nemotron-h-8b-shape"],
+)
 def test_a_config_for_machines_with_no_hub_names_a_folder_of_the_repository(name: str) -> None:
     config = EngineConfig.from_yaml(CONFIGS / f"{name}.yaml")
     assert (Path(config.model.path) / "config.json").is_file()
@@ -37,6 +40,17 @@ def test_a_shape_is_that_of_the_model_that_it_stands_for(
     assert (config["vocab_size"], config["max_position_embeddings"]) == (151_936, 40_960)
     assert config["tie_word_embeddings"] is tied
     assert config["rope_parameters"] == {"rope_theta": 1e6, "rope_type": "default"}
+
+
+def test_four_layers_of_a_mixture_of_experts_are_those_of_the_whole_one() -> None:
+    whole, cut = (
+        json.loads((CONFIGS / "shapes" / f"qwen3-30b-a3b{layers}" / "config.json").read_text())
+        for layers in ("", "-4-layers")
+    )
+    assert cut.pop("num_hidden_layers") == cut.pop("max_window_layers") == 4
+    assert cut == {
+        name: value for name, value in whole.items() if name not in ("num_hidden_layers", "max_window_layers")
+    }
 
 
 def test_the_shape_of_qwen3_5_is_transformers_default() -> None:

@@ -123,6 +123,12 @@ def test_whole_steps_with_prompts_are_captured_of_small_models_on_hopper(device,
     assert graphs.mixed_tokens_asked == is_asked
 
 
+def test_a_model_without_attention_needs_no_kernel_of_it_for_whole_steps():
+    mamba = {name: value for name, value in QWEN.items() if "head" not in name} | {"state_size": 16}
+    sections = {"compile": {"split_decode": False}, "cudagraph": {"mixed_tokens": [64]}}
+    assert resolved(H200, mamba, **sections).cudagraph.mixed_tokens == (64,)
+
+
 @pytest.mark.parametrize(
     ("device", "sections", "error", "said"),
     [
@@ -202,7 +208,8 @@ def test_a_key_without_auto_becomes_what_was_asked_for():
     keys = {
         "mem_fraction_static": 0.5,
         "enable_prefix_cache": False,
-        "cascade_attention": True,
+        "copy_prefix": True,
+        "divide_prefix": True,
         "expert_stats": True,
         "tensor_parallel_size": 2,
         "distributed_executor_backend": "ray",
@@ -212,10 +219,40 @@ def test_a_key_without_auto_becomes_what_was_asked_for():
         "max_step_ms": 25.0,
     }
     without_auto = {name for name, field in RuntimeConfig.model_fields.items() if field.default != "auto"}
-    assert without_auto == {*keys, "deterministic"}
+    assert without_auto == {*keys, "deterministic", "expert_parallel_size"}
     runtime = resolved(runtime=keys).runtime
     assert {name: getattr(runtime, name) for name in keys} == keys
     assert resolved(runtime={"deterministic": True}).runtime.deterministic
+    assert resolved(runtime={"expert_parallel_size": 2}).runtime.expert_parallel_size == 2
+
+
+@pytest.mark.parametrize(
+    ("device", "sections", "expected"),
+    [
+        (H200, {}, (True, "of which enough is shared")),
+        (A100, {}, (True, "of which enough is shared")),
+        (CPU, {}, (False, "decodes are not captured")),
+        (H200, {"compile": {"backend": "eager"}}, (False, "decodes are not captured")),
+        (H200, {"cudagraph": {"mode": "piecewise"}}, (False, "decodes are not captured")),
+        (H200, {"runtime": {"kv_cache_dtype": "fp8_e4m3"}}, (False, "no KV cache of float8_e4m3fn")),
+        (H200, {"runtime": {"tensor_parallel_size": 2}}, (False, "several GPUs")),
+        (H200, {"runtime": {"deterministic": True}}, (False, "deterministic")),
+        (H200, {"runtime": {"enable_prefix_cache": False}}, (False, "enable_prefix_cache")),
+    ],
+)
+def test_cascades_are_chosen_where_their_graphs_are_captured(device, sections, expected):
+    asked = sections | {"runtime": sections.get("runtime", {}) | {"cascade_attention": "auto"}}
+    config = resolved(device, **asked)
+    (why,) = (choice.why for choice in config.choices if choice.key == "runtime.cascade_attention")
+    assert config.runtime.cascade_attention == expected[0]
+    assert expected[1] in why
+
+
+@pytest.mark.parametrize("key", ["deterministic", "enable_prefix_cache"])
+def test_cascades_that_can_never_be_are_refused(key):
+    with pytest.raises(ConfigError, match=rf"cascade_attention is true, but .*{key}.* Set it to auto or false\."):
+        resolved(H200, runtime={"cascade_attention": True, key: key == "deterministic"})
+    assert resolved(H200, runtime={"cascade_attention": True}).runtime.cascade_attention
 
 
 def test_a_stored_section_with_an_unknown_key_or_a_wrong_value_is_refused():

@@ -15,7 +15,7 @@ from mllm_compile import Engine, SamplingParams
 from mllm_compile.cli import run
 from mllm_compile.compiler.load_or_compile import load_or_compile
 from mllm_compile.config.compile_options import CompileOptions
-from mllm_compile.errors import ConfigError
+from mllm_compile.errors import CheckpointError, ConfigError
 from mllm_compile.process.progress import NullReporter
 from mllm_compile.runtime.quantised.numbers import dequantised, quantised
 from mllm_compile.runtime.quantised.scheme import quantised_as
@@ -108,6 +108,45 @@ def test_a_packed_runtime_holds_the_weights_as_they_are_served(quantization, tmp
     assert "weights:" not in " ".join(lines.told)
     dtypes = {spec.dtype for spec in runtime.artifact.weights}
     assert (torch.float8_e4m3fn in dtypes) == (quantization == "auto")
+
+
+CACHE_POWERS = {"k_norm.weight": 2.0**10, "q_norm.weight": 2.0**-10, "v_proj.weight_scale": 2.0**9}
+CACHE_POWERS |= {"o_proj.weight_scale": 2.0**-9}
+
+
+def test_scales_of_the_cache_undo_what_its_type_would_not_hold(tmp_path):
+    """A checkpoint whose keys and values are a thousand times as large says the same, by its scales."""
+    packed, large = tmp_path / "packed", tmp_path / "large"
+    quantise_folder(TINY, packed, tmp_path / "plain", LINEARS["modelopt fp8"])
+    shutil.copytree(packed, large)
+    tensors = {
+        name: tensor * next((power for end, power in CACHE_POWERS.items() if name.endswith(end)), 1.0)
+        if tensor.dtype.itemsize > 1
+        else tensor
+        for name, tensor in load_file(packed / WEIGHTS).items()
+    }
+    for layer in range(4):
+        attention = f"model.layers.{layer}.self_attn"
+        tensors[f"{attention}.k_proj.k_scale"] = torch.tensor(1000.0)  # the next power is 1024
+        tensors[f"{attention}.v_proj.v_scale"] = torch.tensor([512.0])
+    save_file(tensors, large / WEIGHTS, metadata={"format": "pt"})
+    sections = {"compile": {"backend": "eager"}, "runtime": {"kv_cache_dtype": "fp8_e4m3"}}
+    expected = ask(tiny_config(tmp_path / "cache", model={"path": str(packed)}, **sections))
+    config, lines = tiny_config(tmp_path / "cache", model={"path": str(large)}, **sections), Lines()
+    assert ask(config, lines=lines) == expected
+    assert "8 scales of the KV cache, such as 'model.layers.0.self_attn.k_proj.k_scale', are applied" in " ".join(
+        lines.told
+    )
+    runtime = load_or_compile(config, None, CompileOptions(tmp_path / "out", pack_weights=True))
+    assert ask(runtime.folder) == expected
+    sections["compile"]["disable_passes"] = ["scale_keys_and_values"]
+    lines = Lines()
+    assert ask(tiny_config(tmp_path / "cache", model={"path": str(large)}, **sections), lines=lines) != expected
+    assert "8 scales of the checkpoint, such as" in " ".join(lines.told)
+    tensors["model.layers.2.self_attn.v_proj.v_scale"] = torch.tensor([0.0])
+    save_file(tensors, large / WEIGHTS, metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match=r"layers\.2.*v_scale'.*expected a positive number"):
+        ask(config)
 
 
 @pytest.mark.parametrize("kind", ["fp8", "int4"])

@@ -14,11 +14,11 @@ import torch
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from mllm_compile import Engine, EngineConfig, SamplingParams
-from mllm_compile.runtime.program.spec import Program
 from mllm_compile.store.artifact import open_artifact
 from tests.gpu.test_experts import scores_of
 from tests.gpu.test_gpt_oss import scores_of_answer
 from tests.gpu.test_served_models import random_ids, reference, reference_scores
+from tests.model.gpu_choice import attention_of
 from tests.model.models_record import note_on_gpu
 from tests.model.tiny_configs import FIRST_SPECIAL_TOKEN, save_tiny_model, tiny_config
 
@@ -127,7 +127,13 @@ def served(folder: Path, cache: Path) -> Engine:
         "model": {"path": str(folder), "dtype": "bfloat16"},
         "compile": {"backend": "eager"},
         "cache": {"dir": str(cache)},
-        "runtime": {"device": "cuda", "max_model_len": LONGEST, "mem_fraction_static": 0.1},
+        "cudagraph": {"piecewise_tokens": [4096], "decode_requests": [1, 16]},  # sizes that some step has
+        "runtime": {
+            "device": "cuda",
+            "max_model_len": LONGEST,
+            "max_running_requests": 16,
+            "mem_fraction_static": 0.1,
+        },
     }
     return Engine(EngineConfig.from_dict(sections))
 
@@ -159,14 +165,6 @@ def test_it_is_as_near_to_float32_as_transformers_is(tmp_path, name, variant, ch
         f"{name}, answers", ours, [reference_scores(exact, ids)[-NEW:] for ids in texts], rounded, texts, NEW
     )
     note_on_gpu(name, variant, attention_of(artifact.program), of_prompts, of_answers)
-
-
-def attention_of(program: Program) -> str:
-    """What attends, in a word."""
-    if program.latent_attention:
-        return "own kernels over latents"
-    own = len(program.prefill_attention)
-    return "FlashInfer" if not own else "own kernels" if own == len(program.layers) else "own kernels, FlashInfer"
 
 
 def compare(

@@ -98,7 +98,7 @@ def test_an_engine_gives_the_same_scores_with_and_without(tmp_path, monkeypatch,
             "cache": {"dir": str(tmp_path)},
             "runtime": {
                 "device": "cuda",
-                "max_model_len": 1024,
+                "max_model_len": 4096,  # behind fewer tokens no 16 requests would pay
                 "max_running_requests": 16,
                 "mem_fraction_static": 0.3,
                 "cascade_attention": is_on,

@@ -7,6 +7,8 @@ both; fa3 plain; for an fp8 cache (bf16 queries) fa2 plain. Of head dim 64 fa2, 
 import pytest
 import torch
 
+from mllm_compile.runtime.attention.flashinfer.copied import CopiedPrefill
+from mllm_compile.runtime.attention.flashinfer.parts import DividedPrefill
 from mllm_compile.runtime.attention.flashinfer_backend import FlashInferAttnBackend
 from mllm_compile.runtime.attention.torch_backend import TorchAttnBackend
 from mllm_compile.runtime.forward_batch import ForwardMode
@@ -180,6 +182,40 @@ def test_prefills_by_any_kernel_equal_the_torch_backend(prefix_lens, new_lens, h
     assert wrapper._backend == (hopper_kernel if is_hopper else "fa2")
     out = attend(backend, layer, case.batch, case.q, case.k, case.v)
     torch.testing.assert_close(out, expected, **TOLERANCE)
+
+
+@pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_properties(0).major != 9, reason="needs a Hopper GPU"
+)
+@pytest.mark.parametrize(("prefix_lens", "new_lens"), [([20_000], [2048]), ([9000, 0, 3001], [2000, 300, 2900])])
+def test_prefills_over_a_copy_of_their_pages_equal_the_torch_backend(prefix_lens, new_lens):
+    layer = make_layer(num_heads=8, num_kv_heads=2, head_dim=128)
+    case = case_of_long(layer, prefix_lens, new_lens)
+    expected = run_torch(case, layer)
+    backend = backend_for([layer], case.batch, max_bs=8)
+    for _ in range(2):  # a plan, and one in its place
+        backend.init_forward_metadata(case.batch)
+        wrapper = backend.prefill_metadata.prefill_wrappers[0]
+        assert isinstance(wrapper, CopiedPrefill)
+        out = attend(backend, layer, case.batch, case.q, case.k, case.v)
+        torch.testing.assert_close(out, expected, **TOLERANCE)
+
+
+@pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_properties(0).major != 9, reason="needs a Hopper GPU"
+)
+@pytest.mark.parametrize(("prefix_lens", "new_lens"), [([8005], [250]), ([9000], [64]), ([300, 5003], [1, 200])])
+def test_a_chunk_whose_prefix_is_divided_equals_the_torch_backend(prefix_lens, new_lens):
+    layer = make_layer(num_heads=32, num_kv_heads=8, head_dim=128)
+    case = case_of_long(layer, prefix_lens, new_lens)
+    expected = run_torch(case, layer)
+    backend = backend_for([layer], case.batch, max_bs=8)
+    for _ in range(2):  # a plan, and one in its place
+        backend.init_forward_metadata(case.batch)
+        wrapper = backend.prefill_metadata.prefill_wrappers[0]
+        assert isinstance(wrapper, DividedPrefill)
+        out = attend(backend, layer, case.batch, case.q, case.k, case.v)
+        torch.testing.assert_close(out, expected, **TOLERANCE)
 
 
 def case_of_long(layer, prefix_lens, new_lens, seed=0) -> AttentionCase:

@@ -87,16 +87,21 @@ def test_many_tokens_by_fp8_inputs_are_as_near_as_those_may_be(tmp_path):
     assert 0.005 < off < 0.5
 
 
-def test_the_op_of_fp8_inputs_multiplies_what_they_stand_for():
+@pytest.mark.parametrize("groups", [1, 8])
+def test_the_op_of_fp8_inputs_multiplies_what_they_stand_for(groups):
     generator = torch.Generator("cuda").manual_seed(0)
-    for tokens in (1, 65, 600):
+    for tokens in (1, 65, 66, 600, 4096):
         x, values = (
             torch.randn(n, 1024, generator=generator, device="cuda").to(torch.float8_e4m3fn) for n in (tokens, 1536)
         )
-        x_scales, scales = (torch.rand(n, 1, generator=generator, device="cuda") for n in (tokens, 1536))
-        exact = (x.double() * x_scales.double()) @ (values.double() * scales.double()).t()
+        x_scales, scales = (torch.rand(n, groups, generator=generator, device="cuda") for n in (tokens, 1536))
+        x_exact, exact = (
+            one.double() * of.double().repeat_interleave(1024 // groups, 1)
+            for one, of in ((x, x_scales), (values, scales))
+        )
+        exact = x_exact @ exact.t()
         ours = op("scaled_linear")(x, x_scales, values, scales)
-        assert ((ours - exact).norm() / exact.norm()).item() < 4e-3
+        assert ((ours - exact).norm() / exact.norm()).item() < 4e-3, tokens
 
 
 def dummy(folder: Path) -> Path:

@@ -1,7 +1,8 @@
 """Models whose layers carry a state on a GPU: graphs against eager steps, and both against Transformers.
 
 Tiny random models, of the sizes that FlashInfer's kernels take; test_state_kernels.py has those of models. All run with
-pieces as they were traced, one is compiled and started warm besides.
+pieces as they were traced, one is compiled and started warm besides. A model of each kind of layer is in every run; the
+others, whose layers are of these kinds too, are marked slow.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,8 @@ import pytest
 import torch
 
 from mllm_compile import Engine, EngineConfig, SamplingParams
+from tests.gpu.graph_cases import decode_batch, fill_pages, graphs_of, make_gpu_runner, mixed_batch
+from tests.gpu.test_cuda_graphs import uncaptured
 from tests.model.tiny_configs import FIRST_SPECIAL_TOKEN, save_tiny_model, tiny_config
 from tests.soak import run_soak
 from tests.tiny_model import engine_of_pages
@@ -27,29 +31,47 @@ HEADS = {"hidden_size": 512, "num_attention_heads": 4, "num_key_value_heads": 2}
 WIDE = HEADS | {"head_dim": 128}
 ARCHITECTURES: dict[str, dict[str, Any]] = {
     "qwen3_5_text": WIDE,
-    "qwen3_next": WIDE,
     "lfm2": HEADS,
     "nemotron_h": WIDE,
     "jamba": HEADS,
     "mamba2": {},
     "falcon_mamba": {},
-    "granitemoehybrid": HEADS | {"mamba_n_heads": 64},
-    "falcon_h1": WIDE,
-    "recurrent_gemma": WIDE | {"lru_width": 512},
     "minimax": WIDE,
     "kimi_linear": {},
 }
+OF_THE_SAME_KINDS: dict[str, dict[str, Any]] = {
+    "qwen3_next": WIDE,
+    "granitemoehybrid": HEADS | {"mamba_n_heads": 64},
+    "falcon_h1": WIDE,
+    "recurrent_gemma": WIDE | {"lru_width": 512},
+}
 WITHOUT_ATTENTION = ("mamba2", "falcon_mamba")
+DETERMINISTIC = ("qwen3_5_text", "falcon_mamba", "nemotron_h")  # a recurrence of each kind
 LENGTHS = (1, 2, 3, 4, 31, 33, 64, 90)
 PARAMS = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True, logprobs=3)
+# Few captures, each of which batches of several sizes are padded to.
+SIZES = {"decode_requests": (1, 2, 8), "piecewise_tokens": (4, 32, 96)}
 MARGIN = 1.5  # ours may be this much further from float32 than Transformers in bf16 is
 
 
-@pytest.fixture(scope="module", params=ARCHITECTURES)
-def folder(request, tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp(request.param)
-    changes = {"eos_token_id": None, "bos_token_id": None} | ARCHITECTURES[request.param]
-    save_tiny_model(tiny_config(request.param, **changes), folder / "model")
+def save(architecture: str, folder: Path) -> None:
+    sizes = ARCHITECTURES.get(architecture) or OF_THE_SAME_KINDS.get(architecture, {})
+    changes = {"eos_token_id": None, "bos_token_id": None, "max_position_embeddings": 512} | sizes
+    save_tiny_model(tiny_config(architecture, **changes), folder / "model")
+
+
+@pytest.fixture(
+    scope="module",
+    params=[*ARCHITECTURES, *(pytest.param(name, marks=pytest.mark.slow) for name in OF_THE_SAME_KINDS)],
+)
+def architecture(request) -> str:
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def folder(architecture, tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp(architecture)
+    save(architecture, folder)
     return folder
 
 
@@ -66,7 +88,7 @@ def config(
     return {
         "model": {"path": str(folder / "model"), "dtype": "bfloat16"},
         "compile": {"backend": backend},
-        "cudagraph": {"mode": mode, "mixed_tokens": mixed_tokens},
+        "cudagraph": {"mode": mode, "mixed_tokens": mixed_tokens} | ({} if mode == "none" else SIZES),
         "runtime": sizes | {"mem_fraction_static": 0.1, "page_size": 16} | runtime,
         "cache": {"dir": str(folder / "cache")},
     }
@@ -80,41 +102,80 @@ def answers(served: Engine, prompts: list[list[int]]) -> list[Any]:
     return [(output.token_ids, output.logprobs) for output in served.generate(prompts, PARAMS)]
 
 
-def test_a_request_alone_gets_the_same_tokens_in_graphs_as_without(folder, prompts):
-    with engine(folder, "none") as eager, engine(folder, "full_and_piecewise") as graphs:
-        for prompt in prompts:
-            assert answers(eager, [prompt])[0][0] == answers(graphs, [prompt])[0][0]
+@pytest.fixture(scope="module")
+def graphs(folder) -> Iterator[Engine]:
+    with engine(folder, "full_and_piecewise") as served:
+        yield served
 
 
-def test_whole_steps_with_prompts_in_graphs_give_the_same_tokens_as_without(folder, prompts):
-    if folder.name.removesuffix("0") not in WITHOUT_ATTENTION:
+@pytest.fixture(scope="module")
+def alone(folder, prompts) -> list[list[int]]:
+    """Each prompt's tokens without graphs, in a batch of its own."""
+    with engine(folder, "none") as eager:
+        return [answers(eager, [prompt])[0][0] for prompt in prompts]
+
+
+def test_a_request_alone_gets_the_same_tokens_in_graphs_as_without(graphs, prompts, alone):
+    assert [answers(graphs, [prompt])[0][0] for prompt in prompts] == alone
+
+
+def test_whole_steps_with_prompts_in_graphs_give_the_same_tokens_as_without(architecture, folder, prompts, alone):
+    if architecture not in WITHOUT_ATTENTION:
         pytest.skip("attention is captured so with kernels of the program, which are compiled")
-    with engine(folder, "none") as eager, engine(folder, "full_and_piecewise", mixed_tokens=[32, 96]) as graphs:
-        for prompt in prompts:
-            assert answers(eager, [prompt])[0][0] == answers(graphs, [prompt])[0][0]
+    with engine(folder, "full_and_piecewise", mixed_tokens=[32, 96]) as served:
+        assert [answers(served, [prompt])[0][0] for prompt in prompts] == alone
 
 
-def test_crowds_and_prefix_hits_in_graphs_are_as_near_to_float32_as_transformers_is(folder, prompts):
+@torch.inference_mode()
+def test_captured_steps_give_the_logits_and_states_of_their_launches_bit_for_bit(folder):
+    runner = make_gpu_runner(folder / "cache", model={"path": str(folder / "model")})
+    try:
+        fill_pages(runner)
+        pool = runner.state_pool
+        states = [pool.get_state(layer.state_id) for layer in runner.model.state_layers]
+        for values in states:
+            values[1:] = torch.randn_like(values[1:])
+        batches = [decode_batch(runner, count, count) for count in (1, 3, 8, 16)]
+        batches += [mixed_batch(runner, count, count) for count in (7, 40, 64)]
+        for batch in batches:
+            before = [values.clone() for values in states]
+            captured = runner.forward(batch).next_token_logits.clone()
+            left = [values.clone() for values in states]
+            assert captured.isfinite().all()
+            assert any(not torch.equal(new, old) for new, old in zip(left, before, strict=True)), "the step did write"
+            for values, old in zip(states, before, strict=True):
+                values.copy_(old)
+            count = batch.input_ids.shape[0]
+            dispatcher, is_decode = graphs_of(runner).dispatcher, batch.extend_seq_lens is None
+            _, descriptor = dispatcher.dispatch(count, batch.batch_size, is_decode)
+            launched = uncaptured(runner, batch, descriptor)[: captured.shape[0]]
+            assert torch.equal(captured, launched)
+            # Row 0 is padding's, which may leave there what it likes.
+            assert all(torch.equal(new[1:], values[1:]) for new, values in zip(left, states, strict=True))
+    finally:
+        runner.shutdown()
+
+
+def test_crowds_and_prefix_hits_in_graphs_are_as_near_to_float32_as_transformers_is(folder, graphs, prompts):
     from transformers import AutoModelForCausalLM
 
     exact = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32).cuda().eval()
     rounded = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.bfloat16).cuda().eval()
-    with engine(folder, "full_and_piecewise") as served:
-        for _ in range(2):  # the second time from the prefix cache
-            errors: dict[str, list[torch.Tensor]] = {"ours": [], "theirs": []}
-            for prompt, (tokens, logprobs) in zip(prompts, answers(served, prompts), strict=True):
-                ids = torch.tensor([[*prompt, *tokens]], device="cuda")
-                with torch.no_grad():
-                    both = [model(ids, use_cache=False).logits[0].float().log_softmax(-1) for model in (exact, rounded)]
-                truth, theirs = (scores[len(prompt) - 1 : -1].cpu() for scores in both)
-                for row, candidates in enumerate(logprobs):
-                    chosen = list(candidates)
-                    ours = torch.tensor([candidates[token].logprob for token in chosen])
-                    errors["ours"].append(ours - truth[row, chosen])
-                    errors["theirs"].append(theirs[row, chosen] - truth[row, chosen])
-            ours, theirs = (torch.cat(errors[who]).pow(2).mean().sqrt().item() for who in ("ours", "theirs"))
-            assert ours <= MARGIN * theirs + 1e-3
-        assert served.stats().prefix_hit_tokens > 0
+    for _ in range(2):  # the second time from the prefix cache
+        errors: dict[str, list[torch.Tensor]] = {"ours": [], "theirs": []}
+        for prompt, (tokens, logprobs) in zip(prompts, answers(graphs, prompts), strict=True):
+            ids = torch.tensor([[*prompt, *tokens]], device="cuda")
+            with torch.no_grad():
+                both = [model(ids, use_cache=False).logits[0].float().log_softmax(-1) for model in (exact, rounded)]
+            truth, theirs = (scores[len(prompt) - 1 : -1].cpu() for scores in both)
+            for row, candidates in enumerate(logprobs):
+                chosen = list(candidates)
+                ours = torch.tensor([candidates[token].logprob for token in chosen])
+                errors["ours"].append(ours - truth[row, chosen])
+                errors["theirs"].append(theirs[row, chosen] - truth[row, chosen])
+        ours, theirs = (torch.cat(errors[who]).pow(2).mean().sqrt().item() for who in ("ours", "theirs"))
+        assert ours <= MARGIN * theirs + 1e-3
+    assert graphs.stats().prefix_hit_tokens > 0
 
 
 WARM = """
@@ -130,8 +191,7 @@ print(json.dumps([tokens, heavy]))
 
 
 def test_a_compiled_model_gives_the_same_in_graphs_as_without_and_starts_warm_without_a_compiler(tmp_path, prompts):
-    changes = {"eos_token_id": None, "bos_token_id": None} | ARCHITECTURES["qwen3_5_text"]
-    save_tiny_model(tiny_config("qwen3_5_text", **changes), tmp_path / "model")
+    save("qwen3_5_text", tmp_path)
     with engine(tmp_path, "full_and_piecewise", "inductor") as graphs:
         tokens = [answers(graphs, [prompt])[0][0] for prompt in prompts]
         crowd = answers(graphs, prompts)
@@ -144,7 +204,9 @@ def test_a_compiled_model_gives_the_same_in_graphs_as_without_and_starts_warm_wi
         assert [answers(eager, [prompt])[0][0] for prompt in prompts] == tokens
 
 
-def test_in_deterministic_mode_a_request_s_numbers_are_its_own(folder, prompts):
+def test_in_deterministic_mode_a_request_s_numbers_are_its_own(architecture, folder, prompts):
+    if architecture not in DETERMINISTIC:
+        pytest.skip("one for each kind of recurrence is enough")
     fixed = {"deterministic": True, "max_num_batched_tokens": "auto"}
     with engine(folder, "full_decode_only", **fixed) as served:
         alone = [answers(served, [prompt])[0] for prompt in prompts]
@@ -154,8 +216,8 @@ def test_in_deterministic_mode_a_request_s_numbers_are_its_own(folder, prompts):
 
 
 @pytest.mark.slow
-def test_two_thousand_requests_with_preemptions_leave_states_and_pages_as_they_should_be(folder, prompts):
-    if folder.name.removesuffix("0") not in ("qwen3_5_text", "mamba2"):
+def test_two_thousand_requests_with_preemptions_leave_states_and_pages_as_they_should_be(architecture, folder, prompts):
+    if architecture not in ("qwen3_5_text", "mamba2"):
         pytest.skip("one with attention, and one without, are enough")
     settings = config(folder, "full_and_piecewise", max_running_requests=64, max_num_batched_tokens=256)
     with engine_of_pages(EngineConfig.from_dict(settings), 65) as served:  # 1,024 tokens, where 64 want 4,000

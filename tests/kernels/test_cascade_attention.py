@@ -15,7 +15,7 @@ from mllm_compile.runtime.program.spec import Program
 from tests.config.test_resolve import CPU, H200, resolved
 
 LAYER = LayerSpec("layers.0.attn", 0, 32, 8, 128, 128, 0.1, 0.0, -1, None)
-ON = {"runtime": {"cascade_attention": True}}
+ON = {"runtime": {"cascade_attention": True}}  # 256 requests of the longest texts
 
 
 @pytest.fixture(autouse=True)
@@ -41,15 +41,17 @@ def test_plain_layers_that_are_alike_share_a_piece():
 @pytest.mark.parametrize(
     ("device", "sections", "change"),
     [
-        (H200, {}, {}),
+        (H200, {"runtime": {"cascade_attention": False}}, {}),
         (CPU, ON, {}),
         (H200, ON | {"compile": {"backend": "eager"}}, {}),
-        (H200, {"runtime": {"cascade_attention": True, "deterministic": True}}, {}),
+        (H200, {"runtime": {"cascade_attention": True, "kv_cache_dtype": "fp8_e4m3"}}, {}),
+        (H200, {"runtime": {"cascade_attention": True, "max_running_requests": 1}}, {}),
+        (H200, {"runtime": {"cascade_attention": True, "max_running_requests": 64, "max_model_len": 256}}, {}),
         (H200, ON, {"logits_soft_cap": 30.0}),
         (H200, ON, {"sinks": "layers.0.sinks"}),
         (H200, ON, {"alibi_slopes": (0.5,) * 32}),
     ],
-    ids=["off", "cpu", "eager", "deterministic", "soft cap", "sinks", "ALiBi"],
+    ids=["off", "cpu", "eager", "fp8 cache", "one request", "short texts", "soft cap", "sinks", "ALiBi"],
 )
 def test_others_have_none(device, sections, change):
     program, pieces = added(device, sections, replace(LAYER, **change))

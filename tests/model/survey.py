@@ -25,11 +25,23 @@ from typing import Any
 
 _CPU_SECONDS = 120  # for one architecture; none that works takes 20
 _BATCH = 12  # architectures of one worker process: importing Transformers costs more than most of them
-# Those that are compiled by Inductor too: what a dense model or one of experts may have.
-INDUCTOR = (
+# Those that are compiled by Inductor too: what a dense model or one of experts may have, and all whose layers carry a
+# state.
+DENSE = (
     *("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "phi3", "olmo2", "glm4", "granite"),
-    *("smollm3", "gpt2", "opt", "mixtral", "qwen3_moe", "dbrx", "jetmoe", "longcat_flash"),
+    *("smollm3", "gpt2", "opt"),
 )
+OF_EXPERTS = (
+    *("mixtral", "qwen3_moe", "dbrx", "jetmoe", "longcat_flash", "gpt_oss", "qwen2_moe", "olmoe", "phimoe"),
+    *("granitemoe", "ernie4_5_moe", "glm4_moe", "deepseek_v2", "deepseek_v3", "dots1", "minimax_m2", "hunyuan_v1_moe"),
+    *("afmoe", "aria_text", "flex_olmo", "hy_v3", "mimo_v2_flash", "lfm2_moe", "nemotron_h", "qwen3_next"),
+)
+OF_STATES = (
+    *("qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text", "olmo_hybrid", "kimi_linear"),
+    *("bailing_hybrid", "mamba2", "bamba", "granitemoehybrid", "falcon_h1", "zamba2", "nemotron_h", "mamba"),
+    *("falcon_mamba", "jamba", "zamba", "lfm2", "lfm2_moe", "lfm3", "minimax", "recurrent_gemma", "zaya"),
+)
+INDUCTOR = tuple(dict.fromkeys((*DENSE, *OF_EXPERTS, *OF_STATES)))
 
 
 @dataclass(frozen=True)

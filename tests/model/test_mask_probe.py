@@ -19,7 +19,7 @@ from transformers.masking_utils import (
 )
 
 from mllm_compile.errors import UnsupportedModelError
-from mllm_compile.model.mask_probe import ObservedCall, Reach
+from mllm_compile.model.mask_probe import ObservedCall, Reach, _Observer
 
 
 @pytest.mark.parametrize(
@@ -88,3 +88,14 @@ def test_a_mask_that_reads_the_texts_is_refused(mask):
 def test_a_mask_that_the_model_changed_is_refused():
     with pytest.raises(UnsupportedModelError, match="the model changes its attention mask"):
         ObservedCall(None, is_altered=True).reach()
+
+
+def test_ids_of_blocks_that_are_the_same_for_all_tokens_are_so_for_any_text():
+    observer = _Observer("cpu")
+    ids = torch.full((1, 2), -1)
+    mask = or_masks(causal_mask_function, blockwise_overlay(ids))
+    observer.make_mask(2, 2, mask)
+    assert ObservedCall(observer.masks[0]).reach() == Reach()
+    observer.make_mask(2, 2, or_masks(causal_mask_function, blockwise_overlay(torch.tensor([[0, -1]]))))
+    with pytest.raises(UnsupportedModelError, match="no rule on positions alone"):
+        ObservedCall(observer.masks[1]).reach()

@@ -14,7 +14,7 @@ from tests.model.logits_server import LogitsServer, ServingError
 from tests.model.models_page import architectures_of, differences, render_models_page, rows_of, versions_of
 from tests.model.models_record import Record, SeenOnGpu
 from tests.model.served_logits import TOLERANCE, compare_served_logits
-from tests.model.survey import Outcome, Trier, every_job, job, survey
+from tests.model.survey import DENSE, OF_EXPERTS, Outcome, Trier, every_job, job, survey
 from tests.model.tiny_configs import causal_lm_types, save_tiny_model, tiny_config
 from tests.sample import how_to_repeat, sample_of
 
@@ -114,7 +114,9 @@ def test_experts_through_inductor_are_served_by_a_process_that_only_starts(tmp_p
 @pytest.mark.slow
 def test_the_page_is_right_about_every_architecture_of_transformers(versions_of_the_page):
     outcomes = list(survey(every_job(causal_lm_types())))
-    assert sum(outcome.backend == "inductor" and outcome.status == "served" for outcome in outcomes) >= 10
+    by_inductor = {one.architecture for one in outcomes if one.backend == "inductor" and one.status == "served"}
+    assert len(by_inductor & set(DENSE)) >= 10
+    assert len(by_inductor & set(OF_EXPERTS)) >= 20
     assert_page_says(outcomes, is_whole=True)
 
 

@@ -69,7 +69,7 @@ _SIZES: dict[str, Any] = {
     "qk_nope_head_dim": 16,
     "qk_rope_head_dim": 8,
     "v_head_dim": 16,
-    "index_topk": WINDOW,
+    "index_topk": 64,  # as many keys as a text of the survey has
     "index_n_heads": 2,
     "index_head_dim": 16,
     # Experts
@@ -102,6 +102,20 @@ _SIZES: dict[str, Any] = {
 }
 # Latent attention: rotary dimensions are a head's own, and every head has its keys.
 _LATENT = {"head_dim": 8, "num_key_value_heads": 4}
+
+# What makes heads as wide as they are.
+_OF_HEADS = frozenset(
+    {
+        *("hidden_size", "d_model", "n_embd", "emb_dim", "embedding_size", "word_embed_proj_dim"),
+        *("attention_hidden_size", "lru_width", "num_attention_heads", "n_head", "n_heads"),
+        *("encoder_attention_heads", "decoder_attention_heads", "num_key_value_heads", "num_kv_heads", "head_dim"),
+        *("kv_channels", "attention_head_dim", "rotary_dim", "q_lora_rank", "kv_lora_rank"),
+        *("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "attn_config", "index_head_dim", "index_n_heads"),
+        *("mamba_n_heads", "mamba_d_head", "mamba_num_heads", "mamba_head_dim", "mamba_d_ssm", "mamba_headdim"),
+        *("n_mamba_heads", "num_heads", "linear_num_key_heads", "linear_num_value_heads"),
+        *("linear_key_head_dim", "linear_value_head_dim", "n_groups"),
+    }
+)
 
 _BERT = {"is_decoder": True}
 # What an architecture needs besides small sizes: a check of its config, or its most telling kind of layer.
@@ -194,6 +208,27 @@ def tiny_config(model_type: str, **changes: Any) -> Any:
 
     config_class = CONFIG_MAPPING[model_type]
     return config_class(**_small_sizes(config_class()) | _OF_ARCHITECTURE.get(model_type, {}) | changes)
+
+
+def config_with_heads(model_type: str) -> Any:
+    """The architecture's config with the heads of its default one, and few layers.
+
+    Raises:
+        Exception: as tiny_config.
+    """
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    config_class = CONFIG_MAPPING[model_type]
+    sizes = _small_sizes(config_class()) | _OF_ARCHITECTURE.get(model_type, {})
+    return config_class(**_without_heads(sizes))
+
+
+def _without_heads(sizes: dict[str, Any]) -> dict[str, Any]:
+    return {
+        name: _without_heads(size) if isinstance(size, dict) and name != "rope_parameters" else size
+        for name, size in sizes.items()
+        if name not in _OF_HEADS
+    }
 
 
 def save_tiny_model(config: Any, folder: Path, seed: int = 0, **save_options: Any) -> Any:

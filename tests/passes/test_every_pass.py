@@ -27,7 +27,9 @@ from mllm_compile.passes.gate_in_recurrences import GateInRecurrences
 from mllm_compile.passes.match import nodes
 from mllm_compile.passes.match.nodes import LINEAR
 from mllm_compile.passes.pipeline import PASSES
+from mllm_compile.passes.scale_keys_and_values import ScaleKeysAndValues
 from mllm_compile.passes.shard import Shard
+from mllm_compile.passes.spread_experts import SpreadExperts
 from mllm_compile.passes.verify import verify_graph
 from mllm_compile.runtime.quantised.scheme import MXFP4, WeightScheme
 from tests.passes.support.graph_builder import (
@@ -160,6 +162,21 @@ def tower() -> fx.GraphModule:
     x = builder.call(operator.add, x, builder.packed_attention(x))
     wide = builder.call(torch.relu, builder.linear(x, "up", 1021))
     return builder.finish(builder.head(builder.linear(wide, "down", HIDDEN, bias=True)))
+
+
+def tower_in_bfloat16() -> fx.GraphModule:
+    """With heads that kernels for tensor cores take."""
+    builder = GraphBuilder()
+    x = builder.embed()
+    heads = builder.method("to", builder.linear(x, "qkv", 144), torch.bfloat16)
+    attended = builder.method("to", builder.packed_attention(heads, head_dim=72), torch.float32)
+    x = builder.call(operator.add, x, builder.linear(attended, "out", HIDDEN))
+    weight, bias = builder.weight("up.weight", 24, HIDDEN, dtype=torch.bfloat16), builder.weight("up.bias", 24)
+    up = builder.call(
+        LINEAR, builder.method("to", x, torch.bfloat16), weight, builder.method("to", bias, torch.bfloat16)
+    )
+    wide = builder.method("to", builder.call(torch.nn.functional.gelu, up, approximate="tanh"), torch.float32)
+    return builder.finish(builder.head(builder.call(operator.add, x, builder.linear(wide, "down", HIDDEN))))
 
 
 def not_by_token() -> fx.GraphModule:
@@ -386,6 +403,7 @@ GRAPHS = (
     views_and_outer_products,
     patches,
     tower,
+    tower_in_bfloat16,
     not_by_token,
     decoder,
     decoder_with_normed_heads,
@@ -487,8 +505,8 @@ def test_a_pass_keeps_numbers_and_values_and_does_nothing_the_second_time(name, 
     assert (step.again, step.is_stable) == (0, True), "the second time it changes the graph"
 
 
-# They change graphs that are told of ranks, or have layers with a state, in tests of their own.
-ELSEWHERE = (Shard, FuseRankSums, GateInRecurrences)
+# They change graphs that are told of ranks or of scales, or have layers with a state, in tests of their own.
+ELSEWHERE = (Shard, SpreadExperts, FuseRankSums, GateInRecurrences, ScaleKeysAndValues)
 
 
 @pytest.mark.parametrize("graph_pass", [one for one in PASSES if one not in ELSEWHERE], ids=lambda one: one.name)

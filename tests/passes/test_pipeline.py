@@ -192,7 +192,7 @@ def test_on_a_hopper_gpu_every_pass_runs_but_those_that_the_config_names():
     ("changes", "left_out", "why"),
     [
         ({"compiles_pieces": False}, KERNEL_PASSES | {"absorb_latents"}, "compile.backend: eager"),
-        ({"device_type": "cpu"}, KERNEL_PASSES | {"pad_linears"}, "a CPU"),
+        ({"device_type": "cpu"}, KERNEL_PASSES | {"pad_linears", "fuse_gelu"}, "a CPU"),
         ({"compiles_cuda": False}, HOPPER_PASSES, "NVRTC"),
         ({"hopper_decode": False}, {"rotate_in_attention"}, "compile.hopper_decode is off"),
         ({"kv_cache_dtype": "float8_e4m3fn"}, {"absorb_latents"}, "float8_e4m3fn KV cache"),

@@ -13,9 +13,15 @@ def active_experts(num_experts: int, num_chosen: int, num_tokens: int) -> float:
     return num_experts * (1 - (1 - num_chosen / num_experts) ** num_tokens)
 
 
-def active_bytes(weight: ExpertWeight, num_tokens: int, num_bytes: int) -> float:
-    """The expected bytes that a step of so many tokens reads of a weight of experts, which is `num_bytes` in all."""
-    return active_experts(weight.num_experts, weight.num_chosen, num_tokens) / weight.num_experts * num_bytes
+def active_bytes(weight: ExpertWeight, num_tokens: int, num_bytes: int, share: float | None = None) -> float:
+    """The bytes that a step of so many tokens reads of a weight of experts, which is `num_bytes` in all.
+
+    Args:
+        share: of the experts, as far as it was counted; None: the expected one.
+    """
+    if share is None:
+        share = active_experts(weight.num_experts, weight.num_chosen, num_tokens) / weight.num_experts
+    return share * num_bytes
 
 
 def expert_flops(weight: ExpertWeight, num_tokens: int) -> int:

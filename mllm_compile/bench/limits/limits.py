@@ -8,11 +8,12 @@ prompt. Activations are left out (under 1 %).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from mllm_compile.bench.limits.active_experts import active_experts
-from mllm_compile.bench.measure.results import Ceilings, Measurement
+from mllm_compile.bench.measure.results import ActiveExperts, Ceilings, Measurement
 from mllm_compile.bench.measure.workloads import Call, GapsWork, ImagesWork, LatencyWork, LongWork, ThroughputWork
 
 
@@ -56,6 +57,7 @@ class ModelFigures:
         context_len: tokens that the model was made for.
         state_bytes: of one request, over all layers that carry a state.
         quantised_params: those of `layer_params` that lie in memory in few bits, as so many `quantised_bytes`.
+        fp8_params: those of them that are fp8, which a GPU may multiply in fp8.
         expert_itemsize: bytes a parameter of experts, with their scales; None: as others have.
         tower: of images; None: the model has none that is served.
     """
@@ -73,22 +75,38 @@ class ModelFigures:
     state_bytes: int = 0
     quantised_params: int = 0
     quantised_bytes: int = 0
+    fp8_params: int = 0
     expert_itemsize: float | None = None
     tower: TowerFigures | None = None
 
-    def weight_bytes(self, num_tokens: int) -> float:
+    def expected_experts(self, num_tokens: int) -> float:
+        """Experts of a layer that so many tokens are expected to choose."""
+        return active_experts(self.num_experts, self.num_chosen, num_tokens)
+
+    def weight_bytes(self, num_tokens: int, experts_touched: float | None = None) -> float:
         """Bytes that a step of so many tokens reads; an embedding table that is not the head is left out, as few of its
-        rows are."""
-        experts = self.expert_params * active_experts(self.num_experts, self.num_chosen, num_tokens)
+        rows are.
+
+        Args:
+            experts_touched: experts of a layer that are chosen, where that was counted; None: the expected ones.
+        """
+        active = self.expected_experts(num_tokens) if experts_touched is None else experts_touched
+        experts = self.expert_params * active
         plain = self.layer_params - self.quantised_params + self.head_params
         itemsize = self.weight_itemsize if self.expert_itemsize is None else self.expert_itemsize
         return plain * self.weight_itemsize + self.quantised_bytes + experts * itemsize
 
-    def decode_seconds(self, ceilings: Ceilings, context_lens: Sequence[float]) -> float:
-        """Least time of one step with a request at each of these contexts."""
+    def decode_seconds(
+        self, ceilings: Ceilings, context_lens: Sequence[float], experts_touched: float | None = None
+    ) -> float:
+        """Least time of one step with a request at each of these contexts.
+
+        Args:
+            experts_touched: as weight_bytes takes them.
+        """
         count = len(context_lens)
         num_bytes = sum(context_lens) * self.kv_bytes_per_token + 2 * count * self.state_bytes
-        return self._weights_seconds(ceilings, count, count) + num_bytes / ceilings.read_bytes_s
+        return self._weights_seconds(ceilings, count, count, experts_touched) + num_bytes / ceilings.read_bytes_s
 
     def prefill_seconds(self, ceilings: Ceilings, prompt_lens: Sequence[int]) -> float:
         """Least time of these prompts, in as few steps as can be."""
@@ -96,23 +114,36 @@ class ModelFigures:
         attention = pairs * self.attention_flops_per_pair / ceilings.flops_s
         return self._weights_seconds(ceilings, sum(prompt_lens), len(prompt_lens)) + attention
 
-    def _weights_seconds(self, ceilings: Ceilings, num_tokens: int, num_rows: int) -> float:
-        params_a_token = self.layer_params + self.expert_params * self.num_chosen
-        flops = 2 * (params_a_token * num_tokens + self.head_params * num_rows)
-        return max(self.weight_bytes(num_tokens) / ceilings.read_bytes_s, flops / ceilings.flops_s)
+    def _weights_seconds(
+        self, ceilings: Ceilings, num_tokens: int, num_rows: int, experts_touched: float | None = None
+    ) -> float:
+        in_fp8 = 0 if ceilings.fp8_flops_s is None else self.fp8_params
+        params_a_token = self.layer_params - in_fp8 + self.expert_params * self.num_chosen
+        seconds = 2 * (params_a_token * num_tokens + self.head_params * num_rows) / ceilings.flops_s
+        seconds += 2 * in_fp8 * num_tokens / (ceilings.fp8_flops_s or math.inf)
+        return max(self.weight_bytes(num_tokens, experts_touched) / ceilings.read_bytes_s, seconds)
 
 
 def with_latency_limits(
-    lines: Sequence[Measurement], work: LatencyWork, figures: ModelFigures, ceilings: Ceilings
+    lines: Sequence[Measurement],
+    work: LatencyWork,
+    figures: ModelFigures,
+    ceilings: Ceilings,
+    experts: Sequence[ActiveExperts] = (),
 ) -> list[Measurement]:
-    """The lines of a latency run with their limits, in ms."""
+    """The lines of a latency run with their limits, in ms.
+
+    Args:
+        experts: those that decode steps were counted to choose; of other batches the expected ones count.
+    """
+    touched = {one.batch: one.touched for one in experts}
     limited = []
     # The step that makes token i of a prompt of L sees L + i - 1 tokens; the mean of i = 2 … output_len.
     context = work.input_len + work.output_len / 2
     for line in lines:
         batch = line.batch or 1
         if line.name == "tpot":
-            seconds = figures.decode_seconds(ceilings, [context] * batch)
+            seconds = figures.decode_seconds(ceilings, [context] * batch, touched.get(batch))
         else:
             seconds = figures.prefill_seconds(ceilings, [work.input_len] * batch)
         limited.append(line.with_limit(seconds * 1e3))

@@ -48,8 +48,8 @@ def model_figures(
     left_out = of_tower | {id(embedding), id(head)}
     layers = sum(count for key, count in parameters.items() if key not in left_out)
     kv_values, attention_widths, state_bytes = _layers(hf_model, torch_dtype, getattr(torch, state_dtype))
-    quantised_params, quantised_bytes = _quantised(model, small, {id(embedding), id(head)}, 2)
-    small_expert_params, small_expert_bytes = _quantised(model, small, set(), 3)
+    quantised_params, quantised_bytes, fp8_params = _quantised(model, small, {id(embedding), id(head)}, 2)
+    small_expert_params, small_expert_bytes, _ = _quantised(model, small, set(), 3)
     num_experts = max((layer.num_choices for layer in experts), default=1)
     expert_params = sum(layer.params for layer in experts)
     plain_expert_bytes = (expert_params - small_expert_params) * torch_dtype.itemsize
@@ -67,6 +67,7 @@ def model_figures(
         context_len=sizes.context_len,
         quantised_params=quantised_params,
         quantised_bytes=quantised_bytes,
+        fp8_params=fp8_params,
         expert_itemsize=(plain_expert_bytes + small_expert_bytes) / expert_params if small_expert_params else None,
         tower=_tower(hf_model),
     )
@@ -110,14 +111,17 @@ def _layers(hf_model: HFModel, dtype: torch.dtype, sums: torch.dtype) -> tuple[i
     return counted.kv_values, counted.attention_widths, state_bytes
 
 
-def _quantised(model: Any, small: SmallWeights | None, left_out: set[int], dims: int) -> tuple[int, int]:
-    """Parameters of layers, of so many dimensions, that lie in few bits, and their bytes; routers, which do not, are
-    few."""
-    params = num_bytes = 0
+def _quantised(model: Any, small: SmallWeights | None, left_out: set[int], dims: int) -> tuple[int, int, int]:
+    """Parameters of layers, of so many dimensions, that lie in few bits, their bytes, and those of them in fp8.
+
+    Routers, which do not, are few.
+    """
+    params = num_bytes = fp8_params = 0
     schemes = {} if small is None else {**small.transposed, **small.schemes}
     for name, parameter in model.named_parameters():
         scheme = None if id(parameter) in left_out or parameter.dim() != dims else schemes.get(name)
         if scheme is not None:
             params += parameter.numel()
             num_bytes += scheme.num_bytes(*parameter.shape)
-    return params, num_bytes
+            fp8_params += parameter.numel() if scheme.kind == "fp8" else 0
+    return params, num_bytes, fp8_params

@@ -15,7 +15,7 @@ import math
 import re
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
@@ -51,6 +51,7 @@ class MatrixFacts:
     Attributes:
         itemsize: bytes of a number of the weight, unless it is quantised, and of the tokens.
         quantised_bytes: of the tensors that a quantised weight is.
+        expert_share: of the experts, as counted; None: the expected one.
     """
 
     name: str
@@ -58,11 +59,14 @@ class MatrixFacts:
     itemsize: int
     experts: ExpertWeight | None = None
     quantised_bytes: int | None = None
+    expert_share: float | None = None
 
     def num_bytes(self, rows: int) -> int:
-        """Bytes of the weight that are read for so many rows: of experts, the expected ones."""
+        """Bytes of the weight that are read for so many rows: of experts, those that are chosen."""
         num_bytes = math.prod(self.shape) * self.itemsize if self.quantised_bytes is None else self.quantised_bytes
-        return num_bytes if self.experts is None else round(active_bytes(self.experts, rows, num_bytes))
+        if self.experts is None:
+            return num_bytes
+        return round(active_bytes(self.experts, rows, num_bytes, self.expert_share))
 
     def out_bytes(self, rows: int) -> int:
         outputs = self.shape[0] if self.experts is None else self.experts.num_chosen * self.experts.outputs
@@ -117,6 +121,14 @@ class StepFacts:
     def from_json(cls, data: dict[str, Any]) -> StepFacts:
         """The inverse of dataclasses.asdict."""
         return from_json(cls, data)
+
+    def with_expert_share(self, share: float) -> StepFacts:
+        """The same where so much of the experts' weights is read."""
+        pieces = (
+            replace(piece, matrices=tuple(replace(matrix, expert_share=share) for matrix in piece.matrices))
+            for piece in self.pieces
+        )
+        return replace(self, pieces=tuple(pieces))
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -20,8 +20,16 @@ from mllm_compile.bench.limits.roofline import (
     part_times,
     roofline_rows,
 )
-from mllm_compile.bench.measure.harness import WORKER, Probe, ceilings_found, probe_machine, run_process
-from mllm_compile.bench.measure.results import Ceilings
+from mllm_compile.bench.measure.harness import (
+    WORKER,
+    Probe,
+    ceilings_found,
+    probe_machine,
+    run_process,
+    with_enough_experts,
+    with_experts,
+)
+from mllm_compile.bench.measure.results import ActiveExperts, Ceilings
 from mllm_compile.bench.measure.runtime_place import RuntimePlace
 from mllm_compile.bench.measure.workloads import StepWork
 from mllm_compile.bench.trace.chrome_trace import TracedKernel
@@ -44,6 +52,7 @@ class StepMap:
         rows: the most time lost first.
         parts: (index in program.steps, µs of its kernels), in the program's order.
         other_us: time of the kernels of no step: inputs made ready, tokens chosen.
+        experts: those that the step reads, of a mixture of experts.
     """
 
     batch: int
@@ -52,6 +61,7 @@ class StepMap:
     rows: tuple[RooflineRow, ...]
     parts: tuple[tuple[int, float], ...]
     other_us: float
+    experts: ActiveExperts | None = None
 
     @property
     def kernels_us(self) -> float:
@@ -90,10 +100,12 @@ def run_roofline(source: str, work: StepWork, num_ranks: int | None = None) -> R
         num_ranks: runtime.tensor_parallel_size; None: the config's.
 
     Raises:
-        BenchmarkError: a process failed.
+        BenchmarkError: a process failed; or no batch reads as many experts as it is expected to.
         MllmError: the model, its config or the device cannot be used.
     """
     probe = probe_machine(source, work.largest_batch, work.longest_request, num_ranks)
+    probe = with_experts(probe, work.batches, work.prompt_len, work.all_steps)
+    work = replace(work, batches=with_enough_experts(probe, work.batches))
     ceilings = probe.ceilings.of_one_of(probe.setting.num_ranks)
     known = _trace(probe, work, graphs=False)
     with_graphs = probe.setting.device != "cpu" and _graph_mode(probe) != "none"
@@ -105,7 +117,8 @@ def run_roofline(source: str, work: StepWork, num_ranks: int | None = None) -> R
         environment=probe.environment,
         ceilings=ceilings,
         steps=tuple(
-            _step_map(*traces, ceilings) for traces in zip(work.batches, known["steps"], timed["steps"], strict=True)
+            _step_map(*traces, ceilings, probe.experts_of(traces[0]))
+            for traces in zip(work.batches, known["steps"], timed["steps"], strict=True)
         ),
     )
     _remember(roofline, probe, RuntimePlace.from_json(timed["place"]))
@@ -129,14 +142,19 @@ def _remember(roofline: Roofline, probe: Probe, place: RuntimePlace) -> None:
     place.remember({"ceilings": ceilings_found(probe), "decode steps": steps})
 
 
-def _step_map(batch: int, known: dict[str, Any], timed: dict[str, Any], ceilings: Ceilings) -> StepMap:
+def _step_map(
+    batch: int, known: dict[str, Any], timed: dict[str, Any], ceilings: Ceilings, experts: ActiveExperts | None
+) -> StepMap:
     """
     Args:
         known: a trace that knows its kernels' pieces.
         timed: the trace whose times count; it may be the same.
+        experts: those that the step reads, as far as they were counted.
     """
     kernels = known_kernels = [TracedKernel(**kernel) for kernel in known["kernels"]]
     facts = StepFacts.from_json(known["facts"])
+    if experts is not None:
+        facts = facts.with_expert_share(experts.share)
     jobs = known_jobs = assign_jobs(known_kernels, facts)
     if timed is not known:
         kernels = [TracedKernel(**kernel) for kernel in timed["kernels"]]
@@ -149,6 +167,7 @@ def _step_map(batch: int, known: dict[str, Any], timed: dict[str, Any], ceilings
         rows=tuple(roofline_rows(kernels, jobs, ceilings)),
         parts=tuple(sorted(parts.items())),
         other_us=other_us,
+        experts=experts,
     )
 
 
@@ -182,7 +201,7 @@ def _print_step(roofline: Roofline, step: StepMap, top: int, stream: TextIO) -> 
     print(
         f"step {step.wall_us:.0f} µs from outside (steps not overlapped), {step.span_us:.0f} from its first kernel to "
         f"its last under the profiler:\nkernels {step.kernels_us:.0f}, nothing between them {max(0.0, idle):.0f}; "
-        f"limit {step.limit_us:.0f} µs",
+        f"limit {step.limit_us:.0f} µs" + ("" if step.experts is None else f"; it reads {step.experts}"),
         file=stream,
     )
 
@@ -199,13 +218,9 @@ def _side_by_side(steps: Sequence[StepMap]) -> list[tuple[str, ...]]:
 
 def _trace(probe: Probe, work: StepWork, *, graphs: bool) -> dict[str, Any]:
     """The result of worker.roofline."""
-    setting = probe.setting if graphs else probe.setting.changed("cudagraph", mode="none", **_NO_SIZES)
+    setting = probe.setting if graphs else probe.setting.without_graphs()
     job = {"task": "roofline", "setting": asdict(setting), "work": asdict(work), "ranges": not graphs}
     return run_process(WORKER, job)
-
-
-# A list of sizes contradicts the mode none.
-_NO_SIZES = {"piecewise_tokens": "auto", "decode_requests": "auto", "mixed_tokens": "auto"}
 
 
 def _graph_mode(probe: Probe) -> str:

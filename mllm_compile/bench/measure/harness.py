@@ -8,7 +8,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,14 @@ from mllm_compile.bench.limits.limits import (
     with_throughput_limits,
 )
 from mllm_compile.bench.measure.child import run_child
-from mllm_compile.bench.measure.results import BenchResult, Ceilings, EngineRun, Measurement, run_from_json
+from mllm_compile.bench.measure.results import (
+    ActiveExperts,
+    BenchResult,
+    Ceilings,
+    EngineRun,
+    Measurement,
+    run_from_json,
+)
 from mllm_compile.bench.measure.runtime_place import RuntimePlace
 from mllm_compile.bench.measure.setting import Setting
 from mllm_compile.bench.measure.workloads import (
@@ -51,6 +58,10 @@ class Probe:
     environment: dict[str, str]
     ceilings: Ceilings
     figures: ModelFigures
+    experts: tuple[ActiveExperts, ...] = ()  # of the batches for which they were counted
+
+    def experts_of(self, batch: int) -> ActiveExperts | None:
+        return next((one for one in self.experts if one.batch == batch), None)
 
 
 def serves_on_cpu(source: str) -> bool:
@@ -70,16 +81,71 @@ def run_latency(source: str, engines: Sequence[str], work: LatencyWork, num_rank
         MllmError: the model, its config or the device cannot be used.
     """
     _check_engines(engines)
-    probe = probe_machine(source, work.largest_batch, work.longest_request, num_ranks)
+    probe, work = probe_latency(source, work, num_ranks)
     runs = [measure_latency(engine, probe.setting, work, probe) for engine in engines]
-    return _result("latency", asdict(work), source, probe.environment, probe.ceilings, runs)
+    result = _result("latency", asdict(work), source, probe.environment, probe.ceilings, runs)
+    return replace(result, experts=probe.experts)
+
+
+def probe_latency(source: str, work: LatencyWork, num_ranks: int | None = None) -> tuple[Probe, LatencyWork]:
+    """Like probe_machine; of a mixture of experts, also those that decode steps choose. The work is returned without
+    batches that would be no result.
+
+    Raises:
+        BenchmarkError: no batch is left.
+    """
+    probe = probe_machine(source, work.largest_batch, work.longest_request, num_ranks)
+    probe = with_experts(probe, work.batches, work.input_len, work.output_len - 1)
+    return probe, replace(work, batches=with_enough_experts(probe, work.batches))
+
+
+def with_experts(probe: Probe, batches: Sequence[int], prompt_len: int, steps: int) -> Probe:
+    """The same with the experts that decode steps behind such prompts choose, where the model is a mixture of them."""
+    num_experts = probe.figures.num_experts
+    if num_experts == 1:
+        return probe
+    job = {"task": "experts", "setting": asdict(probe.setting), "batches": list(batches)}
+    shares = run_process(WORKER, job | {"prompt_len": prompt_len, "steps": steps})["shares"]
+    return replace(
+        probe,
+        experts=tuple(
+            ActiveExperts(
+                batch=batch,
+                num_experts=num_experts,
+                touched=share * num_experts,
+                expected=probe.figures.expected_experts(batch),
+            )
+            for batch, share in zip(batches, shares, strict=True)
+            if share is not None
+        ),
+    )
+
+
+def with_enough_experts(probe: Probe, batches: Sequence[int]) -> tuple[int, ...]:
+    """The batches whose time is a result: random weights stand for a model's whose tokens choose by chance, and to read
+    fewer experts is quicker. A checkpoint's router chooses as it does.
+
+    Raises:
+        BenchmarkError: none of them.
+    """
+    few = [one for one in probe.experts if probe.setting.random_weights and not one.are_enough]
+    for one in few:
+        print(f"batch {one.batch} is left out: it reads {one}, and would be too quick", file=sys.stderr, flush=True)
+    left = tuple(batch for batch in batches if batch not in [one.batch for one in few])
+    if not left:
+        raise BenchmarkError(
+            f"with these random weights a step reads too few experts to stand for the model: {', '.join(map(str, few))}"
+            "; less than 95 % of the expected ones is no result. Measure a checkpoint, or other batches."
+        )
+    return left
 
 
 def measure_latency(engine: str, setting: Setting, work: LatencyWork, probe: Probe) -> EngineRun:
     """The latency work by one engine, in a process of its own; our own engine's is kept beside its runtime."""
     found = _worker_run("latency", engine, setting, asdict(work))
     place, run = found.pop("place"), run_from_json(found)
-    run = _with_lines(run, with_latency_limits(run.measurements, work, probe.figures, probe.ceilings))
+    lines = with_latency_limits(run.measurements, work, probe.figures, probe.ceilings, probe.experts)
+    run = _with_lines(run, lines)
     if place is not None:
         _remember(RuntimePlace.from_json(place), run, work, probe)
     return run

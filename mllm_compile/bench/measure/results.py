@@ -70,18 +70,58 @@ class Measurement:
 
 @dataclass(frozen=True, kw_only=True)
 class Ceilings:
-    """The device's measured rates in the same command: bytes read and floating-point operations a second."""
+    """The device's measured rates in the same command: bytes read and floating-point operations a second; of products
+    in fp8 where some of the model's may be."""
 
     read_bytes_s: float
     flops_s: float
+    fp8_flops_s: float | None = None
 
     def of_devices(self, count: int) -> Ceilings:
         """The rates of as many that share the work evenly, and wait for nothing."""
-        return Ceilings(read_bytes_s=self.read_bytes_s * count, flops_s=self.flops_s * count)
+        return self._times(count)
 
     def of_one_of(self, count: int) -> Ceilings:
         """The inverse of of_devices."""
-        return Ceilings(read_bytes_s=self.read_bytes_s / count, flops_s=self.flops_s / count)
+        return self._times(1 / count)
+
+    def _times(self, factor: float) -> Ceilings:
+        fp8_flops_s = None if self.fp8_flops_s is None else self.fp8_flops_s * factor
+        rates = {"read_bytes_s": self.read_bytes_s * factor, "flops_s": self.flops_s * factor}
+        return Ceilings(**rates, fp8_flops_s=fp8_flops_s)
+
+
+# A run with random weights that reads fewer of the experts than this share of the expected ones is no result.
+_FEWEST_EXPERTS = 0.95
+
+
+@dataclass(frozen=True, kw_only=True)
+class ActiveExperts:
+    """The experts of a layer that a decode step chooses, in the mean of steps and layers.
+
+    Attributes:
+        batch: requests of the step.
+        num_experts: those that a layer has.
+        touched: as counted.
+        expected: of tokens that choose by chance.
+    """
+
+    batch: int
+    num_experts: int
+    touched: float
+    expected: float
+
+    @property
+    def are_enough(self) -> bool:
+        return self.touched >= _FEWEST_EXPERTS * self.expected
+
+    @property
+    def share(self) -> float:
+        return self.touched / self.num_experts
+
+    def __str__(self) -> str:
+        of_layer = f"{self.touched:.1f} of {self.num_experts} experts a layer"
+        return f"{of_layer} at batch {self.batch} ({self.expected:.1f} expected)"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,6 +152,7 @@ class BenchResult:
         environment: commit, GPU, torch, driver, date, …
         ceilings: None where nothing was measured (startup).
         runs: one an engine, or a variant of an ablation.
+        experts: those that decode steps of a mixture of experts were counted to choose.
     """
 
     command: str
@@ -120,6 +161,7 @@ class BenchResult:
     environment: Mapping[str, str]
     ceilings: Ceilings | None
     runs: tuple[EngineRun, ...] = field(default=())
+    experts: tuple[ActiveExperts, ...] = field(default=())
 
     def write(self, path: Path) -> None:
         path.write_text(json.dumps({"format": FORMAT, **asdict(self)}, indent=1) + "\n", encoding="utf-8")
@@ -138,7 +180,8 @@ class BenchResult:
                 raise ValueError(f"it is of another format than {FORMAT}, which this version writes")
             ceilings = data.pop("ceilings")
             runs = tuple(run_from_json(run) for run in data.pop("runs"))
-            return cls(**data, ceilings=None if ceilings is None else Ceilings(**ceilings), runs=runs)
+            experts = tuple(ActiveExperts(**one) for one in data.pop("experts", ()))
+            return cls(**data, ceilings=None if ceilings is None else Ceilings(**ceilings), runs=runs, experts=experts)
         except OSError as error:
             raise ConfigError(
                 f"{path} cannot be read: {error.strerror}. Expected a file that `mllm-compile bench … --json` wrote."

@@ -15,6 +15,7 @@ from mllm_compile.config.sources import config_or_runtime
 from mllm_compile.errors import ConfigError
 
 Changes = dict[str, dict[str, Any]]
+_SIZES = ("piecewise_tokens", "decode_requests", "mixed_tokens")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,6 +107,10 @@ class Setting:
         """The same with more keys of our own engine's config set."""
         section_changes = self.changes.get(section, {}) | values
         return replace(self, changes=self.changes | {section: section_changes})
+
+    def without_graphs(self) -> Self:
+        """The same with no CUDA graph; a list of sizes would contradict that."""
+        return self.changed("cudagraph", mode="none", **dict.fromkeys(_SIZES, "auto"))
 
 
 def asked_config(source: str) -> EngineConfig:

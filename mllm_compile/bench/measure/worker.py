@@ -63,16 +63,18 @@ def probe(job: dict[str, Any]) -> dict[str, Any]:
     from mllm_compile.bench.limits.ceilings import measure_ceilings
     from mllm_compile.bench.limits.model_figures import model_figures
     from mllm_compile.bench.measure.environment import describe_environment
+    from mllm_compile.config.device import is_hopper
 
     device, dtype = torch.device(setting.device), getattr(torch, setting.dtype)
     result: dict[str, Any] = {"setting": asdict(setting), "environment": describe_environment(device)}
     if job["ceilings"]:
-        result["ceilings"] = asdict(measure_ceilings(device, dtype).of_devices(setting.num_ranks))
         small = _small_weights(setting)
         runtime = setting.engine_config().runtime
         types = runtime.state_dtype, 1 if runtime.kv_cache_dtype == "fp8_e4m3" else None
         figures = model_figures(Path(setting.model_folder), setting.dtype, setting.trust_remote_code, small, *types)
         result["figures"] = asdict(figures)
+        in_fp8 = figures.fp8_params > 0 and device.type == "cuda" and is_hopper(setting.device)
+        result["ceilings"] = asdict(measure_ceilings(device, dtype, in_fp8).of_devices(setting.num_ranks))
     return result
 
 
@@ -195,6 +197,14 @@ def roofline(job: dict[str, Any]) -> dict[str, Any]:
     return {"steps": steps, "place": asdict(runtime_place(setting))}
 
 
+def experts(job: dict[str, Any]) -> dict[str, Any]:
+    """The share of a layer's experts that a decode step of each batch chooses (expert_steps.py)."""
+    from mllm_compile.bench.trace.expert_steps import count_experts
+
+    setting = Setting(**job["setting"])
+    return {"shares": count_experts(setting, job["batches"], job["prompt_len"], job["steps"])}
+
+
 def levers(job: dict[str, Any]) -> dict[str, Any]:
     """Passes and kernels that changed something in the setting's compiled runtime, by the names that ablation has."""
     from mllm_compile.compiler.target import find_target
@@ -216,6 +226,7 @@ _TASKS: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
     "gaps": gaps,
     "images": images,
     "roofline": roofline,
+    "experts": experts,
     "levers": levers,
 }
 

@@ -43,6 +43,7 @@ IMAGE_TEXT_LEN = 100
 CPU_IMAGE_SIDE = 64
 START_PROMPT_LEN = 32
 MAX_MODEL_LEN = 4096
+WARM_STEPS = 5  # of decodes, before any is timed
 # Ids above this are rare or special in common vocabularies.
 _LARGEST_TOKEN_ID = 10000
 
@@ -353,6 +354,20 @@ class StepWork:
     @property
     def longest_request(self) -> int:
         return self.context + 2 * self.steps + 16
+
+    @property
+    def prompt_len(self) -> int:
+        """Tokens of each prompt, so that the requests have `context` when the profiled steps begin."""
+        return max(1, self.context - self.steps_before)
+
+    @property
+    def steps_before(self) -> int:
+        """Steps after the prompts that the profiler does not see: to warm up, and to be timed."""
+        return WARM_STEPS + self.steps
+
+    @property
+    def all_steps(self) -> int:
+        return self.steps_before + self.steps
 
 
 def random_prompts(count: int, length: int, vocab_size: int, seed: int) -> Prompts:

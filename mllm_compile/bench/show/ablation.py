@@ -13,7 +13,7 @@ from dataclasses import asdict, replace
 from typing import Any, TextIO
 
 from mllm_compile.bench.errors import BenchmarkError
-from mllm_compile.bench.measure.harness import levers_at_work, measure_latency, probe_machine
+from mllm_compile.bench.measure.harness import levers_at_work, measure_latency, probe_latency
 from mllm_compile.bench.measure.results import BenchResult, EngineRun, Measurement
 from mllm_compile.bench.measure.setting import Setting
 from mllm_compile.bench.measure.workloads import LatencyWork
@@ -59,7 +59,7 @@ def run_ablation(source: str, levers: Sequence[str], work: LatencyWork) -> Bench
     unknown = [name for name in levers if name not in lever_names()]
     if unknown:
         raise ConfigError(f"--lever {unknown[0]!r} is not known; expected some of {', '.join(lever_names())}")
-    probe = probe_machine(source, work.largest_batch, work.longest_request)
+    probe, work = probe_latency(source, work)
 
     def measure(name: str, left_out: Sequence[str]) -> EngineRun:
         _tell(f"{name}:")
@@ -88,6 +88,7 @@ def run_ablation(source: str, levers: Sequence[str], work: LatencyWork) -> Bench
         environment=probe.environment,
         ceilings=probe.ceilings,
         runs=tuple(runs),
+        experts=probe.experts,
     )
 
 

@@ -68,7 +68,10 @@ def provenance(result: BenchResult) -> list[str]:
         lines.append(
             f"measured ceilings: read {result.ceilings.read_bytes_s / 1e9:,.4g} GB/s, "
             f"GEMM {result.ceilings.flops_s / 1e12:,.3g} TFLOP/s"
+            + ("" if (fp8 := result.ceilings.fp8_flops_s) is None else f", in fp8 {fp8 / 1e12:,.4g}")
         )
+    if result.experts:
+        lines.append(f"read by a decode step: {', '.join(map(str, result.experts))}")
     return lines
 
 

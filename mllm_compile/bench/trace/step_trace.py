@@ -1,8 +1,7 @@
 """Runs decode steps of our own engine under the profiler, in a worker process.
 
-The steps are the engine's own (scheduler, batch, upload, model, sampler), one after another without overlap, on
-requests of one length. With `ranges` every piece call is a range of the trace and tells its shapes; that needs a runner
-without CUDA graphs, whose kernels have no ranges.
+With `ranges` every piece call is a range of the trace and tells its shapes; that needs a runner without CUDA graphs,
+whose kernels have no ranges.
 """
 
 from __future__ import annotations
@@ -23,18 +22,14 @@ import torch
 from mllm_compile.bench.errors import BenchmarkError
 from mllm_compile.bench.limits.roofline import AttentionFacts, MatrixFacts, PieceFacts, StepFacts
 from mllm_compile.bench.measure.setting import Setting
-from mllm_compile.bench.measure.workloads import StepWork, random_prompts
+from mllm_compile.bench.measure.workloads import WARM_STEPS, StepWork
 from mllm_compile.bench.trace.chrome_trace import PIECE_RANGE, STEP_RANGE, TracedKernel, read_steps
+from mllm_compile.bench.trace.decode_steps import endless_requests, model_runner, prefilled
 from mllm_compile.engine.assemble import assemble
 from mllm_compile.engine.parts import EngineParts
 from mllm_compile.process.progress import reporter_for
-from mllm_compile.ranks.steps import RankedStepRunner
 from mllm_compile.runtime.program.executor import PieceFunction, ProgramExecutor
 from mllm_compile.runtime.program.spec import AttentionStep, PieceStep, StateStep, Step
-from mllm_compile.runtime.sampling.params import SamplingParams
-from mllm_compile.runtime.schedule.request import Request
-
-_WARM_STEPS = 5
 
 
 def trace_steps(setting: Setting, work: StepWork, ranges: bool) -> list[dict[str, Any]]:
@@ -50,17 +45,18 @@ def trace_steps(setting: Setting, work: StepWork, ranges: bool) -> list[dict[str
     """
     parts = assemble(setting.engine_config(), reporter_for(plain_lines=True))
     try:
-        return [_trace(parts, setting, work, batch, ranges) for batch in work.batches]
+        return [trace_step(parts, setting, work, batch, ranges) for batch in work.batches]
     finally:
         parts.shutdown()
 
 
-def _trace(parts: EngineParts, setting: Setting, work: StepWork, batch: int, ranges: bool) -> dict[str, Any]:
-    runner = _model_runner(parts)
-    requests = _requests(setting, batch, max(1, work.context - _WARM_STEPS - work.steps))
-    step = _prefilled(parts, requests)
+def trace_step(parts: EngineParts, setting: Setting, work: StepWork, batch: int, ranges: bool) -> dict[str, Any]:
+    """A step of `batch` requests, as trace_steps gives it."""
+    runner = model_runner(parts)
+    requests = endless_requests(setting, batch, work.prompt_len)
+    step = prefilled(parts, requests)
     recorder = _PieceRecorder(runner.model.executor, runner.config.runtime.state_dtype) if ranges else None
-    walls = [_timed(step) for _ in range(_WARM_STEPS + work.steps)][_WARM_STEPS:]
+    walls = [_timed(step) for _ in range(work.steps_before)][WARM_STEPS:]
     kernels = _profile(step, work.steps, on_gpu=runner.device.type == "cuda")
     for request in requests:
         parts.scheduler.abort(request)
@@ -69,38 +65,6 @@ def _trace(parts: EngineParts, setting: Setting, work: StepWork, batch: int, ran
         "wall_us": statistics.median(walls) * 1e6,
         "facts": None if recorder is None else asdict(recorder.facts(batch, work.context)),
     }
-
-
-def _model_runner(parts: EngineParts) -> Any:
-    """The ModelRunner of this process, rank 0's where there are several: the engine knows its step runner by less."""
-    steps: Any = parts.step_runner
-    return (steps._runner if isinstance(steps, RankedStepRunner) else steps)._runner
-
-
-def _requests(setting: Setting, batch: int, prompt_len: int) -> list[Request]:
-    """Endless requests of random prompts."""
-    params = SamplingParams(temperature=0.0, max_tokens=None, ignore_eos=True, detokenize=False)
-    return [
-        Request(request_id=str(index), prompt_token_ids=prompt, params=params)
-        for index, prompt in enumerate(random_prompts(batch, prompt_len, setting.vocab_size, seed=0))
-    ]
-
-
-def _prefilled(parts: EngineParts, requests: Sequence[Request]) -> Callable[[], None]:
-    """Computes the prompts; returns the function that runs the next step."""
-    for request in requests:
-        parts.scheduler.add(request)
-
-    def step() -> None:
-        planned = parts.scheduler.schedule()
-        if planned is None:
-            raise BenchmarkError("the requests ended before the steps did; lower --context or --steps")
-        output = parts.step_runner.submit(planned).wait()
-        parts.scheduler.update(planned, output.token_ids)
-
-    while not all(request.output_token_ids for request in requests):
-        step()
-    return step
 
 
 def _timed(step: Callable[[], None]) -> float:

@@ -68,7 +68,7 @@ def packed_attention(
     if cu_seq_lens_q is None:
         refusals.append("no bounds of images")
         cu_seq_lens_q = torch.zeros(2, dtype=torch.int32, device=query.device)
-    q, k, v = (x.transpose(1, 2).flatten(0, 1).contiguous() for x in (query, key, value))
+    q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))  # parts of wider rows may stay such
     scale = float(query.shape[-1] ** -0.5 if scaling is None else scaling)
     out = torch.ops.mllm.varlen_attention(q, k, v, cu_seq_lens_q, scale, "; ".join(refusals))
     return out.view(query.shape[0], query.shape[2], query.shape[1], value.shape[3]), None

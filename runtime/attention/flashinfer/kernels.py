@@ -25,13 +25,13 @@ _CAPTURED_VERSION = "0.6.18"
 # for it, 35 to 50 µs, is hidden behind the GPU in part.
 _MOST_LOST_US = 20.0
 
-# Of captured cascades: bytes of the same pages that decodes read in a µs, mostly out of the GPU's L2 cache; and µs that
-# a layer's three kernels take longer than the one that they stand for.
-_SAME_BYTES_PER_US = 5e6
-_CAPTURED_CASCADE_US = 15.0
-# Of others: bytes that decode attention reads in a µs; and µs that a step takes longer because it is not
-# captured whole and plans attention, in all and for each layer.
-_BYTES_PER_US = 2.5e6
+# Bytes of the same pages that decodes read in a µs, mostly out of the GPU's L2 cache; likewise.
+_SAME_BYTES_PER_US = 8.5e6
+# µs that the three kernels of a captured cascade take longer in a layer than the one that they stand for: 13 to 20 on
+# an H100 (examples/cascade_speed.py).
+_CAPTURED_CASCADE_US = 20.0
+# µs that a step with another cascade takes longer because it is not captured whole and plans attention, in all and for
+# each layer.
 _CASCADE_US = 1000.0
 _CASCADE_LAYER_US = 60.0
 
@@ -77,10 +77,14 @@ class PrefillKernel:
     Attributes:
         name: 'fa2' or 'fa3', as FlashInfer has it.
         splits: blocks may share the keys of a query; fa3's never do.
+        copies: keys and values are copied out of their pages first, and read as they lie in a row (copied.py).
+        parts: so many blocks share the keys before one prompt's chunk (parts.py); 1: none do.
     """
 
     name: str
     splits: bool
+    copies: bool = False
+    parts: int = 1
 
 
 def plan_groups(layers: Iterable[AttentionLayer]) -> list[PlanGroup]:
@@ -155,11 +159,15 @@ def prefill_costs(
     prefix_lens: np.ndarray,
     num_sms: int,
     is_hopper: bool,
+    most_copied: int = 0,
+    may_divide: bool = False,
 ) -> dict[PrefillKernel, float]:
     """µs that each kernel takes for the prefills of a batch, of those that it may get, as estimated (prefill_cost.py).
 
     Args:
         query_lens: [R] new tokens of each request; prefix_lens: [R] what it has in the cache.
+        most_copied: tokens of a batch whose keys and values there is room to copy.
+        may_divide: what lies before a prompt's new tokens may be divided into parts.
     """
     load = _prefill_load(group, query_lens, prefix_lens, num_sms)
     costs = {
@@ -167,6 +175,10 @@ def prefill_costs(
         PrefillKernel("fa2", splits=True): load.split_fa2_us(),
         PrefillKernel("fa3", splits=False): load.fa3_us(),
     }
+    if prefix_lens.any() and query_lens.sum() + prefix_lens.sum() <= most_copied:
+        costs[COPYING_PREFILL] = load.copied_fa3_us()
+    if may_divide and prefix_lens.size == 1 and prefix_lens[0] >= LEAST_DIVIDED:
+        costs |= {PrefillKernel("fa3", splits=False, parts=parts): load.divided_fa3_us(parts) for parts in PARTS}
     possible = prefill_kernels(group, kv_cache_dtype, is_hopper)
     return {kernel: cost for kernel, cost in costs.items() if kernel.name in possible}
 
@@ -184,13 +196,19 @@ def choose_prefill_kernel(
     prefix_lens: np.ndarray,
     num_sms: int,
     is_hopper: bool,
+    most_copied: int = 0,
+    may_divide: bool = False,
 ) -> PrefillKernel:
     """The kernel of prefill_costs that takes the least time."""
-    costs = prefill_costs(group, kv_cache_dtype, query_lens, prefix_lens, num_sms, is_hopper)
+    lengths, allowed = (query_lens, prefix_lens), (most_copied, may_divide)
+    costs = prefill_costs(group, kv_cache_dtype, *lengths, num_sms, is_hopper, *allowed)
     return min(costs, key=costs.__getitem__)
 
 
 CAPTURED_PREFILL = PrefillKernel("fa3", splits=False)
+COPYING_PREFILL = PrefillKernel("fa3", splits=False, copies=True)
+PARTS = (2, 3, 4)  # into which what lies before a chunk may be divided
+LEAST_DIVIDED = 2048  # tokens
 
 
 def prefill_capture_obstacle(
@@ -208,19 +226,26 @@ def prefill_capture_obstacle(
 
 
 def runs_well_captured(
-    group: PlanGroup, kv_cache_dtype: torch.dtype, query_lens: np.ndarray, prefix_lens: np.ndarray, num_sms: int
+    group: PlanGroup,
+    kv_cache_dtype: torch.dtype,
+    query_lens: np.ndarray,
+    prefix_lens: np.ndarray,
+    num_sms: int,
+    most_copied: int = 0,
+    may_divide: bool = False,
 ) -> bool:
     """True if the captured kernel is estimated to serve such prefills about as fast as the fastest one, on Hopper.
 
     Args:
-        query_lens, prefix_lens: as prefill_costs'; there may be no prefills.
+        query_lens, prefix_lens, most_copied, may_divide: as prefill_costs'; there may be no prefills.
     """
     if not query_lens.size:
         return True
-    # The host is waited for here: nearly all prompts are so short that the other estimates can be spared.
-    if _prefill_load(group, query_lens, prefix_lens, num_sms).fa3_us() <= LEAST_US + _MOST_LOST_US:
+    # The host is waited for here: nearly all prompts are so short that the estimates can be spared.
+    if _prefill_load(group, query_lens, prefix_lens, num_sms).most_fa3_us() <= LEAST_US + _MOST_LOST_US:
         return True
-    costs = prefill_costs(group, kv_cache_dtype, query_lens, prefix_lens, num_sms, is_hopper=True)
+    lengths, allowed = (query_lens, prefix_lens), (most_copied, may_divide)
+    costs = prefill_costs(group, kv_cache_dtype, *lengths, num_sms, True, *allowed)
     return costs[CAPTURED_PREFILL] - min(costs.values()) <= _MOST_LOST_US
 
 
@@ -239,13 +264,19 @@ def takes_cascade(group: PlanGroup) -> bool:
     return is_plain and not group.follows_places
 
 
+def spared_bytes(layers: Iterable[LayerSpec], num_requests: int, num_tokens: int, itemsize: int) -> int:
+    """Bytes of keys and values that these layers' decodes do not read where so many tokens are read once for all."""
+    per_token = sum(layer.num_kv_heads * (layer.head_dim + layer.v_head_dim) for layer in layers)
+    return (num_requests - 1) * num_tokens * per_token * itemsize
+
+
 def cascade_pays(num_spared_bytes: int, num_layers: int) -> bool:
     """True if a step that reads so many bytes less is faster for it.
 
     Args:
         num_layers: those that read less; a captured step spares the host their launches, and the plans.
     """
-    return num_spared_bytes > _BYTES_PER_US * (_CASCADE_US + num_layers * _CASCADE_LAYER_US)
+    return num_spared_bytes > _SAME_BYTES_PER_US * (_CASCADE_US + num_layers * _CASCADE_LAYER_US)
 
 
 def captured_cascade_pays(num_spared_bytes: int, num_layers: int) -> bool:

@@ -1,4 +1,4 @@
-"""FlashInfer itself, imported when a backend is made, and the workspace that backends share."""
+"""FlashInfer itself, imported when a backend is made, and the memory that backends share."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from mllm_compile.runtime.errors import DeviceError
 
 # Shared by the backends that are alive, freed with the last of them: it holds nothing between kernels.
-_workspaces: weakref.WeakValueDictionary[tuple[torch.device, int], torch.Tensor] = weakref.WeakValueDictionary()
+_workspaces: weakref.WeakValueDictionary[tuple[str, torch.device, int], torch.Tensor] = weakref.WeakValueDictionary()
 
 
 def import_flashinfer(device: torch.device) -> ModuleType:
@@ -33,7 +33,16 @@ def import_flashinfer(device: torch.device) -> ModuleType:
 
 def float_workspace(device: torch.device, num_bytes: int) -> torch.Tensor:
     """[num_bytes] uint8 for partial results; see kernels.workspace_bytes."""
-    key = (device, num_bytes)
+    return _shared("partial results", device, num_bytes)
+
+
+def copy_space(device: torch.device, num_bytes: int) -> torch.Tensor:
+    """[num_bytes] uint8 for a copy of one layer's keys and values; see copied.py."""
+    return _shared("copies", device, num_bytes)
+
+
+def _shared(purpose: str, device: torch.device, num_bytes: int) -> torch.Tensor:
+    key = (purpose, device, num_bytes)
     workspace = _workspaces.get(key)
     if workspace is None:
         workspace = _workspaces[key] = torch.zeros(num_bytes, dtype=torch.uint8, device=device)

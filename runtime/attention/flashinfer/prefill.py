@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from mllm_compile.runtime.attention.flashinfer.copied import CopiedPrefill, CopySpace
 from mllm_compile.runtime.attention.flashinfer.kernels import (
     CAPTURED_PREFILL,
     PlanGroup,
@@ -23,6 +24,7 @@ from mllm_compile.runtime.attention.flashinfer.kernels import (
     prefill_kernels,
     runs_well_captured,
 )
+from mllm_compile.runtime.attention.flashinfer.parts import DividedPrefill, pages_in_parts
 from mllm_compile.runtime.attention.flashinfer.plan import PagedView, PlanSpace
 from mllm_compile.runtime.attention.split.prefill_tiles import list_tiles
 from mllm_compile.runtime.attention.split.split_decode import DecodePiece, SplitDecodeSpace
@@ -46,6 +48,8 @@ class PrefillRows:
     seq_lens: torch.Tensor  # [R' ≥ R] int32 on the device, of all requests of the batch, prompts last
     first_tokens: np.ndarray  # [R + 1] int32: as qo_indptr_cpu, counted from the batch's first token
     causal: bool = True  # else each token sees all of its request's keys
+    # [K] int32 on the device: of all their keys, one after another; none of blocks, whose keys are not copied
+    slots: Callable[[], torch.Tensor] | None = None
 
 
 class CapturedPrefill:
@@ -175,10 +179,14 @@ class GroupPrefill:
         kv_cache_dtype: torch.dtype,
         options: dict[str, Any],
         device: torch.device,
+        copies: CopySpace | None = None,
+        merge: Callable[..., None] | None = None,
     ) -> None:
         """
         Args:
             options: plan()'s keyword arguments.
+            copies: where keys and values may be copied to; None: they never are.
+            merge: flashinfer.merge_state_in_place; None: what lies before a chunk is never divided.
         """
         self._make_wrapper = make_wrapper
         self._group = group
@@ -191,6 +199,13 @@ class GroupPrefill:
         self._num_sms = properties.multi_processor_count
         self._is_hopper = properties.major == 9
         self._space = PlanSpace(device)
+        self._copies = copies
+        self._most_copied = 0
+        if copies is not None:
+            self._most_copied = copies.most_tokens(group.num_kv_heads, group.head_dim, kv_cache_dtype)
+        self._merge = None if group.has_sinks else merge
+        self._parts_space: PlanSpace | None = None  # beside the other: both are read in one step
+        self._parts_wrapper: Any = None
         self._wrappers: dict[tuple[str, bool], Any] = {}
 
     def load(self) -> None:
@@ -207,7 +222,13 @@ class GroupPrefill:
         if not prefills.causal:
             return self._plan(_NOT_CAUSAL, prefills)
         lengths = prefills.query_lens, prefills.prefix_lens
-        kernel = choose_prefill_kernel(self._group, self._kv_cache_dtype, *lengths, self._num_sms, self._is_hopper)
+        sms, most_copied = (self._num_sms, self._is_hopper), 0 if prefills.slots is None else self._most_copied
+        allowed = most_copied, self._merge is not None
+        kernel = choose_prefill_kernel(self._group, self._kv_cache_dtype, *lengths, *sms, *allowed)
+        if kernel.copies and self._copies is not None and prefills.slots is not None:
+            return self._plan_copied(self._copies, kernel, prefills, prefills.slots())
+        if kernel.parts > 1 and self._merge is not None:
+            return self._plan_divided(self._merge, kernel, prefills)
         return self._plan(kernel, prefills)
 
     def capture_obstacle(self, flashinfer_version: str) -> str | None:
@@ -216,7 +237,9 @@ class GroupPrefill:
 
     def runs_well_captured(self, query_lens: np.ndarray, prefix_lens: np.ndarray) -> bool:
         """True if the kernel of `capture` serves these prefills [R] about as fast as any other would."""
-        return runs_well_captured(self._group, self._kv_cache_dtype, query_lens, prefix_lens, self._num_sms)
+        allowed = self._most_copied, self._merge is not None
+        lengths = query_lens, prefix_lens
+        return runs_well_captured(self._group, self._kv_cache_dtype, *lengths, self._num_sms, *allowed)
 
     def capture(self, num_tokens: int, page_table: torch.Tensor) -> CapturedPrefill:
         """Capture steps of `num_tokens`, whose requests' page ids are the rows of `page_table` [R, W] int32."""
@@ -258,6 +281,39 @@ class GroupPrefill:
                     **options,
                 )
         return wrapper
+
+    def _plan_copied(
+        self, copies: CopySpace, kernel: PrefillKernel, prefills: PrefillRows, slots: torch.Tensor
+    ) -> CopiedPrefill:
+        wrapper, starts = self._wrapper(kernel.name, True), prefills.qo_indptr_cpu
+        ends = np.cumsum(prefills.prefix_lens + prefills.query_lens, dtype=np.int32)
+        key_starts = torch.from_numpy(np.concatenate((np.zeros(1, np.int32), ends)))
+        with self._space.planning(wrapper):
+            wrapper.plan(starts, key_starts, *self._heads, causal=True, **self._options)
+        return CopiedPrefill(wrapper, copies, slots)
+
+    def _plan_divided(self, merge: Callable[..., None], kernel: PrefillKernel, prefills: PrefillRows) -> DividedPrefill:
+        own, starts = self._wrapper(kernel.name, True), prefills.qo_indptr_cpu
+        with self._space.planning(own):
+            own.plan(starts, starts, *self._heads, causal=True, **self._options)
+        if self._parts_space is None:
+            self._parts_space = PlanSpace(self._device)
+            self._parts_wrapper = self._parts_space.adopt(self._make_wrapper(kernel.name, False))
+        parts, new = kernel.parts, int(prefills.query_lens[0])
+        view = pages_in_parts(prefills.pages_of(-1), int(prefills.prefix_lens[0]), self._page_size, parts)
+        part_starts = torch.arange(parts + 1, dtype=torch.int32) * new
+        with self._parts_space.planning(self._parts_wrapper):
+            pages = view.indptr_cpu, view.indices, view.last_page_len_cpu
+            self._parts_wrapper.plan(
+                part_starts,
+                *pages,
+                *self._heads,
+                self._page_size,
+                causal=False,
+                max_token_per_sequence=new,
+                **self._options,
+            )
+        return DividedPrefill(self._parts_wrapper, own, merge, parts)
 
     def _wrapper(self, kernel: str, use_ragged: bool) -> Any:
         key = (kernel, use_ragged)

@@ -12,7 +12,8 @@ Shape legend: R requests.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -20,6 +21,9 @@ _MEASURED_HEAD_DIM = 128
 
 # In µs: to begin and end, and a key of a block that has a multiprocessor to itself.
 _FA3_BEGIN, _FA3_KEY, _FA3_QUERIES = 5.3, 0.0137, 128
+_FA3_KEY_IN_A_ROW = 0.0115  # of keys that are not in pages: they come by TMA, in larger tiles
+_COPY_BEGIN, _COPY_BYTES = 4.0, 1.35e6  # to copy keys and values out of their pages: the launches, and bytes in a µs
+_MERGE_BEGIN, _MERGE_BYTES = 4.0, 2.0e6  # to add up two results: the launch, and bytes in a µs
 _FA3_UNEVEN = 1.3  # of several blocks a multiprocessor, as a causal mask makes them: the slowest to the average
 _FA2_BEGIN, _FA2_KEY, _FA2_KEY_OF_SMALL_TILE = 4.0, 0.0325, 0.024
 LEAST_US = _FA2_BEGIN  # by any kernel
@@ -39,10 +43,44 @@ class PrefillLoad:
 
     def fa3_us(self) -> float:
         """Time of fa3."""
+        return self._fa3_us(_FA3_KEY)
+
+    def most_fa3_us(self) -> float:
+        """A time that `fa3_us` does not exceed, found in a tenth of the time for few requests."""
+        longest = total = 0
+        for new, before in zip(self.query_lens.tolist(), self.prefix_lens.tolist(), strict=True):
+            blocks = -(-new // _FA3_QUERIES)
+            longest = max(longest, before + blocks * _FA3_QUERIES)
+            total += blocks * (before + blocks * _FA3_QUERIES)
+        return _FA3_BEGIN + _FA3_KEY * (longest + _FA3_UNEVEN * total * self.num_heads / self.num_sms) * self._width
+
+    def copied_fa3_us(self) -> float:
+        """Time of fa3 over keys and values in a row, with that of copying these out of their pages."""
+        num_bytes = 4 * self.num_kv_heads * self.head_dim * int((self.prefix_lens + self.query_lens).sum())
+        return _COPY_BEGIN + num_bytes / _COPY_BYTES + self._fa3_us(_FA3_KEY_IN_A_ROW)
+
+    def divided_fa3_us(self, parts: int) -> float:
+        """Time of fa3 with the keys before one prompt's new tokens in `parts`, which blocks of their own read.
+
+        The queries are copied for each part, the new tokens' own keys are a further part, and results are merged.
+        """
+        new, before = int(self.query_lens[0]), int(self.prefix_lens[0])
+        waves = math.ceil(math.ceil(new / _FA3_QUERIES) * self.num_heads * parts / self.num_sms)
+        num_bytes = 2 * self.num_heads * self.head_dim * new
+        merges = (parts + 1) * (_MERGE_BEGIN + 3 * num_bytes / _MERGE_BYTES)
+        own = replace(self, prefix_lens=np.zeros_like(self.prefix_lens))._fa3_us(_FA3_KEY_IN_A_ROW)
+        return merges + own + _FA3_BEGIN + _FA3_KEY * waves * before / parts * self._width
+
+    def _fa3_us(self, key_us: float) -> float:
         keys, longest = self._block_keys(_FA3_QUERIES)
         longest = max(longest, _FA3_QUERIES)
-        keys_per_sm = _FA3_UNEVEN * keys * self.num_heads / self.num_sms
-        return _FA3_BEGIN + _FA3_KEY * max(longest, keys_per_sm) * self._width
+        blocks = float(np.ceil(self.query_lens / _FA3_QUERIES).sum()) * self.num_heads
+        of_prefix = float((np.ceil(self.query_lens / _FA3_QUERIES) * self.prefix_lens).sum()) / keys
+        # Blocks behind a long prefix are alike, and run in waves.
+        even = math.ceil(blocks / self.num_sms) * keys * self.num_heads / blocks
+        uneven = _FA3_UNEVEN * keys * self.num_heads / self.num_sms
+        keys_per_sm = of_prefix * even + (1 - of_prefix) * uneven
+        return _FA3_BEGIN + key_us * max(longest, keys_per_sm) * self._width
 
     def fa2_us(self) -> float:
         """Time of fa2 with the keys of a query in one block."""

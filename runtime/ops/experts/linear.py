@@ -14,6 +14,8 @@ from collections.abc import Callable
 
 import torch
 
+from mllm_compile.runtime.ops.experts.shapes import ELSEWHERE
+
 _LIBRARY = torch.library.Library("mllm", "FRAGMENT")
 _LIBRARY.define(
     "expert_linear(Tensor x, Tensor ids, Tensor weight, Tensor? bias, bool is_transposed, bool of_tokens) -> Tensor"
@@ -32,7 +34,7 @@ def expert_linear_reference(
 
     Args:
         x: [T, K] if `of_tokens`, every expert of a token reads its one row; else [T·k, K].
-        ids: [T, k] integers, an expert each.
+        ids: [T, k] integers, an expert each, or ELSEWHERE: that row is zeros.
         weight: [E, N, K], or [E, K, N] if `is_transposed`.
         bias: [E, N] or None.
 
@@ -61,19 +63,20 @@ def products_of_experts(
     of_tokens: bool,
 ) -> torch.Tensor:
     """[T·k, N] in the dtype of x of each row and the weight [K, N] of its expert; of one that no row has none is asked
-    for.
+    for. Rows whose expert is ELSEWHERE are zeros.
 
     Raises:
         IndexError: an id is no expert's.
     """
     flat = ids.reshape(-1)
-    if flat.numel() and not 0 <= int(flat.min()) <= int(flat.max()) < num_experts:
-        raise IndexError(f"a router chose an expert beyond the {num_experts} there are: {sorted(set(flat.tolist()))}")
     order = flat.argsort(stable=True)
+    start = int((flat == ELSEWHERE).sum())  # these come first
+    chosen = flat[order[start:]]
+    if chosen.numel() and not 0 <= int(chosen[0]) <= int(chosen[-1]) < num_experts:
+        raise IndexError(f"a router chose an expert beyond the {num_experts} there are: {sorted(set(flat.tolist()))}")
     rows = x[order // ids.shape[1] if of_tokens else order]
-    out = x.new_empty(flat.shape[0], outputs)
-    start = 0
-    for expert, count in enumerate(torch.bincount(flat, minlength=num_experts).tolist()):
+    out = x.new_zeros(flat.shape[0], outputs)
+    for expert, count in enumerate(torch.bincount(chosen, minlength=num_experts).tolist()):
         if count:
             product = rows[start : start + count] @ weight_of(expert)
             if bias is not None:

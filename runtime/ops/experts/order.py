@@ -18,25 +18,26 @@ import triton.language as tl
 from torch.library import triton_op, wrap_triton
 
 from mllm_compile.runtime.ops.dependent_launch import start_dependents, starts_early, wait_for_prerequisites
-from mllm_compile.runtime.ops.experts.shapes import most_blocks, rows_of_unit
+from mllm_compile.runtime.ops.experts.shapes import ELSEWHERE, most_blocks, rows_of_unit
 
 _ROWS_OF_PROGRAM = 1024  # of a large step
 # Words from one expert's count to the next of a large step: the L2 takes one addition to a line at a time, and 65,536
 # rows of 128 experts whose counts were neighbours took 21 µs on an H100.
 _COUNT_STRIDE = 32
 _BLOCKS_AT_ONCE = 1024
+_ELSEWHERE = tl.constexpr(ELSEWHERE)
 
 
 @triton.jit
 def _bins_of(ids, is_real, rows, E: tl.constexpr):
-    """The expert of each row, or E for one that no expert has; and the row as `order` has it.
+    """The expert of each row, or E for one that no expert here has; and the row as `order` has it.
 
     Kernels load `ids` themselves: of a function that loads, torch's analysis takes what it reads for written, where a
     place to write to follows from it, and pieces would copy it.
     """
     is_chosen = is_real & (ids >= 0) & (ids < E)
     bins = tl.where(is_chosen, ids, E).to(tl.int32)
-    return bins, tl.where(is_real & (is_chosen == 0), -1 - rows, rows)
+    return bins, tl.where(is_real & (is_chosen == 0) & (ids != _ELSEWHERE), -1 - rows, rows)
 
 
 @triton.jit
@@ -195,8 +196,8 @@ def order_experts(
 
     Returns:
         order [N·B] int32, rows by blocks; and blocks [N, 2] int32: the expert of each block, and how many of its places
-        in `order` hold rows. Expert -1 has the rows of no expert: those of padding, and, as -1 - row, those whose id is
-        not in [0, E).
+        in `order` hold rows. Expert -1 has the rows of no expert: those of padding and of ids that are ELSEWHERE, and,
+        as -1 - row, those whose id is not in [0, E).
     """
     ids, slots = ids.contiguous(), slots.contiguous()
     num_tokens, num_chosen = ids.shape

@@ -49,7 +49,7 @@ def _attend(
     STAGES: tl.constexpr,
 ):
     """(largest logit, sum, weighted values [C, ROWS]) of the query heads at rows `heads` of q over the keys start … end
-    of one request; each sees those before its limit, of which there is one among them at least.
+    of one request, `start` a multiple of KEYS; each sees those before its limit, of which one is among them at least.
 
     Keys are the rows of the products and query heads their columns, of which tensor cores take as few as 16: with
     query heads as rows they would take 64.
@@ -65,11 +65,16 @@ def _attend(
     total = tl.zeros((ROWS,), tl.float32)
     acc = tl.zeros((PADDED_C, ROWS), tl.float32)
     block = tl.arange(0, KEYS)
+    page = tl.load(table_ptr + start // PAGE)
     for offset in tl.range(start, end, KEYS, num_stages=STAGES):
         offsets = offset + block
         valid = offsets < end
-        pages = tl.load(table_ptr + offsets // PAGE, mask=valid, other=0).to(tl.int64)
-        places = (pages * PAGE + offsets % PAGE)[:, None] * D
+        if PAGE % KEYS == 0:  # a step's keys lie in one page: its number is read a step ahead, as latents wait for it
+            places = (page.to(tl.int64) * PAGE + offset % PAGE + block)[:, None] * D
+            page = tl.load(table_ptr + (offset + KEYS) // PAGE, mask=offset + KEYS < end, other=0)
+        else:
+            pages = tl.load(table_ptr + offsets // PAGE, mask=valid, other=0).to(tl.int64)
+            places = (pages * PAGE + offsets % PAGE)[:, None] * D
         latent = tl.load(latents_ptr + places + columns[None, :], mask=valid[:, None] & is_column[None, :], other=0.0)
         key = tl.load(latents_ptr + places + C + rest[None, :], mask=valid[:, None] & is_rest[None, :], other=0.0)
         logits = tl.dot(latent, q)

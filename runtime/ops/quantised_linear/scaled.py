@@ -1,42 +1,62 @@
-"""The op of a linear whose inputs and weight are both float8, with a scale a token and a scale a row.
+"""The op of a linear whose inputs and weight are both float8: one scale a token and a row, or one for 128 inputs of it.
 
 On a GPU the library computes it on fp8 tensor cores; elsewhere float32 does. Pieces call it by name, and quantise the
 inputs themselves (passes/quantise_activations.py). Defined as `quantised_linear` is, for the same reason.
 
-Shape legend: T tokens, N outputs, K inputs.
+Shape legend: T tokens, N outputs, K inputs, G groups of inputs that share a scale.
 """
 
 from __future__ import annotations
 
 import torch
+from torch.nn import functional
 
 _LIBRARY = torch.library.Library("mllm", "FRAGMENT")
 _LIBRARY.define("scaled_linear(Tensor x, Tensor x_scales, Tensor values, Tensor scales) -> Tensor")
+
+
+_TOKENS_UNIT = 4  # of scales of groups, whose tokens lie side by side: copies are of 16 bytes
 
 
 def scaled_linear(x: torch.Tensor, x_scales: torch.Tensor, values: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     """(x · x_scales) times the transposed (values · scales), on a GPU.
 
     Args:
-        x: [T, K] float8_e4m3fn; K and N are multiples of 16.
-        x_scales: [T, 1] float32.
+        x: [T, K] float8_e4m3fn; K and N are multiples of 16, and K of 128 G.
+        x_scales: [T, G] float32; G is 1, or K / 128.
         values: [N, K] float8_e4m3fn.
-        scales: [N, 1] float32.
+        scales: [N, G] float32.
 
     Returns:
         [T, N] bfloat16.
     """
+    if scales.shape[1] > 1:
+        return _by_groups(x, x_scales, values, scales)
     # With fast sums, as other servers have it: a sum's own precision is far beyond that of its operands.
     return torch._scaled_mm(
         x, values.t(), scale_a=x_scales, scale_b=scales.t(), out_dtype=torch.bfloat16, use_fast_accum=True
     )
 
 
+def _by_groups(x: torch.Tensor, x_scales: torch.Tensor, values: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    tokens = x.shape[0]
+    if more := -tokens % _TOKENS_UNIT:
+        x = functional.pad(x.view(torch.uint8), (0, 0, 0, more)).view(x.dtype)
+        x_scales = functional.pad(x_scales, (0, 0, 0, more))
+    of_x, of_weight = (one.t().contiguous().t() for one in (x_scales, scales))  # the library wants rows side by side
+    return torch._scaled_mm(x, values.t(), scale_a=of_x, scale_b=of_weight.t(), out_dtype=torch.bfloat16)[:tokens]
+
+
 def scaled_linear_reference(
     x: torch.Tensor, x_scales: torch.Tensor, values: torch.Tensor, scales: torch.Tensor
 ) -> torch.Tensor:
     """Computes what `scaled_linear` does, by float32."""
-    return ((x.float() @ values.float().t()) * x_scales * scales.t()).to(torch.bfloat16)
+    return (_scaled(x, x_scales) @ _scaled(values, scales).t()).to(torch.bfloat16)
+
+
+def _scaled(values: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    groups = values.float().unflatten(-1, (scales.shape[1], -1))
+    return (groups * scales.unsqueeze(-1)).flatten(-2)
 
 
 _LIBRARY.impl("scaled_linear", scaled_linear, "CUDA")

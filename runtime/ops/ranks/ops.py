@@ -1,4 +1,4 @@
-"""Ops of a piece that ranks make together: a sum, a gather, and the number of the rank.
+"""Ops of a piece that ranks make together: sums, gathers, and the number of the rank.
 
 They go to the communicator of the calling thread (collectives/base.py), on the current stream, and may be captured.
 Defined with torch.library's define/impl because calling a `torch.library.custom_op` imports Dynamo and Inductor.
@@ -14,6 +14,7 @@ _LIBRARY = torch.library.Library("mllm", "FRAGMENT")
 _LIBRARY.define("all_reduce(Tensor x) -> Tensor")
 _LIBRARY.define("all_reduce_residual_norm(Tensor x, Tensor residual, Tensor weight, float eps) -> (Tensor, Tensor)")
 _LIBRARY.define("all_gather(Tensor x, int dim, int num_ranks) -> Tensor")
+_LIBRARY.define("reduce_scatter(Tensor x, int num_ranks) -> Tensor")
 _LIBRARY.define("own_rank(Tensor like) -> Tensor")
 
 
@@ -45,6 +46,18 @@ def all_gather(x: torch.Tensor, dim: int, num_ranks: int) -> torch.Tensor:
     return parts.movedim(0, dim).flatten(dim, dim + 1)
 
 
+def reduce_scatter(x: torch.Tensor, num_ranks: int) -> torch.Tensor:
+    """The rank's part of the sum over ranks of x.
+
+    Args:
+        x: [num_ranks * N, ...], parts of all ranks one behind another.
+
+    Returns:
+        [N, ...].
+    """
+    return current().reduce_scatter(x.contiguous())
+
+
 def own_rank(like: torch.Tensor) -> torch.Tensor:
     """The rank that calls, from 0: [] int64 on the device of `like`."""
     return torch.full((), current().rank, dtype=torch.int64, device=like.device)
@@ -57,6 +70,7 @@ def _all_gather_fake(x: torch.Tensor, dim: int, num_ranks: int) -> torch.Tensor:
 _LIBRARY.impl("all_reduce", all_reduce, "CompositeExplicitAutograd")
 _LIBRARY.impl("all_reduce_residual_norm", all_reduce_residual_norm, "CompositeExplicitAutograd")
 _LIBRARY.impl("all_gather", all_gather, "CompositeExplicitAutograd")
+_LIBRARY.impl("reduce_scatter", reduce_scatter, "CompositeExplicitAutograd")
 _LIBRARY.impl("own_rank", own_rank, "CompositeExplicitAutograd")
 torch.library.register_fake("mllm::all_reduce", lambda x: x.new_empty(x.shape), lib=_LIBRARY)
 torch.library.register_fake(
@@ -65,4 +79,7 @@ torch.library.register_fake(
     lib=_LIBRARY,
 )
 torch.library.register_fake("mllm::all_gather", _all_gather_fake, lib=_LIBRARY)
+torch.library.register_fake(
+    "mllm::reduce_scatter", lambda x, num_ranks: x.new_empty((x.shape[0] // num_ranks, *x.shape[1:])), lib=_LIBRARY
+)
 torch.library.register_fake("mllm::own_rank", lambda like: like.new_empty((), dtype=torch.int64), lib=_LIBRARY)

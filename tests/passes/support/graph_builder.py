@@ -19,6 +19,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 import mllm_compile.runtime.ops.varlen.ops  # noqa: F401  (defines torch.ops.mllm.varlen_attention)
 from mllm_compile.passes.base import (
     ATTENTION_LAYERS,
+    EXPERT_RANKS,
     PACKED_WEIGHTS,
     QUANTISED_TENSORS,
     SMALL_WEIGHTS,
@@ -96,9 +97,9 @@ class GraphBuilder:
             node.meta["nn_module_stack"] = {"m": (f"L['self'].model.{module}", torch.nn.Module)}
         return self.method("flatten", node, 1)
 
-    def packed_attention(self, x: fx.Node) -> fx.Node:
+    def packed_attention(self, x: fx.Node, head_dim: int = HEAD_DIM) -> fx.Node:
         """A tower's attention over x [T, H*D], all of which is one segment; [T, H*D]."""
-        heads = self.method("view", x, self.size_inputs["T"], HEADS, HEAD_DIM)
+        heads = self.method("view", x, self.size_inputs["T"], x.meta["val"].shape[1] // head_dim, head_dim)
         with self._mode:
             value = torch.empty(2, dtype=torch.int32)
         bounds = self._placeholder("l_cu_seqlens_", value)
@@ -246,6 +247,7 @@ def _run(gm: fx.GraphModule, call_graph: Callable[..., Any], num_tokens: int, se
         "cu_seqlens": torch.tensor([0, num_tokens], dtype=torch.int32),
         "logits_indices": torch.tensor([0, num_tokens - 1]),
     }
+    inputs["all_slots"] = inputs["slots"].repeat(gm.meta.get(EXPERT_RANKS, 1))
     values = [_value(node, gm, inputs) for node in gm.graph.nodes if node.op == "placeholder"]
     layers = {
         spec.name: AttentionLayer.of(spec, {spec.sinks: weight_values(str(spec.sinks), (spec.num_heads,))})

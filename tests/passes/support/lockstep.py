@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,9 +12,10 @@ from torch import fx
 
 from mllm_compile.model.hf_model import build_config_on_meta
 from mllm_compile.model.trace import trace_model
-from mllm_compile.passes.base import RANKS, WEIGHT_CUTS, WeightCut, part_of_rank
+from mllm_compile.passes.base import EXPERT_RANKS, RANKS, WEIGHT_CUTS, GraphPass, WeightCut, part_of_rank
 from mllm_compile.passes.canonicalise import Canonicalise
 from mllm_compile.passes.shard import Shard
+from mllm_compile.passes.spread_experts import SpreadExperts
 from mllm_compile.passes.verify import no_new_size_equalities, size_equalities, verify_graph
 from mllm_compile.runtime.collectives.lockstep import run_lockstep
 
@@ -21,7 +24,7 @@ TOKENS, ROWS = 6, (1, 4, 5)
 
 @dataclass(frozen=True)
 class Cut:
-    """A model before and after `shard`.
+    """A model before and after `shard` or `spread_experts`.
 
     Attributes:
         gm: the cut graph.
@@ -33,7 +36,7 @@ class Cut:
     gm: fx.GraphModule
     cuts: dict[str, tuple[WeightCut, ...]]
     error: float
-    calls: dict[str, int]
+    calls: Counter[str]
 
 
 def canonical_graph(config: Any) -> tuple[fx.GraphModule, dict[str, torch.Tensor]]:
@@ -47,23 +50,40 @@ def canonical_graph(config: Any) -> tuple[fx.GraphModule, dict[str, torch.Tensor
 
 def cut(gm: fx.GraphModule, num_ranks: int, constants: dict[str, torch.Tensor] | None = None) -> Cut:
     """Cuts a canonical graph, and runs it whole and cut on random weights and ids."""
-    weights = _random_weights(gm, constants or {})
+    return _compared(gm, num_ranks, constants or {}, RANKS, Shard(), lambda rank: 0)
+
+
+def spread(gm: fx.GraphModule, num_ranks: int, constants: dict[str, torch.Tensor] | None = None) -> Cut:
+    """Spreads a canonical graph's experts, and runs it whole and spread, each rank on ids of its own."""
+    return _compared(gm, num_ranks, constants or {}, EXPERT_RANKS, SpreadExperts(), lambda rank: rank)
+
+
+def _compared(
+    gm: fx.GraphModule,
+    num_ranks: int,
+    constants: dict[str, torch.Tensor],
+    key: str,
+    graph_pass: GraphPass,
+    seed_of: Callable[[int], int],
+) -> Cut:
+    weights = _random_weights(gm, constants)
     with torch.no_grad():
         # Of a small graph's vocabulary, or of a tiny model's without its special tokens.
         most_ids = min(90, *_table_sizes(gm))
-        whole = _run(gm, weights, most_ids)
+        whole = [_run(gm, weights, most_ids, seed_of(rank)) for rank in range(num_ranks)]
         known = size_equalities(gm)
-        gm.meta[RANKS] = num_ranks
-        Shard()(gm)
+        gm.meta[key] = num_ranks
+        graph_pass(gm)
         gm.graph.lint()
         gm.recompile()
-        verify_graph(gm, ["canonicalise", "shard"])
+        verify_graph(gm, ["canonicalise", graph_pass.name])
         no_new_size_equalities(gm, known)
         cuts = gm.meta[WEIGHT_CUTS]
-        logits = run_lockstep(num_ranks, lambda rank: _run_rank(gm, weights, cuts, rank, most_ids))
-    error = max(float((one - whole).abs().max() / whole.abs().max()) for one in logits)
+        logits = run_lockstep(num_ranks, lambda rank: _run_rank(gm, weights, cuts, rank, most_ids, seed_of(rank)))
+    error = max(float((one - other).abs().max() / other.abs().max()) for one, other in zip(logits, whole, strict=True))
     names = [str(node.target).partition("mllm.")[2].partition(".")[0] for node in gm.graph.nodes]
-    return Cut(gm, cuts, error, {name: names.count(name) for name in ("all_reduce", "all_gather", "own_rank")})
+    calls = Counter(name for name in names if name in ("all_reduce", "all_gather", "reduce_scatter", "own_rank"))
+    return Cut(gm, cuts, error, calls)
 
 
 def _table_sizes(gm: fx.GraphModule) -> list[int]:
@@ -78,14 +98,15 @@ def _run_rank(
     cuts: dict[str, tuple[WeightCut, ...]],
     rank: int,
     most_ids: int,
+    seed: int,
 ) -> torch.Tensor:
     parts = {name: part_of_rank(value, cuts.get(name, ()), rank) for name, value in weights.items()}
     with torch.no_grad():
-        return _run(gm, parts, most_ids)
+        return _run(gm, parts, most_ids, seed)
 
 
-def _run(gm: fx.GraphModule, weights: dict[str, torch.Tensor], most_ids: int) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(1)
+def _run(gm: fx.GraphModule, weights: dict[str, torch.Tensor], most_ids: int, seed: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(1 + seed)
     inputs = {
         "input_ids": torch.randint(0, most_ids, (TOKENS,), generator=generator),
         "positions": torch.arange(TOKENS),

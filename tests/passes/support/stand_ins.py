@@ -20,7 +20,7 @@ from mllm_compile.runtime.ops.expert_tiles import ops as tile_ops  # noqa: F401 
 from mllm_compile.runtime.ops.expert_tiles.shapes import BLOCK
 from mllm_compile.runtime.ops.experts import linear as experts  # noqa: F401  (defines the trace's op)
 from mllm_compile.runtime.ops.experts import quantised as quantised_experts  # noqa: F401  (defines the op)
-from mllm_compile.runtime.ops.experts.shapes import ONE_ROW, SOFTMAX_OF_ALL, SOFTMAX_OF_CHOSEN, most_blocks
+from mllm_compile.runtime.ops.experts.shapes import ELSEWHERE, ONE_ROW, SOFTMAX_OF_ALL, SOFTMAX_OF_CHOSEN, most_blocks
 from mllm_compile.runtime.ops.few_tokens_shapes import num_norm_blocks
 from mllm_compile.runtime.ops.gated_linear import ops as gated_ops  # noqa: F401  (defines the op)
 from mllm_compile.runtime.ops.stream_experts import ops as stream_expert_ops  # noqa: F401  (defines the ops)
@@ -29,6 +29,8 @@ from mllm_compile.runtime.ops.stream_linear import ops  # noqa: F401  (defines t
 from mllm_compile.runtime.ops.stream_linear.linear import NORM_ROWS
 from mllm_compile.runtime.ops.stream_linear.shapes import num_streamed_norm_blocks
 from mllm_compile.runtime.ops.stream_quantised import ops as quantised_ops  # noqa: F401  (defines the ops)
+from mllm_compile.runtime.ops.varlen import tiles as segment_ops  # noqa: F401  (defines the op)
+from mllm_compile.runtime.ops.varlen.ops import varlen_attention_with_output
 from mllm_compile.runtime.quantised.numbers import dequantised
 from mllm_compile.runtime.quantised.scheme import SCALES, VALUES, ZEROS
 
@@ -124,6 +126,7 @@ def streamed_ops_on_cpu() -> Iterator[None]:
     library.impl("gated_expert_tiles", gated_expert_tiles, "CPU")
     library.impl("expert_tiles", expert_tiles, "CPU")
     library.impl("stream_linear_residual_norm", residual_norm, "CPU")
+    library.impl("segment_attention_with_output", varlen_attention_with_output, "CPU")
     library.impl("stream_expert_up", stream_expert_up, "CPU")
     library.impl("stream_expert_down", stream_expert_down, "CPU")
     library.impl("stream_expert_down_norm", stream_expert_down_norm, "CPU")
@@ -207,7 +210,7 @@ def choose_experts(scores, num_chosen, softmax, renormalise):
 
 def order_experts(ids, slots, num_experts, block, most_rows):
     """Blocks of rows, of each expert and then of none, as the kernel makes them."""
-    is_padding = (slots <= 0).repeat_interleave(ids.shape[1])
+    is_padding = (slots <= 0).repeat_interleave(ids.shape[1]) | (ids.reshape(-1) == ELSEWHERE)
     flat = torch.where((ids.reshape(-1) < 0) | (ids.reshape(-1) >= num_experts), num_experts, ids.reshape(-1))
     owners = torch.where(is_padding, num_experts, flat)
     num_blocks = most_blocks(len(flat), num_experts, block)

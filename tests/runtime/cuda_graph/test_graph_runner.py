@@ -11,9 +11,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mllm_compile.runtime.attention.torch_backend import TorchAttnBackend
 from mllm_compile.runtime.config_sections import CudaGraphSection
+from mllm_compile.runtime.cuda_graph import graph_runner
 from mllm_compile.runtime.cuda_graph.dispatcher import GraphDispatcher
 from mllm_compile.runtime.cuda_graph.graph_runner import GraphRunner, _lengths
+from mllm_compile.runtime.errors import ConfigError
 from mllm_compile.runtime.forward_batch import ForwardMode
 from mllm_compile.runtime.graph_mode import CUDAGraphMode
 from mllm_compile.runtime.runner_config import RunnerConfig
@@ -72,6 +75,25 @@ def test_a_decode_that_reads_a_prefix_once_is_not_the_captured_one(monkeypatch, 
     monkeypatch.setattr(GraphRunner, "_places", lambda self, size: SimpleNamespace(take_tokens=lambda *batch: None))
     monkeypatch.setattr(GraphRunner, "_run_pieces", lambda self, batch, size: f"pieces of {size.num_tokens}")
     monkeypatch.setattr(GraphRunner, "_replay_decode", lambda self, batch, size: "whole")
-    batch = SimpleNamespace(forward_mode=ForwardMode.DECODE, num_tokens=5, batch_size=5, common_prefix_len=shared)
+    batch = SimpleNamespace(
+        forward_mode=ForwardMode.DECODE, num_tokens=5, batch_size=5, common_prefix_len=shared, dp_metadata=None
+    )
     ran = graphs.run(batch)
     assert getattr(ran, "next_token_logits", ran) == runs
+
+
+def test_attention_that_knows_of_no_graphs_stands_between_captured_pieces(monkeypatch):
+    for needs_a_gpu in ("GraphCapturer", "StepInputs"):
+        monkeypatch.setattr(graph_runner, needs_a_gpu, lambda *args: None)
+    runner = SimpleNamespace(
+        attn_backend=TorchAttnBackend(),
+        device="cpu",
+        config=SimpleNamespace(max_rows=2),
+        model=SimpleNamespace(executor=None),
+        num_deals=1,
+        always_takes_features=False,
+    )
+    with pytest.raises(ConfigError, match="need a compiled program"):  # it came as far as the program
+        GraphRunner(runner, GraphDispatcher(CUDAGraphMode.PIECEWISE, (8,), ()))
+    with pytest.raises(NotImplementedError, match="TorchAttnBackend does not run inside CUDA graphs"):
+        GraphRunner(runner, GraphDispatcher(CUDAGraphMode.FULL, (), (8,)))

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from mllm_compile.runtime.ops import op
+from mllm_compile.runtime.ops.experts.shapes import ELSEWHERE
 
 TOKENS, CHOSEN, EXPERTS, INPUTS, OUTPUTS = 7, 2, 5, 6, 4
 
@@ -38,6 +39,14 @@ def test_an_id_of_no_expert_is_an_error_and_no_answer(wrong):
     ids = torch.tensor([[0, wrong]])
     with pytest.raises(IndexError, match=rf"beyond the {EXPERTS} there are: .*{wrong}"):
         op("expert_linear")(torch.ones(1, INPUTS), ids, torch.ones(EXPERTS, OUTPUTS, INPUTS), None, False, True)
+
+
+@pytest.mark.parametrize("bias", [None, torch.ones(EXPERTS, OUTPUTS)], ids=["plain", "bias"])
+def test_rows_of_experts_that_are_elsewhere_are_zeros(bias):
+    x, weight = torch.ones(2, INPUTS), torch.ones(EXPERTS, OUTPUTS, INPUTS)
+    out = op("expert_linear")(x, torch.tensor([[ELSEWHERE, 1], [0, ELSEWHERE]]), weight, bias, False, True)
+    value = INPUTS + (bias is not None)
+    assert out[:, 0].tolist() == [0, value, value, 0]
 
 
 def test_no_token_is_no_row():

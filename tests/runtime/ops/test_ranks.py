@@ -89,3 +89,11 @@ def test_a_sum_with_residual_and_norm_is_that_of_its_parts():
 @pytest.mark.parametrize("kernel", KERNELS[:-1], ids=lambda kernel: kernel.name)
 def test_a_kernel_compiles(kernel):
     assert compile_cuda(kernel_source(kernel), kernel.name, "sm_90a")
+
+
+def test_parts_of_a_sum_are_those_of_the_ranks():
+    given = [torch.cat((part, part + 1)) for part in parts(2)]
+    found = run_lockstep(2, lambda rank: op("reduce_scatter")(given[rank], 2))
+    torch.testing.assert_close(torch.cat(found), torch.stack(given).sum(0))
+    with FakeTensorMode() as mode:
+        assert op("reduce_scatter")(mode.from_tensor(given[0]), 2).shape == found[0].shape

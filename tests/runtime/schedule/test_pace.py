@@ -199,6 +199,30 @@ def test_a_long_prompt_gets_half_of_every_step_however_many_short_ones_come() ->
     simulation.check_answers()
 
 
+@pytest.mark.parametrize("bound", ["none", "tenfold", 6.0])
+def test_of_many_long_prompts_none_waits_for_more_than_twice_the_work_ahead_of_it(bound: object) -> None:
+    """Prompts of 200 to 6000 tokens that come at random beside answers, of which every step computes a token each."""
+    simulation, draw = big(max_step_ms=bound, max_num_batched_tokens=1024), Random(1)
+    answers = decoding(simulation, 8, max_tokens=2000)
+    computed = sent = 0  # tokens of prompts
+    waiting: dict[Request, tuple[int, int]] = {}  # tokens computed when it came, and most until its end
+    while sent < 24 or waiting:
+        if sent < 24 and len(waiting) < 5 and draw.random() < 0.4:
+            request = make_request(f"p{sent}", prompt_of(draw.randrange(200, 6000), sent), max_tokens=1, **FREE)
+            ahead = sum(len(one.prompt_token_ids) - one.num_computed_tokens for one in waiting)
+            waiting[simulation.add(request)] = computed, 2 * (ahead + len(request.prompt_token_ids))
+            sent += 1
+        batch = simulation.step()
+        if batch is None:
+            continue
+        assert batch.num_decodes >= len(answers), "no answer sits out"
+        computed += batch.num_tokens - batch.num_decodes
+        for request in [one for one in waiting if one.output_token_ids]:
+            begun, most = waiting.pop(request)
+            assert computed - begun <= most + 2 * 1024, "its last step, and the one after, were planned by then"
+    assert simulation.scheduler.stats().preemptions == 0
+
+
 def test_a_shorter_prompt_of_lesser_priority_waits() -> None:
     simulation = big(max_step_ms="none", max_num_batched_tokens=512)
     long = simulation.add(make_request("long", prompt_of(4000), max_tokens=1, **FREE))

@@ -60,6 +60,27 @@ def test_a_view_of_a_tensor_fills_a_box(folder):
     assert place[1, :, :2].sum() == 0
 
 
+def test_experts_that_are_stored_one_by_one_are_read_straight_into_their_places(folder, monkeypatch):
+    from mllm_compile.runtime.weights import loader
+
+    are_direct: list[bool] = []
+    stream = loader.stream_tensors
+
+    def watched(reads, advance):
+        are_direct.extend(read.is_direct for read in reads)
+        stream(reads, advance)
+
+    monkeypatch.setattr(loader, "stream_tensors", watched)
+    parts = tuple(
+        WeightPart("k", FILE, expert, (2, 3), (("unsqueeze", 0),), (row, 0)) for expert, row in ((0, 0), (1, 2))
+    )
+    place = torch.zeros(2, 4, 3)
+    load_weights([WeightSpec("experts", (2, 4, 3), torch.float32, parts)], {"experts": place}, folder)
+    assert are_direct == [True, True]
+    assert torch.equal(place[0, :2], matrix(2, 3, 100.0)) and torch.equal(place[1, 2:], matrix(2, 3, 100.0))
+    assert not place[0, 2:].any() and not place[1, :2].any()
+
+
 @pytest.mark.parametrize(("dim", "start", "length"), [(0, 1, 2), (1, 1, 2), (1, 0, 1)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_of_a_part_of_a_tensor_no_other_byte_is_read(folder, monkeypatch, dim, start, length, dtype):

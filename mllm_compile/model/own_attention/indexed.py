@@ -1,0 +1,72 @@
+"""The hook into sparse attention whose indexer chooses the keys of each token (DSA): within it every key is chosen.
+
+An indexer chooses the `index_topk` keys of the largest scores. Of a text that is no longer it chooses all, and the
+attention is a plain one: so such models are served up to that length, which is their context (HFModel.context_len).
+The gate asks Transformers whether the indexers choose so (model/mask_probe.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+
+from mllm_compile.model.positions_hook import arguments_of
+
+# What an indexer of this kind is told; others choose blocks, or what keys were compressed to.
+_TOLD = ["hidden_states", "q_resid", "position_embeddings", "attention_mask", "position_ids", "past_key_values"]
+
+
+class EveryKey:
+    """Stands for a mask of attention, for parts of one, and for keys that are chosen: nothing is hidden."""
+
+    def __getitem__(self, index: Any) -> EveryKey:
+        return self
+
+
+EVERY_KEY = EveryKey()
+
+
+def full_length(model: torch.nn.Module) -> int | None:
+    """Tokens of the longest text of which every indexer of `model` chooses all keys; None: it has no indexers."""
+    return min((int(module.index_topk) for module in model.modules() if _is_indexer(module)), default=None)  # type: ignore[arg-type]
+
+
+@contextmanager
+def choosing_every_key(model: torch.nn.Module) -> Iterator[None]:
+    """Within the context attention with an indexer is told no mask, and its indexer chooses EVERY_KEY."""
+    hooked: dict[Any, Callable[..., Any]] = {}
+    for module in model.modules():
+        if _is_indexer(module):
+            hooked[module] = _choose_every_key
+        elif _is_attention(module):
+            hooked[module] = partial(_attend_to_every_key, type(module).forward, module)
+    for module, forward in hooked.items():
+        module.forward = forward
+    try:
+        yield
+    finally:
+        for module in hooked:
+            del module.forward
+
+
+def _is_indexer(module: torch.nn.Module) -> bool:
+    return type(getattr(module, "index_topk", None)) is int and arguments_of(module) == _TOLD
+
+
+def _is_attention(module: Any) -> bool:
+    """True for attention with an indexer, and for one that is told what that of a layer ahead has chosen."""
+    if not hasattr(module, "indexer"):
+        return False
+    return _is_indexer(module.indexer) if module.indexer is not None else "prev_topk_indices" in arguments_of(module)
+
+
+def _choose_every_key(*args: Any, **kwargs: Any) -> EveryKey:
+    return EVERY_KEY
+
+
+def _attend_to_every_key(own: Callable[..., Any], module: Any, *args: Any, **kwargs: Any) -> Any:
+    return own(module, *args, **kwargs | {"attention_mask": EVERY_KEY})

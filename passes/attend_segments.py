@@ -1,0 +1,56 @@
+"""Attends within a tower's segments by a kernel of the program for Hopper's tensor cores."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+from torch import fx
+
+from mllm_compile.passes.base import NO_CUDA_COMPILER, GraphPass, PassResult, PassTarget
+from mllm_compile.passes.match.nodes import is_op
+from mllm_compile.runtime.ops import op
+from mllm_compile.runtime.ops.varlen.shapes import is_taken
+
+
+class AttendSegments(GraphPass):
+    """Gives a tower's attention to kernels that multiply heads of 72 or 80 as they are.
+
+    Why: torch's flash attention is of an older GPU, and reaches a third of the tensor cores' rate with heads of towers;
+        kernels that are made for Hopper take heads of 64 and 128 alone, and padded heads cost products (figures in
+        docs/images.md).
+
+    Before::
+
+        mllm.varlen_attention_with_output(q, k, v, bounds, out, 0.118, "blocks.0.attn")
+
+    After::
+
+        mllm.segment_attention_with_output(q, k, v, bounds, out, 0.118, "blocks.0.attn")
+
+    Requires: q, k and v in bfloat16 with heads as wide as each other, a multiple of 8 of 64 to 96, or 128.
+    Preserves: the meaning of the op; weights of keys are rounded as flash attention rounds them.
+    """
+
+    name: ClassVar[str] = "attend_segments"
+    needs: ClassVar[tuple[str, ...]] = ("segment_attention_with_output",)
+
+    @classmethod
+    def obstacle(cls, target: PassTarget) -> str | None:
+        return None if target.compiles_cuda else NO_CUDA_COMPILER
+
+    def __call__(self, gm: fx.GraphModule) -> PassResult:
+        count, matches = len(gm.graph.nodes), 0
+        for node in gm.graph.nodes:
+            if is_op(node, "varlen_attention_with_output") and _is_taken(node):
+                node.target = op("segment_attention_with_output")
+                matches += 1
+        return PassResult(gm, matches, count, count)
+
+
+def _is_taken(node: fx.Node) -> bool:
+    operands: list[Any] = list(node.args)
+    values = [operand.meta["val"] for operand in operands[:3]]
+    head_dims = {int(value.shape[2]) for value in values}
+    is_bfloat16 = all(value.dtype == torch.bfloat16 for value in values)
+    return is_bfloat16 and len(head_dims) == 1 and is_taken(head_dims.pop(), operands[5])

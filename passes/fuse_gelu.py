@@ -1,0 +1,74 @@
+"""Makes a tower's linear and the GELU behind it one product, which activates its sums before they leave registers."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+from torch import fx
+from torch.nn import functional
+
+from mllm_compile.passes.base import GraphPass, PassResult, PassTarget
+from mllm_compile.passes.match.nodes import (
+    LINEAR,
+    call,
+    drop_dead_nodes,
+    is_call,
+    is_op,
+    linear_operands,
+    takes_kernels,
+)
+
+_DTYPES = (torch.bfloat16, torch.float16)
+
+
+class FuseGelu(GraphPass):
+    """Gives cuBLAS the activation of a tower's feed-forward, which is one of those that its products can end with.
+
+    Why: of 4096 patches with 4304 features the activation alone takes 31 µs on an H100, half as long as the product
+        ahead of it, to read and write what that has just written.
+
+    Before::
+
+        y = gelu(linear(x, weight, bias), approximate="tanh")                                            # x [N, K]
+
+    After::
+
+        y = aten._addmm_activation(bias, x, weight.t(), use_gelu=True)
+
+    Requires: a canonical graph; values of 16 bits on a GPU, whose products take GELU by tanh; a bias; patches in rows.
+    Preserves: every value but for one rounding less, ahead of the activation.
+    """
+
+    name: ClassVar[str] = "fuse_gelu"
+
+    @classmethod
+    def obstacle(cls, target: PassTarget) -> str | None:
+        return None if target.device_type == "cuda" else "a CPU's product ends with another GELU"
+
+    def __call__(self, gm: fx.GraphModule) -> PassResult:
+        before, matches = len(gm.graph.nodes), 0
+        is_tower = any(is_op(node, "varlen_attention") for node in gm.graph.nodes)
+        for node in list(gm.graph.nodes) if is_tower else ():
+            if (linear := _activated(node)) is not None:
+                x, weight, bias = linear_operands(linear)
+                with gm.graph.inserting_before(node):
+                    columns = call(gm.graph, torch.ops.aten.t.default, weight)
+                    fused = torch.ops.aten._addmm_activation.default
+                    node.replace_all_uses_with(call(gm.graph, fused, bias, x, columns, use_gelu=True))
+                matches += 1
+        drop_dead_nodes(gm)
+        return PassResult(gm, matches, before, len(gm.graph.nodes))
+
+
+def _activated(node: fx.Node) -> fx.Node | None:
+    """The linear whose only reader `node` is a GELU by tanh."""
+    said: Any = (*node.args[1:], *node.kwargs.values())
+    if not is_call(node, functional.gelu) or said != ("tanh",):
+        return None
+    linear: Any = node.args[0]
+    if not is_call(linear, LINEAR) or len(linear.users) != 1 or not takes_kernels(linear):
+        return None
+    x, _, bias = linear_operands(linear)
+    is_plain = bias is not None and x.meta["val"].ndim == 2 and linear.meta["val"].dtype in _DTYPES
+    return linear if is_plain else None

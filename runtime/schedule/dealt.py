@@ -1,0 +1,275 @@
+"""A scheduler for ranks that have requests of their own: each request is one rank's, from its arrival to its end.
+
+One Scheduler a rank decides for that rank alone, over its pages and its rows; their steps are one step of all. Rank r
+has the rows from r * R + 1 on, R a rank's most requests, so a row says whose it is. Page ids are a rank's own; those
+that are to be cleared carry the rank, as nothing else says it (`own_pages`). Single-threaded; free of torch.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from mllm_compile.runtime.errors import RequestError
+from mllm_compile.runtime.schedule.config import SchedulerConfig, SchedulerStats
+from mllm_compile.runtime.schedule.request import Request
+from mllm_compile.runtime.schedule.scheduled_batch import ScheduledBatch, UpdateResult
+from mllm_compile.runtime.schedule.scheduler import Scheduler
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """One rank's share of a step: its batch, and where its rows stand in the step's."""
+
+    rank: int
+    batch: ScheduledBatch
+    places: np.ndarray
+
+
+@dataclass(frozen=True, slots=True)
+class _Decodes:
+    """The constant part of steps of decodes alone, made of each rank's list of requests."""
+
+    lists: tuple[list[Request], ...]
+    batch: ScheduledBatch
+    places: tuple[np.ndarray, ...]
+
+
+class DealtScheduler:
+    """Deals requests to one scheduler a rank; used as a Scheduler is."""
+
+    def __init__(self, config: SchedulerConfig, num_ranks: int) -> None:
+        """
+        Args:
+            config: of each rank.
+        """
+        sequences, most = itertools.count(), config.max_running_requests
+        self.config = replace(
+            config,
+            max_running_requests=most * num_ranks,
+            max_num_batched_tokens=config.max_num_batched_tokens * num_ranks,
+        )
+        self._schedulers = [Scheduler(config, rank * most + 1, sequences) for rank in range(num_ranks)]
+        self._num_pages = config.num_pages
+        self._rank_of: dict[Request, int] = {}
+        self._load = [0] * num_ranks  # tokens that requests of a rank may come to have
+        self._in_flight: dict[int, tuple[_Part, ...]] = {}
+        self._next_step = 0
+        self._decodes: _Decodes | None = None
+
+    # --- requests come and go -----------------------------------------------------------------------------------------
+
+    def add(self, request: Request) -> None:
+        """Queue a new request at the rank with least to do; as Scheduler.add.
+
+        Raises:
+            RequestError: besides, scores of its prompt are asked for: logits of further tokens are of one rank alone.
+        """
+        if request.params.prompt_logprobs is not None:
+            raise RequestError(
+                "prompt_logprobs are not served where experts are spread over ranks (runtime.expert_parallel_size "
+                f"is {len(self._schedulers)}). Leave it out, or serve with runtime.tensor_parallel_size"
+            )
+        rank = self._load.index(min(self._load))
+        self._schedulers[rank].add(request)
+        self._rank_of[request] = rank
+        self._load[rank] += _most_tokens(request)
+
+    def abort(self, request: Request) -> bool:
+        """End a request with finish_reason 'abort'. False: it has ended already."""
+        return self.finish(request, "abort")
+
+    def finish(self, request: Request, reason: str = "stop", stop_reason: int | str | None = None) -> bool:
+        """End a request from outside; as Scheduler.finish."""
+        rank = self._rank_of.get(request)
+        if rank is None or not self._schedulers[rank].finish(request, reason, stop_reason):
+            return False
+        self._forget([request])
+        return True
+
+    def _forget(self, ended: Sequence[Request]) -> None:
+        for request in ended:
+            rank = self._rank_of.pop(request, None)
+            if rank is not None:
+                self._load[rank] -= _most_tokens(request)
+
+    def has_work(self) -> bool:
+        """Requests that are not finished, or finished ones whose last step is still in flight."""
+        return any(scheduler.has_work() for scheduler in self._schedulers)
+
+    def flush_prefix_cache(self) -> None:
+        """Forget all cached prefixes; running requests go on with the pages they hold."""
+        for scheduler in self._schedulers:
+            scheduler.flush_prefix_cache()
+
+    def stats(self) -> SchedulerStats:
+        """The figures of all ranks together."""
+        every = [scheduler.stats() for scheduler in self._schedulers]
+        names = [name for name in SchedulerStats.__dataclass_fields__ if name != "step_bound_ms"]
+        bounds = [one.step_bound_ms for one in every if one.step_bound_ms is not None]
+        sums = {name: sum(getattr(one, name) for one in every) for name in names}
+        return SchedulerStats(**sums, step_bound_ms=max(bounds, default=None))
+
+    # --- steps --------------------------------------------------------------------------------------------------------
+
+    def schedule(self) -> ScheduledBatch | None:
+        """Plan the next step of all ranks; as Scheduler.schedule. A rank may have no part in it."""
+        batches = [(rank, scheduler.schedule()) for rank, scheduler in enumerate(self._schedulers)]
+        found = [(rank, batch) for rank, batch in batches if batch is not None]
+        if not found:
+            return None
+        joined, places = self._joined(found)
+        self._in_flight[joined.step_id] = tuple(
+            _Part(rank, batch, place) for (rank, batch), place in zip(found, places, strict=True)
+        )
+        self._next_step += 1
+        return joined
+
+    def step_took(self, batch: ScheduledBatch, seconds: float) -> None:
+        """Note how long a step took, on every rank."""
+        for part in self._in_flight[batch.step_id]:
+            self._schedulers[part.rank].step_took(part.batch, seconds)
+
+    def update(self, batch: ScheduledBatch, token_ids: np.ndarray, broken_rows: Sequence[int] = ()) -> UpdateResult:
+        """Take a step's tokens in; as Scheduler.update."""
+        accepted: list[int] = []
+        finished: list[Request] = []
+        broken: list[Request] = []
+        for part in self._in_flight.pop(batch.step_id):
+            own = np.flatnonzero(np.isin(part.places, broken_rows)).tolist() if len(broken_rows) else ()
+            result = self._schedulers[part.rank].update(part.batch, token_ids[part.places], own)
+            accepted += part.places[result.accepted].tolist()
+            finished += result.finished
+            broken += result.broken
+        self._forget(finished)
+        self._forget(broken)
+        return UpdateResult(accepted=sorted(accepted), finished=finished, broken=broken)
+
+    def fail(self, batch: ScheduledBatch) -> list[Request]:
+        """Give a step up that did not happen; as Scheduler.fail."""
+        parts = self._in_flight.pop(batch.step_id)
+        lost = [request for part in parts for request in self._schedulers[part.rank].fail(part.batch)]
+        self._forget([request for request in lost if request.is_finished])
+        return lost
+
+    def _joined(self, found: list[tuple[int, ScheduledBatch]]) -> tuple[ScheduledBatch, Sequence[np.ndarray]]:
+        """One batch of all, decodes first, and where the rows of each stand in it."""
+        batches = [batch for _, batch in found]
+        cleared = [batch.cleared_pages + rank * self._num_pages for rank, batch in found if batch.cleared_pages.size]
+        changes: dict[str, Any] = {
+            "step_id": self._next_step,
+            "cleared_pages": np.concatenate(cleared) if cleared else batches[0].cleared_pages,
+            "admitted": [request for batch in batches for request in batch.admitted],
+        }
+        for name in ("page_rows", "page_positions", "page_ids"):
+            changes[name] = np.concatenate([getattr(batch, name) for batch in batches])
+        known, lists = self._decodes, tuple(batch.requests for batch in batches)
+        if known is not None and len(known.lists) == len(lists) and all(map(_is, known.lists, lists)):
+            prefix_lens = np.concatenate([batch.prefix_lens for batch in batches])
+            return replace(known.batch, prefix_lens=prefix_lens, **changes), known.places
+        taken, places = _decodes_first(batches)
+        every = [request for batch in batches for request in batch.requests]
+        by_row: dict[str, Any] = {name: _in_order(batches, name, taken) for name in _BY_ROW}
+        joined = replace(
+            batches[0],
+            requests=[every[index] for index in taken.tolist()],
+            num_decodes=sum(batch.num_decodes for batch in batches),
+            num_tokens=sum(batch.num_tokens for batch in batches),
+            prefill_token_ids=np.concatenate([batch.prefill_token_ids for batch in batches]),
+            **by_row,
+            **changes,
+        )
+        is_constant = joined.num_decodes == joined.num_requests
+        self._decodes = _Decodes(lists, joined, places) if is_constant else None
+        return joined, places
+
+
+# Arrays of a ScheduledBatch with a value for each of its requests.
+_BY_ROW = ("rows", "num_new", "prefix_lens", "sample_mask", "rope_lens", "prompt_logprob_rows")
+
+
+def _most_tokens(request: Request) -> int:
+    return len(request.prompt_token_ids) + request.max_new_tokens
+
+
+def _is(one: object, other: object) -> bool:
+    return one is other
+
+
+def _decodes_first(batches: Sequence[ScheduledBatch]) -> tuple[np.ndarray, tuple[np.ndarray, ...]]:
+    """The order of a step among the requests of all batches, one behind another; and where those of each come to be."""
+    is_decode = np.concatenate([np.arange(batch.num_requests) < batch.num_decodes for batch in batches])
+    taken = np.argsort(~is_decode, kind="stable")
+    places = np.empty_like(taken)
+    places[taken] = np.arange(taken.size)
+    return taken, tuple(np.split(places, np.cumsum([batch.num_requests for batch in batches])[:-1]))
+
+
+def _in_order(batches: Sequence[ScheduledBatch], name: str, taken: np.ndarray) -> np.ndarray:
+    ordered: np.ndarray = np.concatenate([getattr(batch, name) for batch in batches])[taken]
+    ordered.setflags(write=False)
+    return ordered
+
+
+def ranks_of(rows: np.ndarray, rows_of_rank: int) -> np.ndarray:
+    """The rank of each row ≥ 1."""
+    return (rows - 1) // rows_of_rank
+
+
+def own_pages(cleared_pages: np.ndarray, rank: int, num_pages: int) -> np.ndarray:
+    """The pages of a step that are the rank's to clear, by their own ids."""
+    owners, pages = np.divmod(cleared_pages, num_pages)
+    own: np.ndarray = pages[owners == rank]
+    return own
+
+
+def part_of(batch: ScheduledBatch, rank: int, rows_of_rank: int) -> ScheduledBatch:
+    """The rank's part of a step, without pages and copies; of a rank that has none, a decode of the dummy row."""
+    is_own = ranks_of(batch.rows, rows_of_rank) == rank
+    own = np.flatnonzero(is_own)
+    if not own.size:
+        return _DUMMY
+    num_decodes = int((own < batch.num_decodes).sum())
+    of_prompts = np.repeat(is_own[batch.num_decodes :], batch.num_new[batch.num_decodes :])
+    by_row: dict[str, Any] = {name: getattr(batch, name)[own] for name in _BY_ROW}
+    return replace(
+        _DUMMY,
+        step_id=batch.step_id,
+        requests=[batch.requests[place] for place in own.tolist()],
+        num_decodes=num_decodes,
+        num_tokens=int(by_row["num_new"].sum()),
+        prefill_token_ids=batch.prefill_token_ids[of_prompts],
+        **by_row,
+    )
+
+
+def _nothing(dtype: type) -> np.ndarray:
+    made: np.ndarray = np.empty(0, dtype=dtype)
+    made.setflags(write=False)
+    return made
+
+
+_DUMMY = ScheduledBatch(
+    step_id=0,
+    requests=[None],  # type: ignore[list-item]  # their number is what is looked at
+    rows=np.zeros(1, dtype=np.int32),
+    num_new=np.ones(1, dtype=np.int32),
+    prefix_lens=np.zeros(1, dtype=np.int32),
+    num_decodes=1,
+    num_tokens=1,
+    page_rows=_nothing(np.int32),
+    page_positions=_nothing(np.int32),
+    page_ids=_nothing(np.int32),
+    cleared_pages=_nothing(np.int32),
+    prefill_token_ids=_nothing(np.int64),
+    sample_mask=np.zeros(1, dtype=bool),
+    rope_lens=np.zeros(1, dtype=np.int32),
+    prompt_logprob_rows=np.zeros(1, dtype=bool),
+    admitted=[],
+    state_restores=np.empty((0, 2), dtype=np.int64),
+    state_saves=np.empty((0, 2), dtype=np.int64),
+)

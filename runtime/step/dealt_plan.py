@@ -1,0 +1,102 @@
+"""Plans a step of ranks that have requests of their own: what this rank computes, and which logits are whose.
+
+Every rank is given the whole step, and makes its part of it; so all know how many tokens the others have. Logits of all
+ranks are gathered, a block a rank, each as long as the largest needs; what is sampled stands among them by
+StepPlan.token_indices. Free of torch.
+
+Shape legend: N ranks, S rows of logits of a rank, R requests of the step.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from mllm_compile.runtime.graph_mode import DPMetadata
+from mllm_compile.runtime.schedule.dealt import part_of, ranks_of
+from mllm_compile.runtime.schedule.scheduled_batch import ScheduledBatch
+from mllm_compile.runtime.step.host_page_table import HostPageTable
+from mllm_compile.runtime.step.plan import StepPlan, plan_step
+from mllm_compile.runtime.step_fields import StepFields
+
+
+@dataclass(frozen=True, slots=True)
+class Deal:
+    """The ranks that requests are dealt to: which of how many this is, and most requests of each."""
+
+    rank: int
+    num_ranks: int
+    rows_of_rank: int
+
+    def plan(self, batch: ScheduledBatch, pages: HostPageTable) -> StepPlan:
+        """Plans a step that is not captured whole.
+
+        Args:
+            pages: the page table, the batch's own writes included.
+        """
+        own = part_of(batch, self.rank, self.rows_of_rank)
+        plan = plan_step(own, pages)
+        fields = plan.fields
+        sampled = np.flatnonzero(batch.sample_mask)
+        places, size = self._blocks(batch.rows[sampled])
+        ends = np.arange(own.num_requests) if fields.logits_indices is None else fields.logits_indices
+        fields.logits_indices = np.zeros(size, dtype=np.int64)
+        fields.logits_indices[: ends.size] = ends  # a rank without any gives a row that nobody looks at
+        fields.sampled_rows, fields.sampled_positions = np.zeros((2, self.num_ranks * size), dtype=np.int64)
+        fields.sampled_rows[places] = batch.rows[sampled]
+        fields.sampled_positions[places] = batch.seq_lens[sampled]
+        return replace(plan, sampled=sampled, token_indices=places, own=own, across=self._across(batch))
+
+    def plan_decode(self, batch: ScheduledBatch, pages: HostPageTable, size: int, padding_len: int) -> StepPlan:
+        """Plans a step of decodes that is captured for `size` requests of each rank.
+
+        Args:
+            pages: as `plan` takes them.
+            padding_len: tokens that a row of padding has.
+        """
+        places, _ = self._blocks(batch.rows, size)
+        rows, positions, slots = np.zeros((3, self.num_ranks * size), dtype=np.int64)
+        seq_lens = np.full(self.num_ranks * size, padding_len, dtype=np.int32)
+        rows[places], seq_lens[places] = batch.rows, batch.seq_lens
+        positions[places] = batch.seq_lens - 1
+        slots[places] = pages.slots(batch.rows, batch.seq_lens - 1)
+        fields: StepFields[np.ndarray] = StepFields(
+            input_ids=np.zeros_like(positions),
+            positions=positions,
+            out_cache_loc=slots,
+            req_pool_indices=rows,
+            seq_lens=seq_lens,
+        )
+        return StepPlan(
+            fields=fields,
+            is_decode=True,
+            sampled=np.arange(batch.num_requests),
+            token_indices=places,
+            score_indices=_NONE,
+            prompt_rows=_NONE,
+            prompt_num_top=0,
+            across=self._across(batch),
+        )
+
+    def most_requests(self, batch: ScheduledBatch) -> int:
+        """Requests of the rank that has most."""
+        return int(np.bincount(ranks_of(batch.rows, self.rows_of_rank)).max())
+
+    def _across(self, batch: ScheduledBatch) -> DPMetadata:
+        counts = np.bincount(ranks_of(batch.rows, self.rows_of_rank), batch.num_new, self.num_ranks)
+        return DPMetadata(tuple(counts.astype(np.int64).tolist()))
+
+    def _blocks(self, rows: np.ndarray, size: int | None = None) -> tuple[np.ndarray, int]:
+        """Where rows stand in blocks of `size` rows a rank, each rank's in their order; by default as few as hold them,
+        and one at least."""
+        ranks = ranks_of(rows, self.rows_of_rank)
+        counts = np.bincount(ranks, minlength=self.num_ranks)
+        size = max(1, int(counts.max())) if size is None else size
+        order = np.argsort(ranks, kind="stable")
+        within = np.empty_like(order)
+        within[order] = np.arange(order.size) - np.repeat(np.cumsum(counts) - counts, counts)
+        return ranks * size + within, size
+
+
+_NONE = np.empty(0, dtype=np.int64)

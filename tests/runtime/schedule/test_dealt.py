@@ -1,0 +1,162 @@
+"""Requests that are dealt to ranks: each step is the ranks' steps, and what comes of it goes back to the right one."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from mllm_compile.runtime.errors import RequestError
+from mllm_compile.runtime.sampling.params import SamplingParams
+from mllm_compile.runtime.schedule.config import SchedulerConfig
+from mllm_compile.runtime.schedule.dealt import DealtScheduler, own_pages, part_of, ranks_of
+from mllm_compile.runtime.schedule.request import Request
+from mllm_compile.runtime.step.dealt_plan import Deal
+from mllm_compile.runtime.step.host_page_table import HostPageTable
+
+ROWS, PAGES, PAGE = 3, 9, 4
+
+
+def scheduler(num_ranks: int = 2) -> DealtScheduler:
+    limits = {"max_running_requests": ROWS, "max_num_batched_tokens": 8, "max_model_len": 32}
+    return DealtScheduler(SchedulerConfig(**limits, page_size=PAGE, num_pages=PAGES), num_ranks)
+
+
+def request(length: int, max_tokens: int = 4, **params: object) -> Request:
+    how = SamplingParams(max_tokens=max_tokens, ignore_eos=True, **params)
+    return Request(request_id=str(length), prompt_token_ids=list(range(1, length + 1)), params=how)
+
+
+def run_to_the_end(dealt: DealtScheduler) -> list[Request]:
+    """Runs all steps, each with the tokens row * 100; returns requests in the order in which they ended."""
+    finished = []
+    while dealt.has_work():
+        batch = dealt.schedule()
+        assert batch is not None
+        result = dealt.update(batch, batch.rows.astype(np.int64) * 100)
+        assert result.accepted == np.flatnonzero(batch.sample_mask).tolist()
+        finished += result.finished
+    return finished
+
+
+def test_each_request_has_the_rows_of_one_rank_and_gets_its_own_tokens():
+    dealt = scheduler()
+    requests = [request(length) for length in (5, 3, 11, 2)]
+    for one in requests:
+        dealt.add(one)
+    batch = dealt.schedule()
+    assert set(ranks_of(batch.rows, ROWS).tolist()) == {0, 1}
+    assert len(set(batch.rows.tolist())) == batch.num_requests
+    rows = {one.request_id: one.row for one in batch.requests}
+    dealt.update(batch, batch.rows.astype(np.int64) * 100)
+    assert run_to_the_end(dealt)
+    for one in requests:
+        assert len(one.output_token_ids) == 4
+        if one.request_id in rows:
+            assert set(one.output_token_ids) == {rows[one.request_id] * 100}
+    assert len({one.sequence for one in requests}) == 4  # draws follow it
+    assert dealt.stats().pages_used == 0
+
+
+def test_decodes_come_first_and_steady_steps_share_what_is_constant():
+    dealt = scheduler()
+    for length in (2, 3):
+        dealt.add(request(length, 8))
+    first = dealt.schedule()
+    dealt.update(first, np.ones(2, dtype=np.int64))
+    dealt.add(request(6))
+    mixed = dealt.schedule()
+    assert (mixed.num_decodes, mixed.num_requests) == (2, 3)
+    assert mixed.num_new.tolist() == [1, 1, 6]
+    dealt.update(mixed, np.ones(3, dtype=np.int64))
+    steady = [dealt.schedule() for _ in range(2)]
+    assert steady[0].requests is steady[1].requests
+    assert (steady[1].prefix_lens - steady[0].prefix_lens).tolist() == [1, 1, 1]
+
+
+def test_a_rank_takes_what_has_least_to_do():
+    dealt = scheduler()
+    for length in (20, 2, 2, 2):
+        dealt.add(request(length))
+    batch = dealt.schedule()
+    ranks = {one.request_id: int(rank) for one, rank in zip(batch.requests, ranks_of(batch.rows, ROWS), strict=True)}
+    assert ranks == {"20": 0, "2": 1}
+    assert np.bincount(ranks_of(batch.rows, ROWS)).tolist() == [1, 3]
+
+
+def test_an_ended_request_is_forgotten_and_a_lost_step_ends_those_of_all_ranks():
+    dealt = scheduler()
+    requests = [request(length, 8) for length in (2, 3, 4)]
+    for one in requests:
+        dealt.add(one)
+    assert dealt.abort(requests[2])
+    assert not dealt.abort(requests[2])
+    assert set(dealt.fail(dealt.schedule())) == set(requests[:2])
+    assert not dealt.has_work()
+    assert dealt.stats().running == 0
+
+
+def test_a_broken_row_ends_its_own_request():
+    dealt = scheduler()
+    requests = [request(2, 8), request(3, 8)]
+    for one in requests:
+        dealt.add(one)
+    batch = dealt.schedule()
+    result = dealt.update(batch, np.ones(2, dtype=np.int64), [1])
+    assert result.broken == [batch.requests[1]]
+    assert result.accepted == [0]
+    dealt.add(request(2, 2))
+    cleared = dealt.schedule().cleared_pages
+    assert own_pages(cleared, 0, PAGES).size == 0
+    assert own_pages(cleared, 1, PAGES).tolist() == [1]
+
+
+def test_scores_of_prompts_are_refused():
+    with pytest.raises(RequestError, match=r"prompt_logprobs are not served .*expert_parallel_size is 2"):
+        scheduler().add(request(2, prompt_logprobs=1))
+
+
+def test_each_rank_plans_its_part_and_all_know_how_many_tokens_there_are():
+    dealt = scheduler()
+    for length in (5, 3, 2):
+        dealt.add(request(length))
+    batch = dealt.schedule()
+    pages = HostPageTable(2 * ROWS + 1, 32, PAGE)
+    pages.write(batch.page_rows, batch.page_positions, batch.page_ids)
+    plans = [Deal(rank, 2, ROWS).plan(batch, pages) for rank in (0, 1)]
+    assert [plan.own.num_tokens for plan in plans] == [5, 5]
+    assert [plan.across.num_tokens_across_dp for plan in plans] == [(5, 5)] * 2
+    assert [plan.fields.input_ids.tolist() for plan in plans] == [[1, 2, 3, 4, 5], [1, 2, 3, 1, 2]]
+    # Two rows of logits a rank, of which the first rank's second one is nobody's.
+    assert [plan.fields.logits_indices.tolist() for plan in plans] == [[4, 0], [2, 4]]
+    assert plans[0].token_indices.tolist() == [0, 2, 3]
+    assert plans[0].fields.sampled_rows.tolist() == [batch.rows[0], 0, batch.rows[1], batch.rows[2]]
+
+
+def test_a_rank_without_requests_plans_the_dummy_row():
+    dealt = scheduler()
+    dealt.add(request(5))
+    batch = dealt.schedule()
+    pages = HostPageTable(2 * ROWS + 1, 32, PAGE)
+    plan = Deal(1, 2, ROWS).plan(batch, pages)
+    assert (plan.is_decode, plan.across.max_tokens_across_dp) == (True, 5)
+    assert plan.fields.req_pool_indices.tolist() == plan.fields.out_cache_loc.tolist() == [0]
+    assert part_of(batch, 1, ROWS).num_tokens == 1
+
+
+def test_captured_decodes_have_a_block_of_rows_a_rank():
+    dealt = scheduler()
+    for length in (2, 3, 4):
+        dealt.add(request(length))
+    dealt.update(dealt.schedule(), np.ones(3, dtype=np.int64))
+    batch = dealt.schedule()
+    pages = HostPageTable(2 * ROWS + 1, 32, PAGE)
+    pages.write(batch.page_rows, batch.page_positions, batch.page_ids)
+    deal = Deal(0, 2, ROWS)
+    plan = deal.plan_decode(batch, pages, 4, 1)
+    of_ranks = [[row for row in batch.rows.tolist() if (row > ROWS) == rank] for rank in (False, True)]
+    assert sorted(map(len, of_ranks)) == [1, 2]
+    assert deal.most_requests(batch) == 2
+    rows = plan.fields.req_pool_indices.tolist()
+    assert rows == [row for own in of_ranks for row in own + [0] * (4 - len(own))]
+    assert [rows[place] for place in plan.token_indices] == batch.rows.tolist()
+    assert {length for row, length in zip(rows, plan.fields.seq_lens.tolist(), strict=True) if not row} == {1}
