@@ -191,7 +191,8 @@ def test_through_inductor_it_says_the_same(name, tmp_path):
     assert ask(tiny_config(tmp_path / "cache", **sections), prompts) == transformers_greedy(tmp_path / "plain", prompts)
 
 
-KINDS = {"mxfp4": "mxfp4", "fp8 blocks": "fp8", "awq": "int4", "gptq": "int4", "compressed-tensors int4": "int4"}
+KINDS = {"mxfp4": "mxfp4", "fp8 blocks": "fp8", "awq": "int4", "gptq": "int4"}
+KINDS |= {f"compressed-tensors {kind}": kind for kind in ("int4", "mxfp4")}
 PACKED = "mxfp4"
 SHORT_PROMPTS = ([41, 30, 77, 5, 12], [7, 7, 81])
 
