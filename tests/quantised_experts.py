@@ -14,7 +14,7 @@ from tests.quantised_checkpoints import LINEARS, MXFP4, quantise_folder, set_qua
 WEIGHTS = "model.safetensors"
 # gpt-oss' experts in mxfp4, stacked and transposed; each of Qwen's experts as a linear of its own.
 TWO_LAYERS = {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]}
-FORMATS = ("mxfp4", "fp8 blocks", "awq", "gptq", "compressed-tensors int4")
+FORMATS = ("mxfp4", "fp8 blocks", "awq", "gptq", "compressed-tensors int4", "compressed-tensors mxfp4")
 
 
 def write_experts(name: str, folder: Path, changes: Mapping[str, Any]) -> tuple[Path, Path]:

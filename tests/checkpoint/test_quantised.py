@@ -13,17 +13,18 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from mllm_compile.checkpoint.cache_scales import cache_scales, planned_factors
 from mllm_compile.checkpoint.plan import as_linear, can_be_quantised, plan_weights, read_checkpoint, scheme_of
 from mllm_compile.checkpoint.quantised import read_tensors
 from mllm_compile.config.quantisation import read_scheme
 from mllm_compile.errors import CheckpointError
 from mllm_compile.model.hf_model import build_on_meta
-from mllm_compile.passes.base import PackedPart, QuantisedTensor
+from mllm_compile.passes.base import CacheScales, PackedPart, QuantisedTensor, WeightFactor
 from mllm_compile.runtime.quantised.numbers import dequantised, quantised
 from mllm_compile.runtime.quantised.scheme import MXFP4 as MXFP4_SCHEME
 from mllm_compile.runtime.quantised.scheme import NVFP4, WeightScheme, quantised_as, tensor_name
 from mllm_compile.runtime.weights.formats import every, gptq
-from mllm_compile.runtime.weights.loader import WeightSpec, allocate_weights, fill_random, load_weights
+from mllm_compile.runtime.weights.loader import Factor, WeightSpec, allocate_weights, fill_random, load_weights
 from tests.model.tiny_configs import save_tiny_model, tiny_config
 from tests.quantised_checkpoints import LINEARS, MXFP4, Tensors, WrittenFormat, set_quantisation
 
@@ -163,6 +164,28 @@ def test_scales_may_lie_in_another_file(tmp_path):
     save_file({P + ".scales": stored.pop(P + ".scales")}, tmp_path / "more.safetensors")
     save_file(stored, tmp_path / FILE)
     assert torch.equal(load(tmp_path), expected)
+
+
+@pytest.mark.parametrize(
+    ("names", "found"),
+    [
+        (("k_proj.k_scale", "v_proj.v_scale"), CacheScales("a.k_proj.k_scale", "a.v_proj.v_scale")),
+        (("k_scale", "v_scale"), CacheScales("a.k_scale", "a.v_scale")),
+        (("kv_scale",), CacheScales("a.kv_scale", "a.kv_scale")),
+        (("k_proj.output_scale",), CacheScales("a.k_proj.output_scale", None)),
+    ],
+)
+def test_scales_of_the_cache_belong_to_the_weights_of_their_attention(names, found, tmp_path):
+    written = LINEARS["modelopt fp8"]
+    tensors = {
+        f"{module}{suffix}": tensor
+        for module in ("a.k_proj", "mlp.up")
+        for suffix, tensor in written.quantise(random_weight(32, 64))[0].items()
+    }
+    tensors |= {f"a.{name}": torch.ones(1) for name in names} | {"mlp.up.input_scale": torch.ones(1)}
+    write(tmp_path, WrittenFormat(written.config, lambda weight: (tensors, weight)), random_weight(32, 64), "")
+    read = plan(tmp_path)
+    assert cache_scales(read, read.planned) == {"a.k_proj.weight": found}
 
 
 def test_scales_of_activations_and_of_the_cache_are_told_and_left_out(tmp_path):
@@ -339,19 +362,19 @@ def test_weights_of_eight_bits_in_a_folder_that_names_no_scheme_are_refused(tmp_
 
 
 def small_specs(
-    scheme: WeightScheme, members: dict[str, int], columns: int, table: Any, joined: str = "joined"
+    scheme: WeightScheme, members: dict[str, int], columns: int, table: Any, factors: dict[str, Factor] | None = None
 ) -> list[WeightSpec]:
     """Specs of the tensors of weights (name → rows) that are packed into one."""
     shapes, packed, told = {}, {}, {}
     for role in scheme.roles:
-        shapes[tensor_name(joined, role)] = scheme.shape(role, sum(members.values()), columns), scheme.dtype(role)
+        shapes[tensor_name("joined", role)] = scheme.shape(role, sum(members.values()), columns), scheme.dtype(role)
         parts, start = [], 0
         for name, rows in members.items():
             told[tensor_name(name, role)] = QuantisedTensor(name, role, scheme, (rows, columns))
             parts.append(PackedPart(tensor_name(name, role), start, rows))
             start += rows
-        packed[tensor_name(joined, role)] = tuple(parts)
-    specs = plan_weights(shapes, packed, table, told)
+        packed[tensor_name("joined", role)] = tuple(parts)
+    specs = plan_weights(shapes, packed, table, told, factors=factors)
     return [WeightSpec.from_json(json.loads(json.dumps(spec.to_json()))) for spec in specs]
 
 
@@ -465,6 +488,36 @@ def test_floats_of_four_bits_keep_their_numbers_in_memory(name, tmp_path):
     found, expected = load_small(tmp_path, specs, scheme, 320), torch.cat(stand_for)
     rounding = 2**-22 if name == "compressed-tensors nvfp4" else 0.0
     assert ((found - expected).abs() <= expected.abs() * rounding).all()
+
+
+def with_scale(folder: Path, number: float) -> dict[str, Factor]:
+    """Writes an fp8 weight and a scale of the cache beside it; gives the factor that divides by that."""
+    written, key = LINEARS["modelopt fp8"], P + ".k_scale"
+    more = {".k_scale": torch.tensor(number)}
+    write(
+        folder,
+        WrittenFormat(written.config, lambda weight: (written.quantise(weight)[0] | more, weight)),
+        random_weight(32, 64),
+    )
+    return planned_factors({NAME: WeightFactor(key, True)}, plan(folder))
+
+
+def test_a_scale_of_the_cache_divides_a_weight_as_the_next_power_of_two(tmp_path):
+    factors = with_scale(tmp_path, 1000.0)
+    plain, table, scheme = load(tmp_path), plan(tmp_path).planned, WeightScheme("fp8", 64)
+    [spec] = plan_weights({NAME: ((32, 64), torch.float32)}, {}, table, factors=factors)
+    assert torch.equal(loaded(spec, tmp_path), plain / 1024)
+    specs = small_specs(scheme, {NAME: 32}, 64, table, factors)
+    assert [part.factor is not None for spec in specs for part in spec.parts] == [False, True], "scales have it"
+    assert torch.equal(load_small(tmp_path, specs, scheme, 64), plain / 1024)
+
+
+@pytest.mark.parametrize("number", [0.0, -1.0, float("inf"), float("nan")])
+def test_a_scale_of_the_cache_that_is_no_positive_number_is_refused(number, tmp_path):
+    factors = with_scale(tmp_path, number)
+    [spec] = plan_weights({NAME: ((32, 64), torch.float32)}, {}, plan(tmp_path).planned, factors=factors)
+    with pytest.raises(CheckpointError, match=r"up.k_scale': expected a positive number.*disable_passes"):
+        loaded(spec, tmp_path)
 
 
 @pytest.mark.parametrize("name", [name for name in LINEARS if name not in {*GROUPS, *FLOATS_OF_FOUR_BITS}])
