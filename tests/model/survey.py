@@ -35,7 +35,7 @@ DENSE = (
 OF_EXPERTS = (
     *("mixtral", "qwen3_moe", "dbrx", "jetmoe", "longcat_flash", "gpt_oss", "qwen2_moe", "olmoe", "phimoe"),
     *("granitemoe", "ernie4_5_moe", "glm4_moe", "deepseek_v2", "deepseek_v3", "dots1", "minimax_m2", "hunyuan_v1_moe"),
-    *("afmoe", "aria_text", "flex_olmo", "hy_v3", "mimo_v2_flash", "lfm2_moe", "nemotron_h", "qwen3_next"),
+    *("afmoe", "aria_text", "flex_olmo"),
 )
 OF_STATES = (
     *("qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text", "olmo_hybrid", "kimi_linear"),
