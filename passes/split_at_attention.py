@@ -4,6 +4,7 @@ head; a piece lies between two cuts."""
 from __future__ import annotations
 
 import operator
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -122,8 +123,13 @@ def _can_cross(value: Any) -> bool:
     val = value.meta.get("val")
     if not isinstance(val, torch.Tensor):
         return True
-    strides = {str(size * stride) for size, stride in zip(val.shape, val.stride(), strict=True) if str(size) != "1"}
-    return all(not is_symbolic(stride) or str(stride) in strides for stride in val.stride())
+    strides = {_text(size * stride) for size, stride in zip(val.shape, val.stride(), strict=True) if str(size) != "1"}
+    return all(not is_symbolic(stride) or _text(stride) in strides for stride in val.stride())
+
+
+def _text(size: object) -> str:
+    """A size as text; torch writes strides for a T that may be 0."""
+    return re.sub(r"Max\(1, (\w+)\)", r"\1", str(size))
 
 
 def _reads_rows(rows: fx.Node) -> Callable[[fx.Node], bool]:
