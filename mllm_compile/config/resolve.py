@@ -58,6 +58,7 @@ _KEYS_OF_GPUS = {
 # XGrammar takes structural tags, and what is too large for it.
 STRUCTURE_BACKENDS = ("llguidance", "xgrammar")
 _QUANTISING_PASS = "quantise_linears"
+_PLAIN_LAYERS = {"full_attention", "sliding_attention"}
 _LENGTH_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length", "n_ctx", "seq_length")
 
 
@@ -392,7 +393,7 @@ def _longest_text(model: ModelFolder) -> int | None:
         if isinstance(factor, int | float) and factor > 1:
             limit = int(limit * factor)
     chosen, kinds = model.text_config_value("index_topk"), model.text_config_value("layer_types")
-    has_indexers = isinstance(chosen, int) and chosen > 0 and (kinds is None or "indexed_attention" in kinds)
+    has_indexers = isinstance(chosen, int) and chosen > 0 and (kinds is None or bool(set(kinds) - _PLAIN_LAYERS))
     return min(limit, chosen) if has_indexers else limit
 
 

@@ -57,6 +57,8 @@ def config_of(folder, expanded, **runtime):
 def test_longer_texts_are_refused():
     said = {"max_position_embeddings": 4096, "index_topk": TOP}
     assert resolved(config_json=said).runtime.max_model_len == TOP
+    for kind in ("indexed_attention", "deepseek_sparse_attention"):  # as two versions of Transformers name it
+        assert resolved(config_json=said | {"layer_types": [kind]}).runtime.max_model_len == TOP
     with pytest.raises(
         ConfigError, match=rf"max_model_len is 64, but .* at most {TOP} tokens, or is sparse .* to {TOP}"
     ):
