@@ -37,7 +37,8 @@ def eager_attention(
     q, k, v = F.pad(q, (0, width)), F.pad(k, (0, width)), F.pad(v, (0, v_width))
     out = q.new_empty(*q.shape[:2], v.shape[2])
     attention_with_output(q, k, v, out, layer_name)
-    return out[None, :, :, : value.shape[3]], None
+    # In one stretch, as Transformers' own: some models take heads together by a view.
+    return out[None, :, :, : value.shape[3]].contiguous(), None
 
 
 def register_eager_attention() -> None:
