@@ -83,7 +83,8 @@ def size_of(value: int | torch.SymInt, symbols: Mapping[str, str]) -> int | str:
     text = str(value.node.expr)  # type: ignore[union-attr]
     for symbol, name in symbols.items():
         # Strides say Max(1, …): of L, which may be 0, there are none.
-        text = re.sub(rf"\b{symbol}\b", name, text).replace(f"Max(1, {name})", name)
+        text = re.sub(rf"\b{symbol}\b", name, text)
+        text = re.sub(rf"Max\(1, ((?:\d+\*)?{name})\)", r"\1", text)
     return text
 
 

@@ -377,7 +377,7 @@ def test_two_ranks_take_images_which_rank_0_encodes(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow  # the pieces of text, text with features and tower: a minute of two cores for each
-@pytest.mark.parametrize("kind", ["qwen3_vl", "gemma3", "mistral3", "idefics3", "llava_onevision"])
+@pytest.mark.parametrize("kind", ["qwen3_vl", "gemma3", "gemma4", "mistral3", "idefics3", "llava_onevision"])
 def test_a_compiled_runtime_serves_images_in_a_process_without_transformers(kind: str, tmp_path: Path) -> None:
     model, prompts = save_vision_model(kind, tmp_path / "model"), Prompts(kind)
     expected = [transformers_greedy(model, prompt, MAX_TOKENS) for prompt in prompts.every]

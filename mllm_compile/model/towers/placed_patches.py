@@ -87,9 +87,10 @@ class _Tower(torch.nn.Module):
         torch._check(pixel_values.shape[0] <= MAX_FEATURES)
         say_bounds(cu_seqlens)
         tower, unit = self.base.vision_tower, self.facts.merge**2
-        patches = pixel_values.view(1, -1, self.facts.patch_width)
-        places = position_ids.flatten(0, 1).flip(-1)[None]  # column and row
-        hidden = tower.patch_embedder(patches, places, torch.zeros_like(places[..., 0], dtype=torch.bool))
+        patches = pixel_values.view(-1, self.facts.patch_width)
+        places = position_ids.flatten(0, 1).flip(-1)  # column and row
+        hidden = tower.patch_embedder(patches, places, torch.zeros_like(places[..., 0], dtype=torch.bool))[None]
+        places = places[None]
         turns = tower.encoder.rotary_emb(hidden, places)
         for layer in tower.encoder.layers:
             hidden = layer(hidden, attention_mask=None, position_embeddings=turns, position_ids=places)
