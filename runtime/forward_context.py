@@ -50,6 +50,7 @@ class ForwardContext:
     batch_descriptor: BatchDescriptor | None = None
     dp_metadata: DPMetadata | None = None  # of ranks with requests of their own; None: of a capture, or there are none
     skip_compiled: bool = False  # call the eager model
+    deterministic: bool = False  # no row's numbers may go by which other rows there are
     # Names of the layers of experts, and whose turn it is; handed out in order, so that none stands in a graph.
     all_moe_layers: Sequence[str] | None = None
     moe_layer_index: int = 0
@@ -159,6 +160,7 @@ def set_forward_context(
     batch_descriptor: BatchDescriptor | None = None,
     dp_metadata: DPMetadata | None = None,
     skip_compiled: bool = False,
+    deterministic: bool = False,
     expert_counts: Mapping[str, torch.Tensor] | None = None,
     additional_kwargs: dict[str, Any] | None = None,
     forward_times: ForwardTimes | None = None,
@@ -183,6 +185,7 @@ def set_forward_context(
         batch_descriptor=batch_descriptor,
         dp_metadata=dp_metadata,
         skip_compiled=skip_compiled,
+        deterministic=deterministic,
         all_moe_layers=None if expert_counts is None else tuple(expert_counts),
         expert_counts=expert_counts,
         additional_kwargs=additional_kwargs or {},

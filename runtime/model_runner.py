@@ -557,6 +557,7 @@ class ModelRunner:
             batch_descriptor=descriptor,
             dp_metadata=batch.dp_metadata,
             skip_compiled=self.config.runtime.skip_compiled,
+            deterministic=self.config.runtime.deterministic,
             expert_counts=self.expert_counts,
             # A whole step in a graph is timed where it is replayed: a capture cannot wait for the device.
             forward_times=None if mode is CUDAGraphMode.FULL else self.forward_times,

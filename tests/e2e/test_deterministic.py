@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from mllm_compile import Engine, RequestOutput, SamplingParams
+from mllm_compile import Engine, EngineConfig, RequestOutput, SamplingParams
 from tests.tiny_model import engine_of_pages, tiny_config
 
 PARAMS = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logprobs=5, prompt_logprobs=5)
@@ -106,3 +106,21 @@ def test_without_it_a_crowd_changes_last_bits(make_engine):
     crowded = engine.generate([*CROWD, PROMPT], PARAMS)[-1]
     assert crowded.token_ids == single.token_ids
     assert crowded.logprobs != single.logprobs
+
+
+def test_experts_multiply_each_row_by_itself(tmp_path):
+    """Products of several rows have other last bits than those of one, and how many go to an expert is the crowd's."""
+    from tests.model import tiny_configs
+
+    sizes = {"hidden_size": 128, "moe_intermediate_size": 96, "num_experts": 4, "num_experts_per_tok": 2}
+    tiny_configs.save_tiny_model(tiny_configs.tiny_config("qwen3_moe", **sizes), tmp_path / "model")
+    sections = {
+        "model": {"path": str(tmp_path / "model"), "dtype": "float32"},
+        "compile": {"backend": "eager"},
+        "runtime": {"device": "cpu", "max_model_len": 64, "deterministic": True, "enable_prefix_cache": False},
+        "cache": {"dir": str(tmp_path / "cache")},
+    }
+    prompts = [[(7 * i + 3 * n) % 60 + 1 for n in range(5 + i)] for i in range(9)]
+    with Engine(EngineConfig.from_dict(sections)) as engine:
+        alone = engine.generate(prompts[4], PARAMS)[0]
+        assert numbers(engine.generate(prompts, PARAMS)[4]) == numbers(alone)

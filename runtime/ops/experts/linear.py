@@ -14,6 +14,7 @@ from collections.abc import Callable
 
 import torch
 
+from mllm_compile.runtime.forward_context import get_forward_context, is_forward_context_available
 from mllm_compile.runtime.ops.experts.shapes import ELSEWHERE
 
 _LIBRARY = torch.library.Library("mllm", "FRAGMENT")
@@ -63,7 +64,8 @@ def products_of_experts(
     of_tokens: bool,
 ) -> torch.Tensor:
     """[T·k, N] in the dtype of x of each row and the weight [K, N] of its expert; of one that no row has none is asked
-    for. Rows whose expert is ELSEWHERE are zeros.
+    for. Rows whose expert is ELSEWHERE are zeros. In the deterministic mode rows are multiplied one by one: the last
+    bits of a product of several depend on how many there are.
 
     Raises:
         IndexError: an id is no expert's.
@@ -76,9 +78,11 @@ def products_of_experts(
         raise IndexError(f"a router chose an expert beyond the {num_experts} there are: {sorted(set(flat.tolist()))}")
     rows = x[order // ids.shape[1] if of_tokens else order]
     out = x.new_zeros(flat.shape[0], outputs)
+    one_by_one = is_forward_context_available() and get_forward_context().deterministic
     for expert, count in enumerate(torch.bincount(chosen, minlength=num_experts).tolist()):
         if count:
-            product = rows[start : start + count] @ weight_of(expert)
+            own, weight = rows[start : start + count], weight_of(expert)
+            product = torch.stack([row @ weight for row in own]) if one_by_one else own @ weight
             if bias is not None:
                 product = product + bias[expert]
             out[order[start : start + count]] = product.to(out.dtype)
