@@ -64,7 +64,8 @@ class FuseGelu(GraphPass):
 def _activated(node: fx.Node) -> fx.Node | None:
     """The linear whose only reader `node` is a GELU by tanh."""
     said: Any = (*node.args[1:], *node.kwargs.values())
-    if not is_call(node, functional.gelu) or said != ("tanh",):
+    is_gelu = is_call(node, functional.gelu)
+    if not is_gelu or said != ("tanh",):
         return None
     linear: Any = node.args[0]
     if not is_call(linear, LINEAR) or len(linear.users) != 1 or not takes_kernels(linear):
