@@ -142,8 +142,8 @@ def test_packed_weights_in_the_wrong_order_are_noticed(errors, monkeypatch, tmp_
 def test_a_wrong_scale_is_noticed_in_any_precision(dtype, errors, monkeypatch, tmp_path):
     layer_of = AttentionLayer.of
 
-    def with_half_the_scale(spec, weights):
-        return layer_of(replace(spec, sm_scale=spec.sm_scale / 2), weights)
+    def with_half_the_scale(spec, weights, rank):
+        return layer_of(replace(spec, sm_scale=spec.sm_scale / 2), weights, rank)
 
     monkeypatch.setattr(AttentionLayer, "of", with_half_the_scale)
     with pytest.raises(UnsupportedModelError, match="logits are off by"):
