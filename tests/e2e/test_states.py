@@ -98,6 +98,7 @@ def test_tokens_of_a_mixed_batch_in_chunks_are_those_of_transformers(served, eng
     assert tokens_of(engine.generate(served.prompts, GREEDY)) == expected
 
 
+@pytest.mark.slow  # a minute of two cores; tests/model/test_survey.py compiles one of such models in most runs
 def test_through_inductor_tokens_are_those_of_transformers_too(served, expected):
     if served.model.config.model_type != ARCHITECTURES[0]:
         pytest.skip("one whose projections are packed, so that values of wider rows go from piece to piece")
