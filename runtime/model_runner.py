@@ -56,7 +56,7 @@ from mllm_compile.runtime.media.tower import FEATURES_OF_A_RUN, MAX_FEATURES, Gr
 from mllm_compile.runtime.media.tower_inputs import tower_inputs
 from mllm_compile.runtime.memory_pool import GDNPool, KVPool, ReqToTokenPool
 from mllm_compile.runtime.program.executor import ProgramExecutor, Segments
-from mllm_compile.runtime.program.loaded import Executor, LoadedModel, ModelSource
+from mllm_compile.runtime.program.loaded import Executor, LoadedModel, MediaExecutors, ModelSource
 from mllm_compile.runtime.runner_config import RunnerConfig
 from mllm_compile.runtime.sampling.row_state import RowState
 from mllm_compile.runtime.sampling.sampler import sample_tokens
@@ -570,13 +570,21 @@ class ModelRunner:
             pixel_values: [rows, width] of all images, one after another, on the device, in the model's type.
             grids: each one's, as the tower counts it.
         """
-        media = self.model.media
-        if media is None:
-            raise RuntimeError("the model takes no images")
+        media = self._media()
         arrays, segments = tower_inputs(media.facts, grids)
         inputs: dict[str, Any] = {name: upload(array, self.device) for name, array in arrays.items()}
         inputs |= {name: Segments(upload(one.bounds, self.device), one.longest) for name, one in segments.items()}
         return torch.cat(media.tower.run_tower(inputs | {"pixel_values": pixel_values}), -1)
+
+    def _media(self) -> MediaExecutors:
+        """The programs for images.
+
+        Raises:
+            RuntimeError: the model takes none.
+        """
+        if self.model.media is None:
+            raise RuntimeError("the model takes no images")
+        return self.model.media
 
     def _encoded(self, batch: ForwardBatch, pixel_values: torch.Tensor, grids: Sequence[Grid]) -> MediaInputs:
         """The inputs of a batch that brings its own images: their features, at its placeholders in order. Waits for the
@@ -586,8 +594,7 @@ class ModelRunner:
             RequestError: there are not as many placeholders as features, or images see ahead, whose places in the batch
                 only a `media` says.
         """
-        features = self.encode_images(pixel_values, grids)
-        facts = self.model.media.facts  # type: ignore[union-attr]  # or the tower had not run
+        facts, features = self._media().facts, self.encode_images(pixel_values, grids)
         if facts.sees_ahead:
             raise RequestError("images of this model see what is ahead in them. Give a batch `media`, with its blocks.")
         is_feature = (batch.input_ids == facts.image_token_id) | (batch.input_ids == facts.video_token_id)
@@ -716,8 +723,7 @@ class ModelRunner:
 
     def _run_largest_tower(self) -> None:
         """Runs the tower on as many features as one run of it may have."""
-        media, device = self.model.media, self.device
-        assert media is not None, "it has a pool of features"
+        media, device = self._media(), self.device
         tower = media.facts
         count = max(FEATURES_OF_A_RUN, min(self.config.runtime.max_model_len, MAX_FEATURES))
         grids = tower.largest(count)
@@ -726,8 +732,7 @@ class ModelRunner:
 
     def _give_features(self, batch: ForwardBatch, pool: FeaturePool, first: int) -> None:
         """Makes all tokens of a batch take features; `first` are those of the first request."""
-        assert self.model.media is not None, "it has a pool of features"
-        facts = self.model.media.facts
+        facts = self._media().facts
         index = torch.zeros_like(batch.input_ids)
         if facts.axes > 1:
             batch.mrope_positions = index.expand(facts.axes, -1).contiguous()
