@@ -1,4 +1,4 @@
-"""The free pages of the KV pool. Knows nothing of requests or prefixes: page_tables.py does. Free of torch."""
+"""The free pages of the KV pool. Knows nothing of requests or prefixes: tables.py does. Free of torch."""
 
 from __future__ import annotations
 
