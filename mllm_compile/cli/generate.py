@@ -31,7 +31,7 @@ def generate_command(
         str, typer.Option(help="The text to go on from; - reads it from standard input, less a newline at its end.")
     ],
     image: Annotated[
-        list[Path] | None,
+        list[str] | None,
         typer.Option(help="A picture's file, before the prompt in a user's message. May be given several times."),
     ] = None,
     max_tokens: Annotated[int, typer.Option(help="Most tokens to generate.")] = 128,
@@ -147,7 +147,7 @@ def _read(text_or_file: str | None, *signs: str) -> str | None:
         ) from None
 
 
-def _picture(path: Path) -> bytes:
+def _picture(path: str) -> bytes:
     """The bytes of a picture's file, before anything is compiled.
 
     Raises:

@@ -81,7 +81,7 @@ def test_a_prompt_that_is_too_long_says_what_pictures_take(door):
 def test_a_broken_picture_is_named(door):
     whole = file_of(pixels_of(7))
     assert refusal(door, PLACE * 2, whole, whole[:90]).startswith("image 1: the picture is broken or cut off")
-    assert refusal(door, PLACE, b"hello").startswith("image 0: the picture is no picture that can be read")
+    assert refusal(door, PLACE, b"hello").startswith("image 0: the picture is in no format that can be read")
     assert prepare(door, PLACE, whole).items  # the same workers go on
 
 
