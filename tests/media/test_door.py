@@ -132,7 +132,7 @@ def test_text_alone_is_served_by_name(files):
 
 def test_without_pillow_the_extra_is_named(files, monkeypatch):
     monkeypatch.setattr(door_module, "find_spec", lambda name: None)
-    assert "pip install 'mllm_compile[images]'" in refusal(make_door(files), PLACE, b"x")
+    assert "pip install 'mllm-compile[images]'" in refusal(make_door(files), PLACE, b"x")
 
 
 def test_after_the_end_of_a_worker_another_one_answers(door):
