@@ -32,7 +32,10 @@ def generate_command(
     ],
     image: Annotated[
         list[str] | None,
-        typer.Option(help="A picture's file, before the prompt in a user's message. May be given several times."),
+        typer.Option(
+            help="A picture's file, before the prompt in a user's message; or an address, from a host that the "
+            "config allows. May be given several times."
+        ),
     ] = None,
     max_tokens: Annotated[int, typer.Option(help="Most tokens to generate.")] = 128,
     temperature: Annotated[
@@ -147,15 +150,16 @@ def _read(text_or_file: str | None, *signs: str) -> str | None:
         ) from None
 
 
-def _picture(path: str) -> bytes:
-    """The bytes of a picture's file, before anything is compiled.
+def _picture(path: str) -> bytes | str:
+    """The bytes of a picture's file, before anything is compiled; an address as it is, which the engine may fetch.
 
     Raises:
         RequestError: it cannot be read.
     """
     from mllm_compile.media.sources import read_image
 
-    return read_image(path, "--image", local_paths=True).frames[0].data
+    source = read_image(path, "--image", local_paths=True).frames[0]
+    return source.url or source.data
 
 
 def _surely_has_no_tokenizer(config: EngineConfig) -> bool:

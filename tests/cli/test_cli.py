@@ -445,7 +445,7 @@ def test_a_picture_that_cannot_be_read_is_told_before_anything_is_loaded(capsys,
         tmp_path / "empty.png": "the picture is empty",
         tmp_path: "Is a directory",
         "/dev/null": "is no regular file",
-        "https://a.example/b.png": "is an address, and none is fetched",
+        "ftp://a.example/b.png": "is an address of a kind that is never fetched",
     }
     for path, said in told.items():
         assert run(["generate", "configs/tiny.yaml", "--prompt", "a", "--image", str(path)]) == 2
