@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
+EXAMPLES = Path(__file__).parents[2] / "examples" / "measure"
 ATTENTION = [
     *("decode_attention_speed.py", "latent_attention_speed.py", "prefill_attention_speed.py"),
     *("long_attention_speed.py", "tower_speed.py"),

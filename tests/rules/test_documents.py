@@ -13,7 +13,10 @@ from mllm_compile import EngineConfig
 from mllm_compile.cli import make_app
 
 ROOT = Path(__file__).parents[2]
-DOCUMENTS = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
+DOCUMENTS = [
+    *sorted(ROOT.glob("*.md")),
+    *sorted(path for folder in ("docs", "examples") for path in (ROOT / folder).rglob("*.md")),
+]
 SOURCES = {
     path.name for folder in ("mllm_compile", "passes", "runtime", "tests") for path in (ROOT / folder).rglob("*")
 }

@@ -1,0 +1,175 @@
+"""Microseconds of one layer's attention over latents (MLA), inside a CUDA graph, and the rate at which it reads.
+
+    python examples/measure/latent_attention_speed.py [--heads 16 32 128] [--tiles] [--prefill] [--json FILE]
+
+Needs an NVIDIA GPU and the `cuda` extra. Each graph runs several layers with latents of their own, more than the L2
+cache holds, over random page tables, and before each of them a kernel that does nearly nothing, as a model has one
+there. The time of these kernels alone is taken off. `--tiles` times other tiles and splits than those that are chosen;
+runtime/attention/latent/tiles.py and split/splits.py stand on that table. `--prefill` times a prompt.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mllm_compile.runtime.attention.latent import tiles as chosen
+from mllm_compile.runtime.attention.latent.tiles import Tile, num_prefill_tiles
+from mllm_compile.runtime.attention.split.splits import OF_LATENTS
+
+WIDTH, VALUE_WIDTH, PAGE_SIZE = 576, 512, 64
+HEADS = (16, 32, 64, 128)
+CASES = ((1, 4096), (8, 4096), (64, 4096), (256, 1024))  # requests, tokens of each
+TILES = (
+    *(Tile(16, 64, 4, 2), Tile(16, 32, 4, 2), Tile(16, 32, 4, 3)),
+    *(Tile(32, 64, 4, 2), Tile(32, 64, 8, 2), Tile(32, 64, 8, 3)),
+    *(Tile(64, 32, 8, 2), Tile(64, 32, 8, 3), Tile(64, 64, 8, 2), Tile(64, 64, 4, 2)),
+)
+SPLITS = (1, 2, 4, 8, 16, 32, 64)
+COLD_BYTES = 256 << 20  # several times the L2 cache
+MAX_LAYERS = 16
+
+
+class Layers:
+    """Latents of several layers in random order, and queries."""
+
+    def __init__(self, num_heads: int, num_requests: int, length: int, num_tokens: int | None = None) -> None:
+        """Args: num_tokens: of queries; one a request, unless it is given."""
+        self.kv_bytes = num_requests * length * WIDTH * 2
+        count = min(MAX_LAYERS, max(2, COLD_BYTES // self.kv_bytes))
+        width = -(-length // PAGE_SIZE)
+        options: dict[str, Any] = {"dtype": torch.bfloat16, "device": "cuda"}
+        self.latents = [torch.randn((num_requests * width + 1) * PAGE_SIZE, 1, WIDTH, **options) for _ in range(count)]
+        self.table = (torch.randperm(num_requests * width).int() + 1).view(num_requests, width).cuda()
+        self.seq_lens = torch.full((num_requests,), length, dtype=torch.int32, device="cuda")
+        tokens = num_tokens or num_requests
+        self.queries = torch.randn(count, tokens, num_heads, WIDTH, **options)
+        self.out = torch.zeros(count, tokens, num_heads, VALUE_WIDTH, **options)
+
+    def each(self, attend: Callable[..., object]) -> Callable[[], None]:
+        def run() -> None:
+            for query, latents, out in zip(self.queries, self.latents, self.out, strict=True):
+                query.mul_(1)
+                attend(query, latents, out)
+
+        return run
+
+
+def decode(layers: Layers, num_splits: int) -> Callable[[], None]:
+    num_requests, num_heads = layers.queries.shape[1:3]
+    tops, totals = (torch.empty(num_requests, num_splits, num_heads, device="cuda") for _ in range(2))
+    partial = torch.empty(num_requests * num_splits * num_heads * VALUE_WIDTH, device="cuda")
+
+    def attend(query: torch.Tensor, latents: torch.Tensor, out: torch.Tensor) -> None:
+        batch = (layers.table, layers.seq_lens, out, partial, tops, totals)
+        torch.ops.mllm.latent_decode(query, latents, *batch, PAGE_SIZE, WIDTH**-0.5)
+
+    return layers.each(attend)
+
+
+def prefill(layers: Layers) -> Callable[[], None]:
+    num_tokens, num_heads = layers.queries.shape[1:3]
+    count, rows = num_prefill_tiles(num_tokens, num_heads), chosen.PREFILL_TILE.rows
+    tiles = torch.tensor([(0, 0, num_tokens, i * rows) for i in reversed(range(count))], dtype=torch.int32).cuda()
+
+    def attend(query: torch.Tensor, latents: torch.Tensor, out: torch.Tensor) -> None:
+        batch = (layers.table, layers.seq_lens, tiles, out)
+        torch.ops.mllm.latent_prefill(query, latents, *batch, PAGE_SIZE, WIDTH**-0.5)
+
+    return layers.each(attend)
+
+
+def microseconds(run: Callable[[], None], num_layers: int) -> float:
+    run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    times = []
+    for _ in range(9):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) * 1e3 / num_layers)
+    return statistics.median(times[2:])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--heads", type=int, nargs="+", default=HEADS, help="query heads")
+    parser.add_argument("--tiles", action="store_true", help="time other tiles and splits, too")
+    parser.add_argument("--prefill", action="store_true", help="time prompts, too")
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    if not torch.cuda.is_available():
+        sys.exit("needs an NVIDIA GPU")
+    from mllm_compile.runtime.ops.latents import attend  # defines the ops
+
+    torch.manual_seed(0)
+    results: list[dict[str, object]] = []
+
+    def note(what: str, layers: Layers, run: Callable[[], None], flops: float) -> None:
+        nothing = microseconds(layers.each(lambda query, latents, out: None), len(layers.latents))
+        try:
+            time = microseconds(run, len(layers.latents)) - nothing
+        except Exception as error:
+            print(f"{what:46} {type(error).__name__}: {str(error).splitlines()[0][:90]}", flush=True)
+            return
+        rate = layers.kv_bytes / time / 1e6
+        results.append({"what": what, "us": time, "TB/s": rate, "TFLOPS": flops / time / 1e6})
+        print(f"{what:46} {time:9.2f} us {rate:6.2f} TB/s {flops / time / 1e6:7.0f} TFLOPS", flush=True)
+
+    read = torch.empty(1 << 30, dtype=torch.uint8, device="cuda").view(torch.int64)
+    time = microseconds(lambda: read.sum(), 1)
+    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}; a sum reads {read.nbytes / time / 1e6:.2f} TB/s")
+    for num_heads in arguments.heads:
+        for num_requests, length in CASES:
+            layers = Layers(num_heads, num_requests, length)
+            flops = 2.0 * num_requests * length * num_heads * (WIDTH + VALUE_WIDTH)
+            of_case = f"{num_heads:3} heads {num_requests:3} x {length}"
+            splits = OF_LATENTS.of(num_requests * chosen.num_decode_tiles(num_heads))
+            note(f"{of_case}, /{splits}", layers, decode(layers, splits), flops)
+            if arguments.tiles and num_requests == 64:
+                kept = attend.decode_tile, attend.num_decode_tiles
+                for tile in TILES:
+                    if not num_heads / 2 <= tile.rows <= num_heads:
+                        continue
+                    attend.decode_tile = lambda heads, tile=tile: tile
+                    attend.num_decode_tiles = lambda heads, tile=tile: -(-heads // tile.rows)
+                    blocks = num_requests * -(-num_heads // tile.rows)
+                    wanted = [one for one in SPLITS if one == 1 or 66 <= one * blocks <= 600]
+                    for count in wanted[-4:]:
+                        shape = f"{tile.rows}x{tile.keys}, {tile.warps} warps, {tile.stages} stages, /{count}"
+                        note(f"{of_case}, {shape}", layers, decode(layers, count), flops)
+                attend.decode_tile, attend.num_decode_tiles = kept
+    if arguments.prefill:
+        for num_heads in arguments.heads:
+            for num_tokens, length in ((2048, 2048), (256, 8192)):
+                layers = Layers(num_heads, 1, length, num_tokens)
+                pairs = num_tokens * (length - num_tokens) + num_tokens * (num_tokens + 1) / 2
+                flops = 2.0 * pairs * num_heads * (WIDTH + VALUE_WIDTH)
+                of_case = f"{num_heads:3} heads, prompt of {num_tokens} after {length - num_tokens}"
+                note(of_case, layers, prefill(layers), flops)
+                if arguments.tiles:
+                    kept = attend.PREFILL_TILE
+                    for tile in (replace(kept, stages=2), Tile(64, 64, 8, 2), Tile(64, 64, 8, 3)):
+                        attend.PREFILL_TILE = tile
+                        shape = f"{tile.rows}x{tile.keys}, {tile.stages} stages"
+                        note(f"{of_case}, {shape}", layers, prefill(layers), flops)
+                    attend.PREFILL_TILE = kept
+    if arguments.json:
+        arguments.json.write_text(json.dumps({"gpu": torch.cuda.get_device_name(), "results": results}))
+
+
+if __name__ == "__main__":
+    main()
