@@ -40,7 +40,8 @@ class FuseFewTokens(GraphPass):
         y, scaled, squares = mllm.few_linear_residual_norm(a, down, residual, norm_weight)
         z = mllm.few_linear(scaled, weight, squares, eps, False)
 
-    and silu(gate) * up of one linear's halves is `few_linear(…, True)`. A norm whose input is no such linear
+    with True as one more operand where the norm is times 1 + norm_weight (a norm may round ahead of its weight or
+    behind it). And silu(gate) * up of one linear's halves is `few_linear(…, True)`. A norm whose input is no such linear
     stays as it is, before a plain `few_linear`.
 
     Requires: deduplicated pieces on CUDA in bfloat16 or float16. The pieces for any number of tokens stay as they are;
@@ -172,7 +173,7 @@ class _Fusion:
         if self._have_scaled_input(norm_node, norm):
             x, weight, residual, *router = node.args
             with self._graph.inserting_before(node):
-                operands = (x, weight, residual, norm.weight, *router)
+                operands = (x, weight, residual, norm.weight, norm.plus_one, *router)
                 together = self._graph.call_function(op("stream_expert_down_norm"), operands)
             together.meta.update(node.meta)
             num_blocks = norm.x.meta["val"].shape[-1] // ROWS
@@ -209,7 +210,7 @@ class _Fusion:
     def _call_norm_op(
         self, node: fx.Node, linear: Linear, residual: fx.Node, norm_node: fx.Node, norm: RMSNorm
     ) -> fx.Node:
-        together = self._call(node, linear, "_residual_norm", linear.source, residual, norm.weight)
+        together = self._call(node, linear, "_residual_norm", linear.source, residual, norm.weight, norm.plus_one)
         return self._take_outputs(node, together, self._ops.norm_blocks(linear), norm_node, norm)
 
     def _take_outputs(

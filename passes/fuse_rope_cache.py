@@ -211,6 +211,7 @@ def _match_products(straight: object, crossed: object) -> _Rotation | None:
     if cos is None or sin is None or heads is None or len(heads.meta["val"].shape) != 4:
         return None
     norm = match_rms_norm(heads)
+    norm = None if norm is None or norm.plus_one else norm
     source = heads if norm is None else norm.x
     if cos.meta["val"].shape[-1] != source.meta["val"].shape[-1]:
         return None

@@ -28,7 +28,15 @@ from mllm_compile.runtime.ops.stream_quantised.shapes import BUCKETS, MAX_TOKENS
 from mllm_compile.runtime.program.spec import Program, SmallForm
 from mllm_compile.runtime.quantised.numbers import quantised as quantised_weight
 from mllm_compile.runtime.quantised.scheme import WeightScheme
-from tests.passes.support.piece_block import FFN, HIDDEN, Block, decoder_piece, fused_ops, graph_of_one_piece
+from tests.passes.support.piece_block import (
+    FFN,
+    HIDDEN,
+    NORM_FORMS,
+    Block,
+    decoder_piece,
+    fused_ops,
+    graph_of_one_piece,
+)
 from tests.passes.support.stand_ins import streamed_ops_on_cpu
 
 
@@ -39,8 +47,9 @@ def stand_ins():
         yield
 
 
-def test_the_form_computes_what_the_piece_does():
-    piece, inputs = decoder_piece(4)
+@pytest.mark.parametrize("norm", NORM_FORMS)
+def test_the_form_computes_what_the_piece_does(norm):
+    piece, inputs = decoder_piece(4, norm=norm)
     form = few_token_form(piece, streamed(MAX_STREAMED_TOKENS))
     assert form is not None
     form.graph.lint()
@@ -142,16 +151,17 @@ def test_a_piece_with_this_form_gets_no_other_for_few_tokens():
     assert gm.meta[SMALL_FORMS] == {"piece_a": {MAX_STREAMED_TOKENS: "piece_a_streamed"}}
 
 
-def test_the_kernels_that_forms_call_are_each_named_once():
-    gm = graph_of_one_piece(decoder_piece(4)[0])
+@pytest.mark.parametrize("norm", NORM_FORMS)
+def test_the_kernels_that_forms_call_are_each_named_once(norm):
+    gm, plus_one = graph_of_one_piece(decoder_piece(4, norm=norm)[0]), norm == "plus one"
     StreamLinears()(gm)
     forms = {"piece_a": (SmallForm("piece_a_streamed", 0, 1, MAX_STREAMED_TOKENS),)}
     tilings = kernels_of(gm, Program((), (), (), "logits", forms))["stream_linear"]
     assert len({tiling.name for tiling in tilings}) == len(tilings) == 4 * len(TOKEN_BUCKETS)
     assert [tiling.kind for tiling in tilings[:: len(TOKEN_BUCKETS)]][:3] == [
-        LinearKind(HIDDEN, HIDDEN, residual=True, next_blocks=HIDDEN // TILE_ROWS),
+        LinearKind(HIDDEN, HIDDEN, residual=True, next_blocks=HIDDEN // TILE_ROWS, plus_one=plus_one),
         LinearKind(2 * FFN, HIDDEN, HIDDEN // TILE_ROWS, gated=True),
-        LinearKind(HIDDEN, FFN, residual=True, next_blocks=HIDDEN // TILE_ROWS),
+        LinearKind(HIDDEN, FFN, residual=True, next_blocks=HIDDEN // TILE_ROWS, plus_one=plus_one),
     ]
 
 

@@ -121,7 +121,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, RESIDENT)
   if (RESIDUAL) both = add(added, both);
   if (is_there) out[at] = both;
   if (NEXT_BLOCKS) {
-    if (is_there) scaled[at] = times(both, weights);
+    if (is_there) scaled[at] = times_norm_weight(both, weights, PLUS_ONE);
     const float squares_of_tile = sum_of_lanes(sum_of_squares(both), 4);
     store_if(is_there && quad == 0, out_squares + token * GROUPS + first + warp, squares_of_tile);
   }

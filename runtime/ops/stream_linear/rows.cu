@@ -168,7 +168,7 @@ extern "C" __global__ void __cluster_dims__(SPLIT, 1, 1) __launch_bounds__(32 * 
     if (RESIDUAL) low = add(residuals.x, low), high = add(residuals.y, high);
     if (is_there) *(uint2*)(out + at) = uint2{low, high};
     if (NEXT_BLOCKS) {
-      if (is_there) *(uint2*)(scaled + at) = uint2{times(low, weights.x), times(high, weights.y)};
+      if (is_there) *(uint2*)(scaled + at) = uint2{times_norm_weight(low, weights.x, PLUS_ONE), times_norm_weight(high, weights.y, PLUS_ONE)};
       const float sum = sum_of_lanes(sum_of_squares(low) + sum_of_squares(high), 4);
       store_if(is_there && quad == 0, out_squares + token * (OUTPUTS / ROWS) + group, sum);
     }

@@ -74,8 +74,9 @@ class StreamedOps:
 
     `<prefix>_residual(x, *weight, residual)` is residual + x · weightᵀ, residual […, N] bfloat16.
 
-    `<prefix>_residual_norm(x, *weight, residual, norm_weight)` gives h = residual + x · weightᵀ, h · norm_weight, both
-    […, N] bfloat16, and sums of squares of h, […, B] float32: a streamed linear goes on from the latter two.
+    `<prefix>_residual_norm(x, *weight, residual, norm_weight, plus_one=False)` gives h = residual + x · weightᵀ,
+    h · norm_weight, both […, N] bfloat16, and sums of squares of h, […, B] float32: a streamed linear goes on from the
+    latter two. With `plus_one` it is h · (1 + norm_weight), rounded once.
 
     Args:
         prefix: the ops' name.
@@ -104,7 +105,7 @@ class StreamedOps:
             f"{prefix}_residual(Tensor x, {weight}, Tensor residual) -> Tensor", self._residual, _fake_residual
         )
         self._define(
-            f"{prefix}_residual_norm(Tensor x, {weight}, Tensor residual, Tensor norm_weight)"
+            f"{prefix}_residual_norm(Tensor x, {weight}, Tensor residual, Tensor norm_weight, bool plus_one=False)"
             " -> (Tensor, Tensor, Tensor)",
             self._residual_norm,
             self._fake_residual_norm,
@@ -121,18 +122,19 @@ class StreamedOps:
         norm_blocks = 0 if squares is None else int(squares.shape[-1])
         return replace(self._kind_of(*weight), norm_blocks=norm_blocks, gated=gated, bias=has_bias)
 
-    def residual_kind(self, weight: Weight, norm_next: bool) -> LinearKind:
+    def residual_kind(self, weight: Weight, norm_next: bool, plus_one: bool = False) -> LinearKind:
         """The linear of a call of `<prefix>_residual` or `<prefix>_residual_norm`."""
         kind = self._kind_of(*weight)
         next_blocks = self._num_norm_blocks(kind.rows, kind.columns) if norm_next else 0
-        return replace(kind, residual=True, next_blocks=next_blocks)
+        return replace(kind, residual=True, next_blocks=next_blocks, plus_one=plus_one)
 
     def kind_of_call(self, node: Any, name: str) -> LinearKind:
         """The linear of a call in a graph of the op `<prefix><name>`, from `meta["val"]` of what it takes."""
         count = 1 + self._num_tensors
         weight = tuple(None if tensor is None else tensor.meta["val"] for tensor in node.args[1:count])
         if name:
-            return self.residual_kind(weight, norm_next=name == "_residual_norm")
+            has_norm = name == "_residual_norm"
+            return self.residual_kind(weight, has_norm, plus_one=has_norm and node.args[count + 2 :] == (True,))
         squares, _, gated, *bias = node.args[count:]
         return self.plain_kind(weight, None if squares is None else squares.meta["val"], gated, bool(bias))
 
@@ -194,16 +196,20 @@ class StreamedOps:
         self._launch(x, weight, kind, (None, residual, None, out, None, None))
         return out
 
-    def _residual_norm(self, x: torch.Tensor, *operands: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        weight, (residual, norm_weight) = self._taken(operands)
+    def _residual_norm(
+        self, x: torch.Tensor, *operands: Any, plus_one: bool = False
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        weight, (residual, norm_weight, *last) = self._taken(operands)
         x, residual = aligned(x), aligned(residual)
-        kind = self.residual_kind(weight, norm_next=True)
+        kind = self.residual_kind(weight, norm_next=True, plus_one=last[0] if last else plus_one)
         out, scaled, squares = outputs = _norm_outputs(residual, kind.next_blocks)
         self._launch(x, weight, kind, (None, residual, norm_weight, out, scaled, squares))
         return outputs
 
-    def _fake_residual_norm(self, x: torch.Tensor, *operands: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        weight, (residual, _) = self._taken(operands)
+    def _fake_residual_norm(
+        self, x: torch.Tensor, *operands: Any, plus_one: bool = False
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        weight, (residual, *_) = self._taken(operands)
         return _norm_outputs(residual, self.residual_kind(weight, norm_next=True).next_blocks)
 
 

@@ -176,7 +176,7 @@ __device__ __forceinline__ void finish(const float (&sums)[PLACES][8], const Out
       if (is_there) out[at] = low, out[at + 4] = high;
       if (NEXT_BLOCKS) {
         const u32* weights = operands.weights[place];
-        if (is_there) scaled[at] = times(low, weights[0]), scaled[at + 4] = times(high, weights[1]);
+        if (is_there) scaled[at] = times_norm_weight(low, weights[0], PLUS_ONE), scaled[at + 4] = times_norm_weight(high, weights[1], PLUS_ONE);
         const float squares = sum_of_lanes(sum_of_squares(low) + sum_of_squares(high), 4);
         store_squares(is_there && threadIdx.x % 4 == 0, out_squares, outputs.token + 8 * h, outputs.row(place), squares);
       }

@@ -199,7 +199,10 @@ __device__ __forceinline__ void finish(uint4 v, uint4 residual, uint4 weights, c
     float squares = 0.f;
     uint4 product;
 #pragma unroll
-    for (int i = 0; i < 4; i++) part(product, i) = times(part(v, i), part(weights, i)), squares += sum_of_squares(part(v, i));
+    for (int i = 0; i < 4; i++) {
+      part(product, i) = times_norm_weight(part(v, i), part(weights, i), PLUS_ONE);
+      squares += sum_of_squares(part(v, i));
+    }
     if (is_there) scaled[at] = product;
     squares += __shfl_xor_sync(~0u, squares, 16);
     store_squares(is_there && threadIdx.x % 32 < 16, out_squares, outputs.token + unit * UNIT_TOKENS, outputs.row, squares);

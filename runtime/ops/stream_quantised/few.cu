@@ -374,7 +374,7 @@ __launch_bounds__(32 * WARPS, RESIDENT) quantised_linear(
     }
     if (is_there) *(uint2*)(out + at) = uint2{low, high};
     if (NEXT_BLOCKS) {
-      if (is_there) *(uint2*)(scaled + at) = uint2{times(low, weights.x), times(high, weights.y)};
+      if (is_there) *(uint2*)(scaled + at) = uint2{times_norm_weight(low, weights.x, PLUS_ONE), times_norm_weight(high, weights.y, PLUS_ONE)};
       const float of_group = sum_of_lanes(sum_of_squares(low) + sum_of_squares(high), 4);
       store_if(is_there && quad == 0, out_squares + token * NEXT_BLOCKS + group, of_group);
     }

@@ -308,7 +308,7 @@ __launch_bounds__(THREADS, RESIDENT) quantised_tiles(
       if (RESIDUAL) low = add(residuals[i][0], low), high = add(residuals[i][1], high);
       if (is_there) out[at] = low, out[at + 4] = high;
       if (NEXT_BLOCKS) {
-        if (is_there) scaled[at] = times(low, weights[0]), scaled[at + 4] = times(high, weights[1]);
+        if (is_there) scaled[at] = times_norm_weight(low, weights[0], PLUS_ONE), scaled[at + 4] = times_norm_weight(high, weights[1], PLUS_ONE);
         const float squares_of_group = sum_of_lanes(sum_of_squares(low) + sum_of_squares(high), 4);
         store_squares(is_there && quad == 0, out_squares, token, first, squares_of_group);
       }
