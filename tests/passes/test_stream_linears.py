@@ -133,6 +133,39 @@ def test_a_linear_with_a_bias_takes_it_along_whatever_is_around_it():
     }
 
 
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize("spelled", ["square", "power"])
+def test_the_square_of_a_relu_becomes_part_of_its_linear(spelled, has_bias):
+    """Behind a norm that goes; not where something else reads the linear."""
+    block = Block()
+    x, residual = block.input("x", 1, 4, HIDDEN), block.input("residual", 1, 4, HIDDEN)
+    after = block.call(operator.add, residual, block.call(LINEAR, x, block.input("o", HIDDEN, HIDDEN), None))
+    normed = block.norm(after, block.input("norm", HIDDEN), "rounded last")
+    bias = block.input("bias", FFN) if has_bias else None
+    up = block.call(LINEAR, normed, block.input("up", FFN, HIDDEN), bias)
+    read = block.call(LINEAR, normed, block.input("read", FFN, HIDDEN), bias)
+
+    def squared(of: fx.Node) -> fx.Node:
+        relu = block.call(torch.relu, of)
+        return block.call(torch.square, relu) if spelled == "square" else block.call(operator.pow, relu, 2)
+
+    piece = block.module(squared(up), squared(read), read)
+    form = few_token_form(piece, streamed(MAX_STREAMED_TOKENS))
+    assert form is not None
+    assert sorted(fused_ops(form)) == ["stream_linear"] * 2 + ["stream_linear_residual_norm"]
+    assert sum(node.target is torch.relu for node in form.graph.nodes) == 1
+    for ours, theirs in zip(form(*block.inputs), piece(*block.inputs), strict=True):
+        assert (ours.float() - theirs.float()).norm() / theirs.float().norm() < 1.6e-2
+    gm = graph_of_one_piece(piece)
+    StreamLinears()(gm)
+    forms = {"piece_a": (SmallForm("piece_a_streamed", 0, 1, MAX_STREAMED_TOKENS),)}
+    kinds = {tiling.kind for tiling in kernels_of(gm, Program((), (), (), "logits", forms))["stream_linear"]}
+    assert {(kind.squared_relu, kind.bias) for kind in kinds if kind.rows == FFN} == {
+        (True, has_bias),
+        (False, has_bias),
+    }
+
+
 def test_a_bias_that_is_computed_keeps_its_piece_from_the_form():
     block = Block()
     bias = block.call(torch.relu, block.input("b", HIDDEN))

@@ -7,7 +7,8 @@
 // a token's experts are added up in the order of its choice. So its numbers are the same in any company. A stage has one
 // warp that reads it, each time: one that had not seen it full the time before could take that for the next time.
 //
-// Defined by kernel.py: as choice.cuh, N, K, STAGES, WORKERS, NEXT_BLOCKS (sums of squares a token to leave), SHARED_BYTES.
+// Defined by kernel.py: as choice.cuh, N, K, STAGES, WORKERS, NEXT_BLOCKS (sums of squares a token to leave), PLUS_ONE (the next
+// norm's weight has 1 added), SHARED_BYTES.
 
 constexpr int ROWS = 16;  // of m16n8k16
 constexpr int GROUPS = N / ROWS, STEP = 32, STEPS = K / STEP;

@@ -67,10 +67,11 @@ class LoadedLinear:
 class StreamedOps:
     """Defines the ops of one form of weights, and holds their kernels.
 
-    `<prefix>(x, *weight, squares, eps, gated, bias=None)` is x · weightᵀ + bias, of a norm and gated if so asked:
-    x […, K] bfloat16 → […, N] bfloat16. With squares […, B] float32, x is h · norm_weight and these are the sums of
-    squares of h; without, x is taken as it is. Of a gated linear the weight is [gate rows; up rows] and the result
-    silu(gate) * up, […, N / 2]. A bias [N] bfloat16 is added before the sum is rounded; a gated one has none.
+    `<prefix>(x, *weight, squares, eps, gated, bias=None, squared_relu=False)` is x · weightᵀ + bias, of a norm and
+    gated if so asked: x […, K] bfloat16 → […, N] bfloat16. With squares […, B] float32, x is h · norm_weight and these
+    are the sums of squares of h; without, x is taken as it is. Of a gated linear the weight is [gate rows; up rows] and
+    the result silu(gate) * up, […, N / 2]. A bias [N] bfloat16 is added before the sum is rounded; a gated one has
+    none. With `squared_relu` the result is relu(y) ** 2 of the rounded sums y.
 
     `<prefix>_residual(x, *weight, residual)` is residual + x · weightᵀ, residual […, N] bfloat16.
 
@@ -97,7 +98,8 @@ class StreamedOps:
         self._num_tensors = weight.count("Tensor")
         self._loaded: dict[tuple[int, LinearKind, int], LoadedLinear] = {}  # by device index, linear and bucket
         self._define(
-            f"{prefix}(Tensor x, {weight}, Tensor? squares, float eps, bool gated, Tensor? bias=None) -> Tensor",
+            f"{prefix}(Tensor x, {weight}, Tensor? squares, float eps, bool gated, Tensor? bias=None,"
+            " bool squared_relu=False) -> Tensor",
             self._plain,
             self._fake_plain,
         )
@@ -117,10 +119,13 @@ class StreamedOps:
         _LIBRARY.impl(name, launch, "CUDA")
         torch.library.register_fake(f"mllm::{name}", fake, lib=_LIBRARY)
 
-    def plain_kind(self, weight: Weight, squares: torch.Tensor | None, gated: bool, has_bias: bool) -> LinearKind:
+    def plain_kind(
+        self, weight: Weight, squares: torch.Tensor | None, gated: bool, has_bias: bool, squared_relu: bool
+    ) -> LinearKind:
         """The linear of a call of `<prefix>`."""
         norm_blocks = 0 if squares is None else int(squares.shape[-1])
-        return replace(self._kind_of(*weight), norm_blocks=norm_blocks, gated=gated, bias=has_bias)
+        kind = self._kind_of(*weight)
+        return replace(kind, norm_blocks=norm_blocks, gated=gated, bias=has_bias, squared_relu=squared_relu)
 
     def residual_kind(self, weight: Weight, norm_next: bool, plus_one: bool = False) -> LinearKind:
         """The linear of a call of `<prefix>_residual` or `<prefix>_residual_norm`."""
@@ -135,8 +140,10 @@ class StreamedOps:
         if name:
             has_norm = name == "_residual_norm"
             return self.residual_kind(weight, has_norm, plus_one=has_norm and node.args[count + 2 :] == (True,))
-        squares, _, gated, *bias = node.args[count:]
-        return self.plain_kind(weight, None if squares is None else squares.meta["val"], gated, bool(bias))
+        squares, _, gated, *last = node.args[count:]
+        bias, squared_relu = _last_operands(*last)
+        squares = None if squares is None else squares.meta["val"]
+        return self.plain_kind(weight, squares, gated, bias is not None, squared_relu)
 
     def load_kernels(
         self, tilings: Iterable[LinearTiling], binaries: Mapping[str, bytes], device: torch.device
@@ -175,16 +182,16 @@ class StreamedOps:
         """The weight's tensors, and what follows them in a call."""
         return operands[: self._num_tensors], operands[self._num_tensors :]
 
-    def _plain(self, x: torch.Tensor, *operands: Any, bias: torch.Tensor | None = None) -> torch.Tensor:
+    def _plain(self, x: torch.Tensor, *operands: Any, **named: Any) -> torch.Tensor:
         weight, (squares, eps, gated, *last) = self._taken(operands)
-        bias = last[0] if last else bias
+        bias, squared_relu = _last_operands(*last, **named)
         x = aligned(x)
         out = _new_output(x, weight, gated)
-        kind = self.plain_kind(weight, squares, gated, bias is not None)
+        kind = self.plain_kind(weight, squares, gated, bias is not None, squared_relu)
         self._launch(x, weight, kind, (squares, None, bias, out, None, None), eps)
         return out
 
-    def _fake_plain(self, x: torch.Tensor, *operands: Any, bias: torch.Tensor | None = None) -> torch.Tensor:
+    def _fake_plain(self, x: torch.Tensor, *operands: Any, **named: Any) -> torch.Tensor:
         weight, (_, _, gated, *_) = self._taken(operands)
         return _new_output(x, weight, gated)
 
@@ -211,6 +218,11 @@ class StreamedOps:
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         weight, (residual, *_) = self._taken(operands)
         return _norm_outputs(residual, self.residual_kind(weight, norm_next=True).next_blocks)
+
+
+def _last_operands(bias: Any = None, squared_relu: bool = False) -> tuple[Any, bool]:
+    """The operands of `<prefix>` that a call may leave out."""
+    return bias, squared_relu
 
 
 def _new_output(x: torch.Tensor, weight: Weight, gated: bool) -> torch.Tensor:

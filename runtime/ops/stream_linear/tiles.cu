@@ -12,7 +12,8 @@
 // Defined by tiles.py: N outputs (of a gated one: gate and up rows), K, ROWS (a multiple of 16), SPLIT, BLOCKS, NUM_THREADS
 // and SHARED_BYTES of a block, TOKENS (8, 16, 32, 64 or 128), STAGES, PANELS (of 64 inputs, of a stage),
 // NORM_BLOCKS (sums of squares a token to read; 0: no norm), GATED, RESIDUAL, NEXT_BLOCKS (sums of squares a token to leave),
-// BIAS (in the place of the norm's weight), and `multiply_add_all`, which adds products to ROWS / 2 sums of a thread.
+// PLUS_ONE (the next norm's weight has 1 added), BIAS (in the place of the norm's weight), SQUARED_RELU, and
+// `multiply_add_all`, which adds products to ROWS / 2 sums of a thread.
 
 constexpr int M_TOKENS = 64;                                               // of a wgmma
 constexpr int ALL_TOKENS = (TOKENS + M_TOKENS - 1) / M_TOKENS * M_TOKENS;  // that are multiplied
@@ -154,7 +155,8 @@ __device__ __forceinline__ void exchange(float (&mine)[PLACES][8], const float (
 }
 
 __device__ __forceinline__ u32 rounded(float first, float second, u32 bias) {
-  return BIAS ? pack(first + first_of(bias), second + second_of(bias)) : pack(first, second);
+  const u32 both = BIAS ? pack(first + first_of(bias), second + second_of(bias)) : pack(first, second);
+  return SQUARED_RELU ? squared_relu(both) : both;
 }
 // The norm's factor, the bias, the activation, the residual, and what the next norm wants.
 __device__ __forceinline__ void finish(const float (&sums)[PLACES][8], const Outputs& outputs, const Operands& operands,

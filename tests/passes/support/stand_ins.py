@@ -65,7 +65,7 @@ def stand_in_ops(functions: Mapping[str, Callable[..., Any]]) -> Iterator[None]:
     del library
 
 
-def linear(x, weight, squares, eps, gated, bias=None):
+def linear(x, weight, squares, eps, gated, bias=None, squared_relu=False):
     """What `few_linear` and `stream_linear` compute."""
     product = torch_linear(x.float(), weight.float())
     if squares is not None:
@@ -74,7 +74,7 @@ def linear(x, weight, squares, eps, gated, bias=None):
         product = product + bias.float()
     product = product.to(x.dtype)
     if not gated:
-        return product
+        return product.relu().square() if squared_relu else product
     gate, up = product.chunk(2, -1)
     return silu(gate) * up
 
@@ -118,8 +118,8 @@ def streamed_ops_on_cpu() -> Iterator[None]:
         num_blocks = num_streamed_norm_blocks(*weight.shape)
         return linear_residual_norm(x, weight, residual, norm_weight, num_blocks, plus_one)
 
-    def quantised_linear(x, values, scales, zeros, squares, eps, gated, bias=None):
-        return linear(x, small_weight(values, scales, zeros), squares, eps, gated, bias)
+    def quantised_linear(x, values, scales, zeros, squares, eps, gated, bias=None, squared_relu=False):
+        return linear(x, small_weight(values, scales, zeros), squares, eps, gated, bias, squared_relu)
 
     def quantised_residual(x, values, scales, zeros, residual):
         return linear_residual(x, small_weight(values, scales, zeros).to(x.dtype), residual)

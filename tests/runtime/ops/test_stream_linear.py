@@ -243,6 +243,7 @@ def test_names_tell_kernels_apart():
         LinearKind(64, 256, residual=True, next_blocks=8),
         LinearKind(64, 256, residual=True, next_blocks=8, plus_one=True),
         LinearKind(64, 256, bias=True),
+        LinearKind(64, 256, squared_relu=True),
     ]
     names = {choose_tiling(kind, tokens).name for kind in kinds for tokens in TOKEN_BUCKETS}
     assert len(names) == len(kinds) * len(TOKEN_BUCKETS)
@@ -292,10 +293,10 @@ PLUS_ONE = LinearKind(4096, 12288, residual=True, next_blocks=256, plus_one=True
         (LinearKind(1024, 3072, residual=True, next_blocks=128), 8),
         (LinearKind(2048, 2304, residual=True, next_blocks=256, plus_one=True), 8),
         (LinearKind(896, 4864, residual=True, next_blocks=112), 8),
-        (LinearKind(8384, 832, 104), 8),
-        (LinearKind(33792, 4096, 256, bias=True), 128),
-        (LinearKind(14784, 1024, 64, bias=True), 240),
-        (LinearKind(6144, 4096, 256), 8),
+        (LinearKind(8384, 832, 104, squared_relu=True), 8),
+        (LinearKind(33792, 4096, 256, bias=True, squared_relu=True), 128),
+        (LinearKind(14784, 1024, 64, bias=True, squared_relu=True), 240),
+        (LinearKind(21504, 4096, 256, squared_relu=True), 8),
         (LinearKind(24576, 4096, 256, gated=True), 8),
         (PLUS_ONE, 8),
         (LinearKind(8192, 28672, residual=True), 8),
