@@ -203,12 +203,13 @@ def norm_gated_linear(x, norm_weight, weight, eps, plus_one=False):
 
 
 def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    x, rest = x.tensor_split([cos.shape[-1]], -1)
     first, second = x.chunk(2, -1)
-    return x * cos[:, :, None] + torch.cat((-second, first), -1) * sin[:, :, None]
+    return torch.cat((x * cos[:, :, None] + torch.cat((-second, first), -1) * sin[:, :, None], rest), -1)
 
 
-def rope_and_cache(q, k, v, cos, sin, q_weight, k_weight, eps, slots, keys, values):
-    q, k = (_rotate(norm(x, weight, eps), cos, sin)[0] for x, weight in ((q, q_weight), (k, k_weight)))
+def rope_and_cache(q, k, v, cos, sin, q_weight, k_weight, eps, slots, keys, values, plus_one=False):
+    q, k = (_rotate(norm(x, weight, eps, plus_one), cos, sin)[0] for x, weight in ((q, q_weight), (k, k_weight)))
     if not len(slots):  # it is left to attention
         return torch.full_like(q, torch.nan), torch.full_like(k, torch.nan)
     keys[slots] = k
@@ -320,7 +321,9 @@ SILU_MUL = {
 }
 ROPE_AND_CACHE = {
     "rope_and_cache(Tensor q, Tensor k, Tensor v, Tensor cos, Tensor sin, Tensor? q_weight, Tensor? k_weight, "
-    "float eps, Tensor slots, Tensor(a!) keys, Tensor(b!) values) -> (Tensor, Tensor)": rope_and_cache,
+    "float eps, Tensor slots, Tensor(a!) keys, Tensor(b!) values, bool plus_one=False) -> (Tensor, Tensor)": (
+        rope_and_cache
+    ),
 }
 EXPERTS = {
     "choose_experts(Tensor scores, int num_chosen, int softmax, bool renormalise) -> (Tensor, Tensor)": choose_experts,
