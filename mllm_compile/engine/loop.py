@@ -468,7 +468,6 @@ class EngineCore:
         self._step_end = now
         result = self._scheduler.update(batch, output.token_ids, output.broken_rows.tolist())
         output.record_logprobs(result.accepted)
-        self._recorder.step_over(batch, result.accepted)
         if self._step_sink is not None:
             self._step_sink.on_step(batch, output, result)
         for request in result.broken:
@@ -485,6 +484,9 @@ class EngineCore:
             if sequence is not None:  # not watched, else it is gone already
                 sequence.end()
                 self._forget(sequence)
+        if self._step_sink is not None:
+            self._step_sink.flush()
+        self._recorder.step_over(batch, result.accepted)  # who waits for tokens has them by now
 
     def _break(self, request: Request) -> None:
         """Fails the submission of a request that the scheduler ended because its logits were no numbers.

@@ -540,8 +540,8 @@ class FlashInferAttnBackend(AttentionBackend):
     def runs_well_captured(self, batch: ForwardBatch) -> bool:
         common = CommonAttentionMetadata.of(batch)
         num_decodes, *_ = split_decodes_and_prefills(common)
-        query_lens = np.diff(common.query_start_loc_cpu.numpy())[num_decodes:]
         prefix_lens = common.num_computed_tokens_cpu.numpy()[num_decodes:]
+        query_lens = common.seq_lens_cpu.numpy()[num_decodes:] - prefix_lens
         prefills = [group for group in self._group_prefills if isinstance(group, GroupPrefill)]
         return all(group.runs_well_captured(query_lens, prefix_lens) for group in prefills)
 

@@ -27,7 +27,7 @@ from typing import NamedTuple
 import numpy as np
 
 from mllm_compile.runtime.media.request import RequestMedia
-from mllm_compile.runtime.schedule.batch_builder import NO_COPIES, NO_TOKENS, Chunk, DecodeRows, build_batch
+from mllm_compile.runtime.schedule.batch_builder import NO_COPIES, NO_DECODES, NO_TOKENS, Chunk, DecodeRows, build_batch
 from mllm_compile.runtime.schedule.config import SchedulerConfig, SchedulerStats
 from mllm_compile.runtime.schedule.pace import Pace, PromptBudget
 from mllm_compile.runtime.schedule.page_tables import PageTables, StatePrefix
@@ -164,7 +164,7 @@ class Scheduler:
         """
         self._preempt_outgrown()
         decodes = self._plan_decodes()
-        prefix_lens = self._computed[decodes.rows]
+        prefix_lens = self._computed[decodes.rows] if decodes.requests else NO_DECODES.rows
         chunks: list[Chunk] = []
         admitted: list[Request] = []
         self._features_left = self.config.max_features_per_step
@@ -175,7 +175,8 @@ class Scheduler:
         if not decodes.requests and not chunks:
             self._check_not_stuck()
             return None
-        self._computed[decodes.rows] += 1
+        if decodes.requests:
+            self._computed[decodes.rows] += 1
         changes = (*self._page_changes(), admitted, *self._take_state_copies())
         batch = build_batch(self._next_step, decodes, prefix_lens, chunks, *changes)
         self._next_step += 1
@@ -240,17 +241,21 @@ class Scheduler:
         decodes = self._decode_rows
         if decodes is None:
             decoding = [request for request in self._decoding if request.status is RequestStatus.RUNNING]
-            self._decoding = self._longest_first(decoding)
-            decodes = self._decode_rows = DecodeRows.of(self._decoding)
+            decodes = self._set_decoding(self._longest_first(decoding) if len(decoding) > 1 else decoding)
         if not decodes.requests:
             return decodes
         done = self._computed[decodes.rows] >= self._last_computed[decodes.rows]
         if done.any():
             # Their last step is in flight; its update ends them.
             self._leaving.update(decodes.rows[done].tolist())
-            self._decoding = [r for r, is_done in zip(decodes.requests, done.tolist(), strict=True) if not is_done]
-            decodes = self._decode_rows = DecodeRows.of(self._decoding)
+            left = [r for r, is_done in zip(decodes.requests, done.tolist(), strict=True) if not is_done]
+            decodes = self._set_decoding(left)
         return decodes
+
+    def _set_decoding(self, requests: list[Request]) -> DecodeRows:
+        self._decoding = requests
+        self._decode_rows = DecodeRows.of(requests) if requests else NO_DECODES
+        return self._decode_rows
 
     def _longest_first(self, requests: list[Request]) -> list[Request]:
         """Sorts for attention: its blocks begin in this order, and a long one that begins last is waited for alone.
@@ -264,7 +269,7 @@ class Scheduler:
     def _prompt_budget(self, decodes: DecodeRows) -> PromptBudget:
         """The part of a step that prompts may take beside these decodes."""
         num_decodes = len(decodes.requests)
-        decode_keys = int(self._computed[decodes.rows].sum()) + num_decodes
+        decode_keys = int(self._computed[decodes.rows].sum()) + num_decodes if num_decodes else 0
         return self._pace.budget(num_decodes, decode_keys, self.config.max_num_batched_tokens - num_decodes)
 
     def _first_prefill_need(self, decodes: DecodeRows) -> int:

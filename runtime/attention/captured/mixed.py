@@ -95,7 +95,7 @@ class MixedSteps:
 
         # Decodes and padding have no queries here.
         starts = np.full(step.num_rows + 1, batch.num_actual_tokens, dtype=np.int32)
-        starts[: batch.num_reqs] = np.maximum(batch.query_start_loc_cpu.numpy()[:-1], num_decodes)
+        np.maximum(batch.query_start_loc_cpu.numpy()[:-1], num_decodes, out=starts[: batch.num_reqs])
         num_keys = np.zeros(step.num_rows, dtype=np.int32)
         num_keys[num_decodes : batch.num_reqs] = batch.seq_lens_cpu.numpy()[num_decodes:]
         for prefill in step.prefills:
