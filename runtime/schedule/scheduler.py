@@ -443,7 +443,8 @@ class Scheduler:
             if not length:
                 return
         length = self._cut_for_state(row, start, target, length)
-        self.pages.grow(row, self.pages.pages_for(start + length) - int(self.pages.num_pages[row]))
+        needed = self.pages.pages_for(start + length) - int(self.pages.num_pages[row])
+        self.pages.grow(row, needed, whole=self.pages.pages_for(target))
         self._computed[row] = start + length
         chunks.append(Chunk(request, start, self._prefill_ids[row][start : start + length], start + length == target))
         budget.take(length, start)

@@ -41,9 +41,9 @@ class PrefillLoad:
     prefix_lens: np.ndarray  # [R] keys before them that they see
     num_sms: int
 
-    def fa3_us(self) -> float:
-        """Time of fa3."""
-        return self._fa3_us(_FA3_KEY)
+    def fa3_us(self, in_a_row: bool = False) -> float:
+        """Time of fa3; in_a_row: keys and values are in no pages."""
+        return self._fa3_us(_FA3_KEY_IN_A_ROW if in_a_row else _FA3_KEY)
 
     def most_fa3_us(self) -> float:
         """A time that `fa3_us` does not exceed, found in a tenth of the time for few requests."""
@@ -59,7 +59,7 @@ class PrefillLoad:
         num_bytes = 4 * self.num_kv_heads * self.head_dim * int((self.prefix_lens + self.query_lens).sum())
         return _COPY_BEGIN + num_bytes / _COPY_BYTES + self._fa3_us(_FA3_KEY_IN_A_ROW)
 
-    def divided_fa3_us(self, parts: int) -> float:
+    def divided_fa3_us(self, parts: int, in_a_row: bool = False) -> float:
         """Time of fa3 with the keys before one prompt's new tokens in `parts`, which blocks of their own read.
 
         The queries are copied for each part, the new tokens' own keys are a further part, and results are merged.
@@ -69,7 +69,8 @@ class PrefillLoad:
         num_bytes = 2 * self.num_heads * self.head_dim * new
         merges = (parts + 1) * (_MERGE_BEGIN + 3 * num_bytes / _MERGE_BYTES)
         own = replace(self, prefix_lens=np.zeros_like(self.prefix_lens))._fa3_us(_FA3_KEY_IN_A_ROW)
-        return merges + own + _FA3_BEGIN + _FA3_KEY * waves * before / parts * self._width
+        key_us = _FA3_KEY_IN_A_ROW if in_a_row else _FA3_KEY
+        return merges + own + _FA3_BEGIN + key_us * waves * before / parts * self._width
 
     def _fa3_us(self, key_us: float) -> float:
         keys, longest = self._block_keys(_FA3_QUERIES)
