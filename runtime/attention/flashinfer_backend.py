@@ -550,11 +550,13 @@ class FlashInferAttnBackend(AttentionBackend):
     def init_forward_metadata_capture_mixed(self, num_tokens: int) -> None:
         self._set_mixed(self._captured_mixed.capture(num_tokens))
 
+    def begin_captured_mixed(self, num_tokens: int, rows: torch.Tensor) -> None:
+        self._captured_mixed.begin(num_tokens, rows)
+
     def init_forward_metadata_replay_mixed(self, num_tokens: int, batch: ForwardBatch) -> None:
         common = CommonAttentionMetadata.of(batch)
         num_decodes, *_ = split_decodes_and_prefills(common)
-        rows = batch.req_pool_indices[: batch.batch_size]
-        self._set_mixed(self._captured_mixed.replay(num_tokens, common, rows, num_decodes))
+        self._set_mixed(self._captured_mixed.replay(num_tokens, common, batch.req_pool_indices, num_decodes))
 
     @property
     def _captured_mixed(self) -> MixedSteps:
