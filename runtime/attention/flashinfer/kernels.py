@@ -193,7 +193,10 @@ def prefill_costs(
 def _prefill_load(group: PlanGroup, query_lens: np.ndarray, prefix_lens: np.ndarray, num_sms: int) -> PrefillLoad:
     window = group.params.window_left
     seen = prefix_lens if window < 0 else np.minimum(prefix_lens, window)
-    return PrefillLoad(group.num_heads, group.num_kv_heads, group.head_dim, query_lens, seen, num_sms)
+    heads = group.num_heads, group.num_kv_heads, group.head_dim
+    if query_lens.size == 1:
+        return PrefillLoad(*heads, int(query_lens[0]), int(seen[0]), num_sms)
+    return PrefillLoad(*heads, query_lens, seen, num_sms)
 
 
 def choose_prefill_kernel(
