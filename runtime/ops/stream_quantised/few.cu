@@ -8,7 +8,8 @@
 // Boxes of 16 rows by PIECE inputs come by TMA into a ring of STAGES. x stays in registers, in the order in which a lane
 // finds 16 bytes of the weight; the warps divide a piece's inputs, and each multiplies its own with every row that the
 // block takes. Where x has more inputs than registers hold, PASSES go over all rows, or the SPLIT blocks of a cluster divide
-// them. Sums of the warps are added up by one of them, in turns, and finished at the end.
+// them. Sums of the warps are added up by one of them, in turns, and finished at the end. Asking for a stage takes half as
+// many instructions as multiplying one, so that goes in turns too: all wait for the slowest warp.
 //
 // Defined by few.py: N outputs (of a gated one: gate and up rows), K, BITS (of a value: 8 or 4), SPLIT, PASSES, CLUSTERS,
 // WARPS, RESIDENT (blocks of a multiprocessor, of registers), PIECE (inputs of a row in a stage), STAGES, SHARED_BYTES, GROUP
@@ -46,7 +47,7 @@ static_assert(NORM_BLOCKS == 0 || NORM_BLOCKS % 4 == 0 && WARPS >= TOKENS, "a wa
 static_assert(STAGES >= 2, "a stage is asked for when the next one has been read");
 
 struct Shared {
-  float sums[WARPS][SUMS];            // of the rows that the block works at
+  float sums[2][WARPS][SUMS];         // of the rows that the block works at, and of those before
   float inbox[PLACES][SPLIT][SUMS];   // of the rows that it finishes, from every block of the cluster
   float unsent[SPLIT > 1 && PASSES > 1 ? TURNS : 1][SUMS];  // of all rows, until the last pass
   u32 residuals[PLACES][TOKENS][8];   // two outputs each
@@ -108,7 +109,8 @@ __device__ __forceinline__ Inputs prepared(const uint4 (&raw)[INPUTS / 8], float
     float total[4] = {};
 #pragma unroll
     for (int j = 0; j < INPUTS / 4; j++) add_product(total, ONES, ONES, ONES, ONES, v.pairs[2 * j], v.pairs[2 * j + 1]);
-    if (threadIdx.x % 32 < 4) *(float2*)(totals + threadIdx.x % 4 * 2) = {total[0], total[1]};
+    constexpr float FACTOR = ZEROS ? 1.f : -(128.f + 8.f);  // what is taken off where all have the same zero point
+    if (threadIdx.x % 32 < 4) *(float2*)(totals + threadIdx.x % 4 * 2) = {FACTOR * total[0], FACTOR * total[1]};
   }
   return v;
 }
@@ -158,43 +160,44 @@ __launch_bounds__(32 * WARPS, RESIDENT) quantised_linear(
   if (threadIdx.x == 0) {
     fetch_map(&values);
     for (int i = 0; i < STAGES; i++) make_barrier(full + 8 * i, GROUP ? 33 : 1), make_barrier(empty + 8 * i, WARPS);
-    for (int i = 0; i < PLACES; i++) make_barrier(arrived + 8 * i, 1);
+    for (int i = 0; i < PLACES && SPLIT > 1; i++) make_barrier(arrived + 8 * i, 1);
     publish_barriers();
-    for (int i = 0; i < PLACES; i++) expect_bytes(arrived + 8 * i, SPLIT * SUMS * 4);
+    for (int i = 0; i < PLACES && SPLIT > 1; i++) expect_bytes(arrived + 8 * i, SPLIT * SUMS * 4);
   }
   __syncthreads();
 #if SPLIT > 1
   asm volatile("barrier.cluster.arrive.relaxed;" ::: "memory");
 #endif
 
-  // The first warp asks: of a pass all groups, of a group all pieces. What is past the last input comes as zeros.
+  // Stages are asked for by all lanes of a warp: of a pass all groups, of a group all pieces. What is past the last input
+  // comes as zeros.
   const auto row_of = [&](int group, int i) { return GATED ? group * OUT_ROWS + i % OUT_ROWS + i / OUT_ROWS * OUTPUTS : group * ROWS + i; };
-  int ask_group = first_group, ask_begin = 0, ask_panel = 0, unasked = PASSES * CHUNKS * ((GROUPS - first_group + CLUSTERS - 1) / CLUSTERS);
-  const auto ask = [&](int slot) {
-    if (unasked == 0) return;
+  const int turns = (GROUPS - first_group + CLUSTERS - 1) / CLUSTERS;
+  const auto ask = [&](int stage, int slot) {
+    if (stage >= PASSES * CHUNKS * turns) return;
+    int turn = stage / CHUNKS, panel = stage % CHUNKS * PANELS;
+#pragma unroll
+    for (int pass = 1; pass < PASSES; pass++)
+      if (turn >= turns) turn -= turns, panel += PASS_PANELS;
+    const int group = first_group + turn * CLUSTERS;
     const u32 barrier = full + 8 * slot, to = ring + slot * STAGE_BYTES;
     if (lane == 0) {
       expect_bytes(barrier, VALUE_BYTES);
-      load_values(to, &values, ask_group, rank * MY_PANELS + ask_panel, barrier, read_once());
+      load_values(to, &values, group, rank * MY_PANELS + panel, barrier, read_once());
     }
 #if GROUP
     {
-      const auto row_in_stage = [&](int i) { return row_of(ask_group, i); };
-      copy_groups<SCALE_BYTES>(to + VALUE_BYTES, scales, rank, ask_panel, row_in_stage);
+      const auto row_in_stage = [&](int i) { return row_of(group, i); };
+      copy_groups<SCALE_BYTES>(to + VALUE_BYTES, scales, rank, panel, row_in_stage);
 #if ZEROS
-      copy_groups<1>(to + VALUE_BYTES + OF_SCALES, zeros, rank, ask_panel, row_in_stage);
+      copy_groups<1>(to + VALUE_BYTES + OF_SCALES, zeros, rank, panel, row_in_stage);
 #endif
       // Arrives when the lane's copies have: one of the arrivals that the barrier was made for.
       asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
     }
 #endif
-    unasked--;
-    if ((ask_panel += PANELS) < ask_begin + PASS_PANELS) return;
-    if ((ask_group += CLUSTERS) >= GROUPS) ask_group = first_group, ask_begin += PASS_PANELS;
-    ask_panel = ask_begin;
   };
-  if (warp == 0)
-    for (int i = 0; i < STAGES; i++) ask(i);
+  for (int i = warp; i < STAGES; i += WARPS) ask(i, i);
   start_dependents();
 
   // What finishes the rows that are the block's: place p is the cluster's turn p * SPLIT + rank.
@@ -209,7 +212,7 @@ __launch_bounds__(32 * WARPS, RESIDENT) quantised_linear(
   // So that a quarter of a warp reads other banks each, a lane's row is not lane / 4 but has the bits in another order.
   const int row = lane / 8 | (lane / 4 & 1) << 2;
   const u32 place_of_lane = row * PANEL + ((quad + warp % 2 * 4 ^ row) & 7) * 16;  // in one of a panel's halves, each a step
-  int slot = 0, phase = 0, last = -1;
+  int slot = 0, phase = 0, stage_number = 0;
   Inputs xs[CHUNKS][STEPS];
   float* my_totals = shared.totals[INTEGERS ? warp * CHUNKS * STEPS : 0];
 #pragma unroll 1
@@ -256,7 +259,7 @@ __launch_bounds__(32 * WARPS, RESIDENT) quantised_linear(
       for (int s = 0; s < STEPS; s++) xs[c][s] = prepared(raw[c][s], my_totals + (c * STEPS + s) * TOKENS);
     __syncwarp();
 #pragma unroll 1
-    for (int turn = 0; first_group + turn * CLUSTERS < GROUPS; turn++) {
+    for (int turn = 0; turn < turns; turn++) {
       float even[4] = {}, odd[4] = {};
 #pragma unroll
       for (int c = 0; c < CHUNKS; c++) {
@@ -285,11 +288,11 @@ __launch_bounds__(32 * WARPS, RESIDENT) quantised_linear(
             float part[4] = {};
             if (INTEGERS) {  // values are multiplied as what they are plus 128
               const unsigned char* zeros_of_stage = (const unsigned char*)(scales_of_stage + OF_SCALES);
-              const float zero_of_upper = 128 + (ZEROS ? zeros_of_stage[of_upper] : 8);
-              const float zero_of_lower = 128 + (ZEROS ? zeros_of_stage[of_lower] : 8);
+              const float of_uppers = ZEROS ? -128.f - zeros_of_stage[of_upper] : 1.f;
+              const float of_lowers = ZEROS ? -128.f - zeros_of_stage[of_lower] : 1.f;
               const float2 totals = *(const float2*)(my_totals + (c * STEPS + s) * TOKENS + quad * 2);
-              part[0] = -zero_of_upper * totals.x, part[1] = -zero_of_upper * totals.y;
-              part[2] = -zero_of_lower * totals.x, part[3] = -zero_of_lower * totals.y;
+              part[0] = of_uppers * totals.x, part[1] = of_uppers * totals.y;
+              part[2] = of_lowers * totals.x, part[3] = of_lowers * totals.y;
             }
             float other[4] = {};  // so that fewer products wait for each other
             multiply(part, upper.x, lower.x, v, 0), multiply(other, upper.y, lower.y, v, 1);
@@ -306,28 +309,27 @@ __launch_bounds__(32 * WARPS, RESIDENT) quantised_linear(
         }
         __syncwarp();
         if (lane == 0) arrive(empty + 8 * slot);
-        if (warp == 0) {  // the stage before: other warps are done with that one, or soon will be
-          if (last >= 0) {
-            wait_for(empty + 8 * last, slot ? phase : phase ^ 1);
-            ask(last);
-          }
-          last = slot;
+        if (stage_number && stage_number % WARPS == warp) {  // the stage before: other warps are done with it, or soon will be
+          const int last = slot ? slot - 1 : STAGES - 1;
+          wait_for(empty + 8 * last, slot ? phase : phase ^ 1);
+          ask(stage_number - 1 + STAGES, last);
         }
+        stage_number++;
         if (++slot == STAGES) slot = 0, phase ^= 1;
       }
-      // Whoever added up the sums before has read them.
-      if (turn + pass) asm volatile("bar.sync 2, %0;" ::"n"(32 * WARPS) : "memory");
-      float* mine = shared.sums[warp] + row * TOKENS + quad * 2;
+      // Whoever added up the sums before the last ones has read them: it has come to the barrier since.
+      auto& all = shared.sums[(pass * turns + turn) % 2];
+      float* mine = all[warp] + row * TOKENS + quad * 2;
       *(float2*)mine = {even[0] + odd[0], even[1] + odd[1]}, *(float2*)(mine + 8 * TOKENS) = {even[2] + odd[2], even[3] + odd[3]};
       asm volatile("bar.sync 1, %0;" ::"n"(32 * WARPS) : "memory");
-      if (warp != WARPS - 1 - turn % (WARPS - 1)) continue;
+      if (warp != (stage_number + WARPS / 2) % WARPS) continue;  // none that asks for one of the next stages
       float* to = shared.inbox[turn / SPLIT][rank] + lane * 4;
       float* before = SPLIT > 1 && PASSES > 1 ? shared.unsent[turn] + lane * 4 : to;
       float4 sum = {0.f, 0.f, 0.f, 0.f};
       if (pass) sum = *(const float4*)before;
 #pragma unroll
       for (int w = 0; w < WARPS; w++) {
-        const float4 part = *(const float4*)(shared.sums[w] + lane * 4);
+        const float4 part = *(const float4*)(all[w] + lane * 4);
         sum.x += part.x, sum.y += part.y, sum.z += part.z, sum.w += part.w;
       }
       if (SPLIT == 1 || pass < PASSES - 1) {

@@ -88,7 +88,7 @@ class FewTiling(QuantisedTiling):
         return (
             1023
             + self.stages * (stage + 16)
-            + self.warps * sums
+            + 2 * self.warps * sums
             + places * of_place
             + unsent * sums
             + MAX_TOKENS * 4 * (1 + totals)
