@@ -35,7 +35,7 @@ constexpr int TURNS = (GROUPS + CLUSTERS - 1) / CLUSTERS, PLACES = (TURNS + SPLI
 constexpr int SUMS = ROWS * TOKENS, HALVES = OUT_ROWS / 2;                                       // outputs are stored by twos
 // What x is multiplied by, twice, and what sums are: of 2^120, an fp8 value's.
 constexpr u32 X_FACTOR = 0x5f805f80u;
-constexpr float OUT_FACTOR = BITS == 8 ? (float)(1ull << 56) : FLOATS ? E2M1_FACTOR : 1.f;
+constexpr float OUT_FACTOR = BITS == 8 ? (float)(1ull << 56) : FLOATS ? E2M1_FACTOR : fours_factor();
 constexpr bool INTEGERS = BITS == 4 && !FLOATS, OF_ROWS = GROUP == 0 || FACTORS;  // rows have a scale or factor each
 static_assert(K % (SPLIT * PANEL_INPUTS) == 0 && PIECE % PANEL_INPUTS == 0 && CLUSTERS <= GROUPS, "whole panels, and work for all");
 static_assert(GROUP == 0 && BITS == 8 || GROUP == 128 && STEP <= GROUP && !FLOATS || FLOATS && GROUP == (FACTORS ? 16 : 32), "a step or a part of a lane has one scale");
@@ -102,14 +102,14 @@ __device__ __forceinline__ Inputs prepared(const uint4 (&raw)[INPUTS / 8], float
   for (int i = 0; i < INPUTS / 8; i++) {
     const u32 words[4] = {raw[i].x, raw[i].y, raw[i].z, raw[i].w};
 #pragma unroll
-    for (int j = 0; j < 4; j++) v.pairs[i * 4 + j] = BITS == 8 ? times(words[j], X_FACTOR) : fours_apart(words, j);
+    for (int j = 0; j < 4; j++) v.pairs[i * 4 + j] = BITS == 8 ? times(words[j], X_FACTOR) : FLOATS ? inputs_apart(words, j) : fours_apart(words, j);
   }
   if (INTEGERS) {
-    constexpr u32 ONES = 0x3f803f80u;  // 1, twice
+    constexpr u32 EVEN = one_of_fours(0), ODD = one_of_fours(1);
     float total[4] = {};
 #pragma unroll
-    for (int j = 0; j < INPUTS / 4; j++) add_product(total, ONES, ONES, ONES, ONES, v.pairs[2 * j], v.pairs[2 * j + 1]);
-    constexpr float FACTOR = ZEROS ? 1.f : -(128.f + 8.f);  // what is taken off where all have the same zero point
+    for (int j = 0; j < INPUTS / 4; j++) add_product(total, EVEN, EVEN, ODD, ODD, v.pairs[2 * j], v.pairs[2 * j + 1]);
+    constexpr float FACTOR = ZEROS ? -1.f : -8.f;  // what is taken off where all have the same zero point
     if (threadIdx.x % 32 < 4) *(float2*)(totals + threadIdx.x % 4 * 2) = {FACTOR * total[0], FACTOR * total[1]};
   }
   return v;
@@ -286,10 +286,9 @@ __launch_bounds__(32 * WARPS, RESIDENT) quantised_linear(
             const int of_upper = row * ROW_GROUPS + step * STEP / WITH_A_SCALE, of_lower = of_upper + 8 * ROW_GROUPS;
             const char* scales_of_stage = stage + VALUE_BYTES;
             float part[4] = {};
-            if (INTEGERS) {  // values are multiplied as what they are plus 128
+            if (INTEGERS) {  // zero points are taken off
               const unsigned char* zeros_of_stage = (const unsigned char*)(scales_of_stage + OF_SCALES);
-              const float of_uppers = ZEROS ? -128.f - zeros_of_stage[of_upper] : 1.f;
-              const float of_lowers = ZEROS ? -128.f - zeros_of_stage[of_lower] : 1.f;
+              const float of_uppers = ZEROS ? zeros_of_stage[of_upper] : 1.f, of_lowers = ZEROS ? zeros_of_stage[of_lower] : 1.f;
               const float2 totals = *(const float2*)(my_totals + (c * STEPS + s) * TOKENS + quad * 2);
               part[0] = of_uppers * totals.x, part[1] = of_uppers * totals.y;
               part[2] = of_lowers * totals.x, part[3] = of_lowers * totals.y;
