@@ -30,7 +30,8 @@ constexpr int INPUTS = STEP / 4;                                               /
 constexpr int WITH_A_SCALE = GROUP ? GROUP : K;  // inputs
 constexpr int ROW_GROUPS = GROUP ? PIECE / WITH_A_SCALE : 0;  // of a row in a stage
 constexpr int VALUE_BYTES = ROWS * PIECE / IN_BYTE, OF_SCALES = ROWS * ROW_GROUPS * SCALE_BYTES, OF_ZEROS = ZEROS ? ROWS * ROW_GROUPS : 0;
-constexpr int STAGE_BYTES = (VALUE_BYTES + OF_SCALES + OF_ZEROS + 1023) / 1024 * 1024;
+constexpr int BESIDE_BYTES = (OF_SCALES + OF_ZEROS + 15) / 16 * 16;  // of a stage, behind the values of all
+constexpr int RING_BYTES = STAGES * (VALUE_BYTES + BESIDE_BYTES);
 constexpr int TURNS = (GROUPS + CLUSTERS - 1) / CLUSTERS, PLACES = (TURNS + SPLIT - 1) / SPLIT;  // groups of a cluster, a block
 constexpr int SUMS = ROWS * TOKENS, HALVES = OUT_ROWS / 2;                                       // outputs are stored by twos
 // What x is multiplied by, twice, and what sums are: of 2^120, an fp8 value's.
@@ -46,18 +47,19 @@ static_assert(WARPS % 2 == 0, "a warp's steps are all of one half");
 static_assert(NORM_BLOCKS == 0 || NORM_BLOCKS % 4 == 0 && WARPS >= TOKENS, "a warp has a token's sums, four at a time");
 static_assert(STAGES >= 2, "a stage is asked for when the next one has been read");
 
+constexpr bool IS_UNSENT = SPLIT > 1 && PASSES > 1, HAS_WEIGHTS = NEXT_BLOCKS || BIAS;  // what is not there has the least room
 struct Shared {
   float sums[2][WARPS][SUMS];         // of the rows that the block works at, and of those before
   float inbox[PLACES][SPLIT][SUMS];   // of the rows that it finishes, from every block of the cluster
-  float unsent[SPLIT > 1 && PASSES > 1 ? TURNS : 1][SUMS];  // of all rows, until the last pass
-  u32 residuals[PLACES][TOKENS][8];   // two outputs each
-  float scales[PLACES][ROWS];         // of rows that have one
+  float unsent[IS_UNSENT ? TURNS : 1][IS_UNSENT ? SUMS : 4];  // of all rows, until the last pass
+  u32 residuals[RESIDUAL ? PLACES : 1][RESIDUAL ? TOKENS : 1][8];   // two outputs each
+  float scales[OF_ROWS ? PLACES : 1][OF_ROWS ? ROWS : 2];           // of rows that have one
   float totals[INTEGERS ? WARPS * CHUNKS * STEPS : 1][TOKENS];  // of a warp's inputs, by steps
-  u32 weights[PLACES][8];             // of the norm, or biases
+  u32 weights[HAS_WEIGHTS ? PLACES : 1][8];  // of the norm, or biases
   float factors[TOKENS];
-  u64 full[STAGES], empty[STAGES], arrived[PLACES];
+  u64 full[STAGES], empty[STAGES], arrived[SPLIT > 1 ? PLACES : 1];
 };
-static_assert(1023 + STAGES * STAGE_BYTES + sizeof(Shared) <= SHARED_BYTES, "as it is launched, and what alignment costs");
+static_assert(1023 + RING_BYTES + sizeof(Shared) <= SHARED_BYTES, "as it is launched, and what alignment costs");
 
 __device__ __forceinline__ bool is_step(int step) { return PIECE / STEP % WARPS == 0 || step < PIECE / STEP; }
 
@@ -153,7 +155,8 @@ __launch_bounds__(32 * WARPS, RESIDENT) quantised_linear(
   extern __shared__ __align__(1024) char memory[];
   const u32 ring = (shared_address(memory) + 1023) & ~1023u;
   const char* first_stage = memory + (ring - shared_address(memory));
-  Shared& shared = *(Shared*)(first_stage + STAGES * STAGE_BYTES);
+  const char* first_beside = first_stage + STAGES * VALUE_BYTES;
+  Shared& shared = *(Shared*)(first_stage + RING_BYTES);
   const u32 full = shared_address(shared.full), empty = shared_address(shared.empty), arrived = shared_address(shared.arrived);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, quad = lane % 4;
   const int rank = blockIdx.x % SPLIT, first_group = blockIdx.x / SPLIT;
@@ -180,17 +183,18 @@ __launch_bounds__(32 * WARPS, RESIDENT) quantised_linear(
     for (int pass = 1; pass < PASSES; pass++)
       if (turn >= turns) turn -= turns, panel += PASS_PANELS;
     const int group = first_group + turn * CLUSTERS;
-    const u32 barrier = full + 8 * slot, to = ring + slot * STAGE_BYTES;
+    const u32 barrier = full + 8 * slot;
     if (lane == 0) {
       expect_bytes(barrier, VALUE_BYTES);
-      load_values(to, &values, group, rank * MY_PANELS + panel, barrier, read_once());
+      load_values(ring + slot * VALUE_BYTES, &values, group, rank * MY_PANELS + panel, barrier, read_once());
     }
 #if GROUP
     {
+      const u32 to = ring + STAGES * VALUE_BYTES + slot * BESIDE_BYTES;
       const auto row_in_stage = [&](int i) { return row_of(group, i); };
-      copy_groups<SCALE_BYTES>(to + VALUE_BYTES, scales, rank, panel, row_in_stage);
+      copy_groups<SCALE_BYTES>(to, scales, rank, panel, row_in_stage);
 #if ZEROS
-      copy_groups<1>(to + VALUE_BYTES + OF_SCALES, zeros, rank, panel, row_in_stage);
+      copy_groups<1>(to + OF_SCALES, zeros, rank, panel, row_in_stage);
 #endif
       // Arrives when the lane's copies have: one of the arrivals that the barrier was made for.
       asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
@@ -205,7 +209,7 @@ __launch_bounds__(32 * WARPS, RESIDENT) quantised_linear(
   if (OF_ROWS)
     for (int i = threadIdx.x; i < PLACES * ROWS; i += 32 * WARPS)
       if (group_of(i / ROWS) < GROUPS) shared.scales[i / ROWS][i % ROWS] = scale_at(FACTORS ? zeros : scales, row_of(group_of(i / ROWS), i % ROWS));
-  if (NEXT_BLOCKS || BIAS)
+  if (HAS_WEIGHTS)
     for (int i = threadIdx.x; i < PLACES * HALVES; i += 32 * WARPS)
       if (group_of(i / HALVES) < GROUPS) shared.weights[i / HALVES][i % HALVES] = norm_weight[group_of(i / HALVES) * HALVES + i % HALVES];
   wait_for_prerequisites();
@@ -264,7 +268,7 @@ __launch_bounds__(32 * WARPS, RESIDENT) quantised_linear(
 #pragma unroll
       for (int c = 0; c < CHUNKS; c++) {
         wait_for(full + 8 * slot, phase);
-        const char* stage = first_stage + slot * STAGE_BYTES;
+        const char *stage = first_stage + slot * VALUE_BYTES, *scales_of_stage = first_beside + slot * BESIDE_BYTES;
 #pragma unroll
         for (int s = 0; s < STEPS; s++) {
           const int step = s * WARPS + warp;
@@ -274,7 +278,7 @@ __launch_bounds__(32 * WARPS, RESIDENT) quantised_linear(
           const Inputs& v = xs[c][s];
           if (FLOATS) {
             constexpr int MINE = GROUP == 16 ? 2 : 1;  // scales of a lane's inputs of a row
-            const unsigned char* of_upper = (const unsigned char*)stage + VALUE_BYTES + row * ROW_GROUPS + (step * 4 + quad) * MINE;
+            const unsigned char* of_upper = (const unsigned char*)scales_of_stage + row * ROW_GROUPS + (step * 4 + quad) * MINE;
             const unsigned char* of_lower = of_upper + 8 * ROW_GROUPS;
             const u32 uppers = MINE == 2 ? *(const unsigned short*)of_upper : *of_upper;
             const u32 lowers = MINE == 2 ? *(const unsigned short*)of_lower : *of_lower;
@@ -284,7 +288,6 @@ __launch_bounds__(32 * WARPS, RESIDENT) quantised_linear(
             multiply_floats(even, upper.z, lower.z, second[0], second[1], v, 2), multiply_floats(odd, upper.w, lower.w, second[0], second[1], v, 3);
           } else if (GROUP) {
             const int of_upper = row * ROW_GROUPS + step * STEP / WITH_A_SCALE, of_lower = of_upper + 8 * ROW_GROUPS;
-            const char* scales_of_stage = stage + VALUE_BYTES;
             float part[4] = {};
             if (INTEGERS) {  // zero points are taken off
               const unsigned char* zeros_of_stage = (const unsigned char*)(scales_of_stage + OF_SCALES);
@@ -323,7 +326,7 @@ __launch_bounds__(32 * WARPS, RESIDENT) quantised_linear(
       asm volatile("bar.sync 1, %0;" ::"n"(32 * WARPS) : "memory");
       if (warp != (stage_number + WARPS / 2) % WARPS) continue;  // none that asks for one of the next stages
       float* to = shared.inbox[turn / SPLIT][rank] + lane * 4;
-      float* before = SPLIT > 1 && PASSES > 1 ? shared.unsent[turn] + lane * 4 : to;
+      float* before = IS_UNSENT ? shared.unsent[turn] + lane * 4 : to;
       float4 sum = {0.f, 0.f, 0.f, 0.f};
       if (pass) sum = *(const float4*)before;
 #pragma unroll
@@ -362,7 +365,7 @@ __launch_bounds__(32 * WARPS, RESIDENT) quantised_linear(
       sums[i] *= factor * (OF_ROWS ? shared.scales[place][r] : 1.f);
     }
     uint2 weights = {0, 0};
-    if (NEXT_BLOCKS || BIAS) weights = *(const uint2*)(shared.weights[place] + quad * 2);
+    if (HAS_WEIGHTS) weights = *(const uint2*)(shared.weights[place] + quad * 2);
     u32 low = rounded(sums[0], sums[1], weights.x), high = rounded(sums[2], sums[3], weights.y);
     const int at = token * (OUTPUTS / 2) + group * HALVES + quad * (GATED ? 1 : 2);
     if (GATED) {

@@ -78,21 +78,26 @@ class FewTiling(QuantisedTiling):
         """Bytes of the ring and its alignment; sums of warps and of blocks, operands, factors and barriers."""
         kind = self.kind
         of_groups = self.piece // kind.group * (kind.scale_bytes + kind.zeros) if kind.group else 0
-        stage = math.ceil(NORM_ROWS * (self.piece // kind.values_a_byte + of_groups) / 1024) * 1024
+        stage = NORM_ROWS * (self.piece // kind.values_a_byte + of_groups)
         turns = math.ceil(self.kind.rows / NORM_ROWS / self.clusters)
         places = math.ceil(turns / self.split)
         sums = MAX_TOKENS * NORM_ROWS * 4
-        unsent = turns if self.split > 1 and self.passes > 1 else 1
+        unsent = turns * sums if self.split > 1 and self.passes > 1 else 16
         totals = self.warps * self.input_registers // (8 * kind.values_a_byte) if kind.values == "int4" else 1
-        of_place = self.split * sums + MAX_TOKENS * 32 + NORM_ROWS * 4 + 32 + 8
+        of_place = self.split * sums
+        of_place += MAX_TOKENS * 32 if kind.residual else 0
+        of_place += NORM_ROWS * 4 if not kind.group or kind.values == "nvfp4" else 0
+        of_place += 32 if kind.next_blocks or kind.bias else 0
+        of_place += 8 if self.split > 1 else 0
+        least = 32 + 8 + 32 + 8  # of what is not there
         return (
             1023
             + self.stages * (stage + 16)
             + 2 * self.warps * sums
             + places * of_place
-            + unsent * sums
+            + unsent
             + MAX_TOKENS * 4 * (1 + totals)
-            + 8
+            + least
         )
 
     @property
