@@ -8,10 +8,10 @@
 //
 // Rows of the weight are those of wgmma, from registers, where values are taken apart; tokens are its columns, which it reads
 // from shared memory once for 64 rows. (With mma every 16 rows read them, which took longer than the weight's way from
-// memory.) TMA brings x in the order of its inputs, so that the weight's may not be another: of fp8 and of floats of four bits
-// a lane loads the two bytes or the one that it multiplies, of integers 16, of which it takes every fourth. While a half of a
-// group's products run, the other half is taken apart. K_GROUPS warp groups divide the panels of a stage. All sums of a tile
-// go to the block of the cluster that finishes their rows, 16 at a time, into its shared memory.
+// memory.) TMA brings x in the order of its inputs, so that the weight's may not be another: of fp8 a lane loads the two bytes
+// that it multiplies, of four bits 16, of which it takes every fourth. While a half of a group's products run, the other half
+// is taken apart. K_GROUPS warp groups divide the panels of a stage. All sums of a tile go to the block of the cluster that
+// finishes their rows, 16 at a time, into its shared memory.
 //
 // One warp asks for weight and x, the other three of its group compute the norm's factors.
 //
@@ -91,7 +91,6 @@ __device__ void ask(const TensorMap* values, const TensorMap* x, u32 ring, u32 f
   }
 }
 
-constexpr u32 VALUE_FACTOR = 0x7b807b80u;  // 2^120, twice
 // Values of 16 rows and 64 inputs as wgmma takes them: four times 16 inputs.
 using Values = u32[4][4];
 // What take_apart wants of the first and of the second eight rows: what integers are multiplied by and what is added to
@@ -99,9 +98,21 @@ using Values = u32[4][4];
 struct Beside {
   u32 first[2], second[2];
 };
-__device__ __forceinline__ void take_integers_apart(Values& to, const char* rows, int half, const Beside& beside) {
-  const int row = threadIdx.x / 4 % 8;
-  const u32 my_byte = 0x4040u | threadIdx.x % 4 * 0x101u;  // of a word, in both halves of a register
+// Of half `half` of a panel. `rows` is where the lane's row of the first eight begins.
+__device__ __forceinline__ void take_apart(Values& to, const char* rows, int half, const Beside& beside) {
+  const int row = threadIdx.x / 4 % 8, quad = threadIdx.x % 4;
+#if BITS == 8
+  constexpr u32 POWER_120 = 0x7b807b80u;
+#pragma unroll
+  for (int s = 0; s < 4; s++) {
+    const int byte = (half * 4 + s) * 16, chunk = byte / 16;  // of the row
+    const char* from = rows + ((chunk ^ row) & 7) * 16 + quad * 2;
+#pragma unroll
+    for (int i = 0; i < 4; i++)  // of rows and those eight behind, by turns
+      to[s][i] = times(first_pair(*(const unsigned short*)(from + i % 2 * 8 * PANEL_BYTES + i / 2 * 8)), POWER_120);
+  }
+#else
+  const u32 my_byte = FLOATS ? 0x4440u | quad : 0x4040u | quad * 0x101u;  // of a word; of integers in both halves of a register
 #pragma unroll
   for (int chunk = 0; chunk < 2; chunk++)
 #pragma unroll
@@ -109,35 +120,20 @@ __device__ __forceinline__ void take_integers_apart(Values& to, const char* rows
       const uint4 words = *(const uint4*)(rows + lower * 8 * PANEL_BYTES + ((half * 2 + chunk ^ row) & 7) * 16);
       const u32 of_eights[4] = {words.x, words.y, words.z, words.w};  // each of eight inputs: a lane's are two
 #pragma unroll
-      for (int i = 0; i < 4; i++)
-        to[chunk * 2 + i / 2][i % 2 * 2 + lower] = pair_in_byte(__byte_perm(of_eights[i], 0, my_byte), beside.first[lower], beside.second[lower]);
+      for (int i = 0; i < 4; i++) {
+        const u32 mine = __byte_perm(of_eights[i], 0, my_byte), first = beside.first[lower];
+        const int s = chunk * 2 + i / 2, place = GROUP == 16 ? s : half % 2 * 2 + chunk;  // of the scale of floats
+        to[s][i % 2 * 2 + lower] = FLOATS ? times(pair_of_byte(mine), scale_of_byte(first, place)) : pair_in_byte(mine, first, beside.second[lower]);
+      }
     }
-}
-// Of half `half` of a panel. `rows` is where the lane's row of the first eight begins.
-__device__ __forceinline__ void take_apart(Values& to, const char* rows, int half, const Beside& beside) {
-  if (INTEGERS) return take_integers_apart(to, rows, half, beside);
-  const int row = threadIdx.x / 4 % 8, quad = threadIdx.x % 4;
-#pragma unroll
-  for (int s = 0; s < 4; s++) {
-    const int byte = (half * 4 + s) * 2 * BITS, chunk = byte / 16;  // of the row
-    const char* from = rows + ((chunk ^ row) & 7) * 16 + byte % 16 + quad * BITS / 4;
-    const int place = GROUP == 16 ? s : half % 2 * 2 + s / 2;  // of the scale
-    const u32 scale_of_upper = FLOATS ? scale_of_byte(beside.first[0], place) : 0, scale_of_lower = FLOATS ? scale_of_byte(beside.first[1], place) : 0;
-#pragma unroll
-    for (int i = 0; i < 4; i++) {  // of rows and those eight behind, by turns
-      const char* at = from + i % 2 * 8 * PANEL_BYTES + i / 2 * BITS;
-      if (BITS == 8)
-        to[s][i] = times(first_pair(*(const unsigned short*)at), VALUE_FACTOR);
-      else
-        to[s][i] = times(pair_of_e2m1(*(const unsigned char*)at * 0x1001u), i % 2 ? scale_of_lower : scale_of_upper);
-    }
-  }
+#endif
 }
 // Begins the products with a panel of x; without `add` the sums begin at zero.
 __device__ __forceinline__ void multiply(float (&sums)[EIGHTS][4], const Values& values, u32 x, bool add) {
+  const u64 first = matrix(x);  // units of 16 bytes
   asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 #pragma unroll
-  for (int s = 0; s < 4; s++) multiply_registers(sums[0], values[s], matrix(x + s * 32), add || s);
+  for (int s = 0; s < 4; s++) multiply_registers(sums[0], values[s], first + s * 2, add || s);
   asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
 }
 __device__ __forceinline__ float scale_of(u32 word) {
