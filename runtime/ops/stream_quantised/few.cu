@@ -1,4 +1,4 @@
-// A linear of up to 8 tokens on Hopper whose weight is float8_e4m3fn, four-bit integers or four-bit floats:
+// A linear of up to 8 or 16 tokens on Hopper whose weight is float8_e4m3fn, four-bit integers or four-bit floats:
 // out = x . weight^T, with the norm before it and what follows it.
 //
 // A weight of a byte an input is read in half the time, one of half a byte in a quarter, so all that a kernel does beside reading weighs twice or more. So a block
@@ -11,14 +11,14 @@
 // them. Sums of the warps are added up by one of them, in turns, and finished at the end. Asking for a stage takes half as
 // many instructions as multiplying one, so that goes in turns too: all wait for the slowest warp.
 //
-// Defined by few.py: N outputs (of a gated one: gate and up rows), K, BITS (of a value: 8 or 4), SPLIT, PASSES, CLUSTERS,
+// Defined by few.py: TOKENS (8 or 16), N outputs (of a gated one: gate and up rows), K, BITS (of a value: 8 or 4), SPLIT, PASSES, CLUSTERS,
 // WARPS, RESIDENT (blocks of a multiprocessor, of registers), PIECE (inputs of a row in a stage), STAGES, SHARED_BYTES, GROUP
 // (inputs that share a scale: 128, of floats of four bits 32 or 16; 0: all of a row, of fp8), SCALE_BYTES, SCALES_ARE_HALF
 // (float16; else of two bytes bfloat16), ZEROS (there are zero points, of a byte), FLOATS (of four bits), FACTORS (`zeros` are
 // factors of rows, in float32), NORM_BLOCKS (sums of squares a token to read; 0: no norm), GATED,
 // RESIDUAL, NEXT_BLOCKS (sums of squares a token to leave), BIAS (in the place of the norm's weight).
 
-constexpr int ROWS = 16, TOKENS = 8;  // of m16n8k16
+constexpr int ROWS = 16, EIGHT = 8, EIGHTS = TOKENS / EIGHT;  // of m16n8k16, and of tokens
 constexpr int OUT_ROWS = GATED ? ROWS / 2 : ROWS, OUTPUTS = GATED ? N / 2 : N, GROUPS = N / ROWS;
 constexpr int IN_BYTE = 8 / BITS;  // values
 constexpr int PANEL = 128, PANEL_INPUTS = PANEL * IN_BYTE, PANEL_BYTES = ROWS * PANEL;  // a swizzled row of shared memory
@@ -44,7 +44,8 @@ static_assert(BITS == 4 || SCALE_BYTES == 4 && !ZEROS, "fp8 has scales in float3
 static_assert(!FLOATS || BITS == 4 && SCALE_BYTES == 1 && !ZEROS, "floats of four bits have scales of a byte");
 static_assert(NEXT_BLOCKS == 0 || NEXT_BLOCKS == GROUPS, "a sum of squares of each group");
 static_assert(WARPS % 2 == 0, "a warp's steps are all of one half");
-static_assert(NORM_BLOCKS == 0 || NORM_BLOCKS % 4 == 0 && WARPS >= TOKENS, "a warp has a token's sums, four at a time");
+static_assert(NORM_BLOCKS == 0 || NORM_BLOCKS % 4 == 0 && WARPS >= EIGHT, "a warp has a token's sums, four at a time");
+static_assert(TOKENS % EIGHT == 0, "whole products");
 static_assert(STAGES >= 2, "a stage is asked for when the next one has been read");
 
 constexpr bool IS_UNSENT = SPLIT > 1 && PASSES > 1, HAS_WEIGHTS = NEXT_BLOCKS || BIAS;  // what is not there has the least room
@@ -116,24 +117,28 @@ __device__ __forceinline__ Inputs prepared(const uint4 (&raw)[INPUTS / 8], float
   }
   return v;
 }
+// Sums of 16 rows and all tokens, as products leave them.
+using Sums = float[EIGHTS][4];
+__device__ __forceinline__ void add_products(Sums& sums, u32 a0, u32 a1, u32 a2, u32 a3, const Inputs (&v)[EIGHTS], int pair) {
+#pragma unroll
+  for (int e = 0; e < EIGHTS; e++) add_product(sums[e], a0, a1, a2, a3, v[e].pairs[pair], v[e].pairs[pair + 1]);
+}
 // Of four bytes of two rows.
-__device__ __forceinline__ void multiply(float* sums, u32 upper, u32 lower, const Inputs& v, int j) {
+__device__ __forceinline__ void multiply(Sums& sums, u32 upper, u32 lower, const Inputs (&v)[EIGHTS], int j) {
   if (BITS == 8) {
-    add_product(sums, first_pair(upper), first_pair(lower), second_pair(upper), second_pair(lower), v.pairs[2 * j], v.pairs[2 * j + 1]);
+    add_products(sums, first_pair(upper), first_pair(lower), second_pair(upper), second_pair(lower), v, 2 * j);
   } else {
 #pragma unroll
-    for (int half = 0; half < 2; half++)
-      add_product(sums, pair_of_fours(upper, 2 * half), pair_of_fours(lower, 2 * half), pair_of_fours(upper, 2 * half + 1),
-                  pair_of_fours(lower, 2 * half + 1), v.pairs[4 * j + 2 * half], v.pairs[4 * j + 2 * half + 1]);
+    for (int i = 0; i < 4; i += 2)
+      add_products(sums, pair_of_fours(upper, i), pair_of_fours(lower, i), pair_of_fours(upper, i + 1), pair_of_fours(lower, i + 1), v, 4 * j + i);
   }
 }
 // The same of floats of four bits and of the scales of their rows.
-__device__ __forceinline__ void multiply_floats(float* sums, u32 upper, u32 lower, u32 of_upper, u32 of_lower, const Inputs& v, int j) {
+__device__ __forceinline__ void multiply_floats(Sums& sums, u32 upper, u32 lower, u32 of_upper, u32 of_lower, const Inputs (&v)[EIGHTS], int j) {
   const auto pair = [](u32 values, int i, u32 scale) { return times(pair_of_e2m1(values >> 4 * i), scale); };
 #pragma unroll
   for (int i = 0; i < 4; i += 2)
-    add_product(sums, pair(upper, i, of_upper), pair(lower, i, of_lower), pair(upper, i + 1, of_upper), pair(lower, i + 1, of_lower),
-                v.pairs[4 * j + i], v.pairs[4 * j + i + 1]);
+    add_products(sums, pair(upper, i, of_upper), pair(lower, i, of_lower), pair(upper, i + 1, of_upper), pair(lower, i + 1, of_lower), v, 4 * j + i);
 }
 __device__ __forceinline__ float scale_at(const char* scales, int i) {
   if (SCALE_BYTES == 4 || FLOATS) return ((const float*)scales)[i];
@@ -217,41 +222,49 @@ __launch_bounds__(32 * WARPS, RESIDENT) quantised_linear(
   const int row = lane / 8 | (lane / 4 & 1) << 2;
   const u32 place_of_lane = row * PANEL + ((quad + warp % 2 * 4 ^ row) & 7) * 16;  // in one of a panel's halves, each a step
   int slot = 0, phase = 0, stage_number = 0;
-  Inputs xs[CHUNKS][STEPS];
+  Inputs xs[CHUNKS][STEPS][EIGHTS];
   float* my_totals = shared.totals[INTEGERS ? warp * CHUNKS * STEPS : 0];
 #pragma unroll 1
   for (int pass = 0; pass < PASSES; pass++) {
     const int begin = pass * CHUNKS * PIECE;
     const char* my_x = x + ((u64)(lane / 4) * K + rank * MY_K + begin + quad * INPUTS) * 2;
     // All are asked for before any is needed.
-    uint4 raw[CHUNKS][STEPS][INPUTS / 8];
+    uint4 raw[CHUNKS][STEPS][EIGHTS][INPUTS / 8];
 #pragma unroll
     for (int c = 0; c < CHUNKS; c++)
 #pragma unroll
       for (int s = 0; s < STEPS; s++) {
         const int step = s * WARPS + warp, at = c * PIECE + step * STEP;
-        const bool is_there = (PASSES * CHUNKS * PIECE == MY_K || begin + at < MY_K) && lane / 4 < num_tokens && is_step(step);
-        const uint4* from = (const uint4*)(my_x + at * 2);
+        const bool is_input = (PASSES * CHUNKS * PIECE == MY_K || begin + at < MY_K) && is_step(step);
 #pragma unroll
-        for (int h = 0; h < INPUTS / 8; h++) raw[c][s][h] = is_there ? from[h] : uint4{0, 0, 0, 0};
+        for (int e = 0; e < EIGHTS; e++) {
+          const bool is_there = is_input && e * EIGHT + lane / 4 < num_tokens;
+          const uint4* from = (const uint4*)(my_x + ((u64)(e * EIGHT) * K + at) * 2);
+#pragma unroll
+          for (int h = 0; h < INPUTS / 8; h++) raw[c][s][e][h] = is_there ? from[h] : uint4{0, 0, 0, 0};
+        }
       }
     if (pass == 0) {
-      float of_norm = 0.f;
-      if (NORM_BLOCKS && warp < num_tokens)
+      float of_norm[EIGHTS] = {};  // a warp's tokens are eight apart
 #pragma unroll
-        for (int j = lane * 4; j < NORM_BLOCKS; j += 128) {
-          const float4 v = *(const float4*)(squares + warp * NORM_BLOCKS + j);
-          of_norm += v.x + v.y + v.z + v.w;
-        }
+      for (int e = 0; e < EIGHTS; e++)
+        if (NORM_BLOCKS && warp < EIGHT && e * EIGHT + warp < num_tokens)
+#pragma unroll
+          for (int j = lane * 4; j < NORM_BLOCKS; j += 128) {
+            const float4 v = *(const float4*)(squares + (e * EIGHT + warp) * NORM_BLOCKS + j);
+            of_norm[e] += v.x + v.y + v.z + v.w;
+          }
       if (RESIDUAL)
+#pragma unroll 1  // else what it needs is kept in registers from pass to pass
         for (int i = threadIdx.x; i < PLACES * TOKENS * HALVES; i += 32 * WARPS) {
           const int place = i / HALVES / TOKENS, t = i / HALVES % TOKENS;
           if (group_of(place) < GROUPS && t < num_tokens)
             shared.residuals[place][t][i % HALVES] = residual[t * (OUTPUTS / 2) + group_of(place) * HALVES + i % HALVES];
         }
-      if (NORM_BLOCKS) {
-        of_norm = sum_of_lanes(of_norm, 32);
-        if (lane == 0 && warp < TOKENS) shared.factors[warp] = rsqrtf(of_norm / K + eps);
+#pragma unroll
+      for (int e = 0; e < EIGHTS && NORM_BLOCKS; e++) {
+        const float sum = sum_of_lanes(of_norm[e], 32);
+        if (lane == 0 && warp < EIGHT) shared.factors[e * EIGHT + warp] = rsqrtf(sum / K + eps);
       }
 #if SPLIT > 1
       asm volatile("barrier.cluster.wait.acquire;" ::: "memory");  // the others' barriers are made
@@ -260,11 +273,13 @@ __launch_bounds__(32 * WARPS, RESIDENT) quantised_linear(
 #pragma unroll
     for (int c = 0; c < CHUNKS; c++)
 #pragma unroll
-      for (int s = 0; s < STEPS; s++) xs[c][s] = prepared(raw[c][s], my_totals + (c * STEPS + s) * TOKENS);
+      for (int s = 0; s < STEPS; s++)
+#pragma unroll
+        for (int e = 0; e < EIGHTS; e++) xs[c][s][e] = prepared(raw[c][s][e], my_totals + (c * STEPS + s) * TOKENS + e * EIGHT);
     __syncwarp();
 #pragma unroll 1
     for (int turn = 0; turn < turns; turn++) {
-      float even[4] = {}, odd[4] = {};
+      Sums even = {}, odd = {};
 #pragma unroll
       for (int c = 0; c < CHUNKS; c++) {
         wait_for(full + 8 * slot, phase);
@@ -275,7 +290,7 @@ __launch_bounds__(32 * WARPS, RESIDENT) quantised_linear(
           if (!is_step(step)) continue;
           const char* from = stage + step / 2 * PANEL_BYTES + place_of_lane;
           const uint4 upper = *(const uint4*)from, lower = *(const uint4*)(from + 8 * PANEL);
-          const Inputs& v = xs[c][s];
+          const auto& v = xs[c][s];
           if (FLOATS) {
             constexpr int MINE = GROUP == 16 ? 2 : 1;  // scales of a lane's inputs of a row
             const unsigned char* of_upper = (const unsigned char*)scales_of_stage + row * ROW_GROUPS + (step * 4 + quad) * MINE;
@@ -288,22 +303,24 @@ __launch_bounds__(32 * WARPS, RESIDENT) quantised_linear(
             multiply_floats(even, upper.z, lower.z, second[0], second[1], v, 2), multiply_floats(odd, upper.w, lower.w, second[0], second[1], v, 3);
           } else if (GROUP) {
             const int of_upper = row * ROW_GROUPS + step * STEP / WITH_A_SCALE, of_lower = of_upper + 8 * ROW_GROUPS;
-            float part[4] = {};
-            if (INTEGERS) {  // zero points are taken off
+            Sums part = {}, other = {};  // so that fewer products wait for each other
+            if (INTEGERS) {              // zero points are taken off
               const unsigned char* zeros_of_stage = (const unsigned char*)(scales_of_stage + OF_SCALES);
               const float of_uppers = ZEROS ? zeros_of_stage[of_upper] : 1.f, of_lowers = ZEROS ? zeros_of_stage[of_lower] : 1.f;
-              const float2 totals = *(const float2*)(my_totals + (c * STEPS + s) * TOKENS + quad * 2);
-              part[0] = of_uppers * totals.x, part[1] = of_uppers * totals.y;
-              part[2] = of_lowers * totals.x, part[3] = of_lowers * totals.y;
+#pragma unroll
+              for (int e = 0; e < EIGHTS; e++) {
+                const float2 totals = *(const float2*)(my_totals + (c * STEPS + s) * TOKENS + e * EIGHT + quad * 2);
+                part[e][0] = of_uppers * totals.x, part[e][1] = of_uppers * totals.y;
+                part[e][2] = of_lowers * totals.x, part[e][3] = of_lowers * totals.y;
+              }
             }
-            float other[4] = {};  // so that fewer products wait for each other
             multiply(part, upper.x, lower.x, v, 0), multiply(other, upper.y, lower.y, v, 1);
             multiply(part, upper.z, lower.z, v, 2), multiply(other, upper.w, lower.w, v, 3);
-#pragma unroll
-            for (int i = 0; i < 4; i++) part[i] += other[i];
             const float scale_of_upper = scale_at(scales_of_stage, of_upper), scale_of_lower = scale_at(scales_of_stage, of_lower);
-            even[0] += part[0] * scale_of_upper, even[1] += part[1] * scale_of_upper;
-            even[2] += part[2] * scale_of_lower, even[3] += part[3] * scale_of_lower;
+#pragma unroll
+            for (int e = 0; e < EIGHTS; e++)
+#pragma unroll
+              for (int i = 0; i < 4; i++) even[e][i] += (part[e][i] + other[e][i]) * (i < 2 ? scale_of_upper : scale_of_lower);
           } else {
             multiply(even, upper.x, lower.x, v, 0), multiply(odd, upper.y, lower.y, v, 1);
             multiply(even, upper.z, lower.z, v, 2), multiply(odd, upper.w, lower.w, v, 3);
@@ -321,66 +338,74 @@ __launch_bounds__(32 * WARPS, RESIDENT) quantised_linear(
       }
       // Whoever added up the sums before the last ones has read them: it has come to the barrier since.
       auto& all = shared.sums[(pass * turns + turn) % 2];
-      float* mine = all[warp] + row * TOKENS + quad * 2;
-      *(float2*)mine = {even[0] + odd[0], even[1] + odd[1]}, *(float2*)(mine + 8 * TOKENS) = {even[2] + odd[2], even[3] + odd[3]};
+#pragma unroll
+      for (int e = 0; e < EIGHTS; e++) {
+        float* mine = all[warp] + row * TOKENS + e * EIGHT + quad * 2;
+        *(float2*)mine = {even[e][0] + odd[e][0], even[e][1] + odd[e][1]};
+        *(float2*)(mine + 8 * TOKENS) = {even[e][2] + odd[e][2], even[e][3] + odd[e][3]};
+      }
       asm volatile("bar.sync 1, %0;" ::"n"(32 * WARPS) : "memory");
       if (warp != (stage_number + WARPS / 2) % WARPS) continue;  // none that asks for one of the next stages
-      float* to = shared.inbox[turn / SPLIT][rank] + lane * 4;
-      float* before = IS_UNSENT ? shared.unsent[turn] + lane * 4 : to;
-      float4 sum = {0.f, 0.f, 0.f, 0.f};
-      if (pass) sum = *(const float4*)before;
-#pragma unroll
-      for (int w = 0; w < WARPS; w++) {
-        const float4 part = *(const float4*)(all[w] + lane * 4);
-        sum.x += part.x, sum.y += part.y, sum.z += part.z, sum.w += part.w;
-      }
-      if (SPLIT == 1 || pass < PASSES - 1) {
-        *(float4*)before = sum;
-        continue;
-      }
-#if SPLIT > 1
       const int owner = turn % SPLIT;
-      send(address_of_peer(shared_address(to), owner), sum, address_of_peer(arrived + turn / SPLIT * 8, owner));
-#endif
+#pragma unroll
+      for (int e = 0; e < EIGHTS; e++) {
+        const int at = e * 128 + lane * 4;
+        float* to = shared.inbox[turn / SPLIT][rank] + at;
+        float* before = IS_UNSENT ? shared.unsent[turn] + at : to;
+        float4 sum = {0.f, 0.f, 0.f, 0.f};
+        if (pass) sum = *(const float4*)before;
+#pragma unroll
+        for (int w = 0; w < WARPS; w++) {
+          const float4 part = *(const float4*)(all[w] + at);
+          sum.x += part.x, sum.y += part.y, sum.z += part.z, sum.w += part.w;
+        }
+        if (SPLIT == 1 || pass < PASSES - 1)
+          *(float4*)before = sum;
+        else
+          send(address_of_peer(shared_address(to), owner), sum, address_of_peer(arrived + turn / SPLIT * 8, owner));
+      }
     }
   }
   __syncthreads();
 
   // Four outputs of a token by a lane; of a gated one two gates and their ups.
-  const int token = lane / 4;
-  const float factor = OUT_FACTOR * (NORM_BLOCKS ? shared.factors[token] : 1.f);
-  const bool is_there = token < num_tokens;
   for (int place = warp; place < PLACES && group_of(place) < GROUPS; place += WARPS) {
     const int group = group_of(place);
 #if SPLIT > 1
     wait_for(arrived + 8 * place, 0);
 #endif
-    float sums[4];
-#pragma unroll
-    for (int i = 0; i < 4; i++) {
-      const int r = GATED ? quad * 2 + i % 2 + i / 2 * OUT_ROWS : quad * 4 + i;
-      sums[i] = 0.f;
-#pragma unroll
-      for (int peer = 0; peer < SPLIT; peer++) sums[i] += shared.inbox[place][peer][r * TOKENS + token];
-      sums[i] *= factor * (OF_ROWS ? shared.scales[place][r] : 1.f);
-    }
     uint2 weights = {0, 0};
     if (HAS_WEIGHTS) weights = *(const uint2*)(shared.weights[place] + quad * 2);
-    u32 low = rounded(sums[0], sums[1], weights.x), high = rounded(sums[2], sums[3], weights.y);
-    const int at = token * (OUTPUTS / 2) + group * HALVES + quad * (GATED ? 1 : 2);
-    if (GATED) {
-      if (is_there) out[at] = silu_times(low, high);
-      continue;
-    }
-    if (RESIDUAL) {
-      const uint2 residuals = *(const uint2*)(shared.residuals[place][token] + quad * 2);
-      low = add(residuals.x, low), high = add(residuals.y, high);
-    }
-    if (is_there) *(uint2*)(out + at) = uint2{low, high};
-    if (NEXT_BLOCKS) {
-      if (is_there) *(uint2*)(scaled + at) = uint2{times(low, weights.x), times(high, weights.y)};
-      const float of_group = sum_of_lanes(sum_of_squares(low) + sum_of_squares(high), 4);
-      store_if(is_there && quad == 0, out_squares + token * NEXT_BLOCKS + group, of_group);
+#pragma unroll
+    for (int e = 0; e < EIGHTS; e++) {
+      const int token = e * EIGHT + lane / 4;
+      const bool is_there = token < num_tokens;
+      const float factor = OUT_FACTOR * (NORM_BLOCKS ? shared.factors[token] : 1.f);
+      float sums[4];
+#pragma unroll
+      for (int i = 0; i < 4; i++) {
+        const int r = GATED ? quad * 2 + i % 2 + i / 2 * OUT_ROWS : quad * 4 + i;
+        sums[i] = 0.f;
+#pragma unroll
+        for (int peer = 0; peer < SPLIT; peer++) sums[i] += shared.inbox[place][peer][r * TOKENS + token];
+        sums[i] *= factor * (OF_ROWS ? shared.scales[place][r] : 1.f);
+      }
+      u32 low = rounded(sums[0], sums[1], weights.x), high = rounded(sums[2], sums[3], weights.y);
+      const int at = token * (OUTPUTS / 2) + group * HALVES + quad * (GATED ? 1 : 2);
+      if (GATED) {
+        if (is_there) out[at] = silu_times(low, high);
+        continue;
+      }
+      if (RESIDUAL) {
+        const uint2 residuals = *(const uint2*)(shared.residuals[place][token] + quad * 2);
+        low = add(residuals.x, low), high = add(residuals.y, high);
+      }
+      if (is_there) *(uint2*)(out + at) = uint2{low, high};
+      if (NEXT_BLOCKS) {
+        if (is_there) *(uint2*)(scaled + at) = uint2{times(low, weights.x), times(high, weights.y)};
+        const float of_group = sum_of_lanes(sum_of_squares(low) + sum_of_squares(high), 4);
+        store_if(is_there && quad == 0, out_squares + token * NEXT_BLOCKS + group, of_group);
+      }
     }
   }
 }
