@@ -1,11 +1,14 @@
 """Microseconds of one layer's attention over latents (MLA), inside a CUDA graph, and the rate at which it reads.
 
     python examples/latent_attention_speed.py [--heads 16 32 128] [--tiles] [--prefill] [--json FILE]
+    python examples/latent_attention_speed.py --forms [--heads 16 128] [--tiles] [--json FILE]
 
 Needs an NVIDIA GPU and the `cuda` extra. Each graph runs several layers with latents of their own, more than the L2
 cache holds, over random page tables, and before each of them a kernel that does nearly nothing, as a model has one
 there. The time of these kernels alone is taken off. `--tiles` times other tiles and splits than those that are chosen;
-runtime/attention/latent/tiles.py and split/splits.py stand on that table. `--prefill` times a prompt.
+runtime/attention/latent/tiles.py and split/splits.py stand on that table. `--prefill` times a prompt. `--forms` times
+all that a layer does for a prompt, over latents and over keys and values made of them, and says which is chosen:
+runtime/attention/latent/expansion.py stands on that.
 """
 
 from __future__ import annotations
@@ -14,16 +17,23 @@ import argparse
 import json
 import statistics
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
+from mllm_compile.runtime.attention.base import AttentionInputs
 from mllm_compile.runtime.attention.latent import tiles as chosen
+from mllm_compile.runtime.attention.latent.backend import LatentAttnBackend, LatentPieces
+from mllm_compile.runtime.attention.latent.expansion import Choice, Widths, all_of_them, none_of_them, those_that_pay
 from mllm_compile.runtime.attention.latent.tiles import Tile, num_prefill_tiles
+from mllm_compile.runtime.attention.layer import AttentionLayer, LayerSpec
 from mllm_compile.runtime.attention.split.splits import OF_LATENTS
+from mllm_compile.runtime.forward_batch import ForwardBatch, ForwardMode
+from mllm_compile.runtime.memory_pool import KVPool, ReqToTokenPool
 
 WIDTH, VALUE_WIDTH, PAGE_SIZE = 576, 512, 64
 HEADS = (16, 32, 64, 128)
@@ -34,6 +44,13 @@ TILES = (
     *(Tile(64, 32, 8, 2), Tile(64, 32, 8, 3), Tile(64, 64, 8, 2), Tile(64, 64, 4, 2)),
 )
 SPLITS = (1, 2, 4, 8, 16, 32, 64)
+KEY, VALUE = 128, 128  # of a head's own columns of a key, and of its values
+# New tokens, and tokens before them.
+PROMPTS = (
+    *((64, 0), (128, 0), (256, 0), (512, 0), (1024, 0), (2048, 0), (8192, 0), (32000, 0)),
+    *((32, 8192), (64, 8192), (128, 8192), (256, 8192), (512, 8192), (256, 31744), (512, 31744), (2048, 29952)),
+)
+EXPANDED_TILES = (Tile(128, 64, 8, 2), Tile(128, 64, 8, 3), Tile(128, 128, 8, 2), Tile(128, 32, 8, 3))
 COLD_BYTES = 256 << 20  # several times the L2 cache
 MAX_LAYERS = 16
 
@@ -87,14 +104,106 @@ def prefill(layers: Layers) -> Callable[[], None]:
     return layers.each(attend)
 
 
-def microseconds(run: Callable[[], None], num_layers: int) -> float:
+class Prompt:
+    """A prompt's new tokens behind others that are in the cache, as a layer of a step has them."""
+
+    def __init__(self, num_heads: int, new: int, before: int) -> None:
+        length, options = new + before, {"dtype": torch.bfloat16, "device": "cuda"}
+        scale, own = (KEY + WIDTH - VALUE_WIDTH) ** -0.5, {"up_projection": "up", "up_key_dim": KEY}
+        widths = num_heads, 1, WIDTH, VALUE_WIDTH
+        spec = LayerSpec("layer", 0, *widths, scale, 0.0, -1, None, is_latent=True, **own, up_value_dim=VALUE)
+        up = torch.randn(num_heads * (KEY + VALUE), VALUE_WIDTH, **options) * VALUE_WIDTH**-0.5
+        self.layer = AttentionLayer.of(spec, {"up": up})
+        pages = -(-length // PAGE_SIZE)
+        self.table = ReqToTokenPool(1, pages * PAGE_SIZE, "cuda")
+        ids = torch.randperm(pages).cuda() + 1
+        self.table.write_pages(torch.ones_like(ids), torch.arange(pages).cuda(), ids, PAGE_SIZE)
+        self.pool = KVPool(pages + 1, PAGE_SIZE, [spec.cache_shape], torch.bfloat16, "cuda")
+        self.pool.get_kv_buffer(0)[0].normal_()
+        self.q = torch.randn(new, num_heads, spec.query_dim, **options)
+        self.out = torch.empty(new, num_heads, spec.out_dim, **options)
+        self.lengths = torch.tensor([new], dtype=torch.int32), torch.tensor([length], dtype=torch.int32)
+
+    def attend(self, choice: Choice) -> Callable[[], None]:
+        """What a layer launches."""
+        ops, scale = torch.ops.mllm, {"sm_scale": self.layer.sm_scale}
+        pieces = LatentPieces(
+            lambda inputs: ops.latent_decode(*inputs, page_size=PAGE_SIZE, **scale),
+            lambda inputs: ops.latent_prefill(*inputs, page_size=PAGE_SIZE, **scale),
+            lambda inputs: ops.expanded_prefill(*inputs, **scale),
+        )
+        backend = LatentAttnBackend(
+            [self.layer],
+            {self.layer.name: pieces},
+            req_to_token=self.table.req_to_token,
+            max_requests=1,
+            page_size=PAGE_SIZE,
+            dtype=torch.bfloat16,
+            choice=choice,
+        )
+        new, length = self.lengths
+        nothing = torch.zeros(int(new), dtype=torch.int64, device="cuda")
+        batch = ForwardBatch(
+            forward_mode=ForwardMode.EXTEND,
+            batch_size=1,
+            input_ids=nothing,
+            req_pool_indices=torch.ones(1, dtype=torch.int64, device="cuda"),
+            seq_lens=length.cuda(),
+            out_cache_loc=nothing,
+            seq_lens_sum=int(length),
+            positions=nothing,
+            seq_lens_cpu=length,
+            req_to_token_pool=self.table,
+            token_to_kv_pool=self.pool,
+            attn_backend=backend,
+            extend_seq_lens_cpu=new,
+        )
+        backend.init_forward_metadata(batch)
+        latents = self.pool.get_kv_buffer(0)[0][:0]
+        inputs = AttentionInputs(self.q, latents, latents, self.out, self.layer, batch)
+        return lambda: backend.forward(inputs)
+
+
+def time_forms(heads: Sequence[int], tries_tiles: bool) -> list[dict[str, object]]:
+    """Prints and returns what prompts take over latents and expanded."""
+    from mllm_compile.runtime.ops.latents import attend, expanded  # noqa: F401  (defines the ops)
+
+    results = []
+    print("heads    new  before   over latents      expanded   chosen", flush=True)
+    for num_heads in heads:
+        for new, before in PROMPTS:
+            prompt = Prompt(num_heads, new, before)
+            times = [microseconds(prompt.attend(choice), 1, 5) for choice in (none_of_them, all_of_them)]
+            widths = Widths.of(prompt.layer)
+            pays = bool(those_that_pay(np.array([new]), np.array([before]), widths)[0])
+            pairs = new * before + new * (new + 1) / 2
+            rates = [2 * num_heads * pairs * width / time / 1e6 for width, time in zip((1088, 320), times, strict=True)]
+            results.append({"heads": num_heads, "new": new, "before": before, "us": times, "pays": pays})
+            shown = "   ".join(f"{time:9.1f} {rate:4.0f}" for time, rate in zip(times, rates, strict=True))
+            print(f"{num_heads:5} {new:6} {before:7}  {shown}   {'expanded' if pays else 'over latents'}", flush=True)
+    if tries_tiles:
+        kept = expanded.expanded_tile
+        for tile in EXPANDED_TILES:
+            expanded.expanded_tile = lambda width, value_width, tile=tile: tile
+            for num_heads, new, before in ((16, 8192, 0), (16, 2048, 8192), (128, 2048, 0)):
+                try:
+                    time = microseconds(Prompt(num_heads, new, before).attend(all_of_them), 1, 5)
+                except Exception as error:
+                    print(f"{tile}: {type(error).__name__}: {str(error).splitlines()[0][:90]}", flush=True)
+                    continue
+                print(f"{tile}, {num_heads} heads, {new} behind {before}: {time:9.1f} us", flush=True)
+        expanded.expanded_tile = kept
+    return results
+
+
+def microseconds(run: Callable[[], None], num_layers: int, repeats: int = 9) -> float:
     run()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         run()
     times = []
-    for _ in range(9):
+    for _ in range(repeats):
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         start.record()
         graph.replay()
@@ -109,6 +218,7 @@ def main() -> None:
     parser.add_argument("--heads", type=int, nargs="+", default=HEADS, help="query heads")
     parser.add_argument("--tiles", action="store_true", help="time other tiles and splits, too")
     parser.add_argument("--prefill", action="store_true", help="time prompts, too")
+    parser.add_argument("--forms", action="store_true", help="time prompts over latents and expanded, and nothing else")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
@@ -116,6 +226,11 @@ def main() -> None:
     from mllm_compile.runtime.ops.latents import attend  # defines the ops
 
     torch.manual_seed(0)
+    if arguments.forms:
+        found = time_forms(arguments.heads, arguments.tiles)
+        if arguments.json:
+            arguments.json.write_text(json.dumps({"gpu": torch.cuda.get_device_name(), "results": found}))
+        return
     results: list[dict[str, object]] = []
 
     def note(what: str, layers: Layers, run: Callable[[], None], flops: float) -> None:

@@ -1,7 +1,9 @@
 """Attention over latents (MLA) by the program's own kernels (ops/latents/), for models of which all attention is so.
 
-Both kernels read pages and lengths on the device. Decodes need nothing else of a batch, so a captured decode is
-replayed without a plan; prompts are given a list of tiles, which the host makes.
+The kernels of decodes and of prompts over latents read pages and lengths on the device. Decodes need nothing else of a
+batch, so a captured decode is replayed without a plan; prompts are given a list of tiles, which the host makes. Where a
+layer has its up-projection (passes/expand_latents.py), it is applied here: to queries and outputs of what attends over
+latents, and to the latents of prompts for which that is estimated to be faster (expansion.py, expanded.py).
 
 Shape legend: T tokens, R requests, H query heads, D width of keys, C width of values, N splits, P slots, W pages of a
 request.
@@ -18,6 +20,16 @@ import torch
 
 from mllm_compile.runtime.attention.base import AttentionBackend, AttentionInputs
 from mllm_compile.runtime.attention.captured.decodes import check_capturable
+from mllm_compile.runtime.attention.flashinfer.library import copy_space
+from mllm_compile.runtime.attention.latent.expanded import ExpandedPrompts
+from mllm_compile.runtime.attention.latent.expansion import (
+    MOST_EXPANDED_BYTES,
+    Choice,
+    Widths,
+    none_of_them,
+    those_that_pay,
+)
+from mllm_compile.runtime.attention.latent.products import absorbed_queries, outputs_of_values
 from mllm_compile.runtime.attention.latent.tiles import PREFILL_TILE, num_decode_tiles, num_prefill_tiles
 from mllm_compile.runtime.attention.layer import AttentionLayer
 from mllm_compile.runtime.attention.metadata import CommonAttentionMetadata, split_decodes_and_prefills
@@ -28,13 +40,30 @@ from mllm_compile.runtime.device.upload import upload
 from mllm_compile.runtime.errors import ConfigError, UnsupportedModelError
 from mllm_compile.runtime.forward_batch import ForwardBatch, ForwardMode
 
+_ALIGNMENT = 64  # numbers
+
 
 @dataclass(frozen=True)
 class LatentPieces:
-    """The pieces of the program that attend over a layer's latents; arguments as those ops have them (ops/latents/)."""
+    """The pieces of the program that attend over a layer's latents, and for prompts over keys and values made of them;
+    arguments as those ops have them (ops/latents/)."""
 
     decode: DecodePiece
     prefill: DecodePiece
+    expanded: DecodePiece | None = None  # of layers with their up-projection
+
+
+@dataclass(frozen=True)
+class _Prompts:
+    """The prompts of a batch, as layers of some widths see them.
+
+    Attributes:
+        expanded: those that are expanded; none of layers without their up-projection.
+        tiles: [N, 4] int32 of the others, on the device; None: there are none.
+    """
+
+    expanded: ExpandedPrompts
+    tiles: torch.Tensor | None
 
 
 @dataclass(frozen=True)
@@ -43,12 +72,12 @@ class _Plan:
 
     Attributes:
         seq_lens: [R] int32, of decodes first; kernels read it when they run.
-        tiles: number of heads → [N, 4] int32 of prompts, on the device; empty: there are none.
+        prompts: widths of layers → the prompts; empty: there are none.
     """
 
     num_decodes: int
     seq_lens: torch.Tensor
-    tiles: Mapping[int, torch.Tensor] = field(default_factory=dict)
+    prompts: Mapping[Widths, _Prompts] = field(default_factory=dict)
 
 
 class LatentAttnBackend(AttentionBackend):
@@ -63,6 +92,8 @@ class LatentAttnBackend(AttentionBackend):
         max_requests: int,
         page_size: int,
         dtype: torch.dtype,
+        choice: Choice = those_that_pay,
+        most_expanded_bytes: int = MOST_EXPANDED_BYTES,
     ) -> None:
         """
         Args:
@@ -71,6 +102,8 @@ class LatentAttnBackend(AttentionBackend):
             req_to_token: [rows, columns] int32: the slot of each position.
             max_requests: most requests of a batch.
             dtype: the type of queries and cache.
+            choice: of the prompts that are expanded, where layers have their up-projection.
+            most_expanded_bytes: of keys and values that are made of latents at once, and these.
 
         Raises:
             UnsupportedModelError: a layer has no kernels.
@@ -85,7 +118,9 @@ class LatentAttnBackend(AttentionBackend):
         self._table = PageTable(req_to_token, max_requests, page_size)
         kinds = {_kind(layer): layer for layer in layers}
         self._scratch = {kind: _Scratch(layer, max_requests, req_to_token.device) for kind, layer in kinds.items()}
-        self._head_counts = {layer.num_heads for layer in layers}
+        self._widths = {Widths.of(layer): layer for layer in layers}
+        self._choice = choice
+        self._space = _Space(layers, req_to_token, dtype, most_expanded_bytes)
         self._captured: dict[int, torch.Tensor] = {}  # rows → the lengths that the captured kernels read
         self._plan: _Plan | None = None
         self._load_kernels(layers, page_size, dtype)
@@ -95,14 +130,16 @@ class LatentAttnBackend(AttentionBackend):
         device = self._table.pages.device
         self._table.list(torch.zeros(1, dtype=torch.int64, device=device))
         one = torch.ones(1, dtype=torch.int32, device=device)
-        tiles = torch.tensor([[0, 0, 1, 0]], dtype=torch.int32, device=device)
-        plan = _Plan(1, one, dict.fromkeys(self._head_counts, tiles))
+        tiles, expanded_tiles = (
+            torch.tensor([fields], dtype=torch.int32, device=device)
+            for fields in ((0, 0, 1, 0), (0, 1, 0, 1, 1, 0, 0, 0))
+        )
+        nothing = ExpandedPrompts(np.arange(1), 1, ((tiles[0, :1], expanded_tiles),))
+        plan = _Plan(1, one, dict.fromkeys(self._widths, _Prompts(nothing, tiles)))
         for layer in {id(self._pieces[layer.name]): layer for layer in layers}.values():
-            q = torch.zeros(1, layer.num_heads, layer.head_dim, dtype=dtype, device=device)
+            q = torch.zeros(1, layer.num_heads, layer.query_dim, dtype=dtype, device=device)
             latents = q.new_zeros(page_size, 1, layer.head_dim)
-            out = q.new_empty(1, layer.num_heads, layer.v_head_dim)
-            self._decode(plan, layer, q, latents, out)
-            self._prefill(plan, layer, q, latents, out)
+            self._attend(plan, layer, q, latents, q.new_empty(1, layer.num_heads, layer.out_dim))
 
     # Planning ---------------------------------------------------------------------------------------------------------
 
@@ -110,11 +147,19 @@ class LatentAttnBackend(AttentionBackend):
         common = CommonAttentionMetadata.of(batch)
         num_decodes, num_prefills, *_ = split_decodes_and_prefills(common)
         self._table.list(batch.req_pool_indices[: common.num_reqs])
-        tiles = {}
+        prompts = {}
         if num_prefills:
-            device = self._table.pages.device
-            tiles = {heads: upload(_prefill_tiles(common, num_decodes, heads), device) for heads in self._head_counts}
-        self._plan = _Plan(num_decodes, batch.seq_lens[: common.num_reqs], tiles)
+            prompts = {widths: self._prompts(common, num_decodes, layer) for widths, layer in self._widths.items()}
+        self._plan = _Plan(num_decodes, batch.seq_lens[: common.num_reqs], prompts)
+
+    def _prompts(self, common: CommonAttentionMetadata, num_decodes: int, layer: AttentionLayer) -> _Prompts:
+        choice = none_of_them if layer.up_projection is None else self._choice
+        most_tokens = self._space.most_tokens(layer)
+        expanded = ExpandedPrompts.plan(common, num_decodes, Widths.of(layer), choice, most_tokens)
+        if not len(expanded.others):
+            return _Prompts(expanded, None)
+        tiles = _prefill_tiles(common, expanded.others, layer.num_heads)
+        return _Prompts(expanded, upload(tiles, self._table.pages.device))
 
     # Running ----------------------------------------------------------------------------------------------------------
 
@@ -122,28 +167,42 @@ class LatentAttnBackend(AttentionBackend):
         self.forward_extend(inputs)
 
     def forward_extend(self, inputs: AttentionInputs) -> None:
-        plan = self._plan
-        if plan is None:
+        if self._plan is None:
             raise RuntimeError("call init_forward_metadata with the batch before forward")
         latents, _ = inputs.batch.token_to_kv_pool.get_kv_buffer(inputs.layer.layer_id)
-        q, out, layer = inputs.q.contiguous(), inputs.out, inputs.layer
-        if plan.num_decodes:
-            self._decode(plan, layer, q[: plan.num_decodes], latents, out[: plan.num_decodes])
-        if plan.tiles:
-            self._prefill(plan, layer, q, latents, out)
+        self._attend(self._plan, inputs.layer, inputs.q.contiguous(), latents, inputs.out)
 
-    def _decode(
+    def _attend(
         self, plan: _Plan, layer: AttentionLayer, q: torch.Tensor, latents: torch.Tensor, out: torch.Tensor
     ) -> None:
-        count = plan.num_decodes
-        scratch = self._scratch[_kind(layer)].of(count)
-        self._pieces[layer.name].decode([q, latents, self._table.pages[:count], plan.seq_lens[:count], out, *scratch])
+        prompts = plan.prompts.get(Widths.of(layer))
+        if layer.up_projection is None:
+            self._over_latents(plan, prompts, layer, q, latents, out)
+            return
+        num_rows = plan.num_decodes if prompts is None else prompts.expanded.num_other_rows
+        if num_rows:  # of prompts that are expanded some rows may be among them: what they get is written over below
+            sums = q.new_empty(num_rows, layer.num_heads, layer.v_head_dim)
+            self._over_latents(plan, prompts, layer, absorbed_queries(q[:num_rows], layer), latents, sums)
+            outputs_of_values(sums, layer, out[:num_rows])
+        piece = self._pieces[layer.name].expanded
+        if prompts is not None and piece is not None:
+            prompts.expanded.run(q, latents, layer, out, piece, self._space.room)
 
-    def _prefill(
-        self, plan: _Plan, layer: AttentionLayer, q: torch.Tensor, latents: torch.Tensor, out: torch.Tensor
+    def _over_latents(
+        self,
+        plan: _Plan,
+        prompts: _Prompts | None,
+        layer: AttentionLayer,
+        q: torch.Tensor,
+        latents: torch.Tensor,
+        out: torch.Tensor,
     ) -> None:
-        pages = self._table.pages[: plan.seq_lens.shape[0]]
-        self._pieces[layer.name].prefill([q, latents, pages, plan.seq_lens, plan.tiles[layer.num_heads], out])
+        count, pieces, pages = plan.num_decodes, self._pieces[layer.name], self._table.pages
+        if count:
+            scratch = self._scratch[_kind(layer)].of(count)
+            pieces.decode([q[:count], latents, pages[:count], plan.seq_lens[:count], out[:count], *scratch])
+        if prompts is not None and prompts.tiles is not None:
+            pieces.prefill([q, latents, pages[: plan.seq_lens.shape[0]], plan.seq_lens, prompts.tiles, out])
 
     # CUDA graphs ------------------------------------------------------------------------------------------------------
 
@@ -229,12 +288,35 @@ class _Scratch:
         return [self._partial, tops, totals]
 
 
-def _prefill_tiles(common: CommonAttentionMetadata, num_decodes: int, num_heads: int) -> np.ndarray:
-    """[N, 4] int32 of the requests behind the decodes, as latent_prefill takes them: those with the most keys first, so
-    that no long one begins when the others have ended."""
+class _Space:
+    """The memory that keys and values are made in, for layers with their up-projection; all of them use the same."""
+
+    def __init__(
+        self, layers: Sequence[AttentionLayer], req_to_token: torch.Tensor, dtype: torch.dtype, most_bytes: int
+    ) -> None:
+        of_a_token = [Widths.of(layer).numbers_of_a_token for layer in layers if layer.up_projection is not None]
+        most_numbers = min(most_bytes // dtype.itemsize, max(of_a_token, default=0) * req_to_token.numel())
+        self._bytes = copy_space(req_to_token.device, (most_numbers + _ALIGNMENT) * dtype.itemsize)  # shared while kept
+        self._memory = self._bytes.view(dtype)
+
+    def most_tokens(self, layer: AttentionLayer) -> int:
+        return (self._memory.numel() - _ALIGNMENT) // Widths.of(layer).numbers_of_a_token
+
+    def room(self, layer: AttentionLayer, num_keys: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Room for latents [K, W], and for keys and values [K, H, n + v], until the next call."""
+        widths = Widths.of(layer)
+        of_latents = num_keys, layer.head_dim
+        shape = num_keys, widths.num_heads, widths.key + widths.value
+        start = -(-math.prod(of_latents) // _ALIGNMENT) * _ALIGNMENT
+        gathered, expanded = self._memory[: math.prod(of_latents)], self._memory[start : start + math.prod(shape)]
+        return gathered.view(of_latents), expanded.view(shape)
+
+
+def _prefill_tiles(common: CommonAttentionMetadata, requests: np.ndarray, num_heads: int) -> np.ndarray:
+    """[N, 4] int32 of these requests, as latent_prefill takes them: those with the most keys first, so that no long one
+    begins when the others have ended."""
     starts = common.query_start_loc_cpu.numpy()
-    requests = np.arange(num_decodes, common.num_reqs, dtype=np.int32)
-    num_tokens = np.diff(starts)[num_decodes:]
+    num_tokens = np.diff(starts)[requests]
     counts = num_prefill_tiles(num_tokens, num_heads)
     of_tile = np.repeat(np.arange(len(requests)), counts)
     first_tiles = np.cumsum(counts) - counts
