@@ -295,12 +295,16 @@ class _Space:
         self, layers: Sequence[AttentionLayer], req_to_token: torch.Tensor, dtype: torch.dtype, most_bytes: int
     ) -> None:
         of_a_token = [Widths.of(layer).numbers_of_a_token for layer in layers if layer.up_projection is not None]
-        most_numbers = min(most_bytes // dtype.itemsize, max(of_a_token, default=0) * req_to_token.numel())
-        self._bytes = copy_space(req_to_token.device, (most_numbers + _ALIGNMENT) * dtype.itemsize)  # shared while kept
+        self.num_bytes = 0
+        if of_a_token:
+            most_numbers = min(most_bytes // dtype.itemsize, max(of_a_token) * req_to_token.numel())
+            self.num_bytes = (most_numbers + _ALIGNMENT) * dtype.itemsize
+        self._bytes = copy_space(req_to_token.device, self.num_bytes)  # shared with others as long as it is kept
         self._memory = self._bytes.view(dtype)
 
     def most_tokens(self, layer: AttentionLayer) -> int:
-        return (self._memory.numel() - _ALIGNMENT) // Widths.of(layer).numbers_of_a_token
+        """Tokens of a part, at least one."""
+        return max(1, (self._memory.numel() - _ALIGNMENT) // Widths.of(layer).numbers_of_a_token)
 
     def room(self, layer: AttentionLayer, num_keys: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Room for latents [K, W], and for keys and values [K, H, n + v], until the next call."""
