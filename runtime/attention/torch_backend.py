@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from mllm_compile.runtime.attention.base import AttentionBackend, AttentionInputs
 from mllm_compile.runtime.attention.latent.expanded import ExpandedPrompts, attend_in_torch, new_room
 from mllm_compile.runtime.attention.latent.expansion import MOST_EXPANDED_BYTES, Choice, Widths, those_that_pay
-from mllm_compile.runtime.attention.latent.products import absorbed_queries, outputs_of_values
+from mllm_compile.runtime.attention.latent.products import absorb, apply_to_sums
 from mllm_compile.runtime.attention.layer import AttentionLayer
 from mllm_compile.runtime.attention.metadata import CommonAttentionMetadata, split_decodes_and_prefills
 from mllm_compile.runtime.forward_batch import ForwardBatch
@@ -86,11 +86,12 @@ class TorchAttnBackend(AttentionBackend):
             return
         prompts = self._expanded(plan, inputs)
         if count := prompts.num_other_rows:
-            queries = absorbed_queries(inputs.q[:count], layer)
-            sums = queries.new_empty(count, layer.num_heads, layer.v_head_dim)
+            queries = inputs.q.new_empty(count, layer.num_heads, layer.head_dim)
+            sums = inputs.q.new_empty(count, layer.num_heads, layer.v_head_dim)
+            absorb(inputs.q[:count], layer, queries)
             over_latents = AttentionInputs(queries, inputs.k, inputs.v, sums, layer, inputs.batch)
             _attend_for(plan, prompts.others.tolist(), over_latents)
-            outputs_of_values(sums, layer, inputs.out[:count])
+            apply_to_sums(sums, layer, inputs.out[:count])
         latents, _ = inputs.batch.token_to_kv_pool.get_kv_buffer(layer.layer_id)
         attend = partial(attend_in_torch, sm_scale=layer.params.sm_scale)
         prompts.run(inputs.q, latents, layer, inputs.out, attend, new_room)
@@ -99,7 +100,8 @@ class TorchAttnBackend(AttentionBackend):
         widths, common = Widths.of(inputs.layer), CommonAttentionMetadata.of(inputs.batch)
         if widths not in plan.expanded:
             most_tokens = max(1, self._most_expanded_bytes // (widths.numbers_of_a_token * inputs.q.dtype.itemsize))
-            plan.expanded[widths] = ExpandedPrompts.plan(common, plan.num_decodes, widths, self._choice, most_tokens)
+            most = most_tokens, common.num_actual_tokens
+            plan.expanded[widths] = ExpandedPrompts.plan(common, plan.num_decodes, widths, self._choice, *most)
         return plan.expanded[widths]
 
 

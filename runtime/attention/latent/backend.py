@@ -26,10 +26,9 @@ from mllm_compile.runtime.attention.latent.expansion import (
     MOST_EXPANDED_BYTES,
     Choice,
     Widths,
-    none_of_them,
     those_that_pay,
 )
-from mllm_compile.runtime.attention.latent.products import absorbed_queries, outputs_of_values
+from mllm_compile.runtime.attention.latent.products import absorb, apply_to_sums
 from mllm_compile.runtime.attention.latent.tiles import PREFILL_TILE, num_decode_tiles, num_prefill_tiles
 from mllm_compile.runtime.attention.layer import AttentionLayer
 from mllm_compile.runtime.attention.metadata import CommonAttentionMetadata, split_decodes_and_prefills
@@ -120,7 +119,7 @@ class LatentAttnBackend(AttentionBackend):
         self._scratch = {kind: _Scratch(layer, max_requests, req_to_token.device) for kind, layer in kinds.items()}
         self._widths = {Widths.of(layer): layer for layer in layers}
         self._choice = choice
-        self._space = _Space(layers, req_to_token, dtype, most_expanded_bytes)
+        self._space = _Space(layers, req_to_token, max_requests, dtype, most_expanded_bytes)
         self._captured: dict[int, torch.Tensor] = {}  # rows → the lengths that the captured kernels read
         self._plan: _Plan | None = None
         self._load_kernels(layers, page_size, dtype)
@@ -153,9 +152,11 @@ class LatentAttnBackend(AttentionBackend):
         self._plan = _Plan(num_decodes, batch.seq_lens[: common.num_reqs], prompts)
 
     def _prompts(self, common: CommonAttentionMetadata, num_decodes: int, layer: AttentionLayer) -> _Prompts:
-        choice = none_of_them if layer.up_projection is None else self._choice
-        most_tokens = self._space.most_tokens(layer)
-        expanded = ExpandedPrompts.plan(common, num_decodes, Widths.of(layer), choice, most_tokens)
+        if layer.up_projection is None:
+            expanded = ExpandedPrompts(np.arange(num_decodes, common.num_reqs), common.num_actual_tokens)
+        else:
+            most = self._space.most_tokens(layer), self._space.most_rows(layer)
+            expanded = ExpandedPrompts.plan(common, num_decodes, Widths.of(layer), self._choice, *most)
         if not len(expanded.others):
             return _Prompts(expanded, None)
         tiles = _prefill_tiles(common, expanded.others, layer.num_heads)
@@ -181,9 +182,10 @@ class LatentAttnBackend(AttentionBackend):
             return
         num_rows = plan.num_decodes if prompts is None else prompts.expanded.num_other_rows
         if num_rows:  # of prompts that are expanded some rows may be among them: what they get is written over below
-            sums = q.new_empty(num_rows, layer.num_heads, layer.v_head_dim)
-            self._over_latents(plan, prompts, layer, absorbed_queries(q[:num_rows], layer), latents, sums)
-            outputs_of_values(sums, layer, out[:num_rows])
+            queries, sums = self._space.room_over_latents(layer, num_rows)
+            absorb(q[:num_rows], layer, queries)
+            self._over_latents(plan, prompts, layer, queries, latents, sums)
+            apply_to_sums(sums, layer, out[:num_rows])
         piece = self._pieces[layer.name].expanded
         if prompts is not None and piece is not None:
             prompts.expanded.run(q, latents, layer, out, piece, self._space.room)
@@ -289,16 +291,23 @@ class _Scratch:
 
 
 class _Space:
-    """The memory that keys and values are made in, for layers with their up-projection; all of them use the same."""
+    """The memory of layers with their up-projection, one after the other: for queries and sums of what attends over
+    latents, then for keys and values."""
 
     def __init__(
-        self, layers: Sequence[AttentionLayer], req_to_token: torch.Tensor, dtype: torch.dtype, most_bytes: int
+        self,
+        layers: Sequence[AttentionLayer],
+        req_to_token: torch.Tensor,
+        max_requests: int,
+        dtype: torch.dtype,
+        most_bytes: int,
     ) -> None:
-        of_a_token = [Widths.of(layer).numbers_of_a_token for layer in layers if layer.up_projection is not None]
-        self.num_bytes = 0
-        if of_a_token:
-            most_numbers = min(most_bytes // dtype.itemsize, max(of_a_token) * req_to_token.numel())
-            self.num_bytes = (most_numbers + _ALIGNMENT) * dtype.itemsize
+        kinds = {Widths.of(layer) for layer in layers if layer.up_projection is not None}
+        # Whatever most_bytes says, a step of decodes has room.
+        numbers = max((max_requests * widths.numbers_of_a_row for widths in kinds), default=0)
+        wanted = max((req_to_token.numel() * widths.numbers_of_a_token for widths in kinds), default=0)
+        numbers = max(numbers, min(wanted, most_bytes // dtype.itemsize))
+        self.num_bytes = (numbers + _ALIGNMENT) * dtype.itemsize if kinds else 0
         self._bytes = copy_space(req_to_token.device, self.num_bytes)  # shared with others as long as it is kept
         self._memory = self._bytes.view(dtype)
 
@@ -306,14 +315,27 @@ class _Space:
         """Tokens of a part, at least one."""
         return max(1, (self._memory.numel() - _ALIGNMENT) // Widths.of(layer).numbers_of_a_token)
 
+    def most_rows(self, layer: AttentionLayer) -> int:
+        """New tokens that attend over latents."""
+        return (self._memory.numel() - _ALIGNMENT) // Widths.of(layer).numbers_of_a_row
+
     def room(self, layer: AttentionLayer, num_keys: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Room for latents [K, W], and for keys and values [K, H, n + v], until the next call."""
         widths = Widths.of(layer)
-        of_latents = num_keys, layer.head_dim
-        shape = num_keys, widths.num_heads, widths.key + widths.value
-        start = -(-math.prod(of_latents) // _ALIGNMENT) * _ALIGNMENT
-        gathered, expanded = self._memory[: math.prod(of_latents)], self._memory[start : start + math.prod(shape)]
-        return gathered.view(of_latents), expanded.view(shape)
+        of_keys_and_values = num_keys, widths.num_heads, widths.key + widths.value
+        return self._two((num_keys, layer.head_dim), of_keys_and_values)
+
+    def room_over_latents(self, layer: AttentionLayer, num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Room for queries [T, H, D] and for their sums of latents [T, H, C], likewise."""
+        of_heads = num_rows, layer.num_heads
+        return self._two((*of_heads, layer.head_dim), (*of_heads, layer.v_head_dim))
+
+    def _two(self, first: tuple[int, ...], second: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
+        start = -(-math.prod(first) // _ALIGNMENT) * _ALIGNMENT
+        return (
+            self._memory[: math.prod(first)].view(first),
+            self._memory[start : start + math.prod(second)].view(second),
+        )
 
 
 def _prefill_tiles(common: CommonAttentionMetadata, requests: np.ndarray, num_heads: int) -> np.ndarray:

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from mllm_compile.runtime.attention.flashinfer.plan import make_paged_view
-from mllm_compile.runtime.attention.latent.expansion import Choice, Widths, parts_of
+from mllm_compile.runtime.attention.latent.expansion import Choice, Widths, all_of_them, parts_of
 from mllm_compile.runtime.attention.latent.products import expand
 from mllm_compile.runtime.attention.layer import AttentionLayer
 from mllm_compile.runtime.attention.metadata import CommonAttentionMetadata
@@ -42,16 +42,25 @@ class ExpandedPrompts:
 
     @classmethod
     def plan(
-        cls, common: CommonAttentionMetadata, num_decodes: int, widths: Widths, choice: Choice, most_tokens: int
+        cls,
+        common: CommonAttentionMetadata,
+        num_decodes: int,
+        widths: Widths,
+        choice: Choice,
+        most_tokens: int,
+        most_rows: int,
     ) -> ExpandedPrompts:
         """
         Args:
             most_tokens: of a part, as there is room for.
+            most_rows: likewise, of the new tokens that have all of the others: if there are more, none are others.
         """
         prompts = np.arange(num_decodes, common.num_reqs)
         starts = common.query_start_loc_cpu.numpy()
         new, before = np.diff(starts)[num_decodes:], common.num_computed_tokens_cpu.numpy()[num_decodes:]
         is_expanded = choice(new, before, widths)
+        if not is_expanded.all() and starts[prompts[~is_expanded][-1] + 1] > most_rows:
+            is_expanded = all_of_them(new, before, widths)
         others, chosen = prompts[~is_expanded], prompts[is_expanded]
         num_other_rows = int(starts[others[-1] + 1]) if len(others) else num_decodes
         if not len(chosen):

@@ -51,6 +51,11 @@ class Widths:
         """Numbers that one token of a part takes: its keys and values, and the latent that they are made of."""
         return self.num_heads * (self.key + self.value) + self.rank + self.rotated
 
+    @property
+    def numbers_of_a_row(self) -> int:
+        """Numbers that a new token takes which attends over latents: its queries, and their sums of latents."""
+        return self.num_heads * (2 * self.rank + self.rotated)
+
 
 # (new tokens [R], tokens before them [R], widths) → [R] bool: the prompts that are expanded.
 Choice = Callable[[np.ndarray, np.ndarray, Widths], np.ndarray]

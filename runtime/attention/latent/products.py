@@ -11,16 +11,14 @@ import torch
 from mllm_compile.runtime.attention.layer import AttentionLayer
 
 
-def absorbed_queries(q: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
-    """[T, H, C + r] of q [T, H, n + r]: queries whose products with latents are those with keys."""
+def absorb(q: torch.Tensor, layer: AttentionLayer, out: torch.Tensor) -> None:
+    """Writes `out` [T, H, C + r] of q [T, H, n + r]: queries whose products with latents are those of q with keys."""
     n, rank = layer.up_key_dim, layer.v_head_dim
-    wide = q.new_empty(*q.shape[:2], layer.head_dim)
-    torch.bmm(q[..., :n].transpose(0, 1), _of_heads(layer)[:, :n], out=wide[..., :rank].transpose(0, 1))
-    wide[..., rank:].copy_(q[..., n:])
-    return wide
+    torch.bmm(q[..., :n].transpose(0, 1), _of_heads(layer)[:, :n], out=out[..., :rank].transpose(0, 1))
+    out[..., rank:].copy_(q[..., n:])
 
 
-def outputs_of_values(latent: torch.Tensor, layer: AttentionLayer, out: torch.Tensor) -> None:
+def apply_to_sums(latent: torch.Tensor, layer: AttentionLayer, out: torch.Tensor) -> None:
     """Writes `out` [T, H, v]: `latent` [T, H, C] are sums of latents, which become sums of values."""
     for_values = _of_heads(layer)[:, layer.up_key_dim :].transpose(1, 2)
     torch.bmm(latent.transpose(0, 1), for_values, out=out.transpose(0, 1))

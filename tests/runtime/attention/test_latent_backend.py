@@ -119,8 +119,10 @@ def every_second(new: np.ndarray, before: np.ndarray, widths: Widths) -> np.ndar
     return np.arange(len(new)) % 2 == 0
 
 
-@pytest.mark.parametrize("choice", [none_of_them, all_of_them, every_second])
-@pytest.mark.parametrize("most_keys", [1, 11, 1000])
+@pytest.mark.parametrize(
+    ("choice", "most_keys"),
+    [(none_of_them, 1000), (all_of_them, 1), (all_of_them, 11), (all_of_them, 1000), (every_second, 1000)],
+)
 @EVERY_BATCH
 def test_a_layer_with_its_up_projection_gets_the_attention_of_its_heads(prefix_lens, new_lens, most_keys, choice):
     case, kernels = make_case(EXPANDING, prefix_lens, new_lens, PAGE), Kernels()
@@ -132,20 +134,31 @@ def test_a_layer_with_its_up_projection_gets_the_attention_of_its_heads(prefix_l
     lengths = (np.array(prefix_lens) + new_lens)[num_decodes:]
     of_choice = {none_of_them: lengths[:0], all_of_them: lengths, every_second: lengths[::2]}[choice]
     assert sum(kernels.expanded_keys) == sum(of_choice)
-    assert max(kernels.expanded_keys, default=0) <= most_keys
+    assert max(kernels.expanded_keys, default=0) <= backend._space.most_tokens(EXPANDING)
 
 
 def test_no_more_memory_is_taken_for_keys_and_values_than_all_requests_have_tokens():
     case = make_case(EXPANDING, [3, 0], [5, 9], PAGE)
-    slots = case.batch.req_to_token_pool.req_to_token.numel()
-    space = _Space([LAYER, EXPANDING], case.batch.req_to_token_pool.req_to_token, torch.float32, 1 << 30)
+    table = case.batch.req_to_token_pool.req_to_token
+    slots = table.numel()
+    space = _Space([LAYER, EXPANDING], table, 2, torch.float32, 1 << 30)
     assert space.most_tokens(EXPANDING) == slots
     gathered, expanded = space.room(EXPANDING, slots)
     assert (gathered.shape, expanded.shape) == ((slots, WIDTH), (slots, HEADS, 6 + 5))
     gathered.fill_(1)
     expanded.fill_(2)
     assert gathered.eq(1).all()
-    assert _Space([LAYER], case.batch.req_to_token_pool.req_to_token, torch.float32, 1 << 30).num_bytes == 0
+    assert _Space([LAYER], table, 2, torch.float32, 1 << 30).num_bytes == 0
+    assert _Space([EXPANDING], table, 2, torch.float32, 0).most_rows(EXPANDING) == 2  # for decodes there is always room
+
+
+def test_where_there_is_no_room_for_what_attends_over_latents_every_prompt_is_expanded():
+    case, kernels = make_case(EXPANDING, [7, 20, 0, 5], [1, 1, 12, 3], PAGE), Kernels()
+    backend = make(case, kernels, EXPANDING, choice=none_of_them, most_expanded_bytes=0)
+    kernels.expanded_keys.clear()
+    backend.init_forward_metadata(case.batch)
+    torch.testing.assert_close(attend(backend, case, EXPANDING), case.expected, rtol=1e-5, atol=1e-5)
+    assert sum(kernels.expanded_keys) == 12 + 8
 
 
 def test_each_head_of_each_prompts_token_is_in_one_tile_and_the_longest_come_first():
