@@ -8,7 +8,7 @@ cache holds, over random page tables, and before each of them a kernel that does
 there. The time of these kernels alone is taken off. `--tiles` times other tiles and splits than those that are chosen;
 runtime/attention/latent/tiles.py and split/splits.py stand on that table. `--prefill` times a prompt. `--forms` times
 all that a layer does for a prompt, over latents and over keys and values made of them, and says which is chosen:
-runtime/attention/latent/expansion.py stands on that.
+runtime/attention/latent/choice.py stands on that.
 """
 
 from __future__ import annotations
@@ -28,7 +28,14 @@ import torch
 from mllm_compile.runtime.attention.base import AttentionInputs
 from mllm_compile.runtime.attention.latent import tiles as chosen
 from mllm_compile.runtime.attention.latent.backend import LatentAttnBackend, LatentPieces
-from mllm_compile.runtime.attention.latent.expansion import Choice, Widths, all_of_them, none_of_them, those_that_pay
+from mllm_compile.runtime.attention.latent.choice import (
+    Choice,
+    Prompts,
+    Widths,
+    all_of_them,
+    faster_on_gpu,
+    none_of_them,
+)
 from mllm_compile.runtime.attention.latent.tiles import Tile, num_prefill_tiles
 from mllm_compile.runtime.attention.layer import AttentionLayer, LayerSpec
 from mllm_compile.runtime.attention.split.splits import OF_LATENTS
@@ -104,10 +111,10 @@ def prefill(layers: Layers) -> Callable[[], None]:
     return layers.each(attend)
 
 
-class Prompt:
-    """A prompt's new tokens behind others that are in the cache, as a layer of a step has them."""
+class Step:
+    """New tokens of requests behind others that are in the cache, as a layer of a step has them."""
 
-    def __init__(self, num_heads: int, new: int, before: int) -> None:
+    def __init__(self, num_heads: int, new: int, before: int, num_requests: int = 1) -> None:
         length, options = new + before, {"dtype": torch.bfloat16, "device": "cuda"}
         scale, own = (KEY + WIDTH - VALUE_WIDTH) ** -0.5, {"up_projection": "up", "up_key_dim": KEY}
         widths = num_heads, 1, WIDTH, VALUE_WIDTH
@@ -115,14 +122,16 @@ class Prompt:
         up = torch.randn(num_heads * (KEY + VALUE), VALUE_WIDTH, **options) * VALUE_WIDTH**-0.5
         self.layer = AttentionLayer.of(spec, {"up": up})
         pages = -(-length // PAGE_SIZE)
-        self.table = ReqToTokenPool(1, pages * PAGE_SIZE, "cuda")
-        ids = torch.randperm(pages).cuda() + 1
-        self.table.write_pages(torch.ones_like(ids), torch.arange(pages).cuda(), ids, PAGE_SIZE)
-        self.pool = KVPool(pages + 1, PAGE_SIZE, [spec.cache_shape], torch.bfloat16, "cuda")
+        self.rows = torch.arange(1, num_requests + 1).cuda()
+        self.table = ReqToTokenPool(num_requests, pages * PAGE_SIZE, "cuda")
+        ids = torch.randperm(num_requests * pages).cuda() + 1
+        places = torch.arange(pages).cuda().repeat(num_requests)
+        self.table.write_pages(self.rows.repeat_interleave(pages), places, ids, PAGE_SIZE)
+        self.pool = KVPool(len(ids) + 1, PAGE_SIZE, [spec.cache_shape], torch.bfloat16, "cuda")
         self.pool.get_kv_buffer(0)[0].normal_()
-        self.q = torch.randn(new, num_heads, spec.query_dim, **options)
-        self.out = torch.empty(new, num_heads, spec.out_dim, **options)
-        self.lengths = torch.tensor([new], dtype=torch.int32), torch.tensor([length], dtype=torch.int32)
+        self.q = torch.randn(num_requests * new, num_heads, spec.query_dim, **options)
+        self.out = torch.empty(num_requests * new, num_heads, spec.out_dim, **options)
+        self.lengths = tuple(torch.full((num_requests,), count, dtype=torch.int32) for count in (new, length))
 
     def attend(self, choice: Choice) -> Callable[[], None]:
         """What a layer launches."""
@@ -136,21 +145,21 @@ class Prompt:
             [self.layer],
             {self.layer.name: pieces},
             req_to_token=self.table.req_to_token,
-            max_requests=1,
+            max_requests=len(self.rows),
             page_size=PAGE_SIZE,
             dtype=torch.bfloat16,
             choice=choice,
         )
         new, length = self.lengths
-        nothing = torch.zeros(int(new), dtype=torch.int64, device="cuda")
+        nothing = torch.zeros(len(self.q), dtype=torch.int64, device="cuda")
         batch = ForwardBatch(
-            forward_mode=ForwardMode.EXTEND,
-            batch_size=1,
+            forward_mode=ForwardMode.DECODE if int(new[0]) == 1 else ForwardMode.EXTEND,
+            batch_size=len(self.rows),
             input_ids=nothing,
-            req_pool_indices=torch.ones(1, dtype=torch.int64, device="cuda"),
+            req_pool_indices=self.rows,
             seq_lens=length.cuda(),
             out_cache_loc=nothing,
-            seq_lens_sum=int(length),
+            seq_lens_sum=int(length.sum()),
             positions=nothing,
             seq_lens_cpu=length,
             req_to_token_pool=self.table,
@@ -163,19 +172,51 @@ class Prompt:
         inputs = AttentionInputs(self.q, latents, latents, self.out, self.layer, batch)
         return lambda: backend.forward(inputs)
 
+    def decode_with_products_in_pieces(self) -> Callable[[], None]:
+        """What decodes launch without expand_latents: the products, and copies where they are put together."""
+        layer, (_, lengths) = self.layer, self.lengths
+        num_requests, num_heads = self.q.shape[:2]
+        count = OF_LATENTS.of(num_requests * chosen.num_decode_tiles(num_heads))
+        tops, totals = (torch.empty(num_requests, count, num_heads, device="cuda") for _ in range(2))
+        partial = torch.empty(num_requests * count * num_heads * VALUE_WIDTH, device="cuda")
+        for_keys, for_values = layer.up_weight.view(num_heads, -1, VALUE_WIDTH).split([KEY, VALUE], 1)
+        latents, lengths = self.pool.get_kv_buffer(0)[0], lengths.cuda()
+        pages = (self.table.req_to_token[1:, ::PAGE_SIZE] // PAGE_SIZE).contiguous()
+        sums = self.q.new_empty(num_requests, num_heads, VALUE_WIDTH)
+
+        def run() -> None:
+            wide = torch.cat(
+                (torch.bmm(self.q[..., :KEY].transpose(0, 1), for_keys).transpose(0, 1), self.q[..., KEY:]), -1
+            )
+            batch = wide, latents, pages, lengths, sums, partial, tops, totals
+            torch.ops.mllm.latent_decode(*batch, PAGE_SIZE, layer.sm_scale)
+            torch.bmm(sums.transpose(0, 1), for_values.transpose(1, 2)).transpose(0, 1).contiguous()
+
+        return run
+
 
 def time_forms(heads: Sequence[int], tries_tiles: bool) -> list[dict[str, object]]:
     """Prints and returns what prompts take over latents and expanded."""
     from mllm_compile.runtime.ops.latents import attend, expanded  # noqa: F401  (defines the ops)
 
     results = []
+    for num_heads in heads:
+        for num_requests in (1, 64):
+            step = Step(num_heads, 1, 4095, num_requests)
+            inside, outside = step.attend(none_of_them), step.decode_with_products_in_pieces()
+            times = [microseconds(run, 1) for run in (inside, outside)]
+            shown = ", ".join(
+                f"{where} {time:.1f} us" for where, time in zip(("attention", "pieces"), times, strict=True)
+            )
+            results.append({"heads": num_heads, "decodes": num_requests, "us": times})
+            print(f"{num_heads} heads, {num_requests} decodes of 4096, products in {shown}", flush=True)
     print("heads    new  before   over latents      expanded   chosen", flush=True)
     for num_heads in heads:
         for new, before in PROMPTS:
-            prompt = Prompt(num_heads, new, before)
+            prompt = Step(num_heads, new, before)
             times = [microseconds(prompt.attend(choice), 1, 5) for choice in (none_of_them, all_of_them)]
-            widths = Widths.of(prompt.layer)
-            pays = bool(those_that_pay(np.array([new]), np.array([before]), widths)[0])
+            lengths = Prompts(Widths.of(prompt.layer), np.array([new]), np.array([before]), beside_decodes=False)
+            pays = bool(faster_on_gpu(lengths)[0])
             pairs = new * before + new * (new + 1) / 2
             rates = [2 * num_heads * pairs * width / time / 1e6 for width, time in zip((1088, 320), times, strict=True)]
             results.append({"heads": num_heads, "new": new, "before": before, "us": times, "pays": pays})
@@ -187,7 +228,7 @@ def time_forms(heads: Sequence[int], tries_tiles: bool) -> list[dict[str, object
             expanded.expanded_tile = lambda width, value_width, tile=tile: tile
             for num_heads, new, before in ((16, 8192, 0), (16, 2048, 8192), (128, 2048, 0)):
                 try:
-                    time = microseconds(Prompt(num_heads, new, before).attend(all_of_them), 1, 5)
+                    time = microseconds(Step(num_heads, new, before).attend(all_of_them), 1, 5)
                 except Exception as error:
                     print(f"{tile}: {type(error).__name__}: {str(error).splitlines()[0][:90]}", flush=True)
                     continue

@@ -14,7 +14,7 @@ import torch
 from mllm_compile.errors import CompileError
 from mllm_compile.runtime.attention.base import AttentionBackend, AttentionInputs
 from mllm_compile.runtime.attention.latent.backend import LatentAttnBackend
-from mllm_compile.runtime.attention.latent.expansion import Choice, Widths, all_of_them, none_of_them
+from mllm_compile.runtime.attention.latent.choice import Choice, Widths, all_of_them, none_of_them
 from mllm_compile.runtime.attention.layer import AttentionLayer, LayerSpec
 from mllm_compile.runtime.attention.torch_backend import TorchAttnBackend
 from mllm_compile.runtime.forward_batch import ForwardBatch, ForwardMode

@@ -19,8 +19,9 @@ import torch
 import torch.nn.functional as F
 
 from mllm_compile.runtime.attention.base import AttentionBackend, AttentionInputs
+from mllm_compile.runtime.attention.latent.choice import Choice, Widths, fewer_products
 from mllm_compile.runtime.attention.latent.expanded import ExpandedPrompts, attend_in_torch, new_room
-from mllm_compile.runtime.attention.latent.expansion import MOST_EXPANDED_BYTES, Choice, Widths, those_that_pay
+from mllm_compile.runtime.attention.latent.expansion import MOST_EXPANDED_BYTES
 from mllm_compile.runtime.attention.latent.products import absorb, apply_to_sums
 from mllm_compile.runtime.attention.layer import AttentionLayer
 from mllm_compile.runtime.attention.metadata import CommonAttentionMetadata, split_decodes_and_prefills
@@ -57,7 +58,7 @@ class TorchAttnBackend(AttentionBackend):
     def __init__(
         self,
         deterministic: bool = False,
-        choice: Choice = those_that_pay,
+        choice: Choice = fewer_products,
         most_expanded_bytes: int = MOST_EXPANDED_BYTES,
     ) -> None:
         self._deterministic = deterministic

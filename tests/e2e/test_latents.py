@@ -21,8 +21,8 @@ from mllm_compile.compiler.load_or_compile import load_or_compile
 from mllm_compile.config.schema import EngineConfig
 from mllm_compile.errors import UnsupportedModelError
 from mllm_compile.runtime.attention import factory
+from mllm_compile.runtime.attention.latent.choice import all_of_them
 from mllm_compile.runtime.attention.latent.expanded import ExpandedPrompts
-from mllm_compile.runtime.attention.latent.expansion import all_of_them
 from mllm_compile.runtime.attention.layer import LayerSpec
 from mllm_compile.runtime.attention.torch_backend import TorchAttnBackend
 from tests.model.tiny_configs import FIRST_SPECIAL_TOKEN, save_tiny_model, tiny_config

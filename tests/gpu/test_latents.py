@@ -182,7 +182,7 @@ def test_a_model_is_as_near_to_float32_as_transformers_is(tmp_path, monkeypatch,
         written = engine.generate(prompts, asked)
         again = engine.generate(prompts, asked)  # by a prefix hit
     assert [len(output.token_ids) for output in again] == [NEW] * len(prompts)
-    assert 0 in behind and (step > 1500 or max(behind) >= 500), behind
+    assert (0 in behind) if step > sum(PROMPTS) else (max(behind) >= 500), behind
     ours = torch.cat([scores_of(output, ids) for output, ids in zip(read, prompts, strict=True)][1:])
     compare(f"{name}, prompts", ours, [reference_scores(exact, ids) for ids in prompts[1:]], rounded, prompts[1:])
     for what, outputs in (("answers", written), ("answers after a prefix hit", again)):

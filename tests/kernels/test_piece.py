@@ -132,7 +132,7 @@ def test_attention_over_latents_is_given_what_it_is_compiled_for():
         max_requests=3,
         page_size=PAGE_SIZE,
         dtype=torch.bfloat16,
-        choice=lambda new, before, widths: before > 0,
+        choice=lambda prompts: prompts.before > 0,
     )
     assert [piece.mismatch(one.tensors) for piece, one in zip(LATENTS, given, strict=True)] == [None] * 3
     backend.init_forward_metadata(case.batch)

@@ -3,7 +3,7 @@
 The kernels of decodes and of prompts over latents read pages and lengths on the device. Decodes need nothing else of a
 batch, so a captured decode is replayed without a plan; prompts are given a list of tiles, which the host makes. Where a
 layer has its up-projection (passes/expand_latents.py), it is applied here: to queries and outputs of what attends over
-latents, and to the latents of prompts for which that is estimated to be faster (expansion.py, expanded.py).
+latents, and to the latents of prompts for which that is estimated to be faster (choice.py, expanded.py).
 
 Shape legend: T tokens, R requests, H query heads, D width of keys, C width of values, N splits, P slots, W pages of a
 request.
@@ -21,13 +21,9 @@ import torch
 from mllm_compile.runtime.attention.base import AttentionBackend, AttentionInputs
 from mllm_compile.runtime.attention.captured.decodes import check_capturable
 from mllm_compile.runtime.attention.flashinfer.library import copy_space
+from mllm_compile.runtime.attention.latent.choice import Choice, Widths, faster_on_gpu
 from mllm_compile.runtime.attention.latent.expanded import ExpandedPrompts
-from mllm_compile.runtime.attention.latent.expansion import (
-    MOST_EXPANDED_BYTES,
-    Choice,
-    Widths,
-    those_that_pay,
-)
+from mllm_compile.runtime.attention.latent.expansion import MOST_EXPANDED_BYTES
 from mllm_compile.runtime.attention.latent.products import absorb, apply_to_sums
 from mllm_compile.runtime.attention.latent.tiles import PREFILL_TILE, num_decode_tiles, num_prefill_tiles
 from mllm_compile.runtime.attention.layer import AttentionLayer
@@ -91,7 +87,7 @@ class LatentAttnBackend(AttentionBackend):
         max_requests: int,
         page_size: int,
         dtype: torch.dtype,
-        choice: Choice = those_that_pay,
+        choice: Choice = faster_on_gpu,
         most_expanded_bytes: int = MOST_EXPANDED_BYTES,
     ) -> None:
         """

@@ -1,4 +1,5 @@
-"""A batch's prompts over keys and values that are made of their latents, part after part, as planned (expansion.py).
+"""A batch's prompts over keys and values that are made of their latents: choice.py says which prompts, expansion.py in
+which parts.
 
 Both backends run them so: on a GPU by the program's kernel (ops/latents/expanded.py), on a CPU by `attend_in_torch`.
 
@@ -14,7 +15,8 @@ import numpy as np
 import torch
 
 from mllm_compile.runtime.attention.flashinfer.plan import make_paged_view
-from mllm_compile.runtime.attention.latent.expansion import Choice, Widths, all_of_them, parts_of
+from mllm_compile.runtime.attention.latent.choice import Choice, Prompts, Widths, all_of_them
+from mllm_compile.runtime.attention.latent.expansion import parts_of
 from mllm_compile.runtime.attention.latent.products import expand
 from mllm_compile.runtime.attention.layer import AttentionLayer
 from mllm_compile.runtime.attention.metadata import CommonAttentionMetadata
@@ -58,9 +60,10 @@ class ExpandedPrompts:
         prompts = np.arange(num_decodes, common.num_reqs)
         starts = common.query_start_loc_cpu.numpy()
         new, before = np.diff(starts)[num_decodes:], common.num_computed_tokens_cpu.numpy()[num_decodes:]
-        is_expanded = choice(new, before, widths)
+        lengths = Prompts(widths, new, before, beside_decodes=num_decodes > 0)
+        is_expanded = choice(lengths)
         if not is_expanded.all() and starts[prompts[~is_expanded][-1] + 1] > most_rows:
-            is_expanded = all_of_them(new, before, widths)
+            is_expanded = all_of_them(lengths)
         others, chosen = prompts[~is_expanded], prompts[is_expanded]
         num_other_rows = int(starts[others[-1] + 1]) if len(others) else num_decodes
         if not len(chosen):
@@ -69,8 +72,8 @@ class ExpandedPrompts:
         rows = common.batch.req_pool_indices[num_decodes : common.num_reqs]
         if len(others):
             rows = rows.index_select(0, upload(chosen - num_decodes, device))
-        lengths = torch.from_numpy((before + new)[is_expanded])
-        slots = make_paged_view(table, rows, lengths, lengths, -1, page_size=1).indices
+        num_keys = torch.from_numpy((before + new)[is_expanded])
+        slots = make_paged_view(table, rows, num_keys, num_keys, -1, page_size=1).indices
         parts = parts_of(starts[chosen], new[is_expanded], before[is_expanded], most_tokens)
         tiles = upload(np.concatenate([part.tiles for part in parts]), device)
         ends = np.cumsum([len(part.tiles) for part in parts]).tolist()

@@ -1,34 +1,12 @@
-"""Which prompts attend over keys and values made of their latents, and the parts that these are cut into."""
+"""The parts that keys and values of prompts are cut into."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
 
-from mllm_compile.runtime.attention.latent.expansion import Widths, parts_of, those_that_pay
+from mllm_compile.runtime.attention.latent.expansion import parts_of
 from mllm_compile.runtime.attention.latent.tiles import EXPANDED_ROWS
-
-DEEPSEEK = Widths(num_heads=16, key=128, rotated=64, value=128, rank=512)
-
-
-def pays(new, before, widths=DEEPSEEK) -> list[bool]:
-    return those_that_pay(np.array(new, np.int32), np.array(before, np.int32), widths).tolist()
-
-
-def test_long_prompts_are_expanded_and_few_tokens_behind_many_are_not():
-    assert pays([8192, 2048, 4096], [0, 0, 28000]) == [True] * 3
-    assert pays([1, 16, 8192], [32000, 8192, 0]) == [False, False, True]
-    assert pays([1, 16], [32000, 8192]) == [False, False]
-
-
-def test_where_all_of_them_spare_less_than_the_launches_take_none_is_expanded():
-    assert pays([200], [0]) == [False]
-    assert pays([200] * 200, [0] * 200) == [True] * 200
-    assert pays([], []) == []
-
-
-def test_lengths_whose_products_are_beyond_32_bits_are_no_trouble():
-    assert pays([60_000], [1_000_000]) == [True]
 
 
 @pytest.mark.parametrize("most_tokens", [1, 7, 100, 128, 333, 10_000])

@@ -5,7 +5,7 @@ import torch
 
 from mllm_compile.runtime.attention import torch_backend
 from mllm_compile.runtime.attention.base import AttentionInputs
-from mllm_compile.runtime.attention.latent.expansion import Widths, all_of_them
+from mllm_compile.runtime.attention.latent.choice import Widths, all_of_them
 from mllm_compile.runtime.attention.torch_backend import TorchAttnBackend
 from tests.runtime.attention.attention_cases import (
     AttentionCase,
