@@ -15,6 +15,7 @@ from mllm_compile import Engine, SamplingParams
 from mllm_compile.compiler.load_or_compile import load_or_compile
 from mllm_compile.config.compile_options import CompileOptions
 from mllm_compile.errors import ConfigError, DeviceError, EngineDeadError
+from mllm_compile.runtime.ubatch.overlap import BatchOverlap
 from tests.model.tiny_configs import save_tiny_model
 from tests.model.tiny_configs import tiny_config as config_of_architecture
 from tests.quantised_checkpoints import LINEARS, quantise_folder
@@ -96,6 +97,49 @@ def test_draws_penalties_and_scores_of_prompts_are_those_of_one_rank(ranks, alon
             assert {token: entry.logprob for token, entry in mine.items()} == pytest.approx(
                 {token: entry.logprob for token, entry in yours.items()}, abs=1e-4
             )
+
+
+@pytest.fixture
+def cuts(monkeypatch) -> list[bool]:
+    """Of each step of rank 0 that is divided, whether a request is in both halves."""
+    found, bodies = [], BatchOverlap.bodies
+
+    def noted(self: BatchOverlap, inputs: Any, contexts: Any, share_a_request: bool) -> Any:
+        assert all(one["input_ids"].numel() for one in inputs)
+        found.append(share_a_request)
+        return bodies(self, inputs, contexts, share_a_request)
+
+    monkeypatch.setattr(BatchOverlap, "bodies", noted)
+    return found
+
+
+def test_steps_in_two_halves_give_one_ranks_tokens_and_scores(cache, alone, cuts):
+    scored = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, prompt_logprobs=1)
+    with Engine(config_of(cache, enable_dbo=True, dbo_prefill_token_threshold=12)) as engine:
+        assert tokens(engine, PROMPTS[1]) == tokens(alone, PROMPTS[1])
+        assert cuts == [True]
+        assert tokens(engine) == tokens(alone)
+        assert False in cuts, "a step of several prompts is cut between two of them"
+        ours, theirs = (one.generate(PROMPTS[1:], scored) for one in (engine, alone))
+    for one, other in zip(ours, theirs, strict=True):
+        assert one.token_ids == other.token_ids
+        for mine, yours in zip(one.prompt_logprobs[1:], other.prompt_logprobs[1:], strict=True):
+            assert {token: entry.logprob for token, entry in mine.items()} == pytest.approx(
+                {token: entry.logprob for token, entry in yours.items()}, abs=1e-4
+            )
+
+
+@pytest.mark.parametrize(
+    ("runtime", "why"),
+    [
+        ({"num_ranks": 1}, "no sums over ranks"),
+        ({"deterministic": True}, "where a step is cut"),
+        ({"dbo_prefill_token_threshold": 33}, "max_num_batched_tokens is 32"),
+    ],
+)
+def test_steps_in_halves_are_refused_where_there_are_none(cache, runtime: dict[str, Any], why):
+    with pytest.raises(ConfigError, match=f"runtime.enable_dbo is true, but .*{why}"):
+        load_or_compile(config_of(cache, enable_dbo=True, **({"dbo_prefill_token_threshold": 16} | runtime)))
 
 
 def test_an_aborted_request_ends_and_the_engine_goes_on(ranks, alone):

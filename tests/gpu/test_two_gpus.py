@@ -19,6 +19,7 @@ import torch
 from mllm_compile import Engine, SamplingParams
 from mllm_compile.config.schema import EngineConfig
 from mllm_compile.errors import EngineDeadError
+from mllm_compile.runtime.ubatch.overlap import BatchOverlap
 from tests.e2e.test_ranks import followers
 from tests.gpu.small_shape import SHAPE
 from tests.tiny_model import TINY
@@ -113,6 +114,24 @@ def test_two_gpus_answer_as_one_in_every_graph_mode(cache, small, alone, mode):
     with engine_of(cache, 2, mode, small, "inductor") as engine:
         assert_alike(answers(engine), alone)
         assert_alike(answers(engine), alone)  # with hits of the prefix cache
+
+
+@pytest.mark.parametrize("threshold", [32, 100])
+def test_steps_in_halves_answer_as_one_gpu(cache, small, alone, threshold, monkeypatch):
+    cuts, bodies = [], BatchOverlap.bodies
+
+    def noted(self: BatchOverlap, inputs: Any, contexts: Any, share_a_request: bool) -> Any:
+        cuts.append(share_a_request)
+        return bodies(self, inputs, contexts, share_a_request)
+
+    monkeypatch.setattr(BatchOverlap, "bodies", noted)
+    config = config_of(cache, 2, "full_and_piecewise", small, "inductor")
+    settings = {"enable_dbo": True, "dbo_prefill_token_threshold": threshold}
+    with Engine(config.changed("runtime", **settings)) as engine:
+        cuts.clear()  # of memory's measurement
+        assert_alike(answers(engine), alone)
+        assert_alike(answers(engine), alone)
+    assert True in cuts
 
 
 def test_pieces_as_traced_answer_alike_on_two_gpus(cache):
