@@ -586,11 +586,15 @@ class ModelRunner:
 
         Of ranks with requests of their own they are those of all, S each.
         """
-        executor = self._executor_of(batch)
+        logits_of = partial(self._logits_of_all, self._executor_of(batch), body)
+        return LogitsProcessorOutput(logits_of(logits_indices), logits_of=logits_of if batch.return_logprob else None)
+
+    def _logits_of_all(self, executor: Executor, body: list[Any], logits_indices: torch.Tensor) -> torch.Tensor:
+        """The head's logits; of ranks with requests of their own those of all, a block of each."""
         logits = executor.head(body, logits_indices)
-        if self.num_deals > 1 and self.communicator is not None:
-            logits = self.communicator.all_gather(logits.contiguous()).flatten(0, 1)
-        return LogitsProcessorOutput(logits, logits_of=partial(executor.head, body) if batch.return_logprob else None)
+        if self.num_deals == 1 or self.communicator is None:
+            return logits
+        return self.communicator.all_gather(logits.contiguous()).flatten(0, 1)
 
     def _forward_context(
         self,
