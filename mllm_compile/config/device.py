@@ -73,10 +73,7 @@ def detect_device(asked: str) -> DeviceInfo:
 
 
 # What experts that are spread over ranks do without.
-_NOT_SPREAD = {
-    "deterministic": "steps have as many tokens as the rank that has most",
-    "expert_stats": "counts would be those of one rank's tokens",
-}
+_NOT_SPREAD = {"deterministic": "steps have as many tokens as the rank that has most"}
 
 
 def check_ranks(runtime: RuntimeSection) -> None:
