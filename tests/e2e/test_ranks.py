@@ -19,7 +19,7 @@ from mllm_compile.runtime.ubatch.overlap import BatchOverlap
 from tests.model.tiny_configs import save_tiny_model
 from tests.model.tiny_configs import tiny_config as config_of_architecture
 from tests.quantised_checkpoints import LINEARS, quantise_folder
-from tests.quantised_experts import write_experts
+from tests.quantised_experts import FORMATS, write_experts
 from tests.tiny_model import TINY, engine_of_pages, tiny_config
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
@@ -254,16 +254,33 @@ def test_states_latents_and_slopes_give_one_ranks_tokens(name, tmp_path):
 
 
 @pytest.mark.slow
-def test_experts_in_mxfp4_give_one_ranks_tokens(tmp_path):
-    write_experts("mxfp4", tmp_path, {})
+@pytest.mark.parametrize(
+    ("name", "inner"),
+    [*((name, 128 if name == "mxfp4" else 256) for name in FORMATS), ("mxfp4", 96), ("fp8", 32), ("int4", 256)],
+)
+def test_experts_in_few_bits_are_cut_so_where_parts_are_whole_groups(name, inner, tmp_path):
+    sizes = {"intermediate_size": inner, "moe_intermediate_size": inner}
+    model = {"path": str(tmp_path / "packed")}
+    if name in FORMATS:
+        write_experts(name, tmp_path, sizes)
+    else:
+        save_tiny_model(config_of_architecture("qwen3_moe", num_hidden_layers=2, **sizes), tmp_path / "packed")
+        model |= {"quantization": name}
     found = []
     for num_ranks in (1, 2):
         runtime = {"max_model_len": 64, "tensor_parallel_size": num_ranks}
-        model = {"path": str(tmp_path / "packed")}
         config = tiny_config(tmp_path / "cache", model=model, compile={"backend": "eager"}, runtime=runtime)
         with Engine(config) as engine:
             found.append(tokens(engine, [[41, 30, 77, 5, 12], [7, 7, 81]]))
     assert found[0] == found[1]
+    specs = [load_or_compile(config).artifact.weights_of(rank) for rank in range(2)]
+    downs = [[spec for spec in own if spec.name.endswith("layers.1.mlp.experts.down_proj")] for own in specs]
+    assert [len(own) for own in downs] == [1, 1]
+    is_cut_within_a_group = inner == 96
+    for (down,) in downs:
+        assert (down.dtype.itemsize == 1) is not is_cut_within_a_group
+        values = down.shape[-1] if name == "fp8" or name.startswith("fp8") else 2 * down.shape[-1]
+        assert is_cut_within_a_group or values == inner // 2
 
 
 def test_a_cached_runtime_says_for_how_many_ranks_it_is(cache):
