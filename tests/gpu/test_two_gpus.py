@@ -37,7 +37,9 @@ PROMPTS = [list(range(3, 3 + count)) for count in (1, 5, 30, 200, 7, 64, 17)]
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, logprobs=1, detokenize=False)
 
 
-def config_of(cache: Path, num_ranks: int, mode: str, model: dict[str, Any], backend: str) -> EngineConfig:
+def config_of(
+    cache: Path, num_ranks: int, mode: str, model: dict[str, Any], backend: str, **runtime: Any
+) -> EngineConfig:
     return EngineConfig.from_dict(
         {
             "model": {"dtype": "bfloat16"} | model,
@@ -48,6 +50,7 @@ def config_of(cache: Path, num_ranks: int, mode: str, model: dict[str, Any], bac
                 "max_model_len": 1024,
                 "max_running_requests": 16,
                 "max_num_batched_tokens": 128,
+                **runtime,
             },
             "cudagraph": {"mode": mode},
             "cache": {"dir": str(cache)},
@@ -56,8 +59,8 @@ def config_of(cache: Path, num_ranks: int, mode: str, model: dict[str, Any], bac
 
 
 @contextmanager
-def engine_of(*args: Any) -> Iterator[Engine]:
-    engine = Engine(config_of(*args))
+def engine_of(*args: Any, **runtime: Any) -> Iterator[Engine]:
+    engine = Engine(config_of(*args, **runtime))
     try:
         yield engine
     finally:
@@ -125,9 +128,8 @@ def test_steps_in_halves_answer_as_one_gpu(cache, small, alone, threshold, monke
         return bodies(self, inputs, contexts, share_a_request)
 
     monkeypatch.setattr(BatchOverlap, "bodies", noted)
-    config = config_of(cache, 2, "full_and_piecewise", small, "inductor")
     settings = {"enable_dbo": True, "dbo_prefill_token_threshold": threshold}
-    with Engine(config.changed("runtime", **settings)) as engine:
+    with engine_of(cache, 2, "full_and_piecewise", small, "inductor", **settings) as engine:
         cuts.clear()  # of memory's measurement
         assert_alike(answers(engine), alone)
         assert_alike(answers(engine), alone)
