@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from mllm_compile.runtime.schedule.batch_builder import DecodeRows
+from mllm_compile.runtime.schedule.batch_builder import NO_DECODES, DecodeRows
 from mllm_compile.runtime.schedule.request import Request, RequestStatus
 from mllm_compile.runtime.schedule.rows import Rows
 
@@ -38,24 +38,28 @@ class Decodes:
         """All with steps left. The rows of those whose last step has been planned are leaving from here on."""
         decodes = self._made
         if decodes is None:
-            decodes = self._make([request for request in self.requests if request.status is RequestStatus.RUNNING])
+            decoding = [request for request in self.requests if request.status is RequestStatus.RUNNING]
+            decodes = self._keep(self._longest_first(decoding) if len(decoding) > 1 else decoding)
         if not decodes.requests:
             return decodes
         done = self._rows.computed[decodes.rows] >= self._rows.last_computed[decodes.rows]
         if done.any():
             # Their last step is in flight; its update ends them.
             self._rows.leaving.update(decodes.rows[done].tolist())
-            self.requests = [r for r, is_done in zip(decodes.requests, done.tolist(), strict=True) if not is_done]
-            decodes = self._made = DecodeRows.of(self.requests)
+            left = [r for r, is_done in zip(decodes.requests, done.tolist(), strict=True) if not is_done]
+            decodes = self._keep(left)
         return decodes
 
-    def _make(self, requests: list[Request]) -> DecodeRows:
+    def _keep(self, requests: list[Request]) -> DecodeRows:
+        self.requests = requests
+        self._made = DecodeRows.of(requests) if requests else NO_DECODES
+        return self._made
+
+    def _longest_first(self, requests: list[Request]) -> list[Request]:
         """Sorts for attention: its blocks begin in this order, and a long one that begins last is waited for alone.
 
         All grow alike from then on, but for those that sit out.
         """
         rows = np.array([request.row for request in requests], dtype=np.int32)
         order = np.argsort(-self._rows.computed[rows], kind="stable")
-        self.requests = [requests[index] for index in order.tolist()]
-        self._made = DecodeRows.of(self.requests)
-        return self._made
+        return [requests[index] for index in order.tolist()]

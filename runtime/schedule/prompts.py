@@ -195,7 +195,8 @@ class Prompts:
                 return
         length = self._states.cut(row, start, length)
         end = start + length
-        rows.pages.grow(row, rows.pages.pages_for(end) - int(rows.pages.num_pages[row]))
+        needed = rows.pages.pages_for(end) - int(rows.pages.num_pages[row])
+        rows.pages.grow(row, needed, whole=rows.pages.pages_for(token_ids.size))
         rows.computed[row] = end
         is_last = end == token_ids.size
         plan.chunks.append(Chunk(request, start, token_ids[start:end], is_last))

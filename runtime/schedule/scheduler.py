@@ -22,7 +22,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from mllm_compile.runtime.schedule.batch_builder import DecodeRows, build_batch
+from mllm_compile.runtime.schedule.batch_builder import NO_DECODES, DecodeRows, build_batch
 from mllm_compile.runtime.schedule.config import SchedulerConfig, SchedulerStats
 from mllm_compile.runtime.schedule.decodes import Decodes
 from mllm_compile.runtime.schedule.pace import Pace, PromptBudget
@@ -128,12 +128,13 @@ class Scheduler:
         """
         self._preempt_outgrown()
         decodes = self._plan_decodes()
-        prefix_lens = self.rows.computed[decodes.rows]
+        prefix_lens = self.rows.computed[decodes.rows] if decodes.requests else NO_DECODES.rows
         prompts = self._plan_prompts(decodes)
         if not decodes.requests and (prompts is None or not prompts.chunks):
             self._check_not_stuck()
             return None
-        self.rows.computed[decodes.rows] += 1
+        if decodes.requests:
+            self.rows.computed[decodes.rows] += 1
         chunks, admitted = ([], []) if prompts is None else (prompts.chunks, prompts.admitted)
         changes = self.pages.take_writes(), self.pages.take_cleared(), admitted, *self._states.take(self._next_step)
         batch = build_batch(self._next_step, decodes, prefix_lens, chunks, *changes)
@@ -186,7 +187,7 @@ class Scheduler:
     def _prompt_budget(self, decodes: DecodeRows) -> PromptBudget:
         """The part of a step that prompts may take beside these decodes."""
         num_decodes = len(decodes.requests)
-        decode_keys = int(self.rows.computed[decodes.rows].sum()) + num_decodes
+        decode_keys = int(self.rows.computed[decodes.rows].sum()) + num_decodes if num_decodes else 0
         return self.pace.budget(num_decodes, decode_keys, self.config.max_num_batched_tokens - num_decodes)
 
     def _first_prompt_need(self, decodes: DecodeRows) -> int:
