@@ -20,7 +20,6 @@ import torch
 
 from mllm_compile.runtime.attention.base import AttentionBackend, AttentionInputs
 from mllm_compile.runtime.attention.captured.decodes import check_capturable
-from mllm_compile.runtime.attention.flashinfer.library import copy_space
 from mllm_compile.runtime.attention.latent.choice import Choice, Widths, faster_on_gpu
 from mllm_compile.runtime.attention.latent.expanded import ExpandedPrompts
 from mllm_compile.runtime.attention.latent.expansion import MOST_EXPANDED_BYTES
@@ -303,9 +302,8 @@ class _Space:
         numbers = max((max_requests * widths.numbers_of_a_row for widths in kinds), default=0)
         wanted = max((req_to_token.numel() * widths.numbers_of_a_token for widths in kinds), default=0)
         numbers = max(numbers, min(wanted, most_bytes // dtype.itemsize))
-        self.num_bytes = (numbers + _ALIGNMENT) * dtype.itemsize if kinds else 0
-        self._bytes = copy_space(req_to_token.device, self.num_bytes)  # shared with others as long as it is kept
-        self._memory = self._bytes.view(dtype)
+        # A backend's own: another's launches may come between two of its.
+        self._memory = torch.zeros(numbers + _ALIGNMENT if kinds else 0, dtype=dtype, device=req_to_token.device)
 
     def most_tokens(self, layer: AttentionLayer) -> int:
         """Tokens of a part, at least one."""
