@@ -62,6 +62,16 @@ def test_python_files_that_are_named_exist(path):
         assert example or name.rpartition("/")[2] in SOURCES or (ROOT / name).is_file(), name
 
 
+def test_examples_that_are_named_exist():
+    """Also in commands, comments and docstrings."""
+    sources = (
+        path for folder in ("mllm_compile", "passes", "runtime", "examples") for path in (ROOT / folder).rglob("*.py")
+    )
+    for path in [*DOCUMENTS, *sources, ROOT / "Makefile"]:
+        for name in re.findall(r"examples/[\w/]+\.py", path.read_text(encoding="utf-8")):
+            assert (ROOT / name).is_file() or "/test_" in name, f"{path} names {name}; is it in examples/measure?"
+
+
 def test_documents_that_messages_name_exist():
     for path in (ROOT / "mllm_compile").rglob("*.py"):
         for name in re.findall(r"docs/[\w/-]+\.md", path.read_text(encoding="utf-8")):
