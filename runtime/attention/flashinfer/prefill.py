@@ -26,8 +26,10 @@ from mllm_compile.runtime.attention.flashinfer.kernels import (
 )
 from mllm_compile.runtime.attention.flashinfer.parts import DividedPrefill, pages_in_parts
 from mllm_compile.runtime.attention.flashinfer.plan import PagedView, PlanSpace
+from mllm_compile.runtime.attention.flashinfer.work_list import WorkList
 from mllm_compile.runtime.attention.split.prefill_tiles import list_tiles
 from mllm_compile.runtime.attention.split.split_decode import DecodePiece, SplitDecodeSpace
+from mllm_compile.runtime.cuda.driver import copy_pinned
 from mllm_compile.runtime.device.upload import upload
 
 # (flashinfer's kernel, whether it reads new keys and values and no pages, further arguments by name) → a new wrapper
@@ -64,6 +66,7 @@ class CapturedPrefill:
         page_starts: torch.Tensor,
         heads: tuple[int, int, int],
         page_size: int,
+        num_sms: int,
     ) -> None:
         """
         Args:
@@ -79,31 +82,41 @@ class CapturedPrefill:
         self._num_heads, self._num_kv_heads, self._head_dim = heads
         self._page_size = page_size
         self._layout = list(wrapper._plan_info)
+        shares_schedule = bool(self._layout[-1])  # among heads: then the list is made otherwise
+        num_heads, _, head_dim = heads
+        self._works = None if shares_schedule else WorkList(self._layout, num_heads, head_dim, num_sms)
 
     def run(self, q: torch.Tensor, pages: tuple[torch.Tensor, torch.Tensor], out: torch.Tensor, **options: Any) -> Any:
         """q, out: [T, H, D]; pages: k and v, [pages, page_size, Hk, D]; and as the wrapper's own."""
         return self._wrapper.run(q, pages, out=out, **options)
 
-    def plan(self, starts: torch.Tensor, num_keys: torch.Tensor) -> None:
-        """Calls the kernel's own plan: the wrapper's takes a millisecond for 256 rows, and the kernel reads none of it.
+    def plan(self, starts: np.ndarray, num_keys: np.ndarray) -> None:
+        """Makes the list of work, or calls the kernel's own plan: the wrapper's takes a millisecond for 256 rows, and
+        the kernel reads none of it.
 
         Args:
-            starts: [R + 1] int32: the first token of each row; num_keys: [R] int32. On the host.
+            starts: [R + 1] int32: the first token of each row; num_keys: [R] int32.
 
         Raises:
             RuntimeError: the plan lies elsewhere than the captured kernel reads it.
         """
         wrapper = self._wrapper
         with self._space.planning(wrapper):
+            if self._works is not None:
+                pinned = wrapper._pin_memory_int_workspace_buffer
+                memory, pages = pinned.view(torch.int32).numpy(), self._page_starts.numpy()
+                if num_bytes := self._works.write(memory, starts, pages, num_keys):
+                    copy_pinned(pinned, wrapper._int_workspace_buffer, num_bytes)
+                    return
             layout = wrapper._cached_module.plan(
                 wrapper._float_workspace_buffer,
                 wrapper._int_workspace_buffer,
                 wrapper._pin_memory_int_workspace_buffer,
-                starts,
+                torch.from_numpy(starts),
                 self._page_starts,
-                num_keys,
+                torch.from_numpy(num_keys),
                 self._num_tokens,
-                num_keys.shape[0],
+                num_keys.size,
                 self._num_heads,
                 self._num_kv_heads,
                 self._page_size,
@@ -270,7 +283,8 @@ class GroupPrefill:
         one = torch.ones(num_rows, dtype=torch.int32)
         with self._space.planning(wrapper):
             wrapper.plan(starts, pages, ids[:0], one, *self._heads, self._page_size, causal=True, **self._options)
-        return CapturedPrefill(wrapper, self._space, num_tokens, pages, self._heads, self._page_size)
+        heads, sms = self._heads, self._num_sms
+        return CapturedPrefill(wrapper, self._space, num_tokens, pages, heads, self._page_size, sms)
 
     def _plan(self, kernel: PrefillKernel, prefills: PrefillRows) -> Any:
         wrapper = self._wrapper(kernel.name, prefills.use_ragged)

@@ -1,0 +1,67 @@
+"""The list of work that fa3 reads in a captured step, where it is short: a block for each piece.
+
+FlashInfer's plan (PrefillSM90Plan in its scheduler.cuh, 0.6.18) takes the host 150 µs whatever a batch holds, and the
+GPU waits for it ahead of a prompt. A piece of work is a tile of a request's queries with one head. The plan gives each
+block several, so that all blocks take about as long; if there are no more pieces than blocks, nothing is to be weighed.
+
+Shape legend: R rows, a request each or none; W pieces that the list has room for; B blocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+_QUERIES, _QUERIES_OF_64 = 128, 192  # of a tile; with heads of 64
+
+
+class WorkList:
+    """Where a captured step's list of work lies, and how it is written."""
+
+    def __init__(self, layout: Sequence[int], num_heads: int, head_dim: int, num_blocks: int) -> None:
+        """
+        Args:
+            layout: offsets in bytes, as PrefillPlanSM90Info has them: each piece's tile, its request's first query,
+                first page id, queries and keys, and its head, [W] int32 each; bounds of each block's pieces, [B + 1];
+                each piece's request, [W].
+            num_blocks: B.
+        """
+        tiles, first_queries, first_pages, num_queries, num_keys, heads, bounds, requests = (
+            offset // 4 for offset in layout[:8]
+        )
+        self._of_requests = tiles, first_queries, first_pages, num_queries, num_keys, requests
+        self._of_heads, self._bounds = heads, bounds
+        self._heads = np.arange(num_heads, dtype=np.int32)[:, None]
+        self._blocks = np.arange(num_blocks + 1, dtype=np.int32)
+        self._queries = _QUERIES_OF_64 if head_dim == 64 else _QUERIES
+
+    def write(self, memory: np.ndarray, starts: np.ndarray, first_pages: np.ndarray, num_keys: np.ndarray) -> int:
+        """Writes the list.
+
+        Args:
+            memory: int32, as long as the layout needs.
+            starts: [R + 1] int32, the first query of each row; first_pages: [≥ R] int32, where its page ids start;
+                num_keys: [R] int32.
+
+        Returns:
+            Bytes up to its end; 0: there are more pieces than blocks, and nothing is written.
+        """
+        lengths = starts[1:] - starts[:-1]
+        rows = lengths.nonzero()[0]
+        num_heads, num_blocks = self._heads.size, self._blocks.size - 1
+        if rows.size * num_heads > num_blocks:
+            return 0
+        tiles = -(-lengths[rows] // self._queries)
+        count = int(tiles.sum())
+        total = count * num_heads
+        if total > num_blocks:
+            return 0
+        requests = rows.repeat(tiles)
+        of_request = np.arange(count) - (np.add.accumulate(tiles) - tiles).repeat(tiles)
+        columns = of_request, starts[requests], first_pages[requests], lengths[requests], num_keys[requests], requests
+        for begin, values in zip(self._of_requests, columns, strict=True):
+            memory[begin : begin + total].reshape(num_heads, count)[:] = values
+        memory[self._of_heads : self._of_heads + total].reshape(num_heads, count)[:] = self._heads
+        np.minimum(self._blocks, total, out=memory[self._bounds : self._bounds + num_blocks + 1])
+        return 4 * max(self._bounds + num_blocks + 1, max(self._of_requests) + total)
