@@ -1,8 +1,10 @@
-"""The list of work that fa3 reads in a captured step, where it is short: a block for each piece.
+"""The list of work that fa3 reads, where it is short: a block for each piece.
 
-FlashInfer's plan (PrefillSM90Plan in its scheduler.cuh, 0.6.18) takes the host 150 µs whatever a batch holds, and the
-GPU waits for it ahead of a prompt. A piece of work is a tile of a request's queries with one head. The plan gives each
-block several, so that all blocks take about as long; if there are no more pieces than blocks, nothing is to be weighed.
+It is all of a plan that fa3's kernels read (BatchPrefillWith…KVCacheSM90Run, FlashInfer 0.6.18). FlashInfer's own plan
+(PrefillSM90Plan in its scheduler.cuh) takes the host 150 µs whatever a batch holds, its wrappers' twice as long, and
+the GPU waits for it ahead of a prompt. A piece of work is a tile of a request's queries with one head. The plan gives
+each block several, so that all blocks take about as long; if there are no more pieces than blocks, nothing is to be
+weighed.
 
 Shape legend: R rows, a request each or none; W pieces that the list has room for; B blocks.
 """
@@ -14,10 +16,15 @@ from collections.abc import Sequence
 import numpy as np
 
 _QUERIES, _QUERIES_OF_64 = 128, 192  # of a tile; with heads of 64
+_ALIGNMENT = 16  # bytes
 
 
 class WorkList:
-    """Where a captured step's list of work lies, and how it is written."""
+    """Where a list of work lies in FlashInfer's int workspace, and how it is written.
+
+    Attributes:
+        layout: what kernels are told of it.
+    """
 
     def __init__(self, layout: Sequence[int], num_heads: int, head_dim: int, num_blocks: int) -> None:
         """
@@ -27,6 +34,7 @@ class WorkList:
                 each piece's request, [W].
             num_blocks: B.
         """
+        self.layout = list(layout)
         tiles, first_queries, first_pages, num_queries, num_keys, heads, bounds, requests = (
             offset // 4 for offset in layout[:8]
         )
@@ -36,13 +44,19 @@ class WorkList:
         self._blocks = np.arange(num_blocks + 1, dtype=np.int32)
         self._queries = _QUERIES_OF_64 if head_dim == 64 else _QUERIES
 
+    @classmethod
+    def short(cls, num_heads: int, head_dim: int, num_blocks: int) -> WorkList:
+        """A list with room for a piece a block."""
+        room = -(-4 * (num_blocks + 1) // _ALIGNMENT) * _ALIGNMENT
+        return cls([*range(0, 8 * room, room), 0], num_heads, head_dim, num_blocks)
+
     def write(self, memory: np.ndarray, starts: np.ndarray, first_pages: np.ndarray, num_keys: np.ndarray) -> int:
         """Writes the list.
 
         Args:
             memory: int32, as long as the layout needs.
-            starts: [R + 1] int32, the first query of each row; first_pages: [≥ R] int32, where its page ids start;
-                num_keys: [R] int32.
+            starts: [R + 1] int32, the first query of each row; first_pages: [≥ R] int32, where its page ids start, or
+                its keys in a row; num_keys: [R] int32.
 
         Returns:
             Bytes up to its end; 0: there are more pieces than blocks, and nothing is written.
