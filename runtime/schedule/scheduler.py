@@ -337,13 +337,14 @@ class Scheduler:
         if self._was_cut(chunks, request):
             return
         rest, longest = self._rest(request), self._first_chunk(request, budget)
-        if longest < rest:
+        is_cut = longest < rest
+        if is_cut:
             self._serve_shorter(chunks, admitted, request, budget)
             longest = self._rounded_chunk(request, budget)
         room = self._room(request)
         if room > 0:
             self._plan_chunk(chunks, request, min(longest, room), budget, most=min(budget.tokens, room))
-        if longest < rest:
+        if is_cut:  # though rounding may have made it whole: those served beside it have had their chunk
             budget.tokens = 0
 
     def _rest(self, request: Request) -> int:
