@@ -232,9 +232,14 @@ def prefill_capture_obstacle(
             f"prompts are captured with FlashInfer's {CAPTURED_PREFILL.name} alone, which needs a Hopper GPU and "
             "serves no layers with a window or soft cap and no fp8 cache"
         )
-    if flashinfer_version.partition(".post")[0] != _CAPTURED_VERSION:
+    if not knows_plan(flashinfer_version):
         return f"prompts are captured with FlashInfer {_CAPTURED_VERSION} alone, and {flashinfer_version} is installed"
     return None
+
+
+def knows_plan(flashinfer_version: str) -> bool:
+    """True if it is known of this FlashInfer what fa3 reads of a plan."""
+    return flashinfer_version.partition(".post")[0] == _CAPTURED_VERSION
 
 
 def runs_well_captured(
