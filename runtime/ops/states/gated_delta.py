@@ -168,16 +168,17 @@ def _step_gated_delta_kernel(
             g = rate * softplus(g + shift)
             beta = sigmoid(beta)
         decay = tl.exp(g)
-        following = token + 1  # on its way while this token is computed
-        next_q, next_k, next_v, next_g, next_beta = _load_token(
-            q_ptr + following * q_token_stride,
-            k_ptr + following * k_token_stride,
-            v_ptr + following * v_token_stride,
-            g_ptr + following * g_token_stride,
-            beta_ptr + following * beta_token_stride,
-            *(following < end, dims, is_dim, values, is_value),
-            *(q_dim_stride, k_dim_stride, v_dim_stride, g_dim_stride, GATE_A_CHANNEL),
-        )
+        if not DECODES:  # on its way while this token is computed
+            following = token + 1
+            next_q, next_k, next_v, next_g, next_beta = _load_token(
+                q_ptr + following * q_token_stride,
+                k_ptr + following * k_token_stride,
+                v_ptr + following * v_token_stride,
+                g_ptr + following * g_token_stride,
+                beta_ptr + following * beta_token_stride,
+                *(following < end, dims, is_dim, values, is_value),
+                *(q_dim_stride, k_dim_stride, v_dim_stride, g_dim_stride, GATE_A_CHANNEL),
+            )
         if QK_NORM:
             q *= tl.rsqrt(tl.sum(q * q, 0) + EPS)
             k *= tl.rsqrt(tl.sum(k * k, 0) + EPS)

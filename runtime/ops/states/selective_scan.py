@@ -141,12 +141,13 @@ def _selective_scan_kernel(
         b = next_b.to(tl.float32)
         c = next_c.to(tl.float32)
         z = next_z.to(tl.float32)
-        # On their way while this token is computed.
-        next_x, next_dt, next_b, next_c, next_z = _load_token(
-            *(x_ptr, dt_ptr, b_ptr, c_ptr, z_ptr, token + 1, token + 1 < end, channels, is_channel, numbers, is_number),
-            *(x_token_stride, x_channel_stride, dt_token_stride, dt_channel_stride, b_token_stride, b_dim_stride),
-            *(c_token_stride, c_dim_stride, z_token_stride, z_channel_stride, HAS_Z),
-        )
+        if not DECODES:  # on their way while this token is computed
+            next_x, next_dt, next_b, next_c, next_z = _load_token(
+                *(x_ptr, dt_ptr, b_ptr, c_ptr, z_ptr, token + 1, token + 1 < end),
+                *(channels, is_channel, numbers, is_number),
+                *(x_token_stride, x_channel_stride, dt_token_stride, dt_channel_stride, b_token_stride, b_dim_stride),
+                *(c_token_stride, c_dim_stride, z_token_stride, z_channel_stride, HAS_Z),
+            )
         if SOFTPLUS:
             dt = softplus(dt)
         state = state * tl.exp(rates * dt[:, None]) + (dt * x)[:, None] * b[None, :]
