@@ -33,11 +33,11 @@ _TWO_STAGES_BYTES = 160 << 10  # of shared memory, so that a chunk can arrive wh
 
 
 class Solved(NamedTuple):
-    """What is known of all chunks before their states are.
+    """All that is known of chunks before their states are.
 
     Attributes:
-        q, k: what states are multiplied by: with a gate a head [T, Hk, D], as they came; else [C, Hv, L, padded D], with
-            their decays.
+        q, k: what states are multiplied by: with a gate a head [T, Hk, D], as they came; else with their decays,
+            [C, Hv, L, padded D].
         inverses, scores: [C, Hv, L, L], of u and out.
         left: with a gate a channel, keys with the decays to the end of the chunk [C, Hv, L, padded D]; else k.
         factors: float32; with a gate a head [C, Hv, 4, L], of S k, of S q, of u and of S; else of S [C, Hv, padded D].

@@ -130,7 +130,6 @@ def _step_gated_delta_kernel(
         rate = -tl.exp(tl.load(a_log_ptr + head).to(tl.float32))
         shift = tl.load(bias_ptr + head).to(tl.float32)
     if EARLY:  # states and weights are on their way: none of the kernels that run now writes them
-        start_dependents()
         wait_for_prerequisites()
     next_q, next_k, next_v, next_g, next_beta = _load_token(
         q_ptr + start * q_token_stride,
@@ -141,6 +140,8 @@ def _step_gated_delta_kernel(
         *(start < end, dims, is_dim, values, is_value),
         *(q_dim_stride, k_dim_stride, v_dim_stride, g_dim_stride, GATE_A_CHANNEL),
     )
+    if EARLY:  # not before: what the next kernel reads ahead would be in the way
+        start_dependents()
     for token in range(start, end):
         q = next_q.to(tl.float32)
         k = next_k.to(tl.float32)
