@@ -175,6 +175,9 @@ def _step_gated_delta_kernel(
         out = tl.sum(state * (q * SCALE)[None, :], 1)
         tl.store(out_ptr + (token * HV + head) * DV + values, out.to(out_ptr.dtype.element_ty), is_value)
         state = state.to(states_ptr.dtype.element_ty).to(tl.float32)  # as where the next token is in another step
+    # Read again, so that addresses take no registers in between: a sixth block has room on a multiprocessor.
+    row = tl.load(rows_ptr + request).to(tl.int64)
+    places = states_ptr + ((row * HV + head) * DV + values[:, None]) * D + dims[None, :]
     tl.store(places, state.to(states_ptr.dtype.element_ty), is_number & (row > 0) & (end > start))
 
 
