@@ -213,8 +213,10 @@ def _decode_gated_delta_kernel(
     PARTS: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """Program (PARTS times BLOCK rows of a value head, value head, request): part by part, of which the next one is on its
-    way while one is computed, and the first one before the kernel ahead has ended."""
+    """Program (PARTS times BLOCK rows of a value head, value head, request): part by part.
+
+    The next part is on its way while one is computed, the first one before the kernel ahead has ended.
+    """
     values = tl.program_id(0) * (BLOCK * PARTS) + tl.arange(0, BLOCK)
     head = tl.program_id(1)
     request = tl.program_id(2)
