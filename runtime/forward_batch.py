@@ -175,7 +175,7 @@ class LogitsProcessorOutput:
     Attributes:
         next_token_logits: [S, V] in the model's dtype; S = R unless the batch's logits_indices say otherwise.
         logits_of: logits [N, V] of further tokens, given their indices [N] int64 into the batch, until the next
-            forward; of batches with return_logprob.
+            forward; of batches with return_logprob. Of ranks with requests of their own they are those of all, N each.
     """
 
     next_token_logits: torch.Tensor

@@ -144,6 +144,14 @@ class RuntimeConfig(Section):
     """Ranks that each have a part of a mixture's experts and requests of their own, with their keys and values; other
     weights are whole on each. max_running_requests and max_num_batched_tokens are then of each rank."""
 
+    enable_dbo: bool = False
+    """With tensor_parallel_size: compute steps with prompts in two halves beside each other (dual batch overlap), so
+    that sums over ranks of one are hidden behind the other's work. docs/parallel.md says what it was measured to
+    give."""
+
+    dbo_prefill_token_threshold: PositiveInt = 2048
+    """Least tokens of a step that enable_dbo divides."""
+
     distributed_executor_backend: Literal["mp", "ray"] = "mp"
     """Ranks are started on this host by the engine's process (mp), or by Ray, in a placement group."""
 

@@ -72,7 +72,16 @@ def _unknown_of_a_call(name: str, known: Seq[str]) -> RequestError:
 class Engine:
     """Serves one model.
 
-    Use it as a context manager or call `close()`: both give all memory back. `timeline` says how long its start took.
+    Use it as a context manager or call `close()`: both give all memory back. Any thread may call it.
+
+    Attributes:
+        config: the config with every `auto` resolved.
+        folder: the folder of the runtime that it serves.
+        tokenizer: None for a model that came without one, which takes token ids alone.
+        vocab_size: prompts hold ids below it.
+        eos_token_ids: the ids that end an answer.
+        default_params: the SamplingParams of a request that has none, from the model's generation_config.json.
+        timeline: the seconds of each stage of its start.
 
     Args:
         config: a hub id, a model's folder, a YAML file, or what that would hold as an EngineConfig or a dict (compiles
@@ -167,8 +176,7 @@ class Engine:
 
         Of several prompts, one that is refused or whose step failed does not hurt the others: its output has
         `finish_reason` "error" and says why in `error`; one warning in the log says how many were refused and why. A
-        single prompt raises that error instead. An interruption
-        (Ctrl-C) aborts the prompts of this call, and the engine can be used on.
+        single prompt raises that error instead. Ctrl-C aborts the prompts of this call; the engine can be used on.
 
         Args:
             prompts: a text, a list of token ids, vLLM's dict of either (`{"prompt": …}`, `{"prompt_token_ids": …}`,
@@ -205,6 +213,9 @@ class Engine:
                 texts and images in OpenAI's form (docs/images.md).
             sampling_params, progress, priority: as in generate.
             template_options: variables of the model's chat template, such as `tools` or `enable_thinking=False`.
+
+        Returns, raises:
+            as generate; RequestError also for a model without a chat template, and an option that it does not read.
         """
         submissions, is_single = self.builder.build_chats(messages, sampling_params, template_options, priority)
         return self._answer([submissions], is_single, progress)

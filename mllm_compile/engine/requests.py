@@ -77,7 +77,9 @@ class MediaSource(Protocol):
     """
 
     why_not: str | None
-    domains: AbstractSet[str]
+
+    @property
+    def domains(self) -> AbstractSet[str]: ...
 
     def check(self) -> None:
         """

@@ -107,6 +107,7 @@ class FlashInferAttnBackend(AttentionBackend):
         cascades: Mapping[str, DecodePiece] | None = None,
         copy_prefix: bool = True,
         divide_prefix: bool = True,
+        part: int = 0,
     ) -> None:
         """
         Args:
@@ -120,6 +121,7 @@ class FlashInferAttnBackend(AttentionBackend):
             cascades: layer → the program's own kernel for captured decodes that begin with the same pages.
             copy_prefix: prefills may read keys and values from a copy, where that is estimated to be faster.
             divide_prefix: blocks may share the keys before a prompt's new tokens, likewise.
+            part: which part of steps it serves, where parts run beside each other.
 
         Raises:
             DeviceError: FlashInfer is not installed, lacks a kernel, or `device` is no CUDA device.
@@ -140,9 +142,9 @@ class FlashInferAttnBackend(AttentionBackend):
 
         self._num_sms = torch.cuda.get_device_properties(self.device).multi_processor_count
         num_bytes = workspace_bytes(self.groups, max_req_pool_size, self._num_sms)
-        self._workspace = float_workspace(self.device, num_bytes)
+        self._workspace = float_workspace(self.device, num_bytes, part)
         self._split_space, self._group_decodes = self._make_group_decodes(max_req_pool_size, decoders or {})
-        self._copies = self._make_copy_space(max_req_pool_size) if copy_prefix else None
+        self._copies = self._make_copy_space(max_req_pool_size, part) if copy_prefix else None
         self._merge = self._flashinfer.merge_state_in_place if divide_prefix else None
         own = {self._group_of[name]: piece for name, piece in prefills.items()}
         self._has_own_prefills = bool(own)
@@ -306,13 +308,13 @@ class FlashInferAttnBackend(AttentionBackend):
         prefills = [prefill for prefill in self._group_prefills if isinstance(prefill, GroupPrefill)]
         return MixedSteps(decodes, prefills, self._split_space, max_requests, self.device)
 
-    def _make_copy_space(self, max_requests: int) -> CopySpace | None:
+    def _make_copy_space(self, max_requests: int, part: int) -> CopySpace | None:
         """Memory for copies of keys and values; None: the kernel that would read them serves no layer."""
         if not any(map(self._has_fa3, self.groups)):
             return None
         widest = max(group.num_kv_heads * group.head_dim for group in self.groups)
         needed = 2 * widest * self.kv_cache_dtype.itemsize * max_requests * self.max_context_len
-        return CopySpace(copy_space(self.device, min(needed, MOST_COPIED_BYTES)))
+        return CopySpace(copy_space(self.device, min(needed, MOST_COPIED_BYTES), part))
 
     def _has_fa3(self, group: PlanGroup) -> bool:
         is_hopper = torch.cuda.get_device_properties(self.device).major == 9

@@ -119,9 +119,12 @@ class StepRunner:
         num_rows = self._last_tokens.shape[0]
         self._uploads, self._downloads = StagingRing(runner.device), StagingRing(runner.device)
         runtime = runner.config.runtime
+        # Prompt positions of each rank whose logits are made at a time.
+        self._scored_at_once = max(1, _SCORED_LOGITS // runner.vocab_size // runner.num_deals)
         self._deal = None
         if runner.num_deals > 1 and runner.communicator is not None:
-            self._deal = Deal(runner.communicator.rank, runner.num_deals, runtime.max_running_requests)
+            num_ranks, most = runner.num_deals, runtime.max_running_requests
+            self._deal = Deal(runner.communicator.rank, num_ranks, most, self._scored_at_once)
         self._pages = HostPageTable(num_rows, runtime.max_model_len, runtime.page_size)
         self.media = MediaSteps(runner, num_rows)
         self._row_owners: dict[int, Request] = {}  # requests whose parameters are in `state`
@@ -152,7 +155,8 @@ class StepRunner:
         plan = self._plan(batch)
         plan = with_media(plan, self.media.plan(batch, plan.fields.positions))
         if self._announce is not None:
-            self._announce(StepRecord(batch, plan.fields.scored_indices, plan.media))
+            scored = plan.fields.scored_indices if plan.scored is None else plan.scored
+            self._announce(StepRecord(batch, scored, plan.media))
         self._copy_states(batch.state_restores)
         results = self._decode(batch, plan) or self._run(batch, plan)
         self._copy_states(batch.state_saves)
@@ -294,8 +298,7 @@ class StepRunner:
         else:
             fields = StepFields(**upload_fields(arrays.inputs() | arrays.others(), self._uploads, device))
         if fields.page_places is not None and fields.page_slots is not None:
-            first = _first_of_a_row(arrays.page_places)
-            self._runner.req_to_token_pool.write_page_slots(fields.page_places, fields.page_slots, first)
+            self._runner.req_to_token_pool.write_page_slots(fields.page_places, fields.page_slots)
         return fields
 
     def _forward_batch(self, batch: ScheduledBatch, plan: StepPlan, fields: StepFields[torch.Tensor]) -> ForwardBatch:
@@ -309,6 +312,7 @@ class StepRunner:
                 fields.seq_lens,
                 fields.out_cache_loc,
                 seq_lens_cpu=torch.from_numpy(plan.fields.seq_lens.astype(np.int32, copy=False)),
+                return_logprob=fields.scored_indices is not None,
                 positions=fields.positions,
             )
             forward_batch.logits_indices = fields.logits_indices
@@ -375,8 +379,8 @@ class StepRunner:
         """Log-probabilities of `targets` [N]; with the logits of a part of them at a time."""
         if fields.scored_indices is None or output.logits_of is None:
             return token_logprobs(output.next_token_logits, targets, plan.prompt_num_top)
-        scored = scored_parts(fields.scored_indices, self._runner.vocab_size)
-        parts = zip(scored, scored_parts(targets, self._runner.vocab_size), strict=True)
+        scored = fields.scored_indices.split(self._scored_at_once)
+        parts = zip(scored, targets.split(self._scored_at_once * self._runner.num_deals), strict=True)
         return TokenLogprobs.concatenate(
             [token_logprobs(output.logits_of(part), wanted, plan.prompt_num_top) for part, wanted in parts]
         )
@@ -402,18 +406,6 @@ class StepRunner:
             )
             self._row_owners[request.row] = request
             self._grammars.admit(request)
-
-
-def _first_of_a_row(places: np.ndarray | None) -> int | None:
-    """The first of places [N ≥ 1] that follow each other, as those of one prompt do; None: they do not."""
-    if places is None or places[-1] - places[0] != places.size - 1 or (places[1:] - places[:-1] != 1).any():
-        return None
-    return int(places[0])
-
-
-def scored_parts(rows: torch.Tensor, vocab_size: int) -> tuple[torch.Tensor, ...]:
-    """The rows whose logits are made at a time."""
-    return rows.split(max(1, _SCORED_LOGITS // vocab_size))
 
 
 _AllScores = tuple[np.ndarray, torch.Tensor]  # rows [F] of the step, and [F, V] of each

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mllm_compile.runtime.schedule.page_allocator import TokenToKVPoolAllocator
+from mllm_compile.runtime.schedule.pages.allocator import TokenToKVPoolAllocator
 
 
 def test_the_dummy_page_is_never_handed_out() -> None:

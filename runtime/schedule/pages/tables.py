@@ -2,8 +2,8 @@
 
 A row's pages are, in order, those of its locked path in the prefix cache and then its private ones. If two requests
 compute the same prefix at once, one is published first; the other's pages stay private until it is released. So a row's
-page never changes under a step in flight, and no request ever holds a page more than its tokens need. scheduler.py has
-the policy.
+page never changes under a step in flight, and no request ever holds a page more than its tokens need. ../rows.py
+says which requests those are.
 
 Pages may be given away while a step that writes them is in flight: steps run in order on one stream, so the next
 owner's writes come later. Shape legend: P pages of a row, N page writes. Free of torch.
@@ -16,9 +16,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from mllm_compile.runtime.schedule.page_allocator import TokenToKVPoolAllocator
-from mllm_compile.runtime.schedule.prefix_cache import PageNode, RadixCache, Salt
-from mllm_compile.runtime.schedule.state_snapshots import StateSnapshots
+from mllm_compile.runtime.schedule.pages.allocator import TokenToKVPoolAllocator
+from mllm_compile.runtime.schedule.pages.prefix_cache import PageNode, RadixCache, Salt
+from mllm_compile.runtime.schedule.pages.state_snapshots import StateSnapshots
 
 # Tokens of a prompt whose pages are to follow each other: behind fewer, attention gains little by it.
 _LONG = 2048

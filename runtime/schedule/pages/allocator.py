@@ -1,4 +1,4 @@
-"""The free pages of the KV pool. Knows nothing of requests or prefixes: page_tables.py does. Free of torch.
+"""The free pages of the KV pool. Knows nothing of requests or prefixes: tables.py does. Free of torch.
 
 Attention reads pages that follow each other faster than others (attention/flashinfer/copied.py). So a run of pages can
 be set aside for a long prompt, which takes them a chunk at a time; others take them as well where no page is left.
