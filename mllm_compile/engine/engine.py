@@ -18,7 +18,7 @@ from mllm_compile.engine.loop import EngineCore
 from mllm_compile.engine.outputs import RequestOutput
 from mllm_compile.engine.parts import EngineParts
 from mllm_compile.engine.requests import (
-    PART_ENDS,
+    FIRST_PART,
     Message,
     Prompt,
     Prompts,
@@ -44,8 +44,8 @@ if TYPE_CHECKING:
 # Work that is over before this shows no bar.
 _BAR_AFTER_S = 1.0
 _BAR_INTERVAL_S = 0.1
-# The engine's thread needs the interpreter to launch a step of a call's first prompts, before the others are made. It
-# would get it after 5 ms.
+# The engine's thread needs the interpreter to launch the first step of a call's first prompts, before the others are
+# made. It would get it after 5 ms.
 _AWAY_S = 1e-4
 
 
@@ -233,7 +233,7 @@ class Engine:
                 accepted += taken
                 countdown.add(taken)
                 self.core.submit(taken)
-                if len(submissions) in PART_ENDS:
+                if len(part) == FIRST_PART:
                     time.sleep(_AWAY_S)
             countdown.all_added()
             _wait(countdown, len(accepted), progress)

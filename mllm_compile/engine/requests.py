@@ -40,9 +40,9 @@ Phrases = tuple[tuple[int, ...], ...]
 
 logger = logging.getLogger("mllm_compile.engine")
 
-# Prompts of a call that are handed over before the others are looked at. If they are short, the first are half of a
-# step, so that it begins soon, and with the second it takes as long as a thousand others are made.
-PART_ENDS = (32, 160)
+# Prompts of a call that are handed over before the others are looked at. They are two steps, if they are short: the
+# second one is planned while the first runs.
+FIRST_PART = 128
 _REASONS_SHOWN = 3
 _PROMPT_KEYS = ("prompt", "prompt_token_ids", "cache_salt", "multi_modal_data")
 
@@ -155,16 +155,16 @@ class RequestBuilder:
     ) -> Iterator[list[Submission]]:
         """One Submission a prompt, in order. A prompt that is refused carries its reason in `failure`.
 
-        They come in parts, each of which can be computed while the next is made.
+        They come in parts, the first of which can be computed while the others are made.
 
         Raises:
             RequestError: `prompts` or `params` as a whole are not what is expected; before the first part.
         """
         items = as_prompt_list(prompts)
         each = self._params_of_each(params, len(items))
-        for begin, end in itertools.pairwise((0, *PART_ENDS, None)):
-            if items[begin:end] or begin == 0:
-                yield self._submissions(self._prepare(items[begin:end]), each[begin:end], priority)
+        for part in (slice(0, FIRST_PART), slice(FIRST_PART, None)):
+            if items[part] or part.start == 0:
+                yield self._submissions(self._prepare(items[part]), each[part], priority)
 
     def build_chats(
         self,
