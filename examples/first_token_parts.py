@@ -49,8 +49,7 @@ from mllm_compile.runtime.step.runner import StepHandle, StepRunner
 
 # (indent, class, method): the parts, in the order in which a prompt meets them.
 PARTS: tuple[tuple[int, type, str], ...] = (
-    (0, RequestBuilder, "_prepare"),
-    (0, RequestBuilder, "_submissions"),
+    (0, RequestBuilder, "build"),
     (0, EngineCore, "submit"),
     (0, EngineCore, "_admit"),
     (0, Scheduler, "schedule"),

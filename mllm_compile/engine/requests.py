@@ -12,7 +12,7 @@ import logging
 import numbers
 import secrets
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Seq
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
@@ -40,9 +40,6 @@ Phrases = tuple[tuple[int, ...], ...]
 
 logger = logging.getLogger("mllm_compile.engine")
 
-# Prompts of a call that are handed over before the others are looked at. They are two steps, if they are short: the
-# second one is planned while the first runs.
-FIRST_PART = 128
 _REASONS_SHOWN = 3
 _PROMPT_KEYS = ("prompt", "prompt_token_ids", "cache_salt", "multi_modal_data")
 
@@ -152,19 +149,15 @@ class RequestBuilder:
 
     def build(
         self, prompts: Prompts, params: SamplingParams | Seq[SamplingParams] | None, priority: int = 0
-    ) -> Iterator[list[Submission]]:
+    ) -> list[Submission]:
         """One Submission a prompt, in order. A prompt that is refused carries its reason in `failure`.
 
-        They come in parts, the first of which can be computed while the others are made.
-
         Raises:
-            RequestError: `prompts` or `params` as a whole are not what is expected; before the first part.
+            RequestError: `prompts` or `params` as a whole are not what is expected.
         """
         items = as_prompt_list(prompts)
         each = self._params_of_each(params, len(items))
-        for part in (slice(0, FIRST_PART), slice(FIRST_PART, None)):
-            if items[part] or part.start == 0:
-                yield self._submissions(self._prepare(items[part]), each[part], priority)
+        return self._submissions(self._prepare(items), each, priority)
 
     def build_chats(
         self,
