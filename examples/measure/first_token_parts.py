@@ -33,7 +33,6 @@ from torch.profiler import ProfilerActivity, profile
 from mllm_compile import Engine, EngineConfig, SamplingParams
 from mllm_compile.config.resolve_graphs import MIXED_TOKENS
 from mllm_compile.engine.loop import EngineCore
-from mllm_compile.engine.prompts import PromptReader
 from mllm_compile.engine.requests import RequestBuilder
 from mllm_compile.engine.streams import Countdown
 from mllm_compile.process.console import print_table
@@ -50,8 +49,7 @@ from mllm_compile.runtime.step.runner import StepHandle, StepRunner
 
 # (indent, class, method): the parts, in the order in which a prompt meets them.
 PARTS: tuple[tuple[int, type, str], ...] = (
-    (0, PromptReader, "read"),
-    (0, RequestBuilder, "_submissions"),
+    (0, RequestBuilder, "build"),
     (0, EngineCore, "submit"),
     (0, EngineCore, "_admit"),
     (0, Scheduler, "schedule"),

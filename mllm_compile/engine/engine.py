@@ -7,7 +7,6 @@ may use one engine at once; AsyncEngine (async_engine.py) serves asyncio tasks f
 from __future__ import annotations
 
 import sys
-import time
 import weakref
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
@@ -18,7 +17,7 @@ from mllm_compile.engine.loop import EngineCore
 from mllm_compile.engine.outputs import RequestOutput
 from mllm_compile.engine.parts import EngineParts
 from mllm_compile.engine.prompts import Message, Prompt, Prompts, is_single_prompt
-from mllm_compile.engine.requests import PART_ENDS, RequestBuilder, as_request_ids, warn_of_refused
+from mllm_compile.engine.requests import RequestBuilder, as_request_ids, warn_of_refused
 from mllm_compile.engine.sequences import Submission
 from mllm_compile.engine.stats import EngineStats
 from mllm_compile.engine.streams import Countdown, StreamQueue, TokenStream
@@ -36,9 +35,6 @@ if TYPE_CHECKING:
 # Work that is over before this shows no bar.
 _BAR_AFTER_S = 1.0
 _BAR_INTERVAL_S = 0.1
-# The engine's thread needs the interpreter to launch a step of a call's first prompts, before the others are made. It
-# would get it after 5 ms.
-_AWAY_S = 1e-4
 
 
 # vLLM's arguments of a call, and what to use here.
@@ -186,8 +182,8 @@ class Engine:
             MllmError: the step of a single prompt failed.
             EngineDeadError: the engine is closed, or dead after an error on the device.
         """
-        parts = self.builder.build(prompts, sampling_params, priority)
-        return self._answer(parts, is_single_prompt(prompts), progress)
+        submissions = self.builder.build(prompts, sampling_params, priority)
+        return self._answer(submissions, is_single_prompt(prompts), progress)
 
     def chat(
         self,
@@ -210,28 +206,20 @@ class Engine:
             as generate; RequestError also for a model without a chat template, and an option that it does not read.
         """
         submissions, is_single = self.builder.build_chats(messages, sampling_params, template_options, priority)
-        return self._answer([submissions], is_single, progress)
+        return self._answer(submissions, is_single, progress)
 
-    def _answer(self, parts: Iterable[list[Submission]], is_single: bool, progress: bool | None) -> list[RequestOutput]:
-        submissions: list[Submission] = []
-        accepted: list[Submission] = []
-        countdown = Countdown()
+    def _answer(self, submissions: list[Submission], is_single: bool, progress: bool | None) -> list[RequestOutput]:
+        if is_single and submissions[0].failure is not None:
+            raise submissions[0].failure.with_traceback(None)
+        accepted = [submission for submission in submissions if submission.failure is None]
+        countdown = Countdown(accepted)
+        for submission in accepted:
+            submission.sink = countdown
         try:
-            for part in parts:
-                if is_single and part[0].failure is not None:
-                    raise part[0].failure.with_traceback(None)
-                submissions += part
-                taken = [submission for submission in part if submission.failure is None]
-                accepted += taken
-                countdown.add(taken)
-                self.core.submit(taken)
-                if len(submissions) in PART_ENDS:
-                    time.sleep(_AWAY_S)
-            countdown.all_added()
+            self.core.submit(accepted)
             _wait(countdown, len(accepted), progress)
         except BaseException:
-            if accepted:
-                self.core.withdraw(accepted)
+            self.core.withdraw(accepted)
             raise
         answers = [build_answer(submission, self.tokenizer) for submission in submissions]
         if is_single and submissions[0].failure is not None:

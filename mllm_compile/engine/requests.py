@@ -11,7 +11,7 @@ import logging
 import numbers
 import secrets
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Seq
 from typing import Any, Protocol
 
@@ -40,9 +40,6 @@ Phrases = tuple[tuple[int, ...], ...]
 
 logger = logging.getLogger("mllm_compile.engine")
 
-# Prompts of a call that are handed over before the others are looked at. If they are short, the first are half of a
-# step, so that it begins soon, and with the second it takes as long as a thousand others are made.
-PART_ENDS = (32, 160)
 _REASONS_SHOWN = 3
 
 
@@ -93,19 +90,15 @@ class RequestBuilder:
 
     def build(
         self, prompts: Prompts, params: SamplingParams | Seq[SamplingParams] | None, priority: int = 0
-    ) -> Iterator[list[Submission]]:
+    ) -> list[Submission]:
         """One Submission a prompt, in order. A prompt that is refused carries its reason in `failure`.
 
-        They come in parts, each of which can be computed while the next is made.
-
         Raises:
-            RequestError: `prompts` or `params` as a whole are not what is expected; before the first part.
+            RequestError: `prompts` or `params` as a whole are not what is expected.
         """
         items = as_prompt_list(prompts)
         each = self._params_of_each(params, len(items))
-        for begin, end in itertools.pairwise((0, *PART_ENDS, None)):
-            if items[begin:end] or begin == 0:
-                yield self._submissions(self._prompts.read(items[begin:end]), each[begin:end], priority)
+        return self._submissions(self._prompts.read(items), each, priority)
 
     def build_chats(
         self,

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from queue import Empty, SimpleQueue
 
@@ -21,19 +21,11 @@ from mllm_compile.text.detokenizer import Decoder
 class Countdown:
     """Waits for a number of submissions, and wakes once."""
 
-    def __init__(self) -> None:
-        self._running: set[object] = {self}  # until all are added; the engine's thread takes submissions out
+    def __init__(self, submissions: Iterable[Submission]) -> None:
+        self._running = set(submissions)  # the engine's thread takes them out
         self._all_ended = threading.Event()
-
-    def add(self, submissions: Sequence[Submission]) -> None:
-        """Counts these, which the engine does not have yet; it becomes their sink."""
-        self._running.update(submissions)
-        for submission in submissions:
-            submission.sink = self
-
-    def all_added(self) -> None:
-        """Ends the adding; before `wait`."""
-        self._leave(self)
+        if not self._running:
+            self._all_ended.set()
 
     @property
     def remaining(self) -> int:
@@ -43,10 +35,7 @@ class Countdown:
         raise RuntimeError("internal error: an answer that is wanted whole came as a stream")
 
     def on_end(self, submission: Submission) -> None:
-        self._leave(submission)
-
-    def _leave(self, member: object) -> None:
-        self._running.discard(member)
+        self._running.discard(submission)
         if not self._running:
             self._all_ended.set()
 

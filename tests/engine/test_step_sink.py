@@ -103,9 +103,7 @@ def test_other_sinks_are_told_beside_it():
     with fake_engine() as engine:
         engine.core.tell_steps(StepNews([].append))
         submission = engine.builder.build_one([1], SamplingParams(max_tokens=3, ignore_eos=True))
-        ended = Countdown()
-        ended.add([submission])
-        ended.all_added()
+        submission.sink = Countdown([submission])
         engine.core.submit([submission])
-        ended.wait()
+        submission.sink.wait()
         assert submission.sequences[0].request.output_token_ids == expected_tokens([1], 3)
