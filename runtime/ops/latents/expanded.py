@@ -243,7 +243,7 @@ def expanded_prefill(
     value_width = out.shape[2]
     own = expanded.shape[2] - value_width
     padded = [max(_MIN_DOT_WIDTH, triton.next_power_of_2(size)) for size in (own, width - own, value_width)]
-    tile = expanded_tile(padded[0] + padded[1], padded[2])
+    tile = expanded_tile(padded[0] + padded[1], padded[2], starts_early())
     wrap_triton(_expanded_kernel)[(tiles.shape[0], num_heads)](
         q,
         expanded,

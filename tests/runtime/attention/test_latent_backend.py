@@ -12,7 +12,7 @@ from mllm_compile.runtime.attention.base import AttentionInputs
 from mllm_compile.runtime.attention.latent.backend import LatentAttnBackend, LatentPieces, _Space
 from mllm_compile.runtime.attention.latent.choice import Prompts, Widths, all_of_them, none_of_them
 from mllm_compile.runtime.attention.latent.expanded import attend_in_torch
-from mllm_compile.runtime.attention.latent.tiles import PREFILL_TILE, decode_tile, num_decode_tiles
+from mllm_compile.runtime.attention.latent.tiles import PREFILL_TILE, decode_tile, expanded_tile, num_decode_tiles
 from mllm_compile.runtime.attention.layer import AttentionLayer
 from mllm_compile.runtime.attention.split.splits import OF_LATENTS
 from mllm_compile.runtime.errors import ConfigError, UnsupportedModelError
@@ -201,6 +201,15 @@ def test_a_layer_without_kernels_is_refused_and_a_batch_has_to_be_planned():
         LatentAttnBackend([LAYER], {}, dtype=torch.float32, **options)
     with pytest.raises(RuntimeError, match="init_forward_metadata"):
         attend(make(case, Kernels()), case)
+
+
+@pytest.mark.parametrize("is_hopper", [True, False])
+@pytest.mark.parametrize(("own", "rotated", "value"), [(128, 64, 128), (64, 32, 64), (256, 64, 256)])
+def test_tiles_of_expanded_prompts_fit_the_shared_memory_of_a_gpu(own, rotated, value, is_hopper):
+    tile = expanded_tile(own + rotated, value, is_hopper)
+    numbers = tile.stages * tile.keys * (own + rotated + value)
+    numbers += tile.rows * (own + rotated) if is_hopper else 0  # before Hopper products take queries from registers
+    assert 2 * numbers <= (227 if is_hopper else 150) * 1024  # an A100 has 163, some of which Triton takes
 
 
 @pytest.mark.parametrize("heads", [1, 16, 17, 32, 40, 64, 128])
