@@ -45,9 +45,14 @@ class Widths:
         return cls(layer.num_heads, layer.up_key_dim, layer.rotated_dim, layer.up_value_dim, layer.v_head_dim)
 
     @property
+    def cached(self) -> int:
+        """The width of what is cached of a token."""
+        return self.rank + self.rotated
+
+    @property
     def numbers_of_a_token(self) -> int:
         """Numbers that a token takes whose keys and values are made: these, and the latent that they are made of."""
-        return self.num_heads * (self.key + self.value) + self.rank + self.rotated
+        return self.num_heads * (self.key + self.value) + self.cached
 
     @property
     def numbers_of_a_row(self) -> int:

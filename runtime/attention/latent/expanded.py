@@ -22,8 +22,8 @@ from mllm_compile.runtime.attention.layer import AttentionLayer
 from mllm_compile.runtime.attention.metadata import CommonAttentionMetadata
 from mllm_compile.runtime.device.upload import upload
 
-# (layer, K) → room for latents [K, C + r], and for keys and values [K, H, n + v]; until the next call.
-Room = Callable[[AttentionLayer, int], tuple[torch.Tensor, torch.Tensor]]
+# K → room for latents [K, C + r], and for keys and values [K, H, n + v]; until the next call.
+Room = Callable[[int], tuple[torch.Tensor, torch.Tensor]]
 # [q [T, H, n + r], keys and values [K, H, n + v], latents [K, C + r], tiles [N, 8], out [T, H, v], log_sums [T, H]]
 Attend = Callable[[list[torch.Tensor]], object]
 
@@ -92,7 +92,7 @@ class ExpandedPrompts:
         """Writes the rows of `out` [T, H, v] that these prompts have, of q [T, H, n + r]; latents: [P, 1, C + r]."""
         log_sums = q.new_empty(q.shape[:2], dtype=torch.float32)
         for slots, tiles in self.parts:
-            gathered, expanded = room(layer, slots.shape[0])
+            gathered, expanded = room(slots.shape[0])
             _gather(latents[:, 0], slots, gathered)
             expand(gathered, layer, expanded)
             attend([q, expanded, gathered, tiles, out, log_sums])
@@ -107,15 +107,10 @@ def _gather(latents: torch.Tensor, slots: torch.Tensor, out: torch.Tensor) -> No
     torch.index_select(latents.view(as_type), 0, slots, out=out.view(as_type))
 
 
-def new_room(layer: AttentionLayer, num_keys: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Room that is not kept."""
-    widths, weight = Widths.of(layer), layer.up_weight
-    if weight is None:
-        raise RuntimeError(f"attention layer {layer.name} has no up-projection of its own")
-    return (
-        weight.new_empty(num_keys, layer.head_dim),
-        weight.new_empty(num_keys, widths.num_heads, widths.key + widths.value),
-    )
+def new_room(widths: Widths, like: torch.Tensor, num_keys: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Room that is not kept, of the type of `like`."""
+    of_keys_and_values = num_keys, widths.num_heads, widths.key + widths.value
+    return like.new_empty(num_keys, widths.cached), like.new_empty(of_keys_and_values)
 
 
 def attend_in_torch(inputs: list[torch.Tensor], sm_scale: float) -> None:

@@ -134,7 +134,7 @@ def test_a_layer_with_its_up_projection_gets_the_attention_of_its_heads(prefix_l
     lengths = (np.array(prefix_lens) + new_lens)[num_decodes:]
     of_choice = {none_of_them: lengths[:0], all_of_them: lengths, every_second: lengths[::2]}[choice]
     assert sum(kernels.expanded_keys) == sum(of_choice)
-    assert max(kernels.expanded_keys, default=0) <= backend._space.most_tokens(EXPANDING)
+    assert max(kernels.expanded_keys, default=0) <= backend._space.most_tokens(Widths.of(EXPANDING))
 
 
 def test_no_more_memory_is_taken_for_keys_and_values_than_all_requests_have_tokens():
@@ -142,14 +142,16 @@ def test_no_more_memory_is_taken_for_keys_and_values_than_all_requests_have_toke
     table = case.batch.req_to_token_pool.req_to_token
     slots = table.numel()
     space = _Space([LAYER, EXPANDING], table, 2, torch.float32, 1 << 30)
-    assert space.most_tokens(EXPANDING) == slots
-    gathered, expanded = space.room(EXPANDING, slots)
+    assert space.most_tokens(Widths.of(EXPANDING)) == slots
+    gathered, expanded = space.room(Widths.of(EXPANDING), slots)
     assert (gathered.shape, expanded.shape) == ((slots, WIDTH), (slots, HEADS, 6 + 5))
     gathered.fill_(1)
     expanded.fill_(2)
     assert gathered.eq(1).all()
     assert _Space([LAYER], table, 2, torch.float32, 1 << 30)._memory.numel() == 0
-    assert _Space([EXPANDING], table, 2, torch.float32, 0).most_rows(EXPANDING) == 2  # for decodes there is always room
+    assert (
+        _Space([EXPANDING], table, 2, torch.float32, 0).most_rows(Widths.of(EXPANDING)) == 2
+    )  # for decodes there is always room
 
 
 def test_where_there_is_no_room_for_what_attends_over_latents_every_prompt_is_expanded():
@@ -199,6 +201,9 @@ def test_a_layer_without_kernels_is_refused_and_a_batch_has_to_be_planned():
     options = {"req_to_token": case.batch.req_to_token_pool.req_to_token, "max_requests": 1, "page_size": PAGE}
     with pytest.raises(UnsupportedModelError, match=r"layer0 is over latents.*disable_passes: \[absorb_latents\]"):
         LatentAttnBackend([LAYER], {}, dtype=torch.float32, **options)
+    without = LatentPieces(Kernels().decode, Kernels().prefill)
+    with pytest.raises(UnsupportedModelError, match=r"layer0 is over latents, and the runtime has no kernels"):
+        LatentAttnBackend([EXPANDING], {EXPANDING.name: without}, dtype=torch.float32, **options)
     with pytest.raises(RuntimeError, match="init_forward_metadata"):
         attend(make(case, Kernels()), case)
 
