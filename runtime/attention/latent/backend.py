@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache, partial
+from functools import partial
 
 import numpy as np
 import torch
@@ -315,9 +315,7 @@ class _Space:
         # A backend's own: another's launches may come between two of its.
         self._memory = torch.zeros(numbers + _ALIGNMENT if kinds else 0, dtype=dtype, device=req_to_token.device)
 
-        # All layers ask for the same.
-        self.room = lru_cache(_ROOMS)(self._room)
-        self.room_over_latents = lru_cache(_ROOMS)(self._room_over_latents)
+        self._rooms: dict[tuple[tuple[int, ...], ...], tuple[torch.Tensor, torch.Tensor]] = {}
 
     def most_tokens(self, widths: Widths) -> int:
         """Tokens of a part, at least one."""
@@ -327,22 +325,26 @@ class _Space:
         """New tokens that attend over latents."""
         return (self._memory.numel() - _ALIGNMENT) // widths.numbers_of_a_row
 
-    def _room(self, widths: Widths, num_keys: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def room(self, widths: Widths, num_keys: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Room for latents [K, W], and for keys and values [K, H, n + v], until the next call."""
         of_keys_and_values = num_keys, widths.num_heads, widths.key + widths.value
         return self._two((num_keys, widths.cached), of_keys_and_values)
 
-    def _room_over_latents(self, widths: Widths, num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def room_over_latents(self, widths: Widths, num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Room for queries [T, H, D] and for their sums of latents [T, H, C], likewise."""
         of_heads = num_rows, widths.num_heads
         return self._two((*of_heads, widths.cached), (*of_heads, widths.rank))
 
-    def _two(self, first: tuple[int, ...], second: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
-        start = -(-math.prod(first) // _ALIGNMENT) * _ALIGNMENT
-        return (
-            self._memory[: math.prod(first)].view(first),
-            self._memory[start : start + math.prod(second)].view(second),
-        )
+    def _two(self, *shapes: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Two tensors, one behind the other; kept, as every layer of a step asks for the same."""
+        if shapes not in self._rooms:
+            if len(self._rooms) == _ROOMS:
+                self._rooms.clear()
+            first, second = map(math.prod, shapes)
+            start = -(-first // _ALIGNMENT) * _ALIGNMENT
+            parts = self._memory[:first], self._memory[start : start + second]
+            self._rooms[shapes] = parts[0].view(shapes[0]), parts[1].view(shapes[1])
+        return self._rooms[shapes]
 
 
 def _prefill_tiles(common: CommonAttentionMetadata, requests: np.ndarray, num_heads: int) -> np.ndarray:
