@@ -21,7 +21,7 @@ import torch
 
 from mllm_compile.runtime.attention.base import AttentionBackend, AttentionInputs
 from mllm_compile.runtime.attention.captured.decodes import check_capturable
-from mllm_compile.runtime.attention.latent.choice import Choice, Widths, faster_on_gpu
+from mllm_compile.runtime.attention.latent.choice import NUM_BLOCKS, Choice, Widths, faster_on_gpu
 from mllm_compile.runtime.attention.latent.expanded import ExpandedPrompts
 from mllm_compile.runtime.attention.latent.expansion import MOST_EXPANDED_BYTES
 from mllm_compile.runtime.attention.latent.products import absorb, apply_to_sums
@@ -156,7 +156,7 @@ class LatentAttnBackend(AttentionBackend):
         else:
             widths = self._widths[layer.name]
             most = self._space.most_tokens(widths), self._space.most_rows(widths)
-            expanded = ExpandedPrompts.plan(common, num_decodes, widths, self._choice, *most)
+            expanded = ExpandedPrompts.plan(common, num_decodes, widths, self._choice, *most, NUM_BLOCKS)
         if not len(expanded.others):
             return _Prompts(expanded, None)
         tiles = _prefill_tiles(common, expanded.others, layer.num_heads)

@@ -22,7 +22,7 @@ _KEY_OVER_LATENTS, _KEY_EXPANDED = 0.091, 0.0228
 _LATENT_WIDTHS, _EXPANDED_WIDTHS = 576 + 512, 192 + 128
 _BEGIN = 20.0
 _MULTIPLICATIONS = 325e6
-_BLOCKS = 132  # at once
+NUM_BLOCKS = 132  # at once
 
 
 @dataclass(frozen=True)
@@ -132,9 +132,9 @@ class _Load:
         expanded = _KEY_EXPANDED * (widths.key + widths.rotated + widths.value) / _EXPANDED_WIDTHS
         rows = np.ceil(new / EXPANDED_ROWS)
         return cls(
-            of_latents * new * heads / PREFILL_TILE.rows * (before + new / 2) / _BLOCKS
+            of_latents * new * heads / PREFILL_TILE.rows * (before + new / 2) / NUM_BLOCKS
             + new * widths.up / _MULTIPLICATIONS,
-            expanded * rows * heads * (before + (new + EXPANDED_ROWS) / 2) / _BLOCKS
+            expanded * rows * heads * (before + (new + EXPANDED_ROWS) / 2) / NUM_BLOCKS
             + (before + new) * widths.up / _MULTIPLICATIONS,
             of_latents * (before + new),
             expanded * (before + new),

@@ -33,6 +33,7 @@ class Kernels:
         self.decoded: list[int] = []  # requests of each call
         self.tiles: list[torch.Tensor] = []
         self.expanded_keys: list[int] = []  # of each call
+        self.num_splits = 0  # of the last call
 
     def pieces(self) -> LatentPieces:
         return LatentPieces(self.decode, self.prefill, self.expanded)
@@ -41,6 +42,7 @@ class Kernels:
         assert all(tensor.is_contiguous() for tensor in inputs)
         assert all(tensor.data_ptr() % 16 == 0 for tensor in inputs)
         self.expanded_keys.append(len(inputs[1]))
+        self.num_splits = inputs[-1].shape[2]
         attend_in_torch(inputs, LAYER.sm_scale)
 
     def decode(self, inputs: list[torch.Tensor]) -> None:
@@ -135,6 +137,17 @@ def test_a_layer_with_its_up_projection_gets_the_attention_of_its_heads(prefix_l
     of_choice = {none_of_them: lengths[:0], all_of_them: lengths, every_second: lengths[::2]}[choice]
     assert sum(kernels.expanded_keys) == sum(of_choice)
     assert max(kernels.expanded_keys, default=0) <= backend._space.most_tokens(Widths.of(EXPANDING))
+
+
+@pytest.mark.parametrize("most_keys", [2100, 4000])
+def test_blocks_share_the_keys_of_few_tokens_behind_many(most_keys):
+    case, kernels = make_case(EXPANDING, [5, 2500], [1, 3], PAGE), Kernels()
+    backend = make(case, kernels, EXPANDING, choice=all_of_them, most_expanded_bytes=most_keys * OF_A_TOKEN)
+    kernels.expanded_keys.clear()
+    backend.init_forward_metadata(case.batch)
+    torch.testing.assert_close(attend(backend, case, EXPANDING), case.expected, rtol=1e-5, atol=1e-5)
+    assert kernels.num_splits == 4  # 24 heads
+    assert len(kernels.expanded_keys) == (2 if most_keys == 2100 else 1)
 
 
 def test_no_more_memory_is_taken_for_keys_and_values_than_all_requests_have_tokens():
