@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from dataclasses import replace
 
 import numpy as np
@@ -165,6 +167,21 @@ def test_no_more_memory_is_taken_for_keys_and_values_than_all_requests_have_toke
     assert (
         _Space([EXPANDING], table, 2, torch.float32, 0).most_rows(Widths.of(EXPANDING)) == 2
     )  # for decodes there is always room
+
+
+def test_a_backends_memory_goes_with_it_at_once():
+    """Not at some later collection: what is measured next would count it."""
+    case = make_case(EXPANDING, [3, 0], [5, 9], PAGE)
+    backend = make(case, Kernels(), EXPANDING, choice=all_of_them)
+    backend.init_forward_metadata(case.batch)
+    attend(backend, case, EXPANDING)
+    memory = weakref.ref(backend._space)
+    gc.disable()
+    try:
+        del backend
+        assert memory() is None
+    finally:
+        gc.enable()
 
 
 def test_where_there_is_no_room_for_what_attends_over_latents_every_prompt_is_expanded():
