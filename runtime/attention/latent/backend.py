@@ -314,7 +314,6 @@ class _Space:
         numbers = max(numbers, min(wanted, most_bytes // dtype.itemsize))
         # A backend's own: another's launches may come between two of its.
         self._memory = torch.zeros(numbers + _ALIGNMENT if kinds else 0, dtype=dtype, device=req_to_token.device)
-
         self._rooms: dict[tuple[tuple[int, ...], ...], tuple[torch.Tensor, torch.Tensor]] = {}
 
     def most_tokens(self, widths: Widths) -> int:

@@ -57,7 +57,8 @@ class ExpandedPrompts:
         most_rows: int,
         num_blocks: int = 0,
     ) -> ExpandedPrompts:
-        """
+        """Chooses among the prompts of a batch, and lists what the kernel reads; the device is not waited for.
+
         Args:
             most_tokens: of a part, as there is room for.
             most_rows: likewise, of the new tokens that have all of the others: if there are more, none are others.

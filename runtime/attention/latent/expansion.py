@@ -14,7 +14,6 @@ from mllm_compile.runtime.attention.latent.tiles import EXPANDED_ROWS, TILE_FIEL
 # Memory for the keys and values of a part: with 16 heads of DeepSeek's widths 28,000 tokens, with 128 4,000.
 MOST_EXPANDED_BYTES = 256 << 20
 
-
 _FEWEST_SHARED_KEYS, _FEWEST_KEYS_OF_A_SHARE = 2048, 512  # results of shares are added up, by four launches
 _MOST_SHARES = 8
 
