@@ -312,7 +312,7 @@ class _Space:
         numbers = max((max_requests * widths.numbers_of_a_row for widths in kinds), default=0)
         wanted = max((req_to_token.numel() * widths.numbers_of_a_token for widths in kinds), default=0)
         numbers = max(numbers, min(wanted, most_bytes // dtype.itemsize))
-        # A backend's own: another's launches may come between two of its.
+        # A backend's own: launches of another, of the other part of a divided step say, may come between two of its.
         self._memory = torch.zeros(numbers + _ALIGNMENT if kinds else 0, dtype=dtype, device=req_to_token.device)
         self._rooms: dict[tuple[tuple[int, ...], ...], tuple[torch.Tensor, torch.Tensor]] = {}
 

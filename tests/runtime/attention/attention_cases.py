@@ -66,8 +66,9 @@ def make_case(
     seed: int = 0,
     kv_dtype: torch.dtype | None = None,
     blocks: Sequence[tuple[int, int, int]] = (),
+    in_a_row: bool = False,
 ) -> AttentionCase:
-    """Requests with `prefix_lens[i]` cached and `new_lens[i]` new tokens, in pages in random order.
+    """Requests with `prefix_lens[i]` cached and `new_lens[i]` new tokens, in pages in random order, or in a row.
 
     The mode follows from the lengths: DECODE if all new lengths are 1, MIXED if the first is, else EXTEND. With a
     kv_dtype other than dtype the expected output is that of keys and values rounded to it. Each of `blocks` is a
@@ -86,7 +87,7 @@ def make_case(
     pool_spec = [layer.cache_shape]
     kv_dtype = kv_dtype or dtype
     kv_pool = KVPool(sum(pages_of) + 1, page_size, pool_spec, kv_dtype, device)
-    page_ids = torch.randperm(sum(pages_of), generator=generator) + 1
+    page_ids = 1 + (torch.arange(sum(pages_of)) if in_a_row else torch.randperm(sum(pages_of), generator=generator))
     # What lies in pages that are not looked at must not matter, whatever it is.
     for buffer in kv_pool.get_pages(0):
         buffer.fill_(min(1e4, torch.finfo(kv_dtype).max))

@@ -164,9 +164,8 @@ def test_no_more_memory_is_taken_for_keys_and_values_than_all_requests_have_toke
     expanded.fill_(2)
     assert gathered.eq(1).all()
     assert _Space([LAYER], table, 2, torch.float32, 1 << 30)._memory.numel() == 0
-    assert (
-        _Space([EXPANDING], table, 2, torch.float32, 0).most_rows(Widths.of(EXPANDING)) == 2
-    )  # for decodes there is always room
+    smallest = _Space([EXPANDING], table, 2, torch.float32, 0)
+    assert smallest.most_rows(Widths.of(EXPANDING)) == 2  # for decodes there is always room
 
 
 def test_a_backends_memory_goes_with_it_at_once():
