@@ -298,7 +298,8 @@ class StepRunner:
         else:
             fields = StepFields(**upload_fields(arrays.inputs() | arrays.others(), self._uploads, device))
         if fields.page_places is not None and fields.page_slots is not None:
-            self._runner.req_to_token_pool.write_page_slots(fields.page_places, fields.page_slots)
+            first = _first_of_a_row(arrays.page_places)
+            self._runner.req_to_token_pool.write_page_slots(fields.page_places, fields.page_slots, first)
         return fields
 
     def _forward_batch(self, batch: ScheduledBatch, plan: StepPlan, fields: StepFields[torch.Tensor]) -> ForwardBatch:
@@ -406,6 +407,13 @@ class StepRunner:
             )
             self._row_owners[request.row] = request
             self._grammars.admit(request)
+
+
+def _first_of_a_row(places: np.ndarray | None) -> int | None:
+    """The first of places [N ≥ 1] that follow each other, as those of one prompt do; None: they do not."""
+    if places is None or places[-1] - places[0] != places.size - 1 or (places[1:] - places[:-1] != 1).any():
+        return None
+    return int(places[0])
 
 
 _AllScores = tuple[np.ndarray, torch.Tensor]  # rows [F] of the step, and [F, V] of each

@@ -20,7 +20,6 @@ import torch
 
 from mllm_compile.runtime.attention.base import AttentionBackend, AttentionInputs
 from mllm_compile.runtime.attention.captured.decodes import check_capturable
-from mllm_compile.runtime.attention.flashinfer.library import copy_space
 from mllm_compile.runtime.attention.latent.choice import Choice, Widths, faster_on_gpu
 from mllm_compile.runtime.attention.latent.expanded import ExpandedPrompts
 from mllm_compile.runtime.attention.latent.expansion import MOST_EXPANDED_BYTES
@@ -89,7 +88,6 @@ class LatentAttnBackend(AttentionBackend):
         dtype: torch.dtype,
         choice: Choice = faster_on_gpu,
         most_expanded_bytes: int = MOST_EXPANDED_BYTES,
-        part: int = 0,
     ) -> None:
         """
         Args:
@@ -100,7 +98,6 @@ class LatentAttnBackend(AttentionBackend):
             dtype: the type of queries and cache.
             choice: of the prompts that are expanded, where layers have their up-projection.
             most_expanded_bytes: of keys and values that are made of latents at once, and these.
-            part: which part of steps it serves, where parts run beside each other.
 
         Raises:
             UnsupportedModelError: a layer has no kernels.
@@ -117,7 +114,7 @@ class LatentAttnBackend(AttentionBackend):
         self._scratch = {kind: _Scratch(layer, max_requests, req_to_token.device) for kind, layer in kinds.items()}
         self._widths = {Widths.of(layer): layer for layer in layers}
         self._choice = choice
-        self._space = _Space(layers, req_to_token, max_requests, dtype, most_expanded_bytes, part)
+        self._space = _Space(layers, req_to_token, max_requests, dtype, most_expanded_bytes)
         self._captured: dict[int, torch.Tensor] = {}  # rows → the lengths that the captured kernels read
         self._plan: _Plan | None = None
         self._load_kernels(layers, page_size, dtype)
@@ -299,16 +296,14 @@ class _Space:
         max_requests: int,
         dtype: torch.dtype,
         most_bytes: int,
-        part: int,
     ) -> None:
         kinds = {Widths.of(layer) for layer in layers if layer.up_projection is not None}
         # Whatever most_bytes says, a step of decodes has room.
         numbers = max((max_requests * widths.numbers_of_a_row for widths in kinds), default=0)
         wanted = max((req_to_token.numel() * widths.numbers_of_a_token for widths in kinds), default=0)
         numbers = max(numbers, min(wanted, most_bytes // dtype.itemsize))
-        self.num_bytes = (numbers + _ALIGNMENT) * dtype.itemsize if kinds else 0
-        self._bytes = copy_space(req_to_token.device, self.num_bytes, part)  # shared with others as long as it is kept
-        self._memory = self._bytes.view(dtype)
+        # A backend's own: another's launches may come between two of its.
+        self._memory = torch.zeros(numbers + _ALIGNMENT if kinds else 0, dtype=dtype, device=req_to_token.device)
 
     def most_tokens(self, layer: AttentionLayer) -> int:
         """Tokens of a part, at least one."""

@@ -141,17 +141,15 @@ def test_no_more_memory_is_taken_for_keys_and_values_than_all_requests_have_toke
     case = make_case(EXPANDING, [3, 0], [5, 9], PAGE)
     table = case.batch.req_to_token_pool.req_to_token
     slots = table.numel()
-    space = _Space([LAYER, EXPANDING], table, 2, torch.float32, 1 << 30, 0)
+    space = _Space([LAYER, EXPANDING], table, 2, torch.float32, 1 << 30)
     assert space.most_tokens(EXPANDING) == slots
     gathered, expanded = space.room(EXPANDING, slots)
     assert (gathered.shape, expanded.shape) == ((slots, WIDTH), (slots, HEADS, 6 + 5))
     gathered.fill_(1)
     expanded.fill_(2)
     assert gathered.eq(1).all()
-    assert _Space([LAYER], table, 2, torch.float32, 1 << 30, 0).num_bytes == 0
-    assert (
-        _Space([EXPANDING], table, 2, torch.float32, 0, 0).most_rows(EXPANDING) == 2
-    )  # for decodes there is always room
+    assert _Space([LAYER], table, 2, torch.float32, 1 << 30)._memory.numel() == 0
+    assert _Space([EXPANDING], table, 2, torch.float32, 0).most_rows(EXPANDING) == 2  # for decodes there is always room
 
 
 def test_where_there_is_no_room_for_what_attends_over_latents_every_prompt_is_expanded():
