@@ -225,7 +225,7 @@ def time_forms(heads: Sequence[int], tries_tiles: bool) -> list[dict[str, object
     if tries_tiles:
         kept = expanded.expanded_tile
         for tile in EXPANDED_TILES:
-            expanded.expanded_tile = lambda width, value_width, tile=tile: tile
+            expanded.expanded_tile = lambda *widths, tile=tile: tile
             for num_heads, new, before in ((16, 8192, 0), (16, 2048, 8192), (128, 2048, 0)):
                 try:
                     time = microseconds(Step(num_heads, new, before).attend(all_of_them), 1, 5)

@@ -163,6 +163,14 @@ def test_without_the_pass_the_pieces_have_the_products_and_the_tokens_are_the_sa
     assert not parts
 
 
+@pytest.mark.slow
+def test_the_deterministic_mode_has_one_form_of_attention(served, expected, parts):
+    assert not any(layer.up_projection for layer in served.layers(deterministic=True))
+    with served.engine(deterministic=True) as engine:
+        assert tokens_of(engine.generate(served.prompts, GREEDY)) == expected
+    assert not parts
+
+
 def test_keys_and_values_of_every_head_give_the_same_tokens(served, expected):
     with served.engine(disabled=("absorb_latents",)) as engine:
         assert tokens_of(engine.generate(served.prompts, GREEDY)) == expected
