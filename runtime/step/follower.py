@@ -24,9 +24,9 @@ class FollowingStepRunner(StepRunner):
                 plan = self._deal.with_scored(plan, record.scored_indices)
             else:
                 plan.fields.scored_indices = record.scored_indices
-            self._copy_states(batch.state_restores)
+            self._restore_states(batch)
             self._run_model(batch, plan)
-            self._copy_states(batch.state_saves)
+            self._save_states(batch)
 
     def _run_model(self, batch: ScheduledBatch, plan: StepPlan) -> None:
         shared = self._common_prefix_len(batch)

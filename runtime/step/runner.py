@@ -30,7 +30,7 @@ from mllm_compile.runtime.sampling.logprobs import TokenLogprobs, all_logprobs, 
 from mllm_compile.runtime.sampling.params import ALL_LOGPROBS, NO_TOKEN
 from mllm_compile.runtime.sampling.sampler import Sampler
 from mllm_compile.runtime.sampling.token_masks import TokenMask, TokenMasks
-from mllm_compile.runtime.schedule.dealt import own_pages
+from mllm_compile.runtime.schedule.dealt import own_copies, own_pages
 from mllm_compile.runtime.schedule.request import Request
 from mllm_compile.runtime.schedule.scheduled_batch import ScheduledBatch
 from mllm_compile.runtime.step.dealt_plan import Deal
@@ -157,9 +157,9 @@ class StepRunner:
         if self._announce is not None:
             scored = plan.fields.scored_indices if plan.scored is None else plan.scored
             self._announce(StepRecord(batch, scored, plan.media))
-        self._copy_states(batch.state_restores)
+        self._restore_states(batch)
         results = self._decode(batch, plan) or self._run(batch, plan)
-        self._copy_states(batch.state_saves)
+        self._save_states(batch)
         handle = StepHandle(batch, plan, results)
         self._previous = handle if self._grammars else None
         return handle
@@ -174,8 +174,18 @@ class StepRunner:
         if cleared.size:
             pool.clear_pages(upload(cleared.astype(np.int64), self._runner.device))
 
-    def _copy_states(self, copies: np.ndarray) -> None:
-        """Copies rows of states: [N, 2], from and to."""
+    def _restore_states(self, batch: ScheduledBatch) -> None:
+        """Copies states of prefixes to the requests that begin with them."""
+        self._copy_states(batch.state_restores, 1)
+
+    def _save_states(self, batch: ScheduledBatch) -> None:
+        """Copies states of requests that are kept for others."""
+        self._copy_states(batch.state_saves, 0)
+
+    def _copy_states(self, copies: np.ndarray, request_column: int) -> None:
+        """Copies rows of states: [N, 2], from and to, of which one is a request's."""
+        if copies.size and self._deal is not None:
+            copies = own_copies(copies, request_column, self._deal.rank, self._deal.rows_of_rank)
         if copies.size:
             sources, targets = upload(copies.T.copy(), self._runner.device)
             self._runner.state_pool.copy_rows(sources, targets)

@@ -6,7 +6,7 @@ import numpy as np
 
 from mllm_compile.runtime.sampling.params import SamplingParams
 from mllm_compile.runtime.schedule.config import SchedulerConfig
-from mllm_compile.runtime.schedule.dealt import DealtScheduler, own_pages, part_of, ranks_of
+from mllm_compile.runtime.schedule.dealt import DealtScheduler, own_copies, own_pages, part_of, ranks_of
 from mllm_compile.runtime.schedule.request import Request
 from mllm_compile.runtime.step.dealt_plan import Deal
 from mllm_compile.runtime.step.host_page_table import HostPageTable
@@ -14,9 +14,10 @@ from mllm_compile.runtime.step.host_page_table import HostPageTable
 ROWS, PAGES, PAGE = 3, 9, 4
 
 
-def scheduler(num_ranks: int = 2) -> DealtScheduler:
+def scheduler(num_ranks: int = 2, num_snapshots: int = 0) -> DealtScheduler:
     limits = {"max_running_requests": ROWS, "max_num_batched_tokens": 8, "max_model_len": 32}
-    return DealtScheduler(SchedulerConfig(**limits, page_size=PAGE, num_pages=PAGES), num_ranks)
+    config = SchedulerConfig(**limits, page_size=PAGE, num_pages=PAGES, num_snapshots=num_snapshots)
+    return DealtScheduler(config, num_ranks)
 
 
 def request(length: int, max_tokens: int = 4, **params: object) -> Request:
@@ -106,6 +107,26 @@ def test_a_broken_row_ends_its_own_request():
     cleared = dealt.schedule().cleared_pages
     assert own_pages(cleared, 0, PAGES).size == 0
     assert own_pages(cleared, 1, PAGES).tolist() == [1]
+
+
+def test_states_of_prefixes_are_copied_by_the_rank_whose_they_are_in_its_own_rows():
+    dealt = scheduler(num_snapshots=2)
+    for length in (6, 7):  # a page, and a part of one
+        dealt.add(request(length, 1))
+    batch = dealt.schedule()
+    assert batch.state_saves.shape == (2, 2)
+    for rank in (0, 1):
+        ((source, target),) = own_copies(batch.state_saves, 0, rank, ROWS)
+        assert source == batch.rows[rank] - rank * ROWS in range(1, ROWS + 1)
+        assert target in (ROWS + 1, ROWS + 2)  # behind those of requests
+    dealt.update(batch, np.ones(2, dtype=np.int64))
+    run_to_the_end(dealt)
+    dealt.add(request(7, 1))
+    restored = dealt.schedule().state_restores
+    (rank,) = ranks_of(restored[:, 1], ROWS)
+    ((source, target),) = own_copies(restored, 1, rank, ROWS)
+    assert source in (ROWS + 1, ROWS + 2) and target in range(1, ROWS + 1)
+    assert not own_copies(restored, 1, 1 - rank, ROWS).size
 
 
 def test_scores_of_prompts_find_their_logits_among_those_of_all_ranks():
