@@ -226,6 +226,7 @@ class ModelRunner:
         if media is None:
             return None
         capacity = FeaturePool.capacity_for(runtime.max_num_batched_tokens, runtime.max_model_len)
+        capacity *= self.num_deals  # a rank has the features of all, of which its tokens take some
         check_features_fit(capacity * media.facts.feature_width * self.config.dtype.itemsize, runtime, self.device)
         return FeaturePool(capacity, media.facts.feature_width, self.config.dtype, self.device)
 

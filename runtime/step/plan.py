@@ -75,7 +75,7 @@ def plan_step(batch: ScheduledBatch, pages: HostPageTable) -> StepPlan:
 
     ends = np.cumsum(batch.num_new, dtype=np.int64)
     starts = ends - batch.num_new
-    fields = StepFields(**_tokens(batch, starts, pages), req_pool_indices=batch.rows, seq_lens=seq_lens)
+    fields = StepFields(**_tokens(batch, pages), req_pool_indices=batch.rows, seq_lens=seq_lens)
     fields.num_new, fields.prefix_lens = batch.num_new, batch.prefix_lens
     sampled = np.flatnonzero(batch.sample_mask)
     if len(sampled) < batch.num_requests:
@@ -99,7 +99,7 @@ def plan_fixed_rows(batch: ScheduledBatch, pages: HostPageTable, num_rows: int) 
     """
     ends = np.cumsum(batch.num_new, dtype=np.int64)
     starts = ends - batch.num_new
-    tokens = _tokens(batch, starts, pages)
+    tokens = _tokens(batch, pages)
     sampled = np.flatnonzero(batch.sample_mask)
     last_rows = ends[sampled] - 1
     prompt_rows, prompt_indices, prompt_targets = prompt_positions(batch, starts)
@@ -156,9 +156,16 @@ def _finish(
     )
 
 
-def _tokens(batch: ScheduledBatch, starts: np.ndarray, pages: HostPageTable) -> dict[str, np.ndarray]:
-    """The token inputs, [T] each; starts: [R] each request's first token."""
-    positions = np.arange(batch.num_tokens) + np.repeat(batch.prefix_lens - starts, batch.num_new)
+def token_positions(batch: ScheduledBatch) -> np.ndarray:
+    """[T] int64: each token's place within its request."""
+    starts = np.cumsum(batch.num_new, dtype=np.int64) - batch.num_new
+    found: np.ndarray = np.arange(batch.num_tokens) + np.repeat(batch.prefix_lens - starts, batch.num_new)
+    return found
+
+
+def _tokens(batch: ScheduledBatch, pages: HostPageTable) -> dict[str, np.ndarray]:
+    """The token inputs, [T] each."""
+    positions = token_positions(batch)
     return {
         "input_ids": np.concatenate((np.zeros(batch.num_decodes, dtype=np.int64), batch.prefill_token_ids)),
         "positions": positions,
