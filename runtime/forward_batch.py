@@ -104,6 +104,8 @@ class ForwardBatch:
     extend_prefix_lens_cpu: torch.Tensor | None = None  # [R] int32
     extend_seq_lens_cpu: torch.Tensor | None = None  # [R] int32
     common_prefix_len: int = 0  # first tokens that all decodes have in the same pages; 0: attention reads them for each
+    # Of its only prompt, where that has a prefix and all its pages follow each other: the slot of the first token.
+    first_slot: int | None = None
     logits_indices: torch.Tensor | None = None  # [S] int64: rows of [T] whose logits are wanted; None: each last one
     media: MediaInputs | None = None  # where some tokens take features
     mrope_positions: torch.Tensor | None = None  # [axes, T] int64: time, row and column; None: `positions` are all

@@ -408,15 +408,15 @@ class ModelRunner:
             positions = torch.from_numpy(offsets + np.arange(offsets.size)).to(self.device)
         return ForwardBatch(
             forward_mode=ForwardMode.MIXED if num_decodes else ForwardMode.EXTEND,
-            batch_size=len(new),
+            batch_size=lengths.size,
             input_ids=input_ids,
             req_pool_indices=req_pool_indices,
             seq_lens=seq_lens,
             seq_lens_cpu=torch.from_numpy(seq_lens_np),
-            seq_lens_sum=int(seq_lens_np.sum()),
+            seq_lens_sum=sum(seq_lens_np.tolist()),
             out_cache_loc=out_cache_loc,
             positions=positions,
-            extend_num_tokens=int(lengths.sum()),
+            extend_num_tokens=input_ids.shape[0],
             extend_seq_lens=extend_seq_lens,
             extend_prefix_lens=extend_prefix_lens,
             extend_seq_lens_cpu=new,

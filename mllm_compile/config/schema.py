@@ -195,8 +195,9 @@ class RuntimeConfig(Section):
     and some prefix would pay."""
 
     copy_prefix: bool = True
-    """Long prompts read the keys and values of their earlier chunks from a copy in which they lie one after another,
-    where that is estimated to be faster than from their pages: on Hopper, and up to 256 MiB of them a layer."""
+    """Long prompts read the keys and values of their earlier chunks as they lie one after another, where that is
+    estimated to be faster than from their pages: where these follow each other, or from a copy of up to 256 MiB of them
+    a layer. On Hopper."""
 
     divide_prefix: bool = True
     """Where few tokens of one long prompt are computed in a step, as beside running answers, the GPU's multiprocessors

@@ -240,6 +240,7 @@ class FlashInferAttnBackend(AttentionBackend):
             lambda window_left: pages_of(window_left).part(num_decodes, common.num_reqs),
             batch.seq_lens[: common.num_reqs],
             starts.numpy(),
+            first_slot=batch.first_slot if len(prefix_lens) == 1 else None,
             slots=lambda: self._slots_of_prefills(batch, num_decodes),
         )
         wrappers = [group.plan(rows) for group in self._group_prefills]
@@ -542,19 +543,22 @@ class FlashInferAttnBackend(AttentionBackend):
     def runs_well_captured(self, batch: ForwardBatch) -> bool:
         common = CommonAttentionMetadata.of(batch)
         num_decodes, *_ = split_decodes_and_prefills(common)
-        query_lens = np.diff(common.query_start_loc_cpu.numpy())[num_decodes:]
         prefix_lens = common.num_computed_tokens_cpu.numpy()[num_decodes:]
+        query_lens = common.seq_lens_cpu.numpy()[num_decodes:] - prefix_lens
         prefills = [group for group in self._group_prefills if isinstance(group, GroupPrefill)]
-        return all(group.runs_well_captured(query_lens, prefix_lens) for group in prefills)
+        first_slot = batch.first_slot if len(prefix_lens) == 1 else None
+        return all(group.runs_well_captured(query_lens, prefix_lens, first_slot) for group in prefills)
 
     def init_forward_metadata_capture_mixed(self, num_tokens: int) -> None:
         self._set_mixed(self._captured_mixed.capture(num_tokens))
 
+    def begin_captured_mixed(self, num_tokens: int, rows: torch.Tensor) -> None:
+        self._captured_mixed.begin(num_tokens, rows)
+
     def init_forward_metadata_replay_mixed(self, num_tokens: int, batch: ForwardBatch) -> None:
         common = CommonAttentionMetadata.of(batch)
         num_decodes, *_ = split_decodes_and_prefills(common)
-        rows = batch.req_pool_indices[: batch.batch_size]
-        self._set_mixed(self._captured_mixed.replay(num_tokens, common, rows, num_decodes))
+        self._set_mixed(self._captured_mixed.replay(num_tokens, common, batch.req_pool_indices, num_decodes))
 
     @property
     def _captured_mixed(self) -> MixedSteps:

@@ -218,7 +218,7 @@ class ProgramExecutor:
             elif isinstance(step, AttentionStep):
                 q, k, v, out = (self._register(name) for name in (step.q, step.k, step.v, step.out))
                 layer = layers[step.layer]
-                out_shape = (layer.num_heads, layer.v_head_dim)
+                out_shape = (layer.num_heads, layer.out_dim)
                 buffer = buffer_index[step.out]
                 of = step.unrotated
                 unrotated = None if of is None else tuple(self._register(name) for name in of.values)

@@ -73,11 +73,11 @@ def plan_step(batch: ScheduledBatch, pages: HostPageTable) -> StepPlan:
         )
         return _finish(batch, fields, sampled=np.arange(batch.num_requests), is_decode=True)
 
-    ends = np.cumsum(batch.num_new, dtype=np.int64)
+    ends = np.add.accumulate(batch.num_new, dtype=np.int64)
     starts = ends - batch.num_new
-    fields = StepFields(**_tokens(batch, pages), req_pool_indices=batch.rows, seq_lens=seq_lens)
+    fields = StepFields(**_tokens(batch, starts, pages), req_pool_indices=batch.rows, seq_lens=seq_lens)
     fields.num_new, fields.prefix_lens = batch.num_new, batch.prefix_lens
-    sampled = np.flatnonzero(batch.sample_mask)
+    sampled = batch.sample_mask.nonzero()[0]
     if len(sampled) < batch.num_requests:
         fields.sampled_rows, fields.sampled_positions = batch.rows[sampled], seq_lens[sampled]
     # The head takes at least one row; with nothing to sample its logits are not looked at.
@@ -99,7 +99,7 @@ def plan_fixed_rows(batch: ScheduledBatch, pages: HostPageTable, num_rows: int) 
     """
     ends = np.cumsum(batch.num_new, dtype=np.int64)
     starts = ends - batch.num_new
-    tokens = _tokens(batch, pages)
+    tokens = _tokens(batch, starts, pages)
     sampled = np.flatnonzero(batch.sample_mask)
     last_rows = ends[sampled] - 1
     prompt_rows, prompt_indices, prompt_targets = prompt_positions(batch, starts)
@@ -158,19 +158,22 @@ def _finish(
 
 def token_positions(batch: ScheduledBatch) -> np.ndarray:
     """[T] int64: each token's place within its request."""
-    starts = np.cumsum(batch.num_new, dtype=np.int64) - batch.num_new
-    found: np.ndarray = np.arange(batch.num_tokens) + np.repeat(batch.prefix_lens - starts, batch.num_new)
+    return _positions(batch, np.add.accumulate(batch.num_new, dtype=np.int64) - batch.num_new)
+
+
+def _positions(batch: ScheduledBatch, starts: np.ndarray) -> np.ndarray:
+    found: np.ndarray = np.arange(batch.num_tokens) + (batch.prefix_lens - starts).repeat(batch.num_new)
     return found
 
 
-def _tokens(batch: ScheduledBatch, pages: HostPageTable) -> dict[str, np.ndarray]:
-    """The token inputs, [T] each."""
-    positions = token_positions(batch)
-    return {
-        "input_ids": np.concatenate((np.zeros(batch.num_decodes, dtype=np.int64), batch.prefill_token_ids)),
-        "positions": positions,
-        "out_cache_loc": pages.slots(np.repeat(batch.rows, batch.num_new), positions),
-    }
+def _tokens(batch: ScheduledBatch, starts: np.ndarray, pages: HostPageTable) -> dict[str, np.ndarray]:
+    """The token inputs, [T] each; starts: [R] each request's first token."""
+    positions = _positions(batch, starts)
+    input_ids = batch.prefill_token_ids
+    if batch.num_decodes:
+        input_ids = np.concatenate((np.zeros(batch.num_decodes, dtype=np.int64), input_ids))
+    slots = pages.slots(batch.rows.repeat(batch.num_new), positions)
+    return {"input_ids": input_ids, "positions": positions, "out_cache_loc": slots}
 
 
 def prompt_positions(batch: ScheduledBatch, starts: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -178,6 +181,8 @@ def prompt_positions(batch: ScheduledBatch, starts: np.ndarray) -> tuple[np.ndar
 
     A loop over requests, of which few ask for it and each but while its prompt is computed.
     """
+    if not batch.prompt_logprob_rows.any():
+        return _NONE, _NONE, _NONE
     parts = [(_NONE, _NONE, _NONE)]
     for row in np.flatnonzero(batch.prompt_logprob_rows).tolist():
         prompt, prefix = batch.requests[row].prompt_token_ids, int(batch.prefix_lens[row])

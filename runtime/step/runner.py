@@ -243,6 +243,13 @@ class StepRunner:
         num_tokens = self._pages.common_pages(batch.rows[:count], most) * page_size
         return num_tokens if pays(count, num_tokens, is_captured) else 0
 
+    def _first_slot(self, batch: ScheduledBatch) -> int | None:
+        """The slot of the first token of a step's only prompt, where all its pages follow each other; None of one
+        without a prefix."""
+        if batch.num_requests - batch.num_decodes != 1 or not batch.prefix_lens[-1]:
+            return None
+        return self._pages.first_slot_in_a_row(int(batch.rows[-1]), int(batch.seq_lens[-1]))
+
     def _launch(self, batch: ScheduledBatch, plan: StepPlan) -> tuple[LogitsProcessorOutput, StepFields[torch.Tensor]]:
         """Brings the step's arrays to the device, new pages among them, and runs the model."""
         if batch.page_ids.size:
@@ -259,6 +266,7 @@ class StepRunner:
             media = self.media.no_features(fields.positions)
         forward_batch = self._forward_batch(batch, plan, fields)
         forward_batch.common_prefix_len = self._common_prefix_len(batch)
+        forward_batch.first_slot = self._first_slot(batch)
         if media is not None:
             forward_batch.media, forward_batch.mrope_positions = media
         forward_batch.rope_lens = fields.rope_lens

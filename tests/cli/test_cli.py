@@ -442,7 +442,14 @@ def test_a_character_that_the_terminal_cannot_show_ends_no_command(monkeypatch):
 
 def test_a_picture_that_cannot_be_read_is_told_before_anything_is_loaded(capsys, tmp_path):
     (tmp_path / "empty.png").write_bytes(b"")
-    for path, said in ((tmp_path / "none.png", "No such file"), (tmp_path / "empty.png", "the picture is empty")):
-        assert run(["generate", "configs/tiny.yaml", "--prompt", "a", "--image", str(path)]) != 0
+    told = {
+        tmp_path / "none.png": "No such file",
+        tmp_path / "empty.png": "the picture is empty",
+        tmp_path: "Is a directory",
+        "/dev/null": "is no regular file",
+        "ftp://a.example/b.png": "is an address of a kind that is never fetched",
+    }
+    for path, said in told.items():
+        assert run(["generate", "configs/tiny.yaml", "--prompt", "a", "--image", str(path)]) == 2
         err = capsys.readouterr().err
-        assert "--image" in err and said in err and "Traceback" not in err
+        assert err.count("--image") == 1 and said in err and "Traceback" not in err
