@@ -44,6 +44,7 @@ class FewTiling(QuantisedTiling):
         warps: warps of a block.
         piece: columns of a row in a stage.
         stages: stages of the ring.
+        ahead: stages beyond those of the ring that are fetched into the L2.
     """
 
     source: ClassVar[str] = "ops/stream_quantised/few.cu"
@@ -56,6 +57,7 @@ class FewTiling(QuantisedTiling):
     warps: int
     piece: int
     stages: int
+    ahead: int
 
     @cached_property
     def num_blocks(self) -> int:
@@ -117,6 +119,7 @@ class FewTiling(QuantisedTiling):
             "RESIDENT": _RESIDENT,
             "PIECE": self.piece,
             "STAGES": self.stages,
+            "AHEAD": self.ahead,
             "SHARED_BYTES": self.shared_bytes,
         }
 
@@ -127,7 +130,12 @@ def _steps_of_piece(kind: QuantisedKind, piece: int, warps: int) -> int:
 
 
 def divide(
-    kind: QuantisedKind, tokens: int, piece_bytes: int = 1024, split: int | None = None, warps: int = _WARPS
+    kind: QuantisedKind,
+    tokens: int,
+    piece_bytes: int = 1024,
+    split: int | None = None,
+    warps: int = _WARPS,
+    ahead: int = 0,
 ) -> FewTiling | None:
     """The tiling with pieces of so many bytes of a row, and as many stages as leave room for one of the next kernel's;
     None: none fits.
@@ -147,7 +155,8 @@ def divide(
     clusters = min(groups, MULTIPROCESSORS // split)
     room = room_of_block(kind)
     tilings = (
-        FewTiling(kind, tokens, split, passes, clusters, warps, piece, stages) for stages in range(_MOST_STAGES, 1, -1)
+        FewTiling(kind, tokens, split, passes, clusters, warps, piece, stages, ahead)
+        for stages in range(_MOST_STAGES, 1, -1)
     )
     return next((tiling for tiling in tilings if tiling.needed_bytes <= room), None)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 from mllm_compile.runtime.json_data import from_json
@@ -24,6 +25,7 @@ _ROWS_UNIT = 64  # what weights are multiples of
 _MOST_COLUMNS = 32768  # scales of a tile's rows lie in shared memory
 # Scales and zero points of a row are copied four bytes at a time.
 _COPY_BYTES = 4
+_SWEPT_AHEAD = (4, 8, 16)
 _TILINGS = {tiling.source: tiling for tiling in (FewTiling, TileTiling)}
 
 
@@ -72,7 +74,10 @@ def sweep_tilings(kind: QuantisedKind, tokens: int) -> Iterator[tuple[str, Quant
         yield from by_tiles.best_by_form(kind, tokens)
     if tokens > by_few.MAX_TOKENS:
         return
-    for split, piece_bytes, warps in itertools.product((1, 2), (512, 1024), (8, 16)):
-        tiling = by_few.divide(kind, tokens, piece_bytes, split=split, warps=warps)
+    chosen = by_few.choose(kind, tokens)
+    for ahead in _SWEPT_AHEAD:
+        yield f"{ahead} stages ahead", replace(chosen, ahead=ahead)
+    for split, piece_bytes in itertools.product((1, 2), (512, 1024)):
+        tiling = by_few.divide(kind, tokens, piece_bytes, split=split)
         if tiling is not None:
-            yield f"split {split}, pieces of {piece_bytes} bytes, {warps} warps", tiling
+            yield f"split {split}, pieces of {piece_bytes} bytes", tiling
