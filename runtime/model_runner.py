@@ -716,9 +716,10 @@ class ModelRunner:
         if self.feature_pool is not None:
             self._run_largest_tower()
             self._give_features(batch, self.feature_pool, int(new_cpu[0]))
-        logits = self.forward(batch)
-        ones = torch.ones(logits.next_token_logits.shape[0], device=device)
-        self.sample(logits, batch, ones, top_ps=ones * 0.9, top_ks=(ones * 50).long())
+        logits = self.forward(batch).next_token_logits  # of ranks with requests of their own, those of all
+        ones = torch.ones(logits.shape[0], device=device)
+        how = (ones, ones * 0.9, (ones * 50).long())
+        sample_tokens(logits, *how, None, positions=ones.long(), pieces=self.model.sampling)
         del self.token_to_kv_pool, self.attn_backend
 
     def _run_largest_tower(self) -> None:

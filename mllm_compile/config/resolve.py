@@ -18,6 +18,7 @@ from mllm_compile.config.resolved import (
     ResolvedCache,
     ResolvedCompile,
     ResolvedConfig,
+    ResolvedMedia,
     ResolvedModel,
     ResolvedStructuredOutputs,
 )
@@ -103,6 +104,7 @@ def resolve(config: EngineConfig, model: ModelFolder, device: DeviceInfo) -> Res
         cudagraph=graphs,
         runtime=runtime,
         structured_outputs=_structured_outputs(config.structured_outputs, choices),
+        media=ResolvedMedia(allowed_domains=config.media.allowed_domains),
         cache=ResolvedCache(
             dir=os.path.abspath(os.path.expanduser(choices.settle("cache.dir", config.cache.dir, auto_cache_dir)))
         ),

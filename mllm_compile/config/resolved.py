@@ -55,6 +55,12 @@ class ResolvedStructuredOutputs(_Resolved):
     threads: int = 1
 
 
+class ResolvedMedia(_Resolved):
+    """The default is for runtimes from before there was such a section."""
+
+    allowed_domains: tuple[str, ...] = ()
+
+
 class ResolvedCache(_Resolved):
     """`dir` is absolute."""
 
@@ -69,6 +75,7 @@ class ResolvedConfig(_Resolved):
     cudagraph: CudaGraphSection
     runtime: RuntimeSection
     structured_outputs: ResolvedStructuredOutputs = ResolvedStructuredOutputs()
+    media: ResolvedMedia = ResolvedMedia()
     cache: ResolvedCache
     choices: tuple[AutoChoice, ...] = Field(default=(), exclude=True, repr=False)
     without_effect: tuple[str, ...] = Field(default=(), exclude=True, repr=False)  # keys that the device ignores

@@ -226,6 +226,23 @@ class StructuredOutputsConfig(Section):
     """Threads that find the tokens which may follow. auto: a quarter of the processors, one to four."""
 
 
+class MediaConfig(Section):
+    """Pictures that requests name by an address."""
+
+    allowed_domains: NameList = ()
+    """Hosts that they are fetched from, over http and https; empty: no address is fetched."""
+
+    @field_validator("allowed_domains")
+    @classmethod
+    def _hosts(cls, domains: tuple[str, ...]) -> tuple[str, ...]:
+        for domain in domains:
+            if not re.fullmatch(r"[\w.-]+|[\da-fA-F:.]+", domain, re.ASCII):
+                raise ValueError(
+                    f"names of hosts such as images.example.org, without scheme, port or path; got {domain!r}"
+                )
+        return _without_repeats(tuple(domain.lower() for domain in domains))
+
+
 class CacheConfig(Section):
     """The folder of compiled runtimes."""
 
@@ -233,7 +250,7 @@ class CacheConfig(Section):
     """A folder, or auto: $MLLM_COMPILE_CACHE, else `mllm_compile` in the user's ($XDG_CACHE_HOME, else ~/.cache)."""
 
 
-_OPTIONAL_SECTIONS = ("compile", "cudagraph", "runtime", "structured_outputs", "cache")
+_OPTIONAL_SECTIONS = ("compile", "cudagraph", "runtime", "structured_outputs", "media", "cache")
 
 
 class EngineConfig(Section):
@@ -244,6 +261,7 @@ class EngineConfig(Section):
     cudagraph: CudaGraphConfig = CudaGraphConfig()
     runtime: RuntimeConfig = RuntimeConfig()
     structured_outputs: StructuredOutputsConfig = StructuredOutputsConfig()
+    media: MediaConfig = MediaConfig()
     cache: CacheConfig = CacheConfig()
 
     def __init__(self, **sections: Any) -> None:

@@ -14,6 +14,7 @@ import secrets
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Seq
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -69,9 +70,11 @@ class MediaSource(Protocol):
 
     Attributes:
         why_not: the reason why the runtime takes none; None: it does.
+        domains: hosts that pictures are fetched from.
     """
 
     why_not: str | None
+    domains: AbstractSet[str]
 
     def check(self) -> None:
         """

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import cached_property
 from importlib.util import find_spec
 
 from mllm_compile.errors import RequestError
+from mllm_compile.media.fetch import fetched
 from mllm_compile.media.files import CONFIG_FILE, PROCESSOR_FILES, placeholder_of
 from mllm_compile.media.inputs import KINDS, MediaKind, MediaPrompt
 from mllm_compile.media.sources import SourceItem
@@ -23,13 +24,22 @@ class MediaDoor:
         files: name → bytes of the files of its tokenizer and processor, and its config.json.
         max_model_len: most tokens of a request.
         why_not: the reason why the runtime takes no pictures; None: it does.
+        domains: hosts that pictures are fetched from.
     """
 
-    def __init__(self, model: str, files: Mapping[str, bytes], max_model_len: int, why_not: str | None) -> None:
+    def __init__(
+        self,
+        model: str,
+        files: Mapping[str, bytes],
+        max_model_len: int,
+        why_not: str | None,
+        domains: Collection[str] = (),
+    ) -> None:
         self._model = model
         self._files = dict(files)
         self._max_model_len = max_model_len
         self.why_not = why_not
+        self.domains = frozenset(domains)
         self._lock = threading.Lock()
         self._workers: MediaWorkers | None = None
 
@@ -57,7 +67,8 @@ class MediaDoor:
         self, prompt: str | Sequence[int], items: Sequence[SourceItem], adds_special_tokens: bool
     ) -> SharedPrompt:
         """Like prepare; the tensors stay in shared memory, for another process."""
-        shared = self._open().prepare(prompt, items, adds_special_tokens)
+        workers = self._open()
+        shared = workers.prepare(prompt, fetched(items, self.domains), adds_special_tokens)
         num_tokens = len(shared.is_feature)
         if num_tokens >= self._max_model_len:
             shared.remove()

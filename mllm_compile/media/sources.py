@@ -1,6 +1,7 @@
 """Checks what a caller gives as a picture or a video, and brings it into one form: bytes that a worker decodes.
 
-Nothing is decoded here, and no address is fetched. Local paths are read for callers in this process alone.
+Nothing is decoded here, and no address is fetched: fetch.py does that. Local paths are read for callers in this process
+alone.
 """
 
 from __future__ import annotations
@@ -33,10 +34,12 @@ class Source:
     Attributes:
         data: a file's bytes; or pixels, 3 bytes each, row by row.
         size: (height, width) of pixels; None: `data` is a file.
+        url: the address of that file, whose `data` is empty until it is fetched.
     """
 
     data: bytes
     size: tuple[int, int] | None = None
+    url: str | None = None
 
 
 @dataclass(frozen=True)
@@ -161,15 +164,17 @@ def _listed_videos(given: Any) -> list[Any]:
 
 def _source(given: Any, where: str, local_paths: bool) -> Source:
     if isinstance(given, (bytes, bytearray, memoryview)):
-        return Source(_bounded(bytes(given), where))
+        return Source(bounded(bytes(given), where))
     if isinstance(given, np.ndarray):
         return _of_array(given, where)
     if isinstance(given, str) and given[:5].lower() == "data:":
         return Source(of_data_url(given, where))
     if isinstance(given, str) and "://" in given[:16]:
+        if given[:8].lower().startswith(("http://", "https://")):
+            return Source(b"", url=given)
         raise RequestError(
-            f"{where}: {shown(given)} is an address, and none is fetched. Fetch it yourself and give its bytes, or a "
-            "data URL (data:image/png;base64,…)."
+            f"{where}: {shown(given)} is an address of a kind that is never fetched. Give its bytes, or a data URL "
+            "(data:image/png;base64,…)."
         )
     if isinstance(given, (str, os.PathLike)):
         if not local_paths:
@@ -180,7 +185,12 @@ def _source(given: Any, where: str, local_paths: bool) -> Source:
     raise RequestError(f"{where}: expected {_IMAGE}, got {brief(given)}.")
 
 
-def _bounded(data: bytes, where: str) -> bytes:
+def bounded(data: bytes, where: str) -> bytes:
+    """The same bytes.
+
+    Raises:
+        RequestError: there are none, or too many.
+    """
     if not data:
         raise RequestError(f"{where}: the picture is empty; expected the bytes of a picture's file.")
     if len(data) > MAX_FILE_BYTES:
@@ -210,7 +220,7 @@ def of_data_url(url: str, where: str) -> bytes:
         data = base64.b64decode(body.encode("ascii"), validate=True)
     except (binascii.Error, UnicodeEncodeError) as error:
         raise RequestError(f"{where}: the data URL is no base64 ({error}). Encode the picture's bytes again.") from None
-    return _bounded(data, where)
+    return bounded(data, where)
 
 
 def _of_file(path: str | bytes, where: str) -> bytes:
@@ -221,7 +231,7 @@ def _of_file(path: str | bytes, where: str) -> bytes:
         with os.fdopen(descriptor, "rb") as file:
             if not stat.S_ISREG(os.fstat(descriptor).st_mode):
                 raise RequestError(f"{where}: {shown(path)} is no regular file. Give a picture's file.")
-            return _bounded(file.read(MAX_FILE_BYTES + 1), where)
+            return bounded(file.read(MAX_FILE_BYTES + 1), where)
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
         raise RequestError(f"{where}: {shown(path)} cannot be read ({reason}). Give a picture's file.") from None

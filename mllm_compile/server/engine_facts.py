@@ -58,7 +58,8 @@ class EngineFacts:
         if earlier is not None and hello.fingerprint and earlier.hello.fingerprint == hello.fingerprint:
             return cls(hello, earlier.tokenizer, earlier.syntax, earlier.media)
         tokenizer = load_tokenizer(Path("tokenizer"), files.get)
-        media = MediaDoor(hello.model or "the model", files, hello.max_model_len, hello.why_no_media)
+        name, domains = hello.model or "the model", hello.media_domains
+        media = MediaDoor(name, files, hello.max_model_len, hello.why_no_media, domains)
         return cls(hello, tokenizer, syntax_of(tokenizer), media)
 
 

@@ -116,8 +116,9 @@ CASES = [
     *((name, "by places", changes) for name, changes in BY_PLACES.items()),
 ]
 LENGTHS = (1, 2, 7, 9, 33, 64, 130, 500, 1500)
-LONGEST = 2048
-POSITIONS = dict.fromkeys(("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len"), LONGEST)
+LONGEST = 1792
+# Some count a text's tokens from elsewhere in their table (roberta), which is longer for that.
+POSITIONS = dict.fromkeys(("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len"), 2048)
 NEW = 16
 MARGIN = 1.25
 

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import base64
 import io
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +23,7 @@ CHAT = "/v1/chat/completions"
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
-    with fake_server(settings={"pictures": {}, "limits": {"max_model_len": 256}}) as server:
+    with fake_server(settings={"pictures": {"domains": ["127.0.0.1"]}, "limits": {"max_model_len": 256}}) as server:
         yield server
 
 
@@ -58,9 +61,26 @@ def test_a_chat_with_pictures_is_answered(server):
 def test_an_address_is_refused_by_name(server):
     answer = ask(server, "https://host/cat.png")
     assert answer.status == 400
-    assert "'https://host/cat.png' is an address, and none is fetched" in answer.error["message"]
+    assert (
+        "'https://host/cat.png' is an address, and pictures are fetched from 127.0.0.1 alone" in answer.error["message"]
+    )
     assert ask(server, "/etc/passwd").error["message"].startswith("image 0: expected a data URL")
     assert ask(server, "file:///etc/passwd").status == 400
+
+
+def test_an_address_of_an_allowed_host_is_its_picture(server, tmp_path):
+    picture = file_of(pixels_of(1, 32, 48))
+    (tmp_path / "cat.png").write_bytes(picture)
+    handler = partial(SimpleHTTPRequestHandler, directory=tmp_path)
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as host:
+        threading.Thread(target=host.serve_forever, daemon=True).start()
+        address = f"http://127.0.0.1:{host.server_port}"
+        answer = ask(server, f"{address}/cat.png")
+        missing = ask(server, f"{address}/dog.png")
+        host.shutdown()
+    assert answer.json["choices"] == ask(server, data_url(picture)).json["choices"]
+    assert missing.status == 400
+    assert "answers with status 404" in missing.error["message"]
 
 
 @pytest.mark.parametrize(
@@ -167,7 +187,7 @@ def test_the_other_interfaces_take_pictures_by_the_same_door(server):
 def test_their_pictures_are_refused_in_their_own_shapes(server):
     url = {"type": "image", "source": {"type": "url", "url": "https://host/cat.png"}}
     for content, says in (
-        (url, "'https://host/cat.png' is an address, and none is fetched"),
+        (url, "'https://host/cat.png' is an address, and pictures are fetched from"),
         (block(b"hello"), "image 0: the picture is no picture that can be read"),
         (block(b"hello", "application/pdf"), "expected the source of an image to be"),
         ({"type": "image", "source": {"type": "file", "file_id": "f"}}, "expected the source of an image to be"),
@@ -178,7 +198,7 @@ def test_their_pictures_are_refused_in_their_own_shapes(server):
         assert says in answer.json["error"]["message"]
     image = {"type": "input_image", "image_url": data_url(b"hello")}
     for content, says in (
-        ({**image, "image_url": "https://host/cat.png"}, "is an address, and none is fetched"),
+        ({**image, "image_url": "https://host/cat.png"}, "is an address, and pictures are fetched from"),
         (image, "image 0: the picture is no picture that can be read"),
         ({**image, "detail": "low"}, "detail: expected auto or high, got str 'low'"),
         ({"type": "input_image", "file_id": "f"}, "expected an input_image with image_url"),

@@ -78,7 +78,7 @@ def take_pictures(facts: EngineFacts, fields: ChatFields) -> list[SourceItem]:
     """The pictures of a chat, in whose messages places are left for them.
 
     Raises:
-        ApiError, RequestError: a picture is none, or is an address; or the model takes none.
+        ApiError, RequestError: a picture is none, or the model takes none.
     """
     if not has_media(fields.messages):
         return []

@@ -188,6 +188,7 @@ def _hello(engine: Engine, timeline: Timeline) -> Hello:
         default_params=messages.params_to_wire(engine.default_params),
         tokenizer_files=dict(engine.tokenizer_files),
         why_no_media="the model takes text alone" if engine.media is None else engine.media.why_not,
+        media_domains=[] if engine.media is None else sorted(engine.media.domains),
         fingerprint="" if folder is None else f"mllm-{folder.name}",
         seconds=timeline.age_s,
         stages=timeline.stages,

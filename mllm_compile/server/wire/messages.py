@@ -74,6 +74,7 @@ class Hello(msgspec.Struct, tag=2, array_like=True, kw_only=True):
     default_params: dict[str, Any]
     tokenizer_files: dict[str, bytes]  # and the processor's; none: prompts are token ids
     why_no_media: str | None  # why pictures are refused
+    media_domains: list[str]  # hosts that they are fetched from
     fingerprint: str  # of the runtime: the same texts come from the same one
     seconds: float  # of its start
     stages: list[tuple[str, float]]

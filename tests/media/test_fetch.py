@@ -1,0 +1,128 @@
+"""Pictures by their addresses: from hosts that are allowed, within bounds, and from no others."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+
+from mllm_compile import EngineConfig
+from mllm_compile.errors import ConfigError, RequestError
+from mllm_compile.media import fetch, sources
+from mllm_compile.media.fetch import fetched
+from mllm_compile.media.sources import Source, read_image, read_video
+
+HERE = ("127.0.0.1",)
+
+
+class _Host(BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        name = self.path.partition("?")[0]
+        if name == "/moved":
+            self.send_response(302)
+            self.send_header("Location", self.path.partition("?")[2])
+            self.end_headers()
+            return
+        self.send_response(200 if name in ("/cat.png", "/large", "/slow") else 404)
+        self.end_headers()
+        if name == "/cat.png":
+            self.wfile.write(b"picture" + self.path.encode())
+        if name == "/large":
+            self.wfile.write(bytes(3000))
+        while name == "/slow":
+            try:
+                self.wfile.write(b"x")
+            except OSError:
+                return
+            time.sleep(0.05)
+
+    def log_message(self, *_: object) -> None:
+        """Says nothing."""
+
+
+@pytest.fixture(scope="module")
+def host() -> Iterator[str]:
+    server = ThreadingHTTPServer(("127.0.0.1", 0), _Host)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    server.server_close()
+
+
+def files(given, domains=HERE):
+    item = read_image(given, "image 0", local_paths=False)
+    return [frame.data for one in fetched([item], domains) for frame in one.frames]
+
+
+def refusal(given, domains=HERE):
+    with pytest.raises(RequestError) as error:
+        files(given, domains)
+    return str(error.value)
+
+
+def test_an_allowed_hosts_pictures_are_fetched_in_their_order(host):
+    assert files(f"{host}/cat.png?a=1") == [b"picture/cat.png?a=1"]
+    urls = [f"{host}/cat.png?{n}" for n in range(5)]
+    video = read_video([*urls[:3], b"bytes", *urls[3:]], "video 0", local_paths=False)
+    (item,) = fetched([video], HERE)
+    wanted = [f"picture/cat.png?{n}".encode() for n in range(5)]
+    assert [frame.data for frame in item.frames] == [*wanted[:3], b"bytes", *wanted[3:]]
+    assert all(frame == Source(frame.data) for frame in item.frames)
+
+
+def test_no_address_is_fetched_unless_its_host_is_allowed(host):
+    assert "is an address, and none is fetched" in refusal(f"{host}/cat.png", ())
+    of_others = refusal(f"{host}/cat.png", ("b.example", "a.example"))
+    assert "pictures are fetched from a.example, b.example alone" in of_others
+    assert "media.allowed_domains" in of_others
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "http://127.0.0.1@b.example/cat.png",
+        "http://127.0.0.1\\@b.example/cat.png",
+        "http://127.0.0.1:port/cat.png",
+        "http://127.0.0.1:9999999/cat.png",
+        "http:///cat.png",
+        "http://127.0.0.1/a cat.png",
+        "http://[127.0.0.1/cat.png",
+    ],
+)
+def test_an_address_that_may_be_read_in_two_ways_is_none(url):
+    assert "is no" in refusal(url)
+
+
+def test_other_kinds_of_addresses_are_never_fetched():
+    for url in ("file:///etc/passwd", "s3://bucket/cat.png", "ftp://127.0.0.1/cat.png"):
+        assert "of a kind that is never fetched" in refusal(url)
+
+
+def test_an_answer_leads_to_allowed_hosts_alone(host):
+    assert files(f"{host}/moved?{host}/cat.png") == [b"picture/cat.png"]
+    assert "'http://localhost/cat.png' is an address" in refusal(f"{host}/moved?http://localhost/cat.png")
+    assert "is no plain address over http or https" in refusal(f"{host}/moved?ftp://127.0.0.1/cat.png")
+
+
+def test_what_is_not_there_too_large_or_too_slow_costs_its_request(host, monkeypatch):
+    assert "answers with status 404" in refusal(f"{host}/dog.png")
+    monkeypatch.setattr(sources, "MAX_FILE_BYTES", 2000)
+    monkeypatch.setattr(fetch, "MAX_FILE_BYTES", 2000)
+    assert "expected at most 2,000" in refusal(f"{host}/large")
+    monkeypatch.setattr(fetch, "MAX_FETCH_SECONDS", 0.2)
+    assert "it takes more than 0.2 s" in refusal(f"{host}/slow")
+    assert "cannot be fetched" in refusal("http://127.0.0.1:1/cat.png")
+
+
+@pytest.mark.parametrize("domain", ["https://a.example", "a.example/pictures", "a.example:80", "", "*"])
+def test_a_config_names_hosts(domain):
+    with pytest.raises(ConfigError, match=r"media\.allowed_domains"):
+        EngineConfig.from_dict({"model": {"path": "x"}, "media": {"allowed_domains": [domain]}})
+
+
+def test_a_configs_hosts_are_in_small_letters():
+    config = EngineConfig.from_dict({"model": {"path": "x"}, "media": {"allowed_domains": ["A.Example", "127.0.0.1"]}})
+    assert config.media.allowed_domains == ("a.example", "127.0.0.1")
