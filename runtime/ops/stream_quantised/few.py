@@ -43,7 +43,6 @@ class FewTiling(QuantisedTiling):
         clusters: they take groups of rows in turns.
         piece: columns of a row in a stage.
         stages: stages of the ring.
-        ahead: stages beyond those of the ring that are fetched into the L2.
     """
 
     source: ClassVar[str] = "ops/stream_quantised/few.cu"
@@ -55,7 +54,6 @@ class FewTiling(QuantisedTiling):
     clusters: int
     piece: int
     stages: int
-    ahead: int
 
     @cached_property
     def num_blocks(self) -> int:
@@ -127,7 +125,7 @@ def _steps_of_piece(kind: QuantisedKind, piece: int) -> int:
     return math.ceil(piece // kind.values_a_byte / _STEP_BYTES / _WARPS)
 
 
-def divide(kind: QuantisedKind, tokens: int, split: int, piece_bytes: int, ahead: int = 0) -> FewTiling | None:
+def divide(kind: QuantisedKind, tokens: int, split: int, piece_bytes: int) -> FewTiling | None:
     """The tiling with pieces of so many bytes of a row, and as many stages as leave room for one of the next kernel's;
     None: none fits.
     """
@@ -141,7 +139,7 @@ def divide(kind: QuantisedKind, tokens: int, split: int, piece_bytes: int, ahead
         passes = math.ceil(pieces * of_piece / (_INPUT_REGISTERS - of_piece))
     clusters, room = min(groups, _CLUSTERS[split]), room_of_block(kind)
     tilings = (
-        FewTiling(kind, tokens, split, passes, clusters, piece, stages, ahead) for stages in range(_MOST_STAGES, 1, -1)
+        FewTiling(kind, tokens, 0, split, passes, clusters, piece, stages) for stages in range(_MOST_STAGES, 1, -1)
     )
     return next((tiling for tiling in tilings if tiling.needed_bytes <= room), None)
 

@@ -69,12 +69,12 @@ def tiling_from_json(data: Mapping[str, Any]) -> QuantisedTiling:
 
 def sweep_tilings(kind: QuantisedKind, tokens: int) -> Iterator[tuple[str, QuantisedTiling]]:
     """Other tilings for a bucket of tokens, with a name each that says how they divide any linear."""
+    for ahead in _SWEPT_AHEAD:
+        yield f"{ahead} stages ahead", replace(choose_tiling(kind, tokens), ahead=ahead)
     if not _is_few(kind, tokens):
         yield from by_tiles.best_by_form(kind, tokens)
         return
     if tokens > by_few.FEWEST_TOKENS:
         yield "tiles", by_tiles.choose(kind, tokens)
-    for ahead in _SWEPT_AHEAD:
-        yield f"{ahead} stages ahead", replace(by_few.choose(kind, tokens), ahead=ahead)
     for tiling in by_few.all_tilings(kind, tokens):
         yield f"split {tiling.split}, pieces of {tiling.piece // kind.values_a_byte} bytes", tiling

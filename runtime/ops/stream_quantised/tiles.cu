@@ -17,7 +17,7 @@
 //
 // Defined by tiles.py: N outputs (of a gated one: gate and up rows), K, BITS (of a value: 8 or 4), ROWS (a multiple of 16),
 // K_GROUPS, SPLIT, BLOCKS, RESIDENT (blocks of a multiprocessor, of registers), NUM_THREADS and SHARED_BYTES of a block,
-// TOKENS (a multiple of 8), PANELS (of 128 bytes of a row, of a stage), STAGES, GROUP (inputs that share a scale: 128, of
+// TOKENS (a multiple of 8), PANELS (of 128 bytes of a row, of a stage), STAGES, AHEAD (stages beyond, for the L2), GROUP (inputs that share a scale: 128, of
 // floats of four bits 32 or 16; 0: all of a row, of fp8), SCALE_BYTES, SCALES_ARE_HALF (float16; else of two bytes bfloat16),
 // ZEROS (there are zero points, of a byte), FLOATS (of four bits), FACTORS (`zeros` are factors of rows, in float32), NORM_BLOCKS (sums of squares a token to read; 0: no norm), GATED, RESIDUAL, NEXT_BLOCKS (sums of squares a token to
 // leave), BIAS (in the place of the norm's weight).
@@ -63,6 +63,14 @@ struct Shared {
 };
 static_assert(1023 + RING_BYTES + INBOX_BYTES + sizeof(Shared) <= SHARED_BYTES, "and what alignment costs");
 
+// Boxes of the weight into the L2.
+__device__ __forceinline__ void fetch_boxes(const TensorMap* map, int row, int panel) {
+#if GATED
+  asm volatile("cp.async.bulk.prefetch.tensor.5d.L2.global [%0, {%1, %1, %1, %2, %3}];" ::"l"(map), "r"(0), "r"(row / 16), "r"(panel) : "memory");
+#else
+  asm volatile("cp.async.bulk.prefetch.tensor.3d.L2.global [%0, {%1, %2, %3}];" ::"l"(map), "r"(0), "r"(row), "r"(panel) : "memory");
+#endif
+}
 // The warp that asks, by one lane.
 __device__ void ask(const TensorMap* values, const TensorMap* x, u32 ring, u32 full, u32 empty, int rank, int first_tile,
                     int num_tokens) {
@@ -80,14 +88,19 @@ __device__ void ask(const TensorMap* values, const TensorMap* x, u32 ring, u32 f
     for (int p = 0; p < X_PANELS; p++)
       load_x(ring + slot * STAGE_BYTES + W_BYTES + p * X_PANEL_BYTES, x, 0, (rank * STEPS + i % STEPS) * X_PANELS + p, full + 8 * slot);
   };
+  const auto fetch_weight = [&](int i) {
+    if (i < total) fetch_boxes(values, (first_tile + i / STEPS * CLUSTERS) * ROWS, (rank * STEPS + i % STEPS) * PANELS);
+  };
   const int ahead = STAGES < total ? STAGES : total;
   for (int i = 0; i < ahead; i++) ask_weight(i);
+  for (int i = 0; i < AHEAD; i++) fetch_weight(STAGES + i);
   start_dependents();
   wait_for_prerequisites();
   for (int i = 0; i < ahead; i++) ask_x(i);
   for (int i = ahead; i < total; i++) {
     wait_for(empty + 8 * (i % STAGES), (i / STAGES & 1) ^ 1);
     ask_weight(i), ask_x(i);
+    if (AHEAD) fetch_weight(i + AHEAD);
   }
 }
 

@@ -142,6 +142,7 @@ class TileTiling(QuantisedTiling):
             "SHARED_BYTES": self.shared_bytes,
             "PANELS": self.panels,
             "STAGES": self.stages,
+            "AHEAD": self.ahead,
         }
 
 
@@ -153,7 +154,7 @@ def divide(
     if remainder or rows % NORM_ROWS or panels % column_groups or rows > _MOST_ROWS:
         return None
     for stages in range(min(_MOST_STAGES, of_block), 0, -1):
-        tiling = TileTiling(kind, tokens, rows, split, column_groups, panels, stages)
+        tiling = TileTiling(kind, tokens, 0, rows, split, column_groups, panels, stages)
         if tiling.needed_bytes <= room:
             fits = split == 1 or tiling.num_tiles <= _CLUSTERS[split]
             most_groups = _MOST_WARP_GROUPS if tokens <= _MANY_TOKENS else _MOST_OF_MANY
