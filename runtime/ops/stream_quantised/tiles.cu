@@ -45,10 +45,13 @@ static_assert(BITS == 4 || SCALE_BYTES == 4 && !ZEROS, "fp8 has scales in float3
 static_assert(!FLOATS || BITS == 4 && SCALE_BYTES == 1 && !ZEROS, "floats of four bits have scales of a byte");
 
 constexpr int RING_BYTES = STAGES * STAGE_BYTES;
+constexpr int STEP_GROUPS = PANELS / K_GROUPS * PANEL_GROUPS;  // of a warp: what it multiplies of a stage, by groups
 constexpr bool INTEGERS = BITS == 4 && !FLOATS;
 // Integers with a scale in bfloat16 and no zero points are multiplied by it as they are taken apart, rounded once, as torch
 // rounds them. Of others (and of fp8) the sums of a group are multiplied by its scale.
 constexpr bool IN_VALUES = INTEGERS && !SCALES_ARE_HALF && !ZEROS, BY_GROUPS = GROUP && !FLOATS && !IN_VALUES;
+// Two groups' sums, so that one's are scaled while the next one's products run; of many tokens there are no registers for it.
+constexpr int BUFFERS = BY_GROUPS && TOKENS <= 64 ? 2 : 1, UNROLLED = BUFFERS == 2 && STEP_GROUPS % 2 ? 2 : 1;  // stages
 constexpr float OUT_FACTOR = FLOATS ? E2M1_FACTOR : INTEGERS ? int4_factor(IN_VALUES) : 1.f;  // of sums
 constexpr int WORDS = FLOATS ? 2 * HALF / GROUP / 4 : 1;  // of the scales of two panels of x
 constexpr int ROW_SCALES = GROUP ? STEPS * PANELS * PANEL_GROUPS * WORDS : 1, SCALE_PITCH = ROW_SCALES | 1;  // of a row and a block; odd: other banks
@@ -253,7 +256,7 @@ __launch_bounds__(THREADS, RESIDENT) quantised_tiles(
         }
     if (tile > first_tile) load_scales(shared.scales, scales, zeros, tile, rank);
     const u32* my_scales = shared.scales + (has_rows ? row_warp * M_ROWS + lane / 4 : 0) * SCALE_PITCH;
-    float sums[EIGHTS][4] = {}, parts[EIGHTS][4] = {};
+    float sums[EIGHTS][4] = {}, parts[BUFFERS][EIGHTS][4] = {};
     Values values[2] = {};
     float scale_of_upper = 0.f, scale_of_lower = 0.f;  // of the parts
     int read = -1;                                     // the stage that is free when all products are there
@@ -261,18 +264,20 @@ __launch_bounds__(THREADS, RESIDENT) quantised_tiles(
       if (read >= 0 && lane == 0) arrive(empty + 8 * read);
       read = -1;
     };
-    const auto settle = [&] {
-      asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
-      if (BY_GROUPS)
+    const auto add_parts = [&](const float (&done)[EIGHTS][4]) {
 #pragma unroll
-        for (int e = 0; e < EIGHTS; e++) {
-          sums[e][0] += parts[e][0] * scale_of_upper, sums[e][1] += parts[e][1] * scale_of_upper;
-          sums[e][2] += parts[e][2] * scale_of_lower, sums[e][3] += parts[e][3] * scale_of_lower;
-        }
+      for (int e = 0; e < EIGHTS && BY_GROUPS; e++) {
+        sums[e][0] += done[e][0] * scale_of_upper, sums[e][1] += done[e][1] * scale_of_upper;
+        sums[e][2] += done[e][2] * scale_of_lower, sums[e][3] += done[e][3] * scale_of_lower;
+      }
       release();
     };
 #pragma unroll 1
-    for (int step = 0; step < STEPS; step++) {
+    for (int first_step = 0; first_step < STEPS; first_step += UNROLLED)
+#pragma unroll
+    for (int u = 0; u < UNROLLED; u++) {
+      const int step = first_step + u;
+      if (STEPS % UNROLLED && step >= STEPS) break;
       wait_for(full + 8 * slot, phase);
       const char* rows = first_stage + slot * STAGE_BYTES + (row_warp * M_ROWS + lane / 4) * PANEL_BYTES;
       const u32 of_x = ring + slot * STAGE_BYTES + W_BYTES;
@@ -289,20 +294,24 @@ __launch_bounds__(THREADS, RESIDENT) quantised_tiles(
             if (INTEGERS) return Beside{{int4_unit(), int4_unit()}, {int4_zero(upper >> 16), int4_zero(lower >> 16)}};
             return half && WORDS == 2 ? Beside{{of_group[1], of_group[8 * SCALE_PITCH + 1]}} : Beside{{upper, lower}};
           };
+          const int buffer = (u * STEP_GROUPS + p * PANEL_GROUPS + g) % BUFFERS;
 #pragma unroll
           for (int half = 0; half < 2; half++) {
             asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory");  // this half's values before were read
-            if (!BY_GROUPS && half) release();
+            if (half && !BY_GROUPS) release();
             if (has_rows) take_apart(values[half], rows + panel * W_PANEL_BYTES, 2 * g + half, beside(half));
-            if (BY_GROUPS && half == 0) settle();
-            multiply(BY_GROUPS ? parts : sums, values[half], of_x + (2 * group + half) * X_PANEL_BYTES, !BY_GROUPS || half);
+            if (half == 0 && BY_GROUPS) asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
+            if (half == 0 && BY_GROUPS && BUFFERS == 1) add_parts(parts[0]);
+            multiply(BY_GROUPS ? parts[buffer] : sums, values[half], of_x + (2 * group + half) * X_PANEL_BYTES, !BY_GROUPS || half);
+            if (half == 0 && BUFFERS == 2) add_parts(parts[(buffer + 1) % BUFFERS]);  // of the group before
           }
           if (BY_GROUPS) scale_of_upper = scale_of(upper), scale_of_lower = scale_of(lower);
         }
       read = slot;
       if (++slot == STAGES) slot = 0, phase ^= 1;
     }
-    settle();
+    asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
+    add_parts(parts[(STEPS * STEP_GROUPS - 1) % BUFFERS]);
 #if SPLIT > 1
     asm volatile("barrier.cluster.wait.acquire;" ::: "memory");  // the others' barriers are made
 #endif
