@@ -73,6 +73,8 @@ def sweep_tilings(kind: QuantisedKind, tokens: int) -> Iterator[tuple[str, Quant
         yield f"{ahead} stages ahead", replace(choose_tiling(kind, tokens), ahead=ahead)
     if not _is_few(kind, tokens):
         yield from by_tiles.best_by_form(kind, tokens)
+        of_pairs = by_tiles.choose(kind, tokens)
+        yield "x shared by two", replace(of_pairs, sharing=2 if of_pairs.can_share else 1)
         return
     if tokens > by_few.FEWEST_TOKENS:
         yield "tiles", by_tiles.choose(kind, tokens)
