@@ -50,6 +50,13 @@ static_assert(TOKENS % EIGHT == 0, "whole products");
 static_assert(STAGES >= 2, "a stage is asked for when the next one has been read");
 
 constexpr bool IS_UNSENT = SPLIT > 1 && PASSES > 1, HAS_WEIGHTS = NEXT_BLOCKS || BIAS;  // what is not there has the least room
+// Left to itself the compiler computes such a value again for each stage.
+__device__ __forceinline__ u32 kept(u32 v) {
+  u32 copy;
+  asm volatile("mov.b32 %0, %1;" : "=r"(copy) : "r"(v));
+  return copy;
+}
+
 struct Shared {
   float sums[2][WARPS][SUMS];         // of the rows that the block works at, and of those before
   float inbox[PLACES][SPLIT][SUMS];   // of the rows that it finishes, from every block of the cluster
@@ -117,7 +124,7 @@ __device__ __forceinline__ void fetch_groups(const char* from, int rank, int pan
 struct Inputs {
   u32 pairs[INPUTS / 2];
 };
-// Leaves also the sum of a step's inputs of each token at `totals`, if it is needed: in registers it would be two more a step.
+// Leaves also the sum of a step's inputs of a lane's two tokens at `totals`, if it is needed: in registers it would be two more a step.
 __device__ __forceinline__ Inputs prepared(const uint4 (&raw)[INPUTS / 8], float* totals) {
   Inputs v;
 #pragma unroll
@@ -132,7 +139,7 @@ __device__ __forceinline__ Inputs prepared(const uint4 (&raw)[INPUTS / 8], float
 #pragma unroll
     for (int j = 0; j < INPUTS / 4; j++) add_product(total, EVEN, EVEN, ODD, ODD, v.pairs[2 * j], v.pairs[2 * j + 1]);
     constexpr float FACTOR = ZEROS ? -1.f : -8.f;  // what is taken off where all have the same zero point
-    if (threadIdx.x % 32 < 4) *(float2*)(totals + threadIdx.x % 4 * 2) = {FACTOR * total[0], FACTOR * total[1]};
+    if (threadIdx.x % 32 < 4) *(float2*)totals = {FACTOR * total[0], FACTOR * total[1]};
   }
   return v;
 }
@@ -259,10 +266,12 @@ __launch_bounds__(32 * WARPS, RESIDENT) quantised_linear(
   wait_for_prerequisites();
   // So that a quarter of a warp reads other banks each, a lane's row is not lane / 4 but has the bits in another order.
   const int row = lane / 8 | (lane / 4 & 1) << 2;
-  const u32 place_of_lane = row * PANEL + ((quad + warp % 2 * 4 ^ row) & 7) * 16;  // in one of a panel's halves, each a step
+  const u32 place_of_lane = kept(warp / 2 * PANEL_BYTES + row * PANEL + ((quad + warp % 2 * 4 ^ row) & 7) * 16);  // in one of a panel's halves, each a step
   int slot = 0, phase = 0, stage_number = 0;
   Inputs xs[CHUNKS][STEPS][EIGHTS];
-  float* my_totals = shared.totals[INTEGERS ? warp * CHUNKS * STEPS : 0];
+  constexpr int MY_SCALES = GROUP == 16 ? 2 : 1;  // of a lane's inputs of a row
+  const u32 place_of_scales = GROUP ? kept(row * ROW_GROUPS + (FLOATS ? (warp * 4 + quad) * MY_SCALES : warp * STEP / WITH_A_SCALE)) : 0;
+  float* my_totals = shared.totals[0] + (INTEGERS ? kept(warp * CHUNKS * STEPS * TOKENS + quad * 2) : 0);
 #pragma unroll 1
   for (int pass = 0; pass < PASSES; pass++) {
     const int begin = pass * CHUNKS * PIECE;
@@ -327,28 +336,27 @@ __launch_bounds__(32 * WARPS, RESIDENT) quantised_linear(
         for (int s = 0; s < STEPS; s++) {
           const int step = s * WARPS + warp;
           if (!is_step(step)) continue;
-          const char* from = stage + step / 2 * PANEL_BYTES + place_of_lane;
+          const char* from = stage + s * (WARPS / 2 * PANEL_BYTES) + place_of_lane;
           const uint4 upper = *(const uint4*)from, lower = *(const uint4*)(from + 8 * PANEL);
           const auto& v = xs[c][s];
           if (FLOATS) {
-            constexpr int MINE = GROUP == 16 ? 2 : 1;  // scales of a lane's inputs of a row
-            const unsigned char* of_upper = (const unsigned char*)scales_of_stage + row * ROW_GROUPS + (step * 4 + quad) * MINE;
+            const unsigned char* of_upper = (const unsigned char*)scales_of_stage + place_of_scales + s * WARPS * 4 * MY_SCALES;
             const unsigned char* of_lower = of_upper + 8 * ROW_GROUPS;
-            const u32 uppers = MINE == 2 ? *(const unsigned short*)of_upper : *of_upper;
-            const u32 lowers = MINE == 2 ? *(const unsigned short*)of_lower : *of_lower;
+            const u32 uppers = MY_SCALES == 2 ? *(const unsigned short*)of_upper : *of_upper;
+            const u32 lowers = MY_SCALES == 2 ? *(const unsigned short*)of_lower : *of_lower;
             const u32 first[2] = {scale_of_byte(uppers, 0), scale_of_byte(lowers, 0)};
-            const u32 second[2] = {scale_of_byte(uppers, MINE - 1), scale_of_byte(lowers, MINE - 1)};
+            const u32 second[2] = {scale_of_byte(uppers, MY_SCALES - 1), scale_of_byte(lowers, MY_SCALES - 1)};
             multiply_floats(even, upper.x, lower.x, first[0], first[1], v, 0), multiply_floats(odd, upper.y, lower.y, first[0], first[1], v, 1);
             multiply_floats(even, upper.z, lower.z, second[0], second[1], v, 2), multiply_floats(odd, upper.w, lower.w, second[0], second[1], v, 3);
           } else if (GROUP) {
-            const int of_upper = row * ROW_GROUPS + step * STEP / WITH_A_SCALE, of_lower = of_upper + 8 * ROW_GROUPS;
+            const u32 of_upper = place_of_scales + s * WARPS * STEP / WITH_A_SCALE, of_lower = of_upper + 8 * ROW_GROUPS;
             Sums part = {}, other = {};  // so that fewer products wait for each other
             if (INTEGERS) {              // zero points are taken off
               const unsigned char* zeros_of_stage = (const unsigned char*)(scales_of_stage + OF_SCALES);
               const float of_uppers = ZEROS ? zeros_of_stage[of_upper] : 1.f, of_lowers = ZEROS ? zeros_of_stage[of_lower] : 1.f;
 #pragma unroll
               for (int e = 0; e < EIGHTS; e++) {
-                const float2 totals = *(const float2*)(my_totals + (c * STEPS + s) * TOKENS + e * EIGHT + quad * 2);
+                const float2 totals = *(const float2*)(my_totals + (c * STEPS + s) * TOKENS + e * EIGHT);
                 part[e][0] = of_uppers * totals.x, part[e][1] = of_uppers * totals.y;
                 part[e][2] = of_lowers * totals.x, part[e][3] = of_lowers * totals.y;
               }
