@@ -13,7 +13,14 @@ from torch import fx
 
 from mllm_compile.passes.base import GraphPass, PassResult
 from mllm_compile.passes.forms import add_forms, copy_of
-from mllm_compile.passes.match.linear import Linear, match_linear, match_residual, match_silu_mul, match_small_linear
+from mllm_compile.passes.match.linear import (
+    Linear,
+    match_linear,
+    match_residual,
+    match_silu_mul,
+    match_small_linear,
+    match_squared_relu,
+)
 from mllm_compile.passes.match.nodes import is_op
 from mllm_compile.passes.match.quantised import QuantisedLinear
 from mllm_compile.passes.match.rms_norm import RMSNorm, match_rms_norm
@@ -40,8 +47,9 @@ class FuseFewTokens(GraphPass):
         y, scaled, squares = mllm.few_linear_residual_norm(a, down, residual, norm_weight)
         z = mllm.few_linear(scaled, weight, squares, eps, False)
 
-    and silu(gate) * up of one linear's halves is `few_linear(…, True)`. A norm whose input is no such linear
-    stays as it is, before a plain `few_linear`.
+    with True as one more operand where the norm is times 1 + norm_weight (a norm may round ahead of its weight or
+    behind it). And silu(gate) * up of one linear's halves is `few_linear(…, True)`. A norm whose input is no such
+    linear stays as it is, before a plain `few_linear`.
 
     Requires: deduplicated pieces on CUDA in bfloat16 or float16. The pieces for any number of tokens stay as they are;
         the new forms are submodules named in gm.meta[SMALL_FORMS].
@@ -68,6 +76,7 @@ class LinearOps:
         num_norm_blocks: sums of squares a token that a linear leaves for the norm of its outputs; None: too many.
         takes_float16: as well as bfloat16.
         takes_bias: a linear that nothing else becomes part of may have one.
+        squares_relu: they take relu(x) ** 2 of a linear's outputs along.
         is_small_taken: tells if they take a quantised weight, by ops `mllm.<prefix>_quantised_linear…`, or as a gated
             linear, the half of its rows.
     """
@@ -77,6 +86,7 @@ class LinearOps:
     num_norm_blocks: Callable[[int, int], int | None]
     takes_float16: bool
     takes_bias: bool = False
+    squares_relu: bool = False
     is_small_taken: Callable[[QuantisedLinear, bool], bool] = lambda linear, half: False
 
     def match(self, node: object) -> Linear | None:
@@ -127,7 +137,7 @@ def few_token_form(piece: fx.GraphModule, ops: LinearOps) -> fx.GraphModule | No
     form = copy_of(piece)
     fusion = _Fusion(form.graph, ops)
     # In this order: a linear is read by all that it can be a part of.
-    for fuse in (fusion.residual, fusion.experts, fusion.gated, fusion.linear, fusion.scaled_experts):
+    for fuse in (fusion.residual, fusion.experts, fusion.gated, fusion.squared, fusion.linear, fusion.scaled_experts):
         for node in list(form.graph.nodes):
             fuse(node)
     form.graph.eliminate_dead_code()
@@ -172,7 +182,7 @@ class _Fusion:
         if self._have_scaled_input(norm_node, norm):
             x, weight, residual, *router = node.args
             with self._graph.inserting_before(node):
-                operands = (x, weight, residual, norm.weight, *router)
+                operands = (x, weight, residual, norm.weight, norm.plus_one, *router)
                 together = self._graph.call_function(op("stream_expert_down_norm"), operands)
             together.meta.update(node.meta)
             num_blocks = norm.x.meta["val"].shape[-1] // ROWS
@@ -193,23 +203,29 @@ class _Fusion:
         if linear is not None and self._ops.takes_half(linear):
             self._replace(node, linear, self._call_linear(node, linear, True))
 
+    def squared(self, node: fx.Node) -> None:
+        """Fuses relu(linear) ** 2."""
+        linear = self._ops.match(match_squared_relu(node)) if self._ops.squares_relu else None
+        if linear is not None and len(linear.node.users) == 1:
+            self._replace(node, linear, self._call_linear(node, linear, False, squares_relu=True))
+
     def linear(self, node: fx.Node) -> None:
         """Replaces a linear that is part of nothing larger."""
         linear = None if node in self.fused else self._ops.match(node)
         if linear is not None:
             self._replace(node, linear, self._call_linear(node, linear, False))
 
-    def _call_linear(self, node: fx.Node, linear: Linear, is_gated: bool) -> fx.Node:
+    def _call_linear(self, node: fx.Node, linear: Linear, is_gated: bool, squares_relu: bool = False) -> fx.Node:
         norm = self._scaled.get(linear.source)
-        bias = () if linear.bias is None else (linear.bias,)
+        last = (linear.bias, True) if squares_relu else () if linear.bias is None else (linear.bias,)
         if norm is None:
-            return self._call(node, linear, "", linear.source, None, 0.0, is_gated, *bias)
-        return self._call(node, linear, "", norm.value, norm.squares, norm.eps, is_gated, *bias)
+            return self._call(node, linear, "", linear.source, None, 0.0, is_gated, *last)
+        return self._call(node, linear, "", norm.value, norm.squares, norm.eps, is_gated, *last)
 
     def _call_norm_op(
         self, node: fx.Node, linear: Linear, residual: fx.Node, norm_node: fx.Node, norm: RMSNorm
     ) -> fx.Node:
-        together = self._call(node, linear, "_residual_norm", linear.source, residual, norm.weight)
+        together = self._call(node, linear, "_residual_norm", linear.source, residual, norm.weight, norm.plus_one)
         return self._take_outputs(node, together, self._ops.norm_blocks(linear), norm_node, norm)
 
     def _take_outputs(

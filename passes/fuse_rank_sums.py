@@ -32,7 +32,8 @@ class FuseRankSums(GraphPass):
         y, h = mllm.all_reduce_residual_norm(linear(a, down), residual, norm_weight, eps)
         z = linear(h, weight)
 
-    Requires: deduplicated pieces of several ranks on a Hopper GPU in bfloat16. Rows divide into chunks of eight.
+    Requires: deduplicated pieces of several ranks on a Hopper GPU in bfloat16. Rows divide into chunks of eight,
+        and norms are times their weight, not 1 + their weight.
         Ahead of all passes that add forms, which get it with the piece.
     Preserves: the norm's roundings; the sum and the residual are rounded once, not twice.
     """
@@ -76,7 +77,7 @@ def _match(norm: RMSNorm) -> tuple[fx.Node, fx.Node] | None:
     is_ours = (
         val.device.type == nodes.KERNEL_DEVICE_TYPE and val.dtype == torch.bfloat16 and is_normed(int(val.shape[-1]))
     )
-    if not is_call(total, operator.add) or not is_ours or norm.weight.meta["val"].dtype != val.dtype:
+    if not is_call(total, operator.add) or not is_ours or norm.plus_one or norm.weight.meta["val"].dtype != val.dtype:
         return None
     operands: Any = total.args
     for reduced, residual in (operands, operands[::-1]):

@@ -46,9 +46,12 @@ class FuseRopeCache(GraphPass):
         q, k = mllm.rope_and_cache(q0, k0, v, cos, sin, q_norm, k_norm, eps, slots, keys_of_l0, values_of_l0)
         attention_with_output(q, k, v, out, "l0", False)
 
+    with True as a last operand where the norms are times 1 + their weight. Of a head as many columns are rotated as cos
+    and sin have.
+
     Requires: lowered attention on CUDA in bfloat16 or float16, a cache of the same type, or of e4m3 on a Hopper GPU
-        (gm.meta[CACHE_DTYPE]), and the rotation of whole heads by halves, as Transformers writes it. Slots, keys and
-        values are new inputs; the piece that has the call declares that it writes them.
+        (gm.meta[CACHE_DTYPE]), and the rotation of heads, or of their first columns, by halves, as Transformers writes
+        it. Slots, keys and values are new inputs; the piece that has the call declares that it writes them.
     Preserves: the meaning; computes in float32 throughout, where the trace rounds after every operation.
     """
 
@@ -74,7 +77,7 @@ class FuseRopeCache(GraphPass):
 
 @dataclass(frozen=True)
 class _Rotation:
-    """source [1, T, H, D], perhaps normed, rotated by cos and sin [1, T, D]."""
+    """source [1, T, H, D], perhaps normed, its first R columns rotated by cos and sin [1, T, R]."""
 
     source: fx.Node
     norm: RMSNorm | None
@@ -121,7 +124,7 @@ def _first_user(graph: fx.Graph, q: fx.Node, operands: tuple[fx.Node, ...]) -> f
 def _go_together(q: _Rotation, k: _Rotation) -> bool:
     if q.cos is not k.cos or q.sin is not k.sin or (q.norm is None) != (k.norm is None):
         return False
-    return q.norm is None or k.norm is None or q.norm.eps == k.norm.eps
+    return q.norm is None or k.norm is None or (q.norm.eps, q.norm.plus_one) == (k.norm.eps, k.norm.plus_one)
 
 
 def _call_op(
@@ -136,7 +139,18 @@ def _call_op(
     q_norm, k_norm = q_rotation.norm, k_rotation.norm
     weights = (None, None) if q_norm is None or k_norm is None else (q_norm.weight, k_norm.weight)
     eps = 0.0 if q_norm is None else q_norm.eps
-    operands = (q_rotation.source, k_rotation.source, v, q_rotation.cos, q_rotation.sin, *weights, eps, *cache)
+    plus_one = q_norm is not None and q_norm.plus_one
+    operands = (
+        q_rotation.source,
+        k_rotation.source,
+        v,
+        q_rotation.cos,
+        q_rotation.sin,
+        *weights,
+        eps,
+        *cache,
+        plus_one,
+    )
     both = graph.call_function(op("rope_and_cache"), operands)
     both.meta["val"] = tuple(torch.empty_like(x.meta["val"], memory_format=torch.contiguous_format) for x in (q, k))
     made = []
@@ -184,37 +198,61 @@ def _new_size(v: Any) -> torch.SymInt:
 
 
 def _match_rotation(flat: fx.Node) -> _Rotation | None:
-    """[T, H, D] ← reshape ← transpose of x * cos + rotate_half(x) * sin over x [1, H, T, D]."""
+    """[T, H, D] ← reshape ← transpose of x * cos + rotate_half(x) * sin over x [1, H, T, D], or over its first columns,
+    with the others behind them."""
     node: Any = flat.args[0] if is_call(flat, "contiguous") else flat
     if not is_call(node, torch.reshape, "view") or len(node.meta["val"].shape) != 3:
         return None
-    rotated = _transposed(node.args[0])
+    rotated, rest = _parts(_transposed(node.args[0]))
     if not is_call(rotated, operator.add):
         return None
     first, second = rotated.args
     for straight, crossed in ((first, second), (second, first)):
-        found = _match_products(straight, crossed)
+        found = _match_products(straight, crossed, rest)
         if found is not None:
             return found
     return None
 
 
-def _match_products(straight: object, crossed: object) -> _Rotation | None:
-    """x * cos and rotate_half(x) * sin."""
+def _parts(node: Any) -> tuple[Any, Any]:
+    """The operands of cat((a, b), -1); any other value, and None."""
+    is_joined = is_call(node, torch.cat) and len(node.args[0]) == 2 and node.args[1:] == (-1,)  # type: ignore[arg-type]
+    return tuple(node.args[0]) if is_joined else (node, None)  # type: ignore[arg-type, return-value]
+
+
+def _match_products(straight: object, crossed: object, rest: object) -> _Rotation | None:
+    """x * cos and rotate_half(x) * sin; if there is a rest, x is the first columns of what `rest` is the others of."""
     if not (is_call(straight, operator.mul) and is_call(crossed, operator.mul)):
         return None
     x, cos = straight.args
     half, sin = crossed.args
     if not isinstance(x, fx.Node) or not _is_rotate_half(half, x):
         return None
-    cos, sin, heads = _angles(cos), _angles(sin), _transposed(x)
-    if cos is None or sin is None or heads is None or len(heads.meta["val"].shape) != 4:
+    cos, sin, width = _angles(cos), _angles(sin), x.meta["val"].shape[-1]
+    source, norm = _heads(x if rest is None else _whole(x, rest))
+    if cos is None or sin is None or source is None or len(source.meta["val"].shape) != 4:
         return None
-    norm = match_rms_norm(heads)
-    source = heads if norm is None else norm.x
-    if cos.meta["val"].shape[-1] != source.meta["val"].shape[-1]:
+    if cos.meta["val"].shape[-1] != width or sin.meta["val"].shape[-1] != width:
         return None
     return _Rotation(source, norm, cos, sin)
+
+
+def _whole(x: fx.Node, rest: object) -> fx.Node | None:
+    """The value whose first columns are x and whose others are `rest`."""
+    source: Any = x.args[0] if is_call(x, operator.getitem) else None
+    width = x.meta["val"].shape[-1]
+    are_parts = _is_slice(x, source, slice(None, width, None)) and _is_slice(rest, source, slice(width, None, None))
+    return source if are_parts else None
+
+
+def _heads(x: fx.Node | None) -> tuple[fx.Node | None, RMSNorm | None]:
+    """[1, T, H, D] that x [1, H, T, D] is made of, and the norm between: ahead of the transposition, or behind it."""
+    norm = None if x is None else match_rms_norm(x)
+    if norm is not None:
+        return _transposed(norm.x), norm
+    heads = _transposed(x)
+    norm = None if heads is None else match_rms_norm(heads)
+    return (heads, None) if norm is None else (norm.x, norm)
 
 
 def _is_rotate_half(node: object, x: fx.Node) -> bool:

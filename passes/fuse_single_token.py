@@ -62,7 +62,7 @@ def _fuse_norm(graph: fx.Graph, node: fx.Node) -> bool:
     norm = None if linear is None else match_rms_norm(linear.source)
     if linear is None or norm is None or not is_taken(*linear.shape):
         return False
-    _replace(graph, node, "norm_linear", norm.x, norm.weight, linear.weight, norm.eps)
+    _replace(graph, node, "norm_linear", norm.x, norm.weight, linear.weight, norm.eps, norm.plus_one)
     return True
 
 
@@ -72,7 +72,7 @@ def _fuse_gated(graph: fx.Graph, node: fx.Node) -> bool:
     norm = None if linear is None else match_rms_norm(linear.source)
     if linear is None or norm is None or not is_taken(linear.shape[0] // 2, linear.shape[1]):
         return False
-    _replace(graph, node, "norm_gated_linear", norm.x, norm.weight, linear.weight, norm.eps)
+    _replace(graph, node, "norm_gated_linear", norm.x, norm.weight, linear.weight, norm.eps, norm.plus_one)
     return True
 
 

@@ -37,7 +37,8 @@ class RotateInAttention(GraphPass):
         q, k = mllm.rope_and_cache(q0, k0, v, cos, sin, q_norm, k_norm, eps, slots, keys, values)
         attention_with_output(q, k, v, out, "l0", False, [q0, k0, cos, sin, q_norm, k_norm], eps)
 
-    Requires: `fuse_rope_cache`, a Hopper GPU, and layers whose heads the kernels of runtime/attention/hopper/ take.
+    Requires: `fuse_rope_cache`, a Hopper GPU, and layers whose heads the kernels of runtime/attention/hopper/ take:
+        rotated whole, by norms that are times their weight, not 1 + their weight.
         There may be fewer slots than tokens: the runtime gives none in a step whose attention rotates, and the op does
         nothing then (runtime/ops/attention.py). The pass is left out where no such kernel can be compiled or
         compile.hopper_decode is off.
@@ -80,9 +81,11 @@ def _made_by(attention: fx.Node) -> fx.Node | None:
 
 
 def _is_served(layer: LayerSpec, call: fx.Node) -> bool:
-    """True if a kernel decodes this layer, and all operands have the type of q."""
+    """True if a kernel decodes this layer, norms and rotates as it does, and all operands have the type of q."""
     is_plain = layer.window_left < 0 and layer.logits_soft_cap == 0 and not layer.alibi_slopes and not layer.chunk
     q, k, v, cos, sin, *norms = call.args[:7]
+    angles: Any = cos
+    is_plain = is_plain and angles.meta["val"].shape[-1] == layer.head_dim and call.args[11:] != (True,)
     operands = [node for node in (q, k, v, cos, sin, *norms) if isinstance(node, fx.Node)]
     is_of_one_type = len({node.meta["val"].dtype for node in operands}) == 1
     return is_plain and is_of_one_type and rotates_heads(layer.num_heads, layer.num_kv_heads, layer.head_dim)

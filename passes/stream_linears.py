@@ -42,6 +42,7 @@ class StreamLinears(GraphPass):
         y, scaled, squares = mllm.stream_linear_residual_norm(a, down, residual, norm_weight)
         z = mllm.stream_linear(scaled, weight, squares, eps, False)
 
+    relu(linear) ** 2 is `stream_linear(…, False, bias, True)`, with a bias or None.
     A linear of a weight in few bits, `mllm.quantised_linear(…)`, becomes `mllm.stream_quantised_linear…` likewise.
 
     Requires: deduplicated pieces on a Hopper GPU in bfloat16, whose linears all divide into tiles (shapes.py); with a
@@ -105,6 +106,7 @@ def streamed(tokens: int) -> LinearOps:
         num_norm_blocks=num_streamed_norm_blocks,
         takes_float16=False,
         takes_bias=True,
+        squares_relu=True,
         is_small_taken=partial(_is_small_taken, tokens=tokens),
     )
 

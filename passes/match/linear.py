@@ -92,6 +92,13 @@ def match_silu_mul(node: fx.Node) -> fx.Node | None:
     return halves.args[0] if _is_in_halves(halves) else None
 
 
+def match_squared_relu(node: object) -> fx.Node | None:
+    """relu(x) ** 2: x, where nothing else reads relu(x)."""
+    is_square = is_call(node, torch.square) or (is_call(node, operator.pow) and node.args[1:] == (2,))
+    relu: Any = node.args[0] if isinstance(node, fx.Node) and is_square else None
+    return relu.args[0] if is_call(relu, torch.relu) and len(relu.users) == 1 else None  # type: ignore[return-value]
+
+
 def _is_in_halves(node: fx.Node) -> bool:
     """True for a split or a chunk of the last dimension into two equal parts."""
     if not is_call(node, torch.split, torch.chunk):

@@ -95,6 +95,19 @@ __device__ __forceinline__ u32 times(u32 a, u32 b) {  // rounded once
   asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(product) : "r"(a), "r"(b));
   return product;
 }
+// By a norm's weight, or by 1 + weight; rounded once, as v * weight + v is.
+__device__ __forceinline__ u32 times_norm_weight(u32 v, u32 weight, bool plus_one) {
+  if (!plus_one) return times(v, weight);
+  u32 product;
+  asm("fma.rn.bf16x2 %0, %1, %2, %1;" : "=r"(product) : "r"(v), "r"(weight));
+  return product;
+}
+// relu(v) ** 2 of two values, rounded once.
+__device__ __forceinline__ u32 squared_relu(u32 v) {
+  u32 relu;
+  asm("max.NaN.bf16x2 %0, %1, %2;" : "=r"(relu) : "r"(v), "r"(0));
+  return times(relu, relu);
+}
 // silu(v) = v / (1 + exp(-v)) of two values. They share a reciprocal: of many tokens' linears the exponentials and
 // reciprocals of a tile take 6 % of the time of its products, as a multiprocessor makes but 16 of them in a cycle. Below -40
 // (silu is -2e-16 there) exponentials do not grow on, so that no product of two is infinite.

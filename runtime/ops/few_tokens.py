@@ -55,6 +55,7 @@ def _few_linear_kernel(
     GATED: tl.constexpr,
     RESIDUAL: tl.constexpr,
     NORM_NEXT: tl.constexpr,
+    PLUS_ONE: tl.constexpr,
     EARLY: tl.constexpr,
 ):
     """BLOCK_N outputs of BLOCK_T tokens.
@@ -121,12 +122,15 @@ def _few_linear_kernel(
     tl.store(out_ptr + places, out, mask=is_place)
     if NORM_NEXT:
         wide = out.to(tl.float32)
-        tl.store(scaled_ptr + places, (wide * tl.load(norm_weight_ptr + rows)[None, :]).to(dtype), mask=is_place)
+        by = tl.load(norm_weight_ptr + rows).to(tl.float32)
+        if PLUS_ONE:
+            by += 1.0
+        tl.store(scaled_ptr + places, (wide * by[None, :]).to(dtype), mask=is_place)
         sums = tl.sum(tl.where(is_place, wide * wide, 0.0), 1)
         tl.store(out_squares_ptr + tokens * tl.num_programs(0) + tl.program_id(0), sums, mask=is_token)
 
 
-def _launch(x, weight, num_rows, squares=None, eps=0.0, residual=None, norm_weight=None, gated=False):
+def _launch(x, weight, num_rows, squares=None, eps=0.0, residual=None, norm_weight=None, plus_one=False, gated=False):
     """(out, h · norm_weight, sums of squares of h); the latter two are x without a norm behind."""
     x = x.contiguous()
     columns = weight.shape[1]
@@ -162,6 +166,7 @@ def _launch(x, weight, num_rows, squares=None, eps=0.0, residual=None, norm_weig
         GATED=gated,
         RESIDUAL=residual is not None,
         NORM_NEXT=norm_weight is not None,
+        PLUS_ONE=plus_one,
         EARLY=starts_early(),
         num_warps=blocks.num_warps,
         num_stages=blocks.stages,
@@ -197,14 +202,16 @@ def few_linear_residual(x: torch.Tensor, weight: torch.Tensor, residual: torch.T
 
 @triton_op("mllm::few_linear_residual_norm", mutates_args={})
 def few_linear_residual_norm(
-    x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor, norm_weight: torch.Tensor
+    x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor, norm_weight: torch.Tensor, plus_one: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """h = residual + x · weightᵀ, h · norm_weight, and sums of squares of h.
 
     Args:
         x: […, K]; weight: [N, K]; residual: […, N]; norm_weight: [N].
+        plus_one: the second is h · (1 + norm_weight).
 
     Returns:
         The two of x's dtype […, N], the sums float32 […, B]: few_linear goes on from the latter two.
     """
-    return _launch(x, weight, weight.shape[0], residual=residual.contiguous(), norm_weight=norm_weight)
+    residual = residual.contiguous()
+    return _launch(x, weight, weight.shape[0], residual=residual, norm_weight=norm_weight, plus_one=plus_one)

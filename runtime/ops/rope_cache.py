@@ -26,22 +26,57 @@ _MAX_WARPS = 4
 
 
 @triton.jit
-def _rotate(
-    x_ptr, weight_ptr, cos_ptr, sin_ptr, token, places, EPS: tl.constexpr, D: tl.constexpr, NORM: tl.constexpr
+def _times_weight(x, scale, weight_ptr, columns, PLUS_ONE: tl.constexpr):
+    weight = tl.load(weight_ptr + columns).to(tl.float32)
+    if PLUS_ONE:
+        weight += 1.0
+    return x * scale * weight[None, :]
+
+
+@triton.jit
+def _rotate_first(
+    x, x_ptr, weight_ptr, cos_ptr, sin_ptr, token, heads, columns, scale, R: tl.constexpr, NORM: tl.constexpr,
+    PLUS_ONE: tl.constexpr,
 ):  # fmt: skip
-    """Heads at x_ptr + places (their first halves), normed and rotated: the two halves, in float32."""
+    """x, these columns of heads, where the first R columns of a head are rotated and the others are not."""
+    is_rotated = columns < R
+    others = tl.where(columns < R // 2, columns + R // 2, tl.where(is_rotated, columns - R // 2, columns))
+    other = tl.load(x_ptr + heads + others[None, :]).to(tl.float32)
+    if NORM:
+        other = _times_weight(other, scale, weight_ptr, others, PLUS_ONE)
+    cos = tl.load(cos_ptr + token * R + columns, mask=is_rotated, other=1.0).to(tl.float32)
+    sin = tl.load(sin_ptr + token * R + columns, mask=is_rotated, other=0.0).to(tl.float32)
+    return x * cos[None, :] + other * tl.where(columns < R // 2, -sin, sin)[None, :]
+
+
+@triton.jit
+def _rotate(
+    x_ptr, weight_ptr, cos_ptr, sin_ptr, token, heads, EPS: tl.constexpr, D: tl.constexpr, R: tl.constexpr,
+    NORM: tl.constexpr, PLUS_ONE: tl.constexpr,
+):  # fmt: skip
+    """Heads at x_ptr + heads, [N, 1], normed and rotated: their two halves, in float32."""
     half = tl.arange(0, D // 2)
+    places = heads + half[None, :]
     first = tl.load(x_ptr + places).to(tl.float32)
     second = tl.load(x_ptr + places + D // 2).to(tl.float32)
+    scale = 1.0
     if NORM:
         scale = tl.rsqrt((tl.sum(first * first, 1) + tl.sum(second * second, 1)) / D + EPS)[:, None]
-        first = first * scale * tl.load(weight_ptr + half).to(tl.float32)[None, :]
-        second = second * scale * tl.load(weight_ptr + half + D // 2).to(tl.float32)[None, :]
-    angles = token * D + half
-    cos_first, cos_second = tl.load(cos_ptr + angles), tl.load(cos_ptr + angles + D // 2)
-    sin_first, sin_second = tl.load(sin_ptr + angles), tl.load(sin_ptr + angles + D // 2)
-    rotated_first = first * cos_first.to(tl.float32)[None, :] - second * sin_first.to(tl.float32)[None, :]
-    rotated_second = second * cos_second.to(tl.float32)[None, :] + first * sin_second.to(tl.float32)[None, :]
+        first = _times_weight(first, scale, weight_ptr, half, PLUS_ONE)
+        second = _times_weight(second, scale, weight_ptr, half + D // 2, PLUS_ONE)
+    if R == D:
+        angles = token * D + half
+        cos_first, cos_second = tl.load(cos_ptr + angles), tl.load(cos_ptr + angles + D // 2)
+        sin_first, sin_second = tl.load(sin_ptr + angles), tl.load(sin_ptr + angles + D // 2)
+        rotated_first = first * cos_first.to(tl.float32)[None, :] - second * sin_first.to(tl.float32)[None, :]
+        rotated_second = second * cos_second.to(tl.float32)[None, :] + first * sin_second.to(tl.float32)[None, :]
+    else:
+        rotated_first = _rotate_first(
+            first, x_ptr, weight_ptr, cos_ptr, sin_ptr, token, heads, half, scale, R, NORM, PLUS_ONE
+        )  # fmt: skip
+        rotated_second = _rotate_first(
+            second, x_ptr, weight_ptr, cos_ptr, sin_ptr, token, heads, half + D // 2, scale, R, NORM, PLUS_ONE
+        )  # fmt: skip
     return rotated_first, rotated_second
 
 
@@ -69,9 +104,11 @@ def _rope_and_cache_kernel(
     H: tl.constexpr,
     HK: tl.constexpr,
     D: tl.constexpr,
+    R: tl.constexpr,
     Q_HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     NORM: tl.constexpr,
+    PLUS_ONE: tl.constexpr,
     EARLY: tl.constexpr,
 ):
     """Heads of one token: Q_HEADS of q, then KV_HEADS of k, then of v, by the second program id."""
@@ -87,15 +124,17 @@ def _rope_and_cache_kernel(
     if block < q_blocks:
         # Names of its own: a name has one shape in all branches.
         q_head = (tl.arange(0, Q_HEADS) + block * Q_HEADS)[:, None]
-        q_places = token * q_token_stride + q_head * q_head_stride + half[None, :]
-        q_first, q_second = _rotate(q_ptr, q_weight_ptr, cos_ptr, sin_ptr, token, q_places, EPS, D, NORM)
+        q_heads = token * q_token_stride + q_head * q_head_stride
+        q_first, q_second = _rotate(
+            q_ptr, q_weight_ptr, cos_ptr, sin_ptr, token, q_heads, EPS, D, R, NORM, PLUS_ONE
+        )  # fmt: skip
         q_out = q_out_ptr + (token * H + q_head) * D + half[None, :]
         tl.store(q_out, q_first.to(q_out_ptr.dtype.element_ty))
         tl.store(q_out + D // 2, q_second.to(q_out_ptr.dtype.element_ty))
     elif block < q_blocks + kv_blocks:
         head = (heads + (block - q_blocks) * KV_HEADS)[:, None]
-        places = token * k_token_stride + head * k_head_stride + half[None, :]
-        first, second = _rotate(k_ptr, k_weight_ptr, cos_ptr, sin_ptr, token, places, EPS, D, NORM)
+        k_heads = token * k_token_stride + head * k_head_stride
+        first, second = _rotate(k_ptr, k_weight_ptr, cos_ptr, sin_ptr, token, k_heads, EPS, D, R, NORM, PLUS_ONE)
         out = k_out_ptr + (token * HK + head) * D + half[None, :]
         tl.store(out, first.to(k_out_ptr.dtype.element_ty))
         tl.store(out + D // 2, second.to(k_out_ptr.dtype.element_ty))
@@ -124,6 +163,7 @@ def rope_and_cache(
     slots: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
+    plus_one: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Rotated q and k, the latter and v also written to the KV cache.
 
@@ -131,12 +171,13 @@ def rope_and_cache(
 
     Args:
         q: [1, T, H, D]; k: [1, T, Hk, D]; v: [T, Hk, D]; heads may have any stride, D is contiguous.
-        cos, sin: [1, T, D], contiguous.
+        cos, sin: [1, T, R], contiguous; of a head the first R columns are rotated, R even and up to D.
         q_weight, k_weight: [D] of the RMS norms before the rotation, both or neither.
         eps: theirs.
         slots: [T] int64; or [0]: then nothing is computed or written, since attention does it
             (runtime/ops/attention.py).
         keys, values: [P, Hk, D], contiguous, written at those slots; in the dtype of k, or float8_e4m3fn.
+        plus_one: the norms are times 1 + their weight.
 
     Returns:
         q [T, H, D] and k [T, Hk, D], contiguous; without slots of any numbers.
@@ -169,9 +210,11 @@ def rope_and_cache(
         H=num_heads,
         HK=num_kv_heads,
         D=head_dim,
+        R=cos.shape[-1],
         Q_HEADS=q_heads,
         KV_HEADS=kv_heads,
         NORM=q_weight is not None,
+        PLUS_ONE=plus_one,
         EARLY=starts_early(),
         num_warps=min(q_heads, _MAX_WARPS),
     )

@@ -35,6 +35,7 @@ def _linear_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     NORM: tl.constexpr,
+    PLUS_ONE: tl.constexpr,
     GATED: tl.constexpr,
     RESIDUAL: tl.constexpr,
     EARLY: tl.constexpr,
@@ -72,7 +73,11 @@ def _linear_kernel(
                 up_weight = tl.load(weight_ptr + num_rows * K + places + (k + BLOCK_K), eviction_policy="evict_first")
         x = tl.load(x_ptr + k + block)
         if NORM:
-            x = tl.load(norm_weight_ptr + k + block) * (x.to(tl.float32) * scale).to(dtype)
+            norm_weight = tl.load(norm_weight_ptr + k + block)
+            if PLUS_ONE:
+                x = (x.to(tl.float32) * scale * (1.0 + norm_weight.to(tl.float32))).to(dtype)
+            else:
+                x = norm_weight * (x.to(tl.float32) * scale).to(dtype)
         wide = x.to(tl.float32)[None, :]
         total += wide * current.to(tl.float32)
         if GATED:
@@ -86,7 +91,7 @@ def _linear_kernel(
     tl.store(out_ptr + rows, out)
 
 
-def _launch(x, norm_weight, weight, residual, num_rows, eps, gated):
+def _launch(x, norm_weight, weight, residual, num_rows, eps, gated, plus_one=False):
     columns = weight.shape[1]
     blocks = choose_blocks(columns, is_normed=norm_weight is not None, is_gated=gated)
     out = torch.empty((*x.shape[:-1], num_rows), dtype=x.dtype, device=x.device)
@@ -102,6 +107,7 @@ def _launch(x, norm_weight, weight, residual, num_rows, eps, gated):
         BLOCK_N=blocks.rows,
         BLOCK_K=blocks.columns,
         NORM=norm_weight is not None,
+        PLUS_ONE=plus_one,
         GATED=gated,
         RESIDUAL=residual is not None,
         EARLY=starts_early(),
@@ -111,15 +117,20 @@ def _launch(x, norm_weight, weight, residual, num_rows, eps, gated):
 
 
 @triton_op("mllm::norm_linear", mutates_args={})
-def norm_linear(x: torch.Tensor, norm_weight: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """linear(rms_norm(x) * norm_weight): x [1, …, K], norm_weight [K], weight [N, K] → [1, …, N]."""
-    return _launch(x, norm_weight, weight, None, weight.shape[0], eps, False)
+def norm_linear(
+    x: torch.Tensor, norm_weight: torch.Tensor, weight: torch.Tensor, eps: float, plus_one: bool = False
+) -> torch.Tensor:
+    """linear(rms_norm(x) * norm_weight): x [1, …, K], norm_weight [K], weight [N, K] → [1, …, N]. With `plus_one` the
+    norm is times 1 + norm_weight."""
+    return _launch(x, norm_weight, weight, None, weight.shape[0], eps, False, plus_one)
 
 
 @triton_op("mllm::norm_gated_linear", mutates_args={})
-def norm_gated_linear(x: torch.Tensor, norm_weight: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """silu(gate) * up of linear(rms_norm(x) * norm_weight), weight [gate rows; up rows] [2N, K] → [1, …, N]."""
-    return _launch(x, norm_weight, weight, None, weight.shape[0] // 2, eps, True)
+def norm_gated_linear(
+    x: torch.Tensor, norm_weight: torch.Tensor, weight: torch.Tensor, eps: float, plus_one: bool = False
+) -> torch.Tensor:
+    """silu(gate) * up of norm_linear, weight [gate rows; up rows] [2N, K] → [1, …, N]."""
+    return _launch(x, norm_weight, weight, None, weight.shape[0] // 2, eps, True, plus_one)
 
 
 @triton_op("mllm::linear_residual", mutates_args={})

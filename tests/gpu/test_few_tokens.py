@@ -11,6 +11,7 @@ from torch.nn.functional import linear, silu
 
 from mllm_compile.inductor.compile_piece import compile_piece
 from mllm_compile.inductor.job import PieceInput
+from mllm_compile.runtime.ops import op
 from mllm_compile.runtime.program.pieces import load_piece
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
@@ -116,3 +117,24 @@ def test_a_token_is_the_same_in_any_company(tmp_path):
     alone = piece([values[0][:, 5:6].contiguous(), values[1][:, 5:6].contiguous(), *values[2:]])
     for one, row in zip(alone, together, strict=True):
         assert torch.equal(one[:, 0], row[:, 5])
+
+
+def test_a_norms_weight_with_one_added_is_rounded_once():
+    x, weight, residual, norm = (
+        torch.randn(size, device="cuda").bfloat16() for size in ((5, 2048), (1024, 2048), (5, 1024), (1024,))
+    )
+    h, scaled, _ = op("few_linear_residual_norm")(x, weight, residual, norm, True)
+    exact = h.double() * (1 + norm.double())
+    assert ((scaled.double() - exact).abs() <= 2**-8 * exact.abs()).all()
+
+
+def test_one_token_behind_a_norm_with_one_added_is_as_near_to_float32_as_torchs():
+    x, norm, weight = (torch.randn(size, device="cuda").bfloat16() for size in ((1, 1, 2048), (2048,), (1024, 2048)))
+
+    def theirs(dtype: torch.dtype) -> torch.Tensor:
+        wide = x.float() * torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + EPS) * (1 + norm.float())
+        return linear(wide.to(dtype), weight.to(dtype))
+
+    exact = theirs(torch.float32)
+    ours = op("norm_linear")(x, norm, weight, EPS, True)
+    assert off_by(ours, exact) <= MARGIN * off_by(theirs(torch.bfloat16), exact)

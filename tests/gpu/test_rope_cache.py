@@ -9,6 +9,7 @@ import torch
 
 from mllm_compile.inductor.compile_piece import compile_piece
 from mllm_compile.inductor.job import PieceInput
+from mllm_compile.runtime.ops import op
 from mllm_compile.runtime.program.pieces import load_piece
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
@@ -108,3 +109,25 @@ def test_without_slots_the_kernel_is_not_launched(piece, num_tokens):
     assert torch.equal(values[7], before[0])
     assert torch.equal(values[8], before[1])
     assert not [event.name for event in profile.events() if "rope" in event.name]
+
+
+@pytest.mark.parametrize("width", [64, 192, 256])
+@pytest.mark.parametrize("plus_one", [False, True])
+def test_a_part_of_wide_heads_is_rotated_and_norms_may_add_one(width, plus_one):
+    torch.manual_seed(0)
+    count, dim = 5, 256
+    q, k = (torch.randn(1, count, heads, 2 * dim, device="cuda").bfloat16()[..., :dim] for heads in (16, 4))
+    v, keys, cached_values = (torch.randn(size, 4, dim, device="cuda").bfloat16() for size in (count, SLOTS, SLOTS))
+    cos, sin = (torch.randn(1, count, width, device="cuda").bfloat16() for _ in range(2))
+    norms = [torch.randn(dim, device="cuda").bfloat16() for _ in range(2)]
+    slots = torch.randperm(SLOTS, device="cuda")[:count]
+    made = op("rope_and_cache")(q, k, v, cos, sin, *norms, EPS, slots, keys, cached_values, plus_one)
+    for x, norm, got in zip((q, k), norms, made, strict=True):
+        x = x[0].float() * torch.rsqrt(x[0].float().pow(2).mean(-1, keepdim=True) + EPS) * (norm.float() + plus_one)
+        part, rest = x.tensor_split([width], -1)
+        first, second = part.chunk(2, -1)
+        turned = torch.cat((-second, first), -1)
+        want = torch.cat((part * cos[0, :, None].float() + turned * sin[0, :, None].float(), rest), -1)
+        assert (got.float() - want).norm() < 4e-3 * want.norm()
+    assert torch.equal(keys[slots], made[1])
+    assert torch.equal(cached_values[slots], v)

@@ -87,7 +87,7 @@ def load(of: Case, folder: Path) -> None:
 def ours(of: Case, normed: bool) -> tuple[torch.Tensor, ...]:
     x, squares = of.scaled if normed else (of.x, None)
     rows = op("stream_expert_up")(x, of.up, squares, EPS if normed else 0.0, *of.router)
-    return rows, *op("stream_expert_down_norm")(rows, of.down, of.residual, of.norm, *of.router)
+    return rows, *op("stream_expert_down_norm")(rows, of.down, of.residual, of.norm, False, *of.router)
 
 
 def chosen(router: Router) -> tuple[torch.Tensor, torch.Tensor]:
@@ -235,7 +235,7 @@ def test_it_waits_for_scores_that_are_written_late(tmp_path):
         scores.copy_(written.flip(1))
         late.launch(LATE_BLOCKS, 32, arguments)
         rows = op("stream_expert_up")(x, of.up, squares, EPS, *of.router)
-        out = op("stream_expert_down_norm")(rows, of.down, of.residual, of.norm, *of.router)
+        out = op("stream_expert_down_norm")(rows, of.down, of.residual, of.norm, False, *of.router)
     for _ in range(5):
         graph.replay()
         for one, other in zip((rows, *out), wanted, strict=True):

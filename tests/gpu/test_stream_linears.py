@@ -100,6 +100,28 @@ def test_a_graph_replays_them_on_other_inputs(pieces, shape, num_tokens):
         assert torch.equal(captured, direct)
 
 
+@pytest.mark.parametrize("num_tokens", [5, 40, 150])
+@pytest.mark.parametrize(("rows", "columns"), [(1024, 2048), (4096, 12288)])
+def test_a_norms_weight_with_one_added_is_rounded_once(tmp_path, rows, columns, num_tokens):
+    blocks = num_streamed_norm_blocks(rows, columns)
+    load([LinearKind(rows, columns, residual=True, next_blocks=blocks, plus_one=True)], tmp_path, (num_tokens,))
+    shapes = {"x": (num_tokens, columns), "weight": (rows, columns), "residual": (num_tokens, rows), "norm": (rows,)}
+    x, weight, residual, norm = (torch.randn(shape, device="cuda").bfloat16() for shape in shapes.values())
+    h, scaled, _ = torch.ops.mllm.stream_linear_residual_norm(x, weight, residual, norm, True)
+    exact = h.double() * (1 + norm.double())
+    assert ((scaled.double() - exact).abs() <= 2**-8 * exact.abs()).all()
+
+
+@pytest.mark.parametrize("num_tokens", [5, 40, 150])
+@pytest.mark.parametrize(("rows", "columns"), [(1024, 2048), (12288, 4096)])
+def test_the_square_of_a_relu_is_that_of_the_rounded_sums(tmp_path, rows, columns, num_tokens):
+    plain = LinearKind(rows, columns, bias=True)
+    load([plain, replace(plain, squared_relu=True)], tmp_path, (num_tokens,))
+    x, weight, bias = random_inputs([("T", columns), (rows, columns), (rows,)], num_tokens)
+    sums, squared = (torch.ops.mllm.stream_linear(x, weight, None, 0.0, False, bias, of) for of in (False, True))
+    assert torch.equal(squared, sums.relu().square())
+
+
 WIDTHS = [(64, 1024), (320, 1024), (64, 4096), (1152, 4096), (128, 256), (151936, 1024), (128256, 4096)]
 WIDTHS += [(6144, 1536), (4096, 2304), (3584, 18944), (4096, 14336), (65472, 2048), (8192, 8192)]
 WIDTHS += [(1152, 896), (896, 4864), (1920, 960), (4608, 3584)]  # of Qwen2.5-0.5B and 7B; odd numbers of panels

@@ -15,7 +15,15 @@ from mllm_compile.passes.base import SMALL_FORMS
 from mllm_compile.passes.fuse_few_tokens import FEW, FuseFewTokens, few_token_form
 from mllm_compile.passes.match.nodes import LINEAR
 from mllm_compile.runtime.ops.few_tokens_shapes import MAX_FEW_TOKENS
-from tests.passes.support.piece_block import FFN, HIDDEN, Block, decoder_piece, fused_ops, graph_of_one_piece
+from tests.passes.support.piece_block import (
+    FFN,
+    HIDDEN,
+    NORM_FORMS,
+    Block,
+    decoder_piece,
+    fused_ops,
+    graph_of_one_piece,
+)
 from tests.passes.support.stand_ins import FEW_TOKENS, stand_in_ops
 
 
@@ -29,8 +37,9 @@ def off_by(ours: torch.Tensor, theirs: torch.Tensor) -> float:
     return ((ours.float() - theirs.float()).norm() / theirs.float().norm()).item()
 
 
-def test_a_decoder_piece_becomes_four_kernels_without_a_norm():
-    piece, _ = decoder_piece(4)
+@pytest.mark.parametrize("norm", NORM_FORMS)
+def test_a_decoder_piece_becomes_four_kernels_without_a_norm(norm):
+    piece, _ = decoder_piece(4, norm=norm)
     form = few_token_form(piece, FEW)
     assert form is not None
     form.graph.lint()
@@ -39,8 +48,9 @@ def test_a_decoder_piece_becomes_four_kernels_without_a_norm():
     assert all(node.target is operator.getitem or "mllm" in str(node.target) for node in calls(form))
 
 
-def test_the_form_computes_what_the_piece_does_and_the_piece_stays():
-    piece, inputs = decoder_piece(4)
+@pytest.mark.parametrize("norm", NORM_FORMS)
+def test_the_form_computes_what_the_piece_does_and_the_piece_stays(norm):
+    piece, inputs = decoder_piece(4, norm=norm)
     before, text = piece(*inputs), str(piece.graph)
     form = few_token_form(piece, FEW)
     assert form is not None

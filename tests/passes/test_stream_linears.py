@@ -28,7 +28,15 @@ from mllm_compile.runtime.ops.stream_quantised.shapes import BUCKETS, MAX_TOKENS
 from mllm_compile.runtime.program.spec import Program, SmallForm
 from mllm_compile.runtime.quantised.numbers import quantised as quantised_weight
 from mllm_compile.runtime.quantised.scheme import WeightScheme
-from tests.passes.support.piece_block import FFN, HIDDEN, Block, decoder_piece, fused_ops, graph_of_one_piece
+from tests.passes.support.piece_block import (
+    FFN,
+    HIDDEN,
+    NORM_FORMS,
+    Block,
+    decoder_piece,
+    fused_ops,
+    graph_of_one_piece,
+)
 from tests.passes.support.stand_ins import streamed_ops_on_cpu
 
 
@@ -39,8 +47,9 @@ def stand_ins():
         yield
 
 
-def test_the_form_computes_what_the_piece_does():
-    piece, inputs = decoder_piece(4)
+@pytest.mark.parametrize("norm", NORM_FORMS)
+def test_the_form_computes_what_the_piece_does(norm):
+    piece, inputs = decoder_piece(4, norm=norm)
     form = few_token_form(piece, streamed(MAX_STREAMED_TOKENS))
     assert form is not None
     form.graph.lint()
@@ -124,6 +133,39 @@ def test_a_linear_with_a_bias_takes_it_along_whatever_is_around_it():
     }
 
 
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize("spelled", ["square", "power"])
+def test_the_square_of_a_relu_becomes_part_of_its_linear(spelled, has_bias):
+    """Behind a norm that goes; not where something else reads the linear."""
+    block = Block()
+    x, residual = block.input("x", 1, 4, HIDDEN), block.input("residual", 1, 4, HIDDEN)
+    after = block.call(operator.add, residual, block.call(LINEAR, x, block.input("o", HIDDEN, HIDDEN), None))
+    normed = block.norm(after, block.input("norm", HIDDEN), "rounded last")
+    bias = block.input("bias", FFN) if has_bias else None
+    up = block.call(LINEAR, normed, block.input("up", FFN, HIDDEN), bias)
+    read = block.call(LINEAR, normed, block.input("read", FFN, HIDDEN), bias)
+
+    def squared(of: fx.Node) -> fx.Node:
+        relu = block.call(torch.relu, of)
+        return block.call(torch.square, relu) if spelled == "square" else block.call(operator.pow, relu, 2)
+
+    piece = block.module(squared(up), squared(read), read)
+    form = few_token_form(piece, streamed(MAX_STREAMED_TOKENS))
+    assert form is not None
+    assert sorted(fused_ops(form)) == ["stream_linear"] * 2 + ["stream_linear_residual_norm"]
+    assert sum(node.target is torch.relu for node in form.graph.nodes) == 1
+    for ours, theirs in zip(form(*block.inputs), piece(*block.inputs), strict=True):
+        assert (ours.float() - theirs.float()).norm() / theirs.float().norm() < 1.6e-2
+    gm = graph_of_one_piece(piece)
+    StreamLinears()(gm)
+    forms = {"piece_a": (SmallForm("piece_a_streamed", 0, 1, MAX_STREAMED_TOKENS),)}
+    kinds = {tiling.kind for tiling in kernels_of(gm, Program((), (), (), "logits", forms))["stream_linear"]}
+    assert {(kind.squared_relu, kind.bias) for kind in kinds if kind.rows == FFN} == {
+        (True, has_bias),
+        (False, has_bias),
+    }
+
+
 def test_a_bias_that_is_computed_keeps_its_piece_from_the_form():
     block = Block()
     bias = block.call(torch.relu, block.input("b", HIDDEN))
@@ -142,16 +184,17 @@ def test_a_piece_with_this_form_gets_no_other_for_few_tokens():
     assert gm.meta[SMALL_FORMS] == {"piece_a": {MAX_STREAMED_TOKENS: "piece_a_streamed"}}
 
 
-def test_the_kernels_that_forms_call_are_each_named_once():
-    gm = graph_of_one_piece(decoder_piece(4)[0])
+@pytest.mark.parametrize("norm", NORM_FORMS)
+def test_the_kernels_that_forms_call_are_each_named_once(norm):
+    gm, plus_one = graph_of_one_piece(decoder_piece(4, norm=norm)[0]), norm == "plus one"
     StreamLinears()(gm)
     forms = {"piece_a": (SmallForm("piece_a_streamed", 0, 1, MAX_STREAMED_TOKENS),)}
     tilings = kernels_of(gm, Program((), (), (), "logits", forms))["stream_linear"]
     assert len({tiling.name for tiling in tilings}) == len(tilings) == 4 * len(TOKEN_BUCKETS)
     assert [tiling.kind for tiling in tilings[:: len(TOKEN_BUCKETS)]][:3] == [
-        LinearKind(HIDDEN, HIDDEN, residual=True, next_blocks=HIDDEN // TILE_ROWS),
+        LinearKind(HIDDEN, HIDDEN, residual=True, next_blocks=HIDDEN // TILE_ROWS, plus_one=plus_one),
         LinearKind(2 * FFN, HIDDEN, HIDDEN // TILE_ROWS, gated=True),
-        LinearKind(HIDDEN, FFN, residual=True, next_blocks=HIDDEN // TILE_ROWS),
+        LinearKind(HIDDEN, FFN, residual=True, next_blocks=HIDDEN // TILE_ROWS, plus_one=plus_one),
     ]
 
 

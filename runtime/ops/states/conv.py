@@ -37,37 +37,41 @@ def _decode_conv_kernel(
     weight_column_stride,
     C: tl.constexpr,
     K: tl.constexpr,
-    PADDED_K: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     SILU: tl.constexpr,
     BLOCK: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """Program (request, block of channels)."""
-    if EARLY:
-        wait_for_prerequisites()
-        start_dependents()
+    """Program (request, block of channels). All but the token's own product is there before the token is."""
     request = tl.program_id(0)
     token = request.to(tl.int64)
     row = tl.load(rows_ptr + request).to(tl.int64)
     has_state = (tl.load(has_state_ptr + request) != 0) & (row > 0)
-    columns = tl.arange(0, PADDED_K)[:, None]
-    channels = (tl.program_id(1) * BLOCK + tl.arange(0, BLOCK))[None, :]
+    channels = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     is_channel = channels < C
-    kept = states_ptr + row * (K - 1) * C + columns * C + channels
-    seen = tl.load(kept, mask=(columns < K - 1) & is_channel & has_state, other=0.0)
-    x = tl.load(x_ptr + token * x_token_stride + channels * x_channel_stride, mask=is_channel, other=0.0)
-    seen = tl.where(columns == K - 1, x.to(seen.dtype), seen)
-    weights = weight_ptr + channels * weight_channel_stride + columns * weight_column_stride
-    weight = tl.load(weights, mask=(columns < K) & is_channel, other=0.0).to(tl.float32)
-    out = tl.sum(seen.to(tl.float32) * weight, 0)[None, :]
+    states = states_ptr + row * (K - 1) * C + channels
+    weights = weight_ptr + channels * weight_channel_stride
+    out = tl.zeros((BLOCK,), tl.float32)
     if HAS_BIAS:
         out += tl.load(bias_ptr + channels, mask=is_channel, other=0.0).to(tl.float32)
+    for column in tl.static_range(K - 1):
+        seen = tl.load(states + column * C, mask=is_channel & has_state, other=0.0).to(tl.float32)
+        out += seen * tl.load(weights + column * weight_column_stride, mask=is_channel, other=0.0).to(tl.float32)
+    weight = tl.load(weights + (K - 1) * weight_column_stride, mask=is_channel, other=0.0).to(tl.float32)
+    if EARLY:
+        wait_for_prerequisites()
+        start_dependents()
+    x = tl.load(x_ptr + token * x_token_stride + channels * x_channel_stride, mask=is_channel, other=0.0)
+    x = x.to(states_ptr.dtype.element_ty)
+    out += x.to(tl.float32) * weight
     if SILU:
         out = silu(out)
     tl.store(out_ptr + token * C + channels, out.to(out_ptr.dtype.element_ty), mask=is_channel)
-    tl.debug_barrier()  # all have read the inputs that the shifted ones replace
-    tl.store(kept - C, seen, mask=(columns > 0) & (columns < K) & is_channel & (row > 0))
+    # A thread has the same channels in every column: it has read what it replaces.
+    for column in tl.static_range(K - 2):
+        seen = tl.load(states + (column + 1) * C, mask=is_channel & has_state, other=0.0)
+        tl.store(states + column * C, seen, mask=is_channel & (row > 0))
+    tl.store(states + (K - 2) * C, x, mask=is_channel & (row > 0))
 
 
 @triton.jit
@@ -182,7 +186,6 @@ def causal_conv_states(
     constants = {
         "C": channels,
         "K": width,
-        "PADDED_K": triton.next_power_of_2(width),
         "HAS_BIAS": bias is not None,
         "SILU": activation == "silu",
         "EARLY": starts_early(),
@@ -212,6 +215,7 @@ def causal_conv_states(
         *strides,
         rows.shape[0],
         TOKENS=tokens,
+        PADDED_K=triton.next_power_of_2(width),
         BLOCK=block,
         SEARCHED=SEARCHED,
         **constants,

@@ -119,9 +119,6 @@ def _step_gated_delta_kernel(
     EARLY: tl.constexpr,
 ):
     """Program (block of a value head's rows, value head, request): its part of the state stays in registers."""
-    if EARLY:
-        wait_for_prerequisites()
-        start_dependents()
     values = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     head = tl.program_id(1)
     request = tl.program_id(2)
@@ -149,6 +146,9 @@ def _step_gated_delta_kernel(
     if GATED:
         rate = -tl.exp(tl.load(a_log_ptr + head).to(tl.float32))
         shift = tl.load(bias_ptr + head).to(tl.float32)
+    if EARLY:  # states and weights are on their way: none of the kernels that run now writes them
+        start_dependents()
+        wait_for_prerequisites()
     next_q, next_k, next_v, next_g, next_beta = _load_token(
         q_ptr + start * q_token_stride,
         k_ptr + start * k_token_stride,

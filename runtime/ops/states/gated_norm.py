@@ -51,9 +51,6 @@ def _gated_norm_kernel(
 ):
     """Program (block of tokens, value head). Requests' tokens follow each other: those between the first one's and the
     last one's are normed."""
-    if EARLY:
-        wait_for_prerequisites()
-        start_dependents()
     least = 0
     behind = num_requests
     if not DECODES:
@@ -72,8 +69,11 @@ def _gated_norm_kernel(
     mask = (tokens >= least) & (tokens < behind) & (values < DV)
     places = out_ptr + (tokens * HV + head) * DV + values
     of_z = z_ptr + tokens * z_token_stride + head * z_head_stride + values * z_dim_stride
-    out = tl.load(places, mask, 0.0).to(tl.float32)
     weight = tl.load(norm_ptr + values, values < DV, 0.0).to(tl.float32)
+    if EARLY:
+        start_dependents()
+        wait_for_prerequisites()
+    out = tl.load(places, mask, 0.0).to(tl.float32)
     out *= tl.rsqrt(tl.sum(out * out, 1) / DV + EPS)[:, None]
     out *= weight * norm_gate(tl.load(of_z, mask, 0.0), SILU)
     tl.store(places, out.to(out_ptr.dtype.element_ty), mask)

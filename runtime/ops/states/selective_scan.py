@@ -101,9 +101,6 @@ def _selective_scan_kernel(
     EARLY: tl.constexpr,
 ):
     """Program (block of channels, request): its part of the state stays in registers."""
-    if EARLY:
-        wait_for_prerequisites()
-        start_dependents()
     channels = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     request = tl.program_id(1)
     row = tl.load(rows_ptr + request).to(tl.int64)
@@ -130,6 +127,9 @@ def _selective_scan_kernel(
     skip = tl.zeros((BLOCK,), tl.float32)
     if HAS_D:
         skip = tl.load(d_ptr + channels * d_channel_stride, is_channel, 0.0).to(tl.float32)
+    if EARLY:  # states and weights are on their way: none of the kernels that run now writes them
+        start_dependents()
+        wait_for_prerequisites()
     next_x, next_dt, next_b, next_c, next_z = _load_token(
         *(x_ptr, dt_ptr, b_ptr, c_ptr, z_ptr, start, start < end, channels, is_channel, numbers, is_number),
         *(x_token_stride, x_channel_stride, dt_token_stride, dt_channel_stride, b_token_stride, b_dim_stride),

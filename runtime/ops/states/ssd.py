@@ -89,9 +89,6 @@ def _step_ssd_kernel(
     EARLY: tl.constexpr,
 ):
     """Program (block of a head's rows, head, request): its part of the state stays in registers."""
-    if EARLY:
-        wait_for_prerequisites()
-        start_dependents()
     dims = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     head = tl.program_id(1)
     request = tl.program_id(2)
@@ -116,6 +113,12 @@ def _step_ssd_kernel(
     bias = 0.0
     if HAS_BIAS:
         bias = tl.load(bias_ptr + head * bias_head_stride).to(tl.float32)
+    skip = 0.0
+    if HAS_D:
+        skip = tl.load(d_ptr + head * d_head_stride).to(tl.float32)
+    if EARLY:  # states and weights are on their way: none of the kernels that run now writes them
+        start_dependents()
+        wait_for_prerequisites()
     for token in range(start, end):
         x = tl.load(x_ptr + token * x_token_stride + head * x_head_stride + dims * x_dim_stride, is_dim, 0.0)
         dt = tl.load(dt_ptr + token * dt_token_stride + head * dt_head_stride)
@@ -125,8 +128,7 @@ def _step_ssd_kernel(
         dt = _step_sizes(dt, bias, SOFTPLUS, LEAST, MOST, HAS_MOST)
         state = state * tl.exp(rate * dt) + (x * dt)[:, None] * b.to(tl.float32)[None, :]
         out = tl.sum(state * c.to(tl.float32)[None, :], 1)
-        if HAS_D:
-            out += tl.load(d_ptr + head * d_head_stride).to(tl.float32) * x
+        out += skip * x
         tl.store(out_ptr + (token * H + head) * P + dims, out.to(out_ptr.dtype.element_ty), is_dim)
         state = state.to(states_ptr.dtype.element_ty).to(tl.float32)  # as where the next token is in another step
     tl.store(places, state.to(states_ptr.dtype.element_ty), mask & (row > 0) & (end > start))

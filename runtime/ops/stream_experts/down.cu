@@ -7,7 +7,8 @@
 // a token's experts are added up in the order of its choice. So its numbers are the same in any company. A stage has one
 // warp that reads it, each time: one that had not seen it full the time before could take that for the next time.
 //
-// Defined by kernel.py: as choice.cuh, N, K, STAGES, WORKERS, NEXT_BLOCKS (sums of squares a token to leave), SHARED_BYTES.
+// Defined by kernel.py: as choice.cuh, N, K, STAGES, WORKERS, NEXT_BLOCKS (sums of squares a token to leave), PLUS_ONE (the next
+// norm's weight has 1 added), SHARED_BYTES.
 
 constexpr int ROWS = 16;  // of m16n8k16
 constexpr int GROUPS = N / ROWS, STEP = 32, STEPS = K / STEP;
@@ -114,7 +115,7 @@ extern "C" __global__ void __launch_bounds__(32 * (WARPS + 1), 1)
     low = add(residuals.x, low), high = add(residuals.y, high);
     if (is_there) *(uint2*)(out + at) = uint2{low, high};
     if (NEXT_BLOCKS) {
-      if (is_there) *(uint2*)(scaled + at) = uint2{times(low, weights.x), times(high, weights.y)};
+      if (is_there) *(uint2*)(scaled + at) = uint2{times_norm_weight(low, weights.x, PLUS_ONE), times_norm_weight(high, weights.y, PLUS_ONE)};
       const float sum = sum_of_lanes(sum_of_squares(low) + sum_of_squares(high), 4);
       store_if(is_there && quad == 0, out_squares + token * GROUPS + group, sum);
     }

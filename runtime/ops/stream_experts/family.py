@@ -44,4 +44,4 @@ def _called(piece: Any) -> Iterator[ExpertsKernel]:
         elif node.target is op("stream_expert_down"):
             yield down_kernel(values[1], False, Router(*values[3:]))
         elif node.target is op("stream_expert_down_norm"):
-            yield down_kernel(values[1], True, Router(*values[4:]))
+            yield down_kernel(values[1], True, Router(*values[5:]), values[4])

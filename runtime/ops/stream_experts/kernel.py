@@ -171,16 +171,19 @@ class DownKernel(ExpertsKernel):
     """
     Attributes:
         next_blocks: sums of squares a token that it leaves for the norm behind it; 0: there is none.
+        plus_one: that norm multiplies by 1 + its weight.
     """
 
     source: ClassVar[str] = "ops/stream_experts/down.cu"
     function: ClassVar[str] = "expert_down"
 
     next_blocks: int
+    plus_one: bool = False
 
     @property
     def name(self) -> str:
-        return f"expert_down_{self.rows}x{self.columns}_next{self.next_blocks}_{self.routing.name}"
+        mark = "_plus_one" if self.plus_one else ""
+        return f"expert_down_{self.rows}x{self.columns}_next{self.next_blocks}{mark}_{self.routing.name}"
 
     @cached_property
     def stages(self) -> int:
@@ -205,6 +208,7 @@ class DownKernel(ExpertsKernel):
             "N": self.rows,
             "WORKERS": _workers_of(self.stages),
             "NEXT_BLOCKS": self.next_blocks,
+            "PLUS_ONE": int(self.plus_one),
         }
 
 

@@ -161,16 +161,16 @@ torch.library.register_fake(
 
 _LIBRARY.define("stream_expert_down(Tensor x, Tensor weight, Tensor residual, " + _ROUTER + ") -> Tensor")
 _LIBRARY.define(
-    "stream_expert_down_norm(Tensor x, Tensor weight, Tensor residual, Tensor norm_weight, "
+    "stream_expert_down_norm(Tensor x, Tensor weight, Tensor residual, Tensor norm_weight, bool plus_one, "
     + _ROUTER
     + ") -> (Tensor, Tensor, Tensor)"
 )
 
 
-def down_kernel(weight: torch.Tensor, norm_next: bool, router: Router) -> DownKernel:
+def down_kernel(weight: torch.Tensor, norm_next: bool, router: Router, plus_one: bool = False) -> DownKernel:
     """The kernel of a call of stream_expert_down or stream_expert_down_norm."""
     num_experts, rows, columns = map(int, weight.shape)
-    return DownKernel(router.routing(num_experts), rows, columns, rows // ROWS if norm_next else 0)
+    return DownKernel(router.routing(num_experts), rows, columns, rows // ROWS if norm_next else 0, plus_one)
 
 
 def stream_expert_down(x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor, *router: object) -> torch.Tensor:
@@ -186,16 +186,22 @@ def stream_expert_down(x: torch.Tensor, weight: torch.Tensor, residual: torch.Te
         […, N] bfloat16, rounded where the linear, products by weights in bfloat16, the sum and the last one round.
     """
     out = residual.new_empty(residual.shape)
-    _launch_down(x, weight, residual, None, Router(*router), (out, None, None))  # type: ignore[arg-type]
+    _launch_down(x, weight, residual, None, False, Router(*router), (out, None, None))  # type: ignore[arg-type]
     return out
 
 
 def stream_expert_down_norm(
-    x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor, norm_weight: torch.Tensor, *router: object
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    residual: torch.Tensor,
+    norm_weight: torch.Tensor,
+    plus_one: bool,
+    *router: object,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Returns h as stream_expert_down does; h · norm_weight; and sums of squares of h […, N / 16] float32."""
+    """Returns h as stream_expert_down does; h · norm_weight, or with `plus_one` h · (1 + norm_weight); and sums of
+    squares of h […, N / 16] float32."""
     outs = _norm_outputs(residual)
-    _launch_down(x, weight, residual, norm_weight, Router(*router), outs)  # type: ignore[arg-type]
+    _launch_down(x, weight, residual, norm_weight, plus_one, Router(*router), outs)  # type: ignore[arg-type]
     return outs
 
 
@@ -204,11 +210,12 @@ def _launch_down(
     weight: torch.Tensor,
     residual: torch.Tensor,
     norm_weight: torch.Tensor | None,
+    plus_one: bool,
     router: Router,
     outs: tuple[torch.Tensor | None, ...],
 ) -> None:
     x, residual, of = aligned(x), aligned(residual), router.contiguous()
-    _loaded(x, down_kernel(weight, norm_weight is not None, of))(
+    _loaded(x, down_kernel(weight, norm_weight is not None, of, plus_one))(
         *map(address_of, (weight, x)),
         of.argument,
         *map(address_of, (residual, norm_weight, *outs)),
@@ -229,6 +236,6 @@ torch.library.register_fake(
 )
 torch.library.register_fake(
     "mllm::stream_expert_down_norm",
-    lambda x, weight, residual, norm_weight, *router: _norm_outputs(residual),
+    lambda x, weight, residual, norm_weight, plus_one, *router: _norm_outputs(residual),
     lib=_LIBRARY,
 )

@@ -12,7 +12,8 @@
 //
 // Defined by lanes.py: N outputs (of a gated one: gate and up rows), K, TILES, WARPS, RESIDENT (blocks of a multiprocessor,
 // of registers), SHARED_BYTES, NORM_BLOCKS (sums of squares a token to read; 0: no norm), GATED, RESIDUAL, NEXT_BLOCKS (sums
-// of squares a token to leave), BIAS (in the place of the norm's weight).
+// of squares a token to leave), PLUS_ONE (the next norm's weight has 1 added), BIAS (in the place of the norm's weight),
+// SQUARED_RELU.
 
 constexpr int TILE = 8, TOKENS = 8;  // of m16n8k16 half of the rows, and all columns
 constexpr int OUTPUTS = GATED ? N / 2 : N, GROUPS = OUTPUTS / TILE, PARTS = GATED ? 2 : 1, ALL_TILES = TILES * PARTS;
@@ -33,7 +34,8 @@ __device__ __forceinline__ void copy(u32 to, const char* from, bool is_there, u6
                "l"(policy) : "memory");
 }
 __device__ __forceinline__ u32 rounded(float2 sum, u32 bias) {
-  return BIAS ? pack(sum.x + first_of(bias), sum.y + second_of(bias)) : pack(sum.x, sum.y);
+  const u32 both = BIAS ? pack(sum.x + first_of(bias), sum.y + second_of(bias)) : pack(sum.x, sum.y);
+  return SQUARED_RELU ? squared_relu(both) : both;
 }
 // Adds up the warps' values at `sums`, a place of each.
 __device__ __forceinline__ float2 add_up(const char* sums, float factor) {
@@ -121,7 +123,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, RESIDENT)
   if (RESIDUAL) both = add(added, both);
   if (is_there) out[at] = both;
   if (NEXT_BLOCKS) {
-    if (is_there) scaled[at] = times(both, weights);
+    if (is_there) scaled[at] = times_norm_weight(both, weights, PLUS_ONE);
     const float squares_of_tile = sum_of_lanes(sum_of_squares(both), 4);
     store_if(is_there && quad == 0, out_squares + token * GROUPS + first + warp, squares_of_tile);
   }

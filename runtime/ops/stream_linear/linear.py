@@ -28,6 +28,8 @@ class LinearKind:
         residual: a residual is added.
         next_blocks: sums of squares a token that it leaves for the norm behind it; 0: there is none.
         bias: one is added; of one that is none of the last three.
+        plus_one: the norm behind it multiplies by 1 + its weight.
+        squared_relu: relu(x) ** 2 of its outputs; of one that is neither gated nor has a residual.
     """
 
     rows: int
@@ -37,10 +39,12 @@ class LinearKind:
     residual: bool = False
     next_blocks: int = 0
     bias: bool = False
+    plus_one: bool = False
+    squared_relu: bool = False
 
     @property
     def name(self) -> str:
-        marks = [mark for mark in ("gated", "residual", "bias") if getattr(self, mark)]
+        marks = [mark for mark in ("gated", "residual", "bias", "plus_one", "squared_relu") if getattr(self, mark)]
         norms = [f"norm{self.norm_blocks}", *([f"next{self.next_blocks}"] if self.next_blocks else [])]
         return "_".join([f"{self.rows}x{self.columns}", *norms, *marks])
 

@@ -9,7 +9,8 @@
 //
 // Defined by rows.py: N outputs (of a gated one: gate and up rows), K, SPLIT (of at least 2), WARPS, CLUSTERS, RESIDENT
 // (blocks of a multiprocessor), PIECE (inputs of a row in a stage), STAGES, NORM_BLOCKS (sums of squares a token to read;
-// 0: no norm), GATED, RESIDUAL, NEXT_BLOCKS (sums of squares a token to leave), BIAS (in the place of the norm's weight).
+// 0: no norm), GATED, RESIDUAL, NEXT_BLOCKS (sums of squares a token to leave), PLUS_ONE (the next norm's weight has 1
+// added), BIAS (in the place of the norm's weight), SQUARED_RELU.
 
 constexpr int ROWS = 16, TOKENS = 8;  // of m16n8k16
 constexpr int OUT_ROWS = GATED ? ROWS / 2 : ROWS, OUTPUTS = GATED ? N / 2 : N, GROUPS = N / ROWS;
@@ -38,7 +39,8 @@ __device__ __forceinline__ void load_row(u32 to, const char* from, int bytes, u3
 }
 
 __device__ __forceinline__ u32 rounded(float first, float second, u32 bias) {
-  return BIAS ? pack(first + first_of(bias), second + second_of(bias)) : pack(first, second);
+  const u32 both = BIAS ? pack(first + first_of(bias), second + second_of(bias)) : pack(first, second);
+  return SQUARED_RELU ? squared_relu(both) : both;
 }
 
 struct Shared {
@@ -168,7 +170,7 @@ extern "C" __global__ void __cluster_dims__(SPLIT, 1, 1) __launch_bounds__(32 * 
     if (RESIDUAL) low = add(residuals.x, low), high = add(residuals.y, high);
     if (is_there) *(uint2*)(out + at) = uint2{low, high};
     if (NEXT_BLOCKS) {
-      if (is_there) *(uint2*)(scaled + at) = uint2{times(low, weights.x), times(high, weights.y)};
+      if (is_there) *(uint2*)(scaled + at) = uint2{times_norm_weight(low, weights.x, PLUS_ONE), times_norm_weight(high, weights.y, PLUS_ONE)};
       const float sum = sum_of_lanes(sum_of_squares(low) + sum_of_squares(high), 4);
       store_if(is_there && quad == 0, out_squares + token * (OUTPUTS / ROWS) + group, sum);
     }

@@ -67,15 +67,17 @@ class LoadedLinear:
 class StreamedOps:
     """Defines the ops of one form of weights, and holds their kernels.
 
-    `<prefix>(x, *weight, squares, eps, gated, bias=None)` is x · weightᵀ + bias, of a norm and gated if so asked:
-    x […, K] bfloat16 → […, N] bfloat16. With squares […, B] float32, x is h · norm_weight and these are the sums of
-    squares of h; without, x is taken as it is. Of a gated linear the weight is [gate rows; up rows] and the result
-    silu(gate) * up, […, N / 2]. A bias [N] bfloat16 is added before the sum is rounded; a gated one has none.
+    `<prefix>(x, *weight, squares, eps, gated, bias=None, squared_relu=False)` is x · weightᵀ + bias, of a norm and
+    gated if so asked: x […, K] bfloat16 → […, N] bfloat16. With squares […, B] float32, x is h · norm_weight and these
+    are the sums of squares of h; without, x is taken as it is. Of a gated linear the weight is [gate rows; up rows] and
+    the result silu(gate) * up, […, N / 2]. A bias [N] bfloat16 is added before the sum is rounded; a gated one has
+    none. With `squared_relu` the result is relu(y) ** 2 of the rounded sums y.
 
     `<prefix>_residual(x, *weight, residual)` is residual + x · weightᵀ, residual […, N] bfloat16.
 
-    `<prefix>_residual_norm(x, *weight, residual, norm_weight)` gives h = residual + x · weightᵀ, h · norm_weight, both
-    […, N] bfloat16, and sums of squares of h, […, B] float32: a streamed linear goes on from the latter two.
+    `<prefix>_residual_norm(x, *weight, residual, norm_weight, plus_one=False)` gives h = residual + x · weightᵀ,
+    h · norm_weight, both […, N] bfloat16, and sums of squares of h, […, B] float32: a streamed linear goes on from the
+    latter two. With `plus_one` it is h · (1 + norm_weight), rounded once.
 
     Args:
         prefix: the ops' name.
@@ -96,7 +98,8 @@ class StreamedOps:
         self._num_tensors = weight.count("Tensor")
         self._loaded: dict[tuple[int, LinearKind, int], LoadedLinear] = {}  # by device index, linear and bucket
         self._define(
-            f"{prefix}(Tensor x, {weight}, Tensor? squares, float eps, bool gated, Tensor? bias=None) -> Tensor",
+            f"{prefix}(Tensor x, {weight}, Tensor? squares, float eps, bool gated, Tensor? bias=None,"
+            " bool squared_relu=False) -> Tensor",
             self._plain,
             self._fake_plain,
         )
@@ -104,7 +107,7 @@ class StreamedOps:
             f"{prefix}_residual(Tensor x, {weight}, Tensor residual) -> Tensor", self._residual, _fake_residual
         )
         self._define(
-            f"{prefix}_residual_norm(Tensor x, {weight}, Tensor residual, Tensor norm_weight)"
+            f"{prefix}_residual_norm(Tensor x, {weight}, Tensor residual, Tensor norm_weight, bool plus_one=False)"
             " -> (Tensor, Tensor, Tensor)",
             self._residual_norm,
             self._fake_residual_norm,
@@ -116,25 +119,31 @@ class StreamedOps:
         _LIBRARY.impl(name, launch, "CUDA")
         torch.library.register_fake(f"mllm::{name}", fake, lib=_LIBRARY)
 
-    def plain_kind(self, weight: Weight, squares: torch.Tensor | None, gated: bool, has_bias: bool) -> LinearKind:
+    def plain_kind(
+        self, weight: Weight, squares: torch.Tensor | None, gated: bool, has_bias: bool, squared_relu: bool
+    ) -> LinearKind:
         """The linear of a call of `<prefix>`."""
         norm_blocks = 0 if squares is None else int(squares.shape[-1])
-        return replace(self._kind_of(*weight), norm_blocks=norm_blocks, gated=gated, bias=has_bias)
+        kind = self._kind_of(*weight)
+        return replace(kind, norm_blocks=norm_blocks, gated=gated, bias=has_bias, squared_relu=squared_relu)
 
-    def residual_kind(self, weight: Weight, norm_next: bool) -> LinearKind:
+    def residual_kind(self, weight: Weight, norm_next: bool, plus_one: bool = False) -> LinearKind:
         """The linear of a call of `<prefix>_residual` or `<prefix>_residual_norm`."""
         kind = self._kind_of(*weight)
         next_blocks = self._num_norm_blocks(kind.rows, kind.columns) if norm_next else 0
-        return replace(kind, residual=True, next_blocks=next_blocks)
+        return replace(kind, residual=True, next_blocks=next_blocks, plus_one=plus_one)
 
     def kind_of_call(self, node: Any, name: str) -> LinearKind:
         """The linear of a call in a graph of the op `<prefix><name>`, from `meta["val"]` of what it takes."""
         count = 1 + self._num_tensors
         weight = tuple(None if tensor is None else tensor.meta["val"] for tensor in node.args[1:count])
         if name:
-            return self.residual_kind(weight, norm_next=name == "_residual_norm")
-        squares, _, gated, *bias = node.args[count:]
-        return self.plain_kind(weight, None if squares is None else squares.meta["val"], gated, bool(bias))
+            has_norm = name == "_residual_norm"
+            return self.residual_kind(weight, has_norm, plus_one=has_norm and node.args[count + 2 :] == (True,))
+        squares, _, gated, *last = node.args[count:]
+        bias, squared_relu = _last_operands(*last)
+        squares = None if squares is None else squares.meta["val"]
+        return self.plain_kind(weight, squares, gated, bias is not None, squared_relu)
 
     def load_kernels(
         self, tilings: Iterable[LinearTiling], binaries: Mapping[str, bytes], device: torch.device
@@ -173,16 +182,16 @@ class StreamedOps:
         """The weight's tensors, and what follows them in a call."""
         return operands[: self._num_tensors], operands[self._num_tensors :]
 
-    def _plain(self, x: torch.Tensor, *operands: Any, bias: torch.Tensor | None = None) -> torch.Tensor:
+    def _plain(self, x: torch.Tensor, *operands: Any, **named: Any) -> torch.Tensor:
         weight, (squares, eps, gated, *last) = self._taken(operands)
-        bias = last[0] if last else bias
+        bias, squared_relu = _last_operands(*last, **named)
         x = aligned(x)
         out = _new_output(x, weight, gated)
-        kind = self.plain_kind(weight, squares, gated, bias is not None)
+        kind = self.plain_kind(weight, squares, gated, bias is not None, squared_relu)
         self._launch(x, weight, kind, (squares, None, bias, out, None, None), eps)
         return out
 
-    def _fake_plain(self, x: torch.Tensor, *operands: Any, bias: torch.Tensor | None = None) -> torch.Tensor:
+    def _fake_plain(self, x: torch.Tensor, *operands: Any, **named: Any) -> torch.Tensor:
         weight, (_, _, gated, *_) = self._taken(operands)
         return _new_output(x, weight, gated)
 
@@ -194,17 +203,26 @@ class StreamedOps:
         self._launch(x, weight, kind, (None, residual, None, out, None, None))
         return out
 
-    def _residual_norm(self, x: torch.Tensor, *operands: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        weight, (residual, norm_weight) = self._taken(operands)
+    def _residual_norm(
+        self, x: torch.Tensor, *operands: Any, plus_one: bool = False
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        weight, (residual, norm_weight, *last) = self._taken(operands)
         x, residual = aligned(x), aligned(residual)
-        kind = self.residual_kind(weight, norm_next=True)
+        kind = self.residual_kind(weight, norm_next=True, plus_one=last[0] if last else plus_one)
         out, scaled, squares = outputs = _norm_outputs(residual, kind.next_blocks)
         self._launch(x, weight, kind, (None, residual, norm_weight, out, scaled, squares))
         return outputs
 
-    def _fake_residual_norm(self, x: torch.Tensor, *operands: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        weight, (residual, _) = self._taken(operands)
+    def _fake_residual_norm(
+        self, x: torch.Tensor, *operands: Any, plus_one: bool = False
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        weight, (residual, *_) = self._taken(operands)
         return _norm_outputs(residual, self.residual_kind(weight, norm_next=True).next_blocks)
+
+
+def _last_operands(bias: Any = None, squared_relu: bool = False) -> tuple[Any, bool]:
+    """The operands of `<prefix>` that a call may leave out."""
+    return bias, squared_relu
 
 
 def _new_output(x: torch.Tensor, weight: Weight, gated: bool) -> torch.Tensor:

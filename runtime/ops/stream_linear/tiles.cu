@@ -12,7 +12,8 @@
 // Defined by tiles.py: N outputs (of a gated one: gate and up rows), K, ROWS (a multiple of 16), SPLIT, BLOCKS, NUM_THREADS
 // and SHARED_BYTES of a block, TOKENS (8, 16, 32, 64 or 128), STAGES, PANELS (of 64 inputs, of a stage),
 // NORM_BLOCKS (sums of squares a token to read; 0: no norm), GATED, RESIDUAL, NEXT_BLOCKS (sums of squares a token to leave),
-// BIAS (in the place of the norm's weight), and `multiply_add_all`, which adds products to ROWS / 2 sums of a thread.
+// PLUS_ONE (the next norm's weight has 1 added), BIAS (in the place of the norm's weight), SQUARED_RELU, and
+// `multiply_add_all`, which adds products to ROWS / 2 sums of a thread.
 
 constexpr int M_TOKENS = 64;                                               // of a wgmma
 constexpr int ALL_TOKENS = (TOKENS + M_TOKENS - 1) / M_TOKENS * M_TOKENS;  // that are multiplied
@@ -154,7 +155,8 @@ __device__ __forceinline__ void exchange(float (&mine)[PLACES][8], const float (
 }
 
 __device__ __forceinline__ u32 rounded(float first, float second, u32 bias) {
-  return BIAS ? pack(first + first_of(bias), second + second_of(bias)) : pack(first, second);
+  const u32 both = BIAS ? pack(first + first_of(bias), second + second_of(bias)) : pack(first, second);
+  return SQUARED_RELU ? squared_relu(both) : both;
 }
 // The norm's factor, the bias, the activation, the residual, and what the next norm wants.
 __device__ __forceinline__ void finish(const float (&sums)[PLACES][8], const Outputs& outputs, const Operands& operands,
@@ -176,7 +178,7 @@ __device__ __forceinline__ void finish(const float (&sums)[PLACES][8], const Out
       if (is_there) out[at] = low, out[at + 4] = high;
       if (NEXT_BLOCKS) {
         const u32* weights = operands.weights[place];
-        if (is_there) scaled[at] = times(low, weights[0]), scaled[at + 4] = times(high, weights[1]);
+        if (is_there) scaled[at] = times_norm_weight(low, weights[0], PLUS_ONE), scaled[at + 4] = times_norm_weight(high, weights[1], PLUS_ONE);
         const float squares = sum_of_lanes(sum_of_squares(low) + sum_of_squares(high), 4);
         store_squares(is_there && threadIdx.x % 4 == 0, out_squares, outputs.token + 8 * h, outputs.row(place), squares);
       }

@@ -13,8 +13,8 @@
 // Defined by wide.py: N outputs (of a gated one: gate and up rows), K, GROUPS, TOKEN_TILES, TOKENS of a tile (a multiple of
 // 8) in PARTS that are multiplied one after another, SPLIT, BLOCKS, NUM_THREADS and SHARED_BYTES of a block, W_STAGES and
 // X_STAGES of the rings, NORM_BLOCKS (sums of squares a token to read; 0: no norm), GATED, RESIDUAL, NEXT_BLOCKS (sums of
-// squares a token to leave), BIAS (in the place of the norm's weight), and `multiply_add_all`, which adds products to
-// TOKENS / PARTS / 2 sums of a thread.
+// squares a token to leave), PLUS_ONE (the next norm's weight has 1 added), BIAS (in the place of the norm's weight),
+// SQUARED_RELU, and `multiply_add_all`, which adds products to TOKENS / PARTS / 2 sums of a thread.
 
 constexpr int GROUP_ROWS = 64, WARP_ROWS = 16, ROWS = GROUPS * GROUP_ROWS;
 constexpr int CONSUMERS = 4 * GROUPS, THREADS = 32 * (4 + CONSUMERS);
@@ -169,8 +169,9 @@ __device__ __forceinline__ uint4 turned(const float (&sums)[SUMS], int unit, con
     if (at >= SUMS) break;
     const float* sum = sums + at;
     const float first = NORM_BLOCKS ? factors[8 * b] : 1.f, second = NORM_BLOCKS ? factors[8 * b + 1] : 1.f;
-    const u32 low = pack(sum[0] * first + bias[0], sum[1] * second + bias[0]);
-    const u32 high = pack(sum[2] * first + bias[1], sum[3] * second + bias[1]);
+    u32 low = pack(sum[0] * first + bias[0], sum[1] * second + bias[0]);
+    u32 high = pack(sum[2] * first + bias[1], sum[3] * second + bias[1]);
+    if (SQUARED_RELU) low = squared_relu(low), high = squared_relu(high);
     if (GATED)
       parts[b % 4] = silu_times(low, high);
     else
@@ -199,7 +200,10 @@ __device__ __forceinline__ void finish(uint4 v, uint4 residual, uint4 weights, c
     float squares = 0.f;
     uint4 product;
 #pragma unroll
-    for (int i = 0; i < 4; i++) part(product, i) = times(part(v, i), part(weights, i)), squares += sum_of_squares(part(v, i));
+    for (int i = 0; i < 4; i++) {
+      part(product, i) = times_norm_weight(part(v, i), part(weights, i), PLUS_ONE);
+      squares += sum_of_squares(part(v, i));
+    }
     if (is_there) scaled[at] = product;
     squares += __shfl_xor_sync(~0u, squares, 16);
     store_squares(is_there && threadIdx.x % 32 < 16, out_squares, outputs.token + unit * UNIT_TOKENS, outputs.row, squares);

@@ -17,7 +17,8 @@
 // (inputs that share a scale: 128, of floats of four bits 32 or 16; 0: all of a row, of fp8), SCALE_BYTES, SCALES_ARE_HALF
 // (float16; else of two bytes bfloat16), ZEROS (there are zero points, of a byte), FLOATS (of four bits), FACTORS (`zeros` are
 // factors of rows, in float32), NORM_BLOCKS (sums of squares a token to read; 0: no norm), GATED,
-// RESIDUAL, NEXT_BLOCKS (sums of squares a token to leave), BIAS (in the place of the norm's weight).
+// RESIDUAL, NEXT_BLOCKS (sums of squares a token to leave), PLUS_ONE (the next norm's weight has 1 added), BIAS (in the
+// place of the norm's weight), SQUARED_RELU.
 
 constexpr int ROWS = 16, EIGHT = 8, EIGHTS = TOKENS / EIGHT;  // of m16n8k16, and of tokens
 constexpr int OUT_ROWS = GATED ? ROWS / 2 : ROWS, OUTPUTS = GATED ? N / 2 : N, GROUPS = N / ROWS;
@@ -173,7 +174,8 @@ __device__ __forceinline__ float scale_at(const char* scales, int i) {
 }
 
 __device__ __forceinline__ u32 rounded(float first, float second, u32 bias) {
-  return BIAS ? pack(first + first_of(bias), second + second_of(bias)) : pack(first, second);
+  const u32 both = BIAS ? pack(first + first_of(bias), second + second_of(bias)) : pack(first, second);
+  return SQUARED_RELU ? squared_relu(both) : both;
 }
 
 extern "C" __global__ void
@@ -450,7 +452,7 @@ __launch_bounds__(32 * WARPS, RESIDENT) quantised_linear(
       }
       if (is_there) *(uint2*)(out + at) = uint2{low, high};
       if (NEXT_BLOCKS) {
-        if (is_there) *(uint2*)(scaled + at) = uint2{times(low, weights.x), times(high, weights.y)};
+        if (is_there) *(uint2*)(scaled + at) = uint2{times_norm_weight(low, weights.x, PLUS_ONE), times_norm_weight(high, weights.y, PLUS_ONE)};
         const float of_group = sum_of_lanes(sum_of_squares(low) + sum_of_squares(high), 4);
         store_if(is_there && quad == 0, out_squares + token * NEXT_BLOCKS + group, of_group);
       }

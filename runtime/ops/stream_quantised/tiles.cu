@@ -20,7 +20,7 @@
 // TOKENS (a multiple of 8), PANELS (of 128 bytes of a row, of a stage), STAGES, AHEAD (stages beyond, for the L2), GROUP (inputs that share a scale: 128, of
 // floats of four bits 32 or 16; 0: all of a row, of fp8), SCALE_BYTES, SCALES_ARE_HALF (float16; else of two bytes bfloat16),
 // ZEROS (there are zero points, of a byte), FLOATS (of four bits), FACTORS (`zeros` are factors of rows, in float32), NORM_BLOCKS (sums of squares a token to read; 0: no norm), GATED, RESIDUAL, NEXT_BLOCKS (sums of squares a token to
-// leave), BIAS (in the place of the norm's weight).
+// leave), PLUS_ONE (the next norm's weight has 1 added), BIAS (in the place of the norm's weight), SQUARED_RELU.
 
 constexpr int PANEL_BYTES = 128, PANEL = PANEL_BYTES * 8 / BITS;  // of a swizzled row of the weight; its inputs
 constexpr int HALF = COLUMNS, PANEL_GROUPS = PANEL / (2 * HALF);  // inputs: of a panel of x; twice that share a scale
@@ -204,7 +204,8 @@ __device__ __forceinline__ void deliver(float* inbox, float upper0, float upper1
 }
 
 __device__ __forceinline__ u32 rounded(float first, float second, u32 bias) {
-  return BIAS ? pack(first + first_of(bias), second + second_of(bias)) : pack(first, second);
+  const u32 both = BIAS ? pack(first + first_of(bias), second + second_of(bias)) : pack(first, second);
+  return SQUARED_RELU ? squared_relu(both) : both;
 }
 
 extern "C" __global__ void
@@ -378,7 +379,7 @@ __launch_bounds__(THREADS, RESIDENT) quantised_tiles(
       if (RESIDUAL) low = add(residuals[i][0], low), high = add(residuals[i][1], high);
       if (is_there) out[at] = low, out[at + 4] = high;
       if (NEXT_BLOCKS) {
-        if (is_there) scaled[at] = times(low, weights[0]), scaled[at + 4] = times(high, weights[1]);
+        if (is_there) scaled[at] = times_norm_weight(low, weights[0], PLUS_ONE), scaled[at + 4] = times_norm_weight(high, weights[1], PLUS_ONE);
         const float squares_of_group = sum_of_lanes(sum_of_squares(low) + sum_of_squares(high), 4);
         store_squares(is_there && quad == 0, out_squares, token, first, squares_of_group);
       }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from typing import Literal, get_args
 
 import torch
 from torch import fx
@@ -11,6 +12,8 @@ from mllm_compile.passes.match.nodes import LINEAR
 from mllm_compile.passes.match.spelling import spell
 
 HIDDEN, FFN, EPS = 256, 512, 1e-6
+NormForm = Literal["rounded first", "rounded last", "plus one"]  # as Llama, Nemotron-H and Gemma write an RMS norm
+NORM_FORMS: tuple[NormForm, ...] = get_args(NormForm)
 
 
 def rms(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -49,11 +52,16 @@ class Block:
         )
         return node
 
-    def norm(self, x: fx.Node, weight: fx.Node) -> fx.Node:
+    def norm(self, x: fx.Node, weight: fx.Node, form: NormForm = "rounded first") -> fx.Node:
         wide = self.call("to", x, torch.float32)
         mean = self.call("mean", self.call("pow", wide, 2), -1, keepdim=True)
         scaled = self.call(operator.mul, wide, self.call(torch.rsqrt, self.call(operator.add, mean, EPS)))
-        return self.call(operator.mul, weight, self.call("to", scaled, x.meta["val"].dtype))
+        if form == "rounded first":
+            return self.call(operator.mul, weight, self.call("to", scaled, x.meta["val"].dtype))
+        wide_weight = self.call("float", weight)
+        if form == "plus one":
+            wide_weight = self.call(operator.add, 1.0, wide_weight)
+        return self.call("type_as", self.call(operator.mul, scaled, wide_weight), x)
 
     def silu_mul(self, x: fx.Node) -> fx.Node:
         half = x.meta["val"].shape[-1] // 2
@@ -71,7 +79,7 @@ class Block:
 
 
 def decoder_piece(
-    num_tokens: int = 1, dtype: torch.dtype = torch.bfloat16
+    num_tokens: int = 1, dtype: torch.dtype = torch.bfloat16, norm: NormForm = "rounded first"
 ) -> tuple[fx.GraphModule, list[torch.Tensor]]:
     """o_proj and residual, norm and gated linear, down and residual, norm and the next layer's qkv."""
     block = Block()
@@ -82,10 +90,10 @@ def decoder_piece(
     attended = block.input("attended", 1, num_tokens, HIDDEN, dtype=dtype)
     residual = block.input("residual", 1, num_tokens, HIDDEN, dtype=dtype)
     after = block.call(operator.add, residual, block.call(LINEAR, attended, weight("o", HIDDEN, HIDDEN), None))
-    hidden = block.norm(after, weight("norm", HIDDEN))
+    hidden = block.norm(after, weight("norm", HIDDEN), norm)
     product = block.silu_mul(block.call(LINEAR, hidden, weight("gate_up", 2 * FFN, HIDDEN), None))
     out = block.call(operator.add, after, block.call(LINEAR, product, weight("down", HIDDEN, FFN), None))
-    next_hidden = block.norm(out, weight("next_norm", HIDDEN))
+    next_hidden = block.norm(out, weight("next_norm", HIDDEN), norm)
     qkv = block.call(LINEAR, next_hidden, weight("qkv", 2 * HIDDEN, HIDDEN), None)
     return block.module(out, qkv), block.inputs
 

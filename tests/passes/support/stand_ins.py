@@ -65,7 +65,7 @@ def stand_in_ops(functions: Mapping[str, Callable[..., Any]]) -> Iterator[None]:
     del library
 
 
-def linear(x, weight, squares, eps, gated, bias=None):
+def linear(x, weight, squares, eps, gated, bias=None, squared_relu=False):
     """What `few_linear` and `stream_linear` compute."""
     product = torch_linear(x.float(), weight.float())
     if squares is not None:
@@ -74,7 +74,7 @@ def linear(x, weight, squares, eps, gated, bias=None):
         product = product + bias.float()
     product = product.to(x.dtype)
     if not gated:
-        return product
+        return product.relu().square() if squared_relu else product
     gate, up = product.chunk(2, -1)
     return silu(gate) * up
 
@@ -83,10 +83,18 @@ def linear_residual(x, weight, residual):
     return residual + torch_linear(x, weight)
 
 
-def linear_residual_norm(x, weight, residual, norm_weight, num_blocks):
+def linear_residual_norm(x, weight, residual, norm_weight, num_blocks, plus_one=False):
     """With the sums of squares of `num_blocks` blocks of columns."""
     out = linear_residual(x, weight, residual)
-    return out, out * norm_weight, out.float().pow(2).unflatten(-1, (num_blocks, -1)).sum(-1)
+    return (
+        out,
+        times_norm_weight(out, norm_weight, plus_one),
+        out.float().pow(2).unflatten(-1, (num_blocks, -1)).sum(-1),
+    )
+
+
+def times_norm_weight(x, weight, plus_one):
+    return (x.float() * (weight.float() + plus_one)).to(x.dtype)
 
 
 def gated_linear(x, weight):
@@ -106,18 +114,19 @@ def small_weight(values: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor
 def streamed_ops_on_cpu() -> Iterator[None]:
     """The ops whose kernels NVRTC compiles, which are defined everywhere, but whose kernels need a Hopper GPU."""
 
-    def residual_norm(x, weight, residual, norm_weight):
-        return linear_residual_norm(x, weight, residual, norm_weight, num_streamed_norm_blocks(*weight.shape))
+    def residual_norm(x, weight, residual, norm_weight, plus_one=False):
+        num_blocks = num_streamed_norm_blocks(*weight.shape)
+        return linear_residual_norm(x, weight, residual, norm_weight, num_blocks, plus_one)
 
-    def quantised_linear(x, values, scales, zeros, squares, eps, gated, bias=None):
-        return linear(x, small_weight(values, scales, zeros), squares, eps, gated, bias)
+    def quantised_linear(x, values, scales, zeros, squares, eps, gated, bias=None, squared_relu=False):
+        return linear(x, small_weight(values, scales, zeros), squares, eps, gated, bias, squared_relu)
 
     def quantised_residual(x, values, scales, zeros, residual):
         return linear_residual(x, small_weight(values, scales, zeros).to(x.dtype), residual)
 
-    def quantised_residual_norm(x, values, scales, zeros, residual, norm_weight):
+    def quantised_residual_norm(x, values, scales, zeros, residual, norm_weight, plus_one=False):
         weight = small_weight(values, scales, zeros).to(x.dtype)
-        return linear_residual_norm(x, weight, residual, norm_weight, len(values) // NORM_ROWS)
+        return linear_residual_norm(x, weight, residual, norm_weight, len(values) // NORM_ROWS, plus_one)
 
     library = torch.library.Library("mllm", "IMPL")
     library.impl("stream_quantised_linear", quantised_linear, "CPU")
@@ -168,33 +177,39 @@ def stream_expert_down(x, weight, residual, *router):
     return residual + torch.where((router[2] > 0)[:, None], total, 0).view(residual.shape)
 
 
-def stream_expert_down_norm(x, weight, residual, norm_weight, *router):
+def stream_expert_down_norm(x, weight, residual, norm_weight, plus_one, *router):
     out = stream_expert_down(x, weight, residual, *router)
-    return out, out * norm_weight, out.float().pow(2).unflatten(-1, (-1, ROWS)).sum(-1)
+    return out, times_norm_weight(out, norm_weight, plus_one), out.float().pow(2).unflatten(-1, (-1, ROWS)).sum(-1)
 
 
-def few_linear_residual_norm(x, weight, residual, norm_weight):
-    return linear_residual_norm(x, weight, residual, norm_weight, num_norm_blocks(*weight.shape))
+def few_linear_residual_norm(x, weight, residual, norm_weight, plus_one=False):
+    return linear_residual_norm(x, weight, residual, norm_weight, num_norm_blocks(*weight.shape), plus_one)
 
 
-def norm(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:
+def norm(x: torch.Tensor, weight: torch.Tensor | None, eps: float, plus_one: bool = False) -> torch.Tensor:
     if weight is None:
         return x
     wide = x.float()
-    return weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)).to(x.dtype)
+    scaled = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+    return (scaled * (1.0 + weight.float())).to(x.dtype) if plus_one else weight * scaled.to(x.dtype)
 
 
-def norm_gated_linear(x, norm_weight, weight, eps):
-    return gated_linear(norm(x, norm_weight, eps), weight)
+def norm_linear(x, norm_weight, weight, eps, plus_one=False):
+    return torch_linear(norm(x, norm_weight, eps, plus_one), weight)
+
+
+def norm_gated_linear(x, norm_weight, weight, eps, plus_one=False):
+    return gated_linear(norm(x, norm_weight, eps, plus_one), weight)
 
 
 def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    x, rest = x.tensor_split([cos.shape[-1]], -1)
     first, second = x.chunk(2, -1)
-    return x * cos[:, :, None] + torch.cat((-second, first), -1) * sin[:, :, None]
+    return torch.cat((x * cos[:, :, None] + torch.cat((-second, first), -1) * sin[:, :, None], rest), -1)
 
 
-def rope_and_cache(q, k, v, cos, sin, q_weight, k_weight, eps, slots, keys, values):
-    q, k = (_rotate(norm(x, weight, eps), cos, sin)[0] for x, weight in ((q, q_weight), (k, k_weight)))
+def rope_and_cache(q, k, v, cos, sin, q_weight, k_weight, eps, slots, keys, values, plus_one=False):
+    q, k = (_rotate(norm(x, weight, eps, plus_one), cos, sin)[0] for x, weight in ((q, q_weight), (k, k_weight)))
     if not len(slots):  # it is left to attention
         return torch.full_like(q, torch.nan), torch.full_like(k, torch.nan)
     keys[slots] = k
@@ -282,14 +297,13 @@ def expert_tiles(x, order, blocks, weight, ids):
 FEW_TOKENS = {
     "few_linear(Tensor x, Tensor weight, Tensor? squares, float eps, bool gated) -> Tensor": linear,
     "few_linear_residual(Tensor x, Tensor weight, Tensor residual) -> Tensor": linear_residual,
-    "few_linear_residual_norm(Tensor x, Tensor weight, Tensor residual, Tensor norm_weight)"
+    "few_linear_residual_norm(Tensor x, Tensor weight, Tensor residual, Tensor norm_weight, bool plus_one=False)"
     " -> (Tensor, Tensor, Tensor)": few_linear_residual_norm,
 }
 SINGLE_TOKEN = {
-    "norm_linear(Tensor x, Tensor norm_weight, Tensor weight, float eps) -> Tensor": (
-        lambda x, norm_weight, weight, eps: torch_linear(norm(x, norm_weight, eps), weight)
-    ),
-    "norm_gated_linear(Tensor x, Tensor norm_weight, Tensor weight, float eps) -> Tensor": norm_gated_linear,
+    "norm_linear(Tensor x, Tensor norm_weight, Tensor weight, float eps, bool plus_one=False) -> Tensor": norm_linear,
+    "norm_gated_linear(Tensor x, Tensor norm_weight, Tensor weight, float eps, bool plus_one=False)"
+    " -> Tensor": norm_gated_linear,
     "linear_residual(Tensor x, Tensor weight, Tensor residual) -> Tensor": linear_residual,
 }
 
@@ -307,7 +321,9 @@ SILU_MUL = {
 }
 ROPE_AND_CACHE = {
     "rope_and_cache(Tensor q, Tensor k, Tensor v, Tensor cos, Tensor sin, Tensor? q_weight, Tensor? k_weight, "
-    "float eps, Tensor slots, Tensor(a!) keys, Tensor(b!) values) -> (Tensor, Tensor)": rope_and_cache,
+    "float eps, Tensor slots, Tensor(a!) keys, Tensor(b!) values, bool plus_one=False) -> (Tensor, Tensor)": (
+        rope_and_cache
+    ),
 }
 EXPERTS = {
     "choose_experts(Tensor scores, int num_chosen, int softmax, bool renormalise) -> (Tensor, Tensor)": choose_experts,

@@ -28,7 +28,7 @@ KERNELS: list[ExpertsKernel] = [
     GateUpKernel(Routing(60, 4, 4, SOFTMAX_OF_CHOSEN, False, True), 2816, 6144, 0),
     DownKernel(QWEN, 2048, 768, 128),
     DownKernel(GIVEN, 8192, 1024, 0),
-    DownKernel(Routing(1024, 32, 2, SOFTMAX_OF_CHOSEN, False, False), 4096, 512, 256),
+    DownKernel(Routing(1024, 32, 2, SOFTMAX_OF_CHOSEN, False, False), 4096, 512, 256, plus_one=True),
 ]
 
 
@@ -84,7 +84,7 @@ def test_a_launch_takes_the_kernel_of_its_shapes(driver, monkeypatch):
     down = torch.empty(128, 2048, 768, dtype=torch.bfloat16)
     router = (torch.zeros(3, 128, dtype=torch.bfloat16), None, torch.ones(3, dtype=torch.int64), 8, 1, True, False)
     assert ops.stream_expert_up(x, up, torch.zeros(1, 3, 128), 1e-6, *router).shape == (24, 768)
-    outs = ops.stream_expert_down_norm(h, down, x, x[0, 0], *router)
+    outs = ops.stream_expert_down_norm(h, down, x, x[0, 0], False, *router)
     assert [tuple(out.shape) for out in outs] == [(1, 3, 2048), (1, 3, 2048), (1, 3, 128)]
     assert launches == [(KERNELS[0], 132, 288), (KERNELS[3], 128, 288)]
     with pytest.raises(RuntimeError, match="expert_down_2048x768_next0_128x8_scores2_11 is loaded"):

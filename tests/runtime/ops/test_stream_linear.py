@@ -241,7 +241,9 @@ def test_names_tell_kernels_apart():
         LinearKind(64, 256, gated=True),
         LinearKind(64, 256, residual=True),
         LinearKind(64, 256, residual=True, next_blocks=8),
+        LinearKind(64, 256, residual=True, next_blocks=8, plus_one=True),
         LinearKind(64, 256, bias=True),
+        LinearKind(64, 256, squared_relu=True),
     ]
     names = {choose_tiling(kind, tokens).name for kind in kinds for tokens in TOKEN_BUCKETS}
     assert len(names) == len(kinds) * len(TOKEN_BUCKETS)
@@ -264,6 +266,9 @@ def test_a_tiling_is_stored_with_all_that_its_launch_takes(kind):
         assert tiling_from_json(json.loads(json.dumps(tiling.to_json()))) == tiling
 
 
+PLUS_ONE = LinearKind(4096, 12288, residual=True, next_blocks=256, plus_one=True)
+
+
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
 @pytest.mark.parametrize(
     ("kind", "tokens"),
@@ -271,7 +276,7 @@ def test_a_tiling_is_stored_with_all_that_its_launch_takes(kind):
         *[(LinearKind(6144, 1024, 64, gated=True), tokens) for tokens in TOKEN_BUCKETS],
         *[(LinearKind(1024, 2048, residual=True, next_blocks=128), tokens) for tokens in TOKEN_BUCKETS],
         *[(LinearKind(24576, 4096, 256, gated=True), tokens) for tokens in (16, 128, *MANY_TOKENS)],
-        *[(LinearKind(4096, 12288, residual=True, next_blocks=256), tokens) for tokens in (16, 64, 128, 208)],
+        *[(PLUS_ONE, tokens) for tokens in (16, 64, 128, 208)],
         (LinearKind(151936, 4096, 256), 64),
         (LinearKind(32768, 4096, gated=True), 128),
         (LinearKind(33792, 4096, residual=True, next_blocks=2112), 128),
@@ -286,14 +291,14 @@ def test_a_tiling_is_stored_with_all_that_its_launch_takes(kind):
         *[(LinearKind(1152, 896, 56, bias=True), tokens) for tokens in (8, 256)],
         (LinearKind(4608, 3584, 224, bias=True), 8),
         (LinearKind(1024, 3072, residual=True, next_blocks=128), 8),
-        (LinearKind(2048, 2304, residual=True, next_blocks=256), 8),
+        (LinearKind(2048, 2304, residual=True, next_blocks=256, plus_one=True), 8),
         (LinearKind(896, 4864, residual=True, next_blocks=112), 8),
-        (LinearKind(8384, 832, 104), 8),
-        (LinearKind(33792, 4096, 256, bias=True), 128),
-        (LinearKind(14784, 1024, 64, bias=True), 240),
-        (LinearKind(6144, 4096, 256), 8),
+        (LinearKind(8384, 832, 104, squared_relu=True), 8),
+        (LinearKind(33792, 4096, 256, bias=True, squared_relu=True), 128),
+        (LinearKind(14784, 1024, 64, bias=True, squared_relu=True), 240),
+        (LinearKind(21504, 4096, 256, squared_relu=True), 8),
         (LinearKind(24576, 4096, 256, gated=True), 8),
-        (LinearKind(4096, 12288, residual=True, next_blocks=256), 8),
+        (PLUS_ONE, 8),
         (LinearKind(8192, 28672, residual=True), 8),
     ],
     ids=lambda value: getattr(value, "name", None),

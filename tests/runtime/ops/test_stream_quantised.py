@@ -157,7 +157,9 @@ def test_names_tell_kernels_apart():
         QuantisedKind(64, 256, gated=True),
         QuantisedKind(64, 256, residual=True),
         QuantisedKind(64, 256, residual=True, next_blocks=4),
+        QuantisedKind(64, 256, residual=True, next_blocks=4, plus_one=True),
         QuantisedKind(64, 256, bias=True),
+        QuantisedKind(64, 256, squared_relu=True),
     ]
     kinds = [QuantisedKind(**{**vars(kind), "columns": 512, **form}) for kind in kinds for form in FORMS]
     tilings = [choose_tiling(kind, tokens) for kind in kinds for tokens in BUCKETS]
@@ -181,9 +183,9 @@ COMPILED = [
     (QuantisedKind(24576, 4096, 256, gated=True, group=group), tokens) for group in (0, GROUP) for tokens in (8, 32)
 ]
 COMPILED += [(QuantisedKind(4096, 12288, residual=True, next_blocks=256, group=GROUP), tokens) for tokens in (8, 16)]
-COMPILED += [(QuantisedKind(4096, 12288, residual=True, next_blocks=256), tokens) for tokens in (8, 64)]
+COMPILED += [(QuantisedKind(4096, 12288, residual=True, next_blocks=256, plus_one=True), tokens) for tokens in (8, 64)]
 COMPILED += [(QuantisedKind(896, 4864, residual=True, group=GROUP), tokens) for tokens in (8, 16)]
-COMPILED += [(QuantisedKind(1152, 896, 56, bias=True), tokens) for tokens in (8, 16)]
+COMPILED += [(QuantisedKind(1152, 896, 56, bias=True, squared_relu=True), tokens) for tokens in (8, 16)]
 COMPILED += [
     (kind, tokens)
     for form in (INT4, INT4_ZEROS)
