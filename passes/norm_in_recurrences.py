@@ -20,8 +20,8 @@ _Z, _NORM, _EPS, _GATE = 7, 8, 10, 11  # of gated_delta
 class NormInRecurrences(GraphPass):
     """Lets a gated delta rule norm each head's output and multiply it by the gate z.
 
-    Why: the norm is a kernel between the rule and the projection behind it, which reads and writes each output once
-        more. The kernel of decodes has a whole head's outputs at hand.
+    Why: the rule's op norms in place, by a kernel that knows which tokens are requests', of decodes a token a warp
+        (runtime/ops/states/gated_norm.py; figures in docs/state.md).
 
     Before::
 

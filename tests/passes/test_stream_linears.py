@@ -14,10 +14,17 @@ import torch
 from torch import fx
 
 from mllm_compile.kernels.cuda import kernels_of
+from mllm_compile.model.hf_model import build_on_meta
+from mllm_compile.model.trace import trace_model
 from mllm_compile.passes.base import SMALL_FORMS
+from mllm_compile.passes.canonicalise import Canonicalise
+from mllm_compile.passes.deduplicate_pieces import DeduplicatePieces
 from mllm_compile.passes.fuse_few_tokens import FuseFewTokens, few_token_form
+from mllm_compile.passes.lower_attention import LowerAttention
 from mllm_compile.passes.match import nodes
-from mllm_compile.passes.match.nodes import LINEAR
+from mllm_compile.passes.match.nodes import LINEAR, is_call
+from mllm_compile.passes.pack_projections import PackProjections
+from mllm_compile.passes.split_at_attention import SplitAtAttention
 from mllm_compile.passes.stream_linears import StreamLinears, streamed
 from mllm_compile.runtime.ops import op
 from mllm_compile.runtime.ops.stream_linear.lanes import TILE_ROWS
@@ -28,6 +35,7 @@ from mllm_compile.runtime.ops.stream_quantised.shapes import BUCKETS, MAX_TOKENS
 from mllm_compile.runtime.program.spec import Program, SmallForm
 from mllm_compile.runtime.quantised.numbers import quantised as quantised_weight
 from mllm_compile.runtime.quantised.scheme import WeightScheme
+from tests.model.tiny_configs import tiny_config
 from tests.passes.support.piece_block import (
     FFN,
     HIDDEN,
@@ -196,6 +204,31 @@ def test_the_kernels_that_forms_call_are_each_named_once(norm):
         LinearKind(2 * FFN, HIDDEN, HIDDEN // TILE_ROWS, gated=True),
         LinearKind(HIDDEN, FFN, residual=True, next_blocks=HIDDEN // TILE_ROWS, plus_one=plus_one),
     ]
+
+
+# Norms of Qwen3.5 and Gemma are times 1 + their weight, those of Nemotron-H times their weight, both ahead of rounding.
+SIZES = {"hidden_size": 256, "intermediate_size": 512, "vocab_size": 512, "num_hidden_layers": 3}
+TO_PIECES = (Canonicalise, PackProjections, LowerAttention, SplitAtAttention, DeduplicatePieces)
+MODELS = {
+    "qwen3_5_text": {"layer_types": ["full_attention", "linear_attention", "full_attention"], "head_dim": 64},
+    "gemma": {},
+    "nemotron_h": {"layer_types": ["mlp", "linear_attention", "mlp"]}
+    | {"mamba_num_heads": 64, "mamba_head_dim": 8, "n_groups": 1, "ssm_state_size": 32},
+}
+
+
+@pytest.mark.parametrize(
+    "name", ["qwen3_5_text", *(pytest.param(name, marks=pytest.mark.slow) for name in ("gemma", "nemotron_h"))]
+)
+def test_of_a_models_norms_the_first_and_the_last_one_are_left(tmp_path, name):
+    tiny_config(name, **SIZES | MODELS[name]).save_pretrained(tmp_path)
+    gm = trace_model(build_on_meta(tmp_path, torch.bfloat16), "cpu", 8192).graph_module
+    for graph_pass in (*TO_PIECES, StreamLinears):
+        gm = graph_pass()(gm).gm
+    forms = [gm.get_submodule(form) for forms in gm.meta[SMALL_FORMS].values() for form in forms.values()]
+    roots = [node for form in forms for node in form.graph.nodes if is_call(node, torch.rsqrt)]
+    assert sum(root.meta["val"].dim() == 3 for root in roots) == 2
+    assert sum("residual_norm" in name for form in forms for name in fused_ops(form)) >= 2
 
 
 # weights in few bits --------------------------------------------------------------------------------------------------

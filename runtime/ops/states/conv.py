@@ -58,10 +58,11 @@ def _decode_conv_kernel(
         seen = tl.load(states + column * C, mask=is_channel & has_state, other=0.0).to(tl.float32)
         out += seen * tl.load(weights + column * weight_column_stride, mask=is_channel, other=0.0).to(tl.float32)
     weight = tl.load(weights + (K - 1) * weight_column_stride, mask=is_channel, other=0.0).to(tl.float32)
-    if EARLY:
+    if EARLY:  # states and weights are on their way: none of the kernels that run now writes them
         wait_for_prerequisites()
-        start_dependents()
     x = tl.load(x_ptr + token * x_token_stride + channels * x_channel_stride, mask=is_channel, other=0.0)
+    if EARLY:  # not before: what the next kernel reads ahead would be in the way
+        start_dependents()
     x = x.to(states_ptr.dtype.element_ty)
     out += x.to(tl.float32) * weight
     if SILU:

@@ -15,7 +15,7 @@ from torch.library import wrap_triton
 from mllm_compile.runtime.ops.dependent_launch import start_dependents, starts_early, wait_for_prerequisites
 from mllm_compile.runtime.ops.states.requests import SEARCHED, sigmoid, silu
 
-_TOKENS = 32  # of a block
+_TOKENS, _DECODE_TOKENS = 32, 4  # of a block; of decodes a token is a warp's
 _WARPS = 4
 _LARGEST = tl.constexpr(2**31 - 1)
 
@@ -71,11 +71,13 @@ def _gated_norm_kernel(
     of_z = z_ptr + tokens * z_token_stride + head * z_head_stride + values * z_dim_stride
     weight = tl.load(norm_ptr + values, values < DV, 0.0).to(tl.float32)
     if EARLY:
-        start_dependents()
         wait_for_prerequisites()
     out = tl.load(places, mask, 0.0).to(tl.float32)
+    gate = norm_gate(tl.load(of_z, mask, 0.0), SILU)
+    if EARLY:  # not before: what the next kernel reads ahead would be in the way
+        start_dependents()
     out *= tl.rsqrt(tl.sum(out * out, 1) / DV + EPS)[:, None]
-    out *= weight * norm_gate(tl.load(of_z, mask, 0.0), SILU)
+    out *= weight * gate
     tl.store(places, out.to(out_ptr.dtype.element_ty), mask)
 
 
@@ -99,8 +101,8 @@ def norm_outputs(
     """
     _, heads, width = out.shape
     is_decode = starts is None or ends is None
-    blocks = triton.cdiv(rows.shape[0] if is_decode else out.shape[0], _TOKENS)
-    wrap_triton(_gated_norm_kernel)[(blocks, heads)](
+    count, tokens = (rows.shape[0], _DECODE_TOKENS) if is_decode else (out.shape[0], _TOKENS)
+    wrap_triton(_gated_norm_kernel)[(triton.cdiv(count, tokens), heads)](
         out,
         z,
         norm,
@@ -113,7 +115,7 @@ def norm_outputs(
         PADDED_DV=triton.next_power_of_2(width),
         EPS=eps,
         SILU=gate == "silu",
-        TOKENS=_TOKENS,
+        TOKENS=tokens,
         SEARCHED=SEARCHED,
         DECODES=is_decode,
         EARLY=starts_early(),

@@ -128,25 +128,27 @@ def _selective_scan_kernel(
     if HAS_D:
         skip = tl.load(d_ptr + channels * d_channel_stride, is_channel, 0.0).to(tl.float32)
     if EARLY:  # states and weights are on their way: none of the kernels that run now writes them
-        start_dependents()
         wait_for_prerequisites()
     next_x, next_dt, next_b, next_c, next_z = _load_token(
         *(x_ptr, dt_ptr, b_ptr, c_ptr, z_ptr, start, start < end, channels, is_channel, numbers, is_number),
         *(x_token_stride, x_channel_stride, dt_token_stride, dt_channel_stride, b_token_stride, b_dim_stride),
         *(c_token_stride, c_dim_stride, z_token_stride, z_channel_stride, HAS_Z),
     )
+    if EARLY:  # not before: what the next kernel reads ahead would be in the way
+        start_dependents()
     for token in range(start, end):
         x = next_x.to(tl.float32)
         dt = next_dt.to(tl.float32) + bias
         b = next_b.to(tl.float32)
         c = next_c.to(tl.float32)
         z = next_z.to(tl.float32)
-        # On their way while this token is computed.
-        next_x, next_dt, next_b, next_c, next_z = _load_token(
-            *(x_ptr, dt_ptr, b_ptr, c_ptr, z_ptr, token + 1, token + 1 < end, channels, is_channel, numbers, is_number),
-            *(x_token_stride, x_channel_stride, dt_token_stride, dt_channel_stride, b_token_stride, b_dim_stride),
-            *(c_token_stride, c_dim_stride, z_token_stride, z_channel_stride, HAS_Z),
-        )
+        if not DECODES:  # on their way while this token is computed
+            next_x, next_dt, next_b, next_c, next_z = _load_token(
+                *(x_ptr, dt_ptr, b_ptr, c_ptr, z_ptr, token + 1, token + 1 < end),
+                *(channels, is_channel, numbers, is_number),
+                *(x_token_stride, x_channel_stride, dt_token_stride, dt_channel_stride, b_token_stride, b_dim_stride),
+                *(c_token_stride, c_dim_stride, z_token_stride, z_channel_stride, HAS_Z),
+            )
         if SOFTPLUS:
             dt = softplus(dt)
         state = state * tl.exp(rates * dt[:, None]) + (dt * x)[:, None] * b[None, :]

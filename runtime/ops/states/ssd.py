@@ -117,13 +117,14 @@ def _step_ssd_kernel(
     if HAS_D:
         skip = tl.load(d_ptr + head * d_head_stride).to(tl.float32)
     if EARLY:  # states and weights are on their way: none of the kernels that run now writes them
-        start_dependents()
         wait_for_prerequisites()
     for token in range(start, end):
         x = tl.load(x_ptr + token * x_token_stride + head * x_head_stride + dims * x_dim_stride, is_dim, 0.0)
         dt = tl.load(dt_ptr + token * dt_token_stride + head * dt_head_stride)
         b = tl.load(b_ptr + token * b_token_stride + group * b_group_stride + numbers * b_dim_stride, is_number, 0.0)
         c = tl.load(c_ptr + token * c_token_stride + group * c_group_stride + numbers * c_dim_stride, is_number, 0.0)
+        if EARLY:  # not before: what the next kernel reads ahead would be in the way
+            start_dependents()
         x = x.to(tl.float32)
         dt = _step_sizes(dt, bias, SOFTPLUS, LEAST, MOST, HAS_MOST)
         state = state * tl.exp(rate * dt) + (x * dt)[:, None] * b.to(tl.float32)[None, :]

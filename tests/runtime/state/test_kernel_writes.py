@@ -24,8 +24,10 @@ def written(monkeypatch) -> list[list[str]]:
     from mllm_compile.runtime.ops.states import (
         channel_gates,
         conv,
+        delta_chunks,
         gated_delta,
         gated_norm,
+        head_gates,
         selective_scan,
         ssd,
     )
@@ -52,7 +54,7 @@ def written(monkeypatch) -> list[list[str]]:
             else:  # up to torch 2.11
                 found.append(sorted(triton_kernel_wrap.identify_mutated_tensors(self.kernel, given, {})))
 
-    for module in (channel_gates, conv, gated_delta, gated_norm, selective_scan, ssd):
+    for module in (channel_gates, conv, delta_chunks, gated_delta, gated_norm, head_gates, selective_scan, ssd):
         monkeypatch.setattr(module, "wrap_triton", Analysed)
     hide_waits_from_analysis()
     if not torch.cuda.is_available():

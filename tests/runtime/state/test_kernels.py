@@ -68,13 +68,15 @@ def plain_launches(monkeypatch):
     from mllm_compile.runtime.ops.states import (
         channel_gates,
         conv,
+        delta_chunks,
         gated_delta,
         gated_norm,
+        head_gates,
         selective_scan,
         ssd,
     )
 
-    for module in (channel_gates, conv, gated_delta, gated_norm, selective_scan, ssd):
+    for module in (channel_gates, conv, delta_chunks, gated_delta, gated_norm, head_gates, selective_scan, ssd):
         monkeypatch.setattr(module, "wrap_triton", lambda kernel: kernel)
     for module in (gated_delta, ssd):  # where nothing is rounded, logic alone can be wrong
         monkeypatch.setattr(module, "_CHUNKED_DTYPES", (torch.float32,))
