@@ -59,7 +59,7 @@ class RuntimeSection:
     copy_prefix: bool = True
     divide_prefix: bool = True
     enable_dbo: bool = False
-    dbo_prefill_token_threshold: int = 2048
+    dbo_prefill_token_threshold: int = 8192
 
     @property
     def num_ranks(self) -> int:

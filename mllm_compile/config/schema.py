@@ -149,7 +149,7 @@ class RuntimeConfig(Section):
     that sums over ranks of one are hidden behind the other's work. docs/parallel.md says what it was measured to
     give."""
 
-    dbo_prefill_token_threshold: PositiveInt = 2048
+    dbo_prefill_token_threshold: PositiveInt = 8192
     """Least tokens of a step that enable_dbo divides."""
 
     distributed_executor_backend: Literal["mp", "ray"] = "mp"
