@@ -118,7 +118,7 @@ class Chain:
         ops, weights = _ops(self.form), self.layers[0]
         o, down = (ops.residual_kind(weights[name].tensors, norm_next=True) for name in ("o", "down"))
         qkv, gate_up = (
-            ops.plain_kind(weights[name].tensors, None, name == "gate_up", False) for name in ("qkv", "gate_up")
+            ops.plain_kind(weights[name].tensors, None, name == "gate_up", False, False) for name in ("qkv", "gate_up")
         )
         return {
             "qkv": replace(qkv, norm_blocks=down.next_blocks),
@@ -260,7 +260,9 @@ def _measure_head(compiler: KernelCompiler, options: argparse.Namespace, limit: 
             torch.randn(tokens, hidden, device="cuda").bfloat16(),
             torch.rand(tokens, hidden // 16, device="cuda"),
         )
-        tiling = choose_bf16_tiling(bf16_ops.STREAMED.plain_kind((weight,), squares, False, False), bucket_of(tokens))
+        tiling = choose_bf16_tiling(
+            bf16_ops.STREAMED.plain_kind((weight,), squares, False, False, False), bucket_of(tokens)
+        )
         load(compiler, [tiling], bf16_ops.STREAMED.load_kernels)
         time = microseconds(partial(torch.ops.mllm.stream_linear, x, weight, squares, EPS, False))
         rate = weight.nbytes / time / 1e3

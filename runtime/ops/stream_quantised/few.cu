@@ -9,11 +9,10 @@
 // finds 16 bytes of the weight; the warps divide a piece's inputs, and each multiplies its own with every row that the
 // block takes. Where x has more inputs than registers hold, PASSES go over all rows, or the SPLIT blocks of a cluster divide
 // them. Sums of the warps are added up by one of them, in turns, and finished at the end. Asking for a stage takes half as
-// many instructions as multiplying one, so that goes in turns too: all wait for the slowest warp. AHEAD stages more are on
-// their way into the L2: while a block waits for x, and has nothing else to ask for, memory goes on reading.
+// many instructions as multiplying one, so that goes in turns too: all wait for the slowest warp.
 //
 // Defined by few.py: TOKENS (8 or 16), N outputs (of a gated one: gate and up rows), K, BITS (of a value: 8 or 4), SPLIT, PASSES, CLUSTERS,
-// WARPS, RESIDENT (blocks of a multiprocessor, of registers), PIECE (inputs of a row in a stage), STAGES, AHEAD, SHARED_BYTES, GROUP
+// WARPS, RESIDENT (blocks of a multiprocessor, of registers), PIECE (inputs of a row in a stage), STAGES, SHARED_BYTES, GROUP
 // (inputs that share a scale: 128, of floats of four bits 32 or 16; 0: all of a row, of fp8), SCALE_BYTES, SCALES_ARE_HALF
 // (float16; else of two bytes bfloat16), ZEROS (there are zero points, of a byte), FLOATS (of four bits), FACTORS (`zeros` are
 // factors of rows, in float32), NORM_BLOCKS (sums of squares a token to read; 0: no norm), GATED,
@@ -87,15 +86,6 @@ __device__ __forceinline__ void load_values(u32 to, const TensorMap* map, int gr
 #endif
 }
 
-// Likewise into the L2.
-__device__ __forceinline__ void fetch_values(const TensorMap* map, int group, int panel) {
-#if GATED
-  asm volatile("cp.async.bulk.prefetch.tensor.5d.L2.global [%0, {%1, %1, %1, %2, %3}];" ::"l"(map), "r"(0), "r"(group), "r"(panel) : "memory");
-#else
-  asm volatile("cp.async.bulk.prefetch.tensor.3d.L2.global [%0, {%1, %2, %3}];" ::"l"(map), "r"(0), "r"(group * ROWS), "r"(panel) : "memory");
-#endif
-}
-
 // Copies what a stage's rows have of [N, K / GROUP], SIZE bytes each: by all lanes of a warp. What is past the block's last
 // input is zeros.
 template <int SIZE, typename RowOf>
@@ -110,15 +100,6 @@ __device__ __forceinline__ void copy_groups(u32 to, const char* from, int rank, 
     const char* source = from + (u64)row_of(i / STAGE_ROW) * (MINE * SPLIT) + rank * MINE + (bytes ? at : 0);
     asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(to + i), "l"(source), "n"(COPY), "r"(bytes) : "memory");
   }
-}
-
-// Likewise into the L2.
-template <int SIZE, typename RowOf>
-__device__ __forceinline__ void fetch_groups(const char* from, int rank, int panel, const RowOf& row_of) {
-  constexpr int STAGE_ROW = ROW_GROUPS * SIZE, MINE = MY_K / WITH_A_SCALE * SIZE;
-  const int row = threadIdx.x % 32, begin = panel * (STAGE_ROW / PANELS);
-  if (row >= ROWS || begin >= MINE) return;
-  asm volatile("prefetch.global.L2 [%0];" ::"l"(from + (u64)row_of(row) * (MINE * SPLIT) + rank * MINE + begin) : "memory");
 }
 
 // INPUTS inputs of a token, in the order in which a lane takes values apart.
@@ -241,20 +222,7 @@ __launch_bounds__(32 * WARPS, RESIDENT) quantised_linear(
     }
 #endif
   };
-  const auto fetch = [&](int stage) {
-    if (stage >= stages) return;
-    const Place at = place_of(stage);
-    if (lane == 0) fetch_values(&values, at.group, rank * MY_PANELS + at.panel);
-#if GROUP
-    const auto row_in_stage = [&](int i) { return row_of(at.group, i); };
-    fetch_groups<SCALE_BYTES>(scales, rank, at.panel, row_in_stage);
-#if ZEROS
-    fetch_groups<1>(zeros, rank, at.panel, row_in_stage);
-#endif
-#endif
-  };
   for (int i = warp; i < STAGES; i += WARPS) ask(i, i);
-  for (int i = warp; i < AHEAD; i += WARPS) fetch(STAGES + i);
   start_dependents();
 
   // What finishes the rows that are the block's: place p is the cluster's turn p * SPLIT + rank.
@@ -381,7 +349,6 @@ __launch_bounds__(32 * WARPS, RESIDENT) quantised_linear(
           const int last = slot ? slot - 1 : STAGES - 1;
           wait_for(empty + 8 * last, slot ? phase : phase ^ 1);
           ask(stage_number - 1 + STAGES, last);
-          if (AHEAD) fetch(stage_number - 1 + STAGES + AHEAD);
         }
         stage_number++;
         if (++slot == STAGES) slot = 0, phase ^= 1;

@@ -27,10 +27,13 @@ _STEP_BYTES = 64  # of a row, that a warp's step takes
 _WARPS = 8  # of a block
 _RESIDENT = 2  # blocks of a multiprocessor
 _INPUT_REGISTERS = 64  # of a thread that hold inputs, at most: it has 128
-_CLUSTERS = {1: MULTIPROCESSORS, 2: MULTIPROCESSORS // 2, 4: 29}  # that run at the same time
+_CLUSTERS = {1: MULTIPROCESSORS, 2: MULTIPROCESSORS // 2}  # by their blocks
 _PIECES = (1024, 512)  # bytes of a row
 _MOST_STAGES = 16
-_COLUMNS_OF_WAIT = 3400  # of four bits, that are read meanwhile
+_MOST_PASSES = 3  # with more tokens than eight: with more passes tiles take less
+# Bytes of a row that are read while a pass waits for x, a turn's sums are added up, and a stage is asked for and
+# released; and for a column of x, which counts where a block's weight is there before x is: in four bits.
+_OF_WAIT, _OF_TURN, _OF_STAGE, _OF_COLUMN = 1700, 350, 450, 0.75
 _ZEROS_UNIT = 4 * GROUP  # columns whose zero points one copy takes, at least
 
 
@@ -115,7 +118,6 @@ class FewTiling(QuantisedTiling):
             "RESIDENT": _RESIDENT,
             "PIECE": self.piece,
             "STAGES": self.stages,
-            "AHEAD": self.ahead,
             "SHARED_BYTES": self.shared_bytes,
         }
 
@@ -138,16 +140,15 @@ def divide(kind: QuantisedKind, tokens: int, split: int, piece_bytes: int) -> Fe
     if passes > 1 and kind.group and of_piece < _INPUT_REGISTERS:  # scales take registers too
         passes = math.ceil(pieces * of_piece / (_INPUT_REGISTERS - of_piece))
     clusters, room = min(groups, _CLUSTERS[split]), room_of_block(kind)
-    tilings = (
-        FewTiling(kind, tokens, 0, split, passes, clusters, piece, stages) for stages in range(_MOST_STAGES, 1, -1)
-    )
+    tilings = (FewTiling(kind, tokens, split, passes, clusters, piece, stages) for stages in range(_MOST_STAGES, 1, -1))
     return next((tiling for tiling in tilings if tiling.needed_bytes <= room), None)
 
 
 def all_tilings(kind: QuantisedKind, tokens: int) -> list[FewTiling]:
     """The possible tilings."""
     tilings = (divide(kind, tokens, split, size) for split, size in itertools.product(_CLUSTERS, _PIECES))
-    return [tiling for tiling in tilings if tiling is not None]
+    most = math.inf if tokens == FEWEST_TOKENS else _MOST_PASSES
+    return [tiling for tiling in tilings if tiling is not None and tiling.passes <= most]
 
 
 @cache
@@ -165,9 +166,11 @@ def choose(kind: QuantisedKind, tokens: int) -> FewTiling:
     return min(found, key=_cost)
 
 
-def _cost(tiling: FewTiling) -> int:
-    """Columns that a block reads, each of 16 rows, those past the last one too; a pass begins with the wait for x."""
-    kind = tiling.kind
+def _cost(tiling: FewTiling) -> float:
+    """Bytes of a row that a block could read in its time, those past the last one too."""
+    kind, of_block = tiling.kind, tiling.kind.columns / tiling.split
     turns = math.ceil(kind.rows / NORM_ROWS / tiling.clusters)
-    of_pass = math.ceil(kind.columns / tiling.split / tiling.piece / tiling.passes) * tiling.piece
-    return tiling.passes * (turns * of_pass + _COLUMNS_OF_WAIT)
+    stages = math.ceil(of_block / tiling.piece / tiling.passes)
+    of_turn = stages * (tiling.piece / kind.values_a_byte + _OF_STAGE) + _OF_TURN
+    of_x = of_block * _OF_COLUMN if kind.values_a_byte > 1 else 0
+    return tiling.passes * (turns * of_turn + _OF_WAIT) + of_x
