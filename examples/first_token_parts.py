@@ -4,7 +4,8 @@
     python examples/first_token_parts.py configs/qwen-30b-a3b-shape.yaml --layers 4 --prompt 2048 --prompts 8
 
 Without a GPU it gives the host's parts alone. The parts overlap with the GPU, so they do not add up to the whole; a
-part that holds others is followed by them, indented. With --piecewise no whole step with prompts is captured. With
+part that holds others is followed by them, indented. Each is timed, with when it began after the call did. With
+--piecewise no whole step with prompts is captured, with --whole those of any model are that it is possible for. With
 --layers a shape is cut down to so many, for the shares of its kernels alone.
 """
 
@@ -30,7 +31,10 @@ from mistakes import positive, told_in_one_line
 from torch.profiler import ProfilerActivity, profile
 
 from mllm_compile import Engine, EngineConfig, SamplingParams
+from mllm_compile.config.resolve_graphs import MIXED_TOKENS
+from mllm_compile.engine.loop import EngineCore
 from mllm_compile.engine.requests import RequestBuilder
+from mllm_compile.engine.streams import Countdown
 from mllm_compile.process.console import print_table
 from mllm_compile.runtime.attention.flashinfer.prefill import CapturedPrefill
 from mllm_compile.runtime.attention.flashinfer_backend import FlashInferAttnBackend
@@ -45,7 +49,10 @@ from mllm_compile.runtime.step.runner import StepHandle, StepRunner
 
 # (indent, class, method): the parts, in the order in which a prompt meets them.
 PARTS: tuple[tuple[int, type, str], ...] = (
-    (0, RequestBuilder, "build"),
+    (0, RequestBuilder, "_prepare"),
+    (0, RequestBuilder, "_submissions"),
+    (0, EngineCore, "submit"),
+    (0, EngineCore, "_admit"),
     (0, Scheduler, "schedule"),
     (0, StepRunner, "submit"),
     (1, StepRunner, "_plan"),
@@ -65,24 +72,37 @@ PARTS: tuple[tuple[int, type, str], ...] = (
     (2, ModelRunner, "run_head"),
     (1, StepRunner, "_follow_rows"),
     (1, Sampler, "__call__"),
-    (0, StepHandle, "wait"),
-    (0, Scheduler, "update"),
+    (0, EngineCore, "_finish_step"),
+    (1, StepHandle, "wait"),
+    (1, Scheduler, "update"),
+    (1, Countdown, "on_end"),
 )
 WARM_UPS = 5
 KERNELS = 16  # rows of the table
 
 
 class Clock:
-    """Sums the time of each part, and counts its calls."""
+    """Sums the time of each part and counts its calls; notes when the first one of a call of generate began."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = defaultdict(float)
         self.calls: dict[str, int] = defaultdict(int)
+        self.begins: dict[str, list[float]] = defaultdict(list)
+        self._began: set[str] = set()
+        self._start = 0.0
+
+    def start(self) -> None:
+        """Notes that generate is called now."""
+        self._began.clear()
+        self._start = time.perf_counter()
 
     def around(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(function)
         def timed(*args: Any, **options: Any) -> Any:
             start = time.perf_counter()
+            if name not in self._began:
+                self._began.add(name)
+                self.begins[name].append(start - self._start)
             try:
                 return function(*args, **options)
             finally:
@@ -94,6 +114,7 @@ class Clock:
     def clear(self) -> None:
         self.seconds.clear()
         self.calls.clear()
+        self.begins.clear()
 
 
 def main() -> None:
@@ -104,15 +125,18 @@ def main() -> None:
     parser.add_argument("--repeats", type=positive, default=40)
     parser.add_argument("--batched", type=positive, help="runtime.max_num_batched_tokens")
     parser.add_argument("--layers", type=positive, help="of a shape's layers only the first so many")
-    parser.add_argument("--piecewise", action="store_true", help="capture no whole step with prompts")
+    graphs = parser.add_mutually_exclusive_group()
+    graphs.add_argument("--piecewise", action="store_true", help="capture no whole step with prompts")
+    graphs.add_argument("--whole", action="store_true", help="capture whole steps with prompts of any model")
     args = parser.parse_args()
     config = EngineConfig.from_yaml(args.config)
     runtime: dict[str, Any] = {"enable_prefix_cache": False}
     if args.batched is not None:
         runtime["max_num_batched_tokens"] = args.batched
     changes: dict[str, Any] = {"runtime": config.runtime.model_copy(update=runtime)}
-    if args.piecewise:
-        changes["cudagraph"] = config.cudagraph.model_copy(update={"mixed_tokens": ()})
+    if args.piecewise or args.whole:
+        sizes = MIXED_TOKENS if args.whole else ()
+        changes["cudagraph"] = config.cudagraph.model_copy(update={"mixed_tokens": sizes})
     if args.layers is not None:
         changes["model"] = config.model.model_copy(
             update={"path": with_layers(Path(str(config.model.path)), args.layers)}
@@ -141,6 +165,7 @@ def report(engine: Engine, clock: Clock, args: argparse.Namespace) -> None:
 
     def call() -> float:
         prompts = [[draws.randint(0, last) for _ in range(args.prompt)] for _ in range(args.prompts)]
+        clock.start()
         start = time.perf_counter()
         engine.generate(prompts, params, progress=False)
         return time.perf_counter() - start
@@ -155,11 +180,16 @@ def report(engine: Engine, clock: Clock, args: argparse.Namespace) -> None:
         f"({min(seconds) * 1e3:.3f} to {max(seconds) * 1e3:.3f}), {args.prompts / middle:,.0f} prompts a second"
     )
     rows = [
-        (f"{'  ' * indent}{name}", f"{clock.calls[name] / args.repeats:.1f}", f"{microseconds(clock, name, args):.0f}")
+        (
+            f"{'  ' * indent}{name}",
+            f"{clock.calls[name] / args.repeats:.1f}",
+            f"{statistics.median(clock.begins[name]) * 1e6:.0f}",
+            f"{microseconds(clock, name, args):.0f}",
+        )
         for indent, name in ((indent, f"{owner.__name__}.{method}") for indent, owner, method in PARTS)
         if clock.calls[name]
     ]
-    print_table(sys.stdout, "the host", ("part", "calls", "µs a prompt's call"), rows)
+    print_table(sys.stdout, "the host", ("part", "calls", "begins at, µs", "takes, of a call of generate"), rows)
     if torch.cuda.is_available():
         print_kernels(call)
 

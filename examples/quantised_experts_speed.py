@@ -54,7 +54,7 @@ FORMS = {
 SETS = 6  # of choices
 REPEATS = 9
 # Columns of a tile, bytes of a row at once, warps, loads under way: for few rows of an expert, and for many.
-SWEEP = [(128, 128, 8, 3), (128, 128, 4, 3), (64, 256, 4, 3), (64, 64, 4, 6)]
+SWEEP = [(64, 256, 4, 3), (64, 128, 2, 4), (32, 128, 2, 4), (32, 128, 2, 6), (16, 128, 1, 6)]
 SWEEP_MANY = [(128, 128, 8, 2), (128, 64, 8, 4), (256, 64, 8, 2), (128, 64, 4, 3)]
 
 

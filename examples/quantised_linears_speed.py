@@ -6,9 +6,10 @@ Needs a Hopper GPU. A CUDA graph runs the linears of many layers with weights of
 the GPU's memory: qkv, o with its residual and the next norm, gate_up with its activation, down with its residual and
 norm. Of fp8, `row` weights have a scale a row, `group` weights one for 128 inputs, as `int4` ones; `zeros` are those
 with zero points, `mxfp4` and `nvfp4` floats of four bits. --each times the four linears apart, each in
-a chain of its own kind, and gives the rate at which its weight is read and its error. --sweep does all that for several
-divisions of the work beside the one that is chosen. Every form's outputs are compared with float32 first; an `error` is
-the worst token's distance over that of torch in bfloat16.
+a chain of its own kind, and gives the rate at which its weight is read, in GB/s and as a share of what a sum over a
+gigabyte reads at, and its error. --head times the shape's head, which stays in bfloat16. --sweep does all that for
+several divisions of the work beside the one that is chosen. Every form's outputs are compared with float32 first; an
+`error` is the worst token's distance over that of torch in bfloat16.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from mllm_compile.process.progress import NullReporter
 from mllm_compile.runtime.ops.stream_linear import ops as bf16_ops
 from mllm_compile.runtime.ops.stream_linear.linear import bucket_of
 from mllm_compile.runtime.ops.stream_linear.shapes import choose_tiling as choose_bf16_tiling
+from mllm_compile.runtime.ops.stream_linear.shapes import is_streamed
 from mllm_compile.runtime.ops.stream_linear.streamed_ops import StreamedOps
 from mllm_compile.runtime.ops.stream_quantised import ops as quantised_ops
 from mllm_compile.runtime.ops.stream_quantised.linear import QuantisedTiling
@@ -41,6 +43,7 @@ from mllm_compile.runtime.quantised.numbers import dequantised, quantised
 from mllm_compile.runtime.quantised.scheme import MXFP4, NVFP4, SCALES, VALUES, WeightScheme, third_role
 
 SHAPES = {"8b": (4096, 4096, 12288, 6144), "4b": (2560, 4096, 9728, 6144), "0.6b": (1024, 2048, 3072, 4096)}
+HEAD_ROWS = 151936
 LINEARS = ("qkv", "o", "gate_up", "down")
 # None: plain weights. A group of 0 is a row.
 FORMS = {
@@ -175,7 +178,7 @@ def _ops(form: str) -> StreamedOps:
     return (bf16_ops if form == "bf16" else quantised_ops).STREAMED
 
 
-def microseconds(run: Callable[[], None]) -> float:
+def microseconds(run: Callable[[], object]) -> float:
     """Of one replay: the median."""
     run()
     graph = torch.cuda.CUDAGraph()
@@ -190,6 +193,12 @@ def microseconds(run: Callable[[], None]) -> float:
         end.synchronize()
         times.append(start.elapsed_time(end) * 1e3)
     return statistics.median(times[3:])
+
+
+def read_rate() -> float:
+    """GB/s of one sum over a gigabyte."""
+    data = torch.ones(1 << 28, device="cuda")
+    return data.nbytes / microseconds(data.sum) / 1e3
 
 
 def load(compiler: KernelCompiler, tilings: Sequence[Any], load_kernels: Callable[..., None]) -> None:
@@ -221,6 +230,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--forms", default=",".join(FORMS))
     parser.add_argument("--shape", choices=SHAPES, default="8b")
     parser.add_argument("--each", action="store_true", help="times the four linears apart too")
+    parser.add_argument("--head", action="store_true", help="the shape's head too, in bfloat16")
     parser.add_argument("--sweep", action="store_true", help="other divisions too")
     options = parser.parse_args(arguments)
     if not torch.cuda.is_available() or not can_compile_kernels("cuda:0"):
@@ -228,15 +238,36 @@ def main(arguments: Sequence[str]) -> int:
         return 1
     torch.manual_seed(0)
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {options.shape}, microseconds a layer")
-    of_each = "".join(f"{name:>21}" for name in LINEARS) if options.each else ""
-    print(f"{'form':6}{'tokens':>7}{'layer':>8}{'GB/s':>7}{'error':>7}{of_each}  division")
+    limit = read_rate()
+    print(f"a sum reads {limit:.0f} GB/s")
+    of_each = "".join(f"{name:>26}" for name in LINEARS) if options.each else ""
+    print(f"{'form':6}{'tokens':>7}{'layer':>8}{'GB/s':>7}{'read':>6}{'error':>7}{of_each}  division")
     with KernelCompiler() as compiler:
         for form in options.forms.split(","):
-            _measure(compiler, form, options)
+            _measure(compiler, form, options, limit)
+        if options.head:
+            _measure_head(compiler, options, limit)
     return 0
 
 
-def _measure(compiler: KernelCompiler, form: str, options: argparse.Namespace) -> None:
+def _measure_head(compiler: KernelCompiler, options: argparse.Namespace, limit: float) -> None:
+    hidden = SHAPES[options.shape][0]
+    weight = (torch.randn(HEAD_ROWS, hidden, device="cuda") * 0.02).bfloat16()
+    for tokens in map(int, options.tokens.split(",")):
+        if not is_streamed(HEAD_ROWS, hidden, tokens):
+            continue
+        x, squares = (
+            torch.randn(tokens, hidden, device="cuda").bfloat16(),
+            torch.rand(tokens, hidden // 16, device="cuda"),
+        )
+        tiling = choose_bf16_tiling(bf16_ops.STREAMED.plain_kind((weight,), squares, False, False), bucket_of(tokens))
+        load(compiler, [tiling], bf16_ops.STREAMED.load_kernels)
+        time = microseconds(partial(torch.ops.mllm.stream_linear, x, weight, squares, EPS, False))
+        rate = weight.nbytes / time / 1e3
+        print(f"{'head':6}{tokens:7}{time:8.1f}{rate:7.0f}{rate / limit:6.0%}", flush=True)
+
+
+def _measure(compiler: KernelCompiler, form: str, options: argparse.Namespace, limit: float) -> None:
     hidden, heads, ffn, qkv = SHAPES[options.shape]
     scheme = FORMS[form]
     layer_bytes = hidden * (heads + 3 * ffn + qkv) * (2 if scheme is None else 1 if scheme.kind == "fp8" else 0.5)
@@ -248,23 +279,25 @@ def _measure(compiler: KernelCompiler, form: str, options: argparse.Namespace) -
         for name, tilings in divisions(chain, tokens, options.sweep):
             try:
                 load(compiler, tilings, _ops(form).load_kernels)
-                print(_line(chain, tokens, name, options.each), flush=True)
+                print(_line(chain, tokens, name, options.each, limit), flush=True)
             except (DeviceError, CompileError) as error:  # a division that cannot be launched hides no other
                 print(f"{form:6}{tokens:7}  {name}: {error}", flush=True)
     del chain
     torch.cuda.empty_cache()
 
 
-def _line(chain: Chain, tokens: int, name: str, each: bool) -> str:
+def _line(chain: Chain, tokens: int, name: str, each: bool, limit: float) -> str:
     errors, count = chain.errors(), len(chain.layers)
     error = max(errors.values(), key=lambda error: (math.isnan(error), error))
     layer = microseconds(chain.run_layers) / count
     read = sum(weight.num_bytes for weight in chain.layers[0].values())
-    line = f"{chain.form:6}{tokens:7}{layer:8.1f}{read / layer / 1e3:7.0f}{error:7.2f}"
+    rate = read / layer / 1e3
+    line = f"{chain.form:6}{tokens:7}{layer:8.1f}{rate:7.0f}{rate / limit:6.0%}{error:7.2f}"
     if each:
         for one in LINEARS:
             time = microseconds(partial(chain.run_each, one)) / count
-            line += f"{time:9.1f} ({chain.layers[0][one].num_bytes / time / 1e3:4.0f} {errors[one]:4.2f})"
+            rate = chain.layers[0][one].num_bytes / time / 1e3
+            line += f"{time:9.1f} ({rate:4.0f} {rate / limit:4.0%} {errors[one]:4.2f})"
     return f"{line}  {name}"
 
 

@@ -3,8 +3,9 @@
     python examples/rank_sums_speed.py [COLUMNS [RANKS]]          # 4096 and 2; a GPU for each rank
 
 A line a way: µs of a call, captured 40 times in a CUDA graph; then what it adds behind two linears as a rank of
-Qwen3-8B has them; then what it adds where the tokens are two halves, and a half's sum is on a stream of its own beside
-the other half's linears. Every way is compared with float32 first, and between ranks.
+Qwen3-8B has them; then what it adds where the tokens are two halves: a half's sum is on a stream of its own beside the
+other half's linears, or ("copied") each half has a stream, and its sums are copied, as steps in halves have them
+(runtime.enable_dbo). Every way is compared with float32 first, and between ranks.
 """
 
 from __future__ import annotations
@@ -19,9 +20,10 @@ from typing import Any
 import torch
 
 from mllm_compile.kernels.nvrtc import compile_cuda
+from mllm_compile.runtime.collectives.base import Communicator
 from mllm_compile.runtime.collectives.nccl import NcclCommunicator, new_group_id
 from mllm_compile.runtime.collectives.push import add_and_norm, load_sum_kernel
-from mllm_compile.runtime.collectives.sum_kernels import PullNormKernel, PushKernel, PushNormKernel
+from mllm_compile.runtime.collectives.sum_kernels import AddNormKernel, PullNormKernel, PushKernel, PushNormKernel
 from mllm_compile.runtime.cuda.source import kernel_source
 
 TOKENS = (1, 8, 64, 256, 512, 1024, 2048, 4096, 8192)
@@ -91,11 +93,13 @@ def check(name: str, way: Way, given: tuple[torch.Tensor, ...], group: NcclCommu
 def measure(rank: int, size: int, group_id: bytes, columns: int) -> None:
     device = torch.device("cuda", rank)
     torch.cuda.set_device(device)
-    for kernel in (PushKernel(), PushNormKernel(columns), PullNormKernel(columns)):
+    for kernel in (PushKernel(), PushNormKernel(columns), PullNormKernel(columns), AddNormKernel(columns)):
         binary = compile_cuda(kernel_source(kernel), kernel.name, "sm_90a")
         load_sum_kernel(kernel, {kernel.name: binary}, device)
     group = NcclCommunicator(rank, size, group_id, device)
     group.use_kernels()
+    lanes = group.lanes(2, TOKENS[-1] // 2 * columns * 2)
+    streams = [torch.cuda.Stream() for _ in lanes]
     own, shared = (torch.Generator(device).manual_seed(seed) for seed in (rank, 99))
 
     def random(*shape: int, of: torch.Generator = shared) -> torch.Tensor:
@@ -135,6 +139,11 @@ def measure(rank: int, size: int, group_id: bytes, columns: int) -> None:
         for name in ("nccl", "pull with norm"):
             run = partial(in_halves, halves, up, down, known[name], torch.cuda.Stream())
             rows[name, tokens] = timed(run, group, CALLS // LAYERS) / LAYERS - alone[tokens]
+        run = partial(on_two_streams, halves, up, down, lanes, streams)
+        rows["copied", tokens] = launched(run, group) - alone[tokens]
+        wrong = check("copied", lambda *given: lanes[0].all_reduce_residual_norm(*given, EPS), halves[0], group)
+        if wrong and rank == 0:
+            print(f"{wrong} at {tokens // 2} tokens")
     if rank == 0:
         show("in two halves, less 'none' whole", rows)
     group.close()
@@ -161,6 +170,40 @@ def in_halves(
                 way(part, residual, weight)
                 summed[index] = side.record_event()
     main.wait_stream(side)
+
+
+def on_two_streams(
+    halves: Sequence[tuple[torch.Tensor, torch.Tensor, torch.Tensor]],
+    up: torch.Tensor,
+    down: torch.Tensor,
+    lanes: Sequence[Communicator],
+    streams: Sequence[torch.cuda.Stream],
+) -> None:
+    """CALLS times two linears and a sum for each half of the tokens, each half on a stream."""
+    main = torch.cuda.current_stream()
+    for stream in streams:
+        stream.wait_stream(main)
+    for _ in range(CALLS):
+        for (x, residual, weight), lane, stream in zip(halves, lanes, streams, strict=True):
+            with torch.cuda.stream(stream):
+                hidden = torch.nn.functional.linear(x, up)[:, :INNER]
+                lane.all_reduce_residual_norm(torch.nn.functional.linear(hidden, down), residual, weight, EPS)
+    for stream in streams:
+        main.wait_stream(stream)
+
+
+def launched(run: Callable[[], Any], group: NcclCommunicator) -> float:
+    """µs of a call, the fastest of some; launched one by one, as what counts calls on the host cannot be captured."""
+    found = []
+    for _ in range(REPLAYS):
+        group.least(0)
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        run()
+        end.record()
+        torch.cuda.synchronize()
+        found.append(begin.elapsed_time(end) * 1000 / CALLS)
+    return min(found)
 
 
 def show(title: str, rows: dict[tuple[str, int], float]) -> None:

@@ -7,7 +7,7 @@ every node that it makes; match/nodes.py has helpers. pipeline.py times, lints, 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 import torch
@@ -128,6 +128,10 @@ class WeightCut:
     dim: int
     ranges: tuple[tuple[tuple[int, int], ...], ...]
 
+    def as_linear(self, is_transposed: bool) -> WeightCut:
+        """The cut of experts' [E, N, K] where this is of [E, K, N]."""
+        return replace(self, dim=3 - self.dim) if is_transposed and self.dim else self
+
     def part(self, tensor: Any, rank: int) -> Any:
         """The rank's part of a tensor, or of what describes one (checkpoint/planned_tensor.py)."""
         parts = [tensor.narrow(self.dim, start, length) for start, length in self.ranges[rank]]
@@ -189,8 +193,9 @@ class QuantisedTensor:
     is_transposed: bool = False
 
     def cut(self, cut: WeightCut) -> WeightCut:
-        """How this tensor is cut where its weight, a matrix, is cut so, or experts' by experts."""
-        if cut.dim == 0:
+        """How this tensor is cut where its weight is cut so: a matrix, or experts'."""
+        cut = cut.as_linear(self.is_transposed)
+        if cut.dim < len(self.shape) - 1:
             return cut
         ranges = (tuple(self.scheme.stretch(self.role, *one) for one in of_rank) for of_rank in cut.ranges)
         return WeightCut(cut.dim, tuple(ranges))

@@ -6,9 +6,10 @@ from typing import Any, ClassVar
 
 from torch import fx
 
-from mllm_compile.passes.base import GraphPass, PassResult, PassTarget
+from mllm_compile.passes.base import EXPERT_RANKS, GraphPass, PassResult, PassTarget
 from mllm_compile.passes.match.experts import match_expert_linear
 from mllm_compile.passes.match.nodes import called_pieces, is_op
+from mllm_compile.passes.spread_experts import chosen_of_all
 from mllm_compile.passes.token_slots import give_slots, slots_in
 from mllm_compile.runtime.ops import op
 
@@ -27,6 +28,9 @@ class CountExperts(GraphPass):
         counted = mllm.count_experts(ids, slots)
         h = mllm.expert_linear(x, counted, gate_up, …); …; y = mllm.expert_linear(a, counted, down, …)
 
+    Where experts are spread over ranks, the choice among all of them is counted, of all ranks' tokens: every rank makes
+    it, so each has the counts of all.
+
     Requires: deduplicated pieces, before forms are made of them. Left out unless `runtime.expert_stats` is set.
     Preserves: every number.
     """
@@ -44,21 +48,22 @@ class CountExperts(GraphPass):
         for name in called_pieces(gm):
             piece: Any = gm.get_submodule(name)
             linears: list[Any] = [node for node in piece.graph.nodes if match_expert_linear(node)]
-            chosen = dict.fromkeys(node.args[1] for node in linears)
-            uncounted = [ids for ids in chosen if not is_op(ids, "count_experts")]
-            if uncounted:
-                give_slots(gm, name)
-            for ids in uncounted:
-                _count(piece.graph, ids)
-            matches += len(uncounted)
+            for own in dict.fromkeys(node.args[1] for node in linears):
+                ids = chosen_of_all(own)
+                if is_op(own if ids is None else ids, "count_experts"):
+                    continue
+                num_ranks = 1 if ids is None else gm.meta[EXPERT_RANKS]
+                give_slots(gm, name, num_ranks)
+                _count(piece.graph, own if ids is None else ids, num_ranks)
+                matches += 1
             piece.recompile()
         return PassResult(gm, matches, before, len(gm.graph.nodes))
 
 
-def _count(graph: fx.Graph, ids: fx.Node) -> None:
-    readers = [node for node in ids.users if match_expert_linear(node)]
+def _count(graph: fx.Graph, ids: fx.Node, num_ranks: int) -> None:
+    readers = list(ids.users) if num_ranks > 1 else [node for node in ids.users if match_expert_linear(node)]
     with graph.inserting_before(min(readers)):
-        counted = graph.call_function(op("count_experts"), (ids, slots_in(graph)))
+        counted = graph.call_function(op("count_experts"), (ids, slots_in(graph, num_ranks)))
     counted.meta.update(ids.meta)
     for node in readers:
         node.replace_input_with(ids, counted)

@@ -23,6 +23,7 @@ from mllm_compile.passes.choose_experts import ChooseExperts
 from mllm_compile.passes.count_experts import CountExperts
 from mllm_compile.passes.deduplicate_pieces import DeduplicatePieces
 from mllm_compile.passes.dequantise_weights import DequantiseWeights
+from mllm_compile.passes.expand_latents import ExpandLatents
 from mllm_compile.passes.fuse_few_tokens import FuseFewTokens
 from mllm_compile.passes.fuse_gated_linear import FuseGatedLinear
 from mllm_compile.passes.fuse_gelu import FuseGelu
@@ -64,6 +65,7 @@ PASSES: tuple[type[GraphPass], ...] = (
     Shard,  # over ranks: each has a part of the heads, the features and the vocabulary
     SpreadExperts,  # over ranks, each of which has its own tokens
     AbsorbLatents,  # latent attention over the latents, which are all that is cached
+    ExpandLatents,  # long prompts attend over keys and values that attention makes of them
     QuantiseLinears,  # weights in eight or four bits stay so in memory
     PackProjections,  # q, k, v and gate, up as one GEMM each
     PadLinears,  # of towers: rows that tensor cores read at their full rate

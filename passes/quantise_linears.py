@@ -51,9 +51,9 @@ class QuantiseLinears(GraphPass):
     it (runtime/quantised/scheme.py). All of them are told in gm.meta[QUANTISED_TENSORS].
 
     Requires: a canonical graph; gm.meta[SMALL_WEIGHTS] says which weights, and their schemes. A weight that anything
-        else reads stays plain, and one of experts that kernels do not take (runtime/ops/experts/shapes.py) or of which
-        a rank has parts of experts. Where the checkpoint is not what quantised them, so do the head's, a router's, and
-        those of few rows.
+        else reads stays plain, and one of experts that kernels do not take (runtime/ops/experts/shapes.py) or that
+        ranks cut within what shares a scale. Where the checkpoint is not what quantised them, so do the head's, a
+        router's, and those of few rows.
     Preserves: the product with the dequantised weight.
     """
 
@@ -103,16 +103,32 @@ def _quantise_experts(
     fewest_rows: int,
     told: dict[str, QuantisedTensor],
 ) -> bool:
-    if any(cut.dim for cut in gm.meta.get(WEIGHT_CUTS, {}).get(linear.weight.meta.get("weight_name"), ())):
-        return False  # a rank has parts of experts; of whole ones it has their scales too
     schemes = small.transposed if linear.is_transposed else small.schemes
     scheme = _scheme(linear.weight, schemes, linear.is_transposed, fewest_rows)
-    if scheme is None or not takes_weight(scheme.kind, scheme.group, linear.shape[1]):
+    if scheme is None or not _has_whole_groups(gm, linear, scheme):
+        return False
+    group = min(scheme.group, linear.shape[1])  # of a rank's part of a row
+    if not takes_weight(scheme.kind, group, linear.shape[1]):
         return False
     inputs = _inputs(gm, linear.weight, scheme, linear.is_transposed, told)
-    weight = inputs[VALUES], inputs[SCALES], inputs.get(ZEROS), linear.bias, scheme.kind, scheme.group
+    weight = inputs[VALUES], inputs[SCALES], inputs.get(ZEROS), linear.bias, scheme.kind, group
     replace_by_op(gm.graph, node, op("quantised_expert_linear"), linear.x, linear.ids, *weight, linear.of_tokens)
     gm.graph.erase_node(linear.weight)
+    return True
+
+
+def _has_whole_groups(gm: fx.GraphModule, linear: ExpertLinear, scheme: WeightScheme) -> bool:
+    """True if a rank's part of the experts' inputs, where these are cut, is whole bytes and whole groups, or a part of
+    the one group."""
+    for cut in gm.meta.get(WEIGHT_CUTS, {}).get(linear.weight.meta.get("weight_name"), ()):
+        if cut.as_linear(linear.is_transposed).dim < 2:
+            continue
+        ranges = [one for of_rank in cut.ranges for one in of_rank]
+        num_inputs = max(start + length for start, length in ranges)
+        in_bytes = 1 if scheme.kind == "fp8" else 2
+        unit = scheme.group if scheme.group < num_inputs else in_bytes
+        if any(start % unit or length % unit for start, length in ranges):
+            return False
     return True
 
 

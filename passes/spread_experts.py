@@ -17,6 +17,7 @@ from mllm_compile.passes.match.nodes import (
     call,
     drop_dead_nodes,
     is_attention,
+    is_call,
     is_op,
     is_symbolic,
     is_weight,
@@ -296,6 +297,15 @@ class _Spreading:
             source, _, *sizes = node.args
             node.args = (source, self._layer.num_experts // self._num_ranks, *sizes)
             recompute_value(node)
+
+
+def chosen_of_all(own: fx.Node) -> fx.Node | None:
+    """The choice among the experts of all ranks, of one in which a rank has counted its own as this pass does; None: it
+    has not."""
+    places: Any = own.args[1] if is_call(own, torch.where) else None
+    first: Any = places.args[1] if is_call(places, operator.sub) else None
+    is_spread = is_call(first, operator.mul) and is_op(first.args[0], "own_rank")
+    return places.args[0] if is_spread else None
 
 
 def _base(node: fx.Node) -> fx.Node:

@@ -58,6 +58,8 @@ class RuntimeSection:
     cascade_attention: bool = False
     copy_prefix: bool = True
     divide_prefix: bool = True
+    enable_dbo: bool = False
+    dbo_prefill_token_threshold: int = 2048
 
     @property
     def num_ranks(self) -> int:

@@ -99,6 +99,8 @@ class ForwardBatch:
     extend_prefix_lens_cpu: torch.Tensor | None = None  # [R] int32
     extend_seq_lens_cpu: torch.Tensor | None = None  # [R] int32
     common_prefix_len: int = 0  # first tokens that all decodes have in the same pages; 0: attention reads them for each
+    # Of its only prompt, where that has a prefix and all its pages follow each other: the slot of the first token.
+    first_slot: int | None = None
     logits_indices: torch.Tensor | None = None  # [S] int64: rows of [T] whose logits are wanted; None: each last one
     media: MediaInputs | None = None  # where some tokens take features
     mrope_positions: torch.Tensor | None = None  # [axes, T] int64: time, row and column; None: `positions` are all
@@ -173,7 +175,7 @@ class LogitsProcessorOutput:
     Attributes:
         next_token_logits: [S, V] in the model's dtype; S = R unless the batch's logits_indices say otherwise.
         logits_of: logits [N, V] of further tokens, given their indices [N] int64 into the batch, until the next
-            forward; of batches with return_logprob.
+            forward; of batches with return_logprob. Of ranks with requests of their own they are those of all, N each.
     """
 
     next_token_logits: torch.Tensor

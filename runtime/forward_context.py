@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from mllm_compile.runtime.graph_mode import BatchDescriptor, CUDAGraphMode, DPMetadata
+from mllm_compile.runtime.graph_mode import BatchDescriptor, CUDAGraphMode, DPMetadata, UBatchSlice
 
 if TYPE_CHECKING:
     # A layer between pieces, an AttentionLayer or a StateLayer, and the batch as its op reads it, an AttentionMetadata
@@ -30,6 +30,7 @@ __all__ = [
     "DPMetadata",
     "ForwardContext",
     "ForwardTimes",
+    "UBatchSlice",
     "get_forward_context",
     "override_forward_context",
     "set_forward_context",
@@ -49,6 +50,8 @@ class ForwardContext:
     cudagraph_runtime_mode: CUDAGraphMode = CUDAGraphMode.NONE
     batch_descriptor: BatchDescriptor | None = None
     dp_metadata: DPMetadata | None = None  # of ranks with requests of their own; None: of a capture, or there are none
+    # Parts of the batch that run beside each other, each in a context of its own; None: it runs whole.
+    ubatch_slices: Sequence[UBatchSlice] | None = None
     skip_compiled: bool = False  # call the eager model
     deterministic: bool = False  # no row's numbers may go by which other rows there are
     # Names of the layers of experts, and whose turn it is; handed out in order, so that none stands in a graph.
@@ -159,6 +162,7 @@ def set_forward_context(
     cudagraph_runtime_mode: CUDAGraphMode = CUDAGraphMode.NONE,
     batch_descriptor: BatchDescriptor | None = None,
     dp_metadata: DPMetadata | None = None,
+    ubatch_slices: Sequence[UBatchSlice] | None = None,
     skip_compiled: bool = False,
     deterministic: bool = False,
     expert_counts: Mapping[str, torch.Tensor] | None = None,
@@ -184,6 +188,7 @@ def set_forward_context(
         cudagraph_runtime_mode=cudagraph_runtime_mode,
         batch_descriptor=batch_descriptor,
         dp_metadata=dp_metadata,
+        ubatch_slices=ubatch_slices,
         skip_compiled=skip_compiled,
         deterministic=deterministic,
         all_moe_layers=None if expert_counts is None else tuple(expert_counts),

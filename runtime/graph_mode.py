@@ -66,6 +66,19 @@ class BatchDescriptor:
 
 
 @dataclass(frozen=True, slots=True)
+class UBatchSlice:
+    """One of the parts of a step that run beside each other. A request may be in two: the later part has its later
+    tokens, and sees those of the earlier one in the KV cache.
+
+    Attributes:
+        request_slice: of the R requests; token_slice: of the T tokens.
+    """
+
+    request_slice: slice
+    token_slice: slice
+
+
+@dataclass(frozen=True, slots=True)
 class DPMetadata:
     """The tokens of a step on ranks that have requests of their own, and exchange tokens for their experts.
 

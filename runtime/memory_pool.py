@@ -3,7 +3,7 @@
 A *KV slot* is the place of one token's keys and values: page * page_size + offset (`out_cache_loc`, `slot_mapping`). A
 *row* is a request's line in ReqToTokenPool's table (`req_pool_indices`, `Request.row`), and in the sampling state. Page
 0 and row 0 belong to no request: padding writes and reads there. A request's state is in the same row of GDNPool.
-The host assigns pages in page_allocator.py, and rows in scheduler.py.
+The host assigns pages in schedule/pages/allocator.py, and rows in schedule/rows.py.
 
 Shape legend: P pages, S page size, Hk kv heads, D head dim, N entries.
 """
@@ -17,7 +17,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from mllm_compile.runtime.schedule.page_allocator import TokenToKVPoolAllocator
+from mllm_compile.runtime.schedule.pages.allocator import TokenToKVPoolAllocator
 
 _ALIGNMENT = 16  # bytes
 _COPIED_BYTES = 128 << 20  # of rows that are read before they are written elsewhere, unless one layer's are more
@@ -118,7 +118,7 @@ class GDNPool:
     """States of layers that carry one from token to token: gated delta nets, and every other recurrence.
 
     A row is a request's, the same as in ReqToTokenPool; rows behind those hold states of cached prefixes
-    (schedule/state_snapshots.py). No row is cleared for its next owner, who reads nothing before having written.
+    (schedule/pages/state_snapshots.py). No row is cleared for its next owner, who reads nothing before having written.
 
     Args:
         num_rows: rows, the dummy row 0 included.

@@ -50,7 +50,7 @@ from mllm_compile.runtime.forward_context import (
     ForwardTimes,
     set_forward_context,
 )
-from mllm_compile.runtime.graph_mode import CUDAGraphMode, DPMetadata
+from mllm_compile.runtime.graph_mode import CUDAGraphMode, DPMetadata, UBatchSlice
 from mllm_compile.runtime.media.feature_pool import FeaturePool
 from mllm_compile.runtime.media.tower import FEATURES_OF_A_RUN, MAX_FEATURES, Grid
 from mllm_compile.runtime.media.tower_inputs import tower_inputs
@@ -66,6 +66,8 @@ from mllm_compile.runtime.state.metadata import StateMetadataBuilder
 from mllm_compile.runtime.state.mixed import MixedStateSteps
 from mllm_compile.runtime.state.piece_backend import PieceStateBackend
 from mllm_compile.runtime.state.torch_backend import TorchStateBackend
+from mllm_compile.runtime.ubatch.overlap import BatchOverlap
+from mllm_compile.runtime.ubatch.slices import most_of_a_part, part_of, share_a_request, ubatch_slices
 
 if TYPE_CHECKING:
     from mllm_compile.runtime.cuda_graph.graph_runner import CapturedDecode, GraphRunner
@@ -139,8 +141,11 @@ class ModelRunner:
                 f"the weights ({self._source.weight_bytes / 2**30:.2f} GiB) did not fit on {self.device}: {error}"
             ) from error
         self.model: LoadedModel = model
+        self._overlap: BatchOverlap | None = None
         if self.communicator is not None:
             self.communicator.use_kernels()
+            if self.config.runtime.enable_dbo:
+                self._overlap = self._make_overlap(self.communicator)
         self.num_hidden_layers = model.num_hidden_layers
         self.num_attention_heads = model.num_attention_heads
         self.num_kv_heads = model.num_kv_heads
@@ -164,6 +169,21 @@ class ModelRunner:
                 name: torch.zeros(count, dtype=torch.int64, device=self.device)
                 for name, count in model.num_experts.items()
             }
+
+    def _make_overlap(self, communicator: Communicator) -> BatchOverlap:
+        """
+        Raises:
+            UnsupportedModelError: the model's steps are not divided.
+        """
+        executor = self.model.executor
+        if self.model.state_layers or not isinstance(executor, ProgramExecutor):
+            raise UnsupportedModelError(
+                "runtime.enable_dbo divides steps, and layers of this model carry a state, of which halves are not "
+                "computed beside each other. Set runtime.enable_dbo: false."
+            )
+        most_tokens = most_of_a_part(self.config.runtime.max_num_batched_tokens)
+        most_bytes = most_tokens * self.model.hidden_size * self.config.dtype.itemsize
+        return BatchOverlap(executor, communicator, most_bytes, self.device)
 
     def init_memory_pool(self) -> None:
         """Allocate the table of slots, a row of states for each request, and as many KV pages as fit; config.num_pages
@@ -208,12 +228,14 @@ class ModelRunner:
         return FeaturePool(capacity, media.facts.feature_width, self.config.dtype, self.device)
 
     def init_attention_backend(self) -> None:
-        """Make the backend that batches are planned with."""
+        """Make the backend that batches are planned with, and one for the second halves of those that are divided."""
         self.attn_backend: AttentionBackend = self._make_backend()
+        if self._overlap is not None:
+            self._overlap.second_backend = self._make_backend(1)
 
-    def _make_backend(self) -> AttentionBackend:
+    def _make_backend(self, part: int = 0) -> AttentionBackend:
         config, model = self.config, self.model
-        make_attention = partial(make_attention_backend, config, model, self.req_to_token_pool, self.device)
+        make_attention = partial(make_attention_backend, config, model, self.req_to_token_pool, self.device, part)
         if not model.state_layers:
             return make_attention()
         is_deterministic = config.runtime.deterministic
@@ -278,7 +300,8 @@ class ModelRunner:
                 torch.cuda.synchronize(self.device)
         # Whatever part of it is there: a failed initialize ends here too.
         pools = ("req_to_token_pool", "row_state", "state_pool", "feature_pool", "token_to_kv_pool")
-        for name in ("model", "attn_backend", *pools, "layers", "_metadata_builder", "_state_metadata_builder"):
+        builders = ("_metadata_builder", "_state_metadata_builder")
+        for name in ("model", "attn_backend", "_overlap", "layers", *pools, *builders):
             self.__dict__.pop(name, None)
         self.graph_runner = None
         gc.collect()
@@ -382,15 +405,15 @@ class ModelRunner:
             positions = torch.from_numpy(offsets + np.arange(offsets.size)).to(self.device)
         return ForwardBatch(
             forward_mode=ForwardMode.MIXED if num_decodes else ForwardMode.EXTEND,
-            batch_size=len(new),
+            batch_size=lengths.size,
             input_ids=input_ids,
             req_pool_indices=req_pool_indices,
             seq_lens=seq_lens,
             seq_lens_cpu=torch.from_numpy(seq_lens_np),
-            seq_lens_sum=int(seq_lens_np.sum()),
+            seq_lens_sum=sum(seq_lens_np.tolist()),
             out_cache_loc=out_cache_loc,
             positions=positions,
-            extend_num_tokens=int(lengths.sum()),
+            extend_num_tokens=input_ids.shape[0],
             extend_seq_lens=extend_seq_lens,
             extend_prefix_lens=extend_prefix_lens,
             extend_seq_lens_cpu=new,
@@ -447,6 +470,10 @@ class ModelRunner:
         return self._run(batch)
 
     def _run(self, batch: ForwardBatch) -> LogitsProcessorOutput:
+        if self._overlap is not None and batch.logits_indices is not None:
+            slices = ubatch_slices(batch, self.config.runtime.dbo_prefill_token_threshold)
+            if slices is not None:
+                return self._run_parts(batch, batch.logits_indices, slices, self._overlap)
         is_captured = self.graph_runner is not None and (batch.media is None or self.always_takes_features)
         output = self.graph_runner.run(batch) if is_captured else None  # type: ignore[union-attr]
         return self.run_eager(batch) if output is None else output
@@ -487,6 +514,28 @@ class ModelRunner:
         if self.num_deals > 1:
             tokens = self._with_those_of_others(tokens, batch.dp_metadata)
         return self.run_program(batch, tokens, logits_indices)
+
+    def _run_parts(
+        self,
+        batch: ForwardBatch,
+        rows: torch.Tensor,
+        slices: tuple[UBatchSlice, UBatchSlice],
+        overlap: BatchOverlap,
+    ) -> LogitsProcessorOutput:
+        """Runs a step in two parts beside each other; `rows` [S] int64 are those of logits."""
+        if self.model.rope is not None and batch.rope_lens is None:
+            batch.rope_lens = torch.zeros_like(batch.positions)
+        backends = overlap.backends(self.attn_backend)
+        parts = [part_of(batch, one, backend) for one, backend in zip(slices, backends, strict=True)]
+        for part in parts:
+            part.attn_backend.init_forward_metadata(part)
+        inputs = [TokenInputs.of(part).by_name for part in parts]
+        with self._forward_context(batch, TokenInputs.of(batch), CUDAGraphMode.NONE, None, slices) as whole:
+            contexts = [self._context_of(part, whole) for part in parts]
+            bodies = overlap.bodies(inputs, contexts, share_a_request(slices))
+            logits_of = partial(overlap.heads, bodies, slices[1].token_slice.start)
+            logits = logits_of(rows)
+        return LogitsProcessorOutput(logits, logits_of=logits_of if batch.return_logprob else None)
 
     def _with_those_of_others(self, tokens: TokenInputs, across: DPMetadata | None) -> TokenInputs:
         """The inputs padded to the rank that has most, and which tokens of all ranks are none of padding; without
@@ -537,31 +586,47 @@ class ModelRunner:
 
         Of ranks with requests of their own they are those of all, S each.
         """
-        executor = self._executor_of(batch)
+        logits_of = partial(self._logits_of_all, self._executor_of(batch), body)
+        return LogitsProcessorOutput(logits_of(logits_indices), logits_of=logits_of if batch.return_logprob else None)
+
+    def _logits_of_all(self, executor: Executor, body: list[Any], logits_indices: torch.Tensor) -> torch.Tensor:
+        """The head's logits; of ranks with requests of their own those of all, a block of each."""
         logits = executor.head(body, logits_indices)
-        if self.num_deals > 1 and self.communicator is not None:
-            logits = self.communicator.all_gather(logits.contiguous()).flatten(0, 1)
-        return LogitsProcessorOutput(logits, logits_of=partial(executor.head, body) if batch.return_logprob else None)
+        if self.num_deals == 1 or self.communicator is None:
+            return logits
+        return self.communicator.all_gather(logits.contiguous()).flatten(0, 1)
 
     def _forward_context(
-        self, batch: ForwardBatch, tokens: TokenInputs, mode: CUDAGraphMode, descriptor: BatchDescriptor | None
+        self,
+        batch: ForwardBatch,
+        tokens: TokenInputs,
+        mode: CUDAGraphMode,
+        descriptor: BatchDescriptor | None,
+        slices: Sequence[UBatchSlice] | None = None,
     ) -> AbstractContextManager[ForwardContext]:
-        common = CommonAttentionMetadata.of(batch)
-        attention = self._metadata_builder.build(batch.common_prefix_len, common)
+        attention = self._metadata_builder.build(batch.common_prefix_len, CommonAttentionMetadata.of(batch))
+        states = self._state_metadata_builder.build(CommonAttentionMetadata.of(batch))
         return set_forward_context(
-            {**attention, **self._state_metadata_builder.build(common)},
+            {**attention, **states},
             no_compile_layers=self.layers,
             slot_mapping=dict.fromkeys(attention, tokens.out_cache_loc),
             num_tokens=tokens.input_ids.shape[0],
             cudagraph_runtime_mode=mode,
             batch_descriptor=descriptor,
             dp_metadata=batch.dp_metadata,
+            ubatch_slices=slices,
             skip_compiled=self.config.runtime.skip_compiled,
             deterministic=self.config.runtime.deterministic,
             expert_counts=self.expert_counts,
             # A whole step in a graph is timed where it is replayed: a capture cannot wait for the device.
             forward_times=None if mode is CUDAGraphMode.FULL else self.forward_times,
         )
+
+    def _context_of(self, part: ForwardBatch, whole: ForwardContext) -> ForwardContext:
+        """The forward context of a part of a step that is divided."""
+        attention = self._metadata_builder.build(part.common_prefix_len, CommonAttentionMetadata.of(part))
+        slots = dict.fromkeys(attention, part.out_cache_loc)
+        return replace(whole, attn_metadata=attention, slot_mapping=slots, ubatch_slices=None)
 
     def encode_images(self, pixel_values: torch.Tensor, grids: Sequence[Grid]) -> torch.Tensor:
         """The features [F, W] of images, by one run of the tower; launches without waiting for the device.
@@ -702,7 +767,7 @@ class ModelRunner:
         new_cpu[: num_tokens % num_requests] += 1
         new = new_cpu.to(device)
         self.token_to_kv_pool = self._make_kv_pool(1)
-        self.attn_backend = self._make_backend()
+        self.init_attention_backend()
         batch = self.prepare_forward_batch_extend(
             input_ids=torch.zeros(num_tokens, dtype=torch.int64, device=device),
             req_pool_indices=torch.zeros(num_requests, dtype=torch.int64, device=device),
@@ -717,6 +782,8 @@ class ModelRunner:
             self._run_largest_tower()
             self._give_features(batch, self.feature_pool, int(new_cpu[0]))
         logits = self.forward(batch).next_token_logits  # of ranks with requests of their own, those of all
+        if self._overlap is not None:
+            self.run_eager(batch)  # steps that are not divided may be as large
         ones = torch.ones(logits.shape[0], device=device)
         how = (ones, ones * 0.9, (ones * 50).long())
         sample_tokens(logits, *how, None, positions=ones.long(), pieces=self.model.sampling)

@@ -400,6 +400,7 @@ class _PackedRequests:
                 alibi_slopes=layer.alibi_slopes * self.copies,
                 chunk=layer.chunk,
                 latent=layer.v_head_dim if layer.is_latent else 0,
+                up=layer.up_weight,
                 blocks=() if start or (self.blocks_in_windows and params.window_left < 0) else self.blocks,
             ).unflatten(1, (self.copies, -1))
             self._of_request(inputs.out, start, length).copy_(attended.transpose(0, 1))

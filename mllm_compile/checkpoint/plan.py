@@ -21,7 +21,7 @@ from mllm_compile.errors import CheckpointError
 from mllm_compile.passes.base import PackedPart, QuantisedTensor, WeightCut, part_of_rank
 from mllm_compile.runtime.quantised.scheme import SCALES, WeightScheme
 from mllm_compile.runtime.weights.formats.every import FORMATS
-from mllm_compile.runtime.weights.loader import Factor, SmallPart, WeightPart, WeightSpec
+from mllm_compile.runtime.weights.loader import Factor, SmallPart, ViewStep, WeightPart, WeightSpec
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -54,7 +54,8 @@ class Part:
             whole = PlannedTensor.of_file(name, "", shape)
         else:
             whole = as_linear(table[name], is_transposed)
-        blocks: tuple[Block, ...] = part_of_rank(whole, self.cuts[name], self.rank).blocks
+        cuts = tuple(cut.as_linear(is_transposed) for cut in self.cuts[name])
+        blocks: tuple[Block, ...] = part_of_rank(whole, cuts, self.rank).blocks
         return blocks
 
 
@@ -130,11 +131,25 @@ def _small_parts(
     for block in blocks:
         *between, column = block.starts[1:]
         inner = (*between, tensor.scheme.stretch(tensor.role, column, 0)[0])
-        part = replace(_part(member, block), inner_starts=inner if any(inner) or block.steps else (), small=small)
+        part = replace(
+            _part(member, block),
+            steps=_inputs_last(block),
+            inner_starts=inner if any(inner) or block.steps else (),
+            small=small,
+        )
         if source := next(iter(part.sources), None):
             part = replace(part, tensor=source.name, file=source.file)
         parts.append(part)
     return parts
+
+
+def _inputs_last(block: Block) -> tuple[ViewStep, ...]:
+    """The block's views, in which parts of its inputs are told as such: of dimension -1 (SmallPart)."""
+    steps, num_dims = [], len(block.source_shape)
+    for name, *args in block.steps:
+        steps.append((name, -1, *args[1:]) if name == "narrow" and args[0] == num_dims - 1 else (name, *args))
+        num_dims += {"unsqueeze": 1, "squeeze": -1}.get(str(name), 0)
+    return tuple(steps)
 
 
 def as_linear(planned: PlannedTensor, is_transposed: bool) -> PlannedTensor:

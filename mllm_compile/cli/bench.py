@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any, NamedTuple, Protocol, TextIO, TypeVar
 
 import typer
 
@@ -14,70 +14,101 @@ from mllm_compile.cli.arguments import ModelArgument
 from mllm_compile.cli.output_paths import check_output_file
 from mllm_compile.errors import ConfigError
 
-if TYPE_CHECKING:
-    from mllm_compile.bench.limits.roofline_report import Roofline
-    from mllm_compile.bench.measure.results import BenchResult
-    from mllm_compile.bench.serving.load import ServeResult
+_Work = TypeVar("_Work", workloads.LatencyWork, workloads.LongWork, workloads.GapsWork, workloads.ImagesWork)
+_Result = TypeVar("_Result", bound="_Writable")
 
 
-def _comma(numbers: Sequence[int]) -> str:
-    return ",".join(map(str, numbers))
+class _Writable(Protocol):
+    def write(self, path: Path) -> None: ...
 
 
-def _points_text(points: Sequence[tuple[int, int]]) -> str:
-    return ",".join(f"{count}x{length}" for count, length in points)
+class _Outputs(NamedTuple):
+    """The files that a result goes to, beside the terminal."""
+
+    json_path: Path | None
+    plot: Path | None
+
+    def take(
+        self,
+        result: _Result,
+        show: Callable[[_Result, TextIO], None],
+        draw: Callable[[_Result, Path], None] | None = None,
+    ) -> None:
+        """Writes the file before the table, whose reader may stop reading, and shows the table also if it fails."""
+        try:
+            if self.json_path is not None:
+                result.write(self.json_path)
+        finally:
+            show(result, sys.stdout)
+        if self.plot is not None and draw is not None:
+            draw(result, self.plot)
+
+
+def _outputs(json_path: Path | None, plot: Path | None = None) -> _Outputs:
+    """Refuses files that cannot be written, before anything is measured."""
+    check_output_file("--json", json_path)
+    check_output_file("--plot", plot)
+    if plot is not None:
+        from mllm_compile.bench.show.plot import check_picture
+
+        check_picture(plot)
+    return _Outputs(json_path, plot)
+
+
+def _work(work: type[_Work], model: str, **given: Any) -> _Work:
+    """Complete what was asked for: on a GPU by the benchmark's own sizes, on a CPU by what ends soon, and say so.
+
+    Args:
+        given: sizes by the names of the work's fields; None: nobody gave it.
+    """
+    asked = {name: value for name, value in given.items() if value is not None}
+    made = work(**asked)  # a mistake is told before anything is started
+    if work.of_cpu.keys() <= asked.keys():
+        return made
+
+    from mllm_compile.bench.measure import harness
+
+    if not harness.serves_on_cpu(model):
+        return made
+    made = work(**{**work.of_cpu, **asked})
+    *others, last = (f"--{name}".replace("_", "-").replace("batches", "batch") for name in work.of_cpu)
+    print(f"on a CPU: {made.sizes_text}; {', '.join(others)} and {last} set others", file=sys.stderr, flush=True)
+    return made
 
 
 EnginesOption = Annotated[
     str, typer.Option("--engine", help="Engines to measure, separated by commas: mllm, vllm, transformers.")
 ]
+StreamEnginesOption = Annotated[
+    str, typer.Option("--engine", help="Engines to measure, separated by commas: mllm, vllm.")
+]
 BatchOption = Annotated[str, typer.Option(help="Batch sizes, separated by commas.")]
-LatencyBatchOption = Annotated[
-    str | None,
-    typer.Option(
-        help="Batch sizes, separated by commas.",
-        show_default=f"{_comma(workloads.BATCHES)}; on a CPU {_comma(workloads.CPU_BATCHES)}",
-    ),
-]
-InputLenOption = Annotated[
-    int | None,
-    typer.Option(
-        help="Tokens of each prompt.", show_default=f"{workloads.INPUT_LEN}; on a CPU {workloads.CPU_INPUT_LEN}"
-    ),
-]
-OutputLenOption = Annotated[
-    int | None,
-    typer.Option(
-        help="New tokens of the whole call.",
-        show_default=f"{workloads.OUTPUT_LEN}; on a CPU {workloads.CPU_OUTPUT_LEN}",
-    ),
-]
 RepeatsOption = Annotated[int, typer.Option(help="Timed runs of each; one more before them is not counted.")]
-JsonOption = Annotated[Path | None, typer.Option("--json", help="Also write the result to this file.")]
-
-
 RanksOption = Annotated[
     int | None,
     typer.Option(
         "--tensor-parallel-size", min=1, help="Cut the model over so many devices.", show_default="the config's"
     ),
 ]
+JsonOption = Annotated[Path | None, typer.Option("--json", help="Also write the result to this file.")]
+PlotOption = Annotated[Path | None, typer.Option(help="Also draw it into this file.")]
 
 
-def make_bench_app() -> typer.Typer:
-    """The group of commands."""
-    app = typer.Typer(help="Measure speed: on the project's benchmark, against other engines, kernel by kernel.")
-    app.command("latency")(latency_command)
-    app.command("throughput")(throughput_command)
-    app.command("long")(long_command)
-    app.command("gaps")(gaps_command)
-    app.command("images")(images_command)
-    app.command("startup")(startup_command)
-    app.command("ablation")(ablation_command)
-    app.command("roofline")(roofline_command)
-    app.command("serve")(serve_command)
-    app.command("table")(table_command)
-    return app
+def _comma(numbers: Sequence[int]) -> str:
+    return ",".join(map(str, numbers))
+
+
+def _sized(work: type[_Work], field: str, text: str, show: Callable[[Any], str] = str) -> Any:
+    """An option that is a size of a work, which is smaller on a CPU where nobody gives it."""
+    usual, of_cpu = show(getattr(work, field)), show(work.of_cpu[field])
+    return typer.Option(help=text, show_default=f"{usual}; on a CPU {of_cpu}")
+
+
+LatencyBatchOption = Annotated[
+    str | None, _sized(workloads.LatencyWork, "batches", "Batch sizes, separated by commas.", _comma)
+]
+InputLenOption = Annotated[int | None, _sized(workloads.LatencyWork, "input_len", "Tokens of each prompt.")]
+OutputLenOption = Annotated[int | None, _sized(workloads.LatencyWork, "output_len", "New tokens of the whole call.")]
 
 
 def latency_command(
@@ -92,20 +123,14 @@ def latency_command(
     plot: Annotated[Path | None, typer.Option(help="Also draw it, against the batch size, into this file.")] = None,
 ) -> None:
     """Time per output token (tpot) and of the prefill, by batch size, with the share of the machine's limit."""
-    check_output_file("--json", json_path)
-    check_output_file("--plot", plot)
+    outputs = _outputs(json_path, plot)
+    work = _latency_work(model, batch, input_len, output_len, repeats)
 
-    from mllm_compile.bench.measure.harness import run_latency
-    from mllm_compile.bench.show.plot import check_picture, plot_latency
+    from mllm_compile.bench.measure import harness
+    from mllm_compile.bench.show.plot import plot_latency
     from mllm_compile.bench.show.report import print_result
 
-    if plot is not None:
-        check_picture(plot)
-    work = _latency_work(model, batch, input_len, output_len, repeats)
-    result = run_latency(model, _names(engine), work, num_ranks)
-    _save_and_show(result, json_path, lambda: print_result(result, sys.stdout))
-    if plot is not None:
-        plot_latency(result, plot)
+    outputs.take(harness.run_latency(model, _names(engine), work, num_ranks), print_result, plot_latency)
 
 
 def throughput_command(
@@ -121,6 +146,7 @@ def throughput_command(
     json_path: JsonOption = None,
 ) -> None:
     """Output tokens a second of many requests of all lengths at once, and input tokens a second of long prompts."""
+    outputs = _outputs(json_path)
     work = workloads.ThroughputWork(
         mixed_requests=requests,
         mixed_range=(min_len, max_len),
@@ -128,13 +154,11 @@ def throughput_command(
         prefill_len=prefill_len,
         repeats=repeats,
     )
-    check_output_file("--json", json_path)
 
-    from mllm_compile.bench.measure.harness import run_throughput
+    from mllm_compile.bench.measure import harness
     from mllm_compile.bench.show.report import print_result
 
-    result = run_throughput(model, _names(engine), work, num_ranks)
-    _save_and_show(result, json_path, lambda: print_result(result, sys.stdout))
+    outputs.take(harness.run_throughput(model, _names(engine), work, num_ranks), print_result)
 
 
 def long_command(
@@ -142,136 +166,81 @@ def long_command(
     engine: EnginesOption = "mllm",
     points: Annotated[
         str | None,
-        typer.Option(
-            help="Requests at once x tokens of each prompt, separated by commas.",
-            show_default=f"{_points_text(workloads.LONG_POINTS)}; on a CPU {_points_text(workloads.CPU_LONG_POINTS)}",
+        _sized(
+            workloads.LongWork,
+            "points",
+            "Requests at once x tokens of each prompt, separated by commas.",
+            workloads.points_text,
         ),
     ] = None,
     output_len: OutputLenOption = None,
     repeats: RepeatsOption = workloads.REPEATS,
     json_path: JsonOption = None,
-    plot: Annotated[Path | None, typer.Option(help="Also draw it into this file.")] = None,
+    plot: PlotOption = None,
 ) -> None:
     """Time per output token and prefill with long contexts, of few requests and of many."""
-    check_output_file("--json", json_path)
-    check_output_file("--plot", plot)
-    asked: dict[str, Any] = {"repeats": repeats}
-    asked |= {} if points is None else {"points": _points(points)}
-    asked |= {} if output_len is None else {"output_len": output_len}
-    work = workloads.LongWork(**asked)
+    outputs = _outputs(json_path, plot)
+    pairs = None if points is None else _points(points)
+    work = _work(workloads.LongWork, model, points=pairs, output_len=output_len, repeats=repeats)
 
-    from mllm_compile.bench.measure.harness import run_long, serves_on_cpu
+    from mllm_compile.bench.measure import harness
     from mllm_compile.bench.show.bars_plot import plot_bars
-    from mllm_compile.bench.show.plot import check_picture
     from mllm_compile.bench.show.report import print_result
 
-    if plot is not None:
-        check_picture(plot)
-    smaller: dict[str, Any] = {"points": workloads.CPU_LONG_POINTS, "output_len": workloads.CPU_OUTPUT_LEN}
-    if not smaller.keys() <= asked.keys() and serves_on_cpu(model):
-        work = workloads.LongWork(**(smaller | asked))
-        _tell_small(f"points {_points_text(work.points)}, {work.output_len} new tokens", "--points and --output-len")
-    result = run_long(model, _names(engine), work)
-    _save_and_show(result, json_path, lambda: print_result(result, sys.stdout))
-    if plot is not None:
-        plot_bars(result, plot)
+    outputs.take(harness.run_long(model, _names(engine), work), print_result, plot_bars)
 
 
 def gaps_command(
     model: ModelArgument,
-    engine: Annotated[
-        str, typer.Option("--engine", help="Engines to measure, separated by commas: mllm, vllm.")
-    ] = "mllm",
-    decodes: Annotated[
-        int | None,
-        typer.Option(
-            help="Answers that run.", show_default=f"{workloads.GAP_DECODES}; on a CPU {workloads.CPU_GAP_DECODES}"
-        ),
-    ] = None,
+    engine: StreamEnginesOption = "mllm",
+    decodes: Annotated[int | None, _sized(workloads.GapsWork, "decodes", "Answers that run.")] = None,
     decode_len: Annotated[int, typer.Option(help="Tokens of each one's prompt.")] = workloads.GapsWork.decode_len,
     tokens: Annotated[int, typer.Option(help="Tokens that each has made when the prompt comes.")] = (
         workloads.GapsWork.tokens
     ),
     prompt_len: Annotated[
-        int | None,
-        typer.Option(
-            help="Tokens of the prompt that comes.",
-            show_default=f"{workloads.GAP_PROMPT_LEN}; on a CPU {workloads.CPU_GAP_PROMPT_LEN}",
-        ),
+        int | None, _sized(workloads.GapsWork, "prompt_len", "Tokens of the prompt that comes.")
     ] = None,
     repeats: RepeatsOption = workloads.REPEATS,
     json_path: JsonOption = None,
-    plot: Annotated[Path | None, typer.Option(help="Also draw it into this file.")] = None,
+    plot: PlotOption = None,
 ) -> None:
     """Gaps between the tokens of running answers, alone and while a long prompt comes in, and that prompt's time."""
-    check_output_file("--json", json_path)
-    check_output_file("--plot", plot)
-    asked: dict[str, Any] = {"decode_len": decode_len, "tokens": tokens, "repeats": repeats}
-    asked |= {} if decodes is None else {"decodes": decodes}
-    asked |= {} if prompt_len is None else {"prompt_len": prompt_len}
-    work = workloads.GapsWork(**asked)
+    outputs = _outputs(json_path, plot)
+    sizes = {"decodes": decodes, "decode_len": decode_len, "tokens": tokens, "prompt_len": prompt_len}
+    work = _work(workloads.GapsWork, model, **sizes, repeats=repeats)
 
-    from mllm_compile.bench.measure.harness import run_gaps, serves_on_cpu
+    from mllm_compile.bench.measure import harness
     from mllm_compile.bench.show.bars_plot import plot_bars
-    from mllm_compile.bench.show.plot import check_picture
     from mllm_compile.bench.show.report import print_result
 
-    if plot is not None:
-        check_picture(plot)
-    smaller: dict[str, Any] = {"decodes": workloads.CPU_GAP_DECODES, "prompt_len": workloads.CPU_GAP_PROMPT_LEN}
-    if not smaller.keys() <= asked.keys() and serves_on_cpu(model):
-        work = workloads.GapsWork(**(smaller | asked))
-        _tell_small(f"{work.decodes} answers, a prompt of {work.prompt_len} tokens", "--decodes and --prompt-len")
-    result = run_gaps(model, _names(engine), work)
-    _save_and_show(result, json_path, lambda: print_result(result, sys.stdout))
-    if plot is not None:
-        plot_bars(result, plot)
+    outputs.take(harness.run_gaps(model, _names(engine), work), print_result, plot_bars)
 
 
 def images_command(
     model: ModelArgument,
-    engine: Annotated[
-        str, typer.Option("--engine", help="Engines to measure, separated by commas: mllm, vllm.")
-    ] = "mllm",
+    engine: StreamEnginesOption = "mllm",
     batch: Annotated[str, typer.Option(help="Requests at once, separated by commas.")] = _comma(
         workloads.IMAGE_BATCHES
     ),
-    side: Annotated[
-        int | None,
-        typer.Option(
-            help="Pixels of each side of an image.",
-            show_default=f"{workloads.IMAGE_SIDE}; on a CPU {workloads.CPU_IMAGE_SIDE}",
-        ),
-    ] = None,
+    side: Annotated[int | None, _sized(workloads.ImagesWork, "side", "Pixels of each side of an image.")] = None,
     text_len: Annotated[int, typer.Option(help="Tokens of text around each image.")] = workloads.IMAGE_TEXT_LEN,
     output_len: OutputLenOption = None,
     repeats: RepeatsOption = workloads.REPEATS,
     json_path: JsonOption = None,
-    plot: Annotated[Path | None, typer.Option(help="Also draw it into this file.")] = None,
+    plot: PlotOption = None,
 ) -> None:
     """First tokens and tpot of prompts with an image, new or seen before, beside text of the same length."""
-    check_output_file("--json", json_path)
-    check_output_file("--plot", plot)
-    asked: dict[str, Any] = {"batches": _numbers("--batch", batch), "text_len": text_len, "repeats": repeats}
-    asked |= {} if side is None else {"side": side}
-    asked |= {} if output_len is None else {"output_len": output_len}
-    work = workloads.ImagesWork(**asked)
+    outputs = _outputs(json_path, plot)
+    batches = _numbers("--batch", batch)
+    sizes = {"batches": batches, "side": side, "text_len": text_len, "output_len": output_len, "repeats": repeats}
+    work = _work(workloads.ImagesWork, model, **sizes)
 
-    from mllm_compile.bench.measure.harness import run_images, serves_on_cpu
+    from mllm_compile.bench.measure import harness
     from mllm_compile.bench.show.bars_plot import plot_bars
-    from mllm_compile.bench.show.plot import check_picture
     from mllm_compile.bench.show.report import print_result
 
-    if plot is not None:
-        check_picture(plot)
-    smaller: dict[str, Any] = {"side": workloads.CPU_IMAGE_SIDE, "output_len": workloads.CPU_OUTPUT_LEN}
-    if not smaller.keys() <= asked.keys() and serves_on_cpu(model):
-        work = workloads.ImagesWork(**(smaller | asked))
-        _tell_small(f"images of {work.side} × {work.side}, {work.output_len} new tokens", "--side and --output-len")
-    result = run_images(model, _names(engine), work)
-    _save_and_show(result, json_path, lambda: print_result(result, sys.stdout))
-    if plot is not None:
-        plot_bars(result, plot)
+    outputs.take(harness.run_images(model, _names(engine), work), print_result, plot_bars)
 
 
 def startup_command(
@@ -281,14 +250,13 @@ def startup_command(
     json_path: JsonOption = None,
 ) -> None:
     """Seconds from a fresh process's first line to its first token, with empty caches and with filled ones."""
+    outputs = _outputs(json_path)
     work = workloads.StartupWork(repeats=repeats)
-    check_output_file("--json", json_path)
 
-    from mllm_compile.bench.measure.harness import run_startup
+    from mllm_compile.bench.measure import harness
     from mllm_compile.bench.show.report import print_result
 
-    result = run_startup(model, _names(engine), work)
-    _save_and_show(result, json_path, lambda: print_result(result, sys.stdout))
+    outputs.take(harness.run_startup(model, _names(engine), work), print_result)
 
 
 def ablation_command(
@@ -301,13 +269,12 @@ def ablation_command(
     json_path: JsonOption = None,
 ) -> None:
     """Show what each pass and kernel brings: the latency work without each in turn. Compiles a runtime for each."""
-    check_output_file("--json", json_path)
+    outputs = _outputs(json_path)
     work = _latency_work(model, batch, input_len, output_len, repeats)
 
     from mllm_compile.bench.show.ablation import lever_names, print_ablation, run_ablation
 
-    result = run_ablation(model, _names(lever) if lever else lever_names(), work)
-    _save_and_show(result, json_path, lambda: print_ablation(result, sys.stdout))
+    outputs.take(run_ablation(model, _names(lever) if lever else lever_names(), work), print_ablation)
 
 
 def roofline_command(
@@ -322,13 +289,12 @@ def roofline_command(
     json_path: JsonOption = None,
 ) -> None:
     """Where a decode step's time goes: each kernel's bytes, time and share of the ceiling, the most time lost first."""
+    outputs = _outputs(json_path)
     work = workloads.StepWork(batches=_numbers("--batch", batch), context=context, steps=steps)
-    check_output_file("--json", json_path)
 
     from mllm_compile.bench.limits.roofline_report import print_roofline, run_roofline
 
-    result = run_roofline(model, work, num_ranks)
-    _save_and_show(result, json_path, lambda: print_roofline(result, top, sys.stdout))
+    outputs.take(run_roofline(model, work, num_ranks), lambda result, stream: print_roofline(result, top, stream))
 
 
 def serve_command(
@@ -354,23 +320,15 @@ def serve_command(
     plot: Annotated[Path | None, typer.Option(help="Also draw it, against the rate, into this file.")] = None,
 ) -> None:
     """Load a server over HTTP: percentiles of the first token and of gaps between tokens, and goodput, by rate."""
-    check_output_file("--json", json_path)
-    check_output_file("--plot", plot)
+    outputs = _outputs(json_path, plot)
 
     from mllm_compile.bench.serving.load import ServeWork, run_load
     from mllm_compile.bench.serving.own_server import served
-    from mllm_compile.bench.show.plot import check_picture
     from mllm_compile.bench.show.rates_plot import plot_rates
     from mllm_compile.bench.show.serving import print_rates
 
-    if plot is not None:
-        check_picture(plot)
-    try:
-        rates = tuple(float(part) for part in rate.split(","))
-    except ValueError:
-        raise ConfigError(f"--rate is {rate!r}; expected numbers separated by commas, such as 1,4,inf") from None
     work = ServeWork(
-        rates=rates,
+        rates=_rates(rate),
         requests=requests,
         input_words=input_words,
         output_tokens=output_tokens,
@@ -386,20 +344,7 @@ def serve_command(
     else:
         with served(target) as server:
             result = run_load(server.url, api_key, work)
-    _save_and_show(result, json_path, lambda: print_rates(result, sys.stdout))
-    if plot is not None:
-        plot_rates(result, plot)
-
-
-def _save_and_show(
-    result: BenchResult | Roofline | ServeResult, json_path: Path | None, show: Callable[[], None]
-) -> None:
-    """Writes the file before the table, whose reader may stop reading, and shows the table also if the file fails."""
-    try:
-        if json_path is not None:
-            result.write(json_path)
-    finally:
-        show()
+    outputs.take(result, print_rates, plot_rates)
 
 
 def table_command(
@@ -416,40 +361,34 @@ def table_command(
     print("\n".join([*([markdown(others)] if others else []), *map(ablation_markdown, ablations)]))
 
 
+_COMMANDS: dict[str, Callable[..., None]] = {
+    "latency": latency_command,
+    "throughput": throughput_command,
+    "long": long_command,
+    "gaps": gaps_command,
+    "images": images_command,
+    "startup": startup_command,
+    "ablation": ablation_command,
+    "roofline": roofline_command,
+    "serve": serve_command,
+    "table": table_command,
+}
+
+
+def make_bench_app() -> typer.Typer:
+    """The group of commands."""
+    app = typer.Typer(help="Measure speed: on the project's benchmark, against other engines, kernel by kernel.")
+    for name, command in _COMMANDS.items():
+        app.command(name)(command)
+    return app
+
+
 def _latency_work(
     model: str, batch: str | None, input_len: int | None, output_len: int | None, repeats: int
 ) -> workloads.LatencyWork:
-    """Complete what was asked for: on a GPU by the benchmark's own sizes, on a CPU by what ends soon, and say so."""
-    given: dict[str, Any] = {
-        "batches": None if batch is None else _numbers("--batch", batch),
-        "input_len": input_len,
-        "output_len": output_len,
-    }
-    asked = {name: value for name, value in given.items() if value is not None}
-    work = workloads.LatencyWork(**asked, repeats=repeats)  # a mistake is told before anything is started
-    if len(asked) == len(given):
-        return work
-
-    from mllm_compile.bench.measure.harness import serves_on_cpu
-
-    if not serves_on_cpu(model):
-        return work
-    smaller: dict[str, Any] = {
-        "batches": workloads.CPU_BATCHES,
-        "input_len": workloads.CPU_INPUT_LEN,
-        "output_len": workloads.CPU_OUTPUT_LEN,
-    }
-    work = workloads.LatencyWork(**(smaller | asked), repeats=repeats)
-    batches = " and ".join(map(str, work.batches))
-    _tell_small(
-        f"batches of {batches}, prompts of {work.input_len} tokens, {work.output_len} new ones",
-        "--batch, --input-len and --output-len",
-    )
-    return work
-
-
-def _tell_small(sizes: str, options: str) -> None:
-    print(f"on a CPU: {sizes}; {options} set others", file=sys.stderr, flush=True)
+    sizes = {"input_len": input_len, "output_len": output_len, "repeats": repeats}
+    batches = None if batch is None else _numbers("--batch", batch)
+    return _work(workloads.LatencyWork, model, batches=batches, **sizes)
 
 
 def _points(text: str) -> tuple[tuple[int, int], ...]:
@@ -465,6 +404,13 @@ def _numbers(option: str, text: str) -> tuple[int, ...]:
         return tuple(int(part) for part in text.split(","))
     except ValueError:
         raise ConfigError(f"{option} is {text!r}; expected whole numbers separated by commas, such as 1,8,64") from None
+
+
+def _rates(text: str) -> tuple[float, ...]:
+    try:
+        return tuple(float(part) for part in text.split(","))
+    except ValueError:
+        raise ConfigError(f"--rate is {text!r}; expected numbers separated by commas, such as 1,4,inf") from None
 
 
 def _names(text: str) -> list[str]:

@@ -58,7 +58,8 @@ def list_command(cache_dir: DirOption = None) -> None:
     for runtime in runtimes:
         if runtime.problem is not None:
             print(f"{runtime.folder.name} is {_state(runtime.problem)}: {runtime.problem}")
-    print(f"{len(runtimes)} runtimes, {format_bytes(sum(runtime.num_bytes for runtime in runtimes))}")
+    count = f"{len(runtimes)} runtime{'s' * (len(runtimes) != 1)}"
+    print(f"{count}, {format_bytes(sum(runtime.num_bytes for runtime in runtimes))}")
     compilers = compiler_cache(folder)
     print(f"kept by compilers in {compilers.name}/: {format_bytes(folder_bytes(compilers))}")
     bytecode = bytecode_cache(folder)

@@ -49,26 +49,42 @@ def chat_command(
         settings["temperature"] = temperature
     reporter = reporter_of(verbose, quiet)
     if "://" in target:
-        converse(_server(target, api_key), system, settings, is_quiet=quiet)
+        _end(converse(_server(target, api_key), system, settings, is_quiet=quiet))
         return
     config = config_or_runtime(target)  # a mistake is told before anything heavy is imported
     from mllm_compile.engine.engine import Engine
 
     with Engine(config, reporter=reporter) as engine:
-        converse(_engine(engine), system, settings, is_quiet=quiet)
+        answered_all = converse(_engine(engine), system, settings, is_quiet=quiet)
+    _end(answered_all)
 
 
-def converse(ask: Ask, system: str | None, settings: Settings, *, is_quiet: bool = False) -> None:
-    """Reads messages and commands from standard input until it ends, and prints answers as they come."""
+def _end(answered_all: bool) -> None:
+    """Tells a script that a message of its got no answer."""
+    if not answered_all and not _is_terminal():
+        raise typer.Exit(1)
+
+
+def _is_terminal() -> bool:
+    return sys.stdin is not None and sys.stdin.isatty()
+
+
+def converse(ask: Ask, system: str | None, settings: Settings, *, is_quiet: bool = False) -> bool:
+    """Reads messages and commands from standard input until it ends, and prints answers as they come.
+
+    Returns:
+        True if every message got an answer.
+    """
     start = [] if system is None else [{"role": "system", "content": system}]
     messages = list(start)
-    is_terminal = sys.stdin is not None and sys.stdin.isatty()
+    is_terminal = _is_terminal()
+    answered_all = True
     if is_terminal and not is_quiet:
         print(_HELP, file=sys.stderr)
     while True:
         line = _read(is_terminal)
         if line is None or line.split()[:1] == ["/quit"]:
-            return
+            return answered_all
         if line == "/reset":
             messages = list(start)
         elif line.startswith("/set"):
@@ -79,6 +95,7 @@ def converse(ask: Ask, system: str | None, settings: Settings, *, is_quiet: bool
             messages.append({"role": "user", "content": line})
             answer = _answer(ask, messages, settings, is_quiet)
             if answer is None:
+                answered_all = False
                 messages.pop()
             else:
                 messages.append({"role": "assistant", "content": answer})

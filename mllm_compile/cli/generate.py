@@ -31,8 +31,11 @@ def generate_command(
         str, typer.Option(help="The text to go on from; - reads it from standard input, less a newline at its end.")
     ],
     image: Annotated[
-        list[Path] | None,
-        typer.Option(help="A picture's file, before the prompt in a user's message. May be given several times."),
+        list[str] | None,
+        typer.Option(
+            help="A picture's file, before the prompt in a user's message; or an address, from a host that the "
+            "config allows. May be given several times."
+        ),
     ] = None,
     max_tokens: Annotated[int, typer.Option(help="Most tokens to generate.")] = 128,
     temperature: Annotated[
@@ -147,15 +150,16 @@ def _read(text_or_file: str | None, *signs: str) -> str | None:
         ) from None
 
 
-def _picture(path: Path) -> bytes:
-    """The bytes of a picture's file, before anything is compiled.
+def _picture(path: str) -> bytes | str:
+    """The bytes of a picture's file, before anything is compiled; an address as it is, which the engine may fetch.
 
     Raises:
         RequestError: it cannot be read.
     """
     from mllm_compile.media.sources import read_image
 
-    return read_image(path, "--image", local_paths=True).frames[0].data
+    source = read_image(path, "--image", local_paths=True).frames[0]
+    return source.url or source.data
 
 
 def _surely_has_no_tokenizer(config: EngineConfig) -> bool:

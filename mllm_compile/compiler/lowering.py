@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from mllm_compile.passes.base import PassTarget, SmallWeights
     from mllm_compile.passes.pipeline import Observer, PassReport
     from mllm_compile.runtime.config_sections import RuntimeSection
+    from mllm_compile.runtime.program.spec import Program
     from mllm_compile.runtime.quantised.scheme import WeightScheme
     from mllm_compile.runtime.weights.loader import WeightSpec
 
@@ -171,6 +172,7 @@ def rewrite(config: ResolvedConfig, built: BuiltModel, trace: Trace, observer: O
     graph, reports, left_out = rewrite_graph(config, built, trace, observer=observer)
     _check_cut(graph, config.runtime)
     program = replace(build_program(graph), rope=built.hf_model.rope)
+    _check_counted(graph, program, config.runtime)
     program, decode_pieces = add_decode_attention(config, program)
     program, cascade_pieces = add_cascade_attention(config, program)
     program, prefill_pieces = add_prefill_attention(config, program)
@@ -256,6 +258,19 @@ def _check_cut(graph: fx.GraphModule, runtime: RuntimeSection) -> None:
         raise ConfigError(
             f"runtime.expert_parallel_size is {size}, and layers of this model carry a state, which are served on one "
             "rank or cut over several. Set runtime.tensor_parallel_size in its place."
+        )
+
+
+def _check_counted(graph: fx.GraphModule, program: Program, runtime: RuntimeSection) -> None:
+    """Refuses to count the choices of layers that are computed for one rank's tokens alone."""
+    from mllm_compile.passes.base import WEIGHT_CUTS
+
+    whole = [name for name in program.counted_experts if name not in graph.meta.get(WEIGHT_CUTS, {})]
+    if runtime.expert_parallel_size > 1 and whole:
+        raise ConfigError(
+            f"runtime.expert_stats is set, and {whole[0]} is not spread over {runtime.expert_parallel_size} ranks: "
+            "each would count its own tokens there. Set runtime.expert_stats: false, or another "
+            "runtime.expert_parallel_size."
         )
 
 

@@ -74,8 +74,8 @@ def build_program(graph: fx.GraphModule) -> Program:
     layers: tuple[LayerSpec, ...] = tuple(graph.meta[ATTENTION_LAYERS])
     output = next(node for node in graph.graph.nodes if node.op == "output")
     logits, *others = output.args[0]
-    sinks = [layer.sinks for layer in layers if layer.sinks]
-    weights = tuple(dict.fromkeys([*weight_shapes(graph), *sinks]))
+    of_layers = [name for layer in layers for name in (layer.sinks, layer.up_projection) if name]
+    weights = tuple(dict.fromkeys([*weight_shapes(graph), *of_layers]))
     expert_weights, counted = _experts(graph)
     return Program(
         tuple(steps),

@@ -73,10 +73,7 @@ def detect_device(asked: str) -> DeviceInfo:
 
 
 # What experts that are spread over ranks do without.
-_NOT_SPREAD = {
-    "deterministic": "steps have as many tokens as the rank that has most",
-    "expert_stats": "counts would be those of one rank's tokens",
-}
+_NOT_SPREAD = {"deterministic": "steps have as many tokens as the rank that has most"}
 
 
 def check_ranks(runtime: RuntimeSection) -> None:
@@ -87,6 +84,8 @@ def check_ranks(runtime: RuntimeSection) -> None:
         ConfigError: the model is to run without what is cut over ranks, or in two ways that do not go together.
     """
     num_ranks = runtime.num_ranks
+    if runtime.enable_dbo:
+        _check_overlap(runtime)
     if num_ranks == 1:
         return
     if runtime.tensor_parallel_size > 1 and runtime.expert_parallel_size > 1:
@@ -116,6 +115,21 @@ def check_ranks(runtime: RuntimeSection) -> None:
             f"runtime.{key} is {num_ranks} from {runtime.device} on, which takes as many GPUs; torch "
             f"sees {count}, cuda:0 to cuda:{count - 1}. Set a smaller one, or another device."
         )
+
+
+def _check_overlap(runtime: RuntimeSection) -> None:
+    why = None
+    if runtime.tensor_parallel_size == 1:
+        why = "runtime.tensor_parallel_size is 1: there are no sums over ranks to hide"
+    elif runtime.deterministic:
+        why = "with runtime.deterministic no number may go by where a step is cut"
+    elif runtime.dbo_prefill_token_threshold > runtime.max_num_batched_tokens:
+        why = (
+            f"no step has the {runtime.dbo_prefill_token_threshold} tokens of runtime.dbo_prefill_token_threshold, as "
+            f"runtime.max_num_batched_tokens is {runtime.max_num_batched_tokens}"
+        )
+    if why is not None:
+        raise ConfigError(f"runtime.enable_dbo is true, but {why}. Set runtime.enable_dbo: false.")
 
 
 def is_hopper(device: str) -> bool:

@@ -49,7 +49,7 @@ _NAMES_ELSEWHERE = {
     "block_size": "runtime.page_size",
     "chunked_prefill_size": "runtime.max_num_batched_tokens",
     "disable_cascade_attn": "runtime.cascade_attention: false",
-    "enable_expert_parallel": "runtime.expert_parallel_size, the number of ranks",
+    "enable_expert_parallel": "runtime.expert_parallel_size: 2",  # of as many ranks
     "enforce_eager": "cudagraph.mode: none",
     "disable_cuda_graph": "cudagraph.mode: none",
     "cudagraph_capture_sizes": "cudagraph.decode_requests",
@@ -61,6 +61,12 @@ _NOT_THERE = {
     "pipeline_parallel_size": "layers are not spread; runtime.tensor_parallel_size cuts each over several GPUs",
     "data_parallel_size": "an engine is one replica; serve others on other GPUs, or spread a mixture's experts: "
     "runtime.expert_parallel_size",
+    "all2all_backend": "tokens go to spread experts and back by NCCL",
+    "disable_custom_all_reduce": "which sums over ranks are by kernels of ours is measured, not set (docs/parallel.md)",
+    "enable_eplb": "spread experts stay where they are; runtime.expert_stats shows how unevenly they are chosen",
+    "dbo_decode_token_threshold": "steps with prompts alone are divided: runtime.dbo_prefill_token_threshold",
+    "nnodes": "ranks are of one machine; replicas on several are by Ray Serve (docs/server.md)",
+    "data_parallel_size_local": "ranks are of one machine; runtime.expert_parallel_size spreads a mixture's experts",
     "enable_lora": "adapters are not applied; merge one into its model, and serve that",
     "speculative_config": "no tokens are drafted",
     "cpu_offload_gb": "weights and KV cache lie on the device",

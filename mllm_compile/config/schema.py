@@ -144,6 +144,14 @@ class RuntimeConfig(Section):
     """Ranks that each have a part of a mixture's experts and requests of their own, with their keys and values; other
     weights are whole on each. max_running_requests and max_num_batched_tokens are then of each rank."""
 
+    enable_dbo: bool = False
+    """With tensor_parallel_size: compute steps with prompts in two halves beside each other (dual batch overlap), so
+    that sums over ranks of one are hidden behind the other's work. docs/parallel.md says what it was measured to
+    give."""
+
+    dbo_prefill_token_threshold: PositiveInt = 2048
+    """Least tokens of a step that enable_dbo divides."""
+
     distributed_executor_backend: Literal["mp", "ray"] = "mp"
     """Ranks are started on this host by the engine's process (mp), or by Ray, in a placement group."""
 
@@ -187,8 +195,9 @@ class RuntimeConfig(Section):
     and some prefix would pay."""
 
     copy_prefix: bool = True
-    """Long prompts read the keys and values of their earlier chunks from a copy in which they lie one after another,
-    where that is estimated to be faster than from their pages: on Hopper, and up to 256 MiB of them a layer."""
+    """Long prompts read the keys and values of their earlier chunks as they lie one after another, where that is
+    estimated to be faster than from their pages: where these follow each other, or from a copy of up to 256 MiB of them
+    a layer. On Hopper."""
 
     divide_prefix: bool = True
     """Where few tokens of one long prompt are computed in a step, as beside running answers, the GPU's multiprocessors

@@ -7,6 +7,7 @@ threads may use one engine at once; AsyncEngine (async_engine.py) serves asyncio
 from __future__ import annotations
 
 import sys
+import time
 import weakref
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
@@ -17,6 +18,7 @@ from mllm_compile.engine.loop import EngineCore
 from mllm_compile.engine.outputs import RequestOutput
 from mllm_compile.engine.parts import EngineParts
 from mllm_compile.engine.requests import (
+    FIRST_PART,
     Message,
     Prompt,
     Prompts,
@@ -42,6 +44,9 @@ if TYPE_CHECKING:
 # Work that is over before this shows no bar.
 _BAR_AFTER_S = 1.0
 _BAR_INTERVAL_S = 0.1
+# The engine's thread needs the interpreter to launch the first step of a call's first prompts, before the others are
+# made. It would get it after 5 ms.
+_AWAY_S = 1e-4
 
 
 # vLLM's arguments of a call, and what to use here.
@@ -67,7 +72,16 @@ def _unknown_of_a_call(name: str, known: Seq[str]) -> RequestError:
 class Engine:
     """Serves one model.
 
-    Use it as a context manager or call `close()`: both give all memory back. `timeline` says how long its start took.
+    Use it as a context manager or call `close()`: both give all memory back. Any thread may call it.
+
+    Attributes:
+        config: the config with every `auto` resolved.
+        folder: the folder of the runtime that it serves.
+        tokenizer: None for a model that came without one, which takes token ids alone.
+        vocab_size: prompts hold ids below it.
+        eos_token_ids: the ids that end an answer.
+        default_params: the SamplingParams of a request that has none, from the model's generation_config.json.
+        timeline: the seconds of each stage of its start.
 
     Args:
         config: a hub id, a model's folder, a YAML file, or what that would hold as an EngineConfig or a dict (compiles
@@ -162,8 +176,7 @@ class Engine:
 
         Of several prompts, one that is refused or whose step failed does not hurt the others: its output has
         `finish_reason` "error" and says why in `error`; one warning in the log says how many were refused and why. A
-        single prompt raises that error instead. An interruption
-        (Ctrl-C) aborts the prompts of this call, and the engine can be used on.
+        single prompt raises that error instead. Ctrl-C aborts the prompts of this call; the engine can be used on.
 
         Args:
             prompts: a text, a list of token ids, vLLM's dict of either (`{"prompt": …}`, `{"prompt_token_ids": …}`,
@@ -181,8 +194,8 @@ class Engine:
             MllmError: the step of a single prompt failed.
             EngineDeadError: the engine is closed, or dead after an error on the device.
         """
-        submissions = self.builder.build(prompts, sampling_params, priority)
-        return self._answer(submissions, is_single_prompt(prompts), progress)
+        parts = self.builder.build(prompts, sampling_params, priority)
+        return self._answer(parts, is_single_prompt(prompts), progress)
 
     def chat(
         self,
@@ -200,22 +213,33 @@ class Engine:
                 texts and images in OpenAI's form (docs/images.md).
             sampling_params, progress, priority: as in generate.
             template_options: variables of the model's chat template, such as `tools` or `enable_thinking=False`.
+
+        Returns, raises:
+            as generate; RequestError also for a model without a chat template, and an option that it does not read.
         """
         submissions, is_single = self.builder.build_chats(messages, sampling_params, template_options, priority)
-        return self._answer(submissions, is_single, progress)
+        return self._answer([submissions], is_single, progress)
 
-    def _answer(self, submissions: list[Submission], is_single: bool, progress: bool | None) -> list[RequestOutput]:
-        if is_single and submissions[0].failure is not None:
-            raise submissions[0].failure.with_traceback(None)
-        accepted = [submission for submission in submissions if submission.failure is None]
-        countdown = Countdown(accepted)
-        for submission in accepted:
-            submission.sink = countdown
+    def _answer(self, parts: Iterable[list[Submission]], is_single: bool, progress: bool | None) -> list[RequestOutput]:
+        submissions: list[Submission] = []
+        accepted: list[Submission] = []
+        countdown = Countdown()
         try:
-            self.core.submit(accepted)
+            for part in parts:
+                if is_single and part[0].failure is not None:
+                    raise part[0].failure.with_traceback(None)
+                submissions += part
+                taken = [submission for submission in part if submission.failure is None]
+                accepted += taken
+                countdown.add(taken)
+                self.core.submit(taken)
+                if len(part) == FIRST_PART:
+                    time.sleep(_AWAY_S)
+            countdown.all_added()
             _wait(countdown, len(accepted), progress)
         except BaseException:
-            self.core.withdraw(accepted)
+            if accepted:
+                self.core.withdraw(accepted)
             raise
         answers = [build_answer(submission, self.tokenizer) for submission in submissions]
         if is_single and submissions[0].failure is not None:

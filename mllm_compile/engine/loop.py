@@ -40,6 +40,7 @@ logger = logging.getLogger("mllm_compile.engine")
 T = TypeVar("T")
 
 _TRIES = 3  # to tell all callers that the engine has ended
+_AWAY_S = 1e-3  # an engine that has become idle does nothing for so long
 _LOOK_S = 1.0  # an idle engine looks after so many seconds whether it was closed
 
 
@@ -144,6 +145,8 @@ class EngineCore:
         self._commands: deque[Callable[[], None]] = deque()  # taken out of the inbox; the first may be half done
         self._in_flight: _Step | None = None
         self._step_end = 0.0  # time.monotonic() when the tokens of the last step came
+        # The last step, the rows that got a token, and when these came.
+        self._uncounted: tuple[ScheduledBatch, list[int], float] | None = None
         self._submissions: dict[str, Submission] = {}
         self._live: dict[Request, Sequence] = {}  # what the scheduler holds
         self._watched: dict[Request, Sequence] = {}  # those of them whose every token matters
@@ -301,6 +304,11 @@ class EngineCore:
         """Carries out what callers want; blocks while there is nothing to do. False: the engine is to end."""
         has_work = self._in_flight is not None or self._scheduler.has_work()
         with self._condition:
+            if not (has_work or self._inbox or self._is_closing):
+                # Who waits for the tokens that came last runs first: until this thread waits, he does not.
+                self._condition.wait(_AWAY_S)
+        self._count_step()
+        with self._condition:
             while not (has_work or self._inbox or self._is_closing):
                 # Not for ever: a garbage collection right here may close the engine without waking this wait.
                 self._condition.wait(_LOOK_S)
@@ -309,6 +317,12 @@ class EngineCore:
             is_closing = self._is_closing
         self._carry_out_commands()
         return not is_closing
+
+    def _count_step(self) -> None:
+        """Counts the last step in the figures, if it was not."""
+        step, self._uncounted = self._uncounted, None
+        if step is not None:
+            self._recorder.step_over(*step)
 
     def _carry_out_commands(self) -> None:
         while self._commands:
@@ -328,6 +342,8 @@ class EngineCore:
             self._end_error = error
             self._commands += self._inbox
             self._inbox.clear()
+        with suppress(BaseException):
+            self._count_step()
         while self._commands:  # calls are answered; submissions are refused, now that _end_error is set
             with suppress(BaseException):
                 self._commands[0]()
@@ -468,7 +484,6 @@ class EngineCore:
         self._step_end = now
         result = self._scheduler.update(batch, output.token_ids, output.broken_rows.tolist())
         output.record_logprobs(result.accepted)
-        self._recorder.step_over(batch, result.accepted)
         if self._step_sink is not None:
             self._step_sink.on_step(batch, output, result)
         for request in result.broken:
@@ -485,6 +500,9 @@ class EngineCore:
             if sequence is not None:  # not watched, else it is gone already
                 sequence.end()
                 self._forget(sequence)
+        if self._step_sink is not None:
+            self._step_sink.flush()
+        self._uncounted = batch, result.accepted, now
 
     def _break(self, request: Request) -> None:
         """Fails the submission of a request that the scheduler ended because its logits were no numbers.

@@ -12,7 +12,7 @@ import logging
 import numbers
 import secrets
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from collections.abc import Sequence as Seq
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
@@ -40,6 +40,9 @@ Phrases = tuple[tuple[int, ...], ...]
 
 logger = logging.getLogger("mllm_compile.engine")
 
+# Prompts of a call that are handed over before the others are looked at. They are two steps, if they are short: the
+# second one is planned while the first runs.
+FIRST_PART = 128
 _REASONS_SHOWN = 3
 _PROMPT_KEYS = ("prompt", "prompt_token_ids", "cache_salt", "multi_modal_data")
 
@@ -74,7 +77,9 @@ class MediaSource(Protocol):
     """
 
     why_not: str | None
-    domains: AbstractSet[str]
+
+    @property
+    def domains(self) -> AbstractSet[str]: ...
 
     def check(self) -> None:
         """
@@ -147,15 +152,19 @@ class RequestBuilder:
 
     def build(
         self, prompts: Prompts, params: SamplingParams | Seq[SamplingParams] | None, priority: int = 0
-    ) -> list[Submission]:
+    ) -> Iterator[list[Submission]]:
         """One Submission a prompt, in order. A prompt that is refused carries its reason in `failure`.
 
+        They come in parts, the first of which can be computed while the others are made.
+
         Raises:
-            RequestError: `prompts` or `params` as a whole are not what is expected.
+            RequestError: `prompts` or `params` as a whole are not what is expected; before the first part.
         """
         items = as_prompt_list(prompts)
         each = self._params_of_each(params, len(items))
-        return self._submissions(self._prepare(items), each, priority)
+        for part in (slice(0, FIRST_PART), slice(FIRST_PART, None)):
+            if items[part] or part.start == 0:
+                yield self._submissions(self._prepare(items[part]), each[part], priority)
 
     def build_chats(
         self,

@@ -267,13 +267,13 @@ class StatsRecorder:
         self._finished: Counter[str] = Counter()
         self._num_broken = 0
 
-    def step_over(self, batch: ScheduledBatch, accepted: Sequence[int]) -> None:
-        """Counts a step whose tokens have reached the host.
+    def step_over(self, batch: ScheduledBatch, accepted: Sequence[int], now: float) -> None:
+        """Counts a step.
 
         Args:
             accepted: indices of the batch's rows whose token was handed out, ascending.
+            now: time.monotonic() when the tokens had reached the host.
         """
-        now = time.monotonic()
         self._num_steps += 1
         self._num_generated += len(accepted)
         self._generated.add(len(accepted), now)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from queue import Empty, SimpleQueue
 
@@ -21,11 +21,19 @@ from mllm_compile.text.detokenizer import Decoder
 class Countdown:
     """Waits for a number of submissions, and wakes once."""
 
-    def __init__(self, submissions: Iterable[Submission]) -> None:
-        self._running = set(submissions)  # the engine's thread takes them out
+    def __init__(self) -> None:
+        self._running: set[object] = {self}  # until all are added; the engine's thread takes submissions out
         self._all_ended = threading.Event()
-        if not self._running:
-            self._all_ended.set()
+
+    def add(self, submissions: Sequence[Submission]) -> None:
+        """Counts these, which the engine does not have yet; it becomes their sink."""
+        self._running.update(submissions)
+        for submission in submissions:
+            submission.sink = self
+
+    def all_added(self) -> None:
+        """Ends the adding; before `wait`."""
+        self._leave(self)
 
     @property
     def remaining(self) -> int:
@@ -35,7 +43,10 @@ class Countdown:
         raise RuntimeError("internal error: an answer that is wanted whole came as a stream")
 
     def on_end(self, submission: Submission) -> None:
-        self._running.discard(submission)
+        self._leave(submission)
+
+    def _leave(self, member: object) -> None:
+        self._running.discard(member)
         if not self._running:
             self._all_ended.set()
 

@@ -1,6 +1,7 @@
-"""Attention over latents as pieces of the program: the kernels of runtime/ops/latents/, for decodes and for prompts.
+"""Attention over latents as pieces of the program: the kernels of runtime/ops/latents/, for decodes, for prompts, and
+for prompts over keys and values made of latents.
 
-Layers alike in heads, widths and scale share both pieces.
+Layers alike in heads, widths and scale share their pieces.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from dataclasses import replace
 from mllm_compile.config.resolved import ResolvedConfig
 from mllm_compile.inductor.job import PieceInput
 from mllm_compile.kernels.piece import WrittenPiece
+from mllm_compile.runtime.attention.latent.tiles import TILE_FIELDS
 from mllm_compile.runtime.attention.layer import LayerSpec
 from mllm_compile.runtime.program.spec import LatentForms, Program
 
@@ -19,18 +21,17 @@ def add_latent_attention(config: ResolvedConfig, program: Program) -> tuple[Prog
     if config.runtime.attention_backend == "torch":
         return program, ()
     forms: dict[str, LatentForms] = {}
-    of_kinds: dict[LayerSpec, tuple[WrittenPiece, WrittenPiece]] = {}
+    of_kinds: dict[LayerSpec, tuple[WrittenPiece, ...]] = {}
     for layer in program.layers:
         if layer.is_latent:
-            kind = replace(layer, name="", layer_id=0)
+            kind = replace(layer, name="", layer_id=0, up_projection=layer.up_projection and "up_projection")
             if kind not in of_kinds:
                 of_kinds[kind] = _pieces(config, kind, len(of_kinds))
-            decode, prefill = of_kinds[kind]
-            forms[layer.name] = LatentForms(decode.name, prefill.name)
-    return replace(program, latent_attention=forms), tuple(piece for pair in of_kinds.values() for piece in pair)
+            forms[layer.name] = LatentForms(*(piece.name for piece in of_kinds[kind]))
+    return replace(program, latent_attention=forms), tuple(piece for some in of_kinds.values() for piece in some)
 
 
-def _pieces(config: ResolvedConfig, layer: LayerSpec, index: int) -> tuple[WrittenPiece, WrittenPiece]:
+def _pieces(config: ResolvedConfig, layer: LayerSpec, index: int) -> tuple[WrittenPiece, ...]:
     dtype, heads, width, value_width = config.model.dtype, layer.num_heads, layer.head_dim, layer.v_head_dim
     of = PieceInput.contiguous
     options = {"page_size": config.runtime.page_size, "sm_scale": layer.sm_scale}
@@ -66,4 +67,25 @@ def _pieces(config: ResolvedConfig, layer: LayerSpec, index: int) -> tuple[Writt
         options=options,
         gives_tensor=False,
     )
-    return decode, prefill
+    if layer.up_projection is None:
+        return decode, prefill
+    return decode, prefill, _expanded(config, layer, index)
+
+
+def _expanded(config: ResolvedConfig, layer: LayerSpec, index: int) -> WrittenPiece:
+    dtype, heads, of = config.model.dtype, layer.num_heads, PieceInput.contiguous
+    return WrittenPiece.calling(
+        "expanded_prefill",
+        {
+            "q": of(("T", heads, layer.query_dim), dtype),
+            "expanded": of(("P", heads, layer.up_key_dim + layer.up_value_dim), dtype),
+            "gathered": of(("P", layer.head_dim), dtype),
+            "tiles": of(("C", TILE_FIELDS), "int32"),
+            "out": of(("T", heads, layer.out_dim), dtype),
+            "log_sums": of(("T", heads), "float32"),
+        },
+        name=f"latent_{index}_expanded",
+        legend="T tokens, P keys of a part, C tiles",
+        options={"sm_scale": layer.sm_scale},
+        gives_tensor=False,
+    )

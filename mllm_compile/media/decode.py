@@ -46,7 +46,9 @@ def decode(data: bytes) -> np.ndarray:
                 "is broken: it begins as a picture does, but its header is cut off, or says that it has no pixel. Save "
                 "it again"
             ) from None
-        raise Refused(f"is no picture that can be read; expected a file in {_NAMES}. It begins {data[:8]!r}") from None
+        raise Refused(
+            f"is in no format that can be read; expected a file in {_NAMES}. It begins {data[:8]!r}"
+        ) from None
     except (OSError, ValueError, SyntaxError, TypeError, KeyError, IndexError, OverflowError) as error:
         raise Refused(f"has a broken header ({_reason(error)}). Save it again") from None
     width, height = image.size

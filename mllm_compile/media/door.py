@@ -120,7 +120,7 @@ class MediaDoor:
     def _open(self) -> MediaWorkers:
         self.check()
         if find_spec("PIL") is None:
-            raise RequestError("images need Pillow, which is not installed. Run: pip install 'mllm_compile[images]'.")
+            raise RequestError("images need Pillow, which is not installed. Run: pip install 'mllm-compile[images]'.")
         with self._lock:
             if self._workers is None:
                 self._workers = MediaWorkers(self._files)

@@ -43,7 +43,7 @@ def fetched(items: Sequence[SourceItem], domains: Collection[str]) -> list[Sourc
     if not asked:
         return list(items)
     with ThreadPoolExecutor(min(_AT_ONCE, len(asked)), thread_name_prefix="fetch") as pool:
-        found = iter(list(pool.map(lambda one: _fetch(*one, domains), asked)))
+        found = iter(list(pool.map(lambda one: _fetch(one[0], one[1], domains), asked)))
     return [
         replace(item, frames=tuple(frame if frame.url is None else Source(next(found)) for frame in item.frames))
         for item in items

@@ -229,12 +229,14 @@ def _of_file(path: str | bytes, where: str) -> bytes:
         # Not blocking: a pipe without a writer would hold the caller for good.
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         with os.fdopen(descriptor, "rb") as file:
-            if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-                raise RequestError(f"{where}: {shown(path)} is no regular file. Give a picture's file.")
-            return bounded(file.read(MAX_FILE_BYTES + 1), where)
+            is_file = stat.S_ISREG(os.fstat(descriptor).st_mode)
+            data = file.read(MAX_FILE_BYTES + 1) if is_file else b""
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
         raise RequestError(f"{where}: {shown(path)} cannot be read ({reason}). Give a picture's file.") from None
+    if not is_file:
+        raise RequestError(f"{where}: {shown(path)} is no regular file. Give a picture's file.")
+    return bounded(data, where)
 
 
 def _of_array(pixels: np.ndarray, where: str) -> Source:

@@ -106,6 +106,8 @@ def all_names(program: Program, shapes: Mapping[str, Sequence[int]]) -> dict[str
         found = sorted(positions[layer] for layer, one in program.latent_attention.items() if one == pair)
         names[pair.decode] = f"{_layers(found)}: attention of decodes over latents"
         names[pair.prefill] = f"{_layers(found)}: attention of prompts over latents"
+        if pair.expanded is not None:
+            names[pair.expanded] = f"{_layers(found)}: attention of prompts over keys and values made of latents"
     if program.sampling is not None:
         greedy, from_logits, from_scores = program.sampling.piece_ids()
         names |= {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import difflib
 import hmac
 import ipaddress
 import logging
@@ -170,6 +171,8 @@ async def _not_found(path: str, error: HTTPException, send: Send) -> None:
         return
     paths = {path for _, path in paths_of()}
     bare = path.rstrip("/")
-    meant = next((like for like in (bare, f"/v1{bare}") if like in paths), None)
-    hint = "" if meant is None else f"; did you mean {meant}?"
+    meant = [like for like in (bare, f"/v1{bare}") if like in paths] or difflib.get_close_matches(
+        bare, paths, n=1, cutoff=0.85
+    )
+    hint = f"; did you mean {meant[0]}?" if meant else ""
     await respond_error(send, ApiError(error.status_code, f"there is no {path}{hint}"))

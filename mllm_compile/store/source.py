@@ -63,7 +63,7 @@ class ArtifactSource:
             self._kernels.result()
             linked = linking.result()
             executor, layers = linked.bind(weights, self._rank)
-        sizes = artifact.sizes
+        sizes, num_ranks = artifact.sizes, self._config.runtime.expert_parallel_size
         return LoadedModel(
             executor=executor,
             layers=layers,
@@ -77,7 +77,8 @@ class ArtifactSource:
             decode_loop=linked.decode_loop,
             media=linked.bind_media(weights),
             num_experts={
-                name.rpartition(".")[0]: artifact.program.expert_weights[name].num_experts
+                # Of weights that are spread over ranks, which are all that such a program counts.
+                name.rpartition(".")[0]: artifact.program.expert_weights[name].num_experts * num_ranks
                 for name in artifact.program.counted_experts
             },
             num_attention_heads=sizes.num_attention_heads,

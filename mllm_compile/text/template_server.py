@@ -141,12 +141,10 @@ class Templates:
         unread = sorted(variables - compiled.variables)
         if unread:
             given = {"messages", "add_generation_prompt", *self._special_tokens}
-            known = ", ".join(sorted(compiled.variables - given)) or "none"
+            known = _cut(", ".join(sorted(compiled.variables - given)))
             name = unread[0] if unread[0].isidentifier() and len(unread[0]) <= _MAX_NAME else shown(unread[0])
-            raise Refused(
-                f"{name}: the model's chat template reads no such variable; beside messages and "
-                f"add_generation_prompt it may read: {_cut(known)}.{_OF_VLLM.get(name, '')}"
-            )
+            others = f"; beside messages and add_generation_prompt it may read: {known}" if known else ", only messages"
+            raise Refused(f"{name}: the model's chat template reads no such variable{others}.{_OF_VLLM.get(name, '')}")
 
 
 def _reason(error: Exception) -> str:

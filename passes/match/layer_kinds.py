@@ -88,12 +88,14 @@ class AttentionKind(LayerKind):
         slopes: Any = node.args[8] if len(node.args) > 8 else None
         chunk: Any = node.args[9] if len(node.args) > 9 else 0
         latent: Any = node.args[10] if len(node.args) > 10 else 0
+        up: Any = node.args[11] if len(node.args) > 11 else None
+        width, out_width = q.meta["val"].shape[2], node.meta["val"].shape[2]  # type: ignore[union-attr]
         return LayerSpec(
             name=name,
             layer_id=index,
             num_heads=q.meta["val"].shape[1],  # type: ignore[union-attr]
             num_kv_heads=k.meta["val"].shape[1],  # type: ignore[union-attr]
-            head_dim=q.meta["val"].shape[2],  # type: ignore[union-attr]
+            head_dim=k.meta["val"].shape[2],  # type: ignore[union-attr]
             v_head_dim=int(latent) or v.meta["val"].shape[2],  # type: ignore[union-attr]
             sm_scale=float(sm_scale),  # type: ignore[arg-type]
             logits_soft_cap=float(logits_soft_cap),  # type: ignore[arg-type]
@@ -102,10 +104,13 @@ class AttentionKind(LayerKind):
             alibi_slopes=tuple(slopes or ()),
             chunk=int(chunk),
             is_latent=bool(latent),
+            up_projection=None if up is None else up.meta["weight_name"],
+            up_key_dim=0 if up is None else int(width - (k.meta["val"].shape[2] - latent)),  # type: ignore[union-attr]
+            up_value_dim=0 if up is None else int(out_width),
         )
 
     def out_shape(self, spec: LayerSpec) -> tuple[int, ...]:
-        return spec.num_heads, spec.v_head_dim
+        return spec.num_heads, spec.out_dim
 
     def arguments(self, node: fx.Node, buffer: fx.Node, name: str) -> tuple[Any, ...]:
         return (*node.args[:3], buffer, name)

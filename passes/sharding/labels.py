@@ -20,6 +20,7 @@ from mllm_compile.passes.base import IS_CONSTANT, SMALL_WEIGHTS, SmallWeights
 from mllm_compile.passes.match.nodes import LINEAR, is_attention, is_call, is_op, is_symbolic, is_weight
 from mllm_compile.passes.sharding.cells import WHOLE, Cells
 from mllm_compile.passes.sharding.states import is_state, label_state, operands_of
+from mllm_compile.runtime.ops.experts.shapes import takes_part
 from mllm_compile.runtime.quantised.scheme import WeightScheme
 
 _TOKENS, _ROWS = 3, 2  # in place of T and S
@@ -191,7 +192,7 @@ class Labelling:
         self._places: dict[fx.Node, tuple[str, np.ndarray]] = {}  # what is made of one parameter: where each was in it
         self._shapes: dict[str, tuple[int, ...]] = {}  # of these parameters
         self._met: dict[str, list[tuple[np.ndarray, Labels]]] = defaultdict(list)  # their places, and what met them
-        self._small = gm.meta.get(SMALL_WEIGHTS, SmallWeights({})).schemes
+        self._small: SmallWeights = gm.meta.get(SMALL_WEIGHTS, SmallWeights({}))
         self._sizes = _sizes_of(gm)
         for node in gm.graph.nodes:
             self._label(node)
@@ -357,8 +358,8 @@ class Labelling:
         if cut:
             is_alone = cut == [product.source] and not product.is_from_left
             labels = self._of_features(product.source) if is_alone else None
-            if labels is not None and name in self._small:
-                self._join_groups(labels, self._small[name])
+            if labels is not None and (scheme := self._scheme_of(product)) is not None:
+                self._join_groups(labels, scheme)
             if labels is not None and not self._is_enough(labels):
                 self._note_means_of(labels)
             if labels is None or (labels == WHOLE).any() or not self._is_enough(labels) or name in self._whole:
@@ -393,6 +394,16 @@ class Labelling:
         for row in rows[1:]:
             self.cells.join(rows[0], row)
         return rows[0]
+
+    def _scheme_of(self, product: Product) -> WeightScheme | None:
+        """The scheme in which a rank's part of the weight can lie in memory; None: it is plain."""
+        weight = product.weight
+        name, shape = weight.meta["weight_name"], weight.meta["val"].shape
+        if len(shape) == 2:
+            return self._small.schemes.get(name)
+        scheme = (self._small.transposed if product.inputs == 1 else self._small.schemes).get(name)
+        is_kept = scheme is not None and takes_part(scheme, int(shape[product.inputs]), self._num_ranks)
+        return scheme if is_kept else None
 
     def _join_groups(self, labels: Labels, scheme: WeightScheme) -> None:
         """Joins inputs that share a scale, where a row has several, or a byte."""

@@ -175,6 +175,15 @@ class AttentionBackend(ABC):
         """Plan a step of `num_tokens` for capture; it will serve any decodes and prompts of as many tokens or fewer."""
         raise NotImplementedError(f"{type(self).__name__} captures no steps with prompts")
 
+    def begin_captured_mixed(self, num_tokens: int, rows: torch.Tensor) -> None:
+        """Put on the stream what such a capture begins with.
+
+        Args:
+            rows: [N] int64, the requests' rows of the table of slots at each replay; 0 of padding, up to as many as the
+                step may have.
+        """
+        raise NotImplementedError(f"{type(self).__name__} captures no steps with prompts")
+
     def init_forward_metadata_replay_mixed(self, num_tokens: int, batch: ForwardBatch) -> None:
         """Plan again before a replay of the captured step of `num_tokens`, for `batch`, EXTEND or MIXED."""
         raise NotImplementedError(f"{type(self).__name__} captures no steps with prompts")

@@ -42,9 +42,12 @@ class AttendingModel(Protocol):
 
 
 def make_attention_backend(
-    config: RunnerConfig, model: AttendingModel, req_to_token_pool: ReqToTokenPool, device: torch.device
+    config: RunnerConfig, model: AttendingModel, req_to_token_pool: ReqToTokenPool, device: torch.device, part: int = 0
 ) -> AttentionBackend:
     """The backend that config.runtime.attention_backend names.
+
+    Args:
+        part: which part of steps it is for, where parts run beside each other.
 
     Raises:
         ConfigError: there is none of that name, or it cannot compute in the model's dtype.
@@ -62,6 +65,7 @@ def make_attention_backend(
             max_requests=config.max_rows * config.runtime.expert_parallel_size,
             page_size=runtime.page_size,
             dtype=config.dtype,
+            part=part,
         )
     if runtime.attention_backend == "flashinfer":
         from mllm_compile.runtime.attention.flashinfer_backend import FlashInferAttnBackend
@@ -81,5 +85,6 @@ def make_attention_backend(
             cascades=model.cascades,
             copy_prefix=runtime.copy_prefix,
             divide_prefix=runtime.divide_prefix,
+            part=part,
         )
     raise ConfigError(f"runtime.attention_backend: expected flashinfer or torch, got {runtime.attention_backend!r}")

@@ -106,6 +106,7 @@ class FlashInferAttnBackend(AttentionBackend):
         cascades: Mapping[str, DecodePiece] | None = None,
         copy_prefix: bool = True,
         divide_prefix: bool = True,
+        part: int = 0,
     ) -> None:
         """
         Args:
@@ -119,6 +120,7 @@ class FlashInferAttnBackend(AttentionBackend):
             cascades: layer → the program's own kernel for captured decodes that begin with the same pages.
             copy_prefix: prefills may read keys and values from a copy, where that is estimated to be faster.
             divide_prefix: blocks may share the keys before a prompt's new tokens, likewise.
+            part: which part of steps it serves, where parts run beside each other.
 
         Raises:
             DeviceError: FlashInfer is not installed, lacks a kernel, or `device` is no CUDA device.
@@ -139,9 +141,9 @@ class FlashInferAttnBackend(AttentionBackend):
 
         self._num_sms = torch.cuda.get_device_properties(self.device).multi_processor_count
         num_bytes = workspace_bytes(self.groups, max_req_pool_size, self._num_sms)
-        self._workspace = float_workspace(self.device, num_bytes)
+        self._workspace = float_workspace(self.device, num_bytes, part)
         self._split_space, self._group_decodes = self._make_group_decodes(max_req_pool_size, decoders or {})
-        self._copies = self._make_copy_space(max_req_pool_size) if copy_prefix else None
+        self._copies = self._make_copy_space(max_req_pool_size, part) if copy_prefix else None
         self._merge = self._flashinfer.merge_state_in_place if divide_prefix else None
         own = {self._group_of[name]: piece for name, piece in prefills.items()}
         self._has_own_prefills = bool(own)
@@ -238,6 +240,7 @@ class FlashInferAttnBackend(AttentionBackend):
             lambda window_left: pages_of(window_left).part(num_decodes, common.num_reqs),
             batch.seq_lens[: common.num_reqs],
             starts.numpy(),
+            first_slot=batch.first_slot if len(prefix_lens) == 1 else None,
             slots=lambda: self._slots_of_prefills(batch, num_decodes),
         )
         wrappers = [group.plan(rows) for group in self._group_prefills]
@@ -304,13 +307,13 @@ class FlashInferAttnBackend(AttentionBackend):
         prefills = [prefill for prefill in self._group_prefills if isinstance(prefill, GroupPrefill)]
         return MixedSteps(decodes, prefills, self._split_space, max_requests, self.device)
 
-    def _make_copy_space(self, max_requests: int) -> CopySpace | None:
+    def _make_copy_space(self, max_requests: int, part: int) -> CopySpace | None:
         """Memory for copies of keys and values; None: the kernel that would read them serves no layer."""
         if not any(map(self._has_fa3, self.groups)):
             return None
         widest = max(group.num_kv_heads * group.head_dim for group in self.groups)
         needed = 2 * widest * self.kv_cache_dtype.itemsize * max_requests * self.max_context_len
-        return CopySpace(copy_space(self.device, min(needed, MOST_COPIED_BYTES)))
+        return CopySpace(copy_space(self.device, min(needed, MOST_COPIED_BYTES), part))
 
     def _has_fa3(self, group: PlanGroup) -> bool:
         is_hopper = torch.cuda.get_device_properties(self.device).major == 9
@@ -540,19 +543,22 @@ class FlashInferAttnBackend(AttentionBackend):
     def runs_well_captured(self, batch: ForwardBatch) -> bool:
         common = CommonAttentionMetadata.of(batch)
         num_decodes, *_ = split_decodes_and_prefills(common)
-        query_lens = np.diff(common.query_start_loc_cpu.numpy())[num_decodes:]
         prefix_lens = common.num_computed_tokens_cpu.numpy()[num_decodes:]
+        query_lens = common.seq_lens_cpu.numpy()[num_decodes:] - prefix_lens
         prefills = [group for group in self._group_prefills if isinstance(group, GroupPrefill)]
-        return all(group.runs_well_captured(query_lens, prefix_lens) for group in prefills)
+        first_slot = batch.first_slot if len(prefix_lens) == 1 else None
+        return all(group.runs_well_captured(query_lens, prefix_lens, first_slot) for group in prefills)
 
     def init_forward_metadata_capture_mixed(self, num_tokens: int) -> None:
         self._set_mixed(self._captured_mixed.capture(num_tokens))
 
+    def begin_captured_mixed(self, num_tokens: int, rows: torch.Tensor) -> None:
+        self._captured_mixed.begin(num_tokens, rows)
+
     def init_forward_metadata_replay_mixed(self, num_tokens: int, batch: ForwardBatch) -> None:
         common = CommonAttentionMetadata.of(batch)
         num_decodes, *_ = split_decodes_and_prefills(common)
-        rows = batch.req_pool_indices[: batch.batch_size]
-        self._set_mixed(self._captured_mixed.replay(num_tokens, common, rows, num_decodes))
+        self._set_mixed(self._captured_mixed.replay(num_tokens, common, batch.req_pool_indices, num_decodes))
 
     @property
     def _captured_mixed(self) -> MixedSteps:

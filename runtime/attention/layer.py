@@ -43,6 +43,12 @@ class LayerSpec:
     alibi_slopes: tuple[float, ...] = ()
     chunk: int = 0  # tokens see keys of their own chunk of so many positions alone; 0: there are no chunks
     is_latent: bool = False  # values are the first v_head_dim columns of the keys, which alone are cached
+    # Of latents that attention itself turns into keys and values: the name of the weight [H * (n + v), v_head_dim] that
+    # makes n columns of each head's keys out of a latent, and its v values. Queries are n + head_dim - v_head_dim wide
+    # then and outputs v; the other widths are those of what is cached.
+    up_projection: str | None = None
+    up_key_dim: int = 0  # n
+    up_value_dim: int = 0  # v
 
     @cached_property
     def params(self) -> PerLayerParameters:
@@ -61,6 +67,21 @@ class LayerSpec:
         return self.alibi_slopes[first : first + self.num_heads]
 
     @property
+    def rotated_dim(self) -> int:
+        """The columns of a cached key beside its latent."""
+        return self.head_dim - self.v_head_dim
+
+    @property
+    def query_dim(self) -> int:
+        """The width of the queries that attention is given."""
+        return self.head_dim if self.up_projection is None else self.up_key_dim + self.rotated_dim
+
+    @property
+    def out_dim(self) -> int:
+        """The width of a head's output."""
+        return self.v_head_dim if self.up_projection is None else self.up_value_dim
+
+    @property
     def cache_shape(self) -> tuple[int, int, int]:
         """(Hk, D, Dv): what a token's keys and values take in the KV cache; Dv is 0 where values are part of keys."""
         return self.num_kv_heads, self.head_dim, 0 if self.is_latent else self.v_head_dim
@@ -68,12 +89,14 @@ class LayerSpec:
 
 @dataclass(frozen=True, eq=False)
 class AttentionLayer(LayerSpec):
-    """A LayerSpec with its weight. Equal to another of the same spec."""
+    """A LayerSpec with its weights. Equal to another of the same spec."""
 
     sink_logits: torch.Tensor | None = None  # [H] float: the weight that `sinks` names
+    up_weight: torch.Tensor | None = None  # [H * (n + v), v_head_dim]: the weight that `up_projection` names
 
     @classmethod
     def of(cls, spec: LayerSpec, weights: Mapping[str, torch.Tensor], rank: int = 0) -> AttentionLayer:
-        """Binds `spec` to its weight in `weights`, and to the slopes of the rank's heads."""
+        """Binds `spec` to its weights in `weights`, and to the slopes of the rank's heads."""
         own = replace(spec, alibi_slopes=spec.slopes_of(rank))
-        return cls(**asdict(own), sink_logits=None if spec.sinks is None else weights[spec.sinks])
+        sinks, up = (None if name is None else weights[name] for name in (spec.sinks, spec.up_projection))
+        return cls(**asdict(own), sink_logits=sinks, up_weight=up)

@@ -59,7 +59,7 @@ class CommonAttentionMetadata:
         else:
             query_lens = np.ones_like(seq_lens)
         starts = np.zeros(batch.batch_size + 1, dtype=np.int32)
-        np.cumsum(query_lens, out=starts[1:])
+        np.add.accumulate(query_lens, out=starts[1:])
         return cls(
             batch=batch,
             query_start_loc_cpu=torch.from_numpy(starts),
@@ -68,7 +68,7 @@ class CommonAttentionMetadata:
             num_computed_tokens_cpu=torch.from_numpy(seq_lens - query_lens),
             num_reqs=batch.batch_size,
             num_actual_tokens=int(starts[-1]),
-            max_query_len=int(query_lens.max(initial=0)),
+            max_query_len=max(query_lens.tolist(), default=0),
             block_table=batch.req_to_token_pool.req_to_token,
             slot_mapping=batch.out_cache_loc,
         )
@@ -153,7 +153,8 @@ def split_decodes_and_prefills(common: CommonAttentionMetadata, decode_threshold
     if common.max_query_len <= decode_threshold:
         return common.num_reqs, 0, common.num_actual_tokens, 0
     starts = common.query_start_loc_cpu.numpy()
-    num_decodes = int(np.argmax(np.diff(starts) > decode_threshold))
+    # Of prompts alone, whose launch waits for this, the first is one.
+    num_decodes = int((starts[1:] - starts[:-1] > decode_threshold).argmax()) if starts[1] <= decode_threshold else 0
     num_decode_tokens = int(starts[num_decodes])
     return (
         num_decodes,

@@ -1,7 +1,8 @@
 """Attention in plain torch over the paged cache: the CPU's backend, and on CUDA the reference for the others.
 
 Decodes of a batch run together, padded to the longest of them; prefills run one request after another, in blocks of
-queries so that no score matrix grows with the square of a prompt. Slow beside a real kernel, right everywhere.
+queries so that no score matrix grows with the square of a prompt. Prompts over latents may get keys and values made of
+these first (latent/expanded.py). Slow beside a real kernel, right everywhere.
 
 Shape legend: R requests, T new tokens of one request, L keys that are looked at, H query heads, Hk kv heads,
 G = H / Hk, D head dim, Dv value head dim.
@@ -9,14 +10,19 @@ G = H / Hk, D head dim, Dv value head dim.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 
 from mllm_compile.runtime.attention.base import AttentionBackend, AttentionInputs
+from mllm_compile.runtime.attention.latent.choice import Choice, Widths, fewer_products
+from mllm_compile.runtime.attention.latent.expanded import ExpandedPrompts, attend_in_torch, new_room
+from mllm_compile.runtime.attention.latent.expansion import MOST_EXPANDED_BYTES
+from mllm_compile.runtime.attention.latent.products import absorb, apply_to_sums
 from mllm_compile.runtime.attention.layer import AttentionLayer
 from mllm_compile.runtime.attention.metadata import CommonAttentionMetadata, split_decodes_and_prefills
 from mllm_compile.runtime.forward_batch import ForwardBatch
@@ -37,6 +43,7 @@ class _Plan:
     seq_lens: list[int]  # [R]
     # (shared tokens, window_left, chunk, Hk) → what _decode_view returns
     decode_views: dict[tuple[int, int, int, int], tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
+    expanded: dict[Widths, ExpandedPrompts] = field(default_factory=dict)  # of layers with their up-projection
 
 
 class TorchAttnBackend(AttentionBackend):
@@ -45,10 +52,18 @@ class TorchAttnBackend(AttentionBackend):
     Args:
         deterministic: compute each request by itself: padding a batch's decodes to the longest of them changes the
             shapes of the products, and with them the last bits of the others.
+        choice, most_expanded_bytes: as LatentAttnBackend has them.
     """
 
-    def __init__(self, deterministic: bool = False) -> None:
+    def __init__(
+        self,
+        deterministic: bool = False,
+        choice: Choice = fewer_products,
+        most_expanded_bytes: int = MOST_EXPANDED_BYTES,
+    ) -> None:
         self._deterministic = deterministic
+        self._choice = choice
+        self._most_expanded_bytes = most_expanded_bytes
         self._plan: _Plan | None = None
 
     def init_forward_metadata(self, batch: ForwardBatch) -> None:
@@ -64,15 +79,42 @@ class TorchAttnBackend(AttentionBackend):
         self.forward_extend(inputs)
 
     def forward_extend(self, inputs: AttentionInputs) -> None:
-        plan, layer, batch = self._plan, inputs.layer, inputs.batch
+        plan, layer = self._plan, inputs.layer
         if plan is None:
             raise RuntimeError("call init_forward_metadata with the batch before forward")
-        if plan.num_decodes:
-            _decode(plan, inputs.q[: plan.num_decodes], layer, batch, inputs.out[: plan.num_decodes])
-        for i in range(plan.num_decodes, len(plan.seq_lens)):
-            for part in _parts(plan, layer, batch, i):
-                rows = slice(part.start, part.end)
-                _prefill(inputs.q[rows], layer, batch, part, inputs.out[rows])
+        if layer.up_projection is None:
+            _attend_for(plan, range(plan.num_decodes, len(plan.seq_lens)), inputs)
+            return
+        prompts = self._expanded(plan, inputs)
+        if count := prompts.num_other_rows:
+            queries = inputs.q.new_empty(count, layer.num_heads, layer.head_dim)
+            sums = inputs.q.new_empty(count, layer.num_heads, layer.v_head_dim)
+            absorb(inputs.q[:count], layer, queries)
+            over_latents = AttentionInputs(queries, inputs.k, inputs.v, sums, layer, inputs.batch)
+            _attend_for(plan, prompts.others.tolist(), over_latents)
+            apply_to_sums(sums, layer, inputs.out[:count])
+        latents, _ = inputs.batch.token_to_kv_pool.get_kv_buffer(layer.layer_id)
+        attend = partial(attend_in_torch, sm_scale=layer.params.sm_scale)
+        prompts.run(inputs.q, latents, layer, inputs.out, attend, new_room)
+
+    def _expanded(self, plan: _Plan, inputs: AttentionInputs) -> ExpandedPrompts:
+        widths, common = Widths.of(inputs.layer), CommonAttentionMetadata.of(inputs.batch)
+        if widths not in plan.expanded:
+            most_tokens = max(1, self._most_expanded_bytes // (widths.numbers_of_a_token * inputs.q.dtype.itemsize))
+            most = most_tokens, common.num_actual_tokens
+            plan.expanded[widths] = ExpandedPrompts.plan(common, plan.num_decodes, widths, self._choice, *most)
+        return plan.expanded[widths]
+
+
+def _attend_for(plan: _Plan, prompts: Iterable[int], inputs: AttentionInputs) -> None:
+    """Attends for the batch's decodes and for these requests behind them."""
+    layer, batch = inputs.layer, inputs.batch
+    if plan.num_decodes:
+        _decode(plan, inputs.q[: plan.num_decodes], layer, batch, inputs.out[: plan.num_decodes])
+    for i in prompts:
+        for part in _parts(plan, layer, batch, i):
+            rows = slice(part.start, part.end)
+            _prefill(inputs.q[rows], layer, batch, part, inputs.out[rows])
 
 
 class _Part(NamedTuple):

@@ -6,7 +6,7 @@ Every rank makes the same calls in the same order. Whoever runs a model over ran
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Protocol
 
@@ -49,6 +49,14 @@ class Communicator(Protocol):
 
     def use_kernels(self) -> None:
         """Sums by kernels that a runtime has brought, where it has some; all ranks call it, once, when it is loaded."""
+
+    def lanes(self, count: int, most_bytes: int) -> Sequence[Communicator]:
+        """Communicators for parts of a step that are queued on streams of their own; all ranks ask for them at the same
+        time, and queue the calls of all parts in one order.
+
+        Args:
+            most_bytes: of a sum that may be under way beside another part's.
+        """
 
     def abort(self) -> None:
         """Ends calls that are under way, as far as there is a way, and does not wait; none may follow. From any

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from mllm_compile.runtime.collectives.base import add_and_norm, own_part
+from mllm_compile.runtime.collectives.base import Communicator, add_and_norm, own_part
 
 _TIMEOUT = timedelta(days=1)  # who hangs is seen by another way, and killed; a rank may be idle for long
 _WIDER = {torch.bfloat16: torch.float32, torch.float16: torch.float32}  # sums of these are of float32
@@ -68,6 +68,9 @@ class GlooCommunicator:
 
     def use_kernels(self) -> None:
         """None are for a CPU."""
+
+    def lanes(self, count: int, most_bytes: int) -> list[Communicator]:
+        return [self] * count  # calls are over when they return
 
     def abort(self) -> None:
         """A wait ends by itself when the process that it waits for does."""

@@ -9,7 +9,7 @@ from typing import TypeVar
 
 import torch
 
-from mllm_compile.runtime.collectives.base import add_and_norm, own_part, using
+from mllm_compile.runtime.collectives.base import Communicator, add_and_norm, own_part, using
 
 T = TypeVar("T")
 
@@ -45,6 +45,9 @@ class LockstepRank:
 
     def use_kernels(self) -> None:
         """None are for threads."""
+
+    def lanes(self, count: int, most_bytes: int) -> list[Communicator]:
+        return [self] * count  # calls are over when they return
 
     def abort(self) -> None:
         self._shared.barrier.abort()

@@ -17,6 +17,9 @@ from functools import cache
 import torch
 
 from mllm_compile.runtime.collectives import base
+from mllm_compile.runtime.collectives.base import Communicator
+from mllm_compile.runtime.collectives.copied import CopiedSums, copied_bytes
+from mllm_compile.runtime.collectives.lanes import InOrder, Lane
 from mllm_compile.runtime.collectives.push import (
     NOTHING,
     PulledSums,
@@ -27,7 +30,7 @@ from mllm_compile.runtime.collectives.push import (
     is_loaded,
     pulled_bytes,
 )
-from mllm_compile.runtime.collectives.sum_kernels import MOST_RANKS, PushKernel, PushNormKernel
+from mllm_compile.runtime.collectives.sum_kernels import MOST_RANKS, PushKernel, PushNormKernel, most_copied_bytes
 from mllm_compile.runtime.cuda.driver import PeerMemory
 from mllm_compile.runtime.errors import DeviceError
 
@@ -107,6 +110,7 @@ class NcclCommunicator:
         self._handle = handle
         self._pushed: PushedSums | None = None
         self._pulled: PulledSums | None = None
+        self._copied: list[CopiedSums] = []
         self._seen: list[
             tuple[bool, PeerMemory]
         ] = []  # what sums store into and load from, and whether it is this rank's
@@ -118,6 +122,16 @@ class NcclCommunicator:
         self._pushed = PushedSums(self.rank, self._shared(buffer_bytes(self.size), NOTHING), self._device)
         if has_norms(self._device) and pulled_bytes(self.size):
             self._pulled = PulledSums(self.rank, self._shared(pulled_bytes(self.size), 0), self._device)
+
+    def lanes(self, count: int, most_bytes: int) -> list[Communicator]:
+        in_order = InOrder(self._device)
+        most = min(most_bytes, most_copied_bytes(self.size))
+        if not most or self._pulled is None:  # GPUs do not see each other, or there are no kernels
+            return [Lane(self, in_order, None, self._device) for _ in range(count)]
+        num_bytes = copied_bytes(self.size, most)
+        copied = [CopiedSums(self.rank, self._shared(num_bytes, 0), self._device, most) for _ in range(count)]
+        self._copied += copied
+        return [Lane(self, in_order, one, self._device) for one in copied]
 
     def _shared(self, num_bytes: int, word: int) -> list[int]:
         """The addresses of memory that each rank has made for all, filled with a word."""
@@ -189,6 +203,9 @@ class NcclCommunicator:
         for sums in (self._pushed, self._pulled):
             if sums is not None:
                 sums.give_up()
+        with suppress(DeviceError):  # of a device that does not answer any more
+            for copied in self._copied:
+                copied.give_up()
         with self._lock:
             handle, self._handle = self._handle, None
         if handle is not None:
@@ -197,7 +214,7 @@ class NcclCommunicator:
 
     def close(self) -> None:
         self.abort()  # destroying it would wait for the others, which may be gone
-        seen, self._seen, self._pushed, self._pulled = self._seen, [], None, None
+        seen, self._seen, self._pushed, self._pulled, self._copied = self._seen, [], None, None, []
         with suppress(RuntimeError, DeviceError):  # of a device that does not answer any more
             torch.cuda.synchronize(self._device)
             for is_own, memory in seen:

@@ -21,6 +21,7 @@ from mllm_compile.runtime.collectives.sum_kernels import (
     PullNormKernel,
     PushKernel,
     PushNormKernel,
+    SumKernel,
     most_bytes,
     most_pulled_bytes,
 )
@@ -31,7 +32,6 @@ _PULLED_BUFFERS = 2
 NOTHING = 0x80008000  # two negative zeros
 _STATE_WORDS = 2 + _BUFFERS
 
-SumKernel = PushKernel | PushNormKernel | PullNormKernel
 Summed = tuple[torch.Tensor, torch.Tensor]  # with the residual, and normed
 
 _LOADED: dict[tuple[int, SumKernel], Kernel] = {}  # by device index
@@ -68,7 +68,9 @@ def pulled_bytes(num_ranks: int) -> int:
     return _PULLED_BUFFERS * most_pulled_bytes(num_ranks) + words if most_pulled_bytes(num_ranks) else 0
 
 
-class _Peers(ctypes.Structure):
+class Peers(ctypes.Structure):
+    """An address of each rank."""
+
     _fields_ = (("at", ctypes.c_uint64 * MOST_RANKS),)
 
 
@@ -80,7 +82,7 @@ class _Sums:
         self._rank, self._num_ranks = ctypes.c_int(rank), ctypes.c_int(len(places))
         self._most_bytes = most
         self._most_chunks = ctypes.c_int(most // CHUNK_BYTES)
-        self._peers = _Peers((ctypes.c_uint64 * MOST_RANKS)(*places))
+        self._peers = Peers((ctypes.c_uint64 * MOST_RANKS)(*places))
         self._state = torch.zeros(_STATE_WORDS, dtype=torch.int32, device=device)
         self._are_gone = torch.zeros(1, dtype=torch.int32, pin_memory=True)  # the device reads it over the bus
 
@@ -158,7 +160,7 @@ class PulledSums(_Sums):
 def add_and_norm(total: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> Summed:
     """Returns what PushedSums.sum_and_norm does, of a sum that was made otherwise, where a runtime has its kernel."""
     nowhere, zero = address_of(None), ctypes.c_int(0)
-    rows = _Peers(), nowhere, nowhere, zero, ctypes.c_int(1), ctypes.c_int(total.shape[0]), zero, zero
+    rows = Peers(), nowhere, nowhere, zero, ctypes.c_int(1), ctypes.c_int(total.shape[0]), zero, zero
     return _normed(PushNormKernel(total.shape[1]), total, residual, weight, eps, rows, BLOCKS)
 
 
@@ -173,7 +175,10 @@ def _normed(
 ) -> Summed:
     summed, normed = torch.empty_like(x), torch.empty_like(x)
     tensors = (address_of(one) for one in (x, residual, weight, summed, normed))
-    loaded = _LOADED[x.device.index, kernel]
-    num_blocks = min(x.shape[0], most_blocks)
-    loaded.launch(num_blocks, kernel.num_threads, (*tensors, ctypes.c_float(eps), *rest))
+    launch_rows(kernel, x, (*tensors, ctypes.c_float(eps), *rest), most_blocks)
     return summed, normed
+
+
+def launch_rows(kernel: SumKernel, x: torch.Tensor, arguments: Sequence[Argument], most_blocks: int = BLOCKS) -> None:
+    """Launches a kernel whose blocks have whole rows of x [T, N] each."""
+    _LOADED[x.device.index, kernel].launch(min(x.shape[0], most_blocks), kernel.num_threads, tuple(arguments))

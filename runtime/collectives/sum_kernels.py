@@ -1,4 +1,4 @@
-"""The kernels of sums over ranks, as they are compiled and launched: push.cu, push_norm.cu and pull_norm.cu."""
+"""The kernels of sums over ranks, as they are compiled and launched: push.cu and those that norm what they sum."""
 
 from __future__ import annotations
 
@@ -16,6 +16,8 @@ _MOST_BYTES = {2: 4 << 20, 3: 2 << 20, 4: 1 << 20}
 _MOST_BYTES_OF_MORE = 512 << 10
 # Larger ones are pulled, where they are normed. Two H200s: 48 µs for 16 MiB and 107 for 64, NCCL 80 and 195.
 _MOST_PULLED = {2: 64 << 20}
+# Parts of a step copy theirs, beside each other's work. Among more GPUs each would send all of its own to every other.
+_MOST_COPIED = {2: 64 << 20}
 # The kernel behind a sum of so many bytes starts while it waits: a microsecond less of 3 to 4, and more of longer ones.
 MOST_EARLY_BYTES = 128 << 10
 MOST_GROUPS = 1 << 14  # of rows that are pulled
@@ -32,6 +34,11 @@ def most_bytes(num_ranks: int) -> int:
 def most_pulled_bytes(num_ranks: int) -> int:
     """The largest sum that is pulled; 0: none is."""
     return _MOST_PULLED.get(num_ranks, 0)
+
+
+def most_copied_bytes(num_ranks: int) -> int:
+    """The largest sum of a part of a step that is copied; 0: none is."""
+    return _MOST_COPIED.get(num_ranks, 0)
 
 
 class _SumKernel(CudaKernel):
@@ -104,4 +111,13 @@ class PullNormKernel(_RowsKernel):
         return super().constants() | {"MOST_GROUPS": MOST_GROUPS}
 
 
-KERNELS: tuple[type[PushKernel | PushNormKernel | PullNormKernel], ...] = (PushKernel, PushNormKernel, PullNormKernel)
+@dataclass(frozen=True)
+class AddNormKernel(_RowsKernel):
+    """For parts that have been copied, of any number."""
+
+    source: ClassVar[str] = "collectives/add_norm.cu"
+    function: ClassVar[str] = "add_norm"
+
+
+SumKernel = PushKernel | PushNormKernel | PullNormKernel | AddNormKernel
+KERNELS: tuple[type[SumKernel], ...] = (PushKernel, PushNormKernel, PullNormKernel, AddNormKernel)

@@ -23,6 +23,7 @@ _MAX_DYNAMIC_SHARED_BYTES = 8  # CU_FUNC_ATTRIBUTE_…
 _SHARED_MEMORY_CARVEOUT = 9
 _STARTS_EARLY = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
 _MAP_BYTES, _MAP_ALIGNMENT = 128, 64
+_AS_LARGE = 0  # CU_STREAM_WAIT_VALUE_GEQ
 _HANDLE_BYTES, _ENABLE_PEER_ACCESS = 64, 1  # of memory that other processes open
 
 
@@ -146,7 +147,7 @@ class Kernel:
     def __init__(self, binary: bytes, name: str, shared_bytes: int) -> None:
         # A thread that has called no CUDA yet has no context. A thread that launches has one: it made tensors.
         self._device = torch.cuda.current_device()
-        _check(_driver().cuCtxSetCurrent(_context(self._device)), f"using the context of device {self._device}")
+        _use(self._device)
         self._module, self._function = ctypes.c_void_p(), ctypes.c_void_p()
         self._shared_bytes = shared_bytes
         driver = _driver()
@@ -177,6 +178,34 @@ class Kernel:
         pointers = (ctypes.c_void_p * len(addresses))(*addresses)
         result = _driver().cuLaunchKernelEx(ctypes.byref(config), self._function, pointers, None)
         _check(result, "launching a kernel")
+
+
+def copy_bytes(to: int, source: int, num_bytes: int, stream: int, device: int) -> None:
+    """Queues a copy between addresses; between two GPUs it is a copy engine's."""
+    _use(device)
+    copied = _driver().cuMemcpyAsync(
+        ctypes.c_uint64(to), ctypes.c_uint64(source), ctypes.c_size_t(num_bytes), ctypes.c_void_p(stream)
+    )
+    _check(copied, f"a copy of {num_bytes} bytes")
+
+
+def write_word(address: int, word: int, stream: int, device: int) -> None:
+    """Queues the writing of a word of 32 bits; from any thread."""
+    _use(device)
+    arguments = ctypes.c_void_p(stream), ctypes.c_uint64(address), ctypes.c_uint32(word), ctypes.c_uint(0)
+    _check(_driver().cuStreamWriteValue32_v2(*arguments), "writing a word")
+
+
+def wait_for_word(address: int, word: int, stream: int, device: int) -> None:
+    """Queues a wait until the 32 bits at an address are as large as `word`, or larger, in the cyclic order of numbers;
+    it holds no multiprocessor."""
+    _use(device)
+    arguments = ctypes.c_void_p(stream), ctypes.c_uint64(address), ctypes.c_uint32(word), ctypes.c_uint(_AS_LARGE)
+    _check(_driver().cuStreamWaitValue32_v2(*arguments), "waiting for a word")
+
+
+def _use(device: int) -> None:
+    _check(_driver().cuCtxSetCurrent(_context(device)), f"using the context of device {device}")
 
 
 class _Handle(ctypes.Structure):

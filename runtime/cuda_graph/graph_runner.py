@@ -344,6 +344,7 @@ class GraphRunner:
         batch = self._padding_prompts(size)
 
         def run() -> list[Any]:
+            runner.attn_backend.begin_captured_mixed(size, self.inputs.req_pool_indices)
             return runner.run_body(batch, self._tokens(size), CUDAGraphMode.FULL, descriptor, self._rows[:size])
 
         if not self._mixed_graphs:
@@ -355,6 +356,7 @@ class GraphRunner:
     def _replay_mixed(self, batch: ForwardBatch, descriptor: BatchDescriptor) -> LogitsProcessorOutput:
         size = descriptor.num_tokens
         self._places(size).take_tokens(batch, size)
+        self.inputs.take_requests(batch, min(size, self.inputs.max_requests))
         self._runner.attn_backend.init_forward_metadata_replay_mixed(size, batch)
         entry = self._mixed_graphs[descriptor]
         times = self._runner.forward_times

@@ -7,6 +7,8 @@ Shape legend: T tokens of the step, R requests; M and N the most of either that 
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 import torch
 
@@ -83,6 +85,13 @@ class TokenPlaces:
             self._has_rope_lens = False
 
 
+class _HostBlock(NamedTuple):
+    """A staging buffer as a step is written into it."""
+
+    block: np.ndarray  # all of it, uint8
+    inputs: dict[str, np.ndarray]  # by name, each as long as its place
+
+
 class StepInputs(TokenPlaces):
     """All inputs of a step in one block of memory; the dummy row is what padding requests are.
 
@@ -113,10 +122,11 @@ class StepInputs(TokenPlaces):
         super().__init__(places.input_ids, places.positions, places.out_cache_loc)
         self.req_pool_indices, self.seq_lens = places.req_pool_indices, places.seq_lens
         self.seq_lens.fill_(padding_len)
-        self.seq_lens_cpu = torch.full((max_requests,), padding_len, dtype=torch.int32)
+        self._seq_lens_on_host = np.full(max_requests, padding_len, dtype=np.int32)
+        self.seq_lens_cpu = torch.from_numpy(self._seq_lens_on_host)
         self._staging = StagingRing(device)
         self._known_layouts: dict[tuple[tuple[str, int], ...], tuple[FieldLayout, dict[str, torch.Tensor]]] = {}
-        self._host_arrays: dict[int, dict[str, np.ndarray]] = {}  # address of a staging buffer → its fields
+        self._host_blocks: dict[int, _HostBlock] = {}  # by address of a staging buffer
         # Layout of the last step: a steady decode has the same shape as the one before.
         self._last_shape = (0, 0)
         self._last_inputs = places.inputs()
@@ -139,18 +149,14 @@ class StepInputs(TokenPlaces):
             beside = upload_fields(others, self._staging, self._block.device)
             others, (packed, places) = {}, self._packed({})
         buffer = self._staging.next(self._block.nbytes)
-        host = buffer.memory[: self._block.nbytes]
-        packed.write(others, host)
-        arrays = self._host_arrays.get(host.data_ptr())
-        if arrays is None:
-            arrays = {name: view.numpy() for name, view in self._layout.views(host).items()}
-            self._host_arrays[host.data_ptr()] = arrays
-        for name, array in arrays.items():
+        host = self._host_block(buffer.memory)
+        packed.write(others, host.block)
+        for name, array in host.inputs.items():
             value = values[name]
             array[: value.size] = value
             array[value.size :] = self.padding_len if name == "seq_lens" else 0
-        self.seq_lens_cpu.numpy()[:] = arrays["seq_lens"]
-        self._block[: packed.end].copy_(host[: packed.end], non_blocking=True)
+        self._seq_lens_on_host[:] = host.inputs["seq_lens"]
+        self._block[: packed.end].copy_(buffer.memory[: packed.end], non_blocking=True)
         buffer.record()
         shape = (fields.positions.size, fields.seq_lens.size)
         if shape != self._last_shape:
@@ -160,6 +166,14 @@ class StepInputs(TokenPlaces):
         if not (others or beside):
             return self._last_fields
         return StepFields(**self._last_inputs, **beside, **places)
+
+    def _host_block(self, memory: torch.Tensor) -> _HostBlock:
+        """The arrays in a staging buffer, made once: the GPU waits for a prompt's upload."""
+        found = self._host_blocks.get(memory.data_ptr())
+        if found is None:
+            inputs = {name: view.numpy() for name, view in self._layout.views(memory).items()}
+            found = self._host_blocks[memory.data_ptr()] = _HostBlock(memory.numpy(), inputs)
+        return found
 
     def _packed(self, others: dict[str, np.ndarray]) -> tuple[FieldLayout, dict[str, torch.Tensor]]:
         """The layout of what a step has beside its inputs, and its tensors, where it fits; kept for the next alike.

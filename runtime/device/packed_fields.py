@@ -37,9 +37,8 @@ class FieldLayout:
             self.end = begin + size * dtype.itemsize
             self._places[name] = (begin, self.end, dtype)
 
-    def write(self, fields: Mapping[str, np.ndarray], memory: torch.Tensor) -> None:
-        """Put the arrays, of these sizes, into host memory [≥ end] uint8."""
-        block = memory.numpy()
+    def write(self, fields: Mapping[str, np.ndarray], block: np.ndarray) -> None:
+        """Put the arrays, of these sizes, into a block [≥ end] uint8."""
         for name, (begin, end, dtype) in self._places.items():
             block[begin:end].view(_NUMPY[dtype])[:] = fields[name]
 
@@ -57,7 +56,7 @@ def upload_fields(fields: Mapping[str, np.ndarray], ring: StagingRing, device: t
     """Copies of the arrays on the device, by one copy from pinned memory, without waiting."""
     layout = layout_of(fields)
     buffer = ring.next(layout.end)
-    layout.write(fields, buffer.memory)
+    layout.write(fields, buffer.array)
     block = torch.empty(layout.end, dtype=torch.uint8, device=device)
     block.copy_(buffer.memory[: layout.end], non_blocking=True)
     buffer.record()

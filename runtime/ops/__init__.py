@@ -34,6 +34,7 @@ OPS = {
     "count_experts": "experts.count",
     "draw_tokens": "draw",
     "end_decode": "decode_loop",
+    "expanded_prefill": "latents.expanded",
     "expert_linear": "experts.linear",
     "expert_tiles": "expert_tiles.ops",
     "few_linear": "few_tokens",

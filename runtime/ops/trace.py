@@ -17,7 +17,8 @@ from mllm_compile.runtime.collectives.base import current
 _LIBRARY = torch.library.Library("mllm", "FRAGMENT")
 _LIBRARY.define(
     "attention(Tensor q, Tensor k, Tensor v, Tensor? sinks, float sm_scale, float logits_soft_cap, int window_left,"
-    " str refusals, float[]? alibi_slopes=None, int chunk=0, int latent=0) -> Tensor"
+    " str refusals, float[]? alibi_slopes=None, int chunk=0, int latent=0, Tensor? up=None)"
+    " -> Tensor"
 )
 
 
@@ -33,8 +34,12 @@ def _attention_fake(
     alibi_slopes: Sequence[float] | None = None,
     chunk: int = 0,
     latent: int = 0,
+    up: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    return q.new_empty(q.shape[0], q.shape[1], latent or v.shape[2])
+    width = latent or v.shape[2]
+    if up is not None:
+        width = up.shape[0] // q.shape[1] - (q.shape[2] - (k.shape[2] - latent))
+    return q.new_empty(q.shape[0], q.shape[1], width)
 
 
 def attention_reference(
@@ -49,6 +54,7 @@ def attention_reference(
     alibi_slopes: Sequence[float] | None = None,
     chunk: int = 0,
     latent: int = 0,
+    up: torch.Tensor | None = None,
     blocks: Sequence[tuple[int, int]] = (),
 ) -> torch.Tensor:
     """Causal attention over the T tokens of ONE sequence, in plain torch: the meaning of the op, used by tests.
@@ -64,6 +70,8 @@ def attention_reference(
             each they are those of all.
         chunk: 0 for none, else tokens see those of their own chunk of so many positions; the first has position 0.
         latent: 0 for none, else v is k, and the first so many columns of it are the values.
+        up: None, or of latents [H / Hk * (n + Dv), latent]: what makes of each the first n columns of its heads' keys,
+            before the columns behind the latent, and the values; q is n + D - latent wide.
         blocks: first and end of tokens that see each other ahead too, as images' do; no argument of the op.
 
     Returns:
@@ -71,7 +79,10 @@ def attention_reference(
     """
     num_tokens, num_heads, _ = q.shape
     group = num_heads // k.shape[1]
-    if latent:
+    if up is not None:
+        k, v = _expanded(k, latent, up, group, q.shape[2])
+        group = 1
+    elif latent:
         v = v[..., :latent]
     keys = k.repeat_interleave(group, dim=1)
     values = v.repeat_interleave(group, dim=1)
@@ -98,6 +109,18 @@ def attention_reference(
         logits = torch.cat((logits, sink_logits), dim=-1)
     weights = torch.softmax(logits.float(), dim=-1).to(q.dtype)[..., :num_tokens]
     return torch.einsum("hqk,khd->qhd", weights, values).contiguous()
+
+
+def _expanded(
+    k: torch.Tensor, latent: int, up: torch.Tensor, num_heads: int, width: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys [T, Hk * H, D] and values [T, Hk * H, Dv] of the `num_heads` heads H of each latent in k [T, Hk, ..]."""
+    of_heads = up.unflatten(0, (num_heads, -1))
+    expanded = torch.einsum("tkl,hdl->tkhd", k[..., :latent], of_heads)
+    own = width - (k.shape[2] - latent)
+    rest = k[:, :, None, latent:].expand(-1, -1, num_heads, -1)
+    keys = torch.cat((expanded[..., :own], rest), dim=-1)
+    return keys.flatten(1, 2), expanded[..., own:].flatten(1, 2)
 
 
 # mllm::own_positions stands for the positions of the tokens where a model counts them by itself: it takes what was

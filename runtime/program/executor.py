@@ -116,12 +116,29 @@ class ProgramExecutor:
         Returns:
             What `head` goes on from, any number of times.
         """
-        values = self._values(inputs, (*TOKEN_INPUTS, *self.program.inputs))
+        values = self.values(inputs)
         self._run(self._steps[: self._gather], values)
         if all_rows is not None and self._has_tail:
             values[self._registers[ROW_INPUT]] = all_rows
             self._run(self._steps[self._gather : self._head], values)
         return values
+
+    @property
+    def num_body_steps(self) -> int:
+        """Steps of the program that `body` runs without `all_rows`."""
+        return self._gather
+
+    def run_step(self, index: int, values: list[Any]) -> None:
+        """Runs one step of them, for who runs several bodies in turn.
+
+        Args:
+            values: from `values`; after the last step they are what `body` gives.
+        """
+        self._run(self._steps[index : index + 1], values)
+
+    def values(self, inputs: Mapping[str, torch.Tensor]) -> list[Any]:
+        """The registers ahead of the first step; inputs as `body` takes them."""
+        return self._values(inputs, (*TOKEN_INPUTS, *self.program.inputs))
 
     def run_tower(self, inputs: Mapping[str, Any]) -> list[torch.Tensor]:
         """Runs a program that takes its own inputs alone, Segments among them; gives all its outputs."""
@@ -201,7 +218,7 @@ class ProgramExecutor:
             elif isinstance(step, AttentionStep):
                 q, k, v, out = (self._register(name) for name in (step.q, step.k, step.v, step.out))
                 layer = layers[step.layer]
-                out_shape = (layer.num_heads, layer.v_head_dim)
+                out_shape = (layer.num_heads, layer.out_dim)
                 buffer = buffer_index[step.out]
                 of = step.unrotated
                 unrotated = None if of is None else tuple(self._register(name) for name in of.values)

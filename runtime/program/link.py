@@ -120,7 +120,7 @@ def current_device(device: torch.device) -> contextlib.AbstractContextManager[ob
 
 def _latents(program: Program, pieces: Mapping[str, PieceFunction]) -> dict[str, LatentPieces]:
     forms = dict.fromkeys(program.latent_attention.values())
-    of = {form: LatentPieces(pieces[form.decode], pieces[form.prefill]) for form in forms}
+    of = {form: LatentPieces(*(pieces[piece] for piece in form.piece_ids())) for form in forms}
     return {layer: of[form] for layer, form in program.latent_attention.items()}
 
 

@@ -197,13 +197,15 @@ class StateForms:
 
 @dataclass(frozen=True)
 class LatentForms:
-    """The pieces that attend over a layer's latents (ops/latents/): for decodes, and for prompts."""
+    """The pieces that attend over a layer's latents (ops/latents/): for decodes, and for prompts; and for prompts over
+    keys and values made of them, where the layer has its up-projection."""
 
     decode: str
     prefill: str
+    expanded: str | None = None
 
-    def piece_ids(self) -> tuple[str, str]:
-        return self.decode, self.prefill
+    def piece_ids(self) -> tuple[str, ...]:
+        return (self.decode, self.prefill, *(() if self.expanded is None else (self.expanded,)))
 
 
 @dataclass(frozen=True)

@@ -45,6 +45,9 @@ class DecodeRows:
         return made
 
 
+NO_DECODES = DecodeRows.of([])
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Chunk:
     """One row of prompt tokens."""
@@ -78,7 +81,9 @@ def build_batch(
         sample_mask = _append(sample_mask, [chunk.is_last for chunk in chunks])
         rope_lens = _append(rope_lens, [chunk.request.rope_len for chunk in chunks])
         prompt_logprob_rows = _append(prompt_logprob_rows, [chunk.request.needs_prompt_logprobs for chunk in chunks])
-        prefill_token_ids = np.concatenate([chunk.token_ids for chunk in chunks])
+        prefill_token_ids = chunks[0].token_ids
+        if len(chunks) > 1:
+            prefill_token_ids = np.concatenate([chunk.token_ids for chunk in chunks])
     page_rows, page_positions, page_ids = page_writes
     return ScheduledBatch(
         step_id=step_id,

@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy as np
 
-from mllm_compile.runtime.errors import RequestError
 from mllm_compile.runtime.schedule.config import SchedulerConfig, SchedulerStats
 from mllm_compile.runtime.schedule.request import Request
 from mllm_compile.runtime.schedule.scheduled_batch import ScheduledBatch, UpdateResult
@@ -64,16 +63,7 @@ class DealtScheduler:
     # --- requests come and go -----------------------------------------------------------------------------------------
 
     def add(self, request: Request) -> None:
-        """Queue a new request at the rank with least to do; as Scheduler.add.
-
-        Raises:
-            RequestError: besides, scores of its prompt are asked for: logits of further tokens are of one rank alone.
-        """
-        if request.params.prompt_logprobs is not None:
-            raise RequestError(
-                "prompt_logprobs are not served where experts are spread over ranks (runtime.expert_parallel_size "
-                f"is {len(self._schedulers)}). Leave it out, or serve with runtime.tensor_parallel_size"
-            )
+        """Queue a new request at the rank with least to do; as Scheduler.add."""
         rank = self._load.index(min(self._load))
         self._schedulers[rank].add(request)
         self._rank_of[request] = rank

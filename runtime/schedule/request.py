@@ -10,6 +10,7 @@ import time
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 from enum import Enum
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -100,3 +101,6 @@ class Request:
     def urgency(self) -> tuple[int, int]:
         """Sort key: the smaller is served first and preempted last."""
         return (self.priority, self.sequence)
+
+
+by_urgency = attrgetter("urgency")

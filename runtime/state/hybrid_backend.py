@@ -123,6 +123,10 @@ class HybridAttnBackend(AttentionBackend):
         if self._attention is not None:
             self._attention.init_forward_metadata_capture_mixed(num_tokens)
 
+    def begin_captured_mixed(self, num_tokens: int, rows: torch.Tensor) -> None:
+        if self._attention is not None:
+            self._attention.begin_captured_mixed(num_tokens, rows)
+
     def init_forward_metadata_replay_mixed(self, num_tokens: int, batch: ForwardBatch) -> None:
         self._mixed_step = self._mixed_states.fill(num_tokens, CommonAttentionMetadata.of(batch))
         if self._attention is not None:

@@ -17,17 +17,19 @@ from mllm_compile.runtime.graph_mode import DPMetadata
 from mllm_compile.runtime.schedule.dealt import part_of, ranks_of
 from mllm_compile.runtime.schedule.scheduled_batch import ScheduledBatch
 from mllm_compile.runtime.step.host_page_table import HostPageTable
-from mllm_compile.runtime.step.plan import StepPlan, plan_step
+from mllm_compile.runtime.step.plan import StepPlan, num_top, plan_step, prompt_positions
 from mllm_compile.runtime.step_fields import StepFields
 
 
 @dataclass(frozen=True, slots=True)
 class Deal:
-    """The ranks that requests are dealt to: which of how many this is, and most requests of each."""
+    """The ranks that requests are dealt to: which of how many this is, most requests of each, and most tokens of each
+    whose logits are made at a time beside those that are sampled."""
 
     rank: int
     num_ranks: int
     rows_of_rank: int
+    scored_at_once: int
 
     def plan(self, batch: ScheduledBatch, pages: HostPageTable) -> StepPlan:
         """Plans a step that is not captured whole.
@@ -46,7 +48,52 @@ class Deal:
         fields.sampled_rows, fields.sampled_positions = np.zeros((2, self.num_ranks * size), dtype=np.int64)
         fields.sampled_rows[places] = batch.rows[sampled]
         fields.sampled_positions[places] = batch.seq_lens[sampled]
-        return replace(plan, sampled=sampled, token_indices=places, own=own, across=self._across(batch))
+        plan = replace(plan, sampled=sampled, token_indices=places, own=own, across=self._across(batch))
+        return self._with_scores(plan, batch) if batch.prompt_logprob_rows.any() else plan
+
+    def _with_scores(self, plan: StepPlan, batch: ScheduledBatch) -> StepPlan:
+        """Adds the prompt positions of all ranks that are scored, which rank 0 alone knows."""
+        found = []
+        for rank in range(self.num_ranks):
+            own = part_of(batch, rank, self.rows_of_rank)
+            starts = np.cumsum(own.num_new, dtype=np.int64) - own.num_new
+            rows, indices, targets = prompt_positions(own, starts)
+            found.append((np.flatnonzero(ranks_of(batch.rows, self.rows_of_rank) == rank)[rows], indices, targets))
+        size = max(indices.size for _, indices, _ in found)
+        if not size:
+            return plan
+        scored, all_targets = np.zeros((2, self.num_ranks * size), dtype=np.int64)
+        places = [self._scored_places(rank, size)[: targets.size] for rank, (*_, targets) in enumerate(found)]
+        for rank, (_, indices, targets) in enumerate(found):
+            scored[rank * size : rank * size + indices.size] = indices
+            all_targets[places[rank]] = targets
+        every_row = np.concatenate([rows for rows, *_ in found])
+        order = np.argsort(every_row, kind="stable")
+        plan.fields.prompt_targets = all_targets
+        prompt_rows = every_row[order]
+        return self.with_scored(
+            replace(
+                plan,
+                score_indices=np.concatenate(places)[order],
+                prompt_rows=prompt_rows,
+                prompt_num_top=num_top(batch, prompt_rows),
+            ),
+            scored,
+        )
+
+    def with_scored(self, plan: StepPlan, scored: np.ndarray) -> StepPlan:
+        """The plan with the tokens whose logits are asked for besides, a block of each rank."""
+        plan.fields.scored_indices = scored.reshape(self.num_ranks, -1)[self.rank]
+        return replace(plan, scored=scored)
+
+    def _scored_places(self, rank: int, size: int) -> np.ndarray:
+        """[size] where a rank's logits stand among those of all, of which each has `size`: they are gathered
+        scored_at_once a rank at a time."""
+        index = np.arange(size)
+        turn, within = np.divmod(index, self.scored_at_once)
+        length = np.minimum(self.scored_at_once, size - turn * self.scored_at_once)
+        places: np.ndarray = turn * self.scored_at_once * self.num_ranks + rank * length + within
+        return places
 
     def plan_decode(self, batch: ScheduledBatch, pages: HostPageTable, size: int, padding_len: int) -> StepPlan:
         """Plans a step of decodes that is captured for `size` requests of each rank.

@@ -7,7 +7,7 @@ import torch
 from mllm_compile.runtime.ranks.records import StepRecord
 from mllm_compile.runtime.schedule.scheduled_batch import ScheduledBatch
 from mllm_compile.runtime.step.plan import StepPlan, with_media
-from mllm_compile.runtime.step.runner import StepRunner, scored_parts
+from mllm_compile.runtime.step.runner import StepRunner
 
 
 class FollowingStepRunner(StepRunner):
@@ -20,7 +20,10 @@ class FollowingStepRunner(StepRunner):
         with torch.inference_mode(), self._runner.on_device():
             self._enter_pages(batch)
             plan = with_media(self._plan(batch), record.media)
-            plan.fields.scored_indices = record.scored_indices
+            if record.scored_indices is not None and self._deal is not None:
+                plan = self._deal.with_scored(plan, record.scored_indices)
+            else:
+                plan.fields.scored_indices = record.scored_indices
             self._copy_states(batch.state_restores)
             self._run_model(batch, plan)
             self._copy_states(batch.state_saves)
@@ -35,5 +38,5 @@ class FollowingStepRunner(StepRunner):
             return
         output, fields_there = self._launch(batch, plan)
         if fields_there.scored_indices is not None and output.logits_of is not None:
-            for part in scored_parts(fields_there.scored_indices, self._runner.vocab_size):
+            for part in fields_there.scored_indices.split(self._scored_at_once):
                 output.logits_of(part)

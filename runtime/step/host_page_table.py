@@ -38,6 +38,12 @@ class HostPageTable:
         pages, offsets = np.divmod(positions, self.page_size)
         return self._table[rows, pages].astype(np.int64) * self.page_size + offsets
 
+    def first_slot_in_a_row(self, row: int, num_tokens: int) -> int | None:
+        """The slot of a row's first token if the slots of its first `num_tokens` follow each other; else None."""
+        pages = self._table[row, : -(-num_tokens // self.page_size)]
+        follows = int(pages[-1]) - int(pages[0]) == pages.size - 1 and bool((pages[1:] - pages[:-1] == 1).all())
+        return int(pages[0]) * self.page_size if follows else None
+
     def common_pages(self, rows: np.ndarray, most: int) -> int:
         """Number of pages, of the first `most`, that all of `rows` [R ≥ 1] int begin with.
 

@@ -38,6 +38,8 @@ class StepPlan:
         media: positions and features, where requests have images; set by whoever knows these.
         own: the part of the batch that this rank computes, where ranks have requests of their own; None: all of it.
         across: how many tokens each of these has.
+        scored: [N ranks * M] tokens whose logits are asked for besides, a block of each of these ranks, as all of them
+            have to know; None: none are, or fields.scored_indices are all.
     """
 
     fields: StepFields[np.ndarray]
@@ -50,6 +52,7 @@ class StepPlan:
     media: MediaPlan | None = None
     own: ScheduledBatch | None = None
     across: DPMetadata | None = None
+    scored: np.ndarray | None = None
 
 
 def plan_step(batch: ScheduledBatch, pages: HostPageTable) -> StepPlan:
@@ -70,16 +73,16 @@ def plan_step(batch: ScheduledBatch, pages: HostPageTable) -> StepPlan:
         )
         return _finish(batch, fields, sampled=np.arange(batch.num_requests), is_decode=True)
 
-    ends = np.cumsum(batch.num_new, dtype=np.int64)
+    ends = np.add.accumulate(batch.num_new, dtype=np.int64)
     starts = ends - batch.num_new
     fields = StepFields(**_tokens(batch, starts, pages), req_pool_indices=batch.rows, seq_lens=seq_lens)
     fields.num_new, fields.prefix_lens = batch.num_new, batch.prefix_lens
-    sampled = np.flatnonzero(batch.sample_mask)
+    sampled = batch.sample_mask.nonzero()[0]
     if len(sampled) < batch.num_requests:
         fields.sampled_rows, fields.sampled_positions = batch.rows[sampled], seq_lens[sampled]
     # The head takes at least one row; with nothing to sample its logits are not looked at.
     fields.logits_indices = (ends[sampled] if sampled.size else ends[:1]) - 1
-    prompt_rows, prompt_indices, targets = _prompt_positions(batch, starts)
+    prompt_rows, prompt_indices, targets = prompt_positions(batch, starts)
     if targets.size:
         fields.scored_indices, fields.prompt_targets = prompt_indices, targets
     return _finish(batch, fields, sampled=sampled, is_decode=False, prompt_rows=prompt_rows)
@@ -99,7 +102,7 @@ def plan_fixed_rows(batch: ScheduledBatch, pages: HostPageTable, num_rows: int) 
     tokens = _tokens(batch, starts, pages)
     sampled = np.flatnonzero(batch.sample_mask)
     last_rows = ends[sampled] - 1
-    prompt_rows, prompt_indices, prompt_targets = _prompt_positions(batch, starts)
+    prompt_rows, prompt_indices, prompt_targets = prompt_positions(batch, starts)
     sampled_rows, targets = np.zeros((2, num_rows), dtype=np.int64)  # row 0 belongs to no request
     sampled_rows[last_rows] = batch.rows[sampled]
     targets[prompt_indices] = prompt_targets
@@ -121,7 +124,7 @@ def plan_fixed_rows(batch: ScheduledBatch, pages: HostPageTable, num_rows: int) 
         token_indices=last_rows,
         score_indices=prompt_indices,
         prompt_rows=prompt_rows,
-        prompt_num_top=_num_top(batch, prompt_rows),
+        prompt_num_top=num_top(batch, prompt_rows),
     )
 
 
@@ -149,25 +152,27 @@ def _finish(
         token_indices=np.arange(len(sampled)),
         score_indices=np.arange(len(prompt_rows)),
         prompt_rows=prompt_rows,
-        prompt_num_top=_num_top(batch, prompt_rows),
+        prompt_num_top=num_top(batch, prompt_rows),
     )
 
 
 def _tokens(batch: ScheduledBatch, starts: np.ndarray, pages: HostPageTable) -> dict[str, np.ndarray]:
     """The token inputs, [T] each; starts: [R] each request's first token."""
-    positions = np.arange(batch.num_tokens) + np.repeat(batch.prefix_lens - starts, batch.num_new)
-    return {
-        "input_ids": np.concatenate((np.zeros(batch.num_decodes, dtype=np.int64), batch.prefill_token_ids)),
-        "positions": positions,
-        "out_cache_loc": pages.slots(np.repeat(batch.rows, batch.num_new), positions),
-    }
+    positions = np.arange(batch.num_tokens) + (batch.prefix_lens - starts).repeat(batch.num_new)
+    input_ids = batch.prefill_token_ids
+    if batch.num_decodes:
+        input_ids = np.concatenate((np.zeros(batch.num_decodes, dtype=np.int64), input_ids))
+    slots = pages.slots(batch.rows.repeat(batch.num_new), positions)
+    return {"input_ids": input_ids, "positions": positions, "out_cache_loc": slots}
 
 
-def _prompt_positions(batch: ScheduledBatch, starts: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def prompt_positions(batch: ScheduledBatch, starts: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """(row, index into T, next prompt token) of each new token that predicts a prompt token, where that is wanted.
 
     A loop over requests, of which few ask for it and each but while its prompt is computed.
     """
+    if not batch.prompt_logprob_rows.any():
+        return _NONE, _NONE, _NONE
     parts = [(_NONE, _NONE, _NONE)]
     for row in np.flatnonzero(batch.prompt_logprob_rows).tolist():
         prompt, prefix = batch.requests[row].prompt_token_ids, int(batch.prefix_lens[row])
@@ -177,7 +182,7 @@ def _prompt_positions(batch: ScheduledBatch, starts: np.ndarray) -> tuple[np.nda
     return rows, indices, targets
 
 
-def _num_top(batch: ScheduledBatch, prompt_rows: np.ndarray) -> int:
+def num_top(batch: ScheduledBatch, prompt_rows: np.ndarray) -> int:
     if not prompt_rows.size:
         return 0
     return max(batch.requests[row].params.prompt_logprobs or 0 for row in np.unique(prompt_rows))

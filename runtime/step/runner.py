@@ -119,9 +119,12 @@ class StepRunner:
         num_rows = self._last_tokens.shape[0]
         self._uploads, self._downloads = StagingRing(runner.device), StagingRing(runner.device)
         runtime = runner.config.runtime
+        # Prompt positions of each rank whose logits are made at a time.
+        self._scored_at_once = max(1, _SCORED_LOGITS // runner.vocab_size // runner.num_deals)
         self._deal = None
         if runner.num_deals > 1 and runner.communicator is not None:
-            self._deal = Deal(runner.communicator.rank, runner.num_deals, runtime.max_running_requests)
+            num_ranks, most = runner.num_deals, runtime.max_running_requests
+            self._deal = Deal(runner.communicator.rank, num_ranks, most, self._scored_at_once)
         self._pages = HostPageTable(num_rows, runtime.max_model_len, runtime.page_size)
         self.media = MediaSteps(runner, num_rows)
         self._row_owners: dict[int, Request] = {}  # requests whose parameters are in `state`
@@ -152,7 +155,8 @@ class StepRunner:
         plan = self._plan(batch)
         plan = with_media(plan, self.media.plan(batch, plan.fields.positions))
         if self._announce is not None:
-            self._announce(StepRecord(batch, plan.fields.scored_indices, plan.media))
+            scored = plan.fields.scored_indices if plan.scored is None else plan.scored
+            self._announce(StepRecord(batch, scored, plan.media))
         self._copy_states(batch.state_restores)
         results = self._decode(batch, plan) or self._run(batch, plan)
         self._copy_states(batch.state_saves)
@@ -226,6 +230,13 @@ class StepRunner:
         num_tokens = self._pages.common_pages(batch.rows[:count], most) * page_size
         return num_tokens if pays(count, num_tokens, is_captured) else 0
 
+    def _first_slot(self, batch: ScheduledBatch) -> int | None:
+        """The slot of the first token of a step's only prompt, where all its pages follow each other; None of one
+        without a prefix."""
+        if batch.num_requests - batch.num_decodes != 1 or not batch.prefix_lens[-1]:
+            return None
+        return self._pages.first_slot_in_a_row(int(batch.rows[-1]), int(batch.seq_lens[-1]))
+
     def _launch(self, batch: ScheduledBatch, plan: StepPlan) -> tuple[LogitsProcessorOutput, StepFields[torch.Tensor]]:
         """Brings the step's arrays to the device, new pages among them, and runs the model."""
         if batch.page_ids.size:
@@ -242,6 +253,7 @@ class StepRunner:
             media = self.media.no_features(fields.positions)
         forward_batch = self._forward_batch(batch, plan, fields)
         forward_batch.common_prefix_len = self._common_prefix_len(batch)
+        forward_batch.first_slot = self._first_slot(batch)
         if media is not None:
             forward_batch.media, forward_batch.mrope_positions = media
         forward_batch.rope_lens = fields.rope_lens
@@ -300,6 +312,7 @@ class StepRunner:
                 fields.seq_lens,
                 fields.out_cache_loc,
                 seq_lens_cpu=torch.from_numpy(plan.fields.seq_lens.astype(np.int32, copy=False)),
+                return_logprob=fields.scored_indices is not None,
                 positions=fields.positions,
             )
             forward_batch.logits_indices = fields.logits_indices
@@ -366,8 +379,8 @@ class StepRunner:
         """Log-probabilities of `targets` [N]; with the logits of a part of them at a time."""
         if fields.scored_indices is None or output.logits_of is None:
             return token_logprobs(output.next_token_logits, targets, plan.prompt_num_top)
-        scored = scored_parts(fields.scored_indices, self._runner.vocab_size)
-        parts = zip(scored, scored_parts(targets, self._runner.vocab_size), strict=True)
+        scored = fields.scored_indices.split(self._scored_at_once)
+        parts = zip(scored, targets.split(self._scored_at_once * self._runner.num_deals), strict=True)
         return TokenLogprobs.concatenate(
             [token_logprobs(output.logits_of(part), wanted, plan.prompt_num_top) for part, wanted in parts]
         )
@@ -393,11 +406,6 @@ class StepRunner:
             )
             self._row_owners[request.row] = request
             self._grammars.admit(request)
-
-
-def scored_parts(rows: torch.Tensor, vocab_size: int) -> tuple[torch.Tensor, ...]:
-    """The rows whose logits are made at a time."""
-    return rows.split(max(1, _SCORED_LOGITS // vocab_size))
 
 
 _AllScores = tuple[np.ndarray, torch.Tensor]  # rows [F] of the step, and [F, V] of each

@@ -50,10 +50,10 @@ class SmallPart:
     scheme: WeightScheme
 
     def steps(self, steps: Iterable[ViewStep]) -> tuple[ViewStep, ...]:
-        """The views of this tensor, where `steps` are those of the weight: parts of its rows and inputs."""
+        """The views of this tensor, where `steps` are those of the weight, parts of its inputs of dimension -1."""
         return tuple(
-            ("narrow", 1, *self.scheme.stretch(self.role, int(step[2]), int(step[3])))
-            if step[:2] == ("narrow", 1)
+            ("narrow", -1, *self.scheme.stretch(self.role, int(step[2]), int(step[3])))
+            if step[:2] == ("narrow", -1)
             else step
             for step in steps
         )
@@ -365,6 +365,7 @@ def _part_of_file(
     if not steps or steps[0][0] != "narrow":
         return entry, None, steps
     dim, start, length = (int(number) for number in steps[0][1:])
+    dim %= len(entry.shape)
     inner = math.prod(entry.shape[dim + 1 :]) * entry.dtype.itemsize
     stretch, distance, count = length * inner, entry.shape[dim] * inner, math.prod(entry.shape[:dim])
     begin = entry.begin + start * inner
@@ -413,7 +414,7 @@ class _Quantising:
 
 def _rows_first(steps: tuple[ViewStep, ...]) -> tuple[tuple[ViewStep, ...], tuple[ViewStep, ...]]:
     """The views of a weight that leave its rows whole, and those behind them, which take a rank's part of each row."""
-    count = next((place for place, step in enumerate(steps) if step[:2] == ("narrow", 1)), len(steps))
+    count = next((place for place, step in enumerate(steps) if step[:2] == ("narrow", -1)), len(steps))
     return steps[:count], steps[count:]
 
 

@@ -15,7 +15,7 @@ from mllm_compile.bench.measure.results import BenchResult
 from mllm_compile.bench.measure.workloads import LatencyWork
 from mllm_compile.bench.show.plot import INSTALL
 from mllm_compile.cli import run as command_line
-from mllm_compile.cli.bench import _save_and_show
+from mllm_compile.cli.bench import _COMMANDS, _Outputs
 from mllm_compile.compiler.target import find_target
 from mllm_compile.config.schema import EngineConfig
 from mllm_compile.store.artifact import open_artifact
@@ -24,11 +24,10 @@ from tests.bench.result_cases import result, run, tpot
 from tests.tiny_model import TINY
 
 REPOSITORY = Path(__file__).parents[2]
-COMMANDS = ("latency", "throughput", "long", "gaps", "images", "startup", "ablation", "roofline", "table")
 RESULT = result(run("mllm", tpot(1, 4.0, limit=3.0)))
 
 
-@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("command", _COMMANDS)
 def test_every_command_has_help(command, capsys):
     assert command_line(["bench", command, "--help"]) == 0
     assert f"mllm-compile bench {command}" in capsys.readouterr().out
@@ -45,7 +44,7 @@ def test_a_table_is_shown_and_a_file_written_whichever_of_them_fails(tmp_path, f
 
     result = SimpleNamespace(write=lambda path: do("file"))
     with pytest.raises(OSError, match=fault):
-        _save_and_show(result, tmp_path / "r.json", lambda: do("table"))
+        _Outputs(tmp_path / "r.json", None).take(result, lambda *_: do("table"))
     assert done == ["file", "table"]
 
 

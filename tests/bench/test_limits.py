@@ -71,7 +71,7 @@ def test_new_images_take_the_tower_beside_their_prompts():
     work = ImagesWork(text_len=100, output_len=3)
     names = ("first token, new images", "first token, same images", "tpot, behind images")
     lines = [Measurement.of(name, "ms", [1.0], batch=2) for name in names]
-    new, same, tpot = with_images_limits(lines, work, 1124, replace(QWEN3_8B, tower=tower), H200)
+    new, same, tpot = with_images_limits(lines, work, replace(QWEN3_8B, tower=tower), H200, 1124)
     flops = 2 * (4096 * 400 + 1024 * 100) + 4 * 4096**2 * 10
     assert new.limit - same.limit == pytest.approx(2 * flops / 790e9)
     assert same.limit == pytest.approx(QWEN3_8B.prefill_seconds(H200, [1124] * 2) * 1e3)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from mllm_compile.check.kernels import check_written_pieces
 from mllm_compile.errors import CompileError
+from mllm_compile.runtime.attention.latent.expanded import attend_in_torch
 from mllm_compile.runtime.attention.latent.tiles import PREFILL_TILE
 from mllm_compile.runtime.attention.layer import LayerSpec
 from mllm_compile.runtime.program.link import link
@@ -14,6 +17,8 @@ from mllm_compile.runtime.program.spec import LatentForms, Program
 
 PAGE, HEADS, WIDTH, VALUE_WIDTH = 16, 20, 24, 16
 LAYER = LayerSpec("layers.0.attn", 0, HEADS, 1, WIDTH, VALUE_WIDTH, WIDTH**-0.5, 0.0, -1, None, is_latent=True)
+# The same with its up-projection: keys of 12 + 8 columns, values of 10.
+EXPANDING = replace(LAYER, up_projection="layers.0.kv_b_proj.weight", up_key_dim=12, up_value_dim=10)
 
 
 def attend(q, latents, pages, limits):
@@ -42,15 +47,30 @@ def prefill(inputs, sees=0):
         out.flatten(0, 1)[rows] = got[:, 0]
 
 
-def check(decode, prefill):
-    forms = {LAYER.name: LatentForms("decode", "prefill")}
-    program = Program((), (LAYER,), (), "logits", latent_attention=forms)
-    linked = link(program, {"decode": decode, "prefill": prefill}, {}, torch.device("cpu"))
+def expanded(inputs, sees=0):
+    tiles = inputs[3].clone()
+    tiles[:, 4] += sees
+    attend_in_torch([*inputs[:3], tiles, *inputs[4:]], LAYER.sm_scale)
+
+
+def check(decode, prefill, expanded=None):
+    layer, pieces = LAYER, {"decode": decode, "prefill": prefill}
+    if expanded is not None:
+        layer, pieces = EXPANDING, pieces | {"expanded": expanded}
+    program = Program((), (layer,), (), "logits", latent_attention={LAYER.name: LatentForms(*pieces)})
+    linked = link(program, pieces, {}, torch.device("cpu"))
     check_written_pieces(linked, PAGE, torch.bfloat16, torch.zeros(2, 300))
 
 
 def test_right_kernels_pass():
     check(decode, prefill)
+    check(decode, prefill, expanded)
+
+
+def test_wrong_ones_over_keys_and_values_are_told_with_what_does_without_them():
+    said = r"over latents of layers\.0\.attn .*208 new tokens over keys and values .*disable_passes: \[expand_latents\]"
+    with pytest.raises(CompileError, match=said):
+        check(decode, prefill, lambda inputs: expanded(inputs, sees=1))
 
 
 @pytest.mark.parametrize(

@@ -69,11 +69,11 @@ def test_a_server_is_chatted_with_by_its_url(server, monkeypatch, capsys):
 
 def test_a_server_that_refuses_or_is_not_there_is_one_line(server, monkeypatch, capsys):
     typed(monkeypatch, "def")
-    assert run(["chat", server.url, "--api-key", "wrong"]) == 0
+    assert run(["chat", server.url, "--api-key", "wrong"]) == 1, "a script is told"
     said = capsys.readouterr().err
     assert "answers 401: this server needs a key" in said
     assert "Give the key as --api-key, or as MLLM_API_KEY" in said
     typed(monkeypatch, "def")
-    assert run(["chat", "http://127.0.0.1:1"]) == 0
+    assert run(["chat", "http://127.0.0.1:1"]) == 1
     assert "no server listens there. Start one: mllm-compile serve MODEL" in capsys.readouterr().err
     assert run(["chat", "ftp://x"]) == 2

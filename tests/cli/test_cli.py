@@ -142,6 +142,8 @@ def test_torch_is_told_of_cublaslt_before_it_is_imported_so_that_it_does_not_war
             ["serve", TINY, "--tensor-parallel-size=2"],
             "--tensor-parallel-size is no option, but runtime.tensor_parallel_size of the config",
         ),
+        (["serve", TINY, "--enable-expert-parallel"], "runtime: {expert_parallel_size: 2}} into a .yaml file"),
+        (["serve", TINY, "--nnodes", "2"], "there is no option --nnodes: ranks are of one machine"),
         (["serve", TINY, "--quantization", "awq"], "is no option, but model.quantization of the config"),
         (["inspect"], "Missing argument"),
     ],
@@ -440,7 +442,14 @@ def test_a_character_that_the_terminal_cannot_show_ends_no_command(monkeypatch):
 
 def test_a_picture_that_cannot_be_read_is_told_before_anything_is_loaded(capsys, tmp_path):
     (tmp_path / "empty.png").write_bytes(b"")
-    for path, said in ((tmp_path / "none.png", "No such file"), (tmp_path / "empty.png", "the picture is empty")):
-        assert run(["generate", "configs/tiny.yaml", "--prompt", "a", "--image", str(path)]) != 0
+    told = {
+        tmp_path / "none.png": "No such file",
+        tmp_path / "empty.png": "the picture is empty",
+        tmp_path: "Is a directory",
+        "/dev/null": "is no regular file",
+        "ftp://a.example/b.png": "is an address of a kind that is never fetched",
+    }
+    for path, said in told.items():
+        assert run(["generate", "configs/tiny.yaml", "--prompt", "a", "--image", str(path)]) == 2
         err = capsys.readouterr().err
-        assert "--image" in err and said in err and "Traceback" not in err
+        assert err.count("--image") == 1 and said in err and "Traceback" not in err

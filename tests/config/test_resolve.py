@@ -214,6 +214,8 @@ def test_a_key_without_auto_becomes_what_was_asked_for():
         "tensor_parallel_size": 2,
         "expert_parallel_size": 2,
         "distributed_executor_backend": "ray",
+        "enable_dbo": True,
+        "dbo_prefill_token_threshold": 1024,
         "skip_compiled": True,
         "state_dtype": "bfloat16",
         "seed": 7,

@@ -12,7 +12,7 @@ import pytest
 
 from mllm_compile import Engine, SamplingParams
 from mllm_compile.compiler.load_or_compile import load_or_compile
-from mllm_compile.errors import ConfigError, EngineDeadError, RequestError
+from mllm_compile.errors import ConfigError, EngineDeadError
 from tests.e2e.test_ranks import followers, tokens
 from tests.model.tiny_configs import save_tiny_model
 from tests.model.tiny_configs import tiny_config as config_of_architecture
@@ -73,6 +73,20 @@ def test_draws_penalties_and_scores_are_those_of_one_rank(ranks, alone):
         assert scores[0] == pytest.approx(scores[1], abs=1e-4)
 
 
+def test_scores_of_prompts_in_chunks_are_those_of_one_rank(ranks, alone):
+    scored = [SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, detokenize=False, prompt_logprobs=count)
+              for count in (2, 0, 1, None)]  # fmt: skip
+    ours, theirs = (engine.generate(PROMPTS, scored) for engine in (ranks, alone))
+    assert [one.token_ids for one in ours] == [one.token_ids for one in theirs]
+    assert ours[3].prompt_logprobs is None
+    for one, other in zip(ours[:3], theirs[:3], strict=True):
+        assert len(one.prompt_logprobs) == len(one.prompt_token_ids)
+        for mine, yours in zip(one.prompt_logprobs[1:], other.prompt_logprobs[1:], strict=True):
+            assert {token: entry.logprob for token, entry in mine.items()} == pytest.approx(
+                {token: entry.logprob for token, entry in yours.items()}, abs=1e-4
+            )
+
+
 def test_several_completions_of_a_prompt_and_an_abort_leave_the_engine_right(ranks, alone):
     several = SamplingParams(temperature=1.0, seed=3, n=3, max_tokens=8, ignore_eos=True, detokenize=False)
     ours, theirs = (engine.generate(PROMPTS[2], several)[0] for engine in (ranks, alone))
@@ -123,8 +137,6 @@ def test_what_is_not_served_is_refused(folder, ranks):
         load_or_compile(config_of(folder, tensor_parallel_size=2))
     with pytest.raises(ConfigError, match=r"expert_parallel_size is 2 and runtime\.deterministic is set"):
         load_or_compile(config_of(folder, deterministic=True))
-    with pytest.raises(RequestError, match="prompt_logprobs"):
-        ranks.generate(PROMPTS[0], SamplingParams(prompt_logprobs=1))
 
 
 @pytest.mark.slow

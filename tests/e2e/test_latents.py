@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,11 @@ from mllm_compile import Engine, SamplingParams
 from mllm_compile.compiler.load_or_compile import load_or_compile
 from mllm_compile.config.schema import EngineConfig
 from mllm_compile.errors import UnsupportedModelError
+from mllm_compile.runtime.attention import factory
+from mllm_compile.runtime.attention.latent.choice import all_of_them
+from mllm_compile.runtime.attention.latent.expanded import ExpandedPrompts
 from mllm_compile.runtime.attention.layer import LayerSpec
+from mllm_compile.runtime.attention.torch_backend import TorchAttnBackend
 from tests.model.tiny_configs import FIRST_SPECIAL_TOKEN, save_tiny_model, tiny_config
 from tests.tiny_model import engine_of_pages
 
@@ -66,14 +71,17 @@ class Served:
         return generated[0, len(prompt) :].tolist()
 
 
-# minicpm3: no experts, and a rotation of another spelling; kimi_linear: beside layers with a state, without rotation.
-@pytest.fixture(scope="module", params=["deepseek_v3", "minicpm3", "kimi_linear"])
-def served(request, tmp_path_factory) -> Served:
-    folder = tmp_path_factory.mktemp(request.param)
-    model = save_tiny_model(tiny_config(request.param, eos_token_id=None, bos_token_id=None), folder / "model")
+def serve(name: str, folder: Path) -> Served:
+    model = save_tiny_model(tiny_config(name, eos_token_id=None, bos_token_id=None), folder / "model")
     generator = torch.Generator().manual_seed(7)
     prompts = [torch.randint(0, FIRST_SPECIAL_TOKEN, (n,), generator=generator).tolist() for n in PROMPT_LENGTHS]
     return Served(model, folder, prompts)
+
+
+# minicpm3: no experts, and a rotation of another spelling; kimi_linear: beside layers with a state, without rotation.
+@pytest.fixture(scope="module", params=["deepseek_v3", "minicpm3", "kimi_linear"])
+def served(request, tmp_path_factory) -> Served:
+    return serve(request.param, tmp_path_factory.mktemp(request.param))
 
 
 @pytest.fixture(scope="module")
@@ -106,6 +114,55 @@ def test_preempted_requests_are_computed_again(served, expected):
     with served.engine(num_pages=1 + 24) as engine:
         assert tokens_of(engine.generate(served.prompts, GREEDY)) == expected
         assert engine.stats().preemptions > 0
+
+
+@pytest.fixture
+def parts(monkeypatch) -> list[int]:
+    """Expands every prompt, in parts of about 13 tokens; lists the parts of each layer of each step."""
+    run, counts = ExpandedPrompts.run, []
+
+    def noted(prompts: ExpandedPrompts, *operands: Any) -> None:
+        counts.append(len(prompts.parts))
+        run(prompts, *operands)
+
+    numbers = 4 * 2 * 16 + RANK + ROPE  # of a token, keys and values of 4 heads among them
+    expanding = partial(TorchAttnBackend, choice=all_of_them, most_expanded_bytes=13 * 4 * numbers)
+    monkeypatch.setattr(factory, "TorchAttnBackend", expanding)
+    monkeypatch.setattr(ExpandedPrompts, "run", noted)
+    return counts
+
+
+def check_expanded(served: Served, expected: list[list[int]], parts: list[int]) -> None:
+    """Mixed batches, chunks, prefix hits and preemption, each with prompts that are expanded."""
+    with served.engine() as engine:
+        assert tokens_of(engine.generate(served.prompts, GREEDY)) == expected
+        assert max(parts) > 2  # packed, of several prompts
+        parts.clear()
+        assert tokens_of(engine.generate(served.prompts, GREEDY)) == expected
+        assert engine.stats().prefix_hit_tokens > 0 and max(parts) > 1
+    with served.engine(num_pages=1 + 24) as engine:
+        assert tokens_of(engine.generate(served.prompts, GREEDY)) == expected
+        assert engine.stats().preemptions > 0
+
+
+def test_prompts_over_keys_and_values_made_of_latents_give_the_same_tokens(served, expected, parts):
+    check_expanded(served, expected, parts)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["deepseek_v2", "glm4_moe_lite", "youtu", "longcat_flash"])
+def test_so_they_do_of_every_architecture(name, tmp_path, parts):
+    served = serve(name, tmp_path)
+    assert all(layer.up_projection for layer in served.layers())
+    check_expanded(served, [served.greedy(prompt) for prompt in served.prompts], parts)
+
+
+@pytest.mark.slow
+def test_without_the_pass_the_pieces_have_the_products_and_the_tokens_are_the_same(served, expected, parts):
+    assert not any(layer.up_projection for layer in served.layers(disabled=("expand_latents",)))
+    with served.engine(disabled=("expand_latents",)) as engine:
+        assert tokens_of(engine.generate(served.prompts, GREEDY)) == expected
+    assert not parts
 
 
 def test_keys_and_values_of_every_head_give_the_same_tokens(served, expected):

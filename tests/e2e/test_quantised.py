@@ -139,6 +139,25 @@ def test_scales_of_the_cache_undo_what_its_type_would_not_hold(tmp_path):
     )
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("expands", [True, False])
+def test_the_up_projection_of_latents_is_dequantised_as_attention_reads_it(expands, tmp_path):
+    """128 latents: blocks of scales are of so many inputs."""
+    source, packed, plain = (tmp_path / name for name in ("source", "packed", "plain"))
+    save_tiny_model(config_of("minicpm3", eos_token_id=None, kv_lora_rank=128), source)
+    quantise_folder(source, packed, plain, LINEARS["fp8 blocks"])
+    model, disabled = {"path": str(packed), "dtype": "float32"}, [] if expands else ["expand_latents"]
+    options = {"backend": "eager", "disable_passes": disabled}
+    sizes = {"max_model_len": 128, "max_num_batched_tokens": 128}
+    config = tiny_config(tmp_path / "cache", model=model, compile=options, runtime=sizes)
+    program = load_or_compile(config).artifact.program
+    up = [name for name in program.weights if "kv_b_proj" in name]
+    assert up and {layer.up_projection for layer in program.layers} == ({*up} if expands else {None})
+    assert program.quantised_weights and not [name for name in program.quantised_weights if "kv_b_proj" in name]
+    prompts = [[41, 30, 77, 102, 5], [7, 7, 101]]
+    assert ask(config, prompts) == transformers_greedy(plain, prompts)
+
+
 @pytest.mark.parametrize("kind", ["fp8", "int4"])
 def test_a_plain_model_is_quantised_while_it_is_read(kind, tmp_path):
     """It says what Transformers says of the same numbers; the head keeps its own."""

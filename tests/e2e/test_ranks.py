@@ -15,10 +15,11 @@ from mllm_compile import Engine, SamplingParams
 from mllm_compile.compiler.load_or_compile import load_or_compile
 from mllm_compile.config.compile_options import CompileOptions
 from mllm_compile.errors import ConfigError, DeviceError, EngineDeadError
+from mllm_compile.runtime.ubatch.overlap import BatchOverlap
 from tests.model.tiny_configs import save_tiny_model
 from tests.model.tiny_configs import tiny_config as config_of_architecture
 from tests.quantised_checkpoints import LINEARS, quantise_folder
-from tests.quantised_experts import write_experts
+from tests.quantised_experts import FORMATS, write_experts
 from tests.tiny_model import TINY, engine_of_pages, tiny_config
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
@@ -96,6 +97,49 @@ def test_draws_penalties_and_scores_of_prompts_are_those_of_one_rank(ranks, alon
             assert {token: entry.logprob for token, entry in mine.items()} == pytest.approx(
                 {token: entry.logprob for token, entry in yours.items()}, abs=1e-4
             )
+
+
+@pytest.fixture
+def cuts(monkeypatch) -> list[bool]:
+    """Of each step of rank 0 that is divided, whether a request is in both halves."""
+    found, bodies = [], BatchOverlap.bodies
+
+    def noted(self: BatchOverlap, inputs: Any, contexts: Any, share_a_request: bool) -> Any:
+        assert all(one["input_ids"].numel() for one in inputs)
+        found.append(share_a_request)
+        return bodies(self, inputs, contexts, share_a_request)
+
+    monkeypatch.setattr(BatchOverlap, "bodies", noted)
+    return found
+
+
+def test_steps_in_two_halves_give_one_ranks_tokens_and_scores(cache, alone, cuts):
+    scored = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, prompt_logprobs=1)
+    with Engine(config_of(cache, enable_dbo=True, dbo_prefill_token_threshold=12)) as engine:
+        assert tokens(engine, PROMPTS[1]) == tokens(alone, PROMPTS[1])
+        assert cuts == [True]
+        assert tokens(engine) == tokens(alone)
+        assert False in cuts, "a step of several prompts is cut between two of them"
+        ours, theirs = (one.generate(PROMPTS[1:], scored) for one in (engine, alone))
+    for one, other in zip(ours, theirs, strict=True):
+        assert one.token_ids == other.token_ids
+        for mine, yours in zip(one.prompt_logprobs[1:], other.prompt_logprobs[1:], strict=True):
+            assert {token: entry.logprob for token, entry in mine.items()} == pytest.approx(
+                {token: entry.logprob for token, entry in yours.items()}, abs=1e-4
+            )
+
+
+@pytest.mark.parametrize(
+    ("runtime", "why"),
+    [
+        ({"num_ranks": 1}, "no sums over ranks"),
+        ({"deterministic": True}, "where a step is cut"),
+        ({"dbo_prefill_token_threshold": 33}, "max_num_batched_tokens is 32"),
+    ],
+)
+def test_steps_in_halves_are_refused_where_there_are_none(cache, runtime: dict[str, Any], why):
+    with pytest.raises(ConfigError, match=f"runtime.enable_dbo is true, but .*{why}"):
+        load_or_compile(config_of(cache, enable_dbo=True, **({"dbo_prefill_token_threshold": 16} | runtime)))
 
 
 def test_an_aborted_request_ends_and_the_engine_goes_on(ranks, alone):
@@ -210,16 +254,33 @@ def test_states_latents_and_slopes_give_one_ranks_tokens(name, tmp_path):
 
 
 @pytest.mark.slow
-def test_experts_in_mxfp4_give_one_ranks_tokens(tmp_path):
-    write_experts("mxfp4", tmp_path, {})
+@pytest.mark.parametrize(
+    ("name", "inner"),
+    [*((name, 128 if name == "mxfp4" else 256) for name in FORMATS), ("mxfp4", 96), ("fp8", 32), ("int4", 256)],
+)
+def test_experts_in_few_bits_are_cut_so_where_parts_are_whole_groups(name, inner, tmp_path):
+    sizes = {"intermediate_size": inner, "moe_intermediate_size": inner}
+    model = {"path": str(tmp_path / "packed")}
+    if name in FORMATS:
+        write_experts(name, tmp_path, sizes)
+    else:
+        save_tiny_model(config_of_architecture("qwen3_moe", num_hidden_layers=2, **sizes), tmp_path / "packed")
+        model |= {"quantization": name}
     found = []
     for num_ranks in (1, 2):
         runtime = {"max_model_len": 64, "tensor_parallel_size": num_ranks}
-        model = {"path": str(tmp_path / "packed")}
         config = tiny_config(tmp_path / "cache", model=model, compile={"backend": "eager"}, runtime=runtime)
         with Engine(config) as engine:
             found.append(tokens(engine, [[41, 30, 77, 5, 12], [7, 7, 81]]))
     assert found[0] == found[1]
+    specs = [load_or_compile(config).artifact.weights_of(rank) for rank in range(2)]
+    downs = [[spec for spec in own if spec.name.endswith("layers.1.mlp.experts.down_proj")] for own in specs]
+    assert [len(own) for own in downs] == [1, 1]
+    is_cut_within_a_group = inner == 96
+    for (down,) in downs:
+        assert (down.dtype.itemsize == 1) is not is_cut_within_a_group
+        values = down.shape[-1] if name == "fp8" or name.startswith("fp8") else 2 * down.shape[-1]
+        assert is_cut_within_a_group or values == inner // 2
 
 
 def test_a_cached_runtime_says_for_how_many_ranks_it_is(cache):

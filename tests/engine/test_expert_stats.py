@@ -50,9 +50,11 @@ def chosen_by_transformers(folder, texts) -> list[list[int]]:
     return counts.tolist()
 
 
-def test_counts_are_those_of_the_tokens_that_were_computed(folder, tmp_path):
+@pytest.mark.parametrize("num_ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_counts_are_those_of_the_tokens_that_were_computed(folder, tmp_path, num_ranks):
+    how = {"expert_parallel_size": num_ranks, "enable_prefix_cache": False}
     params = SamplingParams(temperature=0, max_tokens=NEW, ignore_eos=True)
-    with engine(folder, tmp_path, expert_stats=True, enable_prefix_cache=False) as served:
+    with engine(folder, tmp_path, expert_stats=True, **how) as served:
         outputs = served.generate(PROMPTS, params)
         experts = served.stats().experts
     # The last token is handed out and not read; of the step that overlaps its end nothing is said here.

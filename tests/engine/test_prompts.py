@@ -56,7 +56,7 @@ def test_a_dict_that_is_no_prompt_is_refused(engine, prompt, said):
 
 def test_a_check_gives_the_ids_or_the_error_that_a_build_would(engine):
     given = ["abc", {"prompt_token_ids": [1, 2], "cache_salt": "mine"}, "", [VOCAB_SIZE], {"prompt": 5}]
-    checked, built = engine.builder.check(given, params()), engine.builder.build(given, params())
+    checked, (built,) = engine.builder.check(given, params()), engine.builder.build(given, params())
     assert checked[:2] == [list(b"abc"), [1, 2]] == [one.prompt_token_ids for one in built[:2]]
     assert [str(error) for error in checked[2:]] == [str(one.failure) for one in built[2:]]
     assert engine.generate("abc", params())[0].token_ids == expected_tokens(b"abc", 8), "nothing of it is queued"

@@ -103,7 +103,9 @@ def test_other_sinks_are_told_beside_it():
     with fake_engine() as engine:
         engine.core.tell_steps(StepNews([].append))
         submission = engine.builder.build_one([1], SamplingParams(max_tokens=3, ignore_eos=True))
-        submission.sink = Countdown([submission])
+        ended = Countdown()
+        ended.add([submission])
+        ended.all_added()
         engine.core.submit([submission])
-        submission.sink.wait()
+        ended.wait()
         assert submission.sequences[0].request.output_token_ids == expected_tokens([1], 3)

@@ -7,7 +7,7 @@ both; fa3 plain; for an fp8 cache (bf16 queries) fa2 plain. Of head dim 64 fa2, 
 import pytest
 import torch
 
-from mllm_compile.runtime.attention.flashinfer.copied import CopiedPrefill
+from mllm_compile.runtime.attention.flashinfer.copied import CopiedPrefill, RowPrefill
 from mllm_compile.runtime.attention.flashinfer.parts import DividedPrefill
 from mllm_compile.runtime.attention.flashinfer_backend import FlashInferAttnBackend
 from mllm_compile.runtime.attention.torch_backend import TorchAttnBackend
@@ -218,13 +218,41 @@ def test_a_chunk_whose_prefix_is_divided_equals_the_torch_backend(prefix_lens, n
         torch.testing.assert_close(out, expected, **TOLERANCE)
 
 
-def case_of_long(layer, prefix_lens, new_lens, seed=0) -> AttentionCase:
+@pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_properties(0).major != 9, reason="needs a Hopper GPU"
+)
+@pytest.mark.parametrize(
+    ("prefix_lens", "new_lens", "kind"),
+    [
+        ([20_000], [2048], RowPrefill),
+        ([3000], [500], RowPrefill),
+        ([300, 5003], [1, 490], RowPrefill),
+        ([8005], [250], DividedPrefill),
+        ([300, 12_000], [1, 200], DividedPrefill),
+    ],
+)
+def test_a_prompt_whose_pages_follow_each_other_equals_the_torch_backend(prefix_lens, new_lens, kind):
+    layer = make_layer(num_heads=32, num_kv_heads=8, head_dim=128)
+    case = case_of_long(layer, prefix_lens, new_lens, in_a_row=True)
+    expected = run_torch(case, layer)
+    case.batch.first_slot = int(case.batch.req_to_token_pool.req_to_token[len(new_lens), 0])
+    backend = backend_for([layer], case.batch, max_bs=8)
+    for _ in range(2):  # a plan, and one in its place
+        backend.init_forward_metadata(case.batch)
+        wrapper = backend.prefill_metadata.prefill_wrappers[0]
+        assert isinstance(wrapper, kind)
+        assert kind is RowPrefill or isinstance(wrapper._before, RowPrefill)
+        out = attend(backend, layer, case.batch, case.q, case.k, case.v)
+        torch.testing.assert_close(out, expected, **TOLERANCE)
+
+
+def case_of_long(layer, prefix_lens, new_lens, seed=0, in_a_row=False) -> AttentionCase:
     """make_case's naive reference takes one query at a time: leave it out."""
     import tests.runtime.attention.attention_cases as cases
 
     naive, cases.naive_attention = cases.naive_attention, lambda q, *_: q.float()
     try:
-        return make_case(layer, prefix_lens, new_lens, 16, torch.bfloat16, "cuda", seed)
+        return make_case(layer, prefix_lens, new_lens, 16, torch.bfloat16, "cuda", seed, in_a_row=in_a_row)
     finally:
         cases.naive_attention = naive
 

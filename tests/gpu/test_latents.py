@@ -5,10 +5,13 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 from mllm_compile import Engine, EngineConfig, SamplingParams
+from mllm_compile.runtime.attention.latent.expanded import ExpandedPrompts
+from mllm_compile.runtime.attention.latent.expansion import parts_of
 from mllm_compile.runtime.attention.latent.tiles import PREFILL_TILE, num_prefill_tiles
 from mllm_compile.store.artifact import open_artifact
 from tests.gpu.test_architectures import compare
@@ -87,6 +90,49 @@ def test_prompts_are_those_of_float32_with_and_without_a_prefix(heads, width, va
     assert worst(prefill(cache, q, new, value_width), want) < 8e-3
 
 
+# Query heads, a head's own columns of a key, rotated ones, those of a value, rank of a latent, type.
+EXPANDED = [
+    (16, 128, 64, 128, 512, torch.bfloat16),
+    (20, 192, 64, 256, 512, torch.bfloat16),
+    (40, 64, 32, 64, 256, torch.float16),
+    (3, 16, 8, 20, 16, torch.bfloat16),
+]
+
+
+@pytest.mark.parametrize(("heads", "own", "rotated", "value", "rank", "dtype"), EXPANDED)
+def test_prompts_over_keys_and_values_are_those_of_float32_in_one_part_and_in_several(
+    heads, own, rotated, value, rank, dtype
+):
+    import mllm_compile.runtime.ops.latents.expanded  # noqa: F401  (needs Triton)
+
+    new, before = np.array([1, 70, 300, 129, 1]), np.array([0, 0, 1200, 1, 63])
+    first = np.cumsum(new) - new
+    lengths, total = (new + before).tolist(), int((new + before).sum())
+    options = {"device": "cuda", "dtype": dtype}
+    q = 2 * torch.randn(int(new.sum()), heads, own + rotated, **options)
+    expanded, gathered = (
+        torch.randn(total, heads, own + value, **options),
+        torch.randn(total, rank + rotated, **options),
+    )
+    scale, want = (own + rotated) ** -0.5, []
+    of_requests = zip(q.split(new.tolist()), expanded.split(lengths), gathered.split(lengths), strict=True)
+    for queries, up, latents in of_requests:
+        keys, values = up.float().split([own, value], -1)
+        keys = torch.cat((keys, latents[:, None, rank:].float().expand(-1, heads, -1)), -1)
+        logits = torch.einsum("thd,khd->htk", queries.float(), keys) * scale
+        places = torch.arange(len(keys), device="cuda")
+        visible = places <= places[len(keys) - len(queries) :, None]
+        weights = logits.masked_fill(~visible, -math.inf).softmax(-1)
+        want.append(torch.einsum("htk,khd->thd", weights, values))
+    for most_tokens, tolerance in ((total, 8e-3), (500, 8e-3), (130, 16e-3)):  # each part rounds the result once more
+        out = torch.full((len(q), heads, value), math.nan, **options)
+        log_sums = torch.full((len(q), heads), math.nan, device="cuda")
+        for part in parts_of(first, new, before, most_tokens):
+            keys = expanded[part.start : part.stop].clone(), gathered[part.start : part.stop].clone()
+            torch.ops.mllm.expanded_prefill(q, *keys, torch.from_numpy(part.tiles).cuda(), out, log_sums, scale)
+        assert worst(out, torch.cat(want)) < tolerance, f"parts of {most_tokens} keys"
+
+
 def test_rows_without_keys_are_passed_over_and_others_are_the_same_bitwise_among_any():
     lengths = [577, 0, 64, 0, 4096]
     cache = Cache([max(1, length) for length in lengths], 1, 576, 64, torch.bfloat16)
@@ -107,22 +153,36 @@ LONGEST, NEW = 2048, 16
 PROMPTS = (1, 2, 7, 33, 64, 130, 500, 1500)
 
 
-@pytest.mark.parametrize(("name", "changes"), [("deepseek_v3", OF_512), ("minicpm3", OF_256)])
-def test_a_model_is_as_near_to_float32_as_transformers_is(tmp_path, name, changes):
+# A step of so many tokens, so that of the longest prompt several chunks are behind others.
+@pytest.mark.parametrize(("name", "changes", "step"), [("deepseek_v3", OF_512, 600), ("minicpm3", OF_256, 4096)])
+def test_a_model_is_as_near_to_float32_as_transformers_is(tmp_path, monkeypatch, name, changes, step):
+    behind = []  # tokens before each prompt that is computed over keys and values, as its plan has them
+    plan = ExpandedPrompts.plan.__func__
+
+    def noted(cls, common, num_decodes, *others):
+        planned = plan(cls, common, num_decodes, *others)
+        expanded = {*range(num_decodes, common.num_reqs)} - {*planned.others.tolist()}
+        behind.extend(int(common.num_computed_tokens_cpu[index]) for index in expanded)
+        return planned
+
+    monkeypatch.setattr(ExpandedPrompts, "plan", classmethod(noted))
     folder = tmp_path / "model"
     save_tiny_model(tiny_config(name, **HEADS | changes, max_position_embeddings=LONGEST), folder)
     exact, rounded = reference(folder, torch.float32), reference(folder, torch.bfloat16)
     prompts = [random_ids(length, FIRST_SPECIAL_TOKEN, length) for length in PROMPTS]
     asked = SamplingParams(temperature=0.0, max_tokens=NEW, ignore_eos=True, logprobs=0)
-    with served(folder, tmp_path / "cache") as engine:
+    with served(folder, tmp_path / "cache", step) as engine:
         (program,) = (open_artifact(path.parent).program for path in tmp_path.rglob("program.json"))
         assert all(layer.is_latent for layer in program.layers)
         assert set(program.latent_attention) == {layer.name for layer in program.layers}
         assert program.decode_loop is not None  # a captured decode is one launch
+        assert all(layer.up_projection for layer in program.layers)
+        behind.clear()
         read = engine.generate(prompts, SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0))
         written = engine.generate(prompts, asked)
         again = engine.generate(prompts, asked)  # by a prefix hit
     assert [len(output.token_ids) for output in again] == [NEW] * len(prompts)
+    assert (0 in behind) if step > sum(PROMPTS) else (max(behind) >= 500), behind
     ours = torch.cat([scores_of(output, ids) for output, ids in zip(read, prompts, strict=True)][1:])
     compare(f"{name}, prompts", ours, [reference_scores(exact, ids) for ids in prompts[1:]], rounded, prompts[1:])
     for what, outputs in (("answers", written), ("answers after a prefix hit", again)):
@@ -131,10 +191,11 @@ def test_a_model_is_as_near_to_float32_as_transformers_is(tmp_path, name, change
         compare(f"{name}, {what}", ours, [reference_scores(exact, ids)[-NEW:] for ids in texts], rounded, texts, NEW)
 
 
-def served(folder: Path, cache: Path) -> Engine:
+def served(folder: Path, cache: Path, step: int) -> Engine:
     sections = {
         "model": {"path": str(folder), "dtype": "bfloat16"},
         "cache": {"dir": str(cache)},
         "runtime": {"device": "cuda", "max_model_len": LONGEST, "mem_fraction_static": 0.1, "max_running_requests": 16},
     }
+    sections["runtime"] |= {"max_num_batched_tokens": step}
     return Engine(EngineConfig.from_dict(sections))

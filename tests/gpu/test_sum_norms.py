@@ -11,6 +11,7 @@ import torch
 from mllm_compile.kernels.cuda import can_compile_kernels
 from mllm_compile.kernels.nvrtc import compile_cuda
 from mllm_compile.runtime.collectives import base
+from mllm_compile.runtime.collectives.copied import CopiedSums, copied_bytes
 from mllm_compile.runtime.collectives.push import (
     NOTHING,
     PulledSums,
@@ -21,6 +22,7 @@ from mllm_compile.runtime.collectives.push import (
     pulled_bytes,
 )
 from mllm_compile.runtime.collectives.sum_kernels import (
+    AddNormKernel,
     PullNormKernel,
     PushKernel,
     PushNormKernel,
@@ -41,7 +43,7 @@ DEVICE = torch.device("cuda", 0)
 WIDTHS = (4096, 5120, 8192, 1000)
 EPS = 1e-6
 BLOCKS = 16  # of a rank: both share the GPU, and all blocks of both have to run at once
-KERNELS = [PushKernel(), *(kind(width) for kind in (PushNormKernel, PullNormKernel) for width in WIDTHS)]
+KERNELS = [PushKernel(), *(kind(width) for kind in (PushNormKernel, PullNormKernel, AddNormKernel) for width in WIDTHS)]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -52,12 +54,12 @@ def kernels() -> None:
 
 
 class Pair:
-    """Two ranks on one GPU, on two streams, that push or pull."""
+    """Two ranks on one GPU, on two streams, that push, pull or copy; `most` is what their kind is told last."""
 
-    def __init__(self, kind: Any, num_bytes: int, word: int) -> None:
+    def __init__(self, kind: Any, num_bytes: int, word: int, most: int = BLOCKS) -> None:
         self.memory = [torch.full((num_bytes // 4,), word, dtype=torch.int32, device=DEVICE) for _ in range(2)]
         places = [one.data_ptr() for one in self.memory]
-        self.ranks = [kind(rank, places, DEVICE, BLOCKS) for rank in range(2)]
+        self.ranks = [kind(rank, places, DEVICE, most) for rank in range(2)]
         self.streams = [torch.cuda.Stream(DEVICE) for _ in range(2)]
         torch.cuda.synchronize()
 
@@ -109,6 +111,34 @@ def test_rows_of_counts_that_change_are_as_near_to_float32_as_torch_is(pair):
             limits = errors(plain, parts, residual, weight)
             for error, limit in zip(errors(ours, parts, residual, weight), limits, strict=True):
                 assert error <= 1.2 * limit, (width, rows)
+
+
+def test_copied_sums_take_turns_in_their_buffers_without_a_wait_of_the_host():
+    most = 4 << 20
+    pair = Pair(CopiedSums, copied_bytes(2, most), 0, most)
+    for width in WIDTHS:
+        given = [inputs(rows, width, seed) for seed, rows in enumerate((1, 200, 8, 130, 200, 3, 64))]
+        assert all(pair.ranks[0].takes(parts[0]) for parts, _, _ in given)
+
+        def sums(rank: int, one: CopiedSums) -> list[Any]:
+            return [one.sum_and_norm(parts[rank], residual, weight, EPS) for parts, residual, weight in given]  # noqa: B023
+
+        for one, other, (parts, residual, weight) in zip(*pair.run(sums), given, strict=True):
+            assert torch.equal(one[0], (residual.float() + (parts[0].float() + parts[1].float())).bfloat16())
+            assert torch.equal(one[0], other[0])
+            assert torch.equal(one[1], other[1])
+            limits = errors(base.add_and_norm(parts[0] + parts[1], residual, weight, EPS), parts, residual, weight)
+            assert errors(one, parts, residual, weight)[1] <= 1.2 * limits[1]
+
+
+def test_a_copied_sum_does_not_wait_for_a_rank_that_was_given_up():
+    pair = Pair(CopiedSums, copied_bytes(2, 1 << 20), 0, 1 << 20)
+    parts, residual, weight = inputs(8, 4096, 0)
+    with torch.cuda.stream(pair.streams[0]):
+        pair.ranks[0].sum_and_norm(parts[0], residual, weight, EPS)
+    assert not pair.streams[0].query()
+    pair.ranks[0].give_up()
+    pair.streams[0].synchronize()
 
 
 def test_a_sum_that_was_made_otherwise_is_added_and_normed():

@@ -19,6 +19,7 @@ import torch
 from mllm_compile import Engine, SamplingParams
 from mllm_compile.config.schema import EngineConfig
 from mllm_compile.errors import EngineDeadError
+from mllm_compile.runtime.ubatch.overlap import BatchOverlap
 from tests.e2e.test_ranks import followers
 from tests.gpu.small_shape import SHAPE
 from tests.tiny_model import TINY
@@ -36,7 +37,9 @@ PROMPTS = [list(range(3, 3 + count)) for count in (1, 5, 30, 200, 7, 64, 17)]
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, logprobs=1, detokenize=False)
 
 
-def config_of(cache: Path, num_ranks: int, mode: str, model: dict[str, Any], backend: str) -> EngineConfig:
+def config_of(
+    cache: Path, num_ranks: int, mode: str, model: dict[str, Any], backend: str, **runtime: Any
+) -> EngineConfig:
     return EngineConfig.from_dict(
         {
             "model": {"dtype": "bfloat16"} | model,
@@ -47,6 +50,7 @@ def config_of(cache: Path, num_ranks: int, mode: str, model: dict[str, Any], bac
                 "max_model_len": 1024,
                 "max_running_requests": 16,
                 "max_num_batched_tokens": 128,
+                **runtime,
             },
             "cudagraph": {"mode": mode},
             "cache": {"dir": str(cache)},
@@ -55,8 +59,8 @@ def config_of(cache: Path, num_ranks: int, mode: str, model: dict[str, Any], bac
 
 
 @contextmanager
-def engine_of(*args: Any) -> Iterator[Engine]:
-    engine = Engine(config_of(*args))
+def engine_of(*args: Any, **runtime: Any) -> Iterator[Engine]:
+    engine = Engine(config_of(*args, **runtime))
     try:
         yield engine
     finally:
@@ -113,6 +117,23 @@ def test_two_gpus_answer_as_one_in_every_graph_mode(cache, small, alone, mode):
     with engine_of(cache, 2, mode, small, "inductor") as engine:
         assert_alike(answers(engine), alone)
         assert_alike(answers(engine), alone)  # with hits of the prefix cache
+
+
+@pytest.mark.parametrize("threshold", [32, 100])
+def test_steps_in_halves_answer_as_one_gpu(cache, small, alone, threshold, monkeypatch):
+    cuts, bodies = [], BatchOverlap.bodies
+
+    def noted(self: BatchOverlap, inputs: Any, contexts: Any, share_a_request: bool) -> Any:
+        cuts.append(share_a_request)
+        return bodies(self, inputs, contexts, share_a_request)
+
+    monkeypatch.setattr(BatchOverlap, "bodies", noted)
+    settings = {"enable_dbo": True, "dbo_prefill_token_threshold": threshold}
+    with engine_of(cache, 2, "full_and_piecewise", small, "inductor", **settings) as engine:
+        cuts.clear()  # of memory's measurement
+        assert_alike(answers(engine), alone)
+        assert_alike(answers(engine), alone)
+    assert True in cuts
 
 
 def test_pieces_as_traced_answer_alike_on_two_gpus(cache):

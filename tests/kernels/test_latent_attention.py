@@ -30,6 +30,20 @@ def test_layers_that_are_alike_share_two_pieces_and_the_program_is_read_as_it_wa
     assert ["sm_scale=0.1" in piece.source for piece in pieces] == [False, False, True, True]
 
 
+def test_layers_with_their_up_projection_have_a_third_piece_whatever_its_weight_is_called():
+    own = {"up_projection": "layers.0.kv_b_proj.weight", "up_key_dim": 128, "up_value_dim": 128}
+    layer = replace(LAYER, **own)
+    same = replace(layer, name="layers.1.attn", layer_id=1, up_projection="layers.1.kv_b_proj.weight")
+    with_forms, pieces = add_latent_attention(resolved(H200), program(layer, same))
+    forms = LatentForms(*(f"latent_0_{what}" for what in ("decode", "prefill", "expanded")))
+    assert with_forms.latent_attention == {layer.name: forms, same.name: forms}
+    assert [piece.name for piece in pieces] == [*forms.piece_ids()] == with_forms.piece_ids()
+    assert Program.from_json(json.loads(json.dumps(with_forms.to_json()))) == with_forms
+    over_latents, expanded = pieces[1].signature, pieces[2].signature
+    assert (over_latents["q"].shape, over_latents["out"].shape) == (("T", 16, 576), ("T", 16, 512))
+    assert (expanded["q"].shape, expanded["out"].shape) == (("T", 16, 192), ("T", 16, 128))
+
+
 @pytest.mark.parametrize(
     ("device", "sections"),
     [(CPU, {}), (H200, {"runtime": {"attention_backend": "torch"}, "cudagraph": {"mode": "none"}})],

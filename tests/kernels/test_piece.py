@@ -43,7 +43,9 @@ DECODES = add_decode_attention(
     resolved(H200, runtime={"page_size": PAGE_SIZE}),
     Program(steps=(), layers=(LAYER, WITH_BOTH), weights=(), output="logits"),
 )[1]
-LATENT = LayerSpec("layers.0.attn", 0, 20, 1, 288, 256, 0.07, 0.0, -1, None, is_latent=True)
+UP = {"up_projection": "layers.0.up", "up_key_dim": 64, "up_value_dim": 64}
+LATENT = LayerSpec("layers.0.attn", 0, 20, 1, 288, 256, 0.07, 0.0, -1, None, is_latent=True, **UP)
+LATENT_OPS = ("latent_decode", "latent_prefill", "expanded_prefill")
 LATENTS = add_latent_attention(
     resolved(H200, runtime={"page_size": PAGE_SIZE}), Program(steps=(), layers=(LATENT,), weights=(), output="logits")
 )[1]
@@ -51,7 +53,7 @@ SAMPLING = sampling_pieces("bfloat16", VOCAB)
 LOOP = decode_loop_pieces("bfloat16", VOCAB, PAGE_SIZE)
 CALLS = {
     **{piece.name: (piece, "split_decode") for piece in DECODES if "sinks" in piece.signature},
-    **{piece.name: (piece, op) for piece, op in zip(LATENTS, ("latent_decode", "latent_prefill"), strict=True)},
+    **{piece.name: (piece, op) for piece, op in zip(LATENTS, LATENT_OPS, strict=True)},
     "greedy": (SAMPLING[0], "greedy_tokens"),
     "begin_decode": (LOOP[0], "begin_decode"),
     "end_decode": (LOOP[1], "end_decode"),
@@ -119,22 +121,25 @@ def test_decode_attention_is_given_what_it_is_compiled_for(piece):
 
 
 def test_attention_over_latents_is_given_what_it_is_compiled_for():
-    given = Given(), Given()
-    case = make_case(AttentionLayer.of(LATENT, {}), [3, 0, 20], [1, 9, 30], PAGE_SIZE, torch.bfloat16)
+    given = Given(), Given(), Given()
+    weights = {"layers.0.up": torch.zeros(20 * (64 + 64), 256, dtype=torch.bfloat16)}
+    layer = AttentionLayer.of(LATENT, weights)
+    case = make_case(layer, [3, 0, 20], [1, 9, 30], PAGE_SIZE, torch.bfloat16)
     backend = LatentAttnBackend(
-        [AttentionLayer.of(LATENT, {})],
+        [layer],
         {LATENT.name: LatentPieces(*given)},
         req_to_token=case.batch.req_to_token_pool.req_to_token,
         max_requests=3,
         page_size=PAGE_SIZE,
         dtype=torch.bfloat16,
+        choice=lambda prompts: prompts.before > 0,
     )
-    assert [piece.mismatch(one.tensors) for piece, one in zip(LATENTS, given, strict=True)] == [None, None]
+    assert [piece.mismatch(one.tensors) for piece, one in zip(LATENTS, given, strict=True)] == [None] * 3
     backend.init_forward_metadata(case.batch)
-    out = case.q.new_empty(*case.q.shape[:2], LATENT.v_head_dim)
-    backend.forward(AttentionInputs(case.q, case.k, case.v, out, AttentionLayer.of(LATENT, {}), case.batch))
-    assert [piece.mismatch(one.tensors) for piece, one in zip(LATENTS, given, strict=True)] == [None, None]
-    assert [one.tensors[0].shape[0] for one in given] == [1, 40]
+    out = case.q.new_empty(*case.q.shape[:2], LATENT.out_dim)
+    backend.forward(AttentionInputs(case.q, case.k, case.v, out, layer, case.batch))
+    assert [piece.mismatch(one.tensors) for piece, one in zip(LATENTS, given, strict=True)] == [None] * 3
+    assert [one.tensors[0].shape[0] for one in given] == [1, 10, 40]
 
 
 def test_the_decode_loop_gives_what_its_pieces_are_compiled_for():

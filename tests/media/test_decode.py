@@ -61,9 +61,9 @@ def test_sixteen_bits_of_grey_become_eight():
 @pytest.mark.parametrize(
     ("data", "reason"),
     [
-        (b"hello, world", "is no picture"),
-        (b"<svg xmlns='http://www.w3.org/2000/svg'/>", "is no picture"),
-        (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n", "is no picture"),
+        (b"hello, world", "is in no format"),
+        (b"<svg xmlns='http://www.w3.org/2000/svg'/>", "is in no format"),
+        (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n", "is in no format"),
         (png_that_says(100_000, 100_000), "10,000,000,000 pixels by its header; expected at most 67,108,864"),
         (png_that_says(40_000, 25_000), "1,000,000,000 pixels by its header"),
         (png_that_says(64, 64), "broken or cut off"),
@@ -85,7 +85,7 @@ def test_a_picture_without_a_pixel_is_refused(size):
 @pytest.mark.parametrize("part", [0.1, 0.5, 0.9])
 def test_a_truncated_file_is_refused(kind, part):
     data = file_of(pixels_of(3, 64, 64), kind)
-    with pytest.raises(Refused, match=r"broken|no picture"):
+    with pytest.raises(Refused, match=r"broken|no format"):
         decode(data[: int(len(data) * part)])
 
 

@@ -81,7 +81,7 @@ def test_a_prompt_that_is_too_long_says_what_pictures_take(door):
 def test_a_broken_picture_is_named(door):
     whole = file_of(pixels_of(7))
     assert refusal(door, PLACE * 2, whole, whole[:90]).startswith("image 1: the picture is broken or cut off")
-    assert refusal(door, PLACE, b"hello").startswith("image 0: the picture is no picture that can be read")
+    assert refusal(door, PLACE, b"hello").startswith("image 0: the picture is in no format that can be read")
     assert prepare(door, PLACE, whole).items  # the same workers go on
 
 
@@ -132,7 +132,7 @@ def test_text_alone_is_served_by_name(files):
 
 def test_without_pillow_the_extra_is_named(files, monkeypatch):
     monkeypatch.setattr(door_module, "find_spec", lambda name: None)
-    assert "pip install 'mllm_compile[images]'" in refusal(make_door(files), PLACE, b"x")
+    assert "pip install 'mllm-compile[images]'" in refusal(make_door(files), PLACE, b"x")
 
 
 def test_after_the_end_of_a_worker_another_one_answers(door):

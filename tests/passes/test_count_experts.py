@@ -6,10 +6,11 @@ import pytest
 import torch
 
 from mllm_compile.compiler.program_builder import build_program
-from mllm_compile.passes.base import PassTarget
+from mllm_compile.passes.base import EXPERT_RANKS, PassTarget
 from mllm_compile.passes.count_experts import CountExperts
 from mllm_compile.passes.match.nodes import called_pieces, is_op
 from mllm_compile.passes.pipeline import PASSES, passes_left_out
+from mllm_compile.passes.spread_experts import chosen_of_all
 from mllm_compile.runtime.forward_context import ForwardContext, override_forward_context
 from mllm_compile.runtime.ops import op
 from tests.passes.support.graph_builder import run
@@ -18,8 +19,9 @@ from tests.passes.test_every_pass import decoder_of_experts, layers
 TARGET = PassTarget("cpu", True, False, False, "float32", "float32")
 
 
-def counted(make):
+def counted(make, num_ranks=1):
     gm = make()
+    gm.meta[EXPERT_RANKS] = num_ranks
     for graph_pass in PASSES:
         if not graph_pass.needs:
             gm = graph_pass()(gm).gm
@@ -39,6 +41,21 @@ def test_each_layer_has_one_counter_and_both_linears_read_what_it_gives():
     assert found == 2
     assert build_program(gm).counted_experts == ("layers.0.experts.up", "layers.1.experts.up")
     torch.testing.assert_close(run(gm, 7), run(decoder_of_experts(), 7))
+
+
+def test_where_experts_are_spread_the_choice_among_all_is_counted_of_all_ranks_tokens():
+    gm = counted(decoder_of_experts, num_ranks=2)
+    found = 0
+    for name in called_pieces(gm):
+        for counter in (node for node in gm.get_submodule(name).graph.nodes if is_op(node, "count_experts")):
+            ids, slots = counter.args
+            assert slots.target == "token_all_slots"
+            assert list(ids.users) == [counter], "all that is made of the choice is made of what was counted"
+            linears = [node for node in gm.get_submodule(name).graph.nodes if is_op(node, "expert_linear")]
+            assert counter in {chosen_of_all(node.args[1]) for node in linears}
+            found += 1
+    assert found == 2
+    assert CountExperts()(gm).matches == 0
 
 
 def test_a_dense_model_has_none():

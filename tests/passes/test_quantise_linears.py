@@ -12,15 +12,18 @@ from mllm_compile.passes.base import (
     PACKED_WEIGHTS,
     QUANTISED_TENSORS,
     SMALL_WEIGHTS,
+    WEIGHT_CUTS,
     PackedPart,
     QuantisedTensor,
     SmallWeights,
+    WeightCut,
 )
 from mllm_compile.passes.match.nodes import LINEAR
 from mllm_compile.passes.match.quantised import match_quantised_linear
 from mllm_compile.passes.pack_projections import PackProjections
 from mllm_compile.passes.pipeline import run_passes
 from mllm_compile.passes.quantise_linears import QuantiseLinears
+from mllm_compile.runtime.ops.experts.shapes import takes_part
 from mllm_compile.runtime.program.spec import Program, QuantisedWeight
 from mllm_compile.runtime.quantised.scheme import MXFP4, NVFP4, WeightScheme, quantised_as
 from tests.passes.support.graph_builder import HIDDEN, GraphBuilder, apply, model_of_layers, run, targets
@@ -231,3 +234,41 @@ def test_experts_that_no_kernel_takes_stay_plain(scheme):
     gm = decoder_of_experts()
     gm.meta[SMALL_WEIGHTS] = SmallWeights({"layers.0.experts.up": scheme})
     assert QuantiseLinears()(gm).matches == 0
+
+
+@pytest.mark.parametrize("is_transposed", [False, True])
+def test_experts_that_ranks_cut_within_what_shares_a_scale_stay_plain(is_transposed):
+    make = decoder_of_experts_with_biases if is_transposed else decoder_of_experts
+    name, dim = "layers.0.experts.down", 1 if is_transposed else 2
+    inputs = next(node for node in make().graph.nodes if node.meta.get("weight_name") == name).meta["val"].shape[dim]
+    assert inputs == 2 * MXFP4.group
+    for length, is_small in ((32, True), (30, False)):
+        gm = make()
+        ranges = (((0, length),), ((length, inputs - length),))
+        gm.meta[WEIGHT_CUTS] = {name: (WeightCut(dim, ranges),)}
+        gm.meta[SMALL_WEIGHTS] = SmallWeights(*({}, {name: MXFP4}) if is_transposed else ({name: MXFP4},))
+        assert QuantiseLinears()(gm).matches == is_small
+
+
+def test_a_cut_of_experts_is_one_of_each_of_their_tensors():
+    shape = (4, 64, 256)
+    tensors = [QuantisedTensor("w", role, MXFP4, shape, is_transposed=True) for role in MXFP4.roles]
+    of_rows, of_inputs = (WeightCut(dim, (((0, 32),), ((32, 32),))) for dim in (2, 1))
+    assert [one.cut(of_rows) for one in tensors] == [WeightCut(1, of_rows.ranges)] * 2
+    assert [one.cut(of_inputs).dim for one in tensors] == [2, 2]
+    assert [one.cut(of_inputs).ranges for one in tensors] == [(((0, 16),), ((16, 16),)), (((0, 1),), ((1, 1),))]
+
+
+@pytest.mark.parametrize(
+    ("scheme", "inputs", "num_ranks", "is_taken"),
+    [
+        (MXFP4, 2880, 2, True),
+        (MXFP4, 2880, 4, False),  # 90 groups
+        (WeightScheme("fp8", 128), 768, 2, True),
+        (WeightScheme("fp8", 128), 768, 4, False),
+        (WeightScheme("fp8", 768), 768, 4, True),  # a scale a row
+        (WeightScheme("int4", 32), 768, 2, False),  # no kernel takes it
+    ],
+)
+def test_experts_are_cut_by_groups_where_each_rank_has_as_many(scheme, inputs, num_ranks, is_taken):
+    assert takes_part(scheme, inputs, num_ranks) is is_taken

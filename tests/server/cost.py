@@ -140,15 +140,14 @@ def engine_cost(streams: int, tokens: int, is_served: bool) -> float:
     with Engine.from_parts(parts, log_interval_s=0) as engine:
         params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
         submissions = [engine.builder.build_one(f"{PROMPT} {i}", params) for i in range(streams)]
-        ended = Countdown(submissions)
+        ended = Countdown()
+        ended.add(submissions)
+        ended.all_added()
         if is_served:
             news = _Counted(out.send, ended)
             engine.core.tell_steps(news)
             for key, submission in enumerate(submissions):
                 news.take(key, submission)
-        else:
-            for submission in submissions:
-                submission.sink = ended
         engine.core.submit(submissions)
         ended.wait()
     out.close()

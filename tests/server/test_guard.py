@@ -58,6 +58,8 @@ def test_what_is_not_there_is_said_in_openais_shape(server):
     key = {"authorization": f"Bearer {KEY}"}
     missing = server.get("/v1/nothing", headers=key)
     assert (missing.status, missing.error["message"]) == (404, "there is no /v1/nothing")
+    mistyped = server.post("/v1/chat/completion", {}, headers=key)
+    assert mistyped.error["message"] == "there is no /v1/chat/completion; did you mean /v1/chat/completions?"
     method = server.get("/v1/completions", headers=key)
     assert (method.status, method.error["type"]) == (405, "invalid_request_error")
     assert (method.error["message"], method.headers["allow"]) == ("/v1/completions: expected POST", "POST")

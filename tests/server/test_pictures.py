@@ -86,7 +86,7 @@ def test_an_address_of_an_allowed_host_is_its_picture(server, tmp_path):
 @pytest.mark.parametrize(
     ("data", "said"),
     [
-        (b"hello", "image 0: the picture is no picture that can be read"),
+        (b"hello", "image 0: the picture is in no format that can be read"),
         (b"\x89PNG\r\n\x1a\n", "image 0: the picture"),
         (b"", "image 0: the picture is empty"),
         (file_of(pixels_of(1))[:90], "image 0: the picture is broken or cut off"),
@@ -188,7 +188,7 @@ def test_their_pictures_are_refused_in_their_own_shapes(server):
     url = {"type": "image", "source": {"type": "url", "url": "https://host/cat.png"}}
     for content, says in (
         (url, "'https://host/cat.png' is an address, and pictures are fetched from"),
-        (block(b"hello"), "image 0: the picture is no picture that can be read"),
+        (block(b"hello"), "image 0: the picture is in no format that can be read"),
         (block(b"hello", "application/pdf"), "expected the source of an image to be"),
         ({"type": "image", "source": {"type": "file", "file_id": "f"}}, "expected the source of an image to be"),
         ({"type": "document"}, "expected blocks of type text, got str 'document'"),
@@ -199,7 +199,7 @@ def test_their_pictures_are_refused_in_their_own_shapes(server):
     image = {"type": "input_image", "image_url": data_url(b"hello")}
     for content, says in (
         ({**image, "image_url": "https://host/cat.png"}, "is an address, and pictures are fetched from"),
-        (image, "image 0: the picture is no picture that can be read"),
+        (image, "image 0: the picture is in no format that can be read"),
         ({**image, "detail": "low"}, "detail: expected auto or high, got str 'low'"),
         ({"type": "input_image", "file_id": "f"}, "expected an input_image with image_url"),
         ({"type": "input_file"}, "expected parts of text or input_image"),

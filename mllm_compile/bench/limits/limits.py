@@ -176,7 +176,7 @@ def with_gaps_limits(
 
 
 def with_images_limits(
-    lines: Sequence[Measurement], work: ImagesWork, prompt_len: int, figures: ModelFigures, ceilings: Ceilings
+    lines: Sequence[Measurement], work: ImagesWork, figures: ModelFigures, ceilings: Ceilings, prompt_len: int
 ) -> list[Measurement]:
     """The lines of a run of images with their limits, in ms: new images take the tower's operations beside those of
     their prompts.

@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -187,23 +187,14 @@ def run_throughput(
     """Like run_latency, for mixed and prefill throughput."""
     _check_engines(engines)
     probe = probe_machine(source, work.largest_batch, work.longest_request, num_ranks)
-    runs = []
-    for engine in engines:
-        run = run_from_json(_worker_run("throughput", engine, probe.setting, asdict(work)))
-        lines = with_throughput_limits(run.measurements, work, probe.figures, probe.ceilings)
-        runs.append(_with_lines(run, lines))
-    return _result("throughput", asdict(work), source, probe.environment, probe.ceilings, runs)
+    return _run_each("throughput", source, engines, work, probe, with_throughput_limits)
 
 
 def run_long(source: str, engines: Sequence[str], work: LongWork) -> BenchResult:
     """Like run_latency, for long contexts."""
     _check_engines(engines)
     probe = probe_machine(source, work.largest_batch, work.longest_request)
-    runs = []
-    for engine in engines:
-        run = run_from_json(_worker_run("long", engine, probe.setting, asdict(work)))
-        runs.append(_with_lines(run, with_long_limits(run.measurements, work, probe.figures, probe.ceilings)))
-    return _result("long", asdict(work), source, probe.environment, probe.ceilings, runs)
+    return _run_each("long", source, engines, work, probe, with_long_limits)
 
 
 def run_gaps(source: str, engines: Sequence[str], work: GapsWork) -> BenchResult:
@@ -212,15 +203,9 @@ def run_gaps(source: str, engines: Sequence[str], work: GapsWork) -> BenchResult
     Raises:
         BenchmarkError: also if an engine takes no requests while others run.
     """
-    _check_engines(engines)
-    for engine in engines:
-        check_streams(engine)
+    _check_engines(engines, check_streams)
     probe = probe_machine(source, work.largest_batch, work.longest_request)
-    runs = []
-    for engine in engines:
-        run = run_from_json(_worker_run("gaps", engine, probe.setting, asdict(work)))
-        runs.append(_with_lines(run, with_gaps_limits(run.measurements, work, probe.figures, probe.ceilings)))
-    return _result("gaps", asdict(work), source, probe.environment, probe.ceilings, runs)
+    return _run_each("gaps", source, engines, work, probe, with_gaps_limits)
 
 
 def run_images(source: str, engines: Sequence[str], work: ImagesWork) -> BenchResult:
@@ -229,18 +214,34 @@ def run_images(source: str, engines: Sequence[str], work: ImagesWork) -> BenchRe
     Raises:
         BenchmarkError: also if an engine or the model takes no images.
     """
-    _check_engines(engines)
-    for engine in engines:
-        check_images(engine)
+    _check_engines(engines, check_images)
     probe = probe_machine(source, work.largest_batch, work.text_len + work.output_len, image_side=work.side)
+    return _run_each("images", source, engines, work, probe, with_images_limits, "prompt_len")
+
+
+def _run_each(
+    command: str,
+    source: str,
+    engines: Sequence[str],
+    work: ThroughputWork | LongWork | GapsWork | ImagesWork,
+    probe: Probe,
+    with_limits: Callable[..., list[Measurement]],
+    *found_too: str,
+) -> BenchResult:
+    """The work by each engine in its own process, with limits.
+
+    Args:
+        command: the name of the benchmark, and of the worker's task.
+        with_limits: of limits.py.
+        found_too: findings of the worker beside the measurements, which `with_limits` is told by these names.
+    """
     runs = []
     for engine in engines:
-        found = _worker_run("images", engine, probe.setting, asdict(work))
-        prompt_len = found.pop("prompt_len")
+        found = _worker_run(command, engine, probe.setting, asdict(work))
+        more = {name: found.pop(name) for name in found_too}
         run = run_from_json(found)
-        lines = with_images_limits(run.measurements, work, prompt_len, probe.figures, probe.ceilings)
-        runs.append(_with_lines(run, lines))
-    return _result("images", asdict(work), source, probe.environment, probe.ceilings, runs)
+        runs.append(_with_lines(run, with_limits(run.measurements, work, probe.figures, probe.ceilings, **more)))
+    return _result(command, asdict(work), source, probe.environment, probe.ceilings, runs)
 
 
 def run_startup(source: str, engines: Sequence[str], work: StartupWork) -> BenchResult:
@@ -384,9 +385,10 @@ def _result(
     )
 
 
-def _check_engines(engines: Sequence[str]) -> None:
-    for engine in engines:
-        check_installed(engine)
+def _check_engines(engines: Sequence[str], *checks: Callable[[str], None]) -> None:
+    for check in (check_installed, *checks):
+        for engine in engines:
+            check(engine)
 
 
 def _has_descriptor(stream: Any) -> bool:

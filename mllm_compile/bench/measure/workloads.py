@@ -10,20 +10,19 @@ import math
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 from mllm_compile.bench.measure.results import Measurement
 from mllm_compile.errors import ConfigError
 
 Prompts = list[list[int]]
 
+# Sizes by the names of a work's fields.
+Sizes = Mapping[str, Any]
+
 BATCHES = (1, 8, 64, 256)
 INPUT_LEN = 512
 OUTPUT_LEN = 129
-# For a CPU: a model that it serves well is measured within a minute.
-CPU_BATCHES = (1, 8)
-CPU_INPUT_LEN = 64
-CPU_OUTPUT_LEN = 33
 REPEATS = 3
 MIXED_REQUESTS = 256
 MIXED_RANGE = (100, 1024)
@@ -32,18 +31,15 @@ PREFILL_PROMPTS = 32
 PREFILL_LEN = 2048
 # Requests at once, tokens of each prompt.
 LONG_POINTS = ((1, 2000), (1, 8000), (1, 32_000), (8, 16_000), (64, 4000), (32, 8000))
-CPU_LONG_POINTS = ((1, 256), (1, 1024), (4, 512))
 GAP_DECODES = 32
 GAP_PROMPT_LEN = 32_000
-CPU_GAP_DECODES = 4
-CPU_GAP_PROMPT_LEN = 1024
 IMAGE_BATCHES = (1, 8)
 IMAGE_SIDE = 1024
 IMAGE_TEXT_LEN = 100
-CPU_IMAGE_SIDE = 64
 START_PROMPT_LEN = 32
 MAX_MODEL_LEN = 4096
 WARM_STEPS = 5  # of decodes, before any is timed
+_CPU_OUTPUT_LEN = 33
 # Ids above this are rare or special in common vocabularies.
 _LARGEST_TOKEN_ID = 10000
 
@@ -71,6 +67,10 @@ class Call:
         return sum(self.max_tokens)
 
 
+# In each work, of_cpu are the sizes with which a model that a CPU serves well is measured there within a minute, and
+# sizes_text names those that a run has.
+
+
 @dataclass(frozen=True, kw_only=True)
 class LatencyWork:
     """`tpot` and `prefill` at several batch sizes.
@@ -84,12 +84,18 @@ class LatencyWork:
     output_len: int = OUTPUT_LEN
     repeats: int = REPEATS
     temperature: float = 0.0
+    of_cpu: ClassVar[Sizes] = {"batches": (1, 8), "input_len": 64, "output_len": _CPU_OUTPUT_LEN}
 
     def __post_init__(self) -> None:
         _check("--batch", min(self.batches, default=0), 1)
         _check("--input-len", self.input_len, 1)
         _check("--output-len", self.output_len, 2)
         _check("--repeats", self.repeats, 1)
+
+    @property
+    def sizes_text(self) -> str:
+        batches = " and ".join(map(str, self.batches))
+        return f"batches of {batches}, prompts of {self.input_len} tokens, {self.output_len} new ones"
 
     @property
     def largest_batch(self) -> int:
@@ -184,6 +190,7 @@ class LongWork:
     points: tuple[tuple[int, int], ...] = LONG_POINTS
     output_len: int = OUTPUT_LEN
     repeats: int = REPEATS
+    of_cpu: ClassVar[Sizes] = {"points": ((1, 256), (1, 1024), (4, 512)), "output_len": _CPU_OUTPUT_LEN}
 
     def __post_init__(self) -> None:
         _check("--points", min((min(point) for point in self.points), default=0), 1)
@@ -191,6 +198,10 @@ class LongWork:
         _check("--repeats", self.repeats, 1)
         if len(set(self.points)) < len(self.points):
             raise ConfigError("--points has one of them twice; expected each once")
+
+    @property
+    def sizes_text(self) -> str:
+        return f"points {points_text(self.points)}, {self.output_len} new tokens"
 
     @property
     def largest_batch(self) -> int:
@@ -227,6 +238,7 @@ class GapsWork:
     tokens: int = 128
     prompt_len: int = GAP_PROMPT_LEN
     repeats: int = REPEATS
+    of_cpu: ClassVar[Sizes] = {"decodes": 4, "prompt_len": 1024}
 
     def __post_init__(self) -> None:
         _check("--decodes", self.decodes, 1)
@@ -234,6 +246,10 @@ class GapsWork:
         _check("--tokens", self.tokens, 2)
         _check("--prompt-len", self.prompt_len, 1)
         _check("--repeats", self.repeats, 1)
+
+    @property
+    def sizes_text(self) -> str:
+        return f"{self.decodes} answers, a prompt of {self.prompt_len} tokens"
 
     @property
     def largest_batch(self) -> int:
@@ -290,6 +306,7 @@ class ImagesWork:
     text_len: int = IMAGE_TEXT_LEN
     output_len: int = OUTPUT_LEN
     repeats: int = REPEATS
+    of_cpu: ClassVar[Sizes] = {"side": 64, "output_len": _CPU_OUTPUT_LEN}
 
     def __post_init__(self) -> None:
         _check("--batch", min(self.batches, default=0), 1)
@@ -297,6 +314,10 @@ class ImagesWork:
         _check("--text-len", self.text_len, 2)
         _check("--output-len", self.output_len, 2)
         _check("--repeats", self.repeats, 1)
+
+    @property
+    def sizes_text(self) -> str:
+        return f"images of {self.side} × {self.side}, {self.output_len} new tokens"
 
     @property
     def largest_batch(self) -> int:
@@ -373,6 +394,11 @@ class StepWork:
     @property
     def all_steps(self) -> int:
         return self.steps_before + self.steps
+
+
+def points_text(points: Sequence[tuple[int, int]]) -> str:
+    """The points of LongWork as `bench long --points` takes them."""
+    return ",".join(f"{count}x{length}" for count, length in points)
 
 
 def random_prompts(count: int, length: int, vocab_size: int, seed: int) -> Prompts:

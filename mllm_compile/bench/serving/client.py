@@ -102,7 +102,8 @@ class Server:
             return _json_of(status, body)
         except _BAD as error:
             raise BenchmarkError(
-                f"{self._host}:{self._port}{path}: no answer ({error or type(error).__name__})"
+                f"{self._host}:{self._port}{path}: no answer ({error or type(error).__name__}). Start a server there "
+                "(mllm-compile serve MODEL), or give the model in place of the URL."
             ) from None
 
     async def stream(self, path: str, fields: dict[str, Any], at: float | None = None) -> Seen:

@@ -221,7 +221,7 @@ class _PieceRecorder:
         seen = context if layer.window_left < 0 else min(context, layer.window_left + 1)
         kv_heads, width, v_width = layer.cache_shape
         per_token = kv_heads * (width + v_width) * itemsize
-        query_and_out = layer.num_heads * (layer.head_dim + layer.v_head_dim) * itemsize
+        query_and_out = layer.num_heads * (layer.query_dim + layer.out_dim) * itemsize
         return AttentionFacts(
             after_piece=after_piece,
             name=layer_name,

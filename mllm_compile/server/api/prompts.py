@@ -46,7 +46,9 @@ def prompt_items(prompt: Any) -> list[str | list[int]]:
     items: list[Any] = [prompt]
     if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int):
         items = prompt
-    if prompt is None or not all(isinstance(item, (str, list)) for item in items):
+    if prompt is None:
+        raise bad_request("prompt is missing; expected a text, a list of token ids, or a list of either")
+    if not all(isinstance(item, (str, list)) for item in items):
         raise bad_request(f"prompt: expected a text, a list of token ids, or a list of either, got {brief(prompt)}")
     if len(items) > MOST_COMPLETIONS:
         raise bad_request(f"prompt: expected at most {MOST_COMPLETIONS} prompts, got {len(items)}")

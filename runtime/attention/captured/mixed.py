@@ -4,8 +4,9 @@ one kind or of both.
 All that depends on the batch is read on the device. The decode kernels of the program (split_decode.py) read each row's
 length, 0 where the row is no decode, and its pages. FlashInfer's fa3 reads the list of work that its plan writes into
 the int workspace, and page ids; nothing else of a batch, not even the offsets that its wrapper keeps (0.6.18). So its
-page ids are the decode kernels' page table, each request's at its own row, and a replay costs two launches for that
-table, at most two for the decodes' lengths, and a plan.
+page ids are the decode kernels' page table, each request's at its own row. That table is made within the capture, for
+as many requests as it may have, or where this takes the GPU long, by two launches ahead of a replay for those there
+are. Beside that a replay costs at most two for the decodes' lengths, and a plan.
 
 Decodes come first in a batch, prompts behind them. The decodes' kernels skip rows past the decodes, the prompts'
 kernels skip rows before the prompts, and both skip padding.
@@ -27,6 +28,9 @@ from mllm_compile.runtime.attention.flashinfer.prefill import CapturedPrefill, G
 from mllm_compile.runtime.attention.metadata import CommonAttentionMetadata
 from mllm_compile.runtime.attention.split.split_decode import SplitDecodeSpace
 
+# Entries of a page table that a capture makes: less than 10 µs.
+_MOST_LISTED = 2**18
+
 
 @dataclass(frozen=True)
 class MixedStep:
@@ -34,11 +38,13 @@ class MixedStep:
 
     Attributes:
         num_rows: R.
+        lists_pages: the capture makes the page table.
         decodes: the decodes' kernels, one a plan group.
         prefills: likewise of the prompts.
     """
 
     num_rows: int
+    lists_pages: bool
     decodes: list[Any]
     prefills: list[CapturedPrefill]
 
@@ -72,6 +78,7 @@ class MixedSteps:
         rows = DecodeRows(self._decode_lens[:num_rows], _no_pages)
         step = MixedStep(
             num_rows,
+            num_rows * self._space.page_table.shape[1] <= _MOST_LISTED,
             [group.plan(rows) for group in self._decodes],
             [group.capture(num_tokens, self._space.page_table[:num_rows]) for group in self._prefills],
         )
@@ -81,21 +88,32 @@ class MixedSteps:
         self._steps[num_tokens] = step
         return step
 
+    def begin(self, num_tokens: int, rows: torch.Tensor) -> None:
+        """Put on the stream what a captured step of `num_tokens` begins with.
+
+        Args:
+            rows: [≥ R] int64, the requests' rows of the table of slots at each replay, 0 of padding.
+        """
+        step = self._steps[num_tokens]
+        if step.lists_pages:
+            self._space.list_pages(rows[: step.num_rows])
+
     def replay(
         self, num_tokens: int, batch: CommonAttentionMetadata, rows: torch.Tensor, num_decodes: int
     ) -> MixedStep:
         """Fill the captured step of `num_tokens` with `batch`, without waiting.
 
         Args:
-            rows: [≤ R] int64, the requests' rows of the table of slots.
+            rows: [≥ requests] int64, their rows of the table of slots.
         """
         step = self._steps[num_tokens]
-        self._space.list_pages(rows)
+        if not step.lists_pages:
+            self._space.list_pages(rows[: batch.num_reqs])
         self._set_decode_lens(batch.seq_lens[:num_decodes])
 
         # Decodes and padding have no queries here.
         starts = np.full(step.num_rows + 1, batch.num_actual_tokens, dtype=np.int32)
-        starts[: batch.num_reqs] = np.maximum(batch.query_start_loc_cpu.numpy()[:-1], num_decodes)
+        np.maximum(batch.query_start_loc_cpu.numpy()[:-1], num_decodes, out=starts[: batch.num_reqs])
         num_keys = np.zeros(step.num_rows, dtype=np.int32)
         num_keys[num_decodes : batch.num_reqs] = batch.seq_lens_cpu.numpy()[num_decodes:]
         for prefill in step.prefills:

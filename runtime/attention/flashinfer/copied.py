@@ -1,8 +1,9 @@
-"""Prefills whose keys and values are copied out of their pages first, layer by layer.
+"""Prefills whose keys and values are read in a row: where they lie so, or copied out of their pages first.
 
 FlashInfer's fa3 reads pages row by row, in tiles of 96 keys; what lies in a row comes by TMA, in tiles of 128, and a
-block takes a sixth less time. A copy is read by every block of queries, so with many of these it pays
-(prefill_cost.py). All layers and groups use the same memory, as they run one after another.
+block takes a sixth less time. Pages that follow each other are a row (schedule/pages/allocator.py tries to give a long
+prompt such ones). A copy is made layer by layer and read by every block of queries, so with many of these it pays
+(prefill_cost.py). All layers and groups use the same memory for it, as they run one after another.
 
 Shape legend: T tokens, H query heads, Hk KV heads, D head dim, K keys of a batch's prefills, S tokens of a page.
 """
@@ -53,6 +54,24 @@ class CopySpace:
         out = place[: slots.numel() * rows.shape[1]].view(-1, rows.shape[1])
         torch.index_select(rows, 0, slots, out=out)
         return out.view(cached.dtype).view(-1, num_heads, head_dim)
+
+
+class RowPrefill:
+    """The prefill of one prompt whose pages follow each other, planned; runs as a wrapper over pages does."""
+
+    def __init__(self, wrapper: Any, first_slot: int, num_keys: int) -> None:
+        """
+        Args:
+            wrapper: a BatchPrefillWithRaggedKVCacheWrapper, planned for the keys.
+            first_slot, num_keys: where the keys lie.
+        """
+        self._wrapper = wrapper
+        self._keys = slice(first_slot, first_slot + num_keys)
+
+    def run(self, q: torch.Tensor, pages: tuple[torch.Tensor, torch.Tensor], out: torch.Tensor, **options: Any) -> Any:
+        """q, out: [T, H, D]; pages: k and v, [pages, S, Hk, D]; and as the wrapper's own."""
+        keys, values = (cached.flatten(0, 1)[self._keys] for cached in pages)
+        return self._wrapper.run(q, keys, values, out=out, **options)
 
 
 class CopiedPrefill:

@@ -7,7 +7,7 @@ Figures: H200, FlashInfer 0.6.18, bf16, head dim 128.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -78,12 +78,14 @@ class PrefillKernel:
         name: 'fa2' or 'fa3', as FlashInfer has it.
         splits: blocks may share the keys of a query; fa3's never do.
         copies: keys and values are copied out of their pages first, and read as they lie in a row (copied.py).
+        in_a_row: they lie so, as one prompt's pages follow each other.
         parts: so many blocks share the keys before one prompt's chunk (parts.py); 1: none do.
     """
 
     name: str
     splits: bool
     copies: bool = False
+    in_a_row: bool = False
     parts: int = 1
 
 
@@ -161,6 +163,7 @@ def prefill_costs(
     is_hopper: bool,
     most_copied: int = 0,
     may_divide: bool = False,
+    in_a_row: bool = False,
 ) -> dict[PrefillKernel, float]:
     """µs that each kernel takes for the prefills of a batch, of those that it may get, as estimated (prefill_cost.py).
 
@@ -168,6 +171,7 @@ def prefill_costs(
         query_lens: [R] new tokens of each request; prefix_lens: [R] what it has in the cache.
         most_copied: tokens of a batch whose keys and values there is room to copy.
         may_divide: what lies before a prompt's new tokens may be divided into parts.
+        in_a_row: there is one prompt, whose pages follow each other.
     """
     load = _prefill_load(group, query_lens, prefix_lens, num_sms)
     costs = {
@@ -175,10 +179,13 @@ def prefill_costs(
         PrefillKernel("fa2", splits=True): load.split_fa2_us(),
         PrefillKernel("fa3", splits=False): load.fa3_us(),
     }
-    if prefix_lens.any() and query_lens.sum() + prefix_lens.sum() <= most_copied:
+    if in_a_row:
+        costs[ROW_PREFILL] = load.fa3_us(in_a_row=True)
+    elif prefix_lens.any() and query_lens.sum() + prefix_lens.sum() <= most_copied:
         costs[COPYING_PREFILL] = load.copied_fa3_us()
     if may_divide and prefix_lens.size == 1 and prefix_lens[0] >= LEAST_DIVIDED:
-        costs |= {PrefillKernel("fa3", splits=False, parts=parts): load.divided_fa3_us(parts) for parts in PARTS}
+        divided = (replace(ROW_PREFILL if in_a_row else CAPTURED_PREFILL, parts=parts) for parts in PARTS)
+        costs |= {kernel: load.divided_fa3_us(kernel.parts, in_a_row) for kernel in divided}
     possible = prefill_kernels(group, kv_cache_dtype, is_hopper)
     return {kernel: cost for kernel, cost in costs.items() if kernel.name in possible}
 
@@ -186,7 +193,10 @@ def prefill_costs(
 def _prefill_load(group: PlanGroup, query_lens: np.ndarray, prefix_lens: np.ndarray, num_sms: int) -> PrefillLoad:
     window = group.params.window_left
     seen = prefix_lens if window < 0 else np.minimum(prefix_lens, window)
-    return PrefillLoad(group.num_heads, group.num_kv_heads, group.head_dim, query_lens, seen, num_sms)
+    heads = group.num_heads, group.num_kv_heads, group.head_dim
+    if query_lens.size == 1:
+        return PrefillLoad(*heads, int(query_lens[0]), int(seen[0]), num_sms)
+    return PrefillLoad(*heads, query_lens, seen, num_sms)
 
 
 def choose_prefill_kernel(
@@ -198,15 +208,17 @@ def choose_prefill_kernel(
     is_hopper: bool,
     most_copied: int = 0,
     may_divide: bool = False,
+    in_a_row: bool = False,
 ) -> PrefillKernel:
     """The kernel of prefill_costs that takes the least time."""
     lengths, allowed = (query_lens, prefix_lens), (most_copied, may_divide)
-    costs = prefill_costs(group, kv_cache_dtype, *lengths, num_sms, is_hopper, *allowed)
+    costs = prefill_costs(group, kv_cache_dtype, *lengths, num_sms, is_hopper, *allowed, in_a_row=in_a_row)
     return min(costs, key=costs.__getitem__)
 
 
 CAPTURED_PREFILL = PrefillKernel("fa3", splits=False)
 COPYING_PREFILL = PrefillKernel("fa3", splits=False, copies=True)
+ROW_PREFILL = PrefillKernel("fa3", splits=False, in_a_row=True)
 PARTS = (2, 3, 4)  # into which what lies before a chunk may be divided
 LEAST_DIVIDED = 2048  # tokens
 
@@ -233,11 +245,12 @@ def runs_well_captured(
     num_sms: int,
     most_copied: int = 0,
     may_divide: bool = False,
+    in_a_row: bool = False,
 ) -> bool:
     """True if the captured kernel is estimated to serve such prefills about as fast as the fastest one, on Hopper.
 
     Args:
-        query_lens, prefix_lens, most_copied, may_divide: as prefill_costs'; there may be no prefills.
+        query_lens, prefix_lens, most_copied, may_divide, in_a_row: as prefill_costs'; there may be no prefills.
     """
     if not query_lens.size:
         return True
@@ -245,7 +258,7 @@ def runs_well_captured(
     if _prefill_load(group, query_lens, prefix_lens, num_sms).most_fa3_us() <= LEAST_US + _MOST_LOST_US:
         return True
     lengths, allowed = (query_lens, prefix_lens), (most_copied, may_divide)
-    costs = prefill_costs(group, kv_cache_dtype, *lengths, num_sms, True, *allowed)
+    costs = prefill_costs(group, kv_cache_dtype, *lengths, num_sms, True, *allowed, in_a_row=in_a_row)
     return costs[CAPTURED_PREFILL] - min(costs.values()) <= _MOST_LOST_US
 
 

@@ -9,8 +9,11 @@ import torch
 
 from mllm_compile.runtime.errors import DeviceError
 
-# Shared by the backends that are alive, freed with the last of them: it holds nothing between kernels.
-_workspaces: weakref.WeakValueDictionary[tuple[str, torch.device, int], torch.Tensor] = weakref.WeakValueDictionary()
+# Shared by the backends that are alive, freed with the last of them: it holds nothing between kernels. Parts of a step
+# (runtime/ubatch) run beside each other, so each has its own.
+_workspaces: weakref.WeakValueDictionary[tuple[str, torch.device, int, int], torch.Tensor] = (
+    weakref.WeakValueDictionary()
+)
 
 
 def import_flashinfer(device: torch.device) -> ModuleType:
@@ -31,18 +34,18 @@ def import_flashinfer(device: torch.device) -> ModuleType:
     return flashinfer
 
 
-def float_workspace(device: torch.device, num_bytes: int) -> torch.Tensor:
-    """[num_bytes] uint8 for partial results; see kernels.workspace_bytes."""
-    return _shared("partial results", device, num_bytes)
+def float_workspace(device: torch.device, num_bytes: int, part: int) -> torch.Tensor:
+    """[num_bytes] uint8 for partial results of a part of steps; see kernels.workspace_bytes."""
+    return _shared("partial results", device, num_bytes, part)
 
 
-def copy_space(device: torch.device, num_bytes: int) -> torch.Tensor:
-    """[num_bytes] uint8 for a copy of one layer's keys and values; see copied.py."""
-    return _shared("copies", device, num_bytes)
+def copy_space(device: torch.device, num_bytes: int, part: int) -> torch.Tensor:
+    """[num_bytes] uint8 for a copy of one layer's keys and values, of a part of steps; see copied.py."""
+    return _shared("copies", device, num_bytes, part)
 
 
-def _shared(purpose: str, device: torch.device, num_bytes: int) -> torch.Tensor:
-    key = (purpose, device, num_bytes)
+def _shared(purpose: str, device: torch.device, num_bytes: int, part: int) -> torch.Tensor:
+    key = (purpose, device, num_bytes, part)
     workspace = _workspaces.get(key)
     if workspace is None:
         workspace = _workspaces[key] = torch.zeros(num_bytes, dtype=torch.uint8, device=device)

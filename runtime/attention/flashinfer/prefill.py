@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from mllm_compile.runtime.attention.flashinfer.copied import CopiedPrefill, CopySpace
+from mllm_compile.runtime.attention.flashinfer.copied import CopiedPrefill, CopySpace, RowPrefill
 from mllm_compile.runtime.attention.flashinfer.kernels import (
     CAPTURED_PREFILL,
     PlanGroup,
@@ -48,6 +48,7 @@ class PrefillRows:
     seq_lens: torch.Tensor  # [R' ≥ R] int32 on the device, of all requests of the batch, prompts last
     first_tokens: np.ndarray  # [R + 1] int32: as qo_indptr_cpu, counted from the batch's first token
     causal: bool = True  # else each token sees all of its request's keys
+    first_slot: int | None = None  # of the keys of the only one, where its pages follow each other
     # [K] int32 on the device: of all their keys, one after another; none of blocks, whose keys are not copied
     slots: Callable[[], torch.Tensor] | None = None
 
@@ -205,7 +206,7 @@ class GroupPrefill:
             self._most_copied = copies.most_tokens(group.num_kv_heads, group.head_dim, kv_cache_dtype)
         self._merge = None if group.has_sinks else merge
         self._parts_space: PlanSpace | None = None  # beside the other: both are read in one step
-        self._parts_wrapper: Any = None
+        self._parts_wrappers: dict[bool, Any] = {}  # by whether they read keys in a row
         self._wrappers: dict[tuple[str, bool], Any] = {}
 
     def load(self) -> None:
@@ -223,23 +224,33 @@ class GroupPrefill:
             return self._plan(_NOT_CAUSAL, prefills)
         lengths = prefills.query_lens, prefills.prefix_lens
         sms, most_copied = (self._num_sms, self._is_hopper), 0 if prefills.slots is None else self._most_copied
-        allowed = most_copied, self._merge is not None
-        kernel = choose_prefill_kernel(self._group, self._kv_cache_dtype, *lengths, *sms, *allowed)
+        allowed, in_a_row = (most_copied, self._merge is not None), self._is_in_a_row(prefills.first_slot)
+        kernel = choose_prefill_kernel(self._group, self._kv_cache_dtype, *lengths, *sms, *allowed, in_a_row=in_a_row)
         if kernel.copies and self._copies is not None and prefills.slots is not None:
             return self._plan_copied(self._copies, kernel, prefills, prefills.slots())
         if kernel.parts > 1 and self._merge is not None:
             return self._plan_divided(self._merge, kernel, prefills)
+        if kernel.in_a_row and prefills.first_slot is not None:
+            return self._plan_row(kernel, prefills, prefills.first_slot)
         return self._plan(kernel, prefills)
+
+    def _is_in_a_row(self, first_slot: int | None) -> bool:
+        """True if keys lie so and may be read so: the setting is that of copies."""
+        return first_slot is not None and self._copies is not None
 
     def capture_obstacle(self, flashinfer_version: str) -> str | None:
         """The reason why `capture` may not be called; None: it may."""
         return prefill_capture_obstacle(self._group, self._kv_cache_dtype, self._is_hopper, flashinfer_version)
 
-    def runs_well_captured(self, query_lens: np.ndarray, prefix_lens: np.ndarray) -> bool:
+    def runs_well_captured(
+        self, query_lens: np.ndarray, prefix_lens: np.ndarray, first_slot: int | None = None
+    ) -> bool:
         """True if the kernel of `capture` serves these prefills [R] about as fast as any other would."""
-        allowed = self._most_copied, self._merge is not None
+        allowed, in_a_row = (self._most_copied, self._merge is not None), self._is_in_a_row(first_slot)
         lengths = query_lens, prefix_lens
-        return runs_well_captured(self._group, self._kv_cache_dtype, *lengths, self._num_sms, *allowed)
+        return runs_well_captured(
+            self._group, self._kv_cache_dtype, *lengths, self._num_sms, *allowed, in_a_row=in_a_row
+        )
 
     def capture(self, num_tokens: int, page_table: torch.Tensor) -> CapturedPrefill:
         """Capture steps of `num_tokens`, whose requests' page ids are the rows of `page_table` [R, W] int32."""
@@ -282,6 +293,14 @@ class GroupPrefill:
                 )
         return wrapper
 
+    def _plan_row(self, kernel: PrefillKernel, prefills: PrefillRows, first_slot: int) -> RowPrefill:
+        wrapper, starts = self._wrapper(kernel.name, True), prefills.qo_indptr_cpu
+        num_keys = int(prefills.prefix_lens[0] + prefills.query_lens[0])
+        key_starts = torch.tensor([0, num_keys], dtype=torch.int32)
+        with self._space.planning(wrapper):
+            wrapper.plan(starts, key_starts, *self._heads, causal=True, **self._options)
+        return RowPrefill(wrapper, first_slot, num_keys)
+
     def _plan_copied(
         self, copies: CopySpace, kernel: PrefillKernel, prefills: PrefillRows, slots: torch.Tensor
     ) -> CopiedPrefill:
@@ -298,13 +317,20 @@ class GroupPrefill:
             own.plan(starts, starts, *self._heads, causal=True, **self._options)
         if self._parts_space is None:
             self._parts_space = PlanSpace(self._device)
-            self._parts_wrapper = self._parts_space.adopt(self._make_wrapper(kernel.name, False))
-        parts, new = kernel.parts, int(prefills.query_lens[0])
-        view = pages_in_parts(prefills.pages_of(-1), int(prefills.prefix_lens[0]), self._page_size, parts)
+        if kernel.in_a_row not in self._parts_wrappers:
+            made = self._make_wrapper(kernel.name, kernel.in_a_row)
+            self._parts_wrappers[kernel.in_a_row] = self._parts_space.adopt(made)
+        before, parts = self._parts_wrappers[kernel.in_a_row], kernel.parts
+        new, num_before = int(prefills.query_lens[0]), int(prefills.prefix_lens[0])
         part_starts = torch.arange(parts + 1, dtype=torch.int32) * new
-        with self._parts_space.planning(self._parts_wrapper):
+        with self._parts_space.planning(before):
+            if kernel.in_a_row and prefills.first_slot is not None:
+                bounds = torch.tensor([num_before * part // parts for part in range(parts + 1)], dtype=torch.int32)
+                before.plan(part_starts, bounds, *self._heads, causal=False, **self._options)
+                return DividedPrefill(RowPrefill(before, prefills.first_slot, num_before), own, merge, parts)
+            view = pages_in_parts(prefills.pages_of(-1), num_before, self._page_size, parts)
             pages = view.indptr_cpu, view.indices, view.last_page_len_cpu
-            self._parts_wrapper.plan(
+            before.plan(
                 part_starts,
                 *pages,
                 *self._heads,
@@ -313,7 +339,7 @@ class GroupPrefill:
                 max_token_per_sequence=new,
                 **self._options,
             )
-        return DividedPrefill(self._parts_wrapper, own, merge, parts)
+        return DividedPrefill(before, own, merge, parts)
 
     def _wrapper(self, kernel: str, use_ragged: bool) -> Any:
         key = (kernel, use_ragged)

@@ -37,18 +37,18 @@ class PrefillLoad:
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    query_lens: np.ndarray  # [R] new tokens
-    prefix_lens: np.ndarray  # [R] keys before them that they see
+    query_lens: np.ndarray | int  # [R] new tokens; of one request the number, with which Python is ten times as fast
+    prefix_lens: np.ndarray | int  # [R] keys before them that they see, likewise
     num_sms: int
 
-    def fa3_us(self) -> float:
-        """Time of fa3."""
-        return self._fa3_us(_FA3_KEY)
+    def fa3_us(self, in_a_row: bool = False) -> float:
+        """Time of fa3; in_a_row: keys and values are in no pages."""
+        return self._fa3_us(_FA3_KEY_IN_A_ROW if in_a_row else _FA3_KEY)
 
     def most_fa3_us(self) -> float:
         """A time that `fa3_us` does not exceed, found in a tenth of the time for few requests."""
         longest = total = 0
-        for new, before in zip(self.query_lens.tolist(), self.prefix_lens.tolist(), strict=True):
+        for new, before in zip(_listed(self.query_lens), _listed(self.prefix_lens), strict=True):
             blocks = -(-new // _FA3_QUERIES)
             longest = max(longest, before + blocks * _FA3_QUERIES)
             total += blocks * (before + blocks * _FA3_QUERIES)
@@ -56,26 +56,28 @@ class PrefillLoad:
 
     def copied_fa3_us(self) -> float:
         """Time of fa3 over keys and values in a row, with that of copying these out of their pages."""
-        num_bytes = 4 * self.num_kv_heads * self.head_dim * int((self.prefix_lens + self.query_lens).sum())
+        num_bytes = 4 * self.num_kv_heads * self.head_dim * _total(self.prefix_lens + self.query_lens)
         return _COPY_BEGIN + num_bytes / _COPY_BYTES + self._fa3_us(_FA3_KEY_IN_A_ROW)
 
-    def divided_fa3_us(self, parts: int) -> float:
+    def divided_fa3_us(self, parts: int, in_a_row: bool = False) -> float:
         """Time of fa3 with the keys before one prompt's new tokens in `parts`, which blocks of their own read.
 
         The queries are copied for each part, the new tokens' own keys are a further part, and results are merged.
         """
-        new, before = int(self.query_lens[0]), int(self.prefix_lens[0])
+        (new,), (before,) = _listed(self.query_lens), _listed(self.prefix_lens)
         waves = math.ceil(math.ceil(new / _FA3_QUERIES) * self.num_heads * parts / self.num_sms)
         num_bytes = 2 * self.num_heads * self.head_dim * new
         merges = (parts + 1) * (_MERGE_BEGIN + 3 * num_bytes / _MERGE_BYTES)
-        own = replace(self, prefix_lens=np.zeros_like(self.prefix_lens))._fa3_us(_FA3_KEY_IN_A_ROW)
-        return merges + own + _FA3_BEGIN + _FA3_KEY * waves * before / parts * self._width
+        own = replace(self, query_lens=new, prefix_lens=0)._fa3_us(_FA3_KEY_IN_A_ROW)
+        key_us = _FA3_KEY_IN_A_ROW if in_a_row else _FA3_KEY
+        return merges + own + _FA3_BEGIN + key_us * waves * before / parts * self._width
 
     def _fa3_us(self, key_us: float) -> float:
         keys, longest = self._block_keys(_FA3_QUERIES)
         longest = max(longest, _FA3_QUERIES)
-        blocks = float(np.ceil(self.query_lens / _FA3_QUERIES).sum()) * self.num_heads
-        of_prefix = float((np.ceil(self.query_lens / _FA3_QUERIES) * self.prefix_lens).sum()) / keys
+        blocks_each = -(-self.query_lens // _FA3_QUERIES)
+        blocks = _total(blocks_each) * self.num_heads
+        of_prefix = _total(blocks_each * self.prefix_lens) / keys
         # Blocks behind a long prefix are alike, and run in waves.
         even = math.ceil(blocks / self.num_sms) * keys * self.num_heads / blocks
         uneven = _FA3_UNEVEN * keys * self.num_heads / self.num_sms
@@ -94,7 +96,7 @@ class PrefillLoad:
         """Time of fa2 with the keys of a query divided among blocks."""
         rows = self.query_lens * self.num_heads
         keys = self.prefix_lens + self.query_lens / 2
-        return _SPLIT_BEGIN + float((_SPLIT_ROW * rows + _SPLIT_ROW_AND_KEY * rows * keys).sum()) * self._width
+        return _SPLIT_BEGIN + _total(_SPLIT_ROW * rows + _SPLIT_ROW_AND_KEY * rows * keys) * self._width
 
     @property
     def _width(self) -> float:
@@ -102,13 +104,22 @@ class PrefillLoad:
 
     def _fa2_tile(self, group: int) -> int:
         """Rows of a block, as FA2DetermineCtaTileQ in FlashInfer's utils.cuh has them."""
-        mean = float(self.query_lens.mean()) * group
+        mean = _total(self.query_lens) / len(_listed(self.query_lens)) * group
         if mean > 64 and self.head_dim < 256:
             return 128
         return 64 if mean > 16 else 16
 
     def _block_keys(self, queries: float) -> tuple[float, int]:
         """Keys that one head's blocks of `queries` each read in all, and those of the longest request."""
-        blocks = np.ceil(self.query_lens / queries)
+        lens = self.query_lens
+        blocks = math.ceil(lens / queries) if isinstance(lens, int) else np.ceil(lens / queries)
         keys = blocks * self.prefix_lens + queries * blocks * (blocks + 1) / 2
-        return float(keys.sum()), int((self.prefix_lens + self.query_lens).max())
+        return _total(keys), max(_listed(self.prefix_lens + self.query_lens))
+
+
+def _listed(values: np.ndarray | int) -> list[int]:
+    return [values] if isinstance(values, int) else values.tolist()
+
+
+def _total(values: np.ndarray | float) -> float:
+    return float(values.sum()) if isinstance(values, np.ndarray) else float(values)

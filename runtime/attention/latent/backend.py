@@ -1,7 +1,9 @@
 """Attention over latents (MLA) by the program's own kernels (ops/latents/), for models of which all attention is so.
 
-Both kernels read pages and lengths on the device. Decodes need nothing else of a batch, so a captured decode is
-replayed without a plan; prompts are given a list of tiles, which the host makes.
+The kernels of decodes and of prompts over latents read pages and lengths on the device. Decodes need nothing else of a
+batch, so a captured decode is replayed without a plan; prompts are given a list of tiles, which the host makes. Where a
+layer has its up-projection (passes/expand_latents.py), it is applied here: to queries and outputs of what attends over
+latents, and to the latents of prompts for which that is estimated to be faster (choice.py, expanded.py).
 
 Shape legend: T tokens, R requests, H query heads, D width of keys, C width of values, N splits, P slots, W pages of a
 request.
@@ -18,6 +20,11 @@ import torch
 
 from mllm_compile.runtime.attention.base import AttentionBackend, AttentionInputs
 from mllm_compile.runtime.attention.captured.decodes import check_capturable
+from mllm_compile.runtime.attention.flashinfer.library import copy_space
+from mllm_compile.runtime.attention.latent.choice import Choice, Widths, faster_on_gpu
+from mllm_compile.runtime.attention.latent.expanded import ExpandedPrompts
+from mllm_compile.runtime.attention.latent.expansion import MOST_EXPANDED_BYTES
+from mllm_compile.runtime.attention.latent.products import absorb, apply_to_sums
 from mllm_compile.runtime.attention.latent.tiles import PREFILL_TILE, num_decode_tiles, num_prefill_tiles
 from mllm_compile.runtime.attention.layer import AttentionLayer
 from mllm_compile.runtime.attention.metadata import CommonAttentionMetadata, split_decodes_and_prefills
@@ -28,13 +35,30 @@ from mllm_compile.runtime.device.upload import upload
 from mllm_compile.runtime.errors import ConfigError, UnsupportedModelError
 from mllm_compile.runtime.forward_batch import ForwardBatch, ForwardMode
 
+_ALIGNMENT = 64  # numbers
+
 
 @dataclass(frozen=True)
 class LatentPieces:
-    """The pieces of the program that attend over a layer's latents; arguments as those ops have them (ops/latents/)."""
+    """The pieces of the program that attend over a layer's latents, and for prompts over keys and values made of them;
+    arguments as those ops have them (ops/latents/)."""
 
     decode: DecodePiece
     prefill: DecodePiece
+    expanded: DecodePiece | None = None  # of layers with their up-projection
+
+
+@dataclass(frozen=True)
+class _Prompts:
+    """The prompts of a batch, as layers of some widths see them.
+
+    Attributes:
+        expanded: those that are expanded; none of layers without their up-projection.
+        tiles: [N, 4] int32 of the others, on the device; None: there are none.
+    """
+
+    expanded: ExpandedPrompts
+    tiles: torch.Tensor | None
 
 
 @dataclass(frozen=True)
@@ -43,12 +67,12 @@ class _Plan:
 
     Attributes:
         seq_lens: [R] int32, of decodes first; kernels read it when they run.
-        tiles: number of heads → [N, 4] int32 of prompts, on the device; empty: there are none.
+        prompts: widths of layers → the prompts; empty: there are none.
     """
 
     num_decodes: int
     seq_lens: torch.Tensor
-    tiles: Mapping[int, torch.Tensor] = field(default_factory=dict)
+    prompts: Mapping[Widths, _Prompts] = field(default_factory=dict)
 
 
 class LatentAttnBackend(AttentionBackend):
@@ -63,6 +87,9 @@ class LatentAttnBackend(AttentionBackend):
         max_requests: int,
         page_size: int,
         dtype: torch.dtype,
+        choice: Choice = faster_on_gpu,
+        most_expanded_bytes: int = MOST_EXPANDED_BYTES,
+        part: int = 0,
     ) -> None:
         """
         Args:
@@ -71,6 +98,9 @@ class LatentAttnBackend(AttentionBackend):
             req_to_token: [rows, columns] int32: the slot of each position.
             max_requests: most requests of a batch.
             dtype: the type of queries and cache.
+            choice: of the prompts that are expanded, where layers have their up-projection.
+            most_expanded_bytes: of keys and values that are made of latents at once, and these.
+            part: which part of steps it serves, where parts run beside each other.
 
         Raises:
             UnsupportedModelError: a layer has no kernels.
@@ -85,7 +115,9 @@ class LatentAttnBackend(AttentionBackend):
         self._table = PageTable(req_to_token, max_requests, page_size)
         kinds = {_kind(layer): layer for layer in layers}
         self._scratch = {kind: _Scratch(layer, max_requests, req_to_token.device) for kind, layer in kinds.items()}
-        self._head_counts = {layer.num_heads for layer in layers}
+        self._widths = {Widths.of(layer): layer for layer in layers}
+        self._choice = choice
+        self._space = _Space(layers, req_to_token, max_requests, dtype, most_expanded_bytes, part)
         self._captured: dict[int, torch.Tensor] = {}  # rows → the lengths that the captured kernels read
         self._plan: _Plan | None = None
         self._load_kernels(layers, page_size, dtype)
@@ -95,14 +127,16 @@ class LatentAttnBackend(AttentionBackend):
         device = self._table.pages.device
         self._table.list(torch.zeros(1, dtype=torch.int64, device=device))
         one = torch.ones(1, dtype=torch.int32, device=device)
-        tiles = torch.tensor([[0, 0, 1, 0]], dtype=torch.int32, device=device)
-        plan = _Plan(1, one, dict.fromkeys(self._head_counts, tiles))
+        tiles, expanded_tiles = (
+            torch.tensor([fields], dtype=torch.int32, device=device)
+            for fields in ((0, 0, 1, 0), (0, 1, 0, 1, 1, 0, 0, 0))
+        )
+        nothing = ExpandedPrompts(np.arange(1), 1, ((tiles[0, :1], expanded_tiles),))
+        plan = _Plan(1, one, dict.fromkeys(self._widths, _Prompts(nothing, tiles)))
         for layer in {id(self._pieces[layer.name]): layer for layer in layers}.values():
-            q = torch.zeros(1, layer.num_heads, layer.head_dim, dtype=dtype, device=device)
+            q = torch.zeros(1, layer.num_heads, layer.query_dim, dtype=dtype, device=device)
             latents = q.new_zeros(page_size, 1, layer.head_dim)
-            out = q.new_empty(1, layer.num_heads, layer.v_head_dim)
-            self._decode(plan, layer, q, latents, out)
-            self._prefill(plan, layer, q, latents, out)
+            self._attend(plan, layer, q, latents, q.new_empty(1, layer.num_heads, layer.out_dim))
 
     # Planning ---------------------------------------------------------------------------------------------------------
 
@@ -110,11 +144,21 @@ class LatentAttnBackend(AttentionBackend):
         common = CommonAttentionMetadata.of(batch)
         num_decodes, num_prefills, *_ = split_decodes_and_prefills(common)
         self._table.list(batch.req_pool_indices[: common.num_reqs])
-        tiles = {}
+        prompts = {}
         if num_prefills:
-            device = self._table.pages.device
-            tiles = {heads: upload(_prefill_tiles(common, num_decodes, heads), device) for heads in self._head_counts}
-        self._plan = _Plan(num_decodes, batch.seq_lens[: common.num_reqs], tiles)
+            prompts = {widths: self._prompts(common, num_decodes, layer) for widths, layer in self._widths.items()}
+        self._plan = _Plan(num_decodes, batch.seq_lens[: common.num_reqs], prompts)
+
+    def _prompts(self, common: CommonAttentionMetadata, num_decodes: int, layer: AttentionLayer) -> _Prompts:
+        if layer.up_projection is None:
+            expanded = ExpandedPrompts(np.arange(num_decodes, common.num_reqs), common.num_actual_tokens)
+        else:
+            most = self._space.most_tokens(layer), self._space.most_rows(layer)
+            expanded = ExpandedPrompts.plan(common, num_decodes, Widths.of(layer), self._choice, *most)
+        if not len(expanded.others):
+            return _Prompts(expanded, None)
+        tiles = _prefill_tiles(common, expanded.others, layer.num_heads)
+        return _Prompts(expanded, upload(tiles, self._table.pages.device))
 
     # Running ----------------------------------------------------------------------------------------------------------
 
@@ -122,28 +166,43 @@ class LatentAttnBackend(AttentionBackend):
         self.forward_extend(inputs)
 
     def forward_extend(self, inputs: AttentionInputs) -> None:
-        plan = self._plan
-        if plan is None:
+        if self._plan is None:
             raise RuntimeError("call init_forward_metadata with the batch before forward")
         latents, _ = inputs.batch.token_to_kv_pool.get_kv_buffer(inputs.layer.layer_id)
-        q, out, layer = inputs.q.contiguous(), inputs.out, inputs.layer
-        if plan.num_decodes:
-            self._decode(plan, layer, q[: plan.num_decodes], latents, out[: plan.num_decodes])
-        if plan.tiles:
-            self._prefill(plan, layer, q, latents, out)
+        self._attend(self._plan, inputs.layer, inputs.q.contiguous(), latents, inputs.out)
 
-    def _decode(
+    def _attend(
         self, plan: _Plan, layer: AttentionLayer, q: torch.Tensor, latents: torch.Tensor, out: torch.Tensor
     ) -> None:
-        count = plan.num_decodes
-        scratch = self._scratch[_kind(layer)].of(count)
-        self._pieces[layer.name].decode([q, latents, self._table.pages[:count], plan.seq_lens[:count], out, *scratch])
+        prompts = plan.prompts.get(Widths.of(layer))
+        if layer.up_projection is None:
+            self._over_latents(plan, prompts, layer, q, latents, out)
+            return
+        num_rows = plan.num_decodes if prompts is None else prompts.expanded.num_other_rows
+        if num_rows:  # of prompts that are expanded some rows may be among them: what they get is written over below
+            queries, sums = self._space.room_over_latents(layer, num_rows)
+            absorb(q[:num_rows], layer, queries)
+            self._over_latents(plan, prompts, layer, queries, latents, sums)
+            apply_to_sums(sums, layer, out[:num_rows])
+        piece = self._pieces[layer.name].expanded
+        if prompts is not None and piece is not None:
+            prompts.expanded.run(q, latents, layer, out, piece, self._space.room)
 
-    def _prefill(
-        self, plan: _Plan, layer: AttentionLayer, q: torch.Tensor, latents: torch.Tensor, out: torch.Tensor
+    def _over_latents(
+        self,
+        plan: _Plan,
+        prompts: _Prompts | None,
+        layer: AttentionLayer,
+        q: torch.Tensor,
+        latents: torch.Tensor,
+        out: torch.Tensor,
     ) -> None:
-        pages = self._table.pages[: plan.seq_lens.shape[0]]
-        self._pieces[layer.name].prefill([q, latents, pages, plan.seq_lens, plan.tiles[layer.num_heads], out])
+        count, pieces, pages = plan.num_decodes, self._pieces[layer.name], self._table.pages
+        if count:
+            scratch = self._scratch[_kind(layer)].of(count)
+            pieces.decode([q[:count], latents, pages[:count], plan.seq_lens[:count], out[:count], *scratch])
+        if prompts is not None and prompts.tiles is not None:
+            pieces.prefill([q, latents, pages[: plan.seq_lens.shape[0]], plan.seq_lens, prompts.tiles, out])
 
     # CUDA graphs ------------------------------------------------------------------------------------------------------
 
@@ -229,12 +288,60 @@ class _Scratch:
         return [self._partial, tops, totals]
 
 
-def _prefill_tiles(common: CommonAttentionMetadata, num_decodes: int, num_heads: int) -> np.ndarray:
-    """[N, 4] int32 of the requests behind the decodes, as latent_prefill takes them: those with the most keys first, so
-    that no long one begins when the others have ended."""
+class _Space:
+    """The memory of layers with their up-projection, one after the other: for queries and sums of what attends over
+    latents, then for keys and values."""
+
+    def __init__(
+        self,
+        layers: Sequence[AttentionLayer],
+        req_to_token: torch.Tensor,
+        max_requests: int,
+        dtype: torch.dtype,
+        most_bytes: int,
+        part: int,
+    ) -> None:
+        kinds = {Widths.of(layer) for layer in layers if layer.up_projection is not None}
+        # Whatever most_bytes says, a step of decodes has room.
+        numbers = max((max_requests * widths.numbers_of_a_row for widths in kinds), default=0)
+        wanted = max((req_to_token.numel() * widths.numbers_of_a_token for widths in kinds), default=0)
+        numbers = max(numbers, min(wanted, most_bytes // dtype.itemsize))
+        self.num_bytes = (numbers + _ALIGNMENT) * dtype.itemsize if kinds else 0
+        self._bytes = copy_space(req_to_token.device, self.num_bytes, part)  # shared with others as long as it is kept
+        self._memory = self._bytes.view(dtype)
+
+    def most_tokens(self, layer: AttentionLayer) -> int:
+        """Tokens of a part, at least one."""
+        return max(1, (self._memory.numel() - _ALIGNMENT) // Widths.of(layer).numbers_of_a_token)
+
+    def most_rows(self, layer: AttentionLayer) -> int:
+        """New tokens that attend over latents."""
+        return (self._memory.numel() - _ALIGNMENT) // Widths.of(layer).numbers_of_a_row
+
+    def room(self, layer: AttentionLayer, num_keys: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Room for latents [K, W], and for keys and values [K, H, n + v], until the next call."""
+        widths = Widths.of(layer)
+        of_keys_and_values = num_keys, widths.num_heads, widths.key + widths.value
+        return self._two((num_keys, layer.head_dim), of_keys_and_values)
+
+    def room_over_latents(self, layer: AttentionLayer, num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Room for queries [T, H, D] and for their sums of latents [T, H, C], likewise."""
+        of_heads = num_rows, layer.num_heads
+        return self._two((*of_heads, layer.head_dim), (*of_heads, layer.v_head_dim))
+
+    def _two(self, first: tuple[int, ...], second: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
+        start = -(-math.prod(first) // _ALIGNMENT) * _ALIGNMENT
+        return (
+            self._memory[: math.prod(first)].view(first),
+            self._memory[start : start + math.prod(second)].view(second),
+        )
+
+
+def _prefill_tiles(common: CommonAttentionMetadata, requests: np.ndarray, num_heads: int) -> np.ndarray:
+    """[N, 4] int32 of these requests, as latent_prefill takes them: those with the most keys first, so that no long one
+    begins when the others have ended."""
     starts = common.query_start_loc_cpu.numpy()
-    requests = np.arange(num_decodes, common.num_reqs, dtype=np.int32)
-    num_tokens = np.diff(starts)[num_decodes:]
+    num_tokens = np.diff(starts)[requests]
     counts = num_prefill_tiles(num_tokens, num_heads)
     of_tile = np.repeat(np.arange(len(requests)), counts)
     first_tiles = np.cumsum(counts) - counts

@@ -24,11 +24,21 @@ class Tile:
 
 _TILES = (Tile(16, 64, 4, 2), Tile(32, 64, 4, 2), Tile(64, 32, 8, 3))
 PREFILL_TILE = _TILES[-1]
+# Of attention over keys and values made of latents: rows are tokens of a prompt, of one head.
+EXPANDED_ROWS = 128
+TILE_FIELDS = 8  # int32 numbers of each, two of them unused: they lie at multiples of 16 bytes
+_EXPANDED_TILES = (Tile(EXPANDED_ROWS, 64, 8, 3), Tile(EXPANDED_ROWS, 64, 8, 2))
+_WIDE = 320  # numbers of a key and a value, beyond which a tile has room for fewer of them
 
 
 def decode_tile(num_heads: int) -> Tile:
     """The smallest tile that takes all heads of a token, or the largest."""
     return next((tile for tile in _TILES if num_heads <= tile.rows), _TILES[-1])
+
+
+def expanded_tile(width: int, value_width: int) -> Tile:
+    """The tile of attention over keys of `width` and values of `value_width`, as they lie in shared memory."""
+    return _EXPANDED_TILES[width + value_width > _WIDE]
 
 
 def num_decode_tiles(num_heads: int) -> int:

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from mllm_compile.runtime.cuda.units import UNIT_ROWS
+
+if TYPE_CHECKING:
+    from mllm_compile.runtime.quantised.scheme import WeightScheme
 
 # choose.py: which softmax, and what it takes.
 NO_SOFTMAX, SOFTMAX_OF_ALL, SOFTMAX_OF_CHOSEN = 0, 1, 2
@@ -42,6 +47,14 @@ def rows_at_once(most_tokens: int | None, num_chosen: int) -> int:
 def takes_weight(kind: str, group: int, inputs: int) -> bool:
     """True if grouped_quantised.py takes a weight of so many inputs, in groups of so many that share a scale."""
     return kind != "nvfp4" and inputs % 4 == 0 and (kind == "mxfp4" or group >= inputs or group % _GROUP_UNIT == 0)
+
+
+def takes_part(scheme: WeightScheme, inputs: int, num_ranks: int) -> bool:
+    """True if it takes a rank's part of such a weight, which is whole bytes, and whole groups or of one group."""
+    own, rest = divmod(inputs, num_ranks)
+    is_whole = scheme.group >= inputs or own % scheme.group == 0
+    has_bytes = scheme.kind == "fp8" or own % 2 == 0
+    return not rest and is_whole and has_bytes and takes_weight(scheme.kind, min(scheme.group, own), own)
 
 
 def rows_of_unit(block: int) -> int:

@@ -5,7 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from mllm_compile.runtime.collectives.sum_kernels import KERNELS, PullNormKernel, PushKernel, PushNormKernel
+from mllm_compile.runtime.collectives.sum_kernels import (
+    KERNELS,
+    AddNormKernel,
+    PullNormKernel,
+    PushKernel,
+    PushNormKernel,
+    SumKernel,
+)
 from mllm_compile.runtime.cuda.family import KernelFamily
 from mllm_compile.runtime.cuda.kernel import CudaKernel
 from mllm_compile.runtime.json_data import from_json
@@ -19,13 +26,14 @@ _CHECKED_SIZES = (8, 4096, 131072)  # elements, each several times: three buffer
 _CHECKED_ROWS = (1, 7, 40)
 _CHECKED_RANKS = 2
 _CHECKED_BLOCKS = 16  # of each rank, which share the GPU here
+_CHECKED_BYTES = 2 << 20  # of a copied sum: more than the largest of these rows
 _MOST_OFF = 0.02  # of a norm's numbers, which are of about 1: two roundings to bfloat16
 
 
 class Family(KernelFamily):
-    """One kernel, where pieces sum bfloat16 over ranks, and two for each width of rows that are normed behind a sum."""
+    """One kernel, where pieces sum bfloat16 over ranks, and three for each width of rows that are normed behind it."""
 
-    def wanted(self, pieces: CalledPieces) -> tuple[PushKernel | PushNormKernel | PullNormKernel, ...]:
+    def wanted(self, pieces: CalledPieces) -> tuple[SumKernel, ...]:
         import torch
 
         from mllm_compile.runtime.ops import op
@@ -35,10 +43,10 @@ class Family(KernelFamily):
         values = {node: node.args[0].meta["val"] for node in nodes}  # type: ignore[union-attr]
         ours = [node for node, val in values.items() if val.dtype is torch.bfloat16 and val.device.type == "cuda"]
         widths = sorted({int(values[node].shape[-1]) for node in ours if node.target is norming})
-        normed = [kernel(width) for width in widths for kernel in (PushNormKernel, PullNormKernel)]
+        normed = [kernel(width) for width in widths for kernel in (PushNormKernel, PullNormKernel, AddNormKernel)]
         return (PushKernel(), *normed) if ours else ()
 
-    def from_json(self, data: Mapping[str, Any]) -> PushKernel | PushNormKernel | PullNormKernel:
+    def from_json(self, data: Mapping[str, Any]) -> SumKernel:
         kind = {kernel.source: kernel for kernel in KERNELS}[data["source"]]
         return from_json(kind, {name: value for name, value in data.items() if name != "source"})
 
@@ -56,7 +64,7 @@ class Family(KernelFamily):
         ranks = _Ranks(device)
         yield from ranks.faults_of_sums(kernels[0].switch)
         for kernel in kernels:
-            if isinstance(kernel, PushNormKernel | PullNormKernel):
+            if isinstance(kernel, PushNormKernel | PullNormKernel | AddNormKernel):
                 yield from ranks.faults_of_norms(kernel)
 
 
@@ -64,19 +72,22 @@ class _Ranks:
     def __init__(self, device: torch.device) -> None:
         import torch
 
+        from mllm_compile.runtime.collectives.copied import CopiedSums, copied_bytes
         from mllm_compile.runtime.collectives.push import NOTHING, PulledSums, PushedSums, buffer_bytes, pulled_bytes
 
-        def ranks(kind: Any, num_bytes: int, word: int) -> list[Any]:
+        def ranks(kind: Any, num_bytes: int, word: int, most: int = _CHECKED_BLOCKS) -> list[Any]:
             self._memory += [
                 torch.full((num_bytes // 4,), word, dtype=torch.int32, device=device) for _ in range(_CHECKED_RANKS)
             ]
             places = [one.data_ptr() for one in self._memory[-_CHECKED_RANKS:]]
-            return [kind(rank, places, device, _CHECKED_BLOCKS) for rank in range(_CHECKED_RANKS)]
+            return [kind(rank, places, device, most) for rank in range(_CHECKED_RANKS)]
 
         self._device = device
         self._memory: list[torch.Tensor] = []
         self._pushed = ranks(PushedSums, buffer_bytes(_CHECKED_RANKS), NOTHING - (1 << 32))
         self._pulled = ranks(PulledSums, pulled_bytes(_CHECKED_RANKS), 0)
+        num_bytes = copied_bytes(_CHECKED_RANKS, _CHECKED_BYTES)
+        self._copied = ranks(CopiedSums, num_bytes, 0, _CHECKED_BYTES)
         self._streams = [torch.cuda.Stream(device) for _ in range(_CHECKED_RANKS)]
         self._generator = torch.Generator(device).manual_seed(0)
 
@@ -108,10 +119,10 @@ class _Ranks:
                 yield f"the sum of {size} numbers over ranks is wrong. Set {switch}, and report this."
                 return
 
-    def faults_of_norms(self, kernel: PushNormKernel | PullNormKernel) -> Iterator[str]:
+    def faults_of_norms(self, kernel: PushNormKernel | PullNormKernel | AddNormKernel) -> Iterator[str]:
         import torch
 
-        ranks = self._pushed if isinstance(kernel, PushNormKernel) else self._pulled
+        ranks = {PushNormKernel: self._pushed, PullNormKernel: self._pulled}.get(type(kernel), self._copied)
         for rows in _CHECKED_ROWS * 3:
             parts = [self._random(rows, kernel.columns) for _ in range(_CHECKED_RANKS)]
             residual, weight = self._random(rows, kernel.columns), self._random(kernel.columns)

@@ -1,2 +1,2 @@
 """Linears of fp8 and of four-bit weights and few tokens on Hopper, which do what those of `stream_linear` do: few.cu is
-for up to 8 tokens, tiles.cu for up to 128."""
+for up to 16 tokens, tiles.cu for up to 128."""

@@ -1,4 +1,4 @@
-// A linear of up to 8 tokens on Hopper whose weight is float8_e4m3fn, four-bit integers or four-bit floats:
+// A linear of up to 8 or 16 tokens on Hopper whose weight is float8_e4m3fn, four-bit integers or four-bit floats:
 // out = x . weight^T, with the norm before it and what follows it.
 //
 // A weight of a byte an input is read in half the time, one of half a byte in a quarter, so all that a kernel does beside reading weighs twice or more. So a block
@@ -8,9 +8,10 @@
 // Boxes of 16 rows by PIECE inputs come by TMA into a ring of STAGES. x stays in registers, in the order in which a lane
 // finds 16 bytes of the weight; the warps divide a piece's inputs, and each multiplies its own with every row that the
 // block takes. Where x has more inputs than registers hold, PASSES go over all rows, or the SPLIT blocks of a cluster divide
-// them. Sums of the warps are added up by one of them, in turns, and finished at the end.
+// them. Sums of the warps are added up by one of them, in turns, and finished at the end. Asking for a stage takes half as
+// many instructions as multiplying one, so that goes in turns too: all wait for the slowest warp.
 //
-// Defined by few.py: N outputs (of a gated one: gate and up rows), K, BITS (of a value: 8 or 4), SPLIT, PASSES, CLUSTERS,
+// Defined by few.py: TOKENS (8 or 16), N outputs (of a gated one: gate and up rows), K, BITS (of a value: 8 or 4), SPLIT, PASSES, CLUSTERS,
 // WARPS, RESIDENT (blocks of a multiprocessor, of registers), PIECE (inputs of a row in a stage), STAGES, SHARED_BYTES, GROUP
 // (inputs that share a scale: 128, of floats of four bits 32 or 16; 0: all of a row, of fp8), SCALE_BYTES, SCALES_ARE_HALF
 // (float16; else of two bytes bfloat16), ZEROS (there are zero points, of a byte), FLOATS (of four bits), FACTORS (`zeros` are
@@ -18,7 +19,7 @@
 // RESIDUAL, NEXT_BLOCKS (sums of squares a token to leave), PLUS_ONE (the next norm's weight has 1 added), BIAS (in the
 // place of the norm's weight), SQUARED_RELU.
 
-constexpr int ROWS = 16, TOKENS = 8;  // of m16n8k16
+constexpr int ROWS = 16, EIGHT = 8, EIGHTS = TOKENS / EIGHT;  // of m16n8k16, and of tokens
 constexpr int OUT_ROWS = GATED ? ROWS / 2 : ROWS, OUTPUTS = GATED ? N / 2 : N, GROUPS = N / ROWS;
 constexpr int IN_BYTE = 8 / BITS;  // values
 constexpr int PANEL = 128, PANEL_INPUTS = PANEL * IN_BYTE, PANEL_BYTES = ROWS * PANEL;  // a swizzled row of shared memory
@@ -30,12 +31,13 @@ constexpr int INPUTS = STEP / 4;                                               /
 constexpr int WITH_A_SCALE = GROUP ? GROUP : K;  // inputs
 constexpr int ROW_GROUPS = GROUP ? PIECE / WITH_A_SCALE : 0;  // of a row in a stage
 constexpr int VALUE_BYTES = ROWS * PIECE / IN_BYTE, OF_SCALES = ROWS * ROW_GROUPS * SCALE_BYTES, OF_ZEROS = ZEROS ? ROWS * ROW_GROUPS : 0;
-constexpr int STAGE_BYTES = (VALUE_BYTES + OF_SCALES + OF_ZEROS + 1023) / 1024 * 1024;
+constexpr int BESIDE_BYTES = (OF_SCALES + OF_ZEROS + 15) / 16 * 16;  // of a stage, behind the values of all
+constexpr int RING_BYTES = STAGES * (VALUE_BYTES + BESIDE_BYTES);
 constexpr int TURNS = (GROUPS + CLUSTERS - 1) / CLUSTERS, PLACES = (TURNS + SPLIT - 1) / SPLIT;  // groups of a cluster, a block
 constexpr int SUMS = ROWS * TOKENS, HALVES = OUT_ROWS / 2;                                       // outputs are stored by twos
 // What x is multiplied by, twice, and what sums are: of 2^120, an fp8 value's.
 constexpr u32 X_FACTOR = 0x5f805f80u;
-constexpr float OUT_FACTOR = BITS == 8 ? (float)(1ull << 56) : FLOATS ? E2M1_FACTOR : 1.f;
+constexpr float OUT_FACTOR = BITS == 8 ? (float)(1ull << 56) : FLOATS ? E2M1_FACTOR : fours_factor();
 constexpr bool INTEGERS = BITS == 4 && !FLOATS, OF_ROWS = GROUP == 0 || FACTORS;  // rows have a scale or factor each
 static_assert(K % (SPLIT * PANEL_INPUTS) == 0 && PIECE % PANEL_INPUTS == 0 && CLUSTERS <= GROUPS, "whole panels, and work for all");
 static_assert(GROUP == 0 && BITS == 8 || GROUP == 128 && STEP <= GROUP && !FLOATS || FLOATS && GROUP == (FACTORS ? 16 : 32), "a step or a part of a lane has one scale");
@@ -43,21 +45,23 @@ static_assert(BITS == 4 || SCALE_BYTES == 4 && !ZEROS, "fp8 has scales in float3
 static_assert(!FLOATS || BITS == 4 && SCALE_BYTES == 1 && !ZEROS, "floats of four bits have scales of a byte");
 static_assert(NEXT_BLOCKS == 0 || NEXT_BLOCKS == GROUPS, "a sum of squares of each group");
 static_assert(WARPS % 2 == 0, "a warp's steps are all of one half");
-static_assert(NORM_BLOCKS == 0 || NORM_BLOCKS % 4 == 0 && WARPS >= TOKENS, "a warp has a token's sums, four at a time");
+static_assert(NORM_BLOCKS == 0 || NORM_BLOCKS % 4 == 0 && WARPS >= EIGHT, "a warp has a token's sums, four at a time");
+static_assert(TOKENS % EIGHT == 0, "whole products");
 static_assert(STAGES >= 2, "a stage is asked for when the next one has been read");
 
+constexpr bool IS_UNSENT = SPLIT > 1 && PASSES > 1, HAS_WEIGHTS = NEXT_BLOCKS || BIAS;  // what is not there has the least room
 struct Shared {
-  float sums[WARPS][SUMS];            // of the rows that the block works at
+  float sums[2][WARPS][SUMS];         // of the rows that the block works at, and of those before
   float inbox[PLACES][SPLIT][SUMS];   // of the rows that it finishes, from every block of the cluster
-  float unsent[SPLIT > 1 && PASSES > 1 ? TURNS : 1][SUMS];  // of all rows, until the last pass
-  u32 residuals[PLACES][TOKENS][8];   // two outputs each
-  float scales[PLACES][ROWS];         // of rows that have one
+  float unsent[IS_UNSENT ? TURNS : 1][IS_UNSENT ? SUMS : 4];  // of all rows, until the last pass
+  u32 residuals[RESIDUAL ? PLACES : 1][RESIDUAL ? TOKENS : 1][8];   // two outputs each
+  float scales[OF_ROWS ? PLACES : 1][OF_ROWS ? ROWS : 2];           // of rows that have one
   float totals[INTEGERS ? WARPS * CHUNKS * STEPS : 1][TOKENS];  // of a warp's inputs, by steps
-  u32 weights[PLACES][8];             // of the norm, or biases
+  u32 weights[HAS_WEIGHTS ? PLACES : 1][8];  // of the norm, or biases
   float factors[TOKENS];
-  u64 full[STAGES], empty[STAGES], arrived[PLACES];
+  u64 full[STAGES], empty[STAGES], arrived[SPLIT > 1 ? PLACES : 1];
 };
-static_assert(1023 + STAGES * STAGE_BYTES + sizeof(Shared) <= SHARED_BYTES, "as it is launched, and what alignment costs");
+static_assert(1023 + RING_BYTES + sizeof(Shared) <= SHARED_BYTES, "as it is launched, and what alignment costs");
 
 __device__ __forceinline__ bool is_step(int step) { return PIECE / STEP % WARPS == 0 || step < PIECE / STEP; }
 
@@ -102,35 +106,40 @@ __device__ __forceinline__ Inputs prepared(const uint4 (&raw)[INPUTS / 8], float
   for (int i = 0; i < INPUTS / 8; i++) {
     const u32 words[4] = {raw[i].x, raw[i].y, raw[i].z, raw[i].w};
 #pragma unroll
-    for (int j = 0; j < 4; j++) v.pairs[i * 4 + j] = BITS == 8 ? times(words[j], X_FACTOR) : fours_apart(words, j);
+    for (int j = 0; j < 4; j++) v.pairs[i * 4 + j] = BITS == 8 ? times(words[j], X_FACTOR) : FLOATS ? inputs_apart(words, j) : fours_apart(words, j);
   }
   if (INTEGERS) {
-    constexpr u32 ONES = 0x3f803f80u;  // 1, twice
+    constexpr u32 EVEN = one_of_fours(0), ODD = one_of_fours(1);
     float total[4] = {};
 #pragma unroll
-    for (int j = 0; j < INPUTS / 4; j++) add_product(total, ONES, ONES, ONES, ONES, v.pairs[2 * j], v.pairs[2 * j + 1]);
-    if (threadIdx.x % 32 < 4) *(float2*)(totals + threadIdx.x % 4 * 2) = {total[0], total[1]};
+    for (int j = 0; j < INPUTS / 4; j++) add_product(total, EVEN, EVEN, ODD, ODD, v.pairs[2 * j], v.pairs[2 * j + 1]);
+    constexpr float FACTOR = ZEROS ? -1.f : -8.f;  // what is taken off where all have the same zero point
+    if (threadIdx.x % 32 < 4) *(float2*)(totals + threadIdx.x % 4 * 2) = {FACTOR * total[0], FACTOR * total[1]};
   }
   return v;
 }
+// Sums of 16 rows and all tokens, as products leave them.
+using Sums = float[EIGHTS][4];
+__device__ __forceinline__ void add_products(Sums& sums, u32 a0, u32 a1, u32 a2, u32 a3, const Inputs (&v)[EIGHTS], int pair) {
+#pragma unroll
+  for (int e = 0; e < EIGHTS; e++) add_product(sums[e], a0, a1, a2, a3, v[e].pairs[pair], v[e].pairs[pair + 1]);
+}
 // Of four bytes of two rows.
-__device__ __forceinline__ void multiply(float* sums, u32 upper, u32 lower, const Inputs& v, int j) {
+__device__ __forceinline__ void multiply(Sums& sums, u32 upper, u32 lower, const Inputs (&v)[EIGHTS], int j) {
   if (BITS == 8) {
-    add_product(sums, first_pair(upper), first_pair(lower), second_pair(upper), second_pair(lower), v.pairs[2 * j], v.pairs[2 * j + 1]);
+    add_products(sums, first_pair(upper), first_pair(lower), second_pair(upper), second_pair(lower), v, 2 * j);
   } else {
 #pragma unroll
-    for (int half = 0; half < 2; half++)
-      add_product(sums, pair_of_fours(upper, 2 * half), pair_of_fours(lower, 2 * half), pair_of_fours(upper, 2 * half + 1),
-                  pair_of_fours(lower, 2 * half + 1), v.pairs[4 * j + 2 * half], v.pairs[4 * j + 2 * half + 1]);
+    for (int i = 0; i < 4; i += 2)
+      add_products(sums, pair_of_fours(upper, i), pair_of_fours(lower, i), pair_of_fours(upper, i + 1), pair_of_fours(lower, i + 1), v, 4 * j + i);
   }
 }
 // The same of floats of four bits and of the scales of their rows.
-__device__ __forceinline__ void multiply_floats(float* sums, u32 upper, u32 lower, u32 of_upper, u32 of_lower, const Inputs& v, int j) {
+__device__ __forceinline__ void multiply_floats(Sums& sums, u32 upper, u32 lower, u32 of_upper, u32 of_lower, const Inputs (&v)[EIGHTS], int j) {
   const auto pair = [](u32 values, int i, u32 scale) { return times(pair_of_e2m1(values >> 4 * i), scale); };
 #pragma unroll
   for (int i = 0; i < 4; i += 2)
-    add_product(sums, pair(upper, i, of_upper), pair(lower, i, of_lower), pair(upper, i + 1, of_upper), pair(lower, i + 1, of_lower),
-                v.pairs[4 * j + i], v.pairs[4 * j + i + 1]);
+    add_products(sums, pair(upper, i, of_upper), pair(lower, i, of_lower), pair(upper, i + 1, of_upper), pair(lower, i + 1, of_lower), v, 4 * j + i);
 }
 __device__ __forceinline__ float scale_at(const char* scales, int i) {
   if (SCALE_BYTES == 4 || FLOATS) return ((const float*)scales)[i];
@@ -153,50 +162,53 @@ __launch_bounds__(32 * WARPS, RESIDENT) quantised_linear(
   extern __shared__ __align__(1024) char memory[];
   const u32 ring = (shared_address(memory) + 1023) & ~1023u;
   const char* first_stage = memory + (ring - shared_address(memory));
-  Shared& shared = *(Shared*)(first_stage + STAGES * STAGE_BYTES);
+  const char* first_beside = first_stage + STAGES * VALUE_BYTES;
+  Shared& shared = *(Shared*)(first_stage + RING_BYTES);
   const u32 full = shared_address(shared.full), empty = shared_address(shared.empty), arrived = shared_address(shared.arrived);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, quad = lane % 4;
   const int rank = blockIdx.x % SPLIT, first_group = blockIdx.x / SPLIT;
   if (threadIdx.x == 0) {
     fetch_map(&values);
     for (int i = 0; i < STAGES; i++) make_barrier(full + 8 * i, GROUP ? 33 : 1), make_barrier(empty + 8 * i, WARPS);
-    for (int i = 0; i < PLACES; i++) make_barrier(arrived + 8 * i, 1);
+    for (int i = 0; i < PLACES && SPLIT > 1; i++) make_barrier(arrived + 8 * i, 1);
     publish_barriers();
-    for (int i = 0; i < PLACES; i++) expect_bytes(arrived + 8 * i, SPLIT * SUMS * 4);
+    for (int i = 0; i < PLACES && SPLIT > 1; i++) expect_bytes(arrived + 8 * i, SPLIT * SUMS * 4);
   }
   __syncthreads();
 #if SPLIT > 1
   asm volatile("barrier.cluster.arrive.relaxed;" ::: "memory");
 #endif
 
-  // The first warp asks: of a pass all groups, of a group all pieces. What is past the last input comes as zeros.
+  // Stages are asked for by all lanes of a warp: of a pass all groups, of a group all pieces. What is past the last input
+  // comes as zeros.
   const auto row_of = [&](int group, int i) { return GATED ? group * OUT_ROWS + i % OUT_ROWS + i / OUT_ROWS * OUTPUTS : group * ROWS + i; };
-  int ask_group = first_group, ask_begin = 0, ask_panel = 0, unasked = PASSES * CHUNKS * ((GROUPS - first_group + CLUSTERS - 1) / CLUSTERS);
-  const auto ask = [&](int slot) {
-    if (unasked == 0) return;
-    const u32 barrier = full + 8 * slot, to = ring + slot * STAGE_BYTES;
+  const int turns = (GROUPS - first_group + CLUSTERS - 1) / CLUSTERS;
+  const auto ask = [&](int stage, int slot) {
+    if (stage >= PASSES * CHUNKS * turns) return;
+    int turn = stage / CHUNKS, panel = stage % CHUNKS * PANELS;
+#pragma unroll
+    for (int pass = 1; pass < PASSES; pass++)
+      if (turn >= turns) turn -= turns, panel += PASS_PANELS;
+    const int group = first_group + turn * CLUSTERS;
+    const u32 barrier = full + 8 * slot;
     if (lane == 0) {
       expect_bytes(barrier, VALUE_BYTES);
-      load_values(to, &values, ask_group, rank * MY_PANELS + ask_panel, barrier, read_once());
+      load_values(ring + slot * VALUE_BYTES, &values, group, rank * MY_PANELS + panel, barrier, read_once());
     }
 #if GROUP
     {
-      const auto row_in_stage = [&](int i) { return row_of(ask_group, i); };
-      copy_groups<SCALE_BYTES>(to + VALUE_BYTES, scales, rank, ask_panel, row_in_stage);
+      const u32 to = ring + STAGES * VALUE_BYTES + slot * BESIDE_BYTES;
+      const auto row_in_stage = [&](int i) { return row_of(group, i); };
+      copy_groups<SCALE_BYTES>(to, scales, rank, panel, row_in_stage);
 #if ZEROS
-      copy_groups<1>(to + VALUE_BYTES + OF_SCALES, zeros, rank, ask_panel, row_in_stage);
+      copy_groups<1>(to + OF_SCALES, zeros, rank, panel, row_in_stage);
 #endif
       // Arrives when the lane's copies have: one of the arrivals that the barrier was made for.
       asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
     }
 #endif
-    unasked--;
-    if ((ask_panel += PANELS) < ask_begin + PASS_PANELS) return;
-    if ((ask_group += CLUSTERS) >= GROUPS) ask_group = first_group, ask_begin += PASS_PANELS;
-    ask_panel = ask_begin;
   };
-  if (warp == 0)
-    for (int i = 0; i < STAGES; i++) ask(i);
+  for (int i = warp; i < STAGES; i += WARPS) ask(i, i);
   start_dependents();
 
   // What finishes the rows that are the block's: place p is the cluster's turn p * SPLIT + rank.
@@ -204,49 +216,57 @@ __launch_bounds__(32 * WARPS, RESIDENT) quantised_linear(
   if (OF_ROWS)
     for (int i = threadIdx.x; i < PLACES * ROWS; i += 32 * WARPS)
       if (group_of(i / ROWS) < GROUPS) shared.scales[i / ROWS][i % ROWS] = scale_at(FACTORS ? zeros : scales, row_of(group_of(i / ROWS), i % ROWS));
-  if (NEXT_BLOCKS || BIAS)
+  if (HAS_WEIGHTS)
     for (int i = threadIdx.x; i < PLACES * HALVES; i += 32 * WARPS)
       if (group_of(i / HALVES) < GROUPS) shared.weights[i / HALVES][i % HALVES] = norm_weight[group_of(i / HALVES) * HALVES + i % HALVES];
   wait_for_prerequisites();
   // So that a quarter of a warp reads other banks each, a lane's row is not lane / 4 but has the bits in another order.
   const int row = lane / 8 | (lane / 4 & 1) << 2;
   const u32 place_of_lane = row * PANEL + ((quad + warp % 2 * 4 ^ row) & 7) * 16;  // in one of a panel's halves, each a step
-  int slot = 0, phase = 0, last = -1;
-  Inputs xs[CHUNKS][STEPS];
+  int slot = 0, phase = 0, stage_number = 0;
+  Inputs xs[CHUNKS][STEPS][EIGHTS];
   float* my_totals = shared.totals[INTEGERS ? warp * CHUNKS * STEPS : 0];
 #pragma unroll 1
   for (int pass = 0; pass < PASSES; pass++) {
     const int begin = pass * CHUNKS * PIECE;
     const char* my_x = x + ((u64)(lane / 4) * K + rank * MY_K + begin + quad * INPUTS) * 2;
     // All are asked for before any is needed.
-    uint4 raw[CHUNKS][STEPS][INPUTS / 8];
+    uint4 raw[CHUNKS][STEPS][EIGHTS][INPUTS / 8];
 #pragma unroll
     for (int c = 0; c < CHUNKS; c++)
 #pragma unroll
       for (int s = 0; s < STEPS; s++) {
         const int step = s * WARPS + warp, at = c * PIECE + step * STEP;
-        const bool is_there = (PASSES * CHUNKS * PIECE == MY_K || begin + at < MY_K) && lane / 4 < num_tokens && is_step(step);
-        const uint4* from = (const uint4*)(my_x + at * 2);
+        const bool is_input = (PASSES * CHUNKS * PIECE == MY_K || begin + at < MY_K) && is_step(step);
 #pragma unroll
-        for (int h = 0; h < INPUTS / 8; h++) raw[c][s][h] = is_there ? from[h] : uint4{0, 0, 0, 0};
+        for (int e = 0; e < EIGHTS; e++) {
+          const bool is_there = is_input && e * EIGHT + lane / 4 < num_tokens;
+          const uint4* from = (const uint4*)(my_x + ((u64)(e * EIGHT) * K + at) * 2);
+#pragma unroll
+          for (int h = 0; h < INPUTS / 8; h++) raw[c][s][e][h] = is_there ? from[h] : uint4{0, 0, 0, 0};
+        }
       }
     if (pass == 0) {
-      float of_norm = 0.f;
-      if (NORM_BLOCKS && warp < num_tokens)
+      float of_norm[EIGHTS] = {};  // a warp's tokens are eight apart
 #pragma unroll
-        for (int j = lane * 4; j < NORM_BLOCKS; j += 128) {
-          const float4 v = *(const float4*)(squares + warp * NORM_BLOCKS + j);
-          of_norm += v.x + v.y + v.z + v.w;
-        }
+      for (int e = 0; e < EIGHTS; e++)
+        if (NORM_BLOCKS && warp < EIGHT && e * EIGHT + warp < num_tokens)
+#pragma unroll
+          for (int j = lane * 4; j < NORM_BLOCKS; j += 128) {
+            const float4 v = *(const float4*)(squares + (e * EIGHT + warp) * NORM_BLOCKS + j);
+            of_norm[e] += v.x + v.y + v.z + v.w;
+          }
       if (RESIDUAL)
+#pragma unroll 1  // else what it needs is kept in registers from pass to pass
         for (int i = threadIdx.x; i < PLACES * TOKENS * HALVES; i += 32 * WARPS) {
           const int place = i / HALVES / TOKENS, t = i / HALVES % TOKENS;
           if (group_of(place) < GROUPS && t < num_tokens)
             shared.residuals[place][t][i % HALVES] = residual[t * (OUTPUTS / 2) + group_of(place) * HALVES + i % HALVES];
         }
-      if (NORM_BLOCKS) {
-        of_norm = sum_of_lanes(of_norm, 32);
-        if (lane == 0 && warp < TOKENS) shared.factors[warp] = rsqrtf(of_norm / K + eps);
+#pragma unroll
+      for (int e = 0; e < EIGHTS && NORM_BLOCKS; e++) {
+        const float sum = sum_of_lanes(of_norm[e], 32);
+        if (lane == 0 && warp < EIGHT) shared.factors[e * EIGHT + warp] = rsqrtf(sum / K + eps);
       }
 #if SPLIT > 1
       asm volatile("barrier.cluster.wait.acquire;" ::: "memory");  // the others' barriers are made
@@ -255,25 +275,27 @@ __launch_bounds__(32 * WARPS, RESIDENT) quantised_linear(
 #pragma unroll
     for (int c = 0; c < CHUNKS; c++)
 #pragma unroll
-      for (int s = 0; s < STEPS; s++) xs[c][s] = prepared(raw[c][s], my_totals + (c * STEPS + s) * TOKENS);
+      for (int s = 0; s < STEPS; s++)
+#pragma unroll
+        for (int e = 0; e < EIGHTS; e++) xs[c][s][e] = prepared(raw[c][s][e], my_totals + (c * STEPS + s) * TOKENS + e * EIGHT);
     __syncwarp();
 #pragma unroll 1
-    for (int turn = 0; first_group + turn * CLUSTERS < GROUPS; turn++) {
-      float even[4] = {}, odd[4] = {};
+    for (int turn = 0; turn < turns; turn++) {
+      Sums even = {}, odd = {};
 #pragma unroll
       for (int c = 0; c < CHUNKS; c++) {
         wait_for(full + 8 * slot, phase);
-        const char* stage = first_stage + slot * STAGE_BYTES;
+        const char *stage = first_stage + slot * VALUE_BYTES, *scales_of_stage = first_beside + slot * BESIDE_BYTES;
 #pragma unroll
         for (int s = 0; s < STEPS; s++) {
           const int step = s * WARPS + warp;
           if (!is_step(step)) continue;
           const char* from = stage + step / 2 * PANEL_BYTES + place_of_lane;
           const uint4 upper = *(const uint4*)from, lower = *(const uint4*)(from + 8 * PANEL);
-          const Inputs& v = xs[c][s];
+          const auto& v = xs[c][s];
           if (FLOATS) {
             constexpr int MINE = GROUP == 16 ? 2 : 1;  // scales of a lane's inputs of a row
-            const unsigned char* of_upper = (const unsigned char*)stage + VALUE_BYTES + row * ROW_GROUPS + (step * 4 + quad) * MINE;
+            const unsigned char* of_upper = (const unsigned char*)scales_of_stage + row * ROW_GROUPS + (step * 4 + quad) * MINE;
             const unsigned char* of_lower = of_upper + 8 * ROW_GROUPS;
             const u32 uppers = MINE == 2 ? *(const unsigned short*)of_upper : *of_upper;
             const u32 lowers = MINE == 2 ? *(const unsigned short*)of_lower : *of_lower;
@@ -283,24 +305,24 @@ __launch_bounds__(32 * WARPS, RESIDENT) quantised_linear(
             multiply_floats(even, upper.z, lower.z, second[0], second[1], v, 2), multiply_floats(odd, upper.w, lower.w, second[0], second[1], v, 3);
           } else if (GROUP) {
             const int of_upper = row * ROW_GROUPS + step * STEP / WITH_A_SCALE, of_lower = of_upper + 8 * ROW_GROUPS;
-            const char* scales_of_stage = stage + VALUE_BYTES;
-            float part[4] = {};
-            if (INTEGERS) {  // values are multiplied as what they are plus 128
+            Sums part = {}, other = {};  // so that fewer products wait for each other
+            if (INTEGERS) {              // zero points are taken off
               const unsigned char* zeros_of_stage = (const unsigned char*)(scales_of_stage + OF_SCALES);
-              const float zero_of_upper = 128 + (ZEROS ? zeros_of_stage[of_upper] : 8);
-              const float zero_of_lower = 128 + (ZEROS ? zeros_of_stage[of_lower] : 8);
-              const float2 totals = *(const float2*)(my_totals + (c * STEPS + s) * TOKENS + quad * 2);
-              part[0] = -zero_of_upper * totals.x, part[1] = -zero_of_upper * totals.y;
-              part[2] = -zero_of_lower * totals.x, part[3] = -zero_of_lower * totals.y;
+              const float of_uppers = ZEROS ? zeros_of_stage[of_upper] : 1.f, of_lowers = ZEROS ? zeros_of_stage[of_lower] : 1.f;
+#pragma unroll
+              for (int e = 0; e < EIGHTS; e++) {
+                const float2 totals = *(const float2*)(my_totals + (c * STEPS + s) * TOKENS + e * EIGHT + quad * 2);
+                part[e][0] = of_uppers * totals.x, part[e][1] = of_uppers * totals.y;
+                part[e][2] = of_lowers * totals.x, part[e][3] = of_lowers * totals.y;
+              }
             }
-            float other[4] = {};  // so that fewer products wait for each other
             multiply(part, upper.x, lower.x, v, 0), multiply(other, upper.y, lower.y, v, 1);
             multiply(part, upper.z, lower.z, v, 2), multiply(other, upper.w, lower.w, v, 3);
-#pragma unroll
-            for (int i = 0; i < 4; i++) part[i] += other[i];
             const float scale_of_upper = scale_at(scales_of_stage, of_upper), scale_of_lower = scale_at(scales_of_stage, of_lower);
-            even[0] += part[0] * scale_of_upper, even[1] += part[1] * scale_of_upper;
-            even[2] += part[2] * scale_of_lower, even[3] += part[3] * scale_of_lower;
+#pragma unroll
+            for (int e = 0; e < EIGHTS; e++)
+#pragma unroll
+              for (int i = 0; i < 4; i++) even[e][i] += (part[e][i] + other[e][i]) * (i < 2 ? scale_of_upper : scale_of_lower);
           } else {
             multiply(even, upper.x, lower.x, v, 0), multiply(odd, upper.y, lower.y, v, 1);
             multiply(even, upper.z, lower.z, v, 2), multiply(odd, upper.w, lower.w, v, 3);
@@ -308,77 +330,84 @@ __launch_bounds__(32 * WARPS, RESIDENT) quantised_linear(
         }
         __syncwarp();
         if (lane == 0) arrive(empty + 8 * slot);
-        if (warp == 0) {  // the stage before: other warps are done with that one, or soon will be
-          if (last >= 0) {
-            wait_for(empty + 8 * last, slot ? phase : phase ^ 1);
-            ask(last);
-          }
-          last = slot;
+        if (stage_number && stage_number % WARPS == warp) {  // the stage before: other warps are done with it, or soon will be
+          const int last = slot ? slot - 1 : STAGES - 1;
+          wait_for(empty + 8 * last, slot ? phase : phase ^ 1);
+          ask(stage_number - 1 + STAGES, last);
         }
+        stage_number++;
         if (++slot == STAGES) slot = 0, phase ^= 1;
       }
-      // Whoever added up the sums before has read them.
-      if (turn + pass) asm volatile("bar.sync 2, %0;" ::"n"(32 * WARPS) : "memory");
-      float* mine = shared.sums[warp] + row * TOKENS + quad * 2;
-      *(float2*)mine = {even[0] + odd[0], even[1] + odd[1]}, *(float2*)(mine + 8 * TOKENS) = {even[2] + odd[2], even[3] + odd[3]};
-      asm volatile("bar.sync 1, %0;" ::"n"(32 * WARPS) : "memory");
-      if (warp != WARPS - 1 - turn % (WARPS - 1)) continue;
-      float* to = shared.inbox[turn / SPLIT][rank] + lane * 4;
-      float* before = SPLIT > 1 && PASSES > 1 ? shared.unsent[turn] + lane * 4 : to;
-      float4 sum = {0.f, 0.f, 0.f, 0.f};
-      if (pass) sum = *(const float4*)before;
+      // Whoever added up the sums before the last ones has read them: it has come to the barrier since.
+      auto& all = shared.sums[(pass * turns + turn) % 2];
 #pragma unroll
-      for (int w = 0; w < WARPS; w++) {
-        const float4 part = *(const float4*)(shared.sums[w] + lane * 4);
-        sum.x += part.x, sum.y += part.y, sum.z += part.z, sum.w += part.w;
+      for (int e = 0; e < EIGHTS; e++) {
+        float* mine = all[warp] + row * TOKENS + e * EIGHT + quad * 2;
+        *(float2*)mine = {even[e][0] + odd[e][0], even[e][1] + odd[e][1]};
+        *(float2*)(mine + 8 * TOKENS) = {even[e][2] + odd[e][2], even[e][3] + odd[e][3]};
       }
-      if (SPLIT == 1 || pass < PASSES - 1) {
-        *(float4*)before = sum;
-        continue;
-      }
-#if SPLIT > 1
+      asm volatile("bar.sync 1, %0;" ::"n"(32 * WARPS) : "memory");
+      if (warp != (stage_number + WARPS / 2) % WARPS) continue;  // none that asks for one of the next stages
       const int owner = turn % SPLIT;
-      send(address_of_peer(shared_address(to), owner), sum, address_of_peer(arrived + turn / SPLIT * 8, owner));
-#endif
+#pragma unroll
+      for (int e = 0; e < EIGHTS; e++) {
+        const int at = e * 128 + lane * 4;
+        float* to = shared.inbox[turn / SPLIT][rank] + at;
+        float* before = IS_UNSENT ? shared.unsent[turn] + at : to;
+        float4 sum = {0.f, 0.f, 0.f, 0.f};
+        if (pass) sum = *(const float4*)before;
+#pragma unroll
+        for (int w = 0; w < WARPS; w++) {
+          const float4 part = *(const float4*)(all[w] + at);
+          sum.x += part.x, sum.y += part.y, sum.z += part.z, sum.w += part.w;
+        }
+        if (SPLIT == 1 || pass < PASSES - 1)
+          *(float4*)before = sum;
+        else
+          send(address_of_peer(shared_address(to), owner), sum, address_of_peer(arrived + turn / SPLIT * 8, owner));
+      }
     }
   }
   __syncthreads();
 
   // Four outputs of a token by a lane; of a gated one two gates and their ups.
-  const int token = lane / 4;
-  const float factor = OUT_FACTOR * (NORM_BLOCKS ? shared.factors[token] : 1.f);
-  const bool is_there = token < num_tokens;
   for (int place = warp; place < PLACES && group_of(place) < GROUPS; place += WARPS) {
     const int group = group_of(place);
 #if SPLIT > 1
     wait_for(arrived + 8 * place, 0);
 #endif
-    float sums[4];
-#pragma unroll
-    for (int i = 0; i < 4; i++) {
-      const int r = GATED ? quad * 2 + i % 2 + i / 2 * OUT_ROWS : quad * 4 + i;
-      sums[i] = 0.f;
-#pragma unroll
-      for (int peer = 0; peer < SPLIT; peer++) sums[i] += shared.inbox[place][peer][r * TOKENS + token];
-      sums[i] *= factor * (OF_ROWS ? shared.scales[place][r] : 1.f);
-    }
     uint2 weights = {0, 0};
-    if (NEXT_BLOCKS || BIAS) weights = *(const uint2*)(shared.weights[place] + quad * 2);
-    u32 low = rounded(sums[0], sums[1], weights.x), high = rounded(sums[2], sums[3], weights.y);
-    const int at = token * (OUTPUTS / 2) + group * HALVES + quad * (GATED ? 1 : 2);
-    if (GATED) {
-      if (is_there) out[at] = silu_times(low, high);
-      continue;
-    }
-    if (RESIDUAL) {
-      const uint2 residuals = *(const uint2*)(shared.residuals[place][token] + quad * 2);
-      low = add(residuals.x, low), high = add(residuals.y, high);
-    }
-    if (is_there) *(uint2*)(out + at) = uint2{low, high};
-    if (NEXT_BLOCKS) {
-      if (is_there) *(uint2*)(scaled + at) = uint2{times_norm_weight(low, weights.x, PLUS_ONE), times_norm_weight(high, weights.y, PLUS_ONE)};
-      const float of_group = sum_of_lanes(sum_of_squares(low) + sum_of_squares(high), 4);
-      store_if(is_there && quad == 0, out_squares + token * NEXT_BLOCKS + group, of_group);
+    if (HAS_WEIGHTS) weights = *(const uint2*)(shared.weights[place] + quad * 2);
+#pragma unroll
+    for (int e = 0; e < EIGHTS; e++) {
+      const int token = e * EIGHT + lane / 4;
+      const bool is_there = token < num_tokens;
+      const float factor = OUT_FACTOR * (NORM_BLOCKS ? shared.factors[token] : 1.f);
+      float sums[4];
+#pragma unroll
+      for (int i = 0; i < 4; i++) {
+        const int r = GATED ? quad * 2 + i % 2 + i / 2 * OUT_ROWS : quad * 4 + i;
+        sums[i] = 0.f;
+#pragma unroll
+        for (int peer = 0; peer < SPLIT; peer++) sums[i] += shared.inbox[place][peer][r * TOKENS + token];
+        sums[i] *= factor * (OF_ROWS ? shared.scales[place][r] : 1.f);
+      }
+      u32 low = rounded(sums[0], sums[1], weights.x), high = rounded(sums[2], sums[3], weights.y);
+      const int at = token * (OUTPUTS / 2) + group * HALVES + quad * (GATED ? 1 : 2);
+      if (GATED) {
+        if (is_there) out[at] = silu_times(low, high);
+        continue;
+      }
+      if (RESIDUAL) {
+        const uint2 residuals = *(const uint2*)(shared.residuals[place][token] + quad * 2);
+        low = add(residuals.x, low), high = add(residuals.y, high);
+      }
+      if (is_there) *(uint2*)(out + at) = uint2{low, high};
+      if (NEXT_BLOCKS) {
+        if (is_there) *(uint2*)(scaled + at) = uint2{times_norm_weight(low, weights.x, PLUS_ONE), times_norm_weight(high, weights.y, PLUS_ONE)};
+        const float of_group = sum_of_lanes(sum_of_squares(low) + sum_of_squares(high), 4);
+        store_if(is_there && quad == 0, out_squares + token * NEXT_BLOCKS + group, of_group);
+      }
     }
   }
 }

@@ -1,4 +1,4 @@
-"""few.cu: boxes of 16 rows, in rings that leave room for the next kernel's. 8 tokens.
+"""few.cu: boxes of 16 rows, in rings that leave room for the next kernel's. 8 or 16 tokens.
 
 Shape legend: as linear.py.
 """
@@ -21,7 +21,7 @@ from mllm_compile.runtime.ops.stream_quantised.linear import (
     room_of_block,
 )
 
-MAX_TOKENS = 8
+FEWEST_TOKENS, MAX_TOKENS = 8, 16
 
 _STEP_BYTES = 64  # of a row, that a warp's step takes
 _WARPS = 8  # of a block, as a rule
@@ -78,32 +78,38 @@ class FewTiling(QuantisedTiling):
         """Bytes of the ring and its alignment; sums of warps and of blocks, operands, factors and barriers."""
         kind = self.kind
         of_groups = self.piece // kind.group * (kind.scale_bytes + kind.zeros) if kind.group else 0
-        stage = math.ceil(NORM_ROWS * (self.piece // kind.values_a_byte + of_groups) / 1024) * 1024
+        stage = NORM_ROWS * (self.piece // kind.values_a_byte + of_groups)
         turns = math.ceil(self.kind.rows / NORM_ROWS / self.clusters)
         places = math.ceil(turns / self.split)
-        sums = MAX_TOKENS * NORM_ROWS * 4
-        unsent = turns if self.split > 1 and self.passes > 1 else 1
-        totals = self.warps * self.input_registers // (8 * kind.values_a_byte) if kind.values == "int4" else 1
-        of_place = self.split * sums + MAX_TOKENS * 32 + NORM_ROWS * 4 + 32 + 8
+        sums = self.tokens * NORM_ROWS * 4
+        unsent = turns * sums if self.split > 1 and self.passes > 1 else 16
+        totals = self.warps * self.steps if kind.values == "int4" else 1
+        of_place = self.split * sums
+        of_place += self.tokens * 32 if kind.residual else 0
+        of_place += NORM_ROWS * 4 if not kind.group or kind.values == "nvfp4" else 0
+        of_place += 32 if kind.next_blocks or kind.bias else 0
+        of_place += 8 if self.split > 1 else 0
+        least = 32 + 8 + 32 + 8  # of what is not there
         return (
             1023
             + self.stages * (stage + 16)
-            + self.warps * sums
+            + 2 * self.warps * sums
             + places * of_place
-            + unsent * sums
-            + MAX_TOKENS * 4 * (1 + totals)
-            + 8
+            + unsent
+            + self.tokens * 4 * (1 + totals)
+            + least
         )
 
     @property
-    def input_registers(self) -> int:
-        """Registers of a thread that hold inputs."""
+    def steps(self) -> int:
+        """A warp's steps of a pass."""
         pieces = math.ceil(self.kind.columns / self.split / self.piece / self.passes)
-        return pieces * _registers_of_piece(self.kind, self.piece, self.warps)
+        return pieces * _steps_of_piece(self.kind, self.piece, self.warps)
 
     def constants(self) -> dict[str, int]:
         return {
             **self.kind.constants(),
+            "TOKENS": self.tokens,
             "SPLIT": self.split,
             "PASSES": self.passes,
             "WARPS": self.warps,
@@ -115,13 +121,13 @@ class FewTiling(QuantisedTiling):
         }
 
 
-def _registers_of_piece(kind: QuantisedKind, piece: int, warps: int) -> int:
-    """Registers of a thread that hold its inputs of a piece: 16 bytes of a row are a lane's of a step."""
-    return 8 * kind.values_a_byte * math.ceil(piece // kind.values_a_byte / _STEP_BYTES / warps)
+def _steps_of_piece(kind: QuantisedKind, piece: int, warps: int) -> int:
+    """Steps of a warp in a piece: in each 16 bytes of a row are a lane's."""
+    return math.ceil(piece // kind.values_a_byte / _STEP_BYTES / warps)
 
 
 def divide(
-    kind: QuantisedKind, piece_bytes: int = 1024, split: int | None = None, warps: int = _WARPS
+    kind: QuantisedKind, tokens: int, piece_bytes: int = 1024, split: int | None = None, warps: int = _WARPS
 ) -> FewTiling | None:
     """The tiling with pieces of so many bytes of a row, and as many stages as leave room for one of the next kernel's;
     None: none fits.
@@ -132,7 +138,8 @@ def divide(
     if not splits:
         return None
     split = min(splits, key=lambda split: math.ceil(groups * split / MULTIPROCESSORS) / split)  # of what a block takes
-    pieces, of_piece = math.ceil(kind.columns / split / piece), _registers_of_piece(kind, piece, warps)
+    pieces = math.ceil(kind.columns / split / piece)
+    of_piece = tokens * kind.values_a_byte * _steps_of_piece(kind, piece, warps)  # registers that hold its inputs
     room_for_inputs = _INPUT_REGISTERS[warps]
     passes = math.ceil(pieces * of_piece / room_for_inputs)
     if passes > 1 and kind.group and of_piece < room_for_inputs:  # scales take registers too
@@ -140,22 +147,31 @@ def divide(
     clusters = min(groups, MULTIPROCESSORS // split)
     room = room_of_block(kind)
     tilings = (
-        FewTiling(kind, MAX_TOKENS, split, passes, clusters, warps, piece, stages)
-        for stages in range(_MOST_STAGES, 1, -1)
+        FewTiling(kind, tokens, split, passes, clusters, warps, piece, stages) for stages in range(_MOST_STAGES, 1, -1)
     )
     return next((tiling for tiling in tilings if tiling.needed_bytes <= room), None)
 
 
 @cache
-def choose(kind: QuantisedKind) -> FewTiling:
-    if kind.values == "fp8":
-        tilings = [divide(kind)]
-    else:
-        tilings = [divide(kind, size, split=split) for split, size in itertools.product((1, 2), (1024, 512))]
-    found = [tiling for tiling in tilings if tiling is not None]
+def takes(kind: QuantisedKind, tokens: int) -> bool:
+    """True if there is a tiling for a bucket of tokens."""
+    return bool(_tilings(kind, tokens))
+
+
+@cache
+def choose(kind: QuantisedKind, tokens: int) -> FewTiling:
+    found = _tilings(kind, tokens)
     if not found:
         raise ValueError(f"the linear {kind.name} does not divide")
     return min(found, key=_cost)
+
+
+def _tilings(kind: QuantisedKind, tokens: int) -> list[FewTiling]:
+    if kind.values == "fp8" and tokens == FEWEST_TOKENS:
+        tilings = [divide(kind, tokens)]
+    else:
+        tilings = [divide(kind, tokens, size, split=split) for split, size in itertools.product((1, 2), (1024, 512))]
+    return [tiling for tiling in tilings if tiling is not None]
 
 
 def _cost(tiling: FewTiling) -> int:

@@ -1,18 +1,35 @@
-// Four-bit numbers as bfloat16: 0x4300 with a number as its last bits is 128 plus it, exactly.
+// Four-bit numbers as bfloat16. The last eight bits of bfloat16, all others being 0, are a number times 2^-133, below the least
+// normal number and above. So a number that lies there is one already, and one that is four bits further on is 16 times larger.
+// Tensor cores take such operands exactly.
 
-// Number i (0 to 3) of the eight in four bytes, and number i + 4: 128 more than they are.
-__device__ __forceinline__ u32 pair_of_fours(u32 values, int i) { return values >> 4 * i & 0x000f000fu | 0x43004300u; }
-// Of eight inputs, two a word, those that are multiplied by pair_of_fours(…, i).
-__device__ __forceinline__ u32 fours_apart(const u32 (&words)[4], int i) {
+// Number i (0 to 3) of the eight in four bytes, and number i + 4: times 2^-133, odd ones 16 times larger.
+__device__ __forceinline__ u32 pair_of_fours(u32 values, int i) { return values >> i / 2 * 8 & (i % 2 ? 0x00f000f0u : 0x000f000fu); }
+// Of eight inputs, two a word, i and i + 4.
+__device__ __forceinline__ u32 inputs_apart(const u32 (&words)[4], int i) {
   return __byte_perm(words[i / 2], words[i / 2 + 2], i % 2 ? 0x7632 : 0x5410);
 }
-// The two numbers of a byte.
-__device__ __forceinline__ u32 pair_of_byte(u32 byte) { return byte * 0x1001u & 0x000f000fu | 0x43004300u; }
-__device__ __forceinline__ u32 minus(u32 a, u32 b) {
-  u32 difference;
-  asm("sub.rn.bf16x2 %0, %1, %2;" : "=r"(difference) : "r"(a), "r"(b));
-  return difference;
+// They as pair_of_fours(…, i) is multiplied by them: times 2^64, and 16 times smaller where those are larger.
+__device__ __forceinline__ u32 fours_apart(const u32 (&words)[4], int i) {
+  return times(inputs_apart(words, i), i % 2 ? 0x5d805d80u : 0x5f805f80u);
 }
+// Twice the number 1 as pair_of_fours(…, i) gives it.
+__device__ __forceinline__ constexpr u32 one_of_fours(int i) { return i % 2 ? 0x00100010u : 0x00010001u; }
+__device__ __forceinline__ constexpr float fours_factor() { return 0x1p69f; }  // of sums of such products
+
+// The two numbers of a byte that stands in both halves of a register: the second is the larger one. One instruction makes of
+// either what it is times a scale, less a zero point, exactly but for its one rounding.
+__device__ __forceinline__ u32 pair_in_byte(u32 twice, u32 scale, u32 zero) {
+  u32 pair;
+  asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(pair) : "r"(twice & 0x00f0000fu), "r"(scale), "r"(zero));
+  return pair;
+}
+// What sums of products with these pairs are multiplied by: of numbers alone, and of numbers times their scale.
+__device__ __forceinline__ constexpr float int4_factor(bool with_scale) { return with_scale ? 1 << 23 : 1 << 13; }
+__device__ __forceinline__ u32 int4_zero(u32 zero) { return times(zero * 0x10001u, 0xfb80fb80u); }  // times -2^-13
+__device__ __forceinline__ constexpr u32 int4_unit() { return 0x79807b80u; }                       // 2^120, and 2^116 for the second
+// Of a scale in bfloat16, which stands in both halves, and of 8 as the zero point.
+__device__ __forceinline__ u32 int4_scale(u32 scale) { return times(scale, 0x74807680u); }         // 2^110, and 2^106
+__device__ __forceinline__ u32 int4_scaled_zero(u32 scale) { return times(scale, 0xb580b580u); }   // -8 times 2^-23
 __device__ __forceinline__ float float_of_half(unsigned short bits) {
   float v;
   asm("cvt.f32.f16 %0, %1;" : "=f"(v) : "h"(bits));

@@ -33,7 +33,12 @@ def is_streamed(kind: QuantisedKind, tokens: int) -> bool:
     fits = kind.rows % _ROWS_UNIT == 0 and kind.columns % kind.panel == 0 and not is_head(kind.rows)
     fits &= kind.columns <= _MOST_COLUMNS
     fits &= _has_known_scales(kind) and tokens <= most_tokens(kind) and kind.rows * tokens < 2**31
-    return fits and all(by_tiles.takes(kind, bucket) for bucket in BUCKETS if by_few.MAX_TOKENS < bucket <= tokens)
+    return fits and all(_is_few(kind, bucket) or by_tiles.takes(kind, bucket) for bucket in BUCKETS if bucket <= tokens)
+
+
+def _is_few(kind: QuantisedKind, tokens: int) -> bool:
+    """True if few.cu is for a bucket of tokens."""
+    return tokens <= by_few.MAX_TOKENS and by_few.takes(kind, tokens)
 
 
 def most_tokens(kind: QuantisedKind) -> int:
@@ -53,7 +58,7 @@ def _has_known_scales(kind: QuantisedKind) -> bool:
 
 def choose_tiling(kind: QuantisedKind, tokens: int) -> QuantisedTiling:
     """The tiling for a bucket of tokens."""
-    return by_few.choose(kind) if tokens <= by_few.MAX_TOKENS else by_tiles.choose(kind, tokens)
+    return by_few.choose(kind, tokens) if _is_few(kind, tokens) else by_tiles.choose(kind, tokens)
 
 
 def tiling_from_json(data: Mapping[str, Any]) -> QuantisedTiling:
@@ -63,10 +68,11 @@ def tiling_from_json(data: Mapping[str, Any]) -> QuantisedTiling:
 
 def sweep_tilings(kind: QuantisedKind, tokens: int) -> Iterator[tuple[str, QuantisedTiling]]:
     """Other tilings for a bucket of tokens, with a name each that says how they divide any linear."""
-    if tokens > by_few.MAX_TOKENS:
+    if tokens > by_few.FEWEST_TOKENS:
         yield from by_tiles.best_by_form(kind, tokens)
+    if tokens > by_few.MAX_TOKENS:
         return
     for split, piece_bytes, warps in itertools.product((1, 2), (512, 1024), (8, 16)):
-        tiling = by_few.divide(kind, piece_bytes, split=split, warps=warps)
+        tiling = by_few.divide(kind, tokens, piece_bytes, split=split, warps=warps)
         if tiling is not None:
             yield f"split {split}, pieces of {piece_bytes} bytes, {warps} warps", tiling

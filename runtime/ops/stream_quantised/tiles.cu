@@ -8,10 +8,10 @@
 //
 // Rows of the weight are those of wgmma, from registers, where values are taken apart; tokens are its columns, which it reads
 // from shared memory once for 64 rows. (With mma every 16 rows read them, which took longer than the weight's way from
-// memory.) A lane loads the two bytes (of four bits: one) that it multiplies: TMA brings x in the order of its inputs, so
-// that the weight's may not be another. While a half of a group's products run, the other half is taken apart. K_GROUPS warp
-// groups divide the panels of a stage. All sums of a tile go to the block of the cluster that finishes their rows, 16 at a
-// time, into its shared memory.
+// memory.) TMA brings x in the order of its inputs, so that the weight's may not be another: of fp8 a lane loads the two bytes
+// that it multiplies, of four bits 16, of which it takes every fourth. While a half of a group's products run, the other half
+// is taken apart. K_GROUPS warp groups divide the panels of a stage. All sums of a tile go to the block of the cluster that
+// finishes their rows, 16 at a time, into its shared memory.
 //
 // One warp asks for weight and x, the other three of its group compute the norm's factors.
 //
@@ -45,16 +45,23 @@ static_assert(BITS == 4 || SCALE_BYTES == 4 && !ZEROS, "fp8 has scales in float3
 static_assert(!FLOATS || BITS == 4 && SCALE_BYTES == 1 && !ZEROS, "floats of four bits have scales of a byte");
 
 constexpr int RING_BYTES = STAGES * STAGE_BYTES;
-constexpr bool INTEGERS = BITS == 4 && !FLOATS, BY_GROUPS = GROUP && !FLOATS;  // sums of a group are multiplied by its scale
+constexpr bool INTEGERS = BITS == 4 && !FLOATS;
+// Integers with a scale in bfloat16 and no zero points are multiplied by it as they are taken apart, rounded once, as torch
+// rounds them. Of others (and of fp8) the sums of a group are multiplied by its scale.
+constexpr bool IN_VALUES = INTEGERS && !SCALES_ARE_HALF && !ZEROS, BY_GROUPS = GROUP && !FLOATS && !IN_VALUES;
+constexpr float OUT_FACTOR = FLOATS ? E2M1_FACTOR : INTEGERS ? int4_factor(IN_VALUES) : 1.f;  // of sums
 constexpr int WORDS = FLOATS ? 2 * HALF / GROUP / 4 : 1;  // of the scales of two panels of x
 constexpr int ROW_SCALES = GROUP ? STEPS * PANELS * PANEL_GROUPS * WORDS : 1, SCALE_PITCH = ROW_SCALES | 1;  // of a row and a block; odd: other banks
+using Inbox = float[PLACES][EIGHTS][SOURCES][M_ROWS * 8];  // of a row eight tokens
+// A block of one tile has it where the ring was: with large tiles there is no room for both.
+constexpr bool INBOX_IN_RING = SPLIT == 1 && TILES == BLOCKS && sizeof(Inbox) <= RING_BYTES;
+constexpr int INBOX_BYTES = INBOX_IN_RING ? 0 : sizeof(Inbox);
 struct Shared {
-  float inbox[PLACES][EIGHTS][SOURCES][M_ROWS * 8];  // of a row eight tokens
-  u32 scales[ROWS * SCALE_PITCH];  // float; or two bytes and, in front of them, the zero point; or four of floats of four bits
+  u32 scales[ROWS * SCALE_PITCH];  // float; or two bytes and, in front, the zero point or they again; or four of floats of four bits
   float factors[TOKENS];
   u64 full[STAGES], empty[STAGES], arrived, factors_there;
 };
-static_assert(1023 + RING_BYTES + sizeof(Shared) <= SHARED_BYTES, "and what alignment costs");
+static_assert(1023 + RING_BYTES + INBOX_BYTES + sizeof(Shared) <= SHARED_BYTES, "and what alignment costs");
 
 // The warp that asks, by one lane.
 __device__ void ask(const TensorMap* values, const TensorMap* x, u32 ring, u32 full, u32 empty, int rank, int first_tile,
@@ -84,36 +91,49 @@ __device__ void ask(const TensorMap* values, const TensorMap* x, u32 ring, u32 f
   }
 }
 
-constexpr u32 VALUE_FACTOR = 0x7b807b80u;  // 2^120, twice
 // Values of 16 rows and 64 inputs as wgmma takes them: four times 16 inputs.
 using Values = u32[4][4];
-// Of half `half` of a panel. `rows` is where the lane's row of the first eight begins; `of_upper` and `of_lower` are what is
-// taken off integers of four bits, or scales of floats.
-__device__ __forceinline__ void take_apart(Values& to, const char* rows, int half, u32 of_upper, u32 of_lower) {
+// What take_apart wants of the first and of the second eight rows: what integers are multiplied by and what is added to
+// them, or scales of floats.
+struct Beside {
+  u32 first[2], second[2];
+};
+// Of half `half` of a panel. `rows` is where the lane's row of the first eight begins.
+__device__ __forceinline__ void take_apart(Values& to, const char* rows, int half, const Beside& beside) {
   const int row = threadIdx.x / 4 % 8, quad = threadIdx.x % 4;
+#if BITS == 8
+  constexpr u32 POWER_120 = 0x7b807b80u;
 #pragma unroll
   for (int s = 0; s < 4; s++) {
-    const int byte = (half * 4 + s) * 2 * BITS, chunk = byte / 16;  // of the row
-    const char* from = rows + ((chunk ^ row) & 7) * 16 + byte % 16 + quad * BITS / 4;
-    const int place = GROUP == 16 ? s : half % 2 * 2 + s / 2;  // of the scale
-    const u32 scale_of_upper = FLOATS ? scale_of_byte(of_upper, place) : 0, scale_of_lower = FLOATS ? scale_of_byte(of_lower, place) : 0;
+    const int byte = (half * 4 + s) * 16, chunk = byte / 16;  // of the row
+    const char* from = rows + ((chunk ^ row) & 7) * 16 + quad * 2;
 #pragma unroll
-    for (int i = 0; i < 4; i++) {  // of rows and those eight behind, by turns
-      const char* at = from + i % 2 * 8 * PANEL_BYTES + i / 2 * BITS;
-      if (BITS == 8)
-        to[s][i] = times(first_pair(*(const unsigned short*)at), VALUE_FACTOR);
-      else if (FLOATS)
-        to[s][i] = times(pair_of_e2m1(*(const unsigned char*)at * 0x1001u), i % 2 ? scale_of_lower : scale_of_upper);
-      else
-        to[s][i] = minus(pair_of_byte(*(const unsigned char*)at), i % 2 ? of_lower : of_upper);
-    }
+    for (int i = 0; i < 4; i++)  // of rows and those eight behind, by turns
+      to[s][i] = times(first_pair(*(const unsigned short*)(from + i % 2 * 8 * PANEL_BYTES + i / 2 * 8)), POWER_120);
   }
+#else
+  const u32 my_byte = FLOATS ? 0x4440u | quad : 0x4040u | quad * 0x101u;  // of a word; of integers in both halves of a register
+#pragma unroll
+  for (int chunk = 0; chunk < 2; chunk++)
+#pragma unroll
+    for (int lower = 0; lower < 2; lower++) {
+      const uint4 words = *(const uint4*)(rows + lower * 8 * PANEL_BYTES + ((half * 2 + chunk ^ row) & 7) * 16);
+      const u32 of_eights[4] = {words.x, words.y, words.z, words.w};  // each of eight inputs: a lane's are two
+#pragma unroll
+      for (int i = 0; i < 4; i++) {
+        const u32 mine = __byte_perm(of_eights[i], 0, my_byte), first = beside.first[lower];
+        const int s = chunk * 2 + i / 2, place = GROUP == 16 ? s : half % 2 * 2 + chunk;  // of the scale of floats
+        to[s][i % 2 * 2 + lower] = FLOATS ? times(pair_of_byte(mine), scale_of_byte(first, place)) : pair_in_byte(mine, first, beside.second[lower]);
+      }
+    }
+#endif
 }
 // Begins the products with a panel of x; without `add` the sums begin at zero.
 __device__ __forceinline__ void multiply(float (&sums)[EIGHTS][4], const Values& values, u32 x, bool add) {
+  const u64 first = matrix(x);  // units of 16 bytes
   asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 #pragma unroll
-  for (int s = 0; s < 4; s++) multiply_registers(sums[0], values[s], matrix(x + s * 32), add || s);
+  for (int s = 0; s < 4; s++) multiply_registers(sums[0], values[s], first + s * 2, add || s);
   asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
 }
 __device__ __forceinline__ float scale_of(u32 word) {
@@ -132,7 +152,7 @@ __device__ void load_scales(u32* to, const char* scales, const char* zeros, int 
     const int from = weight_row(tile, in_tile) * ROW_SCALES * (GROUP ? SPLIT : 1) + (GROUP ? rank * ROW_SCALES : 0) + i % ROW_SCALES;
     if (tile * ROWS + in_tile >= N) continue;
     u32 word = SCALE_BYTES == 4 || FLOATS ? ((const u32*)scales)[from] : ((const unsigned short*)scales)[from];
-    if (INTEGERS) word |= (ZEROS ? ((const unsigned char*)zeros)[from] : 8) << 16;
+    if (INTEGERS) word |= (IN_VALUES ? word : ZEROS ? ((const unsigned char*)zeros)[from] : 8) << 16;
     to[in_tile * SCALE_PITCH + i % ROW_SCALES] = word;
   }
   asm volatile("bar.sync 1, %0;" ::"n"(32 * CONSUMERS) : "memory");
@@ -167,8 +187,9 @@ __launch_bounds__(THREADS, RESIDENT) quantised_tiles(
     const float* squares, const u32* residual, const u32* norm_weight, u32* out, u32* scaled, float* out_squares, float eps, int num_tokens) {
   extern __shared__ __align__(1024) char memory[];
   const u32 ring = (shared_address(memory) + 1023) & ~1023u;
-  const char* first_stage = memory + (ring - shared_address(memory));
-  Shared& shared = *(Shared*)(first_stage + RING_BYTES);
+  char* first_stage = memory + (ring - shared_address(memory));
+  Inbox& inbox = *(Inbox*)(first_stage + (INBOX_IN_RING ? 0 : RING_BYTES));
+  Shared& shared = *(Shared*)(first_stage + RING_BYTES + INBOX_BYTES);
   const u32 full = shared_address(shared.full), empty = shared_address(shared.empty);
   const u32 arrived = shared_address(&shared.arrived), factors_there = shared_address(&shared.factors_there);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -178,7 +199,7 @@ __launch_bounds__(THREADS, RESIDENT) quantised_tiles(
     for (int i = 0; i < STAGES; i++) make_barrier(full + 8 * i, 1), make_barrier(empty + 8 * i, CONSUMERS);
     make_barrier(arrived, 1), make_barrier(factors_there, 3);
     publish_barriers();
-    expect_bytes(arrived, (ROW_GROUPS - rank + SPLIT - 1) / SPLIT * sizeof(shared.inbox[0]));
+    expect_bytes(arrived, (ROW_GROUPS - rank + SPLIT - 1) / SPLIT * sizeof(inbox[0]));
   }
   __syncthreads();
 #if SPLIT > 1
@@ -224,6 +245,10 @@ __launch_bounds__(THREADS, RESIDENT) quantised_tiles(
     Values values[2] = {};
     float scale_of_upper = 0.f, scale_of_lower = 0.f;  // of the parts
     int read = -1;                                     // the stage that is free when all products are there
+    const auto release = [&] {
+      if (read >= 0 && lane == 0) arrive(empty + 8 * read);
+      read = -1;
+    };
     const auto settle = [&] {
       asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
       if (BY_GROUPS)
@@ -232,8 +257,7 @@ __launch_bounds__(THREADS, RESIDENT) quantised_tiles(
           sums[e][0] += parts[e][0] * scale_of_upper, sums[e][1] += parts[e][1] * scale_of_upper;
           sums[e][2] += parts[e][2] * scale_of_lower, sums[e][3] += parts[e][3] * scale_of_lower;
         }
-      if (read >= 0 && lane == 0) arrive(empty + 8 * read);
-      read = -1;
+      release();
     };
 #pragma unroll 1
     for (int step = 0; step < STEPS; step++) {
@@ -248,15 +272,19 @@ __launch_bounds__(THREADS, RESIDENT) quantised_tiles(
           u32 upper = 0, lower = 0;
           const u32* of_group = my_scales + (step * PANELS * PANEL_GROUPS + group) * WORDS;
           if (GROUP) upper = of_group[0], lower = of_group[8 * SCALE_PITCH];
-          const auto beside = [&](u32 word, const u32* second) {  // what take_apart wants of a row
-            return !FLOATS ? 0x43004300u | (word >> 16) * 0x10001u : second && WORDS == 2 ? *second : word;
+          const auto beside = [&](int half) {
+            if (IN_VALUES) return Beside{{int4_scale(upper), int4_scale(lower)}, {int4_scaled_zero(upper), int4_scaled_zero(lower)}};
+            if (INTEGERS) return Beside{{int4_unit(), int4_unit()}, {int4_zero(upper >> 16), int4_zero(lower >> 16)}};
+            return half && WORDS == 2 ? Beside{{of_group[1], of_group[8 * SCALE_PITCH + 1]}} : Beside{{upper, lower}};
           };
-          asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory");  // the first half's values were read
-          if (has_rows) take_apart(values[0], rows + panel * W_PANEL_BYTES, 2 * g, beside(upper, nullptr), beside(lower, nullptr));
-          settle();
-          multiply(BY_GROUPS ? parts : sums, values[0], of_x + 2 * group * X_PANEL_BYTES, !BY_GROUPS);
-          if (has_rows) take_apart(values[1], rows + panel * W_PANEL_BYTES, 2 * g + 1, beside(upper, of_group + 1), beside(lower, of_group + 8 * SCALE_PITCH + 1));
-          multiply(BY_GROUPS ? parts : sums, values[1], of_x + (2 * group + 1) * X_PANEL_BYTES, true);
+#pragma unroll
+          for (int half = 0; half < 2; half++) {
+            asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory");  // this half's values before were read
+            if (!BY_GROUPS && half) release();
+            if (has_rows) take_apart(values[half], rows + panel * W_PANEL_BYTES, 2 * g + half, beside(half));
+            if (BY_GROUPS && half == 0) settle();
+            multiply(BY_GROUPS ? parts : sums, values[half], of_x + (2 * group + half) * X_PANEL_BYTES, !BY_GROUPS || half);
+          }
           if (BY_GROUPS) scale_of_upper = scale_of(upper), scale_of_lower = scale_of(lower);
         }
       read = slot;
@@ -266,18 +294,19 @@ __launch_bounds__(THREADS, RESIDENT) quantised_tiles(
 #if SPLIT > 1
     asm volatile("barrier.cluster.wait.acquire;" ::: "memory");  // the others' barriers are made
 #endif
+    if (INBOX_IN_RING) asm volatile("bar.sync 1, %0;" ::"n"(32 * CONSUMERS) : "memory");  // all have read the last stage
     if (has_rows) {
       const auto scale_of_row = [&](int in_tile, int at) {
         const bool is_there = tile * ROWS + in_tile < N;
         const float factor = FACTORS && is_there ? ((const float*)zeros)[weight_row(tile, in_tile)] : 1.f;
-        return FLOATS ? E2M1_FACTOR * factor : GROUP ? 1.f : scale_of(my_scales[at]);
+        return GROUP ? OUT_FACTOR * factor : scale_of(my_scales[at]);
       };
       const float upper = scale_of_row(row_warp * M_ROWS + lane / 4, 0), lower = scale_of_row(row_warp * M_ROWS + lane / 4 + 8, 8 * SCALE_PITCH);
 #pragma unroll
       for (int e = 0; e < EIGHTS; e++) {
         const float* sum = sums[e];
-        float* inbox = shared.inbox[row_warp / SPLIT][e][rank * K_GROUPS + k_group];
-        deliver(inbox, sum[0] * upper, sum[1] * upper, sum[2] * lower, sum[3] * lower, arrived, row_warp % SPLIT);
+        float* to = inbox[row_warp / SPLIT][e][rank * K_GROUPS + k_group];
+        deliver(to, sum[0] * upper, sum[1] * upper, sum[2] * lower, sum[3] * lower, arrived, row_warp % SPLIT);
       }
     }
 #if SPLIT > 1
@@ -296,7 +325,7 @@ __launch_bounds__(THREADS, RESIDENT) quantised_tiles(
 #pragma unroll
       for (int source = 0; source < SOURCES; source++)
 #pragma unroll
-        for (int j = 0; j < 4; j++) sum[j] += shared.inbox[place][e][source][(quad * 2 + j % 2 + j / 2 * 8) * 8 + lane / 4];
+        for (int j = 0; j < 4; j++) sum[j] += inbox[place][e][source][(quad * 2 + j % 2 + j / 2 * 8) * 8 + lane / 4];
       u32 weights[2] = {};
       if (NEXT_BLOCKS || BIAS) weights[0] = norm_weight[first / 2], weights[1] = norm_weight[first / 2 + 4];
       u32 low = rounded(sum[0] * factor, sum[1] * factor, weights[0]), high = rounded(sum[2] * factor, sum[3] * factor, weights[1]);

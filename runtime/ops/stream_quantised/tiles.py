@@ -106,6 +106,8 @@ class TileTiling(QuantisedTiling):
         """Bytes of the ring's alignment, sums, scales, factors and barriers."""
         places = math.ceil(self.rows // NORM_ROWS / self.split)
         inbox = places * self.tokens // 8 * self.split * self.column_groups * 512
+        if self.split == 1 and self.num_tiles == self.num_blocks and inbox <= self.stages * self.stage_bytes:
+            inbox = 0  # of a block's only tile they lie where the ring was
         scales = self.rows * (self._scale_words | 1) * 4
         return 1024 + inbox + scales + self.tokens * 4 + 16 + 16
 

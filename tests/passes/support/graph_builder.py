@@ -248,11 +248,13 @@ def _run(gm: fx.GraphModule, call_graph: Callable[..., Any], num_tokens: int, se
         "logits_indices": torch.tensor([0, num_tokens - 1]),
     }
     inputs["all_slots"] = inputs["slots"].repeat(gm.meta.get(EXPERT_RANKS, 1))
-    values = [_value(node, gm, inputs) for node in gm.graph.nodes if node.op == "placeholder"]
+    placeholders = gm.graph.find_nodes(op="placeholder")
+    values = [_value(node, gm, inputs) for node in placeholders]
+    weights = {node.meta.get("weight_name"): value for node, value in zip(placeholders, values, strict=True)}
     layers = {
         spec.name: AttentionLayer.of(
             spec,
-            {spec.sinks: weight_values(str(spec.sinks), (spec.num_heads,))},
+            weights | {spec.sinks: weight_values(str(spec.sinks), (spec.num_heads,))},
             current().rank if gm.meta.get(WEIGHT_CUTS) else 0,
         )
         for spec in gm.meta.get(ATTENTION_LAYERS, ())
@@ -334,6 +336,7 @@ def _one_request(num_tokens: int) -> Any:
             alibi_slopes=layer.alibi_slopes,
             chunk=layer.chunk,
             latent=layer.v_head_dim if layer.is_latent else 0,
+            up=layer.up_weight,
         )
 
     batch = SimpleNamespace(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -66,8 +66,9 @@ def make_case(
     seed: int = 0,
     kv_dtype: torch.dtype | None = None,
     blocks: Sequence[tuple[int, int, int]] = (),
+    in_a_row: bool = False,
 ) -> AttentionCase:
-    """Requests with `prefix_lens[i]` cached and `new_lens[i]` new tokens, in pages in random order.
+    """Requests with `prefix_lens[i]` cached and `new_lens[i]` new tokens, in pages in random order, or in a row.
 
     The mode follows from the lengths: DECODE if all new lengths are 1, MIXED if the first is, else EXTEND. With a
     kv_dtype other than dtype the expected output is that of keys and values rounded to it. Each of `blocks` is a
@@ -86,7 +87,7 @@ def make_case(
     pool_spec = [layer.cache_shape]
     kv_dtype = kv_dtype or dtype
     kv_pool = KVPool(sum(pages_of) + 1, page_size, pool_spec, kv_dtype, device)
-    page_ids = torch.randperm(sum(pages_of), generator=generator) + 1
+    page_ids = 1 + (torch.arange(sum(pages_of)) if in_a_row else torch.randperm(sum(pages_of), generator=generator))
     # What lies in pages that are not looked at must not matter, whatever it is.
     for buffer in kv_pool.get_pages(0):
         buffer.fill_(min(1e4, torch.finfo(kv_dtype).max))
@@ -102,7 +103,7 @@ def make_case(
     all_v = [random(n, layer.num_kv_heads, layer.v_head_dim) for n in seq_lens]
     if layer.is_latent:
         all_v = [k[..., : layer.v_head_dim] for k in all_k]
-    queries = [random(n, layer.num_heads, layer.head_dim) for n in new_lens]
+    queries = [random(n, layer.num_heads, layer.query_dim) for n in new_lens]
     new_slots = []
     for row, prefix, length, k, v in zip(rows, prefix_lens, seq_lens, all_k, all_v, strict=True):
         slots = table.req_to_token[row, :length].long()
@@ -124,7 +125,7 @@ def make_case(
         batch.media = MediaInputs(torch.empty(0), torch.empty(0), tuple(of_batch))
     expected = [
         naive_attention(
-            q, k.to(kv_dtype), v.to(kv_dtype), layer, [block[1:] for block in blocks if block[0] == request]
+            q, *_seen(k.to(kv_dtype), v.to(kv_dtype), layer), [block[1:] for block in blocks if block[0] == request]
         )
         for request, (q, k, v) in enumerate(zip(queries, all_k, all_v, strict=True))
     ]
@@ -135,6 +136,28 @@ def make_case(
         v=torch.cat([v[p:] for v, p in zip(all_v, prefix_lens, strict=True)]),
         expected=torch.cat(expected),
     )
+
+
+def latent_layer(num_heads: int, rotated: int, rank: int, key: int, value: int) -> AttentionLayer:
+    """A layer over latents with its up-projection."""
+    generator = torch.Generator().manual_seed(1)
+    up = torch.randn(num_heads * (key + value), rank, generator=generator) * rank**-0.5
+    layer = make_layer(num_heads, 1, rank + rotated, rank, sm_scale=(key + rotated) ** -0.5)
+    own = {"up_projection": "up", "up_key_dim": key, "up_value_dim": value}
+    return replace(layer, is_latent=True, **own, up_weight=up)
+
+
+def _seen(k: torch.Tensor, v: torch.Tensor, layer: AttentionLayer) -> tuple[torch.Tensor, torch.Tensor, AttentionLayer]:
+    """The keys and values of every head that latents stand for, and the layer that they are of; others as they are."""
+    if layer.up_weight is None:
+        return k, v, layer
+    rank, of_heads = layer.v_head_dim, layer.up_weight.double().view(layer.num_heads, -1, layer.v_head_dim)
+    keys, values = torch.einsum("td,hnd->thn", k[:, 0, :rank].double(), of_heads).split(
+        [layer.up_key_dim, layer.up_value_dim], -1
+    )
+    keys = torch.cat((keys, k[..., rank:].double().expand(-1, layer.num_heads, -1)), -1)
+    plain = make_layer(layer.num_heads, layer.num_heads, layer.query_dim, layer.out_dim, sm_scale=layer.sm_scale)
+    return keys, values, plain
 
 
 def attend(
@@ -148,7 +171,7 @@ def attend(
 ) -> torch.Tensor:
     """Writes k and v into the cache and attends; the batch has been planned."""
     batch.token_to_kv_pool.set_kv_buffer(layer.layer_id, batch.out_cache_loc, k, v)
-    out = q.new_empty(*q.shape[:2], layer.v_head_dim) if out is None else out
+    out = q.new_empty(*q.shape[:2], layer.out_dim) if out is None else out
     backend.forward(AttentionInputs(q, k, v, out, layer, batch))
     return out
 

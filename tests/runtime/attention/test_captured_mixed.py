@@ -8,6 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mllm_compile.runtime.attention.captured import mixed
 from mllm_compile.runtime.attention.captured.mixed import MixedSteps
 from mllm_compile.runtime.attention.metadata import CommonAttentionMetadata, split_decodes_and_prefills
 from tests.runtime.attention.attention_cases import make_case, make_layer
@@ -38,6 +39,9 @@ class Prefills:
 class Space:
     page_table = torch.zeros(MOST_REQUESTS, 4, dtype=torch.int32)
 
+    def __init__(self) -> None:
+        self.listed: list[int] = []
+
     def list_pages(self, rows: torch.Tensor) -> None:
         self.listed = rows.tolist()
 
@@ -67,13 +71,26 @@ def test_a_captured_step_has_as_many_rows_as_it_may_have_requests_and_nothing_to
 
 
 def test_decodes_padding_and_prompts_are_each_left_to_whom_they_belong(parts):
-    steps, decodes, prefills, space = parts
+    steps, decodes, prefills, _ = parts
     steps.capture(40)
     assert replay(steps, 40, [1, 1, 7, 4], [5, 30, 0, 9]) == 2
     assert decodes.lengths.tolist() == [6, 31, 0, 0, 0, 0]
     assert prefills.captured[40].starts == [2, 2, 2, 9, 13, 13, 13]
     assert prefills.captured[40].num_keys == [0, 0, 7, 13, 0, 0]
-    assert len(space.listed) == 4
+
+
+@pytest.mark.parametrize(("most_listed", "by_the_capture"), [(4 * MOST_REQUESTS, True), (4 * MOST_REQUESTS - 1, False)])
+def test_pages_are_listed_by_the_capture_or_ahead_of_it_where_they_may_be_many(
+    parts, monkeypatch, most_listed, by_the_capture
+):
+    monkeypatch.setattr(mixed, "_MOST_LISTED", most_listed)
+    steps, _, _, space = parts
+    steps.capture(40)
+    steps.begin(40, torch.arange(9))
+    assert space.listed == (list(range(MOST_REQUESTS)) if by_the_capture else [])
+    space.listed = []
+    replay(steps, 40, [1, 1, 7, 4], [5, 30, 0, 9])
+    assert len(space.listed) == (0 if by_the_capture else 4)
 
 
 @given(data=st.data())

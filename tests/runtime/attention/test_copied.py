@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from mllm_compile.runtime.attention.flashinfer.copied import CopiedPrefill, CopySpace
+from mllm_compile.runtime.attention.flashinfer.copied import CopiedPrefill, CopySpace, RowPrefill
 
 
 class Wrapper:
@@ -36,3 +36,13 @@ def test_layers_of_other_heads_use_the_same_memory() -> None:
         keys, values = space.copy((pages[0], pages[1]), torch.tensor([2, 1], dtype=torch.int32))
         assert torch.equal(keys, pages[0, [2, 1], 0])
         assert torch.equal(values, pages[1, [2, 1], 0])
+
+
+def test_pages_that_follow_each_other_are_read_where_they_lie() -> None:
+    keys, values = torch.randn(2, 5, 4, 2, 8).bfloat16()
+    wrapper, q = Wrapper(), torch.randn(3, 4, 8).bfloat16()
+    out = torch.empty_like(q)
+    RowPrefill(wrapper, first_slot=8, num_keys=9).run(q, (keys, values), out=out, return_lse=True)
+    assert torch.equal(wrapper.k, keys.flatten(0, 1)[8:17])
+    assert torch.equal(wrapper.v, values.flatten(0, 1)[8:17])
+    assert torch.equal(out, q) and wrapper.options == {"return_lse": True}

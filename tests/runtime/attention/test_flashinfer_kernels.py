@@ -8,6 +8,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mllm_compile.runtime.attention.flashinfer import prefill as prefill_module
+from mllm_compile.runtime.attention.flashinfer.copied import RowPrefill
 from mllm_compile.runtime.attention.flashinfer.decode import PlannedGroup, SplitGroup
 from mllm_compile.runtime.attention.flashinfer.kernels import (
     CAPTURED_PREFILL,
@@ -24,6 +26,7 @@ from mllm_compile.runtime.attention.flashinfer.kernels import (
     runs_well_captured,
     workspace_bytes,
 )
+from mllm_compile.runtime.attention.flashinfer.parts import DividedPrefill
 from mllm_compile.runtime.attention.flashinfer.plan import make_paged_view
 from mllm_compile.runtime.attention.flashinfer.prefill import GroupPrefill, PrefillRows
 from mllm_compile.runtime.attention.flashinfer.prefill_cost import PrefillLoad
@@ -143,6 +146,19 @@ def test_few_tokens_behind_a_long_prefix_have_it_divided(new, before, parts) -> 
     assert choose_prefill_kernel(PLAIN, BF16, *two, 132, True, may_divide=True).parts == 1, "of one prompt alone"
 
 
+@pytest.mark.parametrize(
+    ("new", "before", "parts"),
+    [(8192, 24_576, 1), (480, 20_000, 1), (128, 31_000, 4), (256, 16_000, 2), (300, 300, 1)],
+)
+def test_a_prompt_whose_pages_follow_each_other_is_read_where_it_lies(new, before, parts) -> None:
+    lengths = np.array([new], dtype=np.int32), np.array([before], dtype=np.int32)
+    rows = 132, True, 65_536, True
+    found = choose_prefill_kernel(PLAIN, BF16, *lengths, *rows, in_a_row=True)
+    assert found == PrefillKernel("fa3", False, in_a_row=True, parts=parts)
+    costs = (prefill_costs(PLAIN, BF16, *lengths, *rows, in_a_row=way) for way in (True, False))
+    assert min(next(costs).values()) < min(next(costs).values())
+
+
 @pytest.mark.parametrize("batch", measured(), ids=str)
 def test_prefills_get_a_kernel_that_is_about_the_fastest(batch):
     group = PlanGroup(batch.num_heads, batch.num_kv_heads, 128, PLAIN.params)
@@ -228,6 +244,44 @@ def test_a_plan_splits_keys_only_where_that_was_chosen(monkeypatch, kernel, use_
     assert options["disable_split_kv"] is not kernel.splits
     assert options["causal"] is True
     assert options.get("max_token_per_sequence", 7) == 7
+
+
+@pytest.mark.parametrize(
+    ("new", "allowed", "kind", "key_starts"),
+    [
+        (480, True, RowPrefill, [[0, 20_480]]),
+        (128, True, DividedPrefill, [[0, 128], [0, 5000, 10_000, 15_000, 20_000]]),
+        (480, False, None, []),
+    ],
+)
+def test_a_plan_over_pages_that_follow_each_other_is_of_keys_in_a_row(monkeypatch, new, allowed, kind, key_starts):
+    planned = []
+
+    def make_wrapper(kernel, use_ragged):
+        def plan(starts, key_starts, *others, **options):
+            planned.append((use_ragged, key_starts))
+
+        return SimpleNamespace(kernel=kernel, plan=plan)
+
+    spaces = SimpleNamespace(planning=lambda wrapper: nullcontext(), adopt=lambda wrapper: wrapper)
+    monkeypatch.setattr(prefill_module, "PlanSpace", lambda device: spaces)
+    prefill = GroupPrefill.__new__(GroupPrefill)  # making one asks the GPU
+    prefill._group, prefill._heads, prefill._page_size, prefill._kv_cache_dtype = PLAIN, (32, 8, 128), 16, BF16
+    prefill._make_wrapper, prefill._options, prefill._device, prefill._space = make_wrapper, {}, None, spaces
+    prefill._num_sms, prefill._is_hopper, prefill._merge, prefill._most_copied = 132, True, "merges", 65_536
+    prefill._copies = "may be made" if allowed else None
+    prefill._wrappers, prefill._parts_wrappers, prefill._parts_space = {}, {}, None
+    starts, new_lens, before = torch.tensor([0, new]), np.array([new]), np.array([20_000])
+    pages = SimpleNamespace(indptr_cpu=None, indices=None, last_page_len_cpu=None)
+    rows = PrefillRows(starts, new_lens, before, False, lambda window: pages, None, starts.numpy(), first_slot=160)
+    made = prefill.plan(rows)
+    if kind is None:
+        assert planned == [(False, None)], "pages"
+        return
+    assert isinstance(made, kind)
+    assert [(use_ragged, lengths.tolist()) for use_ragged, lengths in planned] == [(True, one) for one in key_starts]
+    reader = made if kind is RowPrefill else made._before
+    assert (reader._keys.start, reader._keys.stop) == (160, 160 + key_starts[-1][-1])
 
 
 def test_without_fa3_keys_are_split_only_for_few_queries_of_many_keys():

@@ -1,33 +1,47 @@
-"""The backend over latents: pages, lengths and tiles that its kernels are given, for any batch (kernels: tests/gpu)."""
+"""The backend over latents: pages, lengths, tiles and keys that its kernels are given, for any batch."""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 
 from mllm_compile.runtime.attention.base import AttentionInputs
-from mllm_compile.runtime.attention.latent.backend import LatentAttnBackend, LatentPieces
+from mllm_compile.runtime.attention.latent.backend import LatentAttnBackend, LatentPieces, _Space
+from mllm_compile.runtime.attention.latent.choice import Prompts, Widths, all_of_them, none_of_them
+from mllm_compile.runtime.attention.latent.expanded import attend_in_torch
 from mllm_compile.runtime.attention.latent.tiles import PREFILL_TILE, decode_tile, num_decode_tiles
 from mllm_compile.runtime.attention.layer import AttentionLayer
 from mllm_compile.runtime.attention.split.splits import OF_LATENTS
 from mllm_compile.runtime.errors import ConfigError, UnsupportedModelError
 from mllm_compile.runtime.forward_batch import ForwardMode
-from tests.runtime.attention.attention_cases import AttentionCase, make_case
+from tests.runtime.attention.attention_cases import AttentionCase, latent_layer, make_case
 
 PAGE, HEADS, WIDTH, VALUE_WIDTH = 4, 24, 12, 8
 LAYER = AttentionLayer("layer0", 0, HEADS, 1, WIDTH, VALUE_WIDTH, WIDTH**-0.5, 0.0, -1, None, is_latent=True)
+# A layer with its up-projection: keys of 6 + 4 columns, values of 5.
+EXPANDING = replace(latent_layer(HEADS, WIDTH - VALUE_WIDTH, VALUE_WIDTH, key=6, value=5), sm_scale=LAYER.sm_scale)
+OF_A_TOKEN = 4 * Widths.of(EXPANDING).numbers_of_a_token  # bytes
 
 
 class Kernels:
-    """Both ops in plain torch, row by row, as the kernels read what they are given."""
+    """The ops in plain torch, row by row, as the kernels read what they are given."""
 
     def __init__(self) -> None:
         self.decoded: list[int] = []  # requests of each call
         self.tiles: list[torch.Tensor] = []
+        self.expanded_keys: list[int] = []  # of each call
 
     def pieces(self) -> LatentPieces:
-        return LatentPieces(self.decode, self.prefill)
+        return LatentPieces(self.decode, self.prefill, self.expanded)
+
+    def expanded(self, inputs: list[torch.Tensor]) -> None:
+        assert all(tensor.is_contiguous() for tensor in inputs)
+        assert all(tensor.data_ptr() % 16 == 0 for tensor in inputs)
+        self.expanded_keys.append(len(inputs[1]))
+        attend_in_torch(inputs, LAYER.sm_scale)
 
     def decode(self, inputs: list[torch.Tensor]) -> None:
         q, latents, table, seq_lens, out, partial, tops, totals = inputs
@@ -60,25 +74,26 @@ def attended(q: torch.Tensor, latents: torch.Tensor, pages: torch.Tensor, limits
     return torch.stack(results)
 
 
-def make(case: AttentionCase, kernels: Kernels) -> LatentAttnBackend:
+def make(case: AttentionCase, kernels: Kernels, layer: AttentionLayer = LAYER, **options) -> LatentAttnBackend:
     return LatentAttnBackend(
-        [LAYER],
-        {LAYER.name: kernels.pieces()},
+        [layer],
+        {layer.name: kernels.pieces()},
         req_to_token=case.batch.req_to_token_pool.req_to_token,
         max_requests=len(case.batch.seq_lens),
         page_size=PAGE,
         dtype=torch.float32,
+        **options,
     )
 
 
-def attend(backend: LatentAttnBackend, case: AttentionCase) -> torch.Tensor:
+def attend(backend: LatentAttnBackend, case: AttentionCase, layer: AttentionLayer = LAYER) -> torch.Tensor:
     case.batch.token_to_kv_pool.set_kv_buffer(0, case.batch.out_cache_loc, case.k, case.v)
-    out = torch.full((*case.q.shape[:2], VALUE_WIDTH), torch.nan)
-    backend.forward(AttentionInputs(case.q, case.k, case.v, out, LAYER, case.batch))
+    out = torch.full((*case.q.shape[:2], layer.out_dim), torch.nan)
+    backend.forward(AttentionInputs(case.q, case.k, case.v, out, layer, case.batch))
     return out
 
 
-@pytest.mark.parametrize(
+EVERY_BATCH = pytest.mark.parametrize(
     ("prefix_lens", "new_lens"),
     [
         ([3, 0, 17, 30], [1, 1, 1, 1]),
@@ -88,12 +103,64 @@ def attend(backend: LatentAttnBackend, case: AttentionCase) -> torch.Tensor:
     ],
     ids=["decodes", "prompts", "both", "a chunk"],
 )
+
+
+@EVERY_BATCH
 def test_every_batch_gets_the_attention_over_its_latents(prefix_lens, new_lens):
     case, kernels = make_case(LAYER, prefix_lens, new_lens, PAGE), Kernels()
     backend = make(case, kernels)
     backend.init_forward_metadata(case.batch)
     torch.testing.assert_close(attend(backend, case), case.expected, rtol=1e-5, atol=1e-5)
     assert case.batch.token_to_kv_pool.get_pages(0)[1].numel() == 0  # values are not stored
+
+
+def every_second(prompts: Prompts) -> np.ndarray:
+    assert prompts.widths == Widths.of(EXPANDING)
+    return np.arange(len(prompts.new)) % 2 == 0
+
+
+@pytest.mark.parametrize(
+    ("choice", "most_keys"),
+    [(none_of_them, 1000), (all_of_them, 1), (all_of_them, 11), (all_of_them, 1000), (every_second, 1000)],
+)
+@EVERY_BATCH
+def test_a_layer_with_its_up_projection_gets_the_attention_of_its_heads(prefix_lens, new_lens, most_keys, choice):
+    case, kernels = make_case(EXPANDING, prefix_lens, new_lens, PAGE), Kernels()
+    backend = make(case, kernels, EXPANDING, choice=choice, most_expanded_bytes=most_keys * OF_A_TOKEN)
+    kernels.expanded_keys.clear()
+    backend.init_forward_metadata(case.batch)
+    torch.testing.assert_close(attend(backend, case, EXPANDING), case.expected, rtol=1e-5, atol=1e-5)
+    num_decodes = len(new_lens) if max(new_lens) == 1 else int(np.argmax(np.array(new_lens) > 1))
+    lengths = (np.array(prefix_lens) + new_lens)[num_decodes:]
+    of_choice = {none_of_them: lengths[:0], all_of_them: lengths, every_second: lengths[::2]}[choice]
+    assert sum(kernels.expanded_keys) == sum(of_choice)
+    assert max(kernels.expanded_keys, default=0) <= backend._space.most_tokens(EXPANDING)
+
+
+def test_no_more_memory_is_taken_for_keys_and_values_than_all_requests_have_tokens():
+    case = make_case(EXPANDING, [3, 0], [5, 9], PAGE)
+    table = case.batch.req_to_token_pool.req_to_token
+    slots = table.numel()
+    space = _Space([LAYER, EXPANDING], table, 2, torch.float32, 1 << 30, 0)
+    assert space.most_tokens(EXPANDING) == slots
+    gathered, expanded = space.room(EXPANDING, slots)
+    assert (gathered.shape, expanded.shape) == ((slots, WIDTH), (slots, HEADS, 6 + 5))
+    gathered.fill_(1)
+    expanded.fill_(2)
+    assert gathered.eq(1).all()
+    assert _Space([LAYER], table, 2, torch.float32, 1 << 30, 0).num_bytes == 0
+    assert (
+        _Space([EXPANDING], table, 2, torch.float32, 0, 0).most_rows(EXPANDING) == 2
+    )  # for decodes there is always room
+
+
+def test_where_there_is_no_room_for_what_attends_over_latents_every_prompt_is_expanded():
+    case, kernels = make_case(EXPANDING, [7, 20, 0, 5], [1, 1, 12, 3], PAGE), Kernels()
+    backend = make(case, kernels, EXPANDING, choice=none_of_them, most_expanded_bytes=0)
+    kernels.expanded_keys.clear()
+    backend.init_forward_metadata(case.batch)
+    torch.testing.assert_close(attend(backend, case, EXPANDING), case.expected, rtol=1e-5, atol=1e-5)
+    assert sum(kernels.expanded_keys) == 12 + 8
 
 
 def test_each_head_of_each_prompts_token_is_in_one_tile_and_the_longest_come_first():

@@ -5,8 +5,16 @@ import torch
 
 from mllm_compile.runtime.attention import torch_backend
 from mllm_compile.runtime.attention.base import AttentionInputs
+from mllm_compile.runtime.attention.latent.choice import Widths, all_of_them
 from mllm_compile.runtime.attention.torch_backend import TorchAttnBackend
-from tests.runtime.attention.attention_cases import AttentionCase, attend, make_batch, make_case, make_layer
+from tests.runtime.attention.attention_cases import (
+    AttentionCase,
+    attend,
+    latent_layer,
+    make_batch,
+    make_case,
+    make_layer,
+)
 
 LAYERS = {
     "plain": make_layer(),
@@ -28,6 +36,7 @@ LAYERS = {
     ),
     "narrow_values": make_layer(v_head_dim=8),
     "latents": replace(make_layer(num_heads=6, num_kv_heads=1, head_dim=12, v_head_dim=8), is_latent=True),
+    "latents_and_their_up_projection": latent_layer(num_heads=6, rotated=4, rank=8, key=6, value=5),
     "narrow_values_and_soft_cap": make_layer(v_head_dim=8, soft_cap=3.0),
 }
 BATCHES = {
@@ -51,6 +60,18 @@ def run(case: AttentionCase, layer) -> torch.Tensor:
 def test_every_kind_of_layer_and_batch_equals_the_naive_reference(kind, batch):
     case = make_case(LAYERS[kind], *BATCHES[batch])
     torch.testing.assert_close(run(case, LAYERS[kind]), case.expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("most_bytes", [1, 13 * 312, 1 << 20])
+@pytest.mark.parametrize("batch", BATCHES)
+def test_prompts_over_keys_and_values_made_of_latents_get_the_same_in_any_number_of_parts(batch, most_bytes):
+    layer = LAYERS["latents_and_their_up_projection"]
+    assert Widths.of(layer).numbers_of_a_token * 4 == 312
+    case = make_case(layer, *BATCHES[batch])
+    backend = TorchAttnBackend(choice=all_of_them, most_expanded_bytes=most_bytes)
+    backend.init_forward_metadata(case.batch)
+    got = attend(backend, layer, case.batch, case.q, case.k, case.v)
+    torch.testing.assert_close(got, case.expected, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("kind", ["plain", "window", "soft_cap", "sinks_and_window", "alibi", "chunks"])

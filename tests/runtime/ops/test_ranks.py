@@ -10,6 +10,7 @@ from mllm_compile.kernels.nvrtc import compile_cuda, find_nvrtc
 from mllm_compile.runtime.collectives.lockstep import run_lockstep
 from mllm_compile.runtime.collectives.sum_kernels import (
     CHUNK_BYTES,
+    AddNormKernel,
     PullNormKernel,
     PushKernel,
     PushNormKernel,
@@ -61,7 +62,8 @@ def test_the_first_error_of_a_rank_ends_all():
         run_lockstep(3, run)
 
 
-KERNELS = [PushKernel(), *(kind(columns) for kind in (PushNormKernel, PullNormKernel) for columns in (192, 4096, 8192))]
+NORMING = (PushNormKernel, PullNormKernel, AddNormKernel)
+KERNELS = [PushKernel(), *(kind(columns) for kind in NORMING for columns in (192, 4096, 8192))]
 
 
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)

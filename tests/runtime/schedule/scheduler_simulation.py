@@ -15,8 +15,8 @@ import numpy as np
 from mllm_compile.runtime.sampling.params import SamplingParams
 from mllm_compile.runtime.schedule.config import SchedulerConfig
 from mllm_compile.runtime.schedule.pace import load_of
-from mllm_compile.runtime.schedule.page_tables import PageTables
-from mllm_compile.runtime.schedule.prefix_cache import PageNode
+from mllm_compile.runtime.schedule.pages.prefix_cache import PageNode
+from mllm_compile.runtime.schedule.pages.tables import PageTables
 from mllm_compile.runtime.schedule.request import Request, RequestStatus
 from mllm_compile.runtime.schedule.scheduled_batch import ScheduledBatch
 from mllm_compile.runtime.schedule.scheduler import Scheduler
@@ -199,8 +199,8 @@ class Simulation:
 
     def _check_the_most_urgent_moves(self, batch: ScheduledBatch | None) -> None:
         """No request starves, because the first in order is in every step, save where pages come back by waiting."""
-        running = self.scheduler._prefilling + self.scheduler._decoding
-        if running and not self.scheduler._leaving:
+        running = self.scheduler.prompts.begun + self.scheduler.decodes.requests
+        if running and not self.scheduler.rows.leaving:
             assert batch is not None and min(running, key=lambda request: request.urgency) in batch.requests
 
     def collect(self) -> list[Request]:
@@ -243,7 +243,7 @@ class Simulation:
         """Nothing is held: every page is free or an unused one of the prefix cache; every slot is free."""
         stats = self.scheduler.stats()
         assert (stats.running, stats.waiting, stats.pages_used) == (0, 0, 0)
-        assert len(self.scheduler._free_rows) == self.config.max_running_requests
+        assert self.scheduler.rows.num_free == self.config.max_running_requests
         check_pages(self.scheduler.pages)
         self.scheduler.flush_prefix_cache()
         assert self.scheduler.pages.allocator.available_pages == self.config.usable_pages

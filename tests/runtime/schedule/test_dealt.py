@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
 
-from mllm_compile.runtime.errors import RequestError
 from mllm_compile.runtime.sampling.params import SamplingParams
 from mllm_compile.runtime.schedule.config import SchedulerConfig
 from mllm_compile.runtime.schedule.dealt import DealtScheduler, own_pages, part_of, ranks_of
@@ -110,9 +108,30 @@ def test_a_broken_row_ends_its_own_request():
     assert own_pages(cleared, 1, PAGES).tolist() == [1]
 
 
-def test_scores_of_prompts_are_refused():
-    with pytest.raises(RequestError, match=r"prompt_logprobs are not served .*expert_parallel_size is 2"):
-        scheduler().add(request(2, prompt_logprobs=1))
+def test_scores_of_prompts_find_their_logits_among_those_of_all_ranks():
+    dealt = scheduler()
+    for length in (6, 3, 4):
+        dealt.add(request(length, prompt_logprobs=None if length == 4 else 1))
+    batch = dealt.schedule()
+    pages = HostPageTable(2 * ROWS + 1, 32, PAGE)
+    at_once = 2  # positions of a rank whose logits are gathered at a time
+    deals = [Deal(rank, 2, ROWS, at_once) for rank in (0, 1)]
+    plan = deals[0].plan(batch, pages)
+    assert plan.scored.reshape(2, -1).tolist() == [[0, 1, 2, 3, 4], [0, 1, 0, 0, 0]]
+    others = deals[1].with_scored(deals[1].plan(batch, pages), plan.scored)
+    blocks = [one.fields.scored_indices for one in (plan, others)]
+    gathered = [
+        (rank, int(index))
+        for start in range(0, blocks[0].size, at_once)
+        for rank, block in enumerate(blocks)
+        for index in block[start : start + at_once]
+    ]
+    of_batch = [[rank, place] for place, rank in enumerate(ranks_of(batch.rows, ROWS).tolist())]
+    found = [[*of_batch[row], gathered[place]] for row, place in zip(plan.prompt_rows, plan.score_indices, strict=True)]
+    assert found == [[0, 0, (0, index)] for index in range(5)] + [[1, 1, (1, index)] for index in range(2)]
+    targets = plan.fields.prompt_targets[plan.score_indices]
+    assert targets.tolist() == [2, 3, 4, 5, 6, 2, 3]
+    assert targets.size < plan.fields.prompt_targets.size == len(gathered)
 
 
 def test_each_rank_plans_its_part_and_all_know_how_many_tokens_there_are():
@@ -122,7 +141,7 @@ def test_each_rank_plans_its_part_and_all_know_how_many_tokens_there_are():
     batch = dealt.schedule()
     pages = HostPageTable(2 * ROWS + 1, 32, PAGE)
     pages.write(batch.page_rows, batch.page_positions, batch.page_ids)
-    plans = [Deal(rank, 2, ROWS).plan(batch, pages) for rank in (0, 1)]
+    plans = [Deal(rank, 2, ROWS, 2).plan(batch, pages) for rank in (0, 1)]
     assert [plan.own.num_tokens for plan in plans] == [5, 5]
     assert [plan.across.num_tokens_across_dp for plan in plans] == [(5, 5)] * 2
     assert [plan.fields.input_ids.tolist() for plan in plans] == [[1, 2, 3, 4, 5], [1, 2, 3, 1, 2]]
@@ -137,7 +156,7 @@ def test_a_rank_without_requests_plans_the_dummy_row():
     dealt.add(request(5))
     batch = dealt.schedule()
     pages = HostPageTable(2 * ROWS + 1, 32, PAGE)
-    plan = Deal(1, 2, ROWS).plan(batch, pages)
+    plan = Deal(1, 2, ROWS, 2).plan(batch, pages)
     assert (plan.is_decode, plan.across.max_tokens_across_dp) == (True, 5)
     assert plan.fields.req_pool_indices.tolist() == plan.fields.out_cache_loc.tolist() == [0]
     assert part_of(batch, 1, ROWS).num_tokens == 1
@@ -151,7 +170,7 @@ def test_captured_decodes_have_a_block_of_rows_a_rank():
     batch = dealt.schedule()
     pages = HostPageTable(2 * ROWS + 1, 32, PAGE)
     pages.write(batch.page_rows, batch.page_positions, batch.page_ids)
-    deal = Deal(0, 2, ROWS)
+    deal = Deal(0, 2, ROWS, 2)
     plan = deal.plan_decode(batch, pages, 4, 1)
     of_ranks = [[row for row in batch.rows.tolist() if (row > ROWS) == rank] for rank in (False, True)]
     assert sorted(map(len, of_ranks)) == [1, 2]

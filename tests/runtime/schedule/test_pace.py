@@ -311,8 +311,8 @@ def test_steps_whose_ends_are_seen_late_do_not_loosen_the_bound(max_step_ms: obj
 def test_only_some_of_a_steady_decodes_steps_are_taken_in() -> None:
     simulation = big(max_step_ms="tenfold")
     taken = []
-    learn = simulation.scheduler._pace.cost.learn
-    simulation.scheduler._pace.cost.learn = lambda load, ms: taken.append(load) or learn(load, ms)
+    learn = simulation.scheduler.pace.cost.learn
+    simulation.scheduler.pace.cost.learn = lambda load, ms: taken.append(load) or learn(load, ms)
     decoding(simulation, 4, max_tokens=180)
     simulation.run()
     assert 180 / 8 - 3 <= len([load for load in taken if not load.prompt_tokens]) <= 180 / 8 + 3

@@ -411,3 +411,32 @@ def test_a_config_is_frozen_and_can_be_varied() -> None:
     config = make_config()
     assert replace(config, num_pages=3).max_tokens_per_request == 2 * config.page_size + 1
     assert config.max_tokens_per_request == config.max_model_len
+
+
+# --- pages in a row ---------------------------------------------------------------------------------------------------
+
+
+def test_the_pages_of_long_prompts_follow_each_other_beside_answers_that_grow() -> None:
+    scheduler = Scheduler(
+        make_config(num_pages=1200, max_num_batched_tokens=300, max_model_len=4096, max_running_requests=6)
+    )
+    for index in range(4):
+        scheduler.add(make_request(f"grows {index}", prompt_of(7), max_tokens=60, **FREE))
+    run_alone(scheduler, [5])
+    long = [
+        make_request(f"long {length}", prompt_of(length, first), max_tokens=3, **FREE)
+        for length, first in ((2100, 3), (2070, 4))
+    ]
+    for request in long:
+        scheduler.add(request)
+    seen = 0
+    while not all(request.is_finished for request in long):
+        run_alone(scheduler, [5])
+        for request in (one for one in long if one.row >= 0):
+            pages = scheduler.pages.table[request.row, : scheduler.pages.num_pages[request.row]]
+            assert (np.diff(pages[: 2070 // 4]) == 1).all()
+            seen = max(seen, pages.size)
+    assert seen >= 2100 // 4
+    while scheduler.has_work():
+        run_alone(scheduler, [5])
+    assert not scheduler.pages.allocator._is_set_aside.any()

@@ -10,7 +10,7 @@ import torch
 
 from mllm_compile.runtime import memory_pool
 from mllm_compile.runtime.memory_pool import GDNPool
-from mllm_compile.runtime.schedule.state_snapshots import StateSnapshots
+from mllm_compile.runtime.schedule.pages.state_snapshots import StateSnapshots
 from mllm_compile.runtime.state.layer import Ssd, StateLayer
 from tests.runtime.state.state_cases import KINDS, layer_of
 

@@ -9,7 +9,7 @@ import torch
 from mllm_compile.runtime.sampling.logit_filters import filter_scores
 from mllm_compile.runtime.sampling.logprobs import token_logprobs
 from mllm_compile.runtime.sampling.params import NO_TOKEN, SamplingParams
-from mllm_compile.runtime.schedule.prefix_cache import RadixCache
+from mllm_compile.runtime.schedule.pages.prefix_cache import RadixCache
 from tests.runtime.runner_cases import Loop, TinyModel, make_runner
 from tests.runtime.sampling.sampling_cases import make_state, random_logits
 from tests.runtime.sampling.sampling_cases import sample as sample_rows

@@ -44,3 +44,10 @@ def test_rows_share_pages_up_to_the_first_that_differs(shared):
     assert table.common_pages(rows, 3) == min(shared, 3)
     assert table.common_pages(rows[:1], 6) == 6
     assert table.common_pages(rows, 0) == 0
+
+
+def test_slots_that_follow_each_other_are_known_by_the_first() -> None:
+    table = HostPageTable(num_rows=2, max_tokens=24, page_size=4)
+    table.write(np.full(6, 1), np.arange(6), np.array([5, 6, 7, 9, 8, 10]))
+    assert [table.first_slot_in_a_row(1, count) for count in (1, 4, 5, 12)] == [20] * 4
+    assert [table.first_slot_in_a_row(1, count) for count in (13, 16, 24)] == [None] * 3, "the last one is 5 pages on"

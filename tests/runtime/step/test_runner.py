@@ -248,3 +248,26 @@ def test_every_token_is_one_of_the_vocabulary():
     requests = [loop.add([i, i + 1], temperature=2.0, max_tokens=20) for i in range(8)]
     loop.run()
     assert all(0 <= token < VOCAB for tokens in outputs(requests) for token in tokens)
+
+
+def test_a_chunk_says_where_its_prompt_lies_if_its_pages_follow_each_other(monkeypatch):
+    runner = make_runner(max_num_batched_tokens=16)
+    loop, seen = Loop(runner), []
+    forward = runner.forward
+
+    def noted(batch):
+        if batch.first_slot is not None:
+            row, count = int(batch.req_pool_indices[-1]), int(batch.seq_lens_cpu[-1])
+            slots = runner.req_to_token_pool.req_to_token[row, :count]
+            assert torch.equal(slots, torch.arange(batch.first_slot, batch.first_slot + count, dtype=torch.int32))
+        seen.append((batch.batch_size, batch.extend_num_tokens, batch.first_slot is not None))
+        return forward(batch)
+
+    monkeypatch.setattr(runner, "forward", noted)
+    loop.add(range(40), max_tokens=1)
+    loop.run()
+    assert seen == [(1, 16, False), (1, 16, True), (1, 8, True)], "the first chunk has no prefix"
+    seen.clear()
+    loop.add(range(40), max_tokens=1)  # in pages that came back in another order
+    loop.run()
+    assert seen == [(1, 16, False)] * 2 + [(1, 8, False)]

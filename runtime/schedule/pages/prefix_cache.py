@@ -1,8 +1,8 @@
 """Radix tree over full KV pages: which prefixes of tokens have their KV in which pages.
 
-Owns the pages of its nodes until it evicts them. page_tables.py and scheduler.py know which pages a request holds
-privately, and when KV counts as written. Free of torch. One node is one page, so edges never split; matching costs a
-dictionary look-up a page.
+Owns the pages of its nodes until it evicts them. tables.py and ../rows.py know which pages a request holds privately,
+and when KV counts as written. Free of torch. One node is one page, so edges never split; matching costs a dictionary
+look-up a page.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from mllm_compile.runtime.schedule.state_snapshots import StateSnapshots
+from mllm_compile.runtime.schedule.pages.state_snapshots import StateSnapshots
 
 Salt = tuple[Hashable, ...]
 

@@ -1,8 +1,8 @@
 """States of cached prefixes: which node of the prefix cache has its state in which row of GDNPool.
 
 A prefix of a model whose layers carry a state is worth something only with that state. Rows behind those of running
-requests hold copies (*snapshots*), the least recently used of which makes room. Free of torch. The scheduler decides
-what is kept; steps copy.
+requests hold copies (*snapshots*), the least recently used of which makes room. Free of torch. ../state_copies.py
+says what is kept; steps copy.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mllm_compile.runtime.schedule.prefix_cache import PageNode, RadixCache
+from mllm_compile.runtime.schedule.pages.prefix_cache import PageNode, RadixCache
 
 SALT = ("lora", 3)
 

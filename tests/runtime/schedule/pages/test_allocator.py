@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mllm_compile.runtime.schedule.page_allocator import TokenToKVPoolAllocator
+from mllm_compile.runtime.schedule.pages.allocator import TokenToKVPoolAllocator
 
 
 def test_the_dummy_page_is_never_handed_out() -> None:
@@ -39,6 +39,15 @@ def test_freeing_what_is_not_handed_out_is_an_internal_error_and_frees_nothing(p
     assert allocator.available_pages == 8
 
 
+def test_pages_that_come_back_to_the_last_are_handed_out_last() -> None:
+    allocator = TokenToKVPoolAllocator(num_pages=7, page_size=1)
+    pages = allocator.allocate(3)
+    allocator.free(pages[:2], to_the_last=True)
+    allocator.free(pages[2:])
+    assert [allocator.allocate(1).item() for _ in range(4)] == [3, 4, 5, 6]
+    assert sorted(allocator.allocate(2).tolist()) == [1, 2]
+
+
 def test_freeing_twice_is_an_internal_error() -> None:
     allocator = TokenToKVPoolAllocator(num_pages=9, page_size=1)
     pages = allocator.allocate(3)
@@ -47,13 +56,40 @@ def test_freeing_twice_is_an_internal_error() -> None:
         allocator.free(pages[:1])
 
 
+def test_the_pages_behind_one_are_given_where_all_of_them_are_free() -> None:
+    allocator = TokenToKVPoolAllocator(num_pages=12, page_size=1)
+    assert allocator.allocate(2).tolist() == [1, 2]
+    assert allocator.allocate_behind(5, 3).tolist() == [6, 7, 8]
+    assert allocator.allocate_behind(8, 3).tolist() == [9, 10, 11]
+    for page, count in ((2, 4), (4, 2), (11, 1), (9, 5)):
+        assert allocator.allocate_behind(page, count) is None
+    assert allocator.available_pages == 3
+    assert sorted(allocator.allocate(3).tolist()) == [3, 4, 5]
+
+
+def test_runs_of_pages_are_set_aside_from_the_last_on_and_never_twice() -> None:
+    allocator = TokenToKVPoolAllocator(num_pages=12, page_size=1)
+    allocator.allocate_behind(6, 1)
+    first, second, third = (allocator.set_aside(count) for count in (3, 4, 2))
+    assert (first, second, third) == (range(9, 12), range(3, 7), range(1, 3))
+    assert allocator.set_aside(2) is None, "one page is left between them"
+    allocator.end_setting_aside(first)
+    assert allocator.set_aside(4) == range(8, 12)
+    assert allocator.allocate(10).tolist() == [1, 2, 3, 4, 5, 6, 8, 9, 10, 11], "whoever needs them takes them"
+
+
 @settings(max_examples=100)
 @given(st.integers(2, 20), st.lists(st.integers(-10, 10), max_size=40))
 def test_any_sequence_agrees_with_a_set_of_free_pages(num_pages: int, changes: list[int]) -> None:
     allocator = TokenToKVPoolAllocator(num_pages, page_size=4)
     free, held = set(range(1, num_pages)), []
     for change in changes:
-        if 0 <= change <= allocator.available_pages:
+        behind = change // 2
+        if change > 5 and (pages := allocator.allocate_behind(behind, 2)) is not None:
+            assert pages.tolist() == [behind + 1, behind + 2] and set(pages.tolist()) <= free
+            free -= set(pages.tolist())
+            held += pages.tolist()
+        elif 0 <= change <= allocator.available_pages:
             pages = allocator.allocate(change).tolist()
             assert len(set(pages)) == change and set(pages) <= free
             free -= set(pages)

@@ -2,8 +2,8 @@
 
 A row's pages are, in order, those of its locked path in the prefix cache and then its private ones. If two requests
 compute the same prefix at once, one is published first; the other's pages stay private until it is released. So a row's
-page never changes under a step in flight, and no request ever holds a page more than its tokens need. scheduler.py has
-the policy.
+page never changes under a step in flight, and no request ever holds a page more than its tokens need. ../rows.py
+says which requests those are.
 
 Pages may be given away while a step that writes them is in flight: steps run in order on one stream, so the next
 owner's writes come later. Shape legend: P pages of a row, N page writes. Free of torch.
@@ -16,10 +16,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from mllm_compile.runtime.schedule.page_allocator import TokenToKVPoolAllocator
-from mllm_compile.runtime.schedule.prefix_cache import PageNode, RadixCache, Salt
-from mllm_compile.runtime.schedule.state_snapshots import StateSnapshots
+from mllm_compile.runtime.schedule.pages.allocator import TokenToKVPoolAllocator
+from mllm_compile.runtime.schedule.pages.prefix_cache import PageNode, RadixCache, Salt
+from mllm_compile.runtime.schedule.pages.state_snapshots import StateSnapshots
 
+# Tokens of a prompt whose pages are to follow each other: behind fewer, attention gains little by it.
+_LONG = 2048
 _NONE = np.empty(0, dtype=np.int32)
 _NONE.setflags(write=False)
 
@@ -53,6 +55,8 @@ class PageTables:
         self.capacity = np.zeros(num_rows, dtype=np.int32)  # num_pages * page_size, tokens
         self._paths: list[PageNode | None] = [None] * num_rows
         self._path_pages = [0] * num_rows  # length of the path
+        self._long = -(-_LONG // page_size)  # pages
+        self._runs: dict[int, range | None] = {}  # what is set aside for prompts, by row
         self._writes: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
         self._to_clear: list[np.ndarray] = []
 
@@ -109,12 +113,17 @@ class PageTables:
         if count:
             self._note(row, 0, self.table[row, :count].copy())
 
-    def grow(self, row: int, count: int) -> None:
-        """Give the row `count` more pages; they must be available."""
+    def grow(self, row: int, count: int, whole: int = 0) -> None:
+        """Give the row `count` more pages; they must be available.
+
+        Args:
+            whole: pages of all of its prompt; those of a long one follow each other, where that can be.
+        """
         if count <= 0:
             return
-        pages = self._take(count)
         start = int(self.num_pages[row])
+        pages = self._take_in_a_row(row, start, count, whole) if whole >= self._long else None
+        pages = self._take(count) if pages is None else pages
         self.table[row, start : start + count] = pages
         self._set_num_pages(row, start + count)
         self._note(row, start, pages)
@@ -174,7 +183,11 @@ class PageTables:
 
     def release(self, row: int) -> None:
         """Give up the row's pages: private ones become free, those of its path evictable unless others hold them."""
-        self.allocator.free(self.table[row, self._path_pages[row] : self.num_pages[row]])
+        run = self._runs.pop(row, None)
+        # Single pages are taken elsewhere again, so that the next long prompt finds such a run.
+        self.allocator.free(self.table[row, self._path_pages[row] : self.num_pages[row]], to_the_last=run is not None)
+        if run is not None:
+            self.allocator.end_setting_aside(run)
         self.cache.unlock(self._paths[row])
         self._paths[row] = None
         self._path_pages[row] = 0
@@ -199,10 +212,21 @@ class PageTables:
         self.allocator.free(self.cache.flush())
 
     def _take(self, count: int) -> np.ndarray:
+        self._make_free(count)
+        return self.allocator.allocate(count)
+
+    def _take_in_a_row(self, row: int, start: int, count: int, whole: int) -> np.ndarray | None:
+        """The `count` pages behind the row's first `start`, or the first of a run; None where others have them."""
+        self._make_free(min(whole - start, self.available_pages))  # all will be needed soon
+        if start:
+            return self.allocator.allocate_behind(int(self.table[row, start - 1]), count)
+        run = self._runs[row] = self.allocator.set_aside(whole)
+        return None if run is None else self.allocator.allocate_behind(run.start - 1, count)
+
+    def _make_free(self, count: int) -> None:
         shortage = count - self.allocator.available_pages
         if shortage > 0:
             self.allocator.free(self.cache.evict(shortage))
-        return self.allocator.allocate(count)
 
     def _set_num_pages(self, row: int, count: int) -> None:
         self.num_pages[row] = count

@@ -1,0 +1,30 @@
+"""OpenAI's own client against `mllm-compile serve MODEL`: an answer as it comes, and how the model's time was spent.
+
+mllm-compile serve configs/tiny.yaml &
+python examples/openai_client.py [http://127.0.0.1:8000]
+"""
+
+from __future__ import annotations
+
+import sys
+
+import openai
+
+
+def main(url: str = "http://127.0.0.1:8000") -> None:
+    with openai.OpenAI(base_url=f"{url}/v1", api_key="none") as client:
+        model = client.models.list().data[0].id
+        question = [{"role": "user", "content": "What does shutil.copytree do?"}]
+        stream = client.chat.completions.create(model=model, messages=question, temperature=0, stream=True)
+        for chunk in stream:
+            if chunk.choices:
+                print(chunk.choices[0].delta.content or "", end="", flush=True)
+        print()
+        # Headers that OpenAI has not: milliseconds in the queue, of the prompt and of the answer.
+        asked = {"model": model, "prompt": "Return a new", "temperature": 0, "max_tokens": 24}
+        raw = client.completions.with_raw_response.create(**asked)
+        print(raw.parse().choices[0].text, f"[{raw.headers['x-mllm-timing']}]")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

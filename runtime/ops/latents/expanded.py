@@ -1,0 +1,270 @@
+"""Attention of prompts over keys and values that were made of latents: one product's rows, in a row for each token.
+
+A block has some tokens of one head of one prompt, and the keys that these see of the part at hand. The rotated part of
+keys, which all heads share, is read where the latents are. What a block finds of an earlier part it adds to.
+
+Shape legend: T tokens, K keys of a part, N tiles, H query heads, Q width of queries, V of values, W of latents with the
+rotated part R beside them; Q - R columns of a key are a head's own.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+from torch.library import triton_op, wrap_triton
+
+from mllm_compile.runtime.attention.latent.tiles import TILE_FIELDS, expanded_tile
+from mllm_compile.runtime.ops.dependent_launch import start_dependents, starts_early, wait_for_prerequisites
+
+_MIN_DOT_WIDTH = 16  # of tl.dot
+_LOG2_E = math.log2(math.e)
+
+
+@triton.jit
+def _attend(
+    top,
+    total,
+    acc,
+    q,
+    q_rest,
+    own_ptr,
+    rest_ptr,
+    limits,
+    start,
+    end,
+    num_keys,
+    SCALE: tl.constexpr,
+    KEY_STRIDE: tl.constexpr,
+    REST_STRIDE: tl.constexpr,
+    OWN: tl.constexpr,
+    R: tl.constexpr,
+    V: tl.constexpr,
+    PADDED_OWN: tl.constexpr,
+    PADDED_R: tl.constexpr,
+    PADDED_V: tl.constexpr,
+    KEYS: tl.constexpr,
+    STAGES: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """(largest logit, sum, weighted values [ROWS, V]) with the keys start … end, a multiple of KEYS each or the last;
+    without MASKED every row sees all of them."""
+    own = tl.arange(0, PADDED_OWN)
+    rest = tl.arange(0, PADDED_R)
+    columns = tl.arange(0, PADDED_V)
+    block = tl.arange(0, KEYS)
+    for offset in tl.range(start, end, KEYS, num_stages=STAGES):
+        offsets = offset + block
+        is_key = offsets < num_keys
+        key_ptrs = own_ptr + offsets * KEY_STRIDE
+        key = _load(key_ptrs[:, None] + own[None, :], is_key[:, None], (own < OWN)[None, :], MASKED, OWN == PADDED_OWN)
+        rest_ptrs = rest_ptr + offsets * REST_STRIDE
+        key_rest = _load(
+            rest_ptrs[:, None] + rest[None, :], is_key[:, None], (rest < R)[None, :], MASKED, R == PADDED_R
+        )
+        value = _load(
+            key_ptrs[:, None] + OWN + columns[None, :],
+            is_key[:, None],
+            (columns < V)[None, :],
+            MASKED,
+            V == PADDED_V,
+        )
+        logits = tl.dot(q, tl.trans(key))
+        logits = tl.dot(q_rest, tl.trans(key_rest), acc=logits) * SCALE  # of base 2
+        if MASKED:
+            logits = tl.where(offsets[None, :] < limits[:, None], logits, float("-inf"))
+        new_top = tl.maximum(top, tl.max(logits, 1))
+        weights = tl.exp2(logits - new_top[:, None])
+        shrink = tl.exp2(top - new_top)
+        total = total * shrink + tl.sum(weights, 1)
+        acc = acc * shrink[:, None]
+        acc = tl.dot(weights.to(value.dtype), value, acc=acc)
+        top = new_top
+    return top, total, acc
+
+
+@triton.jit
+def _load(ptrs, is_row, is_column, MASKED: tl.constexpr, IS_WHOLE: tl.constexpr):
+    """Rows of keys: all of them are there unless MASKED, and all columns with IS_WHOLE."""
+    if IS_WHOLE:
+        if MASKED:
+            return tl.load(ptrs, mask=is_row, other=0.0)
+        return tl.load(ptrs)
+    if MASKED:
+        return tl.load(ptrs, mask=is_row & is_column, other=0.0)
+    return tl.load(ptrs, mask=is_column, other=0.0)
+
+
+@triton.jit
+def _expanded_kernel(
+    q_ptr,
+    expanded_ptr,
+    gathered_ptr,
+    tiles_ptr,
+    out_ptr,
+    log_sums_ptr,
+    SCALE: tl.constexpr,
+    H: tl.constexpr,
+    OWN: tl.constexpr,
+    R: tl.constexpr,
+    V: tl.constexpr,
+    W: tl.constexpr,
+    PADDED_OWN: tl.constexpr,
+    PADDED_R: tl.constexpr,
+    PADDED_V: tl.constexpr,
+    ROWS: tl.constexpr,
+    KEYS: tl.constexpr,
+    STAGES: tl.constexpr,
+    FIELDS: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    """Program (tile, head): blocks of one head are next to each other, as they read the same keys."""
+    if EARLY:
+        wait_for_prerequisites()
+        start_dependents()
+    head = tl.program_id(1)
+    tile_ptr = tiles_ptr + tl.program_id(0) * FIELDS
+    first_token = tl.load(tile_ptr)
+    num_rows = tl.load(tile_ptr + 1)
+    first_key = tl.load(tile_ptr + 2).to(tl.int64)
+    num_keys = tl.load(tile_ptr + 3)
+    seen = tl.load(tile_ptr + 4)
+    is_added = tl.load(tile_ptr + 5)
+    rows = tl.arange(0, ROWS)
+    is_row = rows < num_rows
+    tokens = (first_token + rows).to(tl.int64)
+    own = tl.arange(0, PADDED_OWN)
+    rest = tl.arange(0, PADDED_R)
+    columns = tl.arange(0, PADDED_V)
+    q_ptrs = q_ptr + (tokens * H + head)[:, None] * (OWN + R)
+    q = tl.load(q_ptrs + own[None, :], mask=is_row[:, None] & (own < OWN)[None, :], other=0.0)
+    q_rest = tl.load(q_ptrs + OWN + rest[None, :], mask=is_row[:, None] & (rest < R)[None, :], other=0.0)
+    limits = tl.minimum(seen + rows, num_keys)
+    end = tl.minimum(seen + num_rows - 1, num_keys)
+    all_see = tl.minimum(seen, num_keys) // KEYS * KEYS
+    own_ptr = expanded_ptr + first_key * (H * (OWN + V)) + head * (OWN + V)
+    rest_ptr = gathered_ptr + first_key * W + (W - R)
+    top = tl.full((ROWS,), float("-inf"), tl.float32)
+    total = tl.zeros((ROWS,), tl.float32)
+    acc = tl.zeros((ROWS, PADDED_V), tl.float32)
+    top, total, acc = _attend(
+        top,
+        total,
+        acc,
+        q,
+        q_rest,
+        own_ptr,
+        rest_ptr,
+        limits,
+        0,
+        all_see,
+        num_keys,
+        SCALE,
+        H * (OWN + V),
+        W,
+        OWN,
+        R,
+        V,
+        PADDED_OWN,
+        PADDED_R,
+        PADDED_V,
+        KEYS,
+        STAGES,
+        False,
+    )
+    top, total, acc = _attend(
+        top,
+        total,
+        acc,
+        q,
+        q_rest,
+        own_ptr,
+        rest_ptr,
+        limits,
+        all_see,
+        end,
+        num_keys,
+        SCALE,
+        H * (OWN + V),
+        W,
+        OWN,
+        R,
+        V,
+        PADDED_OWN,
+        PADDED_R,
+        PADDED_V,
+        KEYS,
+        STAGES,
+        True,
+    )
+    out = acc / total[:, None]
+    log_sums = top + tl.log2(total)
+    places = tokens * H + head
+    out_ptrs = out_ptr + places[:, None] * V + columns[None, :]
+    is_stored = is_row[:, None] & (columns < V)[None, :]
+    if is_added != 0:
+        before = tl.load(log_sums_ptr + places, mask=is_row, other=0.0)
+        earlier = tl.load(out_ptrs, mask=is_stored, other=0.0).to(tl.float32)
+        largest = tl.maximum(before, log_sums)
+        of_earlier = tl.exp2(before - largest)
+        of_these = tl.exp2(log_sums - largest)
+        out = (earlier * of_earlier[:, None] + out * of_these[:, None]) / (of_earlier + of_these)[:, None]
+        log_sums = largest + tl.log2(of_earlier + of_these)
+    tl.store(out_ptrs, out.to(out_ptr.dtype.element_ty), mask=is_stored)
+    tl.store(log_sums_ptr + places, log_sums, mask=is_row)
+
+
+@triton_op("mllm::expanded_prefill", mutates_args={"out", "log_sums"})
+def expanded_prefill(
+    q: torch.Tensor,
+    expanded: torch.Tensor,
+    gathered: torch.Tensor,
+    tiles: torch.Tensor,
+    out: torch.Tensor,
+    log_sums: torch.Tensor,
+    sm_scale: float,
+) -> None:
+    """Causal attention of prompts over a part of the keys that they see.
+
+    Args:
+        q: [T, H, Q]; expanded: [K, H, Q - R + V], a head's own columns of a key and its values; gathered: [K, W], of
+            which the last R columns are those of keys that all heads share. Contiguous and of one dtype.
+        tiles: [N, TILE_FIELDS] int32: for each block of a head its first token, its number of tokens (up to
+            tiles.EXPANDED_ROWS), the prompt's first key in `expanded`, its number of keys there, those of them that the
+            first token sees, at least one (each further token sees one more, as far as there are), and whether the
+            tokens have a result of earlier keys, which is added up.
+        out: [T, H, V], contiguous, written where tiles are.
+        log_sums: [T, H] float32, written likewise: the logarithm of the sum of exponentials, of base 2.
+        sm_scale: factor of the products.
+    """
+    _, num_heads, width = q.shape
+    value_width = out.shape[2]
+    own = expanded.shape[2] - value_width
+    padded = [max(_MIN_DOT_WIDTH, triton.next_power_of_2(size)) for size in (own, width - own, value_width)]
+    tile = expanded_tile(padded[0] + padded[1], padded[2])
+    wrap_triton(_expanded_kernel)[(tiles.shape[0], num_heads)](
+        q,
+        expanded,
+        gathered,
+        tiles,
+        out,
+        log_sums,
+        SCALE=sm_scale * _LOG2_E,
+        H=num_heads,
+        OWN=own,
+        R=width - own,
+        V=value_width,
+        W=gathered.shape[1],
+        PADDED_OWN=padded[0],
+        PADDED_R=padded[1],
+        PADDED_V=padded[2],
+        ROWS=tile.rows,
+        KEYS=tile.keys,
+        STAGES=tile.stages,
+        FIELDS=TILE_FIELDS,
+        EARLY=starts_early(),
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+    )

@@ -1,0 +1,65 @@
+"""The requests that decode, and the arrays of their rows, which stay the same objects while the set does.
+
+Who joins and who must go is decided elsewhere (prompts.py, scheduler.py). Free of torch.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from mllm_compile.runtime.schedule.batch_builder import NO_DECODES, DecodeRows
+from mllm_compile.runtime.schedule.request import Request, RequestStatus
+from mllm_compile.runtime.schedule.rows import Rows
+
+
+class Decodes:
+    """The set of decoding requests. One joins with its prompt's last chunk, and leaves when its last step is planned.
+
+    Attributes:
+        requests: those in decode, in the order of their rows in a step; may hold some that have ended since the last
+            call of `current`.
+    """
+
+    def __init__(self, rows: Rows) -> None:
+        self.requests: list[Request] = []
+        self._rows = rows
+        self._made: DecodeRows | None = None  # None: to be made anew
+
+    def add(self, request: Request) -> None:
+        """Let a request decode from the next step on."""
+        self.requests = [*self.requests, request]
+        self._made = None
+
+    def note_end(self) -> None:
+        """Note that a request may have ended or been preempted."""
+        self._made = None
+
+    def current(self) -> DecodeRows:
+        """All with steps left. The rows of those whose last step has been planned are leaving from here on."""
+        decodes = self._made
+        if decodes is None:
+            decoding = [request for request in self.requests if request.status is RequestStatus.RUNNING]
+            decodes = self._keep(self._longest_first(decoding) if len(decoding) > 1 else decoding)
+        if not decodes.requests:
+            return decodes
+        done = self._rows.computed[decodes.rows] >= self._rows.last_computed[decodes.rows]
+        if done.any():
+            # Their last step is in flight; its update ends them.
+            self._rows.leaving.update(decodes.rows[done].tolist())
+            left = [r for r, is_done in zip(decodes.requests, done.tolist(), strict=True) if not is_done]
+            decodes = self._keep(left)
+        return decodes
+
+    def _keep(self, requests: list[Request]) -> DecodeRows:
+        self.requests = requests
+        self._made = DecodeRows.of(requests) if requests else NO_DECODES
+        return self._made
+
+    def _longest_first(self, requests: list[Request]) -> list[Request]:
+        """Sorts for attention: its blocks begin in this order, and a long one that begins last is waited for alone.
+
+        All grow alike from then on, but for those that sit out.
+        """
+        rows = np.array([request.row for request in requests], dtype=np.int32)
+        order = np.argsort(-self._rows.computed[rows], kind="stable")
+        return [requests[index] for index in order.tolist()]

@@ -1,0 +1,258 @@
+"""Chooses the chunks of prompts of a step: of those begun, then of those that wait, the most urgent first.
+
+The policy: a begun prompt gets its next chunk, then waiting requests are admitted strictly in their order, as long as
+the pages for all of a prompt are there. A prompt that the budget cuts leaves up to half of it to shorter ones behind
+it, the shortest first, so it always gets half itself. How long a chunk may be is chunk_lengths.py's; what a step has
+room for, pace.py's. Free of torch.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from bisect import bisect_left, insort
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from mllm_compile.runtime.schedule.batch_builder import Chunk
+from mllm_compile.runtime.schedule.chunk_lengths import ChunkLengths
+from mllm_compile.runtime.schedule.config import SchedulerConfig
+from mllm_compile.runtime.schedule.decodes import Decodes
+from mllm_compile.runtime.schedule.image_cuts import FeatureBudget
+from mllm_compile.runtime.schedule.pace import Pace, PromptBudget
+from mllm_compile.runtime.schedule.request import Request, RequestStatus, by_urgency
+from mllm_compile.runtime.schedule.rows import Rows
+from mllm_compile.runtime.schedule.state_copies import StateCopies
+
+# How far behind the first in line a shorter prompt is looked for: it bounds the host's work of a step.
+_LOOKED_AT = 256
+
+
+@dataclass(slots=True)
+class PromptPlan:
+    """The prompts of a step, while it is planned.
+
+    Attributes:
+        budget: what of the step is left for prompts.
+        features: what of it is left for images.
+        chunks: in the order of their rows.
+        admitted: requests that got a row.
+    """
+
+    budget: PromptBudget
+    features: FeatureBudget
+    chunks: list[Chunk] = field(default_factory=list)
+    admitted: list[Request] = field(default_factory=list)
+
+
+class Prompts:
+    """The prompts that are not over.
+
+    Attributes:
+        waiting: requests without a row, new or preempted, by urgency.
+        begun: those with a row whose last chunk is not planned, by urgency.
+        queried_tokens: tokens of prompts that were looked up in the prefix cache.
+        hit_tokens: those of them that were found.
+        recomputed_tokens: tokens that preempted requests had computed, less what they found again.
+    """
+
+    def __init__(self, config: SchedulerConfig, rows: Rows, states: StateCopies, decodes: Decodes, pace: Pace) -> None:
+        self.waiting: list[Request] = []
+        self.begun: list[Request] = []
+        self.queried_tokens = 0
+        self.hit_tokens = 0
+        self.recomputed_tokens = 0
+        self._config = config
+        self._rows = rows
+        self._states = states
+        self._decodes = decodes
+        self._lengths = ChunkLengths(config, rows, pace)
+        # Admission can only succeed anew after pages, rows or cached prefixes changed hands.
+        self._blocked: tuple[Request, int] | None = None
+
+    # --- who waits ----------------------------------------------------------------------------------------------------
+
+    def add(self, request: Request) -> None:
+        """Let a new request wait."""
+        insort(self.waiting, request, key=by_urgency)
+
+    def put_back(self, request: Request, num_computed: int) -> None:
+        """Let a preempted request wait, which had computed so many tokens."""
+        self.recomputed_tokens += num_computed
+        insort(self.waiting, request, key=by_urgency)
+
+    def remove_waiting(self, request: Request) -> None:
+        """Take a waiting request out of the queue."""
+        self.waiting.pop(bisect_left(self.waiting, request.urgency, key=by_urgency))
+
+    def remove_begun(self, request: Request) -> bool:
+        """Take a running request out of the begun prompts; False: it is none of them, so it decodes."""
+        is_begun = request in self.begun
+        if is_begun:
+            self.begun.remove(request)
+        return is_begun
+
+    # --- the prompts of a step ----------------------------------------------------------------------------------------
+
+    def plan(self, budget: PromptBudget) -> PromptPlan:
+        """Plan what of a step prompts take. Those whose last chunk is planned join the decodes."""
+        most = self._config.max_features_per_step
+        plan = PromptPlan(budget, FeatureBudget(most, most))
+        for request in list(self.begun):
+            if budget.tokens > 0:
+                self._serve(plan, request)
+        self._admit(plan)
+        return plan
+
+    def pages_of_first(self, budget: PromptBudget) -> int:
+        """Pages that the most urgent begun prompt lacks for its next chunk; 0 if none is begun."""
+        if not self.begun:
+            return 0
+        row = self.begun[0].row
+        end = int(self._rows.computed[row]) + self._lengths.of_first(self.begun[0], budget)
+        return max(0, self._rows.pages.pages_for(end) - int(self._rows.pages.num_pages[row]))
+
+    def _admit(self, plan: PromptPlan) -> None:
+        """Give rows to waiting requests, strictly in their order, as long as their prompts' pages are there."""
+        while self.waiting and self._rows.num_free and plan.budget.tokens > 0:
+            request = self.waiting[0]
+            # A preempted one still in its old row has a token on the way, which is part of what it must recompute.
+            if request.row >= 0 or self._blocked == (request, self._rows.changes):
+                break
+            if not self._try_admit(request):
+                self._blocked = (request, self._rows.changes)
+                break
+            plan.admitted.append(request)
+            self._serve(plan, request)
+
+    def _serve(self, plan: PromptPlan, request: Request) -> None:
+        """Plan the next chunk of a prompt: all of it if the budget holds that, else with shorter ones beside it.
+
+        After a cut the budget is used up.
+        """
+        if self._was_cut(plan, request):
+            return
+        budget, lengths = plan.budget, self._lengths
+        rest, longest = lengths.rest(request), lengths.of_first(request, budget)
+        if longest < rest:
+            self._serve_shorter(plan, request)
+            longest = lengths.of_cut(request, budget)
+        room = lengths.room(request)
+        if room > 0:
+            self._plan_chunk(plan, request, min(longest, room), most=min(budget.tokens, room))
+        if longest < rest:
+            budget.tokens = 0
+
+    def _serve_shorter(self, plan: PromptPlan, first: Request) -> None:
+        """Plan chunks of prompts that have less left than `first`, in up to half of the budget, the shortest first.
+
+        A page of the shortest, however little time there is.
+        """
+        lengths, rest = self._lengths, self._lengths.rest
+        share, least = plan.budget.half(), self._config.page_size
+        for request in sorted(self._shorter_than(first), key=rest):
+            if share.tokens < 1:
+                return
+            if self._was_cut(plan, request):
+                continue
+            if request.status is RequestStatus.WAITING:
+                if not self._try_admit_before(request):  # the others are longer
+                    return
+                plan.admitted.append(request)
+            context = int(self._rows.computed[request.row])
+            chunk = min(max(share.longest(context), least), share.tokens, rest(request))
+            # Pages for all of a new one were there beside those for the rest of `first`.
+            if request not in plan.admitted:
+                of_first = lengths.of_first(first, plan.budget) + self._config.page_size
+                chunk = min(chunk, lengths.room(request) - of_first)
+            if chunk < 1:
+                return
+            self._plan_chunk(plan, request, chunk, most=chunk)
+            share.take(chunk, context)
+            if share.ms <= 0:
+                return
+            least = 1
+
+    def _shorter_than(self, first: Request) -> Iterator[Request]:
+        """Prompts with less left than `first`, and of no lesser priority: those begun, and of the waiting some.
+
+        None with images if `first` has some: it could wait for ever for the features that they are granted."""
+        rest = self._lengths.rest(first)
+        for request in (*self.begun, *itertools.islice(self.waiting, _LOOKED_AT)):
+            is_ready = request.status is RequestStatus.RUNNING or request.row < 0
+            is_ready = is_ready and (request.media is None or first.media is None)
+            if is_ready and request.priority <= first.priority and self._lengths.rest(request) < rest:
+                yield request
+
+    def _plan_chunk(self, plan: PromptPlan, request: Request, length: int, *, most: int) -> None:
+        """Plan the next `length` tokens of a prompt, for which there are pages; up to `most` for an image's sake."""
+        row, rows = request.row, self._rows
+        start, token_ids = int(rows.computed[row]), rows.prefill_ids(row)
+        if request.media is not None:
+            length = self._lengths.with_whole_images(request, length, most)
+            length = plan.features.cut(request.media, start, length)
+            if not length:
+                return
+        length = self._states.cut(row, start, length)
+        end = start + length
+        needed = rows.pages.pages_for(end) - int(rows.pages.num_pages[row])
+        rows.pages.grow(row, needed, whole=rows.pages.pages_for(token_ids.size))
+        rows.computed[row] = end
+        is_last = end == token_ids.size
+        plan.chunks.append(Chunk(request, start, token_ids[start:end], is_last))
+        plan.budget.take(length, start)
+        self._states.save(request, end)
+        if is_last:
+            self.begun.remove(request)
+            self._decodes.add(request)
+
+    def _was_cut(self, plan: PromptPlan, request: Request) -> bool:
+        """True if the step has a chunk of the request, which ended for the sake of a state or of an image."""
+        may_be = self._config.num_snapshots > 0 or request.media is not None
+        return may_be and any(chunk.request is request for chunk in plan.chunks)
+
+    # --- admission ----------------------------------------------------------------------------------------------------
+
+    def _try_admit_before(self, request: Request) -> bool:
+        """Admit a waiting request although a begun prompt is not over; False: it would take what others need.
+
+        Those are the pages of begun prompts and of the first in line, and a row for that one.
+        """
+        pages = self._rows.pages
+        set_aside = sum(
+            pages.pages_for(int(self._rows.prefill_ids(other.row).size)) - int(pages.num_pages[other.row])
+            for other in self.begun
+        )
+        num_rows = 1
+        if request is not self.waiting[0]:
+            num_rows, set_aside = 2, set_aside + pages.pages_for(self._lengths.rest(self.waiting[0]))
+        return self._rows.num_free >= num_rows and self._try_admit(request, set_aside)
+
+    def _try_admit(self, request: Request, set_aside: int = 0) -> bool:
+        """Move a waiting request into a row with its cached prefix; False: too few pages for all of its prompt.
+
+        Room for one more page for each running request is left, or the newcomer would soon be preempted again, and
+        for `set_aside` further pages.
+        """
+        # Without set_aside: a prompt that is not over has used up the step's budget, or the pages, or has a page left.
+        prefix = self._rows.take(request, set_aside + len(self.begun) + len(self._decodes.requests))
+        if prefix is None:
+            return False
+        self.remove_waiting(request)
+        self._states.begin(request.row, prefix)
+        cached = prefix.num_pages * self._config.page_size
+        self._note_admission(request, cached)
+        request.status = RequestStatus.RUNNING
+        request.num_computed_tokens = cached
+        insort(self.begun, request, key=by_urgency)
+        return True
+
+    def _note_admission(self, request: Request, cached: int) -> None:
+        if request.num_preemptions:
+            self.recomputed_tokens -= cached
+            return
+        request.scheduled_time = time.monotonic()
+        request.num_cached_tokens = cached
+        if self._config.enable_prefix_cache and not request.needs_prompt_logprobs:
+            self.queried_tokens += len(request.prompt_token_ids)
+            self.hit_tokens += cached
