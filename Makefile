@@ -42,7 +42,7 @@ demo: $(INSTALLED)
 	$(BIN)/mllm-compile generate configs/tiny.yaml --echo --temperature 0 --chat --prompt 'What does shutil.copytree do?'
 	$(BIN)/mllm-compile configs/tiny_vision.yaml
 	$(BIN)/mllm-compile generate configs/tiny_vision.yaml --echo --temperature 0 --image examples/shapes.png --prompt 'How many red circles?'
-	$(BIN)/python examples/vision_answers.py configs/tiny_vision.yaml
+	$(BIN)/python examples/tiny_models/vision_answers.py configs/tiny_vision.yaml
 
 test: $(INSTALLED)
 	$(BIN)/python -m pytest -m 'not slow' -n $(WORKERS) --dist loadfile

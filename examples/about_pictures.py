@@ -1,7 +1,8 @@
 """Questions about a picture, several at once: the picture is looked at once, and what was computed is used again.
 
-pip install -e '.[images]'
-python examples/about_pictures.py [MODEL] [PICTURE]
+    python examples/about_pictures.py [MODEL] [PICTURE]
+
+Needs the extra `images` (pip install -e '.[images]').
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Answers that are JSON of a schema, or one of several words, whatever the model would rather say.
 
-pip install -e '.[structured]'
-python examples/json_answers.py [MODEL]
+    python examples/json_answers.py [MODEL]
+
+Needs the extra `structured` (pip install -e '.[structured]').
 """
 
 from __future__ import annotations

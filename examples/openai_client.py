@@ -1,7 +1,9 @@
-"""OpenAI's own client against `mllm-compile serve MODEL`: an answer as it comes, and how the model's time was spent.
+"""OpenAI's own client against `mllm-compile serve MODEL`: an answer as it comes, and where its time went.
 
-mllm-compile serve configs/tiny.yaml &
-python examples/openai_client.py [http://127.0.0.1:8000]
+    mllm-compile serve configs/tiny.yaml &
+    python examples/openai_client.py [http://127.0.0.1:8000]
+
+Needs the package `openai`, and the extra `serve` for the server.
 """
 
 from __future__ import annotations

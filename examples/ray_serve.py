@@ -1,11 +1,13 @@
-"""Several engines behind one address, by Ray Serve: `python examples/ray_serve.py CONFIG.yaml --replicas 2`.
+"""Several engines behind one address, by Ray Serve: prompts that begin alike go where their KV is cached.
+
+    python examples/ray_serve.py CONFIG.yaml --replicas 2
 
 Each replica runs `mllm-compile serve` on a port of its own; the ingress picks one and passes bytes on. Prompts that
 begin alike go to the same replica, where their KV is cached, by the router of Ray, unless that one has much more to do.
 A replica ends with its server, and Ray starts another.
 
-Needs `pip install 'ray[serve]' mllm-compile[serve]`. The router is one of Ray's internal modules: of another version of
-Ray than 2.60 it may have another name.
+Needs the package `ray[serve]`, and the extra `serve`. The router is one of Ray's internal modules: of another
+version of Ray than 2.60 it may have another name.
 """
 
 from __future__ import annotations

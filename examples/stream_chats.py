@@ -1,6 +1,8 @@
 """Several chats at once over one engine, each printed as it ends; one of them token by token.
 
-python examples/stream_chats.py [MODEL]
+    python examples/stream_chats.py [MODEL]
+
+The questions are what the embedded model was trained on; its answers are made up.
 """
 
 from __future__ import annotations

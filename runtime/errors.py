@@ -47,7 +47,7 @@ class NewFormatError(OtherFormatError):
 
 
 class CompileError(MllmError):
-    """The compiler could not build a piece."""
+    """A piece that does not compile, or a machine without a compiler."""
 
 
 class DeviceError(MllmError):

@@ -8,7 +8,7 @@ metadata builder.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -71,6 +71,11 @@ class MediaInputs:
     is_feature: torch.Tensor
     blocks: tuple[Block, ...] = ()
     blocks_in_windows: bool = False
+
+    def padded(self, more: int) -> MediaInputs:
+        """The inputs with so many further tokens, which take none."""
+        features = functional.pad(self.features, (0, 0, 0, more))
+        return replace(self, features=features, is_feature=functional.pad(self.is_feature, (0, more)))
 
     def blocks_of(self, window_left: int) -> tuple[Block, ...]:
         """The blocks of a layer, by how far it looks back; -1: to the first token."""
@@ -165,7 +170,9 @@ class TokenInputs:
             functional.pad(value, (0, more)) for value in (self.input_ids, self.positions, self.out_cache_loc)
         )
         rope_lens = None if self.rope_lens is None else functional.pad(self.rope_lens, (0, more))
-        return TokenInputs(ids, positions, slots, media=self.media, rope_lens=rope_lens)
+        axes = None if self.mrope_positions is None else functional.pad(self.mrope_positions, (0, more))
+        media = None if self.media is None else self.media.padded(more)
+        return TokenInputs(ids, positions, slots, media, axes, rope_lens)
 
 
 @dataclass(frozen=True)

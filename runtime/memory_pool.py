@@ -44,16 +44,21 @@ class ReqToTokenPool:
         slots = page_ids.to(torch.int32)[:, None] * page_size + offsets
         self.write_page_slots(rows * (self.max_context_len // page_size) + page_positions, slots.flatten())
 
-    def write_page_slots(self, places: torch.Tensor, page_slots: torch.Tensor) -> None:
+    def write_page_slots(self, places: torch.Tensor, page_slots: torch.Tensor, first_place: int | None = None) -> None:
         """Like write_pages, by one launch.
 
         Args:
             places: [N] int64, counted over the pages of all rows.
             page_slots: [N * page_size] int32.
+            first_place: the first of the places, if they follow each other: a copy takes the host less.
 
         Raises:
             ValueError: rows are not made of whole pages.
         """
+        if first_place is not None:
+            start = first_place * (page_slots.shape[0] // places.shape[0])
+            self.req_to_token.view(-1)[start : start + page_slots.shape[0]].copy_(page_slots)
+            return
         slots = page_slots.view(places.shape[0], -1)
         if self.max_context_len % slots.shape[1]:
             raise ValueError(f"rows of {self.max_context_len} slots cannot take pages of {slots.shape[1]}")

@@ -157,7 +157,9 @@ class ModelRunner:
         self.layers |= {layer.name: layer for layer in model.state_layers}
         spec = KVCacheSpec(model.layers, self.config.runtime.page_size)
         self._metadata_builder = AttentionMetadataBuilder(spec, self.config, self.device)
-        self._state_metadata_builder = StateMetadataBuilder(model.state_layers, self.config)
+        rank = self.communicator.rank if self.num_deals > 1 and self.communicator is not None else 0
+        first_row = rank * self.config.runtime.max_running_requests
+        self._state_metadata_builder = StateMetadataBuilder(model.state_layers, self.config, first_row)
         interval_s = self.config.forward_times_interval_s
         self.forward_times = ForwardTimes(interval_s, self.device) if interval_s > 0 else None
         if self.num_deals > 1 and isinstance(model.executor, ProgramExecutor):
@@ -194,7 +196,7 @@ class ModelRunner:
         check_table_fits(num_rows * max_context_len * torch.int32.itemsize, runtime, self.device)
         self.req_to_token_pool = ReqToTokenPool(num_rows - 1, max_context_len, self.device)
         self.row_state = RowState(num_rows, self.vocab_size, self.device)
-        num_states = num_rows + self.num_snapshots
+        num_states = runtime.max_running_requests + 1 + self.num_snapshots  # a rank has states of its own requests
         check_states_fit(num_states * self.state_bytes_per_request, runtime, self.device)
         self.state_pool = GDNPool(num_states, self._state_shapes(), self.device)
         self.feature_pool = self._make_feature_pool()
@@ -224,6 +226,7 @@ class ModelRunner:
         if media is None:
             return None
         capacity = FeaturePool.capacity_for(runtime.max_num_batched_tokens, runtime.max_model_len)
+        capacity *= self.num_deals  # a rank has the features of all, of which its tokens take some
         check_features_fit(capacity * media.facts.feature_width * self.config.dtype.itemsize, runtime, self.device)
         return FeaturePool(capacity, media.facts.feature_width, self.config.dtype, self.device)
 

@@ -144,12 +144,21 @@ def _small_parts(
 
 
 def _inputs_last(block: Block) -> tuple[ViewStep, ...]:
-    """The block's views, in which parts of its inputs are told as such: of dimension -1 (SmallPart)."""
+    """The block's views, in which parts of its inputs are told as such: of dimension -1 (SmallPart). Of a tensor that
+    holds one expert parts come first, so that no more of it is read (loader._part_of_file)."""
     steps, num_dims = [], len(block.source_shape)
     for name, *args in block.steps:
         steps.append((name, -1, *args[1:]) if name == "narrow" and args[0] == num_dims - 1 else (name, *args))
         num_dims += {"unsqueeze": 1, "squeeze": -1}.get(str(name), 0)
+    first, *parts = steps or [()]
+    if block.quantised is not None and first == ("unsqueeze", 0) and all(_is_within_expert(one) for one in parts):
+        return (*((name, max(int(dim) - 1, -1), *args) for name, dim, *args in parts), first)
     return tuple(steps)
+
+
+def _is_within_expert(step: ViewStep) -> bool:
+    """True for a part of an expert's rows or inputs, of [1, N, K]."""
+    return step[:1] == ("narrow",) and step[1] != 0
 
 
 def as_linear(planned: PlannedTensor, is_transposed: bool) -> PlannedTensor:

@@ -20,6 +20,7 @@ from mllm_compile.cli.bench import make_bench_app
 from mllm_compile.cli.cache import make_cache_app
 from mllm_compile.cli.chat import chat_command
 from mllm_compile.cli.compile import compile_command
+from mllm_compile.cli.config import config_command
 from mllm_compile.cli.explain import explain_command
 from mllm_compile.cli.generate import generate_command
 from mllm_compile.cli.inspect import inspect_command
@@ -42,6 +43,7 @@ _COMMANDS: dict[str, Callable[..., None]] = {
     "chat": chat_command,
     "inspect": inspect_command,
     "explain": explain_command,
+    "config": config_command,
 }
 _GROUPS: dict[str, Callable[[], typer.Typer]] = {"bench": make_bench_app, "cache": make_cache_app}
 

@@ -239,8 +239,8 @@ def _set_ranks(trace: Trace, hf_model: HFModel, runtime: RuntimeSection) -> None
 
 
 def _check_cut(graph: fx.GraphModule, runtime: RuntimeSection) -> None:
-    """Refuses a model of which every rank would compute everything, and what is not served over ranks."""
-    from mllm_compile.passes.base import STATE_LAYERS, WEIGHT_CUTS
+    """Refuses a model of which every rank would compute everything."""
+    from mllm_compile.passes.base import WEIGHT_CUTS
 
     is_cut, size = bool(graph.meta.get(WEIGHT_CUTS)), runtime.expert_parallel_size
     if runtime.tensor_parallel_size > 1 and not is_cut:
@@ -253,11 +253,6 @@ def _check_cut(graph: fx.GraphModule, runtime: RuntimeSection) -> None:
             f"runtime.expert_parallel_size is {size}, and this model has no experts that can be dealt to as many "
             "ranks: expected a mixture whose number of experts divides by it. Set another, or "
             "runtime.tensor_parallel_size, which cuts any model."
-        )
-    if size > 1 and graph.meta.get(STATE_LAYERS):
-        raise ConfigError(
-            f"runtime.expert_parallel_size is {size}, and layers of this model carry a state, which are served on one "
-            "rank or cut over several. Set runtime.tensor_parallel_size in its place."
         )
 
 

@@ -82,7 +82,9 @@ def _describe_unknown_key(key: tuple[str, ...], config: type[BaseModel]) -> str:
     else:
         near = closest(key[1], list(sections[key[0]]))
         meant = f"{key[0]}.{near}" if near else None
-        listed = f"known: {', '.join(sections[key[0]])}"
+        listed = (
+            f"`mllm-compile config {key[0]}` shows all of them" if near else f"known: {', '.join(sections[key[0]])}"
+        )
     meant = _NAMES_ELSEWHERE.get(key[-1], meant)
     if key[-1] in _NOT_THERE:
         return f"{'.'.join(key)} is not a known key: {_NOT_THERE[key[-1]]}"

@@ -156,8 +156,6 @@ def _tower(runner: ModelRunner) -> Tower | str:
             "runtime.deterministic is set, under which every token is a row that sees what is before it, and tokens of "
             "this model's images see those behind them too: text alone is served"
         )
-    if runtime.expert_parallel_size > 1:
-        return f"runtime.expert_parallel_size is {runtime.expert_parallel_size}, with which text alone is served"
     return media.facts
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Self
 from mllm_compile.engine.answers import StreamBuilder, build_answer
 from mllm_compile.engine.engine import Engine, unknown_of_an_engine
 from mllm_compile.engine.outputs import RequestOutput
-from mllm_compile.engine.requests import Message, Prompt
+from mllm_compile.engine.prompts import Message, Prompt
 from mllm_compile.engine.sequences import Submission
 from mllm_compile.engine.stats import EngineStats
 from mllm_compile.engine.streams import AsyncReader, LoopWaker, before_the_end

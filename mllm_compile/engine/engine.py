@@ -1,7 +1,7 @@
 """Engine: the object with which a Python program generates text.
 
-A thin layer: engine/requests.py makes requests, engine/loop.py runs them, answers.py makes the answers. Many
-threads may use one engine at once; AsyncEngine (async_engine.py) serves asyncio tasks from the same one.
+A thin layer: prompts.py and requests.py make requests, loop.py runs them, answers.py makes the answers. Many threads
+may use one engine at once; AsyncEngine (async_engine.py) serves asyncio tasks from the same one.
 """
 
 from __future__ import annotations
@@ -17,16 +17,8 @@ from mllm_compile.engine.answers import build_answer
 from mllm_compile.engine.loop import EngineCore
 from mllm_compile.engine.outputs import RequestOutput
 from mllm_compile.engine.parts import EngineParts
-from mllm_compile.engine.requests import (
-    FIRST_PART,
-    Message,
-    Prompt,
-    Prompts,
-    RequestBuilder,
-    as_request_ids,
-    is_single_prompt,
-    warn_of_refused,
-)
+from mllm_compile.engine.prompts import Message, Prompt, Prompts, is_single_prompt
+from mllm_compile.engine.requests import PART_ENDS, RequestBuilder, as_request_ids, warn_of_refused
 from mllm_compile.engine.sequences import Submission
 from mllm_compile.engine.stats import EngineStats
 from mllm_compile.engine.streams import Countdown, StreamQueue, TokenStream
@@ -44,8 +36,8 @@ if TYPE_CHECKING:
 # Work that is over before this shows no bar.
 _BAR_AFTER_S = 1.0
 _BAR_INTERVAL_S = 0.1
-# The engine's thread needs the interpreter to launch the first step of a call's first prompts, before the others are
-# made. It would get it after 5 ms.
+# The engine's thread needs the interpreter to launch a step of a call's first prompts, before the others are made. It
+# would get it after 5 ms.
 _AWAY_S = 1e-4
 
 
@@ -233,7 +225,7 @@ class Engine:
                 accepted += taken
                 countdown.add(taken)
                 self.core.submit(taken)
-                if len(part) == FIRST_PART:
+                if len(submissions) in PART_ENDS:
                     time.sleep(_AWAY_S)
             countdown.all_added()
             _wait(countdown, len(accepted), progress)

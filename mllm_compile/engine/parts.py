@@ -8,7 +8,8 @@ from pathlib import Path
 
 from mllm_compile.config.resolved import ResolvedConfig
 from mllm_compile.engine.loop import StepRunner
-from mllm_compile.engine.requests import GrammarSource, MediaSource, PromptTokenizer
+from mllm_compile.engine.prompts import MediaSource, PromptTokenizer
+from mllm_compile.engine.requests import GrammarSource
 from mllm_compile.engine.stats import ExpertsSource, ForwardTimesSource
 from mllm_compile.runtime.media.tower import Tower
 from mllm_compile.runtime.sampling.params import SamplingParams

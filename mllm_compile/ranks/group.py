@@ -94,7 +94,9 @@ class RankGroup:
         rows = min(runtime.max_running_requests, runtime.max_num_batched_tokens) * runtime.expert_parallel_size
         num_tokens = runtime.max_num_batched_tokens * runtime.expert_parallel_size
         try:
-            self._ring = RingWriter(self.size - 1, most_record_bytes(num_tokens, rows, pages_of_row))
+            self._ring = RingWriter(
+                self.size - 1, most_record_bytes(num_tokens, rows, pages_of_row, runtime.expert_parallel_size)
+            )
             self._meeting_place = os.memfd_create("mllm-ranks-meet", os.MFD_CLOEXEC)
         except OSError as error:
             raise DeviceError(f"ranks cannot share memory: {error.strerror}. Free some, or set fewer ranks.") from error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 from mllm_compile.errors import ConfigError
@@ -51,6 +52,12 @@ class ServeOptions:
         for option, values in (("--api-key", self.api_keys), ("--served-model-name", self.served_names)):
             if any(not _is_plain(value) for value in values):
                 raise ConfigError(f"{option}: expected printable ASCII characters, the first and last of them no space")
+        for origin in self.allowed_origins:
+            if not _ORIGIN.fullmatch(origin):
+                raise ConfigError(
+                    f"--allowed-origin: expected an origin as browsers send it, such as https://app.example or "
+                    f"http://localhost:3000 (small letters, no path, each one by itself), got {origin!r}"
+                )
         if self.log not in FORMATS:
             raise ConfigError(f"--log: expected {' or '.join(FORMATS)}, got {self.log!r}")
         if self.max_queue is not None and self.max_queue < 1:
@@ -66,6 +73,10 @@ class ServeOptions:
     def is_local(self) -> bool:
         """True if only this machine reaches it."""
         return self.host in ("127.0.0.1", "::1", "localhost")
+
+
+# What a browser sends of a page: its scheme, host and port; "null" of a page that has none of these.
+_ORIGIN = re.compile(r"null|[a-z][a-z0-9+.-]*://([a-z0-9._-]+|\[[0-9a-f:.]+\])(:\d+)?")
 
 
 def _is_plain(text: str) -> bool:

@@ -65,7 +65,6 @@ def make_attention_backend(
             max_requests=config.max_rows * config.runtime.expert_parallel_size,
             page_size=runtime.page_size,
             dtype=config.dtype,
-            part=part,
         )
     if runtime.attention_backend == "flashinfer":
         from mllm_compile.runtime.attention.flashinfer_backend import FlashInferAttnBackend

@@ -34,6 +34,7 @@ from mllm_compile.runtime.attention.flashinfer.kernels import (
     check_never_split,
     check_supported,
     decodes_on_tensor_cores,
+    knows_plan,
     plan_groups,
     prefill_kernels,
     prefills_new_tokens_alone,
@@ -343,6 +344,7 @@ class FlashInferAttnBackend(AttentionBackend):
             self.device,
             self._copies,
             self._merge,
+            knows_plan(self._flashinfer.__version__),
         )
 
     def _load_kernels(self) -> None:

@@ -94,6 +94,15 @@ class AttentionLayer(LayerSpec):
     sink_logits: torch.Tensor | None = None  # [H] float: the weight that `sinks` names
     up_weight: torch.Tensor | None = None  # [H * (n + v), v_head_dim]: the weight that `up_projection` names
 
+    @cached_property
+    def up_of_heads(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The up-projection of keys [H, n, v_head_dim] and of values [H, v_head_dim, v]. Raises RuntimeError: there is
+        none."""
+        if self.up_weight is None:
+            raise RuntimeError(f"attention layer {self.name} has no up-projection of its own")
+        of_heads = self.up_weight.unflatten(0, (self.num_heads, -1))
+        return of_heads[:, : self.up_key_dim], of_heads[:, self.up_key_dim :].transpose(1, 2)
+
     @classmethod
     def of(cls, spec: LayerSpec, weights: Mapping[str, torch.Tensor], rank: int = 0) -> AttentionLayer:
         """Binds `spec` to its weights in `weights`, and to the slopes of the rank's heads."""

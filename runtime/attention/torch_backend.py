@@ -95,7 +95,7 @@ class TorchAttnBackend(AttentionBackend):
             apply_to_sums(sums, layer, inputs.out[:count])
         latents, _ = inputs.batch.token_to_kv_pool.get_kv_buffer(layer.layer_id)
         attend = partial(attend_in_torch, sm_scale=layer.params.sm_scale)
-        prompts.run(inputs.q, latents, layer, inputs.out, attend, new_room)
+        prompts.run(inputs.q, latents, layer, inputs.out, attend, partial(new_room, Widths.of(layer), inputs.q))
 
     def _expanded(self, plan: _Plan, inputs: AttentionInputs) -> ExpandedPrompts:
         widths, common = Widths.of(inputs.layer), CommonAttentionMetadata.of(inputs.batch)

@@ -264,6 +264,7 @@ class GraphRunner:
         if self._num_deals > 1:
             first = current().rank * descriptor.num_tokens
             rows, seq_lens, slots = (np.roll(values, -first) for values in (rows, seq_lens, slots))
+            deltas = None if deltas is None else np.roll(deltas, -first)
         if common_prefix_len:
             cascade = self.dispatcher.dispatch_cascade(count)
             if cascade is None:

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from mllm_compile.runtime.cuda.driver import copy_pinned
 from mllm_compile.runtime.device.packed_fields import FieldLayout, layout_of, upload_fields
 from mllm_compile.runtime.device.staging import StagingRing
 from mllm_compile.runtime.forward_batch import ForwardBatch, MediaInputs
@@ -156,7 +157,10 @@ class StepInputs(TokenPlaces):
             array[: value.size] = value
             array[value.size :] = self.padding_len if name == "seq_lens" else 0
         self._seq_lens_on_host[:] = host.inputs["seq_lens"]
-        self._block[: packed.end].copy_(buffer.memory[: packed.end], non_blocking=True)
+        if self._block.is_cuda:
+            copy_pinned(buffer.memory, self._block, packed.end)
+        else:
+            self._block[: packed.end].copy_(buffer.memory[: packed.end])
         buffer.record()
         shape = (fields.positions.size, fields.seq_lens.size)
         if shape != self._last_shape:

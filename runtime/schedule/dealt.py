@@ -2,7 +2,8 @@
 
 One Scheduler a rank decides for that rank alone, over its pages and its rows; their steps are one step of all. Rank r
 has the rows from r * R + 1 on, R a rank's most requests, so a row says whose it is. Page ids are a rank's own; those
-that are to be cleared carry the rank, as nothing else says it (`own_pages`). Single-threaded; free of torch.
+that are to be cleared carry the rank, as nothing else says it (`own_pages`). Rows of states are told by the request's
+(`own_copies`). Single-threaded; free of torch.
 """
 
 from __future__ import annotations
@@ -155,7 +156,7 @@ class DealtScheduler:
             "cleared_pages": np.concatenate(cleared) if cleared else batches[0].cleared_pages,
             "admitted": [request for batch in batches for request in batch.admitted],
         }
-        for name in ("page_rows", "page_positions", "page_ids"):
+        for name in ("page_rows", "page_positions", "page_ids", "state_restores", "state_saves"):
             changes[name] = np.concatenate([getattr(batch, name) for batch in batches])
         known, lists = self._decodes, tuple(batch.requests for batch in batches)
         if known is not None and len(known.lists) == len(lists) and all(map(_is, known.lists, lists)):
@@ -214,6 +215,18 @@ def own_pages(cleared_pages: np.ndarray, rank: int, num_pages: int) -> np.ndarra
     """The pages of a step that are the rank's to clear, by their own ids."""
     owners, pages = np.divmod(cleared_pages, num_pages)
     own: np.ndarray = pages[owners == rank]
+    return own
+
+
+def own_copies(copies: np.ndarray, request_column: int, rank: int, rows_of_rank: int) -> np.ndarray:
+    """The copies of states, [N, 2] rows, that are the rank's to make, by the rows of its own pool of states: there its
+    requests' begin at 1, and snapshots' follow them, as they do among the rows of its scheduler.
+
+    Args:
+        request_column: the one of the two that is a request's row, which says whose the copy is.
+    """
+    is_own = ranks_of(copies[:, request_column], rows_of_rank) == rank
+    own: np.ndarray = copies[is_own] - rank * rows_of_rank
     return own
 
 

@@ -134,13 +134,14 @@ class Prompts:
             return
         budget, lengths = plan.budget, self._lengths
         rest, longest = lengths.rest(request), lengths.of_first(request, budget)
-        if longest < rest:
+        is_cut = longest < rest
+        if is_cut:
             self._serve_shorter(plan, request)
             longest = lengths.of_cut(request, budget)
         room = lengths.room(request)
         if room > 0:
             self._plan_chunk(plan, request, min(longest, room), most=min(budget.tokens, room))
-        if longest < rest:
+        if is_cut:  # though rounding may have made it whole: those served beside it have had their chunk
             budget.tokens = 0
 
     def _serve_shorter(self, plan: PromptPlan, first: Request) -> None:

@@ -112,7 +112,12 @@ class StateMetadata:
 class StateMetadataBuilder:
     """Makes the metadata of a batch for all layers with a state."""
 
-    def __init__(self, layers: Sequence[StateLayer], config: RunnerConfig) -> None:
+    def __init__(self, layers: Sequence[StateLayer], config: RunnerConfig, rows_of_others: int = 0) -> None:
+        """
+        Args:
+            rows_of_others: rows of requests of other ranks ahead of this rank's own, which alone have states here.
+        """
+        self._rows_of_others = rows_of_others
         self._names = [layer.name for layer in layers]
         self._is_deterministic = config.runtime.deterministic
 
@@ -127,13 +132,17 @@ class StateMetadataBuilder:
             segments = _segments_of_rows(common) if self._is_deterministic else _segments(common, num_decodes)
         metadata = StateMetadata(
             batch=common.batch,
-            rows=common.batch.req_pool_indices,
+            rows=self._own_rows(common.batch.req_pool_indices),
             num_decodes=num_decodes,
             segments=segments,
             num_actual_tokens=common.num_actual_tokens,
             are_runs=are_runs,
         )
         return dict.fromkeys(self._names, metadata)
+
+    def _own_rows(self, rows: torch.Tensor) -> torch.Tensor:
+        """The rows as GDNPool has them; padding's is 0 there too."""
+        return (rows - self._rows_of_others).clamp(min=0) if self._rows_of_others else rows
 
 
 def _segments(common: CommonAttentionMetadata, num_decodes: int) -> list[Segment]:

@@ -14,10 +14,11 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from mllm_compile.runtime.graph_mode import DPMetadata
+from mllm_compile.runtime.media.step_plan import MediaPlan
 from mllm_compile.runtime.schedule.dealt import part_of, ranks_of
 from mllm_compile.runtime.schedule.scheduled_batch import ScheduledBatch
 from mllm_compile.runtime.step.host_page_table import HostPageTable
-from mllm_compile.runtime.step.plan import StepPlan, num_top, plan_step, prompt_positions
+from mllm_compile.runtime.step.plan import StepPlan, num_top, plan_step, prompt_positions, with_media
 from mllm_compile.runtime.step_fields import StepFields
 
 
@@ -80,6 +81,22 @@ class Deal:
             ),
             scored,
         )
+
+    def with_media(self, plan: StepPlan, batch: ScheduledBatch, media: MediaPlan | None) -> StepPlan:
+        """The plan with the positions that images make, and what of the step's features is the rank's.
+
+        Args:
+            media: of the whole step.
+        """
+        if media is None:
+            return plan
+        if plan.own is None:  # a captured decode, which has the rows of all ranks
+            deltas = np.zeros(plan.fields.seq_lens.size, dtype=media.deltas.dtype)
+            deltas[plan.token_indices] = media.deltas
+            return replace(plan, media=MediaPlan(plan.fields.positions, deltas))
+        is_own = ranks_of(batch.rows, self.rows_of_rank) == self.rank
+        own = media.part(np.flatnonzero(is_own), np.flatnonzero(np.repeat(is_own, batch.num_new)))
+        return with_media(plan, own)
 
     def with_scored(self, plan: StepPlan, scored: np.ndarray) -> StepPlan:
         """The plan with the tokens whose logits are asked for besides, a block of each rank."""

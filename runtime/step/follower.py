@@ -6,7 +6,7 @@ import torch
 
 from mllm_compile.runtime.ranks.records import StepRecord
 from mllm_compile.runtime.schedule.scheduled_batch import ScheduledBatch
-from mllm_compile.runtime.step.plan import StepPlan, with_media
+from mllm_compile.runtime.step.plan import StepPlan
 from mllm_compile.runtime.step.runner import StepRunner
 
 
@@ -19,14 +19,14 @@ class FollowingStepRunner(StepRunner):
         batch = record.batch
         with torch.inference_mode(), self._runner.on_device():
             self._enter_pages(batch)
-            plan = with_media(self._plan(batch), record.media)
+            plan = self._with_media(self._plan(batch), batch, record.media)
             if record.scored_indices is not None and self._deal is not None:
                 plan = self._deal.with_scored(plan, record.scored_indices)
             else:
                 plan.fields.scored_indices = record.scored_indices
-            self._copy_states(batch.state_restores)
+            self._restore_states(batch)
             self._run_model(batch, plan)
-            self._copy_states(batch.state_saves)
+            self._save_states(batch)
 
     def _run_model(self, batch: ScheduledBatch, plan: StepPlan) -> None:
         shared = self._common_prefix_len(batch)

@@ -79,6 +79,8 @@ class MediaSteps:
         Args:
             index: [T] of the step's tokens within their requests, and zeros for rows of padding.
         """
+        if self._media is None:
+            return None
         self._forget_unwritten()
         if not self._has_images[batch.rows].any():
             return None

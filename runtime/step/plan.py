@@ -156,9 +156,19 @@ def _finish(
     )
 
 
+def token_positions(batch: ScheduledBatch) -> np.ndarray:
+    """[T] int64: each token's place within its request."""
+    return _positions(batch, np.add.accumulate(batch.num_new, dtype=np.int64) - batch.num_new)
+
+
+def _positions(batch: ScheduledBatch, starts: np.ndarray) -> np.ndarray:
+    found: np.ndarray = np.arange(batch.num_tokens) + (batch.prefix_lens - starts).repeat(batch.num_new)
+    return found
+
+
 def _tokens(batch: ScheduledBatch, starts: np.ndarray, pages: HostPageTable) -> dict[str, np.ndarray]:
     """The token inputs, [T] each; starts: [R] each request's first token."""
-    positions = np.arange(batch.num_tokens) + (batch.prefix_lens - starts).repeat(batch.num_new)
+    positions = _positions(batch, starts)
     input_ids = batch.prefill_token_ids
     if batch.num_decodes:
         input_ids = np.concatenate((np.zeros(batch.num_decodes, dtype=np.int64), input_ids))

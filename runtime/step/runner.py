@@ -23,6 +23,7 @@ from mllm_compile.runtime.device.staging import StagingBuffer, StagingRing
 from mllm_compile.runtime.device.upload import upload
 from mllm_compile.runtime.errors import DeviceMemoryError
 from mllm_compile.runtime.forward_batch import ForwardBatch
+from mllm_compile.runtime.media.step_plan import MediaPlan
 from mllm_compile.runtime.model_runner import LogitsProcessorOutput, ModelRunner
 from mllm_compile.runtime.ranks.records import StepRecord
 from mllm_compile.runtime.sampling.counter_rng import derive_seed
@@ -30,7 +31,7 @@ from mllm_compile.runtime.sampling.logprobs import TokenLogprobs, all_logprobs, 
 from mllm_compile.runtime.sampling.params import ALL_LOGPROBS, NO_TOKEN
 from mllm_compile.runtime.sampling.sampler import Sampler
 from mllm_compile.runtime.sampling.token_masks import TokenMask, TokenMasks
-from mllm_compile.runtime.schedule.dealt import own_pages
+from mllm_compile.runtime.schedule.dealt import own_copies, own_pages
 from mllm_compile.runtime.schedule.request import Request
 from mllm_compile.runtime.schedule.scheduled_batch import ScheduledBatch
 from mllm_compile.runtime.step.dealt_plan import Deal
@@ -38,7 +39,7 @@ from mllm_compile.runtime.step.grammar_rows import GrammarRows
 from mllm_compile.runtime.step.host_page_table import HostPageTable
 from mllm_compile.runtime.step.media_steps import MediaSteps
 from mllm_compile.runtime.step.output import ScoreTable, StepOutput
-from mllm_compile.runtime.step.plan import StepPlan, plan_fixed_rows, plan_step, with_media
+from mllm_compile.runtime.step.plan import StepPlan, plan_fixed_rows, plan_step, token_positions, with_media
 from mllm_compile.runtime.step_fields import StepFields
 
 if TYPE_CHECKING:
@@ -153,13 +154,15 @@ class StepRunner:
         self._enter_pages(batch)
         self.media.admit(batch.admitted)
         plan = self._plan(batch)
-        plan = with_media(plan, self.media.plan(batch, plan.fields.positions))
+        index = plan.fields.positions if self._deal is None else token_positions(batch)
+        media = self.media.plan(batch, index)
         if self._announce is not None:
             scored = plan.fields.scored_indices if plan.scored is None else plan.scored
-            self._announce(StepRecord(batch, scored, plan.media))
-        self._copy_states(batch.state_restores)
+            self._announce(StepRecord(batch, scored, media))
+        plan = self._with_media(plan, batch, media)
+        self._restore_states(batch)
         results = self._decode(batch, plan) or self._run(batch, plan)
-        self._copy_states(batch.state_saves)
+        self._save_states(batch)
         handle = StepHandle(batch, plan, results)
         self._previous = handle if self._grammars else None
         return handle
@@ -174,8 +177,18 @@ class StepRunner:
         if cleared.size:
             pool.clear_pages(upload(cleared.astype(np.int64), self._runner.device))
 
-    def _copy_states(self, copies: np.ndarray) -> None:
-        """Copies rows of states: [N, 2], from and to."""
+    def _restore_states(self, batch: ScheduledBatch) -> None:
+        """Copies states of prefixes to the requests that begin with them."""
+        self._copy_states(batch.state_restores, 1)
+
+    def _save_states(self, batch: ScheduledBatch) -> None:
+        """Copies states of requests that are kept for others."""
+        self._copy_states(batch.state_saves, 0)
+
+    def _copy_states(self, copies: np.ndarray, request_column: int) -> None:
+        """Copies rows of states: [N, 2], from and to, of which one is a request's."""
+        if copies.size and self._deal is not None:
+            copies = own_copies(copies, request_column, self._deal.rank, self._deal.rows_of_rank)
         if copies.size:
             sources, targets = upload(copies.T.copy(), self._runner.device)
             self._runner.state_pool.copy_rows(sources, targets)
@@ -277,6 +290,10 @@ class StepRunner:
             return self._plan_dealt(batch, self._deal)
         return plan_step(batch, self._pages)
 
+    def _with_media(self, plan: StepPlan, batch: ScheduledBatch, media: MediaPlan | None) -> StepPlan:
+        """The plan with the positions and features of the step's images, of which a rank may have a part."""
+        return with_media(plan, media) if self._deal is None else self._deal.with_media(plan, batch, media)
+
     def _plan_dealt(self, batch: ScheduledBatch, deal: Deal) -> StepPlan:
         captured = self._runner.decode_size(deal.most_requests(batch)) if self._is_captured(batch, 0) else None
         return deal.plan(batch, self._pages) if captured is None else deal.plan_decode(batch, self._pages, *captured)
@@ -298,7 +315,8 @@ class StepRunner:
         else:
             fields = StepFields(**upload_fields(arrays.inputs() | arrays.others(), self._uploads, device))
         if fields.page_places is not None and fields.page_slots is not None:
-            self._runner.req_to_token_pool.write_page_slots(fields.page_places, fields.page_slots)
+            first = _first_of_a_row(arrays.page_places)
+            self._runner.req_to_token_pool.write_page_slots(fields.page_places, fields.page_slots, first)
         return fields
 
     def _forward_batch(self, batch: ScheduledBatch, plan: StepPlan, fields: StepFields[torch.Tensor]) -> ForwardBatch:
@@ -406,6 +424,13 @@ class StepRunner:
             )
             self._row_owners[request.row] = request
             self._grammars.admit(request)
+
+
+def _first_of_a_row(places: np.ndarray | None) -> int | None:
+    """The first of places [N ≥ 1] that follow each other, as those of one prompt do; None: they do not."""
+    if places is None or places[-1] - places[0] != places.size - 1 or (places[1:] - places[:-1] != 1).any():
+        return None
+    return int(places[0])
 
 
 _AllScores = tuple[np.ndarray, torch.Tensor]  # rows [F] of the step, and [F, V] of each

@@ -1,6 +1,6 @@
-"""Writes the tables of docs/performance.md from the results in docs/performance/results.
+"""Writes the tables of figures of README.md and docs/performance.md from the results in docs/performance/results.
 
-Each table stands between `<!-- table: NAME -->` and `<!-- end -->`. A test compares the page with what this module
+Each table stands between `<!-- table: NAME -->` and `<!-- end -->`. A test compares the pages with what this module
 makes, so a figure of these tables is always one of a kept result.
 
     python -m tests.bench.performance_page
@@ -16,7 +16,7 @@ from mllm_compile.bench.measure.results import BenchResult, Measurement
 from mllm_compile.bench.show.report import show_figure, work_name
 
 DOCS = Path(__file__).parents[2] / "docs"
-PAGE = DOCS / "performance.md"
+PAGES = (DOCS.parent / "README.md", DOCS / "performance.md")
 RESULTS = DOCS / "performance" / "results"
 SHAPES = {"qwen-8b-shape": "Qwen3-8B", "qwen-shape": "Qwen3-0.6B"}
 
@@ -29,6 +29,24 @@ def with_tables(page: str) -> str:
         page,
         flags=re.DOTALL,
     )
+
+
+def headline_table() -> str:
+    """The most telling lines of both shapes on an H200, beside vLLM's and the limit."""
+    ours, theirs = ({shape: _measured(prefix, shape) for shape in SHAPES} for prefix in ("h200", "vllm-h200"))
+    rows = []
+    for shape, work, text, form in (
+        ("qwen-shape", "tpot b=1", "Qwen3-0.6B, ms a token, 1 request", "{:.2f}"),
+        ("qwen-shape", "tpot b=64", "64 requests", "{:.2f}"),
+        ("qwen-8b-shape", "tpot b=1", "Qwen3-8B, 1 request", "{:.2f}"),
+        ("qwen-8b-shape", "tpot b=64", "64 requests", "{:.2f}"),
+        ("qwen-8b-shape", "start warm", "warm start to the first token, Qwen3-8B", "{:.1f} s"),
+        ("qwen-8b-shape", "start cold", "cold start, everything compiled", "{:.0f} s"),
+    ):
+        line = ours[shape][work]
+        limit = "" if line.limit is None else form.format(line.limit)
+        rows.append([text, f"**{form.format(line.median)}**", form.format(theirs[shape][work].median), limit])
+    return _markdown(["one H200, bfloat16, greedy", "mllm_compile", "vLLM 0.24", "what the GPU allows"], rows)
 
 
 def work_table() -> str:
@@ -105,6 +123,7 @@ def _markdown(header: list[str], rows: list[list[str]]) -> str:
 
 
 TABLES: dict[str, Callable[[], str]] = {
+    "headline": headline_table,
     "work": work_table,
     "h100": h100_table,
     "long": long_table,
@@ -113,4 +132,5 @@ TABLES: dict[str, Callable[[], str]] = {
 
 
 if __name__ == "__main__":
-    PAGE.write_text(with_tables(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
+    for page in PAGES:
+        page.write_text(with_tables(page.read_text(encoding="utf-8")), encoding="utf-8")

@@ -16,6 +16,8 @@ TINY = "configs/tiny.yaml"
     [
         (["no/such/model.yaml"], "no/such/model.yaml"),
         ([TINY, "--port", "70000"], "--port: expected a number from 0 to 65535, got 70000"),
+        ([TINY, "--allowed-origin", "*"], "--allowed-origin: expected an origin as browsers send it"),
+        ([TINY, "--allowed-origin", "https://a.example/"], "no path, each one by itself), got 'https://a.example/'"),
         ([TINY, "--max-queue", "0"], "--max-queue: expected at least 1"),
         ([TINY, "--sleep-after", "soon"], "--sleep-after: expected a time such as 90s, 5m or 2h, got 'soon'"),
         ([TINY, "--request-timeout", "0"], "--request-timeout: expected more than 0 s"),

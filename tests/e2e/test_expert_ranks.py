@@ -159,6 +159,20 @@ def test_experts_in_few_bits_stay_so_and_give_one_ranks_tokens(name, folder, tmp
     assert up.shape[0] == weights[f"{up.name}_scales"].shape[0] == 2
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["qwen3_next", "granitemoehybrid"])
+def test_layers_with_a_state_give_one_ranks_tokens_with_states_of_prefixes(name, tmp_path):
+    save_tiny_model(config_of_architecture(name), tmp_path / "model")
+    prompts = [*PROMPTS, list(range(20, 55))]
+    found, hits = [], []
+    for num_ranks in (1, 2):
+        with Engine(config_of(tmp_path, num_ranks)) as engine:
+            found.append([tokens(engine, prompts, GREEDY) for _ in range(3)])
+            hits.append(engine.stats().prefix_hit_tokens)
+    assert found[0] == found[1]
+    assert min(hits) > 0
+
+
 def test_a_cached_runtime_says_for_how_many_ranks_it_is(ranks, folder):
     factors = load_or_compile(config_of(folder)).artifact.factors
     assert factors["expert parallel"] == "2 ranks"

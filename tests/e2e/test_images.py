@@ -376,6 +376,19 @@ def test_two_ranks_take_images_which_rank_0_encodes(tmp_path: Path) -> None:
         assert tokens(engine, asked[-1:]) == expected[-1:]
 
 
+@pytest.mark.slow
+def test_ranks_that_share_experts_take_images_of_their_own_requests(tmp_path: Path) -> None:
+    model, prompts = save_vision_model("qwen3_vl_moe", tmp_path / "model"), Prompts("qwen3_vl_moe")
+    asked = [*prompts.every, prompts.large_again, [3, 4, 5, 6]]
+    expected = [transformers_greedy(model, prompt, MAX_TOKENS) for prompt in asked]
+    config = vision_engine_config(tmp_path / "model", tmp_path / "cache", expert_parallel_size=2)
+    with Engine(config) as engine:
+        assert tokens(engine, asked) == expected
+        assert tokens(engine, asked[::-1]) == expected[::-1]  # with hits, and on other ranks
+        assert tokens(engine, asked[-2:-1]) == expected[-2:-1]  # while the other rank has nothing to do
+        assert tokens(engine, [*asked, *asked]) == [*expected, *expected]
+
+
 @pytest.mark.slow  # the pieces of text, text with features and tower: a minute of two cores for each
 @pytest.mark.parametrize("kind", ["qwen3_vl", "gemma3", "gemma4", "mistral3", "idefics3", "llava_onevision"])
 def test_a_compiled_runtime_serves_images_in_a_process_without_transformers(kind: str, tmp_path: Path) -> None:

@@ -134,15 +134,13 @@ def parts(monkeypatch) -> list[int]:
 
 def check_expanded(served: Served, expected: list[list[int]], parts: list[int]) -> None:
     """Mixed batches, chunks, prefix hits and preemption, each with prompts that are expanded."""
-    with served.engine() as engine:
-        assert tokens_of(engine.generate(served.prompts, GREEDY)) == expected
-        assert max(parts) > 2  # packed, of several prompts
-        parts.clear()
-        assert tokens_of(engine.generate(served.prompts, GREEDY)) == expected
-        assert engine.stats().prefix_hit_tokens > 0 and max(parts) > 1
     with served.engine(num_pages=1 + 24) as engine:
         assert tokens_of(engine.generate(served.prompts, GREEDY)) == expected
+        assert max(parts) > 2  # packed, of several prompts
         assert engine.stats().preemptions > 0
+        parts.clear()
+        assert tokens_of(engine.generate(served.prompts[-1:], GREEDY)) == expected[-1:]
+        assert engine.stats().prefix_hit_tokens > 0 and max(parts) > 1
 
 
 def test_prompts_over_keys_and_values_made_of_latents_give_the_same_tokens(served, expected, parts):
@@ -161,6 +159,14 @@ def test_so_they_do_of_every_architecture(name, tmp_path, parts):
 def test_without_the_pass_the_pieces_have_the_products_and_the_tokens_are_the_same(served, expected, parts):
     assert not any(layer.up_projection for layer in served.layers(disabled=("expand_latents",)))
     with served.engine(disabled=("expand_latents",)) as engine:
+        assert tokens_of(engine.generate(served.prompts, GREEDY)) == expected
+    assert not parts
+
+
+@pytest.mark.slow
+def test_the_deterministic_mode_has_one_form_of_attention(served, expected, parts):
+    assert not any(layer.up_projection for layer in served.layers(deterministic=True))
+    with served.engine(deterministic=True) as engine:
         assert tokens_of(engine.generate(served.prompts, GREEDY)) == expected
     assert not parts
 

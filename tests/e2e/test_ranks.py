@@ -129,6 +129,27 @@ def test_steps_in_two_halves_give_one_ranks_tokens_and_scores(cache, alone, cuts
             )
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["deepseek_v3", "gemma3_text", "gpt_oss", "bloom", "llama4_text"])
+def test_halves_of_steps_give_one_ranks_tokens_whatever_attention_there_is(name, tmp_path, cuts):
+    save_tiny_model(config_of_architecture(name), tmp_path / "model")
+    found, prompts = [], [[41, 30, 77, 5, 12], [7, 7, 81], list(range(20, 90))]
+    for num_ranks in (1, 2):
+        runtime: dict[str, Any] = {
+            "max_model_len": 128,
+            "max_num_batched_tokens": 32,
+            "tensor_parallel_size": num_ranks,
+        }
+        if num_ranks > 1:
+            runtime |= {"enable_dbo": True, "dbo_prefill_token_threshold": 4}
+        model = {"path": str(tmp_path / "model")}
+        config = tiny_config(tmp_path / "cache", model=model, compile={"backend": "eager"}, runtime=runtime)
+        with Engine(config) as engine:
+            found.append([tokens(engine, prompts), tokens(engine, prompts)])
+    assert found[0] == found[1]
+    assert {True, False} <= set(cuts)
+
+
 @pytest.mark.parametrize(
     ("runtime", "why"),
     [
@@ -281,6 +302,8 @@ def test_experts_in_few_bits_are_cut_so_where_parts_are_whole_groups(name, inner
         assert (down.dtype.itemsize == 1) is not is_cut_within_a_group
         values = down.shape[-1] if name == "fp8" or name.startswith("fp8") else 2 * down.shape[-1]
         assert is_cut_within_a_group or values == inner // 2
+        # What lies in files as it does in memory is read by the rank that has it alone.
+        assert down.num_bytes_read == down.num_bytes or name != "compressed-tensors mxfp4"
 
 
 def test_a_cached_runtime_says_for_how_many_ranks_it_is(cache):

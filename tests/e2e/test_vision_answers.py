@@ -24,12 +24,12 @@ pytest.importorskip("PIL")
 
 @pytest.fixture(scope="module")
 def script() -> Iterator[Any]:
-    """examples/vision_answers.py, as the demo runs it."""
-    folder = str(ROOT / "examples")
+    """examples/tiny_models/vision_answers.py, as the demo runs it."""
+    folder = str(ROOT / "examples" / "tiny_models")
     sys.path.insert(0, folder)
     yield importlib.import_module("vision_answers")
     sys.path.remove(folder)
-    for name in ("vision_answers", "vision_pictures", "mistakes"):
+    for name in ("vision_answers", "vision_pictures"):
         del sys.modules[name]
 
 

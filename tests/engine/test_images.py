@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from mllm_compile.engine.requests import RequestBuilder, as_prompt_list
+from mllm_compile.engine.prompts import as_prompt_list
+from mllm_compile.engine.requests import RequestBuilder
 from mllm_compile.errors import RequestError
 from mllm_compile.runtime.media.grids import GridTower
 from mllm_compile.runtime.sampling.params import SamplingParams

@@ -8,7 +8,7 @@ import pytest
 
 from mllm_compile.engine import engine as engine_module
 from mllm_compile.engine import requests
-from mllm_compile.engine.requests import RequestBuilder
+from mllm_compile.engine.prompts import PromptReader
 from mllm_compile.errors import EngineDeadError, RequestError
 from tests.engine.cases import params, start, until
 from tests.fakes import (
@@ -34,27 +34,26 @@ def test_answers_come_in_the_order_of_the_prompts(engine):
 
 
 def test_the_first_prompts_of_a_call_are_answered_while_the_others_are_made(engine, monkeypatch):
-    monkeypatch.setattr(requests, "FIRST_PART", 3)
-    prepare, parts = RequestBuilder._prepare, []
+    monkeypatch.setattr(requests, "PART_ENDS", (3, 5))
+    prepare, parts = PromptReader.read, []
 
     def prepare_late(builder, items):
-        if parts:
-            until(lambda: engine.stats().finished.get("length") == 3)
+        until(lambda: engine.stats().finished.get("length", 0) == sum(parts))
         parts.append(len(items))
         return prepare(builder, items)
 
-    monkeypatch.setattr(RequestBuilder, "_prepare", prepare_late)
+    monkeypatch.setattr(PromptReader, "read", prepare_late)
     prompts = [*([1 + i] * 4 for i in range(6)), [VOCAB_SIZE], "last"]
     outputs = engine.generate(prompts, params())
-    assert parts == [3, 5]
+    assert parts == [3, 2, 3]
     assert [output.token_ids for output in outputs[:6]] == [expected_tokens(prompt, 8) for prompt in prompts[:6]]
     assert "the model's vocabulary" in outputs[6].error
     assert outputs[7].token_ids == expected_tokens(b"last", 8)
 
 
 def test_prompts_that_were_handed_over_are_withdrawn_if_making_the_others_is_interrupted(engine, monkeypatch):
-    monkeypatch.setattr(requests, "FIRST_PART", 3)
-    prepare, parts = RequestBuilder._prepare, []
+    monkeypatch.setattr(requests, "PART_ENDS", (3,))
+    prepare, parts = PromptReader.read, []
 
     def interrupted(builder, items):
         if parts:
@@ -63,7 +62,7 @@ def test_prompts_that_were_handed_over_are_withdrawn_if_making_the_others_is_int
         return prepare(builder, items)
 
     with monkeypatch.context() as patch:
-        patch.setattr(RequestBuilder, "_prepare", interrupted)
+        patch.setattr(PromptReader, "read", interrupted)
         with pytest.raises(KeyboardInterrupt):
             engine.generate([[1]] * 5, params(max_tokens=100_000))
     until(lambda: engine.stats().running == engine.stats().waiting == 0)

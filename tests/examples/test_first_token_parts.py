@@ -11,7 +11,7 @@ import pytest
 from mllm_compile import Engine
 from tests.tiny_model import tiny_config
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "measure"))
 import first_token_parts as script
 
 

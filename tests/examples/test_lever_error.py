@@ -11,7 +11,7 @@ import yaml
 
 from tests.tiny_model import TINY
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "measure"))
 from lever_error import documents, main
 
 

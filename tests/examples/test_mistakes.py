@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
+EXAMPLES = Path(__file__).parents[2] / "examples" / "measure"
 
 
 @pytest.mark.parametrize("name", ["deterministic_cost.py", "fp8_kv_error.py", "lever_error.py"])

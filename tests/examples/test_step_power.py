@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "measure"))
 from step_power import Drawn, report
 
 PREFILL_S, PREFILL_WATTS = 0.5, 700.0

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "tiny_models"))
 from tiny_corpus import MAX_CHATS, MIN_COPIED_CHARS, Corpus, Document, Entry, read_corpus
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from tests.hang_guard import HANG_S
 
-SCRIPT = Path(__file__).parents[2] / "examples/train_tiny.py"
+SCRIPT = Path(__file__).parents[2] / "examples/tiny_models/train_tiny.py"
 
 
 @pytest.mark.slow

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-FILE = Path(__file__).parents[2] / "examples" / "vision_pictures.py"
+FILE = Path(__file__).parents[2] / "examples" / "tiny_models" / "vision_pictures.py"
 
 
 @pytest.fixture(scope="module")

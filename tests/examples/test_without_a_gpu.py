@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
+EXAMPLES = Path(__file__).parents[2] / "examples" / "measure"
 ATTENTION = [
     *("decode_attention_speed.py", "latent_attention_speed.py", "prefill_attention_speed.py"),
-    *("long_attention_speed.py", "tower_speed.py"),
+    *("long_attention_speed.py", "tower_speed.py", "unpadded_decode_speed.py"),
 ]
 HOPPER = ["mixed_graphs_speed.py"]
 ENGINES = ["cascade_speed.py", "graph_modes_speed.py", "image_step.py", "step_gaps.py", "step_power.py"]

@@ -86,6 +86,16 @@ def test_pieces_as_traced_give_one_gpus_tokens_in_float32(folder):
 
 @pytest.mark.parametrize("mode", MODES)
 def test_two_gpus_answer_as_near_to_float32_as_transformers_does_in_every_graph_mode(folder, mode):
+    assert_near_to_float32(folder, mode)
+
+
+def test_so_do_layers_with_a_state(tmp_path):
+    sizes = {"head_dim": 128, "hidden_size": 512, "max_position_embeddings": 2048}
+    save_tiny_model(tiny_config("qwen3_next", **sizes), tmp_path / "model")
+    assert_near_to_float32(tmp_path, "full_and_piecewise")
+
+
+def assert_near_to_float32(folder: Path, mode: str) -> None:
     with engine_of(folder, 2, mode, "inductor", "bfloat16") as engine:
         found = [answers(engine), answers(engine)]  # with hits of the prefix cache
         found += [answers(engine, [prompt]) for prompt in PROMPTS[:3]]  # while the other rank has nothing to do

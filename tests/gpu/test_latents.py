@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from pathlib import Path
 
@@ -124,13 +125,15 @@ def test_prompts_over_keys_and_values_are_those_of_float32_in_one_part_and_in_se
         visible = places <= places[len(keys) - len(queries) :, None]
         weights = logits.masked_fill(~visible, -math.inf).softmax(-1)
         want.append(torch.einsum("htk,khd->thd", weights, values))
-    for most_tokens, tolerance in ((total, 8e-3), (500, 8e-3), (130, 16e-3)):  # each part rounds the result once more
-        out = torch.full((len(q), heads, value), math.nan, **options)
-        log_sums = torch.full((len(q), heads), math.nan, device="cuda")
+    cases = ((total, 8e-3), (500, 8e-3), (130, 16e-3))  # each part rounds the result once more
+    for (most_tokens, tolerance), splits in itertools.product(cases, (1, 3)):
+        out = torch.full((len(q), heads, splits, value), math.nan, **options)
+        log_sums = torch.full((len(q), heads, splits), math.nan, device="cuda")
         for part in parts_of(first, new, before, most_tokens):
             keys = expanded[part.start : part.stop].clone(), gathered[part.start : part.stop].clone()
             torch.ops.mllm.expanded_prefill(q, *keys, torch.from_numpy(part.tiles).cuda(), out, log_sums, scale)
-        assert worst(out, torch.cat(want)) < tolerance, f"parts of {most_tokens} keys"
+        got = (out.float() * log_sums.softmax(-1).unsqueeze(-1)).sum(2)
+        assert worst(got, torch.cat(want)) < tolerance, f"parts of {most_tokens} keys, {splits} shares"
 
 
 def test_rows_without_keys_are_passed_over_and_others_are_the_same_bitwise_among_any():

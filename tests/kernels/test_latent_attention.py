@@ -41,7 +41,7 @@ def test_layers_with_their_up_projection_have_a_third_piece_whatever_its_weight_
     assert Program.from_json(json.loads(json.dumps(with_forms.to_json()))) == with_forms
     over_latents, expanded = pieces[1].signature, pieces[2].signature
     assert (over_latents["q"].shape, over_latents["out"].shape) == (("T", 16, 576), ("T", 16, 512))
-    assert (expanded["q"].shape, expanded["out"].shape) == (("T", 16, 192), ("T", 16, 128))
+    assert (expanded["q"].shape, expanded["out"].shape) == (("T", 16, 192), ("T", 16, "N", 128))
 
 
 @pytest.mark.parametrize(

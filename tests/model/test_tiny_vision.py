@@ -17,12 +17,12 @@ from mllm_compile.media.processor import DecodedItem, MediaProcessor
 from mllm_compile.text.tokenizer import load_tokenizer
 
 FOLDER = Path(mllm_compile.model.__file__).parent / "tiny_vision"
-EXAMPLES = Path(__file__).parents[2] / "examples"
+EXAMPLES = Path(__file__).parents[2] / "examples" / "tiny_models"
 
 
 @pytest.fixture(scope="module")
 def training():
-    """The modules of examples/ that have made it."""
+    """The modules of examples/tiny_models that have made it."""
     sys.path.insert(0, str(EXAMPLES))
     try:
         yield importlib.import_module("train_vision")
@@ -59,7 +59,9 @@ def test_it_was_trained_on_what_its_processor_gives(training):
 
 def test_the_picture_of_the_demo_has_three_red_circles(training):
     pytest.importorskip("PIL")
-    assert np.array_equal(decode((EXAMPLES / "shapes.png").read_bytes()), training.draw_picture(1_000_001_690).pixels)
+    assert np.array_equal(
+        decode((EXAMPLES.parent / "shapes.png").read_bytes()), training.draw_picture(1_000_001_690).pixels
+    )
     things = [(thing.colour, thing.what) for thing in training.draw_picture(1_000_001_690).things]
     assert things.count(("red", "circle")) == 3
 

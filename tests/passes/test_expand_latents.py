@@ -8,15 +8,20 @@ from dataclasses import replace
 import pytest
 import torch
 
+from mllm_compile.bench.limits.step_parts import WeightSize, step_parts
+from mllm_compile.compiler.program_builder import build_program, weight_shapes
 from mllm_compile.passes.absorb_latents import AbsorbLatents
 from mllm_compile.passes.base import ATTENTION_LAYERS, PassTarget
 from mllm_compile.passes.expand_latents import ExpandLatents
 from mllm_compile.passes.lower_attention import LowerAttention
 from mllm_compile.passes.match.nodes import is_call
-from mllm_compile.passes.pipeline import passes_left_out
+from mllm_compile.passes.pipeline import passes_left_out, run_passes
+from mllm_compile.runtime.program.spec import Program
 from tests.passes.support.graph_builder import apply, run, text
 from tests.passes.support.latent_layer import HEADS, NOPE, RANK, ROPE, VALUE
 from tests.passes.test_absorb_latents import attentions, model
+from tests.passes.test_every_pass import latents
+from tests.passes.test_pipeline import KERNEL_PASSES
 
 
 @pytest.mark.parametrize("how", ["scatter", "cat", "without rotation"])
@@ -46,6 +51,22 @@ def test_the_layer_has_the_weight_and_caches_latents_as_before():
     assert (layer.query_dim, layer.out_dim, layer.rotated_dim) == (NOPE + ROPE, VALUE, ROPE)
     assert (without.query_dim, without.out_dim) == (RANK + ROPE, RANK)
     torch.testing.assert_close(run(gm), run(absorbed), rtol=1e-5, atol=1e-5)
+
+
+def test_a_program_keeps_the_weight_and_a_step_reads_and_multiplies_as_much():
+    parts, names = [], []
+    for left_out in ({"expand_latents"}, set()):
+        gm, _ = run_passes(latents(), left_out=left_out | {*KERNEL_PASSES})
+        program = build_program(gm)
+        assert {layer.up_projection is None for layer in program.layers} == {bool(left_out)}
+        assert Program.from_json(program.to_json()) == program
+        weights = {name: WeightSize(shape, dtype.itemsize) for name, (shape, dtype) in weight_shapes(gm).items()}
+        parts.append(step_parts(program, weights, 2, 4, 8))
+        names.append(program.weights)
+    assert names[0] == names[1]
+    for what in ("weight_bytes", "kv_bytes", "flops"):
+        without, with_it = (sum(getattr(part, what) for part in found) for found in parts)
+        assert without == with_it, what
 
 
 def test_models_whose_keys_are_of_every_head_are_left_alone():

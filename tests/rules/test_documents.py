@@ -13,7 +13,10 @@ from mllm_compile import EngineConfig
 from mllm_compile.cli import make_app
 
 ROOT = Path(__file__).parents[2]
-DOCUMENTS = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
+DOCUMENTS = [
+    *sorted(ROOT.glob("*.md")),
+    *sorted(path for folder in ("docs", "examples") for path in (ROOT / folder).rglob("*.md")),
+]
 SOURCES = {
     path.name for folder in ("mllm_compile", "passes", "runtime", "tests") for path in (ROOT / folder).rglob("*")
 }
@@ -57,6 +60,17 @@ def test_python_files_that_are_named_exist(path):
     for name in re.findall(r"`([\w/]+\.py)`", path.read_text(encoding="utf-8")):
         example = name.rpartition("/")[2].removeprefix("test_").startswith("my_")
         assert example or name.rpartition("/")[2] in SOURCES or (ROOT / name).is_file(), name
+
+
+def test_examples_that_are_named_exist():
+    """Also in commands, comments and docstrings."""
+    sources = (
+        path for folder in ("mllm_compile", "passes", "runtime", "examples") for path in (ROOT / folder).rglob("*.py")
+    )
+    for path in [*DOCUMENTS, *sources, ROOT / "Makefile"]:
+        for name in re.findall(r"examples/[\w/]+\.py", path.read_text(encoding="utf-8")):
+            is_named = re.search(r"/(test|my)_", name) is None
+            assert not is_named or (ROOT / name).is_file(), f"{path} names {name}; is it in examples/measure?"
 
 
 def test_documents_that_messages_name_exist():

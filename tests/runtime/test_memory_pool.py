@@ -57,3 +57,12 @@ def test_bytes_per_page_is_what_the_pool_takes():
     pool = KVPool(3, 4, layers, torch.bfloat16, "cpu")
     total = sum(t.nbytes for i in range(2) for t in pool.get_pages(i))
     assert KVPool.bytes_per_page(4, layers, torch.bfloat16) * 3 == total
+
+
+def test_pages_that_follow_each_other_are_entered_by_a_copy():
+    by_copy, by_index = ReqToTokenPool(2, 12, "cpu"), ReqToTokenPool(2, 12, "cpu")
+    places, slots = torch.tensor([4, 5, 6]), torch.arange(12, dtype=torch.int32) + 100  # over the end of a row
+    by_copy.write_page_slots(places, slots, first_place=4)
+    by_index.write_page_slots(places, slots)
+    assert torch.equal(by_copy.req_to_token, by_index.req_to_token)
+    assert by_copy.req_to_token[1, 4:].tolist() == list(range(100, 108))

@@ -95,7 +95,8 @@ class PieceFacts:
 
 @dataclass(frozen=True, slots=True)
 class AttentionFacts:
-    """One attention, after a piece call: bytes of the KV cache it reads; of query, new keys and values, and output.
+    """One attention, after a piece call: bytes of the KV cache it reads; of query, new keys and values, and output, and
+    of the up-projection that attention over latents has.
 
     Attributes:
         what: attention, or state for a layer with one: kv_bytes are then of states, read and written.

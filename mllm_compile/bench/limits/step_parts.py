@@ -80,7 +80,9 @@ def step_parts(
     for index, step in enumerate(program.steps):
         if isinstance(step, AttentionStep):
             kv_bytes = batch * _seen_tokens(layers[step.layer], context) * _kv_values(layers[step.layer]) * kv_itemsize
-            parts.append(StepPart(index, None, seen, 0, kv_bytes, 0))
+            up = weights.get(layers[step.layer].up_projection or "")  # of latents, whose attention has its products
+            up_bytes, flops = (0, 0) if up is None else (up.num_bytes, 2 * batch * math.prod(up.shape))
+            parts.append(StepPart(index, None, seen, up_bytes, kv_bytes, flops))
             seen += 1
         elif isinstance(step, StateStep):
             layer = states[step.layer]

@@ -64,7 +64,7 @@ def _url_of(process: ProcessGroup) -> str:
         if found:
             threading.Thread(target=_pass_on, args=(process,), daemon=True).start()
             return found[1]
-        said.append(line.strip())
+        said.append(line.strip().removeprefix("mllm-compile: error: "))
     raise BenchmarkError(f"the server does not start: {' '.join(said)[-400:]}")
 
 

@@ -222,9 +222,10 @@ class _PieceRecorder:
         kv_heads, width, v_width = layer.cache_shape
         per_token = kv_heads * (width + v_width) * itemsize
         query_and_out = layer.num_heads * (layer.query_dim + layer.out_dim) * itemsize
+        up_bytes = 0 if layer.up_projection is None else self._weights[layer.up_projection].nbytes
         return AttentionFacts(
             after_piece=after_piece,
             name=layer_name,
             kv_bytes=batch * seen * per_token,
-            new_bytes=batch * (per_token + query_and_out),
+            new_bytes=batch * (per_token + query_and_out) + up_bytes,
         )

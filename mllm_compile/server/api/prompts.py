@@ -47,7 +47,7 @@ def prompt_items(prompt: Any) -> list[str | list[int]]:
     if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int):
         items = prompt
     if prompt is None:
-        raise bad_request("prompt is missing; expected a text, a list of token ids, or a list of either")
+        raise bad_request("prompt: it is missing; expected a text, a list of token ids, or a list of either")
     if not all(isinstance(item, (str, list)) for item in items):
         raise bad_request(f"prompt: expected a text, a list of token ids, or a list of either, got {brief(prompt)}")
     if len(items) > MOST_COMPLETIONS:

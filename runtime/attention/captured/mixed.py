@@ -82,7 +82,7 @@ class MixedSteps:
             [group.plan(rows) for group in self._decodes],
             [group.capture(num_tokens, self._space.page_table[:num_rows]) for group in self._prefills],
         )
-        nothing = torch.zeros(num_rows + 1, dtype=torch.int32)
+        nothing = np.zeros(num_rows + 1, dtype=np.int32)
         for prefill in step.prefills:
             prefill.plan(nothing, nothing[1:])
         self._steps[num_tokens] = step
@@ -117,7 +117,7 @@ class MixedSteps:
         num_keys = np.zeros(step.num_rows, dtype=np.int32)
         num_keys[num_decodes : batch.num_reqs] = batch.seq_lens_cpu.numpy()[num_decodes:]
         for prefill in step.prefills:
-            prefill.plan(torch.from_numpy(starts), torch.from_numpy(num_keys))
+            prefill.plan(starts, num_keys)
         return step
 
     def _set_decode_lens(self, seq_lens: torch.Tensor) -> None:

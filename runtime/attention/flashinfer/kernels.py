@@ -28,7 +28,7 @@ _MOST_LOST_US = 20.0
 # Bytes of the same pages that decodes read in a µs, mostly out of the GPU's L2 cache; likewise.
 _SAME_BYTES_PER_US = 8.5e6
 # µs that the three kernels of a captured cascade take longer in a layer than the one that they stand for: 13 to 20 on
-# an H100 (examples/cascade_speed.py).
+# an H100 (examples/measure/cascade_speed.py).
 _CAPTURED_CASCADE_US = 20.0
 # µs that a step with another cascade takes longer because it is not captured whole and plans attention, in all and for
 # each layer.
@@ -103,9 +103,9 @@ def plan_groups(layers: Iterable[AttentionLayer]) -> list[PlanGroup]:
 def should_use_tensor_core(kv_cache_dtype: torch.dtype, num_attention_heads: int, num_kv_heads: int) -> bool:
     """True if decode runs on tensor cores: always for an fp8 cache, for fp16 and bf16 from 4 query heads a KV head.
 
-    Measured on an H200 (`examples/decode_attention_speed.py`): with 4 query heads a KV head CUDA cores take up to
-    twice as long, with 2 as long. (The CUDA-core kernel exists for groups of 1, 2, 3, 4, 6 and 8; below 4 that leaves
-    no hole.)
+    Measured on an H200 (`examples/measure/decode_attention_speed.py`): with 4 query heads a KV head CUDA cores take up
+    to twice as long, with 2 as long. (The CUDA-core kernel exists for groups of 1, 2, 3, 4, 6 and 8; below 4 that
+    leaves no hole.)
     """
     if kv_cache_dtype in _FP8_DTYPES:
         return True
@@ -232,9 +232,14 @@ def prefill_capture_obstacle(
             f"prompts are captured with FlashInfer's {CAPTURED_PREFILL.name} alone, which needs a Hopper GPU and "
             "serves no layers with a window or soft cap and no fp8 cache"
         )
-    if flashinfer_version.partition(".post")[0] != _CAPTURED_VERSION:
+    if not knows_plan(flashinfer_version):
         return f"prompts are captured with FlashInfer {_CAPTURED_VERSION} alone, and {flashinfer_version} is installed"
     return None
+
+
+def knows_plan(flashinfer_version: str) -> bool:
+    """True if it is known of this FlashInfer what fa3 reads of a plan."""
+    return flashinfer_version.partition(".post")[0] == _CAPTURED_VERSION
 
 
 def runs_well_captured(

@@ -26,8 +26,10 @@ from mllm_compile.runtime.attention.flashinfer.kernels import (
 )
 from mllm_compile.runtime.attention.flashinfer.parts import DividedPrefill, pages_in_parts
 from mllm_compile.runtime.attention.flashinfer.plan import PagedView, PlanSpace
+from mllm_compile.runtime.attention.flashinfer.work_list import WorkList
 from mllm_compile.runtime.attention.split.prefill_tiles import list_tiles
 from mllm_compile.runtime.attention.split.split_decode import DecodePiece, SplitDecodeSpace
+from mllm_compile.runtime.cuda.driver import copy_pinned
 from mllm_compile.runtime.device.upload import upload
 
 # (flashinfer's kernel, whether it reads new keys and values and no pages, further arguments by name) → a new wrapper
@@ -64,6 +66,7 @@ class CapturedPrefill:
         page_starts: torch.Tensor,
         heads: tuple[int, int, int],
         page_size: int,
+        num_sms: int,
     ) -> None:
         """
         Args:
@@ -79,31 +82,41 @@ class CapturedPrefill:
         self._num_heads, self._num_kv_heads, self._head_dim = heads
         self._page_size = page_size
         self._layout = list(wrapper._plan_info)
+        shares_schedule = bool(self._layout[-1])  # among heads: then the list is made otherwise
+        num_heads, _, head_dim = heads
+        self._works = None if shares_schedule else WorkList(self._layout, num_heads, head_dim, num_sms)
 
     def run(self, q: torch.Tensor, pages: tuple[torch.Tensor, torch.Tensor], out: torch.Tensor, **options: Any) -> Any:
         """q, out: [T, H, D]; pages: k and v, [pages, page_size, Hk, D]; and as the wrapper's own."""
         return self._wrapper.run(q, pages, out=out, **options)
 
-    def plan(self, starts: torch.Tensor, num_keys: torch.Tensor) -> None:
-        """Calls the kernel's own plan: the wrapper's takes a millisecond for 256 rows, and the kernel reads none of it.
+    def plan(self, starts: np.ndarray, num_keys: np.ndarray) -> None:
+        """Makes the list of work, or calls the kernel's own plan: the wrapper's takes a millisecond for 256 rows, and
+        the kernel reads none of it.
 
         Args:
-            starts: [R + 1] int32: the first token of each row; num_keys: [R] int32. On the host.
+            starts: [R + 1] int32: the first token of each row; num_keys: [R] int32.
 
         Raises:
             RuntimeError: the plan lies elsewhere than the captured kernel reads it.
         """
         wrapper = self._wrapper
         with self._space.planning(wrapper):
+            if self._works is not None:
+                pinned = wrapper._pin_memory_int_workspace_buffer
+                memory, pages = pinned.view(torch.int32).numpy(), self._page_starts.numpy()
+                if num_bytes := self._works.write(memory, starts, pages, num_keys):
+                    copy_pinned(pinned, wrapper._int_workspace_buffer, num_bytes)
+                    return
             layout = wrapper._cached_module.plan(
                 wrapper._float_workspace_buffer,
                 wrapper._int_workspace_buffer,
                 wrapper._pin_memory_int_workspace_buffer,
-                starts,
+                torch.from_numpy(starts),
                 self._page_starts,
-                num_keys,
+                torch.from_numpy(num_keys),
                 self._num_tokens,
-                num_keys.shape[0],
+                num_keys.size,
                 self._num_heads,
                 self._num_kv_heads,
                 self._page_size,
@@ -182,12 +195,14 @@ class GroupPrefill:
         device: torch.device,
         copies: CopySpace | None = None,
         merge: Callable[..., None] | None = None,
+        knows_plan: bool = False,
     ) -> None:
         """
         Args:
             options: plan()'s keyword arguments.
             copies: where keys and values may be copied to; None: they never are.
             merge: flashinfer.merge_state_in_place; None: what lies before a chunk is never divided.
+            knows_plan: fa3's lists of work may be written here (work_list.py).
         """
         self._make_wrapper = make_wrapper
         self._group = group
@@ -208,6 +223,10 @@ class GroupPrefill:
         self._parts_space: PlanSpace | None = None  # beside the other: both are read in one step
         self._parts_wrappers: dict[bool, Any] = {}  # by whether they read keys in a row
         self._wrappers: dict[tuple[str, bool], Any] = {}
+        self._works = None
+        if knows_plan and self._is_hopper:
+            self._works = WorkList.short(group.num_heads, group.head_dim, self._num_sms)
+        self._planned: set[int] = set()  # wrappers that have a list alone to be given: those planned once
 
     def load(self) -> None:
         """Plan one token of one page with each kernel, so that no request waits for one to be loaded or compiled."""
@@ -270,11 +289,15 @@ class GroupPrefill:
         one = torch.ones(num_rows, dtype=torch.int32)
         with self._space.planning(wrapper):
             wrapper.plan(starts, pages, ids[:0], one, *self._heads, self._page_size, causal=True, **self._options)
-        return CapturedPrefill(wrapper, self._space, num_tokens, pages, self._heads, self._page_size)
+        heads, sms = self._heads, self._num_sms
+        return CapturedPrefill(wrapper, self._space, num_tokens, pages, heads, self._page_size, sms)
 
     def _plan(self, kernel: PrefillKernel, prefills: PrefillRows) -> Any:
         wrapper = self._wrapper(kernel.name, prefills.use_ragged)
         starts, options = prefills.qo_indptr_cpu, self._options | {"disable_split_kv": not kernel.splits}
+        if prefills.use_ragged and kernel.name == CAPTURED_PREFILL.name:
+            self._plan_in_a_row(self._space, wrapper, starts, starts)
+            return wrapper
         with self._space.planning(wrapper):
             if prefills.use_ragged:
                 wrapper.plan(starts, starts, *self._heads, causal=prefills.causal, **options)
@@ -296,9 +319,7 @@ class GroupPrefill:
     def _plan_row(self, kernel: PrefillKernel, prefills: PrefillRows, first_slot: int) -> RowPrefill:
         wrapper, starts = self._wrapper(kernel.name, True), prefills.qo_indptr_cpu
         num_keys = int(prefills.prefix_lens[0] + prefills.query_lens[0])
-        key_starts = torch.tensor([0, num_keys], dtype=torch.int32)
-        with self._space.planning(wrapper):
-            wrapper.plan(starts, key_starts, *self._heads, causal=True, **self._options)
+        self._plan_in_a_row(self._space, wrapper, starts, torch.tensor([0, num_keys], dtype=torch.int32))
         return RowPrefill(wrapper, first_slot, num_keys)
 
     def _plan_copied(
@@ -307,14 +328,12 @@ class GroupPrefill:
         wrapper, starts = self._wrapper(kernel.name, True), prefills.qo_indptr_cpu
         ends = np.cumsum(prefills.prefix_lens + prefills.query_lens, dtype=np.int32)
         key_starts = torch.from_numpy(np.concatenate((np.zeros(1, np.int32), ends)))
-        with self._space.planning(wrapper):
-            wrapper.plan(starts, key_starts, *self._heads, causal=True, **self._options)
+        self._plan_in_a_row(self._space, wrapper, starts, key_starts)
         return CopiedPrefill(wrapper, copies, slots)
 
     def _plan_divided(self, merge: Callable[..., None], kernel: PrefillKernel, prefills: PrefillRows) -> DividedPrefill:
         own, starts = self._wrapper(kernel.name, True), prefills.qo_indptr_cpu
-        with self._space.planning(own):
-            own.plan(starts, starts, *self._heads, causal=True, **self._options)
+        self._plan_in_a_row(self._space, own, starts, starts)
         if self._parts_space is None:
             self._parts_space = PlanSpace(self._device)
         if kernel.in_a_row not in self._parts_wrappers:
@@ -323,11 +342,11 @@ class GroupPrefill:
         before, parts = self._parts_wrappers[kernel.in_a_row], kernel.parts
         new, num_before = int(prefills.query_lens[0]), int(prefills.prefix_lens[0])
         part_starts = torch.arange(parts + 1, dtype=torch.int32) * new
+        if kernel.in_a_row and prefills.first_slot is not None:
+            bounds = torch.tensor([num_before * part // parts for part in range(parts + 1)], dtype=torch.int32)
+            self._plan_in_a_row(self._parts_space, before, part_starts, bounds, causal=False)
+            return DividedPrefill(RowPrefill(before, prefills.first_slot, num_before), own, merge, parts)
         with self._parts_space.planning(before):
-            if kernel.in_a_row and prefills.first_slot is not None:
-                bounds = torch.tensor([num_before * part // parts for part in range(parts + 1)], dtype=torch.int32)
-                before.plan(part_starts, bounds, *self._heads, causal=False, **self._options)
-                return DividedPrefill(RowPrefill(before, prefills.first_slot, num_before), own, merge, parts)
             view = pages_in_parts(prefills.pages_of(-1), num_before, self._page_size, parts)
             pages = view.indptr_cpu, view.indices, view.last_page_len_cpu
             before.plan(
@@ -340,6 +359,25 @@ class GroupPrefill:
                 **self._options,
             )
         return DividedPrefill(before, own, merge, parts)
+
+    def _plan_in_a_row(
+        self, space: PlanSpace, wrapper: Any, starts: torch.Tensor, key_starts: torch.Tensor, causal: bool = True
+    ) -> None:
+        """Plan a wrapper of fa3 over keys in a row; with the same `causal` always.
+
+        Args:
+            starts, key_starts: [R + 1] int32: where each request's queries and keys start, on the host.
+        """
+        with space.planning(wrapper):
+            if self._works is not None and id(wrapper) in self._planned:
+                pinned, bounds = wrapper._pin_memory_int_workspace_buffer, key_starts.numpy()
+                memory = pinned.view(torch.int32).numpy()
+                if num_bytes := self._works.write(memory, starts.numpy(), bounds, bounds[1:] - bounds[:-1]):
+                    copy_pinned(pinned, wrapper._int_workspace_buffer, num_bytes)
+                    wrapper._plan_info, wrapper._qo_indptr_last = self._works.layout, int(starts[-1])
+                    return
+            wrapper.plan(starts, key_starts, *self._heads, causal=causal, **self._options)
+            self._planned.add(id(wrapper))
 
     def _wrapper(self, kernel: str, use_ragged: bool) -> Any:
         key = (kernel, use_ragged)

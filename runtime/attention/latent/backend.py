@@ -14,14 +14,14 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 import torch
 
 from mllm_compile.runtime.attention.base import AttentionBackend, AttentionInputs
 from mllm_compile.runtime.attention.captured.decodes import check_capturable
-from mllm_compile.runtime.attention.flashinfer.library import copy_space
-from mllm_compile.runtime.attention.latent.choice import Choice, Widths, faster_on_gpu
+from mllm_compile.runtime.attention.latent.choice import NUM_BLOCKS, Choice, Widths, faster_on_gpu
 from mllm_compile.runtime.attention.latent.expanded import ExpandedPrompts
 from mllm_compile.runtime.attention.latent.expansion import MOST_EXPANDED_BYTES
 from mllm_compile.runtime.attention.latent.products import absorb, apply_to_sums
@@ -36,6 +36,7 @@ from mllm_compile.runtime.errors import ConfigError, UnsupportedModelError
 from mllm_compile.runtime.forward_batch import ForwardBatch, ForwardMode
 
 _ALIGNMENT = 64  # numbers
+_ROOMS = 16  # views of a space that are kept
 
 
 @dataclass(frozen=True)
@@ -89,7 +90,6 @@ class LatentAttnBackend(AttentionBackend):
         dtype: torch.dtype,
         choice: Choice = faster_on_gpu,
         most_expanded_bytes: int = MOST_EXPANDED_BYTES,
-        part: int = 0,
     ) -> None:
         """
         Args:
@@ -100,12 +100,12 @@ class LatentAttnBackend(AttentionBackend):
             dtype: the type of queries and cache.
             choice: of the prompts that are expanded, where layers have their up-projection.
             most_expanded_bytes: of keys and values that are made of latents at once, and these.
-            part: which part of steps it serves, where parts run beside each other.
 
         Raises:
             UnsupportedModelError: a layer has no kernels.
         """
-        without = next((layer.name for layer in layers if layer.name not in pieces), None)
+        lacks = (layer.name for layer in layers if not _has_kernels(layer, pieces.get(layer.name)))
+        without = next(lacks, None)
         if without is not None:
             raise UnsupportedModelError(
                 f"attention layer {without} is over latents, and the runtime has no kernels for it. Compile the model "
@@ -115,9 +115,10 @@ class LatentAttnBackend(AttentionBackend):
         self._table = PageTable(req_to_token, max_requests, page_size)
         kinds = {_kind(layer): layer for layer in layers}
         self._scratch = {kind: _Scratch(layer, max_requests, req_to_token.device) for kind, layer in kinds.items()}
-        self._widths = {Widths.of(layer): layer for layer in layers}
+        self._widths = {layer.name: Widths.of(layer) for layer in layers}
+        self._kinds = {Widths.of(layer): layer for layer in layers}
         self._choice = choice
-        self._space = _Space(layers, req_to_token, max_requests, dtype, most_expanded_bytes, part)
+        self._space = _Space(layers, req_to_token, max_requests, dtype, most_expanded_bytes)
         self._captured: dict[int, torch.Tensor] = {}  # rows → the lengths that the captured kernels read
         self._plan: _Plan | None = None
         self._load_kernels(layers, page_size, dtype)
@@ -132,7 +133,7 @@ class LatentAttnBackend(AttentionBackend):
             for fields in ((0, 0, 1, 0), (0, 1, 0, 1, 1, 0, 0, 0))
         )
         nothing = ExpandedPrompts(np.arange(1), 1, ((tiles[0, :1], expanded_tiles),))
-        plan = _Plan(1, one, dict.fromkeys(self._widths, _Prompts(nothing, tiles)))
+        plan = _Plan(1, one, dict.fromkeys(self._kinds, _Prompts(nothing, tiles)))
         for layer in {id(self._pieces[layer.name]): layer for layer in layers}.values():
             q = torch.zeros(1, layer.num_heads, layer.query_dim, dtype=dtype, device=device)
             latents = q.new_zeros(page_size, 1, layer.head_dim)
@@ -146,15 +147,16 @@ class LatentAttnBackend(AttentionBackend):
         self._table.list(batch.req_pool_indices[: common.num_reqs])
         prompts = {}
         if num_prefills:
-            prompts = {widths: self._prompts(common, num_decodes, layer) for widths, layer in self._widths.items()}
+            prompts = {widths: self._prompts(common, num_decodes, layer) for widths, layer in self._kinds.items()}
         self._plan = _Plan(num_decodes, batch.seq_lens[: common.num_reqs], prompts)
 
     def _prompts(self, common: CommonAttentionMetadata, num_decodes: int, layer: AttentionLayer) -> _Prompts:
         if layer.up_projection is None:
             expanded = ExpandedPrompts(np.arange(num_decodes, common.num_reqs), common.num_actual_tokens)
         else:
-            most = self._space.most_tokens(layer), self._space.most_rows(layer)
-            expanded = ExpandedPrompts.plan(common, num_decodes, Widths.of(layer), self._choice, *most)
+            widths = self._widths[layer.name]
+            most = self._space.most_tokens(widths), self._space.most_rows(widths)
+            expanded = ExpandedPrompts.plan(common, num_decodes, widths, self._choice, *most, NUM_BLOCKS)
         if not len(expanded.others):
             return _Prompts(expanded, None)
         tiles = _prefill_tiles(common, expanded.others, layer.num_heads)
@@ -174,19 +176,20 @@ class LatentAttnBackend(AttentionBackend):
     def _attend(
         self, plan: _Plan, layer: AttentionLayer, q: torch.Tensor, latents: torch.Tensor, out: torch.Tensor
     ) -> None:
-        prompts = plan.prompts.get(Widths.of(layer))
+        widths = self._widths[layer.name]
+        prompts = plan.prompts.get(widths)
         if layer.up_projection is None:
             self._over_latents(plan, prompts, layer, q, latents, out)
             return
         num_rows = plan.num_decodes if prompts is None else prompts.expanded.num_other_rows
         if num_rows:  # of prompts that are expanded some rows may be among them: what they get is written over below
-            queries, sums = self._space.room_over_latents(layer, num_rows)
+            queries, sums = self._space.room_over_latents(widths, num_rows)
             absorb(q[:num_rows], layer, queries)
             self._over_latents(plan, prompts, layer, queries, latents, sums)
             apply_to_sums(sums, layer, out[:num_rows])
         piece = self._pieces[layer.name].expanded
         if prompts is not None and piece is not None:
-            prompts.expanded.run(q, latents, layer, out, piece, self._space.room)
+            prompts.expanded.run(q, latents, layer, out, piece, partial(self._space.room, widths))
 
     def _over_latents(
         self,
@@ -259,6 +262,10 @@ class LatentAttnBackend(AttentionBackend):
         return "prompts over latents are given a list of their tiles by the host"
 
 
+def _has_kernels(layer: AttentionLayer, pieces: LatentPieces | None) -> bool:
+    return pieces is not None and (layer.up_projection is None or pieces.expanded is not None)
+
+
 def _kind(layer: AttentionLayer) -> tuple[int, int]:
     """(H, C): layers of one kind share scratch."""
     return layer.num_heads, layer.v_head_dim
@@ -299,42 +306,44 @@ class _Space:
         max_requests: int,
         dtype: torch.dtype,
         most_bytes: int,
-        part: int,
     ) -> None:
         kinds = {Widths.of(layer) for layer in layers if layer.up_projection is not None}
         # Whatever most_bytes says, a step of decodes has room.
         numbers = max((max_requests * widths.numbers_of_a_row for widths in kinds), default=0)
         wanted = max((req_to_token.numel() * widths.numbers_of_a_token for widths in kinds), default=0)
         numbers = max(numbers, min(wanted, most_bytes // dtype.itemsize))
-        self.num_bytes = (numbers + _ALIGNMENT) * dtype.itemsize if kinds else 0
-        self._bytes = copy_space(req_to_token.device, self.num_bytes, part)  # shared with others as long as it is kept
-        self._memory = self._bytes.view(dtype)
+        # A backend's own: another's launches may come between two of its.
+        self._memory = torch.zeros(numbers + _ALIGNMENT if kinds else 0, dtype=dtype, device=req_to_token.device)
+        self._rooms: dict[tuple[tuple[int, ...], ...], tuple[torch.Tensor, torch.Tensor]] = {}
 
-    def most_tokens(self, layer: AttentionLayer) -> int:
+    def most_tokens(self, widths: Widths) -> int:
         """Tokens of a part, at least one."""
-        return max(1, (self._memory.numel() - _ALIGNMENT) // Widths.of(layer).numbers_of_a_token)
+        return max(1, (self._memory.numel() - _ALIGNMENT) // widths.numbers_of_a_token)
 
-    def most_rows(self, layer: AttentionLayer) -> int:
+    def most_rows(self, widths: Widths) -> int:
         """New tokens that attend over latents."""
-        return (self._memory.numel() - _ALIGNMENT) // Widths.of(layer).numbers_of_a_row
+        return (self._memory.numel() - _ALIGNMENT) // widths.numbers_of_a_row
 
-    def room(self, layer: AttentionLayer, num_keys: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def room(self, widths: Widths, num_keys: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Room for latents [K, W], and for keys and values [K, H, n + v], until the next call."""
-        widths = Widths.of(layer)
         of_keys_and_values = num_keys, widths.num_heads, widths.key + widths.value
-        return self._two((num_keys, layer.head_dim), of_keys_and_values)
+        return self._two((num_keys, widths.cached), of_keys_and_values)
 
-    def room_over_latents(self, layer: AttentionLayer, num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def room_over_latents(self, widths: Widths, num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Room for queries [T, H, D] and for their sums of latents [T, H, C], likewise."""
-        of_heads = num_rows, layer.num_heads
-        return self._two((*of_heads, layer.head_dim), (*of_heads, layer.v_head_dim))
+        of_heads = num_rows, widths.num_heads
+        return self._two((*of_heads, widths.cached), (*of_heads, widths.rank))
 
-    def _two(self, first: tuple[int, ...], second: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
-        start = -(-math.prod(first) // _ALIGNMENT) * _ALIGNMENT
-        return (
-            self._memory[: math.prod(first)].view(first),
-            self._memory[start : start + math.prod(second)].view(second),
-        )
+    def _two(self, *shapes: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Two tensors, one behind the other; kept, as every layer of a step asks for the same."""
+        if shapes not in self._rooms:
+            if len(self._rooms) == _ROOMS:
+                self._rooms.clear()
+            first, second = map(math.prod, shapes)
+            start = -(-first // _ALIGNMENT) * _ALIGNMENT
+            parts = self._memory[:first], self._memory[start : start + second]
+            self._rooms[shapes] = parts[0].view(shapes[0]), parts[1].view(shapes[1])
+        return self._rooms[shapes]
 
 
 def _prefill_tiles(common: CommonAttentionMetadata, requests: np.ndarray, num_heads: int) -> np.ndarray:

@@ -15,14 +15,14 @@ import numpy as np
 from mllm_compile.runtime.attention.latent.tiles import EXPANDED_ROWS, PREFILL_TILE
 from mllm_compile.runtime.attention.layer import LayerSpec
 
-# In µs, of an H200 and DeepSeek's widths (`python examples/latent_attention_speed.py --forms`, torch 2.11): what a key
-# takes a block that has a multiprocessor to itself, over latents and over keys and values; and the launches that either
-# way begins with. And multiplications of a large product in a µs.
+# In µs, of an H200 and DeepSeek's widths (`python examples/measure/latent_attention_speed.py --forms`, torch 2.11):
+# what a key takes a block that has a multiprocessor to itself, over latents and over keys and values; and the launches
+# that either way begins with. And multiplications of a large product in a µs.
 _KEY_OVER_LATENTS, _KEY_EXPANDED = 0.091, 0.0228
 _LATENT_WIDTHS, _EXPANDED_WIDTHS = 576 + 512, 192 + 128
 _BEGIN = 20.0
 _MULTIPLICATIONS = 325e6
-_BLOCKS = 132  # at once
+NUM_BLOCKS = 132  # at once
 
 
 @dataclass(frozen=True)
@@ -45,9 +45,14 @@ class Widths:
         return cls(layer.num_heads, layer.up_key_dim, layer.rotated_dim, layer.up_value_dim, layer.v_head_dim)
 
     @property
+    def cached(self) -> int:
+        """The width of what is cached of a token."""
+        return self.rank + self.rotated
+
+    @property
     def numbers_of_a_token(self) -> int:
         """Numbers that a token takes whose keys and values are made: these, and the latent that they are made of."""
-        return self.num_heads * (self.key + self.value) + self.rank + self.rotated
+        return self.num_heads * (self.key + self.value) + self.cached
 
     @property
     def numbers_of_a_row(self) -> int:
@@ -127,9 +132,9 @@ class _Load:
         expanded = _KEY_EXPANDED * (widths.key + widths.rotated + widths.value) / _EXPANDED_WIDTHS
         rows = np.ceil(new / EXPANDED_ROWS)
         return cls(
-            of_latents * new * heads / PREFILL_TILE.rows * (before + new / 2) / _BLOCKS
+            of_latents * new * heads / PREFILL_TILE.rows * (before + new / 2) / NUM_BLOCKS
             + new * widths.up / _MULTIPLICATIONS,
-            expanded * rows * heads * (before + (new + EXPANDED_ROWS) / 2) / _BLOCKS
+            expanded * rows * heads * (before + (new + EXPANDED_ROWS) / 2) / NUM_BLOCKS
             + (before + new) * widths.up / _MULTIPLICATIONS,
             of_latents * (before + new),
             expanded * (before + new),

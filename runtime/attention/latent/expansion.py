@@ -14,6 +14,9 @@ from mllm_compile.runtime.attention.latent.tiles import EXPANDED_ROWS, TILE_FIEL
 # Memory for the keys and values of a part: with 16 heads of DeepSeek's widths 28,000 tokens, with 128 4,000.
 MOST_EXPANDED_BYTES = 256 << 20
 
+_FEWEST_SHARED_KEYS, _FEWEST_KEYS_OF_A_SHARE = 2048, 512  # results of shares are added up, by four launches
+_MOST_SHARES = 8
+
 
 @dataclass(frozen=True)
 class Part:
@@ -62,3 +65,16 @@ def _part(
     tiles[:, : len(fields)] = np.stack(fields, axis=1)
     longest_first = np.argsort(-np.minimum(seen + rows, num_keys), kind="stable")
     return Part(start, stop, tiles[longest_first])
+
+
+def num_splits_of(parts: list[Part], num_heads: int, num_blocks: int) -> int:
+    """Blocks that share the keys of a tile where these parts leave most of the device idle.
+
+    Args:
+        num_blocks: that the device runs at once.
+    """
+    longest = max(part.stop - part.start for part in parts)
+    if longest < _FEWEST_SHARED_KEYS:
+        return 1
+    idle = num_blocks // (num_heads * max(len(part.tiles) for part in parts))
+    return max(1, min(idle, _MOST_SHARES, longest // _FEWEST_KEYS_OF_A_SHARE))

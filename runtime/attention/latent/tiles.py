@@ -27,8 +27,9 @@ PREFILL_TILE = _TILES[-1]
 # Of attention over keys and values made of latents: rows are tokens of a prompt, of one head.
 EXPANDED_ROWS = 128
 TILE_FIELDS = 8  # int32 numbers of each, two of them unused: they lie at multiples of 16 bytes
-_EXPANDED_TILES = (Tile(EXPANDED_ROWS, 64, 8, 3), Tile(EXPANDED_ROWS, 64, 8, 2))
-_WIDE = 320  # numbers of a key and a value, beyond which a tile has room for fewer of them
+_EXPANDED_TILE = Tile(EXPANDED_ROWS, 64, 8, 3)
+_WIDE = 320  # numbers of a key and a value, beyond which there is room for fewer
+_WIDE_TILE, _WIDE_TILE_BEFORE_HOPPER = Tile(EXPANDED_ROWS, 64, 8, 2), Tile(EXPANDED_ROWS, 32, 8, 2)
 
 
 def decode_tile(num_heads: int) -> Tile:
@@ -36,9 +37,12 @@ def decode_tile(num_heads: int) -> Tile:
     return next((tile for tile in _TILES if num_heads <= tile.rows), _TILES[-1])
 
 
-def expanded_tile(width: int, value_width: int) -> Tile:
-    """The tile of attention over keys of `width` and values of `value_width`, as they lie in shared memory."""
-    return _EXPANDED_TILES[width + value_width > _WIDE]
+def expanded_tile(width: int, value_width: int, is_hopper: bool = True) -> Tile:
+    """The tile of attention over keys of `width` and values of `value_width`, as they lie in shared memory, of which
+    GPUs from Hopper on have most."""
+    if width + value_width <= _WIDE:
+        return _EXPANDED_TILE
+    return _WIDE_TILE if is_hopper else _WIDE_TILE_BEFORE_HOPPER
 
 
 def num_decode_tiles(num_heads: int) -> int:

@@ -1,10 +1,11 @@
 """Attention of prompts over keys and values that were made of latents: one product's rows, in a row for each token.
 
-A block has some tokens of one head of one prompt, and the keys that these see of the part at hand. The rotated part of
-keys, which all heads share, is read where the latents are. What a block finds of an earlier part it adds to.
+A block has some tokens of one head of one prompt, and the keys that these see of the part at hand, or a share of them.
+The rotated part of keys, which all heads share, is read where the latents are. What a block finds of an earlier part it
+adds to.
 
-Shape legend: T tokens, K keys of a part, N tiles, H query heads, Q width of queries, V of values, W of latents with the
-rotated part R beside them; Q - R columns of a key are a head's own.
+Shape legend: T tokens, K keys of a part, N tiles, S blocks that share a tile's keys, H query heads, Q width of queries,
+V of values, W of latents with the rotated part R beside them; Q - R columns of a key are a head's own.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from mllm_compile.runtime.ops.dependent_launch import start_dependents, starts_e
 
 _MIN_DOT_WIDTH = 16  # of tl.dot
 _LOG2_E = math.log2(math.e)
+_LEAST = -1e30  # a logit that weighs nothing; infinite ones have no differences
 
 
 @triton.jit
@@ -105,6 +107,7 @@ def _expanded_kernel(
     tiles_ptr,
     out_ptr,
     log_sums_ptr,
+    num_splits,
     SCALE: tl.constexpr,
     H: tl.constexpr,
     OWN: tl.constexpr,
@@ -118,13 +121,16 @@ def _expanded_kernel(
     KEYS: tl.constexpr,
     STAGES: tl.constexpr,
     FIELDS: tl.constexpr,
+    LEAST: tl.constexpr,
+    LN_2: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """Program (tile, head): blocks of one head are next to each other, as they read the same keys."""
+    """Program (tile, head, share): blocks of one head are next to each other, as they read the same keys."""
     if EARLY:
         wait_for_prerequisites()
         start_dependents()
     head = tl.program_id(1)
+    split = tl.program_id(2)
     tile_ptr = tiles_ptr + tl.program_id(0) * FIELDS
     first_token = tl.load(tile_ptr)
     num_rows = tl.load(tile_ptr + 1)
@@ -142,11 +148,15 @@ def _expanded_kernel(
     q = tl.load(q_ptrs + own[None, :], mask=is_row[:, None] & (own < OWN)[None, :], other=0.0)
     q_rest = tl.load(q_ptrs + OWN + rest[None, :], mask=is_row[:, None] & (rest < R)[None, :], other=0.0)
     limits = tl.minimum(seen + rows, num_keys)
-    end = tl.minimum(seen + num_rows - 1, num_keys)
-    all_see = tl.minimum(seen, num_keys) // KEYS * KEYS
+    last = tl.minimum(seen + num_rows - 1, num_keys)
+    share = tl.cdiv(tl.cdiv(last, num_splits), KEYS) * KEYS
+    start = tl.minimum(split * share, last)
+    end = tl.minimum(start + share, last)
+    # Keys before it all rows see.
+    middle = tl.minimum(tl.maximum(tl.minimum(seen, num_keys) // KEYS * KEYS, start), end)
     own_ptr = expanded_ptr + first_key * (H * (OWN + V)) + head * (OWN + V)
     rest_ptr = gathered_ptr + first_key * W + (W - R)
-    top = tl.full((ROWS,), float("-inf"), tl.float32)
+    top = tl.full((ROWS,), LEAST, tl.float32)
     total = tl.zeros((ROWS,), tl.float32)
     acc = tl.zeros((ROWS, PADDED_V), tl.float32)
     top, total, acc = _attend(
@@ -158,8 +168,8 @@ def _expanded_kernel(
         own_ptr,
         rest_ptr,
         limits,
-        0,
-        all_see,
+        start,
+        middle,
         num_keys,
         SCALE,
         H * (OWN + V),
@@ -183,7 +193,7 @@ def _expanded_kernel(
         own_ptr,
         rest_ptr,
         limits,
-        all_see,
+        middle,
         end,
         num_keys,
         SCALE,
@@ -199,19 +209,21 @@ def _expanded_kernel(
         STAGES,
         True,
     )
-    out = acc / total[:, None]
-    log_sums = top + tl.log2(total)
-    places = tokens * H + head
+    # Rows without keys among these have a result of 0, which weighs nothing.
+    out = acc / tl.where(total > 0, total, 1.0)[:, None]
+    log_sums = (top + tl.log2(total)) * LN_2
+    places = (tokens * H + head) * num_splits + split
     out_ptrs = out_ptr + places[:, None] * V + columns[None, :]
     is_stored = is_row[:, None] & (columns < V)[None, :]
     if is_added != 0:
         before = tl.load(log_sums_ptr + places, mask=is_row, other=0.0)
         earlier = tl.load(out_ptrs, mask=is_stored, other=0.0).to(tl.float32)
-        largest = tl.maximum(before, log_sums)
-        of_earlier = tl.exp2(before - largest)
-        of_these = tl.exp2(log_sums - largest)
-        out = (earlier * of_earlier[:, None] + out * of_these[:, None]) / (of_earlier + of_these)[:, None]
-        log_sums = largest + tl.log2(of_earlier + of_these)
+        largest = tl.maximum(tl.maximum(before, log_sums), LEAST)
+        of_earlier = tl.exp(before - largest)
+        of_these = tl.exp(log_sums - largest)
+        both = of_earlier + of_these
+        out = (earlier * of_earlier[:, None] + out * of_these[:, None]) / tl.where(both > 0, both, 1.0)[:, None]
+        log_sums = largest + tl.log(both)
     tl.store(out_ptrs, out.to(out_ptr.dtype.element_ty), mask=is_stored)
     tl.store(log_sums_ptr + places, log_sums, mask=is_row)
 
@@ -235,22 +247,24 @@ def expanded_prefill(
             tiles.EXPANDED_ROWS), the prompt's first key in `expanded`, its number of keys there, those of them that the
             first token sees, at least one (each further token sees one more, as far as there are), and whether the
             tokens have a result of earlier keys, which is added up.
-        out: [T, H, V], contiguous, written where tiles are.
-        log_sums: [T, H] float32, written likewise: the logarithm of the sum of exponentials, of base 2.
+        out: [T, H, S, V], contiguous, written where tiles are: of S blocks, each of which has a share of the keys.
+        log_sums: [T, H, S] float32, written likewise: the natural logarithm of the sum of exponentials, -inf where a
+            block has no keys, and 0 for a result.
         sm_scale: factor of the products.
     """
     _, num_heads, width = q.shape
-    value_width = out.shape[2]
+    num_splits, value_width = out.shape[2:]
     own = expanded.shape[2] - value_width
     padded = [max(_MIN_DOT_WIDTH, triton.next_power_of_2(size)) for size in (own, width - own, value_width)]
-    tile = expanded_tile(padded[0] + padded[1], padded[2])
-    wrap_triton(_expanded_kernel)[(tiles.shape[0], num_heads)](
+    tile = expanded_tile(padded[0] + padded[1], padded[2], starts_early())
+    wrap_triton(_expanded_kernel)[(tiles.shape[0], num_heads, num_splits)](
         q,
         expanded,
         gathered,
         tiles,
         out,
         log_sums,
+        num_splits,
         SCALE=sm_scale * _LOG2_E,
         H=num_heads,
         OWN=own,
@@ -264,6 +278,8 @@ def expanded_prefill(
         KEYS=tile.keys,
         STAGES=tile.stages,
         FIELDS=TILE_FIELDS,
+        LEAST=_LEAST,
+        LN_2=math.log(2),
         EARLY=starts_early(),
         num_warps=tile.warps,
         num_stages=tile.stages,

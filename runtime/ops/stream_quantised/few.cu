@@ -9,10 +9,11 @@
 // finds 16 bytes of the weight; the warps divide a piece's inputs, and each multiplies its own with every row that the
 // block takes. Where x has more inputs than registers hold, PASSES go over all rows, or the SPLIT blocks of a cluster divide
 // them. Sums of the warps are added up by one of them, in turns, and finished at the end. Asking for a stage takes half as
-// many instructions as multiplying one, so that goes in turns too: all wait for the slowest warp.
+// many instructions as multiplying one, so that goes in turns too: all wait for the slowest warp. AHEAD stages more are on
+// their way into the L2: while a block waits for x, and has nothing else to ask for, memory goes on reading.
 //
 // Defined by few.py: TOKENS (8 or 16), N outputs (of a gated one: gate and up rows), K, BITS (of a value: 8 or 4), SPLIT, PASSES, CLUSTERS,
-// WARPS, RESIDENT (blocks of a multiprocessor, of registers), PIECE (inputs of a row in a stage), STAGES, SHARED_BYTES, GROUP
+// WARPS, RESIDENT (blocks of a multiprocessor, of registers), PIECE (inputs of a row in a stage), STAGES, AHEAD, SHARED_BYTES, GROUP
 // (inputs that share a scale: 128, of floats of four bits 32 or 16; 0: all of a row, of fp8), SCALE_BYTES, SCALES_ARE_HALF
 // (float16; else of two bytes bfloat16), ZEROS (there are zero points, of a byte), FLOATS (of four bits), FACTORS (`zeros` are
 // factors of rows, in float32), NORM_BLOCKS (sums of squares a token to read; 0: no norm), GATED,
@@ -50,6 +51,13 @@ static_assert(TOKENS % EIGHT == 0, "whole products");
 static_assert(STAGES >= 2, "a stage is asked for when the next one has been read");
 
 constexpr bool IS_UNSENT = SPLIT > 1 && PASSES > 1, HAS_WEIGHTS = NEXT_BLOCKS || BIAS;  // what is not there has the least room
+// Left to itself the compiler computes such a value again for each stage.
+__device__ __forceinline__ u32 kept(u32 v) {
+  u32 copy;
+  asm volatile("mov.b32 %0, %1;" : "=r"(copy) : "r"(v));
+  return copy;
+}
+
 struct Shared {
   float sums[2][WARPS][SUMS];         // of the rows that the block works at, and of those before
   float inbox[PLACES][SPLIT][SUMS];   // of the rows that it finishes, from every block of the cluster
@@ -79,6 +87,15 @@ __device__ __forceinline__ void load_values(u32 to, const TensorMap* map, int gr
 #endif
 }
 
+// Likewise into the L2.
+__device__ __forceinline__ void fetch_values(const TensorMap* map, int group, int panel) {
+#if GATED
+  asm volatile("cp.async.bulk.prefetch.tensor.5d.L2.global [%0, {%1, %1, %1, %2, %3}];" ::"l"(map), "r"(0), "r"(group), "r"(panel) : "memory");
+#else
+  asm volatile("cp.async.bulk.prefetch.tensor.3d.L2.global [%0, {%1, %2, %3}];" ::"l"(map), "r"(0), "r"(group * ROWS), "r"(panel) : "memory");
+#endif
+}
+
 // Copies what a stage's rows have of [N, K / GROUP], SIZE bytes each: by all lanes of a warp. What is past the block's last
 // input is zeros.
 template <int SIZE, typename RowOf>
@@ -95,11 +112,20 @@ __device__ __forceinline__ void copy_groups(u32 to, const char* from, int rank, 
   }
 }
 
+// Likewise into the L2.
+template <int SIZE, typename RowOf>
+__device__ __forceinline__ void fetch_groups(const char* from, int rank, int panel, const RowOf& row_of) {
+  constexpr int STAGE_ROW = ROW_GROUPS * SIZE, MINE = MY_K / WITH_A_SCALE * SIZE;
+  const int row = threadIdx.x % 32, begin = panel * (STAGE_ROW / PANELS);
+  if (row >= ROWS || begin >= MINE) return;
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(from + (u64)row_of(row) * (MINE * SPLIT) + rank * MINE + begin) : "memory");
+}
+
 // INPUTS inputs of a token, in the order in which a lane takes values apart.
 struct Inputs {
   u32 pairs[INPUTS / 2];
 };
-// Leaves also the sum of a step's inputs of each token at `totals`, if it is needed: in registers it would be two more a step.
+// Leaves also the sum of a step's inputs of a lane's two tokens at `totals`, if it is needed: in registers it would be two more a step.
 __device__ __forceinline__ Inputs prepared(const uint4 (&raw)[INPUTS / 8], float* totals) {
   Inputs v;
 #pragma unroll
@@ -114,7 +140,7 @@ __device__ __forceinline__ Inputs prepared(const uint4 (&raw)[INPUTS / 8], float
 #pragma unroll
     for (int j = 0; j < INPUTS / 4; j++) add_product(total, EVEN, EVEN, ODD, ODD, v.pairs[2 * j], v.pairs[2 * j + 1]);
     constexpr float FACTOR = ZEROS ? -1.f : -8.f;  // what is taken off where all have the same zero point
-    if (threadIdx.x % 32 < 4) *(float2*)(totals + threadIdx.x % 4 * 2) = {FACTOR * total[0], FACTOR * total[1]};
+    if (threadIdx.x % 32 < 4) *(float2*)totals = {FACTOR * total[0], FACTOR * total[1]};
   }
   return v;
 }
@@ -183,32 +209,52 @@ __launch_bounds__(32 * WARPS, RESIDENT) quantised_linear(
   // comes as zeros.
   const auto row_of = [&](int group, int i) { return GATED ? group * OUT_ROWS + i % OUT_ROWS + i / OUT_ROWS * OUTPUTS : group * ROWS + i; };
   const int turns = (GROUPS - first_group + CLUSTERS - 1) / CLUSTERS;
-  const auto ask = [&](int stage, int slot) {
-    if (stage >= PASSES * CHUNKS * turns) return;
+  const int stages = PASSES * CHUNKS * turns;
+  struct Place {
+    int group, panel;  // of the block's inputs
+  };
+  const auto place_of = [&](int stage) {
     int turn = stage / CHUNKS, panel = stage % CHUNKS * PANELS;
 #pragma unroll
     for (int pass = 1; pass < PASSES; pass++)
       if (turn >= turns) turn -= turns, panel += PASS_PANELS;
-    const int group = first_group + turn * CLUSTERS;
+    return Place{first_group + turn * CLUSTERS, panel};
+  };
+  const auto ask = [&](int stage, int slot) {
+    if (stage >= stages) return;
+    const Place at = place_of(stage);
     const u32 barrier = full + 8 * slot;
     if (lane == 0) {
       expect_bytes(barrier, VALUE_BYTES);
-      load_values(ring + slot * VALUE_BYTES, &values, group, rank * MY_PANELS + panel, barrier, read_once());
+      load_values(ring + slot * VALUE_BYTES, &values, at.group, rank * MY_PANELS + at.panel, barrier, read_once());
     }
 #if GROUP
     {
       const u32 to = ring + STAGES * VALUE_BYTES + slot * BESIDE_BYTES;
-      const auto row_in_stage = [&](int i) { return row_of(group, i); };
-      copy_groups<SCALE_BYTES>(to, scales, rank, panel, row_in_stage);
+      const auto row_in_stage = [&](int i) { return row_of(at.group, i); };
+      copy_groups<SCALE_BYTES>(to, scales, rank, at.panel, row_in_stage);
 #if ZEROS
-      copy_groups<1>(to + OF_SCALES, zeros, rank, panel, row_in_stage);
+      copy_groups<1>(to + OF_SCALES, zeros, rank, at.panel, row_in_stage);
 #endif
       // Arrives when the lane's copies have: one of the arrivals that the barrier was made for.
       asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
     }
 #endif
   };
+  const auto fetch = [&](int stage) {
+    if (stage >= stages) return;
+    const Place at = place_of(stage);
+    if (lane == 0) fetch_values(&values, at.group, rank * MY_PANELS + at.panel);
+#if GROUP
+    const auto row_in_stage = [&](int i) { return row_of(at.group, i); };
+    fetch_groups<SCALE_BYTES>(scales, rank, at.panel, row_in_stage);
+#if ZEROS
+    fetch_groups<1>(zeros, rank, at.panel, row_in_stage);
+#endif
+#endif
+  };
   for (int i = warp; i < STAGES; i += WARPS) ask(i, i);
+  for (int i = warp; i < AHEAD; i += WARPS) fetch(STAGES + i);
   start_dependents();
 
   // What finishes the rows that are the block's: place p is the cluster's turn p * SPLIT + rank.
@@ -222,10 +268,12 @@ __launch_bounds__(32 * WARPS, RESIDENT) quantised_linear(
   wait_for_prerequisites();
   // So that a quarter of a warp reads other banks each, a lane's row is not lane / 4 but has the bits in another order.
   const int row = lane / 8 | (lane / 4 & 1) << 2;
-  const u32 place_of_lane = row * PANEL + ((quad + warp % 2 * 4 ^ row) & 7) * 16;  // in one of a panel's halves, each a step
+  const u32 place_of_lane = kept(warp / 2 * PANEL_BYTES + row * PANEL + ((quad + warp % 2 * 4 ^ row) & 7) * 16);  // in one of a panel's halves, each a step
   int slot = 0, phase = 0, stage_number = 0;
   Inputs xs[CHUNKS][STEPS][EIGHTS];
-  float* my_totals = shared.totals[INTEGERS ? warp * CHUNKS * STEPS : 0];
+  constexpr int MY_SCALES = GROUP == 16 ? 2 : 1;  // of a lane's inputs of a row
+  const u32 place_of_scales = GROUP ? kept(row * ROW_GROUPS + (FLOATS ? (warp * 4 + quad) * MY_SCALES : warp * STEP / WITH_A_SCALE)) : 0;
+  float* my_totals = shared.totals[0] + (INTEGERS ? kept(warp * CHUNKS * STEPS * TOKENS + quad * 2) : 0);
 #pragma unroll 1
   for (int pass = 0; pass < PASSES; pass++) {
     const int begin = pass * CHUNKS * PIECE;
@@ -290,28 +338,27 @@ __launch_bounds__(32 * WARPS, RESIDENT) quantised_linear(
         for (int s = 0; s < STEPS; s++) {
           const int step = s * WARPS + warp;
           if (!is_step(step)) continue;
-          const char* from = stage + step / 2 * PANEL_BYTES + place_of_lane;
+          const char* from = stage + s * (WARPS / 2 * PANEL_BYTES) + place_of_lane;
           const uint4 upper = *(const uint4*)from, lower = *(const uint4*)(from + 8 * PANEL);
           const auto& v = xs[c][s];
           if (FLOATS) {
-            constexpr int MINE = GROUP == 16 ? 2 : 1;  // scales of a lane's inputs of a row
-            const unsigned char* of_upper = (const unsigned char*)scales_of_stage + row * ROW_GROUPS + (step * 4 + quad) * MINE;
+            const unsigned char* of_upper = (const unsigned char*)scales_of_stage + place_of_scales + s * WARPS * 4 * MY_SCALES;
             const unsigned char* of_lower = of_upper + 8 * ROW_GROUPS;
-            const u32 uppers = MINE == 2 ? *(const unsigned short*)of_upper : *of_upper;
-            const u32 lowers = MINE == 2 ? *(const unsigned short*)of_lower : *of_lower;
+            const u32 uppers = MY_SCALES == 2 ? *(const unsigned short*)of_upper : *of_upper;
+            const u32 lowers = MY_SCALES == 2 ? *(const unsigned short*)of_lower : *of_lower;
             const u32 first[2] = {scale_of_byte(uppers, 0), scale_of_byte(lowers, 0)};
-            const u32 second[2] = {scale_of_byte(uppers, MINE - 1), scale_of_byte(lowers, MINE - 1)};
+            const u32 second[2] = {scale_of_byte(uppers, MY_SCALES - 1), scale_of_byte(lowers, MY_SCALES - 1)};
             multiply_floats(even, upper.x, lower.x, first[0], first[1], v, 0), multiply_floats(odd, upper.y, lower.y, first[0], first[1], v, 1);
             multiply_floats(even, upper.z, lower.z, second[0], second[1], v, 2), multiply_floats(odd, upper.w, lower.w, second[0], second[1], v, 3);
           } else if (GROUP) {
-            const int of_upper = row * ROW_GROUPS + step * STEP / WITH_A_SCALE, of_lower = of_upper + 8 * ROW_GROUPS;
+            const u32 of_upper = place_of_scales + s * WARPS * STEP / WITH_A_SCALE, of_lower = of_upper + 8 * ROW_GROUPS;
             Sums part = {}, other = {};  // so that fewer products wait for each other
             if (INTEGERS) {              // zero points are taken off
               const unsigned char* zeros_of_stage = (const unsigned char*)(scales_of_stage + OF_SCALES);
               const float of_uppers = ZEROS ? zeros_of_stage[of_upper] : 1.f, of_lowers = ZEROS ? zeros_of_stage[of_lower] : 1.f;
 #pragma unroll
               for (int e = 0; e < EIGHTS; e++) {
-                const float2 totals = *(const float2*)(my_totals + (c * STEPS + s) * TOKENS + e * EIGHT + quad * 2);
+                const float2 totals = *(const float2*)(my_totals + (c * STEPS + s) * TOKENS + e * EIGHT);
                 part[e][0] = of_uppers * totals.x, part[e][1] = of_uppers * totals.y;
                 part[e][2] = of_lowers * totals.x, part[e][3] = of_lowers * totals.y;
               }
@@ -334,6 +381,7 @@ __launch_bounds__(32 * WARPS, RESIDENT) quantised_linear(
           const int last = slot ? slot - 1 : STAGES - 1;
           wait_for(empty + 8 * last, slot ? phase : phase ^ 1);
           ask(stage_number - 1 + STAGES, last);
+          if (AHEAD) fetch(stage_number - 1 + STAGES + AHEAD);
         }
         stage_number++;
         if (++slot == STAGES) slot = 0, phase ^= 1;

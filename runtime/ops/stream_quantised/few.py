@@ -24,11 +24,11 @@ from mllm_compile.runtime.ops.stream_quantised.linear import (
 FEWEST_TOKENS, MAX_TOKENS = 8, 16
 
 _STEP_BYTES = 64  # of a row, that a warp's step takes
-_WARPS = 8  # of a block, as a rule
-# Registers of a thread that hold inputs, at most, by warps of a block: of two on a multiprocessor a thread has 128
-# where there are eight warps, 64 where there are sixteen.
-_INPUT_REGISTERS = {8: 64, 16: 16}
+_WARPS = 8  # of a block
 _RESIDENT = 2  # blocks of a multiprocessor
+_INPUT_REGISTERS = 64  # of a thread that hold inputs, at most: it has 128
+_CLUSTERS = {1: MULTIPROCESSORS, 2: MULTIPROCESSORS // 2, 4: 29}  # that run at the same time
+_PIECES = (1024, 512)  # bytes of a row
 _MOST_STAGES = 16
 _COLUMNS_OF_WAIT = 3400  # of four bits, that are read meanwhile
 _ZEROS_UNIT = 4 * GROUP  # columns whose zero points one copy takes, at least
@@ -41,7 +41,6 @@ class FewTiling(QuantisedTiling):
         split: blocks of a cluster, which divide the columns.
         passes: times that a block goes over its rows, each with a part of the columns.
         clusters: they take groups of rows in turns.
-        warps: warps of a block.
         piece: columns of a row in a stage.
         stages: stages of the ring.
     """
@@ -53,7 +52,6 @@ class FewTiling(QuantisedTiling):
     split: int
     passes: int
     clusters: int
-    warps: int
     piece: int
     stages: int
 
@@ -63,7 +61,7 @@ class FewTiling(QuantisedTiling):
 
     @cached_property
     def num_threads(self) -> int:
-        return 32 * self.warps
+        return 32 * _WARPS
 
     def boxes(self, num_tokens: int) -> Boxes:
         return Boxes(NORM_ROWS, self.piece // self.kind.panel, 0)
@@ -83,7 +81,7 @@ class FewTiling(QuantisedTiling):
         places = math.ceil(turns / self.split)
         sums = self.tokens * NORM_ROWS * 4
         unsent = turns * sums if self.split > 1 and self.passes > 1 else 16
-        totals = self.warps * self.steps if kind.values == "int4" else 1
+        totals = _WARPS * self.steps if kind.values == "int4" else 1
         of_place = self.split * sums
         of_place += self.tokens * 32 if kind.residual else 0
         of_place += NORM_ROWS * 4 if not kind.group or kind.values == "nvfp4" else 0
@@ -93,7 +91,7 @@ class FewTiling(QuantisedTiling):
         return (
             1023
             + self.stages * (stage + 16)
-            + 2 * self.warps * sums
+            + 2 * _WARPS * sums
             + places * of_place
             + unsent
             + self.tokens * 4 * (1 + totals)
@@ -104,7 +102,7 @@ class FewTiling(QuantisedTiling):
     def steps(self) -> int:
         """A warp's steps of a pass."""
         pieces = math.ceil(self.kind.columns / self.split / self.piece / self.passes)
-        return pieces * _steps_of_piece(self.kind, self.piece, self.warps)
+        return pieces * _steps_of_piece(self.kind, self.piece)
 
     def constants(self) -> dict[str, int]:
         return {
@@ -112,66 +110,59 @@ class FewTiling(QuantisedTiling):
             "TOKENS": self.tokens,
             "SPLIT": self.split,
             "PASSES": self.passes,
-            "WARPS": self.warps,
+            "WARPS": _WARPS,
             "CLUSTERS": self.clusters,
             "RESIDENT": _RESIDENT,
             "PIECE": self.piece,
             "STAGES": self.stages,
+            "AHEAD": self.ahead,
             "SHARED_BYTES": self.shared_bytes,
         }
 
 
-def _steps_of_piece(kind: QuantisedKind, piece: int, warps: int) -> int:
+def _steps_of_piece(kind: QuantisedKind, piece: int) -> int:
     """Steps of a warp in a piece: in each 16 bytes of a row are a lane's."""
-    return math.ceil(piece // kind.values_a_byte / _STEP_BYTES / warps)
+    return math.ceil(piece // kind.values_a_byte / _STEP_BYTES / _WARPS)
 
 
-def divide(
-    kind: QuantisedKind, tokens: int, piece_bytes: int = 1024, split: int | None = None, warps: int = _WARPS
-) -> FewTiling | None:
+def divide(kind: QuantisedKind, tokens: int, split: int, piece_bytes: int) -> FewTiling | None:
     """The tiling with pieces of so many bytes of a row, and as many stages as leave room for one of the next kernel's;
     None: none fits.
     """
     groups, piece = kind.rows // NORM_ROWS, piece_bytes * kind.values_a_byte
-    unit = math.lcm(kind.panel, _ZEROS_UNIT if kind.zeros else 1)
-    splits = [of for of in (1, 2) if kind.columns % (of * unit) == 0 and split in (None, of)]
-    if not splits:
+    if kind.columns % (split * math.lcm(kind.panel, _ZEROS_UNIT if kind.zeros else 1)):
         return None
-    split = min(splits, key=lambda split: math.ceil(groups * split / MULTIPROCESSORS) / split)  # of what a block takes
     pieces = math.ceil(kind.columns / split / piece)
-    of_piece = tokens * kind.values_a_byte * _steps_of_piece(kind, piece, warps)  # registers that hold its inputs
-    room_for_inputs = _INPUT_REGISTERS[warps]
-    passes = math.ceil(pieces * of_piece / room_for_inputs)
-    if passes > 1 and kind.group and of_piece < room_for_inputs:  # scales take registers too
-        passes = math.ceil(pieces * of_piece / (room_for_inputs - of_piece))
-    clusters = min(groups, MULTIPROCESSORS // split)
-    room = room_of_block(kind)
+    of_piece = tokens * kind.values_a_byte * _steps_of_piece(kind, piece)  # registers that hold its inputs
+    passes = math.ceil(pieces * of_piece / _INPUT_REGISTERS)
+    if passes > 1 and kind.group and of_piece < _INPUT_REGISTERS:  # scales take registers too
+        passes = math.ceil(pieces * of_piece / (_INPUT_REGISTERS - of_piece))
+    clusters, room = min(groups, _CLUSTERS[split]), room_of_block(kind)
     tilings = (
-        FewTiling(kind, tokens, split, passes, clusters, warps, piece, stages) for stages in range(_MOST_STAGES, 1, -1)
+        FewTiling(kind, tokens, 0, split, passes, clusters, piece, stages) for stages in range(_MOST_STAGES, 1, -1)
     )
     return next((tiling for tiling in tilings if tiling.needed_bytes <= room), None)
+
+
+def all_tilings(kind: QuantisedKind, tokens: int) -> list[FewTiling]:
+    """The possible tilings."""
+    tilings = (divide(kind, tokens, split, size) for split, size in itertools.product(_CLUSTERS, _PIECES))
+    return [tiling for tiling in tilings if tiling is not None]
 
 
 @cache
 def takes(kind: QuantisedKind, tokens: int) -> bool:
     """True if there is a tiling for a bucket of tokens."""
-    return bool(_tilings(kind, tokens))
+    return bool(all_tilings(kind, tokens))
 
 
 @cache
 def choose(kind: QuantisedKind, tokens: int) -> FewTiling:
-    found = _tilings(kind, tokens)
+    """The tiling for a bucket of tokens."""
+    found = all_tilings(kind, tokens)
     if not found:
         raise ValueError(f"the linear {kind.name} does not divide")
     return min(found, key=_cost)
-
-
-def _tilings(kind: QuantisedKind, tokens: int) -> list[FewTiling]:
-    if kind.values == "fp8" and tokens == FEWEST_TOKENS:
-        tilings = [divide(kind, tokens)]
-    else:
-        tilings = [divide(kind, tokens, size, split=split) for split, size in itertools.product((1, 2), (1024, 512))]
-    return [tiling for tiling in tilings if tiling is not None]
 
 
 def _cost(tiling: FewTiling) -> int:

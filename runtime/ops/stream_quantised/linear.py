@@ -108,9 +108,14 @@ def kind_of_weight(values: torch.Tensor, scales: torch.Tensor, zeros: torch.Tens
 
 @dataclass(frozen=True)
 class QuantisedTiling(LinearTiling):
-    """The way in which one kernel divides a linear."""
+    """The way in which one kernel divides a linear.
+
+    Attributes:
+        ahead: stages beyond those of the ring that are fetched into the L2.
+    """
 
     kind: QuantisedKind
+    ahead: int
 
     @abstractmethod
     def boxes(self, num_tokens: int) -> Boxes: ...

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 from mllm_compile.runtime.json_data import from_json
@@ -24,6 +24,7 @@ _ROWS_UNIT = 64  # what weights are multiples of
 _MOST_COLUMNS = 32768  # scales of a tile's rows lie in shared memory
 # Scales and zero points of a row are copied four bytes at a time.
 _COPY_BYTES = 4
+_SWEPT_AHEAD = (4, 12)
 _TILINGS = {tiling.source: tiling for tiling in (FewTiling, TileTiling)}
 
 
@@ -68,11 +69,14 @@ def tiling_from_json(data: Mapping[str, Any]) -> QuantisedTiling:
 
 def sweep_tilings(kind: QuantisedKind, tokens: int) -> Iterator[tuple[str, QuantisedTiling]]:
     """Other tilings for a bucket of tokens, with a name each that says how they divide any linear."""
-    if tokens > by_few.FEWEST_TOKENS:
+    for ahead in _SWEPT_AHEAD:
+        yield f"{ahead} stages ahead", replace(choose_tiling(kind, tokens), ahead=ahead)
+    if not _is_few(kind, tokens):
         yield from by_tiles.best_by_form(kind, tokens)
-    if tokens > by_few.MAX_TOKENS:
+        of_pairs = by_tiles.choose(kind, tokens)
+        yield "x shared by two", replace(of_pairs, sharing=2 if of_pairs.can_share else 1)
         return
-    for split, piece_bytes, warps in itertools.product((1, 2), (512, 1024), (8, 16)):
-        tiling = by_few.divide(kind, tokens, piece_bytes, split=split, warps=warps)
-        if tiling is not None:
-            yield f"split {split}, pieces of {piece_bytes} bytes, {warps} warps", tiling
+    if tokens > by_few.FEWEST_TOKENS:
+        yield "tiles", by_tiles.choose(kind, tokens)
+    for tiling in by_few.all_tilings(kind, tokens):
+        yield f"split {tiling.split}, pieces of {tiling.piece // kind.values_a_byte} bytes", tiling

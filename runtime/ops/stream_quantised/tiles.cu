@@ -16,8 +16,8 @@
 // One warp asks for weight and x, the other three of its group compute the norm's factors.
 //
 // Defined by tiles.py: N outputs (of a gated one: gate and up rows), K, BITS (of a value: 8 or 4), ROWS (a multiple of 16),
-// K_GROUPS, SPLIT, BLOCKS, RESIDENT (blocks of a multiprocessor, of registers), NUM_THREADS and SHARED_BYTES of a block,
-// TOKENS (a multiple of 8), PANELS (of 128 bytes of a row, of a stage), STAGES, GROUP (inputs that share a scale: 128, of
+// K_GROUPS, SPLIT, SHARING (blocks that ask for x together), BLOCKS, RESIDENT (blocks of a multiprocessor, of registers), NUM_THREADS and SHARED_BYTES of a block,
+// TOKENS (a multiple of 8), PANELS (of 128 bytes of a row, of a stage), STAGES, AHEAD (stages beyond, for the L2), GROUP (inputs that share a scale: 128, of
 // floats of four bits 32 or 16; 0: all of a row, of fp8), SCALE_BYTES, SCALES_ARE_HALF (float16; else of two bytes bfloat16),
 // ZEROS (there are zero points, of a byte), FLOATS (of four bits), FACTORS (`zeros` are factors of rows, in float32), NORM_BLOCKS (sums of squares a token to read; 0: no norm), GATED, RESIDUAL, NEXT_BLOCKS (sums of squares a token to
 // leave), PLUS_ONE (the next norm's weight has 1 added), BIAS (in the place of the norm's weight), SQUARED_RELU.
@@ -44,11 +44,16 @@ static_assert(GROUP == 0 && BITS == 8 || GROUP == 2 * HALF || FLOATS && GROUP ==
 static_assert(BITS == 4 || SCALE_BYTES == 4 && !ZEROS, "fp8 has scales in float32");
 static_assert(!FLOATS || BITS == 4 && SCALE_BYTES == 1 && !ZEROS, "floats of four bits have scales of a byte");
 
+static_assert(SHARING == 1 || SHARING == 2 && SPLIT == 1 && TILES == BLOCKS && BLOCKS % 2 == 0 && TOKENS % 16 == 0, "two blocks of as many stages");
+
 constexpr int RING_BYTES = STAGES * STAGE_BYTES;
+constexpr int STEP_GROUPS = PANELS / K_GROUPS * PANEL_GROUPS;  // of a warp: what it multiplies of a stage, by groups
 constexpr bool INTEGERS = BITS == 4 && !FLOATS;
 // Integers with a scale in bfloat16 and no zero points are multiplied by it as they are taken apart, rounded once, as torch
 // rounds them. Of others (and of fp8) the sums of a group are multiplied by its scale.
 constexpr bool IN_VALUES = INTEGERS && !SCALES_ARE_HALF && !ZEROS, BY_GROUPS = GROUP && !FLOATS && !IN_VALUES;
+// Two groups' sums, so that one's are scaled while the next one's products run; of many tokens there are no registers for it.
+constexpr int BUFFERS = BY_GROUPS && TOKENS <= 64 ? 2 : 1, UNROLLED = BUFFERS == 2 && STEP_GROUPS % 2 ? 2 : 1;  // stages
 constexpr float OUT_FACTOR = FLOATS ? E2M1_FACTOR : INTEGERS ? int4_factor(IN_VALUES) : 1.f;  // of sums
 constexpr int WORDS = FLOATS ? 2 * HALF / GROUP / 4 : 1;  // of the scales of two panels of x
 constexpr int ROW_SCALES = GROUP ? STEPS * PANELS * PANEL_GROUPS * WORDS : 1, SCALE_PITCH = ROW_SCALES | 1;  // of a row and a block; odd: other banks
@@ -63,31 +68,56 @@ struct Shared {
 };
 static_assert(1023 + RING_BYTES + INBOX_BYTES + sizeof(Shared) <= SHARED_BYTES, "and what alignment costs");
 
+// Boxes of the weight into the L2.
+__device__ __forceinline__ void fetch_boxes(const TensorMap* map, int row, int panel) {
+#if GATED
+  asm volatile("cp.async.bulk.prefetch.tensor.5d.L2.global [%0, {%1, %1, %1, %2, %3}];" ::"l"(map), "r"(0), "r"(row / 16), "r"(panel) : "memory");
+#else
+  asm volatile("cp.async.bulk.prefetch.tensor.3d.L2.global [%0, {%1, %2, %3}];" ::"l"(map), "r"(0), "r"(row), "r"(panel) : "memory");
+#endif
+}
+// The tokens of x that a block asks for: all, or half of them for both blocks of a pair.
+__device__ __forceinline__ int tokens_of_box(int num_tokens) { return SHARING == 2 ? (num_tokens + 15) / 16 * 8 : num_tokens; }
+__device__ __forceinline__ void load_shared_x(u32 to, const TensorMap* map, int token, int panel, u32 barrier) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1, {%2, %3}], [%4], %5;" ::"r"(to),
+      "l"(map), "r"(panel * COLUMNS), "r"(token), "r"(barrier), "h"((unsigned short)3) : "memory");
+}
 // The warp that asks, by one lane.
 __device__ void ask(const TensorMap* values, const TensorMap* x, u32 ring, u32 full, u32 empty, int rank, int first_tile,
                     int num_tokens) {
   const u64 once = read_once();
+  const int box_tokens = tokens_of_box(num_tokens), first_token = SHARING == 2 ? blockIdx.x % 2 * box_tokens : 0;
   const int turns = first_tile < TILES ? (TILES - first_tile + CLUSTERS - 1) / CLUSTERS : 0, total = turns * STEPS;
   auto ask_weight = [&](int i) {
     const u32 slot = i % STAGES, barrier = full + 8 * slot;
-    expect_bytes(barrier, W_BYTES + X_PANELS * num_tokens * ROW_BYTES);
+    expect_bytes(barrier, W_BYTES + X_PANELS * SHARING * box_tokens * ROW_BYTES);
     load_weight(ring + slot * STAGE_BYTES, values, (first_tile + i / STEPS * CLUSTERS) * ROWS, (rank * STEPS + i % STEPS) * PANELS,
                 barrier, once);
   };
   auto ask_x = [&](int i) {
     const u32 slot = i % STAGES;
 #pragma unroll
-    for (int p = 0; p < X_PANELS; p++)
-      load_x(ring + slot * STAGE_BYTES + W_BYTES + p * X_PANEL_BYTES, x, 0, (rank * STEPS + i % STEPS) * X_PANELS + p, full + 8 * slot);
+    for (int p = 0; p < X_PANELS; p++) {
+      const u32 to = ring + slot * STAGE_BYTES + W_BYTES + p * X_PANEL_BYTES + first_token * ROW_BYTES;
+      const int panel = (rank * STEPS + i % STEPS) * X_PANELS + p;
+      SHARING == 2 ? load_shared_x(to, x, first_token, panel, full + 8 * slot) : load_x(to, x, 0, panel, full + 8 * slot);
+    }
+  };
+  const auto fetch_weight = [&](int i) {
+    if (i < total) fetch_boxes(values, (first_tile + i / STEPS * CLUSTERS) * ROWS, (rank * STEPS + i % STEPS) * PANELS);
   };
   const int ahead = STAGES < total ? STAGES : total;
   for (int i = 0; i < ahead; i++) ask_weight(i);
+  for (int i = 0; i < AHEAD; i++) fetch_weight(STAGES + i);
   start_dependents();
   wait_for_prerequisites();
+  if (SHARING == 2) asm volatile("barrier.cluster.wait.acquire;" ::: "memory");  // the other block's barriers are made
   for (int i = 0; i < ahead; i++) ask_x(i);
   for (int i = ahead; i < total; i++) {
     wait_for(empty + 8 * (i % STAGES), (i / STAGES & 1) ^ 1);
     ask_weight(i), ask_x(i);
+    if (AHEAD) fetch_weight(i + AHEAD);
   }
 }
 
@@ -179,8 +209,8 @@ __device__ __forceinline__ u32 rounded(float first, float second, u32 bias) {
 }
 
 extern "C" __global__ void
-#if SPLIT > 1
-__cluster_dims__(SPLIT, 1, 1)
+#if SPLIT * SHARING > 1
+__cluster_dims__(SPLIT * SHARING, 1, 1)
 #endif
 __launch_bounds__(THREADS, RESIDENT) quantised_tiles(
     const __grid_constant__ TensorMap values, const __grid_constant__ TensorMap x, const char* scales, const char* zeros,
@@ -196,13 +226,13 @@ __launch_bounds__(THREADS, RESIDENT) quantised_tiles(
   const int rank = blockIdx.x % SPLIT, first_tile = blockIdx.x / SPLIT;
   if (threadIdx.x == 0) {
     fetch_map(&values), fetch_map(&x);
-    for (int i = 0; i < STAGES; i++) make_barrier(full + 8 * i, 1), make_barrier(empty + 8 * i, CONSUMERS);
+    for (int i = 0; i < STAGES; i++) make_barrier(full + 8 * i, 1), make_barrier(empty + 8 * i, SHARING * CONSUMERS);
     make_barrier(arrived, 1), make_barrier(factors_there, 3);
     publish_barriers();
     expect_bytes(arrived, (ROW_GROUPS - rank + SPLIT - 1) / SPLIT * sizeof(inbox[0]));
   }
   __syncthreads();
-#if SPLIT > 1
+#if SPLIT * SHARING > 1
   asm volatile("barrier.cluster.arrive.relaxed;" ::: "memory");
 #endif
   if (warp < 4) {
@@ -215,12 +245,17 @@ __launch_bounds__(THREADS, RESIDENT) quantised_tiles(
       __syncwarp();
       if (lane == 0) arrive(factors_there);
     }
+#if SHARING > 1
+    if (threadIdx.x) asm volatile("barrier.cluster.wait.acquire;" ::: "memory");  // the first thread has waited
+    asm volatile("barrier.cluster.arrive.release;" ::: "memory");
+#endif
     return;
   }
   if (WARP_GROUPS == 3) asm volatile("setmaxnreg.inc.sync.aligned.u32 160;");
   if (WARP_GROUPS < 3 && TOKENS > 64) asm volatile("setmaxnreg.inc.sync.aligned.u32 224;");
   load_scales(shared.scales, scales, zeros, first_tile, rank);
   wait_for_prerequisites();
+  if (SHARING == 2) asm volatile("barrier.cluster.wait.acquire;" ::: "memory");
   const int consumer = warp - 4, row_warp = consumer / 4 / K_GROUPS * 4 + consumer % 4, k_group = consumer / 4 % K_GROUPS, quad = lane % 4;
   const bool has_rows = row_warp < ROW_GROUPS;  // the tile may end before 64 rows do
   int slot = 0, phase = 0;
@@ -241,26 +276,28 @@ __launch_bounds__(THREADS, RESIDENT) quantised_tiles(
         }
     if (tile > first_tile) load_scales(shared.scales, scales, zeros, tile, rank);
     const u32* my_scales = shared.scales + (has_rows ? row_warp * M_ROWS + lane / 4 : 0) * SCALE_PITCH;
-    float sums[EIGHTS][4] = {}, parts[EIGHTS][4] = {};
+    float sums[EIGHTS][4] = {}, parts[BUFFERS][EIGHTS][4] = {};
     Values values[2] = {};
     float scale_of_upper = 0.f, scale_of_lower = 0.f;  // of the parts
     int read = -1;                                     // the stage that is free when all products are there
     const auto release = [&] {
-      if (read >= 0 && lane == 0) arrive(empty + 8 * read);
+      if (read >= 0 && lane < SHARING) SHARING == 2 ? arrive_in_cluster(address_of_peer(empty + 8 * read, lane)) : arrive(empty + 8 * read);
       read = -1;
     };
-    const auto settle = [&] {
-      asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
-      if (BY_GROUPS)
+    const auto add_parts = [&](const float (&done)[EIGHTS][4]) {
 #pragma unroll
-        for (int e = 0; e < EIGHTS; e++) {
-          sums[e][0] += parts[e][0] * scale_of_upper, sums[e][1] += parts[e][1] * scale_of_upper;
-          sums[e][2] += parts[e][2] * scale_of_lower, sums[e][3] += parts[e][3] * scale_of_lower;
-        }
+      for (int e = 0; e < EIGHTS && BY_GROUPS; e++) {
+        sums[e][0] += done[e][0] * scale_of_upper, sums[e][1] += done[e][1] * scale_of_upper;
+        sums[e][2] += done[e][2] * scale_of_lower, sums[e][3] += done[e][3] * scale_of_lower;
+      }
       release();
     };
 #pragma unroll 1
-    for (int step = 0; step < STEPS; step++) {
+    for (int first_step = 0; first_step < STEPS; first_step += UNROLLED)
+#pragma unroll
+    for (int u = 0; u < UNROLLED; u++) {
+      const int step = first_step + u;
+      if (STEPS % UNROLLED && step >= STEPS) break;
       wait_for(full + 8 * slot, phase);
       const char* rows = first_stage + slot * STAGE_BYTES + (row_warp * M_ROWS + lane / 4) * PANEL_BYTES;
       const u32 of_x = ring + slot * STAGE_BYTES + W_BYTES;
@@ -277,20 +314,24 @@ __launch_bounds__(THREADS, RESIDENT) quantised_tiles(
             if (INTEGERS) return Beside{{int4_unit(), int4_unit()}, {int4_zero(upper >> 16), int4_zero(lower >> 16)}};
             return half && WORDS == 2 ? Beside{{of_group[1], of_group[8 * SCALE_PITCH + 1]}} : Beside{{upper, lower}};
           };
+          const int buffer = (u * STEP_GROUPS + p * PANEL_GROUPS + g) % BUFFERS;
 #pragma unroll
           for (int half = 0; half < 2; half++) {
             asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory");  // this half's values before were read
-            if (!BY_GROUPS && half) release();
+            if (half && !BY_GROUPS) release();
             if (has_rows) take_apart(values[half], rows + panel * W_PANEL_BYTES, 2 * g + half, beside(half));
-            if (BY_GROUPS && half == 0) settle();
-            multiply(BY_GROUPS ? parts : sums, values[half], of_x + (2 * group + half) * X_PANEL_BYTES, !BY_GROUPS || half);
+            if (half == 0 && BY_GROUPS) asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
+            if (half == 0 && BY_GROUPS && BUFFERS == 1) add_parts(parts[0]);
+            multiply(BY_GROUPS ? parts[buffer] : sums, values[half], of_x + (2 * group + half) * X_PANEL_BYTES, !BY_GROUPS || half);
+            if (half == 0 && BUFFERS == 2) add_parts(parts[(buffer + 1) % BUFFERS]);  // of the group before
           }
           if (BY_GROUPS) scale_of_upper = scale_of(upper), scale_of_lower = scale_of(lower);
         }
       read = slot;
       if (++slot == STAGES) slot = 0, phase ^= 1;
     }
-    settle();
+    asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
+    add_parts(parts[(STEPS * STEP_GROUPS - 1) % BUFFERS]);
 #if SPLIT > 1
     asm volatile("barrier.cluster.wait.acquire;" ::: "memory");  // the others' barriers are made
 #endif
@@ -345,4 +386,9 @@ __launch_bounds__(THREADS, RESIDENT) quantised_tiles(
     }
     if (tile + CLUSTERS < TILES) asm volatile("bar.sync 1, %0;" ::"n"(32 * CONSUMERS) : "memory");  // all have read the inbox
   }
+#if SHARING > 1
+  // The other block's warps have arrived at all barriers here.
+  asm volatile("barrier.cluster.arrive.release;" ::: "memory");
+  asm volatile("barrier.cluster.wait.acquire;" ::: "memory");
+#endif
 }

@@ -50,6 +50,7 @@ class TileTiling(QuantisedTiling):
         column_groups: warp groups that divide the panels of a stage.
         panels: panels of 128 bytes of a row in a stage.
         stages: stages of the ring.
+        sharing: blocks that ask for x together.
     """
 
     source: ClassVar[str] = "ops/stream_quantised/tiles.cu"
@@ -61,6 +62,7 @@ class TileTiling(QuantisedTiling):
     column_groups: int
     panels: int
     stages: int
+    sharing: int = 1
 
     @property
     def num_tiles(self) -> int:
@@ -72,7 +74,15 @@ class TileTiling(QuantisedTiling):
         return self.num_tiles * self.split if self.split > 1 else min(self.num_tiles, MULTIPROCESSORS)
 
     def boxes(self, num_tokens: int) -> Boxes:
-        return Boxes(self.rows, self.panels, num_tokens)
+        of_x = num_tokens if self.sharing == 1 else 8 * math.ceil(num_tokens / 16)
+        return Boxes(self.rows, self.panels, of_x)
+
+    @property
+    def can_share(self) -> bool:
+        """True if two blocks can ask for x together: they have as many stages."""
+        return (
+            self.split == 1 and self.num_tiles == self.num_blocks and self.num_blocks % 2 == 0 and self.tokens % 16 == 0
+        )
 
     @property
     def row_groups(self) -> int:
@@ -135,6 +145,7 @@ class TileTiling(QuantisedTiling):
             "TOKENS": self.tokens,
             "ROWS": self.rows,
             "SPLIT": self.split,
+            "SHARING": self.sharing,
             "K_GROUPS": self.column_groups,
             "BLOCKS": self.num_blocks,
             "RESIDENT": 2 if self.is_beside else 1,
@@ -142,6 +153,7 @@ class TileTiling(QuantisedTiling):
             "SHARED_BYTES": self.shared_bytes,
             "PANELS": self.panels,
             "STAGES": self.stages,
+            "AHEAD": self.ahead,
         }
 
 
@@ -153,7 +165,7 @@ def divide(
     if remainder or rows % NORM_ROWS or panels % column_groups or rows > _MOST_ROWS:
         return None
     for stages in range(min(_MOST_STAGES, of_block), 0, -1):
-        tiling = TileTiling(kind, tokens, rows, split, column_groups, panels, stages)
+        tiling = TileTiling(kind, tokens, 0, rows, split, column_groups, panels, stages)
         if tiling.needed_bytes <= room:
             fits = split == 1 or tiling.num_tiles <= _CLUSTERS[split]
             most_groups = _MOST_WARP_GROUPS if tokens <= _MANY_TOKENS else _MOST_OF_MANY

@@ -23,7 +23,7 @@ class Decodes:
 
 
 class Prefill:
-    def plan(self, starts: torch.Tensor, num_keys: torch.Tensor) -> None:
+    def plan(self, starts: np.ndarray, num_keys: np.ndarray) -> None:
         self.starts, self.num_keys = starts.tolist(), num_keys.tolist()
 
 

@@ -1,3 +1,4 @@
+import itertools
 from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
@@ -30,6 +31,7 @@ from mllm_compile.runtime.attention.flashinfer.parts import DividedPrefill
 from mllm_compile.runtime.attention.flashinfer.plan import make_paged_view
 from mllm_compile.runtime.attention.flashinfer.prefill import GroupPrefill, PrefillRows
 from mllm_compile.runtime.attention.flashinfer.prefill_cost import PrefillLoad
+from mllm_compile.runtime.attention.flashinfer.work_list import WorkList
 from mllm_compile.runtime.attention.flashinfer_backend import (
     DecodeMetadata,
     FlashInferAttnBackend,
@@ -235,13 +237,15 @@ def test_a_plan_splits_keys_only_where_that_was_chosen(monkeypatch, kernel, use_
     prefill._space = SimpleNamespace(planning=lambda wrapper: nullcontext())
     plan = SimpleNamespace(plan=lambda *args, **options: asked.append(options))
     prefill._wrappers = {(kernel.name, use_ragged): plan}
+    prefill._works, prefill._planned = None, set()
     lengths = np.array([5, 7], dtype=np.int32)
     pages = SimpleNamespace(indptr_cpu=None, indices=None, last_page_len_cpu=None)
     starts = torch.tensor([0, 5, 12])
     rows = PrefillRows(starts, lengths, lengths * 0, use_ragged, lambda window: pages, torch.ones(2), starts.numpy())
     assert prefill._plan(kernel, rows) is plan
     (options,) = asked
-    assert options["disable_split_kv"] is not kernel.splits
+    if kernel != FA3 or not use_ragged:  # whose keys are never split
+        assert options["disable_split_kv"] is not kernel.splits
     assert options["causal"] is True
     assert options.get("max_token_per_sequence", 7) == 7
 
@@ -271,6 +275,7 @@ def test_a_plan_over_pages_that_follow_each_other_is_of_keys_in_a_row(monkeypatc
     prefill._num_sms, prefill._is_hopper, prefill._merge, prefill._most_copied = 132, True, "merges", 65_536
     prefill._copies = "may be made" if allowed else None
     prefill._wrappers, prefill._parts_wrappers, prefill._parts_space = {}, {}, None
+    prefill._works, prefill._planned = None, set()
     starts, new_lens, before = torch.tensor([0, new]), np.array([new]), np.array([20_000])
     pages = SimpleNamespace(indptr_cpu=None, indices=None, last_page_len_cpu=None)
     rows = PrefillRows(starts, new_lens, before, False, lambda window: pages, None, starts.numpy(), first_slot=160)
@@ -282,6 +287,32 @@ def test_a_plan_over_pages_that_follow_each_other_is_of_keys_in_a_row(monkeypatc
     assert [(use_ragged, lengths.tolist()) for use_ragged, lengths in planned] == [(True, one) for one in key_starts]
     reader = made if kind is RowPrefill else made._before
     assert (reader._keys.start, reader._keys.stop) == (160, 160 + key_starts[-1][-1])
+
+
+def test_after_its_first_plan_a_wrapper_over_keys_in_a_row_is_given_a_list_of_work_where_that_is_short(monkeypatch):
+    monkeypatch.setattr(prefill_module, "copy_pinned", lambda source, place, num_bytes: place.copy_(source))
+    wrapper = SimpleNamespace(
+        plan=lambda *args, **options: planned.append(args[0].tolist()),
+        _pin_memory_int_workspace_buffer=torch.zeros(8192, dtype=torch.uint8),
+        _int_workspace_buffer=torch.zeros(8192, dtype=torch.uint8),
+        _plan_info="its own",
+    )
+    space, planned = SimpleNamespace(planning=lambda wrapper: nullcontext()), []
+    prefill = GroupPrefill.__new__(GroupPrefill)  # making one asks the GPU
+    prefill._heads, prefill._options = (32, 8, 128), {}
+    prefill._works, prefill._planned = WorkList.short(32, 128, 132), set()
+
+    def plan(*new):
+        starts = torch.tensor([0, *itertools.accumulate(new)], dtype=torch.int32)
+        prefill._plan_in_a_row(space, wrapper, starts, starts)
+
+    for new in ([512], [512], [513], [130, 200]):
+        plan(*new)
+    assert planned == [[0, 512], [0, 513]], "the first, and one of 5 tiles of 32 heads"
+    assert (wrapper._plan_info, wrapper._qo_indptr_last) == (prefill._works.layout, 330)
+    given = wrapper._int_workspace_buffer.view(torch.int32)
+    tiles, first_queries, bounds = (given[offset // 4 :].tolist() for offset in np.array(wrapper._plan_info)[[0, 1, 6]])
+    assert bounds[132] == 128 and tiles[:4] == [0, 1, 0, 1] and first_queries[:4] == [0, 0, 130, 130]
 
 
 def test_without_fa3_keys_are_split_only_for_few_queries_of_many_keys():

@@ -88,12 +88,12 @@ def test_a_captured_step_leaves_the_rows_of_others_bitwise_as_they_are():
     layer, wrote = make_layer(sinks=SINKS), slice(2, 5)
 
     class Captured:
-        _plan_info: tuple[int, ...] = ()
+        _plan_info = (*range(0, 128, 16), False)
 
         def run(self, q, pages, *, out, lse, return_lse):
             out[wrote], lse[wrote] = 1.0, 0.0
 
-    prefill = CapturedPrefill(Captured(), None, 6, torch.zeros(1), (4, 2, 16), 8)
+    prefill = CapturedPrefill(Captured(), None, 6, torch.zeros(1), (4, 2, 16), 8, 132)
     out = torch.randn(6, 4, 16).bfloat16()
     before = out.clone()
     run_with_sinks(prefill, out, None, out=out, sinks=layer.sink_logits)

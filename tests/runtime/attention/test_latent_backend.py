@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from dataclasses import replace
 
 import numpy as np
@@ -12,7 +14,7 @@ from mllm_compile.runtime.attention.base import AttentionInputs
 from mllm_compile.runtime.attention.latent.backend import LatentAttnBackend, LatentPieces, _Space
 from mllm_compile.runtime.attention.latent.choice import Prompts, Widths, all_of_them, none_of_them
 from mllm_compile.runtime.attention.latent.expanded import attend_in_torch
-from mllm_compile.runtime.attention.latent.tiles import PREFILL_TILE, decode_tile, num_decode_tiles
+from mllm_compile.runtime.attention.latent.tiles import PREFILL_TILE, decode_tile, expanded_tile, num_decode_tiles
 from mllm_compile.runtime.attention.layer import AttentionLayer
 from mllm_compile.runtime.attention.split.splits import OF_LATENTS
 from mllm_compile.runtime.errors import ConfigError, UnsupportedModelError
@@ -33,6 +35,7 @@ class Kernels:
         self.decoded: list[int] = []  # requests of each call
         self.tiles: list[torch.Tensor] = []
         self.expanded_keys: list[int] = []  # of each call
+        self.num_splits = 0  # of the last call
 
     def pieces(self) -> LatentPieces:
         return LatentPieces(self.decode, self.prefill, self.expanded)
@@ -41,6 +44,7 @@ class Kernels:
         assert all(tensor.is_contiguous() for tensor in inputs)
         assert all(tensor.data_ptr() % 16 == 0 for tensor in inputs)
         self.expanded_keys.append(len(inputs[1]))
+        self.num_splits = inputs[-1].shape[2]
         attend_in_torch(inputs, LAYER.sm_scale)
 
     def decode(self, inputs: list[torch.Tensor]) -> None:
@@ -134,24 +138,50 @@ def test_a_layer_with_its_up_projection_gets_the_attention_of_its_heads(prefix_l
     lengths = (np.array(prefix_lens) + new_lens)[num_decodes:]
     of_choice = {none_of_them: lengths[:0], all_of_them: lengths, every_second: lengths[::2]}[choice]
     assert sum(kernels.expanded_keys) == sum(of_choice)
-    assert max(kernels.expanded_keys, default=0) <= backend._space.most_tokens(EXPANDING)
+    assert max(kernels.expanded_keys, default=0) <= backend._space.most_tokens(Widths.of(EXPANDING))
+
+
+@pytest.mark.parametrize("most_keys", [2100, 4000])
+def test_blocks_share_the_keys_of_few_tokens_behind_many(most_keys):
+    case, kernels = make_case(EXPANDING, [5, 2500], [1, 3], PAGE), Kernels()
+    backend = make(case, kernels, EXPANDING, choice=all_of_them, most_expanded_bytes=most_keys * OF_A_TOKEN)
+    kernels.expanded_keys.clear()
+    backend.init_forward_metadata(case.batch)
+    torch.testing.assert_close(attend(backend, case, EXPANDING), case.expected, rtol=1e-5, atol=1e-5)
+    assert kernels.num_splits == 4  # 24 heads
+    assert len(kernels.expanded_keys) == (2 if most_keys == 2100 else 1)
 
 
 def test_no_more_memory_is_taken_for_keys_and_values_than_all_requests_have_tokens():
     case = make_case(EXPANDING, [3, 0], [5, 9], PAGE)
     table = case.batch.req_to_token_pool.req_to_token
     slots = table.numel()
-    space = _Space([LAYER, EXPANDING], table, 2, torch.float32, 1 << 30, 0)
-    assert space.most_tokens(EXPANDING) == slots
-    gathered, expanded = space.room(EXPANDING, slots)
+    space = _Space([LAYER, EXPANDING], table, 2, torch.float32, 1 << 30)
+    assert space.most_tokens(Widths.of(EXPANDING)) == slots
+    gathered, expanded = space.room(Widths.of(EXPANDING), slots)
     assert (gathered.shape, expanded.shape) == ((slots, WIDTH), (slots, HEADS, 6 + 5))
     gathered.fill_(1)
     expanded.fill_(2)
     assert gathered.eq(1).all()
-    assert _Space([LAYER], table, 2, torch.float32, 1 << 30, 0).num_bytes == 0
+    assert _Space([LAYER], table, 2, torch.float32, 1 << 30)._memory.numel() == 0
     assert (
-        _Space([EXPANDING], table, 2, torch.float32, 0, 0).most_rows(EXPANDING) == 2
+        _Space([EXPANDING], table, 2, torch.float32, 0).most_rows(Widths.of(EXPANDING)) == 2
     )  # for decodes there is always room
+
+
+def test_a_backends_memory_goes_with_it_at_once():
+    """Not at some later collection: what is measured next would count it."""
+    case = make_case(EXPANDING, [3, 0], [5, 9], PAGE)
+    backend = make(case, Kernels(), EXPANDING, choice=all_of_them)
+    backend.init_forward_metadata(case.batch)
+    attend(backend, case, EXPANDING)
+    memory = weakref.ref(backend._space)
+    gc.disable()
+    try:
+        del backend
+        assert memory() is None
+    finally:
+        gc.enable()
 
 
 def test_where_there_is_no_room_for_what_attends_over_latents_every_prompt_is_expanded():
@@ -201,8 +231,20 @@ def test_a_layer_without_kernels_is_refused_and_a_batch_has_to_be_planned():
     options = {"req_to_token": case.batch.req_to_token_pool.req_to_token, "max_requests": 1, "page_size": PAGE}
     with pytest.raises(UnsupportedModelError, match=r"layer0 is over latents.*disable_passes: \[absorb_latents\]"):
         LatentAttnBackend([LAYER], {}, dtype=torch.float32, **options)
+    without = LatentPieces(Kernels().decode, Kernels().prefill)
+    with pytest.raises(UnsupportedModelError, match=r"layer0 is over latents, and the runtime has no kernels"):
+        LatentAttnBackend([EXPANDING], {EXPANDING.name: without}, dtype=torch.float32, **options)
     with pytest.raises(RuntimeError, match="init_forward_metadata"):
         attend(make(case, Kernels()), case)
+
+
+@pytest.mark.parametrize("is_hopper", [True, False])
+@pytest.mark.parametrize(("own", "rotated", "value"), [(128, 64, 128), (64, 32, 64), (256, 64, 256)])
+def test_tiles_of_expanded_prompts_fit_the_shared_memory_of_a_gpu(own, rotated, value, is_hopper):
+    tile = expanded_tile(own + rotated, value, is_hopper)
+    numbers = tile.stages * tile.keys * (own + rotated + value)
+    numbers += tile.rows * (own + rotated) if is_hopper else 0  # before Hopper products take queries from registers
+    assert 2 * numbers <= (227 if is_hopper else 150) * 1024  # an A100 has 163, some of which Triton takes
 
 
 @pytest.mark.parametrize("heads", [1, 16, 17, 32, 40, 64, 128])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from mllm_compile.runtime.attention.latent.expansion import parts_of
+from mllm_compile.runtime.attention.latent.expansion import num_splits_of, parts_of
 from mllm_compile.runtime.attention.latent.tiles import EXPANDED_ROWS
 
 
@@ -38,6 +38,23 @@ def test_every_token_meets_each_of_its_keys_once_and_in_order(most_tokens):
             np.testing.assert_array_equal(met[token + row], wanted)
             met[token + row] = 0
     assert not met.any(), "no other token is given any"
+
+
+@pytest.mark.parametrize(
+    ("new", "before", "heads", "splits"),
+    [
+        ([64], [8192], 16, 8),  # 16 blocks of 132
+        ([256], [8192], 16, 4),
+        ([512], [31744], 16, 2),
+        ([512], [31744], 40, 1),  # 160 blocks
+        ([64], [1500], 16, 1),  # few keys
+        ([8, 8], [1200, 1200], 16, 4),  # as many for each, of one part
+    ],
+)
+def test_blocks_share_keys_where_most_of_the_device_would_be_idle(new, before, heads, splits):
+    parts = parts_of(np.cumsum(new) - new, np.array(new), np.array(before), 20_000)
+    assert num_splits_of(parts, heads, 132) == splits
+    assert num_splits_of(parts, heads, 0) == 1  # of a device whose blocks are not counted
 
 
 def test_of_no_prompts_there_are_no_parts():

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import numpy as np
 
+from mllm_compile.runtime.media.step_plan import MediaPlan
 from mllm_compile.runtime.sampling.params import SamplingParams
 from mllm_compile.runtime.schedule.config import SchedulerConfig
-from mllm_compile.runtime.schedule.dealt import DealtScheduler, own_pages, part_of, ranks_of
+from mllm_compile.runtime.schedule.dealt import DealtScheduler, own_copies, own_pages, part_of, ranks_of
 from mllm_compile.runtime.schedule.request import Request
 from mllm_compile.runtime.step.dealt_plan import Deal
 from mllm_compile.runtime.step.host_page_table import HostPageTable
+from mllm_compile.runtime.step.plan import token_positions
 
 ROWS, PAGES, PAGE = 3, 9, 4
 
 
-def scheduler(num_ranks: int = 2) -> DealtScheduler:
+def scheduler(num_ranks: int = 2, num_snapshots: int = 0) -> DealtScheduler:
     limits = {"max_running_requests": ROWS, "max_num_batched_tokens": 8, "max_model_len": 32}
-    return DealtScheduler(SchedulerConfig(**limits, page_size=PAGE, num_pages=PAGES), num_ranks)
+    config = SchedulerConfig(**limits, page_size=PAGE, num_pages=PAGES, num_snapshots=num_snapshots)
+    return DealtScheduler(config, num_ranks)
 
 
 def request(length: int, max_tokens: int = 4, **params: object) -> Request:
@@ -106,6 +109,71 @@ def test_a_broken_row_ends_its_own_request():
     cleared = dealt.schedule().cleared_pages
     assert own_pages(cleared, 0, PAGES).size == 0
     assert own_pages(cleared, 1, PAGES).tolist() == [1]
+
+
+def test_states_of_prefixes_are_copied_by_the_rank_whose_they_are_in_its_own_rows():
+    dealt = scheduler(num_snapshots=2)
+    for length in (6, 7):  # a page, and a part of one
+        dealt.add(request(length, 1))
+    batch = dealt.schedule()
+    assert batch.state_saves.shape == (2, 2)
+    for rank in (0, 1):
+        ((source, target),) = own_copies(batch.state_saves, 0, rank, ROWS)
+        assert source == batch.rows[rank] - rank * ROWS in range(1, ROWS + 1)
+        assert target in (ROWS + 1, ROWS + 2)  # behind those of requests
+    dealt.update(batch, np.ones(2, dtype=np.int64))
+    run_to_the_end(dealt)
+    dealt.add(request(7, 1))
+    restored = dealt.schedule().state_restores
+    (rank,) = ranks_of(restored[:, 1], ROWS)
+    ((source, target),) = own_copies(restored, 1, rank, ROWS)
+    assert source in (ROWS + 1, ROWS + 2) and target in range(1, ROWS + 1)
+    assert not own_copies(restored, 1, 1 - rank, ROWS).size
+
+
+def test_each_rank_has_the_positions_and_features_of_its_own_requests():
+    dealt = scheduler()
+    for length in (5, 3, 2):
+        dealt.add(request(length))
+    batch = dealt.schedule()
+    pages = HostPageTable(2 * ROWS + 1, 32, PAGE)
+    pages.write(batch.page_rows, batch.page_positions, batch.page_ids)
+    assert token_positions(batch).tolist() == [0, 1, 2, 3, 4, 0, 1, 2, 0, 1]
+    runs = (np.array([7, 8]),)
+    blocks = np.array([[0, 1, 3, 3], [2, 8, 10, 2]])  # of the first request and of the third
+    media = MediaPlan(
+        np.arange(10), np.array([4, 5, 6], dtype=np.int32), np.arange(10), np.arange(30).reshape(3, 10), runs, blocks
+    )
+    first, second = (
+        deal.with_media(deal.plan(batch, pages), batch, media) for deal in (Deal(rank, 2, ROWS, 2) for rank in (0, 1))
+    )
+    assert first.fields.positions.tolist() == first.media.rows.tolist() == [0, 1, 2, 3, 4]
+    assert second.fields.positions.tolist() == second.media.rows.tolist() == [5, 6, 7, 8, 9]
+    assert [first.media.deltas.tolist(), second.media.deltas.tolist()] == [[4], [5, 6]]
+    assert second.media.axes.tolist() == media.axes[:, 5:].tolist()
+    assert [first.media.blocks.tolist(), second.media.blocks.tolist()] == [[[0, 1, 3, 3]], [[1, 3, 5, 2]]]
+    assert first.media.runs is second.media.runs is runs  # which all ranks have
+    alone = scheduler()
+    alone.add(request(5))
+    batch = alone.schedule()
+    deal = Deal(1, 2, ROWS, 2)
+    nothing = deal.with_media(deal.plan(batch, pages), batch, media)
+    assert nothing.fields.positions.tolist() == nothing.media.rows.tolist() == nothing.media.deltas.tolist() == [0]
+    assert nothing.media.axes.shape == (3, 1) and not nothing.media.blocks.size
+
+
+def test_captured_decodes_are_told_how_far_positions_are_from_places():
+    dealt = scheduler()
+    for length in (2, 3, 4):
+        dealt.add(request(length))
+    dealt.update(dealt.schedule(), np.ones(3, dtype=np.int64))
+    batch = dealt.schedule()
+    pages = HostPageTable(2 * ROWS + 1, 32, PAGE)
+    pages.write(batch.page_rows, batch.page_positions, batch.page_ids)
+    deal = Deal(0, 2, ROWS, 2)
+    media = MediaPlan(batch.seq_lens - 1 + batch.rows, batch.rows)
+    plan = deal.with_media(deal.plan_decode(batch, pages, 4, 1), batch, media)
+    assert plan.media.deltas.tolist() == plan.fields.req_pool_indices.tolist()
 
 
 def test_scores_of_prompts_find_their_logits_among_those_of_all_ranks():

@@ -145,8 +145,30 @@ _LOST_BEFORE_A_PREEMPTION = History(
 )
 
 
+# A prompt is cut, a shorter one has a chunk beside it, and rounding to a captured size makes the first one whole.
+_CUT_AND_WHOLE_AFTER_ALL = History(
+    limits={
+        "max_running_requests": 3,
+        "max_num_batched_tokens": 9,
+        "max_model_len": 48,
+        "page_size": 2,
+        "num_pages": 26,
+        "enable_prefix_cache": False,
+        "max_step_ms": "tenfold",
+        "step_sizes": (2, 4, 8, 16),
+    },
+    steps_ahead=1,
+    events=[
+        *("add", "add", "step", "step", "collect", "collect", "step", "fail", "add", "step", "abort", "add"),
+        *("step", "step", "step", "step", "add", "step", "add", "add"),
+    ],
+    seed=3688077,
+)
+
+
 @SAMPLE
 @example(_LOST_BEFORE_A_PREEMPTION)
+@example(_CUT_AND_WHOLE_AFTER_ALL)
 @given(histories())
 def test_any_history_gives_every_request_its_own_answer_and_every_page_back(history: History) -> None:
     _check(history)

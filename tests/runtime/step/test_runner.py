@@ -4,6 +4,7 @@ import torch
 
 from mllm_compile.runtime.errors import DeviceMemoryError
 from mllm_compile.runtime.sampling.state import SamplingFlags
+from mllm_compile.runtime.step.runner import _first_of_a_row
 from tests.runtime.runner_cases import VOCAB, Loop, TinyModel, make_runner
 
 PROMPTS = [[3, 9, 27, 20, 60], [1, 2], [7] * 21, [5, 4, 3, 2, 1, 0, 59, 58, 57, 33, 12]]
@@ -271,3 +272,11 @@ def test_a_chunk_says_where_its_prompt_lies_if_its_pages_follow_each_other(monke
     loop.add(range(40), max_tokens=1)  # in pages that came back in another order
     loop.run()
     assert seen == [(1, 16, False)] * 2 + [(1, 8, False)]
+
+
+@pytest.mark.parametrize(
+    ("places", "first"),
+    [([7], 7), ([4, 5, 6], 4), ([4, 6, 5, 7], None), ([5, 4], None), ([1, 2, 9], None), (None, None)],
+)
+def test_places_in_a_row_are_known_by_their_first(places, first):
+    assert _first_of_a_row(None if places is None else np.array(places)) == first

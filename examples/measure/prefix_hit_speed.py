@@ -1,0 +1,61 @@
+"""Milliseconds to the first token of a prompt that the prefix cache knows, beside one that it does not.
+
+    python examples/measure/prefix_hit_speed.py configs/qwen3_5-text-shape.yaml [--tokens 2000] [--prompts 8]
+
+Each prompt is of random ids; it is asked for one token, and then for one again. Of a model whose layers carry a state,
+the second time goes on from a snapshot of it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import statistics
+import sys
+import time
+from pathlib import Path
+
+from mistakes import positive, told_in_one_line
+
+from mllm_compile import Engine, EngineConfig, SamplingParams
+
+ONE_TOKEN = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
+WARM_UPS = 2
+LEAST_VOCABULARY = 100  # ids of prompts are below: every model has them
+
+
+def milliseconds(engine: Engine, prompt: list[int]) -> float:
+    start = time.perf_counter()
+    engine.generate([prompt], ONE_TOKEN)
+    return (time.perf_counter() - start) * 1000
+
+
+def shown(times: list[float]) -> str:
+    return f"{statistics.median(times):.2f} ms ({min(times):.2f} to {max(times):.2f})"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("config", type=Path)
+    parser.add_argument("--tokens", type=positive, default=2000, help="of each prompt (default: 2000)")
+    parser.add_argument("--prompts", type=positive, default=8, help="measured ones (default: 8)")
+    args = parser.parse_args()
+    random.seed(0)
+    misses, hits = [], []
+    with Engine(EngineConfig.from_yaml(args.config)) as engine:
+        for index in range(WARM_UPS + args.prompts):
+            prompt = [random.randrange(LEAST_VOCABULARY) for _ in range(args.tokens)]
+            times = milliseconds(engine, prompt), milliseconds(engine, prompt)
+            if index >= WARM_UPS:
+                misses.append(times[0])
+                hits.append(times[1])
+        stats = engine.stats()
+    share = stats.prefix_hit_tokens / max(1, args.tokens * (WARM_UPS + args.prompts))
+    print(f"first token of {args.tokens}: a miss takes {shown(misses)}, a hit {shown(hits)}")
+    print(f"{statistics.median(misses) / statistics.median(hits):.1f} times; a hit found {share:.0%} of its prompt")
+    return 0
+
+
+if __name__ == "__main__":
+    with told_in_one_line():
+        sys.exit(main())

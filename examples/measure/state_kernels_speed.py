@@ -1,0 +1,188 @@
+"""Microseconds of one layer with a state by kind and batch, inside a CUDA graph, beside what its bytes take.
+
+    python examples/measure/state_kernels_speed.py [--json FILE] [--prompts] [--layers "gated delta" ssd …]
+        [--variants "conv._WARPS=4" "conv._WARPS=8 conv._DECODE_CHANNELS=512" …]
+
+Needs an NVIDIA GPU and Triton. The shapes are those of Transformers' defaults for qwen3_5_text, of Nemotron-H-8B,
+Kimi-Linear and Falcon-Mamba-7B. A graph runs each kernel over several layers' states, more than the L2 cache holds.
+TB/s are the bytes of states and tokens, read and written once, over the time; the last column is their share of the
+rate at which the GPU reads one large tensor. A variant sets constants of modules of runtime/ops/states/.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import itertools
+import json
+import math
+import statistics
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import torch
+
+from mllm_compile.runtime import ops
+from mllm_compile.runtime.state.layer import CausalConv, GatedDelta, SelectiveScan, Ssd, StateKind
+
+BATCHES = (1, 8, 16, 64, 256)
+PROMPTS = ((1, 2048), (1, 8192), (8, 1024), (32, 2048))
+COLD_BYTES = 256 << 20  # several times the L2 cache
+MAX_LAYERS = 16
+REPEATS = 5
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A layer: its settings, sizes of its operands (without tokens), and the type of its outputs."""
+
+    kind: StateKind
+    operands: dict[str, tuple[int, ...]]
+    out_dtype: torch.dtype = torch.bfloat16
+
+
+SHAPES = {
+    "conv 8192": Shape(CausalConv("silu"), {"x": (8192,), "weight": (8192, 4)}),
+    "gated delta": Shape(
+        GatedDelta(qk_l2norm=True), {"q": (16, 128), "k": (16, 128), "v": (32, 128), "g": (32,), "beta": (32,)}
+    ),
+    "gated delta, a channel": Shape(
+        GatedDelta(qk_l2norm=True), {"q": (32, 128), "k": (32, 128), "v": (32, 128), "g": (32, 128), "beta": (32,)}
+    ),
+    "ssd": Shape(
+        Ssd(dt_softplus=True, dt_min=0.0, dt_max=None),
+        {"x": (128, 64), "dt": (128,), "A": (128,), "B": (8, 128), "C": (8, 128), "D": (128,), "dt_bias": (128,)},
+        torch.float32,
+    ),
+    "selective scan": Shape(
+        SelectiveScan(dt_softplus=True),
+        {
+            "x": (8192,),
+            "dt": (8192,),
+            "A": (8192, 16),
+            "B": (16,),
+            "C": (16,),
+            "D": (8192,),
+            "z": (8192,),
+            "dt_bias": (8192,),
+        },
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Result:
+    """One line."""
+
+    name: str
+    requests: int
+    tokens: int  # of each request
+    microseconds: float
+    bytes: int
+    variant: str = ""  # of constants
+
+
+def run(name: str, requests: int, tokens: int) -> Result:
+    """Decodes (tokens = 1), or prompts of `tokens` tokens."""
+    shape, total = SHAPES[name], requests * tokens
+    operands = {
+        key: torch.rand(size if key in shape.kind.constants else (total, *size), device="cuda").bfloat16()
+        for key, size in shape.operands.items()
+    }
+    for key in ("g", "A"):
+        if key in operands:
+            operands[key] = -operands[key].float()
+    shapes = {key: value.shape for key, value in operands.items()}
+    state = shape.kind.state_shape(shapes)
+    dtype = torch.bfloat16 if shape.kind.holds_inputs else torch.float32
+    out = torch.empty(total, *shape.kind.out_shape(shapes), dtype=shape.out_dtype, device="cuda")
+    per_layer = 2 * requests * math.prod(state) * dtype.itemsize
+    count = min(MAX_LAYERS, max(2, COLD_BYTES // per_layer)) if tokens == 1 else 1
+    pools = [torch.zeros(requests + 1, *state, dtype=dtype, device="cuda") for _ in range(count)]
+    rows = torch.arange(1, requests + 1, device="cuda")
+    has_state = torch.ones(requests, dtype=torch.bool, device="cuda")
+    bounds = torch.arange(requests + 1, dtype=torch.int32, device="cuda") * tokens
+    op = ops.op(f"{shape.kind.name}_states")
+    absent = dict.fromkeys(set(shape.kind.operands) - set(operands))
+    settings = absent | asdict(shape.kind) | {"rows": rows, "has_state": has_state, "out": out}
+    spans = {"starts": None, "ends": None} if tokens == 1 else {"starts": bounds[:-1], "ends": bounds[1:]}
+
+    def launch() -> None:
+        for pool in pools:
+            op(**operands, states=pool, **spans, **settings)
+
+    moved = per_layer + sum(value.nbytes for value in operands.values()) + out.nbytes
+    return Result(name, requests, tokens, microseconds(launch) / count, moved)
+
+
+def set_constants(variant: str) -> None:
+    """Sets what `MODULE.NAME=NUMBER …` says."""
+    for one in variant.split():
+        name, _, value = one.partition("=")
+        module, _, constant = name.partition(".")
+        place = importlib.import_module(f"mllm_compile.runtime.ops.states.{module}")
+        if not isinstance(getattr(place, constant, None), int):
+            sys.exit(f"error: {name} is no number of a module in runtime/ops/states")
+        setattr(place, constant, int(value))
+
+
+def microseconds(launch: Callable[[], object]) -> float:
+    """The median of replays of a graph of it."""
+    launch()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        launch()
+    times = []
+    for _ in range(REPEATS + 1):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) * 1000)
+    return statistics.median(times[1:])
+
+
+def read_rate() -> float:
+    """Bytes a second of one sum over a gigabyte."""
+    data = torch.ones(1 << 28, device="cuda")
+    return data.nbytes / (microseconds(data.sum) * 1e-6)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--json", type=Path, help="also write the figures to this file")
+    parser.add_argument("--prompts", action="store_true", help="prompts in place of decodes")
+    parser.add_argument("--layers", nargs="+", choices=SHAPES, default=list(SHAPES), help="these alone")
+    parser.add_argument("--variants", nargs="+", default=[""], help="of constants, each measured in turn")
+    args = parser.parse_args()
+    if not torch.cuda.is_available():
+        print("needs an NVIDIA GPU", file=sys.stderr)
+        return 1
+    limit = read_rate()
+    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, read {limit / 1e12:.2f} TB/s")
+    print(f"{'layer':24} {'requests':>8} {'tokens':>7} {'µs':>9} {'TB/s':>6} {'of read':>8}")
+    results = []
+    for variant, name in itertools.product(args.variants, args.layers):
+        set_constants(variant)
+        print(variant, end="\n" if variant else "")
+        for requests, tokens in PROMPTS if args.prompts else [(batch, 1) for batch in BATCHES]:
+            result = replace(run(name, requests, tokens), variant=variant)
+            results.append(result)
+            rate = result.bytes / (result.microseconds * 1e-6)
+            print(
+                f"{name:24} {requests:8} {tokens:7} {result.microseconds:9.1f} {rate / 1e12:6.2f} {rate / limit:8.2f}",
+                flush=True,
+            )
+            torch.cuda.empty_cache()
+    if args.json is not None:
+        about = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "read": limit}
+        args.json.write_text(json.dumps({**about, "results": [asdict(result) for result in results]}, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
