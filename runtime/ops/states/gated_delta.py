@@ -24,7 +24,6 @@ from mllm_compile.runtime.ops.states.requests import NORM_EPS, sigmoid, softplus
 
 _STEP_VALUES = 32  # of a block: 16 KB of a state with keys of 128 in float32
 _STEP_WARPS = 4
-_DECODE_VALUES, _DECODE_PARTS = 16, 2  # of a block of decodes: of a part, and parts
 # Products of 16 bits take keys as they came, and round a state to 16 bits for them; float32 would take several each.
 _CHUNKED_DTYPES = (torch.bfloat16, torch.float16)
 _MOST_CHUNK_KEYS = 128  # wider keys' chunks do not stay in registers
@@ -99,19 +98,21 @@ def _step_gated_delta_kernel(
     GATED: tl.constexpr,
     GATE_A_CHANNEL: tl.constexpr,
     BLOCK: tl.constexpr,
+    DECODES: tl.constexpr,
     EARLY: tl.constexpr,
 ):
     """Program (block of a value head's rows, value head, request): its part of the state stays in registers."""
-    if EARLY:
-        wait_for_prerequisites()
-        start_dependents()
     values = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     head = tl.program_id(1)
     request = tl.program_id(2)
     row = tl.load(rows_ptr + request).to(tl.int64)
     has_state = (tl.load(has_state_ptr + request) != 0) & (row > 0)
-    start = tl.load(starts_ptr + request).to(tl.int64)
-    end = tl.load(ends_ptr + request).to(tl.int64)
+    if DECODES:
+        start = request.to(tl.int64)
+        end = start + 1
+    else:
+        start = tl.load(starts_ptr + request).to(tl.int64)
+        end = tl.load(ends_ptr + request).to(tl.int64)
     dims = tl.arange(0, PADDED_D)
     is_dim = dims < D
     is_value = values < DV
@@ -128,6 +129,8 @@ def _step_gated_delta_kernel(
     if GATED:
         rate = -tl.exp(tl.load(a_log_ptr + head).to(tl.float32))
         shift = tl.load(bias_ptr + head).to(tl.float32)
+    if EARLY:  # states and weights are on their way: none of the kernels that run now writes them
+        wait_for_prerequisites()
     next_q, next_k, next_v, next_g, next_beta = _load_token(
         q_ptr + start * q_token_stride,
         k_ptr + start * k_token_stride,
@@ -137,6 +140,8 @@ def _step_gated_delta_kernel(
         *(start < end, dims, is_dim, values, is_value),
         *(q_dim_stride, k_dim_stride, v_dim_stride, g_dim_stride, GATE_A_CHANNEL),
     )
+    if EARLY:  # not before: what the next kernel reads ahead would be in the way
+        start_dependents()
     for token in range(start, end):
         q = next_q.to(tl.float32)
         k = next_k.to(tl.float32)
@@ -147,16 +152,17 @@ def _step_gated_delta_kernel(
             g = rate * softplus(g + shift)
             beta = sigmoid(beta)
         decay = tl.exp(g)
-        following = token + 1  # on its way while this token is computed
-        next_q, next_k, next_v, next_g, next_beta = _load_token(
-            q_ptr + following * q_token_stride,
-            k_ptr + following * k_token_stride,
-            v_ptr + following * v_token_stride,
-            g_ptr + following * g_token_stride,
-            beta_ptr + following * beta_token_stride,
-            *(following < end, dims, is_dim, values, is_value),
-            *(q_dim_stride, k_dim_stride, v_dim_stride, g_dim_stride, GATE_A_CHANNEL),
-        )
+        if not DECODES:  # on its way while this token is computed
+            following = token + 1
+            next_q, next_k, next_v, next_g, next_beta = _load_token(
+                q_ptr + following * q_token_stride,
+                k_ptr + following * k_token_stride,
+                v_ptr + following * v_token_stride,
+                g_ptr + following * g_token_stride,
+                beta_ptr + following * beta_token_stride,
+                *(following < end, dims, is_dim, values, is_value),
+                *(q_dim_stride, k_dim_stride, v_dim_stride, g_dim_stride, GATE_A_CHANNEL),
+            )
         if QK_NORM:
             q *= tl.rsqrt(tl.sum(q * q, 0) + EPS)
             k *= tl.rsqrt(tl.sum(k * k, 0) + EPS)
@@ -169,114 +175,10 @@ def _step_gated_delta_kernel(
         out = tl.sum(state * (q * SCALE)[None, :], 1)
         tl.store(out_ptr + (token * HV + head) * DV + values, out.to(out_ptr.dtype.element_ty), is_value)
         state = state.to(states_ptr.dtype.element_ty).to(tl.float32)  # as where the next token is in another step
-    tl.store(places, state.to(states_ptr.dtype.element_ty), is_number & (row > 0) & (end > start))
-
-
-@triton.jit
-def _decode_gated_delta_kernel(
-    q_ptr,
-    k_ptr,
-    v_ptr,
-    g_ptr,
-    beta_ptr,
-    a_log_ptr,
-    bias_ptr,
-    states_ptr,
-    rows_ptr,
-    has_state_ptr,
-    out_ptr,
-    q_token_stride,
-    q_head_stride,
-    q_dim_stride,
-    k_token_stride,
-    k_head_stride,
-    k_dim_stride,
-    v_token_stride,
-    v_head_stride,
-    v_dim_stride,
-    g_token_stride,
-    g_head_stride,
-    g_dim_stride,
-    beta_token_stride,
-    beta_head_stride,
-    GROUP: tl.constexpr,
-    HV: tl.constexpr,
-    DV: tl.constexpr,
-    D: tl.constexpr,
-    PADDED_D: tl.constexpr,
-    SCALE: tl.constexpr,
-    QK_NORM: tl.constexpr,
-    EPS: tl.constexpr,
-    GATED: tl.constexpr,
-    GATE_A_CHANNEL: tl.constexpr,
-    BLOCK: tl.constexpr,
-    PARTS: tl.constexpr,
-    EARLY: tl.constexpr,
-):
-    """Program (PARTS times BLOCK rows of a value head, value head, request): part by part.
-
-    The next part is on its way while one is computed, the first one before the kernel ahead has ended.
-    """
-    values = tl.program_id(0) * (BLOCK * PARTS) + tl.arange(0, BLOCK)
-    head = tl.program_id(1)
-    request = tl.program_id(2)
-    token = request.to(tl.int64)
+    # Read again, so that addresses take no registers in between: a sixth block has room on a multiprocessor.
     row = tl.load(rows_ptr + request).to(tl.int64)
-    has_state = (tl.load(has_state_ptr + request) != 0) & (row > 0)
-    dims = tl.arange(0, PADDED_D)
-    is_dim = dims < D
-    of_head = states_ptr + (row * HV + head) * DV * D
-    places = values[:, None] * D + dims[None, :]
-    is_number = (values < DV)[:, None] & is_dim[None, :]
-    state = tl.load(of_head + places, mask=is_number & has_state, other=0.0)
-    rate = 0.0
-    shift = 0.0
-    if GATED:
-        rate = -tl.exp(tl.load(a_log_ptr + head).to(tl.float32))
-        shift = tl.load(bias_ptr + head).to(tl.float32)
-    if EARLY:  # states and weights are on their way: none of the kernels that run now writes them
-        wait_for_prerequisites()
-    q_ptr += token * q_token_stride + (head // GROUP) * q_head_stride
-    k_ptr += token * k_token_stride + (head // GROUP) * k_head_stride
-    v_ptr += token * v_token_stride + head * v_head_stride
-    g_ptr += token * g_token_stride + head * g_head_stride
-    beta_ptr += token * beta_token_stride + head * beta_head_stride
-    q, k, v, g, beta = _load_token(
-        *(q_ptr, k_ptr, v_ptr, g_ptr, beta_ptr, True, dims, is_dim, values, values < DV),
-        *(q_dim_stride, k_dim_stride, v_dim_stride, g_dim_stride, GATE_A_CHANNEL),
-    )
-    if EARLY:  # not before: what the next kernel reads ahead would be in the way
-        start_dependents()
-    q = q.to(tl.float32)
-    k = k.to(tl.float32)
-    g = g.to(tl.float32)
-    beta = beta.to(tl.float32)
-    if GATED:
-        g = rate * softplus(g + shift)
-        beta = sigmoid(beta)
-    decay = tl.exp(g)
-    if QK_NORM:
-        q *= tl.rsqrt(tl.sum(q * q, 0) + EPS)
-        k *= tl.rsqrt(tl.sum(k * k, 0) + EPS)
-    for part in tl.static_range(PARTS):
-        taken = state.to(tl.float32)
-        v_taken = v.to(tl.float32)
-        if part + 1 < PARTS:
-            following = values + (part + 1) * BLOCK
-            is_following = (following < DV)[:, None] & is_dim[None, :]
-            state = tl.load(of_head + places + (part + 1) * BLOCK * D, mask=is_following & has_state, other=0.0)
-            v = tl.load(v_ptr + following * v_dim_stride, following < DV, 0.0)
-        if GATE_A_CHANNEL:
-            taken *= decay[None, :]
-        else:
-            taken *= decay
-        known = tl.sum(taken * k[None, :], 1)
-        taken += ((v_taken - known) * beta)[:, None] * k[None, :]
-        out = tl.sum(taken * (q * SCALE)[None, :], 1)
-        of_part = values + part * BLOCK
-        tl.store(out_ptr + (token * HV + head) * DV + of_part, out.to(out_ptr.dtype.element_ty), of_part < DV)
-        is_left = (of_part < DV)[:, None] & is_dim[None, :] & (row > 0)
-        tl.store(of_head + places + part * BLOCK * D, taken.to(states_ptr.dtype.element_ty), is_left)
+    places = states_ptr + ((row * HV + head) * DV + values[:, None]) * D + dims[None, :]
+    tl.store(places, state.to(states_ptr.dtype.element_ty), is_number & (row > 0) & (end > start))
 
 
 @triton_op("mllm::gated_delta_states", mutates_args={"states", "out"})
@@ -358,28 +260,29 @@ def _compute(
             solved = solve_head_gates(q, k, g, beta, A_log, dt_bias, starts, ends, {**sizes, **norms})
         multiply_chunks(solved, v, states, rows, has_state, starts, ends, out, sizes, gate_a_channel)
         return
-    is_decode = starts is None or ends is None
-    block = min(_DECODE_VALUES if is_decode else _STEP_VALUES, triton.next_power_of_2(value_width))
-    gates = (beta if A_log is None else A_log, beta if dt_bias is None else dt_bias)  # which are not read without
-    strides = (*q.stride(), *k.stride(), *v.stride(), *g.stride(), *(() if gate_a_channel else (0,)), *beta.stride())
-    constants = {
+    block = min(_STEP_VALUES, triton.next_power_of_2(value_width))
+    wrap_triton(_step_gated_delta_kernel)[(triton.cdiv(value_width, block), heads, rows.shape[0])](
+        *(q, k, v, g, beta),
+        beta if A_log is None else A_log,  # which, as those below, are not read without
+        beta if dt_bias is None else dt_bias,
+        *(states, rows, has_state),
+        rows if starts is None else starts,
+        rows if ends is None else ends,
+        out,
+        *q.stride(),
+        *k.stride(),
+        *v.stride(),
+        *g.stride(),
+        *(() if gate_a_channel else (0,)),
+        *beta.stride(),
+        DV=value_width,
+        PADDED_D=padded,
+        GATED=A_log is not None,
+        GATE_A_CHANNEL=gate_a_channel,
+        BLOCK=block,
+        DECODES=starts is None or ends is None,
+        EARLY=starts_early(),
+        num_warps=_STEP_WARPS,
         **sizes,
         **norms,
-        "DV": value_width,
-        "PADDED_D": padded,
-        "GATED": A_log is not None,
-        "GATE_A_CHANNEL": gate_a_channel,
-        "BLOCK": block,
-        "EARLY": starts_early(),
-        "num_warps": _STEP_WARPS,
-    }
-    if starts is None or ends is None:
-        parts = min(_DECODE_PARTS, triton.cdiv(value_width, block))
-        grid = (triton.cdiv(value_width, block * parts), heads, rows.shape[0])
-        wrap_triton(_decode_gated_delta_kernel)[grid](
-            *(q, k, v, g, beta, *gates, states, rows, has_state, out), *strides, PARTS=parts, **constants
-        )
-        return
-    wrap_triton(_step_gated_delta_kernel)[(triton.cdiv(value_width, block), heads, rows.shape[0])](
-        *(q, k, v, g, beta, *gates, states, rows, has_state, starts, ends, out), *strides, **constants
     )
