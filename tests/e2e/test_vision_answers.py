@@ -71,7 +71,7 @@ def test_a_picture_goes_with_prompts_of_text_and_one_that_is_refused(engine, scr
         [text, script.chat(picture.pixels, question), script.chat(b"no picture", question), text], GREEDY
     )
     assert outputs[1].outputs[0].text == answer
-    assert "image 0: the picture is no picture" in (outputs[2].error or "")
+    assert "image 0: the picture is in no format" in (outputs[2].error or "")
     assert outputs[0].outputs[0].text == outputs[3].outputs[0].text
 
 

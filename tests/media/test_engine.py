@@ -90,7 +90,7 @@ def test_of_several_prompts_only_the_wrong_one_is_refused(engine):
     bad = {"prompt": PLACE, "multi_modal_data": {"image": b"no picture"}}
     outputs = engine.generate([good, bad, "text"], params())
     assert [output.outputs[0].finish_reason for output in outputs] == ["length", "error", "length"]
-    assert "image 0: the picture is no picture" in str(outputs[1].error)
+    assert "image 0: the picture is in no format that can be read" in str(outputs[1].error)
 
 
 MISTAKES = [  # a prompt's text, what it comes with, and the one line that a user reads
