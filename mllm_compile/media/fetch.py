@@ -32,14 +32,13 @@ def fetched(items: Sequence[SourceItem], domains: Collection[str]) -> list[Sourc
     Raises:
         RequestError: an address has another host, does not answer with a file, or that is too large or takes too long.
     """
-    asked = [
+    named = [
         (frame.url, item.where if item.kind == "image" else f"{item.where}, frame {n}")
         for item in items
         for n, frame in enumerate(item.frames)
         if frame.url is not None
     ]
-    for url, where in asked:
-        _allowed(url, where, domains)  # all of them, before the first is asked
+    asked = [(_allowed(url, where, domains), where) for url, where in named]  # all of them, before the first is fetched
     if not asked:
         return list(items)
     with ThreadPoolExecutor(min(_AT_ONCE, len(asked)), thread_name_prefix="fetch") as pool:
@@ -68,7 +67,7 @@ def _allowed(url: str, where: str, domains: Collection[str]) -> str:
         whose = "none is fetched" if not domains else f"pictures are fetched from {', '.join(sorted(domains))} alone"
         raise RequestError(
             f"{where}: {shown(url)} is an address, and {whose}. Fetch it yourself and give its bytes, or a data URL "
-            "(data:image/png;base64,…); or let the server's config name its host in media.allowed_domains."
+            "(data:image/png;base64,…); or name its host in the config's media.allowed_domains."
         )
     place = f"[{host}]" if ":" in host else host
     place = place if port is None else f"{place}:{port}"
@@ -88,7 +87,11 @@ class _WithinDomains(HTTPRedirectHandler):
 
 
 def _fetch(url: str, where: str, domains: Collection[str]) -> bytes:
-    request = Request(_allowed(url, where, domains), headers={"User-Agent": "mllm_compile", "Accept": "image/*"})
+    """
+    Args:
+        url: one that is allowed.
+    """
+    request = Request(url, headers={"User-Agent": "mllm_compile", "Accept": "image/*"})
     until = time.monotonic() + MAX_FETCH_SECONDS
     data = bytearray()
     try:
