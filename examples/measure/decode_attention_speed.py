@@ -32,7 +32,7 @@ from mllm_compile.kernels.cuda import KernelCompiler, can_compile_kernels
 from mllm_compile.process.progress import NullReporter
 from mllm_compile.runtime.attention.hopper.clusters import cluster_kernels
 from mllm_compile.runtime.attention.hopper.decoder import ClusterDecode, ShareDecode
-from mllm_compile.runtime.attention.hopper.shares import ShareKernel, takes
+from mllm_compile.runtime.attention.hopper.shares import ShareKernel
 from mllm_compile.runtime.attention.split.split_decode import DecodePiece
 from mllm_compile.runtime.attention.split.splits import MOST_FEW_SEQUENCES, OF_FEW, OF_MANY
 
@@ -170,9 +170,9 @@ def hopper_kernels(num_heads: int, num_kv_heads: int, with_fewer: bool) -> dict[
     if not can_compile_kernels("cuda:0"):
         return {}
     clusters = cluster_kernels(num_heads, num_kv_heads, PAGE_SIZE)
-    shares = [ShareKernel(num_kv_heads, num_heads // num_kv_heads, PAGE_SIZE)] if takes(num_kv_heads) else []
+    shares = ShareKernel(num_kv_heads, num_heads // num_kv_heads, PAGE_SIZE)
     with tempfile.TemporaryDirectory() as folder, KernelCompiler() as compiler:
-        compiler.write((*clusters, *shares), Path(folder), NullReporter())
+        compiler.write((*clusters, shares), Path(folder), NullReporter())
         binaries = {path.stem: path.read_bytes() for path in Path(folder).iterdir()}
     scale, device = HEAD_DIM**-0.5, torch.device("cuda:0")
     most_blocks = {"clusters": 8, **({"clusters/2": 2, "clusters/4": 4} if with_fewer else {})}
@@ -180,8 +180,7 @@ def hopper_kernels(num_heads: int, num_kv_heads: int, with_fewer: bool) -> dict[
     for name, most in most_blocks.items():
         some = [kernel for kernel in clusters if kernel.split <= most]
         decoders[name] = ClusterDecode(some, binaries, scale, device)
-    if shares:
-        decoders["shares"] = ShareDecode(shares[0], binaries, scale, device)
+    decoders["shares"] = ShareDecode(shares, binaries, scale, device)
     return decoders
 
 

@@ -21,7 +21,7 @@ from mllm_compile.runtime.attention.hopper.clusters import (
     cluster_kernels,
 )
 from mllm_compile.runtime.attention.hopper.shapes import are_served
-from mllm_compile.runtime.attention.hopper.shares import MOST_REQUESTS, ShareKernel, takes
+from mllm_compile.runtime.attention.hopper.shares import MOST_REQUESTS, ShareKernel
 from mllm_compile.runtime.attention.layer import KERNEL_HEAD_DIMS, LayerSpec
 from mllm_compile.runtime.attention.split.splits import MOST_FEW_SEQUENCES, OF_FEW, OF_MANY, Splits
 from mllm_compile.runtime.config_sections import RuntimeSection
@@ -79,9 +79,9 @@ def _forms(
 
 
 def _hopper_forms(runtime: RuntimeSection, layer: LayerSpec, many: DecodeForm) -> tuple[DecodeForm, ...]:
-    """Clusters for few requests, shares for many, and a piece for what these leave."""
+    """Clusters for few requests, shares for many, and a piece for more than these count."""
     kv_heads = layer.num_kv_heads
-    has_shares, has_many = takes(kv_heads), runtime.max_running_requests > MOST_REQUESTS
+    has_many = runtime.max_running_requests > MOST_REQUESTS
     forms = []
     most = MOST_SEQUENCES_OF_LONG if runtime.max_model_len > LONG_TOKENS else MOST_SEQUENCES
     splits = {choose_split(count * kv_heads) for count in range(1, most // kv_heads + 1)}
@@ -89,10 +89,9 @@ def _hopper_forms(runtime: RuntimeSection, layer: LayerSpec, many: DecodeForm) -
     clusters = cluster_kernels(layer.num_heads, kv_heads, runtime.page_size, **features)
     if splits:
         forms.append(DecodeForm(most, kernels=tuple(kernel for kernel in clusters if kernel.split in splits)))
-    if has_shares:
-        shares = ShareKernel(kv_heads, layer.num_heads // kv_heads, runtime.page_size, **features)
-        forms.append(DecodeForm(MOST_REQUESTS * kv_heads if has_many else None, kernels=(shares,)))
-    if has_many or not has_shares:
+    shares = ShareKernel(kv_heads, layer.num_heads // kv_heads, runtime.page_size, **features)
+    forms.append(DecodeForm(MOST_REQUESTS * kv_heads if has_many else None, kernels=(shares,)))
+    if has_many:
         forms.append(many)
     return tuple(forms)
 

@@ -77,7 +77,8 @@ def test_on_hopper_kernels_stand_for_both_pieces(has_kernels):
         (8, {"max_model_len": 32768}, [("clusters", 64), ("shares", None)]),
         (16, {"max_model_len": 32768}, [("clusters", 64), ("shares", None)]),
         (8, {"max_running_requests": 2000}, [("clusters", 256), ("shares", 8192), ("decode_0_many", None)]),
-        (10, {}, [("clusters", 256), ("decode_0_many", None)]),
+        (4, {"max_model_len": 32768}, [("clusters", 64), ("shares", None)]),
+        (10, {}, [("clusters", 256), ("shares", None)]),
         (72, {"max_model_len": 32768}, [("shares", None)]),
     ],
     ids=[
@@ -85,7 +86,8 @@ def test_on_hopper_kernels_stand_for_both_pieces(has_kernels):
         "long",
         "many heads",
         "very many requests",
-        "heads that shares do not divide",
+        "half as many heads",
+        "heads that do not divide into eights",
         "no batch for clusters",
     ],
 )

@@ -1,9 +1,9 @@
 // How shares.cu divides its work: all keys, request after request in tiles of 16, in equal shares.
 
-constexpr int HEADS = 8, TILE = 16;  // KV heads that a block works at together, and keys
+constexpr int TILE = 16;  // keys, of HEADS heads
 constexpr int A_THREAD = (MOST_REQUESTS + 32 * HEADS - 1) / (32 * HEADS);  // requests that a thread counts
 
-// A request's tiles, of eight heads.
+// A request's tiles, of HEADS heads.
 struct Request {
   int row, num_keys, head;  // the first of its heads
   int first, last;          // the first tile, and the one behind the last
@@ -17,7 +17,7 @@ struct Counts {
 struct Plan {
   const Counts& counts;
   int num_requests;
-  u32 tiles;  // of eight heads
+  u32 tiles;  // of HEADS heads
   __device__ __forceinline__ int begin_of(u32 block) const { return tiles * (KV_HEADS / HEADS) * block / gridDim.x; }
   __device__ __forceinline__ Request request_at(int tile) const {
     const int group = tile / tiles, begin = group * tiles;

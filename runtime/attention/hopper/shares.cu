@@ -1,21 +1,22 @@
 // Attention of one new token a request over its keys, those of the token included; for many requests.
 //
-// All keys are divided among the blocks in equal shares (plan.cuh): a block for each multiprocessor. Keys, or values, of a
-// tile are 32 KB of eight heads, in a row where there are no more, which one copy takes (by TMA, which puts them where eight
-// keys' chunks lie in different banks; rows padded for that would be read 5 % slower). One warp asks for them, before the
-// kernel ahead has ended but for a tile with a new token's key, which that kernel writes; lengths and the page table are of
-// earlier kernels. Three make requests ready (ready.cuh): where they rotate (rotation.cuh) no tile waits, and new tokens
-// are put into the tiles that have come. Eight compute, a head each.
+// All keys are divided among the blocks in equal shares (plan.cuh): a block for each multiprocessor if it works at eight
+// heads, several smaller ones if KV heads do not divide into eights. Keys, or values, of a tile are 4 KB of each head, in a
+// row where there are no others, which one copy takes (by TMA, which puts them where eight keys' chunks lie in different
+// banks; rows padded for that would be read 5 % slower). One warp asks for them, before the kernel ahead has ended but for a
+// tile with a new token's key, which that kernel writes; lengths and the page table are of earlier kernels. Some make
+// requests ready (ready.cuh): where they rotate (rotation.cuh) no tile waits, and new tokens are put into the tiles that
+// have come. The others compute, a head each.
 //
 // Where a share ends within a request, the block with the request's first tile adds up what the others leave of it. They
 // come to that part first and it comes to its own last, so that it hardly waits (parts.cuh). Where another kernel holds
 // multiprocessors, a block may wait for one that has not started. Blocks start in their order, and one that leaves something
 // does not wait: so one block at most waits so, and the others end and make room.
 //
-// Defined by shares.py: KV_HEADS (a multiple of 8), GROUP (query heads of a KV head, up to 8), PAGE (tokens, a multiple
-// of 16), MOST_REQUESTS, SLOTS (of tiles' keys or values, in shared memory), SHARED_BYTES, PREPARERS (warps that make
-// requests ready), READY (requests that are so at a time), MISSING (all bits set), SINKS (sinks.cuh), FP8 (the cache is e4m3,
-// small_keys.cuh: then tiles are half as large).
+// Defined by shares.py: KV_HEADS, HEADS (of them, which a block works at together: a divisor), BLOCKS (of a multiprocessor),
+// GROUP (query heads of a KV head, up to 8), PAGE (tokens, a multiple of 16), MOST_REQUESTS, SLOTS (of tiles' keys or values,
+// in shared memory), SHARED_BYTES, PREPARERS (warps that make requests ready), READY (requests that are so at a time),
+// MISSING (all bits set), SINKS (sinks.cuh), FP8 (the cache is e4m3, small_keys.cuh: then tiles are half as large).
 
 constexpr int D = 2 * HEAD_PAIRS;
 constexpr int HALVES = FP8 ? 1 : 2, HALF_BYTES = TILE * 128;  // of a head: rows of 128 bytes, swizzled
@@ -217,7 +218,7 @@ __device__ __forceinline__ void add_parts(Sums& sums, const Plan& plan, int end,
 
 static_assert(1024 + SLOTS * SLOT_BYTES + sizeof(Shared) <= SHARED_BYTES, "and what alignment costs");
 
-extern "C" __global__ void __launch_bounds__(32 * (HEADS + 1 + PREPARERS), 1)
+extern "C" __global__ void __launch_bounds__(32 * (HEADS + 1 + PREPARERS), BLOCKS)
     share_decode(const __grid_constant__ TensorMap keys, const __grid_constant__ TensorMap values, const u32* q,
                  const int* page_table, const int* seq_lens, u32* out, Part* parts, int num_requests,
                  int width, float scale, float out_factor, const __grid_constant__ Rotation rotation,
