@@ -59,23 +59,25 @@ LATE_ROWS = (
 )
 
 
-def compiled_decoder(folder: Path, kind: str, heads: int, kv_heads: int, page_size: int, **features: bool) -> Decode:
-    shares = ShareKernel(kv_heads, heads // kv_heads, page_size, **features)
+def compiled_decoder(
+    folder: Path, kind: str, heads: int, kv_heads: int, page_size: int, head_dim: int = 128, **features: bool
+) -> Decode:
+    shares = ShareKernel(kv_heads, heads // kv_heads, page_size, head_dim=head_dim, **features)
     clusters = cluster_kernels(heads, kv_heads, page_size, **features)
     with KernelCompiler() as compiler:
         compiler.write(clusters if kind == CLUSTERS else [shares], folder, NullReporter())
     binaries = {path.stem: path.read_bytes() for path in folder.iterdir()}
     if kind == CLUSTERS:
         return ClusterDecode(clusters, binaries, 128**-0.5, torch.device("cuda:0"))
-    return ShareDecode(shares, binaries, 128**-0.5, torch.device("cuda:0"))
+    return ShareDecode(shares, binaries, head_dim**-0.5, torch.device("cuda:0"))
 
 
 @pytest.fixture(scope="module")
 def decoders(tmp_path_factory):
-    """By (kind, query heads, KV heads, page size), and features by name."""
+    """By (kind, query heads, KV heads, page size), and head dim and features by name."""
 
     @cache
-    def of(kind: str, heads: int, kv_heads: int, page_size: int, **features: bool) -> Decode:
+    def of(kind: str, heads: int, kv_heads: int, page_size: int, **features: int) -> Decode:
         return compiled_decoder(tmp_path_factory.mktemp("decode"), kind, heads, kv_heads, page_size, **features)
 
     return of
@@ -91,7 +93,7 @@ def decode(
 
 def worst_error(decoder: Decode, cache: Cache, heads: int) -> float:
     """‖ours − float32's‖ / ‖float32's‖ of the worst request."""
-    q = 2 * torch.randn(len(cache.lengths), heads, 128, device="cuda").bfloat16()
+    q = 2 * torch.randn(len(cache.lengths), heads, cache.keys.shape[2], device="cuda").bfloat16()
     got, want = decode(decoder, cache, q).float(), in_float32(cache, q)
     return ((got - want).norm(dim=(1, 2)) / want.norm(dim=(1, 2))).max().item()
 
@@ -145,22 +147,22 @@ class New:
 
     def __init__(self, cache: Cache, heads: int, has_norms: bool) -> None:
         torch.manual_seed(0)
-        count, kv_heads = len(cache.lengths), cache.keys.shape[1]
+        count, kv_heads, dim = len(cache.lengths), *cache.keys.shape[1:]
         last = cache.lengths.long() - 1
         page = cache.page_table.gather(1, (last // cache.page_size)[:, None]).squeeze(1).long()
         self.slots = page * cache.page_size + last % cache.page_size
         # Projections, then cosines and sines of each token: all that a kernel ahead may write, in one piece of memory.
-        width = (heads + 2 * kv_heads) * 128
-        self.memory = torch.randn(count, width + 2 * 128, device="cuda").bfloat16().flatten()
+        width = (heads + 2 * kv_heads) * dim
+        self.memory = torch.randn(count, width + 2 * dim, device="cuda").bfloat16().flatten()
         self.packed = self.memory[: count * width].view(1, count, width)
         q, k, v = (
-            part.unflatten(-1, (-1, 128))
-            for part in self.packed.split([heads * 128, kv_heads * 128, kv_heads * 128], -1)
+            part.unflatten(-1, (-1, dim))
+            for part in self.packed.split([heads * dim, kv_heads * dim, kv_heads * dim], -1)
         )
-        angles = self.memory[count * width :].view(2, 1, count, 128)
-        turns = 6 * torch.rand(1, count, 128, device="cuda")
+        angles = self.memory[count * width :].view(2, 1, count, dim)
+        turns = 6 * torch.rand(1, count, dim, device="cuda")
         angles.copy_(torch.stack((turns.cos(), turns.sin())))
-        norms = [(1 + torch.rand(128, device="cuda")).bfloat16() for _ in range(2)] if has_norms else []
+        norms = [(1 + torch.rand(dim, device="cuda")).bfloat16() for _ in range(2)] if has_norms else []
         self.unrotated = Unrotated.of([q, k, *angles.unbind(), *norms], v[0], 1e-6)
         self.forget(cache)
 
@@ -207,6 +209,33 @@ def test_new_tokens_are_normed_rotated_and_written(decoders, kind, heads, kv_hea
         assert torch.equal(cache.values[others], before[1])
         want = new.in_float32(cache)
         assert ((got - want).norm(dim=(1, 2)) / want.norm(dim=(1, 2))).max() < 8e-3
+
+
+@pytest.mark.parametrize("rotates", [False, True])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "page_size", "sinks"),
+    [(16, 4, 64, False), (64, 8, 32, True), (16, 2, 16, False), (24, 3, 64, False)],
+)
+def test_heads_of_256_columns_have_two_warps_each(decoders, heads, kv_heads, page_size, sinks, rotates):
+    decoder = decoders(SHARES, heads, kv_heads, page_size, head_dim=256, sinks=sinks)
+    given = [torch.linspace(-4, 10, heads, device="cuda").bfloat16()] if sinks else []
+    many = torch.randint(1, 700, (300,), generator=torch.Generator().manual_seed(0)).tolist()
+    for lengths in ([1], LENGTHS, LENGTHS[::-1] * 2, [15, 16, 17] * 40, [9000, 3], many):
+        cache = Cache(lengths, kv_heads, 256, page_size, torch.bfloat16)
+        poison(cache)
+        if rotates:
+            new = New(cache, heads, has_norms=kv_heads != 3)
+            got, want = decode_new(decoder, cache, new, *given), new.in_float32(cache, *given)
+            error, has_values = new.errors_of_cache(cache)
+            assert error < 5e-3
+            assert has_values
+        else:
+            q = 2 * torch.randn(len(lengths), heads, 256, device="cuda").bfloat16()
+            got = decode(decoder, cache, q, None, *given)
+            assert torch.equal(decode(decoder, cache, q, None, *given), got)
+            want = in_float32(cache, q, sinks=given[0] if sinks else None)
+        assert ((got.float() - want).norm(dim=(1, 2)) / want.norm(dim=(1, 2))).max() < 8e-3
+        assert (decoder._parts == MISSING).all()
 
 
 @pytest.mark.parametrize("rotates", [False, True])

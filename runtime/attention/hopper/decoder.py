@@ -91,7 +91,7 @@ class ShareDecode:
         with torch.cuda.device(device):
             self._loaded = load_kernel(kernel, binaries)
         # Parts that blocks leave to each other within a launch, at whose end all of them are MISSING again.
-        num_words = kernel.num_blocks * kernel.heads * kernel.part_floats
+        num_words = kernel.num_blocks * kernel.warps * kernel.part_floats
         self._parts = torch.full((num_words,), MISSING, dtype=torch.int32, device=device)
 
     def __call__(self, inputs: list[torch.Tensor], unrotated: Unrotated | None = None) -> None:
