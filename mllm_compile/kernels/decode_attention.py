@@ -16,6 +16,7 @@ from mllm_compile.kernels.piece import WrittenPiece
 from mllm_compile.runtime.attention.hopper.clusters import (
     LONG_TOKENS,
     MOST_SEQUENCES,
+    MOST_SEQUENCES_OF_FEW_HEADS,
     MOST_SEQUENCES_OF_LONG,
     choose_split,
     cluster_kernels,
@@ -87,16 +88,17 @@ def _hopper_forms(
     has_many = runtime.max_running_requests > MOST_REQUESTS
     forms = []
     features = {"sinks": layer.sinks is not None, "fp8": runtime.kv_cache_dtype == "float8_e4m3fn"}
-    if has_clusters(kv_heads, head_dim):
-        most = MOST_SEQUENCES_OF_LONG if runtime.max_model_len > LONG_TOKENS else MOST_SEQUENCES
+    group = layer.num_heads // kv_heads
+    shares = ShareKernel(kv_heads, group, runtime.page_size, head_dim=head_dim, **features)
+    if has_clusters(head_dim):
+        most = MOST_SEQUENCES if shares.is_alone else MOST_SEQUENCES_OF_FEW_HEADS
+        most = MOST_SEQUENCES_OF_LONG if runtime.max_model_len > LONG_TOKENS else most
         splits = {choose_split(count * kv_heads) for count in range(1, most // kv_heads + 1)}
         clusters = cluster_kernels(layer.num_heads, kv_heads, runtime.page_size, **features)
         if splits:
             forms.append(DecodeForm(most, kernels=tuple(kernel for kernel in clusters if kernel.split in splits)))
     else:
         forms.append(few)
-    group = layer.num_heads // kv_heads
-    shares = ShareKernel(kv_heads, group, runtime.page_size, head_dim=head_dim, **features)
     forms.append(DecodeForm(MOST_REQUESTS * kv_heads if has_many else None, kernels=(shares,)))
     if has_many:
         forms.append(many)
