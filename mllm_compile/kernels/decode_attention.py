@@ -13,15 +13,8 @@ from mllm_compile.config.resolved import ResolvedConfig
 from mllm_compile.inductor.job import PieceInput
 from mllm_compile.kernels.cuda import can_compile_kernels
 from mllm_compile.kernels.piece import WrittenPiece
-from mllm_compile.runtime.attention.hopper.clusters import (
-    LONG_TOKENS,
-    MOST_SEQUENCES,
-    MOST_SEQUENCES_OF_FEW_HEADS,
-    MOST_SEQUENCES_OF_LONG,
-    choose_split,
-    cluster_kernels,
-)
-from mllm_compile.runtime.attention.hopper.shapes import are_served, has_clusters
+from mllm_compile.runtime.attention.hopper.clusters import choose_split, cluster_kernels
+from mllm_compile.runtime.attention.hopper.shapes import are_served, has_clusters, most_in_clusters
 from mllm_compile.runtime.attention.hopper.shares import MOST_REQUESTS, ShareKernel
 from mllm_compile.runtime.attention.layer import KERNEL_HEAD_DIMS, LayerSpec
 from mllm_compile.runtime.attention.split.splits import MOST_FEW_SEQUENCES, OF_FEW, OF_MANY, Splits
@@ -91,8 +84,7 @@ def _hopper_forms(
     group = layer.num_heads // kv_heads
     shares = ShareKernel(kv_heads, group, runtime.page_size, head_dim=head_dim, **features)
     if has_clusters(head_dim):
-        most = MOST_SEQUENCES if shares.is_alone else MOST_SEQUENCES_OF_FEW_HEADS
-        most = MOST_SEQUENCES_OF_LONG if runtime.max_model_len > LONG_TOKENS else most
+        most = most_in_clusters(shares, runtime.max_model_len)
         splits = {choose_split(count * kv_heads) for count in range(1, most // kv_heads + 1)}
         clusters = cluster_kernels(layer.num_heads, kv_heads, runtime.page_size, **features)
         if splits:

@@ -6,8 +6,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from mllm_compile.runtime.attention.hopper.clusters import (
+    LONG_TOKENS,
+    MOST_SEQUENCES,
+    MOST_SEQUENCES_OF_FEW_HEADS,
+    MOST_SEQUENCES_OF_LONG,
+    ClusterKernel,
+)
 from mllm_compile.runtime.attention.hopper.clusters import TILE as CLUSTER_TILE
-from mllm_compile.runtime.attention.hopper.clusters import ClusterKernel
 from mllm_compile.runtime.attention.hopper.kernel import HEAD_DIM, DecodeKernel
 from mllm_compile.runtime.attention.hopper.shares import HEAD_DIMS, TILE, ShareKernel
 from mllm_compile.runtime.json_data import from_json
@@ -31,6 +37,14 @@ def rotates_heads(num_heads: int, num_kv_heads: int, head_dim: int) -> bool:
 def has_clusters(head_dim: int) -> bool:
     """True if kernels for few requests are among those of such heads."""
     return head_dim == HEAD_DIM
+
+
+def most_in_clusters(shares: ShareKernel, max_tokens: int) -> int:
+    """The most requests x KV heads for which clusters are the faster, where a request has up to `max_tokens` tokens;
+    `shares` serves the same heads."""
+    if max_tokens > LONG_TOKENS:
+        return MOST_SEQUENCES_OF_LONG
+    return MOST_SEQUENCES if shares.is_alone else MOST_SEQUENCES_OF_FEW_HEADS
 
 
 def kernel_from_json(data: Mapping[str, Any]) -> DecodeKernel:
