@@ -15,9 +15,10 @@
 // does not wait: so one block at most waits so, and the others end and make room.
 //
 // Defined by shares.py: KV_HEADS, HEADS (of them, which a block works at together: a divisor), HEAD_DIM (128 or 256), BLOCKS
-// (of a multiprocessor), GROUP (query heads of a KV head, up to 8), PAGE (tokens, a multiple of 16), MOST_REQUESTS, SLOTS (of tiles' keys or values,
-// in shared memory), SHARED_BYTES, PREPARERS (warps that make requests ready), READY (requests that are so at a time),
-// MISSING (all bits set), SINKS (sinks.cuh), FP8 (the cache is e4m3, small_keys.cuh: then tiles are half as large).
+// (of a multiprocessor), GROUP (query heads of a KV head, up to 8), PAGE (tokens, a multiple of 16), MOST_REQUESTS, SLOTS (of
+// tiles' keys or values, in shared memory), SHARED_BYTES, PREPARERS (warps that make requests ready), READY (requests that
+// are so at a time), MISSING (all bits set), SINKS (sinks.cuh), FP8 (the cache is e4m3, small_keys.cuh: then tiles are half as
+// large).
 
 constexpr int D = 2 * HEAD_PAIRS;
 constexpr int PANELS = D * (FP8 ? 1 : 2) / 128, PANEL_BYTES = TILE * 128;  // of a head: rows of 128 bytes, swizzled
