@@ -283,7 +283,7 @@ def _read_plain(
     offset = None if memory is None or entry.dtype != weight.dtype else _offset_of(part, tuple(weight.shape))
     if memory is None or offset is None:
         return _read_stored(path, entry, part.steps, place_of(weight, part))
-    return StraightRead(Source(path, entry), memory, offset * entry.dtype.itemsize)
+    return StraightRead(path, entry.begin, entry.end - entry.begin, memory, offset * entry.dtype.itemsize)
 
 
 def _offset_of(part: WeightPart, shape: tuple[int, ...]) -> int | None:
@@ -370,7 +370,7 @@ def _part_of_file(
     stretch, distance, count = length * inner, entry.shape[dim] * inner, math.prod(entry.shape[:dim])
     begin = entry.begin + start * inner
     shape = (*entry.shape[:dim], length, *entry.shape[dim + 1 :])
-    part = replace(entry, begin=begin, end=begin + stretch * count, shape=shape)
+    part = entry._replace(begin=begin, end=begin + stretch * count, shape=shape)
     return part, Spacing(stretch, distance) if count > 1 else None, steps[1:]
 
 

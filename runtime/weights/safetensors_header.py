@@ -9,7 +9,7 @@ import math
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Any, NamedTuple
 
 import torch
 
@@ -37,8 +37,7 @@ DTYPES = {
 }
 
 
-@dataclass(frozen=True)
-class TensorEntry:
+class TensorEntry(NamedTuple):
     """The place of one tensor: bytes [begin, end) of its file."""
 
     dtype: torch.dtype
@@ -114,9 +113,9 @@ def _entry(path: Path, name: str, fields: dict[str, Any], data_start: int, file_
     dtype = DTYPES.get(dtype_name) if isinstance(dtype_name, str) else None
     if dtype is None:
         raise CheckpointError(f"{path}: tensor {name!r} has dtype {shown(dtype_name)}; known: {', '.join(DTYPES)}")
-    if not (_is_sizes(shape) and _is_sizes(offsets) and len(offsets) == 2):
+    if not (isinstance(shape, list) and isinstance(offsets, list) and len(offsets) == 2 and _are_sizes(shape + offsets)):
         raise CheckpointError(_broken(path, f"tensor {name!r} has shape {shown(shape)} at {shown(offsets)}"))
-    begin, end = (data_start + offset for offset in offsets)
+    begin, end = data_start + offsets[0], data_start + offsets[1]
     if end - begin != math.prod(shape) * dtype.itemsize:
         raise CheckpointError(_broken(path, f"tensor {name!r} of shape {shape} takes {end - begin} bytes"))
     if end > file_bytes:
@@ -124,9 +123,9 @@ def _entry(path: Path, name: str, fields: dict[str, Any], data_start: int, file_
     return TensorEntry(dtype, tuple(shape), begin, end)
 
 
-def _is_sizes(value: object) -> TypeGuard[list[int]]:
+def _are_sizes(values: list[Any]) -> bool:
     # Exactly int: json reads true as a bool, which is an int too. torch has 64 dimensions and 64-bit sizes.
-    return isinstance(value, list) and len(value) <= 64 and all(type(n) is int and 0 <= n < 2**63 for n in value)
+    return len(values) <= 64 + 2 and set(map(type, values)) == {int} and min(values) >= 0 and max(values) < 2**63
 
 
 def _broken(path: Path, why: str) -> str:
