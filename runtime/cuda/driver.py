@@ -47,7 +47,7 @@ def _driver() -> ctypes.CDLL:
 
 @cache
 def _driver_within_the_lock() -> ctypes.PyDLL:
-    """The same, without giving away the interpreter's lock, for calls that are over sooner than it would be had again."""
+    """The same, without giving away the interpreter's lock: for calls that are over before it would be had again."""
     return ctypes.PyDLL("libcuda.so.1")
 
 

@@ -113,7 +113,7 @@ def _entry(path: Path, name: str, fields: dict[str, Any], data_start: int, file_
     dtype = DTYPES.get(dtype_name) if isinstance(dtype_name, str) else None
     if dtype is None:
         raise CheckpointError(f"{path}: tensor {name!r} has dtype {shown(dtype_name)}; known: {', '.join(DTYPES)}")
-    if not (isinstance(shape, list) and isinstance(offsets, list) and len(offsets) == 2 and _are_sizes(shape + offsets)):
+    if not isinstance(shape, list) or not isinstance(offsets, list) or not _are_sizes(shape, offsets):
         raise CheckpointError(_broken(path, f"tensor {name!r} has shape {shown(shape)} at {shown(offsets)}"))
     begin, end = data_start + offsets[0], data_start + offsets[1]
     if end - begin != math.prod(shape) * dtype.itemsize:
@@ -123,9 +123,11 @@ def _entry(path: Path, name: str, fields: dict[str, Any], data_start: int, file_
     return TensorEntry(dtype, tuple(shape), begin, end)
 
 
-def _are_sizes(values: list[Any]) -> bool:
+def _are_sizes(shape: list[Any], offsets: list[Any]) -> bool:
     # Exactly int: json reads true as a bool, which is an int too. torch has 64 dimensions and 64-bit sizes.
-    return len(values) <= 64 + 2 and set(map(type, values)) == {int} and min(values) >= 0 and max(values) < 2**63
+    values = shape + offsets
+    are_ints = len(shape) <= 64 and len(offsets) == 2 and set(map(type, values)) == {int}
+    return are_ints and min(values) >= 0 and max(values) < 2**63
 
 
 def _broken(path: Path, why: str) -> str:

@@ -146,11 +146,9 @@ class StraightRead(NamedTuple):
     memory: torch.Tensor
     offset: int
 
-    spacing = None  # they lie in one stretch
-
     @property
-    def sources(self) -> tuple[StraightRead, ...]:
-        return (self,)
+    def spacing(self) -> None:
+        """They lie in one stretch."""
 
     def is_followed_by(self, other: StraightRead) -> bool:
         """True if the other's bytes are the next ones, in the file and in the weight."""
@@ -159,6 +157,10 @@ class StraightRead(NamedTuple):
 
 
 Read = TensorRead | StraightRead
+
+
+def _sources(read: Read) -> Sequence[Source | StraightRead]:
+    return (read,) if isinstance(read, StraightRead) else read.sources
 
 
 def stream_tensors(
@@ -226,6 +228,10 @@ class _Stretch(NamedTuple):
     start: int
     num_bytes: int
 
+    @property
+    def source(self) -> Source | StraightRead:
+        return _sources(self.read)[self.source_index]
+
 
 class _Chunk(NamedTuple):
     """Stretches that lie one behind the other in a file, whose descriptor it has, from byte `begin` of the file on; or
@@ -237,9 +243,15 @@ class _Chunk(NamedTuple):
     stretches: list[_Stretch]
 
     @property
-    def computed(self) -> list[_Stretch]:
-        """Those of tensors that have a landing place of their own."""
-        return [stretch for stretch in self.stretches if not isinstance(stretch.read, StraightRead)]
+    def source(self) -> Source | StraightRead:
+        """The first one that it is of."""
+        return self.stretches[0].source
+
+    @property
+    def computed(self) -> list[tuple[TensorRead, int, int]]:
+        """Reads that have a landing place of their own, each with the index of its source and the bytes of it."""
+        stretches = self.stretches
+        return [(one.read, one.source_index, one.num_bytes) for one in stretches if isinstance(one.read, TensorRead)]
 
     def targets(self) -> Iterator[tuple[torch.Tensor, int, int]]:
         """Where the bytes go, in their order: memory [bytes] uint8, the first byte there, and how many."""
@@ -272,8 +284,7 @@ class _Chunks:
         for stretches in _split(_joined(reads), self.num_bytes):
             if self.is_stopped:
                 return
-            read, index, start, _ = stretches[0]
-            source = read.sources[index]
+            source, start = stretches[0].source, stretches[0].start
             if source.path not in files:
                 files[source.path] = opened.enter_context(_open_file(source.path))
             begin = start if source.spacing else source.begin + start
@@ -286,14 +297,13 @@ def _joined(reads: Iterable[Read]) -> Iterator[Read]:
     do."""
     last: StraightRead | None = None
     for read in reads:
-        is_straight = isinstance(read, StraightRead)
-        if last is not None and is_straight and last.is_followed_by(read):
+        if last is not None and isinstance(read, StraightRead) and last.is_followed_by(read):
             path, begin, num_bytes, memory, offset = last
             last = StraightRead(path, begin, num_bytes + read.num_bytes, memory, offset)
             continue
         if last is not None:
             yield last
-        last = read if is_straight else None
+        last = read if isinstance(read, StraightRead) else None
         if last is None:
             yield read
     if last is not None:
@@ -305,7 +315,7 @@ def _split(reads: Iterable[Read], chunk_bytes: int) -> Iterator[list[_Stretch]]:
     chunk: list[_Stretch] = []
     size, end = 0, None  # of the chunk; where a source that joins it begins
     for read in reads:
-        for index, source in enumerate(read.sources):
+        for index, source in enumerate(_sources(read)):
             begin, is_whole = source.begin, source.spacing is None
             if chunk and not (is_whole and (source.path, begin) == end):
                 yield chunk
@@ -336,18 +346,17 @@ def _read_chunks(chunks: _Chunks, stream: torch.cuda.Stream | None, advance: Cal
                 computed = chunk.computed
                 if computed:
                     with chunks.lock:
-                        for read, index, *_ in computed:
+                        for read, index, _ in computed:
                             read.landing(index)
                 try:
                     bring(chunk)
                 except OSError as error:
-                    read, index, *_ = chunk.stretches[0]
-                    path = read.sources[index].path
+                    path = chunk.source.path
                     raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from error
                 if computed:
                     with chunks.lock:
-                        for stretch in computed:
-                            stretch.read.landed(stretch.num_bytes)
+                        for read, _, num_bytes in computed:
+                            read.landed(num_bytes)
                 advance(chunk.num_bytes)
         except BaseException:
             chunks.is_stopped = True
@@ -393,8 +402,7 @@ def _bring(chunk: _Chunk) -> None:
 
 def _read_chunk(chunk: _Chunk, views: list[memoryview]) -> None:
     """Fills memory with the chunk's bytes."""
-    read, index, *_ = chunk.stretches[0]
-    source = read.sources[index]
+    source = chunk.source
     if source.spacing is None:
         _read_exactly(chunk.file, chunk.begin, views)
         return
