@@ -1,11 +1,12 @@
 """Microseconds of the kernels of a layer of experts with few tokens on Hopper, from o to the next layer's qkv.
 
-    python examples/measure/expert_layer_speed.py [--tokens 1,8] [--left 0,3,6]
+    python examples/measure/expert_layer_speed.py [--tokens 1,8] [--rings 6:8 6:4 3:4]
 
 Needs an H100 or H200. The shape is Qwen3-30B-A3B's, with random weights: o, the router, gate_up and down of the chosen
 experts, qkv; several layers in one CUDA graph, so that the L2 holds nothing of the last replay. A layer is timed
-without anything being read ahead, with the first rows of down, with qkv's weight, and with both; `--left` are numbers
-of stages that gate_up has on their way when it begins with down. The limit is a layer's bytes at the rate of a sum.
+without anything being read ahead, with the first rows of down, with qkv's weight, and with both; `--rings` are stages
+of gate_up and of down: with fewer the next kernel's blocks have room beside them. The limit is a layer's bytes at the
+rate of a sum.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import statistics
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -26,7 +28,7 @@ from mllm_compile.kernels.cuda import KernelCompiler, can_compile_kernels
 from mllm_compile.process.progress import NullReporter
 from mllm_compile.runtime.ops import op
 from mllm_compile.runtime.ops.experts.shapes import SOFTMAX_OF_ALL
-from mllm_compile.runtime.ops.stream_experts.kernel import ExpertsKernel, GateUpKernel
+from mllm_compile.runtime.ops.stream_experts.kernel import ExpertsKernel
 from mllm_compile.runtime.ops.stream_experts.ops import Router, down_kernel, load_expert_kernels, up_kernel
 from mllm_compile.runtime.ops.stream_linear.linear import bucket_of
 from mllm_compile.runtime.ops.stream_linear.ops import STREAMED
@@ -37,14 +39,14 @@ EPS = 1e-6
 REPLAYS = 21
 
 
-class LeftKernel(GateUpKernel):
-    """gate_up that begins to read ahead with a given number of stages on their way."""
+Rings = tuple[int, int]
 
-    stages_left: int
 
-    @property
-    def left(self) -> int:
-        return min(self.stages_left, self.stages)
+def with_stages(kernel: ExpertsKernel, stages: int) -> ExpertsKernel:
+    """The kernel with a ring of so many stages."""
+    other = replace(kernel)
+    vars(other)["stages"] = stages  # a property that is computed once
+    return other
 
 
 class Layer(NamedTuple):
@@ -94,7 +96,8 @@ class Chain:
         return EXPERTS * (1 - (1 - CHOSEN / EXPERTS) ** self.tokens)
 
 
-def load(chain: Chain, left: int | None) -> None:
+def load(chain: Chain, rings: Rings | None) -> Rings:
+    """Compiles and loads the kernels; returns how many stages gate_up and down have."""
     layer = chain.layers[0]
     blocks = torch.zeros(chain.tokens, HIDDEN // 16, device="cuda")
     router = chain.router(torch.zeros(chain.tokens, EXPERTS, device="cuda", dtype=torch.bfloat16))
@@ -102,17 +105,22 @@ def load(chain: Chain, left: int | None) -> None:
     o = STREAMED.residual_kind((layer.o,), norm_next=True)
     plain = [STREAMED.plain_kind((one,), blocks, False, False, False) for one in (layer.router, layer.qkv)]
     linears = [choose_tiling(kind, bucket) for kind in (o, *plain)]
-    up, down = up_kernel(layer.gate_up, blocks, router), down_kernel(layer.down, True, router)
-    compiled: list[ExpertsKernel] = [up, down]
-    if left is not None:
-        compiled[0] = LeftKernel(up.routing, up.rows, up.columns, up.norm_blocks)
-        object.__setattr__(compiled[0], "stages_left", left)  # a frozen dataclass, whose fields are what is stored
+    kernels: list[ExpertsKernel] = [up_kernel(layer.gate_up, blocks, router), down_kernel(layer.down, True, router)]
+    if rings is not None:
+        kernels = [with_stages(kernel, stages) for kernel, stages in zip(kernels, rings, strict=True)]
     with tempfile.TemporaryDirectory() as folder, KernelCompiler() as compiler:
-        compiler.write((*linears, *compiled), Path(folder), NullReporter())
+        compiler.write((*linears, *kernels), Path(folder), NullReporter())
         binaries = {path.stem: path.read_bytes() for path in Path(folder).iterdir()}
     device = torch.device("cuda:0")
     STREAMED.load_kernels(linears, binaries, device)
-    load_expert_kernels((up, down), binaries, device)
+    load_expert_kernels(kernels, binaries, device)
+    up, down = kernels
+    return up.stages, down.stages
+
+
+def rings_of(text: str) -> Rings:
+    gate_up, down = map(int, text.split(":"))
+    return gate_up, down
 
 
 def microseconds(run: Callable[[], object]) -> list[float]:
@@ -135,7 +143,7 @@ def microseconds(run: Callable[[], object]) -> list[float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tokens", default="1,8")
-    parser.add_argument("--left", default="")
+    parser.add_argument("--rings", type=rings_of, nargs="*", default=[])
     parser.add_argument("--layers", type=int, default=12)
     args = parser.parse_args()
     if not torch.cuda.is_available() or not can_compile_kernels("cuda:0"):
@@ -144,15 +152,15 @@ def main() -> None:
     data = torch.ones(1 << 28, device="cuda")
     rate = data.nbytes / statistics.median(microseconds(data.sum)) / 1e3
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}; a sum reads {rate:.0f} GB/s")
-    print("tokens  left  read ahead      µs a layer    from      to   limit", flush=True)
+    print("tokens rings  read ahead      µs a layer    from      to   limit", flush=True)
     layers = [Layer.random() for _ in range(args.layers)]
     dense = layers[0].o.nbytes + layers[0].router.nbytes + layers[0].qkv.nbytes
     of_expert = (layers[0].gate_up.nbytes + layers[0].down.nbytes) / EXPERTS
     for tokens in map(int, args.tokens.split(",")):
         chain = Chain(layers, tokens)
         limit = (dense + chain.num_active() * of_expert) / rate / 1e3
-        for left in [None, *map(int, filter(None, args.left.split(",")))]:
-            load(chain, left)
+        for rings in [None, *args.rings]:
+            stages = load(chain, rings)
             whole: torch.Tensor | None = None
             for reads_down, reads_qkv in ((False, False), (True, False), (False, True), (True, True)):
                 out = chain.run(reads_down, reads_qkv)
@@ -163,7 +171,7 @@ def main() -> None:
                 name = " and ".join(["down"] * reads_down + ["qkv"] * reads_qkv) or "nothing"
                 figures = (statistics.median(taken), taken[0], taken[-1], limit)
                 text = "".join(f"{one:8.2f}" for one in figures)
-                print(f"{tokens:6} {'-' if left is None else left:>5}  {name:16}{'':4}{text}", flush=True)
+                print(f"{tokens:6} {':'.join(map(str, stages)):>5}  {name:16}{'':4}{text}", flush=True)
 
 
 if __name__ == "__main__":
