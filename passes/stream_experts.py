@@ -29,7 +29,7 @@ from mllm_compile.passes.stream_linears import streamed
 from mllm_compile.passes.token_slots import give_slots, slots_in
 from mllm_compile.runtime.ops import op
 from mllm_compile.runtime.ops.experts.shapes import NO_SOFTMAX
-from mllm_compile.runtime.ops.stream_experts.shapes import MAX_TOKENS, MOST_AHEAD_BYTES, is_taken
+from mllm_compile.runtime.ops.stream_experts.shapes import MAX_TOKENS, is_taken
 
 _MOST_LEFT = 4 << 20  # elements of a weight that the library may multiply with
 
@@ -53,12 +53,9 @@ class StreamExperts(GraphPass):
 
         y, h, squares = mllm.stream_linear_residual_norm(a, o, residual, norm_weight)
         scores = mllm.stream_linear(h, router, squares, eps, False)
-        a = mllm.stream_expert_up(h, gate_up, squares, eps, down, qkv, scores, None, slots, k, …)
+        a = mllm.stream_expert_up(h, gate_up, squares, eps, scores, None, slots, k, …)
         z, h, squares = mllm.stream_expert_down_norm(a, down, y, next_norm, scores, None, slots, k, …)
         q = mllm.stream_linear(h, qkv, squares, eps, False)
-
-    gate_up is told which weights are read behind it, so that the memory need not wait for the choice, nor for down's
-    first requests.
 
     A choice whose weights are not simply those of choose_experts is given to both with its weights. The form stands for
     those that fuse_single_token, stream_linears and group_experts would have for so few tokens.
@@ -90,9 +87,7 @@ class StreamExperts(GraphPass):
             drop_dead_nodes(form)
             form.recompile()
             forms[name] = {MAX_TOKENS: f"{name}_experts_{MAX_TOKENS}"}
-            form = few_token_form(form, streamed(MAX_TOKENS)) or form
-            _read_ahead(form)
-            gm.add_module(forms[name][MAX_TOKENS], form)
+            gm.add_module(forms[name][MAX_TOKENS], few_token_form(form, streamed(MAX_TOKENS)) or form)
         return PassResult(gm, matches, before, len(gm.graph.nodes))
 
 
@@ -122,27 +117,9 @@ def _replace(graph: fx.Graph, node: fx.Node) -> bool:
     choice, *rest = found.router
     router = (choice, rest[0], slots_in(graph), *rest[1:])
     with graph.inserting_before(node):
-        rows = call(graph, op("stream_expert_up"), found.x, found.gate_up, None, 0.0, found.down, None, *router)
+        rows = call(graph, op("stream_expert_up"), found.x, found.gate_up, None, 0.0, *router)
     replace_by_op(graph, node, op("stream_expert_down"), rows, found.down, found.residual, *router)
     return True
-
-
-def _read_ahead(form: fx.GraphModule) -> None:
-    """Tells experts which linear follows on them, if one does."""
-    for node in form.graph.nodes:
-        following = _following(node) if is_op(node, "stream_expert_down_norm") else None
-        if following is not None:
-            up: Any = node.args[0]
-            up.args = (*up.args[:5], following, *up.args[6:])
-    form.recompile()
-
-
-def _following(down: fx.Node) -> fx.Node | None:
-    """The weight of the linear that reads the norm behind experts, if it has room in the L2."""
-    scaled = (node for node in down.users if node.args[1] == 1)
-    weights: list[Any] = [user.args[1] for node in scaled for user in node.users if is_op(user, "stream_linear")]
-    fitting = (one for one in weights if one.op == "placeholder" and one.meta["val"].nbytes <= MOST_AHEAD_BYTES)
-    return next(fitting, None)
 
 
 def _match(node: fx.Node) -> _Experts | None:

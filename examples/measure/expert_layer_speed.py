@@ -3,10 +3,9 @@
     python examples/measure/expert_layer_speed.py [--tokens 1,8] [--rings 6:8 6:4 3:4]
 
 Needs an H100 or H200. The shape is Qwen3-30B-A3B's, with random weights: o, the router, gate_up and down of the chosen
-experts, qkv; several layers in one CUDA graph, so that the L2 holds nothing of the last replay. A layer is timed
-without anything being read ahead, with the first rows of down, with qkv's weight, and with both; `--rings` are stages
-of gate_up and of down: with fewer the next kernel's blocks have room beside them. The limit is a layer's bytes at the
-rate of a sum.
+experts, qkv; several layers in one CUDA graph, so that the L2 holds nothing of the last replay. `--rings` are stages of
+gate_up and of down: with fewer the next kernel's blocks have room beside them. The limit is a layer's bytes at the rate
+of a sum.
 """
 
 from __future__ import annotations
@@ -17,7 +16,6 @@ import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -80,13 +78,12 @@ class Chain:
     def router(self, scores: torch.Tensor) -> Router:
         return Router(scores, None, self.slots, CHOSEN, SOFTMAX_OF_ALL, True, False)
 
-    def run(self, reads_down: bool, reads_qkv: bool) -> torch.Tensor:
+    def run(self) -> torch.Tensor:
         h = self.x
         for layer, attended in zip(self.layers, self.attended, strict=True):
             h, scaled, squares = op("stream_linear_residual_norm")(attended, layer.o, h, self.norm)
             router = self.router(op("stream_linear")(scaled, layer.router, squares, EPS, False))
-            ahead = (layer.down if reads_down else None), (layer.qkv if reads_qkv else None)
-            rows = op("stream_expert_up")(scaled, layer.gate_up, squares, EPS, *ahead, *router)
+            rows = op("stream_expert_up")(scaled, layer.gate_up, squares, EPS, *router)
             h, scaled, squares = op("stream_expert_down_norm")(rows, layer.down, h, self.norm, False, *router)
             qkv = op("stream_linear")(scaled, layer.qkv, squares, EPS, False)
         return qkv
@@ -152,7 +149,7 @@ def main() -> None:
     data = torch.ones(1 << 28, device="cuda")
     rate = data.nbytes / statistics.median(microseconds(data.sum)) / 1e3
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}; a sum reads {rate:.0f} GB/s")
-    print("tokens rings  read ahead      µs a layer    from      to   limit", flush=True)
+    print("tokens rings µs a layer       from         to      limit", flush=True)
     layers = [Layer.random() for _ in range(args.layers)]
     dense = layers[0].o.nbytes + layers[0].router.nbytes + layers[0].qkv.nbytes
     of_expert = (layers[0].gate_up.nbytes + layers[0].down.nbytes) / EXPERTS
@@ -161,17 +158,11 @@ def main() -> None:
         limit = (dense + chain.num_active() * of_expert) / rate / 1e3
         for rings in [None, *args.rings]:
             stages = load(chain, rings)
-            whole: torch.Tensor | None = None
-            for reads_down, reads_qkv in ((False, False), (True, False), (False, True), (True, True)):
-                out = chain.run(reads_down, reads_qkv)
-                whole = out if whole is None else whole
-                if not torch.equal(out, whole):
-                    sys.exit("what is read ahead changed a number")
-                taken = [us / len(layers) for us in microseconds(partial(chain.run, reads_down, reads_qkv))]
-                name = " and ".join(["down"] * reads_down + ["qkv"] * reads_qkv) or "nothing"
-                figures = (statistics.median(taken), taken[0], taken[-1], limit)
-                text = "".join(f"{one:8.2f}" for one in figures)
-                print(f"{tokens:6} {':'.join(map(str, stages)):>5}  {name:16}{'':4}{text}", flush=True)
+            taken = [us / len(layers) for us in microseconds(chain.run)]
+            figures = (statistics.median(taken), taken[0], taken[-1], limit)
+            print(
+                f"{tokens:6} {':'.join(map(str, stages)):>5}" + "".join(f"{one:11.2f}" for one in figures), flush=True
+            )
 
 
 if __name__ == "__main__":

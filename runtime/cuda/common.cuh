@@ -56,10 +56,6 @@ __device__ __forceinline__ u64 read_again() {  // by another block, at about the
   asm volatile("createpolicy.fractional.L2::evict_normal.b64 %0, 1.0;" : "=l"(policy));
   return policy;
 }
-// Bytes that a kernel further on reads, a multiple of 16: from the memory into the L2.
-__device__ __forceinline__ void fetch_ahead(const char* from, u32 bytes) {
-  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
-}
 // Four matrices of 8 x 8, a row of 16 bytes at each lane's address.
 __device__ __forceinline__ void load_matrices(u32* to, u32 address) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"

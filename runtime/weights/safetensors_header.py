@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,6 +21,7 @@ from mllm_compile.runtime.regular_file import open_regular
 from mllm_compile.runtime.shown import shown
 
 _MAX_HEADER_BYTES = 100 * 1024 * 1024  # the format's own limit
+_HEADERS = 128  # that are remembered: some MB, of many experts
 _LFS_POINTER = b"version https://git-lfs"  # how such a file begins
 DTYPES = {
     "F64": torch.float64,
@@ -50,7 +53,7 @@ class TensorEntry(NamedTuple):
 class SafetensorsHeader:
     """A file's tensors by name, the raw header bytes (what a reference to it is hashed by), and the file's size."""
 
-    tensors: dict[str, TensorEntry]
+    tensors: Mapping[str, TensorEntry]
     raw: bytes
     file_bytes: int
 
@@ -76,12 +79,17 @@ def read_header(path: Path) -> SafetensorsHeader:
             raw = file.read(length)
     except OSError as error:
         raise CheckpointError(f"cannot read {path}: {error.strerror or error}") from error
-    tensors = {
-        name: _entry(path, name, fields, 8 + length, file_bytes)
+    return SafetensorsHeader(_tensors(path, raw, file_bytes), raw, file_bytes)
+
+
+@lru_cache(maxsize=_HEADERS)
+def _tensors(path: Path, raw: bytes, file_bytes: int) -> dict[str, TensorEntry]:
+    """Of the header `raw`. A start looks at a header several times, and one of experts names thousands of tensors."""
+    return {
+        name: _entry(path, name, fields, 8 + len(raw), file_bytes)
         for name, fields in _parse(path, raw).items()
         if name != "__metadata__"
     }
-    return SafetensorsHeader(tensors, raw, file_bytes)
 
 
 def read_bytes(path: Path, entry: TensorEntry) -> bytes:

@@ -86,7 +86,7 @@ def load(of: Case, folder: Path) -> None:
 
 def ours(of: Case, normed: bool) -> tuple[torch.Tensor, ...]:
     x, squares = of.scaled if normed else (of.x, None)
-    rows = op("stream_expert_up")(x, of.up, squares, EPS if normed else 0.0, of.down, of.norm, *of.router)
+    rows = op("stream_expert_up")(x, of.up, squares, EPS if normed else 0.0, *of.router)
     return rows, *op("stream_expert_down_norm")(rows, of.down, of.residual, of.norm, False, *of.router)
 
 
@@ -234,7 +234,7 @@ def test_it_waits_for_scores_that_are_written_late(tmp_path):
     with torch.cuda.graph(graph):
         scores.copy_(written.flip(1))
         late.launch(LATE_BLOCKS, 32, arguments)
-        rows = op("stream_expert_up")(x, of.up, squares, EPS, of.down, None, *of.router)
+        rows = op("stream_expert_up")(x, of.up, squares, EPS, *of.router)
         out = op("stream_expert_down_norm")(rows, of.down, of.residual, of.norm, False, *of.router)
     for _ in range(5):
         graph.replay()

@@ -121,11 +121,9 @@ def test_a_layer_of_experts_is_five_calls():
         "stream_linear",
     ]
     (up,), (down,) = calls(middle, "stream_expert_up"), calls(middle, "stream_expert_down_norm")
-    assert (up[3], up[9:], up[7]) == (1e-6, (CHOSEN, SOFTMAX_OF_ALL, True, False), None), "of scores, under the norm"
-    assert down[5:] == up[6:], "both find the same choice"
-    assert up[4] is down[1] and up[5] is calls(middle, "stream_linear")[1][1], "what is read next is told"
+    assert (up[3], up[7:], up[5]) == (1e-6, (CHOSEN, SOFTMAX_OF_ALL, True, False), None), "of scores, under the norm"
+    assert down[5:] == up[4:], "both find the same choice"
     assert len(calls(last, "stream_expert_down")) == 1, "no linear of ours reads the last norm"
-    assert calls(last, "stream_expert_up")[0][5] is None
 
 
 @pytest.mark.parametrize(
@@ -140,7 +138,7 @@ def test_a_layer_of_experts_is_five_calls():
 def test_the_form_computes_what_was_traced(weighted, how, tokens):
     gm = streamed(weighted)
     (up,) = calls(forms_of_experts(gm)[0], "stream_expert_up")
-    assert up[9:] == how and (up[7] is not None) == (weighted is other_weights), "weights of its own are given"
+    assert up[7:] == how and (up[5] is not None) == (weighted is other_weights), "weights of its own are given"
     traced = run(decoder_with(weighted), tokens)
     with forms_for(gm, tokens):
         assert (run(gm, tokens) - traced).norm() / traced.norm() < 3e-2
@@ -148,13 +146,13 @@ def test_the_form_computes_what_was_traced(weighted, how, tokens):
 
 def test_scores_are_read_as_the_linear_gave_them():
     (up,) = calls(forms_of_experts(streamed(wide_weights))[0], "stream_expert_up")
-    assert up[6].meta["val"].dtype == torch.bfloat16
+    assert up[4].meta["val"].dtype == torch.bfloat16
 
 
 def test_what_is_counted_is_given():
     gm = streamed(own_weights, CountExperts)
     for form in forms_of_experts(gm):
-        ((_, _, _, _, _, _, ids, weights, *_),) = calls(form, "stream_expert_up")
+        ((_, _, _, _, ids, weights, *_),) = calls(form, "stream_expert_up")
         assert is_op(ids, "count_experts") and weights is not None
 
 

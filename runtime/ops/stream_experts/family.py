@@ -40,7 +40,7 @@ def _called(piece: Any) -> Iterator[ExpertsKernel]:
     for node in piece.graph.nodes:
         values = [getattr(arg, "meta", {}).get("val", arg) for arg in node.args]
         if node.target is op("stream_expert_up"):
-            yield up_kernel(values[1], values[2], Router(*values[6:]))
+            yield up_kernel(values[1], values[2], Router(*values[4:]))
         elif node.target is op("stream_expert_down"):
             yield down_kernel(values[1], False, Router(*values[3:]))
         elif node.target is op("stream_expert_down_norm"):

@@ -5,15 +5,13 @@
 // all tokens, whose inputs they divide and hold in registers, and add up their sums in shared memory.
 //
 // Defined by kernel.py: as choice.cuh, OUTPUTS (of an expert), K, PIECE (inputs of a row in a stage), STAGES, RESIDENT (blocks
-// of a multiprocessor), NORM_BLOCKS (sums of squares a token to read; 0: no norm), LEFT, SHARED_BYTES.
+// of a multiprocessor), NORM_BLOCKS (sums of squares a token to read; 0: no norm), SHARED_BYTES.
 
 constexpr int ROWS = 16, OUT_ROWS = 8;  // of m16n8k16
 constexpr int GROUPS = OUTPUTS / OUT_ROWS, CHUNKS = K / PIECE;
 constexpr int STEP = 32, STEPS = PIECE / STEP / WARPS;  // inputs of a step; a warp's steps in a chunk
 constexpr int PITCH = PIECE * 2, STAGE_BYTES = ROWS * PITCH;
 constexpr int LD = ROWS + 4;  // floats a token of a warp's sums
-constexpr int DOWN_ROWS = 16, DOWN_BYTES = DOWN_ROWS * OUTPUTS * 2;  // of an expert, that a block of down asks for at once
-constexpr int AHEAD_BYTES = 8192;
 static_assert(K % PIECE == 0 && PIECE % (STEP * WARPS) == 0 && OUTPUTS % OUT_ROWS == 0, "whole chunks, steps and groups");
 
 struct Shared {
@@ -26,7 +24,7 @@ static_assert(STAGES * STAGE_BYTES + sizeof(Shared) <= SHARED_BYTES, "as it is l
 
 extern "C" __global__ void __launch_bounds__(32 * (WARPS + 1), RESIDENT)
     expert_gate_up(const char* weight, const char* x, const float* squares, const Router router, u32* out, float eps,
-                   int num_tokens, const char* down, int down_outputs, int down_experts, const char* ahead, u32 ahead_bytes) {
+                   int num_tokens) {
   extern __shared__ __align__(128) char memory[];
   Shared& shared = *(Shared*)(memory + STAGES * STAGE_BYTES);
   const u32 ring = shared_address(memory), full = shared_address(shared.full), empty = shared_address(shared.empty);
@@ -36,9 +34,6 @@ extern "C" __global__ void __launch_bounds__(32 * (WARPS + 1), RESIDENT)
     publish_barriers();
   }
   clear(shared.choice);
-  if (warp == WARPS)
-    for (u32 at = (lane * gridDim.x + blockIdx.x) * AHEAD_BYTES; at < ahead_bytes; at += 32 * gridDim.x * AHEAD_BYTES)
-      fetch_ahead(ahead + at, min(AHEAD_BYTES, ahead_bytes - at));
   wait_for_prerequisites();
   start_dependents();  // not before: they count on all that is ahead of this kernel
   __syncthreads();
@@ -73,14 +68,6 @@ extern "C" __global__ void __launch_bounds__(32 * (WARPS + 1), RESIDENT)
                                     full + 8 * slot, once);
         if (++slot == STAGES) slot = 0, phase ^= 1;
       }
-    }
-    if (blockIdx.x * DOWN_ROWS < down_outputs) {
-      for (int i = LEFT; i < STAGES; i++) {
-        wait_for(empty + 8 * slot, phase);
-        if (++slot == STAGES) slot = 0, phase ^= 1;
-      }
-      if (lane < min(shared.choice.num_active, down_experts))
-        fetch_ahead(down + ((u64)shared.choice.active[lane] * down_outputs + blockIdx.x * DOWN_ROWS) * OUTPUTS * 2, DOWN_BYTES);
     }
     return;
   }

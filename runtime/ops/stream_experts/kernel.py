@@ -141,11 +141,6 @@ class GateUpKernel(ExpertsKernel):
         return _PIECE_UNIT * max(count for count in range(1, _MOST_PIECE_UNITS + 1) if units % count == 0)
 
     @property
-    def left(self) -> int:
-        """Stages of a block on their way when it begins to bring rows of down into the L2."""
-        return self.stages // 2
-
-    @property
     def num_blocks(self) -> int:
         return MULTIPROCESSORS * self.resident
 
@@ -165,7 +160,6 @@ class GateUpKernel(ExpertsKernel):
             "PIECE": self.piece,
             "RESIDENT": self.resident,
             "NORM_BLOCKS": self.norm_blocks,
-            "LEFT": self.left,
         }
 
 

@@ -19,7 +19,7 @@ import torch
 from mllm_compile.runtime.cuda.driver import Argument, address_of, load_kernel
 from mllm_compile.runtime.cuda.tensor_maps import aligned
 from mllm_compile.runtime.ops.stream_experts.kernel import DownKernel, ExpertsKernel, GateUpKernel, Routing
-from mllm_compile.runtime.ops.stream_experts.shapes import MOST_DOWN_BYTES, ROWS
+from mllm_compile.runtime.ops.stream_experts.shapes import ROWS
 
 _LIBRARY = torch.library.Library("mllm", "FRAGMENT")
 # Which experts: `choice` is scores [T, E] of bfloat16 or float32, of which choose_experts would take the largest with
@@ -104,11 +104,7 @@ def _loaded(x: torch.Tensor, kernel: ExpertsKernel) -> _Loaded:
 
 # mllm::stream_expert_up ----------------------------------------------------------------------------------------------
 
-_LIBRARY.define(
-    "stream_expert_up(Tensor x, Tensor weight, Tensor? squares, float eps, Tensor? down, Tensor? ahead, "
-    + _ROUTER
-    + ") -> Tensor"
-)
+_LIBRARY.define("stream_expert_up(Tensor x, Tensor weight, Tensor? squares, float eps, " + _ROUTER + ") -> Tensor")
 
 
 def up_kernel(weight: torch.Tensor, squares: torch.Tensor | None, router: Router) -> GateUpKernel:
@@ -123,8 +119,6 @@ def stream_expert_up(
     weight: torch.Tensor,
     squares: torch.Tensor | None,
     eps: float,
-    down: torch.Tensor | None,
-    ahead: torch.Tensor | None,
     *router: object,
 ) -> torch.Tensor:
     """silu(x · gateᵀ) * (x · upᵀ) by each expert of each token, rounded where the three operations round.
@@ -134,8 +128,6 @@ def stream_expert_up(
         weight: [E, 2I, K], gate rows first.
         squares: […, B] float32: x is h · norm_weight and these are the sums of squares of h; None: x is taken as it is.
         eps: the norm's.
-        down: [E, N, I], which stream_expert_down reads next; of the chosen experts' some comes into the L2.
-        ahead: a weight of at most MOST_AHEAD_BYTES that is read behind it, and comes into the L2 as well.
         router: see _ROUTER.
 
     Returns:
@@ -144,18 +136,12 @@ def stream_expert_up(
     of = Router(*router).contiguous()  # type: ignore[arg-type]
     x, kernel = aligned(x), up_kernel(weight, squares, of)
     out = _rows_of_experts(x, weight, of.num_chosen)
-    down_outputs, down_experts = (0, 0) if down is None else (down.shape[1], MOST_DOWN_BYTES // down[0].nbytes)
     _loaded(x, kernel)(
         *map(address_of, (weight, x, squares)),
         of.argument,
         address_of(out),
         ctypes.c_float(eps),
         ctypes.c_int(math.prod(x.shape[:-1])),
-        address_of(down),
-        ctypes.c_int(down_outputs),
-        ctypes.c_int(down_experts),
-        address_of(ahead),
-        ctypes.c_int(0 if ahead is None else ahead.nbytes),
     )
     return out
 
@@ -167,7 +153,7 @@ def _rows_of_experts(x: torch.Tensor, weight: torch.Tensor, num_chosen: int) -> 
 _LIBRARY.impl("stream_expert_up", stream_expert_up, "CUDA")
 torch.library.register_fake(
     "mllm::stream_expert_up",
-    lambda x, weight, squares, eps, down, ahead, *router: _rows_of_experts(x, weight, Router(*router).num_chosen),
+    lambda x, weight, squares, eps, *router: _rows_of_experts(x, weight, Router(*router).num_chosen),
     lib=_LIBRARY,
 )
 

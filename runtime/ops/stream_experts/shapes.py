@@ -5,9 +5,6 @@ from __future__ import annotations
 MAX_TOKENS = 8
 MOST_EXPERTS, MOST_CHOSEN = 1024, 32  # a lane has 32 scores, and a choice
 ROWS = 16  # of a weight that a product takes; outputs of down that one sum of squares is of
-# Of the L2, for rows of down that gate_up brings there, and for the weight of a linear behind them: what is read
-# between goes first, and half of the L2 of an H100 or H200 is free for both.
-MOST_DOWN_BYTES, MOST_AHEAD_BYTES = 26 << 20, 24 << 20
 
 _COLUMNS_UNIT = 256  # of gate_up: a step of each warp
 _MOST_COLUMNS = 6144  # of gate_up: its inputs are in registers

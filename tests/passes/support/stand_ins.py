@@ -155,7 +155,7 @@ def _choice(choice, weights, slots, num_chosen, softmax, renormalise, wide):
     return weights.to(torch.float32 if wide else torch.bfloat16), ids
 
 
-def stream_expert_up(x, weight, squares, eps, down, ahead, *router):
+def stream_expert_up(x, weight, squares, eps, *router):
     """Rows of padding hold NaN."""
     _, ids = _choice(*router)
     rows = [

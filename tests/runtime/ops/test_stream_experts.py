@@ -83,7 +83,7 @@ def test_a_launch_takes_the_kernel_of_its_shapes(driver, monkeypatch):
     up = torch.empty(128, 1536, 2048, dtype=torch.bfloat16)
     down = torch.empty(128, 2048, 768, dtype=torch.bfloat16)
     router = (torch.zeros(3, 128, dtype=torch.bfloat16), None, torch.ones(3, dtype=torch.int64), 8, 1, True, False)
-    assert ops.stream_expert_up(x, up, torch.zeros(1, 3, 128), 1e-6, down, None, *router).shape == (24, 768)
+    assert ops.stream_expert_up(x, up, torch.zeros(1, 3, 128), 1e-6, *router).shape == (24, 768)
     outs = ops.stream_expert_down_norm(h, down, x, x[0, 0], False, *router)
     assert [tuple(out.shape) for out in outs] == [(1, 3, 2048), (1, 3, 2048), (1, 3, 128)]
     assert launches == [(KERNELS[0], 132, 288), (KERNELS[3], 128, 288)]
