@@ -84,7 +84,7 @@ def read_header(path: Path) -> SafetensorsHeader:
 
 @lru_cache(maxsize=_HEADERS)
 def _tensors(path: Path, raw: bytes, file_bytes: int) -> dict[str, TensorEntry]:
-    """Of the header `raw`. A start looks at a header several times, and one of experts names thousands of tensors."""
+    """The tensors of the header `raw`: a start looks at it several times, and one of experts names thousands."""
     return {
         name: _entry(path, name, fields, 8 + len(raw), file_bytes)
         for name, fields in _parse(path, raw).items()
