@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -163,7 +163,7 @@ class WeightSpec:
         return sum(part.num_bytes(self.dtype) for part in self.parts)
 
     def to_json(self) -> dict[str, Any]:
-        return _jsonable(asdict(self))
+        return _jsonable(self)
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> WeightSpec:
@@ -172,11 +172,15 @@ class WeightSpec:
 
 
 def _jsonable(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _jsonable(item) for key, item in value.items()}
+    if value is None or isinstance(value, (str, int, float)):
+        return value
     if isinstance(value, tuple):
         return [_jsonable(item) for item in value]
-    return str(value).removeprefix("torch.") if isinstance(value, torch.dtype) else value
+    if isinstance(value, Mapping):
+        return {key: _jsonable(item) for key, item in value.items()}
+    if isinstance(value, torch.dtype):
+        return str(value).removeprefix("torch.")
+    return {field.name: _jsonable(getattr(value, field.name)) for field in fields(value)}
 
 
 def viewed(tensor: torch.Tensor, steps: Iterable[ViewStep]) -> torch.Tensor:
