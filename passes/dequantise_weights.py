@@ -61,7 +61,7 @@ def _weight(graph: fx.Graph, linear: QuantisedLinear) -> fx.Node:
     """[N, K] in the dtype of x, multiplied in float32 and rounded once."""
     rows, columns = linear.shape
     numbers = call(graph, torch.reshape, _numbers(graph, linear), (rows, columns // linear.group, linear.group))
-    if linear.kind == "int4":
+    if linear.kind in ("int4", "int4_lanes"):
         zeros = INT4_ZERO if linear.zeros is None else _of_groups(graph, linear.zeros)
         numbers = call(graph, operator.sub, numbers, zeros)
     product = call(graph, operator.mul, numbers, _scales(graph, linear))
@@ -73,9 +73,15 @@ def _numbers(graph: fx.Graph, linear: QuantisedLinear) -> fx.Node:
     """float32 of the values; of four-bit ones two a byte, the low one first."""
     if linear.kind == "fp8":
         return _to(graph, linear.values, torch.float32)
-    low, high = call(graph, operator.and_, linear.values, 15), call(graph, operator.rshift, linear.values, 4)
+    values = linear.values
+    if linear.kind == "int4_lanes":  # lane, first or behind, product (runtime/quantised/numbers.py)
+        rows, columns = linear.shape
+        values = call(graph, torch.reshape, values, (rows, columns // 32, 4, 2, 2))
+    low, high = call(graph, operator.and_, values, 15), call(graph, operator.rshift, values, 4)
     codes = call(graph, torch.stack, (low, high), -1)
-    if linear.kind == "int4":
+    if linear.kind == "int4_lanes":
+        codes = call(graph, torch.permute, codes, (0, 1, 4, 5, 2, 3))
+    if linear.kind in ("int4", "int4_lanes"):
         return _to(graph, codes, torch.float32)
     # Sizes of E2M1 are halves up to 2, then 3, 4 and 6; the highest bit is the sign.
     size = _to(graph, call(graph, operator.and_, codes, 7), torch.float32)

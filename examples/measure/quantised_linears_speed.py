@@ -50,8 +50,8 @@ FORMS = {
     "bf16": None,
     "row": WeightScheme("fp8", 0),
     "group": WeightScheme("fp8", 128),
-    "int4": WeightScheme("int4", 128, torch.bfloat16),
-    "zeros": WeightScheme("int4", 128, torch.float16, has_zeros=True),
+    "int4": WeightScheme("int4_lanes", 128, torch.bfloat16),
+    "zeros": WeightScheme("int4_lanes", 128, torch.float16, has_zeros=True),
     "mxfp4": MXFP4,
     "nvfp4": NVFP4,
 }

@@ -113,7 +113,11 @@ __device__ __forceinline__ Inputs prepared(const uint4 (&raw)[INPUTS / 8], float
   for (int i = 0; i < INPUTS / 8; i++) {
     const u32 words[4] = {raw[i].x, raw[i].y, raw[i].z, raw[i].w};
 #pragma unroll
-    for (int j = 0; j < 4; j++) v.pairs[i * 4 + j] = BITS == 8 ? times(words[j], X_FACTOR) : FLOATS ? inputs_apart(words, j) : fours_apart(words, j);
+    for (int j = 0; j < 4; j++)
+      if (INTEGERS)
+        v.pairs[j * 4 + i] = inputs_of_fours(words[j], i);
+      else
+        v.pairs[i * 4 + j] = FLOATS ? inputs_apart(words, j) : times(words[j], X_FACTOR);
   }
   if (INTEGERS) {
     constexpr u32 EVEN = one_of_fours(0), ODD = one_of_fours(1);

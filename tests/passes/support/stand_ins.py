@@ -104,8 +104,8 @@ def gated_linear(x, weight):
 
 def small_weight(values: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None) -> torch.Tensor:
     """The weight in float32, of fp8 or four bits."""
-    kind = "int4" if values.dtype == torch.uint8 else "fp8"
-    columns = values.shape[1] * (2 if kind == "int4" else 1)
+    kind = "int4_lanes" if values.dtype == torch.uint8 else "fp8"
+    columns = values.shape[1] * (1 if kind == "fp8" else 2)
     tensors = {VALUES: values, SCALES: scales, ZEROS: zeros}
     return dequantised(tensors, kind, columns // scales.shape[1], columns, torch.float32)
 
