@@ -47,7 +47,7 @@ class WeightScheme:
 
     @property
     def name(self) -> str:
-        """What a value is, in whatever order."""
+        """The kind, in whatever order values are."""
         return "int4" if self.kind == "int4_lanes" else self.kind
 
     @property
