@@ -8,7 +8,7 @@
 // Boxes of 16 rows by PIECE inputs come by TMA into a ring of STAGES. x stays in registers, in the order in which a lane
 // finds 16 bytes of the weight; the warps divide a piece's inputs, and each multiplies its own with every row that the
 // block takes. Where x has more inputs than registers hold, PASSES go over all rows, or the SPLIT blocks of a cluster divide
-// them. Sums of the warps are added up by one of them, in turns, and finished at the end. Asking for a stage takes half as
+// them. Of up to 8 tokens a pass loads the inputs of the next one, which would wait for them while the ring is full. Sums of the warps are added up by one of them, in turns, and finished at the end. Asking for a stage takes half as
 // many instructions as multiplying one, so that goes in turns too: all wait for the slowest warp.
 //
 // Defined by few.py: TOKENS (8 or 16), N outputs (of a gated one: gate and up rows), K, BITS (of a value: 8 or 4), SPLIT, PASSES, CLUSTERS,
@@ -49,6 +49,8 @@ static_assert(NORM_BLOCKS == 0 || NORM_BLOCKS % 4 == 0 && WARPS >= EIGHT, "a war
 static_assert(TOKENS % EIGHT == 0, "whole products");
 static_assert(STAGES >= 2, "a stage is asked for when the next one has been read");
 
+// A pass loads the inputs of the next one where there are registers for both.
+constexpr bool IS_AHEAD = PASSES > 1 && EIGHTS == 1 && CHUNKS * STEPS * INPUTS / 2 <= 32;
 constexpr bool IS_UNSENT = SPLIT > 1 && PASSES > 1, HAS_WEIGHTS = NEXT_BLOCKS || BIAS;  // what is not there has the least room
 // Left to itself the compiler computes such a value again for each stage.
 __device__ __forceinline__ u32 kept(u32 v) {
@@ -246,12 +248,10 @@ __launch_bounds__(32 * WARPS, RESIDENT) quantised_linear(
   constexpr int MY_SCALES = GROUP == 16 ? 2 : 1;  // of a lane's inputs of a row
   const u32 place_of_scales = GROUP ? kept(row * ROW_GROUPS + (FLOATS ? (warp * 4 + quad) * MY_SCALES : warp * STEP / WITH_A_SCALE)) : 0;
   float* my_totals = shared.totals[0] + (INTEGERS ? kept(warp * CHUNKS * STEPS * TOKENS + quad * 2) : 0);
-#pragma unroll 1
-  for (int pass = 0; pass < PASSES; pass++) {
+  uint4 raw[CHUNKS][STEPS][EIGHTS][INPUTS / 8];  // of a pass
+  const auto load_inputs = [&](int pass) {         // all are asked for before any is needed
     const int begin = pass * CHUNKS * PIECE;
     const char* my_x = x + ((u64)(lane / 4) * K + rank * MY_K + begin + quad * INPUTS) * 2;
-    // All are asked for before any is needed.
-    uint4 raw[CHUNKS][STEPS][EIGHTS][INPUTS / 8];
 #pragma unroll
     for (int c = 0; c < CHUNKS; c++)
 #pragma unroll
@@ -266,6 +266,11 @@ __launch_bounds__(32 * WARPS, RESIDENT) quantised_linear(
           for (int h = 0; h < INPUTS / 8; h++) raw[c][s][e][h] = is_there ? from[h] : uint4{0, 0, 0, 0};
         }
       }
+  };
+  if (IS_AHEAD) load_inputs(0);
+#pragma unroll 1
+  for (int pass = 0; pass < PASSES; pass++) {
+    if (!IS_AHEAD) load_inputs(pass);
     if (pass == 0) {
       float of_norm[EIGHTS] = {};  // a warp's tokens are eight apart
 #pragma unroll
@@ -299,6 +304,7 @@ __launch_bounds__(32 * WARPS, RESIDENT) quantised_linear(
 #pragma unroll
         for (int e = 0; e < EIGHTS; e++) xs[c][s][e] = prepared(raw[c][s][e], my_totals + (c * STEPS + s) * TOKENS + e * EIGHT);
     __syncwarp();
+    if (IS_AHEAD && pass + 1 < PASSES) load_inputs(pass + 1);
 #pragma unroll 1
     for (int turn = 0; turn < turns; turn++) {
       Sums even = {}, odd = {};

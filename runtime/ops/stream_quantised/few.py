@@ -137,7 +137,9 @@ def divide(kind: QuantisedKind, tokens: int, split: int, piece_bytes: int) -> Fe
     pieces = math.ceil(kind.columns / split / piece)
     of_piece = tokens * kind.values_a_byte * _steps_of_piece(kind, piece)  # registers that hold its inputs
     passes = math.ceil(pieces * of_piece / _INPUT_REGISTERS)
-    if passes > 1 and kind.group and of_piece < _INPUT_REGISTERS:  # scales take registers too
+    if passes > 1 and tokens == FEWEST_TOKENS:  # a pass loads the inputs of the next one
+        passes = math.ceil(pieces * of_piece / (_INPUT_REGISTERS // 2))
+    elif passes > 1 and kind.group and of_piece < _INPUT_REGISTERS:  # scales take registers too
         passes = math.ceil(pieces * of_piece / (_INPUT_REGISTERS - of_piece))
     clusters, room = min(groups, _CLUSTERS[split]), room_of_block(kind)
     tilings = (FewTiling(kind, tokens, split, passes, clusters, piece, stages) for stages in range(_MOST_STAGES, 1, -1))
