@@ -30,8 +30,8 @@ _INPUT_REGISTERS = 64  # of a thread that hold inputs, at most: it has 128
 _CLUSTERS = {1: MULTIPROCESSORS, 2: MULTIPROCESSORS // 2}  # by their blocks
 _PIECES = (1024, 512)  # bytes of a row
 _MOST_STAGES = 16
-# With more tokens than eight: with more passes tiles take less. 8B's down in integers of four bits takes 17.0 µs with 16
-# tokens in three passes, 16.2 by tiles with 32 (H200).
+# With more tokens than eight: with more passes tiles take less. 8B's down in integers of four bits takes 17.0 µs in
+# three passes with 16 tokens, 16.2 by tiles with 32 (H200).
 _MOST_PASSES, _MOST_OF_INTEGERS = 3, 1
 # Bytes of a row that are read while a pass waits for x, a turn's sums are added up, and a stage is asked for and
 # released; and for a column of x, which counts where a block's weight is there before x is: in four bits.
