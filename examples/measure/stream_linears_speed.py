@@ -5,8 +5,8 @@
 Needs a Hopper GPU. A linear is NxK, with `residual` (and the sums for a norm behind it), `norm` (ahead of it), `gated`
 or `squared_relu`, joined by +; by default those of Nemotron-H-8B. A CUDA graph runs it with one weight after another, a
 gigabyte of them and more, so that they come from the GPU's memory. --rows are divisions of rows.cu besides the chosen
-one: SPLIT,CLUSTERS,WARPS,RESIDENT. --chain runs all linears one behind another too, as layers do. An error is the worst
-token's distance from float32 over that of torch in bfloat16.
+one: SPLIT,CLUSTERS,WARPS,RESIDENT. The last line of each runs all linears one behind another, as layers do. An error is
+the worst token's distance from float32 over that of torch in bfloat16.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import argparse
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from mistakes import told_in_one_line
@@ -37,6 +36,7 @@ NEMOTRON_H = (
 MARKS = ("residual", "norm", "gated", "squared_relu")
 LEAST_BYTES = 1 << 30
 CHAINED_LAYERS = 12
+CHOSEN = "chosen"
 
 
 @dataclass
@@ -57,6 +57,9 @@ class Linear:
         count = max(CHAINED_LAYERS, LEAST_BYTES // (numbers[0] * numbers[1] * 2))
         weights = [(torch.randn(*numbers, device="cuda") * 0.02).bfloat16() for _ in range(count)]
         return cls(text, weights, given)
+
+    def __post_init__(self) -> None:
+        self.set_tokens(1)
 
     def set_tokens(self, tokens: int) -> None:
         n, k = self.weights[0].shape
@@ -103,12 +106,13 @@ class Linear:
 
 def tiling_of(kind: LinearKind, bucket: int, division: str) -> LinearTiling | None:
     """The chosen tiling, or rows.cu's of a division; None where it does not take the linear."""
-    if division == "chosen":
+    if division == CHOSEN:
         return choose_tiling(kind, bucket)
     given = rows.Division(kind.columns, *map(int, division.split(",")))
     if bucket > rows.MAX_TOKENS or kind.columns % (rows.STEP * given.split):
         return None
-    return rows.choose(kind, given)
+    tiling = rows.choose(kind, given)
+    return tiling if tiling.lane_inputs <= rows.MOST_LANE_INPUTS else None
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -116,7 +120,6 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--tokens", default="1,8")
     parser.add_argument("--linears", nargs="+", default=list(NEMOTRON_H))
     parser.add_argument("--rows", nargs="*", default=[], help="divisions of rows.cu besides the chosen one")
-    parser.add_argument("--chain", action="store_true", help="all of them one behind another too")
     options = parser.parse_args(arguments)
     if not torch.cuda.is_available() or not can_compile_kernels("cuda:0"):
         print("needs a Hopper GPU and NVRTC", file=sys.stderr)
@@ -130,42 +133,37 @@ def main(arguments: Sequence[str]) -> int:
     for tokens in map(int, options.tokens.split(",")):
         buckets.setdefault(bucket_of(tokens), []).append(tokens)
     with KernelCompiler() as compiler:
-        for bucket, counts in buckets.items():
-            for linear in linears:
-                for division in (*options.rows, "chosen"):
-                    _measure(compiler, linear, bucket, counts, division, limit)
-            for tokens in counts if options.chain else ():
-                _measure_chain(linears, tokens, limit)
+        of_all = [
+            (bucket, counts, division, [tiling_of(linear.kind, bucket, division) for linear in linears])
+            for bucket, counts in buckets.items()
+            for division in (CHOSEN, *options.rows)
+        ]
+        compiler.start(tiling for *_, tilings in of_all for tiling in tilings if tiling is not None)
+        for bucket, counts, division, tilings in of_all:
+            others = [tiling or choose_tiling(one.kind, bucket) for one, tiling in zip(linears, tilings, strict=True)]
+            try:
+                load(compiler, others, STREAMED.load_kernels)
+            except (DeviceError, CompileError) as reason:  # a division that cannot be launched hides no other
+                print(f"{division}: {reason}", flush=True)
+                continue
+            for tokens in counts:
+                _measure(linears, tilings, tokens, division, limit)
     return 0
 
 
 def _measure(
-    compiler: KernelCompiler, linear: Linear, bucket: int, counts: Sequence[int], division: str, limit: float
+    linears: Sequence[Linear], tilings: Sequence[LinearTiling | None], tokens: int, division: str, limit: float
 ) -> None:
-    linear.set_tokens(1)
-    tiling: Any = tiling_of(linear.kind, bucket, division)
-    if tiling is None:
-        return
-    try:
-        load(compiler, [tiling], STREAMED.load_kernels)
-    except (DeviceError, CompileError) as reason:  # a division that cannot be launched hides no other
-        print(f"{linear.name:32}{bucket:7}  {division}: {reason}", flush=True)
-        return
-    shown = {name: value for name, value in vars(tiling).items() if isinstance(value, int) and name != "tokens"}
-    of_shape = ", ".join(f"{name} {value}" for name, value in shown.items())
-    for tokens in counts:
+    for linear, tiling in zip(linears, tilings, strict=True):
         linear.set_tokens(tokens)
+        if tiling is None:
+            continue
         time, error = microseconds(linear.run) / len(linear.weights), linear.error()
         rate = linear.weights[0].nbytes / time / 1e3
-        print(
-            f"{linear.name:32}{tokens:7}{time:8.1f}{rate:7.0f}{rate / limit:6.0%}{error:7.2f}  {of_shape}", flush=True
-        )
-
-
-def _measure_chain(linears: Sequence[Linear], tokens: int, limit: float) -> None:
-    """As they are loaded now: the chosen ones."""
-    for linear in linears:
-        linear.set_tokens(tokens)
+        shown = {name: value for name, value in vars(tiling).items() if isinstance(value, int) and name != "tokens"}
+        of_shape = ", ".join(f"{name} {value}" for name, value in shown.items())
+        line = f"{linear.name:32}{tokens:7}{time:8.1f}{rate:7.0f}{rate / limit:6.0%}{error:7.2f}"
+        print(f"{line}  {of_shape}", flush=True)
 
     def run() -> None:
         for layer in range(CHAINED_LAYERS):
@@ -174,7 +172,9 @@ def _measure_chain(linears: Sequence[Linear], tokens: int, limit: float) -> None
 
     time = microseconds(run) / CHAINED_LAYERS
     rate = sum(linear.weights[0].nbytes for linear in linears) / time / 1e3
-    print(f"{'all, one behind another':32}{tokens:7}{time:8.1f}{rate:7.0f}{rate / limit:6.0%}", flush=True)
+    print(
+        f"{'all, one behind another':32}{tokens:7}{time:8.1f}{rate:7.0f}{rate / limit:6.0%}{'':9}{division}", flush=True
+    )
 
 
 if __name__ == "__main__":
