@@ -48,8 +48,15 @@ SHAPES: dict[str, tuple[StateKind, dict[str, tuple[int, ...]]]] = {
     "ssd with its norm": (
         NORMED_SSD,
         {
-            **{"x": (128, 64), "dt": (128,), "A": (128,), "B": (8, 128), "C": (8, 128), "D": (128,)},
-            **{"dt_bias": (128,), "z": (128, 64), "norm": (8192,)},
+            "x": (128, 64),
+            "dt": (128,),
+            "A": (128,),
+            "B": (8, 128),
+            "C": (8, 128),
+            "D": (128,),
+            "dt_bias": (128,),
+            "z": (128, 64),
+            "norm": (8192,),
         },
     ),
     "ssd with its norm, odd": (
