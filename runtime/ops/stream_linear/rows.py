@@ -17,11 +17,11 @@ from mllm_compile.runtime.ops.stream_linear.linear import NORM_ROWS, LinearKind,
 MAX_TOKENS = 8
 
 STEP = 32  # columns of a warp's step
-MOST_LANE_INPUTS = 100
+MOST_LANE_INPUTS = 96
 _MULTIPROCESSOR_BYTES, _RESERVED_BYTES = 228 << 10, 1 << 10  # of shared memory; of that, a block's of the system
 _MIN_COLUMNS = 1536
 _MIN_BYTES_A_NS = 28  # as Triton's kernels
-_MOST_PIECES = 8  # of a block's columns
+_MOST_PIECES = 12  # of a block's columns
 _FEWEST_STAGES, _MOST_STAGES = 2, 8  # of a ring
 
 
@@ -35,15 +35,14 @@ class Division(NamedTuple):
     resident: int
 
 
-# A warp's inputs are in registers, at most 96 of a lane. The first two are for Qwen3-8B at 8 tokens on an H200 the
-# fastest of four to six each, alone and in a layer's chain of kernels; the others keep what a lane holds as small.
-# All clusters run at the same time: 264 or 132 blocks, but a cluster lies in one group of 16 or 18 multiprocessors, and
-# with clusters of 8 four blocks of a group of 18 stay empty.
+# A warp's inputs are in registers, at most 96 of a lane. These are for Qwen3-8B at 8 tokens on an H200 the fastest of
+# four to six each, alone and in a layer's chain of kernels. All clusters run at the same time: 264 or 132 blocks. At one
+# token on an H200 clusters of four read a weight with 4096 columns at 70 % of the rate of a sum, and one with 21504 at
+# 82; clusters of eight at 74, clusters of two whose blocks have a multiprocessor each at 102 (40.7 µs;
+# examples/measure/stream_linears_speed.py, 957dd80).
 _DIVISIONS = (
     Division(8192, 2, MULTIPROCESSORS, 8, 2),
-    Division(12288, 2, MULTIPROCESSORS // 2, 16, 1),
-    Division(16384, 4, MULTIPROCESSORS // 2, 8, 2),
-    Division(32768, 8, 32, 8, 2),
+    Division(24576, 2, MULTIPROCESSORS // 2, 16, 1),
 )
 
 
