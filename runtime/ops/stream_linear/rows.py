@@ -36,7 +36,7 @@ class Division(NamedTuple):
 
 
 # A warp's inputs are in registers, at most 96 of a lane. These are for Qwen3-8B at 8 tokens on an H200 the fastest of
-# four to six each, alone and in a layer's chain of kernels. All clusters run at the same time: 264 or 132 blocks. At one
+# four to six each, alone and in a chain of a layer's kernels. All clusters run at once: 264 or 132 blocks. At one
 # token on an H200 clusters of four read a weight with 4096 columns at 70 % of the rate of a sum, and one with 21504 at
 # 82; clusters of eight at 74, clusters of two whose blocks have a multiprocessor each at 102 (40.7 µs;
 # examples/measure/stream_linears_speed.py, 957dd80).
