@@ -174,7 +174,7 @@ def rope_and_cache(
 
     Args:
         q: [1, T, H, D]; k: [1, T, Hk, D]; v: [T, Hk, D]; heads may have any stride, D is contiguous.
-        cos, sin: [1, T, R], contiguous; of a head the first R columns are rotated, R even and up to D; none: no column is.
+        cos, sin: [1, T, R], contiguous; of a head the first R columns are rotated, R even and up to D; none: R is 0.
         q_weight, k_weight: [D] of the RMS norms before the rotation, both or neither.
         eps: theirs.
         slots: [T] int64; or [0]: then nothing is computed or written, since attention does it
