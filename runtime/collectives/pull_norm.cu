@@ -17,7 +17,7 @@ pull_norm(const uint4* input, const uint4* residual, const uint4* weight, uint4*
   Norm norm = {residual, summed, normed, eps};
   norm.load_weight(weight);
   wait_for_prerequisites();
-  const u32 call = *(volatile u32*)&state[CALLS];
+  const u32 call = read_state(state)[CALLS];
   const size_t buffer = (call % 2) * (size_t)most_chunks;
   const int groups = (rows + GROUP - 1) / GROUP;
 
@@ -52,6 +52,7 @@ pull_norm(const uint4* input, const uint4* residual, const uint4* weight, uint4*
   };
 
   if (blockIdx.x < groups) put(blockIdx.x);
+  count_call(state, call, 0);
   for (int group = blockIdx.x; group < groups; group += gridDim.x) {
     if (group + gridDim.x < groups) put(group + gridDim.x);
     wait(group);
@@ -70,5 +71,4 @@ pull_norm(const uint4* input, const uint4* residual, const uint4* weight, uint4*
         }
     norm.finish<GROUP>(sums, rest, group * GROUP, rows);
   }
-  end_call(state, call, -1, 0);
 }

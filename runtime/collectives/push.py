@@ -121,7 +121,7 @@ class PushedSums(_Sums):
             *self._group,
             ctypes.c_int(chunks),
             self._most_chunks,
-            ctypes.c_int(x.nbytes <= MOST_EARLY_BYTES),
+            self._starts(x),
         )
         _LOADED[self._device.index, kernel].launch(kernel.num_blocks(chunks), kernel.num_threads, arguments)
         return total
@@ -132,8 +132,12 @@ class PushedSums(_Sums):
         Args:
             x, residual: [T, N]; weight: [N].
         """
-        rows = ctypes.c_int(x.shape[0]), self._most_chunks, ctypes.c_int(x.nbytes <= MOST_EARLY_BYTES)
+        rows = ctypes.c_int(x.shape[0]), self._most_chunks, self._starts(x)
         return _normed(PushNormKernel(x.shape[1]), x, residual, weight, eps, (*self._group, *rows), self._most_blocks)
+
+    def _starts(self, x: torch.Tensor) -> ctypes.c_int:
+        """When the kernel behind it starts: 0 at its end, 1 behind its wait, 2 ahead of that."""
+        return ctypes.c_int(2 if x.nbytes <= MOST_EARLY_BYTES else 0)
 
 
 class PulledSums(_Sums):
