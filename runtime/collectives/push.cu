@@ -6,10 +6,9 @@
 // captured call is another one at each replay.
 extern "C" __global__ void __launch_bounds__(THREADS)
 push_sum(const uint4* input, uint4* output, const __grid_constant__ Peers peers, u32* state, const u32* are_gone,
-         int rank, int num_ranks, int chunks, int most_chunks, int starts) {
-  if (starts == 2) start_dependents();
+         int rank, int num_ranks, int chunks, int most_chunks) {
+  start_dependents();  // all blocks of this kernel run by then
   wait_for_prerequisites();
-  if (starts == 1) start_dependents();
   const int first = blockIdx.x * THREADS + threadIdx.x, step = gridDim.x * THREADS;
   const uint4 its_own = first < chunks ? own_chunk(input + first) : make_uint4(0, 0, 0, 0);  // asked for beside the state
   const u32* seen = read_state(state);

@@ -15,7 +15,6 @@ from mllm_compile.runtime.collectives.sum_kernels import (
     BLOCKS,
     CHUNK_BYTES,
     GROUP_ROWS,
-    MOST_EARLY_BYTES,
     MOST_GROUPS,
     MOST_RANKS,
     PullNormKernel,
@@ -121,7 +120,6 @@ class PushedSums(_Sums):
             *self._group,
             ctypes.c_int(chunks),
             self._most_chunks,
-            self._starts(x),
         )
         _LOADED[self._device.index, kernel].launch(kernel.num_blocks(chunks), kernel.num_threads, arguments)
         return total
@@ -132,12 +130,8 @@ class PushedSums(_Sums):
         Args:
             x, residual: [T, N]; weight: [N].
         """
-        rows = ctypes.c_int(x.shape[0]), self._most_chunks, self._starts(x)
+        rows = ctypes.c_int(x.shape[0]), self._most_chunks
         return _normed(PushNormKernel(x.shape[1]), x, residual, weight, eps, (*self._group, *rows), self._most_blocks)
-
-    def _starts(self, x: torch.Tensor) -> ctypes.c_int:
-        """When the kernel behind it starts: 0 at its end, 1 behind its wait, 2 ahead of that."""
-        return ctypes.c_int(2 if x.nbytes <= MOST_EARLY_BYTES else 0)
 
 
 class PulledSums(_Sums):
@@ -164,7 +158,7 @@ class PulledSums(_Sums):
 def add_and_norm(total: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> Summed:
     """Returns what PushedSums.sum_and_norm does, of a sum that was made otherwise, where a runtime has its kernel."""
     nowhere, zero = address_of(None), ctypes.c_int(0)
-    rows = Peers(), nowhere, nowhere, zero, ctypes.c_int(1), ctypes.c_int(total.shape[0]), zero, zero
+    rows = Peers(), nowhere, nowhere, zero, ctypes.c_int(1), ctypes.c_int(total.shape[0]), zero
     return _normed(PushNormKernel(total.shape[1]), total, residual, weight, eps, rows, BLOCKS)
 
 

@@ -3,12 +3,11 @@
 extern "C" __global__ void __launch_bounds__(THREADS, 2)
 push_norm(const uint4* input, const uint4* residual, const uint4* weight, uint4* summed, uint4* normed, float eps,
           const __grid_constant__ Peers peers, u32* state, const u32* are_gone, int rank, int num_ranks, int rows,
-          int most_chunks, int starts) {
+          int most_chunks) {
   Norm norm = {residual, summed, normed, eps};
   norm.load_weight(weight);
-  if (starts == 2) start_dependents();
+  start_dependents();  // all blocks of this kernel run by then
   wait_for_prerequisites();
-  if (starts == 1) start_dependents();
   uint4 first[MINE];  // of the block's first row: asked for beside the state
 #pragma unroll
   for (int i = 0; i < MINE; i++)

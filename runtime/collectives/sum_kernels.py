@@ -18,8 +18,6 @@ _MOST_BYTES_OF_MORE = 512 << 10
 _MOST_PULLED = {2: 64 << 20}
 # Parts of a step copy theirs, beside each other's work. Among more GPUs each would send all of its own to every other.
 _MOST_COPIED = {2: 64 << 20}
-# The kernel behind a sum of so many bytes starts while it waits: a microsecond less of 3 to 4, and more of longer ones.
-MOST_EARLY_BYTES = 128 << 10
 MOST_GROUPS = 1 << 14  # of rows that are pulled
 GROUP_ROWS = 2
 BLOCKS = 2 * MULTIPROCESSORS  # of kernels of whole rows, which all run at once

@@ -43,7 +43,8 @@ def all_gather(x: torch.Tensor, dim: int, num_ranks: int) -> torch.Tensor:
         num_ranks: how many there are: a size that a graph has to know.
     """
     parts = current().all_gather(x.contiguous())
-    return parts.movedim(0, dim).flatten(dim, dim + 1)
+    # Parts of the first dimension lie in order; others are copied in runs, not element by element as by flatten.
+    return parts.flatten(0, 1) if dim == 0 else torch.cat(parts.unbind(), dim)
 
 
 def reduce_scatter(x: torch.Tensor, num_ranks: int) -> torch.Tensor:
