@@ -49,7 +49,7 @@ extern "C" __global__ void __launch_bounds__(32 * (WARPS + 1), RESIDENT)
         xs[c][s] = token < num_tokens ? *(const uint4*)from : uint4{0, 0, 0, 0};
       }
   }
-  find_choice(shared.choice, router, num_tokens);
+  find_choice<false>(shared.choice, router, num_tokens);
   __syncthreads();
 
   const int items = shared.choice.num_active * GROUPS;
