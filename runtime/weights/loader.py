@@ -383,7 +383,7 @@ def _read(part: WeightPart, place: torch.Tensor, folder: Path, headers: Mapping[
     if small is not None:
 
         def fill_one(place: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
-            fill_small(place, quantised, small.role, view, tensors)
+            fill_small(place, quantised, small.role, small.scheme, view, tensors)
 
         return TensorRead(first.path, first.entry, place, fill=fill_one, others=others)
 
