@@ -14,6 +14,7 @@ import torch
 from mllm_compile.runtime.cuda.driver import Axis, TensorMap
 
 _PANEL_BYTES = 128  # of a row: what is swizzled together
+_PANEL = _PANEL_BYTES // 2  # columns in bfloat16
 _EIGHT = 8  # rows, whose swizzle begins anew
 _LANES = 4  # that have a row of wgmma's sums: two neighbouring ones of each eight
 
@@ -25,26 +26,25 @@ def rows(matrix: torch.Tensor, count: int) -> Axes:
     return _columns(matrix), Axis(matrix.shape[0], _row_bytes(matrix), count)
 
 
-def panels(matrix: torch.Tensor, count: int, num_panels: int, panel_bytes: int = _PANEL_BYTES) -> Axes:
-    """`num_panels` panels of `count` rows, of so many bytes each, one after another, at (0, row, panel)."""
-    panel = panel_bytes // matrix.element_size()
+def panels(matrix: torch.Tensor, count: int, num_panels: int) -> Axes:
+    """`num_panels` panels of `count` rows, one after another, at (0, row, panel)."""
     return (
-        Axis(panel, matrix.element_size(), panel),
+        Axis(_panel(matrix), matrix.element_size(), _panel(matrix)),
         Axis(matrix.shape[0], _row_bytes(matrix), count),
-        _panels(matrix, num_panels, panel_bytes),
+        _panels(matrix, num_panels),
     )
 
 
-def halves(matrix: torch.Tensor, count: int, num_panels: int, panel_bytes: int = _PANEL_BYTES) -> Axes:
+def halves(matrix: torch.Tensor, count: int, num_panels: int) -> Axes:
     """Like `panels`, for eight rows of the first half of all rows, eight of the second, and so on, at
     (0, 0, 0, row / 16, panel)."""
-    num_rows, row, panel = matrix.shape[0], _row_bytes(matrix), panel_bytes // matrix.element_size()
+    num_rows, row = matrix.shape[0], _row_bytes(matrix)
     return (
-        Axis(panel, matrix.element_size(), panel),
+        Axis(_PANEL, matrix.element_size(), _PANEL),
         Axis(_EIGHT, row, _EIGHT),
         Axis(2, num_rows // 2 * row, 2),
         Axis(num_rows // (2 * _EIGHT), _EIGHT * row, count // (2 * _EIGHT)),
-        _panels(matrix, num_panels, panel_bytes),
+        _panels(matrix, num_panels),
     )
 
 
@@ -102,9 +102,9 @@ def _panel(matrix: torch.Tensor) -> int:
     return _PANEL_BYTES // matrix.element_size()
 
 
-def _panels(matrix: torch.Tensor, count: int, panel_bytes: int) -> Axis:
+def _panels(matrix: torch.Tensor, count: int) -> Axis:
     """The last axis' stride is the smallest: the driver takes them in any order."""
-    return Axis(_row_bytes(matrix) // panel_bytes, panel_bytes, count)
+    return Axis(matrix.shape[1] // _panel(matrix), _PANEL_BYTES, count)
 
 
 def _row_bytes(matrix: torch.Tensor) -> int:

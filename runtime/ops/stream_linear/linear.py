@@ -55,13 +55,12 @@ class LinearKind:
 
 
 class Boxes(NamedTuple):
-    """The size of a TMA copy: `panels` of so many bytes of `rows` of the weight, or one of `tokens` of x; 0: x is not
-    read so."""
+    """The size of a TMA copy: `panels` of 128 bytes of `rows` of the weight, or one of `tokens` of x; 0: x is not read
+    so."""
 
     rows: int
     panels: int
     tokens: int
-    panel_bytes: int = 128
 
 
 @dataclass(frozen=True)

@@ -60,7 +60,7 @@ class LoadedLinear:
         if boxes is None:
             return address_of(values), address_of(x)
         of_values = tensor_maps.halves if tiling.kind.gated else tensor_maps.panels
-        value_map = self._maps.get(values.view(torch.bfloat16), of_values, boxes.rows, boxes.panels, boxes.panel_bytes)
+        value_map = self._maps.get(values.view(torch.bfloat16), of_values, boxes.rows, boxes.panels)
         return value_map, self._maps.get(x, tensor_maps.rows, boxes.tokens) if boxes.tokens else address_of(x)
 
 

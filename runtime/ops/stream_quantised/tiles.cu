@@ -17,43 +17,44 @@
 //
 // Defined by tiles.py: N outputs (of a gated one: gate and up rows), K, BITS (of a value: 8 or 4), ROWS (a multiple of 16),
 // K_GROUPS, SPLIT, BLOCKS, RESIDENT (blocks of a multiprocessor, of registers), NUM_THREADS and SHARED_BYTES of a block,
-// TOKENS (a multiple of 8), PANELS (of 128 inputs, of a stage), STAGES, GROUP (inputs that share a scale: 128, of
+// TOKENS (a multiple of 8), PANELS (of 128 bytes of a row, of a stage), STAGES, GROUP (inputs that share a scale: 128, of
 // floats of four bits 32 or 16; 0: all of a row, of fp8), SCALE_BYTES, SCALES_ARE_HALF (float16; else of two bytes bfloat16),
 // ZEROS (there are zero points, of a byte), FLOATS (of four bits), FACTORS (`zeros` are factors of rows, in float32), NORM_BLOCKS (sums of squares a token to read; 0: no norm), GATED, RESIDUAL, NEXT_BLOCKS (sums of squares a token to
 // leave), PLUS_ONE (the next norm's weight has 1 added), BIAS (in the place of the norm's weight), SQUARED_RELU.
 
-constexpr int HALF = COLUMNS, PANEL = 2 * HALF, PANEL_BYTES = PANEL * BITS / 8;  // inputs: of a panel of x, of one of the weight
+constexpr int PANEL_BYTES = 128, PANEL = PANEL_BYTES * 8 / BITS;  // of a swizzled row of the weight; its inputs
+constexpr int HALF = COLUMNS, PANEL_GROUPS = PANEL / (2 * HALF);  // inputs: of a panel of x; twice that share a scale
 constexpr int EIGHTS = TOKENS / 8, M_ROWS = 16, ROW_WARP_GROUPS = (ROWS + 63) / 64;
 constexpr int WARP_GROUPS = ROW_WARP_GROUPS * K_GROUPS, CONSUMERS = 4 * WARP_GROUPS, THREADS = 32 * (4 + CONSUMERS);
 constexpr int ROW_GROUPS = ROWS / M_ROWS, PLACES = (ROW_GROUPS + SPLIT - 1) / SPLIT;  // groups of a tile, and a block's
 constexpr int OUT_ROWS = GATED ? ROWS / 2 : ROWS, OUT_GROUP = GATED ? M_ROWS / 2 : M_ROWS, OUTPUTS = GATED ? N / 2 : N;
 constexpr int TILES = (N + ROWS - 1) / ROWS, CLUSTERS = BLOCKS / SPLIT;
 constexpr int W_PANEL_BYTES = ROWS * PANEL_BYTES, X_PANEL_BYTES = TOKENS * ROW_BYTES;
-constexpr int X_PANELS = PANELS * 2;  // of a stage
+constexpr int X_PANELS = PANELS * PANEL / HALF;  // of a stage
 constexpr int W_BYTES = PANELS * W_PANEL_BYTES, STAGE_BYTES = W_BYTES + X_PANELS * X_PANEL_BYTES;
 constexpr int STEPS = K / SPLIT / PANEL / PANELS;  // stages of a tile, a block's
 constexpr int SOURCES = SPLIT * K_GROUPS;          // of what adds up to an output
 constexpr int ITEMS = (PLACES * EIGHTS + CONSUMERS - 1) / CONSUMERS;  // a warp's: 16 outputs of eight tokens each
 static_assert(SPLIT == 1 || TILES == CLUSTERS, "what others send is of one tile");
 static_assert(K % (SPLIT * PANELS * PANEL) == 0 && NORM_BLOCKS % 4 == 0, "whole stages, and four sums at a time");
-static_assert(PANELS % K_GROUPS == 0, "a warp has panels of every stage");
+static_assert(PANELS * PANEL_GROUPS % K_GROUPS == 0, "a warp has groups of every stage");
 static_assert(TOKENS <= 64 || WARP_GROUPS <= 2 && RESIDENT == 1, "sums take twice the registers");
 static_assert(ROWS % M_ROWS == 0 && TOKENS % 8 == 0 && THREADS == NUM_THREADS, "as it is launched");
-static_assert(GROUP == 0 && BITS == 8 || GROUP == PANEL || FLOATS && GROUP == (FACTORS ? 16 : 32), "a scale for two panels of x, or for a product or two");
+static_assert(GROUP == 0 && BITS == 8 || GROUP == 2 * HALF || FLOATS && GROUP == (FACTORS ? 16 : 32), "a scale for two panels of x, or for a product or two");
 static_assert(BITS == 4 || SCALE_BYTES == 4 && !ZEROS, "fp8 has scales in float32");
 static_assert(!FLOATS || BITS == 4 && SCALE_BYTES == 1 && !ZEROS, "floats of four bits have scales of a byte");
 
 constexpr int RING_BYTES = STAGES * STAGE_BYTES;
-constexpr int STEP_PANELS = PANELS / K_GROUPS;  // of a warp: what it multiplies of a stage
+constexpr int STEP_GROUPS = PANELS * PANEL_GROUPS / K_GROUPS;  // of a warp: what it multiplies of a stage, by groups
 constexpr bool INTEGERS = BITS == 4 && !FLOATS;
 // Integers with a scale in bfloat16 and no zero points are multiplied by it as they are taken apart, rounded once, as torch
 // rounds them. Of others (and of fp8) the sums of a group are multiplied by its scale.
 constexpr bool IN_VALUES = INTEGERS && !SCALES_ARE_HALF && !ZEROS, BY_GROUPS = GROUP && !FLOATS && !IN_VALUES;
 // Two groups' sums, so that one's are scaled while the next one's products run; of many tokens there are no registers for it.
-constexpr int BUFFERS = BY_GROUPS && TOKENS <= 64 ? 2 : 1, UNROLLED = BUFFERS == 2 && STEP_PANELS % 2 ? 2 : 1;  // stages
+constexpr int BUFFERS = BY_GROUPS && TOKENS <= 64 ? 2 : 1, UNROLLED = BUFFERS == 2 && STEP_GROUPS % 2 ? 2 : 1;  // stages
 constexpr float OUT_FACTOR = FLOATS ? E2M1_FACTOR : INTEGERS ? int4_factor(IN_VALUES) : 1.f;  // of sums
 constexpr int WORDS = FLOATS ? 2 * HALF / GROUP / 4 : 1;  // of the scales of two panels of x
-constexpr int ROW_SCALES = GROUP ? STEPS * PANELS * WORDS : 1, SCALE_PITCH = ROW_SCALES | 1;  // of a row and a block; odd: other banks
+constexpr int ROW_SCALES = GROUP ? STEPS * PANELS * PANEL_GROUPS * WORDS : 1, SCALE_PITCH = ROW_SCALES | 1;  // of a row and a block; odd: other banks
 using Inbox = float[PLACES][EIGHTS][SOURCES][M_ROWS * 8];  // of a row eight tokens
 // A block of one tile has it where the ring was: with large tiles there is no room for both.
 constexpr bool INBOX_IN_RING = SPLIT == 1 && TILES == BLOCKS && sizeof(Inbox) <= RING_BYTES;
@@ -95,17 +96,12 @@ __device__ void ask(const TensorMap* values, const TensorMap* x, u32 ring, u32 f
 
 // Values of 16 rows and 64 inputs as wgmma takes them: four times 16 inputs.
 using Values = u32[4][4];
-// Where TMA puts chunk `chunk` (16 bytes) of a row of a panel, whose rows are swizzled in their own width.
-__device__ __forceinline__ u32 place_in_panel(int row, int chunk) {
-  const u32 at = row * PANEL_BYTES + chunk * 16;
-  return at ^ at / 128 % (PANEL_BYTES / 16) * 16;
-}
 // Integers of 16 rows and 64 inputs, half `half` of a panel: of the first eight rows and of those behind, then of the next 32
 // inputs. `rows` is where the first row begins.
 using Fours = u32[4];
 __device__ __forceinline__ void load_fours(Fours& to, u32 rows, int half) {
   const int lane = threadIdx.x % 32;
-  load_matrices(to, rows + place_in_panel(lane % M_ROWS, half * 2 + lane / M_ROWS));
+  load_matrices(to, rows + lane % M_ROWS * PANEL_BYTES + ((half * 2 + lane / M_ROWS ^ lane) & 7) * 16);
 }
 // What they are multiplied by, odd pairs by the second, and what is added to them, of the first eight rows and of those behind.
 struct OfFours {
@@ -118,8 +114,8 @@ __device__ __forceinline__ void take_apart(Values& to, const Fours& words, const
     for (int i = 0; i < 4; i++)
       to[word / 2 * 2 + i / 2][i % 2 * 2 + word % 2] = scaled_fours(words[word], i, beside.scales[word % 2][i % 2], beside.zeros[word % 2]);
 }
-// Floats likewise, from shared memory: `rows` is where the first row begins, `scales` are those of floats of four bits of the
-// lane's row of the first eight and of that behind.
+// Floats likewise, from shared memory: `rows` is where the lane's row of the first eight begins, `scales` are those of floats of
+// four bits of the first eight rows and of those behind.
 __device__ __forceinline__ void take_apart(Values& to, const char* rows, int half, const u32 (&scales)[2]) {
   const int row = threadIdx.x / 4 % 8, quad = threadIdx.x % 4;
 #if BITS == 8
@@ -127,7 +123,7 @@ __device__ __forceinline__ void take_apart(Values& to, const char* rows, int hal
 #pragma unroll
   for (int s = 0; s < 4; s++) {
     const int byte = (half * 4 + s) * 16, chunk = byte / 16;  // of the row
-    const char* from = rows + place_in_panel(row, chunk) + quad * 2;
+    const char* from = rows + ((chunk ^ row) & 7) * 16 + quad * 2;
 #pragma unroll
     for (int i = 0; i < 4; i++)  // of rows and those eight behind, by turns
       to[s][i] = times(first_pair(*(const unsigned short*)(from + i % 2 * 8 * PANEL_BYTES + i / 2 * 8)), POWER_120);
@@ -138,11 +134,11 @@ __device__ __forceinline__ void take_apart(Values& to, const char* rows, int hal
   for (int chunk = 0; chunk < 2; chunk++)
 #pragma unroll
     for (int lower = 0; lower < 2; lower++) {
-      const uint4 words = *(const uint4*)(rows + place_in_panel(row + lower * 8, half * 2 + chunk));
+      const uint4 words = *(const uint4*)(rows + lower * 8 * PANEL_BYTES + ((half * 2 + chunk ^ row) & 7) * 16);
       const u32 of_eights[4] = {words.x, words.y, words.z, words.w};  // each of eight inputs: a lane's are two
 #pragma unroll
       for (int i = 0; i < 4; i++) {
-        const int s = chunk * 2 + i / 2, place = GROUP == 16 ? s : half * 2 + chunk;  // of the scale
+        const int s = chunk * 2 + i / 2, place = GROUP == 16 ? s : half % 2 * 2 + chunk;  // of the scale
         to[s][i % 2 * 2 + lower] = times(pair_of_byte(__byte_perm(of_eights[i], 0, my_byte)), scale_of_byte(scales[lower], place));
       }
     }
@@ -285,12 +281,13 @@ __launch_bounds__(THREADS, RESIDENT) quantised_tiles(
       const int step = first_step + u;
       if (STEPS % UNROLLED && step >= STEPS) break;
       wait_for(full + 8 * slot, phase);
-      const u32 my_rows = slot * STAGE_BYTES + row_warp * M_ROWS * PANEL_BYTES, of_x = ring + slot * STAGE_BYTES + W_BYTES;
+      const char* rows = first_stage + slot * STAGE_BYTES + (row_warp * M_ROWS + lane / 4) * PANEL_BYTES;
+      const u32 of_rows = ring + slot * STAGE_BYTES + row_warp * M_ROWS * PANEL_BYTES, of_x = ring + slot * STAGE_BYTES + W_BYTES;
 #pragma unroll
-      for (int p = 0; p < STEP_PANELS; p++) {
-        const int panel = p * K_GROUPS + k_group;
+      for (int i = 0; i < STEP_GROUPS; i++) {
+        const int group = i * K_GROUPS + k_group, panel = group / PANEL_GROUPS, g = group % PANEL_GROUPS;
         u32 upper = 0, lower = 0;
-        const u32* of_group = my_scales + (step * PANELS + panel) * WORDS;
+        const u32* of_group = my_scales + (step * PANELS * PANEL_GROUPS + group) * WORDS;
         if (GROUP) upper = of_group[0], lower = of_group[8 * SCALE_PITCH];
         const auto of_fours = [&] {
           if (IN_VALUES)
@@ -298,21 +295,21 @@ __launch_bounds__(THREADS, RESIDENT) quantised_tiles(
                            {int4_scaled_zero(upper), int4_scaled_zero(lower)}};
           return OfFours{{{int4_unit(0), int4_unit(1)}, {int4_unit(0), int4_unit(1)}}, {int4_zero(upper >> 16), int4_zero(lower >> 16)}};
         };
-        const int buffer = (u * STEP_PANELS + p) % BUFFERS;
+        const int buffer = (u * STEP_GROUPS + i) % BUFFERS;
 #pragma unroll
         for (int half = 0; half < 2; half++) {
           Fours words;
-          if (INTEGERS && has_rows) load_fours(words, ring + my_rows + panel * W_PANEL_BYTES, half);
+          if (INTEGERS && has_rows) load_fours(words, of_rows + panel * W_PANEL_BYTES, 2 * g + half);
           asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory");  // this half's values before were read
           if (half && !BY_GROUPS) release();
           if (INTEGERS && has_rows) take_apart(values[half], words, of_fours());
           if (!INTEGERS && has_rows) {
             const bool is_next = half && WORDS == 2;
-            take_apart(values[half], first_stage + my_rows + panel * W_PANEL_BYTES, half, {is_next ? of_group[1] : upper, is_next ? of_group[8 * SCALE_PITCH + 1] : lower});
+            take_apart(values[half], rows + panel * W_PANEL_BYTES, 2 * g + half, {is_next ? of_group[1] : upper, is_next ? of_group[8 * SCALE_PITCH + 1] : lower});
           }
           if (half == 0 && BY_GROUPS) asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
           if (half == 0 && BY_GROUPS && BUFFERS == 1) add_parts(parts[0]);
-          multiply(BY_GROUPS ? parts[buffer] : sums, values[half], of_x + (2 * panel + half) * X_PANEL_BYTES, !BY_GROUPS || half);
+          multiply(BY_GROUPS ? parts[buffer] : sums, values[half], of_x + (2 * group + half) * X_PANEL_BYTES, !BY_GROUPS || half);
           if (half == 0 && BUFFERS == 2) add_parts(parts[(buffer + 1) % BUFFERS]);  // of the group before
         }
         if (BY_GROUPS) scale_of_upper = scale_of(upper), scale_of_lower = scale_of(lower);
@@ -321,7 +318,7 @@ __launch_bounds__(THREADS, RESIDENT) quantised_tiles(
       if (++slot == STAGES) slot = 0, phase ^= 1;
     }
     asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
-    add_parts(parts[(STEPS * STEP_PANELS - 1) % BUFFERS]);
+    add_parts(parts[(STEPS * STEP_GROUPS - 1) % BUFFERS]);
 #if SPLIT > 1
     asm volatile("barrier.cluster.wait.acquire;" ::: "memory");  // the others' barriers are made
 #endif

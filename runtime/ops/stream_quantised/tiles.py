@@ -16,7 +16,9 @@ from mllm_compile.runtime.cuda.kernel import MULTIPROCESSORS
 from mllm_compile.runtime.cuda.wgmma import multiply_registers
 from mllm_compile.runtime.ops.stream_linear.linear import NORM_ROWS, Boxes
 from mllm_compile.runtime.ops.stream_quantised.linear import (
+    GROUP,
     HEADERS,
+    PANEL_BYTES,
     QuantisedKind,
     QuantisedTiling,
     room_of_block,
@@ -24,7 +26,6 @@ from mllm_compile.runtime.ops.stream_quantised.linear import (
 
 MAX_TOKENS = 128
 
-_PANEL = 128  # columns
 _X_BYTES = 2  # of an input of a token
 _GROUP_ROWS = 64  # of wgmma, and of a warp group
 _MOST_WARP_GROUPS, _MANY_TOKENS, _MOST_OF_MANY = 3, 64, 2  # that multiply: up to so many tokens, and with more
@@ -47,8 +48,8 @@ class TileTiling(QuantisedTiling):
     Attributes:
         rows: rows of the weight in a tile.
         split: blocks of a cluster, which divide the columns.
-        column_groups: warp groups that divide the panels of a stage.
-        panels: panels of 128 columns in a stage.
+        column_groups: warp groups that divide the columns of a stage.
+        panels: panels of 128 bytes of a row in a stage.
         stages: stages of the ring.
     """
 
@@ -72,7 +73,7 @@ class TileTiling(QuantisedTiling):
         return self.num_tiles * self.split if self.split > 1 else min(self.num_tiles, MULTIPROCESSORS)
 
     def boxes(self, num_tokens: int) -> Boxes:
-        return Boxes(self.rows, self.panels, num_tokens, _PANEL // self.kind.values_a_byte)
+        return Boxes(self.rows, self.panels, num_tokens)
 
     @property
     def row_groups(self) -> int:
@@ -87,11 +88,11 @@ class TileTiling(QuantisedTiling):
     @property
     def steps(self) -> int:
         """Stages of a block's tile."""
-        return self.kind.columns // _PANEL // self.split // self.panels
+        return self.kind.columns // self.kind.panel // self.split // self.panels
 
     @property
     def stage_bytes(self) -> int:
-        return self.panels * _PANEL * (self.rows // self.kind.values_a_byte + self.tokens * _X_BYTES)
+        return self.panels * (self.rows * PANEL_BYTES + self.tokens * self.kind.panel * _X_BYTES)
 
     @property
     def _scale_words(self) -> int:
@@ -149,8 +150,9 @@ def divide(
     kind: QuantisedKind, tokens: int, rows: int, split: int, column_groups: int, panels: int, room: int
 ) -> TileTiling | None:
     """The tiling with as many stages as have room in so many bytes; None: it is none."""
-    of_block, remainder = divmod(kind.columns, _PANEL * split * panels)
-    if remainder or rows % NORM_ROWS or panels % column_groups or rows > _MOST_ROWS:
+    of_block, remainder = divmod(kind.columns, kind.panel * split * panels)
+    stage_groups = panels * kind.panel // GROUP
+    if remainder or rows % NORM_ROWS or stage_groups % column_groups or rows > _MOST_ROWS:
         return None
     for stages in range(min(_MOST_STAGES, of_block), 0, -1):
         tiling = TileTiling(kind, tokens, rows, split, column_groups, panels, stages)
@@ -213,7 +215,7 @@ def _cost(tiling: TileTiling) -> tuple[float, ...]:
     )
     is_sent = split > 1 or tiling.column_groups > 1
     sent = tiling.rows * tiling.tokens * 4 * tiling.column_groups / _SEND_RATE if is_sent else 0
-    in_flight = tiling.stages * tiling.panels * tiling.rows * _PANEL // kind.values_a_byte
+    in_flight = tiling.stages * tiling.panels * tiling.rows * PANEL_BYTES
     starved = max(0, min(64 << 10, inputs * weight) - in_flight) / _MEMORY_RATE
     beside = 0 if tiling.is_beside else 2000
     alone = 2500 if groups * tiling.column_groups == 1 else 0  # a warp group waits for its own products

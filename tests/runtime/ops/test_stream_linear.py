@@ -341,7 +341,7 @@ def test_a_process_loads_a_binary_once(driver, monkeypatch):
             LinearKind(24576, 2048, gated=True),
             13,
             {"panels": 2, "rows": 192},
-            [(tensor_maps.halves, 192, 2, 128), (tensor_maps.rows, 13)],
+            [(tensor_maps.halves, 192, 2), (tensor_maps.rows, 13)],
             (128, 256),
         ),
         # Tiles of many tokens, as even as can be.
@@ -349,7 +349,7 @@ def test_a_process_loads_a_binary_once(driver, monkeypatch):
             LinearKind(1024, 2048, residual=True),
             193,
             {"groups": 1, "token_tiles": 3, "split": 2},
-            [(tensor_maps.panels, 64, 1, 128), (tensor_maps.rows, 72)],
+            [(tensor_maps.panels, 64, 1), (tensor_maps.rows, 72)],
             (96, 256),
         ),
     ],

@@ -87,8 +87,8 @@ def test_more_tokens_divide_into_tiles_that_fit(kind, tokens):
     tiling = tiles.choose(kind, tokens)
     assert tiling.rows % 16 == 0
     assert tiling.rows <= 256, "of a box"
-    assert kind.columns % (128 * tiling.split * tiling.panels) == 0
-    assert tiling.panels % tiling.column_groups == 0
+    assert kind.columns % (kind.panel * tiling.split * tiling.panels) == 0
+    assert tiling.panels * kind.panel // GROUP % tiling.column_groups == 0, "a warp has groups of every stage"
     assert tiling.num_threads <= 512, "or 160 registers are more than there are"
     assert tiling.shared_bytes <= _SHARED_BYTES
     assert min(3 if tokens <= 64 else 2, tiling.steps) <= tiling.stages <= tiling.steps
@@ -221,15 +221,10 @@ def test_the_source_compiles_without_spilling(tmp_path, kind, tokens):
 @pytest.mark.parametrize(
     ("kind", "num_tokens", "boxes"),
     [
-        (QuantisedKind(4096, 4096, residual=True), 5, [(tensor_maps.panels, 16, 8, 128)]),
-        (QuantisedKind(24576, 4096, gated=True), 1, [(tensor_maps.halves, 16, 8, 128)]),
-        (QuantisedKind(24576, 4096, gated=True), 13, [(tensor_maps.halves, 16, 8, 128)]),
-        (QuantisedKind(24576, 4096, gated=True), 29, [(tensor_maps.halves, 192, 2, 128), (tensor_maps.rows, 29)]),
-        (
-            QuantisedKind(24576, 4096, **INT4, gated=True),
-            29,
-            [(tensor_maps.halves, 192, 2, 64), (tensor_maps.rows, 29)],
-        ),
+        (QuantisedKind(4096, 4096, residual=True), 5, [(tensor_maps.panels, 16, 8)]),
+        (QuantisedKind(24576, 4096, gated=True), 1, [(tensor_maps.halves, 16, 8)]),
+        (QuantisedKind(24576, 4096, gated=True), 13, [(tensor_maps.halves, 16, 8)]),
+        (QuantisedKind(24576, 4096, gated=True), 29, [(tensor_maps.halves, 192, 2), (tensor_maps.rows, 29)]),
     ],
 )
 def test_a_launch_reads_the_boxes_of_its_tiling(driver, monkeypatch, kind, num_tokens, boxes):
@@ -242,8 +237,8 @@ def test_a_launch_reads_the_boxes_of_its_tiling(driver, monkeypatch, kind, num_t
     launches: list[tuple[object, ...]] = []
     monkeypatch.setattr(loaded._kernel, "launch", lambda *arguments: launches.append(arguments))
     x = torch.zeros(num_tokens, kind.columns, dtype=torch.bfloat16)
-    values = torch.zeros(kind.rows, kind.columns // kind.values_a_byte, dtype=torch.uint8)
+    values = torch.zeros(kind.rows, kind.columns, dtype=torch.float8_e4m3fn)
     loaded(x, (values, torch.zeros(kind.rows, 1), None), [None] * 6, 0.0, num_tokens)
     assert [tuple(of) for _, *of in asked] == boxes
-    assert asked[0][0].shape == (kind.rows, kind.columns // kind.values_a_byte // 2)
+    assert asked[0][0].shape == (kind.rows, kind.columns // 2)
     assert launches[0][:2] == (tiling.num_blocks, tiling.num_threads)
