@@ -166,11 +166,11 @@ class Chain:
                 true, theirs = true * factor, (theirs.float() * factor).bfloat16()
             if name == "gate_up":
                 true, theirs = (silu(both.chunk(2, -1)[0]) * both.chunk(2, -1)[1] for both in (true, theirs))
-            found[name] = _off_by(ours, true) / _off_by(theirs, true)
+            found[name] = off_by(ours, true) / off_by(theirs, true)
         return found
 
 
-def _off_by(values: torch.Tensor, true: torch.Tensor) -> float:
+def off_by(values: torch.Tensor, true: torch.Tensor) -> float:
     return ((values.float() - true).norm(dim=-1) / true.norm(dim=-1)).max().item()
 
 

@@ -202,7 +202,9 @@ def norm_gated_linear(x, norm_weight, weight, eps, plus_one=False):
     return gated_linear(norm(x, norm_weight, eps, plus_one), weight)
 
 
-def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+def _rotate(x: torch.Tensor, cos: torch.Tensor | None, sin: torch.Tensor | None) -> torch.Tensor:
+    if cos is None or sin is None:
+        return x.clone()
     x, rest = x.tensor_split([cos.shape[-1]], -1)
     first, second = x.chunk(2, -1)
     return torch.cat((x * cos[:, :, None] + torch.cat((-second, first), -1) * sin[:, :, None], rest), -1)
@@ -333,7 +335,7 @@ INTEGERS = {
     ),
 }
 ROPE_AND_CACHE = {
-    "rope_and_cache(Tensor q, Tensor k, Tensor v, Tensor cos, Tensor sin, Tensor? q_weight, Tensor? k_weight, "
+    "rope_and_cache(Tensor q, Tensor k, Tensor v, Tensor? cos, Tensor? sin, Tensor? q_weight, Tensor? k_weight, "
     "float eps, Tensor slots, Tensor(a!) keys, Tensor(b!) values, bool plus_one=False) -> (Tensor, Tensor)": (
         rope_and_cache
     ),
