@@ -286,7 +286,8 @@ class ModelRunner:
             logger.info("steps with prompts are not captured whole: %s", obstacle)
             mixed_tokens = ()
         cascades = [size for size in graphs.decode_requests if self._is_captured_as_cascade(size)]
-        return GraphDispatcher(mode, graphs.piecewise_tokens, graphs.decode_requests, mixed_tokens, cascades)
+        has_fresh = self.attn_backend.captures_fresh
+        return GraphDispatcher(mode, graphs.piecewise_tokens, graphs.decode_requests, mixed_tokens, cascades, has_fresh)
 
     def _is_captured_as_cascade(self, num_requests: int) -> bool:
         """True for powers of two that may pay: a cascade takes as long for all requests of a tile."""
@@ -438,6 +439,10 @@ class ModelRunner:
         if batch.pixel_values is not None and batch.image_grid_thw is not None and batch.media is None:
             batch.media = self._encoded(batch, batch.pixel_values, batch.image_grid_thw)
         return self.forward_decode(batch) if batch.forward_mode.is_decode() else self.forward_extend(batch)
+
+    def reads_pages(self, batch: ForwardBatch) -> bool:
+        """False: `forward` of the batch reads nothing of the table of slots, which may be written after its launch."""
+        return self._overlap is not None or self.attn_backend.reads_pages(batch)
 
     def holds_decode(self, num_requests: int) -> bool:
         """True if `decode` takes so many requests."""

@@ -167,16 +167,29 @@ class AttentionBackend(ABC):
         """Why steps with prompts cannot be captured whole, decodes among them or not; None: they can."""
         return f"{type(self).__name__} captures no prompts"
 
+    @property
+    def captures_fresh(self) -> bool:
+        """True if steps of prompts alone, each from its first token on, may be captured as such."""
+        return False
+
+    def reads_pages(self, batch: ForwardBatch) -> bool:
+        """False: no layer reads keys or values of `batch` where the table of slots says that they are."""
+        return True
+
     def runs_well_captured(self, batch: ForwardBatch) -> bool:
         """True if a captured kernel serves the prompts of `batch` about as fast as any other would."""
         raise NotImplementedError(f"{type(self).__name__} captures no steps with prompts")
 
-    def init_forward_metadata_capture_mixed(self, num_tokens: int) -> None:
-        """Plan a step of `num_tokens` for capture; it will serve any decodes and prompts of as many tokens or fewer."""
+    def init_forward_metadata_capture_mixed(self, num_tokens: int, fresh: bool = False) -> None:
+        """Plan a step of `num_tokens` for capture; it will serve any decodes and prompts of as many tokens or fewer.
+
+        Args:
+            fresh: it serves prompts alone, each from its first token on; see captures_fresh.
+        """
         raise NotImplementedError(f"{type(self).__name__} captures no steps with prompts")
 
     def begin_captured_mixed(self, num_tokens: int, rows: torch.Tensor) -> None:
-        """Put on the stream what such a capture begins with.
+        """Put on the stream what such a capture begins with, unless it is fresh.
 
         Args:
             rows: [N] int64, the requests' rows of the table of slots at each replay; 0 of padding, up to as many as the
@@ -184,6 +197,6 @@ class AttentionBackend(ABC):
         """
         raise NotImplementedError(f"{type(self).__name__} captures no steps with prompts")
 
-    def init_forward_metadata_replay_mixed(self, num_tokens: int, batch: ForwardBatch) -> None:
+    def init_forward_metadata_replay_mixed(self, num_tokens: int, batch: ForwardBatch, fresh: bool = False) -> None:
         """Plan again before a replay of the captured step of `num_tokens`, for `batch`, EXTEND or MIXED."""
         raise NotImplementedError(f"{type(self).__name__} captures no steps with prompts")

@@ -52,6 +52,7 @@ from mllm_compile.runtime.attention.layer import AttentionLayer
 from mllm_compile.runtime.attention.metadata import (
     CommonAttentionMetadata,
     get_kv_cache_layout,
+    is_fresh,
     split_decodes_and_prefills,
 )
 from mllm_compile.runtime.attention.split import shared_prefix
@@ -551,16 +552,30 @@ class FlashInferAttnBackend(AttentionBackend):
         first_slot = batch.first_slot if len(prefix_lens) == 1 else None
         return all(group.runs_well_captured(query_lens, prefix_lens, first_slot) for group in prefills)
 
-    def init_forward_metadata_capture_mixed(self, num_tokens: int) -> None:
-        self._set_mixed(self._captured_mixed.capture(num_tokens))
+    @property
+    def captures_fresh(self) -> bool:
+        return self.mixed_obstacle is None and prefills_new_tokens_alone(self.kv_cache_dtype, has_prefix=False)
+
+    def reads_pages(self, batch: ForwardBatch) -> bool:
+        reads_new_alone = prefills_new_tokens_alone(self.kv_cache_dtype, has_prefix=False)
+        if self._has_own_prefills or batch.media is not None or not reads_new_alone:
+            return True
+        return not is_fresh(CommonAttentionMetadata.of(batch))
+
+    def init_forward_metadata_capture_mixed(self, num_tokens: int, fresh: bool = False) -> None:
+        steps = self._captured_mixed
+        self._set_mixed(steps.capture_fresh(num_tokens) if fresh else steps.capture(num_tokens))
 
     def begin_captured_mixed(self, num_tokens: int, rows: torch.Tensor) -> None:
         self._captured_mixed.begin(num_tokens, rows)
 
-    def init_forward_metadata_replay_mixed(self, num_tokens: int, batch: ForwardBatch) -> None:
-        common = CommonAttentionMetadata.of(batch)
-        num_decodes, *_ = split_decodes_and_prefills(common)
-        self._set_mixed(self._captured_mixed.replay(num_tokens, common, batch.req_pool_indices, num_decodes))
+    def init_forward_metadata_replay_mixed(self, num_tokens: int, batch: ForwardBatch, fresh: bool = False) -> None:
+        common, steps = CommonAttentionMetadata.of(batch), self._captured_mixed
+        if fresh:
+            self._set_mixed(steps.replay_fresh(num_tokens, common))
+        else:
+            num_decodes, *_ = split_decodes_and_prefills(common)
+            self._set_mixed(steps.replay(num_tokens, common, batch.req_pool_indices, num_decodes))
 
     @property
     def _captured_mixed(self) -> MixedSteps:
@@ -571,8 +586,8 @@ class FlashInferAttnBackend(AttentionBackend):
     def _set_mixed(self, step: MixedStep) -> None:
         self._has_blocks = False
         self._num_decodes = step.num_rows  # rows that decode kernels are given; those that are no decodes have no keys
-        self.decode_metadata = DecodeMetadata(step.decodes)
-        self.prefill_metadata = PrefillMetadata(step.prefills, use_ragged=False)
+        self.decode_metadata = None if step.decodes is None else DecodeMetadata(step.decodes)
+        self.prefill_metadata = PrefillMetadata(step.prefills, use_ragged=step.decodes is None)
 
 
 def _run_decode(

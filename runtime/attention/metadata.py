@@ -164,6 +164,12 @@ def split_decodes_and_prefills(common: CommonAttentionMetadata, decode_threshold
     )
 
 
+def is_fresh(common: CommonAttentionMetadata) -> bool:
+    """True of a batch of prompts alone, each from its first token on: no keys or values of it are in the cache yet."""
+    num_decodes, num_prefills, *_ = split_decodes_and_prefills(common)
+    return num_prefills > 0 and not num_decodes and not common.num_computed_tokens_cpu.numpy().any()
+
+
 def get_per_layer_parameters(layers: Iterable[AttentionLayer]) -> dict[str, PerLayerParameters]:
     """Layer name → what may differ between layers."""
     return {layer.name: layer.params for layer in layers}

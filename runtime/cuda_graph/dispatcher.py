@@ -23,6 +23,7 @@ class GraphDispatcher:
         mixed_tokens: captured token counts of full graphs of any step, ascending; there may be none.
         cascade_requests: those of decode_requests that are captured once more, for decodes that begin with the same
             pages; there may be none.
+        has_fresh: the sizes of mixed_tokens are captured once more, for prompts alone, each from its first token on.
     """
 
     def __init__(
@@ -32,6 +33,7 @@ class GraphDispatcher:
         decode_requests: Sequence[int] = (),
         mixed_tokens: Sequence[int] = (),
         cascade_requests: Sequence[int] = (),
+        has_fresh: bool = False,
     ) -> None:
         """
         Raises:
@@ -45,9 +47,10 @@ class GraphDispatcher:
         key = "cudagraph.mixed_tokens"
         self.mixed_tokens = self._sizes(key, mixed_tokens, CUDAGraphMode.FULL) if mixed_tokens and takes_mixed else ()
         self.cascade_requests = tuple(sorted(set(self.decode_requests) & set(cascade_requests)))
+        self.has_fresh = has_fresh and bool(self.mixed_tokens)
 
     def dispatch(
-        self, num_tokens: int, num_reqs: int, uniform: bool, may_mix: bool = True
+        self, num_tokens: int, num_reqs: int, uniform: bool, may_mix: bool = True, fresh: bool = False
     ) -> tuple[CUDAGraphMode, BatchDescriptor]:
         """The graph for a batch.
 
@@ -56,6 +59,7 @@ class GraphDispatcher:
             num_reqs: its requests.
             uniform: every request brings one token (a pure decode).
             may_mix: a full graph of any step may serve it.
+            fresh: it is prompts alone, each from its first token on.
 
         Returns:
             FULL with the padded request count, FULL or PIECEWISE with the padded token count and num_reqs None, or NONE
@@ -67,7 +71,7 @@ class GraphDispatcher:
                 return CUDAGraphMode.FULL, BatchDescriptor(padded, num_reqs=padded, uniform=True)
         padded = _next(self.mixed_tokens, num_tokens) if may_mix else None
         if padded is not None:
-            return CUDAGraphMode.FULL, BatchDescriptor(padded)
+            return CUDAGraphMode.FULL, BatchDescriptor(padded, fresh=fresh and self.has_fresh)
         padded = _next(self.piecewise_tokens, num_tokens)
         if padded is not None:
             return CUDAGraphMode.PIECEWISE, BatchDescriptor(padded)
@@ -82,7 +86,8 @@ class GraphDispatcher:
         """Everything to capture, largest first: later captures then fit into memory that earlier ones took."""
         full = [(CUDAGraphMode.FULL, BatchDescriptor(n, num_reqs=n, uniform=True)) for n in self.decode_requests]
         piecewise = [(CUDAGraphMode.PIECEWISE, BatchDescriptor(n)) for n in self.piecewise_tokens]
-        mixed = [(CUDAGraphMode.FULL, BatchDescriptor(n)) for n in self.mixed_tokens]
+        kinds = (False, True) if self.has_fresh else (False,)
+        mixed = [(CUDAGraphMode.FULL, BatchDescriptor(n, fresh=fresh)) for n in self.mixed_tokens for fresh in kinds]
         cascades = [(CUDAGraphMode.FULL, replace(entry[1], cascade=True)) for entry in full]
         full += [entry for entry in cascades if entry[1].num_reqs in self.cascade_requests]
         return sorted([*piecewise, *mixed, *full], key=lambda entry: -entry[1].num_tokens)

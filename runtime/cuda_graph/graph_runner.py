@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from mllm_compile.runtime.attention.metadata import CommonAttentionMetadata, is_fresh
 from mllm_compile.runtime.collectives.base import current
 from mllm_compile.runtime.cuda_graph.capture import CaptureFigures, GraphCapturer, WeakTensor
 from mllm_compile.runtime.cuda_graph.decode_loop import DecodeLoop, Turn
@@ -167,7 +168,8 @@ class GraphRunner:
         if batch.common_prefix_len:  # which whole graphs know nothing of
             mode, descriptor = self.dispatcher.dispatch(batch.num_tokens, batch.batch_size, False, may_mix=False)
         else:
-            mode, descriptor = self.dispatcher.dispatch(batch.num_tokens, batch.batch_size, uniform)
+            fresh = self.dispatcher.has_fresh and is_fresh(CommonAttentionMetadata.of(batch))
+            mode, descriptor = self.dispatcher.dispatch(batch.num_tokens, batch.batch_size, uniform, fresh=fresh)
         if mode is CUDAGraphMode.FULL and descriptor.uniform:
             return LogitsProcessorOutput(self._replay_decode(batch, descriptor))
         if mode is CUDAGraphMode.FULL:
@@ -341,14 +343,15 @@ class GraphRunner:
 
     def _capture_mixed(self, descriptor: BatchDescriptor) -> None:
         size, runner = descriptor.num_tokens, self._runner
-        runner.attn_backend.init_forward_metadata_capture_mixed(size)
+        runner.attn_backend.init_forward_metadata_capture_mixed(size, descriptor.fresh)
         batch = self._padding_prompts(size)
 
         def run() -> list[Any]:
-            runner.attn_backend.begin_captured_mixed(size, self.inputs.req_pool_indices)
+            if not descriptor.fresh:
+                runner.attn_backend.begin_captured_mixed(size, self.inputs.req_pool_indices)
             return runner.run_body(batch, self._tokens(size), CUDAGraphMode.FULL, descriptor, self._rows[:size])
 
-        if not self._mixed_graphs:
+        if all(captured.fresh != descriptor.fresh for captured in self._mixed_graphs):
             run()  # as in _capture_decode
         graph, body = self._capturer.capture(run)
         body = self._executor.map_body(body, lambda value: WeakTensor(value).tensor())
@@ -358,7 +361,7 @@ class GraphRunner:
         size = descriptor.num_tokens
         self._places(size).take_tokens(batch, size)
         self.inputs.take_requests(batch, min(size, self.inputs.max_requests))
-        self._runner.attn_backend.init_forward_metadata_replay_mixed(size, batch)
+        self._runner.attn_backend.init_forward_metadata_replay_mixed(size, batch, descriptor.fresh)
         entry = self._mixed_graphs[descriptor]
         times = self._runner.forward_times
         with nullcontext() if times is None else times.measure(size):
@@ -421,7 +424,9 @@ class GraphRunner:
 
 def _kind(mode: CUDAGraphMode, descriptor: BatchDescriptor) -> str:
     """The mode's name in figures."""
-    return "MIXED" if mode is CUDAGraphMode.FULL and not descriptor.uniform else mode.name
+    if mode is CUDAGraphMode.FULL and not descriptor.uniform:
+        return "FRESH" if descriptor.fresh else "MIXED"
+    return mode.name
 
 
 def _lengths(num_tokens: int, longest: int) -> list[int]:
@@ -439,9 +444,10 @@ def estimate_graph_bytes(runner: CapturableModel, dispatcher: GraphDispatcher) -
         "FULL": dispatcher.decode_requests,
         "PIECEWISE": dispatcher.piecewise_tokens,
         "MIXED": dispatcher.mixed_tokens,
+        "FRESH": dispatcher.mixed_tokens if dispatcher.has_fresh else (),
     }
-    largest = (sizes_of[kind][-2:] for kind in ("PIECEWISE", "FULL", "MIXED"))
-    trial = GraphDispatcher(dispatcher.mode, *largest)
+    pieces, decodes, mixed = (sizes_of[kind][-2:] for kind in ("PIECEWISE", "FULL", "MIXED"))
+    trial = GraphDispatcher(dispatcher.mode, pieces, decodes, mixed, has_fresh=dispatcher.has_fresh)
     graphs = GraphRunner(runner, trial)
     graphs.capture()
     total = 0.0

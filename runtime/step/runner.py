@@ -271,7 +271,13 @@ class StepRunner:
             forward_batch.media, forward_batch.mrope_positions = media
         forward_batch.rope_lens = fields.rope_lens
         forward_batch.dp_metadata = plan.across
-        return self._runner.forward(forward_batch), fields
+        if self._runner.reads_pages(forward_batch):
+            self._list_new_pages(fields)
+            return self._runner.forward(forward_batch), fields
+        try:
+            return self._runner.forward(forward_batch), fields
+        finally:  # some may be of requests that are not in this step, which can fail
+            self._list_new_pages(fields)
 
     def _run(self, batch: ScheduledBatch, plan: StepPlan) -> _Results:
         output, fields = self._launch(batch, plan)
@@ -305,18 +311,16 @@ class StepRunner:
             plan.fields.rope_lens[: batch.num_tokens] = np.repeat(batch.rope_lens, batch.num_new)
 
     def _upload(self, arrays: StepFields[np.ndarray]) -> StepFields[torch.Tensor]:
-        """The arrays on the device; inputs of the model in the graphs' own places if they fit.
-
-        Also enters new pages in the device's table, as they come with the same copy.
-        """
+        """The arrays on the device; inputs of the model in the graphs' own places if they fit."""
         device, graphs = self._runner.device, self._runner.graph_runner
         if graphs is not None and graphs.inputs.holds(arrays.positions.size, arrays.seq_lens.size):
-            fields = graphs.inputs.upload(arrays)
-        else:
-            fields = StepFields(**upload_fields(arrays.inputs() | arrays.others(), self._uploads, device))
+            return graphs.inputs.upload(arrays)
+        return StepFields(**upload_fields(arrays.inputs() | arrays.others(), self._uploads, device))
+
+    def _list_new_pages(self, fields: StepFields[torch.Tensor]) -> None:
+        """Enters the step's new pages, which came with its inputs, in the device's table of slots."""
         if fields.page_places is not None and fields.page_slots is not None:
             self._runner.req_to_token_pool.write_page_slots(fields.page_places, fields.page_slots)
-        return fields
 
     def _forward_batch(self, batch: ScheduledBatch, plan: StepPlan, fields: StepFields[torch.Tensor]) -> ForwardBatch:
         rows, input_ids = fields.req_pool_indices, fields.input_ids

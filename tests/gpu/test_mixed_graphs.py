@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
@@ -14,7 +15,16 @@ from mllm_compile.runtime.errors import ConfigError
 from mllm_compile.runtime.forward_batch import ForwardBatch
 from mllm_compile.runtime.graph_mode import BatchDescriptor, CUDAGraphMode
 from mllm_compile.runtime.model_runner import LogitsProcessorOutput, ModelRunner
-from tests.gpu.graph_cases import check_untouched, fill_pages, graphs_of, make_gpu_runner, mixed_batch, serve, snapshot
+from tests.gpu.graph_cases import (
+    check_untouched,
+    fill_pages,
+    graphs_of,
+    make_gpu_runner,
+    mixed_batch,
+    place_requests,
+    serve,
+    snapshot,
+)
 from tests.gpu.small_shape import SHAPE
 
 pytestmark = [
@@ -54,13 +64,14 @@ def runner(request, cache) -> Iterator[ModelRunner]:
 
 
 @torch.inference_mode()
-def uncaptured(runner: ModelRunner, batch: ForwardBatch, size: int) -> LogitsProcessorOutput:
+def uncaptured(runner: ModelRunner, batch: ForwardBatch, size: int, fresh: bool = False) -> LogitsProcessorOutput:
     """The step with the graph's shape and attention plan, piece by piece."""
     graphs = graphs_of(runner)
     graphs._places(size).take_tokens(batch, size)
     graphs.inputs.take_requests(batch, min(size, graphs.inputs.max_requests))
-    runner.attn_backend.init_forward_metadata_replay_mixed(size, batch)
-    runner.attn_backend.begin_captured_mixed(size, graphs.inputs.req_pool_indices)
+    runner.attn_backend.init_forward_metadata_replay_mixed(size, batch, fresh)
+    if not fresh:
+        runner.attn_backend.begin_captured_mixed(size, graphs.inputs.req_pool_indices)
     padded, rows = graphs._padding_prompts(size), graphs._logits_rows(batch)
     return runner.run_program(padded, graphs._tokens(size), rows, all_rows=graphs._rows[:size])
 
@@ -85,6 +96,50 @@ def test_a_graph_of_any_step_gives_the_logits_of_the_pieces_bit_for_bit(runner, 
         assert torch.equal(captured, uncaptured(runner, batch, size).next_token_logits)
         unpadded = runner.run_eager(batch).next_token_logits.float()
         assert (captured.float() - unpadded).norm() / unpadded.norm() < 2e-2
+
+
+def fresh_batches_of(runner: ModelRunner, size: int) -> Iterator[ForwardBatch]:
+    """Prompts from their first token on: one, two, as many as may be; of all tokens and of fewer."""
+    smaller = max((s for s in MIXED_TOKENS if s < size), default=1)
+    for seed, num_tokens in enumerate((size, size - 1, smaller + 1)):
+        for count in {1, 2, min(num_tokens // 2, 14)}:
+            lengths = [num_tokens // count] * (count - 1)
+            yield prompt_batch(runner, [num_tokens - sum(lengths), *lengths], seed)
+
+
+def prompt_batch(runner: ModelRunner, lengths: list[int], seed: int) -> ForwardBatch:
+    rng, requests = np.random.default_rng(seed), place_requests(runner, lengths, seed)
+    new = torch.tensor(lengths, dtype=torch.int32)
+    return runner.prepare_forward_batch_extend(
+        torch.from_numpy(rng.integers(0, runner.vocab_size, sum(lengths))).cuda(),
+        torch.from_numpy(requests.rows).cuda(),
+        new.cuda(),
+        new.cuda(),
+        torch.zeros_like(new).cuda(),
+        torch.from_numpy(np.concatenate(requests.slots)).cuda(),
+        extend_seq_lens_cpu=new,
+        extend_prefix_lens_cpu=torch.zeros_like(new),
+    )
+
+
+@pytest.mark.parametrize("size", MIXED_TOKENS)
+def test_a_graph_of_prompts_alone_gives_the_logits_of_the_pieces_whatever_the_table_of_slots_says(runner, size):
+    graphs, table = graphs_of(runner), runner.req_to_token_pool.req_to_token
+    for batch in fresh_batches_of(runner, size):
+        assert not runner.reads_pages(batch)
+        listed = table.clone()
+        table[1:] = -1  # who read it would read elsewhere
+        before = snapshot(runner)
+        captured = runner.forward(batch).next_token_logits.clone()
+        assert captured.isfinite().all()
+        check_untouched(runner, before, batch.out_cache_loc)
+        assert torch.equal(captured, uncaptured(runner, batch, size, fresh=True).next_token_logits)
+        descriptor = BatchDescriptor(size, fresh=True)
+        assert graphs.dispatcher.dispatch(batch.num_tokens, batch.batch_size, False, fresh=True)[1] == descriptor
+        assert torch.equal(graphs._replay_mixed(batch, descriptor).next_token_logits, captured)
+        table.copy_(listed)
+        eager = runner.run_eager(batch).next_token_logits.float()
+        assert (captured.float() - eager).norm() / eager.norm() < 2e-2
 
 
 @pytest.mark.parametrize("listed_ahead", [False, True])
@@ -138,7 +193,7 @@ class UncapturedMixed(GraphRunner):
     """The same sizes, padding and attention plans, no step with prompts replayed whole."""
 
     def _replay_mixed(self, batch, descriptor):
-        return uncaptured(self._runner, batch, descriptor.num_tokens)
+        return uncaptured(self._runner, batch, descriptor.num_tokens, descriptor.fresh)
 
 
 def test_300_steps_of_requests_that_join_and_leave_give_the_same_tokens(runner):
@@ -155,7 +210,8 @@ def test_300_steps_of_requests_that_join_and_leave_give_the_same_tokens(runner):
 
 def test_every_size_is_captured(runner):
     figures = graphs_of(runner).figures
-    assert [figure.num_tokens for figure in figures if figure.mode == "MIXED"] == list(reversed(MIXED_TOKENS))
+    for kind in ("MIXED", "FRESH"):
+        assert [figure.num_tokens for figure in figures if figure.mode == kind] == list(reversed(MIXED_TOKENS))
 
 
 def test_sizes_that_were_asked_for_are_refused_where_attention_cannot_be_captured(cache):

@@ -63,7 +63,7 @@ class CapturedPrefill:
         wrapper: Any,
         space: PlanSpace,
         num_tokens: int,
-        page_starts: torch.Tensor,
+        page_starts: torch.Tensor | None,
         heads: tuple[int, int, int],
         page_size: int,
         num_sms: int,
@@ -72,7 +72,8 @@ class CapturedPrefill:
         Args:
             wrapper: planned once by its own `plan`.
             num_tokens: T.
-            page_starts: [R + 1] int32 on the host: where each row's page ids start.
+            page_starts: [R + 1] int32 on the host: where each row's page ids start; None: keys and values are not in
+                pages, but the new ones in a row.
             heads: query heads, KV heads, head dim.
         """
         self._wrapper = wrapper
@@ -86,9 +87,10 @@ class CapturedPrefill:
         num_heads, _, head_dim = heads
         self._works = None if shares_schedule else WorkList(self._layout, num_heads, head_dim, num_sms)
 
-    def run(self, q: torch.Tensor, pages: tuple[torch.Tensor, torch.Tensor], out: torch.Tensor, **options: Any) -> Any:
-        """q, out: [T, H, D]; pages: k and v, [pages, page_size, Hk, D]; and as the wrapper's own."""
-        return self._wrapper.run(q, pages, out=out, **options)
+    def run(self, q: torch.Tensor, *keys_and_values: Any, out: torch.Tensor, **options: Any) -> Any:
+        """q, out: [T, H, D]; keys_and_values: the pages [pages, page_size, Hk, D] of both as one, or k and v
+        [T, Hk, D]; and as the wrapper's own."""
+        return self._wrapper.run(q, *keys_and_values, out=out, **options)
 
     def plan(self, starts: np.ndarray, num_keys: np.ndarray) -> None:
         """Makes the list of work, or calls the kernel's own plan: the wrapper's takes a millisecond for 256 rows, and
@@ -101,11 +103,12 @@ class CapturedPrefill:
             RuntimeError: the plan lies elsewhere than the captured kernel reads it.
         """
         wrapper = self._wrapper
+        first_keys = torch.from_numpy(starts) if self._page_starts is None else self._page_starts
         with self._space.planning(wrapper):
             if self._works is not None:
                 pinned = wrapper._pin_memory_int_workspace_buffer
-                memory, pages = pinned.view(torch.int32).numpy(), self._page_starts.numpy()
-                if num_bytes := self._works.write(memory, starts, pages, num_keys):
+                memory = pinned.view(torch.int32).numpy()
+                if num_bytes := self._works.write(memory, starts, first_keys.numpy(), num_keys):
                     copy_pinned(pinned, wrapper._int_workspace_buffer, num_bytes)
                     return
             layout = wrapper._cached_module.plan(
@@ -113,7 +116,7 @@ class CapturedPrefill:
                 wrapper._int_workspace_buffer,
                 wrapper._pin_memory_int_workspace_buffer,
                 torch.from_numpy(starts),
-                self._page_starts,
+                first_keys,
                 torch.from_numpy(num_keys),
                 self._num_tokens,
                 num_keys.size,
@@ -291,6 +294,17 @@ class GroupPrefill:
             wrapper.plan(starts, pages, ids[:0], one, *self._heads, self._page_size, causal=True, **self._options)
         heads, sms = self._heads, self._num_sms
         return CapturedPrefill(wrapper, self._space, num_tokens, pages, heads, self._page_size, sms)
+
+    def capture_in_a_row(self, num_tokens: int, num_rows: int) -> CapturedPrefill:
+        """Capture steps of `num_tokens` and up to `num_rows` requests that read new keys and values alone."""
+        sizes = torch.zeros(num_rows + 1, dtype=torch.int32, device=self._device)
+        buffers = {"qo_indptr_buf": sizes, "kv_indptr_buf": sizes.clone()}
+        wrapper = self._space.adopt(self._make_wrapper(CAPTURED_PREFILL.name, True, use_cuda_graph=True, **buffers))
+        starts = torch.full((num_rows + 1,), num_tokens, dtype=torch.int32)  # as in `capture`
+        starts[0] = 0
+        with self._space.planning(wrapper):
+            wrapper.plan(starts, starts, *self._heads, causal=True, **self._options)
+        return CapturedPrefill(wrapper, self._space, num_tokens, None, self._heads, 1, self._num_sms)
 
     def _plan(self, kernel: PrefillKernel, prefills: PrefillRows) -> Any:
         wrapper = self._wrapper(kernel.name, prefills.use_ragged)

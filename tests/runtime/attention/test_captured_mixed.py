@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from mllm_compile.runtime.attention.captured import mixed
 from mllm_compile.runtime.attention.captured.mixed import MixedSteps
-from mllm_compile.runtime.attention.metadata import CommonAttentionMetadata, split_decodes_and_prefills
+from mllm_compile.runtime.attention.metadata import CommonAttentionMetadata, is_fresh, split_decodes_and_prefills
 from tests.runtime.attention.attention_cases import make_case, make_layer
 
 MOST_REQUESTS = 6
@@ -30,6 +30,11 @@ class Prefill:
 class Prefills:
     def __init__(self) -> None:
         self.captured: dict[int, Prefill] = {}
+        self.in_a_row: dict[int, Prefill] = {}
+
+    def capture_in_a_row(self, num_tokens: int, num_rows: int) -> Prefill:
+        self.rows = num_rows
+        return self.in_a_row.setdefault(num_tokens, Prefill())
 
     def capture(self, num_tokens: int, page_table: torch.Tensor) -> Prefill:
         self.rows = page_table.shape[0]
@@ -77,6 +82,26 @@ def test_decodes_padding_and_prompts_are_each_left_to_whom_they_belong(parts):
     assert decodes.lengths.tolist() == [6, 31, 0, 0, 0, 0]
     assert prefills.captured[40].starts == [2, 2, 2, 9, 13, 13, 13]
     assert prefills.captured[40].num_keys == [0, 0, 7, 13, 0, 0]
+
+
+def test_a_fresh_step_has_no_decodes_lists_no_pages_and_reads_the_new_keys(parts):
+    steps, decodes, prefills, space = parts
+    step = steps.capture_fresh(40)
+    assert step.decodes is None and step.num_rows == prefills.rows == MOST_REQUESTS
+    assert prefills.in_a_row[40].starts == [0] * (MOST_REQUESTS + 1)
+    batch = make_case(make_layer(), [0, 0, 0], [7, 4, 1]).batch
+    assert steps.replay_fresh(40, CommonAttentionMetadata.of(batch)) is step
+    assert prefills.in_a_row[40].starts == [0, 7, 11, 12, 12, 12, 12]
+    assert prefills.in_a_row[40].num_keys == [7, 4, 1, 0, 0, 0]
+    assert not space.listed and not prefills.captured and not hasattr(decodes, "lengths")
+
+
+@pytest.mark.parametrize(
+    ("prefix", "new", "is_so"),
+    [([0], [7], True), ([0, 0], [7, 1], True), ([0, 3], [7, 2], False), ([0], [1], False), ([5, 0], [1, 9], False)],
+)
+def test_a_batch_is_fresh_if_it_is_prompts_alone_of_which_nothing_is_in_the_cache(prefix, new, is_so):
+    assert is_fresh(CommonAttentionMetadata.of(make_case(make_layer(), prefix, new).batch)) is is_so
 
 
 @pytest.mark.parametrize(("most_listed", "by_the_capture"), [(4 * MOST_REQUESTS, True), (4 * MOST_REQUESTS - 1, False)])

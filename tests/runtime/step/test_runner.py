@@ -1,3 +1,5 @@
+from contextlib import nullcontext
+
 import numpy as np
 import pytest
 import torch
@@ -271,3 +273,28 @@ def test_a_chunk_says_where_its_prompt_lies_if_its_pages_follow_each_other(monke
     loop.add(range(40), max_tokens=1)  # in pages that came back in another order
     loop.run()
     assert seen == [(1, 16, False)] * 2 + [(1, 8, False)]
+
+
+@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize("reads_pages", [True, False])
+def test_new_pages_are_listed_ahead_of_a_step_that_reads_them_else_behind_its_launch_even_if_that_fails(
+    monkeypatch, reads_pages, fails
+):
+    runner, told = make_runner(TinyModel()), []
+    loop = Loop(runner)
+    forward, write = runner.forward, runner.req_to_token_pool.write_page_slots
+
+    def forward_or_fail(batch):
+        told.append("forward")
+        if fails:
+            raise torch.OutOfMemoryError("no room")
+        return forward(batch)
+
+    monkeypatch.setattr(runner, "reads_pages", lambda batch: reads_pages)
+    monkeypatch.setattr(runner, "forward", forward_or_fail)
+    monkeypatch.setattr(runner.req_to_token_pool, "write_page_slots", lambda *new: (told.append("pages"), write(*new)))
+    loop.add([1, 2, 3], max_tokens=1)
+    with pytest.raises(DeviceMemoryError) if fails else nullcontext():
+        loop.run()
+    assert told == (["pages", "forward"] if reads_pages else ["forward", "pages"])
+    assert runner.req_to_token_pool.req_to_token.any()
