@@ -52,7 +52,6 @@ from mllm_compile.runtime.attention.layer import AttentionLayer
 from mllm_compile.runtime.attention.metadata import (
     CommonAttentionMetadata,
     get_kv_cache_layout,
-    is_fresh,
     split_decodes_and_prefills,
 )
 from mllm_compile.runtime.attention.split import shared_prefix
@@ -545,9 +544,8 @@ class FlashInferAttnBackend(AttentionBackend):
 
     def runs_well_captured(self, batch: ForwardBatch) -> bool:
         common = CommonAttentionMetadata.of(batch)
-        num_decodes, *_ = split_decodes_and_prefills(common)
-        prefix_lens = common.num_computed_tokens_cpu.numpy()[num_decodes:]
-        query_lens = common.seq_lens_cpu.numpy()[num_decodes:] - prefix_lens
+        prefix_lens = common.num_computed_tokens_cpu.numpy()[common.num_decodes :]
+        query_lens = common.seq_lens_cpu.numpy()[common.num_decodes :] - prefix_lens
         prefills = [group for group in self._group_prefills if isinstance(group, GroupPrefill)]
         first_slot = batch.first_slot if len(prefix_lens) == 1 else None
         return all(group.runs_well_captured(query_lens, prefix_lens, first_slot) for group in prefills)
@@ -560,7 +558,7 @@ class FlashInferAttnBackend(AttentionBackend):
         reads_new_alone = prefills_new_tokens_alone(self.kv_cache_dtype, has_prefix=False)
         if self._has_own_prefills or batch.media is not None or not reads_new_alone:
             return True
-        return not is_fresh(CommonAttentionMetadata.of(batch))
+        return not CommonAttentionMetadata.of(batch).is_fresh
 
     def init_forward_metadata_capture_mixed(self, num_tokens: int, fresh: bool = False) -> None:
         steps = self._captured_mixed
@@ -574,8 +572,7 @@ class FlashInferAttnBackend(AttentionBackend):
         if fresh:
             self._set_mixed(steps.replay_fresh(num_tokens, common))
         else:
-            num_decodes, *_ = split_decodes_and_prefills(common)
-            self._set_mixed(steps.replay(num_tokens, common, batch.req_pool_indices, num_decodes))
+            self._set_mixed(steps.replay(num_tokens, common, batch.req_pool_indices))
 
     @property
     def _captured_mixed(self) -> MixedSteps:

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from mllm_compile.runtime.attention.metadata import CommonAttentionMetadata, is_fresh
+from mllm_compile.runtime.attention.metadata import CommonAttentionMetadata
 from mllm_compile.runtime.collectives.base import current
 from mllm_compile.runtime.cuda_graph.capture import CaptureFigures, GraphCapturer, WeakTensor
 from mllm_compile.runtime.cuda_graph.decode_loop import DecodeLoop, Turn
@@ -168,7 +168,7 @@ class GraphRunner:
         if batch.common_prefix_len:  # which whole graphs know nothing of
             mode, descriptor = self.dispatcher.dispatch(batch.num_tokens, batch.batch_size, False, may_mix=False)
         else:
-            fresh = self.dispatcher.has_fresh and is_fresh(CommonAttentionMetadata.of(batch))
+            fresh = self.dispatcher.has_fresh and CommonAttentionMetadata.of(batch).is_fresh
             mode, descriptor = self.dispatcher.dispatch(batch.num_tokens, batch.batch_size, uniform, fresh=fresh)
         if mode is CUDAGraphMode.FULL and descriptor.uniform:
             return LogitsProcessorOutput(self._replay_decode(batch, descriptor))

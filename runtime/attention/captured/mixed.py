@@ -109,9 +109,7 @@ class MixedSteps:
         if step.lists_pages:
             self._space.list_pages(rows[: step.num_rows])
 
-    def replay(
-        self, num_tokens: int, batch: CommonAttentionMetadata, rows: torch.Tensor, num_decodes: int
-    ) -> MixedStep:
+    def replay(self, num_tokens: int, batch: CommonAttentionMetadata, rows: torch.Tensor) -> MixedStep:
         """Fill the captured step of `num_tokens` with `batch`, without waiting.
 
         Args:
@@ -120,24 +118,18 @@ class MixedSteps:
         step = self._steps[num_tokens]
         if not step.lists_pages:
             self._space.list_pages(rows[: batch.num_reqs])
-        self._set_decode_lens(batch.seq_lens[:num_decodes])
-
-        # Decodes and padding have no queries here.
-        starts = np.full(step.num_rows + 1, batch.num_actual_tokens, dtype=np.int32)
-        np.maximum(batch.query_start_loc_cpu.numpy()[:-1], num_decodes, out=starts[: batch.num_reqs])
-        num_keys = np.zeros(step.num_rows, dtype=np.int32)
-        num_keys[num_decodes : batch.num_reqs] = batch.seq_lens_cpu.numpy()[num_decodes:]
+        first = batch.num_decodes
+        self._set_decode_lens(batch.seq_lens[:first])
+        starts, num_keys = batch.query_start_loc_cpu.numpy()[first:], batch.seq_lens_cpu.numpy()[first:]
         for prefill in step.prefills:
-            prefill.plan(starts, num_keys)
+            prefill.plan(starts, num_keys, first)
         return step
 
     def replay_fresh(self, num_tokens: int, batch: CommonAttentionMetadata) -> MixedStep:
         """Likewise fill the fresh step of `num_tokens`."""
         step = self._fresh_steps[num_tokens]
-        starts = np.full(step.num_rows + 1, batch.num_actual_tokens, dtype=np.int32)
-        starts[: batch.num_reqs] = batch.query_start_loc_cpu.numpy()[:-1]
         for prefill in step.prefills:
-            prefill.plan(starts, starts[1:] - starts[:-1])
+            prefill.plan(batch.query_start_loc_cpu.numpy(), batch.seq_lens_cpu.numpy())
         return step
 
     def _set_decode_lens(self, seq_lens: torch.Tensor) -> None:
@@ -151,7 +143,7 @@ class MixedSteps:
 
 def _emptied(step: MixedStep) -> MixedStep:
     """The step, without prompts until the next replay."""
-    nothing = np.zeros(step.num_rows + 1, dtype=np.int32)
+    nothing = np.zeros(1, dtype=np.int32)
     for prefill in step.prefills:
         prefill.plan(nothing, nothing[1:])
     return step

@@ -62,8 +62,8 @@ class CapturedPrefill:
         self,
         wrapper: Any,
         space: PlanSpace,
-        num_tokens: int,
-        page_starts: torch.Tensor | None,
+        size: tuple[int, int],
+        page_starts: np.ndarray | None,
         heads: tuple[int, int, int],
         page_size: int,
         num_sms: int,
@@ -71,14 +71,14 @@ class CapturedPrefill:
         """
         Args:
             wrapper: planned once by its own `plan`.
-            num_tokens: T.
-            page_starts: [R + 1] int32 on the host: where each row's page ids start; None: keys and values are not in
-                pages, but the new ones in a row.
+            size: T, and the rows that there may be.
+            page_starts: [rows + 1] int32: where each row's page ids start; None: keys and values are not in pages, but
+                the new ones in a row.
             heads: query heads, KV heads, head dim.
         """
         self._wrapper = wrapper
         self._space = space
-        self._num_tokens = num_tokens
+        self._num_tokens, self._num_rows = size
         self._page_starts = page_starts
         self._num_heads, self._num_kv_heads, self._head_dim = heads
         self._page_size = page_size
@@ -92,34 +92,42 @@ class CapturedPrefill:
         [T, Hk, D]; and as the wrapper's own."""
         return self._wrapper.run(q, *keys_and_values, out=out, **options)
 
-    def plan(self, starts: np.ndarray, num_keys: np.ndarray) -> None:
+    def plan(self, starts: np.ndarray, num_keys: np.ndarray, first_row: int = 0) -> None:
         """Makes the list of work, or calls the kernel's own plan: the wrapper's takes a millisecond for 256 rows, and
         the kernel reads none of it.
 
         Args:
-            starts: [R + 1] int32: the first token of each row; num_keys: [R] int32.
+            starts: [R + 1] int32: the first token of each prompt, and the end of the last one.
+            num_keys: [R] int32.
+            first_row: row of the first prompt.
 
         Raises:
             RuntimeError: the plan lies elsewhere than the captured kernel reads it.
         """
         wrapper = self._wrapper
-        first_keys = torch.from_numpy(starts) if self._page_starts is None else self._page_starts
         with self._space.planning(wrapper):
             if self._works is not None:
                 pinned = wrapper._pin_memory_int_workspace_buffer
+                first_keys = starts if self._page_starts is None else self._page_starts[first_row:]
                 memory = pinned.view(torch.int32).numpy()
-                if num_bytes := self._works.write(memory, starts, first_keys.numpy(), num_keys):
+                if num_bytes := self._works.write(memory, starts, first_keys, num_keys):
                     copy_pinned(pinned, wrapper._int_workspace_buffer, num_bytes)
                     return
+            # Rows before and behind the prompts have no queries.
+            rows = slice(first_row, first_row + num_keys.size)
+            all_starts = np.full(self._num_rows + 1, starts[-1], dtype=np.int32)
+            all_starts[:first_row], all_starts[rows] = starts[0], starts[:-1]
+            all_keys = np.zeros(self._num_rows, dtype=np.int32)
+            all_keys[rows] = num_keys
             layout = wrapper._cached_module.plan(
                 wrapper._float_workspace_buffer,
                 wrapper._int_workspace_buffer,
                 wrapper._pin_memory_int_workspace_buffer,
-                torch.from_numpy(starts),
-                first_keys,
-                torch.from_numpy(num_keys),
+                torch.from_numpy(all_starts),
+                torch.from_numpy(all_starts if self._page_starts is None else self._page_starts),
+                torch.from_numpy(all_keys),
                 self._num_tokens,
-                num_keys.size,
+                self._num_rows,
                 self._num_heads,
                 self._num_kv_heads,
                 self._page_size,
@@ -293,7 +301,8 @@ class GroupPrefill:
         with self._space.planning(wrapper):
             wrapper.plan(starts, pages, ids[:0], one, *self._heads, self._page_size, causal=True, **self._options)
         heads, sms = self._heads, self._num_sms
-        return CapturedPrefill(wrapper, self._space, num_tokens, pages, heads, self._page_size, sms)
+        size = num_tokens, num_rows
+        return CapturedPrefill(wrapper, self._space, size, pages.numpy(), heads, self._page_size, sms)
 
     def capture_in_a_row(self, num_tokens: int, num_rows: int) -> CapturedPrefill:
         """Capture steps of `num_tokens` and up to `num_rows` requests that read new keys and values alone."""
@@ -304,7 +313,7 @@ class GroupPrefill:
         starts[0] = 0
         with self._space.planning(wrapper):
             wrapper.plan(starts, starts, *self._heads, causal=True, **self._options)
-        return CapturedPrefill(wrapper, self._space, num_tokens, None, self._heads, 1, self._num_sms)
+        return CapturedPrefill(wrapper, self._space, (num_tokens, num_rows), None, self._heads, 1, self._num_sms)
 
     def _plan(self, kernel: PrefillKernel, prefills: PrefillRows) -> Any:
         wrapper = self._wrapper(kernel.name, prefills.use_ragged)

@@ -62,17 +62,15 @@ class WorkList:
             Bytes up to its end; 0: there are more pieces than blocks, and nothing is written.
         """
         lengths = starts[1:] - starts[:-1]
-        rows = lengths.nonzero()[0]
         num_heads, num_blocks = self._heads.size, self._blocks.size - 1
-        if rows.size * num_heads > num_blocks:
-            return 0
-        tiles = -(-lengths[rows] // self._queries)
-        count = int(tiles.sum())
+        tiles = -(-lengths // self._queries)
+        ends = np.add.accumulate(tiles)
+        count = int(ends[-1]) if ends.size else 0
         total = count * num_heads
         if total > num_blocks:
             return 0
-        requests = rows.repeat(tiles)
-        of_request = np.arange(count) - (np.add.accumulate(tiles) - tiles).repeat(tiles)
+        requests = np.arange(lengths.size).repeat(tiles)
+        of_request = np.arange(count) - (ends - tiles).repeat(tiles)
         columns = of_request, starts[requests], first_pages[requests], lengths[requests], num_keys[requests], requests
         for begin, values in zip(self._of_requests, columns, strict=True):
             memory[begin : begin + total].reshape(num_heads, count)[:] = values

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from mllm_compile.runtime.attention.captured import mixed
 from mllm_compile.runtime.attention.captured.mixed import MixedSteps
-from mllm_compile.runtime.attention.metadata import CommonAttentionMetadata, is_fresh, split_decodes_and_prefills
+from mllm_compile.runtime.attention.metadata import CommonAttentionMetadata, split_decodes_and_prefills
 from tests.runtime.attention.attention_cases import make_case, make_layer
 
 MOST_REQUESTS = 6
@@ -23,8 +23,8 @@ class Decodes:
 
 
 class Prefill:
-    def plan(self, starts: np.ndarray, num_keys: np.ndarray) -> None:
-        self.starts, self.num_keys = starts.tolist(), num_keys.tolist()
+    def plan(self, starts: np.ndarray, num_keys: np.ndarray, first_row: int = 0) -> None:
+        self.starts, self.num_keys, self.first_row = starts.tolist(), num_keys.tolist(), first_row
 
 
 class Prefills:
@@ -62,7 +62,7 @@ def replay(steps: MixedSteps, size: int, new: list[int], prefix: list[int]) -> i
     batch = make_case(make_layer(), prefix, new).batch
     common = CommonAttentionMetadata.of(batch)
     num_decodes, *_ = split_decodes_and_prefills(common)
-    steps.replay(size, common, batch.req_pool_indices, num_decodes)
+    steps.replay(size, common, batch.req_pool_indices)
     return num_decodes
 
 
@@ -71,8 +71,7 @@ def test_a_captured_step_has_as_many_rows_as_it_may_have_requests_and_nothing_to
     for size, rows in ((4, 4), (40, MOST_REQUESTS)):
         assert steps.capture(size).num_rows == prefills.rows == rows
         assert decodes.lengths.tolist() == [0] * rows
-        assert prefills.captured[size].starts == [0] * (rows + 1)
-        assert prefills.captured[size].num_keys == [0] * rows
+        assert (prefills.captured[size].starts, prefills.captured[size].num_keys) == ([0], [])
 
 
 def test_decodes_padding_and_prompts_are_each_left_to_whom_they_belong(parts):
@@ -80,19 +79,19 @@ def test_decodes_padding_and_prompts_are_each_left_to_whom_they_belong(parts):
     steps.capture(40)
     assert replay(steps, 40, [1, 1, 7, 4], [5, 30, 0, 9]) == 2
     assert decodes.lengths.tolist() == [6, 31, 0, 0, 0, 0]
-    assert prefills.captured[40].starts == [2, 2, 2, 9, 13, 13, 13]
-    assert prefills.captured[40].num_keys == [0, 0, 7, 13, 0, 0]
+    planned = prefills.captured[40]
+    assert (planned.starts, planned.num_keys, planned.first_row) == ([2, 9, 13], [7, 13], 2)
 
 
 def test_a_fresh_step_has_no_decodes_lists_no_pages_and_reads_the_new_keys(parts):
     steps, decodes, prefills, space = parts
     step = steps.capture_fresh(40)
     assert step.decodes is None and step.num_rows == prefills.rows == MOST_REQUESTS
-    assert prefills.in_a_row[40].starts == [0] * (MOST_REQUESTS + 1)
+    assert (prefills.in_a_row[40].starts, prefills.in_a_row[40].num_keys) == ([0], [])
     batch = make_case(make_layer(), [0, 0, 0], [7, 4, 1]).batch
     assert steps.replay_fresh(40, CommonAttentionMetadata.of(batch)) is step
-    assert prefills.in_a_row[40].starts == [0, 7, 11, 12, 12, 12, 12]
-    assert prefills.in_a_row[40].num_keys == [7, 4, 1, 0, 0, 0]
+    planned = prefills.in_a_row[40]
+    assert (planned.starts, planned.num_keys, planned.first_row) == ([0, 7, 11, 12], [7, 4, 1], 0)
     assert not space.listed and not prefills.captured and not hasattr(decodes, "lengths")
 
 
@@ -101,7 +100,7 @@ def test_a_fresh_step_has_no_decodes_lists_no_pages_and_reads_the_new_keys(parts
     [([0], [7], True), ([0, 0], [7, 1], True), ([0, 3], [7, 2], False), ([0], [1], False), ([5, 0], [1, 9], False)],
 )
 def test_a_batch_is_fresh_if_it_is_prompts_alone_of_which_nothing_is_in_the_cache(prefix, new, is_so):
-    assert is_fresh(CommonAttentionMetadata.of(make_case(make_layer(), prefix, new).batch)) is is_so
+    assert CommonAttentionMetadata.of(make_case(make_layer(), prefix, new).batch).is_fresh is is_so
 
 
 @pytest.mark.parametrize(("most_listed", "by_the_capture"), [(4 * MOST_REQUESTS, True), (4 * MOST_REQUESTS - 1, False)])
@@ -131,7 +130,6 @@ def test_after_any_batches_each_row_has_what_the_last_one_says(data):
         total = [n + p for n, p in zip(new, prefix, strict=True)]
         assert decodes.lengths.tolist() == total[:count] + [0] * (MOST_REQUESTS - count)
         planned = prefills.captured[64]
-        padding = MOST_REQUESTS - len(new)
-        assert np.diff(planned.starts).tolist() == [0] * count + new[count:] + [0] * padding
-        assert planned.starts[0] == count and planned.starts[-1] == sum(new)
-        assert planned.num_keys == [0] * count + total[count:] + [0] * padding
+        assert np.diff(planned.starts).tolist() == new[count:]
+        assert planned.starts[0] == planned.first_row == count and planned.starts[-1] == sum(new)
+        assert planned.num_keys == total[count:]
