@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 
 from mllm_compile.runtime.attention.layer import AttentionLayer
@@ -168,9 +169,27 @@ class AttentionBackend(ABC):
         return f"{type(self).__name__} captures no prompts"
 
     @property
-    def captures_fresh(self) -> bool:
-        """True if steps of prompts alone, each from its first token on, may be captured as such."""
-        return False
+    def fresh_work_bytes(self) -> int:
+        """Bytes of what kernels read of a captured step of prompts alone, each from its first token on; 0: such a step
+        is not captured."""
+        return 0
+
+    def init_forward_metadata_capture_fresh(self, num_tokens: int, work: torch.Tensor) -> None:
+        """Plan such a step of `num_tokens` for capture.
+
+        Args:
+            work: [fresh_work_bytes] uint8, aligned to 16 bytes: where kernels will find what write_fresh_work has made.
+        """
+        raise NotImplementedError(f"{type(self).__name__} captures no prompts")
+
+    def write_fresh_work(self, memory: np.ndarray, starts: np.ndarray) -> bool:
+        """Write what a replay of such a step reads; False: the captured kernels do not serve these prompts.
+
+        Args:
+            memory: [fresh_work_bytes] uint8.
+            starts: [R + 1] int32: the first token of each prompt, and the end of the last one.
+        """
+        raise NotImplementedError(f"{type(self).__name__} captures no prompts")
 
     def reads_pages(self, batch: ForwardBatch) -> bool:
         """False: no layer reads keys or values of `batch` where the table of slots says that they are."""
@@ -180,16 +199,12 @@ class AttentionBackend(ABC):
         """True if a captured kernel serves the prompts of `batch` about as fast as any other would."""
         raise NotImplementedError(f"{type(self).__name__} captures no steps with prompts")
 
-    def init_forward_metadata_capture_mixed(self, num_tokens: int, fresh: bool = False) -> None:
-        """Plan a step of `num_tokens` for capture; it will serve any decodes and prompts of as many tokens or fewer.
-
-        Args:
-            fresh: it serves prompts alone, each from its first token on; see captures_fresh.
-        """
+    def init_forward_metadata_capture_mixed(self, num_tokens: int) -> None:
+        """Plan a step of `num_tokens` for capture; it will serve any decodes and prompts of as many tokens or fewer."""
         raise NotImplementedError(f"{type(self).__name__} captures no steps with prompts")
 
     def begin_captured_mixed(self, num_tokens: int, rows: torch.Tensor) -> None:
-        """Put on the stream what such a capture begins with, unless it is fresh.
+        """Put on the stream what such a capture begins with.
 
         Args:
             rows: [N] int64, the requests' rows of the table of slots at each replay; 0 of padding, up to as many as the
@@ -197,6 +212,6 @@ class AttentionBackend(ABC):
         """
         raise NotImplementedError(f"{type(self).__name__} captures no steps with prompts")
 
-    def init_forward_metadata_replay_mixed(self, num_tokens: int, batch: ForwardBatch, fresh: bool = False) -> None:
+    def init_forward_metadata_replay_mixed(self, num_tokens: int, batch: ForwardBatch) -> None:
         """Plan again before a replay of the captured step of `num_tokens`, for `batch`, EXTEND or MIXED."""
         raise NotImplementedError(f"{type(self).__name__} captures no steps with prompts")

@@ -23,7 +23,8 @@ class GraphDispatcher:
         mixed_tokens: captured token counts of full graphs of any step, ascending; there may be none.
         cascade_requests: those of decode_requests that are captured once more, for decodes that begin with the same
             pages; there may be none.
-        has_fresh: the sizes of mixed_tokens are captured once more, for prompts alone, each from its first token on.
+        fresh_tokens: those of mixed_tokens that are captured once more, for prompts alone, each from its first token
+            on; likewise.
     """
 
     def __init__(
@@ -33,7 +34,7 @@ class GraphDispatcher:
         decode_requests: Sequence[int] = (),
         mixed_tokens: Sequence[int] = (),
         cascade_requests: Sequence[int] = (),
-        has_fresh: bool = False,
+        fresh_tokens: Sequence[int] = (),
     ) -> None:
         """
         Raises:
@@ -47,10 +48,10 @@ class GraphDispatcher:
         key = "cudagraph.mixed_tokens"
         self.mixed_tokens = self._sizes(key, mixed_tokens, CUDAGraphMode.FULL) if mixed_tokens and takes_mixed else ()
         self.cascade_requests = tuple(sorted(set(self.decode_requests) & set(cascade_requests)))
-        self.has_fresh = has_fresh and bool(self.mixed_tokens)
+        self.fresh_tokens = tuple(sorted(set(self.mixed_tokens) & set(fresh_tokens)))
 
     def dispatch(
-        self, num_tokens: int, num_reqs: int, uniform: bool, may_mix: bool = True, fresh: bool = False
+        self, num_tokens: int, num_reqs: int, uniform: bool, may_mix: bool = True
     ) -> tuple[CUDAGraphMode, BatchDescriptor]:
         """The graph for a batch.
 
@@ -59,7 +60,6 @@ class GraphDispatcher:
             num_reqs: its requests.
             uniform: every request brings one token (a pure decode).
             may_mix: a full graph of any step may serve it.
-            fresh: it is prompts alone, each from its first token on.
 
         Returns:
             FULL with the padded request count, FULL or PIECEWISE with the padded token count and num_reqs None, or NONE
@@ -71,7 +71,7 @@ class GraphDispatcher:
                 return CUDAGraphMode.FULL, BatchDescriptor(padded, num_reqs=padded, uniform=True)
         padded = _next(self.mixed_tokens, num_tokens) if may_mix else None
         if padded is not None:
-            return CUDAGraphMode.FULL, BatchDescriptor(padded, fresh=fresh and self.has_fresh)
+            return CUDAGraphMode.FULL, BatchDescriptor(padded)
         padded = _next(self.piecewise_tokens, num_tokens)
         if padded is not None:
             return CUDAGraphMode.PIECEWISE, BatchDescriptor(padded)
@@ -82,12 +82,17 @@ class GraphDispatcher:
         padded = _next(self.cascade_requests, num_reqs)
         return None if padded is None else BatchDescriptor(padded, num_reqs=padded, uniform=True, cascade=True)
 
+    def dispatch_fresh(self, num_tokens: int) -> BatchDescriptor | None:
+        """The FULL graph of prompts alone, each from its first token on; None: none holds so many tokens."""
+        padded = _next(self.fresh_tokens, num_tokens)
+        return None if padded is None else BatchDescriptor(padded, fresh=True)
+
     def descriptors(self) -> list[tuple[CUDAGraphMode, BatchDescriptor]]:
         """Everything to capture, largest first: later captures then fit into memory that earlier ones took."""
         full = [(CUDAGraphMode.FULL, BatchDescriptor(n, num_reqs=n, uniform=True)) for n in self.decode_requests]
         piecewise = [(CUDAGraphMode.PIECEWISE, BatchDescriptor(n)) for n in self.piecewise_tokens]
-        kinds = (False, True) if self.has_fresh else (False,)
-        mixed = [(CUDAGraphMode.FULL, BatchDescriptor(n, fresh=fresh)) for n in self.mixed_tokens for fresh in kinds]
+        mixed = [(CUDAGraphMode.FULL, BatchDescriptor(n)) for n in self.mixed_tokens]
+        mixed += [(CUDAGraphMode.FULL, BatchDescriptor(n, fresh=True)) for n in self.fresh_tokens]
         cascades = [(CUDAGraphMode.FULL, replace(entry[1], cascade=True)) for entry in full]
         full += [entry for entry in cascades if entry[1].num_reqs in self.cascade_requests]
         return sorted([*piecewise, *mixed, *full], key=lambda entry: -entry[1].num_tokens)

@@ -118,7 +118,7 @@ class HybridAttnBackend(AttentionBackend):
     def runs_well_captured(self, batch: ForwardBatch) -> bool:
         return self._attention is None or self._attention.runs_well_captured(batch)
 
-    def init_forward_metadata_capture_mixed(self, num_tokens: int, fresh: bool = False) -> None:
+    def init_forward_metadata_capture_mixed(self, num_tokens: int) -> None:
         self._mixed_step = self._mixed_states.capture(num_tokens)
         if self._attention is not None:
             self._attention.init_forward_metadata_capture_mixed(num_tokens)
@@ -127,7 +127,7 @@ class HybridAttnBackend(AttentionBackend):
         if self._attention is not None:
             self._attention.begin_captured_mixed(num_tokens, rows)
 
-    def init_forward_metadata_replay_mixed(self, num_tokens: int, batch: ForwardBatch, fresh: bool = False) -> None:
+    def init_forward_metadata_replay_mixed(self, num_tokens: int, batch: ForwardBatch) -> None:
         self._mixed_step = self._mixed_states.fill(num_tokens, CommonAttentionMetadata.of(batch))
         if self._attention is not None:
             self._attention.init_forward_metadata_replay_mixed(num_tokens, batch)

@@ -161,7 +161,7 @@ class StepRunner:
             self._announce(StepRecord(batch, scored, media))
         plan = self._with_media(plan, batch, media)
         self._restore_states(batch)
-        results = self._decode(batch, plan) or self._run(batch, plan)
+        results = self._decode(batch, plan) or self._run_prompts(batch, plan) or self._run(batch, plan)
         self._save_states(batch)
         handle = StepHandle(batch, plan, results)
         self._previous = handle if self._grammars else None
@@ -252,9 +252,7 @@ class StepRunner:
 
     def _launch(self, batch: ScheduledBatch, plan: StepPlan) -> tuple[LogitsProcessorOutput, StepFields[torch.Tensor]]:
         """Brings the step's arrays to the device, new pages among them, and runs the model."""
-        if batch.page_ids.size:
-            plan.fields.page_places = self._pages.places_of(batch.page_rows, batch.page_positions)
-            plan.fields.page_slots = self._pages.slots_of(batch.page_ids)
+        self._add_new_pages(plan, batch)
         if batch.num_decodes:
             self._runner.spread_tokens()
         batch = plan.own or batch
@@ -278,6 +276,25 @@ class StepRunner:
             return self._runner.forward(forward_batch), fields
         finally:  # some may be of requests that are not in this step, which can fail
             self._list_new_pages(fields)
+
+    def _run_prompts(self, batch: ScheduledBatch, plan: StepPlan) -> _Results | None:
+        """Runs the step in one launch and that of its head; None: it has more than prompts from their first tokens on,
+        or these are not captured so."""
+        has_more = batch.num_decodes or plan.is_decode or plan.own is not None or plan.media is not None
+        if has_more or plan.fields.scored_indices is not None or batch.prefix_lens.any():
+            return None
+        self._add_new_pages(plan, batch)
+        starts = np.zeros(batch.num_requests + 1, dtype=np.int32)
+        np.add.accumulate(batch.num_new, out=starts[1:])
+        launched = self._runner.launch_prompts(plan.fields, starts)
+        if launched is None:
+            return None
+        fields = launched.fields
+        self._list_new_pages(fields)
+        assert fields.logits_indices is not None, "a plan that is no decode has some"
+        output = launched.head(fields.logits_indices)
+        self._follow_rows(batch)
+        return self._sample(batch, plan, output, fields.sampled, fields, mask=self._mask(batch, plan))
 
     def _run(self, batch: ScheduledBatch, plan: StepPlan) -> _Results:
         output, fields = self._launch(batch, plan)
@@ -316,6 +333,12 @@ class StepRunner:
         if graphs is not None and graphs.inputs.holds(arrays.positions.size, arrays.seq_lens.size):
             return graphs.inputs.upload(arrays)
         return StepFields(**upload_fields(arrays.inputs() | arrays.others(), self._uploads, device))
+
+    def _add_new_pages(self, plan: StepPlan, batch: ScheduledBatch) -> None:
+        """Adds new pages to what the plan brings to the device."""
+        if batch.page_ids.size and plan.fields.page_places is None:
+            plan.fields.page_places = self._pages.places_of(batch.page_rows, batch.page_positions)
+            plan.fields.page_slots = self._pages.slots_of(batch.page_ids)
 
     def _list_new_pages(self, fields: StepFields[torch.Tensor]) -> None:
         """Enters the step's new pages, which came with its inputs, in the device's table of slots."""

@@ -15,6 +15,8 @@ from mllm_compile.runtime.errors import ConfigError
 from mllm_compile.runtime.forward_batch import ForwardBatch
 from mllm_compile.runtime.graph_mode import BatchDescriptor, CUDAGraphMode
 from mllm_compile.runtime.model_runner import LogitsProcessorOutput, ModelRunner
+from mllm_compile.runtime.ops.turns import NUM_TURNS
+from mllm_compile.runtime.step_fields import INPUTS, StepFields
 from tests.gpu.graph_cases import (
     check_untouched,
     fill_pages,
@@ -26,6 +28,7 @@ from tests.gpu.graph_cases import (
     snapshot,
 )
 from tests.gpu.small_shape import SHAPE
+from tests.runtime.runner_cases import Loop
 
 pytestmark = [
     pytest.mark.gpu,
@@ -64,14 +67,13 @@ def runner(request, cache) -> Iterator[ModelRunner]:
 
 
 @torch.inference_mode()
-def uncaptured(runner: ModelRunner, batch: ForwardBatch, size: int, fresh: bool = False) -> LogitsProcessorOutput:
+def uncaptured(runner: ModelRunner, batch: ForwardBatch, size: int) -> LogitsProcessorOutput:
     """The step with the graph's shape and attention plan, piece by piece."""
     graphs = graphs_of(runner)
     graphs._places(size).take_tokens(batch, size)
     graphs.inputs.take_requests(batch, min(size, graphs.inputs.max_requests))
-    runner.attn_backend.init_forward_metadata_replay_mixed(size, batch, fresh)
-    if not fresh:
-        runner.attn_backend.begin_captured_mixed(size, graphs.inputs.req_pool_indices)
+    runner.attn_backend.init_forward_metadata_replay_mixed(size, batch)
+    runner.attn_backend.begin_captured_mixed(size, graphs.inputs.req_pool_indices)
     padded, rows = graphs._padding_prompts(size), graphs._logits_rows(batch)
     return runner.run_program(padded, graphs._tokens(size), rows, all_rows=graphs._rows[:size])
 
@@ -98,13 +100,13 @@ def test_a_graph_of_any_step_gives_the_logits_of_the_pieces_bit_for_bit(runner, 
         assert (captured.float() - unpadded).norm() / unpadded.norm() < 2e-2
 
 
-def fresh_batches_of(runner: ModelRunner, size: int) -> Iterator[ForwardBatch]:
-    """Prompts from their first token on: one, two, as many as may be; of all tokens and of fewer."""
+def prompts_of(size: int) -> Iterator[list[int]]:
+    """Lengths of prompts: one, two, as many as may be; of all tokens and of fewer."""
     smaller = max((s for s in MIXED_TOKENS if s < size), default=1)
-    for seed, num_tokens in enumerate((size, size - 1, smaller + 1)):
-        for count in {1, 2, min(num_tokens // 2, 14)}:
+    for num_tokens in (size, size - 1, smaller + 1):
+        for count in sorted({1, 2, min(num_tokens // 2, 14)}):
             lengths = [num_tokens // count] * (count - 1)
-            yield prompt_batch(runner, [num_tokens - sum(lengths), *lengths], seed)
+            yield [num_tokens - sum(lengths), *lengths]
 
 
 def prompt_batch(runner: ModelRunner, lengths: list[int], seed: int) -> ForwardBatch:
@@ -123,23 +125,52 @@ def prompt_batch(runner: ModelRunner, lengths: list[int], seed: int) -> ForwardB
 
 
 @pytest.mark.parametrize("size", MIXED_TOKENS)
-def test_a_graph_of_prompts_alone_gives_the_logits_of_the_pieces_whatever_the_table_of_slots_says(runner, size):
-    graphs, table = graphs_of(runner), runner.req_to_token_pool.req_to_token
-    for batch in fresh_batches_of(runner, size):
-        assert not runner.reads_pages(batch)
+def test_prompts_in_one_launch_give_their_logits_whatever_the_table_of_slots_says(runner, size):
+    table = runner.req_to_token_pool.req_to_token
+    num_heads = runner.model.layers[0].num_heads
+    num_sms = torch.cuda.get_device_properties(0).multi_processor_count
+    launches = 0
+    for seed, lengths in enumerate(prompts_of(size)):
+        batch = prompt_batch(runner, lengths, seed)
+        ends = np.cumsum(lengths)
+        fields = StepFields(**{name: getattr(batch, name).cpu().numpy() for name in INPUTS})
+        fields.logits_indices, fields.page_places = ends - 1, np.arange(seed)
         listed = table.clone()
         table[1:] = -1  # who read it would read elsewhere
         before = snapshot(runner)
-        captured = runner.forward(batch).next_token_logits.clone()
-        assert captured.isfinite().all()
-        check_untouched(runner, before, batch.out_cache_loc)
-        assert torch.equal(captured, uncaptured(runner, batch, size, fresh=True).next_token_logits)
-        descriptor = BatchDescriptor(size, fresh=True)
-        assert graphs.dispatcher.dispatch(batch.num_tokens, batch.batch_size, False, fresh=True)[1] == descriptor
-        assert torch.equal(graphs._replay_mixed(batch, descriptor).next_token_logits, captured)
+        launched = runner.launch_prompts(fields, np.array([0, *ends], dtype=np.int32))
+        assert (launched is None) == (len(lengths) * num_heads > num_sms), "one tile each"
+        if launched is not None:
+            launches += 1
+            logits = launched.head(launched.fields.logits_indices).next_token_logits.float()
+            for name, value in (fields.inputs() | fields.others()).items():
+                assert getattr(launched.fields, name).tolist() == value.tolist()
+            assert logits.isfinite().all()
+            check_untouched(runner, before, batch.out_cache_loc)
         table.copy_(listed)
-        eager = runner.run_eager(batch).next_token_logits.float()
-        assert (captured.float() - eager).norm() / eager.norm() < 2e-2
+        if launched is not None:
+            eager = runner.run_eager(batch).next_token_logits.float()
+            assert (logits - eager).norm() / eager.norm() < 2e-2
+    assert launches > NUM_TURNS
+
+
+def test_served_prompts_are_launched_so_and_get_their_tokens(runner, monkeypatch):
+    graphs, prompts = graphs_of(runner), [list(range(5, 5 + length)) for length in (1, 3, 8, 24, 25, 33, 60, 64)]
+    launch, launches = graphs.launch_prompts, []
+
+    def served() -> list[list[int]]:
+        loop, requests = Loop(runner), []
+        for prompt in prompts:
+            requests.append(loop.add(prompt, max_tokens=4, ignore_eos=True))
+            loop.run()
+        return [request.output_token_ids for request in requests]
+
+    monkeypatch.setattr(graphs, "launch_prompts", lambda *step: launches.append(launch(*step)) or launches[-1])
+    captured = served()
+    assert len(launches) == len(prompts) and None not in launches
+    monkeypatch.setattr(graphs, "launch_prompts", lambda *step: None)
+    same = [one == other for one, other in zip(captured, served(), strict=True)]
+    assert sum(same) >= len(same) - 1, "but for rounding they are the same"
 
 
 @pytest.mark.parametrize("listed_ahead", [False, True])
@@ -193,7 +224,7 @@ class UncapturedMixed(GraphRunner):
     """The same sizes, padding and attention plans, no step with prompts replayed whole."""
 
     def _replay_mixed(self, batch, descriptor):
-        return uncaptured(self._runner, batch, descriptor.num_tokens, descriptor.fresh)
+        return uncaptured(self._runner, batch, descriptor.num_tokens)
 
 
 def test_300_steps_of_requests_that_join_and_leave_give_the_same_tokens(runner):

@@ -11,10 +11,6 @@ are. Beside that a replay costs at most two for the decodes' lengths, and a plan
 Decodes come first in a batch, prompts behind them. The decodes' kernels skip rows past the decodes, the prompts'
 kernels skip rows before the prompts, and both skip padding.
 
-A *fresh* step is captured beside the other of its size: prompts alone, of which nothing is in the cache yet. It has no
-kernels of decodes (2 µs a layer, though they have nothing to do), reads keys and values as they come, in a row, and
-needs no page table.
-
 Shape legend: T tokens of a captured step, R requests that it may have, W pages of a request.
 """
 
@@ -43,13 +39,13 @@ class MixedStep:
     Attributes:
         num_rows: R.
         lists_pages: the capture makes the page table.
-        decodes: the decodes' kernels, one a plan group; None of a fresh step.
+        decodes: the decodes' kernels, one a plan group.
         prefills: likewise of the prompts.
     """
 
     num_rows: int
     lists_pages: bool
-    decodes: list[Any] | None
+    decodes: list[Any]
     prefills: list[CapturedPrefill]
 
 
@@ -75,29 +71,26 @@ class MixedSteps:
         self._decode_lens = torch.zeros(max_requests, dtype=torch.int32, device=device)
         self._num_decodes = 0  # of the last replay: lengths behind them are 0
         self._steps: dict[int, MixedStep] = {}
-        self._fresh_steps: dict[int, MixedStep] = {}
 
     def capture(self, num_tokens: int) -> MixedStep:
         """Makes a step of `num_tokens` to capture: nothing but padding, until `replay`."""
-        num_rows = self._most_rows(num_tokens)
+        num_rows = min(num_tokens, self._decode_lens.shape[0])
         rows = DecodeRows(self._decode_lens[:num_rows], _no_pages)
-        step = self._steps[num_tokens] = MixedStep(
+        step = MixedStep(
             num_rows,
             num_rows * self._space.page_table.shape[1] <= _MOST_LISTED,
             [group.plan(rows) for group in self._decodes],
             [group.capture(num_tokens, self._space.page_table[:num_rows]) for group in self._prefills],
         )
-        return _emptied(step)
+        nothing = np.zeros(1, dtype=np.int32)
+        for prefill in step.prefills:
+            prefill.plan(nothing, nothing[1:])
+        self._steps[num_tokens] = step
+        return step
 
-    def capture_fresh(self, num_tokens: int) -> MixedStep:
-        """Likewise a fresh step, until `replay_fresh`."""
-        num_rows = self._most_rows(num_tokens)
-        prefills = [group.capture_in_a_row(num_tokens, num_rows) for group in self._prefills]
-        step = self._fresh_steps[num_tokens] = MixedStep(num_rows, False, None, prefills)
-        return _emptied(step)
-
-    def _most_rows(self, num_tokens: int) -> int:
-        return min(num_tokens, self._decode_lens.shape[0])
+    def holds(self, num_tokens: int) -> bool:
+        """True if a captured step has room for so many tokens."""
+        return num_tokens <= max(self._steps, default=0)
 
     def begin(self, num_tokens: int, rows: torch.Tensor) -> None:
         """Put on the stream what a captured step of `num_tokens` begins with.
@@ -125,13 +118,6 @@ class MixedSteps:
             prefill.plan(starts, num_keys, first)
         return step
 
-    def replay_fresh(self, num_tokens: int, batch: CommonAttentionMetadata) -> MixedStep:
-        """Likewise fill the fresh step of `num_tokens`."""
-        step = self._fresh_steps[num_tokens]
-        for prefill in step.prefills:
-            prefill.plan(batch.query_start_loc_cpu.numpy(), batch.seq_lens_cpu.numpy())
-        return step
-
     def _set_decode_lens(self, seq_lens: torch.Tensor) -> None:
         num_decodes = seq_lens.shape[0]
         if num_decodes < self._num_decodes:
@@ -139,14 +125,6 @@ class MixedSteps:
         if num_decodes:
             self._decode_lens[:num_decodes].copy_(seq_lens)
         self._num_decodes = num_decodes
-
-
-def _emptied(step: MixedStep) -> MixedStep:
-    """The step, without prompts until the next replay."""
-    nothing = np.zeros(1, dtype=np.int32)
-    for prefill in step.prefills:
-        prefill.plan(nothing, nothing[1:])
-    return step
 
 
 def _no_pages(window_left: int, indices_out: torch.Tensor | None) -> Any:

@@ -63,7 +63,7 @@ class CapturedPrefill:
         wrapper: Any,
         space: PlanSpace,
         size: tuple[int, int],
-        page_starts: np.ndarray | None,
+        page_starts: np.ndarray,
         heads: tuple[int, int, int],
         page_size: int,
         num_sms: int,
@@ -72,8 +72,7 @@ class CapturedPrefill:
         Args:
             wrapper: planned once by its own `plan`.
             size: T, and the rows that there may be.
-            page_starts: [rows + 1] int32: where each row's page ids start; None: keys and values are not in pages, but
-                the new ones in a row.
+            page_starts: [rows + 1] int32: where each row's page ids start.
             heads: query heads, KV heads, head dim.
         """
         self._wrapper = wrapper
@@ -87,10 +86,9 @@ class CapturedPrefill:
         num_heads, _, head_dim = heads
         self._works = None if shares_schedule else WorkList(self._layout, num_heads, head_dim, num_sms)
 
-    def run(self, q: torch.Tensor, *keys_and_values: Any, out: torch.Tensor, **options: Any) -> Any:
-        """q, out: [T, H, D]; keys_and_values: the pages [pages, page_size, Hk, D] of both as one, or k and v
-        [T, Hk, D]; and as the wrapper's own."""
-        return self._wrapper.run(q, *keys_and_values, out=out, **options)
+    def run(self, q: torch.Tensor, pages: tuple[torch.Tensor, torch.Tensor], out: torch.Tensor, **options: Any) -> Any:
+        """q, out: [T, H, D]; pages: k and v, [pages, page_size, Hk, D]; and as the wrapper's own."""
+        return self._wrapper.run(q, pages, out=out, **options)
 
     def plan(self, starts: np.ndarray, num_keys: np.ndarray, first_row: int = 0) -> None:
         """Makes the list of work, or calls the kernel's own plan: the wrapper's takes a millisecond for 256 rows, and
@@ -108,9 +106,8 @@ class CapturedPrefill:
         with self._space.planning(wrapper):
             if self._works is not None:
                 pinned = wrapper._pin_memory_int_workspace_buffer
-                first_keys = starts if self._page_starts is None else self._page_starts[first_row:]
                 memory = pinned.view(torch.int32).numpy()
-                if num_bytes := self._works.write(memory, starts, first_keys, num_keys):
+                if num_bytes := self._works.write(memory, starts, self._page_starts[first_row:], num_keys):
                     copy_pinned(pinned, wrapper._int_workspace_buffer, num_bytes)
                     return
             # Rows before and behind the prompts have no queries.
@@ -124,7 +121,7 @@ class CapturedPrefill:
                 wrapper._int_workspace_buffer,
                 wrapper._pin_memory_int_workspace_buffer,
                 torch.from_numpy(all_starts),
-                torch.from_numpy(all_starts if self._page_starts is None else self._page_starts),
+                torch.from_numpy(self._page_starts),
                 torch.from_numpy(all_keys),
                 self._num_tokens,
                 self._num_rows,
@@ -304,16 +301,20 @@ class GroupPrefill:
         size = num_tokens, num_rows
         return CapturedPrefill(wrapper, self._space, size, pages.numpy(), heads, self._page_size, sms)
 
-    def capture_in_a_row(self, num_tokens: int, num_rows: int) -> CapturedPrefill:
-        """Capture steps of `num_tokens` and up to `num_rows` requests that read new keys and values alone."""
-        sizes = torch.zeros(num_rows + 1, dtype=torch.int32, device=self._device)
-        buffers = {"qo_indptr_buf": sizes, "kv_indptr_buf": sizes.clone()}
-        wrapper = self._space.adopt(self._make_wrapper(CAPTURED_PREFILL.name, True, use_cuda_graph=True, **buffers))
-        starts = torch.full((num_rows + 1,), num_tokens, dtype=torch.int32)  # as in `capture`
-        starts[0] = 0
+    @property
+    def works(self) -> WorkList | None:
+        """The list that fa3 reads, of up to a piece a block; None: its plan alone writes one."""
+        return self._works
+
+    def capture_in_a_row(self, num_tokens: int, works: WorkList, place: torch.Tensor) -> Any:
+        """Capture steps of `num_tokens` that read new keys and values alone, by the list at `place` [works.num_bytes]
+        uint8; a wrapper of ragged prefills."""
+        wrapper = self._space.adopt(self._make_wrapper(CAPTURED_PREFILL.name, True))
+        starts = torch.tensor([0, num_tokens], dtype=torch.int32)
         with self._space.planning(wrapper):
             wrapper.plan(starts, starts, *self._heads, causal=True, **self._options)
-        return CapturedPrefill(wrapper, self._space, (num_tokens, num_rows), None, self._heads, 1, self._num_sms)
+        wrapper._int_workspace_buffer, wrapper._plan_info = place, works.layout
+        return wrapper
 
     def _plan(self, kernel: PrefillKernel, prefills: PrefillRows) -> Any:
         wrapper = self._wrapper(kernel.name, prefills.use_ragged)

@@ -24,6 +24,7 @@ class WorkList:
 
     Attributes:
         layout: what kernels are told of it.
+        num_bytes: what a list of a piece a block takes, or less.
     """
 
     def __init__(self, layout: Sequence[int], num_heads: int, head_dim: int, num_blocks: int) -> None:
@@ -43,11 +44,12 @@ class WorkList:
         self._heads = np.arange(num_heads, dtype=np.int32)[:, None]
         self._blocks = np.arange(num_blocks + 1, dtype=np.int32)
         self._queries = _QUERIES_OF_64 if head_dim == 64 else _QUERIES
+        self.num_bytes = 4 * max(bounds, *self._of_requests) + _room(num_blocks + 1)
 
     @classmethod
     def short(cls, num_heads: int, head_dim: int, num_blocks: int) -> WorkList:
         """A list with room for a piece a block."""
-        room = -(-4 * (num_blocks + 1) // _ALIGNMENT) * _ALIGNMENT
+        room = _room(num_blocks + 1)
         return cls([*range(0, 8 * room, room), 0], num_heads, head_dim, num_blocks)
 
     def write(self, memory: np.ndarray, starts: np.ndarray, first_pages: np.ndarray, num_keys: np.ndarray) -> int:
@@ -77,3 +79,8 @@ class WorkList:
         memory[self._of_heads : self._of_heads + total].reshape(num_heads, count)[:] = self._heads
         np.minimum(self._blocks, total, out=memory[self._bounds : self._bounds + num_blocks + 1])
         return 4 * max(self._bounds + num_blocks + 1, max(self._of_requests) + total)
+
+
+def _room(count: int) -> int:
+    """Bytes of so many numbers, as FlashInfer's plan aligns them."""
+    return -(-4 * count // _ALIGNMENT) * _ALIGNMENT

@@ -30,11 +30,6 @@ class Prefill:
 class Prefills:
     def __init__(self) -> None:
         self.captured: dict[int, Prefill] = {}
-        self.in_a_row: dict[int, Prefill] = {}
-
-    def capture_in_a_row(self, num_tokens: int, num_rows: int) -> Prefill:
-        self.rows = num_rows
-        return self.in_a_row.setdefault(num_tokens, Prefill())
 
     def capture(self, num_tokens: int, page_table: torch.Tensor) -> Prefill:
         self.rows = page_table.shape[0]
@@ -83,24 +78,12 @@ def test_decodes_padding_and_prompts_are_each_left_to_whom_they_belong(parts):
     assert (planned.starts, planned.num_keys, planned.first_row) == ([2, 9, 13], [7, 13], 2)
 
 
-def test_a_fresh_step_has_no_decodes_lists_no_pages_and_reads_the_new_keys(parts):
-    steps, decodes, prefills, space = parts
-    step = steps.capture_fresh(40)
-    assert step.decodes is None and step.num_rows == prefills.rows == MOST_REQUESTS
-    assert (prefills.in_a_row[40].starts, prefills.in_a_row[40].num_keys) == ([0], [])
-    batch = make_case(make_layer(), [0, 0, 0], [7, 4, 1]).batch
-    assert steps.replay_fresh(40, CommonAttentionMetadata.of(batch)) is step
-    planned = prefills.in_a_row[40]
-    assert (planned.starts, planned.num_keys, planned.first_row) == ([0, 7, 11, 12], [7, 4, 1], 0)
-    assert not space.listed and not prefills.captured and not hasattr(decodes, "lengths")
-
-
-@pytest.mark.parametrize(
-    ("prefix", "new", "is_so"),
-    [([0], [7], True), ([0, 0], [7, 1], True), ([0, 3], [7, 2], False), ([0], [1], False), ([5, 0], [1, 9], False)],
-)
-def test_a_batch_is_fresh_if_it_is_prompts_alone_of_which_nothing_is_in_the_cache(prefix, new, is_so):
-    assert CommonAttentionMetadata.of(make_case(make_layer(), prefix, new).batch).is_fresh is is_so
+def test_a_step_is_held_up_to_the_largest_that_was_captured(parts):
+    steps, *_ = parts
+    assert not steps.holds(1)
+    for size in (64, 40):
+        steps.capture(size)
+    assert steps.holds(64) and not steps.holds(65)
 
 
 @pytest.mark.parametrize(("most_listed", "by_the_capture"), [(4 * MOST_REQUESTS, True), (4 * MOST_REQUESTS - 1, False)])

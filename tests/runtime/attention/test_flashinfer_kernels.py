@@ -70,6 +70,8 @@ def test_padding_has_no_keys_where_no_decode_is_planned_by_flashinfer(groups, pa
     ("prefix", "changes", "reads"),
     [
         ([0, 0], {}, False),
+        ([0, 0], {"_mixed_steps": SimpleNamespace(holds=lambda count: count == 12)}, False),
+        ([0, 0], {"_mixed_steps": SimpleNamespace(holds=lambda count: count == 13)}, True),
         ([0, 3], {}, True),
         ([0, 0], {"_has_own_prefills": True}, True),
         ([0, 0], {"kv_cache_dtype": torch.float8_e4m3fn}, True),
@@ -77,7 +79,8 @@ def test_padding_has_no_keys_where_no_decode_is_planned_by_flashinfer(groups, pa
 )
 def test_new_keys_alone_are_read_as_they_come_and_not_from_pages(prefix, changes, reads):
     backend = object.__new__(FlashInferAttnBackend)
-    backend.__dict__.update({"_has_own_prefills": False, "kv_cache_dtype": torch.bfloat16} | changes)
+    plain = {"_has_own_prefills": False, "_mixed_steps": None, "kv_cache_dtype": torch.bfloat16}
+    backend.__dict__.update(plain | changes)
     batch = make_case(make_layer(), prefix, [9, 4]).batch
     assert backend.reads_pages(batch) is reads
     batch.media = MediaInputs(torch.zeros(13, 4), torch.zeros(13, dtype=torch.bool))

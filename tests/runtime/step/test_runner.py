@@ -4,8 +4,11 @@ import numpy as np
 import pytest
 import torch
 
+from mllm_compile.runtime.cuda_graph.graph_runner import LaunchedPrompts
 from mllm_compile.runtime.errors import DeviceMemoryError
+from mllm_compile.runtime.forward_batch import LogitsProcessorOutput
 from mllm_compile.runtime.sampling.state import SamplingFlags
+from mllm_compile.runtime.step_fields import DTYPES, StepFields
 from tests.runtime.runner_cases import VOCAB, Loop, TinyModel, make_runner
 
 PROMPTS = [[3, 9, 27, 20, 60], [1, 2], [7] * 21, [5, 4, 3, 2, 1, 0, 59, 58, 57, 33, 12]]
@@ -298,3 +301,47 @@ def test_new_pages_are_listed_ahead_of_a_step_that_reads_them_else_behind_its_la
         loop.run()
     assert told == (["pages", "forward"] if reads_pages else ["forward", "pages"])
     assert runner.req_to_token_pool.req_to_token.any()
+
+
+def launched_at_once(runner, most: int, launches: list[int]):
+    """As captured prompts run of up to `most` tokens; notes how many each launch has."""
+
+    def launch(fields, starts: np.ndarray) -> LaunchedPrompts | None:
+        if fields.positions.size > most:
+            return None
+        launches.append(fields.positions.size)
+        placed = StepFields(
+            **{
+                name: torch.from_numpy(array.astype(DTYPES[name]))
+                for name, array in (fields.inputs() | fields.others()).items()
+            }
+        )
+        runner.req_to_token_pool.write_page_slots(placed.page_places, placed.page_slots)
+        new = torch.from_numpy(np.diff(starts))
+        batch = runner.prepare_forward_batch_extend(
+            placed.input_ids, placed.req_pool_indices, placed.seq_lens, new, torch.zeros_like(new), placed.out_cache_loc
+        )
+
+        def head(indices: torch.Tensor) -> LogitsProcessorOutput:
+            batch.logits_indices = indices
+            return runner.forward(batch)
+
+        return LaunchedPrompts(placed, head)
+
+    return launch
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_prompts_in_one_launch_and_others_get_the_same_tokens(expected, overlap, monkeypatch):
+    runner, launches = make_runner(TinyModel(), max_num_batched_tokens=24), []
+    monkeypatch.setattr(runner, "launch_prompts", launched_at_once(runner, 21, launches))
+    loop = Loop(runner)
+    requests = [loop.add(prompt) for prompt in PROMPTS[:1]]
+    loop.run(overlap)
+    requests += [loop.add(prompt) for prompt in PROMPTS[1:]]
+    loop.run(overlap)
+    assert outputs(requests) == expected
+    assert launches == [5], "a step of 24 tokens is too long, later ones have decodes or a prefix"
+    scored = loop.add([5, 4, 3], prompt_logprobs=1)
+    loop.run(overlap)
+    assert len(launches) == 1 and len(scored.output_token_ids) == 8, "prompts that are scored need more than the head"
