@@ -291,7 +291,7 @@ class ModelRunner:
         return GraphDispatcher(mode, graphs.piecewise_tokens, graphs.decode_requests, mixed_tokens, cascades, fresh)
 
     def _fresh_sizes(self, mixed_tokens: Sequence[int]) -> list[int]:
-        """Those sizes of captured steps that are captured once more for prompts alone."""
+        """The sizes of captured steps that are captured once more, for prompts alone."""
         from mllm_compile.runtime.cuda_graph.graph_runner import MOST_UPLOADED_TOKENS
 
         has_inputs_of_others = self.num_deals > 1 or self.always_takes_features or self.model.rope is not None
