@@ -178,7 +178,7 @@ class AttentionBackend(ABC):
         """Plan such a step of `num_tokens` for capture.
 
         Args:
-            work: [fresh_work_bytes] uint8, aligned to 16 bytes: where kernels will find what write_fresh_work has made.
+            work: [fresh_work_bytes] uint8, aligned to 256 bytes: where kernels will find what write_fresh_work makes.
         """
         raise NotImplementedError(f"{type(self).__name__} captures no prompts")
 

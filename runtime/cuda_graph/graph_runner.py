@@ -2,7 +2,8 @@
 
 FULL is one graph for a whole decode, which either prepares its inputs and chooses its tokens (decode_loop.py) or has
 its attention planned before every replay; one for any step up to its head; or one for prompts alone, up to theirs
-(prompt_turns.py). PIECEWISE replays the pieces around eager attention. Padding rows belong to the dummy row: at most they write to page 0 and read one key of it.
+(prompt_turns.py). PIECEWISE replays the pieces around eager attention. Padding rows belong to the dummy row: at most
+they write to page 0 and read one key of it.
 
 Shape legend: T tokens, R requests, S rows of logits, V vocab; a trailing _padded means the captured size.
 """

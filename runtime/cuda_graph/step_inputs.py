@@ -13,12 +13,13 @@ import numpy as np
 import torch
 
 from mllm_compile.runtime.cuda.driver import copy_pinned
-from mllm_compile.runtime.device.packed_fields import ALIGNMENT, FieldLayout, layout_of, upload_fields
+from mllm_compile.runtime.device.packed_fields import FieldLayout, layout_of, upload_fields
 from mllm_compile.runtime.device.staging import StagingRing
 from mllm_compile.runtime.forward_batch import ForwardBatch, MediaInputs
 from mllm_compile.runtime.step_fields import StepFields
 
 _KNOWN_LAYOUTS = 64
+_WORK_ALIGNMENT = 256  # bytes, as torch aligns whole tensors
 _OTHER_BYTES = 64 << 10  # of what comes with the inputs: a step's page writes for 240 pages, say
 
 
@@ -124,7 +125,7 @@ class StepInputs(TokenPlaces):
             seq_lens=max_requests,
         )
         self._layout = FieldLayout(largest.inputs())
-        work_start = -(-self._layout.end // ALIGNMENT) * ALIGNMENT
+        work_start = -(-self._layout.end // _WORK_ALIGNMENT) * _WORK_ALIGNMENT
         self._work = slice(work_start, work_start + work_bytes)
         self.block = torch.zeros(self._work.stop + _OTHER_BYTES, dtype=torch.uint8, device=device)
         self.work = self.block[self._work]

@@ -11,7 +11,7 @@ import torch
 from mllm_compile.runtime.device.staging import StagingRing
 from mllm_compile.runtime.step_fields import DTYPES
 
-ALIGNMENT = 16  # bytes
+_ALIGNMENT = 16  # bytes
 _NUMPY = {torch.int32: np.int32, torch.int64: np.int64}
 
 
@@ -33,7 +33,7 @@ class FieldLayout:
         for name, size in sizes.items():
             dtype: torch.dtype = getattr(torch, DTYPES[name])
             # Compiled pieces copy an array that begins elsewhere, and write into the copy.
-            begin = -(-self.end // ALIGNMENT) * ALIGNMENT
+            begin = -(-self.end // _ALIGNMENT) * _ALIGNMENT
             self.end = begin + size * dtype.itemsize
             self._places[name] = (begin, self.end, dtype)
 
