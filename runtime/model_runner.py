@@ -287,17 +287,18 @@ class ModelRunner:
             logger.info("steps with prompts are not captured whole: %s", obstacle)
             mixed_tokens = ()
         cascades = [size for size in graphs.decode_requests if self._is_captured_as_cascade(size)]
-        fresh = self._fresh_sizes(mixed_tokens)
+        fresh = self._fresh_sizes(graphs.fresh_tokens)
         return GraphDispatcher(mode, graphs.piecewise_tokens, graphs.decode_requests, mixed_tokens, cascades, fresh)
 
-    def _fresh_sizes(self, mixed_tokens: Sequence[int]) -> list[int]:
-        """The sizes of captured steps that are captured once more, for prompts alone."""
+    def _fresh_sizes(self, sizes: Sequence[int]) -> list[int]:
+        """The sizes for which prompts alone are captured whole, of those that may be."""
         from mllm_compile.runtime.cuda_graph.graph_runner import MOST_UPLOADED_TOKENS
 
-        has_inputs_of_others = self.num_deals > 1 or self.always_takes_features or self.model.rope is not None
-        if has_inputs_of_others or self._overlap is not None or not self.attn_backend.fresh_work_bytes:
+        if not sizes or self._overlap is not None or not self.attn_backend.fresh_work_bytes:
             return []
-        return [size for size in mixed_tokens if size <= MOST_UPLOADED_TOKENS]
+        if self.num_deals > 1 or self.always_takes_features or self.model.rope is not None:  # there are further inputs
+            return []
+        return [size for size in sizes if size <= MOST_UPLOADED_TOKENS]
 
     def _is_captured_as_cascade(self, num_requests: int) -> bool:
         """True for powers of two that may pay: a cascade takes as long for all requests of a tile."""

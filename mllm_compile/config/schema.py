@@ -110,8 +110,8 @@ class CudaGraphConfig(Section):
 
     mixed_tokens: Auto | SizeList = "auto"
     """Token counts for which a whole step with prompts is captured, attention included, decodes among them or not.
-    auto: on Hopper, of models up to 2048 wide, whose pieces and attentions run faster than the host launches them;
-    [] for none."""
+    auto: on Hopper, of models up to 2048 wide, whose pieces and attentions run faster than the host launches them; and
+    of every model where the step is prompts alone, each from its first token on. [] for none of either."""
 
     sample_in_graph: bool = True
     """Captured decodes choose their tokens, and take their inputs from where the step before and the host leave them:

@@ -23,8 +23,8 @@ class GraphDispatcher:
         mixed_tokens: captured token counts of full graphs of any step, ascending; there may be none.
         cascade_requests: those of decode_requests that are captured once more, for decodes that begin with the same
             pages; there may be none.
-        fresh_tokens: those of mixed_tokens that are captured once more, for prompts alone, each from its first token
-            on; likewise.
+        fresh_tokens: captured token counts of full graphs of prompts alone, each from its first token on, ascending;
+            likewise.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class GraphDispatcher:
         key = "cudagraph.mixed_tokens"
         self.mixed_tokens = self._sizes(key, mixed_tokens, CUDAGraphMode.FULL) if mixed_tokens and takes_mixed else ()
         self.cascade_requests = tuple(sorted(set(self.decode_requests) & set(cascade_requests)))
-        self.fresh_tokens = tuple(sorted(set(self.mixed_tokens) & set(fresh_tokens)))
+        self.fresh_tokens = self._sizes(key, fresh_tokens, CUDAGraphMode.FULL) if fresh_tokens and takes_mixed else ()
 
     def dispatch(
         self, num_tokens: int, num_reqs: int, uniform: bool, may_mix: bool = True

@@ -108,7 +108,11 @@ class GraphRunner:
         self._capturer = GraphCapturer(runner.device)
         self._max_requests = max(dispatcher.decode_requests, default=0)
         self._max_tokens = max(
-            dispatcher.piecewise_tokens + dispatcher.mixed_tokens + dispatcher.decode_requests, default=0
+            dispatcher.piecewise_tokens
+            + dispatcher.mixed_tokens
+            + dispatcher.fresh_tokens
+            + dispatcher.decode_requests,
+            default=0,
         )
         # Of decodes alone: pieces are captured over attention that knows of no graphs, too.
         padding_len = runner.attn_backend.get_cuda_graph_seq_len_fill_value() if dispatcher.decode_requests else 1
@@ -522,7 +526,7 @@ def estimate_graph_bytes(runner: CapturableModel, dispatcher: GraphDispatcher) -
         "FRESH": dispatcher.fresh_tokens,
     }
     pieces, decodes, mixed, fresh = (sizes_of[kind][-2:] for kind in ("PIECEWISE", "FULL", "MIXED", "FRESH"))
-    trial = GraphDispatcher(dispatcher.mode, pieces, decodes, tuple({*mixed, *fresh}), fresh_tokens=fresh)
+    trial = GraphDispatcher(dispatcher.mode, pieces, decodes, mixed, fresh_tokens=fresh)
     graphs = GraphRunner(runner, trial)
     graphs.capture()
     total = 0.0

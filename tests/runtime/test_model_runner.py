@@ -74,6 +74,26 @@ def test_whole_steps_with_prompts_are_refused_or_left_out_where_attention_cannot
             dispatcher(is_asked=True)
 
 
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, (64, 512)),
+        ({"_overlap": object()}, ()),
+        ({"attn_backend": SimpleNamespace(fresh_work_bytes=0)}, ()),
+        ({"model": SimpleNamespace(rope=object(), media=None)}, ()),
+    ],
+)
+def test_prompts_alone_are_captured_whole_where_the_graph_can_fetch_all_that_it_reads(changes, expected):
+    runner = ModelRunner.__new__(ModelRunner)
+    graphs = CudaGraphSection(mode="full", decode_requests=(1,), fresh_tokens=(64, 512, 1024))
+    runner.config = RunnerConfig(dtype=torch.float32, runtime=DEFAULTS, cudagraph=graphs)
+    backend = SimpleNamespace(fresh_work_bytes=256)
+    given = {"_overlap": None, "attn_backend": backend, "model": SimpleNamespace(rope=None, media=None)}
+    runner.__dict__.update(given | changes)
+    found = runner._dispatcher()
+    assert found.fresh_tokens == expected and not found.mixed_tokens
+
+
 def test_initialize_knows_the_model_and_the_pools():
     runner = make_runner()
     assert (runner.num_attention_heads, runner.num_kv_heads, runner.head_dim) == (HEADS, KV_HEADS, HEAD_DIM)
