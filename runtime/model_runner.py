@@ -287,18 +287,18 @@ class ModelRunner:
             logger.info("steps with prompts are not captured whole: %s", obstacle)
             mixed_tokens = ()
         cascades = [size for size in graphs.decode_requests if self._is_captured_as_cascade(size)]
-        fresh = self._fresh_sizes(graphs.fresh_tokens)
+        fresh = self._fresh_sizes() if graphs.whole_prompts else []
         return GraphDispatcher(mode, graphs.piecewise_tokens, graphs.decode_requests, mixed_tokens, cascades, fresh)
 
-    def _fresh_sizes(self, sizes: Sequence[int]) -> list[int]:
-        """The sizes for which prompts alone are captured whole, of those that may be."""
-        from mllm_compile.runtime.cuda_graph.graph_runner import MOST_UPLOADED_TOKENS
+    def _fresh_sizes(self) -> list[int]:
+        """The sizes for which prompts alone are captured whole."""
+        from mllm_compile.runtime.cuda_graph.graph_runner import FRESH_TOKENS
 
-        if not sizes or self._overlap is not None or not self.attn_backend.fresh_work_bytes:
+        if self._overlap is not None or not self.attn_backend.fresh_work_bytes:
             return []
         if self.num_deals > 1 or self.always_takes_features or self.model.rope is not None:  # there are further inputs
             return []
-        return [size for size in sizes if size <= MOST_UPLOADED_TOKENS]
+        return [size for size in FRESH_TOKENS if size <= self.config.runtime.max_num_batched_tokens]
 
     def _is_captured_as_cascade(self, num_requests: int) -> bool:
         """True for powers of two that may pay: a cascade takes as long for all requests of a tile."""

@@ -57,7 +57,7 @@ def resolve_graphs(
         return CudaGraphSection(mode=mode, piecewise_tokens=(), decode_requests=())
     if runtime.deterministic:
         return _deterministic_cudagraph(asked, mode, runtime.max_num_batched_tokens)
-    mixed_tokens = _mixed_tokens(asked, mode, runtime, split_decode, device, model, choices)
+    takes_whole = mode in _MIXED_MODES and _mixed_obstacle(runtime, split_decode, device, model) is None
     return CudaGraphSection(
         mode=mode,
         piecewise_tokens=_graph_sizes(
@@ -77,10 +77,10 @@ def resolve_graphs(
             mode if mode in _FULL_MODES else None,
             choices,
         ),
-        mixed_tokens=mixed_tokens,
+        mixed_tokens=_mixed_tokens(asked, mode, runtime, split_decode, device, model, choices),
         mixed_tokens_asked=asked.mixed_tokens != "auto",
-        fresh_tokens=_fresh_tokens(asked, mixed_tokens, mode, runtime, split_decode, device, model),
         sample_in_graph=asked.sample_in_graph and split_decode and mode in _FULL_MODES,
+        whole_prompts=asked.whole_prompts and takes_whole,
     )
 
 
@@ -106,22 +106,6 @@ def _mixed_tokens(
         raise ConfigError(f"cudagraph.mixed_tokens is {list(sizes)}, but {obstacle}. Set it to auto or [].")
     limit = ("runtime.max_num_batched_tokens", largest)
     return _graph_sizes("mixed_tokens", sizes, MIXED_TOKENS, limit, mode if mode in _MIXED_MODES else None, choices)
-
-
-def _fresh_tokens(
-    asked: CudaGraphConfig,
-    mixed_tokens: tuple[int, ...],
-    mode: GraphMode,
-    runtime: RuntimeSection,
-    split_decode: bool,
-    device: DeviceInfo,
-    model: ModelFolder,
-) -> tuple[int, ...]:
-    """The sizes of whole steps of prompts alone: those of mixed steps, also where only their width is in the way."""
-    obstacle = _mixed_obstacle(runtime, split_decode, device, model)
-    if mixed_tokens or asked.mixed_tokens != "auto" or obstacle or mode not in _MIXED_MODES:
-        return mixed_tokens
-    return tuple(size for size in MIXED_TOKENS if size <= runtime.max_num_batched_tokens)
 
 
 def _mixed_obstacle(runtime: RuntimeSection, split_decode: bool, device: DeviceInfo, model: ModelFolder) -> str | None:

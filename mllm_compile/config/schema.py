@@ -110,13 +110,18 @@ class CudaGraphConfig(Section):
 
     mixed_tokens: Auto | SizeList = "auto"
     """Token counts for which a whole step with prompts is captured, attention included, decodes among them or not.
-    auto: on Hopper, of models up to 2048 wide, whose pieces and attentions run faster than the host launches them; and
-    of every model where the step is prompts alone, each from its first token on. [] for none of either."""
+    auto: on Hopper, of models up to 2048 wide, whose pieces and attentions run faster than the host launches them;
+    [] for none."""
 
     sample_in_graph: bool = True
     """Captured decodes choose their tokens, and take their inputs from where the step before and the host leave them:
     one launch a step. Only where decode attention and sampling are kernels of the program. false: launches around the
     graph do that."""
+
+    whole_prompts: bool = True
+    """Prompts alone, each from its first token on and together of up to 512 tokens, are one launch up to their head,
+    which takes its inputs from where the host leaves them. Only on Hopper, where attention over prompts can be
+    captured. false: they run as other steps with prompts do."""
 
     @field_validator("piecewise_tokens", "decode_requests")
     @classmethod

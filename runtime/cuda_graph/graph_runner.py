@@ -39,7 +39,9 @@ logger = logging.getLogger(__name__)
 
 # The inputs of a step come in one upload, always of all its places. A longer step has the time to copy its tokens to
 # places of their own.
-MOST_UPLOADED_TOKENS = 512
+_MOST_UPLOADED_TOKENS = 512
+# Tokens of captured prompts alone, whose inputs come so, too.
+FRESH_TOKENS = (64, 128, 192, 256, 384, 512)
 
 
 @dataclass(slots=True)
@@ -119,7 +121,7 @@ class GraphRunner:
         # A captured decode of ranks with requests of their own has the inputs of all, its own first.
         self._num_deals = runner.num_deals
         most_of_all = self._num_deals * self._max_requests
-        num_uploaded = max(most_of_all, min(self._max_tokens, MOST_UPLOADED_TOKENS))
+        num_uploaded = max(most_of_all, min(self._max_tokens, _MOST_UPLOADED_TOKENS))
         most_rows, work_bytes = max(runner.config.max_rows, most_of_all), 0
         if dispatcher.fresh_tokens:
             work_bytes = runner.attn_backend.fresh_work_bytes

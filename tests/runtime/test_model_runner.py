@@ -1,5 +1,6 @@
 import gc
 import weakref
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -77,7 +78,7 @@ def test_whole_steps_with_prompts_are_refused_or_left_out_where_attention_cannot
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
-        ({}, (64, 512)),
+        ({}, (64, 128)),
         ({"_overlap": object()}, ()),
         ({"attn_backend": SimpleNamespace(fresh_work_bytes=0)}, ()),
         ({"model": SimpleNamespace(rope=object(), media=None)}, ()),
@@ -85,8 +86,9 @@ def test_whole_steps_with_prompts_are_refused_or_left_out_where_attention_cannot
 )
 def test_prompts_alone_are_captured_whole_where_the_graph_can_fetch_all_that_it_reads(changes, expected):
     runner = ModelRunner.__new__(ModelRunner)
-    graphs = CudaGraphSection(mode="full", decode_requests=(1,), fresh_tokens=(64, 512, 1024))
-    runner.config = RunnerConfig(dtype=torch.float32, runtime=DEFAULTS, cudagraph=graphs)
+    graphs = CudaGraphSection(mode="full", decode_requests=(1,), whole_prompts=True)
+    runtime = replace(DEFAULTS, max_num_batched_tokens=150)
+    runner.config = RunnerConfig(dtype=torch.float32, runtime=runtime, cudagraph=graphs)
     backend = SimpleNamespace(fresh_work_bytes=256)
     given = {"_overlap": None, "attn_backend": backend, "model": SimpleNamespace(rope=None, media=None)}
     runner.__dict__.update(given | changes)
