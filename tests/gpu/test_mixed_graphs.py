@@ -149,6 +149,7 @@ def test_prompts_in_one_launch_give_their_logits_whatever_the_table_of_slots_say
             check_untouched(runner, before, batch.out_cache_loc)
         table.copy_(listed)
         if launched is not None:
+            batch.logits_indices = torch.from_numpy(ends - 1).cuda()
             eager = runner.run_eager(batch).next_token_logits.float()
             assert (logits - eager).norm() / eager.norm() < 2e-2
     assert launches > NUM_TURNS
