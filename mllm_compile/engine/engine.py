@@ -182,6 +182,7 @@ class Engine:
             MllmError: the step of a single prompt failed.
             EngineDeadError: the engine is closed, or dead after an error on the device.
         """
+        self.core.expect()
         submissions = self.builder.build(prompts, sampling_params, priority)
         return self._answer(submissions, is_single_prompt(prompts), progress)
 
@@ -251,6 +252,7 @@ class Engine:
             RequestError: the prompt is refused (one that can never fit, when the first output is asked for).
             EngineDeadError: the engine is closed or dead.
         """
+        self.core.expect()
         return self._stream(self.builder.build_one(prompt, sampling_params, request_id=request_id, priority=priority))
 
     def stream_chat(
@@ -320,7 +322,8 @@ def _wait(countdown: Countdown, total: int, progress: bool | None) -> None:
     """Waits for all answers, with a bar over the number of answered prompts if it takes long."""
     is_shown = sys.stderr.isatty() if progress is None else progress
     if not is_shown:
-        countdown.wait()
+        if not countdown.wait_in_naps():
+            countdown.wait()
     elif not countdown.wait(_BAR_AFTER_S):
         # It has taken long already: shown at once.
         with reporter_for(plain_lines=True, details=True).stage("generate", total=total) as stage:
