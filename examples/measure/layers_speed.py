@@ -1,11 +1,11 @@
 """Microseconds of each kernel of a step, in order, of a model cut to a few layers: what one layer of each kind costs.
 
     python examples/measure/layers_speed.py configs/qwen3_5-text-shape.yaml --layers linear_attention linear_attention
-        [--batches 1 8 64 256] [--prompts 32x2048]
+        [--batches 1 8 64 256] [--prompts 32x2048] [--tensor-parallel-size 2] [--vocabulary 16384]
 
 The weights are random, the vocabulary is small, and `--layers` are kinds of layers as the model's config.json names
-them: a model of one kind has none of the others' kernels to compile. Steps of decodes are shown kernel by kernel, those
-of prompts by the sum of each kernel's times.
+them, or how many layers there are: a model of one kind has none of the others' kernels to compile. Steps of decodes are
+shown kernel by kernel, those of prompts by the sum of each kernel's times. Of several ranks they are rank 0's.
 """
 
 from __future__ import annotations
@@ -50,22 +50,32 @@ def prompts_of(text: str) -> tuple[int, int]:
 
 
 @contextmanager
-def cut_config(path: Path, kinds: Sequence[str]) -> Iterator[Path]:
+def cut_config(path: Path, layers: Sequence[str], vocabulary: int, num_ranks: int) -> Iterator[Path]:
     """A config of the same model with these layers alone."""
     config = EngineConfig.from_yaml(path)
     shape = json.loads((open_model_folder(config.model).path / "config.json").read_text(encoding="utf-8"))
     keys = [key for key in KINDS if key in shape]
-    if not keys:
-        sys.exit(f"error: {config.model.path} lists no kinds of layers (it has none of {', '.join(KINDS)})")
-    if unknown := sorted(set(kinds) - set(shape[keys[0]])):
+    if len(layers) == 1 and layers[0].isdecimal():
+        count = positive(layers[0])
+        shape |= {key: shape[key][:count] for key in keys}
+    elif not keys:
+        sys.exit(
+            f"error: {config.model.path} lists no kinds of layers (it has none of {', '.join(KINDS)}); give --layers a "
+            "number"
+        )
+    elif unknown := sorted(set(layers) - set(shape[keys[0]])):
         sys.exit(f"error: --layers: the model has no {unknown[0]}, only {', '.join(sorted(set(shape[keys[0]])))}")
-    shape |= {keys[0]: list(kinds), "vocab_size": VOCABULARY}
+    else:
+        count = len(layers)
+        shape[keys[0]] = list(layers)
+    shape["vocab_size"] = vocabulary
     if "num_hidden_layers" in shape:
-        shape["num_hidden_layers"] = len(kinds)
+        shape["num_hidden_layers"] = count
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(shape), encoding="utf-8")
         sections = config.model_dump()
         sections["model"] |= {"path": folder, "load_format": "dummy"}
+        sections["runtime"]["tensor_parallel_size"] = num_ranks
         written = Path(folder) / "config.yaml"
         written.write_text(json.dumps(sections), encoding="utf-8")
         yield written
@@ -125,12 +135,14 @@ def _trace_of(profiler: Any) -> dict[str, Any]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("config", type=Path)
-    parser.add_argument("--layers", nargs="+", required=True, help="kinds of layers, in order")
+    parser.add_argument("--layers", nargs="+", required=True, help="kinds of layers, in order, or their number")
     parser.add_argument("--batches", nargs="+", type=positive, default=[1, 8, 64, 256], help="requests that decode")
     parser.add_argument("--prompts", type=prompts_of, default=(32, 2048), help="COUNTxLENGTH (default: 32x2048)")
+    parser.add_argument("--tensor-parallel-size", type=positive, default=1, help="GPUs")
+    parser.add_argument("--vocabulary", type=positive, default=VOCABULARY)
     args = parser.parse_args()
     count, length = args.prompts
-    with cut_config(args.config, args.layers) as config:
+    with cut_config(args.config, args.layers, args.vocabulary, args.tensor_parallel_size) as config:
         longest = max(length + 1, CONTEXT + 4 * STEPS)
         setting = Setting.from_config(str(config), max(*args.batches, count), longest)
         start = time.perf_counter()

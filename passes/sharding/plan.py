@@ -295,10 +295,10 @@ class Plan:
         index: Any = node.args[1]
         items = list(index) if isinstance(index, tuple) else [index]
         shape, kept = self._labelling.shape(source), self.local_shape(source)
-        used = sum(item is not None and item is not Ellipsis for item in items)
-        if Ellipsis in items:
-            place = next(place for place, item in enumerate(items) if item is Ellipsis)
-            items[place : place + 1] = [slice(None)] * (len(shape) - used)
+        left_out = len(shape) - sum(item is not None and item is not Ellipsis for item in items)
+        place = next((place for place, item in enumerate(items) if item is Ellipsis), None)
+        if place is not None:
+            items[place : place + 1] = [slice(None)] * left_out
         dim = 0
         local: list[Any] = []
         for item in items:
@@ -313,6 +313,8 @@ class Plan:
                     item = slice(*self._between(source, dim, start, stop))
             local.append(item)
             dim += 1
+        if place is not None:  # spelled as it was, by which later passes know it
+            local[place : place + left_out] = [Ellipsis]
         return tuple(local) if isinstance(index, tuple) else local[0]
 
     def _between(self, node: fx.Node, dim: int, start: int, stop: int) -> tuple[int, int]:

@@ -8,8 +8,8 @@ struct Peers {
   u64 at[MOST_RANKS];  // the memory of each rank, as this GPU sees it
 };
 
-// Words of the state: calls so far, blocks that have ended this one, chunks of the three buffers' last calls.
-enum { CALLS = 0, ENDED = 1, CHUNKS_OF = 2 };
+// Words of the state: calls so far, blocks of this one that have read that, chunks of the three buffers' last calls.
+enum { CALLS = 0, READ = 1, CHUNKS_OF = 2, WORDS = 5 };
 
 __device__ __forceinline__ void store_there(uint4* to, uint4 v) {
   asm volatile("st.relaxed.sys.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
@@ -53,16 +53,20 @@ __device__ __forceinline__ uint4 wait_for_chunk(const uint4* from, const volatil
   }
   return v;
 }
-// The last block counts the call.
-__device__ __forceinline__ void end_call(u32* state, u32 call, int of_buffer, int chunks) {
+// What the state says of this call. For all threads of a block, once.
+__device__ __forceinline__ const u32* read_state(const volatile u32* state) {
+  __shared__ u32 seen[WORDS];
+  if (threadIdx.x < WORDS) seen[threadIdx.x] = state[threadIdx.x];
   __syncthreads();
-  if (threadIdx.x == 0) {
-    __threadfence();
-    if (atomicAdd(&state[ENDED], 1u) == gridDim.x - 1) {
-      if (of_buffer >= 0) state[CHUNKS_OF + of_buffer] = chunks;
-      state[ENDED] = 0;
-      state[CALLS] = call + 1;
-      __threadfence();
-    }
+  return seen;
+}
+// The block that comes last counts the call, with its chunks. For a block that has read the state and sent what it sends:
+// the count is on its way while the block waits for others. At the end the next kernel would wait for two trips to memory.
+// What is counted is for later kernels alone, which wait for the end of this one.
+__device__ __forceinline__ void count_call(u32* state, u32 call, int chunks) {
+  if (threadIdx.x == 0 && atomicAdd(&state[READ], 1u) == gridDim.x - 1) {
+    state[CHUNKS_OF + call % 3] = chunks;
+    state[READ] = 0;
+    state[CALLS] = call + 1;
   }
 }

@@ -6,22 +6,25 @@
 // captured call is another one at each replay.
 extern "C" __global__ void __launch_bounds__(THREADS)
 push_sum(const uint4* input, uint4* output, const __grid_constant__ Peers peers, u32* state, const u32* are_gone,
-         int rank, int num_ranks, int chunks, int most_chunks, int starts_dependents) {
+         int rank, int num_ranks, int chunks, int most_chunks) {
+  start_dependents();  // all blocks of this kernel run by then
   wait_for_prerequisites();
-  if (starts_dependents) start_dependents();  // all blocks of this kernel run by then
-  const u32 call = *(volatile u32*)&state[CALLS];
+  const int first = blockIdx.x * THREADS + threadIdx.x, step = gridDim.x * THREADS;
+  const uint4 its_own = first < chunks ? own_chunk(input + first) : make_uint4(0, 0, 0, 0);  // asked for beside the state
+  const u32* seen = read_state(state);
+  const u32 call = seen[CALLS];
   const u32 now = call % 3, before = (call + 2) % 3;
   const size_t of_buffer = (size_t)num_ranks * most_chunks;
-  const int first = blockIdx.x * THREADS + threadIdx.x, step = gridDim.x * THREADS;
   for (int chunk = first; chunk < chunks; chunk += step) {
-    const uint4 own = own_chunk(input + chunk);
+    const uint4 own = chunk == first ? its_own : own_chunk(input + chunk);
     for (int ahead = 1; ahead < num_ranks; ahead++) {
       const int peer = (rank + ahead) % num_ranks;
       store_there((uint4*)peers.at[peer] + now * of_buffer + (size_t)rank * most_chunks + chunk, own);
     }
   }
+  count_call(state, call, chunks);
   uint4* here = (uint4*)peers.at[rank];
-  const int stale = *(volatile u32*)&state[CHUNKS_OF + before];
+  const int stale = seen[CHUNKS_OF + before];
   for (int chunk = first; chunk < stale; chunk += step)
     for (int source = 0; source < num_ranks; source++)
       if (source != rank)
@@ -34,5 +37,4 @@ push_sum(const uint4* input, uint4* output, const __grid_constant__ Peers peers,
     }
     output[chunk] = pack_chunk(sum);
   }
-  end_call(state, call, now, chunks);
 }

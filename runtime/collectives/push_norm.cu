@@ -3,12 +3,17 @@
 extern "C" __global__ void __launch_bounds__(THREADS, 2)
 push_norm(const uint4* input, const uint4* residual, const uint4* weight, uint4* summed, uint4* normed, float eps,
           const __grid_constant__ Peers peers, u32* state, const u32* are_gone, int rank, int num_ranks, int rows,
-          int most_chunks, int starts_dependents) {
+          int most_chunks) {
   Norm norm = {residual, summed, normed, eps};
   norm.load_weight(weight);
+  start_dependents();  // all blocks of this kernel run by then
   wait_for_prerequisites();
-  if (starts_dependents) start_dependents();  // all blocks of this kernel run by then
-  const u32 call = num_ranks > 1 ? *(volatile u32*)&state[CALLS] : 0;
+  uint4 first[MINE];  // of the block's first row: asked for beside the state
+#pragma unroll
+  for (int i = 0; i < MINE; i++)
+    first[i] = chunk_of(i) < 0 ? make_uint4(0, 0, 0, 0) : own_chunk(input + blockIdx.x * CHUNKS + chunk_of(i));
+  const u32* seen = num_ranks > 1 ? read_state(state) : nullptr;
+  const u32 call = num_ranks > 1 ? seen[CALLS] : 0;
   const u32 now = call % 3, before = (call + 2) % 3;
   const size_t of_buffer = (size_t)num_ranks * most_chunks;
   uint4* here = (uint4*)peers.at[rank];
@@ -18,13 +23,14 @@ push_norm(const uint4* input, const uint4* residual, const uint4* weight, uint4*
       for (int i = 0; i < MINE; i++) {
         if (chunk_of(i) < 0) continue;
         const int chunk = row * CHUNKS + chunk_of(i);
-        const uint4 own = own_chunk(input + chunk);
+        const uint4 own = row == blockIdx.x ? first[i] : own_chunk(input + chunk);
         for (int ahead = 1; ahead < num_ranks; ahead++) {
           const int peer = (rank + ahead) % num_ranks;
           store_there((uint4*)peers.at[peer] + now * of_buffer + (size_t)rank * most_chunks + chunk, own);
         }
       }
-    const int stale = *(volatile u32*)&state[CHUNKS_OF + before];
+    count_call(state, call, rows * CHUNKS);
+    const int stale = seen[CHUNKS_OF + before];
     for (int chunk = blockIdx.x * THREADS + threadIdx.x; chunk < stale; chunk += gridDim.x * THREADS)
       for (int source = 0; source < num_ranks; source++)
         if (source != rank)
@@ -45,5 +51,4 @@ push_norm(const uint4* input, const uint4* residual, const uint4* weight, uint4*
     }
     norm.finish<1>(sums, rest, row, rows);
   }
-  if (num_ranks > 1) end_call(state, call, now, rows * CHUNKS);
 }

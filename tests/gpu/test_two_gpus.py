@@ -22,7 +22,8 @@ from mllm_compile.errors import EngineDeadError
 from mllm_compile.runtime.ubatch.overlap import BatchOverlap
 from tests.e2e.test_ranks import followers
 from tests.gpu.small_shape import SHAPE
-from tests.tiny_model import TINY
+from tests.soak import run_soak
+from tests.tiny_model import TINY, engine_of_pages
 from tests.tiny_vision import image, media_prompt, save_vision_model
 
 pytestmark = [
@@ -159,6 +160,20 @@ def test_draws_of_one_seed_are_the_same_twice(cache, small):
         first = [output.token_ids for output in engine.generate(PROMPTS, drawn)]
         engine.flush_prefix_cache()  # of a prompt with hits other rows are computed together, and rounded otherwise
         assert [output.token_ids for output in engine.generate(PROMPTS, drawn)] == first
+
+
+@pytest.mark.slow
+def test_two_thousand_requests_all_end_and_leave_nothing_behind(cache, small):
+    """6,400 tokens, where 64 requests of 195 on average want 12,480."""
+    limits = {"page_size": 16, "max_running_requests": 64, "max_num_batched_tokens": 1024}
+    config = config_of(cache, 2, "full_and_piecewise", small, "inductor", **limits)
+    with engine_of_pages(config, 400) as engine:
+        result = run_soak(engine, 2000, SHAPE["vocab_size"], max_prompt=150, max_output=240, in_flight=128)
+    print(result)
+    assert result.preemptions > 0
+    assert result.finished["abort"] > 40
+    assert result.host_mib < 64
+    assert result.device_mib < 1
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])

@@ -52,7 +52,15 @@ def test_two_ranks_compute_what_one_does_behind_all_passes(graph: Graph, toleran
     for logits in found:
         torch.testing.assert_close(logits, whole, rtol=tolerance, atol=tolerance * float(whole.abs().max()))
     pieces = [module for _, module in cut.named_children() if isinstance(module, fx.GraphModule)]
-    assert any(is_op(node, "all_reduce", "all_reduce_residual_norm") for piece in pieces for node in piece.graph.nodes)
+    nodes_of_pieces = [node for piece in pieces for node in piece.graph.nodes]
+    assert any(is_op(node, "all_reduce", "all_reduce_residual_norm") for node in nodes_of_pieces)
+    assert has_rope_kernels(cut) == has_rope_kernels(run_passes(graph())[0])
+
+
+def has_rope_kernels(gm: fx.GraphModule) -> bool:
+    """True if rotation and the write into the cache are a kernel, as they are where the graph is spelled as traced."""
+    pieces = [module for _, module in gm.named_children() if isinstance(module, fx.GraphModule)]
+    return any(is_op(node, "rope_and_cache") for piece in pieces for node in piece.graph.nodes)
 
 
 SCHEMES = {
