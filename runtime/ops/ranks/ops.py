@@ -43,8 +43,9 @@ def all_gather(x: torch.Tensor, dim: int, num_ranks: int) -> torch.Tensor:
         num_ranks: how many there are: a size that a graph has to know.
     """
     parts = current().all_gather(x.contiguous())
-    # Parts of the first dimension lie in order; others are copied in runs, not element by element as by flatten.
-    return parts.flatten(0, 1) if dim == 0 else torch.cat(parts.unbind(), dim)
+    if x.shape[:dim].numel() == 1:  # they lie in order
+        return parts.movedim(0, dim).flatten(dim, dim + 1)
+    return torch.cat(parts.unbind(), dim)  # copies runs; flatten would copy elements, which took 99 µs of 78 MB, not 40
 
 
 def reduce_scatter(x: torch.Tensor, num_ranks: int) -> torch.Tensor:
