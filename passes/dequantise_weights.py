@@ -11,6 +11,7 @@ from torch import fx
 from mllm_compile.passes.base import NO_CUDA_COMPILER, SMALL_FORMS, GraphPass, PassResult, PassTarget
 from mllm_compile.passes.match.nodes import LINEAR, call, called_pieces, recompute_value, replace_by_op, rewrite_pieces
 from mllm_compile.passes.match.quantised import QuantisedLinear, match_quantised_linear
+from mllm_compile.runtime.ops import op
 from mllm_compile.runtime.quantised.scheme import INT4_ZERO
 
 
@@ -28,13 +29,15 @@ class DequantiseWeights(GraphPass):
 
         y = linear(x, to(to(values, float32) * scales, bfloat16), bias)
 
+    Of integers in lanes the weight is `mllm.dequantised_integers(values, scales, zeros, bfloat16)`.
+
     Requires: pieces with all their forms, on a Hopper GPU: others' Triton has no eight-bit floats. Groups that divide
         the inputs; any other weight is left to the op.
     Preserves: every number bitwise; the product is the library's, as the op's is.
     """
 
     name: ClassVar[str] = "dequantise_weights"
-    needs: ClassVar[tuple[str, ...]] = ("quantised_linear",)
+    needs: ClassVar[tuple[str, ...]] = ("quantised_linear", "dequantised_integers")
 
     @classmethod
     def obstacle(cls, target: PassTarget) -> str | None:
@@ -60,13 +63,16 @@ def _write_out(graph: fx.Graph, node: fx.Node) -> bool:
 def _weight(graph: fx.Graph, linear: QuantisedLinear) -> fx.Node:
     """[N, K] in the dtype of x, multiplied in float32 and rounded once."""
     rows, columns = linear.shape
+    dtype = linear.source.meta["val"].dtype
+    if linear.kind == "int4_lanes":
+        return call(graph, op("dequantised_integers"), *linear.tensors, dtype)
     numbers = call(graph, torch.reshape, _numbers(graph, linear), (rows, columns // linear.group, linear.group))
     if linear.kind == "int4":
         zeros = INT4_ZERO if linear.zeros is None else _of_groups(graph, linear.zeros)
         numbers = call(graph, operator.sub, numbers, zeros)
     product = call(graph, operator.mul, numbers, _scales(graph, linear))
     weight = call(graph, torch.reshape, product, (rows, columns))
-    return _to(graph, weight, linear.source.meta["val"].dtype)
+    return _to(graph, weight, dtype)
 
 
 def _numbers(graph: fx.Graph, linear: QuantisedLinear) -> fx.Node:

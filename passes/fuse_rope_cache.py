@@ -47,11 +47,11 @@ class FuseRopeCache(GraphPass):
         attention_with_output(q, k, v, out, "l0", False)
 
     with True as a last operand where the norms are times 1 + their weight. Of a head as many columns are rotated as cos
-    and sin have.
+    and sin have; where q and k are heads as a projection gives them, both are None.
 
     Requires: lowered attention on CUDA in bfloat16 or float16, a cache of the same type, or of e4m3 on a Hopper GPU
         (gm.meta[CACHE_DTYPE]), and the rotation of heads, or of their first columns, by halves, as Transformers writes
-        it. Slots, keys and values are new inputs; the piece that has the call declares that it writes them.
+        it, or none. Slots, keys and values are new inputs; the piece that has the call declares that it writes them.
     Preserves: the meaning; computes in float32 throughout, where the trace rounds after every operation.
     """
 
@@ -77,12 +77,12 @@ class FuseRopeCache(GraphPass):
 
 @dataclass(frozen=True)
 class _Rotation:
-    """source [1, T, H, D], perhaps normed, its first R columns rotated by cos and sin [1, T, R]."""
+    """source [1, T, H, D], perhaps normed, its first R columns rotated by cos and sin [1, T, R]; without these none."""
 
     source: fx.Node
     norm: RMSNorm | None
-    cos: fx.Node
-    sin: fx.Node
+    cos: fx.Node | None
+    sin: fx.Node | None
 
 
 def _fuse(gm: fx.GraphModule, attention: fx.Node, layer: LayerSpec) -> bool:
@@ -97,7 +97,8 @@ def _fuse(gm: fx.GraphModule, attention: fx.Node, layer: LayerSpec) -> bool:
         return False
     if layer.head_dim & (layer.head_dim - 1):  # the kernel's blocks are powers of two
         return False
-    operands = (q_rotation.source, k_rotation.source, v, q_rotation.cos, q_rotation.sin)
+    given = (q_rotation.source, k_rotation.source, v, q_rotation.cos, q_rotation.sin)
+    operands = tuple(node for node in given if node is not None)
     if any(node.meta["val"].stride(-1) != 1 for node in operands):
         return False
     first_user = _first_user(gm.graph, q, operands)
@@ -199,13 +200,15 @@ def _new_size(v: Any) -> torch.SymInt:
 
 def _match_rotation(flat: fx.Node) -> _Rotation | None:
     """[T, H, D] ← reshape ← transpose of x * cos + rotate_half(x) * sin over x [1, H, T, D], or over its first columns,
-    with the others behind them."""
+    with the others behind them; or of a projection's heads as they are."""
     node: Any = flat.args[0] if is_call(flat, "contiguous") else flat
     if not is_call(node, torch.reshape, "view") or len(node.meta["val"].shape) != 3:
         return None
-    rotated, rest = _parts(_transposed(node.args[0]))
+    heads = _transposed(node.args[0])
+    rotated, rest = _parts(heads)
     if not is_call(rotated, operator.add):
-        return None
+        plain = _transposed(heads)
+        return _Rotation(plain, None, None, None) if is_call(plain, "view") and plain.meta["val"].dim() == 4 else None
     first, second = rotated.args
     for straight, crossed in ((first, second), (second, first)):
         found = _match_products(straight, crossed, rest)

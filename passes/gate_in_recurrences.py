@@ -15,7 +15,7 @@ from mllm_compile.passes.match.nodes import call, drop_dead_nodes, is_call, is_o
 
 _SOFTPLUS = (torch._C._nn.softplus, functional.softplus)
 # Op → the place of A among its arguments, and of the setting that says that it stands for -exp(A).
-_RATES = {"ssd": (2, 10), "selective_scan": (2, 9)}
+_RATES = {"ssd": (2, 12), "selective_scan": (2, 9)}
 _TOKEN_DIMS = 3  # a batch of one, tokens, heads
 _EXACT = (torch.float32, torch.float16, torch.bfloat16)  # types whose numbers float32 has
 _GATE, _BETA, _A_LOG, _DT_BIAS = 3, 4, 5, 6  # of gated_delta
@@ -31,12 +31,12 @@ class GateInRecurrences(GraphPass):
 
         g = -exp(A_log.float()) * softplus(a.float() + dt_bias)
         out = gated_delta(q, k, v, g[0], sigmoid(b)[0], None, None, True)
-        y = ssd(x, dt, -exp(A_log.float()), B, C, D, dt_bias, True, 0.0, None, False)
+        y = ssd(x, dt, -exp(A_log.float()), B, C, D, dt_bias, None, None, True, 0.0, None, False)
 
     After::
 
         out = gated_delta(q, k, v, a[0], b[0], A_log, dt_bias, True)
-        y = ssd(x, dt, A_log, B, C, D, dt_bias, True, 0.0, None, True)
+        y = ssd(x, dt, A_log, B, C, D, dt_bias, None, None, True, 0.0, None, True)
 
     Requires: a canonical graph.
     Preserves: every value in float32; in 16 bits beta is not rounded.

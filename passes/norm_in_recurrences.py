@@ -1,7 +1,8 @@
-"""Moves the gated norm of a gated delta rule's outputs into the rule."""
+"""Moves the gated norm of a recurrence's outputs into the recurrence."""
 
 from __future__ import annotations
 
+import math
 import operator
 from typing import Any, ClassVar, NamedTuple
 
@@ -14,25 +15,35 @@ from mllm_compile.passes.match.nodes import call, drop_dead_nodes, is_call, is_o
 from mllm_compile.passes.match.rms_norm import match_mean_square
 
 _GATES: dict[Any, str] = {functional.silu: "silu", torch.sigmoid: "sigmoid"}
-_Z, _NORM, _EPS, _GATE = 7, 8, 10, 11  # of gated_delta
+_Z, _NORM = 7, 8  # of gated_delta and ssd
+_EPS, _GATE = 10, 11  # of gated_delta
+_SSD_EPS, _SSD_GROUPS = 13, 14
+_MOST_NUMBERS = 16384  # of a group that a block norms
 
 
 class NormInRecurrences(GraphPass):
-    """Lets a gated delta rule norm each head's output and multiply it by the gate z.
+    """Lets a gated delta rule norm each head's output and multiply it by the gate z, and Mamba-2's scan multiply first
+    and norm each group of heads.
 
-    Why: the rule's op norms in place, by a kernel that knows which tokens are requests', of decodes a token a warp
-        (runtime/ops/states/gated_norm.py; figures in docs/state.md).
+    Why: the recurrence's op norms by a kernel that knows which tokens are requests', that has z before the outputs, and
+        that lets the linear behind it in as soon as it has these (runtime/ops/states/gated_norm.py; figures in
+        docs/state.md).
 
     Before::
 
         out = gated_delta(q, k, v, g, beta, A_log, dt_bias, None, None, True, 0.0, "")
         y = norm_weight * to(out.to(f32) * rsqrt(mean(out.to(f32) ** 2, -1) + eps)); y = to(y * silu(z.to(f32)))
 
+        gated = view(ssd(x, dt, A_log, B, C, D, dt_bias, None, None, …, 0.0, 1)) * silu(z.to(f32))
+        y = to(norm_weight * view(gated * rsqrt(mean(gated ** 2, -1) + eps)))
+
     After::
 
         y = gated_delta(q, k, v, g, beta, A_log, dt_bias, z, norm_weight, True, eps, "silu")
+        y = view(ssd(x, dt, A_log, B, C, D, dt_bias, z, norm_weight, …, eps, groups))
 
-    Requires: a canonical graph; a norm over a head's width whose weight has that width; nobody else reads the outputs.
+    Requires: a canonical graph; a rule's norm over a head's width whose weight has that width, a scan's over a token's
+        numbers or over equal parts of them, with a weight for all; nobody else reads the outputs.
     Preserves: every value in float32; in 16 bits the outputs are rounded once, behind the gate.
     """
 
@@ -56,21 +67,43 @@ class _GatedNorm(NamedTuple):
 
 def _rewrite(graph: fx.Graph, node: fx.Node) -> bool:
     found = _match(node)
-    if found is None:
+    if found is not None:
+        z = _moved_ahead(graph, found.z, found.rule)
+        if z is None:
+            return False
+        for place, value in ((_Z, z), (_NORM, found.weight), (_EPS, found.eps), (_GATE, found.gate)):
+            found.rule.update_arg(place, value)
+        node.replace_all_uses_with(found.x)
+        return True
+    of_groups = _match_of_groups(node)
+    if of_groups is None:
         return False
-    z = _by_heads(found.z, found.rule)
-    if z is None or not _come_ahead(graph, z, found.rule):
+    scan, z = of_groups.scan, _moved_ahead(graph, of_groups.z, of_groups.scan)
+    if z is None:
         return False
-    with graph.inserting_before(found.rule):
-        if z.meta["val"].dim() == 3 and z.meta["val"].shape[0] == 1:  # [1, T, Hv * Dv]
+    scan.update_arg(_Z, z)
+    scan.update_arg(_NORM, of_groups.weight)
+    scan.update_arg(_SSD_EPS, of_groups.eps)
+    scan.update_arg(_SSD_GROUPS, of_groups.groups)
+    scan.meta["val"] = torch.empty_like(scan.meta["val"], dtype=node.meta["val"].dtype)
+    with graph.inserting_before(node):
+        normed = scan if node.meta["val"].dim() == 2 else call(graph, operator.getitem, scan, None)
+        node.replace_all_uses_with(call(graph, torch.flatten, normed, -2))
+    return True
+
+
+def _moved_ahead(graph: fx.Graph, z: Any, recurrence: fx.Node) -> fx.Node | None:
+    """z as [T, H, P], ahead of the recurrence; None where it is of another shape, or made of the outputs."""
+    z = _by_heads(z, recurrence)
+    if z is None or not _come_ahead(graph, z, recurrence):
+        return None
+    with graph.inserting_before(recurrence):
+        if z.meta["val"].dim() == 3 and z.meta["val"].shape[0] == 1:  # [1, T, H * P]
             z = call(graph, operator.getitem, z, 0)
-            z = call(graph, torch.reshape, z, (-1, *found.rule.meta["val"].shape[1:]))
+            z = call(graph, torch.reshape, z, (-1, *recurrence.meta["val"].shape[1:]))
         elif z.meta["val"].dim() == 4:
             z = call(graph, operator.getitem, z, 0)
-    for place, value in ((_Z, z), (_NORM, found.weight), (_EPS, found.eps), (_GATE, found.gate)):
-        found.rule.update_arg(place, value)
-    node.replace_all_uses_with(found.x)
-    return True
+    return z
 
 
 def _match(node: Any) -> _GatedNorm | None:
@@ -93,6 +126,75 @@ def _match(node: Any) -> _GatedNorm | None:
             act: Any = gate.target
             return _GatedNorm(rule, x, weight, _unconverted(gate.args[0]), eps, _GATES[act])
     return None
+
+
+class _NormOfGroups(NamedTuple):
+    scan: fx.Node  # Mamba-2's
+    weight: fx.Node
+    z: fx.Node
+    eps: float
+    groups: int
+
+
+def _match_of_groups(node: Any) -> _NormOfGroups | None:
+    """The norm of gated outputs of Mamba-2's scan whose result, of the model's type, is `node`."""
+    if not is_call(node, "to") or not is_call(node.args[0], operator.mul):
+        return None
+    operands: Any = node.args[0].args
+    for weight, scaled in (operands, operands[::-1]):
+        weight, scaled = _unconverted(weight), _behind_views(_unconverted(scaled))
+        if not is_weight(weight) or not is_call(scaled, operator.mul):
+            continue
+        factors: Any = scaled.args
+        for gated, root in (factors, factors[::-1]):
+            if not is_call(root, torch.rsqrt):
+                continue
+            eps, product = match_mean_square(root.args[0], gated), _behind_views(gated)
+            if eps is not None and is_call(product, operator.mul):
+                return _of_product(node, product, gated, weight, eps)
+    return None
+
+
+def _of_product(node: fx.Node, product: fx.Node, gated: fx.Node, weight: fx.Node, eps: float) -> _NormOfGroups | None:
+    """The norm, where `product` is the outputs of a scan by silu(z), and `gated` its groups."""
+    operands: Any = product.args
+    for outputs, gate in (operands, operands[::-1]):
+        scan = _behind_views(_unconverted(outputs))
+        if not is_call(gate, functional.silu) or len(gate.args) != 1 or not is_op(scan, "ssd"):
+            continue
+        count, width = math.prod(scan.meta["val"].shape[1:]), gated.meta["val"].shape[-1]
+        has_parts = width == count or gated.meta["val"].shape[-2:] == (count // width, width)
+        is_whole = has_parts and tuple(weight.meta["val"].shape) == (count,) and node.meta["val"].shape[-1] == count
+        is_free = scan.args[_Z] is None and width <= _MOST_NUMBERS and _alone_reads(node, scan)
+        if is_whole and is_free and _is_rounded_for(node, scan):
+            return _NormOfGroups(scan, weight, _unconverted(gate.args[0]), eps, count // width)
+    return None
+
+
+def _is_rounded_for(node: fx.Node, scan: fx.Node) -> bool:
+    """True if `node` takes a float32 value to the type of a scan's input."""
+    wide, x = node.args[0], scan.args[0]
+    return wide.meta["val"].dtype == torch.float32 and node.meta["val"].dtype == x.meta["val"].dtype  # type: ignore[union-attr]
+
+
+def _alone_reads(node: fx.Node, scan: fx.Node) -> bool:
+    """True if whatever is made of a scan's outputs is made of `node`."""
+    waiting, seen = [scan], {scan, node}
+    while waiting:
+        for user in waiting.pop().users:
+            if user.op == "output":
+                return False
+            if user not in seen:
+                seen.add(user)
+                waiting.append(user)
+    return True
+
+
+def _behind_views(value: Any) -> Any:
+    """The value that `value` is a view of; itself where it is none."""
+    while _is_view(value):
+        value = value.args[0]
+    return value
 
 
 def _match_scaled(node: Any) -> tuple[Any, float] | None:

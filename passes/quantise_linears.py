@@ -87,8 +87,10 @@ def _quantise(
     scheme = _scheme(weight, schemes, False, fewest_rows)
     if scheme is None:
         return False
+    columns = int(weight.meta["val"].shape[1])  # of a rank's part of a row
+    scheme = scheme.of_linear(columns)
     inputs = _inputs(gm, weight, scheme, False, told)
-    group = min(scheme.group, int(weight.meta["val"].shape[1]))  # of a rank's part of a row
+    group = min(scheme.group, columns)
     operands = inputs[VALUES], inputs[SCALES], inputs.get(third_role(scheme.kind)), bias, scheme.kind, group
     replace_by_op(gm.graph, node, op("quantised_linear"), source, *operands)
     gm.graph.erase_node(weight)

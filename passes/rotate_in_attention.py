@@ -85,7 +85,8 @@ def _is_served(layer: LayerSpec, call: fx.Node) -> bool:
     is_plain = layer.window_left < 0 and layer.logits_soft_cap == 0 and not layer.alibi_slopes and not layer.chunk
     q, k, v, cos, sin, *norms = call.args[:7]
     angles: Any = cos
-    is_plain = is_plain and angles.meta["val"].shape[-1] == layer.head_dim and call.args[11:] != (True,)
+    is_whole = angles is not None and angles.meta["val"].shape[-1] == layer.head_dim
+    is_plain = is_plain and is_whole and call.args[11:] != (True,)
     operands = [node for node in (q, k, v, cos, sin, *norms) if isinstance(node, fx.Node)]
     is_of_one_type = len({node.meta["val"].dtype for node in operands}) == 1
     return is_plain and is_of_one_type and rotates_heads(layer.num_heads, layer.num_kv_heads, layer.head_dim)

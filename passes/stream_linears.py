@@ -116,4 +116,5 @@ def _is_small_taken(linear: QuantisedLinear, half: bool, tokens: int) -> bool:
     kind = kind_of_weight(linear.values.meta["val"], linear.scales.meta["val"], zeros)
     if half:
         kind = replace(kind, rows=kind.rows // 2)
-    return kind.columns == linear.shape[1] and is_small_streamed(kind, tokens)
+    has_order = linear.kind != "int4"  # as int4_lanes alone kernels take integers
+    return has_order and kind.columns == linear.shape[1] and is_small_streamed(kind, tokens)

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import re
 import types
 from collections.abc import Callable, Mapping
+from itertools import chain
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints, overload
 
 from mllm_compile.runtime.shown import brief
@@ -23,7 +23,8 @@ T = TypeVar("T")
 MAX_VALUES = 2_000_000  # 100 to 200 bytes each, once they are parsed
 MAX_DEPTH = 64
 _MAX_DIGITS = 40  # tokenizer_config.json's usual `model_max_length` is int(1e30)
-_LONG_NUMBER = re.compile(rb"[0-9]{%d}" % (_MAX_DIGITS + 1))
+_DIGITS_TO_ZEROS = bytes.maketrans(b"123456789", b"000000000")
+_LONG_NUMBER = b"0" * (_MAX_DIGITS + 1)
 
 
 def parse_json(data: bytes) -> Any:
@@ -36,7 +37,7 @@ def parse_json(data: bytes) -> Any:
     openings = data.count(b"[") + data.count(b"{")
     if openings + data.count(b",") >= MAX_VALUES:  # those within strings count too
         raise ValueError(f"it holds more than {MAX_VALUES:,} values")
-    parse_int = _short_int if _LONG_NUMBER.search(data) else None
+    parse_int = _short_int if _LONG_NUMBER in data.translate(_DIGITS_TO_ZEROS) else None
     try:
         content = json.loads(data.decode(), parse_int=parse_int)
     except RecursionError:
@@ -56,14 +57,10 @@ def _short_int(digits: str) -> int:
 
 
 def _check_depth(content: Any) -> None:
-    level = [content]
+    level = [content] if isinstance(content, (dict, list)) else []
     for _ in range(MAX_DEPTH):
-        level = [
-            child
-            for parent in level
-            for child in (parent.values() if isinstance(parent, dict) else parent if isinstance(parent, list) else ())
-            if isinstance(child, (dict, list))
-        ]
+        children = chain.from_iterable(parent.values() if type(parent) is dict else parent for parent in level)
+        level = [child for child in children if type(child) is dict or type(child) is list]
         if not level:
             return
     raise ValueError(_TOO_DEEP)

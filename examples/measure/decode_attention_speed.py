@@ -32,7 +32,8 @@ from mllm_compile.kernels.cuda import KernelCompiler, can_compile_kernels
 from mllm_compile.process.progress import NullReporter
 from mllm_compile.runtime.attention.hopper.clusters import cluster_kernels
 from mllm_compile.runtime.attention.hopper.decoder import ClusterDecode, ShareDecode
-from mllm_compile.runtime.attention.hopper.shares import ShareKernel, takes
+from mllm_compile.runtime.attention.hopper.kernel import HEAD_DIM as CLUSTERS_HEAD_DIM
+from mllm_compile.runtime.attention.hopper.shares import HEAD_DIMS, ShareKernel
 from mllm_compile.runtime.attention.split.split_decode import DecodePiece
 from mllm_compile.runtime.attention.split.splits import MOST_FEW_SEQUENCES, OF_FEW, OF_MANY
 
@@ -42,7 +43,6 @@ LENGTHS = (128, 512, 1024, 4096, 16384)
 MAX_TOKENS = 1 << 20  # of a batch
 TABLE_TOKENS = 32768  # the page table's width: what a request may grow to
 SPLITS = (1, 2, 4, 8, 16, 32)
-HEAD_DIM = 128
 COLD_BYTES = 256 << 20  # several times the L2 cache
 MAX_LAYERS = 16
 MAX_BLOCKS = 1024
@@ -58,6 +58,7 @@ class Case:
     batch: int
     length: int  # of every request; ragged: their mean
     is_ragged: bool = False
+    head_dim: int = 128
 
     def lengths(self) -> torch.Tensor:
         """Longest first, as the scheduler has them."""
@@ -69,7 +70,7 @@ class Case:
     @property
     def kv_bytes(self) -> int:
         """What one layer must read."""
-        return int(self.lengths().sum()) * self.num_kv_heads * HEAD_DIM * 2 * 2
+        return int(self.lengths().sum()) * self.num_kv_heads * self.head_dim * 2 * 2
 
 
 class Layers:
@@ -81,13 +82,13 @@ class Layers:
         self.num_pages = (lengths + PAGE_SIZE - 1) // PAGE_SIZE
         total = int(self.num_pages.sum())
         count = min(MAX_LAYERS, max(2, COLD_BYTES // case.kv_bytes))
-        shape = (total + 1, PAGE_SIZE, case.num_kv_heads, HEAD_DIM)
+        shape = (total + 1, PAGE_SIZE, case.num_kv_heads, case.head_dim)
         kwargs = {"dtype": torch.bfloat16, "device": "cuda"}
         self.pages = [
             (torch.empty(shape, **kwargs).normal_(), torch.empty(shape, **kwargs).normal_()) for _ in range(count)
         ]
         self.order = torch.randperm(total).int() + 1
-        self.queries = torch.randn(count, case.batch, case.num_heads, HEAD_DIM, **kwargs)
+        self.queries = torch.randn(count, case.batch, case.num_heads, case.head_dim, **kwargs)
         self.out = torch.zeros_like(self.queries)
         self.lengths = lengths
 
@@ -126,7 +127,7 @@ def planned(layers: Layers, workspace: torch.Tensor, use_tensor_cores: bool) -> 
         paged_kv_last_page_len_buffer=last.cuda(),
     )
     options = {"q_data_type": torch.bfloat16, "kv_data_type": torch.bfloat16}
-    heads = (case.num_heads, case.num_kv_heads, HEAD_DIM, PAGE_SIZE)
+    heads = (case.num_heads, case.num_kv_heads, case.head_dim, PAGE_SIZE)
     wrapper.plan(indptr, layers.order.cuda(), last, *heads, **options)
     return layers.each(lambda query, pages, out: wrapper.run(query, pages, out=out))
 
@@ -151,11 +152,11 @@ def split_decode(layers: Layers, is_few: bool, num_splits: int) -> Callable[[], 
     case = layers.case
     table, lengths = layers.page_table(), layers.lengths.cuda()
     heads = (case.batch, num_splits, case.num_heads)
-    scratch = [torch.empty(*heads, *rest, device="cuda") for rest in ((HEAD_DIM,), (), ())]
+    scratch = [torch.empty(*heads, *rest, device="cuda") for rest in ((case.head_dim,), (), ())]
     done = torch.zeros(case.batch, case.num_kv_heads, dtype=torch.int32, device="cuda")
     most = (OF_FEW if is_few else OF_MANY).most
-    options = {"sinks": None, "slopes": None, "page_size": PAGE_SIZE, "max_splits": most, "sm_scale": HEAD_DIM**-0.5}
-    options |= {"soft_cap": 0.0, "window_left": -1, "fetch_first": is_few, "chunk": 0}
+    options = {"sinks": None, "slopes": None, "page_size": PAGE_SIZE, "max_splits": most}
+    options |= {"sm_scale": case.head_dim**-0.5, "soft_cap": 0.0, "window_left": -1, "fetch_first": is_few, "chunk": 0}
 
     def attend(query: torch.Tensor, pages: tuple[torch.Tensor, torch.Tensor], out: torch.Tensor) -> None:
         keys, values = (page.flatten(0, 1) for page in pages)
@@ -165,23 +166,22 @@ def split_decode(layers: Layers, is_few: bool, num_splits: int) -> Callable[[], 
 
 
 @cache
-def hopper_kernels(num_heads: int, num_kv_heads: int, with_fewer: bool) -> dict[str, DecodePiece]:
+def hopper_kernels(num_heads: int, num_kv_heads: int, head_dim: int, with_fewer: bool) -> dict[str, DecodePiece]:
     """Clusters and shares, compiled; none on other GPUs. Clusters of no more than 2 or 4 blocks too, if asked for."""
     if not can_compile_kernels("cuda:0"):
         return {}
-    clusters = cluster_kernels(num_heads, num_kv_heads, PAGE_SIZE)
-    shares = [ShareKernel(num_kv_heads, num_heads // num_kv_heads, PAGE_SIZE)] if takes(num_kv_heads) else []
+    clusters = cluster_kernels(num_heads, num_kv_heads, PAGE_SIZE) if head_dim == CLUSTERS_HEAD_DIM else ()
+    shares = ShareKernel(num_kv_heads, num_heads // num_kv_heads, PAGE_SIZE, head_dim=head_dim)
     with tempfile.TemporaryDirectory() as folder, KernelCompiler() as compiler:
-        compiler.write((*clusters, *shares), Path(folder), NullReporter())
+        compiler.write((*clusters, shares), Path(folder), NullReporter())
         binaries = {path.stem: path.read_bytes() for path in Path(folder).iterdir()}
-    scale, device = HEAD_DIM**-0.5, torch.device("cuda:0")
+    scale, device = head_dim**-0.5, torch.device("cuda:0")
     most_blocks = {"clusters": 8, **({"clusters/2": 2, "clusters/4": 4} if with_fewer else {})}
     decoders: dict[str, DecodePiece] = {}
-    for name, most in most_blocks.items():
+    for name, most in most_blocks.items() if clusters else ():
         some = [kernel for kernel in clusters if kernel.split <= most]
         decoders[name] = ClusterDecode(some, binaries, scale, device)
-    if shares:
-        decoders["shares"] = ShareDecode(shares[0], binaries, scale, device)
+    decoders["shares"] = ShareDecode(shares, binaries, scale, device)
     return decoders
 
 
@@ -225,7 +225,7 @@ def measure(case: Case, workspace: torch.Tensor, ours_alone: bool) -> dict[str, 
     }
     if ours_alone:
         kernels = {"Triton": kernels["Triton"]}
-    for name, kernel in hopper_kernels(case.num_heads, case.num_kv_heads, ours_alone).items():
+    for name, kernel in hopper_kernels(case.num_heads, case.num_kv_heads, case.head_dim, ours_alone).items():
         kernels[name] = lambda kernel=kernel: hopper_decode(layers, kernel)
     for few, name, most in ((True, "few", OF_FEW.most), (False, "many", OF_MANY.most)):
         for splits in SPLITS:
@@ -254,10 +254,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--heads", type=heads_of, nargs="+", default=HEADS, help="query heads/KV heads")
+    parser.add_argument("--head-dim", type=int, choices=HEAD_DIMS, default=HEAD_DIMS[0])
     parser.add_argument("--batches", type=positive, nargs="+", default=BATCHES)
     parser.add_argument("--lengths", type=positive, nargs="+", default=LENGTHS)
     parser.add_argument("--ours", action="store_true", help="leave out what is not the program's own")
     arguments = parser.parse_args()
+    if arguments.head_dim != CLUSTERS_HEAD_DIM and not arguments.ours:
+        parser.error(f"heads of {arguments.head_dim} are timed by the program's own kernels alone: add --ours")
     if not torch.cuda.is_available():
         sys.exit("needs an NVIDIA GPU")
     torch.manual_seed(0)
@@ -271,7 +274,7 @@ def main() -> None:
         for is_ragged, batches in ((False, arguments.batches), (True, ragged)):
             for batch in batches:
                 for length in (length for length in arguments.lengths if length * batch <= MAX_TOKENS):
-                    case = Case(num_heads, num_kv_heads, batch, length, is_ragged)
+                    case = Case(num_heads, num_kv_heads, batch, length, is_ragged, arguments.head_dim)
                     times = measure(case, workspace, arguments.ours)
                     results.append(asdict(case) | {"us": times})
                     own = min((name for name in times if name in ours), key=times.__getitem__)

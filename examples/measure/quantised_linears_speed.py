@@ -50,8 +50,8 @@ FORMS = {
     "bf16": None,
     "row": WeightScheme("fp8", 0),
     "group": WeightScheme("fp8", 128),
-    "int4": WeightScheme("int4", 128, torch.bfloat16),
-    "zeros": WeightScheme("int4", 128, torch.float16, has_zeros=True),
+    "int4": WeightScheme("int4_lanes", 128, torch.bfloat16),
+    "zeros": WeightScheme("int4_lanes", 128, torch.float16, has_zeros=True),
     "mxfp4": MXFP4,
     "nvfp4": NVFP4,
 }
@@ -166,11 +166,11 @@ class Chain:
                 true, theirs = true * factor, (theirs.float() * factor).bfloat16()
             if name == "gate_up":
                 true, theirs = (silu(both.chunk(2, -1)[0]) * both.chunk(2, -1)[1] for both in (true, theirs))
-            found[name] = _off_by(ours, true) / _off_by(theirs, true)
+            found[name] = off_by(ours, true) / off_by(theirs, true)
         return found
 
 
-def _off_by(values: torch.Tensor, true: torch.Tensor) -> float:
+def off_by(values: torch.Tensor, true: torch.Tensor) -> float:
     return ((values.float() - true).norm(dim=-1) / true.norm(dim=-1)).max().item()
 
 
@@ -210,18 +210,19 @@ def load(compiler: KernelCompiler, tilings: Sequence[Any], load_kernels: Callabl
 
 
 def divisions(chain: Chain, tokens: int, sweep: bool) -> Iterator[tuple[str, list[Any]]]:
-    """Names and tilings of the four linears: those that are chosen, and others."""
+    """Names and tilings of the four linears: those that are chosen, and others, each where a linear has such a one."""
     kinds, bucket = list(chain.kinds().values()), bucket_of(tokens)
     if chain.form == "bf16":
         yield "chosen", [choose_bf16_tiling(kind, bucket) for kind in kinds]
         return
-    yield "chosen", [choose_tiling(kind, bucket) for kind in kinds]
+    chosen = [choose_tiling(kind, bucket) for kind in kinds]
+    yield "chosen", chosen
     if sweep:
         by_name: dict[str, list[QuantisedTiling]] = {}
-        for kind in kinds:
+        for at, kind in enumerate(kinds):
             for name, tiling in sweep_tilings(kind, bucket):
-                by_name.setdefault(name, []).append(tiling)
-        yield from ((name, tilings) for name, tilings in by_name.items() if len(tilings) == len(kinds))
+                by_name.setdefault(name, list(chosen))[at] = tiling
+        yield from by_name.items()
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -1,10 +1,11 @@
 """Microseconds of one layer with a state by kind and batch, inside a CUDA graph, beside what its bytes take.
 
-    python examples/measure/state_kernels_speed.py [--json FILE] [--prompts] [--layers "gated delta" ssd …]
+    python examples/measure/state_kernels_speed.py [--json FILE] [--prompts] [--apart] [--layers "gated delta" ssd …]
         [--variants "conv._WARPS=4" "conv._WARPS=8 conv._DECODE_CHANNELS=512" …]
 
 Needs an NVIDIA GPU and Triton. The shapes are those of Transformers' defaults for qwen3_5_text, of Nemotron-H-8B,
 Kimi-Linear and Falcon-Mamba-7B. A graph runs each kernel over several layers' states, more than the L2 cache holds.
+Kernels are launched before those ahead have ended, as in a step; --apart has each begin when the one ahead has ended.
 TB/s are the bytes of states and tokens, read and written once, over the time; the last column is their share of the
 rate at which the GPU reads one large tensor. A variant sets constants of modules of runtime/ops/states/.
 """
@@ -20,12 +21,14 @@ import statistics
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from mllm_compile.runtime import ops
-from mllm_compile.runtime.state.layer import CausalConv, GatedDelta, SelectiveScan, Ssd, StateKind
+from mllm_compile.runtime.state.layer import KINDS, CausalConv, GatedDelta, SelectiveScan, Ssd, StateKind
 
 BATCHES = (1, 8, 16, 64, 256)
 PROMPTS = ((1, 2048), (1, 8192), (8, 1024), (32, 2048))
@@ -128,6 +131,22 @@ def set_constants(variant: str) -> None:
         setattr(place, constant, int(value))
 
 
+def launch_early() -> None:
+    """Has Triton launch the kernels of runtime/ops/states/ as packages do: before those ahead of them have ended."""
+
+    class Early:
+        def __init__(self, kernel: Any) -> None:
+            self.kernel = kernel
+
+        def __getitem__(self, grid: Any) -> Callable[..., object]:
+            return partial(self.kernel[grid], launch_pdl=True)
+
+    folder = f"{ops.__name__}.states."
+    for module in [module for name, module in sys.modules.items() if name.startswith(folder)]:
+        if hasattr(module, "wrap_triton"):
+            module.wrap_triton = Early  # type: ignore[attr-defined]
+
+
 def microseconds(launch: Callable[[], object]) -> float:
     """The median of replays of a graph of it."""
     launch()
@@ -156,6 +175,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
     parser.add_argument("--prompts", action="store_true", help="prompts in place of decodes")
+    parser.add_argument("--apart", action="store_true", help="each kernel begins when the one ahead has ended")
     parser.add_argument("--layers", nargs="+", choices=SHAPES, default=list(SHAPES), help="these alone")
     parser.add_argument("--variants", nargs="+", default=[""], help="of constants, each measured in turn")
     args = parser.parse_args()
@@ -165,6 +185,12 @@ def main() -> int:
     limit = read_rate()
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, read {limit / 1e12:.2f} TB/s")
     print(f"{'layer':24} {'requests':>8} {'tokens':>7} {'µs':>9} {'TB/s':>6} {'of read':>8}")
+    from mllm_compile.runtime.ops.dependent_launch import starts_early
+
+    for kind in KINDS:
+        ops.op(f"{kind}_states")
+    if not args.apart and starts_early():
+        launch_early()
     results = []
     for variant, name in itertools.product(args.variants, args.layers):
         set_constants(variant)

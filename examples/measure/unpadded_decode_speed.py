@@ -129,8 +129,7 @@ def main() -> None:
         check(attend, width)
     for num_requests, length in CASES:
         for width in (80, 96, PADDED):
-            served.HEAD_DIM = width
-            layers = served.Layers(served.Case(HEADS, HEADS, num_requests, length))
+            layers = served.Layers(served.Case(HEADS, HEADS, num_requests, length, head_dim=width))
             table, lengths = layers.page_table(), layers.lengths.cuda()
             nothing = microseconds(layers.each(lambda query, pages, out: None), len(layers.pages))
 
@@ -153,7 +152,7 @@ def main() -> None:
                 count = served.OF_MANY.of(num_requests * HEADS)
                 split = time(served.split_decode(layers, is_few=False, num_splits=count))
                 print(f"{of_case}, as served: split_decode {split:.1f} us", flush=True)
-                for name, kernel in served.hopper_kernels(HEADS, HEADS, False).items():
+                for name, kernel in served.hopper_kernels(HEADS, HEADS, PADDED, False).items():
                     if name == "shares":
                         taken = time(served.hopper_decode(layers, kernel))
                         print(f"{of_case}, as served: {name} {taken:.1f} us", flush=True)

@@ -22,7 +22,7 @@ from mllm_compile.errors import CompileError
 from mllm_compile.runtime.attention.base import Unrotated
 from mllm_compile.runtime.attention.flashinfer.kernels import PlanGroup
 from mllm_compile.runtime.attention.hopper.clusters import ClusterKernel, choose_split
-from mllm_compile.runtime.attention.hopper.shares import ShareKernel
+from mllm_compile.runtime.attention.hopper.shares import MOST_REQUESTS, ShareKernel
 from mllm_compile.runtime.attention.layer import LayerSpec
 from mllm_compile.runtime.attention.split.split_decode import Decoders, SplitDecodeSpace, choose_decoder
 from mllm_compile.runtime.ops import family
@@ -34,7 +34,7 @@ from mllm_compile.runtime.sampling.sampler import SamplingPieces
 _LENGTHS = (1, 70, 300)  # a part of one program's keys; several programs that are added up
 _LONGEST = 2100  # as many programs as one request's keys are ever split among
 _LONGEST_ALONE = 6200  # so long that its heads have several clusters (attention/hopper/clusters.cu)
-_MANY_REQUESTS = 150  # shares count requests by warps: by more than one
+_MORE_REQUESTS = 22  # than one warp of shares counts
 _MOST_WINDOW = 8192  # a longer one would take seconds to reach the end of
 # ‖ours − float32's‖ / ‖float32's‖ of the worst request; rounding alone is up to 3e-3 in bfloat16.
 _TOLERANCE = 2e-2
@@ -124,15 +124,16 @@ class _DecodeCheck:
         return torch.randn(shape, generator=self._generator).to(dtype).to(self._device)
 
     def batches(self, forms: Sequence[DecodeForm]) -> list[tuple[int, ...]]:
-        """Tokens of each request: of one alone, of two and of a few (clusters divide each otherwise), of as many as
-        each form serves, at most and at least, and of many."""
+        """Tokens of each request: of one alone, of two and of a few, of as few as clusters divide in each way, of as
+        many as each form serves, at most and at least, and of many."""
         kv_heads = self._layer.num_kv_heads
         most = [form.most_sequences // kv_heads for form in forms[:-1] if form.most_sequences is not None]
-        has_shares = any(isinstance(kernel, ShareKernel) for form in forms for kernel in form.kernels)
-        many = {_MANY_REQUESTS} if has_shares else set()
-        sizes = sorted({2, len(_LENGTHS) + 1, *most, *(count + 1 for count in most), *many} - {0, 1})
+        shares = (kernel for form in forms for kernel in form.kernels if isinstance(kernel, ShareKernel))
+        many = {min(kernel.requests_of_warp + _MORE_REQUESTS, MOST_REQUESTS) for kernel in shares}
+        split = {choose_split(count * kv_heads): count for count in range(_most_in_clusters(forms) // kv_heads, 0, -1)}
+        sizes = {2, len(_LENGTHS) + 1, *split.values(), *most, *(count + 1 for count in most), *many} - {0, 1}
         lengths = (self._longest, *_LENGTHS[::-1])
-        return [(self._alone,), *((lengths * size)[:size] for size in sizes)]
+        return [(self._alone,), *((lengths * size)[:size] for size in sorted(sizes))]
 
     def run(self, lengths: tuple[int, ...], forms: Sequence[DecodeForm], decoders: Decoders) -> None:
         """Raises CompileError where a request's answer is not float32's."""
@@ -220,6 +221,12 @@ class _DecodeCheck:
         if self._sinks is not None:
             logits = torch.cat((logits, self._sinks.float()[:, None]), -1)
         return torch.einsum("hl,lhd->hd", logits.softmax(-1)[:, : len(slots)], values)
+
+
+def _most_in_clusters(forms: Sequence[DecodeForm]) -> int:
+    """The sequences that clusters serve at most."""
+    of_clusters = (form for form in forms if any(isinstance(kernel, ClusterKernel) for kernel in form.kernels))
+    return max((form.most_sequences or 0 for form in of_clusters), default=0)
 
 
 def _with_more(cache: torch.Tensor, places: torch.Tensor) -> torch.Tensor:

@@ -91,7 +91,7 @@ def lines_on_weights(specs: Sequence[WeightSpec], dtype: str) -> list[str]:
         file_bytes = sum(spec.num_bytes_read for spec in specs)
         formats = [part.quantised.format for part in dequantised if part.quantised]
         return [dequantised_line(formats, dtype, file_bytes, memory_bytes)] if formats else []
-    kinds = {part.small.scheme.kind for _, part in parts if part.small}
+    kinds = {part.small.scheme.name for _, part in parts if part.small}
     stored = {part.quantised.format for _, part in parts if part.small and part.quantised}
     how = f"as they are stored, {_named(stored)}" if stored else "quantised while they are read"
     kept_bytes = sum(spec.num_bytes for spec in kept)

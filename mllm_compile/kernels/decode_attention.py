@@ -20,8 +20,8 @@ from mllm_compile.runtime.attention.hopper.clusters import (
     choose_split,
     cluster_kernels,
 )
-from mllm_compile.runtime.attention.hopper.shapes import are_served
-from mllm_compile.runtime.attention.hopper.shares import MOST_REQUESTS, ShareKernel, takes
+from mllm_compile.runtime.attention.hopper.shapes import are_served, has_clusters
+from mllm_compile.runtime.attention.hopper.shares import MOST_REQUESTS, ShareKernel
 from mllm_compile.runtime.attention.layer import KERNEL_HEAD_DIMS, LayerSpec
 from mllm_compile.runtime.attention.split.splits import MOST_FEW_SEQUENCES, OF_FEW, OF_MANY, Splits
 from mllm_compile.runtime.config_sections import RuntimeSection
@@ -73,26 +73,32 @@ def _forms(
     few = _piece(config, layer, f"decode_{index}_few", OF_FEW, fetch_first=True)
     forms: tuple[DecodeForm, ...] = DecodeForm(MOST_FEW_SEQUENCES, few.name, OF_FEW), of_many
     if _has_kernels(config, layer):
-        forms = _hopper_forms(config.runtime, layer, of_many)
+        forms = _hopper_forms(config.runtime, layer, *forms)
     called = {form.piece for form in forms}
     return forms, tuple(piece for piece in (few, many) if piece.name in called)
 
 
-def _hopper_forms(runtime: RuntimeSection, layer: LayerSpec, many: DecodeForm) -> tuple[DecodeForm, ...]:
-    """Clusters for few requests, shares for many, and a piece for what these leave."""
-    kv_heads = layer.num_kv_heads
-    has_shares, has_many = takes(kv_heads), runtime.max_running_requests > MOST_REQUESTS
+def _hopper_forms(
+    runtime: RuntimeSection, layer: LayerSpec, few: DecodeForm, many: DecodeForm
+) -> tuple[DecodeForm, ...]:
+    """Clusters for few requests, or a piece where there are none of such heads; shares for many, and a piece for more
+    than these count."""
+    kv_heads, head_dim = layer.num_kv_heads, layer.head_dim
+    has_many = runtime.max_running_requests > MOST_REQUESTS
     forms = []
-    most = MOST_SEQUENCES_OF_LONG if runtime.max_model_len > LONG_TOKENS else MOST_SEQUENCES
-    splits = {choose_split(count * kv_heads) for count in range(1, most // kv_heads + 1)}
     features = {"sinks": layer.sinks is not None, "fp8": runtime.kv_cache_dtype == "float8_e4m3fn"}
-    clusters = cluster_kernels(layer.num_heads, kv_heads, runtime.page_size, **features)
-    if splits:
-        forms.append(DecodeForm(most, kernels=tuple(kernel for kernel in clusters if kernel.split in splits)))
-    if has_shares:
-        shares = ShareKernel(kv_heads, layer.num_heads // kv_heads, runtime.page_size, **features)
-        forms.append(DecodeForm(MOST_REQUESTS * kv_heads if has_many else None, kernels=(shares,)))
-    if has_many or not has_shares:
+    if has_clusters(kv_heads, head_dim):
+        most = MOST_SEQUENCES_OF_LONG if runtime.max_model_len > LONG_TOKENS else MOST_SEQUENCES
+        splits = {choose_split(count * kv_heads) for count in range(1, most // kv_heads + 1)}
+        clusters = cluster_kernels(layer.num_heads, kv_heads, runtime.page_size, **features)
+        if splits:
+            forms.append(DecodeForm(most, kernels=tuple(kernel for kernel in clusters if kernel.split in splits)))
+    else:
+        forms.append(few)
+    group = layer.num_heads // kv_heads
+    shares = ShareKernel(kv_heads, group, runtime.page_size, head_dim=head_dim, **features)
+    forms.append(DecodeForm(MOST_REQUESTS * kv_heads if has_many else None, kernels=(shares,)))
+    if has_many:
         forms.append(many)
     return tuple(forms)
 

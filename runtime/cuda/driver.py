@@ -45,6 +45,12 @@ def _driver() -> ctypes.CDLL:
     return ctypes.CDLL("libcuda.so.1")
 
 
+@cache
+def _driver_within_the_lock() -> ctypes.PyDLL:
+    """The same, without giving away the interpreter's lock: for calls that are over before it would be had again."""
+    return ctypes.PyDLL("libcuda.so.1")
+
+
 def _check(result: int, doing: str) -> None:
     if result:
         name = ctypes.c_char_p()
@@ -130,6 +136,27 @@ def copy_pinned(memory: torch.Tensor, place: torch.Tensor, num_bytes: int) -> No
     stream = ctypes.c_void_p(torch._C._cuda_getCurrentRawStream(device))
     source, target = ctypes.c_void_p(memory.data_ptr()), ctypes.c_uint64(place.data_ptr())
     _check(driver.cuMemcpyHtoDAsync_v2(target, source, ctypes.c_size_t(num_bytes), stream), "a copy to the device")
+
+
+def scatter_pinned(memory: torch.Tensor, targets: Sequence[tuple[int, int]], stream: int, device: int) -> None:
+    """Copies stretches of pinned memory, one behind the other, without waiting and without letting another thread in.
+
+    Args:
+        memory: whoever calls this keeps it, and what is in it, until the copies are over.
+        targets: each stretch's address on the device, and its bytes.
+        stream, device: where the copies are queued.
+
+    Raises:
+        DeviceError: the device does not answer.
+    """
+    driver, source = _driver_within_the_lock(), memory.data_ptr()
+    _check(driver.cuCtxSetCurrent(_context(device)), f"using the context of device {device}")
+    for target, num_bytes in targets:
+        copied = driver.cuMemcpyHtoDAsync_v2(
+            ctypes.c_uint64(target), ctypes.c_void_p(source), ctypes.c_size_t(num_bytes), ctypes.c_void_p(stream)
+        )
+        _check(copied, f"a copy of {num_bytes} bytes to the device")
+        source += num_bytes
 
 
 Argument = TensorMap | ctypes.c_void_p | ctypes.c_float | ctypes.c_int | ctypes.Array[ctypes.c_int] | ctypes.Structure

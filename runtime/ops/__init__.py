@@ -32,6 +32,7 @@ OPS = {
     "causal_conv_states": "states.conv",
     "choose_experts": "experts.choose",
     "count_experts": "experts.count",
+    "dequantised_integers": "quantised_linear.integers",
     "draw_tokens": "draw",
     "end_decode": "decode_loop",
     "expanded_prefill": "latents.expanded",

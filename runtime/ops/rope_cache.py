@@ -64,7 +64,10 @@ def _rotate(
         scale = tl.rsqrt((tl.sum(first * first, 1) + tl.sum(second * second, 1)) / D + EPS)[:, None]
         first = _times_weight(first, scale, weight_ptr, half, PLUS_ONE)
         second = _times_weight(second, scale, weight_ptr, half + D // 2, PLUS_ONE)
-    if R == D:
+    if R == 0:
+        rotated_first = first
+        rotated_second = second
+    elif R == D:
         angles = token * D + half
         cos_first, cos_second = tl.load(cos_ptr + angles), tl.load(cos_ptr + angles + D // 2)
         sin_first, sin_second = tl.load(sin_ptr + angles), tl.load(sin_ptr + angles + D // 2)
@@ -155,8 +158,8 @@ def rope_and_cache(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
+    cos: torch.Tensor | None,
+    sin: torch.Tensor | None,
     q_weight: torch.Tensor | None,
     k_weight: torch.Tensor | None,
     eps: float,
@@ -165,13 +168,13 @@ def rope_and_cache(
     values: torch.Tensor,
     plus_one: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rotated q and k, the latter and v also written to the KV cache.
+    """Computes rotated q and k, and writes the latter and v to the KV cache too.
 
     Sums and products are in float32, rounded once at the end; the traced model rounds after each of them.
 
     Args:
         q: [1, T, H, D]; k: [1, T, Hk, D]; v: [T, Hk, D]; heads may have any stride, D is contiguous.
-        cos, sin: [1, T, R], contiguous; of a head the first R columns are rotated, R even and up to D.
+        cos, sin: [1, T, R], contiguous; of a head the first R columns are rotated, R even and up to D; none: R is 0.
         q_weight, k_weight: [D] of the RMS norms before the rotation, both or neither.
         eps: theirs.
         slots: [T] int64; or [0]: then nothing is computed or written, since attention does it
@@ -191,8 +194,8 @@ def rope_and_cache(
         q,
         k,
         v,
-        cos,
-        sin,
+        q if cos is None else cos,  # which, as those below, are not read without
+        q if sin is None else sin,
         q if q_weight is None else q_weight,
         k if k_weight is None else k_weight,
         slots,
@@ -210,7 +213,7 @@ def rope_and_cache(
         H=num_heads,
         HK=num_kv_heads,
         D=head_dim,
-        R=cos.shape[-1],
+        R=0 if cos is None else cos.shape[-1],
         Q_HEADS=q_heads,
         KV_HEADS=kv_heads,
         NORM=q_weight is not None,

@@ -64,7 +64,8 @@ def quantised(weight: torch.Tensor, scheme: WeightScheme) -> dict[str, torch.Ten
         zeros = torch.full_like(scales, INT4_ZERO, dtype=torch.float32)
     numbers = (groups / scales.float().unsqueeze(-1)).round_() + zeros.unsqueeze(-1)
     numbers = numbers.clamp_(0, 15).view(rows, -1)[:, :columns].to(torch.uint8)
-    return {VALUES: paired(numbers), SCALES: scales, **found}
+    values = paired(numbers)
+    return {VALUES: in_lanes(values) if scheme.kind == "int4_lanes" else values, SCALES: scales, **found}
 
 
 def _scales(sizes: torch.Tensor, largest: float, scheme: WeightScheme) -> torch.Tensor:
@@ -96,6 +97,26 @@ def paired(numbers: torch.Tensor) -> torch.Tensor:
     return numbers[:, 0::2] | (numbers[:, 1::2] << 4)
 
 
+def in_lanes(values: torch.Tensor) -> torch.Tensor:
+    """The values of int4 [N, K/2] uint8 in the order of int4_lanes; K is a multiple of 32.
+
+    Of 32 inputs four lanes of a warp give four pairs of neighbours each to two products of 16: to either lane q gives
+    inputs 2 q and 2 q + 8, each with the one behind it. What a lane gives is one word: two bytes of its first inputs,
+    then two of those behind them, one a product, whose low number is of the product's first eight inputs.
+    """
+    of_inputs = (one.unflatten(-1, (-1, 2, 2, 4)) for one in (values & 15, values >> 4))  # product, eight, lane
+    first, behind = (one[..., 0, :] | one[..., 1, :] << 4 for one in of_inputs)
+    return torch.stack((first, behind), -1).movedim(-3, -1).flatten(-4)
+
+
+def integers(values: torch.Tensor, kind: str) -> torch.Tensor:
+    """[N, K] uint8, or one more, of the values of int4 or int4_lanes."""
+    if kind == "int4":
+        return torch.stack((values & 15, values >> 4), -1).flatten(-2)
+    lanes = values.unflatten(-1, (-1, 4, 2, 2))  # lane, first or behind, product
+    return torch.stack((lanes & 15, lanes >> 4), -1).movedim((-2, -1), (-4, -3)).flatten(-5)
+
+
 def dequantised(
     tensors: Mapping[str, torch.Tensor | None], kind: str, group: int, columns: int, dtype: torch.dtype
 ) -> torch.Tensor:
@@ -119,7 +140,7 @@ def dequantised(
         if kind in ("mxfp4", "nvfp4"):
             weight[rows] = unpacked_e2m1(values[rows])[:, :columns].mul_(factors)
             continue
-        numbers = torch.stack((values[rows] & 15, values[rows] >> 4), -1).flatten(-2)[:, :columns].float()
+        numbers = integers(values[rows], kind)[:, :columns].float()
         numbers -= INT4_ZERO if third is None else _of_inputs(third[rows].float(), group, columns)
         weight[rows] = numbers.mul_(factors)
     return weight

@@ -7,17 +7,18 @@ behind another.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
 
 # Roles of the tensors that one weight is.
 VALUES, SCALES, ZEROS, FACTORS = "values", "scales", "zeros", "factors"
-Kind = Literal["fp8", "int4", "mxfp4", "nvfp4"]
+Kind = Literal["fp8", "int4", "int4_lanes", "mxfp4", "nvfp4"]
 
 FP8_MAX = 448.0  # of float8_e4m3fn
 SMALLEST_SCALE = 1e-12  # of a group of zeros: it is divided by
+INT4_GROUP = 128  # inputs that share a scale, where not a checkpoint says how many
 INT4_ZERO = 8  # what stands for zero where no zero points are stored
 
 
@@ -27,7 +28,8 @@ class WeightScheme:
     has, so that rows of several weights can be packed into one.
 
     fp8: values [N, K] float8_e4m3fn, weight = value * scale. int4: values [N, K/2 rounded up] uint8, two a byte, the
-    low one first; weight = (value - zero) * scale, zero being 8 where there are no zero points. mxfp4: values likewise,
+    low one first; weight = (value - zero) * scale, zero being 8 where there are no zero points. int4_lanes: the same,
+    of a linear, with the values of each 32 inputs in another order (numbers.in_lanes). mxfp4: values as of int4, but
     floats of four bits (E2M1), for 32 inputs a scale that is a power of two in a byte (E8M0). nvfp4: the same floats,
     for 16 inputs a scale in float8_e4m3fn, and of each row a factor [N, 1] in float32.
 
@@ -42,6 +44,11 @@ class WeightScheme:
     group: int
     scale_dtype: torch.dtype = torch.float32
     has_zeros: bool = False
+
+    @property
+    def name(self) -> str:
+        """The kind, in whatever order values are."""
+        return "int4" if self.kind == "int4_lanes" else self.kind
 
     @property
     def roles(self) -> tuple[str, ...]:
@@ -75,6 +82,12 @@ class WeightScheme:
             return torch.float32
         return torch.float8_e4m3fn if role == VALUES and self.kind == "fp8" else torch.uint8
 
+    def of_linear(self, columns: int) -> WeightScheme:
+        """The scheme of a linear of so many inputs whose weight has this one in a checkpoint: with values in the order
+        of kernels for few tokens, where these may take it."""
+        in_lanes = self.kind == "int4" and self.group == INT4_GROUP and columns % INT4_GROUP == 0
+        return replace(self, kind="int4_lanes") if in_lanes else self
+
     def num_bytes(self, *sizes: int) -> int:
         """The bytes of all tensors of a weight of these sizes."""
         return sum(math.prod(self.shape(role, *sizes)) * self.dtype(role).itemsize for role in self.roles)
@@ -95,10 +108,7 @@ def quantised_as(kind: Kind, columns: int) -> WeightScheme:
         return MXFP4 if kind == "mxfp4" else NVFP4
     if kind == "fp8":
         return WeightScheme("fp8", columns)
-    return WeightScheme("int4", min(_INT4_GROUP, columns), torch.bfloat16)
-
-
-_INT4_GROUP = 128
+    return WeightScheme("int4", min(INT4_GROUP, columns), torch.bfloat16)
 
 
 def tensor_name(weight: str, role: str) -> str:

@@ -95,17 +95,21 @@ class GatedDelta(StateKind):
 class Ssd(StateKind):
     """Mamba-2's scan: x [T, H, P], dt [T, H], A [H], B, C [T, G, N], D [H], dt_bias [H] → float32 [T, H, P].
 
-    S ← S·exp(dt·A) + dt·x Bᵀ; out = S·C + D·x, with dt = clamp(softplus(dt + dt_bias)). The state is S, [H, P, N].
+    S ← S·exp(dt·A) + dt·x Bᵀ; out = S·C + D·x, with dt = clamp(softplus(dt + dt_bias)). The state is S, [H, P, N]. With
+    z [T, H, P], norm [H·P] the outputs y = out·silu(z) become norm·y / √(mean(y²) + norm_eps), in x's type, with a mean
+    for each of norm_groups parts of a token's numbers.
     """
 
     name = "ssd"
-    operands = ("x", "dt", "A", "B", "C", "D", "dt_bias")
-    constants = frozenset({"A", "D", "dt_bias"})
+    operands = ("x", "dt", "A", "B", "C", "D", "dt_bias", "z", "norm")
+    constants = frozenset({"A", "D", "dt_bias", "norm"})
 
     dt_softplus: bool
     dt_min: float
     dt_max: float | None  # None: no bound
     log_rates: bool = False  # A stands for -exp(A)
+    norm_eps: float = 0.0
+    norm_groups: int = 1
 
     def state_shape(self, shapes: Shapes) -> tuple[int, ...]:
         return *shapes["x"][1:], shapes["B"][2]

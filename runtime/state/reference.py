@@ -131,7 +131,11 @@ class SsdMath(_Recurrence[Ssd]):
     def finish(self, kind: Ssd, operands: Operands, out: torch.Tensor) -> torch.Tensor:
         if "D" in operands:
             out = out + operands["D"].float()[..., None] * operands["x"].float()
-        return out
+        if "z" not in operands:
+            return out
+        gated = (out * F.silu(operands["z"].float())).flatten(1).unflatten(1, (kind.norm_groups, -1))
+        scale = torch.rsqrt(gated.pow(2).mean(-1, keepdim=True) + kind.norm_eps)
+        return (operands["norm"].float() * (gated * scale).flatten(1)).view_as(out).to(operands["x"].dtype)
 
 
 class SelectiveScanMath(_Recurrence[SelectiveScan]):

@@ -8,10 +8,10 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -163,7 +163,7 @@ class WeightSpec:
         return sum(part.num_bytes(self.dtype) for part in self.parts)
 
     def to_json(self) -> dict[str, Any]:
-        return _jsonable(asdict(self))
+        return _jsonable(self)
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> WeightSpec:
@@ -172,11 +172,15 @@ class WeightSpec:
 
 
 def _jsonable(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _jsonable(item) for key, item in value.items()}
+    if value is None or isinstance(value, (str, int, float)):
+        return value
     if isinstance(value, tuple):
         return [_jsonable(item) for item in value]
-    return str(value).removeprefix("torch.") if isinstance(value, torch.dtype) else value
+    if isinstance(value, Mapping):
+        return {key: _jsonable(item) for key, item in value.items()}
+    if isinstance(value, torch.dtype):
+        return str(value).removeprefix("torch.")
+    return {field.name: _jsonable(getattr(value, field.name)) for field in fields(value)}
 
 
 def viewed(tensor: torch.Tensor, steps: Iterable[ViewStep]) -> torch.Tensor:
@@ -225,11 +229,10 @@ def load_weights(
         CheckpointError: a file is missing, truncated or corrupt, does not hold what the spec says, or holds NaN or inf.
         DamagedWeightsError: packed weights are not those that were packed.
     """
-    parts = [part for spec in specs for part in spec.parts]
-    headers = {file: read_header(folder / file) for file in sorted({file for part in parts for file in _files(part)})}
-    reads = _reads_in_order(specs, weights, folder, headers)
-    if reads:
-        stream_in_order((make() for make in reads), weights[specs[0].name].device, advance)
+    files = {file for spec in specs for part in spec.parts for file in _files(part)}
+    headers = {file: read_header(folder / file) for file in sorted(files)}
+    if files:
+        stream_in_order(_reads_in_order(specs, weights, folder, headers), weights[specs[0].name].device, advance)
     _scale(specs, weights, folder, headers)
     _check_sums(specs, weights, folder)
     _check_finite(specs, weights, folder)
@@ -240,71 +243,75 @@ def _reads_in_order(
     weights: Mapping[str, torch.Tensor],
     folder: Path,
     headers: Mapping[str, SafetensorsHeader],
-) -> list[Callable[[], Read]]:
-    """Lists what makes each read, in the order of the files' bytes. Tensors that are read as they are, of which a
-    mixture of experts has many thousand, are checked here and made ready when it is their turn."""
-    found: list[tuple[str, int, Callable[[], Read]]] = []
+) -> Iterator[Read]:
+    """The reads in the order of the files' bytes: a mixture of experts has many thousand, so that those of tensors that
+    are converted, which take the longest to make, are made when it is their turn."""
+    found: list[tuple[str, int, int, Read | Callable[[], Read]]] = []
     paths = {file: folder / file for file in headers}
     computed: list[TensorRead] = []
     quantising = _Quantising()
     for spec in specs:
         weight = weights[spec.name]
+        shape, dtype = tuple(weight.shape), weight.dtype
         memory = weight.view(-1).view(torch.uint8) if weight.is_contiguous() else None
         for part in spec.parts:
             if part.quantised is None and part.small is None:
-                entry = _entry_of_plain(part, weight.dtype, folder, headers)
-                make = partial(_read_plain, paths[part.file], entry, part, weight, memory)
-                found.append((part.file, entry.begin, make))
+                # Numbers of eight bits mean nothing in another type.
+                own = dtype if dtype.itemsize == 1 else None
+                entry = _entry(folder, headers, part.file, part.tensor, part.shape, own)
+                offset = _offset_of(part, shape) if entry.dtype == dtype else None
+                read: Read | Callable[[], Read] = partial(_read_plain, paths[part.file], entry, part, weight)
+                if memory is not None and offset is not None:
+                    size = entry.end - entry.begin
+                    read = StraightRead(paths[part.file], entry.begin, size, memory, offset * dtype.itemsize)
+                found.append((part.file, entry.begin, len(found), read))
             elif not quantising.takes(part, place_of(weight, part)):
                 computed.append(_read(part, place_of(weight, part), folder, headers))
     computed += quantising.reads(folder, headers)
-    found += [(read.path.name, read.entry.begin, partial(_itself, read)) for read in computed]
-    return [make for *_, make in sorted(found, key=lambda one: one[:2])]
+    found += [(one.path.name, one.entry.begin, len(found) + index, one) for index, one in enumerate(computed)]
+    for *_, read in sorted(found):
+        yield read() if callable(read) else read
 
 
-def _itself(read: TensorRead) -> TensorRead:
-    return read
-
-
-def _entry_of_plain(
-    part: WeightPart, dtype: torch.dtype, folder: Path, headers: Mapping[str, SafetensorsHeader]
-) -> TensorEntry:
-    # Numbers of eight bits mean nothing in another type.
-    return _entry(folder, headers, part.file, part.tensor, part.shape, dtype if dtype.itemsize == 1 else None)
-
-
-def _read_plain(
-    path: Path, entry: TensorEntry, part: WeightPart, weight: torch.Tensor, memory: torch.Tensor | None
-) -> Read:
-    """
-    Args:
-        memory: the weight's bytes; None: they do not lie in one stretch.
-    """
-    offset = None if memory is None or entry.dtype != weight.dtype else _offset_of(part, tuple(weight.shape))
-    if memory is None or offset is None:
-        return _read_stored(path, entry, part.steps, place_of(weight, part))
-    return StraightRead(Source(path, entry), memory, offset * entry.dtype.itemsize)
+def _read_plain(path: Path, entry: TensorEntry, part: WeightPart, weight: torch.Tensor) -> TensorRead:
+    return _read_stored(path, entry, part.steps, place_of(weight, part))
 
 
 def _offset_of(part: WeightPart, shape: tuple[int, ...]) -> int | None:
     """The number of a weight of `shape` that the part's first one is, if the part's follow each other there in their
     own order; else None."""
-    if any(step[0] != "unsqueeze" for step in part.steps):
+    places = _places_of(part.shape, part.steps, part.inner_starts, shape)
+    return places and places.first + places.distance * part.start
+
+
+class _Places(NamedTuple):
+    """Where parts of one kind begin in a weight: that with the start 0, and how far the next is."""
+
+    first: int
+    distance: int
+
+
+@lru_cache(maxsize=4096)  # as view_shape
+def _places_of(
+    part: tuple[int, ...], steps: tuple[ViewStep, ...], inner_starts: tuple[int, ...], shape: tuple[int, ...]
+) -> _Places | None:
+    """None, if numbers of such a part do not follow each other there in their own order."""
+    if any(step[0] != "unsqueeze" for step in steps):
         return None
-    box = view_shape(part.shape, part.steps) if part.steps else part.shape
-    starts = (part.start, *part.inner_starts, *(0 for _ in shape[1 + len(part.inner_starts) :]))
-    offset, has_several = 0, False
+    box = view_shape(part, steps) if steps else part
+    starts = (0, *inner_starts, *(0 for _ in shape[1 + len(inner_starts) :]))
+    first, has_several = 0, False
     for size, start, extent in zip(shape, starts, box, strict=False):  # of a scalar there is none
         if has_several and extent != size:
             return None
-        offset, has_several = offset * size + start, has_several or extent > 1
-    return offset
+        first, has_several = first * size + start, has_several or extent > 1
+    return _Places(first, math.prod(shape[1:]))
 
 
-def _files(part: WeightPart) -> set[str]:
-    of_factor = {part.factor.tensor.file} if part.factor else set()
-    of_weight = {tensor.file for tensor in part.quantised.tensors.values()} if part.quantised else set()
-    return {part.file} | of_weight | of_factor
+def _files(part: WeightPart) -> tuple[str, ...]:
+    of_factor = (part.factor.tensor.file,) if part.factor else ()
+    of_weight = (tensor.file for tensor in part.quantised.tensors.values()) if part.quantised else ()
+    return part.file, *of_weight, *of_factor
 
 
 def _scale(
@@ -339,7 +346,7 @@ def _read(part: WeightPart, place: torch.Tensor, folder: Path, headers: Mapping[
     if small is not None:
 
         def fill_one(place: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
-            fill_small(place, quantised, small.role, view, tensors)
+            fill_small(place, quantised, small.role, small.scheme, view, tensors)
 
         return TensorRead(first.path, first.entry, place, fill=fill_one, others=others)
 
@@ -370,7 +377,7 @@ def _part_of_file(
     stretch, distance, count = length * inner, entry.shape[dim] * inner, math.prod(entry.shape[:dim])
     begin = entry.begin + start * inner
     shape = (*entry.shape[:dim], length, *entry.shape[dim + 1 :])
-    part = replace(entry, begin=begin, end=begin + stretch * count, shape=shape)
+    part = entry._replace(begin=begin, end=begin + stretch * count, shape=shape)
     return part, Spacing(stretch, distance) if count > 1 else None, steps[1:]
 
 

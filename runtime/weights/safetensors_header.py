@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Any, NamedTuple
 
 import torch
 
@@ -19,6 +21,7 @@ from mllm_compile.runtime.regular_file import open_regular
 from mllm_compile.runtime.shown import shown
 
 _MAX_HEADER_BYTES = 100 * 1024 * 1024  # the format's own limit
+_HEADERS = 128  # that are remembered: some MB, of many experts
 _LFS_POINTER = b"version https://git-lfs"  # how such a file begins
 DTYPES = {
     "F64": torch.float64,
@@ -37,8 +40,7 @@ DTYPES = {
 }
 
 
-@dataclass(frozen=True)
-class TensorEntry:
+class TensorEntry(NamedTuple):
     """The place of one tensor: bytes [begin, end) of its file."""
 
     dtype: torch.dtype
@@ -51,7 +53,7 @@ class TensorEntry:
 class SafetensorsHeader:
     """A file's tensors by name, the raw header bytes (what a reference to it is hashed by), and the file's size."""
 
-    tensors: dict[str, TensorEntry]
+    tensors: Mapping[str, TensorEntry]
     raw: bytes
     file_bytes: int
 
@@ -77,12 +79,17 @@ def read_header(path: Path) -> SafetensorsHeader:
             raw = file.read(length)
     except OSError as error:
         raise CheckpointError(f"cannot read {path}: {error.strerror or error}") from error
-    tensors = {
-        name: _entry(path, name, fields, 8 + length, file_bytes)
+    return SafetensorsHeader(_tensors(path, raw, file_bytes), raw, file_bytes)
+
+
+@lru_cache(maxsize=_HEADERS)
+def _tensors(path: Path, raw: bytes, file_bytes: int) -> dict[str, TensorEntry]:
+    """The tensors of the header `raw`: a start looks at it several times, and one of experts names thousands."""
+    return {
+        name: _entry(path, name, fields, 8 + len(raw), file_bytes)
         for name, fields in _parse(path, raw).items()
         if name != "__metadata__"
     }
-    return SafetensorsHeader(tensors, raw, file_bytes)
 
 
 def read_bytes(path: Path, entry: TensorEntry) -> bytes:
@@ -114,9 +121,9 @@ def _entry(path: Path, name: str, fields: dict[str, Any], data_start: int, file_
     dtype = DTYPES.get(dtype_name) if isinstance(dtype_name, str) else None
     if dtype is None:
         raise CheckpointError(f"{path}: tensor {name!r} has dtype {shown(dtype_name)}; known: {', '.join(DTYPES)}")
-    if not (_is_sizes(shape) and _is_sizes(offsets) and len(offsets) == 2):
+    if not isinstance(shape, list) or not isinstance(offsets, list) or not _are_sizes(shape, offsets):
         raise CheckpointError(_broken(path, f"tensor {name!r} has shape {shown(shape)} at {shown(offsets)}"))
-    begin, end = (data_start + offset for offset in offsets)
+    begin, end = data_start + offsets[0], data_start + offsets[1]
     if end - begin != math.prod(shape) * dtype.itemsize:
         raise CheckpointError(_broken(path, f"tensor {name!r} of shape {shape} takes {end - begin} bytes"))
     if end > file_bytes:
@@ -124,9 +131,11 @@ def _entry(path: Path, name: str, fields: dict[str, Any], data_start: int, file_
     return TensorEntry(dtype, tuple(shape), begin, end)
 
 
-def _is_sizes(value: object) -> TypeGuard[list[int]]:
+def _are_sizes(shape: list[Any], offsets: list[Any]) -> bool:
     # Exactly int: json reads true as a bool, which is an int too. torch has 64 dimensions and 64-bit sizes.
-    return isinstance(value, list) and len(value) <= 64 and all(type(n) is int and 0 <= n < 2**63 for n in value)
+    values = shape + offsets
+    are_ints = len(shape) <= 64 and len(offsets) == 2 and set(map(type, values)) == {int}
+    return are_ints and min(values) >= 0 and max(values) < 2**63
 
 
 def _broken(path: Path, why: str) -> str:

@@ -5,6 +5,9 @@ copy engine takes it to the device, on a stream of its own. On a CPU a reader re
 that lie one behind the other in a file share chunks: experts that are stored one by one are many and small. A tensor
 that needs another dtype, or does not lie in one stretch, is copied as it is and converted on the device. So are several
 that one weight is computed from: they are read one after the other, wherever they lie.
+
+The caller's thread finds what each chunk is while readers read: a reader that did so would hold the interpreter for
+long, and each of eight that gives it away has to wait for it again.
 """
 
 from __future__ import annotations
@@ -13,13 +16,15 @@ import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from queue import SimpleQueue
 from typing import NamedTuple
 
 import torch
 
+from mllm_compile.runtime.cuda.driver import scatter_pinned
 from mllm_compile.runtime.errors import CheckpointError
 from mllm_compile.runtime.regular_file import open_regular
 from mllm_compile.runtime.weights.safetensors_header import TensorEntry
@@ -28,6 +33,7 @@ from mllm_compile.runtime.weights.safetensors_header import TensorEntry
 _READERS = 8
 _BUFFERS_PER_READER = 2
 _CHUNK_BYTES = 8 << 20
+_MOST_VIEWS = 1024  # that a system call fills (IOV_MAX of Linux)
 
 View = Callable[[torch.Tensor], torch.Tensor]
 Fill = Callable[[torch.Tensor, Sequence[torch.Tensor]], None]
@@ -46,6 +52,10 @@ class Source(NamedTuple):
     path: Path
     entry: TensorEntry
     spacing: Spacing | None = None
+
+    @property
+    def begin(self) -> int:
+        return self.entry.begin
 
     @property
     def num_bytes(self) -> int:
@@ -103,10 +113,6 @@ class TensorRead:
                 self._landings[index] = torch.empty(num_bytes, dtype=torch.uint8, device=self.place.device)
         return self._landings[index]
 
-    def target(self, index: int, start: int, num_bytes: int) -> torch.Tensor:
-        """The landing place of a part of a source, [num_bytes] uint8."""
-        return self.landing(index)[start : start + num_bytes]
-
     def landed(self, num_bytes: int) -> None:
         """Counts bytes that have been put on their way; converts after the last."""
         self._missing_bytes -= num_bytes
@@ -124,33 +130,37 @@ class TensorRead:
             self.place.copy_(tensors[0] if self.view is None else self.view(tensors[0]))
 
 
-@dataclass(frozen=True, slots=True)
-class StraightRead:
-    """A tensor of a file whose bytes are a stretch of a weight's: no tensor of its own is made of it, as of thousands
-    of experts that takes longer than to read them.
+class StraightRead(NamedTuple):
+    """Bytes of a file that are a stretch of a weight's: no tensor of its own is made of them, as of thousands of
+    experts that takes longer than to read them.
 
     Attributes:
-        source: where it is in its file.
+        path, begin, num_bytes: where they are.
         memory: [bytes] uint8, the whole weight on the device.
         offset: where the bytes go in it.
     """
 
-    source: Source
+    path: Path
+    begin: int
+    num_bytes: int
     memory: torch.Tensor
     offset: int
 
     @property
-    def sources(self) -> tuple[Source, ...]:
-        return (self.source,)
+    def spacing(self) -> None:
+        """They lie in one stretch."""
 
-    def landing(self, index: int = 0) -> torch.Tensor:
-        return self.memory
-
-    def landed(self, num_bytes: int) -> None:
-        """Nothing is to be done with them."""
+    def is_followed_by(self, other: StraightRead) -> bool:
+        """True if the other's bytes are the next ones, in the file and in the weight."""
+        in_file = other.begin == self.begin + self.num_bytes and other.path == self.path
+        return in_file and other.memory is self.memory and other.offset == self.offset + self.num_bytes
 
 
 Read = TensorRead | StraightRead
+
+
+def _sources(read: Read) -> Sequence[Source | StraightRead]:
+    return (read,) if isinstance(read, StraightRead) else read.sources
 
 
 def stream_tensors(
@@ -182,7 +192,7 @@ def stream_in_order(
     """Does all reads as they come: many small ones are made while others are read.
 
     Args:
-        reads: in the order of the files' bytes, asked for from the readers' threads, one at a time.
+        reads: in the order of the files' bytes, asked for while others are read.
         device: of all places.
         advance, chunk_bytes: as stream_tensors takes them.
 
@@ -191,13 +201,23 @@ def stream_in_order(
     """
     stream = _copy_stream(device)
     num_readers = min(_READERS, os.cpu_count() or 1)
-    with ExitStack() as opened, ThreadPoolExecutor(num_readers, "weights") as threads:
-        chunks = _Chunks(reads, opened, chunk_bytes)
-        jobs = [threads.submit(_read_chunks, chunks, stream, advance) for _ in range(num_readers)]
-        for job in jobs:
-            job.result()
-    if stream is not None:
-        stream.synchronize()
+    chunks = _Chunks(chunk_bytes)
+    try:
+        with ExitStack() as opened, ThreadPoolExecutor(num_readers, "weights") as threads:
+            jobs = [threads.submit(_read_chunks, chunks, stream, advance) for _ in range(num_readers)]
+            try:
+                chunks.find(reads, opened)
+            except BaseException:
+                chunks.is_stopped = True
+                raise
+            finally:
+                for _ in jobs:
+                    chunks.waiting.put(None)
+            for job in jobs:
+                job.result()
+    finally:
+        if stream is not None:
+            stream.synchronize()  # what failed too leaves no copy on its way
 
 
 class _Stretch(NamedTuple):
@@ -209,66 +229,85 @@ class _Stretch(NamedTuple):
     num_bytes: int
 
     @property
-    def source(self) -> Source:
-        return self.read.sources[self.source_index]
+    def source(self) -> Source | StraightRead:
+        return _sources(self.read)[self.source_index]
 
 
 class _Chunk(NamedTuple):
-    """Stretches that lie one behind the other in a file, whose descriptor it has."""
+    """Stretches that lie one behind the other in a file, whose descriptor it has, from byte `begin` of the file on; or
+    a part of a source with spacing, from its byte `begin` on."""
 
     file: int
+    begin: int
+    num_bytes: int
     stretches: list[_Stretch]
 
-    def targets(self) -> list[torch.Tensor]:
-        """Where the bytes go, [bytes] uint8, in their order: stretches that lie one behind the other in a weight too,
-        as an expert's gate and up do, go there at once."""
-        found: list[torch.Tensor] = []
-        memory, begin, end = None, 0, 0
-        for read, source_index, start, num_bytes in self.stretches:
-            if isinstance(read, StraightRead) and read.memory is memory and read.offset + start == end:
-                end += num_bytes
-                continue
-            if memory is not None:
-                found.append(memory[begin:end])
+    @property
+    def source(self) -> Source | StraightRead:
+        """The first one that it is of."""
+        return self.stretches[0].source
+
+    @property
+    def computed(self) -> list[tuple[TensorRead, int, int]]:
+        """Reads that have a landing place of their own, each with the index of its source and the bytes of it."""
+        stretches = self.stretches
+        return [(one.read, one.source_index, one.num_bytes) for one in stretches if isinstance(one.read, TensorRead)]
+
+    def targets(self) -> Iterator[tuple[torch.Tensor, int, int]]:
+        """Where the bytes go, in their order: memory [bytes] uint8, the first byte there, and how many."""
+        for read, index, start, num_bytes in self.stretches:
             if isinstance(read, StraightRead):
-                memory, begin = read.memory, read.offset + start
-                end = begin + num_bytes
+                yield read.memory, read.offset + start, num_bytes
             else:
-                memory = None
-                found.append(read.target(source_index, start, num_bytes))
-        return found if memory is None else [*found, memory[begin:end]]
+                yield read.landing(index), start, num_bytes
 
 
 class _Chunks:
-    """Hands out chunks to the readers in order; its lock also guards what a TensorRead counts."""
+    """Chunks that wait for a reader, in order, and None for each reader at the end.
 
-    def __init__(self, reads: Iterable[Read], opened: ExitStack, chunk_bytes: int) -> None:
-        self.num_bytes = chunk_bytes
+    Attributes:
+        num_bytes: of a chunk at most.
+        waiting: the queue.
+        lock: guards what a TensorRead allocates and counts.
+        is_stopped: something has failed; readers are to leave.
+    """
+
+    def __init__(self, num_bytes: int) -> None:
+        self.num_bytes = num_bytes
+        self.waiting: SimpleQueue[_Chunk | None] = SimpleQueue()
         self.lock = threading.Lock()
-        self._chunks = _split(reads, chunk_bytes)
-        self._opened = opened
-        self._files: dict[Path, int] = {}
-        self._is_stopped = False
+        self.is_stopped = False
 
-    def next(self) -> _Chunk | None:
-        """A chunk whose landing places are allocated."""
-        with self.lock:
-            stretches = None if self._is_stopped else next(self._chunks, None)
-            if stretches is None:
-                return None
-            for stretch in stretches:
-                stretch.read.landing(stretch.source_index)
-            return _Chunk(self._file(stretches[0].source.path), stretches)
+    def find(self, reads: Iterable[Read], opened: ExitStack) -> None:
+        """Puts the chunks of all reads into the queue; files are closed with `opened`."""
+        files: dict[Path, int] = {}
+        for stretches in _split(_joined(reads), self.num_bytes):
+            if self.is_stopped:
+                return
+            source, start = stretches[0].source, stretches[0].start
+            if source.path not in files:
+                files[source.path] = opened.enter_context(_open_file(source.path))
+            begin = start if source.spacing else source.begin + start
+            num_bytes = sum(stretch.num_bytes for stretch in stretches)
+            self.waiting.put(_Chunk(files[source.path], begin, num_bytes, stretches))
 
-    def stop(self) -> None:
-        """Stops the other readers after one has failed."""
-        self._is_stopped = True
 
-    def _file(self, path: Path) -> int:
-        """The file's descriptor, which is closed with `opened`."""
-        if path not in self._files:
-            self._files[path] = self._opened.enter_context(_open_file(path))
-        return self._files[path]
+def _joined(reads: Iterable[Read]) -> Iterator[Read]:
+    """Makes one read of those whose bytes follow each other in the file and in the weight, as an expert's gate and up
+    do."""
+    last: StraightRead | None = None
+    for read in reads:
+        if last is not None and isinstance(read, StraightRead) and last.is_followed_by(read):
+            path, begin, num_bytes, memory, offset = last
+            last = StraightRead(path, begin, num_bytes + read.num_bytes, memory, offset)
+            continue
+        if last is not None:
+            yield last
+        last = read if isinstance(read, StraightRead) else None
+        if last is None:
+            yield read
+    if last is not None:
+        yield last
 
 
 def _split(reads: Iterable[Read], chunk_bytes: int) -> Iterator[list[_Stretch]]:
@@ -276,9 +315,9 @@ def _split(reads: Iterable[Read], chunk_bytes: int) -> Iterator[list[_Stretch]]:
     chunk: list[_Stretch] = []
     size, end = 0, None  # of the chunk; where a source that joins it begins
     for read in reads:
-        for index, source in enumerate(read.sources):
-            is_whole = source.spacing is None
-            if chunk and not (is_whole and (source.path, source.entry.begin) == end):
+        for index, source in enumerate(_sources(read)):
+            begin, is_whole = source.begin, source.spacing is None
+            if chunk and not (is_whole and (source.path, begin) == end):
                 yield chunk
                 chunk, size = [], 0
             start, num_bytes = 0, source.num_bytes
@@ -289,28 +328,38 @@ def _split(reads: Iterable[Read], chunk_bytes: int) -> Iterator[list[_Stretch]]:
                 count = min(chunk_bytes - size, num_bytes - start)
                 chunk.append(_Stretch(read, index, start, count))
                 size, start = size + count, start + count
-            end = (source.path, source.entry.end) if is_whole else None
+            end = (source.path, begin + num_bytes) if is_whole else None
     if chunk:
         yield chunk
 
 
 def _read_chunks(chunks: _Chunks, stream: torch.cuda.Stream | None, advance: Callable[[int], None]) -> None:
     """Does one reader's work."""
-    with torch.inference_mode(), nullcontext() if stream is None else torch.cuda.stream(stream):
+    with ExitStack() as entered:
         try:
-            bring = _bring if stream is None else _PinnedRing(stream, chunks.num_bytes).bring
-            while (chunk := chunks.next()) is not None:
+            entered.enter_context(torch.inference_mode())
+            bring = _bring
+            if stream is not None:
+                entered.enter_context(torch.cuda.stream(stream))
+                bring = entered.enter_context(_PinnedRing(stream, chunks.num_bytes)).bring
+            while (chunk := chunks.waiting.get()) is not None and not chunks.is_stopped:
+                computed = chunk.computed
+                if computed:
+                    with chunks.lock:
+                        for read, index, _ in computed:
+                            read.landing(index)
                 try:
                     bring(chunk)
                 except OSError as error:
-                    path = chunk.stretches[0].source.path
+                    path = chunk.source.path
                     raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from error
-                with chunks.lock:
-                    for stretch in chunk.stretches:
-                        stretch.read.landed(stretch.num_bytes)
-                advance(sum(stretch.num_bytes for stretch in chunk.stretches))
+                if computed:
+                    with chunks.lock:
+                        for read, _, num_bytes in computed:
+                            read.landed(num_bytes)
+                advance(chunk.num_bytes)
         except BaseException:
-            chunks.stop()
+            chunks.is_stopped = True
             raise
 
 
@@ -322,59 +371,63 @@ class _PinnedRing:
         self._buffers = [
             torch.empty(chunk_bytes, dtype=torch.uint8, pin_memory=True) for _ in range(_BUFFERS_PER_READER)
         ]
+        self._views = [buffer.numpy().data for buffer in self._buffers]
         self._taken = [torch.cuda.Event(blocking=True) for _ in self._buffers]
         self._next = 0
+
+    def __enter__(self) -> _PinnedRing:
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        """Waits for the device: torch's allocator, which gets the buffers back, does not know that they are read."""
+        for event in self._taken:
+            event.synchronize()
 
     def bring(self, chunk: _Chunk) -> None:
         index = self._next
         self._next = (index + 1) % len(self._buffers)
-        self._taken[index].synchronize()
-        buffer, first = self._buffers[index], chunk.stretches[0]
-        source = first.source
-        if source.spacing is None:
-            num_bytes = sum(stretch.num_bytes for stretch in chunk.stretches)
-            _read_exactly(chunk.file, source.entry.begin + first.start, buffer[:num_bytes])
-        else:
-            _read_source(chunk.file, source, first.start, buffer[: first.num_bytes])
-        start = 0
-        for target in chunk.targets():
-            end = start + target.numel()
-            target.copy_(buffer[start:end], non_blocking=True)
-            start = end
+        if not self._taken[index].query():
+            self._taken[index].synchronize()
+        _read_chunk(chunk, [self._views[index][: chunk.num_bytes]])
+        targets = [(memory.data_ptr() + start, num_bytes) for memory, start, num_bytes in chunk.targets()]
+        scatter_pinned(self._buffers[index], targets, self._stream.cuda_stream, self._stream.device_index)
         self._taken[index].record(self._stream)
 
 
 def _bring(chunk: _Chunk) -> None:
     """Reads into tensors of the CPU."""
-    first = chunk.stretches[0]
-    source, start = first.source, first.start
-    for target in chunk.targets():
-        _read_source(chunk.file, source, start, target)
-        start += target.numel()  # behind the source lie the others, where there are any
+    targets = chunk.targets()
+    _read_chunk(chunk, [memory[start : start + num_bytes].numpy().data for memory, start, num_bytes in targets])
 
 
-def _read_source(file: int, source: Source, start: int, target: torch.Tensor) -> None:
-    """Fills a CPU tensor [bytes] uint8 with the bytes of a source from `start` on."""
-    first, spacing, size = source.entry.begin, source.spacing, target.numel()
-    if spacing is None:
-        _read_exactly(file, first + start, target)
+def _read_chunk(chunk: _Chunk, views: list[memoryview]) -> None:
+    """Fills memory with the chunk's bytes."""
+    source = chunk.source
+    if source.spacing is None:
+        _read_exactly(chunk.file, chunk.begin, views)
         return
+    (view,), (stretch, distance) = views, source.spacing
     done = 0
-    while done < size:
-        row, within = divmod(start + done, spacing.stretch)
-        count = min(spacing.stretch - within, size - done)
-        _read_exactly(file, first + row * spacing.distance + within, target[done : done + count])
+    while done < len(view):
+        row, within = divmod(chunk.begin + done, stretch)
+        count = min(stretch - within, len(view) - done)
+        _read_exactly(chunk.file, source.begin + row * distance + within, [view[done : done + count]])
         done += count
 
 
-def _read_exactly(file: int, offset: int, target: torch.Tensor) -> None:
-    """Fills a CPU tensor [bytes] uint8 from the file."""
-    view = target.numpy().data
-    while view:
-        count = os.preadv(file, [view], offset)
+def _read_exactly(file: int, offset: int, views: list[memoryview]) -> None:
+    """Fills memory, one stretch after the other, from the file."""
+    views = views[::-1]
+    while views:
+        count = os.preadv(file, views[: -_MOST_VIEWS - 1 : -1], offset)
         if count == 0:
-            raise OSError(0, f"the file ends at byte {offset}, {len(view)} bytes too early")
-        view, offset = view[count:], offset + count
+            missing = sum(map(len, views))
+            raise OSError(0, f"the file ends at byte {offset}, {missing} bytes too early")
+        offset += count
+        while views and count >= len(views[-1]):
+            count -= len(views.pop())
+        if count:
+            views[-1] = views[-1][count:]
 
 
 def _copy_stream(device: torch.device) -> torch.cuda.Stream | None:

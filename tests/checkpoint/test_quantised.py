@@ -415,7 +415,7 @@ def scheme_wanted(name: str, columns: int) -> WeightScheme:
     return WeightScheme("int4", group, scale_dtype, has_zeros=not is_packed or "asymmetric" in name)
 
 
-@pytest.mark.parametrize("shape", [(320, 192), (24, 320), (24, 104)])
+@pytest.mark.parametrize("shape", [(320, 192), (24, 320), (24, 104), (24, 256)])
 @pytest.mark.parametrize("name", GROUPS)
 def test_a_weight_keeps_its_numbers_in_memory(name, shape, tmp_path, monkeypatch):
     monkeypatch.setattr(gptq, "_MOST_VALUES", 8 * shape[1])
@@ -423,6 +423,8 @@ def test_a_weight_keeps_its_numbers_in_memory(name, shape, tmp_path, monkeypatch
     table = plan(tmp_path).planned
     scheme = scheme_of(table[NAME])
     assert scheme == scheme_wanted(name, shape[1])
+    scheme = scheme.of_linear(shape[1])
+    assert (scheme.kind == "int4_lanes") == ("fp8" not in name and scheme.group == 128 and shape[1] == 256)
     specs = small_specs(scheme, {NAME: shape[0]}, shape[1], table)
     assert sum(spec.num_bytes for spec in specs) == scheme.num_bytes(*shape)
     assert 0 <= plan_bytes(table) - sum(spec.num_bytes_read for spec in specs) <= 16, "but for the shape all is read"

@@ -44,6 +44,10 @@ HEADS = [
     (40, 8, 64),
     (32, 4, 64),
     (28, 4, 16),
+    (12, 12, 64),
+    (12, 2, 16),
+    (16, 2, 64),
+    (8, 1, 64),
 ]
 # The newest keys and values, or any memory in pieces of 16 bytes a thread.
 LATE_ROWS = (
@@ -55,23 +59,25 @@ LATE_ROWS = (
 )
 
 
-def compiled_decoder(folder: Path, kind: str, heads: int, kv_heads: int, page_size: int, **features: bool) -> Decode:
-    shares = ShareKernel(kv_heads, heads // kv_heads, page_size, **features)
+def compiled_decoder(
+    folder: Path, kind: str, heads: int, kv_heads: int, page_size: int, head_dim: int = 128, **features: bool
+) -> Decode:
+    shares = ShareKernel(kv_heads, heads // kv_heads, page_size, head_dim=head_dim, **features)
     clusters = cluster_kernels(heads, kv_heads, page_size, **features)
     with KernelCompiler() as compiler:
         compiler.write(clusters if kind == CLUSTERS else [shares], folder, NullReporter())
     binaries = {path.stem: path.read_bytes() for path in folder.iterdir()}
     if kind == CLUSTERS:
         return ClusterDecode(clusters, binaries, 128**-0.5, torch.device("cuda:0"))
-    return ShareDecode(shares, binaries, 128**-0.5, torch.device("cuda:0"))
+    return ShareDecode(shares, binaries, head_dim**-0.5, torch.device("cuda:0"))
 
 
 @pytest.fixture(scope="module")
 def decoders(tmp_path_factory):
-    """By (kind, query heads, KV heads, page size), and features by name."""
+    """By (kind, query heads, KV heads, page size), and head dim and features by name."""
 
     @cache
-    def of(kind: str, heads: int, kv_heads: int, page_size: int, **features: bool) -> Decode:
+    def of(kind: str, heads: int, kv_heads: int, page_size: int, **features: int) -> Decode:
         return compiled_decoder(tmp_path_factory.mktemp("decode"), kind, heads, kv_heads, page_size, **features)
 
     return of
@@ -87,7 +93,7 @@ def decode(
 
 def worst_error(decoder: Decode, cache: Cache, heads: int) -> float:
     """‖ours − float32's‖ / ‖float32's‖ of the worst request."""
-    q = 2 * torch.randn(len(cache.lengths), heads, 128, device="cuda").bfloat16()
+    q = 2 * torch.randn(len(cache.lengths), heads, cache.keys.shape[2], device="cuda").bfloat16()
     got, want = decode(decoder, cache, q).float(), in_float32(cache, q)
     return ((got - want).norm(dim=(1, 2)) / want.norm(dim=(1, 2))).max().item()
 
@@ -110,8 +116,6 @@ def poison(cache: Cache) -> None:
 )
 @pytest.mark.parametrize("kind", [CLUSTERS, SHARES])
 def test_numbers_are_those_of_float32(decoders, kind, heads, kv_heads, page_size, num_requests):
-    if kind == SHARES and kv_heads % 8:
-        pytest.skip("shares are of eight heads")
     lengths = (LENGTHS * 3)[:num_requests]
     for case in (lengths, lengths[::-1], [640] * num_requests):
         cache = Cache(case, kv_heads, 128, page_size, torch.bfloat16)
@@ -120,7 +124,12 @@ def test_numbers_are_those_of_float32(decoders, kind, heads, kv_heads, page_size
 
 
 @pytest.mark.parametrize(
-    ("count", "heads", "kv_heads"), [(33, 16, 8), (132, 16, 8), (200, 32, 16), (257, 16, 8), (1024, 16, 8)]
+    ("count", "heads", "kv_heads"),
+    [
+        *((33, 16, 8), (132, 16, 8), (200, 32, 16), (257, 16, 8), (1024, 16, 8)),
+        *((33, 32, 4), (264, 16, 4), (200, 12, 12), (300, 28, 4), (1024, 32, 4)),
+        *((40, 16, 2), (600, 12, 2), (1024, 16, 2), (150, 20, 10), (300, 8, 1)),
+    ],
 )
 def test_many_requests_of_any_lengths(decoders, count, heads, kv_heads):
     """A share of several requests, several shares of one, and ends of both at the same key."""
@@ -138,22 +147,22 @@ class New:
 
     def __init__(self, cache: Cache, heads: int, has_norms: bool) -> None:
         torch.manual_seed(0)
-        count, kv_heads = len(cache.lengths), cache.keys.shape[1]
+        count, kv_heads, dim = len(cache.lengths), *cache.keys.shape[1:]
         last = cache.lengths.long() - 1
         page = cache.page_table.gather(1, (last // cache.page_size)[:, None]).squeeze(1).long()
         self.slots = page * cache.page_size + last % cache.page_size
         # Projections, then cosines and sines of each token: all that a kernel ahead may write, in one piece of memory.
-        width = (heads + 2 * kv_heads) * 128
-        self.memory = torch.randn(count, width + 2 * 128, device="cuda").bfloat16().flatten()
+        width = (heads + 2 * kv_heads) * dim
+        self.memory = torch.randn(count, width + 2 * dim, device="cuda").bfloat16().flatten()
         self.packed = self.memory[: count * width].view(1, count, width)
         q, k, v = (
-            part.unflatten(-1, (-1, 128))
-            for part in self.packed.split([heads * 128, kv_heads * 128, kv_heads * 128], -1)
+            part.unflatten(-1, (-1, dim))
+            for part in self.packed.split([heads * dim, kv_heads * dim, kv_heads * dim], -1)
         )
-        angles = self.memory[count * width :].view(2, 1, count, 128)
-        turns = 6 * torch.rand(1, count, 128, device="cuda")
+        angles = self.memory[count * width :].view(2, 1, count, dim)
+        turns = 6 * torch.rand(1, count, dim, device="cuda")
         angles.copy_(torch.stack((turns.cos(), turns.sin())))
-        norms = [(1 + torch.rand(128, device="cuda")).bfloat16() for _ in range(2)] if has_norms else []
+        norms = [(1 + torch.rand(dim, device="cuda")).bfloat16() for _ in range(2)] if has_norms else []
         self.unrotated = Unrotated.of([q, k, *angles.unbind(), *norms], v[0], 1e-6)
         self.forget(cache)
 
@@ -186,8 +195,6 @@ def decode_new(decoder: Decode, cache: Cache, new: New, *sinks: torch.Tensor) ->
 )
 @pytest.mark.parametrize("kind", [CLUSTERS, SHARES])
 def test_new_tokens_are_normed_rotated_and_written(decoders, kind, heads, kv_heads, page_size, has_norms):
-    if kind == SHARES and kv_heads % 8:
-        pytest.skip("shares are of eight heads")
     for lengths in ([1], [577], LENGTHS, LENGTHS[::-1] * 2, [640, 641] * 9, [15, 16, 17] * 40):
         cache = Cache(lengths, kv_heads, 128, page_size, torch.bfloat16)
         poison(cache)
@@ -205,7 +212,34 @@ def test_new_tokens_are_normed_rotated_and_written(decoders, kind, heads, kv_hea
 
 
 @pytest.mark.parametrize("rotates", [False, True])
-@pytest.mark.parametrize(("heads", "kv_heads", "page_size"), [(16, 8, 64), (64, 8, 32), (24, 8, 16)])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "page_size", "sinks"),
+    [(16, 4, 64, False), (64, 8, 32, True), (16, 2, 16, False), (24, 3, 64, False)],
+)
+def test_heads_of_256_columns_have_two_warps_each(decoders, heads, kv_heads, page_size, sinks, rotates):
+    decoder = decoders(SHARES, heads, kv_heads, page_size, head_dim=256, sinks=sinks)
+    given = [torch.linspace(-4, 10, heads, device="cuda").bfloat16()] if sinks else []
+    many = torch.randint(1, 700, (300,), generator=torch.Generator().manual_seed(0)).tolist()
+    for lengths in ([1], LENGTHS, LENGTHS[::-1] * 2, [15, 16, 17] * 40, [9000, 3], many):
+        cache = Cache(lengths, kv_heads, 256, page_size, torch.bfloat16)
+        poison(cache)
+        if rotates:
+            new = New(cache, heads, has_norms=kv_heads != 3)
+            got, want = decode_new(decoder, cache, new, *given), new.in_float32(cache, *given)
+            error, has_values = new.errors_of_cache(cache)
+            assert error < 5e-3
+            assert has_values
+        else:
+            q = 2 * torch.randn(len(lengths), heads, 256, device="cuda").bfloat16()
+            got = decode(decoder, cache, q, None, *given)
+            assert torch.equal(decode(decoder, cache, q, None, *given), got)
+            want = in_float32(cache, q, sinks=given[0] if sinks else None)
+        assert ((got.float() - want).norm(dim=(1, 2)) / want.norm(dim=(1, 2))).max() < 8e-3
+        assert (decoder._parts == MISSING).all()
+
+
+@pytest.mark.parametrize("rotates", [False, True])
+@pytest.mark.parametrize(("heads", "kv_heads", "page_size"), [(16, 8, 64), (64, 8, 32), (24, 8, 16), (32, 4, 64)])
 @pytest.mark.parametrize("kind", [CLUSTERS, SHARES])
 def test_sinks_take_weight_from_all_keys(decoders, kind, heads, kv_heads, page_size, rotates):
     decoder = decoders(kind, heads, kv_heads, page_size, sinks=True)
@@ -224,11 +258,11 @@ def test_sinks_take_weight_from_all_keys(decoders, kind, heads, kv_heads, page_s
         assert worst_head(got, in_float32(cache, _rotated(new.unrotated)[0] if rotates else q)) > 0.5, "they are felt"
 
 
-@pytest.mark.parametrize("kind", [CLUSTERS, SHARES])
-def test_new_tokens_have_the_same_numbers_every_time(decoders, kind):
-    cache = Cache([3000, 64, 577, 1] * 8, 8, 128, 64, torch.bfloat16)
-    new = New(cache, 32, has_norms=True)
-    decoder = decoders(kind, 32, 8, 64)
+@pytest.mark.parametrize(("kind", "kv_heads"), [(CLUSTERS, 8), (SHARES, 8), (SHARES, 4), (SHARES, 2)])
+def test_new_tokens_have_the_same_numbers_every_time(decoders, kind, kv_heads):
+    cache = Cache([3000, 64, 577, 1] * 8, kv_heads, 128, 64, torch.bfloat16)
+    new = New(cache, 4 * kv_heads, has_norms=True)
+    decoder = decoders(kind, 4 * kv_heads, kv_heads, 64)
     first = decode_new(decoder, cache, new)
     keys = cache.keys.clone()
     for _ in range(20):
@@ -237,15 +271,15 @@ def test_new_tokens_have_the_same_numbers_every_time(decoders, kind):
         assert torch.equal(cache.keys, keys)
 
 
-@pytest.mark.parametrize("kind", [CLUSTERS, SHARES])
-def test_padding_writes_the_dummy_page_and_nothing_else(decoders, kind):
+@pytest.mark.parametrize(("kind", "kv_heads"), [(CLUSTERS, 8), (SHARES, 8), (SHARES, 4)])
+def test_padding_writes_the_dummy_page_and_nothing_else(decoders, kind, kv_heads):
     """Rows behind the batch's, as a graph has them where other layers need a key: all with the same one."""
-    cache = Cache([577, 64, 1, 1, 1], 8, 128, 64, torch.bfloat16)
+    cache = Cache([577, 64, 1, 1, 1], kv_heads, 128, 64, torch.bfloat16)
     cache.page_table[2:] = cache.page_table[2, 0]
     new = New(cache, 16, has_norms=True)
     others = torch.ones(len(cache.keys), dtype=torch.bool, device="cuda").index_fill_(0, new.slots, False)
     before = cache.keys[others], cache.values[others]
-    got = decode_new(decoders(kind, 16, 8, 64), cache, new)[:2].float()
+    got = decode_new(decoders(kind, 16, kv_heads, 64), cache, new)[:2].float()
     assert torch.equal(cache.keys[others], before[0])
     assert torch.equal(cache.values[others], before[1])
     assert cache.keys[new.slots].isfinite().all()
@@ -255,7 +289,7 @@ def test_padding_writes_the_dummy_page_and_nothing_else(decoders, kind):
 
 
 @pytest.mark.parametrize("rotates", [False, True])
-@pytest.mark.parametrize(("heads", "kv_heads"), [(16, 8), (32, 16)])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(16, 8), (32, 16), (32, 4), (12, 2)])
 def test_rows_without_keys_may_be_anywhere_among_many(decoders, heads, kv_heads, rotates):
     """Several requests and several rows without keys in a share, by a graph that is replayed on other lengths."""
     generator = torch.Generator().manual_seed(1)
@@ -290,16 +324,16 @@ def test_rows_without_keys_may_be_anywhere_among_many(decoders, heads, kv_heads,
 
 
 @pytest.mark.parametrize("rotates", [False, True])
-@pytest.mark.parametrize("kind", [CLUSTERS, SHARES])
-def test_rows_without_keys_are_passed_over(decoders, kind, rotates):
+@pytest.mark.parametrize(("kind", "kv_heads"), [(CLUSTERS, 8), (SHARES, 8), (SHARES, 4)])
+def test_rows_without_keys_are_passed_over(decoders, kind, kv_heads, rotates):
     lengths = [577, 0, 64, 1, 0, 0]
-    cache = Cache([max(1, length) for length in lengths], 8, 128, 64, torch.bfloat16)
+    cache = Cache([max(1, length) for length in lengths], kv_heads, 128, 64, torch.bfloat16)
     new = New(cache, 16, has_norms=True) if rotates else None
     cache.lengths.copy_(torch.tensor(lengths))
     q = torch.randn(len(lengths), 16, 128, device="cuda").bfloat16()
     is_row = cache.lengths > 0
     before = cache.keys.clone(), cache.values.clone()
-    decoder = decoders(kind, 16, 8, 64)
+    decoder = decoders(kind, 16, kv_heads, 64)
     got = (decode_new(decoder, cache, new) if new else decode(decoder, cache, q))[is_row].float()
     if new:
         others = torch.ones(len(cache.keys), dtype=torch.bool, device="cuda").index_fill_(0, new.slots[is_row], False)
@@ -309,11 +343,11 @@ def test_rows_without_keys_are_passed_over(decoders, kind, rotates):
     assert ((got - want).norm(dim=(1, 2)) / want.norm(dim=(1, 2))).max() < 8e-3
 
 
-@pytest.mark.parametrize("kind", [CLUSTERS, SHARES])
-def test_a_batch_of_rows_without_keys_is_nothing_to_do(decoders, kind):
-    decoder = decoders(kind, 16, 8, 64)
-    cache = Cache([1] * 40, 8, 128, 64, torch.bfloat16)
-    q = torch.randn(40, 16, 128, device="cuda").bfloat16()
+@pytest.mark.parametrize(("kind", "kv_heads"), [(CLUSTERS, 8), (SHARES, 8), (SHARES, 4)])
+def test_a_batch_of_rows_without_keys_is_nothing_to_do(decoders, kind, kv_heads):
+    decoder = decoders(kind, 2 * kv_heads, kv_heads, 64)
+    cache = Cache([1] * 40, kv_heads, 128, 64, torch.bfloat16)
+    q = torch.randn(40, 2 * kv_heads, 128, device="cuda").bfloat16()
     cache.lengths.zero_()
     out = torch.full_like(q, 7.0)
     decode(decoder, cache, q, out)
@@ -324,25 +358,26 @@ def test_a_batch_of_rows_without_keys_is_nothing_to_do(decoders, kind):
 
 
 @pytest.mark.parametrize("word", [-1, 0x7FFF, 0x7F80], ids=["all bits", "NaN", "infinity"])
-@pytest.mark.parametrize("kind", [CLUSTERS, SHARES])
-def test_values_that_are_no_numbers_stay_their_requests_own(decoders, kind, word):
+@pytest.mark.parametrize(("kind", "kv_heads"), [(CLUSTERS, 8), (SHARES, 8), (SHARES, 4)])
+def test_values_that_are_no_numbers_stay_their_requests_own(decoders, kind, kv_heads, word):
     """Also in requests of several blocks, which see by what others leave that it is there."""
-    cache = Cache([3000, 577, 3000], 8, 128, 64, torch.bfloat16)
+    cache = Cache([3000, 577, 3000], kv_heads, 128, 64, torch.bfloat16)
     slots = cache.page_table[::2].long()[:, :, None] * 64 + torch.arange(64, device="cuda")
     cache.values.view(torch.int16)[slots.flatten()] = word
     q = torch.randn(3, 16, 128, device="cuda").bfloat16()
     for _ in range(3):
-        got = decode(decoders(kind, 16, 8, 64), cache, q)
+        got = decode(decoders(kind, 16, kv_heads, 64), cache, q)
         assert not got[::2].isfinite().any()
         assert got[1].isfinite().all()
 
 
-def test_every_launch_leaves_shares_as_it_found_them(decoders):
+@pytest.mark.parametrize("kv_heads", [8, 4, 2])
+def test_every_launch_leaves_shares_as_it_found_them(decoders, kv_heads):
     """Blocks see that others have left them something by what stands there."""
-    decoder = decoders(SHARES, 32, 8, 64)
+    decoder = decoders(SHARES, 4 * kv_heads, kv_heads, 64)
     for lengths in ([3000], [577] * 40, [1] * 200, [16, 2000, 16]):
-        cache = Cache(lengths, 8, 128, 64, torch.bfloat16)
-        q = torch.randn(len(lengths), 32, 128, device="cuda").bfloat16()
+        cache = Cache(lengths, kv_heads, 128, 64, torch.bfloat16)
+        q = torch.randn(len(lengths), 4 * kv_heads, 128, device="cuda").bfloat16()
         first = decode(decoder, cache, q)
         assert (decoder._parts == MISSING).all()
         for _ in range(20):
@@ -373,10 +408,10 @@ def test_a_graph_replays_it_on_other_requests(decoders, kind):
     assert torch.equal(out, decode(decoder, cache, q))
 
 
-@pytest.mark.parametrize("kind", [CLUSTERS, SHARES])
-def test_a_long_request(decoders, kind):
-    cache = Cache([70_000, 3], 8, 128, 64, torch.bfloat16)
-    assert worst_error(decoders(kind, 32, 8, 64), cache, 32) < 1e-2
+@pytest.mark.parametrize(("kind", "kv_heads"), [(CLUSTERS, 8), (SHARES, 8), (SHARES, 4)])
+def test_a_long_request(decoders, kind, kv_heads):
+    cache = Cache([70_000, 3], kv_heads, 128, 64, torch.bfloat16)
+    assert worst_error(decoders(kind, 32, kv_heads, 64), cache, 32) < 1e-2
 
 
 @pytest.mark.parametrize("rotates", [False, True])
@@ -455,22 +490,28 @@ def decode_behind_a_late_projection(decoder: Decode, cache: Cache, new: New) -> 
     return out
 
 
-@pytest.mark.parametrize(("kind", "num_requests"), [(CLUSTERS, 1), (CLUSTERS, 8), (SHARES, 3), (SHARES, 100)])
-def test_what_the_kernel_ahead_projects_is_rotated_when_that_has_ended(decoders, kind, num_requests):
-    cache = Cache((LENGTHS * 13)[-num_requests:], 8, 128, 64, torch.bfloat16)
+BEHIND_LATE_KERNELS = pytest.mark.parametrize(
+    ("kind", "num_requests", "kv_heads"),
+    [(CLUSTERS, 1, 8), (CLUSTERS, 8, 8), (SHARES, 3, 8), (SHARES, 100, 8), (SHARES, 3, 4), (SHARES, 100, 4)],
+)
+
+
+@BEHIND_LATE_KERNELS
+def test_what_the_kernel_ahead_projects_is_rotated_when_that_has_ended(decoders, kind, num_requests, kv_heads):
+    cache = Cache((LENGTHS * 13)[-num_requests:], kv_heads, 128, 64, torch.bfloat16)
     new = New(cache, 16, has_norms=True)
-    got = decode_behind_a_late_projection(decoders(kind, 16, 8, 64), cache, new).float()
+    got = decode_behind_a_late_projection(decoders(kind, 16, kv_heads, 64), cache, new).float()
     want = new.in_float32(cache)
     assert new.errors_of_cache(cache)[0] < 5e-3
     assert ((got - want).norm(dim=(1, 2)) / want.norm(dim=(1, 2))).max() < 8e-3
 
 
-@pytest.mark.parametrize(("kind", "num_requests"), [(CLUSTERS, 1), (CLUSTERS, 8), (SHARES, 3), (SHARES, 100)])
-def test_what_the_kernel_ahead_writes_is_read_when_that_has_ended(decoders, kind, num_requests):
-    cache = Cache((LENGTHS * 13)[-num_requests:], 8, 128, 64, torch.bfloat16)
+@BEHIND_LATE_KERNELS
+def test_what_the_kernel_ahead_writes_is_read_when_that_has_ended(decoders, kind, num_requests, kv_heads):
+    cache = Cache((LENGTHS * 13)[-num_requests:], kv_heads, 128, 64, torch.bfloat16)
     q = 2 * torch.randn(num_requests, 16, 128, device="cuda").bfloat16()
     want = in_float32(cache, q)
-    got = decode_behind_a_late_write(decoders(kind, 16, 8, 64), cache, q).float()
+    got = decode_behind_a_late_write(decoders(kind, 16, kv_heads, 64), cache, q).float()
     assert ((got - want).norm(dim=(1, 2)) / want.norm(dim=(1, 2))).max() < 8e-3
 
 

@@ -20,8 +20,8 @@ FP8 = torch.float8_e4m3fn
 LIMIT = 8e-3  # of bfloat16 queries and outputs, as over a cache of bfloat16
 
 
-def small_cache(lengths: list[int], kv_heads: int, page_size: int) -> Cache:
-    cache = Cache(lengths, kv_heads, 128, page_size, torch.float32)
+def small_cache(lengths: list[int], kv_heads: int, page_size: int, head_dim: int = 128) -> Cache:
+    cache = Cache(lengths, kv_heads, head_dim, page_size, torch.float32)
     cache.keys, cache.values = cache.keys.to(FP8), cache.values.to(FP8)
     is_key = torch.zeros(len(cache.keys), dtype=torch.bool, device="cuda")
     for row, length in enumerate(lengths):
@@ -40,8 +40,6 @@ def off_by(got: torch.Tensor, want: torch.Tensor) -> float:
 @pytest.mark.parametrize(("heads", "kv_heads", "page_size"), HEADS)
 @pytest.mark.parametrize("kind", [CLUSTERS, SHARES])
 def test_numbers_are_those_of_float32(decoders, kind, heads, kv_heads, page_size, num_requests):
-    if kind == SHARES and kv_heads % 8:
-        pytest.skip("shares are of eight heads")
     lengths = (LENGTHS * 3)[:num_requests]
     decoder: Decode = decoders(kind, heads, kv_heads, page_size, fp8=True)
     for case in (lengths, lengths[::-1], [640] * num_requests):
@@ -50,15 +48,28 @@ def test_numbers_are_those_of_float32(decoders, kind, heads, kv_heads, page_size
         assert off_by(decode(decoder, cache, q), in_float32(cache, q)) < LIMIT
 
 
+@pytest.mark.parametrize(("heads", "kv_heads", "page_size"), [(16, 4, 64), (16, 2, 16), (24, 3, 64)])
+def test_numbers_of_heads_of_256_are_those_of_float32(decoders, heads, kv_heads, page_size):
+    decoder: Decode = decoders(SHARES, heads, kv_heads, page_size, fp8=True, head_dim=256)
+    for lengths in (LENGTHS, LENGTHS[::-1] * 2, [640] * 17):
+        cache = small_cache(lengths, kv_heads, page_size, 256)
+        q = 2 * torch.randn(len(lengths), heads, 256, device="cuda").bfloat16()
+        assert off_by(decode(decoder, cache, q), in_float32(cache, q)) < LIMIT
+
+
 @pytest.mark.parametrize("has_norms", [True, False])
-@pytest.mark.parametrize(("heads", "kv_heads", "page_size"), [(32, 8, 64), (28, 4, 16), (50, 10, 64)])
-@pytest.mark.parametrize("kind", [CLUSTERS, SHARES])
-def test_new_tokens_are_normed_rotated_and_written(decoders, kind, heads, kv_heads, page_size, has_norms):
-    if kind == SHARES and kv_heads % 8:
-        pytest.skip("shares are of eight heads")
-    decoder: Decode = decoders(kind, heads, kv_heads, page_size, fp8=True)
+@pytest.mark.parametrize(
+    ("kind", "heads", "kv_heads", "page_size", "head_dim"),
+    [
+        *((kind, *heads, 128) for kind in (CLUSTERS, SHARES) for heads in ((32, 8, 64), (28, 4, 16), (50, 10, 64))),
+        (SHARES, 16, 4, 64, 256),
+    ],
+)
+def test_new_tokens_are_normed_rotated_and_written(decoders, kind, heads, kv_heads, page_size, head_dim, has_norms):
+    wide = {} if head_dim == 128 else {"head_dim": head_dim}
+    decoder: Decode = decoders(kind, heads, kv_heads, page_size, fp8=True, **wide)
     for lengths in ([1], [577], LENGTHS, [640, 641] * 9, [15, 16, 17] * 40):
-        cache = small_cache(lengths, kv_heads, page_size)
+        cache = small_cache(lengths, kv_heads, page_size, head_dim)
         new = _new(cache, heads, has_norms)
         others = torch.ones(len(cache.keys), dtype=torch.bool, device="cuda").index_fill_(0, new.slots, False)
         before = [tensor.view(torch.uint8)[others] for tensor in (cache.keys, cache.values)]
@@ -98,7 +109,7 @@ def test_sinks_take_weight_from_all_keys(decoders, kind):
     assert off_by(got, in_float32(cache, q, sinks=sinks)) < 1.2e-2
 
 
-@pytest.mark.parametrize(("heads", "kv_heads"), [(16, 8), (8, 2)], ids=["CUDA", "Triton"])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(16, 8), (16, 4), (8, 2)], ids=["CUDA", "CUDA, four", "Triton"])
 def test_an_engine_decodes_in_graphs_what_it_scores_in_prompts(heads, kv_heads, tmp_path):
     folder = tmp_path / "model"
     folder.mkdir()

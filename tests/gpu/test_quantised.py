@@ -38,6 +38,7 @@ SCHEMES = {
     "fp8 groups": WeightScheme("fp8", 128),
     "int4": WeightScheme("int4", 128, torch.bfloat16),
     "int4 with zero points": WeightScheme("int4", 128, torch.float16, has_zeros=True),
+    "int4 in lanes": WeightScheme("int4_lanes", 128, torch.bfloat16),
     "mxfp4": MXFP4,
     "nvfp4": NVFP4,
 }

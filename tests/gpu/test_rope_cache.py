@@ -111,6 +111,19 @@ def test_without_slots_the_kernel_is_not_launched(piece, num_tokens):
     assert not [event.name for event in profile.events() if "rope" in event.name]
 
 
+def test_heads_that_nothing_rotates_are_written_as_they_are():
+    torch.manual_seed(0)
+    count, dim = 5, 128
+    q, k = (torch.randn(1, count, heads, 2 * dim, device="cuda").bfloat16()[..., :dim] for heads in (32, 8))
+    v, keys, cached_values = (torch.randn(size, 8, dim, device="cuda").bfloat16() for size in (count, SLOTS, SLOTS))
+    slots = torch.randperm(SLOTS, device="cuda")[:count]
+    before = keys.clone()
+    made = op("rope_and_cache")(q, k, v, None, None, None, None, 0.0, slots, keys, cached_values)
+    assert torch.equal(made[0], q[0]) and torch.equal(made[1], k[0])
+    assert torch.equal(keys[slots], k[0]) and torch.equal(cached_values[slots], v)
+    assert (keys != before).any(-1).any(-1).sum() == count
+
+
 @pytest.mark.parametrize("width", [64, 192, 256])
 @pytest.mark.parametrize("plus_one", [False, True])
 def test_a_part_of_wide_heads_is_rotated_and_norms_may_add_one(width, plus_one):

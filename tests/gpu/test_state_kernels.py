@@ -19,6 +19,7 @@ from tests.runtime.state.state_cases import kernels_of, mixed_batch, run_batch
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
 
 SSD = Ssd(dt_softplus=True, dt_min=0.0, dt_max=None)
+NORMED_SSD = Ssd(dt_softplus=True, dt_min=0.0, dt_max=None, norm_eps=1e-5, norm_groups=8)
 SCAN = SelectiveScan(dt_softplus=True)
 # kind, sizes of operands
 SHAPES: dict[str, tuple[StateKind, dict[str, tuple[int, ...]]]] = {
@@ -44,6 +45,24 @@ SHAPES: dict[str, tuple[StateKind, dict[str, tuple[int, ...]]]] = {
         SSD,
         {"x": (128, 64), "dt": (128,), "A": (128,), "B": (8, 128), "C": (8, 128), "D": (128,), "dt_bias": (128,)},
     ),
+    "ssd with its norm": (
+        NORMED_SSD,
+        {
+            "x": (128, 64),
+            "dt": (128,),
+            "A": (128,),
+            "B": (8, 128),
+            "C": (8, 128),
+            "D": (128,),
+            "dt_bias": (128,),
+            "z": (128, 64),
+            "norm": (8192,),
+        },
+    ),
+    "ssd with its norm, odd": (
+        Ssd(dt_softplus=True, dt_min=0.0, dt_max=None, norm_eps=1e-5),
+        {"x": (6, 20), "dt": (6,), "A": (6,), "B": (2, 24), "C": (2, 24), "z": (6, 20), "norm": (120,)},
+    ),
     "ssd, odd": (SSD, {"x": (6, 20), "dt": (6,), "A": (6,), "B": (2, 24), "C": (2, 24)}),
     "ssd, large states": (SSD, {"x": (4, 64), "dt": (4,), "A": (4,), "B": (1, 256), "C": (1, 256), "D": (4,)}),
     "scan": (
@@ -52,6 +71,7 @@ SHAPES: dict[str, tuple[StateKind, dict[str, tuple[int, ...]]]] = {
     ),
     "scan, odd": (SCAN, {"x": (70,), "dt": (70,), "A": (70, 9), "B": (9,), "C": (9,), "dt_bias": (70,)}),
 }
+CAPTURED = ("conv", "delta", "delta, a channel", "ssd", "ssd with its norm", "scan")
 # rows, lengths and earlier tokens of requests, how many of them decode
 BATCHES = {
     "prompts": ((3, 1, 6, 2), (5, 1, 130, 33), (0, 0, 0, 0), 0),
@@ -125,7 +145,7 @@ def test_kernels_compute_what_the_reference_does(name, dtype):
         assert torch.equal(found[0][1][[row - 1 for row in untouched]], pool_of(layer).get_state(0)[untouched])
 
 
-@pytest.mark.parametrize("name", ["conv", "delta", "delta, a channel", "ssd", "scan"])
+@pytest.mark.parametrize("name", CAPTURED)
 def test_a_captured_decode_reads_rows_and_flags_when_it_is_replayed_and_gives_the_same_bits(name):
     kind, _ = SHAPES[name]
     operands = operands_of(name, 4, torch.bfloat16)
@@ -150,7 +170,7 @@ def test_a_captured_decode_reads_rows_and_flags_when_it_is_replayed_and_gives_th
         assert torch.equal(pool.get_state(0)[1:], other.get_state(0)[1:])
 
 
-@pytest.mark.parametrize("name", ["conv", "delta", "delta, a channel", "ssd", "scan"])
+@pytest.mark.parametrize("name", CAPTURED)
 def test_a_captured_step_with_prompts_gives_each_batch_what_its_own_launches_give(name):
     kind, _ = SHAPES[name]
     operands = operands_of(name, 72, torch.bfloat16)

@@ -17,7 +17,7 @@ from mllm_compile.runtime.ops.stream_linear.linear import bucket_of
 from mllm_compile.runtime.ops.stream_quantised.linear import QuantisedKind, kind_of_weight
 from mllm_compile.runtime.ops.stream_quantised.ops import STREAMED
 from mllm_compile.runtime.ops.stream_quantised.shapes import BUCKETS, MAX_TOKENS, choose_tiling, is_streamed
-from mllm_compile.runtime.quantised.numbers import dequantised, quantised
+from mllm_compile.runtime.quantised.numbers import dequantised, in_lanes, paired, quantised
 from mllm_compile.runtime.quantised.scheme import MXFP4, NVFP4, WeightScheme, third_role
 from tests.gpu.late_kernels import LATE_BLOCKS, late_kernel
 from tests.gpu.test_few_tokens import EPS, MARGIN, off_by
@@ -36,8 +36,8 @@ NUM_TOKENS = (1, 2, 7, 8, 9, 15, 16, 17, 31, 32, 33, 47, 63, 64, 65, 100, 128)
 SCHEMES = {
     "fp8 rows": WeightScheme("fp8", 0),  # the group is a row's
     "fp8 groups": WeightScheme("fp8", 128),
-    "int4": WeightScheme("int4", 128, torch.bfloat16),
-    "int4 with zero points": WeightScheme("int4", 128, torch.float16, has_zeros=True),
+    "int4": WeightScheme("int4_lanes", 128, torch.bfloat16),
+    "int4 with zero points": WeightScheme("int4_lanes", 128, torch.float16, has_zeros=True),
     "mxfp4": MXFP4,
     "nvfp4": NVFP4,
 }
@@ -223,7 +223,7 @@ def test_every_four_bit_value_counts_as_what_it_is(tmp_path, tokens, zeros):
     load([QuantisedKind(256, 512, values="int4", group=128, scales="bfloat16", zeros=zeros)], tmp_path, tokens)
     at = torch.arange(512, device="cuda")[None, :] + torch.arange(256, device="cuda")[:, None]
     numbers, of_groups = at % 16, (at[:, :4] * 3 % 16).to(torch.uint8) if zeros else None
-    values = (numbers[:, 0::2] | (numbers[:, 1::2] << 4)).to(torch.uint8)
+    values = in_lanes(paired(numbers.to(torch.uint8)))
     scales = 2.0 ** (at[:, :4] % 3 - 1)
     zero = 8 if of_groups is None else of_groups.repeat_interleave(128, 1).float()
     want = (numbers - zero) * scales.repeat_interleave(128, 1)

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import save_file
 
 from mllm_compile.runtime.weights.safetensors_header import read_header
-from mllm_compile.runtime.weights.stream import TensorRead, stream_tensors
+from mllm_compile.runtime.weights.stream import StraightRead, TensorRead, stream_in_order, stream_tensors
 from mllm_compile.runtime.weights.sums import weight_sums
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
@@ -30,6 +30,25 @@ def test_bytes_arrive_and_are_converted_on_the_device(tmp_path, dtype):
     stream_tensors(reads_into(path, places), chunk_bytes=100_000)
     for name, value in tensors.items():
         assert torch.equal(places[name].cpu(), value.to(dtype)), name
+
+
+def test_stretches_of_many_sizes_come_to_their_places(tmp_path):
+    """Larger and smaller than a chunk, in another order than in the file, from many rounds of the ring."""
+    generator = torch.Generator().manual_seed(0)
+    sizes = torch.randint(1, 40_000, (600,), generator=generator).tolist()
+    content = torch.randint(0, 256, (sum(sizes),), generator=generator, dtype=torch.uint8)
+    path = tmp_path / "bytes"
+    path.write_bytes(content.numpy().tobytes())
+    memory = torch.zeros(sum(sizes), dtype=torch.uint8, device="cuda")
+    reads, begin = [], 0
+    for size in sizes:
+        reads.append(StraightRead(path, begin, size, memory, sum(sizes) - begin - size))
+        begin += size
+    for _ in range(3):
+        memory.zero_()
+        stream_in_order(reads, memory.device, chunk_bytes=30_000)
+        expected = torch.cat(content.split(sizes)[::-1])
+        assert torch.equal(memory.cpu(), expected)
 
 
 @pytest.mark.parametrize("size", [1, 65_539, 100 << 20])

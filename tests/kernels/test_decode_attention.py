@@ -77,16 +77,22 @@ def test_on_hopper_kernels_stand_for_both_pieces(has_kernels):
         (8, {"max_model_len": 32768}, [("clusters", 64), ("shares", None)]),
         (16, {"max_model_len": 32768}, [("clusters", 64), ("shares", None)]),
         (8, {"max_running_requests": 2000}, [("clusters", 256), ("shares", 8192), ("decode_0_many", None)]),
-        (10, {}, [("clusters", 256), ("decode_0_many", None)]),
+        (4, {"max_model_len": 32768}, [("clusters", 64), ("shares", None)]),
+        (10, {}, [("clusters", 256), ("shares", None)]),
         (72, {"max_model_len": 32768}, [("shares", None)]),
+        (2, {}, [("decode_0_few", 64), ("shares", None)]),
+        (1, {"max_running_requests": 2000}, [("decode_0_few", 64), ("shares", 1024), ("decode_0_many", None)]),
     ],
     ids=[
         "short",
         "long",
         "many heads",
         "very many requests",
-        "heads that shares do not divide",
+        "half as many heads",
+        "heads that do not divide into eights",
         "no batch for clusters",
+        "too few heads for clusters",
+        "one head",
     ],
 )
 def test_pieces_keep_what_the_kernels_are_slower_at_or_do_not_serve(has_kernels, kv_heads, sizes, served):
@@ -100,6 +106,20 @@ def test_pieces_keep_what_the_kernels_are_slower_at_or_do_not_serve(has_kernels,
     assert [piece.name for piece in pieces] == [name for name in names if name.startswith("decode")]
 
 
+@pytest.mark.parametrize("kv_heads", [1, 4, 16])
+def test_wide_heads_are_shared_out_but_for_few_requests(has_kernels, kv_heads):
+    has_kernels(True)
+    layer = replace(LAYER, num_heads=4 * kv_heads, num_kv_heads=kv_heads, head_dim=256, v_head_dim=256)
+    config = resolved(H200, runtime={"kv_cache_dtype": "fp8_e4m3"})
+    with_forms, (few,) = add_decode_attention(config, program(layer))
+    shares = ShareKernel(kv_heads, 4, config.runtime.page_size, fp8=True, head_dim=256)
+    assert with_forms.decode_attention[layer.name] == (
+        DecodeForm(64, few.name, OF_FEW),
+        DecodeForm(None, kernels=(shares,)),
+    )
+    assert Program.from_json(json.loads(json.dumps(with_forms.to_json()))) == with_forms
+
+
 @pytest.mark.parametrize(("kv_heads", "splits"), [(8, [2, 4, 8]), (16, [2, 4, 8]), (24, [2, 4])])
 def test_clusters_are_compiled_for_splits_that_a_batch_can_have(has_kernels, kv_heads, splits):
     has_kernels(True)
@@ -111,7 +131,6 @@ def test_clusters_are_compiled_for_splits_that_a_batch_can_have(has_kernels, kv_
 @pytest.mark.parametrize(
     ("layer", "sections"),
     [
-        (replace(LAYER, num_kv_heads=2), {}),
         (replace(LAYER, num_heads=128), {}),
         (replace(LAYER, head_dim=64, v_head_dim=64), {}),
         (replace(LAYER, logits_soft_cap=30.0), {}),
@@ -120,7 +139,7 @@ def test_clusters_are_compiled_for_splits_that_a_batch_can_have(has_kernels, kv_
         (LAYER, {"model": {"path": "m", "dtype": "float16"}}),
         (LAYER, {"runtime": {"page_size": 8}}),
     ],
-    ids=["kv heads", "group", "head dim", "soft cap", "switched off", "deterministic", "dtype", "pages"],
+    ids=["group", "head dim", "soft cap", "switched off", "deterministic", "dtype", "pages"],
 )
 def test_what_the_kernels_do_not_serve_keeps_its_pieces(has_kernels, layer, sections):
     has_kernels(True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 from torch import fx
@@ -14,6 +16,7 @@ from mllm_compile.passes.match.nodes import LINEAR, called_pieces, is_call, is_o
 from mllm_compile.passes.pipeline import PASSES, passes_left_out
 from mllm_compile.runtime.quantised.scheme import MXFP4, NVFP4, WeightScheme
 from tests.passes.support.graph_builder import run
+from tests.passes.support.stand_ins import INTEGERS, stand_in_ops
 from tests.passes.test_every_pass import Decoder
 
 SCHEMES = {
@@ -21,9 +24,17 @@ SCHEMES = {
     "fp8 groups": WeightScheme("fp8", 128),
     "int4": WeightScheme("int4", 64, torch.bfloat16),
     "int4 with zero points": WeightScheme("int4", 128, torch.float16, has_zeros=True),
+    "int4 in lanes": WeightScheme("int4_lanes", 128, torch.bfloat16),
+    "int4 in lanes with zero points": WeightScheme("int4_lanes", 128, torch.float16, has_zeros=True),
     "mxfp4": MXFP4,
     "nvfp4": NVFP4,
 }
+
+
+@pytest.fixture
+def ops_on_cpu() -> Iterator[None]:
+    with stand_in_ops(INTEGERS):
+        yield
 
 
 def pieces_of(scheme: WeightScheme) -> fx.GraphModule:
@@ -43,6 +54,7 @@ def nodes_of(gm: fx.GraphModule, name: str) -> list[fx.Node]:
     return list(gm.get_submodule(name).graph.nodes)
 
 
+@pytest.mark.usefixtures("ops_on_cpu")
 @pytest.mark.parametrize("name", SCHEMES)
 def test_a_piece_dequantises_its_weight_to_the_same_numbers(name):
     gm = pieces_of(SCHEMES[name])

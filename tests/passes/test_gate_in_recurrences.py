@@ -85,10 +85,16 @@ def scan(builder: GraphBuilder, name: str, of_log: bool) -> fx.Node:
     rates = negative_exponential(builder, "A_log", *shape) if of_log else builder.weight("A", *shape)
     if name == "ssd":
         group = builder.call(torch.unsqueeze, numbers, 1)
-        given: tuple[Any, ...] = (heads_of(builder, x), builder.linear(x, "dt", HEADS), rates, group, group, None, None)
-        return builder.method(
-            "flatten", builder.call(torch.ops.mllm.ssd.default, *given, True, 0.0, None, False, ""), 1
+        given: tuple[Any, ...] = (
+            heads_of(builder, x),
+            builder.linear(x, "dt", HEADS),
+            rates,
+            group,
+            group,
+            *[None] * 4,
         )
+        settings = (True, 0.0, None, False, 0.0, 1, "")
+        return builder.method("flatten", builder.call(torch.ops.mllm.ssd.default, *given, *settings), 1)
     given = (x, builder.linear(x, "dt", HIDDEN), rates, numbers, numbers, None, None, None)
     return builder.call(torch.ops.mllm.selective_scan.default, *given, True, False, "")
 
@@ -100,7 +106,7 @@ def test_rates_of_scans_are_read_as_logarithms(name):
     before = run(gm)
     assert GateInRecurrences()(gm).matches == 1 and GateInRecurrences()(gm).matches == 0
     gm.recompile()
-    assert layer_of(gm).args[-2] is True and "exp" not in targets(gm)
+    assert layer_of(gm).args[12 if name == "ssd" else -2] is True and "exp" not in targets(gm)
     assert torch.equal(run(gm), before)
     builder = GraphBuilder()
     assert GateInRecurrences()(builder.canonical(builder.head(scan(builder, name, of_log=False)))).matches == 0

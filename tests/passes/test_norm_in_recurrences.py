@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from typing import Any
 
 import pytest
 import torch
@@ -44,6 +45,59 @@ def graph(change: str = "", act: str = "silu") -> fx.GraphModule:
     if change == "another reader":
         result = builder.call(operator.add, result, rows)
     return builder.canonical(builder.head(builder.call(torch.reshape, result, (-1, HIDDEN))))
+
+
+def scan_graph(change: str = "", groups: int = 1) -> fx.GraphModule:
+    """Mamba-2's scan with the norm behind it, as Nemotron-H has it, but for `change`."""
+    builder = GraphBuilder()
+    x = builder.embed()
+    tokens = builder.size_inputs["T"]
+    heads = builder.method("view", x, tokens, HEADS, HEAD_DIM)
+    numbers = builder.call(torch.unsqueeze, builder.linear(x, "numbers", 3), 1)
+    z = builder.call(torch.unsqueeze, builder.linear(x, "z", HIDDEN), 0)
+    rates = builder.weight("A", HEADS)
+    given: tuple[Any, ...] = (heads, builder.linear(x, "dt", HEADS), rates, numbers, numbers, *[None] * 4)
+    out = builder.call(torch.ops.mllm.ssd.default, *given, True, 0.0, None, False, 0.0, 1, "")
+    flat = builder.call(torch.reshape, builder.call(operator.getitem, out, None), (1, tokens, -1))
+    if change == "a gate of the outputs":
+        z = flat
+    act = torch.sigmoid if change == "another gate" else torch.nn.functional.silu
+    pair = (builder.method("float", flat), builder.call(act, builder.method("float", z)))
+    gated = builder.call(operator.mul, *(pair[::-1] if change == "turned" else pair))
+    parts = builder.method("view", gated, 1, tokens, groups, HIDDEN // groups) if groups else gated
+    square = builder.call(torch.mean, builder.call(operator.pow, parts, 2), -1, True)
+    scaled = builder.call(operator.mul, parts, builder.call(torch.rsqrt, builder.call(operator.add, square, 1e-5)))
+    scaled = builder.method("view", scaled, 1, tokens, HIDDEN)
+    width = HEAD_DIM if change == "a weight a head" else HIDDEN
+    if change == "a weight a head":
+        scaled = builder.method("view", scaled, 1, tokens, HEADS, HEAD_DIM)
+    normed = builder.call(operator.mul, builder.weight("norm", width), builder.method("float", scaled))
+    result = builder.method("to", normed, torch.float32)
+    if change == "another reader":
+        result = builder.call(operator.add, result, gated)
+    return builder.canonical(builder.head(builder.call(torch.reshape, result, (-1, HIDDEN))))
+
+
+@pytest.mark.parametrize(("change", "groups"), [("", 0), ("", 1), ("", 2), ("turned", 2)])
+def test_the_norm_behind_a_scan_becomes_its_own(change, groups):
+    gm = scan_graph(change, groups)
+    before = run(gm)
+    assert NormInRecurrences()(gm).matches == 1 and NormInRecurrences()(gm).matches == 0
+    gm.recompile()
+    scan: Any = next(node for node in gm.graph.nodes if is_op(node, "ssd"))
+    z, norm = scan.args[7:9]
+    assert z.meta["val"].shape[1:] == (HEADS, HEAD_DIM) and norm.meta["weight_name"] == "norm"
+    assert scan.args[13:15] == (1e-5, max(groups, 1))
+    assert "rsqrt" not in targets(gm)
+    torch.testing.assert_close(run(gm), before)
+
+
+@pytest.mark.parametrize("change", ["another reader", "a gate of the outputs", "another gate", "a weight a head"])
+def test_another_norm_of_a_scan_stays(change):
+    gm = scan_graph(change, groups=2)
+    before = run(gm)
+    assert NormInRecurrences()(gm).matches == 0
+    assert torch.equal(run(gm), before)
 
 
 def rule_of(gm: fx.GraphModule) -> fx.Node:

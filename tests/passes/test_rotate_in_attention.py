@@ -109,14 +109,23 @@ def test_sinks_are_no_obstacle(any_heads, tmp_path):
     assert all(len(node.args) > 6 for node in result.gm.graph.nodes if is_attention_with_output(node))
 
 
-def test_heads_that_no_kernel_takes_are_left_alone(rope_on_cpu, tmp_path):
+def test_heads_that_no_kernel_takes_are_left_alone(rope_on_cpu, monkeypatch, tmp_path):
+    monkeypatch.setattr(rotate_in_attention, "rotates_heads", lambda *heads: False)
     gm = rewritten(tmp_path).gm
     assert all(len(node.args) == 6 for node in gm.graph.nodes if is_attention_with_output(node))
     assert "L" not in size_symbols(gm).values(), "there are as many slots as tokens"
 
 
 @pytest.mark.parametrize(
-    ("heads", "taken"), [((16, 8, 128), True), ((32, 4, 128), True), ((16, 2, 128), False), ((16, 8, 64), False)]
+    ("heads", "taken"),
+    [
+        ((16, 8, 128), True),
+        ((32, 4, 128), True),
+        ((16, 2, 128), True),
+        ((8, 1, 256), True),
+        ((16, 8, 64), False),
+        ((16, 1, 128), False),
+    ],
 )
 def test_which_heads_kernels_take(heads, taken):
     assert rotates_heads(*heads) is taken

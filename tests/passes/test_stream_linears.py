@@ -237,8 +237,8 @@ WIDE, WIDE_FFN = 512, 1024  # whole panels of four bits, whose zero points are c
 SCHEMES = {
     "fp8 rows": WeightScheme("fp8", 0),  # the group is a row's
     "fp8 groups": WeightScheme("fp8", 128),
-    "int4": WeightScheme("int4", 128, torch.bfloat16),
-    "int4 with zero points": WeightScheme("int4", 128, torch.float16, has_zeros=True),
+    "int4": WeightScheme("int4_lanes", 128, torch.bfloat16),
+    "int4 with zero points": WeightScheme("int4_lanes", 128, torch.float16, has_zeros=True),
 }
 
 
@@ -309,7 +309,7 @@ def test_a_piece_with_such_a_weight_has_a_form_for_fewer_tokens_and_kernels_of_b
     forms = {"piece_a": (SmallForm("piece_a_streamed", 0, 1, most),)}
     kernels = kernels_of(gm, Program((), (), (), "logits", forms))
     blocks = WIDE // 16
-    form = {"group": scheme.group, "values": scheme.kind, "zeros": scheme.has_zeros}
+    form = {"group": scheme.group, "values": scheme.name, "zeros": scheme.has_zeros}
     form["scales"] = str(scheme.scale_dtype).removeprefix("torch.")
     assert [tiling.kind for tiling in kernels["stream_quantised"][:: len(buckets)]] == [
         QuantisedKind(WIDE, WIDE, residual=True, next_blocks=blocks, **form),

@@ -18,7 +18,8 @@ def driver(monkeypatch) -> Iterator[Callable[..., FakeDriver]]:
 
     def use(fails: str = "") -> FakeDriver:
         fake = FakeDriver(fails)
-        monkeypatch.setattr("mllm_compile.runtime.cuda.driver._driver", lambda: fake)
+        for name in ("_driver", "_driver_within_the_lock"):
+            monkeypatch.setattr(f"mllm_compile.runtime.cuda.driver.{name}", lambda: fake)
         monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
         monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
         return fake

@@ -53,7 +53,7 @@ def _lightning_attention(module: Any, hidden_states: torch.Tensor, **kwargs: Any
     q, k, v = module.act_fn(module.qkv_proj(hidden_states)).view(heads)[0].split(module.head_dim, dim=-1)
     steps = torch.ones_like(v[..., 0])
     rates = -module.slope_rate.reshape(-1)
-    out = torch.ops.mllm.ssd(v, steps, rates, k, q, None, None, False, 0.0, None, False, "")
+    out = torch.ops.mllm.ssd(v, steps, rates, k, q, None, None, None, None, False, 0.0, None, False, 0.0, 1, "")
     out = module.norm(out.to(hidden_states.dtype).flatten(1)[None])
     return module.out_proj(torch.sigmoid(module.output_gate(hidden_states)) * out), None
 

@@ -79,9 +79,9 @@ def ssd(
     """Mamba-2's scan over hidden_states [1, T, H, P] → float32 [1, T, H, P]."""
     least, most = map(float, dt_limit)
     bounds = (least, None if math.isinf(most) else most)
-    out = torch.ops.mllm.ssd(
-        hidden_states[0], dt[0], A, B[0], C[0], D, dt_bias, dt_softplus, *bounds, False, "; ".join(_refusals(kwargs))
-    )
+    made_elsewhere = (None, None)  # the norm behind, until a pass finds it
+    settings = (dt_softplus, *bounds, False, 0.0, 1, "; ".join(_refusals(kwargs)))
+    out = torch.ops.mllm.ssd(hidden_states[0], dt[0], A, B[0], C[0], D, dt_bias, *made_elsewhere, *settings)
     return out[None]
 
 

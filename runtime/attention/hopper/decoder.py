@@ -17,7 +17,7 @@ from mllm_compile.runtime.attention.base import Unrotated
 from mllm_compile.runtime.attention.hopper.clusters import ClusterKernel, choose_split, left_words, parts_of
 from mllm_compile.runtime.attention.hopper.kernel import MISSING, DecodeKernel
 from mllm_compile.runtime.attention.hopper.rotation import Rotation
-from mllm_compile.runtime.attention.hopper.shares import HEADS, MOST_REQUESTS, TILE, ShareKernel
+from mllm_compile.runtime.attention.hopper.shares import MOST_REQUESTS, TILE, ShareKernel
 from mllm_compile.runtime.cuda import tensor_maps
 from mllm_compile.runtime.cuda.driver import address_of, load_kernel
 from mllm_compile.runtime.cuda.tensor_maps import TensorMaps
@@ -91,7 +91,7 @@ class ShareDecode:
         with torch.cuda.device(device):
             self._loaded = load_kernel(kernel, binaries)
         # Parts that blocks leave to each other within a launch, at whose end all of them are MISSING again.
-        num_words = kernel.num_blocks * HEADS * kernel.part_floats
+        num_words = kernel.num_blocks * kernel.warps * kernel.part_floats
         self._parts = torch.full((num_words,), MISSING, dtype=torch.int32, device=device)
 
     def __call__(self, inputs: list[torch.Tensor], unrotated: Unrotated | None = None) -> None:

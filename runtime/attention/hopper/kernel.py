@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from mllm_compile.runtime.cuda.kernel import CudaKernel
 
-HEAD_DIM = 128
+HEAD_DIM = 128  # of most models
 MISSING = -1  # what a word that a block leaves to another is until it is left: all bits set
 
 
@@ -21,6 +21,7 @@ class DecodeKernel(CudaKernel):
         page_size: tokens of a page.
         sinks: query heads have sinks.
         fp8: the cache is e4m3; else bfloat16.
+        head_dim: columns of a head.
     """
 
     headers: ClassVar[tuple[str, ...]] = (
@@ -37,22 +38,25 @@ class DecodeKernel(CudaKernel):
     page_size: int
     sinks: bool = field(default=False, kw_only=True)
     fp8: bool = field(default=False, kw_only=True)
+    head_dim: int = field(default=HEAD_DIM, kw_only=True)
 
     @property
     def heads_name(self) -> str:
         features = ("_sinks" if self.sinks else "") + ("_fp8" if self.fp8 else "")
-        return f"{self.kv_heads}x{self.group}_page{self.page_size}{features}"
+        width = "" if self.head_dim == HEAD_DIM else f"x{self.head_dim}"
+        return f"{self.kv_heads}x{self.group}{width}_page{self.page_size}{features}"
 
     @property
     def head_bytes(self) -> int:
         """Bytes of a key of one head."""
-        return HEAD_DIM * (1 if self.fp8 else 2)
+        return self.head_dim * (1 if self.fp8 else 2)
 
     @abstractmethod
     def constants(self) -> dict[str, int]:
         return {
             "KV_HEADS": self.kv_heads,
             "GROUP": self.group,
+            "HEAD_DIM": self.head_dim,
             "PAGE": self.page_size,
             "SHARED_BYTES": self.shared_bytes,
             "SINKS": int(self.sinks),

@@ -1,23 +1,24 @@
 // How shares.cu divides its work: all keys, request after request in tiles of 16, in equal shares.
 
-constexpr int HEADS = 8, TILE = 16;  // KV heads that a block works at together, and keys
-constexpr int A_THREAD = (MOST_REQUESTS + 32 * HEADS - 1) / (32 * HEADS);  // requests that a thread counts
+constexpr int TILE = 16;  // keys, of HEADS heads
+constexpr int WARPS_A_HEAD = HEAD_DIM / 128, WARPS = HEADS * WARPS_A_HEAD;  // that compute
+constexpr int A_THREAD = (MOST_REQUESTS + 32 * WARPS - 1) / (32 * WARPS);  // requests that a thread counts
 
-// A request's tiles, of eight heads.
+// A request's tiles, of HEADS heads.
 struct Request {
   int row, num_keys, head;  // the first of its heads
   int first, last;          // the first tile, and the one behind the last
 };
 // Sums over all requests; a length of 0 is padding.
 struct Counts {
-  int of_warps[HEADS], lengths[MOST_REQUESTS];
+  int of_warps[WARPS], lengths[MOST_REQUESTS];
   int first_tiles[MOST_REQUESTS + 1];  // and the number of all tiles
 };
 // The division of all tiles.
 struct Plan {
   const Counts& counts;
   int num_requests;
-  u32 tiles;  // of eight heads
+  u32 tiles;  // of HEADS heads
   __device__ __forceinline__ int begin_of(u32 block) const { return tiles * (KV_HEADS / HEADS) * block / gridDim.x; }
   __device__ __forceinline__ Request request_at(int tile) const {
     const int group = tile / tiles, begin = group * tiles;
@@ -35,7 +36,7 @@ struct Plan {
 __device__ __forceinline__ void count_tiles(Counts& counts, const int* seq_lens, int num_requests) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   int tiles[A_THREAD], sum = 0, up_to = 0;
-  if (warp < HEADS) {
+  if (warp < WARPS) {
 #pragma unroll
     for (int j = 0; j < A_THREAD; j++) {
       const int r = threadIdx.x * A_THREAD + j;
@@ -52,10 +53,10 @@ __device__ __forceinline__ void count_tiles(Counts& counts, const int* seq_lens,
     if (lane == 31) counts.of_warps[warp] = up_to;
   }
   __syncthreads();
-  if (warp < HEADS) {
+  if (warp < WARPS) {
     int first = up_to - sum;
 #pragma unroll
-    for (int w = 0; w < HEADS; w++)
+    for (int w = 0; w < WARPS; w++)
       if (w < warp) first += counts.of_warps[w];
 #pragma unroll
     for (int j = 0; j < A_THREAD; j++) {

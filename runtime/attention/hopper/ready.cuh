@@ -12,7 +12,7 @@ struct ReadyRequests {
   Ready places[READY];
   __device__ __forceinline__ void make_barriers() {
     for (int i = 0; i < READY; i++)
-      make_barrier(shared_address(&full[i]), PREPARERS), make_barrier(shared_address(&free[i]), HEADS);
+      make_barrier(shared_address(&full[i]), PREPARERS), make_barrier(shared_address(&free[i]), WARPS);
   }
 };
 

@@ -1,6 +1,7 @@
 // Norm, rotation and KV write of a decode's new tokens, where the piece before has left them to attention.
 //
-// A warp takes a head: a lane has pair `lane` of its columns and the pair that is rotated with it, HALF_PAIRS behind.
+// A warp takes a head: a lane has pair `lane` of each 32 of its columns' pairs, and so those that are rotated together,
+// which are half a head apart. HEAD_DIM is defined by kernel.py.
 // Sums and products are in float32 and rounded once, as in runtime/ops/rope_cache.py.
 
 struct Rotation {
@@ -13,17 +14,19 @@ struct Rotation {
   float k_factor, v_factor;          // of what is written into a cache of e4m3
 };
 
-constexpr int HEAD_PAIRS = 64, HALF_PAIRS = HEAD_PAIRS / 2;
+constexpr int HEAD_PAIRS = HEAD_DIM / 2, A_LANE = HEAD_PAIRS / 32;  // of a head, and those that a lane has
 // The stride of heads on their way from the lanes that rotate them to those that multiply: rows of other banks.
 constexpr int ROW_PAIRS = HEAD_PAIRS + 4;
 typedef u32 Row[ROW_PAIRS];
 
 struct Head {
-  u32 pairs[2];
+  u32 pairs[A_LANE];
 };
 __device__ __forceinline__ Head load_head(const u32* head) {
-  const int lane = threadIdx.x % 32;
-  return {{head[lane], head[HALF_PAIRS + lane]}};
+  Head its;
+#pragma unroll
+  for (int i = 0; i < A_LANE; i++) its.pairs[i] = head[i * 32 + threadIdx.x % 32];
+  return its;
 }
 
 struct Weights {  // the norms': may be read without a wait
@@ -47,34 +50,41 @@ __device__ __forceinline__ void rotate(Head (&heads)[N], const Head& weight, con
   float norms[N];
   if (rotation.q_weight) {
 #pragma unroll
-    for (int n = 0; n < N; n++) norms[n] = sum_of_squares(heads[n].pairs[0]) + sum_of_squares(heads[n].pairs[1]);
+    for (int n = 0; n < N; n++) {
+      norms[n] = sum_of_squares(heads[n].pairs[0]);
+#pragma unroll
+      for (int i = 1; i < A_LANE; i++) norms[n] += sum_of_squares(heads[n].pairs[i]);
+    }
 #pragma unroll
     for (int other = 16; other; other /= 2)
 #pragma unroll
       for (int n = 0; n < N; n++) norms[n] += __shfl_xor_sync(~0u, norms[n], other);
   }
-  const u32(&cos)[2] = by.cos.pairs, (&sin)[2] = by.sin.pairs;
 #pragma unroll
-  for (int n = 0; n < N; n++) {
-    u32(&x)[2] = heads[n].pairs;
-    float a = first_of(x[0]), b = second_of(x[0]), c = first_of(x[1]), d = second_of(x[1]);
-    if (rotation.q_weight) {
-      const float norm = rsqrtf(norms[n] / (2 * HEAD_PAIRS) + rotation.eps);
-      a = a * norm * first_of(weight.pairs[0]), b = b * norm * second_of(weight.pairs[0]);
-      c = c * norm * first_of(weight.pairs[1]), d = d * norm * second_of(weight.pairs[1]);
+  for (int n = 0; n < N; n++)
+#pragma unroll
+    for (int i = 0; i < A_LANE / 2; i++) {
+      const int j = i + A_LANE / 2;
+      u32 &x = heads[n].pairs[i], &y = heads[n].pairs[j];
+      float a = first_of(x), b = second_of(x), c = first_of(y), d = second_of(y);
+      if (rotation.q_weight) {
+        const float norm = rsqrtf(norms[n] / (2 * HEAD_PAIRS) + rotation.eps);
+        a = a * norm * first_of(weight.pairs[i]), b = b * norm * second_of(weight.pairs[i]);
+        c = c * norm * first_of(weight.pairs[j]), d = d * norm * second_of(weight.pairs[j]);
+      }
+      const u32(&cos)[A_LANE] = by.cos.pairs, (&sin)[A_LANE] = by.sin.pairs;
+      x = pack(a * first_of(cos[i]) - c * first_of(sin[i]), b * second_of(cos[i]) - d * second_of(sin[i]));
+      y = pack(c * first_of(cos[j]) + a * first_of(sin[j]), d * second_of(cos[j]) + b * second_of(sin[j]));
     }
-    x[0] = pack(a * first_of(cos[0]) - c * first_of(sin[0]), b * second_of(cos[0]) - d * second_of(sin[0]));
-    x[1] = pack(c * first_of(cos[1]) + a * first_of(sin[1]), d * second_of(cos[1]) + b * second_of(sin[1]));
-  }
 }
 
 // Into a row, from which others read it.
 __device__ __forceinline__ void put_head(Row& row, const Head& head) {
-  const int lane = threadIdx.x % 32;
-  row[lane] = head.pairs[0], row[HALF_PAIRS + lane] = head.pairs[1];
+#pragma unroll
+  for (int i = 0; i < A_LANE; i++) row[i * 32 + threadIdx.x % 32] = head.pairs[i];
 }
-// The GROUP query heads of a KV head, `stride` pairs from one to the next, as rows of a product's operand; with keys of
-// e4m3 in the order in which a lane has these (small_keys.cuh), and 2^60 times as large.
+// 128 columns of the GROUP query heads of a KV head, `stride` pairs from one to the next, as rows of a product's operand;
+// with keys of e4m3 in the order in which a lane has these (small_keys.cuh), and 2^60 times as large.
 __device__ __forceinline__ void load_operand(u32 (&query)[8][2], const u32* heads, int stride) {
   const int lane = threadIdx.x % 32, member = lane / 4, quad = lane % 4;
 #pragma unroll
@@ -108,14 +118,14 @@ __device__ __forceinline__ void write_to_cache(const Rotation& rotation, const H
                                                u64 slot, int head) {
   const u64 place = (slot * KV_HEADS + head) * HEAD_PAIRS + threadIdx.x % 32;
 #pragma unroll
-  for (int half = 0; half < 2; half++) {
-    const u64 at = place + half * HALF_PAIRS;
+  for (int i = 0; i < A_LANE; i++) {
+    const u64 at = place + i * 32;
     if constexpr (FP8) {
-      ((unsigned short*)rotation.keys)[at] = small_pair(key.pairs[half], rotation.k_factor);
-      ((unsigned short*)rotation.values)[at] = small_pair(value.pairs[half], rotation.v_factor);
+      ((unsigned short*)rotation.keys)[at] = small_pair(key.pairs[i], rotation.k_factor);
+      ((unsigned short*)rotation.values)[at] = small_pair(value.pairs[i], rotation.v_factor);
     } else {
-      rotation.keys[at] = key.pairs[half];
-      rotation.values[at] = value.pairs[half];
+      rotation.keys[at] = key.pairs[i];
+      rotation.values[at] = value.pairs[i];
     }
   }
 }
@@ -124,11 +134,11 @@ template <typename ChunkOf>
 __device__ __forceinline__ void put_into_tile(const Head& head, float factor, const ChunkOf& chunk_of) {
   const int lane = threadIdx.x % 32;
 #pragma unroll
-  for (int half = 0; half < 2; half++)
+  for (int i = 0; i < A_LANE; i++)
     if constexpr (FP8)
-      asm volatile("st.shared.u16 [%0], %1;" ::"r"(chunk_of(half * 4 + lane / 8) + lane % 8 * 2),
-                   "h"(small_pair(head.pairs[half], factor)) : "memory");
+      asm volatile("st.shared.u16 [%0], %1;" ::"r"(chunk_of(i * 4 + lane / 8) + lane % 8 * 2),
+                   "h"(small_pair(head.pairs[i], factor)) : "memory");
     else
-      asm volatile("st.shared.u32 [%0], %1;" ::"r"(chunk_of(half * 8 + lane / 4) + lane % 4 * 4), "r"(head.pairs[half])
+      asm volatile("st.shared.u32 [%0], %1;" ::"r"(chunk_of(i * 8 + lane / 4) + lane % 4 * 4), "r"(head.pairs[i])
                    : "memory");
 }

@@ -9,10 +9,10 @@ from typing import Any
 from mllm_compile.runtime.attention.hopper.clusters import TILE as CLUSTER_TILE
 from mllm_compile.runtime.attention.hopper.clusters import ClusterKernel
 from mllm_compile.runtime.attention.hopper.kernel import HEAD_DIM, DecodeKernel
-from mllm_compile.runtime.attention.hopper.shares import TILE, ShareKernel
+from mllm_compile.runtime.attention.hopper.shares import HEAD_DIMS, TILE, ShareKernel
 from mllm_compile.runtime.json_data import from_json
 
-_MIN_KV_HEADS = 4  # with fewer a cluster's request has too few blocks
+_MIN_KV_HEADS = 4  # with fewer a cluster's request has too few blocks; shares take any
 _MAX_GROUP = 8  # query heads of a KV head; half the rows of a product
 _MIN_PAGE = TILE  # a tile of shares is of one page
 _KERNELS: dict[str, type[DecodeKernel]] = {kernel.source: kernel for kernel in (ClusterKernel, ShareKernel)}
@@ -26,7 +26,12 @@ def are_served(num_heads: int, num_kv_heads: int, head_dim: int, page_size: int)
 
 def rotates_heads(num_heads: int, num_kv_heads: int, head_dim: int) -> bool:
     """True if kernels exist for such heads, in pages of some size; all of them rotate."""
-    return head_dim == HEAD_DIM and num_kv_heads >= _MIN_KV_HEADS and num_heads // num_kv_heads <= _MAX_GROUP
+    return head_dim in HEAD_DIMS and num_heads // num_kv_heads <= _MAX_GROUP
+
+
+def has_clusters(num_kv_heads: int, head_dim: int) -> bool:
+    """True if kernels for few requests are among those of such heads."""
+    return head_dim == HEAD_DIM and num_kv_heads >= _MIN_KV_HEADS
 
 
 def kernel_from_json(data: Mapping[str, Any]) -> DecodeKernel:

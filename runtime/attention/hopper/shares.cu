@@ -1,36 +1,38 @@
 // Attention of one new token a request over its keys, those of the token included; for many requests.
 //
-// All keys are divided among the blocks in equal shares (plan.cuh): a block for each multiprocessor. Keys, or values, of a
-// tile are 32 KB of eight heads, in a row where there are no more, which one copy takes (by TMA, which puts them where eight
-// keys' chunks lie in different banks; rows padded for that would be read 5 % slower). One warp asks for them, before the
-// kernel ahead has ended but for a tile with a new token's key, which that kernel writes; lengths and the page table are of
-// earlier kernels. Three make requests ready (ready.cuh): where they rotate (rotation.cuh) no tile waits, and new tokens
-// are put into the tiles that have come. Eight compute, a head each.
+// All keys are divided among the blocks in equal shares (plan.cuh): a block for each multiprocessor if it works at eight
+// heads, several smaller ones if KV heads do not divide into eights. Keys, or values, of a tile are 4 KB of each head, in a
+// row where there are no others, which one copy takes (by TMA, which puts them where eight keys' chunks lie in different
+// banks; rows padded for that would be read 5 % slower). One warp asks for them, before the kernel ahead has ended but for a
+// tile with a new token's key, which that kernel writes; lengths and the page table are of earlier kernels. Some make
+// requests ready (ready.cuh): where they rotate (rotation.cuh) no tile waits, and new tokens are put into the tiles that
+// have come. The others compute, a head each.
 //
 // Where a share ends within a request, the block with the request's first tile adds up what the others leave of it. They
 // come to that part first and it comes to its own last, so that it hardly waits (parts.cuh). Where another kernel holds
 // multiprocessors, a block may wait for one that has not started. Blocks start in their order, and one that leaves something
 // does not wait: so one block at most waits so, and the others end and make room.
 //
-// Defined by shares.py: KV_HEADS (a multiple of 8), GROUP (query heads of a KV head, up to 8), PAGE (tokens, a multiple
-// of 16), MOST_REQUESTS, SLOTS (of tiles' keys or values, in shared memory), SHARED_BYTES, PREPARERS (warps that make
-// requests ready), READY (requests that are so at a time), MISSING (all bits set), SINKS (sinks.cuh), FP8 (the cache is e4m3,
-// small_keys.cuh: then tiles are half as large).
+// Defined by shares.py: KV_HEADS, HEADS (of them, which a block works at together: a divisor), BLOCKS (of a multiprocessor),
+// GROUP (query heads of a KV head, up to 8), PAGE (tokens, a multiple of 16), MOST_REQUESTS, SLOTS (of tiles' keys or values,
+// in shared memory), SHARED_BYTES, PREPARERS (warps that make requests ready), READY (requests that are so at a time),
+// MISSING (all bits set), SINKS (sinks.cuh), FP8 (the cache is e4m3, small_keys.cuh: then tiles are half as large).
 
 constexpr int D = 2 * HEAD_PAIRS;
-constexpr int HALVES = FP8 ? 1 : 2, HALF_BYTES = TILE * 128;  // of a head: rows of 128 bytes, swizzled
-constexpr int HEAD_BYTES = HALVES * HALF_BYTES, SLOT_BYTES = HEADS * HEAD_BYTES;
+constexpr int PANELS = D * (FP8 ? 1 : 2) / 128, PANEL_BYTES = TILE * 128;  // of a head: rows of 128 bytes, swizzled
+constexpr int HEAD_BYTES = PANELS * PANEL_BYTES, SLOT_BYTES = HEADS * HEAD_BYTES;
+constexpr int OWN = D / WARPS_A_HEAD, PART_BYTES = HEAD_BYTES / WARPS_A_HEAD;  // columns of values that a warp sums
 constexpr float NOTHING = -1e30f;  // a logit that no key has
 
-__device__ __forceinline__ void load_box(u32 to, const TensorMap* map, int row, int half, u32 barrier, u64 policy) {
+__device__ __forceinline__ void load_box(u32 to, const TensorMap* map, int row, int panel, u32 barrier, u64 policy) {
   asm volatile(
       "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
       "[%0], [%1, {%2, %3, %4}], [%5], %6;" ::"r"(to),
-      "l"(map), "r"(0), "r"(row), "r"(half), "r"(barrier), "l"(policy) : "memory");
+      "l"(map), "r"(0), "r"(row), "r"(panel), "r"(barrier), "l"(policy) : "memory");
 }
 // Chunk `chunk` (16 bytes) of a head's row `row`.
 __device__ __forceinline__ u32 chunk_address(u32 head, int row, int chunk) {
-  return head + chunk / 8 * HALF_BYTES + swizzled(row, chunk);
+  return head + chunk / 8 * PANEL_BYTES + swizzled(row, chunk);
 }
 
 struct Shared {
@@ -41,16 +43,16 @@ struct Shared {
 
 // A warp's part of a head: each lane has two columns of each eight, for the query head lane / 4.
 struct Sums {
-  float values[D / 8][4];  // rows 0 to 7 of a product; the others, [2] and [3], are zero
+  float values[OWN / 8][4];  // rows 0 to 7 of a product; the others, [2] and [3], are zero
   float top, total;        // the largest logit; the sum of weights, of this lane's keys
 };
 struct Part {  // sums over part of a request's keys, as one block leaves them to another
-  float2 values[D / 8][32], weights[32];  // the largest logit and the sum
+  float2 values[OWN / 8][32], weights[32];  // the largest logit and the sum
 };
 
 // Where a tile is read from.
 struct Place {
-  int row, half;  // of a map of panels
+  int row, panel;  // of a map of panels
   bool has_new_key;
 };
 
@@ -66,7 +68,7 @@ __device__ __forceinline__ void read_tiles(const Plan& plan, int begin, int end,
     const Request its = plan.request_at(tile);
     const int key = (tile - its.first) * TILE;
     const int row = page_table[its.row * width + key / PAGE] * PAGE + key % PAGE;
-    return {row, HALVES * its.head, !rotates && key + TILE >= its.num_keys};
+    return {row, PANELS * its.head, !rotates && key + TILE >= its.num_keys};
   };
   bool has_waited = false;
   int slot = 0, phase = 1;
@@ -82,14 +84,14 @@ __device__ __forceinline__ void read_tiles(const Plan& plan, int begin, int end,
         start_dependents();
         has_waited = true;
       }
-      const int row = __shfl_sync(~0u, its.row, i), half = __shfl_sync(~0u, its.half, i);
+      const int row = __shfl_sync(~0u, its.row, i), panel = __shfl_sync(~0u, its.panel, i);
 #pragma unroll
       for (int is_value = 0; is_value < 2; is_value++) {
         wait_for(empty + 8 * slot, phase);
         __syncwarp();  // or a lane might look after the slot has been filled and emptied again
         if (lane == 0) {
           expect_bytes(full + 8 * slot, SLOT_BYTES);
-          load_box(ring + slot * SLOT_BYTES, is_value ? values : keys, row, half, full + 8 * slot, once);
+          load_box(ring + slot * SLOT_BYTES, is_value ? values : keys, row, panel, full + 8 * slot, once);
         }
         if (++slot == SLOTS) slot = 0, phase ^= 1;
       }
@@ -114,25 +116,31 @@ __device__ __forceinline__ void put_new_token(Slot keys, Slot values, int row, c
   __syncwarp();
 }
 
-// One tile, the keys before num_keys.
-__device__ __forceinline__ void add_tile(Sums& sums, const u32 (&query)[D / 16][2], Slot keys, Slot values, int key,
-                                         int num_keys, float scale) {
+// One tile, the keys before num_keys; of the values the warp's columns. `query` has the head's queries, or is room for some
+// of `queries`' columns where all would leave no registers.
+__device__ __forceinline__ void add_tile(Sums& sums, u32 (&query)[8][2], const u32* queries, Slot keys, Slot values,
+                                         int key, int num_keys, float scale) {
   const int lane = threadIdx.x % 32, quad = lane % 4;
   float logits[2][2][4] = {};
   wait_for(keys.full, keys.phase);
-  if constexpr (FP8) {
-    SmallKey keys_of_lane[2];
 #pragma unroll
-    for (int n = 0; n < 2; n++) keys_of_lane[n] = load_small_key(keys.at, n * 8 + lane / 4);
+  for (int part = 0; part < WARPS_A_HEAD; part++) {
+    const u32 own_keys = keys.at + part * PART_BYTES;
+    if constexpr (WARPS_A_HEAD > 1) load_operand(query, queries + part * (OWN / 2), ROW_PAIRS);
+    if constexpr (FP8) {
+      SmallKey keys_of_lane[2];
 #pragma unroll
-    for (int n = 0; n < 2; n++) add_small_keys(logits[n][0], query, keys_of_lane[n]);
-  } else {
+      for (int n = 0; n < 2; n++) keys_of_lane[n] = load_small_key(own_keys, n * 8 + lane / 4);
 #pragma unroll
-    for (int k = 0; k < D / 16; k++) {
-      u32 b[4];
-      load_matrices(b, chunk_address(keys.at, lane % 8 + lane / 16 * 8, k * 2 + lane / 8 % 2));
-      multiply_add(logits[0][k % 2], query[k][0], 0, query[k][1], 0, b[0], b[1]);
-      multiply_add(logits[1][k % 2], query[k][0], 0, query[k][1], 0, b[2], b[3]);
+      for (int n = 0; n < 2; n++) add_small_keys(logits[n][0], query, keys_of_lane[n]);
+    } else {
+#pragma unroll
+      for (int k = 0; k < OWN / 16; k++) {
+        u32 b[4];
+        load_matrices(b, chunk_address(own_keys, lane % 8 + lane / 16 * 8, k * 2 + lane / 8 % 2));
+        multiply_add(logits[0][k % 2], query[k][0], 0, query[k][1], 0, b[0], b[1]);
+        multiply_add(logits[1][k % 2], query[k][0], 0, query[k][1], 0, b[2], b[3]);
+      }
     }
   }
   __syncwarp();
@@ -158,15 +166,16 @@ __device__ __forceinline__ void add_tile(Sums& sums, const u32 (&query)[D / 16][
     weights[n] = pack(a * ENLARGED, b * ENLARGED);
   }
 #pragma unroll
-  for (int n = 0; n < D / 8; n++) sums.values[n][0] *= shrink, sums.values[n][1] *= shrink;
+  for (int n = 0; n < OWN / 8; n++) sums.values[n][0] *= shrink, sums.values[n][1] *= shrink;
+  const u32 own_values = values.at + threadIdx.x / 32 % WARPS_A_HEAD * PART_BYTES;
   wait_for(values.full, values.phase);
   if constexpr (FP8) {
-    add_small_values(sums.values, weights, values.at, 0);
+    add_small_values(sums.values, weights, own_values, 0);
   } else {
 #pragma unroll
-    for (int n = 0; n < D / 16; n++) {
+    for (int n = 0; n < OWN / 16; n++) {
       u32 b[4];
-      load_transposed(b, chunk_address(values.at, lane % 16, n * 2 + lane / 16));
+      load_transposed(b, chunk_address(own_values, lane % 16, n * 2 + lane / 16));
       // Memory behind the last key may hold anything, infinity too.
       b[0] &= is_key[0], b[1] &= is_key[1], b[2] &= is_key[0], b[3] &= is_key[1];
       multiply_add(sums.values[2 * n], weights[0], 0, weights[1], 0, b[0], b[1]);
@@ -181,7 +190,7 @@ __device__ __forceinline__ void add_tile(Sums& sums, const u32 (&query)[D / 16][
 __device__ __forceinline__ void leave(const Sums& sums, Part& part) {
   const int lane = threadIdx.x % 32;
 #pragma unroll
-  for (int n = 0; n < D / 8; n++)
+  for (int n = 0; n < OWN / 8; n++)
     if (lane / 4 < GROUP) put(&part.values[n][lane], sayable(sums.values[n][0]), sayable(sums.values[n][1]));
   put(&part.weights[lane], sayable(sums.top), sayable(sums.total));
 }
@@ -191,13 +200,13 @@ __device__ __forceinline__ void add_parts(Sums& sums, const Plan& plan, int end,
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   for (int block = blockIdx.x + 1; plan.begin_of(block) < end; block++) {
     if (plan.begin_of(block) == plan.begin_of(block + 1)) continue;  // fewer tiles than blocks
-    Part& part = parts[block * HEADS + warp];
-    float2 weights, values[D / 8];
+    Part& part = parts[block * WARPS + warp];
+    float2 weights, values[OWN / 8];
     for (bool are_there = false; !are_there;) {
       weights = look_at(&part.weights[lane]);
       are_there = is_there(weights);
 #pragma unroll
-      for (int n = 0; n < D / 8; n++) {
+      for (int n = 0; n < OWN / 8; n++) {
         values[n] = lane / 4 < GROUP ? look_at(&part.values[n][lane]) : float2{0.f, 0.f};
         are_there &= is_there(values[n]);
       }
@@ -207,7 +216,7 @@ __device__ __forceinline__ void add_parts(Sums& sums, const Plan& plan, int end,
     const float most = fmaxf(sums.top, weights.x), own = exp2f(sums.top - most), other = exp2f(weights.x - most);
     sums.top = most, sums.total = sums.total * own + weights.y * other;
 #pragma unroll
-    for (int n = 0; n < D / 8; n++) {
+    for (int n = 0; n < OWN / 8; n++) {
       if (lane / 4 < GROUP) put(&part.values[n][lane], MISSING, MISSING);
       sums.values[n][0] = sums.values[n][0] * own + values[n].x * other;
       sums.values[n][1] = sums.values[n][1] * own + values[n].y * other;
@@ -217,7 +226,7 @@ __device__ __forceinline__ void add_parts(Sums& sums, const Plan& plan, int end,
 
 static_assert(1024 + SLOTS * SLOT_BYTES + sizeof(Shared) <= SHARED_BYTES, "and what alignment costs");
 
-extern "C" __global__ void __launch_bounds__(32 * (HEADS + 1 + PREPARERS), 1)
+extern "C" __global__ void __launch_bounds__(32 * (WARPS + 1 + PREPARERS), BLOCKS)
     share_decode(const __grid_constant__ TensorMap keys, const __grid_constant__ TensorMap values, const u32* q,
                  const int* page_table, const int* seq_lens, u32* out, Part* parts, int num_requests,
                  int width, float scale, float out_factor, const __grid_constant__ Rotation rotation,
@@ -227,23 +236,24 @@ extern "C" __global__ void __launch_bounds__(32 * (HEADS + 1 + PREPARERS), 1)
   Shared& shared = *(Shared*)(memory + (ring - shared_address(memory)) + SLOTS * SLOT_BYTES);
   const u32 full = shared_address(shared.full), empty = shared_address(shared.empty);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, quad = lane % 4, member = lane / 4;
-  if (threadIdx.x == 32 * HEADS) {
-    for (int i = 0; i < SLOTS; i++) make_barrier(full + 8 * i, 1), make_barrier(empty + 8 * i, HEADS);
+  if (threadIdx.x == 32 * WARPS) {
+    for (int i = 0; i < SLOTS; i++) make_barrier(full + 8 * i, 1), make_barrier(empty + 8 * i, WARPS);
     shared.requests.make_barriers();
     publish_barriers();
   }
   count_tiles(shared.counts, seq_lens, num_requests);
   const Plan plan = {shared.counts, num_requests, (u32)shared.counts.first_tiles[num_requests]};
   const int begin = plan.begin_of(blockIdx.x), end = plan.begin_of(blockIdx.x + 1);
-  if (warp == HEADS)
+  if (warp == WARPS)
     return read_tiles(plan, begin, end, ring, full, empty, &keys, &values, page_table, width, rotation.k);
-  if (warp > HEADS)
-    return make_ready({plan, q, page_table, width, rotation, end, warp - HEADS - 1}, shared.requests, begin);
+  if (warp > WARPS)
+    return make_ready({plan, q, page_table, width, rotation, end, warp - WARPS - 1}, shared.requests, begin);
   wait_for_prerequisites();
   start_dependents();
+  const int own_head = warp / WARPS_A_HEAD;
   int slot = 0, phase = 0, place = 0, ready_phase = 0;
   auto next_slot = [&] {
-    const Slot its = {ring + slot * SLOT_BYTES + warp * HEAD_BYTES, full + 8 * slot, empty + 8 * slot, (u32)phase};
+    const Slot its = {ring + slot * SLOT_BYTES + own_head * HEAD_BYTES, full + 8 * slot, empty + 8 * slot, (u32)phase};
     if (++slot == SLOTS) slot = 0, phase ^= 1;
     return its;
   };
@@ -251,35 +261,35 @@ extern "C" __global__ void __launch_bounds__(32 * (HEADS + 1 + PREPARERS), 1)
     const Ready& its = shared.requests.places[place];
     wait_for(shared_address(&shared.requests.full[place]), ready_phase);
     const int first = its.request.first, num_keys = its.request.num_keys, stop = min(end, its.request.last);
-    u32 query[D / 16][2];  // of rows 0 to 7 of a product
-    load_operand(query, its.queries[warp][0], ROW_PAIRS);
+    u32 query[OWN / 16][2];  // of rows 0 to 7 of a product
+    load_operand(query, its.queries[own_head][0], ROW_PAIRS);
     Sums sums = {};
     sums.top = NOTHING;
     for (; at < stop; at++) {
       const Slot keys_slot = next_slot(), values_slot = next_slot();
       const int key = (at - first) * TILE;
       if (rotation.k && key + TILE >= num_keys)
-        put_new_token(keys_slot, values_slot, num_keys - 1 - key, its.keys[warp], its.values[warp], rotation);
-      add_tile(sums, query, keys_slot, values_slot, key, num_keys, scale);
+        put_new_token(keys_slot, values_slot, num_keys - 1 - key, its.keys[own_head], its.values[own_head], rotation);
+      add_tile(sums, query, its.queries[own_head][0], keys_slot, values_slot, key, num_keys, scale);
     }
-    const int row = its.request.row, head = its.request.head + warp, last = its.request.last;
+    const int row = its.request.row, head = its.request.head + own_head, last = its.request.last;
     __syncwarp();
     if (lane == 0) arrive(shared_address(&shared.requests.free[place]));
     if (++place == READY) place = 0, ready_phase ^= 1;
     sums.total += __shfl_xor_sync(~0u, sums.total, 1);
     sums.total += __shfl_xor_sync(~0u, sums.total, 2);
     if (first < begin) {
-      leave(sums, parts[blockIdx.x * HEADS + warp]);
+      leave(sums, parts[blockIdx.x * WARPS + warp]);
       __syncwarp();
       continue;
     }
     add_parts(sums, plan, last, parts);
     if constexpr (SINKS) sums.total += sink_weight(sinks, head * GROUP + min(member, GROUP - 1), sums.top);
     const float factor = out_factor / sums.total;
-    u32* its_out = out + (((u64)row * KV_HEADS + head) * GROUP + member) * HEAD_PAIRS;
+    u32* its_out = out + (((u64)row * KV_HEADS + head) * GROUP + member) * HEAD_PAIRS + warp % WARPS_A_HEAD * (OWN / 2);
     if (member < GROUP)
 #pragma unroll
-      for (int n = 0; n < D / 8; n++) {
+      for (int n = 0; n < OWN / 8; n++) {
         const float(&even)[4] = sums.values[n / 2 * 2], (&odd)[4] = sums.values[n / 2 * 2 + 1];
         if constexpr (FP8) its_out[n / 2 * 8 + quad * 2 + n % 2] = pack(even[n % 2] * factor, odd[n % 2] * factor);
         else its_out[n * 4 + quad] = pack(sums.values[n][0] * factor, sums.values[n][1] * factor);

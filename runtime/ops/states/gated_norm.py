@@ -1,8 +1,10 @@
-"""The norm of a head's outputs with the gate behind it, as layers with a state have it: of prompts a kernel of its own.
+"""The norm of a layer's outputs with the gate behind it or ahead of it, as layers with a state have it: a kernel of its
+own, whose blocks are a few tokens of one head, or of one group of heads.
 
 Imports Triton: only the kernels of this folder need it.
 
-Shape legend: T tokens, B requests, Hv value heads, Dv value width.
+Shape legend: T tokens, B requests, Hv value heads, Dv value width, H heads, P head width, G groups of a norm, W numbers
+of a group.
 """
 
 from __future__ import annotations
@@ -16,7 +18,9 @@ from mllm_compile.runtime.ops.dependent_launch import start_dependents, starts_e
 from mllm_compile.runtime.ops.states.requests import SEARCHED, sigmoid, silu
 
 _TOKENS, _DECODE_TOKENS = 32, 4  # of a block; of decodes a token is a warp's
-_WARPS = 4
+_WARPS, _MOST_WARPS = 4, 16
+# Numbers of a block of several tokens, and of one warp.
+_NUMBERS, _DECODE_NUMBERS, _WARP_NUMBERS = 4096, 512, 512
 _LARGEST = tl.constexpr(2**31 - 1)
 
 
@@ -30,27 +34,31 @@ def norm_gate(z, SILU: tl.constexpr):
 
 @triton.jit
 def _gated_norm_kernel(
-    out_ptr,
+    from_ptr,
     z_ptr,
     norm_ptr,
     starts_ptr,
     ends_ptr,
+    out_ptr,
     z_token_stride,
     z_head_stride,
     z_dim_stride,
     num_requests,
-    HV: tl.constexpr,
-    DV: tl.constexpr,
-    PADDED_DV: tl.constexpr,
+    HEADS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    PADDED_WIDTH: tl.constexpr,
     EPS: tl.constexpr,
     SILU: tl.constexpr,
+    IN_PLACE: tl.constexpr,
+    GATE_FIRST: tl.constexpr,
+    HEAD_WEIGHTS: tl.constexpr,
     TOKENS: tl.constexpr,
     SEARCHED: tl.constexpr,
     DECODES: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """Program (block of tokens, value head). Requests' tokens follow each other: those between the first one's and the
-    last one's are normed."""
+    """Program (block of tokens, head). Requests' tokens follow each other: those between the first one's and the last
+    one's are normed."""
     least = 0
     behind = num_requests
     if not DECODES:
@@ -65,20 +73,32 @@ def _gated_norm_kernel(
             behind = tl.maximum(behind, tl.max(tl.where(ends > starts, ends, 0), 0))
     head = tl.program_id(1)
     tokens = (tl.program_id(0) * TOKENS + tl.arange(0, TOKENS))[:, None].to(tl.int64)
-    values = tl.arange(0, PADDED_DV)[None, :]
-    mask = (tokens >= least) & (tokens < behind) & (values < DV)
-    places = out_ptr + (tokens * HV + head) * DV + values
+    values = tl.arange(0, PADDED_WIDTH)[None, :]
+    mask = (tokens >= least) & (tokens < behind) & (values < WIDTH)
+    offsets = (tokens * HEADS + head) * WIDTH + values
     of_z = z_ptr + tokens * z_token_stride + head * z_head_stride + values * z_dim_stride
-    weight = tl.load(norm_ptr + values, values < DV, 0.0).to(tl.float32)
+    of_weights = norm_ptr + values
+    if HEAD_WEIGHTS:
+        of_weights += head * WIDTH
+    weight = tl.load(of_weights, values < WIDTH, 0.0).to(tl.float32)
+    # The projection that z is of has ended: the recurrence ahead lets this kernel in behind its own wait alone.
+    gate = norm_gate(tl.load(of_z, mask, 0.0), SILU)
     if EARLY:
         wait_for_prerequisites()
-    out = tl.load(places, mask, 0.0).to(tl.float32)
-    gate = norm_gate(tl.load(of_z, mask, 0.0), SILU)
+    if IN_PLACE:
+        out = tl.load(out_ptr + offsets, mask, 0.0).to(tl.float32)
+    else:
+        out = tl.load(from_ptr + offsets, mask, 0.0).to(tl.float32)
     if EARLY:  # not before: what the next kernel reads ahead would be in the way
         start_dependents()
-    out *= tl.rsqrt(tl.sum(out * out, 1) / DV + EPS)[:, None]
-    out *= weight * gate
-    tl.store(places, out.to(out_ptr.dtype.element_ty), mask)
+    if GATE_FIRST:
+        out *= gate
+    out *= tl.rsqrt(tl.sum(out * out, 1) / WIDTH + EPS)[:, None]
+    if GATE_FIRST:
+        out *= weight
+    else:
+        out *= weight * gate
+    tl.store(out_ptr + offsets, out.to(out_ptr.dtype.element_ty), mask)
 
 
 def norm_outputs(
@@ -99,25 +119,75 @@ def norm_outputs(
         starts, ends: [B] int32, each request's tokens; none: request i has token i alone.
         eps: of the norm; gate: silu or sigmoid, of z.
     """
+    # What is normed in place is given once: torch would copy a tensor that is read by another argument too.
+    given = (norm, z, norm, rows, starts, ends, out)
     _, heads, width = out.shape
+    _launch(*given, heads, width, eps, SILU=gate == "silu", IN_PLACE=True, GATE_FIRST=False)
+
+
+def norm_gated(
+    values: torch.Tensor,
+    z: torch.Tensor,
+    norm: torch.Tensor,
+    rows: torch.Tensor,
+    starts: torch.Tensor | None,
+    ends: torch.Tensor | None,
+    out: torch.Tensor,
+    eps: float,
+    groups: int,
+) -> None:
+    """Multiplies the outputs of requests' tokens by silu(z), and norms each group of heads together.
+
+    Args:
+        values: [T, H, P] float32, contiguous; z: the same shape, of any strides; norm: [H * P], contiguous.
+        rows: [B], of the requests.
+        starts, ends: [B] int32, each request's tokens; none: request i has token i alone.
+        out: [T, H, P], contiguous, written for requests' tokens.
+        eps: of the norm.
+        groups: G, of H * P / G numbers each.
+    """
+    width = norm.shape[0] // groups
+    given = (values, z.reshape(-1, groups, width), norm, rows, starts, ends, out)
+    _launch(*given, groups, width, eps, SILU=True, IN_PLACE=False, GATE_FIRST=True)
+
+
+def _launch(
+    values: torch.Tensor,
+    z: torch.Tensor,
+    norm: torch.Tensor,
+    rows: torch.Tensor,
+    starts: torch.Tensor | None,
+    ends: torch.Tensor | None,
+    out: torch.Tensor,
+    heads: int,
+    width: int,
+    eps: float,
+    **constants: bool,
+) -> None:
+    padded = triton.next_power_of_2(width)
     is_decode = starts is None or ends is None
-    count, tokens = (rows.shape[0], _DECODE_TOKENS) if is_decode else (out.shape[0], _TOKENS)
+    count, tokens, numbers = (
+        (rows.shape[0], _DECODE_TOKENS, _DECODE_NUMBERS) if is_decode else (out.shape[0], _TOKENS, _NUMBERS)
+    )
+    tokens = max(1, min(tokens, numbers // padded))
     wrap_triton(_gated_norm_kernel)[(triton.cdiv(count, tokens), heads)](
-        out,
+        values,
         z,
         norm,
         rows if starts is None else starts,  # which are not read without
         rows if ends is None else ends,
+        out,
         *z.stride(),
         rows.shape[0],
-        HV=heads,
-        DV=width,
-        PADDED_DV=triton.next_power_of_2(width),
+        HEADS=heads,
+        WIDTH=width,
+        PADDED_WIDTH=padded,
         EPS=eps,
-        SILU=gate == "silu",
+        HEAD_WEIGHTS=norm.shape[0] != width,
         TOKENS=tokens,
         SEARCHED=SEARCHED,
         DECODES=is_decode,
         EARLY=starts_early(),
-        num_warps=_WARPS,
+        num_warps=min(_MOST_WARPS, max(_WARPS, padded // _WARP_NUMBERS)),
+        **constants,
     )

@@ -20,6 +20,7 @@ import triton.language as tl
 from torch.library import triton_op, wrap_triton
 
 from mllm_compile.runtime.ops.dependent_launch import start_dependents, starts_early, wait_for_prerequisites
+from mllm_compile.runtime.ops.states.gated_norm import norm_gated
 from mllm_compile.runtime.ops.states.requests import LEAST_LOG_DECAY, softplus
 
 _STEP_WIDTH = 32  # rows of a state in a block
@@ -246,6 +247,8 @@ def ssd_states(
     C: torch.Tensor,
     D: torch.Tensor | None,
     dt_bias: torch.Tensor | None,
+    z: torch.Tensor | None,
+    norm: torch.Tensor | None,
     states: torch.Tensor,
     rows: torch.Tensor,
     has_state: torch.Tensor,
@@ -256,20 +259,55 @@ def ssd_states(
     dt_min: float,
     dt_max: float | None,
     log_rates: bool = False,
+    norm_eps: float = 0.0,
+    norm_groups: int = 1,
     by_token: bool = False,
 ) -> None:
-    """runtime/state/layer.py's Ssd; prompts of 16 bits go by chunks.
+    """runtime/state/layer.py's Ssd; prompts of 16 bits go by chunks. A norm is one more kernel.
 
     Args:
         x: [T, H, P]; dt: [T, H]; A, D, dt_bias: [H]; B, C: [T, G, N]; of any strides.
+        z: [T, H, P], of any strides; norm: [H * P], contiguous; none: outputs are not normed.
         states: [R, H, P, N], contiguous, read and written at `rows`.
         rows: int64, a request each; has_state: bool, the same.
         starts, ends: int32, each request's tokens; none: request i has token i alone.
         out: [T, H, P], contiguous, written for requests' tokens.
         dt_softplus, dt_min, dt_max: what becomes of dt.
         log_rates: A stands for -exp(A).
+        norm_eps, norm_groups: of the norm behind.
         by_token: prompts go token by token, so that a token's numbers do not depend on where a prompt was cut.
     """
+    is_normed = z is not None and norm is not None
+    sums = torch.empty(out.shape, dtype=torch.float32, device=out.device) if is_normed else out
+    _compute(
+        *(x, dt, A, B, C, D, dt_bias, states, rows, has_state, starts, ends, sums),
+        *(dt_softplus, dt_min, dt_max, log_rates, by_token),
+    )
+    if z is not None and norm is not None:
+        norm_gated(sums, z, norm, rows, starts, ends, out, norm_eps, norm_groups)
+
+
+def _compute(
+    x: torch.Tensor,
+    dt: torch.Tensor,
+    A: torch.Tensor,
+    B: torch.Tensor,
+    C: torch.Tensor,
+    D: torch.Tensor | None,
+    dt_bias: torch.Tensor | None,
+    states: torch.Tensor,
+    rows: torch.Tensor,
+    has_state: torch.Tensor,
+    starts: torch.Tensor | None,
+    ends: torch.Tensor | None,
+    out: torch.Tensor,
+    dt_softplus: bool,
+    dt_min: float,
+    dt_max: float | None,
+    log_rates: bool,
+    by_token: bool,
+) -> None:
+    """ssd_states without the norm."""
     _, heads, width = x.shape
     _, groups, size = B.shape
     is_decode = starts is None or ends is None

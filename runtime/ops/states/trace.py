@@ -8,7 +8,7 @@ meaning of the op for ONE sequence, from no state: runtime/state/reference.py ha
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -23,15 +23,14 @@ _LIBRARY.define(
     " Tensor? norm, bool qk_l2norm, float norm_eps, str norm_gate, str refusals) -> Tensor"
 )
 _LIBRARY.define(
-    "ssd(Tensor x, Tensor dt, Tensor A, Tensor B, Tensor C, Tensor? D, Tensor? dt_bias, bool dt_softplus,"
-    " float dt_min, float? dt_max, bool log_rates, str refusals) -> Tensor"
+    "ssd(Tensor x, Tensor dt, Tensor A, Tensor B, Tensor C, Tensor? D, Tensor? dt_bias, Tensor? z, Tensor? norm,"
+    " bool dt_softplus, float dt_min, float? dt_max, bool log_rates, float norm_eps, int norm_groups, str refusals)"
+    " -> Tensor"
 )
 _LIBRARY.define(
     "selective_scan(Tensor x, Tensor dt, Tensor A, Tensor B, Tensor C, Tensor? D, Tensor? z, Tensor? dt_bias,"
     " bool dt_softplus, bool log_rates, str refusals) -> Tensor"
 )
-# Types of outputs; those not named here are of their first operand's.
-_OUT_DTYPES = {"ssd": torch.float32}
 
 
 def call_of(name: str, arguments: tuple[Any, ...]) -> tuple[StateKind, dict[str, Any]]:
@@ -42,6 +41,11 @@ def call_of(name: str, arguments: tuple[Any, ...]) -> tuple[StateKind, dict[str,
     return kind(*arguments[count:-1]), operands
 
 
+def _out_dtype(name: str, operands: Mapping[str, torch.Tensor]) -> torch.dtype:
+    """The type of a call's outputs: that of its first operand, but for Mamba-2's sums, which the norm rounds."""
+    return torch.float32 if name == "ssd" and "z" not in operands else next(iter(operands.values())).dtype
+
+
 def _reference(name: str) -> Callable[..., torch.Tensor]:
     def run(*arguments: Any) -> torch.Tensor:
         kind, operands = call_of(name, arguments)
@@ -49,7 +53,7 @@ def _reference(name: str) -> Callable[..., torch.Tensor]:
         first = arguments[0]
         state = torch.zeros(1, *kind.state_shape(shapes), dtype=first.dtype, device=first.device)
         out, _ = math_of(kind).scan(kind, operands, state)
-        return out.to(_OUT_DTYPES.get(name, first.dtype))
+        return out.to(_out_dtype(name, operands))
 
     return run
 
@@ -59,7 +63,7 @@ def _fake(name: str) -> Callable[..., torch.Tensor]:
         kind, operands = call_of(name, arguments)
         first = arguments[0]
         shape = kind.out_shape({key: value.shape for key, value in operands.items()})
-        return first.new_empty((first.shape[0], *shape), dtype=_OUT_DTYPES.get(name, first.dtype))
+        return first.new_empty((first.shape[0], *shape), dtype=_out_dtype(name, operands))
 
     return run
 

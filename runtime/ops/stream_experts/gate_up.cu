@@ -48,13 +48,6 @@ extern "C" __global__ void __launch_bounds__(32 * (WARPS + 1), RESIDENT)
         const char* from = x + ((u64)token * K + c * PIECE + (s * WARPS + warp) * STEP + quad * 8) * 2;
         xs[c][s] = token < num_tokens ? *(const uint4*)from : uint4{0, 0, 0, 0};
       }
-    if (NORM_BLOCKS && warp < num_tokens) {
-      float sum = 0.f;
-#pragma unroll
-      for (int j = lane; j < NORM_BLOCKS; j += 32) sum += squares[warp * NORM_BLOCKS + j];
-      sum = sum_of_lanes(sum, 32);
-      if (lane == 0) shared.factors[warp] = rsqrtf(sum / K + eps);
-    }
   }
   find_choice(shared.choice, router, num_tokens);
   __syncthreads();
@@ -79,6 +72,13 @@ extern "C" __global__ void __launch_bounds__(32 * (WARPS + 1), RESIDENT)
     return;
   }
 
+  if (NORM_BLOCKS && warp < num_tokens) {  // not sooner: the choice, which is waited for, would come later
+    float sum = 0.f;
+#pragma unroll
+    for (int j = lane; j < NORM_BLOCKS; j += 32) sum += squares[warp * NORM_BLOCKS + j];
+    sum = sum_of_lanes(sum, 32);
+    if (lane == 0) shared.factors[warp] = rsqrtf(sum / K + eps);
+  }
   int slot = 0, phase = 0, turn = 0;
   for (int item = blockIdx.x; item < items; item += gridDim.x, turn++) {
     float even[4] = {}, odd[4] = {};

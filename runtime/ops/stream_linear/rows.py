@@ -16,16 +16,17 @@ from mllm_compile.runtime.ops.stream_linear.linear import NORM_ROWS, LinearKind,
 
 MAX_TOKENS = 8
 
-_STEP = 32  # columns of a warp's step
+STEP = 32  # columns of a warp's step
+MOST_LANE_INPUTS = 96
 _MULTIPROCESSOR_BYTES, _RESERVED_BYTES = 228 << 10, 1 << 10  # of shared memory; of that, a block's of the system
 _MIN_COLUMNS = 1536
 _MIN_BYTES_A_NS = 28  # as Triton's kernels
-_MOST_PIECES = 8  # of a block's columns
+_MOST_PIECES = 12  # of a block's columns
 _FEWEST_STAGES, _MOST_STAGES = 2, 8  # of a ring
 
 
-class _Division(NamedTuple):
-    """The division of weights of up to `most_columns`; the fields are RowTiling's."""
+class Division(NamedTuple):
+    """A division of weights of up to `most_columns`; the fields are RowTiling's."""
 
     most_columns: int
     split: int
@@ -34,15 +35,14 @@ class _Division(NamedTuple):
     resident: int
 
 
-# A warp's inputs are in registers, at most 96 of a lane. The first two are for Qwen3-8B at 8 tokens on an H200 the
-# fastest of four to six each, alone and in a layer's chain of kernels; the others keep what a lane holds as small.
-# All clusters run at the same time: 264 or 132 blocks, but a cluster lies in one group of 16 or 18 multiprocessors, and
-# with clusters of 8 four blocks of a group of 18 stay empty.
+# A warp's inputs are in registers, at most 96 of a lane. These are for Qwen3-8B at 8 tokens on an H200 the fastest of
+# four to six each, alone and in a chain of a layer's kernels. All clusters run at once: 264 or 132 blocks. At one
+# token on an H200 clusters of four read a weight with 4096 columns at 70 % of the rate of a sum, and one with 21504 at
+# 82; clusters of eight at 74, clusters of two whose blocks have a multiprocessor each at 102 (40.7 µs;
+# examples/measure/stream_linears_speed.py, 957dd80).
 _DIVISIONS = (
-    _Division(8192, 2, MULTIPROCESSORS, 8, 2),
-    _Division(12288, 2, MULTIPROCESSORS // 2, 16, 1),
-    _Division(16384, 4, MULTIPROCESSORS // 2, 8, 2),
-    _Division(32768, 8, 32, 8, 2),
+    Division(8192, 2, MULTIPROCESSORS, 8, 2),
+    Division(24576, 2, MULTIPROCESSORS // 2, 16, 1),
 )
 
 
@@ -77,6 +77,11 @@ class RowTiling(LinearTiling):
         return 32 * self.warps
 
     @property
+    def lane_inputs(self) -> int:
+        """Registers of a lane that hold its inputs."""
+        return math.ceil(self.kind.columns / self.split / self.piece) * math.ceil(self.piece / STEP / self.warps) * 4
+
+    @property
     def groups(self) -> int:
         """Groups of rows of a cluster, at the most."""
         return math.ceil(self.kind.rows / NORM_ROWS / self.clusters)
@@ -102,29 +107,29 @@ class RowTiling(LinearTiling):
 
 def takes(rows: int, columns: int) -> bool:
     """True if a weight [rows, columns] divides so, into pieces that read fast."""
-    if not _MIN_COLUMNS <= columns <= _DIVISIONS[-1].most_columns or columns % (_STEP * _division_of(columns).split):
+    if not _MIN_COLUMNS <= columns <= _DIVISIONS[-1].most_columns or columns % (STEP * _division_of(columns).split):
         return False
-    return _bytes_a_ns(_fastest(LinearKind(rows, columns))) >= _MIN_BYTES_A_NS
+    return _bytes_a_ns(_fastest(LinearKind(rows, columns), _division_of(columns))) >= _MIN_BYTES_A_NS
 
 
 @cache
-def choose(kind: LinearKind) -> RowTiling:
+def choose(kind: LinearKind, division: Division | None = None) -> RowTiling:
     """Pieces and stages that should read the fastest, but no stages that a block has no use for: in the room that they
-    leave the next kernel's blocks ask for their weights meanwhile."""
-    fastest = _fastest(kind)
+    leave the next kernel's blocks ask for their weights meanwhile. `division` is another than that for its columns."""
+    fastest = _fastest(kind, division or _division_of(kind.columns))
     pieces = math.ceil(kind.columns / fastest.split / fastest.piece)
     return replace(fastest, stages=min(fastest.stages, max(_FEWEST_STAGES, pieces * fastest.groups)))
 
 
-def _fastest(kind: LinearKind) -> RowTiling:
+def _fastest(kind: LinearKind, division: Division) -> RowTiling:
     """The tiling that should read the fastest; of equals the one with the most stages."""
-    tilings = (tiling for count in range(1, _MOST_PIECES + 1) for tiling in _tilings(kind, count))
+    tilings = (tiling for count in range(1, _MOST_PIECES + 1) for tiling in _tilings(kind, division, count))
     return max(tilings, key=lambda tiling: (_bytes_a_ns(tiling), tiling.stages))
 
 
-def _tilings(kind: LinearKind, num_pieces: int) -> Iterator[RowTiling]:
-    _, split, clusters, warps, resident = _division_of(kind.columns)
-    piece = math.ceil(kind.columns / split / num_pieces / (_STEP * warps)) * _STEP * warps
+def _tilings(kind: LinearKind, division: Division, num_pieces: int) -> Iterator[RowTiling]:
+    _, split, clusters, warps, resident = division
+    piece = math.ceil(kind.columns / split / num_pieces / (STEP * warps)) * STEP * warps
     for stages in range(_FEWEST_STAGES, _MOST_STAGES + 1):
         tiling = RowTiling(kind, MAX_TOKENS, split, clusters, warps, resident, piece, stages)
         if tiling.shared_bytes <= _MULTIPROCESSOR_BYTES // resident - _RESERVED_BYTES:
@@ -143,5 +148,5 @@ def _bytes_a_ns(tiling: RowTiling) -> float:
     return min(by_piece, by_ring, 35.0)
 
 
-def _division_of(columns: int) -> _Division:
+def _division_of(columns: int) -> Division:
     return next(division for division in _DIVISIONS if columns <= division.most_columns)

@@ -8,8 +8,9 @@
 // Boxes of 16 rows by PIECE inputs come by TMA into a ring of STAGES. x stays in registers, in the order in which a lane
 // finds 16 bytes of the weight; the warps divide a piece's inputs, and each multiplies its own with every row that the
 // block takes. Where x has more inputs than registers hold, PASSES go over all rows, or the SPLIT blocks of a cluster divide
-// them. Sums of the warps are added up by one of them, in turns, and finished at the end. Asking for a stage takes half as
-// many instructions as multiplying one, so that goes in turns too: all wait for the slowest warp.
+// them. Of up to 8 tokens a pass loads the inputs of the next one, which would wait for them while the ring is full. Sums of
+// the warps are added up by one of them, in turns, and finished at the end; meanwhile the others go on, two groups of rows
+// ahead at most. Asking for a stage takes half as many instructions as multiplying one, so that goes in turns too.
 //
 // Defined by few.py: TOKENS (8 or 16), N outputs (of a gated one: gate and up rows), K, BITS (of a value: 8 or 4), SPLIT, PASSES, CLUSTERS,
 // WARPS, RESIDENT (blocks of a multiprocessor, of registers), PIECE (inputs of a row in a stage), STAGES, SHARED_BYTES, GROUP
@@ -49,6 +50,8 @@ static_assert(NORM_BLOCKS == 0 || NORM_BLOCKS % 4 == 0 && WARPS >= EIGHT, "a war
 static_assert(TOKENS % EIGHT == 0, "whole products");
 static_assert(STAGES >= 2, "a stage is asked for when the next one has been read");
 
+// A pass loads the inputs of the next one where there are registers for both.
+constexpr bool IS_AHEAD = PASSES > 1 && EIGHTS == 1 && CHUNKS * STEPS * INPUTS / 2 <= 32;
 constexpr bool IS_UNSENT = SPLIT > 1 && PASSES > 1, HAS_WEIGHTS = NEXT_BLOCKS || BIAS;  // what is not there has the least room
 // Left to itself the compiler computes such a value again for each stage.
 __device__ __forceinline__ u32 kept(u32 v) {
@@ -67,6 +70,7 @@ struct Shared {
   u32 weights[HAS_WEIGHTS ? PLACES : 1][8];  // of the norm, or biases
   float factors[TOKENS];
   u64 full[STAGES], empty[STAGES], arrived[SPLIT > 1 ? PLACES : 1];
+  u64 taken[2];  // sums of all warps have been added up
 };
 static_assert(1023 + RING_BYTES + sizeof(Shared) <= SHARED_BYTES, "as it is launched, and what alignment costs");
 
@@ -113,7 +117,11 @@ __device__ __forceinline__ Inputs prepared(const uint4 (&raw)[INPUTS / 8], float
   for (int i = 0; i < INPUTS / 8; i++) {
     const u32 words[4] = {raw[i].x, raw[i].y, raw[i].z, raw[i].w};
 #pragma unroll
-    for (int j = 0; j < 4; j++) v.pairs[i * 4 + j] = BITS == 8 ? times(words[j], X_FACTOR) : FLOATS ? inputs_apart(words, j) : fours_apart(words, j);
+    for (int j = 0; j < 4; j++)
+      if (INTEGERS)
+        v.pairs[j * 4 + i] = inputs_of_fours(words[j], i);
+      else
+        v.pairs[i * 4 + j] = FLOATS ? inputs_apart(words, j) : times(words[j], X_FACTOR);
   }
   if (INTEGERS) {
     constexpr u32 EVEN = one_of_fours(0), ODD = one_of_fours(1);
@@ -172,12 +180,14 @@ __launch_bounds__(32 * WARPS, RESIDENT) quantised_linear(
   const char* first_beside = first_stage + STAGES * VALUE_BYTES;
   Shared& shared = *(Shared*)(first_stage + RING_BYTES);
   const u32 full = shared_address(shared.full), empty = shared_address(shared.empty), arrived = shared_address(shared.arrived);
+  const u32 taken = shared_address(shared.taken);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, quad = lane % 4;
   const int rank = blockIdx.x % SPLIT, first_group = blockIdx.x / SPLIT;
   if (threadIdx.x == 0) {
     fetch_map(&values);
     for (int i = 0; i < STAGES; i++) make_barrier(full + 8 * i, GROUP ? 33 : 1), make_barrier(empty + 8 * i, WARPS);
     for (int i = 0; i < PLACES && SPLIT > 1; i++) make_barrier(arrived + 8 * i, 1);
+    for (int i = 0; i < 2; i++) make_barrier(taken + 8 * i, 1);
     publish_barriers();
     for (int i = 0; i < PLACES && SPLIT > 1; i++) expect_bytes(arrived + 8 * i, SPLIT * SUMS * 4);
   }
@@ -237,17 +247,15 @@ __launch_bounds__(32 * WARPS, RESIDENT) quantised_linear(
   // So that a quarter of a warp reads other banks each, a lane's row is not lane / 4 but has the bits in another order.
   const int row = lane / 8 | (lane / 4 & 1) << 2;
   const u32 place_of_lane = kept(warp / 2 * PANEL_BYTES + row * PANEL + ((quad + warp % 2 * 4 ^ row) & 7) * 16);  // in one of a panel's halves, each a step
-  int slot = 0, phase = 0, stage_number = 0;
+  int slot = 0, phase = 0, nth = 0;  // turn of all passes
   Inputs xs[CHUNKS][STEPS][EIGHTS];
   constexpr int MY_SCALES = GROUP == 16 ? 2 : 1;  // of a lane's inputs of a row
   const u32 place_of_scales = GROUP ? kept(row * ROW_GROUPS + (FLOATS ? (warp * 4 + quad) * MY_SCALES : warp * STEP / WITH_A_SCALE)) : 0;
   float* my_totals = shared.totals[0] + (INTEGERS ? kept(warp * CHUNKS * STEPS * TOKENS + quad * 2) : 0);
-#pragma unroll 1
-  for (int pass = 0; pass < PASSES; pass++) {
+  uint4 raw[CHUNKS][STEPS][EIGHTS][INPUTS / 8];  // of a pass
+  const auto load_inputs = [&](int pass) {         // all are asked for before any is needed
     const int begin = pass * CHUNKS * PIECE;
     const char* my_x = x + ((u64)(lane / 4) * K + rank * MY_K + begin + quad * INPUTS) * 2;
-    // All are asked for before any is needed.
-    uint4 raw[CHUNKS][STEPS][EIGHTS][INPUTS / 8];
 #pragma unroll
     for (int c = 0; c < CHUNKS; c++)
 #pragma unroll
@@ -262,6 +270,11 @@ __launch_bounds__(32 * WARPS, RESIDENT) quantised_linear(
           for (int h = 0; h < INPUTS / 8; h++) raw[c][s][e][h] = is_there ? from[h] : uint4{0, 0, 0, 0};
         }
       }
+  };
+  if (IS_AHEAD) load_inputs(0);
+#pragma unroll 1
+  for (int pass = 0; pass < PASSES; pass++) {
+    if (!IS_AHEAD) load_inputs(pass);
     if (pass == 0) {
       float of_norm[EIGHTS] = {};  // a warp's tokens are eight apart
 #pragma unroll
@@ -295,8 +308,11 @@ __launch_bounds__(32 * WARPS, RESIDENT) quantised_linear(
 #pragma unroll
         for (int e = 0; e < EIGHTS; e++) xs[c][s][e] = prepared(raw[c][s][e], my_totals + (c * STEPS + s) * TOKENS + e * EIGHT);
     __syncwarp();
+    if (IS_AHEAD && pass + 1 < PASSES) load_inputs(pass + 1);
 #pragma unroll 1
-    for (int turn = 0; turn < turns; turn++) {
+    for (int turn = 0; turn < turns; turn++, nth++) {
+      const int buffer = nth % 2;
+      if (nth >= 2) wait_for(taken + 8 * buffer, (nth / 2 & 1) ^ 1);  // the sums before the last ones
       Sums even = {}, odd = {};
 #pragma unroll
       for (int c = 0; c < CHUNKS; c++) {
@@ -345,24 +361,33 @@ __launch_bounds__(32 * WARPS, RESIDENT) quantised_linear(
         }
         __syncwarp();
         if (lane == 0) arrive(empty + 8 * slot);
+        const int stage_number = nth * CHUNKS + c;
         if (stage_number && stage_number % WARPS == warp) {  // the stage before: other warps are done with it, or soon will be
           const int last = slot ? slot - 1 : STAGES - 1;
           wait_for(empty + 8 * last, slot ? phase : phase ^ 1);
           ask(stage_number - 1 + STAGES, last);
         }
-        stage_number++;
         if (++slot == STAGES) slot = 0, phase ^= 1;
       }
-      // Whoever added up the sums before the last ones has read them: it has come to the barrier since.
-      auto& all = shared.sums[(pass * turns + turn) % 2];
+      auto& all = shared.sums[buffer];
 #pragma unroll
       for (int e = 0; e < EIGHTS; e++) {
         float* mine = all[warp] + row * TOKENS + e * EIGHT + quad * 2;
         *(float2*)mine = {even[e][0] + odd[e][0], even[e][1] + odd[e][1]};
         *(float2*)(mine + 8 * TOKENS) = {even[e][2] + odd[e][2], even[e][3] + odd[e][3]};
       }
-      asm volatile("bar.sync 1, %0;" ::"n"(32 * WARPS) : "memory");
-      if (warp != (stage_number + WARPS / 2) % WARPS) continue;  // none that asks for one of the next stages
+      // With the barrier's number in a register a block would have all 16.
+      if (warp != ((nth + 1) * CHUNKS + WARPS / 2) % WARPS) {  // none that asks for one of the next stages
+        if (buffer)
+          asm volatile("bar.arrive 2, %0;" ::"n"(32 * WARPS) : "memory");
+        else
+          asm volatile("bar.arrive 1, %0;" ::"n"(32 * WARPS) : "memory");
+        continue;
+      }
+      if (buffer)
+        asm volatile("bar.sync 2, %0;" ::"n"(32 * WARPS) : "memory");
+      else
+        asm volatile("bar.sync 1, %0;" ::"n"(32 * WARPS) : "memory");
       const int owner = turn % SPLIT;
 #pragma unroll
       for (int e = 0; e < EIGHTS; e++) {
@@ -381,6 +406,8 @@ __launch_bounds__(32 * WARPS, RESIDENT) quantised_linear(
         else
           send(address_of_peer(shared_address(to), owner), sum, address_of_peer(arrived + turn / SPLIT * 8, owner));
       }
+      __syncwarp();
+      if (lane == 0) arrive(taken + 8 * buffer);
     }
   }
   __syncthreads();

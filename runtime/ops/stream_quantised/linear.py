@@ -30,7 +30,7 @@ class QuantisedKind(LinearKind):
     """The parameters that a kernel is compiled for.
 
     Attributes:
-        values: what a value is, as WeightScheme has it.
+        values: what a value is, as WeightScheme.name has it; integers are in lanes.
         group: columns that share a scale; 0: a row has one scale.
         scales: the scales' dtype.
         zeros: there are zero points. (Of nvfp4 the third tensor is the rows' factors, which are always there.)

@@ -9,8 +9,8 @@
 // Rows of the weight are those of wgmma, from registers, where values are taken apart; tokens are its columns, which it reads
 // from shared memory once for 64 rows. (With mma every 16 rows read them, which took longer than the weight's way from
 // memory.) TMA brings x in the order of its inputs, so that the weight's may not be another: of fp8 a lane loads the two bytes
-// that it multiplies, of four bits 16, of which it takes every fourth. While a half of a group's products run, the other half
-// is taken apart. K_GROUPS warp groups divide the panels of a stage. All sums of a tile go to the block of the cluster that
+// that it multiplies, of floats of four bits 16, of which it takes every fourth; integers lie such that a lane's are one word
+// (int4.cuh). While a half of a group's products run, the other half is taken apart. K_GROUPS warp groups divide a stage's inputs. All sums of a tile go to the block of the cluster that
 // finishes their rows, 16 at a time, into its shared memory.
 //
 // One warp asks for weight and x, the other three of its group compute the norm's factors.
@@ -37,7 +37,7 @@ constexpr int SOURCES = SPLIT * K_GROUPS;          // of what adds up to an outp
 constexpr int ITEMS = (PLACES * EIGHTS + CONSUMERS - 1) / CONSUMERS;  // a warp's: 16 outputs of eight tokens each
 static_assert(SPLIT == 1 || TILES == CLUSTERS, "what others send is of one tile");
 static_assert(K % (SPLIT * PANELS * PANEL) == 0 && NORM_BLOCKS % 4 == 0, "whole stages, and four sums at a time");
-static_assert(PANELS % K_GROUPS == 0, "a warp has panels of every stage");
+static_assert(PANELS * PANEL_GROUPS % K_GROUPS == 0, "a warp has groups of every stage");
 static_assert(TOKENS <= 64 || WARP_GROUPS <= 2 && RESIDENT == 1, "sums take twice the registers");
 static_assert(ROWS % M_ROWS == 0 && TOKENS % 8 == 0 && THREADS == NUM_THREADS, "as it is launched");
 static_assert(GROUP == 0 && BITS == 8 || GROUP == 2 * HALF || FLOATS && GROUP == (FACTORS ? 16 : 32), "a scale for two panels of x, or for a product or two");
@@ -45,7 +45,7 @@ static_assert(BITS == 4 || SCALE_BYTES == 4 && !ZEROS, "fp8 has scales in float3
 static_assert(!FLOATS || BITS == 4 && SCALE_BYTES == 1 && !ZEROS, "floats of four bits have scales of a byte");
 
 constexpr int RING_BYTES = STAGES * STAGE_BYTES;
-constexpr int STEP_GROUPS = PANELS / K_GROUPS * PANEL_GROUPS;  // of a warp: what it multiplies of a stage, by groups
+constexpr int STEP_GROUPS = PANELS * PANEL_GROUPS / K_GROUPS;  // of a warp: what it multiplies of a stage, by groups
 constexpr bool INTEGERS = BITS == 4 && !FLOATS;
 // Integers with a scale in bfloat16 and no zero points are multiplied by it as they are taken apart, rounded once, as torch
 // rounds them. Of others (and of fp8) the sums of a group are multiplied by its scale.
@@ -96,13 +96,27 @@ __device__ void ask(const TensorMap* values, const TensorMap* x, u32 ring, u32 f
 
 // Values of 16 rows and 64 inputs as wgmma takes them: four times 16 inputs.
 using Values = u32[4][4];
-// What take_apart wants of the first and of the second eight rows: what integers are multiplied by and what is added to
-// them, or scales of floats.
-struct Beside {
-  u32 first[2], second[2];
+// Integers of 16 rows and 64 inputs, half `half` of a panel: of the first eight rows and of those behind, then of the next 32
+// inputs. `rows` is where the first row begins.
+using Fours = u32[4];
+__device__ __forceinline__ void load_fours(Fours& to, u32 rows, int half) {
+  const int lane = threadIdx.x % 32;
+  load_matrices(to, rows + lane % M_ROWS * PANEL_BYTES + ((half * 2 + lane / M_ROWS ^ lane) & 7) * 16);
+}
+// What they are multiplied by, odd pairs by the second, and what is added to them, of the first eight rows and of those behind.
+struct OfFours {
+  u32 scales[2][2], zeros[2];
 };
-// Of half `half` of a panel. `rows` is where the lane's row of the first eight begins.
-__device__ __forceinline__ void take_apart(Values& to, const char* rows, int half, const Beside& beside) {
+__device__ __forceinline__ void take_apart(Values& to, const Fours& words, const OfFours& beside) {
+#pragma unroll
+  for (int word = 0; word < 4; word++)
+#pragma unroll
+    for (int i = 0; i < 4; i++)
+      to[word / 2 * 2 + i / 2][i % 2 * 2 + word % 2] = scaled_fours(words[word], i, beside.scales[word % 2][i % 2], beside.zeros[word % 2]);
+}
+// Floats likewise, from shared memory: `rows` is where the lane's row of the first eight begins, `scales` are those of floats of
+// four bits of the first eight rows and of those behind.
+__device__ __forceinline__ void take_apart(Values& to, const char* rows, int half, const u32 (&scales)[2]) {
   const int row = threadIdx.x / 4 % 8, quad = threadIdx.x % 4;
 #if BITS == 8
   constexpr u32 POWER_120 = 0x7b807b80u;
@@ -115,7 +129,7 @@ __device__ __forceinline__ void take_apart(Values& to, const char* rows, int hal
       to[s][i] = times(first_pair(*(const unsigned short*)(from + i % 2 * 8 * PANEL_BYTES + i / 2 * 8)), POWER_120);
   }
 #else
-  const u32 my_byte = FLOATS ? 0x4440u | quad : 0x4040u | quad * 0x101u;  // of a word; of integers in both halves of a register
+  const u32 my_byte = 0x4440u | quad;  // of a word
 #pragma unroll
   for (int chunk = 0; chunk < 2; chunk++)
 #pragma unroll
@@ -124,9 +138,8 @@ __device__ __forceinline__ void take_apart(Values& to, const char* rows, int hal
       const u32 of_eights[4] = {words.x, words.y, words.z, words.w};  // each of eight inputs: a lane's are two
 #pragma unroll
       for (int i = 0; i < 4; i++) {
-        const u32 mine = __byte_perm(of_eights[i], 0, my_byte), first = beside.first[lower];
-        const int s = chunk * 2 + i / 2, place = GROUP == 16 ? s : half % 2 * 2 + chunk;  // of the scale of floats
-        to[s][i % 2 * 2 + lower] = FLOATS ? times(pair_of_byte(mine), scale_of_byte(first, place)) : pair_in_byte(mine, first, beside.second[lower]);
+        const int s = chunk * 2 + i / 2, place = GROUP == 16 ? s : half % 2 * 2 + chunk;  // of the scale
+        to[s][i % 2 * 2 + lower] = times(pair_of_byte(__byte_perm(of_eights[i], 0, my_byte)), scale_of_byte(scales[lower], place));
       }
     }
 #endif
@@ -225,7 +238,8 @@ __launch_bounds__(THREADS, RESIDENT) quantised_tiles(
   load_scales(shared.scales, scales, zeros, first_tile, rank);
   wait_for_prerequisites();
   const int consumer = warp - 4, row_warp = consumer / 4 / K_GROUPS * 4 + consumer % 4, k_group = consumer / 4 % K_GROUPS, quad = lane % 4;
-  const bool has_rows = row_warp < ROW_GROUPS;  // the tile may end before 64 rows do
+  // The tile may end before 64 rows do. With sums by groups registers are spilled if that is known beforehand.
+  const bool has_rows = ROW_GROUPS % 4 == 0 && !BY_GROUPS || row_warp < ROW_GROUPS;
   int slot = 0, phase = 0;
   for (int tile = first_tile; tile < TILES; tile += CLUSTERS) {
     // A warp finishes every CONSUMERS-th item, in an order in which neighbouring ones are of one place. What is added to
@@ -268,33 +282,38 @@ __launch_bounds__(THREADS, RESIDENT) quantised_tiles(
       if (STEPS % UNROLLED && step >= STEPS) break;
       wait_for(full + 8 * slot, phase);
       const char* rows = first_stage + slot * STAGE_BYTES + (row_warp * M_ROWS + lane / 4) * PANEL_BYTES;
-      const u32 of_x = ring + slot * STAGE_BYTES + W_BYTES;
+      const u32 of_rows = ring + slot * STAGE_BYTES + row_warp * M_ROWS * PANEL_BYTES, of_x = ring + slot * STAGE_BYTES + W_BYTES;
 #pragma unroll
-      for (int p = 0; p < PANELS / K_GROUPS; p++)
+      for (int i = 0; i < STEP_GROUPS; i++) {
+        const int group = i * K_GROUPS + k_group, panel = group / PANEL_GROUPS, g = group % PANEL_GROUPS;
+        u32 upper = 0, lower = 0;
+        const u32* of_group = my_scales + (step * PANELS * PANEL_GROUPS + group) * WORDS;
+        if (GROUP) upper = of_group[0], lower = of_group[8 * SCALE_PITCH];
+        const auto of_fours = [&] {
+          if (IN_VALUES)
+            return OfFours{{{int4_scale(upper, 0), int4_scale(upper, 1)}, {int4_scale(lower, 0), int4_scale(lower, 1)}},
+                           {int4_scaled_zero(upper), int4_scaled_zero(lower)}};
+          return OfFours{{{int4_unit(0), int4_unit(1)}, {int4_unit(0), int4_unit(1)}}, {int4_zero(upper >> 16), int4_zero(lower >> 16)}};
+        };
+        const int buffer = (u * STEP_GROUPS + i) % BUFFERS;
 #pragma unroll
-        for (int g = 0; g < PANEL_GROUPS; g++) {
-          const int panel = p * K_GROUPS + k_group, group = panel * PANEL_GROUPS + g;
-          u32 upper = 0, lower = 0;
-          const u32* of_group = my_scales + (step * PANELS * PANEL_GROUPS + group) * WORDS;
-          if (GROUP) upper = of_group[0], lower = of_group[8 * SCALE_PITCH];
-          const auto beside = [&](int half) {
-            if (IN_VALUES) return Beside{{int4_scale(upper), int4_scale(lower)}, {int4_scaled_zero(upper), int4_scaled_zero(lower)}};
-            if (INTEGERS) return Beside{{int4_unit(), int4_unit()}, {int4_zero(upper >> 16), int4_zero(lower >> 16)}};
-            return half && WORDS == 2 ? Beside{{of_group[1], of_group[8 * SCALE_PITCH + 1]}} : Beside{{upper, lower}};
-          };
-          const int buffer = (u * STEP_GROUPS + p * PANEL_GROUPS + g) % BUFFERS;
-#pragma unroll
-          for (int half = 0; half < 2; half++) {
-            asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory");  // this half's values before were read
-            if (half && !BY_GROUPS) release();
-            if (has_rows) take_apart(values[half], rows + panel * W_PANEL_BYTES, 2 * g + half, beside(half));
-            if (half == 0 && BY_GROUPS) asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
-            if (half == 0 && BY_GROUPS && BUFFERS == 1) add_parts(parts[0]);
-            multiply(BY_GROUPS ? parts[buffer] : sums, values[half], of_x + (2 * group + half) * X_PANEL_BYTES, !BY_GROUPS || half);
-            if (half == 0 && BUFFERS == 2) add_parts(parts[(buffer + 1) % BUFFERS]);  // of the group before
+        for (int half = 0; half < 2; half++) {
+          Fours words;
+          if (INTEGERS && has_rows) load_fours(words, of_rows + panel * W_PANEL_BYTES, 2 * g + half);
+          asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory");  // this half's values before were read
+          if (half && !BY_GROUPS) release();
+          if (INTEGERS && has_rows) take_apart(values[half], words, of_fours());
+          if (!INTEGERS && has_rows) {
+            const bool is_next = half && WORDS == 2;
+            take_apart(values[half], rows + panel * W_PANEL_BYTES, 2 * g + half, {is_next ? of_group[1] : upper, is_next ? of_group[8 * SCALE_PITCH + 1] : lower});
           }
-          if (BY_GROUPS) scale_of_upper = scale_of(upper), scale_of_lower = scale_of(lower);
+          if (half == 0 && BY_GROUPS) asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
+          if (half == 0 && BY_GROUPS && BUFFERS == 1) add_parts(parts[0]);
+          multiply(BY_GROUPS ? parts[buffer] : sums, values[half], of_x + (2 * group + half) * X_PANEL_BYTES, !BY_GROUPS || half);
+          if (half == 0 && BUFFERS == 2) add_parts(parts[(buffer + 1) % BUFFERS]);  // of the group before
         }
+        if (BY_GROUPS) scale_of_upper = scale_of(upper), scale_of_lower = scale_of(lower);
+      }
       read = slot;
       if (++slot == STAGES) slot = 0, phase ^= 1;
     }

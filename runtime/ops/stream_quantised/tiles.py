@@ -16,6 +16,7 @@ from mllm_compile.runtime.cuda.kernel import MULTIPROCESSORS
 from mllm_compile.runtime.cuda.wgmma import multiply_registers
 from mllm_compile.runtime.ops.stream_linear.linear import NORM_ROWS, Boxes
 from mllm_compile.runtime.ops.stream_quantised.linear import (
+    GROUP,
     HEADERS,
     PANEL_BYTES,
     QuantisedKind,
@@ -47,7 +48,7 @@ class TileTiling(QuantisedTiling):
     Attributes:
         rows: rows of the weight in a tile.
         split: blocks of a cluster, which divide the columns.
-        column_groups: warp groups that divide the panels of a stage.
+        column_groups: warp groups that divide the columns of a stage.
         panels: panels of 128 bytes of a row in a stage.
         stages: stages of the ring.
     """
@@ -150,7 +151,8 @@ def divide(
 ) -> TileTiling | None:
     """The tiling with as many stages as have room in so many bytes; None: it is none."""
     of_block, remainder = divmod(kind.columns, kind.panel * split * panels)
-    if remainder or rows % NORM_ROWS or panels % column_groups or rows > _MOST_ROWS:
+    stage_groups = panels * kind.panel // GROUP
+    if remainder or rows % NORM_ROWS or stage_groups % column_groups or rows > _MOST_ROWS:
         return None
     for stages in range(min(_MOST_STAGES, of_block), 0, -1):
         tiling = TileTiling(kind, tokens, rows, split, column_groups, panels, stages)
@@ -188,11 +190,12 @@ def choose(kind: QuantisedKind, tokens: int) -> TileTiling:
 
 
 def best_by_form(kind: QuantisedKind, tokens: int) -> Iterator[tuple[str, TileTiling]]:
-    """The best tiling of each number of a tile's warp groups that divide columns, panels of a stage, and room."""
+    """The best tiling of each number of blocks of a cluster, of a tile's warp groups that divide columns, of panels of
+    a stage, and room."""
     found: dict[str, TileTiling] = {}
     for tiling in sorted(all_tilings(kind, tokens), key=_cost):
         room = "beside" if tiling.is_beside else "alone"
-        found.setdefault(f"K{tiling.column_groups} P{tiling.panels} {room}", tiling)
+        found.setdefault(f"split {tiling.split} K{tiling.column_groups} P{tiling.panels} {room}", tiling)
     yield from found.items()
 
 

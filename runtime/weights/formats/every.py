@@ -7,8 +7,9 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
+from mllm_compile.runtime.quantised.numbers import in_lanes
 from mllm_compile.runtime.quantised.numbers import quantised as quantised_tensors
-from mllm_compile.runtime.quantised.scheme import WeightScheme
+from mllm_compile.runtime.quantised.scheme import VALUES, WeightScheme
 from mllm_compile.runtime.weights.formats.base import Format, Quantised, Tensors
 from mllm_compile.runtime.weights.formats.float8 import BlockFloat8, CompressedFloat8, ModelOptFloat8
 from mllm_compile.runtime.weights.formats.gptq import Awq, Gptq
@@ -70,17 +71,25 @@ def _fill(weight: torch.Tensor, quantised: Quantised, shape: Sequence[int], tens
 
 
 def fill_small(
-    place: torch.Tensor, quantised: Quantised, role: str, view: View | None, tensors: Sequence[torch.Tensor]
+    place: torch.Tensor,
+    quantised: Quantised,
+    role: str,
+    scheme: WeightScheme,
+    view: View | None,
+    tensors: Sequence[torch.Tensor],
 ) -> None:
     """Fills `place` with the tensor of this role of the scheme that the weight's format has.
 
     Args:
+        scheme: the one that the weight has in memory: that of its format, but for the order of values.
         view: what of it goes into the place; None: all of it.
         tensors: those of the format's `sources` that the weight has, in their order.
     """
     fmt = FORMATS[quantised.format]
     by_role = dict(zip(small_sources(quantised, role), tensors, strict=True))
     small = fmt.small(role, by_role, quantised.numbers)
+    if role == VALUES and scheme.kind == "int4_lanes":
+        small = in_lanes(small)
     place.copy_(small if view is None else view(small))
 
 

@@ -57,7 +57,7 @@ def stand_in_ops(functions: Mapping[str, Callable[..., Any]]) -> Iterator[None]:
         name = schema.partition("(")[0]
         library.define(schema)
         library.impl(name, function, "CPU")
-        if function is silu_mul_in_fp8:  # a pass asks what it gives
+        if function in (silu_mul_in_fp8, dequantised_integers):  # a pass asks what they give
             torch.library.register_fake(f"mllm::{name}", function, lib=library)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(nodes, "KERNEL_DEVICE_TYPE", "cpu")
@@ -104,8 +104,8 @@ def gated_linear(x, weight):
 
 def small_weight(values: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None) -> torch.Tensor:
     """The weight in float32, of fp8 or four bits."""
-    kind = "int4" if values.dtype == torch.uint8 else "fp8"
-    columns = values.shape[1] * (2 if kind == "int4" else 1)
+    kind = "int4_lanes" if values.dtype == torch.uint8 else "fp8"
+    columns = values.shape[1] * (1 if kind == "fp8" else 2)
     tensors = {VALUES: values, SCALES: scales, ZEROS: zeros}
     return dequantised(tensors, kind, columns // scales.shape[1], columns, torch.float32)
 
@@ -202,7 +202,9 @@ def norm_gated_linear(x, norm_weight, weight, eps, plus_one=False):
     return gated_linear(norm(x, norm_weight, eps, plus_one), weight)
 
 
-def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+def _rotate(x: torch.Tensor, cos: torch.Tensor | None, sin: torch.Tensor | None) -> torch.Tensor:
+    if cos is None or sin is None:
+        return x.clone()
     x, rest = x.tensor_split([cos.shape[-1]], -1)
     first, second = x.chunk(2, -1)
     return torch.cat((x * cos[:, :, None] + torch.cat((-second, first), -1) * sin[:, :, None], rest), -1)
@@ -315,12 +317,25 @@ def silu_mul_in_fp8(x: torch.Tensor, groups: int) -> tuple[torch.Tensor, torch.T
     return (parts / scales).clamp(-448, 448).to(torch.float8_e4m3fn).flatten(-2), scales.squeeze(-1)
 
 
+def dequantised_integers(
+    values: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None, dtype: torch.dtype
+) -> torch.Tensor:
+    columns = 2 * values.shape[1]
+    tensors = {VALUES: values, SCALES: scales, ZEROS: zeros}
+    return dequantised(tensors, "int4_lanes", columns // scales.shape[1], columns, dtype)
+
+
 SILU_MUL = {
     "silu_mul(Tensor x) -> Tensor": lambda x: silu(x.chunk(2, -1)[0]) * x.chunk(2, -1)[1],
     "silu_mul_in_fp8(Tensor x, int groups) -> (Tensor, Tensor)": silu_mul_in_fp8,
 }
+INTEGERS = {
+    "dequantised_integers(Tensor values, Tensor scales, Tensor? zeros, ScalarType dtype) -> Tensor": (
+        dequantised_integers
+    ),
+}
 ROPE_AND_CACHE = {
-    "rope_and_cache(Tensor q, Tensor k, Tensor v, Tensor cos, Tensor sin, Tensor? q_weight, Tensor? k_weight, "
+    "rope_and_cache(Tensor q, Tensor k, Tensor v, Tensor? cos, Tensor? sin, Tensor? q_weight, Tensor? k_weight, "
     "float eps, Tensor slots, Tensor(a!) keys, Tensor(b!) values, bool plus_one=False) -> (Tensor, Tensor)": (
         rope_and_cache
     ),
@@ -338,4 +353,4 @@ EXPERTS = {
     ),
     "sum_experts(Tensor rows, Tensor weights) -> Tensor": sum_experts,
 }
-ALL = EXPERTS | FEW_TOKENS | SINGLE_TOKEN | SILU_MUL | ROPE_AND_CACHE
+ALL = EXPERTS | FEW_TOKENS | SINGLE_TOKEN | SILU_MUL | INTEGERS | ROPE_AND_CACHE

@@ -65,18 +65,34 @@ def test_two_blocks_fit_on_a_multiprocessor(group):
 
 def test_names_tell_kernels_apart():
     kernels = [*cluster_kernels(16, 8, 64), *cluster_kernels(32, 8, 64), *cluster_kernels(32, 8, 16)]
-    kernels += [ShareKernel(8, 2, 64), ShareKernel(8, 4, 64), ShareKernel(8, 4, 16)]
-    assert len({kernel.name for kernel in kernels}) == len(kernels) == 3 * len(SPLITS) + 3
+    kernels += [ShareKernel(8, 2, 64), ShareKernel(8, 4, 64), ShareKernel(4, 4, 64), ShareKernel(8, 4, 16)]
+    kernels.append(ShareKernel(8, 4, 16, head_dim=256))
+    assert len({kernel.name for kernel in kernels}) == len(kernels) == 3 * len(SPLITS) + 5
 
 
 def test_a_kernel_is_the_same_from_json():
-    for kernel in (*cluster_kernels(16, 8, 64), ShareKernel(8, 2, 64)):
+    for kernel in (*cluster_kernels(16, 8, 64), ShareKernel(8, 2, 64), ShareKernel(8, 2, 64, head_dim=256)):
         assert kernel_from_json(kernel.to_json()) == kernel
 
 
-@pytest.mark.parametrize("group", range(1, 9))
-def test_a_block_of_shares_fits_on_a_multiprocessor(group):
-    assert ShareKernel(8, group, 64).shared_bytes + _RESERVED_BYTES <= _MULTIPROCESSOR_BYTES
+@pytest.mark.parametrize(
+    ("head_dim", "kv_heads", "heads"),
+    [
+        *((128, *counts) for counts in ((8, 8), (24, 8), (4, 4), (12, 4), (20, 4), (2, 2), (10, 2), (1, 1))),
+        *((256, *counts) for counts in ((4, 4), (16, 4), (2, 2), (1, 1))),
+    ],
+)
+@pytest.mark.parametrize("fp8", [False, True])
+def test_blocks_of_shares_fit_on_a_multiprocessor_and_fill_it(head_dim, kv_heads, heads, fp8):
+    """A twelfth of the registers for a warp: any more warps, and each would have fewer."""
+    for group in range(1, 9):
+        kernel = ShareKernel(kv_heads, group, 64, fp8=fp8, head_dim=head_dim)
+        blocks = kernel.constants()["BLOCKS"]
+        assert kernel.heads == heads
+        assert kernel.num_blocks == blocks * MULTIPROCESSORS
+        assert blocks * kernel.num_threads == 12 * 32
+        assert blocks * (kernel.shared_bytes + _RESERVED_BYTES) <= _MULTIPROCESSOR_BYTES
+        assert 120 << 10 <= blocks * kernel.slots * kernel.slot_bytes <= 128 << 10
 
 
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
@@ -84,7 +100,9 @@ def test_a_block_of_shares_fits_on_a_multiprocessor(group):
     "kernel",
     [
         *(cluster_kernels(8 * group, 8, page_size)[-1] for group in (1, 4, 8) for page_size in (16, 64, 128)),
-        *(ShareKernel(kv_heads, group, 64) for kv_heads in (8, 16) for group in (1, 4, 8)),
+        *(ShareKernel(kv_heads, group, 64) for kv_heads in (8, 16, 4) for group in (1, 4, 8)),
+        *(ShareKernel(kv_heads, 8, 16, fp8=True) for kv_heads in (4, 2)),
+        *(ShareKernel(kv_heads, 8, 64, fp8=fp8, head_dim=256) for kv_heads, fp8 in ((4, False), (2, True))),
         cluster_kernels(64, 8, 64, sinks=True)[0],
         ShareKernel(8, 8, 64, sinks=True),
     ],
@@ -100,11 +118,12 @@ def test_the_source_compiles_without_spilling(tmp_path, kernel):
 
 
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
-@pytest.mark.parametrize("group", [1, 2, 5, 8])
-def test_shared_memory_is_what_the_source_lays_out(tmp_path, group):
-    kernel = ShareKernel(8, group, 64)
+@pytest.mark.parametrize(("kv_heads", "group"), [(8, 1), (8, 2), (8, 5), (8, 8), (4, 8), (2, 7)])
+@pytest.mark.parametrize("head_dim", [128, 256])
+def test_shared_memory_is_what_the_source_lays_out(tmp_path, kv_heads, group, head_dim):
+    kernel = ShareKernel(kv_heads, group, 64, head_dim=head_dim)
     check = f"static_assert(SLOTS * SLOT_BYTES + 1024 + sizeof(Shared) == {kernel.shared_bytes});\n"
-    check += f"static_assert(32 * (HEADS + 1 + PREPARERS) == {kernel.num_threads});\n"
+    check += f"static_assert(32 * (WARPS + 1 + PREPARERS) == {kernel.num_threads});\n"
     check += f"static_assert(sizeof(Part) == {4 * kernel.part_floats});\n"
     (tmp_path / "kernel.cu").write_text(kernel_source(kernel) + check)
     done = subprocess.run(["nvcc", "-cubin", "-arch=sm_90a", "kernel.cu"], cwd=tmp_path, capture_output=True, text=True)
@@ -179,6 +198,16 @@ def test_any_batch_is_shared_by_as_many_blocks_but_for_one_that_the_kernel_canno
     assert decode._maps.asked == [((160, 1024), tensor_maps.panels, 16, 16)] * 4
     assert decode._parts.shape == (132 * 8 * kernel.part_floats,)
     assert (decode._parts == MISSING).all()
+
+
+def test_blocks_of_fewer_heads_are_as_many_more(made):
+    kernel = ShareKernel(4, 8, 16)
+    decode = decoder.ShareDecode(kernel, {kernel.name: b"binary"}, 0.1, torch.device("cpu"))
+    q, keys, _, *rest = inputs_of(3)
+    decode([q, keys[:, :4], keys[:, :4], *rest])
+    assert made["shares_4x8_page16"].launches == [(2 * 132, 192, 13)]
+    assert decode._maps.asked == [((160, 512), tensor_maps.panels, 16, 8)] * 2
+    assert decode._parts.shape == (2 * 132 * 4 * kernel.part_floats,)
 
 
 def unrotated(num_requests: int, has_norms: bool = True) -> Unrotated:

@@ -7,7 +7,7 @@ import torch
 
 from mllm_compile.errors import DeviceError
 from mllm_compile.runtime.cuda import tensor_maps
-from mllm_compile.runtime.cuda.driver import Kernel, TensorMap
+from mllm_compile.runtime.cuda.driver import Kernel, TensorMap, scatter_pinned
 from mllm_compile.runtime.cuda.tensor_maps import TensorMaps
 
 
@@ -23,6 +23,19 @@ def test_what_the_driver_refuses_is_named(driver, call):
     driver(fails=call)
     with pytest.raises(DeviceError, match=r"CUDA_ERROR_OF_A_TEST \(7\)"):
         Kernel(b"", "name", 1 << 16)
+
+
+def test_stretches_of_pinned_memory_go_where_each_is_wanted(driver):
+    fake = driver()
+    copies: list[tuple[int, int, int, int]] = []
+    fake.cuMemcpyHtoDAsync_v2 = lambda *arguments: copies.append(tuple(one.value or 0 for one in arguments)) or 0
+    memory = torch.zeros(100, dtype=torch.uint8)
+    scatter_pinned(memory, [(5000, 10), (7000, 30)], 9, 0)
+    first = memory.data_ptr()
+    assert copies == [(5000, first, 10, 9), (7000, first + 10, 30, 9)]
+    driver(fails="cuMemcpyHtoDAsync_v2")
+    with pytest.raises(DeviceError, match="a copy of 10 bytes to the device"):
+        scatter_pinned(memory, [(5000, 10)], 9, 0)
 
 
 @pytest.mark.parametrize(

@@ -88,7 +88,7 @@ def test_more_tokens_divide_into_tiles_that_fit(kind, tokens):
     assert tiling.rows % 16 == 0
     assert tiling.rows <= 256, "of a box"
     assert kind.columns % (kind.panel * tiling.split * tiling.panels) == 0
-    assert tiling.panels % tiling.column_groups == 0
+    assert tiling.panels * kind.panel // GROUP % tiling.column_groups == 0, "a warp has groups of every stage"
     assert tiling.num_threads <= 512, "or 160 registers are more than there are"
     assert tiling.shared_bytes <= _SHARED_BYTES
     assert min(3 if tokens <= 64 else 2, tiling.steps) <= tiling.stages <= tiling.steps

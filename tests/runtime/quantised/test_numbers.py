@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mllm_compile.runtime.quantised.numbers import dequantised, quantised
-from mllm_compile.runtime.quantised.scheme import WeightScheme, quantised_as
+from mllm_compile.runtime.quantised.numbers import dequantised, in_lanes, paired, quantised
+from mllm_compile.runtime.quantised.scheme import VALUES, WeightScheme, quantised_as
 from mllm_compile.runtime.weights.formats.every import fill_quantised
 
 SCHEMES = {
@@ -51,6 +51,28 @@ def test_a_quantised_weight_is_within_a_step_of_the_plain_one(name, shape):
     error = (stands_for(tensors, scheme, shape[1]) - weight).abs()
     # Half a step for rounding; a whole one where the scale, or the zero point, is rounded as well.
     assert (error <= steps(weight, scheme) * (0.51 if scheme.kind == "fp8" else 1.05)).all()
+
+
+@pytest.mark.parametrize("has_zeros", [False, True])
+def test_values_in_lanes_are_the_same_numbers_in_another_order(has_zeros):
+    plain = WeightScheme("int4", 128, torch.bfloat16, has_zeros)
+    scheme = plain.of_linear(384)
+    assert (scheme.kind, scheme.name, plain.of_linear(320)) == ("int4_lanes", "int4", plain)
+    weight = weight_of(24, 384)
+    ours, theirs = quantised(weight, scheme), quantised(weight, plain)
+    assert torch.equal(stands_for(ours, scheme, 384), stands_for(theirs, plain, 384))
+    assert torch.equal(ours[VALUES], in_lanes(theirs[VALUES]))
+    assert not torch.equal(ours[VALUES], theirs[VALUES])
+
+
+def test_a_lanes_word_is_what_it_gives_to_two_products():
+    numbers = torch.arange(32, dtype=torch.uint8)
+    words = [in_lanes(paired(one[None])).view(4, 4) for one in (numbers & 15, numbers >> 4)]  # of four bits each
+    for lane in range(4):
+        low, high = ([code >> shift & 15 for code in word[lane].tolist() for shift in (0, 4)] for word in words)
+        inputs = [a + 16 * b for a, b in zip(low, high, strict=True)]
+        first = [2 * lane, 2 * lane + 8, 2 * lane + 16, 2 * lane + 24]
+        assert inputs == [*first, *(one + 1 for one in first)]
 
 
 @pytest.mark.parametrize("name", SCHEMES)

@@ -30,6 +30,7 @@ OF_GATES: dict[str, StateKind] = {
     "delta of its gates": GatedDelta(qk_l2norm=True),
     "delta with its norm": GatedDelta(qk_l2norm=True, norm_eps=1e-5, norm_gate="silu"),
     "delta a channel with its norm": GatedDelta(qk_l2norm=True, norm_eps=1e-5, norm_gate="sigmoid"),
+    "ssd with its norm": Ssd(dt_softplus=True, dt_min=0.001, dt_max=0.5, norm_eps=1e-5, norm_groups=2),
     "ssd of logarithms": Ssd(dt_softplus=True, dt_min=0.001, dt_max=0.5, log_rates=True),
     "scan of logarithms": SelectiveScan(dt_softplus=True, log_rates=True),
 }
@@ -57,6 +58,8 @@ def operands_of(name: str, num_tokens: int, seed: int = 0) -> dict[str, torch.Te
         return tokens_of_all | ({"z": of_tokens(4, 5), "norm": constant(5)} if "norm" in name else {})
     if name.startswith("ssd"):
         states = {"B": of_tokens(2, 3), "C": of_tokens(2, 3), "D": constant(4), "dt_bias": constant(4)}
+        if "norm" in name:
+            states |= {"z": of_tokens(4, 5), "norm": constant(20)}
         return {"x": of_tokens(4, 5), "dt": of_tokens(4), "A": -constant(4).exp(), **states}
     states = {"B": of_tokens(3), "C": of_tokens(3), "D": constant(6), "z": of_tokens(6), "dt_bias": constant(6)}
     return {"x": of_tokens(6), "dt": of_tokens(6), "A": -constant(6, 3).exp(), **states}

@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from mllm_compile.runtime.errors import CheckpointError
 from mllm_compile.runtime.weights import stream
 from mllm_compile.runtime.weights.safetensors_header import read_header
-from mllm_compile.runtime.weights.stream import TensorRead, stream_tensors
+from mllm_compile.runtime.weights.stream import StraightRead, TensorRead, stream_in_order, stream_tensors
 
 CHUNK = 64  # so that every tensor takes several
 
@@ -82,6 +82,64 @@ def test_a_box_inside_a_weight_is_filled_and_the_rest_left_alone(file):
     stream_tensors([read_of(file, "matrix", weight[2:19, 3:8])], chunk_bytes=CHUNK)
     assert torch.equal(weight[2:19, 3:8], random_tensors()["matrix"])
     assert (weight[:2] == -1).all() and (weight[:, :3] == -1).all() and (weight[:, 8:] == -1).all()
+
+
+def many_bytes(tmp_path: Path, count: int) -> tuple[Path, bytes]:
+    path, content = tmp_path / "bytes", bytes(number * 37 % 251 for number in range(count))
+    path.write_bytes(content)
+    return path, content
+
+
+def read_straight(path: Path, sizes: list[int], memory: torch.Tensor, chunk_bytes: int) -> None:
+    """Reads stretches that follow each other in the file and lie in memory the other way round."""
+    starts = [sum(sizes[:number]) for number in range(len(sizes))]
+    places = [sum(sizes[number + 1 :]) for number in range(len(sizes))]
+    reads = (StraightRead(path, *one) for one in zip(starts, sizes, [memory] * len(sizes), places, strict=True))
+    stream_in_order(reads, memory.device, chunk_bytes=chunk_bytes)
+
+
+@pytest.mark.parametrize("chunk_bytes", [7, 64, 1 << 20])
+def test_more_stretches_than_a_system_call_fills_are_all_filled(tmp_path, monkeypatch, chunk_bytes):
+    monkeypatch.setattr(stream, "_MOST_VIEWS", 5)
+    sizes = [1 + number % 4 for number in range(60)]
+    path, content = many_bytes(tmp_path, sum(sizes))
+    memory = torch.zeros(sum(sizes), dtype=torch.uint8)
+    read_straight(path, sizes, memory, chunk_bytes)
+    starts = [sum(sizes[:number]) for number in range(len(sizes))]
+    stretches = [content[start : start + size] for start, size in zip(starts, sizes, strict=True)]
+    assert bytes(memory) == b"".join(reversed(stretches))
+
+
+def test_a_call_that_reads_less_than_it_was_asked_for_is_repeated(tmp_path, monkeypatch):
+    path, content = many_bytes(tmp_path, 50)
+    preadv = stream.os.preadv
+    monkeypatch.setattr(stream.os, "preadv", lambda file, views, offset: preadv(file, [views[0][:3]], offset))
+    memory = torch.zeros(50, dtype=torch.uint8)
+    read_straight(path, [20, 10, 20], memory, 64)
+    assert bytes(memory) == content[30:] + content[20:30] + content[:20]
+
+
+def test_stretches_that_follow_each_other_in_file_and_memory_are_one(tmp_path):
+    path, _ = many_bytes(tmp_path, 40)
+    memory, other = torch.zeros(40, dtype=torch.uint8), torch.zeros(40, dtype=torch.uint8)
+    reads = [
+        StraightRead(path, 0, 8, memory, 16),
+        StraightRead(path, 8, 8, memory, 24),
+        StraightRead(path, 16, 8, other, 32),  # another weight
+        StraightRead(path, 24, 4, other, 0),  # not behind it
+        StraightRead(path, 32, 4, other, 4),  # a hole in the file
+    ]
+    joined = [(read.begin, read.num_bytes, read.offset) for read in stream._joined(reads)]
+    assert joined == [(0, 16, 16), (16, 8, 32), (24, 4, 0), (32, 4, 4)]
+
+
+def test_what_fails_while_reads_are_made_ends_the_readers(file):
+    def broken():
+        yield read_of(file, "vector", torch.empty(3))
+        raise CheckpointError("a read that cannot be made")
+
+    with pytest.raises(CheckpointError, match="a read that cannot be made"):
+        stream_in_order(broken(), torch.device("cpu"))
 
 
 def test_nothing_to_read_is_no_error():
