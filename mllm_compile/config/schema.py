@@ -119,6 +119,11 @@ class CudaGraphConfig(Section):
     one launch a step. Only where decode attention and sampling are kernels of the program. false: launches around the
     graph do that."""
 
+    whole_prompts: bool = True
+    """Prompts alone, each from its first token on and together of up to 512 tokens, are one launch up to their head,
+    which takes its inputs from where the host leaves them. Only on Hopper, where attention over prompts can be
+    captured. false: they run as other steps with prompts do."""
+
     @field_validator("piecewise_tokens", "decode_requests")
     @classmethod
     def _some_sizes(cls, sizes: Auto | tuple[int, ...]) -> Auto | tuple[int, ...]:
