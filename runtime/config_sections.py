@@ -21,7 +21,8 @@ MaxStepMs = float | Literal["tenfold", "none"]
 class CudaGraphSection:
     """`cudagraph`. Sizes ascend; they are empty where the mode captures none of that kind.
 
-    `mixed_tokens` that were not asked for are left out where a model's attention cannot be captured with prompts.
+    `mixed_tokens` that were not asked for are left out where a model's attention cannot be captured with prompts, and
+    `whole_prompts` is false then.
     """
 
     mode: GraphMode
@@ -30,6 +31,7 @@ class CudaGraphSection:
     mixed_tokens: tuple[int, ...] = ()
     mixed_tokens_asked: bool = False
     sample_in_graph: bool = False
+    whole_prompts: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

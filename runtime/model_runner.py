@@ -66,11 +66,12 @@ from mllm_compile.runtime.state.metadata import StateMetadataBuilder
 from mllm_compile.runtime.state.mixed import MixedStateSteps
 from mllm_compile.runtime.state.piece_backend import PieceStateBackend
 from mllm_compile.runtime.state.torch_backend import TorchStateBackend
+from mllm_compile.runtime.step_fields import StepFields
 from mllm_compile.runtime.ubatch.overlap import BatchOverlap
 from mllm_compile.runtime.ubatch.slices import most_of_a_part, part_of, share_a_request, ubatch_slices
 
 if TYPE_CHECKING:
-    from mllm_compile.runtime.cuda_graph.graph_runner import CapturedDecode, GraphRunner
+    from mllm_compile.runtime.cuda_graph.graph_runner import CapturedDecode, GraphRunner, LaunchedPrompts
     from mllm_compile.runtime.sampling.penalties import PenaltyParams
 
 logger = logging.getLogger(__name__)
@@ -286,7 +287,20 @@ class ModelRunner:
             logger.info("steps with prompts are not captured whole: %s", obstacle)
             mixed_tokens = ()
         cascades = [size for size in graphs.decode_requests if self._is_captured_as_cascade(size)]
-        return GraphDispatcher(mode, graphs.piecewise_tokens, graphs.decode_requests, mixed_tokens, cascades)
+        fresh = self._fresh_sizes() if graphs.whole_prompts else []
+        return GraphDispatcher(mode, graphs.piecewise_tokens, graphs.decode_requests, mixed_tokens, cascades, fresh)
+
+    def _fresh_sizes(self) -> list[int]:
+        """The sizes for which prompts alone are captured whole."""
+        from mllm_compile.runtime.cuda_graph.graph_runner import FRESH_TOKENS
+
+        if self._overlap is not None or not self.attn_backend.fresh_work_bytes:
+            return []
+        if self.num_deals > 1 or self.always_takes_features or self.model.rope is not None:  # there are further inputs
+            return []
+        if self.communicator is not None:  # not seen over ranks
+            return []
+        return [size for size in FRESH_TOKENS if size <= self.config.runtime.max_num_batched_tokens]
 
     def _is_captured_as_cascade(self, num_requests: int) -> bool:
         """True for powers of two that may pay: a cascade takes as long for all requests of a tile."""
@@ -438,6 +452,16 @@ class ModelRunner:
         if batch.pixel_values is not None and batch.image_grid_thw is not None and batch.media is None:
             batch.media = self._encoded(batch, batch.pixel_values, batch.image_grid_thw)
         return self.forward_decode(batch) if batch.forward_mode.is_decode() else self.forward_extend(batch)
+
+    def launch_prompts(self, fields: StepFields[np.ndarray], starts: np.ndarray) -> LaunchedPrompts | None:
+        """Run prompts alone, each from its first token on, in one launch; see GraphRunner.launch_prompts."""
+        launched = None if self.graph_runner is None else self.graph_runner.launch_prompts(fields, starts)
+        self.forward_pass_id += launched is not None
+        return launched
+
+    def reads_pages(self, batch: ForwardBatch) -> bool:
+        """False: `forward` of the batch reads nothing of the table of slots, which may be written after its launch."""
+        return self._overlap is not None or self.attn_backend.reads_pages(batch)
 
     def holds_decode(self, num_requests: int) -> bool:
         """True if `decode` takes so many requests."""

@@ -40,6 +40,7 @@ from mllm_compile.runtime.attention.flashinfer.prefill import CapturedPrefill
 from mllm_compile.runtime.attention.flashinfer_backend import FlashInferAttnBackend
 from mllm_compile.runtime.attention.split.split_decode import SplitDecodeSpace
 from mllm_compile.runtime.cuda_graph.graph_runner import GraphRunner
+from mllm_compile.runtime.cuda_graph.prompt_turns import PromptTurns
 from mllm_compile.runtime.cuda_graph.step_inputs import StepInputs
 from mllm_compile.runtime.memory_pool import ReqToTokenPool
 from mllm_compile.runtime.model_runner import ModelRunner
@@ -57,7 +58,10 @@ PARTS: tuple[tuple[int, type, str], ...] = (
     (1, StepRunner, "_plan"),
     (1, StepRunner, "_upload"),
     (2, StepInputs, "upload"),
-    (2, ReqToTokenPool, "write_page_slots"),
+    (1, GraphRunner, "launch_prompts"),
+    (2, PromptTurns, "write"),
+    (3, FlashInferAttnBackend, "write_fresh_work"),
+    (1, ReqToTokenPool, "write_page_slots"),
     (1, StepRunner, "_forward_batch"),
     (1, ModelRunner, "forward"),
     (2, FlashInferAttnBackend, "runs_well_captured"),

@@ -53,7 +53,7 @@ MAX_MODEL_LEN = {"cuda": 65536, "cpu": 8192}
 # A YAML may be for a GPU and serve on a CPU too: these are told, not refused.
 _KEYS_OF_GPUS = {
     "runtime": ("mem_fraction_static",),
-    "cudagraph": ("piecewise_tokens", "decode_requests", "mixed_tokens", "sample_in_graph"),
+    "cudagraph": ("piecewise_tokens", "decode_requests", "mixed_tokens", "sample_in_graph", "whole_prompts"),
 }
 # llguidance is first: it bounds the work of every mask, refuses what it would not keep to, and imports little.
 # XGrammar takes structural tags, and what is too large for it.

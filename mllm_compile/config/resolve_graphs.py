@@ -57,6 +57,7 @@ def resolve_graphs(
         return CudaGraphSection(mode=mode, piecewise_tokens=(), decode_requests=())
     if runtime.deterministic:
         return _deterministic_cudagraph(asked, mode, runtime.max_num_batched_tokens)
+    takes_whole = mode in _MIXED_MODES and _mixed_obstacle(runtime, split_decode, device, model) is None
     return CudaGraphSection(
         mode=mode,
         piecewise_tokens=_graph_sizes(
@@ -79,6 +80,7 @@ def resolve_graphs(
         mixed_tokens=_mixed_tokens(asked, mode, runtime, split_decode, device, model, choices),
         mixed_tokens_asked=asked.mixed_tokens != "auto",
         sample_in_graph=asked.sample_in_graph and split_decode and mode in _FULL_MODES,
+        whole_prompts=asked.whole_prompts and takes_whole,
     )
 
 
@@ -92,13 +94,7 @@ def _mixed_tokens(
     choices: AutoChoices,
 ) -> tuple[int, ...]:
     """The sizes; whether the model's layers allow them is known when it is loaded."""
-    obstacle = None
-    if not device.is_hopper:
-        obstacle = f"the GPU is {device.name}, and attention over prompts is captured on an H100 SXM or H200 alone"
-    elif not split_decode and _has_attention(model):
-        obstacle = "decodes are not by kernels of the program (compile.split_decode)"
-    elif runtime.kv_cache_dtype == "float8_e4m3fn":
-        obstacle = "the KV cache is fp8_e4m3, and attention over prompts that is captured reads none"
+    obstacle = _mixed_obstacle(runtime, split_decode, device, model)
     sizes, largest = asked.mixed_tokens, runtime.max_num_batched_tokens
     if sizes == "auto":
         is_small = 0 < _width(model) <= _WIDEST_MIXED
@@ -110,6 +106,17 @@ def _mixed_tokens(
         raise ConfigError(f"cudagraph.mixed_tokens is {list(sizes)}, but {obstacle}. Set it to auto or [].")
     limit = ("runtime.max_num_batched_tokens", largest)
     return _graph_sizes("mixed_tokens", sizes, MIXED_TOKENS, limit, mode if mode in _MIXED_MODES else None, choices)
+
+
+def _mixed_obstacle(runtime: RuntimeSection, split_decode: bool, device: DeviceInfo, model: ModelFolder) -> str | None:
+    """Why no whole step with prompts is captured, as far as is known before the trace; None: some may be."""
+    if not device.is_hopper:
+        return f"the GPU is {device.name}, and attention over prompts is captured on an H100 SXM or H200 alone"
+    if not split_decode and _has_attention(model):
+        return "decodes are not by kernels of the program (compile.split_decode)"
+    if runtime.kv_cache_dtype == "float8_e4m3fn":
+        return "the KV cache is fp8_e4m3, and attention over prompts that is captured reads none"
+    return None
 
 
 def _has_attention(model: ModelFolder) -> bool:

@@ -87,8 +87,9 @@ class CompileConfig(Section):
     of the model's dtype; false: FlashInfer decodes."""
 
     hopper_decode: Auto | bool = "auto"
-    """On Hopper, decode by CUDA kernels of ours where they serve a layer: heads of 128, 4 KV heads or more, no window,
-    no soft cap. auto: with split_decode in bfloat16, unless runtime.deterministic; false: as split_decode elsewhere."""
+    """On Hopper, decode by CUDA kernels of ours where they serve a layer: heads of 128 or 256, up to 8 query heads
+    a KV head, no window, no soft cap. auto: with split_decode in bfloat16, unless runtime.deterministic; false: as
+    split_decode elsewhere."""
 
     @field_validator("disable_passes")
     @classmethod
@@ -117,6 +118,11 @@ class CudaGraphConfig(Section):
     """Captured decodes choose their tokens, and take their inputs from where the step before and the host leave them:
     one launch a step. Only where decode attention and sampling are kernels of the program. false: launches around the
     graph do that."""
+
+    whole_prompts: bool = True
+    """Prompts alone, each from its first token on and together of up to 512 tokens, are one launch up to their head,
+    which takes its inputs from where the host leaves them. Only on Hopper, where attention over prompts can be
+    captured. false: they run as other steps with prompts do."""
 
     @field_validator("piecewise_tokens", "decode_requests")
     @classmethod

@@ -96,11 +96,15 @@ class Engine:
         log_interval_s: float = 10.0,
         forward_times: bool = False,
     ) -> None:
+        from mllm_compile.config.sources import config_or_runtime
+        from mllm_compile.ranks.ahead import ranks_ahead
+
         self.timeline = timeline_of(reporter or reporter_for())
-        with kept_bytecode(), compiled_ahead(OF_TORCH):
+        source = config_or_runtime(config)
+        with kept_bytecode(), compiled_ahead(OF_TORCH), ranks_ahead(source) as ahead:
             with self.timeline.stage("import torch"), gc_paused():
                 from mllm_compile.engine.assemble import assemble
-            parts = assemble(config, self.timeline, forward_times=forward_times)
+            parts = assemble(source, self.timeline, forward_times=forward_times, ahead=ahead)
         self._start(parts, log_interval_s)
 
     @classmethod
@@ -182,6 +186,7 @@ class Engine:
             MllmError: the step of a single prompt failed.
             EngineDeadError: the engine is closed, or dead after an error on the device.
         """
+        self.core.expect()
         submissions = self.builder.build(prompts, sampling_params, priority)
         return self._answer(submissions, is_single_prompt(prompts), progress)
 
@@ -251,6 +256,7 @@ class Engine:
             RequestError: the prompt is refused (one that can never fit, when the first output is asked for).
             EngineDeadError: the engine is closed or dead.
         """
+        self.core.expect()
         return self._stream(self.builder.build_one(prompt, sampling_params, request_id=request_id, priority=priority))
 
     def stream_chat(
@@ -320,7 +326,8 @@ def _wait(countdown: Countdown, total: int, progress: bool | None) -> None:
     """Waits for all answers, with a bar over the number of answered prompts if it takes long."""
     is_shown = sys.stderr.isatty() if progress is None else progress
     if not is_shown:
-        countdown.wait()
+        if not countdown.wait_in_naps():
+            countdown.wait()
     elif not countdown.wait(_BAR_AFTER_S):
         # It has taken long already: shown at once.
         with reporter_for(plain_lines=True, details=True).stage("generate", total=total) as stage:

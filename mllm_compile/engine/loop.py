@@ -186,6 +186,15 @@ class EngineCore:
     def _has_started(self) -> bool:
         return self._thread.ident is not None
 
+    def expect(self) -> None:
+        """Wakes the engine's thread for a submission that is being made; `submit` follows, or nothing does.
+
+        A processor that has slept for milliseconds takes a tenth of one or two to wake, as long as a prompt takes to be
+        checked.
+        """
+        with self._condition:
+            self._condition.notify()
+
     def submit(self, submissions: Iterable[Submission]) -> None:
         """Queues submissions that were not refused yet; their sinks hear of all that follows, refusals included.
 

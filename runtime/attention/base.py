@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 
 from mllm_compile.runtime.attention.layer import AttentionLayer
@@ -166,6 +167,33 @@ class AttentionBackend(ABC):
     def mixed_obstacle(self) -> str | None:
         """Why steps with prompts cannot be captured whole, decodes among them or not; None: they can."""
         return f"{type(self).__name__} captures no prompts"
+
+    @property
+    def fresh_work_bytes(self) -> int:
+        """Bytes of what kernels read of a captured step of prompts alone, each from its first token on; 0: such a step
+        is not captured."""
+        return 0
+
+    def init_forward_metadata_capture_fresh(self, num_tokens: int, work: torch.Tensor) -> None:
+        """Plan such a step of `num_tokens` for capture.
+
+        Args:
+            work: [fresh_work_bytes] uint8, aligned to 256 bytes: where kernels will find what write_fresh_work makes.
+        """
+        raise NotImplementedError(f"{type(self).__name__} captures no prompts")
+
+    def write_fresh_work(self, memory: np.ndarray, starts: np.ndarray) -> bool:
+        """Write what a replay of such a step reads; False: the captured kernels do not serve these prompts.
+
+        Args:
+            memory: [fresh_work_bytes] uint8.
+            starts: [R + 1] int32: the first token of each prompt, and the end of the last one.
+        """
+        raise NotImplementedError(f"{type(self).__name__} captures no prompts")
+
+    def reads_pages(self, batch: ForwardBatch) -> bool:
+        """False: no layer reads keys or values of `batch` where the table of slots says that they are."""
+        return True
 
     def runs_well_captured(self, batch: ForwardBatch) -> bool:
         """True if a captured kernel serves the prompts of `batch` about as fast as any other would."""

@@ -21,6 +21,7 @@ import torch
 
 from mllm_compile.runtime.attention.base import AttentionBackend, AttentionInputs, Unrotated
 from mllm_compile.runtime.attention.captured.decodes import DecodeSteps, check_capturable, make_graph_buffers
+from mllm_compile.runtime.attention.captured.fresh import FreshSteps
 from mllm_compile.runtime.attention.captured.mixed import MixedStep, MixedSteps
 from mllm_compile.runtime.attention.flashinfer.blocks import ImageBlocks
 from mllm_compile.runtime.attention.flashinfer.cascade import CascadeDecode, CascadeRows, GroupCascade
@@ -160,6 +161,7 @@ class FlashInferAttnBackend(AttentionBackend):
             self._shared_prefix = SharedPrefix(cascading, max_req_pool_size, self.device)
         self._decode_steps: DecodeSteps | None = None  # see init_cuda_graph_state
         self._mixed_steps = self._make_mixed_steps(max_req_pool_size)
+        self._fresh_steps = self._make_fresh_steps()
         self._image_blocks: ImageBlocks | None = None
         self._has_blocks = False  # in the batch
         self._num_decodes = 0
@@ -307,6 +309,14 @@ class FlashInferAttnBackend(AttentionBackend):
         decodes = [decode for decode in self._group_decodes if isinstance(decode, SplitGroup)]
         prefills = [prefill for prefill in self._group_prefills if isinstance(prefill, GroupPrefill)]
         return MixedSteps(decodes, prefills, self._split_space, max_requests, self.device)
+
+    def _make_fresh_steps(self) -> FreshSteps | None:
+        """The captured steps of prompts alone; None where something is in the way."""
+        if self._mixed_steps is None or not prefills_new_tokens_alone(self.kv_cache_dtype, has_prefix=False):
+            return None
+        groups = [group for group in self._group_prefills if isinstance(group, GroupPrefill)]
+        works = [group.works for group in groups if group.works is not None]
+        return FreshSteps(groups, works) if len(works) == len(groups) else None
 
     def _make_copy_space(self, max_requests: int, part: int) -> CopySpace | None:
         """Memory for copies of keys and values; None: the kernel that would read them serves no layer."""
@@ -544,12 +554,36 @@ class FlashInferAttnBackend(AttentionBackend):
 
     def runs_well_captured(self, batch: ForwardBatch) -> bool:
         common = CommonAttentionMetadata.of(batch)
-        num_decodes, *_ = split_decodes_and_prefills(common)
-        prefix_lens = common.num_computed_tokens_cpu.numpy()[num_decodes:]
-        query_lens = common.seq_lens_cpu.numpy()[num_decodes:] - prefix_lens
+        prefix_lens = common.num_computed_tokens_cpu.numpy()[common.num_decodes :]
+        query_lens = common.seq_lens_cpu.numpy()[common.num_decodes :] - prefix_lens
         prefills = [group for group in self._group_prefills if isinstance(group, GroupPrefill)]
         first_slot = batch.first_slot if len(prefix_lens) == 1 else None
         return all(group.runs_well_captured(query_lens, prefix_lens, first_slot) for group in prefills)
+
+    def reads_pages(self, batch: ForwardBatch) -> bool:
+        is_captured = self._mixed_steps is not None and self._mixed_steps.holds(batch.num_tokens)
+        reads_new_alone = prefills_new_tokens_alone(self.kv_cache_dtype, has_prefix=False)
+        if is_captured or self._has_own_prefills or batch.media is not None or not reads_new_alone:
+            return True
+        return not CommonAttentionMetadata.of(batch).is_fresh
+
+    @property
+    def fresh_work_bytes(self) -> int:
+        return 0 if self._fresh_steps is None else self._fresh_steps.work_bytes
+
+    def init_forward_metadata_capture_fresh(self, num_tokens: int, work: torch.Tensor) -> None:
+        self._num_decodes, self._has_blocks = 0, False
+        self.decode_metadata = None
+        self.prefill_metadata = PrefillMetadata(self._captured_fresh.capture(num_tokens, work), use_ragged=True)
+
+    def write_fresh_work(self, memory: np.ndarray, starts: np.ndarray) -> bool:
+        return self._captured_fresh.write(memory, starts)
+
+    @property
+    def _captured_fresh(self) -> FreshSteps:
+        if self._fresh_steps is None:
+            raise RuntimeError("prompts alone are not captured with this backend's kernels: ask fresh_work_bytes first")
+        return self._fresh_steps
 
     def init_forward_metadata_capture_mixed(self, num_tokens: int) -> None:
         self._set_mixed(self._captured_mixed.capture(num_tokens))
@@ -559,8 +593,7 @@ class FlashInferAttnBackend(AttentionBackend):
 
     def init_forward_metadata_replay_mixed(self, num_tokens: int, batch: ForwardBatch) -> None:
         common = CommonAttentionMetadata.of(batch)
-        num_decodes, *_ = split_decodes_and_prefills(common)
-        self._set_mixed(self._captured_mixed.replay(num_tokens, common, batch.req_pool_indices, num_decodes))
+        self._set_mixed(self._captured_mixed.replay(num_tokens, common, batch.req_pool_indices))
 
     @property
     def _captured_mixed(self) -> MixedSteps:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -37,6 +38,20 @@ class CommonAttentionMetadata:
     max_query_len: int
     block_table: torch.Tensor  # [rows, max_context_len] int32: slot of each position; row i is req_pool_indices[i]
     slot_mapping: torch.Tensor  # [T] int64
+
+    @cached_property
+    def num_decodes(self) -> int:
+        """The first requests that bring one new token each."""
+        if self.max_query_len <= 1:
+            return self.num_reqs
+        starts = self.query_start_loc_cpu.numpy()
+        # Of prompts alone, whose launch waits for this, the first is one.
+        return int((starts[1:] - starts[:-1] > 1).argmax()) if starts[1] <= 1 else 0
+
+    @cached_property
+    def is_fresh(self) -> bool:
+        """True of prompts alone, each from its first token on: nothing of them is in the cache yet."""
+        return self.num_decodes == 0 < self.num_reqs and not self.num_computed_tokens_cpu.numpy().any()
 
     @classmethod
     def of(cls, batch: ForwardBatch) -> CommonAttentionMetadata:
@@ -153,8 +168,9 @@ def split_decodes_and_prefills(common: CommonAttentionMetadata, decode_threshold
     if common.max_query_len <= decode_threshold:
         return common.num_reqs, 0, common.num_actual_tokens, 0
     starts = common.query_start_loc_cpu.numpy()
-    # Of prompts alone, whose launch waits for this, the first is one.
-    num_decodes = int((starts[1:] - starts[:-1] > decode_threshold).argmax()) if starts[1] <= decode_threshold else 0
+    num_decodes = common.num_decodes
+    if decode_threshold > 1:
+        num_decodes = int((starts[1:] - starts[:-1] > decode_threshold).argmax())
     num_decode_tokens = int(starts[num_decodes])
     return (
         num_decodes,

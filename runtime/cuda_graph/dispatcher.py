@@ -23,6 +23,8 @@ class GraphDispatcher:
         mixed_tokens: captured token counts of full graphs of any step, ascending; there may be none.
         cascade_requests: those of decode_requests that are captured once more, for decodes that begin with the same
             pages; there may be none.
+        fresh_tokens: captured token counts of full graphs of prompts alone, each from its first token on, ascending;
+            likewise.
     """
 
     def __init__(
@@ -32,6 +34,7 @@ class GraphDispatcher:
         decode_requests: Sequence[int] = (),
         mixed_tokens: Sequence[int] = (),
         cascade_requests: Sequence[int] = (),
+        fresh_tokens: Sequence[int] = (),
     ) -> None:
         """
         Raises:
@@ -45,6 +48,7 @@ class GraphDispatcher:
         key = "cudagraph.mixed_tokens"
         self.mixed_tokens = self._sizes(key, mixed_tokens, CUDAGraphMode.FULL) if mixed_tokens and takes_mixed else ()
         self.cascade_requests = tuple(sorted(set(self.decode_requests) & set(cascade_requests)))
+        self.fresh_tokens = self._sizes(key, fresh_tokens, CUDAGraphMode.FULL) if fresh_tokens and takes_mixed else ()
 
     def dispatch(
         self, num_tokens: int, num_reqs: int, uniform: bool, may_mix: bool = True
@@ -78,11 +82,17 @@ class GraphDispatcher:
         padded = _next(self.cascade_requests, num_reqs)
         return None if padded is None else BatchDescriptor(padded, num_reqs=padded, uniform=True, cascade=True)
 
+    def dispatch_fresh(self, num_tokens: int) -> BatchDescriptor | None:
+        """The FULL graph of prompts alone, each from its first token on; None: none holds so many tokens."""
+        padded = _next(self.fresh_tokens, num_tokens)
+        return None if padded is None else BatchDescriptor(padded, fresh=True)
+
     def descriptors(self) -> list[tuple[CUDAGraphMode, BatchDescriptor]]:
         """Everything to capture, largest first: later captures then fit into memory that earlier ones took."""
         full = [(CUDAGraphMode.FULL, BatchDescriptor(n, num_reqs=n, uniform=True)) for n in self.decode_requests]
         piecewise = [(CUDAGraphMode.PIECEWISE, BatchDescriptor(n)) for n in self.piecewise_tokens]
         mixed = [(CUDAGraphMode.FULL, BatchDescriptor(n)) for n in self.mixed_tokens]
+        mixed += [(CUDAGraphMode.FULL, BatchDescriptor(n, fresh=True)) for n in self.fresh_tokens]
         cascades = [(CUDAGraphMode.FULL, replace(entry[1], cascade=True)) for entry in full]
         full += [entry for entry in cascades if entry[1].num_reqs in self.cascade_requests]
         return sorted([*piecewise, *mixed, *full], key=lambda entry: -entry[1].num_tokens)

@@ -1,8 +1,9 @@
 """Runs batches in captured graphs: persistent inputs, padding, capture of every size, replay.
 
 FULL is one graph for a whole decode, which either prepares its inputs and chooses its tokens (decode_loop.py) or has
-its attention planned before every replay; or one for any step up to its head. PIECEWISE replays the pieces around eager
-attention. Padding rows belong to the dummy row: at most they write to page 0 and read one key of it.
+its attention planned before every replay; one for any step up to its head; or one for prompts alone, up to theirs
+(prompt_turns.py). PIECEWISE replays the pieces around eager attention. Padding rows belong to the dummy row: at most
+they write to page 0 and read one key of it.
 
 Shape legend: T tokens, R requests, S rows of logits, V vocab; a trailing _padded means the captured size.
 """
@@ -10,8 +11,10 @@ Shape legend: T tokens, R requests, S rows of logits, V vocab; a trailing _padde
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -23,18 +26,22 @@ from mllm_compile.runtime.cuda_graph.decode_loop import DecodeLoop, Turn
 from mllm_compile.runtime.cuda_graph.dispatcher import GraphDispatcher
 from mllm_compile.runtime.cuda_graph.model import CapturableModel
 from mllm_compile.runtime.cuda_graph.piece_graphs import PieceGraphs
+from mllm_compile.runtime.cuda_graph.prompt_turns import PromptTurns
 from mllm_compile.runtime.cuda_graph.step_inputs import StepInputs, TokenPlaces
 from mllm_compile.runtime.errors import ConfigError
 from mllm_compile.runtime.forward_batch import ForwardBatch, ForwardMode, LogitsProcessorOutput, TokenInputs
 from mllm_compile.runtime.forward_context import get_forward_context
 from mllm_compile.runtime.graph_mode import BatchDescriptor, CUDAGraphMode, DPMetadata
 from mllm_compile.runtime.program.executor import ProgramExecutor
+from mllm_compile.runtime.step_fields import StepFields
 
 logger = logging.getLogger(__name__)
 
 # The inputs of a step come in one upload, always of all its places. A longer step has the time to copy its tokens to
 # places of their own.
 _MOST_UPLOADED_TOKENS = 512
+# Tokens of captured prompts alone, whose inputs come so, too.
+FRESH_TOKENS = (64, 128, 192, 256, 384, 512)
 
 
 @dataclass(slots=True)
@@ -66,6 +73,25 @@ class _MixedGraph:
     body: list[Any]  # what the head goes on from, non-owning
 
 
+@dataclass(slots=True)
+class _FreshGraph:
+    mixed: _MixedGraph
+    batch: ForwardBatch  # of padding, which it was captured with
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchedPrompts:
+    """Captured prompts, launched up to their head.
+
+    Attributes:
+        fields: the step's on the device, until the next launch of such prompts or the next upload.
+        head: gives the logits of tokens [S] int64.
+    """
+
+    fields: StepFields[torch.Tensor]
+    head: Callable[[torch.Tensor], LogitsProcessorOutput]
+
+
 class GraphRunner:
     """Captures all sizes of a dispatcher, then runs the batches that fit one.
 
@@ -84,7 +110,11 @@ class GraphRunner:
         self._capturer = GraphCapturer(runner.device)
         self._max_requests = max(dispatcher.decode_requests, default=0)
         self._max_tokens = max(
-            dispatcher.piecewise_tokens + dispatcher.mixed_tokens + dispatcher.decode_requests, default=0
+            dispatcher.piecewise_tokens
+            + dispatcher.mixed_tokens
+            + dispatcher.fresh_tokens
+            + dispatcher.decode_requests,
+            default=0,
         )
         # Of decodes alone: pieces are captured over attention that knows of no graphs, too.
         padding_len = runner.attn_backend.get_cuda_graph_seq_len_fill_value() if dispatcher.decode_requests else 1
@@ -92,7 +122,11 @@ class GraphRunner:
         self._num_deals = runner.num_deals
         most_of_all = self._num_deals * self._max_requests
         num_uploaded = max(most_of_all, min(self._max_tokens, _MOST_UPLOADED_TOKENS))
-        self.inputs = StepInputs(num_uploaded, max(runner.config.max_rows, most_of_all), padding_len, runner.device)
+        most_rows, work_bytes = max(runner.config.max_rows, most_of_all), 0
+        if dispatcher.fresh_tokens:
+            work_bytes = runner.attn_backend.fresh_work_bytes
+        self.inputs = StepInputs(num_uploaded, most_rows, padding_len, runner.device, work_bytes)
+        self._prompt_turns = PromptTurns(self.inputs) if work_bytes else None
         self._all_slots: torch.Tensor | None = None
         if self._num_deals > 1:
             num_slots = self._num_deals * self._max_tokens
@@ -102,6 +136,7 @@ class GraphRunner:
         self._decode_graphs: dict[BatchDescriptor, _DecodeGraph] = {}
         self._chosen_tokens: dict[BatchDescriptor, torch.Tensor] = {}  # by graphs with a decode loop, non-owning
         self._mixed_graphs: dict[BatchDescriptor, _MixedGraph] = {}
+        self._fresh_graphs: dict[BatchDescriptor, _FreshGraph] = {}
         self._outputs: dict[tuple[Any, ...], torch.Tensor] = {}
         executor = runner.model.executor
         if runner.always_takes_features and (media := runner.model.media) is not None:
@@ -149,12 +184,16 @@ class GraphRunner:
                 with self._capturer.measured(_kind(mode, descriptor), descriptor.num_tokens):
                     if descriptor.uniform:
                         self._capture_decode(descriptor)
+                    elif descriptor.fresh:
+                        self._capture_fresh(descriptor)
                     elif mode is CUDAGraphMode.FULL:
                         self._capture_mixed(descriptor)
                     else:
                         self._capture_pieces(descriptor)
         if self.decode_loop is not None:
             self.decode_loop.captured()
+        if self._prompt_turns is not None:
+            self._prompt_turns.captured()
         seconds = sum(figure.seconds for figure in self.figures)
         mib = sum(figure.mib for figure in self.figures)
         logger.info("captured %d sizes in %.2f s, %.0f MiB", len(self.figures), seconds, mib)
@@ -344,15 +383,25 @@ class GraphRunner:
         runner.attn_backend.init_forward_metadata_capture_mixed(size)
         batch = self._padding_prompts(size)
 
-        def run() -> list[Any]:
+        def begin() -> None:
             runner.attn_backend.begin_captured_mixed(size, self.inputs.req_pool_indices)
+
+        self._mixed_graphs[descriptor] = self._capture_body(batch, descriptor, begin, is_first=not self._mixed_graphs)
+
+    def _capture_body(
+        self, batch: ForwardBatch, descriptor: BatchDescriptor, begin: Callable[[], None], is_first: bool
+    ) -> _MixedGraph:
+        """Captures a step up to its head, behind what `begin` launches. The first of its kind is run ahead."""
+        size, runner = descriptor.num_tokens, self._runner
+
+        def run() -> list[Any]:
+            begin()
             return runner.run_body(batch, self._tokens(size), CUDAGraphMode.FULL, descriptor, self._rows[:size])
 
-        if not self._mixed_graphs:
+        if is_first:
             run()  # as in _capture_decode
         graph, body = self._capturer.capture(run)
-        body = self._executor.map_body(body, lambda value: WeakTensor(value).tensor())
-        self._mixed_graphs[descriptor] = _MixedGraph(graph, body)
+        return _MixedGraph(graph, self._executor.map_body(body, lambda value: WeakTensor(value).tensor()))
 
     def _replay_mixed(self, batch: ForwardBatch, descriptor: BatchDescriptor) -> LogitsProcessorOutput:
         size = descriptor.num_tokens
@@ -367,6 +416,41 @@ class GraphRunner:
 
     def _logits_rows(self, batch: ForwardBatch) -> torch.Tensor:
         return self._rows[: batch.batch_size] if batch.logits_indices is None else batch.logits_indices
+
+    # FULL, of prompts alone -------------------------------------------------------------------------------------------
+
+    def _capture_fresh(self, descriptor: BatchDescriptor) -> None:
+        size, turns = descriptor.num_tokens, self._prompt_turns
+        if turns is None:
+            raise RuntimeError("prompts are captured with attention that takes its work from the host's memory alone")
+        self._runner.attn_backend.init_forward_metadata_capture_fresh(size, self.inputs.work)
+        batch = self._padding_prompts(size)
+        graph = self._capture_body(batch, descriptor, turns.begin, is_first=not self._fresh_graphs)
+        self._fresh_graphs[descriptor] = _FreshGraph(graph, batch)
+
+    def launch_prompts(self, fields: StepFields[np.ndarray], starts: np.ndarray) -> LaunchedPrompts | None:
+        """Runs prompts alone, each from its first token on, up to their head, in one launch.
+
+        Args:
+            fields: of the step, logits_indices among them.
+            starts: [R + 1] int32: the first token of each prompt, and the end of the last one.
+
+        Returns:
+            None: they are not captured so, or more than the captured kernels serve.
+        """
+        turns, descriptor = self._prompt_turns, self.dispatcher.dispatch_fresh(fields.positions.size)
+        if turns is None or descriptor is None:
+            return None
+        backend = self._runner.attn_backend
+        placed = turns.write(fields, lambda work: backend.write_fresh_work(work, starts))
+        if placed is None:
+            return None
+        self.inputs.clear_rope_lens()
+        entry, times = self._fresh_graphs[descriptor], self._runner.forward_times
+        with nullcontext() if times is None else times.measure(descriptor.num_tokens):
+            entry.mixed.graph.replay()
+            turns.replayed()  # before anything can fail: the device has taken the turn
+        return LaunchedPrompts(placed, partial(self._runner.run_head, entry.batch, entry.mixed.body))
 
     # PIECEWISE --------------------------------------------------------------------------------------------------------
 
@@ -421,7 +505,9 @@ class GraphRunner:
 
 def _kind(mode: CUDAGraphMode, descriptor: BatchDescriptor) -> str:
     """The mode's name in figures."""
-    return "MIXED" if mode is CUDAGraphMode.FULL and not descriptor.uniform else mode.name
+    if mode is CUDAGraphMode.FULL and not descriptor.uniform:
+        return "FRESH" if descriptor.fresh else "MIXED"
+    return mode.name
 
 
 def _lengths(num_tokens: int, longest: int) -> list[int]:
@@ -439,9 +525,10 @@ def estimate_graph_bytes(runner: CapturableModel, dispatcher: GraphDispatcher) -
         "FULL": dispatcher.decode_requests,
         "PIECEWISE": dispatcher.piecewise_tokens,
         "MIXED": dispatcher.mixed_tokens,
+        "FRESH": dispatcher.fresh_tokens,
     }
-    largest = (sizes_of[kind][-2:] for kind in ("PIECEWISE", "FULL", "MIXED"))
-    trial = GraphDispatcher(dispatcher.mode, *largest)
+    pieces, decodes, mixed, fresh = (sizes_of[kind][-2:] for kind in ("PIECEWISE", "FULL", "MIXED", "FRESH"))
+    trial = GraphDispatcher(dispatcher.mode, pieces, decodes, mixed, fresh_tokens=fresh)
     graphs = GraphRunner(runner, trial)
     graphs.capture()
     total = 0.0

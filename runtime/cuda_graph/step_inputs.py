@@ -19,6 +19,7 @@ from mllm_compile.runtime.forward_batch import ForwardBatch, MediaInputs
 from mllm_compile.runtime.step_fields import StepFields
 
 _KNOWN_LAYOUTS = 64
+_WORK_ALIGNMENT = 256  # bytes, as torch aligns whole tensors
 _OTHER_BYTES = 64 << 10  # of what comes with the inputs: a step's page writes for 240 pages, say
 
 
@@ -86,11 +87,12 @@ class TokenPlaces:
             self._has_rope_lens = False
 
 
-class _HostBlock(NamedTuple):
-    """A staging buffer as a step is written into it."""
+class HostBlock(NamedTuple):
+    """Host memory as a step is written into it: laid out as the block of places is, or as its beginning."""
 
     block: np.ndarray  # all of it, uint8
     inputs: dict[str, np.ndarray]  # by name, each as long as its place
+    work: np.ndarray  # uint8
 
 
 class StepInputs(TokenPlaces):
@@ -99,13 +101,18 @@ class StepInputs(TokenPlaces):
     Attributes:
         req_pool_indices: [N] int64.
         seq_lens: [N] int32; seq_lens_cpu: the same on the host, of the last step.
+        work: uint8, what attention reads of captured prompts (AttentionBackend.write_fresh_work).
+        block: uint8, all places, those of what else comes with a step behind them.
     """
 
-    def __init__(self, max_tokens: int, max_requests: int, padding_len: int, device: torch.device) -> None:
+    def __init__(
+        self, max_tokens: int, max_requests: int, padding_len: int, device: torch.device, work_bytes: int = 0
+    ) -> None:
         """
         Args:
             padding_len: keys that padding requests have: what attention asks for
                 (AttentionBackend.get_cuda_graph_seq_len_fill_value).
+            work_bytes: of `work`.
         """
         self.max_tokens = max_tokens
         self.max_requests = max_requests
@@ -118,8 +125,11 @@ class StepInputs(TokenPlaces):
             seq_lens=max_requests,
         )
         self._layout = FieldLayout(largest.inputs())
-        self._block = torch.zeros(self._layout.end + _OTHER_BYTES, dtype=torch.uint8, device=device)
-        places = StepFields(**self._layout.views(self._block))
+        work_start = -(-self._layout.end // _WORK_ALIGNMENT) * _WORK_ALIGNMENT
+        self._work = slice(work_start, work_start + work_bytes)
+        self.block = torch.zeros(self._work.stop + _OTHER_BYTES, dtype=torch.uint8, device=device)
+        self.work = self.block[self._work]
+        places = StepFields(**self._layout.views(self.block))
         super().__init__(places.input_ids, places.positions, places.out_cache_loc)
         self.req_pool_indices, self.seq_lens = places.req_pool_indices, places.seq_lens
         self.seq_lens.fill_(padding_len)
@@ -127,11 +137,15 @@ class StepInputs(TokenPlaces):
         self.seq_lens_cpu = torch.from_numpy(self._seq_lens_on_host)
         self._staging = StagingRing(device)
         self._known_layouts: dict[tuple[tuple[str, int], ...], tuple[FieldLayout, dict[str, torch.Tensor]]] = {}
-        self._host_blocks: dict[int, _HostBlock] = {}  # by address of a staging buffer
+        self._host_blocks: dict[int, HostBlock] = {}  # by address of a staging buffer
         # Layout of the last step: a steady decode has the same shape as the one before.
         self._last_shape = (0, 0)
-        self._last_inputs = places.inputs()
         self._last_fields = places
+
+    @property
+    def most_other_bytes(self) -> int:
+        """Bytes at the block's end, for what comes with a step's inputs."""
+        return self.block.nbytes - self._work.stop
 
     def holds(self, num_tokens: int, num_requests: int) -> bool:
         """True if a step of that size fits."""
@@ -143,40 +157,58 @@ class StepInputs(TokenPlaces):
         Returns:
             The places, as long as the values; and what else the step has, by the same copy, until the next upload.
         """
-        values, others = fields.inputs(), fields.others()
+        others = fields.others()
         packed, places = self._packed(others)
         beside = {}
-        if packed.end > self._block.nbytes:
-            beside = upload_fields(others, self._staging, self._block.device)
+        if packed.end > self.block.nbytes:
+            beside = upload_fields(others, self._staging, self.block.device)
             others, (packed, places) = {}, self._packed({})
-        buffer = self._staging.next(self._block.nbytes)
-        host = self._host_block(buffer.memory)
+        buffer = self._staging.next(self.block.nbytes)
+        host = self.host_block(buffer.memory)
         packed.write(others, host.block)
+        written = self._write(fields, host)
+        if self.block.is_cuda:
+            copy_pinned(buffer.memory, self.block, packed.end)
+        else:
+            self.block[: packed.end].copy_(buffer.memory[: packed.end])
+        buffer.record()
+        return StepFields(**written.inputs(), **beside, **places) if others or beside else written
+
+    def write(self, fields: StepFields[np.ndarray], host: HostBlock) -> StepFields[torch.Tensor] | None:
+        """Write a step's inputs, and padding behind them, into memory that a graph will copy to the places.
+
+        Returns:
+            As `upload` does, once it has; None: there is no room for what the step has beside its inputs.
+        """
+        others = fields.others()
+        packed, places = self._packed(others)
+        if packed.end > host.block.nbytes:
+            return None
+        packed.write(others, host.block)
+        return StepFields(**self._write(fields, host).inputs(), **places)
+
+    def _write(self, fields: StepFields[np.ndarray], host: HostBlock) -> StepFields[torch.Tensor]:
+        values = fields.inputs()
         for name, array in host.inputs.items():
             value = values[name]
             array[: value.size] = value
             array[value.size :] = self.padding_len if name == "seq_lens" else 0
         self._seq_lens_on_host[:] = host.inputs["seq_lens"]
-        if self._block.is_cuda:
-            copy_pinned(buffer.memory, self._block, packed.end)
-        else:
-            self._block[: packed.end].copy_(buffer.memory[: packed.end])
-        buffer.record()
         shape = (fields.positions.size, fields.seq_lens.size)
         if shape != self._last_shape:
             self._last_shape = shape
-            self._last_inputs = {name: getattr(self, name)[: value.size] for name, value in values.items()}
-            self._last_fields = StepFields(**self._last_inputs)
-        if not (others or beside):
-            return self._last_fields
-        return StepFields(**self._last_inputs, **beside, **places)
+            self._last_fields = StepFields(
+                **{name: getattr(self, name)[: value.size] for name, value in values.items()}
+            )
+        return self._last_fields
 
-    def _host_block(self, memory: torch.Tensor) -> _HostBlock:
-        """The arrays in a staging buffer, made once: the GPU waits for a prompt's upload."""
+    def host_block(self, memory: torch.Tensor) -> HostBlock:
+        """The arrays in pinned memory that stays, [≥ all places] uint8; made once: the GPU waits for a prompt's."""
         found = self._host_blocks.get(memory.data_ptr())
         if found is None:
             inputs = {name: view.numpy() for name, view in self._layout.views(memory).items()}
-            found = self._host_blocks[memory.data_ptr()] = _HostBlock(memory.numpy(), inputs)
+            block = memory.numpy()
+            found = self._host_blocks[memory.data_ptr()] = HostBlock(block, inputs, block[self._work])
         return found
 
     def _packed(self, others: dict[str, np.ndarray]) -> tuple[FieldLayout, dict[str, torch.Tensor]]:
@@ -187,8 +219,8 @@ class StepInputs(TokenPlaces):
         key = tuple((name, array.size) for name, array in others.items())
         found = self._known_layouts.pop(key, None)
         if found is None:
-            layout = layout_of(others, self._layout.end)
-            found = layout, layout.views(self._block) if layout.end <= self._block.nbytes else {}
+            layout = layout_of(others, self._work.stop)
+            found = layout, layout.views(self.block) if layout.end <= self.block.nbytes else {}
             if len(self._known_layouts) == _KNOWN_LAYOUTS:
                 del self._known_layouts[next(iter(self._known_layouts))]
         self._known_layouts[key] = found  # the last used is the last in order

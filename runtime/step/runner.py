@@ -161,7 +161,7 @@ class StepRunner:
             self._announce(StepRecord(batch, scored, media))
         plan = self._with_media(plan, batch, media)
         self._restore_states(batch)
-        results = self._decode(batch, plan) or self._run(batch, plan)
+        results = self._decode(batch, plan) or self._run_prompts(batch, plan) or self._run(batch, plan)
         self._save_states(batch)
         handle = StepHandle(batch, plan, results)
         self._previous = handle if self._grammars else None
@@ -252,9 +252,7 @@ class StepRunner:
 
     def _launch(self, batch: ScheduledBatch, plan: StepPlan) -> tuple[LogitsProcessorOutput, StepFields[torch.Tensor]]:
         """Brings the step's arrays to the device, new pages among them, and runs the model."""
-        if batch.page_ids.size:
-            plan.fields.page_places = self._pages.places_of(batch.page_rows, batch.page_positions)
-            plan.fields.page_slots = self._pages.slots_of(batch.page_ids)
+        self._add_new_pages(plan, batch)
         if batch.num_decodes:
             self._runner.spread_tokens()
         batch = plan.own or batch
@@ -271,7 +269,32 @@ class StepRunner:
             forward_batch.media, forward_batch.mrope_positions = media
         forward_batch.rope_lens = fields.rope_lens
         forward_batch.dp_metadata = plan.across
-        return self._runner.forward(forward_batch), fields
+        if self._runner.reads_pages(forward_batch):
+            self._list_new_pages(fields)
+            return self._runner.forward(forward_batch), fields
+        try:
+            return self._runner.forward(forward_batch), fields
+        finally:  # some may be of requests that are not in this step, which can fail
+            self._list_new_pages(fields)
+
+    def _run_prompts(self, batch: ScheduledBatch, plan: StepPlan) -> _Results | None:
+        """Runs the step in one launch and that of its head; None: it has more than prompts from their first tokens on,
+        or these are not captured so."""
+        has_more = batch.num_decodes or plan.is_decode or plan.own is not None or plan.media is not None
+        if has_more or plan.fields.scored_indices is not None or batch.prefix_lens.any():
+            return None
+        self._add_new_pages(plan, batch)
+        starts = np.zeros(batch.num_requests + 1, dtype=np.int32)
+        np.add.accumulate(batch.num_new, out=starts[1:])
+        launched = self._runner.launch_prompts(plan.fields, starts)
+        if launched is None:
+            return None
+        fields = launched.fields
+        self._list_new_pages(fields)
+        assert fields.logits_indices is not None, "a plan that is no decode has some"
+        output = launched.head(fields.logits_indices)
+        self._follow_rows(batch)
+        return self._sample(batch, plan, output, fields.sampled, fields, mask=self._mask(batch, plan))
 
     def _run(self, batch: ScheduledBatch, plan: StepPlan) -> _Results:
         output, fields = self._launch(batch, plan)
@@ -305,18 +328,22 @@ class StepRunner:
             plan.fields.rope_lens[: batch.num_tokens] = np.repeat(batch.rope_lens, batch.num_new)
 
     def _upload(self, arrays: StepFields[np.ndarray]) -> StepFields[torch.Tensor]:
-        """The arrays on the device; inputs of the model in the graphs' own places if they fit.
-
-        Also enters new pages in the device's table, as they come with the same copy.
-        """
+        """The arrays on the device; inputs of the model in the graphs' own places if they fit."""
         device, graphs = self._runner.device, self._runner.graph_runner
         if graphs is not None and graphs.inputs.holds(arrays.positions.size, arrays.seq_lens.size):
-            fields = graphs.inputs.upload(arrays)
-        else:
-            fields = StepFields(**upload_fields(arrays.inputs() | arrays.others(), self._uploads, device))
+            return graphs.inputs.upload(arrays)
+        return StepFields(**upload_fields(arrays.inputs() | arrays.others(), self._uploads, device))
+
+    def _add_new_pages(self, plan: StepPlan, batch: ScheduledBatch) -> None:
+        """Adds new pages to what the plan brings to the device."""
+        if batch.page_ids.size and plan.fields.page_places is None:
+            plan.fields.page_places = self._pages.places_of(batch.page_rows, batch.page_positions)
+            plan.fields.page_slots = self._pages.slots_of(batch.page_ids)
+
+    def _list_new_pages(self, fields: StepFields[torch.Tensor]) -> None:
+        """Enters the step's new pages, which came with its inputs, in the device's table of slots."""
         if fields.page_places is not None and fields.page_slots is not None:
             self._runner.req_to_token_pool.write_page_slots(fields.page_places, fields.page_slots)
-        return fields
 
     def _forward_batch(self, batch: ScheduledBatch, plan: StepPlan, fields: StepFields[torch.Tensor]) -> ForwardBatch:
         rows, input_ids = fields.req_pool_indices, fields.input_ids

@@ -37,6 +37,7 @@ def test_every_optional_pass_and_choice_is_a_lever_that_can_be_switched_off(sett
             "full_graphs": config.cudagraph.mode == "piecewise",
             "sample_in_graph": config.cudagraph.sample_in_graph is False,
             "mixed_graphs": config.cudagraph.mixed_tokens == (),
+            "whole_prompts": config.cudagraph.whole_prompts is False,
             "copied_prefix": config.runtime.copy_prefix is False,
             "divided_prefix": config.runtime.divide_prefix is False,
         }
@@ -61,7 +62,8 @@ def settings_on_hopper(config: EngineConfig) -> dict[str, Any]:
     if mixed_tokens == "auto":
         mixed_tokens = (64,) if mode == "full_and_piecewise" else ()
     compiled = {name: getattr(config.compile, name) for name in ("disable_passes", "split_decode", "hopper_decode")}
-    graphs = {"mode": mode, "mixed_tokens": mixed_tokens, "sample_in_graph": config.cudagraph.sample_in_graph}
+    graphs = {"mode": mode, "mixed_tokens": mixed_tokens}
+    graphs |= {name: getattr(config.cudagraph, name) for name in ("sample_in_graph", "whole_prompts")}
     return json.loads(json.dumps({"compile": compiled, "cudagraph": graphs}))
 
 

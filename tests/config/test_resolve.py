@@ -123,6 +123,25 @@ def test_whole_steps_with_prompts_are_captured_of_small_models_on_hopper(device,
     assert graphs.mixed_tokens_asked == is_asked
 
 
+@pytest.mark.parametrize(
+    ("device", "sections", "expected"),
+    [
+        (H200, {}, True),
+        (H200, {"cudagraph": {"mode": "full", "mixed_tokens": []}}, True),
+        (H200, {"cudagraph": {"whole_prompts": False}}, False),
+        (H200, {"cudagraph": {"mode": "piecewise"}}, False),
+        (H200, {"cudagraph": {"mode": "full_decode_only"}}, False),
+        (H200, {"runtime": {"deterministic": True}}, False),
+        (H200, {"runtime": {"kv_cache_dtype": "fp8_e4m3"}}, False),
+        (H200, {"compile": {"split_decode": False}}, False),
+        (A100, {}, False),
+        (CPU, {}, False),
+    ],
+)
+def test_prompts_alone_are_captured_whole_on_hopper_of_any_width(device, sections, expected):
+    assert resolved(device, QWEN | {"hidden_size": 8192}, **sections).cudagraph.whole_prompts is expected
+
+
 def test_a_model_without_attention_needs_no_kernel_of_it_for_whole_steps():
     mamba = {name: value for name, value in QWEN.items() if "head" not in name} | {"state_size": 16}
     sections = {"compile": {"split_decode": False}, "cudagraph": {"mixed_tokens": [64]}}
@@ -147,9 +166,10 @@ def test_whole_steps_that_cannot_be_are_refused(device, sections, error, said):
 def test_a_resolved_config_from_before_there_were_such_steps_is_read():
     stored = resolved(H200, QWEN | {"hidden_size": 1024}).model_dump(mode="json")
     assert ResolvedConfig.model_validate(stored).cudagraph.mixed_tokens == MIXED_TOKENS
-    for key in ("mixed_tokens", "mixed_tokens_asked"):
+    for key in ("mixed_tokens", "mixed_tokens_asked", "whole_prompts"):
         del stored["cudagraph"][key]
-    assert ResolvedConfig.model_validate(stored).cudagraph.mixed_tokens == ()
+    read = ResolvedConfig.model_validate(stored).cudagraph
+    assert read.mixed_tokens == () and not read.whole_prompts
 
 
 def test_attention_by_torch_is_not_run_on_long_prompts_for_a_capture():
@@ -194,7 +214,10 @@ def test_no_auto_is_left_and_json_keeps_everything():
 
 @pytest.mark.parametrize(
     ("asked", "section", "derived"),
-    [(RuntimeConfig, RuntimeSection, set()), (CudaGraphConfig, CudaGraphSection, {"mixed_tokens_asked"})],
+    [
+        (RuntimeConfig, RuntimeSection, set()),
+        (CudaGraphConfig, CudaGraphSection, {"mixed_tokens_asked"}),
+    ],
 )
 def test_the_runner_is_told_every_key_of_its_sections(asked, section, derived):
     """A new key is a field here and there: what the runner reads is the section itself."""

@@ -7,6 +7,8 @@ import time
 import pytest
 
 from mllm_compile.engine import engine as engine_module
+from mllm_compile.engine import streams
+from mllm_compile.engine.streams import Countdown
 from mllm_compile.errors import EngineDeadError, RequestError
 from tests.engine.cases import params, start, until
 from tests.fakes import (
@@ -453,3 +455,40 @@ def test_an_engine_that_nobody_holds_ends_its_thread():
     del engine
     thread.join(HANG_S)
     assert not thread.is_alive()
+
+
+# --- waiting ----------------------------------------------------------------------------------------------------------
+
+
+def test_an_engine_that_expects_a_submission_goes_on_without_one(engine):
+    for _ in range(3):
+        engine.core.expect()
+        assert engine.generate("abc", params())[0].token_ids == expected_tokens(b"abc", 8)
+    engine.core.expect()
+    assert engine.stats().waiting == 0
+    engine.close()
+    engine.core.expect()
+    with pytest.raises(EngineDeadError):
+        engine.generate("abc", params())
+
+
+def test_a_caller_naps_until_an_answer_or_for_a_little_and_one_at_a_time(monkeypatch):
+    submission = object()
+    soon = Countdown([submission])
+    soon.on_end(submission)
+    assert soon.wait_in_naps()
+
+    later, naps = Countdown([submission]), []
+    wait = later._all_ended.wait
+    monkeypatch.setattr(later._all_ended, "wait", lambda timeout_s: (naps.append(timeout_s), wait(timeout_s))[1])
+    monkeypatch.setattr(streams, "_NAPPING_S", 1e-3)
+    with streams._napping:
+        assert not later.wait_in_naps()
+    assert not naps, "another caller does"
+    assert not later.wait_in_naps()
+    assert set(naps) == {streams._NAP_S}
+    assert not streams._napping.locked()
+    monkeypatch.setattr(streams, "_NAPPING_S", HANG_S)
+    ender = start(lambda: later.on_end(submission))[0]
+    assert later.wait_in_naps()
+    ender.join()

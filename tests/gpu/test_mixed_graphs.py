@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
@@ -14,8 +15,20 @@ from mllm_compile.runtime.errors import ConfigError
 from mllm_compile.runtime.forward_batch import ForwardBatch
 from mllm_compile.runtime.graph_mode import BatchDescriptor, CUDAGraphMode
 from mllm_compile.runtime.model_runner import LogitsProcessorOutput, ModelRunner
-from tests.gpu.graph_cases import check_untouched, fill_pages, graphs_of, make_gpu_runner, mixed_batch, serve, snapshot
+from mllm_compile.runtime.ops.turns import NUM_TURNS
+from mllm_compile.runtime.step_fields import INPUTS, StepFields
+from tests.gpu.graph_cases import (
+    check_untouched,
+    fill_pages,
+    graphs_of,
+    make_gpu_runner,
+    mixed_batch,
+    place_requests,
+    serve,
+    snapshot,
+)
 from tests.gpu.small_shape import SHAPE
+from tests.runtime.runner_cases import Loop
 
 pytestmark = [
     pytest.mark.gpu,
@@ -25,8 +38,8 @@ pytestmark = [
 ]
 
 MIXED_TOKENS = (8, 24, 64)
-# 2 KV heads: Triton's kernels decode; 8: CUDA kernels of ours.
-HEADS = {"triton": (8, 2), "cuda": (16, 8)}
+# With 16 query heads a KV head Triton's kernels decode, with 2 CUDA kernels of ours.
+HEADS = {"triton": (32, 2), "cuda": (16, 8)}
 
 
 @pytest.fixture(scope="module")
@@ -85,6 +98,80 @@ def test_a_graph_of_any_step_gives_the_logits_of_the_pieces_bit_for_bit(runner, 
         assert torch.equal(captured, uncaptured(runner, batch, size).next_token_logits)
         unpadded = runner.run_eager(batch).next_token_logits.float()
         assert (captured.float() - unpadded).norm() / unpadded.norm() < 2e-2
+
+
+def prompts_of(size: int) -> Iterator[list[int]]:
+    """Lengths of prompts: one, two, as many as may be; of all tokens and of fewer."""
+    smaller = max((s for s in MIXED_TOKENS if s < size), default=1)
+    for num_tokens in (size, size - 1, smaller + 1):
+        for count in sorted({1, 2, min(num_tokens // 2, 14)}):
+            lengths = [num_tokens // count] * (count - 1)
+            yield [num_tokens - sum(lengths), *lengths]
+
+
+def prompt_batch(runner: ModelRunner, lengths: list[int], seed: int) -> ForwardBatch:
+    rng, requests = np.random.default_rng(seed), place_requests(runner, lengths, seed)
+    new = torch.tensor(lengths, dtype=torch.int32)
+    return runner.prepare_forward_batch_extend(
+        torch.from_numpy(rng.integers(0, runner.vocab_size, sum(lengths))).cuda(),
+        torch.from_numpy(requests.rows).cuda(),
+        new.cuda(),
+        new.cuda(),
+        torch.zeros_like(new).cuda(),
+        torch.from_numpy(np.concatenate(requests.slots)).cuda(),
+        extend_seq_lens_cpu=new,
+        extend_prefix_lens_cpu=torch.zeros_like(new),
+    )
+
+
+@pytest.mark.parametrize("size", MIXED_TOKENS)
+def test_prompts_in_one_launch_give_their_logits_whatever_the_table_of_slots_says(runner, size):
+    table = runner.req_to_token_pool.req_to_token
+    num_heads = runner.model.layers[0].num_heads
+    num_sms = torch.cuda.get_device_properties(0).multi_processor_count
+    launches = 0
+    for seed, lengths in enumerate(prompts_of(size)):
+        batch = prompt_batch(runner, lengths, seed)
+        ends = np.cumsum(lengths)
+        fields = StepFields(**{name: getattr(batch, name).cpu().numpy() for name in INPUTS})
+        fields.logits_indices, fields.page_places = ends - 1, np.arange(seed)
+        listed = table.clone()
+        table[1:] = -1  # who read it would read elsewhere
+        before = snapshot(runner)
+        launched = runner.launch_prompts(fields, np.array([0, *ends], dtype=np.int32))
+        assert (launched is None) == (len(lengths) * num_heads > num_sms), "one tile each"
+        if launched is not None:
+            launches += 1
+            logits = launched.head(launched.fields.logits_indices).next_token_logits.float()
+            for name, value in (fields.inputs() | fields.others()).items():
+                assert getattr(launched.fields, name).tolist() == value.tolist()
+            assert logits.isfinite().all()
+            check_untouched(runner, before, batch.out_cache_loc)
+        table.copy_(listed)
+        if launched is not None:
+            batch.logits_indices = torch.from_numpy(ends - 1).cuda()
+            eager = runner.run_eager(batch).next_token_logits.float()
+            assert (logits - eager).norm() / eager.norm() < 2e-2
+    assert launches > NUM_TURNS
+
+
+def test_served_prompts_are_launched_so_and_get_their_tokens(runner, monkeypatch):
+    graphs, prompts = graphs_of(runner), [list(range(5, 5 + length)) for length in (1, 3, 8, 24, 25, 33, 60, 64)]
+    launch, launches = graphs.launch_prompts, []
+
+    def served() -> list[list[int]]:
+        loop, requests = Loop(runner), []
+        for prompt in prompts:
+            requests.append(loop.add(prompt, max_tokens=4, ignore_eos=True))
+            loop.run()
+        return [request.output_token_ids for request in requests]
+
+    monkeypatch.setattr(graphs, "launch_prompts", lambda *step: launches.append(launch(*step)) or launches[-1])
+    captured = served()
+    assert len(launches) == len(prompts) and None not in launches
+    monkeypatch.setattr(graphs, "launch_prompts", lambda *step: None)
+    same = [one == other for one, other in zip(captured, served(), strict=True)]
+    assert sum(same) >= len(same) - 1, "but for rounding they are the same"
 
 
 @pytest.mark.parametrize("listed_ahead", [False, True])
@@ -155,7 +242,8 @@ def test_300_steps_of_requests_that_join_and_leave_give_the_same_tokens(runner):
 
 def test_every_size_is_captured(runner):
     figures = graphs_of(runner).figures
-    assert [figure.num_tokens for figure in figures if figure.mode == "MIXED"] == list(reversed(MIXED_TOKENS))
+    for kind, sizes in (("MIXED", MIXED_TOKENS), ("FRESH", (64, 128))):  # a step has at most 128 tokens
+        assert [figure.num_tokens for figure in figures if figure.mode == kind] == list(reversed(sizes))
 
 
 def test_sizes_that_were_asked_for_are_refused_where_attention_cannot_be_captured(cache):

@@ -1,5 +1,6 @@
 import gc
 import weakref
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -72,6 +73,27 @@ def test_whole_steps_with_prompts_are_refused_or_left_out_where_attention_cannot
     else:
         with pytest.raises(ConfigError, match=r"mixed_tokens is \[8, 64\], but .*a window\. Set it to auto or \[\]"):
             dispatcher(is_asked=True)
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, (64, 128)),
+        ({"_overlap": object()}, ()),
+        ({"attn_backend": SimpleNamespace(fresh_work_bytes=0)}, ()),
+        ({"model": SimpleNamespace(rope=object(), media=None)}, ()),
+    ],
+)
+def test_prompts_alone_are_captured_whole_where_the_graph_can_fetch_all_that_it_reads(changes, expected):
+    runner = ModelRunner.__new__(ModelRunner)
+    graphs = CudaGraphSection(mode="full", decode_requests=(1,), whole_prompts=True)
+    runtime = replace(DEFAULTS, max_num_batched_tokens=150)
+    runner.config = RunnerConfig(dtype=torch.float32, runtime=runtime, cudagraph=graphs)
+    backend = SimpleNamespace(fresh_work_bytes=256)
+    given = {"_overlap": None, "attn_backend": backend, "model": SimpleNamespace(rope=None, media=None)}
+    runner.__dict__.update(given | changes)
+    found = runner._dispatcher()
+    assert found.fresh_tokens == expected and not found.mixed_tokens
 
 
 def test_initialize_knows_the_model_and_the_pools():

@@ -29,6 +29,7 @@ CHOICES: dict[str, tuple[str, str, Any, tuple[Any, ...]]] = {
     "full_graphs": ("cudagraph", "mode", "piecewise", ("piecewise", "none")),
     "sample_in_graph": ("cudagraph", "sample_in_graph", False, (False,)),
     "mixed_graphs": ("cudagraph", "mixed_tokens", (), ([],)),
+    "whole_prompts": ("cudagraph", "whole_prompts", False, (False,)),
     "copied_prefix": ("runtime", "copy_prefix", False, (False,)),
     "divided_prefix": ("runtime", "divide_prefix", False, (False,)),
 }

@@ -135,6 +135,8 @@ class EngineServer:
     def _begin(self, engine: Engine, news: StepNews, forms: FormQueue, commands: Sequence[Submit]) -> None:
         """Begins requests that came together: those without a form are handed to the engine at once, for one step."""
         begun: list[tuple[Submit, Submission | MllmError]] = []
+        if commands:
+            engine.core.expect()
         for command in commands:
             try:
                 if "structured_outputs" in command.params:

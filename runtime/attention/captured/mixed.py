@@ -82,11 +82,15 @@ class MixedSteps:
             [group.plan(rows) for group in self._decodes],
             [group.capture(num_tokens, self._space.page_table[:num_rows]) for group in self._prefills],
         )
-        nothing = np.zeros(num_rows + 1, dtype=np.int32)
+        nothing = np.zeros(1, dtype=np.int32)
         for prefill in step.prefills:
             prefill.plan(nothing, nothing[1:])
         self._steps[num_tokens] = step
         return step
+
+    def holds(self, num_tokens: int) -> bool:
+        """True if a captured step has room for so many tokens."""
+        return num_tokens <= max(self._steps, default=0)
 
     def begin(self, num_tokens: int, rows: torch.Tensor) -> None:
         """Put on the stream what a captured step of `num_tokens` begins with.
@@ -98,9 +102,7 @@ class MixedSteps:
         if step.lists_pages:
             self._space.list_pages(rows[: step.num_rows])
 
-    def replay(
-        self, num_tokens: int, batch: CommonAttentionMetadata, rows: torch.Tensor, num_decodes: int
-    ) -> MixedStep:
+    def replay(self, num_tokens: int, batch: CommonAttentionMetadata, rows: torch.Tensor) -> MixedStep:
         """Fill the captured step of `num_tokens` with `batch`, without waiting.
 
         Args:
@@ -109,15 +111,11 @@ class MixedSteps:
         step = self._steps[num_tokens]
         if not step.lists_pages:
             self._space.list_pages(rows[: batch.num_reqs])
-        self._set_decode_lens(batch.seq_lens[:num_decodes])
-
-        # Decodes and padding have no queries here.
-        starts = np.full(step.num_rows + 1, batch.num_actual_tokens, dtype=np.int32)
-        np.maximum(batch.query_start_loc_cpu.numpy()[:-1], num_decodes, out=starts[: batch.num_reqs])
-        num_keys = np.zeros(step.num_rows, dtype=np.int32)
-        num_keys[num_decodes : batch.num_reqs] = batch.seq_lens_cpu.numpy()[num_decodes:]
+        first = batch.num_decodes
+        self._set_decode_lens(batch.seq_lens[:first])
+        starts, num_keys = batch.query_start_loc_cpu.numpy()[first:], batch.seq_lens_cpu.numpy()[first:]
         for prefill in step.prefills:
-            prefill.plan(starts, num_keys)
+            prefill.plan(starts, num_keys, first)
         return step
 
     def _set_decode_lens(self, seq_lens: torch.Tensor) -> None:

@@ -62,8 +62,8 @@ class CapturedPrefill:
         self,
         wrapper: Any,
         space: PlanSpace,
-        num_tokens: int,
-        page_starts: torch.Tensor,
+        size: tuple[int, int],
+        page_starts: np.ndarray,
         heads: tuple[int, int, int],
         page_size: int,
         num_sms: int,
@@ -71,13 +71,13 @@ class CapturedPrefill:
         """
         Args:
             wrapper: planned once by its own `plan`.
-            num_tokens: T.
-            page_starts: [R + 1] int32 on the host: where each row's page ids start.
+            size: T, and the rows that there may be.
+            page_starts: [rows + 1] int32: where each row's page ids start.
             heads: query heads, KV heads, head dim.
         """
         self._wrapper = wrapper
         self._space = space
-        self._num_tokens = num_tokens
+        self._num_tokens, self._num_rows = size
         self._page_starts = page_starts
         self._num_heads, self._num_kv_heads, self._head_dim = heads
         self._page_size = page_size
@@ -90,12 +90,14 @@ class CapturedPrefill:
         """q, out: [T, H, D]; pages: k and v, [pages, page_size, Hk, D]; and as the wrapper's own."""
         return self._wrapper.run(q, pages, out=out, **options)
 
-    def plan(self, starts: np.ndarray, num_keys: np.ndarray) -> None:
+    def plan(self, starts: np.ndarray, num_keys: np.ndarray, first_row: int = 0) -> None:
         """Makes the list of work, or calls the kernel's own plan: the wrapper's takes a millisecond for 256 rows, and
         the kernel reads none of it.
 
         Args:
-            starts: [R + 1] int32: the first token of each row; num_keys: [R] int32.
+            starts: [R + 1] int32: the first token of each prompt, and the end of the last one.
+            num_keys: [R] int32.
+            first_row: row of the first prompt.
 
         Raises:
             RuntimeError: the plan lies elsewhere than the captured kernel reads it.
@@ -104,19 +106,25 @@ class CapturedPrefill:
         with self._space.planning(wrapper):
             if self._works is not None:
                 pinned = wrapper._pin_memory_int_workspace_buffer
-                memory, pages = pinned.view(torch.int32).numpy(), self._page_starts.numpy()
-                if num_bytes := self._works.write(memory, starts, pages, num_keys):
+                memory = pinned.view(torch.int32).numpy()
+                if num_bytes := self._works.write(memory, starts, self._page_starts[first_row:], num_keys):
                     copy_pinned(pinned, wrapper._int_workspace_buffer, num_bytes)
                     return
+            # Rows before and behind the prompts have no queries.
+            rows = slice(first_row, first_row + num_keys.size)
+            all_starts = np.full(self._num_rows + 1, starts[-1], dtype=np.int32)
+            all_starts[:first_row], all_starts[rows] = starts[0], starts[:-1]
+            all_keys = np.zeros(self._num_rows, dtype=np.int32)
+            all_keys[rows] = num_keys
             layout = wrapper._cached_module.plan(
                 wrapper._float_workspace_buffer,
                 wrapper._int_workspace_buffer,
                 wrapper._pin_memory_int_workspace_buffer,
-                torch.from_numpy(starts),
-                self._page_starts,
-                torch.from_numpy(num_keys),
+                torch.from_numpy(all_starts),
+                torch.from_numpy(self._page_starts),
+                torch.from_numpy(all_keys),
                 self._num_tokens,
-                num_keys.size,
+                self._num_rows,
                 self._num_heads,
                 self._num_kv_heads,
                 self._page_size,
@@ -290,7 +298,23 @@ class GroupPrefill:
         with self._space.planning(wrapper):
             wrapper.plan(starts, pages, ids[:0], one, *self._heads, self._page_size, causal=True, **self._options)
         heads, sms = self._heads, self._num_sms
-        return CapturedPrefill(wrapper, self._space, num_tokens, pages, heads, self._page_size, sms)
+        size = num_tokens, num_rows
+        return CapturedPrefill(wrapper, self._space, size, pages.numpy(), heads, self._page_size, sms)
+
+    @property
+    def works(self) -> WorkList | None:
+        """The list that fa3 reads, of up to a piece a block; None: its plan alone writes one."""
+        return self._works
+
+    def capture_in_a_row(self, num_tokens: int, works: WorkList, place: torch.Tensor) -> Any:
+        """Capture steps of `num_tokens` that read new keys and values alone, by the list at `place` [works.num_bytes]
+        uint8; a wrapper of ragged prefills."""
+        wrapper = self._space.adopt(self._make_wrapper(CAPTURED_PREFILL.name, True))
+        starts = torch.tensor([0, num_tokens], dtype=torch.int32)
+        with self._space.planning(wrapper):
+            wrapper.plan(starts, starts, *self._heads, causal=True, **self._options)
+        wrapper._int_workspace_buffer, wrapper._plan_info = place, works.layout
+        return wrapper
 
     def _plan(self, kernel: PrefillKernel, prefills: PrefillRows) -> Any:
         wrapper = self._wrapper(kernel.name, prefills.use_ragged)

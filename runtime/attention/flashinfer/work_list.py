@@ -24,6 +24,7 @@ class WorkList:
 
     Attributes:
         layout: what kernels are told of it.
+        num_bytes: what a list of a piece a block takes, or less.
     """
 
     def __init__(self, layout: Sequence[int], num_heads: int, head_dim: int, num_blocks: int) -> None:
@@ -35,19 +36,20 @@ class WorkList:
             num_blocks: B.
         """
         self.layout = list(layout)
-        tiles, first_queries, first_pages, num_queries, num_keys, heads, bounds, requests = (
-            offset // 4 for offset in layout[:8]
-        )
-        self._of_requests = tiles, first_queries, first_pages, num_queries, num_keys, requests
-        self._of_heads, self._bounds = heads, bounds
+        starts = [offset // 4 for offset in layout[:8]]
+        self._width = starts[1]  # of the first six arrays: W, aligned
+        if starts[:6] != [self._width * index for index in range(6)]:
+            raise ValueError(f"expected six arrays of one length behind each other, got offsets {self.layout}")
+        self._bounds, self._requests = starts[6:]
         self._heads = np.arange(num_heads, dtype=np.int32)[:, None]
         self._blocks = np.arange(num_blocks + 1, dtype=np.int32)
         self._queries = _QUERIES_OF_64 if head_dim == 64 else _QUERIES
+        self.num_bytes = 4 * self._requests + _room(num_blocks + 1)
 
     @classmethod
     def short(cls, num_heads: int, head_dim: int, num_blocks: int) -> WorkList:
         """A list with room for a piece a block."""
-        room = -(-4 * (num_blocks + 1) // _ALIGNMENT) * _ALIGNMENT
+        room = _room(num_blocks + 1)
         return cls([*range(0, 8 * room, room), 0], num_heads, head_dim, num_blocks)
 
     def write(self, memory: np.ndarray, starts: np.ndarray, first_pages: np.ndarray, num_keys: np.ndarray) -> int:
@@ -61,21 +63,25 @@ class WorkList:
         Returns:
             Bytes up to its end; 0: there are more pieces than blocks, and nothing is written.
         """
-        lengths = starts[1:] - starts[:-1]
-        rows = lengths.nonzero()[0]
+        lengths = (starts[1:] - starts[:-1]).tolist()
         num_heads, num_blocks = self._heads.size, self._blocks.size - 1
-        if rows.size * num_heads > num_blocks:
-            return 0
-        tiles = -(-lengths[rows] // self._queries)
-        count = int(tiles.sum())
+        tiles = [-(-length // self._queries) for length in lengths]
+        count = sum(tiles)
         total = count * num_heads
         if total > num_blocks:
             return 0
-        requests = rows.repeat(tiles)
-        of_request = np.arange(count) - (np.add.accumulate(tiles) - tiles).repeat(tiles)
-        columns = of_request, starts[requests], first_pages[requests], lengths[requests], num_keys[requests], requests
-        for begin, values in zip(self._of_requests, columns, strict=True):
-            memory[begin : begin + total].reshape(num_heads, count)[:] = values
-        memory[self._of_heads : self._of_heads + total].reshape(num_heads, count)[:] = self._heads
+        rows = zip(starts.tolist(), first_pages[: len(lengths)].tolist(), lengths, num_keys.tolist(), strict=False)
+        # Lists: of as few pieces arrays take more than twice as long, and the GPU waits.
+        pieces = [(tile, *row, index) for index, row in enumerate(rows) for tile in range(tiles[index])]
+        columns = np.array(pieces, dtype=np.int32).reshape(count, 6).T
+        arrays = memory[: 6 * self._width].reshape(6, self._width)[:, :total].reshape(6, num_heads, count)
+        arrays[:5] = columns[:5, None]
+        arrays[5] = self._heads
+        memory[self._requests : self._requests + total].reshape(num_heads, count)[:] = columns[5]
         np.minimum(self._blocks, total, out=memory[self._bounds : self._bounds + num_blocks + 1])
-        return 4 * max(self._bounds + num_blocks + 1, max(self._of_requests) + total)
+        return 4 * max(self._bounds + num_blocks + 1, self._requests + total)
+
+
+def _room(count: int) -> int:
+    """Bytes of so many numbers, as FlashInfer's plan aligns them."""
+    return -(-4 * count // _ALIGNMENT) * _ALIGNMENT

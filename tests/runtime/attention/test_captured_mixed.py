@@ -23,8 +23,8 @@ class Decodes:
 
 
 class Prefill:
-    def plan(self, starts: np.ndarray, num_keys: np.ndarray) -> None:
-        self.starts, self.num_keys = starts.tolist(), num_keys.tolist()
+    def plan(self, starts: np.ndarray, num_keys: np.ndarray, first_row: int = 0) -> None:
+        self.starts, self.num_keys, self.first_row = starts.tolist(), num_keys.tolist(), first_row
 
 
 class Prefills:
@@ -57,7 +57,7 @@ def replay(steps: MixedSteps, size: int, new: list[int], prefix: list[int]) -> i
     batch = make_case(make_layer(), prefix, new).batch
     common = CommonAttentionMetadata.of(batch)
     num_decodes, *_ = split_decodes_and_prefills(common)
-    steps.replay(size, common, batch.req_pool_indices, num_decodes)
+    steps.replay(size, common, batch.req_pool_indices)
     return num_decodes
 
 
@@ -66,8 +66,7 @@ def test_a_captured_step_has_as_many_rows_as_it_may_have_requests_and_nothing_to
     for size, rows in ((4, 4), (40, MOST_REQUESTS)):
         assert steps.capture(size).num_rows == prefills.rows == rows
         assert decodes.lengths.tolist() == [0] * rows
-        assert prefills.captured[size].starts == [0] * (rows + 1)
-        assert prefills.captured[size].num_keys == [0] * rows
+        assert (prefills.captured[size].starts, prefills.captured[size].num_keys) == ([0], [])
 
 
 def test_decodes_padding_and_prompts_are_each_left_to_whom_they_belong(parts):
@@ -75,8 +74,16 @@ def test_decodes_padding_and_prompts_are_each_left_to_whom_they_belong(parts):
     steps.capture(40)
     assert replay(steps, 40, [1, 1, 7, 4], [5, 30, 0, 9]) == 2
     assert decodes.lengths.tolist() == [6, 31, 0, 0, 0, 0]
-    assert prefills.captured[40].starts == [2, 2, 2, 9, 13, 13, 13]
-    assert prefills.captured[40].num_keys == [0, 0, 7, 13, 0, 0]
+    planned = prefills.captured[40]
+    assert (planned.starts, planned.num_keys, planned.first_row) == ([2, 9, 13], [7, 13], 2)
+
+
+def test_a_step_is_held_up_to_the_largest_that_was_captured(parts):
+    steps, *_ = parts
+    assert not steps.holds(1)
+    for size in (64, 40):
+        steps.capture(size)
+    assert steps.holds(64) and not steps.holds(65)
 
 
 @pytest.mark.parametrize(("most_listed", "by_the_capture"), [(4 * MOST_REQUESTS, True), (4 * MOST_REQUESTS - 1, False)])
@@ -106,7 +113,6 @@ def test_after_any_batches_each_row_has_what_the_last_one_says(data):
         total = [n + p for n, p in zip(new, prefix, strict=True)]
         assert decodes.lengths.tolist() == total[:count] + [0] * (MOST_REQUESTS - count)
         planned = prefills.captured[64]
-        padding = MOST_REQUESTS - len(new)
-        assert np.diff(planned.starts).tolist() == [0] * count + new[count:] + [0] * padding
-        assert planned.starts[0] == count and planned.starts[-1] == sum(new)
-        assert planned.num_keys == [0] * count + total[count:] + [0] * padding
+        assert np.diff(planned.starts).tolist() == new[count:]
+        assert planned.starts[0] == planned.first_row == count and planned.starts[-1] == sum(new)
+        assert planned.num_keys == total[count:]

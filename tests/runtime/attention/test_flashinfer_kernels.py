@@ -42,6 +42,7 @@ from mllm_compile.runtime.attention.layer import PerLayerParameters
 from mllm_compile.runtime.attention.metadata import CommonAttentionMetadata
 from mllm_compile.runtime.attention.split.split_decode import Decoder, SplitDecode
 from mllm_compile.runtime.errors import ConfigError, DeviceError, UnsupportedModelError
+from mllm_compile.runtime.forward_batch import MediaInputs
 from tests.runtime.attention.attention_cases import make_case, make_layer
 from tests.runtime.attention.prefill_times import measured
 
@@ -63,6 +64,27 @@ def test_padding_has_no_keys_where_no_decode_is_planned_by_flashinfer(groups, pa
     backend = object.__new__(FlashInferAttnBackend)
     backend._group_decodes = [object.__new__(group) for group in groups]
     assert backend.get_cuda_graph_seq_len_fill_value() == padding_len
+
+
+@pytest.mark.parametrize(
+    ("prefix", "changes", "reads"),
+    [
+        ([0, 0], {}, False),
+        ([0, 0], {"_mixed_steps": SimpleNamespace(holds=lambda count: count == 12)}, False),
+        ([0, 0], {"_mixed_steps": SimpleNamespace(holds=lambda count: count == 13)}, True),
+        ([0, 3], {}, True),
+        ([0, 0], {"_has_own_prefills": True}, True),
+        ([0, 0], {"kv_cache_dtype": torch.float8_e4m3fn}, True),
+    ],
+)
+def test_new_keys_alone_are_read_as_they_come_and_not_from_pages(prefix, changes, reads):
+    backend = object.__new__(FlashInferAttnBackend)
+    plain = {"_has_own_prefills": False, "_mixed_steps": None, "kv_cache_dtype": torch.bfloat16}
+    backend.__dict__.update(plain | changes)
+    batch = make_case(make_layer(), prefix, [9, 4]).batch
+    assert backend.reads_pages(batch) is reads
+    batch.media = MediaInputs(torch.zeros(13, 4), torch.zeros(13, dtype=torch.bool))
+    assert backend.reads_pages(batch), "images may see ahead, by a kernel over pages"
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 import torch
 
@@ -93,7 +94,7 @@ def test_a_captured_step_leaves_the_rows_of_others_bitwise_as_they_are():
         def run(self, q, pages, *, out, lse, return_lse):
             out[wrote], lse[wrote] = 1.0, 0.0
 
-    prefill = CapturedPrefill(Captured(), None, 6, torch.zeros(1), (4, 2, 16), 8, 132)
+    prefill = CapturedPrefill(Captured(), None, (6, 6), np.zeros(7), (4, 2, 16), 8, 132)
     out = torch.randn(6, 4, 16).bfloat16()
     before = out.clone()
     run_with_sinks(prefill, out, None, out=out, sinks=layer.sink_logits)

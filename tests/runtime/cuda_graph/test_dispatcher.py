@@ -76,6 +76,20 @@ def test_a_full_graph_of_any_step_is_preferred_to_pieces_unless_it_may_not_serve
     assert decodes.mixed_tokens == ()
 
 
+def test_prompts_alone_have_full_graphs_of_their_own_where_these_are_captured():
+    sizes = CUDAGraphMode.FULL_AND_PIECEWISE, TOKENS, REQUESTS, (5, 12)
+    fresh, others = GraphDispatcher(*sizes, fresh_tokens=(12, 5)), GraphDispatcher(*sizes)
+    assert fresh.dispatch_fresh(6) == BatchDescriptor(12, fresh=True)
+    assert fresh.dispatch_fresh(13) is others.dispatch_fresh(6) is None
+    assert fresh.dispatch(6, 2, False) == others.dispatch(6, 2, False)
+    assert set(fresh.descriptors()) - set(others.descriptors()) == {
+        (CUDAGraphMode.FULL, BatchDescriptor(size, fresh=True)) for size in (5, 12)
+    }
+    alone = GraphDispatcher(CUDAGraphMode.FULL, (), REQUESTS, fresh_tokens=(5,))
+    assert alone.dispatch_fresh(4) == BatchDescriptor(5, fresh=True) and not alone.mixed_tokens
+    assert GraphDispatcher(CUDAGraphMode.FULL_DECODE_ONLY, (), REQUESTS, fresh_tokens=(5,)).fresh_tokens == ()
+
+
 def test_above_the_largest_size_a_batch_keeps_its_own_shape():
     assert BOTH.dispatch(17, 2, False) == (CUDAGraphMode.NONE, BatchDescriptor(17, num_reqs=2))
 

@@ -73,6 +73,22 @@ def test_what_else_a_step_has_comes_with_its_inputs_however_much_it_is(inputs, n
     assert inputs.upload(values(5, 2)).others() == {}
 
 
+def test_what_a_graph_copies_from_the_host_by_itself_is_what_an_upload_brings():
+    inputs = StepInputs(8, 4, 1, torch.device("cpu"), work_bytes=32)
+    memory = torch.full((inputs.block.nbytes - inputs.most_other_bytes + 64,), 9, dtype=torch.uint8)
+    host = inputs.host_block(memory)
+    host.work[:] = range(32)
+    arrays = values(5, 2, page_places=np.arange(4))
+    fields = inputs.write(arrays, host)
+    inputs.block[: memory.nbytes] = memory
+    assert numbers(fields) == numbers(arrays)
+    assert inputs.work.tolist() == list(range(32)) and inputs.work.data_ptr() % 16 == 0
+    assert inputs.input_ids[5:].tolist() == [0] * 3 and inputs.seq_lens[2:].tolist() == [1, 1]
+    assert inputs.seq_lens_cpu.tolist() == [42, 43, 1, 1]
+    assert numbers(inputs.upload(values(8, 4))) == numbers(values(8, 4))
+    assert inputs.write(values(5, 2, page_places=np.arange(9)), host) is None, "there is no room for so much beside"
+
+
 def test_steps_of_many_shapes_are_told_apart(inputs):
     for count in [*range(1, 150), 1, 149, 80, 80]:
         others = {"page_places": np.arange(count) + count, "num_new": np.arange(count % 3)}

@@ -1,9 +1,14 @@
+from contextlib import nullcontext
+
 import numpy as np
 import pytest
 import torch
 
+from mllm_compile.runtime.cuda_graph.graph_runner import LaunchedPrompts
 from mllm_compile.runtime.errors import DeviceMemoryError
+from mllm_compile.runtime.forward_batch import LogitsProcessorOutput
 from mllm_compile.runtime.sampling.state import SamplingFlags
+from mllm_compile.runtime.step_fields import DTYPES, StepFields
 from tests.runtime.runner_cases import VOCAB, Loop, TinyModel, make_runner
 
 PROMPTS = [[3, 9, 27, 20, 60], [1, 2], [7] * 21, [5, 4, 3, 2, 1, 0, 59, 58, 57, 33, 12]]
@@ -271,3 +276,72 @@ def test_a_chunk_says_where_its_prompt_lies_if_its_pages_follow_each_other(monke
     loop.add(range(40), max_tokens=1)  # in pages that came back in another order
     loop.run()
     assert seen == [(1, 16, False)] * 2 + [(1, 8, False)]
+
+
+@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize("reads_pages", [True, False])
+def test_new_pages_are_listed_ahead_of_a_step_that_reads_them_else_behind_its_launch_even_if_that_fails(
+    monkeypatch, reads_pages, fails
+):
+    runner, told = make_runner(TinyModel()), []
+    loop = Loop(runner)
+    forward, write = runner.forward, runner.req_to_token_pool.write_page_slots
+
+    def forward_or_fail(batch):
+        told.append("forward")
+        if fails:
+            raise torch.OutOfMemoryError("no room")
+        return forward(batch)
+
+    monkeypatch.setattr(runner, "reads_pages", lambda batch: reads_pages)
+    monkeypatch.setattr(runner, "forward", forward_or_fail)
+    monkeypatch.setattr(runner.req_to_token_pool, "write_page_slots", lambda *new: (told.append("pages"), write(*new)))
+    loop.add([1, 2, 3], max_tokens=1)
+    with pytest.raises(DeviceMemoryError) if fails else nullcontext():
+        loop.run()
+    assert told == (["pages", "forward"] if reads_pages else ["forward", "pages"])
+    assert runner.req_to_token_pool.req_to_token.any()
+
+
+def launched_at_once(runner, most: int, launches: list[int]):
+    """As captured prompts run of up to `most` tokens; notes how many each launch has."""
+
+    def launch(fields, starts: np.ndarray) -> LaunchedPrompts | None:
+        if fields.positions.size > most:
+            return None
+        launches.append(fields.positions.size)
+        placed = StepFields(
+            **{
+                name: torch.from_numpy(array.astype(DTYPES[name]))
+                for name, array in (fields.inputs() | fields.others()).items()
+            }
+        )
+        runner.req_to_token_pool.write_page_slots(placed.page_places, placed.page_slots)
+        new = torch.from_numpy(np.diff(starts))
+        batch = runner.prepare_forward_batch_extend(
+            placed.input_ids, placed.req_pool_indices, placed.seq_lens, new, torch.zeros_like(new), placed.out_cache_loc
+        )
+
+        def head(indices: torch.Tensor) -> LogitsProcessorOutput:
+            batch.logits_indices = indices
+            return runner.forward(batch)
+
+        return LaunchedPrompts(placed, head)
+
+    return launch
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_prompts_in_one_launch_and_others_get_the_same_tokens(expected, overlap, monkeypatch):
+    runner, launches = make_runner(TinyModel(), max_num_batched_tokens=24), []
+    monkeypatch.setattr(runner, "launch_prompts", launched_at_once(runner, 21, launches))
+    loop = Loop(runner)
+    requests = [loop.add(prompt) for prompt in PROMPTS[:1]]
+    loop.run(overlap)
+    requests += [loop.add(prompt) for prompt in PROMPTS[1:]]
+    loop.run(overlap)
+    assert outputs(requests) == expected
+    assert launches == [5], "a step of 24 tokens is too long, later ones have decodes or a prefix"
+    scored = loop.add([5, 4, 3], prompt_logprobs=1)
+    loop.run(overlap)
+    assert len(launches) == 1 and len(scored.output_token_ids) == 8, "prompts that are scored need more than the head"
