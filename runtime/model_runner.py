@@ -298,6 +298,8 @@ class ModelRunner:
             return []
         if self.num_deals > 1 or self.always_takes_features or self.model.rope is not None:  # there are further inputs
             return []
+        if self.communicator is not None:  # not seen over ranks
+            return []
         return [size for size in FRESH_TOKENS if size <= self.config.runtime.max_num_batched_tokens]
 
     def _is_captured_as_cascade(self, num_requests: int) -> bool:

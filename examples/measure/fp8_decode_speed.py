@@ -19,8 +19,9 @@ from decode_attention_speed import PAGE_SIZE, Case, Layers, hopper_decode, micro
 
 from mllm_compile.kernels.cuda import KernelCompiler, can_compile_kernels
 from mllm_compile.process.progress import NullReporter
-from mllm_compile.runtime.attention.hopper.clusters import MOST_SEQUENCES, cluster_kernels
+from mllm_compile.runtime.attention.hopper.clusters import cluster_kernels
 from mllm_compile.runtime.attention.hopper.decoder import ClusterDecode, ShareDecode
+from mllm_compile.runtime.attention.hopper.shapes import most_in_clusters
 from mllm_compile.runtime.attention.hopper.shares import ShareKernel
 
 CASES = ((1, 577), (8, 577), (64, 577), (256, 577), (1, 8192), (16, 4096), (64, 4096))
@@ -50,8 +51,9 @@ def main() -> int:
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {options.heads}/{options.kv_heads} heads")
     print(f"{'requests':>9}{'tokens':>8}{'kernel':>10}{'bf16':>9}{'GB/s':>7}{'fp8':>9}{'GB/s':>7}")
     by_type = {fp8: kernels(options.heads, options.kv_heads, fp8) for fp8 in (False, True)}
+    shares = ShareKernel(options.kv_heads, options.heads // options.kv_heads, PAGE_SIZE)
     for batch, length in CASES:
-        name = "clusters" if batch * options.kv_heads <= MOST_SEQUENCES else "shares"
+        name = "clusters" if batch * options.kv_heads <= most_in_clusters(shares, length) else "shares"
         line = f"{batch:9}{length:8}{name:>10}"
         for fp8 in (False, True):
             layers = Layers(Case(options.heads, options.kv_heads, batch, length))

@@ -87,8 +87,9 @@ class CompileConfig(Section):
     of the model's dtype; false: FlashInfer decodes."""
 
     hopper_decode: Auto | bool = "auto"
-    """On Hopper, decode by CUDA kernels of ours where they serve a layer: heads of 128, 4 KV heads or more, no window,
-    no soft cap. auto: with split_decode in bfloat16, unless runtime.deterministic; false: as split_decode elsewhere."""
+    """On Hopper, decode by CUDA kernels of ours where they serve a layer: heads of 128 or 256, up to 8 query heads
+    a KV head, no window, no soft cap. auto: with split_decode in bfloat16, unless runtime.deterministic; false: as
+    split_decode elsewhere."""
 
     @field_validator("disable_passes")
     @classmethod

@@ -28,6 +28,7 @@ from mllm_compile.media.door import MediaDoor
 from mllm_compile.media.files import CONFIG_FILE, PROCESSOR_FILES
 from mllm_compile.process.progress import Reporter
 from mllm_compile.process.timeline import Timeline, timeline_of
+from mllm_compile.ranks.ahead import RanksAhead, ranks_ahead
 from mllm_compile.runtime.device.cpu_threads import threads_for, use_threads, wait_briefly
 from mllm_compile.runtime.media.tower import Tower
 from mllm_compile.runtime.model_runner import ModelRunner
@@ -57,31 +58,43 @@ _LOG_FORWARD_TIMES_S = 10.0
 
 
 def assemble(
-    config: EngineSource, reporter: Reporter, *, forward_times: bool = False, num_pages: int | None = None
+    config: EngineSource,
+    reporter: Reporter,
+    *,
+    forward_times: bool = False,
+    num_pages: int | None = None,
+    ahead: RanksAhead | None = None,
 ) -> EngineParts:
     """Loads a runtime's folder as it is; for a config the cached runtime that fits, or one that is compiled first.
 
     Args:
         forward_times: measure every forward.
         num_pages: pages of the KV cache, the dummy page included; None: as many as fit.
+        ahead: followers' processes that were started for it; None: some are, where it needs them.
 
     Raises:
         MllmError: of the kind that says what is wrong with the config, the model, or the device.
     """
-    timeline = timeline_of(reporter)
     source = config_or_runtime(config)
+    if ahead is None:
+        with ranks_ahead(source) as ahead:
+            return assemble(source, reporter, forward_times=forward_times, num_pages=num_pages, ahead=ahead)
+    timeline = timeline_of(reporter)
+    load = partial(_load, timeline=timeline, forward_times=forward_times, num_pages=num_pages, ahead=ahead)
     if isinstance(source, Path):
-        return _load(open_runtime(source, timeline), timeline, forward_times, num_pages)
+        return load(open_runtime(source, timeline))
     compiled = load_or_compile(source, timeline)
     try:
-        return _load(compiled, timeline, forward_times, num_pages)
+        return load(compiled)
     except DamagedWeightsError as error:  # seen only when they are on the device
         timeline.note(f"the cached runtime is not used: {error}")
         remove_runtime(compiled.folder)
-    return _load(load_or_compile(source, timeline), timeline, forward_times, num_pages)
+    return load(load_or_compile(source, timeline))
 
 
-def _load(compiled: CompiledRuntime, timeline: Timeline, forward_times: bool, num_pages: int | None) -> EngineParts:
+def _load(
+    compiled: CompiledRuntime, timeline: Timeline, forward_times: bool, num_pages: int | None, ahead: RanksAhead
+) -> EngineParts:
     settings = replace(
         runner_config(compiled.config),
         num_pages=num_pages,
@@ -89,7 +102,7 @@ def _load(compiled: CompiledRuntime, timeline: Timeline, forward_times: bool, nu
     )
     with ThreadPoolExecutor(1, thread_name_prefix="tokenizer") as beside:
         loading = beside.submit(_load_text_parts, compiled, timeline)
-        runner, plan, group = _start_runner(settings, compiled, timeline)
+        runner, plan, group = _start_runner(settings, compiled, timeline, ahead)
         try:
             tokenizer, defaults, default_params = loading.result()
             config, num_pages = compiled.config, runner.token_to_kv_pool.num_pages
@@ -169,7 +182,7 @@ def _source(compiled: CompiledRuntime, timeline: Timeline) -> ModelSource:
 
 
 def _start_runner(
-    settings: RunnerConfig, compiled: CompiledRuntime, timeline: Timeline
+    settings: RunnerConfig, compiled: CompiledRuntime, timeline: Timeline, ahead: RanksAhead
 ) -> tuple[ModelRunner, MemoryPlan, RankGroup | None]:
     """A runner with the KV pages of an earlier start where they still hold, the plan for the next one, and the other
     ranks where there are some."""
@@ -182,16 +195,16 @@ def _start_runner(
         )
     if num_pages is not None:
         try:
-            runner, group = _initialized(replace(settings, num_pages=num_pages), source, compiled, timeline)
+            runner, group = _initialized(replace(settings, num_pages=num_pages), source, compiled, timeline, ahead)
             return runner, replace(now, num_pages=num_pages), group
         except (DeviceMemoryError, torch.OutOfMemoryError):
             timeline.note("the stored memory plan does not hold any more: measuring again")
-    runner, group = _initialized(settings, source, compiled, timeline)
+    runner, group = _initialized(settings, source, compiled, timeline, ahead)
     return runner, replace(now, num_pages=runner.token_to_kv_pool.num_pages), group
 
 
 def _initialized(
-    settings: RunnerConfig, source: ModelSource, compiled: CompiledRuntime, timeline: Timeline
+    settings: RunnerConfig, source: ModelSource, compiled: CompiledRuntime, timeline: Timeline, ahead: RanksAhead
 ) -> tuple[ModelRunner, RankGroup | None]:
     """A runner that is ready, and the other ranks with it."""
     if settings.runtime.num_ranks == 1:
@@ -200,7 +213,7 @@ def _initialized(
         return runner, None
     from mllm_compile.ranks.group import RankGroup
 
-    group = RankGroup(compiled, settings.num_pages)
+    group = RankGroup(compiled, settings.num_pages, ahead)
     started: list[ModelRunner] = []
     try:
         with timeline.stage("meet ranks"):

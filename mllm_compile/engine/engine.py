@@ -96,11 +96,15 @@ class Engine:
         log_interval_s: float = 10.0,
         forward_times: bool = False,
     ) -> None:
+        from mllm_compile.config.sources import config_or_runtime
+        from mllm_compile.ranks.ahead import ranks_ahead
+
         self.timeline = timeline_of(reporter or reporter_for())
-        with kept_bytecode(), compiled_ahead(OF_TORCH):
+        source = config_or_runtime(config)
+        with kept_bytecode(), compiled_ahead(OF_TORCH), ranks_ahead(source) as ahead:
             with self.timeline.stage("import torch"), gc_paused():
                 from mllm_compile.engine.assemble import assemble
-            parts = assemble(config, self.timeline, forward_times=forward_times)
+            parts = assemble(source, self.timeline, forward_times=forward_times, ahead=ahead)
         self._start(parts, log_interval_s)
 
     @classmethod

@@ -13,14 +13,8 @@ from mllm_compile.config.resolved import ResolvedConfig
 from mllm_compile.inductor.job import PieceInput
 from mllm_compile.kernels.cuda import can_compile_kernels
 from mllm_compile.kernels.piece import WrittenPiece
-from mllm_compile.runtime.attention.hopper.clusters import (
-    LONG_TOKENS,
-    MOST_SEQUENCES,
-    MOST_SEQUENCES_OF_LONG,
-    choose_split,
-    cluster_kernels,
-)
-from mllm_compile.runtime.attention.hopper.shapes import are_served, has_clusters
+from mllm_compile.runtime.attention.hopper.clusters import choose_split, cluster_kernels
+from mllm_compile.runtime.attention.hopper.shapes import are_served, has_clusters, most_in_clusters
 from mllm_compile.runtime.attention.hopper.shares import MOST_REQUESTS, ShareKernel
 from mllm_compile.runtime.attention.layer import KERNEL_HEAD_DIMS, LayerSpec
 from mllm_compile.runtime.attention.split.splits import MOST_FEW_SEQUENCES, OF_FEW, OF_MANY, Splits
@@ -87,16 +81,16 @@ def _hopper_forms(
     has_many = runtime.max_running_requests > MOST_REQUESTS
     forms = []
     features = {"sinks": layer.sinks is not None, "fp8": runtime.kv_cache_dtype == "float8_e4m3fn"}
-    if has_clusters(kv_heads, head_dim):
-        most = MOST_SEQUENCES_OF_LONG if runtime.max_model_len > LONG_TOKENS else MOST_SEQUENCES
+    group = layer.num_heads // kv_heads
+    shares = ShareKernel(kv_heads, group, runtime.page_size, head_dim=head_dim, **features)
+    if has_clusters(head_dim):
+        most = most_in_clusters(shares, runtime.max_model_len)
         splits = {choose_split(count * kv_heads) for count in range(1, most // kv_heads + 1)}
         clusters = cluster_kernels(layer.num_heads, kv_heads, runtime.page_size, **features)
         if splits:
             forms.append(DecodeForm(most, kernels=tuple(kernel for kernel in clusters if kernel.split in splits)))
     else:
         forms.append(few)
-    group = layer.num_heads // kv_heads
-    shares = ShareKernel(kv_heads, group, runtime.page_size, head_dim=head_dim, **features)
     forms.append(DecodeForm(MOST_REQUESTS * kv_heads if has_many else None, kernels=(shares,)))
     if has_many:
         forms.append(many)

@@ -14,7 +14,7 @@ import threading
 from dataclasses import replace
 from pathlib import Path
 
-from mllm_compile.ranks.start import HERE, READY, Answer, Lines, Meeting, Start
+from mllm_compile.ranks.start import HERE, READY, Answer, Lines, Meeting, Start, receive_shared
 from mllm_compile.runtime.json_data import from_json, parse_json
 from mllm_compile.runtime.ranks.ring import RingReader
 
@@ -22,28 +22,35 @@ BEAT_S = 0.5
 
 
 def main(descriptor: int) -> None:
-    """Follows; returns where rank 0 has ended it. What ranks share is open under the numbers that it is told."""
+    """Follows; returns where rank 0 has ended it."""
     serve(socket.socket(fileno=descriptor))
 
 
-def serve(connection: socket.socket, *descriptors: int) -> None:
-    """Does so for a rank that was not started by rank 0 itself.
-
-    Args:
-        descriptors: of the ring's memory, of its event, and of the meeting place; none: they are as it is told.
-    """
+def serve(connection: socket.socket) -> None:
+    """Takes what ranks share and its orders, and follows. It imports ahead of that, as it may have been started before
+    it was known what it loads."""
     lines = Lines(connection)
-    start = Start.from_line(lines.receive())
-    if descriptors:
-        memory, event, place = descriptors
-        start = replace(start, ring=replace(start.ring, memory=memory, event=event), meeting_place=place)
     try:
-        _follow(start, lines)
+        import_all()
+        shared = receive_shared(connection)
+        if shared is None:
+            return  # rank 0 needs no followers
+        start = Start.from_line(lines.receive())
+        memory, event, place = shared
+        _follow(replace(start, ring=replace(start.ring, memory=memory, event=event), meeting_place=place), lines)
     except EOFError:
         return  # rank 0 gave up before there were steps
     except BaseException as error:
         lines.send(Answer("error", f"{error}" or type(error).__name__, type(error).__name__))
         raise
+
+
+def import_all() -> None:
+    """Imports what following needs, which takes as long as all the rest of a small model's start."""
+    import mllm_compile.ranks.communicators
+    import mllm_compile.runtime.model_runner
+    import mllm_compile.runtime.step.follower
+    import mllm_compile.store.source  # noqa: F401
 
 
 def _follow(start: Start, lines: Lines) -> None:

@@ -18,6 +18,7 @@ import torch
 
 from mllm_compile import errors
 from mllm_compile.errors import DeviceError, MllmError
+from mllm_compile.ranks.ahead import RanksAhead
 from mllm_compile.ranks.communicators import meet, new_meeting
 from mllm_compile.ranks.launch_local import Launcher, LocalLauncher, RankProcess
 from mllm_compile.ranks.start import HERE, READY, Answer, Lines, Start
@@ -72,8 +73,11 @@ class _Follower:
 class RankGroup:
     """The ranks of one engine; this process is rank 0. Used by one thread, and by its own."""
 
-    def __init__(self, compiled: CompiledRuntime, num_pages: int | None) -> None:
+    def __init__(self, compiled: CompiledRuntime, num_pages: int | None, ahead: RanksAhead) -> None:
         """Starts the followers, which load meanwhile.
+
+        Args:
+            ahead: processes that were started for it.
 
         Raises:
             DeviceError: there is no room for processes, or for what they share.
@@ -88,7 +92,7 @@ class RankGroup:
         self._lock = threading.Lock()  # of what is found out about followers
         self._communicator: Communicator | None = None
         self._followers: list[_Follower] = []
-        self._launcher: Launcher = LocalLauncher()
+        self._launcher: Launcher = LocalLauncher(ahead.take)
         self.threads = max(1, usable_cores() // self.size)
         pages_of_row = -(-runtime.max_model_len // runtime.page_size)
         rows = min(runtime.max_running_requests, runtime.max_num_batched_tokens) * runtime.expert_parallel_size
@@ -101,7 +105,8 @@ class RankGroup:
         except OSError as error:
             raise DeviceError(f"ranks cannot share memory: {error.strerror}. Free some, or set fewer ranks.") from error
         try:
-            self._launcher = _launcher(runtime)
+            if runtime.distributed_executor_backend == "ray":
+                self._launcher = _ray_launcher(runtime)
             for rank in range(1, self.size):
                 place = self._ring.place(rank - 1)
                 start = Start(
@@ -292,9 +297,7 @@ def _cpu_time(process: int) -> float:
         return -1.0
 
 
-def _launcher(runtime: RuntimeSection) -> Launcher:
-    if runtime.distributed_executor_backend == "mp":
-        return LocalLauncher()
+def _ray_launcher(runtime: RuntimeSection) -> Launcher:
     from mllm_compile.ranks.launch_ray import RayLauncher
 
     return RayLauncher(runtime.num_ranks, runtime.device != "cpu")

@@ -1,4 +1,4 @@
-"""Starts followers as processes of this one, which end with it, and inherit what ranks share."""
+"""Starts followers as processes of this one, which end with it."""
 
 from __future__ import annotations
 
@@ -9,11 +9,13 @@ import subprocess
 import sys
 import threading
 from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import IO, Protocol
 
 from mllm_compile.process.group import ProcessGroup
-from mllm_compile.ranks.start import Start
+from mllm_compile.ranks.start import Start, send_shared
 
 logger = logging.getLogger("mllm_compile.ranks")
 
@@ -62,12 +64,22 @@ class Launcher(Protocol):
 class LocalLauncher:
     """Starts them as processes of this one."""
 
+    def __init__(self, take: Callable[[int], LocalRank | None]) -> None:
+        """
+        Args:
+            take: gives a rank's process that was started ahead; None: there is none.
+        """
+        self._take = take
+
     def start(self, start: Start) -> LocalRank:
         """
         Raises:
             OSError: there is no room for it.
         """
-        return LocalRank(start)
+        process = self._take(start.rank) or LocalRank(start.rank)
+        with suppress(OSError):  # it has ended, and whoever watches it says how
+            send_shared(process.socket, start)
+        return process
 
     def close(self) -> None:
         """Nothing is held."""
@@ -76,14 +88,14 @@ class LocalLauncher:
 class LocalRank:
     """One process. Its last lines are kept, to be told where it ends."""
 
-    def __init__(self, start: Start) -> None:
-        self._rank = start.rank
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
         self._last_lines: deque[str] = deque(maxlen=_LAST_LINES)
         ours, theirs = socket.socketpair()
         with theirs:
             self._process = ProcessGroup(
                 [sys.executable, "-P", "-m", _MODULE, str(theirs.fileno())],
-                pass_fds=[theirs.fileno(), start.ring.memory, start.ring.event, start.meeting_place],
+                pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,

@@ -19,7 +19,7 @@ from typing import Any
 
 from mllm_compile.errors import ConfigError, DeviceError
 from mllm_compile.ranks.launch_local import module_folders
-from mllm_compile.ranks.start import Start
+from mllm_compile.ranks.start import Start, send_shared
 
 _PLACED_S = 60.0
 _STARTED_S = 300.0  # an actor imports torch before it connects
@@ -121,8 +121,7 @@ class RayRank:
                 self.kill()
                 raise
         self.pid = _peer(self.socket)[0]
-        descriptors = [start.ring.memory, start.ring.event, start.meeting_place]
-        socket.send_fds(self.socket, [b"\n"], descriptors)
+        send_shared(self.socket, start)
 
     def _accepted(self, listener: socket.socket) -> socket.socket:
         listener.settimeout(_LOOK_S)
@@ -176,8 +175,7 @@ class _Follower:
 
         connection = socket.socket(socket.AF_UNIX)
         connection.connect("\0" + address)
-        _, descriptors, _, _ = socket.recv_fds(connection, 1, 3)
-        serve(connection, *descriptors)
+        serve(connection)
 
 
 def _peer(connection: socket.socket) -> tuple[int, int]:

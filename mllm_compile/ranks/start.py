@@ -1,6 +1,6 @@
-"""The words between rank 0 and a follower at its start: lines of JSON over a socket.
+"""The words between rank 0 and a follower at its start: what ranks share, then lines of JSON, over a socket.
 
-Descriptors in them are open in the follower under the same numbers, unless it was given others in their place.
+Descriptors in the lines are rank 0's; the follower has been given its own.
 """
 
 from __future__ import annotations
@@ -64,6 +64,24 @@ class Answer:
     at: str
     error: str | None = None
     kind: str = ""
+
+
+def send_shared(connection: socket.socket, start: Start) -> None:
+    """Gives a follower what its group shares, ahead of its orders.
+
+    Raises:
+        OSError: nobody is there any more.
+    """
+    socket.send_fds(connection, [b"\n"], [start.ring.memory, start.ring.event, start.meeting_place])
+
+
+def receive_shared(connection: socket.socket) -> tuple[int, int, int] | None:
+    """Waits for what the group shares: the ring's memory, its event, and the meeting place; None: it does not come."""
+    _, descriptors, _, _ = socket.recv_fds(connection, 1, 3)
+    if len(descriptors) != 3:
+        return None
+    memory, event, place = descriptors
+    return memory, event, place
 
 
 class Lines:

@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache, partial
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -244,37 +245,73 @@ def _reads_in_order(
     folder: Path,
     headers: Mapping[str, SafetensorsHeader],
 ) -> Iterator[Read]:
-    """The reads in the order of the files' bytes: a mixture of experts has many thousand, so that those of tensors that
-    are converted, which take the longest to make, are made when it is their turn."""
-    found: list[tuple[str, int, int, Read | Callable[[], Read]]] = []
-    paths = {file: folder / file for file in headers}
-    computed: list[TensorRead] = []
+    """The reads in the order of the files' bytes, found file by file: a mixture of experts has many thousand, which
+    are found while others are read."""
+    plain: dict[str, list[tuple[WeightPart, _Place]]] = {file: [] for file in headers}
+    computed: dict[str, list[TensorRead]] = {file: [] for file in headers}
     quantising = _Quantising()
     for spec in specs:
-        weight = weights[spec.name]
-        shape, dtype = tuple(weight.shape), weight.dtype
-        memory = weight.view(-1).view(torch.uint8) if weight.is_contiguous() else None
+        place = _Place.of(weights[spec.name])
         for part in spec.parts:
             if part.quantised is None and part.small is None:
-                # Numbers of eight bits mean nothing in another type.
-                own = dtype if dtype.itemsize == 1 else None
-                entry = _entry(folder, headers, part.file, part.tensor, part.shape, own)
-                offset = _offset_of(part, shape) if entry.dtype == dtype else None
-                read: Read | Callable[[], Read] = partial(_read_plain, paths[part.file], entry, part, weight)
-                if memory is not None and offset is not None:
-                    size = entry.end - entry.begin
-                    read = StraightRead(paths[part.file], entry.begin, size, memory, offset * dtype.itemsize)
-                found.append((part.file, entry.begin, len(found), read))
-            elif not quantising.takes(part, place_of(weight, part)):
-                computed.append(_read(part, place_of(weight, part), folder, headers))
-    computed += quantising.reads(folder, headers)
-    found += [(one.path.name, one.entry.begin, len(found) + index, one) for index, one in enumerate(computed)]
-    for *_, read in sorted(found):
-        yield read() if callable(read) else read
+                plain[part.file].append((part, place))
+            elif not quantising.takes(part, place_of(place.weight, part)):
+                computed[part.file].append(_read(part, place_of(place.weight, part), folder, headers))
+    for part, read in quantising.reads(folder, headers):
+        computed[part.file].append(read)
+    for file in sorted(headers):
+        path = folder / file
+        reads = (_plain_read(path, part, place, folder, headers) for part, place in plain[file])
+        yield from _in_order([*reads, *computed[file]])
 
 
-def _read_plain(path: Path, entry: TensorEntry, part: WeightPart, weight: torch.Tensor) -> TensorRead:
-    return _read_stored(path, entry, part.steps, place_of(weight, part))
+def _in_order(reads: list[Read | _LaterRead]) -> Iterator[Read]:
+    for read in sorted(reads, key=attrgetter("begin")):
+        yield read.made() if isinstance(read, _LaterRead) else read
+
+
+class _Place(NamedTuple):
+    """A weight, and what its parts' reads take of it.
+
+    Attributes:
+        memory: its bytes; None: they do not lie in one stretch.
+    """
+
+    weight: torch.Tensor
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    memory: torch.Tensor | None
+
+    @classmethod
+    def of(cls, weight: torch.Tensor) -> _Place:
+        memory = weight.view(-1).view(torch.uint8) if weight.is_contiguous() else None
+        return cls(weight, tuple(weight.shape), weight.dtype, memory)
+
+
+class _LaterRead(NamedTuple):
+    """A read of a tensor that is converted: it takes long to make, and is made when it is its turn."""
+
+    begin: int
+    path: Path
+    entry: TensorEntry
+    part: WeightPart
+    weight: torch.Tensor
+
+    def made(self) -> TensorRead:
+        return _read_stored(self.path, self.entry, self.part.steps, place_of(self.weight, self.part))
+
+
+def _plain_read(
+    path: Path, part: WeightPart, place: _Place, folder: Path, headers: Mapping[str, SafetensorsHeader]
+) -> StraightRead | _LaterRead:
+    """The read of a weight that is stored as it is."""
+    dtype, memory = place.dtype, place.memory
+    # Numbers of eight bits mean nothing in another type.
+    entry = _entry(folder, headers, part.file, part.tensor, part.shape, dtype if dtype.itemsize == 1 else None)
+    offset = _offset_of(part, place.shape) if entry.dtype == dtype else None
+    if memory is None or offset is None:
+        return _LaterRead(entry.begin, path, entry, part, place.weight)
+    return StraightRead(path, entry.begin, entry.end - entry.begin, memory, offset * dtype.itemsize)
 
 
 def _offset_of(part: WeightPart, shape: tuple[int, ...]) -> int | None:
@@ -400,14 +437,16 @@ class _Quantising:
         places[part.small.role] = place
         return True
 
-    def reads(self, folder: Path, headers: Mapping[str, SafetensorsHeader]) -> Iterator[TensorRead]:
+    def reads(self, folder: Path, headers: Mapping[str, SafetensorsHeader]) -> Iterator[tuple[WeightPart, TensorRead]]:
+        """The parts, each with the read of it."""
         for (part, scheme), weights in self._found.items():
             for places in weights:
                 entry = _entry(folder, headers, part.file, part.tensor, part.shape)
                 rows, of_rows = _rows_first(part.steps)
                 entry, spacing, rows = _part_of_file(entry, rows)
                 fill = partial(_quantise, places, rows, of_rows, scheme)
-                yield TensorRead(folder / part.file, entry, next(iter(places.values())), fill=fill, spacing=spacing)
+                place = next(iter(places.values()))
+                yield part, TensorRead(folder / part.file, entry, place, fill=fill, spacing=spacing)
 
     def random(self, seed: int) -> None:
         """Quantises random weights instead."""

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
@@ -33,6 +34,9 @@ from mllm_compile.runtime.weights.safetensors_header import TensorEntry
 _READERS = 8
 _BUFFERS_PER_READER = 2
 _CHUNK_BYTES = 8 << 20
+# Of chunks that wait for a reader: beyond that their finder sleeps, as readers want the interpreter too. They take
+# some 10 ms to read.
+_MOST_WAITING, _SLEEP_SECONDS = 64, 0.001
 _MOST_VIEWS = 1024  # that a system call fills (IOV_MAX of Linux)
 
 View = Callable[[torch.Tensor], torch.Tensor]
@@ -96,6 +100,10 @@ class TensorRead:
         return (Source(self.path, self.entry, self.spacing), *self.others)
 
     @property
+    def begin(self) -> int:
+        return self.entry.begin
+
+    @property
     def is_direct(self) -> bool:
         """True if the file's bytes are the bytes of the place."""
         is_copied = self.view is None and self.fill is None
@@ -152,7 +160,7 @@ class StraightRead(NamedTuple):
 
     def is_followed_by(self, other: StraightRead) -> bool:
         """True if the other's bytes are the next ones, in the file and in the weight."""
-        in_file = other.begin == self.begin + self.num_bytes and other.path == self.path
+        in_file = other.begin == self.begin + self.num_bytes and other.path is self.path
         return in_file and other.memory is self.memory and other.offset == self.offset + self.num_bytes
 
 
@@ -282,6 +290,8 @@ class _Chunks:
         """Puts the chunks of all reads into the queue; files are closed with `opened`."""
         files: dict[Path, int] = {}
         for stretches in _split(_joined(reads), self.num_bytes):
+            while self.waiting.qsize() > _MOST_WAITING and not self.is_stopped:
+                time.sleep(_SLEEP_SECONDS)
             if self.is_stopped:
                 return
             source, start = stretches[0].source, stretches[0].start

@@ -109,7 +109,7 @@ def test_sinks_take_weight_from_all_keys(decoders, kind):
     assert off_by(got, in_float32(cache, q, sinks=sinks)) < 1.2e-2
 
 
-@pytest.mark.parametrize(("heads", "kv_heads"), [(16, 8), (16, 4), (8, 2)], ids=["CUDA", "CUDA, four", "Triton"])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(16, 8), (16, 4), (8, 2), (32, 2)], ids=["8", "4", "2", "Triton"])
 def test_an_engine_decodes_in_graphs_what_it_scores_in_prompts(heads, kv_heads, tmp_path):
     folder = tmp_path / "model"
     folder.mkdir()

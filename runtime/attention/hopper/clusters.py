@@ -14,6 +14,10 @@ TILE = 64  # keys that a block works at together
 # Requests x KV heads. With 16/8 heads and 32 requests of 577 tokens a layer's kernels take 46.0 µs (shares.cu 47.5,
 # split_decode 54.3), with 40 55.1 (54.4, 53.6), with 16 31.9 (39.1, 36.9).
 MOST_SEQUENCES = 256
+# Likewise where KV heads do not divide into eights, so that blocks of shares.cu are smaller: as many clusters as run at
+# once. With 32/4 heads and 32 requests of 577 tokens attention alone takes 16.0 µs (shares.cu 19.8), with 40 24.5
+# (20.7).
+MOST_SEQUENCES_OF_FEW_HEADS = 128
 # Of all sequences' first clusters: about as many as there are multiprocessors.
 _BLOCKS = 128
 # Clusters of so many blocks run side by side, two blocks on a multiprocessor, however a GPU's 132 lie in groups.

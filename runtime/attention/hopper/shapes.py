@@ -6,13 +6,18 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from mllm_compile.runtime.attention.hopper.clusters import (
+    LONG_TOKENS,
+    MOST_SEQUENCES,
+    MOST_SEQUENCES_OF_FEW_HEADS,
+    MOST_SEQUENCES_OF_LONG,
+    ClusterKernel,
+)
 from mllm_compile.runtime.attention.hopper.clusters import TILE as CLUSTER_TILE
-from mllm_compile.runtime.attention.hopper.clusters import ClusterKernel
 from mllm_compile.runtime.attention.hopper.kernel import HEAD_DIM, DecodeKernel
 from mllm_compile.runtime.attention.hopper.shares import HEAD_DIMS, TILE, ShareKernel
 from mllm_compile.runtime.json_data import from_json
 
-_MIN_KV_HEADS = 4  # with fewer a cluster's request has too few blocks; shares take any
 _MAX_GROUP = 8  # query heads of a KV head; half the rows of a product
 _MIN_PAGE = TILE  # a tile of shares is of one page
 _KERNELS: dict[str, type[DecodeKernel]] = {kernel.source: kernel for kernel in (ClusterKernel, ShareKernel)}
@@ -29,9 +34,17 @@ def rotates_heads(num_heads: int, num_kv_heads: int, head_dim: int) -> bool:
     return head_dim in HEAD_DIMS and num_heads // num_kv_heads <= _MAX_GROUP
 
 
-def has_clusters(num_kv_heads: int, head_dim: int) -> bool:
+def has_clusters(head_dim: int) -> bool:
     """True if kernels for few requests are among those of such heads."""
-    return head_dim == HEAD_DIM and num_kv_heads >= _MIN_KV_HEADS
+    return head_dim == HEAD_DIM
+
+
+def most_in_clusters(shares: ShareKernel, max_tokens: int) -> int:
+    """The most requests x KV heads for which clusters are the faster, where a request has up to `max_tokens` tokens;
+    `shares` serves the same heads."""
+    if max_tokens > LONG_TOKENS:
+        return MOST_SEQUENCES_OF_LONG
+    return MOST_SEQUENCES if shares.is_alone else MOST_SEQUENCES_OF_FEW_HEADS
 
 
 def kernel_from_json(data: Mapping[str, Any]) -> DecodeKernel:

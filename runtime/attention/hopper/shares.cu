@@ -1,22 +1,24 @@
 // Attention of one new token a request over its keys, those of the token included; for many requests.
 //
 // All keys are divided among the blocks in equal shares (plan.cuh): a block for each multiprocessor if it works at eight
-// heads, several smaller ones if KV heads do not divide into eights. Keys, or values, of a tile are 4 KB of each head, in a
-// row where there are no others, which one copy takes (by TMA, which puts them where eight keys' chunks lie in different
-// banks; rows padded for that would be read 5 % slower). One warp asks for them, before the kernel ahead has ended but for a
-// tile with a new token's key, which that kernel writes; lengths and the page table are of earlier kernels. Some make
-// requests ready (ready.cuh): where they rotate (rotation.cuh) no tile waits, and new tokens are put into the tiles that
-// have come. The others compute, a head each.
+// heads of 128, several smaller ones if KV heads do not divide into eights. Keys, or values, of a tile are 4 KB of each such
+// head, in a row where there are no others, which one copy takes (by TMA, which puts them where eight keys' chunks lie in
+// different banks; rows padded for that would be read 5 % slower). One warp asks for them, before the kernel ahead has ended
+// but for a tile with a new token's key, which that kernel writes; lengths and the page table are of earlier kernels. Some
+// make requests ready (ready.cuh): where they rotate (rotation.cuh) no tile waits, and new tokens are put into the tiles
+// that have come. The others compute, a head each. Of a head of 256 two take the products with all of a key, and each sums
+// half of the values' columns.
 //
 // Where a share ends within a request, the block with the request's first tile adds up what the others leave of it. They
 // come to that part first and it comes to its own last, so that it hardly waits (parts.cuh). Where another kernel holds
 // multiprocessors, a block may wait for one that has not started. Blocks start in their order, and one that leaves something
 // does not wait: so one block at most waits so, and the others end and make room.
 //
-// Defined by shares.py: KV_HEADS, HEADS (of them, which a block works at together: a divisor), BLOCKS (of a multiprocessor),
-// GROUP (query heads of a KV head, up to 8), PAGE (tokens, a multiple of 16), MOST_REQUESTS, SLOTS (of tiles' keys or values,
-// in shared memory), SHARED_BYTES, PREPARERS (warps that make requests ready), READY (requests that are so at a time),
-// MISSING (all bits set), SINKS (sinks.cuh), FP8 (the cache is e4m3, small_keys.cuh: then tiles are half as large).
+// Defined by shares.py: KV_HEADS, HEADS (of them, which a block works at together: a divisor), HEAD_DIM (128 or 256), BLOCKS
+// (of a multiprocessor), GROUP (query heads of a KV head, up to 8), PAGE (tokens, a multiple of 16), MOST_REQUESTS, SLOTS (of
+// tiles' keys or values, in shared memory), SHARED_BYTES, PREPARERS (warps that make requests ready), READY (requests that
+// are so at a time), MISSING (all bits set), SINKS (sinks.cuh), FP8 (the cache is e4m3, small_keys.cuh: then tiles are half as
+// large).
 
 constexpr int D = 2 * HEAD_PAIRS;
 constexpr int PANELS = D * (FP8 ? 1 : 2) / 128, PANEL_BYTES = TILE * 128;  // of a head: rows of 128 bytes, swizzled
@@ -44,7 +46,7 @@ struct Shared {
 // A warp's part of a head: each lane has two columns of each eight, for the query head lane / 4.
 struct Sums {
   float values[OWN / 8][4];  // rows 0 to 7 of a product; the others, [2] and [3], are zero
-  float top, total;        // the largest logit; the sum of weights, of this lane's keys
+  float top, total;          // the largest logit; the sum of weights, of this lane's keys
 };
 struct Part {  // sums over part of a request's keys, as one block leaves them to another
   float2 values[OWN / 8][32], weights[32];  // the largest logit and the sum

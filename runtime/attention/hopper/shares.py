@@ -72,6 +72,11 @@ class ShareKernel(DecodeKernel):
         return MOST_REQUESTS // self.warps
 
     @property
+    def is_alone(self) -> bool:
+        """True if a block fills a multiprocessor."""
+        return _BLOCKS[self.warps].count == 1
+
+    @property
     def num_blocks(self) -> int:
         return MULTIPROCESSORS * _BLOCKS[self.warps].count
 

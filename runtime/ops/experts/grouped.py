@@ -131,18 +131,18 @@ _TILINGS = {
     32: (128, 128, 4, 3),
     128: (256, 64, 8, 4),
 }
-# Of few inputs: a program has but a few steps, so that another one's loads should be under way beside it. The fastest
-# of seven on an H200 (examples/measure/grouped_experts_speed.py): down with 64 tokens takes 103.9 µs in place of 118.3,
-# with 256 111.1 in place of 113.3.
-_SHORT, _SHORT_INPUTS = (128, 128, 4, 2), 1024
-_SHORT_BLOCKS = (16, 32)
+# Of few inputs, by the block: a program has but a few steps, so that another one's loads should be under way beside it.
+# The fastest of nine on H200s (examples/measure/grouped_experts_speed.py): down with 64 tokens takes 103.9 µs in place
+# of 118.3, with 256 109.0 in place of 113.3.
+_MOST_SHORT_INPUTS = 1024
+_SHORT_TILINGS = {16: (128, 128, 4, 2), 32: (256, 64, 8, 3)}
 
 
 def _tiling(block: int, outputs: int, inputs: int, gated: bool, itemsize: int) -> dict[str, int]:
     """The kernel's sizes for a block; tiles of small weights are smaller, and loads under way fit the shared memory."""
     columns, depth, warps, stages = next(tiling for most, tiling in _TILINGS.items() if block <= most)
-    if block in _SHORT_BLOCKS and inputs <= _SHORT_INPUTS and not gated:
-        columns, depth, warps, stages = _SHORT
+    if block in _SHORT_TILINGS and inputs <= _MOST_SHORT_INPUTS and not gated:
+        columns, depth, warps, stages = _SHORT_TILINGS[block]
     columns = columns // 2 if gated else columns
     while depth > _LEAST_TILE and depth // 2 >= inputs:
         depth //= 2

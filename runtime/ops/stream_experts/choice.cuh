@@ -81,6 +81,7 @@ __device__ __forceinline__ Largest take_largest(u32 (&keys)[WORDS]) {
 // A warp finds a token's largest scores, lane j the j-th; the lowest of equal scores' experts comes first. A token with
 // scores that are no numbers chooses the first experts with the weight NaN. The choice is of scores: a softmax of all of
 // them leaves their order, and only its sum is needed besides.
+template <bool WITH_WEIGHTS>
 __device__ __forceinline__ void choose(int& id, float& weight, const void* scores, int token) {
   const int lane = threadIdx.x % 32;
   float values[WORDS];
@@ -106,6 +107,8 @@ __device__ __forceinline__ void choose(int& id, float& weight, const void* score
     if (j == 0) most = number_of(largest.key);
     if (lane == j) id = largest.expert, weight = number_of(largest.key);
   }
+  if (!is_number) id = lane;
+  if (!WITH_WEIGHTS) return;
   const bool is_choice = lane < CHOSEN;
   if (SOFTMAX) {
     weight = is_choice ? __expf(weight - most) : 0.f;
@@ -117,7 +120,7 @@ __device__ __forceinline__ void choose(int& id, float& weight, const void* score
     }
     weight /= sum_of_lanes(sum, 32);
   } else if (RENORMALISE) weight /= sum_of_lanes(weight, 32);
-  if (!is_number) id = lane, weight = __uint_as_float(0x7fc00000u);
+  if (!is_number) weight = __uint_as_float(0x7fc00000u);
 }
 
 // Before find_choice, with a barrier of the block between.
@@ -125,7 +128,16 @@ __device__ __forceinline__ void clear(Choice& choice) {
   if (threadIdx.x < WORDS) choice.mask[threadIdx.x] = 0;
   for (int i = threadIdx.x; i < MOST_ACTIVE * TOKENS; i += blockDim.x) choice.places[i / TOKENS][i % TOKENS] = -1;
 }
-// All threads call it; a barrier of the block must follow before the choice is read.
+// Active experts of the words before `word`.
+__device__ __forceinline__ int active_before(const Choice& choice, int word) {
+  int count = 0;
+#pragma unroll
+  for (int i = 0; i < WORDS; i++) count += i < word ? __popc(choice.mask[i]) : 0;
+  return count;
+}
+// All threads call it; a barrier of the block must follow before the choice is read. The first weights are asked for once
+// it is known, so it finds no more than is needed: WITH_WEIGHTS those of the sum.
+template <bool WITH_WEIGHTS>
 __device__ __forceinline__ void find_choice(Choice& choice, const Router& router, int num_tokens) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const bool is_token = warp < num_tokens;
@@ -133,36 +145,26 @@ __device__ __forceinline__ void find_choice(Choice& choice, const Router& router
   float weight = 0.f;
   if (is_token) {
     const bool is_real = load_integer(router.slots + warp) > 0;
-    if (SCORE_BYTES) choose(id, weight, router.scores, warp);
+    if (SCORE_BYTES) choose<WITH_WEIGHTS>(id, weight, router.scores, warp);
     else if (lane < CHOSEN) {
       id = load_integer(router.ids + warp * CHOSEN + lane);
-      weight = load_number(router.weights, warp * CHOSEN + lane, WIDE ? 4 : 2);
+      if (WITH_WEIGHTS) weight = load_number(router.weights, warp * CHOSEN + lane, WIDE ? 4 : 2);
     }
     if (!WIDE) weight = first_of(pack(weight, 0.f));
-    if (!is_real) id = NONE;
+    if (!is_real || lane >= CHOSEN) id = NONE;
     if (lane < CHOSEN) {
-      choice.ids[warp][lane] = id, choice.weights[warp][lane] = weight;
-      if (id >= 0) atomicOr(&choice.mask[id / 32], 1u << id % 32);
+      choice.ids[warp][lane] = id;
+      if (WITH_WEIGHTS) choice.weights[warp][lane] = weight;
     }
+    if (id >= 0) atomicOr(&choice.mask[id / 32], 1u << id % 32);
   }
   __syncthreads();
-  u32 word = lane < WORDS ? choice.mask[lane] : 0;
-  int up_to = __popc(word);
-  const int count = up_to;
-#pragma unroll
-  for (int by = 1; by < 32; by *= 2) {
-    const int left = __shfl_up_sync(~0u, up_to, by);
-    if (lane >= by) up_to += left;
+  // Each choice says where its expert is among the active ones.
+  if (id >= 0) {
+    const int place = active_before(choice, id / 32) + __popc(choice.mask[id / 32] & ((1u << id % 32) - 1));
+    choice.places[place][warp] = lane, choice.active[place] = id;
   }
-  // A warp says where its token's experts are among the active ones.
-  const int at = is_token && lane < CHOSEN && id >= 0 ? id / 32 : 0;
-  const int before = __shfl_sync(~0u, up_to - count, at);
-  const u32 its_word = __shfl_sync(~0u, word, at);
-  if (is_token && lane < CHOSEN && id >= 0) choice.places[before + __popc(its_word & ((1u << id % 32) - 1))][warp] = lane;
-  if (warp == 0) {
-    if (lane == 31) choice.num_active = up_to;
-    for (int next = up_to - count; word; word &= word - 1) choice.active[next++] = lane * 32 + __ffs(word) - 1;
-  }
+  if (threadIdx.x == 0) choice.num_active = active_before(choice, WORDS);
 }
 
 __device__ __forceinline__ uint4 load_shared(u32 address) {

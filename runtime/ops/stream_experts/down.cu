@@ -38,7 +38,7 @@ extern "C" __global__ void __launch_bounds__(32 * (WARPS + 1), 1)
   }
   clear(shared.choice);
   __syncthreads();
-  find_choice(shared.choice, router, num_tokens);
+  find_choice<true>(shared.choice, router, num_tokens);
   __syncthreads();
   const int active = shared.choice.num_active;
 

@@ -34,22 +34,10 @@ extern "C" __global__ void __launch_bounds__(32 * (WARPS + 1), RESIDENT)
     publish_barriers();
   }
   clear(shared.choice);
+  __syncthreads();
   wait_for_prerequisites();
   start_dependents();  // not before: they count on all that is ahead of this kernel
-  __syncthreads();
-
-  // The order of inputs is the same for x and weight, and such that 16 bytes of either are what a lane multiplies.
-  uint4 xs[CHUNKS][STEPS];
-  if (warp < WARPS) {
-#pragma unroll
-    for (int c = 0; c < CHUNKS; c++)
-#pragma unroll
-      for (int s = 0; s < STEPS; s++) {
-        const char* from = x + ((u64)token * K + c * PIECE + (s * WARPS + warp) * STEP + quad * 8) * 2;
-        xs[c][s] = token < num_tokens ? *(const uint4*)from : uint4{0, 0, 0, 0};
-      }
-  }
-  find_choice(shared.choice, router, num_tokens);
+  find_choice<false>(shared.choice, router, num_tokens);
   __syncthreads();
 
   const int items = shared.choice.num_active * GROUPS;
@@ -72,7 +60,17 @@ extern "C" __global__ void __launch_bounds__(32 * (WARPS + 1), RESIDENT)
     return;
   }
 
-  if (NORM_BLOCKS && warp < num_tokens) {  // not sooner: the choice, which is waited for, would come later
+  // Behind the choice, which the first weights wait for. The order of inputs is the same for x and weight, and such that 16
+  // bytes of either are what a lane multiplies.
+  uint4 xs[CHUNKS][STEPS];
+#pragma unroll
+  for (int c = 0; c < CHUNKS; c++)
+#pragma unroll
+    for (int s = 0; s < STEPS; s++) {
+      const char* from = x + ((u64)token * K + c * PIECE + (s * WARPS + warp) * STEP + quad * 8) * 2;
+      xs[c][s] = token < num_tokens ? *(const uint4*)from : uint4{0, 0, 0, 0};
+    }
+  if (NORM_BLOCKS && warp < num_tokens) {
     float sum = 0.f;
 #pragma unroll
     for (int j = lane; j < NORM_BLOCKS; j += 32) sum += squares[warp * NORM_BLOCKS + j];

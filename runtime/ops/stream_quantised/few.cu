@@ -64,7 +64,7 @@ struct Shared {
   float sums[2][WARPS][SUMS];         // of the rows that the block works at, and of those before
   float inbox[PLACES][SPLIT][SUMS];   // of the rows that it finishes, from every block of the cluster
   float unsent[IS_UNSENT ? TURNS : 1][IS_UNSENT ? SUMS : 4];  // of all rows, until the last pass
-  u32 residuals[RESIDUAL ? PLACES : 1][RESIDUAL ? TOKENS : 1][8];   // two outputs each
+  u32 residuals[RESIDUAL ? PLACES : 1][RESIDUAL ? TOKENS : 1][RESIDUAL ? 8 : 2];  // two outputs each
   float scales[OF_ROWS ? PLACES : 1][OF_ROWS ? ROWS : 2];           // of rows that have one
   float totals[INTEGERS ? WARPS * CHUNKS * STEPS : 1][TOKENS];  // of a warp's inputs, by steps
   u32 weights[HAS_WEIGHTS ? PLACES : 1][8];  // of the norm, or biases

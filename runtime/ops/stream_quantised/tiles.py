@@ -218,8 +218,10 @@ def _cost(tiling: TileTiling) -> tuple[float, ...]:
     in_flight = tiling.stages * tiling.panels * tiling.rows * PANEL_BYTES
     starved = max(0, min(64 << 10, inputs * weight) - in_flight) / _MEMORY_RATE
     beside = 0 if tiling.is_beside else 2000
-    alone = 2500 if groups * tiling.column_groups == 1 else 0  # a warp group waits for its own products
-    # With 64 tokens of fp8 8B's o and down take 12.0 and 24.8 µs by clusters of four, 10.8 and 21.0 by clusters of two
-    # that read x twice as often (H200).
-    of_fours = 1.5 if split == 4 and kind.values == "fp8" and tiling.tokens <= _MANY_TOKENS else 1
+    # A warp group waits for its own products. With 16 tokens 8B's down in four bits takes 11.5 µs so beside the next
+    # kernel, by two warp groups and alone 11.9, and a layer with it 51.2 and 53.7 (H200).
+    alone = 40 * tiling.tokens if groups * tiling.column_groups == 1 else 0
+    # With 64 tokens 8B's o and down take 12.0 and 24.8 µs by clusters of four, 10.8 and 21.0 by clusters of two that
+    # read x twice as often, of fp8; in four bits 9.6 and 19.1, 8.0 and 15.9 (H200).
+    of_fours = 2 if split == 4 and tiling.tokens <= _MANY_TOKENS else 1
     return (inputs * of_input * of_fours + sent + starved + beside + alone, -tiling.panels)

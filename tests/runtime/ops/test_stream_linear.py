@@ -301,7 +301,6 @@ PLUS_ONE = LinearKind(4096, 12288, residual=True, next_blocks=256, plus_one=True
         (LinearKind(24576, 4096, 256, gated=True), 8),
         (PLUS_ONE, 8),
         (LinearKind(4096, 24576, residual=True, next_blocks=256), 8),
-        (LinearKind(4096, 21504, norm_blocks=448, gated=True), 8),
     ],
     ids=lambda value: getattr(value, "name", None),
 )

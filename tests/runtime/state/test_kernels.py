@@ -39,6 +39,7 @@ from tests.runtime.state.state_cases import (
 IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 interpreted = pytest.mark.skipif(not IS_INTERPRETED, reason="runs in the process that has Triton's interpreter")
 
+NORMED = ("delta with its norm", "ssd with its norm")
 # rows, lengths and earlier tokens of requests, how many of them decode
 BATCHES = {
     "prompts": ((3, 1, 6, 2), (5, 1, 66, 33), (0, 0, 0, 0), 0),
@@ -116,7 +117,12 @@ def piece_backend(layer: StateLayer, pool: GDNPool) -> PieceStateBackend:
 
 @interpreted
 @pytest.mark.parametrize(
-    ("name", "batch"), [*itertools.product(KINDS, BATCHES), *itertools.product(OF_GATES, ["mixed"])]
+    ("name", "batch"),
+    [
+        *itertools.product(KINDS, BATCHES),
+        *itertools.product(OF_GATES, ["mixed"]),
+        *itertools.product(NORMED, ["padded decodes", "an empty request"]),
+    ],
 )
 def test_outputs_and_states_are_the_reference_s(name, batch):
     rows, lengths, earlier, num_decodes = BATCHES[batch]

@@ -110,6 +110,18 @@ def test_more_stretches_than_a_system_call_fills_are_all_filled(tmp_path, monkey
     assert bytes(memory) == b"".join(reversed(stretches))
 
 
+def test_chunks_are_found_while_others_are_read(tmp_path, monkeypatch):
+    monkeypatch.setattr(stream, "_MOST_WAITING", 0)
+    sizes = [5] * 40
+    path, content = many_bytes(tmp_path, sum(sizes))
+    memory = torch.zeros(sum(sizes), dtype=torch.uint8)
+    read_straight(path, sizes, memory, 5)
+    assert bytes(memory) == b"".join(content[start : start + 5] for start in range(195, -1, -5))
+    path.write_bytes(content[:100])
+    with pytest.raises(CheckpointError, match="the file ends at byte"):
+        read_straight(path, sizes, memory, 5)
+
+
 def test_a_call_that_reads_less_than_it_was_asked_for_is_repeated(tmp_path, monkeypatch):
     path, content = many_bytes(tmp_path, 50)
     preadv = stream.os.preadv
