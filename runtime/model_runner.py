@@ -294,11 +294,9 @@ class ModelRunner:
         """The sizes for which prompts alone are captured whole."""
         from mllm_compile.runtime.cuda_graph.graph_runner import FRESH_TOKENS
 
-        if self._overlap is not None or not self.attn_backend.fresh_work_bytes:
-            return []
-        if self.num_deals > 1 or self.always_takes_features or self.model.rope is not None:  # there are further inputs
-            return []
-        if self.communicator is not None:  # not seen over ranks
+        if self.communicator is not None or self.model.num_experts or not self.attn_backend.fresh_work_bytes:
+            return []  # over ranks, and of mixtures of experts, they have not been seen
+        if self.always_takes_features or self.model.rope is not None:  # there are further inputs
             return []
         return [size for size in FRESH_TOKENS if size <= self.config.runtime.max_num_batched_tokens]
 

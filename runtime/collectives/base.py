@@ -38,9 +38,6 @@ class Communicator(Protocol):
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
         """[size, *x.shape]: x of every rank, which is contiguous and of one shape on all."""
 
-    def gather_columns(self, x: torch.Tensor) -> torch.Tensor:
-        """[S, N * size]: x [S, N] of every rank side by side; contiguous and of one shape on all."""
-
     def reduce_scatter(self, x: torch.Tensor) -> torch.Tensor:
         """The rank's part of the sum over ranks of x, [size * N, ...] and contiguous: [N, ...], a new tensor."""
 
@@ -76,12 +73,6 @@ def add_and_norm(
     summed = residual + total
     wide = summed.float()
     return summed, weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)).to(total.dtype)
-
-
-def side_by_side(parts: torch.Tensor) -> torch.Tensor:
-    """Return what Communicator.gather_columns does, of what all_gather gives."""
-    # Of one row they lie so; of several torch.cat copies runs, where flatten would copy elements.
-    return parts.view(1, -1) if parts.shape[1] == 1 else torch.cat(parts.unbind(), -1)
 
 
 def own_part(total: torch.Tensor, rank: int, size: int) -> torch.Tensor:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from mllm_compile.runtime.collectives.base import Communicator, add_and_norm, own_part, side_by_side
+from mllm_compile.runtime.collectives.base import Communicator, add_and_norm, own_part
 
 _TIMEOUT = timedelta(days=1)  # who hangs is seen by another way, and killed; a rank may be idle for long
 _WIDER = {torch.bfloat16: torch.float32, torch.float16: torch.float32}  # sums of these are of float32
@@ -56,9 +56,6 @@ class GlooCommunicator:
             parts = [part.view(torch.uint8) for part in gathered.view(self.size, -1)]
             self._group.allgather([parts], [x.reshape(-1).view(torch.uint8)]).wait()
         return gathered
-
-    def gather_columns(self, x: torch.Tensor) -> torch.Tensor:
-        return side_by_side(self.all_gather(x))
 
     def reduce_scatter(self, x: torch.Tensor) -> torch.Tensor:
         return own_part(self.all_reduce(x), self.rank, self.size)

@@ -58,9 +58,6 @@ class Lane:
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
         return self._in_order(self._whole.all_gather, x)
 
-    def gather_columns(self, x: torch.Tensor) -> torch.Tensor:
-        return self._in_order(self._whole.gather_columns, x)
-
     def reduce_scatter(self, x: torch.Tensor) -> torch.Tensor:
         return self._in_order(self._whole.reduce_scatter, x)
 

@@ -9,7 +9,7 @@ from typing import TypeVar
 
 import torch
 
-from mllm_compile.runtime.collectives.base import Communicator, add_and_norm, own_part, side_by_side, using
+from mllm_compile.runtime.collectives.base import Communicator, add_and_norm, own_part, using
 
 T = TypeVar("T")
 
@@ -33,9 +33,6 @@ class LockstepRank:
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
         return self._exchange(x, lambda parts: torch.stack(list(parts)))
-
-    def gather_columns(self, x: torch.Tensor) -> torch.Tensor:
-        return side_by_side(self.all_gather(x))
 
     def reduce_scatter(self, x: torch.Tensor) -> torch.Tensor:
         return own_part(self.all_reduce(x), self.rank, self.size)

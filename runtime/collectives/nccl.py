@@ -30,13 +30,7 @@ from mllm_compile.runtime.collectives.push import (
     is_loaded,
     pulled_bytes,
 )
-from mllm_compile.runtime.collectives.sum_kernels import (
-    MOST_RANKS,
-    PullGatherKernel,
-    PushKernel,
-    PushNormKernel,
-    most_copied_bytes,
-)
+from mllm_compile.runtime.collectives.sum_kernels import MOST_RANKS, PushKernel, PushNormKernel, most_copied_bytes
 from mllm_compile.runtime.cuda.driver import PeerMemory
 from mllm_compile.runtime.errors import DeviceError
 
@@ -186,13 +180,6 @@ class NcclCommunicator:
             arguments = (x.data_ptr(), gathered.data_ptr(), x.nbytes, _TYPES[torch.uint8], self._open(), self._stream())
             _check(_library().ncclAllGather(*arguments), "a gather over ranks")
         return gathered
-
-    def gather_columns(self, x: torch.Tensor) -> torch.Tensor:
-        pulled = self._pulled
-        if pulled is None or not pulled.takes_part(x) or not is_loaded(PullGatherKernel(), self._device):
-            return base.side_by_side(self.all_gather(x))
-        self._open()  # raises where it was given up
-        return pulled.gather(x)
 
     def reduce_scatter(self, x: torch.Tensor) -> torch.Tensor:
         part = x.new_empty((x.shape[0] // self.size, *x.shape[1:]))

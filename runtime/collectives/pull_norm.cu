@@ -2,8 +2,13 @@
 // that the others see, says so, and loads theirs. A block has groups of rows; while it waits for one, it has put the next.
 //
 // Two buffers take turns. A rank writes into one again when it has seen that all others are in the call between: they have
-// ended the one that read it.
+// ended the one that read it. What is said of a group is the number of the call, counted from 1, so nothing is emptied.
 constexpr int GROUP = 2;  // rows
+
+// The word by which `source` says to a rank that a group is there; behind the buffers.
+__device__ __forceinline__ u32* word_of(const Peers& peers, int rank, int source, int group, size_t most_chunks) {
+  return (u32*)((uint4*)peers.at[rank] + 2 * most_chunks) + (size_t)source * MOST_GROUPS + group;
+}
 
 extern "C" __global__ void __launch_bounds__(THREADS, 2)
 pull_norm(const uint4* input, const uint4* residual, const uint4* weight, uint4* summed, uint4* normed, float eps,
@@ -26,14 +31,31 @@ pull_norm(const uint4* input, const uint4* residual, const uint4* weight, uint4*
         const size_t chunk = (size_t)row * CHUNKS + chunk_of(i);
         ((uint4*)peers.at[rank])[buffer + chunk] = input[chunk];
       }
-    say_there(peers, rank, num_ranks, group, most_chunks, call);
+    __syncthreads();
+    if (threadIdx.x < num_ranks && threadIdx.x != rank) {
+      asm volatile("fence.acq_rel.sys;" ::: "memory");
+      asm volatile("st.relaxed.sys.global.u32 [%0], %1;" ::"l"(word_of(peers, threadIdx.x, rank, group, most_chunks)),
+                   "r"(call + 1)
+                   : "memory");
+    }
+  };
+  auto wait = [&](int group) {
+    if (threadIdx.x < num_ranks && threadIdx.x != rank) {
+      const u32* word = word_of(peers, rank, threadIdx.x, group, most_chunks);
+      u32 said, looks = 1;
+      do {
+        asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(said) : "l"(word) : "memory");
+        if (looks++ % LOOKS == 0 && *(const volatile u32*)are_gone) break;
+      } while ((int)(said - (call + 1)) < 0);
+    }
+    __syncthreads();
   };
 
   if (blockIdx.x < groups) put(blockIdx.x);
   count_call(state, call, 0);
   for (int group = blockIdx.x; group < groups; group += gridDim.x) {
     if (group + gridDim.x < groups) put(group + gridDim.x);
-    wait_for_group(peers, rank, num_ranks, group, most_chunks, call, are_gone);
+    wait(group);
     float sums[GROUP][MINE][8] = {};
     uint4 rest[GROUP][MINE];
     norm.ask<GROUP>(rest, group * GROUP, rows);

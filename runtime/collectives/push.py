@@ -1,5 +1,5 @@
-"""Sums over ranks by kernels of ours (push.cu, push_norm.cu, pull_norm.cu), and large gathers (pull_gather.cu), in
-memory that the ranks' GPUs see of each other.
+"""Sums over ranks by kernels of ours (push.cu, push_norm.cu, pull_norm.cu), in memory that the ranks' GPUs see of each
+other.
 
 The runtime holds the kernels; NCCL brings the handles of memory across once, and sums what is larger.
 """
@@ -14,12 +14,9 @@ import torch
 from mllm_compile.runtime.collectives.sum_kernels import (
     BLOCKS,
     CHUNK_BYTES,
-    CHUNK_NUMBERS,
     GROUP_ROWS,
-    LEAST_GATHERED_BYTES,
     MOST_GROUPS,
     MOST_RANKS,
-    PullGatherKernel,
     PullNormKernel,
     PushKernel,
     PushNormKernel,
@@ -138,7 +135,7 @@ class PushedSums(_Sums):
 
 
 class PulledSums(_Sums):
-    """Larger sums with their norm, and what is gathered: a rank loads from the memory of all others."""
+    """Larger sums with their norm: a rank loads from the memory of all others."""
 
     def __init__(self, rank: int, places: Sequence[int], device: torch.device, most_blocks: int = BLOCKS) -> None:
         """
@@ -156,20 +153,6 @@ class PulledSums(_Sums):
         """Returns what PushedSums.sum_and_norm does."""
         rows = ctypes.c_int(x.shape[0]), self._most_chunks
         return _normed(PullNormKernel(x.shape[1]), x, residual, weight, eps, (*self._group, *rows), self._most_blocks)
-
-    def gather(self, x: torch.Tensor) -> torch.Tensor:
-        """[S, N * ranks]: the parts [S, N] of all ranks side by side, where `takes_part` allows x."""
-        kernel, (rows, columns) = PullGatherKernel(), x.shape
-        gathered = x.new_empty(rows, columns * int(self._num_ranks.value))
-        sizes = ctypes.c_int(x.nbytes // CHUNK_BYTES), ctypes.c_int(columns // CHUNK_NUMBERS), self._most_chunks
-        num_blocks = min(self._most_blocks, -(-x.nbytes // kernel.group_bytes))
-        arguments = address_of(x), address_of(gathered), *self._group, *sizes
-        _LOADED[self._device.index, kernel].launch(num_blocks, kernel.num_threads, arguments)
-        return gathered
-
-    def takes_part(self, x: torch.Tensor) -> bool:
-        """True if this gathers x [S, N], where a runtime brought the kernel."""
-        return super().takes(x) and x.nbytes >= LEAST_GATHERED_BYTES and x.shape[1] % CHUNK_NUMBERS == 0
 
 
 def add_and_norm(total: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> Summed:

@@ -1,5 +1,4 @@
-"""The kernels of sums over ranks, as they are compiled and launched: push.cu, those that norm what they sum, and one
-that gathers."""
+"""The kernels of sums over ranks, as they are compiled and launched: push.cu and those that norm what they sum."""
 
 from __future__ import annotations
 
@@ -19,12 +18,10 @@ _MOST_BYTES_OF_MORE = 512 << 10
 _MOST_PULLED = {2: 64 << 20}
 # Parts of a step copy theirs, beside each other's work. Among more GPUs each would send all of its own to every other.
 _MOST_COPIED = {2: 64 << 20}
-LEAST_GATHERED_BYTES = 1 << 20  # of rows' parts that are pulled, and not gathered by NCCL
-MOST_GROUPS = 1 << 14  # of what is pulled
+MOST_GROUPS = 1 << 14  # of rows that are pulled
 GROUP_ROWS = 2
 BLOCKS = 2 * MULTIPROCESSORS  # of kernels of whole rows, which all run at once
 _MOST_THREADS = 640
-_GATHERED_CHUNKS = 4  # of a thread at a time
 
 
 def most_bytes(num_ranks: int) -> int:
@@ -105,39 +102,11 @@ class PushNormKernel(_RowsKernel):
 class PullNormKernel(_RowsKernel):
     """For up to most_pulled_bytes."""
 
-    headers: ClassVar[tuple[str, ...]] = (*_RowsKernel.headers, "collectives/groups.cuh")
     source: ClassVar[str] = "collectives/pull_norm.cu"
     function: ClassVar[str] = "pull_norm"
 
     def constants(self) -> dict[str, int]:
         return super().constants() | {"MOST_GROUPS": MOST_GROUPS}
-
-
-@dataclass(frozen=True)
-class PullGatherKernel(_SumKernel):
-    """One for parts of rows of LEAST_GATHERED_BYTES to most_pulled_bytes, and all numbers of ranks."""
-
-    headers: ClassVar[tuple[str, ...]] = (*_SumKernel.headers, "collectives/groups.cuh")
-    source: ClassVar[str] = "collectives/pull_gather.cu"
-    function: ClassVar[str] = "pull_gather"
-    switch: ClassVar[str] = "runtime.tensor_parallel_size: 1"
-
-    @property
-    def num_threads(self) -> int:
-        return 512
-
-    @property
-    def group_bytes(self) -> int:
-        """Bytes of a group, of which a block has one at a time."""
-        return _GATHERED_CHUNKS * self.num_threads * CHUNK_BYTES
-
-    def constants(self) -> dict[str, int]:
-        return {
-            "THREADS": self.num_threads,
-            "OF_THREAD": _GATHERED_CHUNKS,
-            "MOST_RANKS": MOST_RANKS,
-            "MOST_GROUPS": MOST_GROUPS,
-        }
 
 
 @dataclass(frozen=True)
@@ -148,5 +117,5 @@ class AddNormKernel(_RowsKernel):
     function: ClassVar[str] = "add_norm"
 
 
-SumKernel = PushKernel | PushNormKernel | PullNormKernel | PullGatherKernel | AddNormKernel
-KERNELS: tuple[type[SumKernel], ...] = (PushKernel, PushNormKernel, PullNormKernel, PullGatherKernel, AddNormKernel)
+SumKernel = PushKernel | PushNormKernel | PullNormKernel | AddNormKernel
+KERNELS: tuple[type[SumKernel], ...] = (PushKernel, PushNormKernel, PullNormKernel, AddNormKernel)

@@ -24,7 +24,7 @@ from mllm_compile.runtime.quantised.scheme import (
 
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 E8M0_BIAS, E8M0_NAN = 127, 255
-_MOST_VALUES = 4 << 20  # dequantised at once in float32: bounds what that takes beside the weight
+_MOST_VALUES = 4 << 20  # computed at once: bounds what that takes beside the weight
 
 
 def quantised(weight: torch.Tensor, scheme: WeightScheme) -> dict[str, torch.Tensor]:
@@ -104,9 +104,14 @@ def in_lanes(values: torch.Tensor) -> torch.Tensor:
     inputs 2 q and 2 q + 8, each with the one behind it. What a lane gives is one word: two bytes of its first inputs,
     then two of those behind them, one a product, whose low number is of the product's first eight inputs.
     """
-    of_inputs = (one.unflatten(-1, (-1, 2, 2, 4)) for one in (values & 15, values >> 4))  # product, eight, lane
-    first, behind = (one[..., 0, :] | one[..., 1, :] << 4 for one in of_inputs)
-    return torch.stack((first, behind), -1).movedim(-3, -1).flatten(-4)
+    found = torch.empty(values.shape, dtype=values.dtype, device=values.device)
+    step = max(_MOST_VALUES // max(2 * values.shape[1], 1), 1)
+    for start in range(0, values.shape[0], step):
+        rows = values[start : start + step]
+        of_inputs = (one.unflatten(-1, (-1, 2, 2, 4)) for one in (rows & 15, rows >> 4))  # product, eight, lane
+        first, behind = (one[..., 0, :] | one[..., 1, :] << 4 for one in of_inputs)
+        found[start : start + step] = torch.stack((first, behind), -1).movedim(-3, -1).flatten(-4)
+    return found
 
 
 def integers(values: torch.Tensor, kind: str) -> torch.Tensor:

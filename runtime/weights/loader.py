@@ -248,26 +248,24 @@ def _reads_in_order(
     """The reads in the order of the files' bytes, found file by file: a mixture of experts has many thousand, which
     are found while others are read."""
     plain: dict[str, list[tuple[WeightPart, _Place]]] = {file: [] for file in headers}
-    computed: dict[str, list[TensorRead]] = {file: [] for file in headers}
+    others: dict[str, list[Read | _LaterRead]] = {file: [] for file in headers}
+    paths = {file: folder / file for file in headers}
     quantising = _Quantising()
     for spec in specs:
         place = _Place.of(weights[spec.name])
         for part in spec.parts:
             if part.quantised is None and part.small is None:
                 plain[part.file].append((part, place))
+            elif read := _small_read(part, place, paths, folder, headers):
+                others[part.file].append(read)
             elif not quantising.takes(part, place_of(place.weight, part)):
-                computed[part.file].append(_read(part, place_of(place.weight, part), folder, headers))
-    for part, read in quantising.reads(folder, headers):
-        computed[part.file].append(read)
+                others[part.file].append(_read(part, place_of(place.weight, part), folder, headers))
+    for part, of_scheme in quantising.reads(folder, headers):
+        others[part.file].append(of_scheme)
     for file in sorted(headers):
-        path = folder / file
-        reads = (_plain_read(path, part, place, folder, headers) for part, place in plain[file])
-        yield from _in_order([*reads, *computed[file]])
-
-
-def _in_order(reads: list[Read | _LaterRead]) -> Iterator[Read]:
-    for read in sorted(reads, key=attrgetter("begin")):
-        yield read.made() if isinstance(read, _LaterRead) else read
+        reads = [_plain_read(paths[file], part, place, folder, headers) for part, place in plain[file]]
+        for one in sorted([*reads, *others[file]], key=attrgetter("begin")):
+            yield one.made() if isinstance(one, _LaterRead) else one
 
 
 class _Place(NamedTuple):
@@ -308,24 +306,44 @@ def _plain_read(
     dtype, memory = place.dtype, place.memory
     # Numbers of eight bits mean nothing in another type.
     entry = _entry(folder, headers, part.file, part.tensor, part.shape, dtype if dtype.itemsize == 1 else None)
-    offset = _offset_of(part, place.shape) if entry.dtype == dtype else None
-    if memory is None or offset is None:
+    places = _places_of(part.shape, part.steps, part.inner_starts, place.shape) if entry.dtype == dtype else None
+    if memory is None or places is None:
         return _LaterRead(entry.begin, path, entry, part, place.weight)
-    return StraightRead(path, entry.begin, entry.end - entry.begin, memory, offset * dtype.itemsize)
+    return StraightRead(path, entry.begin, entry.end - entry.begin, memory, places.of(part.start) * dtype.itemsize)
 
 
-def _offset_of(part: WeightPart, shape: tuple[int, ...]) -> int | None:
-    """The number of a weight of `shape` that the part's first one is, if the part's follow each other there in their
-    own order; else None."""
-    places = _places_of(part.shape, part.steps, part.inner_starts, shape)
-    return places and places.first + places.distance * part.start
+def _small_read(
+    part: WeightPart,
+    place: _Place,
+    paths: Mapping[str, Path],
+    folder: Path,
+    headers: Mapping[str, SafetensorsHeader],
+) -> StraightRead | None:
+    """The read of a scheme's tensor that the checkpoint has to the byte, if it is a stretch of the weight's; else
+    None."""
+    quantised, small, memory = part.quantised, part.small, place.memory
+    if quantised is None or small is None or memory is None or not is_stored(quantised, small.role):
+        return None
+    (source,) = part.sources
+    entry = _entry(folder, headers, source.file, source.name, source.shape, source.dtype)
+    steps = small.steps(part.steps)
+    places = _places_of(source.shape, steps, part.inner_starts, place.shape)
+    shape = small.scheme.shape(small.role, *view_shape(part.shape, part.steps))
+    if places is None or entry.dtype != place.dtype or view_shape(source.shape, steps) != shape:
+        return None
+    _check_details(quantised, folder, headers)
+    offset = places.of(part.start) * place.dtype.itemsize
+    return StraightRead(paths[source.file], entry.begin, entry.end - entry.begin, memory, offset)
 
 
 class _Places(NamedTuple):
-    """Where parts of one kind begin in a weight: that with the start 0, and how far the next is."""
+    """Where parts of one kind begin in a weight: that with the start 0, and how far the next is; in numbers."""
 
     first: int
     distance: int
+
+    def of(self, start: int) -> int:
+        return self.first + self.distance * start
 
 
 @lru_cache(maxsize=4096)  # as view_shape

@@ -23,6 +23,7 @@ from mllm_compile.passes.base import CacheScales, PackedPart, QuantisedTensor, W
 from mllm_compile.runtime.quantised.numbers import dequantised, quantised
 from mllm_compile.runtime.quantised.scheme import MXFP4 as MXFP4_SCHEME
 from mllm_compile.runtime.quantised.scheme import NVFP4, WeightScheme, quantised_as, tensor_name
+from mllm_compile.runtime.weights import loader
 from mllm_compile.runtime.weights.formats import every, gptq
 from mllm_compile.runtime.weights.loader import Factor, WeightSpec, allocate_weights, fill_random, load_weights
 from tests.model.tiny_configs import save_tiny_model, tiny_config
@@ -388,6 +389,38 @@ def load_small(folder: Path, specs: list[WeightSpec], scheme: WeightScheme, colu
 def meaning(weights: Tensors, scheme: WeightScheme, columns: int) -> torch.Tensor:
     tensors = {role: weights[tensor_name("joined", role)] for role in scheme.roles}
     return dequantised(tensors, scheme.kind, scheme.group, columns, torch.float32)
+
+
+@pytest.mark.parametrize("name", ["fp8 blocks", "compressed-tensors int4"])
+def test_experts_that_are_stored_one_by_one_are_read_straight_into_their_schemes_tensors(name, tmp_path, monkeypatch):
+    """The same bytes as by tensors of their own."""
+    model = save_tiny_model(tiny_config("qwen3_moe", num_experts=3, hidden_size=128), tmp_path)
+    tensors: Tensors = {}
+    for key, weight in load_file(tmp_path / FILE).items():
+        tensors[key] = weight
+        if ".experts." in key:
+            parts, _ = LINEARS[name].quantise(tensors.pop(key))
+            tensors |= {key.removesuffix(".weight") + suffix: part for suffix, part in parts.items()}
+    save_file(tensors, tmp_path / FILE)
+    set_quantisation(tmp_path, LINEARS[name].config)
+    table = read_checkpoint(plan(tmp_path), build_on_meta(tmp_path, torch.float32).model)
+    shapes, told = {}, {}
+    for key, value in model.state_dict().items():
+        scheme = scheme_wanted(name, value.shape[-1])
+        for role in scheme.roles if ".experts." in key else ():
+            told[tensor_name(key, role)] = QuantisedTensor(key, role, scheme, tuple(value.shape))
+            shapes[tensor_name(key, role)] = scheme.shape(role, *value.shape), scheme.dtype(role)
+    specs = plan_weights(shapes, {}, table, told)
+    straight, general = allocate_weights(specs, "cpu"), allocate_weights(specs, "cpu")
+    made: list[bool] = []
+    small_read = loader._small_read
+    monkeypatch.setattr(loader, "_small_read", lambda *of: made.append(small_read(*of) is not None) or small_read(*of))
+    load_weights(specs, straight, tmp_path)
+    assert any(made) == (name == "fp8 blocks"), "numbers in four bits lie in words of another type"
+    monkeypatch.setattr(loader, "_small_read", lambda *of: None)
+    load_weights(specs, general, tmp_path)
+    for spec in specs:
+        assert torch.equal(straight[spec.name].view(torch.uint8), general[spec.name].view(torch.uint8)), spec.name
 
 
 GROUPS = {

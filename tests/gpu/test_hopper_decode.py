@@ -518,7 +518,7 @@ def test_what_the_kernel_ahead_writes_is_read_when_that_has_ended(decoders, kind
 @pytest.mark.parametrize(
     ("wait", "late"),
     [
-        ("weights = load_weights(preparer.rotation);\n  wait_for_prerequisites();", "projection"),
+        ("int begin) {\n  wait_for_prerequisites();", "projection"),
         ("has_new_key, i) && !has_waited) {\n        wait_for_prerequisites();", "write"),
     ],
     ids=["who makes requests ready", "who reads tiles"],

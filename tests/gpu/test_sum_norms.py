@@ -23,7 +23,6 @@ from mllm_compile.runtime.collectives.push import (
 )
 from mllm_compile.runtime.collectives.sum_kernels import (
     AddNormKernel,
-    PullGatherKernel,
     PullNormKernel,
     PushKernel,
     PushNormKernel,
@@ -44,11 +43,7 @@ DEVICE = torch.device("cuda", 0)
 WIDTHS = (4096, 5120, 8192, 1000)
 EPS = 1e-6
 BLOCKS = 16  # of a rank: both share the GPU, and all blocks of both have to run at once
-KERNELS = [
-    PushKernel(),
-    PullGatherKernel(),
-    *(kind(width) for kind in (PushNormKernel, PullNormKernel, AddNormKernel) for width in WIDTHS),
-]
+KERNELS = [PushKernel(), *(kind(width) for kind in (PushNormKernel, PullNormKernel, AddNormKernel) for width in WIDTHS)]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -169,21 +164,6 @@ def test_sums_with_and_without_norm_take_turns():
         ours, theirs = pair.run(lambda rank, one: one.sum_and_norm(parts[rank], residual, weight, EPS))  # noqa: B023
         assert torch.equal(ours[0], (residual.float() + (parts[0].float() + parts[1].float())).bfloat16())
         assert torch.equal(ours[1], theirs[1])
-
-
-def test_parts_of_rows_are_gathered_side_by_side_between_sums():
-    pair = Pair(PulledSums, pulled_bytes(2), 0)
-    for seed, (rows, columns) in enumerate(((300, 4096), (64, 75968), (7, 75968), (256, 5000), (1, 1 << 19))):
-        parts = [torch.randn(rows, columns, device=DEVICE).bfloat16() for _ in range(2)]
-        assert pair.ranks[0].takes_part(parts[0])
-        for one in pair.run(lambda rank, one: one.gather(parts[rank])):  # noqa: B023
-            assert torch.equal(one, torch.cat(parts, -1)), (rows, columns)
-        addends, residual, weight = inputs(rows, 4096, seed)
-        ours, theirs = pair.run(lambda rank, one: one.sum_and_norm(addends[rank], residual, weight, EPS))  # noqa: B023
-        assert torch.equal(ours[0], (residual.float() + (addends[0].float() + addends[1].float())).bfloat16())
-        assert torch.equal(ours[1], theirs[1])
-    assert not pair.ranks[0].takes_part(torch.zeros(1, 4096, device=DEVICE).bfloat16())
-    assert not pair.ranks[0].takes_part(torch.zeros(1000, 4099, device=DEVICE).bfloat16())
 
 
 def test_captured_sums_are_new_sums_at_each_replay(pair):

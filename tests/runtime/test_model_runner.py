@@ -75,13 +75,18 @@ def test_whole_steps_with_prompts_are_refused_or_left_out_where_attention_cannot
             dispatcher(is_asked=True)
 
 
+def model_of(rope, num_experts=()):
+    return SimpleNamespace(rope=rope, media=None, num_experts=num_experts)
+
+
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
         ({}, (64, 128)),
-        ({"_overlap": object()}, ()),
+        ({"communicator": SimpleNamespace()}, ()),
         ({"attn_backend": SimpleNamespace(fresh_work_bytes=0)}, ()),
-        ({"model": SimpleNamespace(rope=object(), media=None)}, ()),
+        ({"model": model_of(rope=object())}, ()),
+        ({"model": model_of(rope=None, num_experts={"layers.0.mlp": 8})}, ()),
     ],
 )
 def test_prompts_alone_are_captured_whole_where_the_graph_can_fetch_all_that_it_reads(changes, expected):
@@ -90,7 +95,7 @@ def test_prompts_alone_are_captured_whole_where_the_graph_can_fetch_all_that_it_
     runtime = replace(DEFAULTS, max_num_batched_tokens=150)
     runner.config = RunnerConfig(dtype=torch.float32, runtime=runtime, cudagraph=graphs)
     backend = SimpleNamespace(fresh_work_bytes=256)
-    given = {"_overlap": None, "attn_backend": backend, "model": SimpleNamespace(rope=None, media=None)}
+    given = {"communicator": None, "attn_backend": backend, "model": model_of(rope=None)}
     runner.__dict__.update(given | changes)
     found = runner._dispatcher()
     assert found.fresh_tokens == expected and not found.mixed_tokens

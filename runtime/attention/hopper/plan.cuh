@@ -14,12 +14,15 @@ struct Counts {
   int of_warps[WARPS], lengths[MOST_REQUESTS];
   int first_tiles[MOST_REQUESTS + 1];  // and the number of all tiles
 };
-// The division of all tiles.
+// The division of all tiles among the first blocks: at least one for each of them.
 struct Plan {
   const Counts& counts;
   int num_requests;
   u32 tiles;  // of HEADS heads
-  __device__ __forceinline__ int begin_of(u32 block) const { return tiles * (KV_HEADS / HEADS) * block / gridDim.x; }
+  __device__ __forceinline__ u32 all() const { return tiles * (KV_HEADS / HEADS); }
+  __device__ __forceinline__ u32 blocks() const { return max(1, min(all(), gridDim.x)); }
+  __device__ __forceinline__ int begin_of(u32 block) const { return all() * min(block, blocks()) / blocks(); }
+  __device__ __forceinline__ int block_of(u32 tile) const { return ((tile + 1) * blocks() - 1) / all(); }
   __device__ __forceinline__ Request request_at(int tile) const {
     const int group = tile / tiles, begin = group * tiles;
     int low = 0, high = num_requests;
@@ -31,6 +34,24 @@ struct Plan {
     return {low, counts.lengths[low], group * HEADS, begin + counts.first_tiles[low], begin + counts.first_tiles[low + 1]};
   }
 };
+
+// Blocks that have parts of one request, one behind another, of which the first adds up the others'. Where there are more,
+// the request's first block adds up what these first ones have added up.
+constexpr int TEAM = 8;
+// What a block has of a request.
+struct Piece {
+  int row, num_keys, head;  // the request's
+  int key, stop;            // the first key, and the one behind the last tile
+  int others;               // blocks behind this one of which some leave theirs to it
+  bool is_left, is_last;    // for a block before this one to add up; of the share
+};
+__device__ __forceinline__ Piece piece_of(const Plan& plan, const Request& its, int end) {
+  const int at = max(its.first, plan.begin_of(blockIdx.x)), stop = min(its.last, end);
+  int others = its.last > end ? plan.block_of(its.last - 1) - blockIdx.x : 0;
+  if (at > its.first) others = (blockIdx.x - plan.block_of(its.first)) % TEAM ? 0 : min(others, TEAM - 1);
+  return {its.row, its.num_keys, its.head, (at - its.first) * TILE, (stop - its.first) * TILE,
+          others, at > its.first, its.last >= end};
+}
 
 // Counts keys and tiles of each request, by the warps that compute; all threads call it.
 __device__ __forceinline__ void count_tiles(Counts& counts, const int* seq_lens, int num_requests) {

@@ -4,7 +4,7 @@
 // A request, or what a share has of it, ready to be computed: its queries and, where they are rotated here and the share
 // has its last tile, its new key and value.
 struct Ready {
-  Request request;
+  Piece piece;
   Row queries[HEADS][GROUP], keys[HEADS], values[HEADS];
 };
 struct ReadyRequests {
@@ -62,7 +62,7 @@ struct Preparer {
   }
 
   __device__ __forceinline__ void put(const Loaded& its, Ready& to) const {
-    if (first == 0 && threadIdx.x % 32 == 0) to.request = its.request;
+    if (first == 0 && threadIdx.x % 32 == 0) to.piece = piece_of(plan, its.request, end);
 #pragma unroll
     for (int i = 0; i < HEADS_LOADED; i++) {
       const int head = first + i * PREPARERS;
@@ -85,12 +85,12 @@ struct Preparer {
 
 // The requests of a share, from its first tile on.
 __device__ __forceinline__ void make_ready(const Preparer& preparer, ReadyRequests& requests, int begin) {
-  const Weights weights = load_weights(preparer.rotation);
   wait_for_prerequisites();
   start_dependents();
   int place = 0, phase = 1;
   for (int at = begin; at < preparer.end;) {
     Loaded its = preparer.load(at);
+    const Weights weights = load_weights(preparer.rotation);  // each time: kept, they would take others' registers
     preparer.rotate_all(its, weights);
     wait_for(shared_address(&requests.free[place]), phase);
     __syncwarp();

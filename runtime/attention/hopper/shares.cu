@@ -10,9 +10,10 @@
 // half of the values' columns.
 //
 // Where a share ends within a request, the block with the request's first tile adds up what the others leave of it. They
-// come to that part first and it comes to its own last, so that it hardly waits (parts.cuh). Where another kernel holds
-// multiprocessors, a block may wait for one that has not started. Blocks start in their order, and one that leaves something
-// does not wait: so one block at most waits so, and the others end and make room.
+// come to that part first and it comes to its own last, so that it hardly waits (parts.cuh). Parts of many blocks are added
+// up in teams before (plan.cuh): each takes most of a microsecond. Where another kernel holds multiprocessors, a block may
+// wait for one that has not started. Blocks start in their order, and of those that leave something only the first of a team
+// waits, for those right behind it: so three blocks at most wait so, and the others end and make room.
 //
 // Defined by shares.py: KV_HEADS, HEADS (of them, which a block works at together: a divisor), HEAD_DIM (128 or 256), BLOCKS
 // (of a multiprocessor), GROUP (query heads of a KV head, up to 8), PAGE (tokens, a multiple of 16), MOST_REQUESTS, SLOTS (of
@@ -197,12 +198,13 @@ __device__ __forceinline__ void leave(const Sums& sums, Part& part) {
   put(&part.weights[lane], sayable(sums.top), sayable(sums.total));
 }
 
-// Adds what the blocks behind this one have left of a request that ends before tile `end`, in their order.
-__device__ __forceinline__ void add_parts(Sums& sums, const Plan& plan, int end, Part* parts) {
+// Adds what blocks behind this one have left of a request, in their order: those of its team, then the others' first ones.
+__device__ __forceinline__ void add_parts(Sums& sums, int others, Part* parts) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  for (int block = blockIdx.x + 1; plan.begin_of(block) < end; block++) {
-    if (plan.begin_of(block) == plan.begin_of(block + 1)) continue;  // fewer tiles than blocks
-    Part& part = parts[block * WARPS + warp];
+  Part* place = parts + (blockIdx.x + 1) * WARPS + warp;
+  for (int by = 1, step; by <= others; by += step, place += step * WARPS) {
+    step = by < TEAM ? 1 : TEAM;
+    Part& part = *place;
     float2 weights, values[OWN / 8];
     for (bool are_there = false; !are_there;) {
       weights = look_at(&part.weights[lane]);
@@ -236,7 +238,7 @@ extern "C" __global__ void __launch_bounds__(32 * (WARPS + 1 + PREPARERS), BLOCK
   extern __shared__ __align__(1024) char memory[];
   const u32 ring = (shared_address(memory) + 1023) & ~1023u;
   Shared& shared = *(Shared*)(memory + (ring - shared_address(memory)) + SLOTS * SLOT_BYTES);
-  const u32 full = shared_address(shared.full), empty = shared_address(shared.empty);
+  const u32 full = ring + SLOTS * SLOT_BYTES, empty = full + sizeof(shared.full);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, quad = lane % 4, member = lane / 4;
   if (threadIdx.x == 32 * WARPS) {
     for (int i = 0; i < SLOTS; i++) make_barrier(full + 8 * i, 1), make_barrier(empty + 8 * i, WARPS);
@@ -252,40 +254,43 @@ extern "C" __global__ void __launch_bounds__(32 * (WARPS + 1 + PREPARERS), BLOCK
     return make_ready({plan, q, page_table, width, rotation, end, warp - WARPS - 1}, shared.requests, begin);
   wait_for_prerequisites();
   start_dependents();
+  if (begin == end) return;
   const int own_head = warp / WARPS_A_HEAD;
-  int slot = 0, phase = 0, place = 0, ready_phase = 0;
+  int slot = 0, phase = 0, turn = 0;
   auto next_slot = [&] {
     const Slot its = {ring + slot * SLOT_BYTES + own_head * HEAD_BYTES, full + 8 * slot, empty + 8 * slot, (u32)phase};
     if (++slot == SLOTS) slot = 0, phase ^= 1;
     return its;
   };
-  for (int at = begin; at < end;) {
+  for (bool is_last = false; !is_last;) {
+    const int place = turn % READY;
     const Ready& its = shared.requests.places[place];
-    wait_for(shared_address(&shared.requests.full[place]), ready_phase);
-    const int first = its.request.first, num_keys = its.request.num_keys, stop = min(end, its.request.last);
+    wait_for(shared_address(&shared.requests.full[place]), turn / READY % 2);
+    const int num_keys = its.piece.num_keys, stop = its.piece.stop;
     u32 query[OWN / 16][2];  // of rows 0 to 7 of a product
     load_operand(query, its.queries[own_head][0], ROW_PAIRS);
     Sums sums = {};
     sums.top = NOTHING;
-    for (; at < stop; at++) {
+    for (int key = its.piece.key; key < stop; key += TILE) {
       const Slot keys_slot = next_slot(), values_slot = next_slot();
-      const int key = (at - first) * TILE;
       if (rotation.k && key + TILE >= num_keys)
         put_new_token(keys_slot, values_slot, num_keys - 1 - key, its.keys[own_head], its.values[own_head], rotation);
       add_tile(sums, query, its.queries[own_head][0], keys_slot, values_slot, key, num_keys, scale);
     }
-    const int row = its.request.row, head = its.request.head + own_head, last = its.request.last;
+    const int row = its.piece.row, head = its.piece.head + own_head, others = its.piece.others;
+    const bool is_left = its.piece.is_left;
+    is_last = its.piece.is_last;
     __syncwarp();
     if (lane == 0) arrive(shared_address(&shared.requests.free[place]));
-    if (++place == READY) place = 0, ready_phase ^= 1;
+    turn++;
     sums.total += __shfl_xor_sync(~0u, sums.total, 1);
     sums.total += __shfl_xor_sync(~0u, sums.total, 2);
-    if (first < begin) {
+    add_parts(sums, others, parts);
+    if (is_left) {
       leave(sums, parts[blockIdx.x * WARPS + warp]);
       __syncwarp();
       continue;
     }
-    add_parts(sums, plan, last, parts);
     if constexpr (SINKS) sums.total += sink_weight(sinks, head * GROUP + min(member, GROUP - 1), sums.top);
     const float factor = out_factor / sums.total;
     u32* its_out = out + (((u64)row * KV_HEADS + head) * GROUP + member) * HEAD_PAIRS + warp % WARPS_A_HEAD * (OWN / 2);

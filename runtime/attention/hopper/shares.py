@@ -90,7 +90,7 @@ class ShareKernel(DecodeKernel):
         tile; requests that are ready."""
         barriers = 2 * (self.slots + _READY) * 8
         counts = self.warps + 2 * MOST_REQUESTS + 1
-        request = 5 + self.heads * (self.group + 2) * (self.head_dim // 2 + _ROW_PADDING)
+        request = 7 + self.heads * (self.group + 2) * (self.head_dim // 2 + _ROW_PADDING)
         words = counts + _READY * request  # the struct ends at a multiple of 8 bytes
         return self.slots * self.slot_bytes + 1024 + barriers + (words + words % 2) * 4
 

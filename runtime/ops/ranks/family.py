@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 from mllm_compile.runtime.collectives.sum_kernels import (
     KERNELS,
     AddNormKernel,
-    PullGatherKernel,
     PullNormKernel,
     PushKernel,
     PushNormKernel,
@@ -25,7 +24,6 @@ if TYPE_CHECKING:
 
 _CHECKED_SIZES = (8, 4096, 131072)  # elements, each several times: three buffers take turns
 _CHECKED_ROWS = (1, 7, 40)
-_CHECKED_PARTS = ((1, 1000), (40, 4096), (130, 5000))
 _CHECKED_RANKS = 2
 _CHECKED_BLOCKS = 16  # of each rank, which share the GPU here
 _CHECKED_BYTES = 2 << 20  # of a copied sum: more than the largest of these rows
@@ -33,25 +31,20 @@ _MOST_OFF = 0.02  # of a norm's numbers, which are of about 1: two roundings to 
 
 
 class Family(KernelFamily):
-    """One kernel, where pieces sum bfloat16 over ranks, three for each width of rows that are normed behind it, and one
-    that gathers rows' parts."""
+    """One kernel, where pieces sum bfloat16 over ranks, and three for each width of rows that are normed behind it."""
 
     def wanted(self, pieces: CalledPieces) -> tuple[SumKernel, ...]:
         import torch
 
         from mllm_compile.runtime.ops import op
 
-        summing, norming, gathering = op("all_reduce"), op("all_reduce_residual_norm"), op("all_gather")
-        ops = summing, norming, gathering
-        nodes = [node for piece, _ in pieces for node in piece.graph.nodes if node.target in ops]
+        summing, norming = op("all_reduce"), op("all_reduce_residual_norm")
+        nodes = [node for piece, _ in pieces for node in piece.graph.nodes if node.target in (summing, norming)]
         values = {node: node.args[0].meta["val"] for node in nodes}  # type: ignore[union-attr]
         ours = [node for node, val in values.items() if val.dtype is torch.bfloat16 and val.device.type == "cuda"]
         widths = sorted({int(values[node].shape[-1]) for node in ours if node.target is norming})
         normed = [kernel(width) for width in widths for kernel in (PushNormKernel, PullNormKernel, AddNormKernel)]
-        if not any(node.target in (summing, norming) for node in ours):
-            return ()
-        of_columns = any(node.target is gathering and 0 < node.args[1] == values[node].dim() - 1 for node in ours)
-        return (PushKernel(), *normed, *([PullGatherKernel()] if of_columns else []))
+        return (PushKernel(), *normed) if ours else ()
 
     def from_json(self, data: Mapping[str, Any]) -> SumKernel:
         kind = {kernel.source: kernel for kernel in KERNELS}[data["source"]]
@@ -73,8 +66,6 @@ class Family(KernelFamily):
         for kernel in kernels:
             if isinstance(kernel, PushNormKernel | PullNormKernel | AddNormKernel):
                 yield from ranks.faults_of_norms(kernel)
-            if isinstance(kernel, PullGatherKernel):
-                yield from ranks.faults_of_gathers(kernel)
 
 
 class _Ranks:
@@ -147,18 +138,5 @@ class _Ranks:
                 yield (
                     f"{kernel.name}: the norm of {rows} rows that are summed over ranks is wrong. Set {kernel.switch}, "
                     "and report this."
-                )
-                return
-
-    def faults_of_gathers(self, kernel: PullGatherKernel) -> Iterator[str]:
-        import torch
-
-        for rows, columns in _CHECKED_PARTS * 2:
-            parts = [self._random(rows, columns) for _ in range(_CHECKED_RANKS)]
-            found = self._run(self._pulled, lambda rank, one: one.gather(parts[rank]))  # noqa: B023
-            if not all(torch.equal(one, torch.cat(parts, -1)) for one in found):
-                yield (
-                    f"{kernel.name}: {rows} rows of {columns} numbers that are gathered from ranks are wrong. Set "
-                    f"{kernel.switch}, and report this."
                 )
                 return

@@ -42,10 +42,10 @@ def all_gather(x: torch.Tensor, dim: int, num_ranks: int) -> torch.Tensor:
     Args:
         num_ranks: how many there are: a size that a graph has to know.
     """
-    if 0 < dim == x.dim() - 1:
-        gathered = current().gather_columns(x.reshape(-1, x.shape[-1]).contiguous())
-        return gathered.view(*x.shape[:-1], gathered.shape[-1])
-    return current().all_gather(x.contiguous()).movedim(0, dim).flatten(dim, dim + 1)
+    parts = current().all_gather(x.contiguous())
+    if x.shape[:dim].numel() == 1:  # they lie in order
+        return parts.movedim(0, dim).flatten(dim, dim + 1)
+    return torch.cat(parts.unbind(), dim)  # copies runs; flatten would copy elements, which took 99 µs of 78 MB, not 40
 
 
 def reduce_scatter(x: torch.Tensor, num_ranks: int) -> torch.Tensor:

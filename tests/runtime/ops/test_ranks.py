@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from mllm_compile.kernels.nvrtc import compile_cuda, find_nvrtc
@@ -12,7 +11,6 @@ from mllm_compile.runtime.collectives.lockstep import run_lockstep
 from mllm_compile.runtime.collectives.sum_kernels import (
     CHUNK_BYTES,
     AddNormKernel,
-    PullGatherKernel,
     PullNormKernel,
     PushKernel,
     PushNormKernel,
@@ -65,27 +63,12 @@ def test_the_first_error_of_a_rank_ends_all():
 
 
 NORMING = (PushNormKernel, PullNormKernel, AddNormKernel)
-KERNELS = [PushKernel(), PullGatherKernel(), *(kind(columns) for kind in NORMING for columns in (192, 4096, 8192))]
+KERNELS = [PushKernel(), *(kind(columns) for kind in NORMING for columns in (192, 4096, 8192))]
 
 
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
 def test_a_kernel_survives_json(kernel):
     assert family("ranks").from_json(kernel.to_json()) == kernel
-
-
-def test_pieces_that_gather_columns_have_a_kernel_for_that():
-    def wanted(*dims: int) -> set[str]:
-        graph = fx.Graph()
-        x = graph.placeholder("x")
-        with FakeTensorMode(allow_non_fake_inputs=True):  # on a GPU, of which there may be none
-            x.meta["val"] = torch.empty(3, 4096, dtype=torch.bfloat16, device="cuda")
-        for dim in dims:
-            graph.call_function(op("all_gather"), (x, dim, 2))
-        graph.call_function(op("all_reduce"), (x,))
-        return {kernel.name for kernel in family("ranks").wanted([(fx.GraphModule({}, graph), None)])}
-
-    assert wanted(0) == {"push_sum"}
-    assert wanted(0, 1) == {"push_sum", "pull_gather"}
 
 
 def test_the_largest_sum_is_of_whole_chunks_and_threads_are_whole_warps():
