@@ -189,7 +189,7 @@ class EngineCore:
     def expect(self) -> None:
         """Wakes the engine's thread for a submission that is being made; `submit` follows, or nothing does.
 
-        A processor that has slept for milliseconds takes a tenth of one or two to wake, as long as a prompt takes to be
+        A processor that has slept for milliseconds takes 0.1 to 0.2 ms to wake, as long as a prompt takes to be
         checked.
         """
         with self._condition:

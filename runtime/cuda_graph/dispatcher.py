@@ -48,7 +48,7 @@ class GraphDispatcher:
         key = "cudagraph.mixed_tokens"
         self.mixed_tokens = self._sizes(key, mixed_tokens, CUDAGraphMode.FULL) if mixed_tokens and takes_mixed else ()
         self.cascade_requests = tuple(sorted(set(self.decode_requests) & set(cascade_requests)))
-        self.fresh_tokens = self._sizes(key, fresh_tokens, CUDAGraphMode.FULL) if fresh_tokens and takes_mixed else ()
+        self.fresh_tokens = tuple(sorted(set(fresh_tokens))) if takes_mixed else ()  # no setting has them
 
     def dispatch(
         self, num_tokens: int, num_reqs: int, uniform: bool, may_mix: bool = True

@@ -18,7 +18,7 @@ Kind = Literal["fp8", "int4", "int4_lanes", "mxfp4", "nvfp4"]
 
 FP8_MAX = 448.0  # of float8_e4m3fn
 SMALLEST_SCALE = 1e-12  # of a group of zeros: it is divided by
-INT4_GROUP = 128  # inputs that share a scale, where not a checkpoint says how many
+INT4_GROUP = 128  # inputs that share a scale, where no checkpoint says how many
 INT4_ZERO = 8  # what stands for zero where no zero points are stored
 
 

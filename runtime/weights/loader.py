@@ -385,7 +385,7 @@ def _scale(
 def _read(part: WeightPart, place: torch.Tensor, folder: Path, headers: Mapping[str, SafetensorsHeader]) -> TensorRead:
     """The read of a weight that the checkpoint has quantised."""
     quantised, small = part.quantised, part.small
-    assert quantised is not None, "others are _read_plain's"
+    assert quantised is not None, "others are _plain_read's"
     steps = part.steps if small is None else small.steps(part.steps)
     view = partial(viewed, steps=steps) if steps else None
     first, *others = (

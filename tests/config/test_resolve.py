@@ -214,10 +214,7 @@ def test_no_auto_is_left_and_json_keeps_everything():
 
 @pytest.mark.parametrize(
     ("asked", "section", "derived"),
-    [
-        (RuntimeConfig, RuntimeSection, set()),
-        (CudaGraphConfig, CudaGraphSection, {"mixed_tokens_asked"}),
-    ],
+    [(RuntimeConfig, RuntimeSection, set()), (CudaGraphConfig, CudaGraphSection, {"mixed_tokens_asked"})],
 )
 def test_the_runner_is_told_every_key_of_its_sections(asked, section, derived):
     """A new key is a field here and there: what the runner reads is the section itself."""

@@ -32,7 +32,7 @@ class FreshSteps:
         """
         self._groups = groups
         self._works = works
-        ends = np.cumsum([works.num_bytes for works in works]).tolist()
+        ends = np.cumsum([one.num_bytes for one in works]).tolist()
         self._places = [slice(start, end) for start, end in zip([0, *ends], ends, strict=False)]
         self.work_bytes: int = ends[-1]
         self._captured: list[list[Any]] = []  # what graphs launched is kept

@@ -24,7 +24,7 @@ class WorkList:
 
     Attributes:
         layout: what kernels are told of it.
-        num_bytes: what a list of a piece a block takes, or less.
+        num_bytes: up to the end of the longest list that is written, of a piece a block.
     """
 
     def __init__(self, layout: Sequence[int], num_heads: int, head_dim: int, num_blocks: int) -> None:
