@@ -294,7 +294,7 @@ class ModelRunner:
         """The sizes for which prompts alone are captured whole."""
         from mllm_compile.runtime.cuda_graph.graph_runner import FRESH_TOKENS
 
-        if self.communicator is not None or self.model.num_experts or not self.attn_backend.fresh_work_bytes:
+        if self.communicator is not None or self.model.has_experts or not self.attn_backend.fresh_work_bytes:
             return []  # over ranks, and of mixtures of experts, they have not been seen
         if self.always_takes_features or self.model.rope is not None:  # there are further inputs
             return []

@@ -76,6 +76,7 @@ class ArtifactSource:
             sampling=linked.sampling,
             decode_loop=linked.decode_loop,
             media=linked.bind_media(weights),
+            has_experts=bool(artifact.program.expert_weights),
             num_experts={
                 # Of weights that are spread over ranks, which are all that such a program counts.
                 name.rpartition(".")[0]: artifact.program.expert_weights[name].num_experts * num_ranks

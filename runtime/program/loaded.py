@@ -76,7 +76,9 @@ class LoadedModel:
     sampling: SamplingPieces | None = None  # the program's own kernels for choosing tokens, if any
     decode_loop: DecodeLoopPieces | None = None  # and those around a captured decode
     media: MediaExecutors | None = None  # for images, where the model takes some
-    num_experts: Mapping[str, int] = field(default_factory=dict)  # layer of experts, in order → how many it has
+    has_experts: bool = False  # some of its layers are mixtures of experts
+    # Layer of experts whose choices are counted (runtime.expert_stats), in order → how many it has.
+    num_experts: Mapping[str, int] = field(default_factory=dict)
     num_attention_heads: int
     num_kv_heads: int
     head_dim: int

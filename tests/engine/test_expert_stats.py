@@ -8,7 +8,10 @@ import pytest
 import torch
 
 from mllm_compile import Engine, EngineConfig, SamplingParams
+from mllm_compile.compiler.load_or_compile import load_or_compile
 from mllm_compile.engine.stats import ExpertLoad
+from mllm_compile.process.progress import NullReporter
+from mllm_compile.store.source import ArtifactSource
 from tests.model.tiny_configs import LAYERS, save_tiny_model, tiny_config
 
 PROMPTS = [[5, 6, 7, 8, 9], [10, 11, 12]]
@@ -22,14 +25,18 @@ def folder(tmp_path_factory):
     return folder
 
 
-def engine(folder, tmp_path, **runtime) -> Engine:
+def config_of(folder, tmp_path, **runtime) -> EngineConfig:
     sections = {
         "model": {"path": str(folder), "dtype": "float32"},
         "compile": {"backend": "eager"},
         "runtime": {"device": "cpu", "max_model_len": 64, **runtime},
         "cache": {"dir": str(tmp_path)},
     }
-    return Engine(EngineConfig.from_dict(sections))
+    return EngineConfig.from_dict(sections)
+
+
+def engine(folder, tmp_path, **runtime) -> Engine:
+    return Engine(config_of(folder, tmp_path, **runtime))
 
 
 def chosen_by_transformers(folder, texts) -> list[list[int]]:
@@ -70,6 +77,9 @@ def test_nothing_is_counted_unless_the_config_asks(folder, tmp_path):
     with engine(folder, tmp_path) as served:
         served.generate([PROMPTS[0]], SamplingParams(temperature=0, max_tokens=2))
         assert served.stats().experts == ()
+    compiled = load_or_compile(config_of(folder, tmp_path), NullReporter())
+    model = ArtifactSource(compiled, NullReporter()).load(torch.device("cpu"))
+    assert model.has_experts and not model.num_experts, "it is a mixture all the same"
 
 
 def test_skew_is_the_largest_over_the_mean():

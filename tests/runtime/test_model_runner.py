@@ -75,8 +75,8 @@ def test_whole_steps_with_prompts_are_refused_or_left_out_where_attention_cannot
             dispatcher(is_asked=True)
 
 
-def model_of(rope, num_experts=()):
-    return SimpleNamespace(rope=rope, media=None, num_experts=num_experts)
+def model_of(rope, has_experts=False):
+    return SimpleNamespace(rope=rope, media=None, has_experts=has_experts)
 
 
 @pytest.mark.parametrize(
@@ -86,7 +86,7 @@ def model_of(rope, num_experts=()):
         ({"communicator": SimpleNamespace()}, ()),
         ({"attn_backend": SimpleNamespace(fresh_work_bytes=0)}, ()),
         ({"model": model_of(rope=object())}, ()),
-        ({"model": model_of(rope=None, num_experts={"layers.0.mlp": 8})}, ()),
+        ({"model": model_of(rope=None, has_experts=True)}, ()),
     ],
 )
 def test_prompts_alone_are_captured_whole_where_the_graph_can_fetch_all_that_it_reads(changes, expected):
