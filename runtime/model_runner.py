@@ -296,7 +296,7 @@ class ModelRunner:
 
         if self.communicator is not None or self.model.has_experts or not self.attn_backend.fresh_work_bytes:
             return []  # over ranks, and of mixtures of experts, they have not been seen
-        if self.always_takes_features or self.model.rope is not None:  # there are further inputs
+        if self.model.rope is not None:  # its lengths are a further input
             return []
         return [size for size in FRESH_TOKENS if size <= self.config.runtime.max_num_batched_tokens]
 

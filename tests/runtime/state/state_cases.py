@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 
@@ -122,15 +123,21 @@ def mixed_batch(
 ) -> CommonAttentionMetadata:
     """A batch as captured steps with prompts take it: so many new tokens of each request after so many earlier ones."""
     lengths, prefixes = (torch.tensor(counts, dtype=torch.int32, device=device) for counts in (new, earlier))
-    batch = SimpleNamespace(
+    batch: Any = SimpleNamespace(
         req_pool_indices=torch.tensor(rows, device=device), extend_seq_lens=lengths, extend_prefix_lens=prefixes
     )
-    return SimpleNamespace(  # type: ignore[return-value]
+    nowhere = torch.zeros(0, dtype=torch.int64)
+    return CommonAttentionMetadata(
         batch=batch,
         query_start_loc_cpu=torch.tensor([0, *itertools.accumulate(new)], dtype=torch.int32),
+        seq_lens=lengths + prefixes,
+        seq_lens_cpu=(lengths + prefixes).cpu(),
+        num_computed_tokens_cpu=prefixes.cpu(),
         num_reqs=len(rows),
         num_actual_tokens=sum(new),
         max_query_len=max(new),
+        block_table=nowhere,
+        slot_mapping=nowhere,
     )
 
 
