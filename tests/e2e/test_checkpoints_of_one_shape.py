@@ -14,9 +14,11 @@ from mllm_compile import Engine, SamplingParams
 from mllm_compile.compiler.load_or_compile import load_or_compile
 from mllm_compile.config.compile_options import CompileOptions
 from mllm_compile.errors import CheckpointError
-from tests.tiny_model import TINY, tiny_config
+from tests.model.tiny_configs import save_tiny_model
+from tests.model.tiny_configs import tiny_config as shape_of
+from tests.tiny_model import tiny_config
 
-PROMPT = "The for statement is used to"
+PROMPT = [5, 6, 7, 8]
 EAGER = {"backend": "eager"}
 PACKED = CompileOptions(pack_weights=True)
 GREEDY = SamplingParams(temperature=0, max_tokens=12)
@@ -24,12 +26,14 @@ GREEDY = SamplingParams(temperature=0, max_tokens=12)
 
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory) -> tuple[Path, Path]:
-    """The embedded model, and one that says something else."""
-    folders = tuple(tmp_path_factory.mktemp("checkpoints") / name for name in ("first", "second"))
-    for folder in folders:
-        shutil.copytree(TINY, folder)
-    change(folders[1])
-    return folders
+    """A model, and one that says something else."""
+    first, second = (tmp_path_factory.mktemp("checkpoints") / name for name in ("first", "second"))
+    save_tiny_model(
+        shape_of("qwen3", num_hidden_layers=1, layer_types=["full_attention"], max_position_embeddings=512), first
+    )
+    shutil.copytree(first, second)
+    change(second)
+    return first, second
 
 
 def change(folder: Path) -> None:

@@ -36,6 +36,7 @@ from tests.passes.support.stand_ins import only_kernel_passes, streamed_ops_on_c
 
 WIDTHS = {"hidden_size": 256, "intermediate_size": 512, "vocab_size": 512}
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64}
+ONE_LAYER = {"num_hidden_layers": 1, "layer_types": ["full_attention"]}
 
 
 @dataclass
@@ -106,7 +107,7 @@ def test_kernels_are_compiled_checked_published_and_loaded(loads, tmp_path):
 
 
 def test_pieces_with_a_large_weight_have_kernels_of_rows_for_eight_tokens(loads, tmp_path):
-    config = config_of(tmp_path, widths=WIDTHS | {"hidden_size": 1536, "intermediate_size": 3072})
+    config = config_of(tmp_path, widths=WIDTHS | {"hidden_size": 1536, "intermediate_size": 3072} | ONE_LAYER)
     program = load_or_compile(config).artifact.program
     assert {form.max_size for form in program.all_small_forms()} == {MAX_LARGE_TOKENS, MAX_STREAMED_TOKENS}
     assert {
