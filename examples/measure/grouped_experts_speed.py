@@ -16,11 +16,9 @@ from collections.abc import Callable
 from functools import partial
 
 import torch
-import triton
 from mistakes import positive, told_in_one_line
 
 from mllm_compile.runtime.ops import op
-from mllm_compile.runtime.ops.experts import grouped
 from mllm_compile.runtime.ops.experts.shapes import SOFTMAX_OF_ALL, rows_at_once, rows_of_block
 
 EXPERTS, CHOSEN, HIDDEN, INNER = 128, 8, 2048, 768
@@ -52,6 +50,10 @@ def graph_us(run: Callable[[], object]) -> float:
 
 def measure(tokens: int, weights: dict[str, torch.Tensor], forms: dict[str, list[Tiling]]) -> None:
     """Prints a line a tiling."""
+    import triton  # where there is a GPU, which main asks for
+
+    from mllm_compile.runtime.ops.experts import grouped
+
     block = rows_of_block(tokens, CHOSEN, EXPERTS)
     x = torch.randn(tokens, HIDDEN, device="cuda").bfloat16()
     slots = torch.arange(1, tokens + 1, device="cuda")
