@@ -8,16 +8,15 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from operator import attrgetter
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from mllm_compile.runtime.errors import CheckpointError, DamagedWeightsError
-from mllm_compile.runtime.json_data import from_json
 from mllm_compile.runtime.quantised.numbers import E8M0_NAN
 from mllm_compile.runtime.quantised.scheme import SCALES, WeightScheme
 from mllm_compile.runtime.weights.formats.base import VALUES, Quantised, StoredTensor
@@ -162,26 +161,6 @@ class WeightSpec:
     def num_bytes_read(self) -> int:
         """The bytes of files that fill it, other dtypes left aside."""
         return sum(part.num_bytes(self.dtype) for part in self.parts)
-
-    def to_json(self) -> dict[str, Any]:
-        return _jsonable(self)
-
-    @classmethod
-    def from_json(cls, data: dict[str, Any]) -> WeightSpec:
-        """Raises ValueError for anything that to_json would not have written."""
-        return from_json(cls, data)
-
-
-def _jsonable(value: Any) -> Any:
-    if value is None or isinstance(value, (str, int, float)):
-        return value
-    if isinstance(value, tuple):
-        return [_jsonable(item) for item in value]
-    if isinstance(value, Mapping):
-        return {key: _jsonable(item) for key, item in value.items()}
-    if isinstance(value, torch.dtype):
-        return str(value).removeprefix("torch.")
-    return {field.name: _jsonable(getattr(value, field.name)) for field in fields(value)}
 
 
 def viewed(tensor: torch.Tensor, steps: Iterable[ViewStep]) -> torch.Tensor:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 from pathlib import Path
@@ -170,12 +169,6 @@ def test_random_weights_of_parts_are_those_of_the_whole():
     fill_random(specs, weights, seed=3)
     assert torch.equal(weights["rows"], weights["w"][[1, 4]])
     assert torch.equal(weights["columns"], weights["w"][:, 2:])
-
-
-def test_a_spec_survives_json():
-    part = WeightPart("q", FILE, 1, (4, 3), (("transpose", 0, 1), ("reshape", 2, 6)), (0,))
-    spec = WeightSpec("w", (4, 6), torch.bfloat16, (part, WeightPart("k", FILE, 3, (2, 3))))
-    assert WeightSpec.from_json(json.loads(json.dumps(spec.to_json()))) == spec
 
 
 def test_a_checkpoint_that_has_changed_since_is_named(folder):
