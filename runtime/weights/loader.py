@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
+from itertools import islice
 from operator import attrgetter
 from pathlib import Path
 from typing import NamedTuple
@@ -224,27 +225,37 @@ def _reads_in_order(
     folder: Path,
     headers: Mapping[str, SafetensorsHeader],
 ) -> Iterator[Read]:
-    """The reads in the order of the files' bytes, found file by file: a mixture of experts has many thousand, which
-    are found while others are read."""
-    plain: dict[str, list[tuple[WeightPart, _Place]]] = {file: [] for file in headers}
-    others: dict[str, list[Read | _LaterRead]] = {file: [] for file in headers}
+    """The reads in the order of the files' bytes. A mixture of experts has many thousand: those of a file are found one
+    by one while the file before it is read, as whoever reads cannot go on while all of them are found."""
     paths = {file: folder / file for file in headers}
+    parts: dict[str, list[tuple[WeightPart, _Place]]] = {file: [] for file in headers}
+    of_scheme: dict[str, list[TensorRead]] = {file: [] for file in headers}
     quantising = _Quantising()
     for spec in specs:
         place = _Place.of(weights[spec.name])
         for part in spec.parts:
-            if part.quantised is None and part.small is None:
-                plain[part.file].append((part, place))
-            elif read := _small_read(part, place, paths, folder, headers):
-                others[part.file].append(read)
-            elif not quantising.takes(part, place_of(place.weight, part)):
-                others[part.file].append(_read(part, place_of(place.weight, part), folder, headers))
-    for part, of_scheme in quantising.reads(folder, headers):
-        others[part.file].append(of_scheme)
-    for file in sorted(headers):
-        reads = [_plain_read(paths[file], part, place, folder, headers) for part, place in plain[file]]
-        for one in sorted([*reads, *others[file]], key=attrgetter("begin")):
+            if part.small is None or not quantising.takes(part, place_of(place.weight, part)):
+                parts[part.file].append((part, place))
+    for part, read in quantising.reads(folder, headers):
+        of_scheme[part.file].append(read)
+
+    def found(file: str) -> Iterator[Read | _LaterRead]:
+        for part, place in parts[file]:
+            if part.quantised is None:
+                yield _plain_read(paths[file], part, place, folder, headers)
+            else:
+                straight = _small_read(part, place, paths, folder, headers)
+                yield straight or _read(part, place_of(place.weight, part), folder, headers)
+        yield from of_scheme[file]
+
+    following: list[Read | _LaterRead] = []
+    rest: Iterator[Read | _LaterRead] = iter(())
+    for file in [*sorted(headers), None]:
+        of_file = sorted([*following, *rest], key=attrgetter("begin"))
+        following, rest = [], iter(()) if file is None else found(file)
+        for one in of_file:
             yield one.made() if isinstance(one, _LaterRead) else one
+            following += islice(rest, 1)
 
 
 class _Place(NamedTuple):
