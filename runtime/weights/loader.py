@@ -111,6 +111,11 @@ class WeightPart:
     factor: Factor | None = None
 
     @property
+    def is_quantised_here(self) -> bool:
+        """True if the checkpoint has it as it is, and memory is to have it quantised."""
+        return self.small is not None and self.quantised is None
+
+    @property
     def sources(self) -> tuple[StoredTensor, ...]:
         """The tensors that a quantised weight, or what is wanted of it, is computed from."""
         if self.quantised is None:
@@ -234,7 +239,9 @@ def _reads_in_order(
     for spec in specs:
         place = _Place.of(weights[spec.name])
         for part in spec.parts:
-            if part.small is None or not quantising.takes(part, place_of(place.weight, part)):
+            if part.is_quantised_here:
+                quantising.add(part, place_of(place.weight, part))
+            else:
                 parts[part.file].append((part, place))
     for part, read in quantising.reads(folder, headers):
         of_scheme[part.file].append(read)
@@ -245,7 +252,7 @@ def _reads_in_order(
                 yield _plain_read(paths[file], part, place, folder, headers)
             else:
                 straight = _small_read(part, place, paths, folder, headers)
-                yield straight or _read(part, place_of(place.weight, part), folder, headers)
+                yield straight or _read(part, place_of(place.weight, part), paths, folder, headers)
         yield from of_scheme[file]
 
     following: list[Read | _LaterRead] = []
@@ -372,14 +379,20 @@ def _scale(
                 place_of(weights[spec.name], part).mul_(part.factor.value(folder, headers))
 
 
-def _read(part: WeightPart, place: torch.Tensor, folder: Path, headers: Mapping[str, SafetensorsHeader]) -> TensorRead:
+def _read(
+    part: WeightPart,
+    place: torch.Tensor,
+    paths: Mapping[str, Path],
+    folder: Path,
+    headers: Mapping[str, SafetensorsHeader],
+) -> TensorRead:
     """The read of a weight that the checkpoint has quantised."""
     quantised, small = part.quantised, part.small
     assert quantised is not None, "others are _plain_read's"
     steps = part.steps if small is None else small.steps(part.steps)
     view = partial(viewed, steps=steps) if steps else None
     first, *others = (
-        Source(folder / one.file, _entry(folder, headers, one.file, one.name, one.shape, one.dtype))
+        Source(paths[one.file], _entry(folder, headers, one.file, one.name, one.shape, one.dtype))
         for one in part.sources
     )
     _check_details(quantised, folder, headers)
@@ -433,17 +446,15 @@ class _Quantising:
     def __init__(self) -> None:
         self._found: dict[tuple[WeightPart, WeightScheme], list[dict[str, torch.Tensor]]] = {}
 
-    def takes(self, part: WeightPart, place: torch.Tensor) -> bool:
-        """Keeps the place of a part of such a weight; False for any other part."""
-        if part.small is None or part.quantised is not None:
-            return False
+    def add(self, part: WeightPart, place: torch.Tensor) -> None:
+        """Keeps the place of a part of such a weight."""
+        assert part.small is not None, "others are read as they are"
         key = replace(part, small=None, start=0, inner_starts=(), factor=None), part.small.scheme
         weights = self._found.setdefault(key, [])
         places = next((one for one in weights if part.small.role not in one), None)
         if places is None:
             weights.append(places := {})
         places[part.small.role] = place
-        return True
 
     def reads(self, folder: Path, headers: Mapping[str, SafetensorsHeader]) -> Iterator[tuple[WeightPart, TensorRead]]:
         """The parts, each with the read of it."""
@@ -620,9 +631,9 @@ def fill_random(specs: Iterable[WeightSpec], weights: dict[str, torch.Tensor], s
     for spec in specs:
         for part in spec.parts:
             place = place_of(weights[spec.name], part)
-            if quantising.takes(part, place):
-                continue
-            if len(part.shape) < 2:
+            if part.is_quantised_here:
+                quantising.add(part, place)
+            elif len(part.shape) < 2:
                 place.fill_(0.0 if part.tensor.endswith("bias") else 1.0)
             elif part.steps:  # a rank's part of a tensor that is the same for all ranks
                 whole = place.new_empty(part.shape)
