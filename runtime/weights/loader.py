@@ -215,9 +215,8 @@ def load_weights(
         CheckpointError: a file is missing, truncated or corrupt, does not hold what the spec says, or holds NaN or inf.
         DamagedWeightsError: packed weights are not those that were packed.
     """
-    files = {file for spec in specs for part in spec.parts for file in _files(part)}
-    headers = {file: read_header(folder / file) for file in sorted(files)}
-    if files:
+    headers = {file: read_header(folder / file) for file in _files(specs)}
+    if headers:
         stream_in_order(_reads_in_order(specs, weights, folder, headers), weights[specs[0].name].device, advance)
     _scale(specs, weights, folder, headers)
     _check_sums(specs, weights, folder)
@@ -257,7 +256,7 @@ def _reads_in_order(
 
     following: list[Read | _LaterRead] = []
     rest: Iterator[Read | _LaterRead] = iter(())
-    for file in [*sorted(headers), None]:
+    for file in [*headers, None]:
         of_file = sorted([*following, *rest], key=attrgetter("begin"))
         following, rest = [], iter(()) if file is None else found(file)
         for one in of_file:
@@ -300,13 +299,15 @@ def _plain_read(
     path: Path, part: WeightPart, place: _Place, folder: Path, headers: Mapping[str, SafetensorsHeader]
 ) -> StraightRead | _LaterRead:
     """The read of a weight that is stored as it is."""
-    dtype, memory = place.dtype, place.memory
+    weight, shape, dtype, memory = place
+    size = dtype.itemsize
     # Numbers of eight bits mean nothing in another type.
-    entry = _entry(folder, headers, part.file, part.tensor, part.shape, dtype if dtype.itemsize == 1 else None)
-    places = _places_of(part.shape, part.steps, part.inner_starts, place.shape) if entry.dtype == dtype else None
+    entry = _entry(folder, headers, part.file, part.tensor, part.shape, dtype if size == 1 else None)
+    stored_dtype, _, begin, end = entry
+    places = _places_of(part.shape, part.steps, part.inner_starts, shape) if stored_dtype == dtype else None
     if memory is None or places is None:
-        return _LaterRead(entry.begin, path, entry, part, place.weight)
-    return StraightRead(path, entry.begin, entry.end - entry.begin, memory, places.of(part.start) * dtype.itemsize)
+        return _LaterRead(begin, path, entry, part, weight)
+    return StraightRead(path, begin, end - begin, memory, places.of(part.start) * size)
 
 
 def _small_read(
@@ -360,10 +361,13 @@ def _places_of(
     return _Places(first, math.prod(shape[1:]))
 
 
-def _files(part: WeightPart) -> tuple[str, ...]:
-    of_factor = (part.factor.tensor.file,) if part.factor else ()
-    of_weight = (tensor.file for tensor in part.quantised.tensors.values()) if part.quantised else ()
-    return part.file, *of_weight, *of_factor
+def _files(specs: Iterable[WeightSpec]) -> list[str]:
+    """The files that weights are read from, in order."""
+    parts = [part for spec in specs for part in spec.parts]
+    files = {part.file for part in parts}
+    files |= {one.file for part in parts if part.quantised is not None for one in part.quantised.tensors.values()}
+    files |= {part.factor.tensor.file for part in parts if part.factor is not None}
+    return sorted(files)
 
 
 def _scale(
