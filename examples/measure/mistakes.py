@@ -1,4 +1,4 @@
-"""How scripts of this folder tell a user's mistake: in one line, as the command line does."""
+"""How scripts of this folder tell a user's mistake, or that they need another machine: in one line."""
 
 from __future__ import annotations
 
@@ -15,6 +15,24 @@ def positive(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r}; expected a number of at least 1")
     return int(text)
+
+
+def need_gpu() -> None:
+    """Ends the process where torch sees no GPU."""
+    import torch
+
+    if not torch.cuda.is_available():
+        sys.exit("needs an NVIDIA GPU")
+
+
+def need_hopper(count: int = 1) -> None:
+    """Ends the process where there are fewer than `count` GPUs, or where they do not run the kernels for Hopper."""
+    import torch
+
+    from mllm_compile.kernels.cuda import can_compile_kernels
+
+    if torch.cuda.device_count() < count or not can_compile_kernels("cuda:0"):
+        sys.exit(f"needs {'an NVIDIA Hopper GPU' if count == 1 else f'{count} NVIDIA Hopper GPUs'} and NVRTC")
 
 
 @contextmanager

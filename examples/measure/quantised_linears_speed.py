@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import math
-import statistics
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -26,10 +25,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from graph_times import graph_us, read_rate
+from mistakes import need_hopper
 from torch.nn.functional import linear, silu
 
 from mllm_compile.errors import CompileError, DeviceError
-from mllm_compile.kernels.cuda import KernelCompiler, can_compile_kernels
+from mllm_compile.kernels.cuda import KernelCompiler
 from mllm_compile.process.progress import NullReporter
 from mllm_compile.runtime.ops.stream_linear import ops as bf16_ops
 from mllm_compile.runtime.ops.stream_linear.linear import bucket_of
@@ -56,7 +57,6 @@ FORMS = {
     "nvfp4": NVFP4,
 }
 EPS = 1e-6
-REPEATS = 15
 MOST_LAYERS, LEAST_BYTES = 36, 1 << 30  # of a chain: many times the L2 cache
 
 
@@ -178,29 +178,6 @@ def _ops(form: str) -> StreamedOps:
     return (bf16_ops if form == "bf16" else quantised_ops).STREAMED
 
 
-def microseconds(run: Callable[[], object]) -> float:
-    """Of one replay: the median."""
-    run()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        run()
-    times = []
-    for _ in range(REPEATS + 3):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) * 1e3)
-    return statistics.median(times[3:])
-
-
-def read_rate() -> float:
-    """GB/s of one sum over a gigabyte."""
-    data = torch.ones(1 << 28, device="cuda")
-    return data.nbytes / microseconds(data.sum) / 1e3
-
-
 def load(compiler: KernelCompiler, tilings: Sequence[Any], load_kernels: Callable[..., None]) -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -234,9 +211,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--head", action="store_true", help="the shape's head too, in bfloat16")
     parser.add_argument("--sweep", action="store_true", help="other divisions too")
     options = parser.parse_args(arguments)
-    if not torch.cuda.is_available() or not can_compile_kernels("cuda:0"):
-        print("needs a Hopper GPU and NVRTC", file=sys.stderr)
-        return 1
+    need_hopper()
     torch.manual_seed(0)
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {options.shape}, microseconds a layer")
     limit = read_rate()
@@ -265,7 +240,7 @@ def _measure_head(compiler: KernelCompiler, options: argparse.Namespace, limit: 
             bf16_ops.STREAMED.plain_kind((weight,), squares, False, False, False), bucket_of(tokens)
         )
         load(compiler, [tiling], bf16_ops.STREAMED.load_kernels)
-        time = microseconds(partial(torch.ops.mllm.stream_linear, x, weight, squares, EPS, False))
+        time = graph_us(partial(torch.ops.mllm.stream_linear, x, weight, squares, EPS, False))
         rate = weight.nbytes / time / 1e3
         print(f"{'head':6}{tokens:7}{time:8.1f}{rate:7.0f}{rate / limit:6.0%}", flush=True)
 
@@ -292,13 +267,13 @@ def _measure(compiler: KernelCompiler, form: str, options: argparse.Namespace, l
 def _line(chain: Chain, tokens: int, name: str, each: bool, limit: float) -> str:
     errors, count = chain.errors(), len(chain.layers)
     error = max(errors.values(), key=lambda error: (math.isnan(error), error))
-    layer = microseconds(chain.run_layers) / count
+    layer = graph_us(chain.run_layers) / count
     read = sum(weight.num_bytes for weight in chain.layers[0].values())
     rate = read / layer / 1e3
     line = f"{chain.form:6}{tokens:7}{layer:8.1f}{rate:7.0f}{rate / limit:6.0%}{error:7.2f}"
     if each:
         for one in LINEARS:
-            time = microseconds(partial(chain.run_each, one)) / count
+            time = graph_us(partial(chain.run_each, one)) / count
             rate = chain.layers[0][one].num_bytes / time / 1e3
             line += f"{time:9.1f} ({rate:4.0f} {rate / limit:4.0%} {errors[one]:4.2f})"
     return f"{line}  {name}"
