@@ -184,8 +184,8 @@ def test_the_page_has_what_was_seen_on_a_gpu_and_through_inductor():
     figures = "| qwen3 with its heads | FlashInfer | 0.0120, 0.0130 | 0.0200, 0.0210"
     assert "Each was seen with torch 2.11.0 and Transformers 5.17.0." in page
     assert f"{figures} | H100, 2026-11-25 |" in page
-    newer = replace(SEEN, architecture="qwen2", torch="2.12.0")
-    assert f"{figures} | H100, torch 2.11.0, 2026-11-25 |" in render_models_page(Record.of_here(OUTCOMES, [SEEN, newer]))
+    of_two = [SEEN, replace(SEEN, architecture="qwen2", torch="2.12.0")]
+    assert f"{figures} | H100, torch 2.11.0, 2026-11-25 |" in render_models_page(Record.of_here(OUTCOMES, of_two))
     assert differences(page, OUTCOMES, is_whole=True) == []  # which are of a CPU
 
 
