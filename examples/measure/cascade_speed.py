@@ -20,7 +20,7 @@ from pathlib import Path
 from unittest import mock
 
 import torch
-from mistakes import need_gpu
+from mistakes import need_gpu, told_in_one_line
 
 from mllm_compile import Engine, EngineConfig, SamplingParams
 
@@ -126,4 +126,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with told_in_one_line():
+        main()

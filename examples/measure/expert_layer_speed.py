@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 import torch
 from graph_times import read_rate, replay_us
-from mistakes import need_hopper, told_in_one_line
+from mistakes import need_hopper, positives, told_in_one_line
 
 from mllm_compile.kernels.cuda import KernelCompiler
 from mllm_compile.process.progress import NullReporter
@@ -122,7 +122,7 @@ def rings_of(text: str) -> Rings:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--tokens", default="1,8")
+    parser.add_argument("--tokens", type=positives, default="1,8")
     parser.add_argument("--rings", type=rings_of, nargs="*", default=[])
     parser.add_argument("--layers", type=int, default=12)
     args = parser.parse_args()
@@ -134,7 +134,7 @@ def main() -> None:
     layers = [Layer.random() for _ in range(args.layers)]
     dense = layers[0].o.nbytes + layers[0].router.nbytes + layers[0].qkv.nbytes
     of_expert = (layers[0].gate_up.nbytes + layers[0].down.nbytes) / EXPERTS
-    for tokens in map(int, args.tokens.split(",")):
+    for tokens in args.tokens:
         chain = Chain(layers, tokens)
         limit = (dense + chain.num_active() * of_expert) / rate / 1e3
         for rings in [None, *args.rings]:

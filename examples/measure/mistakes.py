@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
 from mllm_compile.errors import MllmError
@@ -33,6 +33,23 @@ def need_hopper(count: int = 1) -> None:
 
     if torch.cuda.device_count() < count or not can_compile_kernels("cuda:0"):
         sys.exit(f"needs {'an NVIDIA Hopper GPU' if count == 1 else f'{count} NVIDIA Hopper GPUs'} and NVRTC")
+
+
+def positives(text: str) -> list[int]:
+    """Such numbers with commas between them, for argparse."""
+    return [positive(one) for one in text.split(",")]
+
+
+def names_of(known: Iterable[str]) -> Callable[[str], list[str]]:
+    """Reads some of the known names with commas between them, for argparse."""
+
+    def names(text: str) -> list[str]:
+        for name in (asked := text.split(",")):
+            if name not in known:
+                raise argparse.ArgumentTypeError(f"{name!r}; expected some of {', '.join(known)}")
+        return asked
+
+    return names
 
 
 @contextmanager

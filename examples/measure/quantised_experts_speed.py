@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 
 import torch
 from graph_times import graph_us
-from mistakes import need_gpu
+from mistakes import names_of, need_gpu, positives
 from torch.nn.functional import silu
 
 from mllm_compile.runtime.ops import op
@@ -142,8 +142,8 @@ def tilings(form: str, tokens: int, block: int, sweep: bool) -> Iterator[tuple[s
 
 def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokens", default="1,8,64,2048")
-    parser.add_argument("--forms", default=",".join(FORMS))
+    parser.add_argument("--tokens", type=positives, default="1,8,64,2048")
+    parser.add_argument("--forms", type=names_of(FORMS), default=",".join(FORMS))
     parser.add_argument("--shape", choices=SHAPES, default="qwen-30b-a3b")
     parser.add_argument("--sweep", action="store_true", help="other tilings too")
     options = parser.parse_args(arguments)
@@ -153,9 +153,9 @@ def main(arguments: Sequence[str]) -> int:
     shape = SHAPES[options.shape]
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {options.shape}, microseconds a layer")
     print(f"{'form':6}{'tokens':>7}{'layer':>9}{'GB/s':>7}{'TFLOP/s':>9}{'error':>7}  tiling")
-    for form in options.forms.split(","):
+    for form in options.forms:
         experts = Experts(shape, form)
-        for tokens in map(int, options.tokens.split(",")):
+        for tokens in options.tokens:
             _measure(experts, form, tokens, options.sweep)
         del experts
         torch.cuda.empty_cache()

@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 from graph_times import graph_us, read_rate
-from mistakes import need_hopper
+from mistakes import names_of, need_hopper, positives
 from torch.nn.functional import linear, silu
 
 from mllm_compile.errors import CompileError, DeviceError
@@ -204,8 +204,8 @@ def divisions(chain: Chain, tokens: int, sweep: bool) -> Iterator[tuple[str, lis
 
 def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokens", default="1,8,16,32,64")
-    parser.add_argument("--forms", default=",".join(FORMS))
+    parser.add_argument("--tokens", type=positives, default="1,8,16,32,64")
+    parser.add_argument("--forms", type=names_of(FORMS), default=",".join(FORMS))
     parser.add_argument("--shape", choices=SHAPES, default="8b")
     parser.add_argument("--each", action="store_true", help="times the four linears apart too")
     parser.add_argument("--head", action="store_true", help="the shape's head too, in bfloat16")
@@ -219,7 +219,7 @@ def main(arguments: Sequence[str]) -> int:
     of_each = "".join(f"{name:>26}" for name in LINEARS) if options.each else ""
     print(f"{'form':6}{'tokens':>7}{'layer':>8}{'GB/s':>7}{'read':>6}{'error':>7}{of_each}  division")
     with KernelCompiler() as compiler:
-        for form in options.forms.split(","):
+        for form in options.forms:
             _measure(compiler, form, options, limit)
         if options.head:
             _measure_head(compiler, options, limit)
@@ -229,7 +229,7 @@ def main(arguments: Sequence[str]) -> int:
 def _measure_head(compiler: KernelCompiler, options: argparse.Namespace, limit: float) -> None:
     hidden = SHAPES[options.shape][0]
     weight = (torch.randn(HEAD_ROWS, hidden, device="cuda") * 0.02).bfloat16()
-    for tokens in map(int, options.tokens.split(",")):
+    for tokens in options.tokens:
         if not is_streamed(HEAD_ROWS, hidden, tokens):
             continue
         x, squares = (
@@ -250,7 +250,7 @@ def _measure(compiler: KernelCompiler, form: str, options: argparse.Namespace, l
     scheme = FORMS[form]
     layer_bytes = hidden * (heads + 3 * ffn + qkv) * (2 if scheme is None else 1 if scheme.kind == "fp8" else 0.5)
     chain = Chain(options.shape, form, 1, max(MOST_LAYERS, int(LEAST_BYTES // layer_bytes)))
-    for tokens in map(int, options.tokens.split(",")):
+    for tokens in options.tokens:
         if scheme is not None and tokens > MAX_TOKENS:
             continue
         chain.set_tokens(tokens)

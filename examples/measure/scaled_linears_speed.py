@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 import torch
 from graph_times import graph_us
-from mistakes import need_hopper
+from mistakes import need_hopper, positives
 from torch.nn.functional import linear
 
 from mllm_compile.runtime.ops import op
@@ -31,14 +31,14 @@ def in_fp8(x: torch.Tensor, groups: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokens", default="128,256,1024,8192")
+    parser.add_argument("--tokens", type=positives, default="128,256,1024,8192")
     options = parser.parse_args(arguments)
     need_hopper()
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, microseconds and TFLOP/s")
     for name, (rows, columns) in LINEARS.items():
         weight = torch.randn(rows, columns, device="cuda").bfloat16()
         forms = {"row": in_fp8(weight, 1), "group": in_fp8(weight, columns // 128)}
-        for tokens in map(int, options.tokens.split(",")):
+        for tokens in options.tokens:
             x = torch.randn(tokens, columns, device="cuda").bfloat16()
             times = {"bf16": graph_us(lambda: linear(x, weight), LAUNCHES)}  # noqa: B023 - called at once
             for form, (values, scales) in forms.items():

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 import torch
 from graph_times import graph_us, read_rate
-from mistakes import need_hopper, told_in_one_line
+from mistakes import need_hopper, positives, told_in_one_line
 from quantised_linears_speed import EPS, load, off_by
 
 from mllm_compile.errors import CompileError, DeviceError
@@ -118,7 +118,7 @@ def tiling_of(kind: LinearKind, bucket: int, division: str) -> LinearTiling | No
 
 def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokens", default="1,8")
+    parser.add_argument("--tokens", type=positives, default="1,8")
     parser.add_argument("--linears", nargs="+", default=list(NEMOTRON_H))
     parser.add_argument("--rows", nargs="*", default=[], help="divisions of rows.cu besides the chosen one")
     options = parser.parse_args(arguments)
@@ -129,7 +129,7 @@ def main(arguments: Sequence[str]) -> int:
     print(f"{'linear':32}{'tokens':>7}{'µs':>8}{'GB/s':>7}{'read':>6}{'error':>7}  division")
     linears = [Linear.parse(text) for text in options.linears]
     buckets: dict[int, list[int]] = {}
-    for tokens in map(int, options.tokens.split(",")):
+    for tokens in options.tokens:
         buckets.setdefault(bucket_of(tokens), []).append(tokens)
     with KernelCompiler() as compiler:
         of_all = [
