@@ -51,8 +51,7 @@ class _Follower:
         self.process = process
         self.news: list[Answer] = []
         self.connection = Lines(process.socket)
-        with suppress(OSError):  # it has ended, and whoever watches it says how
-            self.connection.send(start)
+        self.connection.send(start)
         self.beat, self.cpu_time, self.moved = -1, -1.0, time.monotonic()
 
     def look(self) -> None:

@@ -11,10 +11,8 @@ import pytest
 
 from mllm_compile.config.schema import EngineConfig
 from mllm_compile.ranks.ahead import RanksAhead, ranks_ahead
-from mllm_compile.ranks.group import _Follower
 from mllm_compile.ranks.launch_local import LocalLauncher, LocalRank
-from mllm_compile.ranks.start import Answer, Lines, Start, receive_shared
-from mllm_compile.runtime.ranks.ring import RingPlace
+from mllm_compile.ranks.start import receive_shared
 
 
 def config(**runtime: object) -> EngineConfig:
@@ -52,19 +50,6 @@ def test_a_group_s_follower_is_the_one_that_was_started_ahead_and_is_given_what_
             os.close(descriptor)
         ours.close()
         assert receive_shared(theirs) is None, "rank 0 needs no followers"
-
-
-def test_what_a_follower_says_as_it_ends_is_kept_where_its_orders_come_too_late():
-    ours, theirs = socket.socketpair()
-    with ours, tempfile.TemporaryFile() as shared:
-        file = shared.fileno()
-        start = Start("", "", {}, 1, 2, None, 1, RingPlace(file, file, 1, 0), file)
-        process = SimpleNamespace(pid=os.getpid(), socket=ours)
-        Lines(theirs).send(Answer("error", "no torch", "ImportError"))
-        theirs.close()
-        follower = _Follower(LocalLauncher({1: process}.get).start(start), start)
-        follower.look()
-        assert [answer.error for answer in follower.news] == ["no torch"]
 
 
 def test_one_that_has_ended_is_not_taken():
