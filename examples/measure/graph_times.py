@@ -7,11 +7,11 @@ from collections.abc import Callable
 
 import torch
 
-WARM_UPS = 3
+WARM_UPS, REPLAYS = 3, 11
 
 
 def replay_us(
-    run: Callable[[], object], calls: int = 1, replays: int = 11, meet: Callable[[], object] = lambda: None
+    run: Callable[[], object], calls: int = 1, replays: int = REPLAYS, meet: Callable[[], object] = lambda: None
 ) -> list[float]:
     """Microseconds of one call of `run`, a number a replay, of a graph that calls it `calls` times.
 
@@ -34,9 +34,11 @@ def replay_us(
     return times[WARM_UPS:]
 
 
-def graph_us(run: Callable[[], object], calls: int = 1, meet: Callable[[], object] = lambda: None) -> float:
+def graph_us(
+    run: Callable[[], object], calls: int = 1, replays: int = REPLAYS, meet: Callable[[], object] = lambda: None
+) -> float:
     """The median of `replay_us`."""
-    return statistics.median(replay_us(run, calls, meet=meet))
+    return statistics.median(replay_us(run, calls, replays, meet))
 
 
 def read_rate() -> float:
