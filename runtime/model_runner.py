@@ -34,14 +34,11 @@ from mllm_compile.runtime.device.memory import (
     give_back_unused,
 )
 from mllm_compile.runtime.device.open import open_device, prefer_cublaslt
-from mllm_compile.runtime.device.upload import upload
 from mllm_compile.runtime.errors import ConfigError, DeviceMemoryError, RequestError, UnsupportedModelError
 from mllm_compile.runtime.forward_batch import (
-    Block,
     ForwardBatch,
     ForwardMode,
     LogitsProcessorOutput,
-    MediaInputs,
     TokenInputs,
 )
 from mllm_compile.runtime.forward_context import (
@@ -52,11 +49,10 @@ from mllm_compile.runtime.forward_context import (
 )
 from mllm_compile.runtime.graph_mode import CUDAGraphMode, DPMetadata, UBatchSlice
 from mllm_compile.runtime.media.feature_pool import FeaturePool
-from mllm_compile.runtime.media.tower import FEATURES_OF_A_RUN, MAX_FEATURES, Grid
-from mllm_compile.runtime.media.tower_inputs import tower_inputs
 from mllm_compile.runtime.memory_pool import GDNPool, KVPool, ReqToTokenPool
-from mllm_compile.runtime.program.executor import ProgramExecutor, Segments
-from mllm_compile.runtime.program.loaded import Executor, LoadedModel, MediaExecutors, ModelSource
+from mllm_compile.runtime.program.executor import ProgramExecutor
+from mllm_compile.runtime.program.images import ImageEncoder
+from mllm_compile.runtime.program.loaded import Executor, LoadedModel, ModelSource
 from mllm_compile.runtime.runner_config import RunnerConfig
 from mllm_compile.runtime.sampling.row_state import RowState
 from mllm_compile.runtime.sampling.sampler import sample_tokens
@@ -448,7 +444,7 @@ class ModelRunner:
         if batch.forward_mode.is_idle():
             return LogitsProcessorOutput(torch.empty(0, self.vocab_size, dtype=self.config.dtype, device=self.device))
         if batch.pixel_values is not None and batch.image_grid_thw is not None and batch.media is None:
-            batch.media = self._encoded(batch, batch.pixel_values, batch.image_grid_thw)
+            batch.media = self.image_encoder().inputs_of(batch, batch.pixel_values, batch.image_grid_thw)
         return self.forward_decode(batch) if batch.forward_mode.is_decode() else self.forward_extend(batch)
 
     def launch_prompts(self, fields: StepFields[np.ndarray], starts: np.ndarray) -> LaunchedPrompts | None:
@@ -653,49 +649,15 @@ class ModelRunner:
         slots = dict.fromkeys(attention, part.out_cache_loc)
         return replace(whole, attn_metadata=attention, slot_mapping=slots, ubatch_slices=None)
 
-    def encode_images(self, pixel_values: torch.Tensor, grids: Sequence[Grid]) -> torch.Tensor:
-        """The features [F, W] of images, by one run of the tower; launches without waiting for the device.
-
-        Args:
-            pixel_values: [rows, width] of all images, one after another, on the device, in the model's type.
-            grids: each one's, as the tower counts it.
-        """
-        media = self._media()
-        arrays, segments = tower_inputs(media.facts, grids)
-        inputs: dict[str, Any] = {name: upload(array, self.device) for name, array in arrays.items()}
-        inputs |= {name: Segments(upload(one.bounds, self.device), one.longest) for name, one in segments.items()}
-        return torch.cat(media.tower.run_tower(inputs | {"pixel_values": pixel_values}), -1)
-
-    def _media(self) -> MediaExecutors:
-        """The programs for images.
+    def image_encoder(self) -> ImageEncoder:
+        """Makes the model's tower ready to run.
 
         Raises:
-            RuntimeError: the model takes none.
+            RequestError: it has none.
         """
         if self.model.media is None:
-            raise RuntimeError("the model takes no images")
-        return self.model.media
-
-    def _encoded(self, batch: ForwardBatch, pixel_values: torch.Tensor, grids: Sequence[Grid]) -> MediaInputs:
-        """The inputs of a batch that brings its own images: their features, at its placeholders in order. Waits for the
-        device.
-
-        Raises:
-            RequestError: there are not as many placeholders as features, or images see ahead, whose places in the batch
-                only a `media` says.
-        """
-        facts, features = self._media().facts, self.encode_images(pixel_values, grids)
-        if facts.sees_ahead:
-            raise RequestError("images of this model see what is ahead in them. Give a batch `media`, with its blocks.")
-        is_feature = (batch.input_ids == facts.image_token_id) | (batch.input_ids == facts.video_token_id)
-        places = is_feature.nonzero()[:, 0]
-        if len(places) != len(features):
-            raise RequestError(
-                f"the batch has {len(places)} placeholders (token {facts.image_token_id}), and its images have "
-                f"{len(features)} features. Give one for each."
-            )
-        dense = features.new_zeros(len(is_feature), features.shape[1])
-        return MediaInputs(dense.index_copy_(0, places, features), is_feature)
+            raise RequestError("a batch brings images, and the model takes none. Leave `pixel_values` out of it.")
+        return ImageEncoder(self.model.media, self.config.dtype, self.device)
 
     def _executor_of(self, batch: ForwardBatch) -> Executor:
         """The executor of a batch.
@@ -804,8 +766,9 @@ class ModelRunner:
             extend_prefix_lens_cpu=torch.zeros_like(new_cpu),
         )
         if self.feature_pool is not None:
-            self._run_largest_tower()
-            self._give_features(batch, self.feature_pool, int(new_cpu[0]))
+            encoder = self.image_encoder()
+            encoder.run_largest(config.runtime.max_model_len)
+            encoder.fill(batch, self.feature_pool, int(new_cpu[0]))
         logits = self.forward(batch).next_token_logits  # of ranks with requests of their own, those of all
         if self._overlap is not None:
             self.run_eager(batch)  # steps that are not divided may be as large
@@ -813,25 +776,6 @@ class ModelRunner:
         how = (ones, ones * 0.9, (ones * 50).long())
         sample_tokens(logits, *how, None, positions=ones.long(), pieces=self.model.sampling)
         del self.token_to_kv_pool, self.attn_backend
-
-    def _run_largest_tower(self) -> None:
-        """Runs the tower on as many features as one run of it may have."""
-        media, device = self._media(), self.device
-        tower = media.facts
-        count = max(FEATURES_OF_A_RUN, min(self.config.runtime.max_model_len, MAX_FEATURES))
-        grids = tower.largest(count)
-        shape = sum(map(tower.pixel_rows, grids)), tower.pixel_width
-        self.encode_images(torch.zeros(shape, dtype=self.config.dtype, device=device), grids)
-
-    def _give_features(self, batch: ForwardBatch, pool: FeaturePool, first: int) -> None:
-        """Makes all tokens of a batch take features; `first` are those of the first request."""
-        facts = self._media().facts
-        index = torch.zeros_like(batch.input_ids)
-        if facts.axes > 1:
-            batch.mrope_positions = index.expand(facts.axes, -1).contiguous()
-        blocks = (Block(0, 0, first, first),) if facts.sees_ahead else ()
-        features = pool.rows.index_select(0, index)
-        batch.media = MediaInputs(features, index == 0, blocks, facts.sees_ahead_in_windows)
 
 
 def _zeros(index: int, like: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:

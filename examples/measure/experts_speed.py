@@ -12,16 +12,15 @@ products of such a layer by cuBLAS.
 from __future__ import annotations
 
 import argparse
-import statistics
-import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from mistakes import positive, told_in_one_line
+from graph_times import graph_us
+from mistakes import need_hopper, positive, told_in_one_line
 
-from mllm_compile.kernels.cuda import KernelCompiler, can_compile_kernels
+from mllm_compile.kernels.cuda import KernelCompiler
 from mllm_compile.process.progress import NullReporter
 from mllm_compile.runtime.ops import op
 from mllm_compile.runtime.ops.expert_tiles.kernel import ExpertTilesKernel
@@ -31,7 +30,7 @@ from mllm_compile.runtime.ops.experts.shapes import SOFTMAX_OF_ALL, rows_of_bloc
 EXPERTS, CHOSEN, HIDDEN, INNER = 128, 8, 2048, 768
 GATE_UP, DOWN = (2 * INNER, HIDDEN), (HIDDEN, INNER)
 OTHERS = {"qkv": (5120, 2048), "o": (2048, 4096), "router": (EXPERTS, HIDDEN)}
-LAUNCHES, REPLAYS = 5, 7
+LAUNCHES = 5
 Form = tuple[int, int]  # rows of a tile, blocks of a cluster
 
 
@@ -74,33 +73,13 @@ def load(kernels: list[ExpertTilesKernel]) -> None:
     load_expert_tiles(kernels, binaries, torch.device("cuda:0"))
 
 
-def graph_us(run: Callable[[], object]) -> float:
-    run()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(LAUNCHES):
-            run()
-    graph.replay()
-    times = []
-    for _ in range(REPLAYS):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) / LAUNCHES * 1e3)
-    return statistics.median(times)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tokens", type=positive, nargs="+", default=[512, 2048, 8192])
     parser.add_argument("--gate-up", type=form_of, nargs="+", default=[default_form(GATE_UP, True)])
     parser.add_argument("--down", type=form_of, nargs="+", default=[default_form(DOWN, False)])
     args = parser.parse_args()
-    if not torch.cuda.is_available() or not can_compile_kernels("cuda:0"):
-        sys.exit("needs a Hopper GPU and NVRTC")
+    need_hopper()
     torch.manual_seed(0)
     weights = {
         size: torch.randn(EXPERTS, *size, device="cuda", dtype=torch.bfloat16) * size[1] ** -0.5
@@ -125,7 +104,7 @@ def measure(
     num_rows = tokens * CHOSEN
 
     def add(name: str, run: Callable[[], object], flop: float = 0, moved: float = 0) -> None:
-        us = graph_us(run)
+        us = graph_us(run, LAUNCHES)
         rates = f"{flop / us / 1e6:8.0f}" if flop else f"{moved / us / 1e6:15.2f}" if moved else ""
         print(f"{tokens:6}  {name:14} {us:8.1f} {rates}", flush=True)
 

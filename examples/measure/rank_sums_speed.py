@@ -1,11 +1,11 @@
 """Times sums over ranks with the residual and the norm behind them, by kernels of ours and by NCCL, and checks them.
 
-    python examples/measure/rank_sums_speed.py [COLUMNS [RANKS]]          # 4096 and 2; a GPU for each rank
+    python examples/measure/rank_sums_speed.py [COLUMNS [RANKS]]          # 4096 and 2
 
-A line a way: µs of a call, captured 40 times in a CUDA graph; then what it adds behind two linears as a rank of
-Qwen3-8B has them; then what it adds where the tokens are two halves: a half's sum is on a stream of its own beside the
-other half's linears, or ("copied") each half has a stream, and its sums are copied, as steps in halves have them
-(runtime.enable_dbo). Every way is compared with float32 first, and between ranks.
+Needs a Hopper GPU for each rank. A line a way: µs of a call, captured 40 times in a CUDA graph; then what it adds
+behind two linears as a rank of Qwen3-8B has them; then what it adds where the tokens are two halves: a half's sum is on
+a stream of its own beside the other half's linears, or ("copied") each half has a stream, and its sums are copied, as
+steps in halves have them (runtime.enable_dbo). Every way is compared with float32 first, and between ranks.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ from functools import partial
 from typing import Any
 
 import torch
+from graph_times import replay_us
+from mistakes import need_hopper
 
 from mllm_compile.kernels.nvrtc import compile_cuda
 from mllm_compile.runtime.collectives.base import Communicator
@@ -61,22 +63,7 @@ def ways(group: NcclCommunicator) -> dict[str, Way]:
 
 def timed(run: Callable[[], Any], group: NcclCommunicator, calls: int = CALLS) -> float:
     """µs of a call, the fastest of some replays."""
-    run()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(calls):
-            run()
-    found = []
-    for _ in range(REPLAYS):
-        group.least(0)
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        graph.replay()
-        end.record()
-        torch.cuda.synchronize()
-        found.append(begin.elapsed_time(end) * 1000 / calls)
-    return min(found)
+    return min(replay_us(run, calls, REPLAYS, lambda: group.least(0)))
 
 
 def check(name: str, way: Way, given: tuple[torch.Tensor, ...], group: NcclCommunicator) -> str:
@@ -221,6 +208,7 @@ def show(title: str, rows: dict[tuple[str, int], float]) -> None:
 def main() -> None:
     columns, size = (int(value) for value in (sys.argv[1:3] + ["4096", "2"][len(sys.argv) - 1 :]))
     rank = int(os.environ.get("RANK", "0"))
+    need_hopper(size)
     if rank:
         measure(rank, size, bytes.fromhex(os.environ["GROUP"]), columns)
         return

@@ -100,7 +100,6 @@ class RayRank:
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         self._ray = ray
-        self._why = ""
         options: dict[str, Any] = {
             "num_cpus": 1,
             "num_gpus": int(on_gpus),

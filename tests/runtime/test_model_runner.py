@@ -9,7 +9,7 @@ import torch
 from mllm_compile.runtime.config_sections import CudaGraphSection
 from mllm_compile.runtime.cuda_graph.dispatcher import GraphDispatcher
 from mllm_compile.runtime.device import memory
-from mllm_compile.runtime.errors import ConfigError, DeviceError, DeviceMemoryError
+from mllm_compile.runtime.errors import ConfigError, DeviceError, DeviceMemoryError, RequestError
 from mllm_compile.runtime.forward_batch import ForwardMode
 from mllm_compile.runtime.model_runner import ModelRunner
 from mllm_compile.runtime.runner_config import RunnerConfig
@@ -152,6 +152,14 @@ def test_an_idle_batch_gives_no_logits():
     batch = runner.prepare_forward_batch_decode(empty, empty, empty.int(), empty)
     assert batch.forward_mode is ForwardMode.IDLE
     assert runner.forward(batch).next_token_logits.shape == (0, VOCAB)
+
+
+def test_a_batch_with_images_for_a_model_of_text_is_refused():
+    runner, _ = with_prompts_placed()
+    batch = extend(runner, [(1, 0, PROMPTS[0])])
+    batch.pixel_values, batch.image_grid_thw = torch.zeros(4, 12), [(1, 2, 2)]
+    with pytest.raises(RequestError, match=r"images, and the model takes none\. Leave `pixel_values` out"):
+        runner.forward(batch)
 
 
 def test_sample_takes_the_likeliest_token_of_a_greedy_row():
