@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -122,6 +123,7 @@ class RankGroup:
                 self._launcher = _ray_launcher(num_ranks, device)
             for rank in range(1, self.size):
                 self._followers.append(_Follower(rank, self._launcher.start(rank)))
+            meeting_id = new_meeting_id(device)
         except MllmError:
             self.close()
             raise
@@ -130,20 +132,19 @@ class RankGroup:
             raise DeviceError(f"a rank's process cannot be started: {error.strerror}. Set fewer ranks.") from error
         self._watcher = threading.Thread(target=self._watch, name="ranks", daemon=True)
         self._watcher.start()
-        self._joining = Joining(self._join)
+        for follower in self._followers:
+            own = device_of_rank(device, follower.rank)
+            follower.tell(Meeting(follower.rank, self.size, own, meeting_id), [self._meeting_place])
+        self._joining = Joining(partial(self._join, Meeting(0, self.size, device, meeting_id)))
 
     # The start --------------------------------------------------------------------------------------------------------
 
-    def _join(self) -> Communicator:
-        """Has all ranks join, once all have their devices: until then one may end without a word to the others."""
-        meeting_id = new_meeting_id(self.device)
-        for follower in self._followers:
-            own = device_of_rank(self.device, follower.rank)
-            follower.tell(Meeting(follower.rank, self.size, own, meeting_id), [self._meeting_place])
+    def _join(self, meeting: Meeting) -> Communicator:
+        """Joins when all have their devices: until then one may end without a word to the others."""
         with self._timeline.stage("ranks import"):
             self._wait_for(HERE)
         with self._timeline.stage("ranks join"):
-            return join(Meeting(0, self.size, self.device, meeting_id), self._meeting_place)
+            return join(meeting, self._meeting_place)
 
     def load(self, compiled: CompiledRuntime, num_pages: int | None) -> None:
         """Has the followers load their parts of a runtime.
