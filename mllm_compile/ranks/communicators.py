@@ -22,7 +22,7 @@ def device_of_rank(first: str, rank: int) -> str:
 
 
 def new_meeting_id(device: str) -> str | None:
-    """What the ranks of a new group have in common, as Meeting has it."""
+    """Makes what the ranks of a new group have in common, as Meeting has it."""
     return None if device == "cpu" else new_group_id().hex()
 
 

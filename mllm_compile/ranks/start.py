@@ -117,7 +117,7 @@ class Lines:
         return line
 
     def descriptors(self) -> list[int]:
-        """Those that came with the lines that were received since the last call; the caller's now."""
+        """Gives the caller those that came with the lines since the last call."""
         taken, self._descriptors = self._descriptors, []
         return taken
 
