@@ -18,6 +18,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from mllm_compile.process.bytecode import kept_bytecode
+from mllm_compile.process.no_gc import gc_paused
 from mllm_compile.process.timeline import Timeline, process_start
 from mllm_compile.ranks.start import HERE, READY, Answer, Lines, Meeting, Start
 from mllm_compile.runtime.json_data import from_json, parse_json
@@ -32,7 +34,8 @@ _JOIN_S = 10.0
 
 def main(descriptor: int) -> None:
     """Follows; returns where rank 0 has ended it."""
-    serve(socket.socket(fileno=descriptor))
+    with kept_bytecode():  # rank 0's is kept as well, and waits for this one's imports
+        serve(socket.socket(fileno=descriptor))
 
 
 def serve(connection: socket.socket) -> None:
@@ -41,11 +44,11 @@ def serve(connection: socket.socket) -> None:
     lines, timeline = Lines(connection), Timeline()
     meeting: Future[Meeting] = Future()
     try:
-        with timeline.stage("import torch"):
+        with timeline.stage("import torch"), gc_paused():
             from mllm_compile.ranks.communicators import Joining
         joining = Joining(partial(_join, lines, meeting, timeline))
         try:
-            with timeline.stage("import"):
+            with timeline.stage("import"), gc_paused():
                 import_all()
             own = meeting.result()  # it has been read from the connection, which others wait to read
             start = Start.from_line(lines.receive())

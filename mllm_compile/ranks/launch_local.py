@@ -13,7 +13,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Protocol
 
-from mllm_compile.process import bytecode
 from mllm_compile.process.group import ProcessGroup
 
 logger = logging.getLogger("mllm_compile.ranks")
@@ -95,7 +94,7 @@ class LocalRank:
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
-                env=os.environ | bytecode.environment() | {"PYTHONPATH": os.pathsep.join(module_folders())},
+                env=os.environ | {"PYTHONPATH": os.pathsep.join(module_folders())},
             )
         self.pid, self.socket = self._process.pid, ours
         self._reader = threading.Thread(target=self._read, args=(self._process.stdout,), daemon=True)
