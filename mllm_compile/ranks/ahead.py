@@ -52,7 +52,7 @@ class RanksAhead:
         from mllm_compile.ranks.group import RankGroup
 
         num_ranks = len(self._waiting) + 1
-        with suppress(MllmError):
+        with suppress(MllmError), timeline.stage("start ranks"):
             device = detect_device(asked).device
             if device != "cpu":
                 check_gpus(device, num_ranks)

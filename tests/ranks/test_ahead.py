@@ -7,10 +7,12 @@ import socket
 import sys
 import tempfile
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from mllm_compile.config.schema import EngineConfig
+from mllm_compile.errors import DeviceError
 from mllm_compile.process import bytecode
 from mllm_compile.process.timeline import Timeline
 from mllm_compile.ranks import follower
@@ -72,6 +74,13 @@ def test_a_line_brings_descriptors_and_what_nobody_sends_is_not_waited_for():
             receiver.receive()
 
 
+def runtime_without_a_config() -> Any:
+    limits = {"max_model_len": 64, "page_size": 16, "max_running_requests": 2, "max_num_batched_tokens": 32}
+    runtime = SimpleNamespace(**limits, expert_parallel_size=1)
+    config = SimpleNamespace(runtime=runtime, model_dump=lambda mode: {})
+    return SimpleNamespace(config=config, folder="nowhere", weights_root="nowhere")
+
+
 def test_a_group_meets_ahead_of_what_it_loads_and_ends_with_what_would_have_needed_it():
     before = set(followers())
     timeline = Timeline()
@@ -83,7 +92,10 @@ def test_a_group_meets_ahead_of_what_it_loads_and_ends_with_what_would_have_need
         try:
             communicator = group.communicator()
             assert (communicator.rank, communicator.size) == (0, 2)
-            assert {"ranks import", "ranks join"} <= {span.name for span in timeline.spans}
+            assert {"start ranks", "ranks import", "ranks join"} <= {span.name for span in timeline.spans}
+            group.load(runtime_without_a_config(), num_pages=None)
+            with pytest.raises(DeviceError, match=r"rank 1: .* validation errors? for ResolvedConfig"):
+                group.wait_ready()
         finally:
             group.close()
         assert set(followers()) == before
