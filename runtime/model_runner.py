@@ -85,13 +85,17 @@ class ModelRunner:
         forward_times: times of forwards by number of tokens, None unless config.forward_times_interval_s asks for them.
     """
 
-    def __init__(self, config: RunnerConfig, source: ModelSource, communicator: Communicator | None = None) -> None:
+    def __init__(
+        self, config: RunnerConfig, source: ModelSource, meet: Callable[[], Communicator] | None = None
+    ) -> None:
         """
         Args:
-            communicator: of this rank, if the model is cut over several: then all make the same calls in one order.
+            meet: waits for the other ranks, if the model is cut over several: then all make the same calls of the
+                communicator in one order. Called when the model is loaded.
         """
         self.config = config
-        self.communicator = communicator
+        self.communicator: Communicator | None = None
+        self._meet = meet
         self.max_running_requests = config.runtime.max_running_requests
         self.kv_cache_dtype = config.kv_cache_dtype
         self.forward_pass_id = 0
@@ -115,21 +119,22 @@ class ModelRunner:
             self.device = open_device(self.config.runtime.device)
         if self.device.type == "cuda":
             prefer_cublaslt()
-        with self.on_device():
-            try:
-                self.load_model()
+        try:
+            with self.on_device():
+                self.load_model(stage)
+            with self.on_device():  # with the communicator that is there now
                 with stage("allocate KV cache"):
                     self.init_memory_pool()
                 with stage("prepare attention"):
                     self.init_attention_backend()
                 with stage("capture graphs"):
                     self.init_cuda_graphs()
-            except BaseException:
-                self.shutdown()
-                raise
+        except BaseException:
+            self.shutdown()
+            raise
 
-    def load_model(self) -> None:
-        """Load program and weights; sets the model's sizes."""
+    def load_model(self, stage: Callable[[str], AbstractContextManager[object]] = nullcontext) -> None:
+        """Load program and weights, and meet other ranks, which is under way meanwhile; sets the model's sizes."""
         check_weights_fit(self._source.weight_bytes, self.config.runtime, self.device)
         try:
             model = self._source.load(self.device)
@@ -139,8 +144,10 @@ class ModelRunner:
             ) from error
         self.model: LoadedModel = model
         self._overlap: BatchOverlap | None = None
-        if self.communicator is not None:
-            self.communicator.use_kernels()
+        if self._meet is not None:
+            with stage("meet ranks"):
+                self.communicator = self._meet()
+                self.communicator.use_kernels()
             if self.config.runtime.enable_dbo:
                 self._overlap = self._make_overlap(self.communicator)
         self.num_hidden_layers = model.num_hidden_layers

@@ -99,6 +99,12 @@ def test_draws_penalties_and_scores_of_prompts_are_those_of_one_rank(ranks, alon
             )
 
 
+def test_the_timeline_of_a_start_has_the_stages_of_all_ranks(ranks):
+    ends = {span.name: span.end_s for span in ranks.timeline.spans}
+    assert {"start ranks", "load model", "rank 1: import", "rank 1: load model"} <= ends.keys()
+    assert 0 < ends["rank 1: import"] < ends["rank 1: load model"] < ends["wait for ranks"]
+
+
 @pytest.fixture
 def cuts(monkeypatch) -> list[bool]:
     """Of each step of rank 0 that is divided, whether a request is in both halves."""
