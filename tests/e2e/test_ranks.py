@@ -15,6 +15,7 @@ from mllm_compile import Engine, SamplingParams
 from mllm_compile.compiler.load_or_compile import load_or_compile
 from mllm_compile.config.compile_options import CompileOptions
 from mllm_compile.errors import ConfigError, DeviceError, EngineDeadError
+from mllm_compile.runtime.collectives.gloo import GlooCommunicator
 from mllm_compile.runtime.ubatch.overlap import BatchOverlap
 from tests.model.tiny_configs import save_tiny_model
 from tests.model.tiny_configs import tiny_config as config_of_architecture
@@ -71,7 +72,7 @@ def followers() -> list[int]:
     return found
 
 
-def tokens(engine: Engine, prompts: Any = PROMPTS, params: SamplingParams = GREEDY) -> list[list[int]]:
+def tokens(engine: Engine, prompts: Any = PROMPTS, params: Any = GREEDY) -> list[list[int]]:
     return [output.token_ids for output in engine.generate(prompts, params)]
 
 
@@ -97,6 +98,16 @@ def test_draws_penalties_and_scores_of_prompts_are_those_of_one_rank(ranks, alon
             assert {token: entry.logprob for token, entry in mine.items()} == pytest.approx(
                 {token: entry.logprob for token, entry in yours.items()}, abs=1e-4
             )
+
+
+def test_ranks_that_choose_together_exchange_two_numbers_a_row(ranks, alone, monkeypatch):
+    widths, gather = [], GlooCommunicator.all_gather
+    monkeypatch.setattr(GlooCommunicator, "all_gather", lambda self, x: widths.append(x.shape[-1]) or gather(self, x))
+    assert tokens(ranks) == tokens(alone)
+    assert set(widths) == {2}
+    mixed = [GREEDY, SamplingParams(temperature=0.9, seed=5, max_tokens=5, ignore_eos=True), GREEDY, GREEDY]
+    assert tokens(ranks, params=mixed) == tokens(alone, params=mixed)
+    assert len(set(widths)) == 2, "with one that draws ranks gather logits, and without it no more"
 
 
 @pytest.fixture

@@ -10,6 +10,7 @@ import os
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -118,6 +119,23 @@ def test_two_gpus_answer_as_one_in_every_graph_mode(cache, small, alone, mode):
     with engine_of(cache, 2, mode, small, "inductor") as engine:
         assert_alike(answers(engine), alone)
         assert_alike(answers(engine), alone)  # with hits of the prefix cache
+
+
+def test_tokens_that_ranks_choose_together_are_those_of_gathered_logits(cache, small):
+    kinds = (
+        GREEDY,
+        replace(GREEDY, logprobs=None),
+        SamplingParams(temperature=0.8, seed=3, max_tokens=24, ignore_eos=True, detokenize=False),
+    )
+    with engine_of(cache, 2, "full_and_piecewise", small, "inductor", enable_prefix_cache=False) as engine:
+        # One by one, so that each time the steps are the same; kinds of steps take turns.
+        found = [[engine.generate(prompt, kind)[0].token_ids for kind in kinds * 2] for prompt in PROMPTS]
+        for scored, alone, drawn, *again in found:
+            assert scored == alone
+            assert again == [scored, alone, drawn]
+        assert any(drawn != alone for _, alone, drawn, *_ in found)
+        together = engine.generate(PROMPTS, [kinds[index % 3] for index in range(len(PROMPTS))])
+        assert all(len(output.token_ids) == 24 and output.error is None for output in together)
 
 
 @pytest.mark.parametrize("threshold", [32, 100])
