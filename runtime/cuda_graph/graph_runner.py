@@ -513,6 +513,8 @@ class GraphRunner:
 
 def _kind(mode: CUDAGraphMode, descriptor: BatchDescriptor) -> str:
     """The mode's name in figures."""
+    if descriptor.tokens_alone:
+        return "TOGETHER"
     if mode is CUDAGraphMode.FULL and not descriptor.uniform:
         return "FRESH" if descriptor.fresh else "MIXED"
     return mode.name
