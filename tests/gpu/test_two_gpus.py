@@ -211,6 +211,27 @@ def test_a_lost_rank_ends_every_request_with_its_reason(cache, small, how):
     assert set(followers()) == before
 
 
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_rank_that_is_lost_in_steps_in_halves_ends_every_request_that_was_not_over(cache, small, how):
+    before = set(followers())
+    settings = {"enable_dbo": True, "dbo_prefill_token_threshold": 32, "enable_prefix_cache": False}
+    with engine_of(cache, 2, "full_and_piecewise", small, "inductor", **settings) as engine:
+        (follower,) = set(followers()) - before
+        first_token = replace(GREEDY, max_tokens=1, logprobs=None)
+        streams = [engine.stream([3 + index, *range(5, 905)], first_token) for index in range(400)]
+        next(streams[0])
+        os.kill(follower, how)
+        num_lost = 0
+        for stream in streams[1:]:
+            try:
+                assert all(output.error is None for output in stream)
+            except EngineDeadError as error:
+                assert "rank 1" in str(error)
+                num_lost += 1
+        assert num_lost > 0
+    assert set(followers()) == before
+
+
 def test_two_gpus_take_images_which_rank_0_encodes(tmp_path):
     save_vision_model("qwen3_vl", tmp_path / "model", wide=True)
     prompts = [
