@@ -14,8 +14,6 @@ import threading
 from dataclasses import replace
 from pathlib import Path
 
-from mllm_compile.process.bytecode import kept_bytecode
-from mllm_compile.process.no_gc import gc_paused
 from mllm_compile.ranks.start import HERE, READY, Answer, Lines, Meeting, Start, receive_shared
 from mllm_compile.runtime.json_data import from_json, parse_json
 from mllm_compile.runtime.ranks.ring import RingReader
@@ -25,8 +23,7 @@ BEAT_S = 0.5
 
 def main(descriptor: int) -> None:
     """Follows; returns where rank 0 has ended it."""
-    with kept_bytecode():  # rank 0's is kept as well, and waits for this one's imports
-        serve(socket.socket(fileno=descriptor))
+    serve(socket.socket(fileno=descriptor))
 
 
 def serve(connection: socket.socket) -> None:
@@ -34,8 +31,7 @@ def serve(connection: socket.socket) -> None:
     it was known what it loads."""
     lines = Lines(connection)
     try:
-        with gc_paused():
-            import_all()
+        import_all()
         shared = receive_shared(connection)
         if shared is None:
             return  # rank 0 needs no followers

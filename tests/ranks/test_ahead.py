@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import os
 import socket
-import sys
 import tempfile
 from types import SimpleNamespace
 
 import pytest
 
 from mllm_compile.config.schema import EngineConfig
-from mllm_compile.process import bytecode
-from mllm_compile.ranks import follower
 from mllm_compile.ranks.ahead import RanksAhead, ranks_ahead
 from mllm_compile.ranks.launch_local import LocalLauncher, LocalRank
 from mllm_compile.ranks.start import receive_shared
@@ -68,17 +65,3 @@ def test_none_are_started_for_one_rank_or_by_ray(runtime, tmp_path):
     for source in (config(**runtime), tmp_path):
         with ranks_ahead(source) as ahead:
             assert not started(ahead)
-
-
-def test_a_follower_keeps_the_bytecode_of_what_it_imports_as_rank_0_does(monkeypatch, tmp_path):
-    kept = []
-    monkeypatch.setattr(bytecode, "_is_kept_beside", lambda package: False)
-    monkeypatch.setattr(bytecode, "_folder", lambda: str(tmp_path))
-    monkeypatch.setattr(sys, "pycache_prefix", None)
-    monkeypatch.setattr(follower, "serve", lambda connection: kept.append((connection, sys.pycache_prefix)))
-    ours, theirs = socket.socketpair()
-    with ours:
-        follower.main(theirs.detach())
-        ((connection, folder),) = kept
-        connection.close()
-    assert folder == str(tmp_path)
