@@ -48,10 +48,10 @@ class Group:
 
     def choose(self, parts: list[torch.Tensor]) -> list[torch.Tensor]:
         torch.cuda.synchronize()
+        assert all(rank.takes(part) for rank, part in zip(self.ranks, parts, strict=True))
         tokens = []
         for rank, part, stream in zip(self.ranks, parts, self.streams, strict=True):
             with torch.cuda.stream(stream):
-                assert rank.takes(part)
                 tokens.append(rank.choose(part))
         torch.cuda.synchronize()
         return tokens
@@ -67,7 +67,7 @@ def group() -> Iterator[Group]:
 
 
 def parts_of(whole: torch.Tensor) -> list[torch.Tensor]:
-    return [part.contiguous() for part in whole.chunk(NUM_RANKS, 1)]
+    return [part.clone() for part in whole.chunk(NUM_RANKS, 1)]  # each begins at whole chunks
 
 
 def random_logits(rows: int, columns: int, seed: int) -> torch.Tensor:
