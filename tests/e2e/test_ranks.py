@@ -16,6 +16,7 @@ from mllm_compile.compiler.load_or_compile import load_or_compile
 from mllm_compile.config.compile_options import CompileOptions
 from mllm_compile.errors import ConfigError, DeviceError, EngineDeadError
 from mllm_compile.runtime.collectives.gloo import GlooCommunicator
+from mllm_compile.runtime.sampling.structured_params import StructuredOutputsParams
 from mllm_compile.runtime.ubatch.overlap import BatchOverlap
 from tests.model.tiny_configs import save_tiny_model
 from tests.model.tiny_configs import tiny_config as config_of_architecture
@@ -105,9 +106,16 @@ def test_ranks_that_choose_together_exchange_two_numbers_a_row(ranks, alone, mon
     monkeypatch.setattr(GlooCommunicator, "all_gather", lambda self, x: widths.append(x.shape[-1]) or gather(self, x))
     assert tokens(ranks) == tokens(alone)
     assert set(widths) == {2}
-    mixed = [GREEDY, SamplingParams(temperature=0.9, seed=5, max_tokens=5, ignore_eos=True), GREEDY, GREEDY]
-    assert tokens(ranks, params=mixed) == tokens(alone, params=mixed)
-    assert len(set(widths)) == 2, "with one that draws ranks gather logits, and without it no more"
+    form = StructuredOutputsParams(regex="[a-z ]{6}")
+    others = [
+        SamplingParams(temperature=0.9, seed=5, max_tokens=5, ignore_eos=True),
+        SamplingParams(temperature=0, max_tokens=9, structured_outputs=form),
+        SamplingParams(temperature=0, max_tokens=7, ignore_eos=True, presence_penalty=0.5),
+    ]
+    for params in ([GREEDY, GREEDY, other, GREEDY] for other in others):
+        widths.clear()
+        assert tokens(ranks, params=params) == tokens(alone, params=params)
+        assert len(set(widths)) == 2, "ranks gather logits as long as that request runs, and no longer"
 
 
 @pytest.fixture
