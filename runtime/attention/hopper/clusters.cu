@@ -38,6 +38,8 @@ __device__ __forceinline__ float load_peer(const float* place, u32 rank) {
   return v;
 }
 
+// Tiles that are taken at once: of small keys most of the time is waits of one instruction for another.
+constexpr int AT_ONCE = FP8 ? 2 : 1;
 // Fewer tiles for each of a cluster's blocks are not worth a further cluster: adding up takes as long as reading two.
 constexpr int PART_TILES = 6;
 
@@ -71,18 +73,23 @@ __device__ __forceinline__ void load_queries(u32 (&query)[D / 16][2], const u32*
   load_operand(query, rows[0], ROW_PAIRS);
 }
 
-// The warp's keys of a tile, from `key` on; those before num_keys.
-__device__ __forceinline__ void add_tile(SmallSums& sums, const u32 (&query)[8][2], u32 tile, int key, int num_keys,
-                                         float scale) {
+// The warp's keys of tiles, of the first from `key` on and of the next one `step` behind; those before num_keys.
+template <int TILES>
+__device__ __forceinline__ void add_tiles(SmallSums& sums, const u32 (&query)[8][2], const u32 (&tiles)[TILES], int key,
+                                          int step, int num_keys, float scale) {
   if (key >= num_keys) return;
   const int row = threadIdx.x / 32 * 16;
-  float logits[1][2][4] = {};
-  add_small_keys(logits[0], query, tile, row);
-  const SmallWeights<1> weights = weigh(sums, logits, key, num_keys, scale);
-  add_small_values(sums.values, weights.of_keys[0], weights.order[0], tile + VALUES, row);
+  float logits[TILES][2][4] = {};
+#pragma unroll
+  for (int t = 0; t < TILES; t++) add_small_keys(logits[t], query, tiles[t], row);
+  const SmallWeights<TILES> weights = weigh(sums, logits, key, step, num_keys, scale);
+#pragma unroll
+  for (int t = 0; t < TILES; t++)
+    add_small_values(sums.values, weights.of_keys[t], weights.order[t], tiles[t] + VALUES, row);
 }
-__device__ __forceinline__ void add_tile(LargeSums& sums, const u32 (&query)[8][2], u32 tile, int key, int num_keys,
-                                         float scale) {
+__device__ __forceinline__ void add_tiles(LargeSums& sums, const u32 (&query)[8][2], const u32 (&tiles)[1], int key, int,
+                                          int num_keys, float scale) {
+  const u32 tile = tiles[0];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, quad = lane % 4;
   float logits[2][4] = {};
 #pragma unroll
@@ -191,8 +198,7 @@ extern "C" __global__ void __cluster_dims__(SPLIT, 1, 1) __launch_bounds__(32 * 
   };
   const int first = min(mine, STAGES);
   const bool waits_for_key = has_new_key && mine <= STAGES && !rotation.k;
-  if (threadIdx.x == 0)
-    for (int i = 0; i < first - waits_for_key; i++) ask(i);
+  if ((int)threadIdx.x < first - waits_for_key) ask(threadIdx.x);  // they look up their pages at once
   const int new_row = (num_keys - 1) % TILE;
   const bool puts_new_key = rotation.k && has_new_key && new_row / 16 == warp;
   Weights norm_weights;
@@ -215,7 +221,7 @@ extern "C" __global__ void __cluster_dims__(SPLIT, 1, 1) __launch_bounds__(32 * 
   load_queries(query, heads, rotation, norm_weights, angle, shared.queries);
   if (puts_new_key) rotate(new_key, norm_weights.k, angle, rotation);
   Sums sums = no_sums();
-  for (int i = 0; i < mine; i++) {
+  auto come = [&](int i) {  // a tile that has
     const u32 tile = ring + i % STAGES * TILE_BYTES;
     wait_for(full + 8 * (i % STAGES), i / STAGES & 1);
     if (puts_new_key && i == mine - 1) {
@@ -224,16 +230,33 @@ extern "C" __global__ void __cluster_dims__(SPLIT, 1, 1) __launch_bounds__(32 * 
       put_into_tile(new_value, rotation.v_factor, [&](int chunk) { return chunk_address(tile + VALUES, new_row, chunk); });
       __syncwarp();
     }
-    add_tile(sums, query, tile, (block + i * blocks) * TILE + warp * 16, num_keys, scale);
-    __syncwarp();
-    if (i + STAGES < mine) {
-      if (lane == 0) arrive(empty + 8 * (i % STAGES));
-      if (threadIdx.x == 0) {
-        wait_for(empty + 8 * (i % STAGES), i / STAGES & 1);
-        ask(i + STAGES);
-      }
-      __syncwarp();
+    return tile;
+  };
+  auto read = [&](int i) {
+    if (i + STAGES >= mine) return;
+    if (lane == 0) arrive(empty + 8 * (i % STAGES));
+    if (threadIdx.x == 0) {
+      wait_for(empty + 8 * (i % STAGES), i / STAGES & 1);
+      ask(i + STAGES);
     }
+    __syncwarp();
+  };
+  auto key_of = [&](int i) { return (block + i * blocks) * TILE + warp * 16; };
+  int i = 0;
+  for (; i + AT_ONCE <= mine; i += AT_ONCE) {
+    u32 tiles[AT_ONCE];
+#pragma unroll
+    for (int t = 0; t < AT_ONCE; t++) tiles[t] = come(i + t);
+    add_tiles(sums, query, tiles, key_of(i), blocks * TILE, num_keys, scale);
+    __syncwarp();
+#pragma unroll
+    for (int t = 0; t < AT_ONCE; t++) read(i + t);
+  }
+  if (AT_ONCE > 1 && i < mine) {
+    const u32 tiles[] = {come(i)};
+    add_tiles(sums, query, tiles, key_of(i), 0, num_keys, scale);
+    __syncwarp();
+    read(i);
   }
   add_up_totals(sums);
   __syncthreads();  // all tiles have been read

@@ -196,7 +196,7 @@ __device__ __forceinline__ void add_tiles(SmallSums& sums, u32 (&query)[8][2], c
   __syncwarp();
   if (lane == 0)
     for (int t = 0; t < TILES; t++) arrive(keys[t].empty);
-  const SmallWeights<TILES> weights = weigh(sums, logits, key, num_keys, scale);
+  const SmallWeights<TILES> weights = weigh(sums, logits, key, TILE, num_keys, scale);
 #pragma unroll
   for (int t = 0; t < TILES; t++) wait_for(values[t].full, values[t].phase);
 #pragma unroll

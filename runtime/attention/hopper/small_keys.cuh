@@ -75,15 +75,15 @@ struct SmallSums {
   float values[8][4], top[2], total[2];
 };
 
-// The weights of 16 keys for each tile, from the one at `key` on, as operands; and the order in which to take values, which
-// leaves out what memory behind the last key holds.
+// The weights of 16 keys of each tile, as operands, and the order in which to take values, which leaves out what memory
+// behind the last key holds. The first tile's keys begin at `key`, the next one's `step` behind.
 template <int TILES>
 struct SmallWeights {
   u32 of_keys[TILES][2], order[TILES][2];
 };
 template <int TILES>
 __device__ __forceinline__ SmallWeights<TILES> weigh(SmallSums& sums, const float (&logits)[TILES][2][4], int key,
-                                                     int num_keys, float scale) {
+                                                     int step, int num_keys, float scale) {
   constexpr float MOST_WEIGHT = 15.f, WEIGHT_OF_LARGEST = 7.f;  // to base 2; the latter where the reference grows
   SmallWeights<TILES> its;
   const int lane = threadIdx.x % 32;
@@ -97,19 +97,19 @@ __device__ __forceinline__ SmallWeights<TILES> weigh(SmallSums& sums, const floa
       most = fmaxf(most, above[t][i]);
     }
   }
-  if (__any_sync(~0u, most > MOST_WEIGHT) || key + 16 * TILES > num_keys) {
+  if (__any_sync(~0u, most > MOST_WEIGHT) || key + (TILES - 1) * step + 16 > num_keys) {
     float largest[2] = {NOTHING, NOTHING};
 #pragma unroll
     for (int t = 0; t < TILES; t++) {
 #pragma unroll
       for (int i = 0; i < 4; i++) {
-        const bool is_key = key + t * 16 + i / 2 * 8 + lane / 4 < num_keys;
+        const bool is_key = key + t * step + i / 2 * 8 + lane / 4 < num_keys;
         above[t][i] = is_key ? (logits[t][0][i] + logits[t][1][i]) * scale : NOTHING;
         largest[i % 2] = fmaxf(largest[i % 2], above[t][i]);
       }
 #pragma unroll
       for (int i = 0; i < 2; i++) {
-        const int place = key + t * 16 + i * 8 + lane % 4 * 2;
+        const int place = key + t * step + i * 8 + lane % 4 * 2;
         its.order[t][i] = (place < num_keys ? 0x0100u : 0x0404u) | (place + 1 < num_keys ? 0x3020u : 0x4040u);
       }
     }
