@@ -198,7 +198,8 @@ extern "C" __global__ void __cluster_dims__(SPLIT, 1, 1) __launch_bounds__(32 * 
   };
   const int first = min(mine, STAGES);
   const bool waits_for_key = has_new_key && mine <= STAGES && !rotation.k;
-  if ((int)threadIdx.x < first - waits_for_key) ask(threadIdx.x);  // they look up their pages at once
+  if (threadIdx.x == 0)
+    for (int i = 0; i < first - waits_for_key; i++) ask(i);
   const int new_row = (num_keys - 1) % TILE;
   const bool puts_new_key = rotation.k && has_new_key && new_row / 16 == warp;
   Weights norm_weights;
