@@ -34,13 +34,15 @@ def add_state_pieces(
         return program, ()
     forms: dict[str, StateForms] = {}
     of_kinds: dict[object, tuple[WrittenPiece, WrittenPiece]] = {}
+    # What the delta rule's kernel reads before its wait no piece makes. Mamba's rates and steps may be made by one.
+    is_delta = {layer.kind.name for layer in program.state_layers} == {"causal_conv", "gated_delta"}
     for layer in program.state_layers:
         if not _is_served(layer):
             continue
         given = tuple(operands[layer.name])
         kind = (replace(layer, name="", state_id=0), given)
         if kind not in of_kinds:
-            of_kinds[kind] = _pieces(layer, given, config.runtime, len(of_kinds))
+            of_kinds[kind] = _pieces(layer, given, config.runtime, len(of_kinds), is_delta)
         forms[layer.name] = StateForms(*(piece.name for piece in of_kinds[kind]))
     written = tuple(piece for pieces in of_kinds.values() for piece in pieces)
     return replace(program, state_forms=forms), written
@@ -52,9 +54,9 @@ def _is_served(layer: StateLayer) -> bool:
 
 
 def _pieces(
-    layer: StateLayer, operands: Sequence[PieceInput], runtime: RuntimeSection, index: int
+    layer: StateLayer, operands: Sequence[PieceInput], runtime: RuntimeSection, index: int, is_delta: bool
 ) -> tuple[WrittenPiece, WrittenPiece]:
-    """(decodes, prompts)"""
+    """(decodes, prompts); `is_delta`: behind each convolution is another one, or a delta rule."""
     of = PieceInput.contiguous
     given = {
         **dict(zip(layer.operands, operands, strict=True)),
@@ -66,6 +68,7 @@ def _pieces(
     bounds = {name: of(("B",), "int32") for name in ("starts", "ends")}
     absent = dict.fromkeys(name for name in layer.kind.operands if name not in layer.operands)
     settings = absent | asdict(layer.kind)
+    ahead = {"lets_in_at_once": True} if is_delta and layer.kind.name == "causal_conv" else {}
     # How a prompt is cut into chunks would show in its last bits.
     by_token = {"by_token": True} if runtime.deterministic and layer.kind.name in _CHUNKED else {}
 
@@ -80,6 +83,6 @@ def _pieces(
         )
 
     return (
-        piece("decodes", given | out, dict.fromkeys(bounds) | settings),
+        piece("decodes", given | out, dict.fromkeys(bounds) | settings | ahead),
         piece("prompts", given | bounds | out, settings | by_token),
     )

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 
 from mllm_compile.runtime.memory_pool import GDNPool
+from mllm_compile.runtime.ops import op
 from mllm_compile.runtime.state.base import StateInputs
 from mllm_compile.runtime.state.layer import CausalConv, GatedDelta, SelectiveScan, Ssd, StateKind, StateLayer
 from mllm_compile.runtime.state.metadata import StateMetadata
@@ -168,6 +170,64 @@ def test_a_captured_decode_reads_rows_and_flags_when_it_is_replayed_and_gives_th
         decodes([*operands.values(), other.get_state(0), rows, has_state, expected])
         assert torch.equal(out, expected)
         assert torch.equal(pool.get_state(0)[1:], other.get_state(0)[1:])
+
+
+@pytest.mark.parametrize("num_requests", [1, 8, 9])
+def test_a_delta_rule_that_is_let_in_at_once_reads_what_the_convolution_leaves(num_requests, monkeypatch):
+    """As packages launch them: before the kernel ahead has ended. Nine requests are too many for it."""
+    from mllm_compile.runtime.ops.dependent_launch import starts_early
+    from mllm_compile.runtime.ops.states import conv, gated_delta
+
+    if not starts_early():
+        pytest.skip("kernels start early from Hopper on")
+    convolved, delta = op("causal_conv_states"), op("gated_delta_states")
+    num_layers, rows = 6, torch.arange(1, num_requests + 1, device="cuda")
+    has_state = torch.ones(num_requests, dtype=torch.bool, device="cuda")
+    generator = torch.Generator("cuda").manual_seed(0)
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator, device="cuda").bfloat16()
+
+    weight, gates, inputs = random(2048, 4), random(num_requests, 16), random(num_layers, num_requests, 2048)
+    of_conv = random(num_layers, num_requests + 1, 3, 2048)
+    of_delta = torch.randn(num_layers, num_requests + 1, 16, 64, 64, generator=generator, device="cuda")
+
+    def run(of_conv: torch.Tensor, of_delta: torch.Tensor, lets_in: bool) -> torch.Tensor:
+        outs = torch.empty(num_layers, num_requests, 16, 64, dtype=torch.bfloat16, device="cuda")
+        x = inputs[0]
+        for layer in range(num_layers):
+            kept, left = torch.empty_like(x), (rows, has_state, None, None)
+            convolved(x, weight, None, of_conv[layer], *left, kept, "silu", lets_in)
+            q, k, v = kept.split((512, 512, 1024), -1)
+            heads = (q.unflatten(-1, (8, 64)), k.unflatten(-1, (8, 64)), v.unflatten(-1, (16, 64)))
+            absent = (None, None, None, None)
+            delta(*heads, -gates.abs(), gates.sigmoid(), *absent, of_delta[layer], *left, outs[layer], True)
+            x = inputs[layer] + outs[layer].flatten(1).repeat(1, 2)
+        return outs
+
+    plain, early = (of_conv.clone(), of_delta.clone()), (of_conv.clone(), of_delta.clone())
+    for module in (conv, gated_delta):
+        monkeypatch.setattr(module, "wrap_triton", lambda kernel: kernel)
+    run(of_conv.clone(), of_delta.clone(), lets_in=False)  # compiles
+    expected = [run(*plain, lets_in=False) for _ in range(3)]
+
+    class Early:
+        def __init__(self, kernel):
+            self.kernel = kernel
+
+        def __getitem__(self, grid):
+            return partial(self.kernel[grid], launch_pdl=True)
+
+    for module in (conv, gated_delta):
+        monkeypatch.setattr(module, "wrap_triton", Early)
+    run(of_conv.clone(), of_delta.clone(), lets_in=True)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        outs = run(*early, lets_in=True)
+    for wanted in expected:
+        graph.replay()
+        assert torch.equal(outs, wanted)
+    assert all(torch.equal(one, other) for one, other in zip(early, plain, strict=True))
 
 
 @pytest.mark.parametrize("name", CAPTURED)

@@ -11,7 +11,7 @@ import pytest
 from mllm_compile.inductor.job import PieceInput
 from mllm_compile.kernels.states import add_state_pieces
 from mllm_compile.runtime.program.spec import Program, StateForms
-from mllm_compile.runtime.state.layer import CausalConv, GatedDelta, StateLayer
+from mllm_compile.runtime.state.layer import CausalConv, GatedDelta, Ssd, StateLayer
 from tests.config.test_resolve import CPU, H200, resolved
 
 CONV = StateLayer(
@@ -75,6 +75,17 @@ def test_in_deterministic_mode_prompts_go_token_by_token():
         _, pieces = add_state_pieces(config, program(CONV, DELTA), OPERANDS)
         found = ["by_token=True" in piece.source for piece in pieces]
         assert found == [False, False, False, is_deterministic], "the convolution has no chunks"
+
+
+def test_a_convolution_lets_a_delta_rule_in_at_once_and_no_other_recurrence():
+    scan = StateLayer(
+        *("layers.1.scan", 2, Ssd(True, 0.0, None), Ssd.operands[:5], (4, 16, 16), (4, 16), "float32", "bfloat16")
+    )
+    operands = OPERANDS | {scan.name: OPERANDS[DELTA.name]}
+    for others, lets_in in (((DELTA,), True), ((), False), ((scan,), False), ((DELTA, scan), False)):
+        _, pieces = add_state_pieces(resolved(H200), program(CONV, *others), operands)
+        found = ["lets_in_at_once=True" in piece.source for piece in pieces]
+        assert found == [lets_in] + [False] * (len(pieces) - 1), "decodes of the convolution alone"
 
 
 def test_layers_whose_operands_lie_otherwise_have_pieces_of_their_own():

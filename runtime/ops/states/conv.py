@@ -20,6 +20,7 @@ _WARPS = 4
 _DECODE_CHANNELS = 256  # of a block
 _PROMPT_CHANNELS = 128
 _PROMPT_TOKENS = 32
+_MOST_AHEAD = 8  # requests of a step whose recurrence is let in at once
 
 
 @triton.jit
@@ -40,9 +41,14 @@ def _decode_conv_kernel(
     HAS_BIAS: tl.constexpr,
     SILU: tl.constexpr,
     BLOCK: tl.constexpr,
+    MOST_AHEAD: tl.constexpr,
     EARLY: tl.constexpr,
 ):
     """Program (request, block of channels). All but the token's own product is there before the token is."""
+    # Few requests' states arrive while this waits; those of more would keep x waiting.
+    if EARLY and MOST_AHEAD:  # noqa: SIM102 # the one is known when the kernel is compiled
+        if tl.num_programs(0) <= MOST_AHEAD:
+            start_dependents()
     request = tl.program_id(0)
     token = request.to(tl.int64)
     row = tl.load(rows_ptr + request).to(tl.int64)
@@ -61,7 +67,7 @@ def _decode_conv_kernel(
     if EARLY:  # states and weights are on their way: none of the kernels that run now writes them
         wait_for_prerequisites()
     x = tl.load(x_ptr + token * x_token_stride + channels * x_channel_stride, mask=is_channel, other=0.0)
-    if EARLY:  # not before: what the next kernel reads ahead would be in the way
+    if EARLY:  # not before, with many: what the next kernel reads ahead would be in the way
         start_dependents()
     x = x.to(states_ptr.dtype.element_ty)
     out += x.to(tl.float32) * weight
@@ -171,6 +177,7 @@ def causal_conv_states(
     ends: torch.Tensor | None,
     out: torch.Tensor,
     activation: str,
+    lets_in_at_once: bool = False,
 ) -> None:
     """runtime/state/layer.py's CausalConv, summed in float32 and rounded once.
 
@@ -181,6 +188,8 @@ def causal_conv_states(
         starts, ends: [B] int32, each request's tokens; none: request i has token i alone.
         out: [T, C], contiguous, written for requests' tokens.
         activation: silu, or "".
+        lets_in_at_once: with few decodes the next kernel starts as soon as this one does. Before its own wait it may
+            read nothing but weights, states, rows and flags then, none that a kernel of the same layer makes.
     """
     channels, width = weight.shape
     strides = (x.stride(0), x.stride(1), weight.stride(0), weight.stride(1))
@@ -197,7 +206,10 @@ def causal_conv_states(
         block = min(_DECODE_CHANNELS, triton.next_power_of_2(channels))
         grid: tuple[int, ...] = (rows.shape[0], triton.cdiv(channels, block))
         wrap_triton(_decode_conv_kernel)[grid](
-            x, weight, given_bias, states, rows, has_state, out, *strides, BLOCK=block, **constants
+            *(x, weight, given_bias, states, rows, has_state, out, *strides),
+            BLOCK=block,
+            MOST_AHEAD=_MOST_AHEAD if lets_in_at_once else 0,
+            **constants,
         )
         return
     block = min(_PROMPT_CHANNELS, triton.next_power_of_2(channels))
