@@ -82,6 +82,23 @@ def test_greedy_tokens_are_one_ranks_in_batches_with_prompts_in_chunks(ranks, al
     assert len(alone.generate(PROMPTS[2], GREEDY)[0].prompt_token_ids) > 32  # more than a step takes
 
 
+def test_ranks_that_choose_together_exchange_two_numbers_a_row(ranks, alone, monkeypatch):
+    widths, gather = [], GlooCommunicator.all_gather
+    monkeypatch.setattr(GlooCommunicator, "all_gather", lambda self, x: widths.append(x.shape[-1]) or gather(self, x))
+    assert tokens(ranks) == tokens(alone)
+    assert set(widths) == {2}
+    form = StructuredOutputsParams(regex="[a-z ]{6}")
+    others = [
+        SamplingParams(temperature=0.9, seed=5, max_tokens=5, ignore_eos=True),
+        SamplingParams(temperature=0, max_tokens=9, structured_outputs=form),
+        SamplingParams(temperature=0, max_tokens=7, ignore_eos=True, presence_penalty=0.5),
+    ]
+    for params in ([GREEDY, GREEDY, other, GREEDY] for other in others):
+        widths.clear()
+        assert tokens(ranks, params=params) == tokens(alone, params=params)
+        assert len(set(widths)) == 2, "ranks gather logits as long as that request runs, and no longer"
+
+
 def test_a_prefix_hit_gives_the_same(ranks, alone):
     _, hit = (ranks.generate(PROMPTS[2], GREEDY)[0] for _ in range(2))
     assert hit.num_cached_tokens > 0
@@ -99,23 +116,6 @@ def test_draws_penalties_and_scores_of_prompts_are_those_of_one_rank(ranks, alon
             assert {token: entry.logprob for token, entry in mine.items()} == pytest.approx(
                 {token: entry.logprob for token, entry in yours.items()}, abs=1e-4
             )
-
-
-def test_ranks_that_choose_together_exchange_two_numbers_a_row(ranks, alone, monkeypatch):
-    widths, gather = [], GlooCommunicator.all_gather
-    monkeypatch.setattr(GlooCommunicator, "all_gather", lambda self, x: widths.append(x.shape[-1]) or gather(self, x))
-    assert tokens(ranks) == tokens(alone)
-    assert set(widths) == {2}
-    form = StructuredOutputsParams(regex="[a-z ]{6}")
-    others = [
-        SamplingParams(temperature=0.9, seed=5, max_tokens=5, ignore_eos=True),
-        SamplingParams(temperature=0, max_tokens=9, structured_outputs=form),
-        SamplingParams(temperature=0, max_tokens=7, ignore_eos=True, presence_penalty=0.5),
-    ]
-    for params in ([GREEDY, GREEDY, other, GREEDY] for other in others):
-        widths.clear()
-        assert tokens(ranks, params=params) == tokens(alone, params=params)
-        assert len(set(widths)) == 2, "ranks gather logits as long as that request runs, and no longer"
 
 
 @pytest.fixture
