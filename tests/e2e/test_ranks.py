@@ -82,6 +82,23 @@ def test_greedy_tokens_are_one_ranks_in_batches_with_prompts_in_chunks(ranks, al
     assert len(alone.generate(PROMPTS[2], GREEDY)[0].prompt_token_ids) > 32  # more than a step takes
 
 
+def test_ranks_that_choose_together_exchange_two_numbers_a_row(ranks, alone, monkeypatch):
+    widths, gather = [], GlooCommunicator.all_gather
+    monkeypatch.setattr(GlooCommunicator, "all_gather", lambda self, x: widths.append(x.shape[-1]) or gather(self, x))
+    assert tokens(ranks) == tokens(alone)
+    assert set(widths) == {2}
+    form = StructuredOutputsParams(regex="[a-z ]{6}")
+    others = [
+        SamplingParams(temperature=0.9, seed=5, max_tokens=5, ignore_eos=True),
+        SamplingParams(temperature=0, max_tokens=9, structured_outputs=form),
+        SamplingParams(temperature=0, max_tokens=7, ignore_eos=True, presence_penalty=0.5),
+    ]
+    for params in ([GREEDY, GREEDY, other, GREEDY] for other in others):
+        widths.clear()
+        assert tokens(ranks, params=params) == tokens(alone, params=params)
+        assert len(set(widths)) == 2, "ranks gather logits as long as that request runs, and no longer"
+
+
 def test_a_prefix_hit_gives_the_same(ranks, alone):
     _, hit = (ranks.generate(PROMPTS[2], GREEDY)[0] for _ in range(2))
     assert hit.num_cached_tokens > 0
@@ -105,23 +122,6 @@ def test_the_timeline_of_a_start_has_the_stages_of_all_ranks(ranks):
     ends = {span.name: span.end_s for span in ranks.timeline.spans}
     assert {"start ranks", "load model", "rank 1: import", "rank 1: load model"} <= ends.keys()
     assert 0 < ends["rank 1: import"] < ends["rank 1: load model"] < ends["wait for ranks"]
-
-
-def test_ranks_that_choose_together_exchange_two_numbers_a_row(ranks, alone, monkeypatch):
-    widths, gather = [], GlooCommunicator.all_gather
-    monkeypatch.setattr(GlooCommunicator, "all_gather", lambda self, x: widths.append(x.shape[-1]) or gather(self, x))
-    assert tokens(ranks) == tokens(alone)
-    assert set(widths) == {2}
-    form = StructuredOutputsParams(regex="[a-z ]{6}")
-    others = [
-        SamplingParams(temperature=0.9, seed=5, max_tokens=5, ignore_eos=True),
-        SamplingParams(temperature=0, max_tokens=9, structured_outputs=form),
-        SamplingParams(temperature=0, max_tokens=7, ignore_eos=True, presence_penalty=0.5),
-    ]
-    for params in ([GREEDY, GREEDY, other, GREEDY] for other in others):
-        widths.clear()
-        assert tokens(ranks, params=params) == tokens(alone, params=params)
-        assert len(set(widths)) == 2, "ranks gather logits as long as that request runs, and no longer"
 
 
 @pytest.fixture
