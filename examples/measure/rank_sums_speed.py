@@ -22,7 +22,7 @@ import torch
 from mllm_compile.kernels.nvrtc import compile_cuda
 from mllm_compile.runtime.collectives.base import Communicator
 from mllm_compile.runtime.collectives.nccl import NcclCommunicator, new_group_id
-from mllm_compile.runtime.collectives.push import add_and_norm, load_sum_kernel
+from mllm_compile.runtime.collectives.push import add_and_norm, load_ranks_kernel
 from mllm_compile.runtime.collectives.sum_kernels import (
     AddNormKernel,
     PushKernel,
@@ -103,7 +103,7 @@ def measure(rank: int, size: int, group_id: bytes, columns: int) -> None:
     of_rows = (PushNormKernel(columns), SendNormKernel(columns), AddNormKernel(columns))
     for kernel in (PushKernel(), SendKernel(), *of_rows):
         binary = compile_cuda(kernel_source(kernel), kernel.name, "sm_90a")
-        load_sum_kernel(kernel, {kernel.name: binary}, device)
+        load_ranks_kernel(kernel, {kernel.name: binary}, device)
     group = NcclCommunicator(rank, size, group_id, device)
     group.use_kernels()
     lanes = group.lanes(2, TOKENS[-1] // 2 * columns * 2)

@@ -1,4 +1,5 @@
-"""The kernels of sums over ranks, as they are compiled and launched: push.cu and those that norm what they sum."""
+"""The kernels that work over ranks, as they are compiled and launched: push.cu, those that norm what they sum, and
+choose.cu."""
 
 from __future__ import annotations
 
@@ -24,6 +25,8 @@ _ADDING_THREADS, _SENDING_THREADS = 512, 128
 BLOCKS = 2 * MULTIPROCESSORS  # of kernels of whole rows, which all run at once
 SENDING_BLOCKS = MULTIPROCESSORS
 _MOST_THREADS = 640
+MOST_CHOICES = 4096  # rows whose tokens are chosen at once
+_LOGITS_OF_THREAD = 32
 
 
 def most_bytes(num_ranks: int) -> int:
@@ -41,7 +44,7 @@ def most_copied_bytes(num_ranks: int) -> int:
     return _MOST_COPIED.get(num_ranks, 0)
 
 
-class _SumKernel(CudaKernel):
+class _RanksKernel(CudaKernel):
     headers: ClassVar[tuple[str, ...]] = ("collectives/peers.cuh",)
     shared_bytes = 0
 
@@ -51,7 +54,7 @@ class _SumKernel(CudaKernel):
 
 
 @dataclass(frozen=True)
-class PushKernel(_SumKernel):
+class PushKernel(_RanksKernel):
     """One for all sizes, and all numbers of ranks."""
 
     source: ClassVar[str] = "collectives/push.cu"
@@ -71,7 +74,7 @@ class PushKernel(_SumKernel):
 
 
 @dataclass(frozen=True)
-class _RowsKernel(_SumKernel):
+class _RowsKernel(_RanksKernel):
     """A kernel for rows of `columns` numbers and any number of ranks; a thread has a chunk of a row, or several."""
 
     columns: int
@@ -109,7 +112,7 @@ class AddNormKernel(_RowsKernel):
 
 
 @dataclass(frozen=True)
-class SendKernel(_SumKernel):
+class SendKernel(_RanksKernel):
     """For all sizes, in parts of most_sent_bytes; a block stores `group_bytes` ahead of a word."""
 
     source: ClassVar[str] = "collectives/send.cu"
@@ -150,6 +153,31 @@ class SendNormKernel(_RowsKernel):
         return super().constants() | {"THREADS": super().num_threads} | _sending(self.group_bytes)
 
 
+@dataclass(frozen=True)
+class ChooseKernel(_RanksKernel):
+    """For rows of which each rank has `columns` logits."""
+
+    columns: int
+    source: ClassVar[str] = "collectives/choose.cu"
+    function: ClassVar[str] = "choose_token"
+    switch: ClassVar[str] = "runtime.tensor_parallel_size: 1"
+
+    @property
+    def name(self) -> str:
+        return f"{self.function}_{self.columns}"
+
+    @property
+    def num_threads(self) -> int:
+        return 256
+
+    def constants(self) -> dict[str, int]:
+        sizes = {"THREADS": self.num_threads, "COLUMNS": self.columns}
+        return sizes | {"MOST_ROWS": MOST_CHOICES, "MOST_RANKS": MOST_RANKS}
+
+    def num_blocks(self, rows: int) -> int:
+        return rows * -(-self.columns // (self.num_threads * _LOGITS_OF_THREAD))
+
+
 def _sending(group_bytes: int) -> dict[str, int]:
     """The constants of send.cuh."""
     sizes = {"GROUP_CHUNKS": group_bytes // CHUNK_BYTES, "MOST_GROUPS": MOST_GROUPS}
@@ -157,4 +185,12 @@ def _sending(group_bytes: int) -> dict[str, int]:
 
 
 SumKernel = PushKernel | PushNormKernel | SendKernel | SendNormKernel | AddNormKernel
-KERNELS: tuple[type[SumKernel], ...] = (PushKernel, PushNormKernel, SendKernel, SendNormKernel, AddNormKernel)
+RanksKernel = SumKernel | ChooseKernel
+KERNELS: tuple[type[RanksKernel], ...] = (
+    PushKernel,
+    PushNormKernel,
+    SendKernel,
+    SendNormKernel,
+    AddNormKernel,
+    ChooseKernel,
+)
