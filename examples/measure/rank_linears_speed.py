@@ -35,7 +35,7 @@ from mllm_compile.kernels.cuda import KernelCompiler
 from mllm_compile.process.progress import NullReporter
 from mllm_compile.runtime.collectives.nccl import NcclCommunicator, new_group_id
 from mllm_compile.runtime.collectives.push import add_and_norm, load_ranks_kernel
-from mllm_compile.runtime.collectives.sum_kernels import PullNormKernel, PushKernel, PushNormKernel
+from mllm_compile.runtime.collectives.sum_kernels import PushKernel, PushNormKernel, SendKernel, SendNormKernel
 from mllm_compile.runtime.cuda.kernel import CudaKernel
 from mllm_compile.runtime.ops.gated_linear.kernel import gated_kernels
 from mllm_compile.runtime.ops.gated_linear.ops import load_gated_kernels
@@ -310,7 +310,7 @@ def measure(options: argparse.Namespace, group_id: bytes | None) -> None:
     with KernelCompiler() as compiler, torch.inference_mode():
         kernels = Kernels(compiler)
         columns = layers.sizes["o"][0]
-        for kernel in (PushKernel(), PushNormKernel(columns), PullNormKernel(columns)):
+        for kernel in (PushKernel(), SendKernel(), PushNormKernel(columns), SendNormKernel(columns)):
             kernels.load([kernel], lambda one, binaries, device: load_ranks_kernel(one[0], binaries, device))
         kernels.load(gated_kernels(*layers.sizes["gate_up"]), load_gated_kernels)
         group = None if group_id is None else NcclCommunicator(RANK, options.ranks, group_id, DEVICE)

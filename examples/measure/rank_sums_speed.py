@@ -25,7 +25,13 @@ from mllm_compile.kernels.nvrtc import compile_cuda
 from mllm_compile.runtime.collectives.base import Communicator
 from mllm_compile.runtime.collectives.nccl import NcclCommunicator, new_group_id
 from mllm_compile.runtime.collectives.push import add_and_norm, load_ranks_kernel
-from mllm_compile.runtime.collectives.sum_kernels import AddNormKernel, PullNormKernel, PushKernel, PushNormKernel
+from mllm_compile.runtime.collectives.sum_kernels import (
+    AddNormKernel,
+    PushKernel,
+    PushNormKernel,
+    SendKernel,
+    SendNormKernel,
+)
 from mllm_compile.runtime.cuda.source import kernel_source
 
 TOKENS = (1, 8, 64, 256, 512, 1024, 2048, 4096, 8192)
@@ -39,8 +45,8 @@ Way = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], tuple[torch.Tensor, t
 
 def ways(group: NcclCommunicator) -> dict[str, Way]:
     pushed: Any = group._pushed
-    pulled: Any = group._pulled
-    group._pushed = group._pulled = None  # sums are NCCL's from here on
+    sent: Any = group._sent
+    group._pushed = group._sent = None  # sums are NCCL's from here on
 
     def if_taken(sums: Any, call: Way) -> Way:
         def way(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -57,7 +63,8 @@ def ways(group: NcclCommunicator) -> dict[str, Way]:
             pushed, lambda x, residual, weight: add_and_norm(pushed.sum(x), residual, weight, EPS)
         ),
         "push with norm": if_taken(pushed, lambda *given: pushed.sum_and_norm(*given, EPS)),
-        "pull with norm": if_taken(pulled, lambda *given: pulled.sum_and_norm(*given, EPS)),
+        "send, then norm": if_taken(sent, lambda x, residual, weight: add_and_norm(sent.sum(x), residual, weight, EPS)),
+        "send with norm": if_taken(sent, lambda *given: sent.sum_and_norm(*given, EPS)),
     }
 
 
@@ -80,7 +87,8 @@ def check(name: str, way: Way, given: tuple[torch.Tensor, ...], group: NcclCommu
 def measure(rank: int, size: int, group_id: bytes, columns: int) -> None:
     device = torch.device("cuda", rank)
     torch.cuda.set_device(device)
-    for kernel in (PushKernel(), PushNormKernel(columns), PullNormKernel(columns), AddNormKernel(columns)):
+    of_rows = (PushNormKernel(columns), SendNormKernel(columns), AddNormKernel(columns))
+    for kernel in (PushKernel(), SendKernel(), *of_rows):
         binary = compile_cuda(kernel_source(kernel), kernel.name, "sm_90a")
         load_ranks_kernel(kernel, {kernel.name: binary}, device)
     group = NcclCommunicator(rank, size, group_id, device)
@@ -123,7 +131,7 @@ def measure(rank: int, size: int, group_id: bytes, columns: int) -> None:
     rows = {}
     for tokens in (count for count in TOKENS if count >= LEAST_IN_HALVES):
         halves = [(random(tokens // 2, columns, of=own), random(tokens // 2, columns), weight) for _ in range(2)]
-        for name in ("nccl", "pull with norm"):
+        for name in ("nccl", "send with norm"):
             run = partial(in_halves, halves, up, down, known[name], torch.cuda.Stream())
             rows[name, tokens] = timed(run, group, CALLS // LAYERS) / LAYERS - alone[tokens]
         run = partial(on_two_streams, halves, up, down, lanes, streams)

@@ -113,7 +113,8 @@ def test_inductors_triton_gemms_are_known_by_name_though_others_take_longer():
     [
         "push_norm",
         "push_sum",
-        "pull_norm",
+        "send_norm",
+        "send_sum",
         "choose_token",
         "ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgsStorage<4096ul>)",
     ],

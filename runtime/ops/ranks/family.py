@@ -9,10 +9,11 @@ from mllm_compile.runtime.collectives.sum_kernels import (
     KERNELS,
     AddNormKernel,
     ChooseKernel,
-    PullNormKernel,
     PushKernel,
     PushNormKernel,
     RanksKernel,
+    SendKernel,
+    SendNormKernel,
 )
 from mllm_compile.runtime.cuda.family import KernelFamily
 from mllm_compile.runtime.cuda.kernel import CudaKernel
@@ -32,8 +33,8 @@ _MOST_OFF = 0.02  # of a norm's numbers, which are of about 1: two roundings to 
 
 
 class Family(KernelFamily):
-    """One kernel, where pieces sum bfloat16 over ranks, three for each width of rows that are normed behind it, and one
-    for each number of columns that are gathered, as logits are."""
+    """Two kernels, where pieces sum bfloat16 over ranks, three for each width of rows that are normed behind it, and
+    one for each number of columns that are gathered, as logits are."""
 
     def wanted(self, pieces: CalledPieces) -> tuple[RanksKernel, ...]:
         import torch
@@ -49,13 +50,13 @@ class Family(KernelFamily):
         if not summed:
             return ()
         widths = sorted({int(values[node].shape[-1]) for node in summed if node.target is norming})
-        normed = [kernel(width) for width in widths for kernel in (PushNormKernel, PullNormKernel, AddNormKernel)]
+        normed = [kernel(width) for width in widths for kernel in (PushNormKernel, SendNormKernel, AddNormKernel)]
         columns = {
             int(values[node].shape[-1])
             for node in ours
             if node.target is gathering and node.args[1] == values[node].ndim - 1  # type: ignore[comparison-overlap]
         }
-        return (PushKernel(), *normed, *(ChooseKernel(size) for size in sorted(columns)))
+        return (PushKernel(), SendKernel(), *normed, *(ChooseKernel(size) for size in sorted(columns)))
 
     def from_json(self, data: Mapping[str, Any]) -> RanksKernel:
         kind = {kernel.source: kernel for kernel in KERNELS}[data["source"]]
@@ -73,9 +74,10 @@ class Family(KernelFamily):
         if not kernels:
             return
         ranks = _Ranks(device)
-        yield from ranks.faults_of_sums(kernels[0].switch)
         for kernel in kernels:
-            if isinstance(kernel, PushNormKernel | PullNormKernel | AddNormKernel):
+            if isinstance(kernel, PushKernel | SendKernel):
+                yield from ranks.faults_of_sums(kernel)
+            if isinstance(kernel, PushNormKernel | SendNormKernel | AddNormKernel):
                 yield from ranks.faults_of_norms(kernel)
             if isinstance(kernel, ChooseKernel):
                 yield from ranks.faults_of_choices(kernel)
@@ -87,7 +89,7 @@ class _Ranks:
 
         from mllm_compile.runtime.collectives.choose import TokenChoice, choice_bytes
         from mllm_compile.runtime.collectives.copied import CopiedSums, copied_bytes
-        from mllm_compile.runtime.collectives.push import NOTHING, PulledSums, PushedSums, buffer_bytes, pulled_bytes
+        from mllm_compile.runtime.collectives.push import NOTHING, PushedSums, SentSums, buffer_bytes, sent_bytes
 
         def ranks(kind: Any, num_bytes: int, word: int, *most: int) -> list[Any]:
             self._memory += [
@@ -99,7 +101,7 @@ class _Ranks:
         self._device = device
         self._memory: list[torch.Tensor] = []
         self._pushed = ranks(PushedSums, buffer_bytes(_CHECKED_RANKS), NOTHING - (1 << 32), _CHECKED_BLOCKS)
-        self._pulled = ranks(PulledSums, pulled_bytes(_CHECKED_RANKS), 0, _CHECKED_BLOCKS)
+        self._sent = ranks(SentSums, sent_bytes(_CHECKED_RANKS), 0, _CHECKED_BLOCKS)
         self._choices = ranks(TokenChoice, choice_bytes(_CHECKED_RANKS), 0)
         num_bytes = copied_bytes(_CHECKED_RANKS, _CHECKED_BYTES)
         self._copied = ranks(CopiedSums, num_bytes, 0, _CHECKED_BYTES)
@@ -122,22 +124,23 @@ class _Ranks:
         torch.cuda.synchronize(self._device)
         return found
 
-    def faults_of_sums(self, switch: str) -> Iterator[str]:
+    def faults_of_sums(self, kernel: PushKernel | SendKernel) -> Iterator[str]:
         import torch
 
+        ranks = self._pushed if isinstance(kernel, PushKernel) else self._sent
         for size in _CHECKED_SIZES * 3:
             parts = [self._random(size) for _ in range(_CHECKED_RANKS)]
             parts[0][0] = parts[1][0] = -0.0
-            sums = self._run(self._pushed, lambda rank, one: one.sum(parts[rank]))  # noqa: B023
+            sums = self._run(ranks, lambda rank, one: one.sum(parts[rank]))  # noqa: B023
             wanted = (parts[0].float() + parts[1].float()).bfloat16()
             if not all(torch.equal(one, wanted) for one in sums):
-                yield f"the sum of {size} numbers over ranks is wrong. Set {switch}, and report this."
+                yield f"{kernel.name}: the sum of {size} numbers is wrong. Set {kernel.switch}, and report this."
                 return
 
-    def faults_of_norms(self, kernel: PushNormKernel | PullNormKernel | AddNormKernel) -> Iterator[str]:
+    def faults_of_norms(self, kernel: PushNormKernel | SendNormKernel | AddNormKernel) -> Iterator[str]:
         import torch
 
-        ranks = {PushNormKernel: self._pushed, PullNormKernel: self._pulled}.get(type(kernel), self._copied)
+        ranks = {PushNormKernel: self._pushed, SendNormKernel: self._sent}.get(type(kernel), self._copied)
         for rows in _CHECKED_ROWS * 3:
             parts = [self._random(rows, kernel.columns) for _ in range(_CHECKED_RANKS)]
             residual, weight = self._random(rows, kernel.columns), self._random(kernel.columns)

@@ -13,9 +13,10 @@ from mllm_compile.runtime.collectives.sum_kernels import (
     CHUNK_BYTES,
     AddNormKernel,
     ChooseKernel,
-    PullNormKernel,
     PushKernel,
     PushNormKernel,
+    SendKernel,
+    SendNormKernel,
     most_bytes,
 )
 from mllm_compile.runtime.cuda.source import kernel_source
@@ -94,9 +95,10 @@ def test_the_first_error_of_a_rank_ends_all():
         run_lockstep(3, run)
 
 
-NORMING = (PushNormKernel, PullNormKernel, AddNormKernel)
+NORMING = (PushNormKernel, SendNormKernel, AddNormKernel)
 KERNELS = [
     PushKernel(),
+    SendKernel(),
     *(ChooseKernel(columns) for columns in (75_968, 25_129)),
     *(kind(columns) for kind in NORMING for columns in (192, 4096, 8192)),
 ]
@@ -111,6 +113,14 @@ def test_the_largest_sum_is_of_whole_chunks_and_threads_are_whole_warps():
     assert all(most_bytes(count) % CHUNK_BYTES == 0 for count in range(2, 9))
     assert [PushKernel().num_blocks(chunks) for chunks in (1, 512, 513, 1 << 20)] == [1, 1, 2, 132]
     assert [PushNormKernel(columns).num_threads for columns in (8, 192, 4096, 5120, 8192)] == [32, 32, 512, 640, 512]
+
+
+@pytest.mark.parametrize("columns", [8, 192, 1000, 4096, 5120, 8192, 16384])
+def test_rows_are_sent_whole_and_a_block_has_threads_that_send_beside_those_that_add(columns):
+    kernel = SendNormKernel(columns)
+    assert kernel.group_bytes % (2 * columns) == 0
+    assert kernel.num_threads == kernel.constants()["THREADS"] + kernel.constants()["SENDERS"] <= 1024
+    assert kernel.constants()["THREADS"] == PushNormKernel(columns).num_threads
 
 
 def test_a_sum_with_residual_and_norm_is_that_of_its_parts():
