@@ -22,7 +22,9 @@ from mllm_compile.runtime.attention.base import AttentionBackend
 from mllm_compile.runtime.attention.factory import make_attention_backend
 from mllm_compile.runtime.attention.metadata import AttentionMetadataBuilder, CommonAttentionMetadata, KVCacheSpec
 from mllm_compile.runtime.attention.split.page_table import PageTable
-from mllm_compile.runtime.collectives.base import Communicator, using
+from mllm_compile.runtime.collectives.base import Communicator, leaving_parts, using
+from mllm_compile.runtime.collectives.choose import TokenChoice
+from mllm_compile.runtime.collectives.sum_kernels import MOST_CHOICES
 from mllm_compile.runtime.cuda_graph.dispatcher import GraphDispatcher
 from mllm_compile.runtime.device.memory import (
     check_features_fit,
@@ -85,13 +87,17 @@ class ModelRunner:
         forward_times: times of forwards by number of tokens, None unless config.forward_times_interval_s asks for them.
     """
 
-    def __init__(self, config: RunnerConfig, source: ModelSource, communicator: Communicator | None = None) -> None:
+    def __init__(
+        self, config: RunnerConfig, source: ModelSource, meet: Callable[[], Communicator] | None = None
+    ) -> None:
         """
         Args:
-            communicator: of this rank, if the model is cut over several: then all make the same calls in one order.
+            meet: waits for the other ranks, if the model is cut over several: then all make the same calls of the
+                communicator in one order. Called when the model is loaded.
         """
         self.config = config
-        self.communicator = communicator
+        self.communicator: Communicator | None = None
+        self._meet = meet
         self.max_running_requests = config.runtime.max_running_requests
         self.kv_cache_dtype = config.kv_cache_dtype
         self.forward_pass_id = 0
@@ -115,21 +121,22 @@ class ModelRunner:
             self.device = open_device(self.config.runtime.device)
         if self.device.type == "cuda":
             prefer_cublaslt()
-        with self.on_device():
-            try:
-                self.load_model()
+        try:
+            with self.on_device():
+                self.load_model(stage)
+            with self.on_device():  # with the communicator that is there now
                 with stage("allocate KV cache"):
                     self.init_memory_pool()
                 with stage("prepare attention"):
                     self.init_attention_backend()
                 with stage("capture graphs"):
                     self.init_cuda_graphs()
-            except BaseException:
-                self.shutdown()
-                raise
+        except BaseException:
+            self.shutdown()
+            raise
 
-    def load_model(self) -> None:
-        """Load program and weights; sets the model's sizes."""
+    def load_model(self, stage: Callable[[str], AbstractContextManager[object]] = nullcontext) -> None:
+        """Load program and weights, and meet other ranks, which is under way meanwhile; sets the model's sizes."""
         check_weights_fit(self._source.weight_bytes, self.config.runtime, self.device)
         try:
             model = self._source.load(self.device)
@@ -139,8 +146,10 @@ class ModelRunner:
             ) from error
         self.model: LoadedModel = model
         self._overlap: BatchOverlap | None = None
-        if self.communicator is not None:
-            self.communicator.use_kernels()
+        if self._meet is not None:
+            with stage("meet ranks"):
+                self.communicator = self._meet()
+                self.communicator.use_kernels()
             if self.config.runtime.enable_dbo:
                 self._overlap = self._make_overlap(self.communicator)
         self.num_hidden_layers = model.num_hidden_layers
@@ -284,7 +293,8 @@ class ModelRunner:
             mixed_tokens = ()
         cascades = [size for size in graphs.decode_requests if self._is_captured_as_cascade(size)]
         fresh = self._fresh_sizes() if graphs.whole_prompts else []
-        return GraphDispatcher(mode, graphs.piecewise_tokens, graphs.decode_requests, mixed_tokens, cascades, fresh)
+        sizes = graphs.piecewise_tokens, graphs.decode_requests, mixed_tokens, cascades, fresh
+        return GraphDispatcher(mode, *sizes, tokens_alone=self.choice is not None)
 
     def _fresh_sizes(self) -> list[int]:
         """The sizes for which prompts alone are captured whole."""
@@ -472,12 +482,13 @@ class ModelRunner:
         slots: np.ndarray,
         deltas: np.ndarray | None = None,
         common_prefix_len: int = 0,
+        tokens_alone: bool = False,
     ) -> CapturedDecode:
         """Run decodes and choose their tokens in one launch, without waiting for the device; see GraphRunner.decode."""
         if self.graph_runner is None:
             raise RuntimeError("there are no captured decodes: ask holds_decode first")
         self.forward_pass_id += 1
-        return self.graph_runner.decode(rows, seq_lens, slots, deltas, common_prefix_len)
+        return self.graph_runner.decode(rows, seq_lens, slots, deltas, common_prefix_len, tokens_alone)
 
     def forward_decode(self, batch: ForwardBatch) -> LogitsProcessorOutput:
         """Run a DECODE: every row's logits are wanted, unless logits_indices say otherwise."""
@@ -607,7 +618,17 @@ class ModelRunner:
 
         Of ranks with requests of their own they are those of all, S each.
         """
-        logits_of = partial(self._logits_of_all, self._executor_of(batch), body)
+        executor = self._executor_of(batch)
+        logits_of = partial(self._logits_of_all, executor, body)
+        if batch.tokens_alone and self.communicator is not None and self.num_deals == 1:
+            with leaving_parts() as parts:
+                logits = executor.head(body, logits_indices)
+            is_own_part = len(parts) == 1
+            return LogitsProcessorOutput(
+                parts[0] if is_own_part else logits,
+                logits_of=logits_of if batch.return_logprob else None,
+                is_own_part=is_own_part,
+            )
         return LogitsProcessorOutput(logits_of(logits_indices), logits_of=logits_of if batch.return_logprob else None)
 
     def _logits_of_all(self, executor: Executor, body: list[Any], logits_indices: torch.Tensor) -> torch.Tensor:
@@ -677,6 +698,27 @@ class ModelRunner:
         """Makes the runner's GPU the calling thread's current one, and its rank's communicator the thread's."""
         device = torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
         return device if self.communicator is None else _both(device, using(self.communicator))
+
+    @property
+    def choice(self) -> TokenChoice | None:
+        """The kernel by which ranks choose tokens together in captured decodes; None: there is none, or they have no
+        part of the vocabulary each."""
+        communicator, graphs = self.communicator, self.config.cudagraph
+        if communicator is None or self.num_deals > 1 or not graphs.sample_in_graph:
+            return None
+        if max(graphs.decode_requests, default=0) > MOST_CHOICES:
+            return None
+        return communicator.choice(self.model.vocab_size // communicator.size)
+
+    def choose_together(self, output: LogitsProcessorOutput) -> torch.Tensor:
+        """The most probable tokens [S] int64 of logits of which ranks have a part each; every rank gets them.
+
+        Raises:
+            RuntimeError: the runner is one rank's.
+        """
+        if self.communicator is None:
+            raise RuntimeError("one rank has all logits: sample from them")
+        return self.communicator.choose(output.next_token_logits)
 
     def spread_tokens(self) -> None:
         """Gives every rank the tokens that rank 0 has chosen last, which decodes read; of one rank does nothing."""

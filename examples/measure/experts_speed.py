@@ -5,7 +5,8 @@
 Needs an H100 or H200. The shape is Qwen3-30B-A3B's; each token chooses 8 of 128 experts at random. Linears come with
 TFLOP/s, what only moves rows with TB/s. A form of the tiles' kernels is ROWS:SHARE, rows of
 the weight in a tile and blocks of a cluster (runtime/ops/expert_tiles/kernel.py). By default the one that a runtime
-takes is timed. Beside them: the other products of such a layer by cuBLAS.
+takes is timed. Beside them: Triton's grouped products, which take their place without tile_experts, and the other
+products of such a layer by cuBLAS.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from mllm_compile.process.progress import NullReporter
 from mllm_compile.runtime.ops import op
 from mllm_compile.runtime.ops.expert_tiles.kernel import ExpertTilesKernel
 from mllm_compile.runtime.ops.expert_tiles.shapes import BLOCK
-from mllm_compile.runtime.ops.experts.shapes import SOFTMAX_OF_ALL
+from mllm_compile.runtime.ops.experts.shapes import SOFTMAX_OF_ALL, rows_of_block
 
 EXPERTS, CHOSEN, HIDDEN, INNER = 128, 8, 2048, 768
 GATE_UP, DOWN = (2 * INNER, HIDDEN), (HIDDEN, INNER)
@@ -130,6 +131,12 @@ def measure(
                 add(name, lambda: op("gated_expert_tiles")(x, order, blocks, weight, CHOSEN), flop)  # noqa: B023
             else:
                 add(name, lambda: op("expert_tiles")(inner, order, blocks, weight, ids), flop)  # noqa: B023
+    block = rows_of_block(None, CHOSEN, EXPERTS)
+    grouped, by_block = op("grouped_linear"), order_experts(ids, slots, EXPERTS, block, 0)
+    activated = grouped(x, *by_block, weights[GATE_UP], None, CHOSEN, False, True, True, block)
+    for name, rows, size in (("gate_up Triton", x, GATE_UP), ("down Triton", activated, DOWN)):
+        how = CHOSEN, False, rows is x, rows is x, block
+        add(name, lambda: grouped(rows, *by_block, weights[size], None, *how), 2 * num_rows * size[0] * size[1])  # noqa: B023
     outputs = op("expert_tiles")(inner, order, blocks, weights[DOWN], ids)
     add("sum", lambda: op("sum_experts")(outputs, shares), moved=(num_rows + tokens) * row_bytes)
     for name, weight in dense.items():

@@ -34,7 +34,7 @@ from mllm_compile.errors import CompileError, DeviceError
 from mllm_compile.kernels.cuda import KernelCompiler
 from mllm_compile.process.progress import NullReporter
 from mllm_compile.runtime.collectives.nccl import NcclCommunicator, new_group_id
-from mllm_compile.runtime.collectives.push import add_and_norm, load_sum_kernel
+from mllm_compile.runtime.collectives.push import add_and_norm, load_ranks_kernel
 from mllm_compile.runtime.collectives.sum_kernels import PullNormKernel, PushKernel, PushNormKernel
 from mllm_compile.runtime.cuda.kernel import CudaKernel
 from mllm_compile.runtime.ops.gated_linear.kernel import gated_kernels
@@ -311,7 +311,7 @@ def measure(options: argparse.Namespace, group_id: bytes | None) -> None:
         kernels = Kernels(compiler)
         columns = layers.sizes["o"][0]
         for kernel in (PushKernel(), PushNormKernel(columns), PullNormKernel(columns)):
-            kernels.load([kernel], lambda one, binaries, device: load_sum_kernel(one[0], binaries, device))
+            kernels.load([kernel], lambda one, binaries, device: load_ranks_kernel(one[0], binaries, device))
         kernels.load(gated_kernels(*layers.sizes["gate_up"]), load_gated_kernels)
         group = None if group_id is None else NcclCommunicator(RANK, options.ranks, group_id, DEVICE)
         if group is not None:

@@ -24,7 +24,7 @@ from mistakes import need_hopper
 from mllm_compile.kernels.nvrtc import compile_cuda
 from mllm_compile.runtime.collectives.base import Communicator
 from mllm_compile.runtime.collectives.nccl import NcclCommunicator, new_group_id
-from mllm_compile.runtime.collectives.push import add_and_norm, load_sum_kernel
+from mllm_compile.runtime.collectives.push import add_and_norm, load_ranks_kernel
 from mllm_compile.runtime.collectives.sum_kernels import AddNormKernel, PullNormKernel, PushKernel, PushNormKernel
 from mllm_compile.runtime.cuda.source import kernel_source
 
@@ -82,7 +82,7 @@ def measure(rank: int, size: int, group_id: bytes, columns: int) -> None:
     torch.cuda.set_device(device)
     for kernel in (PushKernel(), PushNormKernel(columns), PullNormKernel(columns), AddNormKernel(columns)):
         binary = compile_cuda(kernel_source(kernel), kernel.name, "sm_90a")
-        load_sum_kernel(kernel, {kernel.name: binary}, device)
+        load_ranks_kernel(kernel, {kernel.name: binary}, device)
     group = NcclCommunicator(rank, size, group_id, device)
     group.use_kernels()
     lanes = group.lanes(2, TOKENS[-1] // 2 * columns * 2)

@@ -20,6 +20,7 @@ from mllm_compile.runtime.collectives.sum_kernels import (
     PullNormKernel,
     PushKernel,
     PushNormKernel,
+    RanksKernel,
     SumKernel,
     most_bytes,
     most_pulled_bytes,
@@ -33,11 +34,11 @@ _STATE_WORDS = 2 + _BUFFERS
 
 Summed = tuple[torch.Tensor, torch.Tensor]  # with the residual, and normed
 
-_LOADED: dict[tuple[int, SumKernel], Kernel] = {}  # by device index
+_LOADED: dict[tuple[int, RanksKernel], Kernel] = {}  # by device index
 
 
-def load_sum_kernel(kernel: SumKernel, binaries: Mapping[str, bytes], device: torch.device) -> None:
-    """Makes this one that sums launch on `device`.
+def load_ranks_kernel(kernel: RanksKernel, binaries: Mapping[str, bytes], device: torch.device) -> None:
+    """Makes this one that ranks launch on `device`.
 
     Raises:
         ArtifactError, DeviceError: as load_kernel.
@@ -46,14 +47,19 @@ def load_sum_kernel(kernel: SumKernel, binaries: Mapping[str, bytes], device: to
         _LOADED[torch.cuda.current_device(), kernel] = load_kernel(kernel, binaries)
 
 
-def is_loaded(kernel: SumKernel, device: torch.device) -> bool:
+def is_loaded(kernel: RanksKernel, device: torch.device) -> bool:
     """True if a runtime on this device has the kernel."""
     return (device.index, kernel) in _LOADED
 
 
-def has_norms(device: torch.device) -> bool:
-    """True if a runtime on this device has kernels that norm what they sum."""
-    return any(index == device.index and isinstance(kernel, PullNormKernel) for index, kernel in _LOADED)
+def kernel_on(kernel: RanksKernel, device: torch.device) -> Kernel:
+    """The kernel, which is_loaded says that there is."""
+    return _LOADED[device.index, kernel]
+
+
+def has_any(kind: type[RanksKernel], device: torch.device) -> bool:
+    """True if a runtime on this device has kernels of this kind."""
+    return any(index == device.index and isinstance(kernel, kind) for index, kernel in _LOADED)
 
 
 def buffer_bytes(num_ranks: int) -> int:
@@ -121,7 +127,7 @@ class PushedSums(_Sums):
             ctypes.c_int(chunks),
             self._most_chunks,
         )
-        _LOADED[self._device.index, kernel].launch(kernel.num_blocks(chunks), kernel.num_threads, arguments)
+        kernel_on(kernel, self._device).launch(kernel.num_blocks(chunks), kernel.num_threads, arguments)
         return total
 
     def sum_and_norm(self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> Summed:
@@ -179,4 +185,4 @@ def _normed(
 
 def launch_rows(kernel: SumKernel, x: torch.Tensor, arguments: Sequence[Argument], most_blocks: int = BLOCKS) -> None:
     """Launches a kernel whose blocks have whole rows of x [T, N] each."""
-    _LOADED[x.device.index, kernel].launch(min(x.shape[0], most_blocks), kernel.num_threads, tuple(arguments))
+    kernel_on(kernel, x.device).launch(min(x.shape[0], most_blocks), kernel.num_threads, tuple(arguments))

@@ -1,4 +1,5 @@
-"""The kernels of sums over ranks, as they are compiled and launched: push.cu and those that norm what they sum."""
+"""The kernels that work over ranks, as they are compiled and launched: push.cu, those that norm what they sum, and
+choose.cu."""
 
 from __future__ import annotations
 
@@ -22,6 +23,8 @@ MOST_GROUPS = 1 << 14  # of rows that are pulled
 GROUP_ROWS = 2
 BLOCKS = 2 * MULTIPROCESSORS  # of kernels of whole rows, which all run at once
 _MOST_THREADS = 640
+MOST_CHOICES = 4096  # rows whose tokens are chosen at once
+_LOGITS_OF_THREAD = 32
 
 
 def most_bytes(num_ranks: int) -> int:
@@ -39,7 +42,7 @@ def most_copied_bytes(num_ranks: int) -> int:
     return _MOST_COPIED.get(num_ranks, 0)
 
 
-class _SumKernel(CudaKernel):
+class _RanksKernel(CudaKernel):
     headers: ClassVar[tuple[str, ...]] = ("collectives/peers.cuh",)
     shared_bytes = 0
 
@@ -49,7 +52,7 @@ class _SumKernel(CudaKernel):
 
 
 @dataclass(frozen=True)
-class PushKernel(_SumKernel):
+class PushKernel(_RanksKernel):
     """One for all sizes, and all numbers of ranks."""
 
     source: ClassVar[str] = "collectives/push.cu"
@@ -69,7 +72,7 @@ class PushKernel(_SumKernel):
 
 
 @dataclass(frozen=True)
-class _RowsKernel(_SumKernel):
+class _RowsKernel(_RanksKernel):
     """A kernel for rows of `columns` numbers and any number of ranks; a thread has a chunk of a row, or several."""
 
     columns: int
@@ -117,5 +120,31 @@ class AddNormKernel(_RowsKernel):
     function: ClassVar[str] = "add_norm"
 
 
+@dataclass(frozen=True)
+class ChooseKernel(_RanksKernel):
+    """For rows of which each rank has `columns` logits."""
+
+    columns: int
+    source: ClassVar[str] = "collectives/choose.cu"
+    function: ClassVar[str] = "choose_token"
+    switch: ClassVar[str] = "runtime.tensor_parallel_size: 1"
+
+    @property
+    def name(self) -> str:
+        return f"{self.function}_{self.columns}"
+
+    @property
+    def num_threads(self) -> int:
+        return 256
+
+    def constants(self) -> dict[str, int]:
+        sizes = {"THREADS": self.num_threads, "COLUMNS": self.columns}
+        return sizes | {"MOST_ROWS": MOST_CHOICES, "MOST_RANKS": MOST_RANKS}
+
+    def num_blocks(self, rows: int) -> int:
+        return rows * -(-self.columns // (self.num_threads * _LOGITS_OF_THREAD))
+
+
 SumKernel = PushKernel | PushNormKernel | PullNormKernel | AddNormKernel
-KERNELS: tuple[type[SumKernel], ...] = (PushKernel, PushNormKernel, PullNormKernel, AddNormKernel)
+RanksKernel = SumKernel | ChooseKernel
+KERNELS: tuple[type[RanksKernel], ...] = (PushKernel, PushNormKernel, PullNormKernel, AddNormKernel, ChooseKernel)

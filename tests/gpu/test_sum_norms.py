@@ -18,7 +18,7 @@ from mllm_compile.runtime.collectives.push import (
     PushedSums,
     add_and_norm,
     buffer_bytes,
-    load_sum_kernel,
+    load_ranks_kernel,
     pulled_bytes,
 )
 from mllm_compile.runtime.collectives.sum_kernels import (
@@ -50,7 +50,7 @@ KERNELS = [PushKernel(), *(kind(width) for kind in (PushNormKernel, PullNormKern
 def kernels() -> None:
     for kernel in KERNELS:
         binary = compile_cuda(kernel_source(kernel), kernel.name, "sm_90a")
-        load_sum_kernel(kernel, {kernel.name: binary}, DEVICE)
+        load_ranks_kernel(kernel, {kernel.name: binary}, DEVICE)
 
 
 class Pair:
