@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 from graph_times import graph_us
-from mistakes import need_hopper
+from mistakes import need_hopper, positive, positives
 from torch.nn.functional import linear, silu
 
 from mllm_compile.errors import CompileError, DeviceError
@@ -273,10 +273,10 @@ def chosen_ways(layers: Layers, tokens: int) -> dict[str, LinearTiling | None]:
 
 def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--ranks", type=positive, default=2)
     parser.add_argument("--shape", choices=SHAPES, default="8b")
-    parser.add_argument("--tokens", default="8,64,128,256")
-    parser.add_argument("--best", type=int, default=4, help="ways that are shown of each linear")
+    parser.add_argument("--tokens", type=positives, default="8,64,128,256")
+    parser.add_argument("--best", type=positive, default=4, help="ways that are shown of each linear")
     parser.add_argument("--sums", action="store_true", help="with sums over ranks, each of which has a GPU")
     options = parser.parse_args(arguments)
     need_hopper(options.ranks if options.sums else 1)
@@ -316,7 +316,7 @@ def measure(options: argparse.Namespace, group_id: bytes | None) -> None:
         group = None if group_id is None else NcclCommunicator(RANK, options.ranks, group_id, DEVICE)
         if group is not None:
             group.use_kernels()
-        for tokens in map(int, options.tokens.split(",")):
+        for tokens in options.tokens:
             if group is None:
                 compare(layers, kernels, tokens, options.best)
             else:

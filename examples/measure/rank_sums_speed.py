@@ -10,6 +10,7 @@ steps in halves have them (runtime.enable_dbo). Every way is compared with float
 
 from __future__ import annotations
 
+import argparse
 import os
 import subprocess
 import sys
@@ -19,7 +20,7 @@ from typing import Any
 
 import torch
 from graph_times import replay_us
-from mistakes import need_hopper
+from mistakes import need_hopper, positive
 
 from mllm_compile.kernels.nvrtc import compile_cuda
 from mllm_compile.runtime.collectives.base import Communicator
@@ -214,7 +215,11 @@ def show(title: str, rows: dict[tuple[str, int], float]) -> None:
 
 
 def main() -> None:
-    columns, size = (int(value) for value in (sys.argv[1:3] + ["4096", "2"][len(sys.argv) - 1 :]))
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("columns", type=positive, nargs="?", default=4096)
+    parser.add_argument("ranks", type=positive, nargs="?", default=2)
+    asked = parser.parse_args()
+    columns, size = asked.columns, asked.ranks
     rank = int(os.environ.get("RANK", "0"))
     need_hopper(size)
     if rank:
