@@ -65,6 +65,7 @@ class BatchDescriptor:
     num_active_loras: int = 0
     cascade: bool = False  # decodes that begin with the same pages
     fresh: bool = False  # prompts alone, each from its first token on
+    tokens_alone: bool = False  # decodes whose most probable tokens ranks choose together, without gathering logits
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,9 @@ from mllm_compile.runtime.attention.base import AttentionBackend
 from mllm_compile.runtime.attention.factory import make_attention_backend
 from mllm_compile.runtime.attention.metadata import AttentionMetadataBuilder, CommonAttentionMetadata, KVCacheSpec
 from mllm_compile.runtime.attention.split.page_table import PageTable
-from mllm_compile.runtime.collectives.base import Communicator, using
+from mllm_compile.runtime.collectives.base import Communicator, leaving_parts, using
+from mllm_compile.runtime.collectives.choose import TokenChoice
+from mllm_compile.runtime.collectives.sum_kernels import MOST_CHOICES
 from mllm_compile.runtime.cuda_graph.dispatcher import GraphDispatcher
 from mllm_compile.runtime.device.memory import (
     check_features_fit,
@@ -34,14 +36,11 @@ from mllm_compile.runtime.device.memory import (
     give_back_unused,
 )
 from mllm_compile.runtime.device.open import open_device, prefer_cublaslt
-from mllm_compile.runtime.device.upload import upload
 from mllm_compile.runtime.errors import ConfigError, DeviceMemoryError, RequestError, UnsupportedModelError
 from mllm_compile.runtime.forward_batch import (
-    Block,
     ForwardBatch,
     ForwardMode,
     LogitsProcessorOutput,
-    MediaInputs,
     TokenInputs,
 )
 from mllm_compile.runtime.forward_context import (
@@ -52,11 +51,10 @@ from mllm_compile.runtime.forward_context import (
 )
 from mllm_compile.runtime.graph_mode import CUDAGraphMode, DPMetadata, UBatchSlice
 from mllm_compile.runtime.media.feature_pool import FeaturePool
-from mllm_compile.runtime.media.tower import FEATURES_OF_A_RUN, MAX_FEATURES, Grid
-from mllm_compile.runtime.media.tower_inputs import tower_inputs
 from mllm_compile.runtime.memory_pool import GDNPool, KVPool, ReqToTokenPool
-from mllm_compile.runtime.program.executor import ProgramExecutor, Segments
-from mllm_compile.runtime.program.loaded import Executor, LoadedModel, MediaExecutors, ModelSource
+from mllm_compile.runtime.program.executor import ProgramExecutor
+from mllm_compile.runtime.program.images import ImageEncoder
+from mllm_compile.runtime.program.loaded import Executor, LoadedModel, ModelSource
 from mllm_compile.runtime.runner_config import RunnerConfig
 from mllm_compile.runtime.sampling.row_state import RowState
 from mllm_compile.runtime.sampling.sampler import sample_tokens
@@ -89,13 +87,17 @@ class ModelRunner:
         forward_times: times of forwards by number of tokens, None unless config.forward_times_interval_s asks for them.
     """
 
-    def __init__(self, config: RunnerConfig, source: ModelSource, communicator: Communicator | None = None) -> None:
+    def __init__(
+        self, config: RunnerConfig, source: ModelSource, meet: Callable[[], Communicator] | None = None
+    ) -> None:
         """
         Args:
-            communicator: of this rank, if the model is cut over several: then all make the same calls in one order.
+            meet: waits for the other ranks, if the model is cut over several: then all make the same calls of the
+                communicator in one order. Called when the model is loaded.
         """
         self.config = config
-        self.communicator = communicator
+        self.communicator: Communicator | None = None
+        self._meet = meet
         self.max_running_requests = config.runtime.max_running_requests
         self.kv_cache_dtype = config.kv_cache_dtype
         self.forward_pass_id = 0
@@ -119,21 +121,22 @@ class ModelRunner:
             self.device = open_device(self.config.runtime.device)
         if self.device.type == "cuda":
             prefer_cublaslt()
-        with self.on_device():
-            try:
-                self.load_model()
+        try:
+            with self.on_device():
+                self.load_model(stage)
+            with self.on_device():  # with the communicator that is there now
                 with stage("allocate KV cache"):
                     self.init_memory_pool()
                 with stage("prepare attention"):
                     self.init_attention_backend()
                 with stage("capture graphs"):
                     self.init_cuda_graphs()
-            except BaseException:
-                self.shutdown()
-                raise
+        except BaseException:
+            self.shutdown()
+            raise
 
-    def load_model(self) -> None:
-        """Load program and weights; sets the model's sizes."""
+    def load_model(self, stage: Callable[[str], AbstractContextManager[object]] = nullcontext) -> None:
+        """Load program and weights, and meet other ranks, which is under way meanwhile; sets the model's sizes."""
         check_weights_fit(self._source.weight_bytes, self.config.runtime, self.device)
         try:
             model = self._source.load(self.device)
@@ -143,8 +146,10 @@ class ModelRunner:
             ) from error
         self.model: LoadedModel = model
         self._overlap: BatchOverlap | None = None
-        if self.communicator is not None:
-            self.communicator.use_kernels()
+        if self._meet is not None:
+            with stage("meet ranks"):
+                self.communicator = self._meet()
+                self.communicator.use_kernels()
             if self.config.runtime.enable_dbo:
                 self._overlap = self._make_overlap(self.communicator)
         self.num_hidden_layers = model.num_hidden_layers
@@ -288,7 +293,8 @@ class ModelRunner:
             mixed_tokens = ()
         cascades = [size for size in graphs.decode_requests if self._is_captured_as_cascade(size)]
         fresh = self._fresh_sizes() if graphs.whole_prompts else []
-        return GraphDispatcher(mode, graphs.piecewise_tokens, graphs.decode_requests, mixed_tokens, cascades, fresh)
+        sizes = graphs.piecewise_tokens, graphs.decode_requests, mixed_tokens, cascades, fresh
+        return GraphDispatcher(mode, *sizes, tokens_alone=self.choice is not None)
 
     def _fresh_sizes(self) -> list[int]:
         """The sizes for which prompts alone are captured whole."""
@@ -448,7 +454,7 @@ class ModelRunner:
         if batch.forward_mode.is_idle():
             return LogitsProcessorOutput(torch.empty(0, self.vocab_size, dtype=self.config.dtype, device=self.device))
         if batch.pixel_values is not None and batch.image_grid_thw is not None and batch.media is None:
-            batch.media = self._encoded(batch, batch.pixel_values, batch.image_grid_thw)
+            batch.media = self.image_encoder().inputs_of(batch, batch.pixel_values, batch.image_grid_thw)
         return self.forward_decode(batch) if batch.forward_mode.is_decode() else self.forward_extend(batch)
 
     def launch_prompts(self, fields: StepFields[np.ndarray], starts: np.ndarray) -> LaunchedPrompts | None:
@@ -476,12 +482,13 @@ class ModelRunner:
         slots: np.ndarray,
         deltas: np.ndarray | None = None,
         common_prefix_len: int = 0,
+        tokens_alone: bool = False,
     ) -> CapturedDecode:
         """Run decodes and choose their tokens in one launch, without waiting for the device; see GraphRunner.decode."""
         if self.graph_runner is None:
             raise RuntimeError("there are no captured decodes: ask holds_decode first")
         self.forward_pass_id += 1
-        return self.graph_runner.decode(rows, seq_lens, slots, deltas, common_prefix_len)
+        return self.graph_runner.decode(rows, seq_lens, slots, deltas, common_prefix_len, tokens_alone)
 
     def forward_decode(self, batch: ForwardBatch) -> LogitsProcessorOutput:
         """Run a DECODE: every row's logits are wanted, unless logits_indices say otherwise."""
@@ -611,7 +618,17 @@ class ModelRunner:
 
         Of ranks with requests of their own they are those of all, S each.
         """
-        logits_of = partial(self._logits_of_all, self._executor_of(batch), body)
+        executor = self._executor_of(batch)
+        logits_of = partial(self._logits_of_all, executor, body)
+        if batch.tokens_alone and self.communicator is not None and self.num_deals == 1:
+            with leaving_parts() as parts:
+                logits = executor.head(body, logits_indices)
+            is_own_part = len(parts) == 1
+            return LogitsProcessorOutput(
+                parts[0] if is_own_part else logits,
+                logits_of=logits_of if batch.return_logprob else None,
+                is_own_part=is_own_part,
+            )
         return LogitsProcessorOutput(logits_of(logits_indices), logits_of=logits_of if batch.return_logprob else None)
 
     def _logits_of_all(self, executor: Executor, body: list[Any], logits_indices: torch.Tensor) -> torch.Tensor:
@@ -653,49 +670,15 @@ class ModelRunner:
         slots = dict.fromkeys(attention, part.out_cache_loc)
         return replace(whole, attn_metadata=attention, slot_mapping=slots, ubatch_slices=None)
 
-    def encode_images(self, pixel_values: torch.Tensor, grids: Sequence[Grid]) -> torch.Tensor:
-        """The features [F, W] of images, by one run of the tower; launches without waiting for the device.
-
-        Args:
-            pixel_values: [rows, width] of all images, one after another, on the device, in the model's type.
-            grids: each one's, as the tower counts it.
-        """
-        media = self._media()
-        arrays, segments = tower_inputs(media.facts, grids)
-        inputs: dict[str, Any] = {name: upload(array, self.device) for name, array in arrays.items()}
-        inputs |= {name: Segments(upload(one.bounds, self.device), one.longest) for name, one in segments.items()}
-        return torch.cat(media.tower.run_tower(inputs | {"pixel_values": pixel_values}), -1)
-
-    def _media(self) -> MediaExecutors:
-        """The programs for images.
+    def image_encoder(self) -> ImageEncoder:
+        """Makes the model's tower ready to run.
 
         Raises:
-            RuntimeError: the model takes none.
+            RequestError: it has none.
         """
         if self.model.media is None:
-            raise RuntimeError("the model takes no images")
-        return self.model.media
-
-    def _encoded(self, batch: ForwardBatch, pixel_values: torch.Tensor, grids: Sequence[Grid]) -> MediaInputs:
-        """The inputs of a batch that brings its own images: their features, at its placeholders in order. Waits for the
-        device.
-
-        Raises:
-            RequestError: there are not as many placeholders as features, or images see ahead, whose places in the batch
-                only a `media` says.
-        """
-        facts, features = self._media().facts, self.encode_images(pixel_values, grids)
-        if facts.sees_ahead:
-            raise RequestError("images of this model see what is ahead in them. Give a batch `media`, with its blocks.")
-        is_feature = (batch.input_ids == facts.image_token_id) | (batch.input_ids == facts.video_token_id)
-        places = is_feature.nonzero()[:, 0]
-        if len(places) != len(features):
-            raise RequestError(
-                f"the batch has {len(places)} placeholders (token {facts.image_token_id}), and its images have "
-                f"{len(features)} features. Give one for each."
-            )
-        dense = features.new_zeros(len(is_feature), features.shape[1])
-        return MediaInputs(dense.index_copy_(0, places, features), is_feature)
+            raise RequestError("a batch brings images, and the model takes none. Leave `pixel_values` out of it.")
+        return ImageEncoder(self.model.media, self.config.dtype, self.device)
 
     def _executor_of(self, batch: ForwardBatch) -> Executor:
         """The executor of a batch.
@@ -715,6 +698,27 @@ class ModelRunner:
         """Makes the runner's GPU the calling thread's current one, and its rank's communicator the thread's."""
         device = torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
         return device if self.communicator is None else _both(device, using(self.communicator))
+
+    @property
+    def choice(self) -> TokenChoice | None:
+        """The kernel by which ranks choose tokens together in captured decodes; None: there is none, or they have no
+        part of the vocabulary each."""
+        communicator, graphs = self.communicator, self.config.cudagraph
+        if communicator is None or self.num_deals > 1 or not graphs.sample_in_graph:
+            return None
+        if max(graphs.decode_requests, default=0) > MOST_CHOICES:
+            return None
+        return communicator.choice(self.model.vocab_size // communicator.size)
+
+    def choose_together(self, output: LogitsProcessorOutput) -> torch.Tensor:
+        """The most probable tokens [S] int64 of logits of which ranks have a part each; every rank gets them.
+
+        Raises:
+            RuntimeError: the runner is one rank's.
+        """
+        if self.communicator is None:
+            raise RuntimeError("one rank has all logits: sample from them")
+        return self.communicator.choose(output.next_token_logits)
 
     def spread_tokens(self) -> None:
         """Gives every rank the tokens that rank 0 has chosen last, which decodes read; of one rank does nothing."""
@@ -804,8 +808,9 @@ class ModelRunner:
             extend_prefix_lens_cpu=torch.zeros_like(new_cpu),
         )
         if self.feature_pool is not None:
-            self._run_largest_tower()
-            self._give_features(batch, self.feature_pool, int(new_cpu[0]))
+            encoder = self.image_encoder()
+            encoder.run_largest(config.runtime.max_model_len)
+            encoder.fill(batch, self.feature_pool, int(new_cpu[0]))
         logits = self.forward(batch).next_token_logits  # of ranks with requests of their own, those of all
         if self._overlap is not None:
             self.run_eager(batch)  # steps that are not divided may be as large
@@ -813,25 +818,6 @@ class ModelRunner:
         how = (ones, ones * 0.9, (ones * 50).long())
         sample_tokens(logits, *how, None, positions=ones.long(), pieces=self.model.sampling)
         del self.token_to_kv_pool, self.attn_backend
-
-    def _run_largest_tower(self) -> None:
-        """Runs the tower on as many features as one run of it may have."""
-        media, device = self._media(), self.device
-        tower = media.facts
-        count = max(FEATURES_OF_A_RUN, min(self.config.runtime.max_model_len, MAX_FEATURES))
-        grids = tower.largest(count)
-        shape = sum(map(tower.pixel_rows, grids)), tower.pixel_width
-        self.encode_images(torch.zeros(shape, dtype=self.config.dtype, device=device), grids)
-
-    def _give_features(self, batch: ForwardBatch, pool: FeaturePool, first: int) -> None:
-        """Makes all tokens of a batch take features; `first` are those of the first request."""
-        facts = self._media().facts
-        index = torch.zeros_like(batch.input_ids)
-        if facts.axes > 1:
-            batch.mrope_positions = index.expand(facts.axes, -1).contiguous()
-        blocks = (Block(0, 0, first, first),) if facts.sees_ahead else ()
-        features = pool.rows.index_select(0, index)
-        batch.media = MediaInputs(features, index == 0, blocks, facts.sees_ahead_in_windows)
 
 
 def _zeros(index: int, like: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:

@@ -80,6 +80,8 @@ def run_soak(
         reason, count = _read(live.pop(0))
         finished[reason] += 1
         num_tokens += count
+        if (count := finished.total()) % max(1, num_requests // 10) == 0:
+            print(f"soak: {count} of {num_requests} requests after {time.monotonic() - start:.1f} s", flush=True)
     seconds = time.monotonic() - start
     growth = [now - then for now, then in zip(_memory_mib(), memory_half_way, strict=True)]
     assert all_pages_are_back(engine)

@@ -2,17 +2,17 @@
 
     python examples/measure/cascade_speed.py CONFIG [--requests 8 64] [--shared 0 512 2048 8000] [--new 128]
 
-The prompt is random tokens, which all requests begin with; each goes on with tokens of its own. Each pair of numbers is
-timed without cascades, as the estimate of cost chooses, and with cascades wherever one was captured, in turns; the
-runtime, the process and the GPU are the same. Prints the medians of a step from the gaps between tokens, what the
-estimate has chosen, and how many tokens are the same. With nothing shared (0) the cost of looking for it remains.
+Needs an NVIDIA GPU. The prompt is random tokens, which all requests begin with; each goes on with tokens of its own.
+Each pair of numbers is timed without cascades, as the estimate of cost chooses, and with cascades wherever one was
+captured, in turns; the runtime, the process and the GPU are the same. Prints the medians of a step from the gaps
+between tokens, what the estimate has chosen, and how many tokens are the same. With nothing shared (0) the cost of
+looking for it remains.
 """
 
 from __future__ import annotations
 
 import argparse
 import statistics
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -20,6 +20,7 @@ from pathlib import Path
 from unittest import mock
 
 import torch
+from mistakes import need_gpu, told_in_one_line
 
 from mllm_compile import Engine, EngineConfig, SamplingParams
 
@@ -89,8 +90,7 @@ def main() -> None:
     parser.add_argument("--shared", type=int, nargs="+", default=[0, 512, 2048, 8000])
     parser.add_argument("--new", type=int, default=128)
     arguments = parser.parse_args()
-    if not torch.cuda.is_available():
-        sys.exit("needs an NVIDIA GPU")
+    need_gpu()
     config = EngineConfig.from_yaml(arguments.config)
     sizes = {
         "max_model_len": max(arguments.shared) + arguments.new + 64,
@@ -126,4 +126,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with told_in_one_line():
+        main()

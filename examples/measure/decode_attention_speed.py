@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
 import sys
 import tempfile
 from collections.abc import Callable
@@ -26,7 +25,8 @@ from functools import cache
 from pathlib import Path
 
 import torch
-from mistakes import positive
+from graph_times import graph_us
+from mistakes import need_gpu, positive
 
 from mllm_compile.kernels.cuda import KernelCompiler, can_compile_kernels
 from mllm_compile.process.progress import NullReporter
@@ -195,23 +195,6 @@ def hopper_decode(layers: Layers, kernel: DecodePiece) -> Callable[[], None]:
     return layers.each(attend)
 
 
-def microseconds(run: Callable[[], None], num_layers: int) -> float:
-    run()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        run()
-    times = []
-    for _ in range(12):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) * 1e3 / num_layers)
-    return statistics.median(times[2:])
-
-
 def measure(case: Case, workspace: torch.Tensor, ours_alone: bool) -> dict[str, float]:
     """Microseconds by kernel: "Triton" with the form and split that are chosen, "few/4" with these."""
     layers = Layers(case)
@@ -232,9 +215,9 @@ def measure(case: Case, workspace: torch.Tensor, ours_alone: bool) -> dict[str, 
             if not ours_alone and splits <= most and splits * sequences <= MAX_BLOCKS:
                 kernels[f"{name}/{splits}"] = lambda few=few, splits=splits: split_decode(layers, few, splits)
     times, outputs = {}, {}
-    nothing = microseconds(layers.each(lambda query, pages, out: None), len(layers.pages))
+    nothing = graph_us(layers.each(lambda query, pages, out: None))
     for name, make in kernels.items():
-        times[name] = microseconds(make(), len(layers.pages)) - nothing
+        times[name] = (graph_us(make()) - nothing) / len(layers.pages)
         outputs[name] = layers.out.float().clone()
         layers.out.fill_(float("nan"))
     first, reference = next(iter(outputs.items()))
@@ -261,8 +244,7 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.head_dim != CLUSTERS_HEAD_DIM and not arguments.ours:
         parser.error(f"heads of {arguments.head_dim} are timed by the program's own kernels alone: add --ours")
-    if not torch.cuda.is_available():
-        sys.exit("needs an NVIDIA GPU")
+    need_gpu()
     torch.manual_seed(0)
     workspace = torch.zeros(512 << 20, dtype=torch.uint8, device="cuda")
     results = []

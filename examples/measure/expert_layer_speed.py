@@ -12,17 +12,17 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from mistakes import told_in_one_line
+from graph_times import read_rate, replay_us
+from mistakes import need_hopper, positives, told_in_one_line
 
-from mllm_compile.kernels.cuda import KernelCompiler, can_compile_kernels
+from mllm_compile.kernels.cuda import KernelCompiler
 from mllm_compile.process.progress import NullReporter
 from mllm_compile.runtime.ops import op
 from mllm_compile.runtime.ops.experts.shapes import SOFTMAX_OF_ALL
@@ -120,45 +120,26 @@ def rings_of(text: str) -> Rings:
     return gate_up, down
 
 
-def microseconds(run: Callable[[], object]) -> list[float]:
-    """Of replays."""
-    run()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        run()
-    times = []
-    for _ in range(REPLAYS + 3):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) * 1e3)
-    return sorted(times[3:])
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--tokens", default="1,8")
+    parser.add_argument("--tokens", type=positives, default="1,8")
     parser.add_argument("--rings", type=rings_of, nargs="*", default=[])
     parser.add_argument("--layers", type=int, default=12)
     args = parser.parse_args()
-    if not torch.cuda.is_available() or not can_compile_kernels("cuda:0"):
-        sys.exit("needs a Hopper GPU and NVRTC")
+    need_hopper()
     torch.manual_seed(0)
-    data = torch.ones(1 << 28, device="cuda")
-    rate = data.nbytes / statistics.median(microseconds(data.sum)) / 1e3
+    rate = read_rate()
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}; a sum reads {rate:.0f} GB/s")
     print("tokens rings µs a layer       from         to      limit", flush=True)
     layers = [Layer.random() for _ in range(args.layers)]
     dense = layers[0].o.nbytes + layers[0].router.nbytes + layers[0].qkv.nbytes
     of_expert = (layers[0].gate_up.nbytes + layers[0].down.nbytes) / EXPERTS
-    for tokens in map(int, args.tokens.split(",")):
+    for tokens in args.tokens:
         chain = Chain(layers, tokens)
         limit = (dense + chain.num_active() * of_expert) / rate / 1e3
         for rings in [None, *args.rings]:
             stages = load(chain, rings)
-            taken = [us / len(layers) for us in microseconds(chain.run)]
+            taken = sorted(us / len(layers) for us in replay_us(chain.run, replays=REPLAYS))
             figures = (statistics.median(taken), taken[0], taken[-1], limit)
             print(
                 f"{tokens:6} {':'.join(map(str, stages)):>5}" + "".join(f"{one:11.2f}" for one in figures), flush=True

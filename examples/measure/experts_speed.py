@@ -5,32 +5,32 @@
 Needs an H100 or H200. The shape is Qwen3-30B-A3B's; each token chooses 8 of 128 experts at random. Linears come with
 TFLOP/s, what only moves rows with TB/s. A form of the tiles' kernels is ROWS:SHARE, rows of
 the weight in a tile and blocks of a cluster (runtime/ops/expert_tiles/kernel.py). By default the one that a runtime
-takes is timed. Beside them: the other products of such a layer by cuBLAS.
+takes is timed. Beside them: Triton's grouped products, which take their place without tile_experts, and the other
+products of such a layer by cuBLAS.
 """
 
 from __future__ import annotations
 
 import argparse
-import statistics
-import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from mistakes import positive, told_in_one_line
+from graph_times import graph_us
+from mistakes import need_hopper, positive, told_in_one_line
 
-from mllm_compile.kernels.cuda import KernelCompiler, can_compile_kernels
+from mllm_compile.kernels.cuda import KernelCompiler
 from mllm_compile.process.progress import NullReporter
 from mllm_compile.runtime.ops import op
 from mllm_compile.runtime.ops.expert_tiles.kernel import ExpertTilesKernel
 from mllm_compile.runtime.ops.expert_tiles.shapes import BLOCK
-from mllm_compile.runtime.ops.experts.shapes import SOFTMAX_OF_ALL
+from mllm_compile.runtime.ops.experts.shapes import SOFTMAX_OF_ALL, rows_of_block
 
 EXPERTS, CHOSEN, HIDDEN, INNER = 128, 8, 2048, 768
 GATE_UP, DOWN = (2 * INNER, HIDDEN), (HIDDEN, INNER)
 OTHERS = {"qkv": (5120, 2048), "o": (2048, 4096), "router": (EXPERTS, HIDDEN)}
-LAUNCHES, REPLAYS = 5, 7
+LAUNCHES = 5
 Form = tuple[int, int]  # rows of a tile, blocks of a cluster
 
 
@@ -73,33 +73,13 @@ def load(kernels: list[ExpertTilesKernel]) -> None:
     load_expert_tiles(kernels, binaries, torch.device("cuda:0"))
 
 
-def graph_us(run: Callable[[], object]) -> float:
-    run()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(LAUNCHES):
-            run()
-    graph.replay()
-    times = []
-    for _ in range(REPLAYS):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) / LAUNCHES * 1e3)
-    return statistics.median(times)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tokens", type=positive, nargs="+", default=[512, 2048, 8192])
     parser.add_argument("--gate-up", type=form_of, nargs="+", default=[default_form(GATE_UP, True)])
     parser.add_argument("--down", type=form_of, nargs="+", default=[default_form(DOWN, False)])
     args = parser.parse_args()
-    if not torch.cuda.is_available() or not can_compile_kernels("cuda:0"):
-        sys.exit("needs a Hopper GPU and NVRTC")
+    need_hopper()
     torch.manual_seed(0)
     weights = {
         size: torch.randn(EXPERTS, *size, device="cuda", dtype=torch.bfloat16) * size[1] ** -0.5
@@ -124,7 +104,7 @@ def measure(
     num_rows = tokens * CHOSEN
 
     def add(name: str, run: Callable[[], object], flop: float = 0, moved: float = 0) -> None:
-        us = graph_us(run)
+        us = graph_us(run, LAUNCHES)
         rates = f"{flop / us / 1e6:8.0f}" if flop else f"{moved / us / 1e6:15.2f}" if moved else ""
         print(f"{tokens:6}  {name:14} {us:8.1f} {rates}", flush=True)
 
@@ -151,6 +131,12 @@ def measure(
                 add(name, lambda: op("gated_expert_tiles")(x, order, blocks, weight, CHOSEN), flop)  # noqa: B023
             else:
                 add(name, lambda: op("expert_tiles")(inner, order, blocks, weight, ids), flop)  # noqa: B023
+    block = rows_of_block(None, CHOSEN, EXPERTS)
+    grouped, by_block = op("grouped_linear"), order_experts(ids, slots, EXPERTS, block, 0)
+    activated = grouped(x, *by_block, weights[GATE_UP], None, CHOSEN, False, True, True, block)
+    for name, rows, size in (("gate_up Triton", x, GATE_UP), ("down Triton", activated, DOWN)):
+        how = CHOSEN, False, rows is x, rows is x, block
+        add(name, lambda: grouped(rows, *by_block, weights[size], None, *how), 2 * num_rows * size[0] * size[1])  # noqa: B023
     outputs = op("expert_tiles")(inner, order, blocks, weights[DOWN], ids)
     add("sum", lambda: op("sum_experts")(outputs, shares), moved=(num_rows + tokens) * row_bytes)
     for name, weight in dense.items():

@@ -15,9 +15,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from decode_attention_speed import PAGE_SIZE, Case, Layers, hopper_decode, microseconds
+from decode_attention_speed import PAGE_SIZE, Case, Layers, hopper_decode
+from graph_times import graph_us
+from mistakes import need_hopper
 
-from mllm_compile.kernels.cuda import KernelCompiler, can_compile_kernels
+from mllm_compile.kernels.cuda import KernelCompiler
 from mllm_compile.process.progress import NullReporter
 from mllm_compile.runtime.attention.hopper.clusters import cluster_kernels
 from mllm_compile.runtime.attention.hopper.decoder import ClusterDecode, ShareDecode
@@ -45,9 +47,7 @@ def main() -> int:
     parser.add_argument("--heads", type=int, default=32)
     parser.add_argument("--kv-heads", type=int, default=8)
     options = parser.parse_args()
-    if not torch.cuda.is_available() or not can_compile_kernels("cuda:0"):
-        print("needs a Hopper GPU and NVRTC", file=sys.stderr)
-        return 1
+    need_hopper()
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {options.heads}/{options.kv_heads} heads")
     print(f"{'requests':>9}{'tokens':>8}{'kernel':>10}{'bf16':>9}{'GB/s':>7}{'fp8':>9}{'GB/s':>7}")
     by_type = {fp8: kernels(options.heads, options.kv_heads, fp8) for fp8 in (False, True)}
@@ -59,8 +59,8 @@ def main() -> int:
             layers = Layers(Case(options.heads, options.kv_heads, batch, length))
             if fp8:
                 layers.pages = [tuple(one.to(torch.float8_e4m3fn) for one in pages) for pages in layers.pages]
-            nothing = microseconds(layers.each(lambda query, pages, out: None), len(layers.pages))
-            time = microseconds(hopper_decode(layers, by_type[fp8][name]), len(layers.pages)) - nothing
+            nothing = graph_us(layers.each(lambda query, pages, out: None))
+            time = (graph_us(hopper_decode(layers, by_type[fp8][name])) - nothing) / len(layers.pages)
             num_bytes = 2 * batch * length * options.kv_heads * 128 * (1 if fp8 else 2)
             line += f"{time:9.1f}{num_bytes / time / 1e3:7.0f}"
             del layers

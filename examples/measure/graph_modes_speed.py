@@ -12,13 +12,12 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from mistakes import positive, told_in_one_line
+from mistakes import need_gpu, positive, told_in_one_line
 
 from mllm_compile.compiler.load_or_compile import load_or_compile
 from mllm_compile.config.schema import EngineConfig
@@ -165,8 +164,7 @@ def main() -> None:
     parser.add_argument("--batches", type=positive, nargs="+", default=[1, 8, 64, 256])
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
-    if not torch.cuda.is_available():
-        sys.exit("needs an NVIDIA GPU")
+    need_gpu()
     compiled = load_or_compile(EngineConfig.from_yaml(arguments.config))
     runner = ModelRunner(runner_config(compiled.config), ArtifactSource(compiled, NullReporter()))
     runner.initialize()

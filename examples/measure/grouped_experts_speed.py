@@ -10,42 +10,22 @@ that a runtime takes comes first. The rate counts each chosen expert's weight on
 from __future__ import annotations
 
 import argparse
-import statistics
-import sys
-from collections.abc import Callable
 from functools import partial
 
 import torch
-from mistakes import positive, told_in_one_line
+from graph_times import graph_us, read_rate
+from mistakes import need_gpu, positive, told_in_one_line
 
 from mllm_compile.runtime.ops import op
 from mllm_compile.runtime.ops.experts.shapes import SOFTMAX_OF_ALL, rows_at_once, rows_of_block
 
 EXPERTS, CHOSEN, HIDDEN, INNER = 128, 8, 2048, 768
-REPLAYS = 11
 Tiling = tuple[int, int, int, int]
 
 
 def tiling_of(text: str) -> Tiling:
     columns, depth, warps, stages = map(int, text.split(":"))
     return columns, depth, warps, stages
-
-
-def graph_us(run: Callable[[], object]) -> float:
-    """The median of a graph's replays."""
-    run()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        run()
-    times = []
-    for _ in range(REPLAYS + 2):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) * 1e3)
-    return statistics.median(times[2:])
 
 
 def measure(tokens: int, weights: dict[str, torch.Tensor], forms: dict[str, list[Tiling]]) -> None:
@@ -90,17 +70,14 @@ def main() -> None:
     parser.add_argument("--gate-up", type=tiling_of, nargs="*", default=[])
     parser.add_argument("--down", type=tiling_of, nargs="*", default=[])
     args = parser.parse_args()
-    if not torch.cuda.is_available():
-        sys.exit("needs a GPU")
+    need_gpu()
     torch.manual_seed(0)
     sizes = {"gate_up": (2 * INNER, HIDDEN), "down": (HIDDEN, INNER)}
     weights = {
         name: torch.empty(EXPERTS, *size, device="cuda", dtype=torch.bfloat16).normal_(0.0, size[1] ** -0.5)
         for name, size in sizes.items()
     }
-    data = torch.ones(1 << 28, device="cuda")
-    rate = data.nbytes / graph_us(data.sum) / 1e6
-    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}; a sum reads {rate:.2f} TB/s")
+    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}; a sum reads {read_rate() / 1e3:.2f} TB/s")
     print("tokens  linear   tiling               µs   TB/s")
     for tokens in args.tokens:
         measure(tokens, weights, {"gate_up": args.gate_up, "down": args.down})

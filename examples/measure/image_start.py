@@ -15,8 +15,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-from mistakes import positive
+from mistakes import positive, told_in_one_line
 
+from mllm_compile import EngineConfig
 from mllm_compile.process.console import print_table
 
 _START = """
@@ -49,6 +50,7 @@ def main() -> None:
     parser.add_argument("config", type=Path, help="of a model with a tower")
     parser.add_argument("--repeats", type=positive, default=3)
     args = parser.parse_args()
+    EngineConfig.from_yaml(args.config)  # says what is wrong with it
     ways = ("with", "without")
     start(args.config, "with")  # compiles, or fills the caches of files
     starts = [[start(args.config, way) for way in ways] for _ in range(args.repeats)]
@@ -61,4 +63,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with told_in_one_line():
+        main()

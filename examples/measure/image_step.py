@@ -11,13 +11,12 @@ its own.
 from __future__ import annotations
 
 import argparse
-import sys
 import time
 from collections import Counter, defaultdict
 from pathlib import Path
 
 import torch
-from mistakes import positive, told_in_one_line
+from mistakes import need_gpu, positive, told_in_one_line
 from step_gaps import device_events
 from torch.profiler import ProfilerActivity, profile
 
@@ -34,8 +33,7 @@ def main() -> None:
     parser.add_argument("--text", type=positive, default=100, help="tokens of text around it")
     parser.add_argument("--top", type=positive, default=25, help="kernels to print")
     args = parser.parse_args()
-    if not torch.cuda.is_available():
-        sys.exit("needs an NVIDIA GPU")
+    need_gpu()
     engine = MllmImages(Setting.from_config(str(args.config), max(args.batches), 4096))
     for count in args.batches:
         length = engine.num_features(args.side) + args.text

@@ -15,8 +15,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -24,6 +22,8 @@ from typing import Any
 
 import numpy as np
 import torch
+from graph_times import graph_us, read_rate
+from mistakes import need_gpu
 
 from mllm_compile.runtime.attention.base import AttentionInputs
 from mllm_compile.runtime.attention.latent import tiles as chosen
@@ -44,6 +44,7 @@ from mllm_compile.runtime.memory_pool import KVPool, ReqToTokenPool
 
 WIDTH, VALUE_WIDTH, PAGE_SIZE = 576, 512, 64
 HEADS = (16, 32, 64, 128)
+FEW_REPLAYS = 3  # of prompts, which take up to a second
 CASES = ((1, 4096), (8, 4096), (64, 4096), (256, 1024))  # requests, tokens of each
 TILES = (
     *(Tile(16, 64, 4, 2), Tile(16, 32, 4, 2), Tile(16, 32, 4, 3)),
@@ -204,7 +205,7 @@ def time_forms(heads: Sequence[int], tries_tiles: bool) -> list[dict[str, object
         for num_requests in (1, 64):
             step = Step(num_heads, 1, 4095, num_requests)
             inside, outside = step.attend(none_of_them), step.decode_with_products_in_pieces()
-            times = [microseconds(run, 1) for run in (inside, outside)]
+            times = [graph_us(run) for run in (inside, outside)]
             shown = ", ".join(
                 f"{where} {time:.1f} us" for where, time in zip(("attention", "pieces"), times, strict=True)
             )
@@ -214,7 +215,7 @@ def time_forms(heads: Sequence[int], tries_tiles: bool) -> list[dict[str, object
     for num_heads in heads:
         for new, before in PROMPTS:
             prompt = Step(num_heads, new, before)
-            times = [microseconds(prompt.attend(choice), 1, 5) for choice in (none_of_them, all_of_them)]
+            times = [graph_us(prompt.attend(choice), replays=FEW_REPLAYS) for choice in (none_of_them, all_of_them)]
             lengths = Prompts(Widths.of(prompt.layer), np.array([new]), np.array([before]), beside_decodes=False)
             pays = bool(faster_on_gpu(lengths)[0])
             pairs = new * before + new * (new + 1) / 2
@@ -228,30 +229,13 @@ def time_forms(heads: Sequence[int], tries_tiles: bool) -> list[dict[str, object
             expanded.expanded_tile = lambda *widths, tile=tile: tile
             for num_heads, new, before in ((16, 8192, 0), (16, 2048, 8192), (128, 2048, 0)):
                 try:
-                    time = microseconds(Step(num_heads, new, before).attend(all_of_them), 1, 5)
+                    time = graph_us(Step(num_heads, new, before).attend(all_of_them), replays=FEW_REPLAYS)
                 except Exception as error:
                     print(f"{tile}: {type(error).__name__}: {str(error).splitlines()[0][:90]}", flush=True)
                     continue
                 print(f"{tile}, {num_heads} heads, {new} behind {before}: {time:9.1f} us", flush=True)
         expanded.expanded_tile = kept
     return results
-
-
-def microseconds(run: Callable[[], None], num_layers: int, repeats: int = 9) -> float:
-    run()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        run()
-    times = []
-    for _ in range(repeats):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) * 1e3 / num_layers)
-    return statistics.median(times[2:])
 
 
 def main() -> None:
@@ -262,8 +246,7 @@ def main() -> None:
     parser.add_argument("--forms", action="store_true", help="time prompts over latents and expanded, and nothing else")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
-    if not torch.cuda.is_available():
-        sys.exit("needs an NVIDIA GPU")
+    need_gpu()
     from mllm_compile.runtime.ops.latents import attend  # defines the ops
 
     torch.manual_seed(0)
@@ -275,9 +258,9 @@ def main() -> None:
     results: list[dict[str, object]] = []
 
     def note(what: str, layers: Layers, run: Callable[[], None], flops: float) -> None:
-        nothing = microseconds(layers.each(lambda query, latents, out: None), len(layers.latents))
+        nothing = graph_us(layers.each(lambda query, latents, out: None))
         try:
-            time = microseconds(run, len(layers.latents)) - nothing
+            time = (graph_us(run) - nothing) / len(layers.latents)
         except Exception as error:
             print(f"{what:46} {type(error).__name__}: {str(error).splitlines()[0][:90]}", flush=True)
             return
@@ -285,9 +268,7 @@ def main() -> None:
         results.append({"what": what, "us": time, "TB/s": rate, "TFLOPS": flops / time / 1e6})
         print(f"{what:46} {time:9.2f} us {rate:6.2f} TB/s {flops / time / 1e6:7.0f} TFLOPS", flush=True)
 
-    read = torch.empty(1 << 30, dtype=torch.uint8, device="cuda").view(torch.int64)
-    time = microseconds(lambda: read.sum(), 1)
-    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}; a sum reads {read.nbytes / time / 1e6:.2f} TB/s")
+    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}; a sum reads {read_rate() / 1e3:.2f} TB/s")
     for num_heads in arguments.heads:
         for num_requests, length in CASES:
             layers = Layers(num_heads, num_requests, length)

@@ -5,7 +5,8 @@
 Writes a checkpoint of each shape of configs/shapes, with as many layers as make so many GB (a dense 8B has 16), as
 their authors publish them: experts one by one, tensors in the order of their names. The files are in the page cache
 when they are read, as those of a second start are. Each is read into its final place on the device by the loader's own
-plan, in turns; the last figures are the medians.
+plan, in turns; the last figures are the medians. The table is what a runtime stores of this plan: where each tensor
+goes.
 """
 
 from __future__ import annotations
@@ -29,7 +30,9 @@ from mllm_compile.checkpoint.plan import plan_weights, read_checkpoint
 from mllm_compile.checkpoint.quantised import read_tensors
 from mllm_compile.model.hf_model import build_on_meta
 from mllm_compile.process.console import print_table
+from mllm_compile.runtime.json_data import parse_json
 from mllm_compile.runtime.weights.loader import WeightSpec, allocate_weights, load_weights
+from mllm_compile.runtime.weights.table import weights_from_json, weights_to_json
 
 SHAPES = Path(__file__).parents[2] / "configs" / "shapes"
 NAMES = ("qwen3-8b", "qwen3-30b-a3b")
@@ -48,18 +51,30 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="load_speed_", dir=args.folder) as scratch:
         planned = {name: write_and_plan(name, Path(scratch, name), args.gigabytes) for name in NAMES}
         weights = {name: allocate_weights(specs, device) for name, specs in planned.items()}
+        tables = {name: json.dumps(weights_to_json(specs)).encode() for name, specs in planned.items()}
         seconds: dict[str, list[float]] = {name: [] for name in NAMES}
+        table_seconds: dict[str, list[float]] = {name: [] for name in NAMES}
         for _ in range(args.repeats):
-            for name, specs in planned.items():
+            for name, table in tables.items():
+                start = time.perf_counter()
+                specs = weights_from_json(parse_json(table))
+                table_seconds[name].append(time.perf_counter() - start)
                 start = time.perf_counter()
                 load_weights(specs, weights[name], Path(scratch, name))
                 seconds[name].append(time.perf_counter() - start)
     sizes = {name: sum(weight.nbytes for weight in of_model.values()) / 1e9 for name, of_model in weights.items()}
     rows = [
-        (name, f"{sizes[name]:.1f}", str(sum(len(spec.parts) for spec in planned[name])), *figures(sizes[name], taken))
+        (
+            name,
+            f"{sizes[name]:.1f}",
+            str(sum(len(spec.parts) for spec in planned[name])),
+            *figures(sizes[name], taken),
+            f"{statistics.median(table_seconds[name]) * 1e3:.1f}",
+        )
         for name, taken in seconds.items()
     ]
-    print_table(sys.stdout, f"read into {device}", ("model", "GB", "tensors", "s", "GB/s", "from", "to"), rows)
+    header = ("model", "GB", "tensors", "s", "GB/s", "from", "to", "table, ms")
+    print_table(sys.stdout, f"read into {device}", header, rows)
 
 
 def figures(gigabytes: float, seconds: list[float]) -> tuple[str, ...]:

@@ -20,8 +20,9 @@ from collections.abc import Callable
 
 import numpy as np
 import torch
-from mistakes import told_in_one_line
-from prefill_attention_speed import graph_us, heads_of, offsets, shape_of
+from graph_times import graph_us
+from mistakes import need_hopper, told_in_one_line
+from prefill_attention_speed import heads_of, offsets, shape_of
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from mllm_compile.process.console import print_table
@@ -33,6 +34,7 @@ SHAPES = (
 )
 HEAD_DIM, PAGE_SIZE = 128, 64
 PARTS = (2, 4)
+LAUNCHES = 4
 
 
 class Chunk:
@@ -126,11 +128,8 @@ def main() -> None:
     parser.add_argument("--heads", type=heads_of, nargs="+", default=[(32, 8)], help="query heads/KV heads")
     parser.add_argument("--shapes", type=shape_of, nargs="+", default=SHAPES)
     args = parser.parse_args()
-    if not torch.cuda.is_available():
-        sys.exit("needs an NVIDIA GPU")
+    need_hopper()
     device = torch.device("cuda", torch.cuda.current_device())
-    if torch.cuda.get_device_properties(device).major != 9:
-        sys.exit("needs an NVIDIA Hopper GPU")
     workspace = torch.zeros(512 << 20, dtype=torch.uint8, device=device)
     rows = []
     for (num_heads, num_kv_heads), shape in itertools.product(args.heads, args.shapes):
@@ -139,7 +138,7 @@ def main() -> None:
         is_split = chunk.count == 1 and chunk.before >= 16 * PAGE_SIZE
         ways += [chunk.in_parts(parts) if is_split else None for parts in PARTS]
         ways.append(None if chunk.before else chunk.by_cudnn())
-        times = [None if way is None else graph_us(way, launches=4) for way in ways]
+        times = [None if way is None else graph_us(way, LAUNCHES) for way in ways]
         cells = ["" if time is None else f"{time:.0f}" for time in times]
         rates = ["" if time is None else f"{chunk.flop / time / 1e6:.0f}" for time in (times[0], times[1], times[-1])]
         rows.append((f"{num_heads}/{num_kv_heads}", f"{chunk.count} x {chunk.new}", str(chunk.before), *cells, *rates))

@@ -18,11 +18,9 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-import torch
-from mistakes import positive, told_in_one_line
+from mistakes import need_hopper, positive, told_in_one_line
 
 from mllm_compile import Engine, EngineConfig, SamplingParams
-from mllm_compile.config.device import is_hopper
 from mllm_compile.process.console import print_table
 
 PROMPTS = ((1, 32), (1, 128), (1, 256), (1, 512), (4, 64), (4, 128))  # prompts at once, tokens of each
@@ -87,8 +85,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--running", type=positive, default=64, help="requests at once while others wait")
     parser.add_argument("--requests", type=positive, default=384, help="requests in all")
     args = parser.parse_args(argv)
-    if not torch.cuda.is_available() or not is_hopper("cuda:0"):
-        sys.exit("needs an NVIDIA Hopper GPU")
+    need_hopper()
     asked = EngineConfig.from_yaml(args.config).model_dump(mode="json")
     asked["runtime"]["max_running_requests"] = args.running
     sizes = asked["cudagraph"]["mixed_tokens"] if args.tokens is None else args.tokens

@@ -13,11 +13,11 @@ import argparse
 import itertools
 import statistics
 import sys
-from collections.abc import Callable
 
 import numpy as np
 import torch
-from mistakes import positive
+from graph_times import graph_us
+from mistakes import need_gpu, positive
 
 from mllm_compile.process.console import print_table
 from mllm_compile.runtime.attention.flashinfer.kernels import PlanGroup, PrefillKernel, choose_prefill_kernel
@@ -31,7 +31,7 @@ SHAPES = (  # requests, new tokens of each, tokens before them
     *((1, 512, 512), (1, 512, 3500), (1, 1024, 2048), (4, 128, 1024), (8, 64, 512), (16, 16, 512)),
 )
 HEAD_DIM, PAGE_SIZE = 128, 64
-LAUNCHES, REPLAYS = 20, 7
+LAUNCHES = 20
 PLAIN = PerLayerParameters(-1, 0.0, HEAD_DIM**-0.5)
 
 
@@ -40,8 +40,7 @@ def main() -> None:
     parser.add_argument("--heads", type=heads_of, nargs="+", default=HEADS, help="query heads/KV heads")
     parser.add_argument("--shapes", type=shape_of, nargs="+", default=SHAPES)
     args = parser.parse_args()
-    if not torch.cuda.is_available():
-        sys.exit("needs an NVIDIA GPU")
+    need_gpu()
     device = torch.device("cuda", torch.cuda.current_device())
     is_hopper = torch.cuda.get_device_properties(device).major == 9
     num_sms = torch.cuda.get_device_properties(device).multi_processor_count
@@ -92,38 +91,18 @@ def measure(
         wrapper = flashinfer.BatchPrefillWithRaggedKVCacheWrapper(workspace, "NHD", backend=kernel.name)
         wrapper.plan(starts, starts, *heads, **options)
         k, v = torch.randn(2, len(q), group.num_kv_heads, HEAD_DIM, device=device, dtype=dtype)
-        return graph_us(lambda: wrapper.run(q, k, v, out=out))
+        return graph_us(lambda: wrapper.run(q, k, v, out=out), LAUNCHES)
     pages = -(-(new + prefix) // PAGE_SIZE)
     order = torch.randperm(int(pages.sum()), device=device).int()
     last = torch.from_numpy((new + prefix - 1) % PAGE_SIZE + 1)
     wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD", backend=kernel.name)
     wrapper.plan(starts, offsets(pages), order, last, *heads, PAGE_SIZE, **options)
     kv = torch.randn(2, len(order), PAGE_SIZE, group.num_kv_heads, HEAD_DIM, device=device, dtype=dtype)
-    return graph_us(lambda: wrapper.run(q, tuple(kv), out=out))
+    return graph_us(lambda: wrapper.run(q, tuple(kv), out=out), LAUNCHES)
 
 
 def offsets(lengths: np.ndarray) -> torch.Tensor:
     return torch.from_numpy(np.concatenate(([0], np.cumsum(lengths))).astype(np.int32))
-
-
-def graph_us(run: Callable[[], object], launches: int = LAUNCHES) -> float:
-    """µs of one launch, of `launches` in a graph."""
-    run()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(launches):
-            run()
-    graph.replay()
-    times = []
-    for _ in range(REPLAYS):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) / launches * 1e3)
-    return statistics.median(times)
 
 
 if __name__ == "__main__":

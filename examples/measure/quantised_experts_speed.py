@@ -12,12 +12,13 @@ distance from float32 over that of torch in bfloat16. --sweep times other sizes 
 from __future__ import annotations
 
 import argparse
-import statistics
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
+from graph_times import graph_us
+from mistakes import names_of, need_gpu, positives
 from torch.nn.functional import silu
 
 from mllm_compile.runtime.ops import op
@@ -52,7 +53,6 @@ FORMS = {
     "mxfp4": MXFP4,
 }
 SETS = 6  # of choices
-REPEATS = 9
 # Columns of a tile, bytes of a row at once, warps, loads under way: for few rows of an expert, and for many.
 SWEEP = [(64, 256, 4, 3), (64, 128, 2, 4), (32, 128, 2, 4), (32, 128, 2, 6), (16, 128, 1, 6)]
 SWEEP_MANY = [(128, 128, 8, 2), (128, 64, 8, 4), (256, 64, 8, 2), (128, 64, 4, 3)]
@@ -128,24 +128,6 @@ class Experts:
         return ((ours - true).norm() / (theirs - true).norm()).item()
 
 
-def microseconds(run: Callable[[], None]) -> float:
-    """Of one replay: the median."""
-    run()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        run()
-    times = []
-    for _ in range(REPEATS + 2):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) * 1e3)
-    return statistics.median(times[2:])
-
-
 def tilings(form: str, tokens: int, block: int, sweep: bool) -> Iterator[tuple[str, dict[int, tuple[int, ...]]]]:
     """Names and tilings: the one that is chosen, and others."""
     from mllm_compile.runtime.ops.experts.grouped_quantised import _TILINGS
@@ -160,22 +142,20 @@ def tilings(form: str, tokens: int, block: int, sweep: bool) -> Iterator[tuple[s
 
 def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokens", default="1,8,64,2048")
-    parser.add_argument("--forms", default=",".join(FORMS))
+    parser.add_argument("--tokens", type=positives, default="1,8,64,2048")
+    parser.add_argument("--forms", type=names_of(FORMS), default=",".join(FORMS))
     parser.add_argument("--shape", choices=SHAPES, default="qwen-30b-a3b")
     parser.add_argument("--sweep", action="store_true", help="other tilings too")
     options = parser.parse_args(arguments)
-    if not torch.cuda.is_available():
-        print("needs an NVIDIA GPU", file=sys.stderr)
-        return 1
+    need_gpu()
     torch.manual_seed(0)
     op("quantised_grouped_linear")  # defines it: its module needs Triton
     shape = SHAPES[options.shape]
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {options.shape}, microseconds a layer")
     print(f"{'form':6}{'tokens':>7}{'layer':>9}{'GB/s':>7}{'TFLOP/s':>9}{'error':>7}  tiling")
-    for form in options.forms.split(","):
+    for form in options.forms:
         experts = Experts(shape, form)
-        for tokens in map(int, options.tokens.split(",")):
+        for tokens in options.tokens:
             _measure(experts, form, tokens, options.sweep)
         del experts
         torch.cuda.empty_cache()
@@ -202,7 +182,7 @@ def _measure(experts: Experts, form: str, tokens: int, sweep: bool) -> None:
         try:
             _TILINGS.update(tiling)
             error = experts.error(x[:64], choices[0][:64])
-            layer = microseconds(run) / sets
+            layer = graph_us(run) / sets
             read, rate = num_bytes / layer / 1e3, flops / layer / 1e6
             print(f"{form:6}{tokens:7}{layer:9.1f}{read:7.0f}{rate:9.0f}{error:7.2f}  {name}", flush=True)
         except Exception as failure:  # a tiling that cannot be launched hides no other

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import math
-import statistics
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -26,10 +25,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from graph_times import graph_us, read_rate
+from mistakes import names_of, need_hopper, positives
 from torch.nn.functional import linear, silu
 
 from mllm_compile.errors import CompileError, DeviceError
-from mllm_compile.kernels.cuda import KernelCompiler, can_compile_kernels
+from mllm_compile.kernels.cuda import KernelCompiler
 from mllm_compile.process.progress import NullReporter
 from mllm_compile.runtime.ops.stream_linear import ops as bf16_ops
 from mllm_compile.runtime.ops.stream_linear.linear import bucket_of
@@ -56,7 +57,6 @@ FORMS = {
     "nvfp4": NVFP4,
 }
 EPS = 1e-6
-REPEATS = 15
 MOST_LAYERS, LEAST_BYTES = 36, 1 << 30  # of a chain: many times the L2 cache
 
 
@@ -178,29 +178,6 @@ def _ops(form: str) -> StreamedOps:
     return (bf16_ops if form == "bf16" else quantised_ops).STREAMED
 
 
-def microseconds(run: Callable[[], object]) -> float:
-    """Of one replay: the median."""
-    run()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        run()
-    times = []
-    for _ in range(REPEATS + 3):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) * 1e3)
-    return statistics.median(times[3:])
-
-
-def read_rate() -> float:
-    """GB/s of one sum over a gigabyte."""
-    data = torch.ones(1 << 28, device="cuda")
-    return data.nbytes / microseconds(data.sum) / 1e3
-
-
 def load(compiler: KernelCompiler, tilings: Sequence[Any], load_kernels: Callable[..., None]) -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -227,16 +204,14 @@ def divisions(chain: Chain, tokens: int, sweep: bool) -> Iterator[tuple[str, lis
 
 def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokens", default="1,8,16,32,64")
-    parser.add_argument("--forms", default=",".join(FORMS))
+    parser.add_argument("--tokens", type=positives, default="1,8,16,32,64")
+    parser.add_argument("--forms", type=names_of(FORMS), default=",".join(FORMS))
     parser.add_argument("--shape", choices=SHAPES, default="8b")
     parser.add_argument("--each", action="store_true", help="times the four linears apart too")
     parser.add_argument("--head", action="store_true", help="the shape's head too, in bfloat16")
     parser.add_argument("--sweep", action="store_true", help="other divisions too")
     options = parser.parse_args(arguments)
-    if not torch.cuda.is_available() or not can_compile_kernels("cuda:0"):
-        print("needs a Hopper GPU and NVRTC", file=sys.stderr)
-        return 1
+    need_hopper()
     torch.manual_seed(0)
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {options.shape}, microseconds a layer")
     limit = read_rate()
@@ -244,7 +219,7 @@ def main(arguments: Sequence[str]) -> int:
     of_each = "".join(f"{name:>26}" for name in LINEARS) if options.each else ""
     print(f"{'form':6}{'tokens':>7}{'layer':>8}{'GB/s':>7}{'read':>6}{'error':>7}{of_each}  division")
     with KernelCompiler() as compiler:
-        for form in options.forms.split(","):
+        for form in options.forms:
             _measure(compiler, form, options, limit)
         if options.head:
             _measure_head(compiler, options, limit)
@@ -254,7 +229,7 @@ def main(arguments: Sequence[str]) -> int:
 def _measure_head(compiler: KernelCompiler, options: argparse.Namespace, limit: float) -> None:
     hidden = SHAPES[options.shape][0]
     weight = (torch.randn(HEAD_ROWS, hidden, device="cuda") * 0.02).bfloat16()
-    for tokens in map(int, options.tokens.split(",")):
+    for tokens in options.tokens:
         if not is_streamed(HEAD_ROWS, hidden, tokens):
             continue
         x, squares = (
@@ -265,7 +240,7 @@ def _measure_head(compiler: KernelCompiler, options: argparse.Namespace, limit: 
             bf16_ops.STREAMED.plain_kind((weight,), squares, False, False, False), bucket_of(tokens)
         )
         load(compiler, [tiling], bf16_ops.STREAMED.load_kernels)
-        time = microseconds(partial(torch.ops.mllm.stream_linear, x, weight, squares, EPS, False))
+        time = graph_us(partial(torch.ops.mllm.stream_linear, x, weight, squares, EPS, False))
         rate = weight.nbytes / time / 1e3
         print(f"{'head':6}{tokens:7}{time:8.1f}{rate:7.0f}{rate / limit:6.0%}", flush=True)
 
@@ -275,7 +250,7 @@ def _measure(compiler: KernelCompiler, form: str, options: argparse.Namespace, l
     scheme = FORMS[form]
     layer_bytes = hidden * (heads + 3 * ffn + qkv) * (2 if scheme is None else 1 if scheme.kind == "fp8" else 0.5)
     chain = Chain(options.shape, form, 1, max(MOST_LAYERS, int(LEAST_BYTES // layer_bytes)))
-    for tokens in map(int, options.tokens.split(",")):
+    for tokens in options.tokens:
         if scheme is not None and tokens > MAX_TOKENS:
             continue
         chain.set_tokens(tokens)
@@ -292,13 +267,13 @@ def _measure(compiler: KernelCompiler, form: str, options: argparse.Namespace, l
 def _line(chain: Chain, tokens: int, name: str, each: bool, limit: float) -> str:
     errors, count = chain.errors(), len(chain.layers)
     error = max(errors.values(), key=lambda error: (math.isnan(error), error))
-    layer = microseconds(chain.run_layers) / count
+    layer = graph_us(chain.run_layers) / count
     read = sum(weight.num_bytes for weight in chain.layers[0].values())
     rate = read / layer / 1e3
     line = f"{chain.form:6}{tokens:7}{layer:8.1f}{rate:7.0f}{rate / limit:6.0%}{error:7.2f}"
     if each:
         for one in LINEARS:
-            time = microseconds(partial(chain.run_each, one)) / count
+            time = graph_us(partial(chain.run_each, one)) / count
             rate = chain.layers[0][one].num_bytes / time / 1e3
             line += f"{time:9.1f} ({rate:4.0f} {rate / limit:4.0%} {errors[one]:4.2f})"
     return f"{line}  {name}"

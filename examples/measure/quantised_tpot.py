@@ -13,14 +13,15 @@ it is there yet.
 from __future__ import annotations
 
 import argparse
-import sys
 import tempfile
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import yaml
+from mistakes import names_of, positive, positives, told_in_one_line
 
+from mllm_compile import EngineConfig
 from mllm_compile.bench.measure.harness import (
     FIRST_TOKENS,
     probe_machine,
@@ -30,7 +31,6 @@ from mllm_compile.bench.measure.harness import (
 )
 from mllm_compile.bench.measure.results import Measurement
 from mllm_compile.bench.measure.workloads import LatencyWork, ThroughputWork
-from mllm_compile.errors import MllmError
 
 VARIANTS: dict[str, tuple[str, str]] = {  # model.quantization and runtime.kv_cache_dtype
     "bf16": ("auto", "auto"),
@@ -66,42 +66,37 @@ def start_seconds(path: Path, work: LatencyWork) -> list[float]:
     return [run_process(FIRST_TOKENS, job)["first token"] for _ in range(2)]
 
 
-def main() -> int:
+def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("config", nargs="?", type=Path, default=Path("configs/qwen-8b-shape.yaml"))
-    parser.add_argument("--variants", default=",".join(VARIANTS))
-    parser.add_argument("--batch", default="1,8,64,256")
-    parser.add_argument("--input-len", type=int, default=512)
-    parser.add_argument("--output-len", type=int, default=129)
-    parser.add_argument("--repeats", type=int, default=1)
+    parser.add_argument("--variants", type=names_of(VARIANTS), default=",".join(VARIANTS))
+    parser.add_argument("--batch", type=positives, default="1,8,64,256")
+    parser.add_argument("--input-len", type=positive, default=512)
+    parser.add_argument("--output-len", type=positive, default=129)
+    parser.add_argument("--repeats", type=positive, default=1)
     parser.add_argument("--prefill", action="store_true")
     parser.add_argument("--start", action="store_true")
     options = parser.parse_args()
-    batches = tuple(map(int, options.batch.split(",")))
-    work = LatencyWork(
-        batches=batches, input_len=options.input_len, output_len=options.output_len, repeats=options.repeats
-    )
+    EngineConfig.from_yaml(options.config)  # says what is wrong with it
+    sizes = {"input_len": options.input_len, "output_len": options.output_len, "repeats": options.repeats}
+    work = LatencyWork(batches=tuple(options.batch), **sizes)
     with tempfile.TemporaryDirectory() as name:
-        for variant in options.variants.split(","):
+        for variant in options.variants:
             path = config_of(options.config, variant, Path(name))
-            try:
-                result = run_latency(str(path), ["mllm"], work)
-                for run in result.runs:
+            result = run_latency(str(path), ["mllm"], work)
+            for run in result.runs:
+                for line in run.measurements:
+                    print(f"{variant:8}{line.name:8}{line.batch:5} {shown(line)} {line.unit}", flush=True)
+            if options.start:
+                seconds = ", ".join(f"{one:.2f}" for one in start_seconds(path, work))
+                print(f"{variant:8}start {seconds} s", flush=True)
+            if options.prefill:
+                many = ThroughputWork(mixed_requests=1, mixed_range=(8, 16), repeats=options.repeats)
+                for run in run_throughput(str(path), ["mllm"], many).runs:
                     for line in run.measurements:
-                        print(f"{variant:8}{line.name:8}{line.batch:5} {shown(line)} {line.unit}", flush=True)
-                if options.start:
-                    seconds = ", ".join(f"{one:.2f}" for one in start_seconds(path, work))
-                    print(f"{variant:8}start {seconds} s", flush=True)
-                if options.prefill:
-                    many = ThroughputWork(mixed_requests=1, mixed_range=(8, 16), repeats=options.repeats)
-                    for run in run_throughput(str(path), ["mllm"], many).runs:
-                        for line in run.measurements:
-                            print(f"{variant:8}{line.name} {shown(line)} {line.unit}", flush=True)
-            except MllmError as error:
-                print(f"{variant}: {error}", file=sys.stderr)
-                return 1
-    return 0
+                        print(f"{variant:8}{line.name} {shown(line)} {line.unit}", flush=True)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    with told_in_one_line():
+        main()

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -27,14 +26,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from graph_times import graph_us
+from mistakes import need_hopper
 from torch.nn.functional import linear, silu
 
 from mllm_compile.errors import CompileError, DeviceError
-from mllm_compile.kernels.cuda import KernelCompiler, can_compile_kernels
+from mllm_compile.kernels.cuda import KernelCompiler
 from mllm_compile.process.progress import NullReporter
 from mllm_compile.runtime.collectives.nccl import NcclCommunicator, new_group_id
-from mllm_compile.runtime.collectives.push import add_and_norm, load_sum_kernel
-from mllm_compile.runtime.collectives.sum_kernels import PullNormKernel, PushKernel, PushNormKernel
+from mllm_compile.runtime.collectives.push import add_and_norm, load_ranks_kernel
+from mllm_compile.runtime.collectives.sum_kernels import PushKernel, PushNormKernel, SendKernel, SendNormKernel
 from mllm_compile.runtime.cuda.kernel import CudaKernel
 from mllm_compile.runtime.ops.gated_linear.kernel import gated_kernels
 from mllm_compile.runtime.ops.gated_linear.ops import load_gated_kernels
@@ -52,7 +53,6 @@ SHAPES = {
 }
 LINEARS = ("qkv", "o", "gate_up", "down")
 EPS = 1e-6
-REPEATS = 9
 LEAST_BYTES = 3 << 29  # of a chain's weights: many times the L2 cache
 MOST_OFF = 0.01  # relative, of outputs that are rounded to bfloat16
 RANK = int(os.environ.get("RANK", "0"))
@@ -106,24 +106,6 @@ class Layers:
             gates, ups = true.chunk(2, -1)
             true = silu(gates) * ups
         return float((self.run_one(name, weight, x).float() - true).norm() / true.norm())
-
-
-def microseconds(run: Callable[[], object], meet: Callable[[], object] = lambda: None) -> float:
-    """Of one replay: the median. Ranks meet ahead of each."""
-    run()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        run()
-    times = []
-    for _ in range(REPEATS + 2):
-        meet()
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) * 1e3)
-    return statistics.median(times[2:])
 
 
 def ways(kind: LinearKind, tokens: int) -> Iterator[LinearTiling]:
@@ -219,7 +201,7 @@ def compare(layers: Layers, kernels: Kernels, tokens: int, best: int) -> None:
     fastest: dict[str, LinearTiling | None] = {}
     fastest_kernels: dict[str, LinearTiling | None] = {}
     count = len(layers.weights)
-    whole = microseconds(layers.run) / count
+    whole = graph_us(layers.run) / count
     print(f"{tokens} tokens: {whole:.1f} a layer, {layers.bytes_of_layer / whole / 1e3:.0f} GB/s", flush=True)
     for name, tiling in chosen.items():
         found = []
@@ -229,7 +211,7 @@ def compare(layers: Layers, kernels: Kernels, tokens: int, best: int) -> None:
             try:
                 use(name, other)
                 wrong = layers.error(name)
-                found.append((whole - microseconds(layers.run) / count, other, wrong))
+                found.append((whole - graph_us(layers.run) / count, other, wrong))
             except (DeviceError, CompileError) as error:  # a way that cannot be launched hides no other
                 print(f"  {name}: {error}"[:160], flush=True)
         use(name, tiling)
@@ -246,7 +228,7 @@ def compare(layers: Layers, kernels: Kernels, tokens: int, best: int) -> None:
     for choice in (chosen, fastest, fastest_kernels):
         for name, tiling in choice.items():
             use(name, tiling)
-        together.append(f"{microseconds(layers.run) / count:.1f}")
+        together.append(f"{graph_us(layers.run) / count:.1f}")
     print(
         f"  chosen again: {together[0]}; the fastest of each: {together[1]}; of kernels of ours: {together[2]}",
         flush=True,
@@ -275,7 +257,7 @@ def compare_sums(layers: Layers, kernels: Kernels, tokens: int, group: NcclCommu
     line = f"{tokens:5} tokens:"
     for name, sums in (("none", add_and_norm), ("pushed", pushed.sum_and_norm), ("NCCL", by_nccl)):
         layers.sum_and_norm = sums
-        taken = microseconds(layers.run, lambda: group.least(0)) / len(layers.weights)
+        taken = graph_us(layers.run, meet=lambda: group.least(0)) / len(layers.weights)
         line += f"  {name} {taken:.1f}"
     if group.rank == 0:
         print(line, flush=True)
@@ -297,9 +279,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--best", type=int, default=4, help="ways that are shown of each linear")
     parser.add_argument("--sums", action="store_true", help="with sums over ranks, each of which has a GPU")
     options = parser.parse_args(arguments)
-    if torch.cuda.device_count() < (options.ranks if options.sums else 1) or not can_compile_kernels("cuda:0"):
-        print("needs Hopper GPUs and NVRTC", file=sys.stderr)
-        return 1
+    need_hopper(options.ranks if options.sums else 1)
     if not options.sums:
         measure(options, None)
     elif RANK:
@@ -330,8 +310,8 @@ def measure(options: argparse.Namespace, group_id: bytes | None) -> None:
     with KernelCompiler() as compiler, torch.inference_mode():
         kernels = Kernels(compiler)
         columns = layers.sizes["o"][0]
-        for kernel in (PushKernel(), PushNormKernel(columns), PullNormKernel(columns)):
-            kernels.load([kernel], lambda one, binaries, device: load_sum_kernel(one[0], binaries, device))
+        for kernel in (PushKernel(), SendKernel(), PushNormKernel(columns), SendNormKernel(columns)):
+            kernels.load([kernel], lambda one, binaries, device: load_ranks_kernel(one[0], binaries, device))
         kernels.load(gated_kernels(*layers.sizes["gate_up"]), load_gated_kernels)
         group = None if group_id is None else NcclCommunicator(RANK, options.ranks, group_id, DEVICE)
         if group is not None:

@@ -1,11 +1,11 @@
 """Times sums over ranks with the residual and the norm behind them, by kernels of ours and by NCCL, and checks them.
 
-    python examples/measure/rank_sums_speed.py [COLUMNS [RANKS]]          # 4096 and 2; a GPU for each rank
+    python examples/measure/rank_sums_speed.py [COLUMNS [RANKS]]          # 4096 and 2
 
-A line a way: µs of a call, captured 40 times in a CUDA graph; then what it adds behind two linears as a rank of
-Qwen3-8B has them; then what it adds where the tokens are two halves: a half's sum is on a stream of its own beside the
-other half's linears, or ("copied") each half has a stream, and its sums are copied, as steps in halves have them
-(runtime.enable_dbo). Every way is compared with float32 first, and between ranks.
+Needs a Hopper GPU for each rank. A line a way: µs of a call, captured 40 times in a CUDA graph; then what it adds
+behind two linears as a rank of Qwen3-8B has them; then what it adds where the tokens are two halves: a half's sum is on
+a stream of its own beside the other half's linears, or ("copied") each half has a stream, and its sums are copied, as
+steps in halves have them (runtime.enable_dbo). Every way is compared with float32 first, and between ranks.
 """
 
 from __future__ import annotations
@@ -18,12 +18,20 @@ from functools import partial
 from typing import Any
 
 import torch
+from graph_times import replay_us
+from mistakes import need_hopper
 
 from mllm_compile.kernels.nvrtc import compile_cuda
 from mllm_compile.runtime.collectives.base import Communicator
 from mllm_compile.runtime.collectives.nccl import NcclCommunicator, new_group_id
-from mllm_compile.runtime.collectives.push import add_and_norm, load_sum_kernel
-from mllm_compile.runtime.collectives.sum_kernels import AddNormKernel, PullNormKernel, PushKernel, PushNormKernel
+from mllm_compile.runtime.collectives.push import add_and_norm, load_ranks_kernel
+from mllm_compile.runtime.collectives.sum_kernels import (
+    AddNormKernel,
+    PushKernel,
+    PushNormKernel,
+    SendKernel,
+    SendNormKernel,
+)
 from mllm_compile.runtime.cuda.source import kernel_source
 
 TOKENS = (1, 8, 64, 256, 512, 1024, 2048, 4096, 8192)
@@ -37,8 +45,8 @@ Way = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], tuple[torch.Tensor, t
 
 def ways(group: NcclCommunicator) -> dict[str, Way]:
     pushed: Any = group._pushed
-    pulled: Any = group._pulled
-    group._pushed = group._pulled = None  # sums are NCCL's from here on
+    sent: Any = group._sent
+    group._pushed = group._sent = None  # sums are NCCL's from here on
 
     def if_taken(sums: Any, call: Way) -> Way:
         def way(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -55,28 +63,14 @@ def ways(group: NcclCommunicator) -> dict[str, Way]:
             pushed, lambda x, residual, weight: add_and_norm(pushed.sum(x), residual, weight, EPS)
         ),
         "push with norm": if_taken(pushed, lambda *given: pushed.sum_and_norm(*given, EPS)),
-        "pull with norm": if_taken(pulled, lambda *given: pulled.sum_and_norm(*given, EPS)),
+        "send, then norm": if_taken(sent, lambda x, residual, weight: add_and_norm(sent.sum(x), residual, weight, EPS)),
+        "send with norm": if_taken(sent, lambda *given: sent.sum_and_norm(*given, EPS)),
     }
 
 
 def timed(run: Callable[[], Any], group: NcclCommunicator, calls: int = CALLS) -> float:
     """µs of a call, the fastest of some replays."""
-    run()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(calls):
-            run()
-    found = []
-    for _ in range(REPLAYS):
-        group.least(0)
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        graph.replay()
-        end.record()
-        torch.cuda.synchronize()
-        found.append(begin.elapsed_time(end) * 1000 / calls)
-    return min(found)
+    return min(replay_us(run, calls, REPLAYS, lambda: group.least(0)))
 
 
 def check(name: str, way: Way, given: tuple[torch.Tensor, ...], group: NcclCommunicator) -> str:
@@ -93,9 +87,10 @@ def check(name: str, way: Way, given: tuple[torch.Tensor, ...], group: NcclCommu
 def measure(rank: int, size: int, group_id: bytes, columns: int) -> None:
     device = torch.device("cuda", rank)
     torch.cuda.set_device(device)
-    for kernel in (PushKernel(), PushNormKernel(columns), PullNormKernel(columns), AddNormKernel(columns)):
+    of_rows = (PushNormKernel(columns), SendNormKernel(columns), AddNormKernel(columns))
+    for kernel in (PushKernel(), SendKernel(), *of_rows):
         binary = compile_cuda(kernel_source(kernel), kernel.name, "sm_90a")
-        load_sum_kernel(kernel, {kernel.name: binary}, device)
+        load_ranks_kernel(kernel, {kernel.name: binary}, device)
     group = NcclCommunicator(rank, size, group_id, device)
     group.use_kernels()
     lanes = group.lanes(2, TOKENS[-1] // 2 * columns * 2)
@@ -136,7 +131,7 @@ def measure(rank: int, size: int, group_id: bytes, columns: int) -> None:
     rows = {}
     for tokens in (count for count in TOKENS if count >= LEAST_IN_HALVES):
         halves = [(random(tokens // 2, columns, of=own), random(tokens // 2, columns), weight) for _ in range(2)]
-        for name in ("nccl", "pull with norm"):
+        for name in ("nccl", "send with norm"):
             run = partial(in_halves, halves, up, down, known[name], torch.cuda.Stream())
             rows[name, tokens] = timed(run, group, CALLS // LAYERS) / LAYERS - alone[tokens]
         run = partial(on_two_streams, halves, up, down, lanes, streams)
@@ -221,6 +216,7 @@ def show(title: str, rows: dict[tuple[str, int], float]) -> None:
 def main() -> None:
     columns, size = (int(value) for value in (sys.argv[1:3] + ["4096", "2"][len(sys.argv) - 1 :]))
     rank = int(os.environ.get("RANK", "0"))
+    need_hopper(size)
     if rank:
         measure(rank, size, bytes.fromhex(os.environ["GROUP"]), columns)
         return

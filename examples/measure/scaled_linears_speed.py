@@ -9,36 +9,18 @@ is not in it.
 from __future__ import annotations
 
 import argparse
-import statistics
 import sys
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
+from graph_times import graph_us
+from mistakes import need_hopper, positives
 from torch.nn.functional import linear
 
 from mllm_compile.runtime.ops import op
 
 LINEARS = {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (24576, 4096), "down": (4096, 12288)}
-REPEATS = 10
-
-
-def microseconds(run: Callable[[], Any]) -> float:
-    """Of one call within a graph of several: the median."""
-    run()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(4):
-            run()
-    times = []
-    for _ in range(REPEATS + 2):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) * 1e3 / 4)
-    return statistics.median(times[2:])
+LAUNCHES = 4
 
 
 def in_fp8(x: torch.Tensor, groups: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -49,22 +31,20 @@ def in_fp8(x: torch.Tensor, groups: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokens", default="128,256,1024,8192")
+    parser.add_argument("--tokens", type=positives, default="128,256,1024,8192")
     options = parser.parse_args(arguments)
-    if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
-        print("needs a Hopper GPU", file=sys.stderr)
-        return 1
+    need_hopper()
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, microseconds and TFLOP/s")
     for name, (rows, columns) in LINEARS.items():
         weight = torch.randn(rows, columns, device="cuda").bfloat16()
         forms = {"row": in_fp8(weight, 1), "group": in_fp8(weight, columns // 128)}
-        for tokens in map(int, options.tokens.split(",")):
+        for tokens in options.tokens:
             x = torch.randn(tokens, columns, device="cuda").bfloat16()
-            times = {"bf16": microseconds(lambda: linear(x, weight))}  # noqa: B023 - called at once
+            times = {"bf16": graph_us(lambda: linear(x, weight), LAUNCHES)}  # noqa: B023 - called at once
             for form, (values, scales) in forms.items():
                 inputs, x_scales = in_fp8(x, scales.shape[1])
                 scaled = op("scaled_linear")
-                times[form] = microseconds(lambda: scaled(inputs, x_scales, values, scales))  # noqa: B023
+                times[form] = graph_us(lambda: scaled(inputs, x_scales, values, scales), LAUNCHES)  # noqa: B023
             flops = 2 * tokens * rows * columns
             said = "".join(f"  {form} {time:.1f} ({flops / time / 1e6:.0f})" for form, time in times.items())
             print(f"{name:8}{tokens:6}{said}", flush=True)

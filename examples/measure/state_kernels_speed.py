@@ -17,7 +17,6 @@ import importlib
 import itertools
 import json
 import math
-import statistics
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
@@ -26,6 +25,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from graph_times import graph_us, read_rate
+from mistakes import need_gpu
 
 from mllm_compile.runtime import ops
 from mllm_compile.runtime.state.layer import KINDS, CausalConv, GatedDelta, SelectiveScan, Ssd, StateKind
@@ -34,7 +35,6 @@ BATCHES = (1, 8, 16, 64, 256)
 PROMPTS = ((1, 2048), (1, 8192), (8, 1024), (32, 2048))
 COLD_BYTES = 256 << 20  # several times the L2 cache
 MAX_LAYERS = 16
-REPEATS = 5
 
 
 @dataclass(frozen=True)
@@ -117,7 +117,7 @@ def run(name: str, requests: int, tokens: int) -> Result:
             op(**operands, states=pool, **spans, **settings)
 
     moved = per_layer + sum(value.nbytes for value in operands.values()) + out.nbytes
-    return Result(name, requests, tokens, microseconds(launch) / count, moved)
+    return Result(name, requests, tokens, graph_us(launch) / count, moved)
 
 
 def set_constants(variant: str) -> None:
@@ -147,30 +147,6 @@ def launch_early() -> None:
             module.wrap_triton = Early  # type: ignore[attr-defined]
 
 
-def microseconds(launch: Callable[[], object]) -> float:
-    """The median of replays of a graph of it."""
-    launch()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        launch()
-    times = []
-    for _ in range(REPEATS + 1):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) * 1000)
-    return statistics.median(times[1:])
-
-
-def read_rate() -> float:
-    """Bytes a second of one sum over a gigabyte."""
-    data = torch.ones(1 << 28, device="cuda")
-    return data.nbytes / (microseconds(data.sum) * 1e-6)
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
@@ -179,10 +155,8 @@ def main() -> int:
     parser.add_argument("--layers", nargs="+", choices=SHAPES, default=list(SHAPES), help="these alone")
     parser.add_argument("--variants", nargs="+", default=[""], help="of constants, each measured in turn")
     args = parser.parse_args()
-    if not torch.cuda.is_available():
-        print("needs an NVIDIA GPU", file=sys.stderr)
-        return 1
-    limit = read_rate()
+    need_gpu()
+    limit = read_rate() * 1e9
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, read {limit / 1e12:.2f} TB/s")
     print(f"{'layer':24} {'requests':>8} {'tokens':>7} {'µs':>9} {'TB/s':>6} {'of read':>8}")
     from mllm_compile.runtime.ops.dependent_launch import starts_early

@@ -11,11 +11,10 @@ from __future__ import annotations
 import argparse
 import random
 import statistics
-import sys
 from pathlib import Path
 
 import torch
-from mistakes import positive, told_in_one_line
+from mistakes import need_gpu, positive, told_in_one_line
 from torch.profiler import ProfilerActivity, profile
 
 from mllm_compile import Engine, EngineConfig, SamplingParams
@@ -31,8 +30,7 @@ def main() -> None:
     parser.add_argument("--prompt", type=positive, default=512, help="tokens of each prompt")
     parser.add_argument("--tokens", type=positive, default=96, help="tokens of each answer")
     args = parser.parse_args()
-    if not torch.cuda.is_available():
-        sys.exit("needs an NVIDIA GPU")
+    need_gpu()
     rng = random.Random(0)
     params = SamplingParams(temperature=0, max_tokens=args.tokens, ignore_eos=True, detokenize=False)
     print(

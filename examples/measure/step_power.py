@@ -24,7 +24,7 @@ from types import TracebackType
 from typing import Self
 
 import torch
-from mistakes import positive, told_in_one_line
+from mistakes import need_gpu, positive, told_in_one_line
 
 from mllm_compile import Engine, EngineConfig, SamplingParams
 
@@ -95,8 +95,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=positive, default=129, help="tokens of each answer")
     parser.add_argument("--seconds", type=positive, default=3, help="of prefills and of decodes, at least")
     args = parser.parse_args()
-    if not torch.cuda.is_available():
-        sys.exit("needs an NVIDIA GPU")
+    need_gpu()
     if args.tokens == 1:
         sys.exit("--tokens 1: the first token is the prefill's; expected two at least")
     sections = EngineConfig.from_yaml(args.config).model_dump()

@@ -17,11 +17,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from mistakes import told_in_one_line
-from quantised_linears_speed import EPS, load, microseconds, off_by, read_rate
+from graph_times import graph_us, read_rate
+from mistakes import need_hopper, positives, told_in_one_line
+from quantised_linears_speed import EPS, load, off_by
 
 from mllm_compile.errors import CompileError, DeviceError
-from mllm_compile.kernels.cuda import KernelCompiler, can_compile_kernels
+from mllm_compile.kernels.cuda import KernelCompiler
 from mllm_compile.runtime.ops.stream_linear import rows
 from mllm_compile.runtime.ops.stream_linear.linear import LinearKind, LinearTiling, bucket_of
 from mllm_compile.runtime.ops.stream_linear.ops import STREAMED
@@ -117,20 +118,18 @@ def tiling_of(kind: LinearKind, bucket: int, division: str) -> LinearTiling | No
 
 def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokens", default="1,8")
+    parser.add_argument("--tokens", type=positives, default="1,8")
     parser.add_argument("--linears", nargs="+", default=list(NEMOTRON_H))
     parser.add_argument("--rows", nargs="*", default=[], help="divisions of rows.cu besides the chosen one")
     options = parser.parse_args(arguments)
-    if not torch.cuda.is_available() or not can_compile_kernels("cuda:0"):
-        print("needs a Hopper GPU and NVRTC", file=sys.stderr)
-        return 1
+    need_hopper()
     torch.manual_seed(0)
     limit = read_rate()
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, a sum reads {limit:.0f} GB/s")
     print(f"{'linear':32}{'tokens':>7}{'µs':>8}{'GB/s':>7}{'read':>6}{'error':>7}  division")
     linears = [Linear.parse(text) for text in options.linears]
     buckets: dict[int, list[int]] = {}
-    for tokens in map(int, options.tokens.split(",")):
+    for tokens in options.tokens:
         buckets.setdefault(bucket_of(tokens), []).append(tokens)
     with KernelCompiler() as compiler:
         of_all = [
@@ -158,7 +157,7 @@ def _measure(
         linear.set_tokens(tokens)
         if tiling is None:
             continue
-        time, error = microseconds(linear.run) / len(linear.weights), linear.error()
+        time, error = graph_us(linear.run) / len(linear.weights), linear.error()
         rate = linear.weights[0].nbytes / time / 1e3
         shown = {name: value for name, value in vars(tiling).items() if isinstance(value, int) and name != "tokens"}
         of_shape = ", ".join(f"{name} {value}" for name, value in shown.items())
@@ -170,7 +169,7 @@ def _measure(
             for linear in linears:
                 linear.run_one(linear.weights[layer])
 
-    time = microseconds(run) / CHAINED_LAYERS
+    time = graph_us(run) / CHAINED_LAYERS
     rate = sum(linear.weights[0].nbytes for linear in linears) / time / 1e3
     print(
         f"{'all, one behind another':32}{tokens:7}{time:8.1f}{rate:7.0f}{rate / limit:6.0%}{'':9}{division}", flush=True

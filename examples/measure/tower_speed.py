@@ -15,6 +15,7 @@ from collections.abc import Callable
 from functools import partial
 
 import torch
+from mistakes import need_gpu
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -41,8 +42,7 @@ LAUNCHES, REPEATS = 10, 5
 
 def main() -> None:
     argparse.ArgumentParser(description=__doc__.splitlines()[0]).parse_args()
-    if not torch.cuda.is_available():
-        sys.exit("needs an NVIDIA GPU")
+    need_gpu()
     torch.backends.cuda.preferred_blas_library("cublaslt")
     rate = measure_ceilings(torch.device("cuda"), torch.bfloat16).flops_s
     rows = []

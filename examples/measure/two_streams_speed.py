@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 from chunk_steps import Streams
-from mistakes import positive, told_in_one_line
+from mistakes import need_gpu, positive, told_in_one_line
 
 from mllm_compile import Engine, EngineConfig
 from mllm_compile.bench.measure.gaps import measure_gaps
@@ -45,8 +45,7 @@ def main() -> None:
     parser.add_argument("--prompt", type=positive, default=32_000)
     parser.add_argument("--decodes", type=positive, default=32)
     args = parser.parse_args()
-    if not torch.cuda.is_available():
-        sys.exit("needs an NVIDIA GPU")
+    need_gpu()
     config = EngineConfig.from_yaml(args.config)
     work = GapsWork(decodes=args.decodes, prompt_len=args.prompt, repeats=1)
     with open_engine(config, work, 0.42, None, priority=-1) as answers:

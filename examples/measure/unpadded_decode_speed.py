@@ -14,6 +14,7 @@ import sys
 from collections.abc import Callable
 
 import torch
+from mistakes import need_gpu
 
 HEADS, PADDED, PAGE_SIZE = 32, 128, 64
 CASES = ((64, 577), (64, 4096), (8, 4096))  # requests, tokens of each
@@ -117,10 +118,9 @@ def check(attend: Callable[..., None], width: int) -> None:
 
 
 def main() -> None:
-    if not torch.cuda.is_available():
-        sys.exit("needs an NVIDIA GPU")
+    need_gpu()
     import decode_attention_speed as served
-    from latent_attention_speed import microseconds
+    from graph_times import graph_us
 
     torch.manual_seed(0)
     attend = reader()
@@ -131,10 +131,10 @@ def main() -> None:
         for width in (80, 96, PADDED):
             layers = served.Layers(served.Case(HEADS, HEADS, num_requests, length, head_dim=width))
             table, lengths = layers.page_table(), layers.lengths.cuda()
-            nothing = microseconds(layers.each(lambda query, pages, out: None), len(layers.pages))
+            nothing = graph_us(layers.each(lambda query, pages, out: None))
 
             def time(run: Callable[[], None], count: int = len(layers.pages), nothing: float = nothing) -> float:
-                return microseconds(run, count) - nothing
+                return (graph_us(run) - nothing) / count
 
             def run_of(tile: tuple[int, int, int], layers=layers, table=table, lengths=lengths) -> Callable[[], None]:
                 def one(query, pages, out) -> None:

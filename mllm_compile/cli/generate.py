@@ -7,7 +7,6 @@ import os
 import sys
 import time
 from collections.abc import Iterable, Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -17,6 +16,7 @@ from mllm_compile.config.model_folder import CONFIG_FILE
 from mllm_compile.config.schema import EngineConfig
 from mllm_compile.config.sources import config_or_runtime
 from mllm_compile.errors import RequestError
+from mllm_compile.files.user_path import user_path
 from mllm_compile.process.timeline import Timeline, print_timeline, seconds_since_start
 from mllm_compile.runtime.shown import shown
 from mllm_compile.text.tokenizer import has_tokenizer
@@ -143,7 +143,7 @@ def _read(text_or_file: str | None, *signs: str) -> str | None:
     if text_or_file is None or any(sign in text_or_file for sign in signs):
         return text_or_file
     try:
-        return Path(text_or_file).expanduser().read_text(encoding="utf-8")
+        return user_path(text_or_file).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise RequestError(
             f"{shown(text_or_file)} cannot be read ({error}). Give a file of UTF-8 text, or the text itself."
@@ -164,7 +164,7 @@ def _picture(path: str) -> bytes | str:
 
 def _surely_has_no_tokenizer(config: EngineConfig) -> bool:
     """True if a local folder has no tokenizer, so that this is known before a compile; downloads nothing."""
-    folder = Path(config.model.path).expanduser()
+    folder = user_path(config.model.path)
     return (folder / CONFIG_FILE).is_file() and not has_tokenizer(folder)
 
 

@@ -105,14 +105,25 @@ def check_ranks(runtime: RuntimeSection) -> None:
                 f"runtime.expert_parallel_size is {num_ranks} and runtime.{other} is set, but {why}. Set one of them "
                 "alone."
             )
-    if not runtime.device.startswith("cuda"):
-        return
+    if runtime.device.startswith("cuda"):
+        check_gpus(runtime.device, num_ranks, key)
+
+
+def check_gpus(device: str, num_ranks: int, key: str = "tensor_parallel_size") -> None:
+    """Checks that there is a GPU for each rank, `device` and those behind it.
+
+    Args:
+        key: where the number of ranks comes from, within runtime.
+
+    Raises:
+        DeviceError: there are fewer.
+    """
     import torch
 
-    first, count = int(runtime.device.partition(":")[2] or 0), torch.cuda.device_count()
+    first, count = int(device.partition(":")[2] or 0), torch.cuda.device_count()
     if first + num_ranks > count:
         raise DeviceError(
-            f"runtime.{key} is {num_ranks} from {runtime.device} on, which takes as many GPUs; torch "
+            f"runtime.{key} is {num_ranks} from {device} on, which takes as many GPUs; torch "
             f"sees {count}, cuda:0 to cuda:{count - 1}. Set a smaller one, or another device."
         )
 

@@ -20,6 +20,7 @@ from mllm_compile.config.quantisation import Scheme, read_scheme
 from mllm_compile.config.schema import ModelConfig
 from mllm_compile.errors import CheckpointError, ModelNotFoundError, UnsupportedModelError
 from mllm_compile.files.json_file import read_json_object
+from mllm_compile.files.user_path import user_path
 from mllm_compile.runtime.shown import shown
 
 CONFIG_FILE = "config.json"
@@ -101,7 +102,7 @@ def locate_model_folder(model: ModelConfig) -> Path:
         ModelNotFoundError: with what to put in model.path instead.
     """
     text = model.path
-    folder = Path(text).expanduser()
+    folder = user_path(text)
     try:
         is_folder = folder.is_dir()
     except OSError as error:

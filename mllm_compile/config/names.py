@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 
 from mllm_compile.config.mistakes import closest
+from mllm_compile.files.user_path import user_path
 
 YAML_SUFFIXES = (".yaml", ".yml")
 
@@ -24,7 +25,7 @@ def is_hub_id(text: str) -> bool:
 
 def nearest_path(text: str) -> str:
     """` (the nearest is …)` with what is there under the most similar name, else nothing."""
-    path = Path(text).expanduser()
+    path = user_path(text)
     try:
         near = closest(path.name, os.listdir(path.parent))
     except (OSError, ValueError):
@@ -33,5 +34,5 @@ def nearest_path(text: str) -> str:
 
 
 def is_local_path(text: str) -> bool:
-    """True when `model.path` can only mean a folder: absolute, or starting with `.`, `..` or `~`."""
-    return os.path.isabs(text) or text.split("/", 1)[0] in (".", "..", "~")
+    """True when `model.path` can only mean a folder: absolute, or starting with `.`, `..`, `~` or `~name`."""
+    return os.path.isabs(text) or text.startswith("~") or text.split("/", 1)[0] in (".", "..")

@@ -25,6 +25,7 @@ from mllm_compile.config.resolved import (
 from mllm_compile.config.schema import CompileConfig, EngineConfig, RuntimeConfig, StructuredOutputsConfig
 from mllm_compile.errors import ConfigError, DeviceError
 from mllm_compile.files.cache_folders import auto_cache_dir
+from mllm_compile.files.user_path import user_path
 from mllm_compile.runtime.config_sections import (
     BackendName,
     CudaGraphSection,
@@ -106,7 +107,7 @@ def resolve(config: EngineConfig, model: ModelFolder, device: DeviceInfo) -> Res
         structured_outputs=_structured_outputs(config.structured_outputs, choices),
         media=ResolvedMedia(allowed_domains=config.media.allowed_domains),
         cache=ResolvedCache(
-            dir=os.path.abspath(os.path.expanduser(choices.settle("cache.dir", config.cache.dir, auto_cache_dir)))
+            dir=os.path.abspath(user_path(choices.settle("cache.dir", config.cache.dir, auto_cache_dir)))
         ),
         choices=tuple(choices.made),
         without_effect=() if device.is_cuda else _of_gpus_alone(config),

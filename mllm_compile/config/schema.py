@@ -17,6 +17,7 @@ from mllm_compile.config.mistakes import describe_mistakes, show
 from mllm_compile.config.names import is_local_path
 from mllm_compile.config.yaml_file import read_yaml
 from mllm_compile.errors import ConfigError
+from mllm_compile.files.user_path import is_homeless, user_path
 from mllm_compile.runtime.config_sections import DtypeName, GraphMode
 
 MAX_PAGE_SIZE = 256
@@ -26,6 +27,8 @@ MAX_RANKS = 16
 def _checked_path(text: str) -> str:
     if not text or "\0" in text:
         raise ValueError("a path: a text that is not empty and has no null byte")
+    if is_homeless(text):
+        raise ValueError("a path from / on, or below a home folder that is known")
     return text
 
 
@@ -327,12 +330,12 @@ class EngineConfig(Section):
         model = self.model.model_copy(update={"path": _anchored_model_path(self.model.path, folder)})
         cache = self.cache
         if cache.dir != "auto":
-            cache = cache.model_copy(update={"dir": os.path.normpath(folder / Path(cache.dir).expanduser())})
+            cache = cache.model_copy(update={"dir": os.path.normpath(folder / user_path(cache.dir))})
         return self.model_copy(update={"model": model, "cache": cache})
 
 
 def _anchored_model_path(text: str, folder: Path) -> str:
-    candidate = os.path.normpath(folder / Path(text).expanduser())
+    candidate = os.path.normpath(folder / user_path(text))
     return candidate if is_local_path(text) or os.path.isdir(candidate) else text
 
 

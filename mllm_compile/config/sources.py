@@ -12,6 +12,7 @@ from mllm_compile.config.model_folder import CONFIG_FILE
 from mllm_compile.config.names import YAML_SUFFIXES, is_hub_id, nearest_path
 from mllm_compile.config.schema import EngineConfig
 from mllm_compile.errors import ConfigError
+from mllm_compile.files.user_path import user_path
 
 # Files by which a folder is known; store/artifact.py, which writes a runtime's, is above this module.
 _RUNTIME_FILES = ("manifest.json", "program.json")
@@ -44,7 +45,7 @@ def config_or_runtime(source: EngineSource) -> EngineConfig | Path:
     text = os.fspath(source)
     if not text:
         raise ConfigError(f"the model is an empty text. {_EXPECTED}")
-    path = Path(text).expanduser()
+    path = user_path(text)
     if os.path.isdir(path):
         return _model_or_runtime(path)
     if os.path.exists(path) or path.suffix in YAML_SUFFIXES:

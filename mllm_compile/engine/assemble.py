@@ -17,6 +17,7 @@ import torch
 
 from mllm_compile.compiler.load_or_compile import load_or_compile, open_runtime
 from mllm_compile.config.resolved import ResolvedConfig
+from mllm_compile.config.schema import EngineConfig
 from mllm_compile.config.sources import EngineSource, config_or_runtime
 from mllm_compile.engine.loop import StepRunner as EngineSteps
 from mllm_compile.engine.memory_plan import MemoryPlan, situation
@@ -80,6 +81,8 @@ def assemble(
         with ranks_ahead(source) as ahead:
             return assemble(source, reporter, forward_times=forward_times, num_pages=num_pages, ahead=ahead)
     timeline = timeline_of(reporter)
+    if isinstance(source, EngineConfig):
+        ahead.meet(source.runtime.device, timeline)
     load = partial(_load, timeline=timeline, forward_times=forward_times, num_pages=num_pages, ahead=ahead)
     if isinstance(source, Path):
         return load(open_runtime(source, timeline))
@@ -188,7 +191,7 @@ def _start_runner(
     ranks where there are some."""
     source = _source(compiled, timeline)
     with timeline.stage("memory plan"):
-        now = situation(settings)
+        now = situation(settings, ahead.free_bytes)
         measured = read_measured(compiled.artifact.measured_folder, device_key(settings.runtime.device))
         num_pages = (
             now.pages_from(start_with(measured, compiled.config).get("plan")) if settings.num_pages is None else None
@@ -213,12 +216,14 @@ def _initialized(
         return runner, None
     from mllm_compile.ranks.group import RankGroup
 
-    group = RankGroup(compiled, settings.num_pages, ahead)
+    runtime = settings.runtime
+    group = ahead.take_group() or RankGroup(
+        runtime.num_ranks, runtime.device, runtime.distributed_executor_backend, ahead.take, timeline
+    )
     started: list[ModelRunner] = []
     try:
-        with timeline.stage("meet ranks"):
-            communicator = group.connect()
-        runner = ModelRunner(settings, source, communicator)
+        group.load(compiled, settings.num_pages)
+        runner = ModelRunner(settings, source, group.communicator)
         started.append(runner)
         runner.initialize(timeline.stage)
         with timeline.stage("wait for ranks"):

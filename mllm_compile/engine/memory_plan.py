@@ -59,9 +59,14 @@ class MemoryPlan:
         return None if abs(self.free_bytes - plan.free_bytes) > _SLACK * self.total_bytes else plan.num_pages
 
 
-def situation(config: RunnerConfig) -> MemoryPlan:
-    """The inputs of a plan: settings, and memory as it is now."""
+def situation(config: RunnerConfig, free_bytes: int | None = None) -> MemoryPlan:
+    """The inputs of a plan: settings, and memory as it is now.
+
+    Args:
+        free_bytes: as it was ahead of what this engine has taken already; None: it has taken nothing.
+    """
     device = torch.device(config.runtime.device)
     free, total = torch.cuda.mem_get_info(device) if device.type == "cuda" else (0, 0)
+    free = free if free_bytes is None else free_bytes
     settings = {field.name: str(getattr(config, field.name)) for field in fields(config) if field.name != "num_pages"}
     return MemoryPlan(settings | {"version": __version__}, free, total)

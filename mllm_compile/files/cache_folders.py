@@ -8,6 +8,7 @@ import stat
 from pathlib import Path
 
 from mllm_compile.errors import ConfigError
+from mllm_compile.files.user_path import is_homeless, user_path
 from mllm_compile.files.writable_place import cache_place
 
 RUNTIMES = "runtimes"
@@ -21,17 +22,19 @@ def auto_cache_dir() -> tuple[str, str]:
         ConfigError: nothing says where.
     """
     if folder := os.environ.get(CACHE_VARIABLE):
-        return _absolute(folder), f"${CACHE_VARIABLE}"
+        return _absolute(folder, CACHE_VARIABLE), f"${CACHE_VARIABLE}"
     if base := os.environ.get("XDG_CACHE_HOME"):
-        return _absolute(os.path.join(base, "mllm_compile")), "$XDG_CACHE_HOME"
+        return _absolute(os.path.join(base, "mllm_compile"), "XDG_CACHE_HOME"), "$XDG_CACHE_HOME"
     try:
         return str(Path.home() / ".cache" / "mllm_compile"), "the user's cache"
     except RuntimeError as error:  # a user without a home
         raise ConfigError(f"nothing says where the cache is ({error}): set cache.dir, or {CACHE_VARIABLE}") from error
 
 
-def _absolute(folder: str) -> str:
-    return os.path.abspath(os.path.expanduser(folder))
+def _absolute(folder: str, variable: str) -> str:
+    if is_homeless(folder):
+        raise ConfigError(f"${variable} leads to {folder!r}, and there is no such home. Give a path from / on.")
+    return os.path.abspath(user_path(folder))
 
 
 def compiler_cache(cache_dir: str | Path) -> Path:

@@ -71,9 +71,9 @@ class Timeline:
         finally:
             self._nesting.depth = depth
 
-    def add(self, name: str, start_s: float, end_s: float) -> None:
-        """Adds a stage that was over before it could be timed."""
-        self._spans.append(Span(name, start_s, end_s))
+    def add(self, name: str, start_s: float, end_s: float, depth: int = 0) -> None:
+        """Adds a stage that was over before it could be timed, or that another process has timed."""
+        self._spans.append(Span(name, start_s, end_s, depth))
 
     def note(self, text: str) -> None:
         self._reporter.note(text)
@@ -127,11 +127,11 @@ def _bar(span: Span, total_s: float) -> str:
 
 def seconds_since_start() -> float:
     """Since the process began, by the kernel's clock (it ticks every 10 ms)."""
-    return time.clock_gettime(time.CLOCK_BOOTTIME) - _process_start()
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - process_start()
 
 
-def _process_start() -> float:
-    """Seconds between the machine's boot and this process's begin."""
+def process_start() -> float:
+    """Seconds between the machine's boot and this process's begin, by which spans of two processes are compared."""
     global _started
     if _started is None:
         try:

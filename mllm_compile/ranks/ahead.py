@@ -1,5 +1,5 @@
-"""Followers' processes that are started ahead of a group, so that they have imported what they need when it is known
-what they load: an engine resolves its config and reads or compiles its runtime meanwhile. Free of torch."""
+"""Followers' processes that are started ahead of what needs them: they import and meet while an engine imports,
+resolves its config, and reads or compiles its runtime. Free of torch, until they meet."""
 
 from __future__ import annotations
 
@@ -9,16 +9,25 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mllm_compile.config.schema import EngineConfig
+from mllm_compile.errors import MllmError
+from mllm_compile.process.timeline import Timeline
 
 if TYPE_CHECKING:
+    from mllm_compile.ranks.group import RankGroup
     from mllm_compile.ranks.launch_local import LocalRank
 
 
 class RanksAhead:
-    """The processes that no group has taken yet, by rank."""
+    """The processes that no group has taken yet, by rank, and the group that no engine has.
+
+    Attributes:
+        free_bytes: of rank 0's GPU before they met; None: they have not, or on a CPU.
+    """
 
     def __init__(self) -> None:
         self._waiting: dict[int, LocalRank] = {}
+        self._group: RankGroup | None = None
+        self.free_bytes: int | None = None
 
     def start(self, num_ranks: int) -> None:
         """Starts the followers of so many ranks; none where there is no room: the group says so."""
@@ -28,6 +37,28 @@ class RanksAhead:
             for rank in range(1, num_ranks):
                 self._waiting[rank] = LocalRank(rank)
 
+    def meet(self, asked: str, timeline: Timeline) -> None:
+        """Has those that were started meet from now on, where `asked`, as runtime.device, has a device for each. What
+        is wrong with a config is said where it is resolved.
+
+        Args:
+            timeline: as RankGroup takes it.
+        """
+        if not self._waiting:
+            return
+        import torch
+
+        from mllm_compile.config.device import check_gpus, detect_device
+        from mllm_compile.ranks.group import RankGroup
+
+        num_ranks = len(self._waiting) + 1
+        with suppress(MllmError), timeline.stage("start ranks"):
+            device = detect_device(asked).device
+            if device != "cpu":
+                check_gpus(device, num_ranks)
+                self.free_bytes = torch.cuda.mem_get_info(device)[0]
+            self._group = RankGroup(num_ranks, device, "mp", self.take, timeline)
+
     def take(self, rank: int) -> LocalRank | None:
         """The process of a rank, which is the caller's now; None: there is none that runs."""
         process = self._waiting.pop(rank, None)
@@ -36,8 +67,15 @@ class RanksAhead:
             return None
         return process
 
+    def take_group(self) -> RankGroup | None:
+        """The group of those that meet, which is the caller's now; None: there is none."""
+        group, self._group = self._group, None
+        return group
+
     def close(self) -> None:
         """Ends those that were not taken."""
+        if (group := self.take_group()) is not None:
+            group.close()
         while self._waiting:
             self._waiting.popitem()[1].close()
 

@@ -1,7 +1,10 @@
-"""The communicator of a rank's device: gloo on a CPU, NCCL on a GPU."""
+"""The communicator of a rank's device, gloo on a CPU, NCCL on a GPU, and the way to it."""
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future, wait
 from pathlib import Path
 
 import torch
@@ -18,20 +21,51 @@ def device_of_rank(first: str, rank: int) -> str:
     return first if kind == "cpu" else f"{kind}:{int(index or 0) + rank}"
 
 
-def new_meeting(device: str) -> Meeting:
-    """Where the ranks of a new group meet."""
-    return Meeting() if device == "cpu" else Meeting(new_group_id().hex())
+def new_meeting_id(device: str) -> str | None:
+    """Makes what the ranks of a new group have in common, as Meeting has it."""
+    return None if device == "cpu" else new_group_id().hex()
 
 
-def meet(meeting: Meeting, rank: int, size: int, device: torch.device, place: int) -> Communicator:
-    """Waits for all ranks.
+def join(meeting: Meeting, place: int) -> Communicator:
+    """Joins a group; waits for all ranks.
 
     Args:
-        place: the descriptor of an empty file without a name, which all ranks have open.
+        place: the open descriptor that belongs to the meeting.
 
     Raises:
         DeviceError, RuntimeError: another one ended meanwhile, or there is no way to it.
     """
     if meeting.nccl_id is None:
-        return GlooCommunicator(rank, size, Path(f"/proc/self/fd/{place}"))
-    return NcclCommunicator(rank, size, bytes.fromhex(meeting.nccl_id), device)
+        return GlooCommunicator(meeting.rank, meeting.size, Path(f"/proc/self/fd/{place}"))
+    return NcclCommunicator(meeting.rank, meeting.size, bytes.fromhex(meeting.nccl_id), torch.device(meeting.device))
+
+
+class Joining:
+    """A rank's way into its group, in a thread of its own: it loads meanwhile."""
+
+    def __init__(self, join: Callable[[], Communicator]) -> None:
+        self._joined: Future[Communicator] = Future()
+        # Ended with the process: where another rank was lost amid it, it may wait for ever.
+        threading.Thread(target=self._run, args=(join,), name="join ranks", daemon=True).start()
+
+    def _run(self, join: Callable[[], Communicator]) -> None:
+        try:
+            self._joined.set_result(join())
+        except BaseException as error:  # for whoever asks for the result
+            self._joined.set_exception(error)
+
+    def is_over(self, within_s: float) -> bool:
+        """Waits so long; False: it joins still."""
+        return not wait([self._joined], within_s).not_done
+
+    def joined(self) -> Communicator | None:
+        """The communicator; None: it joins still, or could not."""
+        return self._joined.result() if self._joined.done() and self._joined.exception() is None else None
+
+    def result(self) -> Communicator:
+        """Waits.
+
+        Raises:
+            DeviceError, RuntimeError: as `join`.
+        """
+        return self._joined.result()

@@ -11,35 +11,55 @@ import os
 import socket
 import sys
 import threading
+from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from mllm_compile.ranks.start import HERE, READY, Answer, Lines, Meeting, Start, receive_shared
+from mllm_compile.process.bytecode import kept_bytecode
+from mllm_compile.process.no_gc import gc_paused
+from mllm_compile.process.timeline import Timeline, process_start
+from mllm_compile.ranks.start import HERE, READY, Answer, Lines, Meeting, Start
 from mllm_compile.runtime.json_data import from_json, parse_json
 from mllm_compile.runtime.ranks.ring import RingReader
 
+if TYPE_CHECKING:
+    from mllm_compile.runtime.collectives.base import Communicator
+
 BEAT_S = 0.5
+_JOIN_S = 10.0
 
 
 def main(descriptor: int) -> None:
     """Follows; returns where rank 0 has ended it."""
-    serve(socket.socket(fileno=descriptor))
+    with kept_bytecode():  # rank 0's is kept as well, and waits for this one's imports
+        serve(socket.socket(fileno=descriptor))
 
 
 def serve(connection: socket.socket) -> None:
-    """Takes what ranks share and its orders, and follows. It imports ahead of that, as it may have been started before
-    it was known what it loads."""
-    lines = Lines(connection)
+    """Takes rank 0's orders, and follows. It imports ahead of them, as it may have been started before it was known
+    what it loads, and joins the others beside that."""
+    lines, timeline = Lines(connection), Timeline()
+    meeting: Future[Meeting] = Future()
     try:
-        import_all()
-        shared = receive_shared(connection)
-        if shared is None:
-            return  # rank 0 needs no followers
-        start = Start.from_line(lines.receive())
-        memory, event, place = shared
-        _follow(replace(start, ring=replace(start.ring, memory=memory, event=event), meeting_place=place), lines)
+        with timeline.stage("import torch"), gc_paused():
+            from mllm_compile.ranks.communicators import Joining
+        joining = Joining(partial(_join, lines, meeting, timeline))
+        try:
+            with timeline.stage("import"), gc_paused():
+                import_all()
+            own = meeting.result()  # it has been read from the connection, which others wait to read
+            start = Start.from_line(lines.receive())
+            memory, event = lines.descriptors()
+            start = replace(start, ring=replace(start.ring, memory=memory, event=event))
+            _follow(start, own, joining.result, timeline, lines)
+        except Exception:
+            joining.is_over(_JOIN_S)  # else rank 0 would wait for it amid joining
+            raise
     except EOFError:
-        return  # rank 0 gave up before there were steps
+        return  # rank 0 needs no followers, or gave up before there were steps
     except BaseException as error:
         lines.send(Answer("error", f"{error}" or type(error).__name__, type(error).__name__))
         raise
@@ -47,20 +67,35 @@ def serve(connection: socket.socket) -> None:
 
 def import_all() -> None:
     """Imports what following needs, which takes as long as all the rest of a small model's start."""
-    import mllm_compile.ranks.communicators
     import mllm_compile.runtime.model_runner
     import mllm_compile.runtime.step.follower
     import mllm_compile.store.source  # noqa: F401
 
 
-def _follow(start: Start, lines: Lines) -> None:
-    import torch
-
-    from mllm_compile.config.resolved import ResolvedConfig
-    from mllm_compile.process.timeline import timeline_of
-    from mllm_compile.ranks.communicators import device_of_rank, meet
-    from mllm_compile.runtime.device.cpu_threads import use_threads
+def _join(lines: Lines, meeting: Future[Meeting], timeline: Timeline) -> Communicator:
+    """Waits to be told where ranks meet, and joins the others, which join when all have their devices."""
+    from mllm_compile.ranks.communicators import join
     from mllm_compile.runtime.device.open import open_device
+
+    try:
+        own = from_json(Meeting, parse_json(lines.receive()))
+        (place,) = lines.descriptors()
+        meeting.set_result(own)
+    except BaseException as error:
+        meeting.set_exception(error)
+        raise
+    with timeline.stage("have the device"):
+        open_device(own.device)
+    lines.send(Answer(HERE))
+    with timeline.stage("join"):
+        return join(own, place)
+
+
+def _follow(
+    start: Start, meeting: Meeting, joined: Callable[[], Communicator], timeline: Timeline, lines: Lines
+) -> None:
+    from mllm_compile.config.resolved import ResolvedConfig
+    from mllm_compile.runtime.device.cpu_threads import use_threads
     from mllm_compile.runtime.model_runner import ModelRunner
     from mllm_compile.runtime.sampling.sampler import Sampler
     from mllm_compile.runtime.step.follower import FollowingStepRunner
@@ -71,22 +106,18 @@ def _follow(start: Start, lines: Lines) -> None:
     ring = RingReader(start.ring)
     threading.Thread(target=_beat, args=(ring,), name="beat", daemon=True).start()
     config = ResolvedConfig.model_validate(start.config)
-    device = device_of_rank(config.runtime.device, start.rank)
-    config = config.model_copy(update={"runtime": replace(config.runtime, device=device)})
-    if device == "cpu":
+    config = config.model_copy(update={"runtime": replace(config.runtime, device=meeting.device)})
+    if meeting.device == "cpu":
         use_threads(start.threads)
-    open_device(device)
-    artifact = open_artifact(Path(start.folder))
-    compiled = CompiledRuntime(artifact, config, artifact.weights_root(Path(start.weights_root)), True, True)
-    source = ArtifactSource(compiled, timeline_of(None), start.rank)
-    lines.send(Answer(HERE))
-    meeting = from_json(Meeting, parse_json(lines.receive()))
-    communicator = meet(meeting, start.rank, start.size, torch.device(device), start.meeting_place)
-    settings = replace(runner_config(config), num_pages=start.num_pages)
-    runner = ModelRunner(settings, source, communicator)
-    runner.initialize()
+    with timeline.stage("open runtime"):
+        artifact = open_artifact(Path(start.folder))
+        compiled = CompiledRuntime(artifact, config, artifact.weights_root(Path(start.weights_root)), True, True)
+    source = ArtifactSource(compiled, timeline, meeting.rank)
+    runner = ModelRunner(replace(runner_config(config), num_pages=start.num_pages), source, joined)
+    runner.initialize(timeline.stage)
     steps = FollowingStepRunner(runner, Sampler(runner.model.sampling))
-    lines.send(Answer(READY))
+    stages = tuple((span.name, span.start_s, span.end_s) for span in timeline.spans)
+    lines.send(Answer(READY, began=process_start(), stages=stages))
     while (record := ring.next()) is not None:
         steps.follow(record)
         ring.done()

@@ -10,20 +10,20 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
-import torch
+import numpy as np
 
 from mllm_compile import errors
 from mllm_compile.errors import DeviceError, MllmError
-from mllm_compile.ranks.ahead import RanksAhead
-from mllm_compile.ranks.communicators import meet, new_meeting
-from mllm_compile.ranks.launch_local import Launcher, LocalLauncher, RankProcess
-from mllm_compile.ranks.start import HERE, READY, Answer, Lines, Start
+from mllm_compile.process.timeline import Timeline, process_start
+from mllm_compile.ranks.communicators import Joining, device_of_rank, join, new_meeting_id
+from mllm_compile.ranks.launch_local import Launcher, LocalLauncher, LocalRank, RankProcess
+from mllm_compile.ranks.start import HERE, READY, Answer, Lines, Meeting, Start
 from mllm_compile.runtime.collectives.base import Communicator
-from mllm_compile.runtime.config_sections import RuntimeSection
 from mllm_compile.runtime.device.cpu_threads import usable_cores
 from mllm_compile.runtime.json_data import from_json, parse_json
 from mllm_compile.runtime.ranks.records import StepRecord, most_record_bytes
@@ -46,21 +46,29 @@ class _Follower:
         news: what it has answered so far.
     """
 
-    def __init__(self, process: RankProcess, start: Start) -> None:
-        self.rank = start.rank
+    def __init__(self, rank: int, process: RankProcess) -> None:
+        self.rank = rank
         self.process = process
         self.news: list[Answer] = []
         self.connection = Lines(process.socket)
-        self.connection.send(start)
         self.beat, self.cpu_time, self.moved = -1, -1.0, time.monotonic()
+
+    def tell(self, message: Meeting | Start, descriptors: Sequence[int]) -> None:
+        """Sends it a message; one that has ended is not there, and whoever watches says how."""
+        with suppress(OSError):
+            self.connection.send(message, descriptors)
+
+    def is_at(self, at: str) -> bool:
+        """True if it has said so."""
+        return any(answer.at == at for answer in self.news)
 
     def look(self) -> None:
         """Takes the news that have come."""
         self.news += [from_json(Answer, parse_json(line)) for line in self.connection.arrived()]
 
-    def is_silent(self, beat: int, now: float) -> bool:
-        """True if it has neither beaten nor computed for long."""
-        cpu_time = _cpu_time(self.process.pid)
+    def is_silent(self, beats: np.ndarray, now: float) -> bool:
+        """True if it has neither beaten nor computed for long; `beats` are the ring's."""
+        beat, cpu_time = int(beats[self.rank - 1]), _cpu_time(self.process.pid)
         if beat != self.beat or cpu_time != self.cpu_time:
             self.beat, self.cpu_time, self.moved = beat, cpu_time, now
         return now - self.moved > _SILENT_S
@@ -71,56 +79,51 @@ class _Follower:
 
 
 class RankGroup:
-    """The ranks of one engine; this process is rank 0. Used by one thread, and by its own."""
+    """The ranks of one engine; this process is rank 0. Used by one thread, and by its own.
 
-    def __init__(self, compiled: CompiledRuntime, num_pages: int | None, ahead: RanksAhead) -> None:
-        """Starts the followers, which load meanwhile.
+    They meet from the beginning on, beside all else; `load` tells followers what to load, `communicator` waits until
+    they have met, `wait_ready` until they have loaded.
+    """
+
+    def __init__(
+        self, num_ranks: int, device: str, backend: str, take: Callable[[int], LocalRank | None], timeline: Timeline
+    ) -> None:
+        """Starts the followers.
 
         Args:
-            ahead: processes that were started for it.
+            num_ranks: with this one.
+            device: rank 0's: cpu or cuda:N.
+            backend: as runtime.distributed_executor_backend.
+            take: gives a rank's process that was started ahead; None: there is none.
+            timeline: gets the stages of all ranks.
 
         Raises:
+            ConfigError: as RayLauncher.
             DeviceError: there is no room for processes, or for what they share.
         """
-        runtime = compiled.config.runtime
-        self.size = runtime.num_ranks
-        self._device = runtime.device
+        self.size, self.device = num_ranks, device
+        self._timeline = timeline
         self._failure: MllmError | None = None
         self._is_ready = self._is_closing = self._is_closed = False
         self._in_step = False
         self._waiting_since: float | None = None
         self._lock = threading.Lock()  # of what is found out about followers
-        self._communicator: Communicator | None = None
         self._followers: list[_Follower] = []
-        self._launcher: Launcher = LocalLauncher(ahead.take)
+        self._launcher: Launcher = LocalLauncher(take)
+        self._ring: RingWriter | None = None
+        self._joining: Joining | None = None
+        self._watcher: threading.Thread | None = None
         self.threads = max(1, usable_cores() // self.size)
-        pages_of_row = -(-runtime.max_model_len // runtime.page_size)
-        rows = min(runtime.max_running_requests, runtime.max_num_batched_tokens) * runtime.expert_parallel_size
-        num_tokens = runtime.max_num_batched_tokens * runtime.expert_parallel_size
         try:
-            self._ring = RingWriter(
-                self.size - 1, most_record_bytes(num_tokens, rows, pages_of_row, runtime.expert_parallel_size)
-            )
             self._meeting_place = os.memfd_create("mllm-ranks-meet", os.MFD_CLOEXEC)
         except OSError as error:
-            raise DeviceError(f"ranks cannot share memory: {error.strerror}. Free some, or set fewer ranks.") from error
+            raise _no_shared_memory(error) from error
         try:
-            if runtime.distributed_executor_backend == "ray":
-                self._launcher = _ray_launcher(runtime)
+            if backend == "ray":
+                self._launcher = _ray_launcher(num_ranks, device)
             for rank in range(1, self.size):
-                place = self._ring.place(rank - 1)
-                start = Start(
-                    str(compiled.folder),
-                    str(compiled.weights_root),
-                    compiled.config.model_dump(mode="json"),
-                    rank,
-                    self.size,
-                    num_pages,
-                    self.threads,
-                    place,
-                    self._meeting_place,
-                )
-                self._followers.append(_Follower(self._launcher.start(start), start))
+                self._followers.append(_Follower(rank, self._launcher.start(rank)))
+            meeting_id = new_meeting_id(device)
         except MllmError:
             self.close()
             raise
@@ -129,35 +132,78 @@ class RankGroup:
             raise DeviceError(f"a rank's process cannot be started: {error.strerror}. Set fewer ranks.") from error
         self._watcher = threading.Thread(target=self._watch, name="ranks", daemon=True)
         self._watcher.start()
+        for follower in self._followers:
+            own = device_of_rank(device, follower.rank)
+            follower.tell(Meeting(follower.rank, self.size, own, meeting_id), [self._meeting_place])
+        self._joining = Joining(partial(self._join, Meeting(0, self.size, device, meeting_id)))
 
     # The start --------------------------------------------------------------------------------------------------------
 
-    def connect(self) -> Communicator:
-        """Waits until all have their devices, and meets them.
+    def _join(self, meeting: Meeting) -> Communicator:
+        """Joins when all have their devices: until then one may end without a word to the others."""
+        with self._timeline.stage("ranks import"):
+            self._wait_for(HERE)
+        with self._timeline.stage("ranks join"):
+            return join(meeting, self._meeting_place)
+
+    def load(self, compiled: CompiledRuntime, num_pages: int | None) -> None:
+        """Has the followers load their parts of a runtime.
+
+        Args:
+            num_pages: of the KV cache; None: as many as fit on every rank.
+
+        Raises:
+            MllmError: one has ended, or there is no room for what they share.
+        """
+        self.check()
+        runtime = compiled.config.runtime
+        pages_of_row = -(-runtime.max_model_len // runtime.page_size)
+        rows = min(runtime.max_running_requests, runtime.max_num_batched_tokens) * runtime.expert_parallel_size
+        num_tokens = runtime.max_num_batched_tokens * runtime.expert_parallel_size
+        most_bytes = most_record_bytes(num_tokens, rows, pages_of_row, runtime.expert_parallel_size)
+        try:
+            self._ring = ring = RingWriter(self.size - 1, most_bytes)
+        except OSError as error:
+            raise _no_shared_memory(error) from error
+        config = compiled.config.model_dump(mode="json")
+        for follower in self._followers:
+            place = ring.place(follower.rank - 1)
+            start = Start(str(compiled.folder), str(compiled.weights_root), config, num_pages, self.threads, place)
+            follower.tell(start, [place.memory, place.event])
+
+    def communicator(self) -> Communicator:
+        """Waits until all have met.
 
         Raises:
             MllmError: one could not.
+            RuntimeError: as `join`.
         """
-        self._wait_for(HERE)
-        meeting = new_meeting(self._device)
-        for follower in self._followers:
-            with suppress(OSError):  # `check` says why
-                follower.connection.send(meeting)
-        self._communicator = meet(meeting, 0, self.size, torch.device(self._device), self._meeting_place)
-        return self._communicator
+        if self._joining is None:
+            raise RuntimeError("the ranks' group was closed")
+        while not self._joining.is_over(_LOOK_S / 10):
+            self.check()
+        return self._joining.result()
 
     def wait_ready(self) -> None:
-        """Waits until all have loaded and captured what this one has.
+        """Waits until all have loaded and captured what this one has; the timeline then has their stages.
 
         Raises:
             MllmError: one could not.
         """
         self._wait_for(READY)
         self._is_ready = True
+        for follower in self._followers:
+            for answer in follower.news:
+                later = answer.began - process_start()
+                for name, begin, end in answer.stages:
+                    self._timeline.add(f"rank {follower.rank}: {name}", begin + later, end + later, depth=1)
 
     def _wait_for(self, at: str) -> None:
-        while not all(any(answer.at == at for answer in follower.news) for follower in self._followers):
+        while not all(follower.is_at(at) for follower in self._followers):
+            self._look()
             self.check()
+            if self._is_closing:
+                raise DeviceError("the ranks' group was closed")
             time.sleep(_LOOK_S / 10)
 
     def explain(self, error: BaseException) -> BaseException:
@@ -178,6 +224,8 @@ class RankGroup:
         """
         self.check()
         self._in_step = True
+        if self._ring is None:
+            raise RuntimeError("followers run steps when they have loaded: call load() first")
         self._ring.write(record, self.check)
 
     def launched(self) -> None:
@@ -241,12 +289,16 @@ class RankGroup:
         logger.error("%s", failure)
         for follower in self._followers:
             follower.process.kill()
-        if self._communicator is not None:
-            self._communicator.abort()
+        if (communicator := self._joined()) is not None:
+            communicator.abort()
+
+    def _joined(self) -> Communicator | None:
+        """The communicator, as soon as it is there."""
+        return None if self._joining is None else self._joining.joined()
 
     def _found(self) -> MllmError | None:
         """The first thing that is wrong, if any is."""
-        now, beats = time.monotonic(), self._ring.beats
+        now = time.monotonic()
         for follower in self._followers:
             has_ended = follower.process.has_ended()
             follower.look()
@@ -256,12 +308,12 @@ class RankGroup:
                 return kind(f"rank {follower.rank}: {told.error}")
             if has_ended:
                 return DeviceError(follower.end_of())
-            if follower.is_silent(int(beats[follower.rank - 1]), now) and self._is_ready:
+            if self._is_ready and self._ring is not None and follower.is_silent(self._ring.beats, now):
                 return DeviceError(
                     f"rank {follower.rank} (process {follower.process.pid}) has not run for {_SILENT_S} s: it hangs"
                 )
         since = self._waiting_since
-        if self._device != "cpu" and since is not None and now - since > _STEP_S:
+        if self.device != "cpu" and since is not None and now - since > _STEP_S:
             return DeviceError(f"the ranks' GPUs have not ended a step for {_STEP_S:.0f} s: one hangs")
         return None
 
@@ -270,21 +322,24 @@ class RankGroup:
         if self._is_closed:
             return
         self._is_closed = True
-        if self._failure is None and self._is_ready:
+        if self._failure is None and self._is_ready and self._ring is not None:
             self._ring.end()
             deadline = time.monotonic() + _END_S
             self._is_closing = True
             while time.monotonic() < deadline and not all(one.process.has_ended() for one in self._followers):
                 time.sleep(_LOOK_S / 10)
         self._is_closing = True
-        if hasattr(self, "_watcher") and self._watcher is not threading.current_thread():
+        if self._joining is not None and self._failure is None:
+            self._joining.is_over(_END_S)  # one that nobody joins any more may wait for ever
+        if self._watcher is not None and self._watcher is not threading.current_thread():
             self._watcher.join()
         for follower in self._followers:
             follower.process.close()
         self._launcher.close()
-        if self._communicator is not None:
-            self._communicator.close()
-        self._ring.close()
+        if (communicator := self._joined()) is not None:
+            communicator.close()
+        if self._ring is not None:
+            self._ring.close()
         os.close(self._meeting_place)
 
 
@@ -297,7 +352,11 @@ def _cpu_time(process: int) -> float:
         return -1.0
 
 
-def _ray_launcher(runtime: RuntimeSection) -> Launcher:
+def _no_shared_memory(error: OSError) -> DeviceError:
+    return DeviceError(f"ranks cannot share memory: {error.strerror}. Free some, or set fewer ranks.")
+
+
+def _ray_launcher(num_ranks: int, device: str) -> Launcher:
     from mllm_compile.ranks.launch_ray import RayLauncher
 
-    return RayLauncher(runtime.num_ranks, runtime.device != "cpu")
+    return RayLauncher(num_ranks, device != "cpu")

@@ -10,12 +10,10 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 from typing import IO, Protocol
 
 from mllm_compile.process.group import ProcessGroup
-from mllm_compile.ranks.start import Start, send_shared
 
 logger = logging.getLogger("mllm_compile.ranks")
 
@@ -50,8 +48,8 @@ class RankProcess(Protocol):
 class Launcher(Protocol):
     """Starts followers of one group."""
 
-    def start(self, start: Start) -> RankProcess:
-        """Starts a follower, whose ring and meeting place are open here under the numbers that `start` has.
+    def start(self, rank: int) -> RankProcess:
+        """Starts a follower.
 
         Raises:
             OSError, MllmError: it cannot be started.
@@ -71,15 +69,12 @@ class LocalLauncher:
         """
         self._take = take
 
-    def start(self, start: Start) -> LocalRank:
+    def start(self, rank: int) -> LocalRank:
         """
         Raises:
             OSError: there is no room for it.
         """
-        process = self._take(start.rank) or LocalRank(start.rank)
-        with suppress(OSError):  # it has ended, and whoever watches it says how
-            send_shared(process.socket, start)
-        return process
+        return self._take(rank) or LocalRank(rank)
 
     def close(self) -> None:
         """Nothing is held."""

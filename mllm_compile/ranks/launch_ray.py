@@ -19,7 +19,6 @@ from typing import Any
 
 from mllm_compile.errors import ConfigError, DeviceError
 from mllm_compile.ranks.launch_local import module_folders
-from mllm_compile.ranks.start import Start, send_shared
 
 _PLACED_S = 60.0
 _STARTED_S = 300.0  # an actor imports torch before it connects
@@ -73,12 +72,12 @@ class RayLauncher:
         resources = next(node["Resources"] for node in self._ray.nodes() if node["NodeID"] == own)
         return next(name for name in resources if name.startswith("node:") and "__" not in name)
 
-    def start(self, start: Start) -> RayRank:
+    def start(self, rank: int) -> RayRank:
         """
         Raises:
             DeviceError: the actor ended before it was there.
         """
-        return RayRank(self._ray, self._group, self._first + start.rank - 1, self._on_gpus, start)
+        return RayRank(self._ray, self._group, self._first + rank - 1, self._on_gpus)
 
     def close(self) -> None:
         """Gives the reserved room back, and ends the Ray that was started for it."""
@@ -96,11 +95,10 @@ class RayLauncher:
 class RayRank:
     """One actor."""
 
-    def __init__(self, ray: Any, group: Any, bundle: int, on_gpus: bool, start: Start) -> None:
+    def __init__(self, ray: Any, group: Any, bundle: int, on_gpus: bool) -> None:
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         self._ray = ray
-        self._why = ""
         options: dict[str, Any] = {
             "num_cpus": 1,
             "num_gpus": int(on_gpus),
@@ -121,7 +119,6 @@ class RayRank:
                 self.kill()
                 raise
         self.pid = _peer(self.socket)[0]
-        send_shared(self.socket, start)
 
     def _accepted(self, listener: socket.socket) -> socket.socket:
         listener.settimeout(_LOOK_S)

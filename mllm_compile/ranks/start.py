@@ -1,48 +1,63 @@
-"""The words between rank 0 and a follower at its start: what ranks share, then lines of JSON, over a socket.
+"""The words between rank 0 and a follower at its start: lines of JSON over a socket, some with open descriptors.
 
-Descriptors in the lines are rank 0's; the follower has been given its own.
+Descriptors that lines name are rank 0's; the follower gets its own with the line.
 """
 
 from __future__ import annotations
 
 import json
 import socket
-from collections.abc import Iterator
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from mllm_compile.runtime.json_data import from_json, parse_json
 from mllm_compile.runtime.ranks.ring import RingPlace
 
-HERE, READY = "here", "ready"  # it has its device and waits for the others; it has all that steps need
+HERE, READY = "here", "ready"  # it has its device and joins the others; it has all that steps need
+_MOST_DESCRIPTORS = 2  # of a line
 _CHUNK = 1 << 16
 _MOST_BYTES = 1 << 24
 
 
 @dataclass(frozen=True)
+class Meeting:
+    """Where ranks find each other, which a follower is told first; with a descriptor of an empty file without a name,
+    which all have open.
+
+    Attributes:
+        rank, size: which of how many it is.
+        device: its own.
+        nccl_id: NCCL's id in hexadecimal; None: they meet in the file, by gloo.
+    """
+
+    rank: int
+    size: int
+    device: str
+    nccl_id: str | None
+
+
+@dataclass(frozen=True)
 class Start:
-    """A follower's orders.
+    """A follower's orders; with descriptors of the ring's memory and of its event.
 
     Attributes:
         folder: the runtime's.
         weights_root: the folder that weights are read from.
         config: the resolved config, as JSON.
-        rank, size: which of how many it is.
         num_pages: pages of the KV cache; None: as many as fit on every rank.
         threads: of a CPU.
         ring: where steps come from.
-        meeting_place: the open file without a name in which ranks of a CPU find each other.
     """
 
     folder: str
     weights_root: str
     config: dict[str, Any]
-    rank: int
-    size: int
     num_pages: int | None
     threads: int
     ring: RingPlace
-    meeting_place: int
 
     @classmethod
     def from_line(cls, line: bytes) -> Start:
@@ -51,52 +66,42 @@ class Start:
 
 
 @dataclass(frozen=True)
-class Meeting:
-    """Where ranks find each other: NCCL's id in hexadecimal; None: in the file that all have open, by gloo."""
-
-    nccl_id: str | None = None
-
-
-@dataclass(frozen=True)
 class Answer:
-    """A follower's news: HERE, READY, or the error that ends it, with the name of its class."""
+    """A follower's news: HERE, READY, or the error that ends it, with the name of its class.
+
+    Attributes:
+        began: seconds between the machine's boot and its process's begin.
+        stages: of its start until READY: a name, and the seconds since `began` of its begin and end.
+    """
 
     at: str
     error: str | None = None
     kind: str = ""
-
-
-def send_shared(connection: socket.socket, start: Start) -> None:
-    """Gives a follower what its group shares, ahead of its orders.
-
-    Raises:
-        OSError: nobody is there any more.
-    """
-    socket.send_fds(connection, [b"\n"], [start.ring.memory, start.ring.event, start.meeting_place])
-
-
-def receive_shared(connection: socket.socket) -> tuple[int, int, int] | None:
-    """Waits for what the group shares: the ring's memory, its event, and the meeting place; None: it does not come."""
-    _, descriptors, _, _ = socket.recv_fds(connection, 1, 3)
-    if len(descriptors) != 3:
-        return None
-    memory, event, place = descriptors
-    return memory, event, place
+    began: float = 0.0
+    stages: tuple[tuple[str, float, float], ...] = ()
 
 
 class Lines:
-    """A socket with a message of JSON a line."""
+    """A socket with a message of JSON a line. Any thread may send; one at a time receives."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._socket = connection
         self._unread = b""
+        self._descriptors: list[int] = []
+        self._sending = threading.Lock()
 
-    def send(self, message: Start | Meeting | Answer) -> None:
+    def send(self, message: Start | Meeting | Answer, descriptors: Sequence[int] = ()) -> None:
         """
+        Args:
+            descriptors: open ones that the other end gets, too.
+
         Raises:
             OSError: nobody is there any more.
         """
-        self._socket.sendall(json.dumps(asdict(message)).encode() + b"\n")
+        line = json.dumps(asdict(message)).encode() + b"\n"
+        with self._sending:
+            sent = socket.send_fds(self._socket, [line], descriptors) if descriptors else 0
+            self._socket.sendall(line[sent:])
 
     def receive(self) -> bytes:
         """Waits for a line.
@@ -105,26 +110,27 @@ class Lines:
             EOFError: none comes any more.
         """
         while b"\n" not in self._unread:
-            self._take()
+            data, descriptors, _, _ = socket.recv_fds(self._socket, _CHUNK, _MOST_DESCRIPTORS)
+            self._descriptors += descriptors
+            self._take(data)
         line, _, self._unread = self._unread.partition(b"\n")
         return line
 
+    def descriptors(self) -> list[int]:
+        """Gives the caller those that came with the lines since the last call."""
+        taken, self._descriptors = self._descriptors, []
+        return taken
+
     def arrived(self) -> Iterator[bytes]:
-        """The lines that are there, without waiting; ends at the end of the connection."""
-        self._socket.setblocking(False)
-        try:
+        """The lines that are there, which bring no descriptors, without waiting; ends at the end of the connection."""
+        with suppress(BlockingIOError, EOFError, OSError):
             while True:
-                self._take()
-        except (BlockingIOError, EOFError, OSError):
-            pass
-        finally:
-            self._socket.setblocking(True)
+                self._take(self._socket.recv(_CHUNK, socket.MSG_DONTWAIT))
         while b"\n" in self._unread:
             line, _, self._unread = self._unread.partition(b"\n")
             yield line
 
-    def _take(self) -> None:
-        data = self._socket.recv(_CHUNK)
+    def _take(self, data: bytes) -> None:
         if not data or len(self._unread) > _MOST_BYTES:
             raise EOFError("the other end of the connection is closed")
         self._unread += data

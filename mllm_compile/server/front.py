@@ -48,7 +48,6 @@ class Front:
         self.bodies = Bodies()
         self.admission = Admission(options.max_queue)
         self.is_draining = False
-        self.started_s = time.monotonic()
         self._texts = ThreadPoolExecutor(_THREADS, thread_name_prefix="mllm-texts")
         self._pictures = ThreadPoolExecutor(_PICTURE_THREADS, thread_name_prefix="mllm-pictures")
         self._told: set[str] = set()

@@ -17,7 +17,6 @@ _MOST_BYTES_AT_ONCE = 256 << 20  # of bodies that are being read
 
 Scope = dict[str, Any]
 Receive = Callable[[], Awaitable[dict[str, Any]]]
-Handler = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 
 class ClientGoneError(Exception):

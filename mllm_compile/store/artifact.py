@@ -34,12 +34,14 @@ from mllm_compile.errors import ArtifactError, NewFormatError, OldFormatError
 from mllm_compile.files.save_tensors import save_tensors
 from mllm_compile.files.sealed_json import unseal, write_sealed
 from mllm_compile.files.trusted_folder import FileFacts, TrustedFolder
+from mllm_compile.process.no_gc import gc_paused
 from mllm_compile.runtime.json_data import from_json, parse_json
 from mllm_compile.runtime.program.pieces import PieceSuffix
 from mllm_compile.runtime.program.spec import ModelSizes, Program
 from mllm_compile.runtime.regular_file import read_regular
 from mllm_compile.runtime.shown import shown
 from mllm_compile.runtime.weights.loader import WeightSpec
+from mllm_compile.runtime.weights.table import weights_from_json, weights_to_json
 from mllm_compile.store.key import FORMAT_VERSION
 from mllm_compile.store.measurements import MEASURED
 
@@ -163,7 +165,7 @@ def write_program(
     """
     data = {
         "program": program.to_json(),
-        "weights": [[spec.to_json() for spec in of_rank] for of_rank in weights],
+        "weights": [weights_to_json(of_rank) for of_rank in weights],
         "constants": sorted(constants),
     }
     (folder / PROGRAM).write_text(json.dumps(data, indent=1), encoding="utf-8")
@@ -235,9 +237,10 @@ def open_artifact(folder: Path) -> Artifact:
         elif not name.startswith(KERNELS + "/"):
             texts[name] = data
     try:
-        content = parse_json(used[PROGRAM])
-        program = Program.from_json(content["program"])
-        weights, *further_weights = from_json(tuple[tuple[WeightSpec, ...], ...], content["weights"])
+        with gc_paused():  # a mixture of experts has tens of thousands of places of weights
+            content = parse_json(used[PROGRAM])
+            program = Program.from_json(content["program"])
+            weights, *further_weights = map(weights_from_json, from_json(tuple[Any, ...], content["weights"]))
         return Artifact(
             folder=folder,
             manifest=manifest,

@@ -8,9 +8,12 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
+
+if TYPE_CHECKING:
+    from mllm_compile.runtime.collectives.choose import TokenChoice
 
 
 class Communicator(Protocol):
@@ -40,6 +43,20 @@ class Communicator(Protocol):
 
     def reduce_scatter(self, x: torch.Tensor) -> torch.Tensor:
         """The rank's part of the sum over ranks of x, [size * N, ...] and contiguous: [N, ...], a new tensor."""
+
+    def choose(self, own: torch.Tensor) -> torch.Tensor:
+        """The most probable token of each row, of logits whose columns are cut over ranks; of equals the lowest.
+
+        Args:
+            own: [S, V / size], the rank's columns.
+
+        Returns:
+            [S] int64, the same on all ranks, or -1: a row holds NaN or inf, or nothing but -inf.
+        """
+
+    def choice(self, columns: int) -> TokenChoice | None:
+        """The kernel that chooses so in captured decodes, where each rank has so many columns in bfloat16, and hands
+        tokens on; None: there is none."""
 
     def broadcast(self, x: torch.Tensor) -> None:
         """Makes x, which is contiguous, what rank 0 has there."""
@@ -81,6 +98,19 @@ def own_part(total: torch.Tensor, rank: int, size: int) -> torch.Tensor:
     return total[rank * length : (rank + 1) * length].clone()
 
 
+def choose_by_gather(communicator: Communicator, own: torch.Tensor) -> torch.Tensor:
+    """Return what Communicator.choose does, in plain torch: ranks exchange two numbers a row."""
+    logits = own.float()
+    logits = torch.where(logits.isnan(), torch.inf, logits)
+    columns = logits.argmax(-1, keepdim=True)
+    tokens = columns + communicator.rank * own.shape[1]
+    pairs = torch.cat([logits.gather(1, columns).double(), tokens.double()], 1)
+    largest, tokens = communicator.all_gather(pairs).unbind(-1)  # [size, S] each
+    first = largest.argmax(0, keepdim=True)
+    chosen = tokens.gather(0, first).squeeze(0).long()
+    return torch.where(largest.gather(0, first).squeeze(0).isinf(), -1, chosen)
+
+
 _threads = threading.local()
 
 
@@ -105,3 +135,22 @@ def using(communicator: Communicator | None) -> Iterator[None]:
         yield
     finally:
         _threads.communicator = before
+
+
+@contextmanager
+def leaving_parts() -> Iterator[list[torch.Tensor]]:
+    """Inside, what the calling thread's graphs would gather stays as it is, a part on each rank: the list gets this
+    rank's parts, and what stands in place of the whole holds nothing."""
+    before = left_parts()
+    parts: list[torch.Tensor] = []
+    _threads.parts = parts
+    try:
+        yield parts
+    finally:
+        _threads.parts = before
+
+
+def left_parts() -> list[torch.Tensor] | None:
+    """The list of `leaving_parts`; None: the calling thread is not inside it."""
+    parts: list[torch.Tensor] | None = getattr(_threads, "parts", None)
+    return parts

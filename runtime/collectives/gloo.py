@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from mllm_compile.runtime.collectives.base import Communicator, add_and_norm, own_part
+from mllm_compile.runtime.collectives.base import Communicator, add_and_norm, choose_by_gather, own_part
 
 _TIMEOUT = timedelta(days=1)  # who hangs is seen by another way, and killed; a rank may be idle for long
 _WIDER = {torch.bfloat16: torch.float32, torch.float16: torch.float32}  # sums of these are of float32
@@ -59,6 +59,12 @@ class GlooCommunicator:
 
     def reduce_scatter(self, x: torch.Tensor) -> torch.Tensor:
         return own_part(self.all_reduce(x), self.rank, self.size)
+
+    def choose(self, own: torch.Tensor) -> torch.Tensor:
+        return choose_by_gather(self, own)
+
+    def choice(self, columns: int) -> None:
+        """None is for a CPU."""
 
     def broadcast(self, x: torch.Tensor) -> None:
         self._group.broadcast(x, 0).wait()

@@ -61,6 +61,12 @@ class Lane:
     def reduce_scatter(self, x: torch.Tensor) -> torch.Tensor:
         return self._in_order(self._whole.reduce_scatter, x)
 
+    def choose(self, own: torch.Tensor) -> torch.Tensor:
+        return self._in_order(self._whole.choose, own)
+
+    def choice(self, columns: int) -> None:
+        """None: parts of a step are not captured."""
+
     def broadcast(self, x: torch.Tensor) -> None:
         self._in_order(self._whole.broadcast, x)
 

@@ -9,7 +9,7 @@ from typing import TypeVar
 
 import torch
 
-from mllm_compile.runtime.collectives.base import Communicator, add_and_norm, own_part, using
+from mllm_compile.runtime.collectives.base import Communicator, add_and_norm, choose_by_gather, own_part, using
 
 T = TypeVar("T")
 
@@ -36,6 +36,12 @@ class LockstepRank:
 
     def reduce_scatter(self, x: torch.Tensor) -> torch.Tensor:
         return own_part(self.all_reduce(x), self.rank, self.size)
+
+    def choose(self, own: torch.Tensor) -> torch.Tensor:
+        return choose_by_gather(self, own)
+
+    def choice(self, columns: int) -> None:
+        """None is for threads."""
 
     def broadcast(self, x: torch.Tensor) -> None:
         x.copy_(self._exchange(x, lambda parts: parts[0].clone()))

@@ -18,19 +18,26 @@ import torch
 
 from mllm_compile.runtime.collectives import base
 from mllm_compile.runtime.collectives.base import Communicator
+from mllm_compile.runtime.collectives.choose import TokenChoice, choice_bytes
 from mllm_compile.runtime.collectives.copied import CopiedSums, copied_bytes
 from mllm_compile.runtime.collectives.lanes import InOrder, Lane
 from mllm_compile.runtime.collectives.push import (
     NOTHING,
-    PulledSums,
     PushedSums,
+    SentSums,
     add_and_norm,
     buffer_bytes,
-    has_norms,
+    has_any,
     is_loaded,
-    pulled_bytes,
+    sent_bytes,
 )
-from mllm_compile.runtime.collectives.sum_kernels import MOST_RANKS, PushKernel, PushNormKernel, most_copied_bytes
+from mllm_compile.runtime.collectives.sum_kernels import (
+    MOST_RANKS,
+    ChooseKernel,
+    PushKernel,
+    PushNormKernel,
+    most_copied_bytes,
+)
 from mllm_compile.runtime.cuda.driver import PeerMemory
 from mllm_compile.runtime.errors import DeviceError
 
@@ -109,7 +116,8 @@ class NcclCommunicator:
             _check(_library().ncclCommInitRank(ctypes.byref(handle), size, shared, rank), "joining a group")
         self._handle = handle
         self._pushed: PushedSums | None = None
-        self._pulled: PulledSums | None = None
+        self._sent: SentSums | None = None
+        self._choice: TokenChoice | None = None
         self._copied: list[CopiedSums] = []
         self._seen: list[
             tuple[bool, PeerMemory]
@@ -120,13 +128,15 @@ class NcclCommunicator:
         if self.size > MOST_RANKS or not self.least(has_kernel and self._sees_all()):
             return
         self._pushed = PushedSums(self.rank, self._shared(buffer_bytes(self.size), NOTHING), self._device)
-        if has_norms(self._device) and pulled_bytes(self.size):
-            self._pulled = PulledSums(self.rank, self._shared(pulled_bytes(self.size), 0), self._device)
+        if sent_bytes(self.size):
+            self._sent = SentSums(self.rank, self._shared(sent_bytes(self.size), 0), self._device)
+        if has_any(ChooseKernel, self._device):
+            self._choice = TokenChoice(self.rank, self._shared(choice_bytes(self.size), 0), self._device)
 
     def lanes(self, count: int, most_bytes: int) -> list[Communicator]:
         in_order = InOrder(self._device)
         most = min(most_bytes, most_copied_bytes(self.size))
-        if not most or self._pulled is None:  # GPUs do not see each other, or there are no kernels
+        if not most or self._sent is None:  # GPUs do not see each other, or there are no kernels
             return [Lane(self, in_order, None, self._device) for _ in range(count)]
         num_bytes = copied_bytes(self.size, most)
         copied = [CopiedSums(self.rank, self._shared(num_bytes, 0), self._device, most) for _ in range(count)]
@@ -153,9 +163,10 @@ class NcclCommunicator:
         return all(torch.cuda.can_device_access_peer(self._device.index, other) for other in others)
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        if self._pushed is not None and self._pushed.takes(x):
-            self._open()  # raises where it was given up
-            return self._pushed.sum(x)
+        for sums in (self._pushed, self._sent):
+            if sums is not None and sums.takes(x):
+                self._open()  # raises where it was given up
+                return sums.sum(x)
         total = torch.empty_like(x)
         if x.numel():
             kind = _TYPES[x.dtype]
@@ -166,7 +177,7 @@ class NcclCommunicator:
     def all_reduce_residual_norm(
         self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        for sums in (self._pushed, self._pulled):
+        for sums in (self._pushed, self._sent):
             if sums is not None and sums.takes(x):
                 self._open()
                 return sums.sum_and_norm(x, residual, weight, eps)
@@ -190,6 +201,15 @@ class NcclCommunicator:
             )
         return part
 
+    def choose(self, own: torch.Tensor) -> torch.Tensor:
+        if self._choice is not None and self._choice.takes(own):
+            self._open()
+            return self._choice.choose(own)
+        return base.choose_by_gather(self, own)
+
+    def choice(self, columns: int) -> TokenChoice | None:
+        return self._choice if is_loaded(ChooseKernel(columns), self._device) else None
+
     def broadcast(self, x: torch.Tensor) -> None:
         place = x.data_ptr()
         arguments = (place, place, x.nbytes, _TYPES[torch.uint8], 0, self._open(), self._stream())
@@ -200,9 +220,9 @@ class NcclCommunicator:
         return int(self.all_gather(own).amin())
 
     def abort(self) -> None:
-        for sums in (self._pushed, self._pulled):
-            if sums is not None:
-                sums.give_up()
+        for waiting in (self._pushed, self._sent, self._choice):
+            if waiting is not None:
+                waiting.give_up()
         with suppress(DeviceError):  # of a device that does not answer any more
             for copied in self._copied:
                 copied.give_up()
@@ -214,7 +234,8 @@ class NcclCommunicator:
 
     def close(self) -> None:
         self.abort()  # destroying it would wait for the others, which may be gone
-        seen, self._seen, self._pushed, self._pulled, self._copied = self._seen, [], None, None, []
+        seen, self._seen = self._seen, []
+        self._pushed, self._sent, self._choice, self._copied = None, None, None, []
         with suppress(RuntimeError, DeviceError):  # of a device that does not answer any more
             torch.cuda.synchronize(self._device)
             for is_own, memory in seen:

@@ -53,6 +53,8 @@ __device__ __forceinline__ uint4 wait_for_chunk(const uint4* from, const volatil
   }
   return v;
 }
+// A barrier of the threads that add, beside which a block may have others (send.cuh).
+__device__ __forceinline__ void sync_workers() { asm volatile("bar.sync 1, %0;" ::"n"(THREADS) : "memory"); }
 // What the state says of this call. For all threads of a block, once.
 __device__ __forceinline__ const u32* read_state(const volatile u32* state) {
   __shared__ u32 seen[WORDS];

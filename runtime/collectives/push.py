@@ -1,43 +1,45 @@
-"""Sums over ranks by kernels of ours (push.cu, push_norm.cu, pull_norm.cu), in memory that the ranks' GPUs see of each
-other.
+"""Sums over ranks by kernels of ours (push.cu, send.cu, and with a norm push_norm.cu, send_norm.cu), in memory that the
+ranks' GPUs see of each other.
 
-The runtime holds the kernels; NCCL brings the handles of memory across once, and sums what is larger.
+The runtime holds the kernels; NCCL brings the handles of memory across once, and sums what they do not.
 """
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
 from mllm_compile.runtime.collectives.sum_kernels import (
     BLOCKS,
     CHUNK_BYTES,
-    GROUP_ROWS,
     MOST_GROUPS,
     MOST_RANKS,
-    PullNormKernel,
+    SENDING_BLOCKS,
     PushKernel,
     PushNormKernel,
+    RanksKernel,
+    SendKernel,
+    SendNormKernel,
     SumKernel,
     most_bytes,
-    most_pulled_bytes,
+    most_sent_bytes,
 )
 from mllm_compile.runtime.cuda.driver import Argument, Kernel, address_of, load_kernel
 
 _BUFFERS = 3
-_PULLED_BUFFERS = 2
+_SENT_BUFFERS = 2
 NOTHING = 0x80008000  # two negative zeros
 _STATE_WORDS = 2 + _BUFFERS
 
 Summed = tuple[torch.Tensor, torch.Tensor]  # with the residual, and normed
 
-_LOADED: dict[tuple[int, SumKernel], Kernel] = {}  # by device index
+_LOADED: dict[tuple[int, RanksKernel], Kernel] = {}  # by device index
 
 
-def load_sum_kernel(kernel: SumKernel, binaries: Mapping[str, bytes], device: torch.device) -> None:
-    """Makes this one that sums launch on `device`.
+def load_ranks_kernel(kernel: RanksKernel, binaries: Mapping[str, bytes], device: torch.device) -> None:
+    """Makes this one that ranks launch on `device`.
 
     Raises:
         ArtifactError, DeviceError: as load_kernel.
@@ -46,14 +48,19 @@ def load_sum_kernel(kernel: SumKernel, binaries: Mapping[str, bytes], device: to
         _LOADED[torch.cuda.current_device(), kernel] = load_kernel(kernel, binaries)
 
 
-def is_loaded(kernel: SumKernel, device: torch.device) -> bool:
+def is_loaded(kernel: RanksKernel, device: torch.device) -> bool:
     """True if a runtime on this device has the kernel."""
     return (device.index, kernel) in _LOADED
 
 
-def has_norms(device: torch.device) -> bool:
-    """True if a runtime on this device has kernels that norm what they sum."""
-    return any(index == device.index and isinstance(kernel, PullNormKernel) for index, kernel in _LOADED)
+def kernel_on(kernel: RanksKernel, device: torch.device) -> Kernel:
+    """The kernel, which is_loaded says that there is."""
+    return _LOADED[device.index, kernel]
+
+
+def has_any(kind: type[RanksKernel], device: torch.device) -> bool:
+    """True if a runtime on this device has kernels of this kind."""
+    return any(index == device.index and isinstance(kernel, kind) for index, kernel in _LOADED)
 
 
 def buffer_bytes(num_ranks: int) -> int:
@@ -61,10 +68,10 @@ def buffer_bytes(num_ranks: int) -> int:
     return _BUFFERS * num_ranks * most_bytes(num_ranks)
 
 
-def pulled_bytes(num_ranks: int) -> int:
-    """Bytes of the memory that others pull from; all its words are 0 at first. 0: nothing is pulled."""
-    words = num_ranks * MOST_GROUPS * ctypes.sizeof(ctypes.c_uint32)
-    return _PULLED_BUFFERS * most_pulled_bytes(num_ranks) + words if most_pulled_bytes(num_ranks) else 0
+def sent_bytes(num_ranks: int) -> int:
+    """Bytes of the memory that one rank receives sent parts in; all its words are 0 at first. 0: nothing is sent."""
+    most, words = most_sent_bytes(num_ranks), MOST_GROUPS * ctypes.sizeof(ctypes.c_uint32)
+    return (num_ranks - 1) * (_SENT_BUFFERS * most + words) if most else 0
 
 
 class Peers(ctypes.Structure):
@@ -87,8 +94,7 @@ class _Sums:
 
     def takes(self, x: torch.Tensor) -> bool:
         """True if this sums x, where a runtime brought the kernel."""
-        is_of_chunks = x.nbytes % CHUNK_BYTES == 0 and x.data_ptr() % CHUNK_BYTES == 0
-        return x.dtype is torch.bfloat16 and 0 < x.nbytes <= self._most_bytes and is_of_chunks
+        return x.dtype is torch.bfloat16 and 0 < x.nbytes <= self._most_bytes and _is_of_chunks(x)
 
     def give_up(self) -> None:
         """Ends waits for ranks that are gone; from any thread."""
@@ -121,7 +127,7 @@ class PushedSums(_Sums):
             ctypes.c_int(chunks),
             self._most_chunks,
         )
-        _LOADED[self._device.index, kernel].launch(kernel.num_blocks(chunks), kernel.num_threads, arguments)
+        kernel_on(kernel, self._device).launch(kernel.num_blocks(chunks), kernel.num_threads, arguments)
         return total
 
     def sum_and_norm(self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> Summed:
@@ -134,25 +140,58 @@ class PushedSums(_Sums):
         return _normed(PushNormKernel(x.shape[1]), x, residual, weight, eps, (*self._group, *rows), self._most_blocks)
 
 
-class PulledSums(_Sums):
-    """Larger sums with their norm: a rank loads from the memory of all others."""
+class SentSums(_Sums):
+    """Larger sums: a rank sends all of its own to all others, in parts if need be."""
 
-    def __init__(self, rank: int, places: Sequence[int], device: torch.device, most_blocks: int = BLOCKS) -> None:
+    def __init__(
+        self, rank: int, places: Sequence[int], device: torch.device, most_blocks: int = SENDING_BLOCKS
+    ) -> None:
         """
         Args:
-            places: the addresses on this device of each rank's memory (pulled_bytes), which their owners keep.
+            places: the addresses on this device of each rank's memory (sent_bytes), which their owners keep.
             most_blocks: that all run at once.
         """
-        super().__init__(rank, places, device, most_pulled_bytes(len(places)))
+        super().__init__(rank, places, device, most_sent_bytes(len(places)))
         self._most_blocks = most_blocks
 
     def takes(self, x: torch.Tensor) -> bool:
-        return super().takes(x) and x.shape[0] <= GROUP_ROWS * MOST_GROUPS
+        return x.dtype is torch.bfloat16 and x.nbytes > 0 and _is_of_chunks(x)
+
+    def sum(self, x: torch.Tensor) -> torch.Tensor:
+        """The sum over ranks of x, which `takes` allows."""
+        total, kernel = torch.empty_like(x), SendKernel()
+        for part, there in _parts(self._most_numbers(kernel), x.view(-1), total.view(-1)):
+            chunks = ctypes.c_int(part.nbytes // CHUNK_BYTES)
+            self._launch(kernel, part, (address_of(part), address_of(there), *self._group, chunks, self._most_chunks))
+        return total
 
     def sum_and_norm(self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> Summed:
         """Returns what PushedSums.sum_and_norm does."""
-        rows = ctypes.c_int(x.shape[0]), self._most_chunks
-        return _normed(PullNormKernel(x.shape[1]), x, residual, weight, eps, (*self._group, *rows), self._most_blocks)
+        summed, normed, kernel = torch.empty_like(x), torch.empty_like(x), SendNormKernel(x.shape[1])
+        most_rows = self._most_numbers(kernel) // x.shape[1]
+        for part, rest, *there in _parts(most_rows, x, residual, summed, normed):
+            tensors = (address_of(one) for one in (part, rest, weight, *there))
+            rows = ctypes.c_int(part.shape[0]), self._most_chunks
+            self._launch(kernel, part, (*tensors, ctypes.c_float(eps), *self._group, *rows))
+        return summed, normed
+
+    def _most_numbers(self, kernel: SendKernel | SendNormKernel) -> int:
+        """The largest part, in numbers: of whole groups."""
+        groups = min(self._most_bytes // kernel.group_bytes, MOST_GROUPS)
+        return groups * kernel.group_bytes // torch.bfloat16.itemsize
+
+    def _launch(self, kernel: SendKernel | SendNormKernel, part: torch.Tensor, arguments: Sequence[Argument]) -> None:
+        groups = -(-part.nbytes // kernel.group_bytes)
+        _LOADED[self._device.index, kernel].launch(min(groups, self._most_blocks), kernel.num_threads, arguments)
+
+
+def _parts(most: int, *tensors: torch.Tensor) -> Iterable[tuple[torch.Tensor, ...]]:
+    """The same parts of all, of up to `most` in their first dimension; mostly there is one, and no views are made."""
+    return (tensors,) if len(tensors[0]) <= most else zip(*(one.split(most) for one in tensors), strict=True)
+
+
+def _is_of_chunks(x: torch.Tensor) -> bool:
+    return x.nbytes % CHUNK_BYTES == 0 and x.data_ptr() % CHUNK_BYTES == 0
 
 
 def add_and_norm(total: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> Summed:
@@ -163,7 +202,7 @@ def add_and_norm(total: torch.Tensor, residual: torch.Tensor, weight: torch.Tens
 
 
 def _normed(
-    kernel: PushNormKernel | PullNormKernel,
+    kernel: PushNormKernel,
     x: torch.Tensor,
     residual: torch.Tensor,
     weight: torch.Tensor,
@@ -179,4 +218,4 @@ def _normed(
 
 def launch_rows(kernel: SumKernel, x: torch.Tensor, arguments: Sequence[Argument], most_blocks: int = BLOCKS) -> None:
     """Launches a kernel whose blocks have whole rows of x [T, N] each."""
-    _LOADED[x.device.index, kernel].launch(min(x.shape[0], most_blocks), kernel.num_threads, tuple(arguments))
+    kernel_on(kernel, x.device).launch(min(x.shape[0], most_blocks), kernel.num_threads, tuple(arguments))

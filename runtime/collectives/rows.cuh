@@ -58,7 +58,7 @@ struct Norm {
       squares = sum_of_lanes(squares, 32);
       if (threadIdx.x % 32 == 0) parts[threadIdx.x / 32][r] = squares;
     }
-    __syncthreads();
+    sync_workers();
 #pragma unroll
     for (int r = 0; r < R; r++) {
       float squares = threadIdx.x % 32 < WARPS ? parts[threadIdx.x % 32][r] : 0.f;
@@ -72,6 +72,6 @@ struct Norm {
                          scaled_pair(v.w, factor, w.w));
         }
     }
-    __syncthreads();  // the parts are written again for the next rows
+    sync_workers();  // the parts are written again for the next rows
   }
 };

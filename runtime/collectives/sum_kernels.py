@@ -1,4 +1,5 @@
-"""The kernels of sums over ranks, as they are compiled and launched: push.cu and those that norm what they sum."""
+"""The kernels that work over ranks, as they are compiled and launched: push.cu, those that norm what they sum, and
+choose.cu."""
 
 from __future__ import annotations
 
@@ -14,14 +15,18 @@ CHUNK_NUMBERS = 8
 # parts, is faster from some size on. Two H200s: 9 µs for 2 MiB, NCCL 33; 69 for 16 MiB, NCCL 80.
 _MOST_BYTES = {2: 4 << 20, 3: 2 << 20, 4: 1 << 20}
 _MOST_BYTES_OF_MORE = 512 << 10
-# Larger ones are pulled, where they are normed. Two H200s: 48 µs for 16 MiB and 107 for 64, NCCL 80 and 195.
-_MOST_PULLED = {2: 64 << 20}
+# Larger ones are sent, in parts of so much.
+_MOST_SENT = {2: 64 << 20}
 # Parts of a step copy theirs, beside each other's work. Among more GPUs each would send all of its own to every other.
 _MOST_COPIED = {2: 64 << 20}
-MOST_GROUPS = 1 << 14  # of rows that are pulled
-GROUP_ROWS = 2
+MOST_GROUPS = 1 << 14  # of a part that is sent
+_GROUP_BYTES = 16 << 10
+_ADDING_THREADS, _SENDING_THREADS = 512, 128
 BLOCKS = 2 * MULTIPROCESSORS  # of kernels of whole rows, which all run at once
+SENDING_BLOCKS = MULTIPROCESSORS
 _MOST_THREADS = 640
+MOST_CHOICES = 4096  # rows whose tokens are chosen at once
+_LOGITS_OF_THREAD = 32
 
 
 def most_bytes(num_ranks: int) -> int:
@@ -29,9 +34,9 @@ def most_bytes(num_ranks: int) -> int:
     return _MOST_BYTES.get(num_ranks, _MOST_BYTES_OF_MORE)
 
 
-def most_pulled_bytes(num_ranks: int) -> int:
-    """The largest sum that is pulled; 0: none is."""
-    return _MOST_PULLED.get(num_ranks, 0)
+def most_sent_bytes(num_ranks: int) -> int:
+    """The largest part of a sum that is sent; 0: none is."""
+    return _MOST_SENT.get(num_ranks, 0)
 
 
 def most_copied_bytes(num_ranks: int) -> int:
@@ -39,7 +44,7 @@ def most_copied_bytes(num_ranks: int) -> int:
     return _MOST_COPIED.get(num_ranks, 0)
 
 
-class _SumKernel(CudaKernel):
+class _RanksKernel(CudaKernel):
     headers: ClassVar[tuple[str, ...]] = ("collectives/peers.cuh",)
     shared_bytes = 0
 
@@ -49,7 +54,7 @@ class _SumKernel(CudaKernel):
 
 
 @dataclass(frozen=True)
-class PushKernel(_SumKernel):
+class PushKernel(_RanksKernel):
     """One for all sizes, and all numbers of ranks."""
 
     source: ClassVar[str] = "collectives/push.cu"
@@ -69,7 +74,7 @@ class PushKernel(_SumKernel):
 
 
 @dataclass(frozen=True)
-class _RowsKernel(_SumKernel):
+class _RowsKernel(_RanksKernel):
     """A kernel for rows of `columns` numbers and any number of ranks; a thread has a chunk of a row, or several."""
 
     columns: int
@@ -99,17 +104,6 @@ class PushNormKernel(_RowsKernel):
 
 
 @dataclass(frozen=True)
-class PullNormKernel(_RowsKernel):
-    """For up to most_pulled_bytes."""
-
-    source: ClassVar[str] = "collectives/pull_norm.cu"
-    function: ClassVar[str] = "pull_norm"
-
-    def constants(self) -> dict[str, int]:
-        return super().constants() | {"MOST_GROUPS": MOST_GROUPS}
-
-
-@dataclass(frozen=True)
 class AddNormKernel(_RowsKernel):
     """For parts that have been copied, of any number."""
 
@@ -117,5 +111,86 @@ class AddNormKernel(_RowsKernel):
     function: ClassVar[str] = "add_norm"
 
 
-SumKernel = PushKernel | PushNormKernel | PullNormKernel | AddNormKernel
-KERNELS: tuple[type[SumKernel], ...] = (PushKernel, PushNormKernel, PullNormKernel, AddNormKernel)
+@dataclass(frozen=True)
+class SendKernel(_RanksKernel):
+    """For all sizes, in parts of most_sent_bytes; a block stores `group_bytes` ahead of a word."""
+
+    source: ClassVar[str] = "collectives/send.cu"
+    headers: ClassVar[tuple[str, ...]] = ("collectives/peers.cuh", "collectives/send.cuh")
+    function: ClassVar[str] = "send_sum"
+    switch: ClassVar[str] = "runtime.tensor_parallel_size: 1"
+
+    @property
+    def group_bytes(self) -> int:
+        return _GROUP_BYTES
+
+    @property
+    def num_threads(self) -> int:
+        return _ADDING_THREADS + _SENDING_THREADS
+
+    def constants(self) -> dict[str, int]:
+        return {"THREADS": _ADDING_THREADS, "MOST_RANKS": MOST_RANKS} | _sending(self.group_bytes)
+
+
+@dataclass(frozen=True)
+class SendNormKernel(_RowsKernel):
+    """For all sizes in parts of most_sent_bytes."""
+
+    source: ClassVar[str] = "collectives/send_norm.cu"
+    headers: ClassVar[tuple[str, ...]] = ("collectives/peers.cuh", "collectives/rows.cuh", "collectives/send.cuh")
+    function: ClassVar[str] = "send_norm"
+
+    @property
+    def group_bytes(self) -> int:
+        rows = 2 if self.columns <= CHUNK_NUMBERS * _MOST_THREADS else 1  # a thread has two chunks of a group or more
+        return rows * self.columns * CHUNK_BYTES // CHUNK_NUMBERS
+
+    @property
+    def num_threads(self) -> int:
+        return super().num_threads + _SENDING_THREADS
+
+    def constants(self) -> dict[str, int]:
+        return super().constants() | {"THREADS": super().num_threads} | _sending(self.group_bytes)
+
+
+@dataclass(frozen=True)
+class ChooseKernel(_RanksKernel):
+    """For rows of which each rank has `columns` logits."""
+
+    columns: int
+    source: ClassVar[str] = "collectives/choose.cu"
+    function: ClassVar[str] = "choose_token"
+    switch: ClassVar[str] = "runtime.tensor_parallel_size: 1"
+
+    @property
+    def name(self) -> str:
+        return f"{self.function}_{self.columns}"
+
+    @property
+    def num_threads(self) -> int:
+        return 256
+
+    def constants(self) -> dict[str, int]:
+        sizes = {"THREADS": self.num_threads, "COLUMNS": self.columns}
+        return sizes | {"MOST_ROWS": MOST_CHOICES, "MOST_RANKS": MOST_RANKS}
+
+    def num_blocks(self, rows: int) -> int:
+        return rows * -(-self.columns // (self.num_threads * _LOGITS_OF_THREAD))
+
+
+def _sending(group_bytes: int) -> dict[str, int]:
+    """The constants of send.cuh."""
+    sizes = {"GROUP_CHUNKS": group_bytes // CHUNK_BYTES, "MOST_GROUPS": MOST_GROUPS}
+    return sizes | {"SENDERS": _SENDING_THREADS}
+
+
+SumKernel = PushKernel | PushNormKernel | SendKernel | SendNormKernel | AddNormKernel
+RanksKernel = SumKernel | ChooseKernel
+KERNELS: tuple[type[RanksKernel], ...] = (
+    PushKernel,
+    PushNormKernel,
+    SendKernel,
+    SendNormKernel,
+    AddNormKernel,
+    ChooseKernel,
+)

@@ -24,6 +24,7 @@ _SHARED_MEMORY_CARVEOUT = 9
 _STARTS_EARLY = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
 _MAP_BYTES, _MAP_ALIGNMENT = 128, 64
 _AS_LARGE = 0  # CU_STREAM_WAIT_VALUE_GEQ
+_SHARED_PAGE = 2 << 20  # bytes that the driver shares at once
 _HANDLE_BYTES, _ENABLE_PEER_ACCESS = 64, 1  # of memory that other processes open
 
 
@@ -275,6 +276,7 @@ class PeerMemory:
             DeviceError: there is none left, or it cannot be shared.
         """
         address, handle = ctypes.c_uint64(), _Handle()
+        num_bytes = -(-num_bytes // _SHARED_PAGE) * _SHARED_PAGE  # of less than a page others would see a neighbour's
         with torch.cuda.device(device):
             torch.cuda.current_stream(device).synchronize()  # makes the context the thread's
             calls = _driver()

@@ -17,6 +17,7 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
+from mllm_compile.runtime.collectives.choose import HandOn, TokenChoice
 from mllm_compile.runtime.cuda_graph.capture import WeakTensor
 from mllm_compile.runtime.cuda_graph.step_inputs import StepInputs
 from mllm_compile.runtime.ops.turns import NUM_TURNS, REQUEST_FIELDS
@@ -82,6 +83,7 @@ class DecodeLoop:
         req_to_token: torch.Tensor,
         page_table: torch.Tensor,
         spread_tokens: Callable[[], None],
+        choice: TokenChoice | None,
     ) -> None:
         """
         Args:
@@ -89,14 +91,14 @@ class DecodeLoop:
             row_state: the choice's parameters, to be flushed before a replay, and the place of tokens.
             req_to_token: [rows, columns] int32: the slot of each position.
             page_table: [≥ M, W] int32: what the program's decode attention reads.
-            spread_tokens: ModelRunner.spread_tokens.
+            spread_tokens, choice: ModelRunner's.
         """
         self._pieces = pieces
         self._inputs = inputs
         self._row_state = row_state
         self._req_to_token = req_to_token
         self._page_table = page_table
-        self._spread_tokens = spread_tokens
+        self._spread_tokens, self._choice = spread_tokens, choice
         most = inputs.max_requests
         # Both are the device's too: it reads and writes them over the bus.
         self._requests = torch.zeros(NUM_TURNS, most, REQUEST_FIELDS, dtype=torch.int32, pin_memory=True)
@@ -116,7 +118,6 @@ class DecodeLoop:
     def begin(self, size: int) -> None:
         """Puts the first kernel of a decode of `size` rows on the stream."""
         inputs = self._inputs
-        self._spread_tokens()
         self._pieces.begin(
             [
                 self._turns_of_device,
@@ -138,7 +139,21 @@ class DecodeLoop:
         rows, seq_lens = inputs.req_pool_indices[:size], inputs.seq_lens[:size]
         arguments = [logits, *self._row_state.sampling.tables, rows, seq_lens]
         arguments += [self._turns_of_device, self._row_state.last_tokens, self._chosen_of_device]
-        return self._pieces.end(arguments)[0]
+        tokens = self._pieces.end(arguments)[0]
+        self._spread_tokens()  # draws are rank 0's alone
+        return tokens
+
+    def end_together(self, own: torch.Tensor) -> torch.Tensor:
+        """Runs the last kernel of ranks that choose together, of the rank's logits [S, V of a rank]. Returns the tokens
+        [S] int64.
+
+        Raises:
+            RuntimeError: the runtime has no such kernel.
+        """
+        if self._choice is None or not self._choice.takes(own):
+            raise RuntimeError(f"there is no kernel by which ranks choose from {tuple(own.shape)} of {own.dtype}")
+        rows, last_tokens = self._inputs.req_pool_indices[: own.shape[0]], self._row_state.last_tokens
+        return self._choice.choose(own, HandOn(rows, last_tokens, self._turns_of_device, self._chosen_of_device))
 
     def captured(self) -> None:
         """Ends the captures; what ran ahead of them counts as no turn."""

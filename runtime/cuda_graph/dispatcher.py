@@ -25,6 +25,7 @@ class GraphDispatcher:
             pages; there may be none.
         fresh_tokens: captured token counts of full graphs of prompts alone, each from its first token on, ascending;
             likewise.
+        tokens_alone: decodes are captured once more without their logits.
     """
 
     def __init__(
@@ -35,12 +36,13 @@ class GraphDispatcher:
         mixed_tokens: Sequence[int] = (),
         cascade_requests: Sequence[int] = (),
         fresh_tokens: Sequence[int] = (),
+        tokens_alone: bool = False,
     ) -> None:
         """
         Raises:
             CaptureSizeError: a size is not positive, or the mode needs sizes and there are none.
         """
-        self.mode = mode
+        self.mode, self.tokens_alone = mode, tokens_alone
         self.decode_requests = self._sizes("cudagraph.decode_requests", decode_requests, CUDAGraphMode.FULL)
         self.piecewise_tokens = self._sizes("cudagraph.piecewise_tokens", piecewise_tokens, CUDAGraphMode.PIECEWISE)
         # Unlike the other sizes they may be left out; in a mode without full graphs of prompts they are ignored.
@@ -95,6 +97,8 @@ class GraphDispatcher:
         mixed += [(CUDAGraphMode.FULL, BatchDescriptor(n, fresh=True)) for n in self.fresh_tokens]
         cascades = [(CUDAGraphMode.FULL, replace(entry[1], cascade=True)) for entry in full]
         full += [entry for entry in cascades if entry[1].num_reqs in self.cascade_requests]
+        if self.tokens_alone:
+            full += [(mode, replace(descriptor, tokens_alone=True)) for mode, descriptor in full]
         return sorted([*piecewise, *mixed, *full], key=lambda entry: -entry[1].num_tokens)
 
     def _sizes(self, key: str, sizes: Sequence[int], kind: CUDAGraphMode) -> tuple[int, ...]:

@@ -55,7 +55,8 @@ class CapturedDecode:
     """A decode that chooses its own tokens, launched.
 
     Attributes:
-        logits: [R, V]; tokens: [R] int64; both until another graph is replayed.
+        logits: [R, V], of decodes with tokens_alone the rank's part; tokens: [R] int64; both until another graph is
+            replayed.
         rows: [R] int64 and seq_lens: [R] int32 of its requests, on the device.
         turn: has the tokens on the host, once it is over.
     """
@@ -169,7 +170,7 @@ class GraphRunner:
             logger.info("captured decodes do not choose their tokens: the program has no kernels that %s", what)
             return None
         table = runner.req_to_token_pool.req_to_token
-        return DecodeLoop(pieces, self.inputs, runner.row_state, table, page_table, runner.spread_tokens)
+        return DecodeLoop(pieces, self.inputs, runner.row_state, table, page_table, runner.spread_tokens, runner.choice)
 
     @property
     def figures(self) -> list[CaptureFigures]:
@@ -232,6 +233,7 @@ class GraphRunner:
     def _capture_decode(self, descriptor: BatchDescriptor) -> None:
         size, inputs, runner = descriptor.num_tokens, self.inputs, self._runner
         batch = self._decode_batch(size)
+        batch.tokens_alone = descriptor.tokens_alone
         runner.attn_backend.init_forward_metadata_capture_cuda_graph(
             size, size, inputs.req_pool_indices[:size], inputs.seq_lens[:size], ForwardMode.DECODE
         )
@@ -245,7 +247,9 @@ class GraphRunner:
             tokens = replace(self._tokens(size), all_slots=self._slots_of_all(size))
             output = runner.run_program(batch, tokens, rows, CUDAGraphMode.FULL, descriptor)
             logits = output.next_token_logits
-            return logits, None if loop is None else loop.end(logits)
+            if loop is None:
+                return logits, None
+            return logits, loop.end_together(logits) if output.is_own_part else loop.end(logits)
 
         if not self._decode_graphs:
             run()  # cuBLAS takes its workspace of the capture stream, and kernels are loaded
@@ -283,6 +287,7 @@ class GraphRunner:
         slots: np.ndarray,
         deltas: np.ndarray | None = None,
         common_prefix_len: int = 0,
+        tokens_alone: bool = False,
     ) -> CapturedDecode:
         """Runs a step of decodes in one launch; their newest tokens are where the last step left them.
 
@@ -292,6 +297,7 @@ class GraphRunner:
                 they are those of all, a block each of decode_size.
             deltas: [R] what their positions are beyond seq_lens - 1; None: nothing.
             common_prefix_len: first tokens that all have in the same pages, to be read once; 0: each reads its own.
+            tokens_alone: all take their most probable token and nothing else is wanted. Of several ranks all have it.
 
         Raises:
             RuntimeError: there is no decode loop; see holds_decode and holds_cascade.
@@ -310,6 +316,8 @@ class GraphRunner:
                 raise RuntimeError(f"no cascade of {count} requests was captured: ask holds_cascade first")
             descriptor = cascade
             self._runner.attn_backend.share_prefix(common_prefix_len)
+        if tokens_alone and self.dispatcher.tokens_alone:
+            descriptor = replace(descriptor, tokens_alone=True)
         size, inputs, turn = self._num_deals * descriptor.num_tokens, self.inputs, self.decode_loop.next_turn()
         turn.write(rows, seq_lens, slots, size, inputs.padding_len, deltas)
         inputs.clear_rope_lens()
@@ -505,6 +513,8 @@ class GraphRunner:
 
 def _kind(mode: CUDAGraphMode, descriptor: BatchDescriptor) -> str:
     """The mode's name in figures."""
+    if descriptor.tokens_alone:
+        return "TOGETHER"
     if mode is CUDAGraphMode.FULL and not descriptor.uniform:
         return "FRESH" if descriptor.fresh else "MIXED"
     return mode.name
@@ -535,5 +545,7 @@ def estimate_graph_bytes(runner: CapturableModel, dispatcher: GraphDispatcher) -
     for kind, sizes in sizes_of.items():
         mib = [figure.mib for figure in graphs.figures if figure.mode == kind]
         count = len(sizes) + (len(dispatcher.cascade_requests) if kind == "FULL" else 0)
+        if kind == "FULL" and dispatcher.tokens_alone:
+            count *= 2
         total += sum(mib) + max(0, count - 2) * (mib[-1] if mib else 0.0)
     return int(total * 2**20)

@@ -7,6 +7,7 @@ from typing import Any, Protocol
 import torch
 
 from mllm_compile.runtime.attention.base import AttentionBackend
+from mllm_compile.runtime.collectives.choose import TokenChoice
 from mllm_compile.runtime.forward_batch import ForwardBatch, LogitsProcessorOutput, TokenInputs
 from mllm_compile.runtime.forward_context import ForwardTimes
 from mllm_compile.runtime.graph_mode import BatchDescriptor, CUDAGraphMode
@@ -57,6 +58,9 @@ class CapturableModel(Protocol):
         extend_seq_lens_cpu: torch.Tensor,
         extend_prefix_lens_cpu: torch.Tensor,
     ) -> ForwardBatch: ...
+
+    @property
+    def choice(self) -> TokenChoice | None: ...
 
     def spread_tokens(self) -> None: ...
 

@@ -6,6 +6,7 @@ What followers need of a ScheduledBatch; its requests stay with rank 0, which sa
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import IntEnum
 
 import numpy as np
 
@@ -39,9 +40,18 @@ _ARRAYS = (
 )
 _COPIES = ("state_restores", "state_saves")  # [N, 2]
 _MEDIA_ARRAYS = ("positions", "deltas", "feature_rows", "feature_axes", "run_sizes", "run_rows", "blocks")
-_HEADER = 4  # int64 numbers ahead of the arrays' lengths: step, decodes, tokens, whether prompt positions are scored
+# int64 numbers ahead of the arrays' lengths: step, decodes, tokens, whether prompt positions are scored, the choice.
+_HEADER = 5
 _HEADER_BYTES = 8 * (_HEADER + len(_ARRAYS))
 _NO_SCORES = np.empty(0, dtype=np.int64)
+
+
+class Choice(IntEnum):
+    """Who chooses the tokens of a step, so that all ranks have them."""
+
+    SAMPLED = 0  # rank 0, behind the model; then it spreads them
+    IN_GRAPH = 1  # rank 0, in the graph of a step that is one launch, which spreads them; else as SAMPLED
+    TOGETHER = 2  # each rank in its part of the vocabulary, of which all take the most probable
 
 
 @dataclass(frozen=True)
@@ -57,6 +67,7 @@ class StepRecord:
     batch: ScheduledBatch
     scored_indices: np.ndarray | None = None
     media: MediaPlan | None = None
+    choice: Choice = Choice.SAMPLED
 
 
 def most_record_bytes(max_num_tokens: int, max_rows: int, pages_of_row: int, num_deals: int = 1) -> int:
@@ -82,7 +93,8 @@ def write_step(memory: memoryview, record: StepRecord) -> int:
     others = {"scored_indices": _NO_SCORES if scored_indices is None else scored_indices}
     others |= _media_arrays(record.media)
     header = np.frombuffer(memory, dtype=np.int64, count=_HEADER + len(_ARRAYS))
-    header[:_HEADER] = batch.step_id, batch.num_decodes, batch.num_tokens, scored_indices is not None
+    is_scored = scored_indices is not None
+    header[:_HEADER] = batch.step_id, batch.num_decodes, batch.num_tokens, is_scored, record.choice
     start = _HEADER_BYTES
     for index, (name, dtype) in enumerate(_ARRAYS):
         values = others[name] if name in others else getattr(batch, name)
@@ -97,7 +109,7 @@ def write_step(memory: memoryview, record: StepRecord) -> int:
 def read_step(memory: memoryview) -> StepRecord:
     """Reads what write_step wrote; the arrays are copies."""
     header = np.frombuffer(memory, dtype=np.int64, count=_HEADER + len(_ARRAYS)).tolist()
-    step_id, num_decodes, num_tokens, is_scored, *sizes = header
+    step_id, num_decodes, num_tokens, is_scored, choice, *sizes = header
     start = _HEADER_BYTES
     arrays: dict[str, np.ndarray] = {}
     for (name, dtype), size in zip(_ARRAYS, sizes, strict=True):
@@ -115,7 +127,7 @@ def read_step(memory: memoryview) -> StepRecord:
         **{name: arrays.pop(name).reshape(-1, 2) for name in _COPIES},
         **arrays,
     )
-    return StepRecord(batch, scored if is_scored else None, media)
+    return StepRecord(batch, scored if is_scored else None, media, Choice(choice))
 
 
 def _media_arrays(media: MediaPlan | None) -> dict[str, np.ndarray]:

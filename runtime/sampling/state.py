@@ -72,6 +72,11 @@ class SamplingFlags:
         return not (self.needs_filters or self.changes_logits)
 
     @property
+    def takes_largest(self) -> bool:
+        """True if every row takes the most probable token, and nothing is asked of the others."""
+        return self.all_greedy and not self.changes_logits and self.max_logprobs is None
+
+    @property
     def changes_logits(self) -> bool:
         """True if some row's largest logit may become another one."""
         is_restricted = self.needs_min_tokens or self.needs_allowed or self.needs_bad_words

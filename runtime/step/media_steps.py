@@ -184,7 +184,7 @@ class MediaSteps:
     def _features_of(self, images: Sequence[Image]) -> torch.Tensor:
         """The features [F, W] of images, by one run of the tower."""
         pixels = self._uploads([image.pixels for image in images], self._runner.config.dtype)
-        return self._runner.encode_images(pixels, [image.grid for image in images])
+        return self._runner.image_encoder().encode(pixels, [image.grid for image in images])
 
 
 def _runs(facts: Tower, images: Sequence[tuple[Key, Image]], most: int) -> Iterator[list[tuple[Key, Image]]]:

@@ -25,7 +25,7 @@ from mllm_compile.runtime.errors import DeviceMemoryError
 from mllm_compile.runtime.forward_batch import ForwardBatch
 from mllm_compile.runtime.media.step_plan import MediaPlan
 from mllm_compile.runtime.model_runner import LogitsProcessorOutput, ModelRunner
-from mllm_compile.runtime.ranks.records import StepRecord
+from mllm_compile.runtime.ranks.records import Choice, StepRecord
 from mllm_compile.runtime.sampling.counter_rng import derive_seed
 from mllm_compile.runtime.sampling.logprobs import TokenLogprobs, all_logprobs, token_logprobs
 from mllm_compile.runtime.sampling.params import ALL_LOGPROBS, NO_TOKEN
@@ -133,6 +133,7 @@ class StepRunner:
         self._previous: StepHandle | None = None  # the last step, if a request in a row has a grammar
         # The last batch's: ScheduledBatch promises the very same list while no request comes or goes.
         self._seen_requests: list[Request] | None = None
+        self._followed: ScheduledBatch | None = None  # the batch whose requests are in the sampling state
 
     def submit(self, batch: ScheduledBatch) -> StepHandle:
         """Launch a step without waiting for it, nor for the one before.
@@ -156,12 +157,14 @@ class StepRunner:
         plan = self._plan(batch)
         index = plan.fields.positions if self._deal is None else token_positions(batch)
         media = self.media.plan(batch, index)
+        choice = Choice.SAMPLED
         if self._announce is not None:
+            choice = self._choice(batch, plan)
             scored = plan.fields.scored_indices if plan.scored is None else plan.scored
-            self._announce(StepRecord(batch, scored, media))
+            self._announce(StepRecord(batch, scored, media, choice))
         plan = self._with_media(plan, batch, media)
         self._restore_states(batch)
-        results = self._decode(batch, plan) or self._run_prompts(batch, plan) or self._run(batch, plan)
+        results = self._decode(batch, plan, choice) or self._run_prompts(batch, plan) or self._run(batch, plan, choice)
         self._save_states(batch)
         handle = StepHandle(batch, plan, results)
         self._previous = handle if self._grammars else None
@@ -193,7 +196,16 @@ class StepRunner:
             sources, targets = upload(copies.T.copy(), self._runner.device)
             self._runner.state_pool.copy_rows(sources, targets)
 
-    def _decode(self, batch: ScheduledBatch, plan: StepPlan) -> _Results | None:
+    def _choice(self, batch: ScheduledBatch, plan: StepPlan) -> Choice:
+        """How ranks come to the step's tokens."""
+        self._follow_rows(batch)
+        flags = self.state.flags
+        if self._grammars or not flags.chooses_plainly:
+            return Choice.SAMPLED
+        is_together = flags.takes_largest and self._deal is None and plan.fields.prompt_targets is None
+        return Choice.TOGETHER if is_together else Choice.IN_GRAPH
+
+    def _decode(self, batch: ScheduledBatch, plan: StepPlan, choice: Choice) -> _Results | None:
         """Runs the step in one launch; None: it has more than decodes, or these are not captured so.
 
         The device's table of slots hears of a new page by the slot of its first token: decodes get no others.
@@ -206,7 +218,8 @@ class StepRunner:
         fields, flags = plan.fields, self.state.flags
         deltas = None if plan.media is None else plan.media.deltas
         rows = fields.req_pool_indices
-        decode = self._runner.decode(rows, fields.seq_lens, fields.out_cache_loc, deltas, shared)
+        together = choice is Choice.TOGETHER
+        decode = self._runner.decode(rows, fields.seq_lens, fields.out_cache_loc, deltas, shared, together)
         mask = self._mask(batch, plan)
         if not flags.chooses_plainly or mask is not None:  # then the graph's choice is not used
             output = LogitsProcessorOutput(decode.logits)
@@ -216,6 +229,8 @@ class StepRunner:
         else:
             scores = token_logprobs(decode.logits, decode.tokens, flags.max_logprobs)
         all_scores = self._score_all(batch, plan, decode.logits)
+        if choice is Choice.SAMPLED:
+            self._runner.spread_tokens()  # followers are told of this ahead of the masks
         return _Results(decode.turn, decode.turn.tokens[: rows.size], scores, all_scores=all_scores)
 
     def _is_captured(self, batch: ScheduledBatch, common_prefix_len: int) -> bool:
@@ -250,11 +265,11 @@ class StepRunner:
             return None
         return self._pages.first_slot_in_a_row(int(batch.rows[-1]), int(batch.seq_lens[-1]))
 
-    def _launch(self, batch: ScheduledBatch, plan: StepPlan) -> tuple[LogitsProcessorOutput, StepFields[torch.Tensor]]:
+    def _launch(
+        self, batch: ScheduledBatch, plan: StepPlan, choice: Choice
+    ) -> tuple[LogitsProcessorOutput, StepFields[torch.Tensor]]:
         """Brings the step's arrays to the device, new pages among them, and runs the model."""
         self._add_new_pages(plan, batch)
-        if batch.num_decodes:
-            self._runner.spread_tokens()
         batch = plan.own or batch
         self._follow_lengths(batch, plan)
         takes_features = plan.media is not None and plan.media.rows.size > 0
@@ -269,6 +284,7 @@ class StepRunner:
             forward_batch.media, forward_batch.mrope_positions = media
         forward_batch.rope_lens = fields.rope_lens
         forward_batch.dp_metadata = plan.across
+        forward_batch.tokens_alone = choice is Choice.TOGETHER
         if self._runner.reads_pages(forward_batch):
             self._list_new_pages(fields)
             return self._runner.forward(forward_batch), fields
@@ -296,8 +312,8 @@ class StepRunner:
         self._follow_rows(batch)
         return self._sample(batch, plan, output, fields.sampled, fields, mask=self._mask(batch, plan))
 
-    def _run(self, batch: ScheduledBatch, plan: StepPlan) -> _Results:
-        output, fields = self._launch(batch, plan)
+    def _run(self, batch: ScheduledBatch, plan: StepPlan, choice: Choice) -> _Results:
+        output, fields = self._launch(batch, plan, choice)
         self._follow_rows(batch)  # while the device is busy
         return self._sample(batch, plan, output, fields.sampled, fields, mask=self._mask(batch, plan))
 
@@ -394,19 +410,28 @@ class StepRunner:
         logits = output.next_token_logits
         if plan.sampled.size:
             rows, positions = sampled_rows
-            sampled = self._sampler(logits, self.state, rows, self.state.flags, positions, mask)
-            tokens, scores = sampled.token_ids, sampled.logprobs
-            all_scores = self._score_all(batch, plan, logits)
-            # The next step may be under way before the host knows that there was no token: its embedding needs an id.
-            self._last_tokens.index_copy_(0, rows, tokens.clamp(min=0))
+            if output.is_own_part:
+                tokens = self._runner.choose_together(output)
+            else:
+                sampled = self._sampler(logits, self.state, rows, self.state.flags, positions, mask)
+                tokens, scores = sampled.token_ids, sampled.logprobs
+                all_scores = self._score_all(batch, plan, logits)
+            self._keep_tokens(rows, tokens)
         if fields is not None and fields.prompt_targets is not None:
             prompt_scores = self._score_prompts(plan, fields, fields.prompt_targets, output)
+        if plan.sampled.size and not output.is_own_part:
+            self._runner.spread_tokens()
         # Also for a step without results: the host must not run ahead of the device without bound.
         buffer = self._downloads.next(0 if tokens is None else tokens.nbytes)
         token_ids = None
         if tokens is not None:
             token_ids = buffer.memory[: tokens.nbytes].view(torch.int64).copy_(tokens, non_blocking=True).numpy()
         return _Results(buffer, token_ids, scores, prompt_scores, all_scores)
+
+    def _keep_tokens(self, rows: torch.Tensor, tokens: torch.Tensor) -> None:
+        """Keeps the tokens of these rows for the next step, which may be under way before the host knows that there was
+        none: its embedding needs an id."""
+        self._last_tokens.index_copy_(0, rows, tokens.clamp(min=0))
 
     def _score_all(self, batch: ScheduledBatch, plan: StepPlan, logits: torch.Tensor) -> _AllScores | None:
         """Log-probabilities of the whole vocabulary for the sampled rows that want them; None: no request does."""
@@ -431,9 +456,9 @@ class StepRunner:
 
     def _follow_rows(self, batch: ScheduledBatch) -> None:
         """Bring the sampling state up to who holds which row; costs nothing while the requests stay the same."""
-        if batch.requests is self._seen_requests and not batch.admitted:
+        if batch is self._followed or (batch.requests is self._seen_requests and not batch.admitted):
             return
-        self._seen_requests = batch.requests
+        self._followed, self._seen_requests = batch, batch.requests
         gone = [row for row, owner in self._row_owners.items() if owner.is_finished or owner.row != row]
         for row in gone:
             self._grammars.leave(self._row_owners.pop(row))

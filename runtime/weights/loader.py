@@ -8,16 +8,16 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
+from itertools import islice
 from operator import attrgetter
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from mllm_compile.runtime.errors import CheckpointError, DamagedWeightsError
-from mllm_compile.runtime.json_data import from_json
 from mllm_compile.runtime.quantised.numbers import E8M0_NAN
 from mllm_compile.runtime.quantised.scheme import SCALES, WeightScheme
 from mllm_compile.runtime.weights.formats.base import VALUES, Quantised, StoredTensor
@@ -111,6 +111,11 @@ class WeightPart:
     factor: Factor | None = None
 
     @property
+    def is_quantised_here(self) -> bool:
+        """True if the checkpoint has it as it is, and memory is to have it quantised."""
+        return self.small is not None and self.quantised is None
+
+    @property
     def sources(self) -> tuple[StoredTensor, ...]:
         """The tensors that a quantised weight, or what is wanted of it, is computed from."""
         if self.quantised is None:
@@ -163,26 +168,6 @@ class WeightSpec:
         """The bytes of files that fill it, other dtypes left aside."""
         return sum(part.num_bytes(self.dtype) for part in self.parts)
 
-    def to_json(self) -> dict[str, Any]:
-        return _jsonable(self)
-
-    @classmethod
-    def from_json(cls, data: dict[str, Any]) -> WeightSpec:
-        """Raises ValueError for anything that to_json would not have written."""
-        return from_json(cls, data)
-
-
-def _jsonable(value: Any) -> Any:
-    if value is None or isinstance(value, (str, int, float)):
-        return value
-    if isinstance(value, tuple):
-        return [_jsonable(item) for item in value]
-    if isinstance(value, Mapping):
-        return {key: _jsonable(item) for key, item in value.items()}
-    if isinstance(value, torch.dtype):
-        return str(value).removeprefix("torch.")
-    return {field.name: _jsonable(getattr(value, field.name)) for field in fields(value)}
-
 
 def viewed(tensor: torch.Tensor, steps: Iterable[ViewStep]) -> torch.Tensor:
     """`tensor` after the views of `steps`; no data is copied unless a reshape needs it."""
@@ -230,9 +215,8 @@ def load_weights(
         CheckpointError: a file is missing, truncated or corrupt, does not hold what the spec says, or holds NaN or inf.
         DamagedWeightsError: packed weights are not those that were packed.
     """
-    files = {file for spec in specs for part in spec.parts for file in _files(part)}
-    headers = {file: read_header(folder / file) for file in sorted(files)}
-    if files:
+    headers = {file: read_header(folder / file) for file in _files(specs)}
+    if headers:
         stream_in_order(_reads_in_order(specs, weights, folder, headers), weights[specs[0].name].device, advance)
     _scale(specs, weights, folder, headers)
     _check_sums(specs, weights, folder)
@@ -245,27 +229,39 @@ def _reads_in_order(
     folder: Path,
     headers: Mapping[str, SafetensorsHeader],
 ) -> Iterator[Read]:
-    """The reads in the order of the files' bytes, found file by file: a mixture of experts has many thousand, which
-    are found while others are read."""
-    plain: dict[str, list[tuple[WeightPart, _Place]]] = {file: [] for file in headers}
-    others: dict[str, list[Read | _LaterRead]] = {file: [] for file in headers}
+    """The reads in the order of the files' bytes. A mixture of experts has many thousand: those of a file are found one
+    by one while the file before it is read, as whoever reads cannot go on while all of them are found."""
     paths = {file: folder / file for file in headers}
+    parts: dict[str, list[tuple[WeightPart, _Place]]] = {file: [] for file in headers}
+    of_scheme: dict[str, list[TensorRead]] = {file: [] for file in headers}
     quantising = _Quantising()
     for spec in specs:
         place = _Place.of(weights[spec.name])
         for part in spec.parts:
-            if part.quantised is None and part.small is None:
-                plain[part.file].append((part, place))
-            elif read := _small_read(part, place, paths, folder, headers):
-                others[part.file].append(read)
-            elif not quantising.takes(part, place_of(place.weight, part)):
-                others[part.file].append(_read(part, place_of(place.weight, part), folder, headers))
-    for part, of_scheme in quantising.reads(folder, headers):
-        others[part.file].append(of_scheme)
-    for file in sorted(headers):
-        reads = [_plain_read(paths[file], part, place, folder, headers) for part, place in plain[file]]
-        for one in sorted([*reads, *others[file]], key=attrgetter("begin")):
+            if part.is_quantised_here:
+                quantising.add(part, place_of(place.weight, part))
+            else:
+                parts[part.file].append((part, place))
+    for part, read in quantising.reads(folder, headers):
+        of_scheme[part.file].append(read)
+
+    def found(file: str) -> Iterator[Read | _LaterRead]:
+        for part, place in parts[file]:
+            if part.quantised is None:
+                yield _plain_read(paths[file], part, place, folder, headers)
+            else:
+                straight = _small_read(part, place, paths, folder, headers)
+                yield straight or _read(part, place_of(place.weight, part), paths, folder, headers)
+        yield from of_scheme[file]
+
+    following: list[Read | _LaterRead] = []
+    rest: Iterator[Read | _LaterRead] = iter(())
+    for file in [*headers, None]:
+        of_file = sorted([*following, *rest], key=attrgetter("begin"))
+        following, rest = [], iter(()) if file is None else found(file)
+        for one in of_file:
             yield one.made() if isinstance(one, _LaterRead) else one
+            following += islice(rest, 1)
 
 
 class _Place(NamedTuple):
@@ -303,13 +299,15 @@ def _plain_read(
     path: Path, part: WeightPart, place: _Place, folder: Path, headers: Mapping[str, SafetensorsHeader]
 ) -> StraightRead | _LaterRead:
     """The read of a weight that is stored as it is."""
-    dtype, memory = place.dtype, place.memory
+    weight, shape, dtype, memory = place
+    size = dtype.itemsize
     # Numbers of eight bits mean nothing in another type.
-    entry = _entry(folder, headers, part.file, part.tensor, part.shape, dtype if dtype.itemsize == 1 else None)
-    places = _places_of(part.shape, part.steps, part.inner_starts, place.shape) if entry.dtype == dtype else None
+    entry = _entry(folder, headers, part.file, part.tensor, part.shape, dtype if size == 1 else None)
+    stored_dtype, _, begin, end = entry
+    places = _places_of(part.shape, part.steps, part.inner_starts, shape) if stored_dtype == dtype else None
     if memory is None or places is None:
-        return _LaterRead(entry.begin, path, entry, part, place.weight)
-    return StraightRead(path, entry.begin, entry.end - entry.begin, memory, places.of(part.start) * dtype.itemsize)
+        return _LaterRead(begin, path, entry, part, weight)
+    return StraightRead(path, begin, end - begin, memory, places.of(part.start) * size)
 
 
 def _small_read(
@@ -363,10 +361,13 @@ def _places_of(
     return _Places(first, math.prod(shape[1:]))
 
 
-def _files(part: WeightPart) -> tuple[str, ...]:
-    of_factor = (part.factor.tensor.file,) if part.factor else ()
-    of_weight = (tensor.file for tensor in part.quantised.tensors.values()) if part.quantised else ()
-    return part.file, *of_weight, *of_factor
+def _files(specs: Iterable[WeightSpec]) -> list[str]:
+    """The files that weights are read from, in order."""
+    parts = [part for spec in specs for part in spec.parts]
+    files = {part.file for part in parts}
+    files |= {one.file for part in parts if part.quantised is not None for one in part.quantised.tensors.values()}
+    files |= {part.factor.tensor.file for part in parts if part.factor is not None}
+    return sorted(files)
 
 
 def _scale(
@@ -382,14 +383,20 @@ def _scale(
                 place_of(weights[spec.name], part).mul_(part.factor.value(folder, headers))
 
 
-def _read(part: WeightPart, place: torch.Tensor, folder: Path, headers: Mapping[str, SafetensorsHeader]) -> TensorRead:
+def _read(
+    part: WeightPart,
+    place: torch.Tensor,
+    paths: Mapping[str, Path],
+    folder: Path,
+    headers: Mapping[str, SafetensorsHeader],
+) -> TensorRead:
     """The read of a weight that the checkpoint has quantised."""
     quantised, small = part.quantised, part.small
     assert quantised is not None, "others are _plain_read's"
     steps = part.steps if small is None else small.steps(part.steps)
     view = partial(viewed, steps=steps) if steps else None
     first, *others = (
-        Source(folder / one.file, _entry(folder, headers, one.file, one.name, one.shape, one.dtype))
+        Source(paths[one.file], _entry(folder, headers, one.file, one.name, one.shape, one.dtype))
         for one in part.sources
     )
     _check_details(quantised, folder, headers)
@@ -443,17 +450,15 @@ class _Quantising:
     def __init__(self) -> None:
         self._found: dict[tuple[WeightPart, WeightScheme], list[dict[str, torch.Tensor]]] = {}
 
-    def takes(self, part: WeightPart, place: torch.Tensor) -> bool:
-        """Keeps the place of a part of such a weight; False for any other part."""
-        if part.small is None or part.quantised is not None:
-            return False
+    def add(self, part: WeightPart, place: torch.Tensor) -> None:
+        """Keeps the place of a part of such a weight."""
+        assert part.small is not None, "others are read as they are"
         key = replace(part, small=None, start=0, inner_starts=(), factor=None), part.small.scheme
         weights = self._found.setdefault(key, [])
         places = next((one for one in weights if part.small.role not in one), None)
         if places is None:
             weights.append(places := {})
         places[part.small.role] = place
-        return True
 
     def reads(self, folder: Path, headers: Mapping[str, SafetensorsHeader]) -> Iterator[tuple[WeightPart, TensorRead]]:
         """The parts, each with the read of it."""
@@ -630,9 +635,9 @@ def fill_random(specs: Iterable[WeightSpec], weights: dict[str, torch.Tensor], s
     for spec in specs:
         for part in spec.parts:
             place = place_of(weights[spec.name], part)
-            if quantising.takes(part, place):
-                continue
-            if len(part.shape) < 2:
+            if part.is_quantised_here:
+                quantising.add(part, place)
+            elif len(part.shape) < 2:
                 place.fill_(0.0 if part.tensor.endswith("bias") else 1.0)
             elif part.steps:  # a rank's part of a tensor that is the same for all ranks
                 whole = place.new_empty(part.shape)

@@ -154,21 +154,8 @@ class StraightRead(NamedTuple):
     memory: torch.Tensor
     offset: int
 
-    @property
-    def spacing(self) -> None:
-        """They lie in one stretch."""
-
-    def is_followed_by(self, other: StraightRead) -> bool:
-        """True if the other's bytes are the next ones, in the file and in the weight."""
-        in_file = other.begin == self.begin + self.num_bytes and other.path is self.path
-        return in_file and other.memory is self.memory and other.offset == self.offset + self.num_bytes
-
 
 Read = TensorRead | StraightRead
-
-
-def _sources(read: Read) -> Sequence[Source | StraightRead]:
-    return (read,) if isinstance(read, StraightRead) else read.sources
 
 
 def stream_tensors(
@@ -228,46 +215,40 @@ def stream_in_order(
             stream.synchronize()  # what failed too leaves no copy on its way
 
 
-class _Stretch(NamedTuple):
-    """Bytes of one of a read's sources that a reader takes at once: so many from `start` on."""
+class _Landing(NamedTuple):
+    """The landing place of one of a read's sources, which a reader allocates when it comes to it."""
 
-    read: Read
+    read: TensorRead
     source_index: int
-    start: int
-    num_bytes: int
 
-    @property
-    def source(self) -> Source | StraightRead:
-        return _sources(self.read)[self.source_index]
+
+# Bytes of a file that follow each other in memory: memory [bytes] uint8, the first byte there, and how many.
+_Stretch = tuple[torch.Tensor | _Landing, int, int]
 
 
 class _Chunk(NamedTuple):
-    """Stretches that lie one behind the other in a file, whose descriptor it has, from byte `begin` of the file on; or
-    a part of a source with spacing, from its byte `begin` on."""
+    """Bytes that a reader takes at once: of the file, whose descriptor it has, those from byte `begin` on, or of a
+    source with spacing those from its own byte `begin` on.
+
+    Attributes:
+        path: the file's.
+        spaced: that source; else None.
+        stretches: where they go, in their order.
+        landings: of stretches with a landing place, which it is and its bytes.
+    """
 
     file: int
+    path: Path
     begin: int
     num_bytes: int
+    spaced: Source | None
     stretches: list[_Stretch]
-
-    @property
-    def source(self) -> Source | StraightRead:
-        """The first one that it is of."""
-        return self.stretches[0].source
-
-    @property
-    def computed(self) -> list[tuple[TensorRead, int, int]]:
-        """Reads that have a landing place of their own, each with the index of its source and the bytes of it."""
-        stretches = self.stretches
-        return [(one.read, one.source_index, one.num_bytes) for one in stretches if isinstance(one.read, TensorRead)]
+    landings: list[tuple[_Landing, int]]
 
     def targets(self) -> Iterator[tuple[torch.Tensor, int, int]]:
-        """Where the bytes go, in their order: memory [bytes] uint8, the first byte there, and how many."""
-        for read, index, start, num_bytes in self.stretches:
-            if isinstance(read, StraightRead):
-                yield read.memory, read.offset + start, num_bytes
-            else:
-                yield read.landing(index), start, num_bytes
+        """The stretches in memory."""
+        for place, start, num_bytes in self.stretches:
+            yield place.read.landing(place.source_index) if isinstance(place, _Landing) else place, start, num_bytes
 
 
 class _Chunks:
@@ -289,58 +270,59 @@ class _Chunks:
     def find(self, reads: Iterable[Read], opened: ExitStack) -> None:
         """Puts the chunks of all reads into the queue; files are closed with `opened`."""
         files: dict[Path, int] = {}
-        for stretches in _split(_joined(reads), self.num_bytes):
+        for path, begin, num_bytes, spaced, stretches in _split(reads, self.num_bytes):
             while self.waiting.qsize() > _MOST_WAITING and not self.is_stopped:
                 time.sleep(_SLEEP_SECONDS)
             if self.is_stopped:
                 return
-            source, start = stretches[0].source, stretches[0].start
-            if source.path not in files:
-                files[source.path] = opened.enter_context(_open_file(source.path))
-            begin = start if source.spacing else source.begin + start
-            num_bytes = sum(stretch.num_bytes for stretch in stretches)
-            self.waiting.put(_Chunk(files[source.path], begin, num_bytes, stretches))
+            if path not in files:
+                files[path] = opened.enter_context(_open_file(path))
+            landings = [(place, count) for place, _, count in stretches if isinstance(place, _Landing)]
+            self.waiting.put(_Chunk(files[path], path, begin, num_bytes, spaced, stretches, landings))
 
 
-def _joined(reads: Iterable[Read]) -> Iterator[Read]:
-    """Makes one read of those whose bytes follow each other in the file and in the weight, as an expert's gate and up
-    do."""
-    last: StraightRead | None = None
-    for read in reads:
-        if last is not None and isinstance(read, StraightRead) and last.is_followed_by(read):
-            path, begin, num_bytes, memory, offset = last
-            last = StraightRead(path, begin, num_bytes + read.num_bytes, memory, offset)
+def _split(reads: Iterable[Read], chunk_bytes: int) -> Iterator[tuple[Path, int, int, Source | None, list[_Stretch]]]:
+    """The chunks, as what _Chunk says of each: path, begin, num_bytes, spaced, stretches.
+
+    Stretches that follow each other in memory too, as those of an expert's gate and up do, are one.
+    """
+    path, begin, size = Path(), 0, 0  # of the chunk that is being filled
+    stretches: list[_Stretch] = []
+    for path_read, start, num_bytes, place, offset, spaced in _places(reads):
+        if size and (spaced is not None or (path_read, start) != (path, begin + size)):
+            yield path, begin, size, None, stretches
+            size = 0
+        if spaced is not None:
+            for done in range(0, num_bytes, chunk_bytes):
+                count = min(chunk_bytes, num_bytes - done)
+                yield path_read, done, count, spaced, [(place, done, count)]
             continue
-        if last is not None:
-            yield last
-        last = read if isinstance(read, StraightRead) else None
-        if last is None:
-            yield read
-    if last is not None:
-        yield last
+        while num_bytes:
+            if size == chunk_bytes:
+                yield path, begin, size, None, stretches
+                size = 0
+            if size == 0:
+                path, begin, stretches, last, end = path_read, start, [], None, 0
+            count = min(chunk_bytes - size, num_bytes)
+            if place is last and offset == end:
+                stretches[-1] = (place, stretches[-1][1], stretches[-1][2] + count)
+            else:
+                stretches.append((place, offset, count))
+            size, start, num_bytes, offset = size + count, start + count, num_bytes - count, offset + count
+            last, end = place, offset
+    if size:
+        yield path, begin, size, None, stretches
 
 
-def _split(reads: Iterable[Read], chunk_bytes: int) -> Iterator[list[_Stretch]]:
-    """The stretches of each chunk."""
-    chunk: list[_Stretch] = []
-    size, end = 0, None  # of the chunk; where a source that joins it begins
+def _places(reads: Iterable[Read]) -> Iterator[tuple[Path, int, int, torch.Tensor | _Landing, int, Source | None]]:
+    """The sources: path, first byte and bytes, where they go and from which byte on, and itself if it has spacing."""
     for read in reads:
-        for index, source in enumerate(_sources(read)):
-            begin, is_whole = source.begin, source.spacing is None
-            if chunk and not (is_whole and (source.path, begin) == end):
-                yield chunk
-                chunk, size = [], 0
-            start, num_bytes = 0, source.num_bytes
-            while start < num_bytes:
-                if size == chunk_bytes:
-                    yield chunk
-                    chunk, size = [], 0
-                count = min(chunk_bytes - size, num_bytes - start)
-                chunk.append(_Stretch(read, index, start, count))
-                size, start = size + count, start + count
-            end = (source.path, begin + num_bytes) if is_whole else None
-    if chunk:
-        yield chunk
+        if isinstance(read, StraightRead):
+            yield *read, None
+            continue
+        for index, source in enumerate(read.sources):
+            spaced = source if source.spacing else None
+            yield source.path, source.begin, source.num_bytes, _Landing(read, index), 0, spaced
 
 
 def _read_chunks(chunks: _Chunks, stream: torch.cuda.Stream | None, advance: Callable[[int], None]) -> None:
@@ -353,20 +335,18 @@ def _read_chunks(chunks: _Chunks, stream: torch.cuda.Stream | None, advance: Cal
                 entered.enter_context(torch.cuda.stream(stream))
                 bring = entered.enter_context(_PinnedRing(stream, chunks.num_bytes)).bring
             while (chunk := chunks.waiting.get()) is not None and not chunks.is_stopped:
-                computed = chunk.computed
-                if computed:
+                if chunk.landings:
                     with chunks.lock:
-                        for read, index, _ in computed:
-                            read.landing(index)
+                        for place, _ in chunk.landings:
+                            place.read.landing(place.source_index)
                 try:
                     bring(chunk)
                 except OSError as error:
-                    path = chunk.source.path
-                    raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from error
-                if computed:
+                    raise CheckpointError(f"{chunk.path} cannot be read: {error.strerror or error}") from error
+                if chunk.landings:
                     with chunks.lock:
-                        for read, _, num_bytes in computed:
-                            read.landed(num_bytes)
+                        for place, num_bytes in chunk.landings:
+                            place.read.landed(num_bytes)
                 advance(chunk.num_bytes)
         except BaseException:
             chunks.is_stopped = True
@@ -412,8 +392,8 @@ def _bring(chunk: _Chunk) -> None:
 
 def _read_chunk(chunk: _Chunk, views: list[memoryview]) -> None:
     """Fills memory with the chunk's bytes."""
-    source = chunk.source
-    if source.spacing is None:
+    source = chunk.spaced
+    if source is None or source.spacing is None:
         _read_exactly(chunk.file, chunk.begin, views)
         return
     (view,), (stretch, distance) = views, source.spacing

@@ -69,8 +69,15 @@ def h100_table() -> str:
     rows = []
     for shape, name in SHAPES.items():
         lines = [line for line in _measured("h100", shape).values() if line.name == "tpot"]
-        rows.append([name, *(f"{show_figure(line.median)} ms, {line.share_of_limit:.0%}" for line in lines)])
+        rows.append([name, *map(_with_share, lines)])
     return _markdown(header, rows)
+
+
+def experts_table() -> str:
+    """Qwen3-30B-A3B's latency on an H200, as figures and shares of the limit of the same command."""
+    lines = _measured("h200", "qwen-30b-a3b-shape").values()
+    rows = [[name, *(_with_share(line) for line in lines if line.name == name)] for name in ("tpot", "prefill")]
+    return _markdown(["", "1 request", *(str(batch) for batch in (8, 64, 256))], rows)
 
 
 def long_table() -> str:
@@ -85,8 +92,17 @@ def long_table() -> str:
 
 def levers_table() -> str:
     """What leaving out each lever changes of Qwen3-0.6B's latency."""
-    result = BenchResult.read(RESULTS / "h200-qwen-shape-ablation.json")
-    keys = [("tpot", 1), ("tpot", 8), ("tpot", 64), ("tpot", 256), ("prefill", 64)]
+    return _ablation("qwen-shape", [("tpot", 1), ("tpot", 8), ("tpot", 64), ("tpot", 256), ("prefill", 64)])
+
+
+def expert_levers_table() -> str:
+    """What leaving out each pass of experts changes of four layers of Qwen3-30B-A3B."""
+    keys = [(name, batch) for name in ("tpot", "prefill") for batch in (1, 8, 64)]
+    return _ablation("qwen-30b-a3b-4-layers", keys)
+
+
+def _ablation(shape: str, keys: list[tuple[str, int]]) -> str:
+    result = BenchResult.read(RESULTS / f"h200-{shape}-ablation.json")
     header = ["left out", *(f"{name} b={batch}" for name, batch in keys)]
     rows = []
     whole = {line.key: line.median for line in result.runs[0].measurements}
@@ -117,6 +133,10 @@ def _with_spread(line: Measurement) -> str:
     return _figure(line) if len(line.samples) == 1 else f"{_figure(line)} ± {line.spread / 2:.1%}"
 
 
+def _with_share(line: Measurement) -> str:
+    return f"{show_figure(line.median)} {line.unit}, {line.share_of_limit:.0%}"
+
+
 def _markdown(header: list[str], rows: list[list[str]]) -> str:
     rule = ["---", *["---:"] * (len(header) - 1)]
     return "".join(f"| {' | '.join(row)} |\n" for row in [header, rule, *rows])
@@ -127,7 +147,9 @@ TABLES: dict[str, Callable[[], str]] = {
     "work": work_table,
     "h100": h100_table,
     "long": long_table,
+    "experts": experts_table,
     "levers": levers_table,
+    "expert_levers": expert_levers_table,
 }
 
 

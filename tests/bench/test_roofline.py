@@ -109,7 +109,15 @@ def test_inductors_triton_gemms_are_known_by_name_though_others_take_longer():
 
 
 @pytest.mark.parametrize(
-    "name", ["push_norm", "push_sum", "pull_norm", "ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgsStorage<4096ul>)"]
+    "name",
+    [
+        "push_norm",
+        "push_sum",
+        "send_norm",
+        "send_sum",
+        "choose_token",
+        "ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgsStorage<4096ul>)",
+    ],
 )
 def test_what_goes_between_ranks_has_a_line_of_its_own(name):
     step = [kernel("triton_poi_fused_embedding_0", 2, 0), kernel(name, 50, 0), kernel("nvjet_tst_64x8", 9, 0)]

@@ -75,7 +75,11 @@ def test_rates_have_prompts_of_their_own():
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"rates": ()}, {"rates": (0.0,)}, {"requests": 0}, {"concurrency": 0}, {"concurrency": 2, "clients": 3}]
+    "wrong",
+    [
+        *({"rates": ()}, {"rates": (0.0,)}, {"requests": 0}, {"concurrency": 0}, {"concurrency": 2, "clients": 3}),
+        *({"slo_ttft_s": -1.0}, {"slo_gap_s": float("nan")}),
+    ],
 )
 def test_work_that_cannot_be_is_refused(wrong):
     with pytest.raises(ConfigError, match="expected"):

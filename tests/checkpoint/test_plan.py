@@ -15,7 +15,8 @@ from mllm_compile.checkpoint.plan import plan_weights, read_checkpoint
 from mllm_compile.checkpoint.quantised import read_tensors
 from mllm_compile.errors import CheckpointError, UnsupportedModelError
 from mllm_compile.model.hf_model import build_on_meta
-from mllm_compile.runtime.weights.loader import WeightSpec, allocate_weights, load_weights
+from mllm_compile.runtime.weights.loader import allocate_weights, load_weights
+from mllm_compile.runtime.weights.table import weights_from_json, weights_to_json
 from tests.model.tiny_configs import causal_lm_types, save_tiny_model, tiny_config
 
 WEIGHTS = "model.safetensors"
@@ -33,7 +34,7 @@ def load(folder: Path, dtype: torch.dtype = torch.float32) -> Tensors:
     table = read_checkpoint(read_tensors(folder, files, None), model)
     shapes = {name: (tuple(value.shape), value.dtype) for name, value in model.state_dict().items()}
     specs = plan_weights(shapes, {}, table)
-    specs = [WeightSpec.from_json(json.loads(json.dumps(spec.to_json()))) for spec in specs]
+    specs = weights_from_json(json.loads(json.dumps(weights_to_json(specs))))
     weights = allocate_weights(specs, "cpu")
     load_weights(specs, weights, folder)
     return weights

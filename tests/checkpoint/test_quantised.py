@@ -26,6 +26,7 @@ from mllm_compile.runtime.quantised.scheme import NVFP4, WeightScheme, quantised
 from mllm_compile.runtime.weights import loader
 from mllm_compile.runtime.weights.formats import every, gptq
 from mllm_compile.runtime.weights.loader import Factor, WeightSpec, allocate_weights, fill_random, load_weights
+from mllm_compile.runtime.weights.table import weights_from_json, weights_to_json
 from tests.model.tiny_configs import save_tiny_model, tiny_config
 from tests.quantised_checkpoints import LINEARS, MXFP4, Tensors, WrittenFormat, set_quantisation
 
@@ -55,7 +56,7 @@ def load(folder: Path, name: str = NAME, dtype: torch.dtype = torch.float32) -> 
 
 
 def loaded(spec: WeightSpec, folder: Path) -> torch.Tensor:
-    spec = WeightSpec.from_json(json.loads(json.dumps(spec.to_json())))
+    [spec] = weights_from_json(json.loads(json.dumps(weights_to_json([spec]))))
     weights = allocate_weights([spec], "cpu")
     load_weights([spec], weights, folder)
     return weights[spec.name]
@@ -376,7 +377,7 @@ def small_specs(
             start += rows
         packed[tensor_name("joined", role)] = tuple(parts)
     specs = plan_weights(shapes, packed, table, told, factors=factors)
-    return [WeightSpec.from_json(json.loads(json.dumps(spec.to_json()))) for spec in specs]
+    return list(weights_from_json(json.loads(json.dumps(weights_to_json(specs)))))
 
 
 def load_small(folder: Path, specs: list[WeightSpec], scheme: WeightScheme, columns: int) -> torch.Tensor:

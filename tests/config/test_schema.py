@@ -110,6 +110,12 @@ def test_a_value_out_of_range_is_named(keys, said):
     assert said in runtime_message(**keys)
 
 
+@pytest.mark.parametrize("sections", [{"model": {"path": "~nobody-here/m"}}, {"cache": {"dir": "~nobody-here/m"}}])
+def test_a_home_of_nobodys_is_refused(sections):
+    said = "is '~nobody-here/m'; expected a path from / on, or below a home folder that is known"
+    assert said in message_of({"model": {"path": "m"}} | sections)
+
+
 @pytest.mark.parametrize(
     ("sizes", "said"),
     [

@@ -15,6 +15,8 @@ from mllm_compile import Engine, SamplingParams
 from mllm_compile.compiler.load_or_compile import load_or_compile
 from mllm_compile.config.compile_options import CompileOptions
 from mllm_compile.errors import ConfigError, DeviceError, EngineDeadError
+from mllm_compile.runtime.collectives.gloo import GlooCommunicator
+from mllm_compile.runtime.sampling.structured_params import StructuredOutputsParams
 from mllm_compile.runtime.ubatch.overlap import BatchOverlap
 from tests.model.tiny_configs import save_tiny_model
 from tests.model.tiny_configs import tiny_config as config_of_architecture
@@ -71,13 +73,30 @@ def followers() -> list[int]:
     return found
 
 
-def tokens(engine: Engine, prompts: Any = PROMPTS, params: SamplingParams = GREEDY) -> list[list[int]]:
+def tokens(engine: Engine, prompts: Any = PROMPTS, params: Any = GREEDY) -> list[list[int]]:
     return [output.token_ids for output in engine.generate(prompts, params)]
 
 
 def test_greedy_tokens_are_one_ranks_in_batches_with_prompts_in_chunks(ranks, alone):
     assert tokens(ranks) == tokens(alone)
     assert len(alone.generate(PROMPTS[2], GREEDY)[0].prompt_token_ids) > 32  # more than a step takes
+
+
+def test_ranks_that_choose_together_exchange_two_numbers_a_row(ranks, alone, monkeypatch):
+    widths, gather = [], GlooCommunicator.all_gather
+    monkeypatch.setattr(GlooCommunicator, "all_gather", lambda self, x: widths.append(x.shape[-1]) or gather(self, x))
+    assert tokens(ranks) == tokens(alone)
+    assert set(widths) == {2}
+    form = StructuredOutputsParams(regex="[a-z ]{6}")
+    others = [
+        SamplingParams(temperature=0.9, seed=5, max_tokens=5, ignore_eos=True),
+        SamplingParams(temperature=0, max_tokens=9, structured_outputs=form),
+        SamplingParams(temperature=0, max_tokens=7, ignore_eos=True, presence_penalty=0.5),
+    ]
+    for params in ([GREEDY, GREEDY, other, GREEDY] for other in others):
+        widths.clear()
+        assert tokens(ranks, params=params) == tokens(alone, params=params)
+        assert len(set(widths)) == 2, "ranks gather logits as long as that request runs, and no longer"
 
 
 def test_a_prefix_hit_gives_the_same(ranks, alone):
@@ -97,6 +116,12 @@ def test_draws_penalties_and_scores_of_prompts_are_those_of_one_rank(ranks, alon
             assert {token: entry.logprob for token, entry in mine.items()} == pytest.approx(
                 {token: entry.logprob for token, entry in yours.items()}, abs=1e-4
             )
+
+
+def test_the_timeline_of_a_start_has_the_stages_of_all_ranks(ranks):
+    ends = {span.name: span.end_s for span in ranks.timeline.spans}
+    assert {"start ranks", "load model", "rank 1: import", "rank 1: load model"} <= ends.keys()
+    assert 0 < ends["rank 1: import"] < ends["rank 1: load model"] < ends["wait for ranks"]
 
 
 @pytest.fixture

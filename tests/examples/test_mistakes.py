@@ -11,7 +11,9 @@ import pytest
 EXAMPLES = Path(__file__).parents[2] / "examples" / "measure"
 
 
-@pytest.mark.parametrize("name", ["deterministic_cost.py", "fp8_kv_error.py", "lever_error.py"])
+@pytest.mark.parametrize(
+    "name", ["deterministic_cost.py", "fp8_kv_error.py", "image_start.py", "lever_error.py", "quantised_tpot.py"]
+)
 def test_a_misspelled_key_is_told_in_one_line(name, tmp_path, monkeypatch):
     config = tmp_path / "model.yaml"
     config.write_text("model: {pathh: ./tiny}")
@@ -29,3 +31,18 @@ def test_a_number_that_is_none_is_told_with_its_option(value, monkeypatch, capsy
     with pytest.raises(SystemExit, match="2"):
         runpy.run_path(str(EXAMPLES / "fp8_kv_error.py"), run_name="__main__")
     assert f"argument --tokens: '{value}'; expected a number of at least 1" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (["--batch", "1,0"], "argument --batch: '0'; expected a number of at least 1"),
+        (["--variants", "fp8,fp9"], "argument --variants: 'fp9'; expected some of bf16, fp8, fp8-kv, int4"),
+    ],
+)
+def test_a_list_with_something_else_in_it_is_told_with_its_option(options, told, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["quantised_tpot.py", *options])
+    monkeypatch.syspath_prepend(EXAMPLES)
+    with pytest.raises(SystemExit, match="2"):
+        runpy.run_path(str(EXAMPLES / "quantised_tpot.py"), run_name="__main__")
+    assert told in capsys.readouterr().err

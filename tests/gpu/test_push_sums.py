@@ -9,7 +9,7 @@ import torch
 
 from mllm_compile.kernels.cuda import can_compile_kernels
 from mllm_compile.kernels.nvrtc import compile_cuda
-from mllm_compile.runtime.collectives.push import NOTHING, PushedSums, buffer_bytes, load_sum_kernel
+from mllm_compile.runtime.collectives.push import NOTHING, PushedSums, buffer_bytes, load_ranks_kernel
 from mllm_compile.runtime.collectives.sum_kernels import PushKernel, most_bytes
 from mllm_compile.runtime.cuda.source import kernel_source
 from mllm_compile.runtime.ops import family
@@ -27,7 +27,7 @@ DEVICE = torch.device("cuda", 0)
 @pytest.fixture(scope="module", autouse=True)
 def kernel() -> PushKernel:
     kernel = PushKernel()
-    load_sum_kernel(kernel, {kernel.name: compile_cuda(kernel_source(kernel), kernel.name, "sm_90a")}, DEVICE)
+    load_ranks_kernel(kernel, {kernel.name: compile_cuda(kernel_source(kernel), kernel.name, "sm_90a")}, DEVICE)
     return kernel
 
 

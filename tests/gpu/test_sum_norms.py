@@ -14,20 +14,21 @@ from mllm_compile.runtime.collectives import base
 from mllm_compile.runtime.collectives.copied import CopiedSums, copied_bytes
 from mllm_compile.runtime.collectives.push import (
     NOTHING,
-    PulledSums,
     PushedSums,
+    SentSums,
     add_and_norm,
     buffer_bytes,
-    load_sum_kernel,
-    pulled_bytes,
+    load_ranks_kernel,
+    sent_bytes,
 )
 from mllm_compile.runtime.collectives.sum_kernels import (
     AddNormKernel,
-    PullNormKernel,
     PushKernel,
     PushNormKernel,
+    SendKernel,
+    SendNormKernel,
     most_bytes,
-    most_pulled_bytes,
+    most_sent_bytes,
 )
 from mllm_compile.runtime.cuda.source import kernel_source
 from mllm_compile.runtime.ops import family
@@ -43,18 +44,19 @@ DEVICE = torch.device("cuda", 0)
 WIDTHS = (4096, 5120, 8192, 1000)
 EPS = 1e-6
 BLOCKS = 16  # of a rank: both share the GPU, and all blocks of both have to run at once
-KERNELS = [PushKernel(), *(kind(width) for kind in (PushNormKernel, PullNormKernel, AddNormKernel) for width in WIDTHS)]
+NORMING = (PushNormKernel, SendNormKernel, AddNormKernel)
+KERNELS = [PushKernel(), SendKernel(), *(kind(width) for kind in NORMING for width in WIDTHS)]
 
 
 @pytest.fixture(scope="module", autouse=True)
 def kernels() -> None:
     for kernel in KERNELS:
         binary = compile_cuda(kernel_source(kernel), kernel.name, "sm_90a")
-        load_sum_kernel(kernel, {kernel.name: binary}, DEVICE)
+        load_ranks_kernel(kernel, {kernel.name: binary}, DEVICE)
 
 
 class Pair:
-    """Two ranks on one GPU, on two streams, that push, pull or copy; `most` is what their kind is told last."""
+    """Two ranks on one GPU, on two streams, that push, send or copy; `most` is what their kind is told last."""
 
     def __init__(self, kind: Any, num_bytes: int, word: int, most: int = BLOCKS) -> None:
         self.memory = [torch.full((num_bytes // 4,), word, dtype=torch.int32, device=DEVICE) for _ in range(2)]
@@ -73,12 +75,12 @@ class Pair:
         return found
 
 
-@pytest.fixture(params=["push", "pull"])
+@pytest.fixture(params=["push", "send"])
 def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
     if request.param == "push":
         pair = Pair(PushedSums, buffer_bytes(2), NOTHING - (1 << 32))
     else:
-        pair = Pair(PulledSums, pulled_bytes(2), 0)
+        pair = Pair(SentSums, sent_bytes(2), 0)
     yield pair
     for rank in pair.ranks:
         rank.give_up()
@@ -153,8 +155,7 @@ def test_a_sum_that_was_made_otherwise_is_added_and_normed():
             assert errors(found, parts, residual, weight)[1] <= 1.2 * limits[1]
 
 
-def test_sums_with_and_without_norm_take_turns():
-    pair = Pair(PushedSums, buffer_bytes(2), NOTHING - (1 << 32))
+def test_sums_with_and_without_norm_take_turns(pair):
     for seed, rows in enumerate((8, 1, 64, 2, 2, 64, 1)):
         parts, residual, weight = inputs(rows, 4096, seed)
         ours, theirs = pair.run(lambda rank, one: one.sum(parts[rank]))  # noqa: B023
@@ -191,11 +192,32 @@ def test_a_rank_that_is_alone_ends_when_it_is_told_so(pair):
     torch.cuda.synchronize()
 
 
-def test_what_is_too_large_is_not_taken(pair):
-    most = most_bytes(2) if isinstance(pair.ranks[0], PushedSums) else most_pulled_bytes(2)
-    rows = most // (4096 * 2)
+def test_what_is_too_large_is_not_pushed():
+    pair = Pair(PushedSums, buffer_bytes(2), NOTHING - (1 << 32))
+    rows = most_bytes(2) // (4096 * 2)
     assert pair.ranks[0].takes(torch.empty(rows, 4096, dtype=torch.bfloat16, device=DEVICE))
     assert not pair.ranks[0].takes(torch.empty(rows + 1, 4096, dtype=torch.bfloat16, device=DEVICE))
+
+
+def test_many_rows_are_sent_group_by_group_and_in_parts():
+    pair = Pair(SentSums, sent_bytes(2), 0)
+    most_rows = most_sent_bytes(2) // (4096 * 2)
+    for seed, (rows, width) in enumerate(
+        ((8191, 4096), (1001, 8192), (4097, 1000), (most_rows + 5, 4096), (2049, 5120)) * 2
+    ):
+        parts, residual, weight = inputs(rows, width, seed)
+        assert pair.ranks[0].takes(parts[0])
+        ours, theirs = pair.run(lambda rank, one: one.sum_and_norm(parts[rank], residual, weight, EPS))  # noqa: B023
+        assert torch.equal(ours[0], (residual.float() + (parts[0].float() + parts[1].float())).bfloat16()), (
+            rows,
+            width,
+        )
+        assert all(torch.equal(one, other) for one, other in zip(ours, theirs, strict=True)), (rows, width)
+        limits = errors(base.add_and_norm(parts[0] + parts[1], residual, weight, EPS), parts, residual, weight)
+        assert errors(ours, parts, residual, weight)[1] <= 1.2 * limits[1]
+        ours, theirs = pair.run(lambda rank, one: one.sum(parts[rank]))  # noqa: B023
+        assert torch.equal(ours, (parts[0].float() + parts[1].float()).bfloat16())
+        assert torch.equal(ours, theirs)
 
 
 def test_the_family_finds_no_fault():

@@ -40,10 +40,12 @@ with the pieces as traced (`compile.backend: eager`), and served by a process th
 torch attention over the paged cache. Five texts of 3, 4, 7, 25 and 55 tokens go through a packed prefill with the
 longest one in chunks, a mixed step and a decode step. The error is the largest difference of any log-probability of any
 token from what Transformers' forward gives that text alone; above {tolerance:g} it would count as wrong. What fails in
-float32 is tried in bfloat16. [Some](#through-inductor) go through Inductor as well. So this page is about meaning, not
-about speed or about each published checkpoint. `make test` holds a sample of it, `make test-all` all of it. The last
-two columns are of GPUs: what attends there, as the compiler chooses it for the heads of the architecture's default
-config (nothing runs for that), and whether a small model was [seen](#on-a-gpu) to be right on one.
+float32 is tried in bfloat16. So this page is about meaning, not about speed or about each published checkpoint. `make
+test` holds a sample of it, `make test-all` all of it.
+
+The table's second figure is of those that were tried through Inductor as well, which is what configs have by default.
+The last two columns are of GPUs: what attends there, as the compiler chooses it for the heads of the architecture's
+default config (nothing runs for that), and whether a small model was [seen](#on-a-gpu) to be right on one.
 
 On a GPU, attention kernels have heads of 64, 128 and 256, with values as wide as keys. Others are padded with zeros to
 the next of these widths, in the KV cache too (`pad_heads`). Latent attention (MLA) caches its latents alone and has
@@ -86,15 +88,16 @@ a token in the middle, the mean over its vocabulary, and no more than 1.5 times 
 bfloat16."""
 
 _THROUGH_INDUCTOR = """\
-Compiled as configs have it by default (`compile.backend: inductor`), and served by a process that only starts; largest
-error in float32, in bfloat16 that of a token in the middle."""
+These fail when they are compiled as configs have it by default (`compile.backend: inductor`), or are served in bfloat16
+alone."""
 
 _ON_A_GPU = """\
 Tiny models in bfloat16 with the pieces as traced, prompts of 1 to 1,500 tokens in one batch, windows shorter than these
 (`MLLM_MODELS_SEEN=FILE pytest tests/gpu/test_architectures.py`, then `python -m tests.model.survey --seen FILE`). Of
 those with experts it is 40 prompts of 3 to 120 tokens, and captured graphs gave what the pieces give bit for bit
 (`tests/gpu/test_expert_models.py`). The figures are the mean error of a token's log-probability from float32: ours, and
-that of Transformers' own forward in bfloat16; ours may be 1.25 times that, and 0.001."""
+that of Transformers' own forward in bfloat16; ours may be 1.25 times that, and 0.001.
+Each was seen with {versions}."""
 
 # What a refusal says → where it is listed.
 _GROUPS = (
@@ -154,7 +157,9 @@ def render_models_page(record: Record) -> str:
     for status, title in (("wrong", "Served wrong"), ("failed", "Failed")):
         if by_status[status]:
             lines += [f"## {title}", "", *_reasons(by_status[status])]
-    lines += _through_inductor(sorted((o for o in outcomes if o.backend == "inductor"), key=lambda o: o.architecture))
+    served = {o.architecture for o in by_status["served"]}
+    by_inductor = [o for o in outcomes if o.backend == "inductor"]
+    lines += _through_inductor([o for o in by_inductor if o.status != "served" or o.architecture not in served])
     lines += _on_gpu(record.on_gpu)
     lines += _refused(by_status["refused"])
     lines += ["## Not tried", "", "Of these no tiny model could be made from the architecture's default config.", ""]
@@ -211,17 +216,22 @@ def _refused(refused: list[Outcome]) -> Iterator[str]:
 
 
 def _errors(served: list[Outcome], record: Record) -> Iterator[str]:
-    by_inductor = {o.architecture for o in record.outcomes if o.backend == "inductor" and o.status == "served"}
+    by_inductor = {o.architecture: o.error for o in record.outcomes if _is_served_by_inductor(o)}
     chosen = {o.architecture: o for o in record.outcomes if o.backend == "gpu"}
     seen = {one.architecture for one in record.on_gpu}
-    yield "| architecture | max error | its attention; layers with a state | pieces | on a GPU | seen there |"
+    yield "| architecture | max error | by Inductor | its attention; layers with a state | on a GPU | seen there |"
     yield "|---|---|---|---|---|---|"
     for o in served:
-        pieces = "traced, Inductor" if o.architecture in by_inductor else "traced"
+        error = by_inductor.get(o.architecture)
+        figures = f"{o.error:.1e} | {'' if error is None else f'{error:.1e}'}"
         attention = _chosen(chosen.get(o.architecture))
         is_seen = "yes" if o.architecture in seen else "no"
-        yield f"| {o.architecture} | {o.error:.1e} | {o.remark} | {pieces} | {attention} | {is_seen} |"
+        yield f"| {o.architecture} | {figures} | {o.remark} | {attention} | {is_seen} |"
     yield ""
+
+
+def _is_served_by_inductor(outcome: Outcome) -> bool:
+    return outcome.backend == "inductor" and outcome.status == "served"
 
 
 def _chosen(outcome: Outcome | None) -> str:
@@ -234,13 +244,16 @@ def _chosen(outcome: Outcome | None) -> str:
 
 
 def _on_gpu(seen: Sequence[SeenOnGpu]) -> Iterator[str]:
-    yield from (f"## {_GPU_SECTION}", "", _ON_A_GPU, "")
+    versions = sorted({(one.torch, one.transformers) for one in seen})
+    named = " or ".join(f"torch {torch} and Transformers {transformers}" for torch, transformers in versions)
+    yield from (f"## {_GPU_SECTION}", "", _ON_A_GPU.format(versions=named or "none yet"), "")
     yield "| architecture | attention by | prompts | answers | seen on |"
     yield "|---|---|---|---|---|"
     for one in sorted(seen, key=lambda one: (one.architecture, one.variant)):
         name = f"{one.architecture} {one.variant}".rstrip()
         figures = " | ".join(f"{ours:.4f}, {theirs:.4f}" for ours, theirs in (one.prompts, one.answers))
-        place = f"{one.gpu.removeprefix('NVIDIA ')}, torch {one.torch}, Transformers {one.transformers}, {one.date}"
+        gpu = one.gpu.removeprefix("NVIDIA ").partition(" ")[0]
+        place = f"{gpu}, {one.date}" if len(versions) == 1 else f"{gpu}, torch {one.torch}, {one.date}"
         yield f"| {name} | {one.attention} | {figures} | {place} |"
     yield ""
 
@@ -254,9 +267,9 @@ def _in_bfloat16(outcomes: list[Outcome]) -> Iterator[str]:
 def _through_inductor(outcomes: list[Outcome]) -> Iterator[str]:
     if not outcomes:
         return
-    yield from ("## Through Inductor", "", _THROUGH_INDUCTOR, "")
+    yield from (f"## {_INDUCTOR_SECTION}", "", _THROUGH_INDUCTOR, "")
     yield from ("| architecture | float32 | bfloat16 |", "|---|---|---|")
-    for o in outcomes:
+    for o in sorted(outcomes, key=lambda o: o.architecture):
         figure = "" if o.error is None else f"{o.error:.1e}"
         cells = {"served": f"{figure} | not tried", "bfloat16": f"{_reason(o.remark)} | {figure}"}
         yield f"| {o.architecture} | {cells.get(o.status, f'{o.status}: {_reason(o.remark)} | -')} |"
@@ -316,7 +329,9 @@ def rows_of(page: str) -> dict[tuple[str, str], str]:
             if section == _GPU_SECTION:
                 continue
             if section == _SERVED_SECTION:
-                cells = cells.rsplit(" | ", 3)[0]  # the rest is of other runs
+                _, by_inductor, cells = cells.rsplit(" | ", 2)[0].split(" | ", 2)  # what is cut off is of other runs
+                if by_inductor:
+                    rows[architecture, "inductor"] = _INDUCTOR_SECTION
             kind = {_INDUCTOR_SECTION: "inductor", _ALONE_SECTION: "alone"}.get(section, "eager")
             rows[architecture, kind] = _FIGURES.sub("…", f"{section}{group}: {cells}")
     return rows

@@ -150,9 +150,8 @@ def test_the_page_lists_every_outcome():
     page = render_models_page(Record.of_here(OUTCOMES))
     counts = "served in bfloat16 alone, 3 refused, 0 served wrong, 0 failed, 1 not tried."
     assert f"**Of 6: 1 served right** (worst error 2.0e-06), 1 {counts}" in page
-    assert "| qwen3 | 2.0e-06 | window 8 on 2 of 4 |" in page
+    assert "| qwen3 | 2.0e-06 | 3.0e-06 | window 8 on 2 of 4 |" in page
     assert "| mixtral | 2.0e-02 | ServingError: no such op |" in page
-    assert "| qwen3 | 3.0e-06 | not tried |" in page
     assert "| mixtral | a piece does not compile: no such op | 2.0e-02 |" in page
     assert "| bloom | no attention goes through Transformers' attention interface; a \\| b |" in page
     assert "### Other logits for two requests in one batch: 1\n" in page
@@ -181,9 +180,12 @@ def test_the_page_has_what_was_seen_on_a_gpu_and_through_inductor():
         Outcome("mixtral", "served", "torch: attention layer l: its head dim is 512, not one of 64", backend="gpu"),
     ]
     page = render_models_page(Record.of_here([*OUTCOMES, *chosen], [SEEN]))
-    assert "| qwen3 | 2.0e-06 | window 8 on 2 of 4 | traced, Inductor | FlashInfer, heads of 96 as 128 | yes |" in page
-    place = "H100, torch 2.11.0, Transformers 5.17.0, 2026-11-25"
-    assert f"| qwen3 with its heads | FlashInfer | 0.0120, 0.0130 | 0.0200, 0.0210 | {place} |" in page
+    assert "| qwen3 | 2.0e-06 | 3.0e-06 | window 8 on 2 of 4 | FlashInfer, heads of 96 as 128 | yes |" in page
+    figures = "| qwen3 with its heads | FlashInfer | 0.0120, 0.0130 | 0.0200, 0.0210"
+    assert "Each was seen with torch 2.11.0 and Transformers 5.17.0." in page
+    assert f"{figures} | H100, 2026-11-25 |" in page
+    of_two = [SEEN, replace(SEEN, architecture="qwen2", torch="2.12.0")]
+    assert f"{figures} | H100, torch 2.11.0, 2026-11-25 |" in render_models_page(Record.of_here(OUTCOMES, of_two))
     assert differences(page, OUTCOMES, is_whole=True) == []  # which are of a CPU
 
 
@@ -233,8 +235,8 @@ def test_a_page_that_is_right_but_for_figures_differs_in_nothing():
 @pytest.mark.parametrize(
     ("said", "instead", "named"),
     [
-        ("| qwen3 | 2.0e-06 | window 8 on 2 of 4 |", "| qwen3 | 2.0e-06 | full |", "qwen3 (eager)"),
-        ("| qwen3 | 3.0e-06 | not tried |", "", "qwen3 (inductor)"),
+        ("| qwen3 | 2.0e-06 | 3.0e-06 | window 8 on 2 of 4 |", "| qwen3 | 2.0e-06 | 3.0e-06 | full |", "qwen3 (eager)"),
+        ("| qwen3 | 2.0e-06 | 3.0e-06 |", "| qwen3 | 2.0e-06 |  |", "qwen3 (inductor)"),
         ("| lfm2 | 3.0e-06 |", "", "lfm2 (alone)"),
         ("### Other logits for two requests in one batch: 1", "### For another reason: 1", "lfm2 (eager)"),
         ("## Served\n", "## Failed\n", "qwen3 (eager)"),

@@ -4,15 +4,24 @@ from __future__ import annotations
 
 import os
 import socket
+import sys
 import tempfile
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from mllm_compile.config.schema import EngineConfig
+from mllm_compile.errors import DeviceError
+from mllm_compile.process import bytecode
+from mllm_compile.process.timeline import Timeline
+from mllm_compile.ranks import follower
 from mllm_compile.ranks.ahead import RanksAhead, ranks_ahead
 from mllm_compile.ranks.launch_local import LocalLauncher, LocalRank
-from mllm_compile.ranks.start import receive_shared
+from mllm_compile.ranks.start import Answer, Lines, Meeting, Start
+from mllm_compile.runtime.json_data import from_json, parse_json
+from mllm_compile.runtime.ranks.ring import RingPlace
+from tests.e2e.test_ranks import followers
 
 
 def config(**runtime: object) -> EngineConfig:
@@ -36,20 +45,70 @@ def test_those_that_are_not_taken_end_with_what_would_have_needed_them():
     assert processes[2].has_ended()
 
 
-def test_a_group_s_follower_is_the_one_that_was_started_ahead_and_is_given_what_ranks_share():
+def test_a_group_s_follower_is_the_one_that_was_started_ahead():
+    taken = SimpleNamespace()
+    assert LocalLauncher({2: taken}.get).start(2) is taken
+
+
+def test_a_line_brings_descriptors_and_what_nobody_sends_is_not_waited_for():
     ours, theirs = socket.socketpair()
     with ours, theirs, tempfile.TemporaryFile() as shared:
-        taken = SimpleNamespace(socket=ours)
-        ring = SimpleNamespace(memory=shared.fileno(), event=shared.fileno())
-        start = SimpleNamespace(rank=2, ring=ring, meeting_place=shared.fileno())
-        assert LocalLauncher({2: taken}.get).start(start) is taken
-        received = receive_shared(theirs)
-        assert received is not None
+        sender, receiver = Lines(ours), Lines(theirs)
+        assert list(sender.arrived()) == []
+        place = RingPlace(shared.fileno(), shared.fileno(), 4096, 0)
+        sender.send(Meeting(1, 2, "cpu", None), [shared.fileno()])
+        sender.send(Start("f", "w", {"long": "x" * 70_000}, None, 1, place), [place.memory, place.event])
+        assert from_json(Meeting, parse_json(receiver.receive())) == Meeting(1, 2, "cpu", None)
+        (first,) = receiver.descriptors()
+        assert Start.from_line(receiver.receive()).ring == place
+        received = [first, *receiver.descriptors()]
+        assert len(received) == 3
         assert {os.fstat(descriptor).st_ino for descriptor in received} == {os.fstat(shared.fileno()).st_ino}
         for descriptor in received:
             os.close(descriptor)
+        receiver.send(Answer("ready", began=1.5, stages=(("load", 0.5, 2.0),)))
+        (line,) = sender.arrived()
+        assert from_json(Answer, parse_json(line)).stages == (("load", 0.5, 2.0),)
         ours.close()
-        assert receive_shared(theirs) is None, "rank 0 needs no followers"
+        with pytest.raises(EOFError):
+            receiver.receive()
+
+
+def runtime_without_a_config() -> Any:
+    limits = {"max_model_len": 64, "page_size": 16, "max_running_requests": 2, "max_num_batched_tokens": 32}
+    runtime = SimpleNamespace(**limits, expert_parallel_size=1)
+    config = SimpleNamespace(runtime=runtime, model_dump=lambda mode: {})
+    return SimpleNamespace(config=config, folder="nowhere", weights_root="nowhere")
+
+
+def test_a_group_meets_ahead_of_what_it_loads_and_ends_with_what_would_have_needed_it():
+    before = set(followers())
+    timeline = Timeline()
+    with ranks_ahead(config(tensor_parallel_size=2)) as ahead:
+        ahead.meet("cpu", timeline)
+        group = ahead.take_group()
+        assert group is not None
+        assert ahead.take_group() is None
+        try:
+            communicator = group.communicator()
+            assert (communicator.rank, communicator.size) == (0, 2)
+            assert {"start ranks", "ranks import", "ranks join"} <= {span.name for span in timeline.spans}
+            group.load(runtime_without_a_config(), num_pages=None)
+            with pytest.raises(DeviceError, match=r"rank 1: .* validation errors? for ResolvedConfig"):
+                group.wait_ready()
+        finally:
+            group.close()
+        assert set(followers()) == before
+    with ranks_ahead(config(tensor_parallel_size=2)) as ahead:
+        ahead.meet("cpu", timeline)
+    assert set(followers()) == before
+
+
+def test_what_cannot_meet_is_left_to_be_refused():
+    with ranks_ahead(config(tensor_parallel_size=2)) as ahead:
+        ahead.meet("cuda:99", Timeline())
+        assert ahead.take_group() is None
+        assert list(started(ahead)) == [1]
 
 
 def test_one_that_has_ended_is_not_taken():
@@ -65,3 +124,17 @@ def test_none_are_started_for_one_rank_or_by_ray(runtime, tmp_path):
     for source in (config(**runtime), tmp_path):
         with ranks_ahead(source) as ahead:
             assert not started(ahead)
+
+
+def test_a_follower_keeps_the_bytecode_of_what_it_imports_as_rank_0_does(monkeypatch, tmp_path):
+    kept = []
+    monkeypatch.setattr(bytecode, "_is_kept_beside", lambda package: False)
+    monkeypatch.setattr(bytecode, "_folder", lambda: str(tmp_path))
+    monkeypatch.setattr(sys, "pycache_prefix", None)
+    monkeypatch.setattr(follower, "serve", lambda connection: kept.append((connection, sys.pycache_prefix)))
+    ours, theirs = socket.socketpair()
+    with ours:
+        follower.main(theirs.detach())
+        ((connection, folder),) = kept
+        connection.close()
+    assert folder == str(tmp_path)

@@ -73,6 +73,14 @@ def test_examples_that_are_named_exist():
             assert not is_named or (ROOT / name).is_file(), f"{path} names {name}; is it in examples/measure?"
 
 
+def test_the_picture_of_floors_has_every_room():
+    picture = text_of("docs/architecture.md").partition("## Who may import whom")[2].split("```")[1]
+    rooms = {room for package in ("mllm_compile", "runtime") for room in (ROOT / package).iterdir() if room.is_dir()}
+    named = {room.name for room in rooms if not room.is_symlink() and (room / "__init__.py").is_file()}
+    assert len(named) > 25
+    assert not named - set(re.findall(r"\w+", picture))
+
+
 def test_documents_that_messages_name_exist():
     for path in (ROOT / "mllm_compile").rglob("*.py"):
         for name in re.findall(r"docs/[\w/-]+\.md", path.read_text(encoding="utf-8")):

@@ -6,10 +6,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from mllm_compile.runtime.collectives.sum_kernels import MOST_CHOICES
 from mllm_compile.runtime.config_sections import CudaGraphSection
 from mllm_compile.runtime.cuda_graph.dispatcher import GraphDispatcher
 from mllm_compile.runtime.device import memory
-from mllm_compile.runtime.errors import ConfigError, DeviceError, DeviceMemoryError
+from mllm_compile.runtime.errors import ConfigError, DeviceError, DeviceMemoryError, RequestError
 from mllm_compile.runtime.forward_batch import ForwardMode
 from mllm_compile.runtime.model_runner import ModelRunner
 from mllm_compile.runtime.runner_config import RunnerConfig
@@ -64,7 +65,7 @@ def test_whole_steps_with_prompts_are_refused_or_left_out_where_attention_cannot
         runner = ModelRunner.__new__(ModelRunner)
         graphs = CudaGraphSection(mode="full", decode_requests=(1,), mixed_tokens=(8, 64), mixed_tokens_asked=is_asked)
         runner.config = RunnerConfig(dtype=torch.float32, runtime=DEFAULTS, cudagraph=graphs)
-        runner.attn_backend = SimpleNamespace(mixed_obstacle=obstacle)
+        runner.attn_backend, runner.communicator = SimpleNamespace(mixed_obstacle=obstacle), None
         return runner._dispatcher()
 
     assert dispatcher(is_asked=False).mixed_tokens == (() if obstacle else (8, 64))
@@ -73,6 +74,32 @@ def test_whole_steps_with_prompts_are_refused_or_left_out_where_attention_cannot
     else:
         with pytest.raises(ConfigError, match=r"mixed_tokens is \[8, 64\], but .*a window\. Set it to auto or \[\]"):
             dispatcher(is_asked=True)
+
+
+@pytest.mark.parametrize(
+    ("runtime", "graphs", "is_there"),
+    [
+        ({"tensor_parallel_size": 2}, {}, True),
+        ({"expert_parallel_size": 2}, {}, False),
+        ({"tensor_parallel_size": 2}, {"sample_in_graph": False}, False),
+        ({"tensor_parallel_size": 2}, {"decode_requests": (1, MOST_CHOICES + 1)}, False),
+    ],
+    ids=["cut", "dealt", "chosen outside", "too many"],
+)
+def test_decodes_are_captured_without_logits_where_ranks_choose_together(runtime, graphs, is_there):
+    runner = ModelRunner.__new__(ModelRunner)
+    sections = {"mode": "full_decode_only", "decode_requests": (1, 4), "sample_in_graph": True} | graphs
+    runner.config = RunnerConfig(
+        dtype=torch.float32, runtime=replace(DEFAULTS, **runtime), cudagraph=CudaGraphSection(**sections)
+    )
+    runner.model, runner.attn_backend = SimpleNamespace(vocab_size=90), SimpleNamespace(mixed_obstacle=None)
+    asked = []
+    runner.communicator = SimpleNamespace(size=2, choice=lambda columns: asked.append(columns) or "a kernel")
+    runner._is_captured_as_cascade = lambda size: False
+    assert runner._dispatcher().tokens_alone is is_there
+    assert asked == [45] * is_there
+    runner.communicator = None
+    assert not runner._dispatcher().tokens_alone
 
 
 def model_of(rope, has_experts=False):
@@ -152,6 +179,14 @@ def test_an_idle_batch_gives_no_logits():
     batch = runner.prepare_forward_batch_decode(empty, empty, empty.int(), empty)
     assert batch.forward_mode is ForwardMode.IDLE
     assert runner.forward(batch).next_token_logits.shape == (0, VOCAB)
+
+
+def test_a_batch_with_images_for_a_model_of_text_is_refused():
+    runner, _ = with_prompts_placed()
+    batch = extend(runner, [(1, 0, PROMPTS[0])])
+    batch.pixel_values, batch.image_grid_thw = torch.zeros(4, 12), [(1, 2, 2)]
+    with pytest.raises(RequestError, match=r"images, and the model takes none\. Leave `pixel_values` out"):
+        runner.forward(batch)
 
 
 def test_sample_takes_the_likeliest_token_of_a_greedy_row():

@@ -38,7 +38,7 @@ _GEMM_NAME = re.compile(
 )
 _NO_GEMM_NAME = re.compile(r"reduce|^triton_(poi|red|per)_", re.I)
 # Kernels of ours and NCCL's that sum, gather or spread over ranks, what is normed with a sum among them.
-_RANKS_NAME = re.compile(r"(^|\W)(push_sum|push_norm|pull_norm|ncclDevKernel\w*)\b")
+_RANKS_NAME = re.compile(r"(^|\W)(push_sum|push_norm|send_sum|send_norm|choose_token|ncclDevKernel\w*)\b")
 # Kernels of a captured decode alone (runtime/ops/decode_loop.py); the second reads the logits.
 _READS_LOGITS = "_block_numbers_kernel"
 _CAPTURED_LABELS = {"_begin_kernel": PREPARE, _READS_LOGITS: SAMPLE, "_end_kernel": SAMPLE}

@@ -56,6 +56,9 @@ class ServeWork:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"--{name.replace('_', '-')} is {value}; expected at least 1")
+        for name in ("slo_ttft", "slo_gap"):
+            if not (value := getattr(self, f"{name}_s")) > 0:
+                raise ConfigError(f"--{name.replace('_', '-')} is {value}; expected seconds above 0")
         if not self.rates or not all(rate > 0 for rate in self.rates):
             raise ConfigError("--rate: expected requests a second above 0, such as 1,4,16, or inf")
         most = self.requests if self.concurrency is None else min(self.requests, self.concurrency)

@@ -22,7 +22,6 @@ static_assert(D == 2 * HEAD_PAIRS, "as rotation.cuh has it");
 constexpr int BOX_ROWS = PAGE < TILE ? PAGE : TILE, BOX_COLUMNS = FP8 ? 128 : 64;  // rows of 128 bytes, swizzled
 // Keys in two halves (FP8: in one), then values.
 constexpr int HALVES = D / BOX_COLUMNS, HALF_BYTES = TILE * 128, VALUES = HALVES * HALF_BYTES, TILE_BYTES = 2 * VALUES;
-constexpr float NOTHING = -1e30f;  // a logit that no key has
 
 __device__ __forceinline__ void load_box(u32 to, const TensorMap* map, int column, int row, u32 barrier) {
   asm volatile(
@@ -39,14 +38,16 @@ __device__ __forceinline__ float load_peer(const float* place, u32 rank) {
   return v;
 }
 
+// Tiles that are taken at once: of small keys most of the time is waits of one instruction for another.
+constexpr int AT_ONCE = FP8 ? 2 : 1;
 // Fewer tiles for each of a cluster's blocks are not worth a further cluster: adding up takes as long as reading two.
 constexpr int PART_TILES = 6;
 
-struct Sums {  // over some keys: weighted values, the largest logit, the weights' sum
+struct HeadSums {  // over some keys: weighted values; what weights are against, and their sum
   float values[GROUP][D], top[GROUP], total[GROUP];
 };
 struct AllSums {
-  Sums of_warp[WARPS], of_block;
+  HeadSums of_warp[WARPS], of_block;
 };
 static_assert(sizeof(AllSums) <= STAGES * TILE_BYTES, "they stand where tiles were");
 struct Shared {
@@ -72,6 +73,68 @@ __device__ __forceinline__ void load_queries(u32 (&query)[D / 16][2], const u32*
   load_operand(query, rows[0], ROW_PAIRS);
 }
 
+// The warp's keys of tiles, of the first from `key` on and of the next one `step` behind; those before num_keys.
+template <int TILES>
+__device__ __forceinline__ void add_tiles(SmallSums& sums, const u32 (&query)[8][2], const u32 (&tiles)[TILES], int key,
+                                          int step, int num_keys, float scale) {
+  if (key >= num_keys) return;
+  const int row = threadIdx.x / 32 * 16;
+  float logits[TILES][2][4] = {};
+#pragma unroll
+  for (int t = 0; t < TILES; t++) add_small_keys(logits[t], query, tiles[t], row);
+  const SmallWeights<TILES> weights = weigh(sums, logits, key, step, num_keys, scale);
+#pragma unroll
+  for (int t = 0; t < TILES; t++)
+    add_small_values(sums.values, weights.of_keys[t], weights.order[t], tiles[t] + VALUES, row);
+}
+__device__ __forceinline__ void add_tiles(LargeSums& sums, const u32 (&query)[8][2], const u32 (&tiles)[1], int key, int,
+                                          int num_keys, float scale) {
+  const u32 tile = tiles[0];
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, quad = lane % 4;
+  float logits[2][4] = {};
+#pragma unroll
+  for (int k = 0; k < D / 16; k++) {
+    u32 keys[4];
+    load_matrices(keys, chunk_address(tile, warp * 16 + lane % 8 + lane / 16 * 8, k * 2 + lane / 8 % 2));
+    multiply_add(logits[0], query[k][0], 0, query[k][1], 0, keys[0], keys[1]);
+    multiply_add(logits[1], query[k][0], 0, query[k][1], 0, keys[2], keys[3]);
+  }
+  // A lane has the logits of keys place, place + 1, place + 8 and place + 9.
+  const int place = key + quad * 2;
+  float most = sums.top[0], weight_sum = 0.f;
+  u32 weights[2], is_key[2];
+#pragma unroll
+  for (int n = 0; n < 2; n++) {
+    const bool is_first = place + n * 8 < num_keys, is_second = place + n * 8 + 1 < num_keys;
+    is_key[n] = (is_first ? 0xffffu : 0) | (is_second ? 0xffff0000u : 0);
+    logits[n][0] = is_first ? logits[n][0] * scale : NOTHING;
+    logits[n][1] = is_second ? logits[n][1] * scale : NOTHING;
+    most = fmaxf(most, fmaxf(logits[n][0], logits[n][1]));
+  }
+  most = max_of_quad(most);
+  const float shrink = exp2f(sums.top[0] - most);
+  sums.top[0] = most;
+#pragma unroll
+  for (int n = 0; n < 2; n++) {
+    const float a = is_key[n] & 0xffffu ? exp2f(logits[n][0] - most) : 0.f;
+    const float b = is_key[n] >> 16 ? exp2f(logits[n][1] - most) : 0.f;
+    weight_sum += a + b;
+    weights[n] = pack(a, b);
+  }
+  sums.total[0] = sums.total[0] * shrink + weight_sum;
+#pragma unroll
+  for (int n = 0; n < D / 8; n++) sums.values[n][0] *= shrink, sums.values[n][1] *= shrink;
+#pragma unroll
+  for (int n = 0; n < D / 16; n++) {
+    u32 values[4];
+    load_transposed(values, chunk_address(tile + VALUES, warp * 16 + lane % 16, n * 2 + lane / 16));
+    // Memory behind the last key may hold anything, infinity too.
+    values[0] &= is_key[0], values[1] &= is_key[1], values[2] &= is_key[0], values[3] &= is_key[1];
+    multiply_add(sums.values[2 * n], weights[0], 0, weights[1], 0, values[0], values[1]);
+    multiply_add(sums.values[2 * n + 1], weights[0], 0, weights[1], 0, values[2], values[3]);
+  }
+}
+
 // Adds what `count` other clusters leave of a column, in their order.
 __device__ __forceinline__ void add_parts(float& sum, float& all, float& most, float2* others, int count) {
   constexpr int AT_ONCE = 4;
@@ -94,7 +157,7 @@ __device__ __forceinline__ void add_parts(float& sum, float& all, float& most, f
 extern "C" __global__ void __cluster_dims__(SPLIT, 1, 1) __launch_bounds__(32 * WARPS)
     cluster_decode(const __grid_constant__ TensorMap keys, const __grid_constant__ TensorMap values, const u32* q,
                    const int* page_table, const int* seq_lens, unsigned short* out, float2* left, int parts,
-                   int width, float scale, float factor, const __grid_constant__ Rotation rotation,
+                   int width, float scale, const __grid_constant__ Rotation rotation,
                    const unsigned short* sinks) {
   extern __shared__ __align__(1024) char memory[];
   const u32 ring = (shared_address(memory) + 1023) & ~1023u;
@@ -102,7 +165,7 @@ extern "C" __global__ void __cluster_dims__(SPLIT, 1, 1) __launch_bounds__(32 * 
   AllSums& all_sums = *(AllSums*)aligned;
   Shared& shared = *(Shared*)(aligned + STAGES * TILE_BYTES);
   const u32 full = shared_address(shared.full), empty = shared_address(shared.empty);
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, quad = lane % 4, member = lane / 4;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int rank = blockIdx.x % SPLIT, part = blockIdx.x / SPLIT % parts, sequence = blockIdx.x / SPLIT / parts;
   const int head = sequence % KV_HEADS, request = sequence / KV_HEADS;
   const int num_keys = seq_lens[request], tiles = (num_keys + TILE - 1) / TILE;
@@ -158,8 +221,8 @@ extern "C" __global__ void __cluster_dims__(SPLIT, 1, 1) __launch_bounds__(32 * 
   const u32* heads = q + (u64)request * rotation.q_stride + head * GROUP * HEAD_PAIRS;
   load_queries(query, heads, rotation, norm_weights, angle, shared.queries);
   if (puts_new_key) rotate(new_key, norm_weights.k, angle, rotation);
-  float sums[D / 8][4] = {}, top = NOTHING, total = 0.f;
-  for (int i = 0; i < mine; i++) {
+  Sums sums = no_sums();
+  auto come = [&](int i) {  // a tile that has
     const u32 tile = ring + i % STAGES * TILE_BYTES;
     wait_for(full + 8 * (i % STAGES), i / STAGES & 1);
     if (puts_new_key && i == mine - 1) {
@@ -168,82 +231,45 @@ extern "C" __global__ void __cluster_dims__(SPLIT, 1, 1) __launch_bounds__(32 * 
       put_into_tile(new_value, rotation.v_factor, [&](int chunk) { return chunk_address(tile + VALUES, new_row, chunk); });
       __syncwarp();
     }
-    float logits[2][4] = {};
-    if constexpr (FP8) {
-      SmallKey keys_of_lane[2];
-#pragma unroll
-      for (int n = 0; n < 2; n++) keys_of_lane[n] = load_small_key(tile, warp * 16 + n * 8 + member);
-#pragma unroll
-      for (int n = 0; n < 2; n++) add_small_keys(logits[n], query, keys_of_lane[n]);
-    } else {
-#pragma unroll
-      for (int k = 0; k < D / 16; k++) {
-        u32 key[4];
-        load_matrices(key, chunk_address(tile, warp * 16 + lane % 8 + lane / 16 * 8, k * 2 + lane / 8 % 2));
-        multiply_add(logits[0], query[k][0], 0, query[k][1], 0, key[0], key[1]);
-        multiply_add(logits[1], query[k][0], 0, query[k][1], 0, key[2], key[3]);
-      }
-    }
-    // A lane has the logits of keys place, place + 1, place + 8 and place + 9.
-    const int place = (block + i * blocks) * TILE + warp * 16 + quad * 2;
-    float most = top, weight_sum = 0.f;
-    u32 weights[2], is_key[2];
-#pragma unroll
-    for (int n = 0; n < 2; n++) {
-      const bool is_first = place + n * 8 < num_keys, is_second = place + n * 8 + 1 < num_keys;
-      is_key[n] = (is_first ? 0xffffu : 0) | (is_second ? 0xffff0000u : 0);
-      logits[n][0] = is_first ? logits[n][0] * scale : NOTHING;
-      logits[n][1] = is_second ? logits[n][1] * scale : NOTHING;
-      most = fmaxf(most, fmaxf(logits[n][0], logits[n][1]));
-    }
-    most = max_of_quad(most);
-    const float shrink = exp2f(top - most);
-    top = most;
-#pragma unroll
-    for (int n = 0; n < 2; n++) {
-      const float a = is_key[n] & 0xffffu ? exp2f(logits[n][0] - most) : 0.f;
-      const float b = is_key[n] >> 16 ? exp2f(logits[n][1] - most) : 0.f;
-      weight_sum += a + b;
-      weights[n] = pack(a * ENLARGED, b * ENLARGED);
-    }
-    total = total * shrink + weight_sum;
-#pragma unroll
-    for (int n = 0; n < D / 8; n++) sums[n][0] *= shrink, sums[n][1] *= shrink;
-    if constexpr (FP8) {
-      add_small_values(sums, weights, tile + VALUES, warp * 16);
-    } else {
-#pragma unroll
-      for (int n = 0; n < D / 16; n++) {
-        u32 value[4];
-        load_transposed(value, chunk_address(tile + VALUES, warp * 16 + lane % 16, n * 2 + lane / 16));
-        // Memory behind the last key may hold anything, infinity too.
-        value[0] &= is_key[0], value[1] &= is_key[1], value[2] &= is_key[0], value[3] &= is_key[1];
-        multiply_add(sums[2 * n], weights[0], 0, weights[1], 0, value[0], value[1]);
-        multiply_add(sums[2 * n + 1], weights[0], 0, weights[1], 0, value[2], value[3]);
-      }
+    return tile;
+  };
+  auto read = [&](int i) {
+    if (i + STAGES >= mine) return;
+    if (lane == 0) arrive(empty + 8 * (i % STAGES));
+    if (threadIdx.x == 0) {
+      wait_for(empty + 8 * (i % STAGES), i / STAGES & 1);
+      ask(i + STAGES);
     }
     __syncwarp();
-    if (i + STAGES < mine) {
-      if (lane == 0) arrive(empty + 8 * (i % STAGES));
-      if (threadIdx.x == 0) {
-        wait_for(empty + 8 * (i % STAGES), i / STAGES & 1);
-        ask(i + STAGES);
-      }
-      __syncwarp();
-    }
-  }
-  total += __shfl_xor_sync(~0u, total, 1);
-  total += __shfl_xor_sync(~0u, total, 2);
-  __syncthreads();  // all tiles have been read
-  if (member < GROUP) {
-    Sums& own = all_sums.of_warp[warp];
+  };
+  auto key_of = [&](int i) { return (block + i * blocks) * TILE + warp * 16; };
+  int i = 0;
+  for (; i + AT_ONCE <= mine; i += AT_ONCE) {
+    u32 tiles[AT_ONCE];
 #pragma unroll
-    for (int n = 0; n < D / 8; n++) {
-      const int column = FP8 ? n / 2 * 16 + quad * 4 + n % 2 * 2 : n * 8 + quad * 2;
-      const float first = FP8 ? sums[n / 2 * 2][n % 2] : sums[n][0], second = FP8 ? sums[n / 2 * 2 + 1][n % 2] : sums[n][1];
-      *(float2*)&own.values[member][column] = float2{first, second};
-    }
-    if (quad == 0) own.top[member] = top, own.total[member] = total;
+    for (int t = 0; t < AT_ONCE; t++) tiles[t] = come(i + t);
+    add_tiles(sums, query, tiles, key_of(i), blocks * TILE, num_keys, scale);
+    __syncwarp();
+#pragma unroll
+    for (int t = 0; t < AT_ONCE; t++) read(i + t);
+  }
+  if (AT_ONCE > 1 && i < mine) {
+    const u32 tiles[] = {come(i)};
+    add_tiles(sums, query, tiles, key_of(i), 0, num_keys, scale);
+    __syncwarp();
+    read(i);
+  }
+  add_up_totals(sums);
+  __syncthreads();  // all tiles have been read
+#pragma unroll
+  for (int i = 0; i < QUERIES; i++) {
+    const int query = query_of(i);
+    if (query >= GROUP) continue;
+    HeadSums& own = all_sums.of_warp[warp];
+    each_pair(sums, i, [&](int column, float first, float second) {
+      *(float2*)&own.values[query][column] = float2{first, second};
+    });
+    own.top[query] = sums.top[i], own.total[query] = sums.total[i];
   }
   __syncthreads();
 #pragma unroll
@@ -285,7 +311,7 @@ extern "C" __global__ void __cluster_dims__(SPLIT, 1, 1) __launch_bounds__(32 * 
     }
     if (own_parts > 1) add_parts(sum, all, most, others, own_parts - 1);
     if constexpr (SINKS) all += sink_weight(sinks, head * GROUP + g, most);
-    if (num_keys) out[(sequence * GROUP + g) * D + d] = pack(sum / all * factor, 0.f) & 0xffff;
+    if (num_keys) out[(sequence * GROUP + g) * D + d] = pack(sum / all, 0.f) & 0xffff;
   }
   // A block's memory stays until the others have read it.
   asm volatile("barrier.cluster.arrive.relaxed;" ::: "memory");

@@ -46,7 +46,7 @@ class ClusterDecode:
             DeviceError: one cannot be loaded.
         """
         kernels = tuple(kernels)
-        self._scale, self._factor = _factors(sm_scale, kernels[0].fp8)
+        self._scale = ctypes.c_float(sm_scale * _LOG2_E)  # to base 2
         self._maps = TensorMaps()
         with torch.cuda.device(device):
             self._kernels = {kernel.split: (kernel, load_kernel(kernel, binaries)) for kernel in kernels}
@@ -71,7 +71,6 @@ class ClusterDecode:
                 ctypes.c_int(parts),
                 ctypes.c_int(page_table.shape[1]),
                 self._scale,
-                self._factor,
                 rotation.argument,
                 _sinks_of(kernel, rest),
             ),
@@ -85,7 +84,7 @@ class ShareDecode:
         self, kernel: ShareKernel, binaries: Mapping[str, bytes], sm_scale: float, device: torch.device
     ) -> None:
         """Arguments and errors: as ClusterDecode, of one kernel."""
-        self._scale, self._factor = _factors(sm_scale, kernel.fp8)
+        self._scale = ctypes.c_float(sm_scale * _LOG2_E)  # to base 2
         self._kernel = kernel
         self._maps = TensorMaps()
         with torch.cuda.device(device):
@@ -112,21 +111,10 @@ class ShareDecode:
                 ctypes.c_int(num_requests),
                 ctypes.c_int(page_table.shape[1]),
                 self._scale,
-                self._factor,
                 rotation.argument,
                 _sinks_of(self._kernel, rest),
             ),
         )
-
-
-def _factors(sm_scale: float, fp8: bool) -> tuple[ctypes.c_float, ctypes.c_float]:
-    """The factors of logits, to base 2, and of what comes out.
-
-    Keys and values of e4m3 are taken as numbers 2^120 times smaller, of which queries and weights make up for a half
-    each (small_keys.cuh).
-    """
-    larger = 2.0**60 if fp8 else 1.0
-    return ctypes.c_float(sm_scale * _LOG2_E * larger), ctypes.c_float(larger)
 
 
 def _sinks_of(kernel: DecodeKernel, rest: list[torch.Tensor]) -> ctypes.c_void_p:

@@ -25,9 +25,9 @@ class DecodeKernel(CudaKernel):
     """
 
     headers: ClassVar[tuple[str, ...]] = (
-        "cuda/e4m3.cuh",
-        "attention/hopper/rotation.cuh",
         "attention/hopper/small_keys.cuh",
+        "attention/hopper/rotation.cuh",
+        "attention/hopper/sums.cuh",
         "attention/hopper/sinks.cuh",
         "attention/hopper/parts.cuh",
     )

@@ -84,16 +84,16 @@ __device__ __forceinline__ void put_head(Row& row, const Head& head) {
   for (int i = 0; i < A_LANE; i++) row[i * 32 + threadIdx.x % 32] = head.pairs[i];
 }
 // 128 columns of the GROUP query heads of a KV head, `stride` pairs from one to the next, as rows of a product's operand;
-// with keys of e4m3 in the order in which a lane has these (small_keys.cuh), and 2^60 times as large.
+// over keys of e4m3 as float16, in the order in which a lane has these (small_keys.cuh).
 __device__ __forceinline__ void load_operand(u32 (&query)[8][2], const u32* heads, int stride) {
   const int lane = threadIdx.x % 32, member = lane / 4, quad = lane % 4;
 #pragma unroll
   for (int k = 0; k < 8; k++)
 #pragma unroll
     for (int j = 0; j < 2; j++) {
-      const int pair = FP8 ? (quad + k / 4 * 4) * 8 + k % 4 * 2 + j : k * 8 + j * 4 + quad;
+      const int pair = FP8 ? k * 8 + quad * 2 + j : k * 8 + j * 4 + quad;
       query[k][j] = member < GROUP ? heads[member * stride + pair] : 0;
-      if constexpr (FP8) query[k][j] = times(query[k][j], 0x5d805d80u);
+      if constexpr (FP8) query[k][j] = half_query(query[k][j]);
     }
 }
 

@@ -25,7 +25,6 @@ constexpr int D = 2 * HEAD_PAIRS;
 constexpr int PANELS = D * (FP8 ? 1 : 2) / 128, PANEL_BYTES = TILE * 128;  // of a head: rows of 128 bytes, swizzled
 constexpr int HEAD_BYTES = PANELS * PANEL_BYTES, SLOT_BYTES = HEADS * HEAD_BYTES;
 constexpr int OWN = D / WARPS_A_HEAD, PART_BYTES = HEAD_BYTES / WARPS_A_HEAD;  // columns of values that a warp sums
-constexpr float NOTHING = -1e30f;  // a logit that no key has
 
 __device__ __forceinline__ void load_box(u32 to, const TensorMap* map, int row, int panel, u32 barrier, u64 policy) {
   asm volatile(
@@ -44,13 +43,15 @@ struct Shared {
   Counts counts;
 };
 
-// A warp's part of a head: each lane has two columns of each eight, for the query head lane / 4.
-struct Sums {
-  float values[OWN / 8][4];  // rows 0 to 7 of a product; the others, [2] and [3], are zero
-  float top, total;          // the largest logit; the sum of weights, of this lane's keys
-};
+// Tiles that are taken at once: of small keys most of the time is waits of one instruction for another.
+constexpr int AT_ONCE = FP8 ? 2 : 1;
+
+// The n-th of a lane's OWN / 8 pairs of sums: of two columns, or of two queries.
+__device__ __forceinline__ float* pair_of(Sums& sums, int n) {
+  return FP8 ? sums.values[n / 2] + n % 2 * 2 : sums.values[n];
+}
 struct Part {  // sums over part of a request's keys, as one block leaves them to another
-  float2 values[OWN / 8][32], weights[32];  // the largest logit and the sum
+  float2 values[OWN / 8][32], weights[QUERIES][32];  // what weights are against, and their sum
 };
 
 // Where a tile is read from.
@@ -121,8 +122,9 @@ __device__ __forceinline__ void put_new_token(Slot keys, Slot values, int row, c
 
 // One tile, the keys before num_keys; of the values the warp's columns. `query` has the head's queries, or is room for some
 // of `queries`' columns where all would leave no registers.
-__device__ __forceinline__ void add_tile(Sums& sums, u32 (&query)[8][2], const u32* queries, Slot keys, Slot values,
-                                         int key, int num_keys, float scale) {
+__device__ __forceinline__ void add_tiles(LargeSums& sums, u32 (&query)[8][2], const u32* queries, const Slot (&its_keys)[1],
+                                          const Slot (&its_values)[1], int key, int num_keys, float scale) {
+  const Slot keys = its_keys[0], values = its_values[0];
   const int lane = threadIdx.x % 32, quad = lane % 4;
   float logits[2][2][4] = {};
   wait_for(keys.full, keys.phase);
@@ -130,26 +132,18 @@ __device__ __forceinline__ void add_tile(Sums& sums, u32 (&query)[8][2], const u
   for (int part = 0; part < WARPS_A_HEAD; part++) {
     const u32 own_keys = keys.at + part * PART_BYTES;
     if constexpr (WARPS_A_HEAD > 1) load_operand(query, queries + part * (OWN / 2), ROW_PAIRS);
-    if constexpr (FP8) {
-      SmallKey keys_of_lane[2];
 #pragma unroll
-      for (int n = 0; n < 2; n++) keys_of_lane[n] = load_small_key(own_keys, n * 8 + lane / 4);
-#pragma unroll
-      for (int n = 0; n < 2; n++) add_small_keys(logits[n][0], query, keys_of_lane[n]);
-    } else {
-#pragma unroll
-      for (int k = 0; k < OWN / 16; k++) {
-        u32 b[4];
-        load_matrices(b, chunk_address(own_keys, lane % 8 + lane / 16 * 8, k * 2 + lane / 8 % 2));
-        multiply_add(logits[0][k % 2], query[k][0], 0, query[k][1], 0, b[0], b[1]);
-        multiply_add(logits[1][k % 2], query[k][0], 0, query[k][1], 0, b[2], b[3]);
-      }
+    for (int k = 0; k < OWN / 16; k++) {
+      u32 b[4];
+      load_matrices(b, chunk_address(own_keys, lane % 8 + lane / 16 * 8, k * 2 + lane / 8 % 2));
+      multiply_add(logits[0][k % 2], query[k][0], 0, query[k][1], 0, b[0], b[1]);
+      multiply_add(logits[1][k % 2], query[k][0], 0, query[k][1], 0, b[2], b[3]);
     }
   }
   __syncwarp();
   if (lane == 0) arrive(keys.empty);
   u32 weights[2], is_key[2];
-  float most = sums.top;
+  float most = sums.top[0];
 #pragma unroll
   for (int n = 0; n < 2; n++) {
     const int place = key + n * 8 + quad * 2;
@@ -160,42 +154,69 @@ __device__ __forceinline__ void add_tile(Sums& sums, u32 (&query)[8][2], const u
     most = fmaxf(most, fmaxf(logits[n][0][0], logits[n][0][1]));
   }
   most = max_of_quad(most);  // of a key: a tile has one
-  const float shrink = exp2f(sums.top - most);
-  sums.top = most, sums.total *= shrink;
+  const float shrink = exp2f(sums.top[0] - most);
+  sums.top[0] = most, sums.total[0] *= shrink;
 #pragma unroll
   for (int n = 0; n < 2; n++) {
     const float a = exp2f(logits[n][0][0] - most), b = exp2f(logits[n][0][1] - most);
-    sums.total += a + b;
-    weights[n] = pack(a * ENLARGED, b * ENLARGED);
+    sums.total[0] += a + b;
+    weights[n] = pack(a, b);
   }
 #pragma unroll
   for (int n = 0; n < OWN / 8; n++) sums.values[n][0] *= shrink, sums.values[n][1] *= shrink;
   const u32 own_values = values.at + threadIdx.x / 32 % WARPS_A_HEAD * PART_BYTES;
   wait_for(values.full, values.phase);
-  if constexpr (FP8) {
-    add_small_values(sums.values, weights, own_values, 0);
-  } else {
 #pragma unroll
-    for (int n = 0; n < OWN / 16; n++) {
-      u32 b[4];
-      load_transposed(b, chunk_address(own_values, lane % 16, n * 2 + lane / 16));
-      // Memory behind the last key may hold anything, infinity too.
-      b[0] &= is_key[0], b[1] &= is_key[1], b[2] &= is_key[0], b[3] &= is_key[1];
-      multiply_add(sums.values[2 * n], weights[0], 0, weights[1], 0, b[0], b[1]);
-      multiply_add(sums.values[2 * n + 1], weights[0], 0, weights[1], 0, b[2], b[3]);
-    }
+  for (int n = 0; n < OWN / 16; n++) {
+    u32 b[4];
+    load_transposed(b, chunk_address(own_values, lane % 16, n * 2 + lane / 16));
+    // Memory behind the last key may hold anything, infinity too.
+    b[0] &= is_key[0], b[1] &= is_key[1], b[2] &= is_key[0], b[3] &= is_key[1];
+    multiply_add(sums.values[2 * n], weights[0], 0, weights[1], 0, b[0], b[1]);
+    multiply_add(sums.values[2 * n + 1], weights[0], 0, weights[1], 0, b[2], b[3]);
   }
   __syncwarp();
   if (lane == 0) arrive(values.empty);
 }
 
+// Likewise tiles of e4m3 that follow each other.
+template <int TILES>
+__device__ __forceinline__ void add_tiles(SmallSums& sums, u32 (&query)[8][2], const u32* queries, const Slot (&keys)[TILES],
+                                          const Slot (&values)[TILES], int key, int num_keys, float scale) {
+  const int lane = threadIdx.x % 32, own_part = threadIdx.x / 32 % WARPS_A_HEAD * PART_BYTES;
+  float logits[TILES][2][4] = {};
+#pragma unroll
+  for (int t = 0; t < TILES; t++) wait_for(keys[t].full, keys[t].phase);
+#pragma unroll
+  for (int part = 0; part < WARPS_A_HEAD; part++) {
+    if constexpr (WARPS_A_HEAD > 1) load_operand(query, queries + part * (OWN / 2), ROW_PAIRS);
+#pragma unroll
+    for (int t = 0; t < TILES; t++) add_small_keys(logits[t], query, keys[t].at + part * PART_BYTES, 0);
+  }
+  __syncwarp();
+  if (lane == 0)
+    for (int t = 0; t < TILES; t++) arrive(keys[t].empty);
+  const SmallWeights<TILES> weights = weigh(sums, logits, key, TILE, num_keys, scale);
+#pragma unroll
+  for (int t = 0; t < TILES; t++) wait_for(values[t].full, values[t].phase);
+#pragma unroll
+  for (int t = 0; t < TILES; t++)
+    add_small_values(sums.values, weights.of_keys[t], weights.order[t], values[t].at + own_part, 0);
+  __syncwarp();
+  if (lane == 0)
+    for (int t = 0; t < TILES; t++) arrive(values[t].empty);
+}
+
 // Gives the sums to the block that has the request's first tile.
-__device__ __forceinline__ void leave(const Sums& sums, Part& part) {
+__device__ __forceinline__ void leave(Sums& sums, Part& part) {
   const int lane = threadIdx.x % 32;
 #pragma unroll
-  for (int n = 0; n < OWN / 8; n++)
-    if (lane / 4 < GROUP) put(&part.values[n][lane], sayable(sums.values[n][0]), sayable(sums.values[n][1]));
-  put(&part.weights[lane], sayable(sums.top), sayable(sums.total));
+  for (int n = 0; n < OWN / 8; n++) {
+    const float* its = pair_of(sums, n);
+    if (query_of(0) < GROUP) put(&part.values[n][lane], sayable(its[0]), sayable(its[1]));
+  }
+#pragma unroll
+  for (int i = 0; i < QUERIES; i++) put(&part.weights[i][lane], sayable(sums.top[i]), sayable(sums.total[i]));
 }
 
 // Adds what blocks behind this one have left of a request, in their order: those of its team, then the others' first ones.
@@ -205,25 +226,33 @@ __device__ __forceinline__ void add_parts(Sums& sums, int others, Part* parts) {
   for (int by = 1, step; by <= others; by += step, place += step * WARPS) {
     step = by < TEAM ? 1 : TEAM;
     Part& part = *place;
-    float2 weights, values[OWN / 8];
+    float2 weights[QUERIES], values[OWN / 8];
+    float2& last = weights[QUERIES - 1];  // of all that is left
     for (bool are_there = false; !are_there;) {
-      weights = look_at(&part.weights[lane]);
-      are_there = is_there(weights);
+#pragma unroll
+      for (int i = 0; i < QUERIES; i++) weights[i] = look_at(&part.weights[i][lane]);
+      are_there = is_there(weights[0]) && is_there(last);
 #pragma unroll
       for (int n = 0; n < OWN / 8; n++) {
-        values[n] = lane / 4 < GROUP ? look_at(&part.values[n][lane]) : float2{0.f, 0.f};
+        values[n] = query_of(0) < GROUP ? look_at(&part.values[n][lane]) : float2{0.f, 0.f};
         are_there &= is_there(values[n]);
       }
-      while (!is_there(weights)) weights = look_at(&part.weights[lane]);  // they are left last: no need to look at all
+      while (!is_there(last)) last = look_at(&part.weights[QUERIES - 1][lane]);  // no need to look at all
     }
-    put(&part.weights[lane], MISSING, MISSING);  // for the next launch
-    const float most = fmaxf(sums.top, weights.x), own = exp2f(sums.top - most), other = exp2f(weights.x - most);
-    sums.top = most, sums.total = sums.total * own + weights.y * other;
+    float own[QUERIES], other[QUERIES];
+#pragma unroll
+    for (int i = 0; i < QUERIES; i++) {
+      put(&part.weights[i][lane], MISSING, MISSING);  // for the next launch
+      const float most = fmaxf(sums.top[i], weights[i].x);
+      own[i] = exp2f(sums.top[i] - most), other[i] = exp2f(weights[i].x - most);
+      sums.top[i] = most, sums.total[i] = sums.total[i] * own[i] + weights[i].y * other[i];
+    }
 #pragma unroll
     for (int n = 0; n < OWN / 8; n++) {
-      if (lane / 4 < GROUP) put(&part.values[n][lane], MISSING, MISSING);
-      sums.values[n][0] = sums.values[n][0] * own + values[n].x * other;
-      sums.values[n][1] = sums.values[n][1] * own + values[n].y * other;
+      if (query_of(0) < GROUP) put(&part.values[n][lane], MISSING, MISSING);
+      float* its = pair_of(sums, n);
+      its[0] = its[0] * own[0] + values[n].x * other[0];
+      its[1] = its[1] * own[QUERIES - 1] + values[n].y * other[QUERIES - 1];
     }
   }
 }
@@ -233,13 +262,13 @@ static_assert(1024 + SLOTS * SLOT_BYTES + sizeof(Shared) <= SHARED_BYTES, "and w
 extern "C" __global__ void __launch_bounds__(32 * (WARPS + 1 + PREPARERS), BLOCKS)
     share_decode(const __grid_constant__ TensorMap keys, const __grid_constant__ TensorMap values, const u32* q,
                  const int* page_table, const int* seq_lens, u32* out, Part* parts, int num_requests,
-                 int width, float scale, float out_factor, const __grid_constant__ Rotation rotation,
+                 int width, float scale, const __grid_constant__ Rotation rotation,
                  const unsigned short* sinks) {
   extern __shared__ __align__(1024) char memory[];
   const u32 ring = (shared_address(memory) + 1023) & ~1023u;
   Shared& shared = *(Shared*)(memory + (ring - shared_address(memory)) + SLOTS * SLOT_BYTES);
   const u32 full = ring + SLOTS * SLOT_BYTES, empty = full + sizeof(shared.full);
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, quad = lane % 4, member = lane / 4;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   if (threadIdx.x == 32 * WARPS) {
     for (int i = 0; i < SLOTS; i++) make_barrier(full + 8 * i, 1), make_barrier(empty + 8 * i, WARPS);
     shared.requests.make_barriers();
@@ -269,13 +298,25 @@ extern "C" __global__ void __launch_bounds__(32 * (WARPS + 1 + PREPARERS), BLOCK
     const int num_keys = its.piece.num_keys, stop = its.piece.stop;
     u32 query[OWN / 16][2];  // of rows 0 to 7 of a product
     load_operand(query, its.queries[own_head][0], ROW_PAIRS);
-    Sums sums = {};
-    sums.top = NOTHING;
-    for (int key = its.piece.key; key < stop; key += TILE) {
-      const Slot keys_slot = next_slot(), values_slot = next_slot();
+    Sums sums = no_sums();
+    // Takes a tile's slots, and puts the new token there if it is this tile's.
+    auto next_tile = [&](int key, Slot& keys_slot, Slot& values_slot) {
+      keys_slot = next_slot(), values_slot = next_slot();
       if (rotation.k && key + TILE >= num_keys)
         put_new_token(keys_slot, values_slot, num_keys - 1 - key, its.keys[own_head], its.values[own_head], rotation);
-      add_tile(sums, query, its.queries[own_head][0], keys_slot, values_slot, key, num_keys, scale);
+    };
+    int key = its.piece.key;
+    while (key + (AT_ONCE - 1) * TILE < stop) {
+      Slot keys_slots[AT_ONCE], values_slots[AT_ONCE];
+#pragma unroll
+      for (int t = 0; t < AT_ONCE; t++) next_tile(key + t * TILE, keys_slots[t], values_slots[t]);
+      add_tiles(sums, query, its.queries[own_head][0], keys_slots, values_slots, key, num_keys, scale);
+      key += AT_ONCE * TILE;
+    }
+    if (AT_ONCE > 1 && key < stop) {
+      Slot keys_slots[1], values_slots[1];
+      next_tile(key, keys_slots[0], values_slots[0]);
+      add_tiles(sums, query, its.queries[own_head][0], keys_slots, values_slots, key, num_keys, scale);
     }
     const int row = its.piece.row, head = its.piece.head + own_head, others = its.piece.others;
     const bool is_left = its.piece.is_left;
@@ -283,24 +324,24 @@ extern "C" __global__ void __launch_bounds__(32 * (WARPS + 1 + PREPARERS), BLOCK
     __syncwarp();
     if (lane == 0) arrive(shared_address(&shared.requests.free[place]));
     turn++;
-    sums.total += __shfl_xor_sync(~0u, sums.total, 1);
-    sums.total += __shfl_xor_sync(~0u, sums.total, 2);
+    add_up_totals(sums);
     add_parts(sums, others, parts);
     if (is_left) {
       leave(sums, parts[blockIdx.x * WARPS + warp]);
       __syncwarp();
       continue;
     }
-    if constexpr (SINKS) sums.total += sink_weight(sinks, head * GROUP + min(member, GROUP - 1), sums.top);
-    const float factor = out_factor / sums.total;
-    u32* its_out = out + (((u64)row * KV_HEADS + head) * GROUP + member) * HEAD_PAIRS + warp % WARPS_A_HEAD * (OWN / 2);
-    if (member < GROUP)
 #pragma unroll
-      for (int n = 0; n < OWN / 8; n++) {
-        const float(&even)[4] = sums.values[n / 2 * 2], (&odd)[4] = sums.values[n / 2 * 2 + 1];
-        if constexpr (FP8) its_out[n / 2 * 8 + quad * 2 + n % 2] = pack(even[n % 2] * factor, odd[n % 2] * factor);
-        else its_out[n * 4 + quad] = pack(sums.values[n][0] * factor, sums.values[n][1] * factor);
-      }
+    for (int i = 0; i < QUERIES; i++) {
+      const int query = query_of(i);
+      if constexpr (SINKS) sums.total[i] += sink_weight(sinks, head * GROUP + min(query, GROUP - 1), sums.top[i]);
+      const float factor = 1.f / sums.total[i];
+      u32* its_out = out + (((u64)row * KV_HEADS + head) * GROUP + query) * HEAD_PAIRS + warp % WARPS_A_HEAD * (OWN / 2);
+      if (query < GROUP)
+        each_pair(sums, i, [&](int column, float first, float second) {
+          its_out[column / 2] = pack(first * factor, second * factor);
+        });
+    }
     __syncwarp();  // what some lanes stored: see store_if
   }
 }

@@ -111,8 +111,9 @@ class ShareKernel(DecodeKernel):
 
     @property
     def part_floats(self) -> int:
-        """Floats that a block's warp leaves to another: 32 lanes' sums, largest logits and totals."""
-        return 32 * (_COLUMNS // 8 * 2 + 2)
+        """Floats that a block's warp leaves to another: 32 lanes' sums, and for each query head that a lane has some of
+        what weights are against and their sum (sums.cuh)."""
+        return 32 * (_COLUMNS // 8 * 2 + (4 if self.fp8 else 2))
 
     def constants(self) -> dict[str, int]:
         return {

@@ -1,54 +1,155 @@
-// Products with keys and values of e4m3 (FP8). They become bfloat16 as numbers 2^120 times smaller (e4m3.cuh): queries, and
-// the weights of values, are 2^60 times as large, and the rest is in the factor of what comes out, so that all sums are
-// among float32's normal numbers. A tile's row is a head's 128 columns in 128 bytes, as TMA swizzles them.
+// Products with keys and values of e4m3 (FP8). They become float16, which has each of their numbers, two in an instruction;
+// queries and weights are float16 too, which rounds them less than bfloat16 does. Keys, and columns of values, are the rows
+// of products, and queries the columns: so no row is idle. A tile's row is a head's 128 columns in 128 bytes, as TMA
+// swizzles them.
+//
+// Weights are against a reference, which grows only where they would leave float16's range: so of most tiles nobody needs
+// the largest logit, and sums stay as they are.
 
-constexpr float ENLARGED = FP8 ? 1.152921504606847e18f : 1.f;  // 2^60
+constexpr float NOTHING = -1e30f;  // a logit that no key has
 
-// Where the lane's 32 columns of a key are: 16 bytes at quad, and at quad + 4. Neighbouring rows read theirs in turns: so
-// eight lanes read from different banks.
-struct SmallKey {
-  uint4 chunks[2];
+__device__ __forceinline__ u32 half_pair(float first, float second) {
+  u32 both;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(second), "f"(first));
+  return both;
+}
+// Two bfloat16 as float16, of which numbers beyond its range become the largest.
+__device__ __forceinline__ u32 half_query(u32 pair) {
+  constexpr float MOST = 65504.f;
+  return half_pair(fminf(fmaxf(first_of(pair), -MOST), MOST), fminf(fmaxf(second_of(pair), -MOST), MOST));
+}
+// Four numbers of e4m3 as float16: the lower two and the upper two.
+struct Halves {
+  u32 lower, upper;
 };
-__device__ __forceinline__ uint4 load_chunk(u32 address) {
-  uint4 v;
-  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(address));
-  return v;
+__device__ __forceinline__ Halves halves_of(u32 four) {
+  Halves its;
+  asm("{ .reg .b16 lower, upper;\n"
+      "mov.b32 {lower, upper}, %2;\n"
+      "cvt.rn.f16x2.e4m3x2 %0, lower;\n"
+      "cvt.rn.f16x2.e4m3x2 %1, upper; }" : "=r"(its.lower), "=r"(its.upper) : "r"(four));
+  return its;
 }
-__device__ __forceinline__ SmallKey load_small_key(u32 tile, int row) {
-  const int quad = threadIdx.x % 4, later = row % 2 * 4;
-  const uint4 a = load_chunk(tile + swizzled(row, quad + later)), b = load_chunk(tile + swizzled(row, quad + 4 - later));
-  return later ? SmallKey{{b, a}} : SmallKey{{a, b}};
+// Of m16n8k16, float16 with float32 sums.
+__device__ __forceinline__ void add_halves(float* d, u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
-// Adds the products of queries with eight keys, of which a lane has that of row lane / 4.
-__device__ __forceinline__ void add_small_keys(float* logits, const u32 (&query)[8][2], const SmallKey& key) {
+__device__ __forceinline__ u32 transposed(u32 matrix) {
+  u32 its;
+  asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(its) : "r"(matrix));
+  return its;
+}
+// Bytes of `pairs`, or zeros.
+__device__ __forceinline__ u32 in_order(u32 pairs, u32 order) {
+  u32 its;
+  asm("prmt.b32 %0, %1, 0, %2;" : "=r"(its) : "r"(pairs), "r"(order));
+  return its;
+}
+__device__ __forceinline__ float power_of_two(float v) {
+  float power;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"(v));
+  return power;
+}
+
+// Adds the products of sixteen keys from row `row` on with queries, in two parts: a lane has those of the keys lane / 4 and
+// the one eight behind, each with queries 2 quad and 2 quad + 1.
+__device__ __forceinline__ void add_small_keys(float (&logits)[2][4], const u32 (&query)[8][2], u32 tile, int row) {
+  const int lane = threadIdx.x % 32;
 #pragma unroll
-  for (int half = 0; half < 2; half++) {
-    const u32 words[4] = {key.chunks[half].x, key.chunks[half].y, key.chunks[half].z, key.chunks[half].w};
+  for (int k = 0; k < 8; k += 2) {
+    u32 keys[4];
+    load_matrices(keys, tile + swizzled(row + lane % 16, k + lane / 16));
 #pragma unroll
-    for (int k = 0; k < 4; k++) {
-      const u32(&q)[2] = query[half * 4 + k];
-      add_product(logits, q[0], 0, q[1], 0, first_pair(words[k]), second_pair(words[k]));
+    for (int j = 0; j < 2; j++) {
+      const Halves early = halves_of(keys[2 * j]), late = halves_of(keys[2 * j + 1]);
+      add_halves(logits[j], early.lower, late.lower, early.upper, late.upper, query[k + j][0], query[k + j][1]);
     }
   }
 }
 
-// Of two keys' pairs of columns, as ldmatrix transposes them: the first columns of both, and the second ones.
-__device__ __forceinline__ u32 first_columns(u32 pairs) { return (pairs << 4 & 0x07f007f0u) | (pairs << 8 & 0x80008000u); }
-__device__ __forceinline__ u32 second_columns(u32 pairs) { return (pairs >> 4 & 0x07f007f0u) | (pairs & 0x80008000u); }
+// A warp's sums over keys. values[k] are of columns 16 k + lane / 4 * 2 and the next one, each of queries 2 quad and
+// 2 quad + 1, and so are the others: what weights are against, and their sum, of this lane's keys.
+struct SmallSums {
+  float values[8][4], top[2], total[2];
+};
 
-// Adds the weighted values of sixteen keys from row `row` on. sums[2 k] has columns 16 k + 4 quad and the one two further,
-// sums[2 k + 1] those behind each.
-__device__ __forceinline__ void add_small_values(float (*sums)[4], const u32 (&weights)[2], u32 tile, int row) {
+// The weights of 16 keys of each tile, as operands, and the order in which to take values, which leaves out what memory
+// behind the last key holds. The first tile's keys begin at `key`, the next one's `step` behind.
+template <int TILES>
+struct SmallWeights {
+  u32 of_keys[TILES][2], order[TILES][2];
+};
+template <int TILES>
+__device__ __forceinline__ SmallWeights<TILES> weigh(SmallSums& sums, const float (&logits)[TILES][2][4], int key,
+                                                     int step, int num_keys, float scale) {
+  constexpr float MOST_WEIGHT = 15.f, WEIGHT_OF_LARGEST = 7.f;  // to base 2; the latter where the reference grows
+  SmallWeights<TILES> its;
+  const int lane = threadIdx.x % 32;
+  float above[TILES][4], most = -MOST_WEIGHT;
+#pragma unroll
+  for (int t = 0; t < TILES; t++) {
+    its.order[t][0] = its.order[t][1] = 0x3120u;  // the first columns of both keys, then the second ones
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+      above[t][i] = (logits[t][0][i] + logits[t][1][i]) * scale - sums.top[i % 2];
+      most = fmaxf(most, above[t][i]);
+    }
+  }
+  if (__any_sync(~0u, most > MOST_WEIGHT) || key + (TILES - 1) * step + 16 > num_keys) {
+    float largest[2] = {NOTHING, NOTHING};
+#pragma unroll
+    for (int t = 0; t < TILES; t++) {
+#pragma unroll
+      for (int i = 0; i < 4; i++) {
+        const bool is_key = key + t * step + i / 2 * 8 + lane / 4 < num_keys;
+        above[t][i] = is_key ? (logits[t][0][i] + logits[t][1][i]) * scale : NOTHING;
+        largest[i % 2] = fmaxf(largest[i % 2], above[t][i]);
+      }
+#pragma unroll
+      for (int i = 0; i < 2; i++) {
+        const int place = key + t * step + i * 8 + lane % 4 * 2;
+        its.order[t][i] = (place < num_keys ? 0x0100u : 0x0404u) | (place + 1 < num_keys ? 0x3020u : 0x4040u);
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+#pragma unroll
+      for (int by = 4; by < 32; by *= 2) largest[i] = fmaxf(largest[i], __shfl_xor_sync(~0u, largest[i], by));
+      const float top = largest[i] > sums.top[i] + MOST_WEIGHT ? largest[i] - WEIGHT_OF_LARGEST : sums.top[i];
+      const float shrink = power_of_two(sums.top[i] - top);
+      sums.top[i] = top, sums.total[i] *= shrink;
+#pragma unroll
+      for (int k = 0; k < 8; k++) sums.values[k][i] *= shrink, sums.values[k][i + 2] *= shrink;
+#pragma unroll
+      for (int t = 0; t < TILES; t++) above[t][i] -= top, above[t][i + 2] -= top;
+    }
+  }
+#pragma unroll
+  for (int t = 0; t < TILES; t++)
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+      const float first = power_of_two(above[t][i * 2]), second = power_of_two(above[t][i * 2 + 1]);
+      sums.total[0] += first, sums.total[1] += second;
+      its.of_keys[t][i] = transposed(half_pair(first, second));
+    }
+  return its;
+}
+
+// Adds the weighted values of sixteen keys from row `row` on.
+__device__ __forceinline__ void add_small_values(float (&sums)[8][4], const u32 (&weights)[2], const u32 (&order)[2],
+                                                 u32 tile, int row) {
   const int lane = threadIdx.x % 32;
 #pragma unroll
   for (int k = 0; k < 8; k += 2) {
-    u32 value[4];
-    load_transposed(value, tile + swizzled(row + lane % 16, k + lane / 16));
+    u32 values[4];
+    load_transposed(values, tile + swizzled(row + lane % 16, k + lane / 16));
 #pragma unroll
     for (int j = 0; j < 2; j++) {
-      const u32 early = value[2 * j], late = value[2 * j + 1];
-      multiply_add(sums[2 * (k + j)], weights[0], 0, weights[1], 0, first_columns(early), first_columns(late));
-      multiply_add(sums[2 * (k + j) + 1], weights[0], 0, weights[1], 0, second_columns(early), second_columns(late));
+      const Halves early = halves_of(in_order(values[2 * j], order[0]));
+      const Halves late = halves_of(in_order(values[2 * j + 1], order[1]));
+      add_halves(sums[k + j], early.lower, early.upper, late.lower, late.upper, weights[0], weights[1]);
     }
   }
 }

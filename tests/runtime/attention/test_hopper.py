@@ -118,10 +118,13 @@ def test_the_source_compiles_without_spilling(tmp_path, kernel):
 
 
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
-@pytest.mark.parametrize(("kv_heads", "group"), [(8, 1), (8, 2), (8, 5), (8, 8), (4, 8), (2, 7)])
+@pytest.mark.parametrize(
+    ("kv_heads", "group", "fp8"),
+    [(8, 1, False), (8, 2, True), (8, 5, False), (8, 8, True), (4, 8, False), (2, 7, True)],
+)
 @pytest.mark.parametrize("head_dim", [128, 256])
-def test_shared_memory_is_what_the_source_lays_out(tmp_path, kv_heads, group, head_dim):
-    kernel = ShareKernel(kv_heads, group, 64, head_dim=head_dim)
+def test_shared_memory_is_what_the_source_lays_out(tmp_path, kv_heads, group, fp8, head_dim):
+    kernel = ShareKernel(kv_heads, group, 64, fp8=fp8, head_dim=head_dim)
     check = f"static_assert(SLOTS * SLOT_BYTES + 1024 + sizeof(Shared) == {kernel.shared_bytes});\n"
     check += f"static_assert(32 * (WARPS + 1 + PREPARERS) == {kernel.num_threads});\n"
     check += f"static_assert(sizeof(Part) == {4 * kernel.part_floats});\n"
@@ -181,7 +184,7 @@ def test_a_batch_runs_the_kernel_of_its_split_on_the_caches_rows(made):
     decode = decoder.ClusterDecode(kernels, {kernel.name: b"binary" for kernel in kernels}, 0.1, torch.device("cpu"))
     decode(inputs_of(3))
     assert {name: kernel.launches for name, kernel in made.items() if kernel.launches} == {
-        "clusters_8x4_page16_split4": [(3 * 8 * 4 * parts_of(24, 4), 128, 13)]
+        "clusters_8x4_page16_split4": [(3 * 8 * 4 * parts_of(24, 4), 128, 12)]
     }
     assert decode._maps.asked == [((160, 1024), tensor_maps.rows, 16)] * 2
 
@@ -192,7 +195,7 @@ def test_any_batch_is_shared_by_as_many_blocks_but_for_one_that_the_kernel_canno
     decode(inputs_of(3))
     decode(inputs_of(MOST_REQUESTS))
     # Binaries of older runtimes were compiled for such a launch: FORMAT_VERSION goes up with any change of it.
-    assert made["shares_8x4_page16"].launches == [(132, 384, 13)] * 2
+    assert made["shares_8x4_page16"].launches == [(132, 384, 12)] * 2
     with pytest.raises(ValueError, match="1025 requests decode; the kernel counts up to 1024"):
         decode(inputs_of(MOST_REQUESTS + 1))
     assert decode._maps.asked == [((160, 1024), tensor_maps.panels, 16, 16)] * 4
@@ -205,7 +208,7 @@ def test_blocks_of_fewer_heads_are_as_many_more(made):
     decode = decoder.ShareDecode(kernel, {kernel.name: b"binary"}, 0.1, torch.device("cpu"))
     q, keys, _, *rest = inputs_of(3)
     decode([q, keys[:, :4], keys[:, :4], *rest])
-    assert made["shares_4x8_page16"].launches == [(2 * 132, 192, 13)]
+    assert made["shares_4x8_page16"].launches == [(2 * 132, 192, 12)]
     assert decode._maps.asked == [((160, 512), tensor_maps.panels, 16, 8)] * 2
     assert decode._parts.shape == (2 * 132 * 4 * kernel.part_floats,)
 
@@ -277,7 +280,7 @@ def test_a_batch_is_decoded_with_queries_that_are_not_rotated(made):
         decode([told.q[0], *inputs_of(3)[1:6]], told)
         decode(inputs_of(3))
         kernel = made["clusters_8x4_page16_split4" if decode is few else "shares_8x4_page16"]
-        assert kernel.launches == [(3 * 8 * 4 * 2, 128, 13) if decode is few else (132, 384, 13)] * 2
+        assert kernel.launches == [(3 * 8 * 4 * 2, 128, 12) if decode is few else (132, 384, 12)] * 2
         assert [rotation.k for rotation in kernel.rotations] == [told.k.data_ptr(), None]
         assert kernel.sinks == [None, None]
 

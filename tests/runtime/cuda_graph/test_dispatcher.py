@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 
@@ -88,6 +89,15 @@ def test_prompts_alone_have_full_graphs_of_their_own_where_these_are_captured():
     alone = GraphDispatcher(CUDAGraphMode.FULL, (), REQUESTS, fresh_tokens=(5,))
     assert alone.dispatch_fresh(4) == BatchDescriptor(5, fresh=True) and not alone.mixed_tokens
     assert GraphDispatcher(CUDAGraphMode.FULL_DECODE_ONLY, (), REQUESTS, fresh_tokens=(5,)).fresh_tokens == ()
+
+
+def test_decodes_without_logits_are_captured_beside_the_others_each_with_its_cascade():
+    sizes = CUDAGraphMode.FULL_AND_PIECEWISE, TOKENS, REQUESTS, (), REQUESTS[:1]
+    others = GraphDispatcher(*sizes).descriptors()
+    more = set(GraphDispatcher(*sizes, tokens_alone=True).descriptors()) - set(others)
+    decodes = [(mode, descriptor) for mode, descriptor in others if descriptor.uniform]
+    assert len(decodes) == len(REQUESTS) + 1
+    assert more == {(mode, replace(descriptor, tokens_alone=True)) for mode, descriptor in decodes}
 
 
 def test_above_the_largest_size_a_batch_keeps_its_own_shape():

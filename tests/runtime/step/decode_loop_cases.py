@@ -72,8 +72,9 @@ class LoopedRunner:
     def holds_decode(self, num_requests: int) -> bool:
         return num_requests <= self._most
 
-    def decode(self, rows, seq_lens, slots, deltas=None, common_prefix_len=0) -> CapturedDecode:
+    def decode(self, rows, seq_lens, slots, deltas=None, common_prefix_len=0, tokens_alone=False) -> CapturedDecode:
         assert not common_prefix_len, "it holds no cascades"
+        assert not tokens_alone, "it is one rank"
         runner, count = self._runner, rows.size
         self.decodes += 1
         requests = torch.zeros(NUM_TURNS, count, REQUEST_FIELDS, dtype=torch.int32)

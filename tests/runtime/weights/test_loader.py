@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 from pathlib import Path
@@ -129,6 +128,31 @@ def test_an_experts_gate_and_up_that_follow_each_other_go_to_their_place_at_once
     assert sorted(sizes) == [24, 24, 4 * 24]
 
 
+def test_a_files_reads_are_found_one_by_one_while_the_file_before_it_is_read(tmp_path, monkeypatch):
+    counts = {"a": 3, "b": 5, "c": 2}
+    specs = []
+    for file, count in counts.items():
+        tensors = {f"{file}{number}": matrix(1, 2, number) for number in range(count)}
+        save_file(tensors, tmp_path / file)
+        specs += [WeightSpec(name, (1, 2), torch.float32, (WeightPart(name, file, 0, (1, 2)),)) for name in tensors]
+    found: list[str] = []
+    plain_read = loader._plain_read
+
+    def watched(path, *others):
+        found.append(path.name)
+        return plain_read(path, *others)
+
+    monkeypatch.setattr(loader, "_plain_read", watched)
+    headers = {file: read_header(tmp_path / file) for file in counts}
+    read, seen = [], []
+    for one in loader._reads_in_order(specs, allocate_weights(specs, "cpu"), tmp_path, headers):
+        read.append(one.path.name)
+        seen.append("".join(found))
+    assert "".join(read) == "aaabbbbbcc"
+    of_c = ["", "c", "cc", "cc", "cc"]  # found behind each read of the longer b
+    assert seen == ["aaa", "aaab", "aaabb", *("aaabbbbb" + some for some in of_c), "aaabbbbbcc", "aaabbbbbcc"]
+
+
 @pytest.mark.parametrize(("shape", "part", "offset"), PLACES)
 def test_where_a_parts_numbers_follow_each_other_is_known_without_a_tensor(shape, part, offset):
     weight = torch.arange(math.prod(shape)).view(shape)
@@ -170,12 +194,6 @@ def test_random_weights_of_parts_are_those_of_the_whole():
     fill_random(specs, weights, seed=3)
     assert torch.equal(weights["rows"], weights["w"][[1, 4]])
     assert torch.equal(weights["columns"], weights["w"][:, 2:])
-
-
-def test_a_spec_survives_json():
-    part = WeightPart("q", FILE, 1, (4, 3), (("transpose", 0, 1), ("reshape", 2, 6)), (0,))
-    spec = WeightSpec("w", (4, 6), torch.bfloat16, (part, WeightPart("k", FILE, 3, (2, 3))))
-    assert WeightSpec.from_json(json.loads(json.dumps(spec.to_json()))) == spec
 
 
 def test_a_checkpoint_that_has_changed_since_is_named(folder):

@@ -141,8 +141,10 @@ def test_stretches_that_follow_each_other_in_file_and_memory_are_one(tmp_path):
         StraightRead(path, 24, 4, other, 0),  # not behind it
         StraightRead(path, 32, 4, other, 4),  # a hole in the file
     ]
-    joined = [(read.begin, read.num_bytes, read.offset) for read in stream._joined(reads)]
-    assert joined == [(0, 16, 16), (16, 8, 32), (24, 4, 0), (32, 4, 4)]
+    chunks = [(begin, [place[1:] for place in places]) for _, begin, _, _, places in stream._split(reads, 64)]
+    assert chunks == [(0, [(16, 16), (32, 8), (0, 4)]), (32, [(4, 4)])]
+    cut = [[place[1:] for place in places] for *_, places in stream._split(reads, 12)]
+    assert cut == [[(16, 12)], [(28, 4), (32, 8)], [(0, 4)], [(4, 4)]]
 
 
 def test_what_fails_while_reads_are_made_ends_the_readers(file):
