@@ -16,16 +16,17 @@ import argparse
 import itertools
 import statistics
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
-from mistakes import told_in_one_line
+from graph_times import graph_us, read_rate
+from mistakes import names_of, need_hopper, positive, positives, told_in_one_line
 from quantised_linears_speed import EPS, load
 from state_kernels_speed import launch_early, set_constants
 from stream_linears_speed import Linear
 
-from mllm_compile.kernels.cuda import KernelCompiler, can_compile_kernels
+from mllm_compile.kernels.cuda import KernelCompiler
 from mllm_compile.runtime import ops
 from mllm_compile.runtime.ops.stream_linear.linear import bucket_of
 from mllm_compile.runtime.ops.stream_linear.ops import STREAMED
@@ -33,7 +34,7 @@ from mllm_compile.runtime.ops.stream_linear.shapes import choose_tiling
 from mllm_compile.runtime.state.layer import KINDS
 
 LAYERS = 8
-REPLAYS = 20
+PARTS = ("conv", "norm", "recurrence")
 
 
 @dataclass
@@ -137,36 +138,21 @@ class Model:
         return out.flatten(1)
 
 
-def replayed_us(replay: Callable[[], object]) -> float:
-    """The median of replays."""
-    times = []
-    for _ in range(REPLAYS):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        replay()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) * 1000)
-    return statistics.median(times[2:])
-
-
 def measure(model: Model, each: bool) -> Iterator[str]:
     """A line for the layer, and one for each of its kernels."""
-    model.run()
-    torch.cuda.synchronize()
+    layer = graph_us(model.run) / LAYERS
+    yield f"{layer:8.1f} µs a layer, {model.num_bytes / layer / 1e6:.2f} TB/s"
+    if each:
+        yield from _kernels(model)
+
+
+def _kernels(model: Model) -> Iterator[str]:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         model.run()
-    layer = replayed_us(graph.replay) / LAYERS
-    yield f"{layer:8.1f} µs a layer, {model.num_bytes / layer / 1e6:.2f} TB/s"
-    if each:
-        yield from _kernels(graph.replay)
-
-
-def _kernels(replay: Callable[[], object]) -> Iterator[str]:
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
         for _ in range(3):
-            replay()
+            graph.replay()
         torch.cuda.synchronize()
     found = [event for event in profiler.events() if event.device_type == torch.autograd.DeviceType.CUDA]
     found.sort(key=lambda event: event.time_range.start)
@@ -187,39 +173,37 @@ def _kernels(replay: Callable[[], object]) -> Iterator[str]:
 def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layers", nargs="+", choices=SIZES, default=list(SIZES))
-    parser.add_argument("--tokens", default="8", help="requests that decode, with commas between")
+    parser.add_argument("--tokens", type=positives, default="8", help="requests that decode, with commas between")
     parser.add_argument("--variants", nargs="+", default=[""], help="of constants, each measured in turn")
-    parser.add_argument("--without", nargs="+", default=[], help="kernels left out, with commas between")
-    parser.add_argument("--each", type=int, default=0, help="show what each kernel takes with so many requests")
+    parser.add_argument("--without", nargs="+", type=names_of(PARTS), default=[], help="kernels left out")
+    parser.add_argument("--each", type=positive, help="show what each kernel takes with so many requests")
     options = parser.parse_args(arguments)
-    if not torch.cuda.is_available() or not can_compile_kernels("cuda:0"):
-        print("needs a Hopper GPU and NVRTC", file=sys.stderr)
-        return 1
+    need_hopper()
     from mllm_compile.runtime.ops.dependent_launch import starts_early  # imports Triton
 
     torch.manual_seed(0)
-    data = torch.ones(1 << 28, device="cuda")
-    rate = data.nbytes / replayed_us(data.sum) / 1e6
-    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, a sum reads {rate:.2f} TB/s", flush=True)
+    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, a sum reads {read_rate():.0f} GB/s", flush=True)
     for kind in KINDS:
         ops.op(f"{kind}_states")
     if starts_early():
         launch_early()
-    counts = [int(count) for count in options.tokens.split(",")]
     for name in options.layers:
         linears = [Linear.parse(text) for text in SIZES[name].linears]
         with KernelCompiler() as compiler:
             for linear in linears:
                 linear.set_tokens(1)
-            tilings = [choose_tiling(one.kind, bucket) for bucket in {*map(bucket_of, counts)} for one in linears]
+            tilings = [
+                choose_tiling(one.kind, bucket) for bucket in {*map(bucket_of, options.tokens)} for one in linears
+            ]
             compiler.start(tilings)
             load(compiler, tilings, STREAMED.load_kernels)
-        for tokens in counts:
-            cases = [(options.variants[0], without) for without in options.without]
-            for variant, without in [*cases, *((variant, "") for variant in options.variants)]:
+        for tokens in options.tokens:
+            cases = [(options.variants[0], frozenset(names)) for names in options.without]
+            for variant, without in [*cases, *((one, frozenset[str]()) for one in options.variants)]:
                 set_constants(variant)
-                model = Model(name, tokens, linears, frozenset(without.split(",")))
-                print(f"{name}, {tokens} tokens, {variant or 'as it is'}{without and ', without ' + without}")
+                left_out = f", without {' and '.join(sorted(without))}" if without else ""
+                model = Model(name, tokens, linears, without)
+                print(f"{name}, {tokens} tokens, {variant or 'as it is'}{left_out}")
                 for line in measure(model, tokens == options.each):
                     print(line, flush=True)
                 del model
