@@ -30,7 +30,7 @@ from mllm_compile.runtime.weights.formats.every import (
     small_sources,
 )
 from mllm_compile.runtime.weights.safetensors_header import SafetensorsHeader, TensorEntry, read_bytes, read_header
-from mllm_compile.runtime.weights.stream import Read, Source, Spacing, StraightRead, TensorRead, stream_in_order
+from mllm_compile.runtime.weights.stream import Read, Source, Spacing, StraightRead, TensorRead, stream_tensors
 from mllm_compile.runtime.weights.sums import weight_sums
 
 _CHECKED_ROWS = 4096  # of a weight that is looked at value by value: bounds what that takes beside it
@@ -217,7 +217,7 @@ def load_weights(
     """
     headers = {file: read_header(folder / file) for file in _files(specs)}
     if headers:
-        stream_in_order(_reads_in_order(specs, weights, folder, headers), weights[specs[0].name].device, advance)
+        stream_tensors(_reads_in_order(specs, weights, folder, headers), weights[specs[0].name].device, advance)
     _scale(specs, weights, folder, headers)
     _check_sums(specs, weights, folder)
     _check_finite(specs, weights, folder)

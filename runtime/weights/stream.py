@@ -159,40 +159,21 @@ Read = TensorRead | StraightRead
 
 
 def stream_tensors(
-    reads: Sequence[TensorRead],
-    advance: Callable[[int], None] = lambda num_bytes: None,
-    chunk_bytes: int = _CHUNK_BYTES,
-) -> None:
-    """Does all reads, in the order of the files' bytes; returns when the device has them.
-
-    Args:
-        reads: all on one device.
-        advance: called with the bytes read so far done, from the readers' threads.
-        chunk_bytes: bytes that a reader takes at once.
-
-    Raises:
-        CheckpointError: a file ends too early or cannot be read.
-    """
-    if reads:
-        in_order = sorted(reads, key=lambda read: (read.path, read.entry.begin))
-        stream_in_order(in_order, reads[0].place.device, advance, chunk_bytes)
-
-
-def stream_in_order(
     reads: Iterable[Read],
     device: torch.device,
     advance: Callable[[int], None] = lambda num_bytes: None,
     chunk_bytes: int = _CHUNK_BYTES,
 ) -> None:
-    """Does all reads as they come: many small ones are made while others are read.
+    """Does all reads as they come, many small ones being made meanwhile; returns when the device has them.
 
     Args:
         reads: in the order of the files' bytes, asked for while others are read.
         device: of all places.
-        advance, chunk_bytes: as stream_tensors takes them.
+        advance: called with the bytes read so far done, from the readers' threads.
+        chunk_bytes: bytes that a reader takes at once.
 
     Raises:
-        CheckpointError: as of stream_tensors.
+        CheckpointError: a file ends too early or cannot be read.
     """
     stream = _copy_stream(device)
     num_readers = min(_READERS, os.cpu_count() or 1)

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import save_file
 
 from mllm_compile.runtime.weights.safetensors_header import read_header
-from mllm_compile.runtime.weights.stream import StraightRead, TensorRead, stream_in_order, stream_tensors
+from mllm_compile.runtime.weights.stream import StraightRead, TensorRead, stream_tensors
 from mllm_compile.runtime.weights.sums import weight_sums
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
@@ -17,7 +17,8 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 
 def reads_into(path: Path, places: dict[str, torch.Tensor]) -> list[TensorRead]:
     tensors = read_header(path).tensors
-    return [TensorRead(path, tensors[name], place) for name, place in places.items()]
+    reads = [TensorRead(path, tensors[name], place) for name, place in places.items()]
+    return sorted(reads, key=lambda read: read.entry.begin)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -27,7 +28,7 @@ def test_bytes_arrive_and_are_converted_on_the_device(tmp_path, dtype):
     path = tmp_path / "model.safetensors"
     save_file(tensors, path)
     places = {name: torch.empty(value.shape, dtype=dtype, device="cuda") for name, value in tensors.items()}
-    stream_tensors(reads_into(path, places), chunk_bytes=100_000)
+    stream_tensors(reads_into(path, places), places["w0"].device, chunk_bytes=100_000)
     for name, value in tensors.items():
         assert torch.equal(places[name].cpu(), value.to(dtype)), name
 
@@ -46,7 +47,7 @@ def test_stretches_of_many_sizes_come_to_their_places(tmp_path):
         begin += size
     for _ in range(3):
         memory.zero_()
-        stream_in_order(reads, memory.device, chunk_bytes=30_000)
+        stream_tensors(reads, memory.device, chunk_bytes=30_000)
         expected = torch.cat(content.split(sizes)[::-1])
         assert torch.equal(memory.cpu(), expected)
 

@@ -86,14 +86,14 @@ PLACES = [
 
 def test_experts_that_are_stored_one_by_one_are_read_straight_into_their_places(folder, monkeypatch):
     offsets: list[int] = []
-    stream_in_order = loader.stream_in_order
+    stream_tensors = loader.stream_tensors
 
     def watched(reads, *others):
         reads = list(reads)
         offsets.extend(read.offset for read in reads if isinstance(read, StraightRead))
-        stream_in_order(reads, *others)
+        stream_tensors(reads, *others)
 
-    monkeypatch.setattr(loader, "stream_in_order", watched)
+    monkeypatch.setattr(loader, "stream_tensors", watched)
     parts = tuple(
         WeightPart("k", FILE, expert, (2, 3), (("unsqueeze", 0),), (row, 0)) for expert, row in ((0, 0), (1, 2))
     )

@@ -11,8 +11,9 @@ from safetensors.torch import save_file
 from mllm_compile.runtime.errors import CheckpointError
 from mllm_compile.runtime.weights import stream
 from mllm_compile.runtime.weights.safetensors_header import read_header
-from mllm_compile.runtime.weights.stream import StraightRead, TensorRead, stream_in_order, stream_tensors
+from mllm_compile.runtime.weights.stream import StraightRead, TensorRead, stream_tensors
 
+CPU = torch.device("cpu")
 CHUNK = 64  # so that every tensor takes several
 
 
@@ -39,11 +40,16 @@ def read_of(path: Path, name: str, place: torch.Tensor, view=None) -> TensorRead
     return TensorRead(path, read_header(path).tensors[name], place, view)
 
 
+def in_order(path: Path, places: dict[str, torch.Tensor]) -> list[TensorRead]:
+    """Of some of a file's tensors, as its bytes have them."""
+    return sorted((read_of(path, *place) for place in places.items()), key=lambda read: read.entry.begin)
+
+
 def test_every_tensor_arrives_whole(file):
     expected = random_tensors()
     places = {name: torch.empty_like(value) for name, value in expected.items()}
     advanced: list[int] = []
-    stream_tensors([read_of(file, name, place) for name, place in places.items()], advanced.append, CHUNK)
+    stream_tensors(in_order(file, places), CPU, advanced.append, CHUNK)
     for name, value in expected.items():
         assert torch.equal(places[name], value), name
     assert sum(advanced) == sum(value.nbytes for value in expected.values())
@@ -58,7 +64,7 @@ def test_small_tensors_that_lie_one_behind_the_other_are_read_at_once(tmp_path, 
     chunks: list[int] = []
     bring = stream._bring
     monkeypatch.setattr(stream, "_bring", lambda chunk: chunks.append(len(chunk.stretches)) or bring(chunk))
-    stream_tensors([read_of(path, name, place) for name, place in places.items()], chunk_bytes=2 * 60 + 30)
+    stream_tensors(in_order(path, places), CPU, chunk_bytes=2 * 60 + 30)
     for name, place in places.items():
         assert torch.equal(place, tensors[name]), name
     # Of 60 bytes each: two and a half a chunk, and none over the hole.
@@ -72,14 +78,14 @@ def test_another_dtype_is_converted_and_a_view_is_taken(file):
         read_of(file, "half", as_float),
         read_of(file, "matrix", turned, lambda tensor: tensor.transpose(0, 1)),
     ]
-    stream_tensors(reads, chunk_bytes=CHUNK)
+    stream_tensors(sorted(reads, key=lambda read: read.entry.begin), CPU, chunk_bytes=CHUNK)
     assert torch.equal(as_float, expected["half"].float())
     assert torch.equal(turned, expected["matrix"].T)
 
 
 def test_a_box_inside_a_weight_is_filled_and_the_rest_left_alone(file):
     weight = torch.full((20, 10), -1.0)
-    stream_tensors([read_of(file, "matrix", weight[2:19, 3:8])], chunk_bytes=CHUNK)
+    stream_tensors([read_of(file, "matrix", weight[2:19, 3:8])], CPU, chunk_bytes=CHUNK)
     assert torch.equal(weight[2:19, 3:8], random_tensors()["matrix"])
     assert (weight[:2] == -1).all() and (weight[:, :3] == -1).all() and (weight[:, 8:] == -1).all()
 
@@ -95,7 +101,7 @@ def read_straight(path: Path, sizes: list[int], memory: torch.Tensor, chunk_byte
     starts = [sum(sizes[:number]) for number in range(len(sizes))]
     places = [sum(sizes[number + 1 :]) for number in range(len(sizes))]
     reads = (StraightRead(path, *one) for one in zip(starts, sizes, [memory] * len(sizes), places, strict=True))
-    stream_in_order(reads, memory.device, chunk_bytes=chunk_bytes)
+    stream_tensors(reads, memory.device, chunk_bytes=chunk_bytes)
 
 
 @pytest.mark.parametrize("chunk_bytes", [7, 64, 1 << 20])
@@ -153,22 +159,22 @@ def test_what_fails_while_reads_are_made_ends_the_readers(file):
         raise CheckpointError("a read that cannot be made")
 
     with pytest.raises(CheckpointError, match="a read that cannot be made"):
-        stream_in_order(broken(), torch.device("cpu"))
+        stream_tensors(broken(), CPU)
 
 
 def test_nothing_to_read_is_no_error():
-    stream_tensors([])
+    stream_tensors([], CPU)
 
 
 def test_a_file_that_shrinks_while_it_is_read_is_an_error_that_names_it(file):
     reads = [read_of(file, "matrix", torch.empty(17, 5))]
     file.write_bytes(file.read_bytes()[:-300])
     with pytest.raises(CheckpointError, match=r"model\.safetensors cannot be read: the file ends at byte"):
-        stream_tensors(reads, chunk_bytes=CHUNK)
+        stream_tensors(reads, CPU, chunk_bytes=CHUNK)
 
 
 def test_a_file_that_is_gone_is_an_error_that_names_it(file):
     reads = [read_of(file, "vector", torch.empty(3))]
     file.unlink()
     with pytest.raises(CheckpointError, match=r"cannot read .*model\.safetensors: No such file"):
-        stream_tensors(reads)
+        stream_tensors(reads, CPU)
