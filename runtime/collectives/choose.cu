@@ -131,7 +131,7 @@ choose_token(const unsigned short* logits, long long* tokens, const long long* s
   if (threadIdx.x == 0) {
     state[ROWS_OF + now] = rows;
     state[ENDED] = 0;
-    state[CHOICES] = call + 1;
+    state[CHOICES] = next_call(call);
     if (last_tokens) turns[0] = (turn + 1) % num_turns;
   }
 }

@@ -8,8 +8,14 @@ struct Peers {
   u64 at[MOST_RANKS];  // the memory of each rank, as this GPU sees it
 };
 
-// Words of the state: calls so far, blocks of this one that have read that, chunks of the three buffers' last calls.
+// Words of the state: calls so far (next_call), blocks of this one that have read that, chunks of the three buffers' last
+// calls.
 enum { CALLS = 0, READ = 1, CHUNKS_OF = 2, WORDS = 5 };
+
+// The count begins anew where any number of buffers that take turns does, two or three: at the end of 32 bits, which a
+// decode reaches in days, one of three would be used twice running.
+static_assert(CALLS_AROUND % 6 == 0 && CALLS_AROUND < 0xffffffffll, "what is added to it fits");
+__device__ __forceinline__ u32 next_call(u32 call) { return call + 1 == CALLS_AROUND ? 0 : call + 1; }
 
 __device__ __forceinline__ void store_there(uint4* to, uint4 v) {
   asm volatile("st.relaxed.sys.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
@@ -69,6 +75,6 @@ __device__ __forceinline__ void count_call(u32* state, u32 call, int chunks) {
   if (threadIdx.x == 0 && atomicAdd(&state[READ], 1u) == gridDim.x - 1) {
     state[CHUNKS_OF + call % 3] = chunks;
     state[READ] = 0;
-    state[CALLS] = call + 1;
+    state[CALLS] = next_call(call);
   }
 }

@@ -3,7 +3,8 @@
 //
 // A word behind the buffers says that all of a group is there: the number of the call, counted from 1, so nothing is
 // emptied. Two buffers take turns. A rank writes into one again two calls later: between them it has seen words of the
-// next call from all others, who had ended the one that read it.
+// next call from all others, who had ended the one that read it. So a word that is waited for becomes this call's or the
+// next one's. Others are old, however old: the word of a group that smaller sums do not have stays as it is for days.
 constexpr int HELD = (GROUP_CHUNKS + SENDERS - 1) / SENDERS;  // chunks of a group that a thread sends
 static_assert(SENDERS % 32 == 0, "whole warps");
 
@@ -35,11 +36,12 @@ struct Exchange {
   __device__ __forceinline__ void wait(int group, const volatile u32* are_gone) const {
     if (threadIdx.x < num_ranks && threadIdx.x != rank) {
       const u32* word = word_of(rank, threadIdx.x, group);
+      const u32 following = next_call(call) + 1;
       u32 said, looks = 1;
       do {
         asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(said) : "l"(word) : "memory");
         if (looks++ % LOOKS == 0 && *are_gone) break;
-      } while ((int)(said - (call + 1)) < 0);
+      } while (said != call + 1 && said != following);
     }
     sync_workers();
   }

@@ -25,8 +25,10 @@ _ADDING_THREADS, _SENDING_THREADS = 512, 128
 BLOCKS = 2 * MULTIPROCESSORS  # of kernels of whole rows, which all run at once
 SENDING_BLOCKS = MULTIPROCESSORS
 _MOST_THREADS = 640
+CALLS_AROUND = 3 << 30  # after which the count of calls begins anew (peers.cuh)
 MOST_CHOICES = 4096  # rows whose tokens are chosen at once
 _LOGITS_OF_THREAD = 32
+_OF_ALL = {"MOST_RANKS": MOST_RANKS, "CALLS_AROUND": CALLS_AROUND}  # constants of all kernels
 
 
 def most_bytes(num_ranks: int) -> int:
@@ -66,7 +68,7 @@ class PushKernel(_RanksKernel):
         return 512
 
     def constants(self) -> dict[str, int]:
-        return {"THREADS": self.num_threads, "MOST_RANKS": MOST_RANKS}
+        return _OF_ALL | {"THREADS": self.num_threads}
 
     def num_blocks(self, chunks: int) -> int:
         """All of them run at once: a block may wait for another rank's of the same number."""
@@ -92,7 +94,7 @@ class _RowsKernel(_RanksKernel):
         return -(-chunks // (32 * of_a_thread)) * 32
 
     def constants(self) -> dict[str, int]:
-        return {"THREADS": self.num_threads, "COLUMNS": self.columns, "MOST_RANKS": MOST_RANKS}
+        return _OF_ALL | {"THREADS": self.num_threads, "COLUMNS": self.columns}
 
 
 @dataclass(frozen=True)
@@ -129,7 +131,7 @@ class SendKernel(_RanksKernel):
         return _ADDING_THREADS + _SENDING_THREADS
 
     def constants(self) -> dict[str, int]:
-        return {"THREADS": _ADDING_THREADS, "MOST_RANKS": MOST_RANKS} | _sending(self.group_bytes)
+        return _OF_ALL | {"THREADS": _ADDING_THREADS} | _sending(self.group_bytes)
 
 
 @dataclass(frozen=True)
@@ -171,8 +173,7 @@ class ChooseKernel(_RanksKernel):
         return 256
 
     def constants(self) -> dict[str, int]:
-        sizes = {"THREADS": self.num_threads, "COLUMNS": self.columns}
-        return sizes | {"MOST_ROWS": MOST_CHOICES, "MOST_RANKS": MOST_RANKS}
+        return _OF_ALL | {"THREADS": self.num_threads, "COLUMNS": self.columns, "MOST_ROWS": MOST_CHOICES}
 
     def num_blocks(self, rows: int) -> int:
         return rows * -(-self.columns // (self.num_threads * _LOGITS_OF_THREAD))

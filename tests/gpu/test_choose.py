@@ -11,7 +11,7 @@ from mllm_compile.kernels.cuda import can_compile_kernels
 from mllm_compile.kernels.nvrtc import compile_cuda
 from mllm_compile.runtime.collectives.choose import HandOn, TokenChoice, choice_bytes
 from mllm_compile.runtime.collectives.push import load_ranks_kernel
-from mllm_compile.runtime.collectives.sum_kernels import ChooseKernel, PushKernel
+from mllm_compile.runtime.collectives.sum_kernels import CALLS_AROUND, ChooseKernel, PushKernel
 from mllm_compile.runtime.cuda.source import kernel_source
 from mllm_compile.runtime.ops import family
 
@@ -88,6 +88,14 @@ def test_tokens_are_those_of_all_logits_whatever_the_rows(group, columns):
             wanted[4:9] = torch.tensor([-1, -1, -1, 5, columns])
         found = group.choose(parts_of(whole))
         assert all(torch.equal(tokens, wanted) for tokens in found), rows
+
+
+def test_tokens_are_right_however_many_were_chosen(group):
+    for rank in group.ranks:
+        rank._state[0] = CALLS_AROUND - 3 - (1 << 32)  # int32
+    for seed, rows in enumerate((4, 9, 1, 9, 9, 2)):
+        whole = random_logits(rows, 40, seed)
+        assert all(torch.equal(tokens, whole.float().argmax(1)) for tokens in group.choose(parts_of(whole))), seed
 
 
 def test_captured_choices_hand_their_tokens_on_at_each_replay(group):

@@ -22,6 +22,7 @@ from mllm_compile.runtime.collectives.push import (
     sent_bytes,
 )
 from mllm_compile.runtime.collectives.sum_kernels import (
+    CALLS_AROUND,
     AddNormKernel,
     PushKernel,
     PushNormKernel,
@@ -100,6 +101,17 @@ def errors(found: tuple[torch.Tensor, torch.Tensor], parts: Any, residual: Any, 
     total = residual.float() + parts[0].float() + parts[1].float()
     normed = weight.float() * total * torch.rsqrt(total.pow(2).mean(-1, keepdim=True) + EPS)
     return [float((one.float() - wanted).abs().mean()) for one, wanted in zip(found, (total, normed), strict=True)]
+
+
+@pytest.mark.parametrize("calls", [1 << 31, CALLS_AROUND - 3])
+def test_sums_are_right_however_many_there_were(pair, calls):
+    for rank in pair.ranks:
+        rank._state[0] = calls - (1 << 32)  # int32
+    for seed, rows in enumerate((8, 200, 8, 1, 64, 8, 200)):
+        parts, residual, weight = inputs(rows, 4096, seed)
+        found = pair.run(lambda rank, one: one.sum_and_norm(parts[rank], residual, weight, EPS))  # noqa: B023
+        wanted = (residual.float() + (parts[0].float() + parts[1].float())).bfloat16()
+        assert all(torch.equal(summed, wanted) for summed, _ in found), seed
 
 
 def test_rows_of_counts_that_change_are_as_near_to_float32_as_torch_is(pair):
