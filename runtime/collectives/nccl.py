@@ -130,7 +130,7 @@ class NcclCommunicator:
         self._pushed = PushedSums(self.rank, self._shared(buffer_bytes(self.size), NOTHING), self._device)
         if sent_bytes(self.size):
             self._sent = SentSums(self.rank, self._shared(sent_bytes(self.size), 0), self._device)
-        if has_any(ChooseKernel, self._device):
+        if self.least(has_any(ChooseKernel, self._device)):  # a process that had other models may have theirs
             self._choice = TokenChoice(self.rank, self._shared(choice_bytes(self.size), 0), self._device)
 
     def lanes(self, count: int, most_bytes: int) -> list[Communicator]:
