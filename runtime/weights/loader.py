@@ -20,6 +20,7 @@ import torch
 from mllm_compile.runtime.errors import CheckpointError, DamagedWeightsError
 from mllm_compile.runtime.quantised.numbers import E8M0_NAN
 from mllm_compile.runtime.quantised.scheme import SCALES, WeightScheme
+from mllm_compile.runtime.shown import brief, shown
 from mllm_compile.runtime.weights.formats.base import VALUES, Quantised, StoredTensor
 from mllm_compile.runtime.weights.formats.every import (
     FORMATS,
@@ -33,6 +34,7 @@ from mllm_compile.runtime.weights.safetensors_header import SafetensorsHeader, T
 from mllm_compile.runtime.weights.stream import Read, Source, Spacing, StraightRead, TensorRead, stream_tensors
 from mllm_compile.runtime.weights.sums import weight_sums
 
+_DAMAGED = "in the runtime's program.json is damaged; compile the model again"
 _CHECKED_ROWS = 4096  # of a weight that is looked at value by value: bounds what that takes beside it
 _DUMMY_STD = 0.02  # the usual initializer_range: activations keep their size through the layers
 
@@ -188,8 +190,20 @@ _INVERSE = {"transpose": "transpose", "unsqueeze": "squeeze"}
 
 @lru_cache(maxsize=4096)  # experts, many thousand, have few shapes and no two the same places
 def view_shape(shape: tuple[int, ...], steps: tuple[ViewStep, ...]) -> tuple[int, ...]:
-    """The shape of a tensor of `shape` after the views of `steps`."""
-    return tuple(viewed(torch.empty(shape, device="meta"), steps).shape)
+    """The shape of a tensor of `shape` after the views of `steps`.
+
+    Raises:
+        CheckpointError: it has no such views.
+    """
+    try:
+        if any(step[0] == "narrow" and int(step[2]) < 0 for step in steps):
+            raise ValueError("a part begins ahead of it")  # torch would count from its end
+        return tuple(viewed(torch.empty(shape, device="meta"), steps).shape)
+    except (RuntimeError, ValueError, LookupError, TypeError, OverflowError) as error:
+        raise CheckpointError(
+            f"a tensor of shape {list(shape)} cannot be viewed by {shown(steps)} ({brief(str(error))}): the table of "
+            f"weights {_DAMAGED}"
+        ) from error
 
 
 def allocate_weights(specs: Iterable[WeightSpec], device: str) -> dict[str, torch.Tensor]:
@@ -305,7 +319,7 @@ def _plain_read(
     entry = _entry(folder, headers, part.file, part.tensor, part.shape, dtype if size == 1 else None)
     stored_dtype, _, begin, end = entry
     places = _places_of(part.shape, part.steps, part.inner_starts, shape) if stored_dtype == dtype else None
-    if memory is None or places is None:
+    if memory is None or places is None or not places.hold(part.start):
         return _LaterRead(begin, path, entry, part, weight)
     return StraightRead(path, begin, end - begin, memory, places.of(part.start) * size)
 
@@ -329,16 +343,24 @@ def _small_read(
     shape = small.scheme.shape(small.role, *view_shape(part.shape, part.steps))
     if places is None or entry.dtype != place.dtype or view_shape(source.shape, steps) != shape:
         return None
+    if not places.hold(part.start):
+        return None  # place_of refuses it
     _check_details(quantised, folder, headers)
     offset = places.of(part.start) * place.dtype.itemsize
     return StraightRead(paths[source.file], entry.begin, entry.end - entry.begin, memory, offset)
 
 
 class _Places(NamedTuple):
-    """Where parts of one kind begin in a weight: that with the start 0, and how far the next is; in numbers."""
+    """Where parts of one kind begin in a weight: that with the start 0, and how far the next is, in numbers; and the
+    last start."""
 
     first: int
     distance: int
+    last: int
+
+    def hold(self, start: int) -> bool:
+        """True if the part that begins there lies within the weight."""
+        return 0 <= start <= self.last
 
     def of(self, start: int) -> int:
         return self.first + self.distance * start
@@ -353,12 +375,14 @@ def _places_of(
         return None
     box = view_shape(part, steps) if steps else part
     starts = (0, *inner_starts, *(0 for _ in shape[1 + len(inner_starts) :]))
+    if len(box) != len(shape):
+        return None
     first, has_several = 0, False
     for size, start, extent in zip(shape, starts, box, strict=False):  # of a scalar there is none
-        if has_several and extent != size:
+        if (has_several and extent != size) or not 0 <= start <= size - extent:
             return None
         first, has_several = first * size + start, has_several or extent > 1
-    return _Places(first, math.prod(shape[1:]))
+    return _Places(first, math.prod(shape[1:]), shape[0] - box[0] if shape else 0)
 
 
 def _files(specs: Iterable[WeightSpec]) -> list[str]:
@@ -616,12 +640,25 @@ def _entry(
 
 
 def place_of(weight: torch.Tensor, part: WeightPart) -> torch.Tensor:
-    """The view of `weight` that `part` fills."""
+    """The view of `weight` that `part` fills.
+
+    Raises:
+        CheckpointError: it has no such part.
+    """
     shape = view_shape(part.shape, part.steps) if part.steps else part.shape
     if part.small is not None:
         shape = part.small.scheme.shape(part.small.role, *shape)
     starts = (part.start, *part.inner_starts)
-    for dim, (start, size) in enumerate(zip(starts, shape, strict=False)):  # no inner starts: all of those dimensions
+    starts += (0,) * (len(shape) - len(starts))  # no inner starts: all of those dimensions
+    is_within = len(shape) == weight.dim() and all(
+        0 <= start <= whole - size for start, size, whole in zip(starts, shape, weight.shape, strict=False)
+    )
+    if not is_within:
+        raise CheckpointError(
+            f"tensor {part.tensor!r}: a weight of shape {list(weight.shape)} has no place for {list(shape)} that "
+            f"begins at {shown(starts)}: the table of weights {_DAMAGED}"
+        )
+    for dim, (start, size) in enumerate(zip(starts, shape, strict=False)):  # of a scalar there is none
         weight = weight.narrow(dim, start, size)
     return weight
 

@@ -153,6 +153,39 @@ def test_a_files_reads_are_found_one_by_one_while_the_file_before_it_is_read(tmp
     assert seen == ["aaa", "aaab", "aaabb", *("aaabbbbb" + some for some in of_c), "aaabbbbbcc", "aaabbbbbcc"]
 
 
+OUTSIDE = [
+    ((4, 3), WeightPart("q", FILE, -1, (4, 3))),
+    ((4, 3), WeightPart("q", FILE, 1, (4, 3))),
+    ((4, 3), WeightPart("q", FILE, 10**30, (4, 3))),
+    ((2, 3), WeightPart("q", FILE, 0, (4, 3))),
+    ((4, 3), WeightPart("q", FILE, 0, (4, 3), (), (1,))),
+    ((4, 3), WeightPart("q", FILE, 0, (4, 3), (), (-1,))),
+    ((6,), WeightPart("q", FILE, 0, (4, 3))),
+    ((4, 4, 3), WeightPart("q", FILE, 4, (4, 3), (("unsqueeze", 0),))),
+]
+
+
+@pytest.mark.parametrize(("shape", "part"), OUTSIDE)
+def test_a_part_that_lies_outside_of_its_weight_is_refused(folder, shape, part):
+    around = torch.zeros(3 * math.prod(shape))
+    place = around[math.prod(shape) :][: math.prod(shape)].view(shape)
+    with pytest.raises(
+        CheckpointError, match=r"tensor 'q': a weight of shape .* has no place for .* compile the model"
+    ):
+        load_weights([WeightSpec("w", shape, torch.float32, (part,))], {"w": place}, folder)
+    assert not around.any()
+
+
+@pytest.mark.parametrize(
+    "steps",
+    [("narrow", 0, -2, 1), ("narrow", 0, 9, 1), ("narrow", 10**30), ("other", 1), ("reshape", "x"), ("narrow",)],
+)
+def test_views_that_a_tensor_does_not_have_are_refused(folder, steps):
+    spec = WeightSpec("w", (1, 3), torch.float32, (WeightPart("q", FILE, 0, (4, 3), (steps,)),))
+    with pytest.raises(CheckpointError, match=r"shape \[4, 3\] cannot be viewed by .* compile the model again"):
+        load(folder, spec)
+
+
 @pytest.mark.parametrize(("shape", "part", "offset"), PLACES)
 def test_where_a_parts_numbers_follow_each_other_is_known_without_a_tensor(shape, part, offset):
     weight = torch.arange(math.prod(shape)).view(shape)
