@@ -20,7 +20,7 @@ from typing import Any, get_args, get_origin, get_type_hints
 import torch
 
 from mllm_compile.runtime.json_data import MAX_VALUES, from_json
-from mllm_compile.runtime.shown import brief
+from mllm_compile.runtime.shown import brief, shown
 from mllm_compile.runtime.weights.loader import WeightPart, WeightSpec
 
 _PARTS, _NUM_PARTS = "parts", "num_parts"
@@ -37,18 +37,26 @@ def weights_to_json(specs: Iterable[WeightSpec]) -> list[dict[str, Any]]:
 
 def weights_from_json(data: Any) -> tuple[WeightSpec, ...]:
     """Raises ValueError for anything that weights_to_json would not have written."""
-    return tuple(map(_weight, from_json(tuple[dict[str, Any], ...], data)))
+    weights, room = [], MAX_VALUES
+    for one in from_json(tuple[dict[str, Any], ...], data):
+        weights.append(_weight(one, room))
+        room -= len(weights[-1].parts)
+    return tuple(weights)
 
 
-def _weight(data: dict[str, Any]) -> WeightSpec:
+def _weight(data: dict[str, Any], most_parts: int) -> WeightSpec:
     if _PARTS not in data or _NUM_PARTS not in data:
         raise ValueError(f"expected a weight with {_PARTS!r} and {_NUM_PARTS!r}, got {brief(data)}")
     others = {name: value for name, value in data.items() if name not in (_PARTS, _NUM_PARTS)}
     num_parts = from_json(int, data[_NUM_PARTS])
-    if not 0 <= num_parts <= MAX_VALUES:
-        raise ValueError(f"expected a weight of at most {MAX_VALUES:,} parts, got {num_parts}")
-    parts = _values(WeightPart, data[_PARTS], num_parts)
-    return replace(from_json(WeightSpec, {**others, _PARTS: ()}), parts=tuple(parts))
+    if not 0 <= num_parts <= most_parts:  # a few words make any number of them
+        raise ValueError(
+            f"expected weights of at most {MAX_VALUES:,} parts, got {MAX_VALUES - most_parts + num_parts:,}"
+        )
+    spec = from_json(WeightSpec, {**others, _PARTS: ()})
+    if any(size < 0 for size in spec.shape) or spec.num_bytes >= 1 << 63:
+        raise ValueError(f"{shown(spec.name)}: expected a weight's shape, got {shown(spec.shape)}")
+    return replace(spec, parts=tuple(_values(WeightPart, data[_PARTS], num_parts)))
 
 
 def _column(values: Sequence[Any]) -> dict[str, Any]:
@@ -95,7 +103,8 @@ def _values(kind: Any, column: Any, count: int) -> Sequence[Any]:
     if form == "keys" and type(content) is dict:
         item = get_args(_member(kind, lambda one: get_origin(one) is Mapping))[1]
         columns = [_values(item, one, count) for one in content.values()]
-        return [dict(zip(content, row, strict=True)) for row in zip(*columns, strict=True)]
+        if columns:  # without keys all are the same, which "all" says; zip would give none
+            return [dict(zip(content, row, strict=True)) for row in zip(*columns, strict=True)]
     raise ValueError(f"expected a column of {count} values, got {brief(column)}")
 
 

@@ -77,6 +77,8 @@ DAMAGES = [
     (lambda table: table.update(num_parts=10**9), "at most 2,000,000 parts"),
     (lambda table: table.update(num_parts=True), "expected int, got bool"),
     (lambda table: table.update(name=7), "name: expected str"),
+    (lambda table: table.update(shape=[4, -3, 2]), r"'experts.down': expected a weight's shape, got \(4, -3, 2\)"),
+    (lambda table: table.update(shape=[10**30, 3, 2]), "expected a weight's shape"),
     (lambda table: table.update(more=7), "expected no key 'more'"),
     (lambda table: table.update(num_parts=5), "expected a column of 5 values"),
     (lambda table: table.update(parts=[]), COLUMN),
@@ -98,6 +100,21 @@ def test_a_table_that_would_not_be_written_is_refused(damage, message):
     [table] = json.loads(json.dumps(weights_to_json([experts(4)])))
     damage(table)
     with pytest.raises(ValueError, match=message):
+        weights_from_json([table])
+
+
+def test_parts_of_all_weights_count_together():
+    tables = json.loads(json.dumps(weights_to_json([replace(experts(1), parts=experts(1).parts * 4)] * 3)))
+    for table, count in zip(tables, (4, 4, 1_999_993), strict=True):
+        table["num_parts"] = count
+    with pytest.raises(ValueError, match="at most 2,000,000 parts, got 2,000,001"):
+        weights_from_json(tables)
+
+
+def test_a_column_of_mappings_without_keys_does_not_lose_parts():
+    [table] = json.loads(json.dumps(weights_to_json([quantised_experts(3)])))
+    table["parts"]["fields"]["quantised"]["fields"]["numbers"] = {"keys": {}}
+    with pytest.raises(ValueError, match="expected a column of 3 values"):
         weights_from_json([table])
 
 
