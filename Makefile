@@ -44,8 +44,9 @@ demo: $(INSTALLED)
 	$(BIN)/mllm-compile generate configs/tiny_vision.yaml --echo --temperature 0 --image examples/shapes.png --prompt 'How many red circles?'
 	$(BIN)/python examples/tiny_models/vision_answers.py configs/tiny_vision.yaml
 
+# A process that a test ends is not started anew: xdist 3.8 then waits for ever for what it had been given (loadfile).
 test: $(INSTALLED)
-	$(BIN)/python -m pytest -m 'not slow' -n $(WORKERS) --dist loadfile
+	$(BIN)/python -m pytest -m 'not slow' -n $(WORKERS) --dist loadfile --max-worker-restart 0
 
 test-all: $(INSTALLED)
 	$(BIN)/python -m pytest

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from mllm_compile.errors import CheckpointError, MllmError, RequestError
 from mllm_compile.files.json_file import FileReader, folder_reader, json_object
 from mllm_compile.text.chat_template import ChatTemplate
+from mllm_compile.text.merges import check_merges
 from mllm_compile.text.token_bytes import spelled_bytes, token_bytes
 
 if TYPE_CHECKING:
@@ -195,6 +196,7 @@ def load_tokenizer(folder: Path, read: FileReader | None = None) -> Tokenizer | 
     import tokenizers
 
     path = folder / TOKENIZER_FILE
+    check_merges(data, path)
     try:
         backend = tokenizers.Tokenizer.from_buffer(data)
     except BaseException as error:  # tokenizers raises bare Exception for a bad file
