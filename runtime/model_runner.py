@@ -1,5 +1,6 @@
 """Runs a loaded model on batches: owns the device, the pools, the attention backend and the graphs.
 
+Others decide which: trial.py how many pages, state/factory.py which backend, cuda_graph/sizes.py which graphs.
 step/runner.py makes an engine's steps: it turns a ScheduledBatch into a ForwardBatch, and its logits into tokens.
 
 Shape legend: T tokens, R requests, S rows of logits, V vocab.
@@ -19,21 +20,16 @@ import numpy as np
 import torch
 
 from mllm_compile.runtime.attention.base import AttentionBackend
-from mllm_compile.runtime.attention.factory import make_attention_backend
 from mllm_compile.runtime.attention.metadata import AttentionMetadataBuilder, CommonAttentionMetadata, KVCacheSpec
-from mllm_compile.runtime.attention.split.page_table import PageTable
 from mllm_compile.runtime.collectives.base import Communicator, leaving_parts, using
 from mllm_compile.runtime.collectives.choose import TokenChoice
 from mllm_compile.runtime.collectives.sum_kernels import MOST_CHOICES
-from mllm_compile.runtime.cuda_graph.dispatcher import GraphDispatcher
+from mllm_compile.runtime.cuda_graph.sizes import dispatcher_of
 from mllm_compile.runtime.device.memory import (
     check_features_fit,
     check_states_fit,
     check_table_fits,
     check_weights_fit,
-    cpu_kv_budget,
-    cuda_kv_budget,
-    give_back_unused,
 )
 from mllm_compile.runtime.device.open import open_device, prefer_cublaslt
 from mllm_compile.runtime.errors import ConfigError, DeviceMemoryError, RequestError, UnsupportedModelError
@@ -58,13 +54,10 @@ from mllm_compile.runtime.program.loaded import Executor, LoadedModel, ModelSour
 from mllm_compile.runtime.runner_config import RunnerConfig
 from mllm_compile.runtime.sampling.row_state import RowState
 from mllm_compile.runtime.sampling.sampler import sample_tokens
-from mllm_compile.runtime.state.base import StateBackend
-from mllm_compile.runtime.state.hybrid_backend import HybridAttnBackend
+from mllm_compile.runtime.state.factory import make_backend
 from mllm_compile.runtime.state.metadata import StateMetadataBuilder
-from mllm_compile.runtime.state.mixed import MixedStateSteps
-from mllm_compile.runtime.state.piece_backend import PieceStateBackend
-from mllm_compile.runtime.state.torch_backend import TorchStateBackend
 from mllm_compile.runtime.step_fields import StepFields
+from mllm_compile.runtime.trial import count_pages
 from mllm_compile.runtime.ubatch.overlap import BatchOverlap
 from mllm_compile.runtime.ubatch.slices import most_of_a_part, part_of, share_a_request, ubatch_slices
 
@@ -206,8 +199,8 @@ class ModelRunner:
         check_states_fit(num_states * self.state_bytes_per_request, runtime, self.device)
         self.state_pool = GDNPool(num_states, self._state_shapes(), self.device)
         self.feature_pool = self._make_feature_pool()
-        num_pages = self._measure_num_pages() if num_pages is None else num_pages
-        self.token_to_kv_pool = self._make_kv_pool(num_pages)
+        num_pages = count_pages(self) if num_pages is None else num_pages
+        self.token_to_kv_pool = self.make_kv_pool(num_pages)
         self.max_total_num_tokens = (num_pages - 1) * runtime.page_size
 
     @property
@@ -226,6 +219,11 @@ class ModelRunner:
         """Bytes of the features of images that are held; 0 of a model that takes none."""
         return 0 if self.feature_pool is None else self.feature_pool.rows.nbytes
 
+    @property
+    def divides_steps(self) -> bool:
+        """True if a large step may run in two halves beside each other."""
+        return self._overlap is not None
+
     def _make_feature_pool(self) -> FeaturePool | None:
         """The memory of images' features; None of a model that takes none."""
         media, runtime = self.model.media, self.config.runtime
@@ -238,80 +236,23 @@ class ModelRunner:
 
     def init_attention_backend(self) -> None:
         """Make the backend that batches are planned with, and one for the second halves of those that are divided."""
-        self.attn_backend: AttentionBackend = self._make_backend()
+        pools = self.req_to_token_pool, self.state_pool
+        self.attn_backend: AttentionBackend = make_backend(self.config, self.model, *pools, self.device)
         if self._overlap is not None:
-            self._overlap.second_backend = self._make_backend(1)
-
-    def _make_backend(self, part: int = 0) -> AttentionBackend:
-        config, model = self.config, self.model
-        make_attention = partial(make_attention_backend, config, model, self.req_to_token_pool, self.device, part)
-        if not model.state_layers:
-            return make_attention()
-        is_deterministic = config.runtime.deterministic
-        without = next((layer.name for layer in model.state_layers if layer.name not in model.state_pieces), None)
-        if is_deterministic and self.device.type == "cuda" and without is not None:
-            raise UnsupportedModelError(
-                f"runtime.deterministic makes every step one captured decode, which layer {without} cannot be: no "
-                "kernel has states of its size, and the host would have to see which tokens are of one request. Set "
-                "runtime.deterministic: false."
-            )
-        states: StateBackend = TorchStateBackend(self.state_pool, is_deterministic)
-        if model.state_pieces:
-            states = PieceStateBackend(self.state_pool, model.state_pieces, states)
-        mixed = MixedStateSteps(config.max_rows, self.device) if without is None else None
-        if model.layers:
-            return HybridAttnBackend(make_attention(), states, mixed)
-        slots = self.req_to_token_pool.req_to_token
-        pages = PageTable(slots, slots.shape[0], config.runtime.page_size).pages
-        return HybridAttnBackend(None, states, mixed, pages)
+            self._overlap.second_backend = make_backend(self.config, self.model, *pools, self.device, part=1)
 
     def init_cuda_graphs(self) -> None:
         """Capture graphs; skipped off CUDA, when disabled, and for models that do not generate."""
-        if self._captures_graphs:
+        if self.captures_graphs:
             from mllm_compile.runtime.cuda_graph.graph_runner import GraphRunner
 
-            self.graph_runner = GraphRunner(self, self._dispatcher(), self.config.debug_graphs)
+            self.graph_runner = GraphRunner(self, dispatcher_of(self), self.config.debug_graphs)
             self.graph_runner.capture()
 
     @property
-    def _captures_graphs(self) -> bool:
+    def captures_graphs(self) -> bool:
+        """True if steps are captured: on CUDA, of a model that generates, unless they are disabled."""
         return self.device.type == "cuda" and self.config.cudagraph.mode != "none" and self.is_generation
-
-    def _dispatcher(self) -> GraphDispatcher:
-        graphs = self.config.cudagraph
-        mode, mixed_tokens = CUDAGraphMode.from_name(graphs.mode), graphs.mixed_tokens
-        obstacle = self.attn_backend.mixed_obstacle if mixed_tokens else None
-        if mixed_tokens and self.num_deals > 1:
-            obstacle = "ranks with requests of their own have a kind of step each"
-        if obstacle and graphs.mixed_tokens_asked:
-            raise ConfigError(
-                f"cudagraph.mixed_tokens is {list(mixed_tokens)}, but steps with prompts cannot be captured whole: "
-                f"{obstacle}. Set it to auto or []."
-            )
-        if obstacle:
-            logger.info("steps with prompts are not captured whole: %s", obstacle)
-            mixed_tokens = ()
-        cascades = [size for size in graphs.decode_requests if self._is_captured_as_cascade(size)]
-        fresh = self._fresh_sizes() if graphs.whole_prompts else []
-        sizes = graphs.piecewise_tokens, graphs.decode_requests, mixed_tokens, cascades, fresh
-        return GraphDispatcher(mode, *sizes, tokens_alone=self.choice is not None)
-
-    def _fresh_sizes(self) -> list[int]:
-        """The sizes for which prompts alone are captured whole."""
-        from mllm_compile.runtime.cuda_graph.graph_runner import FRESH_TOKENS
-
-        if self.communicator is not None or self.model.has_experts or not self.attn_backend.fresh_work_bytes:
-            return []  # over ranks, and of mixtures of experts, they have not been seen
-        if self.model.rope is not None:  # its lengths are a further input
-            return []
-        return [size for size in FRESH_TOKENS if size <= self.config.runtime.max_num_batched_tokens]
-
-    def _is_captured_as_cascade(self, num_requests: int) -> bool:
-        """True for powers of two that may pay: a cascade takes as long for all requests of a tile."""
-        runtime, backend = self.config.runtime, self.attn_backend
-        is_power = num_requests & (num_requests - 1) == 0
-        has_cascades = runtime.cascade_attention and backend.captures_cascade
-        return has_cascades and is_power and backend.cascade_pays(num_requests, runtime.max_model_len, True)
 
     def shutdown(self) -> None:
         """Give all memory back, as far as the device answers; the runner cannot be used any more."""
@@ -731,12 +672,18 @@ class ModelRunner:
 
     # Memory -----------------------------------------------------------------------------------------------------------
 
-    def _make_kv_pool(self, num_pages: int) -> KVPool:
+    def make_kv_pool(self, num_pages: int) -> KVPool:
+        """Pages for keys and values of all layers of attention."""
         config = self.config
         return KVPool(num_pages, config.runtime.page_size, self._kv_shapes(), config.kv_cache_dtype, self.device)
 
     def _kv_shapes(self) -> list[tuple[int, int, int]]:
         return [layer.cache_shape for layer in self.model.layers]
+
+    @property
+    def kv_bytes_per_page(self) -> int:
+        """Bytes of a page of all layers; 0 of a model without attention."""
+        return KVPool.bytes_per_page(self.config.runtime.page_size, self._kv_shapes(), self.config.kv_cache_dtype)
 
     def _state_shapes(self) -> list[tuple[tuple[int, ...], torch.dtype]]:
         sums = self.config.runtime.state_dtype
@@ -752,72 +699,6 @@ class ModelRunner:
         """States of prefixes that the prefix cache keeps, as many as there are requests; 0 where it needs none."""
         runtime = self.config.runtime
         return runtime.max_running_requests if runtime.enable_prefix_cache and self.model.state_layers else 0
-
-    def _measure_num_pages(self) -> int:
-        config = self.config
-        if self.device.type == "cuda":
-            budget = cuda_kv_budget(config.runtime, self.device, self._run_largest_batch)
-            if self._captures_graphs:
-                budget = budget.without(self._estimate_graph_bytes(), "CUDA graphs (by a trial capture)")
-        else:
-            budget = cpu_kv_budget(1 if self.communicator is None else self.communicator.size)
-            # Pages of memory that were not written yet still count as free.
-            budget = budget.without(self.state_pool.num_rows * self.state_bytes_per_request, "states")
-            budget = budget.without(self.feature_bytes, "features of images")
-        bytes_per_page = KVPool.bytes_per_page(config.runtime.page_size, self._kv_shapes(), config.kv_cache_dtype)
-        num_pages = budget.num_pages(bytes_per_page, config.runtime)
-        if self.communicator is not None:
-            num_pages = self.communicator.least(num_pages)
-        logger.info("%d KV pages of %d tokens: %s", num_pages, config.runtime.page_size, budget.explanation)
-        return num_pages
-
-    def _estimate_graph_bytes(self) -> int:
-        """Bytes of all graphs, from the two largest of each kind, captured on a pool of the dummy page alone."""
-        from mllm_compile.runtime.cuda_graph.graph_runner import estimate_graph_bytes
-
-        self.token_to_kv_pool = self._make_kv_pool(1)
-        self.init_attention_backend()
-        num_bytes = estimate_graph_bytes(self, self._dispatcher())
-        del self.token_to_kv_pool, self.attn_backend
-        give_back_unused(self.device)
-        return num_bytes
-
-    @torch.inference_mode()
-    def _run_largest_batch(self) -> None:
-        """Runs forward and sampling at the limits of a step, on the dummy row and a pool of the dummy page alone.
-
-        Pool and backend are the runner's own for this long, as forward reads them there; init_memory_pool and
-        init_attention_backend make those that stay.
-        """
-        config, device = self.config, self.device
-        num_requests = config.max_rows
-        num_tokens = min(config.runtime.max_num_batched_tokens, num_requests * config.runtime.max_model_len)
-        new_cpu = torch.full((num_requests,), num_tokens // num_requests, dtype=torch.int32)
-        new_cpu[: num_tokens % num_requests] += 1
-        new = new_cpu.to(device)
-        self.token_to_kv_pool = self._make_kv_pool(1)
-        self.init_attention_backend()
-        batch = self.prepare_forward_batch_extend(
-            input_ids=torch.zeros(num_tokens, dtype=torch.int64, device=device),
-            req_pool_indices=torch.zeros(num_requests, dtype=torch.int64, device=device),
-            seq_lens=new,
-            extend_seq_lens=new,
-            extend_prefix_lens=torch.zeros_like(new),
-            out_cache_loc=torch.zeros(num_tokens, dtype=torch.int64, device=device),
-            extend_seq_lens_cpu=new_cpu,
-            extend_prefix_lens_cpu=torch.zeros_like(new_cpu),
-        )
-        if self.feature_pool is not None:
-            encoder = self.image_encoder()
-            encoder.run_largest(config.runtime.max_model_len)
-            encoder.fill(batch, self.feature_pool, int(new_cpu[0]))
-        logits = self.forward(batch).next_token_logits  # of ranks with requests of their own, those of all
-        if self._overlap is not None:
-            self.run_eager(batch)  # steps that are not divided may be as large
-        ones = torch.ones(logits.shape[0], device=device)
-        how = (ones, ones * 0.9, (ones * 50).long())
-        sample_tokens(logits, *how, None, positions=ones.long(), pieces=self.model.sampling)
-        del self.token_to_kv_pool, self.attn_backend
 
 
 def _zeros(index: int, like: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:

@@ -40,8 +40,6 @@ logger = logging.getLogger(__name__)
 # The inputs of a step come in one upload, always of all its places. A longer step has the time to copy its tokens to
 # places of their own.
 _MOST_UPLOADED_TOKENS = 512
-# Tokens of captured prompts alone, whose inputs come so, too.
-FRESH_TOKENS = (64, 128, 192, 256, 384, 512)
 
 
 @dataclass(slots=True)

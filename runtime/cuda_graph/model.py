@@ -7,6 +7,7 @@ from typing import Any, Protocol
 import torch
 
 from mllm_compile.runtime.attention.base import AttentionBackend
+from mllm_compile.runtime.collectives.base import Communicator
 from mllm_compile.runtime.collectives.choose import TokenChoice
 from mllm_compile.runtime.forward_batch import ForwardBatch, LogitsProcessorOutput, TokenInputs
 from mllm_compile.runtime.forward_context import ForwardTimes
@@ -27,6 +28,7 @@ class CapturableModel(Protocol):
     req_to_token_pool: ReqToTokenPool
     row_state: RowState
     forward_times: ForwardTimes | None
+    communicator: Communicator | None
 
     @property
     def always_takes_features(self) -> bool: ...
@@ -54,7 +56,7 @@ class CapturableModel(Protocol):
         extend_prefix_lens: torch.Tensor,
         out_cache_loc: torch.Tensor,
         *,
-        positions: torch.Tensor,
+        positions: torch.Tensor | None = None,
         extend_seq_lens_cpu: torch.Tensor,
         extend_prefix_lens_cpu: torch.Tensor,
     ) -> ForwardBatch: ...

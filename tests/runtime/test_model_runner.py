@@ -1,20 +1,13 @@
 import gc
 import weakref
-from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
 
-from mllm_compile.runtime.collectives.sum_kernels import MOST_CHOICES
-from mllm_compile.runtime.config_sections import CudaGraphSection
-from mllm_compile.runtime.cuda_graph.dispatcher import GraphDispatcher
 from mllm_compile.runtime.device import memory
 from mllm_compile.runtime.errors import ConfigError, DeviceError, DeviceMemoryError, RequestError
 from mllm_compile.runtime.forward_batch import ForwardMode
-from mllm_compile.runtime.model_runner import ModelRunner
-from mllm_compile.runtime.runner_config import RunnerConfig
-from tests.runtime.runner_cases import CONTEXT, DEFAULTS, HEAD_DIM, HEADS, KV_HEADS, VOCAB, TinyModel, make_runner
+from tests.runtime.runner_cases import CONTEXT, HEAD_DIM, HEADS, KV_HEADS, VOCAB, TinyModel, make_runner
 
 PROMPTS = [[3, 9, 27, 20, 60], [1, 2], [7] * 9]
 
@@ -57,75 +50,6 @@ def with_prompts_placed():
     for i, _ in enumerate(PROMPTS):
         place(runner, i + 1, 16, 1 + 4 * i)
     return runner, model
-
-
-@pytest.mark.parametrize("obstacle", [None, "layer 3 has a window"])
-def test_whole_steps_with_prompts_are_refused_or_left_out_where_attention_cannot_be_captured(obstacle):
-    def dispatcher(is_asked: bool) -> GraphDispatcher:
-        runner = ModelRunner.__new__(ModelRunner)
-        graphs = CudaGraphSection(mode="full", decode_requests=(1,), mixed_tokens=(8, 64), mixed_tokens_asked=is_asked)
-        runner.config = RunnerConfig(dtype=torch.float32, runtime=DEFAULTS, cudagraph=graphs)
-        runner.attn_backend, runner.communicator = SimpleNamespace(mixed_obstacle=obstacle), None
-        return runner._dispatcher()
-
-    assert dispatcher(is_asked=False).mixed_tokens == (() if obstacle else (8, 64))
-    if obstacle is None:
-        assert dispatcher(is_asked=True).mixed_tokens == (8, 64)
-    else:
-        with pytest.raises(ConfigError, match=r"mixed_tokens is \[8, 64\], but .*a window\. Set it to auto or \[\]"):
-            dispatcher(is_asked=True)
-
-
-@pytest.mark.parametrize(
-    ("runtime", "graphs", "is_there"),
-    [
-        ({"tensor_parallel_size": 2}, {}, True),
-        ({"expert_parallel_size": 2}, {}, False),
-        ({"tensor_parallel_size": 2}, {"sample_in_graph": False}, False),
-        ({"tensor_parallel_size": 2}, {"decode_requests": (1, MOST_CHOICES + 1)}, False),
-    ],
-    ids=["cut", "dealt", "chosen outside", "too many"],
-)
-def test_decodes_are_captured_without_logits_where_ranks_choose_together(runtime, graphs, is_there):
-    runner = ModelRunner.__new__(ModelRunner)
-    sections = {"mode": "full_decode_only", "decode_requests": (1, 4), "sample_in_graph": True} | graphs
-    runner.config = RunnerConfig(
-        dtype=torch.float32, runtime=replace(DEFAULTS, **runtime), cudagraph=CudaGraphSection(**sections)
-    )
-    runner.model, runner.attn_backend = SimpleNamespace(vocab_size=90), SimpleNamespace(mixed_obstacle=None)
-    asked = []
-    runner.communicator = SimpleNamespace(size=2, choice=lambda columns: asked.append(columns) or "a kernel")
-    runner._is_captured_as_cascade = lambda size: False
-    assert runner._dispatcher().tokens_alone is is_there
-    assert asked == [45] * is_there
-    runner.communicator = None
-    assert not runner._dispatcher().tokens_alone
-
-
-def model_of(rope, has_experts=False):
-    return SimpleNamespace(rope=rope, media=None, has_experts=has_experts)
-
-
-@pytest.mark.parametrize(
-    ("changes", "expected"),
-    [
-        ({}, (64, 128)),
-        ({"communicator": SimpleNamespace()}, ()),
-        ({"attn_backend": SimpleNamespace(fresh_work_bytes=0)}, ()),
-        ({"model": model_of(rope=object())}, ()),
-        ({"model": model_of(rope=None, has_experts=True)}, ()),
-    ],
-)
-def test_prompts_alone_are_captured_whole_where_the_graph_can_fetch_all_that_it_reads(changes, expected):
-    runner = ModelRunner.__new__(ModelRunner)
-    graphs = CudaGraphSection(mode="full", decode_requests=(1,), whole_prompts=True)
-    runtime = replace(DEFAULTS, max_num_batched_tokens=150)
-    runner.config = RunnerConfig(dtype=torch.float32, runtime=runtime, cudagraph=graphs)
-    backend = SimpleNamespace(fresh_work_bytes=256)
-    given = {"communicator": None, "attn_backend": backend, "model": model_of(rope=None)}
-    runner.__dict__.update(given | changes)
-    found = runner._dispatcher()
-    assert found.fresh_tokens == expected and not found.mixed_tokens
 
 
 def test_initialize_knows_the_model_and_the_pools():

@@ -1,0 +1,57 @@
+"""Says which steps of a model are captured: the sizes of its config, as far as its attention and its ranks allow."""
+
+from __future__ import annotations
+
+import logging
+
+from mllm_compile.runtime.cuda_graph.dispatcher import GraphDispatcher
+from mllm_compile.runtime.cuda_graph.model import CapturableModel
+from mllm_compile.runtime.errors import ConfigError
+from mllm_compile.runtime.graph_mode import CUDAGraphMode
+
+logger = logging.getLogger(__name__)
+
+# Tokens of captured prompts alone, whose inputs come in one upload, always of all its places.
+FRESH_TOKENS = (64, 128, 192, 256, 384, 512)
+
+
+def dispatcher_of(runner: CapturableModel) -> GraphDispatcher:
+    """The dispatcher of all sizes that are captured of a model.
+
+    Raises:
+        ConfigError: steps with prompts are to be captured whole, and cannot be.
+    """
+    graphs = runner.config.cudagraph
+    mode, mixed_tokens = CUDAGraphMode.from_name(graphs.mode), graphs.mixed_tokens
+    obstacle = runner.attn_backend.mixed_obstacle if mixed_tokens else None
+    if mixed_tokens and runner.num_deals > 1:
+        obstacle = "ranks with requests of their own have a kind of step each"
+    if obstacle and graphs.mixed_tokens_asked:
+        raise ConfigError(
+            f"cudagraph.mixed_tokens is {list(mixed_tokens)}, but steps with prompts cannot be captured whole: "
+            f"{obstacle}. Set it to auto or []."
+        )
+    if obstacle:
+        logger.info("steps with prompts are not captured whole: %s", obstacle)
+        mixed_tokens = ()
+    cascades = [size for size in graphs.decode_requests if _is_captured_as_cascade(runner, size)]
+    fresh = _fresh_sizes(runner) if graphs.whole_prompts else []
+    sizes = graphs.piecewise_tokens, graphs.decode_requests, mixed_tokens, cascades, fresh
+    return GraphDispatcher(mode, *sizes, tokens_alone=runner.choice is not None)
+
+
+def _fresh_sizes(runner: CapturableModel) -> list[int]:
+    """The sizes for which prompts alone are captured whole."""
+    if runner.communicator is not None or runner.model.has_experts or not runner.attn_backend.fresh_work_bytes:
+        return []  # over ranks, and of mixtures of experts, they have not been seen
+    if runner.model.rope is not None:  # its lengths are a further input
+        return []
+    return [size for size in FRESH_TOKENS if size <= runner.config.runtime.max_num_batched_tokens]
+
+
+def _is_captured_as_cascade(runner: CapturableModel, num_requests: int) -> bool:
+    """True for powers of two that may pay: a cascade takes as long for all requests of a tile."""
+    runtime, backend = runner.config.runtime, runner.attn_backend
+    is_power = num_requests & (num_requests - 1) == 0
+    has_cascades = runtime.cascade_attention and backend.captures_cascade
+    return has_cascades and is_power and backend.cascade_pays(num_requests, runtime.max_model_len, True)

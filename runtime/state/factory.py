@@ -1,0 +1,73 @@
+"""Makes the backend of a model: that of its attention alone, or one for its layers with a state too."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Protocol
+
+import torch
+
+from mllm_compile.runtime.attention.base import AttentionBackend
+from mllm_compile.runtime.attention.factory import AttendingModel, make_attention_backend
+from mllm_compile.runtime.attention.split.page_table import PageTable
+from mllm_compile.runtime.errors import UnsupportedModelError
+from mllm_compile.runtime.memory_pool import GDNPool, ReqToTokenPool
+from mllm_compile.runtime.runner_config import RunnerConfig
+from mllm_compile.runtime.state.base import StateBackend
+from mllm_compile.runtime.state.hybrid_backend import HybridAttnBackend
+from mllm_compile.runtime.state.layer import StateLayer
+from mllm_compile.runtime.state.mixed import MixedStateSteps
+from mllm_compile.runtime.state.piece_backend import PieceStateBackend, StatePieces
+from mllm_compile.runtime.state.torch_backend import TorchStateBackend
+
+
+class StatefulModel(AttendingModel, Protocol):
+    """The model's facts that a backend needs, those of its layers with a state too."""
+
+    @property
+    def state_layers(self) -> Sequence[StateLayer]:
+        """The layers with a state, by state_id; there may be none."""
+
+    @property
+    def state_pieces(self) -> Mapping[str, StatePieces]:
+        """Layer with a state → its kernels, if any."""
+
+
+def make_backend(
+    config: RunnerConfig,
+    model: StatefulModel,
+    req_to_token_pool: ReqToTokenPool,
+    state_pool: GDNPool,
+    device: torch.device,
+    part: int = 0,
+) -> AttentionBackend:
+    """The backend that computes a model's attention, and its layers with a state.
+
+    Args:
+        part: as make_attention_backend has it.
+
+    Raises:
+        ConfigError, DeviceError: as make_attention_backend.
+        UnsupportedModelError: the model has a layer that it cannot do, or not in the deterministic mode.
+    """
+    make_attention = partial(make_attention_backend, config, model, req_to_token_pool, device, part)
+    if not model.state_layers:
+        return make_attention()
+    is_deterministic = config.runtime.deterministic
+    without = next((layer.name for layer in model.state_layers if layer.name not in model.state_pieces), None)
+    if is_deterministic and device.type == "cuda" and without is not None:
+        raise UnsupportedModelError(
+            f"runtime.deterministic makes every step one captured decode, which layer {without} cannot be: no "
+            "kernel has states of its size, and the host would have to see which tokens are of one request. Set "
+            "runtime.deterministic: false."
+        )
+    states: StateBackend = TorchStateBackend(state_pool, is_deterministic)
+    if model.state_pieces:
+        states = PieceStateBackend(state_pool, model.state_pieces, states)
+    mixed = MixedStateSteps(config.max_rows, device) if without is None else None
+    if model.layers:
+        return HybridAttnBackend(make_attention(), states, mixed)
+    slots = req_to_token_pool.req_to_token
+    pages = PageTable(slots, slots.shape[0], config.runtime.page_size).pages
+    return HybridAttnBackend(None, states, mixed, pages)

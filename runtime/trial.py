@@ -1,0 +1,129 @@
+"""Measures how many KV pages fit beside a model: runs its largest step, and captures some of its graphs, on a pool of
+the dummy page alone.
+
+device/memory.py knows what a device has and who gets which share of it; here is what this model takes of it.
+"""
+
+from __future__ import annotations
+
+import logging
+from functools import partial
+from typing import Protocol
+
+import torch
+
+from mllm_compile.runtime.cuda_graph.model import CapturableModel
+from mllm_compile.runtime.cuda_graph.sizes import dispatcher_of
+from mllm_compile.runtime.device.memory import cpu_kv_budget, cuda_kv_budget, give_back_unused
+from mllm_compile.runtime.forward_batch import ForwardBatch, LogitsProcessorOutput
+from mllm_compile.runtime.media.feature_pool import FeaturePool
+from mllm_compile.runtime.memory_pool import GDNPool, KVPool
+from mllm_compile.runtime.program.images import ImageEncoder
+from mllm_compile.runtime.sampling.sampler import sample_tokens
+
+logger = logging.getLogger(__name__)
+
+
+class TriedModel(CapturableModel, Protocol):
+    """A model whose pages are to be counted, all its other memory allocated; ModelRunner's methods are documented
+    there.
+
+    Its pool of pages and its attention backend are the trial's for that long, as forward reads them there, and nobody's
+    afterwards.
+    """
+
+    token_to_kv_pool: KVPool
+    state_pool: GDNPool
+    feature_pool: FeaturePool | None
+
+    @property
+    def captures_graphs(self) -> bool: ...
+
+    @property
+    def divides_steps(self) -> bool: ...
+
+    @property
+    def kv_bytes_per_page(self) -> int: ...
+
+    @property
+    def state_bytes_per_request(self) -> int: ...
+
+    @property
+    def feature_bytes(self) -> int: ...
+
+    def make_kv_pool(self, num_pages: int) -> KVPool: ...
+
+    def init_attention_backend(self) -> None: ...
+
+    def image_encoder(self) -> ImageEncoder: ...
+
+    def forward(self, batch: ForwardBatch) -> LogitsProcessorOutput: ...
+
+
+def count_pages(runner: TriedModel) -> int:
+    """The KV pages that fit, the dummy page with them; all ranks get the least number of any.
+
+    Raises:
+        DeviceMemoryError: the largest step, or the KV of one request, does not fit.
+    """
+    config = runner.config
+    if runner.device.type == "cuda":
+        budget = cuda_kv_budget(config.runtime, runner.device, partial(run_largest_batch, runner))
+        if runner.captures_graphs:
+            budget = budget.without(_estimate_graph_bytes(runner), "CUDA graphs (by a trial capture)")
+    else:
+        budget = cpu_kv_budget(1 if runner.communicator is None else runner.communicator.size)
+        # Pages of memory that were not written yet still count as free.
+        budget = budget.without(runner.state_pool.num_rows * runner.state_bytes_per_request, "states")
+        budget = budget.without(runner.feature_bytes, "features of images")
+    num_pages = budget.num_pages(runner.kv_bytes_per_page, config.runtime)
+    if runner.communicator is not None:
+        num_pages = runner.communicator.least(num_pages)
+    logger.info("%d KV pages of %d tokens: %s", num_pages, config.runtime.page_size, budget.explanation)
+    return num_pages
+
+
+def _estimate_graph_bytes(runner: TriedModel) -> int:
+    """Bytes of all graphs, from the two largest of each kind, captured on a pool of the dummy page alone."""
+    from mllm_compile.runtime.cuda_graph.graph_runner import estimate_graph_bytes
+
+    runner.token_to_kv_pool = runner.make_kv_pool(1)
+    runner.init_attention_backend()
+    num_bytes = estimate_graph_bytes(runner, dispatcher_of(runner))
+    del runner.token_to_kv_pool, runner.attn_backend
+    give_back_unused(runner.device)
+    return num_bytes
+
+
+@torch.inference_mode()
+def run_largest_batch(runner: TriedModel) -> None:
+    """Runs forward and sampling at the limits of a step, on the dummy row and a pool of the dummy page alone."""
+    config, device = runner.config, runner.device
+    num_requests = config.max_rows
+    num_tokens = min(config.runtime.max_num_batched_tokens, num_requests * config.runtime.max_model_len)
+    new_cpu = torch.full((num_requests,), num_tokens // num_requests, dtype=torch.int32)
+    new_cpu[: num_tokens % num_requests] += 1
+    new = new_cpu.to(device)
+    runner.token_to_kv_pool = runner.make_kv_pool(1)
+    runner.init_attention_backend()
+    batch = runner.prepare_forward_batch_extend(
+        input_ids=torch.zeros(num_tokens, dtype=torch.int64, device=device),
+        req_pool_indices=torch.zeros(num_requests, dtype=torch.int64, device=device),
+        seq_lens=new,
+        extend_seq_lens=new,
+        extend_prefix_lens=torch.zeros_like(new),
+        out_cache_loc=torch.zeros(num_tokens, dtype=torch.int64, device=device),
+        extend_seq_lens_cpu=new_cpu,
+        extend_prefix_lens_cpu=torch.zeros_like(new_cpu),
+    )
+    if runner.feature_pool is not None:
+        encoder = runner.image_encoder()
+        encoder.run_largest(config.runtime.max_model_len)
+        encoder.fill(batch, runner.feature_pool, int(new_cpu[0]))
+    logits = runner.forward(batch).next_token_logits  # of ranks with requests of their own, those of all
+    if runner.divides_steps:
+        runner.run_eager(batch)  # steps that are not divided may be as large
+    ones = torch.ones(logits.shape[0], device=device)
+    how = (ones, ones * 0.9, (ones * 50).long())
+    sample_tokens(logits, *how, None, positions=ones.long(), pieces=runner.model.sampling)
+    del runner.token_to_kv_pool, runner.attn_backend

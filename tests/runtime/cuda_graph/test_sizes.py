@@ -1,0 +1,94 @@
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from mllm_compile.runtime.collectives.sum_kernels import MOST_CHOICES
+from mllm_compile.runtime.config_sections import CudaGraphSection
+from mllm_compile.runtime.cuda_graph.dispatcher import GraphDispatcher
+from mllm_compile.runtime.cuda_graph.sizes import dispatcher_of
+from mllm_compile.runtime.errors import ConfigError
+from mllm_compile.runtime.model_runner import ModelRunner
+from mllm_compile.runtime.runner_config import RunnerConfig
+from tests.runtime.runner_cases import DEFAULTS
+
+
+def runner_of(graphs: CudaGraphSection, runtime: dict | None = None, **attributes) -> ModelRunner:
+    """A runner of one rank that is not initialized, with these attributes."""
+    runner = ModelRunner.__new__(ModelRunner)
+    runner.config = RunnerConfig(dtype=torch.float32, runtime=replace(DEFAULTS, **(runtime or {})), cudagraph=graphs)
+    runner.__dict__.update({"communicator": None} | attributes)
+    return runner
+
+
+@pytest.mark.parametrize("obstacle", [None, "layer 3 has a window"])
+def test_whole_steps_with_prompts_are_refused_or_left_out_where_attention_cannot_be_captured(obstacle):
+    def dispatcher(is_asked: bool) -> GraphDispatcher:
+        graphs = CudaGraphSection(mode="full", decode_requests=(1,), mixed_tokens=(8, 64), mixed_tokens_asked=is_asked)
+        return dispatcher_of(runner_of(graphs, attn_backend=SimpleNamespace(mixed_obstacle=obstacle)))
+
+    assert dispatcher(is_asked=False).mixed_tokens == (() if obstacle else (8, 64))
+    if obstacle is None:
+        assert dispatcher(is_asked=True).mixed_tokens == (8, 64)
+    else:
+        with pytest.raises(ConfigError, match=r"mixed_tokens is \[8, 64\], but .*a window\. Set it to auto or \[\]"):
+            dispatcher(is_asked=True)
+
+
+@pytest.mark.parametrize(
+    ("runtime", "graphs", "is_there"),
+    [
+        ({"tensor_parallel_size": 2}, {}, True),
+        ({"expert_parallel_size": 2}, {}, False),
+        ({"tensor_parallel_size": 2}, {"sample_in_graph": False}, False),
+        ({"tensor_parallel_size": 2}, {"decode_requests": (1, MOST_CHOICES + 1)}, False),
+    ],
+    ids=["cut", "dealt", "chosen outside", "too many"],
+)
+def test_decodes_are_captured_without_logits_where_ranks_choose_together(runtime, graphs, is_there):
+    sections = {"mode": "full_decode_only", "decode_requests": (1, 4), "sample_in_graph": True} | graphs
+    asked = []
+    runner = runner_of(
+        CudaGraphSection(**sections),
+        runtime,
+        model=SimpleNamespace(vocab_size=90),
+        attn_backend=SimpleNamespace(mixed_obstacle=None, captures_cascade=False),
+        communicator=SimpleNamespace(size=2, choice=lambda columns: asked.append(columns) or "a kernel"),
+    )
+    assert dispatcher_of(runner).tokens_alone is is_there
+    assert asked == [45] * is_there
+    runner.communicator = None
+    assert not dispatcher_of(runner).tokens_alone
+
+
+def model_of(rope, has_experts=False):
+    return SimpleNamespace(rope=rope, media=None, has_experts=has_experts)
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, (64, 128)),
+        ({"communicator": SimpleNamespace()}, ()),
+        ({"attn_backend": SimpleNamespace(fresh_work_bytes=0)}, ()),
+        ({"model": model_of(rope=object())}, ()),
+        ({"model": model_of(rope=None, has_experts=True)}, ()),
+    ],
+)
+def test_prompts_alone_are_captured_whole_where_the_graph_can_fetch_all_that_it_reads(changes, expected):
+    graphs = CudaGraphSection(mode="full", decode_requests=(1,), whole_prompts=True)
+    given = {"attn_backend": SimpleNamespace(fresh_work_bytes=256), "model": model_of(rope=None)}
+    found = dispatcher_of(runner_of(graphs, {"max_num_batched_tokens": 150}, **(given | changes)))
+    assert found.fresh_tokens == expected and not found.mixed_tokens
+
+
+@pytest.mark.parametrize(("captures", "most_that_pay", "expected"), [(True, 4, (2, 4)), (True, 1, ()), (False, 4, ())])
+def test_powers_of_two_that_pay_are_captured_as_cascades_too(captures, most_that_pay, expected):
+    backend = SimpleNamespace(
+        captures_cascade=captures,
+        cascade_pays=lambda count, length, divided: 2 <= count <= most_that_pay,
+    )
+    graphs = CudaGraphSection(mode="full_decode_only", decode_requests=(1, 2, 3, 4, 8))
+    runner = runner_of(graphs, {"cascade_attention": True}, attn_backend=backend)
+    assert dispatcher_of(runner).cascade_requests == expected
