@@ -12,7 +12,7 @@ from mllm_compile.checkpoint.planned_tensor import PlannedTensor
 from mllm_compile.checkpoint.quantised import CheckpointTensors
 from mllm_compile.passes.base import CacheScales, WeightFactor
 from mllm_compile.runtime.weights.formats.base import FLOATS
-from mllm_compile.runtime.weights.loader import Factor
+from mllm_compile.runtime.weights.spec import Factor
 
 # How names go on behind the attention's own, and whose scale it is; the longer ones first.
 _KEYS = (".k_proj.k_scale", ".k_proj.output_scale", ".attn.k_scale", ".k_scale")

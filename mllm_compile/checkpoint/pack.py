@@ -10,7 +10,8 @@ from mllm_compile.checkpoint.files import WeightFiles, weight_files
 from mllm_compile.config.resolved import ResolvedConfig
 from mllm_compile.files.save_tensors import save_tensors
 from mllm_compile.process.progress import Reporter
-from mllm_compile.runtime.weights.loader import WeightPart, WeightSpec, allocate_weights, fill_random, load_weights
+from mllm_compile.runtime.weights.loader import allocate_weights, fill_random, load_weights
+from mllm_compile.runtime.weights.spec import WeightPart, WeightSpec
 from mllm_compile.runtime.weights.sums import weight_sums
 
 _MAX_FILE_BYTES = 4 << 30

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from mllm_compile.runtime.weights.formats.base import Quantised
-from mllm_compile.runtime.weights.loader import ViewStep, view_shape
+from mllm_compile.runtime.weights.views import ViewStep, view_shape
 
 
 @dataclass(frozen=True)

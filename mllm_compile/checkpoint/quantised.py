@@ -16,8 +16,8 @@ from mllm_compile.config.quantisation import Scheme
 from mllm_compile.errors import CheckpointError
 from mllm_compile.runtime.weights.formats.base import VALUES, Format, Quantised, ReadBytes, StoredTensor
 from mllm_compile.runtime.weights.formats.every import FORMATS
-from mllm_compile.runtime.weights.loader import WeightSpec
 from mllm_compile.runtime.weights.safetensors_header import TensorEntry, read_bytes, read_header
+from mllm_compile.runtime.weights.spec import WeightSpec
 
 
 @dataclass(frozen=True)

@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from mllm_compile.runtime.config_sections import RuntimeSection
     from mllm_compile.runtime.program.spec import Program
     from mllm_compile.runtime.quantised.scheme import WeightScheme
-    from mllm_compile.runtime.weights.loader import WeightSpec
+    from mllm_compile.runtime.weights.spec import WeightSpec
 
 
 @contextmanager

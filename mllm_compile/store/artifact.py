@@ -40,7 +40,7 @@ from mllm_compile.runtime.program.pieces import PieceSuffix
 from mllm_compile.runtime.program.spec import ModelSizes, Program
 from mllm_compile.runtime.regular_file import read_regular
 from mllm_compile.runtime.shown import shown
-from mllm_compile.runtime.weights.loader import WeightSpec
+from mllm_compile.runtime.weights.spec import WeightSpec
 from mllm_compile.runtime.weights.table import weights_from_json, weights_to_json
 from mllm_compile.store.key import FORMAT_VERSION
 from mllm_compile.store.measurements import MEASURED

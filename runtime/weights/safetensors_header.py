@@ -131,6 +131,28 @@ def _entry(path: Path, name: str, fields: dict[str, Any], data_start: int, file_
     return TensorEntry(dtype, tuple(shape), begin, end)
 
 
+def entry_of(
+    folder: Path,
+    headers: Mapping[str, SafetensorsHeader],
+    file: str,
+    tensor: str,
+    shape: tuple[int, ...],
+    dtype: torch.dtype | None = None,
+) -> TensorEntry:
+    """The tensor's place in its file; `dtype` is None where any is converted."""
+    entry = headers[file].tensors.get(tensor)
+    if entry is None or entry.shape != shape or dtype not in (None, entry.dtype):
+        found = "no such tensor" if entry is None else f"shape {list(entry.shape)}"
+        if entry is not None and entry.shape == shape:
+            found = str(entry.dtype).removeprefix("torch.")
+        raise CheckpointError(
+            f"{folder / file}: expected tensor {tensor!r} of shape {list(shape)}"
+            f"{'' if dtype is None else ' in ' + str(dtype).removeprefix('torch.')}, found {found}. The checkpoint "
+            "has changed since the model was compiled; compile it again."
+        )
+    return entry
+
+
 def _are_sizes(shape: list[Any], offsets: list[Any]) -> bool:
     # Exactly int: json reads true as a bool, which is an int too. torch has 64 dimensions and 64-bit sizes.
     values = shape + offsets

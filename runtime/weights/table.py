@@ -21,7 +21,7 @@ import torch
 
 from mllm_compile.runtime.json_data import MAX_VALUES, from_json
 from mllm_compile.runtime.shown import brief, shown
-from mllm_compile.runtime.weights.loader import WeightPart, WeightSpec
+from mllm_compile.runtime.weights.spec import WeightPart, WeightSpec
 
 _PARTS, _NUM_PARTS = "parts", "num_parts"
 

@@ -10,7 +10,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from mllm_compile.runtime.weights.loader import WeightPart, WeightSpec, allocate_weights, load_weights
+from mllm_compile.runtime.weights.loader import allocate_weights, load_weights
+from mllm_compile.runtime.weights.spec import WeightPart, WeightSpec
 from tests.tiny_model import TINY
 
 ROWS, COLUMNS, LAYERS = 1024, 1024, 8  # 3 parts a layer, 2 bytes: 48 MiB

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mllm_compile.checkpoint.planned_tensor import PlannedTensor
-from mllm_compile.runtime.weights.loader import viewed
+from mllm_compile.runtime.weights.views import viewed
 
 
 def pair(name: str, *shape: int) -> tuple[torch.Tensor, PlannedTensor]:

@@ -23,9 +23,10 @@ from mllm_compile.passes.base import CacheScales, PackedPart, QuantisedTensor, W
 from mllm_compile.runtime.quantised.numbers import dequantised, quantised
 from mllm_compile.runtime.quantised.scheme import MXFP4 as MXFP4_SCHEME
 from mllm_compile.runtime.quantised.scheme import NVFP4, WeightScheme, quantised_as, tensor_name
-from mllm_compile.runtime.weights import loader
+from mllm_compile.runtime.weights import reads
 from mllm_compile.runtime.weights.formats import every, gptq
-from mllm_compile.runtime.weights.loader import Factor, WeightSpec, allocate_weights, fill_random, load_weights
+from mllm_compile.runtime.weights.loader import allocate_weights, fill_random, load_weights
+from mllm_compile.runtime.weights.spec import Factor, WeightSpec
 from mllm_compile.runtime.weights.table import weights_from_json, weights_to_json
 from tests.model.tiny_configs import save_tiny_model, tiny_config
 from tests.quantised_checkpoints import LINEARS, MXFP4, Tensors, WrittenFormat, set_quantisation
@@ -414,11 +415,11 @@ def test_experts_that_are_stored_one_by_one_are_read_straight_into_their_schemes
     specs = plan_weights(shapes, {}, table, told)
     straight, general = allocate_weights(specs, "cpu"), allocate_weights(specs, "cpu")
     made: list[bool] = []
-    small_read = loader._small_read
-    monkeypatch.setattr(loader, "_small_read", lambda *of: made.append(small_read(*of) is not None) or small_read(*of))
+    small_read = reads._small_read
+    monkeypatch.setattr(reads, "_small_read", lambda *of: made.append(small_read(*of) is not None) or small_read(*of))
     load_weights(specs, straight, tmp_path)
     assert any(made) == (name == "fp8 blocks"), "numbers in four bits lie in words of another type"
-    monkeypatch.setattr(loader, "_small_read", lambda *of: None)
+    monkeypatch.setattr(reads, "_small_read", lambda *of: None)
     load_weights(specs, general, tmp_path)
     for spec in specs:
         assert torch.equal(straight[spec.name].view(torch.uint8), general[spec.name].view(torch.uint8)), spec.name

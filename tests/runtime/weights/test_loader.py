@@ -11,16 +11,10 @@ import torch
 from safetensors.torch import save_file
 
 from mllm_compile.runtime.errors import CheckpointError
-from mllm_compile.runtime.weights import loader, stream
-from mllm_compile.runtime.weights.loader import (
-    WeightPart,
-    WeightSpec,
-    allocate_weights,
-    fill_random,
-    load_weights,
-    place_of,
-)
+from mllm_compile.runtime.weights import loader, reads, stream
+from mllm_compile.runtime.weights.loader import allocate_weights, fill_random, load_weights
 from mllm_compile.runtime.weights.safetensors_header import read_header
+from mllm_compile.runtime.weights.spec import WeightPart, WeightSpec, place_of
 from mllm_compile.runtime.weights.stream import StraightRead
 
 FILE = "model.safetensors"
@@ -136,16 +130,16 @@ def test_a_files_reads_are_found_one_by_one_while_the_file_before_it_is_read(tmp
         save_file(tensors, tmp_path / file)
         specs += [WeightSpec(name, (1, 2), torch.float32, (WeightPart(name, file, 0, (1, 2)),)) for name in tensors]
     found: list[str] = []
-    plain_read = loader._plain_read
+    plain_read = reads._plain_read
 
     def watched(path, *others):
         found.append(path.name)
         return plain_read(path, *others)
 
-    monkeypatch.setattr(loader, "_plain_read", watched)
+    monkeypatch.setattr(reads, "_plain_read", watched)
     headers = {file: read_header(tmp_path / file) for file in counts}
     read, seen = [], []
-    for one in loader._reads_in_order(specs, allocate_weights(specs, "cpu"), tmp_path, headers):
+    for one in reads.reads_in_order(specs, allocate_weights(specs, "cpu"), tmp_path, headers):
         read.append(one.path.name)
         seen.append("".join(found))
     assert "".join(read) == "aaabbbbbcc"
@@ -190,7 +184,7 @@ def test_views_that_a_tensor_does_not_have_are_refused(folder, steps):
 def test_where_a_parts_numbers_follow_each_other_is_known_without_a_tensor(shape, part, offset):
     weight = torch.arange(math.prod(shape)).view(shape)
     place = place_of(weight, part)
-    places = loader._places_of(part.shape, part.steps, part.inner_starts, shape)
+    places = reads._places_of(part.shape, part.steps, part.inner_starts, shape)
     assert (places and places.of(part.start)) == offset
     if offset is not None:
         assert torch.equal(place.flatten(), torch.arange(offset, offset + place.numel()))

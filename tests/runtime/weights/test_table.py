@@ -10,7 +10,7 @@ import torch
 
 from mllm_compile.runtime.quantised.scheme import quantised_as
 from mllm_compile.runtime.weights.formats.base import VALUES, Quantised, StoredTensor
-from mllm_compile.runtime.weights.loader import Factor, SmallPart, WeightPart, WeightSpec
+from mllm_compile.runtime.weights.spec import Factor, SmallPart, WeightPart, WeightSpec
 from mllm_compile.runtime.weights.table import weights_from_json, weights_to_json
 
 FILE = "model.safetensors"

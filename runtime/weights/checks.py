@@ -1,0 +1,85 @@
+"""Refuses weights that hold no numbers, or are not those that were packed, once they lie in their places."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+import torch
+
+from mllm_compile.runtime.errors import CheckpointError, DamagedWeightsError
+from mllm_compile.runtime.quantised.numbers import E8M0_NAN
+from mllm_compile.runtime.quantised.scheme import SCALES
+from mllm_compile.runtime.weights.spec import WeightPart, WeightSpec, place_of
+from mllm_compile.runtime.weights.sums import weight_sums
+
+_CHECKED_ROWS = 4096  # of a weight that is looked at value by value: bounds what that takes beside it
+
+
+def check_finite(specs: Sequence[WeightSpec], weights: Mapping[str, torch.Tensor], folder: Path) -> None:
+    """Refuse weights with NaN or inf: one reduction a weight, and one look at all of them together.
+
+    A sum shows every such value and reads at the memory's speed (16 GB in some 5 ms on an H100). One of finite values
+    may overflow as well, so the weight is looked at again before it is refused. Of values in eight bits, which have no
+    inf, two are NaN; of scales that are powers of two one is.
+    """
+    _check_eight_bits([spec for spec in specs if spec.dtype == torch.float8_e4m3fn], weights, folder, 0x7F, "values")
+    powers = [spec for spec in specs if any(_is_of_powers(part) for part in spec.parts)]
+    _check_eight_bits(powers, weights, folder, E8M0_NAN, "scales")
+    summed = [spec for spec in specs if spec.dtype.is_floating_point and spec.dtype.itemsize > 1]
+    if not summed:
+        return
+    are_finite = torch.stack([weights[spec.name].sum().float() for spec in summed]).isfinite()
+    for spec, is_finite in zip(summed, are_finite.tolist(), strict=True):
+        if not is_finite:
+            for part in spec.parts:
+                _check_part(part, place_of(weights[spec.name], part), folder)
+
+
+def _is_of_powers(part: WeightPart) -> bool:
+    """True for scales in bytes (E8M0)."""
+    return part.small is not None and part.small.role == SCALES and part.small.scheme.dtype(SCALES) == torch.uint8
+
+
+def _check_eight_bits(
+    specs: Sequence[WeightSpec], weights: Mapping[str, torch.Tensor], folder: Path, nan: int, what: str
+) -> None:
+    """Refuses weights with a byte all of whose bits in `nan` are set."""
+    if not specs:
+        return
+    are_nan = torch.stack([_has_nan(weights[spec.name], nan) for spec in specs])
+    for spec, is_nan in zip(specs, are_nan.tolist(), strict=True):
+        for part in spec.parts if is_nan else ():
+            if _has_nan(place_of(weights[spec.name], part), nan):
+                raise CheckpointError(
+                    f"{folder / part.file}: tensor {part.tensor!r} holds NaN among its {what} in eight bits. Fetch the "
+                    "checkpoint again."
+                )
+
+
+def _has_nan(values: torch.Tensor, nan: int) -> torch.Tensor:
+    """[] bool of values in eight bits, a few rows at a time."""
+    rows = values.view(torch.uint8).split(_CHECKED_ROWS if values.dim() == 2 else 1)
+    return torch.stack([((some & nan) == nan).any() for some in rows]).any()
+
+
+def _check_part(part: WeightPart, place: torch.Tensor, folder: Path) -> None:
+    slices = place.split(_CHECKED_ROWS) if place.dim() else (place,)
+    num_bad = sum(int((~values.isfinite()).sum()) for values in slices)
+    if num_bad:
+        raise CheckpointError(
+            f"{folder / part.file}: tensor {part.tensor!r} holds NaN or inf in {num_bad} of its {place.numel()} values "
+            f"as {str(place.dtype).removeprefix('torch.')}. Fetch the checkpoint again; if it is whole, set "
+            "model.dtype to one that holds its values, such as bfloat16 or float32."
+        )
+
+
+def check_sums(specs: Iterable[WeightSpec], weights: Mapping[str, torch.Tensor], folder: Path) -> None:
+    """Compare packed weights in their place with the sums that their specs remember."""
+    known = {spec.name: spec for spec in specs if spec.byte_sum is not None}
+    for name, byte_sum in weight_sums({name: weights[name] for name in known}).items():
+        if byte_sum != known[name].byte_sum:
+            raise DamagedWeightsError(
+                f"{folder / known[name].parts[0].file}: {name!r} is not what was packed (its sum differs); "
+                "compile the model again with --pack-weights, or put the file back"
+            )

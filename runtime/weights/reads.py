@@ -1,0 +1,297 @@
+"""Finds the reads that fill weights: which bytes of which file go where, and what is made of them on the way."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import lru_cache, partial
+from itertools import islice
+from operator import attrgetter
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from mllm_compile.runtime.errors import CheckpointError
+from mllm_compile.runtime.quantised.scheme import WeightScheme
+from mllm_compile.runtime.weights.formats.base import VALUES, Quantised
+from mllm_compile.runtime.weights.formats.every import FORMATS, fill_dequantised, fill_quantised, fill_small, is_stored
+from mllm_compile.runtime.weights.safetensors_header import SafetensorsHeader, TensorEntry, entry_of, read_bytes
+from mllm_compile.runtime.weights.spec import SmallPart, WeightPart, WeightSpec, place_of
+from mllm_compile.runtime.weights.stream import Read, Source, Spacing, StraightRead, TensorRead
+from mllm_compile.runtime.weights.views import ViewStep, rows_first, unviewed, view_shape, viewed
+
+
+def reads_in_order(
+    specs: Sequence[WeightSpec],
+    weights: Mapping[str, torch.Tensor],
+    folder: Path,
+    headers: Mapping[str, SafetensorsHeader],
+) -> Iterator[Read]:
+    """The reads in the order of the files' bytes. A mixture of experts has many thousand: those of a file are found one
+    by one while the file before it is read, as whoever reads cannot go on while all of them are found."""
+    paths = {file: folder / file for file in headers}
+    parts: dict[str, list[tuple[WeightPart, _Place]]] = {file: [] for file in headers}
+    of_scheme: dict[str, list[TensorRead]] = {file: [] for file in headers}
+    quantising = Quantising()
+    for spec in specs:
+        place = _Place.of(weights[spec.name])
+        for part in spec.parts:
+            if part.is_quantised_here:
+                quantising.add(part, place_of(place.weight, part))
+            else:
+                parts[part.file].append((part, place))
+    for part, read in quantising.reads(folder, headers):
+        of_scheme[part.file].append(read)
+
+    def found(file: str) -> Iterator[Read | _LaterRead]:
+        for part, place in parts[file]:
+            if part.quantised is None:
+                yield _plain_read(paths[file], part, place, folder, headers)
+            else:
+                straight = _small_read(part, place, paths, folder, headers)
+                yield straight or _read(part, place_of(place.weight, part), paths, folder, headers)
+        yield from of_scheme[file]
+
+    following: list[Read | _LaterRead] = []
+    rest: Iterator[Read | _LaterRead] = iter(())
+    for file in [*headers, None]:
+        of_file = sorted([*following, *rest], key=attrgetter("begin"))
+        following, rest = [], iter(()) if file is None else found(file)
+        for one in of_file:
+            yield one.made() if isinstance(one, _LaterRead) else one
+            following += islice(rest, 1)
+
+
+class _Place(NamedTuple):
+    """A weight, and what its parts' reads take of it.
+
+    Attributes:
+        memory: its bytes; None: they do not lie in one stretch.
+    """
+
+    weight: torch.Tensor
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    memory: torch.Tensor | None
+
+    @classmethod
+    def of(cls, weight: torch.Tensor) -> _Place:
+        memory = weight.view(-1).view(torch.uint8) if weight.is_contiguous() else None
+        return cls(weight, tuple(weight.shape), weight.dtype, memory)
+
+
+class _LaterRead(NamedTuple):
+    """A read of a tensor that is converted: it takes long to make, and is made when it is its turn."""
+
+    begin: int
+    path: Path
+    entry: TensorEntry
+    part: WeightPart
+    weight: torch.Tensor
+
+    def made(self) -> TensorRead:
+        return _read_stored(self.path, self.entry, self.part.steps, place_of(self.weight, self.part))
+
+
+def _plain_read(
+    path: Path, part: WeightPart, place: _Place, folder: Path, headers: Mapping[str, SafetensorsHeader]
+) -> StraightRead | _LaterRead:
+    """The read of a weight that is stored as it is."""
+    weight, shape, dtype, memory = place
+    size = dtype.itemsize
+    # Numbers of eight bits mean nothing in another type.
+    entry = entry_of(folder, headers, part.file, part.tensor, part.shape, dtype if size == 1 else None)
+    stored_dtype, _, begin, end = entry
+    places = _places_of(part.shape, part.steps, part.inner_starts, shape) if stored_dtype == dtype else None
+    if memory is None or places is None or not places.hold(part.start):
+        return _LaterRead(begin, path, entry, part, weight)
+    return StraightRead(path, begin, end - begin, memory, places.of(part.start) * size)
+
+
+def _small_read(
+    part: WeightPart,
+    place: _Place,
+    paths: Mapping[str, Path],
+    folder: Path,
+    headers: Mapping[str, SafetensorsHeader],
+) -> StraightRead | None:
+    """The read of a scheme's tensor that the checkpoint has to the byte, if it is a stretch of the weight's; else
+    None."""
+    quantised, small, memory = part.quantised, part.small, place.memory
+    if quantised is None or small is None or memory is None or not is_stored(quantised, small.role):
+        return None
+    (source,) = part.sources
+    entry = entry_of(folder, headers, source.file, source.name, source.shape, source.dtype)
+    steps = small.steps(part.steps)
+    places = _places_of(source.shape, steps, part.inner_starts, place.shape)
+    shape = small.scheme.shape(small.role, *view_shape(part.shape, part.steps))
+    if places is None or entry.dtype != place.dtype or view_shape(source.shape, steps) != shape:
+        return None
+    if not places.hold(part.start):
+        return None  # place_of refuses it
+    _check_details(quantised, folder, headers)
+    offset = places.of(part.start) * place.dtype.itemsize
+    return StraightRead(paths[source.file], entry.begin, entry.end - entry.begin, memory, offset)
+
+
+class _Places(NamedTuple):
+    """Where parts of one kind begin in a weight: that with the start 0, and how far the next is, in numbers; and the
+    last start."""
+
+    first: int
+    distance: int
+    last: int
+
+    def hold(self, start: int) -> bool:
+        """True if the part that begins there lies within the weight."""
+        return 0 <= start <= self.last
+
+    def of(self, start: int) -> int:
+        return self.first + self.distance * start
+
+
+@lru_cache(maxsize=4096)  # as view_shape
+def _places_of(
+    part: tuple[int, ...], steps: tuple[ViewStep, ...], inner_starts: tuple[int, ...], shape: tuple[int, ...]
+) -> _Places | None:
+    """None, if numbers of such a part do not follow each other there in their own order."""
+    if any(step[0] != "unsqueeze" for step in steps):
+        return None
+    box = view_shape(part, steps) if steps else part
+    starts = (0, *inner_starts, *(0 for _ in shape[1 + len(inner_starts) :]))
+    if len(box) != len(shape):
+        return None
+    first, has_several = 0, False
+    for size, start, extent in zip(shape, starts, box, strict=False):  # of a scalar there is none
+        if (has_several and extent != size) or not 0 <= start <= size - extent:
+            return None
+        first, has_several = first * size + start, has_several or extent > 1
+    return _Places(first, math.prod(shape[1:]), shape[0] - box[0] if shape else 0)
+
+
+def _read(
+    part: WeightPart,
+    place: torch.Tensor,
+    paths: Mapping[str, Path],
+    folder: Path,
+    headers: Mapping[str, SafetensorsHeader],
+) -> TensorRead:
+    """The read of a weight that the checkpoint has quantised."""
+    quantised, small = part.quantised, part.small
+    assert quantised is not None, "others are _plain_read's"
+    steps = part.steps if small is None else small.steps(part.steps)
+    view = partial(viewed, steps=steps) if steps else None
+    first, *others = (
+        Source(paths[one.file], entry_of(folder, headers, one.file, one.name, one.shape, one.dtype))
+        for one in part.sources
+    )
+    _check_details(quantised, folder, headers)
+    as_stored = unviewed(place, steps)
+    if as_stored is not None:
+        place, steps, view = as_stored, (), None
+    if small is not None and is_stored(quantised, small.role):
+        return _read_stored(first.path, first.entry, steps, place)
+    if small is not None:
+
+        def fill_one(place: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
+            fill_small(place, quantised, small.role, small.scheme, view, tensors)
+
+        return TensorRead(first.path, first.entry, place, fill=fill_one, others=others)
+
+    def fill(place: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
+        fill_dequantised(place, quantised, part.shape, view, tensors)
+
+    return TensorRead(first.path, first.entry, place, fill=fill, others=others)
+
+
+def _read_stored(path: Path, entry: TensorEntry, steps: tuple[ViewStep, ...], place: torch.Tensor) -> TensorRead:
+    """The read of a tensor as it is in its file, and of no more than `steps` leave of it."""
+    entry, spacing, steps = _part_of_file(entry, steps)
+    return TensorRead(path, entry, place, partial(viewed, steps=steps) if steps else None, spacing=spacing)
+
+
+def _part_of_file(
+    entry: TensorEntry, steps: tuple[ViewStep, ...]
+) -> tuple[TensorEntry, Spacing | None, tuple[ViewStep, ...]]:
+    """The bytes that the first step leaves of a tensor, where that takes a part of it, and the steps behind it.
+
+    Rows lie in one stretch; a part of each row in as many as there are rows.
+    """
+    if not steps or steps[0][0] != "narrow":
+        return entry, None, steps
+    dim, start, length = (int(number) for number in steps[0][1:])
+    dim %= len(entry.shape)
+    inner = math.prod(entry.shape[dim + 1 :]) * entry.dtype.itemsize
+    stretch, distance, count = length * inner, entry.shape[dim] * inner, math.prod(entry.shape[:dim])
+    begin = entry.begin + start * inner
+    shape = (*entry.shape[:dim], length, *entry.shape[dim + 1 :])
+    part = entry._replace(begin=begin, end=begin + stretch * count, shape=shape)
+    return part, Spacing(stretch, distance) if count > 1 else None, steps[1:]
+
+
+class Quantising:
+    """Collects the places of plain weights that are quantised while they are read: a tensor is read once for all of
+    its scheme's tensors."""
+
+    def __init__(self) -> None:
+        self._found: dict[tuple[WeightPart, WeightScheme], list[dict[str, torch.Tensor]]] = {}
+
+    def add(self, part: WeightPart, place: torch.Tensor) -> None:
+        """Keeps the place of a part of such a weight."""
+        assert part.small is not None, "others are read as they are"
+        key = replace(part, small=None, start=0, inner_starts=(), factor=None), part.small.scheme
+        weights = self._found.setdefault(key, [])
+        places = next((one for one in weights if part.small.role not in one), None)
+        if places is None:
+            weights.append(places := {})
+        places[part.small.role] = place
+
+    def reads(self, folder: Path, headers: Mapping[str, SafetensorsHeader]) -> Iterator[tuple[WeightPart, TensorRead]]:
+        """The parts, each with the read of it."""
+        for (part, scheme), weights in self._found.items():
+            for places in weights:
+                entry = entry_of(folder, headers, part.file, part.tensor, part.shape)
+                rows, of_rows = rows_first(part.steps)
+                entry, spacing, rows = _part_of_file(entry, rows)
+                fill = partial(_quantise, places, rows, of_rows, scheme)
+                place = next(iter(places.values()))
+                yield part, TensorRead(folder / part.file, entry, place, fill=fill, spacing=spacing)
+
+    def random(self, fill: Callable[[torch.Tensor, str], None]) -> None:
+        """Quantises weights that `fill`, given the tensor's name, makes up instead."""
+        for (part, scheme), weights in self._found.items():
+            for places in weights:
+                device = next(iter(places.values())).device
+                weight = torch.empty(part.shape, device=device)
+                fill(weight, part.tensor)
+                _quantise(places, *rows_first(part.steps), scheme, weight, [weight])
+
+
+def _quantise(
+    places: Mapping[str, torch.Tensor],
+    rows: tuple[ViewStep, ...],
+    of_rows: tuple[ViewStep, ...],
+    scheme: WeightScheme,
+    place: torch.Tensor,
+    tensors: Sequence[torch.Tensor],
+) -> None:
+    """Quantises whole rows: numbers and scales are the same over any number of ranks."""
+    parts = {role: partial(viewed, steps=SmallPart(role, scheme).steps(of_rows)) for role in places}
+    fill_quantised(places, viewed(tensors[0], rows), scheme, parts)
+
+
+def _check_details(quantised: Quantised, folder: Path, headers: Mapping[str, SafetensorsHeader]) -> None:
+    """Refuses numbers within small tensors that are others than those that were compiled for."""
+    now = FORMATS[quantised.format].details(
+        quantised.tensors,
+        lambda one: read_bytes(folder / one.file, headers[one.file].tensors[one.name]),
+    )
+    for name, value in now.items():
+        if quantised.numbers.get(name) != value:
+            one = quantised.tensors[VALUES]
+            raise CheckpointError(
+                f"{folder / one.file}: {one.name!r}: expected {name} to be {quantised.numbers.get(name)}, found "
+                f"{value}. The checkpoint has changed since the model was compiled; compile it again."
+            )
