@@ -10,7 +10,8 @@ from torch import fx
 
 from mllm_compile.passes.base import RANKS, WEIGHT_CUTS, GraphPass, PassResult, PassTarget, WeightCut
 from mllm_compile.passes.match.nodes import call, drop_dead_nodes, is_op, is_weight, recompute_value
-from mllm_compile.passes.sharding.labels import Labelling, Product, name_of
+from mllm_compile.passes.sharding.calls import Product, name_of
+from mllm_compile.passes.sharding.labels import Labelling
 from mllm_compile.passes.sharding.plan import Plan
 from mllm_compile.passes.sharding.written_parts import join_written_parts
 from mllm_compile.runtime.ops import op

@@ -23,7 +23,7 @@ from mllm_compile.passes.match.nodes import (
     is_weight,
     recompute_value,
 )
-from mllm_compile.passes.sharding.labels import name_of
+from mllm_compile.passes.sharding.calls import name_of
 from mllm_compile.passes.sharding.states import is_state
 from mllm_compile.runtime.ops import op
 from mllm_compile.runtime.ops.experts.shapes import ELSEWHERE

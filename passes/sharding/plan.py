@@ -14,8 +14,9 @@ from torch import fx
 
 from mllm_compile.passes.base import WeightCut
 from mllm_compile.passes.match.nodes import is_attention, is_symbolic
+from mllm_compile.passes.sharding.calls import COMPLEX, POINTWISE, name_of
 from mllm_compile.passes.sharding.cells import Owners
-from mllm_compile.passes.sharding.labels import COMPLEX, POINTWISE, Labelling, Labels, name_of
+from mllm_compile.passes.sharding.labels import Labelling, Labels
 from mllm_compile.passes.sharding.states import OF_GROUPS, TOGETHER, is_state, operands_of
 
 Box = list[np.ndarray]  # the indices that a rank has, in each dimension
