@@ -1,4 +1,4 @@
-"""How scripts of this folder time what runs on a GPU: by replays of a CUDA graph of it, with nothing of the host's."""
+"""How scripts of this folder time what runs on a GPU, by the GPU's own clock: replays of a CUDA graph, or launches."""
 
 from __future__ import annotations
 
@@ -10,28 +10,34 @@ import torch
 WARM_UPS, REPLAYS = 3, 11
 
 
+def timed_us(run: Callable[[], object], times: int, meet: Callable[[], object] = lambda: None) -> list[float]:
+    """Microseconds of each of so many runs: from when the stream gets to the first kernel until the last is over.
+
+    `meet` is called ahead of each: ranks wait there for each other.
+    """
+    found = []
+    for _ in range(times):
+        meet()
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        run()
+        end.record()
+        end.synchronize()
+        found.append(start.elapsed_time(end) * 1e3)
+    return found
+
+
 def replay_us(
     run: Callable[[], object], calls: int = 1, replays: int = REPLAYS, meet: Callable[[], object] = lambda: None
 ) -> list[float]:
-    """Microseconds of one call of `run`, a number a replay, of a graph that calls it `calls` times.
-
-    `meet` is called ahead of each replay: ranks wait there for each other.
-    """
+    """Microseconds of one call of `run`, a number a replay, of a graph that calls it `calls` times: with nothing of the
+    host's. `meet` as timed_us has it."""
     run()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         for _ in range(calls):
             run()
-    times = []
-    for _ in range(WARM_UPS + replays):
-        meet()
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) * 1e3 / calls)
-    return times[WARM_UPS:]
+    return [us / calls for us in timed_us(graph.replay, WARM_UPS + replays, meet)[WARM_UPS:]]
 
 
 def graph_us(

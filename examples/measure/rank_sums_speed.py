@@ -19,7 +19,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from graph_times import replay_us
+from graph_times import replay_us, timed_us
 from mistakes import need_hopper, positive
 
 from mllm_compile.kernels.nvrtc import compile_cuda
@@ -190,16 +190,12 @@ def on_two_streams(
 
 def launched(run: Callable[[], Any], group: NcclCommunicator) -> float:
     """µs of a call, the fastest of some; launched one by one, as what counts calls on the host cannot be captured."""
-    found = []
-    for _ in range(REPLAYS):
-        group.least(0)
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        run()
-        end.record()
+
+    def meet() -> None:
         torch.cuda.synchronize()
-        found.append(begin.elapsed_time(end) * 1000 / CALLS)
-    return min(found)
+        group.least(0)
+
+    return min(timed_us(run, REPLAYS, meet)) / CALLS
 
 
 def show(title: str, rows: dict[tuple[str, int], float]) -> None:

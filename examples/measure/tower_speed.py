@@ -15,6 +15,7 @@ from collections.abc import Callable
 from functools import partial
 
 import torch
+from graph_times import timed_us
 from mistakes import need_gpu
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -113,16 +114,13 @@ def figures(run: Callable[[], object], flops: float, rate: float) -> tuple[str, 
         run()
     except RuntimeError as error:
         return str(error).splitlines()[0][:60], ""
-    times = []
-    for _ in range(REPEATS):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
+
+    def launches() -> None:
         for _ in range(LAUNCHES):
             run()
-        end.record()
-        end.synchronize()
-        times.append(begin.elapsed_time(end) * 1e3 / LAUNCHES)
-    return f"{min(times):.0f}", f"{flops / (min(times) * 1e-6) / rate:.0%}"
+
+    us = min(timed_us(launches, REPEATS)) / LAUNCHES
+    return f"{us:.0f}", f"{flops / (us * 1e-6) / rate:.0%}"
 
 
 if __name__ == "__main__":
