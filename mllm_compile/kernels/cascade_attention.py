@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from mllm_compile.config.resolved import ResolvedConfig
 from mllm_compile.inductor.job import PieceInput
-from mllm_compile.kernels.piece import WrittenPiece
+from mllm_compile.kernels.piece import WrittenPiece, made_by_kind
 from mllm_compile.runtime.attention.flashinfer.kernels import captured_cascade_pays, spared_bytes
 from mllm_compile.runtime.attention.layer import LayerSpec
 from mllm_compile.runtime.attention.split.splits import OF_MANY
@@ -26,14 +26,13 @@ def add_cascade_attention(config: ResolvedConfig, program: Program) -> tuple[Pro
     served = [layer for layer in program.layers if _is_served(layer) and layer.name in program.decode_attention]
     if program.state_layers or not (_are_captured(config) and _may_pay(config.runtime, served)):
         return program, ()  # beside layers with a state none are captured (state/hybrid_backend.py)
-    found: dict[str, str] = {}
-    of_kinds: dict[LayerSpec, WrittenPiece] = {}
-    for layer in served:
-        kind = replace(layer, name="", layer_id=0)
-        if kind not in of_kinds:
-            of_kinds[kind] = _piece(config, kind, f"cascade_{len(of_kinds)}")
-        found[layer.name] = of_kinds[kind].name
-    return replace(program, cascade_attention=found), tuple(of_kinds.values())
+    of_layers, written = made_by_kind(
+        served,
+        lambda layer: replace(layer, name="", layer_id=0),
+        lambda kind, index: _piece(config, kind, f"cascade_{index}"),
+    )
+    found = {name: piece.name for name, piece in of_layers.items()}
+    return replace(program, cascade_attention=found), tuple(written)
 
 
 def _are_captured(config: ResolvedConfig) -> bool:

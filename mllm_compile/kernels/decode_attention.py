@@ -8,11 +8,12 @@ layer. FlashInfer's kernels serve what these do not, and every prefill.
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 from mllm_compile.config.resolved import ResolvedConfig
 from mllm_compile.inductor.job import PieceInput
 from mllm_compile.kernels.cuda import can_compile_kernels
-from mllm_compile.kernels.piece import WrittenPiece
+from mllm_compile.kernels.piece import WrittenPiece, made_by_kind
 from mllm_compile.runtime.attention.hopper.clusters import choose_split, cluster_kernels
 from mllm_compile.runtime.attention.hopper.shapes import are_served, has_clusters, most_in_clusters
 from mllm_compile.runtime.attention.hopper.shares import MOST_REQUESTS, ShareKernel
@@ -26,16 +27,18 @@ _MAX_GROUP = 16  # query heads a KV head; all of them are rows of one product, m
 
 def add_decode_attention(config: ResolvedConfig, program: Program) -> tuple[Program, tuple[WrittenPiece, ...]]:
     """Adds decode attention of ours to the program, for the layers that it serves; returns the pieces too."""
-    forms: dict[str, tuple[DecodeForm, ...]] = {}
-    of_kinds: dict[LayerSpec, tuple[tuple[DecodeForm, ...], tuple[WrittenPiece, ...]]] = {}
-    for layer in program.layers:
-        if _is_served(layer) and (config.compile.split_decode or needs_own_kernels(config, layer)):
-            kind = replace(layer, name="", layer_id=0, sinks=layer.sinks and "sinks")
-            if kind not in of_kinds:
-                of_kinds[kind] = _forms(config, kind, len(of_kinds))
-            forms[layer.name] = of_kinds[kind][0]
-    written = tuple(piece for _, pieces in of_kinds.values() for piece in pieces)
-    return replace(program, decode_attention=forms), written
+    served = [
+        layer
+        for layer in program.layers
+        if _is_served(layer) and (config.compile.split_decode or needs_own_kernels(config, layer))
+    ]
+    of_layers, made = made_by_kind(
+        served,
+        lambda layer: replace(layer, name="", layer_id=0, sinks=layer.sinks and "sinks"),
+        partial(_forms, config),
+    )
+    forms = {name: forms for name, (forms, _) in of_layers.items()}
+    return replace(program, decode_attention=forms), tuple(piece for _, pieces in made for piece in pieces)
 
 
 def needs_own_kernels(config: ResolvedConfig, layer: LayerSpec) -> bool:

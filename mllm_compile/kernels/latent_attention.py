@@ -7,10 +7,11 @@ Layers alike in heads, widths and scale share their pieces.
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 from mllm_compile.config.resolved import ResolvedConfig
 from mllm_compile.inductor.job import PieceInput
-from mllm_compile.kernels.piece import WrittenPiece
+from mllm_compile.kernels.piece import WrittenPiece, made_by_kind
 from mllm_compile.runtime.attention.latent.tiles import TILE_FIELDS
 from mllm_compile.runtime.attention.layer import LayerSpec
 from mllm_compile.runtime.program.spec import LatentForms, Program
@@ -20,15 +21,13 @@ def add_latent_attention(config: ResolvedConfig, program: Program) -> tuple[Prog
     """Adds these pieces to the program, for its layers over latents, unless torch attends; returns the pieces too."""
     if config.runtime.attention_backend == "torch":
         return program, ()
-    forms: dict[str, LatentForms] = {}
-    of_kinds: dict[LayerSpec, tuple[WrittenPiece, ...]] = {}
-    for layer in program.layers:
-        if layer.is_latent:
-            kind = replace(layer, name="", layer_id=0, up_projection=layer.up_projection and "up_projection")
-            if kind not in of_kinds:
-                of_kinds[kind] = _pieces(config, kind, len(of_kinds))
-            forms[layer.name] = LatentForms(*(piece.name for piece in of_kinds[kind]))
-    return replace(program, latent_attention=forms), tuple(piece for some in of_kinds.values() for piece in some)
+    of_layers, written = made_by_kind(
+        (layer for layer in program.layers if layer.is_latent),
+        lambda layer: replace(layer, name="", layer_id=0, up_projection=layer.up_projection and "up_projection"),
+        partial(_pieces, config),
+    )
+    forms = {name: LatentForms(*(piece.name for piece in pieces)) for name, pieces in of_layers.items()}
+    return replace(program, latent_attention=forms), tuple(piece for pieces in written for piece in pieces)
 
 
 def _pieces(config: ResolvedConfig, layer: LayerSpec, index: int) -> tuple[WrittenPiece, ...]:

@@ -6,12 +6,16 @@ a check are made of that; tests hold the order against the op's own and the shap
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol, TypeVar
 
 import torch
 
 from mllm_compile.inductor.job import PieceInput
+
+Kind = TypeVar("Kind")
+Made = TypeVar("Made")
 
 _SOURCE = '''"""{name}"""
 
@@ -96,6 +100,38 @@ class WrittenPiece:
                     f"{list(tensor.shape)} {tensor.dtype} with strides {tensor.stride()}"
                 )
         return None
+
+
+class Named(Protocol):
+    """A layer, by the name that it has in its program."""
+
+    @property
+    def name(self) -> str: ...
+
+
+Layer = TypeVar("Layer", bound=Named)
+
+
+def made_by_kind(
+    layers: Iterable[Layer], kind_of: Callable[[Layer], Kind], make: Callable[[Kind, int], Made]
+) -> tuple[dict[str, Made], list[Made]]:
+    """Makes something once for each kind of layer, for all layers that are alike to share.
+
+    Args:
+        kind_of: what decides whether two layers are alike.
+        make: gets a kind, and how many others were made before it.
+
+    Returns:
+        What each layer has got, by its name; and all that was made, in order.
+    """
+    of_layers: dict[str, Made] = {}
+    of_kinds: dict[Kind, Made] = {}
+    for layer in layers:
+        kind = kind_of(layer)
+        if kind not in of_kinds:
+            of_kinds[kind] = make(kind, len(of_kinds))
+        of_layers[layer.name] = of_kinds[kind]
+    return of_layers, list(of_kinds.values())
 
 
 def _fits(spec: PieceInput, tensor: torch.Tensor, sizes: dict[str, int]) -> bool:

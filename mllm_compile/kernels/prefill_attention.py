@@ -11,22 +11,25 @@ from dataclasses import replace
 from mllm_compile.config.resolved import ResolvedConfig
 from mllm_compile.inductor.job import PieceInput
 from mllm_compile.kernels.decode_attention import needs_own_kernels
-from mllm_compile.kernels.piece import WrittenPiece
+from mllm_compile.kernels.piece import WrittenPiece, made_by_kind
 from mllm_compile.runtime.attention.layer import LayerSpec
 from mllm_compile.runtime.program.spec import Program
 
 
 def add_prefill_attention(config: ResolvedConfig, program: Program) -> tuple[Program, tuple[WrittenPiece, ...]]:
     """Adds these pieces to the program, where its decodes have some too; returns the pieces as well."""
-    found: dict[str, str] = {}
-    of_kinds: dict[LayerSpec, WrittenPiece] = {}
-    for layer in program.layers:
-        if needs_own_kernels(config, layer) and _is_served(layer) and layer.name in program.decode_attention:
-            kind = replace(layer, name="", layer_id=0)
-            if kind not in of_kinds:
-                of_kinds[kind] = _piece(config, kind, f"prefill_{len(of_kinds)}")
-            found[layer.name] = of_kinds[kind].name
-    return replace(program, prefill_attention=found), tuple(of_kinds.values())
+    served = [
+        layer
+        for layer in program.layers
+        if needs_own_kernels(config, layer) and _is_served(layer) and layer.name in program.decode_attention
+    ]
+    of_layers, written = made_by_kind(
+        served,
+        lambda layer: replace(layer, name="", layer_id=0),
+        lambda kind, index: _piece(config, kind, f"prefill_{index}"),
+    )
+    found = {name: piece.name for name, piece in of_layers.items()}
+    return replace(program, prefill_attention=found), tuple(written)
 
 
 def _is_served(layer: LayerSpec) -> bool:

@@ -12,7 +12,7 @@ from dataclasses import asdict, replace
 
 from mllm_compile.config.resolved import ResolvedConfig
 from mllm_compile.inductor.job import PieceInput
-from mllm_compile.kernels.piece import WrittenPiece
+from mllm_compile.kernels.piece import WrittenPiece, made_by_kind
 from mllm_compile.runtime.config_sections import RuntimeSection
 from mllm_compile.runtime.program.spec import Program, StateForms
 from mllm_compile.runtime.state.layer import StateLayer
@@ -32,20 +32,15 @@ def add_state_pieces(
     """
     if not config.runtime.device.startswith("cuda"):
         return program, ()
-    forms: dict[str, StateForms] = {}
-    of_kinds: dict[object, tuple[WrittenPiece, WrittenPiece]] = {}
     # What the delta rule's kernel reads before its wait no piece makes. Mamba's rates and steps may be made by one.
     is_delta = {layer.kind.name for layer in program.state_layers} == {"causal_conv", "gated_delta"}
-    for layer in program.state_layers:
-        if not _is_served(layer):
-            continue
-        given = tuple(operands[layer.name])
-        kind = (replace(layer, name="", state_id=0), given)
-        if kind not in of_kinds:
-            of_kinds[kind] = _pieces(layer, given, config.runtime, len(of_kinds), is_delta)
-        forms[layer.name] = StateForms(*(piece.name for piece in of_kinds[kind]))
-    written = tuple(piece for pieces in of_kinds.values() for piece in pieces)
-    return replace(program, state_forms=forms), written
+    of_layers, written = made_by_kind(
+        filter(_is_served, program.state_layers),
+        lambda layer: (replace(layer, name="", state_id=0), tuple(operands[layer.name])),
+        lambda kind, index: _pieces(*kind, config.runtime, index, is_delta),
+    )
+    forms = {name: StateForms(*(piece.name for piece in pieces)) for name, pieces in of_layers.items()}
+    return replace(program, state_forms=forms), tuple(piece for pieces in written for piece in pieces)
 
 
 def _is_served(layer: StateLayer) -> bool:

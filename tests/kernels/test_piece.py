@@ -6,6 +6,7 @@ import ast
 import inspect
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from mllm_compile.inductor.job import PieceInput
 from mllm_compile.kernels.decode_attention import add_decode_attention
 from mllm_compile.kernels.decode_loop import decode_loop_pieces
 from mllm_compile.kernels.latent_attention import add_latent_attention
-from mllm_compile.kernels.piece import WrittenPiece
+from mllm_compile.kernels.piece import WrittenPiece, made_by_kind
 from mllm_compile.kernels.sampling import sampling_pieces
 from mllm_compile.runtime import ops
 from mllm_compile.runtime.attention.base import AttentionInputs
@@ -208,3 +209,17 @@ def test_arguments_come_into_order_by_name():
 def test_what_does_not_fit_is_told(x, rows):
     with pytest.raises(TypeError, match=r"a_piece's (x is \[S, 4\] float32|rows is \[S\] int64), contiguous; got \["):
         PIECE.arguments(x=x, rows=rows)
+
+
+def test_layers_that_are_alike_share_what_is_made_of_their_kind_once():
+    layers = [SimpleNamespace(name=name, window=window) for name, window in (("a", 4), ("b", -1), ("c", 4))]
+    asked = []
+
+    def make(kind: int, index: int) -> str:
+        asked.append((kind, index))
+        return f"piece_{index}"
+
+    of_layers, made = made_by_kind(layers, lambda layer: layer.window, make)
+    assert of_layers == {"a": "piece_0", "b": "piece_1", "c": "piece_0"}
+    assert made == ["piece_0", "piece_1"]
+    assert asked == [(4, 0), (-1, 1)]
