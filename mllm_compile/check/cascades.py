@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import torch
 
+from mllm_compile.check.each_once import each_once
 from mllm_compile.errors import CompileError
 from mllm_compile.runtime.attention.flashinfer.kernels import PlanGroup
 from mllm_compile.runtime.attention.layer import LayerSpec
@@ -29,12 +30,7 @@ def check_cascades(linked: LinkedProgram, page_size: int, dtype: torch.dtype, de
     Raises:
         CompileError: a layer's kernels compute something else than torch's operations.
     """
-    checked = set()
-    for layer in linked.program.layers:
-        piece = linked.program.cascade_attention.get(layer.name)
-        if piece is None or piece in checked:
-            continue
-        checked.add(piece)
+    for layer, _ in each_once(linked.program.layers, linked.program.cascade_attention):
         for count in _COUNTS:
             for num_pages in _PAGES:
                 error = _error(layer, linked, count, num_pages, page_size, dtype, device)

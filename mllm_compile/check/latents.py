@@ -11,6 +11,7 @@ from dataclasses import replace
 
 import torch
 
+from mllm_compile.check.each_once import each_once
 from mllm_compile.errors import CompileError
 from mllm_compile.runtime.attention.base import AttentionBackend, AttentionInputs
 from mllm_compile.runtime.attention.latent.backend import LatentAttnBackend
@@ -46,13 +47,7 @@ def check_latents(linked: LinkedProgram, page_size: int, dtype: torch.dtype, dev
     Raises:
         CompileError: a layer's kernels compute something else than torch's operations.
     """
-    program = linked.program
-    checked = set()
-    for layer in program.layers:
-        forms = program.latent_attention.get(layer.name)
-        if forms is None or forms in checked:
-            continue
-        checked.add(forms)
+    for layer, forms in each_once(linked.program.layers, linked.program.latent_attention):
         for lengths, new in _BATCHES:
             for choice in (none_of_them,) if forms.expanded is None or max(new) == 1 else (none_of_them, all_of_them):
                 error = _error(layer, linked, lengths, new, choice, page_size, dtype, device)

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from mllm_compile.check.each_once import each_once
 from mllm_compile.errors import CompileError
 from mllm_compile.runtime.attention.flashinfer.kernels import PlanGroup
 from mllm_compile.runtime.attention.flashinfer.plan import PagedView
@@ -38,12 +39,7 @@ def check_prompts(linked: LinkedProgram, page_size: int, dtype: torch.dtype, dev
     Raises:
         CompileError: a layer's kernel computes something else than torch's operations.
     """
-    checked = set()
-    for layer in linked.program.layers:
-        piece = linked.program.prefill_attention.get(layer.name)
-        if piece is None or piece in checked:
-            continue
-        checked.add(piece)
+    for layer, _ in each_once(linked.program.layers, linked.program.prefill_attention):
         error = _error(layer, linked, page_size, dtype, device)
         if not error <= _TOLERANCE:
             raise CompileError(
