@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -64,6 +65,17 @@ def traced_tower(hf_model: HFModel, module: torch.nn.Module, inputs: dict[str, t
     graph.graph.eliminate_dead_code()
     graph.recompile()
     return Trace(graph, MAX_FEATURES, device)
+
+
+def placeholder_of(hf_model: HFModel, token: Any) -> int:
+    """The token that stands where a feature goes: `token`, the config's image_token_id.
+
+    Raises:
+        UnsupportedModelError: the model's embedding has no row for it.
+    """
+    if not isinstance(token, int) or not 0 <= token < hf_model.sizes().vocab_size:
+        raise refusal(f"image_token_id is {token!r}, and no row of its embedding")
+    return token
 
 
 def refusal(what: str) -> UnsupportedModelError:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from mllm_compile.model.hf_model import HFModel
-from mllm_compile.model.towers.adapter import TowerAdapter, refusal, traced_tower
+from mllm_compile.model.towers.adapter import TowerAdapter, placeholder_of, refusal, traced_tower
 from mllm_compile.model.towers.varlen_hook import packed, say_bounds
 from mllm_compile.model.trace import Trace, sized
 from mllm_compile.runtime.media.packed import PackedTower
@@ -40,9 +40,7 @@ class PackedPictures(TowerAdapter):
             raise refusal(f"its tower has no {missing[0]}")
         if getattr(config, "vision_feature_select_strategy", "full") != "full":
             raise refusal("vision_feature_select_strategy drops a patch of each image")
-        vision, token = tower.config, config.image_token_id
-        if not 0 <= token < hf_model.sizes().vocab_size:
-            raise refusal(f"image_token_id is {token}, and no row of its embedding")
+        vision, token = tower.config, placeholder_of(hf_model, config.image_token_id)
         facts = PackedTower(
             merge=getattr(config, "spatial_merge_size", 1),
             patch_width=vision.num_channels * vision.patch_size**2,

@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from mllm_compile.model.hf_model import HFModel
 from mllm_compile.model.refusals import first_line
-from mllm_compile.model.towers.adapter import TowerAdapter, refusal, traced_tower
+from mllm_compile.model.towers.adapter import TowerAdapter, placeholder_of, refusal, traced_tower
 from mllm_compile.model.towers.picture_features import PictureFeatures, has_connector, tower_of_pictures
 from mllm_compile.model.towers.varlen_hook import PICTURES_IMPLEMENTATION, packed, say_bounds
 from mllm_compile.model.trace import Trace, sized
@@ -63,9 +63,7 @@ def picture_tower(hf_model: HFModel, base: Any) -> PictureTower:
     """
     config, tower = hf_model.model.config, tower_of_pictures(base)
     vision = getattr(tower, "config", None)
-    token = getattr(config, "image_token_id", None)
-    if not isinstance(token, int) or not 0 <= token < hf_model.sizes().vocab_size:
-        raise refusal(f"image_token_id is {token!r}, and no row of its embedding")
+    token = placeholder_of(hf_model, getattr(config, "image_token_id", None))
     size = getattr(vision, "image_size", None)
     rows, columns = size if isinstance(size, Sequence) and len(size) == 2 else (size, size)
     channels = getattr(vision, "num_channels", None)

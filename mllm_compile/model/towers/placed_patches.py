@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from mllm_compile.model.hf_model import HFModel
-from mllm_compile.model.towers.adapter import TowerAdapter, refusal, traced_tower
+from mllm_compile.model.towers.adapter import TowerAdapter, placeholder_of, refusal, traced_tower
 from mllm_compile.model.towers.varlen_hook import packed, say_bounds
 from mllm_compile.model.trace import Trace, sized
 from mllm_compile.runtime.media.placed import PlacedTower
@@ -35,9 +35,7 @@ class PlacedPatches(TowerAdapter):
         if not hasattr(tower, "patch_embedder") or not hasattr(tower, "pooler") or not hasattr(base, "embed_vision"):
             return None
         config: Any = hf_model.model.config
-        token, vision = config.image_token_id, tower.config
-        if not isinstance(token, int) or not 0 <= token < hf_model.sizes().vocab_size:
-            raise refusal(f"image_token_id is {token!r}, and no row of its embedding")
+        vision, token = tower.config, placeholder_of(hf_model, config.image_token_id)
         ahead = config.get_text_config().use_bidirectional_attention
         if ahead not in (None, "vision"):
             raise refusal(f"its use_bidirectional_attention is {ahead!r}, and expected is None or 'vision'")

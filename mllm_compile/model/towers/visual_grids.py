@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from mllm_compile.model.hf_model import HFModel
-from mllm_compile.model.towers.adapter import TowerAdapter, refusal, traced_tower
+from mllm_compile.model.towers.adapter import TowerAdapter, placeholder_of, refusal, traced_tower
 from mllm_compile.model.towers.places_table import own_table, say_taps, spread_by_taps
 from mllm_compile.model.towers.varlen_hook import packed, say_bounds
 from mllm_compile.model.trace import Trace, sized
@@ -106,7 +106,7 @@ def grid_tower(hf_model: HFModel) -> GridTower | None:
         table_side=side,
         bicubic=table is not None,
         align_corners=getattr(tower, "interpolation_align_corners", False),
-        image_token_id=config.image_token_id,
+        image_token_id=placeholder_of(hf_model, config.image_token_id),
         video_token_id=-1 if video_token is None else video_token,
         ticks_per_second=int(getattr(vision, "tokens_per_second", 0)),
     )
