@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping
 import torch
 
 from mllm_compile.runtime.cuda import tensor_maps
-from mllm_compile.runtime.cuda.driver import address_of, load_kernel
+from mllm_compile.runtime.cuda.driver import address_of, load_kernel, load_once
 from mllm_compile.runtime.cuda.tensor_maps import TensorMaps, aligned
 from mllm_compile.runtime.cuda.units import UNIT_ROWS
 from mllm_compile.runtime.ops.expert_tiles.kernel import ExpertTilesKernel
@@ -93,9 +93,7 @@ def load_expert_tiles(
     for kernel in kernels:
         with torch.cuda.device(device):
             key = (torch.cuda.current_device(), kernel.rows, kernel.columns, kernel.is_gated)
-            before, binary = _LOADED.get(key), binaries.get(kernel.name)
-            if before is None or before.binary != binary:  # once for a process's engines
-                _LOADED[key] = _Loaded(kernel, binaries)
+            load_once(_LOADED, key, kernel, binaries, _Loaded)
 
 
 def _kernel_of(weight: torch.Tensor, is_gated: bool) -> _Loaded:

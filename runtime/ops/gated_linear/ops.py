@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping
 import torch
 
 from mllm_compile.runtime.cuda import tensor_maps
-from mllm_compile.runtime.cuda.driver import address_of, load_kernel
+from mllm_compile.runtime.cuda.driver import address_of, load_kernel, load_once
 from mllm_compile.runtime.cuda.tensor_maps import TensorMaps, aligned
 from mllm_compile.runtime.ops.gated_linear.kernel import GatedKernel, choose, divided
 
@@ -51,9 +51,7 @@ class _Weight:
         self._fastest: dict[int, _Loaded] = {}  # by tokens, of which a step has some thousands
 
     def load(self, kernel: GatedKernel, binaries: Mapping[str, bytes]) -> None:
-        before, binary = self.loaded.get(kernel), binaries.get(kernel.name)
-        if before is None or before.binary != binary:  # once for a process's engines
-            self.loaded[kernel] = _Loaded(kernel, binaries)
+        if load_once(self.loaded, kernel, kernel, binaries, _Loaded):
             self._fastest.clear()
 
     def fastest(self, num_tokens: int) -> _Loaded:

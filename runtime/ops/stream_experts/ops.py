@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import torch
 
-from mllm_compile.runtime.cuda.driver import Argument, address_of, load_kernel
+from mllm_compile.runtime.cuda.driver import Argument, address_of, load_kernel, load_once
 from mllm_compile.runtime.cuda.tensor_maps import aligned
 from mllm_compile.runtime.ops.stream_experts.kernel import DownKernel, ExpertsKernel, GateUpKernel, Routing
 from mllm_compile.runtime.ops.stream_experts.shapes import ROWS
@@ -89,10 +89,7 @@ def load_expert_kernels(kernels: Iterable[ExpertsKernel], binaries: Mapping[str,
     """
     for kernel in kernels:
         with torch.cuda.device(device):
-            key = (torch.cuda.current_device(), kernel)
-            before, binary = _LOADED.get(key), binaries.get(kernel.name)
-            if before is None or before.binary != binary:  # once for a process's engines
-                _LOADED[key] = _Loaded(kernel, binaries)
+            load_once(_LOADED, (torch.cuda.current_device(), kernel), kernel, binaries, _Loaded)
 
 
 def _loaded(x: torch.Tensor, kernel: ExpertsKernel) -> _Loaded:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping
 import torch
 
 from mllm_compile.runtime.cuda import tensor_maps
-from mllm_compile.runtime.cuda.driver import TensorMap, address_of, load_kernel
+from mllm_compile.runtime.cuda.driver import TensorMap, address_of, load_kernel, load_once
 from mllm_compile.runtime.cuda.tensor_maps import TensorMaps
 from mllm_compile.runtime.ops.varlen.kernel import PANEL, SegmentsKernel, choose
 
@@ -85,9 +85,7 @@ def load_segments_kernels(
     for kernel in kernels:
         with torch.cuda.device(device):
             of_heads = _LOADED.setdefault((torch.cuda.current_device(), kernel.head_dim), {})
-            before, binary = of_heads.get(kernel), binaries.get(kernel.name)
-            if before is None or before.binary != binary:  # once for a process's engines
-                of_heads[kernel] = _Loaded(kernel, binaries)
+            load_once(of_heads, kernel, kernel, binaries, _Loaded)
 
 
 def loaded_kernel(kernel: SegmentsKernel, device: torch.device) -> Callable[..., None]:
