@@ -1,8 +1,8 @@
 """Decides, when a model is compiled, which checkpoint tensor fills which weight of the program.
 
 Follows Transformers' own renaming and converting of checkpoint keys (checkpoint/keys.py), and accounts for every
-tensor: one that is unexpected, missing or wrongly shaped is an error that names it. runtime/weights/loader.py
-reads them.
+tensor: one that is unexpected, missing or wrongly shaped is an error that names it. The plan is what
+runtime/weights/spec.py describes; loader.py beside it reads by it.
 """
 
 from __future__ import annotations
