@@ -9,7 +9,6 @@ Shape legend: T tokens, R requests, S rows of logits, V vocab.
 from __future__ import annotations
 
 import gc
-import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import replace
@@ -64,8 +63,6 @@ from mllm_compile.runtime.ubatch.slices import most_of_a_part, part_of, share_a_
 if TYPE_CHECKING:
     from mllm_compile.runtime.cuda_graph.graph_runner import CapturedDecode, GraphRunner, LaunchedPrompts
     from mllm_compile.runtime.sampling.penalties import PenaltyParams
-
-logger = logging.getLogger(__name__)
 
 
 class ModelRunner:
