@@ -35,7 +35,6 @@ from mllm_compile.config.model_folder import ModelFolder
 from mllm_compile.config.resolved import ResolvedConfig
 from mllm_compile.errors import CheckpointError, CompileError
 from mllm_compile.files.json_file import read_file
-from mllm_compile.inductor.toolchain import check_compiler
 from mllm_compile.inductor.workers import PieceWorkers
 from mllm_compile.kernels.cuda import KernelCompiler
 from mllm_compile.kernels.flashinfer import collect_kernels
@@ -206,7 +205,6 @@ def _workers(config: ResolvedConfig, scratch: Path) -> Iterator[PieceWorkers | N
     if config.compile.backend == "eager":
         yield None
         return
-    check_compiler()
     largest = max_traced_tokens(config)
     sizes = {"T": largest, "S": largest, "L": largest, "P": _MAX_SLOTS, "W": _MAX_SLOTS, "N": _MOST_SPLITS}
     sizes |= {"M": largest, "R": _MAX_SLOTS, "C": _MAX_SLOTS, "B": largest}
