@@ -253,6 +253,8 @@ def _cascade_attention(
         refusal = "without runtime.enable_prefix_cache no requests have the same pages"
     elif asked.expert_parallel_size > 1:
         refusal = "captured decodes of several ranks with requests of their own share no prefix"
+    elif runtime.max_running_requests == 1:
+        refusal = "with runtime.max_running_requests 1 no two requests decode together"
     if asked.cascade_attention is True and refusal is not None:
         raise ConfigError(f"runtime.cascade_attention is true, but {refusal}. Set it to auto or false.")
 

@@ -261,6 +261,7 @@ def test_a_key_without_auto_becomes_what_was_asked_for():
         (H200, {"runtime": {"tensor_parallel_size": 2}}, (False, "several GPUs")),
         (H200, {"runtime": {"deterministic": True}}, (False, "deterministic")),
         (H200, {"runtime": {"enable_prefix_cache": False}}, (False, "enable_prefix_cache")),
+        (H200, {"runtime": {"max_running_requests": 1}}, (False, "no two requests")),
     ],
 )
 def test_cascades_are_chosen_where_their_graphs_are_captured(device, sections, expected):
