@@ -6,6 +6,7 @@ The modules that this one calls do the stages' work. Imported only for a compile
 from __future__ import annotations
 
 import os
+import shutil
 import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -94,6 +95,7 @@ def build_runtime(target: Target, options: CompileOptions, timeline: Timeline) -
         if fault is not None:
             timeline.announce(f"its text is served without images: {fault}")
             lowered = lowered.without_images()
+            shutil.rmtree(scratch / WEIGHTS, ignore_errors=True)  # packed with the tower's
             files = _write_weights(scratch, target, options, lowered, timeline)
             _remove_pieces(scratch, lowered)
         manifest = Manifest(
