@@ -144,17 +144,18 @@ def _tokenize(front: Front) -> Answer:
         facts = await front.facts(fields.model)
         tokenizer = _tokenizer(facts)
 
-        def encode() -> list[int]:
+        def encode() -> tuple[list[int], list[str] | None]:
             if isinstance(fields, TokenizeChatFields):
                 _check_texts(fields)
-                return tokenizer.encode(chat_text(facts, fields), fields.add_special_tokens is True)
-            return tokenizer.encode(fields.prompt, fields.add_special_tokens is not False)
-
-        tokens: list[int] = await front.in_thread(encode)
-        strings = None
-        if fields.return_token_strs:
+                tokens = tokenizer.encode(chat_text(facts, fields), fields.add_special_tokens is True)
+            else:
+                tokens = tokenizer.encode(fields.prompt, fields.add_special_tokens is not False)
+            if not fields.return_token_strs:
+                return tokens, None
             texts = TokenTexts(tokenizer)
-            strings = [texts.text_of(token_id) for token_id in tokens]
+            return tokens, [texts.text_of(token_id) for token_id in tokens]
+
+        tokens, strings = await front.in_thread(encode)
         most = facts.hello.max_model_len
         return {"count": len(tokens), "max_model_len": most, "tokens": tokens, "token_strs": strings}
 
