@@ -315,6 +315,18 @@ def test_the_eager_model_runs_without_graphs():
     assert resolved(H200, runtime={"skip_compiled": True}).cudagraph.mode == "none"
 
 
+@pytest.mark.parametrize(
+    "damage",
+    [
+        {"index_topk": 512, "layer_types": 5},
+        {"index_topk": 512, "layer_types": [{}]},
+        {"rope_scaling": {"type": "dynamic", "factor": float("inf")}},
+    ],
+)
+def test_a_config_json_that_is_damaged_is_left_to_what_reads_the_model(damage):
+    assert resolved(H200, QWEN | damage).runtime.max_model_len in (512, 40960)
+
+
 def test_small_limits_pull_the_other_automatic_ones_along():
     assert resolved(runtime={"max_num_batched_tokens": 8}).runtime.max_running_requests == 8
     assert resolved(runtime={"max_running_requests": 4096}).runtime.max_num_batched_tokens == 4096
