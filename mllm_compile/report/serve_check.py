@@ -17,9 +17,9 @@ from mllm_compile.config.schema import EngineConfig
 from mllm_compile.errors import ArtifactError, CheckpointError
 from mllm_compile.files.json_file import held_files
 from mllm_compile.process.progress import Reporter
+from mllm_compile.runtime.attention.layer import LayerSpec
 from mllm_compile.runtime.device.memory import most_kv_budget
 from mllm_compile.runtime.memory_pool import GDNPool, KVPool
-from mllm_compile.runtime.program.spec import LayerSpec
 from mllm_compile.runtime.state.layer import StateLayer
 from mllm_compile.server.engine_facts import syntax_of
 from mllm_compile.store.artifact import TOKENIZER

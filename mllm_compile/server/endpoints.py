@@ -202,11 +202,11 @@ def _detokenize(front: Front) -> Answer:
         fields, _ = read_fields(DetokenizeFields, body)
         facts = await front.facts(fields.model)
         tokenizer = _tokenizer(facts)
+        if len(fields.tokens) > _MOST_TOKENS:
+            raise bad_request(f"tokens: expected at most {_MOST_TOKENS} token ids, got {len(fields.tokens)}")
         wrong = next((token for token in fields.tokens if not 0 <= token < facts.hello.vocab_size), None)
-        if wrong is not None or len(fields.tokens) > _MOST_TOKENS:
-            expected = f"at most {_MOST_TOKENS} token ids from 0 to {facts.hello.vocab_size - 1}"
-            got = f"{len(fields.tokens)} of them" if wrong is None else str(wrong)
-            raise bad_request(f"tokens: expected {expected}, got {got}")
+        if wrong is not None:
+            raise bad_request(f"tokens: expected token ids from 0 to {facts.hello.vocab_size - 1}, got {wrong}")
         return {"prompt": await front.in_thread(tokenizer.decode, fields.tokens, False)}
 
     return _json(front, detokenize)
