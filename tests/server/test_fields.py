@@ -94,6 +94,7 @@ def test_a_completion_is_refused_by_the_fields_name(server, fields, param, says)
         ({"response_format": {"type": "json_schema", "schema": {"title": "refused"}}}, "response_format", "is refused"),
         ({"chat_template": "{{ 1 }}"}, "chat_template", "template is code"),
         ({"chat_template_kwargs": {"no_such": 1}}, None, "no_such"),
+        ({"chat_template_kwargs": {"self": 1}}, None, "self"),
         ({"chat_template_kwargs": {"messages": []}}, "messages", "field of its own"),
         ({"top_logprobs": 2}, "top_logprobs", "logprobs: true"),
         ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "from 0 to 20"),
