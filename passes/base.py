@@ -15,20 +15,21 @@ from torch import fx
 
 from mllm_compile.runtime.quantised.scheme import WeightScheme
 
-# Key of gm.meta that the compiler's driver fills for passes.
+# Keys of gm.meta that the compiler's driver fills for passes.
 SMALL_WEIGHTS = "small_weights"  # SmallWeights; without it no weight is quantised
-
+RANKS = "ranks"  # int: over how many ranks `shard` cuts the graph
+EXPERT_RANKS = "expert_ranks"  # int: over how many ranks `spread_experts` deals experts
 CACHE_DTYPE = "cache_dtype"  # torch.dtype of the KV cache; without it the model's
 CACHE_SCALES = "cache_scales"  # dict: weight name → CacheScales, of each weight of an attention that has some
+
+# node.meta key of a placeholder, which the driver fills, too: no checkpoint holds its tensor, and it is not cut.
+IS_CONSTANT = "is_constant"
 
 # Keys of gm.meta that passes fill for the compiler's driver.
 PACKED_WEIGHTS = "packed_weights"  # dict: packed weight name → tuple of PackedPart, in row order
 ATTENTION_LAYERS = "attention_layers"  # list of LayerSpec, in layer order
 STATE_LAYERS = "state_layers"  # list of StateLayer, in layer order
 PACKED_LAYERS = "packed_layers"  # list of PackedLayer, in layer order
-RANKS = "ranks"  # int: over how many ranks `shard` cuts the graph
-EXPERT_RANKS = "expert_ranks"  # int: over how many ranks `spread_experts` deals experts
-IS_CONSTANT = "is_constant"  # node.meta: the placeholder is of what no checkpoint holds, which is not cut
 WEIGHT_CUTS = "weight_cuts"  # dict: weight name → tuple of WeightCut, of each weight that ranks have parts of
 QUANTISED_TENSORS = "quantised_tensors"  # dict: name of a weight input → QuantisedTensor
 WEIGHT_FACTORS = "weight_factors"  # dict: weight name → WeightFactor, of each weight that is scaled while it is read
@@ -38,7 +39,6 @@ SMALL_FORMS = "small_forms"  # dict: piece → {most tokens: name of the submodu
 # name, "" for the slots, which are every layer's).
 CACHE_INPUT = "cache_input"
 CACHE_INPUTS = ("slots", "keys", "values")
-
 
 # node.meta key of the value that the head starts from, where the rows that it works on have been gathered before.
 HEAD_INPUT = "head_input"

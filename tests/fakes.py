@@ -74,7 +74,7 @@ class ByteTokenizer:
                 run = []
         return "".join([*parts, bytes(run).decode(errors="replace")])
 
-    def apply_chat_template(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
+    def apply_chat_template(self, messages: Sequence[Mapping[str, Any]], /, **options: Any) -> str:
         return ChatTemplate({"default": _TEMPLATE}, {}).render(messages, **options)
 
 

@@ -52,8 +52,8 @@ def check_written_pieces(
     Args:
         page_size: tokens of a KV page, for which the pieces of attention are compiled.
         dtype: the type of queries.
-        cache_dtype: the type of keys and values; None: likewise.
         logits: [S, V], as the program gives them; tokens are chosen from these.
+        cache_dtype: the type of keys and values; None: `dtype`.
 
     Raises:
         CompileError: a piece computes something else than torch's operations.

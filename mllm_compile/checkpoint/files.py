@@ -86,7 +86,7 @@ class WeightFiles:
 
         Args:
             root: the folder that the names are relative to.
-            advance: called with the bytes hashed so far done.
+            advance: called with the number of bytes of each part that is hashed.
 
         Raises:
             CheckpointError: a file's data is not what it was.

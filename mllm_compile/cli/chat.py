@@ -172,9 +172,13 @@ def _engine(engine: Engine) -> Ask:
 
 
 def _server(url: str, api_key: str | None) -> Ask:
-    parts = urlsplit(url)
     kinds = {"http": http.client.HTTPConnection, "https": http.client.HTTPSConnection}
-    if parts.scheme not in kinds or not parts.netloc:
+    try:
+        parts = urlsplit(url)
+        is_url = parts.scheme in kinds and bool(parts.netloc) and parts.port != 0
+    except ValueError:  # of a port that is no number, or a bracket that is not closed
+        is_url = False
+    if not is_url:
         raise ConfigError(f"{url} is no URL of a server; expected such as http://127.0.0.1:8000")
     path = parts.path.rstrip("/").removesuffix("/v1") + "/v1/chat/completions"
     headers = {"content-type": "application/json"} | ({"authorization": f"Bearer {api_key}"} if api_key else {})

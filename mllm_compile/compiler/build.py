@@ -6,6 +6,7 @@ The modules that this one calls do the stages' work. Imported only for a compile
 from __future__ import annotations
 
 import os
+import shutil
 import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -35,7 +36,6 @@ from mllm_compile.config.model_folder import ModelFolder
 from mllm_compile.config.resolved import ResolvedConfig
 from mllm_compile.errors import CheckpointError, CompileError
 from mllm_compile.files.json_file import read_file
-from mllm_compile.inductor.toolchain import check_compiler
 from mllm_compile.inductor.workers import PieceWorkers
 from mllm_compile.kernels.cuda import KernelCompiler
 from mllm_compile.kernels.flashinfer import collect_kernels
@@ -95,6 +95,7 @@ def build_runtime(target: Target, options: CompileOptions, timeline: Timeline) -
         if fault is not None:
             timeline.announce(f"its text is served without images: {fault}")
             lowered = lowered.without_images()
+            shutil.rmtree(scratch / WEIGHTS, ignore_errors=True)  # packed with the tower's
             files = _write_weights(scratch, target, options, lowered, timeline)
             _remove_pieces(scratch, lowered)
         manifest = Manifest(
@@ -206,7 +207,6 @@ def _workers(config: ResolvedConfig, scratch: Path) -> Iterator[PieceWorkers | N
     if config.compile.backend == "eager":
         yield None
         return
-    check_compiler()
     largest = max_traced_tokens(config)
     sizes = {"T": largest, "S": largest, "L": largest, "P": _MAX_SLOTS, "W": _MAX_SLOTS, "N": _MOST_SPLITS}
     sizes |= {"M": largest, "R": _MAX_SLOTS, "C": _MAX_SLOTS, "B": largest}

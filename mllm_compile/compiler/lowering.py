@@ -34,7 +34,6 @@ from mllm_compile.runtime.program.pieces import PACKAGE_SUFFIX, SOURCE_SUFFIX
 from mllm_compile.store.key import max_traced_tokens
 
 if TYPE_CHECKING:
-    import torch
     from torch import fx
 
     from mllm_compile.checkpoint.planned_tensor import PlannedTensor
@@ -211,8 +210,6 @@ def rewrite_graph(
     Raises:
         CompileError: a pass failed; the message names it and how to do without it.
     """
-    import torch
-
     from mllm_compile.passes.base import CACHE_DTYPE, CACHE_SCALES, SMALL_WEIGHTS
     from mllm_compile.passes.pipeline import PassFailedError, passes_left_out, run_passes
 

@@ -6,6 +6,7 @@ reason, to be printed. The numbers behind `auto` are the tables at the top.
 
 from __future__ import annotations
 
+import math
 import os
 from dataclasses import replace
 
@@ -60,7 +61,7 @@ _KEYS_OF_GPUS = {
 # XGrammar takes structural tags, and what is too large for it.
 STRUCTURE_BACKENDS = ("llguidance", "xgrammar")
 _QUANTISING_PASS = "quantise_linears"
-_PLAIN_LAYERS = {"full_attention", "sliding_attention"}
+_PLAIN_LAYERS = ("full_attention", "sliding_attention")
 _LENGTH_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length", "n_ctx", "seq_length")
 
 
@@ -253,6 +254,8 @@ def _cascade_attention(
         refusal = "without runtime.enable_prefix_cache no requests have the same pages"
     elif asked.expert_parallel_size > 1:
         refusal = "captured decodes of several ranks with requests of their own share no prefix"
+    elif runtime.max_running_requests == 1:
+        refusal = "with runtime.max_running_requests 1 no two requests decode together"
     if asked.cascade_attention is True and refusal is not None:
         raise ConfigError(f"runtime.cascade_attention is true, but {refusal}. Set it to auto or false.")
 
@@ -393,11 +396,11 @@ def _longest_text(model: ModelFolder) -> int | None:
     rope = model.text_config_value("rope_parameters", "rope_scaling")
     if isinstance(rope, dict) and "dynamic" in (rope.get("rope_type"), rope.get("type")):
         factor = rope.get("factor")
-        if isinstance(factor, int | float) and factor > 1:
+        if isinstance(factor, int | float) and 1 < factor < math.inf:
             limit = int(limit * factor)
     chosen, kinds = model.text_config_value("index_topk"), model.text_config_value("layer_types")
-    has_indexers = isinstance(chosen, int) and chosen > 0 and (kinds is None or bool(set(kinds) - _PLAIN_LAYERS))
-    return min(limit, chosen) if has_indexers else limit
+    all_plain = isinstance(kinds, list) and all(kind in _PLAIN_LAYERS for kind in kinds)
+    return min(limit, chosen) if isinstance(chosen, int) and chosen > 0 and not all_plain else limit
 
 
 def _of_gpus_alone(config: EngineConfig) -> tuple[str, ...]:

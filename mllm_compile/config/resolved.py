@@ -48,17 +48,14 @@ class ResolvedCompile(_Resolved):
 
 
 class ResolvedStructuredOutputs(_Resolved):
-    """`backends` in the order in which they are asked. The defaults are for runtimes from before there was such a
-    section."""
+    """`backends` in the order in which they are asked."""
 
-    backends: tuple[str, ...] = ("llguidance", "xgrammar")
-    threads: int = 1
+    backends: tuple[str, ...]
+    threads: int
 
 
 class ResolvedMedia(_Resolved):
-    """The default is for runtimes from before there was such a section."""
-
-    allowed_domains: tuple[str, ...] = ()
+    allowed_domains: tuple[str, ...]
 
 
 class ResolvedCache(_Resolved):
@@ -74,8 +71,8 @@ class ResolvedConfig(_Resolved):
     compile: ResolvedCompile
     cudagraph: CudaGraphSection
     runtime: RuntimeSection
-    structured_outputs: ResolvedStructuredOutputs = ResolvedStructuredOutputs()
-    media: ResolvedMedia = ResolvedMedia()
+    structured_outputs: ResolvedStructuredOutputs
+    media: ResolvedMedia
     cache: ResolvedCache
     choices: tuple[AutoChoice, ...] = Field(default=(), exclude=True, repr=False)
     without_effect: tuple[str, ...] = Field(default=(), exclude=True, repr=False)  # keys that the device ignores

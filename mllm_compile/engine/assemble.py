@@ -121,43 +121,43 @@ def _load(
             scheduler = Scheduler(limits) if num_ranks == 1 else DealtScheduler(limits, num_ranks)
             step_runner = _step_runner(runner, group)
             _remember(compiled, runner, plan, timeline)
+            files, tower = _text_files(compiled), _tower(runner)
+            if isinstance(tower, str) and any(name in files for name in PROCESSOR_FILES):
+                timeline.announce(f"images will be refused: {tower}")
+            eos_token_ids = _eos_token_ids(defaults, tokenizer, runner.vocab_size, timeline)
+            most_threads = None if group is None else group.threads
+            is_cpu = runner.device.type == "cpu"
+            prepare_thread = _thread_preparation(compiled, timeline, most_threads) if is_cpu else _nothing
+            _tell_ready(compiled, runner, timeline)
+            return EngineParts(
+                scheduler=scheduler,
+                step_runner=step_runner,
+                tokenizer=tokenizer,
+                vocab_size=runner.vocab_size,
+                eos_token_ids=eos_token_ids,
+                default_params=default_params,
+                check_device=_device_check(runner.device, group),
+                shutdown=partial(_shut_down, runner, group),
+                prepare_thread=prepare_thread,
+                grammars=_grammars(tokenizer, runner.vocab_size, eos_token_ids, compiled.config),
+                media=MediaDoor(
+                    config.model.source,
+                    files,
+                    limits.max_model_len,
+                    tower if isinstance(tower, str) else None,
+                    config.media.allowed_domains,
+                ),
+                config=compiled.config,
+                folder=compiled.folder,
+                tokenizer_files=files,
+                forward_times=tuple if runner.forward_times is None else runner.forward_times.medians,
+                experts_chosen=runner.experts_chosen,
+                snapshot_bytes=runner.state_bytes_per_request,
+                tower=tower,
+            )
         except BaseException:  # also Ctrl-C
             _shut_down(runner, group)
             raise
-    files, tower = _text_files(compiled), _tower(runner)
-    if isinstance(tower, str) and any(name in files for name in PROCESSOR_FILES):
-        timeline.announce(f"images will be refused: {tower}")
-    eos_token_ids = _eos_token_ids(defaults, tokenizer, runner.vocab_size, timeline)
-    most_threads = None if group is None else group.threads
-    is_cpu = runner.device.type == "cpu"
-    prepare_thread = _thread_preparation(compiled, timeline, most_threads) if is_cpu else _nothing
-    _tell_ready(compiled, runner, timeline)
-    return EngineParts(
-        scheduler=scheduler,
-        step_runner=step_runner,
-        tokenizer=tokenizer,
-        vocab_size=runner.vocab_size,
-        eos_token_ids=eos_token_ids,
-        default_params=default_params,
-        check_device=_device_check(runner.device, group),
-        shutdown=partial(_shut_down, runner, group),
-        prepare_thread=prepare_thread,
-        grammars=_grammars(tokenizer, runner.vocab_size, eos_token_ids, compiled.config),
-        media=MediaDoor(
-            config.model.source,
-            files,
-            limits.max_model_len,
-            tower if isinstance(tower, str) else None,
-            config.media.allowed_domains,
-        ),
-        config=compiled.config,
-        folder=compiled.folder,
-        tokenizer_files=files,
-        forward_times=tuple if runner.forward_times is None else runner.forward_times.medians,
-        experts_chosen=runner.experts_chosen,
-        snapshot_bytes=runner.state_bytes_per_request,
-        tower=tower,
-    )
 
 
 def _tower(runner: ModelRunner) -> Tower | str:
@@ -317,7 +317,7 @@ def _thread_preparation(compiled: CompiledRuntime, timeline: Timeline, most: int
 
 
 def _nothing() -> None:
-    """On a GPU."""
+    """Of the engine's thread on a GPU, which computes nothing on the CPU."""
 
 
 def _tell_ready(compiled: CompiledRuntime, runner: ModelRunner, timeline: Timeline) -> None:

@@ -23,7 +23,7 @@ from mllm_compile.errors import CompileError
 from mllm_compile.files.cache_folders import make_private
 from mllm_compile.inductor.job import PieceJob
 from mllm_compile.inductor.patches import left_out
-from mllm_compile.inductor.toolchain import SYSTEM_CXX
+from mllm_compile.inductor.toolchain import check_compiler
 from mllm_compile.process import bytecode
 from mllm_compile.process.group import ProcessGroup
 from mllm_compile.runtime.disk_space import full_disk_said
@@ -42,7 +42,7 @@ class PieceWorkers:
         """
         Args:
             device: the device to compile for.
-            max_sizes: the largest of each dynamic size, by its name in compile_piece.EXAMPLE_SIZES.
+            max_sizes: the largest of each dynamic size, by its name in job.EXAMPLE_SIZES.
             cache: a folder for what Inductor and Triton keep between compiles; it becomes this user's alone.
             scratch: a folder for what only this compile needs; it outlives the workers.
             count: pieces at a time; None: by the number of CPU cores.
@@ -53,7 +53,7 @@ class PieceWorkers:
             CompileError: there is no C++ compiler.
         """
         self._device, self._max_sizes = device, max_sizes
-        _check_compiler()
+        check_compiler()
         left_out()  # tells of a wrong name here, not in the process that reads it
         make_private(cache)
         self._failed = cache / "failed"
@@ -99,16 +99,6 @@ class PieceWorkers:
         self._compiler.kill()
         self._threads.shutdown()  # a job that was running has failed
         self._compiler.close()
-
-
-def _check_compiler() -> None:
-    """Refuses a missing compiler before seconds go into a trace. Inductor takes CXX, or g++."""
-    wanted = os.environ.get("CXX", "g++")
-    if not any(map(shutil.which, (SYSTEM_CXX, wanted))):
-        raise CompileError(
-            f"there is no C++ compiler ({wanted}): install one (Debian: apt install g++), set CXX, or set "
-            "compile.backend: eager"
-        )
 
 
 class _CompilerProcess:

@@ -1,30 +1,26 @@
 """Decode attention behind a shared prefix as pieces of the program: the kernels of runtime/ops/shared_prefix/.
 
-They stand beside the layers' other kernels for decodes (decode_attention.py), and are compiled where the config has
-cascades and some prefix of the longest text would pay. Layers that are alike share a piece.
+They stand beside the layers' other kernels for decodes (decode_attention.py), and are compiled wherever the config has
+cascades: which batches they pay in, and so which are captured, an engine decides (runtime/model_runner.py), as configs
+of other sizes share a runtime. Layers that are alike share a piece.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 from mllm_compile.config.resolved import ResolvedConfig
 from mllm_compile.inductor.job import PieceInput
 from mllm_compile.kernels.piece import WrittenPiece, made_by_kind
-from mllm_compile.runtime.attention.flashinfer.kernels import captured_cascade_pays, spared_bytes
 from mllm_compile.runtime.attention.layer import LayerSpec
 from mllm_compile.runtime.attention.split.splits import OF_MANY
-from mllm_compile.runtime.config_sections import RuntimeSection
 from mllm_compile.runtime.program.spec import Program
-
-_ITEMSIZE = 2  # bytes of a number in the KV cache: bfloat16 or float16
 
 
 def add_cascade_attention(config: ResolvedConfig, program: Program) -> tuple[Program, tuple[WrittenPiece, ...]]:
     """Adds these pieces to the program, for the plain ones of the layers whose decodes it serves; returns them too."""
     served = [layer for layer in program.layers if _is_served(layer) and layer.name in program.decode_attention]
-    if program.state_layers or not (_are_captured(config) and _may_pay(config.runtime, served)):
+    if program.state_layers or not _are_captured(config):
         return program, ()  # beside layers with a state none are captured (state/hybrid_backend.py)
     of_layers, written = made_by_kind(
         served,
@@ -40,11 +36,6 @@ def _are_captured(config: ResolvedConfig) -> bool:
     runtime = config.runtime
     is_asked = runtime.cascade_attention and config.compile.split_decode and not runtime.deterministic
     return is_asked and runtime.kv_cache_dtype == config.model.dtype
-
-
-def _may_pay(runtime: RuntimeSection, layers: Sequence[LayerSpec]) -> bool:
-    spared = spared_bytes(layers, runtime.max_running_requests, runtime.max_model_len, _ITEMSIZE)
-    return captured_cascade_pays(spared, len(layers))
 
 
 def _is_served(layer: LayerSpec) -> bool:

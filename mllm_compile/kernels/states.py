@@ -1,8 +1,7 @@
 """Layers with a state as pieces of the program: kernels of runtime/ops/states/, two for each kind of layer.
 
 One computes decodes, a token of each request, the other prompts. Layers alike in kind, settings and operands share
-them.
-What no kernel serves is computed by runtime/state/torch_backend.py, as on a CPU.
+them. What no kernel serves is computed by runtime/state/torch_backend.py, as on a CPU.
 """
 
 from __future__ import annotations

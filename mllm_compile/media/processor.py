@@ -1,6 +1,6 @@
 """A model's own processor, by Transformers: a prompt's text and its decoded pictures become a MediaPrompt.
 
-Runs in a worker (server.py), which alone imports Transformers. Each item goes through the processor by itself, so its
+Runs in a worker (worker.py), which alone imports Transformers. Each item goes through the processor by itself, so its
 tensors need no cutting; then the text, with each placeholder replaced by what the processor made of it, is tokenized
 once; of token ids the placeholders' are replaced. Images are prepared by the processor's Pillow form on every machine:
 the same picture has the same tensors.

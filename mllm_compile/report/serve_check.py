@@ -17,9 +17,9 @@ from mllm_compile.config.schema import EngineConfig
 from mllm_compile.errors import ArtifactError, CheckpointError
 from mllm_compile.files.json_file import held_files
 from mllm_compile.process.progress import Reporter
+from mllm_compile.runtime.attention.layer import LayerSpec
 from mllm_compile.runtime.device.memory import most_kv_budget
 from mllm_compile.runtime.memory_pool import GDNPool, KVPool
-from mllm_compile.runtime.program.spec import LayerSpec
 from mllm_compile.runtime.state.layer import StateLayer
 from mllm_compile.server.engine_facts import syntax_of
 from mllm_compile.store.artifact import TOKENIZER
@@ -71,12 +71,16 @@ def serve_check(source: EngineConfig | Path, reporter: Reporter) -> list[tuple[s
     ]
 
 
-def _of_runtime(folder: Path, reporter: Reporter, origin: str | None = None) -> _Known:
+def _of_runtime(folder: Path, reporter: Reporter, config: ResolvedConfig | None = None) -> _Known:
+    """
+    Args:
+        config: served with; None: the one that the runtime was compiled with. What only serving needs may differ.
+    """
     opened = open_runtime(folder, reporter)
-    artifact, config = opened.artifact, opened.config
+    artifact, config = opened.artifact, config or opened.config
     return _Known(
         config,
-        origin or f"compiled: {folder}",
+        f"compiled: {folder}",
         artifact.program.layers,
         artifact.program.state_layers,
         sum(spec.num_bytes for spec in artifact.weights),
@@ -88,13 +92,9 @@ def _of_runtime(folder: Path, reporter: Reporter, origin: str | None = None) -> 
 def _of_config(config: EngineConfig, reporter: Reporter) -> _Known:
     target = find_target(config)
     try:
-        known = _of_runtime(target.folder, reporter)
+        return _of_runtime(target.folder, reporter, target.config)
     except (ArtifactError, CheckpointError):  # also where there is none
         return _of_target(target, reporter)
-    # The runtime's own config is that of its compilation; what only serving needs may differ.
-    return _Known(
-        target.config, known.origin, known.layers, known.state_layers, known.weight_bytes, known.tokenizer, known.start
-    )
 
 
 def _of_target(target: Target, reporter: Reporter) -> _Known:

@@ -144,17 +144,18 @@ def _tokenize(front: Front) -> Answer:
         facts = await front.facts(fields.model)
         tokenizer = _tokenizer(facts)
 
-        def encode() -> list[int]:
+        def encode() -> tuple[list[int], list[str] | None]:
             if isinstance(fields, TokenizeChatFields):
                 _check_texts(fields)
-                return tokenizer.encode(chat_text(facts, fields), fields.add_special_tokens is True)
-            return tokenizer.encode(fields.prompt, fields.add_special_tokens is not False)
-
-        tokens: list[int] = await front.in_thread(encode)
-        strings = None
-        if fields.return_token_strs:
+                tokens = tokenizer.encode(chat_text(facts, fields), fields.add_special_tokens is True)
+            else:
+                tokens = tokenizer.encode(fields.prompt, fields.add_special_tokens is not False)
+            if not fields.return_token_strs:
+                return tokens, None
             texts = TokenTexts(tokenizer)
-            strings = [texts.text_of(token_id) for token_id in tokens]
+            return tokens, [texts.text_of(token_id) for token_id in tokens]
+
+        tokens, strings = await front.in_thread(encode)
         most = facts.hello.max_model_len
         return {"count": len(tokens), "max_model_len": most, "tokens": tokens, "token_strs": strings}
 
@@ -201,11 +202,11 @@ def _detokenize(front: Front) -> Answer:
         fields, _ = read_fields(DetokenizeFields, body)
         facts = await front.facts(fields.model)
         tokenizer = _tokenizer(facts)
+        if len(fields.tokens) > _MOST_TOKENS:
+            raise bad_request(f"tokens: expected at most {_MOST_TOKENS} token ids, got {len(fields.tokens)}")
         wrong = next((token for token in fields.tokens if not 0 <= token < facts.hello.vocab_size), None)
-        if wrong is not None or len(fields.tokens) > _MOST_TOKENS:
-            expected = f"at most {_MOST_TOKENS} token ids from 0 to {facts.hello.vocab_size - 1}"
-            got = f"{len(fields.tokens)} of them" if wrong is None else str(wrong)
-            raise bad_request(f"tokens: expected {expected}, got {got}")
+        if wrong is not None:
+            raise bad_request(f"tokens: expected token ids from 0 to {facts.hello.vocab_size - 1}, got {wrong}")
         return {"prompt": await front.in_thread(tokenizer.decode, fields.tokens, False)}
 
     return _json(front, detokenize)

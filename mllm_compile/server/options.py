@@ -17,7 +17,7 @@ class ServeOptions:
         model: the engine's source, as every command takes it.
         host, port: where it listens; port 0 takes a free one.
         api_keys: any of them opens every path; none: all paths are open.
-        served_names: the model's names; the first one is in answers. None: taken from the config.
+        served_names: the model's names; the first one is in answers. None given: taken from the config.
         max_queue: prompts that may wait; None: four times as many as can run.
         max_queue_s: a request that has waited so long is refused; None: never.
         request_timeout_s: a request that has taken so long is ended; None: never.

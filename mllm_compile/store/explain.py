@@ -79,7 +79,16 @@ def change_text(change: Change) -> str:
 # Groups in the order in which people ask for them; a factor of no group is in the last one.
 _GROUPS = {
     "model": ("model config", "model code", "text", "weights", "quantisation", PACKED_WEIGHTS),
-    "config": ("dtype", "backend", "attention", "max traced tokens"),
+    "config": (
+        "dtype",
+        "backend",
+        "expert stats",
+        "attention",
+        "states",
+        "tensor parallel",
+        "expert parallel",
+        "max traced tokens",
+    ),
     "machine": MACHINE_FACTORS,
     "compiler": ("format", "transformers", "passes", "sources"),
 }
@@ -90,9 +99,7 @@ def grouped(factors: Mapping[str, str]) -> dict[str, dict[str, str]]:
     """The factors by group: model, config, machine, compiler. Every factor is in one group."""
     *_, last = _GROUPS
     group_of = {name: group for group, names in _GROUPS.items() for name in names}
-    found: dict[str, dict[str, str]] = {group: {} for group in _GROUPS}
-    for group, names in _GROUPS.items():
-        found[group] = {name: factors[name] for name in names if name in factors}
+    found = {group: {name: factors[name] for name in names if name in factors} for group, names in _GROUPS.items()}
     found[last] |= {name: value for name, value in factors.items() if name not in group_of}
     return {group: values for group, values in found.items() if values}
 

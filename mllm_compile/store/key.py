@@ -198,9 +198,11 @@ def changed_parts(now: str, then: str) -> tuple[str, str]:
 def _attention(config: ResolvedConfig) -> str:
     """The backend and the versions of its kernels; a runtime holds those of FlashInfer."""
     runtime = config.runtime
-    if runtime.attention_backend == "torch":
-        return "torch" if runtime.kv_cache_dtype == config.model.dtype else f"torch, {runtime.kv_cache_dtype} KV cache"
     mode = ["deterministic"] if runtime.deterministic else []
+    if runtime.attention_backend == "torch":
+        kv_cache = [] if runtime.kv_cache_dtype == config.model.dtype else [f"{runtime.kv_cache_dtype} KV cache"]
+        of_kernels = mode if runtime.device.startswith("cuda") else []  # a CPU's pieces are the same
+        return ", ".join(["torch", *kv_cache, *of_kernels])
     if not config.compile.split_decode:
         mode.append("decodes by FlashInfer")
     elif not config.compile.hopper_decode:

@@ -1,6 +1,6 @@
 """A form of an answer as backends take it: one kind, its text, and options that have become part of the text.
 
-`process/` sends it to the process that tries it, so it is plain data.
+It is sent to the process that tries it (grammar_process.py), so it is plain data.
 """
 
 from __future__ import annotations

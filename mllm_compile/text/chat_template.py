@@ -74,6 +74,7 @@ class ChatTemplate:
     def render(
         self,
         messages: Sequence[Mapping[str, Any]],
+        /,
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
         documents: Sequence[Mapping[str, Any]] | None = None,
@@ -88,7 +89,8 @@ class ChatTemplate:
             tools: JSON schemas of functions that the model may call.
             documents: passed to the template.
             add_generation_prompt: end with the header of the assistant's answer.
-            variables: further names that the template knows, for example `enable_thinking=False`.
+            variables: further names that the template knows, for example `enable_thinking=False`; any names, as a
+                request's are.
 
         Raises:
             RequestError: no messages, one without a role or content, data that is no JSON, tools, documents or a

@@ -164,7 +164,7 @@ class Tokenizer:
         """The source of the chat template that is rendered where there are tools; empty if there is none."""
         return self._chat_template.source_for_tools if self._chat_template else ""
 
-    def apply_chat_template(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
+    def apply_chat_template(self, messages: Sequence[Mapping[str, Any]], /, **options: Any) -> str:
         """The prompt's text for chat messages; options as `ChatTemplate.render` takes them.
 
         Raises:

@@ -76,4 +76,11 @@ def test_a_server_that_refuses_or_is_not_there_is_one_line(server, monkeypatch, 
     typed(monkeypatch, "def")
     assert run(["chat", "http://127.0.0.1:1"]) == 1
     assert "no server listens there. Start one: mllm-compile serve MODEL" in capsys.readouterr().err
-    assert run(["chat", "ftp://x"]) == 2
+
+
+@pytest.mark.parametrize(
+    "url", ["ftp://x", "http://", "http://127.0.0.1:80a0", "http://127.0.0.1:70000", "http://[::1"]
+)
+def test_what_is_no_url_of_a_server_is_one_line(url, capsys):
+    assert run(["chat", url]) == 2
+    assert "is no URL of a server; expected such as http://127.0.0.1:8000" in capsys.readouterr().err

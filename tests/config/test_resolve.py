@@ -261,6 +261,7 @@ def test_a_key_without_auto_becomes_what_was_asked_for():
         (H200, {"runtime": {"tensor_parallel_size": 2}}, (False, "several GPUs")),
         (H200, {"runtime": {"deterministic": True}}, (False, "deterministic")),
         (H200, {"runtime": {"enable_prefix_cache": False}}, (False, "enable_prefix_cache")),
+        (H200, {"runtime": {"max_running_requests": 1}}, (False, "no two requests")),
     ],
 )
 def test_cascades_are_chosen_where_their_graphs_are_captured(device, sections, expected):
@@ -312,6 +313,18 @@ def test_a_float32_checkpoint_on_a_gpu_is_served_in_bfloat16_unless_float32_is_a
 
 def test_the_eager_model_runs_without_graphs():
     assert resolved(H200, runtime={"skip_compiled": True}).cudagraph.mode == "none"
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        {"index_topk": 512, "layer_types": 5},
+        {"index_topk": 512, "layer_types": [{}]},
+        {"rope_scaling": {"type": "dynamic", "factor": float("inf")}},
+    ],
+)
+def test_a_config_json_that_is_damaged_is_left_to_what_reads_the_model(damage):
+    assert resolved(H200, QWEN | damage).runtime.max_model_len in (512, 40960)
 
 
 def test_small_limits_pull_the_other_automatic_ones_along():

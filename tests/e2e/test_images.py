@@ -17,12 +17,16 @@ import pytest
 import torch
 
 from mllm_compile import Engine, SamplingParams
+from mllm_compile.compiler import build
+from mllm_compile.compiler.load_or_compile import load_or_compile
+from mllm_compile.config.compile_options import CompileOptions
 from mllm_compile.engine.assemble import assemble
 from mllm_compile.engine.engine import Engine as AnyEngine
 from mllm_compile.errors import RequestError
 from mllm_compile.media.inputs import MediaItem, MediaPrompt
 from mllm_compile.process.timeline import Timeline
 from mllm_compile.runtime.media.request import RequestMedia
+from mllm_compile.store.artifact import WEIGHTS
 from tests.fakes import all_pages_are_back
 from tests.tiny_model import engine_of_pages
 from tests.tiny_vision import (
@@ -363,6 +367,21 @@ def test_text_is_served_without_images_that_the_self_check_finds_wrong(
         assert tokens(engine, [TEXT]) == [transformers_greedy(model, TEXT, 6)]
         with pytest.raises(RequestError, match="the model takes text alone"):
             engine.generate(Prompts("idefics3").one, GREEDY)
+
+
+@pytest.mark.slow
+def test_packed_weights_are_the_texts_alone_where_images_are_wrong(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = save_vision_model("idefics3", tmp_path / "model")
+    monkeypatch.setattr(build, "self_check", lambda *args: "with an image in a prompt it computes something else")
+    config = vision_engine_config(tmp_path / "model", tmp_path / "cache")
+    packed = load_or_compile(config, None, CompileOptions(tmp_path / "out", pack_weights=True))
+    assert not any("vision" in spec.name for spec in packed.artifact.weights)
+    sizes = [path.stat().st_size for path in (tmp_path / "out" / WEIGHTS).iterdir()]
+    assert sum(sizes) < (tmp_path / "model" / "model.safetensors").stat().st_size
+    with Engine(tmp_path / "out") as engine:
+        assert tokens(engine, [TEXT]) == [transformers_greedy(model, TEXT, 6)]
 
 
 @pytest.mark.slow  # two processes, and a program for two ranks

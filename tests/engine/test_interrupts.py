@@ -145,6 +145,7 @@ class TestStart:
             (ModelRunner, "init_attention_backend"),
             (assemble, "StepRunner"),
             (assemble, "_remember"),
+            (assemble, "_tell_ready"),
             (threading.Thread, "start"),
             (EngineCore, "start"),
         ],

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from mllm_compile.errors import CompileError, ConfigError
+from mllm_compile.inductor import toolchain
 from mllm_compile.inductor import workers as piece_workers
 from mllm_compile.inductor.job import PieceInput, PieceJob
 from mllm_compile.inductor.workers import PieceWorkers
@@ -53,12 +54,21 @@ def test_a_folder_that_cannot_be_made_is_told(tmp_path, monkeypatch):
 
 
 def test_without_a_compiler_nothing_is_begun(tmp_path, monkeypatch):
-    monkeypatch.setattr(piece_workers, "SYSTEM_CXX", str(tmp_path / "g++"))
+    monkeypatch.setattr(toolchain, "SYSTEM_CXX", str(tmp_path / "g++"))
+    monkeypatch.setattr(piece_workers, "_CompilerProcess", lambda *args: pytest.fail("a process was started"))
     monkeypatch.setenv("CXX", "no-such-compiler")
-    with pytest.raises(CompileError, match=r"no C\+\+ compiler \(no-such-compiler\): install one"):
+    with pytest.raises(CompileError, match=r"no C\+\+ compiler here: neither .* nor no-such-compiler"):
         PieceWorkers("cpu", SIZES, tmp_path / "compilers", tmp_path, count=1)
-    monkeypatch.setenv("CXX", sys.executable)
-    piece_workers._check_compiler()
+    assert not (tmp_path / "compilers").exists()
+
+
+def test_a_compiler_may_be_named_with_its_options(tmp_path, monkeypatch):
+    monkeypatch.setattr(toolchain, "SYSTEM_CXX", str(tmp_path / "g++"))
+    started = []
+    monkeypatch.setattr(piece_workers, "_CompilerProcess", lambda *args: started.append(args))
+    monkeypatch.setenv("CXX", f"{sys.executable} -O1")
+    PieceWorkers("cpu", SIZES, tmp_path / "compilers", tmp_path, count=1)
+    assert started
 
 
 @pytest.mark.slow  # what every first compile on a machine needs: ten seconds of test programs

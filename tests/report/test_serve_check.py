@@ -44,6 +44,15 @@ def test_a_compiled_model_has_the_tokens_that_its_engine_has(eager_cache):
     assert [line for line in told(engine.folder) if line[0] != ""] == [line for line in found if line[0] != ""]
 
 
+def test_what_a_start_with_another_config_measured_is_not_told(eager_cache):
+    with Engine(tiny_config(eager_cache, **EAGER)) as engine:
+        folder = engine.folder
+    found = told(tiny_config(eager_cache, runtime={"max_running_requests": 3}, **EAGER))
+    assert dict(found)["runtime"] == f"compiled: {folder}", "the same runtime"
+    assert "measured by the last start" not in found[3][1]
+    assert dict(found)["limits"].startswith("3 running")
+
+
 def test_a_model_that_is_not_compiled_is_traced_and_nothing_is_left(eager_cache, tmp_path):
     found = told(tiny_config(tmp_path / "cache", **EAGER))
     compiled = told(tiny_config(eager_cache, **EAGER))

@@ -52,6 +52,17 @@ def test_nobody_waits_for_a_reader_that_takes_nothing(pair):
     assert read_all(right, 1) == [b"after"]
 
 
+def test_the_beginning_of_a_frame_is_not_copied_again_with_each_of_its_parts(pair):
+    """A tokenizer's files are some tens of MiB, and come in hundreds of parts: it took seconds of the front."""
+    left, right = pair
+    left.send(b"x" * LARGE)
+    right.wait(HANG_S)
+    beginning = right._received
+    assert right.wait(HANG_S) == [] and right._received is beginning
+    assert read_all(right, 1) == [b"x" * LARGE]
+    assert right._received is beginning and not beginning
+
+
 def test_several_threads_send_frames_that_stay_whole(pair):
     left, right = pair
     frames = [bytes([number]) * 50_000 for number in range(4)]

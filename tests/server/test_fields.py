@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
+import threading
 from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from mllm_compile.server.api.interfaces import CompletionRequest
+from mllm_compile.server.endpoints import ENDPOINTS
+from mllm_compile.server.front import Front
+from mllm_compile.server.options import ServeOptions
+from tests.fakes import ByteTokenizer
 from tests.hang_guard import until
 from tests.server.harness import Server, fake_server
 
@@ -86,6 +94,7 @@ def test_a_completion_is_refused_by_the_fields_name(server, fields, param, says)
         ({"response_format": {"type": "json_schema", "schema": {"title": "refused"}}}, "response_format", "is refused"),
         ({"chat_template": "{{ 1 }}"}, "chat_template", "template is code"),
         ({"chat_template_kwargs": {"no_such": 1}}, None, "no_such"),
+        ({"chat_template_kwargs": {"self": 1}}, None, "self"),
         ({"chat_template_kwargs": {"messages": []}}, "messages", "field of its own"),
         ({"top_logprobs": 2}, "top_logprobs", "logprobs: true"),
         ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "from 0 to 20"),
@@ -211,6 +220,36 @@ def test_tokenize_and_detokenize_are_each_others_inverse(server):
         assert told["count"] == len(told["tokens"])
         assert server.post(prefix + "/detokenize", {"tokens": told["tokens"]}).json["prompt"] == "def f(x):"
     assert server.post("/detokenize", {"tokens": [10**7]}).error["param"] == "tokens"
+
+
+class NotedTokenizer(ByteTokenizer):
+    """Notes the threads that ask for the bytes of a token."""
+
+    def __init__(self) -> None:
+        self.threads: set[str] = set()
+
+    def bytes_of_token(self, token_id: int) -> bytes:
+        self.threads.add(threading.current_thread().name)
+        return bytes([token_id])
+
+
+def test_the_texts_of_a_prompts_tokens_are_not_made_in_the_event_loop(monkeypatch):
+    front, tokenizer, sent = Front(ServeOptions(model="m"), lambda *args: []), NotedTokenizer(), []
+
+    async def facts(model: str | None) -> Any:
+        return SimpleNamespace(tokenizer=tokenizer, hello=SimpleNamespace(max_model_len=64))
+
+    async def receive() -> dict[str, Any]:
+        return {"type": "http.request", "body": b'{"prompt": "def", "return_token_strs": true}'}
+
+    async def send(message: dict[str, Any]) -> None:
+        sent.append(message)
+
+    monkeypatch.setattr(front, "facts", facts)
+    (endpoint,) = (make for method, path, make in ENDPOINTS if (method, path) == ("POST", "/tokenize"))
+    asyncio.run(endpoint(front)({}, receive, send))
+    assert json.loads(sent[1]["body"])["token_strs"] == ["d", "e", "f"]
+    assert threading.current_thread().name not in tokenizer.threads
 
 
 @pytest.mark.parametrize(

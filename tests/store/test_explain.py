@@ -10,6 +10,7 @@ import pytest
 import yaml
 
 from mllm_compile.cli import run
+from mllm_compile.compiler.target import find_target
 from mllm_compile.store.artifact import read_manifest
 from mllm_compile.store.explain import Change, change_text, grouped, nearest_runtime
 from tests.tiny_model import tiny_config
@@ -40,6 +41,13 @@ def test_every_factor_is_in_one_group(eager_folder):
     groups = grouped(factors)
     assert sorted(name for values in groups.values() for name in values) == sorted(factors)
     assert groups["compiler"]["a new one"] == "y"
+
+
+def test_what_a_user_sets_is_shown_with_the_config(tmp_path):
+    runtime = {"tensor_parallel_size": 2, "expert_stats": True}
+    groups = grouped(find_target(tiny_config(tmp_path, runtime=runtime)).factors)
+    assert {"expert stats", "attention", "tensor parallel"} <= groups["config"].keys()
+    assert set(groups["compiler"]) == {"format", "transformers", "passes", "sources"}
 
 
 def test_no_line_is_wider_than_the_page_and_all_of_it_can_be_had(explain, eager_cache):

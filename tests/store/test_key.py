@@ -23,7 +23,7 @@ from mllm_compile.errors import CheckpointError
 from mllm_compile.runtime.ops import OPS
 from mllm_compile.store.explain import Change, changes, miss_note
 from mllm_compile.store.key import _SHAPING_ROOMS, _attention, _sources, changed_parts, key_of
-from tests.config.test_resolve import H200, resolved
+from tests.config.test_resolve import CPU, H200, resolved
 from tests.tiny_model import TINY, tiny_config
 
 CACHE = Path("/nonexistent")
@@ -175,6 +175,16 @@ def test_who_decodes_is_a_part_of_attention_where_there_is_a_choice():
         == attention_of(backend="eager")
         == attention_of(split_decode=False)
     )
+
+
+def test_whether_steps_are_deterministic_is_a_factor_wherever_kernels_depend_on_it():
+    """On a GPU recurrences are compiled otherwise, also where torch attends; on a CPU no piece is."""
+
+    def attention_of(device, **runtime) -> str:
+        return _attention(resolved(device, runtime={"attention_backend": "torch"} | runtime))
+
+    assert attention_of(H200, deterministic=True) == attention_of(H200) + ", deterministic"
+    assert attention_of(CPU, deterministic=True) == attention_of(CPU)
 
 
 # Rooms that a compile goes through without leaving a trace in what it makes, and why.

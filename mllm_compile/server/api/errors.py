@@ -67,9 +67,9 @@ def bad_request(message: str, param: str | None = None, code: str | None = None)
     return ApiError(400, message, param=param, code=code)
 
 
-def not_ready(message: str, code: str, retry_after_s: int = 5) -> ApiError:
+def not_ready(message: str, code: str) -> ApiError:
     """The server cannot take a request now."""
-    return ApiError(503, message, code=code, retry_after_s=retry_after_s)
+    return ApiError(503, message, code=code, retry_after_s=5)
 
 
 def of_kind(kind: str, message: str) -> ApiError:

@@ -190,7 +190,7 @@ class Dispatcher:
             self._on_admitted()
 
     def sweep(self, max_queue_s: float | None, timeout_s: float | None) -> None:
-        """Looks after what waits too long; about once a second."""
+        """Looks after what waits too long; called every half second."""
         now = time.monotonic()
         for position, job in enumerate(list(self.jobs.values())):
             age = now - job.arrived_s

@@ -31,7 +31,7 @@ class Channel:
 
     def __init__(self, end: socket.socket) -> None:
         self._socket = end
-        self._received = b""  # the beginning of a frame
+        self._received = bytearray()  # the beginning of a frame
         self.is_over = False
         self._poll = select.poll()
         self._poll.register(end, select.POLLIN)
@@ -94,7 +94,10 @@ class Channel:
         if not part:
             self.is_over = True
             return []
-        data = self._received + part if self._received else part
+        data: bytes | bytearray = part
+        if self._received:  # grows in its place: a large frame is not copied again with each of its parts
+            self._received += part
+            data = self._received
         frames, begin = [], 0
         while len(data) - begin >= _HEAD.size:
             (size,) = _HEAD.unpack_from(data, begin)
@@ -104,9 +107,12 @@ class Channel:
             end = begin + _HEAD.size + size
             if end > len(data):
                 break
-            frames.append(data[begin + _HEAD.size : end])
+            frames.append(bytes(data[begin + _HEAD.size : end]))
             begin = end
-        self._received = data[begin:]
+        if data is part:
+            self._received += part[begin:]
+        else:
+            del self._received[:begin]
         return frames
 
     def close(self, linger_s: float = 0.0) -> None:

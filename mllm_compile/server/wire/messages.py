@@ -126,7 +126,7 @@ class StepRest(msgspec.Struct, array_like=True, omit_defaults=True):
     """The rare part of a step."""
 
     admitted: list[Admitted] = []
-    finished: list[tuple[int, int, str, StopReason]] = []  # key, index, finish_reason, stop_reason: of n > 1
+    finished: list[tuple[int, int, str, StopReason]] = []  # key, index, finish_reason, stop_reason
     ended: list[End] = []
     scores: list[tuple[int, Scores]] = []  # row, of its new token
     prompt_scores: list[tuple[int, list[Scores]]] = []  # key, of all prompt tokens but the first

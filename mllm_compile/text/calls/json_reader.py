@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 from mllm_compile.text.calls.source import NoCallError, Reader, Source
 from mllm_compile.text.calls.syntax import SPACE
+from mllm_compile.text.calls.values import of_whole_characters
 
 _IN_STRING = re.compile(r'["\\]')
 _SCALAR_END = re.compile(rf"[,\]}}<{SPACE}]")
@@ -37,7 +38,7 @@ def decoded(text: str) -> str:
         NoCallError: it is no string of JSON.
     """
     try:
-        return str(json.loads(text, strict=False))
+        return of_whole_characters(str(json.loads(text, strict=False)))
     except ValueError:
         raise NoCallError from None
 

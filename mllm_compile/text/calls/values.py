@@ -48,6 +48,11 @@ def python_as_json(text: str) -> str:
     return json.dumps(stripped, ensure_ascii=False) if value is None else value
 
 
+def of_whole_characters(text: str) -> str:
+    r"""The text with U+FFFD for each half of a character (a model may write `\ud800`), which no answer can carry."""
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+
+
 def property_schema(parameters: Mapping[str, Any], name: str) -> Any:
     """The schema of a parameter; None if the tool's schema does not name it."""
     properties = parameters.get("properties")
@@ -113,7 +118,7 @@ def _from_python(text: str) -> str | None:
     try:
         with warnings.catch_warnings(action="ignore"):  # of escapes that Python does not know
             value = _value_of(ast.parse(text, mode="eval").body)
-        return json.dumps(value, ensure_ascii=False, allow_nan=False)
+        return of_whole_characters(json.dumps(value, ensure_ascii=False, allow_nan=False))
     except (SyntaxError, ValueError, TypeError, MemoryError, RecursionError):
         return None
 

@@ -208,6 +208,19 @@ def test_arguments_that_are_json_in_a_string_are_that_json():
     assert found.calls == [("id0", "now", '{"a": "\\n"}')]
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        r'<tool_call>\n{"name": "now\ud800", "arguments": {}}\n</tool_call>',
+        r'<tool_call>\n{"name": "now", "arguments": "{\"city\": \"\ud800\"}"}\n</tool_call>',
+    ],
+)
+def test_half_a_character_that_a_model_writes_can_be_sent(text):
+    answer = read(HERMES, text.replace(r"\n", "\n"))
+    assert "\ufffd" in str(answer)
+    assert str(answer).encode()
+
+
 def test_a_call_without_arguments_has_none():
     assert read(HERMES, '<tool_call>{"name": "now"}</tool_call>').calls == [("id0", "now", "{}")]
     assert read("MISTRAL_V11", "[TOOL_CALLS]now[ARGS]").calls == [("id0", "now", "{}")]

@@ -31,6 +31,7 @@ from mllm_compile.text.calls.values import as_json, python_as_json
         ('{ "a":1.10 }', {"type": "object"}, '{ "a":1.10 }'),
         ("{'a': True}", {"type": "object"}, '{"a": true}'),
         ("[1, 'b', None]", {"type": "array"}, '[1, "b", null]'),
+        (r"['\ud800', '\ud83d\ude00']", {"type": "array"}, '["\ufffd", "\U0001f600"]'),
         ("[1,", {"type": "array"}, '"[1,"'),
         ('{"a": NaN}', {"type": "object"}, '"{\\"a\\": NaN}"'),
         ("{'a': set()}", {"type": "object"}, "\"{'a': set()}\""),
