@@ -6,12 +6,14 @@ torch's own process group, without torch.distributed's globals: a process may ha
 from __future__ import annotations
 
 import os
+from collections.abc import Collection
 from datetime import timedelta
 from typing import Any
 
 import torch
 
 from mllm_compile.runtime.collectives.base import Communicator, add_and_norm, choose_by_gather, own_part
+from mllm_compile.runtime.cuda.kernel import CudaKernel
 
 _JOIN_TIMEOUT = timedelta(seconds=60)  # of milliseconds: a rank that was lost amid it never comes
 _TIMEOUT = timedelta(days=1)  # who hangs is seen by another way, and killed; a rank may be idle for long
@@ -81,7 +83,7 @@ class GlooCommunicator:
     def least(self, value: int) -> int:
         return int(self.all_gather(torch.tensor([value])).amin())
 
-    def use_kernels(self) -> None:
+    def use_kernels(self, kernels: Collection[CudaKernel]) -> None:
         """None are for a CPU."""
 
     def lanes(self, count: int, most_bytes: int) -> list[Communicator]:
