@@ -138,6 +138,7 @@ def _load(
         eos_token_ids=eos_token_ids,
         default_params=default_params,
         check_device=_device_check(runner.device, group),
+        check_idle=_nothing if group is None else group.check,
         shutdown=partial(_shut_down, runner, group),
         prepare_thread=prepare_thread,
         grammars=_grammars(tokenizer, runner.vocab_size, eos_token_ids, compiled.config),
@@ -315,7 +316,7 @@ def _thread_preparation(compiled: CompiledRuntime, timeline: Timeline, most: int
 
 
 def _nothing() -> None:
-    """On a GPU."""
+    """On a GPU, or of one rank."""
 
 
 def _tell_ready(compiled: CompiledRuntime, runner: ModelRunner, timeline: Timeline) -> None:
