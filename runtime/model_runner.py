@@ -139,7 +139,7 @@ class ModelRunner:
         if self._meet is not None:
             with stage("meet ranks"):
                 self.communicator = self._meet()
-                self.communicator.use_kernels()
+                self.communicator.use_kernels(model.kernels)
             if self.config.runtime.enable_dbo:
                 self._overlap = self._make_overlap(self.communicator)
         self.num_hidden_layers = model.num_hidden_layers

@@ -310,12 +310,13 @@ def measure(options: argparse.Namespace, group_id: bytes | None) -> None:
     with KernelCompiler() as compiler, torch.inference_mode():
         kernels = Kernels(compiler)
         columns = layers.sizes["o"][0]
-        for kernel in (PushKernel(), SendKernel(), PushNormKernel(columns), SendNormKernel(columns)):
+        of_ranks = (PushKernel(), SendKernel(), PushNormKernel(columns), SendNormKernel(columns))
+        for kernel in of_ranks:
             kernels.load([kernel], lambda one, binaries, device: load_ranks_kernel(one[0], binaries, device))
         kernels.load(gated_kernels(*layers.sizes["gate_up"]), load_gated_kernels)
         group = None if group_id is None else NcclCommunicator(RANK, options.ranks, group_id, DEVICE)
         if group is not None:
-            group.use_kernels()
+            group.use_kernels(of_ranks)
         for tokens in options.tokens:
             if group is None:
                 compare(layers, kernels, tokens, options.best)

@@ -89,11 +89,12 @@ def measure(rank: int, size: int, group_id: bytes, columns: int) -> None:
     device = torch.device("cuda", rank)
     torch.cuda.set_device(device)
     of_rows = (PushNormKernel(columns), SendNormKernel(columns), AddNormKernel(columns))
-    for kernel in (PushKernel(), SendKernel(), *of_rows):
+    kernels = (PushKernel(), SendKernel(), *of_rows)
+    for kernel in kernels:
         binary = compile_cuda(kernel_source(kernel), kernel.name, "sm_90a")
         load_ranks_kernel(kernel, {kernel.name: binary}, device)
     group = NcclCommunicator(rank, size, group_id, device)
-    group.use_kernels()
+    group.use_kernels(kernels)
     lanes = group.lanes(2, TOKENS[-1] // 2 * columns * 2)
     streams = [torch.cuda.Stream() for _ in lanes]
     own, shared = (torch.Generator(device).manual_seed(seed) for seed in (rank, 99))

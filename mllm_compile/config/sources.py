@@ -10,9 +10,12 @@ from typing import Any
 from mllm_compile.config.mistakes import key_meant_by, key_named, not_there, show
 from mllm_compile.config.model_folder import CONFIG_FILE
 from mllm_compile.config.names import YAML_SUFFIXES, is_hub_id, nearest_path
-from mllm_compile.config.schema import EngineConfig
-from mllm_compile.errors import ConfigError
+from mllm_compile.config.resolved import ResolvedConfig
+from mllm_compile.config.schema import EngineConfig, RuntimeConfig
+from mllm_compile.errors import ArtifactError, ConfigError
+from mllm_compile.files.json_file import read_json_object
 from mllm_compile.files.user_path import user_path
+from mllm_compile.runtime.config_sections import RuntimeSection
 
 # Files by which a folder is known; store/artifact.py, which writes a runtime's, is above this module.
 _RUNTIME_FILES = ("manifest.json", "program.json")
@@ -53,6 +56,18 @@ def config_or_runtime(source: EngineSource) -> EngineConfig | Path:
     if is_hub_id(text):
         return EngineConfig(model={"path": text})
     raise ConfigError(f"{text}: there is no such file or folder{nearest_path(text)}. {_EXPECTED}")
+
+
+def runtime_settings(source: EngineConfig | Path) -> RuntimeConfig | RuntimeSection | None:
+    """The section `runtime` of what config_or_runtime gives; of a runtime's folder as its manifest has it, which nobody
+    has checked yet. None: it has none, and opening it says what is wrong."""
+    if isinstance(source, EngineConfig):
+        return source.runtime
+    try:
+        manifest = read_json_object(source / _RUNTIME_FILES[0], ArtifactError) or {}
+        return ResolvedConfig.model_validate(manifest.get("config")).runtime
+    except (ArtifactError, ValueError):
+        return None
 
 
 def unknown_argument(name: str, known: Sequence[str]) -> ConfigError:

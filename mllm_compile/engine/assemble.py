@@ -17,7 +17,6 @@ import torch
 
 from mllm_compile.compiler.load_or_compile import load_or_compile, open_runtime
 from mllm_compile.config.resolved import ResolvedConfig
-from mllm_compile.config.schema import EngineConfig
 from mllm_compile.config.sources import EngineSource, config_or_runtime
 from mllm_compile.engine.loop import StepRunner as EngineSteps
 from mllm_compile.engine.memory_plan import MemoryPlan, situation
@@ -81,8 +80,7 @@ def assemble(
         with ranks_ahead(source) as ahead:
             return assemble(source, reporter, forward_times=forward_times, num_pages=num_pages, ahead=ahead)
     timeline = timeline_of(reporter)
-    if isinstance(source, EngineConfig):
-        ahead.meet(source.runtime.device, timeline)
+    ahead.meet(timeline)
     load = partial(_load, timeline=timeline, forward_times=forward_times, num_pages=num_pages, ahead=ahead)
     if isinstance(source, Path):
         return load(open_runtime(source, timeline))
@@ -137,6 +135,7 @@ def _load(
                 eos_token_ids=eos_token_ids,
                 default_params=default_params,
                 check_device=_device_check(runner.device, group),
+                check_idle=_nothing if group is None else group.check,
                 shutdown=partial(_shut_down, runner, group),
                 prepare_thread=prepare_thread,
                 grammars=_grammars(tokenizer, runner.vocab_size, eos_token_ids, compiled.config),
@@ -217,7 +216,7 @@ def _initialized(
     from mllm_compile.ranks.group import RankGroup
 
     runtime = settings.runtime
-    group = ahead.take_group() or RankGroup(
+    group = ahead.take_group(runtime.num_ranks, runtime.device) or RankGroup(
         runtime.num_ranks, runtime.device, runtime.distributed_executor_backend, ahead.take, timeline
     )
     started: list[ModelRunner] = []
@@ -317,7 +316,7 @@ def _thread_preparation(compiled: CompiledRuntime, timeline: Timeline, most: int
 
 
 def _nothing() -> None:
-    """Of the engine's thread on a GPU, which computes nothing on the CPU."""
+    """Of the engine's thread on a GPU, which computes nothing on the CPU, and of an idle engine of one rank."""
 
 
 def _tell_ready(compiled: CompiledRuntime, runner: ModelRunner, timeline: Timeline) -> None:

@@ -47,6 +47,11 @@ def device_lost(work: str, error: Exception, fault: Exception) -> EngineDeadErro
     )
 
 
+def lost_while_idle(fault: MllmError) -> EngineDeadError:
+    """The error for a fault that was found while no step ran."""
+    return EngineDeadError(f"the engine stopped while it had nothing to do: {_describe(fault)}. {_RESTART}")
+
+
 def step_failed(work: str, error: Exception) -> MllmError:
     """The error for a step of `work` that failed while the engine goes on."""
     if isinstance(error, MllmError):  # such as DeviceMemoryError: it says all by itself

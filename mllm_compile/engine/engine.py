@@ -138,6 +138,7 @@ class Engine:
             parts.scheduler,
             parts.step_runner,
             check_device=parts.check_device,
+            check_idle=parts.check_idle,
             shutdown=parts.shutdown,
             prepare_thread=parts.prepare_thread,
             forward_times=parts.forward_times,

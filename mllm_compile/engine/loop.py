@@ -102,6 +102,7 @@ class EngineCore:
         scheduler: not used by anyone else from now on.
         step_runner: likewise.
         check_device: raises when the device cannot be used any more; asked after a step has failed.
+        check_idle: raises when no step could run any more; asked each second in which there is nothing to do.
         shutdown: gives the device's memory back; called once, by `close`, after the last step.
         prepare_thread: called first on the engine's thread.
         forward_times: gives (num_tokens, count, median in ms) rows, for the figures.
@@ -116,6 +117,7 @@ class EngineCore:
         step_runner: StepRunner,
         *,
         check_device: Callable[[], None] = _nothing,
+        check_idle: Callable[[], None] = _nothing,
         shutdown: Callable[[], None] = _nothing,
         prepare_thread: Callable[[], None] = _nothing,
         forward_times: ForwardTimesSource = tuple,
@@ -125,6 +127,7 @@ class EngineCore:
     ) -> None:
         self._scheduler = scheduler
         self._check_device = check_device
+        self._check_idle = check_idle
         self._prepare_thread = prepare_thread
         self._shutdown = shutdown
         self._log_interval_s = log_interval_s
@@ -319,6 +322,7 @@ class EngineCore:
         self._count_step()
         with self._condition:
             while not (has_work or self._inbox or self._is_closing):
+                self._surely_could_go_on()
                 # Not for ever: a garbage collection right here may close the engine without waking this wait.
                 self._condition.wait(_LOOK_S)
             self._commands += self._inbox
@@ -326,6 +330,16 @@ class EngineCore:
             is_closing = self._is_closing
         self._carry_out_commands()
         return not is_closing
+
+    def _surely_could_go_on(self) -> None:
+        """
+        Raises:
+            EngineDeadError: no step could run; whoever asks whether the engine lives hears of it before a request does.
+        """
+        try:
+            self._check_idle()
+        except MllmError as fault:
+            raise end_errors.lost_while_idle(fault) from fault
 
     def _count_step(self) -> None:
         """Counts the last step in the figures, if it was not."""

@@ -38,12 +38,25 @@ class ProcessGroup(subprocess.Popen[Any]):
             raise
         finally:
             os.close(watched)
-        weakref.finalize(self, os.close, held)
+        self._hold = weakref.finalize(self, os.close, held)
+        _groups.add(self)
 
     def kill_group(self) -> None:
         """Ends the command and all that it has started, as long as any of them lives."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
+
+
+_groups: weakref.WeakSet[ProcessGroup] = weakref.WeakSet()
+
+
+def _let_go() -> None:
+    """In a fork of this process, which may outlive it: holds none of its groups."""
+    for group in tuple(_groups):
+        group._hold()
+
+
+os.register_at_fork(after_in_child=_let_go)
 
 
 def _run(watched: int, command: Sequence[str]) -> None:

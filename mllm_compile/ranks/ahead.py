@@ -8,7 +8,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mllm_compile.config.schema import EngineConfig
+from mllm_compile.config.schema import MAX_RANKS, EngineConfig
+from mllm_compile.config.sources import runtime_settings
 from mllm_compile.errors import MllmError
 from mllm_compile.process.timeline import Timeline
 
@@ -27,19 +28,25 @@ class RanksAhead:
     def __init__(self) -> None:
         self._waiting: dict[int, LocalRank] = {}
         self._group: RankGroup | None = None
+        self._device = ""  # as runtime.device
         self.free_bytes: int | None = None
 
-    def start(self, num_ranks: int) -> None:
-        """Starts the followers of so many ranks; none where there is no room: the group says so."""
+    def start(self, num_ranks: int, device: str) -> None:
+        """Starts the followers of so many ranks; none where there is no room: the group says so.
+
+        Args:
+            device: as runtime.device.
+        """
         from mllm_compile.ranks.launch_local import LocalRank
 
+        self._device = device
         with suppress(OSError):
             for rank in range(1, num_ranks):
                 self._waiting[rank] = LocalRank(rank)
 
-    def meet(self, asked: str, timeline: Timeline) -> None:
-        """Has those that were started meet from now on, where `asked`, as runtime.device, has a device for each. What
-        is wrong with a config is said where it is resolved.
+    def meet(self, timeline: Timeline) -> None:
+        """Has those that were started meet from now on, where there is a device for each. What is wrong with a config
+        is said where it is resolved.
 
         Args:
             timeline: as RankGroup takes it.
@@ -53,7 +60,7 @@ class RanksAhead:
 
         num_ranks = len(self._waiting) + 1
         with suppress(MllmError), timeline.stage("start ranks"):
-            device = detect_device(asked).device
+            device = detect_device(self._device).device
             if device != "cpu":
                 check_gpus(device, num_ranks)
                 self.free_bytes = torch.cuda.mem_get_info(device)[0]
@@ -67,28 +74,37 @@ class RanksAhead:
             return None
         return process
 
-    def take_group(self) -> RankGroup | None:
-        """The group of those that meet, which is the caller's now; None: there is none."""
+    def take_group(self, num_ranks: int, device: str) -> RankGroup | None:
+        """The group of those that meet, which is the caller's now; None: there is none.
+
+        Args:
+            num_ranks, device: of the runtime, which may not be what was asked for: a folder that was told of another
+                group has been changed since.
+        """
         group, self._group = self._group, None
+        if group is not None and (group.size, group.device) != (num_ranks, device):
+            group.close()
+            return None
         return group
 
     def close(self) -> None:
         """Ends those that were not taken."""
-        if (group := self.take_group()) is not None:
-            group.close()
+        if self._group is not None:
+            self._group.close()
         while self._waiting:
             self._waiting.popitem()[1].close()
 
 
 @contextmanager
 def ranks_ahead(source: EngineConfig | Path) -> Iterator[RanksAhead]:
-    """Starts what the engine of a config will need, and ends what it did not take."""
+    """Starts what the engine of a config or of a runtime's folder will need, and ends what it did not take."""
     ranks = RanksAhead()
     try:
-        if isinstance(source, EngineConfig) and source.runtime.distributed_executor_backend == "mp":
-            num_ranks = max(source.runtime.tensor_parallel_size, source.runtime.expert_parallel_size)
-            if num_ranks > 1:
-                ranks.start(num_ranks)
+        asked = runtime_settings(source)
+        if asked is not None and asked.distributed_executor_backend == "mp":
+            num_ranks = max(asked.tensor_parallel_size, asked.expert_parallel_size)
+            if 1 < num_ranks <= MAX_RANKS:
+                ranks.start(num_ranks, asked.device)
         yield ranks
     finally:
         ranks.close()

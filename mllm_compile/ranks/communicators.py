@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, wait
-from pathlib import Path
 
 import torch
 
@@ -13,6 +13,7 @@ from mllm_compile.ranks.start import Meeting
 from mllm_compile.runtime.collectives.base import Communicator
 from mllm_compile.runtime.collectives.gloo import GlooCommunicator
 from mllm_compile.runtime.collectives.nccl import NcclCommunicator, new_group_id
+from mllm_compile.runtime.errors import DeviceError
 
 
 def device_of_rank(first: str, rank: int) -> str:
@@ -30,13 +31,14 @@ def join(meeting: Meeting, place: int) -> Communicator:
     """Joins a group; waits for all ranks.
 
     Args:
-        place: the open descriptor that belongs to the meeting.
+        place: the open descriptor that belongs to the meeting, which is given up with the communicator.
 
     Raises:
         DeviceError, RuntimeError: another one ended meanwhile, or there is no way to it.
     """
     if meeting.nccl_id is None:
-        return GlooCommunicator(meeting.rank, meeting.size, Path(f"/proc/self/fd/{place}"))
+        return GlooCommunicator(meeting.rank, meeting.size, place)
+    os.close(place)
     return NcclCommunicator(meeting.rank, meeting.size, bytes.fromhex(meeting.nccl_id), torch.device(meeting.device))
 
 
@@ -45,14 +47,30 @@ class Joining:
 
     def __init__(self, join: Callable[[], Communicator]) -> None:
         self._joined: Future[Communicator] = Future()
+        self._lock = threading.Lock()  # of who closes the communicator
+        self._is_left = False
         # Ended with the process: where another rank was lost amid it, it may wait for ever.
         threading.Thread(target=self._run, args=(join,), name="join ranks", daemon=True).start()
 
     def _run(self, join: Callable[[], Communicator]) -> None:
         try:
-            self._joined.set_result(join())
+            communicator = join()
         except BaseException as error:  # for whoever asks for the result
             self._joined.set_exception(error)
+            return
+        with self._lock:
+            if not self._is_left:
+                self._joined.set_result(communicator)
+                return
+        communicator.close()
+        self._joined.set_exception(DeviceError("the group was left before all ranks had joined it"))
+
+    def leave(self) -> None:
+        """Closes the communicator, once or often; of a rank that joins still, it is closed as soon as it is there."""
+        with self._lock:
+            self._is_left = True
+        if (communicator := self.joined()) is not None:
+            communicator.close()
 
     def is_over(self, within_s: float) -> bool:
         """Waits so long; False: it joins still."""

@@ -33,7 +33,9 @@ from mllm_compile.store.opened import CompiledRuntime
 logger = logging.getLogger("mllm_compile.ranks")
 
 _LOOK_S = 0.1
+_LOOKED_S = 1.0  # that a look tells of at most: for longer than that this process was stopped, and nobody looked
 _SILENT_S = 3.5  # without a beat or any processor time: it is stopped, or waits for what never comes
+_SILENT_START_S = 30.0  # likewise until it has loaded: it may read from a slow disk before it beats
 _STEP_S = 60.0  # of a GPU: no step takes so long
 _NOTICE_S = 2.0  # after a failed call, until it is known that a rank has ended
 _END_S = 5.0
@@ -51,7 +53,8 @@ class _Follower:
         self.process = process
         self.news: list[Answer] = []
         self.connection = Lines(process.socket)
-        self.beat, self.cpu_time, self.moved = -1, -1.0, time.monotonic()
+        self.beat, self.cpu_time = -1, -1.0
+        self.looked, self.silent_s = time.monotonic(), 0.0
 
     def tell(self, message: Meeting | Start, descriptors: Sequence[int]) -> None:
         """Sends it a message; one that has ended is not there, and whoever watches says how."""
@@ -66,12 +69,14 @@ class _Follower:
         """Takes the news that have come."""
         self.news += [from_json(Answer, parse_json(line)) for line in self.connection.arrived()]
 
-    def is_silent(self, beats: np.ndarray, now: float) -> bool:
-        """True if it has neither beaten nor computed for long; `beats` are the ring's."""
+    def silence(self, beats: np.ndarray, now: float) -> float:
+        """The seconds in which it has neither beaten nor computed; `beats` are the ring's."""
         beat, cpu_time = int(beats[self.rank - 1]), _cpu_time(self.process.pid)
+        self.silent_s += min(now - self.looked, _LOOKED_S)
         if beat != self.beat or cpu_time != self.cpu_time:
-            self.beat, self.cpu_time, self.moved = beat, cpu_time, now
-        return now - self.moved > _SILENT_S
+            self.beat, self.cpu_time, self.silent_s = beat, cpu_time, 0.0
+        self.looked = now
+        return self.silent_s
 
     def end_of(self) -> str:
         """How its process ended, for people."""
@@ -115,7 +120,7 @@ class RankGroup:
         self._watcher: threading.Thread | None = None
         self.threads = max(1, usable_cores() // self.size)
         try:
-            self._meeting_place = os.memfd_create("mllm-ranks-meet", os.MFD_CLOEXEC)
+            place = os.memfd_create("mllm-ranks-meet", os.MFD_CLOEXEC)
         except OSError as error:
             raise _no_shared_memory(error) from error
         try:
@@ -124,27 +129,34 @@ class RankGroup:
             for rank in range(1, self.size):
                 self._followers.append(_Follower(rank, self._launcher.start(rank)))
             meeting_id = new_meeting_id(device)
-        except MllmError:
-            self.close()
-            raise
+            watcher = threading.Thread(target=self._watch, name="ranks", daemon=True)
+            watcher.start()
+            self._watcher = watcher
+            for follower in self._followers:
+                own = device_of_rank(device, follower.rank)
+                follower.tell(Meeting(follower.rank, self.size, own, meeting_id), [place])
+            self._joining = Joining(partial(self._join, Meeting(0, self.size, device, meeting_id), os.dup(place)))
         except OSError as error:
             self.close()
             raise DeviceError(f"a rank's process cannot be started: {error.strerror}. Set fewer ranks.") from error
-        self._watcher = threading.Thread(target=self._watch, name="ranks", daemon=True)
-        self._watcher.start()
-        for follower in self._followers:
-            own = device_of_rank(device, follower.rank)
-            follower.tell(Meeting(follower.rank, self.size, own, meeting_id), [self._meeting_place])
-        self._joining = Joining(partial(self._join, Meeting(0, self.size, device, meeting_id)))
+        except BaseException:  # also Ctrl-C
+            self.close()
+            raise
+        finally:
+            os.close(place)
 
     # The start --------------------------------------------------------------------------------------------------------
 
-    def _join(self, meeting: Meeting) -> Communicator:
+    def _join(self, meeting: Meeting, place: int) -> Communicator:
         """Joins when all have their devices: until then one may end without a word to the others."""
-        with self._timeline.stage("ranks import"):
-            self._wait_for(HERE)
+        try:
+            with self._timeline.stage("ranks import"):
+                self._wait_for(HERE)
+        except BaseException:
+            os.close(place)
+            raise
         with self._timeline.stage("ranks join"):
-            return join(meeting, self._meeting_place)
+            return join(meeting, place)
 
     def load(self, compiled: CompiledRuntime, num_pages: int | None) -> None:
         """Has the followers load their parts of a runtime.
@@ -182,6 +194,7 @@ class RankGroup:
             raise RuntimeError("the ranks' group was closed")
         while not self._joining.is_over(_LOOK_S / 10):
             self.check()
+        self.check()  # who was lost while the last ones joined ends no call with them: there was none to abort
         return self._joining.result()
 
     def wait_ready(self) -> None:
@@ -304,13 +317,13 @@ class RankGroup:
             follower.look()
             told = next((answer for answer in follower.news if answer.error is not None), None)
             if told is not None:
-                kind = getattr(errors, told.kind, DeviceError)
-                return kind(f"rank {follower.rank}: {told.error}")
+                return _error_of(told.kind)(f"rank {follower.rank}: {told.error}")
             if has_ended:
                 return DeviceError(follower.end_of())
-            if self._is_ready and self._ring is not None and follower.is_silent(self._ring.beats, now):
+            most_s = _SILENT_S if self._is_ready else _SILENT_START_S
+            if self._ring is not None and follower.silence(self._ring.beats, now) > most_s:
                 return DeviceError(
-                    f"rank {follower.rank} (process {follower.process.pid}) has not run for {_SILENT_S} s: it hangs"
+                    f"rank {follower.rank} (process {follower.process.pid}) has not run for {most_s} s: it hangs"
                 )
         since = self._waiting_since
         if self.device != "cpu" and since is not None and now - since > _STEP_S:
@@ -318,11 +331,10 @@ class RankGroup:
         return None
 
     def close(self) -> None:
-        """Ends all followers and gives up what they share; once or often."""
+        """Ends all followers and gives up what they share; once or often, also after a call that was interrupted."""
         if self._is_closed:
             return
-        self._is_closed = True
-        if self._failure is None and self._is_ready and self._ring is not None:
+        if self._failure is None and self._is_ready and self._ring is not None and not self._is_closing:
             self._ring.end()
             deadline = time.monotonic() + _END_S
             self._is_closing = True
@@ -336,11 +348,11 @@ class RankGroup:
         for follower in self._followers:
             follower.process.close()
         self._launcher.close()
-        if (communicator := self._joined()) is not None:
-            communicator.close()
+        if self._joining is not None:
+            self._joining.leave()
         if self._ring is not None:
             self._ring.close()
-        os.close(self._meeting_place)
+        self._is_closed = True
 
 
 def _cpu_time(process: int) -> float:
@@ -350,6 +362,14 @@ def _cpu_time(process: int) -> float:
         return float(fields[11]) + float(fields[12])
     except (OSError, IndexError, ValueError):
         return -1.0
+
+
+def _error_of(kind: str) -> type[MllmError]:
+    """The class of a follower's error of this name; what memory lacked is told as of this rank."""
+    if kind == "OutOfMemoryError":  # torch's
+        return errors.DeviceMemoryError
+    found: type[MllmError] = getattr(errors, kind) if kind in errors.__all__ else DeviceError
+    return found
 
 
 def _no_shared_memory(error: OSError) -> DeviceError:

@@ -84,7 +84,7 @@ class LocalRank:
     """One process. Its last lines are kept, to be told where it ends."""
 
     def __init__(self, rank: int) -> None:
-        self._rank = rank
+        self._rank, self._is_closed = rank, False
         self._last_lines: deque[str] = deque(maxlen=_LAST_LINES)
         ours, theirs = socket.socketpair()
         with theirs:
@@ -119,12 +119,15 @@ class LocalRank:
         self._process.kill_group()
 
     def close(self) -> None:
+        if self._is_closed:  # its number may be another's now
+            return
         self._process.kill_group()
         self._process.wait()
         self._reader.join(1.0)
         if self._process.stdout is not None:
             self._process.stdout.close()
         self.socket.close()
+        self._is_closed = True
 
 
 def module_folders() -> list[str]:

@@ -58,13 +58,17 @@ class RayLauncher:
         bundles = [*([first] if on_gpus else []), *[own] * (num_ranks - 1)]
         self._first = len(bundles) - (num_ranks - 1)
         self._group: Any = placement_group(bundles, strategy="STRICT_PACK")
-        if not self._group.wait(_PLACED_S):
-            has = {key: value for key, value in ray.available_resources().items() if key in ("CPU", "GPU")}
+        try:
+            if not self._group.wait(_PLACED_S):
+                has = {key: value for key, value in ray.available_resources().items() if key in ("CPU", "GPU")}
+                raise DeviceError(
+                    f"Ray has no room on this host for {num_ranks - 1} ranks beside the engine's: they take {bundles}, "
+                    f"and its hosts have {has} left. Start Ray with more, or set a smaller "
+                    "runtime.tensor_parallel_size."
+                )
+        except BaseException:  # also Ctrl-C
             self.close()
-            raise DeviceError(
-                f"Ray has no room on this host for {num_ranks - 1} ranks beside the engine's: they take {bundles}, "
-                f"and its hosts have {has} left. Start Ray with more, or set a smaller runtime.tensor_parallel_size."
-            )
+            raise
 
     def _host_resource(self) -> str:
         """The resource that this host alone has."""

@@ -75,6 +75,7 @@ class ArtifactSource:
             latents=linked.latents,
             sampling=linked.sampling,
             decode_loop=linked.decode_loop,
+            kernels=artifact.program.every_cuda_kernel(),
             media=linked.bind_media(weights),
             has_experts=bool(artifact.program.expert_weights),
             num_experts={

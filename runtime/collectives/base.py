@@ -6,7 +6,7 @@ Every rank makes the same calls in the same order. Whoever runs a model over ran
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Protocol
 
@@ -14,6 +14,7 @@ import torch
 
 if TYPE_CHECKING:
     from mllm_compile.runtime.collectives.choose import TokenChoice
+    from mllm_compile.runtime.cuda.kernel import CudaKernel
 
 
 class Communicator(Protocol):
@@ -64,8 +65,13 @@ class Communicator(Protocol):
     def least(self, value: int) -> int:
         """The least of a number of each rank; waits for it."""
 
-    def use_kernels(self) -> None:
-        """Sums by kernels that a runtime has brought, where it has some; all ranks call it, once, when it is loaded."""
+    def use_kernels(self, kernels: Collection[CudaKernel]) -> None:
+        """Sums by kernels that a runtime has brought, where it has some; all ranks call it, once, when it is loaded.
+
+        Args:
+            kernels: the runtime's, the same on all ranks. A process may have those of other runtimes too: a rank that
+                took one of these would wait for others that have none.
+        """
 
     def lanes(self, count: int, most_bytes: int) -> Sequence[Communicator]:
         """Communicators for parts of a step that are queued on streams of their own; all ranks ask for them at the same

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from mllm_compile.runtime.collectives.push import Peers, is_loaded, kernel_on
+from mllm_compile.runtime.collectives.push import Peers, kernel_on
 from mllm_compile.runtime.collectives.sum_kernels import CHUNK_BYTES, MOST_CHOICES, ChooseKernel
 from mllm_compile.runtime.cuda.driver import Argument, address_of
 
@@ -49,10 +49,9 @@ class TokenChoice:
         self._are_gone = torch.zeros(1, dtype=torch.int32, pin_memory=True)  # the device reads it over the bus
 
     def takes(self, own: torch.Tensor) -> bool:
-        """True if this chooses from the logits [S, V of a rank]."""
-        rows, columns = own.shape
+        """True if this chooses from the logits [S, V of a rank], where the runtime brought the kernel of V."""
         is_ours = own.dtype is torch.bfloat16 and own.is_contiguous() and own.data_ptr() % CHUNK_BYTES == 0
-        return is_ours and 0 < rows <= MOST_CHOICES and is_loaded(ChooseKernel(columns), self._device)
+        return is_ours and 0 < own.shape[0] <= MOST_CHOICES
 
     def choose(self, own: torch.Tensor, hand_on: HandOn | None = None) -> torch.Tensor:
         """The tokens [S] int64 of logits that `takes` allows, as Communicator.choose gives them.

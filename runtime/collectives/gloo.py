@@ -5,14 +5,17 @@ torch's own process group, without torch.distributed's globals: a process may ha
 
 from __future__ import annotations
 
+import os
+from collections.abc import Collection
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from mllm_compile.runtime.collectives.base import Communicator, add_and_norm, choose_by_gather, own_part
+from mllm_compile.runtime.cuda.kernel import CudaKernel
 
+_JOIN_TIMEOUT = timedelta(seconds=60)  # of milliseconds: a rank that was lost amid it never comes
 _TIMEOUT = timedelta(days=1)  # who hangs is seen by another way, and killed; a rank may be idle for long
 _WIDER = {torch.bfloat16: torch.float32, torch.float16: torch.float32}  # sums of these are of float32
 
@@ -20,14 +23,15 @@ _WIDER = {torch.bfloat16: torch.float32, torch.float16: torch.float32}  # sums o
 class GlooCommunicator:
     """One rank of a group of processes, which find each other by a file."""
 
-    def __init__(self, rank: int, size: int, meeting_place: Path) -> None:
+    def __init__(self, rank: int, size: int, place: int) -> None:
         """Waits for the others.
 
         Args:
-            meeting_place: a path where no file is yet; the same for all ranks.
+            place: the rank's own open descriptor of a file that is empty at first, the same for all ranks. It is the
+                communicator's from now on: torch opens and writes what has this number as long as there is a group.
 
         Raises:
-            RuntimeError: another rank ended meanwhile.
+            RuntimeError: another rank ended meanwhile, or did not come.
         """
         from torch._C._distributed_c10d import FileStore, ProcessGroupGloo
 
@@ -35,8 +39,15 @@ class GlooCommunicator:
         gloo: Any = ProcessGroupGloo  # torch's stubs lack most of it
         options = gloo._Options()
         options._devices = [gloo.create_device(hostname="127.0.0.1")]
-        options._timeout = _TIMEOUT
-        self._group: Any = gloo(FileStore(str(meeting_place), size), rank, size, options)
+        options._timeout = _JOIN_TIMEOUT
+        self._place: int | None = place
+        self._group: Any = None
+        try:
+            self._group = gloo(FileStore(f"/proc/self/fd/{place}", size), rank, size, options)
+        except BaseException:
+            self.close()
+            raise
+        self._group._set_default_timeout(_TIMEOUT)
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         total = x.to(_WIDER.get(x.dtype, x.dtype), copy=True)
@@ -72,7 +83,7 @@ class GlooCommunicator:
     def least(self, value: int) -> int:
         return int(self.all_gather(torch.tensor([value])).amin())
 
-    def use_kernels(self) -> None:
+    def use_kernels(self, kernels: Collection[CudaKernel]) -> None:
         """None are for a CPU."""
 
     def lanes(self, count: int, most_bytes: int) -> list[Communicator]:
@@ -82,4 +93,7 @@ class GlooCommunicator:
         """A wait ends by itself when the process that it waits for does."""
 
     def close(self) -> None:
-        self._group = None
+        self._group = None  # it writes to the place that it ends
+        place, self._place = self._place, None
+        if place is not None:
+            os.close(place)

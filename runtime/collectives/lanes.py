@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import ParamSpec, TypeVar
 
 import torch
 
 from mllm_compile.runtime.collectives.base import Communicator
 from mllm_compile.runtime.collectives.copied import CopiedSums
-from mllm_compile.runtime.collectives.push import is_loaded
 from mllm_compile.runtime.collectives.sum_kernels import AddNormKernel
+from mllm_compile.runtime.cuda.kernel import CudaKernel
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -40,9 +40,11 @@ class Lane:
     """The communicator of one part. Large sums that are normed are copied; all other calls go to the whole step's
     communicator, in order."""
 
-    def __init__(self, whole: Communicator, in_order: InOrder, copied: CopiedSums | None, device: torch.device) -> None:
+    def __init__(
+        self, whole: Communicator, in_order: InOrder, copied: CopiedSums | None, kernels: Collection[CudaKernel]
+    ) -> None:
         self.rank, self.size = whole.rank, whole.size
-        self._whole, self._in_order, self._copied, self._device = whole, in_order, copied, device
+        self._whole, self._in_order, self._copied, self._kernels = whole, in_order, copied, kernels
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         return self._in_order(self._whole.all_reduce, x)
@@ -51,7 +53,7 @@ class Lane:
         self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
         copied = self._copied
-        if copied is not None and copied.takes(x) and is_loaded(AddNormKernel(x.shape[1]), self._device):
+        if copied is not None and copied.takes(x) and AddNormKernel(x.shape[1]) in self._kernels:
             return copied.sum_and_norm(x, residual, weight, eps)
         return self._in_order(self._whole.all_reduce_residual_norm, x, residual, weight, eps)
 
@@ -73,7 +75,7 @@ class Lane:
     def least(self, value: int) -> int:
         return self._whole.least(value)
 
-    def use_kernels(self) -> None:
+    def use_kernels(self, kernels: Collection[CudaKernel]) -> None:
         """The whole step's communicator has them."""
 
     def lanes(self, count: int, most_bytes: int) -> Sequence[Communicator]:

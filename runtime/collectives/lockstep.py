@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 import torch
 
 from mllm_compile.runtime.collectives.base import Communicator, add_and_norm, choose_by_gather, own_part, using
+from mllm_compile.runtime.cuda.kernel import CudaKernel
 
 T = TypeVar("T")
 
@@ -49,7 +50,7 @@ class LockstepRank:
     def least(self, value: int) -> int:
         return int(self._exchange(torch.tensor(value), lambda parts: torch.stack(list(parts)).amin()))
 
-    def use_kernels(self) -> None:
+    def use_kernels(self, kernels: Collection[CudaKernel]) -> None:
         """None are for threads."""
 
     def lanes(self, count: int, most_bytes: int) -> list[Communicator]:

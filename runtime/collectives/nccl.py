@@ -11,6 +11,7 @@ from __future__ import annotations
 import ctypes
 import os
 import threading
+from collections.abc import Collection
 from contextlib import suppress
 from functools import cache
 
@@ -27,8 +28,6 @@ from mllm_compile.runtime.collectives.push import (
     SentSums,
     add_and_norm,
     buffer_bytes,
-    has_any,
-    is_loaded,
     sent_bytes,
 )
 from mllm_compile.runtime.collectives.sum_kernels import (
@@ -39,6 +38,7 @@ from mllm_compile.runtime.collectives.sum_kernels import (
     most_copied_bytes,
 )
 from mllm_compile.runtime.cuda.driver import PeerMemory
+from mllm_compile.runtime.cuda.kernel import CudaKernel
 from mllm_compile.runtime.errors import DeviceError
 
 _ID_BYTES = 128
@@ -119,29 +119,30 @@ class NcclCommunicator:
         self._sent: SentSums | None = None
         self._choice: TokenChoice | None = None
         self._copied: list[CopiedSums] = []
+        self._kernels: frozenset[CudaKernel] = frozenset()  # the runtime's, which all ranks have
         self._seen: list[
             tuple[bool, PeerMemory]
         ] = []  # what sums store into and load from, and whether it is this rank's
 
-    def use_kernels(self) -> None:
-        has_kernel = is_loaded(PushKernel(), self._device)
-        if self.size > MOST_RANKS or not self.least(has_kernel and self._sees_all()):
+    def use_kernels(self, kernels: Collection[CudaKernel]) -> None:
+        self._kernels = frozenset(kernels)
+        if self.size > MOST_RANKS or not self.least(PushKernel() in self._kernels and self._sees_all()):
             return
         self._pushed = PushedSums(self.rank, self._shared(buffer_bytes(self.size), NOTHING), self._device)
         if sent_bytes(self.size):
             self._sent = SentSums(self.rank, self._shared(sent_bytes(self.size), 0), self._device)
-        if self.least(has_any(ChooseKernel, self._device)):  # a process that had other models may have theirs
+        if any(isinstance(kernel, ChooseKernel) for kernel in self._kernels):
             self._choice = TokenChoice(self.rank, self._shared(choice_bytes(self.size), 0), self._device)
 
     def lanes(self, count: int, most_bytes: int) -> list[Communicator]:
         in_order = InOrder(self._device)
         most = min(most_bytes, most_copied_bytes(self.size))
         if not most or self._sent is None:  # GPUs do not see each other, or there are no kernels
-            return [Lane(self, in_order, None, self._device) for _ in range(count)]
+            return [Lane(self, in_order, None, self._kernels) for _ in range(count)]
         num_bytes = copied_bytes(self.size, most)
         copied = [CopiedSums(self.rank, self._shared(num_bytes, 0), self._device, most) for _ in range(count)]
         self._copied += copied
-        return [Lane(self, in_order, one, self._device) for one in copied]
+        return [Lane(self, in_order, one, self._kernels) for one in copied]
 
     def _shared(self, num_bytes: int, word: int) -> list[int]:
         """The addresses of memory that each rank has made for all, filled with a word."""
@@ -182,7 +183,7 @@ class NcclCommunicator:
                 self._open()
                 return sums.sum_and_norm(x, residual, weight, eps)
         total = self.all_reduce(x)
-        is_ours = total.numel() and is_loaded(PushNormKernel(total.shape[1]), self._device)
+        is_ours = total.numel() and PushNormKernel(total.shape[1]) in self._kernels
         return (add_and_norm if is_ours else base.add_and_norm)(total, residual, weight, eps)
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
@@ -202,13 +203,13 @@ class NcclCommunicator:
         return part
 
     def choose(self, own: torch.Tensor) -> torch.Tensor:
-        if self._choice is not None and self._choice.takes(own):
+        if self._choice is not None and ChooseKernel(own.shape[1]) in self._kernels and self._choice.takes(own):
             self._open()
             return self._choice.choose(own)
         return base.choose_by_gather(self, own)
 
     def choice(self, columns: int) -> TokenChoice | None:
-        return self._choice if is_loaded(ChooseKernel(columns), self._device) else None
+        return self._choice if ChooseKernel(columns) in self._kernels else None
 
     def broadcast(self, x: torch.Tensor) -> None:
         place = x.data_ptr()

@@ -48,19 +48,9 @@ def load_ranks_kernel(kernel: RanksKernel, binaries: Mapping[str, bytes], device
         _LOADED[torch.cuda.current_device(), kernel] = load_kernel(kernel, binaries)
 
 
-def is_loaded(kernel: RanksKernel, device: torch.device) -> bool:
-    """True if a runtime on this device has the kernel."""
-    return (device.index, kernel) in _LOADED
-
-
 def kernel_on(kernel: RanksKernel, device: torch.device) -> Kernel:
-    """The kernel, which is_loaded says that there is."""
+    """The kernel of a runtime on this device, which load_ranks_kernel has loaded."""
     return _LOADED[device.index, kernel]
-
-
-def has_any(kind: type[RanksKernel], device: torch.device) -> bool:
-    """True if a runtime on this device has kernels of this kind."""
-    return any(index == device.index and isinstance(kernel, kind) for index, kernel in _LOADED)
 
 
 def buffer_bytes(num_ranks: int) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -11,6 +11,7 @@ import torch
 from mllm_compile.runtime.attention.latent.backend import LatentPieces
 from mllm_compile.runtime.attention.layer import AttentionLayer
 from mllm_compile.runtime.attention.split.split_decode import DecodePiece, Decoders
+from mllm_compile.runtime.cuda.kernel import CudaKernel
 from mllm_compile.runtime.media.tower import Tower
 from mllm_compile.runtime.sampling.sampler import SamplingPieces
 from mllm_compile.runtime.schedule.rope_lengths import RopeLengths
@@ -75,6 +76,7 @@ class LoadedModel:
     latents: Mapping[str, LatentPieces] = field(default_factory=dict)  # layer → its kernels over latents, if any
     sampling: SamplingPieces | None = None  # the program's own kernels for choosing tokens, if any
     decode_loop: DecodeLoopPieces | None = None  # and those around a captured decode
+    kernels: Collection[CudaKernel] = ()  # that its program calls and NVRTC has compiled; the same on all ranks
     media: MediaExecutors | None = None  # for images, where the model takes some
     has_experts: bool = False  # some of its layers are mixtures of experts
     # Layer of experts whose choices are counted (runtime.expert_stats), in order → how many it has.

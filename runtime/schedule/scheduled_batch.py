@@ -24,7 +24,8 @@ class ScheduledBatch:
     flags, uploaded row indices) may be kept as long as `batch.requests is previous.requests`.
 
     A decode row's input id is the last token sampled for that row, which is on the device and perhaps nowhere else.
-    Page writes come before anything reads the page table; they only concern rows of this batch.
+    Page writes come before anything reads the page table. Some may be of requests that were admitted, and have their
+    first tokens in a later step.
     """
 
     step_id: int  # 0, 1, 2, … one per batch; steps run, and are updated, in this order
@@ -34,7 +35,7 @@ class ScheduledBatch:
     prefix_lens: np.ndarray  # [R] int32: tokens already in the KV; new token j of a row has position prefix_len + j
     num_decodes: int  # the first rows
     num_tokens: int  # sum of num_new
-    # A batch of decodes alone writes only pages that begin with a new token: captured ones know them by its slot.
+    # Those of decodes begin with a new token: captured ones know them by its slot.
     page_rows: np.ndarray  # [N] int32: row of each page write (cached pages of newly admitted requests are among them)
     page_positions: np.ndarray  # [N] int32: index of the page within its row
     page_ids: np.ndarray  # [N] int32

@@ -13,7 +13,8 @@ step/plan.py plans inputs and outputs. Used by one thread.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -32,7 +33,7 @@ from mllm_compile.runtime.sampling.params import ALL_LOGPROBS, NO_TOKEN
 from mllm_compile.runtime.sampling.sampler import Sampler
 from mllm_compile.runtime.sampling.token_masks import TokenMask, TokenMasks
 from mllm_compile.runtime.schedule.dealt import own_copies, own_pages
-from mllm_compile.runtime.schedule.request import Request
+from mllm_compile.runtime.schedule.request import Request, RequestStatus
 from mllm_compile.runtime.schedule.scheduled_batch import ScheduledBatch
 from mllm_compile.runtime.step.dealt_plan import Deal
 from mllm_compile.runtime.step.grammar_rows import GrammarRows
@@ -134,6 +135,8 @@ class StepRunner:
         # The last batch's: ScheduledBatch promises the very same list while no request comes or goes.
         self._seen_requests: list[Request] | None = None
         self._followed: ScheduledBatch | None = None  # the batch whose requests are in the sampling state
+        self._failed: ScheduledBatch | None = None  # the last batch, if its step was not launched
+        self._is_in_step = np.zeros(num_rows, dtype=bool)  # by row; all False between two looks
 
     def submit(self, batch: ScheduledBatch) -> StepHandle:
         """Launch a step without waiting for it, nor for the one before.
@@ -141,15 +144,20 @@ class StepRunner:
         Raises:
             DeviceMemoryError: the step's activations do not fit, or what sampling needs; no request gets a token of it.
         """
+        if self._failed is not None:
+            batch = _with_changes_of(self._failed, batch)
+        self._failed = batch
         try:
             with torch.inference_mode(), self._runner.on_device():
-                return self._submit(batch)
+                handle = self._submit(batch)
         except torch.OutOfMemoryError as error:
             raise DeviceMemoryError(
                 f"a step of {batch.num_tokens} tokens of {batch.num_requests} requests ran out of memory: {error} "
                 "Lower runtime.mem_fraction_static or runtime.max_num_batched_tokens, or ask for fewer prompt_logprobs "
                 "at once."
             ) from error
+        self._failed = None
+        return handle
 
     def _submit(self, batch: ScheduledBatch) -> StepHandle:
         self._enter_pages(batch)
@@ -235,12 +243,22 @@ class StepRunner:
 
     def _is_captured(self, batch: ScheduledBatch, common_prefix_len: int) -> bool:
         """True if the step is one launch."""
-        if batch.num_decodes < batch.num_requests:
+        if batch.num_decodes < batch.num_requests or not self._gets_own_pages(batch):
             return False
         if self._deal is not None:
             return self._runner.holds_decode(self._deal.most_requests(batch))
         holds = self._runner.holds_cascade if common_prefix_len else self._runner.holds_decode
         return holds(batch.num_requests)
+
+    def _gets_own_pages(self, batch: ScheduledBatch) -> bool:
+        """True if the step's new pages are of its own requests: not of one that was admitted and waits for its first
+        tokens, nor of a step that failed."""
+        if not batch.page_ids.size:
+            return True
+        self._is_in_step[batch.rows] = True
+        is_own = bool(self._is_in_step[batch.page_rows].all())
+        self._is_in_step[batch.rows] = False
+        return is_own
 
     def _common_prefix_len(self, batch: ScheduledBatch) -> int:
         """The first tokens of the step's decodes that are to be read once for all of them; 0: none."""
@@ -475,6 +493,28 @@ class StepRunner:
             )
             self._row_owners[request.row] = request
             self._grammars.admit(request)
+
+
+def _with_changes_of(failed: ScheduledBatch, batch: ScheduledBatch) -> ScheduledBatch:
+    """The batch with what a step before it that failed changed for requests that were not in it, and go on: neither the
+    device nor the other ranks may know of that. And with the pages that it cleared."""
+    still = {request for request in failed.admitted if request.status is RequestStatus.RUNNING}
+    changes: dict[str, Any] = {
+        "admitted": [*(still - {*failed.requests, *batch.admitted}), *batch.admitted],
+        "cleared_pages": np.union1d(failed.cleared_pages, batch.cleared_pages),
+    }
+    is_over = np.isin(failed.page_rows, failed.rows) | np.isin(_places(failed), _places(batch))
+    for name in ("page_rows", "page_positions", "page_ids"):
+        changes[name] = np.concatenate([getattr(failed, name)[~is_over], getattr(batch, name)])
+    targets = failed.state_restores[:, 1]
+    is_over = np.isin(targets, failed.rows) | np.isin(targets, batch.state_restores[:, 1])
+    changes["state_restores"] = np.concatenate([failed.state_restores[~is_over], batch.state_restores])
+    return replace(batch, **changes)
+
+
+def _places(batch: ScheduledBatch) -> np.ndarray:
+    """A number for each page that the batch enters: its row and its place there."""
+    return batch.page_rows.astype(np.int64) << 32 | batch.page_positions
 
 
 _AllScores = tuple[np.ndarray, torch.Tensor]  # rows [F] of the step, and [F, V] of each

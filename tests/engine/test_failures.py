@@ -4,7 +4,8 @@ import weakref
 
 import pytest
 
-from mllm_compile.errors import DeviceMemoryError, EngineDeadError, MllmError
+from mllm_compile.engine import loop
+from mllm_compile.errors import DeviceError, DeviceMemoryError, EngineDeadError, MllmError
 from mllm_compile.runtime.sampling.params import NO_TOKEN
 from tests.engine.cases import params, start, until
 from tests.fakes import (
@@ -93,6 +94,25 @@ def test_a_device_that_does_not_answer_kills_the_engine(runner):
             with pytest.raises(EngineDeadError, match="boom"):
                 call()
         assert engine.stats().finished == {"error": 8}
+
+
+def test_an_engine_that_has_nothing_to_do_says_that_it_can_do_nothing_any_more(runner, monkeypatch):
+    monkeypatch.setattr(loop, "_LOOK_S", 0.01)
+    faults = []
+
+    def check_idle():
+        if faults:
+            raise faults[0]
+
+    with fake_engine(runner, check_idle=check_idle) as engine:
+        assert engine.generate("abc", params()).pop().finish_reason != "error"
+        assert engine.is_alive
+        faults.append(DeviceError("rank 1 (process 7) was ended by signal 9"))
+        until(lambda: not engine.is_alive)
+        with pytest.raises(
+            EngineDeadError, match=r"nothing to do: DeviceError: rank 1 .* was ended by signal 9\. Close"
+        ):
+            engine.generate("abc")
 
 
 def test_a_fault_in_the_scheduler_kills_the_engine_and_nobody_waits_for_ever(runner):

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
 
 from mllm_compile.process.group import ProcessGroup
 from tests.hang_guard import until
@@ -19,9 +22,12 @@ print(os.getpid(), inner.pid, flush=True)
 inner.wait()
 """
 STARTER = """
-import sys
+import os, sys, time
 from mllm_compile.process.group import ProcessGroup
 group = ProcessGroup([sys.executable, "-c", sys.argv[1]])
+if sys.argv[2:] and os.fork() == 0:
+    os.close(1)
+    time.sleep(1000)
 sys.stdin.read()
 """
 
@@ -37,17 +43,28 @@ def wait_for_end(pid: int) -> None:
     until(lambda: not is_alive(pid), f"the end of process {pid}")
 
 
-def test_all_end_when_the_starting_process_is_killed():
+@pytest.mark.parametrize("forks", [False, True])
+def test_all_end_when_the_starting_process_is_killed_also_where_a_fork_of_it_lives_on(forks):
     starter = subprocess.Popen(
-        [sys.executable, "-c", STARTER, COMMAND], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", STARTER, COMMAND, *(["forks"] if forks else [])],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        process_group=0,
     )
-    assert starter.stdout is not None
+    assert starter.stdin is not None and starter.stdout is not None
     pids = [int(pid) for pid in starter.stdout.readline().split()]
     assert len(pids) == 2
     starter.send_signal(signal.SIGKILL)
-    starter.communicate()
-    for pid in pids:
-        wait_for_end(pid)
+    starter.wait()
+    try:
+        for pid in pids:
+            wait_for_end(pid)
+    finally:
+        for stream in (starter.stdin, starter.stdout):
+            stream.close()
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(starter.pid, signal.SIGKILL)  # the fork
 
 
 def test_it_reads_writes_and_ends_as_the_command_does():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import sys
@@ -85,10 +86,10 @@ def test_a_group_meets_ahead_of_what_it_loads_and_ends_with_what_would_have_need
     before = set(followers())
     timeline = Timeline()
     with ranks_ahead(config(tensor_parallel_size=2)) as ahead:
-        ahead.meet("cpu", timeline)
-        group = ahead.take_group()
+        ahead.meet(timeline)
+        group = ahead.take_group(2, "cpu")
         assert group is not None
-        assert ahead.take_group() is None
+        assert ahead.take_group(2, "cpu") is None
         try:
             communicator = group.communicator()
             assert (communicator.rank, communicator.size) == (0, 2)
@@ -100,15 +101,36 @@ def test_a_group_meets_ahead_of_what_it_loads_and_ends_with_what_would_have_need
             group.close()
         assert set(followers()) == before
     with ranks_ahead(config(tensor_parallel_size=2)) as ahead:
-        ahead.meet("cpu", timeline)
+        ahead.meet(timeline)
     assert set(followers()) == before
 
 
 def test_what_cannot_meet_is_left_to_be_refused():
-    with ranks_ahead(config(tensor_parallel_size=2)) as ahead:
-        ahead.meet("cuda:99", Timeline())
-        assert ahead.take_group() is None
+    with ranks_ahead(config(tensor_parallel_size=2, device="cuda:99")) as ahead:
+        ahead.meet(Timeline())
+        assert ahead.take_group(2, "cuda:99") is None
         assert list(started(ahead)) == [1]
+
+
+@pytest.mark.parametrize("of_runtime", [(3, "cpu"), (2, "cuda:0")])
+def test_a_group_that_is_not_the_runtime_s_is_ended(of_runtime):
+    ahead, ended = RanksAhead(), []
+    ahead._group = SimpleNamespace(size=2, device="cpu", close=lambda: ended.append(True))  # type: ignore[assignment]
+    assert ahead.take_group(*of_runtime) is None
+    assert ended == [True]
+
+
+def test_a_runtime_s_folder_says_how_many_are_started_ahead(eager_folder, tmp_path):
+    manifest = json.loads((eager_folder / "manifest.json").read_text())
+    for count in (2, 1, 99, -1, "many"):
+        manifest["config"]["runtime"]["tensor_parallel_size"] = count
+        (tmp_path / "manifest.json").write_text(json.dumps(manifest))
+        with ranks_ahead(tmp_path) as ahead:
+            assert list(started(ahead)) == ([1] if count == 2 else [])
+            assert ahead._device == ("cpu" if count == 2 else "")
+    (tmp_path / "manifest.json").write_text("{")
+    with ranks_ahead(tmp_path) as ahead:
+        assert not started(ahead)
 
 
 def test_one_that_has_ended_is_not_taken():
