@@ -256,13 +256,21 @@ class Scheduler:
         accepted: list[int] = []
         ended: list[tuple[Request, int]] = []
         now = time.monotonic()
+        # Tokens wait for this loop over all requests of the step: members of a class are looked up before it.
+        status_running, status_finished = RequestStatus.RUNNING, RequestStatus.FINISHED
         columns = zip(
-            batch.requests, token_ids.tolist(), batch.seq_lens.tolist(), batch.sample_mask.tolist(), strict=True
+            range(batch.num_requests),
+            batch.requests,
+            token_ids.tolist(),
+            batch.seq_lens.tolist(),
+            batch.sample_mask.tolist(),
+            strict=True,
         )
-        for row, (request, token, num_written, sampled) in enumerate(columns):
-            if request.status is RequestStatus.FINISHED:
+        for row, request, token, num_written, sampled in columns:
+            status = request.status
+            if status is status_finished:
                 continue
-            if request.status is RequestStatus.RUNNING:
+            if status is status_running:
                 request.num_computed_tokens = num_written
             if not sampled:
                 continue
@@ -270,9 +278,10 @@ class Scheduler:
             output = request.output_token_ids
             output.append(token)
             request.last_token_time = now
-            if len(output) == 1:
+            num_output = len(output)
+            if num_output == 1:
                 request.first_token_time = now
-            if token in request.stop_ids or len(output) >= request.max_new_tokens:
+            if num_output >= request.max_new_tokens or token in request.stop_ids:
                 ended.append((request, token))
         finished = [request for request, token in ended if self._end_if_due(request, token)]
         for request in batch.requests[batch.num_decodes :]:
