@@ -295,7 +295,8 @@ class Scheduler:
         """A step was lost: end its running requests with 'abort'; what it wrote is not trusted.
 
         One that has been preempted since computes what was lost again, unless a later step of its is in flight too: its
-        token would stand in the lost one's place.
+        token would stand in the lost one's place. One that was admitted with the step and has no token in it (its
+        images were too many) goes back to the queue: its pages, state and parameters may not have come to its row.
 
         To be called in the order of the batches, like update. Returns the requests that it ended.
         """
@@ -308,6 +309,9 @@ class Scheduler:
         ]
         for request in ended:
             self._end(request, "abort", None)
+        for request in batch.admitted:
+            if request.status is RequestStatus.RUNNING:
+                self._preempt(request)
         self._states.drop(batch.step_id)
         self.rows.release_idle()
         return ended
