@@ -45,11 +45,6 @@ class FeaturePool:
         """Rows that belong to no image."""
         return self._num_free
 
-    @property
-    def num_images(self) -> int:
-        """Images whose features are there."""
-        return len(self._images)
-
     def find(self, key: Key) -> np.ndarray | None:
         """The rows [F] of an image; None: it is not there. It counts as used now."""
         rows = self._images.get(key)

@@ -266,12 +266,16 @@ class SamplingParams:
 
         Raises:
             RequestError: An id of logit_bias, stop_token_ids or allowed_token_ids is `vocab_size` or more, or logprobs
-                of the whole vocabulary are too many.
+                or prompt_logprobs is above it, or logprobs of the whole vocabulary are too many.
         """
         most_tokens = _MOST_LOGPROBS_BYTES // (4 * vocab_size)
         if self.logprobs == ALL_LOGPROBS and (self.max_tokens is None or self.n * self.max_tokens > most_tokens):
             expected = f"n * max_tokens of at most {most_tokens} with -1, for the whole vocabulary of {vocab_size}"
             raise refused("logprobs", expected, (self.n, self.max_tokens), "Lower max_tokens, or ask for at most 20.")
+        for field in ("logprobs", "prompt_logprobs"):
+            num_top = getattr(self, field) or 0
+            if num_top > vocab_size:
+                raise refused(field, f"at most {vocab_size}, the model's vocabulary size", num_top, "Ask for fewer.")
         for field in ("logit_bias", "stop_token_ids", "allowed_token_ids"):
             largest = max(getattr(self, field) or (), default=0)
             if largest >= vocab_size:

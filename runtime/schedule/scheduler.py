@@ -256,13 +256,21 @@ class Scheduler:
         accepted: list[int] = []
         ended: list[tuple[Request, int]] = []
         now = time.monotonic()
+        # Tokens wait for this loop over all requests of the step: members of a class are looked up before it.
+        status_running, status_finished = RequestStatus.RUNNING, RequestStatus.FINISHED
         columns = zip(
-            batch.requests, token_ids.tolist(), batch.seq_lens.tolist(), batch.sample_mask.tolist(), strict=True
+            range(batch.num_requests),
+            batch.requests,
+            token_ids.tolist(),
+            batch.seq_lens.tolist(),
+            batch.sample_mask.tolist(),
+            strict=True,
         )
-        for row, (request, token, num_written, sampled) in enumerate(columns):
-            if request.status is RequestStatus.FINISHED:
+        for row, request, token, num_written, sampled in columns:
+            status = request.status
+            if status is status_finished:
                 continue
-            if request.status is RequestStatus.RUNNING:
+            if status is status_running:
                 request.num_computed_tokens = num_written
             if not sampled:
                 continue
@@ -270,9 +278,10 @@ class Scheduler:
             output = request.output_token_ids
             output.append(token)
             request.last_token_time = now
-            if len(output) == 1:
+            num_output = len(output)
+            if num_output == 1:
                 request.first_token_time = now
-            if token in request.stop_ids or len(output) >= request.max_new_tokens:
+            if num_output >= request.max_new_tokens or token in request.stop_ids:
                 ended.append((request, token))
         finished = [request for request, token in ended if self._end_if_due(request, token)]
         for request in batch.requests[batch.num_decodes :]:
@@ -286,7 +295,8 @@ class Scheduler:
         """A step was lost: end its running requests with 'abort'; what it wrote is not trusted.
 
         One that has been preempted since computes what was lost again, unless a later step of its is in flight too: its
-        token would stand in the lost one's place.
+        token would stand in the lost one's place. One that was admitted with the step and has no token in it (its
+        images were too many) goes back to the queue: its pages, state and parameters may not have come to its row.
 
         To be called in the order of the batches, like update. Returns the requests that it ended.
         """
@@ -299,6 +309,9 @@ class Scheduler:
         ]
         for request in ended:
             self._end(request, "abort", None)
+        for request in batch.admitted:
+            if request.status is RequestStatus.RUNNING:
+                self._preempt(request)
         self._states.drop(batch.step_id)
         self.rows.release_idle()
         return ended

@@ -213,6 +213,14 @@ def test_token_ids_past_the_vocabulary_are_refused_at_the_door(params):
         params.check_vocab(9)
 
 
+@pytest.mark.parametrize("field", ["logprobs", "prompt_logprobs"])
+def test_more_log_probabilities_than_the_vocabulary_has_are_refused_at_the_door(field):
+    params = SamplingParams(**{field: 5})
+    params.check_vocab(5)
+    with pytest.raises(RequestError, match=rf"^{field}: expected at most 4, .*got 5"):
+        params.check_vocab(4)
+
+
 def test_log_probabilities_of_a_whole_vocabulary_are_bounded_at_the_door():
     SamplingParams(logprobs=-1, max_tokens=512).check_vocab(2**17)
     for more in ({"max_tokens": 513}, {"max_tokens": None}, {"max_tokens": 257, "n": 2}):

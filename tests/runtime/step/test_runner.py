@@ -1,5 +1,6 @@
 from contextlib import nullcontext
 from dataclasses import replace
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -8,6 +9,8 @@ import torch
 from mllm_compile.runtime.cuda_graph.graph_runner import LaunchedPrompts
 from mllm_compile.runtime.errors import DeviceMemoryError
 from mllm_compile.runtime.forward_batch import LogitsProcessorOutput
+from mllm_compile.runtime.media.grids import GridTower
+from mllm_compile.runtime.media.request import RequestMedia
 from mllm_compile.runtime.sampling.params import SamplingParams
 from mllm_compile.runtime.sampling.sampler import Sampler
 from mllm_compile.runtime.sampling.state import SamplingFlags
@@ -231,6 +234,43 @@ def test_running_out_of_memory_names_the_keys_to_change(monkeypatch):
     monkeypatch.setattr(loop.steps._runner, "forward", fail)
     with pytest.raises(DeviceMemoryError, match=r"step of 3 tokens of 1 requests .*max_num_batched_tokens"):
         loop.steps.submit(loop.scheduler.schedule())
+
+
+def image_of(token_ids: list[int]) -> RequestMedia:
+    """One image, of all tokens that are the last one."""
+    tower = GridTower(
+        merge=1,
+        patch_width=1,
+        feature_width=8,
+        window=0,
+        table_side=0,
+        align_corners=False,
+        image_token_id=token_ids[-1],
+    )
+    is_image = np.array(token_ids) == token_ids[-1]
+    count = int(is_image.sum())
+    tensors = {"pixel_values": np.zeros((count, 1)), "image_grid_thw": np.array([(1, 1, count)])}
+    return RequestMedia.of(tower, token_ids, is_image, [(len(token_ids) - count, count, bytes(32), tensors)])
+
+
+def test_a_request_that_a_failed_step_admitted_and_had_no_token_of_is_answered_by_its_own_wishes(monkeypatch):
+    loop = Loop(make_runner(max_num_batched_tokens=16), enable_prefix_cache=True)
+    prefix = [3, 1, 4, 1]
+    loop.add([*prefix, 5], max_tokens=1)
+    loop.run()
+    lost = loop.add([60] * 12)
+    waiting = loop.add([*prefix, *[60] * 8], logit_bias={7: 100.0}, max_tokens=3)  # its image is too much for the step
+    for request in (lost, waiting):
+        request.media = image_of(request.prompt_token_ids)
+    batch = loop.scheduler.schedule()
+    assert batch.requests == [lost] and batch.admitted == [lost, waiting]
+    with monkeypatch.context() as patch:
+        patch.setattr(loop.steps._runner, "forward", Mock(side_effect=torch.OutOfMemoryError("no room")))
+        with pytest.raises(DeviceMemoryError):
+            loop.steps.submit(batch)
+    assert loop.scheduler.fail(batch) == [lost]
+    loop.run()
+    assert waiting.output_token_ids == [7, 7, 7]
 
 
 @pytest.mark.parametrize("part", ["counts.allocate", "biases.set"])
