@@ -296,7 +296,8 @@ class Scheduler:
 
         One that has been preempted since computes what was lost again, unless a later step of its is in flight too: its
         token would stand in the lost one's place. One that was admitted with the step and has no token in it (its
-        images were too many) goes back to the queue: its pages, state and parameters may not have come to its row.
+        images were too many) goes back to the queue: its pages, state and parameters may not have come to its row. So
+        nobody has a page any more that the step was to clear, and the next one clears it.
 
         To be called in the order of the batches, like update. Returns the requests that it ended.
         """
@@ -314,6 +315,7 @@ class Scheduler:
                 self._preempt(request)
         self._states.drop(batch.step_id)
         self.rows.release_idle()
+        self.pages.clear_again(batch.cleared_pages)
         return ended
 
     def _step_over(self, batch: ScheduledBatch) -> None:

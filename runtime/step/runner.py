@@ -13,8 +13,7 @@ step/plan.py plans inputs and outputs. Used by one thread.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -33,7 +32,7 @@ from mllm_compile.runtime.sampling.params import ALL_LOGPROBS, NO_TOKEN
 from mllm_compile.runtime.sampling.sampler import Sampler
 from mllm_compile.runtime.sampling.token_masks import TokenMask, TokenMasks
 from mllm_compile.runtime.schedule.dealt import own_copies, own_pages
-from mllm_compile.runtime.schedule.request import Request, RequestStatus
+from mllm_compile.runtime.schedule.request import Request
 from mllm_compile.runtime.schedule.scheduled_batch import ScheduledBatch
 from mllm_compile.runtime.step.dealt_plan import Deal
 from mllm_compile.runtime.step.grammar_rows import GrammarRows
@@ -135,7 +134,6 @@ class StepRunner:
         # The last batch's: ScheduledBatch promises the very same list while no request comes or goes.
         self._seen_requests: list[Request] | None = None
         self._followed: ScheduledBatch | None = None  # the batch whose requests are in the sampling state
-        self._failed: ScheduledBatch | None = None  # the last batch, if its step was not launched
         self._is_in_step = np.zeros(num_rows, dtype=bool)  # by row; all False between two looks
 
     def submit(self, batch: ScheduledBatch) -> StepHandle:
@@ -144,20 +142,15 @@ class StepRunner:
         Raises:
             DeviceMemoryError: the step's activations do not fit, or what sampling needs; no request gets a token of it.
         """
-        if self._failed is not None:
-            batch = _with_changes_of(self._failed, batch)
-        self._failed = batch
         try:
             with torch.inference_mode(), self._runner.on_device():
-                handle = self._submit(batch)
+                return self._submit(batch)
         except torch.OutOfMemoryError as error:
             raise DeviceMemoryError(
                 f"a step of {batch.num_tokens} tokens of {batch.num_requests} requests ran out of memory: {error} "
                 "Lower runtime.mem_fraction_static or runtime.max_num_batched_tokens, or ask for fewer prompt_logprobs "
                 "at once."
             ) from error
-        self._failed = None
-        return handle
 
     def _submit(self, batch: ScheduledBatch) -> StepHandle:
         self._enter_pages(batch)
@@ -251,8 +244,8 @@ class StepRunner:
         return holds(batch.num_requests)
 
     def _gets_own_pages(self, batch: ScheduledBatch) -> bool:
-        """True if the step's new pages are of its own requests: not of one that was admitted and waits for its first
-        tokens, nor of a step that failed."""
+        """True if the step's new pages are of its own requests, not of one that was admitted and waits for its first
+        tokens."""
         if not batch.page_ids.size:
             return True
         self._is_in_step[batch.rows] = True
@@ -493,28 +486,6 @@ class StepRunner:
             )
             self._row_owners[request.row] = request
             self._grammars.admit(request)
-
-
-def _with_changes_of(failed: ScheduledBatch, batch: ScheduledBatch) -> ScheduledBatch:
-    """The batch with what a step before it that failed changed for requests that were not in it, and go on: neither the
-    device nor the other ranks may know of that. And with the pages that it cleared."""
-    still = {request for request in failed.admitted if request.status is RequestStatus.RUNNING}
-    changes: dict[str, Any] = {
-        "admitted": [*(still - {*failed.requests, *batch.admitted}), *batch.admitted],
-        "cleared_pages": np.union1d(failed.cleared_pages, batch.cleared_pages),
-    }
-    is_over = np.isin(failed.page_rows, failed.rows) | np.isin(_places(failed), _places(batch))
-    for name in ("page_rows", "page_positions", "page_ids"):
-        changes[name] = np.concatenate([getattr(failed, name)[~is_over], getattr(batch, name)])
-    targets = failed.state_restores[:, 1]
-    is_over = np.isin(targets, failed.rows) | np.isin(targets, batch.state_restores[:, 1])
-    changes["state_restores"] = np.concatenate([failed.state_restores[~is_over], batch.state_restores])
-    return replace(batch, **changes)
-
-
-def _places(batch: ScheduledBatch) -> np.ndarray:
-    """A number for each page that the batch enters: its row and its place there."""
-    return batch.page_rows.astype(np.int64) << 32 | batch.page_positions
 
 
 _AllScores = tuple[np.ndarray, torch.Tensor]  # rows [F] of the step, and [F, V] of each

@@ -154,6 +154,10 @@ class PageTables:
         cleared, self._to_clear = self._to_clear, []
         return np.unique(np.concatenate(cleared)) if cleared else _NONE
 
+    def clear_again(self, pages: np.ndarray) -> None:
+        """What take_cleared gave, [N] int32, for a step that was lost: it may not have come to zero them."""
+        self._to_clear.append(pages)
+
     def publish(self, row: int, token_ids: Sequence[int] | np.ndarray, num_written: int, salt: Salt) -> None:
         """Let others reuse the row's full pages: the first `num_written` of its tokens have their KV written.
 

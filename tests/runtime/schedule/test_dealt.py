@@ -111,6 +111,18 @@ def test_a_broken_row_ends_its_own_request():
     assert own_pages(cleared, 1, PAGES).tolist() == [1]
 
 
+def test_pages_that_a_lost_step_was_to_clear_are_cleared_by_the_next_one():
+    dealt = scheduler()
+    dealt.add(request(2, 8))
+    dealt.update(dealt.schedule(), np.ones(1, dtype=np.int64), [0])
+    dealt.add(request(2, 2))
+    lost = dealt.schedule()
+    assert lost.cleared_pages.size == 1
+    dealt.fail(lost)
+    dealt.add(request(2, 2))
+    assert dealt.schedule().cleared_pages.tolist() == lost.cleared_pages.tolist()
+
+
 def test_states_of_prefixes_are_copied_by_the_rank_whose_they_are_in_its_own_rows():
     dealt = scheduler(num_snapshots=2)
     for length in (6, 7):  # a page, and a part of one

@@ -11,11 +11,7 @@ from mllm_compile.runtime.errors import DeviceMemoryError
 from mllm_compile.runtime.forward_batch import LogitsProcessorOutput
 from mllm_compile.runtime.media.grids import GridTower
 from mllm_compile.runtime.media.request import RequestMedia
-from mllm_compile.runtime.sampling.params import SamplingParams
-from mllm_compile.runtime.sampling.sampler import Sampler
 from mllm_compile.runtime.sampling.state import SamplingFlags
-from mllm_compile.runtime.schedule.request import Request, RequestStatus
-from mllm_compile.runtime.step.runner import StepRunner
 from mllm_compile.runtime.step_fields import DTYPES, StepFields
 from tests.runtime.runner_cases import VOCAB, Loop, TinyModel, make_runner
 
@@ -291,40 +287,6 @@ def test_after_sampling_ran_out_of_memory_the_slot_serves_another_request(expect
     loop.run()
     assert request.output_token_ids == expected[0]
     assert loop.steps.state.flags == SamplingFlags()
-
-
-def test_what_a_failed_step_changed_for_others_comes_with_the_next_one_on_all_ranks(monkeypatch):
-    def refuse(*args):
-        raise torch.OutOfMemoryError("tried to allocate 2 GiB")
-
-    runner, records = make_runner(), []
-    loop, pool = Loop(runner), runner.token_to_kv_pool
-    loop.steps = StepRunner(runner, Sampler(), records.append)
-    lost = loop.add(PROMPTS[0])
-    waits = Request(request_id="waits", prompt_token_ids=[1], params=SamplingParams(top_p=0.5))
-    waits.status, waits.row = RequestStatus.RUNNING, 7  # admitted, with its first tokens in a later step
-    batch = loop.scheduler.schedule()
-    own = batch.page_ids.tolist()
-    pages = {"page_rows": 7, "page_positions": 1, "page_ids": 60, "cleared_pages": 50}
-    more = {name: np.append(getattr(batch, name), np.int32(value)) for name, value in pages.items()}
-    with monkeypatch.context() as patch:
-        patch.setattr(pool, "clear_pages", refuse)
-        with pytest.raises(DeviceMemoryError, match="ran out of memory"):
-            loop.steps.submit(replace(batch, **more, admitted=[waits, lost]))
-    assert not records
-    assert loop.scheduler.fail(batch) == [lost]
-    request = loop.add(PROMPTS[0])
-    cleared = []
-    monkeypatch.setattr(pool, "clear_pages", lambda pages: cleared.append(pages.tolist()))
-    loop.run()
-    assert request.output_token_ids == TinyModel().greedy(PROMPTS[0], 8)
-    told = records[0].batch
-    assert cleared == [told.cleared_pages.tolist()] == [[50]]
-    assert next(zip(told.page_rows.tolist(), told.page_ids.tolist(), strict=True)) == (7, 60)
-    assert told.page_ids.size == 1 + len(own), "pages of requests that ended with the step are none of these"
-    assert runner.req_to_token_pool.req_to_token[7, 4:8].tolist() == [240, 241, 242, 243]
-    assert loop.steps.state.flags.needs_top_p
-    assert all(60 not in record.batch.page_ids for record in records[1:])
 
 
 def test_decodes_are_one_launch_where_new_pages_are_their_own(monkeypatch):
