@@ -317,7 +317,7 @@ def _thread_preparation(compiled: CompiledRuntime, timeline: Timeline, most: int
 
 
 def _nothing() -> None:
-    """Of the engine's thread on a GPU, which computes nothing on the CPU."""
+    """The engine's thread needs no preparation on a GPU."""
 
 
 def _tell_ready(compiled: CompiledRuntime, runner: ModelRunner, timeline: Timeline) -> None:
