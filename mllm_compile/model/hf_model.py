@@ -37,7 +37,7 @@ NO_LIMIT = 2**31 - 1
 
 
 class Heads(NamedTuple):
-    """Of one layer's attention."""
+    """The sizes of one layer's attention."""
 
     num_heads: int
     num_kv_heads: int

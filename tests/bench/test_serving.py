@@ -55,8 +55,9 @@ def test_a_server_that_is_not_there_or_refuses_is_said():
         port = unused.getsockname()[1]
     with pytest.raises(BenchmarkError, match="no answer"):
         run_load(f"http://127.0.0.1:{port}", None, work)
-    with pytest.raises(BenchmarkError, match="no URL of a server"):
-        run_load("ftp://x", None, work)
+    for url in ("ftp://x", "http://127.0.0.1:80a0", "http://[::1"):
+        with pytest.raises(BenchmarkError, match="no URL of a server"):
+            run_load(url, None, work)
     with fake_server({"api_keys": ["k"]}) as server, pytest.raises(BenchmarkError, match="status 401"):
         run_load(server.url + "/v1", "wrong", work)
 

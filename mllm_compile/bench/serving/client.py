@@ -78,14 +78,14 @@ class Server:
     """
 
     def __init__(self, url: str, api_key: str | None) -> None:
-        parts = urlsplit(url if "//" in url else f"http://{url}")
         try:
-            port = parts.port
-        except ValueError:
-            port = -1
-        if parts.scheme not in ("http", "https") or not parts.hostname or port == -1:
+            parts = urlsplit(url if "//" in url else f"http://{url}")
+            host, port = parts.hostname, parts.port
+        except ValueError:  # of a port that is no number, or a bracket that is not closed
+            host = None
+        if not host or parts.scheme not in ("http", "https"):
             raise BenchmarkError(f"{url} is no URL of a server; expected such as http://127.0.0.1:8000")
-        self._host = parts.hostname
+        self._host = host
         self._port = port or (443 if parts.scheme == "https" else 80)
         self._tls = ssl.create_default_context() if parts.scheme == "https" else None
         self._root = parts.path.rstrip("/").removesuffix("/v1")
