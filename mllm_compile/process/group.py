@@ -51,7 +51,7 @@ _groups: weakref.WeakSet[ProcessGroup] = weakref.WeakSet()
 
 
 def _let_go() -> None:
-    """In a fork of this process, which may outlive it: holds none of its groups."""
+    """Holds no group any more, in a fork of the process that does: it may outlive that one."""
     for group in tuple(_groups):
         group._hold()
 

@@ -66,9 +66,15 @@ class RingWriter:
         """
         slot_bytes = -(-(most_bytes + _SIZE_BYTES) // _PAGE) * _PAGE
         self._descriptor = os.memfd_create("mllm-ranks", os.MFD_CLOEXEC)
-        os.ftruncate(self._descriptor, _PAGE + _SLOTS * slot_bytes)
-        self._events = [os.eventfd(0, os.EFD_CLOEXEC | os.EFD_SEMAPHORE) for _ in range(num_followers)]
-        self._memory = _Memory(self._descriptor, slot_bytes)
+        self._events: list[int] = []
+        try:
+            os.ftruncate(self._descriptor, _PAGE + _SLOTS * slot_bytes)
+            for _ in range(num_followers):
+                self._events.append(os.eventfd(0, os.EFD_CLOEXEC | os.EFD_SEMAPHORE))
+            self._memory = _Memory(self._descriptor, slot_bytes)
+        except OSError:
+            self._close_descriptors()
+            raise
         self._num_followers = num_followers
         self._written = 0
         self._is_closed = False
@@ -116,8 +122,11 @@ class RingWriter:
         if not self._is_closed:
             self._is_closed = True
             self._memory.close()
-            for descriptor in (self._descriptor, *self._events):
-                os.close(descriptor)
+            self._close_descriptors()
+
+    def _close_descriptors(self) -> None:
+        for descriptor in (self._descriptor, *self._events):
+            os.close(descriptor)
 
 
 class RingReader:

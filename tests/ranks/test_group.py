@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
 import threading
@@ -19,6 +20,7 @@ from mllm_compile.ranks.group import RankGroup
 from mllm_compile.ranks.start import HERE, READY, Answer, Lines
 from mllm_compile.runtime.collectives import gloo
 from mllm_compile.runtime.collectives.gloo import GlooCommunicator
+from mllm_compile.runtime.ranks import ring
 from tests.hang_guard import until
 from tests.ranks.test_ahead import runtime_without_a_config
 
@@ -181,6 +183,22 @@ def test_memory_that_a_rank_lacks_is_told_as_what_a_start_with_fewer_pages_may_m
         ranks.wait_ready()
     assert group._error_of("ArtifactError").__name__ == "ArtifactError"
     assert group._error_of("annotations") is group._error_of("RuntimeError") is DeviceError
+
+
+def test_a_group_that_finds_no_room_for_what_is_shared_holds_nothing_of_it(start, joined, monkeypatch):
+    ranks, follower = start()
+    follower.lines.send(Answer(HERE))
+    joined.may.set()
+    ranks.communicator()
+
+    def refuse(*_: Any) -> None:
+        raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+
+    monkeypatch.setattr(ring.mmap, "mmap", refuse)
+    before = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(DeviceError, match="ranks cannot share memory: Cannot allocate memory"):
+        ranks.load(runtime_without_a_config(), num_pages=None)
+    assert len(os.listdir("/proc/self/fd")) == before
 
 
 def test_an_end_that_is_interrupted_is_made_again(start, joined, monkeypatch):
