@@ -182,7 +182,7 @@ def load_kernel(kernel: CudaKernel, binaries: Mapping[str, bytes]) -> Kernel:
 
 
 class Loaded(Protocol):
-    """What ops launch: a kernel on a device.
+    """A kernel on a device, as ops launch it.
 
     Attributes:
         binary: its code.

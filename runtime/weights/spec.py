@@ -1,4 +1,4 @@
-"""What fills the weights of a program, part by part: the compiler decides it, table.py stores it, loader.py does it."""
+"""The weights of a program and what fills them, part by part: the compiler decides it, loader.py does it."""
 
 from __future__ import annotations
 
