@@ -79,6 +79,14 @@ def test_every_field_has_a_docstring():
         ({"model": {"path": "m", "dtpye": "auto"}}, "model.dtpye is not a known key; did you mean model.dtype?"),
         ({"model": {"path": "m"}, "runtime": {"max_num_seqs": 4}}, "did you mean runtime.max_running_requests?"),
         ({"model": {"path": "m"}, "gpu_memory_utilization": 0.9}, "did you mean runtime.mem_fraction_static?"),
+        (
+            {"model": {"path": "m"}, "runtime": {"max_num_seqs": 9}},
+            "did you mean runtime.max_running_requests? (`mllm-compile config runtime` shows all of them)",
+        ),
+        (
+            {"model": {"path": "m"}, "runtime": {"zzz": 9}},
+            "runtime.zzz is not a known key (`mllm-compile config runtime` shows all of them)",
+        ),
         ({"model": {"path": "m"}, "zzz": 1}, "zzz is not a known key (known sections: model, compile,"),
     ],
 )
