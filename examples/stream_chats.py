@@ -13,6 +13,7 @@ import sys
 from mllm_compile import AsyncEngine, SamplingParams
 
 QUESTIONS = ["What does shutil.copytree do?", "What is a list?", "What does os.path.join do?"]
+BEGINNING = "Return a new list containing"
 GREEDY = SamplingParams(temperature=0, max_tokens=64)
 
 
@@ -33,7 +34,8 @@ async def main(model: str = "configs/tiny.yaml") -> None:
         ):
             print(f"{question}\n  {answer}")
 
-        async for output in engine.generate("Return a new list containing", GREEDY):
+        print(BEGINNING, end="")
+        async for output in engine.generate(BEGINNING, GREEDY):
             print(output.text, end="", flush=True)  # what is new since the last output
         print(f"\n[first token after {output.metrics.time_to_first_token:.3f} s]")
 

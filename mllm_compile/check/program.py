@@ -10,7 +10,9 @@ Inductor broke, gives other logits than Transformers gives each request alone. T
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -269,13 +271,28 @@ def _run_transformers(hf_model: HFModel, ids: list[torch.Tensor], positions: lis
             return model(input_ids=ids[None], position_ids=told[None], use_cache=False).logits[0]
 
     def run(implementation: str) -> torch.Tensor:
-        with torch.no_grad(), attention_implementation(model, implementation):
+        with torch.no_grad(), attention_implementation(model, implementation), _without_advice():
             return torch.cat([run_alone(*request) for request in zip(ids, positions, strict=True)])
 
     try:
         return run("eager")
     except Exception:  # not every model has it
         return run("sdpa")
+
+
+@contextmanager
+def _without_advice() -> Iterator[None]:
+    """Transformers does not say within the context which packages would make its recurrences faster: none is served."""
+
+    def is_other(record: logging.LogRecord) -> bool:
+        return "is falling back to its reference" not in record.getMessage()
+
+    logger = logging.getLogger("transformers.integrations.hub_kernels")
+    logger.addFilter(is_other)
+    try:
+        yield
+    finally:
+        logger.removeFilter(is_other)
 
 
 def _quantise(

@@ -10,6 +10,7 @@ import shlex
 import sys
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 from urllib.parse import urlsplit
 
@@ -21,11 +22,13 @@ from mllm_compile.errors import ConfigError, MllmError, RequestError
 
 if TYPE_CHECKING:
     from mllm_compile.engine.engine import Engine
+    from mllm_compile.runtime.sampling.params import SamplingParams
 
 Message = dict[str, str]
 Settings = dict[str, Any]
 # The pieces of an answer, each with how many tokens it is.
 Ask = Callable[[list[Message], Settings], Iterator[tuple[str, int]]]
+Check = Callable[[Settings], object]  # raises an MllmError that says what is wrong with them
 
 _HELP = "/reset forgets the conversation, /set NAME VALUE sets temperature, top_p, max_tokens, …, /quit or Ctrl-D ends"
 _TIMEOUT_S = 600.0
@@ -55,7 +58,8 @@ def chat_command(
     from mllm_compile.engine.engine import Engine
 
     with Engine(config, reporter=reporter) as engine:
-        answered_all = converse(_engine(engine), system, settings, is_quiet=quiet)
+        check = partial(_params, engine)
+        answered_all = converse(_engine(engine), system, settings, check=check, is_quiet=quiet)
     _end(answered_all)
 
 
@@ -69,8 +73,13 @@ def _is_terminal() -> bool:
     return sys.stdin is not None and sys.stdin.isatty()
 
 
-def converse(ask: Ask, system: str | None, settings: Settings, *, is_quiet: bool = False) -> bool:
+def converse(
+    ask: Ask, system: str | None, settings: Settings, *, check: Check | None = None, is_quiet: bool = False
+) -> bool:
     """Reads messages and commands from standard input until it ends, and prints answers as they come.
+
+    Args:
+        check: refuses a setting when it is typed; a server refuses it with the next message.
 
     Returns:
         True if every message got an answer.
@@ -88,7 +97,7 @@ def converse(ask: Ask, system: str | None, settings: Settings, *, is_quiet: bool
         if line == "/reset":
             messages = list(start)
         elif line.startswith("/set"):
-            _set(settings, line)
+            _set(settings, line, check)
         elif line.startswith("/"):
             print(_HELP, file=sys.stderr)
         elif line:
@@ -118,17 +127,24 @@ def _read(is_terminal: bool) -> str | None:
         return ""
 
 
-def _set(settings: Settings, line: str) -> None:
+def _set(settings: Settings, line: str, check: Check | None) -> None:
     try:
         _, name, text = shlex.split(line)
         value = json.loads(text)
     except ValueError:
         print("/set takes a name and a number, such as /set temperature 0.5; null is the model's own", file=sys.stderr)
         return
-    if value is None:
-        settings.pop(name, None)
-    else:
-        settings[name] = value
+    changed = {key: other for key, other in settings.items() if key != name}
+    if value is not None:
+        changed[name] = value
+    try:
+        if check is not None:
+            check(changed)
+    except MllmError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return
+    settings.clear()
+    settings.update(changed)
 
 
 def _answer(ask: Ask, messages: list[Message], settings: Settings, is_quiet: bool) -> str | None:
@@ -160,15 +176,22 @@ def _answer(ask: Ask, messages: list[Message], settings: Settings, is_quiet: boo
 
 def _engine(engine: Engine) -> Ask:
     def ask(messages: list[Message], settings: Settings) -> Iterator[tuple[str, int]]:
-        try:
-            params = dataclasses.replace(engine.default_params, **settings)
-        except TypeError as error:
-            raise RequestError(str(error)) from None
-        with engine.stream_chat(messages, params) as outputs:
+        with engine.stream_chat(messages, _params(engine, settings)) as outputs:
             for output in outputs:
                 yield output.text, len(output.token_ids)
 
     return ask
+
+
+def _params(engine: Engine, settings: Settings) -> SamplingParams:
+    """
+    Raises:
+        RequestError: a setting is no field of SamplingParams, or not in its range.
+    """
+    try:
+        return dataclasses.replace(engine.default_params, **settings)
+    except TypeError as error:
+        raise RequestError(str(error)) from None
 
 
 def _server(url: str, api_key: str | None) -> Ask:
@@ -192,6 +215,9 @@ def _server(url: str, api_key: str | None) -> Ask:
             if response.status != 200:
                 hint = ". Give the key as --api-key, or as MLLM_API_KEY" if response.status == 401 else ""
                 raise RequestError(f"{url} answers {response.status}: {_message(response.read())}{hint}")
+            ignored = response.getheader("x-mllm-ignored")
+            if ignored:
+                print(f"{url} knows no {ignored}, and answers without; /set NAME null forgets it", file=sys.stderr)
             yield from _pieces(response)
         except ConnectionRefusedError:
             raise RequestError(f"{url}: no server listens there. Start one: mllm-compile serve MODEL") from None

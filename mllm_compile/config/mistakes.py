@@ -75,6 +75,7 @@ _NOT_THERE = {
 
 def _describe_unknown_key(key: tuple[str, ...], config: type[BaseModel]) -> str:
     sections = {name: field.annotation.model_fields for name, field in config.model_fields.items()}  # type: ignore[union-attr]
+    listed = f"`mllm-compile config {key[0]}` shows all of them"
     if len(key) == 1:
         # A key that was written without its section, such as `device: cpu` at the top level, is found in its section.
         meant = closest(key[0], list(sections)) or key_meant_by(key[0], config)
@@ -82,9 +83,6 @@ def _describe_unknown_key(key: tuple[str, ...], config: type[BaseModel]) -> str:
     else:
         near = closest(key[1], list(sections[key[0]]))
         meant = f"{key[0]}.{near}" if near else None
-        listed = (
-            f"`mllm-compile config {key[0]}` shows all of them" if near else f"known: {', '.join(sections[key[0]])}"
-        )
     meant = _NAMES_ELSEWHERE.get(key[-1], meant)
     if key[-1] in _NOT_THERE:
         return f"{'.'.join(key)} is not a known key: {_NOT_THERE[key[-1]]}"

@@ -46,7 +46,18 @@ def read_yaml(path: Path) -> Any:
     except ConfigError:
         raise
     except (yaml.YAMLError, ValueError, RecursionError) as error:  # a ValueError: a number or a date that is none
-        raise ConfigError(f"not valid YAML: {' '.join(str(error).split())}") from None
+        raise ConfigError(f"not valid YAML: {_described(error)}") from None
     if content is None:
         raise ConfigError("the file is empty; it needs at least 'model: {path: …}'")
     return content
+
+
+def _described(error: Exception) -> str:
+    """One line, with the place as editors count it."""
+    if not isinstance(error, yaml.MarkedYAMLError) or error.problem_mark is None:
+        return " ".join(str(error).split())
+    begin = error.context_mark
+    within = "" if error.context is None else f", {error.context}"
+    if within and begin is not None and begin.line != error.problem_mark.line:
+        within += f" that begins in line {begin.line + 1}"
+    return f"line {error.problem_mark.line + 1}, column {error.problem_mark.column + 1}: {error.problem}{within}"

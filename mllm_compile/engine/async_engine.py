@@ -8,7 +8,7 @@ from collections.abc import Sequence as Seq
 from typing import TYPE_CHECKING, Any, Self
 
 from mllm_compile.engine.answers import StreamBuilder, build_answer
-from mllm_compile.engine.engine import Engine, unknown_of_an_engine
+from mllm_compile.engine.engine import Engine, unknown_of_a_call, unknown_of_an_engine
 from mllm_compile.engine.outputs import RequestOutput
 from mllm_compile.engine.prompts import Message, Prompt
 from mllm_compile.engine.sequences import Submission
@@ -36,6 +36,7 @@ class AsyncEngine:
         self.engine = engine if isinstance(engine, Engine) else Engine(engine)
         self._wakers: dict[asyncio.AbstractEventLoop, LoopWaker] = {}
 
+    @tells_unknown(unknown_of_a_call)
     def generate(
         self,
         prompt: Prompt,

@@ -39,7 +39,6 @@ _BAR_INTERVAL_S = 0.1
 
 # vLLM's arguments of a call, and what to use here.
 _OF_A_CALL = {
-    "use_tqdm": "Did you mean progress?",
     "lora_request": "LoRA is not built.",
     "prompt_token_ids": "Give token ids as prompts, or {'prompt_token_ids': …}.",
 }
@@ -52,8 +51,12 @@ def unknown_of_an_engine(name: str, known: Seq[str]) -> ConfigError:
     return unknown_argument(name, known)
 
 
-def _unknown_of_a_call(name: str, known: Seq[str]) -> RequestError:
-    instead = _OF_A_CALL.get(name) or f"Known: {', '.join(known)}."
+def unknown_of_a_call(name: str, known: Seq[str]) -> RequestError:
+    """The error for an argument that a call for answers does not take."""
+    if name == "use_tqdm" and "progress" in known:
+        instead = "Did you mean progress?"
+    else:
+        instead = _OF_A_CALL.get(name) or f"Known: {', '.join(known)}."
     return RequestError(f"a call has no argument {name}. {instead}")
 
 
@@ -156,7 +159,7 @@ class Engine:
 
     # --- whole answers ------------------------------------------------------------------------------------------------
 
-    @tells_unknown(_unknown_of_a_call)
+    @tells_unknown(unknown_of_a_call)
     def generate(
         self,
         prompts: Prompts,
@@ -235,6 +238,7 @@ class Engine:
 
     # --- streams ------------------------------------------------------------------------------------------------------
 
+    @tells_unknown(unknown_of_a_call)
     def stream(
         self,
         prompt: Prompt,

@@ -132,6 +132,7 @@ class EngineCore:
         self._shutdown = shutdown
         self._log_interval_s = log_interval_s
         self._next_log = time.monotonic() + log_interval_s
+        self._has_news = False  # a step was finished since the last line of the log
         num_rows = scheduler.config.max_running_requests + 1
         self._recorder = StatsRecorder(num_rows, forward_times, experts_chosen, snapshot_bytes)
 
@@ -482,6 +483,7 @@ class EngineCore:
         previous, self._in_flight = self._in_flight, launched
         if previous is not None:
             self._finish_step(previous)
+            self._has_news = True
         self._log_figures()
 
     def _finish_step_in_flight(self) -> None:
@@ -586,7 +588,9 @@ class EngineCore:
 
     def _log_figures(self) -> None:
         now = time.monotonic()
-        if self._log_interval_s and now >= self._next_log:
+        # Who asks an idle engine for its figures, as a server does every half second, comes by here as well.
+        if self._log_interval_s and self._has_news and now >= self._next_log:
+            self._has_news = False
             self._next_log = now + self._log_interval_s
             logger.info("%s", self._recorder.snapshot(self._scheduler.stats()))
 

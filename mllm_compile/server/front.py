@@ -107,9 +107,9 @@ class Front:
             }
         return is_ready, state
 
-    def refused(self, error: ApiError, client: str) -> None:
+    def refused(self, error: ApiError, path: str, client: str) -> None:
         """Logs and counts a request that did not begin."""
-        request_refused(error, self.metrics, client)
+        request_refused(error, self.metrics, path, client)
 
     def check_open(self) -> None:
         """

@@ -38,7 +38,7 @@ def generate_endpoint(front: Front, kind: RequestKind) -> Callable[[Scope, Recei
         outlet = Outlet(send, scope.get("extensions", {}).get(CHUNKS, {}).get("write"))
 
         async def refuse(error: ApiError) -> None:
-            front.refused(error, client)
+            front.refused(error, scope["path"], client)
             await respond_error(send, error, kind.refusal(error))
 
         try:

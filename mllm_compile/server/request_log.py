@@ -12,12 +12,12 @@ from mllm_compile.server.metrics import Metrics
 logger = logging.getLogger("mllm_compile.server")
 
 
-def request_refused(error: ApiError, metrics: Metrics, client: str) -> None:
+def request_refused(error: ApiError, metrics: Metrics, path: str, client: str) -> None:
     """Logs and counts a request that was refused at the door; not the message, which may quote it."""
     metrics.response(error.status)
-    fields = {"request": None, "status": error.status, "code": error.code, "param": error.param, "client": client}
-    reason = " ".join(filter(None, (error.code, error.param))) or "-"
-    logger.info("- %d %s client %s", error.status, reason, client, extra={"fields": fields})
+    fields = {"request": None, "status": error.status, "path": path, "code": error.code, "param": error.param}
+    reason = " ".join(filter(None, (path, error.code, error.param)))
+    logger.info("- %d %s client %s", error.status, reason, client, extra={"fields": fields | {"client": client}})
 
 
 def request_over(job: Job, metrics: Metrics, client: str) -> None:

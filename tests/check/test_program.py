@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import logging
 import weakref
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers.utils import logging as transformers_logging
 
 from mllm_compile.check import program as self_check
 from mllm_compile.check.kernels import relative_errors
@@ -123,6 +125,18 @@ def test_a_model_of_16_bits_is_held_to_their_rounding_where_its_logits_are_float
     compile_tiny(tmp_path, "bfloat16", config)
     with pytest.raises(UnsupportedModelError, match=r"off by 0\.02 .*limit 0\.001"):
         compile_tiny(tmp_path / "exact", "float32", config)
+
+
+def test_what_would_make_transformers_faster_is_no_news_of_a_compile(tmp_path, monkeypatch):
+    told = []
+    handler = logging.Handler()
+    monkeypatch.setattr(handler, "emit", told.append)
+    logger = logging.getLogger("transformers")
+    monkeypatch.setattr(logger, "handlers", [handler])
+    transformers_logging.warning_once.cache_clear()
+    config = tiny_config("mamba2", num_hidden_layers=1)
+    compile_tiny(tmp_path, "float32", config)
+    assert not [record.getMessage() for record in told if "install" in record.getMessage()]
 
 
 def test_packed_weights_in_the_wrong_order_are_noticed(errors, monkeypatch, tmp_path):

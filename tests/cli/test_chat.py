@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import io
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
 
 from mllm_compile.cli import run
-from mllm_compile.cli.chat import _engine, converse
+from mllm_compile.cli.chat import _engine, _params, converse
 from tests.fakes import FakeStepRunner, fake_engine, recite
 from tests.server.harness import Server, fake_server
 
@@ -55,6 +56,23 @@ def test_a_refusal_is_told_and_its_message_forgotten(monkeypatch, capsys):
     assert told.err.count("error: ") == 2
     assert "top_p: expected a number" in told.err
     assert told.out.endswith("\n")
+
+
+def test_a_setting_that_cannot_be_is_refused_when_it_is_typed_and_not_kept(monkeypatch, capsys):
+    settings: dict[str, Any] = {"temperature": 0}
+    with fake_engine(FakeStepRunner(recite("hi"))) as engine:
+        typed(monkeypatch, "/set top_p 7", "/set no_such 1", "/set max_tokens 2", "say:")
+        assert converse(_engine(engine), None, settings, check=partial(_params, engine))
+    told = capsys.readouterr()
+    assert "top_p: expected a number" in told.err
+    assert "no_such is no field of SamplingParams" in told.err
+    assert settings == {"temperature": 0, "max_tokens": 2}
+
+
+def test_a_setting_that_a_server_does_not_know_is_told(server, monkeypatch, capsys):
+    typed(monkeypatch, "/set no_such 1", "def")
+    assert run(["chat", server.url, "--api-key", "k", "--max-tokens", "5"]) == 0
+    assert f"{server.url} knows no no_such, and answers without" in capsys.readouterr().err
 
 
 def test_a_server_is_chatted_with_by_its_url(server, monkeypatch, capsys):

@@ -6,6 +6,7 @@ import errno
 import io
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,6 +15,7 @@ from types import SimpleNamespace
 import pytest
 
 import mllm_compile.model
+from mllm_compile import __main__ as entry
 from mllm_compile.cli import run
 from mllm_compile.config.schema import EngineConfig
 from mllm_compile.engine.outputs import CompletionOutput, RequestOutput
@@ -183,6 +185,21 @@ def test_an_interrupt_ends_with_one_line(monkeypatch, config, capsys):
     assert run([config]) == 130
     out, err = capsys.readouterr()
     assert (out, err.strip()) == ("", "mllm-compile: interrupted")
+
+
+def test_an_interrupt_while_the_command_line_is_imported_is_one_line_too(monkeypatch, capsys):
+    def interrupt(name: str, *_: object) -> None:
+        if name == "mllm_compile.cli":
+            raise KeyboardInterrupt
+
+    monkeypatch.delitem(sys.modules, "mllm_compile.cli")
+    monkeypatch.setattr(sys, "meta_path", [SimpleNamespace(find_spec=interrupt), *sys.meta_path])
+    with pytest.raises(SystemExit) as ended:
+        entry.main()
+    assert ended.value.code == 130
+    assert capsys.readouterr().err == "mllm-compile: interrupted\n"
+    scripts = tomllib.loads((CONFIGS.parent / "pyproject.toml").read_text(encoding="utf-8"))["project"]["scripts"]
+    assert scripts == {"mllm-compile": f"{entry.__name__}:main"}, "what is installed begins there"
 
 
 @pytest.mark.parametrize("command", [[], ["compile"]])

@@ -79,6 +79,14 @@ def test_every_field_has_a_docstring():
         ({"model": {"path": "m", "dtpye": "auto"}}, "model.dtpye is not a known key; did you mean model.dtype?"),
         ({"model": {"path": "m"}, "runtime": {"max_num_seqs": 4}}, "did you mean runtime.max_running_requests?"),
         ({"model": {"path": "m"}, "gpu_memory_utilization": 0.9}, "did you mean runtime.mem_fraction_static?"),
+        (
+            {"model": {"path": "m"}, "runtime": {"max_num_seqs": 9}},
+            "did you mean runtime.max_running_requests? (`mllm-compile config runtime` shows all of them)",
+        ),
+        (
+            {"model": {"path": "m"}, "runtime": {"zzz": 9}},
+            "runtime.zzz is not a known key (`mllm-compile config runtime` shows all of them)",
+        ),
         ({"model": {"path": "m"}, "zzz": 1}, "zzz is not a known key (known sections: model, compile,"),
     ],
 )
@@ -162,7 +170,13 @@ def test_sections_are_also_taken_as_objects():
     [
         ("", "the file is empty"),
         ("model", "the top level is 'model'"),
-        ("model:\n  path: [", "not valid YAML"),
+        (
+            "model:\n  path: [a\nruntime: b\n",
+            "not valid YAML: line 3, column 8: expected ',' or ']', but got ':', "
+            "while parsing a flow sequence that begins in line 2",
+        ),
+        ("model:\n\tpath: m", "not valid YAML: line 2, column 1: found character '\\t' that cannot start any token"),
+        ("model: {path: \x07}", "not valid YAML: unacceptable character"),
         ("model: {path: a}\nruntime: {seed: 1}\nruntime: {seed: 2}", "line 3: the key 'runtime' is there twice"),
         ("model: {path: a}\n? [a, b]\n: 1", "line 2: a key is a list or a mapping; expected the name of a key"),
         ("runtime: {seed: 1}", "model.path is missing"),

@@ -388,6 +388,18 @@ def test_forward_times_are_among_the_figures_when_they_are_measured():
         assert engine.stats().forward_times == ()
 
 
+def test_an_engine_that_does_nothing_logs_nothing_however_often_it_is_asked(engine, caplog):
+    engine.core._log_interval_s, engine.core._next_log = 1e-9, 0.0
+    caplog.set_level("INFO", "mllm_compile.engine")
+    engine.generate([[1, 2, 3]], params(max_tokens=20))
+    assert "running 1, waiting 0" in caplog.text
+    assert all_pages_are_back(engine)  # so no step is under way
+    caplog.clear()
+    for _ in range(5):
+        engine.stats()
+    assert caplog.messages == []
+
+
 def test_stats_count_what_happened(engine):
     engine.generate([[i] * 10 for i in range(6)], params())
     stats = engine.stats()

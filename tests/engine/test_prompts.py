@@ -160,6 +160,16 @@ def test_an_argument_that_a_call_does_not_have_is_answered_with_the_one_to_use(r
         engine.generate("abc", **{name: None})
 
 
+def test_nor_do_the_calls_that_give_streams_have_it(runner):
+    known = r"Known: prompt, sampling_params, request_id, priority"
+    with fake_engine(runner) as engine:
+        for call in (engine.stream, AsyncEngine(engine).generate):
+            with pytest.raises(RequestError, match=r"a call has no argument lora_request\. LoRA is not built"):
+                call("abc", lora_request=None)
+            with pytest.raises(RequestError, match=rf"a call has no argument use_tqdm\. {known}"):
+                call("abc", use_tqdm=False)
+
+
 @pytest.mark.parametrize("kind", [Engine, AsyncEngine])
 @pytest.mark.parametrize(
     ("name", "said"),

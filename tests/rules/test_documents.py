@@ -112,6 +112,14 @@ def test_python_that_is_shown_takes_likely_tokens_as_the_embedded_model_draws_no
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
+def test_commands_that_are_shown_do_so_too(path):
+    for command in re.findall(
+        r"^mllm-compile generate configs/tiny.*$", path.read_text(encoding="utf-8"), re.MULTILINE
+    ):
+        assert "--temperature 0" in command
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
 def test_commands_are_written_with_options_that_they_have(path):
     text = path.read_text(encoding="utf-8").replace("\\\n", " ")
     for line in re.findall(r"mllm-compile ([^`\n|]+)", text):

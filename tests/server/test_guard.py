@@ -171,7 +171,9 @@ def test_the_log_has_no_prompts(server):
     server.post("/v1/completions", {"prompt": "a very secret text", "max_tokens": 2}, headers=key)
     server.post("/v1/completions", {"prompt": "a very secret text", "max_tokens": -2}, headers=key)
     assert "200 in " in server.said
-    assert "- 400 max_tokens client" in server.said
+    server.post("/v1/chat/completions", [], headers=key)
+    assert "- 400 /v1/completions max_tokens client" in server.said
+    assert "- 400 /v1/chat/completions client" in server.said
     assert "secret" not in server.said
 
 
@@ -187,5 +189,6 @@ def test_a_log_of_json_has_an_object_a_line_and_a_requests_figures_as_fields():
     over, refused = (line for line in lines if "status" in line)
     assert (over["request"], over["status"], over["out"], over["error"]) == (told.json["id"], 200, 5, None)
     assert {"in", "queue", "prefill", "decode", "steps", "cached", "preempted", "all"} <= over.keys()
-    assert (refused["status"], refused["param"], refused["request"]) == (400, "prompt", None)
+    assert (refused["status"], refused["path"], refused["param"]) == (400, "/v1/completions", "prompt")
+    assert refused["request"] is None
     assert "secret" not in said

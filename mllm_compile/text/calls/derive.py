@@ -92,7 +92,7 @@ def derive(render: Render, source: str) -> ChatSyntax:
             probe = _Probe(render, as_text, is_short, reasoning)
             probe.call_text = probe.answer([(_NAMES[0], _ARGUMENTS[0])])
         except RequestError as error:
-            why_not = str(error)
+            why_not = _reason(error)
             continue
         if as_text and any(other.is_for_objects for other in probes):
             continue
@@ -114,7 +114,7 @@ def derive(render: Render, source: str) -> ChatSyntax:
     try:
         render([_USER], tools=_TOOLS)
     except RequestError as error:
-        return ChatSyntax(None, reasoning, why_not=str(error))
+        return ChatSyntax(None, reasoning, why_not=_reason(error))
     syntax = ChatSyntax(known.calls, reasoning, origin=f"as {known.name}")
     likely = [probe for probe in probes if not probe.shows_python] or probes
     if not likely:
@@ -328,3 +328,8 @@ def read(syntax: ChatSyntax, text: str) -> tuple[list[tuple[str, Any]], str]:
         return [*zip(names, map(json.loads, arguments), strict=True)], content
     except ValueError:
         return [], content
+
+
+def _reason(error: RequestError) -> str:
+    """A refusal of `tools`, to be told behind that word and within a sentence."""
+    return str(error).removeprefix("tools: ").rstrip(".")

@@ -97,7 +97,13 @@ def test_whether_a_prompt_has_begun_to_reason_is_seen_at_its_end():
 def test_a_template_without_tools_says_so():
     assert syntax("PLAIN").calls is None
     assert "reads no such variable" in syntax("PLAIN").why_not
-    assert syntax("PLAIN").described().startswith("tools: not recognised (tools: the model's chat template reads no")
+    assert (
+        syntax("PLAIN")
+        .described()
+        .startswith(
+            "tools: not recognised (the model's chat template reads no such variable, only messages); reasoning: "
+        )
+    )
     assert syntax("QWEN3").described() == "tools: recognised (by the template: <tool_call>); reasoning: <think>"
 
 
