@@ -19,6 +19,7 @@ from mllm_compile.runtime.weights.formats.base import (
     check_dims,
     check_dtype,
     misfit,
+    positive,
 )
 from mllm_compile.runtime.weights.formats.settings import Settings
 
@@ -55,7 +56,7 @@ class BlockFloat8(Format):
 
     def rows(self, tensors: Tensors, numbers: Numbers, start: int, stop: int) -> torch.Tensor:
         values, scales = tensors[VALUES][start:stop], tensors["scales"]
-        scales = scales if self.rounds_to_scales else exponents(scales)
+        scales = positive(scales if self.rounds_to_scales else exponents(scales))
         if scales.numel() > 1:
             scales = scales.unsqueeze(-1) if scales.dim() == 1 else scales
             is_stacked = values.dim() == 3
@@ -74,11 +75,20 @@ class BlockFloat8(Format):
         """Scales of blocks and of the whole weight become those of rows, which are as many."""
         if role == VALUES:
             return tensors[VALUES]
-        scales, rows = exponents(tensors["scales"]), int(numbers["rows"])
+        scales, rows = positive(exponents(tensors["scales"])), int(numbers["rows"])
         if scales.numel() == 1:
             return scales.reshape(1, 1).expand(rows, 1)
         scales = scales.unsqueeze(-1) if scales.dim() == 1 else scales
         return _of_blocks(scales, -2, 0, rows, int(numbers["block_rows"]))
+
+
+class ScaledFloat8(BlockFloat8):
+    """Also called `fp8`: AutoFP8's, whose scale is named after its weight as compressed-tensors names it."""
+
+    name = "fp8 by weight_scale"
+    plain = ".weight"
+    roles: ClassVar[Roles] = {VALUES: ".weight", "scales": ".weight_scale"}
+    scale_dtypes = FLOATS
 
 
 class CompressedFloat8(BlockFloat8):

@@ -15,6 +15,8 @@ class Settings:
         blocks: outputs and inputs that share a scale.
         zero_offset: what was subtracted from a zero point before it was stored.
         in_order: inputs lie in the order of their groups, also where the group of each is stored.
+        is_ordered: inputs lie in another order, so that the group of each is stored.
+        symmetric: no zero points are stored; False: they are; None: of either kind.
     """
 
     bits: tuple[int, ...] = ()
@@ -22,3 +24,5 @@ class Settings:
     blocks: tuple[tuple[int, int], ...] = ()
     zero_offset: int = 0
     in_order: bool = False
+    is_ordered: bool = False
+    symmetric: bool | None = None
