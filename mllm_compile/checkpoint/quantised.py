@@ -179,9 +179,11 @@ class _Reader:
         tensors = {
             role: self._stored[base + suffix] for role, suffix in fmt.roles.items() if base + suffix in self._stored
         }
+        values = tensors[VALUES]
+        if 0 in values.shape:
+            raise CheckpointError(f"{values.file}: {values} holds no values. Download the checkpoint again.")
         details = fmt.details(tensors, self._read_bytes)
         shape, numbers = fmt.layout(tensors, self._scheme.settings, details)
-        values = tensors[VALUES]
         taken |= {tensor.name: values.name for tensor in tensors.values()} | {base + fmt.plain: values.name}
         quantised = Quantised(fmt.name, tensors, {**details, **numbers})
         weight = PlannedTensor.of_file(values.name, values.file, shape, quantised)

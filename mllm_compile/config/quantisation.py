@@ -14,7 +14,7 @@ from typing import Any
 from mllm_compile.errors import CheckpointError
 from mllm_compile.files.json_file import read_json_object
 from mllm_compile.runtime.shown import shown
-from mllm_compile.runtime.weights.formats.settings import Settings
+from mllm_compile.runtime.weights.formats.settings import ROW, WEIGHT, Settings
 
 HF_QUANT_CONFIG_FILE = "hf_quant_config.json"
 
@@ -23,6 +23,7 @@ _SECTIONS = ("quantization_config", "compression_config")
 _ACTIVATION_SCALES = (".input_scale", ".input_global_scale", ".input_zero_point", ".activation_scale")
 _KV_SCALES = (".k_scale", ".v_scale", ".q_scale", ".kv_scale", ".k_zero_point", ".v_zero_point", ".output_scale")
 _NO_SETTINGS = Settings()
+_WHOLE_ROWS = Settings(blocks=(WEIGHT, ROW))
 _FP8 = ("fp8",)
 _FP8_FORMATS = ("fp8", "fp8 by weight_scale")
 _INT4 = ("int4",)
@@ -125,7 +126,7 @@ class _Section:
         self._expect("expert_dtype", None, "fp8")
         size = self._values.get("weight_block_size")
         if size is None:
-            return Scheme("fp8", _FP8_FORMATS, kinds=_FP8)
+            return Scheme("fp8", _FP8_FORMATS, _WHOLE_ROWS, kinds=_FP8)
         block = self._block(size, "weight_block_size")
         return Scheme(f"fp8 in blocks of {block[0]} x {block[1]}", _FP8_FORMATS, Settings(blocks=(block,)), _FP8)
 
@@ -137,11 +138,13 @@ class _Section:
             raise self._refused("is_marlin_format: true", "weights are laid out for one kernel")
         group = self._int(self._values, "group_size", -1)
         rules = self._values.get("dynamic") or {}
+        if not isinstance(rules, dict):
+            raise self._refused(f"dynamic: {shown(rules)}", "expected rules by the names of modules")
         sizes = [rule["group_size"] for rule in rules.values() if isinstance(rule, dict) and "group_size" in rule]
         if any(rule.get("bits", bits) != bits for rule in rules.values() if isinstance(rule, dict)):
             raise self._refused("dynamic with several numbers of bits", "all weights have one")
         groups = (group, *(self._int({"group_size": size}, "group_size") for size in sizes))
-        ordered = self._values.get("desc_act")
+        ordered = self._expect("desc_act", None, False, True)
         in_order = ordered is False
         offset = 0 if version == "gptq_v2" else 1
         settings = Settings(
@@ -161,7 +164,7 @@ class _Section:
     def modelopt(self) -> Scheme:
         algorithm = self._values.get("quant_algo")
         if algorithm in ("FP8", "FP8_PER_CHANNEL_PER_TOKEN"):
-            return Scheme("modelopt fp8", ("modelopt fp8",), kinds=_FP8)
+            return Scheme("modelopt fp8", ("modelopt fp8",), _WHOLE_ROWS, kinds=_FP8)
         if algorithm == "NVFP4":
             self._expect_group("group_size", self._values.get("group_size"), "nvfp4")
             return Scheme("modelopt nvfp4", ("modelopt nvfp4",), kinds=("nvfp4",))
@@ -210,7 +213,8 @@ class _Section:
                 sizes = Settings(blocks=(block,))
                 return Scheme(f"fp8 in blocks of {block[0]} x {block[1]}", ("compressed-tensors fp8",), sizes, _FP8)
             if strategy in ("channel", "tensor"):
-                return Scheme(f"fp8, a scale a {strategy}", ("compressed-tensors fp8",), kinds=_FP8)
+                sizes = Settings(blocks=(ROW if strategy == "channel" else WEIGHT,))
+                return Scheme(f"fp8, a scale a {strategy}", ("compressed-tensors fp8",), sizes, _FP8)
         if kind in (("int", 4), ("int", 8)) and layout == "pack-quantized" and strategy in ("group", "channel"):
             size = self._int(weights, "group_size") if strategy == "group" else -1
             order, symmetric = weights.get("actorder"), weights.get("symmetric")

@@ -241,7 +241,32 @@ DAMAGES: dict[str, tuple[str, Callable[[Tensors], Tensors], str]] = {
     "scales of other blocks": (
         "fp8 blocks",
         changed(".weight_scale_inv", lambda scales: scales[:2]),
-        rf"'{NAME}_scale_inv' \(float32 \[2, 2\]\) and '{NAME}' .* do not fit together: .* block of 128 x 128, row",
+        rf"'{NAME}_scale_inv' \(float32 \[2, 2\]\) and '{NAME}' .* do not fit together: .* block of 128 x 128",
+    ),
+    "one scale in place of blocks'": (
+        "fp8 blocks",
+        changed(".weight_scale_inv", lambda scales: scales[:1, :1]),
+        rf"'{NAME}_scale_inv' \(float32 \[1, 1\]\) and '{NAME}' .* the config says a scale a block of 128 x 128",
+    ),
+    "one scale in place of rows'": (
+        "compressed-tensors fp8 channel",
+        changed(".weight_scale", lambda scales: scales[0]),
+        rf"'{NAME}_scale' \(bfloat16 \[1\]\) and '{NAME}' .* the config says a scale a row",
+    ),
+    "one scale in place of groups'": (
+        "compressed-tensors int4",
+        changed(".weight_scale", lambda scales: scales[:, :1]),
+        rf"'{NAME}_scale' .* and '{NAME}_packed' .* 192 inputs have 1 groups; the config's sizes of a group: 64",
+    ),
+    "a weight of nothing": (
+        "fp8 blocks",
+        changed(".weight", lambda weight: weight[:0]),
+        rf"'{NAME}' \(float8_e4m3fn \[0, 192\]\) holds no values",
+    ),
+    "packed integers without dimensions": (
+        "compressed-tensors int4",
+        changed(".weight_packed", lambda packed: packed[0, 0]),
+        rf"'{NAME}_packed' \(int32 \[\]\): expected 2 dimensions",
     ),
     "scales of an odd type": (
         "compressed-tensors fp8 channel",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -113,6 +114,11 @@ REFUSED: dict[str, tuple[Any, str]] = {
         compressed("pack-quantized", type="int", num_bits=4, strategy="group", group_size=64, symmetric=1),
         r"weights.symmetric: 1 is not read: expected true or false",
     ),
+    "rules that are none": ({**_GPTQ, "dynamic": ["+:.*"]}, r"dynamic: \['\+:\.\*'\] is not read: expected rules"),
+    "an order that is neither": (
+        {**_GPTQ, "desc_act": "no"},
+        "desc_act: 'no' is not read: expected nothing, False, True",
+    ),
     "a group of nothing": ({**_GPTQ, "group_size": 0}, "group_size: 0 is not read: expected a positive number"),
     "a group of text": ({**_AWQ, "group_size": "128"}, "group_size: '128' is not read"),
     "awq for another kernel": ({**_AWQ, "version": "gemv"}, "version: 'gemv' is not read: expected gemm"),
@@ -131,6 +137,26 @@ REFUSED: dict[str, tuple[Any, str]] = {
         r"config_groups.group_0 \('int' of 8 bits, strategy 'channel', format int-quantized\) is not read",
     ),
 }
+
+
+ODD = (None, True, -1, 1.5, "x", [1], {"a": 1}, {"a": {"group_size": "x", "bits": [1]}}, float("nan"), 2**70)
+OPTIONAL = {"dynamic": {"+:y": {"group_size": 64}}, "sparsity_config": {"format": "dense"}, "is_marlin_format": False}
+
+
+def with_odd_values(value: Any) -> Iterator[Any]:
+    """The value with each part of it in turn replaced by something odd."""
+    yield from ODD
+    for key, item in value.items() if isinstance(value, dict) else ():
+        yield from ({**value, key: other} for other in with_odd_values(item))
+
+
+@pytest.mark.parametrize("name", LINEARS)
+def test_an_odd_value_anywhere_in_the_section_is_read_or_refused_in_one_short_line(name, tmp_path):
+    for section in with_odd_values({**LINEARS[name].config, **OPTIONAL}):
+        try:
+            scheme(section, folder=tmp_path)
+        except CheckpointError as error:
+            assert len(str(error)) < 1500 and "\n" not in str(error)
 
 
 @pytest.mark.parametrize("what", REFUSED)

@@ -21,7 +21,9 @@ from mllm_compile.runtime.weights.formats.base import (
     misfit,
     positive,
 )
-from mllm_compile.runtime.weights.formats.settings import Settings
+from mllm_compile.runtime.weights.formats.settings import ROW, WEIGHT, Settings
+
+_NAMES = {WEIGHT: "weight", ROW: "row"}
 
 
 class BlockFloat8(Format):
@@ -37,22 +39,22 @@ class BlockFloat8(Format):
     as_stored = frozenset({VALUES})
     scale_dtypes: ClassVar[tuple[torch.dtype, ...]] = (*FLOATS, torch.float8_e8m0fnu, torch.uint8)
     rounds_to_scales: ClassVar[bool] = False
+    further_blocks: ClassVar[tuple[tuple[int, int], ...]] = ()  # beside those that the config names
 
     def layout(self, stored: Stored, settings: Settings, details: Numbers) -> tuple[tuple[int, ...], Numbers]:
         values, scales = stored[VALUES], stored["scales"]
         check_dims(values, 2, 3)
         check_dtype(scales, *self.scale_dtypes)
-        rows, columns = values.shape[-2:]
-        numbers = {"rows": rows}
-        if scales.shape in ((), (1,)):
-            return values.shape, numbers | {"block_rows": rows, "block_columns": columns}
-        if scales.shape == (rows,) and len(values.shape) == 2:
-            return values.shape, numbers | {"block_rows": 1, "block_columns": columns}
-        for block_rows, block_columns in (*settings.blocks, (1, columns), (rows, columns)):
-            if scales.shape == (*values.shape[:-2], -(-rows // block_rows), -(-columns // block_columns)):
-                return values.shape, numbers | {"block_rows": block_rows, "block_columns": block_columns}
-        said = " or ".join(f"{block[0]} x {block[1]}" for block in settings.blocks)
-        raise misfit(scales, values, f"expected a scale a {f'block of {said}, ' if said else ''}row or weight")
+        *experts, rows, columns = values.shape
+        known = (*settings.blocks, *self.further_blocks)
+        for block_rows, block_columns in ((block[0] or rows, block[1] or columns) for block in known):
+            blocks = -(-rows // block_rows), -(-columns // block_columns)
+            is_one = blocks == (1, 1) and scales.shape in ((), (1,))
+            is_flat = blocks == (rows, 1) and scales.shape == (rows,) and not experts
+            if is_one or is_flat or scales.shape == (*experts, *blocks):
+                return values.shape, {"rows": rows, "block_rows": block_rows, "block_columns": block_columns}
+        said = " or ".join(_NAMES.get(block, f"block of {block[0]} x {block[1]}") for block in known)
+        raise misfit(scales, values, f"the config says a scale a {said}")
 
     def rows(self, tensors: Tensors, numbers: Numbers, start: int, stop: int) -> torch.Tensor:
         values, scales = tensors[VALUES][start:stop], tensors["scales"]
@@ -83,12 +85,14 @@ class BlockFloat8(Format):
 
 
 class ScaledFloat8(BlockFloat8):
-    """Also called `fp8`: AutoFP8's, whose scale is named after its weight as compressed-tensors names it."""
+    """Also called `fp8`: AutoFP8's, and embeddings beside linears in blocks; the scale, of a weight or row, is named as
+    compressed-tensors names it."""
 
     name = "fp8 by weight_scale"
     plain = ".weight"
     roles: ClassVar[Roles] = {VALUES: ".weight", "scales": ".weight_scale"}
     scale_dtypes = FLOATS
+    further_blocks = (WEIGHT, ROW)
 
 
 class CompressedFloat8(BlockFloat8):

@@ -57,7 +57,6 @@ class PackedInt(Format):
 
     def layout(self, stored: Stored, settings: Settings, details: Numbers) -> tuple[tuple[int, ...], Numbers]:
         values, scales = stored[VALUES], stored["scales"]
-        check_dims(values, 2)
         check_dtype(scales, *FLOATS)
         _check_sizes(stored)
         rows, columns = values.shape[0], int(details["columns"])
@@ -80,8 +79,7 @@ class PackedInt(Format):
             check_shape(order, (columns,), values)
         elif settings.is_ordered and groups > 1:
             raise lacks(values, base + self.roles["order"], f"{self.name} have them with actorder: group")
-        sizes = (*settings.groups, columns) if groups == 1 else settings.groups
-        group = columns if order else group_size(stored, sizes, columns, groups)
+        group = columns if order else group_size(stored, settings.groups, columns, groups)
         return (rows, columns), {"rows": rows, "columns": columns, "bits": bits, "group": group}
 
     def rows(self, tensors: Tensors, numbers: Numbers, start: int, stop: int) -> torch.Tensor:
@@ -114,6 +112,7 @@ class PackedInt(Format):
 
 
 def _check_sizes(stored: Stored) -> None:
+    check_dims(stored[VALUES], 2)
     check_dtype(stored["shape"], torch.int64, torch.int32)
     check_shape(stored["shape"], (2,), stored[VALUES])
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+WEIGHT, ROW = (0, 0), (1, 0)  # blocks: one scale a weight, one a row
+
 
 @dataclass(frozen=True)
 class Settings:
@@ -12,7 +14,7 @@ class Settings:
     Attributes:
         bits: of a value.
         groups: inputs that share a scale.
-        blocks: outputs and inputs that share a scale.
+        blocks: outputs and inputs that share a scale; 0 stands for all.
         zero_offset: what was subtracted from a zero point before it was stored.
         in_order: inputs lie in the order of their groups, also where the group of each is stored.
         is_ordered: inputs lie in another order, so that the group of each is stored.
