@@ -40,7 +40,7 @@ def check_quantised(specs: Iterable[WeightSpec]) -> None:
                 if part.small is not small and part.small != small:
                     raise ValueError("its parts lie in memory in several ways")
                 _check_part(part, spec.dtype, checked)
-        except (ValueError, KeyError, ArithmeticError, CheckpointError) as error:
+        except (ValueError, LookupError, ArithmeticError, CheckpointError) as error:
             raise ValueError(f"{shown(spec.name)}: {error}") from error
 
 
