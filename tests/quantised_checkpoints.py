@@ -250,6 +250,10 @@ LINEARS: dict[str, WrittenFormat] = {
         {"quant_method": "fp8", "activation_scheme": "static", "weight_block_size": None},
         _blocks((0, 0), (".weight", ".weight_scale_inv"), torch.float32),
     ),
+    "fp8 by weight_scale": WrittenFormat(
+        {"quant_method": "fp8", "activation_scheme": "static", "ignored_layers": ["lm_head"]},
+        _blocks((0, 0), _CT_FP8, torch.float32),
+    ),
     "compressed-tensors fp8 channel": WrittenFormat(
         compressed("float-quantized", **_FP8, strategy="channel"), _blocks((1, 0), _CT_FP8, torch.bfloat16)
     ),

@@ -15,8 +15,8 @@ from mllm_compile.runtime.weights.formats.base import FLOATS
 from mllm_compile.runtime.weights.spec import Factor
 
 # How names go on behind the attention's own, and whose scale it is; the longer ones first.
-_KEYS = (".k_proj.k_scale", ".k_proj.output_scale", ".attn.k_scale", ".k_scale")
-_VALUES = (".v_proj.v_scale", ".v_proj.output_scale", ".attn.v_scale", ".v_scale")
+_KEYS = (".k_proj.k_scale", ".k_proj.output_scale", ".qkv_proj.k_scale", ".attn.k_scale", ".k_scale")
+_VALUES = (".v_proj.v_scale", ".v_proj.output_scale", ".qkv_proj.v_scale", ".attn.v_scale", ".v_scale")
 _BOTH = (".attn.kv_scale", ".kv_scale")
 
 

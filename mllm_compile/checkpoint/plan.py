@@ -209,7 +209,7 @@ def read_checkpoint(tensors: CheckpointTensors, model: PreTrainedModel) -> dict[
         UnsupportedModelError: Transformers would compute a tensor from others while loading.
     """
     table = to_model_keys(tensors.planned, model)
-    _account(table, model)
+    _account(table, tensors, model)
     _check_dtypes(table, tensors, model)
     return table
 
@@ -250,10 +250,10 @@ def _check_dtypes(table: dict[str, PlannedTensor], tensors: CheckpointTensors, m
                 )
 
 
-def _account(table: dict[str, PlannedTensor], model: PreTrainedModel) -> None:
+def _account(table: dict[str, PlannedTensor], tensors: CheckpointTensors, model: PreTrainedModel) -> None:
     """Checks that every tensor has a place, and every place a tensor of its shape under any of its names."""
     state = model.state_dict(keep_vars=True)
-    _drop_leftovers(table, state, model)
+    _drop_leftovers(table, tensors, state, model)
     for key, planned in table.items():
         if planned.shape != state[key].shape:
             names = " and ".join(repr(block.tensor) for block in planned.blocks[:2])
@@ -281,12 +281,15 @@ def _names_of_each(model: PreTrainedModel) -> list[list[str]]:
     return list(names_of.values())
 
 
-def _drop_leftovers(table: dict[str, PlannedTensor], state: Mapping[str, object], model: PreTrainedModel) -> None:
-    """Drops what Transformers drops in silence too; anything else without a place is an error."""
+def _drop_leftovers(
+    table: dict[str, PlannedTensor], tensors: CheckpointTensors, state: Mapping[str, object], model: PreTrainedModel
+) -> None:
+    """Drops what Transformers drops in silence too, and biases that add nothing; anything else without a place is an
+    error."""
     ignored = [_LEFTOVERS, *(model._keys_to_ignore_on_load_unexpected or ())]
     for key in sorted(set(table) - set(state)):
-        if not any(re.search(pattern, key) for pattern in ignored):
-            block = table[key].blocks[0]
+        block = table[key].blocks[0]
+        if not any(re.search(pattern, key) for pattern in ignored) and not tensors.is_empty_bias(block.tensor):
             raise CheckpointError(
                 f"{block.file}: tensor {block.tensor!r} has no place in {type(model).__name__}. "
                 "Is this the checkpoint that belongs to the config.json?"

@@ -14,7 +14,7 @@ import torch
 from mllm_compile.checkpoint.planned_tensor import PlannedTensor
 from mllm_compile.config.quantisation import Scheme
 from mllm_compile.errors import CheckpointError
-from mllm_compile.runtime.weights.formats.base import VALUES, Format, Quantised, ReadBytes, StoredTensor
+from mllm_compile.runtime.weights.formats.base import VALUES, Format, Quantised, ReadBytes, StoredTensor, lacks
 from mllm_compile.runtime.weights.formats.every import FORMATS
 from mllm_compile.runtime.weights.safetensors_header import TensorEntry, read_bytes, read_header
 from mllm_compile.runtime.weights.spec import WeightSpec
@@ -27,11 +27,24 @@ class CheckpointTensors:
         stored: the tensors of the files, by name.
         planned: what a model sees of them, by name: quantised weights in their own shape.
         unused: names of scales that are not applied.
+        read: reads the data of one tensor.
     """
 
     stored: Mapping[str, StoredTensor]
     planned: Mapping[str, PlannedTensor]
+    read: ReadBytes
     unused: tuple[str, ...] = ()
+
+    def is_empty_bias(self, name: str) -> bool:
+        """True for a bias of zeros beside a quantised weight: GPTQ's tools give one to every linear.
+
+        Raises:
+            CheckpointError: it cannot be read.
+        """
+        weight = self.planned.get(name.removesuffix(".bias") + ".weight")
+        if not name.endswith(".bias") or weight is None or not any(block.quantised for block in weight.blocks):
+            return False
+        return not any(self.read(self.stored[name]))
 
     def line(self, dtype: torch.dtype, are_kept: bool) -> str | None:
         """The line on what becomes of the quantised weights; None where there are none.
@@ -68,9 +81,13 @@ def read_tensors(folder: Path, files: Iterable[str], scheme: Scheme | None) -> C
                 raise CheckpointError(f"tensor {name!r} is in {stored[name].file} and in {file}: which one is meant?")
             stored[name] = StoredTensor(name, file, entry.shape, entry.dtype)
             entries[name] = entry
+
+    def read(one: StoredTensor) -> bytes:
+        return read_bytes(folder / one.file, entries[one.name])
+
     if scheme is None:
-        return CheckpointTensors(stored, {name: _plain(tensor) for name, tensor in stored.items()})
-    return _Reader(stored, scheme, lambda one: read_bytes(folder / one.file, entries[one.name])).read()
+        return CheckpointTensors(stored, {name: _plain(tensor) for name, tensor in stored.items()}, read)
+    return _Reader(stored, scheme, read).read()
 
 
 def dequantised_line(formats: Iterable[str], dtype: str, file_bytes: int, memory_bytes: int) -> str:
@@ -127,19 +144,29 @@ class _Reader:
         planned: dict[str, PlannedTensor] = {}
         taken: dict[str, str] = {}
         for name, tensor in self._stored.items():
-            for fmt in self._formats:
-                if (base := _base(fmt, VALUES, tensor)) is not None:
-                    weight = base + fmt.plain
-                    if weight in planned or (weight != name and weight in self._stored):
-                        other = taken.get(weight, weight)
-                        raise CheckpointError(f"{tensor.file}: {other!r} and {name!r} both stand for {weight!r}")
-                    planned[weight] = self._weight(fmt, base, taken)
+            if (found := self._format_of(tensor)) is not None:
+                fmt, base = found
+                weight = base + fmt.plain
+                if weight in planned or (weight != name and weight in self._stored):
+                    other = taken.get(weight, weight)
+                    raise CheckpointError(f"{tensor.file}: {other!r} and {name!r} both stand for {weight!r}")
+                planned[weight] = self._weight(fmt, base, taken)
         for name, tensor in self._stored.items():
             if name not in taken:
                 self._check_owner(tensor)
         unused = tuple(name for name in self._stored if name not in taken and name.endswith(self._scheme.unused))
         rest = (tensor for name, tensor in self._stored.items() if name not in taken and name not in unused)
-        return CheckpointTensors(self._stored, planned | {tensor.name: _plain(tensor) for tensor in rest}, unused)
+        planned |= {tensor.name: _plain(tensor) for tensor in rest}
+        return CheckpointTensors(self._stored, planned, self._read_bytes, unused)
+
+    def _format_of(self, tensor: StoredTensor) -> tuple[Format, str] | None:
+        """The format of a tensor of values, and its weight's base; None for any other.
+
+        Some formats name values alike: it is the one that names the most tensors, all of which are there.
+        """
+        fits = [(fmt, base) for fmt in self._formats if (base := _base(fmt, VALUES, tensor)) is not None]
+        whole = [one for one in fits if not self._missing(*one)]
+        return max(whole or fits, key=lambda one: len(one[0].roles), default=None)
 
     def _missing(self, fmt: Format, base: str) -> list[str]:
         names = [base + suffix for role, suffix in fmt.roles.items() if role not in fmt.optional]
@@ -148,16 +175,15 @@ class _Reader:
     def _weight(self, fmt: Format, base: str, taken: dict[str, str]) -> PlannedTensor:
         if missing := self._missing(fmt, base):
             values = self._stored[base + fmt.roles[VALUES]]
-            raise CheckpointError(
-                f"{values.file}: {values} is a weight as {fmt.name} has them; the checkpoint lacks {missing[0]!r}, "
-                "which goes with it. Download the checkpoint again."
-            )
+            raise lacks(values, missing[0], f"{fmt.name} has them")
         tensors = {
             role: self._stored[base + suffix] for role, suffix in fmt.roles.items() if base + suffix in self._stored
         }
+        values = tensors[VALUES]
+        if 0 in values.shape:
+            raise CheckpointError(f"{values.file}: {values} holds no values. Download the checkpoint again.")
         details = fmt.details(tensors, self._read_bytes)
         shape, numbers = fmt.layout(tensors, self._scheme.settings, details)
-        values = tensors[VALUES]
         taken |= {tensor.name: values.name for tensor in tensors.values()} | {base + fmt.plain: values.name}
         quantised = Quantised(fmt.name, tensors, {**details, **numbers})
         weight = PlannedTensor.of_file(values.name, values.file, shape, quantised)

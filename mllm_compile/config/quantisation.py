@@ -14,7 +14,7 @@ from typing import Any
 from mllm_compile.errors import CheckpointError
 from mllm_compile.files.json_file import read_json_object
 from mllm_compile.runtime.shown import shown
-from mllm_compile.runtime.weights.formats.settings import Settings
+from mllm_compile.runtime.weights.formats.settings import ROW, WEIGHT, Settings
 
 HF_QUANT_CONFIG_FILE = "hf_quant_config.json"
 
@@ -23,8 +23,13 @@ _SECTIONS = ("quantization_config", "compression_config")
 _ACTIVATION_SCALES = (".input_scale", ".input_global_scale", ".input_zero_point", ".activation_scale")
 _KV_SCALES = (".k_scale", ".v_scale", ".q_scale", ".kv_scale", ".k_zero_point", ".v_zero_point", ".output_scale")
 _NO_SETTINGS = Settings()
+_WHOLE_ROWS = Settings(blocks=(WEIGHT, ROW))
 _FP8 = ("fp8",)
+_FP8_FORMATS = ("fp8", "fp8 by weight_scale")
 _INT4 = ("int4",)
+_GROUPS = {"mxfp4": 32, "nvfp4": 16}  # inputs that share a scale
+# compressed-tensors' names of orders: inputs lie in another than their groups, or in the same.
+_ORDERED, _IN_ORDER = ("group", "dynamic", True), ("weight", "static", False, None)
 
 
 @dataclass(frozen=True)
@@ -104,6 +109,10 @@ class _Section:
             raise self._refused(f"{key}: {shown(value)}", "expected a positive number, or -1 for all")
         return value
 
+    def _expect_group(self, key: str, size: Any, form: str) -> None:
+        if size not in (None, _GROUPS[form]):
+            raise self._refused(f"{key}: {shown(size)}", f"expected {_GROUPS[form]}, which {form} has")
+
     def _block(self, value: Any, key: str) -> tuple[int, int]:
         if isinstance(value, list) and len(value) == 2 and all(type(size) is int and size > 0 for size in value):
             return value[0], value[1]
@@ -113,13 +122,13 @@ class _Section:
         return Scheme("mxfp4", ("mxfp4",), kinds=("mxfp4",))
 
     def fp8(self) -> Scheme:
-        self._expect("fmt", None, "e4m3")
+        self._expect("fmt", None, "e4m3", "float8_e4m3fn")
         self._expect("expert_dtype", None, "fp8")
         size = self._values.get("weight_block_size")
         if size is None:
-            return Scheme("fp8", ("fp8",), kinds=_FP8)
+            return Scheme("fp8", _FP8_FORMATS, _WHOLE_ROWS, kinds=_FP8)
         block = self._block(size, "weight_block_size")
-        return Scheme(f"fp8 in blocks of {block[0]} x {block[1]}", ("fp8",), Settings(blocks=(block,)), _FP8)
+        return Scheme(f"fp8 in blocks of {block[0]} x {block[1]}", _FP8_FORMATS, Settings(blocks=(block,)), _FP8)
 
     def gptq(self) -> Scheme:
         bits = self._expect("bits", 4, 8)
@@ -129,13 +138,18 @@ class _Section:
             raise self._refused("is_marlin_format: true", "weights are laid out for one kernel")
         group = self._int(self._values, "group_size", -1)
         rules = self._values.get("dynamic") or {}
+        if not isinstance(rules, dict):
+            raise self._refused(f"dynamic: {shown(rules)}", "expected rules by the names of modules")
         sizes = [rule["group_size"] for rule in rules.values() if isinstance(rule, dict) and "group_size" in rule]
         if any(rule.get("bits", bits) != bits for rule in rules.values() if isinstance(rule, dict)):
             raise self._refused("dynamic with several numbers of bits", "all weights have one")
         groups = (group, *(self._int({"group_size": size}, "group_size") for size in sizes))
-        in_order = self._values.get("desc_act") is False
+        ordered = self._expect("desc_act", None, False, True)
+        in_order = ordered is False
         offset = 0 if version == "gptq_v2" else 1
-        settings = Settings(bits=(bits,), groups=groups, zero_offset=offset, in_order=in_order)
+        settings = Settings(
+            bits=(bits,), groups=groups, zero_offset=offset, in_order=in_order, is_ordered=ordered is True
+        )
         name = f"gptq in {bits} bits, {_groups(group)}{'' if in_order else ', desc_act'}"
         return Scheme(name, ("gptq",), settings, _INT4 if bits == 4 and in_order else ())
 
@@ -150,8 +164,9 @@ class _Section:
     def modelopt(self) -> Scheme:
         algorithm = self._values.get("quant_algo")
         if algorithm in ("FP8", "FP8_PER_CHANNEL_PER_TOKEN"):
-            return Scheme("modelopt fp8", ("modelopt fp8",), kinds=_FP8)
+            return Scheme("modelopt fp8", ("modelopt fp8",), _WHOLE_ROWS, kinds=_FP8)
         if algorithm == "NVFP4":
+            self._expect_group("group_size", self._values.get("group_size"), "nvfp4")
             return Scheme("modelopt nvfp4", ("modelopt nvfp4",), kinds=("nvfp4",))
         raise self._refused(f"quant_algo: {shown(algorithm)}", "expected FP8, FP8_PER_CHANNEL_PER_TOKEN or NVFP4")
 
@@ -173,10 +188,13 @@ class _Section:
             raise self._refused("a section without config_groups", "expected the weights' schemes")
         found = [self._compressed_group(name, group) for name, group in groups.items()]
         formats = dict.fromkeys(one.formats[0] for one in found)
+        integers = [one.settings for one in found if one.settings.bits]
         settings = Settings(
             bits=tuple(dict.fromkeys(bits for one in found for bits in one.settings.bits)),
             groups=tuple(dict.fromkeys(size for one in found for size in one.settings.groups)),
             blocks=tuple(dict.fromkeys(block for one in found for block in one.settings.blocks)),
+            is_ordered={one.is_ordered for one in integers} == {True},
+            symmetric=integers[0].symmetric if len({one.symmetric for one in integers}) == 1 else None,
         )
         names = dict.fromkeys(one.name for one in found)
         kinds = tuple(dict.fromkeys(kind for one in found for kind in one.kinds))
@@ -195,16 +213,29 @@ class _Section:
                 sizes = Settings(blocks=(block,))
                 return Scheme(f"fp8 in blocks of {block[0]} x {block[1]}", ("compressed-tensors fp8",), sizes, _FP8)
             if strategy in ("channel", "tensor"):
-                return Scheme(f"fp8, a scale a {strategy}", ("compressed-tensors fp8",), kinds=_FP8)
+                sizes = Settings(blocks=(ROW if strategy == "channel" else WEIGHT,))
+                return Scheme(f"fp8, a scale a {strategy}", ("compressed-tensors fp8",), sizes, _FP8)
         if kind in (("int", 4), ("int", 8)) and layout == "pack-quantized" and strategy in ("group", "channel"):
             size = self._int(weights, "group_size") if strategy == "group" else -1
-            settings = Settings(bits=(kind[1],), groups=(size,))
+            order, symmetric = weights.get("actorder"), weights.get("symmetric")
+            is_ordered = order in _ORDERED
+            if not is_ordered and order not in _IN_ORDER:
+                raise self._refused(
+                    f"config_groups.{name}.weights.actorder: {shown(order)}",
+                    "expected group, weight, dynamic, static or nothing",
+                )
+            if symmetric is not None and type(symmetric) is not bool:
+                raise self._refused(
+                    f"config_groups.{name}.weights.symmetric: {shown(symmetric)}", "expected true or false"
+                )
+            settings = Settings(bits=(kind[1],), groups=(size,), is_ordered=is_ordered, symmetric=symmetric)
             name = f"integers of {kind[1]} bits, {_groups(size)}"
-            kinds = _INT4 if kind[1] == 4 and weights.get("actorder") != "group" else ()
+            kinds = _INT4 if kind[1] == 4 and not is_ordered else ()
             return Scheme(name, ("compressed-tensors packed integers",), settings, kinds)
         if kind == ("float", 4) and layout in ("mxfp4-pack-quantized", "nvfp4-pack-quantized"):
-            name = layout.partition("-")[0]
-            return Scheme(name, (f"compressed-tensors {name}",), kinds=(name,))
+            form = layout.partition("-")[0]
+            self._expect_group(f"config_groups.{name}.weights.group_size", weights.get("group_size"), form)
+            return Scheme(form, (f"compressed-tensors {form}",), kinds=(form,))
         raise self._refused(
             f"config_groups.{name} ({shown(kind[0])} of {shown(kind[1])} bits, strategy {shown(strategy)}, format "
             f"{layout})",
@@ -224,5 +255,7 @@ _METHODS = {
     "gptq": _Section.gptq,
     "awq": _Section.awq,
     "modelopt": _Section.modelopt,
+    "modelopt-fp4": _Section.modelopt,
+    "modelopt-fp8": _Section.modelopt,
     "bitsandbytes": _Section.bitsandbytes,
 }

@@ -156,7 +156,7 @@ def _quantization(config: EngineConfig, model: ModelFolder, choices: AutoChoices
         )
     if scheme is None:
         return chosen
-    if chosen not in scheme.kinds:
+    if scheme.kinds != (chosen,):
         raise ConfigError(
             f"model.quantization is {chosen}, but the checkpoint is quantised already ({scheme.name}). Set it to auto, "
             f"or model.path to the original, which is quantised to {chosen} while it is read."

@@ -21,7 +21,7 @@ import contextlib
 import hashlib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -38,8 +38,10 @@ from mllm_compile.process.no_gc import gc_paused
 from mllm_compile.runtime.json_data import from_json, parse_json
 from mllm_compile.runtime.program.pieces import PieceSuffix
 from mllm_compile.runtime.program.spec import ModelSizes, Program
+from mllm_compile.runtime.quantised.scheme import SCALES, VALUES, ZEROS
 from mllm_compile.runtime.regular_file import read_regular
 from mllm_compile.runtime.shown import shown
+from mllm_compile.runtime.weights.consistency import check_quantised
 from mllm_compile.runtime.weights.spec import WeightSpec
 from mllm_compile.runtime.weights.table import weights_from_json, weights_to_json
 from mllm_compile.store.key import FORMAT_VERSION
@@ -241,6 +243,9 @@ def open_artifact(folder: Path) -> Artifact:
             content = parse_json(used[PROGRAM])
             program = Program.from_json(content["program"])
             weights, *further_weights = map(weights_from_json, from_json(tuple[Any, ...], content["weights"]))
+            for of_rank in (weights, *further_weights):
+                check_quantised(of_rank)
+                _check_quantised(program, of_rank)
         return Artifact(
             folder=folder,
             manifest=manifest,
@@ -258,6 +263,21 @@ def open_artifact(folder: Path) -> Artifact:
         raise ArtifactError(
             f"{folder} is not a runtime that this version writes ({error}); compile the model again"
         ) from error
+
+
+def _check_quantised(program: Program, weights: Sequence[WeightSpec]) -> None:
+    """Raises ValueError if what the program says of quantised weights is not what they are."""
+    specs = {spec.name: spec for spec in weights}
+    for name, one in ((name, one) for each in program.every for name, one in each.quantised_weights.items()):
+        for tensor, role in ((name, VALUES), (one.scales, SCALES), (one.zeros, ZEROS)):
+            parts = specs[tensor].parts if tensor is not None else ()
+            if any(part.small is not None and part.small.role != role for part in parts):
+                raise ValueError(f"{shown(tensor)} is not the weight of {role} of {shown(name)}")
+        wanted = {part.small.scheme.shape(VALUES, one.outputs, one.inputs) for part in specs[name].parts if part.small}
+        if wanted - {specs[name].shape[-2:]}:
+            raise ValueError(
+                f"{shown(name)} is {shown(specs[name].shape)}, of {one.outputs} outputs, {one.inputs} inputs"
+            )
 
 
 def _read_manifest(trusted: TrustedFolder) -> Manifest:

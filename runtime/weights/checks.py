@@ -21,11 +21,14 @@ def check_finite(specs: Sequence[WeightSpec], weights: Mapping[str, torch.Tensor
 
     A sum shows every such value and reads at the memory's speed (16 GB in some 5 ms on an H100). One of finite values
     may overflow as well, so the weight is looked at again before it is refused. Of values in eight bits, which have no
-    inf, two are NaN; of scales that are powers of two one is.
+    inf, two are NaN; of scales that are powers of two one is. Other scales in eight bits are not negative either.
     """
-    _check_eight_bits([spec for spec in specs if spec.dtype == torch.float8_e4m3fn], weights, folder, 0x7F, "values")
-    powers = [spec for spec in specs if any(_is_of_powers(part) for part in spec.parts)]
-    _check_eight_bits(powers, weights, folder, E8M0_NAN, "scales")
+    floats = [spec for spec in specs if spec.dtype == torch.float8_e4m3fn]
+    _check_eight_bits(floats, weights, folder, 0x7F, "holds NaN among its values in eight bits")
+    powers = [spec for spec in specs if any(_has_scales_of(part, torch.uint8) for part in spec.parts)]
+    _check_eight_bits(powers, weights, folder, E8M0_NAN, "holds NaN among its scales in eight bits")
+    scales = [spec for spec in floats if any(_has_scales_of(part, torch.float8_e4m3fn) for part in spec.parts)]
+    _check_eight_bits(scales, weights, folder, 0x80, "holds a negative scale")
     summed = [spec for spec in specs if spec.dtype.is_floating_point and spec.dtype.itemsize > 1]
     if not summed:
         return
@@ -36,40 +39,39 @@ def check_finite(specs: Sequence[WeightSpec], weights: Mapping[str, torch.Tensor
                 _check_part(part, place_of(weights[spec.name], part), folder)
 
 
-def _is_of_powers(part: WeightPart) -> bool:
-    """True for scales in bytes (E8M0)."""
-    return part.small is not None and part.small.role == SCALES and part.small.scheme.dtype(SCALES) == torch.uint8
+def _has_scales_of(part: WeightPart, dtype: torch.dtype) -> bool:
+    return part.small is not None and part.small.role == SCALES and part.small.scheme.scale_dtype == dtype
 
 
 def _check_eight_bits(
-    specs: Sequence[WeightSpec], weights: Mapping[str, torch.Tensor], folder: Path, nan: int, what: str
+    specs: Sequence[WeightSpec], weights: Mapping[str, torch.Tensor], folder: Path, bits: int, what: str
 ) -> None:
-    """Refuses weights with a byte all of whose bits in `nan` are set."""
+    """Refuses weights with a byte that has all of `bits` set."""
     if not specs:
         return
-    are_nan = torch.stack([_has_nan(weights[spec.name], nan) for spec in specs])
-    for spec, is_nan in zip(specs, are_nan.tolist(), strict=True):
-        for part in spec.parts if is_nan else ():
-            if _has_nan(place_of(weights[spec.name], part), nan):
+    are_wrong = torch.stack([_has_bits(weights[spec.name], bits) for spec in specs])
+    for spec, is_wrong in zip(specs, are_wrong.tolist(), strict=True):
+        for part in spec.parts if is_wrong else ():
+            if _has_bits(place_of(weights[spec.name], part), bits):
                 raise CheckpointError(
-                    f"{folder / part.file}: tensor {part.tensor!r} holds NaN among its {what} in eight bits. Fetch the "
-                    "checkpoint again."
+                    f"{folder / part.file}: tensor {part.tensor!r} {what}. Fetch the checkpoint again."
                 )
 
 
-def _has_nan(values: torch.Tensor, nan: int) -> torch.Tensor:
+def _has_bits(values: torch.Tensor, bits: int) -> torch.Tensor:
     """[] bool of values in eight bits, a few rows at a time."""
     rows = values.view(torch.uint8).split(_CHECKED_ROWS if values.dim() == 2 else 1)
-    return torch.stack([((some & nan) == nan).any() for some in rows]).any()
+    return torch.stack([((some & bits) == bits).any() for some in rows]).any()
 
 
 def _check_part(part: WeightPart, place: torch.Tensor, folder: Path) -> None:
     slices = place.split(_CHECKED_ROWS) if place.dim() else (place,)
     num_bad = sum(int((~values.isfinite()).sum()) for values in slices)
     if num_bad:
+        why = "" if part.quantised is None else ": a scale is no number that it may be, or a group is not there"
         raise CheckpointError(
             f"{folder / part.file}: tensor {part.tensor!r} holds NaN or inf in {num_bad} of its {place.numel()} values "
-            f"as {str(place.dtype).removeprefix('torch.')}. Fetch the checkpoint again; if it is whole, set "
+            f"as {str(place.dtype).removeprefix('torch.')}{why}. Fetch the checkpoint again; if it is whole, set "
             "model.dtype to one that holds its values, such as bfloat16 or float32."
         )
 

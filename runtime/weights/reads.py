@@ -15,7 +15,7 @@ import torch
 
 from mllm_compile.runtime.errors import CheckpointError
 from mllm_compile.runtime.quantised.scheme import WeightScheme
-from mllm_compile.runtime.weights.formats.base import VALUES, Quantised
+from mllm_compile.runtime.weights.formats.base import VALUES, Quantised, StoredTensor
 from mllm_compile.runtime.weights.formats.every import FORMATS, fill_dequantised, fill_quantised, fill_small, is_stored
 from mllm_compile.runtime.weights.safetensors_header import SafetensorsHeader, TensorEntry, entry_of, read_bytes
 from mllm_compile.runtime.weights.spec import SmallPart, WeightPart, WeightSpec, place_of
@@ -284,10 +284,11 @@ def _quantise(
 
 def _check_details(quantised: Quantised, folder: Path, headers: Mapping[str, SafetensorsHeader]) -> None:
     """Refuses numbers within small tensors that are others than those that were compiled for."""
-    now = FORMATS[quantised.format].details(
-        quantised.tensors,
-        lambda one: read_bytes(folder / one.file, headers[one.file].tensors[one.name]),
-    )
+
+    def read(one: StoredTensor) -> bytes:
+        return read_bytes(folder / one.file, entry_of(folder, headers, one.file, one.name, one.shape, one.dtype))
+
+    now = FORMATS[quantised.format].details(quantised.tensors, read)
     for name, value in now.items():
         if quantised.numbers.get(name) != value:
             one = quantised.tensors[VALUES]

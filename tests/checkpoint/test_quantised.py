@@ -174,6 +174,7 @@ def test_scales_may_lie_in_another_file(tmp_path):
     [
         (("k_proj.k_scale", "v_proj.v_scale"), CacheScales("a.k_proj.k_scale", "a.v_proj.v_scale")),
         (("k_scale", "v_scale"), CacheScales("a.k_scale", "a.v_scale")),
+        (("qkv_proj.k_scale", "qkv_proj.v_scale"), CacheScales("a.qkv_proj.k_scale", "a.qkv_proj.v_scale")),
         (("kv_scale",), CacheScales("a.kv_scale", "a.kv_scale")),
         (("k_proj.output_scale",), CacheScales("a.k_proj.output_scale", None)),
     ],
@@ -241,7 +242,32 @@ DAMAGES: dict[str, tuple[str, Callable[[Tensors], Tensors], str]] = {
     "scales of other blocks": (
         "fp8 blocks",
         changed(".weight_scale_inv", lambda scales: scales[:2]),
-        rf"'{NAME}_scale_inv' \(float32 \[2, 2\]\) and '{NAME}' .* do not fit together: .* block of 128 x 128, row",
+        rf"'{NAME}_scale_inv' \(float32 \[2, 2\]\) and '{NAME}' .* do not fit together: .* block of 128 x 128",
+    ),
+    "one scale in place of blocks'": (
+        "fp8 blocks",
+        changed(".weight_scale_inv", lambda scales: scales[:1, :1]),
+        rf"'{NAME}_scale_inv' \(float32 \[1, 1\]\) and '{NAME}' .* the config says a scale a block of 128 x 128",
+    ),
+    "one scale in place of rows'": (
+        "compressed-tensors fp8 channel",
+        changed(".weight_scale", lambda scales: scales[0]),
+        rf"'{NAME}_scale' \(bfloat16 \[1\]\) and '{NAME}' .* the config says a scale a row",
+    ),
+    "one scale in place of groups'": (
+        "compressed-tensors int4",
+        changed(".weight_scale", lambda scales: scales[:, :1]),
+        rf"'{NAME}_scale' .* and '{NAME}_packed' .* 192 inputs have 1 groups; the config's sizes of a group: 64",
+    ),
+    "a weight of nothing": (
+        "fp8 blocks",
+        changed(".weight", lambda weight: weight[:0]),
+        rf"'{NAME}' \(float8_e4m3fn \[0, 192\]\) holds no values",
+    ),
+    "packed integers without dimensions": (
+        "compressed-tensors int4",
+        changed(".weight_packed", lambda packed: packed[0, 0]),
+        rf"'{NAME}_packed' \(int32 \[\]\): expected 2 dimensions",
     ),
     "scales of an odd type": (
         "compressed-tensors fp8 channel",
@@ -262,6 +288,41 @@ DAMAGES: dict[str, tuple[str, Callable[[Tensors], Tensors], str]] = {
         "gptq",
         changed(".qzeros", lambda zeros: zeros[:, :7]),
         rf"'{P}.qzeros' \(int32 \[2, 7\]\) and '{P}.scales' .* expected \[2, 40\]",
+    ),
+    "two scales of one weight": (
+        "fp8 by weight_scale",
+        lambda tensors: tensors | {NAME + "_scale_inv": torch.ones(1)},
+        rf"'{NAME}_scale' .* goes with a weight as fp8 by weight_scale has them, but '{NAME}' .* not quantised",
+    ),
+    "integers that lack their zero points": (
+        "compressed-tensors int4 asymmetric",
+        without(".weight_zero_point"),
+        rf"'{NAME}_packed' .* have them with symmetric: false; the checkpoint lacks '{NAME}_zero_point'",
+    ),
+    "zero points of symmetric integers": (
+        "compressed-tensors int4",
+        lambda tensors: tensors | {NAME + "_zero_point": torch.zeros(40, 3, dtype=torch.int32)},
+        rf"'{NAME}_zero_point' .* and '{NAME}_packed' .* the config says symmetric: true",
+    ),
+    "integers that lack their order": (
+        "compressed-tensors int4 ordered",
+        without(".weight_g_idx"),
+        rf"'{NAME}_packed' .* have them with actorder: group; the checkpoint lacks '{NAME}_g_idx'",
+    ),
+    "gptq that lacks its order": (
+        "gptq ordered",
+        without(".g_idx"),
+        rf"'{P}.qweight' .* has them with desc_act: true; the checkpoint lacks '{P}.g_idx'",
+    ),
+    "nf4 of other numbers": (
+        "bitsandbytes nf4",
+        changed(".weight.quant_map", lambda table: table.flip(0)),
+        rf"'{NAME}.quant_map' \(float32 \[16\]\) does not hold nf4's numbers",
+    ),
+    "nf4 whose state says fp4": (
+        "bitsandbytes nf4",
+        changed(".weight.quant_state.bitsandbytes__nf4", lambda state: torch.where(state == ord("n"), ord("f"), state)),
+        "is not the state of a weight of two dimensions",
     ),
     "gptq without zero points": ("gptq", without(".qzeros"), rf"'{P}.qweight' .* lacks '{P}.qzeros'"),
     "an order of fewer inputs": (
@@ -318,6 +379,14 @@ def test_what_does_not_fit_together_is_named(damage, tmp_path):
         ("compressed-tensors int4 ordered", ".weight_g_idx", 7, -1),
         ("fp8 blocks", ".weight_scale_inv", (0, 1), float("nan")),
         ("awq", ".scales", (0, 1), float("inf")),
+        ("fp8 blocks", ".weight_scale_inv", (0, 1), -1.0),
+        ("fp8 by weight_scale", ".weight_scale", (), 0.0),
+        ("compressed-tensors fp8 channel", ".weight_scale", (3, 0), -0.5),
+        ("modelopt nvfp4", ".weight_scale", (0, 1), -2.0),
+        ("modelopt nvfp4", ".weight_scale_2", (), 0.0),
+        ("compressed-tensors nvfp4", ".weight_global_scale", 0, -1.0),
+        ("bitsandbytes nf4", ".weight.absmax", 7, -1.0),
+        ("bitsandbytes nf4, twice", ".weight.nested_absmax", 1, float("nan")),
     ],
 )
 def test_a_group_that_is_not_there_and_a_scale_that_is_no_number_are_refused(name, suffix, place, value, tmp_path):
@@ -325,7 +394,7 @@ def test_a_group_that_is_not_there_and_a_scale_that_is_no_number_are_refused(nam
     stored = load_file(tmp_path / FILE)
     stored[P + suffix][place] = value
     save_file(stored, tmp_path / FILE)
-    with pytest.raises(CheckpointError, match=r"holds NaN or inf in \d+ of its 61440 values"):
+    with pytest.raises(CheckpointError, match=r"holds NaN or inf in \d+ of its 61440 values .*: a scale is no number"):
         load(tmp_path)
 
 
@@ -434,6 +503,7 @@ GROUPS = {
     "compressed-tensors int4 asymmetric": 128,
     "fp8 blocks": 128,
     "fp8 one scale": None,
+    "fp8 by weight_scale": None,
     "compressed-tensors fp8 channel": None,
     "compressed-tensors fp8 tensor": None,
     "compressed-tensors fp8 block": 128,
@@ -595,6 +665,38 @@ def test_a_value_or_scale_that_is_no_number_is_refused_by_its_name(suffix, messa
     specs = small_specs(scheme, {NAME: 320}, 192, plan(tmp_path).planned)
     with pytest.raises(CheckpointError, match=message):
         load_small(tmp_path, specs, scheme, 192)
+
+
+@pytest.mark.parametrize(
+    ("name", "suffix", "place", "value", "message"),
+    [
+        ("fp8 blocks", ".weight_scale_inv", (0, 1), -1.0, rf"'{NAME}_scale_inv' holds NaN or inf in \d+ of its"),
+        ("fp8 by weight_scale", ".weight_scale", (), 0.0, rf"'{NAME}_scale' holds NaN or inf in 320 of its 320"),
+        ("modelopt nvfp4", ".weight_scale", (3, 1), -2.0, rf"'{NAME}_scale' holds a negative scale"),
+        ("modelopt nvfp4", ".weight_scale_2", (), 0.0, rf"'{NAME}_scale_2' holds NaN or inf in 320 of its 320"),
+        ("compressed-tensors nvfp4", ".weight_global_scale", 0, -1.0, rf"'{NAME}_global_scale' holds NaN or inf"),
+    ],
+)
+def test_a_scale_that_is_not_positive_is_refused_where_the_weight_stays_small(
+    name, suffix, place, value, message, tmp_path
+):
+    write(tmp_path, LINEARS[name], random_weight(320, 192))
+    stored = load_file(tmp_path / FILE)
+    stored[P + suffix][place] = value
+    save_file(stored, tmp_path / FILE)
+    table = plan(tmp_path).planned
+    scheme = scheme_of(table[NAME])
+    assert scheme is not None
+    with pytest.raises(CheckpointError, match=message):
+        load_small(tmp_path, small_specs(scheme, {NAME: 320}, 192, table), scheme, 192)
+
+
+def test_a_group_of_zeros_may_have_a_scale_that_is_zero(tmp_path):
+    weight = random_weight(320, 192)
+    weight[3, 16:32] = 0
+    expected = write(tmp_path, LINEARS["modelopt nvfp4"], weight)
+    assert load_file(tmp_path / FILE)[NAME + "_scale"][3, 1].float() == 0
+    assert torch.equal(load(tmp_path), expected)
 
 
 def test_values_of_another_type_than_those_that_were_compiled_for_are_refused(tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -45,6 +46,29 @@ def test_modelopts_own_file_counts_where_config_json_says_nothing(tmp_path):
     assert read_scheme(tmp_path, {}) == scheme(LINEARS["modelopt nvfp4"].config, folder=tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("section", "same_as"),
+    [
+        ({**LINEARS["fp8 blocks"].config, "fmt": "float8_e4m3fn"}, "fp8 blocks"),  # MiniMax-M2
+        ({"quant_method": "modelopt_fp4", "quant_algo": "NVFP4"}, "modelopt nvfp4"),
+        ({"quant_method": "modelopt_fp8", "quant_algo": "FP8"}, "modelopt fp8"),
+        ({"quant_algo": "FP8"}, "modelopt fp8"),
+    ],
+)
+def test_other_spellings_are_the_same(section, same_as, tmp_path):
+    assert scheme(section, folder=tmp_path) == scheme(LINEARS[same_as].config, folder=tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("order", "is_ordered"), [("group", True), ("dynamic", True), ("weight", False), (None, False)]
+)
+def test_an_order_of_inputs_is_asked_for_where_the_config_names_one(order, is_ordered, tmp_path):
+    weights = {"type": "int", "num_bits": 4, "strategy": "group", "group_size": 64, "actorder": order}
+    found = scheme(compressed("pack-quantized", **weights), folder=tmp_path)
+    assert found is not None and found.settings.is_ordered is is_ordered
+    assert found.kinds == (() if is_ordered else ("int4",))
+
+
 def test_several_groups_of_compressed_tensors_are_read_together(tmp_path):
     section = compressed("mixed-precision", type="float", num_bits=8, strategy="channel")
     section["config_groups"]["group_0"]["format"] = "float-quantized"
@@ -74,6 +98,27 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "gptq of three bits": ({**_GPTQ, "bits": 3}, "'gptq'.: bits: 3 is not read: expected 4, 8"),
     "gptq for one kernel": ({**_GPTQ, "checkpoint_format": "marlin"}, "checkpoint_format: 'marlin' is not read"),
     "gptq of several bits": ({**_GPTQ, "dynamic": {"+:.*": {"bits": 8}}}, "dynamic with several numbers of bits"),
+    "nvfp4 of other groups": (
+        {"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 32},
+        "group_size: 32 is not read: expected 16, which nvfp4 has",
+    ),
+    "mxfp4 of other groups": (
+        compressed("mxfp4-pack-quantized", type="float", num_bits=4, strategy="group", group_size=16),
+        r"config_groups.group_0.weights.group_size: 16 is not read: expected 32, which mxfp4 has",
+    ),
+    "an order of another kind": (
+        compressed("pack-quantized", type="int", num_bits=4, strategy="group", group_size=64, actorder="row"),
+        r"weights.actorder: 'row' is not read: expected group, weight",
+    ),
+    "symmetry of another kind": (
+        compressed("pack-quantized", type="int", num_bits=4, strategy="group", group_size=64, symmetric=1),
+        r"weights.symmetric: 1 is not read: expected true or false",
+    ),
+    "rules that are none": ({**_GPTQ, "dynamic": ["+:.*"]}, r"dynamic: \['\+:\.\*'\] is not read: expected rules"),
+    "an order that is neither": (
+        {**_GPTQ, "desc_act": "no"},
+        "desc_act: 'no' is not read: expected nothing, False, True",
+    ),
     "a group of nothing": ({**_GPTQ, "group_size": 0}, "group_size: 0 is not read: expected a positive number"),
     "a group of text": ({**_AWQ, "group_size": "128"}, "group_size: '128' is not read"),
     "awq for another kernel": ({**_AWQ, "version": "gemv"}, "version: 'gemv' is not read: expected gemm"),
@@ -92,6 +137,26 @@ REFUSED: dict[str, tuple[Any, str]] = {
         r"config_groups.group_0 \('int' of 8 bits, strategy 'channel', format int-quantized\) is not read",
     ),
 }
+
+
+ODD = (None, True, -1, 1.5, "x", [1], {"a": 1}, {"a": {"group_size": "x", "bits": [1]}}, float("nan"), 2**70)
+OPTIONAL = {"dynamic": {"+:y": {"group_size": 64}}, "sparsity_config": {"format": "dense"}, "is_marlin_format": False}
+
+
+def with_odd_values(value: Any) -> Iterator[Any]:
+    """The value with each part of it in turn replaced by something odd."""
+    yield from ODD
+    for key, item in value.items() if isinstance(value, dict) else ():
+        yield from ({**value, key: other} for other in with_odd_values(item))
+
+
+@pytest.mark.parametrize("name", LINEARS)
+def test_an_odd_value_anywhere_in_the_section_is_read_or_refused_in_one_short_line(name, tmp_path):
+    for section in with_odd_values({**LINEARS[name].config, **OPTIONAL}):
+        try:
+            scheme(section, folder=tmp_path)
+        except CheckpointError as error:
+            assert len(str(error)) < 1500 and "\n" not in str(error)
 
 
 @pytest.mark.parametrize("what", REFUSED)

@@ -567,3 +567,16 @@ def test_weights_are_kept_as_the_checkpoint_has_them_or_as_is_asked(asked, schem
     assert config.model.quantization == becomes
     again = resolve(config.as_config(), ModelFolder(Path("/models/m"), QWEN, (), scheme), H200)
     assert again.model.quantization == becomes
+
+
+MIXED = Scheme("compressed-tensors fp8 and integers", ("compressed-tensors fp8",), kinds=("fp8", "int4"))
+
+
+@pytest.mark.parametrize(
+    ("asked", "scheme"),
+    [("fp8", INT4), ("int4", QUANTISED), ("fp8", NOT_IN_LINEARS), ("fp8", MIXED), ("int4", MIXED)],
+)
+def test_weights_that_are_quantised_in_another_way_are_not_quantised_again(asked, scheme):
+    with pytest.raises(ConfigError, match=f"is {asked}, but the checkpoint is quantised already .*Set it to auto"):
+        quantization(asked, scheme)
+    assert quantization("auto", scheme).model.quantization in ("keep", "dequantize")

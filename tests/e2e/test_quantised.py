@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,11 @@ from mllm_compile import Engine, SamplingParams
 from mllm_compile.cli import run
 from mllm_compile.compiler.load_or_compile import load_or_compile
 from mllm_compile.config.compile_options import CompileOptions
-from mllm_compile.errors import ConfigError
+from mllm_compile.errors import ArtifactError, ConfigError
 from mllm_compile.process.progress import NullReporter
 from mllm_compile.runtime.quantised.numbers import dequantised, quantised
 from mllm_compile.runtime.quantised.scheme import quantised_as
+from mllm_compile.store.artifact import hash_files, open_artifact, read_manifest, write_manifest
 from tests.model.tiny_configs import save_tiny_model
 from tests.model.tiny_configs import tiny_config as config_of
 from tests.quantised_checkpoints import LINEARS, quantise_folder
@@ -184,6 +186,30 @@ def test_dummy_weights_are_served_in_few_bits(kind, tmp_path):
     lines = Lines()
     assert all(len(answer) == TOKENS for answer in ask(tiny_config(tmp_path / "cache", **sections), lines=lines))
     assert f"of linears in {kind}, quantised while they are read" in " ".join(lines.told)
+
+
+FORGERIES: tuple[tuple[Any, str], ...] = (
+    (lambda name, weight: {"inputs": weight["inputs"] + 2}, r"outputs, \d+ inputs"),
+    (lambda name, weight: {"scales": name}, "is not the weight of scales of"),
+    (lambda name, weight: {"zeros": weight["scales"]}, "is not the weight of zeros of"),
+)
+
+
+def test_what_a_program_says_of_its_quantised_weights_is_refused_if_they_are_others(tmp_path):
+    save_tiny_model(config_of("qwen3", num_hidden_layers=1, layer_types=["full_attention"]), tmp_path / "model")
+    model, sizes = {"path": str(tmp_path / "model"), "quantization": "fp8"}, {"max_model_len": 64}
+    config = tiny_config(tmp_path / "cache", model=model, compile={"backend": "eager"}, runtime=sizes)
+    folder = load_or_compile(config).folder
+    manifest, path = read_manifest(folder), folder / "program.json"
+    text = path.read_text()
+    for forge, message in FORGERIES:
+        content = json.loads(text)
+        name, weight = next(iter(content["program"]["quantised_weights"].items()))
+        weight |= forge(name, weight)
+        path.write_text(json.dumps(content))
+        write_manifest(folder, replace(manifest, files=hash_files(folder)))
+        with pytest.raises(ArtifactError, match=f"is not a runtime that this version writes .*{message}"):
+            open_artifact(folder)
 
 
 def test_what_contradicts_a_quantised_checkpoint_is_refused(tmp_path):

@@ -8,7 +8,9 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -16,7 +18,9 @@ import yaml
 from mllm_compile import EngineConfig
 from mllm_compile.compiler.load_or_compile import load_or_compile
 from mllm_compile.config.compile_options import CompileOptions
+from mllm_compile.errors import ArtifactError
 from mllm_compile.process.progress import LogReporter, NullReporter, Stage
+from mllm_compile.store.artifact import hash_files, open_artifact, read_manifest, write_manifest
 from tests.tiny_model import TINY, tiny_config
 
 EAGER = {"backend": "eager"}
@@ -130,6 +134,35 @@ def test_a_changed_file_is_refused_and_the_model_compiled_again(config, kind):
     assert not again.was_cached
     assert "not used" in recorder.notes[0]
     assert load_or_compile(config).was_cached
+
+
+SMALL = {"role": "values", "scheme": {"kind": "fp8", "group": 128, "scale_dtype": "float32", "has_zeros": False}}
+
+
+def quantise_a_part(content: dict[str, Any]) -> None:
+    parts = content["weights"][0][0]["parts"]
+    (parts.get("fields") or parts["all"])["small"] = {"all": SMALL} if "fields" in parts else SMALL
+
+
+def quantise_what_is_plain(content: dict[str, Any]) -> None:
+    name = content["weights"][0][0]["name"]
+    weight = {"scales": f"{name}_scales", "zeros": None, "outputs": 8, "inputs": 8}
+    content["program"]["quantised_weights"] = {name: weight}
+
+
+@pytest.mark.parametrize(
+    ("forge", "message"),
+    [(quantise_a_part, "has values in torch.float8_e4m3fn, not torch.float32"), (quantise_what_is_plain, "_scales")],
+)
+def test_a_program_that_contradicts_itself_is_refused_though_its_hash_is_right(config, forge, message):
+    folder = load_or_compile(config).folder
+    manifest, path = read_manifest(folder), folder / "program.json"
+    content = json.loads(path.read_text())
+    forge(content)
+    path.write_text(json.dumps(content))
+    write_manifest(folder, replace(manifest, files=hash_files(folder)))
+    with pytest.raises(ArtifactError, match=f"is not a runtime that this version writes .*{message}"):
+        open_artifact(folder)
 
 
 @pytest.mark.parametrize("change", ["a file too many", "a file too few"])

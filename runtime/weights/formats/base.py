@@ -118,6 +118,13 @@ class Format:
         raise NotImplementedError
 
 
+def lacks(values: StoredTensor, missing: str, why: str) -> CheckpointError:
+    return CheckpointError(
+        f"{values.file}: {values} is a weight as {why}; the checkpoint lacks {missing!r}, which goes with it. Download "
+        "the checkpoint again."
+    )
+
+
 def misfit(one: StoredTensor, other: StoredTensor, why: str) -> CheckpointError:
     return CheckpointError(f"{one.file}: {one} and {other} do not fit together: {why}")
 
@@ -157,6 +164,16 @@ def group_size(stored: Stored, sizes: tuple[int, ...], num_inputs: int, num_grou
 
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+
+
+def positive(scales: torch.Tensor) -> torch.Tensor:
+    """The scales, with NaN in the place of those that are not positive."""
+    return torch.where(scales > 0, scales, float("nan"))
+
+
+def not_negative(scales: torch.Tensor) -> torch.Tensor:
+    """The scales, with NaN in the place of those that are negative; a group of zeros may have one that is zero."""
+    return torch.where(scales >= 0, scales, float("nan"))
 
 
 def unpacked(words: torch.Tensor, bits: int, count: int) -> torch.Tensor:

@@ -11,7 +11,12 @@ from mllm_compile.runtime.quantised.numbers import in_lanes
 from mllm_compile.runtime.quantised.numbers import quantised as quantised_tensors
 from mllm_compile.runtime.quantised.scheme import VALUES, WeightScheme
 from mllm_compile.runtime.weights.formats.base import Format, Quantised, Tensors
-from mllm_compile.runtime.weights.formats.float8 import BlockFloat8, CompressedFloat8, ModelOptFloat8
+from mllm_compile.runtime.weights.formats.float8 import (
+    BlockFloat8,
+    CompressedFloat8,
+    ModelOptFloat8,
+    ScaledFloat8,
+)
 from mllm_compile.runtime.weights.formats.gptq import Awq, Gptq
 from mllm_compile.runtime.weights.formats.mxfp4 import CompressedMxfp4, Mxfp4
 from mllm_compile.runtime.weights.formats.nf4 import Nf4
@@ -23,6 +28,7 @@ FORMATS: dict[str, Format] = {
     for one in (
         Mxfp4(),
         BlockFloat8(),
+        ScaledFloat8(),
         CompressedFloat8(),
         PackedInt(),
         CompressedMxfp4(),

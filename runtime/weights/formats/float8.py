@@ -19,8 +19,11 @@ from mllm_compile.runtime.weights.formats.base import (
     check_dims,
     check_dtype,
     misfit,
+    positive,
 )
-from mllm_compile.runtime.weights.formats.settings import Settings
+from mllm_compile.runtime.weights.formats.settings import ROW, WEIGHT, Settings
+
+_NAMES = {WEIGHT: "weight", ROW: "row"}
 
 
 class BlockFloat8(Format):
@@ -36,26 +39,26 @@ class BlockFloat8(Format):
     as_stored = frozenset({VALUES})
     scale_dtypes: ClassVar[tuple[torch.dtype, ...]] = (*FLOATS, torch.float8_e8m0fnu, torch.uint8)
     rounds_to_scales: ClassVar[bool] = False
+    further_blocks: ClassVar[tuple[tuple[int, int], ...]] = ()  # beside those that the config names
 
     def layout(self, stored: Stored, settings: Settings, details: Numbers) -> tuple[tuple[int, ...], Numbers]:
         values, scales = stored[VALUES], stored["scales"]
         check_dims(values, 2, 3)
         check_dtype(scales, *self.scale_dtypes)
-        rows, columns = values.shape[-2:]
-        numbers = {"rows": rows}
-        if scales.shape in ((), (1,)):
-            return values.shape, numbers | {"block_rows": rows, "block_columns": columns}
-        if scales.shape == (rows,) and len(values.shape) == 2:
-            return values.shape, numbers | {"block_rows": 1, "block_columns": columns}
-        for block_rows, block_columns in (*settings.blocks, (1, columns), (rows, columns)):
-            if scales.shape == (*values.shape[:-2], -(-rows // block_rows), -(-columns // block_columns)):
-                return values.shape, numbers | {"block_rows": block_rows, "block_columns": block_columns}
-        said = " or ".join(f"{block[0]} x {block[1]}" for block in settings.blocks)
-        raise misfit(scales, values, f"expected a scale a {f'block of {said}, ' if said else ''}row or weight")
+        *experts, rows, columns = values.shape
+        known = (*settings.blocks, *self.further_blocks)
+        for block_rows, block_columns in ((block[0] or rows, block[1] or columns) for block in known):
+            blocks = -(-rows // block_rows), -(-columns // block_columns)
+            is_one = blocks == (1, 1) and scales.shape in ((), (1,))
+            is_flat = blocks == (rows, 1) and scales.shape == (rows,) and not experts
+            if is_one or is_flat or scales.shape == (*experts, *blocks):
+                return values.shape, {"rows": rows, "block_rows": block_rows, "block_columns": block_columns}
+        said = " or ".join(_NAMES.get(block, f"block of {block[0]} x {block[1]}") for block in known)
+        raise misfit(scales, values, f"the config says a scale a {said}")
 
     def rows(self, tensors: Tensors, numbers: Numbers, start: int, stop: int) -> torch.Tensor:
         values, scales = tensors[VALUES][start:stop], tensors["scales"]
-        scales = scales if self.rounds_to_scales else exponents(scales)
+        scales = positive(scales if self.rounds_to_scales else exponents(scales))
         if scales.numel() > 1:
             scales = scales.unsqueeze(-1) if scales.dim() == 1 else scales
             is_stacked = values.dim() == 3
@@ -74,11 +77,22 @@ class BlockFloat8(Format):
         """Scales of blocks and of the whole weight become those of rows, which are as many."""
         if role == VALUES:
             return tensors[VALUES]
-        scales, rows = exponents(tensors["scales"]), int(numbers["rows"])
+        scales, rows = positive(exponents(tensors["scales"])), int(numbers["rows"])
         if scales.numel() == 1:
             return scales.reshape(1, 1).expand(rows, 1)
         scales = scales.unsqueeze(-1) if scales.dim() == 1 else scales
         return _of_blocks(scales, -2, 0, rows, int(numbers["block_rows"]))
+
+
+class ScaledFloat8(BlockFloat8):
+    """Also called `fp8`: AutoFP8's, and embeddings beside linears in blocks; the scale, of a weight or row, is named as
+    compressed-tensors names it."""
+
+    name = "fp8 by weight_scale"
+    plain = ".weight"
+    roles: ClassVar[Roles] = {VALUES: ".weight", "scales": ".weight_scale"}
+    scale_dtypes = FLOATS
+    further_blocks = (WEIGHT, ROW)
 
 
 class CompressedFloat8(BlockFloat8):

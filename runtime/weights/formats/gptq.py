@@ -20,6 +20,7 @@ from mllm_compile.runtime.weights.formats.base import (
     check_dtype,
     check_shape,
     group_size,
+    lacks,
     misfit,
     of_groups,
     unpacked,
@@ -64,6 +65,9 @@ class Gptq(Format):
         groups = scales.shape[0]
         check_shape(scales, (groups, outputs), values)
         check_shape(zeros, (groups, -(-outputs * bits // 32)), scales)
+        if order is None and settings.is_ordered and groups > 1:
+            name = values.name.removesuffix(self.roles[VALUES]) + self.roles["order"]
+            raise lacks(values, name, f"{self.name} has them with desc_act: true")
         in_order = order is None or settings.in_order
         group = group_size(stored, settings.groups, inputs, groups) if in_order else inputs
         numbers = {"bits": bits, "group": group, "zero_offset": settings.zero_offset, "rows": outputs}

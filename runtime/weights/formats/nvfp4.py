@@ -19,6 +19,8 @@ from mllm_compile.runtime.weights.formats.base import (
     check_dtype,
     check_shape,
     misfit,
+    not_negative,
+    positive,
 )
 from mllm_compile.runtime.weights.formats.settings import Settings
 
@@ -49,7 +51,7 @@ class ModelOptNvfp4(Format):
         return (rows, columns), {"rows": rows}
 
     def rows(self, tensors: Tensors, numbers: Numbers, start: int, stop: int) -> torch.Tensor:
-        scales, of_all = tensors["scales"][start:stop].float(), tensors["global"]
+        scales, of_all = not_negative(tensors["scales"][start:stop].float()), positive(tensors["global"])
         scales = scales / of_all if self.is_divisor else scales * of_all
         values = unpacked_e2m1(tensors[VALUES][start:stop]).unflatten(-1, (-1, _GROUP))
         return values.mul_(scales.unsqueeze(-1)).flatten(-2)
@@ -64,7 +66,7 @@ class ModelOptNvfp4(Format):
         """The scale of the whole weight becomes a factor of each row, which are as many."""
         if role != FACTORS:
             return tensors[role]
-        factor = tensors["global"].reshape(1, 1)
+        factor = positive(tensors["global"]).reshape(1, 1)
         return (1 / factor if self.is_divisor else factor).expand(int(numbers["rows"]), 1)
 
 

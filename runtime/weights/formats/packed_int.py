@@ -22,6 +22,7 @@ from mllm_compile.runtime.weights.formats.base import (
     check_dtype,
     check_shape,
     group_size,
+    lacks,
     misfit,
     of_groups,
     unpacked,
@@ -48,8 +49,7 @@ class PackedInt(Format):
 
     def details(self, stored: Stored, read: ReadBytes) -> Numbers:
         shape = stored["shape"]
-        check_dtype(shape, torch.int64, torch.int32)
-        check_shape(shape, (2,), stored[VALUES])
+        _check_sizes(stored)
         rows, columns = struct.unpack("<2q" if shape.dtype == torch.int64 else "<2i", read(shape))
         if rows != stored[VALUES].shape[0] or columns < 1:
             raise misfit(shape, stored[VALUES], f"the former says [{rows}, {columns}]")
@@ -57,8 +57,8 @@ class PackedInt(Format):
 
     def layout(self, stored: Stored, settings: Settings, details: Numbers) -> tuple[tuple[int, ...], Numbers]:
         values, scales = stored[VALUES], stored["scales"]
-        check_dims(values, 2)
         check_dtype(scales, *FLOATS)
+        _check_sizes(stored)
         rows, columns = values.shape[0], int(details["columns"])
         bits = next((bits for bits in settings.bits if -(-columns * bits // 32) == values.shape[1]), None)
         if bits is None:
@@ -66,14 +66,20 @@ class PackedInt(Format):
         check_dims(scales, 2)
         groups = scales.shape[1]
         check_shape(scales, (rows, groups), values)
+        base = values.name.removesuffix(self.roles[VALUES])
         if zeros := stored.get("zeros"):
             check_dtype(zeros, torch.int32)
             check_shape(zeros, (-(-rows * bits // 32), groups), scales)
+            if settings.symmetric:
+                raise misfit(zeros, values, "the config says symmetric: true, which has no zero points")
+        elif settings.symmetric is False:
+            raise lacks(values, base + self.roles["zeros"], f"{self.name} have them with symmetric: false")
         if order := stored.get("order"):
             check_dtype(order, torch.int32)
             check_shape(order, (columns,), values)
-        sizes = (*settings.groups, columns) if groups == 1 else settings.groups
-        group = columns if order else group_size(stored, sizes, columns, groups)
+        elif settings.is_ordered and groups > 1:
+            raise lacks(values, base + self.roles["order"], f"{self.name} have them with actorder: group")
+        group = columns if order else group_size(stored, settings.groups, columns, groups)
         return (rows, columns), {"rows": rows, "columns": columns, "bits": bits, "group": group}
 
     def rows(self, tensors: Tensors, numbers: Numbers, start: int, stop: int) -> torch.Tensor:
@@ -103,6 +109,12 @@ class PackedInt(Format):
         if role == "zeros":
             return unpacked(tensors["zeros"].T.contiguous(), 4, int(numbers["rows"])).T
         return tensors["scales"]
+
+
+def _check_sizes(stored: Stored) -> None:
+    check_dims(stored[VALUES], 2)
+    check_dtype(stored["shape"], torch.int64, torch.int32)
+    check_shape(stored["shape"], (2,), stored[VALUES])
 
 
 def _any(numbers: tuple[int, ...]) -> str:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+WEIGHT, ROW = (0, 0), (1, 0)  # blocks: one scale a weight, one a row
+
 
 @dataclass(frozen=True)
 class Settings:
@@ -12,9 +14,11 @@ class Settings:
     Attributes:
         bits: of a value.
         groups: inputs that share a scale.
-        blocks: outputs and inputs that share a scale.
+        blocks: outputs and inputs that share a scale; 0 stands for all.
         zero_offset: what was subtracted from a zero point before it was stored.
         in_order: inputs lie in the order of their groups, also where the group of each is stored.
+        is_ordered: inputs lie in another order, so that the group of each is stored.
+        symmetric: no zero points are stored; False: they are; None: of either kind.
     """
 
     bits: tuple[int, ...] = ()
@@ -22,3 +26,5 @@ class Settings:
     blocks: tuple[tuple[int, int], ...] = ()
     zero_offset: int = 0
     in_order: bool = False
+    is_ordered: bool = False
+    symmetric: bool | None = None
