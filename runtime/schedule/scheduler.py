@@ -286,7 +286,8 @@ class Scheduler:
         """A step was lost: end its running requests with 'abort'; what it wrote is not trusted.
 
         One that has been preempted since computes what was lost again, unless a later step of its is in flight too: its
-        token would stand in the lost one's place.
+        token would stand in the lost one's place. One that only got its row in this step is admitted anew: the row's
+        state and sampling parameters may not have come.
 
         To be called in the order of the batches, like update. Returns the requests that it ended.
         """
@@ -299,6 +300,9 @@ class Scheduler:
         ]
         for request in ended:
             self._end(request, "abort", None)
+        for request in batch.admitted:
+            if request.status is RequestStatus.RUNNING:  # its image found no room in the step
+                self._preempt(request)
         self._states.drop(batch.step_id)
         self.rows.release_idle()
         return ended

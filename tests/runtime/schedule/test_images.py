@@ -144,3 +144,20 @@ def test_a_hit_within_an_image_that_sees_ahead_leaves_the_rest_of_it_to_one_chun
     again = request_of("again", 1, (13, b"a"), 4, tower=AHEAD)
     assert chunks(scheduler, again) == [[6]]
     assert again.num_cached_tokens == 12
+
+
+def test_a_request_that_only_got_its_row_in_a_lost_step_is_admitted_anew() -> None:
+    """What a step brings to a row, its parameters and a cached prefix's state, is lost with it."""
+    scheduler = Scheduler(make_config(max_num_batched_tokens=16, page_size=4, num_snapshots=4))
+    waits = request_of("waits", 9, (8, b"b"), 3)
+    assert chunks(scheduler, request_of("first", 9, (8, b"b"), 1)) == [[16], [2]]
+    busy = request_of("busy", (14, b"a"), 1)
+    scheduler.add(busy)
+    scheduler.add(waits)
+    lost = scheduler.schedule()
+    assert lost is not None and lost.requests == [busy] and lost.admitted == [busy, waits]
+    assert lost.state_restores[:, 1].tolist() == [waits.row]
+    assert scheduler.fail(lost) == [busy]
+    again = scheduler.schedule()
+    assert again is not None and again.admitted == [waits]
+    assert again.state_restores[:, 1].tolist() == [waits.row]
