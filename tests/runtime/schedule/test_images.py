@@ -13,7 +13,7 @@ from mllm_compile.runtime.media.request import RequestMedia
 from mllm_compile.runtime.media.tower import Grid
 from mllm_compile.runtime.schedule.request import Request
 from mllm_compile.runtime.schedule.scheduler import Scheduler
-from tests.runtime.schedule.scheduler_simulation import FREE, make_config, make_request
+from tests.runtime.schedule.scheduler_simulation import FREE, Simulation, linear_ms, make_config, make_request
 
 TOKEN = 90
 TOWER = GridTower(
@@ -129,6 +129,35 @@ def test_images_that_see_ahead_wait_for_room_beside_decodes() -> None:
     assert sum(map(sum, steps)) == 60
     # Each chunk begins or ends with the image, or has none of it.
     assert all(length in (1, 2, 13, 14, 15) for step in steps for length in step)
+
+
+def test_an_image_that_takes_most_of_a_step_is_not_put_off_for_shorter_prompts() -> None:
+    """Half of a step is for those, and they may come for ever."""
+    scheduler = Scheduler(make_config(max_num_batched_tokens=16, enable_prefix_cache=False))
+    first = request_of("first", (12, b"a"), 9, tower=AHEAD)
+    scheduler.add(first)
+    for number in range(4):
+        scheduler.add(make_request(f"shorter {number}", [3] * 6, max_tokens=1))
+    batch = scheduler.schedule()
+    assert batch is not None and batch.requests[0] is first
+    assert batch.num_new[0] >= 12
+
+
+def test_where_steps_are_bounded_by_time_an_image_that_sees_ahead_waits_for_room_too() -> None:
+    simulation = Simulation(make_config(max_num_batched_tokens=16, max_step_ms=5.0), ms_of=linear_ms)
+    for number in range(3):  # what steps take is learnt
+        simulation.add(make_request(f"taught {number}", [3 + number] * 9, max_tokens=4, **FREE))
+        simulation.run()
+    decodes = simulation.add(make_request("decodes", [3, 4], max_tokens=9, **FREE))
+    simulation.step()
+    # The decode and the text leave 11 tokens.
+    text = make_request("text", [9] * 4, max_tokens=1)
+    image = request_of("image", (12, b"a"), 2, tower=AHEAD)
+    simulation.scheduler.add(text)
+    simulation.scheduler.add(image)
+    steps = [simulation.scheduler.schedule() for _ in range(2)]
+    assert [step.requests for step in steps if step is not None] == [[decodes, text], [decodes, image]]
+    assert steps[1] is not None and steps[1].num_new.tolist() == [1, 14]
 
 
 def test_an_image_that_sees_ahead_and_may_never_find_room_is_refused() -> None:
