@@ -2,44 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 
 from mllm_compile.runtime.errors import RequestError
-from mllm_compile.runtime.media.grids import GridTower
-from mllm_compile.runtime.media.request import RequestMedia
-from mllm_compile.runtime.media.tower import Grid
 from mllm_compile.runtime.schedule.request import Request
 from mllm_compile.runtime.schedule.scheduler import Scheduler
+from tests.runtime.schedule.image_cases import AHEAD, request_of
 from tests.runtime.schedule.scheduler_simulation import FREE, Simulation, linear_ms, make_config, make_request
-
-TOKEN = 90
-TOWER = GridTower(
-    merge=1, patch_width=1, feature_width=8, window=0, table_side=0, align_corners=False, image_token_id=TOKEN
-)
-
-
-AHEAD = replace(TOWER, sees_ahead=True)
-
-
-def request_of(name: str, *parts: int | tuple[int, bytes], tower: GridTower = TOWER) -> Request:
-    """Parts are lengths of texts, or the number of an image's features and its digest's first letter."""
-    ids: list[int] = []
-    items = []
-    for part in parts:
-        if isinstance(part, int):
-            ids += [3] * part
-            continue
-        count, letter = part
-        grid: Grid = (1, 1, count)
-        tensors = {"pixel_values": np.zeros((count, 1)), "image_grid_thw": np.array([grid])}
-        items.append((len(ids), count, letter * 32, tensors))
-        ids += [TOKEN] * count
-    request = make_request(name, ids, max_tokens=2, **FREE)
-    request.media = RequestMedia.of(tower, ids, np.array(ids) == TOKEN, items)
-    return request
 
 
 def chunks(scheduler: Scheduler, *requests: Request) -> list[list[int]]:
