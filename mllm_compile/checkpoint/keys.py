@@ -54,7 +54,7 @@ def to_model_keys(tensors: Mapping[str, PlannedTensor], model: PreTrainedModel) 
     result = {key: tensor for key, (_, tensor) in renamed.items()}
     for (key, _), names in numbered.items():
         stacks = any(type(operation).__name__ == "MergeModulelist" for operation in conversions[key].operations)
-        _check_numbers(names, state[key].shape[0] if stacks else 0)
+        _check_numbers(key, names, state[key].shape[0] if stacks else 0)
     for key, converter in conversions.items():
         groups = [names for (of, _), names in numbered.items() if of == key]
         if key in renamed:
@@ -64,16 +64,17 @@ def to_model_keys(tensors: Mapping[str, PlannedTensor], model: PreTrainedModel) 
     return result
 
 
-def _check_numbers(names: list[str], count: int) -> None:
+def _check_numbers(key: str, names: list[str], count: int) -> None:
     """Checks that tensors that are stacked are numbered from 0 on, each number there: place is all that tells experts
     apart once they are stacked.
 
     Args:
+        key: what they are stacked to.
         names: of one kind, of one layer.
         count: how many the model has at least.
 
     Raises:
-        CheckpointError: naming those that are not there.
+        CheckpointError: naming those that are not there, or one that is there twice.
     """
     parts = [re.split(r"(\d+)", name) for name in names]
     if len({len(one) for one in parts}) > 1:
@@ -82,7 +83,12 @@ def _check_numbers(names: list[str], count: int) -> None:
     if len(places) != 1:
         return
     place, template = places[0], parts[0]
-    numbers = {int(one[place]) for one in parts}
+    by_number: dict[int, str] = {}
+    for name, one in zip(names, parts, strict=True):
+        other = by_number.setdefault(int(one[place]), name)
+        if other != name:  # with another prefix, or a zero ahead of the number
+            raise CheckpointError(f"tensors {other!r} and {name!r} both stand for number {int(one[place])} of {key!r}")
+    numbers = set(by_number)
     missing = sorted(set(range(max(count, len(names)))) - numbers)
     if missing:
         lacking = ["".join((*template[:place], str(number), *template[place + 1 :])) for number in missing]

@@ -41,9 +41,10 @@ class ChunkLengths:
         return self.with_whole_images(request, length, budget.tokens)
 
     def of_cut(self, request: Request, budget: PromptBudget) -> int:
-        """The same of a prompt that is cut, of a length that suits graphs and kernels."""
+        """The same of a prompt that is cut, of a length that suits graphs and kernels; 0 where its next image is more
+        than the budget."""
         chunk = self.of_first(request, budget)
-        if math.isinf(budget.ms):
+        if math.isinf(budget.ms) or not chunk:
             return chunk
         others, context = self._config.max_num_batched_tokens - budget.tokens, int(self._rows.computed[request.row])
         bounds = min(chunk, self._config.page_size), min(budget.tokens, self.rest(request))

@@ -136,7 +136,8 @@ class Prompts:
         rest, longest = lengths.rest(request), lengths.of_first(request, budget)
         is_cut = longest < rest
         if is_cut:
-            self._serve_shorter(plan, request)
+            if lengths.of_first(request, budget.half()):  # else what is left could be less than its next image
+                self._serve_shorter(plan, request)
             longest = lengths.of_cut(request, budget)
         room = lengths.room(request)
         if room > 0:

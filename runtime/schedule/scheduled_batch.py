@@ -24,8 +24,8 @@ class ScheduledBatch:
     flags, uploaded row indices) may be kept as long as `batch.requests is previous.requests`.
 
     A decode row's input id is the last token sampled for that row, which is on the device and perhaps nowhere else.
-    Page writes come before anything reads the page table. Some may be of requests that were admitted, and have their
-    first tokens in a later step.
+    Page writes come before anything reads the page table; they concern rows of this batch, and of requests that are
+    admitted in it. An admitted request of whose prompt the step has no token waits for room for its image.
     """
 
     step_id: int  # 0, 1, 2, … one per batch; steps run, and are updated, in this order

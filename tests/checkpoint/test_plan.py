@@ -176,6 +176,17 @@ def test_experts_that_are_there_one_by_one_and_stacked_are_an_error(tmp_path):
         load(tmp_path)
 
 
+@pytest.mark.parametrize("twin", [THIRD.removeprefix("model."), THIRD.replace("experts.2", "experts.02")])
+def test_an_expert_that_is_there_twice_is_named(twin, tmp_path):
+    """Under another name for the same place; it is not a fifth one of which others are missing."""
+    save(tmp_path, "qwen3_moe", num_experts=4)
+    rewrite(tmp_path, lambda tensors: tensors | {twin: tensors[THIRD].clone()})
+    first, second = sorted((twin, THIRD))
+    named = f"tensors '{first}' and '{second}' both stand for number 2 of 'model.layers.0.mlp.experts.down_proj'"
+    with pytest.raises(CheckpointError, match=named):
+        load(tmp_path)
+
+
 def test_an_expert_of_another_shape_is_an_error(tmp_path):
     save(tmp_path, "qwen3_moe", num_experts=4)
     rewrite(tmp_path, lambda tensors: tensors | {THIRD: torch.zeros(3, 5)})

@@ -12,6 +12,7 @@ from zlib import crc32
 
 import numpy as np
 
+from mllm_compile.runtime.media.request import RequestMedia
 from mllm_compile.runtime.sampling.params import SamplingParams
 from mllm_compile.runtime.schedule.config import SchedulerConfig
 from mllm_compile.runtime.schedule.pace import load_of
@@ -50,6 +51,11 @@ def make_config(**changes: object) -> SchedulerConfig:
     return SchedulerConfig(**({**values, "page_size": 4, "num_pages": 33} | changes))
 
 
+def _known_tokens(request: Request) -> list[int]:
+    """The prompt by what its keys and values depend on: of a token that takes a feature, its image and place in it."""
+    return request.prompt_token_ids if request.media is None else [key & _MASK for key in request.media.keys.tolist()]
+
+
 def _kv(previous: int, token: int) -> int:
     return (previous * 1_000_003 + token * 7_919 + 12_345) & _MASK
 
@@ -65,7 +71,7 @@ def _next_token(kv_sum: int) -> int:
 def answer(request: Request, max_new_tokens: int) -> tuple[list[int], str, int | None]:
     """What the request gets when it runs alone: output tokens, finish reason, stop reason."""
     kv, kv_sum, params = _start(request.cache_salt), 0, request.params
-    for token in request.prompt_token_ids:
+    for token in _known_tokens(request):
         kv = _kv(kv, token)
         kv_sum += kv
     output: list[int] = []
@@ -95,10 +101,13 @@ class FakeDevice:
         # The state after a row's last token, which is what the KV of that token is; rows of snapshots behind.
         self.has_states = config.num_snapshots > 0
         self.states = [-2] * (num_rows + config.num_snapshots)
+        self.owners: dict[int, Request] = {}  # whose sampling parameters a row has
 
     def run(self, batch: ScheduledBatch) -> np.ndarray:
         """The sampled tokens; rows that are not sampled hold -1, so that taking one in is noticed."""
-        assert set(batch.page_rows.tolist()) <= set(batch.rows.tolist()), "page writes concern rows of the batch"
+        self.owners |= {request.row: request for request in batch.admitted}
+        rows = {*batch.rows.tolist(), *(request.row for request in batch.admitted)}
+        assert set(batch.page_rows.tolist()) <= rows, "page writes concern rows of the batch"
         if batch.num_decodes == batch.num_requests:
             self._check_new_pages(batch)
         self.page_table[batch.page_rows, batch.page_positions] = batch.page_ids
@@ -108,11 +117,16 @@ class FakeDevice:
         for i, (request, row, prefix_len, num_new) in enumerate(
             zip(batch.requests, batch.rows.tolist(), batch.prefix_lens.tolist(), batch.num_new.tolist(), strict=True)
         ):
+            assert self.owners[row] is request, "a row has another's parameters"
             if i < batch.num_decodes:
                 tokens = [self.last_tokens[row]]
             else:
                 tokens = batch.prefill_token_ids[taken : taken + num_new].tolist()
                 taken += num_new
+            if i >= batch.num_decodes and request.media is not None:
+                _check_images(request.media, prefix_len + num_new)
+                known = _known_tokens(request)[prefix_len:]
+                tokens = [*known, *tokens[len(known) :]][:num_new]
             kv_sum = self._compute(row, prefix_len, tokens, _start(request.cache_salt))
             if batch.sample_mask[i]:
                 sampled[i] = self.last_tokens[row] = _next_token(kv_sum)
@@ -150,6 +164,11 @@ class FakeDevice:
             kv_sum += kv
         self.states[row] = kv
         return kv_sum
+
+
+def _check_images(media: RequestMedia, end: int) -> None:
+    if media.sees_ahead:
+        assert not any(image.start < end < image.end for image in media.images), "a chunk has all of an image"
 
 
 def linear_ms(
@@ -209,6 +228,14 @@ class Simulation:
             batch, _ = self.in_flight[0]
             self.scheduler.step_took(batch, self.ms_of(batch) / 1e3)
         return self.scheduler.update(*self.in_flight.popleft()).finished
+
+    def lose(self) -> None:
+        """What an engine does where a step cannot be launched."""
+        batch = self.scheduler.schedule()
+        while self.in_flight:
+            self.collect()
+        if batch is not None:
+            self.scheduler.fail(batch)
 
     def step(self) -> ScheduledBatch | None:
         """What an engine's loop does once."""

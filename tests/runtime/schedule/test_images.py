@@ -2,44 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 
 from mllm_compile.runtime.errors import RequestError
-from mllm_compile.runtime.media.grids import GridTower
-from mllm_compile.runtime.media.request import RequestMedia
-from mllm_compile.runtime.media.tower import Grid
 from mllm_compile.runtime.schedule.request import Request
 from mllm_compile.runtime.schedule.scheduler import Scheduler
-from tests.runtime.schedule.scheduler_simulation import FREE, make_config, make_request
-
-TOKEN = 90
-TOWER = GridTower(
-    merge=1, patch_width=1, feature_width=8, window=0, table_side=0, align_corners=False, image_token_id=TOKEN
-)
-
-
-AHEAD = replace(TOWER, sees_ahead=True)
-
-
-def request_of(name: str, *parts: int | tuple[int, bytes], tower: GridTower = TOWER) -> Request:
-    """Parts are lengths of texts, or the number of an image's features and its digest's first letter."""
-    ids: list[int] = []
-    items = []
-    for part in parts:
-        if isinstance(part, int):
-            ids += [3] * part
-            continue
-        count, letter = part
-        grid: Grid = (1, 1, count)
-        tensors = {"pixel_values": np.zeros((count, 1)), "image_grid_thw": np.array([grid])}
-        items.append((len(ids), count, letter * 32, tensors))
-        ids += [TOKEN] * count
-    request = make_request(name, ids, max_tokens=2, **FREE)
-    request.media = RequestMedia.of(tower, ids, np.array(ids) == TOKEN, items)
-    return request
+from tests.runtime.schedule.image_cases import AHEAD, request_of
+from tests.runtime.schedule.scheduler_simulation import FREE, Simulation, linear_ms, make_config, make_request
 
 
 def chunks(scheduler: Scheduler, *requests: Request) -> list[list[int]]:
@@ -131,6 +101,35 @@ def test_images_that_see_ahead_wait_for_room_beside_decodes() -> None:
     assert all(length in (1, 2, 13, 14, 15) for step in steps for length in step)
 
 
+def test_an_image_that_takes_most_of_a_step_is_not_put_off_for_shorter_prompts() -> None:
+    """Half of a step is for those, and they may come for ever."""
+    scheduler = Scheduler(make_config(max_num_batched_tokens=16, enable_prefix_cache=False))
+    first = request_of("first", (12, b"a"), 9, tower=AHEAD)
+    scheduler.add(first)
+    for number in range(4):
+        scheduler.add(make_request(f"shorter {number}", [3] * 6, max_tokens=1))
+    batch = scheduler.schedule()
+    assert batch is not None and batch.requests[0] is first
+    assert batch.num_new[0] >= 12
+
+
+def test_where_steps_are_bounded_by_time_an_image_that_sees_ahead_waits_for_room_too() -> None:
+    simulation = Simulation(make_config(max_num_batched_tokens=16, max_step_ms=5.0), ms_of=linear_ms)
+    for number in range(3):  # what steps take is learnt
+        simulation.add(make_request(f"taught {number}", [3 + number] * 9, max_tokens=4, **FREE))
+        simulation.run()
+    decodes = simulation.add(make_request("decodes", [3, 4], max_tokens=9, **FREE))
+    simulation.step()
+    # The decode and the text leave 11 tokens.
+    text = make_request("text", [9] * 4, max_tokens=1)
+    image = request_of("image", (12, b"a"), 2, tower=AHEAD)
+    simulation.scheduler.add(text)
+    simulation.scheduler.add(image)
+    steps = [simulation.scheduler.schedule() for _ in range(2)]
+    assert [step.requests for step in steps if step is not None] == [[decodes, text], [decodes, image]]
+    assert steps[1] is not None and steps[1].num_new.tolist() == [1, 14]
+
+
 def test_an_image_that_sees_ahead_and_may_never_find_room_is_refused() -> None:
     scheduler = Scheduler(make_config(max_num_batched_tokens=16))
     with pytest.raises(RequestError, match=r"an image has 14 tokens, .* step has room for 13"):
@@ -144,3 +143,20 @@ def test_a_hit_within_an_image_that_sees_ahead_leaves_the_rest_of_it_to_one_chun
     again = request_of("again", 1, (13, b"a"), 4, tower=AHEAD)
     assert chunks(scheduler, again) == [[6]]
     assert again.num_cached_tokens == 12
+
+
+def test_a_request_that_only_got_its_row_in_a_lost_step_is_admitted_anew() -> None:
+    """What a step brings to a row, its parameters and a cached prefix's state, is lost with it."""
+    scheduler = Scheduler(make_config(max_num_batched_tokens=16, page_size=4, num_snapshots=4))
+    waits = request_of("waits", 9, (8, b"b"), 3)
+    assert chunks(scheduler, request_of("first", 9, (8, b"b"), 1)) == [[16], [2]]
+    busy = request_of("busy", (14, b"a"), 1)
+    scheduler.add(busy)
+    scheduler.add(waits)
+    lost = scheduler.schedule()
+    assert lost is not None and lost.requests == [busy] and lost.admitted == [busy, waits]
+    assert lost.state_restores[:, 1].tolist() == [waits.row]
+    assert scheduler.fail(lost) == [busy]
+    again = scheduler.schedule()
+    assert again is not None and again.admitted == [waits]
+    assert again.state_restores[:, 1].tolist() == [waits.row]

@@ -14,6 +14,8 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from mllm_compile.runtime.errors import RequestError
+from mllm_compile.runtime.media.grids import GridTower
+from tests.runtime.schedule.image_cases import AHEAD, TOWER, Part, request_of
 from tests.runtime.schedule.scheduler_simulation import (
     STOP,
     VOCAB,
@@ -30,17 +32,19 @@ FULL = settings(SAMPLE, max_examples=10_000)
 
 @dataclass(frozen=True)
 class History:
-    """A scheduler's limits, how far it runs ahead, what happens to it, and the seed of all choices in that."""
+    """A scheduler's limits, how far it runs ahead, what happens to it, the seed of all choices in that, and the tower
+    of half of the prompts."""
 
     limits: dict[str, Any]
     steps_ahead: int
     events: list[str]
     seed: int
+    tower: GridTower | None = None
 
 
 # `plan` and `collect` alone vary how far the host runs ahead.
 _EVENT = st.sampled_from(
-    ["add"] * 10 + ["step"] * 12 + ["plan", "collect", "collect", "abort", "finish", "finish", "fail", "flush"]
+    ["add"] * 10 + ["step"] * 12 + ["plan", "collect", "collect", "abort", "finish", "finish", "fail", "lose", "flush"]
 )
 
 
@@ -60,40 +64,57 @@ def histories(draw: st.DrawFn) -> History:
         "max_step_ms": draw(st.sampled_from(["none", "tenfold", 0.01, 3.5, 4.0])),
         "step_sizes": draw(st.sampled_from([(), (2, 4, 8, 16)])),
     }
-    if limits["enable_prefix_cache"]:
+    tower = draw(st.sampled_from([None, None, TOWER, AHEAD]))
+    if limits["enable_prefix_cache"] and tower is not AHEAD:  # which no model with states has
         limits["num_snapshots"] = draw(st.sampled_from([0, 0, 1, 2, 5, 20]))
     events = draw(st.lists(_EVENT, min_size=20, max_size=80))
-    return History(limits, draw(st.integers(0, 2)), events, draw(st.integers(0, 2**32 - 1)))
+    return History(limits, draw(st.integers(0, 2)), events, draw(st.integers(0, 2**32 - 1)), tower)
 
 
-def _add(simulation: Simulation, choose: Random) -> None:
+def _parts(choose: Random, length: int) -> list[Part]:
+    """A prompt of texts and of two images again and again."""
+    parts: list[Part] = []
+    while length > 0:
+        text = min(length, choose.randint(1, 6))
+        features = min(length - text, choose.choice([0, 3, 9, 14]))
+        parts += [text, (features, choose.choice([b"a", b"b"]))] if features else [text]
+        length -= text + features
+    return parts
+
+
+def _add(simulation: Simulation, choose: Random, tower: GridTower | None) -> None:
     """A prompt from a family of few, so that prefixes are shared; every kind of ending."""
     config = simulation.config
     family, length = choose.randrange(3), choose.randint(1, config.max_model_len * 2 // 3)
     prompt = [(family * 5 + i * i) % VOCAB for i in range(length)]
     if choose.random() < 0.3:
         prompt[choose.randrange(length)] = choose.randrange(VOCAB)
-    request = make_request(
-        f"r{len(simulation.requests)}",
-        prompt,
-        priority=choose.choice([0, 0, 0, 1]),
-        salt=choose.choice([(), (), (), ("other",)]),
-        max_tokens=choose.choice([None, choose.randint(1, 5), choose.randint(5, 40)]),
-        ignore_eos=choose.random() < 0.5,
-        stop_token_ids=[STOP] if choose.random() < 0.3 else None,
-        prompt_logprobs=0 if choose.random() < 0.1 else None,
-    )
+    name = f"r{len(simulation.requests)}"
+    params = {
+        "priority": choose.choice([0, 0, 0, 1]),
+        "salt": choose.choice([(), (), (), ("other",)]),
+        "max_tokens": choose.choice([None, choose.randint(1, 5), choose.randint(5, 40)]),
+        "ignore_eos": choose.random() < 0.5,
+        "stop_token_ids": [STOP] if choose.random() < 0.3 else None,
+        "prompt_logprobs": 0 if choose.random() < 0.1 else None,
+    }
+    if tower is not None and choose.random() < 0.5:
+        request = request_of(name, *_parts(choose, length), tower=tower, **params)
+    else:
+        request = make_request(name, prompt, **params)
     try:
         simulation.add(request)
-    except RequestError:
+    except RequestError as error:
+        if request.media is not None and "an image has" in str(error):
+            return
         longest = min(length + (request.params.max_tokens or 1), config.max_model_len)
         assert length >= config.max_model_len or longest > config.max_tokens_per_request
 
 
-def _happen(simulation: Simulation, event: str, choose: Random) -> None:
+def _happen(simulation: Simulation, event: str, choose: Random, tower: GridTower | None) -> None:
     live = [request for request in simulation.requests if not request.is_finished]
     if event == "add":
-        _add(simulation, choose)
+        _add(simulation, choose, tower)
     elif event == "step":
         simulation.step()
     elif event == "plan" and len(simulation.in_flight) < 3:
@@ -106,6 +127,8 @@ def _happen(simulation: Simulation, event: str, choose: Random) -> None:
         assert simulation.scheduler.finish(choose.choice(live), "stop", "outside")
     elif event == "fail" and simulation.in_flight and choose.random() < 0.2:
         simulation.scheduler.fail(simulation.in_flight.popleft()[0])
+    elif event == "lose" and choose.random() < 0.3:
+        simulation.lose()
     elif event == "flush":
         simulation.scheduler.flush_prefix_cache()
 
@@ -120,7 +143,7 @@ def _check(history: History) -> Simulation:
     )
     simulation.scheduler.pages._long = clock.choice([1, 3, 512])  # pages from which on they are to follow each other
     for event in history.events:
-        _happen(simulation, event, choose)
+        _happen(simulation, event, choose, history.tower)
         check_pages(simulation.scheduler.pages)
     # Generous, but finite: one token of one request a step, all of it recomputed at every step of every other request.
     simulation.run(max_steps=200 * (1 + len(simulation.requests)))
