@@ -45,8 +45,9 @@ demo: $(INSTALLED)
 	$(BIN)/python examples/tiny_models/vision_answers.py configs/tiny_vision.yaml
 
 # A process that a test ends is not started anew: xdist 3.8 then waits for ever for what it had been given (loadfile).
+# Files in their own order: xdist's puts those of few tests last, among them whole compiles, and a process idles then.
 test: $(INSTALLED)
-	$(BIN)/python -m pytest -m 'not slow' -n $(WORKERS) --dist loadfile --max-worker-restart 0
+	$(BIN)/python -m pytest -m 'not slow' -n $(WORKERS) --dist loadfile --no-loadscope-reorder --max-worker-restart 0
 
 test-all: $(INSTALLED)
 	$(BIN)/python -m pytest

@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 import random
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import cache
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
+
+import pytest
 
 T = TypeVar("T")
 VARIABLE = "MLLM_TEST_SEED"
@@ -31,6 +33,16 @@ def seed() -> int:
 def sample_of(everything: Sequence[T], count: int) -> list[T]:
     """`count` of them, or all where there are fewer."""
     return random.Random(seed()).sample(everything, min(count, len(everything)))
+
+
+def slow_but_a_sample(everything: Iterable[Any], count: int) -> list[Any]:
+    """All of them for `pytest.mark.parametrize`, slow but for `count`; a tuple is the values of several arguments."""
+    listed = list(everything)
+    taken = sample_of(range(len(listed)), count)
+    return [
+        pytest.param(*(one if isinstance(one, tuple) else (one,)), marks=[] if index in taken else [pytest.mark.slow])
+        for index, one in enumerate(listed)
+    ]
 
 
 def how_to_repeat() -> str:

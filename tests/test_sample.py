@@ -52,3 +52,11 @@ def test_without_git_there_is_a_sample_too(monkeypatch, error):
 
 def test_of_fewer_all_are_taken():
     assert sorted(sample.sample_of([1, 2], 3)) == [1, 2]
+
+
+def test_all_of_a_list_are_parameters_and_all_but_a_sample_are_slow(monkeypatch):
+    answer(monkeypatch, "0123abcd\n")
+    parameters = sample.slow_but_a_sample([("a", 1), "b", ("c", 3), "d", "e"], 2)
+    assert [one.values for one in parameters] == [("a", 1), ("b",), ("c", 3), ("d",), ("e",)]
+    assert sorted(len(one.marks) for one in parameters) == [0, 0, 1, 1, 1]
+    assert {mark.name for one in parameters for mark in one.marks} == {"slow"}

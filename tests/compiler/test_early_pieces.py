@@ -20,6 +20,7 @@ from mllm_compile.inductor.workers import PieceWorkers
 from mllm_compile.kernels.cuda import KernelCompiler
 from tests.model.tiny_configs import save_tiny_model
 from tests.model.tiny_configs import tiny_config as shape_of
+from tests.sample import slow_but_a_sample
 from tests.store.test_artifact import Recorder
 
 DEPTH = 8
@@ -84,15 +85,16 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> EngineConfig:
     return config_of(tmp_path_factory.mktemp("qwen3"))
 
 
-@pytest.fixture
-def expected(config: EngineConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, bytes]:
+@pytest.fixture(scope="module")
+def expected(config: EngineConfig, tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
     """The files that come of a compile with no early pieces."""
-    with monkeypatch.context() as patch:
+    folder = tmp_path_factory.mktemp("expected") / "build"
+    with pytest.MonkeyPatch.context() as patch:
         patch.setattr(early_pieces, "_MIN_LAYERS", DEPTH + 1)
-        early, stages = build_pieces(tmp_path / "expected", config, FakeWorkers())
+        early, stages = build_pieces(folder, config, FakeWorkers())
     assert early == {}
     assert "trace 2 layers" not in stages
-    return contents(tmp_path / "expected")
+    return contents(folder)
 
 
 def test_pieces_of_two_layers_are_all_that_a_deep_model_has(tmp_path, config, expected):
@@ -174,7 +176,8 @@ def test_a_shallow_model_is_left_alone(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("model_type", "num_missed"), [("gemma3_text", 1), ("qwen3_moe", 0), ("gpt2", 0), ("llama", 0)]
+    ("model_type", "num_missed"),
+    slow_but_a_sample([("gemma3_text", 1), ("qwen3_moe", 0), ("gpt2", 0), ("llama", 0)], 2),
 )
 def test_other_architectures_have_early_pieces_too(tmp_path, model_type, num_missed):
     """Missed is what lies between the second kind of layer and the first, where kinds alternate."""

@@ -36,6 +36,20 @@ def checkpoints(tmp_path_factory) -> tuple[Path, Path]:
     return first, second
 
 
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory, checkpoints) -> Path:
+    """A cache with their runtime, compiled from the first."""
+    folder: Path = tmp_path_factory.mktemp("compiled")
+    load_or_compile(config_of(folder, checkpoints[0]))
+    return folder
+
+
+@pytest.fixture
+def cache(compiled, tmp_path) -> Path:
+    """A copy of it: a test may compile more beside it."""
+    return Path(shutil.copytree(compiled, tmp_path / "cache"))
+
+
 def change(folder: Path) -> None:
     path = folder / "model.safetensors"
     tensors = load_file(path)
@@ -53,8 +67,8 @@ def tokens(source) -> list[int]:
         return engine.generate(PROMPT, GREEDY)[0].token_ids
 
 
-def test_each_packed_runtime_holds_its_own_checkpoint(tmp_path, checkpoints):
-    first, second = (config_of(tmp_path, model) for model in checkpoints)
+def test_each_packed_runtime_holds_its_own_checkpoint(cache, checkpoints):
+    first, second = (config_of(cache, model) for model in checkpoints)
     expected = [tokens(first), tokens(second)]
     assert expected[0] != expected[1]
     packed = [load_or_compile(config, None, PACKED) for config in (first, second)]
@@ -67,23 +81,23 @@ def test_each_packed_runtime_holds_its_own_checkpoint(tmp_path, checkpoints):
         assert load_or_compile(config).folder == runtime.folder
 
 
-def test_a_checkpoint_that_is_written_anew_is_packed_anew(tmp_path, checkpoints):
+def test_a_checkpoint_that_is_written_anew_is_packed_anew(tmp_path, cache, checkpoints):
     model = tmp_path / "model"
     shutil.copytree(checkpoints[0], model)
-    config, options = config_of(tmp_path / "cache", model), CompileOptions(tmp_path / "out", pack_weights=True)
+    config, options = config_of(cache, model), CompileOptions(tmp_path / "out", pack_weights=True)
     before = tokens(load_or_compile(config, None, options).folder)
     assert load_or_compile(config, None, options).was_cached
     change(model)
     os.utime(model / "model.safetensors", ns=(1, 1))
     runtime = load_or_compile(config, None, options)
     assert not runtime.was_cached
-    assert tokens(runtime.folder) == tokens(config_of(tmp_path / "cache", checkpoints[1])) != before
+    assert tokens(runtime.folder) == tokens(config_of(cache, checkpoints[1])) != before
 
 
-def test_a_folder_that_was_asked_for_serves_what_it_was_asked_for_last(tmp_path, checkpoints):
+def test_a_folder_that_was_asked_for_serves_what_it_was_asked_for_last(tmp_path, cache, checkpoints):
     options = CompileOptions(tmp_path / "out")
-    first = config_of(tmp_path / "cache", checkpoints[0])
-    second = config_of(tmp_path / "cache", checkpoints[1], runtime={"max_model_len": 64, "seed": 5})
+    first = config_of(cache, checkpoints[0])
+    second = config_of(cache, checkpoints[1], runtime={"max_model_len": 64, "seed": 5})
     load_or_compile(first, None, options)
     found = load_or_compile(second, None, options)
     assert found.was_cached and found.serves_same
@@ -92,17 +106,17 @@ def test_a_folder_that_was_asked_for_serves_what_it_was_asked_for_last(tmp_path,
         assert engine.generate(PROMPT, GREEDY)[0].token_ids == tokens(second)
 
 
-def test_a_folder_of_the_cache_serves_as_it_was_compiled_and_a_hit_says_so(tmp_path, checkpoints):
-    first, second = (config_of(tmp_path, model) for model in checkpoints)
+def test_a_folder_of_the_cache_serves_as_it_was_compiled_and_a_hit_says_so(compiled, checkpoints):
+    first, second = (config_of(compiled, model) for model in checkpoints)
     made, found = load_or_compile(first), load_or_compile(second)
     assert found.was_cached and found.folder == made.folder
     assert made.serves_same and not found.serves_same
     assert tokens(found.folder) == tokens(first)
 
 
-def test_data_is_verified_of_the_checkpoint_whose_data_is_remembered(tmp_path, checkpoints):
+def test_data_is_verified_of_the_checkpoint_whose_data_is_remembered(tmp_path, cache, checkpoints):
     verify = CompileOptions(verify_weights=True)
-    first, second = (config_of(tmp_path, model) for model in checkpoints)
+    first, second = (config_of(cache, model) for model in checkpoints)
     said = rf"{re.escape(str(checkpoints[1]))}: its data is not that of .*first, which .* remembers"
     for _ in range(2):
         load_or_compile(first, None, verify)

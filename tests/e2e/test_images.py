@@ -1,7 +1,7 @@
 """The whole way of prompts with images, for every protocol of towers: Transformers' tokens, from its own forward with
 pixel_values in float32, whatever else is in the batch and however prompts are cut, kept or computed again.
 
-Each test of `served` is a case, and each model of MODELS goes through all of them; some take minutes and are slow.
+Each test of `served` is a case, and each model of MODELS goes through all of them: in `make test` one of each protocol.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from mllm_compile.process.timeline import Timeline
 from mllm_compile.runtime.media.request import RequestMedia
 from mllm_compile.store.artifact import WEIGHTS
 from tests.fakes import all_pages_are_back
+from tests.sample import slow_but_a_sample
 from tests.tiny_model import engine_of_pages
 from tests.tiny_vision import (
     CROP_MODELS,
@@ -55,8 +56,6 @@ GREEDY = SamplingParams(temperature=0, max_tokens=MAX_TOKENS, ignore_eos=True)
 TEXT = [3, 4, 5, 6, 7]
 GROUPS = (VISION_MODELS, PACKED_MODELS, PLACED_MODELS, CROP_MODELS, PICTURE_MODELS)  # a protocol each
 MODELS = tuple(name for group in GROUPS for name in group)
-# Each unlike the others.
-IN_EVERY_RUN = ("qwen2_5_vl", "qwen3_vl", "gemma4", "idefics3", "mistral3", "llava_onevision")
 WITH_VIDEOS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "glm4v", "llava_onevision")
 # The sizes of images where they may have some, by kind of tower: small, wide, small, large and large. Patches, rows and
 # columns of features, or pixels.
@@ -123,7 +122,7 @@ class Served:
 
 @pytest.fixture(
     scope="module",
-    params=[pytest.param(name, marks=[] if name in IN_EVERY_RUN else pytest.mark.slow) for name in MODELS],
+    params=[name for group in GROUPS for name in slow_but_a_sample(group, 1)],
 )
 def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Served:
     folder, prompts = tmp_path_factory.mktemp(request.param), Prompts(request.param)
@@ -141,11 +140,9 @@ def test_every_protocol_has_models_among_these() -> None:
     from mllm_compile.runtime.media.every import TOWERS
 
     assert len(PROTOCOLS) == len(TOWERS) == len(GROUPS)
-    assert set(IN_EVERY_RUN) | set(WITH_VIDEOS) <= set(MODELS)
+    assert set(WITH_VIDEOS) <= set(MODELS)
     page = Path(__file__).parents[2].joinpath("docs", "images.md").read_text()
     assert not [name for name in MODELS if f"`{name}`" not in page]
-    for group in GROUPS:
-        assert set(IN_EVERY_RUN) & set(group), "one of each protocol runs in every run"
 
 
 def test_answers_are_those_of_transformers_in_one_batch_and_alone(served: Served) -> None:

@@ -26,6 +26,7 @@ from mllm_compile.runtime.attention.latent.expanded import ExpandedPrompts
 from mllm_compile.runtime.attention.layer import LayerSpec
 from mllm_compile.runtime.attention.torch_backend import TorchAttnBackend
 from tests.model.tiny_configs import FIRST_SPECIAL_TOKEN, save_tiny_model, tiny_config
+from tests.sample import slow_but_a_sample
 from tests.tiny_model import engine_of_pages
 
 PROMPT_LENGTHS = (1, 2, 7, 23, 40)
@@ -79,7 +80,7 @@ def serve(name: str, folder: Path) -> Served:
 
 
 # minicpm3: no experts, and a rotation of another spelling; kimi_linear: beside layers with a state, without rotation.
-@pytest.fixture(scope="module", params=["deepseek_v3", "minicpm3", "kimi_linear"])
+@pytest.fixture(scope="module", params=slow_but_a_sample(["deepseek_v3", "minicpm3", "kimi_linear"], 2))
 def served(request, tmp_path_factory) -> Served:
     return serve(request.param, tmp_path_factory.mktemp(request.param))
 

@@ -21,6 +21,7 @@ from mllm_compile.compiler.load_or_compile import load_or_compile
 from mllm_compile.config.schema import EngineConfig
 from mllm_compile.errors import UnsupportedModelError
 from tests.model.tiny_configs import FIRST_SPECIAL_TOKEN, save_tiny_model, tiny_config
+from tests.sample import slow_but_a_sample
 from tests.tiny_model import engine_of_pages
 
 PROMPT_LENGTHS = (1, 2, 3, 4, 7, 16, 23, 40)
@@ -70,7 +71,7 @@ class Served:
         return generated[0, len(prompt) :].tolist()
 
 
-@pytest.fixture(scope="module", params=ARCHITECTURES)
+@pytest.fixture(scope="module", params=slow_but_a_sample(ARCHITECTURES, 2))
 def served(request, tmp_path_factory) -> Served:
     folder = tmp_path_factory.mktemp(request.param)
     model = save_tiny_model(tiny_config(request.param, eos_token_id=None, bos_token_id=None), folder / "model")

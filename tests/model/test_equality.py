@@ -17,6 +17,7 @@ from mllm_compile.compiler.load_or_compile import load_or_compile
 from mllm_compile.config.schema import EngineConfig
 from mllm_compile.runtime.attention.layer import LayerSpec
 from tests.model.tiny_configs import FIRST_SPECIAL_TOKEN, WINDOW, save_tiny_model, tiny_config
+from tests.sample import slow_but_a_sample
 
 PROMPT_LENGTHS = (1, 2, 7, 23, 40)
 MAX_TOKENS = 16
@@ -93,7 +94,7 @@ class Served:
         return self.model(torch.tensor([tokens]), use_cache=False).logits[0].log_softmax(-1)
 
 
-@pytest.fixture(scope="module", params=ARCHITECTURES)
+@pytest.fixture(scope="module", params=slow_but_a_sample(ARCHITECTURES, 3))
 def served(request, tmp_path_factory):
     changes, windows, soft_cap = ARCHITECTURES[request.param]
     folder = tmp_path_factory.mktemp(request.param)

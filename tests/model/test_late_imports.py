@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
+from collections.abc import Callable, Iterator
 
 import pytest
+
+from tests.fresh_process import fresh_process
 
 FAKES = {
     "sklearn/__init__.py": "__version__ = '1.0'",
@@ -19,22 +18,18 @@ LATE = "from mllm_compile.model.late_imports import import_modeling_code as load
 PLAIN = "import transformers.modeling_utils"
 
 
-@pytest.fixture
-def run(tmp_path):
-    """Runs Python where both packages seem to be installed; its output."""
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., str]]:
+    """Runs Python where both packages seem to be installed, and modelling code was not imported; its output."""
+    packages = tmp_path_factory.mktemp("packages")
     for name, text in FAKES.items():
-        path = tmp_path / name
+        path = packages / name
         path.parent.mkdir(exist_ok=True)
         path.write_text(text)
-
-    def run(*lines: str) -> str:
-        paths = os.pathsep.join([str(tmp_path), str(Path(__file__).parents[2])])
-        command = [sys.executable, "-c", "\n".join(lines)]
-        done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": paths})
-        assert done.returncode == 0, done.stderr
-        return done.stdout.strip()
-
-    return run
+    # What modelling code imports of torch takes longer than that code.
+    imports = "import torch._dynamo, torch.distributed.tensor, transformers"
+    with fresh_process(imports, {"PYTHONPATH": str(packages)}) as process:
+        yield lambda *lines: process.run("\n".join(lines)).strip()
 
 
 IMPORTED = "import sys; print(sorted({'sklearn.metrics', 'scipy.optimize'} & set(sys.modules)))"

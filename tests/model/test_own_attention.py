@@ -14,6 +14,7 @@ from mllm_compile.model.own_attention.find import KNOWS_ITS_MASK
 from mllm_compile.model.trace import Trace, trace_model
 from mllm_compile.passes.match.nodes import is_attention
 from tests.model.tiny_configs import WINDOW, save_tiny_model, tiny_config
+from tests.sample import slow_but_a_sample
 
 
 def traced(architecture: str, dtype: torch.dtype = torch.float32, **changes: object) -> Trace:
@@ -35,7 +36,7 @@ def traced(architecture: str, dtype: torch.dtype = torch.float32, **changes: obj
         ("falcon", {"new_decoder_architecture": False, "multi_query": True}, 1, 0.25, [-1] * 4, False),
     ],
 )
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", slow_but_a_sample([torch.float32, torch.bfloat16], 1))
 def test_attention_is_found_as_the_model_has_it(architecture, changes, kv_heads, scale, windows, knows_its_mask, dtype):
     attentions = [
         node for node in traced(architecture, dtype, **changes).graph_module.graph.nodes if is_attention(node)
@@ -58,7 +59,8 @@ def test_the_attention_interface_is_as_it_was_after_a_trace_with_masks_of_zero()
 
 
 @pytest.mark.parametrize(
-    ("architecture", "dtype"), [("bloom", torch.float32), ("bloom", torch.bfloat16), ("mpt", torch.float32)]
+    ("architecture", "dtype"),
+    slow_but_a_sample([("bloom", torch.float32), ("bloom", torch.bfloat16), ("mpt", torch.float32)], 1),
 )
 def test_a_bias_by_distance_is_the_heads_slopes(architecture, dtype):
     """bloom's is made of ones, mpt's is a part of a table, added to scores of which masks are taken for granted."""

@@ -15,6 +15,7 @@ from mllm_compile.model.positions_hook import position_offset, reading_positions
 from mllm_compile.model.trace import trace_model
 from mllm_compile.passes.match.nodes import is_op
 from tests.model.tiny_configs import FIRST_SPECIAL_TOKEN, save_tiny_model, tiny_config
+from tests.sample import slow_but_a_sample
 
 MAX_TOKENS = 12
 PADDING = FIRST_SPECIAL_TOKEN
@@ -43,7 +44,7 @@ def greedy(model: Any, prompt: list[int]) -> list[int]:
 
 
 # bart ignores position_ids, roberta counts from behind its padding token, pegasus has sinusoids, opt reads ours.
-@pytest.mark.parametrize("architecture", ["bart", "roberta", "pegasus", "opt"])
+@pytest.mark.parametrize("architecture", slow_but_a_sample(["bart", "roberta", "pegasus", "opt"], 2))
 def test_a_mixed_batch_has_the_tokens_of_transformers_compiled_or_not(architecture, tmp_path):
     tokens = {"eos_token_id": None, "bos_token_id": None, "decoder_start_token_id": None}
     model = save_tiny_model(tiny_config(architecture, pad_token_id=PADDING, **tokens), tmp_path / "model")

@@ -17,7 +17,7 @@ from tests.model.models_record import Record, SeenOnGpu
 from tests.model.served_logits import TOLERANCE, compare_served_logits
 from tests.model.survey import DENSE, OF_EXPERTS, Outcome, Trier, every_job, job, survey
 from tests.model.tiny_configs import causal_lm_types, save_tiny_model, tiny_config
-from tests.sample import how_to_repeat, sample_of
+from tests.sample import how_to_repeat, sample_of, slow_but_a_sample
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "models.md").read_text(encoding="utf-8")
@@ -73,7 +73,7 @@ def assert_page_says(outcomes: Sequence[Outcome], is_whole: bool = False) -> Non
     assert not found, f"docs/models.md differs from what is seen; {REMEDY}\n{found}\n{how_to_repeat()}"
 
 
-@pytest.mark.parametrize("architecture", SERVED)
+@pytest.mark.parametrize("architecture", slow_but_a_sample(SERVED, 5))
 def test_an_architecture_is_served_as_transformers_computes_it(trier, architecture):
     outcome = trier.attempt(job(architecture, "eager"))
     assert (outcome.status, outcome.remark) == ("served", SERVED[architecture])

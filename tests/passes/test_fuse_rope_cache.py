@@ -23,6 +23,7 @@ from mllm_compile.passes.pack_projections import PackProjections
 from mllm_compile.runtime.program.spec import AttentionStep, PieceStep, Program
 from tests.model.tiny_configs import save_tiny_model
 from tests.model.tiny_configs import tiny_config as shape_of
+from tests.sample import slow_but_a_sample
 from tests.tiny_model import Reference, tiny_config
 
 
@@ -43,7 +44,7 @@ def layers_fused(program: Program) -> list[str]:
 
 # Heads are normed ahead of their transposition, or behind it by 1 + the weight, or not; of phi's a part is rotated, of
 # gpt2's and nemotron_h's none.
-@pytest.mark.parametrize("model_type", ["qwen3", "gemma3_text", "phi", "gpt2", "nemotron_h"])
+@pytest.mark.parametrize("model_type", slow_but_a_sample(["qwen3", "gemma3_text", "phi", "gpt2", "nemotron_h"], 2))
 def test_every_layer_writes_its_cache_in_the_piece_before_attention(rope_on_cpu, tmp_path, model_type):
     program = compiled_program(tmp_path, model_type)  # its self-check compares the logits with Transformers'
     attentions = [step for step in program.steps if isinstance(step, AttentionStep)]

@@ -15,7 +15,7 @@ from mllm_compile.runtime.attention.flashinfer.kernels import check_supported
 from mllm_compile.runtime.attention.layer import AttentionLayer
 from tests.model.tiny_configs import FIRST_SPECIAL_TOKEN, save_tiny_model, tiny_config
 from tests.passes.support.graph_builder import GraphBuilder, apply, run, targets, text
-from tests.sample import sample_of
+from tests.sample import slow_but_a_sample
 
 TOKENS = 6
 
@@ -103,12 +103,9 @@ def padding_everywhere(monkeypatch):
 # phi: a part of each head is rotated; phi3: windows; deepseek_v3: values narrower than keys; gpt_oss: sinks; jetmoe:
 # heads that are taken together by a view.
 ARCHITECTURES = ("phi", "phi3", "deepseek_v3", "gpt_oss", "jetmoe")
-SAMPLE = sample_of(ARCHITECTURES, 1)
 
 
-@pytest.mark.parametrize(
-    "architecture", [name if name in SAMPLE else pytest.param(name, marks=pytest.mark.slow) for name in ARCHITECTURES]
-)
+@pytest.mark.parametrize("architecture", slow_but_a_sample(ARCHITECTURES, 1))
 def test_a_model_with_padded_heads_gives_the_tokens_that_it_gives_without(architecture, padding_everywhere, tmp_path):
     tokens = {"eos_token_id": None, "bos_token_id": None}
     save_tiny_model(tiny_config(architecture, **tokens), tmp_path / "model")

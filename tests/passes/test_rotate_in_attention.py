@@ -5,11 +5,12 @@ The op and attention that rotates itself are stand-ins in plain torch (conftest.
 
 from __future__ import annotations
 
+import copy
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
+from torch import fx
 
 from mllm_compile import Engine, SamplingParams
 from mllm_compile.compiler.program_builder import build_program, size_symbols
@@ -29,7 +30,7 @@ from mllm_compile.runtime.attention.hopper.shapes import rotates_heads
 from mllm_compile.runtime.attention.torch_backend import TorchAttnBackend
 from mllm_compile.runtime.program.spec import AttentionStep, PieceStep, Program
 from tests.passes.support.stand_ins import rope_and_cache
-from tests.tiny_model import Reference, tiny_config
+from tests.tiny_model import TINY, Reference, tiny_config
 
 
 @pytest.fixture
@@ -60,17 +61,23 @@ def rotating(monkeypatch) -> list[int]:
     return seen
 
 
-def rewritten(tmp_path, change_layers=lambda layers: layers):
-    config = tiny_config(tmp_path)
-    gm = trace_model(build_on_meta(Path(config.model.path), torch.float32, False), "cpu", 8192).graph_module
+@pytest.fixture(scope="module")
+def traced() -> fx.GraphModule:
+    """The tiny model's trace, of which each test rewrites a copy."""
+    return trace_model(build_on_meta(TINY, torch.float32, False), "cpu", 8192).graph_module
+
+
+def rewritten(traced, change_layers=lambda layers: layers):
+    gm = fx.GraphModule(traced, copy.deepcopy(traced.graph))
+    gm.meta |= traced.meta
     for graph_pass in (Canonicalise(), PackProjections(), LowerAttention(), FuseRopeCache()):
         gm = graph_pass(gm).gm
     gm.meta[ATTENTION_LAYERS] = change_layers(gm.meta[ATTENTION_LAYERS])
     return RotateInAttention()(gm)
 
 
-def test_attention_is_told_what_its_q_and_k_are_made_of(any_heads, tmp_path):
-    result = rewritten(tmp_path)
+def test_attention_is_told_what_its_q_and_k_are_made_of(any_heads, traced):
+    result = rewritten(traced)
     gm = SplitAtAttention()(result.gm).gm
     program = build_program(gm)
     attentions = [step for step in program.steps if isinstance(step, AttentionStep)]
@@ -86,8 +93,8 @@ def test_attention_is_told_what_its_q_and_k_are_made_of(any_heads, tmp_path):
     assert Program.from_json(program.to_json()) == program
 
 
-def test_the_slots_get_a_size_of_their_own(any_heads, tmp_path):
-    gm = rewritten(tmp_path).gm
+def test_the_slots_get_a_size_of_their_own(any_heads, traced):
+    gm = rewritten(traced).gm
     assert sorted(size_symbols(gm).values()) == ["L", "P", "S", "T"]
     size = input_node(gm, "slots").meta["val"].shape[0]
     assert str(size.node.expr) not in {str(input_node(gm, name).meta["val"].shape[0]) for name in ("input_ids", "keys")}
@@ -98,20 +105,20 @@ def test_the_slots_get_a_size_of_their_own(any_heads, tmp_path):
     [{"window_left": 63}, {"logits_soft_cap": 30.0}],
     ids=["window", "soft cap"],
 )
-def test_layers_that_no_kernel_serves_are_left_alone(any_heads, tmp_path, changes):
-    result = rewritten(tmp_path, lambda layers: [replace(layers[0], **changes), *layers[1:]])
+def test_layers_that_no_kernel_serves_are_left_alone(any_heads, traced, changes):
+    result = rewritten(traced, lambda layers: [replace(layers[0], **changes), *layers[1:]])
     told = [len(node.args) > 6 for node in result.gm.graph.nodes if is_attention_with_output(node)]
     assert told == [False] + [True] * (len(told) - 1)
 
 
-def test_sinks_are_no_obstacle(any_heads, tmp_path):
-    result = rewritten(tmp_path, lambda layers: [replace(layers[0], sinks="sinks"), *layers[1:]])
+def test_sinks_are_no_obstacle(any_heads, traced):
+    result = rewritten(traced, lambda layers: [replace(layers[0], sinks="sinks"), *layers[1:]])
     assert all(len(node.args) > 6 for node in result.gm.graph.nodes if is_attention_with_output(node))
 
 
-def test_heads_that_no_kernel_takes_are_left_alone(rope_on_cpu, monkeypatch, tmp_path):
+def test_heads_that_no_kernel_takes_are_left_alone(rope_on_cpu, monkeypatch, traced):
     monkeypatch.setattr(rotate_in_attention, "rotates_heads", lambda *heads: False)
-    gm = rewritten(tmp_path).gm
+    gm = rewritten(traced).gm
     assert all(len(node.args) == 6 for node in gm.graph.nodes if is_attention_with_output(node))
     assert "L" not in size_symbols(gm).values(), "there are as many slots as tokens"
 
@@ -131,7 +138,7 @@ def test_which_heads_kernels_take(heads, taken):
     assert rotates_heads(*heads) is taken
 
 
-def test_angles_of_another_type_are_left_alone(any_heads, tmp_path, monkeypatch):
+def test_angles_of_another_type_are_left_alone(any_heads, traced, monkeypatch):
     fused = FuseRopeCache.__call__
 
     def with_other_angles(self, gm):
@@ -142,7 +149,7 @@ def test_angles_of_another_type_are_left_alone(any_heads, tmp_path, monkeypatch)
         return result
 
     monkeypatch.setattr(FuseRopeCache, "__call__", with_other_angles)
-    assert rewritten(tmp_path).matches == 0
+    assert rewritten(traced).matches == 0
 
 
 def test_a_served_model_says_what_transformers_says(any_heads, rotating, tmp_path):

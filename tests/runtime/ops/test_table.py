@@ -2,39 +2,41 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from mllm_compile.runtime import ops
 from mllm_compile.runtime.ops import op
+from tests.fresh_process import fresh_process
 
 LOADED = "print(*(name for name in sys.modules if name.startswith('mllm_compile.runtime.ops.')))"
 
 
-def modules_after(code: str) -> set[str]:
-    done = subprocess.run(
-        [sys.executable, "-c", f"import sys, torch\nfrom mllm_compile.runtime import ops\n{code}\n{LOADED}"],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    return {name.removeprefix("mllm_compile.runtime.ops.") for name in done.stdout.split()}
+@pytest.fixture(scope="module")
+def modules_after() -> Iterator[Callable[[str], set[str]]]:
+    """The modules of ops that are there after some code, of which none is before it."""
+    with fresh_process("import torch") as process:
+
+        def modules_after(code: str) -> set[str]:
+            said = process.run(f"import sys, torch\nfrom mllm_compile.runtime import ops\n{code}\n{LOADED}")
+            return {name.removeprefix("mllm_compile.runtime.ops.") for name in said.split()}
+
+        yield modules_after
 
 
-def test_an_op_is_defined_when_it_is_asked_for():
+def test_an_op_is_defined_when_it_is_asked_for(modules_after):
     assert modules_after("assert not hasattr(torch.ops.mllm, 'gated_linear')") == set()
     assert "gated_linear.ops" in modules_after("ops.op('gated_linear')")
 
 
-def test_a_source_defines_what_it_calls_and_nothing_else():
+def test_a_source_defines_what_it_calls_and_nothing_else(modules_after):
     modules = modules_after("ops.define('torch.ops.mllm.attention_with_output(q, k, v, out, name)')")
     assert modules == {"attention"}
 
 
-def test_before_a_package_is_loaded_the_ops_are_defined_that_it_calls_by_name():
+def test_before_a_package_is_loaded_the_ops_are_defined_that_it_calls_by_name(modules_after):
     """Kernels of Triton's are in packages; attention and layers with a state lie between, the trace's ops are gone."""
     folder = Path(ops.__file__).parent
     sources = {name: (folder / f"{module.replace('.', '/')}.py").read_text() for name, module in ops.OPS.items()}
@@ -45,7 +47,7 @@ def test_before_a_package_is_loaded_the_ops_are_defined_that_it_calls_by_name():
     modules_after(f"ops.define_called(); assert all(hasattr(torch.ops.mllm, name) for name in {sorted(called)})")
 
 
-def test_an_op_that_somebody_else_has_defined_is_taken_as_it_is():
+def test_an_op_that_somebody_else_has_defined_is_taken_as_it_is(modules_after):
     """Tests stand in for ops whose modules need Triton."""
     code = (
         "library = torch.library.Library('mllm', 'FRAGMENT'); library.define('silu_mul(Tensor x) -> Tensor')\n"
