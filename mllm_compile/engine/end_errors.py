@@ -61,23 +61,19 @@ def step_failed(work: str, error: Exception) -> MllmError:
     return failure
 
 
-def no_numbers(request: Request) -> MllmError:
+def no_token(request: Request) -> MllmError:
     """The error for a request without a next token: its logits hold NaN or inf, or it forbids all tokens."""
     if request.grammar_fault is not None:
         return RequestError(f"structured_outputs: {request.grammar_fault}")
-    params = request.params
-    what = "prompt" if not request.output_token_ids else f"output after {len(request.output_token_ids)} tokens"
-    restricts = (
-        params.min_tokens > 0
-        or params.allowed_token_ids is not None
-        or params.bad_words
-        or params.structured_outputs is not None
-    )
-    forbidden = " or all its tokens were forbidden by this request's parameters" if restricts else ""
+    where = "prompt" if not request.output_token_ids else f"output after {len(request.output_token_ids)} tokens"
+    if request.forbids_all:
+        restrictions = ("allowed_token_ids", "bad_words", "min_tokens", "structured_outputs")
+        given = ", ".join(name for name in restrictions if getattr(request.params, name))
+        return RequestError(f"{given}: all tokens are forbidden at the end of the {where}. Allow more of them.")
     return MllmError(
-        f"the model's logits at the end of the {what} hold NaN or inf{forbidden}, so there is no next token. Other "
-        "requests go on. Check that the checkpoint is whole, and try model.dtype: float32: float16 overflows where "
-        "bfloat16 and float32 do not."
+        f"the model's logits at the end of the {where} hold NaN or inf, so there is no next token. Other requests go "
+        "on. Check that the checkpoint is whole, and try model.dtype: float32: float16 overflows where bfloat16 and "
+        "float32 do not."
     )
 
 

@@ -530,16 +530,15 @@ class EngineCore:
         self._uncounted = batch, result.accepted, now
 
     def _break(self, request: Request) -> None:
-        """Fails the submission of a request that the scheduler ended because its logits were no numbers.
-
-        Or none was left by its grammar, which then has a fault.
-        """
-        if request.grammar_fault is None:
+        """Fails the submission of a request that the scheduler ended because it has no next token."""
+        if request.is_broken:
             self._recorder.logits_were_no_numbers()
         sequence = self._live.get(request)
         if sequence is not None:
-            failure = end_errors.no_numbers(request)
-            logger.error("request %s: %s", request.request_id, failure)
+            failure = end_errors.no_token(request)
+            logger.log(
+                logging.ERROR if request.is_broken else logging.INFO, "request %s: %s", request.request_id, failure
+            )
             self._fail(sequence.submission, failure)
 
     def _release_siblings(self, batch: ScheduledBatch, accepted: list[int]) -> None:

@@ -34,6 +34,7 @@ MAX_BIAS = 100.0  # OpenAI's range
 _MOST_TOKENS = 2**31 - 1
 _ID_DIGITS = 10  # of the largest of them
 NO_TOKEN = -1  # in a token's place: not sampled, or its logits were no numbers
+NONE_ALLOWED = -2  # likewise: its logits were numbers, and the request's parameters or its grammar forbid all tokens
 GREEDY_TEMPERATURE = 1e-5  # below it float32 logits / temperature is an argmax in all but name
 # The smallest that float32 holds to full precision; less would be 0 where kernels flush to zero, and keep no token. The
 # most probable token is above it in any vocabulary, so all smaller top_p keep that one alone, as it does.

@@ -5,8 +5,9 @@ temperature, filters (logit_filters) and a draw that depends on the request's se
 Every operation leaves a row that does not use it bit for bit as it was, so a row's token is the same in any batch that
 gives it these logits.
 
-A row whose logits hold NaN or inf, or nothing but -inf, gets NO_TOKEN. It is found by the largest of its logits, and
-reaches the host in the token's place: nothing waits for it, and no other row's token changes.
+A row whose logits hold NaN or inf, or nothing but -inf, gets NO_TOKEN; one of whose tokens all are forbidden gets
+NONE_ALLOWED. It is found by the largest of its logits, and reaches the host in the token's place: nothing waits for it,
+and no other row's token changes.
 
 Ties: an argmax takes the lowest token id (the kernel's does; torch.argmax on CPU does, and on CUDA, as tests check).
 
@@ -23,7 +24,7 @@ import torch
 from mllm_compile.runtime.sampling.counter_rng import draw_tokens, padded_scores
 from mllm_compile.runtime.sampling.logit_filters import filter_scores
 from mllm_compile.runtime.sampling.logprobs import TokenLogprobs, token_logprobs
-from mllm_compile.runtime.sampling.params import GREEDY_TEMPERATURE, NO_TOKEN
+from mllm_compile.runtime.sampling.params import GREEDY_TEMPERATURE, NO_TOKEN, NONE_ALLOWED
 from mllm_compile.runtime.sampling.penalties import PenaltyParams, apply_penalties
 from mllm_compile.runtime.sampling.state import RowParams, SamplingFlags, SamplingState
 from mllm_compile.runtime.sampling.token_masks import TokenMask
@@ -36,7 +37,7 @@ class SamplerOutput:
     """Device tensors of one step.
 
     Attributes:
-        token_ids: [S] int64, each under V, or NO_TOKEN.
+        token_ids: [S] int64, each under V, or NO_TOKEN or NONE_ALLOWED.
         logprobs: Of token_ids and flags.max_logprobs alternatives, by the model's own distribution; None when
             flags.max_logprobs is.
     """
@@ -96,6 +97,9 @@ class Sampler:
             mask: the tokens that grammars allow; None: no row has one.
         """
         token_ids = self._choose(logits, state, rows, flags, positions, mask)
+        if flags.changes_logits or mask is not None:
+            are_forbidden = (token_ids == NO_TOKEN) & _is_finite(logits.amax(dim=-1))
+            token_ids = torch.where(are_forbidden, NONE_ALLOWED, token_ids)
         logprobs = None if flags.max_logprobs is None else token_logprobs(logits, token_ids, flags.max_logprobs)
         return SamplerOutput(token_ids=token_ids, logprobs=logprobs)
 

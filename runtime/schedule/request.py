@@ -69,6 +69,7 @@ class Request:
     first_token_time: float | None = None
     last_token_time: float | None = None
     is_broken: bool = False  # its logits were no numbers: its KV may be none either
+    forbids_all: bool = False  # its logits were numbers; its parameters, or its grammar, forbid all tokens
     grammar_fault: str | None = None  # why its grammar allows no token; the step runner says so
     stop_ids: frozenset[int] = field(init=False)  # ids that end it: stop_token_ids, and EOS unless ignored
 

@@ -72,7 +72,7 @@ class UpdateResult:
     `accepted` are the indices of the batch's rows whose token was appended to its request; all other rows' tokens are
     to be dropped (a chunk in the middle of a prompt, or a request that had ended while the step was in flight).
     `finished` are the requests that this update ended, by a stop token or by their length; `broken` those that it ended
-    because their logits were no numbers.
+    because they have no next token.
     """
 
     accepted: list[int]

@@ -22,6 +22,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
+from mllm_compile.runtime.sampling.params import NONE_ALLOWED
 from mllm_compile.runtime.schedule.batch_builder import NO_DECODES, DecodeRows, build_batch
 from mllm_compile.runtime.schedule.config import SchedulerConfig, SchedulerStats
 from mllm_compile.runtime.schedule.decodes import Decodes
@@ -242,7 +243,7 @@ class Scheduler:
 
         Args:
             token_ids: [R] integers; entries of rows that are not sampled are ignored.
-            broken_rows: rows whose logits were no numbers; their requests end with 'abort'.
+            broken_rows: rows without a next token; their requests end with 'abort'.
 
         Raises:
             RuntimeError: a batch out of order, or a wrong number of tokens.
@@ -252,7 +253,9 @@ class Scheduler:
             raise RuntimeError(
                 f"internal error: tokens of shape {token_ids.shape} for the {batch.num_requests} rows of a step"
             )
-        broken = [request for row in broken_rows if self._end_broken(request := batch.requests[row])]
+        broken = [
+            request for row in broken_rows if self._end_broken(request := batch.requests[row], int(token_ids[row]))
+        ]
         accepted: list[int] = []
         ended: list[tuple[Request, int]] = []
         now = time.monotonic()
@@ -342,13 +345,18 @@ class Scheduler:
             return False
         return True
 
-    def _end_broken(self, request: Request) -> bool:
-        """End a request whose logits were no numbers; its KV, and what it had from the cache, is not trusted.
+    def _end_broken(self, request: Request, token: int) -> bool:
+        """End a request without a next token. False: it has ended already.
 
-        Also what others published of the same prompt: it may be where they came from. False: it has ended already.
+        Where its logits were no numbers its KV, and what it had from the cache, is not trusted; also what others
+        published of the same prompt: it may be where they came from. A request that forbids all tokens costs others
+        nothing.
         """
-        request.is_broken = True
-        self.rows.forget_prefix(request)
+        if token == NONE_ALLOWED:
+            request.forbids_all = True
+        else:
+            request.is_broken = True
+            self.rows.forget_prefix(request)
         return self.finish(request, "abort")
 
     def _end(self, request: Request, reason: str, stop_reason: int | str | None) -> None:

@@ -14,7 +14,6 @@ from typing import Any, Protocol
 import numpy as np
 
 from mllm_compile.runtime.sampling.grammar import Grammar, MaskMaker, MaskWork
-from mllm_compile.runtime.sampling.params import NO_TOKEN
 from mllm_compile.runtime.sampling.token_masks import TokenMask, TokenMasks
 from mllm_compile.runtime.schedule.request import Request
 from mllm_compile.runtime.schedule.scheduled_batch import ScheduledBatch
@@ -81,7 +80,7 @@ class GrammarRows:
                 continue
             count = int(seq_lens[place]) - len(request.prompt_token_ids)
             new = self._new_tokens(request, row, count, previous, place)
-            if NO_TOKEN in new or not request.eos_token_ids.isdisjoint(new):
+            if min(new, default=0) < 0 or not request.eos_token_ids.isdisjoint(new):
                 row.is_over = True  # this step is one too many
                 continue
             row.num_taken = count
@@ -110,7 +109,7 @@ class GrammarRows:
             for index, fault in maker.fill(parts, bits).items():
                 _, request, row, _ = masked[index]
                 request.grammar_fault, row.is_over = fault, True
-                bits[index] = 0  # so it gets no token, and ends as one whose logits are none
+                bits[index] = 0  # so no token is allowed
         for index, (_, request, _, count) in enumerate(masked):
             if count < request.params.min_tokens:
                 _forbid_stops(bits[index], request)

@@ -66,7 +66,8 @@ class StepOutput:
     """The tokens of a step and their scores; see the module's header.
 
     Attributes:
-        token_ids: [R] int64; NO_TOKEN in rows that were not sampled, or whose logits hold NaN or inf or nothing finite.
+        token_ids: [R] int64; NO_TOKEN in rows that were not sampled, or whose logits hold NaN or inf or
+            nothing finite; NONE_ALLOWED in those whose request forbids all tokens.
         requests: the rows' requests.
         scores: the sampled tokens' scores, None when no request wants them.
         score_rows: [S] index into R of the sampled rows, and so of each row of `scores`.
@@ -85,7 +86,8 @@ class StepOutput:
 
     @property
     def broken_rows(self) -> np.ndarray:
-        """[≤ R] int64, ascending: rows whose logits, of the next token or of scored prompt tokens, were no numbers."""
+        """[≤ R] int64, ascending: rows that have no next token, and those whose scored prompt tokens' logits were no
+        numbers."""
         broken = self.score_rows[self.token_ids[self.score_rows] < 0]
         if self.prompt_scores is not None:
             broken = np.union1d(broken, self.prompt_rows[np.isnan(self.prompt_scores.logprobs)])

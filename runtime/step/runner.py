@@ -63,7 +63,7 @@ class StepHandle:
         self._results.tokens()
 
     def token_of(self, request: Request, place: int) -> int:
-        """The token of a request that the step sampled, NO_TOKEN among them; after `wait_for_tokens`.
+        """The token of a request that the step sampled, negative where it has none; after `wait_for_tokens`.
 
         Args:
             place: where the request stands in the batch most likely.

@@ -5,8 +5,8 @@ import weakref
 import pytest
 
 from mllm_compile.engine import loop
-from mllm_compile.errors import DeviceError, DeviceMemoryError, EngineDeadError, MllmError
-from mllm_compile.runtime.sampling.params import NO_TOKEN
+from mllm_compile.errors import DeviceError, DeviceMemoryError, EngineDeadError, MllmError, RequestError
+from mllm_compile.runtime.sampling.params import NO_TOKEN, NONE_ALLOWED
 from tests.engine.cases import params, start, until
 from tests.fakes import (
     StepFailed,
@@ -170,6 +170,15 @@ def test_logits_that_are_no_numbers_end_their_request_alone_and_are_counted(engi
     stats = engine.stats()
     assert (stats.broken_logits, stats.finished["error"], stats.finished["length"]) == (1, 1, 3)
     assert "NaN or inf logits 1" in str(stats)
+    assert all_pages_are_back(engine)
+
+
+def test_a_request_that_forbids_all_tokens_is_told_so_and_is_no_broken_one(engine, runner):
+    broken = without_numbers_after(7, 8, count=2)
+    runner.next_token = lambda token_ids: NONE_ALLOWED if broken(token_ids) == NO_TOKEN else hashed_token(token_ids)
+    with pytest.raises(RequestError, match=r"^allowed_token_ids, min_tokens: all tokens are forbidden at the end"):
+        engine.generate([7, 8], params(allowed_token_ids=[1], min_tokens=3))
+    assert engine.stats().broken_logits == 0
     assert all_pages_are_back(engine)
 
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mllm_compile.runtime.sampling.params import SamplingParams
+from mllm_compile.runtime.sampling.params import NO_TOKEN, NONE_ALLOWED, SamplingParams
 from mllm_compile.runtime.sampling.state import SamplingFlags
 from mllm_compile.runtime.sampling.token_rules import AllowedTokens, ForbiddenPhrases
 from mllm_compile.runtime.schedule.request import Request
 from tests.runtime.runner_cases import VOCAB, Loop, TinyModel, make_runner
-from tests.runtime.sampling.sampling_cases import make_state, random_logits, sample
+from tests.runtime.sampling.sampling_cases import PROMPT, make_state, random_logits, sample
 
 CPU = torch.device("cpu")
 PROMPTS = [[3, 9, 27, 20, 60], [1, 2], [7] * 11]
@@ -139,8 +139,23 @@ def test_an_output_has_allowed_tokens_alone(limits):
 
 
 def test_a_request_that_forbids_all_that_it_allows_ends_alone():
-    loop = Loop(make_runner())
-    request = add(loop, PROMPTS[0], ((5,), (6,)), allowed_token_ids=[5, 6])
-    beside = add(loop, PROMPTS[1])
+    loop, prompt = Loop(make_runner(), enable_prefix_cache=True), list(range(1, 14))
+    add(loop, prompt)
     loop.run()
-    assert request.is_broken and not beside.is_broken
+    for _ in range(2):  # what it had from the cache stays there for others
+        request = add(loop, prompt, ((5,), (6,)), allowed_token_ids=[5, 6])
+        beside = add(loop, PROMPTS[1])
+        loop.run()
+        assert request.forbids_all and not request.is_broken
+        assert (request.finish_reason, request.output_token_ids) == ("abort", [])
+        assert request.num_cached_tokens == 12
+        assert beside.output_token_ids == TinyModel().greedy(PROMPTS[1], 8)
+
+
+@pytest.mark.parametrize("temperature", [0, 1.0])
+def test_numbers_that_are_none_are_told_from_tokens_that_are_forbidden(temperature):
+    params = SamplingParams(temperature=temperature, allowed_token_ids=[1], min_tokens=2, max_tokens=4)
+    state = make_state(*[params] * 4, stop_ids=(1,), vocab_size=2)
+    logits = torch.tensor([[1.0, 2.0], [1.0, torch.nan], [torch.inf, 1.0], [-torch.inf] * 2])
+    tokens = sample(state, logits, [1, 2, 3, 4], [len(PROMPT)] * 4).token_ids
+    assert tokens.tolist() == [NONE_ALLOWED, NO_TOKEN, NO_TOKEN, NO_TOKEN]
