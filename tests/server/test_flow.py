@@ -203,6 +203,20 @@ def test_a_stream_that_waits_says_so_now_and_then(monkeypatch):
     asyncio.run(run())
 
 
+def test_a_stream_that_cannot_be_told_ends_alone(monkeypatch):
+    async def run() -> None:
+        engine, others = Engine(), Client()
+        lost = engine.start(Client(), row=1)
+        engine.start(others, row=2)
+        monkeypatch.setattr(dispatcher_module, "COMMENT_S", 0.0)
+        monkeypatch.setattr(lost, "comment", lambda text, now: 1 / 0)
+        engine.dispatcher.sweep(None, None)
+        assert (lost.is_over, lost.status) == (True, 500)
+        assert others.body == b": working\n\n"
+
+    asyncio.run(run())
+
+
 def test_a_stop_text_ends_a_stream_here_and_tells_the_engine():
     async def run() -> None:
         engine, client = Engine(), Client()

@@ -193,17 +193,24 @@ class Dispatcher:
         """Looks after what waits too long; called every half second."""
         now = time.monotonic()
         for position, job in enumerate(list(self.jobs.values())):
-            age = now - job.arrived_s
-            if timeout_s is not None and age > timeout_s:
-                message = f"the request has taken more than {timeout_s:g} s, the most that this server gives one"
-                job.fail(ApiError(408, message, code="request_timeout"))
-            elif max_queue_s is not None and job.is_waiting and age > max_queue_s:
-                message = f"the request has waited for more than {max_queue_s:g} s. Ask again later."
-                job.fail(ApiError(429, message, code="queue_timeout", retry_after_s=int(max_queue_s) + 1))
-            elif job.writer.busy_since is not None and now - job.writer.busy_since > SLOW_S:
-                job.leave()
-            elif job.is_stream and now - job.last_sent_s > COMMENT_S and not job.writer.is_busy:
-                job.comment(f"waiting, {position} ahead" if job.is_waiting else "working", now)
+            try:
+                _look_after(job, position, now, max_queue_s, timeout_s)
+            except Exception as error:  # others still wait, and are looked after as well
+                _break(job, error)
+
+
+def _look_after(job: Job, position: int, now: float, max_queue_s: float | None, timeout_s: float | None) -> None:
+    age = now - job.arrived_s
+    if timeout_s is not None and age > timeout_s:
+        message = f"the request has taken more than {timeout_s:g} s, the most that this server gives one"
+        job.fail(ApiError(408, message, code="request_timeout"))
+    elif max_queue_s is not None and job.is_waiting and age > max_queue_s:
+        message = f"the request has waited for more than {max_queue_s:g} s. Ask again later."
+        job.fail(ApiError(429, message, code="queue_timeout", retry_after_s=int(max_queue_s) + 1))
+    elif job.writer.busy_since is not None and now - job.writer.busy_since > SLOW_S:
+        job.leave()
+    elif job.is_stream and now - job.last_sent_s > COMMENT_S and not job.writer.is_busy:
+        job.comment(f"waiting, {position} ahead" if job.is_waiting else "working", now)
 
 
 def _break(job: Job, error: Exception) -> None:
