@@ -316,7 +316,7 @@ def _thread_preparation(compiled: CompiledRuntime, timeline: Timeline, most: int
 
 
 def _nothing() -> None:
-    """Of the engine's thread on a GPU, which computes nothing on the CPU, and of an idle engine of one rank."""
+    """Nothing is to be prepared on a GPU, nor checked of one rank."""
 
 
 def _tell_ready(compiled: CompiledRuntime, runner: ModelRunner, timeline: Timeline) -> None:

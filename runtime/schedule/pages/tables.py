@@ -155,7 +155,7 @@ class PageTables:
         return np.unique(np.concatenate(cleared)) if cleared else _NONE
 
     def clear_again(self, pages: np.ndarray) -> None:
-        """What take_cleared gave, [N] int32, for a step that was lost: it may not have come to zero them."""
+        """Zero these pages [N] int32 before they serve again: take_cleared gave them to a step that was lost."""
         self._to_clear.append(pages)
 
     def publish(self, row: int, token_ids: Sequence[int] | np.ndarray, num_written: int, salt: Salt) -> None:

@@ -189,7 +189,7 @@ def test_a_mark_that_ends_an_answer_is_left_to_its_end_and_strict_channels_have_
 
 def test_what_a_model_s_syntax_does_not_allow_is_refused():
     said = (
-        "tool_choice: 'required' needs a model whose calls can be told from its chat template; this one's cannot: tool"
+        "tool_choice: 'required' needs a model whose calls can be told from its chat template; this one's cannot: the"
     )
     with pytest.raises(RequestError, match=re.escape(said)):
         structural_tag(syntax("PLAIN"), read_tools(TOOLS), REQUIRED)
