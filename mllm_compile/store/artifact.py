@@ -245,7 +245,7 @@ def open_artifact(folder: Path) -> Artifact:
             weights, *further_weights = map(weights_from_json, from_json(tuple[Any, ...], content["weights"]))
             for of_rank in (weights, *further_weights):
                 check_quantised(of_rank)
-                _check_quantised(program, of_rank)
+                _check_roles(program, of_rank)
         return Artifact(
             folder=folder,
             manifest=manifest,
@@ -265,7 +265,7 @@ def open_artifact(folder: Path) -> Artifact:
         ) from error
 
 
-def _check_quantised(program: Program, weights: Sequence[WeightSpec]) -> None:
+def _check_roles(program: Program, weights: Sequence[WeightSpec]) -> None:
     """Raises ValueError if what the program says of quantised weights is not what they are."""
     specs = {spec.name: spec for spec in weights}
     for name, one in ((name, one) for each in program.every for name, one in each.quantised_weights.items()):

@@ -79,6 +79,15 @@ def test_what_would_not_be_served_is_refused_with_its_reason(tmp_path, monkeypat
         told(config)
 
 
+def test_a_damaged_tokenizer_is_named_in_the_models_folder(tmp_path):
+    model = tmp_path / "model"
+    shutil.copytree(TINY, model)
+    (model / "tokenizer.json").write_text("{")
+    config = tiny_config(tmp_path / "cache", model={"path": str(model)}, **EAGER)
+    with pytest.raises(CheckpointError, match=f"^{model}/tokenizer.json is no valid tokenizer"):
+        told(config)
+
+
 def test_a_checkpoint_that_lacks_a_tensor_is_refused(tmp_path):
     model = tmp_path / "model"
     shutil.copytree(TINY, model)
