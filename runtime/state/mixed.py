@@ -64,18 +64,20 @@ class MixedStateSteps:
             held.zero_()
 
     def fill(self, num_tokens: int, common: CommonAttentionMetadata) -> MixedStates:
-        """Makes the next replay of a step of `num_tokens` one of this batch, EXTEND or MIXED, without waiting. Returns
-        what it reads."""
+        """Makes the next replay of a step of `num_tokens` one of this batch, without waiting: of decodes alone too,
+        where no graph of decodes holds so many. Returns what it reads."""
         batch, (num_decodes, *_) = common.batch, split_decodes_and_prefills(common)
         count, new, earlier = common.num_reqs, batch.extend_seq_lens, batch.extend_prefix_lens
-        if new is None or earlier is None:
-            raise RuntimeError("a captured step with prompts was given a batch of decodes alone")
         self._clear()
-        rows, ends = self._rows[:count], self._ends[:count]
+        rows, ends, has_state = self._rows[:count], self._ends[:count], self._has_state[:count]
         rows.copy_(batch.req_pool_indices[:count])
         self._decode_rows[:num_decodes].copy_(rows[:num_decodes])
-        torch.gt(earlier[:count], 0, out=self._has_state[:count])
-        torch.cumsum(new[:count], 0, dtype=torch.int32, out=ends)
-        torch.sub(ends[num_decodes:], new[num_decodes:count], out=self._starts[num_decodes:count])
+        if new is None or earlier is None:  # decodes alone: one token each, behind others
+            has_state.fill_(True)
+            torch.cumsum(has_state, 0, dtype=torch.int32, out=ends)
+        else:
+            torch.gt(earlier[:count], 0, out=has_state)
+            torch.cumsum(new[:count], 0, dtype=torch.int32, out=ends)
+            torch.sub(ends[num_decodes:], new[num_decodes:count], out=self._starts[num_decodes:count])
         self._starts[:num_decodes].copy_(ends[:num_decodes])
         return self._step(num_tokens)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 
@@ -57,6 +59,22 @@ def test_a_captured_step_reads_each_batch_s_decodes_and_prompts_in_the_same_tens
         found = list(zip(starts.tolist(), ends.tolist(), strict=True))
         assert [(start, end) for start, end in found if start < end] == spans
         assert found[num_decodes : len(rows)] == spans, "of their own requests"
+
+
+def test_more_decodes_than_a_graph_of_theirs_holds_run_in_a_captured_step():
+    """A batch of decodes has no new and earlier tokens of each; a soak of 2,000 with states found it refused."""
+    steps = MixedStateSteps(6, torch.device("cpu"))
+    steps.fill(16, mixed_batch([4, 2], [7, 3], [0, 0]))
+    common = mixed_batch([5, 3, 1], [1, 1, 1], [4, 9, 2])
+    alone: Any = SimpleNamespace(
+        req_pool_indices=common.batch.req_pool_indices, extend_seq_lens=None, extend_prefix_lens=None
+    )
+    step = steps.fill(16, replace(common, batch=alone))
+    decode_rows, has_state = step.of_decodes
+    assert decode_rows.tolist() == [5, 3, 1, 0, 0, 0]
+    assert has_state.tolist() == [True, True, True, False, False, False]
+    _, _, starts, ends = step.of_prompts
+    assert torch.equal(starts, ends), "no prompt has a token"
 
 
 def test_steps_with_prompts_are_not_captured_where_a_layer_has_no_kernel():
