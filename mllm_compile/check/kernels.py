@@ -197,8 +197,10 @@ class _DecodeCheck:
             for heads in (layer.num_heads, layer.num_kv_heads)
         )
         v = self._random((num_requests, layer.num_kv_heads, layer.head_dim), dtype)
-        cos, sin = (self._random((1, num_requests, layer.head_dim), dtype) for _ in range(2))
-        weights = [self._random((layer.head_dim,), dtype) for _ in step.values[4:]]
+        # As a model's: of random factors some logits would be so large that roundings of keys decide among them.
+        angles = math.pi * self._random((1, num_requests, layer.head_dim // 2), dtype).float().repeat(1, 1, 2)
+        cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
+        weights = [1 + self._random((layer.head_dim,), dtype) / 4 for _ in step.values[4:]]
         return Unrotated.of([q, k, cos, sin, *weights], v, step.eps)
 
     def _in_float32(
