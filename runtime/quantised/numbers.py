@@ -82,8 +82,11 @@ def _e2m1_codes(numbers: torch.Tensor) -> torch.Tensor:
 
 def unpacked_e2m1(pairs: torch.Tensor) -> torch.Tensor:
     """[..., 2 B] float32 of [..., B] uint8: two four-bit floats a byte, the low one first."""
-    table = torch.tensor(E2M1, dtype=torch.float32, device=pairs.device)
-    return table[torch.stack((pairs & 15, pairs >> 4), -1).int()].flatten(-2)
+    codes = torch.stack((pairs & 15, pairs >> 4), -1).flatten(-2).int()
+    # Not by a table, which would be copied from the host: not while a graph is captured.
+    powers, last = codes >> 1 & 3, codes & 1
+    sizes = torch.ldexp((last + 2 * (powers > 0)).float(), powers.clamp(min=1) - 2)
+    return torch.where(codes > 7, -sizes, sizes)
 
 
 def exponents(scales: torch.Tensor) -> torch.Tensor:

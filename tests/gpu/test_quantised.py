@@ -15,12 +15,14 @@ from torch.nn import functional
 
 from mllm_compile import SamplingParams
 from mllm_compile.runtime.ops import op
+from mllm_compile.runtime.ops.scaled_linear.kernel import scaled_kernels
 from mllm_compile.runtime.quantised.numbers import dequantised, quantised
 from mllm_compile.runtime.quantised.scheme import MXFP4, NVFP4, WeightScheme, third_role
 from tests.gpu.small_shape import SHAPE
+from tests.gpu.test_scaled_linear import load
 from tests.gpu.test_served_models import (
+    MARGIN,
     TINY,
-    assert_no_worse_than_bf16,
     engine,
     off_by,
     prompt_scores,
@@ -80,8 +82,12 @@ def test_a_checkpoint_is_as_near_to_float32_of_its_numbers_as_transformers_is(na
     quantise_folder(TINY, packed, plain, LINEARS[name])
     with engine(packed, tmp_path / "cache", backend=backend, without=IN_FP8) as served:
         exact, bf16 = reference(plain, torch.float32), reference(plain, torch.bfloat16)
-        for length in (3, 60, 700):
-            assert_no_worse_than_bf16(served, exact, bf16, random_ids(length, 3072, length))
+        prompts = [random_ids(length, 3072, length) for length in (3, 60, 700)]
+        wanted = [reference_scores(exact, ids) for ids in prompts]
+        theirs = max(off_by(reference_scores(bf16, ids), want) for ids, want in zip(prompts, wanted, strict=True))
+        for ids, want in zip(prompts, wanted, strict=True):  # of two scores alone Transformers may be right by chance
+            ours = off_by(prompt_scores(served, ids), want)
+            assert ours <= MARGIN * theirs + 1e-3, f"off by {ours:.4f}; Transformers in bf16 is off by {theirs:.4f}"
 
 
 def test_many_tokens_by_fp8_inputs_are_as_near_as_those_may_be(tmp_path):
@@ -96,7 +102,8 @@ def test_many_tokens_by_fp8_inputs_are_as_near_as_those_may_be(tmp_path):
 
 
 @pytest.mark.parametrize("groups", [1, 8])
-def test_the_op_of_fp8_inputs_multiplies_what_they_stand_for(groups):
+def test_the_op_of_fp8_inputs_multiplies_what_they_stand_for(groups, tmp_path):
+    load(scaled_kernels(1536, 1024), tmp_path)
     generator = torch.Generator("cuda").manual_seed(0)
     for tokens in (1, 65, 66, 600, 4096):
         x, values = (
