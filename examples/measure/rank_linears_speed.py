@@ -115,7 +115,7 @@ def ways(kind: LinearKind, tokens: int) -> Iterator[LinearTiling]:
     if tokens <= tiles.MAX_TOKENS:
         yield from _ways_by_tiles(kind, tokens)
     if tokens > 64:
-        yield from wide.all_tilings(kind, tokens)
+        yield from wide.WideTiling.all_of(kind, tokens)
 
 
 def _ways_by_rows(kind: LinearKind) -> Iterator[LinearTiling]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 _INSTRUCTION = """
 __device__ __forceinline__ void multiply_add_all(float* d, unsigned long long a, unsigned long long b) {{
-  asm volatile("wgmma.mma_async.sync.aligned.m64n{columns}k16.f32.bf16.bf16 {{{sums}}}, %{a}, %{b}, 1, 1, 1, 0, 0;"
+  asm volatile("wgmma.mma_async.sync.aligned.m64n{columns}{form} {{{sums}}}, %{a}, %{b}, 1, 1, 1{order};"
                : {outputs} : "l"(a), "l"(b));
 }}
 """
@@ -27,10 +27,13 @@ __device__ __forceinline__ void {name}(float* d, const unsigned (&a)[4], unsigne
 """
 
 
-def multiply_add_all(columns: int) -> str:
-    """The function of that name, for so many columns: its sums are columns / 2 registers of each of 128 threads."""
+def multiply_add_all(columns: int, *, in_fp8: bool = False) -> str:
+    """The function of that name, for so many columns: its sums are columns / 2 registers of each of 128 threads. Both
+    operands are of 32 bytes a row and column: 16 values of bfloat16, or 32 of e4m3."""
     count = columns // 2
-    return _INSTRUCTION.format(**_sums(columns), a=count, b=count + 1)
+    form = "k32.f32.e4m3.e4m3" if in_fp8 else "k16.f32.bf16.bf16"
+    order = "" if in_fp8 else ", 0, 0"  # in two bytes neighbours could be of one column
+    return _INSTRUCTION.format(**_sums(columns), form=form, order=order, a=count, b=count + 1)
 
 
 def multiply(columns: int, name: str) -> str:

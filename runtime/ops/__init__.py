@@ -62,7 +62,7 @@ OPS = {
     "reduce_scatter": "ranks.ops",
     "request_lengths": "trace",
     "rope_and_cache": "rope_cache",
-    "scaled_linear": "quantised_linear.scaled",
+    "scaled_linear": "scaled_linear.ops",
     "segment_attention_with_output": "varlen.tiles",
     "selective_scan": "states.trace",
     "selective_scan_states": "states.selective_scan",
@@ -91,6 +91,7 @@ FAMILIES = {
     "expert_tiles": "expert_tiles.family",
     "gated_linear": "gated_linear.family",
     "ranks": "ranks.family",
+    "scaled_linear": "scaled_linear.family",
     "stream_experts": "stream_experts.family",
     "stream_linear": "stream_linear.family",
     "stream_quantised": "stream_quantised.family",
@@ -134,7 +135,6 @@ def define_called() -> None:
         "experts.linear",
         "experts.quantised",
         "quantised_linear.ops",
-        "quantised_linear.scaled",
         *(f"{folder}.ops" for folder in FAMILIES),
     ):
         importlib.import_module(f"{__name__}.{module}")

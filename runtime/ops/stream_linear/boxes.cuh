@@ -1,7 +1,7 @@
 // The common part of tiles.cu and wide.cu: asking for boxes of the weight and of x, the norm's factors, and the sums for
 // the next norm's.
 
-constexpr int COLUMNS = 64, ROW_BYTES = COLUMNS * 2;  // of a panel: one swizzled row of 128 bytes
+constexpr int ROW_BYTES = 128, COLUMNS = SCALED ? ROW_BYTES : ROW_BYTES / 2;  // of a panel: one swizzled row
 
 // From `row` on; of a gated one the tile's rows are of gates and ups by turns.
 __device__ __forceinline__ void load_weight(u32 to, const TensorMap* map, int row, int panel, u32 barrier, u64 policy) {

@@ -51,7 +51,13 @@ class LinearKind:
     def constants(self) -> dict[str, int]:
         """The constants that every kernel's source is given."""
         names = {"rows": "N", "columns": "K"}
-        return {names.get(field.name, field.name.upper()): int(getattr(self, field.name)) for field in fields(self)}
+        values = {field.name: int(getattr(self, field.name)) for field in fields(self)}
+        return {"SCALED": 0, **{names.get(name, name.upper()): value for name, value in values.items()}}
+
+    @property
+    def panel(self) -> int:
+        """Columns of a panel: what is swizzled together of a row of x, and of a plain weight's."""
+        return 64
 
 
 class Boxes(NamedTuple):

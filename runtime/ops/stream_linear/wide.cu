@@ -14,7 +14,10 @@
 // 8) in PARTS that are multiplied one after another, SPLIT, BLOCKS, NUM_THREADS and SHARED_BYTES of a block, W_STAGES and
 // X_STAGES of the rings, NORM_BLOCKS (sums of squares a token to read; 0: no norm), GATED, RESIDUAL, NEXT_BLOCKS (sums of
 // squares a token to leave), PLUS_ONE (the next norm's weight has 1 added), BIAS (in the place of the norm's weight),
-// SQUARED_RELU, and `multiply_add_all`, which adds products to TOKENS / PARTS / 2 sums of a thread.
+// SQUARED_RELU, SCALED, and `multiply_add_all`, which adds products to TOKENS / PARTS / 2 sums of a thread.
+//
+// SCALED: weight and x are float8_e4m3fn with a float32 scale a row of the weight (in the place of the norm's weight) and a
+// token (in the place of sums of squares); there is nothing around the linear.
 
 constexpr int GROUP_ROWS = 64, WARP_ROWS = 16, ROWS = GROUPS * GROUP_ROWS;
 constexpr int CONSUMERS = 4 * GROUPS, THREADS = 32 * (4 + CONSUMERS);
@@ -30,6 +33,8 @@ static_assert(SPLIT == 1 || SPLIT == 2 && TILES == CLUSTERS, "what the other blo
 static_assert(K % (SPLIT * COLUMNS) == 0 && NORM_BLOCKS % 4 == 0, "whole stages, and four sums at a time");
 static_assert((X_STAGES > 1 || STEPS == 1) && X_STAGES <= W_STAGES, "a stage is free when the products of the next have begun");
 static_assert(TOKENS % (8 * PARTS) == 0 && THREADS == NUM_THREADS, "as it is launched");
+static_assert(!SCALED || !NORM_BLOCKS && !NEXT_BLOCKS && !BIAS, "scales are in their places");
+constexpr bool HAS_FACTORS = NORM_BLOCKS || SCALED;  // of tokens
 
 struct Shared {
 #if SPLIT > 1
@@ -102,7 +107,7 @@ __device__ __forceinline__ void multiply(float (&sums)[SUMS], u32 ring, u32 full
     const u32 x = ring + W_STAGES * W_BYTES + place.x_slot * X_BYTES;
     asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 #pragma unroll
-    for (int k = 0; k < COLUMNS / 16; k++)
+    for (int k = 0; k < ROW_BYTES / 32; k++)
 #pragma unroll
       for (int part = 0; part < PARTS; part++)
         multiply_add_all(sums + part * (SUMS / PARTS), matrix(weight + k * 32), matrix(x + part * (X_BYTES / PARTS) + k * 32));
@@ -161,16 +166,16 @@ __device__ __forceinline__ void store_transposed(u32 address, const u32 (&from)[
 }
 // A unit of the warp's rows and tokens: rounded and activated, then turned, so that a lane has neighbouring outputs of a token.
 __device__ __forceinline__ uint4 turned(const float (&sums)[SUMS], int unit, const float* factors, const float (&bias)[2],
-                                        uint4* place, int lane) {
+                                        const float (&scales)[2], uint4* place, int lane) {
   u32 parts[4] = {};
 #pragma unroll
   for (int b = 0; b < UNIT_BLOCKS; b++) {
     const int at = (unit * UNIT_BLOCKS + b) * 4;
     if (at >= SUMS) break;
     const float* sum = sums + at;
-    const float first = NORM_BLOCKS ? factors[8 * b] : 1.f, second = NORM_BLOCKS ? factors[8 * b + 1] : 1.f;
-    u32 low = pack(sum[0] * first + bias[0], sum[1] * second + bias[0]);
-    u32 high = pack(sum[2] * first + bias[1], sum[3] * second + bias[1]);
+    const float first = HAS_FACTORS ? factors[8 * b] : 1.f, second = HAS_FACTORS ? factors[8 * b + 1] : 1.f;
+    u32 low = pack(sum[0] * first * scales[0] + bias[0], sum[1] * second * scales[0] + bias[0]);
+    u32 high = pack(sum[2] * first * scales[1] + bias[1], sum[3] * second * scales[1] + bias[1]);
     if (SQUARED_RELU) low = squared_relu(low), high = squared_relu(high);
     if (GATED)
       parts[b % 4] = silu_times(low, high);
@@ -244,12 +249,15 @@ __launch_bounds__(THREADS, 1) wide_linear(
     if (GROUPS > 1) asm volatile("setmaxnreg.dec.sync.aligned.u32 32;");
     if (warp == 0) {
       if (lane == 0) ask(&weight, &x, ring, full, empty, rank, first_tile, tokens);
-    } else if (NORM_BLOCKS) {
+    } else if (HAS_FACTORS) {
       wait_for_prerequisites();
       start_dependents();
       const bool is_one = TILES <= CLUSTERS;
-      const int begin = is_one ? tokens.tile(first_tile).token : 0;
-      compute_factors<4>(squares, shared.factors, eps, begin, is_one ? begin + tokens.box : num_tokens);
+      const int begin = is_one ? tokens.tile(first_tile).token : 0, end = is_one ? begin + tokens.box : num_tokens;
+      if (SCALED)
+        for (int t = begin + threadIdx.x - 32; t < end; t += 96) shared.factors[t] = squares[t];
+      else
+        compute_factors<4>(squares, shared.factors, eps, begin, end);
       __syncwarp();
       if (lane == 0) arrive(factors_there);
     }
@@ -282,17 +290,24 @@ __launch_bounds__(THREADS, 1) wide_linear(
         const u32 both = at < N ? norm_weight[at / 2] : 0;
         bias[h] = at % 2 ? second_of(both) : first_of(both);
       }
+    float scales[2] = {1.f, 1.f};
+    if (SCALED)
+#pragma unroll
+      for (int h = 0; h < 2; h++) {
+        const int at = warp_row + lane / 4 + 8 * h;
+        scales[h] = at < N ? ((const float*)norm_weight)[at] : 0.f;
+      }
     float sums[SUMS];
     multiply(sums, ring, full, empty, place, group, lane);
 #if SPLIT > 1
     exchange(sums, shared, rank);
 #endif
-    if (NORM_BLOCKS) wait_for(factors_there, 0);
+    if (HAS_FACTORS) wait_for(factors_there, 0);
 #pragma unroll
     for (int unit = 0; unit < UNITS; unit++)
       if (SPLIT == 1 || unit % SPLIT == rank) {
         const float* factors = shared.factors + tile.token + unit * UNIT_TOKENS + lane % 4 * 2;
-        const uint4 v = turned(sums, unit, factors, bias, shared.turned[warp - 4], lane);
+        const uint4 v = turned(sums, unit, factors, bias, scales, shared.turned[warp - 4], lane);
         finish(v, residuals[unit / SPLIT], weights, outputs, unit, out, scaled, out_squares);
       }
   }

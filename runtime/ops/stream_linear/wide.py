@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache, cached_property
-from typing import ClassVar
+from typing import ClassVar, Self
 
 from mllm_compile.runtime.cuda.kernel import MULTIPROCESSORS
 from mllm_compile.runtime.cuda.wgmma import multiply_add_all
@@ -18,7 +18,7 @@ from mllm_compile.runtime.ops.stream_linear.linear import Boxes, LinearKind, Lin
 
 # A tiling is stored without what follows from these, for which its binary was compiled: raise
 # FORMAT_VERSION with a change of one.
-_PANEL, _ROW_BYTES = 64, 128  # columns of a swizzled row of shared memory, and its bytes
+_ROW_BYTES = 128  # of a swizzled row of shared memory
 _GROUP_ROWS = 64  # of the weight, that four warps multiply
 _EIGHT = 8  # tokens, of which a tile has a multiple
 _MOST_TOKENS = 256  # of a tile: columns of a wgmma
@@ -29,13 +29,14 @@ _GROUPS, _TOKEN_TILES, _SPLITS = (1, 2, 3), (1, 2, 3, 4), (1, 2)
 _BLOCK_BYTES = 227 << 10
 _LEAST_STAGES, _MOST_STAGES = 2, 16
 
-# What a tiling costs, in µs: of beginning and ending; of a cycle of products (2048 a cycle), of what goes through
-# shared memory (128 bytes a cycle) or of waiting for a stage that was asked for when another was free, whichever are
-# more; of what blocks read, a KB, and what they send each other; and, a part of all that, of dividing tokens among
-# tiles. Of 37 linears of Qwen3-0.6B and 8B, of 144 to 256 tokens, with one to fifteen tilings each on an H200, the one
-# with the least took 1 % longer than the fastest on average, 9 % at most.
+# What a tiling costs, in µs: of beginning and ending; of a cycle of products (of a panel's columns 32 rows times tokens
+# a cycle: 2048 products in bfloat16, 4096 in fp8), of what goes through shared memory (128 bytes a cycle) or of waiting
+# for a stage that was asked for when another was free, whichever are more; of what blocks read, a KB, and what they
+# send each other; and, a part of all that, of dividing tokens among tiles. Of 37 linears of Qwen3-0.6B and 8B, of 144
+# to 256 tokens, with one to fifteen tilings each on an H200, the one with the least took 1 % longer than the fastest on
+# average, 9 % at most.
 _BEGIN, _CYCLE, _READ_KB, _SENT_KB, _TOKEN_TILE = 2.9, 0.0005, 3e-5, 0.08, 0.1
-_PRODUCTS_A_CYCLE, _BYTES_A_CYCLE = 2048, 128
+_PAIRS_A_CYCLE, _BYTES_A_CYCLE = 32, 128
 _STAGE_CYCLES, _STAGE_BYTES_A_CYCLE = 300, 32  # from asking for a stage until it is there
 
 
@@ -113,7 +114,7 @@ class WideTiling(LinearTiling):
     @property
     def _steps(self) -> int:
         """Stages of a block's tile."""
-        return self.kind.columns // _PANEL // self.split
+        return self.kind.columns // self.kind.panel // self.split
 
     @property
     def _stage_bytes(self) -> int:
@@ -137,7 +138,7 @@ class WideTiling(LinearTiling):
     @property
     def is_possible(self) -> bool:
         """True if it fits into a multiprocessor, its registers too, and its clusters into one wave."""
-        fits = self.tile_tokens <= _MOST_TOKENS and self.kind.columns // _PANEL % self.split == 0
+        fits = self.tile_tokens <= _MOST_TOKENS and self.kind.columns // self.kind.panel % self.split == 0
         has_registers = self.parts == 1 or not self.kind.residual  # residuals are in registers, as sums are
         at_once = self.split == 1 or self.num_blocks <= MULTIPROCESSORS
         return fits and has_registers and at_once and self.x_stages >= min(_LEAST_STAGES, self._steps)
@@ -146,7 +147,7 @@ class WideTiling(LinearTiling):
     def cost(self) -> float:
         """Estimated cost: of two tilings the cheaper is the faster, as a rule."""
         rows, tokens = self.rows, self.tile_tokens
-        products = rows * tokens * _PANEL / _PRODUCTS_A_CYCLE
+        products = rows * tokens / _PAIRS_A_CYCLE
         read = self.groups * (_GROUP_ROWS * self.parts + tokens) + rows + tokens  # rows of shared memory, and written
         turns = math.ceil(self.num_tiles * self.split / MULTIPROCESSORS)
         wait = (_STAGE_CYCLES + self._stage_bytes / _STAGE_BYTES_A_CYCLE) / max(1, self.x_stages - 1)
@@ -175,16 +176,16 @@ class WideTiling(LinearTiling):
     def preamble(self) -> str:
         return multiply_add_all(self.tile_tokens // self.parts)
 
+    @classmethod
+    def all_of(cls, kind: LinearKind, tokens: int) -> Iterator[Self]:
+        """The possible tilings for a bucket of tokens."""
+        for groups, token_tiles, split in itertools.product(_GROUPS, _TOKEN_TILES, _SPLITS):
+            tiling = cls(kind, tokens, groups, token_tiles, split)
+            if tiling.is_possible:
+                yield tiling
+
 
 @cache
 def choose(kind: LinearKind, tokens: int) -> WideTiling:
     """The tiling for a bucket of tokens."""
-    return min(all_tilings(kind, tokens), key=lambda tiling: tiling.cost)
-
-
-def all_tilings(kind: LinearKind, tokens: int) -> Iterator[WideTiling]:
-    """The possible tilings."""
-    for groups, token_tiles, split in itertools.product(_GROUPS, _TOKEN_TILES, _SPLITS):
-        tiling = WideTiling(kind, tokens, groups, token_tiles, split)
-        if tiling.is_possible:
-            yield tiling
+    return min(WideTiling.all_of(kind, tokens), key=lambda tiling: tiling.cost)

@@ -76,7 +76,7 @@ def test_a_weight_divides_into_tiles_that_fit(kind, tokens):
 
 @given(KINDS, st.sampled_from(MANY_TOKENS))
 def test_every_division_of_many_tokens_fits(kind, tokens):
-    tilings = list(wide.all_tilings(kind, tokens))
+    tilings = list(wide.WideTiling.all_of(kind, tokens))
     assert wide.choose(kind, tokens) in tilings
     for tiling in tilings:
         assert tiling.tile_tokens % 8 == 0
@@ -98,7 +98,7 @@ def test_every_division_of_many_tokens_fits(kind, tokens):
 @given(KINDS, st.sampled_from(MANY_TOKENS), st.integers(1, 16))
 def test_tiles_of_many_tokens_hold_all_of_them(kind, tokens, fewer):
     count = tokens - 16 + fewer
-    for tiling in wide.all_tilings(kind, tokens):
+    for tiling in wide.WideTiling.all_of(kind, tokens):
         box = tiling.box_tokens(count)
         first = [min(tile * box, count - box) for tile in range(tiling.token_tiles)]  # as wide.cu's Division
         assert box <= tiling.tile_tokens

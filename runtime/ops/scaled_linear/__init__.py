@@ -1,0 +1,1 @@
+"""The linear whose inputs and weight are both float8."""
