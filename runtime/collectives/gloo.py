@@ -6,21 +6,19 @@ torch's own process group, without torch.distributed's globals: a process may ha
 from __future__ import annotations
 
 import os
-from collections.abc import Collection
 from datetime import timedelta
 from typing import Any
 
 import torch
 
-from mllm_compile.runtime.collectives.base import Communicator, add_and_norm, choose_by_gather, own_part
-from mllm_compile.runtime.cuda.kernel import CudaKernel
+from mllm_compile.runtime.collectives.plain import PlainCommunicator
 
 _JOIN_TIMEOUT = timedelta(seconds=60)  # of milliseconds: a rank that was lost amid it never comes
 _TIMEOUT = timedelta(days=1)  # who hangs is seen by another way, and killed; a rank may be idle for long
 _WIDER = {torch.bfloat16: torch.float32, torch.float16: torch.float32}  # sums of these are of float32
 
 
-class GlooCommunicator:
+class GlooCommunicator(PlainCommunicator):
     """One rank of a group of processes, which find each other by a file."""
 
     def __init__(self, rank: int, size: int, place: int) -> None:
@@ -55,11 +53,6 @@ class GlooCommunicator:
             self._group.allreduce([total]).wait()
         return total.to(x.dtype)
 
-    def all_reduce_residual_norm(
-        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        return add_and_norm(self.all_reduce(x), residual, weight, eps)
-
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
         gathered = x.new_empty((self.size, *x.shape))
         if x.numel():
@@ -68,26 +61,8 @@ class GlooCommunicator:
             self._group.allgather([parts], [x.reshape(-1).view(torch.uint8)]).wait()
         return gathered
 
-    def reduce_scatter(self, x: torch.Tensor) -> torch.Tensor:
-        return own_part(self.all_reduce(x), self.rank, self.size)
-
-    def choose(self, own: torch.Tensor) -> torch.Tensor:
-        return choose_by_gather(self, own)
-
-    def choice(self, columns: int) -> None:
-        """None is for a CPU."""
-
     def broadcast(self, x: torch.Tensor) -> None:
         self._group.broadcast(x, 0).wait()
-
-    def least(self, value: int) -> int:
-        return int(self.all_gather(torch.tensor([value])).amin())
-
-    def use_kernels(self, kernels: Collection[CudaKernel]) -> None:
-        """None are for a CPU."""
-
-    def lanes(self, count: int, most_bytes: int) -> list[Communicator]:
-        return [self] * count  # calls are over when they return
 
     def abort(self) -> None:
         """A wait ends by itself when the process that it waits for does."""

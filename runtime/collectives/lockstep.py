@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 import torch
 
-from mllm_compile.runtime.collectives.base import Communicator, add_and_norm, choose_by_gather, own_part, using
-from mllm_compile.runtime.cuda.kernel import CudaKernel
+from mllm_compile.runtime.collectives.base import using
+from mllm_compile.runtime.collectives.plain import PlainCommunicator
 
 T = TypeVar("T")
 
 _LONGEST_S = 600.0  # a rank that raised has broken the barrier; this is for one that hangs
 
 
-class LockstepRank:
+class LockstepRank(PlainCommunicator):
     """One rank of `run_lockstep`."""
 
     def __init__(self, rank: int, shared: _Shared) -> None:
@@ -27,34 +27,11 @@ class LockstepRank:
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         return self._exchange(x, lambda parts: torch.stack(list(parts)).float().sum(0).to(x.dtype))
 
-    def all_reduce_residual_norm(
-        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        return add_and_norm(self.all_reduce(x), residual, weight, eps)
-
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
         return self._exchange(x, lambda parts: torch.stack(list(parts)))
 
-    def reduce_scatter(self, x: torch.Tensor) -> torch.Tensor:
-        return own_part(self.all_reduce(x), self.rank, self.size)
-
-    def choose(self, own: torch.Tensor) -> torch.Tensor:
-        return choose_by_gather(self, own)
-
-    def choice(self, columns: int) -> None:
-        """None is for threads."""
-
     def broadcast(self, x: torch.Tensor) -> None:
         x.copy_(self._exchange(x, lambda parts: parts[0].clone()))
-
-    def least(self, value: int) -> int:
-        return int(self._exchange(torch.tensor(value), lambda parts: torch.stack(list(parts)).amin()))
-
-    def use_kernels(self, kernels: Collection[CudaKernel]) -> None:
-        """None are for threads."""
-
-    def lanes(self, count: int, most_bytes: int) -> list[Communicator]:
-        return [self] * count  # calls are over when they return
 
     def abort(self) -> None:
         self._shared.barrier.abort()
