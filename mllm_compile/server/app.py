@@ -22,16 +22,17 @@ from mllm_compile.server.api.errors import ApiError
 from mllm_compile.server.api.interfaces import ChatRequest, CompletionRequest
 from mllm_compile.server.api.responses import ResponsesRequest
 from mllm_compile.server.flow.job import JSON
-from mllm_compile.server.flow.writer import Send
+from mllm_compile.server.flow.writer import Headers, Send
 from mllm_compile.server.front import Front
 from mllm_compile.server.generate import RequestKind, generate_endpoint
-from mllm_compile.server.http import Receive, Scope, header, respond, respond_error
-from mllm_compile.server.options import ServeOptions
+from mllm_compile.server.http import Receive, Scope, client_of, header, respond, respond_error
 
 logger = logging.getLogger("mllm_compile.server")
 
 OPEN_PATHS = frozenset({"/health", "/ready"})
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
+
+_MOST_OF_PATH = 60  # characters that the log has
 
 _GENERATES_ONLY = ("embeddings", "score", "rerank", "moderations", "audio/transcriptions", "images/generations")
 
@@ -46,9 +47,18 @@ class _Raw:
         await self._app(scope, receive, send)
 
 
-async def _generates_only(scope: Scope, receive: Receive, send: Send) -> None:
-    message = "this engine generates text, and only that. Use /v1/completions or /v1/chat/completions"
-    await respond_error(send, ApiError(404, message, code="unsupported_endpoint"))
+def _generates_only(front: Front) -> App:
+    error = ApiError(
+        404,
+        "this engine generates text, and only that. Use /v1/completions or /v1/chat/completions",
+        code="unsupported_endpoint",
+    )
+
+    async def refuse(scope: Scope, receive: Receive, send: Send) -> None:
+        front.refused(error, scope["path"], client_of(scope))
+        await respond_error(send, error)
+
+    return refuse
 
 
 def _generating(kind: RequestKind) -> endpoints.Endpoint:
@@ -61,7 +71,7 @@ _ROUTES: tuple[tuple[str, str, endpoints.Endpoint], ...] = (
     ("POST", "/v1/responses", _generating(ResponsesRequest)),
     ("POST", "/v1/messages", _generating(MessagesRequest)),
     *endpoints.ENDPOINTS,
-    *(("POST", f"/v1/{name}", lambda front: _generates_only) for name in _GENERATES_ONLY),
+    *(("POST", f"/v1/{name}", _generates_only) for name in _GENERATES_ONLY),
 )
 
 
@@ -75,7 +85,7 @@ def make_app(front: Front) -> App:
     routes = [Route(path, _Raw(endpoint(front)), methods=[method]) for method, path, endpoint in _ROUTES]
     # A redirect would be made of the Host header, and lead from TLS to plain HTTP behind a proxy.
     router = Router(routes, redirect_slashes=False)
-    app: App = _Guarded(router, front.options)
+    app: App = _Guarded(router, front)
     if front.options.allowed_origins:
         app = CORSMiddleware(  # type: ignore[assignment]
             app,  # type: ignore[arg-type]
@@ -90,8 +100,10 @@ def make_app(front: Front) -> App:
 class _Guarded:
     """Asks for a key on every path but the open ones, and answers what an endpoint did not catch."""
 
-    def __init__(self, app: Router, options: ServeOptions) -> None:
+    def __init__(self, app: Router, front: Front) -> None:
+        options = front.options
         self._app = app
+        self._front = front
         self._keys = [key.encode() for key in options.api_keys]
         self._origins = options.allowed_origins
         self._is_private = options.is_local and not options.api_keys
@@ -103,25 +115,35 @@ class _Guarded:
             return
         if self._keys and scope["path"] not in OPEN_PATHS and not self._has_key(scope):
             error = ApiError(401, "this server needs a key: Authorization: Bearer KEY", code="invalid_api_key")
+            self._tell(scope, error)
             asks = [(b"www-authenticate", b'Basic realm="mllm-compile", charset="UTF-8"')]  # of a browser
             await respond(send, error.body, status=401, headers=[*JSON, *(asks if scope["path"] == "/" else [])])
             return
         if not self._may_ask(scope):
             error = ApiError(403, "pages of other sites may not ask this server; see --allowed-origin", code="origin")
+            self._tell(scope, error)
             await respond_error(send, error)
             return
         scope["app"] = self  # so that the router raises what it does not find
         try:
             await self._app(scope, receive, send)  # type: ignore[arg-type]
-        except HTTPException as error:
-            await _not_found(scope["path"], error, send)
-        except Exception as error:
+        except HTTPException as missed:
+            error, headers = _not_found(scope["path"], missed)
+            self._tell(scope, error)
+            await respond(send, error.body, status=error.status, headers=headers)
+        except Exception as raised:
             logger.exception("a request to %s met an internal error", scope["path"])
             failure = ApiError(500, "internal error; the server's log has it", code="internal_error")
             try:
                 await respond_error(send, failure)
             except RuntimeError:  # the answer had begun
-                raise error from None
+                raise raised from None
+
+    def _tell(self, scope: Scope, error: ApiError) -> None:
+        """Logs and counts a request that comes to no endpoint. A path that is none is quoted: it may hold anything."""
+        path = scope["path"]
+        is_known = any(path == known for _, known in paths_of())
+        self._front.refused(error, path if is_known else repr(path[:_MOST_OF_PATH]), client_of(scope))
 
     def _may_ask(self, scope: Scope) -> bool:
         """True unless a browser says that a page of another site asks: it need not be able to read the answer.
@@ -161,18 +183,17 @@ def _is_of_no_site(name: str) -> bool:
     return True
 
 
-async def _not_found(path: str, error: HTTPException, send: Send) -> None:
-    """Answers a path that is not there, or not for the method."""
+def _not_found(path: str, error: HTTPException) -> tuple[ApiError, Headers]:
+    """The answer to a path that is not there, or not for the method, and its headers."""
     if error.status_code == 405:
         methods = sorted((error.headers or {}).get("Allow", "").split(", "))
         allowed = ", ".join(methods)
         refused = ApiError(405, f"{path}: expected {' or '.join(methods)}")
-        await respond(send, refused.body, status=405, headers=[*JSON, (b"allow", allowed.encode())])
-        return
+        return refused, [*JSON, (b"allow", allowed.encode())]
     paths = {path for _, path in paths_of()}
     bare = path.rstrip("/")
     meant = [like for like in (bare, f"/v1{bare}") if like in paths] or difflib.get_close_matches(
         bare, paths, n=1, cutoff=0.85
     )
     hint = f"; did you mean {meant[0]}?" if meant else ""
-    await respond_error(send, ApiError(error.status_code, f"there is no {path}{hint}"))
+    return ApiError(error.status_code, f"there is no {path}{hint}"), JSON

@@ -19,7 +19,7 @@ from mllm_compile.server.engine_facts import EngineFacts
 from mllm_compile.server.flow.job import JSON
 from mllm_compile.server.flow.writer import Send
 from mllm_compile.server.front import Front
-from mllm_compile.server.http import ClientGoneError, Receive, Scope, respond, respond_error, respond_json
+from mllm_compile.server.http import ClientGoneError, Receive, Scope, client_of, respond, respond_error, respond_json
 from mllm_compile.server.metrics import CONTENT_TYPE
 from mllm_compile.text.tokenizer import Tokenizer
 from mllm_compile.version import __version__
@@ -234,10 +234,9 @@ def _json(
             data = await answer_to(await front.bodies.read(receive))
         except ClientGoneError:
             return
-        except ApiError as error:
-            await respond_error(send, error, refusal(error))
-        except MllmError as error:
-            refused = of_error(error, None)
+        except (ApiError, MllmError) as error:
+            refused = error if isinstance(error, ApiError) else of_error(error, None)
+            front.refused(refused, scope["path"], client_of(scope))
             await respond_error(send, refused, refusal(refused))
         else:
             await respond(send, msgspec.json.encode(data), headers=JSON)

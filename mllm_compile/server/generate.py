@@ -11,7 +11,7 @@ from mllm_compile.server.api.interfaces import Request
 from mllm_compile.server.flow.job import Job
 from mllm_compile.server.flow.writer import CHUNKS, Outlet, Send
 from mllm_compile.server.front import Front
-from mllm_compile.server.http import ClientGoneError, Receive, Scope, header, respond_error
+from mllm_compile.server.http import ClientGoneError, Receive, Scope, client_of, header, respond_error
 
 
 class RequestKind(Protocol):
@@ -34,7 +34,7 @@ def generate_endpoint(front: Front, kind: RequestKind) -> Callable[[Scope, Recei
     """The endpoint of an interface."""
 
     async def endpoint(scope: Scope, receive: Receive, send: Send) -> None:
-        client = (header(scope, b"user-agent") or "-")[:60]
+        client = client_of(scope)
         outlet = Outlet(send, scope.get("extensions", {}).get(CHUNKS, {}).get("write"))
 
         async def refuse(error: ApiError) -> None:

@@ -73,6 +73,11 @@ def header(scope: Scope, name: bytes) -> str | None:
     return next((value.decode("latin-1") for key, value in scope["headers"] if key == name), None)
 
 
+def client_of(scope: Scope) -> str:
+    """The program that asks, as it says itself."""
+    return (header(scope, b"user-agent") or "-")[:60]
+
+
 async def respond(send: Send, body: bytes, *, status: int = 200, headers: Headers = JSON) -> None:
     """Sends a whole answer."""
     length = (b"content-length", str(len(body)).encode())

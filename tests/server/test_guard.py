@@ -174,7 +174,26 @@ def test_the_log_has_no_prompts(server):
     server.post("/v1/chat/completions", [], headers=key)
     assert "- 400 /v1/completions max_tokens client" in server.said
     assert "- 400 /v1/chat/completions client" in server.said
+    server.post("/tokenize", {"prompt": 7}, headers=key)
+    assert "- 400 /tokenize prompt client" in server.said
     assert "secret" not in server.said
+
+
+def test_what_comes_to_no_endpoint_has_a_line_too(server):
+    key = {"authorization": f"Bearer {KEY}", "user-agent": "curl/8"}
+    server.get("/v1/models", headers={"user-agent": "scanner"})
+    server.get("/v1/models", headers=key | {"origin": "http://elsewhere"})
+    server.get("/v1/modles%0A200%20in%205", headers=key)
+    server.get("/v1/completions", headers=key)
+    server.post("/v1/embeddings", {}, headers=key)
+    for line in (
+        "- 401 /v1/models invalid_api_key client scanner",
+        "- 403 /v1/models origin client curl/8",
+        r"- 404 '/v1/modles\n200 in 5' client curl/8",
+        "- 405 /v1/completions client curl/8",
+        "- 404 /v1/embeddings unsupported_endpoint client curl/8",
+    ):
+        assert line in server.said, line
 
 
 def test_a_log_of_json_has_an_object_a_line_and_a_requests_figures_as_fields():
