@@ -189,7 +189,10 @@ def parts_of(artifact: Artifact, config: ResolvedConfig, batch: int, context: in
 
 def _device(key: DeviceKey, values: Mapping[str, Any]) -> Device:
     found = values.get("ceilings")
-    ceilings = None if found is None else Ceilings(read_bytes_s=found["read_bytes_s"], flops_s=found["flops_s"])
+    ceilings = None
+    if found is not None:
+        rates = {name: found[name] for name in ("read_bytes_s", "flops_s")}
+        ceilings = Ceilings(**rates, fp8_flops_s=found.get("fp8_flops_s"))
     return Device(key, key.name if found is None else found["device"], ceilings, values)
 
 
