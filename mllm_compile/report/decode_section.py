@@ -147,10 +147,11 @@ def _how_known(device: Device | None, has_measured: bool) -> str:
             "Bytes are those of weights and KV cache. For times, write this page where the device is, with no engine "
             f"running on it: {parts.code('mllm-compile inspect CONFIG --html FILE')}."
         )
-    found = device.values["ceilings"]
+    found, fp8_flops_s = device.values["ceilings"], device.ceilings.fp8_flops_s
+    in_fp8 = "" if fp8_flops_s is None else f" ({format_rate(fp8_flops_s, 'FLOP')} in fp8)"
     ceilings = (
         f"Limits are modelled: bytes of weights and KV cache at {format_rate(device.ceilings.read_bytes_s)}, or "
-        f"{format_rate(device.ceilings.flops_s, 'FLOP')} where that takes longer, both measured on "
+        f"{format_rate(device.ceilings.flops_s, 'FLOP')}{in_fp8} where that takes longer, measured on "
         f"{found['device']} ({found['date']})."
     )
     if has_measured:

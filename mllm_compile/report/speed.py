@@ -10,6 +10,8 @@ from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from mllm_compile.bench.limits.step_parts import StepPart, WeightSize, limit_s, step_parts
 from mllm_compile.bench.measure.results import Ceilings
 from mllm_compile.bench.measure.workloads import StepWork
@@ -102,8 +104,6 @@ def page_device(artifact: Artifact, config: ResolvedConfig) -> Device | None:
 def ensure_ceilings(artifact: Artifact, config: ResolvedConfig) -> None:
     """Measures this machine's device once a runtime (a second), unless a benchmark has; a device that is not here or
     has no room is left alone."""
-    import torch
-
     from mllm_compile.bench.limits.ceilings import measure_ceilings
     from mllm_compile.bench.measure.environment import device_name
 
@@ -157,7 +157,7 @@ def _load_context(config: ResolvedConfig, device: Device | None) -> int:
 
 
 def weight_sizes(artifact: Artifact) -> dict[str, WeightSize]:
-    return {spec.name: WeightSize(spec.shape, spec.dtype.itemsize) for spec in artifact.weights}
+    return {spec.name: WeightSize(spec.shape, spec.dtype) for spec in artifact.weights}
 
 
 def _load(
@@ -175,28 +175,28 @@ def _load(
     if device is not None and device.ceilings is not None:
         ceilings = device.ceilings
         limit = limit_s(parts, ceilings)
-        is_arithmetic = sum(part.flops for part in parts) / ceilings.flops_s > weight_bytes / ceilings.read_bytes_s
+        flops, fp8_flops = sum(part.flops for part in parts), sum(part.fp8_flops for part in parts)
+        is_arithmetic = ceilings.products_s(flops, fp8_flops) > weight_bytes / ceilings.read_bytes_s
         bound = "arithmetic" if is_arithmetic and kv_bytes / ceilings.read_bytes_s < limit / 2 else bound
     return Load(batch, context, weight_bytes + kv_bytes, limit, bound, measured_s)
 
 
 def parts_of(artifact: Artifact, config: ResolvedConfig, batch: int, context: int) -> list[StepPart]:
-    import torch
-
-    kv_itemsize = getattr(torch, config.runtime.kv_cache_dtype).itemsize
+    kv_cache_dtype = getattr(torch, config.runtime.kv_cache_dtype)
     states = config.runtime.state_dtype
-    return step_parts(artifact.program, weight_sizes(artifact), kv_itemsize, batch, context, states)
+    return step_parts(artifact.program, weight_sizes(artifact), kv_cache_dtype, batch, context, states)
 
 
 def _device(key: DeviceKey, values: Mapping[str, Any]) -> Device:
     found = values.get("ceilings")
-    ceilings = None if found is None else Ceilings(read_bytes_s=found["read_bytes_s"], flops_s=found["flops_s"])
+    ceilings = None
+    if found is not None:
+        rates = {name: found[name] for name in ("read_bytes_s", "flops_s")}
+        ceilings = Ceilings(**rates, fp8_flops_s=found.get("fp8_flops_s"))
     return Device(key, key.name if found is None else found["device"], ceilings, values)
 
 
 def _key_here(device: str) -> DeviceKey | None:
-    import torch
-
     if device.startswith("cuda") and (torch.device(device).index or 0) >= torch.cuda.device_count():
         return None
     return device_key(device)

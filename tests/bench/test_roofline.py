@@ -212,6 +212,49 @@ def test_operations_bind_where_they_take_longer_than_bytes():
     assert by_label["attn.qkv"].limit_us == pytest.approx(2 * 4 * 64 * 32 / 1e9 * 1e6)
 
 
+H200 = Ceilings(read_bytes_s=4.47e12, flops_s=787e12, fp8_flops_s=1514e12)
+# The last linear of Qwen3-8B's layers, with its scales, and the head.
+DOWN_IN_FP8 = MatrixFacts(
+    "mlp.down.weight", (4096, 12288), 2, quantised_bytes=4096 * 12288 + 4 * 4096, may_be_in_fp8=True
+)
+PLAIN_HEAD = MatrixFacts("lm_head.weight", (151_936, 4096), 2)
+
+
+@pytest.mark.parametrize(
+    ("name", "us"), [("wide_linear", 22.7), ("nvjet_sm90_qqtst_128x256_128x4_1x2_h_bz_coopA_algo2_ovscale_TNT", 32.9)]
+)
+def test_products_in_fp8_are_held_against_the_rate_of_fp8(name, us):
+    facts = StepFacts(256, (PieceFacts(0, 0, 0, (DOWN_IN_FP8, PLAIN_HEAD)),), (), 0)
+    step = [kernel(name, us, 0), kernel("nvjet_tst_128x256", 420, 0)]
+    down, head = sorted(roofline_rows(step, assign_jobs(step, facts), H200), key=lambda row: row.us)
+    assert down.limit_us == pytest.approx(2 * 256 * 4096 * 12288 / 1514e12 * 1e6)
+    assert down.lost_us > 0 and down.share < 1
+    assert down.flops == 2 * 256 * 4096 * 12288, "all its operations are told"
+    assert head.limit_us == pytest.approx(2 * 256 * 151_936 * 4096 / 787e12 * 1e6), "which is in bfloat16"
+
+
+def test_products_in_fp8_are_held_against_the_only_rate_where_that_of_fp8_was_not_measured():
+    facts = StepFacts(256, (PieceFacts(0, 0, 0, (DOWN_IN_FP8,)),), (), 0)
+    step = [kernel("aten::mm", 9e3, 0)]
+    (row,) = roofline_rows(step, assign_jobs(step, facts), replace(H200, fp8_flops_s=None))
+    assert row.limit_us == pytest.approx(2 * 256 * 4096 * 12288 / 787e12 * 1e6)
+
+
+def test_few_tokens_of_fp8_are_bound_by_bytes():
+    facts = StepFacts(8, (PieceFacts(0, 0, 0, (DOWN_IN_FP8,)),), (), 0)
+    step = [kernel("quantised_linear", 15, 0)]
+    (row,) = roofline_rows(step, assign_jobs(step, facts), H200)
+    assert row.limit_us == pytest.approx(row.num_bytes / 4.47e12 * 1e6)
+
+
+def test_a_fused_piece_has_products_in_fp8_and_others():
+    facts = StepFacts(256, (PieceFacts(0, 0, 0, (DOWN_IN_FP8, PLAIN_HEAD)),), (), 0)
+    step = [kernel(COMPILED_LOOPS, 9e3, 0)]
+    (row,) = roofline_rows(step, assign_jobs(step, facts), H200)
+    seconds = 2 * 256 * (4096 * 12288 / 1514e12 + 151_936 * 4096 / 787e12)
+    assert row.limit_us == pytest.approx(seconds * 1e6)
+
+
 # 8 experts of which a token chooses 2, hidden size 32, inner size 16.
 GATE_UP = MatrixFacts("experts.gate_up", (8, 32, 32), 2, ExpertWeight(8, 2, 32, 32, of_tokens=True))
 DOWN = MatrixFacts("experts.down", (8, 32, 16), 2, ExpertWeight(8, 2, 16, 32, of_tokens=False))
@@ -255,6 +298,16 @@ def test_the_printed_map_is_at_most_120_columns_wide():
     assert "lm_head" in "".join(lines)
     assert any(line.split()[:1] == ["GEMMs"] for line in lines)
     assert any("more rows" in line for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("ceilings", "told"),
+    [(H200, "limits at 4470 GB/s and 787 TFLOP/s, in fp8 1514, measured"), (CEILINGS, " 1 TFLOP/s, measured")],
+)
+def test_the_map_tells_the_rates_of_its_limits(ceilings, told):
+    stream = io.StringIO()
+    print_roofline(replace(map_of(), ceilings=ceilings), top=5, stream=stream)
+    assert told in stream.getvalue()
 
 
 def test_every_kernels_time_goes_to_its_step_of_the_program_or_to_none():

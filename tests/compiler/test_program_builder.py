@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from mllm_compile.bench.limits.step_parts import WeightSize, step_parts
 from mllm_compile.compiler.program_builder import build_program, weight_shapes
@@ -65,8 +66,8 @@ def test_transposed_weights_have_their_inputs_first(stage):
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_decode_of_one_request_reads_the_experts_that_it_chose(stage):
     gm = lowered(decoder_of_experts_in_bfloat16, *STAGES[stage])
-    weights = {name: WeightSize(shape, dtype.itemsize) for name, (shape, dtype) in weight_shapes(gm).items()}
-    alone, many = (step_parts(build_program(gm), weights, 2, batch, 8) for batch in (1, 4096))
+    weights = {name: WeightSize(*one) for name, one in weight_shapes(gm).items()}
+    alone, many = (step_parts(build_program(gm), weights, torch.bfloat16, batch, 8) for batch in (1, 4096))
     fewer = sum(part.weight_bytes for part in many) - sum(part.weight_bytes for part in alone)
     an_expert = 3 * EXPERT_FFN * HIDDEN * 2
     assert fewer == 2 * (EXPERTS - CHOSEN) * an_expert

@@ -60,8 +60,8 @@ def test_a_program_keeps_the_weight_and_a_step_reads_and_multiplies_as_much():
         program = build_program(gm)
         assert {layer.up_projection is None for layer in program.layers} == {bool(left_out)}
         assert Program.from_json(program.to_json()) == program
-        weights = {name: WeightSize(shape, dtype.itemsize) for name, (shape, dtype) in weight_shapes(gm).items()}
-        parts.append(step_parts(program, weights, 2, 4, 8))
+        weights = {name: WeightSize(*one) for name, one in weight_shapes(gm).items()}
+        parts.append(step_parts(program, weights, torch.bfloat16, 4, 8))
         names.append(program.weights)
     assert names[0] == names[1]
     for what in ("weight_bytes", "kv_bytes", "flops"):

@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import fx
 
-from mllm_compile.bench.limits.step_parts import WeightSize, step_parts
+from mllm_compile.bench.limits.step_parts import WeightSize, limit_s, step_parts
+from mllm_compile.bench.measure.results import Ceilings
 from mllm_compile.compiler.program_builder import build_program, weight_shapes
 from mllm_compile.passes.base import (
     PACKED_WEIGHTS,
@@ -178,13 +179,20 @@ def test_a_step_reads_fewer_bytes_of_quantised_weights_and_multiplies_as_many_nu
             {} if scheme is None else {f"layers.{layer}.{part}.weight": scheme for layer in (0, 1) for part in "qkv"}
         )
         gm, _ = run_passes(with_schemes(gm, schemes), left_out=set(KERNEL_PASSES))
-        weights = {name: WeightSize(shape, dtype.itemsize) for name, (shape, dtype) in weight_shapes(gm).items()}
-        parts.append(step_parts(build_program(gm), weights, 2, 4, 8))
+        weights = {name: WeightSize(*one) for name, one in weight_shapes(gm).items()}
+        parts.append(step_parts(build_program(gm), weights, torch.bfloat16, 4, 8))
     numbers = 2 * 3 * 1024 * 256
     plain, fp8, int4 = (sum(part.weight_bytes for part in found) for found in parts)
     assert plain - fp8 == numbers - 2 * 3 * 1024 * 4
     assert plain - int4 == numbers * 2 - numbers // 2 - 2 * 3 * 1024 * 2 * 2
-    assert len({sum(part.flops for part in found) for found in parts}) == 1
+    plain, fp8, int4 = (
+        [sum(getattr(part, what) for part in found) for what in ("flops", "fp8_flops")] for found in parts
+    )
+    assert fp8[1] == 2 * 4 * numbers and plain[1] == int4[1] == 0, "of 4 requests; numbers of four bits become bfloat16"
+    assert sum(plain) == sum(fp8) == sum(int4)
+    slow = Ceilings(read_bytes_s=1e15, flops_s=1e9, fp8_flops_s=2e9)
+    limits = [limit_s(found, slow) for found in parts]
+    assert limits == pytest.approx([sum(plain) / 1e9, fp8[0] / 1e9 + fp8[1] / 2e9, sum(int4) / 1e9])
 
 
 def test_rows_are_gathered_ahead_of_quantised_linears():

@@ -164,6 +164,17 @@ def test_a_measured_step_is_shown_as_measured_and_another_as_modelled(runtime, t
     assert format_seconds(outside / 1e6) in html
 
 
+def test_it_tells_the_rate_of_fp8_where_that_was_measured(runtime, page, tmp_path):
+    shutil.copytree(runtime.folder, tmp_path / "runtime")
+    copy = replace(runtime, artifact=open_artifact(tmp_path / "runtime"))
+    rates = {"read_bytes_s": 1e10, "flops_s": 1e11, "fp8_flops_s": 2e11}
+    remember(copy, ceilings={**rates, "device": "a GPU", "date": "today"})
+    assert "at 10.0 GB/s, or 100 GFLOP/s (200 GFLOP/s in fp8) where that takes longer" in write(
+        copy, tmp_path / "r.html"
+    )
+    assert "in fp8)" not in page.read_text()
+
+
 def test_it_needs_nothing_from_elsewhere(page):
     html = page.read_text()
     assert "<script" not in html

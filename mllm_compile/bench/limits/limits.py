@@ -8,7 +8,6 @@ prompt. Activations are left out (under 1 %).
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -117,10 +116,9 @@ class ModelFigures:
     def _weights_seconds(
         self, ceilings: Ceilings, num_tokens: int, num_rows: int, experts_touched: float | None = None
     ) -> float:
-        in_fp8 = 0 if ceilings.fp8_flops_s is None else self.fp8_params
-        params_a_token = self.layer_params - in_fp8 + self.expert_params * self.num_chosen
-        seconds = 2 * (params_a_token * num_tokens + self.head_params * num_rows) / ceilings.flops_s
-        seconds += 2 * in_fp8 * num_tokens / (ceilings.fp8_flops_s or math.inf)
+        params_a_token = self.layer_params - self.fp8_params + self.expert_params * self.num_chosen
+        flops = 2 * (params_a_token * num_tokens + self.head_params * num_rows)
+        seconds = ceilings.products_s(flops, 2 * self.fp8_params * num_tokens)
         return max(self.weight_bytes(num_tokens, experts_touched) / ceilings.read_bytes_s, seconds)
 
 

@@ -52,6 +52,7 @@ class MatrixFacts:
         itemsize: bytes of a number of the weight, unless it is quantised, and of the tokens.
         quantised_bytes: of the tensors that a quantised weight is.
         expert_share: of the experts, as counted; None: the expected one.
+        may_be_in_fp8: a GPU may multiply with it in fp8 (step_parts.may_be_in_fp8).
     """
 
     name: str
@@ -60,6 +61,7 @@ class MatrixFacts:
     experts: ExpertWeight | None = None
     quantised_bytes: int | None = None
     expert_share: float | None = None
+    may_be_in_fp8: bool = False
 
     def num_bytes(self, rows: int) -> int:
         """Bytes of the weight that are read for so many rows: of experts, those that are chosen."""
@@ -134,11 +136,16 @@ class StepFacts:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """The purpose of a kernel, and what it has to move and compute."""
+    """The purpose of a kernel, and what it has to move and compute.
+
+    Attributes:
+        flops, fp8_flops: operations of products in the model's type, and of those that may be in fp8.
+    """
 
     label: str
     num_bytes: int = 0
     flops: int = 0
+    fp8_flops: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -263,7 +270,7 @@ def roofline_rows(kernels: Sequence[TracedKernel], jobs: Sequence[Job], ceilings
             count=len(group),
             us=sum(kernel.us for kernel, _ in group),
             num_bytes=sum(job.num_bytes for _, job in group),
-            flops=sum(job.flops for _, job in group),
+            flops=sum(job.flops + job.fp8_flops for _, job in group),
             limit_us=sum(_limit_us(job, ceilings) for _, job in group),
         )
         for (label, name), group in groups.items()
@@ -272,7 +279,7 @@ def roofline_rows(kernels: Sequence[TracedKernel], jobs: Sequence[Job], ceilings
 
 
 def _limit_us(job: Job, ceilings: Ceilings) -> float:
-    return max(job.num_bytes / ceilings.read_bytes_s, job.flops / ceilings.flops_s) * 1e6
+    return max(job.num_bytes / ceilings.read_bytes_s, ceilings.products_s(job.flops, job.fp8_flops)) * 1e6
 
 
 def _piece_jobs(kernels: Sequence[TracedKernel], piece: PieceFacts, rows: int) -> list[Job]:
@@ -284,7 +291,7 @@ def _piece_jobs(kernels: Sequence[TracedKernel], piece: PieceFacts, rows: int) -
     jobs = [Job("")] * len(kernels)
     for position, matrix in zip(gemms, matrices, strict=True):
         moved = matrix.num_bytes(rows) + matrix.in_bytes(rows) + matrix.out_bytes(rows)
-        jobs[position] = Job(matrix.name, moved, matrix.flops(rows))
+        jobs[position] = Job(matrix.name, moved, *_flops((matrix,), rows))
     edges = [-1, *gemms, len(kernels)]
     for gap, (begin, end) in enumerate(pairwise(edges)):
         between = range(begin + 1, end)
@@ -320,8 +327,15 @@ def _fused_piece_jobs(kernels: Sequence[TracedKernel], piece: PieceFacts, rows: 
     first, last = piece.matrices[0].name, piece.matrices[-1].name
     label = first if first == last else f"{first} … {last}"
     moved = piece.in_bytes + piece.out_bytes + sum(matrix.num_bytes(rows) for matrix in piece.matrices)
-    flops = sum(matrix.flops(rows) for matrix in piece.matrices)
-    return _longest_gets(kernels, Job(label, moved, flops), Job(f"around {label}"))
+    return _longest_gets(kernels, Job(label, moved, *_flops(piece.matrices, rows)), Job(f"around {label}"))
+
+
+def _flops(matrices: Sequence[MatrixFacts], rows: int) -> tuple[int, int]:
+    """(operations of products in the model's type, of those that may be in fp8)"""
+    plain, in_fp8 = (
+        sum(matrix.flops(rows) for matrix in matrices if matrix.may_be_in_fp8 == kind) for kind in (False, True)
+    )
+    return plain, in_fp8
 
 
 def _attention_jobs(kernels: Sequence[TracedKernel], attention: AttentionFacts) -> list[Job]:

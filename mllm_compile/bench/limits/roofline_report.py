@@ -199,7 +199,9 @@ def print_roofline(roofline: Roofline, top: int, stream: TextIO) -> None:
         )
     print(
         f"limits at {roofline.ceilings.read_bytes_s / 1e9:.4g} GB/s and "
-        f"{roofline.ceilings.flops_s / 1e12:.3g} TFLOP/s, measured",
+        f"{roofline.ceilings.flops_s / 1e12:.3g} TFLOP/s"
+        + ("" if (fp8 := roofline.ceilings.fp8_flops_s) is None else f", in fp8 {fp8 / 1e12:.4g}")
+        + ", measured",
         file=stream,
     )
     print(", ".join(f"{name} {value}" for name, value in roofline.environment.items()), file=stream)

@@ -11,12 +11,12 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import torch
+
 from mllm_compile.bench.limits.active_experts import active_bytes, expert_flops
 from mllm_compile.bench.measure.results import Ceilings
 from mllm_compile.runtime.attention.layer import LayerSpec
 from mllm_compile.runtime.program.spec import AttentionStep, PieceStep, Program, StateStep
-
-_ITEMSIZES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +29,7 @@ class StepPart:
         layer: how many of these come before it.
         weight_bytes: bytes of the weights that it reads, whole.
         kv_bytes: bytes of the KV cache that it reads, or of states that it reads and writes.
-        flops: operations of its matrix products.
+        flops, fp8_flops: operations of its products in the model's type, and of those that may be in fp8.
     """
 
     index: int
@@ -38,6 +38,7 @@ class StepPart:
     weight_bytes: int
     kv_bytes: int
     flops: int
+    fp8_flops: int = 0
 
     @property
     def num_bytes(self) -> int:
@@ -45,25 +46,25 @@ class StepPart:
 
     def limit_s(self, ceilings: Ceilings) -> float:
         """The least seconds that the ceilings allow: reading or multiplying, whichever takes longer."""
-        return max(self.num_bytes / ceilings.read_bytes_s, self.flops / ceilings.flops_s)
+        return max(self.num_bytes / ceilings.read_bytes_s, ceilings.products_s(self.flops, self.fp8_flops))
 
 
 @dataclass(frozen=True)
 class WeightSize:
-    """A weight's shape, and the bytes of one of its numbers."""
+    """A weight's shape, and the type of its numbers."""
 
     shape: tuple[int, ...]
-    itemsize: int
+    dtype: torch.dtype
 
     @property
     def num_bytes(self) -> int:
-        return math.prod(self.shape) * self.itemsize
+        return math.prod(self.shape) * self.dtype.itemsize
 
 
 def step_parts(
     program: Program,
     weights: Mapping[str, WeightSize],
-    kv_itemsize: int,
+    kv_cache_dtype: torch.dtype,
     batch: int,
     context: int,
     state_dtype: str = "float32",
@@ -79,18 +80,18 @@ def step_parts(
     parts, seen = [], 0
     for index, step in enumerate(program.steps):
         if isinstance(step, AttentionStep):
-            kv_bytes = batch * _seen_tokens(layers[step.layer], context) * _kv_values(layers[step.layer]) * kv_itemsize
+            kv_bytes = batch * context_kv_bytes(layers[step.layer], context, kv_cache_dtype)
             up = weights.get(layers[step.layer].up_projection or "")  # of latents, whose attention has its products
             up_bytes, flops = (0, 0) if up is None else (up.num_bytes, 2 * batch * math.prod(up.shape))
             parts.append(StepPart(index, None, seen, up_bytes, kv_bytes, flops))
             seen += 1
         elif isinstance(step, StateStep):
             layer = states[step.layer]
-            itemsize = _ITEMSIZES[layer.state_dtype(state_dtype)]
+            itemsize = getattr(torch, layer.state_dtype(state_dtype)).itemsize
             # Read and written once by each request, however long that is.
             parts.append(StepPart(index, None, seen, 0, 2 * batch * math.prod(layer.state_shape) * itemsize, 0))
         elif isinstance(step, PieceStep):
-            num_bytes, flops = 0.0, 0
+            num_bytes, flops, fp8_flops = 0.0, 0, 0
             for name in read_weights(step, weights):
                 weight, experts = weights[name], program.expert_weights.get(scales.get(name, name))
                 if experts is not None:
@@ -98,11 +99,13 @@ def step_parts(
                     flops += 0 if name in scales else expert_flops(experts, batch)
                     continue
                 num_bytes += weight.num_bytes
-                if name in quantised:
+                if may_be_in_fp8(program, name, weight.dtype):
+                    fp8_flops += 2 * batch * math.prod(weight.shape)
+                elif name in quantised:
                     flops += 2 * batch * quantised[name].outputs * quantised[name].inputs
                 elif len(weight.shape) > 1 and name not in scales:
                     flops += 2 * batch * math.prod(weight.shape)
-            parts.append(StepPart(index, step.piece, seen, round(num_bytes), 0, flops))
+            parts.append(StepPart(index, step.piece, seen, round(num_bytes), 0, flops, fp8_flops))
     return parts
 
 
@@ -120,11 +123,23 @@ def limit_s(parts: Sequence[StepPart], ceilings: Ceilings) -> float:
     return sum(part.limit_s(ceilings) for part in parts)
 
 
-def _seen_tokens(layer: LayerSpec, context: int) -> int:
-    return context if layer.window_left < 0 else min(context, layer.window_left + 1)
+def may_be_in_fp8(program: Program, name: str, dtype: torch.dtype) -> bool:
+    """True if a GPU may multiply with the weight `name` in fp8: its values are of that type, and it is no experts',
+    whose products are in the model's. ModelFigures.fp8_params counts the same weights.
+
+    Args:
+        dtype: the weight's.
+    """
+    return name in program.quantised_weights and name not in program.expert_weights and dtype == torch.float8_e4m3fn
 
 
-def _kv_values(layer: LayerSpec) -> int:
-    """Numbers that one token's keys and values are."""
+def context_kv_bytes(layer: LayerSpec, context: int, kv_cache_dtype: torch.dtype) -> int:
+    """Bytes of the KV cache that attention reads for one request with `context` tokens."""
+    seen = context if layer.window_left < 0 else min(context, layer.window_left + 1)
+    return seen * token_kv_bytes(layer, kv_cache_dtype)
+
+
+def token_kv_bytes(layer: LayerSpec, kv_cache_dtype: torch.dtype) -> int:
+    """Bytes that one token's keys and values take in the KV cache."""
     kv_heads, width, v_width = layer.cache_shape
-    return kv_heads * (width + v_width)
+    return kv_heads * (width + v_width) * kv_cache_dtype.itemsize

@@ -85,6 +85,10 @@ class Ceilings:
         """The inverse of of_devices."""
         return self._times(1 / count)
 
+    def products_s(self, flops: float, fp8_flops: float) -> float:
+        """The least seconds of so many operations, and of so many more that may be of products in fp8."""
+        return flops / self.flops_s + fp8_flops / (self.fp8_flops_s or self.flops_s)
+
     def _times(self, factor: float) -> Ceilings:
         fp8_flops_s = None if self.fp8_flops_s is None else self.fp8_flops_s * factor
         rates = {"read_bytes_s": self.read_bytes_s * factor, "flops_s": self.flops_s * factor}

@@ -21,6 +21,7 @@ import torch
 
 from mllm_compile.bench.errors import BenchmarkError
 from mllm_compile.bench.limits.roofline import AttentionFacts, MatrixFacts, PieceFacts, StepFacts
+from mllm_compile.bench.limits.step_parts import context_kv_bytes, may_be_in_fp8, token_kv_bytes
 from mllm_compile.bench.measure.setting import Setting
 from mllm_compile.bench.measure.workloads import WARM_STEPS, StepWork
 from mllm_compile.bench.trace.chrome_trace import PIECE_RANGE, STEP_RANGE, TracedKernel, read_steps
@@ -30,6 +31,7 @@ from mllm_compile.engine.parts import EngineParts
 from mllm_compile.process.progress import reporter_for
 from mllm_compile.runtime.program.executor import PieceFunction, ProgramExecutor
 from mllm_compile.runtime.program.spec import AttentionStep, PieceStep, StateStep, Step
+from mllm_compile.runtime.runner_config import RunnerConfig
 
 
 def trace_steps(setting: Setting, work: StepWork, ranges: bool) -> list[dict[str, Any]]:
@@ -55,7 +57,7 @@ def trace_step(parts: EngineParts, setting: Setting, work: StepWork, batch: int,
     runner = model_runner(parts)
     requests = endless_requests(setting, batch, work.prompt_len)
     step = prefilled(parts, requests)
-    recorder = _PieceRecorder(runner.model.executor, runner.config.runtime.state_dtype) if ranges else None
+    recorder = _PieceRecorder(runner.model.executor, runner.config) if ranges else None
     walls = [_timed(step) for _ in range(work.steps_before)][WARM_STEPS:]
     kernels = _profile(step, work.steps, on_gpu=runner.device.type == "cuda")
     for request in requests:
@@ -113,9 +115,9 @@ def typical_step(steps: Sequence[list[TracedKernel]]) -> list[TracedKernel]:
 class _PieceRecorder:
     """Marks every piece call in the trace and notes what goes in and out of it."""
 
-    def __init__(self, executor: ProgramExecutor, state_dtype: str) -> None:
+    def __init__(self, executor: ProgramExecutor, config: RunnerConfig) -> None:
         self._program = executor.program
-        self._state_dtype = state_dtype
+        self._config = config
         self._weights = executor.weights
         self._activation_bytes: dict[int, tuple[int, int]] = {}  # by piece call: in, out
         executor.wrap_pieces(self._wrap)
@@ -189,13 +191,14 @@ class _PieceRecorder:
         if quantised is None:
             return MatrixFacts(name, tuple(weight.shape), weight.dtype.itemsize, experts)
         tensors = [self._weights[one] for one in (name, quantised.scales, quantised.zeros) if one is not None]
-        shape, itemsize = (quantised.outputs, quantised.inputs), self._itemsize
-        return MatrixFacts(name, shape, itemsize, experts, sum(tensor.nbytes for tensor in tensors))
-
-    @property
-    def _itemsize(self) -> int:
-        """Bytes of one of the model's numbers: the first weight is the table that token ids look up."""
-        return next(iter(self._weights.values())).dtype.itemsize
+        return MatrixFacts(
+            name,
+            (quantised.outputs, quantised.inputs),
+            self._config.dtype.itemsize,
+            experts,
+            quantised_bytes=sum(tensor.nbytes for tensor in tensors),
+            may_be_in_fp8=may_be_in_fp8(self._program, name, weight.dtype),
+        )
 
     @property
     def _of_states(self) -> set[tuple[int, ...]]:
@@ -211,21 +214,19 @@ class _PieceRecorder:
 
     def _state(self, after_piece: int, layer_name: str, batch: int) -> AttentionFacts:
         layer = next(layer for layer in self._program.state_layers if layer.name == layer_name)
-        held = math.prod(layer.state_shape) * getattr(torch, layer.state_dtype(self._state_dtype)).itemsize
+        state_dtype = layer.state_dtype(self._config.runtime.state_dtype)
+        held = math.prod(layer.state_shape) * getattr(torch, state_dtype).itemsize
         token = math.prod(layer.out_shape) * getattr(torch, layer.out_dtype).itemsize
         return AttentionFacts(after_piece, layer_name, 2 * batch * held, 2 * batch * token, what="state")
 
     def _attention(self, after_piece: int, layer_name: str, batch: int, context: int) -> AttentionFacts:
         layer = next(layer for layer in self._program.layers if layer.name == layer_name)
-        itemsize = self._itemsize
-        seen = context if layer.window_left < 0 else min(context, layer.window_left + 1)
-        kv_heads, width, v_width = layer.cache_shape
-        per_token = kv_heads * (width + v_width) * itemsize
-        query_and_out = layer.num_heads * (layer.query_dim + layer.out_dim) * itemsize
+        kv_cache_dtype = self._config.kv_cache_dtype
+        query_and_out = layer.num_heads * (layer.query_dim + layer.out_dim) * self._config.dtype.itemsize
         up_bytes = 0 if layer.up_projection is None else self._weights[layer.up_projection].nbytes
         return AttentionFacts(
             after_piece=after_piece,
             name=layer_name,
-            kv_bytes=batch * seen * per_token,
-            new_bytes=batch * (per_token + query_and_out) + up_bytes,
+            kv_bytes=batch * context_kv_bytes(layer, context, kv_cache_dtype),
+            new_bytes=batch * (token_kv_bytes(layer, kv_cache_dtype) + query_and_out) + up_bytes,
         )
