@@ -22,6 +22,7 @@ from torch.nn.functional import linear
 from mllm_compile.kernels.cuda import KernelCompiler
 from mllm_compile.process.progress import NullReporter
 from mllm_compile.runtime.ops.scaled_linear.kernel import (
+    FEWEST_TOKENS,
     MAX_TOKENS,
     ScaledKind,
     ScaledTiling,
@@ -76,7 +77,7 @@ def main(arguments: Sequence[str]) -> int:
                 times = {form: graph_us(call) / count for form, call in calls.items()}
                 said = "".join(f"  {form} {time:.1f} ({flops / time / 1e6:.0f})" for form, time in times.items())
                 print(f"{name:8}{tokens:6}{said}", flush=True)
-                if options.sweep and tokens <= MAX_TOKENS:
+                if options.sweep and FEWEST_TOKENS <= tokens <= MAX_TOKENS:
                     sweep(compiler, ScaledKind(rows, columns), tokens, calls["row"], count)
     return 0
 

@@ -269,7 +269,7 @@ def _spread_of_transformers(
     """How much rounding moves each row of `_logits_of_transformers`, [S]."""
     count = _num_different(ids)
     run = functools.partial(_run_transformers, hf_model, ids[:count], positions[:count])
-    return spread_of_rows(hf_model.model, run, known[count]).repeat(len(ids) // count)
+    return spread_of_rows(hf_model.model, run, known[count], hf_model.model.dtype).repeat(len(ids) // count)
 
 
 def _run_transformers(hf_model: HFModel, ids: list[torch.Tensor], positions: list[torch.Tensor]) -> torch.Tensor:

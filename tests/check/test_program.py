@@ -131,7 +131,9 @@ def test_a_model_of_16_bits_is_held_to_their_rounding_where_its_logits_are_float
 @pytest.mark.parametrize(("spread", "is_right"), [(0.12, True), (0.1, False)])
 def test_a_row_that_rounding_moves_far_may_be_as_far_off(spread, is_right, monkeypatch, tmp_path):
     monkeypatch.setattr(self_check, "relative_errors", lambda ours, theirs: torch.full((len(ours),), 0.19))
-    monkeypatch.setattr(self_check, "spread_of_rows", lambda model, run, logits: torch.full((len(logits),), spread))
+    monkeypatch.setattr(
+        self_check, "spread_of_rows", lambda model, run, logits, dtype: torch.full((len(logits),), spread)
+    )
     with nullcontext() if is_right else pytest.raises(UnsupportedModelError, match=r"off by 0\.09 .*limit 0\.08"):
         compile_tiny(tmp_path, "bfloat16")
     with pytest.raises(UnsupportedModelError, match=r"off by 0\.19 .*limit 0\.001"):

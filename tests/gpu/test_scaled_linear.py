@@ -21,8 +21,9 @@ pytestmark = [
     ),
 ]
 
-# Weights of Qwen3-8B and 0.6B; one tile; rows that tiles do not divide, and columns of an odd number of panels.
-WEIGHTS = [(24576, 4096), (4096, 12288), (6144, 1024), (64, 128), (320, 384)]
+# Weights of Qwen3-8B and 0.6B; one for which up to 96 tokens are divided; one tile; rows that tiles do not divide, and
+# columns of an odd number of panels.
+WEIGHTS = [(24576, 4096), (4096, 12288), (6144, 1024), (1024, 4096), (64, 128), (320, 384)]
 MOST_ERROR = 4e-3  # of a sum in tensor cores and its rounding to bfloat16
 
 
@@ -50,19 +51,22 @@ def off_by(x, weight) -> float:
 def test_it_multiplies_what_its_operands_stand_for(tmp_path, shape):
     load(scaled_kernels(*shape), tmp_path)
     weight = random(*shape, 0)
-    for tokens in (1, 7, 65, *(count for bucket in BUCKETS for count in (bucket, bucket + 1)), 300):
+    for tokens in (1, 7, 8, 9, 65, *(count for bucket in BUCKETS for count in (bucket, bucket + 1)), 300):
         assert off_by(random(tokens, shape[1], 1), weight) < MOST_ERROR, tokens
     assert not list(family("scaled_linear").faults(scaled_kernels(*shape), torch.device("cuda:0")))
 
 
 def test_every_division_multiplies_the_same(tmp_path):
-    weight, x = random(1280, 1024, 0), {tokens: random(tokens, 1024, 1) for tokens in (200, 256)}
+    weight, x = random(1280, 1024, 0), {tokens: random(tokens, 1024, 1) for tokens in (8, 200, 256)}
     for number, tiling in enumerate(ScaledTiling.all_of(ScaledKind(1280, 1024), 256)):
         load([tiling], tmp_path / str(number))
         assert off_by(x[256], weight) < MOST_ERROR, tiling
     for number, tiling in enumerate(ScaledTiling.all_of(ScaledKind(1280, 1024), 224)):
         load([tiling], tmp_path / f"uneven{number}")
         assert off_by(x[200], weight) < MOST_ERROR, tiling
+    for number, tiling in enumerate(ScaledTiling.all_of(ScaledKind(1280, 1024), 96)):
+        load([tiling], tmp_path / f"few{number}")
+        assert off_by(x[8], weight) < MOST_ERROR, tiling
 
 
 def test_a_graph_replays_it_on_other_inputs(tmp_path):

@@ -8,14 +8,15 @@ import pytest
 import torch
 from torch import fx
 
-from mllm_compile.passes.base import NO_CUDA_COMPILER, SMALL_FORMS, SMALL_WEIGHTS, PassTarget, SmallWeights
+from mllm_compile.passes.base import NO_CUDA_COMPILER, RANKS, SMALL_FORMS, SMALL_WEIGHTS, PassTarget, SmallWeights
 from mllm_compile.passes.forms import add_forms, copy_of
 from mllm_compile.passes.fuse_silu_mul import FuseSiluMul
 from mllm_compile.passes.match import nodes
 from mllm_compile.passes.match.nodes import called_pieces, is_op
 from mllm_compile.passes.pipeline import PASSES, passes_left_out
 from mllm_compile.passes.quantise_activations import QuantiseActivations
-from mllm_compile.runtime.ops import op
+from mllm_compile.runtime.ops import family, op
+from mllm_compile.runtime.ops.scaled_linear.kernel import scaled_kernels
 from mllm_compile.runtime.quantised.scheme import WeightScheme
 from tests.passes.support.graph_builder import run
 from tests.passes.support.stand_ins import SILU_MUL, stand_in_ops
@@ -25,10 +26,14 @@ ROWS, GROUPS = WeightScheme("fp8", 256), WeightScheme("fp8", 128)
 
 
 def pieces_of(
-    scheme: WeightScheme, dtype: torch.dtype = torch.bfloat16, names: tuple[str, ...] = ("gate", "up")
+    scheme: WeightScheme,
+    dtype: torch.dtype = torch.bfloat16,
+    names: tuple[str, ...] = ("gate", "up"),
+    num_ranks: int = 1,
 ) -> fx.GraphModule:
     """A decoder in pieces, whose gates and ups, or others, have the scheme."""
     gm = Decoder(dtype=dtype).model()
+    gm.meta[RANKS] = num_ranks
     gm.meta[SMALL_WEIGHTS] = SmallWeights({f"layers.{n}.{part}.weight": scheme for n in (0, 1) for part in names})
     for graph_pass in PASSES:
         if not graph_pass.needs:
@@ -51,6 +56,22 @@ def test_an_fp8_weight_is_multiplied_by_fp8_inputs(scheme):
     assert not any(calls(gm, name, "quantised_linear") for name in called_pieces(gm))
     error = (run(gm) - expected).norm() / expected.norm()
     assert 1e-4 < error < 5e-2, "it is rounded, and no more"
+
+
+@pytest.mark.parametrize(
+    ("scheme", "name", "num_ranks", "shape"),
+    [
+        (ROWS, "gate", 4, (128, 256)),
+        (WeightScheme("fp8", 512), "down", 2, (256, 256)),
+        (GROUPS, "down", 2, None),
+        (GROUPS, "down", 4, (256, 128)),  # of a quarter a row has one scale left
+    ],
+)
+def test_a_program_has_the_kernels_of_a_rank_s_weights(scheme, name, num_ranks, shape):
+    gm = pieces_of(scheme, names=(name,), num_ranks=num_ranks)
+    assert QuantiseActivations()(gm).matches == 2
+    called = [(gm.get_submodule(piece), None) for piece in called_pieces(gm)]
+    assert family("scaled_linear").wanted(called) == (() if shape is None else scaled_kernels(*shape))
 
 
 @pytest.mark.parametrize("scheme", [WeightScheme("fp8", 512), GROUPS])

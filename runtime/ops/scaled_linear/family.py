@@ -10,6 +10,7 @@ from mllm_compile.runtime.cuda.family import KernelFamily
 from mllm_compile.runtime.cuda.kernel import CudaKernel
 from mllm_compile.runtime.ops.scaled_linear.kernel import (
     BUCKETS,
+    FEWEST_TOKENS,
     ScaledTiling,
     is_taken,
     scaled_kernels,
@@ -68,7 +69,7 @@ class Family(KernelFamily):
         for kind in dict.fromkeys(kernel.kind for kernel in scaled):
             values, of_rows = random(kind.rows, kind.columns), scales(kind.rows) / math.sqrt(kind.columns)
             for kernel in (one for one in scaled if one.kind == kind):
-                fewest = max((bucket + 1 for bucket in BUCKETS if bucket < kernel.tokens), default=1)
+                fewest = max((bucket + 1 for bucket in BUCKETS if bucket < kernel.tokens), default=FEWEST_TOKENS)
                 for count in (kernel.tokens, fewest):
                     x, of_tokens = random(count, kind.columns), scales(count)
                     products = torch.nn.functional.linear(x.bfloat16(), values.bfloat16()).float()

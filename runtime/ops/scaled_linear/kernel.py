@@ -1,4 +1,4 @@
-"""The kernels of linears in fp8 for up to 256 tokens on Hopper: stream_linear/wide.cu of other operands; without torch.
+"""The kernels of linears in fp8 for 8 to 256 tokens on Hopper: stream_linear/wide.cu of other operands; without torch.
 
 Shape legend: N rows and K columns of the weight.
 """
@@ -17,6 +17,8 @@ from mllm_compile.runtime.ops.stream_linear.wide import WideTiling
 
 BUCKETS = (96, 128, 160, 192, 224, 256)  # a kernel each; a step takes the first that holds its tokens
 MAX_TOKENS = BUCKETS[-1]
+# Tokens that are divided among tiles are eight of each at least: of fewer a tile would begin ahead of the first token.
+FEWEST_TOKENS = 8
 
 _ROWS_UNIT, _PANEL = 64, 128  # what a weight's rows and columns are multiples of
 
@@ -50,8 +52,8 @@ class ScaledTiling(WideTiling):
 
 
 def is_taken(rows: int, columns: int) -> bool:
-    """True if there are kernels for a weight."""
-    return rows % _ROWS_UNIT == columns % _PANEL == 0
+    """True if there are kernels for a weight: it divides into tiles, and 32 bits count its outputs."""
+    return rows % _ROWS_UNIT == columns % _PANEL == 0 and rows * MAX_TOKENS < 2**31
 
 
 @cache

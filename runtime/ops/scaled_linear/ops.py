@@ -1,6 +1,6 @@
 """The op of a linear whose inputs and weight are both float8: one scale a token and a row, or one for 128 inputs of it.
 
-On a Hopper GPU a kernel of the runtime's own computes those with a scale a row and up to 256 tokens, which would leave
+On a Hopper GPU a kernel of the runtime's own computes those with a scale a row and 8 to 256 tokens, which would leave
 half of the library's multiprocessors idle; the library computes the others, on fp8 tensor cores too; elsewhere float32
 does. Pieces call it by name, and quantise the inputs themselves (passes/quantise_activations.py). Defined as
 `quantised_linear` is, for the same reason.
@@ -19,7 +19,7 @@ from torch.nn import functional
 from mllm_compile.runtime.cuda import tensor_maps
 from mllm_compile.runtime.cuda.driver import Argument, address_of, load_kernel, load_once
 from mllm_compile.runtime.cuda.tensor_maps import TensorMaps, aligned
-from mllm_compile.runtime.ops.scaled_linear.kernel import MAX_TOKENS, ScaledTiling, bucket_of, is_taken
+from mllm_compile.runtime.ops.scaled_linear.kernel import FEWEST_TOKENS, MAX_TOKENS, ScaledTiling, bucket_of, is_taken
 
 _LIBRARY = torch.library.Library("mllm", "FRAGMENT")
 _LIBRARY.define("scaled_linear(Tensor x, Tensor x_scales, Tensor values, Tensor scales) -> Tensor")
@@ -84,7 +84,7 @@ def scaled_linear(x: torch.Tensor, x_scales: torch.Tensor, values: torch.Tensor,
     """
     if scales.shape[1] > 1:
         return _by_groups(x, x_scales, values, scales)
-    if len(x) <= MAX_TOKENS and is_taken(*values.shape):
+    if FEWEST_TOKENS <= len(x) <= MAX_TOKENS and is_taken(*values.shape):
         return _by_kernel(x, x_scales, values, scales)
     # With fast sums, as other servers have it: a sum's own precision is far beyond that of its operands.
     return torch._scaled_mm(

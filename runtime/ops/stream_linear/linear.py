@@ -75,7 +75,7 @@ class LinearTiling(CudaKernel):
 
     Attributes:
         kind: the linear.
-        tokens: one of TOKEN_BUCKETS.
+        tokens: the most that it is for, a bucket of its family.
     """
 
     switch: ClassVar[str] = "compile.disable_passes: [stream_linears]"

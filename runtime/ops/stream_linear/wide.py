@@ -1,4 +1,4 @@
-"""Divides a linear of 129 to 256 tokens among the multiprocessors, for wide.cu.
+"""Divides a linear of 129 to 256 tokens, or in fp8 of 8 to 256, among the multiprocessors, for wide.cu.
 
 Shape legend: as linear.py.
 """
@@ -71,7 +71,8 @@ class WideTiling(LinearTiling):
         return Boxes(self.rows, 1, self.box_tokens(num_tokens))
 
     def box_tokens(self, num_tokens: int) -> int:
-        """Tokens in a tile, and in one TMA copy of x, for a step of `num_tokens`. Mirrors Division in wide.cu."""
+        """Tokens in a tile, and in one TMA copy of x, for a step of `num_tokens`: eight or more if they are divided.
+        Mirrors Division in wide.cu."""
         if self.token_tiles == 1:
             return num_tokens
         return _EIGHT * math.ceil(num_tokens / self.token_tiles / _EIGHT)
