@@ -2,13 +2,13 @@
 // with the norm before it and what follows it. tiles.cu takes as long with 8 tokens, and 2 to 4 % longer with one.
 //
 // The memory gives all of its rate to long reads, so rows of the weight come in pieces of about 2 KB, 16 rows at a time
-// (by cp.async.bulk, a ring of STAGES, on its way before the kernel that makes x has ended). x stays in registers: the
-// SPLIT blocks of a cluster divide the inputs, the warps of a block its share of them, and every warp multiplies its
-// inputs with every row that the cluster takes. Sums of a block are added up in its shared memory and sent to the block
-// of the cluster that finishes the rows; blocks take turns at that.
+// (by cp.async.bulk, into a ring of STAGES, before the kernel that makes x has ended: EARLY_STAGES at a time, linear.py). x
+// stays in registers: the SPLIT blocks of a cluster divide the inputs, the warps of a block its share of them, and every
+// warp multiplies its inputs with every row that the cluster takes. Sums of a block are added up in its shared memory and
+// sent to the block of the cluster that finishes the rows; blocks take turns at that.
 //
 // Defined by rows.py: N outputs (of a gated one: gate and up rows), K, SPLIT (of at least 2), WARPS, CLUSTERS, RESIDENT
-// (blocks of a multiprocessor), PIECE (inputs of a row in a stage), STAGES, NORM_BLOCKS (sums of squares a token to read;
+// (blocks of a multiprocessor), PIECE (inputs of a row in a stage), STAGES, EARLY_STAGES, NORM_BLOCKS (sums of squares a token to read;
 // 0: no norm), GATED, RESIDUAL, NEXT_BLOCKS (sums of squares a token to leave), PLUS_ONE (the next norm's weight has 1
 // added), BIAS (in the place of the norm's weight), SQUARED_RELU.
 
@@ -82,7 +82,10 @@ extern "C" __global__ void __cluster_dims__(SPLIT, 1, 1) __launch_bounds__(32 * 
     if (++next_chunk == CHUNKS) next_chunk = 0, next_group += CLUSTERS;
   };
   if (warp == 0)
-    for (int i = 0; i < STAGES; i++) ask(i);
+    for (int i = 0; i < STAGES && next_group < GROUPS; i++) {
+      if (i >= EARLY_STAGES) wait_for(full + 8 * (i - EARLY_STAGES), 0);
+      ask(i);
+    }
 
   wait_for_prerequisites();
   // The order of inputs is the same for x and weight, and such that 16 bytes of either are what a lane multiplies.

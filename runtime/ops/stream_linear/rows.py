@@ -12,7 +12,7 @@ from functools import cache, cached_property
 from typing import ClassVar, NamedTuple
 
 from mllm_compile.runtime.cuda.kernel import MULTIPROCESSORS
-from mllm_compile.runtime.ops.stream_linear.linear import NORM_ROWS, LinearKind, LinearTiling
+from mllm_compile.runtime.ops.stream_linear.linear import NORM_ROWS, LinearKind, LinearTiling, early_stages
 
 MAX_TOKENS = 8
 
@@ -86,12 +86,16 @@ class RowTiling(LinearTiling):
         """Groups of rows of a cluster, at the most."""
         return math.ceil(self.kind.rows / NORM_ROWS / self.clusters)
 
+    @property
+    def stage_bytes(self) -> int:
+        return NORM_ROWS * self.piece * 2
+
     @cached_property
     def shared_bytes(self) -> int:
         """Bytes of the ring; sums of warps and of the cluster's blocks, factors and barriers."""
         finished = math.ceil(self.groups / self.split)
         sums = self.warps * MAX_TOKENS * (NORM_ROWS + 4) + finished * self.split * MAX_TOKENS * NORM_ROWS
-        return self.stages * NORM_ROWS * self.piece * 2 + (sums + MAX_TOKENS) * 4 + (2 * self.stages + finished) * 8
+        return self.stages * self.stage_bytes + (sums + MAX_TOKENS) * 4 + (2 * self.stages + finished) * 8
 
     def constants(self) -> dict[str, int]:
         return {
@@ -102,6 +106,7 @@ class RowTiling(LinearTiling):
             "RESIDENT": self.resident,
             "PIECE": self.piece,
             "STAGES": self.stages,
+            "EARLY_STAGES": early_stages(self.stage_bytes, self.resident),
         }
 
 
@@ -144,7 +149,7 @@ def _bytes_a_ns(tiling: RowTiling) -> float:
     """
     columns = tiling.kind.columns // tiling.split
     by_piece = columns * 2 / math.ceil(columns / tiling.piece) / 45
-    by_ring = tiling.resident * tiling.stages * NORM_ROWS * tiling.piece * 2 / 4800
+    by_ring = tiling.resident * tiling.stages * tiling.stage_bytes / 4800
     return min(by_piece, by_ring, 35.0)
 
 

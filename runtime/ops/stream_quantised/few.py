@@ -12,7 +12,7 @@ from functools import cache, cached_property
 from typing import ClassVar
 
 from mllm_compile.runtime.cuda.kernel import MULTIPROCESSORS
-from mllm_compile.runtime.ops.stream_linear.linear import NORM_ROWS, Boxes
+from mllm_compile.runtime.ops.stream_linear.linear import NORM_ROWS, Boxes, early_stages
 from mllm_compile.runtime.ops.stream_quantised.linear import (
     GROUP,
     HEADERS,
@@ -102,6 +102,13 @@ class FewTiling(QuantisedTiling):
         )
 
     @property
+    def _early_stages(self) -> int:
+        """Stages on their way until x is there: with zero points all, as there are no registers left to wait with."""
+        if self.kind.zeros:
+            return self.stages
+        return early_stages(NORM_ROWS * self.piece // self.kind.values_a_byte, _RESIDENT)
+
+    @property
     def steps(self) -> int:
         """A warp's steps of a pass."""
         pieces = math.ceil(self.kind.columns / self.split / self.piece / self.passes)
@@ -118,6 +125,7 @@ class FewTiling(QuantisedTiling):
             "RESIDENT": _RESIDENT,
             "PIECE": self.piece,
             "STAGES": self.stages,
+            "EARLY_STAGES": self._early_stages,
             "SHARED_BYTES": self.shared_bytes,
         }
 

@@ -1,8 +1,8 @@
 // A linear of 9 to 128 tokens on Hopper whose weight is float8_e4m3fn, four-bit integers or four-bit floats:
 // out = x . weight^T, with the norm before it and what follows it.
 //
-// As in stream_linear/tiles.cu a block asks for what its ring holds of the weight before the kernel that makes x has ended,
-// and every multiprocessor gets nearly the same share: a tile of ROWS outputs, or, where those were few, of more whose inputs
+// As in stream_linear/tiles.cu a block asks for its weight before the kernel that makes x has ended, but for no more than
+// EARLY_STAGES (linear.py), and every multiprocessor gets nearly the same share: a tile of ROWS outputs, or, where those were few, of more whose inputs
 // the SPLIT blocks of a cluster divide. A tile of few rows would read x as often as it has weights: x's bytes are two an
 // input and token.
 //
@@ -17,7 +17,7 @@
 //
 // Defined by tiles.py: N outputs (of a gated one: gate and up rows), K, BITS (of a value: 8 or 4), ROWS (a multiple of 16),
 // K_GROUPS, SPLIT, BLOCKS, RESIDENT (blocks of a multiprocessor, of registers), NUM_THREADS and SHARED_BYTES of a block,
-// TOKENS (a multiple of 8), PANELS (of 128 bytes of a row, of a stage), STAGES, GROUP (inputs that share a scale: 128, of
+// TOKENS (a multiple of 8), PANELS (of 128 bytes of a row, of a stage), STAGES, EARLY_STAGES, GROUP (inputs that share a scale: 128, of
 // floats of four bits 32 or 16; 0: all of a row, of fp8), SCALE_BYTES, SCALES_ARE_HALF (float16; else of two bytes bfloat16),
 // ZEROS (there are zero points, of a byte), FLOATS (of four bits), FACTORS (`zeros` are factors of rows, in float32), NORM_BLOCKS (sums of squares a token to read; 0: no norm), GATED, RESIDUAL, NEXT_BLOCKS (sums of squares a token to
 // leave), PLUS_ONE (the next norm's weight has 1 added), BIAS (in the place of the norm's weight), SQUARED_RELU.
@@ -83,11 +83,12 @@ __device__ void ask(const TensorMap* values, const TensorMap* x, u32 ring, u32 f
     for (int p = 0; p < X_PANELS; p++)
       load_x(ring + slot * STAGE_BYTES + W_BYTES + p * X_PANEL_BYTES, x, 0, (rank * STEPS + i % STEPS) * X_PANELS + p, full + 8 * slot);
   };
-  const int ahead = STAGES < total ? STAGES : total;
-  for (int i = 0; i < ahead; i++) ask_weight(i);
+  const int ahead = min(STAGES, total), early = min(EARLY_STAGES, ahead);
+  for (int i = 0; i < early; i++) ask_weight(i);
   start_dependents();
   wait_for_prerequisites();
-  for (int i = 0; i < ahead; i++) ask_x(i);
+  for (int i = 0; i < early; i++) ask_x(i);
+  for (int i = early; i < ahead; i++) ask_weight(i), ask_x(i);  // not before: x would wait behind them
   for (int i = ahead; i < total; i++) {
     wait_for(empty + 8 * (i % STAGES), (i / STAGES & 1) ^ 1);
     ask_weight(i), ask_x(i);

@@ -14,7 +14,7 @@ from typing import ClassVar
 
 from mllm_compile.runtime.cuda.kernel import MULTIPROCESSORS
 from mllm_compile.runtime.cuda.wgmma import multiply_registers
-from mllm_compile.runtime.ops.stream_linear.linear import NORM_ROWS, Boxes
+from mllm_compile.runtime.ops.stream_linear.linear import NORM_ROWS, Boxes, early_stages
 from mllm_compile.runtime.ops.stream_quantised.linear import (
     GROUP,
     HEADERS,
@@ -127,6 +127,10 @@ class TileTiling(QuantisedTiling):
         is_small = self.needed_bytes <= room_of_block(self.kind) and self.tokens <= _MANY_TOKENS
         return is_small and self.num_threads <= _BESIDE_THREADS
 
+    @property
+    def resident(self) -> int:
+        return 2 if self.is_beside else 1
+
     def preamble(self) -> str:
         return multiply_registers(self.tokens)
 
@@ -138,11 +142,12 @@ class TileTiling(QuantisedTiling):
             "SPLIT": self.split,
             "K_GROUPS": self.column_groups,
             "BLOCKS": self.num_blocks,
-            "RESIDENT": 2 if self.is_beside else 1,
+            "RESIDENT": self.resident,
             "NUM_THREADS": self.num_threads,
             "SHARED_BYTES": self.shared_bytes,
             "PANELS": self.panels,
             "STAGES": self.stages,
+            "EARLY_STAGES": early_stages(self.stage_bytes, self.resident),
         }
 
 
