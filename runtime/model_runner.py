@@ -1,6 +1,7 @@
 """Runs a loaded model on batches: owns the device, the pools, the attention backend and the graphs.
 
 Others decide which: trial.py how many pages, state/factory.py which backend, cuda_graph/sizes.py which graphs.
+A batch is run by program/runner.py, once its attention is planned, or replayed by cuda_graph/graph_runner.py.
 step/runner.py makes an engine's steps: it turns a ScheduledBatch into a ForwardBatch, and its logits into tokens.
 
 Shape legend: T tokens, R requests, S rows of logits, V vocab.
@@ -9,7 +10,7 @@ Shape legend: T tokens, R requests, S rows of logits, V vocab.
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
@@ -19,8 +20,7 @@ import numpy as np
 import torch
 
 from mllm_compile.runtime.attention.base import AttentionBackend
-from mllm_compile.runtime.attention.metadata import AttentionMetadataBuilder, CommonAttentionMetadata, KVCacheSpec
-from mllm_compile.runtime.collectives.base import Communicator, leaving_parts, using
+from mllm_compile.runtime.collectives.base import Communicator, using
 from mllm_compile.runtime.collectives.choose import TokenChoice
 from mllm_compile.runtime.collectives.sum_kernels import MOST_CHOICES
 from mllm_compile.runtime.cuda_graph.sizes import dispatcher_of
@@ -31,30 +31,20 @@ from mllm_compile.runtime.device.memory import (
     check_weights_fit,
 )
 from mllm_compile.runtime.device.open import open_device, prefer_cublaslt
-from mllm_compile.runtime.errors import ConfigError, DeviceMemoryError, RequestError, UnsupportedModelError
-from mllm_compile.runtime.forward_batch import (
-    ForwardBatch,
-    ForwardMode,
-    LogitsProcessorOutput,
-    TokenInputs,
-)
-from mllm_compile.runtime.forward_context import (
-    BatchDescriptor,
-    ForwardContext,
-    ForwardTimes,
-    set_forward_context,
-)
-from mllm_compile.runtime.graph_mode import CUDAGraphMode, DPMetadata, UBatchSlice
+from mllm_compile.runtime.errors import DeviceMemoryError, RequestError, UnsupportedModelError
+from mllm_compile.runtime.forward_batch import ForwardBatch, ForwardMode, LogitsProcessorOutput, TokenInputs
+from mllm_compile.runtime.forward_context import ForwardTimes
+from mllm_compile.runtime.graph_mode import DPMetadata, UBatchSlice
 from mllm_compile.runtime.media.feature_pool import FeaturePool
 from mllm_compile.runtime.memory_pool import GDNPool, KVPool, ReqToTokenPool
 from mllm_compile.runtime.program.executor import ProgramExecutor
 from mllm_compile.runtime.program.images import ImageEncoder
-from mllm_compile.runtime.program.loaded import Executor, LoadedModel, ModelSource
+from mllm_compile.runtime.program.loaded import LoadedModel, ModelSource
+from mllm_compile.runtime.program.runner import ProgramRunner
 from mllm_compile.runtime.runner_config import RunnerConfig
 from mllm_compile.runtime.sampling.row_state import RowState
 from mllm_compile.runtime.sampling.sampler import sample_tokens
 from mllm_compile.runtime.state.factory import make_backend
-from mllm_compile.runtime.state.metadata import StateMetadataBuilder
 from mllm_compile.runtime.step_fields import StepFields
 from mllm_compile.runtime.trial import count_pages
 from mllm_compile.runtime.ubatch.overlap import BatchOverlap
@@ -69,6 +59,7 @@ class ModelRunner:
     """Runs a loaded model. `initialize()` before anything else, `shutdown()` at the end.
 
     Attributes:
+        program: runs the model on batches whose attention is planned.
         max_total_num_tokens: tokens that the KV pages hold, the dummy page left out.
         forward_pass_id: forwards so far.
         row_state: a StepRunner's, and captured decodes'.
@@ -149,24 +140,22 @@ class ModelRunner:
         self.hidden_size = model.hidden_size
         self.vocab_size = model.vocab_size
         self.context_len = model.context_len
-        self.layers: dict[str, Any] = {layer.name: layer for layer in model.layers}
-        self.layers |= {layer.name: layer for layer in model.state_layers}
-        spec = KVCacheSpec(model.layers, self.config.runtime.page_size)
-        self._metadata_builder = AttentionMetadataBuilder(spec, self.config, self.device)
-        rank = self.communicator.rank if self.num_deals > 1 and self.communicator is not None else 0
-        first_row = rank * self.config.runtime.max_running_requests
-        self._state_metadata_builder = StateMetadataBuilder(model.state_layers, self.config, first_row)
         interval_s = self.config.forward_times_interval_s
         self.forward_times = ForwardTimes(interval_s, self.device) if interval_s > 0 else None
-        if self.num_deals > 1 and isinstance(model.executor, ProgramExecutor):
-            # What layers leave of padding goes on into experts, and as keys into the dummy page: it must be finite.
-            model.executor.set_output_buffers(_zeros)
         self.expert_counts: dict[str, torch.Tensor] | None = None
         if self.config.runtime.expert_stats:
             self.expert_counts = {
                 name: torch.zeros(count, dtype=torch.int64, device=self.device)
                 for name, count in model.num_experts.items()
             }
+        self.program = ProgramRunner(
+            model,
+            self.config,
+            self.device,
+            self.communicator,
+            forward_times=self.forward_times,
+            expert_counts=self.expert_counts,
+        )
 
     def _make_overlap(self, communicator: Communicator) -> BatchOverlap:
         """
@@ -259,8 +248,7 @@ class ModelRunner:
                 torch.cuda.synchronize(self.device)
         # Whatever part of it is there: a failed initialize ends here too.
         pools = ("req_to_token_pool", "row_state", "state_pool", "feature_pool", "token_to_kv_pool")
-        builders = ("_metadata_builder", "_state_metadata_builder")
-        for name in ("model", "attn_backend", "_overlap", "layers", *pools, *builders):
+        for name in ("model", "program", "attn_backend", "_overlap", *pools):
             self.__dict__.pop(name, None)
         self.graph_runner = None
         gc.collect()
@@ -483,7 +471,7 @@ class ModelRunner:
         tokens = TokenInputs.of(batch)
         if self.num_deals > 1:
             tokens = self._with_those_of_others(tokens, batch.dp_metadata)
-        return self.run_program(batch, tokens, logits_indices)
+        return self.program.run(batch, tokens, logits_indices)
 
     def _run_parts(
         self,
@@ -500,8 +488,8 @@ class ModelRunner:
         for part in parts:
             part.attn_backend.init_forward_metadata(part)
         inputs = [TokenInputs.of(part).by_name for part in parts]
-        with self._forward_context(batch, TokenInputs.of(batch), CUDAGraphMode.NONE, None, slices) as whole:
-            contexts = [self._context_of(part, whole) for part in parts]
+        with self.program.context(batch, TokenInputs.of(batch), slices=slices) as whole:
+            contexts = [self.program.context_of_part(part, whole) for part in parts]
             bodies = overlap.bodies(inputs, contexts, share_a_request(slices))
             logits_of = partial(overlap.heads, bodies, slices[1].token_slice.start)
             logits = logits_of(rows)
@@ -517,97 +505,6 @@ class ModelRunner:
             across.mark_tokens(slots)
         return replace(tokens, all_slots=slots)
 
-    def run_program(
-        self,
-        batch: ForwardBatch,
-        tokens: TokenInputs,
-        logits_indices: torch.Tensor,
-        mode: CUDAGraphMode = CUDAGraphMode.NONE,
-        descriptor: BatchDescriptor | None = None,
-        all_rows: torch.Tensor | None = None,
-    ) -> LogitsProcessorOutput:
-        """Runs the program on a batch whose attention is planned.
-
-        Args:
-            batch: attention's input.
-            tokens: the pieces' input; padded where a graph wants it, when `batch` is not.
-            logits_indices: [S] int64.
-            mode, descriptor: those of the graphs that are captured or replayed.
-            all_rows: as an executor's body takes it.
-        """
-        with self._forward_context(batch, tokens, mode, descriptor):
-            body = self._executor_of(batch).body(tokens.by_name, all_rows)
-            return self.run_head(batch, body, logits_indices)
-
-    def run_body(
-        self,
-        batch: ForwardBatch,
-        tokens: TokenInputs,
-        mode: CUDAGraphMode,
-        descriptor: BatchDescriptor,
-        all_rows: torch.Tensor,
-    ) -> list[Any]:
-        """Runs the program up to the head, for `run_head`; arguments as run_program's."""
-        with self._forward_context(batch, tokens, mode, descriptor):
-            return self._executor_of(batch).body(tokens.by_name, all_rows)
-
-    def run_head(self, batch: ForwardBatch, body: list[Any], logits_indices: torch.Tensor) -> LogitsProcessorOutput:
-        """Logits of the tokens `logits_indices` [S] int64, and where the batch asks for them of any others.
-
-        Of ranks with requests of their own they are those of all, S each.
-        """
-        executor = self._executor_of(batch)
-        logits_of = partial(self._logits_of_all, executor, body)
-        if batch.tokens_alone and self.communicator is not None and self.num_deals == 1:
-            with leaving_parts() as parts:
-                logits = executor.head(body, logits_indices)
-            is_own_part = len(parts) == 1
-            return LogitsProcessorOutput(
-                parts[0] if is_own_part else logits,
-                logits_of=logits_of if batch.return_logprob else None,
-                is_own_part=is_own_part,
-            )
-        return LogitsProcessorOutput(logits_of(logits_indices), logits_of=logits_of if batch.return_logprob else None)
-
-    def _logits_of_all(self, executor: Executor, body: list[Any], logits_indices: torch.Tensor) -> torch.Tensor:
-        """The head's logits; of ranks with requests of their own those of all, a block of each."""
-        logits = executor.head(body, logits_indices)
-        if self.num_deals == 1 or self.communicator is None:
-            return logits
-        return self.communicator.all_gather(logits.contiguous()).flatten(0, 1)
-
-    def _forward_context(
-        self,
-        batch: ForwardBatch,
-        tokens: TokenInputs,
-        mode: CUDAGraphMode,
-        descriptor: BatchDescriptor | None,
-        slices: Sequence[UBatchSlice] | None = None,
-    ) -> AbstractContextManager[ForwardContext]:
-        attention = self._metadata_builder.build(batch.common_prefix_len, CommonAttentionMetadata.of(batch))
-        states = self._state_metadata_builder.build(CommonAttentionMetadata.of(batch))
-        return set_forward_context(
-            {**attention, **states},
-            no_compile_layers=self.layers,
-            slot_mapping=dict.fromkeys(attention, tokens.out_cache_loc),
-            num_tokens=tokens.input_ids.shape[0],
-            cudagraph_runtime_mode=mode,
-            batch_descriptor=descriptor,
-            dp_metadata=batch.dp_metadata,
-            ubatch_slices=slices,
-            skip_compiled=self.config.runtime.skip_compiled,
-            deterministic=self.config.runtime.deterministic,
-            expert_counts=self.expert_counts,
-            # A whole step in a graph is timed where it is replayed: a capture cannot wait for the device.
-            forward_times=None if mode is CUDAGraphMode.FULL else self.forward_times,
-        )
-
-    def _context_of(self, part: ForwardBatch, whole: ForwardContext) -> ForwardContext:
-        """The forward context of a part of a step that is divided."""
-        attention = self._metadata_builder.build(part.common_prefix_len, CommonAttentionMetadata.of(part))
-        slots = dict.fromkeys(attention, part.out_cache_loc)
-        return replace(whole, attn_metadata=attention, slot_mapping=slots, ubatch_slices=None)
-
     def image_encoder(self) -> ImageEncoder:
         """Makes the model's tower ready to run.
 
@@ -617,20 +514,6 @@ class ModelRunner:
         if self.model.media is None:
             raise RequestError("a batch brings images, and the model takes none. Leave `pixel_values` out of it.")
         return ImageEncoder(self.model.media, self.config.dtype, self.device)
-
-    def _executor_of(self, batch: ForwardBatch) -> Executor:
-        """The executor of a batch.
-
-        Raises:
-            ConfigError: the eager model is asked for, and the source loaded none.
-        """
-        if batch.media is not None and self.model.media is not None:
-            return self.model.media.with_features
-        if not self.config.runtime.skip_compiled:
-            return self.model.executor
-        if self.model.eager is None:
-            raise ConfigError("runtime.skip_compiled is set, but the model's source has no eager model to run")
-        return self.model.eager
 
     def on_device(self) -> AbstractContextManager[Any]:
         """Makes the runner's GPU the calling thread's current one, and its rank's communicator the thread's."""
@@ -696,11 +579,6 @@ class ModelRunner:
         """States of prefixes that the prefix cache keeps, as many as there are requests; 0 where it needs none."""
         runtime = self.config.runtime
         return runtime.max_running_requests if runtime.enable_prefix_cache and self.model.state_layers else 0
-
-
-def _zeros(index: int, like: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """Outputs of layers between pieces, as OutputBuffers gives them."""
-    return like.new_zeros((like.shape[0], *shape), dtype=dtype)
 
 
 @contextmanager

@@ -44,6 +44,7 @@ from mllm_compile.runtime.cuda_graph.prompt_turns import PromptTurns
 from mllm_compile.runtime.cuda_graph.step_inputs import StepInputs
 from mllm_compile.runtime.memory_pool import ReqToTokenPool
 from mllm_compile.runtime.model_runner import ModelRunner
+from mllm_compile.runtime.program.runner import ProgramRunner
 from mllm_compile.runtime.sampling.sampler import Sampler
 from mllm_compile.runtime.schedule.scheduler import Scheduler
 from mllm_compile.runtime.step.runner import StepHandle, StepRunner
@@ -72,7 +73,7 @@ PARTS: tuple[tuple[int, type, str], ...] = (
     (3, torch.cuda.CUDAGraph, "replay"),
     (2, GraphRunner, "_run_pieces"),
     (3, FlashInferAttnBackend, "init_forward_metadata"),
-    (2, ModelRunner, "run_head"),
+    (2, ProgramRunner, "head"),
     (1, StepRunner, "_follow_rows"),
     (1, Sampler, "__call__"),
     (0, EngineCore, "_finish_step"),

@@ -23,10 +23,9 @@ from mllm_compile.compiler.load_or_compile import load_or_compile
 from mllm_compile.config.schema import EngineConfig
 from mllm_compile.engine.assemble import runner_config
 from mllm_compile.process.progress import NullReporter
-from mllm_compile.runtime.attention.metadata import CommonAttentionMetadata
 from mllm_compile.runtime.cuda_graph.capture import GraphCapturer
 from mllm_compile.runtime.forward_batch import ForwardBatch, TokenInputs
-from mllm_compile.runtime.forward_context import override_forward_context, set_forward_context
+from mllm_compile.runtime.forward_context import override_forward_context
 from mllm_compile.runtime.graph_mode import BatchDescriptor, CUDAGraphMode
 from mllm_compile.runtime.model_runner import ModelRunner
 from mllm_compile.runtime.program import executor
@@ -114,18 +113,12 @@ def breakable(runner: ModelRunner, batch: ForwardBatch, descriptor: BatchDescrip
     try:
         with capturer.session():
             start()
-            output = runner.run_program(batch, tokens, torch.arange(batch.batch_size, device=runner.device))
+            output = runner.program.run(batch, tokens, torch.arange(batch.batch_size, device=runner.device))
             stop()
     finally:
         executor.attention_with_output = attend
     keep.append(output.next_token_logits)
-    metadata = runner._metadata_builder.build(0, CommonAttentionMetadata.of(batch))
-    context = set_forward_context(
-        metadata,
-        no_compile_layers=runner.layers,
-        slot_mapping=dict.fromkeys(metadata, tokens.out_cache_loc),
-        num_tokens=size,
-    )
+    context = runner.program.context(batch, tokens)
 
     def step() -> object:
         graphs.inputs.take_tokens(batch, size)

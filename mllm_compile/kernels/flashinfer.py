@@ -41,7 +41,7 @@ def collect_kernels(config: ResolvedConfig, program: Program, folder: Path, repo
 
 
 def _load_kernels(config: ResolvedConfig, program: Program) -> None:
-    from mllm_compile.runtime.attention.flashinfer_backend import FlashInferAttnBackend
+    from mllm_compile.runtime.attention.flashinfer.wrappers import GroupWrappers
 
     runtime = config.runtime
     dtype = getattr(torch, config.model.dtype)
@@ -49,19 +49,20 @@ def _load_kernels(config: ResolvedConfig, program: Program) -> None:
     layers = [layer for layer in program.layers if layer.name not in program.latent_attention]
     sinks = {layer.sinks: torch.empty(layer.num_heads, device=device) for layer in layers if layer.sinks}
     if layers:  # a model of layers with a state alone attends nowhere
-        FlashInferAttnBackend(
+        wrappers = GroupWrappers(
             [AttentionLayer.of(layer, sinks) for layer in layers],
             kv_cache_dtype=getattr(torch, runtime.kv_cache_dtype),
             q_dtype=dtype,
             max_context_len=runtime.page_size,
             req_to_token=torch.zeros(1, runtime.page_size, dtype=torch.int32, device=device),
             device=device,
-            max_req_pool_size=runtime.max_running_requests,
+            max_requests=runtime.max_running_requests,
             page_size=runtime.page_size,
             deterministic=runtime.deterministic,
             decoders=dict.fromkeys(program.decode_attention, _NO_DECODERS),
             prefills=dict.fromkeys(program.prefill_attention, _NO_DECODERS[0].piece),
         )
+        wrappers.load()
     try:
         from flashinfer.page import get_page_module
         from flashinfer.sampling import get_sampling_module

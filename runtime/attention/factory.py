@@ -67,16 +67,17 @@ def make_attention_backend(
             dtype=config.dtype,
         )
     if runtime.attention_backend == "flashinfer":
+        from mllm_compile.runtime.attention.flashinfer.wrappers import GroupWrappers
         from mllm_compile.runtime.attention.flashinfer_backend import FlashInferAttnBackend
 
-        return FlashInferAttnBackend(
+        wrappers = GroupWrappers(
             model.layers,
             kv_cache_dtype=config.kv_cache_dtype,
             q_dtype=config.dtype,
             max_context_len=req_to_token_pool.max_context_len,
             req_to_token=req_to_token_pool.req_to_token,
             device=device,
-            max_req_pool_size=config.max_rows * config.runtime.expert_parallel_size,
+            max_requests=config.max_rows * config.runtime.expert_parallel_size,
             page_size=runtime.page_size,
             deterministic=runtime.deterministic,
             decoders=model.decoders,
@@ -86,4 +87,5 @@ def make_attention_backend(
             divide_prefix=runtime.divide_prefix,
             part=part,
         )
+        return FlashInferAttnBackend(wrappers)
     raise ConfigError(f"runtime.attention_backend: expected flashinfer or torch, got {runtime.attention_backend!r}")

@@ -2,18 +2,19 @@
 
 Per batch and plan group (layers equal in window, soft cap, scale and heads) there is a plan for the prefills
 (flashinfer/prefill.py), and one for the decodes, which come first in a batch (flashinfer/decode.py), unless the program
-brings its own kernel for them (split_decode.py). flashinfer/kernels.py chooses FlashInfer's kernel for each;
-flashinfer/plan.py has pages and plan buffers. Decodes can be captured in a CUDA graph (captured/decodes.py); so can
-steps with prompts, where fa3 and the program's own kernels serve them (captured/mixed.py).
+brings its own kernel for them (split_decode.py). flashinfer/wrappers.py makes what plans them; flashinfer/kernels.py
+chooses FlashInfer's kernel for each; flashinfer/plan.py has pages and plan buffers. Decodes can be captured in a CUDA
+graph (captured/decodes.py); so can steps with prompts, where fa3 and the program's own kernels serve them
+(captured/mixed.py).
 
 Shape legend: T tokens, R requests, H query heads, Hk kv heads, D head dim, P page entries.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -24,41 +25,30 @@ from mllm_compile.runtime.attention.captured.decodes import DecodeSteps, check_c
 from mllm_compile.runtime.attention.captured.fresh import FreshSteps
 from mllm_compile.runtime.attention.captured.mixed import MixedStep, MixedSteps
 from mllm_compile.runtime.attention.flashinfer.blocks import ImageBlocks
-from mllm_compile.runtime.attention.flashinfer.cascade import CascadeDecode, CascadeRows, GroupCascade
-from mllm_compile.runtime.attention.flashinfer.copied import MOST_COPIED_BYTES, CopySpace
-from mllm_compile.runtime.attention.flashinfer.decode import DecodeRows, GroupDecode, PlannedGroup, SplitGroup
+from mllm_compile.runtime.attention.flashinfer.cascade import CascadeDecode, CascadeRows
+from mllm_compile.runtime.attention.flashinfer.decode import DecodeRows, PlannedGroup, SplitGroup
 from mllm_compile.runtime.attention.flashinfer.kernels import (
-    COPYING_PREFILL,
     PlanGroup,
     captured_cascade_pays,
     cascade_pays,
     check_never_split,
-    check_supported,
-    decodes_on_tensor_cores,
-    knows_plan,
-    plan_groups,
-    prefill_kernels,
     prefills_new_tokens_alone,
     should_use_tensor_core,
     spared_bytes,
-    takes_cascade,
-    workspace_bytes,
 )
-from mllm_compile.runtime.attention.flashinfer.library import copy_space, float_workspace, import_flashinfer
 from mllm_compile.runtime.attention.flashinfer.parts import DividedPrefill
 from mllm_compile.runtime.attention.flashinfer.plan import PagedView, make_paged_view
 from mllm_compile.runtime.attention.flashinfer.prefill import GroupOwnPrefill, GroupPrefill, OwnPrefill, PrefillRows
 from mllm_compile.runtime.attention.flashinfer.sinks import run_with_sinks
+from mllm_compile.runtime.attention.flashinfer.wrappers import GroupWrappers
 from mllm_compile.runtime.attention.layer import AttentionLayer
 from mllm_compile.runtime.attention.metadata import (
     CommonAttentionMetadata,
-    get_kv_cache_layout,
     split_decodes_and_prefills,
 )
 from mllm_compile.runtime.attention.split import shared_prefix
-from mllm_compile.runtime.attention.split.shared_prefix import SharedPrefix
-from mllm_compile.runtime.attention.split.split_decode import DecodePiece, Decoders, SplitDecode, SplitDecodeSpace
-from mllm_compile.runtime.errors import ConfigError, DeviceError
+from mllm_compile.runtime.attention.split.split_decode import SplitDecode
+from mllm_compile.runtime.errors import ConfigError
 from mllm_compile.runtime.forward_batch import ForwardBatch, ForwardMode
 
 __all__ = [
@@ -89,85 +79,40 @@ class PrefillMetadata:
 
 
 class FlashInferAttnBackend(AttentionBackend):
-    """Attends by FlashInfer. Made of scalars and tensors; the KV pool comes with each batch."""
+    """Attends by FlashInfer; the KV pool comes with each batch."""
 
-    def __init__(
-        self,
-        layers: Sequence[AttentionLayer],
-        *,
-        kv_cache_dtype: torch.dtype,
-        q_dtype: torch.dtype,
-        max_context_len: int,
-        req_to_token: torch.Tensor,
-        device: torch.device | str,
-        max_req_pool_size: int,
-        page_size: int,
-        deterministic: bool = False,
-        decoders: Mapping[str, Decoders] | None = None,
-        prefills: Mapping[str, DecodePiece] | None = None,
-        cascades: Mapping[str, DecodePiece] | None = None,
-        copy_prefix: bool = True,
-        divide_prefix: bool = True,
-        part: int = 0,
-    ) -> None:
+    def __init__(self, wrappers: GroupWrappers) -> None:
         """
         Args:
-            layers: the model's layers; those that are alike share a plan group.
-            max_context_len: longest request, in tokens: bounds the page lists of captured batches.
-            req_to_token: [rows, columns] int32, the table that batches point into.
-            max_req_pool_size: most requests of a batch.
-            deterministic: a decode's output does not depend on the rest of the batch: FlashInfer never splits its keys.
-            decoders: layer → the program's own kernels for its decodes; FlashInfer's serve the other layers.
-            prefills: layer → the program's own kernel for its prompts, likewise; such a layer has decoders too.
-            cascades: layer → the program's own kernel for captured decodes that begin with the same pages.
-            copy_prefix: prefills may read keys and values from a copy, where that is estimated to be faster.
-            divide_prefix: blocks may share the keys before a prompt's new tokens, likewise.
-            part: which part of steps it serves, where parts run beside each other.
+            wrappers: those of the model's layers. Their kernels are loaded here.
 
         Raises:
-            DeviceError: FlashInfer is not installed, lacks a kernel, or `device` is no CUDA device.
-            UnsupportedModelError, ConfigError: a layer that no kernel serves.
+            DeviceError: FlashInfer lacks a kernel.
         """
-        self.device = torch.device(device)
-        self._flashinfer = import_flashinfer(self.device)
-        prefills = prefills or {}
-        check_supported(layers, q_dtype, kv_cache_dtype, prefills)
-        self.groups = plan_groups(layers)
-        self._group_of = {layer.name: self.groups.index(PlanGroup.of(layer)) for layer in layers}
-        self.kv_cache_dtype = kv_cache_dtype
-        self.q_dtype = q_dtype
-        self.page_size = page_size
-        self.max_context_len = max_context_len
-        self.req_to_token = req_to_token
-        self.deterministic = deterministic
-
-        self._num_sms = torch.cuda.get_device_properties(self.device).multi_processor_count
-        num_bytes = workspace_bytes(self.groups, max_req_pool_size, self._num_sms)
-        self._workspace = float_workspace(self.device, num_bytes, part)
-        self._split_space, self._group_decodes = self._make_group_decodes(max_req_pool_size, decoders or {})
-        self._copies = self._make_copy_space(max_req_pool_size, part) if copy_prefix else None
-        self._merge = self._flashinfer.merge_state_in_place if divide_prefix else None
-        own = {self._group_of[name]: piece for name, piece in prefills.items()}
-        self._has_own_prefills = bool(own)
-        self._group_prefills = [
-            self._make_group_prefill(group, own.get(index)) for index, group in enumerate(self.groups)
+        self._wrappers = wrappers
+        self.groups = wrappers.groups
+        self._group_of = wrappers.group_of
+        self._group_decodes = wrappers.decodes
+        self._group_prefills = wrappers.prefills
+        self._group_cascades = wrappers.cascades
+        self._split_space = wrappers.split_space
+        self._shared_prefix = wrappers.shared_prefix
+        self._has_own_prefills = any(isinstance(prefill, GroupOwnPrefill) for prefill in self._group_prefills)
+        self._cascaded = [
+            layer for layer in wrappers.layers if self._group_cascades[self._group_of[layer.name]] is not None
         ]
-        self._group_cascades = [self._make_group_cascade(group) for group in self.groups]
-        self._cascaded = [layer for layer in layers if self._group_cascades[self._group_of[layer.name]] is not None]
-        self._own_cascades = {self._group_of[name]: piece for name, piece in (cascades or {}).items()}
-        self._shared_prefix: SharedPrefix | None = None
-        if self._own_cascades:
-            cascading = [self.groups[index] for index in self._own_cascades]
-            self._shared_prefix = SharedPrefix(cascading, max_req_pool_size, self.device)
+        self.kv_cache_dtype = wrappers.kv_cache_dtype
+        self.page_size = wrappers.page_size
+        self.req_to_token = wrappers.req_to_token
         self._decode_steps: DecodeSteps | None = None  # see init_cuda_graph_state
-        self._mixed_steps = self._make_mixed_steps(max_req_pool_size)
+        self._mixed_steps = self._make_mixed_steps()
         self._fresh_steps = self._make_fresh_steps()
         self._image_blocks: ImageBlocks | None = None
         self._has_blocks = False  # in the batch
         self._num_decodes = 0
         self.decode_metadata: DecodeMetadata | None = None
         self.prefill_metadata: PrefillMetadata | None = None
-        self._load_kernels()
+        wrappers.load()
 
     # Planning ---------------------------------------------------------------------------------------------------------
 
@@ -204,7 +149,7 @@ class FlashInferAttnBackend(AttentionBackend):
         if not blocks:
             return
         if self._image_blocks is None:
-            self._image_blocks = ImageBlocks(self._make_flashinfer_prefill, self.groups, self.page_size)
+            self._image_blocks = ImageBlocks(self._wrappers.make_prefill, self.groups, self.page_size)
         self._image_blocks.plan(batch, blocks, CommonAttentionMetadata.of(batch).block_table)
 
     def _plan_decodes(self, batch: ForwardBatch, decodes: DecodeRows) -> list[Any]:
@@ -256,127 +201,6 @@ class FlashInferAttnBackend(AttentionBackend):
         rows = batch.req_pool_indices[num_decodes : common.num_reqs]
         return make_paged_view(common.block_table, rows, *lengths, -1, page_size=1).indices
 
-    def _plan_options(self, group: PlanGroup) -> dict[str, Any]:
-        return {
-            "window_left": group.params.window_left,
-            "logits_soft_cap": group.params.logits_soft_cap,
-            "sm_scale": group.params.sm_scale,
-            "q_data_type": self.q_dtype,  # FlashInfer would take float16
-            "kv_data_type": self.kv_cache_dtype,
-        }
-
-    # Wrappers ---------------------------------------------------------------------------------------------------------
-
-    def _make_group_decodes(
-        self, max_requests: int, decoders: Mapping[str, Decoders]
-    ) -> tuple[SplitDecodeSpace | None, list[GroupDecode]]:
-        """The decodes of each group; layers of one group have the same decoders."""
-        of_groups = {self._group_of[name]: of_layer for name, of_layer in decoders.items()}
-        space = None
-        if of_groups:
-            groups = [(self.groups[index], of_group) for index, of_group in of_groups.items()]
-            types = self.q_dtype, self.kv_cache_dtype
-            space = SplitDecodeSpace(groups, self.req_to_token, max_requests, self.page_size, *types)
-
-        def make(index: int, group: PlanGroup) -> GroupDecode:
-            if space is not None and index in of_groups:
-                return SplitGroup(group, of_groups[index], space)
-            make_wrapper = partial(
-                self._flashinfer.BatchDecodeWithPagedKVCacheWrapper,
-                self._workspace,
-                get_kv_cache_layout(),
-                use_tensor_cores=decodes_on_tensor_cores(group, self.kv_cache_dtype, self.deterministic),
-            )
-            options = self._plan_options(group)
-            return PlannedGroup(make_wrapper, group, self.page_size, options, self.device, self.deterministic)
-
-        return space, [make(index, group) for index, group in enumerate(self.groups)]
-
-    def _make_group_cascade(self, group: PlanGroup) -> GroupCascade | None:
-        if self.deterministic or not takes_cascade(group):
-            return None
-        library = self._flashinfer
-        make_wrapper = partial(
-            library.BatchPrefillWithPagedKVCacheWrapper, self._workspace, get_kv_cache_layout(), backend="fa2"
-        )
-        options = self._plan_options(group)
-        return GroupCascade(make_wrapper, library.merge_state_in_place, group, self.page_size, options, self.device)
-
-    def _make_mixed_steps(self, max_requests: int) -> MixedSteps | None:
-        """The captured steps with prompts; None where something is in the way."""
-        if self._split_space is None or self.mixed_obstacle:
-            return None
-        decodes = [decode for decode in self._group_decodes if isinstance(decode, SplitGroup)]
-        prefills = [prefill for prefill in self._group_prefills if isinstance(prefill, GroupPrefill)]
-        return MixedSteps(decodes, prefills, self._split_space, max_requests, self.device)
-
-    def _make_fresh_steps(self) -> FreshSteps | None:
-        """The captured steps of prompts alone; None where something is in the way."""
-        if self._mixed_steps is None or not prefills_new_tokens_alone(self.kv_cache_dtype, has_prefix=False):
-            return None
-        groups = [group for group in self._group_prefills if isinstance(group, GroupPrefill)]
-        works = [group.works for group in groups if group.works is not None]
-        return FreshSteps(groups, works) if len(works) == len(groups) else None
-
-    def _make_copy_space(self, max_requests: int, part: int) -> CopySpace | None:
-        """Memory for copies of keys and values; None: the kernel that would read them serves no layer."""
-        if not any(map(self._has_fa3, self.groups)):
-            return None
-        widest = max(group.num_kv_heads * group.head_dim for group in self.groups)
-        needed = 2 * widest * self.kv_cache_dtype.itemsize * max_requests * self.max_context_len
-        return CopySpace(copy_space(self.device, min(needed, MOST_COPIED_BYTES), part))
-
-    def _has_fa3(self, group: PlanGroup) -> bool:
-        is_hopper = torch.cuda.get_device_properties(self.device).major == 9
-        return COPYING_PREFILL.name in prefill_kernels(group, self.kv_cache_dtype, is_hopper)
-
-    def _make_group_prefill(self, group: PlanGroup, own: DecodePiece | None) -> GroupPrefill | GroupOwnPrefill:
-        if own is not None and self._split_space is not None:
-            return GroupOwnPrefill(own, group, self._split_space, self.q_dtype)
-        return self._make_flashinfer_prefill(group)
-
-    def _make_flashinfer_prefill(self, group: PlanGroup) -> GroupPrefill:
-        def make_wrapper(kernel: str, use_ragged: bool, **options: Any) -> Any:
-            make = (
-                self._flashinfer.BatchPrefillWithRaggedKVCacheWrapper
-                if use_ragged
-                else self._flashinfer.BatchPrefillWithPagedKVCacheWrapper
-            )
-            return make(self._workspace, get_kv_cache_layout(), backend=kernel, **options)
-
-        options = self._plan_options(group)
-        return GroupPrefill(
-            make_wrapper,
-            group,
-            self.page_size,
-            self.kv_cache_dtype,
-            options,
-            self.device,
-            self._copies,
-            self._merge,
-            knows_plan(self._flashinfer.__version__),
-        )
-
-    def _load_kernels(self) -> None:
-        """Loads the kernels that a batch may get, so that no request waits for one to be loaded or compiled."""
-        for index, group in enumerate(self.groups):
-            try:
-                self._group_decodes[index].load()
-                self._group_prefills[index].load()
-                if (cascade := self._group_cascades[index]) is not None:
-                    cascade.load()
-            except RuntimeError as error:
-                raise DeviceError(
-                    f"FlashInfer has no kernel for {group} and could not build one: "
-                    f"{str(error).strip().splitlines()[0]} Install its prebuilt kernels (flashinfer-jit-cache), or set "
-                    "runtime.attention_backend: torch."
-                ) from error
-
-    def _group_index(self, layer: AttentionLayer) -> int:
-        if layer.name not in self._group_of:
-            self._group_of[layer.name] = self.groups.index(PlanGroup.of(layer))
-        return self._group_of[layer.name]
-
     # Running ----------------------------------------------------------------------------------------------------------
 
     def forward_decode(self, inputs: AttentionInputs) -> None:
@@ -414,8 +238,8 @@ class FlashInferAttnBackend(AttentionBackend):
 
     @property
     def query_blocks(self) -> float:
-        heads = [group.num_heads for group in self.groups if self._has_fa3(group)]
-        return self._num_sms / max(heads) if heads else 0.0
+        heads = [group.num_heads for group in self.groups if self._wrappers.has_fa3(group)]
+        return self._wrappers.num_sms / max(heads) if heads else 0.0
 
     @property
     def captures_cascade(self) -> bool:
@@ -426,7 +250,7 @@ class FlashInferAttnBackend(AttentionBackend):
         if space is None or prefix is None or self.decode_metadata is None:
             raise RuntimeError("the program has no kernels for captured cascades: ask captures_cascade first")
         wrappers = list(self.decode_metadata.decode_wrappers)
-        for index, piece in self._own_cascades.items():
+        for index, piece in self._wrappers.own_cascades.items():
             seq_lens = wrappers[index].seq_lens
             wrappers[index] = prefix.prepare(piece, self.groups[index], space.page_table, seq_lens)
         self.decode_metadata = DecodeMetadata(wrappers)
@@ -448,12 +272,33 @@ class FlashInferAttnBackend(AttentionBackend):
         pages = batch.token_to_kv_pool.get_pages(layer.layer_id)
         self._decode_wrapper(layer).run_unrotated(unrotated, pages, out, layer.sink_logits)
 
+    def _group_index(self, layer: AttentionLayer) -> int:
+        if layer.name not in self._group_of:
+            self._group_of[layer.name] = self.groups.index(PlanGroup.of(layer))
+        return self._group_of[layer.name]
+
     def _decode_wrapper(self, layer: AttentionLayer) -> Any:
         if self.decode_metadata is None:
             raise RuntimeError("call init_forward_metadata with the batch before forward")
         return self.decode_metadata.decode_wrappers[self._group_index(layer)]
 
     # CUDA graphs ------------------------------------------------------------------------------------------------------
+
+    def _make_mixed_steps(self) -> MixedSteps | None:
+        """The captured steps with prompts; None where something is in the way."""
+        if self._split_space is None or self.mixed_obstacle:
+            return None
+        decodes = [decode for decode in self._group_decodes if isinstance(decode, SplitGroup)]
+        prefills = [prefill for prefill in self._group_prefills if isinstance(prefill, GroupPrefill)]
+        return MixedSteps(decodes, prefills, self._split_space, self._wrappers.max_requests, self._wrappers.device)
+
+    def _make_fresh_steps(self) -> FreshSteps | None:
+        """The captured steps of prompts alone; None where something is in the way."""
+        if self._mixed_steps is None or not prefills_new_tokens_alone(self.kv_cache_dtype, has_prefix=False):
+            return None
+        groups = [group for group in self._group_prefills if isinstance(group, GroupPrefill)]
+        works = [group.works for group in groups if group.works is not None]
+        return FreshSteps(groups, works) if len(works) == len(groups) else None
 
     def get_cuda_graph_seq_len_fill_value(self) -> int:
         """0 where all decodes are by the program's own kernels, which pass such rows over; else 1, a key of the dummy
@@ -472,15 +317,15 @@ class FlashInferAttnBackend(AttentionBackend):
         """
         if max_num_tokens != max_bs:
             raise ConfigError(f"only decodes of one token are captured: {max_bs} requests, {max_num_tokens} tokens")
-        if self.deterministic:
+        if self._wrappers.deterministic:
             planned = [
                 group
                 for group, decode in zip(self.groups, self._group_decodes, strict=True)
                 if isinstance(decode, PlannedGroup)
             ]
-            check_never_split(planned, max_bs, self._num_sms)
-        max_pages = -(-self.max_context_len // self.page_size)
-        buffers = make_graph_buffers(len(self.groups), max_bs, max_pages, self.device)
+            check_never_split(planned, max_bs, self._wrappers.num_sms)
+        max_pages = -(-self._wrappers.max_context_len // self.page_size)
+        buffers = make_graph_buffers(len(self.groups), max_bs, max_pages, self._wrappers.device)
         self._decode_steps = DecodeSteps(self._group_decodes, self._split_space, buffers)
 
     @property
@@ -544,7 +389,7 @@ class FlashInferAttnBackend(AttentionBackend):
 
     @property
     def mixed_obstacle(self) -> str | None:
-        version = self._flashinfer.__version__
+        version = self._wrappers.flashinfer_version
         for decode, prefill in zip(self._group_decodes, self._group_prefills, strict=True):
             if not isinstance(decode, SplitGroup):
                 return "decodes of some layers are by FlashInfer's kernels and not by those of the program"

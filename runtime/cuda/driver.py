@@ -7,10 +7,10 @@ Structures and numbers are those of cuda.h (CUDA 12 and later; "CUDA Driver API"
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import NamedTuple, Protocol, TypeVar
+from typing import NamedTuple
 
 import torch
 
@@ -179,46 +179,6 @@ def load_kernel(kernel: CudaKernel, binaries: Mapping[str, bytes]) -> Kernel:
         return Kernel(binaries[kernel.name], kernel.function, kernel.shared_bytes)
     except DeviceError as error:
         raise DeviceError(f"{error} (the kernel {kernel.name}). Set {kernel.switch} to do without.") from error
-
-
-class Loaded(Protocol):
-    """A kernel on a device, as ops launch it.
-
-    Attributes:
-        binary: its code.
-    """
-
-    binary: bytes
-
-
-Key = TypeVar("Key")
-Parameters = TypeVar("Parameters", bound=CudaKernel)
-LoadedKernel = TypeVar("LoadedKernel", bound=Loaded)
-
-
-def load_once(
-    loaded: MutableMapping[Key, LoadedKernel],
-    key: Key,
-    kernel: Parameters,
-    binaries: Mapping[str, bytes],
-    make: Callable[[Parameters, Mapping[str, bytes]], LoadedKernel],
-) -> bool:
-    """Keeps what `make` makes of a kernel, unless what is kept is of the same binary: engines of a process share it.
-
-    Args:
-        loaded: where it is kept, by `key`.
-
-    Returns:
-        True if it was made.
-
-    Raises:
-        ArtifactError, DeviceError: as load_kernel, by which `make` loads it.
-    """
-    before, binary = loaded.get(key), binaries.get(kernel.name)
-    if before is not None and before.binary == binary:
-        return False
-    loaded[key] = make(kernel, binaries)
-    return True
 
 
 class Kernel:

@@ -243,7 +243,7 @@ class GraphRunner:
             if loop is not None:
                 loop.begin(self._num_deals * size)
             tokens = replace(self._tokens(size), all_slots=self._slots_of_all(size))
-            output = runner.run_program(batch, tokens, rows, CUDAGraphMode.FULL, descriptor)
+            output = runner.program.run(batch, tokens, rows, CUDAGraphMode.FULL, descriptor)
             logits = output.next_token_logits
             if loop is None:
                 return logits, None
@@ -402,7 +402,7 @@ class GraphRunner:
 
         def run() -> list[Any]:
             begin()
-            return runner.run_body(batch, self._tokens(size), CUDAGraphMode.FULL, descriptor, self._rows[:size])
+            return runner.program.body(batch, self._tokens(size), CUDAGraphMode.FULL, descriptor, self._rows[:size])
 
         if is_first:
             run()  # as in _capture_decode
@@ -418,7 +418,7 @@ class GraphRunner:
         times = self._runner.forward_times
         with nullcontext() if times is None else times.measure(size):
             entry.graph.replay()
-            return self._runner.run_head(batch, entry.body, self._logits_rows(batch))
+            return self._runner.program.head(batch, entry.body, self._logits_rows(batch))
 
     def _logits_rows(self, batch: ForwardBatch) -> torch.Tensor:
         return self._rows[: batch.batch_size] if batch.logits_indices is None else batch.logits_indices
@@ -456,7 +456,7 @@ class GraphRunner:
         with nullcontext() if times is None else times.measure(descriptor.num_tokens):
             entry.mixed.graph.replay()
             turns.replayed()  # before anything can fail: the device has taken the turn
-        return LaunchedPrompts(placed, partial(self._runner.run_head, entry.batch, entry.mixed.body))
+        return LaunchedPrompts(placed, partial(self._runner.program.head, entry.batch, entry.mixed.body))
 
     # PIECEWISE --------------------------------------------------------------------------------------------------------
 
@@ -491,7 +491,7 @@ class GraphRunner:
         runner, rows = self._runner, self._logits_rows(batch)
         runner.attn_backend.init_forward_metadata(batch)
         tokens, all_rows = self._tokens(descriptor.num_tokens), self._rows[: descriptor.num_tokens]
-        return runner.run_program(batch, tokens, rows, CUDAGraphMode.PIECEWISE, descriptor, all_rows)
+        return runner.program.run(batch, tokens, rows, CUDAGraphMode.PIECEWISE, descriptor, all_rows)
 
     def _output_buffer(
         self, index: int, like: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype

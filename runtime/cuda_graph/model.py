@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 
 from mllm_compile.runtime.attention.base import AttentionBackend
 from mllm_compile.runtime.collectives.base import Communicator
 from mllm_compile.runtime.collectives.choose import TokenChoice
-from mllm_compile.runtime.forward_batch import ForwardBatch, LogitsProcessorOutput, TokenInputs
+from mllm_compile.runtime.forward_batch import ForwardBatch, LogitsProcessorOutput
 from mllm_compile.runtime.forward_context import ForwardTimes
-from mllm_compile.runtime.graph_mode import BatchDescriptor, CUDAGraphMode
 from mllm_compile.runtime.memory_pool import ReqToTokenPool
 from mllm_compile.runtime.program.loaded import LoadedModel
+from mllm_compile.runtime.program.runner import ProgramRunner
 from mllm_compile.runtime.runner_config import RunnerConfig
 from mllm_compile.runtime.sampling.row_state import RowState
 
@@ -24,6 +24,7 @@ class CapturableModel(Protocol):
     config: RunnerConfig
     device: torch.device
     model: LoadedModel
+    program: ProgramRunner
     attn_backend: AttentionBackend
     req_to_token_pool: ReqToTokenPool
     row_state: RowState
@@ -67,24 +68,3 @@ class CapturableModel(Protocol):
     def spread_tokens(self) -> None: ...
 
     def run_eager(self, batch: ForwardBatch) -> LogitsProcessorOutput: ...
-
-    def run_program(
-        self,
-        batch: ForwardBatch,
-        tokens: TokenInputs,
-        logits_indices: torch.Tensor,
-        mode: CUDAGraphMode,
-        descriptor: BatchDescriptor,
-        all_rows: torch.Tensor | None = None,
-    ) -> LogitsProcessorOutput: ...
-
-    def run_body(
-        self,
-        batch: ForwardBatch,
-        tokens: TokenInputs,
-        mode: CUDAGraphMode,
-        descriptor: BatchDescriptor,
-        all_rows: torch.Tensor,
-    ) -> list[Any]: ...
-
-    def run_head(self, batch: ForwardBatch, body: list[Any], logits_indices: torch.Tensor) -> LogitsProcessorOutput: ...

@@ -11,6 +11,7 @@ from mllm_compile import Engine, EngineConfig, SamplingParams
 from mllm_compile.runtime.attention import flashinfer_backend
 from mllm_compile.runtime.attention.flashinfer.cascade import CascadeDecode
 from mllm_compile.runtime.attention.flashinfer.kernels import PlanGroup
+from mllm_compile.runtime.attention.flashinfer.wrappers import GroupWrappers
 from mllm_compile.runtime.attention.flashinfer_backend import FlashInferAttnBackend
 from mllm_compile.runtime.attention.layer import PerLayerParameters
 from mllm_compile.runtime.attention.split.shared_prefix import SharedPrefix
@@ -34,16 +35,17 @@ def test_a_batch_behind_one_prompt_is_as_float32_has_it(shared, new_lens):
     batch = case.batch
     table = batch.req_to_token_pool.req_to_token
     table[2:, :shared] = table[1, :shared]
-    backend = FlashInferAttnBackend(
+    wrappers = GroupWrappers(
         [layer],
         kv_cache_dtype=torch.bfloat16,
         q_dtype=torch.bfloat16,
         max_context_len=table.shape[1],
         req_to_token=table,
         device="cuda",
-        max_req_pool_size=9,
+        max_requests=9,
         page_size=PAGE,
     )
+    backend = FlashInferAttnBackend(wrappers)
     outputs = []
     for one in (TorchAttnBackend(), backend):
         batch.common_prefix_len = 0 if one is not backend else shared

@@ -65,7 +65,7 @@ def uncaptured(runner: ModelRunner, batch, descriptor, mode=CUDAGraphMode.NONE) 
     if descriptor.uniform:
         batch, rows = graphs._decode_batch(size), everything
     piecewise = BatchDescriptor(size) if mode is CUDAGraphMode.PIECEWISE else None
-    return runner.run_program(batch, graphs._tokens(size), rows, mode, piecewise, everything).next_token_logits
+    return runner.program.run(batch, graphs._tokens(size), rows, mode, piecewise, everything).next_token_logits
 
 
 @pytest.mark.parametrize("size", DECODE_REQUESTS)
@@ -176,7 +176,7 @@ class UncapturedGraphs(GraphRunner):
         rows = batch.logits_indices
         if rows is None:
             rows = torch.arange(batch.batch_size, device="cuda")
-        return self._runner.run_program(batch, self._tokens(descriptor.num_tokens), rows)
+        return self._runner.program.run(batch, self._tokens(descriptor.num_tokens), rows)
 
 
 def test_500_steps_of_requests_that_join_and_leave_give_the_tokens_that_they_give_without_graphs(runner):

@@ -9,6 +9,7 @@ import torch
 
 from mllm_compile.runtime.attention.flashinfer.copied import CopiedPrefill, RowPrefill
 from mllm_compile.runtime.attention.flashinfer.parts import DividedPrefill
+from mllm_compile.runtime.attention.flashinfer.wrappers import GroupWrappers
 from mllm_compile.runtime.attention.flashinfer_backend import FlashInferAttnBackend
 from mllm_compile.runtime.attention.torch_backend import TorchAttnBackend
 from mllm_compile.runtime.forward_batch import ForwardMode
@@ -55,17 +56,18 @@ def backend_for(
     layers, batch, page_size=16, max_bs=64, kv_dtype=torch.bfloat16, deterministic=False
 ) -> FlashInferAttnBackend:
     table = batch.req_to_token_pool.req_to_token
-    return FlashInferAttnBackend(
+    wrappers = GroupWrappers(
         layers,
         kv_cache_dtype=kv_dtype,
         q_dtype=torch.bfloat16,
         max_context_len=table.shape[1],
         req_to_token=table,
         device="cuda",
-        max_req_pool_size=max_bs,
+        max_requests=max_bs,
         page_size=page_size,
         deterministic=deterministic,
     )
+    return FlashInferAttnBackend(wrappers)
 
 
 @pytest.mark.parametrize("batch", BATCHES)

@@ -75,7 +75,7 @@ def uncaptured(runner: ModelRunner, batch: ForwardBatch, size: int) -> LogitsPro
     runner.attn_backend.init_forward_metadata_replay_mixed(size, batch)
     runner.attn_backend.begin_captured_mixed(size, graphs.inputs.req_pool_indices)
     padded, rows = graphs._padding_prompts(size), graphs._logits_rows(batch)
-    return runner.run_program(padded, graphs._tokens(size), rows, all_rows=graphs._rows[:size])
+    return runner.program.run(padded, graphs._tokens(size), rows, all_rows=graphs._rows[:size])
 
 
 def batches_of(runner: ModelRunner, size: int) -> Iterator[ForwardBatch]:

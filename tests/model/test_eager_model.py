@@ -17,6 +17,7 @@ from mllm_compile.errors import ConfigError
 from mllm_compile.model.eager_model import EagerSource
 from mllm_compile.process.progress import NullReporter
 from mllm_compile.runtime.model_runner import ModelRunner
+from mllm_compile.runtime.program.runner import ProgramRunner
 from mllm_compile.store.source import ArtifactSource
 from tests.tiny_model import Reference, tiny_config
 
@@ -56,7 +57,8 @@ def test_one_runner_can_run_either_model(eager_cache):
         torch.arange(runner.config.runtime.page_size, runner.config.runtime.page_size + 5),
     )
     eager = runner.forward(batch).next_token_logits
-    runner.config = replace(runner.config, runtime=replace(runner.config.runtime, skip_compiled=False))
+    otherwise = replace(runner.config, runtime=replace(runner.config.runtime, skip_compiled=False))
+    runner.program = ProgramRunner(runner.model, otherwise, runner.device)
     torch.testing.assert_close(runner.forward(batch).next_token_logits, eager, rtol=1e-4, atol=1e-4)
 
 

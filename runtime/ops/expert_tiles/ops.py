@@ -15,22 +15,17 @@ from collections.abc import Iterable, Mapping
 import torch
 
 from mllm_compile.runtime.cuda import tensor_maps
-from mllm_compile.runtime.cuda.driver import address_of, load_kernel, load_once
-from mllm_compile.runtime.cuda.tensor_maps import TensorMaps, aligned
+from mllm_compile.runtime.cuda.driver import address_of
+from mllm_compile.runtime.cuda.loaded import LoadedKernel
+from mllm_compile.runtime.cuda.tensor_maps import aligned
 from mllm_compile.runtime.cuda.units import UNIT_ROWS
 from mllm_compile.runtime.ops.expert_tiles.kernel import ExpertTilesKernel
 
 _LIBRARY = torch.library.Library("mllm", "FRAGMENT")
 
 
-class _Loaded:
+class _Loaded(LoadedKernel[ExpertTilesKernel]):
     """One kernel."""
-
-    def __init__(self, kernel: ExpertTilesKernel, binaries: Mapping[str, bytes]) -> None:
-        self._kernel = kernel
-        self._loaded = load_kernel(kernel, binaries)
-        self.binary = binaries[kernel.name]
-        self._maps = TensorMaps()
 
     def __call__(
         self,
@@ -46,7 +41,7 @@ class _Loaded:
             x: rows where `blocks` has them, or where `gather` brings them.
             claims: [1] int32, 0.
         """
-        boxes = tensor_maps.expert_halves if self._kernel.is_gated else tensor_maps.expert_rows
+        boxes = tensor_maps.expert_halves if self.kernel.is_gated else tensor_maps.expert_rows
         arguments = (
             self._maps.get(weight, boxes),
             self._maps.get(x, tensor_maps.rows, UNIT_ROWS),
@@ -54,7 +49,7 @@ class _Loaded:
             _Work(blocks.data_ptr(), len(blocks), claims.data_ptr()),
             gather,
         )
-        self._loaded.launch(self._kernel.num_blocks, self._kernel.num_threads, arguments)
+        self._loaded.launch(self.kernel.num_blocks, self.kernel.num_threads, arguments)
 
 
 class _Work(ctypes.Structure):
@@ -93,7 +88,7 @@ def load_expert_tiles(
     for kernel in kernels:
         with torch.cuda.device(device):
             key = (torch.cuda.current_device(), kernel.rows, kernel.columns, kernel.is_gated)
-            load_once(_LOADED, key, kernel, binaries, _Loaded)
+            _Loaded.load_once(_LOADED, key, kernel, binaries)
 
 
 def _kernel_of(weight: torch.Tensor, is_gated: bool) -> _Loaded:

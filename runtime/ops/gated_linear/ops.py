@@ -14,21 +14,16 @@ from collections.abc import Iterable, Mapping
 import torch
 
 from mllm_compile.runtime.cuda import tensor_maps
-from mllm_compile.runtime.cuda.driver import address_of, load_kernel, load_once
-from mllm_compile.runtime.cuda.tensor_maps import TensorMaps, aligned
+from mllm_compile.runtime.cuda.driver import address_of
+from mllm_compile.runtime.cuda.loaded import LoadedKernel
+from mllm_compile.runtime.cuda.tensor_maps import aligned
 from mllm_compile.runtime.ops.gated_linear.kernel import GatedKernel, choose, divided
 
 _LIBRARY = torch.library.Library("mllm", "FRAGMENT")
 
 
-class _Loaded:
+class _Loaded(LoadedKernel[GatedKernel]):
     """One kernel."""
-
-    def __init__(self, kernel: GatedKernel, binaries: Mapping[str, bytes]) -> None:
-        self.kernel = kernel
-        self._loaded = load_kernel(kernel, binaries)
-        self.binary = binaries[kernel.name]
-        self._maps = TensorMaps()
 
     def __call__(self, x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
         """x [T, K], weight [N, K] → out [T, N / 2]."""
@@ -51,7 +46,7 @@ class _Weight:
         self._fastest: dict[int, _Loaded] = {}  # by tokens, of which a step has some thousands
 
     def load(self, kernel: GatedKernel, binaries: Mapping[str, bytes]) -> None:
-        if load_once(self.loaded, kernel, kernel, binaries, _Loaded):
+        if _Loaded.load_once(self.loaded, kernel, kernel, binaries):
             self._fastest.clear()
 
     def fastest(self, num_tokens: int) -> _Loaded:

@@ -17,8 +17,9 @@ import torch
 from torch.nn import functional
 
 from mllm_compile.runtime.cuda import tensor_maps
-from mllm_compile.runtime.cuda.driver import Argument, address_of, load_kernel, load_once
-from mllm_compile.runtime.cuda.tensor_maps import TensorMaps, aligned
+from mllm_compile.runtime.cuda.driver import Argument, address_of
+from mllm_compile.runtime.cuda.loaded import LoadedKernel
+from mllm_compile.runtime.cuda.tensor_maps import aligned
 from mllm_compile.runtime.ops.scaled_linear.kernel import FEWEST_TOKENS, MAX_TOKENS, ScaledTiling, bucket_of, is_taken
 
 _LIBRARY = torch.library.Library("mllm", "FRAGMENT")
@@ -28,19 +29,13 @@ _LIBRARY.define("scaled_linear(Tensor x, Tensor x_scales, Tensor values, Tensor 
 _TOKENS_UNIT = 4  # of scales of groups, whose tokens lie side by side: copies are of 16 bytes
 
 
-class _Loaded:
+class _Loaded(LoadedKernel[ScaledTiling]):
     """One kernel."""
-
-    def __init__(self, tiling: ScaledTiling, binaries: Mapping[str, bytes]) -> None:
-        self.tiling = tiling
-        self._kernel = load_kernel(tiling, binaries)
-        self.binary = binaries[tiling.name]
-        self._maps = TensorMaps()
 
     def __call__(
         self, x: torch.Tensor, x_scales: torch.Tensor, values: torch.Tensor, scales: torch.Tensor, out: torch.Tensor
     ) -> None:
-        boxes = self.tiling.boxes(len(x))
+        boxes = self.kernel.boxes(len(x))
         arguments: tuple[Argument, ...] = (
             self._maps.get(values, tensor_maps.panels, boxes.rows, boxes.panels),
             self._maps.get(x, tensor_maps.rows, boxes.tokens),
@@ -48,7 +43,7 @@ class _Loaded:
             ctypes.c_float(0.0),
             ctypes.c_int(len(x)),
         )
-        self._kernel.launch(self.tiling.num_blocks, self.tiling.num_threads, arguments)
+        self._loaded.launch(self.kernel.num_blocks, self.kernel.num_threads, arguments)
 
 
 _LOADED: dict[tuple[int, int, int, int], _Loaded] = {}  # by device index, N, K and bucket
@@ -67,7 +62,7 @@ def load_scaled_kernels(kernels: Iterable[ScaledTiling], binaries: Mapping[str, 
     for kernel in kernels:
         with torch.cuda.device(device):
             key = (torch.cuda.current_device(), kernel.kind.rows, kernel.kind.columns, kernel.tokens)
-            load_once(_LOADED, key, kernel, binaries, _Loaded)
+            _Loaded.load_once(_LOADED, key, kernel, binaries)
 
 
 def scaled_linear(x: torch.Tensor, x_scales: torch.Tensor, values: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:

@@ -16,7 +16,8 @@ from typing import NamedTuple
 
 import torch
 
-from mllm_compile.runtime.cuda.driver import Argument, address_of, load_kernel, load_once
+from mllm_compile.runtime.cuda.driver import Argument, address_of
+from mllm_compile.runtime.cuda.loaded import LoadedKernel
 from mllm_compile.runtime.cuda.tensor_maps import aligned
 from mllm_compile.runtime.ops.stream_experts.kernel import DownKernel, ExpertsKernel, GateUpKernel, Routing
 from mllm_compile.runtime.ops.stream_experts.shapes import ROWS
@@ -62,16 +63,11 @@ class _RouterArgument(ctypes.Structure):
     _fields_ = tuple((name, ctypes.c_void_p) for name in ("scores", "ids", "weights", "slots"))
 
 
-class _Loaded:
+class _Loaded(LoadedKernel[ExpertsKernel]):
     """One kernel."""
 
-    def __init__(self, kernel: ExpertsKernel, binaries: Mapping[str, bytes]) -> None:
-        self._kernel = kernel
-        self._loaded = load_kernel(kernel, binaries)
-        self.binary = binaries[kernel.name]
-
     def __call__(self, *arguments: Argument) -> None:
-        self._loaded.launch(self._kernel.num_blocks, self._kernel.num_threads, arguments)
+        self._loaded.launch(self.kernel.num_blocks, self.kernel.num_threads, arguments)
 
 
 _LOADED: dict[tuple[int, ExpertsKernel], _Loaded] = {}  # by device index
@@ -89,7 +85,7 @@ def load_expert_kernels(kernels: Iterable[ExpertsKernel], binaries: Mapping[str,
     """
     for kernel in kernels:
         with torch.cuda.device(device):
-            load_once(_LOADED, (torch.cuda.current_device(), kernel), kernel, binaries, _Loaded)
+            _Loaded.load_once(_LOADED, (torch.cuda.current_device(), kernel), kernel, binaries)
 
 
 def _loaded(x: torch.Tensor, kernel: ExpertsKernel) -> _Loaded:

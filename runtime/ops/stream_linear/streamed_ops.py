@@ -18,22 +18,17 @@ from typing import Any
 import torch
 
 from mllm_compile.runtime.cuda import tensor_maps
-from mllm_compile.runtime.cuda.driver import Argument, address_of, load_kernel
-from mllm_compile.runtime.cuda.tensor_maps import TensorMaps, aligned
+from mllm_compile.runtime.cuda.driver import Argument, address_of
+from mllm_compile.runtime.cuda.loaded import LoadedKernel
+from mllm_compile.runtime.cuda.tensor_maps import aligned
 from mllm_compile.runtime.ops.stream_linear.linear import LinearKind, LinearTiling, bucket_of
 
 _LIBRARY = torch.library.Library("mllm", "FRAGMENT")
 Weight = tuple[torch.Tensor | None, ...]
 
 
-class LoadedLinear:
+class LoadedLinear(LoadedKernel[LinearTiling]):
     """One kernel of a linear."""
-
-    def __init__(self, tiling: LinearTiling, binaries: Mapping[str, bytes]) -> None:
-        self.tiling = tiling
-        self._kernel = load_kernel(tiling, binaries)
-        self.binary = binaries[tiling.name]
-        self._maps = TensorMaps()
 
     def __call__(
         self,
@@ -51,11 +46,11 @@ class LoadedLinear:
             ctypes.c_float(eps),
             ctypes.c_int(num_tokens),
         )
-        self._kernel.launch(self.tiling.num_blocks, self.tiling.num_threads, arguments)
+        self._loaded.launch(self.kernel.num_blocks, self.kernel.num_threads, arguments)
 
     def _read(self, x: torch.Tensor, values: torch.Tensor) -> tuple[Argument, Argument]:
         """Tells where the kernel finds values and x. To TMA an element of any values is two bytes."""
-        tiling = self.tiling
+        tiling = self.kernel
         boxes = tiling.boxes(len(x))
         if boxes is None:
             return address_of(values), address_of(x)
@@ -159,10 +154,8 @@ class StreamedOps:
         """
         for tiling in tilings:
             with torch.cuda.device(device):
-                key, binary = (torch.cuda.current_device(), tiling.kind, tiling.tokens), binaries.get(tiling.name)
-                loaded = self._loaded.get(key)
-                if loaded is None or (loaded.tiling, loaded.binary) != (tiling, binary):  # once for a process's engines
-                    self._loaded[key] = LoadedLinear(tiling, binaries)
+                key = (torch.cuda.current_device(), tiling.kind, tiling.tokens)
+                LoadedLinear.load_once(self._loaded, key, tiling, binaries)
 
     def _launch(
         self,

@@ -14,8 +14,8 @@ from collections.abc import Callable, Iterable, Mapping
 import torch
 
 from mllm_compile.runtime.cuda import tensor_maps
-from mllm_compile.runtime.cuda.driver import TensorMap, address_of, load_kernel, load_once
-from mllm_compile.runtime.cuda.tensor_maps import TensorMaps
+from mllm_compile.runtime.cuda.driver import TensorMap, address_of
+from mllm_compile.runtime.cuda.loaded import LoadedKernel
 from mllm_compile.runtime.ops.varlen.kernel import PANEL, SegmentsKernel, choose
 
 _LOG2_E = math.log2(math.e)
@@ -34,14 +34,8 @@ class _Sizes(ctypes.Structure):
     )
 
 
-class _Loaded:
+class _Loaded(LoadedKernel[SegmentsKernel]):
     """One kernel."""
-
-    def __init__(self, kernel: SegmentsKernel, binaries: Mapping[str, bytes]) -> None:
-        self._kernel = kernel
-        self._loaded = load_kernel(kernel, binaries)
-        self.binary = binaries[kernel.name]
-        self._maps = TensorMaps()
 
     def __call__(
         self,
@@ -54,7 +48,7 @@ class _Loaded:
         longest: int,
     ) -> None:
         """Arguments as the op's."""
-        kernel = self._kernel
+        kernel = self.kernel
         parts = ((q, kernel.rows), (k, kernel.keys), (v, kernel.keys))
         maps = [self._map(x, rows, columns) for columns in (PANEL, kernel.rest_columns or PANEL) for x, rows in parts]
         num_heads, tiles = q.shape[1], math.ceil(longest / kernel.rows)
@@ -85,7 +79,7 @@ def load_segments_kernels(
     for kernel in kernels:
         with torch.cuda.device(device):
             of_heads = _LOADED.setdefault((torch.cuda.current_device(), kernel.head_dim), {})
-            load_once(of_heads, kernel, kernel, binaries, _Loaded)
+            _Loaded.load_once(of_heads, kernel, kernel, binaries)
 
 
 def loaded_kernel(kernel: SegmentsKernel, device: torch.device) -> Callable[..., None]:

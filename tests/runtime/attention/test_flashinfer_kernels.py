@@ -32,6 +32,7 @@ from mllm_compile.runtime.attention.flashinfer.plan import make_paged_view
 from mllm_compile.runtime.attention.flashinfer.prefill import GroupPrefill, PrefillRows
 from mllm_compile.runtime.attention.flashinfer.prefill_cost import PrefillLoad
 from mllm_compile.runtime.attention.flashinfer.work_list import WorkList
+from mllm_compile.runtime.attention.flashinfer.wrappers import GroupWrappers
 from mllm_compile.runtime.attention.flashinfer_backend import (
     DecodeMetadata,
     FlashInferAttnBackend,
@@ -404,14 +405,14 @@ def test_the_workspace_grows_with_heads_and_requests():
 
 def test_off_cuda_the_backend_says_what_to_set():
     with pytest.raises(DeviceError, match="attention_backend: torch"):
-        FlashInferAttnBackend(
+        GroupWrappers(
             [make_layer()],
             kv_cache_dtype=torch.bfloat16,
             q_dtype=torch.bfloat16,
             max_context_len=64,
             req_to_token=torch.zeros(2, 64),
             device="cpu",
-            max_req_pool_size=1,
+            max_requests=1,
             page_size=16,
         )
 

@@ -234,14 +234,14 @@ def test_a_launch_reads_the_boxes_of_its_tiling_and_the_scales(driver, monkeypat
     monkeypatch.setattr(tensor_maps.TensorMaps, "get", lambda self, matrix, *boxes: asked.append(boxes))
     loaded = ops._LOADED[0, 1024, 4096, 96]
     launches: list[tuple[int, int, tuple[ctypes.c_void_p, ...]]] = []
-    monkeypatch.setattr(loaded._kernel, "launch", lambda *arguments: launches.append(arguments))
+    monkeypatch.setattr(loaded._loaded, "launch", lambda *arguments: launches.append(arguments))
     operands = operands_of(70, 1024, 4096)
     out = torch.empty(70, 1024, dtype=torch.bfloat16)
     loaded(*operands, out)
-    assert (loaded.tiling.groups, loaded.tiling.token_tiles) == (1, 2)
+    assert (loaded.kernel.groups, loaded.kernel.token_tiles) == (1, 2)
     assert asked == [(tensor_maps.panels, 64, 1), (tensor_maps.rows, 40)]
     (blocks, threads, (_, _, *addresses, eps, tokens)), *_ = launches
-    assert (blocks, threads) == (loaded.tiling.num_blocks, 256)
+    assert (blocks, threads) == (loaded.kernel.num_blocks, 256)
     read = [operands[1].data_ptr(), None, operands[3].data_ptr(), out.data_ptr(), None, None]
     assert [address.value for address in addresses] == read, "as wide.cu's arguments are in order"
     assert (eps.value, tokens.value) == (0, 70)

@@ -77,7 +77,7 @@ def test_a_launch_takes_the_kernel_of_its_shapes(driver, monkeypatch):
     ops.load_expert_kernels(KERNELS, binaries, torch.device("cuda:0"))
     launches: list[tuple[object, ...]] = []
     for loaded in ops._LOADED.values():
-        monkeypatch.setattr(loaded._loaded, "launch", lambda *how, of=loaded: launches.append((of._kernel, *how[:2])))
+        monkeypatch.setattr(loaded._loaded, "launch", lambda *how, of=loaded: launches.append((of.kernel, *how[:2])))
     monkeypatch.setattr(ops, "_LOADED", {(-1, kernel): loaded for (_, kernel), loaded in ops._LOADED.items()})
     x, h = torch.zeros(1, 3, 2048, dtype=torch.bfloat16), torch.zeros(3 * 8, 768, dtype=torch.bfloat16)
     up = torch.empty(128, 1536, 2048, dtype=torch.bfloat16)

@@ -7,6 +7,7 @@ import math
 import re
 import shutil
 import subprocess
+from dataclasses import replace
 
 import pytest
 import torch
@@ -334,6 +335,9 @@ def test_a_process_loads_a_binary_once(driver, monkeypatch):
     assert fake.calls.count("cuModuleLoadData") == len(TOKEN_BUCKETS)
     STREAMED.load_kernels(tilings, dict.fromkeys(binaries, b"second"), torch.device("cuda:0"))
     assert fake.calls.count("cuModuleLoadData") == 2 * len(TOKEN_BUCKETS)
+    divided_otherwise = replace(tilings[0], warps=2 * tilings[0].warps)
+    STREAMED.load_kernels([divided_otherwise], {divided_otherwise.name: b"second"}, torch.device("cuda:0"))
+    assert fake.calls.count("cuModuleLoadData") == 2 * len(TOKEN_BUCKETS) + 1
 
 
 @pytest.mark.parametrize(
@@ -365,7 +369,7 @@ def test_a_launch_reads_the_boxes_of_its_tiling(driver, monkeypatch, kind, num_t
     assert {name: getattr(tiling, name) for name in division} == division
     loaded = LoadedLinear(tiling, {tiling.name: b"binary"})
     launches: list[tuple[object, ...]] = []
-    monkeypatch.setattr(loaded._kernel, "launch", lambda *arguments: launches.append(arguments))
+    monkeypatch.setattr(loaded._loaded, "launch", lambda *arguments: launches.append(arguments))
     x, weight = (torch.zeros(rows, kind.columns, dtype=torch.bfloat16) for rows in (num_tokens, kind.rows))
     loaded(x, (weight,), [None] * 6, 0.0, num_tokens)
     assert asked == boxes
@@ -378,7 +382,7 @@ def test_a_launch_holds_its_tensor_maps_whatever_the_cache_of_maps_forgets(drive
     tiling = choose_tiling(LinearKind(64, 256), 16)
     loaded = LoadedLinear(tiling, {tiling.name: b"binary"})
     launches: list[tuple[Argument, ...]] = []
-    monkeypatch.setattr(loaded._kernel, "launch", lambda blocks, threads, arguments: launches.append(arguments))
+    monkeypatch.setattr(loaded._loaded, "launch", lambda blocks, threads, arguments: launches.append(arguments))
     x, weight = torch.zeros(4, 256, dtype=torch.bfloat16), torch.zeros(64, 256, dtype=torch.bfloat16)
     loaded(x, (weight,), [None] * 6, 0.0, 4)
     assert [isinstance(argument, TensorMap) for argument in launches[0]] == [True] * 2 + [False] * 8

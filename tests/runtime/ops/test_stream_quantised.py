@@ -235,7 +235,7 @@ def test_a_launch_reads_the_boxes_of_its_tiling(driver, monkeypatch, kind, num_t
     tiling = choose_tiling(kind, bucket_of(num_tokens))
     loaded = LoadedLinear(tiling, {tiling.name: b"binary"})
     launches: list[tuple[object, ...]] = []
-    monkeypatch.setattr(loaded._kernel, "launch", lambda *arguments: launches.append(arguments))
+    monkeypatch.setattr(loaded._loaded, "launch", lambda *arguments: launches.append(arguments))
     x = torch.zeros(num_tokens, kind.columns, dtype=torch.bfloat16)
     values = torch.zeros(kind.rows, kind.columns, dtype=torch.float8_e4m3fn)
     loaded(x, (values, torch.zeros(kind.rows, 1), None), [None] * 6, 0.0, num_tokens)

@@ -1,0 +1,184 @@
+"""Runs the model on batches whose attention is planned: inside a forward context, up to the head, and the head.
+
+../model_runner.py plans a batch and decides how it is run. A step piece by piece, one of pieces in graphs, and what a
+whole graph captures are runs of this one kind.
+
+Shape legend: T tokens, S rows of logits, V vocab.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+
+from mllm_compile.runtime.attention.metadata import AttentionMetadataBuilder, CommonAttentionMetadata, KVCacheSpec
+from mllm_compile.runtime.collectives.base import Communicator, leaving_parts
+from mllm_compile.runtime.errors import ConfigError
+from mllm_compile.runtime.forward_batch import ForwardBatch, LogitsProcessorOutput, TokenInputs
+from mllm_compile.runtime.forward_context import BatchDescriptor, ForwardContext, ForwardTimes, set_forward_context
+from mllm_compile.runtime.graph_mode import CUDAGraphMode, UBatchSlice
+from mllm_compile.runtime.program.executor import ProgramExecutor
+from mllm_compile.runtime.program.loaded import Executor, LoadedModel
+from mllm_compile.runtime.runner_config import RunnerConfig
+from mllm_compile.runtime.state.metadata import StateMetadataBuilder
+
+
+class ProgramRunner:
+    """Runs a loaded model's program, or the eager model in its place.
+
+    Attributes:
+        layers: name → layer, of those with attention and those with a state.
+    """
+
+    def __init__(
+        self,
+        model: LoadedModel,
+        config: RunnerConfig,
+        device: torch.device,
+        communicator: Communicator | None = None,
+        *,
+        forward_times: ForwardTimes | None = None,
+        expert_counts: Mapping[str, torch.Tensor] | None = None,
+    ) -> None:
+        """
+        Args:
+            communicator: the rank's, if the model is cut over several.
+            forward_times: takes the times of runs.
+            expert_counts: layer of experts → [E] int64, where choices are counted.
+        """
+        self._model = model
+        self._config = config
+        self._communicator = communicator
+        self._forward_times = forward_times
+        self._expert_counts = expert_counts
+        self._num_deals = config.runtime.expert_parallel_size
+        self.layers: dict[str, Any] = {layer.name: layer for layer in model.layers}
+        self.layers |= {layer.name: layer for layer in model.state_layers}
+        spec = KVCacheSpec(model.layers, config.runtime.page_size)
+        self._metadata_builder = AttentionMetadataBuilder(spec, config, device)
+        rank = communicator.rank if self._num_deals > 1 and communicator is not None else 0
+        first_row = rank * config.runtime.max_running_requests
+        self._state_metadata_builder = StateMetadataBuilder(model.state_layers, config, first_row)
+        if self._num_deals > 1 and isinstance(model.executor, ProgramExecutor):
+            # What layers leave of padding goes on into experts, and as keys into the dummy page: it must be finite.
+            model.executor.set_output_buffers(_zeros)
+
+    def run(
+        self,
+        batch: ForwardBatch,
+        tokens: TokenInputs,
+        logits_indices: torch.Tensor,
+        mode: CUDAGraphMode = CUDAGraphMode.NONE,
+        descriptor: BatchDescriptor | None = None,
+        all_rows: torch.Tensor | None = None,
+    ) -> LogitsProcessorOutput:
+        """Runs the program on a batch whose attention is planned.
+
+        Args:
+            batch: attention's input.
+            tokens: the pieces' input; padded where a graph wants it, when `batch` is not.
+            logits_indices: [S] int64.
+            mode, descriptor: those of the graphs that are captured or replayed.
+            all_rows: as an executor's body takes it.
+        """
+        with self.context(batch, tokens, mode, descriptor):
+            body = self._executor_of(batch).body(tokens.by_name, all_rows)
+            return self.head(batch, body, logits_indices)
+
+    def body(
+        self,
+        batch: ForwardBatch,
+        tokens: TokenInputs,
+        mode: CUDAGraphMode,
+        descriptor: BatchDescriptor,
+        all_rows: torch.Tensor,
+    ) -> list[Any]:
+        """Runs the program up to the head, for `head`; arguments as those of `run`."""
+        with self.context(batch, tokens, mode, descriptor):
+            return self._executor_of(batch).body(tokens.by_name, all_rows)
+
+    def head(self, batch: ForwardBatch, body: list[Any], logits_indices: torch.Tensor) -> LogitsProcessorOutput:
+        """Logits of the tokens `logits_indices` [S] int64, and where the batch asks for them of any others.
+
+        Of ranks with requests of their own they are those of all, S each.
+        """
+        executor = self._executor_of(batch)
+        logits_of = partial(self._logits_of_all, executor, body)
+        if batch.tokens_alone and self._communicator is not None and self._num_deals == 1:
+            with leaving_parts() as parts:
+                logits = executor.head(body, logits_indices)
+            is_own_part = len(parts) == 1
+            return LogitsProcessorOutput(
+                parts[0] if is_own_part else logits,
+                logits_of=logits_of if batch.return_logprob else None,
+                is_own_part=is_own_part,
+            )
+        return LogitsProcessorOutput(logits_of(logits_indices), logits_of=logits_of if batch.return_logprob else None)
+
+    def context(
+        self,
+        batch: ForwardBatch,
+        tokens: TokenInputs,
+        mode: CUDAGraphMode = CUDAGraphMode.NONE,
+        descriptor: BatchDescriptor | None = None,
+        slices: Sequence[UBatchSlice] | None = None,
+    ) -> AbstractContextManager[ForwardContext]:
+        """The forward context of a run; arguments as those of `run`.
+
+        Args:
+            slices: the parts of a step that is divided.
+        """
+        attention = self._metadata_builder.build(batch.common_prefix_len, CommonAttentionMetadata.of(batch))
+        states = self._state_metadata_builder.build(CommonAttentionMetadata.of(batch))
+        return set_forward_context(
+            {**attention, **states},
+            no_compile_layers=self.layers,
+            slot_mapping=dict.fromkeys(attention, tokens.out_cache_loc),
+            num_tokens=tokens.input_ids.shape[0],
+            cudagraph_runtime_mode=mode,
+            batch_descriptor=descriptor,
+            dp_metadata=batch.dp_metadata,
+            ubatch_slices=slices,
+            skip_compiled=self._config.runtime.skip_compiled,
+            deterministic=self._config.runtime.deterministic,
+            expert_counts=self._expert_counts,
+            # A whole step in a graph is timed where it is replayed: a capture cannot wait for the device.
+            forward_times=None if mode is CUDAGraphMode.FULL else self._forward_times,
+        )
+
+    def context_of_part(self, part: ForwardBatch, whole: ForwardContext) -> ForwardContext:
+        """The forward context of a part of a step that is divided; `whole` is the step's."""
+        attention = self._metadata_builder.build(part.common_prefix_len, CommonAttentionMetadata.of(part))
+        slots = dict.fromkeys(attention, part.out_cache_loc)
+        return replace(whole, attn_metadata=attention, slot_mapping=slots, ubatch_slices=None)
+
+    def _logits_of_all(self, executor: Executor, body: list[Any], logits_indices: torch.Tensor) -> torch.Tensor:
+        """The head's logits; of ranks with requests of their own those of all, a block of each."""
+        logits = executor.head(body, logits_indices)
+        if self._num_deals == 1 or self._communicator is None:
+            return logits
+        return self._communicator.all_gather(logits.contiguous()).flatten(0, 1)
+
+    def _executor_of(self, batch: ForwardBatch) -> Executor:
+        """The executor of a batch.
+
+        Raises:
+            ConfigError: the eager model is asked for, and the source loaded none.
+        """
+        if batch.media is not None and self._model.media is not None:
+            return self._model.media.with_features
+        if not self._config.runtime.skip_compiled:
+            return self._model.executor
+        if self._model.eager is None:
+            raise ConfigError("runtime.skip_compiled is set, but the model's source has no eager model to run")
+        return self._model.eager
+
+
+def _zeros(index: int, like: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Outputs of layers between pieces, as OutputBuffers gives them."""
+    return like.new_zeros((like.shape[0], *shape), dtype=dtype)
