@@ -385,6 +385,9 @@ def test_what_does_not_fit_together_is_named(damage, tmp_path):
         ("modelopt nvfp4", ".weight_scale", (0, 1), -2.0),
         ("modelopt nvfp4", ".weight_scale_2", (), 0.0),
         ("compressed-tensors nvfp4", ".weight_global_scale", 0, -1.0),
+        ("compressed-tensors nvfp4", ".weight_global_scale", 0, float("inf")),  # divided by it all would be zeros
+        ("gptq", ".g_idx", 7, 1),  # desc_act is false
+        ("gptq v2 of 8 bits", ".g_idx", 7, 1),
         ("bitsandbytes nf4", ".weight.absmax", 7, -1.0),
         ("bitsandbytes nf4, twice", ".weight.nested_absmax", 1, float("nan")),
     ],
@@ -675,6 +678,7 @@ def test_a_value_or_scale_that_is_no_number_is_refused_by_its_name(suffix, messa
         ("modelopt nvfp4", ".weight_scale", (3, 1), -2.0, rf"'{NAME}_scale' holds a negative scale"),
         ("modelopt nvfp4", ".weight_scale_2", (), 0.0, rf"'{NAME}_scale_2' holds NaN or inf in 320 of its 320"),
         ("compressed-tensors nvfp4", ".weight_global_scale", 0, -1.0, rf"'{NAME}_global_scale' holds NaN or inf"),
+        ("compressed-tensors nvfp4", ".weight_global_scale", 0, float("inf"), rf"'{NAME}_global_scale' holds NaN"),
     ],
 )
 def test_a_scale_that_is_not_positive_is_refused_where_the_weight_stays_small(
