@@ -230,6 +230,28 @@ def test_a_rank_that_is_killed_or_hangs_ends_every_request_with_its_reason(cache
     assert not [name for name in os.listdir("/dev/shm") if name.startswith("mllm")]
 
 
+@pytest.mark.slow
+def test_four_ranks_give_one_ranks_tokens_and_tell_which_of_them_was_killed(cache, alone):
+    """Two of them share each head of keys. The others' calls fail too, when one is killed."""
+    before = set(followers())
+    engine = Engine(config_of(cache, num_ranks=4))
+    try:
+        assert tokens(engine) == tokens(alone)
+        killed = max(set(followers()) - before)
+        endless = SamplingParams(temperature=0, max_tokens=400, ignore_eos=True)
+        streams = [engine.stream(prompt, endless) for prompt in PROMPTS]
+        for stream in streams:
+            next(stream)
+        os.kill(killed, signal.SIGKILL)
+        for stream in streams:
+            with pytest.raises(EngineDeadError, match=rf"rank \d \(process {killed}\) was ended by signal 9"):
+                for _ in stream:
+                    pass
+    finally:
+        engine.close()
+    assert set(followers()) == before
+
+
 def test_a_rank_that_cannot_start_says_why(cache, monkeypatch):
     before = set(followers())
     monkeypatch.setattr("mllm_compile.ranks.launch_local._MODULE", "mllm_compile.ranks.no_such_module")
