@@ -353,6 +353,15 @@ def test_experts_in_few_bits_are_cut_so_where_parts_are_whole_groups(name, inner
         assert down.num_bytes_read == down.num_bytes or name != "compressed-tensors mxfp4"
 
 
+def test_each_rank_reads_its_part_of_the_checkpoint_alone(cache):
+    (whole,), parts = (
+        [sum(spec.num_bytes_read for spec in artifact.weights_of(rank)) for rank in range(count)]
+        for count in (1, 2)
+        for artifact in [load_or_compile(config_of(cache, num_ranks=count)).artifact]
+    )
+    assert all(part < 0.51 * whole for part in parts)  # norms are whole
+
+
 def test_a_cached_runtime_says_for_how_many_ranks_it_is(cache):
     factors = [load_or_compile(config_of(cache, num_ranks=count)).artifact.factors for count in (1, 2)]
     assert [found.get("tensor parallel") for found in factors] == [None, "2 ranks"]
