@@ -421,11 +421,13 @@ def test_a_checkpoint_that_has_changed_since_the_compile_is_refused(name, change
         loaded(spec, tmp_path)
 
 
-def test_weights_of_eight_bits_in_a_folder_that_names_no_scheme_are_refused(tmp_path):
+@pytest.mark.parametrize("scales", [{}, {"_scale_inv": torch.ones(1, 1)}], ids=["alone", "with scales"])
+def test_weights_of_eight_bits_in_a_folder_that_names_no_scheme_are_refused(scales, tmp_path):
     save_tiny_model(tiny_config("qwen3"), tmp_path)
     stored = load_file(tmp_path / FILE)
     key = next(name for name in stored if name.endswith("q_proj.weight"))
-    save_file(stored | {key: stored[key].to(torch.float8_e4m3fn)}, tmp_path / FILE)
+    stored[key] = stored[key].to(torch.float8_e4m3fn)
+    save_file(stored | {key + suffix: scale for suffix, scale in scales.items()}, tmp_path / FILE)
     tensors = read_tensors(tmp_path, [FILE], None)
     with pytest.raises(
         CheckpointError, match=f"'{key}' is float8_e4m3fn, as quantised weights are; .*quantization_config"
