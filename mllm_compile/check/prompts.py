@@ -77,7 +77,7 @@ def _error(layer: LayerSpec, linked: LinkedProgram, page_size: int, dtype: torch
     out = torch.zeros_like(q)
     prefill = GroupOwnPrefill(linked.prefills[layer.name], group, space, dtype)
     prefill.plan(rows).run(q, (keys, values), out)
-    worst = 0.0
+    errors = []
     for row in range(_NUM_DECODES, len(_LENGTHS)):
         length, new, start = _LENGTHS[row], _NEW[row], int(starts[row - _NUM_DECODES])
         own = slots[row, :length]
@@ -87,9 +87,8 @@ def _error(layer: LayerSpec, linked: LinkedProgram, page_size: int, dtype: torch
         options: dict[str, Any] = {"alibi_slopes": layer.slopes_of(0), "chunk": layer.chunk}
         theirs = attention_reference(whole, own_keys, own_values, None, *rules, **options)[length - new :].flatten(1)
         ours = out[start : start + new].float().flatten(1)
-        error = ((ours - theirs).norm(dim=-1) / theirs.norm(dim=-1)).max()
-        worst = error.item() if not error <= worst else worst
-    return worst
+        errors.append(((ours - theirs).norm(dim=-1) / theirs.norm(dim=-1)).max())
+    return torch.stack(errors).max().item()
 
 
 def _no_pages(window_left: int) -> PagedView:

@@ -209,8 +209,8 @@ def read_checkpoint(tensors: CheckpointTensors, model: PreTrainedModel) -> dict[
         UnsupportedModelError: Transformers would compute a tensor from others while loading.
     """
     table = to_model_keys(tensors.planned, model)
+    _check_dtypes(table, tensors, model)  # ahead of what would be said of scales that have no place
     _account(table, tensors, model)
-    _check_dtypes(table, tensors, model)
     return table
 
 
@@ -242,7 +242,7 @@ def _check_dtypes(table: dict[str, PlannedTensor], tensors: CheckpointTensors, m
         for block in planned.blocks:
             dtype = tensors.stored[block.tensor].dtype
             is_small = not dtype.is_floating_point or dtype.itemsize < 2
-            if block.quantised is None and state[key].is_floating_point() and is_small:
+            if block.quantised is None and key in state and state[key].is_floating_point() and is_small:
                 raise CheckpointError(
                     f"{block.file}: {block.tensor!r} is {str(dtype).removeprefix('torch.')}, as quantised weights are; "
                     "expected float32, float16 or bfloat16, or a config.json whose quantization_config says how such "

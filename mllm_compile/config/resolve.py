@@ -84,7 +84,9 @@ def resolve(config: EngineConfig, model: ModelFolder, device: DeviceInfo) -> Res
     runtime = _runtime(config.runtime, dtype, backend, model, device, choices)
     split_decode = _split_decode(config.compile, runtime, dtype, device, choices)
     graphs = resolve_graphs(config.cudagraph, runtime, split_decode, device, model, choices)
-    runtime = replace(runtime, cascade_attention=_cascade_attention(config.runtime, runtime, graphs, dtype, choices))
+    runtime = replace(
+        runtime, cascade_attention=_cascade_attention(config.runtime, runtime, split_decode, graphs, dtype, choices)
+    )
     return ResolvedConfig(
         model=ResolvedModel(
             source=config.model.path,
@@ -244,7 +246,12 @@ def _max_step_ms(asked: RuntimeConfig, choices: AutoChoices) -> MaxStepMs:
 
 
 def _cascade_attention(
-    asked: RuntimeConfig, runtime: RuntimeSection, graphs: CudaGraphSection, dtype: str, choices: AutoChoices
+    asked: RuntimeConfig,
+    runtime: RuntimeSection,
+    split_decode: bool,
+    graphs: CudaGraphSection,
+    dtype: str,
+    choices: AutoChoices,
 ) -> bool:
     """True if decodes that begin with the same pages may read these once; each step then is chosen by cost."""
     refusal = None
@@ -256,6 +263,10 @@ def _cascade_attention(
         refusal = "captured decodes of several ranks with requests of their own share no prefix"
     elif runtime.max_running_requests == 1:
         refusal = "with runtime.max_running_requests 1 no two requests decode together"
+    elif not split_decode:
+        refusal = "kernels for it are compiled beside those of compile.split_decode, and there are none"
+    elif runtime.kv_cache_dtype != dtype:
+        refusal = f"kernels for it read no KV cache of {runtime.kv_cache_dtype}"
     if asked.cascade_attention is True and refusal is not None:
         raise ConfigError(f"runtime.cascade_attention is true, but {refusal}. Set it to auto or false.")
 
@@ -263,8 +274,6 @@ def _cascade_attention(
         obstacle = refusal
         if not graphs.sample_in_graph:
             obstacle = obstacle or "decodes are not captured with the choice of their tokens"
-        elif runtime.kv_cache_dtype != dtype:
-            obstacle = obstacle or f"kernels for it read no KV cache of {runtime.kv_cache_dtype}"
         elif runtime.tensor_parallel_size > 1:
             obstacle = obstacle or "it was not tried on several GPUs"
         return (False, obstacle) if obstacle else (True, "in steps of which enough is shared")

@@ -11,6 +11,7 @@ import os
 import socket
 import sys
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import replace
@@ -61,7 +62,8 @@ def serve(connection: socket.socket) -> None:
     except EOFError:
         return  # rank 0 needs no followers, or gave up before there were steps
     except BaseException as error:
-        lines.send(Answer("error", f"{error}" or type(error).__name__, type(error).__name__))
+        name = type(error).__name__
+        lines.send(Answer("error", f"{error}" or name, name, time.monotonic()))
         raise
 
 

@@ -38,6 +38,7 @@ _SILENT_S = 3.5  # without a beat or any processor time: it is stopped, or waits
 _SILENT_START_S = 30.0  # likewise until it has loaded: it may read from a slow disk before it beats
 _STEP_S = 60.0  # of a GPU: no step takes so long
 _NOTICE_S = 2.0  # after a failed call, until it is known that a rank has ended
+_CAUSE_S = 0.5  # after a rank's error, until it is known whether another rank's end has led to it
 _END_S = 5.0
 
 
@@ -64,6 +65,11 @@ class _Follower:
     def is_at(self, at: str) -> bool:
         """True if it has said so."""
         return any(answer.at == at for answer in self.news)
+
+    @property
+    def error(self) -> Answer | None:
+        """The error that ends it, if it has told one."""
+        return next((answer for answer in self.news if answer.error is not None), None)
 
     def look(self) -> None:
         """Takes the news that have come."""
@@ -112,6 +118,7 @@ class RankGroup:
         self._is_ready = self._is_closing = self._is_closed = False
         self._in_step = False
         self._waiting_since: float | None = None
+        self._told_since: float | None = None  # when the first error was heard of
         self._lock = threading.Lock()  # of what is found out about followers
         self._followers: list[_Follower] = []
         self._launcher: Launcher = LocalLauncher(take)
@@ -310,14 +317,18 @@ class RankGroup:
         return None if self._joining is None else self._joining.joined()
 
     def _found(self) -> MllmError | None:
-        """The first thing that is wrong, if any is."""
+        """The first thing that is wrong, if any is.
+
+        A rank whose call with others fails tells so, and may be heard of ahead of the one that was lost.
+        """
         now = time.monotonic()
+        told: list[tuple[Answer, int]] = []
         for follower in self._followers:
             has_ended = follower.process.has_ended()
             follower.look()
-            told = next((answer for answer in follower.news if answer.error is not None), None)
-            if told is not None:
-                return _error_of(told.kind)(f"rank {follower.rank}: {told.error}")
+            if follower.error is not None:
+                told.append((follower.error, follower.rank))
+                continue
             if has_ended:
                 return DeviceError(follower.end_of())
             most_s = _SILENT_S if self._is_ready else _SILENT_START_S
@@ -325,6 +336,11 @@ class RankGroup:
                 return DeviceError(
                     f"rank {follower.rank} (process {follower.process.pid}) has not run for {most_s} s: it hangs"
                 )
+        if told:
+            self._told_since = self._told_since or now
+            if len(told) == len(self._followers) or now - self._told_since >= _CAUSE_S:
+                first, rank = min(told, key=lambda one: one[0].when)
+                return _error_of(first.kind)(f"rank {rank}: {first.error}")
         since = self._waiting_since
         if self.device != "cpu" and since is not None and now - since > _STEP_S:
             return DeviceError(f"the ranks' GPUs have not ended a step for {_STEP_S:.0f} s: one hangs")

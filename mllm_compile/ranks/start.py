@@ -70,6 +70,7 @@ class Answer:
     """A follower's news: HERE, READY, or the error that ends it, with the name of its class.
 
     Attributes:
+        when: seconds by the machine's clock: of several errors the first one has led to the others.
         began: seconds between the machine's boot and its process's begin.
         stages: of its start until READY: a name, and the seconds since `began` of its begin and end.
     """
@@ -77,6 +78,7 @@ class Answer:
     at: str
     error: str | None = None
     kind: str = ""
+    when: float = 0.0
     began: float = 0.0
     stages: tuple[tuple[str, float, float], ...] = ()
 

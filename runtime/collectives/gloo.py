@@ -6,6 +6,8 @@ torch's own process group, without torch.distributed's globals: a process may ha
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -16,6 +18,17 @@ from mllm_compile.runtime.collectives.plain import PlainCommunicator
 _JOIN_TIMEOUT = timedelta(seconds=60)  # of milliseconds: a rank that was lost amid it never comes
 _TIMEOUT = timedelta(days=1)  # who hangs is seen by another way, and killed; a rank may be idle for long
 _WIDER = {torch.bfloat16: torch.float32, torch.float16: torch.float32}  # sums of these are of float32
+
+
+@contextmanager
+def _told(call: str) -> Iterator[None]:
+    """Says which call failed and why, without the line of gloo's source and the advice around it."""
+    try:
+        yield
+    except RuntimeError as error:
+        place, _, reason = str(error).partition("] ")
+        reason = reason if place.startswith("[/") else str(error)
+        raise RuntimeError(f"{call} over ranks failed: {reason.partition('. This is')[0]}") from None
 
 
 class GlooCommunicator(PlainCommunicator):
@@ -50,7 +63,8 @@ class GlooCommunicator(PlainCommunicator):
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         total = x.to(_WIDER.get(x.dtype, x.dtype), copy=True)
         if total.numel():
-            self._group.allreduce([total]).wait()
+            with _told("a sum"):
+                self._group.allreduce([total]).wait()
         return total.to(x.dtype)
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
@@ -58,11 +72,13 @@ class GlooCommunicator(PlainCommunicator):
         if x.numel():
             # As bytes: gloo does not know every type.
             parts = [part.view(torch.uint8) for part in gathered.view(self.size, -1)]
-            self._group.allgather([parts], [x.reshape(-1).view(torch.uint8)]).wait()
+            with _told("a gather"):
+                self._group.allgather([parts], [x.reshape(-1).view(torch.uint8)]).wait()
         return gathered
 
     def broadcast(self, x: torch.Tensor) -> None:
-        self._group.broadcast(x, 0).wait()
+        with _told("a broadcast"):
+            self._group.broadcast(x, 0).wait()
 
     def abort(self) -> None:
         """A wait ends by itself when the process that it waits for does."""

@@ -42,10 +42,19 @@ def test_right_kernels_pass():
     check(decode)
 
 
+def decode_the_last_alone(inputs):
+    decode(inputs)
+    inputs[5][:-1] = torch.nan
+
+
 @pytest.mark.parametrize(
     "wrong",
-    [lambda inputs: decode(inputs, forgets=32), lambda inputs: inputs[5].fill_(torch.nan)],
-    ids=["keys left out", "no numbers"],
+    [
+        lambda inputs: decode(inputs, forgets=32),
+        lambda inputs: inputs[5].fill_(torch.nan),
+        decode_the_last_alone,
+    ],
+    ids=["keys left out", "no numbers", "no numbers but of the last request"],
 )
 def test_wrong_ones_are_told_with_what_does_without_them(wrong):
     with pytest.raises(CompileError, match=r"shared tokens in layers\.0\.attn is off by .*cascade_attention: false"):

@@ -53,14 +53,21 @@ def test_a_right_kernel_passes(layer):
     check(layer, piece_of(layer))
 
 
+def all_but_the_first_prompt(inputs):
+    piece_of(LAYER)(inputs)
+    first = int(inputs[5][0, 1])
+    inputs[6][first] = torch.nan
+
+
 @pytest.mark.parametrize(
     ("layer", "wrong"),
     [
         (LAYER, piece_of(replace(LAYER, sm_scale=0.2))),
         (IN_CHUNKS, piece_of(replace(IN_CHUNKS, chunk=64))),
         (LAYER, lambda inputs: inputs[6].fill_(torch.nan)),
+        (LAYER, all_but_the_first_prompt),
     ],
-    ids=["another scale", "other chunks", "no numbers"],
+    ids=["another scale", "other chunks", "no numbers", "no numbers of the first prompt"],
 )
 def test_a_wrong_one_is_told(layer, wrong):
     with pytest.raises(CompileError, match=r"attention of prompts in layers\.0\.attn is off by .*torch"):

@@ -385,6 +385,9 @@ def test_what_does_not_fit_together_is_named(damage, tmp_path):
         ("modelopt nvfp4", ".weight_scale", (0, 1), -2.0),
         ("modelopt nvfp4", ".weight_scale_2", (), 0.0),
         ("compressed-tensors nvfp4", ".weight_global_scale", 0, -1.0),
+        ("compressed-tensors nvfp4", ".weight_global_scale", 0, float("inf")),  # divided by it all would be zeros
+        ("gptq", ".g_idx", 7, 1),  # desc_act is false
+        ("gptq v2 of 8 bits", ".g_idx", 7, 1),
         ("bitsandbytes nf4", ".weight.absmax", 7, -1.0),
         ("bitsandbytes nf4, twice", ".weight.nested_absmax", 1, float("nan")),
     ],
@@ -418,11 +421,13 @@ def test_a_checkpoint_that_has_changed_since_the_compile_is_refused(name, change
         loaded(spec, tmp_path)
 
 
-def test_weights_of_eight_bits_in_a_folder_that_names_no_scheme_are_refused(tmp_path):
+@pytest.mark.parametrize("scales", [{}, {"_scale_inv": torch.ones(1, 1)}], ids=["alone", "with scales"])
+def test_weights_of_eight_bits_in_a_folder_that_names_no_scheme_are_refused(scales, tmp_path):
     save_tiny_model(tiny_config("qwen3"), tmp_path)
     stored = load_file(tmp_path / FILE)
     key = next(name for name in stored if name.endswith("q_proj.weight"))
-    save_file(stored | {key: stored[key].to(torch.float8_e4m3fn)}, tmp_path / FILE)
+    stored[key] = stored[key].to(torch.float8_e4m3fn)
+    save_file(stored | {key + suffix: scale for suffix, scale in scales.items()}, tmp_path / FILE)
     tensors = read_tensors(tmp_path, [FILE], None)
     with pytest.raises(
         CheckpointError, match=f"'{key}' is float8_e4m3fn, as quantised weights are; .*quantization_config"
@@ -675,6 +680,7 @@ def test_a_value_or_scale_that_is_no_number_is_refused_by_its_name(suffix, messa
         ("modelopt nvfp4", ".weight_scale", (3, 1), -2.0, rf"'{NAME}_scale' holds a negative scale"),
         ("modelopt nvfp4", ".weight_scale_2", (), 0.0, rf"'{NAME}_scale_2' holds NaN or inf in 320 of its 320"),
         ("compressed-tensors nvfp4", ".weight_global_scale", 0, -1.0, rf"'{NAME}_global_scale' holds NaN or inf"),
+        ("compressed-tensors nvfp4", ".weight_global_scale", 0, float("inf"), rf"'{NAME}_global_scale' holds NaN"),
     ],
 )
 def test_a_scale_that_is_not_positive_is_refused_where_the_weight_stays_small(

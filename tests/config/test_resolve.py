@@ -254,8 +254,8 @@ def test_a_key_without_auto_becomes_what_was_asked_for():
     [
         (H200, {}, (True, "of which enough is shared")),
         (A100, {}, (True, "of which enough is shared")),
-        (CPU, {}, (False, "decodes are not captured")),
-        (H200, {"compile": {"backend": "eager"}}, (False, "decodes are not captured")),
+        (CPU, {}, (False, "compile.split_decode")),
+        (H200, {"compile": {"backend": "eager"}}, (False, "compile.split_decode")),
         (H200, {"cudagraph": {"mode": "piecewise"}}, (False, "decodes are not captured")),
         (H200, {"runtime": {"kv_cache_dtype": "fp8_e4m3"}}, (False, "no KV cache of float8_e4m3fn")),
         (H200, {"runtime": {"tensor_parallel_size": 2}}, (False, "several GPUs")),
@@ -272,11 +272,23 @@ def test_cascades_are_chosen_where_their_graphs_are_captured(device, sections, e
     assert expected[1] in why
 
 
-@pytest.mark.parametrize("key", ["deterministic", "enable_prefix_cache"])
-def test_cascades_that_can_never_be_are_refused(key):
-    with pytest.raises(ConfigError, match=rf"cascade_attention is true, but .*{key}.* Set it to auto or false\."):
-        resolved(H200, runtime={"cascade_attention": True, key: key == "deterministic"})
-    assert resolved(H200, runtime={"cascade_attention": True}).runtime.cascade_attention
+@pytest.mark.parametrize(
+    ("device", "sections", "why"),
+    [
+        (H200, {"runtime": {"deterministic": True}}, "deterministic"),
+        (H200, {"runtime": {"enable_prefix_cache": False}}, "enable_prefix_cache"),
+        (H200, {"runtime": {"kv_cache_dtype": "fp8_e4m3"}}, "no KV cache of float8_e4m3fn"),
+        (H200, {"compile": {"backend": "eager"}}, "compile.split_decode"),
+        (H200, {"compile": {"split_decode": False}}, "compile.split_decode"),
+        (CPU, {}, "compile.split_decode"),
+    ],
+)
+def test_cascades_that_can_never_be_are_refused(device, sections, why):
+    asked = sections | {"runtime": sections.get("runtime", {}) | {"cascade_attention": True}}
+    with pytest.raises(ConfigError, match=rf"cascade_attention is true, but .*{why}.* Set it to auto or false\."):
+        resolved(device, **asked)
+    for graphs in ({}, {"mode": "piecewise"}):
+        assert resolved(H200, runtime={"cascade_attention": True}, cudagraph=graphs).runtime.cascade_attention
 
 
 def test_a_stored_section_with_an_unknown_key_or_a_wrong_value_is_refused():

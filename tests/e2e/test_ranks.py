@@ -220,14 +220,39 @@ def test_a_rank_that_is_killed_or_hangs_ends_every_request_with_its_reason(cache
             next(stream)
         os.kill(follower, how)
         for stream in streams:
-            with pytest.raises(EngineDeadError, match=r"rank 1 \(process \d+\) (was ended by signal 9|.* it hangs)"):
+            with pytest.raises(
+                EngineDeadError, match=r"rank 1 \(process \d+\) (was ended by signal 9|.* it hangs)"
+            ) as told:
                 for _ in stream:
                     pass
+            assert "gloo" not in str(told.value), "places in its source and its advice are of no use here"
         assert not engine.is_alive
     finally:
         engine.close()
     assert set(followers()) == before
     assert not [name for name in os.listdir("/dev/shm") if name.startswith("mllm")]
+
+
+@pytest.mark.slow
+def test_four_ranks_give_one_ranks_tokens_and_tell_which_of_them_was_killed(cache, alone):
+    """Two of them share each head of keys. The others' calls fail too, when one is killed."""
+    before = set(followers())
+    engine = Engine(config_of(cache, num_ranks=4))
+    try:
+        assert tokens(engine) == tokens(alone)
+        killed = max(set(followers()) - before)
+        endless = SamplingParams(temperature=0, max_tokens=400, ignore_eos=True)
+        streams = [engine.stream(prompt, endless) for prompt in PROMPTS]
+        for stream in streams:
+            next(stream)
+        os.kill(killed, signal.SIGKILL)
+        for stream in streams:
+            with pytest.raises(EngineDeadError, match=rf"rank \d \(process {killed}\) was ended by signal 9"):
+                for _ in stream:
+                    pass
+    finally:
+        engine.close()
+    assert set(followers()) == before
 
 
 def test_a_rank_that_cannot_start_says_why(cache, monkeypatch):
@@ -329,6 +354,15 @@ def test_experts_in_few_bits_are_cut_so_where_parts_are_whole_groups(name, inner
         assert is_cut_within_a_group or values == inner // 2
         # What lies in files as it does in memory is read by the rank that has it alone.
         assert down.num_bytes_read == down.num_bytes or name != "compressed-tensors mxfp4"
+
+
+def test_each_rank_reads_its_part_of_the_checkpoint_alone(cache):
+    (whole,), parts = (
+        [sum(spec.num_bytes_read for spec in artifact.weights_of(rank)) for rank in range(count)]
+        for count in (1, 2)
+        for artifact in [load_or_compile(config_of(cache, num_ranks=count)).artifact]
+    )
+    assert all(part < 0.51 * whole for part in parts)  # norms are whole
 
 
 def test_a_cached_runtime_says_for_how_many_ranks_it_is(cache):

@@ -203,6 +203,13 @@ def test_what_transformers_would_keep_states_for_itself_in_is_refused(served):
         engine_of_pages(served.config(skip_compiled=True), None)
 
 
+@pytest.mark.slow
+def test_steps_in_halves_are_refused_beside_states(served):
+    halves = {"tensor_parallel_size": 2, "enable_dbo": True, "dbo_prefill_token_threshold": 16}
+    with pytest.raises(UnsupportedModelError, match=r"runtime\.enable_dbo divides steps, and layers .* carry"):
+        Engine(served.config(**halves))
+
+
 def test_the_program_stores_its_layers_with_a_state(served):
     artifact = load_or_compile(served.config()).artifact
     kinds = {layer.kind.name for layer in artifact.program.state_layers}

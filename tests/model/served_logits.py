@@ -56,7 +56,7 @@ def compare_served_logits(
     texts, ours = server.serve(sections, scratch / f"{dtype}.safetensors")
     exact = _transformers(folder, texts, torch.float32)
     if dtype == "float32":
-        worst = max((a - b).abs().max().item() for a, b in zip(ours, exact, strict=True))
+        worst = torch.stack([(a - b).abs().max() for a, b in zip(ours, exact, strict=True)]).max().item()
         return Comparison(worst, TOLERANCE, program.layers, program.state_layers)
     own = _of_a_token(_transformers(folder, texts, getattr(torch, dtype)), exact)
     return Comparison(_of_a_token(ours, exact), BFLOAT16_FACTOR * own, program.layers, program.state_layers)

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mllm_compile.errors import DeviceError, DeviceMemoryError
+from mllm_compile.errors import ArtifactError, DeviceError, DeviceMemoryError
 from mllm_compile.process.timeline import Timeline
 from mllm_compile.ranks import communicators, group
 from mllm_compile.ranks.group import RankGroup
@@ -80,13 +80,13 @@ def joined(monkeypatch) -> Iterator[Joined]:
 
 
 @pytest.fixture
-def start(monkeypatch) -> Iterator[Callable[[], tuple[RankGroup, Follower]]]:
-    """Makes a group of two ranks, of which one is played."""
+def start(monkeypatch) -> Iterator[Callable[..., Any]]:
+    """Makes a group of two ranks, of which one is played, or of more."""
     groups: list[RankGroup] = []
 
-    def make() -> tuple[RankGroup, Follower]:
-        groups.append(RankGroup(2, "cpu", "mp", Follower, Timeline()))  # type: ignore[arg-type]
-        return groups[-1], groups[-1]._followers[0].process  # type: ignore[return-value]
+    def make(size: int = 2) -> Any:
+        groups.append(RankGroup(size, "cpu", "mp", Follower, Timeline()))  # type: ignore[arg-type]
+        return groups[-1], *(follower.process for follower in groups[-1]._followers)
 
     yield make
     monkeypatch.setattr(group, "_END_S", 0.0)
@@ -183,6 +183,38 @@ def test_memory_that_a_rank_lacks_is_told_as_what_a_start_with_fewer_pages_may_m
         ranks.wait_ready()
     assert group._error_of("ArtifactError").__name__ == "ArtifactError"
     assert group._error_of("annotations") is group._error_of("RuntimeError") is DeviceError
+
+
+RESET = "Read error: Connection reset by peer"  # in a call with a rank that was lost
+
+
+def test_of_a_lost_rank_and_of_those_whose_calls_it_ends_the_lost_one_is_named(start, monkeypatch):
+    monkeypatch.setattr(group, "_CAUSE_S", 60.0)
+    ranks, first, second, lost = start(4)
+    first.lines.send(Answer("error", RESET, "RuntimeError", 2.0))
+    second.lines.send(Answer("error", RESET, "RuntimeError", 2.1))
+    until(lambda: sum(follower.error is not None for follower in ranks._followers) == 2)
+    assert ranks._failure is None
+    lost.end = "was ended by signal 9"
+    with pytest.raises(DeviceError, match=r"^rank 3 \(process -1\) was ended by signal 9$"):
+        ranks.wait_ready()
+    assert first.end == second.end == "was killed"
+
+
+def test_of_several_errors_the_first_is_told_whoever_is_heard_of_first(start):
+    ranks, first, second = start(3)
+    first.lines.send(Answer("error", RESET, "RuntimeError", 2.0))
+    second.lines.send(Answer("error", "CUDA out of memory.", "OutOfMemoryError", 1.9))
+    with pytest.raises(DeviceMemoryError, match="rank 2: CUDA out of memory"):
+        ranks.wait_ready()
+
+
+def test_an_error_is_told_where_no_other_rank_has_led_to_it(start, monkeypatch):
+    monkeypatch.setattr(group, "_CAUSE_S", 0.1)
+    ranks, first, _ = start(3)
+    first.lines.send(Answer("error", "no such file", "ArtifactError", 2.0))
+    with pytest.raises(ArtifactError, match="rank 1: no such file"):
+        ranks.wait_ready()
 
 
 def test_a_group_that_finds_no_room_for_what_is_shared_holds_nothing_of_it(start, joined, monkeypatch):

@@ -167,8 +167,8 @@ FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def positive(scales: torch.Tensor) -> torch.Tensor:
-    """The scales, with NaN in the place of those that are not positive."""
-    return torch.where(scales > 0, scales, float("nan"))
+    """The scales, with NaN in the place of those that are not positive, or infinite: some are divided by."""
+    return torch.where((scales > 0) & (scales < float("inf")), scales, float("nan"))
 
 
 def not_negative(scales: torch.Tensor) -> torch.Tensor:

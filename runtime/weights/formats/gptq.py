@@ -77,9 +77,10 @@ class Gptq(Format):
     def rows(self, tensors: Tensors, numbers: Numbers, start: int, stop: int) -> torch.Tensor:
         names = ("bits", "group", "zero_offset", "rows", "columns")
         bits, group, offset, num_rows, columns = (int(numbers[name]) for name in names)
-        groups = tensors.get("order")
-        if groups is None:
-            groups = torch.arange(columns, device=tensors[VALUES].device) // group
+        order = tensors.get("order")
+        groups = torch.arange(columns, device=tensors[VALUES].device) // group
+        if order is not None:
+            groups = torch.where(order == groups, groups, -1) if numbers["in_order"] else order
         values = unpacked(tensors[VALUES][:, start:stop].T.contiguous(), bits, columns)
         zeros = unpacked(tensors["zeros"], bits, num_rows)[:, start:stop].T
         zeros = (zeros + offset) & ((1 << bits) - 1)

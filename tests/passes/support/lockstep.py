@@ -80,7 +80,8 @@ def _compared(
         no_new_size_equalities(gm, known)
         cuts = gm.meta[WEIGHT_CUTS]
         logits = run_lockstep(num_ranks, lambda rank: _run_rank(gm, weights, cuts, rank, most_ids, seed_of(rank)))
-    error = max(float((one - other).abs().max() / other.abs().max()) for one, other in zip(logits, whole, strict=True))
+    errors = [(one - other).abs().max() / other.abs().max() for one, other in zip(logits, whole, strict=True)]
+    error = torch.stack(errors).max().item()  # NaN where any of them is
     names = [str(node.target).partition("mllm.")[2].partition(".")[0] for node in gm.graph.nodes]
     calls = Counter(name for name in names if name in ("all_reduce", "all_gather", "reduce_scatter", "own_rank"))
     return Cut(gm, cuts, error, calls)
