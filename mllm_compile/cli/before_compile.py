@@ -1,4 +1,4 @@
-"""What a command would need and a folder or the installation lacks, told before a model is compiled for minutes."""
+"""Refusals ahead of a compile of minutes: what a command needs and a folder or the installation lacks."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ class Backend(Protocol):
 
 
 def check_installed(names: Sequence[str]) -> list[str]:
-    """Those of the backends whose library is there; imports nothing.
+    """Returns the backends whose library is there; imports nothing.
 
     Raises:
         ConfigError: none is.
