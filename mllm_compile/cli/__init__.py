@@ -121,7 +121,8 @@ def _with_default_command(args: list[str]) -> list[str]:
     if first in _COMMANDS or first in _GROUPS or first in ("--help", "-h", "--version"):
         return args
     known = [*_COMMANDS, *_GROUPS]
-    is_mistyped = not os.path.exists(first) and bool(difflib.get_close_matches(first, known, n=1))
+    has_model_behind = first.isalpha() and len(args) > 1 and not args[1].startswith("-")  # `run MODEL`
+    is_mistyped = not os.path.exists(first) and (has_model_behind or bool(difflib.get_close_matches(first, known, n=1)))
     return args if is_mistyped else ["compile", *args]  # typer names the command that is closest
 
 

@@ -17,6 +17,7 @@ from urllib.parse import urlsplit
 import typer
 
 from mllm_compile.cli.arguments import QuietOption, VerboseOption, reporter_of
+from mllm_compile.cli.before_compile import check_takes_text
 from mllm_compile.config.sources import config_or_runtime
 from mllm_compile.errors import ConfigError, MllmError, RequestError
 
@@ -55,6 +56,7 @@ def chat_command(
         _end(converse(_server(target, api_key), system, settings, is_quiet=quiet))
         return
     config = config_or_runtime(target)  # a mistake is told before anything heavy is imported
+    check_takes_text(config, target, as_chat=True)
     from mllm_compile.engine.engine import Engine
 
     with Engine(config, reporter=reporter) as engine:

@@ -12,14 +12,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from mllm_compile.cli.arguments import ModelArgument, QuietOption, VerboseOption, reporter_of
-from mllm_compile.config.model_folder import CONFIG_FILE
-from mllm_compile.config.schema import EngineConfig
+from mllm_compile.cli.before_compile import check_takes_forms, check_takes_text, no_tokenizer
 from mllm_compile.config.sources import config_or_runtime
 from mllm_compile.errors import RequestError
 from mllm_compile.files.user_path import user_path
 from mllm_compile.process.timeline import Timeline, print_timeline, seconds_since_start
 from mllm_compile.runtime.shown import shown
-from mllm_compile.text.tokenizer import has_tokenizer
 
 if TYPE_CHECKING:
     from mllm_compile.engine.outputs import RequestOutput
@@ -89,8 +87,7 @@ def generate_command(
     if not text and not chat:
         raise RequestError("the prompt is empty; expected at least one character. Give a text with --prompt.")
     pictures = [{"type": "image", "image": _picture(path)} for path in image or ()]
-    if isinstance(engine_config, EngineConfig) and _surely_has_no_tokenizer(engine_config):
-        raise _no_tokenizer(model)
+    check_takes_text(engine_config, model, as_chat=chat or bool(pictures))
 
     with timeline.stage("import"):
         from mllm_compile.engine.engine import Engine
@@ -117,10 +114,12 @@ def generate_command(
     }
     changes: dict[str, Any] = {name: value for name, value in asked.items() if value is not None}
     SamplingParams(**changes)  # a value that cannot be is refused before anything is compiled or loaded
+    if given_form:
+        check_takes_forms(engine_config)
 
     with Engine(engine_config, reporter=timeline) as engine:
         if engine.tokenizer is None:  # a runtime's, or a hub's model
-            raise _no_tokenizer(model)
+            raise no_tokenizer(model)
         params = dataclasses.replace(engine.default_params, **changes)
         if chat or pictures:
             content = [*pictures, {"type": "text", "text": text}] if pictures else text
@@ -154,25 +153,15 @@ def _picture(path: str) -> bytes | str:
     """The bytes of a picture's file, before anything is compiled; an address as it is, which the engine may fetch.
 
     Raises:
-        RequestError: it cannot be read.
+        RequestError: it cannot be read, or Pillow is not installed.
     """
+    from mllm_compile.media.door import check_pillow
     from mllm_compile.media.sources import read_image
+
+    check_pillow()
 
     source = read_image(path, "--image", local_paths=True).frames[0]
     return source.url or source.data
-
-
-def _surely_has_no_tokenizer(config: EngineConfig) -> bool:
-    """True if a local folder has no tokenizer, so that this is known before a compile; downloads nothing."""
-    folder = user_path(config.model.path)
-    return (folder / CONFIG_FILE).is_file() and not has_tokenizer(folder)
-
-
-def _no_tokenizer(model: str) -> RequestError:
-    return RequestError(
-        f"the model of {model} has no tokenizer, so it takes no text. Use `mllm-compile bench`, or Engine.generate "
-        "with token ids."
-    )
 
 
 def _timed(outputs: Iterable[RequestOutput], timeline: Timeline) -> Iterator[RequestOutput]:

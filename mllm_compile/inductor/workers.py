@@ -12,7 +12,6 @@ import json
 import os
 import shutil
 import subprocess
-import sys
 import tempfile
 import threading
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -24,12 +23,12 @@ from mllm_compile.files.cache_folders import make_private
 from mllm_compile.inductor.job import PieceJob
 from mllm_compile.inductor.patches import left_out
 from mllm_compile.inductor.toolchain import check_compiler
-from mllm_compile.process import bytecode
+from mllm_compile.process import bytecode, child_python
 from mllm_compile.process.group import ProcessGroup
 from mllm_compile.runtime.disk_space import full_disk_said
 
 _MAX_WORKERS = 16  # as many as a dense model has pieces and forms of them
-_COMMAND = (sys.executable, "-m", "mllm_compile.inductor.server")
+_COMMAND = child_python.command("mllm_compile.inductor.server")
 _END_S = 5.0  # between a process's last word and its end
 
 
@@ -107,7 +106,7 @@ class _CompilerProcess:
     def __init__(self, device: str, cache: Path, scratch: Path, count: int) -> None:
         waiting = count + 1 if device.startswith("cuda") else 0  # the one is for what prepares the device, below
         self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed by close
-        environment = os.environ | {
+        environment = child_python.environment() | {
             "TORCHINDUCTOR_COMPILE_THREADS": os.environ.get("TORCHINDUCTOR_COMPILE_THREADS", "1"),
             # By default Inductor keeps code that it loads again under a name in /tmp that any user can guess.
             "TORCHINDUCTOR_CACHE_DIR": str(cache),

@@ -119,9 +119,17 @@ class MediaDoor:
 
     def _open(self) -> MediaWorkers:
         self.check()
-        if find_spec("PIL") is None:
-            raise RequestError("images need Pillow, which is not installed. Run: pip install 'mllm-compile[images]'.")
+        check_pillow()
         with self._lock:
             if self._workers is None:
                 self._workers = MediaWorkers(self._files)
             return self._workers
+
+
+def check_pillow() -> None:
+    """
+    Raises:
+        RequestError: Pillow is not installed.
+    """
+    if find_spec("PIL") is None:
+        raise RequestError("images need Pillow, which is not installed. Run: pip install 'mllm-compile[images]'.")

@@ -19,7 +19,7 @@ from collections.abc import Collection
 from pathlib import Path
 
 from mllm_compile.errors import MllmError
-from mllm_compile.process import bytecode
+from mllm_compile.process import bytecode, child_python
 from mllm_compile.process.helper_server import FRAME, REQUEST, START, Answer
 
 _CHUNK = 1 << 20
@@ -170,7 +170,7 @@ class _Process:
             OSError: the system gives no process.
         """
         # The process has the modules of this one, wherever they come from, and of its own nothing to do before.
-        folders = [os.path.abspath(folder) for folder in sys.path] + [str(Path(__file__).parents[2])]
+        folders = [*child_python.module_folders(), str(Path(__file__).parents[2])]
         run = f"import sys; sys.path[:] = sys.argv[1:]; from {module} import main; main()"
         self._socket, theirs = socket.socketpair()
         with theirs, bytecode.kept_bytecode():

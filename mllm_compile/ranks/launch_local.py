@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import logging
-import os
 import socket
 import subprocess
-import sys
 import threading
 from collections import deque
 from collections.abc import Callable
-from pathlib import Path
 from typing import IO, Protocol
 
+from mllm_compile.process import child_python
 from mllm_compile.process.group import ProcessGroup
 
 logger = logging.getLogger("mllm_compile.ranks")
@@ -89,12 +87,12 @@ class LocalRank:
         ours, theirs = socket.socketpair()
         with theirs:
             self._process = ProcessGroup(
-                [sys.executable, "-P", "-m", _MODULE, str(theirs.fileno())],
+                child_python.command(_MODULE, str(theirs.fileno())),
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
-                env=os.environ | {"PYTHONPATH": os.pathsep.join(module_folders())},
+                env=child_python.environment(),
             )
         self.pid, self.socket = self._process.pid, ours
         self._reader = threading.Thread(target=self._read, args=(self._process.stdout,), daemon=True)
@@ -128,8 +126,3 @@ class LocalRank:
             self._process.stdout.close()
         self.socket.close()
         self._is_closed = True
-
-
-def module_folders() -> list[str]:
-    """Where this process finds its modules: a follower's are the same."""
-    return [str(Path(folder).absolute()) for folder in sys.path if folder]

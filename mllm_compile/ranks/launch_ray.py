@@ -18,7 +18,7 @@ from contextlib import suppress
 from typing import Any
 
 from mllm_compile.errors import ConfigError, DeviceError
-from mllm_compile.ranks.launch_local import module_folders
+from mllm_compile.process.child_python import module_folders
 
 _PLACED_S = 60.0
 _STARTED_S = 300.0  # an actor imports torch before it connects

@@ -7,10 +7,9 @@ import contextlib
 import os
 import socket
 import subprocess
-import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
+from mllm_compile.process import child_python
 from mllm_compile.process.group import ProcessGroup
 from mllm_compile.server.wire import messages
 from mllm_compile.server.wire.channel import Channel
@@ -25,7 +24,7 @@ CommandLine = Callable[[str], Sequence[str]]
 
 def command_line(model: str, how: str, log: str) -> CommandLine:
     """The command that serves a model to a channel's descriptor; `how` and `log` as in ServeOptions."""
-    return lambda descriptor: [sys.executable, "-P", "-m", _MODULE, model, descriptor, how, log]
+    return lambda descriptor: child_python.command(_MODULE, model, descriptor, how, log)
 
 
 class EngineLink:
@@ -53,7 +52,10 @@ class EngineLink:
                 descriptor = its_end.fileno()
                 command = command_of(str(descriptor))
                 self._process = ProcessGroup(
-                    command, stdin=subprocess.DEVNULL, env=_environment(), pass_fds=[descriptor]
+                    command,
+                    stdin=subprocess.DEVNULL,
+                    env=child_python.environment(),
+                    pass_fds=[descriptor],
                 )
         except BaseException:
             self._channel.close()
@@ -132,9 +134,3 @@ class EngineLink:
             self.exited.set()
         os.close(self._exit)
         self._channel.close()
-
-
-def _environment() -> dict[str, str]:
-    """The process finds the modules of this one, wherever they come from."""
-    folders = [str(Path(folder).absolute()) for folder in sys.path if folder]
-    return os.environ | {"PYTHONPATH": os.pathsep.join(folders)}

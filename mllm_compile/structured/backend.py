@@ -30,9 +30,18 @@ class Backend(Protocol):
         """MaskMaker.fill."""
 
 
-def is_installed(name: str) -> bool:
-    """True if the backend's library is there; imports nothing."""
-    return find_spec(name) is not None
+def check_installed(names: Sequence[str]) -> list[str]:
+    """Returns the backends whose library is there; imports nothing.
+
+    Raises:
+        ConfigError: none is.
+    """
+    if installed := [name for name in names if find_spec(name) is not None]:
+        return installed
+    raise ConfigError(
+        f"structured_outputs need {' or '.join(names)}, which is not installed. Install the extra: "
+        "pip install 'mllm-compile[structured]'."
+    )
 
 
 def make_backend(name: str, vocabulary: Vocabulary, threads: int) -> Backend:

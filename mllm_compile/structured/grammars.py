@@ -9,10 +9,10 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 
-from mllm_compile.errors import ConfigError, RequestError
+from mllm_compile.errors import RequestError
 from mllm_compile.runtime.sampling.grammar import Grammar
 from mllm_compile.runtime.sampling.structured_params import StructuredOutputsParams
-from mllm_compile.structured.backend import Backend, is_installed, make_backend
+from mllm_compile.structured.backend import Backend, check_installed, make_backend
 from mllm_compile.structured.form import Form, Refused
 from mllm_compile.structured.grammar_process import GrammarProcesses
 from mllm_compile.structured.vocabulary import Vocabulary
@@ -77,12 +77,7 @@ class Grammars:
         return grammar
 
     def _compile(self, form: Form) -> Grammar:
-        names = [name for name in self._names if is_installed(name)]
-        if not names:
-            raise ConfigError(
-                f"structured_outputs need {' or '.join(self._names)}, which is not installed. Install the extra: "
-                "pip install 'mllm-compile[structured]'."
-            )
+        names = check_installed(self._names)
         reasons = []
         for name in names:
             processes, backend = self._parts_of(name)

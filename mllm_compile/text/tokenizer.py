@@ -171,7 +171,7 @@ class Tokenizer:
             RequestError: the model has no chat template, or the template refuses the messages.
         """
         if self._chat_template is None:
-            raise RequestError("the model has no chat template; pass the prompt as text instead of messages.")
+            raise no_chat_template()
         return self._chat_template.render(messages, **options)
 
     def _special_id(self, name: str) -> int | None:
@@ -202,15 +202,10 @@ def load_tokenizer(folder: Path, read: FileReader | None = None) -> Tokenizer | 
     except BaseException as error:  # tokenizers raises bare Exception for a bad file
         raise CheckpointError(f"{path} is no valid tokenizer: {fault_of(error)}. Download it again.") from None
 
-    def read_json(name: str) -> dict[str, Any]:
-        content = read(name)
-        return {} if content is None else json_object(content, folder / name, CheckpointError)
-
-    config = read_json(TOKENIZER_CONFIG_FILE)
-    special_tokens = _special_tokens(read_json(SPECIAL_TOKENS_FILE)) | _special_tokens(config)
-    own_file = _template_text(read(CHAT_TEMPLATE_FILE), folder / CHAT_TEMPLATE_FILE)
-    template = read_json(CHAT_TEMPLATE_JSON_FILE).get("chat_template") or config.get("chat_template")
-    return Tokenizer(backend, special_tokens, own_file or _chat_templates(folder, template))
+    special_tokens = _special_tokens(_read_json(SPECIAL_TOKENS_FILE, folder, read)) | _special_tokens(
+        _read_json(TOKENIZER_CONFIG_FILE, folder, read)
+    )
+    return Tokenizer(backend, special_tokens, _chat_templates(folder, read))
 
 
 def tokenizer_files(model_folder: Path) -> list[Path]:
@@ -222,6 +217,20 @@ def tokenizer_files(model_folder: Path) -> list[Path]:
 def has_tokenizer(model_folder: Path) -> bool:
     """True if a model folder holds a tokenizer, of any format that `export_tokenizer` takes."""
     return any((model_folder / name).exists() for name in (TOKENIZER_FILE, *_OLDER_FILES))
+
+
+def surely_has_no_chat_template(model_folder: Path) -> bool:
+    """True if a model folder has a tokenizer that needs no conversion, and no chat template.
+
+    Raises:
+        CheckpointError: a file that may hold one is damaged.
+    """
+    has_own = (model_folder / TOKENIZER_FILE).exists()
+    return has_own and not _chat_templates(model_folder, folder_reader(model_folder, CheckpointError))
+
+
+def no_chat_template() -> RequestError:
+    return RequestError("the model has no chat template; pass the prompt as text instead of messages.")
 
 
 def export_tokenizer(model_folder: Path, out_dir: Path, *, trust_remote_code: bool = False) -> bool:
@@ -282,8 +291,17 @@ def _template_text(data: bytes | None, path: Path) -> dict[str, str]:
         raise CheckpointError(f"{path} is no UTF-8 text ({error}). Save it as one, or download it again.") from None
 
 
-def _chat_templates(folder: Path, template: Any) -> dict[str, str]:
-    """Templates by name, from `chat_template` in JSON: a text, or a list of named ones."""
+def _read_json(name: str, folder: Path, read: FileReader) -> dict[str, Any]:
+    content = read(name)
+    return {} if content is None else json_object(content, folder / name, CheckpointError)
+
+
+def _chat_templates(folder: Path, read: FileReader) -> dict[str, str]:
+    """Templates by name, from a file of their own or `chat_template` in JSON: a text, or a list of named ones."""
+    if own_file := _template_text(read(CHAT_TEMPLATE_FILE), folder / CHAT_TEMPLATE_FILE):
+        return own_file
+    places = (CHAT_TEMPLATE_JSON_FILE, TOKENIZER_CONFIG_FILE)
+    template = next(filter(None, (_read_json(name, folder, read).get("chat_template") for name in places)), None)
     if isinstance(template, list):
         if not all(isinstance(entry, dict) and _names_a_template(entry) for entry in template):
             raise CheckpointError(

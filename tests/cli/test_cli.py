@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import io
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -126,6 +127,7 @@ def test_torch_is_told_of_cublaslt_before_it_is_imported_so_that_it_does_not_war
         ([str(CONFIGS)], "this is a folder, but no model's (it holds no config.json) and no runtime's"),
         ([TINY, "-v", "-q"], "--verbose says more, --quiet nothing; give one of them"),
         (["genrate", "x"], "No such command 'genrate'. Did you mean 'generate'?"),
+        (["run", "Qwen/Qwen3-0.6B"], "No such command 'run'"),
         (["generate", "x.yaml"], "Missing option '--prompt'"),
         (["generate", "x.yaml", "--prompt", "hi", "--max-tokens", "x"], "Invalid value for '--max-tokens'"),
         (["--wrong"], "No such option: --wrong"),
@@ -424,6 +426,32 @@ def test_a_model_without_a_tokenizer_is_refused_before_it_is_compiled(engine, ca
     assert f"the model of {path} has no tokenizer, so it takes no text. Use `mllm-compile bench`" in (
         capsys.readouterr().err
     )
+    assert engine.starts == 0
+
+
+@pytest.mark.parametrize("command", [["generate", "--chat", "--prompt", "hi"], ["chat"]])
+def test_a_chat_with_a_model_that_has_no_template_is_refused_before_it_is_compiled(engine, tmp_path, capsys, command):
+    shutil.copytree(TINY, tmp_path / "model", ignore=shutil.ignore_patterns("chat_template.jinja"))
+    assert run([command[0], str(tmp_path / "model"), *command[1:]]) == 2
+    assert "the model has no chat template; pass the prompt as text" in capsys.readouterr().err
+    assert engine.starts == 0
+
+
+@pytest.mark.parametrize(
+    ("libraries", "options", "extra"),
+    [
+        (["llguidance", "xgrammar"], ["--json"], "mllm-compile[structured]"),
+        (["PIL"], ["--image", "examples/shapes.png"], "mllm-compile[images]"),
+    ],
+)
+def test_an_extra_that_is_not_installed_is_named_before_anything_is_compiled(
+    engine, config, capsys, monkeypatch, libraries, options, extra
+):
+    for library in libraries:
+        monkeypatch.setitem(sys.modules, library, None)
+    monkeypatch.chdir(CONFIGS.parent)
+    assert run(["generate", config, "--prompt", "hi", *options]) == 2
+    assert f"pip install '{extra}'" in capsys.readouterr().err
     assert engine.starts == 0
 
 

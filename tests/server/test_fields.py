@@ -111,6 +111,24 @@ def test_a_chat_is_refused_by_the_fields_name(server, fields, param, says):
 
 
 @pytest.mark.parametrize(
+    ("path", "fields", "param"),
+    [
+        (CHAT, {"prompt": "hi"}, "messages"),
+        ("/v1/completions", {"messages": HELLO}, "prompt"),
+        ("/v1/messages", {"max_tokens": 4}, "messages"),
+        ("/v1/messages", {"messages": HELLO}, "max_tokens"),
+        ("/v1/responses", {}, "input"),
+        ("/detokenize", {}, "tokens"),
+    ],
+)
+def test_a_field_that_is_missing_is_named(server, path, fields, param):
+    answer = server.post(path, fields)
+    assert answer.status == 400, answer.body
+    error = answer.error
+    assert error["message"].startswith(f"{param}: ") and error.get("param", param) == param, error
+
+
+@pytest.mark.parametrize(
     "fields",
     [
         {"tools": [], "tool_choice": "auto", "parallel_tool_calls": True},

@@ -172,7 +172,8 @@ def test_a_limit_that_was_exceeded_is_not_tried_on_the_second_backend(vocabulary
 
 
 def test_without_a_library_the_extra_is_named(vocabulary, monkeypatch):
-    monkeypatch.setattr(grammars_module, "is_installed", lambda name: False)
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    monkeypatch.setitem(sys.modules, "xgrammar", None)
     with pytest.raises(ConfigError, match=r"need llguidance or xgrammar, which is not installed.*mllm-compile\[struct"):
         Grammars(lambda: vocabulary, BOTH, 1).compile(form(regex="a"))
 

@@ -299,3 +299,10 @@ def test_chats_leave_no_descriptor_and_no_thread_behind(template):
             template.render(chat("repeat"))
         template.render(CHAT)
     assert (len(os.listdir("/proc/self/fd")), threading.active_count()) == before
+
+
+def test_a_file_beside_the_script_with_the_name_of_a_module_of_python_breaks_no_chat(tmp_path, monkeypatch):
+    (tmp_path / "re.py").write_text("raise SystemExit")
+    monkeypatch.syspath_prepend(tmp_path)
+
+    assert ChatTemplate({"default": OBEDIENT}, {}).render(CHAT) == "hi!"

@@ -44,6 +44,7 @@ from mllm_compile.bench.measure.workloads import (
 )
 from mllm_compile.config.names import source_name
 from mllm_compile.files.cache_folders import CACHE_VARIABLE
+from mllm_compile.process import child_python
 from mllm_compile.runtime.json_data import from_json
 
 WORKER = "mllm_compile.bench.measure.worker"
@@ -307,9 +308,9 @@ def _run_processes(
         for job, (job_path, _) in zip(jobs, places, strict=True):
             job_path.write_text(json.dumps(job), encoding="utf-8")
         codes = run_children(
-            [[sys.executable, "-m", module, *map(str, paths)] for paths in places],
+            [child_python.command(module, *map(str, paths)) for paths in places],
             sys.stderr.fileno() if _has_descriptor(sys.stderr) else subprocess.DEVNULL,
-            os.environ | dict(environment or {}),
+            child_python.environment() | dict(environment or {}),
             at_once,
         )
         results = []

@@ -20,6 +20,7 @@ import uvloop
 
 from mllm_compile.bench.errors import BenchmarkError
 from mllm_compile.bench.serving.client import Seen, Server
+from mllm_compile.process import child_python
 from mllm_compile.process.group import ProcessGroup
 
 _HEAD_START_S = 0.5  # all have read the time to begin by then, and have their first connections
@@ -40,11 +41,13 @@ def send_all(
     Raises:
         BenchmarkError: a client has ended early.
     """
-    command = [sys.executable, "-m", __name__]
+    command = child_python.command(__name__)
     with contextlib.ExitStack() as ends:
         processes = []
         for index in range(clients):
-            process = ProcessGroup(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+            process = ProcessGroup(
+                command, env=child_python.environment(), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            )
             ends.callback(_end, process)
             share = arrivals[index::clients]
             bound = len(share) if concurrency is None else (concurrency + clients - 1 - index) // clients

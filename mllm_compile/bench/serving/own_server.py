@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from urllib.error import URLError
 
 from mllm_compile.bench.errors import BenchmarkError
+from mllm_compile.process import child_python
 from mllm_compile.process.group import ProcessGroup
 
 _LOOK_S = 0.1
@@ -40,8 +41,8 @@ def served(model: str, *options: str) -> Iterator[OwnServer]:
     Raises:
         BenchmarkError: it does not start.
     """
-    command = [sys.executable, "-m", "mllm_compile", "serve", model, "--port", "0", "--max-queue", "100000", *options]
-    process = ProcessGroup(command, stderr=subprocess.PIPE, text=True, errors="replace")
+    command = child_python.command("mllm_compile", "serve", model, "--port", "0", "--max-queue", "100000", *options)
+    process = ProcessGroup(command, env=child_python.environment(), stderr=subprocess.PIPE, text=True, errors="replace")
     try:
         url = _url_of(process)
         while not _is_ready(url):

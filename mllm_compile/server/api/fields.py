@@ -213,8 +213,11 @@ def read_object(body: bytes) -> dict[str, Any]:
 
 
 def _wrong_type(error: Exception) -> ApiError:
-    """The error of a field of another type: `Expected `int`, got `str` - at `$.max_tokens``."""
+    """The error of a field of another type: `Expected `int`, got `str` - at `$.max_tokens``; or of one that lacks."""
     what, _, place = str(error).partition(" - at `$.")
+    lacking = what.removeprefix("Object missing required field `").rstrip("`")
+    if lacking != what and not place:
+        return bad_request(f"{lacking}: it is missing", lacking)
     name = place.rstrip("`") or None
     return bad_request(what if name is None else f"{name}: {what[:1].lower()}{what[1:]}", name)
 

@@ -1,0 +1,52 @@
+"""Refusals ahead of a compile of minutes: what a command needs and a folder or the installation lacks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from mllm_compile.config.model_folder import CONFIG_FILE
+from mllm_compile.config.schema import EngineConfig
+from mllm_compile.errors import RequestError
+from mllm_compile.files.user_path import user_path
+from mllm_compile.text.tokenizer import has_tokenizer, no_chat_template, surely_has_no_chat_template
+
+
+def check_takes_text(source: EngineConfig | Path, model: str, *, as_chat: bool) -> None:
+    """Downloads nothing: of a hub's model, and of a runtime, the engine says it.
+
+    Args:
+        model: as the user named it.
+        as_chat: the text goes through the chat template.
+
+    Raises:
+        RequestError: a local folder has no tokenizer, or no chat template.
+    """
+    if isinstance(source, Path):
+        return
+    folder = user_path(source.model.path)
+    if not (folder / CONFIG_FILE).is_file():
+        return
+    if not has_tokenizer(folder):
+        raise no_tokenizer(model)
+    if as_chat and surely_has_no_chat_template(folder):
+        raise no_chat_template()
+
+
+def no_tokenizer(model: str) -> RequestError:
+    return RequestError(
+        f"the model of {model} has no tokenizer, so it takes no text. Use `mllm-compile bench`, or Engine.generate "
+        "with token ids."
+    )
+
+
+def check_takes_forms(source: EngineConfig | Path) -> None:
+    """
+    Raises:
+        ConfigError: no library is installed that a form of the answer takes.
+    """
+    from mllm_compile.config.resolve import STRUCTURE_BACKENDS
+    from mllm_compile.structured.backend import check_installed
+
+    if isinstance(source, EngineConfig):
+        asked = source.structured_outputs.backend
+        check_installed(STRUCTURE_BACKENDS if asked == "auto" else (asked,))

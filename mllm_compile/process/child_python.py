@@ -1,0 +1,27 @@
+"""How a further Python process is started that runs a module of this project, and finds what this process finds.
+
+The current folder's files are none of its modules, nor are those beside a script where Python's own has the name: a
+user's `queue.py`, or one that came with a model, would else run in place of Python's.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+
+def command(module: str, *arguments: str) -> list[str]:
+    """The command that runs a module as a program; it takes `environment()`."""
+    return [sys.executable, "-P", "-m", module, *arguments]
+
+
+def environment() -> dict[str, str]:
+    """This process's, with which the other finds the modules of this one, wherever they come from."""
+    return os.environ | {"PYTHONPATH": os.pathsep.join(module_folders())}
+
+
+def module_folders() -> list[str]:
+    """Where this process finds its modules, those of Python itself first."""
+    standard = os.path.dirname(os.__file__)
+    folders = [os.path.abspath(folder) for folder in sys.path]
+    return sorted(folders, key=lambda folder: folder not in (standard, os.path.join(standard, "lib-dynload")))
