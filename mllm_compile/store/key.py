@@ -201,8 +201,7 @@ def _attention(config: ResolvedConfig) -> str:
     mode = ["deterministic"] if runtime.deterministic else []
     if runtime.attention_backend == "torch":
         kv_cache = [] if runtime.kv_cache_dtype == config.model.dtype else [f"{runtime.kv_cache_dtype} KV cache"]
-        of_kernels = mode if runtime.device.startswith("cuda") else []  # a CPU's pieces are the same
-        return ", ".join(["torch", *kv_cache, *of_kernels])
+        return ", ".join(["torch", *kv_cache, *mode])
     if not config.compile.split_decode:
         mode.append("decodes by FlashInfer")
     elif not config.compile.hopper_decode:

@@ -177,14 +177,14 @@ def test_who_decodes_is_a_part_of_attention_where_there_is_a_choice():
     )
 
 
-def test_whether_steps_are_deterministic_is_a_factor_wherever_kernels_depend_on_it():
-    """On a GPU recurrences are compiled otherwise, also where torch attends; on a CPU no piece is."""
+@pytest.mark.parametrize("device", [H200, CPU])
+def test_whether_steps_are_deterministic_is_a_factor_where_torch_attends_too(device):
+    """On a GPU recurrences are compiled otherwise, and on both prompts over latents are not expanded."""
 
     def attention_of(device, **runtime) -> str:
         return _attention(resolved(device, runtime={"attention_backend": "torch"} | runtime))
 
-    assert attention_of(H200, deterministic=True) == attention_of(H200) + ", deterministic"
-    assert attention_of(CPU, deterministic=True) == attention_of(CPU)
+    assert attention_of(device, deterministic=True) == attention_of(device) + ", deterministic"
 
 
 # Rooms that a compile goes through without leaving a trace in what it makes, and why.
