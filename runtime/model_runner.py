@@ -31,7 +31,7 @@ from mllm_compile.runtime.device.memory import (
     check_weights_fit,
 )
 from mllm_compile.runtime.device.open import open_device, prefer_cublaslt
-from mllm_compile.runtime.errors import DeviceMemoryError, RequestError, UnsupportedModelError
+from mllm_compile.runtime.errors import DeviceMemoryError, RequestError
 from mllm_compile.runtime.forward_batch import ForwardBatch, ForwardMode, LogitsProcessorOutput, TokenInputs
 from mllm_compile.runtime.forward_context import ForwardTimes
 from mllm_compile.runtime.graph_mode import DPMetadata, UBatchSlice
@@ -48,7 +48,7 @@ from mllm_compile.runtime.state.factory import make_backend
 from mllm_compile.runtime.step_fields import StepFields
 from mllm_compile.runtime.trial import count_pages
 from mllm_compile.runtime.ubatch.overlap import BatchOverlap
-from mllm_compile.runtime.ubatch.slices import most_of_a_part, part_of, share_a_request, ubatch_slices
+from mllm_compile.runtime.ubatch.slices import check_divides, most_of_a_part, part_of, share_a_request, ubatch_slices
 
 if TYPE_CHECKING:
     from mllm_compile.runtime.cuda_graph.graph_runner import CapturedDecode, GraphRunner, LaunchedPrompts
@@ -162,12 +162,10 @@ class ModelRunner:
         Raises:
             UnsupportedModelError: the model's steps are not divided.
         """
+        check_divides(self.model.state_layers)  # a model that was compiled for halves has passed
         executor = self.model.executor
-        if self.model.state_layers or not isinstance(executor, ProgramExecutor):
-            raise UnsupportedModelError(
-                "runtime.enable_dbo divides steps, and layers of this model carry a state, of which halves are not "
-                "computed beside each other. Set runtime.enable_dbo: false."
-            )
+        if not isinstance(executor, ProgramExecutor):
+            raise TypeError(f"expected a program, which alone is cut over ranks, got {type(executor).__name__}")
         most_tokens = most_of_a_part(self.config.runtime.max_num_batched_tokens)
         most_bytes = most_tokens * self.model.hidden_size * self.config.dtype.itemsize
         return BatchOverlap(executor, communicator, most_bytes, self.device)

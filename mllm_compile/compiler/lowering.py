@@ -165,13 +165,17 @@ def rewrite(config: ResolvedConfig, built: BuiltModel, trace: Trace, observer: O
 
     Raises:
         CompileError: a pass failed; the message names it and how to do without it.
+        ConfigError, UnsupportedModelError: the model cannot be cut, counted or divided as is asked.
     """
     from mllm_compile.compiler.program_builder import build_program, size_symbols, state_operands
+    from mllm_compile.runtime.ubatch.slices import check_divides
 
     graph, reports, left_out = rewrite_graph(config, built, trace, observer=observer)
     _check_cut(graph, config.runtime)
     program = replace(build_program(graph), rope=built.hf_model.rope)
     _check_counted(graph, program, config.runtime)
+    if config.runtime.enable_dbo:
+        check_divides(program.state_layers)
     program, decode_pieces = add_decode_attention(config, program)
     program, cascade_pieces = add_cascade_attention(config, program)
     program, prefill_pieces = add_prefill_attention(config, program)

@@ -5,6 +5,7 @@ Shape legend: T tokens of the step, R requests.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -13,12 +14,25 @@ import torch
 from mllm_compile.runtime.attention.base import AttentionBackend
 from mllm_compile.runtime.attention.metadata import CommonAttentionMetadata, split_decodes_and_prefills
 from mllm_compile.runtime.device.upload import upload
+from mllm_compile.runtime.errors import UnsupportedModelError
 from mllm_compile.runtime.forward_batch import ForwardBatch, ForwardMode
 from mllm_compile.runtime.graph_mode import UBatchSlice
 
 # A boundary of requests is taken where it is no farther from the middle than this share of the step's tokens: a request
 # in two parts costs what its later one waits for the earlier one's keys.
 _NEAR = 1 / 8
+
+
+def check_divides(state_layers: Sequence[object]) -> None:
+    """
+    Raises:
+        UnsupportedModelError: the model's steps are not divided.
+    """
+    if state_layers:
+        raise UnsupportedModelError(
+            "runtime.enable_dbo divides steps, and layers of this model carry a state, of which halves are not "
+            "computed beside each other. Set runtime.enable_dbo: false."
+        )
 
 
 def ubatch_slices(batch: ForwardBatch, least_tokens: int) -> tuple[UBatchSlice, UBatchSlice] | None:
