@@ -204,10 +204,10 @@ def test_what_transformers_would_keep_states_for_itself_in_is_refused(served):
 
 
 @pytest.mark.slow
-def test_steps_in_halves_are_refused_beside_states(served):
+def test_steps_in_halves_are_refused_beside_states_before_anything_is_compiled(served):
     halves = {"tensor_parallel_size": 2, "enable_dbo": True, "dbo_prefill_token_threshold": 16}
     with pytest.raises(UnsupportedModelError, match=r"runtime\.enable_dbo divides steps, and layers .* carry"):
-        Engine(served.config(**halves))
+        load_or_compile(served.config(**halves))
 
 
 def test_the_program_stores_its_layers_with_a_state(served):
