@@ -185,7 +185,7 @@ def _well_known(by_status: dict[str, list[Outcome]]) -> str:
     return (
         f"Well-known ones that are served: {named('served')}. "
         + (f"In bfloat16 alone: {in_bfloat16}. " if in_bfloat16 else "")
-        + f"Well-known ones that are refused: {named('refused') or 'none of these'}."
+        + f"Well-known ones that are refused: {named('refused') or 'none'}."
     )
 
 
