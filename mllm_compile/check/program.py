@@ -121,6 +121,7 @@ def _check_program(lowered: Lowered, ranks: Sequence[_Bound], device: str, state
     model_type = hf_model.model.config.model_type
     batches = _batches(program, *_requests(hf_model.sizes(program.layers), device, program.rope))
     known: dict[int, torch.Tensor] = {}
+    spreads: dict[int, torch.Tensor] = {}
     for batch_ids, batch_positions in batches:
         wants_rows = len(batch_ids) in (len(REQUEST_LENGTHS), len(batches[-1][0]))  # the rest would take a second more
         with refusing(f"{model_type!r} does not run"):
@@ -141,7 +142,7 @@ def _check_program(lowered: Lowered, ranks: Sequence[_Bound], device: str, state
         is_right, is_elsewhere = error <= limit, may_be_rerouted and error > MOST_REROUTED
         if not is_right and not is_elsewhere and hf_model.model.dtype != torch.float32:
             # A row may be off by as much more as rounding alone moves it.
-            spread = _spread_of_transformers(hf_model, batch_ids, batch_positions, known)
+            spread = _spread_of_transformers(hf_model, batch_ids, batch_positions, known, spreads)
             spread = torch.cat([spread, *(spread[rows] for _ in of_rows)])
             is_right = _counted((errors - spread).clamp(min=0), may_be_rerouted) <= limit
         if not is_right:
@@ -265,12 +266,18 @@ def _logits_of_transformers(
 
 
 def _spread_of_transformers(
-    hf_model: HFModel, ids: _Requests, positions: _Requests, known: dict[int, torch.Tensor]
+    hf_model: HFModel,
+    ids: _Requests,
+    positions: _Requests,
+    known: Mapping[int, torch.Tensor],
+    spreads: dict[int, torch.Tensor],
 ) -> torch.Tensor:
-    """How much rounding moves each row of `_logits_of_transformers`, [S]."""
+    """How much rounding moves each row of `_logits_of_transformers`, [S]; found once, and in `spreads` from then on."""
     count = _num_different(ids)
-    run = functools.partial(_run_transformers, hf_model, ids[:count], positions[:count])
-    return spread_of_rows(hf_model.model, run, known[count], hf_model.model.dtype).repeat(len(ids) // count)
+    if count not in spreads:
+        run = functools.partial(_run_transformers, hf_model, ids[:count], positions[:count])
+        spreads[count] = spread_of_rows(hf_model.model, run, known[count], hf_model.model.dtype)
+    return spreads[count].repeat(len(ids) // count)
 
 
 def _run_transformers(hf_model: HFModel, ids: list[torch.Tensor], positions: list[torch.Tensor]) -> torch.Tensor:

@@ -20,7 +20,7 @@ from mllm_compile.runtime.program.spec import Program
 def add_cascade_attention(config: ResolvedConfig, program: Program) -> tuple[Program, tuple[WrittenPiece, ...]]:
     """Adds these pieces to the program, for the plain ones of the layers whose decodes it serves; returns them too."""
     served = [layer for layer in program.layers if _is_served(layer) and layer.name in program.decode_attention]
-    if program.state_layers or not _are_captured(config):
+    if program.state_layers or not config.runtime.cascade_attention:
         return program, ()  # beside layers with a state none are captured (state/hybrid_backend.py)
     of_layers, written = made_by_kind(
         served,
@@ -29,13 +29,6 @@ def add_cascade_attention(config: ResolvedConfig, program: Program) -> tuple[Pro
     )
     found = {name: piece.name for name, piece in of_layers.items()}
     return replace(program, cascade_attention=found), tuple(written)
-
-
-def _are_captured(config: ResolvedConfig) -> bool:
-    """True if decodes of one prefix are to be captured, over a cache of the model's own type."""
-    runtime = config.runtime
-    is_asked = runtime.cascade_attention and config.compile.split_decode and not runtime.deterministic
-    return is_asked and runtime.kv_cache_dtype == config.model.dtype
 
 
 def _is_served(layer: LayerSpec) -> bool:

@@ -1,7 +1,8 @@
 """How a further Python process is started that runs a module of this project, and finds what this process finds.
 
-The current folder's files are none of its modules, nor are those beside a script where Python's own has the name: a
-user's `queue.py`, or one that came with a model, would else run in place of Python's.
+Python's own modules are found first: a user's `queue.py` beside a script or in the current folder, which may have come
+with a model, would else run in place of Python's. The current folder is looked into only where this process does so,
+as Python's prompt and `python -m` do.
 """
 
 from __future__ import annotations

@@ -169,9 +169,9 @@ class _Follower:
 
         Args:
             address: the Unix socket of rank 0.
-            folders: where it finds its modules.
+            folders: where rank 0 finds its modules, and so the actor, ahead of where Ray would.
         """
-        sys.path[:0] = [folder for folder in folders if folder not in sys.path]
+        sys.path[:] = [*folders, *(folder for folder in sys.path if folder not in folders)]
         from mllm_compile.ranks.follower import serve
 
         connection = socket.socket(socket.AF_UNIX)

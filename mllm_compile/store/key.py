@@ -209,7 +209,7 @@ def _attention(config: ResolvedConfig) -> str:
     else:  # who decodes few requests, and very many, depends on them
         mode += ["long requests"] if runtime.max_model_len > LONG_TOKENS else []
         mode += ["many requests"] if runtime.max_running_requests > MOST_REQUESTS else []
-    mode += ["cascades"] if runtime.cascade_attention and config.compile.split_decode else []
+    mode += ["cascades"] if runtime.cascade_attention else []
     kv_cache = [f"{runtime.kv_cache_dtype} KV cache", f"pages of {runtime.page_size}"]
     return ", ".join([runtime.attention_backend, *kv_cache, *mode])
 

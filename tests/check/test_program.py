@@ -131,11 +131,21 @@ def test_a_model_of_16_bits_is_held_to_their_rounding_where_its_logits_are_float
 @pytest.mark.parametrize(("spread", "is_right"), [(0.12, True), (0.1, False)])
 def test_a_row_that_rounding_moves_far_may_be_as_far_off(spread, is_right, monkeypatch, tmp_path):
     monkeypatch.setattr(self_check, "relative_errors", lambda ours, theirs: torch.full((len(ours),), 0.19))
-    monkeypatch.setattr(
-        self_check, "spread_of_rows", lambda model, run, logits, dtype: torch.full((len(logits),), spread)
-    )
+    batches, found = self_check._batches, []
+
+    def spread_of_rows(model, run, logits, dtype):
+        found.append(len(logits))
+        return torch.full((len(logits),), spread)
+
+    def and_a_larger_one(*of_model):
+        small = batches(*of_model)
+        return [*small, tuple(2 * of_requests for of_requests in small[-1])]
+
+    monkeypatch.setattr(self_check, "spread_of_rows", spread_of_rows)
+    monkeypatch.setattr(self_check, "_batches", and_a_larger_one)
     with nullcontext() if is_right else pytest.raises(UnsupportedModelError, match=r"off by 0\.19 .*limit 0\.08"):
         compile_tiny(tmp_path, "bfloat16")
+    assert found == [sum(self_check.REQUEST_LENGTHS)], "it is the same with any number of the same requests"
     with pytest.raises(UnsupportedModelError, match=r"off by 0\.19 .*limit 0\.001"):
         compile_tiny(tmp_path / "exact", "float32")
 

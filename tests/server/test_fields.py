@@ -10,8 +10,11 @@ from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 
+from mllm_compile.server.api.errors import ApiError
+from mllm_compile.server.api.fields import read_fields
 from mllm_compile.server.api.interfaces import CompletionRequest
 from mllm_compile.server.endpoints import ENDPOINTS
 from mllm_compile.server.front import Front
@@ -126,6 +129,15 @@ def test_a_field_that_is_missing_is_named(server, path, fields, param):
     assert answer.status == 400, answer.body
     error = answer.error
     assert error["message"].startswith(f"{param}: ") and error.get("param", param) == param, error
+
+
+def test_a_key_of_a_wrong_type_is_no_field_that_is_missing():
+    class Fields(msgspec.Struct):
+        weights: dict[int, float]
+
+    with pytest.raises(ApiError) as refused:
+        read_fields(Fields, b'{"weights": {"a": 1}}')
+    assert refused.value.message == "Expected `int`, got `str` - at `key` in `$.weights`"
 
 
 @pytest.mark.parametrize(

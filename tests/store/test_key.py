@@ -216,6 +216,7 @@ NOT_SHAPING = {
     "runtime/schedule": "which requests are in a step",
     "runtime/shown": "messages",
     "runtime/step": "what runs pieces",
+    "runtime/ubatch": "what runs pieces",
     "runtime/unknown_names": "messages",
 }
 PACKAGE = Path(mllm_compile.__file__).parent

@@ -171,6 +171,7 @@ class ChatFields(GenerateFields, kw_only=True):
 
 
 F = TypeVar("F", bound=msgspec.Struct)
+_LACKING = "Object missing required field `"  # as msgspec says it
 
 
 def read_fields(kind: type[F], body: bytes, refused: Refused | None = None) -> tuple[F, list[str]]:
@@ -215,8 +216,8 @@ def read_object(body: bytes) -> dict[str, Any]:
 def _wrong_type(error: Exception) -> ApiError:
     """The error of a field of another type: `Expected `int`, got `str` - at `$.max_tokens``; or of one that lacks."""
     what, _, place = str(error).partition(" - at `$.")
-    lacking = what.removeprefix("Object missing required field `").rstrip("`")
-    if lacking != what and not place:
+    if what.startswith(_LACKING) and not place:
+        lacking = what.removeprefix(_LACKING).rstrip("`")
         return bad_request(f"{lacking}: it is missing", lacking)
     name = place.rstrip("`") or None
     return bad_request(what if name is None else f"{name}: {what[:1].lower()}{what[1:]}", name)

@@ -102,7 +102,11 @@ class LinearTiling(CudaKernel):
 
 
 def early_stages(stage_bytes: int, resident: int) -> int:
-    """Stages that a block has on their way until x is there, of so many bytes and so many blocks a multiprocessor."""
+    """Stages that a block has on their way until x is there, of so many blocks a multiprocessor.
+
+    Args:
+        stage_bytes: room of a stage; where that holds inputs of x too, which come later, less of the weight is early.
+    """
     return math.ceil(_EARLY_BYTES / resident / stage_bytes)
 
 
