@@ -159,7 +159,6 @@ def _picture(path: str) -> bytes | str:
     from mllm_compile.media.sources import read_image
 
     check_pillow()
-
     source = read_image(path, "--image", local_paths=True).frames[0]
     return source.url or source.data
 

@@ -6,12 +6,13 @@
 // ask for their own weight meanwhile. Let in at a block's last request, a layer's linears took 79 µs in place of 68.
 //
 // Boxes of 16 rows by PIECE inputs come by TMA into a ring of STAGES, EARLY_STAGES at a time until x is there (linear.py): a
-// layer's linears in fp8 took 54 µs at 8 tokens with all of the ring asked for at once, and take 50. x stays in registers, in the order in which a lane
-// finds 16 bytes of the weight; the warps divide a piece's inputs, and each multiplies its own with every row that the
-// block takes. Where x has more inputs than registers hold, PASSES go over all rows, or the SPLIT blocks of a cluster divide
-// them. Of up to 8 tokens a pass loads the inputs of the next one, which would wait for them while the ring is full. Sums of
-// the warps are added up by one of them, in turns, and finished at the end; meanwhile the others go on, two groups of rows
-// ahead at most. Asking for a stage takes half as many instructions as multiplying one, so that goes in turns too.
+// layer's linears in fp8 took 54 µs at 8 tokens with all of the ring asked for at once, and take 50. x stays in registers, in
+// the order in which a lane finds 16 bytes of the weight; the warps divide a piece's inputs, and each multiplies its own with
+// every row that the block takes. Where x has more inputs than registers hold, PASSES go over all rows, or the SPLIT blocks of
+// a cluster divide them. Of up to 8 tokens a pass loads the inputs of the next one, which would wait for them while the ring
+// is full. Sums of the warps are added up by one of them, in turns, and finished at the end; meanwhile the others go on, two
+// groups of rows ahead at most. Asking for a stage takes half as many instructions as multiplying one, so that goes in turns
+// too.
 //
 // Defined by few.py: TOKENS (8 or 16), N outputs (of a gated one: gate and up rows), K, BITS (of a value: 8 or 4), SPLIT, PASSES, CLUSTERS,
 // WARPS, RESIDENT (blocks of a multiprocessor, of registers), PIECE (inputs of a row in a stage), STAGES, EARLY_STAGES, SHARED_BYTES, GROUP
