@@ -22,7 +22,7 @@ from mllm_compile.runtime.ops.states.gated_norm import norm_outputs
 from mllm_compile.runtime.ops.states.head_gates import solve_head_gates
 from mllm_compile.runtime.ops.states.requests import NORM_EPS, sigmoid, softplus
 
-_STEP_VALUES = 32  # of a block: 16 KB of a state with keys of 128 in float32
+_STEP_VALUES = 16  # of a block: 8 KB of a state with keys of 128 in float32
 _STEP_WARPS = 4
 # Products of 16 bits take keys as they came, and round a state to 16 bits for them; float32 would take several each.
 _CHUNKED_DTYPES = (torch.bfloat16, torch.float16)

@@ -16,8 +16,8 @@ from torch.library import triton_op, wrap_triton
 from mllm_compile.runtime.ops.dependent_launch import start_dependents, starts_early, wait_for_prerequisites
 from mllm_compile.runtime.ops.states.requests import silu, softplus
 
-_NUMBERS = 2048  # of a block's state: 16 a thread
-_WARPS = 4
+_NUMBERS = 1024  # of a block's state: 16 a thread
+_WARPS = 2
 
 
 @triton.jit
