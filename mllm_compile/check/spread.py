@@ -29,13 +29,13 @@ def spread_of_rows(
         logits: what it gives without that.
         dtype: the model's, to which it rounds.
     """
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator(logits.device).manual_seed(0)  # a CPU's would take long of a large model
     step = torch.finfo(dtype).eps  # at most
 
     def move(_module: torch.nn.Module, _given: Any, out: Any) -> Any:
         if not isinstance(out, torch.Tensor) or not out.is_floating_point():
             return out
-        moved = (2 * torch.rand(out.shape, generator=generator) - 1).to(out.device) * step
+        moved = (2 * torch.rand(out.shape, generator=generator, device=out.device) - 1) * step
         return (out.float() * (1 + moved)).to(out.dtype)
 
     leaves = [module for module in model.modules() if not any(True for _ in module.children())]
