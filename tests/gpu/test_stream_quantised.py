@@ -32,7 +32,7 @@ pytestmark = [
 # hidden, all heads, feed-forward: of Qwen3-8B, 4B and 0.6B; odd numbers of panels and of pieces.
 LARGE, MIDDLE, SMALL = (4096, 4096, 12288), (2560, 4096, 9728), (1024, 2048, 3072)
 SHAPES = [LARGE, MIDDLE, SMALL, (896, 896, 4864), (512, 1280, 1792)]
-NUM_TOKENS = (1, 2, 7, 8, 9, 15, 16, 17, 31, 32, 33, 47, 63, 64, 65, 100, 128)
+NUM_TOKENS = (1, 2, 7, 8, 9, 15, 16, 17, 31, 32, 33, 47, 63, 64, 65, 100, 128, 129, 200, 256)
 SCHEMES = {
     "fp8 rows": WeightScheme("fp8", 0),  # the group is a row's
     "fp8 groups": WeightScheme("fp8", 128),
@@ -144,7 +144,7 @@ def test_a_layers_linears_are_as_near_to_float32_as_torchs(tmp_path, shape, name
 def test_a_graph_replays_them_on_other_inputs(tmp_path, scheme):
     layer = Layer(MIDDLE, scheme)
     load(layer.kinds, tmp_path)
-    for num_tokens in (5, 12, 40):
+    for num_tokens in (5, 12, 40, 150):
         x, residual = layer.inputs(num_tokens)
         layer.ours(x, residual)
         graph = torch.cuda.CUDAGraph()

@@ -31,7 +31,7 @@ from mllm_compile.runtime.ops.stream_linear.lanes import TILE_ROWS
 from mllm_compile.runtime.ops.stream_linear.linear import MAX_STREAMED_TOKENS, TOKEN_BUCKETS, LinearKind
 from mllm_compile.runtime.ops.stream_linear.shapes import MAX_HEAD_TOKENS, MAX_LARGE_TOKENS
 from mllm_compile.runtime.ops.stream_quantised.linear import QuantisedKind
-from mllm_compile.runtime.ops.stream_quantised.shapes import BUCKETS, MAX_TOKENS
+from mllm_compile.runtime.ops.stream_quantised.shapes import BUCKETS, most_tokens
 from mllm_compile.runtime.program.spec import Program, SmallForm
 from mllm_compile.runtime.quantised.numbers import quantised as quantised_weight
 from mllm_compile.runtime.quantised.scheme import WeightScheme
@@ -243,7 +243,7 @@ SCHEMES = {
 
 
 def most_tokens_of(scheme: WeightScheme) -> int:
-    return MAX_TOKENS if scheme.group else 64
+    return most_tokens(QuantisedKind(64, 1024, values=scheme.name, group=scheme.group))
 
 
 by_scheme = pytest.mark.parametrize("scheme", SCHEMES.values(), ids=SCHEMES)

@@ -44,7 +44,7 @@ class StreamedFamily(KernelFamily):
             self.choose(kind, tokens)
             for kind, most in most_tokens.items()
             for tokens in TOKEN_BUCKETS
-            if tokens <= most
+            if tokens <= min(most, self._ops().launch_tokens)
         )
 
     def load(self, kernels: Sequence[CudaKernel], binaries: Mapping[str, bytes], device: torch.device) -> None:

@@ -21,7 +21,7 @@ from mllm_compile.runtime.cuda import tensor_maps
 from mllm_compile.runtime.cuda.driver import Argument, address_of
 from mllm_compile.runtime.cuda.loaded import LoadedKernel
 from mllm_compile.runtime.cuda.tensor_maps import aligned
-from mllm_compile.runtime.ops.stream_linear.linear import LinearKind, LinearTiling, bucket_of
+from mllm_compile.runtime.ops.stream_linear.linear import MAX_STREAMED_TOKENS, LinearKind, LinearTiling, bucket_of
 
 _LIBRARY = torch.library.Library("mllm", "FRAGMENT")
 Weight = tuple[torch.Tensor | None, ...]
@@ -79,6 +79,7 @@ class StreamedOps:
         weight: the weight's tensors, as schemas have them.
         kind_of: the kind of a linear by its weight's tensors, with nothing around it.
         num_norm_blocks: B of what a weight [rows, columns] leaves.
+        launch_tokens: tokens of a launch, at most; a larger step is several.
     """
 
     def __init__(
@@ -87,7 +88,9 @@ class StreamedOps:
         weight: str,
         kind_of: Callable[..., LinearKind],
         num_norm_blocks: Callable[[int, int], int],
+        launch_tokens: int = MAX_STREAMED_TOKENS,
     ) -> None:
+        self.launch_tokens = launch_tokens
         self._kind_of = kind_of
         self._num_norm_blocks = num_norm_blocks
         self._num_tensors = weight.count("Tensor")
@@ -165,7 +168,14 @@ class StreamedOps:
         operands: tuple[torch.Tensor | None, ...],
         eps: float = 0.0,
     ) -> None:
-        num_tokens = math.prod(x.shape[:-1])
+        num_tokens, most = math.prod(x.shape[:-1]), self.launch_tokens
+        if num_tokens > most:
+            squares, residual, of_outputs, *outputs = operands
+            for first in range(0, num_tokens, most):
+                rows = slice(first, min(first + most, num_tokens))
+                before, after = _rows_of((squares, residual), rows), _rows_of(outputs, rows)
+                self._launch(x.flatten(0, -2)[rows], weight, kind, (*before, of_outputs, *after), eps)
+            return
         loaded = self._loaded.get((x.get_device(), kind, bucket_of(num_tokens)))
         if loaded is None:
             raise RuntimeError(f"no kernel is loaded for the linear {kind.name} on {x.device}: call load_kernels")
@@ -216,6 +226,11 @@ class StreamedOps:
 def _last_operands(bias: Any = None, squared_relu: bool = False) -> tuple[Any, bool]:
     """The operands of `<prefix>` that a call may leave out."""
     return bias, squared_relu
+
+
+def _rows_of(tensors: Iterable[torch.Tensor | None], rows: slice) -> list[torch.Tensor | None]:
+    """The parts of tensors […, n] that are of those tokens."""
+    return [None if tensor is None else tensor.flatten(0, -2)[rows] for tensor in tensors]
 
 
 def _new_output(x: torch.Tensor, weight: Weight, gated: bool) -> torch.Tensor:

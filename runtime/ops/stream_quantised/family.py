@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
+from mllm_compile.runtime.cuda.kernel import CudaKernel
 from mllm_compile.runtime.ops.stream_linear.family import StreamedFamily
 from mllm_compile.runtime.ops.stream_quantised.linear import QuantisedKind, QuantisedTiling
-from mllm_compile.runtime.ops.stream_quantised.shapes import choose_tiling, tiling_from_json
+from mllm_compile.runtime.ops.stream_quantised.shapes import MAX_TOKENS, choose_tiling, most_tokens, tiling_from_json
 
 
 class Family(StreamedFamily):
@@ -18,6 +19,10 @@ class Family(StreamedFamily):
 
     def choose(self, kind: QuantisedKind, tokens: int) -> QuantisedTiling:
         return choose_tiling(kind, tokens)
+
+    def step_sizes(self, kernels: Sequence[CudaKernel]) -> Sequence[int]:
+        largest = [one for one in kernels if isinstance(one, QuantisedTiling) and one.tokens == MAX_TOKENS]
+        return sorted({*super().step_sizes(kernels), *(most_tokens(one.kind) for one in largest)})
 
     def from_json(self, data: Mapping[str, Any]) -> QuantisedTiling:
         return tiling_from_json(data)

@@ -8,10 +8,12 @@ from __future__ import annotations
 from mllm_compile.runtime.ops.stream_linear.linear import NORM_ROWS
 from mllm_compile.runtime.ops.stream_linear.streamed_ops import StreamedOps
 from mllm_compile.runtime.ops.stream_quantised.linear import kind_of_weight
+from mllm_compile.runtime.ops.stream_quantised.shapes import MAX_TOKENS
 
 STREAMED = StreamedOps(
     "stream_quantised_linear",
     "Tensor values, Tensor scales, Tensor? zeros",
     kind_of_weight,
     lambda rows, columns: rows // NORM_ROWS,
+    launch_tokens=MAX_TOKENS,
 )

@@ -14,11 +14,13 @@ from mllm_compile.runtime.ops.stream_quantised.few import FewTiling
 from mllm_compile.runtime.ops.stream_quantised.linear import GROUP, QuantisedKind, QuantisedTiling
 from mllm_compile.runtime.ops.stream_quantised.tiles import TileTiling
 
-MAX_TOKENS = by_tiles.MAX_TOKENS
+MAX_TOKENS = by_tiles.MAX_TOKENS  # of a launch
 BUCKETS = tuple(tokens for tokens in TOKEN_BUCKETS if tokens <= MAX_TOKENS)
 
-# With more an fp8 weight with a scale a row is multiplied by fp8 inputs (passes/quantise_activations.py).
-_MAX_TOKENS_OF_ROWS = 64
+# With more, and mostly with fewer, an fp8 weight with a scale a row is multiplied by fp8 inputs
+# (passes/quantise_activations.py).
+MAX_TOKENS_OF_ROWS = 64
+_LAUNCHES = 2  # of four bits' kernels, at most
 _ROWS_UNIT = 64  # what weights are multiples of
 _MOST_COLUMNS = 32768  # scales of a tile's rows lie in shared memory
 # Scales and zero points of a row are copied four bytes at a time.
@@ -41,8 +43,13 @@ def _is_few(kind: QuantisedKind, tokens: int) -> bool:
 
 
 def most_tokens(kind: QuantisedKind) -> int:
-    """The most tokens that a kernel reads the weight as it is for."""
-    return MAX_TOKENS if kind.group else _MAX_TOKENS_OF_ROWS
+    """The most tokens that kernels read the weight as it is for.
+
+    Four bits are read twice with more than a launch takes: otherwise they would be dequantised in each step.
+    """
+    if kind.values != "fp8":
+        return _LAUNCHES * MAX_TOKENS
+    return MAX_TOKENS if kind.group else MAX_TOKENS_OF_ROWS
 
 
 def _has_known_scales(kind: QuantisedKind) -> bool:

@@ -19,7 +19,8 @@ from mllm_compile.errors import ArtifactError
 from mllm_compile.runtime.cuda import tensor_maps
 from mllm_compile.runtime.cuda.kernel import MULTIPROCESSORS
 from mllm_compile.runtime.cuda.source import kernel_source
-from mllm_compile.runtime.ops.stream_linear.linear import bucket_of
+from mllm_compile.runtime.ops import family
+from mllm_compile.runtime.ops.stream_linear.linear import TOKEN_BUCKETS, bucket_of
 from mllm_compile.runtime.ops.stream_linear.streamed_ops import LoadedLinear
 from mllm_compile.runtime.ops.stream_quantised import few, tiles
 from mllm_compile.runtime.ops.stream_quantised.linear import GROUP, QuantisedKind, kind_of_weight
@@ -242,3 +243,69 @@ def test_a_launch_reads_the_boxes_of_its_tiling(driver, monkeypatch, kind, num_t
     assert [tuple(of) for _, *of in asked] == boxes
     assert asked[0][0].shape == (kind.rows, kind.columns // 2)
     assert launches[0][:2] == (tiling.num_blocks, tiling.num_threads)
+
+
+class StandIn:
+    """In place of a kernel: leaves what depends on all that a token has, and notes how many tokens it was given."""
+
+    def __init__(self, counts: list[int]) -> None:
+        self._counts = counts
+
+    def __call__(self, x, weight, operands, eps, num_tokens) -> None:
+        self._counts.append(num_tokens)
+        squares, residual, of_outputs, out, scaled, out_squares = (
+            one if one is None or one.dim() == 1 else one.view(num_tokens, -1) for one in operands
+        )
+        sums = x.view(num_tokens, -1).sum(-1, keepdim=True) + eps + of_outputs
+        out.copy_(
+            sums + (0 if squares is None else squares.sum(-1, keepdim=True)) + (0 if residual is None else residual)
+        )
+        if scaled is not None:
+            scaled.copy_(2 * out)
+            out_squares.copy_(3 * out[:, : out_squares.shape[1]])
+
+
+@pytest.mark.parametrize("num_tokens", [128, 129, 200, 256])
+@pytest.mark.parametrize("leaves_norm", [False, True])
+def test_a_step_of_more_tokens_than_a_launch_takes_is_two(monkeypatch, num_tokens, leaves_norm):
+    generator = torch.Generator().manual_seed(num_tokens)
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randint(-8, 8, shape, generator=generator).bfloat16()  # whose sums are exact
+
+    weight = torch.zeros(64, 128, dtype=torch.uint8), torch.zeros(64, 2, dtype=torch.bfloat16), None
+    x, of_outputs = random(1, num_tokens, 256) // 8, random(64)
+    if leaves_norm:
+        kind, run, operands = (
+            STREAMED.residual_kind(weight, True),
+            STREAMED._residual_norm,
+            (random(1, num_tokens, 64), of_outputs),
+        )
+    else:
+        squares = random(1, num_tokens, 4).float()
+        kind, run, operands = (
+            STREAMED.plain_kind(weight, squares, False, True, False),
+            STREAMED._plain,
+            (squares, 1.0, False, of_outputs),
+        )
+    counts: list[int] = []
+    monkeypatch.setattr(STREAMED, "_loaded", {(-1, kind, bucket): StandIn(counts) for bucket in TOKEN_BUCKETS})
+    parts = run(x, *weight, *operands)
+    assert counts == ([128, num_tokens - 128] if num_tokens > 128 else [num_tokens])
+    monkeypatch.setattr(STREAMED, "launch_tokens", 256)
+    whole = run(x, *weight, *operands)
+    assert counts[-1] == num_tokens
+    for one, other in zip(parts, whole, strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_kernels_are_of_a_launch_and_the_check_runs_a_step_of_several(form):
+    kind = QuantisedKind(1024, 1024, **form)
+    most = most_tokens(kind)
+    assert most == (64 if form is FP8 else 128 if form is FP8_GROUPS else 256)
+    assert is_streamed(kind, most)
+    assert not is_streamed(kind, most + 1)
+    kernels = [choose_tiling(kind, tokens) for tokens in BUCKETS if tokens <= most]
+    assert family("stream_quantised").step_sizes(kernels) == sorted({*(one.tokens for one in kernels), most})
+    assert family("stream_quantised").step_sizes(kernels[:2]) == [8, 16]
