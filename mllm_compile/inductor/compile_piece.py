@@ -21,7 +21,7 @@ from mllm_compile.inductor.patches.precompiled_header import is_shared, pays, sh
 from mllm_compile.inductor.patches.quick_start import skip_attention_patterns, skip_vector_instructions
 from mllm_compile.inductor.patches.shared_host_code import share_interface
 from mllm_compile.inductor.patches.unload_packages import mark_nothing_unique
-from mllm_compile.inductor.patches.whole_rows import keep_rows_of_layer_norms
+from mllm_compile.inductor.patches.whole_rows import keep_whole_rows
 from mllm_compile.inductor.toolchain import WRAPPER_OPTIONS, system_compiler
 from mllm_compile.runtime import ops
 from mllm_compile.runtime.program.pieces import piece_class
@@ -108,7 +108,7 @@ def prepare_compiler(device: str, scratch: Path) -> None:
         if "quick_start" not in without:
             skip_vector_instructions()
         if "whole_rows" not in without:
-            keep_rows_of_layer_norms()
+            keep_whole_rows()
         return
     with contextlib.suppress(Exception), system_compiler():
         cpu_vec_isa.pick_vec_isa()

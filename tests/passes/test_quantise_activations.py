@@ -99,6 +99,21 @@ def test_forms_for_few_tokens_multiply_as_before():
 
 
 @pytest.mark.parametrize(
+    ("scheme", "size", "expected"),
+    [(ROWS, 64, {32}), (GROUPS, 64, {64}), (ROWS, 128, {128}), (WeightScheme("int4", 128, torch.bfloat16), 64, {64})],
+)
+def test_a_form_is_shorter_where_kernels_of_our_own_multiply_in_fp8(scheme, size, expected):
+    gm = pieces_of(scheme)
+    quantised = [name for name in called_pieces(gm) if calls(gm, name, "quantised_linear")]
+    assert quantised
+    add_forms(gm, size, "_form", copy_of)
+    QuantiseActivations()(gm)
+    for name, forms in gm.meta[SMALL_FORMS].items():
+        assert set(forms) == (expected if name in quantised else {size})
+        assert calls(gm, forms[max(forms)], "quantised_linear") == (name in quantised)
+
+
+@pytest.mark.parametrize(
     ("scheme", "dtype"),
     [
         (WeightScheme("fp8", 64), torch.bfloat16),

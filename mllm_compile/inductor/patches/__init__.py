@@ -90,7 +90,7 @@ PATCHES = (
         ("torch._inductor.choices.InductorChoices.should_use_persistent_reduction",),
         "2.11",
         "half of the time of a layer norm of 1152 features, as towers of images have two a layer",
-        "such a norm goes through its rows twice",
+        "such a norm goes through its rows twice, and what makes inputs of fp8 three times",
     ),
 )
 

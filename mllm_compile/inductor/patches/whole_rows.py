@@ -1,17 +1,18 @@
-"""Layer norms whose rows are kept in registers, of up to twice as many features as Inductor keeps of any reduction."""
+"""Rows that stay in registers where Inductor would read them several times: wider ones than it keeps of any kernel."""
 
 from __future__ import annotations
 
 from typing import Any
 
-_MOST_FEATURES = 2048
+_MOST_FEATURES, _MOST_SCALED = 2048, 8192  # of a layer norm; of a row that gets a scale
 
 
-def keep_rows_of_layer_norms() -> None:
-    """Lets Triton's kernel of a layer norm read its row once and take mean and variance of what it has.
+def keep_whole_rows() -> None:
+    """Lets Triton's kernel of a layer norm, or of a scale for a row, read its row once.
 
-    Above 1024 features Inductor goes through a row twice and, as it does not know the mean ahead, takes both by
-    Welford's sums, whose divisions take longer than the memory.
+    Above 1024 features Inductor goes through a row once for what it has to know of all of it, and again for each thing
+    that follows: for a norm and the scale of what it gives, three times. As it does not know a layer norm's mean ahead,
+    it takes mean and variance by Welford's sums, whose divisions take longer than the memory.
     """
     from torch._inductor.choices import InductorChoices
 
@@ -20,22 +21,22 @@ def keep_rows_of_layer_norms() -> None:
         return
 
     def should_use(features: Any, cooperative_reduction: bool) -> bool:
-        return plain(features, cooperative_reduction) or (not cooperative_reduction and _is_short_norm(features))
+        return plain(features, cooperative_reduction) or (not cooperative_reduction and _is_short(features))
 
     should_use.keeps_rows = True  # type: ignore[attr-defined]
     InductorChoices.should_use_persistent_reduction = staticmethod(should_use)  # type: ignore[assignment,method-assign]
 
 
-def _is_short_norm(features: Any) -> bool:
-    """True for mean and variance of rows of few features, one after another in memory."""
+def _is_short(features: Any) -> bool:
+    """True for mean and variance of rows of few features, one after another in memory, and for the largest of a row."""
     from torch._inductor import config
     from torch._inductor.ir import ReductionHint
     from torch._inductor.virtualized import V
 
     kinds = {str(node.node.get_reduction_type()) for node in features.reduction_nodes()}
+    most = _MOST_FEATURES if "welford_reduce" in kinds else _MOST_SCALED if "max" in kinds else 0
     return (
         config.triton.persistent_reductions
-        and "welford_reduce" in kinds
         and features.get_reduction_hint() is ReductionHint.INNER
-        and V.graph.sizevars.statically_known_leq(features.reduction_numel, _MOST_FEATURES)
+        and V.graph.sizevars.statically_known_leq(features.reduction_numel, most)
     )

@@ -12,10 +12,10 @@ from typing import Any, ClassVar
 
 from mllm_compile.runtime.cuda.wgmma import multiply_add_all
 from mllm_compile.runtime.json_data import from_json
-from mllm_compile.runtime.ops.stream_linear.linear import LinearKind
+from mllm_compile.runtime.ops.stream_linear.linear import LinearKind, early_stages
 from mllm_compile.runtime.ops.stream_linear.wide import WideTiling
 
-BUCKETS = (96, 128, 160, 192, 224, 256)  # a kernel each; a step takes the first that holds its tokens
+BUCKETS = (64, 96, 128, 160, 192, 224, 256)  # a kernel each; a step takes the first that holds its tokens
 MAX_TOKENS = BUCKETS[-1]
 # Tokens that are divided among tiles are eight of each at least: of fewer a tile would begin ahead of the first token.
 FEWEST_TOKENS = 8
@@ -46,6 +46,11 @@ class ScaledTiling(WideTiling):
     switch: ClassVar[str] = "compile.disable_passes: [quantise_activations]"
 
     kind: ScaledKind
+
+    @property
+    def early_weight_stages(self) -> int:
+        # What makes x, between two linears, reads what the one ahead has left: it would wait behind a whole ring.
+        return min(super().early_weight_stages, early_stages(self.weight_stage_bytes, resident=1))
 
     def preamble(self) -> str:
         return multiply_add_all(self.tile_tokens // self.parts, in_fp8=True)

@@ -6,13 +6,14 @@
 // with tokens as rows it is up to 63. The SPLIT blocks of a cluster divide the inputs of a tile, send each other sums, and each
 // finishes every SPLIT-th unit of tokens, so that a tile is twice as large as one wave of undivided ones has.
 //
-// As tiles.cu does, a block asks for what its shared memory holds of the weight before the kernel that makes x has ended.
+// As tiles.cu does, a block asks for what its shared memory holds of the weight before the kernel that makes x has ended, in
+// fp8 for no more than EARLY_STAGES (linear.py).
 // Weight and x have a ring each, as x, which the L2 holds, is sooner there; one warp asks, three compute the norm's factors,
 // each of the other GROUPS of four warps multiplies 64 rows. Undivided tiles a block takes in turns.
 //
 // Defined by wide.py: N outputs (of a gated one: gate and up rows), K, GROUPS, TOKEN_TILES, TOKENS of a tile (a multiple of
 // 8) in PARTS that are multiplied one after another, SPLIT, BLOCKS, NUM_THREADS and SHARED_BYTES of a block, W_STAGES and
-// X_STAGES of the rings, NORM_BLOCKS (sums of squares a token to read; 0: no norm), GATED, RESIDUAL, NEXT_BLOCKS (sums of
+// X_STAGES of the rings, EARLY_STAGES of the weight's, NORM_BLOCKS (sums of squares a token to read; 0: no norm), GATED, RESIDUAL, NEXT_BLOCKS (sums of
 // squares a token to leave), PLUS_ONE (the next norm's weight has 1 added), BIAS (in the place of the norm's weight),
 // SQUARED_RELU, SCALED, and `multiply_add_all`, which adds products to TOKENS / PARTS / 2 sums of a thread.
 //
@@ -77,9 +78,13 @@ __device__ void ask(const TensorMap* weight, const TensorMap* x, u32 ring, u32 f
     const u32 to = ring + W_STAGES * W_BYTES + i % X_STAGES * X_BYTES;
     load_x(to, x, tile(i).token, rank * STEPS + i % STEPS, full + 8 * (i % W_STAGES));
   };
-  for (int i = 0; i < W_STAGES; i++) ask_weight(i);
+  for (int i = 0; i < EARLY_STAGES; i++) ask_weight(i);
   wait_for_prerequisites();
-  for (int i = 0; i < X_STAGES; i++) ask_x(i);
+#pragma unroll 1
+  for (int i = 0; i < W_STAGES; i++) {
+    if (i >= EARLY_STAGES) ask_weight(i);
+    if (i < X_STAGES) ask_x(i);
+  }
 #pragma unroll 1  // with 32 registers four rounds side by side spill
   for (int i = 0; i + X_STAGES < total; i++) {
     wait_for(empty + 8 * (i % W_STAGES), i / W_STAGES & 1);

@@ -105,7 +105,16 @@ class WideTiling(LinearTiling):
     def weight_stages(self) -> int:
         """Stages of the weight's ring: what fits beside x's."""
         room = _BLOCK_BYTES - self._other_bytes - self.x_stages * self.tile_tokens * _ROW_BYTES
-        return min(room // (self.rows * _ROW_BYTES), self._steps, _MOST_STAGES)
+        return min(room // self.weight_stage_bytes, self._steps, _MOST_STAGES)
+
+    @property
+    def weight_stage_bytes(self) -> int:
+        return self.rows * _ROW_BYTES
+
+    @property
+    def early_weight_stages(self) -> int:
+        """Stages that are asked for before x is there."""
+        return self.weight_stages
 
     @property
     def shared_bytes(self) -> int:
@@ -171,6 +180,7 @@ class WideTiling(LinearTiling):
             "NUM_THREADS": self.num_threads,
             "SHARED_BYTES": self.shared_bytes,
             "W_STAGES": self.weight_stages,
+            "EARLY_STAGES": self.early_weight_stages,
             "X_STAGES": self.x_stages,
         }
 

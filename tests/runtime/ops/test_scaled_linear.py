@@ -74,7 +74,7 @@ def test_tiles_hold_all_tokens_and_no_other(kind, count):
 
 
 def test_a_step_takes_the_first_bucket_that_holds_it():
-    assert [bucket_of(count) for count in (8, 96, 97, 160, 161, 256)] == [96, 96, 128, 160, 192, 256]
+    assert [bucket_of(count) for count in (8, 64, 65, 96, 97, 160, 161, 256)] == [64, 64, 96, 96, 128, 160, 192, 256]
 
 
 @pytest.mark.parametrize(
@@ -170,7 +170,9 @@ def operands_of(tokens: int, rows: int, columns: int, groups: int = 1) -> list[t
 @pytest.mark.parametrize(
     ("tokens", "shape", "groups", "multiplies"),
     [
-        (8, (64, 256), 1, 96),
+        (8, (64, 256), 1, 64),
+        (64, (64, 256), 1, 64),
+        (65, (64, 256), 1, 96),
         (96, (64, 256), 1, 96),
         (97, (64, 256), 1, 128),
         (256, (64, 256), 1, 256),
@@ -212,7 +214,7 @@ def test_a_weight_without_kernels_is_named(monkeypatch):
 def test_a_kernel_that_the_runtime_does_not_hold_is_named(driver, monkeypatch):
     driver()
     monkeypatch.setattr(ops, "_LOADED", {})
-    with pytest.raises(ArtifactError, match="scaled_64x256_t96; compile"):
+    with pytest.raises(ArtifactError, match="scaled_64x256_t64; compile"):
         family("scaled_linear").load(scaled_kernels(64, 256), {}, _GPU)
 
 
@@ -220,7 +222,7 @@ def test_who_cannot_load_a_kernel_is_told_how_to_do_without(driver, monkeypatch)
     driver(fails="cuModuleLoadData")
     monkeypatch.setattr(ops, "_LOADED", {})
     binaries = {tiling.name: b"" for tiling in scaled_kernels(64, 256)}
-    with pytest.raises(DeviceError, match=r"scaled_64x256_t96.*disable_passes: \[quantise_activations\]"):
+    with pytest.raises(DeviceError, match=r"scaled_64x256_t64.*disable_passes: \[quantise_activations\]"):
         family("scaled_linear").load(scaled_kernels(64, 256), binaries, _GPU)
 
 
@@ -257,14 +259,22 @@ def test_the_check_runs_each_kernel_with_as_many_tokens_as_it_holds_and_as_few(m
 
     monkeypatch.setattr("mllm_compile.runtime.ops.op", lambda name: multiply)
     faults = list(family("scaled_linear").faults(scaled_kernels(64, 128), torch.device("cpu")))
-    assert counts == [96, 8, 128, 97, 160, 129, 192, 161, 224, 193, 256, 225]
+    assert counts == [64, 8, 96, 65, 128, 97, 160, 129, 192, 161, 224, 193, 256, 225]
     assert [bucket_of(count) for count in counts[::2]] == [bucket_of(count) for count in counts[1::2]] == list(BUCKETS)
     assert len(faults) == (0 if factor == 1 else len(counts))
     assert all("scaled_64x128_t" in fault and "[quantise_activations]" in fault for fault in faults)
 
 
+@given(KINDS, st.sampled_from(BUCKETS))
+def test_a_block_has_64_kb_of_its_weight_on_its_way_until_x_is_there(kind, tokens):
+    for tiling in ScaledTiling.all_of(kind, tokens):
+        early = tiling.constants()["EARLY_STAGES"]
+        assert 1 <= early <= tiling.weight_stages
+        assert (early - 1) * tiling.weight_stage_bytes < 64 << 10, "and no more than the stage in which that ends"
+
+
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
-@pytest.mark.parametrize(("rows", "columns", "tokens"), [(24576, 4096, 256), (1024, 4096, 96)])
+@pytest.mark.parametrize(("rows", "columns", "tokens"), [(24576, 4096, 256), (24576, 4096, 64), (1024, 4096, 96)])
 def test_the_source_compiles_without_spilling(tmp_path, rows, columns, tokens):
     source = kernel_source(choose(rows, columns, tokens))
     assert "k32.f32.e4m3.e4m3" in source
