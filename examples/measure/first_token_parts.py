@@ -6,7 +6,8 @@
 Without a GPU it gives the host's parts alone. The parts overlap with the GPU, so they do not add up to the whole; a
 part that holds others is followed by them, indented. Each is timed, with when it began after the call did. With
 --piecewise no whole step with prompts is captured, with --whole those of any model are that it is possible for. With
---layers a shape is cut down to so many, for the shares of its kernels alone.
+--layers a shape is cut down to so many, for the shares of its kernels alone. With --cached each prompt has so many
+tokens ahead that the prefix cache holds.
 """
 
 from __future__ import annotations
@@ -126,6 +127,7 @@ def main() -> None:
     parser.add_argument("config", type=Path)
     parser.add_argument("--prompt", type=positive, default=512, help="tokens of each prompt")
     parser.add_argument("--prompts", type=positive, default=1, help="prompts at once")
+    parser.add_argument("--cached", type=positive, help="tokens ahead of each prompt that the prefix cache holds")
     parser.add_argument("--repeats", type=positive, default=40)
     parser.add_argument("--batched", type=positive, help="runtime.max_num_batched_tokens")
     parser.add_argument("--layers", type=positive, help="of a shape's layers only the first so many")
@@ -134,7 +136,7 @@ def main() -> None:
     graphs.add_argument("--whole", action="store_true", help="capture whole steps with prompts of any model")
     args = parser.parse_args()
     config = EngineConfig.from_yaml(args.config)
-    runtime: dict[str, Any] = {"enable_prefix_cache": False}
+    runtime: dict[str, Any] = {"enable_prefix_cache": args.cached is not None}
     if args.batched is not None:
         runtime["max_num_batched_tokens"] = args.batched
     changes: dict[str, Any] = {"runtime": config.runtime.model_copy(update=runtime)}
@@ -167,8 +169,15 @@ def report(engine: Engine, clock: Clock, args: argparse.Namespace) -> None:
     params = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True, detokenize=False)
     last = min(10_000, engine.vocab_size - 1)
 
+    def tokens(count: int) -> list[int]:
+        return [draws.randint(0, last) for _ in range(count)]
+
+    ahead = tokens(args.cached or 0)
+    if ahead:
+        engine.generate([ahead], params, progress=False)
+
     def call() -> float:
-        prompts = [[draws.randint(0, last) for _ in range(args.prompt)] for _ in range(args.prompts)]
+        prompts = [ahead + tokens(args.prompt) for _ in range(args.prompts)]
         clock.start()
         start = time.perf_counter()
         engine.generate(prompts, params, progress=False)
@@ -179,8 +188,9 @@ def report(engine: Engine, clock: Clock, args: argparse.Namespace) -> None:
     clock.clear()
     seconds = [call() for _ in range(args.repeats)]
     middle = statistics.median(seconds)
+    behind = f" behind {args.cached}" if ahead else ""
     print(
-        f"{args.prompts} prompts of {args.prompt} tokens: first token after {middle * 1e3:.3f} ms "
+        f"{args.prompts} prompts of {args.prompt} tokens{behind}: first token after {middle * 1e3:.3f} ms "
         f"({min(seconds) * 1e3:.3f} to {max(seconds) * 1e3:.3f}), {args.prompts / middle:,.0f} prompts a second"
     )
     rows = [
