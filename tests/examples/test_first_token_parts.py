@@ -15,16 +15,22 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "measure"))
 import first_token_parts as script
 
 
-def test_the_parts_of_the_host_are_counted_and_timed(eager_cache: Path, monkeypatch, capsys) -> None:
+@pytest.mark.parametrize(("cached", "behind"), [(None, ""), (160, " behind 160")])
+def test_the_parts_of_the_host_are_counted_and_timed(
+    eager_cache: Path, monkeypatch, capsys, cached: int | None, behind: str
+) -> None:
     clock = script.Clock()
     for _, owner, method in script.PARTS:
         timed = clock.around(f"{owner.__name__}.{method}", getattr(owner, method))
         monkeypatch.setattr(owner, method, timed)
-    asked = argparse.Namespace(prompt=24, prompts=2, repeats=3)
+    asked = argparse.Namespace(prompt=24, prompts=2, repeats=3, cached=cached)
     with Engine(tiny_config(eager_cache, compile={"backend": "eager"})) as engine:
         script.report(engine, clock, asked)
+        hits = engine.stats().prefix_hit_tokens
+    calls = script.WARM_UPS + asked.repeats
+    assert hits >= 128 * asked.prompts * calls if cached else hits == 0
     out = capsys.readouterr().out
-    assert "2 prompts of 24 tokens: first token after" in out
+    assert f"2 prompts of 24 tokens{behind}: first token after" in out
     assert clock.calls["StepRunner.submit"] >= 3
     inside = clock.seconds["StepRunner._plan"] + clock.seconds["ModelRunner.forward"]
     assert 0 < inside <= clock.seconds["StepRunner.submit"]
