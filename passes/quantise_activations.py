@@ -18,7 +18,8 @@ from mllm_compile.runtime.quantised.scheme import FP8_MAX, SMALLEST_SCALE
 
 _GROUP = 128  # inputs that share a scale, where a row has several
 _UNIT = 16  # rows and columns of the library's products are multiples of it
-_FORM_TOKENS = 32  # of a form of stream_linears, where larger steps multiply in fp8 by kernels of our own
+# Of a form of stream_linears where larger steps multiply in fp8 by kernels of our own, of so many weights a piece.
+_FORM_TOKENS, _LEAST_WEIGHTS = 32, 1 << 27
 
 
 class QuantiseActivations(GraphPass):
@@ -42,9 +43,10 @@ class QuantiseActivations(GraphPass):
     the inputs' part with what makes x; behind `mllm.silu_mul` they are of one kernel with it, `mllm.silu_mul_in_fp8`.
 
     Requires: pieces in bfloat16 on a Hopper GPU, inputs of one dynamic size, and scales of rows or of 128 inputs.
-        Forms for few tokens are left alone, whose kernels multiply in bfloat16, but for one: where all of a piece's
-        products have kernels of our own, a form of `stream_linears` for up to 64 tokens becomes one for up to 32. With
-        runtime.deterministic the pass is left out: no number may depend on which of the two a step takes.
+        Forms for few tokens are left alone, whose kernels multiply in bfloat16, but for one: of a piece with many
+        weights, whose products all have kernels of our own, a form of `stream_linears` for up to 64 tokens becomes one
+        for up to 32. With runtime.deterministic the pass is left out: no number may depend on which of the two a step
+        takes.
     Preserves: the meaning, not the numbers: an input is rounded to three bits of mantissa (docs/quantised.md has what
         that costs).
     """
@@ -70,19 +72,17 @@ def _shorten_form(gm: fx.GraphModule, name: str) -> None:
     """Leaves to products in fp8 those steps in which they take less time, and less energy, than the piece's form.
 
     A decode step of 8B over a cache of fp8 with 48 and 64 requests: 3.97 and 4.30 ms by forms, 3.79 and 3.87 so (an
-    H200, at its power limit); with 32 requests by forms 3.40.
+    H200, at its power limit); with 32 requests by forms 3.40. What makes the inputs, 15 µs a layer, is part of linears
+    in forms: with fewer weights than 8B's, which has 193 million a layer, that may outweigh the rest.
     """
     forms: dict[int, str] = gm.meta.get(SMALL_FORMS, {}).get(name, {})
     piece: Any = gm.get_submodule(name)
     products = [node for node in piece.graph.nodes if is_op(node, "scaled_linear")]
-    if not products or not all(map(_has_kernels, products)) or max(forms, default=0) != MAX_TOKENS_OF_ROWS:
-        return
-    forms[_FORM_TOKENS] = forms.pop(MAX_TOKENS_OF_ROWS)
-
-
-def _has_kernels(product: fx.Node) -> bool:
-    values, scales = (node.meta["val"] for node in product.args[2:])  # type: ignore[union-attr]
-    return scales.shape[1] == 1 and is_taken(*map(int, values.shape))
+    weights = [tuple(node.meta["val"] for node in product.args[2:]) for product in products]  # type: ignore[union-attr]
+    have_kernels = all(scales.shape[1] == 1 and is_taken(*map(int, values.shape)) for values, scales in weights)
+    are_many = sum(values.numel() for values, _ in weights) >= _LEAST_WEIGHTS
+    if have_kernels and are_many and max(forms, default=0) == MAX_TOKENS_OF_ROWS:
+        forms[_FORM_TOKENS] = forms.pop(MAX_TOKENS_OF_ROWS)
 
 
 def _quantise(graph: fx.Graph, node: fx.Node) -> bool:

@@ -47,7 +47,7 @@ class StreamLinears(GraphPass):
 
     Requires: deduplicated pieces on a Hopper GPU in bfloat16, whose linears all divide into tiles (shapes.py); with a
         large weight their form is for up to 208 tokens, with an fp8 weight with scales of groups for up to 128, with a
-        head or an fp8 weight with a scale a row for up to 64 (of which quantise_activations leaves 32). The pass is
+        head or an fp8 weight with a scale a row for up to 64 (of which quantise_activations may leave 32). The pass is
         left out where the kernels cannot be compiled. `fuse_few_tokens` adds its form to pieces that have none here;
         the form of `fuse_single_token` is dropped where this one is faster.
     Preserves: as `fuse_few_tokens`.

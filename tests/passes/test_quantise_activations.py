@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import fx
 
+from mllm_compile.passes import quantise_activations
 from mllm_compile.passes.base import NO_CUDA_COMPILER, RANKS, SMALL_FORMS, SMALL_WEIGHTS, PassTarget, SmallWeights
 from mllm_compile.passes.forms import add_forms, copy_of
 from mllm_compile.passes.fuse_silu_mul import FuseSiluMul
@@ -99,10 +100,20 @@ def test_forms_for_few_tokens_multiply_as_before():
 
 
 @pytest.mark.parametrize(
-    ("scheme", "size", "expected"),
-    [(ROWS, 64, {32}), (GROUPS, 64, {64}), (ROWS, 128, {128}), (WeightScheme("int4", 128, torch.bfloat16), 64, {64})],
+    ("scheme", "size", "least", "expected"),
+    [
+        (ROWS, 64, 1, {32}),
+        (ROWS, 64, 2 * 512 * 256, {32}),
+        (ROWS, 64, 2 * 512 * 256 + 1, {64}),
+        (ROWS, 128, 1, {128}),
+        (GROUPS, 64, 1, {64}),
+        (WeightScheme("int4", 128, torch.bfloat16), 64, 1, {64}),
+    ],
 )
-def test_a_form_is_shorter_where_kernels_of_our_own_multiply_in_fp8(scheme, size, expected):
+def test_a_form_is_shorter_where_kernels_of_our_own_multiply_many_weights_in_fp8(
+    scheme, size, least, expected, monkeypatch
+):
+    monkeypatch.setattr(quantise_activations, "_LEAST_WEIGHTS", least)
     gm = pieces_of(scheme)
     quantised = [name for name in called_pieces(gm) if calls(gm, name, "quantised_linear")]
     assert quantised

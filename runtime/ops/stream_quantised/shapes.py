@@ -17,7 +17,7 @@ from mllm_compile.runtime.ops.stream_quantised.tiles import TileTiling
 MAX_TOKENS = by_tiles.MAX_TOKENS  # of a launch
 BUCKETS = tuple(tokens for tokens in TOKEN_BUCKETS if tokens <= MAX_TOKENS)
 
-# With more, and mostly with fewer, an fp8 weight with a scale a row is multiplied by fp8 inputs
+# With more, and in large models with fewer, an fp8 weight with a scale a row is multiplied by fp8 inputs
 # (passes/quantise_activations.py).
 MAX_TOKENS_OF_ROWS = 64
 _LAUNCHES = 2  # of four bits' kernels, at most
