@@ -73,15 +73,17 @@ def _shorten_form(gm: fx.GraphModule, name: str) -> None:
 
     A decode step of 8B over a cache of fp8 with 48 and 64 requests: 3.97 and 4.30 ms by forms, 3.79 and 3.87 so (an
     H200, at its power limit); with 32 requests by forms 3.40. What makes the inputs, 15 µs a layer, is part of linears
-    in forms: with fewer weights than 8B's, which has 193 million a layer, that may outweigh the rest.
+    in forms: with fewer weights than 8B's, which has 193 million a layer, that may outweigh the rest. A piece that has
+    weights in four bits besides keeps its form: in a larger step they would be dequantised.
     """
     forms: dict[int, str] = gm.meta.get(SMALL_FORMS, {}).get(name, {})
     piece: Any = gm.get_submodule(name)
     products = [node for node in piece.graph.nodes if is_op(node, "scaled_linear")]
+    are_all = not any(is_op(node, "quantised_linear") for node in piece.graph.nodes)
     weights = [tuple(node.meta["val"] for node in product.args[2:]) for product in products]  # type: ignore[union-attr]
     have_kernels = all(scales.shape[1] == 1 and is_taken(*map(int, values.shape)) for values, scales in weights)
     are_many = sum(values.numel() for values, _ in weights) >= _LEAST_WEIGHTS
-    if have_kernels and are_many and max(forms, default=0) == MAX_TOKENS_OF_ROWS:
+    if are_all and have_kernels and are_many and max(forms, default=0) == MAX_TOKENS_OF_ROWS:
         forms[_FORM_TOKENS] = forms.pop(MAX_TOKENS_OF_ROWS)
 
 

@@ -31,11 +31,14 @@ def pieces_of(
     dtype: torch.dtype = torch.bfloat16,
     names: tuple[str, ...] = ("gate", "up"),
     num_ranks: int = 1,
+    of_down: WeightScheme | None = None,
 ) -> fx.GraphModule:
-    """A decoder in pieces, whose gates and ups, or others, have the scheme."""
+    """A decoder in pieces, whose gates and ups, or others, have the scheme, and its downs another."""
     gm = Decoder(dtype=dtype).model()
     gm.meta[RANKS] = num_ranks
-    gm.meta[SMALL_WEIGHTS] = SmallWeights({f"layers.{n}.{part}.weight": scheme for n in (0, 1) for part in names})
+    schemes = dict.fromkeys(names, scheme) | ({} if of_down is None else {"down": of_down})
+    of_layers = {f"layers.{n}.{part}.weight": one for n in (0, 1) for part, one in schemes.items()}
+    gm.meta[SMALL_WEIGHTS] = SmallWeights(of_layers)
     for graph_pass in PASSES:
         if not graph_pass.needs:
             gm = graph_pass()(gm).gm
@@ -122,6 +125,24 @@ def test_a_form_is_shorter_where_kernels_of_our_own_multiply_many_weights_in_fp8
     for name, forms in gm.meta[SMALL_FORMS].items():
         assert set(forms) == (expected if name in quantised else {size})
         assert calls(gm, forms[max(forms)], "quantised_linear") == (name in quantised)
+
+
+@pytest.mark.parametrize(
+    ("of_down", "expected"),
+    [
+        (WeightScheme("fp8", 512), {32}),
+        (GROUPS, {64}),
+        (WeightScheme("int4", 128, torch.bfloat16), {64}),  # which larger steps than the form's would dequantise
+    ],
+)
+def test_a_form_stays_for_what_reads_weights_in_four_bits_beside_those_in_fp8(of_down, expected, monkeypatch):
+    monkeypatch.setattr(quantise_activations, "_LEAST_WEIGHTS", 1)
+    gm = pieces_of(ROWS, of_down=of_down)
+    add_forms(gm, 64, "_form", copy_of)
+    QuantiseActivations()(gm)
+    of_both = [name for name in called_pieces(gm) if calls(gm, name, "scaled_linear")]
+    assert len(of_both) == 2
+    assert all(set(gm.meta[SMALL_FORMS][name]) == expected for name in of_both)
 
 
 @pytest.mark.parametrize(
