@@ -12,8 +12,8 @@
 // each of the other GROUPS of four warps multiplies 64 rows. Undivided tiles a block takes in turns.
 //
 // Defined by wide.py: N outputs (of a gated one: gate and up rows), K, GROUPS, TOKEN_TILES, TOKENS of a tile (a multiple of
-// 8) in PARTS that are multiplied one after another, SPLIT, BLOCKS, NUM_THREADS and SHARED_BYTES of a block, W_STAGES and
-// X_STAGES of the rings, EARLY_STAGES of the weight's, NORM_BLOCKS (sums of squares a token to read; 0: no norm), GATED,
+// 8) in PARTS that are multiplied one after another, SPLIT, BLOCKS, NUM_THREADS and SHARED_BYTES of a block, REGISTER_THREADS
+// that could have all registers, W_STAGES and X_STAGES of the rings, EARLY_STAGES of the weight's, NORM_BLOCKS (sums of squares a token to read; 0: no norm), GATED,
 // RESIDUAL, NEXT_BLOCKS (sums of squares a token to leave), PLUS_ONE (the next norm's weight has 1 added), BIAS (in the place
 // of the norm's weight), SQUARED_RELU, SCALED, and `multiply_add_all`, which adds products to TOKENS / PARTS / 2 sums of a
 // thread.
@@ -23,6 +23,7 @@
 
 constexpr int GROUP_ROWS = 64, WARP_ROWS = 16, ROWS = GROUPS * GROUP_ROWS;
 constexpr int CONSUMERS = 4 * GROUPS, THREADS = 32 * (4 + CONSUMERS);
+constexpr bool TAKES_ALL = REGISTER_THREADS == THREADS;  // of the registers, which are then divided anew
 constexpr int OUTPUTS = GATED ? N / 2 : N, WARP_OUTPUTS = GATED ? WARP_ROWS / 2 : WARP_ROWS;
 constexpr int ROW_TILES = (N + ROWS - 1) / ROWS, TILES = ROW_TILES * TOKEN_TILES, CLUSTERS = BLOCKS / SPLIT;
 constexpr int W_BYTES = ROWS * ROW_BYTES, X_BYTES = TOKENS * ROW_BYTES, RING_BYTES = W_STAGES * W_BYTES + X_STAGES * X_BYTES;
@@ -225,7 +226,7 @@ extern "C" __global__ void
 #if SPLIT > 1
 __cluster_dims__(SPLIT, 1, 1)
 #endif
-__launch_bounds__(THREADS, 1) wide_linear(
+__launch_bounds__(REGISTER_THREADS, 1) wide_linear(
     const __grid_constant__ TensorMap weight, const __grid_constant__ TensorMap x, const float* squares, const uint4* residual,
     const u32* norm_weight, uint4* out, uint4* scaled, float* out_squares, float eps, int num_tokens) {
   extern __shared__ __align__(1024) char memory[];
@@ -252,7 +253,7 @@ __launch_bounds__(THREADS, 1) wide_linear(
   asm volatile("barrier.cluster.arrive.relaxed;" ::: "memory");
 #endif
   if (warp < 4) {
-    if (GROUPS > 1) asm volatile("setmaxnreg.dec.sync.aligned.u32 32;");
+    if (GROUPS > 1 && TAKES_ALL) asm volatile("setmaxnreg.dec.sync.aligned.u32 32;");
     if (warp == 0) {
       if (lane == 0) ask(&weight, &x, ring, full, empty, rank, first_tile, tokens);
     } else if (HAS_FACTORS) {
@@ -269,8 +270,8 @@ __launch_bounds__(THREADS, 1) wide_linear(
     }
     return;
   }
-  if (GROUPS == 2) asm volatile("setmaxnreg.inc.sync.aligned.u32 224;");
-  if (GROUPS == 3) asm volatile("setmaxnreg.inc.sync.aligned.u32 160;");
+  if (GROUPS == 2 && TAKES_ALL) asm volatile("setmaxnreg.inc.sync.aligned.u32 224;");
+  if (GROUPS == 3 && TAKES_ALL) asm volatile("setmaxnreg.inc.sync.aligned.u32 160;");
   const int group = warp / 4 - 1;
   wait_for_prerequisites();
   start_dependents();

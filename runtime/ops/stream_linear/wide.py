@@ -96,6 +96,11 @@ class WideTiling(LinearTiling):
         """Threads of the warp groups that multiply, and of the one that loads."""
         return 128 * (self.groups + 1)
 
+    @property
+    def register_threads(self) -> int:
+        """Threads that could have as many registers: more than there are leave some to the next kernel's blocks."""
+        return self.num_threads
+
     @cached_property
     def x_stages(self) -> int:
         """Stages of x's ring: as many as the weight's can have too."""
@@ -179,6 +184,7 @@ class WideTiling(LinearTiling):
             "BLOCKS": self.num_blocks,
             "NUM_THREADS": self.num_threads,
             "SHARED_BYTES": self.shared_bytes,
+            "REGISTER_THREADS": self.register_threads,
             "W_STAGES": self.weight_stages,
             "EARLY_STAGES": self.early_weight_stages,
             "X_STAGES": self.x_stages,
