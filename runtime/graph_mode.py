@@ -65,6 +65,7 @@ class BatchDescriptor:
     num_active_loras: int = 0
     cascade: bool = False  # decodes that begin with the same pages
     fresh: bool = False  # prompts alone, each from its first token on
+    extends: bool = False  # prompts alone, of which some go on from what is in the cache
     tokens_alone: bool = False  # decodes whose most probable tokens ranks choose together, without gathering logits
 
 

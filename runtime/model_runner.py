@@ -20,6 +20,7 @@ import numpy as np
 import torch
 
 from mllm_compile.runtime.attention.base import AttentionBackend
+from mllm_compile.runtime.attention.metadata import StepPrompts
 from mllm_compile.runtime.collectives.base import Communicator, using
 from mllm_compile.runtime.collectives.choose import TokenChoice
 from mllm_compile.runtime.collectives.sum_kernels import MOST_CHOICES
@@ -381,9 +382,9 @@ class ModelRunner:
             batch.media = self.image_encoder().inputs_of(batch, batch.pixel_values, batch.image_grid_thw)
         return self.forward_decode(batch) if batch.forward_mode.is_decode() else self.forward_extend(batch)
 
-    def launch_prompts(self, fields: StepFields[np.ndarray], starts: np.ndarray) -> LaunchedPrompts | None:
-        """Run prompts alone, each from its first token on, in one launch; see GraphRunner.launch_prompts."""
-        launched = None if self.graph_runner is None else self.graph_runner.launch_prompts(fields, starts)
+    def launch_prompts(self, fields: StepFields[np.ndarray], prompts: StepPrompts) -> LaunchedPrompts | None:
+        """Run prompts alone in one launch; see GraphRunner.launch_prompts."""
+        launched = None if self.graph_runner is None else self.graph_runner.launch_prompts(fields, prompts)
         self.forward_pass_id += launched is not None
         return launched
 

@@ -62,7 +62,7 @@ PARTS: tuple[tuple[int, type, str], ...] = (
     (2, StepInputs, "upload"),
     (1, GraphRunner, "launch_prompts"),
     (2, PromptTurns, "write"),
-    (3, FlashInferAttnBackend, "write_fresh_work"),
+    (3, FlashInferAttnBackend, "write_prompt_work"),
     (1, ReqToTokenPool, "write_page_slots"),
     (1, StepRunner, "_forward_batch"),
     (1, ModelRunner, "forward"),

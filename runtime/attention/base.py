@@ -20,6 +20,7 @@ import torch
 from mllm_compile.runtime.attention.layer import AttentionLayer
 
 if TYPE_CHECKING:
+    from mllm_compile.runtime.attention.metadata import StepPrompts
     from mllm_compile.runtime.forward_batch import ForwardBatch, ForwardMode
 
 
@@ -168,26 +169,29 @@ class AttentionBackend(ABC):
         """Why steps with prompts cannot be captured whole, decodes among them or not; None: they can."""
         return f"{type(self).__name__} captures no prompts"
 
-    @property
-    def fresh_work_bytes(self) -> int:
-        """Bytes of what kernels read of a captured step of prompts alone, each from its first token on; 0: such a step
-        is not captured."""
+    def prompt_work_bytes(self, extends: bool) -> int:
+        """Bytes of what kernels read of a captured step of prompts alone; 0: such a step is not captured.
+
+        Args:
+            extends: some go on from what is in the cache; else each begins with its first token.
+        """
         return 0
 
-    def init_forward_metadata_capture_fresh(self, num_tokens: int, work: torch.Tensor) -> None:
+    def init_forward_metadata_capture_prompts(self, num_tokens: int, work: torch.Tensor, extends: bool) -> None:
         """Plan such a step of `num_tokens` for capture.
 
         Args:
-            work: [fresh_work_bytes] uint8, aligned to 256 bytes: where kernels will find what write_fresh_work makes.
+            work: [≥ prompt_work_bytes] uint8, aligned to 256 bytes: where kernels will find what write_prompt_work
+                makes.
         """
         raise NotImplementedError(f"{type(self).__name__} captures no prompts")
 
-    def write_fresh_work(self, memory: np.ndarray, starts: np.ndarray) -> bool:
-        """Write what a replay of such a step reads; False: the captured kernels do not serve these prompts.
+    def write_prompt_work(self, num_tokens: int, memory: np.ndarray, prompts: StepPrompts) -> bool:
+        """Write what a replay of the step of `num_tokens` reads, which was captured with or without extends as
+        `prompts` has any; False: the captured kernels do not serve these well.
 
         Args:
-            memory: [fresh_work_bytes] uint8.
-            starts: [R + 1] int32: the first token of each prompt, and the end of the last one.
+            memory: [≥ prompt_work_bytes] uint8.
         """
         raise NotImplementedError(f"{type(self).__name__} captures no prompts")
 

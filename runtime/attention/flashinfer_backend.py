@@ -22,6 +22,7 @@ import torch
 
 from mllm_compile.runtime.attention.base import AttentionBackend, AttentionInputs, Unrotated
 from mllm_compile.runtime.attention.captured.decodes import DecodeSteps, check_capturable, make_graph_buffers
+from mllm_compile.runtime.attention.captured.extends import ExtendSteps
 from mllm_compile.runtime.attention.captured.fresh import FreshSteps
 from mllm_compile.runtime.attention.captured.mixed import MixedStep, MixedSteps
 from mllm_compile.runtime.attention.flashinfer.blocks import ImageBlocks
@@ -44,6 +45,7 @@ from mllm_compile.runtime.attention.flashinfer.wrappers import GroupWrappers
 from mllm_compile.runtime.attention.layer import AttentionLayer
 from mllm_compile.runtime.attention.metadata import (
     CommonAttentionMetadata,
+    StepPrompts,
     split_decodes_and_prefills,
 )
 from mllm_compile.runtime.attention.split import shared_prefix
@@ -106,7 +108,9 @@ class FlashInferAttnBackend(AttentionBackend):
         self.req_to_token = wrappers.req_to_token
         self._decode_steps: DecodeSteps | None = None  # see init_cuda_graph_state
         self._mixed_steps = self._make_mixed_steps()
-        self._fresh_steps = self._make_fresh_steps()
+        self._fresh_steps: FreshSteps | None
+        self._extend_steps: ExtendSteps | None
+        self._fresh_steps, self._extend_steps = self._make_prompt_steps()
         self._image_blocks: ImageBlocks | None = None
         self._has_blocks = False  # in the batch
         self._num_decodes = 0
@@ -292,13 +296,15 @@ class FlashInferAttnBackend(AttentionBackend):
         prefills = [prefill for prefill in self._group_prefills if isinstance(prefill, GroupPrefill)]
         return MixedSteps(decodes, prefills, self._split_space, self._wrappers.max_requests, self._wrappers.device)
 
-    def _make_fresh_steps(self) -> FreshSteps | None:
+    def _make_prompt_steps(self) -> tuple[FreshSteps, ExtendSteps] | tuple[None, None]:
         """The captured steps of prompts alone; None where something is in the way."""
         if self._mixed_steps is None or not prefills_new_tokens_alone(self.kv_cache_dtype, has_prefix=False):
-            return None
+            return None, None
         groups = [group for group in self._group_prefills if isinstance(group, GroupPrefill)]
         works = [group.works for group in groups if group.works is not None]
-        return FreshSteps(groups, works) if len(works) == len(groups) else None
+        if len(works) < len(groups):
+            return None, None
+        return FreshSteps(groups, works), ExtendSteps(groups, works, self.page_size)
 
     def get_cuda_graph_seq_len_fill_value(self) -> int:
         """0 where all decodes are by the program's own kernels, which pass such rows over; else 1, a key of the dummy
@@ -412,23 +418,28 @@ class FlashInferAttnBackend(AttentionBackend):
             return True
         return not CommonAttentionMetadata.of(batch).is_fresh
 
-    @property
-    def fresh_work_bytes(self) -> int:
-        return 0 if self._fresh_steps is None else self._fresh_steps.work_bytes
+    def prompt_work_bytes(self, extends: bool) -> int:
+        steps = self._extend_steps if extends else self._fresh_steps
+        return 0 if steps is None else steps.work_bytes
 
-    def init_forward_metadata_capture_fresh(self, num_tokens: int, work: torch.Tensor) -> None:
+    def init_forward_metadata_capture_prompts(self, num_tokens: int, work: torch.Tensor, extends: bool) -> None:
         self._num_decodes, self._has_blocks = 0, False
         self.decode_metadata = None
-        self.prefill_metadata = PrefillMetadata(self._captured_fresh.capture(num_tokens, work), use_ragged=True)
+        fresh, behind = self._captured_prompts
+        wrappers = (behind if extends else fresh).capture(num_tokens, work)
+        self.prefill_metadata = PrefillMetadata(wrappers, use_ragged=not extends)
 
-    def write_fresh_work(self, memory: np.ndarray, starts: np.ndarray) -> bool:
-        return self._captured_fresh.write(memory, starts)
+    def write_prompt_work(self, num_tokens: int, memory: np.ndarray, prompts: StepPrompts) -> bool:
+        fresh, behind = self._captured_prompts
+        if prompts.extends:
+            return behind.write(num_tokens, memory, prompts)
+        return fresh.write(memory, prompts.starts)
 
     @property
-    def _captured_fresh(self) -> FreshSteps:
-        if self._fresh_steps is None:
-            raise RuntimeError("prompts alone are not captured with this backend's kernels: ask fresh_work_bytes first")
-        return self._fresh_steps
+    def _captured_prompts(self) -> tuple[FreshSteps, ExtendSteps]:
+        if self._fresh_steps is None or self._extend_steps is None:
+            raise RuntimeError("prompts alone are not captured with this backend's kernels: ask prompt_work_bytes")
+        return self._fresh_steps, self._extend_steps
 
     def init_forward_metadata_capture_mixed(self, num_tokens: int) -> None:
         self._set_mixed(self._captured_mixed.capture(num_tokens))

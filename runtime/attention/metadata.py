@@ -8,7 +8,7 @@ Shape legend: T tokens, R requests.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -87,6 +87,38 @@ class CommonAttentionMetadata:
             block_table=batch.req_to_token_pool.req_to_token,
             slot_mapping=batch.out_cache_loc,
         )
+
+
+@dataclass(frozen=True)
+class StepPrompts:
+    """A step of prompts alone, on the host.
+
+    Attributes:
+        starts: [R + 1] int32: the first token of each, and the end of the last one.
+        prefix_lens: [R] int32: what of each is in the cache.
+        rows: [R] int: their rows of the table of slots.
+        list_pages: gives the ids of their pages, those of new tokens too, one prompt's behind another's: [P] int32.
+    """
+
+    starts: np.ndarray
+    prefix_lens: np.ndarray
+    rows: np.ndarray
+    list_pages: Callable[[], np.ndarray]
+
+    @cached_property
+    def extends(self) -> bool:
+        """True if some go on from what is in the cache."""
+        return bool(self.prefix_lens.any())
+
+    @cached_property
+    def query_lens(self) -> np.ndarray:
+        """[R] int32: new tokens of each."""
+        return self.starts[1:] - self.starts[:-1]
+
+    @cached_property
+    def num_keys(self) -> np.ndarray:
+        """[R] int32: tokens that each has with them."""
+        return self.prefix_lens + self.query_lens
 
 
 @dataclass(frozen=True, kw_only=True)

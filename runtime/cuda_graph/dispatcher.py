@@ -25,6 +25,7 @@ class GraphDispatcher:
             pages; there may be none.
         fresh_tokens: captured token counts of full graphs of prompts alone, each from its first token on, ascending;
             likewise.
+        extend_tokens: those of which some go on from what is in the cache.
         tokens_alone: decodes are captured once more without their logits.
     """
 
@@ -36,6 +37,7 @@ class GraphDispatcher:
         mixed_tokens: Sequence[int] = (),
         cascade_requests: Sequence[int] = (),
         fresh_tokens: Sequence[int] = (),
+        extend_tokens: Sequence[int] = (),
         tokens_alone: bool = False,
     ) -> None:
         """
@@ -50,7 +52,8 @@ class GraphDispatcher:
         key = "cudagraph.mixed_tokens"
         self.mixed_tokens = self._sizes(key, mixed_tokens, CUDAGraphMode.FULL) if mixed_tokens and takes_mixed else ()
         self.cascade_requests = tuple(sorted(set(self.decode_requests) & set(cascade_requests)))
-        self.fresh_tokens = tuple(sorted(set(fresh_tokens))) if takes_mixed else ()  # no setting has them
+        self.fresh_tokens = tuple(sorted(set(fresh_tokens))) if takes_mixed else ()  # no setting has these
+        self.extend_tokens = tuple(sorted(set(extend_tokens))) if takes_mixed else ()
 
     def dispatch(
         self, num_tokens: int, num_reqs: int, uniform: bool, may_mix: bool = True
@@ -84,10 +87,14 @@ class GraphDispatcher:
         padded = _next(self.cascade_requests, num_reqs)
         return None if padded is None else BatchDescriptor(padded, num_reqs=padded, uniform=True, cascade=True)
 
-    def dispatch_fresh(self, num_tokens: int) -> BatchDescriptor | None:
-        """The FULL graph of prompts alone, each from its first token on; None: none holds so many tokens."""
-        padded = _next(self.fresh_tokens, num_tokens)
-        return None if padded is None else BatchDescriptor(padded, fresh=True)
+    def dispatch_prompts(self, num_tokens: int, extends: bool) -> BatchDescriptor | None:
+        """The FULL graph of prompts alone; None: none holds so many tokens.
+
+        Args:
+            extends: some go on from what is in the cache; else each begins with its first token.
+        """
+        padded = _next(self.extend_tokens if extends else self.fresh_tokens, num_tokens)
+        return None if padded is None else BatchDescriptor(padded, fresh=not extends, extends=extends)
 
     def descriptors(self) -> list[tuple[CUDAGraphMode, BatchDescriptor]]:
         """Everything to capture, largest first: later captures then fit into memory that earlier ones took."""
@@ -95,6 +102,7 @@ class GraphDispatcher:
         piecewise = [(CUDAGraphMode.PIECEWISE, BatchDescriptor(n)) for n in self.piecewise_tokens]
         mixed = [(CUDAGraphMode.FULL, BatchDescriptor(n)) for n in self.mixed_tokens]
         mixed += [(CUDAGraphMode.FULL, BatchDescriptor(n, fresh=True)) for n in self.fresh_tokens]
+        mixed += [(CUDAGraphMode.FULL, BatchDescriptor(n, extends=True)) for n in self.extend_tokens]
         cascades = [(CUDAGraphMode.FULL, replace(entry[1], cascade=True)) for entry in full]
         full += [entry for entry in cascades if entry[1].num_reqs in self.cascade_requests]
         if self.tokens_alone:

@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from mllm_compile.runtime.attention.metadata import StepPrompts
 from mllm_compile.runtime.collectives.base import current
 from mllm_compile.runtime.cuda_graph.capture import CaptureFigures, GraphCapturer, WeakTensor
 from mllm_compile.runtime.cuda_graph.decode_loop import DecodeLoop, Turn
@@ -73,7 +74,7 @@ class _MixedGraph:
 
 
 @dataclass(slots=True)
-class _FreshGraph:
+class _PromptGraph:
     mixed: _MixedGraph
     batch: ForwardBatch  # of padding, which it was captured with
 
@@ -112,6 +113,7 @@ class GraphRunner:
             dispatcher.piecewise_tokens
             + dispatcher.mixed_tokens
             + dispatcher.fresh_tokens
+            + dispatcher.extend_tokens
             + dispatcher.decode_requests,
             default=0,
         )
@@ -122,8 +124,9 @@ class GraphRunner:
         most_of_all = self._num_deals * self._max_requests
         num_uploaded = max(most_of_all, min(self._max_tokens, _MOST_UPLOADED_TOKENS))
         most_rows, work_bytes = max(runner.config.max_rows, most_of_all), 0
-        if dispatcher.fresh_tokens:
-            work_bytes = runner.attn_backend.fresh_work_bytes
+        for extends, sizes in ((False, dispatcher.fresh_tokens), (True, dispatcher.extend_tokens)):
+            if sizes:
+                work_bytes = max(work_bytes, runner.attn_backend.prompt_work_bytes(extends))
         self.inputs = StepInputs(num_uploaded, most_rows, padding_len, runner.device, work_bytes)
         self._prompt_turns = PromptTurns(self.inputs) if work_bytes else None
         self._all_slots: torch.Tensor | None = None
@@ -135,7 +138,7 @@ class GraphRunner:
         self._decode_graphs: dict[BatchDescriptor, _DecodeGraph] = {}
         self._chosen_tokens: dict[BatchDescriptor, torch.Tensor] = {}  # by graphs with a decode loop, non-owning
         self._mixed_graphs: dict[BatchDescriptor, _MixedGraph] = {}
-        self._fresh_graphs: dict[BatchDescriptor, _FreshGraph] = {}
+        self._prompt_graphs: dict[BatchDescriptor, _PromptGraph] = {}
         self._outputs: dict[tuple[Any, ...], torch.Tensor] = {}
         executor = runner.model.executor
         if runner.always_takes_features and (media := runner.model.media) is not None:
@@ -183,8 +186,8 @@ class GraphRunner:
                 with self._capturer.measured(_kind(mode, descriptor), descriptor.num_tokens):
                     if descriptor.uniform:
                         self._capture_decode(descriptor)
-                    elif descriptor.fresh:
-                        self._capture_fresh(descriptor)
+                    elif descriptor.fresh or descriptor.extends:
+                        self._capture_prompts(descriptor)
                     elif mode is CUDAGraphMode.FULL:
                         self._capture_mixed(descriptor)
                     else:
@@ -425,34 +428,34 @@ class GraphRunner:
 
     # FULL, of prompts alone -------------------------------------------------------------------------------------------
 
-    def _capture_fresh(self, descriptor: BatchDescriptor) -> None:
+    def _capture_prompts(self, descriptor: BatchDescriptor) -> None:
         size, turns = descriptor.num_tokens, self._prompt_turns
         if turns is None:
             raise RuntimeError("prompts are captured with attention that takes its work from the host's memory alone")
-        self._runner.attn_backend.init_forward_metadata_capture_fresh(size, self.inputs.work)
+        self._runner.attn_backend.init_forward_metadata_capture_prompts(size, self.inputs.work, descriptor.extends)
         batch = self._padding_prompts(size)
-        graph = self._capture_body(batch, descriptor, turns.begin, is_first=not self._fresh_graphs)
-        self._fresh_graphs[descriptor] = _FreshGraph(graph, batch)
+        graph = self._capture_body(batch, descriptor, turns.begin, is_first=not self._prompt_graphs)
+        self._prompt_graphs[descriptor] = _PromptGraph(graph, batch)
 
-    def launch_prompts(self, fields: StepFields[np.ndarray], starts: np.ndarray) -> LaunchedPrompts | None:
-        """Runs prompts alone, each from its first token on, up to their head, in one launch.
+    def launch_prompts(self, fields: StepFields[np.ndarray], prompts: StepPrompts) -> LaunchedPrompts | None:
+        """Runs prompts alone, up to their head, in one launch.
 
         Args:
             fields: of the step, logits_indices among them.
-            starts: [R + 1] int32: the first token of each prompt, and the end of the last one.
 
         Returns:
             None: they are not captured so, or more than the captured kernels serve.
         """
-        turns, descriptor = self._prompt_turns, self.dispatcher.dispatch_fresh(fields.positions.size)
+        turns = self._prompt_turns
+        descriptor = self.dispatcher.dispatch_prompts(fields.positions.size, prompts.extends)
         if turns is None or descriptor is None:
             return None
-        backend = self._runner.attn_backend
-        placed = turns.write(fields, lambda work: backend.write_fresh_work(work, starts))
+        size, backend = descriptor.num_tokens, self._runner.attn_backend
+        placed = turns.write(fields, lambda work: backend.write_prompt_work(size, work, prompts))
         if placed is None:
             return None
         self.inputs.clear_rope_lens()
-        entry, times = self._fresh_graphs[descriptor], self._runner.forward_times
+        entry, times = self._prompt_graphs[descriptor], self._runner.forward_times
         with nullcontext() if times is None else times.measure(descriptor.num_tokens):
             entry.mixed.graph.replay()
             turns.replayed()  # before anything can fail: the device has taken the turn
@@ -514,7 +517,7 @@ def _kind(mode: CUDAGraphMode, descriptor: BatchDescriptor) -> str:
     if descriptor.tokens_alone:
         return "TOGETHER"
     if mode is CUDAGraphMode.FULL and not descriptor.uniform:
-        return "FRESH" if descriptor.fresh else "MIXED"
+        return "FRESH" if descriptor.fresh else "EXTEND" if descriptor.extends else "MIXED"
     return mode.name
 
 
@@ -534,9 +537,10 @@ def estimate_graph_bytes(runner: CapturableModel, dispatcher: GraphDispatcher) -
         "PIECEWISE": dispatcher.piecewise_tokens,
         "MIXED": dispatcher.mixed_tokens,
         "FRESH": dispatcher.fresh_tokens,
+        "EXTEND": dispatcher.extend_tokens,
     }
-    pieces, decodes, mixed, fresh = (sizes_of[kind][-2:] for kind in ("PIECEWISE", "FULL", "MIXED", "FRESH"))
-    trial = GraphDispatcher(dispatcher.mode, pieces, decodes, mixed, fresh_tokens=fresh)
+    decodes, pieces, mixed, fresh, extends = (sizes[-2:] for sizes in sizes_of.values())
+    trial = GraphDispatcher(dispatcher.mode, pieces, decodes, mixed, fresh_tokens=fresh, extend_tokens=extends)
     graphs = GraphRunner(runner, trial)
     graphs.capture()
     total = 0.0

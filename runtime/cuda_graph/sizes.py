@@ -11,8 +11,10 @@ from mllm_compile.runtime.graph_mode import CUDAGraphMode
 
 logger = logging.getLogger(__name__)
 
-# Tokens of captured prompts alone, whose inputs come in one upload, always of all its places.
+# Tokens of captured prompts alone, whose inputs come in one upload, always of all its places. Beyond the last size of
+# those that go on from what is in the cache a step takes so long that what a graph spares the host is little of it.
 FRESH_TOKENS = (64, 128, 192, 256, 384, 512)
+EXTEND_TOKENS = (64, 128, 192, 256)
 
 
 def dispatcher_of(runner: CapturableModel) -> GraphDispatcher:
@@ -35,18 +37,28 @@ def dispatcher_of(runner: CapturableModel) -> GraphDispatcher:
         logger.info("steps with prompts are not captured whole: %s", obstacle)
         mixed_tokens = ()
     cascades = [size for size in graphs.decode_requests if _is_captured_as_cascade(runner, size)]
-    fresh = _fresh_sizes(runner) if graphs.whole_prompts else []
-    sizes = graphs.piecewise_tokens, graphs.decode_requests, mixed_tokens, cascades, fresh
-    return GraphDispatcher(mode, *sizes, tokens_alone=runner.choice is not None)
+    return GraphDispatcher(
+        mode,
+        graphs.piecewise_tokens,
+        graphs.decode_requests,
+        mixed_tokens,
+        cascades,
+        fresh_tokens=_prompt_sizes(runner, extends=False),
+        extend_tokens=_prompt_sizes(runner, extends=True),
+        tokens_alone=runner.choice is not None,
+    )
 
 
-def _fresh_sizes(runner: CapturableModel) -> list[int]:
-    """The sizes for which prompts alone are captured whole."""
-    if runner.communicator is not None or runner.model.has_experts or not runner.attn_backend.fresh_work_bytes:
-        return []  # over ranks, and of mixtures of experts, they have not been seen
-    if runner.model.rope is not None:  # its lengths are a further input
+def _prompt_sizes(runner: CapturableModel, extends: bool) -> list[int]:
+    """The sizes for which prompts alone are captured whole, those that go on from what is in the cache or others."""
+    if not runner.config.cudagraph.whole_prompts:
         return []
-    return [size for size in FRESH_TOKENS if size <= runner.config.runtime.max_num_batched_tokens]
+    if runner.communicator is not None or runner.model.has_experts:
+        return []  # over ranks, and of mixtures of experts, they have not been seen
+    if runner.model.rope is not None or not runner.attn_backend.prompt_work_bytes(extends):
+        return []  # RoPE's lengths would be a further input
+    runtime, sizes = runner.config.runtime, EXTEND_TOKENS if extends else FRESH_TOKENS
+    return [size for size in sizes if size <= runtime.max_num_batched_tokens]
 
 
 def _is_captured_as_cascade(runner: CapturableModel, num_requests: int) -> bool:

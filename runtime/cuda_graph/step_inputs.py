@@ -101,7 +101,7 @@ class StepInputs(TokenPlaces):
     Attributes:
         req_pool_indices: [N] int64.
         seq_lens: [N] int32; seq_lens_cpu: the same on the host, of the last step.
-        work: uint8, what attention reads of captured prompts (AttentionBackend.write_fresh_work).
+        work: uint8, what attention reads of captured prompts (AttentionBackend.write_prompt_work).
         block: uint8, all places, those of what else comes with a step behind them.
     """
 

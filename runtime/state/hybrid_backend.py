@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import torch
 
 from mllm_compile.runtime.attention.base import AttentionBackend, AttentionInputs, Unrotated
 from mllm_compile.runtime.attention.layer import AttentionLayer
-from mllm_compile.runtime.attention.metadata import CommonAttentionMetadata
+from mllm_compile.runtime.attention.metadata import CommonAttentionMetadata, StepPrompts
 from mllm_compile.runtime.forward_batch import ForwardBatch, ForwardMode
 from mllm_compile.runtime.state.base import StateBackend, StateInputs
-from mllm_compile.runtime.state.mixed import MixedStates, MixedStateSteps
+from mllm_compile.runtime.state.mixed import MixedStates, MixedStateSteps, PromptStates
 
 
 class HybridAttnBackend(AttentionBackend):
@@ -117,6 +118,25 @@ class HybridAttnBackend(AttentionBackend):
 
     def runs_well_captured(self, batch: ForwardBatch) -> bool:
         return self._attention is None or self._attention.runs_well_captured(batch)
+
+    def prompt_work_bytes(self, extends: bool) -> int:
+        if self._mixed is None:
+            return 0
+        of_attention = 0 if self._attention is None else self._attention.prompt_work_bytes(extends)
+        is_captured = self._attention is None or of_attention
+        return PromptStates.num_bytes + of_attention if is_captured else 0
+
+    def init_forward_metadata_capture_prompts(self, num_tokens: int, work: torch.Tensor, extends: bool) -> None:
+        self._mixed_step = PromptStates.capture(work)
+        if self._attention is not None:
+            of_attention = work[PromptStates.num_bytes :]
+            self._attention.init_forward_metadata_capture_prompts(num_tokens, of_attention, extends)
+
+    def write_prompt_work(self, num_tokens: int, memory: np.ndarray, prompts: StepPrompts) -> bool:
+        if not PromptStates.write(memory, prompts):
+            return False
+        of_attention = memory[PromptStates.num_bytes :]
+        return self._attention is None or self._attention.write_prompt_work(num_tokens, of_attention, prompts)
 
     def init_forward_metadata_capture_mixed(self, num_tokens: int) -> None:
         self._mixed_step = self._mixed_states.capture(num_tokens)

@@ -1,5 +1,5 @@
 """Layers with a state in captured steps with prompts: one capture serves whatever decodes and prompts make up so many
-tokens.
+tokens, or whatever prompts alone.
 
 Their kernels read rows, lengths and flags on the device. So each is launched for as many requests as such a step can
 have: the decodes' kernel finds no row where a request is no decode, and what it writes there the prompts' kernel writes
@@ -11,10 +11,19 @@ Shape legend: R requests that a captured step may have.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
 import torch
 
-from mllm_compile.runtime.attention.metadata import CommonAttentionMetadata, split_decodes_and_prefills
+from mllm_compile.runtime.attention.metadata import (
+    CommonAttentionMetadata,
+    StepPrompts,
+    split_decodes_and_prefills,
+)
+
+# Prompts of a captured step of prompts alone: kernels have blocks for as many, though most steps have one.
+MOST_PROMPTS = 4
 
 
 @dataclass(frozen=True)
@@ -22,11 +31,11 @@ class MixedStates:
     """The tensors that kernels of a captured step read, and that a replay finds filled.
 
     Attributes:
-        of_decodes: (rows, has_state) of the decodes, [R]; row 0 where a request is none.
+        of_decodes: (rows, has_state) of the decodes, [R]; row 0 where a request is none. None: the step has none.
         of_prompts: (rows, has_state, starts, ends), [R]: request i's tokens are from starts[i] to ends[i].
     """
 
-    of_decodes: tuple[torch.Tensor, torch.Tensor]
+    of_decodes: tuple[torch.Tensor, torch.Tensor] | None
     of_prompts: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 
@@ -81,3 +90,47 @@ class MixedStateSteps:
             torch.sub(ends[num_decodes:], new[num_decodes:count], out=self._starts[num_decodes:count])
         self._starts[:num_decodes].copy_(ends[:num_decodes])
         return self._step(num_tokens)
+
+
+class PromptStates:
+    """What is read of prompts alone: the host writes it where it keeps a step's inputs, with which it comes.
+
+    Attributes:
+        num_bytes: of all of it, a multiple of 256.
+    """
+
+    num_bytes = -(-MOST_PROMPTS * (8 + 4 + 4 + 1) // 256) * 256
+
+    @classmethod
+    def capture(cls, work: torch.Tensor) -> MixedStates:
+        """Gives what a step reads.
+
+        Args:
+            work: [≥ num_bytes] uint8 on the device, aligned to 256 bytes.
+        """
+        rows, starts, ends, has_state = cls._split(work)
+        parts = rows.view(torch.int64), has_state.view(torch.bool), starts.view(torch.int32), ends.view(torch.int32)
+        return MixedStates(None, parts)
+
+    @classmethod
+    def write(cls, memory: np.ndarray, prompts: StepPrompts) -> bool:
+        """Writes what a replay reads; False: there are more prompts than places.
+
+        Args:
+            memory: [≥ num_bytes] uint8.
+        """
+        count = prompts.rows.size
+        if count > MOST_PROMPTS:
+            return False
+        memory[: cls.num_bytes] = 0
+        rows, starts, ends, has_state = cls._split(memory)
+        rows.view(np.int64)[:count] = prompts.rows
+        starts.view(np.int32)[:count], ends.view(np.int32)[:count] = prompts.starts[:-1], prompts.starts[1:]
+        has_state[:count] = prompts.prefix_lens > 0
+        return True
+
+    @staticmethod
+    def _split(work: Any) -> tuple[Any, Any, Any, Any]:
+        """Bytes of rows, starts, ends and flags, each from a multiple of 16 on: a package copies other inputs."""
+        first, second, third = (MOST_PROMPTS * width for width in (8, 12, 16))
+        return work[:first], work[first:second], work[second:third], work[third : third + MOST_PROMPTS]

@@ -38,6 +38,11 @@ class HostPageTable:
         pages, offsets = np.divmod(positions, self.page_size)
         return self._table[rows, pages].astype(np.int64) * self.page_size + offsets
 
+    def pages_of(self, rows: np.ndarray, seq_lens: np.ndarray) -> np.ndarray:
+        """[P] int32: the pages of so many tokens of each row, [R] int each, one row's behind another's."""
+        counts = (-(-seq_lens // self.page_size)).tolist()
+        return np.concatenate([self._table[row, :count] for row, count in zip(rows.tolist(), counts, strict=True)])
+
     def first_slot_in_a_row(self, row: int, num_tokens: int) -> int | None:
         """The slot of a row's first token if the slots of its first `num_tokens` follow each other; else None."""
         pages = self._table[row, : -(-num_tokens // self.page_size)]

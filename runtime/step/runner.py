@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from mllm_compile.runtime.attention.metadata import StepPrompts
 from mllm_compile.runtime.device.packed_fields import upload_fields
 from mllm_compile.runtime.device.staging import StagingBuffer, StagingRing
 from mllm_compile.runtime.device.upload import upload
@@ -47,6 +48,7 @@ if TYPE_CHECKING:
 
 Announce = Callable[[StepRecord], None]
 
+_MOST_PAGES_WITH_INPUTS = 128  # of captured prompts; a prefix of more is entered when they are under way
 _SCORED_LOGITS = 2**26  # of prompt positions at a time: 128 MiB in 16 bits, however long the prompts are
 
 
@@ -305,18 +307,25 @@ class StepRunner:
             self._list_new_pages(fields)
 
     def _run_prompts(self, batch: ScheduledBatch, plan: StepPlan) -> _Results | None:
-        """Runs the step in one launch and that of its head; None: it has more than prompts from their first tokens on,
-        or these are not captured so."""
+        """Runs the step in one launch and that of its head; None: it has more than prompts, or these are not captured
+        so."""
         has_more = batch.num_decodes or plan.is_decode or plan.own is not None or plan.media is not None
-        if has_more or plan.fields.scored_indices is not None or batch.prefix_lens.any():
+        if has_more or plan.fields.scored_indices is not None:
             return None
-        self._add_new_pages(plan, batch)
+        comes_apart = batch.page_ids.size > _MOST_PAGES_WITH_INPUTS
+        if not comes_apart:
+            self._add_new_pages(plan, batch)
         starts = np.zeros(batch.num_requests + 1, dtype=np.int32)
         np.add.accumulate(batch.num_new, out=starts[1:])
-        launched = self._runner.launch_prompts(plan.fields, starts)
+        rows, seq_lens = batch.rows, batch.seq_lens
+        prompts = StepPrompts(starts, batch.prefix_lens, rows, lambda: self._pages.pages_of(rows, seq_lens))
+        launched = self._runner.launch_prompts(plan.fields, prompts)
         if launched is None:
             return None
         fields = launched.fields
+        if comes_apart:
+            pages = upload_fields(self._new_pages(batch), self._uploads, self._runner.device)
+            self._runner.req_to_token_pool.write_page_slots(pages["page_places"], pages["page_slots"])
         self._list_new_pages(fields)
         assert fields.logits_indices is not None, "a plan that is no decode has some"
         output = launched.head(fields.logits_indices)
@@ -364,8 +373,15 @@ class StepRunner:
     def _add_new_pages(self, plan: StepPlan, batch: ScheduledBatch) -> None:
         """Adds new pages to what the plan brings to the device."""
         if batch.page_ids.size and plan.fields.page_places is None:
-            plan.fields.page_places = self._pages.places_of(batch.page_rows, batch.page_positions)
-            plan.fields.page_slots = self._pages.slots_of(batch.page_ids)
+            pages = self._new_pages(batch)
+            plan.fields.page_places, plan.fields.page_slots = pages["page_places"], pages["page_slots"]
+
+    def _new_pages(self, batch: ScheduledBatch) -> dict[str, np.ndarray]:
+        """The step's new pages, as StepFields has them."""
+        return {
+            "page_places": self._pages.places_of(batch.page_rows, batch.page_positions),
+            "page_slots": self._pages.slots_of(batch.page_ids),
+        }
 
     def _list_new_pages(self, fields: StepFields[torch.Tensor]) -> None:
         """Enters the step's new pages, which came with its inputs, in the device's table of slots."""

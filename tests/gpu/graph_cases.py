@@ -34,10 +34,13 @@ def make_gpu_runner(
     page_size: int = 64,
     model: dict[str, str] | None = None,
     mixed_tokens: tuple[int, ...] = (),
+    most_tokens: int = 128,
+    longest: int = 512,
     **changes,
 ) -> ModelRunner:
     """The embedded model, or another; graphs of DECODE_REQUESTS, PIECEWISE_TOKENS and `mixed_tokens` captured, unless
-    `changes`, of the section `cudagraph`, say otherwise."""
+    `changes`, of the section `cudagraph`, say otherwise. A step has up to `most_tokens`,
+    a request up to `longest`."""
     config = tiny_config(
         cache,
         model={"dtype": "bfloat16"} | (model or {}),
@@ -46,7 +49,8 @@ def make_gpu_runner(
             "device": "cuda",
             "page_size": page_size,
             "max_running_requests": DECODE_REQUESTS[-1],
-            "max_num_batched_tokens": 128,
+            "max_num_batched_tokens": most_tokens,
+            "max_model_len": longest,
         },
         cudagraph={
             "decode_requests": DECODE_REQUESTS,

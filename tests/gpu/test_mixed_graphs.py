@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from mllm_compile.runtime.attention.metadata import StepPrompts
 from mllm_compile.runtime.cuda_graph.graph_runner import GraphRunner
 from mllm_compile.runtime.errors import ConfigError
 from mllm_compile.runtime.forward_batch import ForwardBatch
@@ -138,7 +139,9 @@ def test_prompts_in_one_launch_give_their_logits_whatever_the_table_of_slots_say
         listed = table.clone()
         table[1:] = -1  # who read it would read elsewhere
         before = snapshot(runner)
-        launched = runner.launch_prompts(fields, np.array([0, *ends], dtype=np.int32))
+        starts, none = np.array([0, *ends], dtype=np.int32), np.zeros(len(lengths), dtype=np.int32)
+        prompts = StepPrompts(starts, none, fields.req_pool_indices, lambda: pytest.fail("they need no pages"))
+        launched = runner.launch_prompts(fields, prompts)
         assert (launched is None) == (len(lengths) * num_heads > num_sms), "one tile each"
         if launched is not None:
             launches += 1
@@ -242,7 +245,8 @@ def test_300_steps_of_requests_that_join_and_leave_give_the_same_tokens(runner):
 
 def test_every_size_is_captured(runner):
     figures = graphs_of(runner).figures
-    for kind, sizes in (("MIXED", MIXED_TOKENS), ("FRESH", (64, 128))):  # a step has at most 128 tokens
+    # A step has at most 128 tokens.
+    for kind, sizes in (("MIXED", MIXED_TOKENS), ("FRESH", (64, 128)), ("EXTEND", (64, 128))):
         assert [figure.num_tokens for figure in figures if figure.mode == kind] == list(reversed(sizes))
 
 

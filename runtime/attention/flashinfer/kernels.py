@@ -39,7 +39,7 @@ _CASCADE_LAYER_US = 60.0
 # SM shared by the kv heads, each of at most 128 packed query rows; and in a captured decode as many tiles as padded
 # requests of one token, their query heads packed, can need.
 _MIN_WORKSPACE_BYTES = 128 << 20
-_BLOCKS_PER_SM = 2
+BLOCKS_PER_SM = 2
 _QUERY_TILES = (16, 64, 128)
 
 
@@ -135,7 +135,7 @@ def check_never_split(groups: Iterable[PlanGroup], num_rows: int, num_sms: int) 
         ConfigError: there are too few rows.
     """
     for group in groups:
-        blocks = _BLOCKS_PER_SM * num_sms // group.num_kv_heads
+        blocks = BLOCKS_PER_SM * num_sms // group.num_kv_heads
         if num_rows <= blocks:
             raise ConfigError(
                 f"runtime.deterministic with captured decodes needs more than {blocks} rows a step for "
@@ -306,7 +306,7 @@ def workspace_bytes(groups: Iterable[PlanGroup], max_requests: int, num_sms: int
     """Bytes of the float workspace that holds the partial results of any batch."""
     needed = _MIN_WORKSPACE_BYTES
     for group in groups:
-        blocks = _BLOCKS_PER_SM * num_sms // group.num_kv_heads
+        blocks = BLOCKS_PER_SM * num_sms // group.num_kv_heads
         packed = group.num_heads // group.num_kv_heads
         decode_tile = next((tile for tile in _QUERY_TILES if packed <= tile), _QUERY_TILES[-1])
         decode_tiles = -(-max_requests * packed // decode_tile) + max_requests - 1

@@ -16,6 +16,7 @@ import torch
 
 from mllm_compile.runtime.attention.flashinfer.copied import CopiedPrefill, CopySpace, RowPrefill
 from mllm_compile.runtime.attention.flashinfer.kernels import (
+    BLOCKS_PER_SM,
     CAPTURED_PREFILL,
     PlanGroup,
     PrefillKernel,
@@ -26,7 +27,7 @@ from mllm_compile.runtime.attention.flashinfer.kernels import (
 )
 from mllm_compile.runtime.attention.flashinfer.parts import DividedPrefill, pages_in_parts
 from mllm_compile.runtime.attention.flashinfer.plan import PagedView, PlanSpace
-from mllm_compile.runtime.attention.flashinfer.work_list import WorkList
+from mllm_compile.runtime.attention.flashinfer.work_list import SplitList, WorkList
 from mllm_compile.runtime.attention.split.prefill_tiles import list_tiles
 from mllm_compile.runtime.attention.split.split_decode import DecodePiece, SplitDecodeSpace
 from mllm_compile.runtime.cuda.driver import copy_pinned
@@ -313,6 +314,38 @@ class GroupPrefill:
         starts = torch.tensor([0, num_tokens], dtype=torch.int32)
         with self._space.planning(wrapper):
             wrapper.plan(starts, starts, *self._heads, causal=True, **self._options)
+        wrapper._int_workspace_buffer, wrapper._plan_info = place, works.layout
+        return wrapper
+
+    def split_list(self, num_tokens: int, most_rows: int) -> SplitList:
+        """The list that fa2 reads of a step of `num_tokens` whose keys are divided among blocks."""
+        return SplitList(num_tokens, self._heads, self._page_size, BLOCKS_PER_SM * self._num_sms, most_rows)
+
+    def capture_pages(
+        self, num_tokens: int, works: SplitList | WorkList, place: torch.Tensor, page_ids: torch.Tensor
+    ) -> Any:
+        """Capture steps of `num_tokens` that read what is in pages, by the list at `place` [≥ works.num_bytes] uint8; a
+        wrapper of paged prefills.
+
+        Args:
+            page_ids: [P] int32, those of all requests at each replay.
+        """
+        if isinstance(works, SplitList):
+            kernel, bounds = "fa2", works.bounds(place.view(torch.int32))
+        else:  # fa3 reads no more than its list
+            nothing = torch.zeros(2, dtype=torch.int32, device=self._device)
+            kernel, bounds = CAPTURED_PREFILL.name, [nothing, nothing, nothing[1:]]
+        names = "qo_indptr_buf", "paged_kv_indptr_buf", "paged_kv_last_page_len_buf"
+        buffers = dict(zip(names, bounds, strict=True)) | {"paged_kv_indices_buf": page_ids}
+        wrapper = self._space.adopt(self._make_wrapper(kernel, False, use_cuda_graph=True, **buffers))
+        # One request has all tokens in FlashInfer's own plan, which tells the wrapper how many there are.
+        rows = bounds[2].numel()
+        starts = torch.full((rows + 1,), num_tokens, dtype=torch.int32)
+        starts[0] = 0
+        none, one = torch.zeros(rows + 1, dtype=torch.int32), torch.ones(rows, dtype=torch.int32)
+        options = self._options | {"disable_split_kv": True}  # its own sums could be larger than the workspace
+        with self._space.planning(wrapper):
+            wrapper.plan(starts, none, page_ids[:0], one, *self._heads, self._page_size, causal=True, **options)
         wrapper._int_workspace_buffer, wrapper._plan_info = place, works.layout
         return wrapper
 

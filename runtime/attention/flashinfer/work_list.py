@@ -1,21 +1,31 @@
-"""The list of work that fa3 reads, where it is short: a block for each piece.
+"""The lists of work that FlashInfer's kernels read, where they are short: a block for each piece.
 
-It is all of a plan that fa3's kernels read (BatchPrefillWith…KVCacheSM90Run, FlashInfer 0.6.18). FlashInfer's own plan
-(PrefillSM90Plan in its scheduler.cuh) takes the host 150 µs whatever a batch holds, its wrappers' twice as long, and
-the GPU waits for it ahead of a prompt. A piece of work is a tile of a request's queries with one head. The plan gives
-each block several, so that all blocks take about as long; if there are no more pieces than blocks, nothing is to be
-weighed.
+A list is all of a plan that a kernel reads (BatchPrefillWith…KVCacheRun and …SM90Run, FlashInfer 0.6.18). FlashInfer's
+own plan takes the host 150 µs whatever a batch holds, its wrappers' two to seven times as long, and the GPU waits for
+it ahead of a prompt.
 
-Shape legend: R rows, a request each or none; W pieces that the list has room for; B blocks.
+fa3 (PrefillSM90Plan in FlashInfer's scheduler.cuh): a piece is a tile of a request's queries with one head. The plan
+gives each block several, so that all blocks take about as long; if there are no more pieces than blocks, nothing is to
+be weighed. fa2 with keys divided among blocks (PrefillPlan): a piece is a tile of a request's queries, the query heads
+of a KV head among them, and a chunk of its keys, for each KV head; what blocks made of one tile is merged afterwards.
+
+Shape legend: R rows, a request each or none; W pieces that the list has room for; B blocks; T tokens of a step.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-_QUERIES, _QUERIES_OF_64 = 128, 192  # of a tile; with heads of 64
+if TYPE_CHECKING:
+    import torch
+
+_QUERIES, _QUERIES_OF_64 = 128, 192  # of a tile of fa3's; with heads of 64
+_ROWS_OF_FEW, _ROWS = 64, 128  # of a tile of fa2's
+_FEW_TOKENS = 64
+_LEAST_KEYS = 128  # of a chunk
 _ALIGNMENT = 16  # bytes
 
 
@@ -80,6 +90,98 @@ class WorkList:
         memory[self._requests : self._requests + total].reshape(num_heads, count)[:] = columns[5]
         np.minimum(self._blocks, total, out=memory[self._bounds : self._bounds + num_blocks + 1])
         return 4 * max(self._bounds + num_blocks + 1, self._requests + total)
+
+
+class SplitList:
+    """Where a list of work of fa2 lies, and how it is written; behind it lie the bounds that wrappers keep of a batch.
+
+    Attributes:
+        layout: what kernels are told of it.
+        num_bytes: of all of it.
+    """
+
+    def __init__(
+        self, num_tokens: int, heads: tuple[int, int, int], page_size: int, num_blocks: int, most_rows: int
+    ) -> None:
+        """
+        Args:
+            num_tokens: T.
+            heads: query heads, KV heads, head dim.
+            num_blocks: that run at once, for all KV heads.
+            most_rows: the most of R.
+        """
+        num_heads, num_kv_heads, head_dim = heads
+        self.most_rows = most_rows
+        self._group = num_heads // num_kv_heads
+        self._page_size = page_size
+        # Larger tiles read keys less often; heads of 256 have none.
+        self._tile = _ROWS if num_tokens > _FEW_TOKENS and head_dim < 256 else _ROWS_OF_FEW
+        self._width = num_blocks // num_kv_heads
+        counts = [*[self._width] * 3, most_rows + 1, 1, 1, num_tokens + 1, -(-self._width // 4)]
+        counts += [most_rows + 1, most_rows + 1, most_rows]
+        ends = np.cumsum([_room(count) for count in counts]).tolist()
+        starts = [0, *ends[:-1]]
+        self._columns = [start // 4 for start in starts[:3]]
+        self._outputs, self._chunk, self._total, self._merges = (start // 4 for start in starts[3:7])
+        self._mask = starts[7]
+        self._bounds = [slice(start // 4, start // 4 + count) for start, count in zip(starts, counts, strict=True)][8:]
+        self.num_bytes: int = ends[-1]
+        sums = num_heads * self._width * self._tile * head_dim * 4  # of the float workspace, scores behind them
+        requests, tiles, chunks = starts[:3]
+        self.layout = [self._width, num_tokens, starts[5], self._tile, requests, tiles, chunks, starts[6], starts[3]]
+        self.layout += [starts[4], 0, -(-sums // _ALIGNMENT) * _ALIGNMENT, starts[7], 1, 1]
+
+    def bounds(self, numbers: torch.Tensor) -> list[torch.Tensor]:
+        """Where each row's queries start, [most_rows + 1], its page ids, likewise, and how many tokens its last page
+        has, [most_rows]: parts of the list's memory, int32."""
+        return [numbers[place] for place in self._bounds]
+
+    def write(self, memory: np.ndarray, starts: np.ndarray, first_pages: np.ndarray, num_keys: np.ndarray) -> int:
+        """Writes the list and the bounds.
+
+        Args:
+            memory: [num_bytes / 4] int32.
+            starts: [R + 1] int32, the first query of each row; first_pages: [R + 1] int32, where its page ids start;
+                num_keys: [R] int32.
+
+        Returns:
+            num_bytes; 0: there are more rows or tiles than the list has room for, and nothing is written.
+        """
+        lengths = (starts[1:] - starts[:-1]).tolist()
+        tiles = [-(-length * self._group // self._tile) for length in lengths]
+        if len(lengths) > self.most_rows or sum(tiles) > self._width:
+            return 0
+        pages = (first_pages[1:] - first_pages[:-1]).tolist()
+        chunk = self._pages_of_chunk(tiles, pages)
+        chunks = [-(-count // chunk) for count in pages]
+        pieces = [(r, t, c) for r, count in enumerate(tiles) for t in range(count) for c in range(chunks[r])]
+        for start, column in zip(self._columns, np.array(pieces, dtype=np.int32).T, strict=True):
+            memory[start : start + len(pieces)] = column
+        of_rows, count = np.array(chunks, dtype=np.int32), len(lengths)
+        memory[self._outputs] = memory[self._merges] = 0
+        np.cumsum(of_rows * lengths, out=memory[self._outputs + 1 : self._outputs + 1 + count])
+        total = int(starts[-1])
+        np.cumsum(np.repeat(of_rows, lengths), out=memory[self._merges + 1 : self._merges + 1 + total])
+        memory[self._chunk], memory[self._total] = chunk * self._page_size, total
+        is_there = memory.view(np.uint8)[self._mask : self._mask + self._width]
+        is_there[: len(pieces)], is_there[len(pieces) :] = 1, 0
+        of_queries, of_pages, of_last = (memory[place] for place in self._bounds)
+        of_queries[: count + 1], of_pages[: count + 1] = starts, first_pages
+        of_queries[count + 1 :], of_pages[count + 1 :] = total, first_pages[-1]  # whose last one bounds all page ids
+        of_last[:count] = (num_keys - 1) % self._page_size + 1
+        return self.num_bytes
+
+    def _pages_of_chunk(self, tiles: list[int], pages: list[int]) -> int:
+        """Pages of a chunk: as few as give no more pieces than there is room for."""
+
+        def fits(chunk: int) -> bool:
+            return sum(n * -(-count // chunk) for n, count in zip(tiles, pages, strict=True)) <= self._width
+
+        low, high = max(1, _LEAST_KEYS // self._page_size), max(pages)
+        while low < high:
+            middle = (low + high) // 2
+            low, high = (low, middle) if fits(middle) else (middle + 1, high)
+        return low
 
 
 def _room(count: int) -> int:

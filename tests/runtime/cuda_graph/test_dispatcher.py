@@ -80,14 +80,14 @@ def test_a_full_graph_of_any_step_is_preferred_to_pieces_unless_it_may_not_serve
 def test_prompts_alone_have_full_graphs_of_their_own_where_these_are_captured():
     sizes = CUDAGraphMode.FULL_AND_PIECEWISE, TOKENS, REQUESTS, (5, 12)
     fresh, others = GraphDispatcher(*sizes, fresh_tokens=(12, 5)), GraphDispatcher(*sizes)
-    assert fresh.dispatch_fresh(6) == BatchDescriptor(12, fresh=True)
-    assert fresh.dispatch_fresh(13) is others.dispatch_fresh(6) is None
+    assert fresh.dispatch_prompts(6, extends=False) == BatchDescriptor(12, fresh=True)
+    assert fresh.dispatch_prompts(13, extends=False) is others.dispatch_prompts(6, extends=False) is None
     assert fresh.dispatch(6, 2, False) == others.dispatch(6, 2, False)
     assert set(fresh.descriptors()) - set(others.descriptors()) == {
         (CUDAGraphMode.FULL, BatchDescriptor(size, fresh=True)) for size in (5, 12)
     }
     alone = GraphDispatcher(CUDAGraphMode.FULL, (), REQUESTS, fresh_tokens=(5,))
-    assert alone.dispatch_fresh(4) == BatchDescriptor(5, fresh=True) and not alone.mixed_tokens
+    assert alone.dispatch_prompts(4, extends=False) == BatchDescriptor(5, fresh=True) and not alone.mixed_tokens
     assert GraphDispatcher(CUDAGraphMode.FULL_DECODE_ONLY, (), REQUESTS, fresh_tokens=(5,)).fresh_tokens == ()
 
 
@@ -170,3 +170,12 @@ def test_decodes_of_one_prefix_have_graphs_of_their_own_of_some_sizes():
     assert dispatcher.dispatch_cascade(REQUESTS[-1] + 1) is None
     assert (CUDAGraphMode.FULL, found) in dispatcher.descriptors()
     assert BOTH.dispatch_cascade(1) is None
+
+
+def test_prompts_that_go_on_from_the_cache_have_sizes_of_their_own():
+    both = GraphDispatcher(CUDAGraphMode.FULL, (), REQUESTS, fresh_tokens=(5,), extend_tokens=(9, 6))
+    assert both.dispatch_prompts(6, extends=True) == BatchDescriptor(6, extends=True)
+    assert both.dispatch_prompts(7, extends=True) == BatchDescriptor(9, extends=True)
+    assert both.dispatch_prompts(6, extends=False) is both.dispatch_prompts(10, extends=True) is None
+    assert {(CUDAGraphMode.FULL, BatchDescriptor(size, extends=True)) for size in (6, 9)} < set(both.descriptors())
+    assert GraphDispatcher(CUDAGraphMode.FULL_DECODE_ONLY, (), REQUESTS, extend_tokens=(5,)).extend_tokens == ()

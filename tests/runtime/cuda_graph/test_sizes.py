@@ -69,18 +69,27 @@ def model_of(rope, has_experts=False):
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
-        ({}, (64, 128)),
-        ({"communicator": SimpleNamespace()}, ()),
-        ({"attn_backend": SimpleNamespace(fresh_work_bytes=0)}, ()),
-        ({"model": model_of(rope=object())}, ()),
-        ({"model": model_of(rope=None, has_experts=True)}, ()),
+        ({}, {"fresh_tokens": (64, 128), "extend_tokens": (64, 128)}),
+        (
+            {"attn_backend": SimpleNamespace(prompt_work_bytes=lambda extends: 256 * extends)},
+            {"extend_tokens": (64, 128)},
+        ),
+        ({"communicator": SimpleNamespace()}, {}),
+        ({"model": model_of(rope=object())}, {}),
+        ({"model": model_of(rope=None, has_experts=True)}, {}),
     ],
 )
 def test_prompts_alone_are_captured_whole_where_the_graph_can_fetch_all_that_it_reads(changes, expected):
     graphs = CudaGraphSection(mode="full", decode_requests=(1,), whole_prompts=True)
-    given = {"attn_backend": SimpleNamespace(fresh_work_bytes=256), "model": model_of(rope=None)}
+    backend = SimpleNamespace(prompt_work_bytes=lambda extends: 256)
+    given = {"attn_backend": backend, "model": model_of(rope=None)}
     found = dispatcher_of(runner_of(graphs, {"max_num_batched_tokens": 150}, **(given | changes)))
-    assert found.fresh_tokens == expected and not found.mixed_tokens
+    assert {name: getattr(found, name) for name in ("fresh_tokens", "extend_tokens")} == (
+        {"fresh_tokens": (), "extend_tokens": ()} | expected
+    )
+    assert not found.mixed_tokens
+    without = CudaGraphSection(mode="full", decode_requests=(1,), whole_prompts=False)
+    assert not dispatcher_of(runner_of(without, {"max_num_batched_tokens": 150}, **given)).extend_tokens
 
 
 @pytest.mark.parametrize(("captures", "most_that_pay", "expected"), [(True, 4, (2, 4)), (True, 1, ()), (False, 4, ())])

@@ -6,12 +6,14 @@ import numpy as np
 import pytest
 import torch
 
+from mllm_compile.runtime.attention.metadata import StepPrompts
 from mllm_compile.runtime.cuda_graph.graph_runner import LaunchedPrompts
 from mllm_compile.runtime.errors import DeviceMemoryError
 from mllm_compile.runtime.forward_batch import LogitsProcessorOutput
 from mllm_compile.runtime.media.grids import GridTower
 from mllm_compile.runtime.media.request import RequestMedia
 from mllm_compile.runtime.sampling.state import SamplingFlags
+from mllm_compile.runtime.step import runner as step_runner
 from mllm_compile.runtime.step_fields import DTYPES, StepFields
 from tests.runtime.runner_cases import VOCAB, Loop, TinyModel, make_runner
 
@@ -360,7 +362,7 @@ def test_new_pages_are_listed_ahead_of_a_step_that_reads_them_else_behind_its_la
 def launched_at_once(runner, most: int, launches: list[int]):
     """As captured prompts run of up to `most` tokens; notes how many each launch has."""
 
-    def launch(fields, starts: np.ndarray) -> LaunchedPrompts | None:
+    def launch(fields, prompts: StepPrompts) -> LaunchedPrompts | None:
         if fields.positions.size > most:
             return None
         launches.append(fields.positions.size)
@@ -370,10 +372,16 @@ def launched_at_once(runner, most: int, launches: list[int]):
                 for name, array in (fields.inputs() | fields.others()).items()
             }
         )
-        runner.req_to_token_pool.write_page_slots(placed.page_places, placed.page_slots)
-        new = torch.from_numpy(np.diff(starts))
+        # A captured step reads these pages and no table.
+        table, size, ids = runner.req_to_token_pool.req_to_token, runner.config.runtime.page_size, prompts.list_pages()
+        for row, num_keys in zip(prompts.rows.tolist(), prompts.num_keys.tolist(), strict=True):
+            count = -(-num_keys // size)
+            slots, ids = (ids[:count, None] * size + np.arange(size)).ravel(), ids[count:]
+            table[row, : slots.size] = torch.from_numpy(slots.astype(np.int32))
+        assert not ids.size
+        new, cached = torch.from_numpy(prompts.query_lens), torch.from_numpy(prompts.prefix_lens)
         batch = runner.prepare_forward_batch_extend(
-            placed.input_ids, placed.req_pool_indices, placed.seq_lens, new, torch.zeros_like(new), placed.out_cache_loc
+            placed.input_ids, placed.req_pool_indices, placed.seq_lens, new, cached, placed.out_cache_loc
         )
 
         def head(indices: torch.Tensor) -> LogitsProcessorOutput:
@@ -395,7 +403,20 @@ def test_prompts_in_one_launch_and_others_get_the_same_tokens(expected, overlap,
     requests += [loop.add(prompt) for prompt in PROMPTS[1:]]
     loop.run(overlap)
     assert outputs(requests) == expected
-    assert launches == [5], "a step of 24 tokens is too long, later ones have decodes or a prefix"
+    assert launches == [5], "a step of 24 tokens is too long, later ones have decodes"
     scored = loop.add([5, 4, 3], prompt_logprobs=1)
     loop.run(overlap)
     assert len(launches) == 1 and len(scored.output_token_ids) == 8, "prompts that are scored need more than the head"
+
+
+@pytest.mark.parametrize("pages_with_inputs", [0, 128])
+def test_prompts_that_hit_the_cache_are_launched_so_too_and_get_the_same_tokens(pages_with_inputs, monkeypatch):
+    monkeypatch.setattr(step_runner, "_MOST_PAGES_WITH_INPUTS", pages_with_inputs)
+    runner, launches = make_runner(TinyModel(), page_size=4), []
+    monkeypatch.setattr(runner, "launch_prompts", launched_at_once(runner, 21, launches))
+    loop, prompt = Loop(runner, enable_prefix_cache=True), PROMPTS[3]
+    for length in (len(prompt), 10, 9, len(prompt)):
+        request = loop.add(prompt[:length])
+        loop.run()
+        assert outputs([request]) == [TinyModel().greedy(prompt[:length], 8)]
+    assert launches == [len(prompt), 2, 1, 3], "4 tokens are a page"
