@@ -17,6 +17,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from mllm_compile.runtime.device.upload import upload
 from mllm_compile.runtime.schedule.pages.allocator import TokenToKVPoolAllocator
 
 _ALIGNMENT = 16  # bytes
@@ -148,11 +149,18 @@ class GDNPool:
         """[num_rows, *shape] of a layer."""
         return self._states[state_id]
 
-    def copy_rows(self, sources: torch.Tensor, targets: torch.Tensor) -> None:
-        """Copy rows `sources` [N] int64 to rows `targets` [N] int64, which differ from each other, in every layer. Two
-        launches for layers alike, or for as many of them as a bounded copy of their rows holds."""
+    def copy_rows(self, copies: np.ndarray) -> None:
+        """Copy rows to others in every layer, without waiting: [N, 2] int64, from and to, of which the latter differ
+        from each other. Two launches for layers alike, or for as many of them as a bounded copy of their rows holds;
+        one for a single row, whose prompt the GPU waits for."""
+        if len(copies) == 1:
+            ((source, target),) = copies.tolist()
+            for states in self._groups:
+                states[:, target].copy_(states[:, source])
+            return
         for states in self._groups:
-            bytes_each = sources.numel() * states[0, 0].nbytes
+            sources, targets = upload(copies.T.copy(), states.device)
+            bytes_each = len(copies) * states[0, 0].nbytes
             for layers in states.split(max(1, _COPIED_BYTES // max(1, bytes_each))):
                 layers.index_copy_(1, targets, layers.index_select(1, sources))
 

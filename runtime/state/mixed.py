@@ -93,7 +93,7 @@ class MixedStateSteps:
 
 
 class PromptStates:
-    """What is read of prompts alone: the host writes it where it keeps a step's inputs, with which it comes.
+    """Writes what is read of prompts alone: where the host keeps a step's inputs, with which it comes.
 
     Attributes:
         num_bytes: of all of it, a multiple of 256.

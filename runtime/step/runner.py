@@ -196,8 +196,7 @@ class StepRunner:
         if copies.size and self._deal is not None:
             copies = own_copies(copies, request_column, self._deal.rank, self._deal.rows_of_rank)
         if copies.size:
-            sources, targets = upload(copies.T.copy(), self._runner.device)
-            self._runner.state_pool.copy_rows(sources, targets)
+            self._runner.state_pool.copy_rows(copies)
 
     def _choice(self, batch: ScheduledBatch, plan: StepPlan) -> Choice:
         """How ranks come to the step's tokens."""

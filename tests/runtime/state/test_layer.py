@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
@@ -54,7 +55,7 @@ def test_rows_are_copied_in_every_layer_and_counted_in_bytes():
     for index in range(2):
         states = pool.get_state(index)
         states.copy_(torch.arange(5).view(5, *[1] * (states.dim() - 1)).expand_as(states))
-    pool.copy_rows(torch.tensor([1, 4]), torch.tensor([4, 2]))
+    pool.copy_rows(np.array([[1, 4], [4, 2]]))
     for index in range(2):
         assert [int(row.unique()) for row in pool.get_state(index)] == [0, 1, 4, 3, 1]
 
@@ -71,9 +72,12 @@ def test_layers_alike_are_copied_together_and_begin_where_16_bytes_can_be_read(m
         assert (states.shape, states.dtype, states.is_contiguous()) == ((5, *shape), dtype, True)
         states.copy_(torch.randn(states.shape, generator=torch.Generator().manual_seed(index)))
         before.append(states.clone())
-    pool.copy_rows(torch.tensor([1, 4]), torch.tensor([3, 2]))
+    pool.copy_rows(np.array([[1, 3], [4, 2]]))
     for index, states in enumerate(before):
         assert torch.equal(pool.get_state(index), states[[0, 1, 4, 1, 4]])
+    pool.copy_rows(np.array([[4, 3]]))
+    for index, states in enumerate(before):
+        assert torch.equal(pool.get_state(index), states[[0, 1, 4, 4, 4]])
 
 
 def test_the_least_recently_used_snapshot_makes_room_and_reserved_rows_do_not():
