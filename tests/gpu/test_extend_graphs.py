@@ -160,4 +160,5 @@ def test_the_turns_come_round(runner):
             )
             assert launched is not None, turn
             logits[kind].append(launched.head(launched.fields.logits_indices).next_token_logits.clone())
-    assert all(torch.equal(one, other) for of_kind in logits for one, other in pairwise(of_kind))
+    # From the second round on: their pages are others' too, and the first round wrote there.
+    assert all(torch.equal(one, other) for of_kind in logits for one, other in pairwise(of_kind[1:]))
