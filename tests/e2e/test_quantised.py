@@ -1,4 +1,5 @@
-"""The embedded model's first layer, written in every format of quantised weights, says what Transformers says of the same numbers."""
+"""The embedded model's first layer, written in every format of quantised weights, says what Transformers says of the
+same numbers."""
 
 from __future__ import annotations
 
