@@ -300,8 +300,8 @@ def test_a_warm_start_in_a_fresh_process_imports_no_compiler(inductor_cache, cas
 
 
 @pytest.mark.parametrize("disable_passes", [[], ["pack_projections"]])
-def test_pieces_run_as_traced_give_the_same(tmp_path, cases, disable_passes):
-    config = tiny_config(tmp_path, compile={"backend": "eager", "disable_passes": disable_passes})
+def test_pieces_run_as_traced_give_the_same(eager_cache, cases, disable_passes):
+    config = tiny_config(eager_cache, compile={"backend": "eager", "disable_passes": disable_passes})
     with Engine(config) as engine:
         outputs = engine.generate([case.text for case in cases], GREEDY)
     assert all(case.matches(output) for case, output in zip(cases, outputs, strict=True))
