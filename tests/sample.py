@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import random
 import subprocess
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
@@ -43,6 +43,14 @@ def slow_but_a_sample(everything: Iterable[Any], count: int) -> list[Any]:
         pytest.param(*(one if isinstance(one, tuple) else (one,)), marks=[] if index in taken else [pytest.mark.slow])
         for index, one in enumerate(listed)
     ]
+
+
+def slow_but_a_sample_of_each(kinds: Callable[[Any], object], everything: Iterable[Any], count: int) -> list[Any]:
+    """As `slow_but_a_sample`, with `count` of each kind; `kinds` says of what kind one is."""
+    of_kind: dict[object, list[Any]] = {}
+    for one in everything:
+        of_kind.setdefault(kinds(one), []).append(one)
+    return [parameter for listed in of_kind.values() for parameter in slow_but_a_sample(listed, count)]
 
 
 def how_to_repeat() -> str:

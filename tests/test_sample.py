@@ -60,3 +60,10 @@ def test_all_of_a_list_are_parameters_and_all_but_a_sample_are_slow(monkeypatch)
     assert [one.values for one in parameters] == [("a", 1), ("b",), ("c", 3), ("d",), ("e",)]
     assert sorted(len(one.marks) for one in parameters) == [0, 0, 1, 1, 1]
     assert {mark.name for one in parameters for mark in one.marks} == {"slow"}
+
+
+def test_of_each_kind_there_is_a_sample():
+    parameters = sample.slow_but_a_sample_of_each(lambda one: one % 3, [*range(30), 30, 33, 36], 4)
+    assert {one.values[0] for one in parameters} == {*range(30), 30, 33, 36}
+    usual = [one.values[0] for one in parameters if not one.marks]
+    assert [sum(one % 3 == kind for one in usual) for kind in range(3)] == [4, 4, 4]

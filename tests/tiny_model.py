@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -26,6 +28,21 @@ def tiny_config(cache: Path, **sections: dict[str, Any]) -> EngineConfig:
     for name, keys in sections.items():
         config[name] = config.get(name, {}) | keys
     return EngineConfig.from_dict(config)
+
+
+def shallow_tiny(folder: Path) -> Path:
+    """The embedded model with its first layer alone, in a new folder: it compiles in half of the time."""
+    from safetensors.torch import load_file, save_file
+
+    shutil.copytree(TINY, folder)
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"num_hidden_layers": 1, "layer_types": config["layer_types"][:1]}
+    (folder / "config.json").write_text(json.dumps(config))
+    tensors = load_file(TINY / "model.safetensors")
+    kept = {name: value for name, value in tensors.items() if ".layers." not in name or ".layers.0." in name}
+    (folder / "model.safetensors").unlink()
+    save_file(kept, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
 
 
 def engine_of_pages(config: EngineConfig, num_pages: int | None) -> Engine:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import shutil
 from pathlib import Path
 
 import pytest
@@ -15,7 +14,7 @@ from mllm_compile.compiler.load_or_compile import load_or_compile
 from mllm_compile.errors import RequestError
 from mllm_compile.process.progress import LogReporter
 from mllm_compile.text.tokenizer import load_tokenizer
-from tests.tiny_model import TINY, tiny_config
+from tests.tiny_model import TINY, shallow_tiny, tiny_config
 
 
 def change(path: Path, **keys: object) -> None:
@@ -25,8 +24,9 @@ def change(path: Path, **keys: object) -> None:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """The embedded model as a qwen2 that does not name its tokenizer's class: Transformers brings Qwen2's rules."""
-    folder = Path(shutil.copytree(TINY, tmp_path / "model"))
+    """The embedded model's first layer as a qwen2 that does not name its tokenizer's class, so that Transformers brings
+    Qwen2's rules."""
+    folder = shallow_tiny(tmp_path / "model")
     change(folder / "config.json", model_type="qwen2", architectures=["Qwen2ForCausalLM"])
     change(folder / "tokenizer_config.json", tokenizer_class=None)
     return folder

@@ -23,7 +23,7 @@ from tests.model.tiny_configs import tiny_config as shape_of
 from tests.sample import slow_but_a_sample
 from tests.store.test_artifact import Recorder
 
-DEPTH = 8
+DEPTH = 5  # as few as are more than twice the two that are traced early
 
 
 class FakeWorkers(PieceWorkers):
@@ -45,8 +45,9 @@ class FakeWorkers(PieceWorkers):
 
 
 @pytest.fixture(autouse=True)
-def enough_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+def enough_cores_and_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(early_pieces, "_MIN_CORES", 1)
+    monkeypatch.setattr(early_pieces, "_MIN_LAYERS", DEPTH)
 
 
 def config_of(folder: Path, model_type: str = "qwen3", depth: int = DEPTH) -> EngineConfig:

@@ -234,16 +234,30 @@ def test_a_second_load_compiles_nothing(inductor_cache):
     assert not {"import transformers", "trace", "compile pieces"} & {name for name, _ in again.stages}
 
 
+def sources_of_packages(cache: Path) -> dict[str, str]:
+    """The C++ in the packages of the pieces."""
+    sources = {}
+    for path in (load_or_compile(tiny_config(cache)).folder / PIECES).glob(f"*{PACKAGE_SUFFIX}"):
+        with zipfile.ZipFile(path) as package:
+            sources |= {name: package.read(name).decode() for name in package.namelist() if name.endswith(".cpp")}
+    return sources
+
+
 def test_packages_ask_for_the_number_of_threads_when_they_run(inductor_cache):
     """Also those of a compile that had one thread, for which Inductor would write loops that no other number helps."""
-    folder = load_or_compile(tiny_config(inductor_cache)).folder
-    sources = []
-    for path in (folder / "pieces").glob("*.pt2"):
-        with zipfile.ZipFile(path) as package:
-            sources += [package.read(name).decode() for name in package.namelist() if name.endswith(".cpp")]
-    text = "\n".join(sources)
+    text = "\n".join(sources_of_packages(inductor_cache).values())
     assert "#pragma omp parallel\n" in text
     assert "num_threads(" not in text
+
+
+def test_packages_are_linked_with_the_host_code_that_all_have_in_common(inductor_cache):
+    """And others may compile the same pieces with the same cache at the same time: nothing of theirs is left in it."""
+    wrappers = [text for name, text in sources_of_packages(inductor_cache).items() if name.endswith(".wrapper.cpp")]
+    assert len(wrappers) == 4
+    assert not [text for text in wrappers if "AOTInductorModelContainerCreate" in text]
+    kept = list((inductor_cache / "compilers").rglob("*.*"))
+    assert kept
+    assert not [path for path in kept if "wrapper" in path.name or "kernel" in path.name]
 
 
 def test_all_layers_between_two_attentions_are_one_piece(inductor_cache):
@@ -286,8 +300,8 @@ def test_a_warm_start_in_a_fresh_process_imports_no_compiler(inductor_cache, cas
 
 
 @pytest.mark.parametrize("disable_passes", [[], ["pack_projections"]])
-def test_pieces_run_as_traced_give_the_same(tmp_path, cases, disable_passes):
-    config = tiny_config(tmp_path, compile={"backend": "eager", "disable_passes": disable_passes})
+def test_pieces_run_as_traced_give_the_same(eager_cache, cases, disable_passes):
+    config = tiny_config(eager_cache, compile={"backend": "eager", "disable_passes": disable_passes})
     with Engine(config) as engine:
         outputs = engine.generate([case.text for case in cases], GREEDY)
     assert all(case.matches(output) for case, output in zip(cases, outputs, strict=True))

@@ -17,7 +17,7 @@ from mllm_compile.inductor.job import PieceJob
 from mllm_compile.inductor.workers import PieceWorkers
 from mllm_compile.model.refusals import refusing
 from mllm_compile.runtime.disk_space import full_disk_said
-from tests.tiny_model import TINY, tiny_config
+from tests.tiny_model import TINY, shallow_tiny, tiny_config
 
 EAGER = {"backend": "eager"}
 FULL = [errno.ENOSPC, errno.EDQUOT, errno.EFBIG]
@@ -70,8 +70,11 @@ def test_a_trace_leaves_nothing_in_the_folder_for_temporary_files(tmp_path):
     """Neither a compile's, nor one that is looked at: both by one process."""
     temporary = tmp_path / "temporary"
     temporary.mkdir()
+    model = {"path": str(shallow_tiny(tmp_path / "tiny"))}
     config = tmp_path / "model.yaml"
-    config.write_text(yaml.safe_dump(tiny_config(tmp_path / "cache", compile=EAGER).model_dump(mode="json")))
+    config.write_text(
+        yaml.safe_dump(tiny_config(tmp_path / "cache", compile=EAGER, model=model).model_dump(mode="json"))
+    )
     commands = f"run([{str(config)!r}]), run(['inspect', '--out', 'graphs', {str(config)!r}])"
     ended = subprocess.run(
         [sys.executable, "-c", f"from mllm_compile.cli import run; print({commands})"],

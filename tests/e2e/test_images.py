@@ -1,7 +1,8 @@
 """The whole way of prompts with images, for every protocol of towers: Transformers' tokens, from its own forward with
 pixel_values in float32, whatever else is in the batch and however prompts are cut, kept or computed again.
 
-Each test of `served` is a case, and each model of MODELS goes through all of them: in `make test` one of each protocol.
+Each test of `served` is a case, and each model of MODELS goes through all of them: in `make test` one of each protocol,
+and one of these through what takes a compile of its own.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from mllm_compile.process.timeline import Timeline
 from mllm_compile.runtime.media.request import RequestMedia
 from mllm_compile.store.artifact import WEIGHTS
 from tests.fakes import all_pages_are_back
-from tests.sample import slow_but_a_sample
+from tests.sample import sample_of
 from tests.tiny_model import engine_of_pages
 from tests.tiny_vision import (
     CROP_MODELS,
@@ -120,10 +121,14 @@ class Served:
         return Engine(self.config(**runtime))
 
 
-@pytest.fixture(
-    scope="module",
-    params=[name for group in GROUPS for name in slow_but_a_sample(group, 1)],
-)
+USUAL = [name for group in GROUPS for name in sample_of(tuple(group), 1)]
+
+
+def slow_but(usual: list[str]) -> list[Any]:
+    return [pytest.param(name, marks=() if name in usual else pytest.mark.slow) for name in MODELS]
+
+
+@pytest.fixture(scope="module", params=slow_but(USUAL))
 def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Served:
     folder, prompts = tmp_path_factory.mktemp(request.param), Prompts(request.param)
     model = save_vision_model(request.param, folder)
@@ -251,6 +256,7 @@ def test_what_does_not_fit_is_refused_and_the_others_go_on(served: Served) -> No
             engine.generate(served.prompts.long, GREEDY)
 
 
+@pytest.mark.parametrize("served", slow_but(sample_of(USUAL, 1)), indirect=True)
 def test_deterministic_numbers_go_by_no_other_request_unless_images_see_ahead(served: Served) -> None:
     params, prompts = replace(GREEDY, logprobs=3, prompt_logprobs=3), served.prompts.every[:3]
     with served.engine(enable_prefix_cache=False, deterministic=True) as engine:

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from mllm_compile import Engine, EngineConfig, SamplingParams
 from mllm_compile.errors import RequestError
-from tests.tiny_model import TINY, tiny_config
+from tests.tiny_model import shallow_tiny, tiny_config
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, logprobs=0)
 PROMPT = [5, 300, 42, 7]
@@ -23,8 +23,8 @@ EMBEDDING = "model.embed_tokens.weight"
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A copy of the embedded model."""
-    return Path(shutil.copytree(TINY, tmp_path / "model"))
+    """A copy of the embedded model's first layer."""
+    return shallow_tiny(tmp_path / "model")
 
 
 def config_of(folder: Path, **model: Any) -> EngineConfig:
@@ -42,10 +42,10 @@ def change_json(path: Path, **keys: Any) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | keys))
 
 
-@pytest.fixture
-def plain_tokens(eager_cache: Path) -> list[int]:
-    """The embedded model's own answer."""
-    return answer(tiny_config(eager_cache, compile={"backend": "eager"})).token_ids
+@pytest.fixture(scope="module")
+def plain_tokens(tmp_path_factory: pytest.TempPathFactory) -> list[int]:
+    """The folder's own answer."""
+    return answer(config_of(shallow_tiny(tmp_path_factory.mktemp("plain") / "model"))).token_ids
 
 
 def test_weights_in_shards_are_the_same_weights(folder, plain_tokens):

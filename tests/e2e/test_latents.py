@@ -80,7 +80,7 @@ def serve(name: str, folder: Path) -> Served:
 
 
 # minicpm3: no experts, and a rotation of another spelling; kimi_linear: beside layers with a state, without rotation.
-@pytest.fixture(scope="module", params=slow_but_a_sample(["deepseek_v3", "minicpm3", "kimi_linear"], 2))
+@pytest.fixture(scope="module", params=slow_but_a_sample(["deepseek_v3", "minicpm3", "kimi_linear"], 1))
 def served(request, tmp_path_factory) -> Served:
     return serve(request.param, tmp_path_factory.mktemp(request.param))
 

@@ -1,4 +1,5 @@
-"""The embedded model, written in every format of quantised weights, says what Transformers says of the same numbers."""
+"""The embedded model's first layer, written in every format of quantised weights, says what Transformers says of the
+same numbers."""
 
 from __future__ import annotations
 
@@ -25,11 +26,16 @@ from tests.model.tiny_configs import save_tiny_model
 from tests.model.tiny_configs import tiny_config as config_of
 from tests.quantised_checkpoints import LINEARS, quantise_folder
 from tests.quantised_experts import FORMATS, TWO_LAYERS, write_experts
-from tests.tiny_model import TINY, tiny_config
+from tests.tiny_model import shallow_tiny, tiny_config
 
 PROMPTS = ([41, 302, 77, 1024, 5, 900, 12], [7, 7, 1801])
 TOKENS = 12
 WEIGHTS = "model.safetensors"
+
+
+@pytest.fixture(scope="module")
+def shallow(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return shallow_tiny(tmp_path_factory.mktemp("shallow") / "model")
 
 
 class Lines(NullReporter):
@@ -75,9 +81,9 @@ TURNED = {"compressed-tensors fp8 tensor"}
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=() if name in USUAL else pytest.mark.slow) for name in LINEARS]
 )
-def test_a_quantised_model_says_what_transformers_says_with_the_dequantised_weights(name, tmp_path):
+def test_a_quantised_model_says_what_transformers_says_with_the_dequantised_weights(name, shallow, tmp_path):
     packed, plain = tmp_path / "packed", tmp_path / "plain"
-    quantise_folder(TINY, packed, plain, LINEARS[name])
+    quantise_folder(shallow, packed, plain, LINEARS[name])
     model = {"path": str(packed), "quantization": "dequantize" if name in TURNED else "auto"}
     config = tiny_config(tmp_path / "cache", model=model, compile={"backend": "eager"})
     assert ask(config) == transformers_greedy(plain)
@@ -90,9 +96,9 @@ KEPT = {
 
 
 @pytest.mark.parametrize("quantization", KEPT)
-def test_a_packed_runtime_holds_the_weights_as_they_are_served(quantization, tmp_path):
+def test_a_packed_runtime_holds_the_weights_as_they_are_served(quantization, shallow, tmp_path):
     packed, plain = tmp_path / "packed", tmp_path / "plain"
-    quantise_folder(TINY, packed, plain, LINEARS["modelopt fp8"])
+    quantise_folder(shallow, packed, plain, LINEARS["modelopt fp8"])
     key = "model.layers.0.self_attn.q_proj.input_scale"
     save_file(load_file(packed / WEIGHTS) | {key: torch.ones(())}, packed / WEIGHTS)
     model = {"path": str(packed), "quantization": quantization}
@@ -116,10 +122,10 @@ CACHE_POWERS = {"k_norm.weight": 2.0**10, "q_norm.weight": 2.0**-10, "v_proj.wei
 CACHE_POWERS |= {"o_proj.weight_scale": 2.0**-9}
 
 
-def test_scales_of_the_cache_undo_what_its_type_would_not_hold(tmp_path):
+def test_scales_of_the_cache_undo_what_its_type_would_not_hold(shallow, tmp_path):
     """A checkpoint whose keys and values are a thousand times as large says the same, by its scales."""
     packed, large = tmp_path / "packed", tmp_path / "large"
-    quantise_folder(TINY, packed, tmp_path / "plain", LINEARS["modelopt fp8"])
+    quantise_folder(shallow, packed, tmp_path / "plain", LINEARS["modelopt fp8"])
     shutil.copytree(packed, large)
     tensors = {
         name: tensor * next((power for end, power in CACHE_POWERS.items() if name.endswith(end)), 1.0)
@@ -127,16 +133,15 @@ def test_scales_of_the_cache_undo_what_its_type_would_not_hold(tmp_path):
         else tensor
         for name, tensor in load_file(packed / WEIGHTS).items()
     }
-    for layer in range(4):
-        attention = f"model.layers.{layer}.self_attn"
-        tensors[f"{attention}.k_proj.k_scale"] = torch.tensor(1000.0)  # the next power is 1024
-        tensors[f"{attention}.v_proj.v_scale"] = torch.tensor([512.0])
+    attention = "model.layers.0.self_attn"
+    tensors[f"{attention}.k_proj.k_scale"] = torch.tensor(1000.0)  # the next power is 1024
+    tensors[f"{attention}.v_proj.v_scale"] = torch.tensor([512.0])
     save_file(tensors, large / WEIGHTS, metadata={"format": "pt"})
     sections = {"compile": {"backend": "eager"}, "runtime": {"kv_cache_dtype": "fp8_e4m3"}}
     expected = ask(tiny_config(tmp_path / "cache", model={"path": str(packed)}, **sections))
     config, lines = tiny_config(tmp_path / "cache", model={"path": str(large)}, **sections), Lines()
     assert ask(config, lines=lines) == expected
-    assert "8 scales of the KV cache, such as 'model.layers.0.self_attn.k_proj.k_scale', are applied" in " ".join(
+    assert "2 scales of the KV cache, such as 'model.layers.0.self_attn.k_proj.k_scale', are applied" in " ".join(
         lines.told
     )
 
@@ -161,12 +166,12 @@ def test_the_up_projection_of_latents_is_dequantised_as_attention_reads_it(expan
 
 
 @pytest.mark.parametrize("kind", ["fp8", "int4"])
-def test_a_plain_model_is_quantised_while_it_is_read(kind, tmp_path):
+def test_a_plain_model_is_quantised_while_it_is_read(kind, shallow, tmp_path):
     """It says what Transformers says of the same numbers; the head keeps its own."""
     plain = tmp_path / "plain"
-    shutil.copytree(TINY, plain)
+    shutil.copytree(shallow, plain)
     stand_for = {}
-    for name, weight in load_file(TINY / WEIGHTS).items():
+    for name, weight in load_file(shallow / WEIGHTS).items():
         stand_for[name] = weight
         if ".layers." in name and weight.dim() == 2:
             scheme = quantised_as(kind, weight.shape[1])
@@ -174,15 +179,16 @@ def test_a_plain_model_is_quantised_while_it_is_read(kind, tmp_path):
             stand_for[name] = dequantised(tensors, kind, scheme.group, weight.shape[1], torch.float32)
     (plain / WEIGHTS).unlink()
     save_file(stand_for, plain / WEIGHTS, metadata={"format": "pt"})
-    sections = {"model": {"quantization": kind}, "compile": {"backend": "eager"}}
+    sections = {"model": {"path": str(shallow), "quantization": kind}, "compile": {"backend": "eager"}}
     lines = Lines()
     assert ask(tiny_config(tmp_path / "cache", **sections), lines=lines) == transformers_greedy(plain)
     assert f"of linears in {kind}, quantised while they are read" in " ".join(lines.told)
 
 
 @pytest.mark.parametrize("kind", ["fp8", "int4"])
-def test_dummy_weights_are_served_in_few_bits(kind, tmp_path):
-    sections = {"model": {"quantization": kind, "load_format": "dummy"}, "compile": {"backend": "eager"}}
+def test_dummy_weights_are_served_in_few_bits(kind, shallow, tmp_path):
+    model = {"path": str(shallow), "quantization": kind, "load_format": "dummy"}
+    sections = {"model": model, "compile": {"backend": "eager"}}
     lines = Lines()
     assert all(len(answer) == TOKENS for answer in ask(tiny_config(tmp_path / "cache", **sections), lines=lines))
     assert f"of linears in {kind}, quantised while they are read" in " ".join(lines.told)
@@ -212,8 +218,8 @@ def test_what_a_program_says_of_its_quantised_weights_is_refused_if_they_are_oth
             open_artifact(folder)
 
 
-def test_what_contradicts_a_quantised_checkpoint_is_refused(tmp_path):
-    quantise_folder(TINY, tmp_path / "packed", tmp_path / "plain", LINEARS["modelopt fp8"])
+def test_what_contradicts_a_quantised_checkpoint_is_refused(shallow, tmp_path):
+    quantise_folder(shallow, tmp_path / "packed", tmp_path / "plain", LINEARS["modelopt fp8"])
     refused = {
         ("none", ()): "model.quantization is none, but the checkpoint is quantised .modelopt fp8.. Set it to auto",
         ("int4", ()): "is int4, but the checkpoint is quantised already .modelopt fp8.",
@@ -313,11 +319,11 @@ EXPLAINED = {
 }
 
 
-def test_explain_says_how_the_weights_are_read_and_another_scheme_is_another_runtime(tmp_path, capsys):
+def test_explain_says_how_the_weights_are_read_and_another_scheme_is_another_runtime(shallow, tmp_path, capsys):
     found = {}
     for name, (quantization, line, factor) in EXPLAINED.items():
         packed = tmp_path / name.replace(" ", "-")
-        quantise_folder(TINY, packed, tmp_path / f"plain of {name}", LINEARS[name])
+        quantise_folder(shallow, packed, tmp_path / f"plain of {name}", LINEARS[name])
         yaml = tmp_path / f"{packed.name}.yaml"
         model = {"path": str(packed), "quantization": quantization}
         yaml.write_text(json.dumps({"model": model, "runtime": {"device": "cpu"}, "cache": {"dir": str(tmp_path)}}))

@@ -18,7 +18,7 @@ from mllm_compile.config.compile_options import CompileOptions
 from mllm_compile.errors import ArtifactError, CheckpointError, ConfigError, DamagedWeightsError
 from mllm_compile.store.artifact import open_artifact, read_manifest, write_manifest
 from mllm_compile.store.opened import CompiledRuntime
-from tests.tiny_model import TINY, tiny_config
+from tests.tiny_model import TINY, shallow_tiny, tiny_config
 
 EAGER = {"backend": "eager"}
 GREEDY = SamplingParams(temperature=0, max_tokens=12)
@@ -152,7 +152,8 @@ def test_packed_weights_that_changed_are_not_served(packed, tmp_path, count):
 
 
 def test_packed_weights_that_changed_are_compiled_anew_where_a_config_asks(tmp_path, capsys):
-    config = tiny_config(tmp_path / "cache", compile=EAGER)
+    model = {"path": str(shallow_tiny(tmp_path / "model"))}
+    config = tiny_config(tmp_path / "cache", compile=EAGER, model=model)
     packed = load_or_compile(config, None, CompileOptions(pack_weights=True)).folder
     expected = tokens(config)
     (path,) = packed.glob("weights/*.safetensors")

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.tiny_model import TINY
+from tests.tiny_model import TINY, shallow_tiny
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "measure"))
 from lever_error import documents, main
@@ -30,7 +30,8 @@ def test_random_weights_are_refused(tmp_path):
 @pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.slow), "bfloat16"])
 def test_each_variant_has_a_row_and_bfloat16_is_seen_to_round(dtype, tmp_path, capsys):
     config = tmp_path / "model.yaml"
-    sections = {"model": {"path": str(TINY)}, "compile": {"backend": "eager"}, "cache": {"dir": str(tmp_path)}}
+    model = {"path": str(shallow_tiny(tmp_path / "model"))}
+    sections = {"model": model, "compile": {"backend": "eager"}, "cache": {"dir": str(tmp_path)}}
     config.write_text(yaml.safe_dump(sections))
     main([str(config), "--dtype", dtype, "--levers", "pack_projections", "--requests", "2", "--tokens", "4"])
     lines = capsys.readouterr().out.splitlines()[2:]

@@ -86,6 +86,7 @@ class Piece(torch.nn.Module):
 """
 
 
+@pytest.mark.slow  # a first compile; tests/e2e/test_end_to_end.py looks at the packages of one in every run
 def test_packages_run_with_it(tmp_path):
     (tmp_path / "piece.py").write_text(PIECE)
     environment = os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")}

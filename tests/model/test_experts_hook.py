@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 import torch
 
@@ -14,10 +16,13 @@ from mllm_compile.model.hf_model import build_config_on_meta
 from mllm_compile.model.trace import trace_model
 from mllm_compile.passes.match.nodes import is_op
 from tests.model.tiny_configs import LAYERS, save_tiny_model, tiny_config
+from tests.sample import slow_but_a_sample
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss"])
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    slow_but_a_sample(product(["qwen3_moe", "gpt_oss"], [torch.float32, torch.bfloat16, torch.float16]), 2),
+)
 def test_a_trace_has_two_linears_a_layer_and_no_op_of_transformers(name, dtype):
     hf_model = build_config_on_meta(tiny_config(name), dtype)
     before = hf_model.model.config._experts_implementation

@@ -73,7 +73,7 @@ def assert_page_says(outcomes: Sequence[Outcome], is_whole: bool = False) -> Non
     assert not found, f"docs/models.md differs from what is seen; {REMEDY}\n{found}\n{how_to_repeat()}"
 
 
-@pytest.mark.parametrize("architecture", slow_but_a_sample(SERVED, 5))
+@pytest.mark.parametrize("architecture", slow_but_a_sample(SERVED, 3))
 def test_an_architecture_is_served_as_transformers_computes_it(trier, architecture):
     outcome = trier.attempt(job(architecture, "eager"))
     assert (outcome.status, outcome.remark) == ("served", SERVED[architecture])
@@ -95,7 +95,7 @@ def test_an_architecture_refused_for_its_other_layers_is_tried_with_attention_al
     assert outcome.attention_alone is not None and float(outcome.attention_alone) <= TOLERANCE
 
 
-@pytest.mark.parametrize("one", sample_of(AS_TRACED, 4))
+@pytest.mark.parametrize("one", sample_of(AS_TRACED, 2))
 def test_the_page_is_right_about_a_sample(trier, versions_of_the_page, one):
     assert_page_says([trier.attempt(one)])
 

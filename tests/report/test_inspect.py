@@ -8,7 +8,7 @@ import pytest
 
 from mllm_compile.errors import ConfigError
 from mllm_compile.report.inspect import inspect_model
-from tests.tiny_model import tiny_config
+from tests.tiny_model import shallow_tiny, tiny_config
 
 
 def test_a_second_pipeline_leaves_no_graphs_of_the_first_and_no_file_of_the_user(tmp_path):
@@ -17,9 +17,10 @@ def test_a_second_pipeline_leaves_no_graphs_of_the_first_and_no_file_of_the_user
     own = {"01_notes.txt": "# notes", "99_pack_projections.txt": "mine", "notes.txt": "", "02_graph.md": "# graph: "}
     for name, text in own.items():
         (folder / name).write_text(text)
+    model = {"path": str(shallow_tiny(tmp_path / "model"))}
     for disabled in ([], ["pack_projections"]):
         compile_keys = {"backend": "eager", "disable_passes": disabled}
-        reports = inspect_model(tiny_config(tmp_path, compile=compile_keys), folder).reports
+        reports = inspect_model(tiny_config(tmp_path, compile=compile_keys, model=model), folder).reports
         stages = ["trace", *(report.name for report in reports)]
         written = {f"{number:02d}_{stage}.txt" for number, stage in enumerate(stages)} | {"program.txt"}
         assert {path.name for path in folder.iterdir()} == written | own.keys()

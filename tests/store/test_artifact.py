@@ -21,7 +21,7 @@ from mllm_compile.config.compile_options import CompileOptions
 from mllm_compile.errors import ArtifactError
 from mllm_compile.process.progress import LogReporter, NullReporter, Stage
 from mllm_compile.store.artifact import hash_files, open_artifact, read_manifest, write_manifest
-from tests.tiny_model import TINY, tiny_config
+from tests.tiny_model import shallow_tiny, tiny_config
 
 EAGER = {"backend": "eager"}
 
@@ -46,11 +46,28 @@ class Recorder(NullReporter):
         self.notes.append(text)
 
 
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return shallow_tiny(tmp_path_factory.mktemp("shallow") / "model")
+
+
+@pytest.fixture(scope="module")
+def filled_cache(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Holds the model's runtime."""
+    cache = tmp_path_factory.mktemp("filled")
+    load_or_compile(config_of(model, cache))
+    return cache
+
+
+def config_of(model: Path, cache: Path, **sections: Any) -> EngineConfig:
+    return tiny_config(cache, **{"model": {"path": str(model)}, "compile": EAGER} | sections)
+
+
 @pytest.fixture
-def config(eager_cache: Path, tmp_path: Path) -> EngineConfig:
+def config(model: Path, filled_cache: Path, tmp_path: Path) -> EngineConfig:
     """Of a cache of its own, which holds the compiled runtime."""
-    shutil.copytree(eager_cache, tmp_path / "cache")
-    return tiny_config(tmp_path / "cache", compile=EAGER)
+    shutil.copytree(filled_cache, tmp_path / "cache")
+    return config_of(model, tmp_path / "cache")
 
 
 def files(folder: Path) -> list[Path]:
@@ -64,42 +81,40 @@ def test_a_runtime_is_found_again(config):
     assert recorder.notes == []
 
 
-def test_a_compile_is_announced_with_the_reason(tmp_path, caplog):
-    config = tiny_config(tmp_path / "cache", compile=EAGER)
+def test_a_compile_is_announced_with_the_reason(model, tmp_path, caplog):
+    config = config_of(model, tmp_path / "cache")
     load_or_compile(config, LogReporter())
     load_or_compile(config, LogReporter(), CompileOptions(output=tmp_path / "out"))
     assert [record.getMessage() for record in caplog.records if record.levelname == "WARNING"] == [
-        f"compiling {TINY}: nothing was compiled for this model yet. This is done once.",
-        f"compiling {TINY}: there is no runtime in this folder yet. This is done once.",
+        f"compiling {model}: nothing was compiled for this model yet. This is done once.",
+        f"compiling {model}: there is no runtime in this folder yet. This is done once.",
     ]
     caplog.clear()
     assert load_or_compile(config, LogReporter()).was_cached
     assert not [record for record in caplog.records if record.levelname == "WARNING"]
 
 
-def test_keys_that_a_cpu_does_nothing_with_are_told(eager_cache, caplog):
+def test_keys_that_a_cpu_does_nothing_with_are_told(model, filled_cache, caplog):
     graphs = {"decode_requests": [1, 2]}
-    load_or_compile(tiny_config(eager_cache, compile=EAGER, cudagraph=graphs), LogReporter())
+    load_or_compile(config_of(model, filled_cache, cudagraph=graphs), LogReporter())
     assert [record.getMessage() for record in caplog.records if record.levelname == "WARNING"] == [
         "without effect on a CPU: cudagraph.decode_requests"
     ]
 
 
-def test_sizes_of_batches_need_no_other_runtime_and_what_shapes_pieces_does(config, eager_cache, tmp_path):
+def test_sizes_of_batches_need_no_other_runtime_and_what_shapes_pieces_does(config, model, tmp_path):
     cache = tmp_path / "cache"
-    assert load_or_compile(
-        tiny_config(cache, compile=EAGER, runtime={"max_running_requests": 2, "page_size": 8})
-    ).was_cached
-    other = load_or_compile(tiny_config(cache, compile=EAGER | {"disable_passes": ["pack_projections"]}))
+    assert load_or_compile(config_of(model, cache, runtime={"max_running_requests": 2, "page_size": 8})).was_cached
+    other = load_or_compile(config_of(model, cache, compile=EAGER | {"disable_passes": ["pack_projections"]}))
     assert not other.was_cached
     assert load_or_compile(config).was_cached, "both are kept"
 
 
 @pytest.mark.parametrize("name", ["tokenizer_config.json", "generation_config.json", "chat_template.jinja"])
-def test_models_of_one_shape_with_other_text_files_have_runtimes_of_their_own(config, tmp_path, name):
+def test_models_of_one_shape_with_other_text_files_have_runtimes_of_their_own(config, model, tmp_path, name):
     tuned = tmp_path / "tuned"
-    shutil.copytree(TINY, tuned)
-    same = tiny_config(tmp_path / "cache", compile=EAGER, model={"path": str(tuned)})
+    shutil.copytree(model, tuned)
+    same = config_of(tuned, tmp_path / "cache")
     assert load_or_compile(same).was_cached, "where the model lies does not matter"
     text = (tuned / name).read_text()
     (tuned / name).write_text(text + "\n" if name.endswith("jinja") else json.dumps(json.loads(text) | {"changed": 1}))
@@ -169,8 +184,8 @@ def test_a_folder_of_other_files_is_refused(config, change):
 
 
 @pytest.mark.parametrize("stage", ["trace", "plan weights", "self-check"])
-def test_a_compile_that_is_interrupted_leaves_nothing(tmp_path, stage):
-    config = tiny_config(tmp_path / "cache", compile=EAGER)
+def test_a_compile_that_is_interrupted_leaves_nothing(model, tmp_path, stage):
+    config = config_of(model, tmp_path / "cache")
     recorder = Recorder(interrupted=stage)
     with pytest.raises(KeyboardInterrupt):
         load_or_compile(config, recorder)
@@ -189,9 +204,9 @@ def test_a_compile_that_is_killed_leaves_nothing_that_is_taken_for_whole(config)
     assert load_or_compile(config).was_cached
 
 
-def test_two_compiles_at_once_leave_one_whole_runtime(tmp_path):
+def test_two_compiles_at_once_leave_one_whole_runtime(model, tmp_path):
     path = tmp_path / "model.yaml"
-    config = tiny_config(tmp_path / "cache", compile=EAGER)
+    config = config_of(model, tmp_path / "cache")
     path.write_text(yaml.safe_dump(config.model_dump(mode="json")))
     command = [sys.executable, "-m", "mllm_compile", str(path)]
     both = [subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for _ in range(2)]

@@ -29,7 +29,7 @@ from mllm_compile.store.contents import Pruned, prune, remove_runtime
 from mllm_compile.store.locks import compile_lock, using_compiler_cache
 from mllm_compile.store.publish import new_artifact_folder, runtimes_folder, sweep
 from tests.hang_guard import HANG_S
-from tests.tiny_model import tiny_config
+from tests.tiny_model import shallow_tiny, tiny_config
 
 
 def names(cache: Path) -> set[str]:
@@ -274,13 +274,14 @@ def test_a_folder_of_something_else_with_a_manifest_is_neither_replaced_nor_prun
     assert pruned.read_text() == "precious"
 
 
-def test_an_output_that_is_a_link_is_put_where_it_leads(tmp_path, eager_cache):
+def test_an_output_that_is_a_link_is_put_where_it_leads(tmp_path):
     real, link = tmp_path / "real", tmp_path / "link"
     real.mkdir()
     link.symlink_to(real)
-    config = tiny_config(eager_cache, compile={"backend": "eager"})
+    cache, model = tmp_path / "cache", {"path": str(shallow_tiny(tmp_path / "model"))}
+    config = tiny_config(cache, compile={"backend": "eager"}, model=model)
     first = load_or_compile(config, options=CompileOptions(output=link))
-    other = tiny_config(eager_cache, compile={"backend": "eager"}, model={"dtype": "bfloat16"})
+    other = tiny_config(cache, compile={"backend": "eager"}, model=model | {"dtype": "bfloat16"})
     second = load_or_compile(other, options=CompileOptions(output=link))
     assert first.folder == second.folder == real and link.is_symlink()
     assert second.artifact.factors["dtype"] == "bfloat16" != first.artifact.factors["dtype"]

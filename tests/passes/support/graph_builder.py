@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from functools import cache
+from functools import cache, lru_cache
 from types import SimpleNamespace
 from typing import Any
 
@@ -318,8 +318,13 @@ def _quantised_values(name: str, shape: tuple[int, ...], scheme: WeightScheme) -
 
 def weight_values(name: str, shape: Any, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """What `run` gives the weight of this name."""
+    return _random(name, tuple(shape)).to(dtype, copy=True)
+
+
+@lru_cache(maxsize=256)  # a graph of whole layers has fifty, and runs a hundred times
+def _random(name: str, shape: tuple[int, ...]) -> torch.Tensor:
     generator = torch.Generator().manual_seed(sum(name.encode()))
-    return (torch.randn(tuple(shape), generator=generator) * HIDDEN**-0.5).to(dtype)
+    return torch.randn(shape, generator=generator) * HIDDEN**-0.5
 
 
 def _one_request(num_tokens: int) -> Any:

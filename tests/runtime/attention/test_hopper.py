@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
@@ -27,6 +28,7 @@ from mllm_compile.runtime.cuda.kernel import MULTIPROCESSORS
 from mllm_compile.runtime.cuda.source import kernel_source
 from mllm_compile.runtime.program.link import link
 from mllm_compile.runtime.program.spec import DecodeForm, Program
+from tests.sample import slow_but_a_sample, slow_but_a_sample_of_each
 
 _MULTIPROCESSOR_BYTES, _RESERVED_BYTES = 228 << 10, 1 << 10
 
@@ -98,14 +100,18 @@ def test_blocks_of_shares_fit_on_a_multiprocessor_and_fill_it(head_dim, kv_heads
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
 @pytest.mark.parametrize(
     "kernel",
-    [
-        *(cluster_kernels(8 * group, 8, page_size)[-1] for group in (1, 4, 8) for page_size in (16, 64, 128)),
-        *(ShareKernel(kv_heads, group, 64) for kv_heads in (8, 16, 4) for group in (1, 4, 8)),
-        *(ShareKernel(kv_heads, 8, 16, fp8=True) for kv_heads in (4, 2)),
-        *(ShareKernel(kv_heads, 8, 64, fp8=fp8, head_dim=256) for kv_heads, fp8 in ((4, False), (2, True))),
-        cluster_kernels(64, 8, 64, sinks=True)[0],
-        ShareKernel(8, 8, 64, sinks=True),
-    ],
+    slow_but_a_sample_of_each(
+        type,
+        [
+            *(cluster_kernels(8 * group, 8, page_size)[-1] for group in (1, 4, 8) for page_size in (16, 64, 128)),
+            *(ShareKernel(kv_heads, group, 64) for kv_heads in (8, 16, 4) for group in (1, 4, 8)),
+            *(ShareKernel(kv_heads, 8, 16, fp8=True) for kv_heads in (4, 2)),
+            *(ShareKernel(kv_heads, 8, 64, fp8=fp8, head_dim=256) for kv_heads, fp8 in ((4, False), (2, True))),
+            cluster_kernels(64, 8, 64, sinks=True)[0],
+            ShareKernel(8, 8, 64, sinks=True),
+        ],
+        4,
+    ),
     ids=lambda kernel: kernel.name,
 )
 def test_the_source_compiles_without_spilling(tmp_path, kernel):
@@ -119,11 +125,13 @@ def test_the_source_compiles_without_spilling(tmp_path, kernel):
 
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
 @pytest.mark.parametrize(
-    ("kv_heads", "group", "fp8"),
-    [(8, 1, False), (8, 2, True), (8, 5, False), (8, 8, True), (4, 8, False), (2, 7, True)],
+    ("heads", "head_dim"),
+    slow_but_a_sample(
+        product([(8, 1, False), (8, 2, True), (8, 5, False), (8, 8, True), (4, 8, False), (2, 7, True)], [128, 256]), 4
+    ),
 )
-@pytest.mark.parametrize("head_dim", [128, 256])
-def test_shared_memory_is_what_the_source_lays_out(tmp_path, kv_heads, group, fp8, head_dim):
+def test_shared_memory_is_what_the_source_lays_out(tmp_path, heads, head_dim):
+    kv_heads, group, fp8 = heads
     kernel = ShareKernel(kv_heads, group, 64, fp8=fp8, head_dim=head_dim)
     check = f"static_assert(SLOTS * SLOT_BYTES + 1024 + sizeof(Shared) == {kernel.shared_bytes});\n"
     check += f"static_assert(32 * (WARPS + 1 + PREPARERS) == {kernel.num_threads});\n"

@@ -30,6 +30,7 @@ from mllm_compile.runtime.ops.stream_linear.linear import (
 from mllm_compile.runtime.ops.stream_linear.ops import STREAMED
 from mllm_compile.runtime.ops.stream_linear.shapes import choose_tiling, is_streamed, tiling_from_json
 from mllm_compile.runtime.ops.stream_linear.streamed_ops import LoadedLinear
+from tests.sample import slow_but_a_sample_of_each
 
 _SHARED_BYTES = 227 << 10  # of a block on an H200
 _MULTIPROCESSOR_BYTES = 228 << 10
@@ -273,38 +274,41 @@ def test_a_tiling_is_stored_with_all_that_its_launch_takes(kind):
 PLUS_ONE = LinearKind(4096, 12288, residual=True, next_blocks=256, plus_one=True)
 
 
+COMPILED = [
+    *[(LinearKind(6144, 1024, 64, gated=True), tokens) for tokens in TOKEN_BUCKETS],
+    *[(LinearKind(1024, 2048, residual=True, next_blocks=128), tokens) for tokens in TOKEN_BUCKETS],
+    *[(LinearKind(24576, 4096, 256, gated=True), tokens) for tokens in (16, 128, *MANY_TOKENS)],
+    *[(PLUS_ONE, tokens) for tokens in (16, 64, 128, 208)],
+    (LinearKind(151936, 4096, 256), 64),
+    (LinearKind(32768, 4096, gated=True), 128),
+    (LinearKind(33792, 4096, residual=True, next_blocks=2112), 128),
+    (LinearKind(14784, 4096, residual=True, next_blocks=924), 256),
+    (LinearKind(28672, 4096, 256, gated=True), 240),
+    *[(LinearKind(6144, 4096, 256), tokens) for tokens in (144, 160)],
+    (LinearKind(19456, 2560, 160, gated=True), 144),
+    (LinearKind(10240, 5120, 320), 176),
+    (LinearKind(7168, 5120, 320, bias=True), 160),
+    (LinearKind(17408, 2048, residual=True, next_blocks=1088), 208),
+    (LinearKind(64, 64), 144),
+    *[(LinearKind(1152, 896, 56, bias=True), tokens) for tokens in (8, 256)],
+    (LinearKind(4608, 3584, 224, bias=True), 8),
+    (LinearKind(1024, 3072, residual=True, next_blocks=128), 8),
+    (LinearKind(2048, 2304, residual=True, next_blocks=256, plus_one=True), 8),
+    (LinearKind(896, 4864, residual=True, next_blocks=112), 8),
+    (LinearKind(8384, 832, 104, squared_relu=True), 8),
+    (LinearKind(33792, 4096, 256, bias=True, squared_relu=True), 128),
+    (LinearKind(14784, 1024, 64, bias=True, squared_relu=True), 240),
+    (LinearKind(21504, 4096, 256, squared_relu=True), 8),
+    (LinearKind(24576, 4096, 256, gated=True), 8),
+    (PLUS_ONE, 8),
+    (LinearKind(4096, 24576, residual=True, next_blocks=256), 8),
+]
+
+
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
 @pytest.mark.parametrize(
     ("kind", "tokens"),
-    [
-        *[(LinearKind(6144, 1024, 64, gated=True), tokens) for tokens in TOKEN_BUCKETS],
-        *[(LinearKind(1024, 2048, residual=True, next_blocks=128), tokens) for tokens in TOKEN_BUCKETS],
-        *[(LinearKind(24576, 4096, 256, gated=True), tokens) for tokens in (16, 128, *MANY_TOKENS)],
-        *[(PLUS_ONE, tokens) for tokens in (16, 64, 128, 208)],
-        (LinearKind(151936, 4096, 256), 64),
-        (LinearKind(32768, 4096, gated=True), 128),
-        (LinearKind(33792, 4096, residual=True, next_blocks=2112), 128),
-        (LinearKind(14784, 4096, residual=True, next_blocks=924), 256),
-        (LinearKind(28672, 4096, 256, gated=True), 240),
-        *[(LinearKind(6144, 4096, 256), tokens) for tokens in (144, 160)],
-        (LinearKind(19456, 2560, 160, gated=True), 144),
-        (LinearKind(10240, 5120, 320), 176),
-        (LinearKind(7168, 5120, 320, bias=True), 160),
-        (LinearKind(17408, 2048, residual=True, next_blocks=1088), 208),
-        (LinearKind(64, 64), 144),
-        *[(LinearKind(1152, 896, 56, bias=True), tokens) for tokens in (8, 256)],
-        (LinearKind(4608, 3584, 224, bias=True), 8),
-        (LinearKind(1024, 3072, residual=True, next_blocks=128), 8),
-        (LinearKind(2048, 2304, residual=True, next_blocks=256, plus_one=True), 8),
-        (LinearKind(896, 4864, residual=True, next_blocks=112), 8),
-        (LinearKind(8384, 832, 104, squared_relu=True), 8),
-        (LinearKind(33792, 4096, 256, bias=True, squared_relu=True), 128),
-        (LinearKind(14784, 1024, 64, bias=True, squared_relu=True), 240),
-        (LinearKind(21504, 4096, 256, squared_relu=True), 8),
-        (LinearKind(24576, 4096, 256, gated=True), 8),
-        (PLUS_ONE, 8),
-        (LinearKind(4096, 24576, residual=True, next_blocks=256), 8),
-    ],
+    slow_but_a_sample_of_each(lambda one: type(choose_tiling(*one)), COMPILED, 4),  # of each source
     ids=lambda value: getattr(value, "name", None),
 )
 def test_the_source_compiles_without_spilling(tmp_path, kind, tokens):

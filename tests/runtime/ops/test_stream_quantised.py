@@ -34,6 +34,7 @@ from mllm_compile.runtime.ops.stream_quantised.shapes import (
 )
 from mllm_compile.runtime.quantised import scheme
 from mllm_compile.runtime.quantised.scheme import WeightScheme
+from tests.sample import slow_but_a_sample_of_each
 
 _SHARED_BYTES = 227 << 10  # of a block on an H200
 FP8 = {"group": 0}
@@ -208,7 +209,11 @@ COMPILED += [
 
 
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
-@pytest.mark.parametrize(("kind", "tokens"), COMPILED, ids=lambda value: getattr(value, "name", None))
+@pytest.mark.parametrize(
+    ("kind", "tokens"),
+    slow_but_a_sample_of_each(lambda one: type(choose_tiling(*one)), COMPILED, 5),  # of each source
+    ids=lambda value: getattr(value, "name", None),
+)
 def test_the_source_compiles_without_spilling(tmp_path, kind, tokens):
     (tmp_path / "kernel.cu").write_text(kernel_source(choose_tiling(kind, tokens)))
     command = ["nvcc", "-cubin", "-arch=sm_90a", "-Xptxas", "-v", "kernel.cu", "-o", "kernel.cubin"]
