@@ -42,6 +42,7 @@ class RadixCache:
     def __init__(self, page_size: int, states: StateSnapshots | None = None) -> None:
         """Args: states: of nodes, for models whose layers carry one."""
         self.page_size = page_size
+        self._key_bytes = page_size * np.dtype(np.int64).itemsize
         self.states = states or StateSnapshots()
         self._roots: dict[Salt, PageNode] = {}
         self._unlocked: OrderedDict[PageNode, None] = OrderedDict()
@@ -63,16 +64,17 @@ class RadixCache:
         Takes no lock: lock the node before anything else may evict it.
         """
         node = self._roots.get(salt)
-        pages: list[int] = []
         if node is None:
             return None, np.empty(0, dtype=np.int32)
-        for key in self._page_keys(token_ids):
-            child = node.children.get(key)
-            if child is None:
+        # A first token waits for this: a long prefix has thousands of pages.
+        data, width, path = self._bytes_of(token_ids), self._key_bytes, [node]
+        for start in range(0, len(data) - width + 1, width):
+            node = node.children.get(data[start : start + width])
+            if node is None:
                 break
-            node = child
-            pages.append(node.page)
-        return (node if pages else None), np.array(pages, dtype=np.int32)
+            path.append(node)
+        pages = np.fromiter([node.page for node in path[1:]], dtype=np.int32, count=len(path) - 1)
+        return (path[-1] if pages.size else None), pages
 
     def match_state(self, token_ids: np.ndarray, salt: Salt = ()) -> tuple[PageNode | None, np.ndarray, int]:
         """The longest cached prefix that has a state: its last node (None: no hit), its pages, and the number of pages
@@ -90,9 +92,12 @@ class RadixCache:
 
     def lock(self, node: PageNode | None) -> None:
         """Keep the path to `node` from eviction until it is unlocked as often."""
-        while node is not None and node.parent is not None:
-            self._lock_one(node)
-            node = node.parent
+        unlocked = self._unlocked
+        while node is not None and (parent := node.parent) is not None:
+            if node.locks == 0:
+                del unlocked[node]
+            node.locks += 1
+            node = parent
 
     def unlock(self, node: PageNode | None) -> None:
         """Give one lock back; the path counts as used now."""
@@ -135,7 +140,9 @@ class RadixCache:
                 child.locks = 1
             else:
                 duplicates.append(page)
-                self._lock_one(child)
+                if child.locks == 0:
+                    del self._unlocked[child]
+                child.locks += 1
             at = child
         return (at if at.parent is not None else None), np.array(duplicates, dtype=np.int32)
 
@@ -182,11 +189,6 @@ class RadixCache:
             yield node
             node = node.parent
 
-    def _lock_one(self, node: PageNode) -> None:
-        if node.locks == 0:
-            del self._unlocked[node]
-        node.locks += 1
-
     def _detach(self, node: PageNode) -> None:
         parent = node.parent
         if parent is None or node.children:
@@ -199,8 +201,9 @@ class RadixCache:
             del self._roots[salt]
 
     def _page_keys(self, token_ids: Sequence[int] | np.ndarray) -> list[bytes]:
-        tokens = np.asarray(token_ids, dtype=np.int64)  # keys of images have 63 bits
-        num_pages = tokens.size // self.page_size
-        data = tokens.tobytes()
-        width = self.page_size * tokens.itemsize
-        return [data[i * width : (i + 1) * width] for i in range(num_pages)]
+        data, width = self._bytes_of(token_ids), self._key_bytes
+        return [data[start : start + width] for start in range(0, len(data) - width + 1, width)]
+
+    @staticmethod
+    def _bytes_of(token_ids: Sequence[int] | np.ndarray) -> bytes:
+        return np.asarray(token_ids, dtype=np.int64).tobytes()  # keys of images have 63 bits
