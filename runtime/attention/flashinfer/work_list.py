@@ -14,6 +14,7 @@ Shape legend: R rows, a request each or none; W pieces that the list has room fo
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -124,6 +125,7 @@ class SplitList:
         self._columns = [start // 4 for start in starts[:3]]
         self._outputs, self._chunk, self._total, self._merges = (start // 4 for start in starts[3:7])
         self._mask = starts[7]
+        self._are_there = np.tri(self._width + 1, self._width, -1, dtype=np.uint8)  # by the number of pieces
         self._bounds = [slice(start // 4, start // 4 + count) for start, count in zip(starts, counts, strict=True)][8:]
         self.num_bytes: int = ends[-1]
         sums = num_heads * self._width * self._tile * head_dim * 4  # of the float workspace, scores behind them
@@ -151,24 +153,33 @@ class SplitList:
         tiles = [-(-length * self._group // self._tile) for length in lengths]
         if len(lengths) > self.most_rows or sum(tiles) > self._width:
             return 0
-        pages = (first_pages[1:] - first_pages[:-1]).tolist()
+        bounds = first_pages.tolist()
+        pages = [end - start for start, end in itertools.pairwise(bounds)]
         chunk = self._pages_of_chunk(tiles, pages)
-        chunks = [-(-count // chunk) for count in pages]
-        pieces = [(r, t, c) for r, count in enumerate(tiles) for t in range(count) for c in range(chunks[r])]
-        for start, column in zip(self._columns, np.array(pieces, dtype=np.int32).T, strict=True):
-            memory[start : start + len(pieces)] = column
-        of_rows, count = np.array(chunks, dtype=np.int32), len(lengths)
-        memory[self._outputs] = memory[self._merges] = 0
-        np.cumsum(of_rows * lengths, out=memory[self._outputs + 1 : self._outputs + 1 + count])
-        total = int(starts[-1])
-        np.cumsum(np.repeat(of_rows, lengths), out=memory[self._merges + 1 : self._merges + 1 + total])
-        memory[self._chunk], memory[self._total] = chunk * self._page_size, total
-        is_there = memory.view(np.uint8)[self._mask : self._mask + self._width]
-        is_there[: len(pieces)], is_there[len(pieces) :] = 1, 0
-        of_queries, of_pages, of_last = (memory[place] for place in self._bounds)
-        of_queries[: count + 1], of_pages[: count + 1] = starts, first_pages
-        of_queries[count + 1 :], of_pages[count + 1 :] = total, first_pages[-1]  # whose last one bounds all page ids
-        of_last[:count] = (num_keys - 1) % self._page_size + 1
+        # Lists, as in WorkList: the GPU waits.
+        rows: list[int] = []
+        row_tiles: list[int] = []
+        row_chunks: list[int] = []
+        outputs, merges = [0], [0]
+        for row, (count, num_pages) in enumerate(zip(tiles, pages, strict=True)):
+            num_chunks = -(-num_pages // chunk)
+            for tile in range(count):
+                rows += [row] * num_chunks
+                row_tiles += [tile] * num_chunks
+                row_chunks += range(num_chunks)
+            merges += range(merges[-1] + num_chunks, merges[-1] + num_chunks * lengths[row] + 1, num_chunks)
+            outputs.append(merges[-1])
+        for start, column in zip(self._columns, (rows, row_tiles, row_chunks), strict=True):
+            memory[start : start + len(column)] = column
+        memory[self._outputs : self._outputs + len(outputs)] = outputs
+        memory[self._merges : self._merges + len(merges)] = merges
+        memory[self._chunk], memory[self._total] = chunk * self._page_size, len(merges) - 1
+        memory.view(np.uint8)[self._mask : self._mask + self._width] = self._are_there[len(rows)]
+        of_queries, of_pages, of_last = self._bounds
+        none = [0] * (self.most_rows - len(pages))
+        memory[of_queries] = [*starts.tolist(), *(len(merges) - 1 for _ in none)]
+        memory[of_pages] = [*bounds, *(bounds[-1] for _ in none)]  # whose last one bounds all page ids
+        memory[of_last] = [*((keys - 1) % self._page_size + 1 for keys in num_keys.tolist()), *none]
         return self.num_bytes
 
     def _pages_of_chunk(self, tiles: list[int], pages: list[int]) -> int:
@@ -178,9 +189,9 @@ class SplitList:
             return sum(n * -(-count // chunk) for n, count in zip(tiles, pages, strict=True)) <= self._width
 
         low, high = max(1, _LEAST_KEYS // self._page_size), max(pages)
-        while low < high:
+        while low < high and not fits(low):
             middle = (low + high) // 2
-            low, high = (low, middle) if fits(middle) else (middle + 1, high)
+            low, high = (low + 1, middle) if fits(middle) else (middle + 1, high)
         return low
 
 
