@@ -1,4 +1,4 @@
-"""Multiplies by fp8 weights in fp8, in pieces for any number of tokens on Hopper."""
+"""Multiplies by fp8 weights in fp8, in pieces for any number of tokens, or for more than 64, on Hopper."""
 
 from __future__ import annotations
 
@@ -43,9 +43,9 @@ class QuantiseActivations(GraphPass):
     the inputs' part with what makes x; behind `mllm.silu_mul` they are of one kernel with it, `mllm.silu_mul_in_fp8`.
 
     Requires: pieces in bfloat16 on a Hopper GPU, inputs of one dynamic size, and scales of rows or of 128 inputs.
-        Forms for few tokens are left alone, whose kernels multiply in bfloat16, but for one: of a piece with many
-        weights, whose products all have kernels of our own, a form of `stream_linears` for up to 64 tokens becomes one
-        for up to 32. With runtime.deterministic the pass is left out: no number may depend on which of the two a step
+        Forms for up to 64 tokens are left alone, whose kernels multiply in bfloat16, but for one: of a piece with many
+        weights, whose products all have kernels of our own, a form of `stream_linears` for as many becomes one for up
+        to 32. With runtime.deterministic the pass is left out: no number may depend on which of the two a step
         takes.
     Preserves: the meaning, not the numbers: an input is rounded to three bits of mantissa (docs/quantised.md has what
         that costs).
@@ -61,11 +61,18 @@ class QuantiseActivations(GraphPass):
         return None if target.compiles_cuda else NO_CUDA_COMPILER
 
     def __call__(self, gm: fx.GraphModule) -> PassResult:
-        before = len(gm.graph.nodes)
-        matches = rewrite_pieces(gm, called_pieces(gm), _quantise)
-        for name in called_pieces(gm):
+        before, names = len(gm.graph.nodes), called_pieces(gm)
+        matches = rewrite_pieces(gm, [*names, *_longer_forms(gm, names)], _quantise)
+        for name in names:
             _shorten_form(gm, name)
         return PassResult(gm, matches, before, len(gm.graph.nodes))
+
+
+def _longer_forms(gm: fx.GraphModule, names: list[str]) -> list[str]:
+    """The forms of these pieces for more tokens than kernels read such weights as they are for: those of experts, which
+    hold the linears around them too."""
+    forms: dict[str, dict[int, str]] = gm.meta.get(SMALL_FORMS, {})
+    return [form for name in names for most, form in forms.get(name, {}).items() if most > MAX_TOKENS_OF_ROWS]
 
 
 def _shorten_form(gm: fx.GraphModule, name: str) -> None:

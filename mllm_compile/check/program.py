@@ -164,8 +164,11 @@ def _counted(errors: torch.Tensor, may_be_rerouted: bool) -> float:
 
 def _reads_fp8(lowered: Lowered, tokens: int) -> bool:
     """True if linears of a step of so many tokens round what they read to fp8."""
-    forms = lowered.graph.meta.get(SMALL_FORMS, {})
-    names = [name for name in called_pieces(lowered.graph) if tokens > max(forms.get(name, {}), default=0)]
+    forms: dict[str, dict[int, str]] = lowered.graph.meta.get(SMALL_FORMS, {})
+    names = []
+    for name in called_pieces(lowered.graph):
+        of_more = {most: form for most, form in forms.get(name, {}).items() if most >= tokens}
+        names.append(of_more[min(of_more)] if of_more else name)
     pieces: list[Any] = [lowered.graph.get_submodule(name) for name in names]
     return any(is_op(node, "scaled_linear") for piece in pieces for node in piece.graph.nodes)
 

@@ -50,6 +50,16 @@ def calls(gm: fx.GraphModule, name: str, op_name: str) -> int:
     return sum(is_op(node, op_name) for node in gm.get_submodule(name).graph.nodes)
 
 
+def test_forms_for_more_tokens_than_kernels_of_few_are_for_multiply_in_fp8_too():
+    gm = pieces_of(ROWS)
+    add_forms(gm, 64, "_few", copy_of)
+    add_forms(gm, 256, "_more", copy_of)
+    assert QuantiseActivations()(gm).matches == 4, "in two pieces, and in a form of each"
+    for forms in gm.meta[SMALL_FORMS].values():
+        assert not calls(gm, forms[64], "scaled_linear") and not calls(gm, forms[256], "quantised_linear")
+    assert sum(calls(gm, forms[64], "quantised_linear") for forms in gm.meta[SMALL_FORMS].values()) == 2
+
+
 @pytest.mark.parametrize("scheme", [ROWS, GROUPS])
 def test_an_fp8_weight_is_multiplied_by_fp8_inputs(scheme):
     gm = pieces_of(scheme)
@@ -124,7 +134,7 @@ def test_a_form_is_shorter_where_kernels_of_our_own_multiply_many_weights_in_fp8
     QuantiseActivations()(gm)
     for name, forms in gm.meta[SMALL_FORMS].items():
         assert set(forms) == (expected if name in quantised else {size})
-        assert calls(gm, forms[max(forms)], "quantised_linear") == (name in quantised)
+        assert calls(gm, forms[max(forms)], "quantised_linear") == (name in quantised and size <= 64)
 
 
 @pytest.mark.parametrize(
