@@ -133,6 +133,7 @@ def lower(config: ResolvedConfig, built: BuiltModel, dump_dir: Path, reporter: R
     Raises:
         UnsupportedModelError: the model would not be served right.
         CompileError: a pass failed.
+        ConfigError: the model cannot be cut, counted or divided as is asked, or has no such layers.
     """
     from mllm_compile.model.gate import check_trace
     from mllm_compile.model.trace import trace_model
@@ -155,9 +156,22 @@ def lower(config: ResolvedConfig, built: BuiltModel, dump_dir: Path, reporter: R
                 f"{report.matches} matches, {report.nodes_before} -> {report.nodes_after} nodes, {report.ms:.1f} ms",
             ),
         )
+    _check_has(lowered.program, config)
     for line in lowered.lines_on_scales():
         reporter.announce(line)
     return lowered
+
+
+def _check_has(program: Program, config: ResolvedConfig) -> None:
+    """Refuses what is asked of layers that the model does not have; its first ones alone may not have them yet."""
+    if config.runtime.expert_stats and not program.counted_experts:
+        raise ConfigError(
+            "runtime.expert_stats is set, and this model has no experts whose choices could be counted. Set it to false."
+        )
+    if config.runtime.kv_cache_dtype != config.model.dtype and not program.layers:
+        raise ConfigError(
+            "runtime.kv_cache_dtype is fp8_e4m3, and this model has no attention, so no KV cache. Set it to auto."
+        )
 
 
 def rewrite(config: ResolvedConfig, built: BuiltModel, trace: Trace, observer: Observer | None = None) -> Lowered:

@@ -81,12 +81,18 @@ def check_ranks(runtime: RuntimeSection) -> None:
 
     Raises:
         DeviceError: there are fewer GPUs.
-        ConfigError: the model is to run without what is cut over ranks, or in two ways that do not go together.
+        ConfigError: the model is to run without what is cut over ranks, or in two ways that do not go together; or what
+            starts further ranks is named, and there are none.
     """
     num_ranks = runtime.num_ranks
     if runtime.enable_dbo:
         _check_overlap(runtime)
     if num_ranks == 1:
+        if runtime.distributed_executor_backend == "ray":
+            raise ConfigError(
+                "runtime.distributed_executor_backend is ray, which starts further ranks, and there is one rank, this "
+                "process. Set runtime.tensor_parallel_size or expert_parallel_size, or leave the backend at mp."
+            )
         return
     if runtime.tensor_parallel_size > 1 and runtime.expert_parallel_size > 1:
         raise ConfigError(

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from mllm_compile.config.device import DeviceInfo, detect_device
+from mllm_compile.config.device import DeviceInfo, check_ranks, detect_device
 from mllm_compile.config.model_folder import ModelFolder
 from mllm_compile.config.quantisation import Scheme
 from mllm_compile.config.resolve import resolve
@@ -321,6 +321,12 @@ def test_a_float32_checkpoint_on_a_gpu_is_served_in_bfloat16_unless_float32_is_a
     assert resolved(H200, {"dtype": "float32"}).model.dtype == "bfloat16"
     config = resolved(H200, model={"path": "m", "dtype": "float32"})
     assert (config.runtime.attention_backend, config.cudagraph.mode) == ("torch", "piecewise")
+
+
+def test_ray_is_refused_where_it_would_start_nothing():
+    with pytest.raises(ConfigError, match="ray, which starts further ranks, and there is one rank"):
+        check_ranks(resolved(runtime={"distributed_executor_backend": "ray"}).runtime)
+    check_ranks(resolved(runtime={"distributed_executor_backend": "ray", "tensor_parallel_size": 2}).runtime)
 
 
 def test_the_eager_model_runs_without_graphs():

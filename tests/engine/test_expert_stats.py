@@ -10,6 +10,7 @@ import torch
 from mllm_compile import Engine, EngineConfig, SamplingParams
 from mllm_compile.compiler.load_or_compile import load_or_compile
 from mllm_compile.engine.stats import ExpertLoad
+from mllm_compile.errors import ConfigError
 from mllm_compile.process.progress import NullReporter
 from mllm_compile.store.source import ArtifactSource
 from tests.model.tiny_configs import LAYERS, save_tiny_model, tiny_config
@@ -71,6 +72,19 @@ def test_counts_are_those_of_the_tokens_that_were_computed(folder, tmp_path, num
     for one, low, high in zip(experts, fewest, most, strict=True):
         assert all(a <= count <= b for a, count, b in zip(low, one.counts, high, strict=True)), (one, low, high)
         assert 1 <= one.skew <= 4
+
+
+@pytest.mark.parametrize(
+    ("architecture", "runtime", "refusal"),
+    [
+        ("qwen3", {"expert_stats": True}, "runtime.expert_stats is set, and this model has no experts"),
+        ("mamba2", {"kv_cache_dtype": "fp8_e4m3"}, "kv_cache_dtype is fp8_e4m3, and this model has no attention"),
+    ],
+)
+def test_what_is_asked_of_layers_that_a_model_does_not_have_is_refused(tmp_path, architecture, runtime, refusal):
+    save_tiny_model(tiny_config(architecture), tmp_path / "model")
+    with pytest.raises(ConfigError, match=refusal):
+        load_or_compile(config_of(tmp_path / "model", tmp_path, **runtime), NullReporter())
 
 
 def test_nothing_is_counted_unless_the_config_asks(folder, tmp_path):
