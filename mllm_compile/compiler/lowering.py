@@ -166,7 +166,7 @@ def _check_has(program: Program, config: ResolvedConfig) -> None:
     """Refuses what is asked of layers that the model does not have; its first ones alone may not have them yet."""
     if config.runtime.expert_stats and not program.counted_experts:
         raise ConfigError(
-            "runtime.expert_stats is set, and this model has no experts whose choices could be counted. Set it to false."
+            "runtime.expert_stats is set, and this model has no experts, whose choices it counts. Set it to false."
         )
     if config.runtime.kv_cache_dtype != config.model.dtype and not program.layers:
         raise ConfigError(
