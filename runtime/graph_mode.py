@@ -17,8 +17,8 @@ class CUDAGraphMode(Enum):
 
     There are two kinds of FULL graphs, told apart by BatchDescriptor.uniform: those of decodes, and *mixed* ones
     (cudagraph.mixed_tokens), which hold any step up to its head. So "mixed" is wider here than ForwardMode.MIXED, which
-    means decodes and prompts in one batch: a mixed graph also serves prompts alone. *Fresh* ones have sizes of their
-    own, and are for prompts alone, each from its first token on.
+    means decodes and prompts in one batch: a mixed graph also serves prompts alone. Two more kinds, of sizes of their
+    own, are for prompts alone: *fresh* ones if each begins with its first token, *extends* if some have a prefix.
     """
 
     NONE = 0

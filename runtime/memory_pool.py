@@ -158,8 +158,8 @@ class GDNPool:
             for states in self._groups:
                 states[:, target].copy_(states[:, source])
             return
+        sources, targets = upload(copies.T.copy(), self._groups[0].device)
         for states in self._groups:
-            sources, targets = upload(copies.T.copy(), states.device)
             bytes_each = len(copies) * states[0, 0].nbytes
             for layers in states.split(max(1, _COPIED_BYTES // max(1, bytes_each))):
                 layers.index_copy_(1, targets, layers.index_select(1, sources))

@@ -123,10 +123,10 @@ class CudaGraphConfig(Section):
     graph do that."""
 
     whole_prompts: bool = True
-    """Prompts alone, each from its first token on and together of up to 512 tokens, are one launch up to their head,
-    which takes its inputs from where the host leaves them. Only on one GPU, of Hopper, where attention over prompts can
-    be captured, and not of mixtures of experts, of layers with a state, or where RoPE follows the length of a text.
-    false: they run as other steps with prompts do."""
+    """Prompts alone, together of up to 512 new tokens, or of 256 where some go on from the prefix cache, are one launch
+    up to their head, which takes its inputs from where the host leaves them; of models with a state up to four.
+    Only on one GPU, of Hopper, where attention over prompts can be captured, and not of mixtures of experts, or where
+    RoPE follows the length of a text. false: they run as other steps with prompts do."""
 
     @field_validator("piecewise_tokens", "decode_requests")
     @classmethod

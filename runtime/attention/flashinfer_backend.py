@@ -5,7 +5,7 @@ Per batch and plan group (layers equal in window, soft cap, scale and heads) the
 brings its own kernel for them (split_decode.py). flashinfer/wrappers.py makes what plans them; flashinfer/kernels.py
 chooses FlashInfer's kernel for each; flashinfer/plan.py has pages and plan buffers. Decodes can be captured in a CUDA
 graph (captured/decodes.py); so can steps with prompts, where fa3 and the program's own kernels serve them
-(captured/mixed.py).
+(captured/mixed.py), and prompts alone (captured/fresh.py, captured/extends.py).
 
 Shape legend: T tokens, R requests, H query heads, Hk kv heads, D head dim, P page entries.
 """

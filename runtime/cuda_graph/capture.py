@@ -22,7 +22,7 @@ Result = TypeVar("Result")
 class CaptureFigures:
     """The cost of one captured size."""
 
-    mode: str  # FULL (of decodes), MIXED (full ones of any step), FRESH (of prompts alone) or PIECEWISE
+    mode: str  # PIECEWISE, or of full ones FULL (decodes), MIXED (any step), FRESH or EXTEND (prompts alone); see _kind
     num_tokens: int
     seconds: float
     mib: float  # of device memory, graphs and their pool; later sizes reuse what earlier ones took

@@ -18,7 +18,8 @@ from mllm_compile.runtime.cuda_graph.step_inputs import HostBlock, StepInputs
 from mllm_compile.runtime.ops.turns import NUM_TURNS
 from mllm_compile.runtime.step_fields import StepFields
 
-_OTHER_BYTES = 16 << 10  # of what comes with the inputs: page writes for 60 pages, say
+_OTHER_BYTES = 16 << 10  # of what comes with the inputs
+MOST_PAGE_BYTES = 12 << 10  # of new pages among it: 46 pages of 64 tokens, say
 _WORD = torch.int64
 
 

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 
 from mllm_compile.runtime.attention.metadata import StepPrompts
+from mllm_compile.runtime.cuda_graph.prompt_turns import MOST_PAGE_BYTES
 from mllm_compile.runtime.device.packed_fields import upload_fields
 from mllm_compile.runtime.device.staging import StagingBuffer, StagingRing
 from mllm_compile.runtime.device.upload import upload
@@ -48,7 +49,6 @@ if TYPE_CHECKING:
 
 Announce = Callable[[StepRecord], None]
 
-_MOST_PAGES_WITH_INPUTS = 128  # of captured prompts; a prefix of more is entered when they are under way
 _SCORED_LOGITS = 2**26  # of prompt positions at a time: 128 MiB in 16 bits, however long the prompts are
 
 
@@ -311,7 +311,8 @@ class StepRunner:
         has_more = batch.num_decodes or plan.is_decode or plan.own is not None or plan.media is not None
         if has_more or plan.fields.scored_indices is not None:
             return None
-        comes_apart = batch.page_ids.size > _MOST_PAGES_WITH_INPUTS
+        # More new pages than there is room for among the inputs, a long prefix's, are entered behind the launch.
+        comes_apart = self._pages.bytes_of(batch.page_ids.size) > MOST_PAGE_BYTES
         if not comes_apart:
             self._add_new_pages(plan, batch)
         starts = np.zeros(batch.num_requests + 1, dtype=np.int32)

@@ -13,10 +13,10 @@
 //
 // Defined by wide.py: N outputs (of a gated one: gate and up rows), K, GROUPS, TOKEN_TILES, TOKENS of a tile (a multiple of
 // 8) in PARTS that are multiplied one after another, SPLIT, BLOCKS, NUM_THREADS and SHARED_BYTES of a block, REGISTER_THREADS
-// that could have all registers, W_STAGES and X_STAGES of the rings, EARLY_STAGES of the weight's, NORM_BLOCKS (sums of squares a token to read; 0: no norm), GATED,
-// RESIDUAL, NEXT_BLOCKS (sums of squares a token to leave), PLUS_ONE (the next norm's weight has 1 added), BIAS (in the place
-// of the norm's weight), SQUARED_RELU, SCALED, and `multiply_add_all`, which adds products to TOKENS / PARTS / 2 sums of a
-// thread.
+// that could have all registers, W_STAGES and X_STAGES of the rings, EARLY_STAGES of the weight's, NORM_BLOCKS (sums of
+// squares a token to read; 0: no norm), GATED, RESIDUAL, NEXT_BLOCKS (sums of squares a token to leave), PLUS_ONE (the next
+// norm's weight has 1 added), BIAS (in the place of the norm's weight), SQUARED_RELU, SCALED, and `multiply_add_all`, which
+// adds products to TOKENS / PARTS / 2 sums of a thread.
 //
 // SCALED: weight and x are float8_e4m3fn with a float32 scale a row of the weight (in the place of the norm's weight) and a
 // token (in the place of sums of squares); there is nothing around the linear.

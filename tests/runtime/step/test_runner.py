@@ -7,7 +7,9 @@ import pytest
 import torch
 
 from mllm_compile.runtime.attention.metadata import StepPrompts
+from mllm_compile.runtime.cuda_graph import prompt_turns
 from mllm_compile.runtime.cuda_graph.graph_runner import LaunchedPrompts
+from mllm_compile.runtime.device.packed_fields import layout_of
 from mllm_compile.runtime.errors import DeviceMemoryError
 from mllm_compile.runtime.forward_batch import LogitsProcessorOutput
 from mllm_compile.runtime.media.grids import GridTower
@@ -409,9 +411,9 @@ def test_prompts_in_one_launch_and_others_get_the_same_tokens(expected, overlap,
     assert len(launches) == 1 and len(scored.output_token_ids) == 8, "prompts that are scored need more than the head"
 
 
-@pytest.mark.parametrize("pages_with_inputs", [0, 128])
-def test_prompts_that_hit_the_cache_are_launched_so_too_and_get_the_same_tokens(pages_with_inputs, monkeypatch):
-    monkeypatch.setattr(step_runner, "_MOST_PAGES_WITH_INPUTS", pages_with_inputs)
+@pytest.mark.parametrize("most_page_bytes", [0, 1 << 20])
+def test_prompts_that_hit_the_cache_are_launched_so_too_and_get_the_same_tokens(most_page_bytes, monkeypatch):
+    monkeypatch.setattr(step_runner, "MOST_PAGE_BYTES", most_page_bytes)
     runner, launches = make_runner(TinyModel(), page_size=4), []
     monkeypatch.setattr(runner, "launch_prompts", launched_at_once(runner, 21, launches))
     loop, prompt = Loop(runner, enable_prefix_cache=True), PROMPTS[3]
@@ -420,3 +422,23 @@ def test_prompts_that_hit_the_cache_are_launched_so_too_and_get_the_same_tokens(
         loop.run()
         assert outputs([request]) == [TinyModel().greedy(prompt[:length], 8)]
     assert launches == [len(prompt), 2, 1, 3], "4 tokens are a page"
+
+
+@pytest.mark.parametrize("page_size", [1, 16, 64, 256])
+def test_new_pages_come_with_the_inputs_of_captured_prompts_as_far_as_there_is_room(page_size, monkeypatch):
+    runner, beside = make_runner(TinyModel(), page_size=page_size), []
+    loop = Loop(runner)
+
+    def launch(fields: StepFields[np.ndarray], prompts: StepPrompts) -> None:
+        beside.append(fields.others())
+        raise torch.OutOfMemoryError("what they are is all that is asked for")
+
+    monkeypatch.setattr(runner, "launch_prompts", launch)
+    loop.add([1, 2, 3])
+    batch = loop.scheduler.schedule()
+    for count in range(1, 2000, 7):
+        pages = {"page_rows": np.repeat(batch.rows, count), "page_positions": np.zeros(count, dtype=np.int32)}
+        with pytest.raises(DeviceMemoryError):
+            loop.steps.submit(replace(batch, page_ids=np.ones(count, dtype=np.int32), **pages))
+    assert "page_slots" in beside[0] and "page_slots" not in beside[-1]
+    assert max(layout_of(others).end for others in beside) <= prompt_turns._OTHER_BYTES - 8, "a word is the next turn"
