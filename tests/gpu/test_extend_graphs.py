@@ -28,17 +28,19 @@ pytestmark = [
 ]
 
 SIZES = (64, 128, 192, 256)  # the first two by fa2, whose keys are divided
-HEADS = {"many": (32, 2), "few": (16, 8)}  # query and KV heads
+KINDS = {"many": (32, 2, 16), "few": (16, 8, 64)}  # query heads, KV heads and tokens of a page
 
 
-@pytest.fixture(scope="module", params=HEADS)
+@pytest.fixture(scope="module", params=KINDS)
 def runner(request, tmp_path_factory) -> Iterator[ModelRunner]:
     folder = tmp_path_factory.mktemp(request.param)
-    num_heads, num_kv_heads = HEADS[request.param]
+    num_heads, num_kv_heads, page_size = KINDS[request.param]
     config = SHAPE | {"num_attention_heads": num_heads, "num_key_value_heads": num_kv_heads}
     (folder / "config.json").write_text(json.dumps(config))
     model = {"path": str(folder), "load_format": "dummy"}
-    runner = make_gpu_runner(folder, backend="inductor", model=model, page_size=16, most_tokens=256, longest=4096)
+    runner = make_gpu_runner(
+        folder, backend="inductor", model=model, page_size=page_size, most_tokens=256, longest=4096
+    )
     fill_pages(runner)
     with torch.inference_mode():
         yield runner
@@ -115,11 +117,11 @@ def test_their_logits_are_those_of_a_step_that_is_not_captured(runner, size):
 def test_served_prompts_that_hit_the_cache_are_launched_so_and_get_their_tokens(runner, monkeypatch):
     graphs, rng = graphs_of(runner), np.random.default_rng(0)
     launch, launches = graphs.launch_prompts, []
-    ahead = rng.integers(3, runner.vocab_size, 2300).tolist()
-    # 2300 tokens are more pages than come with a step's inputs.
+    ahead = rng.integers(3, runner.vocab_size, 4030).tolist()
+    # 4030 tokens are more pages than come with a step's inputs, of either size.
     prompts = [
         [*ahead[:shared], *rng.integers(3, runner.vocab_size, new).tolist()]
-        for shared, new in ((1000, 40), (1000, 3), (480, 100), (160, 1), (2300, 7), (64, 230), (0, 30))
+        for shared, new in ((1000, 40), (1000, 3), (480, 100), (160, 1), (4030, 7), (64, 230), (0, 30))
     ]
 
     def served() -> list[list[int]]:
@@ -132,13 +134,14 @@ def test_served_prompts_that_hit_the_cache_are_launched_so_and_get_their_tokens(
         return [request.output_token_ids for request in (*requests, *together)]
 
     def noted(fields, step):
-        launches.append((step.extends, launch(fields, step)))
+        is_hit = step.extends and fields.positions.size < SIZES[-1]  # and no chunk of the first prompt
+        launches.append((is_hit, launch(fields, step)))
         return launches[-1][1]
 
     monkeypatch.setattr(graphs, "launch_prompts", noted)
     captured = served()
-    extends = [launched is not None for extends, launched in launches if extends]
-    assert sum(extends) >= 7
+    hits = [launched is not None for is_hit, launched in launches if is_hit]
+    assert len(hits) >= 7 and all(hits)
     monkeypatch.setattr(graphs, "launch_prompts", lambda *step: None)
     same = [one == other for one, other in zip(captured, served(), strict=True)]
     assert sum(same) >= len(same) - 2, "but for rounding they are the same"

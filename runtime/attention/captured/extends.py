@@ -47,7 +47,7 @@ class ExtendSteps:
         self._places = [slice(*bounds) for bounds in itertools.pairwise(ends)]
         self.work_bytes: int = ends[-1]
         self._lists: dict[int, Sequence[SplitList | WorkList]] = {}
-        self._captured: list[list[Any]] = []  # what graphs launched is kept
+        self._captured: dict[int, list[Any]] = {}  # what graphs launched is kept
 
     def capture(self, num_tokens: int, work: torch.Tensor) -> list[Any]:
         """The wrappers of a step of `num_tokens`, one a plan group.
@@ -62,7 +62,7 @@ class ExtendSteps:
         page_ids = work[: _MOST_PAGES * 4].view(torch.int32)
         parts = zip(self._groups, lists, self._places, strict=True)
         wrappers = [group.capture_pages(num_tokens, works, work[place], page_ids) for group, works, place in parts]
-        self._captured.append(wrappers)
+        self._captured[num_tokens] = wrappers
         return wrappers
 
     def write(self, num_tokens: int, memory: np.ndarray, prompts: StepPrompts) -> bool:

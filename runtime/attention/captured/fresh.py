@@ -35,7 +35,7 @@ class FreshSteps:
         ends = np.cumsum([one.num_bytes for one in works]).tolist()
         self._places = [slice(start, end) for start, end in zip([0, *ends], ends, strict=False)]
         self.work_bytes: int = ends[-1]
-        self._captured: list[list[Any]] = []  # what graphs launched is kept
+        self._captured: dict[int, list[Any]] = {}  # what graphs launched is kept
 
     def capture(self, num_tokens: int, work: torch.Tensor) -> list[Any]:
         """The wrappers of a step of `num_tokens`, one a plan group.
@@ -45,7 +45,7 @@ class FreshSteps:
         """
         parts = zip(self._groups, self._works, self._places, strict=True)
         wrappers = [group.capture_in_a_row(num_tokens, works, work[place]) for group, works, place in parts]
-        self._captured.append(wrappers)
+        self._captured[num_tokens] = wrappers
         return wrappers
 
     def write(self, memory: np.ndarray, starts: np.ndarray) -> bool:
