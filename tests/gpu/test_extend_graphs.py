@@ -79,24 +79,23 @@ def batch_of(runner: ModelRunner, lengths: Lengths, seed: int) -> ForwardBatch:
     )
 
 
-def page_ids(batch: ForwardBatch, page_size: int) -> np.ndarray:
+def step_of(runner: ModelRunner, batch: ForwardBatch, lengths: Lengths) -> tuple[StepFields[np.ndarray], StepPrompts]:
+    """What a launch of the batch is given."""
+    new, cached = (np.array(column, dtype=np.int32) for column in zip(*lengths, strict=True))
+    starts, page_size = np.array([0, *np.cumsum(new)], dtype=np.int32), runner.config.runtime.page_size
+    fields = StepFields(**{name: getattr(batch, name).cpu().numpy() for name in INPUTS})
+    fields.logits_indices = starts[1:].astype(np.int64) - 1
     table = batch.req_to_token_pool.req_to_token[batch.req_pool_indices].cpu().numpy()
-    return np.concatenate(
-        [row[:length:page_size] // page_size for row, length in zip(table, batch.seq_lens.tolist(), strict=True)]
-    )
+    ids = [row[:count:page_size] // page_size for row, count in zip(table, batch.seq_lens.tolist(), strict=True)]
+    return fields, StepPrompts(starts, cached, fields.req_pool_indices, lambda: np.concatenate(ids))
 
 
 @pytest.mark.parametrize("size", SIZES)
 def test_their_logits_are_those_of_a_step_that_is_not_captured(runner, size):
-    table, page_size = runner.req_to_token_pool.req_to_token, runner.config.runtime.page_size
-    launches = 0
+    table, launches = runner.req_to_token_pool.req_to_token, 0
     for seed, lengths in enumerate(lengths_of(size)):
         batch = batch_of(runner, lengths, seed)
-        starts = np.array([0, *np.cumsum([new for new, _ in lengths])], dtype=np.int32)
-        fields = StepFields(**{name: getattr(batch, name).cpu().numpy() for name in INPUTS})
-        fields.logits_indices = starts[1:] - 1
-        ids, cached = page_ids(batch, page_size), np.array([before for _, before in lengths], dtype=np.int32)
-        prompts = StepPrompts(starts, cached, fields.req_pool_indices, lambda ids=ids: ids)
+        fields, prompts = step_of(runner, batch, lengths)
         listed = table.clone()
         table[1:] = -1  # who read it would read elsewhere
         before = snapshot(runner)
@@ -108,7 +107,7 @@ def test_their_logits_are_those_of_a_step_that_is_not_captured(runner, size):
             check_untouched(runner, before, batch.out_cache_loc)
         table.copy_(listed)
         if launched is not None:
-            batch.logits_indices = torch.from_numpy(starts[1:] - 1).long().cuda()
+            batch.logits_indices = torch.from_numpy(fields.logits_indices).cuda()
             eager = runner.run_eager(batch).next_token_logits.float()
             assert ((logits - eager).norm(dim=-1) / eager.norm(dim=-1)).max() < 2e-2
     assert launches >= 3, "fa3 serves long prefixes too slowly"
@@ -117,11 +116,11 @@ def test_their_logits_are_those_of_a_step_that_is_not_captured(runner, size):
 def test_served_prompts_that_hit_the_cache_are_launched_so_and_get_their_tokens(runner, monkeypatch):
     graphs, rng = graphs_of(runner), np.random.default_rng(0)
     launch, launches = graphs.launch_prompts, []
-    ahead = rng.integers(3, runner.vocab_size, 4030).tolist()
-    # 4030 tokens are more pages than come with a step's inputs, of either size.
+    # More pages than come with a step's inputs, of either size; the last chunk of so many tokens is fa2's too.
+    ahead = rng.integers(3, runner.vocab_size, 3968).tolist()
     prompts = [
         [*ahead[:shared], *rng.integers(3, runner.vocab_size, new).tolist()]
-        for shared, new in ((1000, 40), (1000, 3), (480, 100), (160, 1), (4030, 7), (64, 230), (0, 30))
+        for shared, new in ((1000, 40), (1000, 3), (480, 100), (160, 1), (3968, 7), (64, 230), (0, 30))
     ]
 
     def served() -> list[list[int]]:
@@ -134,14 +133,14 @@ def test_served_prompts_that_hit_the_cache_are_launched_so_and_get_their_tokens(
         return [request.output_token_ids for request in (*requests, *together)]
 
     def noted(fields, step):
-        is_hit = step.extends and fields.positions.size < SIZES[-1]  # and no chunk of the first prompt
+        is_hit = step.extends and fields.positions.size < SIZES[-1]  # and no whole chunk of the first prompt
         launches.append((is_hit, launch(fields, step)))
         return launches[-1][1]
 
     monkeypatch.setattr(graphs, "launch_prompts", noted)
     captured = served()
     hits = [launched is not None for is_hit, launched in launches if is_hit]
-    assert len(hits) >= 7 and all(hits)
+    assert len(hits) >= 8 and all(hits)
     monkeypatch.setattr(graphs, "launch_prompts", lambda *step: None)
     same = [one == other for one, other in zip(captured, served(), strict=True)]
     assert sum(same) >= len(same) - 2, "but for rounding they are the same"
@@ -149,18 +148,11 @@ def test_served_prompts_that_hit_the_cache_are_launched_so_and_get_their_tokens(
 
 def test_the_turns_come_round(runner):
     """Each launch reads its own part of the host's memory, whichever kind of prompts ran before."""
-    page_size, kinds = runner.config.runtime.page_size, [[(9, 40)], [(30, 0)], [(70, 300), (2, 0)]]
+    kinds: list[Lengths] = [[(9, 40)], [(30, 0)], [(70, 300), (2, 0)]]
     logits = [[] for _ in kinds]
     for turn in range(2 * NUM_TURNS + 1):
         for kind, lengths in enumerate(kinds):
-            batch = batch_of(runner, lengths, seed=kind)
-            fields = StepFields(**{name: getattr(batch, name).cpu().numpy() for name in INPUTS})
-            starts = np.array([0, *np.cumsum([new for new, _ in lengths])], dtype=np.int32)
-            fields.logits_indices = starts[1:] - 1
-            ids, cached = page_ids(batch, page_size), np.array([before for _, before in lengths], dtype=np.int32)
-            launched = runner.launch_prompts(
-                fields, StepPrompts(starts, cached, fields.req_pool_indices, lambda i=ids: i)
-            )
+            launched = runner.launch_prompts(*step_of(runner, batch_of(runner, lengths, seed=kind), lengths))
             assert launched is not None, turn
             logits[kind].append(launched.head(launched.fields.logits_indices).next_token_logits.clone())
     # From the second round on: their pages are others' too, and the first round wrote there.
