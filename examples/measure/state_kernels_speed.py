@@ -30,9 +30,10 @@ from mistakes import need_gpu
 
 from mllm_compile.runtime import ops
 from mllm_compile.runtime.state.layer import KINDS, CausalConv, GatedDelta, SelectiveScan, Ssd, StateKind
+from mllm_compile.runtime.state.piece_backend import FEW_TOKENS
 
 BATCHES = (1, 8, 16, 64, 256)
-PROMPTS = ((1, 2048), (1, 8192), (8, 1024), (32, 2048))
+PROMPTS = ((1, 16), (1, 64), (1, 2048), (1, 8192), (8, 1024), (32, 2048))
 COLD_BYTES = 256 << 20  # several times the L2 cache
 MAX_LAYERS = 16
 
@@ -102,13 +103,15 @@ def run(name: str, requests: int, tokens: int) -> Result:
     dtype = torch.bfloat16 if shape.kind.holds_inputs else torch.float32
     out = torch.empty(total, *shape.kind.out_shape(shapes), dtype=shape.out_dtype, device="cuda")
     per_layer = 2 * requests * math.prod(state) * dtype.itemsize
-    count = min(MAX_LAYERS, max(2, COLD_BYTES // per_layer)) if tokens == 1 else 1
+    count = min(MAX_LAYERS, max(2, COLD_BYTES // per_layer)) if total <= FEW_TOKENS or tokens == 1 else 1
     pools = [torch.zeros(requests + 1, *state, dtype=dtype, device="cuda") for _ in range(count)]
     rows = torch.arange(1, requests + 1, device="cuda")
     has_state = torch.ones(requests, dtype=torch.bool, device="cuda")
     bounds = torch.arange(requests + 1, dtype=torch.int32, device="cuda") * tokens
     op = ops.op(f"{shape.kind.name}_states")
     absent = dict.fromkeys(set(shape.kind.operands) - set(operands))
+    if tokens > 1 and total <= FEW_TOKENS and isinstance(shape.kind, GatedDelta | Ssd):
+        absent["few_tokens"] = True
     settings = absent | asdict(shape.kind) | {"rows": rows, "has_state": has_state, "out": out}
     spans = {"starts": None, "ends": None} if tokens == 1 else {"starts": bounds[:-1], "ends": bounds[1:]}
 

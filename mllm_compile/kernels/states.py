@@ -1,7 +1,8 @@
-"""Layers with a state as pieces of the program: kernels of runtime/ops/states/, two for each kind of layer.
+"""Layers with a state as pieces of the program: kernels of runtime/ops/states/, two or three for each kind of layer.
 
-One computes decodes, a token of each request, the other prompts. Layers alike in kind, settings and operands share
-them. What no kernel serves is computed by runtime/state/torch_backend.py, as on a CPU.
+One computes decodes, a token of each request, another prompts, and one prompts of few tokens by shorter chunks. Layers
+alike in kind, settings and operands share them. What no kernel serves is computed by runtime/state/torch_backend.py, as
+on a CPU.
 """
 
 from __future__ import annotations
@@ -49,8 +50,12 @@ def _is_served(layer: StateLayer) -> bool:
 
 def _pieces(
     layer: StateLayer, operands: Sequence[PieceInput], runtime: RuntimeSection, index: int, is_delta: bool
-) -> tuple[WrittenPiece, WrittenPiece]:
-    """(decodes, prompts); `is_delta`: behind each convolution is another one, or a delta rule."""
+) -> tuple[WrittenPiece, ...]:
+    """(decodes, prompts, few), the last of kinds with chunks.
+
+    Args:
+        is_delta: behind each convolution is another one, or a delta rule.
+    """
     of = PieceInput.contiguous
     given = {
         **dict(zip(layer.operands, operands, strict=True)),
@@ -64,7 +69,8 @@ def _pieces(
     settings = absent | asdict(layer.kind)
     ahead = {"lets_in_at_once": True} if is_delta and layer.kind.name == "causal_conv" else {}
     # How a prompt is cut into chunks would show in its last bits.
-    by_token = {"by_token": True} if runtime.deterministic and layer.kind.name in _CHUNKED else {}
+    is_chunked = layer.kind.name in _CHUNKED
+    by_token = {"by_token": True} if is_chunked and runtime.deterministic else {}
 
     def piece(what: str, signature: dict[str, PieceInput], options: dict[str, object]) -> WrittenPiece:
         return WrittenPiece.calling(
@@ -76,7 +82,10 @@ def _pieces(
             gives_tensor=False,
         )
 
-    return (
+    pieces = (
         piece("decodes", given | out, dict.fromkeys(bounds) | settings | ahead),
         piece("prompts", given | bounds | out, settings | by_token),
     )
+    if not is_chunked or by_token:
+        return pieces
+    return *pieces, piece("few", given | bounds | out, settings | {"few_tokens": True})

@@ -186,13 +186,15 @@ class DecodeForm:
 
 @dataclass(frozen=True)
 class StateForms:
-    """The pieces that compute a layer with a state: a batch's decodes, and its prompts (ops/states/)."""
+    """The pieces that compute a layer with a state (ops/states/): a batch's decodes, its prompts, and prompts of few
+    tokens, where these have a kernel of their own."""
 
     decodes: str
     prompts: str
+    few: str | None = None
 
-    def piece_ids(self) -> tuple[str, str]:
-        return self.decodes, self.prompts
+    def piece_ids(self) -> tuple[str, ...]:
+        return (self.decodes, self.prompts, *(() if self.few is None else (self.few,)))
 
 
 @dataclass(frozen=True)

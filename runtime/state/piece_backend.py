@@ -15,6 +15,8 @@ import torch
 from mllm_compile.runtime.memory_pool import GDNPool
 from mllm_compile.runtime.state.base import StateBackend, StateInputs
 
+FEW_TOKENS = 64  # of a step whose chunks are short
+
 
 @dataclass(frozen=True)
 class StatePieces:
@@ -23,10 +25,16 @@ class StatePieces:
     Attributes:
         decodes: (*operands, states, rows, has_state, out): request i has token i alone.
         prompts: (*operands, states, rows, has_state, starts, ends, out).
+        few: the same, of at most FEW_TOKENS tokens; None: prompts serves them too.
     """
 
     decodes: Callable[[list[torch.Tensor]], Any]
     prompts: Callable[[list[torch.Tensor]], Any]
+    few: Callable[[list[torch.Tensor]], Any] | None = None
+
+    def prompts_of(self, num_tokens: int) -> Callable[[list[torch.Tensor]], Any]:
+        """The kernels of prompts in a step of so many tokens, padding among them."""
+        return self.prompts if self.few is None or num_tokens > FEW_TOKENS else self.few
 
 
 class PieceStateBackend(StateBackend):
@@ -52,4 +60,4 @@ class PieceStateBackend(StateBackend):
         if metadata.of_decodes is not None:
             pieces.decodes([*given, *metadata.of_decodes, inputs.out])
         if metadata.of_prompts is not None:
-            pieces.prompts([*given, *metadata.of_prompts, inputs.out])
+            pieces.prompts_of(inputs.out.shape[0])([*given, *metadata.of_prompts, inputs.out])

@@ -14,7 +14,7 @@ from mllm_compile.runtime.state.base import StateInputs
 from mllm_compile.runtime.state.layer import CausalConv, GatedDelta, SelectiveScan, Ssd, StateKind, StateLayer
 from mllm_compile.runtime.state.metadata import StateMetadata
 from mllm_compile.runtime.state.mixed import MixedStateSteps
-from mllm_compile.runtime.state.piece_backend import PieceStateBackend, StatePieces
+from mllm_compile.runtime.state.piece_backend import PieceStateBackend
 from mllm_compile.runtime.state.torch_backend import TorchStateBackend
 from tests.runtime.state.state_cases import kernels_of, mixed_batch, run_batch
 
@@ -121,7 +121,7 @@ def pool_of(layer: StateLayer) -> GDNPool:
 
 
 def kernels(layer: StateLayer, pool: GDNPool) -> PieceStateBackend:
-    return PieceStateBackend(pool, {layer.name: StatePieces(*kernels_of(layer))}, TorchStateBackend(pool))
+    return PieceStateBackend(pool, {layer.name: kernels_of(layer)}, TorchStateBackend(pool))
 
 
 def error(ours: torch.Tensor, theirs: torch.Tensor) -> float:
@@ -152,7 +152,7 @@ def test_a_captured_decode_reads_rows_and_flags_when_it_is_replayed_and_gives_th
     kind, _ = SHAPES[name]
     operands = operands_of(name, 4, torch.bfloat16)
     layer = layer_of(kind, operands, torch.bfloat16)
-    decodes, _ = kernels_of(layer)
+    decodes = kernels_of(layer).decodes
     rows, has_state = torch.zeros(4, dtype=torch.int64, device="cuda"), torch.zeros(4, dtype=torch.bool, device="cuda")
     pool, other = pool_of(layer), pool_of(layer)
     out = torch.zeros(4, *layer.out_shape, dtype=getattr(torch, layer.out_dtype), device="cuda")

@@ -51,6 +51,7 @@ LENGTHS = (1, 2, 3, 4, 31, 33, 64, 90)
 PARAMS = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True, logprobs=3)
 # Few captures, each of which batches of several sizes are padded to.
 SIZES = {"decode_requests": (1, 2, 8), "piecewise_tokens": (4, 32, 96)}
+TIE = 0.1  # between log-probabilities: kernels of another shape may round such tokens the other way round
 MARGIN = 1.5  # ours may be this much further from float32 than Transformers in bf16 is
 
 
@@ -190,22 +191,34 @@ print(json.dumps([tokens, heavy]))
 """
 
 
+def are_the_same_but_for_ties(ours: list[Any], theirs: list[Any]) -> bool:
+    """True if the first token in which two answers to a prompt differ is nearly as probable as the other's, in both."""
+    for (tokens, logprobs), (others, of_others) in zip(ours, theirs, strict=True):
+        for index, (token, other) in enumerate(zip(tokens, others, strict=True)):
+            if token == other:
+                continue
+            for found in (logprobs[index], of_others[index]):
+                if not {token, other} <= set(found) or abs(found[token].logprob - found[other].logprob) > TIE:
+                    return False
+            break
+    return True
+
+
 def test_a_compiled_model_gives_the_same_in_graphs_as_without_and_starts_warm_without_a_compiler(tmp_path, prompts):
     save("qwen3_5_text", tmp_path)
     with engine(tmp_path, "full_and_piecewise", "inductor") as graphs:
-        tokens = [answers(graphs, [prompt])[0][0] for prompt in prompts]
-        crowd = answers(graphs, prompts)
-        hits = [answers(graphs, [prompt])[0][0] for prompt in prompts]
+        in_graphs = [answers(graphs, [prompt])[0] for prompt in prompts]
+        assert are_the_same_but_for_ties(answers(graphs, prompts), in_graphs)
+        hits = [answers(graphs, [prompt])[0] for prompt in prompts]
         assert graphs.stats().prefix_hit_tokens > 0
-    assert len(crowd) == len(prompts)
-    same = [one == other for one, other in zip(hits, tokens, strict=True)]
-    assert sum(same) >= len(same) - 2, "but for rounding, where a prompt is divided, they are the same"
+    assert are_the_same_but_for_ties(hits, in_graphs)
+    tokens = [of_prompt for of_prompt, _ in in_graphs]
     given = json.dumps([config(tmp_path, "full_and_piecewise", "inductor"), prompts[-1]])
     warm = subprocess.run([sys.executable, "-c", WARM, given], capture_output=True, text=True, check=False)
     assert warm.returncode == 0, warm.stderr[-2000:]
     assert json.loads(warm.stdout.splitlines()[-1]) == [tokens[-1], []]
     with engine(tmp_path, "none", "inductor") as eager:
-        assert [answers(eager, [prompt])[0][0] for prompt in prompts] == tokens
+        assert are_the_same_but_for_ties([answers(eager, [prompt])[0] for prompt in prompts], in_graphs)
 
 
 def test_in_deterministic_mode_a_request_s_numbers_are_its_own(architecture, folder, prompts):

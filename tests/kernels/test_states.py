@@ -37,11 +37,12 @@ def same(layer: StateLayer, name: str, state_id: int) -> StateLayer:
     return replace(layer, name=name, state_id=state_id)
 
 
-def test_layers_that_are_alike_share_two_pieces_and_each_says_what_it_is_given():
+def test_layers_that_are_alike_share_their_pieces_and_each_says_what_it_is_given():
     more = same(CONV, "layers.1.conv", 2), same(DELTA, "layers.1.delta", 3)
     operands = OPERANDS | {"layers.1.conv": OPERANDS[CONV.name], "layers.1.delta": OPERANDS[DELTA.name]}
     with_forms, pieces = add_state_pieces(resolved(H200), program(CONV, DELTA, *more), operands)
-    conv, delta = (StateForms(f"states_{index}_decodes", f"states_{index}_prompts") for index in (0, 1))
+    conv = StateForms("states_0_decodes", "states_0_prompts")
+    delta = StateForms("states_1_decodes", "states_1_prompts", "states_1_few")
     assert with_forms.state_forms == {
         CONV.name: conv,
         DELTA.name: delta,
@@ -55,6 +56,8 @@ def test_layers_that_are_alike_share_two_pieces_and_each_says_what_it_is_given()
         and "starts=None" in pieces[0].source
         and "activation='silu'" in pieces[0].source
     )
+    assert pieces[4].signature == pieces[3].signature
+    assert ["few_tokens=True" in piece.source for piece in pieces] == [False] * 4 + [True]
     assert list(pieces[3].signature) == [*DELTA.operands, "states", "rows", "has_state", "starts", "ends", "out"]
     assert list(pieces[2].signature) == [*DELTA.operands, "states", "rows", "has_state", "out"]
     assert pieces[2].signature["q"].stride == (192, 16, 1)
@@ -64,17 +67,17 @@ def test_layers_that_are_alike_share_two_pieces_and_each_says_what_it_is_given()
 def test_sums_are_of_the_type_that_the_config_says_and_inputs_of_the_model_s():
     config = resolved(H200, runtime={"state_dtype": "bfloat16"})
     _, pieces = add_state_pieces(config, program(CONV, DELTA), OPERANDS)
-    assert [piece.signature["states"].dtype for piece in pieces] == ["bfloat16"] * 4
+    assert [piece.signature["states"].dtype for piece in pieces] == ["bfloat16"] * 5
     _, pieces = add_state_pieces(resolved(H200), program(CONV, DELTA), OPERANDS)
-    assert [piece.signature["states"].dtype for piece in pieces] == ["bfloat16"] * 2 + ["float32"] * 2
+    assert [piece.signature["states"].dtype for piece in pieces] == ["bfloat16"] * 2 + ["float32"] * 3
 
 
 def test_in_deterministic_mode_prompts_go_token_by_token():
-    for is_deterministic in (False, True):
+    for is_deterministic, expected in ((False, [False] * 5), (True, [False, False, False, True])):
         config = resolved(H200, runtime={"deterministic": is_deterministic})
         _, pieces = add_state_pieces(config, program(CONV, DELTA), OPERANDS)
         found = ["by_token=True" in piece.source for piece in pieces]
-        assert found == [False, False, False, is_deterministic], "the convolution has no chunks"
+        assert found == expected, "the convolution has no chunks, and few tokens have no others"
 
 
 def test_a_convolution_lets_a_delta_rule_in_at_once_and_no_other_recurrence():
@@ -92,7 +95,7 @@ def test_layers_whose_operands_lie_otherwise_have_pieces_of_their_own():
     other = same(DELTA, "layers.1.delta", 2)
     apart = OPERANDS | {other.name: [PieceInput.contiguous(("T", 4, 16), "bfloat16")] * 3 + GATES}
     with_forms, pieces = add_state_pieces(resolved(H200), program(DELTA, other), apart)
-    assert len(pieces) == 4 and with_forms.state_forms[other.name].decodes == "states_1_decodes"
+    assert len(pieces) == 6 and with_forms.state_forms[other.name].decodes == "states_1_decodes"
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ import triton.language as tl
 from torch.library import wrap_triton
 
 from mllm_compile.runtime.ops.dependent_launch import start_dependents, starts_early, wait_for_prerequisites
-from mllm_compile.runtime.ops.states.delta_chunks import CHUNK, LEAST_SIDE, Solved
+from mllm_compile.runtime.ops.states.delta_chunks import LEAST_SIDE, Solved
 from mllm_compile.runtime.ops.states.requests import LEAST_LOG_DECAY, SEARCHED, find_block, inverse_of, num_blocks
 
 _WARPS = 8
@@ -131,20 +131,22 @@ def solve_channel_gates(
     starts: torch.Tensor,
     ends: torch.Tensor,
     constants: dict[str, object],
+    chunk: int,
 ) -> Solved:
     """Solves all chunks.
 
     Args:
         q, k, g, beta, starts, ends: as gated_delta_states has them, g [T, Hv, D].
         constants: GROUP, HV, D, SCALE, QK_NORM and EPS.
+        chunk: tokens of one.
     """
     heads, requests = g.shape[1], starts.shape[0]
     padded = max(LEAST_SIDE, triton.next_power_of_2(q.shape[2]))
-    chunks = num_blocks(q, starts, CHUNK)
-    decays = torch.empty((chunks, heads, CHUNK, padded), dtype=torch.float32, device=q.device)
-    inverses = torch.empty((chunks, heads, CHUNK, CHUNK), dtype=q.dtype, device=q.device)
+    chunks = num_blocks(q, starts, chunk)
+    decays = torch.empty((chunks, heads, chunk, padded), dtype=torch.float32, device=q.device)
+    inverses = torch.empty((chunks, heads, chunk, chunk), dtype=q.dtype, device=q.device)
     scores = torch.empty_like(inverses)
-    queries = torch.empty((chunks, heads, CHUNK, padded), dtype=q.dtype, device=q.device)
+    queries = torch.empty((chunks, heads, chunk, padded), dtype=q.dtype, device=q.device)
     keys, left = torch.empty_like(queries), torch.empty_like(queries)
     kept = torch.empty((chunks, heads, padded), dtype=torch.float32, device=q.device)
     wrap_triton(_solve_channel_gates_kernel)[(chunks, heads)](
@@ -155,8 +157,8 @@ def solve_channel_gates(
         *beta.stride(),
         requests,
         PADDED_D=padded,
-        CHUNK=CHUNK,
-        LEVELS=CHUNK.bit_length() - 1,
+        CHUNK=chunk,
+        LEVELS=chunk.bit_length() - 1,
         SEARCHED=SEARCHED,
         EARLY=starts_early(),
         num_warps=_WARPS,

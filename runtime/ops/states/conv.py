@@ -108,10 +108,7 @@ def _prompt_conv_kernel(
     EARLY: tl.constexpr,
 ):
     """Program (block of tokens of one request, block of channels). A request's first block is the one that reads its
-    state, and so the one that replaces it."""
-    if EARLY:
-        wait_for_prerequisites()
-        start_dependents()
+    state, and so the one that replaces it. A state and weights are there before the tokens are."""
     # As find_block does; what it gave would be part of where this kernel stores.
     block = tl.program_id(0)
     request = num_requests
@@ -128,26 +125,36 @@ def _prompt_conv_kernel(
         request += tl.sum(tl.where(is_it, requests - num_requests, 0), 0)
         index += tl.sum(tl.where(is_it, block - (behind - blocks), 0), 0)
         passed += tl.sum(blocks, 0)
-    if request < num_requests:
-        row = tl.load(rows_ptr + request).to(tl.int64)
-        has_state = (tl.load(has_state_ptr + request) != 0) & (row > 0)
-        start = tl.load(starts_ptr + request).to(tl.int64)
-        length = tl.load(ends_ptr + request).to(tl.int64) - start
-        channels = (tl.program_id(1) * BLOCK + tl.arange(0, BLOCK))[None, :]
-        is_channel = channels < C
-        tokens = (index * TOKENS + tl.arange(0, TOKENS))[:, None]
-        states = states_ptr + row * (K - 1) * C + channels
+    is_used = request < num_requests
+    row = tl.load(rows_ptr + request, mask=is_used, other=0).to(tl.int64)
+    has_state = (tl.load(has_state_ptr + request, mask=is_used, other=0) != 0) & (row > 0)
+    start = tl.load(starts_ptr + request, mask=is_used, other=0).to(tl.int64)
+    length = tl.load(ends_ptr + request, mask=is_used, other=0).to(tl.int64) - start
+    channels = (tl.program_id(1) * BLOCK + tl.arange(0, BLOCK))[None, :]
+    is_channel = channels < C
+    tokens = (index * TOKENS + tl.arange(0, TOKENS))[:, None]
+    states = states_ptr + row * (K - 1) * C + channels
+    of_weights = weight_ptr + channels * weight_channel_stride
+    # Earlier inputs have the first columns: sums are in the order of columns.
+    out = tl.zeros((TOKENS, BLOCK), tl.float32)
+    if index == 0:
+        for column in tl.static_range(K - 1):
+            place = tokens + column
+            is_old = (place < K - 1) & is_channel & has_state
+            seen = tl.load(states + place * C, mask=is_old, other=0.0).to(tl.float32)
+            weights = tl.load(of_weights + column * weight_column_stride, mask=is_channel, other=0.0)
+            out += seen * weights.to(tl.float32)
+    if EARLY:  # none of the kernels that run now writes what has been read
+        wait_for_prerequisites()
+        start_dependents()
+    if is_used:
         inputs = x_ptr + start * x_token_stride + channels * x_channel_stride
-        out = tl.zeros((TOKENS, BLOCK), tl.float32)
         for column in tl.static_range(K):
             place = tokens + (column - (K - 1))
             is_new = (place >= 0) & (place < length) & is_channel
             seen = tl.load(inputs + place * x_token_stride, mask=is_new, other=0.0).to(tl.float32)
-            if index == 0:
-                is_old = (place < 0) & is_channel & has_state
-                seen += tl.load(states + (place + (K - 1)) * C, mask=is_old, other=0.0).to(tl.float32)
-            weights = weight_ptr + channels * weight_channel_stride + column * weight_column_stride
-            out += seen * tl.load(weights, mask=is_channel, other=0.0).to(tl.float32)
+            weights = tl.load(of_weights + column * weight_column_stride, mask=is_channel, other=0.0)
+            out += seen * weights.to(tl.float32)
         if HAS_BIAS:
             out += tl.load(bias_ptr + channels, mask=is_channel, other=0.0).to(tl.float32)
         if SILU:

@@ -26,6 +26,7 @@ from mllm_compile.runtime.ops.shared_memory import most_shared_bytes
 from mllm_compile.runtime.ops.states.requests import SEARCHED
 
 CHUNK = 64  # tokens
+SHORT_CHUNK = 16  # of a step of few tokens
 LEAST_SIDE = 16  # of tl.dot
 _VALUES = 64  # of a block
 _WARPS = 8
@@ -177,12 +178,14 @@ def multiply_chunks(
     out: torch.Tensor,
     sizes: dict[str, int],
     gate_a_channel: bool,
+    chunk: int,
 ) -> None:
     """Takes states and outputs of prompts through their chunks.
 
     Args:
         v, states, rows, has_state, starts, ends, out: as gated_delta_states has them.
         sizes: GROUP, HV and D.
+        chunk: tokens of one, as it was solved.
     """
     heads, width = v.shape[1:]
     block = max(LEAST_SIDE, min(_VALUES, triton.next_power_of_2(width)))
@@ -195,7 +198,7 @@ def multiply_chunks(
         DV=width,
         PADDED_D=max(LEAST_SIDE, triton.next_power_of_2(sizes["D"])),
         BLOCK=block,
-        CHUNK=CHUNK,
+        CHUNK=chunk,
         SEARCHED=SEARCHED,
         STAGES=_num_stages(),
         GATE_A_CHANNEL=gate_a_channel,

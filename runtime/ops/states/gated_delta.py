@@ -17,7 +17,8 @@ from torch.library import triton_op, wrap_triton
 
 from mllm_compile.runtime.ops.dependent_launch import start_dependents, starts_early, wait_for_prerequisites
 from mllm_compile.runtime.ops.states.channel_gates import solve_channel_gates
-from mllm_compile.runtime.ops.states.delta_chunks import multiply_chunks
+from mllm_compile.runtime.ops.states.delta_chunks import CHUNK, SHORT_CHUNK, multiply_chunks
+from mllm_compile.runtime.ops.states.few_tokens import multiply_few_tokens
 from mllm_compile.runtime.ops.states.gated_norm import norm_outputs
 from mllm_compile.runtime.ops.states.head_gates import solve_head_gates
 from mllm_compile.runtime.ops.states.requests import NORM_EPS, sigmoid, softplus
@@ -202,9 +203,10 @@ def gated_delta_states(
     norm_eps: float = 0.0,
     norm_gate: str = "",
     by_token: bool = False,
+    few_tokens: bool = False,
 ) -> None:
     """runtime/state/layer.py's GatedDelta. Prompts of 16 bits go by chunks, in two kernels; those with a gate a channel
-    by channel_gates.py's. A norm is one more kernel.
+    by channel_gates.py's, few tokens of others by few_tokens.py's one. A norm is one more kernel.
 
     Args:
         q, k: [T, Hk, D]; v: [T, Hv, Dv]; g: [T, Hv] or [T, Hv, D]; beta: [T, Hv]; of any strides.
@@ -217,11 +219,13 @@ def gated_delta_states(
         qk_l2norm: q and k are divided by their norms.
         norm_eps, norm_gate: of the norm behind, and of z.
         by_token: prompts go token by token, so that a token's numbers do not depend on where a prompt was cut.
+        few_tokens: chunks are short.
     """
     _compute(
         *(q, k, v, g, beta, A_log, dt_bias, states, rows, has_state, starts, ends, out),
         qk_l2norm=qk_l2norm,
         by_token=by_token,
+        few_tokens=few_tokens,
     )
     if z is not None and norm is not None:
         norm_outputs(out, z, norm, rows, starts, ends, norm_eps, norm_gate)
@@ -244,6 +248,7 @@ def _compute(
     *,
     qk_l2norm: bool,
     by_token: bool,
+    few_tokens: bool,
 ) -> None:
     """gated_delta_states without the norm."""
     _, key_heads, width = q.shape
@@ -254,11 +259,16 @@ def _compute(
     padded = triton.next_power_of_2(width)
     is_chunked = padded <= _MOST_CHUNK_KEYS and q.dtype in _CHUNKED_DTYPES and q.dtype == v.dtype
     if starts is not None and ends is not None and is_chunked and not by_token:
+        of_requests = (states, rows, has_state, starts, ends, out)
         if gate_a_channel:
-            solved = solve_channel_gates(q, k, g, beta, starts, ends, {**sizes, **norms})
+            chunk = SHORT_CHUNK if few_tokens else CHUNK
+            solved = solve_channel_gates(q, k, g, beta, starts, ends, {**sizes, **norms}, chunk)
+            multiply_chunks(solved, v, *of_requests, sizes, gate_a_channel, chunk)
+        elif few_tokens:
+            multiply_few_tokens(q, k, v, g, beta, A_log, dt_bias, *of_requests, {**sizes, **norms})
         else:
             solved = solve_head_gates(q, k, g, beta, A_log, dt_bias, starts, ends, {**sizes, **norms})
-        multiply_chunks(solved, v, states, rows, has_state, starts, ends, out, sizes, gate_a_channel)
+            multiply_chunks(solved, v, *of_requests, sizes, gate_a_channel, CHUNK)
         return
     block = min(_STEP_VALUES, triton.next_power_of_2(value_width))
     wrap_triton(_step_gated_delta_kernel)[(triton.cdiv(value_width, block), heads, rows.shape[0])](

@@ -28,6 +28,53 @@ _WARPS = 4
 
 
 @triton.jit
+def gates_of(g, beta, is_token, rate, shift, GATED: tl.constexpr):
+    """Logarithms of decays, and factors, of what g and beta are of a chunk's tokens; 0 where is none."""
+    g = g.to(tl.float32)
+    beta = beta.to(tl.float32)
+    if GATED:
+        g = tl.where(is_token, rate * softplus(g + shift), 0.0)
+        beta = tl.where(is_token, sigmoid(beta), 0.0)
+    return g, beta
+
+
+@triton.jit
+def solve_chunk(
+    q,
+    k,
+    g,
+    beta,
+    SCALE: tl.constexpr,
+    QK_NORM: tl.constexpr,
+    EPS: tl.constexpr,
+    CHUNK: tl.constexpr,
+    LEVELS: tl.constexpr,
+):
+    """All of a chunk that does not depend on a state: (inverse, scores, then what S k, S q, u and S are multiplied by).
+
+    Products take keys and queries as they came [CHUNK, D]; their norms are factors of rows.
+    """
+    places = tl.arange(0, CHUNK)
+    of_q = tl.full((CHUNK,), SCALE, tl.float32)
+    of_k = tl.full((CHUNK,), 1.0, tl.float32)
+    if QK_NORM:
+        of_q *= tl.rsqrt(tl.sum(q.to(tl.float32) * q.to(tl.float32), 1) + EPS)
+        of_k *= tl.rsqrt(tl.sum(k.to(tl.float32) * k.to(tl.float32), 1) + EPS)
+    g = tl.maximum(g, LEAST_LOG_DECAY)
+    decays = tl.cumsum(g, 0)
+    total = tl.sum(g, 0)
+    is_seen = places[:, None] >= places[None, :]
+    # Differences of tokens that are not seen are positive: their exponentials might be infinite.
+    between = tl.exp(tl.where(is_seen, decays[:, None] - decays[None, :], 0.0)) * of_k[None, :]
+    keys = tl.trans(k)
+    below = tl.dot(k, keys) * between * (beta * of_k)[:, None]
+    below = tl.where(places[:, None] > places[None, :], below, 0.0)
+    inverse = inverse_of(below, CHUNK, LEVELS, "tf32") * beta[None, :]
+    scores = tl.where(is_seen, tl.dot(q, keys) * between * of_q[:, None], 0.0)
+    return inverse, scores, of_k * tl.exp(decays), of_q * tl.exp(decays), of_k * tl.exp(total - decays), tl.exp(total)
+
+
+@triton.jit
 def _solve_head_gates_kernel(
     q_ptr,
     k_ptr,
@@ -64,10 +111,7 @@ def _solve_head_gates_kernel(
     SEARCHED: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """Program (chunk of any request, value head): all of the chunk that does not depend on a state.
-
-    Products take keys and queries as they came; their norms are factors of rows.
-    """
+    """Program (chunk of any request, value head): solve_chunk's."""
     if EARLY:
         wait_for_prerequisites()
         start_dependents()
@@ -87,39 +131,26 @@ def _solve_head_gates_kernel(
         k = tl.load(
             k_ptr + tokens[:, None] * k_token_stride + key_head * k_head_stride + dims * k_dim_stride, mask, 0.0
         )
-        g = tl.load(g_ptr + tokens * g_token_stride + head * g_head_stride, is_token, 0.0).to(tl.float32)
-        beta = tl.load(beta_ptr + tokens * beta_token_stride + head * beta_head_stride, is_token, 0.0).to(tl.float32)
+        g = tl.load(g_ptr + tokens * g_token_stride + head * g_head_stride, is_token, 0.0)
+        beta = tl.load(beta_ptr + tokens * beta_token_stride + head * beta_head_stride, is_token, 0.0)
+        rate = 0.0
+        shift = 0.0
         if GATED:
-            g = -tl.exp(tl.load(a_log_ptr + head).to(tl.float32)) * softplus(
-                g + tl.load(bias_ptr + head).to(tl.float32)
-            )
-            g = tl.where(is_token, g, 0.0)
-            beta = tl.where(is_token, sigmoid(beta), 0.0)
-        of_q = tl.full((CHUNK,), SCALE, tl.float32)
-        of_k = tl.full((CHUNK,), 1.0, tl.float32)
-        if QK_NORM:
-            of_q *= tl.rsqrt(tl.sum(q.to(tl.float32) * q.to(tl.float32), 1) + EPS)
-            of_k *= tl.rsqrt(tl.sum(k.to(tl.float32) * k.to(tl.float32), 1) + EPS)
-        g = tl.maximum(g, LEAST_LOG_DECAY)
-        decays = tl.cumsum(g, 0)
-        total = tl.sum(g, 0)
-        is_seen = places[:, None] >= places[None, :]
-        # Differences of tokens that are not seen are positive: their exponentials might be infinite.
-        between = tl.exp(tl.where(is_seen, decays[:, None] - decays[None, :], 0.0)) * of_k[None, :]
-        keys = tl.trans(k)
-        below = tl.dot(k, keys) * between * (beta * of_k)[:, None]
-        below = tl.where(places[:, None] > places[None, :], below, 0.0)
-        inverse = inverse_of(below, CHUNK, LEVELS, "tf32") * beta[None, :]
-        scores = tl.where(is_seen, tl.dot(q, keys) * between * of_q[:, None], 0.0)
+            rate = -tl.exp(tl.load(a_log_ptr + head).to(tl.float32))
+            shift = tl.load(bias_ptr + head).to(tl.float32)
+        g, beta = gates_of(g, beta, is_token, rate, shift, GATED)
+        inverse, scores, of_known, of_out, of_added, kept = solve_chunk(
+            q, k, g, beta, SCALE, QK_NORM, EPS, CHUNK, LEVELS
+        )
         chunk = block.to(tl.int64) * HV + head
         square = chunk * CHUNK * CHUNK + places[:, None] * CHUNK + places[None, :]
         tl.store(inverses_ptr + square, inverse.to(inverses_ptr.dtype.element_ty))
         tl.store(scores_ptr + square, scores.to(scores_ptr.dtype.element_ty))
         factors = factors_ptr + chunk * 4 * CHUNK + places
-        tl.store(factors, of_k * tl.exp(decays))
-        tl.store(factors + CHUNK, of_q * tl.exp(decays))
-        tl.store(factors + 2 * CHUNK, of_k * tl.exp(total - decays))
-        tl.store(factors + 3 * CHUNK, tl.exp(total) + tl.zeros((CHUNK,), tl.float32))
+        tl.store(factors, of_known)
+        tl.store(factors + CHUNK, of_out)
+        tl.store(factors + 2 * CHUNK, of_added)
+        tl.store(factors + 3 * CHUNK, kept + tl.zeros((CHUNK,), tl.float32))
 
 
 def solve_head_gates(

@@ -25,7 +25,7 @@ from mllm_compile.runtime.ops.states.requests import LEAST_LOG_DECAY, softplus
 
 _STEP_WIDTH = 32  # rows of a state in a block
 _CHUNK_WIDTH = 64
-_CHUNK = 64  # tokens
+_CHUNK, _SHORT_CHUNK = 64, 16  # tokens; of a step of few
 # Products of 16 bits take B and C as they came, and round a state to 16 bits for them; float32 would take several each.
 _CHUNKED_DTYPES = (torch.bfloat16, torch.float16)
 _LEAST_SIDE = 16  # of tl.dot
@@ -182,9 +182,6 @@ def _chunk_ssd_kernel(
     EARLY: tl.constexpr,
 ):
     """Program (block of a head's rows, head, request): its chunks, one after another."""
-    if EARLY:
-        wait_for_prerequisites()
-        start_dependents()
     dims = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     head = tl.program_id(1)
     request = tl.program_id(2)
@@ -211,6 +208,9 @@ def _chunk_ssd_kernel(
     skip = 0.0
     if HAS_D:
         skip = tl.load(d_ptr + head * d_head_stride).to(tl.float32)
+    if EARLY:  # states and weights are on their way: none of the kernels that run now writes them
+        wait_for_prerequisites()
+        start_dependents()
     for first in range(start, end, CHUNK):
         tokens = first + places_in_chunk
         is_token = tokens < end
@@ -262,6 +262,7 @@ def ssd_states(
     norm_eps: float = 0.0,
     norm_groups: int = 1,
     by_token: bool = False,
+    few_tokens: bool = False,
 ) -> None:
     """runtime/state/layer.py's Ssd; prompts of 16 bits go by chunks. A norm is one more kernel.
 
@@ -276,12 +277,13 @@ def ssd_states(
         log_rates: A stands for -exp(A).
         norm_eps, norm_groups: of the norm behind.
         by_token: prompts go token by token, so that a token's numbers do not depend on where a prompt was cut.
+        few_tokens: chunks are short.
     """
     is_normed = z is not None and norm is not None
     sums = torch.empty(out.shape, dtype=torch.float32, device=out.device) if is_normed else out
     _compute(
         *(x, dt, A, B, C, D, dt_bias, states, rows, has_state, starts, ends, sums),
-        *(dt_softplus, dt_min, dt_max, log_rates, by_token),
+        *(dt_softplus, dt_min, dt_max, log_rates, by_token, few_tokens),
     )
     if z is not None and norm is not None:
         norm_gated(sums, z, norm, rows, starts, ends, out, norm_eps, norm_groups)
@@ -306,6 +308,7 @@ def _compute(
     dt_max: float | None,
     log_rates: bool,
     by_token: bool,
+    few_tokens: bool,
 ) -> None:
     """ssd_states without the norm."""
     _, heads, width = x.shape
@@ -361,7 +364,7 @@ def _compute(
         *given,
         PADDED_N=max(_LEAST_SIDE, triton.next_power_of_2(size)),
         BLOCK=block,
-        CHUNK=_CHUNK,
+        CHUNK=_SHORT_CHUNK if few_tokens else _CHUNK,
         num_warps=4,
         num_stages=1,
         **constants,

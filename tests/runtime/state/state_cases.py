@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
-from types import SimpleNamespace
+from importlib import import_module
+from pkgutil import iter_modules
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
 
 from mllm_compile.runtime.attention.metadata import CommonAttentionMetadata
 from mllm_compile.runtime.memory_pool import GDNPool
-from mllm_compile.runtime.ops import op
+from mllm_compile.runtime.ops import op, states
 from mllm_compile.runtime.state.base import StateBackend, StateInputs
 from mllm_compile.runtime.state.layer import CausalConv, GatedDelta, SelectiveScan, Ssd, StateKind, StateLayer
 from mllm_compile.runtime.state.metadata import Segment, StateMetadata
+from mllm_compile.runtime.state.piece_backend import StatePieces
 from mllm_compile.runtime.state.reference import Operands
 
 KERNEL = 4
@@ -141,8 +144,14 @@ def mixed_batch(
     )
 
 
-def kernels_of(layer: StateLayer) -> tuple[Callable[[list[torch.Tensor]], None], Callable[[list[torch.Tensor]], None]]:
-    """(decodes, prompts) of a layer by its op, as the pieces of a program call it."""
+def kernel_modules() -> list[ModuleType]:
+    """The modules of runtime/ops/states/ that launch kernels."""
+    modules = (import_module(f"{states.__name__}.{found.name}") for found in iter_modules(states.__path__))
+    return [module for module in modules if hasattr(module, "wrap_triton")]
+
+
+def kernels_of(layer: StateLayer) -> StatePieces:
+    """The kernels of a layer by its op, as the pieces of a program call it."""
     call, kind = op(f"{layer.kind.name}_states"), layer.kind
     absent = dict.fromkeys(set(kind.operands) - set(layer.operands))
 
@@ -155,4 +164,7 @@ def kernels_of(layer: StateLayer) -> tuple[Callable[[list[torch.Tensor]], None],
     def prompts(tensors: list[torch.Tensor]) -> None:
         call(**with_names(tensors, "starts", "ends"), **absent, **asdict(kind))
 
-    return decodes, prompts
+    def few(tensors: list[torch.Tensor]) -> None:
+        call(**with_names(tensors, "starts", "ends"), **absent, **asdict(kind), few_tokens=True)
+
+    return StatePieces(decodes, prompts, few if isinstance(kind, GatedDelta | Ssd) else None)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.runtime.state.state_cases import KINDS, OF_GATES, kernels_of, layer_of, operands_of
+from tests.runtime.state.state_cases import KINDS, OF_GATES, kernel_modules, kernels_of, layer_of, operands_of
 
 pytest.importorskip("triton")
 
@@ -21,16 +21,6 @@ def written(monkeypatch) -> list[list[str]]:
     from triton.runtime import driver
 
     from mllm_compile.inductor.patches.hidden_waits import hide_waits_from_analysis
-    from mllm_compile.runtime.ops.states import (
-        channel_gates,
-        conv,
-        delta_chunks,
-        gated_delta,
-        gated_norm,
-        head_gates,
-        selective_scan,
-        ssd,
-    )
 
     class Hopper:
         def get_current_target(self) -> GPUTarget:
@@ -54,7 +44,7 @@ def written(monkeypatch) -> list[list[str]]:
             else:  # up to torch 2.11
                 found.append(sorted(triton_kernel_wrap.identify_mutated_tensors(self.kernel, given, {})))
 
-    for module in (channel_gates, conv, delta_chunks, gated_delta, gated_norm, head_gates, selective_scan, ssd):
+    for module in kernel_modules():
         monkeypatch.setattr(module, "wrap_triton", Analysed)
     hide_waits_from_analysis()
     if not torch.cuda.is_available():
@@ -71,12 +61,14 @@ def test_states_and_outputs_are_all_that_a_kernel_writes(name, dtype, written):
     given.append(torch.tensor([True, False]))
     bounds = [torch.tensor(ends, dtype=torch.int32) for ends in ([0, 4], [4, 9])]
     out = torch.zeros(9, *layer.out_shape)
-    decodes, prompts = kernels_of(layer)
-    decodes([*given, out])
-    prompts([*given, *bounds, out])
+    pieces = kernels_of(layer)
+    pieces.decodes([*given, out])
+    for prompts in (pieces.prompts, pieces.prompts_of(9)):
+        prompts([*given, *bounds, out])
     solved = [names for names in written if "inverses_ptr" in names]
-    assert len(solved) == (name.startswith("delta") and dtype == torch.bfloat16)
+    is_solved_ahead = name.startswith("delta") and dtype == torch.bfloat16  # few tokens of a gate a head are not
+    assert len(solved) == is_solved_ahead * (2 if "a channel" in name else 1)
     assert all({"out_ptr", "states_ptr"}.isdisjoint(names) for names in solved)
     normed = [["out_ptr"]] if "norm" in name else []
-    expected = [["out_ptr", "states_ptr"], *normed] * 2
+    expected = [["out_ptr", "states_ptr"], *normed] * 3
     assert [names for names in written if names not in solved] == expected

@@ -22,12 +22,13 @@ import torch
 from mllm_compile.runtime.memory_pool import GDNPool
 from mllm_compile.runtime.state.base import StateBackend
 from mllm_compile.runtime.state.layer import StateLayer
-from mllm_compile.runtime.state.piece_backend import PieceStateBackend, StatePieces
+from mllm_compile.runtime.state.piece_backend import PieceStateBackend
 from mllm_compile.runtime.state.reference import Operands
 from mllm_compile.runtime.state.torch_backend import TorchStateBackend
 from tests.runtime.state.state_cases import (
     KINDS,
     OF_GATES,
+    kernel_modules,
     kernels_of,
     layer_of,
     operands_of,
@@ -44,6 +45,7 @@ NORMED = ("delta with its norm", "ssd with its norm")
 BATCHES = {
     "prompts": ((3, 1, 6, 2), (5, 1, 66, 33), (0, 0, 0, 0), 0),
     "chunks": ((3, 1, 6), (64, 2, 35), (4, 70, 0), 0),
+    "short chunks": ((3, 1, 6, 2), (16, 17, 1, 15), (4, 0, 70, 2), 0),
     "decodes": ((3, 1, 6), (1, 1, 1), (9, 0, 2), 3),
     "padded decodes": ((3, 0, 0), (1, 1, 1), (9, 1, 1), 3),
     "mixed": ((5, 1, 6, 2), (1, 1, 34, 3), (9, 4, 0, 2), 2),
@@ -66,18 +68,9 @@ def plain_launches(monkeypatch):
     """Kernels are launched as they are: torch's wrapper takes compiled ones alone."""
     if not IS_INTERPRETED:
         return
-    from mllm_compile.runtime.ops.states import (
-        channel_gates,
-        conv,
-        delta_chunks,
-        gated_delta,
-        gated_norm,
-        head_gates,
-        selective_scan,
-        ssd,
-    )
+    from mllm_compile.runtime.ops.states import gated_delta, ssd
 
-    for module in (channel_gates, conv, delta_chunks, gated_delta, gated_norm, head_gates, selective_scan, ssd):
+    for module in kernel_modules():
         monkeypatch.setattr(module, "wrap_triton", lambda kernel: kernel)
     for module in (gated_delta, ssd):  # where nothing is rounded, logic alone can be wrong
         monkeypatch.setattr(module, "_CHUNKED_DTYPES", (torch.float32,))
@@ -111,8 +104,7 @@ def both(layer: StateLayer, operands: Operands, *batch: Any) -> tuple[Result, Re
 
 
 def piece_backend(layer: StateLayer, pool: GDNPool) -> PieceStateBackend:
-    pieces = StatePieces(*kernels_of(layer))
-    return PieceStateBackend(pool, {layer.name: pieces}, TorchStateBackend(pool))
+    return PieceStateBackend(pool, {layer.name: kernels_of(layer)}, TorchStateBackend(pool))
 
 
 @interpreted
