@@ -14,7 +14,7 @@ logger = logging.getLogger(__name__)
 # Tokens of captured prompts alone, whose inputs come in one upload, always of all its places. Beyond the last size of
 # those that go on from what is in the cache a step takes so long that what a graph spares the host is little of it.
 FRESH_TOKENS = (64, 128, 192, 256, 384, 512)
-EXTEND_TOKENS = (64, 128, 192, 256)
+EXTEND_TOKENS = (16, 64, 128, 192, 256)
 
 
 def dispatcher_of(runner: CapturableModel) -> GraphDispatcher:

@@ -33,7 +33,7 @@ class StatePieces:
     few: Callable[[list[torch.Tensor]], Any] | None = None
 
     def prompts_of(self, num_tokens: int) -> Callable[[list[torch.Tensor]], Any]:
-        """The kernels of prompts in a step of so many tokens, padding among them."""
+        """The kernels of prompts in a step of so many tokens."""
         return self.prompts if self.few is None or num_tokens > FEW_TOKENS else self.few
 
 
@@ -60,4 +60,6 @@ class PieceStateBackend(StateBackend):
         if metadata.of_decodes is not None:
             pieces.decodes([*given, *metadata.of_decodes, inputs.out])
         if metadata.of_prompts is not None:
-            pieces.prompts_of(inputs.out.shape[0])([*given, *metadata.of_prompts, inputs.out])
+            # A captured step knows its size alone; others choose by what they compute, however it is padded.
+            count = metadata.num_actual_tokens if metadata.mixed is None else inputs.out.shape[0]
+            pieces.prompts_of(count)([*given, *metadata.of_prompts, inputs.out])

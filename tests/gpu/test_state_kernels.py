@@ -255,7 +255,7 @@ def test_a_captured_step_with_prompts_gives_each_batch_what_its_own_launches_giv
     for rows, lengths, earlier, num_decodes in (
         ((5, 1, 6, 2), (1, 1, 64, 3), (9, 4, 0, 2), 2),
         ((3,), (70,), (0,), 0),
-        ((4, 3), (1, 30), (1, 70), 1),
+        ((4, 3), (1, 67), (1, 70), 1),
     ):
         steps.fill(72, mixed_batch(rows, lengths, earlier, "cuda"))
         graph.replay()
