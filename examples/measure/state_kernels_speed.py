@@ -113,7 +113,9 @@ def run(name: str, requests: int, tokens: int) -> Result:
     if tokens > 1 and total <= FEW_TOKENS and isinstance(shape.kind, GatedDelta | Ssd):
         absent["few_tokens"] = True
     settings = absent | asdict(shape.kind) | {"rows": rows, "has_state": has_state, "out": out}
-    spans = {"starts": None, "ends": None} if tokens == 1 else {"starts": bounds[:-1], "ends": bounds[1:]}
+    spans: dict[str, torch.Tensor | None] = dict.fromkeys(("sources", "starts", "ends"))
+    if tokens > 1:
+        spans = {"sources": rows, "starts": bounds[:-1].clone(), "ends": bounds[1:].clone()}
 
     def launch() -> None:
         for pool in pools:

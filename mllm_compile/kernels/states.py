@@ -64,7 +64,7 @@ def _pieces(
         "has_state": of(("B",), "bool"),
     }
     out = {"out": of(("T", *layer.out_shape), layer.out_dtype)}
-    bounds = {name: of(("B",), "int32") for name in ("starts", "ends")}
+    bounds = {"sources": of(("B",), "int64"), **{name: of(("B",), "int32") for name in ("starts", "ends")}}
     absent = dict.fromkeys(name for name in layer.kind.operands if name not in layer.operands)
     settings = absent | asdict(layer.kind)
     ahead = {"lets_in_at_once": True} if is_delta and layer.kind.name == "causal_conv" else {}

@@ -96,13 +96,15 @@ class StepPrompts:
     Attributes:
         starts: [R + 1] int32: the first token of each, and the end of the last one.
         prefix_lens: [R] int32: what of each is in the cache.
-        rows: [R] int: their rows of the table of slots.
+        rows: [R] int: their rows of the table of slots, where their states are left too.
+        state_rows: [R] int: where their states are read, of those that have some: a cached prefix's rows, or their own.
         list_pages: gives the ids of their pages, those of new tokens too, one prompt's behind another's: [P] int32.
     """
 
     starts: np.ndarray
     prefix_lens: np.ndarray
     rows: np.ndarray
+    state_rows: np.ndarray
     list_pages: Callable[[], np.ndarray]
 
     @cached_property

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from mllm_compile.runtime.attention.metadata import CommonAttentionMetadata, split_decodes_and_prefills
-from mllm_compile.runtime.state.mixed import MixedStates
+from mllm_compile.runtime.state.mixed import MixedStates, PromptRows
 
 if TYPE_CHECKING:
     from mllm_compile.runtime.forward_batch import ForwardBatch
@@ -83,20 +83,19 @@ class StateMetadata:
         return self.rows[: self.num_decodes], self.has_state[: self.num_decodes]
 
     @cached_property
-    def of_prompts(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor] | None:
-        """(rows, has_state, starts, ends) of the others: request i's tokens are from starts[i] to ends[i]; None: there
-        are none."""
+    def of_prompts(self) -> PromptRows | None:
+        """What kernels read of the others; None: there are none."""
         if self.mixed is not None:
             return self.mixed.of_prompts
         if self.num_decodes == self.rows.shape[0]:
             return None
         if self.are_runs:
-            return self.rows, self.has_state, *self._bounds_of_runs
+            return PromptRows(self.rows, self.has_state, self.rows, *self._bounds_of_runs)
         first, bounds = self.num_decodes, self.query_start_loc
         parts = self.rows[first:], self.has_state[first:], bounds[first:-1], bounds[first + 1 :]
         # Of their own: a package copies, in every layer, an input that does not begin at a multiple of 16 bytes.
         rows, has_state, starts, ends = (part.clone() for part in parts)
-        return rows, has_state, starts, ends
+        return PromptRows(rows, has_state, rows, starts, ends)
 
     @property
     def _bounds_of_runs(self) -> tuple[torch.Tensor, torch.Tensor]:

@@ -11,7 +11,8 @@ Shape legend: R requests that a captured step may have.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from itertools import pairwise
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -26,17 +27,34 @@ from mllm_compile.runtime.attention.metadata import (
 MOST_PROMPTS = 4
 
 
+class PromptRows(NamedTuple):
+    """What kernels read of a step's prompts: tensors of R requests.
+
+    Attributes:
+        rows: int64, where their states are left; 0 is padding's.
+        has_state: bool, they go on from a state.
+        sources: int64, the rows of these: their own, or a cached prefix's.
+        starts, ends: int32, each request's tokens.
+    """
+
+    rows: torch.Tensor
+    has_state: torch.Tensor
+    sources: torch.Tensor
+    starts: torch.Tensor
+    ends: torch.Tensor
+
+
 @dataclass(frozen=True)
 class MixedStates:
     """The tensors that kernels of a captured step read, and that a replay finds filled.
 
     Attributes:
         of_decodes: (rows, has_state) of the decodes, [R]; row 0 where a request is none. None: the step has none.
-        of_prompts: (rows, has_state, starts, ends), [R]: request i's tokens are from starts[i] to ends[i].
+        of_prompts: what they read of prompts.
     """
 
     of_decodes: tuple[torch.Tensor, torch.Tensor] | None
-    of_prompts: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+    of_prompts: PromptRows
 
 
 class MixedStateSteps:
@@ -62,7 +80,7 @@ class MixedStateSteps:
     def _step(self, num_tokens: int) -> MixedStates:
         count = min(num_tokens, self._max_requests)
         rows, decode_rows, has_state, starts, ends = (held[:count] for held in self._held)
-        return MixedStates((decode_rows, has_state), (rows, has_state, starts, ends))
+        return MixedStates((decode_rows, has_state), PromptRows(rows, has_state, rows, starts, ends))
 
     @property
     def _held(self) -> tuple[torch.Tensor, ...]:
@@ -99,7 +117,7 @@ class PromptStates:
         num_bytes: of all of it, a multiple of 256.
     """
 
-    num_bytes = -(-MOST_PROMPTS * (8 + 4 + 4 + 1) // 256) * 256
+    num_bytes = -(-MOST_PROMPTS * (8 + 8 + 4 + 4 + 1) // 256) * 256
 
     @classmethod
     def capture(cls, work: torch.Tensor) -> MixedStates:
@@ -108,9 +126,10 @@ class PromptStates:
         Args:
             work: [≥ num_bytes] uint8 on the device, aligned to 256 bytes.
         """
-        rows, starts, ends, has_state = cls._split(work)
-        parts = rows.view(torch.int64), has_state.view(torch.bool), starts.view(torch.int32), ends.view(torch.int32)
-        return MixedStates(None, parts)
+        rows, sources, starts, ends, has_state = cls._split(work)
+        bounds = starts.view(torch.int32), ends.view(torch.int32)
+        given = rows.view(torch.int64), has_state.view(torch.bool), sources.view(torch.int64)
+        return MixedStates(None, PromptRows(*given, *bounds))
 
     @classmethod
     def write(cls, memory: np.ndarray, prompts: StepPrompts) -> bool:
@@ -123,14 +142,15 @@ class PromptStates:
         if count > MOST_PROMPTS:
             return False
         memory[: cls.num_bytes] = 0
-        rows, starts, ends, has_state = cls._split(memory)
-        rows.view(np.int64)[:count] = prompts.rows
+        rows, sources, starts, ends, has_state = cls._split(memory)
+        rows.view(np.int64)[:count], sources.view(np.int64)[:count] = prompts.rows, prompts.state_rows
         starts.view(np.int32)[:count], ends.view(np.int32)[:count] = prompts.starts[:-1], prompts.starts[1:]
         has_state[:count] = prompts.prefix_lens > 0
         return True
 
     @staticmethod
-    def _split(work: Any) -> tuple[Any, Any, Any, Any]:
-        """Bytes of rows, starts, ends and flags, each from a multiple of 16 on: a package copies other inputs."""
-        first, second, third = (MOST_PROMPTS * width for width in (8, 12, 16))
-        return work[:first], work[first:second], work[second:third], work[third : third + MOST_PROMPTS]
+    def _split(work: Any) -> list[Any]:
+        """Bytes of rows, sources, starts, ends and flags, each from a multiple of 16 on: a package copies other
+        inputs."""
+        places = [MOST_PROMPTS * width for width in (0, 8, 16, 20, 24, 25)]
+        return [work[first:end] for first, end in pairwise(places)]

@@ -24,7 +24,7 @@ class StatePieces:
 
     Attributes:
         decodes: (*operands, states, rows, has_state, out): request i has token i alone.
-        prompts: (*operands, states, rows, has_state, starts, ends, out).
+        prompts: (*operands, states, rows, has_state, sources, starts, ends, out).
         few: the same, of at most FEW_TOKENS tokens; None: prompts serves them too.
     """
 

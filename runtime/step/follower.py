@@ -24,7 +24,7 @@ class FollowingStepRunner(StepRunner):
                 plan = self._deal.with_scored(plan, record.scored_indices)
             else:
                 plan.fields.scored_indices = record.scored_indices
-            self._restore_states(batch)
+            self._restore_states(batch.state_restores)
             self._run_model(batch, plan, record.choice)
             self._save_states(batch)
 

@@ -166,8 +166,10 @@ class StepRunner:
             scored = plan.fields.scored_indices if plan.scored is None else plan.scored
             self._announce(StepRecord(batch, scored, media, choice))
         plan = self._with_media(plan, batch, media)
-        self._restore_states(batch)
-        results = self._decode(batch, plan, choice) or self._run_prompts(batch, plan) or self._run(batch, plan, choice)
+        results = self._run_prompts(batch, plan)
+        if results is None:
+            self._restore_states(batch.state_restores)
+            results = self._decode(batch, plan, choice) or self._run(batch, plan, choice)
         self._save_states(batch)
         handle = StepHandle(batch, plan, results)
         self._previous = handle if self._grammars else None
@@ -183,9 +185,9 @@ class StepRunner:
         if cleared.size:
             pool.clear_pages(upload(cleared.astype(np.int64), self._runner.device))
 
-    def _restore_states(self, batch: ScheduledBatch) -> None:
+    def _restore_states(self, restores: np.ndarray) -> None:
         """Copies states of prefixes to the requests that begin with them."""
-        self._copy_states(batch.state_restores, 1)
+        self._copy_states(restores, 1)
 
     def _save_states(self, batch: ScheduledBatch) -> None:
         """Copies states of requests that are kept for others."""
@@ -318,11 +320,13 @@ class StepRunner:
         starts = np.zeros(batch.num_requests + 1, dtype=np.int32)
         np.add.accumulate(batch.num_new, out=starts[1:])
         rows, seq_lens = batch.rows, batch.seq_lens
-        prompts = StepPrompts(starts, batch.prefix_lens, rows, lambda: self._pages.pages_of(rows, seq_lens))
+        state_rows, restores = _read_in_place(batch.state_restores, rows)
+        prompts = StepPrompts(starts, batch.prefix_lens, rows, state_rows, lambda: self._pages.pages_of(rows, seq_lens))
         launched = self._runner.launch_prompts(plan.fields, prompts)
         if launched is None:
             return None
         fields = launched.fields
+        self._restore_states(restores)
         if comes_apart:
             pages = upload_fields(self._new_pages(batch), self._uploads, self._runner.device)
             self._runner.req_to_token_pool.write_page_slots(pages["page_places"], pages["page_slots"])
@@ -576,3 +580,19 @@ def _to_host(columns: list[torch.Tensor]) -> list[torch.Tensor]:
         else column
         for column in columns
     ]
+
+
+def _read_in_place(restores: np.ndarray, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """(state rows, rest): the rows whose states requests at `rows` go on from, which need no copies of their own then,
+    and those restores that are of other requests: admitted, but without tokens in the step.
+
+    Args:
+        restores: [N, 2], rows of prefixes' states and of requests.
+    """
+    if not restores.size:
+        return rows, restores
+    state_rows = rows.copy()
+    is_read = restores[:, 1:] == rows  # [N, R]
+    of_restore, of_request = np.nonzero(is_read)
+    state_rows[of_request] = restores[of_restore, 0]
+    return state_rows, restores[~is_read.any(1)]

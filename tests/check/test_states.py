@@ -31,7 +31,7 @@ class Kernels:
         self.run(operands, states, rows, has_state, starts, starts + 1, out, self.fault == "decodes")
 
     def prompts(self, given: list[torch.Tensor]) -> None:
-        *operands, states, rows, has_state, starts, ends, out = given
+        *operands, states, rows, has_state, _, starts, ends, out = given
         self.calls.append(("prompts", len(rows)))
         if self.fault == "a prompt that goes on":
             has_state = torch.zeros_like(has_state)

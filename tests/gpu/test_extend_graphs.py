@@ -87,7 +87,7 @@ def step_of(runner: ModelRunner, batch: ForwardBatch, lengths: Lengths) -> tuple
     fields.logits_indices = starts[1:].astype(np.int64) - 1
     table = batch.req_to_token_pool.req_to_token[batch.req_pool_indices].cpu().numpy()
     ids = [row[:count:page_size] // page_size for row, count in zip(table, batch.seq_lens.tolist(), strict=True)]
-    return fields, StepPrompts(starts, cached, fields.req_pool_indices, lambda: np.concatenate(ids))
+    return fields, StepPrompts(starts, cached, *[fields.req_pool_indices] * 2, lambda: np.concatenate(ids))
 
 
 @pytest.mark.parametrize("size", SIZES)

@@ -140,7 +140,7 @@ def test_prompts_in_one_launch_give_their_logits_whatever_the_table_of_slots_say
         table[1:] = -1  # who read it would read elsewhere
         before = snapshot(runner)
         starts, none = np.array([0, *ends], dtype=np.int32), np.zeros(len(lengths), dtype=np.int32)
-        prompts = StepPrompts(starts, none, fields.req_pool_indices, lambda: pytest.fail("they need no pages"))
+        prompts = StepPrompts(starts, none, *[fields.req_pool_indices] * 2, lambda: pytest.fail("they need no pages"))
         launched = runner.launch_prompts(fields, prompts)
         assert (launched is None) == (len(lengths) * num_heads > num_sms), "one tile each"
         if launched is not None:

@@ -196,7 +196,7 @@ def test_a_delta_rule_that_is_let_in_at_once_reads_what_the_convolution_leaves(n
         outs = torch.empty(num_layers, num_requests, 16, 64, dtype=torch.bfloat16, device="cuda")
         x = inputs[0]
         for layer in range(num_layers):
-            kept, left = torch.empty_like(x), (rows, has_state, None, None)
+            kept, left = torch.empty_like(x), (rows, has_state, None, None, None)
             convolved(x, weight, None, of_conv[layer], *left, kept, "silu", lets_in)
             q, k, v = kept.split((512, 512, 1024), -1)
             heads = (q.unflatten(-1, (8, 64)), k.unflatten(-1, (8, 64)), v.unflatten(-1, (16, 64)))

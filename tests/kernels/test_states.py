@@ -58,8 +58,9 @@ def test_layers_that_are_alike_share_their_pieces_and_each_says_what_it_is_given
     )
     assert pieces[4].signature == pieces[3].signature
     assert ["few_tokens=True" in piece.source for piece in pieces] == [False] * 4 + [True]
-    assert list(pieces[3].signature) == [*DELTA.operands, "states", "rows", "has_state", "starts", "ends", "out"]
-    assert list(pieces[2].signature) == [*DELTA.operands, "states", "rows", "has_state", "out"]
+    given = (*DELTA.operands, "states", "rows", "has_state")
+    assert list(pieces[3].signature) == [*given, "sources", "starts", "ends", "out"]
+    assert list(pieces[2].signature) == [*given, "out"]
     assert pieces[2].signature["q"].stride == (192, 16, 1)
     assert Program.from_json(json.loads(json.dumps(with_forms.to_json()))) == with_forms
 

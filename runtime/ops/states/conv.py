@@ -89,6 +89,7 @@ def _prompt_conv_kernel(
     states_ptr,
     rows_ptr,
     has_state_ptr,
+    sources_ptr,
     starts_ptr,
     ends_ptr,
     out_ptr,
@@ -133,6 +134,8 @@ def _prompt_conv_kernel(
     channels = (tl.program_id(1) * BLOCK + tl.arange(0, BLOCK))[None, :]
     is_channel = channels < C
     tokens = (index * TOKENS + tl.arange(0, TOKENS))[:, None]
+    source = tl.load(sources_ptr + request, mask=is_used, other=0).to(tl.int64)
+    of_source = states_ptr + source * (K - 1) * C + channels
     states = states_ptr + row * (K - 1) * C + channels
     of_weights = weight_ptr + channels * weight_channel_stride
     # Earlier inputs have the first columns: sums are in the order of columns.
@@ -141,7 +144,7 @@ def _prompt_conv_kernel(
         for column in tl.static_range(K - 1):
             place = tokens + column
             is_old = (place < K - 1) & is_channel & has_state
-            seen = tl.load(states + place * C, mask=is_old, other=0.0).to(tl.float32)
+            seen = tl.load(of_source + place * C, mask=is_old, other=0.0).to(tl.float32)
             weights = tl.load(of_weights + column * weight_column_stride, mask=is_channel, other=0.0)
             out += seen * weights.to(tl.float32)
     if EARLY:  # none of the kernels that run now writes what has been read
@@ -166,7 +169,7 @@ def _prompt_conv_kernel(
             last = length - (K - 1) + columns
             is_column = (columns < K - 1) & is_channel
             new = tl.load(inputs + last * x_token_stride, mask=(last >= 0) & is_column, other=0.0)
-            old = tl.load(states + (last + (K - 1)) * C, mask=(last < 0) & is_column & has_state, other=0.0)
+            old = tl.load(of_source + (last + (K - 1)) * C, mask=(last < 0) & is_column & has_state, other=0.0)
             kept = tl.where(last >= 0, new.to(old.dtype), old)
             tl.debug_barrier()  # all have read what this replaces
             tl.store(states + columns * C, kept, mask=is_column & (row > 0))
@@ -180,6 +183,7 @@ def causal_conv_states(
     states: torch.Tensor,
     rows: torch.Tensor,
     has_state: torch.Tensor,
+    sources: torch.Tensor | None,
     starts: torch.Tensor | None,
     ends: torch.Tensor | None,
     out: torch.Tensor,
@@ -190,8 +194,9 @@ def causal_conv_states(
 
     Args:
         x: [T, C]; weight: [C, K]; bias: [C], contiguous.
-        states: [R, K - 1, C], contiguous, read and written at `rows`.
+        states: [R, K - 1, C], contiguous, written at `rows`.
         rows: [B] int64; has_state: [B] bool.
+        sources: [B] int64, the rows where states are read; none: `rows`. Requests with `starts` alone may have others.
         starts, ends: [B] int32, each request's tokens; none: request i has token i alone.
         out: [T, C], contiguous, written for requests' tokens.
         activation: silu, or "".
@@ -229,6 +234,7 @@ def causal_conv_states(
         states,
         rows,
         has_state,
+        rows if sources is None else sources,
         starts,
         ends,
         out,

@@ -72,6 +72,7 @@ def _chunk_kernel(
     states_ptr,
     rows_ptr,
     has_state_ptr,
+    sources_ptr,
     starts_ptr,
     ends_ptr,
     inverses_ptr,
@@ -118,8 +119,10 @@ def _chunk_kernel(
     is_value = values < DV
     is_number = (dims < D)[:, None] & is_value
     # [D, Dv]: as products take it.
-    of_state = states_ptr + ((row * HV + head) * DV + values) * D + dims[:, None]
-    state = tl.load(of_state, mask=is_number & has_state, other=0.0).to(tl.float32)
+    of_state = ((row * HV + head) * DV + values) * D + dims[:, None]
+    source = tl.load(sources_ptr + request).to(tl.int64)
+    of_source = states_ptr + ((source * HV + head) * DV + values) * D + dims[:, None]
+    state = tl.load(of_source, mask=is_number & has_state, other=0.0).to(tl.float32)
     of_q = q_ptr + (head // GROUP) * q_head_stride + dims[None, :] * q_dim_stride
     of_k = k_ptr + (head // GROUP) * k_head_stride + dims[None, :] * k_dim_stride
     of_v = v_ptr + head * v_head_stride + values * v_dim_stride
@@ -159,7 +162,7 @@ def _chunk_kernel(
         else:
             of_added = (added * tl.load(factors + 2 * CHUNK)[:, None]).to(k.dtype)
             state = state * tl.load(factors_ptr + chunk * 4 * CHUNK + 3 * CHUNK) + tl.dot(tl.trans(k), of_added)
-    tl.store(of_state, state.to(states_ptr.dtype.element_ty), is_number & (row > 0) & (end > start))
+    tl.store(states_ptr + of_state, state.to(states_ptr.dtype.element_ty), is_number & (row > 0) & (end > start))
 
 
 def _num_stages() -> int:
@@ -173,6 +176,7 @@ def multiply_chunks(
     states: torch.Tensor,
     rows: torch.Tensor,
     has_state: torch.Tensor,
+    sources: torch.Tensor,
     starts: torch.Tensor,
     ends: torch.Tensor,
     out: torch.Tensor,
@@ -183,14 +187,14 @@ def multiply_chunks(
     """Takes states and outputs of prompts through their chunks.
 
     Args:
-        v, states, rows, has_state, starts, ends, out: as gated_delta_states has them.
+        v, states, rows, has_state, sources, starts, ends, out: as gated_delta_states has them.
         sizes: GROUP, HV and D.
         chunk: tokens of one, as it was solved.
     """
     heads, width = v.shape[1:]
     block = max(LEAST_SIDE, min(_VALUES, triton.next_power_of_2(width)))
     wrap_triton(_chunk_kernel)[(triton.cdiv(width, block), heads, rows.shape[0])](
-        *(solved.q, solved.k, v, states, rows, has_state, starts, ends),
+        *(solved.q, solved.k, v, states, rows, has_state, sources, starts, ends),
         *(solved.inverses, solved.scores, solved.left, solved.factors, out),
         *solved.q.stride()[:3],  # which are not read with a gate a channel
         *solved.k.stride()[:3],

@@ -35,6 +35,7 @@ def _few_tokens_kernel(
     states_ptr,
     rows_ptr,
     has_state_ptr,
+    sources_ptr,
     starts_ptr,
     ends_ptr,
     out_ptr,
@@ -79,8 +80,10 @@ def _few_tokens_kernel(
     is_value = values < DV
     is_number = (dims < D)[:, None] & is_value
     # [D, Dv]: as products take it.
-    of_state = states_ptr + ((row * HV + head) * DV + values) * D + dims[:, None]
-    state = tl.load(of_state, mask=is_number & has_state, other=0.0).to(tl.float32)
+    of_state = ((row * HV + head) * DV + values) * D + dims[:, None]
+    source = tl.load(sources_ptr + request).to(tl.int64)
+    of_source = states_ptr + ((source * HV + head) * DV + values) * D + dims[:, None]
+    state = tl.load(of_source, mask=is_number & has_state, other=0.0).to(tl.float32)
     rate = 0.0
     shift = 0.0
     if GATED:
@@ -113,7 +116,7 @@ def _few_tokens_kernel(
         out = tl.dot(q, rounded) * of_out[:, None] + tl.dot(scores.to(k.dtype), added.to(k.dtype))
         tl.store(out_ptr + (rows * HV + head) * DV + values, out.to(out_ptr.dtype.element_ty), is_row & is_value)
         state = state * kept + tl.dot(tl.trans(k), (added * of_added[:, None]).to(k.dtype))
-    tl.store(of_state, state.to(states_ptr.dtype.element_ty), is_number & (row > 0) & (end > start))
+    tl.store(states_ptr + of_state, state.to(states_ptr.dtype.element_ty), is_number & (row > 0) & (end > start))
 
 
 def multiply_few_tokens(
@@ -127,6 +130,7 @@ def multiply_few_tokens(
     states: torch.Tensor,
     rows: torch.Tensor,
     has_state: torch.Tensor,
+    sources: torch.Tensor,
     starts: torch.Tensor,
     ends: torch.Tensor,
     out: torch.Tensor,
@@ -135,15 +139,15 @@ def multiply_few_tokens(
     """Takes states and outputs of prompts through their chunks.
 
     Args:
-        q, k, v, g, beta, A_log, dt_bias, states, rows, has_state, starts, ends, out: as gated_delta_states has them,
-            g [T, Hv].
+        q, k, v, g, beta, A_log, dt_bias, states, rows, has_state, sources, starts, ends, out: as gated_delta_states has
+            them, g [T, Hv].
         constants: GROUP, HV, D, SCALE, QK_NORM and EPS.
     """
     heads, width = v.shape[1:]
     block = max(LEAST_SIDE, min(_VALUES, triton.next_power_of_2(width)))
     gates = (beta if A_log is None else A_log, beta if dt_bias is None else dt_bias)  # which are not read without
     wrap_triton(_few_tokens_kernel)[(triton.cdiv(width, block), heads, rows.shape[0])](
-        *(q, k, v, g, beta, *gates, states, rows, has_state, starts, ends, out),
+        *(q, k, v, g, beta, *gates, states, rows, has_state, sources, starts, ends, out),
         *q.stride(),
         *k.stride(),
         *v.stride(),

@@ -71,6 +71,7 @@ def _step_gated_delta_kernel(
     states_ptr,
     rows_ptr,
     has_state_ptr,
+    sources_ptr,
     starts_ptr,
     ends_ptr,
     out_ptr,
@@ -109,17 +110,19 @@ def _step_gated_delta_kernel(
     row = tl.load(rows_ptr + request).to(tl.int64)
     has_state = (tl.load(has_state_ptr + request) != 0) & (row > 0)
     if DECODES:
+        source = row
         start = request.to(tl.int64)
         end = start + 1
     else:
+        source = tl.load(sources_ptr + request).to(tl.int64)
         start = tl.load(starts_ptr + request).to(tl.int64)
         end = tl.load(ends_ptr + request).to(tl.int64)
     dims = tl.arange(0, PADDED_D)
     is_dim = dims < D
     is_value = values < DV
     is_number = is_value[:, None] & is_dim[None, :]
-    places = states_ptr + ((row * HV + head) * DV + values[:, None]) * D + dims[None, :]
-    state = tl.load(places, mask=is_number & has_state, other=0.0).to(tl.float32)
+    of_source = states_ptr + ((source * HV + head) * DV + values[:, None]) * D + dims[None, :]
+    state = tl.load(of_source, mask=is_number & has_state, other=0.0).to(tl.float32)
     q_ptr += (head // GROUP) * q_head_stride
     k_ptr += (head // GROUP) * k_head_stride
     v_ptr += head * v_head_stride
@@ -196,6 +199,7 @@ def gated_delta_states(
     states: torch.Tensor,
     rows: torch.Tensor,
     has_state: torch.Tensor,
+    sources: torch.Tensor | None,
     starts: torch.Tensor | None,
     ends: torch.Tensor | None,
     out: torch.Tensor,
@@ -212,8 +216,9 @@ def gated_delta_states(
         q, k: [T, Hk, D]; v: [T, Hv, Dv]; g: [T, Hv] or [T, Hv, D]; beta: [T, Hv]; of any strides.
         A_log, dt_bias: [Hv], contiguous, with g [T, Hv] alone; none: g and beta are what they stand for.
         z: [T, Hv, Dv], of any strides; norm: [Dv], contiguous; none: outputs are not normed.
-        states: [R, Hv, Dv, D], contiguous, read and written at `rows`.
+        states: [R, Hv, Dv, D], contiguous, written at `rows`.
         rows: [B] int64; has_state: [B] bool.
+        sources: [B] int64, the rows where states are read; none: `rows`. Requests with `starts` alone may have others.
         starts, ends: [B] int32, each request's tokens; none: request i has token i alone.
         out: [T, Hv, Dv], contiguous, written for requests' tokens.
         qk_l2norm: q and k are divided by their norms.
@@ -222,7 +227,7 @@ def gated_delta_states(
         few_tokens: chunks are short.
     """
     _compute(
-        *(q, k, v, g, beta, A_log, dt_bias, states, rows, has_state, starts, ends, out),
+        *(q, k, v, g, beta, A_log, dt_bias, states, rows, has_state, sources, starts, ends, out),
         qk_l2norm=qk_l2norm,
         by_token=by_token,
         few_tokens=few_tokens,
@@ -242,6 +247,7 @@ def _compute(
     states: torch.Tensor,
     rows: torch.Tensor,
     has_state: torch.Tensor,
+    sources: torch.Tensor | None,
     starts: torch.Tensor | None,
     ends: torch.Tensor | None,
     out: torch.Tensor,
@@ -259,7 +265,7 @@ def _compute(
     padded = triton.next_power_of_2(width)
     is_chunked = padded <= _MOST_CHUNK_KEYS and q.dtype in _CHUNKED_DTYPES and q.dtype == v.dtype
     if starts is not None and ends is not None and is_chunked and not by_token:
-        of_requests = (states, rows, has_state, starts, ends, out)
+        of_requests = (states, rows, has_state, rows if sources is None else sources, starts, ends, out)
         if gate_a_channel:
             chunk = SHORT_CHUNK if few_tokens else CHUNK
             solved = solve_channel_gates(q, k, g, beta, starts, ends, {**sizes, **norms}, chunk)
@@ -276,6 +282,7 @@ def _compute(
         beta if A_log is None else A_log,  # which, as those below, are not read without
         beta if dt_bias is None else dt_bias,
         *(states, rows, has_state),
+        rows if sources is None else sources,
         rows if starts is None else starts,
         rows if ends is None else ends,
         out,

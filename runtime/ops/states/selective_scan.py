@@ -71,6 +71,7 @@ def _selective_scan_kernel(
     states_ptr,
     rows_ptr,
     has_state_ptr,
+    sources_ptr,
     starts_ptr,
     ends_ptr,
     out_ptr,
@@ -106,17 +107,20 @@ def _selective_scan_kernel(
     row = tl.load(rows_ptr + request).to(tl.int64)
     has_state = (tl.load(has_state_ptr + request) != 0) & (row > 0)
     if DECODES:
+        source = row
         start = request.to(tl.int64)
         end = start + 1
     else:
+        source = tl.load(sources_ptr + request).to(tl.int64)
         start = tl.load(starts_ptr + request).to(tl.int64)
         end = tl.load(ends_ptr + request).to(tl.int64)
     numbers = tl.arange(0, PADDED_N)
     is_number = numbers < N
     is_channel = channels < CHANNELS
     mask = is_channel[:, None] & is_number[None, :]
-    places = states_ptr + (row * CHANNELS + channels[:, None]) * N + numbers[None, :]
-    state = tl.load(places, mask=mask & has_state, other=0.0).to(tl.float32)
+    of_state = (row * CHANNELS + channels[:, None]) * N + numbers[None, :]
+    of_source = states_ptr + (source * CHANNELS + channels[:, None]) * N + numbers[None, :]
+    state = tl.load(of_source, mask=mask & has_state, other=0.0).to(tl.float32)
     of_rates = a_ptr + channels[:, None] * a_channel_stride + numbers[None, :] * a_dim_stride
     rates = tl.load(of_rates, mask=mask, other=0.0).to(tl.float32)
     if LOG_RATES:
@@ -157,7 +161,7 @@ def _selective_scan_kernel(
             out *= silu(z)
         tl.store(out_ptr + token * CHANNELS + channels, out.to(out_ptr.dtype.element_ty), is_channel)
         state = state.to(states_ptr.dtype.element_ty).to(tl.float32)  # as where the next token is in another step
-    tl.store(places, state.to(states_ptr.dtype.element_ty), mask & (row > 0) & (end > start))
+    tl.store(states_ptr + of_state, state.to(states_ptr.dtype.element_ty), mask & (row > 0) & (end > start))
 
 
 @triton_op("mllm::selective_scan_states", mutates_args={"states", "out"})
@@ -173,6 +177,7 @@ def selective_scan_states(
     states: torch.Tensor,
     rows: torch.Tensor,
     has_state: torch.Tensor,
+    sources: torch.Tensor | None,
     starts: torch.Tensor | None,
     ends: torch.Tensor | None,
     out: torch.Tensor,
@@ -183,8 +188,9 @@ def selective_scan_states(
 
     Args:
         x, dt, z: [T, C]; A: [C, N]; B, C: [T, N]; D, dt_bias: [C]; of any strides.
-        states: [R, C, N], contiguous, read and written at `rows`.
+        states: [R, C, N], contiguous, written at `rows`.
         rows: int64, a request each; has_state: bool, the same.
+        sources: int64, the rows where states are read; none: `rows`. Requests with `starts` alone may have others.
         starts, ends: int32, each request's tokens; none: request i has token i alone.
         out: [T, C], contiguous, written for requests' tokens.
         dt_softplus: whether dt is made positive so.
@@ -198,6 +204,7 @@ def selective_scan_states(
     )
     wrap_triton(_selective_scan_kernel)[(triton.cdiv(channels, block), rows.shape[0])](
         *(x, dt, A, B, C, given_d, given_z, given_bias, states, rows, has_state),
+        rows if sources is None else sources,
         rows if starts is None else starts,  # which are not read without
         rows if ends is None else ends,
         out,

@@ -56,6 +56,7 @@ def _step_ssd_kernel(
     states_ptr,
     rows_ptr,
     has_state_ptr,
+    sources_ptr,
     starts_ptr,
     ends_ptr,
     out_ptr,
@@ -96,17 +97,20 @@ def _step_ssd_kernel(
     row = tl.load(rows_ptr + request).to(tl.int64)
     has_state = (tl.load(has_state_ptr + request) != 0) & (row > 0)
     if DECODES:
+        source = row
         start = request.to(tl.int64)
         end = start + 1
     else:
+        source = tl.load(sources_ptr + request).to(tl.int64)
         start = tl.load(starts_ptr + request).to(tl.int64)
         end = tl.load(ends_ptr + request).to(tl.int64)
     numbers = tl.arange(0, PADDED_N)
     is_number = numbers < N
     is_dim = dims < P
     mask = is_dim[:, None] & is_number[None, :]
-    places = states_ptr + ((row * H + head) * P + dims[:, None]) * N + numbers[None, :]
-    state = tl.load(places, mask=mask & has_state, other=0.0).to(tl.float32)
+    of_state = ((row * H + head) * P + dims[:, None]) * N + numbers[None, :]
+    of_source = states_ptr + ((source * H + head) * P + dims[:, None]) * N + numbers[None, :]
+    state = tl.load(of_source, mask=mask & has_state, other=0.0).to(tl.float32)
     group = head // HEADS_A_GROUP
     rate = tl.load(a_ptr + head * a_head_stride).to(tl.float32)
     if LOG_RATES:
@@ -133,7 +137,7 @@ def _step_ssd_kernel(
         out += skip * x
         tl.store(out_ptr + (token * H + head) * P + dims, out.to(out_ptr.dtype.element_ty), is_dim)
         state = state.to(states_ptr.dtype.element_ty).to(tl.float32)  # as where the next token is in another step
-    tl.store(places, state.to(states_ptr.dtype.element_ty), mask & (row > 0) & (end > start))
+    tl.store(states_ptr + of_state, state.to(states_ptr.dtype.element_ty), mask & (row > 0) & (end > start))
 
 
 @triton.jit
@@ -148,6 +152,7 @@ def _chunk_ssd_kernel(
     states_ptr,
     rows_ptr,
     has_state_ptr,
+    sources_ptr,
     starts_ptr,
     ends_ptr,
     out_ptr,
@@ -196,8 +201,10 @@ def _chunk_ssd_kernel(
     mask = (numbers < N)[:, None] & is_dim
     is_seen = places_in_chunk[:, None] >= places_in_chunk[None, :]
     # [N, P]: as products take it.
-    places = states_ptr + ((row * H + head) * P + dims[None, :]) * N + numbers[:, None]
-    state = tl.load(places, mask=mask & has_state, other=0.0).to(tl.float32)
+    of_state = ((row * H + head) * P + dims[None, :]) * N + numbers[:, None]
+    source = tl.load(sources_ptr + request).to(tl.int64)
+    of_source = states_ptr + ((source * H + head) * P + dims[None, :]) * N + numbers[:, None]
+    state = tl.load(of_source, mask=mask & has_state, other=0.0).to(tl.float32)
     group = head // HEADS_A_GROUP
     rate = tl.load(a_ptr + head * a_head_stride).to(tl.float32)
     if LOG_RATES:
@@ -235,7 +242,7 @@ def _chunk_ssd_kernel(
         of_out = out_ptr + (tokens[:, None] * H + head) * P + dims[None, :]
         tl.store(of_out, out.to(out_ptr.dtype.element_ty), is_token[:, None] & is_dim)
         state = state * tl.exp(total) + tl.dot(inputs, added.to(x.dtype))
-    tl.store(places, state.to(states_ptr.dtype.element_ty), mask & (row > 0) & (end > start))
+    tl.store(states_ptr + of_state, state.to(states_ptr.dtype.element_ty), mask & (row > 0) & (end > start))
 
 
 @triton_op("mllm::ssd_states", mutates_args={"states", "out"})
@@ -252,6 +259,7 @@ def ssd_states(
     states: torch.Tensor,
     rows: torch.Tensor,
     has_state: torch.Tensor,
+    sources: torch.Tensor | None,
     starts: torch.Tensor | None,
     ends: torch.Tensor | None,
     out: torch.Tensor,
@@ -269,8 +277,9 @@ def ssd_states(
     Args:
         x: [T, H, P]; dt: [T, H]; A, D, dt_bias: [H]; B, C: [T, G, N]; of any strides.
         z: [T, H, P], of any strides; norm: [H * P], contiguous; none: outputs are not normed.
-        states: [R, H, P, N], contiguous, read and written at `rows`.
+        states: [R, H, P, N], contiguous, written at `rows`.
         rows: int64, a request each; has_state: bool, the same.
+        sources: int64, the rows where states are read; none: `rows`. Requests with `starts` alone may have others.
         starts, ends: int32, each request's tokens; none: request i has token i alone.
         out: [T, H, P], contiguous, written for requests' tokens.
         dt_softplus, dt_min, dt_max: what becomes of dt.
@@ -282,7 +291,7 @@ def ssd_states(
     is_normed = z is not None and norm is not None
     sums = torch.empty(out.shape, dtype=torch.float32, device=out.device) if is_normed else out
     _compute(
-        *(x, dt, A, B, C, D, dt_bias, states, rows, has_state, starts, ends, sums),
+        *(x, dt, A, B, C, D, dt_bias, states, rows, has_state, sources, starts, ends, sums),
         *(dt_softplus, dt_min, dt_max, log_rates, by_token, few_tokens),
     )
     if z is not None and norm is not None:
@@ -300,6 +309,7 @@ def _compute(
     states: torch.Tensor,
     rows: torch.Tensor,
     has_state: torch.Tensor,
+    sources: torch.Tensor | None,
     starts: torch.Tensor | None,
     ends: torch.Tensor | None,
     out: torch.Tensor,
@@ -321,6 +331,7 @@ def _compute(
         A if D is None else D,  # which, as those below, are not read without
         A if dt_bias is None else dt_bias,
         *(states, rows, has_state),
+        rows if sources is None else sources,
         rows if starts is None else starts,
         rows if ends is None else ends,
         out,

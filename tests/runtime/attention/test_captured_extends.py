@@ -37,7 +37,8 @@ def prompts(*lengths: tuple[int, int]) -> StepPrompts:
     new, cached = (np.array(column, dtype=np.int32) for column in zip(*lengths, strict=True))
     pages = int((-(-(new + cached) // PAGE)).sum())
     starts = np.array([0, *np.cumsum(new)], dtype=np.int32)
-    return StepPrompts(starts, cached, np.arange(1, 1 + len(new)), lambda: np.arange(pages, dtype=np.int32))
+    rows = np.arange(1, 1 + len(new))
+    return StepPrompts(starts, cached, rows, rows, lambda: np.arange(pages, dtype=np.int32))
 
 
 @pytest.fixture

@@ -69,10 +69,10 @@ def model_of(rope, has_experts=False):
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
-        ({}, {"fresh_tokens": (64, 128), "extend_tokens": (64, 128)}),
+        ({}, {"fresh_tokens": (64, 128), "extend_tokens": (16, 64, 128)}),
         (
             {"attn_backend": SimpleNamespace(prompt_work_bytes=lambda extends: 256 * extends)},
-            {"extend_tokens": (64, 128)},
+            {"extend_tokens": (16, 64, 128)},
         ),
         ({"communicator": SimpleNamespace()}, {}),
         ({"model": model_of(rope=object())}, {}),

@@ -159,12 +159,12 @@ def kernels_of(layer: StateLayer) -> StatePieces:
         return dict(zip((*layer.operands, "states", "rows", "has_state", *names, "out"), tensors, strict=True))
 
     def decodes(tensors: list[torch.Tensor]) -> None:
-        call(**with_names(tensors), starts=None, ends=None, **absent, **asdict(kind))
+        call(**with_names(tensors), sources=None, starts=None, ends=None, **absent, **asdict(kind))
 
     def prompts(tensors: list[torch.Tensor]) -> None:
-        call(**with_names(tensors, "starts", "ends"), **absent, **asdict(kind))
+        call(**with_names(tensors, "sources", "starts", "ends"), **absent, **asdict(kind))
 
     def few(tensors: list[torch.Tensor]) -> None:
-        call(**with_names(tensors, "starts", "ends"), **absent, **asdict(kind), few_tokens=True)
+        call(**with_names(tensors, "sources", "starts", "ends"), **absent, **asdict(kind), few_tokens=True)
 
     return StatePieces(decodes, prompts, few if isinstance(kind, GatedDelta | Ssd) else None)

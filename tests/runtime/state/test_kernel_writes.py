@@ -59,7 +59,7 @@ def test_states_and_outputs_are_all_that_a_kernel_writes(name, dtype, written):
     operands = [value.to(dtype) for value in operands_of(name, 9).values()]
     given = [*operands, torch.zeros(4, *layer.state_shape), torch.tensor([1, 2])]
     given.append(torch.tensor([True, False]))
-    bounds = [torch.tensor(ends, dtype=torch.int32) for ends in ([0, 4], [4, 9])]
+    bounds = [torch.tensor([3, 2]), *(torch.tensor(ends, dtype=torch.int32) for ends in ([0, 4], [4, 9]))]
     out = torch.zeros(9, *layer.out_shape)
     pieces = kernels_of(layer)
     pieces.decodes([*given, out])

@@ -128,6 +128,24 @@ def test_outputs_and_states_are_the_reference_s(name, batch):
 
 
 @interpreted
+@pytest.mark.parametrize("length", [30, 70])
+@pytest.mark.parametrize("name", KINDS)
+def test_a_prompt_that_reads_a_prefix_s_state_leaves_its_own_beside_it(name, length):
+    layer, operands = layer_of(name), operands_of(name, length)
+    pool = pool_of(layer)
+    pool.get_state(0).copy_(torch.randn(8, *layer.state_shape, generator=torch.Generator().manual_seed(5)))
+    before, out = pool.get_state(0).clone(), torch.zeros(length, *layer.out_shape)
+    bounds = torch.tensor([0], dtype=torch.int32), torch.tensor([length], dtype=torch.int32)
+    given = [*operands.values(), pool.get_state(0), torch.tensor([3]), torch.tensor([True]), torch.tensor([6])]
+    kernels_of(layer).prompts_of(length)([*given, *bounds, out])
+    expected = run_on(TorchStateBackend, layer, operands, (6,), (length,), (9,))
+    torch.testing.assert_close(out, expected[0], rtol=2e-5, atol=2e-5)
+    torch.testing.assert_close(pool.get_state(0)[3], expected[1][6], rtol=2e-5, atol=2e-5)
+    before[3] = pool.get_state(0)[3]
+    assert torch.equal(pool.get_state(0), before)
+
+
+@interpreted
 @pytest.mark.parametrize("missing", [("bias",), ("D",), ("dt_bias",), ("z",), ("D", "z", "dt_bias")])
 def test_operands_that_a_layer_has_not_are_not_read(missing):
     for name, kind in KINDS.items():

@@ -27,7 +27,7 @@ def test_of_rows_that_follow_each_other_the_first_has_all_tokens_of_its_request(
         are_runs=True,
     )
     assert metadata.of_decodes is None and metadata.of_prompts is not None
-    _, has_state, starts, ends = metadata.of_prompts
+    _, has_state, _, starts, ends = metadata.of_prompts
     found = {
         rows[index]: (start, end, bool(has_state[index]))
         for index, (start, end) in enumerate(zip(starts.tolist(), ends.tolist(), strict=True))
@@ -52,7 +52,8 @@ def test_a_captured_step_reads_each_batch_s_decodes_and_prompts_in_the_same_tens
         decode_rows, has_state = step.of_decodes
         assert decode_rows.tolist() == [*rows[:num_decodes], *[0] * (6 - num_decodes)]
         assert has_state.tolist() == [count > 0 for count in earlier] + [False] * len(behind)
-        of_rows, _, starts, ends = step.of_prompts
+        of_rows, _, sources, starts, ends = step.of_prompts
+        assert sources is of_rows or torch.equal(sources, of_rows)
         assert of_rows.tolist() == [*rows, *behind]
         begins = [sum(new[:index]) for index in range(len(new))]
         spans = [(begins[index], begins[index] + new[index]) for index in range(num_decodes, len(new))]
@@ -73,7 +74,7 @@ def test_more_decodes_than_a_graph_of_theirs_holds_run_in_a_captured_step():
     decode_rows, has_state = step.of_decodes
     assert decode_rows.tolist() == [5, 3, 1, 0, 0, 0]
     assert has_state.tolist() == [True, True, True, False, False, False]
-    _, _, starts, ends = step.of_prompts
+    *_, starts, ends = step.of_prompts
     assert torch.equal(starts, ends), "no prompt has a token"
 
 

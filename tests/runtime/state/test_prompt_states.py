@@ -10,8 +10,10 @@ from mllm_compile.runtime.state.mixed import MOST_PROMPTS, PromptStates
 
 
 def prompts(lengths: list[int], cached: list[int]) -> StepPrompts:
+    """Requests from row 3 on; the first one's state is read in row 40."""
     starts = np.array([0, *np.cumsum(lengths)], dtype=np.int32)
-    return StepPrompts(starts, np.array(cached, dtype=np.int32), np.arange(len(lengths)) + 3, lambda: starts[:0])
+    rows = np.arange(len(lengths)) + 3
+    return StepPrompts(starts, np.array(cached, dtype=np.int32), rows, np.array([40, *rows[1:]]), lambda: starts[:0])
 
 
 def test_kernels_find_rows_flags_and_bounds_and_padding_behind_them():
@@ -21,7 +23,8 @@ def test_kernels_find_rows_flags_and_bounds_and_padding_behind_them():
     for lengths, cached in (([5, 2, 9], [16, 0, 33]), ([7], [0])):
         assert PromptStates.write(work.numpy(), prompts(lengths, cached))
         count, ends = len(lengths), np.cumsum(lengths).tolist()
-        expected = list(range(3, 3 + count)), [before > 0 for before in cached], [0, *ends[:-1]], ends
+        rows = list(range(3, 3 + count))
+        expected = rows, [before > 0 for before in cached], [40, *rows[1:]], [0, *ends[:-1]], ends
         for part, values in zip(step.of_prompts, expected, strict=True):
             assert part.tolist() == values + [0] * (MOST_PROMPTS - count)
 

@@ -1,5 +1,6 @@
 from contextlib import nullcontext
 from dataclasses import replace
+from types import SimpleNamespace
 from unittest.mock import Mock
 
 import numpy as np
@@ -422,6 +423,31 @@ def test_prompts_that_hit_the_cache_are_launched_so_too_and_get_the_same_tokens(
         loop.run()
         assert outputs([request]) == [TinyModel().greedy(prompt[:length], 8)]
     assert launches == [len(prompt), 2, 1, 3], "4 tokens are a page"
+
+
+@pytest.mark.parametrize("is_captured", [True, False])
+def test_captured_prompts_read_states_of_prefixes_where_they_are_and_others_have_them_copied(is_captured, monkeypatch):
+    runner, told = make_runner(TinyModel()), []
+    loop, launch = Loop(runner), launched_at_once(runner, 21 if is_captured else 0, [])
+
+    def launch_and_tell(fields: StepFields[np.ndarray], prompts: StepPrompts) -> LaunchedPrompts | None:
+        launched = launch(fields, prompts)
+        told.extend([] if launched is None else [prompts.rows.tolist(), prompts.state_rows.tolist()])
+        return launched
+
+    pool = SimpleNamespace(copy_rows=lambda copies: told.append(copies.tolist()))
+    monkeypatch.setattr(runner, "launch_prompts", launch_and_tell)
+    monkeypatch.setattr(runner, "state_pool", pool)
+    for prompt in PROMPTS[:2]:
+        loop.add(prompt[:3])
+    batch = loop.scheduler.schedule()
+    first, second = batch.rows.tolist()
+    waits = 7  # admitted, without tokens in the step
+    loop.steps.submit(replace(batch, state_restores=np.array([[9, second], [8, waits]])))
+    if is_captured:
+        assert told == [[first, second], [first, 9], [[8, waits]]]
+    else:
+        assert told == [[[9, second], [8, waits]]]
 
 
 @pytest.mark.parametrize("page_size", [1, 16, 64, 256])
