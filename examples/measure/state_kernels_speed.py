@@ -1,13 +1,14 @@
 """Microseconds of one layer with a state by kind and batch, inside a CUDA graph, beside what its bytes take.
 
     python examples/measure/state_kernels_speed.py [--json FILE] [--prompts] [--apart] [--layers "gated delta" ssd …]
-        [--variants "conv._WARPS=4" "conv._WARPS=8 conv._DECODE_CHANNELS=512" …]
+        [--copies] [--variants "conv._WARPS=4" "conv._WARPS=8 conv._DECODE_CHANNELS=512" …]
 
 Needs an NVIDIA GPU and Triton. The shapes are those of Transformers' defaults for qwen3_5_text, of Nemotron-H-8B,
 Kimi-Linear and Falcon-Mamba-7B. A graph runs each kernel over several layers' states, more than the L2 cache holds.
 Kernels are launched before those ahead have ended, as in a step; --apart has each begin when the one ahead has ended.
 TB/s are the bytes of states and tokens, read and written once, over the time; the last column is their share of the
-rate at which the GPU reads one large tensor. A variant sets constants of modules of runtime/ops/states/.
+rate at which the GPU reads one large tensor. --copies adds what a plain copy of as many bytes takes, half of them read
+and half written, in a graph too. A variant sets constants of modules of runtime/ops/states/.
 """
 
 from __future__ import annotations
@@ -125,6 +126,18 @@ def run(name: str, requests: int, tokens: int) -> Result:
     return Result(name, requests, tokens, graph_us(launch) / count, moved)
 
 
+def copy_microseconds(num_bytes: int) -> float:
+    """What a copy takes that reads half of so many bytes and writes the other half, of several tensors in turn."""
+    count = min(64, max(2, COLD_BYTES // num_bytes))
+    pairs = [torch.empty(2, num_bytes // 2, dtype=torch.uint8, device="cuda") for _ in range(count)]
+
+    def launch() -> None:
+        for source, target in pairs:
+            target.copy_(source)
+
+    return graph_us(launch) / count
+
+
 def set_constants(variant: str) -> None:
     """Sets what `MODULE.NAME=NUMBER …` says."""
     for one in variant.split():
@@ -156,6 +169,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
     parser.add_argument("--prompts", action="store_true", help="prompts in place of decodes")
+    parser.add_argument("--copies", action="store_true", help="also copy as many bytes")
     parser.add_argument("--apart", action="store_true", help="each kernel begins when the one ahead has ended")
     parser.add_argument("--layers", nargs="+", choices=SHAPES, default=list(SHAPES), help="these alone")
     parser.add_argument("--variants", nargs="+", default=[""], help="of constants, each measured in turn")
@@ -163,7 +177,10 @@ def main() -> int:
     need_gpu()
     limit = read_rate() * 1e9
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, read {limit / 1e12:.2f} TB/s")
-    print(f"{'layer':24} {'requests':>8} {'tokens':>7} {'µs':>9} {'TB/s':>6} {'of read':>8}")
+    print(
+        f"{'layer':24} {'requests':>8} {'tokens':>7} {'µs':>9} {'TB/s':>6} {'of read':>8}"
+        + f"{'copy, µs':>9}" * args.copies
+    )
     from mllm_compile.runtime.ops.dependent_launch import starts_early
 
     for kind in KINDS:
@@ -178,8 +195,10 @@ def main() -> int:
             result = replace(run(name, requests, tokens), variant=variant)
             results.append(result)
             rate = result.bytes / (result.microseconds * 1e-6)
+            copied = f"{copy_microseconds(result.bytes):9.1f}" if args.copies else ""
             print(
-                f"{name:24} {requests:8} {tokens:7} {result.microseconds:9.1f} {rate / 1e12:6.2f} {rate / limit:8.2f}",
+                f"{name:24} {requests:8} {tokens:7} {result.microseconds:9.1f} {rate / 1e12:6.2f} {rate / limit:8.2f}"
+                f"{copied}",
                 flush=True,
             )
             torch.cuda.empty_cache()

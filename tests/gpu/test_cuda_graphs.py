@@ -206,7 +206,10 @@ def test_a_step_leaves_the_last_tokens_of_other_rows_alone(runner):
 def test_every_size_is_captured_with_its_time_and_memory(runner):
     figures = graphs_of(runner).figures
     sizes = [(figure.mode, figure.num_tokens) for figure in figures]
-    assert set(sizes) == {*(("FULL", n) for n in DECODE_REQUESTS), *(("PIECEWISE", n) for n in PIECEWISE_TOKENS)}
+    dispatcher = graphs_of(runner).dispatcher  # whose sizes of prompts alone tests/runtime/cuda_graph/test_sizes.py has
+    kinds = {"FULL": DECODE_REQUESTS, "PIECEWISE": PIECEWISE_TOKENS}
+    kinds |= {"FRESH": dispatcher.fresh_tokens, "EXTEND": dispatcher.extend_tokens}
+    assert set(sizes) == {(kind, size) for kind, of_kind in kinds.items() for size in of_kind}
     assert [n for _, n in sizes] == sorted((n for _, n in sizes), reverse=True)
     assert all(figure.seconds > 0 for figure in figures)
     assert 0 < sum(figure.mib for figure in figures) < 300
