@@ -1,52 +1,70 @@
 """Radix tree over full KV pages: which prefixes of tokens have their KV in which pages.
 
-Owns the pages of its nodes until it evicts them. tables.py and ../rows.py know which pages a request holds privately,
-and when KV counts as written. Free of torch. One node is one page, so edges never split; matching costs a dictionary
-look-up a page.
+Owns the pages of its runs until it evicts them. tables.py and ../rows.py know which pages a request holds privately,
+and when KV counts as written. Free of torch.
+
+A node is a *run* of pages that were published together, and is divided where a prefix ends in its midst or goes on
+otherwise. So a prefix of thousands of pages is found and locked in a few comparisons: a first token waits for them.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Hashable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
+from mllm_compile.runtime.schedule.pages.eviction_order import EvictionOrder, Link
 from mllm_compile.runtime.schedule.pages.state_snapshots import StateSnapshots
 
 Salt = tuple[Hashable, ...]
 
+_NO_TOKENS = np.empty(0, dtype=np.int64)
+_NO_PAGES = np.empty(0, dtype=np.int32)
+for _none in (_NO_TOKENS, _NO_PAGES):
+    _none.setflags(write=False)
 
-class PageNode:
-    """One cached page: its tokens follow those of its parent. A lock on it is a lock on the whole path to the root."""
 
-    __slots__ = ("children", "key", "locks", "page", "parent")
+class PageRun(Link):
+    """Cached pages, one behind another; their tokens follow those of its parent. All of them have the same users.
 
-    def __init__(self, parent: PageNode | None, key: Hashable, page: int) -> None:
+    A lock on it is a lock on the whole path to the root. Its children are known by the tokens of their first pages.
+    """
+
+    __slots__ = ("children", "key", "locks", "pages", "parent", "token_ids")
+
+    def __init__(self, parent: PageRun | None, key: Hashable, token_ids: np.ndarray, pages: np.ndarray) -> None:
+        super().__init__()
         self.parent = parent  # None for a root
-        self.key = key  # the page's token ids as bytes; the salt for a root
-        self.page = page
-        self.children: dict[Hashable, PageNode] = {}
+        self.key = key  # the first page's token ids as bytes; the salt for a root
+        self.token_ids = token_ids  # [n * page_size] int64
+        self.pages = pages  # [n] int32
+        self.children: dict[Hashable, PageRun] = {}
         self.locks = 0
+
+    @classmethod
+    def root(cls, salt: Salt) -> PageRun:
+        """The root of a tree, which has no pages."""
+        return cls(None, salt, _NO_TOKENS, _NO_PAGES)
 
 
 class RadixCache:
     """Prefixes by full pages, one tree for each salt, evicted by least recent use.
 
-    Locks are counted along paths, so a locked node's ancestors are locked and every unlocked node's descendants are
+    Locks are counted along paths, so a locked run's ancestors are locked and every unlocked run's descendants are
     unlocked: all unlocked pages can be evicted. `_unlocked` is ordered by last use with children before their
-    parents (unlocking walks from the leaf to the root), so its first entry is always a leaf and eviction is O(1).
+    parents (unlocking walks from the leaf to the root), so its first run is always a leaf, which gives up its last
+    pages first.
     """
 
     def __init__(self, page_size: int, states: StateSnapshots | None = None) -> None:
-        """Args: states: of nodes, for models whose layers carry one."""
+        """Args: states: after the last pages of runs, for models whose layers carry one."""
         self.page_size = page_size
-        self._key_bytes = page_size * np.dtype(np.int64).itemsize
         self.states = states or StateSnapshots()
-        self._roots: dict[Salt, PageNode] = {}
-        self._unlocked: OrderedDict[PageNode, None] = OrderedDict()
+        self._roots: dict[Salt, PageRun] = {}
+        self._unlocked = EvictionOrder(PageRun.root(()))
         self._num_pages = 0
+        self._num_unlocked = 0
 
     @property
     def num_pages(self) -> int:
@@ -56,71 +74,72 @@ class RadixCache:
     @property
     def evictable_pages(self) -> int:
         """Cached pages without a request's lock on them."""
-        return len(self._unlocked)
+        return self._num_unlocked
 
-    def match_prefix(self, token_ids: np.ndarray, salt: Salt = ()) -> tuple[PageNode | None, np.ndarray]:
-        """The longest cached prefix of `token_ids` [n] in full pages: its last node (None: no hit) and its pages.
+    def match_prefix(self, token_ids: np.ndarray, salt: Salt = ()) -> tuple[PageRun | None, np.ndarray]:
+        """The longest cached prefix of `token_ids` [n] int64 in full pages: the run that ends with it (None: no hit)
+        and its pages.
 
-        Takes no lock: lock the node before anything else may evict it.
+        Takes no lock: lock the run before anything else may evict it. A run that it ends in the midst of is divided
+        there.
         """
-        node = self._roots.get(salt)
-        if node is None:
-            return None, np.empty(0, dtype=np.int32)
-        # A first token waits for this: a long prefix has thousands of pages.
-        data, width, path = self._bytes_of(token_ids), self._key_bytes, [node]
-        for start in range(0, len(data) - width + 1, width):
-            node = node.children.get(data[start : start + width])
-            if node is None:
-                break
-            path.append(node)
-        pages = np.fromiter([node.page for node in path[1:]], dtype=np.int32, count=len(path) - 1)
-        return (path[-1] if pages.size else None), pages
+        root = self._roots.get(salt)
+        if root is None:
+            return None, _NO_PAGES
+        run, rest, parts = root, _as_array(token_ids), []
+        while (child := run.children.get(self._key_of(rest))) is not None:
+            run = self._start_of(child, rest)
+            parts.append(run.pages)
+            rest = rest[run.token_ids.size :]
+        if not parts:
+            return None, _NO_PAGES
+        return run, parts[0] if len(parts) == 1 else np.concatenate(parts)
 
-    def match_state(self, token_ids: np.ndarray, salt: Salt = ()) -> tuple[PageNode | None, np.ndarray, int]:
-        """The longest cached prefix that has a state: its last node (None: no hit), its pages, and the number of pages
-        that are cached without regard to states."""
-        node, pages = self.match_prefix(token_ids, salt)
+    def match_state(self, token_ids: np.ndarray, salt: Salt = ()) -> tuple[PageRun | None, np.ndarray, int]:
+        """The longest cached prefix that has a state: the run that ends with it (None: no hit), its pages, and the
+        number of pages that are cached without regard to states."""
+        run, pages = self.match_prefix(token_ids, salt)
         matched = depth = pages.size
-        while depth and node is not None and node not in self.states:
-            node, depth = node.parent, depth - 1
-        return (node if depth else None), pages[:depth], matched
+        while depth and run is not None and run not in self.states:
+            depth -= run.pages.size
+            run = run.parent
+        return (run if depth else None), pages[:depth], matched
 
-    def node_of(self, token_ids: np.ndarray, salt: Salt = ()) -> PageNode | None:
-        """The node at whose end the tokens [n * page_size] end; None: they are not all cached."""
-        node, pages = self.match_prefix(token_ids, salt)
-        return node if pages.size * self.page_size == token_ids.size else None
+    def run_to(self, token_ids: np.ndarray, salt: Salt = ()) -> PageRun | None:
+        """The run that ends with the tokens [n * page_size] int64; None: they are not all cached."""
+        run, pages = self.match_prefix(token_ids, salt)
+        return run if pages.size * self.page_size == token_ids.size else None
 
-    def lock(self, node: PageNode | None) -> None:
-        """Keep the path to `node` from eviction until it is unlocked as often."""
-        unlocked = self._unlocked
-        while node is not None and (parent := node.parent) is not None:
-            if node.locks == 0:
-                del unlocked[node]
-            node.locks += 1
-            node = parent
+    def lock(self, run: PageRun | None) -> None:
+        """Keep the path to `run` from eviction until it is unlocked as often."""
+        while run is not None and (parent := run.parent) is not None:
+            self._lock_run(run)
+            run = parent
 
-    def unlock(self, node: PageNode | None) -> None:
+    def unlock(self, run: PageRun | None) -> None:
         """Give one lock back; the path counts as used now."""
-        while node is not None and node.parent is not None:
-            if node.locks <= 0:
-                raise RuntimeError(f"internal error: the prefix cache's page {node.page} was unlocked once too often")
-            node.locks -= 1
-            if node.locks == 0:
-                self._unlocked[node] = None
-            node = node.parent
+        while run is not None and run.parent is not None:
+            if run.locks <= 0:
+                page = run.pages[0]
+                raise RuntimeError(f"internal error: the prefix cache's page {page} was unlocked once too often")
+            run.locks -= 1
+            if run.locks == 0:
+                self._unlocked.append(run)
+                self._num_unlocked += run.pages.size
+            run = run.parent
 
-    def has_next(self, node: PageNode | None, token_ids: Sequence[int] | np.ndarray, salt: Salt = ()) -> bool:
-        """True if the first page of `token_ids` is in the tree right below `node` (None: the root)."""
-        at = node if node is not None else self._roots.get(salt)
-        return at is not None and self._page_keys(token_ids[: self.page_size])[0] in at.children
+    def has_next(self, run: PageRun | None, token_ids: Sequence[int] | np.ndarray, salt: Salt = ()) -> bool:
+        """True if the first page of `token_ids` is in the tree right below `run` (None: the root)."""
+        at = run if run is not None else self._roots.get(salt)
+        return at is not None and self._key_of(_as_array(token_ids)) in at.children
 
     def extend(
-        self, node: PageNode | None, token_ids: Sequence[int] | np.ndarray, pages: np.ndarray, salt: Salt = ()
-    ) -> tuple[PageNode | None, np.ndarray]:
-        """Insert full pages below `node` and move the caller's lock from it to the end of the longer path.
+        self, run: PageRun | None, token_ids: Sequence[int] | np.ndarray, pages: np.ndarray, salt: Salt = ()
+    ) -> tuple[PageRun | None, np.ndarray]:
+        """Insert full pages below `run` and move the caller's lock from it to the end of the longer path.
 
         Args:
-            node: the end of a path that the caller has locked; None: the root, no lock.
+            run: the end of a path that the caller has locked; None: the root, no lock.
             token_ids: [n * page_size], the tokens of the new pages, whose KV is written.
             pages: [n] int32, owned by the caller.
 
@@ -128,36 +147,39 @@ class RadixCache:
             The new end of the locked path, and the pages ([≤ n] int32) that stay the caller's, because another page
             with the same prefix is in the tree already. All others belong to the cache now.
         """
-        at = node if node is not None else self._roots.get(salt)
+        at = run if run is not None else self._roots.get(salt)
         if at is None:
-            at = self._roots[salt] = PageNode(None, salt, 0)
-        duplicates: list[int] = []
-        for key, page in zip(self._page_keys(token_ids), pages.tolist(), strict=True):
-            child = at.children.get(key)
-            if child is None:
-                child = at.children[key] = PageNode(at, key, page)
-                self._num_pages += 1
-                child.locks = 1
-            else:
-                duplicates.append(page)
-                if child.locks == 0:
-                    del self._unlocked[child]
-                child.locks += 1
-            at = child
-        return (at if at.parent is not None else None), np.array(duplicates, dtype=np.int32)
+            at = self._roots[salt] = PageRun.root(salt)
+        rest, num_present = _as_array(token_ids), 0
+        while (child := at.children.get(self._key_of(rest))) is not None:
+            at = self._start_of(child, rest)
+            self._lock_run(at)
+            rest = rest[at.token_ids.size :]
+            num_present += at.pages.size
+        if rest.size:
+            # Copies: those who gave them go on writing theirs, or would keep all of a prompt for its last pages.
+            added = PageRun(at, self._key_of(rest), rest.copy(), pages[num_present:].copy())
+            added.locks = 1
+            at.children[added.key] = added
+            self._num_pages += added.pages.size
+            at = added
+        return (at if at.parent is not None else None), pages[:num_present].copy()
 
     def evict(self, count: int) -> np.ndarray:
         """Drop up to `count` unlocked pages, least recently used first; they, [≤ count] int32, are the caller's now."""
-        evicted = [self._unlocked.popitem(last=False)[0] for _ in range(min(count, len(self._unlocked)))]
-        for node in evicted:
-            self._detach(node)
-        self._num_pages -= len(evicted)
-        return np.array([node.page for node in evicted], dtype=np.int32)
+        evicted = [_NO_PAGES]
+        while count > 0 and (run := self._unlocked.first) is not None:
+            num_kept = max(0, run.pages.size - count)
+            dropped = run.pages[num_kept:]
+            self._drop_end(run, num_kept)
+            evicted.append(dropped[::-1])
+            count -= dropped.size
+        return np.concatenate(evicted)
 
     def flush(self) -> np.ndarray:
         """Forget every prefix; returns the unused pages. Locked ones come back by eviction once unlocked."""
         self._roots = {}
-        return self.evict(len(self._unlocked))
+        return self.evict(self._num_unlocked)
 
     def forget(self, token_ids: Sequence[int] | np.ndarray, salt: Salt = ()) -> np.ndarray:
         """Drop every request's prefix that begins with the first page of `token_ids`.
@@ -166,44 +188,80 @@ class RadixCache:
         are the cache's still: to be evicted as before, but no longer found.
         """
         root = self._roots.get(salt)
-        keys = self._page_keys(token_ids[: self.page_size])
-        if root is None or not keys or keys[0] not in root.children:
-            return np.empty(0, dtype=np.int32)
-        top = root.children.pop(keys[0])
+        key = self._key_of(_as_array(token_ids))
+        if root is None or key not in root.children:
+            return _NO_PAGES
+        top = root.children.pop(key)
         if not root.children:
             del self._roots[salt]
-        top.parent = PageNode(None, salt, 0)
-        top.parent.children[top.key] = top
-        unlocked, nodes = [], [top]
-        while nodes:
-            node = nodes.pop()
-            nodes += node.children.values()
-            if not node.locks:
-                unlocked.append(node.page)
-        return np.array(unlocked, dtype=np.int32)
+        top.parent = PageRun.root(salt)
+        top.parent.children[key] = top
+        unlocked, runs = [_NO_PAGES], [top]
+        while runs:
+            run = runs.pop()
+            runs += run.children.values()
+            if not run.locks:
+                unlocked.append(run.pages)
+        return np.concatenate(unlocked)
 
     @staticmethod
-    def path_of(node: PageNode | None) -> Iterator[PageNode]:
-        """The nodes of the path that ends in `node`, the last one first."""
-        while node is not None and node.parent is not None:
-            yield node
-            node = node.parent
+    def path_of(run: PageRun | None) -> Iterator[PageRun]:
+        """The runs of the path that ends with `run`, the last one first."""
+        while run is not None and run.parent is not None:
+            yield run
+            run = run.parent
 
-    def _detach(self, node: PageNode) -> None:
-        parent = node.parent
-        if parent is None or node.children:
-            raise RuntimeError(f"internal error: the prefix cache evicts page {node.page}, which is not a leaf")
-        del parent.children[node.key]
-        self.states.drop(node)
+    def _lock_run(self, run: PageRun) -> None:
+        if run.locks == 0:
+            self._unlocked.remove(run)
+            self._num_unlocked -= run.pages.size
+        run.locks += 1
+
+    def _start_of(self, run: PageRun, token_ids: np.ndarray) -> PageRun:
+        """The run's pages that these tokens begin with, of which its first is one: all of it, or else the first of the
+        two runs that it becomes."""
+        count = min(run.token_ids.size, token_ids.size)
+        unlike = (run.token_ids[:count] != token_ids[:count]).nonzero()[0]
+        num_pages = (int(unlike[0]) if unlike.size else count) // self.page_size
+        return run if num_pages == run.pages.size else self._divide(run, num_pages)
+
+    def _divide(self, run: PageRun, num_pages: int) -> PageRun:
+        """Make the run's first pages one of their own, which is returned; whoever holds the run holds its end still."""
+        num_tokens = num_pages * self.page_size
+        start = PageRun(run.parent, run.key, run.token_ids[:num_tokens].copy(), run.pages[:num_pages].copy())
+        start.locks = run.locks
+        run.parent, run.token_ids, run.pages = start, run.token_ids[num_tokens:], run.pages[num_pages:]
+        if start.parent is not None:
+            start.parent.children[start.key] = start
+        run.key = self._key_of(run.token_ids)
+        start.children[run.key] = run
+        if not run.locks:
+            self._unlocked.insert_behind(run, start)
+        return start
+
+    def _drop_end(self, run: PageRun, num_kept: int) -> None:
+        """Drop an unlocked leaf's pages but for the first `num_kept`."""
+        parent = run.parent
+        if parent is None or run.children:
+            raise RuntimeError(f"internal error: the prefix cache evicts page {run.pages[-1]}, which others go on from")
+        self.states.drop(run)
+        num_dropped = run.pages.size - num_kept
+        self._num_pages -= num_dropped
+        self._num_unlocked -= num_dropped
+        if num_kept:
+            run.token_ids, run.pages = run.token_ids[: num_kept * self.page_size], run.pages[:num_kept]
+            return
+        self._unlocked.remove(run)
+        del parent.children[run.key]
         # An emptied root goes too, or a salt per request would leak; after a flush it is not the salt's root any more.
         salt: Any = parent.key  # of a root
         if parent.parent is None and not parent.children and self._roots.get(salt) is parent:
             del self._roots[salt]
 
-    def _page_keys(self, token_ids: Sequence[int] | np.ndarray) -> list[bytes]:
-        data, width = self._bytes_of(token_ids), self._key_bytes
-        return [data[start : start + width] for start in range(0, len(data) - width + 1, width)]
+    def _key_of(self, token_ids: np.ndarray) -> bytes:
+        """The key of a run that begins with these tokens [n] int64; no run's if they do not fill a page."""
+        return token_ids[: self.page_size].tobytes()
 
-    @staticmethod
-    def _bytes_of(token_ids: Sequence[int] | np.ndarray) -> bytes:
-        return np.asarray(token_ids, dtype=np.int64).tobytes()  # keys of images have 63 bits
+
+def _as_array(token_ids: Sequence[int] | np.ndarray) -> np.ndarray:
+    return np.asarray(token_ids, dtype=np.int64)  # keys of images have 63 bits

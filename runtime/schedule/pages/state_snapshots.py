@@ -1,4 +1,4 @@
-"""States of cached prefixes: which node of the prefix cache has its state in which row of GDNPool.
+"""States of cached prefixes: after the last pages of runs of the prefix cache, each in a row of GDNPool.
 
 A prefix of a model whose layers carry a state is worth something only with that state. Rows behind those of running
 requests hold copies (*snapshots*), the least recently used of which makes room. Free of torch. ../state_copies.py
@@ -12,7 +12,7 @@ from collections.abc import Hashable
 
 
 class StateSnapshots:
-    """Rows `first_row` to `first_row + count - 1`, each free, reserved for a step in flight, or a node's.
+    """Rows `first_row` to `first_row + count - 1`, each free, reserved for a step in flight, or a run's.
 
     A row may be given to its next owner while a step that reads it is in flight: steps run in order on one stream.
     """
@@ -20,24 +20,24 @@ class StateSnapshots:
     def __init__(self, first_row: int = 0, count: int = 0) -> None:
         self.count = count
         self._free = list(range(first_row, first_row + count))
-        self._rows: OrderedDict[Hashable, int] = OrderedDict()  # by node, the least recently used first
+        self._rows: OrderedDict[Hashable, int] = OrderedDict()  # by run, the least recently used first
 
     @property
     def num_kept(self) -> int:
-        """Nodes with a state."""
+        """Runs with a state."""
         return len(self._rows)
 
     @property
     def num_free(self) -> int:
         return len(self._free)
 
-    def __contains__(self, node: Hashable) -> bool:
-        return node in self._rows
+    def __contains__(self, run: Hashable) -> bool:
+        return run in self._rows
 
-    def use(self, node: Hashable) -> int:
-        """The row of a node that has one, which counts as used now."""
-        self._rows.move_to_end(node)
-        return self._rows[node]
+    def use(self, run: Hashable) -> int:
+        """The row of a run that has one, which counts as used now."""
+        self._rows.move_to_end(run)
+        return self._rows[run]
 
     def reserve(self) -> int | None:
         """A row for a new snapshot; None while all are reserved."""
@@ -49,12 +49,12 @@ class StateSnapshots:
         """Take back a reserved row whose snapshot is not wanted."""
         self._free.append(row)
 
-    def keep(self, node: Hashable, row: int) -> None:
-        """Make a reserved row the node's."""
-        self._rows[node] = row
+    def keep(self, run: Hashable, row: int) -> None:
+        """Make a reserved row the run's."""
+        self._rows[run] = row
 
-    def drop(self, node: Hashable) -> None:
-        """Forget the node's state, if it has one: its pages are gone."""
-        row = self._rows.pop(node, None)
+    def drop(self, run: Hashable) -> None:
+        """Forget the run's state, if it has one: its last pages are gone."""
+        row = self._rows.pop(run, None)
         if row is not None:
             self._free.append(row)

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import numpy as np
 
 from mllm_compile.runtime.schedule.pages.allocator import TokenToKVPoolAllocator
-from mllm_compile.runtime.schedule.pages.prefix_cache import PageNode, RadixCache, Salt
+from mllm_compile.runtime.schedule.pages.prefix_cache import PageRun, RadixCache, Salt
 from mllm_compile.runtime.schedule.pages.state_snapshots import StateSnapshots
 
 # Tokens of a prompt whose pages are to follow each other: behind fewer, attention gains little by it.
@@ -53,7 +53,7 @@ class PageTables:
         self.table = np.zeros((num_rows, max_pages_per_row), dtype=np.int32)
         self.num_pages = np.zeros(num_rows, dtype=np.int32)
         self.capacity = np.zeros(num_rows, dtype=np.int32)  # num_pages * page_size, tokens
-        self._paths: list[PageNode | None] = [None] * num_rows
+        self._paths: list[PageRun | None] = [None] * num_rows
         self._path_pages = [0] * num_rows  # length of the path
         self._long = -(-_LONG // page_size)  # pages
         self._runs: dict[int, range | None] = {}  # what is set aside for prompts, by row
@@ -86,13 +86,13 @@ class PageTables:
 
     def attach_state_prefix(self, row: int, token_ids: np.ndarray, salt: Salt) -> StatePrefix:
         """Like attach_prefix, with the longest cached prefix whose state is kept."""
-        node, pages, num_matched = self.cache.match_state(token_ids, salt)
-        state_row = None if node is None else self.cache.states.use(node)
-        return StatePrefix(self._attach(row, node, pages), num_matched, state_row)
+        run, pages, num_matched = self.cache.match_state(token_ids, salt)
+        state_row = None if run is None else self.cache.states.use(run)
+        return StatePrefix(self._attach(row, run, pages), num_matched, state_row)
 
-    def _attach(self, row: int, node: PageNode | None, pages: np.ndarray) -> int:
-        self.cache.lock(node)
-        self._paths[row] = node
+    def _attach(self, row: int, run: PageRun | None, pages: np.ndarray) -> int:
+        self.cache.lock(run)
+        self._paths[row] = run
         self._path_pages[row] = pages.size
         self.table[row, : pages.size] = pages
         self._set_num_pages(row, pages.size)
@@ -101,11 +101,11 @@ class PageTables:
     def keep_state(self, token_ids: np.ndarray, salt: Salt, state_row: int) -> None:
         """Keep a reserved row as the state after these tokens [n * page_size], whose pages are published; give it back
         where they are not, or have a state."""
-        states, node = self.cache.states, self.cache.node_of(token_ids, salt)
-        if node is None or node in states:
+        states, run = self.cache.states, self.cache.run_to(token_ids, salt)
+        if run is None or run in states:
             states.release(state_row)
         else:
-            states.keep(node, state_row)
+            states.keep(run, state_row)
 
     def write_prefix(self, row: int) -> None:
         """Note the row's present pages as writes."""
@@ -202,9 +202,9 @@ class PageTables:
 
         A kernel may read a page to its end: of what lies behind a request's last token 0 * NaN would reach it.
         """
-        path = [node.page for node in self.cache.path_of(self._paths[row]) if node.locks == 1]
+        own = [run.pages for run in self.cache.path_of(self._paths[row]) if run.locks == 1]
         private = self.table[row, self._path_pages[row] : self.num_pages[row]].copy()
-        self._to_clear += [np.array(path, dtype=np.int32), private]
+        self._to_clear += [*own, private]
         self.release(row)
 
     def forget(self, token_ids: Sequence[int] | np.ndarray, salt: Salt) -> None:

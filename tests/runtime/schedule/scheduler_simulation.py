@@ -16,7 +16,7 @@ from mllm_compile.runtime.media.request import RequestMedia
 from mllm_compile.runtime.sampling.params import SamplingParams
 from mllm_compile.runtime.schedule.config import SchedulerConfig
 from mllm_compile.runtime.schedule.pace import load_of
-from mllm_compile.runtime.schedule.pages.prefix_cache import PageNode
+from mllm_compile.runtime.schedule.pages.prefix_cache import PageRun
 from mllm_compile.runtime.schedule.pages.tables import PageTables
 from mllm_compile.runtime.schedule.request import Request, RequestStatus
 from mllm_compile.runtime.schedule.scheduled_batch import ScheduledBatch
@@ -298,23 +298,23 @@ def check_batch(batch: ScheduledBatch, config: SchedulerConfig) -> None:
 def check_pages(pages: PageTables) -> None:
     """Each page that was handed out has exactly one owner, and locks are those of the rows' paths."""
     private: list[int] = []
-    nodes: set[PageNode] = set(pages.cache._unlocked)
-    locks: dict[PageNode, int] = {}
+    runs: set[PageRun] = set(pages.cache._unlocked)
+    locks: dict[PageRun, int] = {}
     for row, path in enumerate(pages._paths):
         private += pages.table[row, pages._path_pages[row] : pages.num_pages[row]].tolist()
-        node, depth = path, 0
-        while node is not None and node.parent is not None:
-            locks[node] = locks.get(node, 0) + 1
-            node, depth = node.parent, depth + 1
+        run, depth = path, 0
+        while run is not None and run.parent is not None:
+            locks[run] = locks.get(run, 0) + 1
+            run, depth = run.parent, depth + run.pages.size
         assert depth == pages._path_pages[row]
-    nodes |= set(locks)
-    assert len(nodes) == pages.cache.num_pages
-    assert all(node.locks == locks.get(node, 0) for node in nodes)
-    owned = private + [node.page for node in nodes]
+    runs |= set(locks)
+    assert sum(run.pages.size for run in runs) == pages.cache.num_pages
+    assert all(run.locks == locks.get(run, 0) for run in runs)
+    owned = private + [page for run in runs for page in run.pages.tolist()]
     assert len(set(owned)) == len(owned), "a page has two owners"
     assert sorted(owned) == np.flatnonzero(pages.allocator._taken).tolist(), "a page is owned by nobody"
     assert len(owned) + pages.allocator.available_pages == pages.allocator.usable_pages
     states = pages.cache.states
     kept = list(states._rows.values())
-    assert set(states._rows) <= nodes, "a state of a page that is gone"
+    assert set(states._rows) <= runs, "a state of a page that is gone"
     assert len({*kept, *states._free}) == len(kept) + states.num_free <= states.count, "a row of states has two owners"

@@ -5,14 +5,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mllm_compile.runtime.schedule.pages.prefix_cache import PageNode, RadixCache
+from mllm_compile.runtime.schedule.pages.prefix_cache import PageRun, RadixCache
+from mllm_compile.runtime.schedule.pages.state_snapshots import StateSnapshots
 
 SALT = ("lora", 3)
 
 
 def insert(
     cache: RadixCache, tokens: list[int], pages: list[int], salt: tuple = ()
-) -> tuple[PageNode | None, list[int]]:
+) -> tuple[PageRun | None, list[int]]:
     """Insert from the root; the path stays locked."""
     node, duplicates = cache.extend(None, tokens, np.array(pages, dtype=np.int32), salt)
     return node, duplicates.tolist()
@@ -75,6 +76,65 @@ def test_the_least_recently_used_leaf_goes_first_and_parents_after_their_childre
     cache.lock(node)
     cache.unlock(node)
     assert [cache.evict(1).tolist() for _ in range(5)] == [[8], [7], [6], [5], []]
+
+
+def test_pages_that_were_published_together_are_one_run_until_a_prefix_ends_in_its_midst() -> None:
+    cache = RadixCache(page_size=2)
+    end, _ = insert(cache, list(range(2000)), list(range(1, 1001)))
+    assert list(cache.path_of(end)) == [end], "a prefix of a thousand pages is found and locked as one"
+    middle, pages = cache.match_prefix(np.array([*range(700), 5, 5]))
+    assert pages.tolist() == list(range(1, 351))
+    assert list(cache.path_of(middle)) == [middle]
+    assert list(cache.path_of(end)) == [end, middle], "whoever held its end holds it still"
+    assert cache.match_prefix(np.arange(2000))[0] is end
+    cache.unlock(end)
+    assert cache.evictable_pages == cache.num_pages == 1000
+    assert cache.evict(1000).tolist() == list(range(1000, 0, -1))
+
+
+def test_the_halves_of_an_unlocked_run_stay_next_to_each_other_in_the_order_of_eviction() -> None:
+    cache = RadixCache(page_size=1)
+    for tokens, pages in [([1, 2, 3], [5, 6, 7]), ([4], [8])]:
+        node, _ = insert(cache, tokens, pages)
+        cache.unlock(node)
+    assert hit(cache, [1, 9]) == [5]
+    assert cache.evict(4).tolist() == [7, 6, 5, 8]
+
+
+def test_a_run_gives_up_its_last_pages_first_and_goes_on_from_what_is_left() -> None:
+    cache = RadixCache(page_size=1)
+    node, _ = insert(cache, [1, 2, 3], [5, 6, 7])
+    cache.unlock(node)
+    assert cache.evict(2).tolist() == [7, 6]
+    assert hit(cache, [1, 2, 3]) == [5]
+    node, duplicates = insert(cache, [1, 2, 4], [8, 9, 10])
+    assert duplicates == [8]
+    assert hit(cache, [1, 2, 4]) == [5, 9, 10]
+    assert cache.num_pages == 3
+
+
+def test_a_run_has_its_pages_to_itself_though_whoever_gave_them_writes_on() -> None:
+    cache = RadixCache(page_size=1)
+    tokens, pages = np.array([1, 2]), np.array([5, 6], dtype=np.int32)
+    cache.extend(None, tokens, pages)
+    tokens[:], pages[:] = 0, 0
+    assert hit(cache, [1, 2]) == [5, 6]
+
+
+def test_a_state_stays_with_the_pages_that_it_follows_and_goes_with_the_last_of_them() -> None:
+    cache = RadixCache(page_size=1, states=StateSnapshots(first_row=7, count=2))
+    end, _ = insert(cache, [1, 2, 3, 4], [5, 6, 7, 8])
+    cache.states.keep(end, 7)
+    middle = cache.run_to(np.array([1, 2]))
+    assert middle is not None
+    cache.states.keep(middle, 8)
+    found, pages, num_matched = cache.match_state(np.array([1, 2, 3, 9]))
+    assert (found, pages.tolist(), num_matched) == (middle, [5, 6], 3)
+    assert cache.match_state(np.array([1, 2, 3, 4]))[0] is end
+    cache.unlock(end)
+    assert cache.evict(1).tolist() == [8]
+    assert cache.match_state(np.array([1, 2, 3, 4]))[1].tolist() == [5, 6]
+    assert cache.states.num_kept == 1
 
 
 def test_a_lock_too_few_is_an_internal_error() -> None:
