@@ -124,7 +124,7 @@ class FakeStepRunner:
         if error is not None:
             raise error
         for request in batch.admitted:
-            self.slots[request.row] = list(request.all_token_ids)
+            self.slots[request.row] = request.all_token_ids.tolist()
         sampled = np.zeros(batch.num_requests, dtype=np.int64)
         for row, slot in enumerate(batch.rows.tolist()):
             if batch.sample_mask[row]:

@@ -7,11 +7,14 @@ that is refused carries the reason. Its parameters are requests.py's matter. Run
 from __future__ import annotations
 
 import numbers
+import struct
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from typing import Any, Protocol
+
+import numpy as np
 
 from mllm_compile.errors import MllmError, RequestError
 from mllm_compile.media.inputs import MediaPrompt
@@ -19,6 +22,7 @@ from mllm_compile.media.messages import has_media, take_media
 from mllm_compile.media.sources import SourceItem, read_items
 from mllm_compile.runtime.media.request import RequestMedia
 from mllm_compile.runtime.media.tower import Tower
+from mllm_compile.runtime.schedule.request import ids_of
 from mllm_compile.runtime.shown import brief, shown
 from mllm_compile.text.detokenizer import Decoder
 from mllm_compile.text.template_protocol import MAX_CHARACTERS
@@ -78,10 +82,15 @@ class MediaSource(Protocol):
 
 @dataclass(slots=True)
 class Prepared:
-    """A prompt on its way to a Submission: token ids, or the reason why it has none."""
+    """A prompt on its way to a Submission: token ids, or the reason why it has none.
+
+    Attributes:
+        ids: token_ids as requests have them, once these are known to be the model's.
+    """
 
     text: str | None = None
     token_ids: list[int] | None = None
+    ids: np.ndarray | None = None
     error: MllmError | None = None
     cache_salt: str | None = None
     media: RequestMedia | None = None
@@ -143,7 +152,10 @@ class PromptReader:
                 token_ids = tokenizer.encode(text, add_special_tokens=False)
             except RequestError as error:
                 return Prepared(text, error=error)
-            return Prepared(text, token_ids, self._vocab_fault(token_ids) or self._place_fault(token_ids))
+            prepared = Prepared(text)
+            self._take_ids(prepared, token_ids)
+            prepared.error = prepared.error or self._place_fault(token_ids)
+            return prepared
 
         return render
 
@@ -158,8 +170,8 @@ class PromptReader:
                     self._encode(tokenizer, [p])
             return
         for p, token_ids in zip(texts, encoded, strict=True):
-            p.token_ids = token_ids
-            p.error = self._vocab_fault(token_ids) or self._place_fault(token_ids)
+            self._take_ids(p, token_ids)
+            p.error = p.error or self._place_fault(token_ids)
 
     def _prepare_one(self, item: Any) -> Prepared:
         if isinstance(item, MediaPrompt):
@@ -258,12 +270,28 @@ class PromptReader:
         if wrong:
             first = next(t for t in item if type(t) in wrong)
             return Prepared(error=RequestError(f"a prompt's token ids are integers, got {brief(first)} among them"))
-        token_ids = list(item) if kinds == {int} else [int(t) for t in item]
-        return Prepared(None, token_ids, self._vocab_fault(token_ids))
+        prepared = Prepared()
+        self._take_ids(prepared, list(item) if kinds == {int} else [int(t) for t in item])
+        return prepared
 
-    def _vocab_fault(self, token_ids: list[int]) -> RequestError | None:
-        if not token_ids or (min(token_ids) >= 0 and max(token_ids) < self._vocab_size):
-            return None
+    def _take_ids(self, prepared: Prepared, token_ids: list[int]) -> None:
+        """Give a prompt its token ids, and the reason why it is refused if some are not the model's.
+
+        As an array they are made here, and searched as one: a first token waits for both, and the engine's thread has
+        all requests to serve.
+        """
+        prepared.token_ids = token_ids
+        try:
+            ids = ids_of(token_ids)
+        except struct.error:  # one has more than 64 bits
+            prepared.error = self._vocab_fault(token_ids)
+            return
+        if ids.size and ids.view(np.uint64).max() >= self._vocab_size:  # negative ones are the largest so
+            prepared.error = self._vocab_fault(token_ids)
+        else:
+            prepared.ids = ids
+
+    def _vocab_fault(self, token_ids: list[int]) -> RequestError:
         position = next(i for i, t in enumerate(token_ids) if not 0 <= t < self._vocab_size)
         return RequestError(
             f"the prompt's token {position} is {shown(token_ids[position])}; expected ids from 0 to "

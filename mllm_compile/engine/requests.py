@@ -206,6 +206,7 @@ class RequestBuilder:
                 cache_salt=prepared.cache_salt,
                 grammar=grammar,
                 media=prepared.media,
+                prompt_ids=prepared.ids,
             )
 
         phrases, error = self._refusal(prepared, params)

@@ -19,6 +19,8 @@ from mllm_compile.text.detokenizer import Decoder, Detokenizer
 from mllm_compile.text.stop_strings import StopMatcher
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from mllm_compile.runtime.media.request import RequestMedia
     from mllm_compile.runtime.sampling.grammar import Grammar
     from mllm_compile.runtime.sampling.params import SamplingParams
@@ -76,6 +78,7 @@ class Submission:
         cache_salt: prompts share KV within one salt only; None: with all that have none.
         grammar: params.structured_outputs, compiled.
         media: the prompt's images.
+        prompt_ids: prompt_token_ids as requests have them; None: they are refused.
     """
 
     def __init__(
@@ -92,6 +95,7 @@ class Submission:
         cache_salt: str | None = None,
         grammar: Grammar | None = None,
         media: RequestMedia | None = None,
+        prompt_ids: np.ndarray | None = None,
     ) -> None:
         self.request_id = request_id
         self.prompt = prompt
@@ -114,6 +118,7 @@ class Submission:
                     cache_salt=() if cache_salt is None else (cache_salt,),
                     grammar=grammar,
                     media=media,
+                    prompt_ids=prompt_ids,
                 ),
                 decoder,
             )

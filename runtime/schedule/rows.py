@@ -72,8 +72,8 @@ class Rows:
         None: there are too few pages for all of its tokens and `spare_pages` more; nothing has changed.
         """
         row = self._free[-1]
-        token_ids = np.array(request.all_token_ids, dtype=np.int64)
-        cache_keys = token_ids if request.media is None else np.asarray(request.cache_keys)
+        token_ids = request.all_token_ids
+        cache_keys = token_ids if request.media is None else request.cache_keys
         rope = self._config.rope
         if rope is not None and rope.recomputes and request.rope_len <= rope.boundary < token_ids.size:
             request.rope_len = token_ids.size

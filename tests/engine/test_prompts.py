@@ -32,6 +32,15 @@ def test_vllms_dicts_are_prompts_alone_in_lists_and_in_streams(engine, prompt):
     assert alone.prompt == prompt.get("prompt")
 
 
+@pytest.mark.parametrize("prompt", ["abc", list(b"abc"), {"prompt_token_ids": list(b"abc")}])
+def test_the_callers_thread_makes_the_ids_that_the_engines_thread_computes_with(engine, prompt):
+    (submission,) = engine.builder.build(prompt, params(n=2, temperature=1.0))
+    ids = [sequence.request.prompt_ids for sequence in submission.sequences]
+    assert ids[0] is ids[1] is not None
+    assert ids[0].tolist() == submission.prompt_token_ids == list(b"abc")
+    assert submission.sequences[0].request.all_token_ids is ids[0]
+
+
 @pytest.mark.parametrize(
     ("prompt", "said"),
     [

@@ -341,7 +341,7 @@ def test_an_answer_is_cached_up_to_its_last_token_whose_kv_was_never_written() -
     first = simulation.add(make_request("a", prompt_of(3), max_tokens=5, **FREE))
     simulation.run()
     assert simulation.scheduler.stats().pages_cached == 3 + 5 - 1
-    second = simulation.add(make_request("b", [*first.all_token_ids, 3], max_tokens=5, **FREE))
+    second = simulation.add(make_request("b", [*first.all_token_ids.tolist(), 3], max_tokens=5, **FREE))
     simulation.run()
     assert second.num_cached_tokens == 7
     simulation.check_answers()
