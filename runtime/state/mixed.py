@@ -10,6 +10,8 @@ Shape legend: R requests that a captured step may have.
 
 from __future__ import annotations
 
+import itertools
+import struct
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +26,7 @@ from mllm_compile.runtime.attention.metadata import (
 
 # Prompts of a captured step of prompts alone: kernels have blocks for as many, though most steps have one.
 MOST_PROMPTS = 4
+_PROMPTS = struct.Struct(f"{MOST_PROMPTS}q{MOST_PROMPTS}i{MOST_PROMPTS}i{MOST_PROMPTS}?")  # as PromptStates has them
 
 
 @dataclass(frozen=True)
@@ -99,7 +102,7 @@ class PromptStates:
         num_bytes: of all of it, a multiple of 256.
     """
 
-    num_bytes = -(-MOST_PROMPTS * (8 + 4 + 4 + 1) // 256) * 256
+    num_bytes = -(-_PROMPTS.size // 256) * 256
 
     @classmethod
     def capture(cls, work: torch.Tensor) -> MixedStates:
@@ -122,11 +125,11 @@ class PromptStates:
         count = prompts.rows.size
         if count > MOST_PROMPTS:
             return False
-        memory[: cls.num_bytes] = 0
-        rows, starts, ends, has_state = cls._split(memory)
-        rows.view(np.int64)[:count] = prompts.rows
-        starts.view(np.int32)[:count], ends.view(np.int32)[:count] = prompts.starts[:-1], prompts.starts[1:]
-        has_state[:count] = prompts.prefix_lens > 0
+        starts, padding = prompts.starts.tolist(), [0] * (MOST_PROMPTS - count)
+        rows, has_state = prompts.rows.tolist(), (prompts.prefix_lens > 0).tolist()
+        # At once, and not array by array: the GPU waits.
+        parts = rows, padding, starts[:-1], padding, starts[1:], padding, has_state, padding
+        _PROMPTS.pack_into(memory.data, 0, *itertools.chain.from_iterable(parts))
         return True
 
     @staticmethod
