@@ -156,7 +156,7 @@ class GDNPool:
         if len(copies) == 1:
             ((source, target),) = copies.tolist()
             for states in self._groups:
-                states[:, target].copy_(states[:, source])
+                states.select(1, target).copy_(states.select(1, source))
             return
         sources, targets = upload(copies.T.copy(), self._groups[0].device)
         for states in self._groups:

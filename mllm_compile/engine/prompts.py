@@ -286,7 +286,7 @@ class PromptReader:
         except struct.error:  # one has more than 64 bits
             prepared.error = self._vocab_fault(token_ids)
             return
-        if ids.size and (ids.min() < 0 or ids.max() >= self._vocab_size):
+        if ids.size and ids.view(np.uint64).max() >= self._vocab_size:  # negative ones are the largest so
             prepared.error = self._vocab_fault(token_ids)
         else:
             prepared.ids = ids

@@ -21,6 +21,8 @@ from mllm_compile.text.detokenizer import Decoder
 # A caller that waits for an answer sleeps no longer than a nap at a time, until so much time has passed: then it sleeps
 # until it is woken.
 _NAP_S, _NAPPING_S = 1e-4, 25e-3
+# The first one is longer: meanwhile the engine's thread launches the step, which waits for Python's lock behind a nap.
+_FIRST_NAP_S = 1e-3
 _napping = threading.Lock()  # by one caller at a time: naps take the engine's thread a few µs each
 
 
@@ -59,6 +61,8 @@ class Countdown:
             return self._all_ended.is_set()
         try:
             end = time.monotonic() + _NAPPING_S
+            if self._all_ended.wait(_FIRST_NAP_S):
+                return True
             while not self._all_ended.wait(_NAP_S):
                 if time.monotonic() >= end:
                     return False

@@ -19,7 +19,6 @@ from mllm_compile.runtime.ops.turns import NUM_TURNS
 from mllm_compile.runtime.step_fields import StepFields
 
 _OTHER_BYTES = 16 << 10  # of what comes with the inputs
-MOST_PAGE_BYTES = 12 << 10  # of new pages among it: 46 pages of 64 tokens, say
 _WORD = torch.int64
 
 

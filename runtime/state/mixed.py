@@ -10,8 +10,9 @@ Shape legend: R requests that a captured step may have.
 
 from __future__ import annotations
 
+import itertools
+import struct
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -25,6 +26,8 @@ from mllm_compile.runtime.attention.metadata import (
 
 # Prompts of a captured step of prompts alone: kernels have blocks for as many, though most steps have one.
 MOST_PROMPTS = 4
+# Rows, sources, starts, ends and flags of PromptStates.
+_PROMPTS = struct.Struct("".join(f"{MOST_PROMPTS}{kind}" for kind in "qqii?"))
 
 
 class PromptRows(NamedTuple):
@@ -117,7 +120,7 @@ class PromptStates:
         num_bytes: of all of it, a multiple of 256.
     """
 
-    num_bytes = -(-MOST_PROMPTS * (8 + 8 + 4 + 4 + 1) // 256) * 256
+    num_bytes = -(-_PROMPTS.size // 256) * 256
 
     @classmethod
     def capture(cls, work: torch.Tensor) -> MixedStates:
@@ -141,11 +144,12 @@ class PromptStates:
         count = prompts.rows.size
         if count > MOST_PROMPTS:
             return False
-        memory[: cls.num_bytes] = 0
-        rows, sources, starts, ends, has_state = cls._split(memory)
-        rows.view(np.int64)[:count], sources.view(np.int64)[:count] = prompts.rows, prompts.state_rows
-        starts.view(np.int32)[:count], ends.view(np.int32)[:count] = prompts.starts[:-1], prompts.starts[1:]
-        has_state[:count] = prompts.prefix_lens > 0
+        starts, padding = prompts.starts.tolist(), [0] * (MOST_PROMPTS - count)
+        rows, sources = prompts.rows.tolist(), prompts.state_rows.tolist()
+        has_state = (prompts.prefix_lens > 0).tolist()
+        # At once, and not array by array: the GPU waits.
+        parts = rows, padding, sources, padding, starts[:-1], padding, starts[1:], padding, has_state, padding
+        _PROMPTS.pack_into(memory.data, 0, *itertools.chain.from_iterable(parts))
         return True
 
     @staticmethod
@@ -153,4 +157,4 @@ class PromptStates:
         """Bytes of rows, sources, starts, ends and flags, each from a multiple of 16 on: a package copies other
         inputs."""
         places = [MOST_PROMPTS * width for width in (0, 8, 16, 20, 24, 25)]
-        return [work[first:end] for first, end in pairwise(places)]
+        return [work[first:end] for first, end in itertools.pairwise(places)]

@@ -33,10 +33,6 @@ class HostPageTable:
         offsets = np.arange(self.page_size, dtype=np.int32)
         return (page_ids.astype(np.int32)[:, None] * self.page_size + offsets).ravel()
 
-    def bytes_of(self, num_pages: int) -> int:
-        """Bytes of what places_of and slots_of give for so many pages."""
-        return num_pages * (8 + 4 * self.page_size)
-
     def slots(self, rows: np.ndarray, positions: np.ndarray) -> np.ndarray:
         """[T] int64: the KV slot of each token, given its row and position, [T] int each."""
         pages, offsets = np.divmod(positions, self.page_size)

@@ -19,7 +19,6 @@ import numpy as np
 import torch
 
 from mllm_compile.runtime.attention.metadata import StepPrompts
-from mllm_compile.runtime.cuda_graph.prompt_turns import MOST_PAGE_BYTES
 from mllm_compile.runtime.device.packed_fields import upload_fields
 from mllm_compile.runtime.device.staging import StagingBuffer, StagingRing
 from mllm_compile.runtime.device.upload import upload
@@ -313,10 +312,6 @@ class StepRunner:
         has_more = batch.num_decodes or plan.is_decode or plan.own is not None or plan.media is not None
         if has_more or plan.fields.scored_indices is not None:
             return None
-        # More new pages than there is room for among the inputs, a long prefix's, are entered behind the launch.
-        comes_apart = self._pages.bytes_of(batch.page_ids.size) > MOST_PAGE_BYTES
-        if not comes_apart:
-            self._add_new_pages(plan, batch)
         starts = np.zeros(batch.num_requests + 1, dtype=np.int32)
         np.add.accumulate(batch.num_new, out=starts[1:])
         rows, seq_lens = batch.rows, batch.seq_lens
@@ -327,14 +322,20 @@ class StepRunner:
             return None
         fields = launched.fields
         self._restore_states(restores)
-        if comes_apart:
+        assert fields.logits_indices is not None, "a plan that is no decode has some"
+        try:
+            output = launched.head(fields.logits_indices)
+            self._follow_rows(batch)
+            return self._sample(batch, plan, output, fields.sampled, fields, mask=self._mask(batch, plan))
+        finally:  # some may be of requests that are not in this step, which can fail
+            self._bring_new_pages(batch)
+
+    def _bring_new_pages(self, batch: ScheduledBatch) -> None:
+        """Enters the step's new pages in the device's table of slots, behind all that its tokens wait for: captured
+        prompts read a list of pages of their own, and the table is for the steps behind them."""
+        if batch.page_ids.size:
             pages = upload_fields(self._new_pages(batch), self._uploads, self._runner.device)
             self._runner.req_to_token_pool.write_page_slots(pages["page_places"], pages["page_slots"])
-        self._list_new_pages(fields)
-        assert fields.logits_indices is not None, "a plan that is no decode has some"
-        output = launched.head(fields.logits_indices)
-        self._follow_rows(batch)
-        return self._sample(batch, plan, output, fields.sampled, fields, mask=self._mask(batch, plan))
 
     def _run(self, batch: ScheduledBatch, plan: StepPlan, choice: Choice) -> _Results:
         output, fields = self._launch(batch, plan, choice)
@@ -376,7 +377,7 @@ class StepRunner:
 
     def _add_new_pages(self, plan: StepPlan, batch: ScheduledBatch) -> None:
         """Adds new pages to what the plan brings to the device."""
-        if batch.page_ids.size and plan.fields.page_places is None:
+        if batch.page_ids.size:
             pages = self._new_pages(batch)
             plan.fields.page_places, plan.fields.page_slots = pages["page_places"], pages["page_slots"]
 

@@ -116,7 +116,7 @@ def test_their_logits_are_those_of_a_step_that_is_not_captured(runner, size):
 def test_served_prompts_that_hit_the_cache_are_launched_so_and_get_their_tokens(runner, monkeypatch):
     graphs, rng = graphs_of(runner), np.random.default_rng(0)
     launch, launches = graphs.launch_prompts, []
-    # More pages than come with a step's inputs, of either size; the last chunk of so many tokens is fa2's too.
+    # Hundreds of pages, of either size; the last chunk of so many tokens is fa2's too.
     ahead = rng.integers(3, runner.vocab_size, 3968).tolist()
     prompts = [
         [*ahead[:shared], *rng.integers(3, runner.vocab_size, new).tolist()]

@@ -74,7 +74,7 @@ class ExtendSteps:
         """
         num_keys = prompts.num_keys
         first_pages = np.zeros(num_keys.size + 1, dtype=np.int32)
-        np.cumsum(-(-num_keys // self._page_size), out=first_pages[1:])
+        np.add.accumulate(-(-num_keys // self._page_size), out=first_pages[1:])
         total = int(first_pages[-1])
         if total > _MOST_PAGES or not self._serves(num_tokens, prompts):
             return False

@@ -176,10 +176,10 @@ class SplitList:
         memory[self._chunk], memory[self._total] = chunk * self._page_size, len(merges) - 1
         memory.view(np.uint8)[self._mask : self._mask + self._width] = self._are_there[len(rows)]
         of_queries, of_pages, of_last = self._bounds
-        none = [0] * (self.most_rows - len(pages))
-        memory[of_queries] = [*starts.tolist(), *(len(merges) - 1 for _ in none)]
-        memory[of_pages] = [*bounds, *(bounds[-1] for _ in none)]  # whose last one bounds all page ids
-        memory[of_last] = [*((keys - 1) % self._page_size + 1 for keys in num_keys.tolist()), *none]
+        num_left = self.most_rows - len(pages)
+        memory[of_queries] = starts.tolist() + [len(merges) - 1] * num_left
+        memory[of_pages] = bounds + bounds[-1:] * num_left  # whose last one bounds all page ids
+        memory[of_last] = [(keys - 1) % self._page_size + 1 for keys in num_keys.tolist()] + [0] * num_left
         return self.num_bytes
 
     def _pages_of_chunk(self, tiles: list[int], pages: list[int]) -> int:

@@ -80,7 +80,8 @@ class RadixCache:
         """The longest cached prefix of `token_ids` [n] int64 in full pages: the run that ends with it (None: no hit)
         and its pages.
 
-        Takes no lock: lock the run before anything else may evict it.
+        Takes no lock: lock the run before anything else may evict it. A run that it ends in the midst of is divided
+        there.
         """
         root = self._roots.get(salt)
         if root is None:

@@ -13,11 +13,6 @@ def test_slots_follow_the_page_writes_of_each_row():
     assert slots.dtype == np.int64
 
 
-def test_bytes_of_new_pages_are_those_of_their_places_and_slots():
-    table, pages = HostPageTable(num_rows=2, max_tokens=12, page_size=4), np.arange(3)
-    assert table.bytes_of(3) == table.places_of(np.ones(3, dtype=np.int32), pages).nbytes + table.slots_of(pages).nbytes
-
-
 def test_the_pages_of_rows_are_those_of_their_tokens():
     table = HostPageTable(num_rows=4, max_tokens=12, page_size=4)
     table.write(np.array([2, 2, 2, 1]), np.array([0, 1, 2, 0]), np.array([9, 4, 7, 5]))

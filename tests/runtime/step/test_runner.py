@@ -8,15 +8,12 @@ import pytest
 import torch
 
 from mllm_compile.runtime.attention.metadata import StepPrompts
-from mllm_compile.runtime.cuda_graph import prompt_turns
 from mllm_compile.runtime.cuda_graph.graph_runner import LaunchedPrompts
-from mllm_compile.runtime.device.packed_fields import layout_of
 from mllm_compile.runtime.errors import DeviceMemoryError
 from mllm_compile.runtime.forward_batch import LogitsProcessorOutput
 from mllm_compile.runtime.media.grids import GridTower
 from mllm_compile.runtime.media.request import RequestMedia
 from mllm_compile.runtime.sampling.state import SamplingFlags
-from mllm_compile.runtime.step import runner as step_runner
 from mllm_compile.runtime.step_fields import DTYPES, StepFields
 from tests.runtime.runner_cases import VOCAB, Loop, TinyModel, make_runner
 
@@ -412,9 +409,7 @@ def test_prompts_in_one_launch_and_others_get_the_same_tokens(expected, overlap,
     assert len(launches) == 1 and len(scored.output_token_ids) == 8, "prompts that are scored need more than the head"
 
 
-@pytest.mark.parametrize("most_page_bytes", [0, 1 << 20])
-def test_prompts_that_hit_the_cache_are_launched_so_too_and_get_the_same_tokens(most_page_bytes, monkeypatch):
-    monkeypatch.setattr(step_runner, "MOST_PAGE_BYTES", most_page_bytes)
+def test_prompts_that_hit_the_cache_are_launched_so_too_and_get_the_same_tokens(monkeypatch):
     runner, launches = make_runner(TinyModel(), page_size=4), []
     monkeypatch.setattr(runner, "launch_prompts", launched_at_once(runner, 21, launches))
     loop, prompt = Loop(runner, enable_prefix_cache=True), PROMPTS[3]
@@ -450,21 +445,36 @@ def test_captured_prompts_read_states_of_prefixes_where_they_are_and_others_have
         assert told == [[[9, second], [8, waits]]]
 
 
-@pytest.mark.parametrize("page_size", [1, 16, 64, 256])
-def test_new_pages_come_with_the_inputs_of_captured_prompts_as_far_as_there_is_room(page_size, monkeypatch):
-    runner, beside = make_runner(TinyModel(), page_size=page_size), []
-    loop = Loop(runner)
+@pytest.mark.parametrize("fails", [False, True])
+def test_new_pages_of_captured_prompts_are_listed_behind_what_their_tokens_wait_for_even_if_that_fails(
+    monkeypatch, fails
+):
+    runner, told, launches = make_runner(TinyModel(), page_size=4), [], []
+    loop, launch = Loop(runner, enable_prefix_cache=True), launched_at_once(runner, 21, launches)
+    write, table = runner.req_to_token_pool.write_page_slots, runner.req_to_token_pool.req_to_token
 
-    def launch(fields: StepFields[np.ndarray], prompts: StepPrompts) -> None:
-        beside.append(fields.others())
-        raise torch.OutOfMemoryError("what they are is all that is asked for")
+    def launch_alone(fields, prompts: StepPrompts) -> LaunchedPrompts | None:
+        assert fields.page_places is None and fields.page_slots is None, "what no token waits for comes later"
+        launched = launch(fields, prompts)
 
-    monkeypatch.setattr(runner, "launch_prompts", launch)
-    loop.add([1, 2, 3])
+        def head(indices: torch.Tensor) -> LogitsProcessorOutput:
+            told.append("head")
+            if fails:
+                raise torch.OutOfMemoryError("no room")
+            output = launched.head(indices)
+            table.zero_()
+            return output
+
+        return LaunchedPrompts(launched.fields, head)
+
+    sample = loop.steps._sample
+    monkeypatch.setattr(loop.steps, "_sample", lambda *step, **rest: (told.append("sample"), sample(*step, **rest))[1])
+    monkeypatch.setattr(runner, "launch_prompts", launch_alone)
+    monkeypatch.setattr(runner.req_to_token_pool, "write_page_slots", lambda *new: (told.append("pages"), write(*new)))
+    request = loop.add(PROMPTS[3])
     batch = loop.scheduler.schedule()
-    for count in range(1, 2000, 7):
-        pages = {"page_rows": np.repeat(batch.rows, count), "page_positions": np.zeros(count, dtype=np.int32)}
-        with pytest.raises(DeviceMemoryError):
-            loop.steps.submit(replace(batch, page_ids=np.ones(count, dtype=np.int32), **pages))
-    assert "page_slots" in beside[0] and "page_slots" not in beside[-1]
-    assert max(layout_of(others).end for others in beside) <= prompt_turns._OTHER_BYTES - 8, "a word is the next turn"
+    with pytest.raises(DeviceMemoryError) if fails else nullcontext():
+        loop.steps.submit(batch)
+    assert told == (["head", "pages"] if fails else ["head", "sample", "pages"])
+    slots = loop.steps._pages.slots(np.full(11, request.row), np.arange(11))
+    assert table[request.row, :11].tolist() == slots.tolist()
