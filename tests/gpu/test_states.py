@@ -134,7 +134,9 @@ def are_the_same_but_for_ties(ours: list[Any], theirs: list[Any]) -> bool:
 
 
 def test_a_request_alone_gets_the_same_tokens_in_graphs_as_without(graphs, prompts, alone):
-    assert [answers(graphs, [prompt])[0][0] for prompt in prompts] == [tokens for tokens, _ in alone]
+    """But for ties: linears of a step that is padded are other kernels. In Transformers' bfloat16 two tokens of Mamba-2
+    are the most probable behind one of these prompts."""
+    assert are_the_same_but_for_ties([answers(graphs, [prompt])[0] for prompt in prompts], alone)
 
 
 def test_whole_steps_with_prompts_in_graphs_give_the_same_tokens_as_without(architecture, folder, prompts, alone):
