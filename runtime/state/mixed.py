@@ -28,7 +28,7 @@ MOST_PROMPTS = 4
 
 
 class PromptRows(NamedTuple):
-    """What kernels read of a step's prompts: tensors of R requests.
+    """The tensors that kernels read of a step's prompts, [R] each.
 
     Attributes:
         rows: int64, where their states are left; 0 is padding's.
