@@ -1,7 +1,8 @@
 """Kernels of layers with a state against the reference, on what the self-check's batches bring to each layer.
 
 The first time that a kernel is run with so many tokens it is also run for them as one request that goes on, and for a
-batch of decodes: the batches hold a few short prompts alone.
+batch of decodes: the batches hold a few short prompts alone. The kernel of longer steps is run in the place of the one
+for few tokens too.
 """
 
 from __future__ import annotations
@@ -66,6 +67,9 @@ class _ComparedStates(StateBackend):
         length = min(num_tokens, _MOST_TOKENS)
         going_on = _metadata(inputs.metadata, earlier, (length,), num_decodes=0, device=device)
         self._compare(inputs, pieces, going_on, "a prompt that goes on")
+        if pieces.prompts_of(length) is not pieces.prompts:  # no batch may have as many tokens as those are for
+            longer = replace(pieces, few=None)
+            self._compare(inputs, longer, going_on, "a prompt that goes on, as one of a longer step")
         count = min(num_tokens, _SPARE_ROWS)
         spare = torch.arange(count, device=device) + self._pool.num_rows - _SPARE_ROWS
         decodes = _metadata(inputs.metadata, torch.cat((earlier, spare[1:])), (1,) * count, count, device)

@@ -84,7 +84,7 @@ class StateMetadata:
 
     @cached_property
     def of_prompts(self) -> PromptRows | None:
-        """What kernels read of the others; None: there are none."""
+        """The tensors that kernels read of the others; None: there are none."""
         if self.mixed is not None:
             return self.mixed.of_prompts
         if self.num_decodes == self.rows.shape[0]:

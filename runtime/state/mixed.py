@@ -31,7 +31,7 @@ _PROMPTS = struct.Struct("".join(f"{MOST_PROMPTS}{kind}" for kind in "qqii?"))
 
 
 class PromptRows(NamedTuple):
-    """What kernels read of a step's prompts: tensors of R requests.
+    """The tensors that kernels read of a step's prompts, [R] each.
 
     Attributes:
         rows: int64, where their states are left; 0 is padding's.

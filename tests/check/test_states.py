@@ -31,11 +31,17 @@ class Kernels:
         self.run(operands, states, rows, has_state, starts, starts + 1, out, self.fault == "decodes")
 
     def prompts(self, given: list[torch.Tensor]) -> None:
+        self.run_prompts("prompts", given)
+
+    def few(self, given: list[torch.Tensor]) -> None:
+        self.run_prompts("few", given)
+
+    def run_prompts(self, what: str, given: list[torch.Tensor]) -> None:
         *operands, states, rows, has_state, _, starts, ends, out = given
-        self.calls.append(("prompts", len(rows)))
+        self.calls.append((what, len(rows)))
         if self.fault == "a prompt that goes on":
             has_state = torch.zeros_like(has_state)
-        self.run(operands, states, rows, has_state, starts, ends, out, self.fault == "prompts")
+        self.run(operands, states, rows, has_state, starts, ends, out, self.fault == what)
 
     def run(self, operands, states, rows, has_state, starts, ends, out, is_wrong: bool) -> None:
         by_name, kind = dict(zip(self.layer.operands, operands, strict=True)), self.layer.kind
@@ -47,10 +53,11 @@ class Kernels:
             states[row] = after[0]
 
 
-def run(name: str, fault: str = "", times: int = 1) -> Kernels:
+def run(name: str, fault: str = "", times: int = 1, has_few: bool = False) -> Kernels:
     layer = layer_of(name)
     kernels = Kernels(name, layer, fault)
-    check = StateCheck({layer.name: StatePieces(kernels.decodes, kernels.prompts)}, "float32")
+    pieces = StatePieces(kernels.decodes, kernels.prompts, kernels.few if has_few else None)
+    check = StateCheck({layer.name: pieces}, "float32")
     for _ in range(times):
         segments = [Segment(0, 0, 5, False), Segment(1, 5, 8, False)]
         lengths = torch.tensor(LENGTHS, dtype=torch.int32)
@@ -76,6 +83,13 @@ def test_kernels_that_are_right_pass_and_each_is_compared_once(name):
 def test_a_kernel_that_is_wrong_is_named_with_what_it_does_not_compute(fault):
     with pytest.raises(CompileError, match=rf"the kernel of gated_delta .* does not compute {fault} right"):
         run("delta", fault)
+
+
+def test_kernels_of_longer_steps_are_compared_where_all_batches_are_of_few_tokens():
+    assert {what for what, _ in run("delta", has_few=True).calls} == {"few", "prompts", "decodes"}
+    for fault, what in (("few", "prompts"), ("prompts", "a prompt that goes on, as one of a longer step")):
+        with pytest.raises(CompileError, match=rf"does not compute {what} right"):
+            run("delta", fault, has_few=True)
 
 
 def test_a_layer_without_kernels_is_the_reference_s():

@@ -12,6 +12,7 @@ from mllm_compile.inductor.job import PieceInput
 from mllm_compile.kernels.states import add_state_pieces
 from mllm_compile.runtime.program.spec import Program, StateForms
 from mllm_compile.runtime.state.layer import CausalConv, GatedDelta, Ssd, StateLayer
+from mllm_compile.store.key import FORMAT_VERSION
 from tests.config.test_resolve import CPU, H200, resolved
 
 CONV = StateLayer(
@@ -63,6 +64,15 @@ def test_layers_that_are_alike_share_their_pieces_and_each_says_what_it_is_given
     assert list(pieces[2].signature) == [*given, "out"]
     assert pieces[2].signature["q"].stride == (192, 16, 1)
     assert Program.from_json(json.loads(json.dumps(with_forms.to_json()))) == with_forms
+
+
+def test_a_runtime_whose_kernels_of_prompts_take_other_arguments_is_of_an_older_format():
+    """One that was stored is called with these: raise FORMAT_VERSION with them, and say here since when they are so."""
+    since, arguments = 37, ["states", "rows", "has_state", "sources", "starts", "ends", "out"]
+    _, pieces = add_state_pieces(resolved(H200), program(CONV, DELTA), OPERANDS)
+    of_prompts = [piece for piece in pieces if not piece.name.endswith("_decodes")]
+    assert [list(piece.signature)[-len(arguments) :] for piece in of_prompts] == [arguments] * 3
+    assert since <= FORMAT_VERSION
 
 
 def test_sums_are_of_the_type_that_the_config_says_and_inputs_of_the_model_s():

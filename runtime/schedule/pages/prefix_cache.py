@@ -228,9 +228,9 @@ class RadixCache:
     def _divide(self, run: PageRun, num_pages: int) -> PageRun:
         """Make the run's first pages one of their own, which is returned; whoever holds the run holds its end still."""
         num_tokens = num_pages * self.page_size
-        start = PageRun(run.parent, run.key, run.token_ids[:num_tokens].copy(), run.pages[:num_pages].copy())
+        start = PageRun(run.parent, run.key, _part(run.token_ids, 0, num_tokens), _part(run.pages, 0, num_pages))
         start.locks = run.locks
-        run.parent, run.token_ids, run.pages = start, run.token_ids[num_tokens:], run.pages[num_pages:]
+        run.parent, run.token_ids, run.pages = start, _part(run.token_ids, num_tokens), _part(run.pages, num_pages)
         if start.parent is not None:
             start.parent.children[start.key] = start
         run.key = self._key_of(run.token_ids)
@@ -249,7 +249,8 @@ class RadixCache:
         self._num_pages -= num_dropped
         self._num_unlocked -= num_dropped
         if num_kept:
-            run.token_ids, run.pages = run.token_ids[: num_kept * self.page_size], run.pages[:num_kept]
+            run.token_ids = _part(run.token_ids, 0, num_kept * self.page_size)
+            run.pages = _part(run.pages, 0, num_kept)
             return
         self._unlocked.remove(run)
         del parent.children[run.key]
@@ -265,3 +266,10 @@ class RadixCache:
 
 def _as_array(token_ids: Sequence[int] | np.ndarray) -> np.ndarray:
     return np.asarray(token_ids, dtype=np.int64)  # keys of images have 63 bits
+
+
+def _part(array: np.ndarray, start: int, end: int | None = None) -> np.ndarray:
+    """A part of a run's array: a copy where less than half of the memory behind it would be of use."""
+    part = array[start:end]
+    whole = array if array.base is None else array.base
+    return part if 2 * part.size >= whole.size else part.copy()

@@ -1,3 +1,5 @@
+"""The radix tree over pages, at last against one in which each page is a node."""
+
 from __future__ import annotations
 
 import numpy as np
@@ -121,6 +123,22 @@ def test_a_run_has_its_pages_to_itself_though_whoever_gave_them_writes_on() -> N
     assert hit(cache, [1, 2]) == [5, 6]
 
 
+def test_what_is_left_of_a_run_keeps_no_memory_of_the_tokens_that_are_gone() -> None:
+    cache = RadixCache(page_size=2)
+    end, _ = insert(cache, list(range(2000)), list(range(1, 1001)))
+    for length in range(1998, 0, -2):  # each ends a page earlier than the one before
+        cache.match_prefix(np.arange(length))
+    arrays = [array for run in cache.path_of(end) for array in (run.token_ids, run.pages)]
+    owners = {id(owner): owner for owner in [array if array.base is None else array.base for array in arrays]}
+    assert sum(owner.nbytes for owner in owners.values()) <= 2 * (2000 * 8 + 1000 * 4)
+
+    other = RadixCache(page_size=2)
+    end, _ = insert(other, list(range(2000)), list(range(1, 1001)))
+    other.unlock(end)
+    other.evict(999)
+    assert end is not None and end.token_ids.base is None and end.token_ids.tolist() == [0, 1]
+
+
 def test_a_state_stays_with_the_pages_that_it_follows_and_goes_with_the_last_of_them() -> None:
     cache = RadixCache(page_size=1, states=StateSnapshots(first_row=7, count=2))
     end, _ = insert(cache, [1, 2, 3, 4], [5, 6, 7, 8])
@@ -167,73 +185,189 @@ def test_an_emptied_salt_leaves_nothing_behind() -> None:
     assert not cache._roots
 
 
-class Model:
-    """The same cache as a plain map: (salt, prefix) to page and time of last use; locked prefixes by count."""
+class Page:
+    """A cached page of the model of the tree, in which each is a node."""
 
-    def __init__(self) -> None:
-        self.pages: dict[tuple[int, tuple[int, ...]], int] = {}
-        self.used: dict[tuple[int, tuple[int, ...]], int] = {}
-        self.locks: dict[tuple[int, tuple[int, ...]], int] = {}
+    def __init__(self, parent: Page | None, page: int = 0) -> None:
+        self.parent = parent
+        self.page = page
+        self.children: dict[tuple[int, ...], Page] = {}
+        self.locks = 0
+        self.used = 0  # when it was unlocked last
+
+    def path(self) -> list[Page]:
+        """The pages to this one, the first one first."""
+        return [] if self.parent is None else [*self.parent.path(), self]
+
+    def below(self) -> list[Page]:
+        """All pages behind this one."""
+        return [page for child in self.children.values() for page in (child, *child.below())]
+
+
+class Model:
+    """The same cache, page by page, with a tree for each salt; `states` are pages, the least recently used first."""
+
+    def __init__(self, num_states: int) -> None:
+        self.roots: dict[int, Page] = {}
+        self.pages: list[Page] = []
+        self.states: list[Page] = []
+        self.num_states = num_states
         self.clock = 0
 
-    def match(self, salt: int, tokens: tuple[int, ...]) -> list[int]:
-        length = 0
-        while length < len(tokens) and (salt, tokens[: length + 1]) in self.pages:
-            length += 1
-        return [self.pages[salt, tokens[: i + 1]] for i in range(length)]
+    def root(self, salt: int) -> Page:
+        return self.roots.setdefault(salt, Page(None))
 
-    def change_locks(self, salt: int, tokens: tuple[int, ...], change: int) -> None:
+    def match(self, at: Page, tokens: list[int]) -> Page:
+        while (child := at.children.get(tuple(tokens[:SIZE]))) is not None:
+            at, tokens = child, tokens[SIZE:]
+        return at
+
+    def extend(self, at: Page, tokens: list[int], pages: list[int]) -> tuple[Page, list[int]]:
+        """The new end, once locked from `at` on, and those of the pages that it does not take."""
+        there, given = at.path(), self.match(at, tokens)
+        duplicates = pages[: len(given.path()) - len(there)]
+        at = given
+        for index in range(len(duplicates), len(pages)):
+            new = Page(at, pages[index])
+            at.children[tuple(tokens[index * SIZE : (index + 1) * SIZE])] = new
+            self.pages.append(new)
+            at = new
+        for page in at.path()[len(there) :]:
+            page.locks += 1
+        return at, duplicates
+
+    def unlock(self, end: Page) -> None:
         self.clock += 1
-        for i in range(len(tokens)):
-            key = (salt, tokens[: i + 1])
-            self.locks[key] = self.locks.get(key, 0) + change
-            self.used[key] = self.clock
+        for page in end.path():
+            page.locks -= 1
+            page.used = self.clock
 
-    def evictable_leaves(self) -> dict[int, int]:
-        """Page to time of last use."""
-        parents = {(salt, prefix[:-1]) for salt, prefix in self.pages}
-        return {page: self.used[key] for key, page in self.pages.items() if not self.locks[key] and key not in parents}
+    def evict(self, count: int) -> list[int]:
+        evicted = []
+        for _ in range(count):
+            leaves = [page for page in self.pages if not page.locks and not page.children]
+            if not leaves:
+                break
+            page = min(leaves, key=lambda leaf: leaf.used)
+            evicted.append(page.page)
+            self.pages.remove(page)
+            self.states = [kept for kept in self.states if kept is not page]
+            assert page.parent is not None
+            page.parent.children = {key: child for key, child in page.parent.children.items() if child is not page}
+        return evicted
+
+    def forget(self, salt: int, tokens: list[int]) -> list[int]:
+        """The unlocked ones of the pages that are found no more."""
+        top = self.root(salt).children.pop(tuple(tokens[:SIZE]), None)
+        if top is None:
+            return []
+        top.parent = Page(None)
+        top.parent.children[tuple(tokens[:SIZE])] = top
+        return [page.page for page in (top, *top.below()) if not page.locks]
+
+    def unlocked(self) -> int:
+        return sum(not page.locks for page in self.pages)
 
 
-@settings(max_examples=150)
+SIZE = 2  # tokens of a page
+EVENTS = ["publish", "go on", "lock", "lock a state", "keep a state", "unlock", "unlock", "unlock", "evict"]
+# Pages that many prompts begin with, then some of three kinds, of which two differ in their last token alone, and
+# perhaps a part of one.
+PROMPTS = st.tuples(
+    st.integers(0, 5), st.lists(st.sampled_from([(0, 0), (0, 1), (1, 0)]), max_size=2), st.sampled_from([0, 0, 1])
+).map(lambda parts: [0] * parts[0] * SIZE + [token for page in parts[1] for token in page] + [0] * parts[2])
+
+
+def check_runs(cache: RadixCache, model: Model, held: list[tuple[PageRun | None, Page]]) -> None:
+    """Counts, locks and states are the model's, and memory is held for twice what is cached at most."""
+    assert (cache.num_pages, cache.evictable_pages) == (len(model.pages), model.unlocked())
+    runs = {run for end, _ in held for run in cache.path_of(end)} | set(cache._unlocked)
+    assert sorted(page for run in runs for page in run.pages.tolist()) == sorted(page.page for page in model.pages)
+    locks = {page.page: page.locks for page in model.pages}
+    assert all(locks[page] == run.locks for run in runs for page in run.pages.tolist()), "a run's users are the same"
+    for array in [array for run in runs for array in (run.token_ids, run.pages)]:
+        assert array.base is None or array.base.size <= 2 * array.size
+    assert [run.pages[-1] for run in cache.states._rows] == [page.page for page in model.states]  # type: ignore[attr-defined]
+    assert cache.states.num_kept + cache.states.num_free == model.num_states
+    for end, page in held:
+        pages = [run.pages.tolist() for run in cache.path_of(end)]
+        assert [one for run in pages[::-1] for one in run] == [one.page for one in page.path()]
+
+
+@settings(max_examples=100)
 @given(
     st.lists(
-        st.tuples(
-            st.sampled_from(["insert", "insert", "lock", "unlock", "evict"]),
-            st.integers(0, 1),
-            st.lists(st.integers(0, 2), min_size=1, max_size=5).map(tuple),
-        ),
+        st.tuples(st.sampled_from(EVENTS * 3 + ["forget", "flush"]), st.integers(0, 1), PROMPTS, st.integers(0, 100)),
+        min_size=20,
         max_size=60,
     )
 )
-def test_any_sequence_agrees_with_a_map_of_prefixes(events: list[tuple[str, int, tuple[int, ...]]]) -> None:
-    cache, model, held, next_page = RadixCache(page_size=1), Model(), [], 1
-    for event, salt, tokens in events:
-        assert hit(cache, list(tokens), (salt,)) == model.match(salt, tokens)
-        if event == "insert":
-            pages = list(range(next_page, next_page + len(tokens)))
-            next_page += len(tokens)
-            present = len(model.match(salt, tokens))
-            node, duplicates = insert(cache, list(tokens), pages, (salt,))
-            assert duplicates == pages[:present]
-            model.pages |= {(salt, tokens[: i + 1]): pages[i] for i in range(present, len(tokens))}
-            model.change_locks(salt, tokens, 1)
-            held.append((node, salt, tokens))
+def test_any_sequence_agrees_with_a_tree_of_single_pages(events: list[tuple[str, int, list[int], int]]) -> None:
+    model, next_page = Model(num_states=3), 1
+    cache = RadixCache(SIZE, StateSnapshots(first_row=50, count=model.num_states))
+    held: list[tuple[PageRun | None, Page]] = []
+    for event, salt, tokens, number in events:
+        found = model.match(model.root(salt), tokens)
+        assert hit(cache, tokens, (salt,)) == [page.page for page in found.path()]
+        whole = tokens[: len(tokens) // SIZE * SIZE] or [0] * SIZE
+        new = list(range(next_page, next_page + len(whole) // SIZE))
+        if event == "publish":
+            next_page += len(new)
+            end, duplicates = insert(cache, whole, new, (salt,))
+            page, expected = model.extend(model.root(salt), whole, new)
+            assert duplicates == expected
+            held.append((end, page))
+        elif event == "go on" and held:
+            next_page += len(new)
+            at, page = held.pop(number % len(held))
+            given = np.array(new, dtype=np.int32)
+            assert cache.has_next(at, whole, (salt,)) == (tuple(whole[:SIZE]) in page.children)
+            end, duplicates = cache.extend(at, whole, given)
+            page, expected = model.extend(page, whole, new)
+            assert duplicates.tolist() == expected
+            held.append((end, page))
         elif event == "lock":
-            node, pages = cache.match_prefix(np.array(tokens), (salt,))
-            cache.lock(node)
-            model.change_locks(salt, tokens[: pages.size], 1)
-            held.append((node, salt, tokens[: pages.size]))
+            end, _ = cache.match_prefix(np.array(tokens), (salt,))
+            cache.lock(end)
+            for one in found.path():
+                one.locks += 1
+            held.append((end, found)) if end is not None else None
+        elif event == "lock a state":
+            end, pages, num_matched = cache.match_state(np.array(tokens), (salt,))
+            with_state = [page for page in found.path() if page in model.states]
+            expected_pages = with_state[-1].path() if with_state else []
+            assert (pages.tolist(), num_matched) == ([page.page for page in expected_pages], len(found.path()))
+            assert (end is None) == (not with_state)
+            if end is not None:
+                cache.states.use(end)
+                cache.lock(end)
+                model.states.append(model.states.pop(model.states.index(with_state[-1])))
+                for one in expected_pages:
+                    one.locks += 1
+                held.append((end, with_state[-1]))
+        elif event == "keep a state":
+            row = cache.states.reserve()
+            assert row is not None
+            if len(model.states) == model.num_states:
+                model.states.pop(0)
+            end = cache.run_to(np.array(whole), (salt,))
+            found = model.match(model.root(salt), whole)
+            assert (end is not None) == (len(found.path()) * SIZE == len(whole))
+            if end is None or found in model.states:
+                cache.states.release(row)
+            else:
+                cache.states.keep(end, row)
+                model.states.append(found)
         elif event == "unlock" and held:
-            node, salt, tokens = held.pop(len(tokens) % len(held))
-            cache.unlock(node)
-            model.change_locks(salt, tokens, -1)
+            end, page = held.pop(number % len(held))
+            cache.unlock(end)
+            model.unlock(page)
         elif event == "evict":
-            leaves = model.evictable_leaves()
-            for page in cache.evict(1).tolist():
-                assert leaves[page] == min(leaves.values())
-                del model.pages[next(key for key, value in model.pages.items() if value == page)]
-                leaves = {}
-            assert not leaves
-        assert cache.num_pages == len(model.pages)
-        assert cache.evictable_pages == sum(model.locks[key] == 0 for key in model.pages)
+            count = number % 6
+            assert cache.evict(count).tolist() == model.evict(count)
+        elif event == "forget":
+            assert sorted(cache.forget(whole, (salt,)).tolist()) == sorted(model.forget(salt, whole))
+        elif event == "flush":
+            model.roots.clear()
+            assert cache.flush().tolist() == model.evict(model.unlocked())
+        check_runs(cache, model, held)
