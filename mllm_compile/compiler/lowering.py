@@ -181,7 +181,12 @@ def rewrite(config: ResolvedConfig, built: BuiltModel, trace: Trace, observer: O
         CompileError: a pass failed; the message names it and how to do without it.
         ConfigError, UnsupportedModelError: the model cannot be cut, counted or divided as is asked.
     """
-    from mllm_compile.compiler.program_builder import build_program, size_symbols, state_operands
+    from mllm_compile.compiler.program_builder import (
+        build_program,
+        layers_with_made_constants,
+        size_symbols,
+        state_operands,
+    )
     from mllm_compile.runtime.ubatch.slices import check_divides
 
     graph, reports, left_out = rewrite_graph(config, built, trace, observer=observer)
@@ -193,7 +198,8 @@ def rewrite(config: ResolvedConfig, built: BuiltModel, trace: Trace, observer: O
     program, decode_pieces = add_decode_attention(config, program)
     program, cascade_pieces = add_cascade_attention(config, program)
     program, prefill_pieces = add_prefill_attention(config, program)
-    program, state_pieces = add_state_pieces(config, program, state_operands(graph))
+    made = layers_with_made_constants(graph, program.state_layers)
+    program, state_pieces = add_state_pieces(config, program, state_operands(graph), made)
     program, latent_pieces = add_latent_attention(config, program)
     output: Any = next(node for node in graph.graph.nodes if node.op == "output")
     logits = output.args[0][0].meta["val"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -33,6 +33,7 @@ from mllm_compile.passes.match.layer_kinds import (
     lowered_kind,
 )
 from mllm_compile.passes.match.nodes import is_call, is_op, is_symbolic, is_weight
+from mllm_compile.passes.sharding.calls import name_of
 from mllm_compile.runtime.attention.layer import LayerSpec
 from mllm_compile.runtime.program.spec import (
     BATCH_INPUTS,
@@ -48,7 +49,11 @@ from mllm_compile.runtime.program.spec import (
     UnrotatedStep,
 )
 from mllm_compile.runtime.quantised.scheme import SCALES, VALUES, ZEROS
+from mllm_compile.runtime.state.layer import StateLayer
 
+_VIEWS = frozenset(
+    ["view", "squeeze", "unsqueeze", "transpose", "permute", "t", "select", "narrow", "expand", "detach"]
+)
 _SIZE_NAMES = {"input_ids": "T", "logits_indices": "S", "keys": "P", "slots": "L", "pixel_values": "F", "taps": "G"}
 
 
@@ -269,6 +274,48 @@ def state_operands(graph: fx.GraphModule) -> dict[str, tuple[PieceInput, ...]]:
     symbols = size_symbols(graph)
     layers = [node for node in graph.graph.nodes if isinstance(lowered_kind(node), StateLayerKind)]
     return {str(node.args[2]): tuple(_input_of(value, symbols) for value in node.args[0]) for node in layers}
+
+
+def layers_with_made_constants(graph: fx.GraphModule, layers: Sequence[StateLayer]) -> frozenset[str]:
+    """The layers with a state of which a piece makes an operand without tokens: it is neither a weight, as that is
+    stored, nor a view of one."""
+    operands = {
+        str(node.args[2]): node.args[0] for node in graph.graph.nodes if isinstance(lowered_kind(node), StateLayerKind)
+    }
+    return frozenset(
+        layer.name
+        for layer in layers
+        for name, value in zip(layer.operands, operands[layer.name], strict=True)
+        if name in layer.kind.constants and not _is_stored(graph, value)
+    )
+
+
+def _is_stored(graph: fx.GraphModule, node: fx.Node) -> bool:
+    """True for a weight and a view of one, also where a piece makes the view."""
+    if is_weight(node):
+        return True
+    if is_call(node, operator.getitem) and node.args[0].op == "call_module":  # type: ignore[union-attr]
+        return _is_stored_by(graph, *node.args)  # type: ignore[arg-type]
+    return False
+
+
+def _is_stored_by(graph: fx.GraphModule, call: fx.Node, index: int) -> bool:
+    """True if an output of a piece is a view of a weight that the piece is given."""
+    piece: Any = graph.get_submodule(str(call.target))
+    inputs = dict(zip((node for node in piece.graph.nodes if node.op == "placeholder"), call.args, strict=True))
+    (outputs,) = piece.graph.output_node().args
+    node = outputs[index] if isinstance(outputs, list | tuple) else outputs
+    while node not in inputs and _is_view(node):
+        node = node.args[0]
+    return node in inputs and _is_stored(graph, inputs[node])  # type: ignore[arg-type]
+
+
+def _is_view(node: fx.Node) -> bool:
+    """True for a call that copies nothing."""
+    if is_call(node, operator.getitem):
+        indices = node.args[1] if isinstance(node.args[1], tuple) else (node.args[1],)
+        return all(index is None or index is ... or isinstance(index, int | slice) for index in indices)
+    return name_of(node) in _VIEWS
 
 
 def _input_of(node: fx.Node, symbols: dict[str, str]) -> PieceInput:

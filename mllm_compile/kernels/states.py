@@ -7,7 +7,7 @@ on a CPU.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, replace
 
 from mllm_compile.config.resolved import ResolvedConfig
@@ -23,12 +23,17 @@ _CHUNKED = frozenset({"gated_delta", "ssd"})  # whose kernels take a prompt by c
 
 
 def add_state_pieces(
-    config: ResolvedConfig, program: Program, operands: Mapping[str, Sequence[PieceInput]]
+    config: ResolvedConfig,
+    program: Program,
+    operands: Mapping[str, Sequence[PieceInput]],
+    with_made_constants: Collection[str] = (),
 ) -> tuple[Program, tuple[WrittenPiece, ...]]:
     """Adds kernels for the layers with a state to the program, on CUDA, where they run; returns the pieces too.
 
     Args:
         operands: layer → what its operands are, in order.
+        with_made_constants: layers of which a piece makes what no token has a part in; their kernels may not read it
+            before that piece has ended, as they read weights.
     """
     if not config.runtime.device.startswith("cuda"):
         return program, ()
@@ -36,7 +41,10 @@ def add_state_pieces(
     is_delta = {layer.kind.name for layer in program.state_layers} == {"causal_conv", "gated_delta"}
     of_layers, written = made_by_kind(
         filter(_is_served, program.state_layers),
-        lambda layer: (replace(layer, name="", state_id=0), tuple(operands[layer.name])),
+        lambda layer: (
+            *(replace(layer, name="", state_id=0), tuple(operands[layer.name])),
+            layer.name in with_made_constants,
+        ),
         lambda kind, index: _pieces(*kind, config.runtime, index, is_delta),
     )
     forms = {name: StateForms(*(piece.name for piece in pieces)) for name, pieces in of_layers.items()}
@@ -49,7 +57,12 @@ def _is_served(layer: StateLayer) -> bool:
 
 
 def _pieces(
-    layer: StateLayer, operands: Sequence[PieceInput], runtime: RuntimeSection, index: int, is_delta: bool
+    layer: StateLayer,
+    operands: Sequence[PieceInput],
+    waits_first: bool,
+    runtime: RuntimeSection,
+    index: int,
+    is_delta: bool,
 ) -> tuple[WrittenPiece, ...]:
     """(decodes, prompts, few), the last of kinds with chunks.
 
@@ -66,7 +79,7 @@ def _pieces(
     out = {"out": of(("T", *layer.out_shape), layer.out_dtype)}
     bounds = {"sources": of(("B",), "int64"), **{name: of(("B",), "int32") for name in ("starts", "ends")}}
     absent = dict.fromkeys(name for name in layer.kind.operands if name not in layer.operands)
-    settings = absent | asdict(layer.kind)
+    settings = absent | asdict(layer.kind) | ({"waits_first": True} if waits_first else {})
     ahead = {"lets_in_at_once": True} if is_delta and layer.kind.name == "causal_conv" else {}
     # How a prompt is cut into chunks would show in its last bits.
     is_chunked = layer.kind.name in _CHUNKED

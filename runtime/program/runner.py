@@ -134,7 +134,8 @@ class ProgramRunner:
             slices: the parts of a step that is divided.
         """
         attention = self._metadata_builder.build(batch.common_prefix_len, CommonAttentionMetadata.of(batch))
-        states = self._state_metadata_builder.build(CommonAttentionMetadata.of(batch))
+        is_mixed = mode is CUDAGraphMode.FULL and descriptor is not None and not descriptor.uniform
+        states = self._state_metadata_builder.build(CommonAttentionMetadata.of(batch), is_mixed)
         return set_forward_context(
             {**attention, **states},
             no_compile_layers=self.layers,

@@ -120,8 +120,12 @@ class StateMetadataBuilder:
         self._names = [layer.name for layer in layers]
         self._is_deterministic = config.runtime.deterministic
 
-    def build(self, common: CommonAttentionMetadata) -> dict[str, StateMetadata]:
-        """Layer name → metadata, the same object for every layer; {} for a model without such layers."""
+    def build(self, common: CommonAttentionMetadata, is_mixed: bool = False) -> dict[str, StateMetadata]:
+        """Layer name → metadata, the same object for every layer; {} for a model without such layers.
+
+        Args:
+            is_mixed: the step is captured with prompts, whose kernels read MixedStates.
+        """
         if not self._names:
             return {}
         num_decodes = 0 if self._is_deterministic else split_decodes_and_prefills(common)[0]
@@ -137,6 +141,9 @@ class StateMetadataBuilder:
             num_actual_tokens=common.num_actual_tokens,
             are_runs=are_runs,
         )
+        if not is_mixed and metadata.rows.is_cuda:
+            # Made now, ahead of the model: kernels of states read these before the kernel right ahead has ended.
+            _ = metadata.of_decodes, metadata.of_prompts
         return dict.fromkeys(self._names, metadata)
 
     def _own_rows(self, rows: torch.Tensor) -> torch.Tensor:

@@ -1,15 +1,19 @@
-"""compiler/program_builder.py: what a program says of experts' weights, whichever ops multiply with them."""
+"""compiler/program_builder.py: what a program says of experts' weights, whichever ops multiply with them; and which
+layers with a state have operands that pieces make of weights."""
 
 from __future__ import annotations
+
+import operator
 
 import pytest
 import torch
 
 from mllm_compile.bench.limits.step_parts import WeightSize, step_parts
-from mllm_compile.compiler.program_builder import build_program, weight_shapes
+from mllm_compile.compiler.program_builder import build_program, layers_with_made_constants, weight_shapes
 from mllm_compile.passes.match.nodes import called_pieces, is_op
 from mllm_compile.passes.pipeline import PASSES
 from mllm_compile.runtime.program.spec import ExpertWeight, Program
+from tests.passes.support.graph_builder import HEAD_DIM, HEADS, GraphBuilder
 from tests.passes.support.stand_ins import ALL, stand_in_ops, streamed_ops_on_cpu
 from tests.passes.test_every_pass import (
     CHOSEN,
@@ -72,3 +76,31 @@ def test_a_decode_of_one_request_reads_the_experts_that_it_chose(stage):
     an_expert = 3 * EXPERT_FFN * HIDDEN * 2
     assert fewer == 2 * (EXPERTS - CHOSEN) * an_expert
     assert sum(part.flops for part in many) == 4096 * sum(part.flops for part in alone)
+
+
+@pytest.mark.parametrize(
+    ("rates", "is_made"),
+    [
+        (lambda builder, weight: builder.weight("A1", HEADS), False),
+        (lambda builder, weight: builder.method("squeeze", weight, 1), False),
+        (lambda builder, weight: builder.call(operator.getitem, weight, (slice(None), 0)), False),
+        (lambda builder, weight: builder.call(operator.neg, builder.method("squeeze", weight, 1)), True),
+        (lambda builder, weight: builder.method("to", builder.method("squeeze", weight, 1), torch.float64), True),
+    ],
+    ids=["a weight", "a view", "a column", "negated", "another type"],
+)
+def test_a_layer_with_a_state_whose_rates_a_piece_makes_is_known(rates, is_made):
+    """Of a weight as it is stored, and of a view of one, a kernel may read before the piece ahead has ended."""
+    builder = GraphBuilder()
+    x = builder.embed()
+    heads = builder.method("view", x, builder.size_inputs["T"], HEADS, HEAD_DIM)
+    numbers = builder.call(torch.unsqueeze, builder.linear(x, "numbers", 3), 1)
+    weight = builder.weight("A", HEADS, 1)
+    given = heads, builder.linear(x, "dt", HEADS), rates(builder, weight), numbers, numbers, *[None] * 4
+    out = builder.call(torch.ops.mllm.ssd.default, *given, True, 0.0, None, False, 0.0, 1, "")
+    gm = builder.canonical(builder.head(builder.method("flatten", out, 1)))
+    for graph_pass in PASSES:
+        if not graph_pass.needs:
+            gm = graph_pass()(gm).gm
+    layers = build_program(gm).state_layers
+    assert len(layers) == 1 and layers_with_made_constants(gm, layers) == {layer.name for layer in layers if is_made}

@@ -102,6 +102,16 @@ def test_a_convolution_lets_a_delta_rule_in_at_once_and_no_other_recurrence():
         assert found == [lets_in] + [False] * (len(pieces) - 1), "decodes of the convolution alone"
 
 
+def test_kernels_of_layers_whose_constants_a_piece_makes_wait_before_they_read():
+    other = same(DELTA, "layers.1.delta", 2)
+    operands = OPERANDS | {other.name: OPERANDS[DELTA.name]}
+    _, pieces = add_state_pieces(resolved(H200), program(CONV, DELTA, other), operands, {CONV.name, other.name})
+    found = {piece.name: "waits_first=True" in piece.source for piece in pieces}
+    forms = [[f"states_{index}_{what}" for what in ("decodes", "prompts", "few")] for index in (0, 1, 2)]
+    waiting = {*forms[0][:2], *forms[2]}
+    assert found == {name: name in waiting for name in (*forms[0][:2], *forms[1], *forms[2])}
+
+
 def test_layers_whose_operands_lie_otherwise_have_pieces_of_their_own():
     other = same(DELTA, "layers.1.delta", 2)
     apart = OPERANDS | {other.name: [PieceInput.contiguous(("T", 4, 16), "bfloat16")] * 3 + GATES}

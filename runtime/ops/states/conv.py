@@ -42,9 +42,12 @@ def _decode_conv_kernel(
     SILU: tl.constexpr,
     BLOCK: tl.constexpr,
     MOST_AHEAD: tl.constexpr,
+    WAITS_FIRST: tl.constexpr,
     EARLY: tl.constexpr,
 ):
     """Program (request, block of channels). All but the token's own product is there before the token is."""
+    if WAITS_FIRST:
+        wait_for_prerequisites()
     # Few requests' states arrive while this waits; those of more would keep x waiting.
     if EARLY and MOST_AHEAD:  # noqa: SIM102 # the one is known when the kernel is compiled
         if tl.num_programs(0) <= MOST_AHEAD:
@@ -106,10 +109,13 @@ def _prompt_conv_kernel(
     TOKENS: tl.constexpr,
     BLOCK: tl.constexpr,
     SEARCHED: tl.constexpr,
+    WAITS_FIRST: tl.constexpr,
     EARLY: tl.constexpr,
 ):
     """Program (block of tokens of one request, block of channels). A request's first block is the one that reads its
     state, and so the one that replaces it. A state and weights are there before the tokens are."""
+    if WAITS_FIRST:
+        wait_for_prerequisites()
     # As find_block does; what it gave would be part of where this kernel stores.
     block = tl.program_id(0)
     request = num_requests
@@ -189,6 +195,7 @@ def causal_conv_states(
     out: torch.Tensor,
     activation: str,
     lets_in_at_once: bool = False,
+    waits_first: bool = False,
 ) -> None:
     """runtime/state/layer.py's CausalConv, summed in float32 and rounded once.
 
@@ -202,6 +209,8 @@ def causal_conv_states(
         activation: silu, or "".
         lets_in_at_once: with few decodes the next kernel starts as soon as this one does. Before its own wait it may
             read nothing but weights, states, rows and flags then, none that a kernel of the same layer makes.
+        waits_first: a kernel ahead makes what no token has a part in, weights in another type say: nothing is read
+            before it has ended.
     """
     channels, width = weight.shape
     strides = (x.stride(0), x.stride(1), weight.stride(0), weight.stride(1))
@@ -210,6 +219,7 @@ def causal_conv_states(
         "K": width,
         "HAS_BIAS": bias is not None,
         "SILU": activation == "silu",
+        "WAITS_FIRST": waits_first and starts_early(),
         "EARLY": starts_early(),
         "num_warps": _WARPS,
     }

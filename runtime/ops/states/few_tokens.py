@@ -64,9 +64,12 @@ def _few_tokens_kernel(
     BLOCK: tl.constexpr,
     CHUNK: tl.constexpr,
     LEVELS: tl.constexpr,
+    WAITS_FIRST: tl.constexpr,
     EARLY: tl.constexpr,
 ):
     """Program (block of a value head's rows, value head, request): its chunks, one after another."""
+    if WAITS_FIRST:
+        wait_for_prerequisites()
     values = (tl.program_id(0) * BLOCK + tl.arange(0, BLOCK))[None, :]
     head = tl.program_id(1)
     request = tl.program_id(2)
@@ -135,6 +138,7 @@ def multiply_few_tokens(
     ends: torch.Tensor,
     out: torch.Tensor,
     constants: dict[str, object],
+    waits_first: bool,
 ) -> None:
     """Takes states and outputs of prompts through their chunks.
 
@@ -142,6 +146,7 @@ def multiply_few_tokens(
         q, k, v, g, beta, A_log, dt_bias, states, rows, has_state, sources, starts, ends, out: as gated_delta_states has
             them, g [T, Hv].
         constants: GROUP, HV, D, SCALE, QK_NORM and EPS.
+        waits_first: as gated_delta_states has it.
     """
     heads, width = v.shape[1:]
     block = max(LEAST_SIDE, min(_VALUES, triton.next_power_of_2(width)))
@@ -159,6 +164,7 @@ def multiply_few_tokens(
         BLOCK=block,
         CHUNK=SHORT_CHUNK,
         LEVELS=SHORT_CHUNK.bit_length() - 1,
+        WAITS_FIRST=waits_first and starts_early(),
         EARLY=starts_early(),
         num_warps=_WARPS,
         num_stages=1,

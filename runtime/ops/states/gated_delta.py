@@ -101,9 +101,12 @@ def _step_gated_delta_kernel(
     GATE_A_CHANNEL: tl.constexpr,
     BLOCK: tl.constexpr,
     DECODES: tl.constexpr,
+    WAITS_FIRST: tl.constexpr,
     EARLY: tl.constexpr,
 ):
     """Program (block of a value head's rows, value head, request): its part of the state stays in registers."""
+    if WAITS_FIRST:
+        wait_for_prerequisites()
     values = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     head = tl.program_id(1)
     request = tl.program_id(2)
@@ -208,6 +211,7 @@ def gated_delta_states(
     norm_gate: str = "",
     by_token: bool = False,
     few_tokens: bool = False,
+    waits_first: bool = False,
 ) -> None:
     """runtime/state/layer.py's GatedDelta. Prompts of 16 bits go by chunks, in two kernels; those with a gate a channel
     by channel_gates.py's, few tokens of others by few_tokens.py's one. A norm is one more kernel.
@@ -225,12 +229,15 @@ def gated_delta_states(
         norm_eps, norm_gate: of the norm behind, and of z.
         by_token: prompts go token by token, so that a token's numbers do not depend on where a prompt was cut.
         few_tokens: chunks are short.
+        waits_first: a kernel ahead makes what no token has a part in, weights in another type say: nothing is read
+            before it has ended.
     """
     _compute(
         *(q, k, v, g, beta, A_log, dt_bias, states, rows, has_state, sources, starts, ends, out),
         qk_l2norm=qk_l2norm,
         by_token=by_token,
         few_tokens=few_tokens,
+        waits_first=waits_first,
     )
     if z is not None and norm is not None:
         norm_outputs(out, z, norm, rows, starts, ends, norm_eps, norm_gate)
@@ -255,6 +262,7 @@ def _compute(
     qk_l2norm: bool,
     by_token: bool,
     few_tokens: bool,
+    waits_first: bool,
 ) -> None:
     """gated_delta_states without the norm."""
     _, key_heads, width = q.shape
@@ -271,7 +279,7 @@ def _compute(
             solved = solve_channel_gates(q, k, g, beta, starts, ends, {**sizes, **norms}, chunk)
             multiply_chunks(solved, v, *of_requests, sizes, gate_a_channel, chunk)
         elif few_tokens:
-            multiply_few_tokens(q, k, v, g, beta, A_log, dt_bias, *of_requests, {**sizes, **norms})
+            multiply_few_tokens(q, k, v, g, beta, A_log, dt_bias, *of_requests, {**sizes, **norms}, waits_first)
         else:
             solved = solve_head_gates(q, k, g, beta, A_log, dt_bias, starts, ends, {**sizes, **norms})
             multiply_chunks(solved, v, *of_requests, sizes, gate_a_channel, CHUNK)
@@ -298,6 +306,7 @@ def _compute(
         GATE_A_CHANNEL=gate_a_channel,
         BLOCK=block,
         DECODES=starts is None or ends is None,
+        WAITS_FIRST=waits_first and starts_early(),
         EARLY=starts_early(),
         num_warps=_STEP_WARPS,
         **sizes,

@@ -99,9 +99,12 @@ def _selective_scan_kernel(
     SOFTPLUS: tl.constexpr,
     BLOCK: tl.constexpr,
     DECODES: tl.constexpr,
+    WAITS_FIRST: tl.constexpr,
     EARLY: tl.constexpr,
 ):
     """Program (block of channels, request): its part of the state stays in registers."""
+    if WAITS_FIRST:
+        wait_for_prerequisites()
     channels = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     request = tl.program_id(1)
     row = tl.load(rows_ptr + request).to(tl.int64)
@@ -183,6 +186,7 @@ def selective_scan_states(
     out: torch.Tensor,
     dt_softplus: bool,
     log_rates: bool = False,
+    waits_first: bool = False,
 ) -> None:
     """runtime/state/layer.py's SelectiveScan.
 
@@ -195,6 +199,8 @@ def selective_scan_states(
         out: [T, C], contiguous, written for requests' tokens.
         dt_softplus: whether dt is made positive so.
         log_rates: A stands for -exp(A).
+        waits_first: a kernel ahead makes what no token has a part in, weights in another type say: nothing is read
+            before it has ended.
     """
     channels, size = A.shape
     padded = triton.next_power_of_2(size)
@@ -226,6 +232,7 @@ def selective_scan_states(
         SOFTPLUS=dt_softplus,
         BLOCK=block,
         DECODES=starts is None or ends is None,
+        WAITS_FIRST=waits_first and starts_early(),
         EARLY=starts_early(),
         num_warps=_WARPS,
     )

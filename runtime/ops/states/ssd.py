@@ -88,9 +88,12 @@ def _step_ssd_kernel(
     HAS_MOST: tl.constexpr,
     BLOCK: tl.constexpr,
     DECODES: tl.constexpr,
+    WAITS_FIRST: tl.constexpr,
     EARLY: tl.constexpr,
 ):
     """Program (block of a head's rows, head, request): its part of the state stays in registers."""
+    if WAITS_FIRST:
+        wait_for_prerequisites()
     dims = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     head = tl.program_id(1)
     request = tl.program_id(2)
@@ -184,9 +187,12 @@ def _chunk_ssd_kernel(
     HAS_MOST: tl.constexpr,
     BLOCK: tl.constexpr,
     CHUNK: tl.constexpr,
+    WAITS_FIRST: tl.constexpr,
     EARLY: tl.constexpr,
 ):
     """Program (block of a head's rows, head, request): its chunks, one after another."""
+    if WAITS_FIRST:
+        wait_for_prerequisites()
     dims = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     head = tl.program_id(1)
     request = tl.program_id(2)
@@ -271,6 +277,7 @@ def ssd_states(
     norm_groups: int = 1,
     by_token: bool = False,
     few_tokens: bool = False,
+    waits_first: bool = False,
 ) -> None:
     """runtime/state/layer.py's Ssd; prompts of 16 bits go by chunks. A norm is one more kernel.
 
@@ -287,12 +294,14 @@ def ssd_states(
         norm_eps, norm_groups: of the norm behind.
         by_token: prompts go token by token, so that a token's numbers do not depend on where a prompt was cut.
         few_tokens: chunks are short.
+        waits_first: a kernel ahead makes what no token has a part in, weights in another type say: nothing is read
+            before it has ended.
     """
     is_normed = z is not None and norm is not None
     sums = torch.empty(out.shape, dtype=torch.float32, device=out.device) if is_normed else out
     _compute(
         *(x, dt, A, B, C, D, dt_bias, states, rows, has_state, sources, starts, ends, sums),
-        *(dt_softplus, dt_min, dt_max, log_rates, by_token, few_tokens),
+        *(dt_softplus, dt_min, dt_max, log_rates, by_token, few_tokens, waits_first),
     )
     if z is not None and norm is not None:
         norm_gated(sums, z, norm, rows, starts, ends, out, norm_eps, norm_groups)
@@ -319,6 +328,7 @@ def _compute(
     log_rates: bool,
     by_token: bool,
     few_tokens: bool,
+    waits_first: bool,
 ) -> None:
     """ssd_states without the norm."""
     _, heads, width = x.shape
@@ -355,6 +365,7 @@ def _compute(
         "LEAST": dt_min,
         "MOST": 0.0 if dt_max is None else dt_max,
         "HAS_MOST": dt_max is not None,
+        "WAITS_FIRST": waits_first and starts_early(),
         "EARLY": starts_early(),
     }
     if is_decode or not is_chunked:
