@@ -140,6 +140,11 @@ class DealtScheduler:
         self._forget(broken)
         return UpdateResult(accepted=sorted(accepted), finished=finished, broken=broken)
 
+    def settle(self) -> None:
+        """Do the rest of what follows from the last step's tokens, on every rank; as Scheduler.settle."""
+        for scheduler in self._schedulers:
+            scheduler.settle()
+
     def fail(self, batch: ScheduledBatch) -> list[Request]:
         """Give a step up that did not happen; as Scheduler.fail."""
         parts = self._in_flight.pop(batch.step_id)

@@ -122,13 +122,13 @@ class Rows:
 
     def give_up_pages(self, request: Request) -> None:
         """Take the request's pages back; those worth it stay in the prefix cache. Those of a broken one are cleared."""
+        row, num_shared = request.row, self._num_shared(request)
         if request.is_broken:
-            self.pages.discard(request.row)
-        elif self._config.enable_prefix_cache:
-            tokens, num_shared = request.cache_keys, self._num_shared(request)
-            self.pages.publish_and_release(request.row, tokens, num_shared, self.salt(request))
+            self.pages.discard(row)
+        elif self._config.enable_prefix_cache and self.pages.has_unpublished(row, num_shared):
+            self.pages.publish_and_release(row, request.cache_keys, num_shared, self.salt(request))
         else:
-            self.pages.release(request.row)
+            self.pages.release(row)
         self.changes += 1
 
     def _num_shared(self, request: Request) -> int:

@@ -61,6 +61,7 @@ class Scheduler:
         self._sequences = itertools.count() if sequences is None else sequences
         self._next_step = 0
         self._next_update = 0
+        self._unsettled: ScheduledBatch | None = None  # the batch whose tokens were taken last
         self._preemptions = 0
 
     # --- requests come and go -----------------------------------------------------------------------------------------
@@ -98,13 +99,16 @@ class Scheduler:
 
     def has_work(self) -> bool:
         """Requests that are not finished, or finished ones whose last step is still in flight."""
+        self.settle()
         return bool(self._requests or self.rows.leaving)
 
     def flush_prefix_cache(self) -> None:
         """Forget all cached prefixes; running requests go on with the pages they hold."""
+        self.settle()
         self.rows.flush_prefix_cache()
 
     def stats(self) -> SchedulerStats:
+        self.settle()
         return SchedulerStats(
             running=len(self._requests) - len(self.prompts.waiting),
             waiting=len(self.prompts.waiting),
@@ -127,6 +131,7 @@ class Scheduler:
 
         The batch is to be run before the next one, on one stream, and then handed to update() or fail().
         """
+        self.settle()
         self._preempt_outgrown()
         decodes = self._plan_decodes()
         prefix_lens = self.rows.computed[decodes.rows] if decodes.requests else NO_DECODES.rows
@@ -239,7 +244,7 @@ class Scheduler:
         self.pace.took(batch, seconds * 1e3)
 
     def update(self, batch: ScheduledBatch, token_ids: np.ndarray, broken_rows: Sequence[int] = ()) -> UpdateResult:
-        """Take the sampled tokens of a batch, in the order of the batches.
+        """Take the sampled tokens of a batch, in the order of the batches; `settle` does the rest of what follows.
 
         Args:
             token_ids: [R] integers; entries of rows that are not sampled are ignored.
@@ -287,12 +292,21 @@ class Scheduler:
             if num_output >= request.max_new_tokens or token in request.stop_ids:
                 ended.append((request, token))
         finished = [request for request, token in ended if self._end_if_due(request, token)]
+        self._unsettled = batch
+        return UpdateResult(accepted=accepted, finished=finished, broken=broken)
+
+    def settle(self) -> None:
+        """Share the pages and states of the prompts of the batch that was updated last, and take rows back that it was
+        the last step of. Nobody's token waits for that; whatever needs it done does it."""
+        batch, self._unsettled = self._unsettled, None
+        if batch is None:
+            return
+        self.rows.end_step(batch.rows)
         for request in batch.requests[batch.num_decodes :]:
             if request.status is RequestStatus.RUNNING:
                 self.rows.publish(request)
         self._states.keep(batch.step_id)
         self.rows.release_idle()
-        return UpdateResult(accepted=accepted, finished=finished, broken=broken)
 
     def fail(self, batch: ScheduledBatch) -> list[Request]:
         """A step was lost: end its running requests with 'abort'; what it wrote is not trusted.
@@ -305,6 +319,7 @@ class Scheduler:
         To be called in the order of the batches, like update. Returns the requests that it ended.
         """
         self._step_over(batch)
+        self.rows.end_step(batch.rows)
         ended = [
             request
             for request in batch.requests
@@ -327,7 +342,7 @@ class Scheduler:
                 f"internal error: step {batch.step_id} was updated, but step {self._next_update} is the next one due"
             )
         self._next_update += 1
-        self.rows.end_step(batch.rows)
+        self.settle()  # the one before
 
     def _end_if_due(self, request: Request, token: int) -> bool:
         """End the request if its newest token is due to; True if so. A stop token counts only from min_tokens on.

@@ -18,10 +18,15 @@ class TokenToKVPoolAllocator:
     def __init__(self, num_pages: int, page_size: int) -> None:
         self.num_pages = num_pages
         self.page_size = page_size
-        # A stack whose top is the end; the lowest pages are handed out first.
-        self._free = np.arange(num_pages - 1, -1, -1, dtype=np.int32)
+        # The free pages, the next one last; the lowest pages are handed out first. Pages come to either end and go from
+        # the last, or from anywhere: what is there of these then counts no more, until all is moved up (_tidy). A first
+        # token waits for pages, and all others are many.
+        self._listed = np.zeros(3 * num_pages, dtype=np.int32)
+        self._first = self._end = num_pages
+        self._place = np.full(num_pages, -1, dtype=np.int64)  # by page: where it is listed, -1 while it is handed out
         self._num_free = num_pages - 1
-        self._taken = np.zeros(num_pages, dtype=bool)
+        self._list(np.arange(num_pages - 1, 0, -1, dtype=np.int32), num_pages)
+        self._end += num_pages - 1
         self._is_set_aside = np.zeros(num_pages, dtype=bool)
 
     @property
@@ -33,6 +38,13 @@ class TokenToKVPoolAllocator:
     def available_pages(self) -> int:
         return self._num_free
 
+    @property
+    def taken(self) -> np.ndarray:
+        """[num_pages] bool: those that are handed out."""
+        taken = self._place < 0
+        taken[0] = False
+        return taken
+
     def allocate(self, count: int) -> np.ndarray:
         """Take `count` pages: [count] int32.
 
@@ -43,22 +55,20 @@ class TokenToKVPoolAllocator:
             raise RuntimeError(
                 f"internal error: {count} KV pages asked of an allocator with {self._num_free} free pages"
             )
-        self._num_free -= count
-        pages = self._free[self._num_free : self._num_free + count][::-1].copy()
-        self._taken[pages] = True
+        if self._end - self._first == self._num_free:  # all that is listed is free
+            pages = self._listed[self._end - count : self._end][::-1].copy()
+            self._end -= count
+        else:
+            pages = self._last(count)
+        self._take(pages)
         return pages
 
     def allocate_behind(self, page: int, count: int) -> np.ndarray | None:
         """Take the `count` pages that follow `page`: [count] int32; None: one of them is not free."""
-        if page + count >= self.num_pages or self._taken[page + 1 : page + 1 + count].any():
+        if page + count >= self.num_pages or (self._place[page + 1 : page + 1 + count] < 0).any():
             return None
         pages = np.arange(page + 1, page + 1 + count, dtype=np.int32)
-        self._taken[pages] = True
-        # The others keep their order: with the last pages moved up, single ones would soon be of those set aside.
-        free = self._free[: self._num_free]
-        left = free[~self._taken[free]]
-        self._num_free = left.size
-        self._free[: left.size] = left
+        self._take(pages)
         return pages
 
     def set_aside(self, count: int) -> range | None:
@@ -66,8 +76,7 @@ class TokenToKVPoolAllocator:
 
         The last, as single pages are handed out from the first on.
         """
-        is_free = ~(self._taken | self._is_set_aside)
-        is_free[0] = False
+        is_free = (self._place >= 0) & ~self._is_set_aside
         edges = np.flatnonzero(np.diff(is_free, prepend=False, append=False))
         firsts, ends = edges[::2], edges[1::2]
         fitting = np.flatnonzero(ends - firsts >= count)
@@ -95,18 +104,50 @@ class TokenToKVPoolAllocator:
         if pages.size == 0:
             return
         listed = pages.tolist()  # a request has few: numpy takes longer
-        is_known = min(listed) > 0 and max(listed) < self.num_pages and bool(self._taken[pages].all())
+        is_known = min(listed) > 0 and max(listed) < self.num_pages and bool((self._place[pages] < 0).all())
         if not is_known or len(set(listed)) != len(listed):
-            wrong = [page for page in listed if not 0 < page < self.num_pages or not self._taken[page]]
+            wrong = [page for page in listed if not 0 < page < self.num_pages or self._place[page] >= 0]
             raise RuntimeError(
                 f"internal error: KV pages {(wrong or listed)[:8]} freed, "
                 f"but not handed out or listed twice; pages 1 to {self.num_pages - 1} exist"
             )
-        self._taken[pages] = False
-        end = self._num_free + pages.size
+        if pages.size > min(self._first, self._listed.size - self._end):
+            self._tidy()
         if to_the_last:
-            self._free[pages.size : end] = self._free[: self._num_free].copy()
-            self._free[: pages.size] = pages
+            self._first -= pages.size
+            self._list(pages, self._first)
         else:
-            self._free[self._num_free : end] = pages
-        self._num_free = end
+            self._list(pages, self._end)
+            self._end += pages.size
+        self._num_free += pages.size
+
+    def _take(self, pages: np.ndarray) -> None:
+        self._place[pages] = -1
+        self._num_free -= pages.size
+
+    def _list(self, pages: np.ndarray, place: int) -> None:
+        self._listed[place : place + pages.size] = pages
+        self._place[pages] = np.arange(place, place + pages.size)
+
+    def _last(self, count: int) -> np.ndarray:
+        """The last `count` pages that are free, the last one first; takes them off the list."""
+        parts: list[np.ndarray] = []
+        while count:
+            start = max(self._first, self._end - count)
+            free = self._free_of(start)[::-1]
+            parts.append(free)
+            count -= free.size
+            self._end = start
+        return np.concatenate(parts) if parts else np.empty(0, dtype=np.int32)
+
+    def _free_of(self, start: int) -> np.ndarray:
+        """The pages that are listed from `start` on, and free."""
+        listed = self._listed[start : self._end]
+        free: np.ndarray = listed[self._place[listed] == np.arange(start, self._end)]
+        return free
+
+    def _tidy(self) -> None:
+        """Lists the free pages alone, with room for all others at either end."""
+        free = self._free_of(self._first)
+        self._first, self._end = self.num_pages, self.num_pages + free.size
+        self._list(free, self._first)

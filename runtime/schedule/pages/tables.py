@@ -158,6 +158,10 @@ class PageTables:
         """Zero these pages [N] int32 before they serve again: take_cleared gave them to a step that was lost."""
         self._to_clear.append(pages)
 
+    def has_unpublished(self, row: int, num_written: int) -> bool:
+        """True if the first `num_written` of the row's tokens fill a page that is not of its path in the cache."""
+        return num_written // self.page_size > self._path_pages[row]
+
     def publish(self, row: int, token_ids: Sequence[int] | np.ndarray, num_written: int, salt: Salt) -> None:
         """Let others reuse the row's full pages: the first `num_written` of its tokens have their KV written.
 

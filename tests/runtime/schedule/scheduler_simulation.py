@@ -217,8 +217,11 @@ class Simulation:
         return batch
 
     def _check_the_most_urgent_moves(self, batch: ScheduledBatch | None) -> None:
-        """No request starves, because the first in order is in every step, save where pages come back by waiting."""
+        """No request starves, because the first in order is in every step, save where pages come back by waiting, and
+        from the step on behind that of its admission, where an image may have had no room."""
+        waits = [] if batch is None else [one for one in batch.admitted if one not in batch.requests]
         running = self.scheduler.prompts.begun + self.scheduler.decodes.requests
+        running = [request for request in running if request not in waits]
         if running and not self.scheduler.rows.leaving:
             assert batch is not None and min(running, key=lambda request: request.urgency) in batch.requests
 
@@ -312,7 +315,7 @@ def check_pages(pages: PageTables) -> None:
     assert all(run.locks == locks.get(run, 0) for run in runs)
     owned = private + [page for run in runs for page in run.pages.tolist()]
     assert len(set(owned)) == len(owned), "a page has two owners"
-    assert sorted(owned) == np.flatnonzero(pages.allocator._taken).tolist(), "a page is owned by nobody"
+    assert sorted(owned) == np.flatnonzero(pages.allocator.taken).tolist(), "a page is owned by nobody"
     assert len(owned) + pages.allocator.available_pages == pages.allocator.usable_pages
     states = pages.cache.states
     kept = list(states._rows.values())

@@ -274,6 +274,7 @@ def test_with_overlap_the_extra_token_of_an_ended_request_is_dropped_and_its_pag
     assert scheduler.has_work() and scheduler.schedule() is None
     assert scheduler.update(second, np.array([7])).accepted == []
     assert len(request.output_token_ids) == 1
+    scheduler.settle()
     assert request.row == -1
     assert scheduler.stats().pages_used == 0 and not scheduler.has_work()
 

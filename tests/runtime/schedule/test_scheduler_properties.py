@@ -189,9 +189,27 @@ _CUT_AND_WHOLE_AFTER_ALL = History(
 )
 
 
+# A prompt is admitted before one that is less urgent, whose images have taken the step's features already.
+_URGENT_BEHIND_IMAGES = History(
+    limits={
+        "max_running_requests": 3,
+        "max_num_batched_tokens": 8,
+        "max_model_len": 48,
+        "page_size": 1,
+        "num_pages": 50,
+        "enable_prefix_cache": True,
+    },
+    steps_ahead=0,
+    events=["add", "add", "abort", "add", "add", "step", *["add"] * 14],
+    seed=1,
+    tower=TOWER,
+)
+
+
 @SAMPLE
 @example(_LOST_BEFORE_A_PREEMPTION)
 @example(_CUT_AND_WHOLE_AFTER_ALL)
+@example(_URGENT_BEHIND_IMAGES)
 @given(histories())
 def test_any_history_gives_every_request_its_own_answer_and_every_page_back(history: History) -> None:
     _check(history)

@@ -79,24 +79,24 @@ def test_runs_of_pages_are_set_aside_from_the_last_on_and_never_twice() -> None:
 
 
 @settings(max_examples=100)
-@given(st.integers(2, 20), st.lists(st.integers(-10, 10), max_size=40))
-def test_any_sequence_agrees_with_a_set_of_free_pages(num_pages: int, changes: list[int]) -> None:
+@given(st.integers(2, 20), st.lists(st.tuples(st.integers(-10, 10), st.booleans()), max_size=60))
+def test_any_sequence_hands_out_what_a_list_of_free_pages_would(num_pages: int, changes: list[tuple[int, bool]]) -> None:
     allocator = TokenToKVPoolAllocator(num_pages, page_size=4)
-    free, held = set(range(1, num_pages)), []
-    for change in changes:
+    free, held = list(range(1, num_pages)), []  # the first ones are the next
+    for change, is_other in changes:
         behind = change // 2
-        if change > 5 and (pages := allocator.allocate_behind(behind, 2)) is not None:
-            assert pages.tolist() == [behind + 1, behind + 2] and set(pages.tolist()) <= free
-            free -= set(pages.tolist())
+        if change > 5 and is_other and (pages := allocator.allocate_behind(behind, 2)) is not None:
+            assert pages.tolist() == [behind + 1, behind + 2]
+            for page in pages.tolist():
+                free.remove(page)
             held += pages.tolist()
-        elif 0 <= change <= allocator.available_pages:
-            pages = allocator.allocate(change).tolist()
-            assert len(set(pages)) == change and set(pages) <= free
-            free -= set(pages)
-            held += pages
+        elif 0 <= change <= len(free):
+            pages = allocator.allocate(change)
+            assert pages.dtype == np.int32 and pages.tolist() == free[:change]
+            free, held = free[change:], held + free[:change]
         elif change < 0:
             back, held = held[:-change], held[-change:]
-            allocator.free(np.array(back, dtype=np.int32))
-            free |= set(back)
+            allocator.free(np.array(back, dtype=np.int32), to_the_last=is_other)
+            free = free + back[::-1] if is_other else back[::-1] + free
         assert allocator.available_pages == len(free)
-        assert allocator.available_pages == len(free)
+        assert sorted(held) == np.flatnonzero(allocator.taken).tolist()
