@@ -1,8 +1,7 @@
 """Layers with a state as pieces of the program: kernels of runtime/ops/states/, two or three for each kind of layer.
 
-One computes decodes, a token of each request, another prompts, and one prompts of few tokens by shorter chunks. Layers
-alike in kind, settings and operands share them. What no kernel serves is computed by runtime/state/torch_backend.py, as
-on a CPU.
+One computes decodes, a token of each request, another prompts, and one prompts of few tokens. Layers alike in kind,
+settings and operands share them. What no kernel serves is computed by runtime/state/torch_backend.py, as on a CPU.
 """
 
 from __future__ import annotations
@@ -20,6 +19,7 @@ from mllm_compile.runtime.state.layer import StateLayer
 _LEGEND = "T tokens, B requests, R rows of the pool"
 _MOST_STATE = 256  # columns of a state that a block has in registers
 _CHUNKED = frozenset({"gated_delta", "ssd"})  # whose kernels take a prompt by chunks
+_WITH_FEW = _CHUNKED | {"causal_conv"}  # which have one for few tokens
 
 
 def add_state_pieces(
@@ -64,7 +64,7 @@ def _pieces(
     index: int,
     is_delta: bool,
 ) -> tuple[WrittenPiece, ...]:
-    """(decodes, prompts, few), the last of kinds with chunks.
+    """(decodes, prompts, few), the last of some kinds.
 
     Args:
         is_delta: behind each convolution is another one, or a delta rule.
@@ -82,8 +82,7 @@ def _pieces(
     settings = absent | asdict(layer.kind) | ({"waits_first": True} if waits_first else {})
     ahead = {"lets_in_at_once": True} if is_delta and layer.kind.name == "causal_conv" else {}
     # How a prompt is cut into chunks would show in its last bits.
-    is_chunked = layer.kind.name in _CHUNKED
-    by_token = {"by_token": True} if is_chunked and runtime.deterministic else {}
+    by_token = {"by_token": True} if layer.kind.name in _CHUNKED and runtime.deterministic else {}
 
     def piece(what: str, signature: dict[str, PieceInput], options: dict[str, object]) -> WrittenPiece:
         return WrittenPiece.calling(
@@ -99,6 +98,6 @@ def _pieces(
         piece("decodes", given | out, dict.fromkeys(bounds) | settings | ahead),
         piece("prompts", given | bounds | out, settings | by_token),
     )
-    if not is_chunked or by_token:
+    if layer.kind.name not in _WITH_FEW or runtime.deterministic:
         return pieces
-    return *pieces, piece("few", given | bounds | out, settings | {"few_tokens": True})
+    return *pieces, piece("few", given | bounds | out, settings | ahead | {"few_tokens": True})

@@ -42,7 +42,7 @@ def test_layers_that_are_alike_share_their_pieces_and_each_says_what_it_is_given
     more = same(CONV, "layers.1.conv", 2), same(DELTA, "layers.1.delta", 3)
     operands = OPERANDS | {"layers.1.conv": OPERANDS[CONV.name], "layers.1.delta": OPERANDS[DELTA.name]}
     with_forms, pieces = add_state_pieces(resolved(H200), program(CONV, DELTA, *more), operands)
-    conv = StateForms("states_0_decodes", "states_0_prompts")
+    conv = StateForms("states_0_decodes", "states_0_prompts", "states_0_few")
     delta = StateForms("states_1_decodes", "states_1_prompts", "states_1_few")
     assert with_forms.state_forms == {
         CONV.name: conv,
@@ -57,12 +57,13 @@ def test_layers_that_are_alike_share_their_pieces_and_each_says_what_it_is_given
         and "starts=None" in pieces[0].source
         and "activation='silu'" in pieces[0].source
     )
-    assert pieces[4].signature == pieces[3].signature
-    assert ["few_tokens=True" in piece.source for piece in pieces] == [False] * 4 + [True]
+    decodes, prompts, few = pieces[3:]
+    assert few.signature == prompts.signature and pieces[2].signature == pieces[1].signature
+    assert ["few_tokens=True" in piece.source for piece in pieces] == [False, False, True] * 2
     given = (*DELTA.operands, "states", "rows", "has_state")
-    assert list(pieces[3].signature) == [*given, "sources", "starts", "ends", "out"]
-    assert list(pieces[2].signature) == [*given, "out"]
-    assert pieces[2].signature["q"].stride == (192, 16, 1)
+    assert list(prompts.signature) == [*given, "sources", "starts", "ends", "out"]
+    assert list(decodes.signature) == [*given, "out"]
+    assert decodes.signature["q"].stride == (192, 16, 1)
     assert Program.from_json(json.loads(json.dumps(with_forms.to_json()))) == with_forms
 
 
@@ -71,20 +72,20 @@ def test_a_runtime_whose_kernels_of_prompts_take_other_arguments_is_of_an_older_
     since, arguments = 37, ["states", "rows", "has_state", "sources", "starts", "ends", "out"]
     _, pieces = add_state_pieces(resolved(H200), program(CONV, DELTA), OPERANDS)
     of_prompts = [piece for piece in pieces if not piece.name.endswith("_decodes")]
-    assert [list(piece.signature)[-len(arguments) :] for piece in of_prompts] == [arguments] * 3
+    assert [list(piece.signature)[-len(arguments) :] for piece in of_prompts] == [arguments] * 4
     assert since <= FORMAT_VERSION
 
 
 def test_sums_are_of_the_type_that_the_config_says_and_inputs_of_the_model_s():
     config = resolved(H200, runtime={"state_dtype": "bfloat16"})
     _, pieces = add_state_pieces(config, program(CONV, DELTA), OPERANDS)
-    assert [piece.signature["states"].dtype for piece in pieces] == ["bfloat16"] * 5
+    assert [piece.signature["states"].dtype for piece in pieces] == ["bfloat16"] * 6
     _, pieces = add_state_pieces(resolved(H200), program(CONV, DELTA), OPERANDS)
-    assert [piece.signature["states"].dtype for piece in pieces] == ["bfloat16"] * 2 + ["float32"] * 3
+    assert [piece.signature["states"].dtype for piece in pieces] == ["bfloat16"] * 3 + ["float32"] * 3
 
 
 def test_in_deterministic_mode_prompts_go_token_by_token():
-    for is_deterministic, expected in ((False, [False] * 5), (True, [False, False, False, True])):
+    for is_deterministic, expected in ((False, [False] * 6), (True, [False, False, False, True])):
         config = resolved(H200, runtime={"deterministic": is_deterministic})
         _, pieces = add_state_pieces(config, program(CONV, DELTA), OPERANDS)
         found = ["by_token=True" in piece.source for piece in pieces]
@@ -99,7 +100,8 @@ def test_a_convolution_lets_a_delta_rule_in_at_once_and_no_other_recurrence():
     for others, lets_in in (((DELTA,), True), ((), False), ((scan,), False), ((DELTA, scan), False)):
         _, pieces = add_state_pieces(resolved(H200), program(CONV, *others), operands)
         found = ["lets_in_at_once=True" in piece.source for piece in pieces]
-        assert found == [lets_in] + [False] * (len(pieces) - 1), "decodes of the convolution alone"
+        expected = [lets_in, False, lets_in] + [False] * (len(pieces) - 3)
+        assert found == expected, "decodes and few tokens of the convolution alone"
 
 
 def test_kernels_of_layers_whose_constants_a_piece_makes_wait_before_they_read():
@@ -108,8 +110,8 @@ def test_kernels_of_layers_whose_constants_a_piece_makes_wait_before_they_read()
     _, pieces = add_state_pieces(resolved(H200), program(CONV, DELTA, other), operands, {CONV.name, other.name})
     found = {piece.name: "waits_first=True" in piece.source for piece in pieces}
     forms = [[f"states_{index}_{what}" for what in ("decodes", "prompts", "few")] for index in (0, 1, 2)]
-    waiting = {*forms[0][:2], *forms[2]}
-    assert found == {name: name in waiting for name in (*forms[0][:2], *forms[1], *forms[2])}
+    waiting = {*forms[0], *forms[2]}
+    assert found == {name: name in waiting for name in (*forms[0], *forms[1], *forms[2])}
 
 
 def test_layers_whose_operands_lie_otherwise_have_pieces_of_their_own():

@@ -20,6 +20,7 @@ _WARPS = 4
 _DECODE_CHANNELS = 256  # of a block
 _PROMPT_CHANNELS = 128
 _PROMPT_TOKENS = 32
+_FEW_CHANNELS, _FEW_TOKENS, _FEW_WARPS = 32, 16, 2  # where all is latency
 _MOST_AHEAD = 8  # requests of a step whose recurrence is let in at once
 
 
@@ -181,6 +182,90 @@ def _prompt_conv_kernel(
             tl.store(states + columns * C, kept, mask=is_column & (row > 0))
 
 
+@triton.jit
+def _few_conv_kernel(
+    x_ptr,
+    weight_ptr,
+    bias_ptr,
+    states_ptr,
+    rows_ptr,
+    has_state_ptr,
+    sources_ptr,
+    starts_ptr,
+    ends_ptr,
+    out_ptr,
+    x_token_stride,
+    x_channel_stride,
+    weight_channel_stride,
+    weight_column_stride,
+    C: tl.constexpr,
+    K: tl.constexpr,
+    PADDED_K: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    SILU: tl.constexpr,
+    TOKENS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    MOST_AHEAD: tl.constexpr,
+    WAITS_FIRST: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    """Program (request, block of channels): all of its tokens. It has to look for nothing, so that its state's part of
+    the sums is there before the tokens are."""
+    if WAITS_FIRST:
+        wait_for_prerequisites()
+    # As in _decode_conv_kernel.
+    if EARLY and MOST_AHEAD:  # noqa: SIM102 # the one is known when the kernel is compiled
+        if tl.num_programs(0) <= MOST_AHEAD:
+            start_dependents()
+    request = tl.program_id(0)
+    row = tl.load(rows_ptr + request).to(tl.int64)
+    has_state = (tl.load(has_state_ptr + request) != 0) & (row > 0)
+    source = tl.load(sources_ptr + request).to(tl.int64)
+    start = tl.load(starts_ptr + request).to(tl.int64)
+    length = tl.load(ends_ptr + request).to(tl.int64) - start
+    channels = (tl.program_id(1) * BLOCK + tl.arange(0, BLOCK))[None, :]
+    is_channel = channels < C
+    of_source = states_ptr + source * (K - 1) * C + channels
+    states = states_ptr + row * (K - 1) * C + channels
+    of_weights = weight_ptr + channels * weight_channel_stride
+    places = tl.arange(0, TOKENS)[:, None]
+    if length > 0:
+        # Earlier inputs have the first columns: sums are in the order of columns.
+        of_state = tl.zeros((TOKENS, BLOCK), tl.float32)
+        for column in tl.static_range(K - 1):
+            is_old = (places + column < K - 1) & is_channel & has_state
+            seen = tl.load(of_source + (places + column) * C, mask=is_old, other=0.0).to(tl.float32)
+            weights = tl.load(of_weights + column * weight_column_stride, mask=is_channel, other=0.0)
+            of_state += seen * weights.to(tl.float32)
+        if EARLY:  # none of the kernels that run now writes what has been read
+            wait_for_prerequisites()
+            start_dependents()
+        inputs = x_ptr + start * x_token_stride + channels * x_channel_stride
+        for first in range(0, length, TOKENS):
+            tokens = first + places
+            out = tl.where(first == 0, of_state, 0.0)
+            for column in tl.static_range(K):
+                place = tokens + (column - (K - 1))
+                is_new = (place >= 0) & (place < length) & is_channel
+                seen = tl.load(inputs + place * x_token_stride, mask=is_new, other=0.0).to(tl.float32)
+                weights = tl.load(of_weights + column * weight_column_stride, mask=is_channel, other=0.0)
+                out += seen * weights.to(tl.float32)
+            if HAS_BIAS:
+                out += tl.load(bias_ptr + channels, mask=is_channel, other=0.0).to(tl.float32)
+            if SILU:
+                out = silu(out)
+            stored = out_ptr + (start + tokens) * C + channels
+            tl.store(stored, out.to(out_ptr.dtype.element_ty), mask=(tokens < length) & is_channel)
+        columns = tl.arange(0, PADDED_K)[:, None]
+        last = length - (K - 1) + columns
+        is_column = (columns < K - 1) & is_channel
+        new = tl.load(inputs + last * x_token_stride, mask=(last >= 0) & is_column, other=0.0)
+        old = tl.load(of_source + (last + (K - 1)) * C, mask=(last < 0) & is_column & has_state, other=0.0)
+        kept = tl.where(last >= 0, new.to(old.dtype), old)
+        tl.debug_barrier()  # all have read what this replaces
+        tl.store(states + columns * C, kept, mask=is_column & (row > 0))
+
+
 @triton_op("mllm::causal_conv_states", mutates_args={"states", "out"})
 def causal_conv_states(
     x: torch.Tensor,
@@ -195,6 +280,7 @@ def causal_conv_states(
     out: torch.Tensor,
     activation: str,
     lets_in_at_once: bool = False,
+    few_tokens: bool = False,
     waits_first: bool = False,
 ) -> None:
     """runtime/state/layer.py's CausalConv, summed in float32 and rounded once.
@@ -207,8 +293,9 @@ def causal_conv_states(
         starts, ends: [B] int32, each request's tokens; none: request i has token i alone.
         out: [T, C], contiguous, written for requests' tokens.
         activation: silu, or "".
-        lets_in_at_once: with few decodes the next kernel starts as soon as this one does. Before its own wait it may
+        lets_in_at_once: with few requests the next kernel starts as soon as this one does. Before its own wait it may
             read nothing but weights, states, rows and flags then, none that a kernel of the same layer makes.
+        few_tokens: a block for each request, which suits few tokens of few requests; outputs are the same.
         waits_first: a kernel ahead makes what no token has a part in, weights in another type say: nothing is read
             before it has ended.
     """
@@ -224,34 +311,40 @@ def causal_conv_states(
         "num_warps": _WARPS,
     }
     given_bias = x if bias is None else bias  # which is not read without
+    most_ahead = _MOST_AHEAD if lets_in_at_once else 0
     if starts is None or ends is None:
         block = min(_DECODE_CHANNELS, triton.next_power_of_2(channels))
         grid: tuple[int, ...] = (rows.shape[0], triton.cdiv(channels, block))
         wrap_triton(_decode_conv_kernel)[grid](
             *(x, weight, given_bias, states, rows, has_state, out, *strides),
             BLOCK=block,
-            MOST_AHEAD=_MOST_AHEAD if lets_in_at_once else 0,
+            MOST_AHEAD=most_ahead,
             **constants,
         )
         return
-    block = min(_PROMPT_CHANNELS, triton.next_power_of_2(channels))
-    tokens = max(_PROMPT_TOKENS, triton.next_power_of_2(width))  # the first block holds all that sees the state
+    given = (x, weight, given_bias, states, rows, has_state, rows if sources is None else sources, starts, ends, out)
+    padded = triton.next_power_of_2(width)
+    # The first tokens of a block are all that see the state.
+    if few_tokens:
+        block = min(_FEW_CHANNELS, triton.next_power_of_2(channels))
+        wrap_triton(_few_conv_kernel)[(rows.shape[0], triton.cdiv(channels, block))](
+            *given,
+            *strides,
+            TOKENS=max(_FEW_TOKENS, padded),
+            PADDED_K=padded,
+            BLOCK=block,
+            MOST_AHEAD=most_ahead,
+            **(constants | {"num_warps": _FEW_WARPS}),
+        )
+        return
+    block, tokens = min(_PROMPT_CHANNELS, triton.next_power_of_2(channels)), max(_PROMPT_TOKENS, padded)
     grid = (num_blocks(x, rows, tokens), triton.cdiv(channels, block))
     wrap_triton(_prompt_conv_kernel)[grid](
-        x,
-        weight,
-        given_bias,
-        states,
-        rows,
-        has_state,
-        rows if sources is None else sources,
-        starts,
-        ends,
-        out,
+        *given,
         *strides,
         rows.shape[0],
         TOKENS=tokens,
-        PADDED_K=triton.next_power_of_2(width),
+        PADDED_K=padded,
         BLOCK=block,
         SEARCHED=SEARCHED,
         **constants,

@@ -75,6 +75,7 @@ def _few_tokens_kernel(
     request = tl.program_id(2)
     row = tl.load(rows_ptr + request).to(tl.int64)
     has_state = (tl.load(has_state_ptr + request) != 0) & (row > 0)
+    source = tl.load(sources_ptr + request).to(tl.int64)
     start = tl.load(starts_ptr + request).to(tl.int64)
     end = tl.load(ends_ptr + request).to(tl.int64)
     dims = tl.arange(0, PADDED_D)
@@ -83,43 +84,44 @@ def _few_tokens_kernel(
     is_value = values < DV
     is_number = (dims < D)[:, None] & is_value
     # [D, Dv]: as products take it.
-    of_state = ((row * HV + head) * DV + values) * D + dims[:, None]
-    source = tl.load(sources_ptr + request).to(tl.int64)
+    of_state = states_ptr + ((row * HV + head) * DV + values) * D + dims[:, None]
     of_source = states_ptr + ((source * HV + head) * DV + values) * D + dims[:, None]
-    state = tl.load(of_source, mask=is_number & has_state, other=0.0).to(tl.float32)
-    rate = 0.0
-    shift = 0.0
-    if GATED:
-        rate = -tl.exp(tl.load(a_log_ptr + head).to(tl.float32))
-        shift = tl.load(bias_ptr + head).to(tl.float32)
     of_q = q_ptr + (head // GROUP) * q_head_stride + dims[None, :] * q_dim_stride
     of_k = k_ptr + (head // GROUP) * k_head_stride + dims[None, :] * k_dim_stride
     of_v = v_ptr + head * v_head_stride + values * v_dim_stride
-    if EARLY:  # states and weights are on their way: none of the kernels that run now writes them
-        wait_for_prerequisites()
-    for first in range(start, end, CHUNK):
-        tokens = first + places
-        is_token = tokens < end
-        rows = tokens[:, None]
-        is_row = is_token[:, None]
-        q = tl.load(of_q + rows * q_token_stride, is_row & is_dim, 0.0)
-        k = tl.load(of_k + rows * k_token_stride, is_row & is_dim, 0.0)
-        v = tl.load(of_v + rows * v_token_stride, is_row & is_value, 0.0)
-        g = tl.load(g_ptr + tokens * g_token_stride + head * g_head_stride, is_token, 0.0)
-        beta = tl.load(beta_ptr + tokens * beta_token_stride + head * beta_head_stride, is_token, 0.0)
-        if EARLY:  # not before: what the next kernel reads ahead would be in the way
-            start_dependents()
-        g, beta = gates_of(g, beta, is_token, rate, shift, GATED)
-        inverse, scores, of_known, of_out, of_added, kept = solve_chunk(
-            q, k, g, beta, SCALE, QK_NORM, EPS, CHUNK, LEVELS
-        )
-        rounded = state.to(k.dtype)
-        known = tl.dot(k, rounded) * of_known[:, None]
-        added = tl.dot(inverse.to(k.dtype), (v.to(tl.float32) - known).to(k.dtype))
-        out = tl.dot(q, rounded) * of_out[:, None] + tl.dot(scores.to(k.dtype), added.to(k.dtype))
-        tl.store(out_ptr + (rows * HV + head) * DV + values, out.to(out_ptr.dtype.element_ty), is_row & is_value)
-        state = state * kept + tl.dot(tl.trans(k), (added * of_added[:, None]).to(k.dtype))
-    tl.store(states_ptr + of_state, state.to(states_ptr.dtype.element_ty), is_number & (row > 0) & (end > start))
+    # A captured step has blocks for more requests than most have: those without tokens leave their room at once.
+    if end > start:
+        state = tl.load(of_source, mask=is_number & has_state, other=0.0).to(tl.float32)
+        rate = 0.0
+        shift = 0.0
+        if GATED:
+            rate = -tl.exp(tl.load(a_log_ptr + head).to(tl.float32))
+            shift = tl.load(bias_ptr + head).to(tl.float32)
+        if EARLY:  # states and weights are on their way: none of the kernels that run now writes them
+            wait_for_prerequisites()
+        for first in range(start, end, CHUNK):
+            tokens = first + places
+            is_token = tokens < end
+            rows = tokens[:, None]
+            is_row = is_token[:, None]
+            q = tl.load(of_q + rows * q_token_stride, is_row & is_dim, 0.0)
+            k = tl.load(of_k + rows * k_token_stride, is_row & is_dim, 0.0)
+            v = tl.load(of_v + rows * v_token_stride, is_row & is_value, 0.0)
+            g = tl.load(g_ptr + tokens * g_token_stride + head * g_head_stride, is_token, 0.0)
+            beta = tl.load(beta_ptr + tokens * beta_token_stride + head * beta_head_stride, is_token, 0.0)
+            if EARLY:  # not before: what the next kernel reads ahead would be in the way
+                start_dependents()
+            g, beta = gates_of(g, beta, is_token, rate, shift, GATED)
+            inverse, scores, of_known, of_out, of_added, kept = solve_chunk(
+                q, k, g, beta, SCALE, QK_NORM, EPS, CHUNK, LEVELS
+            )
+            rounded = state.to(k.dtype)
+            known = tl.dot(k, rounded) * of_known[:, None]
+            added = tl.dot(inverse.to(k.dtype), (v.to(tl.float32) - known).to(k.dtype))
+            out = tl.dot(q, rounded) * of_out[:, None] + tl.dot(scores.to(k.dtype), added.to(k.dtype))
+            tl.store(out_ptr + (rows * HV + head) * DV + values, out.to(out_ptr.dtype.element_ty), is_row & is_value)
+            state = state * kept + tl.dot(tl.trans(k), (added * of_added[:, None]).to(k.dtype))
+        tl.store(of_state, state.to(states_ptr.dtype.element_ty), is_number & (row > 0))
 
 
 def multiply_few_tokens(

@@ -240,7 +240,7 @@ def gated_delta_states(
         waits_first=waits_first,
     )
     if z is not None and norm is not None:
-        norm_outputs(out, z, norm, rows, starts, ends, norm_eps, norm_gate)
+        norm_outputs(out, z, norm, rows, starts, ends, norm_eps, norm_gate, few_tokens)
 
 
 def _compute(

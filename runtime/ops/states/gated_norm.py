@@ -17,10 +17,10 @@ from torch.library import wrap_triton
 from mllm_compile.runtime.ops.dependent_launch import start_dependents, starts_early, wait_for_prerequisites
 from mllm_compile.runtime.ops.states.requests import SEARCHED, sigmoid, silu
 
-_TOKENS, _DECODE_TOKENS = 32, 4  # of a block; of decodes a token is a warp's
+_TOKENS, _FEW_TOKENS = 32, 4  # of a block; of decodes, and of steps of few tokens, a token is a warp's
 _WARPS, _MOST_WARPS = 4, 16
 # Numbers of a block of several tokens, and of one warp.
-_NUMBERS, _DECODE_NUMBERS, _WARP_NUMBERS = 4096, 512, 512
+_NUMBERS, _FEW_NUMBERS, _WARP_NUMBERS = 4096, 512, 512
 _LARGEST = tl.constexpr(2**31 - 1)
 
 
@@ -110,6 +110,7 @@ def norm_outputs(
     ends: torch.Tensor | None,
     eps: float,
     gate: str,
+    few_tokens: bool,
 ) -> None:
     """Norms each head's outputs of requests' tokens in place, and multiplies them by the gate.
 
@@ -118,11 +119,12 @@ def norm_outputs(
         rows: [B], of the requests.
         starts, ends: [B] int32, each request's tokens; none: request i has token i alone.
         eps: of the norm; gate: silu or sigmoid, of z.
+        few_tokens: blocks are as small as those of decodes.
     """
     # What is normed in place is given once: torch would copy a tensor that is read by another argument too.
     given = (norm, z, norm, rows, starts, ends, out)
     _, heads, width = out.shape
-    _launch(*given, heads, width, eps, SILU=gate == "silu", IN_PLACE=True, GATE_FIRST=False)
+    _launch(*given, heads, width, eps, few_tokens, SILU=gate == "silu", IN_PLACE=True, GATE_FIRST=False)
 
 
 def norm_gated(
@@ -135,6 +137,7 @@ def norm_gated(
     out: torch.Tensor,
     eps: float,
     groups: int,
+    few_tokens: bool,
 ) -> None:
     """Multiplies the outputs of requests' tokens by silu(z), and norms each group of heads together.
 
@@ -145,10 +148,11 @@ def norm_gated(
         out: [T, H, P], contiguous, written for requests' tokens.
         eps: of the norm.
         groups: G, of H * P / G numbers each.
+        few_tokens: as in norm_outputs.
     """
     width = norm.shape[0] // groups
     given = (values, z.reshape(-1, groups, width), norm, rows, starts, ends, out)
-    _launch(*given, groups, width, eps, SILU=True, IN_PLACE=False, GATE_FIRST=True)
+    _launch(*given, groups, width, eps, few_tokens, SILU=True, IN_PLACE=False, GATE_FIRST=True)
 
 
 def _launch(
@@ -162,13 +166,13 @@ def _launch(
     heads: int,
     width: int,
     eps: float,
+    few_tokens: bool,
     **constants: bool,
 ) -> None:
     padded = triton.next_power_of_2(width)
     is_decode = starts is None or ends is None
-    count, tokens, numbers = (
-        (rows.shape[0], _DECODE_TOKENS, _DECODE_NUMBERS) if is_decode else (out.shape[0], _TOKENS, _NUMBERS)
-    )
+    count = rows.shape[0] if is_decode else out.shape[0]
+    tokens, numbers = (_FEW_TOKENS, _FEW_NUMBERS) if is_decode or few_tokens else (_TOKENS, _NUMBERS)
     tokens = max(1, min(tokens, numbers // padded))
     wrap_triton(_gated_norm_kernel)[(triton.cdiv(count, tokens), heads)](
         values,

@@ -304,7 +304,7 @@ def ssd_states(
         *(dt_softplus, dt_min, dt_max, log_rates, by_token, few_tokens, waits_first),
     )
     if z is not None and norm is not None:
-        norm_gated(sums, z, norm, rows, starts, ends, out, norm_eps, norm_groups)
+        norm_gated(sums, z, norm, rows, starts, ends, out, norm_eps, norm_groups, few_tokens)
 
 
 def _compute(

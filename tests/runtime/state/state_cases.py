@@ -167,4 +167,4 @@ def kernels_of(layer: StateLayer) -> StatePieces:
     def few(tensors: list[torch.Tensor]) -> None:
         call(**with_names(tensors, "sources", "starts", "ends"), **absent, **asdict(kind), few_tokens=True)
 
-    return StatePieces(decodes, prompts, few if isinstance(kind, GatedDelta | Ssd) else None)
+    return StatePieces(decodes, prompts, few if isinstance(kind, CausalConv | GatedDelta | Ssd) else None)
