@@ -18,7 +18,6 @@ import torch
 from mllm_compile.compiler.load_or_compile import load_or_compile, open_runtime
 from mllm_compile.config.resolved import ResolvedConfig
 from mllm_compile.config.sources import EngineSource, config_or_runtime
-from mllm_compile.engine.loop import StepRunner as EngineSteps
 from mllm_compile.engine.memory_plan import MemoryPlan, situation
 from mllm_compile.engine.parts import EngineParts
 from mllm_compile.errors import DamagedWeightsError, DeviceMemoryError
@@ -53,6 +52,7 @@ from mllm_compile.text.tokenizer import Tokenizer, load_tokenizer
 
 if TYPE_CHECKING:
     from mllm_compile.ranks.group import RankGroup
+    from mllm_compile.ranks.steps import RankedStepRunner
 
 _LOG_FORWARD_TIMES_S = 10.0
 
@@ -125,7 +125,7 @@ def _load(
             eos_token_ids = _eos_token_ids(defaults, tokenizer, runner.vocab_size, timeline)
             most_threads = None if group is None else group.threads
             is_cpu = runner.device.type == "cpu"
-            prepare_thread = _thread_preparation(compiled, timeline, most_threads) if is_cpu else _nothing
+            use_threads_of_cpu = _thread_preparation(compiled, timeline, most_threads) if is_cpu else _nothing
             _tell_ready(compiled, runner, timeline)
             return EngineParts(
                 scheduler=scheduler,
@@ -137,7 +137,7 @@ def _load(
                 check_device=_device_check(runner.device, group),
                 check_idle=_nothing if group is None else group.check,
                 shutdown=partial(_shut_down, runner, group),
-                prepare_thread=prepare_thread,
+                prepare_thread=partial(_in_turn, use_threads_of_cpu, step_runner.prepare_thread),
                 grammars=_grammars(tokenizer, runner.vocab_size, eos_token_ids, compiled.config),
                 media=MediaDoor(
                     config.model.source,
@@ -241,7 +241,7 @@ def _initialized(
         raise
 
 
-def _step_runner(runner: ModelRunner, group: RankGroup | None) -> EngineSteps:
+def _step_runner(runner: ModelRunner, group: RankGroup | None) -> StepRunner | RankedStepRunner:
     sampler = Sampler(runner.model.sampling)
     if group is None:
         return StepRunner(runner, sampler)
@@ -313,6 +313,11 @@ def _thread_preparation(compiled: CompiledRuntime, timeline: Timeline, most: int
     if threads.count > 1:
         wait_briefly()
     return lambda: use_threads(threads.count)
+
+
+def _in_turn(*functions: Callable[[], None]) -> None:
+    for function in functions:
+        function()
 
 
 def _nothing() -> None:

@@ -228,7 +228,7 @@ class EngineCore:
 
     def stats(self) -> EngineStats:
         """Figures as they are between two steps; after the end, the last ones."""
-        return self._call(lambda: self._recorder.snapshot(self._scheduler.stats()))
+        return self._call(self._figures)
 
     def flush_prefix_cache(self) -> None:
         """Forgets all cached prefixes."""
@@ -292,7 +292,9 @@ class EngineCore:
     def _run(self, runner: StepRunner) -> None:
         error = self._stopped_unseen
         try:
-            self._prepare_thread()
+            prepare, self._prepare_thread = self._prepare_thread, _nothing  # which may hold the runner too
+            prepare()
+            del prepare
             while self._take_commands():
                 self._step(runner)
                 if self._step_sink is not None:
@@ -320,7 +322,9 @@ class EngineCore:
             if not (has_work or self._inbox or self._is_closing):
                 # Who waits for the tokens that came last runs first: until this thread waits, he does not.
                 self._condition.wait(_AWAY_S)
-        self._count_step()
+            is_idle = not (has_work or self._inbox or self._is_closing)
+        if is_idle:
+            self._count_step()
         with self._condition:
             while not (has_work or self._inbox or self._is_closing):
                 self._surely_could_go_on()
@@ -347,6 +351,10 @@ class EngineCore:
         step, self._uncounted = self._uncounted, None
         if step is not None:
             self._recorder.step_over(*step)
+
+    def _figures(self) -> EngineStats:
+        self._count_step()
+        return self._recorder.snapshot(self._scheduler.stats())
 
     def _carry_out_commands(self) -> None:
         while self._commands:
@@ -493,6 +501,7 @@ class EngineCore:
 
     def _finish_step(self, step: _Step) -> None:
         """Waits for a step and hands its tokens out; the one launched after it stays in flight."""
+        self._count_step()  # the one before: this one's first tokens did not wait for that
         batch = step.batch
         try:
             output = step.handle.wait()
@@ -527,6 +536,7 @@ class EngineCore:
                 self._forget(sequence)
         if self._step_sink is not None:
             self._step_sink.flush()
+        self._scheduler.settle()  # while those who were told wake up
         self._uncounted = batch, result.accepted, now
 
     def _break(self, request: Request) -> None:
@@ -591,7 +601,7 @@ class EngineCore:
         if self._log_interval_s and self._has_news and now >= self._next_log:
             self._has_news = False
             self._next_log = now + self._log_interval_s
-            logger.info("%s", self._recorder.snapshot(self._scheduler.stats()))
+            logger.info("%s", self._figures())
 
 
 # The engines of this process: a fork has the objects, and not the threads that run them.

@@ -20,7 +20,7 @@ from mllm_compile.text.detokenizer import Decoder
 
 # A caller that waits for an answer sleeps no longer than a nap at a time, until so much time has passed: then it sleeps
 # until it is woken.
-_NAP_S, _NAPPING_S = 1e-4, 25e-3
+_NAP_S, _NAPPING_S = 1e-4, 0.1
 # The first one is longer: meanwhile the engine's thread launches the step, which waits for Python's lock behind a nap.
 _FIRST_NAP_S = 1e-3
 _napping = threading.Lock()  # by one caller at a time: naps take the engine's thread a few µs each
@@ -31,9 +31,10 @@ class Countdown:
 
     def __init__(self, submissions: Iterable[Submission]) -> None:
         self._running = set(submissions)  # the engine's thread takes them out
-        self._all_ended = threading.Event()
-        if not self._running:
-            self._all_ended.set()
+        # Held until all have ended. Of what threads wait for, this takes the least to make and to wake by.
+        self._all_ended = threading.Lock()
+        if self._running:
+            self._all_ended.acquire()
 
     @property
     def remaining(self) -> int:
@@ -43,13 +44,17 @@ class Countdown:
         raise RuntimeError("internal error: an answer that is wanted whole came as a stream")
 
     def on_end(self, submission: Submission) -> None:
-        self._running.discard(submission)
-        if not self._running:
-            self._all_ended.set()
+        if submission in self._running:
+            self._running.remove(submission)
+            if not self._running:
+                self._all_ended.release()
 
     def wait(self, timeout_s: float | None = None) -> bool:
         """True once all have ended."""
-        return self._all_ended.wait(timeout_s)
+        has_ended = self._all_ended.acquire(timeout=-1 if timeout_s is None else timeout_s)
+        if has_ended:
+            self._all_ended.release()
+        return has_ended
 
     def wait_in_naps(self) -> bool:
         """Waits a little, for answers that come soon; True if all have ended.
@@ -58,12 +63,12 @@ class Countdown:
         nap.
         """
         if not _napping.acquire(blocking=False):
-            return self._all_ended.is_set()
+            return not self._running
         try:
             end = time.monotonic() + _NAPPING_S
-            if self._all_ended.wait(_FIRST_NAP_S):
+            if self.wait(_FIRST_NAP_S):
                 return True
-            while not self._all_ended.wait(_NAP_S):
+            while not self.wait(_NAP_S):
                 if time.monotonic() >= end:
                     return False
             return True

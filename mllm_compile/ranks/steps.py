@@ -35,6 +35,7 @@ class RankedStepRunner:
 
     def __init__(self, runner: StepRunner, group: RankGroup) -> None:
         self._runner, self._group = runner, group
+        self.prepare_thread = runner.prepare_thread
 
     def submit(self, batch: ScheduledBatch) -> RankedHandle:
         """Launches a step.

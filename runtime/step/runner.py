@@ -12,7 +12,9 @@ step/plan.py plans inputs and outputs. Used by one thread.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -32,6 +34,7 @@ from mllm_compile.runtime.sampling.logprobs import TokenLogprobs, all_logprobs, 
 from mllm_compile.runtime.sampling.params import ALL_LOGPROBS, NO_TOKEN
 from mllm_compile.runtime.sampling.sampler import Sampler
 from mllm_compile.runtime.sampling.token_masks import TokenMask, TokenMasks
+from mllm_compile.runtime.schedule.batch_builder import NO_COPIES
 from mllm_compile.runtime.schedule.dealt import own_copies, own_pages
 from mllm_compile.runtime.schedule.request import Request
 from mllm_compile.runtime.schedule.scheduled_batch import ScheduledBatch
@@ -136,6 +139,14 @@ class StepRunner:
         self._seen_requests: list[Request] | None = None
         self._followed: ScheduledBatch | None = None  # the batch whose requests are in the sampling state
         self._is_in_step = np.zeros(num_rows, dtype=bool)  # by row; all False between two looks
+        self._of_thread = threading.local()
+
+    def prepare_thread(self) -> None:
+        """Makes the calling thread one that submits, as long as it lives: without gradients, on the runner's GPU, with
+        its rank's communicator. Where another submits, each of its steps begins with that."""
+        held = self._of_thread.held = ExitStack()
+        held.enter_context(torch.inference_mode())
+        held.enter_context(self._runner.on_device())
 
     def submit(self, batch: ScheduledBatch) -> StepHandle:
         """Launch a step without waiting for it, nor for the one before.
@@ -144,6 +155,8 @@ class StepRunner:
             DeviceMemoryError: the step's activations do not fit, or what sampling needs; no request gets a token of it.
         """
         try:
+            if hasattr(self._of_thread, "held"):
+                return self._submit(batch)
             with torch.inference_mode(), self._runner.on_device():
                 return self._submit(batch)
         except torch.OutOfMemoryError as error:
@@ -448,17 +461,19 @@ class StepRunner:
                 sampled = self._sampler(logits, self.state, rows, self.state.flags, positions, mask)
                 tokens, scores = sampled.token_ids, sampled.logprobs
                 all_scores = self._score_all(batch, plan, logits)
-            self._keep_tokens(rows, tokens)
         if fields is not None and fields.prompt_targets is not None:
             prompt_scores = self._score_prompts(plan, fields, fields.prompt_targets, output)
-        if plan.sampled.size and not output.is_own_part:
-            self._runner.spread_tokens()
         # Also for a step without results: the host must not run ahead of the device without bound.
         buffer = self._downloads.next(0 if tokens is None else tokens.nbytes)
         token_ids = None
         if tokens is not None:
             token_ids = buffer.memory[: tokens.nbytes].view(torch.int64).copy_(tokens, non_blocking=True).numpy()
-        return _Results(buffer, token_ids, scores, prompt_scores, all_scores)
+        results = _Results(buffer, token_ids, scores, prompt_scores, all_scores)
+        if tokens is not None:  # behind what the host waits for
+            self._keep_tokens(sampled_rows[0], tokens)
+            if not output.is_own_part:
+                self._runner.spread_tokens()
+        return results
 
     def _keep_tokens(self, rows: torch.Tensor, tokens: torch.Tensor) -> None:
         """Keeps the tokens of these rows for the next step, which may be under way before the host knows that there was
@@ -592,8 +607,8 @@ def _read_in_place(restores: np.ndarray, rows: np.ndarray) -> tuple[np.ndarray, 
     """
     if not restores.size:
         return rows, restores
-    state_rows = rows.copy()
-    is_read = restores[:, 1:] == rows  # [N, R]
-    of_restore, of_request = np.nonzero(is_read)
-    state_rows[of_request] = restores[of_restore, 0]
-    return state_rows, restores[~is_read.any(1)]
+    # Lists: of as few rows arrays take several times as long, and the GPU waits.
+    sources = {row: source for source, row in restores.tolist()}
+    state_rows = np.array([sources.pop(row, row) for row in rows.tolist()], dtype=rows.dtype)
+    rest = [(source, row) for row, source in sources.items()]
+    return state_rows, np.array(rest, dtype=restores.dtype) if rest else NO_COPIES

@@ -491,8 +491,8 @@ def test_a_caller_naps_until_an_answer_or_for_a_little_and_one_at_a_time(monkeyp
     assert soon.wait_in_naps()
 
     later, naps = Countdown([submission]), []
-    wait = later._all_ended.wait
-    monkeypatch.setattr(later._all_ended, "wait", lambda timeout_s: (naps.append(timeout_s), wait(timeout_s))[1])
+    wait = later.wait
+    monkeypatch.setattr(later, "wait", lambda timeout_s: (naps.append(timeout_s), wait(timeout_s))[1])
     monkeypatch.setattr(streams, "_NAPPING_S", 1e-3)
     with streams._napping:
         assert not later.wait_in_naps()

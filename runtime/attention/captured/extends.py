@@ -73,9 +73,8 @@ class ExtendSteps:
             memory: [≥ work_bytes] uint8.
         """
         num_keys = prompts.num_keys
-        first_pages = np.zeros(num_keys.size + 1, dtype=np.int32)
-        np.add.accumulate(-(-num_keys // self._page_size), out=first_pages[1:])
-        total = int(first_pages[-1])
+        bounds = list(itertools.accumulate((-(-n // self._page_size) for n in num_keys.tolist()), initial=0))
+        first_pages, total = np.array(bounds, dtype=np.int32), bounds[-1]
         if total > _MOST_PAGES or not self._serves(num_tokens, prompts):
             return False
         for works, place in zip(self._lists[num_tokens], self._places, strict=True):

@@ -15,6 +15,7 @@ Shape legend: R rows, a request each or none; W pieces that the list has room fo
 from __future__ import annotations
 
 import itertools
+import struct
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -122,10 +123,11 @@ class SplitList:
         counts += [most_rows + 1, most_rows + 1, most_rows]
         ends = np.cumsum([_room(count) for count in counts]).tolist()
         starts = [0, *ends[:-1]]
-        self._columns = [start // 4 for start in starts[:3]]
-        self._outputs, self._chunk, self._total, self._merges = (start // 4 for start in starts[3:7])
+        self._columns = starts[:3]  # bytes, as are the others
+        self._outputs, self._chunk, self._total, self._merges = starts[3:7]
         self._mask = starts[7]
-        self._are_there = np.tri(self._width + 1, self._width, -1, dtype=np.uint8)  # by the number of pieces
+        # By the number of pieces.
+        self._are_there = [bytes(row) for row in np.tri(self._width + 1, self._width, -1, dtype=np.uint8)]
         self._bounds = [slice(start // 4, start // 4 + count) for start, count in zip(starts, counts, strict=True)][8:]
         self.num_bytes: int = ends[-1]
         sums = num_heads * self._width * self._tile * head_dim * 4  # of the float workspace, scores behind them
@@ -169,17 +171,21 @@ class SplitList:
                 row_chunks += range(num_chunks)
             merges += range(merges[-1] + num_chunks, merges[-1] + num_chunks * lengths[row] + 1, num_chunks)
             outputs.append(merges[-1])
-        for start, column in zip(self._columns, (rows, row_tiles, row_chunks), strict=True):
-            memory[start : start + len(column)] = column
-        memory[self._outputs : self._outputs + len(outputs)] = outputs
-        memory[self._merges : self._merges + len(merges)] = merges
-        memory[self._chunk], memory[self._total] = chunk * self._page_size, len(merges) - 1
-        memory.view(np.uint8)[self._mask : self._mask + self._width] = self._are_there[len(rows)]
-        of_queries, of_pages, of_last = self._bounds
         num_left = self.most_rows - len(pages)
-        memory[of_queries] = starts.tolist() + [len(merges) - 1] * num_left
-        memory[of_pages] = bounds + bounds[-1:] * num_left  # whose last one bounds all page ids
-        memory[of_last] = [(keys - 1) % self._page_size + 1 for keys in num_keys.tolist()] + [0] * num_left
+        parts = [
+            *zip(self._columns, (rows, row_tiles, row_chunks), strict=True),
+            (self._outputs, outputs),
+            (self._merges, merges),
+            (self._chunk, [chunk * self._page_size]),
+            (self._total, [len(merges) - 1]),
+            (4 * self._bounds[0].start, starts.tolist() + [len(merges) - 1] * num_left),
+            (4 * self._bounds[1].start, bounds + bounds[-1:] * num_left),  # whose last one bounds all page ids
+            (4 * self._bounds[2].start, [(n - 1) % self._page_size + 1 for n in num_keys.tolist()] + [0] * num_left),
+        ]
+        block = memory.data.cast("B")
+        for start, numbers in parts:
+            struct.pack_into(f"{len(numbers)}i", block, start, *numbers)
+        block[self._mask : self._mask + self._width] = self._are_there[len(rows)]
         return self.num_bytes
 
     def _pages_of_chunk(self, tiles: list[int], pages: list[int]) -> int:
