@@ -279,6 +279,20 @@ def test_with_overlap_the_extra_token_of_an_ended_request_is_dropped_and_its_pag
     assert scheduler.stats().pages_used == 0 and not scheduler.has_work()
 
 
+@pytest.mark.parametrize("by", ["settle", "schedule", "stats"])
+def test_tokens_come_before_pages_are_shared_and_rows_given_back_which_whatever_needs_it_does(by: str) -> None:
+    scheduler = Scheduler(make_config(max_num_batched_tokens=32))
+    ends, goes_on = make_request("a", prompt_of(9), max_tokens=1), make_request("b", prompt_of(9), max_tokens=9)
+    for request in (ends, goes_on):
+        scheduler.add(request)
+    batch = scheduler.schedule()
+    assert scheduler.update(batch, np.array([7, 7])).finished == [ends]
+    assert ends.output_token_ids == goes_on.output_token_ids == [7]
+    assert ends.row > 0 and scheduler.pages.cache.num_pages == 0
+    getattr(scheduler, by)()
+    assert ends.row == -1 and scheduler.pages.cache.num_pages > 0
+
+
 def test_with_overlap_no_step_is_planned_past_the_length_that_the_host_can_count() -> None:
     scheduler = Scheduler(make_config())
     scheduler.add(make_request("a", prompt_of(3), max_tokens=2))

@@ -80,7 +80,7 @@ def test_runs_of_pages_are_set_aside_from_the_last_on_and_never_twice() -> None:
 
 @settings(max_examples=100)
 @given(st.integers(2, 20), st.lists(st.tuples(st.integers(-10, 10), st.booleans()), max_size=60))
-def test_any_sequence_hands_out_what_a_list_of_free_pages_would(num_pages: int, changes: list[tuple[int, bool]]) -> None:
+def test_any_sequence_hands_out_what_a_list_of_pages_would(num_pages: int, changes: list[tuple[int, bool]]) -> None:
     allocator = TokenToKVPoolAllocator(num_pages, page_size=4)
     free, held = list(range(1, num_pages)), []  # the first ones are the next
     for change, is_other in changes:
