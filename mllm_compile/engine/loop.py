@@ -292,9 +292,7 @@ class EngineCore:
     def _run(self, runner: StepRunner) -> None:
         error = self._stopped_unseen
         try:
-            prepare, self._prepare_thread = self._prepare_thread, _nothing  # which may hold the runner too
-            prepare()
-            del prepare
+            self._prepare_thread()
             while self._take_commands():
                 self._step(runner)
                 if self._step_sink is not None:
@@ -310,7 +308,9 @@ class EngineCore:
             logger.exception("the engine met an internal error")
             end_errors.drop_locals(fault)
         finally:
-            del runner  # the error that callers get holds this frame
+            # The error that callers get holds this frame, and the engine what prepared the thread.
+            self._prepare_thread = _nothing
+            del runner
             self._surely_end(error)
         if self._closes_itself:
             self._give_back()
@@ -552,7 +552,8 @@ class EngineCore:
             self._fail(sequence.submission, failure)
 
     def _release_siblings(self, batch: ScheduledBatch, accepted: list[int]) -> None:
-        """Queues the siblings of every first completion that has its first token: the prompt's KV is cached now."""
+        """Queues the siblings of every first completion that has its first token: the prompt's KV is cached before
+        they are scheduled."""
         for row in accepted:
             submission = self._leaders.pop(batch.requests[row], None)
             if submission is not None:

@@ -51,6 +51,8 @@ class Countdown:
 
     def wait(self, timeout_s: float | None = None) -> bool:
         """True once all have ended."""
+        if not self._running:
+            return True
         has_ended = self._all_ended.acquire(timeout=-1 if timeout_s is None else timeout_s)
         if has_ended:
             self._all_ended.release()

@@ -32,5 +32,7 @@ def start_dependents():
 
 @triton.jit
 def wait_for_prerequisites():
-    """Returns when every kernel before this one has ended and what it wrote is visible."""
+    """Returns when the kernel before this one has ended, and so all that it has waited for, and what they wrote is
+    visible. A block of every launch does this, also of one that finds no work: else the next kernel waits for nothing
+    before that."""
     gdc_wait()

@@ -7,8 +7,8 @@ half of a step, which is why nothing starves.
 
 Overlap: schedule() for step n+1 may come before update() for step n. It assumes that every request goes on unless its
 length ends it, which the host can count. A request found finished while a later step of its own is in flight keeps its
-row and pages until that step's update, which drops that step's token. A preempted one gives up its pages at once
-(steps run in order on one stream), keeps its row until its last step is over, and keeps that step's token.
+row and pages until that step is settled, and its token of that step is dropped. A preempted one gives up its pages at
+once (steps run in order on one stream), keeps its row until its last step is over, and keeps that step's token.
 
 Read first: request.py, scheduled_batch.py. Then rows.py (who holds what), decodes.py and prompts.py (who moves).
 Single-threaded; free of torch. R rows of a step.
@@ -88,7 +88,7 @@ class Scheduler:
     def finish(self, request: Request, reason: str = "stop", stop_reason: int | str | None = None) -> bool:
         """End a request from outside, as for a stop string in its text. False: it has ended already.
 
-        A token of its that is in flight is dropped; row and pages come back once that step is updated.
+        A token of its that is in flight is dropped; row and pages come back once that step is settled.
         """
         if reason not in FINISH_REASONS:
             raise ValueError(f"finish reason {reason!r}; expected one of {', '.join(FINISH_REASONS)}")

@@ -264,6 +264,9 @@ def _few_conv_kernel(
         kept = tl.where(last >= 0, new.to(old.dtype), old)
         tl.debug_barrier()  # all have read what this replaces
         tl.store(states + columns * C, kept, mask=is_column & (row > 0))
+    elif EARLY:  # noqa: SIM102 # as above
+        if (request == 0) & (tl.program_id(1) == 0):  # one is enough for the launch to end behind the one ahead
+            wait_for_prerequisites()
 
 
 @triton_op("mllm::causal_conv_states", mutates_args={"states", "out"})
@@ -294,7 +297,7 @@ def causal_conv_states(
         out: [T, C], contiguous, written for requests' tokens.
         activation: silu, or "".
         lets_in_at_once: with few requests the next kernel starts as soon as this one does. Before its own wait it may
-            read nothing but weights, states, rows and flags then, none that a kernel of the same layer makes.
+            read nothing but weights, states, rows, bounds and flags then, none that a kernel of the same layer makes.
         few_tokens: a block for each request, which suits few tokens of few requests; outputs are the same.
         waits_first: a kernel ahead makes what no token has a part in, weights in another type say: nothing is read
             before it has ended.

@@ -89,7 +89,8 @@ def _few_tokens_kernel(
     of_q = q_ptr + (head // GROUP) * q_head_stride + dims[None, :] * q_dim_stride
     of_k = k_ptr + (head // GROUP) * k_head_stride + dims[None, :] * k_dim_stride
     of_v = v_ptr + head * v_head_stride + values * v_dim_stride
-    # A captured step has blocks for more requests than most have: those without tokens leave their room at once.
+    # A captured step has blocks for more requests than most have: those without tokens leave their room at once, but
+    # for one, so that the launch ends behind the one ahead.
     if end > start:
         state = tl.load(of_source, mask=is_number & has_state, other=0.0).to(tl.float32)
         rate = 0.0
@@ -122,6 +123,9 @@ def _few_tokens_kernel(
             tl.store(out_ptr + (rows * HV + head) * DV + values, out.to(out_ptr.dtype.element_ty), is_row & is_value)
             state = state * kept + tl.dot(tl.trans(k), (added * of_added[:, None]).to(k.dtype))
         tl.store(of_state, state.to(states_ptr.dtype.element_ty), is_number & (row > 0))
+    elif EARLY:  # noqa: SIM102 # the one is known when the kernel is compiled
+        if (request == 0) & (head == 0) & (tl.program_id(0) == 0):
+            wait_for_prerequisites()
 
 
 def multiply_few_tokens(

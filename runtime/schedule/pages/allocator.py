@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import numpy as np
 
+_LOOKED_AT = 256  # of what is listed, where not all of it is free
+
 
 class TokenToKVPoolAllocator:
     """Hands out the pages 1 … num_pages-1 of a KV pool; page 0 is the dummy that padding writes to, never given.
@@ -131,23 +133,24 @@ class TokenToKVPoolAllocator:
 
     def _last(self, count: int) -> np.ndarray:
         """The last `count` pages that are free, the last one first; takes them off the list."""
-        parts: list[np.ndarray] = []
+        parts = [np.empty(0, dtype=np.int32)]
+        looked_at = max(count, _LOOKED_AT)
         while count:
-            start = max(self._first, self._end - count)
-            free = self._free_of(start)[::-1]
-            parts.append(free)
-            count -= free.size
-            self._end = start
-        return np.concatenate(parts) if parts else np.empty(0, dtype=np.int32)
+            start = max(self._first, self._end - looked_at)
+            places = start + np.flatnonzero(self._is_free(start))[-count:]
+            parts.append(self._listed[places][::-1])
+            count -= places.size
+            self._end = start if count else int(places[0])
+            looked_at *= 2  # whole runs may have gone
+        return np.concatenate(parts)
 
-    def _free_of(self, start: int) -> np.ndarray:
-        """The pages that are listed from `start` on, and free."""
-        listed = self._listed[start : self._end]
-        free: np.ndarray = listed[self._place[listed] == np.arange(start, self._end)]
-        return free
+    def _is_free(self, start: int) -> np.ndarray:
+        """True for what is listed from `start` on and free."""
+        is_free: np.ndarray = self._place[self._listed[start : self._end]] == np.arange(start, self._end)
+        return is_free
 
     def _tidy(self) -> None:
         """Lists the free pages alone, with room for all others at either end."""
-        free = self._free_of(self._first)
+        free = self._listed[self._first : self._end][self._is_free(self._first)]
         self._first, self._end = self.num_pages, self.num_pages + free.size
         self._list(free, self._first)

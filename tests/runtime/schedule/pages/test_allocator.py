@@ -1,10 +1,13 @@
 from __future__ import annotations
 
+from unittest.mock import patch
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mllm_compile.runtime.schedule.pages import allocator as allocator_module
 from mllm_compile.runtime.schedule.pages.allocator import TokenToKVPoolAllocator
 
 
@@ -81,8 +84,12 @@ def test_runs_of_pages_are_set_aside_from_the_last_on_and_never_twice() -> None:
 @settings(max_examples=100)
 @given(st.integers(2, 20), st.lists(st.tuples(st.integers(-10, 10), st.booleans()), max_size=60))
 def test_any_sequence_hands_out_what_a_list_of_pages_would(num_pages: int, changes: list[tuple[int, bool]]) -> None:
-    allocator = TokenToKVPoolAllocator(num_pages, page_size=4)
-    free, held = list(range(1, num_pages)), []  # the first ones are the next
+    with patch.object(allocator_module, "_LOOKED_AT", 2):
+        check_order(TokenToKVPoolAllocator(num_pages, page_size=4), changes)
+
+
+def check_order(allocator: TokenToKVPoolAllocator, changes: list[tuple[int, bool]]) -> None:
+    free, held = list(range(1, allocator.num_pages)), []  # the first ones are the next
     for change, is_other in changes:
         behind = change // 2
         if change > 5 and is_other and (pages := allocator.allocate_behind(behind, 2)) is not None:
