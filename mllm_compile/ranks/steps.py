@@ -35,7 +35,10 @@ class RankedStepRunner:
 
     def __init__(self, runner: StepRunner, group: RankGroup) -> None:
         self._runner, self._group = runner, group
-        self.prepare_thread = runner.prepare_thread
+
+    def prepare_thread(self) -> None:
+        """Makes the calling thread one that submits, as StepRunner.prepare_thread does."""
+        self._runner.prepare_thread()
 
     def submit(self, batch: ScheduledBatch) -> RankedHandle:
         """Launches a step.
