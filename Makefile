@@ -2,8 +2,8 @@
 #   make demo    install into .venv, compile configs/tiny.yaml, generate text from it; then about pictures
 #   make test    install into .venv, run the tests
 #   make bench   install into .venv, time each stage and compare with this kind of machine's baseline
-# Others: test-all (with the slow, full counts), bench-save (make the run the baseline), constraints (newest versions
-# into constraints.txt), lint, format, clean.
+# Others: test-all (with the slow, full counts), bench-save (make the run the baseline), figures and figures-pages (measure
+# the pages' tables on a GPU, and write them), constraints (newest versions into constraints.txt), lint, format, clean.
 #
 # PYTHON=python3.12     the interpreter that .venv is made with
 # TORCH='torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu'
@@ -33,7 +33,7 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 PIP_INSTALL := $(BIN)/python -m pip install --quiet $(if $(CONSTRAINTS),--constraint $(CONSTRAINTS))
 
-.PHONY: demo test test-all bench bench-save constraints lint format clean
+.PHONY: demo test test-all bench bench-save figures figures-pages constraints lint format clean
 .DEFAULT_GOAL := test
 
 demo: $(INSTALLED)
@@ -66,6 +66,13 @@ define RUN_BENCHMARKS
 	@mkdir -p $(dir $(BENCH_RUN))
 	$(BIN)/python -m pytest tests/benchmarks -o python_files='bench_*.py' --benchmark-quiet --benchmark-json=$(BENCH_RUN)
 endef
+
+# On a GPU: the figures of the pages' tables, into docs/performance/results. FIGURES='--only 8b --seconds 480' takes some.
+figures: $(INSTALLED)
+	$(BIN)/python -m benchmarks.figures $(FIGURES)
+
+figures-pages: $(INSTALLED)
+	$(BIN)/python -m benchmarks.figures.pages
 
 # Takes Python 3.11 on a machine without a GPU; torch's local version (+cpu) and its CUDA libraries are left out.
 constraints:

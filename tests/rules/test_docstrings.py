@@ -10,7 +10,9 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-SOURCES = sorted(path for folder in ("mllm_compile", "passes", "runtime") for path in (ROOT / folder).rglob("*.py"))
+SOURCES = sorted(
+    path for folder in ("mllm_compile", "passes", "runtime", "benchmarks") for path in (ROOT / folder).rglob("*.py")
+)
 # "What it computes", "Whether it fits", "Of a tile", "As generate": say "The result", "True if", "Rows of", "Like".
 REFUSED = frozenset({"What", "Whether", "Of", "As", "Which", "Those", "In", "By"})
 

@@ -18,7 +18,9 @@ DOCUMENTS = [
     *sorted(path for folder in ("docs", "examples") for path in (ROOT / folder).rglob("*.md")),
 ]
 SOURCES = {
-    path.name for folder in ("mllm_compile", "passes", "runtime", "tests") for path in (ROOT / folder).rglob("*")
+    path.name
+    for folder in ("mllm_compile", "passes", "runtime", "benchmarks", "tests")
+    for path in (ROOT / folder).rglob("*")
 }
 
 

@@ -10,12 +10,7 @@ from typing import Any
 
 import numpy as np
 import vllm
-from PIL import Image
 from vllm import LLM, SamplingParams
-from vllm.engine.arg_utils import AsyncEngineArgs
-from vllm.inputs import TokensPrompt
-from vllm.sampling_params import RequestOutputKind
-from vllm.v1.engine.async_llm import AsyncLLM
 
 from mllm_compile.bench.adapters.base import check_output
 from mllm_compile.bench.errors import BenchmarkError
@@ -64,9 +59,7 @@ class VllmEngine:
             SamplingParams(temperature=call.temperature, max_tokens=count, ignore_eos=True, detokenize=False)
             for count in call.max_tokens
         ]
-        prompts = [
-            prompt if isinstance(prompt, dict) else TokensPrompt(prompt_token_ids=prompt) for prompt in call.prompts
-        ]
+        prompts = [prompt if isinstance(prompt, dict) else {"prompt_token_ids": prompt} for prompt in call.prompts]
         outputs = self._llm.generate(prompts, params, use_tqdm=False)
         check_output(call, [len(output.outputs[0].token_ids) for output in outputs])
 
@@ -90,6 +83,8 @@ class VllmImages(VllmEngine):
         super().__init__(setting, skip_tokenizer_init=False, limit_mm_per_prompt={"image": 1, "video": 0})
 
     def image(self, side: int, seed: int) -> Any:
+        from PIL import Image
+
         pixels = np.random.default_rng(seed).integers(0, 256, (side, side, 3), np.uint8)
         return Image.fromarray(pixels)
 
@@ -98,7 +93,7 @@ class VllmImages(VllmEngine):
 
     def prompt(self, before: list[int], image: Any, after: list[int]) -> Any:
         token_ids = [*before, self._placeholder, *after]
-        return TokensPrompt(prompt_token_ids=token_ids, multi_modal_data={"image": image})
+        return {"prompt_token_ids": token_ids, "multi_modal_data": {"image": image}}
 
 
 class VllmStreams:
@@ -107,12 +102,17 @@ class VllmStreams:
     version = vllm.__version__
 
     def __init__(self, setting: Setting) -> None:
+        from vllm.engine.arg_utils import AsyncEngineArgs
+        from vllm.v1.engine.async_llm import AsyncLLM
+
         self.settings = _settings(setting)
         arguments = AsyncEngineArgs(model=setting.model_folder, disable_log_stats=True, **self.settings)
         self._engine = AsyncLLM.from_engine_args(arguments)
         self._ids = itertools.count()
 
     async def stream(self, prompt: list[int], max_tokens: int) -> AsyncIterator[int]:
+        from vllm.sampling_params import RequestOutputKind
+
         params = SamplingParams(
             temperature=0,
             max_tokens=max_tokens,
@@ -120,8 +120,7 @@ class VllmStreams:
             detokenize=False,
             output_kind=RequestOutputKind.DELTA,
         )
-        tokens = TokensPrompt(prompt_token_ids=prompt)
-        async for output in self._engine.generate(tokens, params, str(next(self._ids))):
+        async for output in self._engine.generate({"prompt_token_ids": prompt}, params, str(next(self._ids))):
             yield len(output.outputs[0].token_ids)
 
     async def close(self) -> None:

@@ -104,23 +104,30 @@ def probe_latency(source: str, work: LatencyWork, num_ranks: int | None = None) 
 
 def with_experts(probe: Probe, batches: Sequence[int], prompt_len: int, steps: int) -> Probe:
     """The same with the experts that decode steps behind such prompts choose, where the model is a mixture of them."""
-    num_experts = probe.figures.num_experts
-    if num_experts == 1:
+    if probe.figures.num_experts == 1:
         return probe
     job = {"task": "experts", "setting": asdict(probe.setting), "batches": list(batches)}
     shares = run_process(WORKER, job | {"prompt_len": prompt_len, "steps": steps})["shares"]
-    return replace(
-        probe,
-        experts=tuple(
-            ActiveExperts(
-                batch=batch,
-                num_experts=num_experts,
-                touched=share * num_experts,
-                expected=probe.figures.expected_experts(batch),
-            )
-            for batch, share in zip(batches, shares, strict=True)
-            if share is not None
-        ),
+    return replace(probe, experts=counted_experts(probe.figures, batches, shares))
+
+
+def counted_experts(
+    figures: ModelFigures, batches: Sequence[int], shares: Sequence[float | None]
+) -> tuple[ActiveExperts, ...]:
+    """The experts of a layer that a step of each batch chooses.
+
+    Args:
+        shares: as count_experts gives them.
+    """
+    return tuple(
+        ActiveExperts(
+            batch=batch,
+            num_experts=figures.num_experts,
+            touched=share * figures.num_experts,
+            expected=figures.expected_experts(batch),
+        )
+        for batch, share in zip(batches, shares, strict=True)
+        if share is not None
     )
 
 

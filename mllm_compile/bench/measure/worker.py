@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from mllm_compile.bench.adapters import open_engine, open_images, open_streams
 from mllm_compile.bench.adapters.base import BenchEngine
 from mllm_compile.bench.errors import BenchmarkError
+from mllm_compile.bench.limits.limits import ModelFigures
 from mllm_compile.bench.measure.gaps import measure_gaps
 from mllm_compile.bench.measure.images import features_a_side, measure_images
 from mllm_compile.bench.measure.results import EngineRun, Measurement
@@ -61,21 +62,27 @@ def probe(job: dict[str, Any]) -> dict[str, Any]:
     import torch
 
     from mllm_compile.bench.limits.ceilings import measure_ceilings
-    from mllm_compile.bench.limits.model_figures import model_figures
     from mllm_compile.bench.measure.environment import describe_environment
     from mllm_compile.config.device import is_hopper
 
     device, dtype = torch.device(setting.device), getattr(torch, setting.dtype)
     result: dict[str, Any] = {"setting": asdict(setting), "environment": describe_environment(device)}
     if job["ceilings"]:
-        small = _small_weights(setting)
-        runtime = setting.engine_config().runtime
-        types = runtime.state_dtype, 1 if runtime.kv_cache_dtype == "fp8_e4m3" else None
-        figures = model_figures(Path(setting.model_folder), setting.dtype, setting.trust_remote_code, small, *types)
+        figures = figures_of(setting)
         result["figures"] = asdict(figures)
         in_fp8 = figures.fp8_params > 0 and device.type == "cuda" and is_hopper(setting.device)
         result["ceilings"] = asdict(measure_ceilings(device, dtype, in_fp8).of_devices(setting.num_ranks))
     return result
+
+
+def figures_of(setting: Setting) -> ModelFigures:
+    """The figures of the setting's model, with the weights and the KV cache in the types that it serves them in."""
+    from mllm_compile.bench.limits.model_figures import model_figures
+
+    runtime = setting.engine_config().runtime
+    types = runtime.state_dtype, 1 if runtime.kv_cache_dtype == "fp8_e4m3" else None
+    small = _small_weights(setting)
+    return model_figures(Path(setting.model_folder), setting.dtype, setting.trust_remote_code, small, *types)
 
 
 def _small_weights(setting: Setting) -> SmallWeights | None:
@@ -97,12 +104,12 @@ def latency(job: dict[str, Any]) -> dict[str, Any]:
     engine = open_engine(job["engine"], setting)
     lines: list[Measurement] = []
     for index, batch in enumerate(work.batches):
-        if not _fits(engine, batch, work.longest_request):
+        if not fits_at_once(engine, batch, work.longest_request):
             _say(f"{job['engine']}: left out, as requests would wait for the KV cache", batch)
             continue
         first, whole = work.calls(batch, setting.vocab_size)
         left = f"{job['engine']}: batch {batch}, {index + 1} of {len(work.batches)}"
-        first_s, whole_s = _times(engine, (first, whole), work.repeats, left)
+        first_s, whole_s = seconds_of_calls(engine, (first, whole), work.repeats, left)
         lines += work.measurements(batch, first_s, whole_s)
         _say(f"{job['engine']}: " + ", ".join(f"{line.name} {line.median:.2f} ms" for line in lines[-2:]), batch)
     run = _run(job["engine"], engine, _some(lines))
@@ -117,7 +124,7 @@ def throughput(job: dict[str, Any]) -> dict[str, Any]:
     prefill_call, mixed_call = work.prefill_call(setting.vocab_size), work.mixed_call(setting.vocab_size)
     lines = []
     for call, measure in ((prefill_call, work.prefill_measurement), (mixed_call, work.mixed_measurement)):
-        (seconds,) = _times(engine, (call,), work.repeats, f"{job['engine']}: {len(call.prompts)} requests")
+        (seconds,) = seconds_of_calls(engine, (call,), work.repeats, f"{job['engine']}: {len(call.prompts)} requests")
         lines.append(measure(call, seconds))
         _say(f"{job['engine']}: {lines[-1].name} {lines[-1].median:.0f} {lines[-1].unit}")
     return _run(job["engine"], engine, lines)
@@ -133,11 +140,11 @@ def long(job: dict[str, Any]) -> dict[str, Any]:
     for index, point in enumerate(points):
         count, length = point
         name = f"{job['engine']}: {count} x {length}"
-        if not _fits(engine, count, length + work.output_len):
+        if not fits_at_once(engine, count, length + work.output_len):
             _say(f"{name}: left out, as requests would wait for the KV cache")
             continue
         calls = work.latency(point).calls(count, setting.vocab_size)
-        first_s, whole_s = _times(engine, calls, work.repeats, f"{name}, {index + 1} of {len(points)}")
+        first_s, whole_s = seconds_of_calls(engine, calls, work.repeats, f"{name}, {index + 1} of {len(points)}")
         lines += work.measurements(point, first_s, whole_s)
         _say(f"{name}: " + ", ".join(f"{line.name} {line.median:.2f} {line.unit}" for line in lines[-2:]))
     return _run(job["engine"], engine, _some(lines))
@@ -163,7 +170,7 @@ def images(job: dict[str, Any]) -> dict[str, Any]:
     prompt_len = engine.num_features(work.side) + work.text_len
     lines: list[Measurement] = []
     for index, batch in enumerate(work.batches):
-        if not _fits(engine, batch, prompt_len + work.output_len):
+        if not fits_at_once(engine, batch, prompt_len + work.output_len):
             _say(f"{job['engine']}: left out, as requests would wait for the KV cache", batch)
             continue
         left = f"{job['engine']}: batch {batch}, {index + 1} of {len(work.batches)}"
@@ -183,7 +190,7 @@ def _some(lines: list[Measurement]) -> list[Measurement]:
     return lines
 
 
-def _fits(engine: BenchEngine, batch: int, request_len: int) -> bool:
+def fits_at_once(engine: BenchEngine, batch: int, request_len: int) -> bool:
     """True if so many requests hold their KV at once, as far as the engine tells."""
     return engine.kv_tokens is None or batch * request_len <= engine.kv_tokens
 
@@ -245,7 +252,7 @@ _TASKS: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
 }
 
 
-def _times(engine: BenchEngine, calls: tuple[Call, ...], repeats: int, name: str) -> list[list[float]]:
+def seconds_of_calls(engine: BenchEngine, calls: tuple[Call, ...], repeats: int, name: str) -> list[list[float]]:
     """Seconds of each call, `repeats` of them after one warm-up; the calls take turns, so that drift hits all alike.
 
     What is left is shown under `name`, between the calls.

@@ -1,0 +1,1 @@
+"""The project's own measurements: guard/ compares the speed of two trees, figures/ makes the tables of the pages."""

@@ -1,0 +1,279 @@
+"""Writes the tables of figures of README.md and docs/performance.md from the results in docs/performance/results.
+
+Each table stands between `<!-- table: NAME -->` and `<!-- end -->`. A test compares the pages with what this module
+makes, so a figure of these tables is always one of a kept result. A result without a commit is refused.
+
+    python -m benchmarks.figures.pages      writes the tables, and prints the age of each result
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from datetime import UTC, datetime
+from pathlib import Path
+
+from benchmarks.figures.shapes import RESULTS, ROOT, SHAPES, Shape
+from mllm_compile.bench.measure.results import BenchResult, Measurement
+from mllm_compile.bench.show.report import provenance, show_figure, work_name
+from mllm_compile.errors import ConfigError, MllmError
+
+PAGES = (ROOT / "README.md", ROOT / "docs" / "performance.md")
+BATCHES = (1, 8, 64, 256)
+H100_SHAPES = tuple(shape for shape in SHAPES if shape.name in ("8b", "0.6b"))
+# Columns of a table: heading, and the measurement's name.
+STEPS = (
+    *((f"{batch} request" + "s" * (batch > 1), f"tpot b={batch}") for batch in BATCHES),
+    ("cold start", "start cold"),
+    ("warm start", "start warm"),
+)
+PROMPTS = (
+    *((f"{batch} × 512", f"prefill b={batch}") for batch in BATCHES),
+    ("32 × 2,048", "prefill32x2048"),
+    ("mixed256", "mixed256"),
+)
+HEADLINES = (
+    ("0.6b", "tpot b=1", "Qwen3-0.6B, ms a token, 1 request", "{:.2f}"),
+    ("0.6b", "tpot b=64", "64 requests", "{:.2f}"),
+    ("8b", "tpot b=1", "Qwen3-8B, 1 request", "{:.2f}"),
+    ("8b", "tpot b=64", "64 requests", "{:.2f}"),
+    ("8b", "start warm", "warm start to the first token, Qwen3-8B", "{:.1f} s"),
+    ("8b", "start cold", "cold start, everything compiled", "{:.0f} s"),
+)
+
+
+def with_tables(page: str) -> str:
+    """The page's text with every table made anew."""
+    return re.sub(
+        r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)",
+        lambda found: found[1] + "\n" + TABLES[found[2]]() + "\n" + found[3],
+        page,
+        flags=re.DOTALL,
+    )
+
+
+def read_result(path: Path) -> BenchResult:
+    """
+    Raises:
+        ConfigError: no result, or one of a tree that nobody can get again.
+    """
+    result = BenchResult.read(path)
+    commit = result.environment.get("commit", "unknown")
+    if commit == "unknown" or commit.endswith("+changes"):
+        raise ConfigError(
+            f"{path} is of the commit {commit!r}; expected one that can be checked out. "
+            "Commit first and measure again, with --commit where the sources are a copy."
+        )
+    return result
+
+
+def headline_table() -> str:
+    """The most telling lines on an H200, beside vLLM's and the limit, and where they were taken."""
+    ours, theirs = _by_shape("mllm"), _by_shape("vllm")
+    lines, their_lines = ({name: _lines(result) for name, result in of.items()} for of in (ours, theirs))
+    rows = []
+    for shape, work, text, form in HEADLINES:
+        line, their = lines.get(shape, {}).get(work), their_lines.get(shape, {}).get(work)
+        if line is not None:
+            limit = "" if line.limit is None else form.format(line.limit)
+            beside = "" if their is None else form.format(their.median) + _once(their)
+            rows.append([text, f"**{form.format(line.median)}**", beside, limit])
+    shown = {shape for shape, *_ in HEADLINES}
+    header = ["one H200, bfloat16, greedy", "mllm_compile", "vLLM", "what the GPU allows"]
+    if not any(row[2] for row in rows):
+        header, rows = _without(2, header), [_without(2, row) for row in rows]
+    sources = [_source(result) for of in (ours, theirs) for name, result in of.items() if name in shown]
+    return _markdown(header, rows) + "\n" + f"Measured: {'; '.join(dict.fromkeys(sources))}.\n"
+
+
+def work_table() -> str:
+    """Steps and starts of each shape on an H200: ours ± half of the spread, vLLM's, the limit."""
+    ours, theirs = _by_shape("mllm"), _by_shape("vllm")
+    sources = [
+        f"{shape.title}: " + ", ".join(_source(of[shape.name]) for of in (ours, theirs) if shape.name in of)
+        for shape in SHAPES
+        if shape.name in ours
+    ]
+    table = _side_by_side("tpot in ms, starts in s", STEPS, ours, theirs)
+    return table + "\n" + f"Measured: {'; '.join(sources)}.\n"
+
+
+def prompts_table() -> str:
+    """Prompts of each shape on an H200, likewise."""
+    heading = "prompts of 512 in ms, others in tokens a second"
+    return _side_by_side(heading, PROMPTS, _by_shape("mllm"), _by_shape("vllm"))
+
+
+def _side_by_side(
+    corner: str, columns: tuple[tuple[str, str], ...], ours: dict[str, BenchResult], theirs: dict[str, BenchResult]
+) -> str:
+    names = [work for _, work in columns]
+    rows = []
+    for shape in (shape for shape in SHAPES if shape.name in ours):
+        lines = _lines(ours[shape.name])
+        rows.append([f"**{shape.title}**", *(_with_spread(lines.get(name)) for name in names)])
+        if shape.name in theirs:
+            their = _lines(theirs[shape.name])
+            figures = (_figure(their.get(name)) + _once(their.get(name)) for name in names)
+            rows.append([f"vLLM {theirs[shape.name].runs[0].version}", *figures])
+        rows.append(["limit", *(_limit(lines.get(name)) for name in names)])
+    return _markdown([corner, *(heading for heading, _ in columns)], rows)
+
+
+def h100_table() -> str:
+    """Time per output token on an H100, as a figure and a share of the limit of the same command."""
+    header = ["tpot", "1 request", *(str(batch) for batch in (8, 64, 256))]
+    results = [(shape, _result(shape, "mllm", "h100")) for shape in H100_SHAPES]
+    rows = [
+        [f"{shape.title} ({_source(result)})", *(_with_share(line) for line in _of_name(result, "tpot"))]
+        for shape, result in results
+        if result is not None
+    ]
+    return _markdown(header, rows)
+
+
+def experts_table() -> str:
+    """Qwen3-30B-A3B's latency on an H200, as figures and shares of the limit of the same command."""
+    (shape,) = (shape for shape in SHAPES if shape.name == "30b")
+    result = _result(shape, "mllm", "h200")
+    if result is None:
+        return "Not measured yet.\n"
+    rows = [[name, *(_with_share(line) for line in _of_name(result, name))] for name in ("tpot", "prefill")]
+    table = _markdown(["", "1 request", *(str(batch) for batch in (8, 64, 256))], rows)
+    return table + "\n" + f"{_source(result)}; {'; '.join(provenance(result)[1:])}.\n"
+
+
+def long_table() -> str:
+    """Long contexts of Qwen3-8B on an H100, with the limit of the same command."""
+    rows = []
+    for path in sorted(RESULTS.glob("h100-qwen-8b-shape-long*.json")):
+        for line in read_result(path).runs[0].measurements:
+            rows.append([work_name(line), line.unit, _with_spread(line), _limit(line), f"{line.share_of_limit:.0%}"])
+    return _markdown(["work", "unit", "Qwen3-8B", "limit", "share"], rows)
+
+
+def levers_table() -> str:
+    """The change by leaving out each lever of Qwen3-0.6B's latency."""
+    return _ablation("qwen-shape", [("tpot", 1), ("tpot", 8), ("tpot", 64), ("tpot", 256), ("prefill", 64)])
+
+
+def expert_levers_table() -> str:
+    """The change by leaving out each pass of experts of four layers of Qwen3-30B-A3B."""
+    keys = [(name, batch) for name in ("tpot", "prefill") for batch in (1, 8, 64)]
+    return _ablation("qwen-30b-a3b-4-layers", keys)
+
+
+def _ablation(shape: str, keys: list[tuple[str, int]]) -> str:
+    result = read_result(RESULTS / f"h200-{shape}-ablation.json")
+    header = ["left out", *(f"{name} b={batch}" for name, batch in keys)]
+    rows = []
+    whole = {line.key: line.median for line in result.runs[0].measurements}
+    for run in result.runs:
+        at = {line.key: line.median for line in run.measurements}
+        changes = (f"{at[key] / whole[key] - 1:+.1%}" for key in keys)
+        figures = (f"{show_figure(whole[key])} ms" for key in keys) if run is result.runs[0] else changes
+        rows.append([run.engine, *figures])
+    return _markdown(header, rows)
+
+
+def _by_shape(engine: str) -> dict[str, BenchResult]:
+    """The engine's results on an H200 by the shape's short name."""
+    results = {shape.name: _result(shape, engine, "h200") for shape in SHAPES}
+    return {name: result for name, result in results.items() if result is not None}
+
+
+def _result(shape: Shape, engine: str, gpu: str) -> BenchResult | None:
+    path = RESULTS / f"{gpu}-{shape.model}-{engine}.json"
+    return read_result(path) if path.exists() else None
+
+
+def _lines(result: BenchResult) -> dict[str, Measurement]:
+    return {work_name(line): line for line in result.runs[0].measurements}
+
+
+def _of_name(result: BenchResult, name: str) -> Iterator[Measurement]:
+    return (line for line in result.runs[0].measurements if line.name == name)
+
+
+def _source(result: BenchResult) -> str:
+    """The commit that was measured and its date; of another engine also its version."""
+    (run,) = result.runs
+    by = "" if run.engine == "mllm" else f"{run.engine} {run.version} by "
+    return f"{by}{result.environment['commit'][:8]}, {result.environment['date'][:10]}"
+
+
+def _once(line: Measurement | None) -> str:
+    """The mark of a figure of another engine that was taken once."""
+    return " (once)" if line is not None and len(line.samples) == 1 else ""
+
+
+def _figure(line: Measurement | None) -> str:
+    return "" if line is None else show_figure(line.median)
+
+
+def _limit(line: Measurement | None) -> str:
+    return "" if line is None or line.limit is None else show_figure(line.limit)
+
+
+def _with_spread(line: Measurement | None) -> str:
+    spread = "" if line is None or len(line.samples) == 1 else f" ± {line.spread / 2:.1%}"
+    return _figure(line) + spread
+
+
+def _with_share(line: Measurement) -> str:
+    return f"{show_figure(line.median)} {line.unit}, {line.share_of_limit:.0%}"
+
+
+def _without(index: int, row: list[str]) -> list[str]:
+    return row[:index] + row[index + 1 :]
+
+
+def _markdown(header: list[str], rows: list[list[str]]) -> str:
+    rule = ["---", *["---:"] * (len(header) - 1)]
+    return "".join(f"| {' | '.join(row)} |\n" for row in [header, rule, *rows])
+
+
+TABLES: dict[str, Callable[[], str]] = {
+    "headline": headline_table,
+    "work": work_table,
+    "prompts": prompts_table,
+    "h100": h100_table,
+    "long": long_table,
+    "experts": experts_table,
+    "levers": levers_table,
+    "expert_levers": expert_levers_table,
+}
+
+
+def ages() -> Iterator[str]:
+    """The age of each result: its commit, days, and how many commits were made since."""
+    for path in sorted(RESULTS.glob("*.json")):
+        environment = read_result(path).environment
+        taken = datetime.strptime(environment["date"][:10], "%Y-%m-%d").replace(tzinfo=UTC)
+        days = (datetime.now(UTC) - taken).days
+        since = _commits_since(environment["commit"])
+        yield f"{path.name}: {environment['commit']}, {days} days and {since} commits ago"
+
+
+def _commits_since(commit: str) -> str:
+    done = subprocess.run(
+        ["git", "-C", str(ROOT), "rev-list", "--count", f"{commit}..HEAD"], capture_output=True, text=True
+    )
+    return done.stdout.strip() if done.returncode == 0 else "an unknown number of"
+
+
+def main() -> int:
+    try:
+        for page in PAGES:
+            page.write_text(with_tables(page.read_text(encoding="utf-8")), encoding="utf-8")
+        print(*ages(), sep="\n")
+    except MllmError as error:
+        print(error, file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,74 @@
+import json
+import re
+
+import pytest
+
+from benchmarks.figures import pages
+from benchmarks.figures.pages import PAGES, TABLES, ages, read_result, with_tables
+from benchmarks.figures.shapes import RESULTS
+from mllm_compile.errors import ConfigError
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
+def test_the_tables_of_a_page_are_those_of_the_kept_results(path):
+    page = path.read_text(encoding="utf-8")
+    assert with_tables(page) == page, f"{path.name} is old: make figures-pages"
+
+
+def test_the_pages_have_every_table():
+    named = [name for page in PAGES for name in re.findall(r"<!-- table: (\w+) -->", page.read_text(encoding="utf-8"))]
+    assert sorted(named) == sorted(TABLES)
+
+
+@pytest.fixture
+def results(tmp_path, monkeypatch):
+    """A copy of the kept results, which a test may change."""
+    for path in RESULTS.glob("*.json"):
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    monkeypatch.setattr(pages, "RESULTS", tmp_path)
+    return tmp_path
+
+
+def change(path, **values):
+    data = json.loads(path.read_text())
+    data["environment"] |= {name: value for name, value in values.items() if value is not None}
+    for name in (name for name, value in values.items() if value is None):
+        del data["environment"][name]
+    path.write_text(json.dumps(data))
+
+
+@pytest.mark.parametrize("commit", [None, "unknown", "0123456789ab+changes"])
+def test_a_result_without_a_commit_that_can_be_checked_out_is_refused(results, commit):
+    path = results / "h200-qwen-8b-shape-mllm.json"
+    change(path, commit=commit)
+    with pytest.raises(ConfigError, match=r"h200-qwen-8b-shape-mllm\.json is of the commit .* measure again"):
+        read_result(path)
+    with pytest.raises(ConfigError):
+        TABLES["headline"]()
+
+
+def test_the_headline_has_the_commit_of_its_figures(results):
+    for shape in ("qwen-shape", "qwen-8b-shape"):
+        change(results / f"h200-{shape}-mllm.json", commit="feedbeef0123", date="2027-01-02 03:04 UTC")
+    assert "Measured: feedbeef, 2027-01-02.\n" in TABLES["headline"]()
+
+
+def test_another_engine_has_its_version_and_says_which_figures_were_taken_once(results):
+    data = json.loads((results / "h200-qwen-8b-shape-mllm.json").read_text())
+    data["environment"]["commit"] = "feedbeef0123"
+    (run,) = data["runs"]
+    run |= {"engine": "vllm", "version": "0.26.0"}
+    tpot = next(line for line in run["measurements"] if (line["name"], line["batch"]) == ("tpot", 1))
+    tpot |= {"samples": [5.25], "median": 5.25}
+    (results / "h200-qwen-8b-shape-vllm.json").write_text(json.dumps(data))
+    assert "| 5.25 (once) | 3.39 |" in TABLES["headline"]()
+    assert "vllm 0.26.0 by feedbeef" in TABLES["headline"]()
+    (row,) = (line for line in TABLES["work"]().splitlines() if line.startswith("| vLLM"))
+    assert row.startswith("| vLLM 0.26.0 | 5.25 (once) | 4.06 | 5.51 |")
+
+
+def test_the_age_of_each_result_is_told(results):
+    change(results / "h200-qwen-8b-shape-mllm.json", date="2020-01-02 03:04 UTC")
+    told = {line.partition(":")[0]: line for line in ages()}
+    assert told.keys() == {path.name for path in results.glob("*.json")}
+    assert int(re.search(r"(\d+) days and ", told["h200-qwen-8b-shape-mllm.json"])[1]) > 2000
