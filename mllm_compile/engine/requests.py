@@ -186,9 +186,8 @@ class RequestBuilder:
     def _submissions(
         self, prepared: list[Prepared], params: list[SamplingParams], priority: int, request_id: str | None = None
     ) -> list[Submission]:
-        if isinstance(priority, bool) or not isinstance(priority, numbers.Integral):
-            raise RequestError(f"priority: expected an integer, lower is served first, got {shown(priority)}")
-        return [self._submission(p, one, int(priority), request_id) for p, one in zip(prepared, params, strict=True)]
+        priority = as_priority(priority)
+        return [self._submission(p, one, priority, request_id) for p, one in zip(prepared, params, strict=True)]
 
     def _submission(
         self, prepared: Prepared, params: SamplingParams, priority: int, request_id: str | None
@@ -290,6 +289,18 @@ def bad_phrases(tokenizer: PromptTokenizer, words: Seq[str], vocab_size: int) ->
         if len(spaced) == len(plain) and spaced[0] != plain[0]:
             phrases[spaced] = None
     return tuple(phrase for phrase in phrases if max(phrase) < vocab_size)
+
+
+def as_priority(value: Any) -> int:
+    """A priority, which messages between processes can hold.
+
+    Raises:
+        RequestError: it is none.
+    """
+    is_integer = isinstance(value, numbers.Integral) and not isinstance(value, bool)
+    if not is_integer or not -(2**63) <= value < 2**63:
+        raise RequestError(f"priority: expected an integer of 64 bits, lower is served first, got {shown(value)}")
+    return int(value)
 
 
 def as_request_ids(request_id: Any) -> list[str]:

@@ -10,6 +10,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+from mllm_compile.engine.requests import as_priority
 from mllm_compile.errors import MllmError
 from mllm_compile.server.api.errors import ApiError, bad_request, not_ready, of_error
 from mllm_compile.server.api.fields import check_request_id
@@ -186,6 +187,7 @@ class Front:
                 plan: Plan = request.plan(facts) if request.is_quick else await self._planned(request, facts)
                 if self.supervisor.state != READY:
                     raise not_ready("the engine is gone. It starts again.", "engine_lost")
+                priority = 0 if request.fields.priority is None else as_priority(request.fields.priority)
                 name = self._name(prefix, request.fields.request_id, header_id)
                 job = self._job(name, request, plan, facts, outlet, client, headers)
             except MllmError as error:
@@ -195,8 +197,7 @@ class Front:
             for _ in range(count):
                 self.admission.leave()
             raise
-        fields = request.fields
-        self.dispatcher.start(job, plan.params, fields.priority or 0, fields.cache_salt)
+        self.dispatcher.start(job, plan.params, priority, request.fields.cache_salt)
         return job
 
     def _name(self, prefix: str, asked: str | None, header_id: str | None) -> str:

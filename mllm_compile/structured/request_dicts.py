@@ -15,7 +15,7 @@ from mllm_compile.runtime.sampling.structured_params import StructuredOutputsPar
 _TYPES = ("text", "json_object", "json_schema", "structural_tag")
 _SCHEMA_KEYS = {"type", "name", "description", "schema", "strict"}
 _SCHEMA_HINT = "Write {'type': 'json_schema', 'json_schema': {'name': …, 'schema': {…}}}."
-# vLLM's names from before `structured_outputs`.
+# vLLM's names from before `structured_outputs`, and SGLang's.
 _GUIDED = {
     "guided_json": "json",
     "guided_regex": "regex",
@@ -24,6 +24,9 @@ _GUIDED = {
     "guided_json_object": "json_object",
     "guided_whitespace_pattern": "whitespace_pattern",
     "structural_tag": "structural_tag",
+    "regex": "regex",
+    "ebnf": "grammar",
+    "json_schema": "json",
 }
 FIELDS = ("response_format", "structured_outputs", *_GUIDED)
 

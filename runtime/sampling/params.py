@@ -119,8 +119,8 @@ class SamplingParams:
         bad_words: Texts whose tokens the output may not have one after another, at its beginning or in it: the last
             token of each, with and without a space before the text, is forbidden where the output ends in those before.
             At most 512. Kept as a tuple, empty when there are none.
-        seed: From 0 to 2**63 - 1: the same seed gives the same tokens whatever else is in the batch. None (or vLLM's
-            -1, kept as None): the engine gives the request a seed of its own.
+        seed: An integer of 64 bits, kept modulo 2**63: the same seed gives the same tokens whatever else is in the
+            batch. None (or vLLM's -1, kept as None): the engine gives the request a seed of its own.
         stop: A text, or texts, that end the output; at most 64, of 4096 characters together. Kept as a tuple, empty
             when there are none.
         stop_token_ids: Token ids that end the output. Kept as a tuple, empty when there are none.
@@ -199,9 +199,9 @@ class SamplingParams:
         self._set("logit_bias", _logit_bias(self.logit_bias))
         self._set("allowed_token_ids", _allowed(self.allowed_token_ids))
         self._set("bad_words", _bad_words(self.bad_words))
-        self._integer("seed", -1, 2**63 - 1, optional=True, hint="Use None to be given one.")
-        if self.seed == -1:
-            self._set("seed", None)
+        self._integer("seed", -(2**63), 2**64 - 1, optional=True, hint="Use None to be given one.")
+        if self.seed is not None:
+            self._set("seed", None if self.seed == -1 else self.seed % 2**63)
         self._integer("n", 1, MAX_N)
         if self.n > 1 and self.is_greedy:
             raise refused("n", "1 when temperature is 0", self.n, "Greedy answers would be equal; raise temperature.")

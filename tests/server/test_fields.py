@@ -44,8 +44,8 @@ def server() -> Iterator[Server]:
         ({"stream": 1}, "stream", "expected `bool"),
         ({"stream_options": {"include_usage": 3}}, "stream_options.include_usage", "expected `bool"),
         ({"stream_options": {}}, "stream_options", "with stream: true"),
-        ({"priority": 10**30}, "priority", "expected `int` <= 2147483647"),
-        ({"seed": "x"}, "seed", "expected `int"),
+        ({"priority": 10**30}, "priority", "expected an integer of 64 bits"),
+        ({"seed": "x"}, "seed", "expected an integer from -9223372036854775808 to 18446744073709551615"),
         ({"best_of": 3}, "best_of", "number of answers"),
         ({"stop": ""}, "stop", "texts that are not empty"),
         ({"logit_bias": {"9999999": 1}}, "logit_bias", "token ids under"),
@@ -117,7 +117,8 @@ def test_a_chat_is_refused_by_the_fields_name(server, fields, param, says):
     ("path", "fields", "param"),
     [
         (CHAT, {"prompt": "hi"}, "messages"),
-        ("/v1/completions", {"messages": HELLO}, "prompt"),
+        ("/v1/completions", {"messages": HELLO}, "messages"),
+        ("/v1/completions", {}, "prompt"),
         ("/v1/messages", {"max_tokens": 4}, "messages"),
         ("/v1/messages", {"messages": HELLO}, "max_tokens"),
         ("/v1/responses", {}, "input"),
@@ -205,9 +206,17 @@ def test_an_answer_may_go_on_from_the_last_message(server):
     assert answer.json["usage"]["prompt_tokens"] == len(ids)
 
 
-def test_without_max_tokens_an_answer_has_the_rest_of_the_context(server):
-    answer = server.post("/v1/completions", {"prompt": "def", "ignore_eos": True}).json
+def test_without_max_tokens_a_chat_has_the_rest_of_the_context_and_a_completion_16_tokens(server):
+    answer = server.post(CHAT, {"messages": HELLO, "ignore_eos": True}).json
     assert (answer["usage"]["total_tokens"], answer["choices"][0]["finish_reason"]) == (512, "length")
+    for most, asked in (
+        (16, {}),
+        (16, {"max_tokens": None}),
+        (5, {"max_completion_tokens": 5}),
+        (40, {"max_tokens": 40}),
+    ):
+        answer = server.post("/v1/completions", {"prompt": "def", "ignore_eos": True, **asked}).json
+        assert (answer["usage"]["completion_tokens"], answer["choices"][0]["finish_reason"]) == (most, "length")
 
 
 def test_a_request_carries_its_own_name(server):

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from mllm_compile.server.api import anthropic, fields, responses
+from mllm_compile.server.api.foreign_fields import FOREIGN, OF_MESSAGES, OF_RESPONSES
 from tests.hang_guard import HANG_S
 from tests.sample import how_to_repeat, seed
 from tests.server.harness import Server, fake_server
@@ -20,11 +21,22 @@ PATHS = (
     "/v1/completions", CHAT, RESPONSES, MESSAGES, "/v1/messages/count_tokens", "/tokenize", "/detokenize", "/v1/abort",
 )  # fmt: skip
 KINDS = (fields.CompletionFields, fields.ChatFields, responses.ResponseFields, anthropic.MessagesFields)
-REFUSED = (fields._REFUSED, responses._REFUSED, anthropic._REFUSED)
+REFUSED = (FOREIGN, OF_RESPONSES, OF_MESSAGES)
 NAMES = sorted(
     {"no_such", *(name for kind in KINDS for name in kind.__struct_fields__), *(n for r in REFUSED for n in r)}
 )
 LIMITS = ("max_tokens", "max_output_tokens", "max_completion_tokens")
+HELLO = [{"role": "user", "content": "hi"}]
+SUBJECTS: dict[str, dict[str, Any]] = {
+    "/v1/completions": {"prompt": "def"},
+    CHAT: {"messages": HELLO},
+    RESPONSES: {"input": "hi"},
+    MESSAGES: {"messages": HELLO},
+    "/v1/messages/count_tokens": {"messages": HELLO},
+    "/tokenize": {"prompt": "def"},
+    "/detokenize": {"tokens": [5, 6]},
+    "/v1/abort": {},
+}
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
 ODD: list[Any] = [
     None, True, False, 0, 1, -1, 2, 3.5, -0.0, 1e300, 2**31, 2**63, -(2**63), 10**30, "", "a", "é☕", "\x00", "\ud800",
@@ -116,28 +128,28 @@ def random_request(rng: random.Random) -> tuple[str, bytes]:
     path = rng.choice(PATHS)
     if path in WHOLE and rng.random() < 0.6:
         body = {name: changed(value, rng) for name, value in WHOLE[path].items() if rng.random() > 0.05}
-        return path, data_of(bounded(body | {"stream": rng.random() < 0.5}, rng), rng)
-    return path, random_body(rng)
+        return path, data_of(bounded(path, body | {"stream": rng.random() < 0.5}, rng), rng)
+    return path, random_body(path, rng)
 
 
-def bounded(body: dict[str, Any], rng: random.Random) -> dict[str, Any]:
+def bounded(path: str, body: dict[str, Any], rng: random.Random) -> dict[str, Any]:
     """A request that asks for what is answered soon."""
     for name in LIMITS:
         value = body.get(name)
-        if name in body or name != "max_completion_tokens":
+        if name in body or name == ("max_output_tokens" if path == RESPONSES else "max_tokens"):
             body[name] = value if isinstance(value, int) and value <= 9 else rng.choice([1, 2, 0, -1, "2"])
     return body
 
 
-def random_body(rng: random.Random) -> bytes:
+def random_body(path: str, rng: random.Random) -> bytes:
     if rng.random() < 0.05:
         return rng.randbytes(rng.randint(0, 60))
     body: dict[str, Any] = {}
     if rng.random() < 0.8:
-        body |= {"prompt": "def", "messages": [{"role": "user", "content": "hi"}], "tokens": [5, 6], "input": "hi"}
+        body |= SUBJECTS[path]
     for name in rng.sample(NAMES, rng.randint(0, 4)):
         body[name] = rng.choice(ODD)
-    return data_of(bounded(body, rng), rng)
+    return data_of(bounded(path, body, rng), rng)
 
 
 def data_of(body: dict[str, Any], rng: random.Random) -> bytes:

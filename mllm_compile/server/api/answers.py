@@ -138,13 +138,21 @@ class OpenAIAnswers:
 
 
 class ChatAnswers(OpenAIAnswers):
-    """The answers of /v1/chat/completions."""
+    """The answers of /v1/chat/completions.
+
+    Args:
+        echo: of the prompt, with which each answer begins.
+    """
 
     chunk_object = "chat.completion.chunk"
     answer_object = "chat.completion"
 
+    def __init__(self, head: dict[str, Any], *, echo: str = "", **options: Any) -> None:
+        super().__init__(head, **options)
+        self._echo = echo
+
     def begin(self, job: Job) -> bytes:
-        entry = {"delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
+        entry = {"delta": {"role": "assistant", "content": self._echo}, "logprobs": None, "finish_reason": None}
         extra = {"usage": usage_of(job)} if self._usage_in_each else {}
         return b"".join(
             event(self._chunk_head | {"choices": [{"index": choice.index, **entry}]} | extra) for choice in job.choices
@@ -157,7 +165,7 @@ class ChatAnswers(OpenAIAnswers):
         return {"delta": {"content": choice.text} if choice.text else {}, "logprobs": self._logprobs(choice)}
 
     def _answer(self, choice: Choice) -> dict[str, Any]:
-        message = {"role": "assistant", "content": choice.text, "refusal": None}
+        message = {"role": "assistant", "content": self._echo + choice.text, "refusal": None}
         return {"message": message, "logprobs": self._logprobs(choice)}
 
     def _logprobs(self, choice: Choice) -> dict[str, Any] | None:

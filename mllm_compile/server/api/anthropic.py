@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from typing import Any, TypeGuard
+from typing import Any, ClassVar, TypeGuard
 
 import msgspec
 
@@ -12,15 +12,12 @@ from mllm_compile.media.messages import has_media
 from mllm_compile.runtime.shown import brief
 from mllm_compile.server.api.anthropic_answers import MessagesAnswers, refusal
 from mllm_compile.server.api.errors import bad_request
-from mllm_compile.server.api.fields import ChatFields, Refused, params_of, read_fields
+from mllm_compile.server.api.fields import ChatFields, params_of, read_fields
+from mllm_compile.server.api.foreign_fields import FOREIGN, OF_MESSAGES
 from mllm_compile.server.api.interfaces import Plan, chat_plan
 from mllm_compile.server.engine_facts import EngineFacts
 
-_REFUSED: Refused = {
-    "mcp_servers": (([],), "this server reaches nothing outside"),
-    "container": ((), "code is not run"),
-    "output_format": ((), "it has become output_config: {format: …}"),
-}
+_FOREIGN = {**FOREIGN, **OF_MESSAGES}
 _IMAGES = ("image/jpeg", "image/png", "image/gif", "image/webp")
 _TOOL = "{'name': …, 'input_schema': …}"
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
@@ -63,9 +60,8 @@ class MessagesFields(msgspec.Struct, kw_only=True):
     tool_choice: dict[str, Any] | None = None
     thinking: Thinking | None = None
     chat_template_kwargs: dict[str, Any] | None = None  # ours: a model's own switches, such as enable_thinking
-    # Taken, and without a meaning here.
-    metadata: Any = None
-    service_tier: Any = None
+
+    path: ClassVar[str] = "/v1/messages"
 
 
 def read_chat(body: bytes) -> tuple[ChatFields, list[str]]:
@@ -74,7 +70,7 @@ def read_chat(body: bytes) -> tuple[ChatFields, list[str]]:
     Raises:
         ApiError: it is refused.
     """
-    given, ignored = read_fields(MessagesFields, body, _REFUSED)
+    given, ignored = read_fields(MessagesFields, body, _FOREIGN)
     system = [] if given.system is None else [{"role": "system", "content": _text(given.system, "system")}]
     messages = [one for message in given.messages for one in _chat_messages(message)]
     choice, is_parallel = _tool_choice(given.tool_choice)

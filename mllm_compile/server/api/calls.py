@@ -106,4 +106,6 @@ class ReadChatAnswers(ChatAnswers):
         if not self._shows_reasoning:
             for name in ("reasoning", "reasoning_content"):
                 message.pop(name, None)
+        if self._echo:
+            message["content"] = self._echo + (message["content"] or "")
         return {"message": message | {"refusal": None}, "logprobs": self._logprobs(choice)}

@@ -1,51 +1,40 @@
-"""The fields of requests: which there are, which are refused and why, and the SamplingParams that they make.
+"""The fields of requests: which there are, and the SamplingParams that they make.
 
-A request's field works, or is refused with 400 by its name, or (a name that nobody here knows) is named in the response
-header x-mllm-ignored. Ranges of sampling fields are SamplingParams' own business, and so are its messages.
+A request's field works, or is refused with 400 by its name (foreign_fields.py), or (a name that nobody here knows) is
+named in the response header x-mllm-ignored. What a sampling field's values mean, SamplingParams alone knows: they are
+handed over as they came, and so are its messages.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, TypeVar
+from typing import Any, ClassVar, Literal, TypeVar
 
 import msgspec
 
 from mllm_compile.errors import RequestError
-from mllm_compile.runtime.sampling.params import SamplingParams
+from mllm_compile.runtime.sampling.params import MAX_LOGPROBS, SamplingParams
 from mllm_compile.server.api.errors import ApiError, bad_request, of_error
+from mllm_compile.server.api.foreign_fields import FOREIGN, RENAMED, ForeignFields
 from mllm_compile.structured.request_dicts import FIELDS as FORM_FIELDS
 from mllm_compile.structured.request_dicts import structured_outputs_of
 
 MOST_COMPLETIONS = 4096  # of one request, over all its prompts
-_MOST_LOGPROBS = 20
+_COMPLETION_TOKENS = 16  # of /v1/completions without max_tokens, as OpenAI and vLLM have it
 _LONGEST_ID = 128
 # Fields of SamplingParams that a request has under the same name.
 _SAMPLING = (
     "n", "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty",
-    "logit_bias", "allowed_token_ids", "bad_words", "stop", "stop_token_ids", "include_stop_str_in_output",
+    "logit_bias", "allowed_token_ids", "bad_words", "seed", "stop", "stop_token_ids", "include_stop_str_in_output",
     "ignore_eos", "min_tokens", "skip_special_tokens", "prompt_logprobs",
 )  # fmt: skip
-
-_TEMPLATE = "a template is code, and is not taken from a request. Serve a model folder that has it"
-Refused = Mapping[str, tuple[tuple[Any, ...], str]]  # name → values that ask for nothing, reason
-_REFUSED: Refused = {
-    "functions": (([],), "it has become tools. Use that"),
-    "function_call": (("none", "auto"), "it has become tool_choice. Use that"),
-    "thinking_token_budget": ((), "reasoning is not cut. Use max_tokens"),
-    "chat_template": ((), _TEMPLATE),
-    "use_beam_search": ((False,), "there is no beam search. Use n with a temperature"),
-    "length_penalty": ((1, 1.0), "it is for beam search, which there is not"),
-    "suffix": (("",), "text is not filled in. Write the prompt so that the answer follows it"),
-    "prompt_embeds": ((), "prompts are texts or token ids"),
-    "logprob_token_ids": (([],), "log-probabilities are those of the likeliest tokens. Use logprobs"),
-    "audio": ((), "only text is served"),
-    "modalities": ((["text"],), "only text is served"),
-    "mm_processor_kwargs": (({},), "only text is served"),
-    "web_search_options": ((), "this server reaches nothing outside"),
-    "prediction": ((), "predicted outputs are not used"),
-    "kv_transfer_params": ((), "KV is not moved between servers"),
+# Values that ask for nothing, of fields that another path has; beside the empty ones, and SamplingParams' defaults.
+_NOTHING: Mapping[str, tuple[Any, ...]] = {
+    "add_generation_prompt": (True,),
+    "include_reasoning": (True,),
+    "parallel_tool_calls": (True,),
+    "tool_choice": ("none", "auto"),
 }
 
 
@@ -62,6 +51,7 @@ class GenerateFields(msgspec.Struct, kw_only=True):
     stream_options: StreamOptions | None = None
     stream_interval: int | None = None  # tokens of a chunk
     max_tokens: Any = None
+    max_completion_tokens: Any = None
     n: Any = None
     best_of: int | None = None
     temperature: Any = None
@@ -74,7 +64,7 @@ class GenerateFields(msgspec.Struct, kw_only=True):
     logit_bias: Any = None
     allowed_token_ids: Any = None
     bad_words: Any = None
-    seed: int | None = None
+    seed: Any = None
     stop: Any = None
     stop_token_ids: Any = None
     include_stop_str_in_output: Any = None
@@ -83,10 +73,11 @@ class GenerateFields(msgspec.Struct, kw_only=True):
     skip_special_tokens: Any = None
     prompt_logprobs: Any = None
     truncate_prompt_tokens: int | None = None
+    truncation_side: Literal["left", "right"] | None = None
     add_special_tokens: bool | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
-    priority: Annotated[int, msgspec.Meta(ge=-(2**31), lt=2**31)] | None = None
+    priority: Any = None
     request_id: str | None = None
     cache_salt: str | None = None
     # The form of the answer, under one of these names; structured/request_dicts.py reads them.
@@ -99,15 +90,11 @@ class GenerateFields(msgspec.Struct, kw_only=True):
     guided_json_object: Any = None
     guided_whitespace_pattern: Any = None
     structural_tag: Any = None
-    # Taken, and without a meaning here.
-    user: Any = None
-    metadata: Any = None
-    store: Any = None
-    service_tier: Any = None
-    safety_identifier: Any = None
-    prompt_cache_key: Any = None
-    parallel_tool_calls: bool | None = None  # of chats
+    regex: Any = None
+    ebnf: Any = None
+    json_schema: Any = None
 
+    path: ClassVar[str]
     subject: ClassVar[str]  # the field with the prompt
     form_name: ClassVar[str | None] = None  # of the form, where a client has given it another name than those above
 
@@ -124,7 +111,8 @@ class GenerateFields(msgspec.Struct, kw_only=True):
 
     @property
     def most_tokens(self) -> Any:
-        return self.max_tokens
+        """The most tokens of an answer; None: as many as the context leaves."""
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
 
 class CompletionFields(GenerateFields, kw_only=True):
@@ -134,18 +122,25 @@ class CompletionFields(GenerateFields, kw_only=True):
     logprobs: int | None = None
     echo: bool | None = None
 
+    path: ClassVar[str] = "/v1/completions"
     subject: ClassVar[str] = "prompt"
 
     @property
     def num_logprobs(self) -> int | None:
         return self.logprobs
 
+    @property
+    def most_tokens(self) -> Any:
+        most = super().most_tokens
+        return _COMPLETION_TOKENS if most is None else most
+
 
 class ChatFields(GenerateFields, kw_only=True):
     """The fields of /v1/chat/completions."""
 
     messages: list[dict[str, Any]]
-    max_completion_tokens: Any = None
+    input_ids: list[int] | None = None  # in the place of what the template would make of the messages
+    echo: bool | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
     chat_template_kwargs: dict[str, Any] | None = None
@@ -155,8 +150,10 @@ class ChatFields(GenerateFields, kw_only=True):
     reasoning_effort: str | None = None
     tools: Any = None
     tool_choice: Any = None
+    parallel_tool_calls: bool | None = None
     include_reasoning: bool | None = None
 
+    path: ClassVar[str] = "/v1/chat/completions"
     subject: ClassVar[str] = "messages"
 
     @property
@@ -165,37 +162,46 @@ class ChatFields(GenerateFields, kw_only=True):
             return None
         return self.top_logprobs or 0
 
-    @property
-    def most_tokens(self) -> Any:
-        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
+_KINDS = (ChatFields, CompletionFields)
 
 F = TypeVar("F", bound=msgspec.Struct)
 _LACKING = "Object missing required field `"  # as msgspec says it
 
 
-def read_fields(kind: type[F], body: bytes, refused: Refused | None = None) -> tuple[F, list[str]]:
+def read_fields(kind: type[F], body: bytes, foreign: ForeignFields = FOREIGN) -> tuple[F, list[str]]:
     """A request's fields, and the names in it that are unknown.
-
-    Args:
-        refused: names that are refused, unless their value asks for nothing, and why; None: OpenAI's.
 
     Raises:
         ApiError: it is no JSON object, a field is of another type, or one that is refused.
     """
-    refused = _REFUSED if refused is None else refused
     given = read_object(body)
+    for name, ours in RENAMED.items():
+        if given.get(name) is not None and given.setdefault(ours, given[name]) != given[name]:
+            raise bad_request(f"{name}: expected {ours} alone, which it is another name of", name)
     try:
         fields = msgspec.convert(given, kind)
     except (msgspec.ValidationError, RecursionError) as error:
         raise _wrong_type(error) from None
-    known = set(kind.__struct_fields__)
-    unknown = [name for name in given if name not in known]
-    for name in unknown:
-        neutral, reason = refused.get(name, ((given[name],), ""))
-        if given[name] is not None and given[name] not in neutral:
-            raise bad_request(f"{name}: {reason}.", name, "unsupported_field")
-    return fields, [name for name in unknown if name not in refused]
+    unknown = []
+    for name in given.keys() - set(kind.__struct_fields__) - RENAMED.keys():
+        value = given[name]
+        if name in foreign:
+            if not foreign[name].takes(value):
+                raise bad_request(f"{name}: {foreign[name].why}.", name, "unsupported_field")
+        else:
+            path: str | None = getattr(kind, "path", None)
+            others = [] if path is None else [one.path for one in _KINDS if name in one.__struct_fields__]
+            if not others:
+                unknown.append(name)
+            elif not _asks_for_nothing(name, value):
+                why = f"{name}: {path} has no such field. Use {' or '.join(others)}"
+                raise bad_request(why, name, "unsupported_field")
+    return fields, sorted(unknown, key=list(given).index)
+
+
+def _asks_for_nothing(name: str, value: Any) -> bool:
+    return not value or value in _NOTHING.get(name, ()) or value == getattr(SamplingParams, name, None)
 
 
 def read_object(body: bytes) -> dict[str, Any]:
@@ -232,11 +238,10 @@ def params_of(fields: GenerateFields, defaults: SamplingParams) -> SamplingParam
     changes = {name: value for name in _SAMPLING if (value := getattr(fields, name)) is not None}
     changes["max_tokens"] = fields.most_tokens
     changes["logprobs"] = fields.num_logprobs
-    if fields.num_logprobs is not None and not 0 <= fields.num_logprobs <= _MOST_LOGPROBS:
+    # In process -1 asks for the whole vocabulary, which no client could read as JSON.
+    if fields.num_logprobs is not None and not 0 <= fields.num_logprobs <= MAX_LOGPROBS:
         name = "top_logprobs" if isinstance(fields, ChatFields) else "logprobs"
-        raise bad_request(f"{name}: expected an integer from 0 to {_MOST_LOGPROBS}, got {fields.num_logprobs}")
-    if fields.seed is not None:
-        changes["seed"] = fields.seed % 2**63
+        raise bad_request(f"{name}: expected an integer from 0 to {MAX_LOGPROBS}, got {fields.num_logprobs}")
     if fields.best_of is not None and fields.best_of != (fields.n or 1):
         raise bad_request("best_of: expected the number of answers, n; answers are not chosen among. Use n")
     try:

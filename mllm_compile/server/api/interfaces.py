@@ -93,9 +93,9 @@ class CompletionRequest:
 
     def plan(self, facts: EngineFacts) -> Plan:
         fields = self.fields
-        is_only_echoed = bool(fields.echo) and fields.max_tokens == 0
+        is_only_echoed = bool(fields.echo) and fields.most_tokens == 0
         if is_only_echoed:
-            fields.max_tokens = 1  # an engine's prompt has an answer
+            fields.max_tokens, fields.max_completion_tokens = 1, None  # an engine's prompt has an answer
         params = params_of(fields, facts.defaults)
         if fields.echo and params.logprobs is not None:
             params = dataclasses.replace(params, prompt_logprobs=params.logprobs)
@@ -128,6 +128,8 @@ class ChatRequest:
         params = params_of(fields, facts.defaults)
         options = _options(fields, facts, params)
 
+        options["echo"] = prompts.last_answer(fields.messages) if fields.echo else ""
+
         def answers(head: dict[str, Any], is_read: bool) -> Format:
             if not is_read:
                 return ChatAnswers(head, **options)
@@ -148,7 +150,7 @@ def chat_plan(
         ApiError, MllmError: it is refused.
     """
     items = prompts.take_pictures(facts, fields)
-    text = prompts.chat_text(facts, fields)
+    text = prompts.chat_text(facts, fields) if fields.input_ids is None else prompts.given_text(facts, fields)
     reading = AnswerReading(facts, fields, text, params)
     found = prompts.chat_prompts(facts, fields, reading.params, text, items)
     return Plan(

@@ -104,8 +104,10 @@ def chat_prompts(
         shared = facts.media.prepare_shared(text, items, fields.add_special_tokens is True)
         token_ids = np.frombuffer(shared.token_ids, np.int32).tolist()
         return _checked(facts, fields, [Prompt(token_ids, media=shared)], params)
-    token_ids = _tokenizer(facts).encode(text, fields.add_special_tokens is True)
-    facts.media.check_text(token_ids)
+    token_ids = fields.input_ids
+    if token_ids is None:
+        token_ids = _tokenizer(facts).encode(text, fields.add_special_tokens is True)
+        facts.media.check_text(token_ids)
     return _checked(facts, fields, [Prompt(_truncated(token_ids, fields))], params)
 
 
@@ -126,6 +128,32 @@ def chat_text(facts: EngineFacts, fields: ChatFields) -> str:
         **options_of_template(fields),
     )
     return _until_end_of(fields.messages, text) if goes_on else text
+
+
+def given_text(facts: EngineFacts, fields: ChatFields) -> str:
+    """The text of a chat's prompt whose token ids a client gives itself; messages do not come into it.
+
+    Raises:
+        ApiError: there is what the ids would have to have, or no id of the model's.
+    """
+    for name in ("continue_final_message", "add_generation_prompt", "add_special_tokens", "documents"):
+        if getattr(fields, name):
+            raise bad_request(f"{name}: expected none beside input_ids, which are the whole prompt")
+    if has_media(fields.messages):
+        raise bad_request("input_ids: expected none beside images, for which the template leaves places")
+    token_ids = fields.input_ids or []
+    wrong = next((token for token in token_ids if not 0 <= token < facts.hello.vocab_size), None)
+    if wrong is not None:
+        raise bad_request(f"input_ids: expected token ids from 0 to {facts.hello.vocab_size - 1}, got {wrong}")
+    return _tokenizer(facts).decode(token_ids, skip_special_tokens=False)
+
+
+def last_answer(messages: list[dict[str, Any]]) -> str:
+    """The text of the last message, where it is the assistant's."""
+    content = messages[-1].get("content") if messages and messages[-1].get("role") == "assistant" else None
+    if isinstance(content, list):
+        content = "".join(part["text"] for part in content if isinstance(part, dict) and part.get("type") == "text")
+    return content if isinstance(content, str) else ""
 
 
 def tools_of(tools: Any, choice: Any) -> tuple[tuple[Tool, ...], ToolChoice]:
@@ -157,13 +185,13 @@ def _tokenizer(facts: EngineFacts) -> Tokenizer:
 
 
 def _truncated(token_ids: list[int], fields: GenerateFields) -> list[int]:
-    """The last tokens of a prompt, where a client has bounded it."""
+    """The last tokens of a prompt where a client has bounded it, or its first ones."""
     most = fields.truncate_prompt_tokens
     if most is None or most == -1:
         return token_ids
     if most < 1:
         raise bad_request(f"truncate_prompt_tokens: expected at least 1, got {most}")
-    return token_ids[-most:]
+    return token_ids[:most] if fields.truncation_side == "right" else token_ids[-most:]
 
 
 def _checked(facts: EngineFacts, fields: GenerateFields, prompts: list[Prompt], params: SamplingParams) -> list[Prompt]:

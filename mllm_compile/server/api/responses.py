@@ -2,29 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
 
 from mllm_compile.media.messages import has_media
 from mllm_compile.runtime.shown import brief
 from mllm_compile.server.api.errors import bad_request, openai_refusal
-from mllm_compile.server.api.fields import ChatFields, Refused, params_of, read_fields
+from mllm_compile.server.api.fields import ChatFields, params_of, read_fields
+from mllm_compile.server.api.foreign_fields import FOREIGN, OF_RESPONSES
 from mllm_compile.server.api.interfaces import Plan, chat_plan
 from mllm_compile.server.api.responses_answers import ResponsesAnswers
 from mllm_compile.server.engine_facts import EngineFacts
 
-_STATE = "nothing is stored between requests. Send the whole conversation as input"
-_REFUSED: Refused = {
-    "previous_response_id": ((), _STATE),
-    "conversation": ((), _STATE),
-    "background": ((False,), _STATE),
-    "prompt": ((), "there are no stored prompts"),
-    # Reasoning is not encrypted: an answer has its text, and takes it back.
-    "include": (([], ["reasoning.encrypted_content"]), "there is nothing else that an answer could include"),
-    "truncation": (("disabled",), "an input is not shortened"),
-    "max_tool_calls": ((), "it bounds tools of the server's own, which are not served"),
-}
+_FOREIGN = {**FOREIGN, **OF_RESPONSES}
 _TEXTS = ("input_text", "output_text", "text")
 _IMAGE = "expected an input_image with image_url, data:image/png;base64,…"
 _TOOL = "{'type': 'function', 'name': …, 'parameters': …}"
@@ -63,13 +54,9 @@ class ResponseFields(msgspec.Struct, kw_only=True):
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
-    # Taken, and without a meaning here: `store` too, as answers say store: false.
-    metadata: dict[str, Any] | None = None
-    store: bool | None = None
-    user: Any = None
-    service_tier: Any = None
-    safety_identifier: Any = None
-    prompt_cache_key: Any = None
+    metadata: dict[str, Any] | None = None  # answers have it again
+
+    path: ClassVar[str] = "/v1/responses"
 
 
 class ResponsesRequest:
@@ -81,7 +68,7 @@ class ResponsesRequest:
     is_quick = False
 
     def __init__(self, body: bytes) -> None:
-        self._given, self.ignored = read_fields(ResponseFields, body, _REFUSED)
+        self._given, self.ignored = read_fields(ResponseFields, body, _FOREIGN)
         given = self._given
         system = [] if given.instructions is None else [{"role": "system", "content": given.instructions}]
         reasoning = given.reasoning or ReasoningFields()

@@ -21,7 +21,7 @@ REFUSED = [
     *[("presence_penalty", value) for value in (-2.1, 2.1, NAN, "1")],
     *[("frequency_penalty", value) for value in (-2.1, 2.1, NAN, None)],
     *[("repetition_penalty", value) for value in (0, -1, 1e-30, 101, NAN, None)],
-    *[("seed", value) for value in (-2, 2**63, 0.5, "7", True)],
+    *[("seed", value) for value in (-(2**63) - 1, 2**64, 0.5, "7", True)],
     *[("n", value) for value in (0, -1, 1.5, None, 1025, 10**9)],
     *[("max_tokens", value) for value in (0, -1, 1.5, "16", True)],
     *[("min_tokens", value) for value in (-1, 1.5, None, 17)],

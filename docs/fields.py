@@ -1,0 +1,55 @@
+"""Makes fields.md: which fields of other servers' requests are served, refused or taken. `python docs/fields.py`"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from mllm_compile.server.api.anthropic import MessagesFields
+from mllm_compile.server.api.fields import ChatFields, CompletionFields, GenerateFields
+from mllm_compile.server.api.foreign_fields import FOREIGN, OF_MESSAGES, OF_RESPONSES, RENAMED, ForeignFields
+from mllm_compile.server.api.responses import ResponseFields
+
+_HEAD = """# Fields of requests
+
+Made by `python docs/fields.py` of the server's own table. What the fields that are served do, [the server's
+page](server.md#fields) says. A field of another path is refused by the path that has it, and a name that stands nowhere
+here is named in the header `x-mllm-ignored`.
+"""
+_PATHS: tuple[tuple[str, ForeignFields], ...] = (
+    ("all paths", FOREIGN),
+    ("`/v1/responses`", OF_RESPONSES),
+    ("`/v1/messages`", OF_MESSAGES),
+)
+
+
+def page() -> str:
+    """The page's text."""
+    both = set(GenerateFields.__struct_fields__)
+    served = [
+        ("completions and chats", GenerateFields.__struct_fields__),
+        ("`/v1/completions` alone", [name for name in CompletionFields.__struct_fields__ if name not in both]),
+        ("`/v1/chat/completions` alone", [name for name in ChatFields.__struct_fields__ if name not in both]),
+        ("`/v1/responses`", ResponseFields.__struct_fields__),
+        ("`/v1/messages`", MessagesFields.__struct_fields__),
+    ]
+    parts = [_HEAD, "## Served\n", "| of | fields |\n|---|---|"]
+    parts += [f"| {path} | {', '.join(f'`{name}`' for name in sorted(names))} |" for path, names in served]
+    parts += ["\nSGLang's names: " + ", ".join(f"`{name}` for `{ours}`" for name, ours in RENAMED.items()) + "."]
+    for path, foreign in _PATHS:
+        refused = [(name, one) for name, one in foreign.items() if not one.is_taken]
+        parts += [f"\n## Refused by {path}\n", "| field | of | why | asks for nothing |\n|---|---|---|---|"]
+        parts += [f"| `{name}` | {one.of} | {one.why} | {_values(one.nothing)} |" for name, one in refused]
+    parts += ["\n## Taken, and without a meaning here\n", "| field | of | path | why |\n|---|---|---|---|"]
+    for path, foreign in _PATHS:
+        taken = [(name, one) for name, one in foreign.items() if one.is_taken]
+        parts += [f"| `{name}` | {one.of} | {path} | {one.why} |" for name, one in taken]
+    return "\n".join(parts) + "\n"
+
+
+def _values(values: tuple[object, ...]) -> str:
+    return ", ".join(f"`{json.dumps(value)}`" for value in values)
+
+
+if __name__ == "__main__":
+    Path(__file__).with_name("fields.md").write_text(page(), encoding="utf-8")
