@@ -89,7 +89,8 @@ class FakeStepHandle:
     output: StepOutput
 
     def wait(self) -> StepOutput:
-        self.runner.gate.wait()
+        if self.step >= self.runner.gate_from:
+            self.runner.gate.wait()
         time.sleep(self.runner.delay_s)
         self.runner.waited.append(self.step)
         error = self.runner.fail_wait.pop(self.step, None)
@@ -102,13 +103,15 @@ class FakeStepHandle:
 class FakeStepRunner:
     """Samples `next_token` of each row's tokens; like the real one it knows decode inputs only by slot.
 
-    `fail_submit` and `fail_wait` map a step's number to what it raises; while `gate` is cleared no step ends.
+    `fail_submit` and `fail_wait` map a step's number to what it raises. While `gate` is cleared, no step ends whose
+    number is `gate_from` or more.
     """
 
     next_token: NextToken = hashed_token
     fail_submit: dict[int, Exception] = field(default_factory=dict)
     fail_wait: dict[int, Exception] = field(default_factory=dict)
     gate: threading.Event = field(default_factory=threading.Event)
+    gate_from: int = 0
     delay_s: float = 0.0  # of each step
     batches: list[ScheduledBatch] = field(default_factory=list)
     waited: list[int] = field(default_factory=list)
@@ -167,6 +170,11 @@ def scheduler_config(**changes: Any) -> SchedulerConfig:
         "num_pages": 129,
     }
     return SchedulerConfig(**(limits | changes))
+
+
+# An answer that a test ends, at any speed: hundreds of seconds of steps.
+ENDLESS = 1 << 17  # tokens
+ROOM_FOR_ENDLESS = {"max_model_len": 2 * ENDLESS, "num_pages": ENDLESS}
 
 
 def fake_engine(runner: FakeStepRunner | None = None, **changes: Any) -> Engine:

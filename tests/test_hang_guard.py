@@ -13,7 +13,7 @@ from tests.hang_guard import until
 
 TESTS = Path(__file__).parent
 CLOCKS = {"monotonic", "perf_counter", "monotonic_ns", "perf_counter_ns", "process_time", "thread_time"}
-WAITS = {"wait", "join", "communicate", "result", "alarm", "Timer", "get", "acquire", "run"}
+WAITS = {"wait", "join", "communicate", "result", "alarm", "Timer", "get", "acquire", "run", "wait_for", "urlopen"}
 # What shows a time without expecting one, or kills something at a random moment.
 MAY_READ_CLOCKS = {"hang_guard.py", "fakes.py", "soak.py", "cost.py", "test_compile_killed.py"}
 
@@ -28,6 +28,7 @@ def limits(tree: ast.AST) -> Iterator[str]:
             yield f"line {node.lineno} reads time.{name}"
         said = [keyword.value for keyword in node.keywords if keyword.arg in ("timeout", "interval", "timeout_s")]
         said += node.args[:1] if name in WAITS - {"run", "get"} else []
+        said += node.args[1:2] if name == "wait_for" else []
         if name in WAITS and any(isinstance(one, ast.Constant) and type(one.value) in (int, float) for one in said):
             yield f"line {node.lineno}: {name} ends after a number of seconds; take HANG_S"
 
@@ -44,7 +45,14 @@ def test_no_test_expects_something_within_a_time(path):
 
 @pytest.mark.parametrize(
     "code",
-    ["start = time.monotonic()", "event.wait(5)", "thread.join(timeout=20)", "run(command, timeout=40)", "alarm(3)"],
+    [
+        "start = time.monotonic()",
+        "event.wait(5)",
+        "thread.join(timeout=20)",
+        "run(command, timeout=40)",
+        "alarm(3)",
+        "wait_for(answer, 20)",
+    ],
 )
 def test_a_limit_is_seen(code):
     assert len(list(limits(ast.parse(code)))) == 1

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from mllm_compile.media.decode import Refused, decode
-from mllm_compile.media.limits import MAX_MEMORY, MAX_PROMPT_PIXELS, MAX_SECONDS
+from mllm_compile.media.limits import MAX_MEMORY, MAX_PROMPT_PIXELS
 from mllm_compile.media.processor import DecodedItem, MediaProcessor
 from mllm_compile.media.protocol import PREPARED, REFUSAL, TOO_LARGE, TOO_MUCH_MEMORY, pack, unpack
 from mllm_compile.media.segment import SegmentFull, write_tensors
@@ -26,7 +26,7 @@ from mllm_compile.process.helper_server import Answer, limit_files_and, serve
 def main() -> None:
     """Answers requests until the pipe of requests ends."""
     os.environ["HF_HUB_OFFLINE"] = "1"
-    serve(_open, MAX_SECONDS)
+    serve(_open)
 
 
 def _open(first: bytes) -> Callable[[bytes], Answer]:

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from mllm_compile.errors import MllmError
 from mllm_compile.process import bytecode, child_python
-from mllm_compile.process.helper_server import FRAME, REQUEST, START, Answer
+from mllm_compile.process.helper_server import FRAME, REQUEST, SECONDS, START, Answer
 
 _CHUNK = 1 << 20
 
@@ -46,7 +46,7 @@ class HelperProcesses:
         module: its `main` calls helper_server.serve.
         start: the body of the START frame.
         task: what they do, for errors: "that renders chat templates".
-        seconds: of processor time that `module` lets a request take, to be named.
+        seconds: of processor time that a request may take.
         max_wait_s: where a process gets no processor.
         max_answer: bytes.
         most: processes at a time.
@@ -65,7 +65,7 @@ class HelperProcesses:
         most: int,
         kept_after: Collection[bytes],
     ) -> None:
-        self._module, self._start, self._task = module, start, task
+        self._module, self._start, self._task = module, SECONDS.pack(seconds) + start, task
         self._seconds, self._max_wait_s, self._max_answer = seconds, max_wait_s, max_answer
         self._most, self._kept_after = most, frozenset(kept_after)
         self._processes: set[_Process] = set()

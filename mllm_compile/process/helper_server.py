@@ -3,7 +3,8 @@
 A helper does for its parent what a stranger's input may make endless: render a template, compile a grammar. A request
 that exceeds its processor time ends the process, even in the middle of one C call; memory is limited as well.
 helper_process.py is the parent's side. Standard input is one end of a socket. A frame is one letter, eight bytes of
-length, and so many bytes; the parent sends START once, then a REQUEST at a time, each answered by one frame.
+length, and so many bytes; the parent sends START once, with the limit on time ahead of its body, then a REQUEST at a
+time, each answered by one frame.
 """
 
 from __future__ import annotations
@@ -18,24 +19,25 @@ from contextlib import contextmanager
 from typing import IO
 
 FRAME = struct.Struct(">cQ")
+SECONDS = struct.Struct(">d")  # of processor time that a request may take
 START, REQUEST = b"T", b"Q"
 
 Answer = tuple[bytes, bytes]  # a letter that the two sides agree on, and a body
 
 
-def serve(open_with: Callable[[bytes], Callable[[bytes], Answer]], seconds: float) -> None:
+def serve(open_with: Callable[[bytes], Callable[[bytes], Answer]]) -> None:
     """Answers requests until the pipe of requests ends.
 
     Args:
         open_with: given START's body, makes the function that answers a request. It may import and prepare: the limit
-            on time does not hold for it.
-        seconds: the processor time that a request may take.
+            on time, which START begins with, does not hold for it.
     """
     with open(0, "rb", closefd=False) as requests:
         first = _read(requests)
         if first is None:
             return
-        answer = open_with(first)
+        (seconds,) = SECONDS.unpack_from(first)
+        answer = open_with(first[SECONDS.size :])
         while (request := _read(requests)) is not None:
             with _limited(seconds):
                 kind, body = answer(request)

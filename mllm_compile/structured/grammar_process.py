@@ -11,6 +11,7 @@ from mllm_compile.structured.form import Form, Refused
 from mllm_compile.structured.grammar_protocol import (
     GOOD,
     MAX_ANSWER,
+    MAX_MASK_SECONDS,
     MAX_MEMORY,
     MAX_SECONDS,
     REFUSAL,
@@ -29,7 +30,7 @@ class GrammarProcesses(HelperProcesses):
     def __init__(self, backend: str, vocabulary: Vocabulary) -> None:
         super().__init__(
             "mllm_compile.structured.grammar_server",
-            f"{backend}\n{vocabulary.to_json()}".encode(),
+            f"{backend}\n{MAX_MASK_SECONDS}\n{vocabulary.to_json()}".encode(),
             task="that tries grammars",
             seconds=MAX_SECONDS,
             max_wait_s=_MAX_WAIT_S,

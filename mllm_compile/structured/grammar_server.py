@@ -23,22 +23,21 @@ from mllm_compile.process.helper_server import Answer, limit_files_and, serve
 from mllm_compile.runtime.sampling.grammar import Grammar, MaskWork
 from mllm_compile.structured.backend import Backend, make_backend
 from mllm_compile.structured.form import Form, Refused
-from mllm_compile.structured.grammar_protocol import GOOD, MAX_MEMORY, MAX_SECONDS, REFUSAL, TOO_MUCH_MEMORY
+from mllm_compile.structured.grammar_protocol import GOOD, MAX_MEMORY, REFUSAL, TOO_MUCH_MEMORY
 from mllm_compile.structured.vocabulary import Vocabulary
 
 _STACK_BYTES = 1 << 20
 _NUM_ANSWERS, _MOST_TOKENS = 3, 40
-_MOST_MASK_S = 0.25  # of processor time, for one answer's next tokens
 
 
 def main() -> None:
     """Answers requests until the pipe of requests ends."""
-    serve(_open, MAX_SECONDS)
+    serve(_open)
 
 
 def _open(first: bytes) -> Callable[[bytes], Answer]:
-    name, vocabulary = first.decode().split("\n", 1)
-    trials = Trials(make_backend(name, Vocabulary.from_json(vocabulary), threads=1))
+    name, mask_seconds, vocabulary = first.decode().split("\n", 2)
+    trials = Trials(make_backend(name, Vocabulary.from_json(vocabulary), threads=1), float(mask_seconds))
     # What is imported by now does not count: with XGrammar that is torch.
     limit_files_and(resource.RLIMIT_DATA, _data_bytes() + MAX_MEMORY)
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # libraries warn there, and nobody reads it before the end
@@ -53,10 +52,14 @@ def _data_bytes() -> int:
 
 
 class Trials:
-    """Tries forms with one backend."""
+    """Tries forms with one backend.
 
-    def __init__(self, backend: Backend) -> None:
-        self._backend = backend
+    Args:
+        mask_seconds: of processor time that the next tokens of an answer may take.
+    """
+
+    def __init__(self, backend: Backend, mask_seconds: float) -> None:
+        self._backend, self._mask_seconds = backend, mask_seconds
 
     def answer(self, request: bytes) -> Answer:
         """The outcome of a form, which is JSON; on a thread of its own, for its stack."""
@@ -92,8 +95,8 @@ class Trials:
             mask = np.zeros((1, vocabulary.mask_words), np.int32)
             begun = time.process_time()
             faults = self._backend.fill([MaskWork(matcher, taken, 0)], mask)
-            if time.process_time() - begun > _MOST_MASK_S:
-                raise Refused(f"the tokens that may follow take more than {_MOST_MASK_S:g} s to find")
+            if time.process_time() - begun > self._mask_seconds:
+                raise Refused(f"the tokens that may follow take more than {self._mask_seconds:g} s to find")
             allowed = np.flatnonzero(np.unpackbits(mask.view(np.uint8)[0], bitorder="little"))
             if count == 0 and (faults or not allowed.size):
                 raise Refused(faults.get(0, "no answer has this form"))

@@ -28,7 +28,6 @@ from mllm_compile.runtime.shown import brief, shown
 from mllm_compile.text.template_protocol import (
     MAX_CHARACTERS,
     MAX_MEMORY,
-    MAX_SECONDS,
     REFUSAL,
     TEXT,
     TOO_LONG,
@@ -240,7 +239,7 @@ def main() -> None:
         templates = Templates(**json.loads(first))
         return lambda request: _answer(templates, request)
 
-    serve(open_with, MAX_SECONDS)
+    serve(open_with)
 
 
 def _answer(templates: Templates, request: bytes) -> tuple[bytes, bytes]:

@@ -116,10 +116,9 @@ def test_a_killed_rank_ends_every_request_with_its_reason(folder):
     engine = Engine(config_of(folder))
     try:
         (follower,) = set(followers()) - before
+        os.kill(follower, signal.SIGSTOP)  # so no request can end before it
         endless = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True, detokenize=False)
         streams = [engine.stream(prompt, endless) for prompt in PROMPTS]
-        for stream in streams:
-            next(stream)
         os.kill(follower, signal.SIGKILL)
         for stream in streams:
             with pytest.raises(EngineDeadError, match=r"rank 1 \(process \d+\) was ended by signal 9"):

@@ -214,10 +214,9 @@ def test_a_rank_that_is_killed_or_hangs_ends_every_request_with_its_reason(cache
     engine = Engine(config_of(cache))
     try:
         (follower,) = set(followers()) - before
+        os.kill(follower, signal.SIGSTOP)  # so no request can end before it
         endless = SamplingParams(temperature=0, max_tokens=400, ignore_eos=True)
         streams = [engine.stream(prompt, endless) for prompt in PROMPTS]
-        for stream in streams:
-            next(stream)
         os.kill(follower, how)
         for stream in streams:
             with pytest.raises(
@@ -241,10 +240,9 @@ def test_four_ranks_give_one_ranks_tokens_and_tell_which_of_them_was_killed(cach
     try:
         assert tokens(engine) == tokens(alone)
         killed = max(set(followers()) - before)
+        os.kill(killed, signal.SIGSTOP)  # so no request can end before it
         endless = SamplingParams(temperature=0, max_tokens=400, ignore_eos=True)
         streams = [engine.stream(prompt, endless) for prompt in PROMPTS]
-        for stream in streams:
-            next(stream)
         os.kill(killed, signal.SIGKILL)
         for stream in streams:
             with pytest.raises(EngineDeadError, match=rf"rank \d \(process {killed}\) was ended by signal 9"):

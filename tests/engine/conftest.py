@@ -3,7 +3,7 @@
 import pytest
 
 from tests.engine.cases import until
-from tests.fakes import FakeStepRunner, all_pages_are_back, fake_engine
+from tests.fakes import ROOM_FOR_ENDLESS, FakeStepRunner, all_pages_are_back, fake_engine
 
 
 @pytest.fixture
@@ -13,7 +13,16 @@ def runner():
 
 @pytest.fixture
 def engine(runner):
-    with fake_engine(runner) as engine:
+    yield from running(runner)
+
+
+@pytest.fixture
+def roomy_engine(runner):
+    yield from running(runner, **ROOM_FOR_ENDLESS)
+
+
+def running(runner, **changes):
+    with fake_engine(runner, **changes) as engine:
         yield engine
         runner.gate.set()
         if engine.is_alive:

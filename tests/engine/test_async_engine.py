@@ -9,7 +9,17 @@ import pytest
 from mllm_compile.engine.async_engine import AsyncEngine
 from mllm_compile.errors import EngineDeadError, MllmError, RequestError
 from mllm_compile.runtime.sampling.params import SamplingParams
-from tests.fakes import FakeStepRunner, StepFailed, all_pages_are_back, expected_tokens, fake_engine, recite
+from tests.fakes import (
+    ENDLESS,
+    ROOM_FOR_ENDLESS,
+    FakeStepRunner,
+    StepFailed,
+    all_pages_are_back,
+    expected_tokens,
+    fake_engine,
+    recite,
+)
+from tests.hang_guard import HANG_S, until
 
 
 def params(**changes):
@@ -22,12 +32,8 @@ def serve(test, runner=None, **changes):
     async def main():
         own_runner = runner or FakeStepRunner()
         async with AsyncEngine(fake_engine(own_runner, **changes)) as engine:
-            await asyncio.wait_for(test(engine, own_runner), 20)
-            for _ in range(500):
-                if not engine.is_alive or await asyncio.to_thread(all_pages_are_back, engine.engine):
-                    return
-                await asyncio.sleep(0.002)
-            raise AssertionError("pages are missing")
+            await asyncio.wait_for(test(engine, own_runner), HANG_S)
+            assert not engine.is_alive or await asyncio.to_thread(all_pages_are_back, engine.engine)
 
     asyncio.run(main())
 
@@ -84,8 +90,7 @@ def test_what_is_no_conversation_is_refused(messages, said):
 @pytest.mark.parametrize("stream", [True, False])
 def test_cancelling_a_task_aborts_its_request(stream):
     async def test(engine, runner):
-        runner.delay_s = 0.001
-        task = asyncio.create_task(collect(engine.generate("abc", params(max_tokens=200), stream=stream)))
+        task = asyncio.create_task(collect(engine.generate("abc", params(max_tokens=ENDLESS), stream=stream)))
         while not runner.batches:
             await asyncio.sleep(0.001)
         task.cancel()
@@ -95,32 +100,30 @@ def test_cancelling_a_task_aborts_its_request(stream):
             await asyncio.sleep(0.001)
         assert (await engine.stats()).finished == {"abort": 1}
 
-    serve(test)
+    serve(test, **ROOM_FOR_ENDLESS)
 
 
 def test_leaving_the_loop_early_aborts_the_request():
     async def test(engine, runner):
-        runner.delay_s = 0.001
-        async for _ in engine.generate("abc", params(max_tokens=200)):
+        async for _ in engine.generate("abc", params(max_tokens=ENDLESS)):
             break
         gc.collect()
         while not (await engine.stats()).finished:
             await asyncio.sleep(0.001)
         assert (await engine.stats()).finished == {"abort": 1}
 
-    serve(test)
+    serve(test, **ROOM_FOR_ENDLESS)
 
 
 def test_abort_ends_the_stream_with_its_reason():
     async def test(engine, runner):
-        runner.delay_s = 0.001
         reasons = []
-        async for output in engine.generate("abc", params(max_tokens=200), request_id="mine"):
+        async for output in engine.generate("abc", params(max_tokens=ENDLESS), request_id="mine"):
             reasons.append(output.finish_reason)
             await engine.abort("mine")
         assert reasons[-1] == "abort"
 
-    serve(test)
+    serve(test, **ROOM_FOR_ENDLESS)
 
 
 def test_refusals_and_failed_steps_are_raised_where_the_request_was_made():
@@ -180,15 +183,12 @@ def test_event_loops_that_are_closed_are_let_go():
 
 
 def test_a_request_whose_event_loop_is_gone_is_aborted():
-    runner = FakeStepRunner(delay_s=0.02)  # on a busy machine too the loop is closed long before the last token
-    engine = fake_engine(runner)
+    engine = fake_engine(**ROOM_FOR_ENDLESS)
     async_engine = AsyncEngine(engine)
     loop = asyncio.new_event_loop()
-    stream = async_engine.generate("abc", params(max_tokens=200))
+    stream = async_engine.generate("abc", params(max_tokens=ENDLESS))
     loop.run_until_complete(stream.__anext__())
     loop.close()
-    for _ in range(1000):
-        if engine.stats().finished:
-            break
+    until(lambda: engine.stats().finished)
     assert engine.stats().finished == {"abort": 1}
     engine.close()

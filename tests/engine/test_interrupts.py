@@ -14,7 +14,7 @@ from mllm_compile.engine.engine import Engine
 from mllm_compile.engine.loop import EngineCore
 from mllm_compile.runtime.model_runner import ModelRunner
 from tests.engine.cases import params, start, until
-from tests.fakes import FakeStepRunner, all_pages_are_back, expected_tokens, fake_engine
+from tests.fakes import ENDLESS, FakeStepRunner, all_pages_are_back, expected_tokens, fake_engine
 from tests.tiny_model import tiny_config
 
 
@@ -60,20 +60,20 @@ def test_while_a_stream_waits_it_can_be_read_on_or_left(engine, runner, goes_on)
         has_ended(engine)
 
 
-def test_as_a_stream_is_made_nothing_runs_on_that_nobody_reads(engine, runner, monkeypatch):
-    submit = engine.core.submit
+def test_as_a_stream_is_made_nothing_runs_on_that_nobody_reads(roomy_engine, monkeypatch):
+    submit = roomy_engine.core.submit
 
     def interrupted(submissions):
         submit(submissions)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(engine.core, "submit", interrupted)
+    monkeypatch.setattr(roomy_engine.core, "submit", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        engine.stream("abc", params(max_tokens=200))
+        roomy_engine.stream("abc", params(max_tokens=ENDLESS))
     with pytest.raises(KeyboardInterrupt):
-        engine.generate(["abc", "def"], params(max_tokens=200))
+        roomy_engine.generate(["abc", "def"], params(max_tokens=ENDLESS))
     monkeypatch.undo()
-    has_ended(engine, 3)
+    has_ended(roomy_engine, 3)
 
 
 @pytest.mark.parametrize("stream", [True, False])

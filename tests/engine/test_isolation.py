@@ -8,7 +8,7 @@ import pytest
 
 from mllm_compile.errors import EngineDeadError
 from tests.engine.cases import params, until
-from tests.fakes import FakeStepRunner, expected_tokens, fake_engine
+from tests.fakes import ENDLESS, ROOM_FOR_ENDLESS, FakeStepRunner, expected_tokens, fake_engine
 from tests.hang_guard import HANG_S
 
 PROMPT = list(range(1, 40))  # more than a page
@@ -99,8 +99,12 @@ def test_an_engine_that_ends_on_its_own_thread_gives_back_after_its_last_step():
     """As when a collection of garbage, which may happen on any thread, finds it."""
     runner = FakeStepRunner()
     events: list[tuple[str, bool]] = []
-    engine = fake_engine(runner, shutdown=lambda: events.append((threading.current_thread().name, engine.is_alive)))
-    stream = engine.stream("abc", params(max_tokens=200))
+
+    def shutdown() -> None:
+        events.append((threading.current_thread().name, engine.is_alive))
+
+    engine = fake_engine(runner, shutdown=shutdown, **ROOM_FOR_ENDLESS)
+    stream = engine.stream("abc", params(max_tokens=ENDLESS))
     next(stream)
     engine.core._post_if_alive(engine.close)
     until(lambda: events)
@@ -113,11 +117,11 @@ def test_an_engine_that_ends_on_its_own_thread_gives_back_after_its_last_step():
 
 @pytest.mark.parametrize("prompt", [[5], PROMPT], ids=["queued at once", "after the first"])
 def test_who_comes_after_many_answers_to_one_prompt_waits_for_those_that_run_alone(prompt):
-    runner = FakeStepRunner(delay_s=0.001)
+    runner = FakeStepRunner(gate_from=5)
+    runner.gate.clear()
     with fake_engine(runner) as engine:  # runs four at once
         many = engine.stream(prompt, params(n=60, temperature=1.0, max_tokens=8))
         until(lambda: len(runner.batches) >= 6)  # the siblings of the first have come too
-        runner.gate.clear()
         num_before = len({r for batch in list(runner.batches) for r in batch.admitted})
         after = engine.stream([9], params())
         runner.gate.set()

@@ -8,7 +8,7 @@ from mllm_compile.engine.streams import Countdown
 from mllm_compile.runtime.sampling.params import SamplingParams
 from mllm_compile.server.backend.step_news import StepNews
 from mllm_compile.server.wire import messages
-from tests.fakes import EOS, FakeStepRunner, expected_tokens, fake_engine, recite
+from tests.fakes import ENDLESS, EOS, ROOM_FOR_ENDLESS, FakeStepRunner, expected_tokens, fake_engine, recite
 from tests.hang_guard import until
 
 
@@ -78,12 +78,12 @@ def test_the_token_that_ends_an_answer_comes_with_its_end():
 
 
 def test_an_engine_that_ends_tells_every_request_that_waits():
-    runner = FakeStepRunner(delay_s=0.01)
+    runner = FakeStepRunner()
     front = Front()
     news = StepNews(front.frames.append)
-    with fake_engine(runner) as engine:
+    with fake_engine(runner, **ROOM_FOR_ENDLESS) as engine:
         engine.core.tell_steps(news)
-        submissions = [engine.builder.build_one([1, 2], SamplingParams(max_tokens=200)) for _ in range(6)]
+        submissions = [engine.builder.build_one([1, 2], SamplingParams(max_tokens=ENDLESS)) for _ in range(6)]
         for key, submission in enumerate(submissions):
             news.take(key, submission)
         engine.core.submit(submissions)

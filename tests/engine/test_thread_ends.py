@@ -12,7 +12,7 @@ from mllm_compile.engine import end_errors, loop
 from mllm_compile.engine.async_engine import AsyncEngine
 from mllm_compile.errors import EngineDeadError
 from tests.engine.cases import params, start, until
-from tests.fakes import FakeStepRunner, fake_engine
+from tests.fakes import ENDLESS, ROOM_FOR_ENDLESS, FakeStepRunner, fake_engine
 from tests.hang_guard import HANG_S
 
 
@@ -96,9 +96,9 @@ def test_whatever_ends_the_thread_everybody_is_told(where, error):
 
 def test_an_interruption_thrown_into_the_thread_ends_it_as_told():
     """As PyThreadState_SetAsyncExc does, which debuggers and timeouts use."""
-    runner = FakeStepRunner(delay_s=0.001)
-    with fake_engine(runner) as engine:
-        thread, results = start(engine.generate, "abc", params(max_tokens=200))
+    runner = FakeStepRunner()
+    with fake_engine(runner, **ROOM_FOR_ENDLESS) as engine:
+        thread, results = start(engine.generate, "abc", params(max_tokens=ENDLESS))
         until(lambda: len(runner.batches) > 3)
         ctypes.pythonapi.PyThreadState_SetAsyncExc(
             ctypes.c_ulong(engine.core._thread.ident), ctypes.py_object(KeyboardInterrupt)

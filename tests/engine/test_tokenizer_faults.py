@@ -9,8 +9,8 @@ from tokenizers import Regex, decoders, models, pre_tokenizers
 from mllm_compile.engine.async_engine import AsyncEngine
 from mllm_compile.errors import MllmError, RequestError
 from mllm_compile.text.tokenizer import Tokenizer, load_tokenizer
-from tests.engine.cases import params
-from tests.fakes import FakeStepRunner, fake_engine
+from tests.engine.cases import params, until
+from tests.fakes import ENDLESS, ROOM_FOR_ENDLESS, FakeStepRunner, fake_engine
 
 PANICS, LETTER = 0, 1  # ids
 CANNOT_DECODE = r"the model's tokenizer cannot decode these tokens: PanicException: .*detokenize=False"
@@ -34,7 +34,7 @@ def runner():
 
 @pytest.fixture
 def engine(runner):
-    with fake_engine(runner, tokenizer=a_tokenizer()) as engine:
+    with fake_engine(runner, tokenizer=a_tokenizer(), **ROOM_FOR_ENDLESS) as engine:
         yield engine
         assert engine.is_alive
         assert engine.generate([5], params())[0].text == "a" * 8
@@ -62,14 +62,12 @@ def test_tasks_get_that_error_too(engine, stream, stop):
         asyncio.run(collect())
 
 
-def test_a_stream_whose_text_fails_ends_its_request(engine, runner):
-    runner.delay_s = 0.001
-    stream = engine.stream([2], params(max_tokens=200))
+def test_a_stream_whose_text_fails_ends_its_request(engine):
+    stream = engine.stream([2], params(max_tokens=ENDLESS))
     with pytest.raises(MllmError, match=CANNOT_DECODE):
         list(stream)
     assert list(stream) == []
-    while engine.stats().running:
-        pass
+    until(lambda: not engine.stats().running)
     assert engine.stats().finished == {"abort": 1}
 
 
@@ -86,7 +84,7 @@ def test_a_prompt_whose_last_tokens_cannot_be_decoded_is_refused_before_it_runs(
 def test_an_abort_whose_last_text_fails_is_an_error_and_the_engine_goes_on(engine, monkeypatch):
     """What is held back as an open character is decoded once more at the end."""
     monkeypatch.setattr("mllm_compile.text.detokenizer.Detokenizer.flush", lambda self: self._decode([PANICS]))
-    stream = engine.stream([3], params(stop="@@", max_tokens=200), request_id="mine")
+    stream = engine.stream([3], params(stop="@@", max_tokens=ENDLESS), request_id="mine")
     next(stream)
     engine.abort("mine")
     with pytest.raises(MllmError, match=CANNOT_DECODE):

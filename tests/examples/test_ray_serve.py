@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.hang_guard import until
+from tests.hang_guard import HANG_S, until
 from tests.tiny_model import tiny_config
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -25,7 +25,7 @@ PORT = 8437
 def ask(prompt: str, **fields: Any) -> dict[str, Any]:
     body = json.dumps({"prompt": prompt, "max_tokens": 8, "temperature": 0, "ignore_eos": True, **fields}).encode()
     request = urllib.request.Request(f"http://127.0.0.1:{PORT}/v1/completions", body)
-    with urllib.request.urlopen(request, timeout=120) as answer:
+    with urllib.request.urlopen(request, timeout=HANG_S) as answer:
         return json.load(answer)["usage"]
 
 

@@ -337,10 +337,13 @@ def test_forks_end_with_whoever_asked(server, tmp_path):
 
 
 def test_forks_end_when_answers_cannot_be_told_any_more(server, tmp_path):
-    for job, code in enumerate((SLEEPS.format(folder=str(tmp_path)), "import time; time.sleep(0.5)")):
+    (tmp_path / "forks").mkdir()
+    waits = f"import os, time\nwhile not os.path.exists({str(tmp_path / 'gate')!r}): time.sleep(0.01)"
+    for job, code in enumerate((SLEEPS.format(folder=str(tmp_path / "forks")), waits)):
         print(json.dumps({"job": job, "code": code}), file=server.stdin, flush=True)
-    forks = running_forks(tmp_path, 1)
+    forks = running_forks(tmp_path / "forks", 1)
     server.stdout.close()
+    (tmp_path / "gate").touch()
     assert server.wait(HANG_S) == -signal.SIGKILL
     assert_gone(forks)
 

@@ -69,6 +69,12 @@ def with_special_tokens(file: bytes, texts: list[str]) -> bytes:
     return json.dumps(data).encode()
 
 
+def wait_while_there(path: str) -> None:
+    """Returns when a file is gone."""
+    while os.path.exists(path):
+        time.sleep(0.01)
+
+
 class FakeGrammars:
     """Takes every form, which its runner heeds not; one with `refused` in it excepted.
 
@@ -76,8 +82,8 @@ class FakeGrammars:
     """
 
     def compile(self, params: StructuredOutputsParams) -> Any:
-        while "slow" in params.text and os.path.exists(os.environ["MLLM_FAKE_SLOW_FORM"]):
-            time.sleep(0.01)
+        if "slow" in params.text:
+            wait_while_there(os.environ["MLLM_FAKE_SLOW_FORM"])
         if "refused" in params.text:
             raise RequestError(f"structured_outputs: {params.kind} is refused: it says so.")
         return object()
@@ -89,24 +95,22 @@ class Runner(FakeStepRunner):
     def submit(self, batch: Any) -> Any:
         handle = super().submit(batch)
         self.batches[:-1] = [None] * (len(self.batches) - 1)  # a long run would keep all
-        stuck = os.environ.get("MLLM_FAKE_STUCK")
-        if stuck:
-            wait = handle.wait
+        stuck, wait = os.environ.get("MLLM_FAKE_STUCK"), handle.wait
+        if stuck is None:
+            return handle
 
-            class Handle:
-                def wait(self) -> Any:
-                    while os.path.exists(stuck):
-                        time.sleep(0.01)
-                    return wait()
+        class Handle:
+            def wait(self) -> Any:
+                wait_while_there(stuck)
+                return wait()
 
-            return Handle()
-        return handle
+        return Handle()
 
 
 def make_engine(settings: dict[str, Any]) -> Engine:
     if settings.get("fails"):
         raise ConfigError("the fake engine does not start")
-    time.sleep(settings.get("start_s", 0.0))
+    wait_while_there(os.environ.get("MLLM_FAKE_SLOW_START", ""))
     next_token = same_text if settings.get("quick") else drawn_token
     files = {path.name: path.read_bytes() for path in TINY.iterdir() if path.suffix in (".json", ".jinja")}
     tokenizer = TOKENIZER

@@ -38,16 +38,27 @@ def is_gone(pid: int) -> bool:
         return True
 
 
-def test_sigterm_lets_running_requests_end_and_takes_no_more():
-    with fake_server(settings=SLOW) as server, ThreadPoolExecutor() as threads:
+@pytest.fixture
+def gate(tmp_path) -> Path:
+    """A file; what waits while it is there goes on when it is gone."""
+    path = tmp_path / "gate"
+    path.touch()
+    return path
+
+
+def test_sigterm_lets_running_requests_end_and_takes_no_more(gate):
+    held = {"MLLM_FAKE_STUCK": str(gate)}
+    with fake_server(settings=SLOW, environment=held) as server, ThreadPoolExecutor() as threads:
         (engine,) = server.engine_pids()
-        running = begin(server, threads, 100)
+        running = threads.submit(stream, server, 4)
+        eventually(lambda: server.figure("mllm:connections_generating") == 1)
         server.process.send_signal(signal.SIGTERM)
         eventually(lambda: server.get("/ready").status == 503)
         assert server.get("/ready").json["state"] == "draining"
         refused = server.complete()
         assert (refused.status, refused.error["code"]) == (503, "shutting_down")
         assert "retry-after" in refused.headers
+        gate.unlink()
         events = running.result().events
         assert events[-1] is None
         assert events[-2]["choices"][0]["finish_reason"] == "length"
@@ -107,33 +118,37 @@ def test_a_stuck_step_is_seen_and_the_engine_made_anew(tmp_path):
 
 def test_an_idle_engine_sleeps_and_a_request_wakes_it():
     with fake_server({"sleep_after_s": 0.5}) as server:
-        pids = server.engine_pids()
         eventually(lambda: not server.engine_pids())
         assert server.get("/ready").json == {"state": "asleep"}
         assert server.get("/health").status == 200
         assert [model["id"] for model in server.get("/v1/models").json["data"]] == ["fake"]
-        assert server.complete().status == 200
-        assert server.engine_pids() != pids
+        assert server.complete().status == 200, "of another engine"
 
 
-def test_requests_wait_for_an_engine_that_starts():
-    with fake_server(settings={"start_s": 1.0}, waits=False) as server:
+def test_requests_wait_for_an_engine_that_starts(gate):
+    with (
+        fake_server(environment={"MLLM_FAKE_SLOW_START": str(gate)}, waits=False) as server,
+        ThreadPoolExecutor() as threads,
+    ):
         starting = server.get("/ready")
         assert (starting.status, starting.json["state"]) == (503, "starting")
         assert server.get("/health").status == 200
-        assert server.complete().status == 200
+        waiting = threads.submit(server.complete)
+        eventually(lambda: server.figure("mllm:requests_waiting") == 1)
+        gate.unlink()
+        assert waiting.result().status == 200
 
 
-def test_a_server_that_starts_ends_at_a_signal():
-    with fake_server(settings={"start_s": 60.0}, waits=False) as server:
+def test_a_server_that_starts_ends_at_a_signal(gate):
+    with fake_server(environment={"MLLM_FAKE_SLOW_START": str(gate)}, waits=False) as server:
         eventually(server.engine_pids)
         (engine,) = server.engine_pids()
         assert server.end() == 0
         assert is_gone(engine)
 
 
-def test_a_client_that_leaves_before_the_engine_is_ready_is_forgotten():
-    with fake_server(settings={"start_s": 2.0}, waits=False) as server:
+def test_a_client_that_leaves_before_the_engine_is_ready_is_forgotten(gate):
+    with fake_server(environment={"MLLM_FAKE_SLOW_START": str(gate)}, waits=False) as server:
         connection = server.open("/v1/completions", LONG)
         eventually(lambda: server.figure("mllm:requests_waiting") == 1)
         connection.close()

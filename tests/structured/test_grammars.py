@@ -13,6 +13,7 @@ import pytest
 from mllm_compile.errors import ConfigError, MllmError, RequestError
 from mllm_compile.runtime.sampling.grammar import MaskWork
 from mllm_compile.runtime.sampling.structured_params import StructuredOutputsParams
+from mllm_compile.structured import grammar_process
 from mllm_compile.structured import grammars as grammars_module
 from mllm_compile.structured.form import Form, Refused
 from mllm_compile.structured.grammar_process import GrammarProcesses
@@ -31,7 +32,6 @@ HOSTILE = {
     "repeats of repeats": {"regex": REPEATS},
     "many rules": {"grammar": CHAIN},
 }
-MANY_ALTERNATIVES = "start: " + " ".join(['"a"?'] * 30_000)
 GOOD = {
     "a large enum": {"json": {"enum": [f"value {number}" for number in range(10_000)]}},
     "many choices": {"choice": [f"choice {number}" for number in range(15_000)]},
@@ -54,6 +54,13 @@ def grammars(vocabulary):
     return Grammars(lambda: vocabulary, ("llguidance",), 1)
 
 
+def limited(monkeypatch, vocabulary, backend="llguidance", *, seconds=HANG_S, mask_seconds=HANG_S):
+    """Grammars whose limits of time are these, at any speed."""
+    monkeypatch.setattr(grammar_process, "MAX_SECONDS", seconds)
+    monkeypatch.setattr(grammar_process, "MAX_MASK_SECONDS", mask_seconds)
+    return Grammars(lambda: vocabulary, (backend,), 1)
+
+
 def allowed(grammar, vocabulary):
     mask = np.zeros((1, vocabulary.mask_words), np.int32)
     assert not grammar.masks.fill([MaskWork(grammar.matcher(), [], 0)], mask)
@@ -69,22 +76,32 @@ def test_a_hostile_form_is_refused_in_bounded_time_and_the_next_one_is_served(gr
 
 
 @pytest.mark.parametrize("name", GOOD)
-def test_a_form_that_only_looks_hostile_is_served(grammars, vocabulary, name):
+def test_a_form_that_only_looks_hostile_is_served(monkeypatch, vocabulary, name):
+    grammars = limited(monkeypatch, vocabulary)
     assert allowed(grammars.compile(form(**GOOD[name])), vocabulary)
 
 
-def test_what_takes_too_long_or_ends_its_process_says_so(grammars):
+def test_what_ends_its_process_says_so(grammars):
     with pytest.raises(RequestError, match=r"compiling the grammar gave no answer: its process ended .* Simplify it"):
         grammars.compile(form(**HOSTILE["many rules"]))
-    with pytest.raises(RequestError, match=r"compiling the grammar takes more than 5 s of processor time\. Simplify"):
-        grammars.compile(form(grammar=MANY_ALTERNATIVES))
 
 
-def test_xgrammar_s_masks_that_take_too_long_are_found_before_the_engine_has_them(vocabulary):
-    grammars = Grammars(lambda: vocabulary, ("xgrammar",), 1)
-    with pytest.raises(RequestError, match=r"regex is refused: the tokens that may follow take more than 0\.25 s"):
-        grammars.compile(form(regex=REPEATS))
-    assert allowed(grammars.compile(form(regex="a+")), vocabulary)
+def test_a_grammar_that_takes_more_than_its_processor_time_says_so(monkeypatch, vocabulary):
+    grammars = limited(monkeypatch, vocabulary, seconds=0.05)
+    count = 1_000
+    with pytest.raises(
+        RequestError, match=r"compiling the grammar takes more than 0\.05 s of processor time\. Simplify"
+    ):
+        while count < 60_000:  # the work grows until it meets the limit
+            grammars.compile(form(grammar="start: " + " ".join(['"a"?'] * count)))
+            count *= 2
+
+
+@pytest.mark.parametrize("backend", BOTH)
+def test_masks_that_take_too_long_are_found_before_the_engine_has_them(monkeypatch, vocabulary, backend):
+    grammars = limited(monkeypatch, vocabulary, backend, mask_seconds=-1.0)  # any time is more
+    with pytest.raises(RequestError, match="regex is refused: the tokens that may follow take more than -1 s to find"):
+        grammars.compile(form(regex="[a-z]+"))
 
 
 def test_equal_forms_are_compiled_once(vocabulary, monkeypatch):
