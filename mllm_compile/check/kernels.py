@@ -19,7 +19,7 @@ from mllm_compile.check.decode_loop import check_decode_loop
 from mllm_compile.check.latents import check_latents
 from mllm_compile.check.prompts import check_prompts
 from mllm_compile.errors import CompileError
-from mllm_compile.runtime.attention.base import Unrotated
+from mllm_compile.runtime.attention.capture import Unrotated
 from mllm_compile.runtime.attention.flashinfer.kernels import PlanGroup
 from mllm_compile.runtime.attention.hopper.clusters import ClusterKernel, choose_split
 from mllm_compile.runtime.attention.hopper.shares import MOST_REQUESTS, ShareKernel

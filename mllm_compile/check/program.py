@@ -392,6 +392,8 @@ class _PackedRequests:
     blocks: Sequence[tuple[int, int]] = ()
     blocks_in_windows: bool = False
 
+    rope = None  # as a backend's: q and k come rotated
+
     @property
     def batch(self) -> _PackedRequests:
         return self
@@ -427,9 +429,6 @@ class _PackedRequests:
 
     def forward_state(self, inputs: StateInputs) -> None:
         self.states.forward(inputs)
-
-    def rotates(self, layer: AttentionLayer) -> bool:
-        return False
 
     def forward(self, inputs: AttentionInputs) -> None:
         layer, params = inputs.layer, inputs.layer.params

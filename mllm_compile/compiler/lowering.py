@@ -17,6 +17,7 @@ import torch
 from mllm_compile.compiler.graph_text import GraphDumper
 from mllm_compile.compiler.lowered import BuiltModel, Lowered
 from mllm_compile.config.model_folder import ModelFolder, check_remote_code
+from mllm_compile.config.resolve import check_cascade_layers
 from mllm_compile.config.resolved import ResolvedConfig
 from mllm_compile.errors import CompileError, ConfigError
 from mllm_compile.kernels.cascade_attention import add_cascade_attention
@@ -164,6 +165,7 @@ def lower(config: ResolvedConfig, built: BuiltModel, dump_dir: Path, reporter: R
 
 def _check_has(program: Program, config: ResolvedConfig) -> None:
     """Refuses what is asked of layers that the model does not have; its first ones alone may not have them yet."""
+    check_cascade_layers(config, program.layers)
     if config.runtime.expert_stats and not program.counted_experts:
         raise ConfigError(
             "runtime.expert_stats is set, and this model has no experts, whose choices it counts. Set it to false."

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Iterable
 from dataclasses import replace
 
 from mllm_compile.config.device import DeviceInfo
@@ -27,6 +28,7 @@ from mllm_compile.config.schema import CompileConfig, EngineConfig, RuntimeConfi
 from mllm_compile.errors import ConfigError, DeviceError
 from mllm_compile.files.cache_folders import auto_cache_dir
 from mllm_compile.files.user_path import user_path
+from mllm_compile.runtime.attention.layer import LayerSpec
 from mllm_compile.runtime.config_sections import (
     BackendName,
     CudaGraphSection,
@@ -279,6 +281,21 @@ def _cascade_attention(
         return (False, obstacle) if obstacle else (True, "in steps of which enough is shared")
 
     return choices.settle("runtime.cascade_attention", asked.cascade_attention, choose)
+
+
+def check_cascade_layers(config: ResolvedConfig, layers: Iterable[LayerSpec]) -> None:
+    """Refuses cascades that are asked for, of a model without a layer that has them; `auto` does without.
+
+    Args:
+        layers: all that attend.
+    """
+    is_auto = any(choice.key == "runtime.cascade_attention" for choice in config.choices)
+    if config.runtime.cascade_attention and not is_auto and not any(layer.takes_cascade for layer in layers):
+        raise ConfigError(
+            "runtime.cascade_attention is true, but no layer of this model can read a shared prefix once: expected one "
+            "with keys and values of its own (no latents) that sees all tokens, without sinks, soft cap, ALiBi or "
+            "chunks. Set it to auto or false."
+        )
 
 
 def _kv_cache_dtype(asked: RuntimeConfig, dtype: str, choices: AutoChoices) -> KVDtypeName:

@@ -19,9 +19,9 @@ from mllm_compile.runtime.program.spec import Program
 
 def add_cascade_attention(config: ResolvedConfig, program: Program) -> tuple[Program, tuple[WrittenPiece, ...]]:
     """Adds these pieces to the program, for the plain ones of the layers whose decodes it serves; returns them too."""
-    served = [layer for layer in program.layers if _is_served(layer) and layer.name in program.decode_attention]
+    served = [layer for layer in program.layers if layer.takes_cascade and layer.name in program.decode_attention]
     if program.state_layers or not config.runtime.cascade_attention:
-        return program, ()  # beside layers with a state none are captured (state/hybrid_backend.py)
+        return program, ()  # captured beside layers with a state they have not been seen
     of_layers, written = made_by_kind(
         served,
         lambda layer: replace(layer, name="", layer_id=0),
@@ -29,11 +29,6 @@ def add_cascade_attention(config: ResolvedConfig, program: Program) -> tuple[Pro
     )
     found = {name: piece.name for name, piece in of_layers.items()}
     return replace(program, cascade_attention=found), tuple(written)
-
-
-def _is_served(layer: LayerSpec) -> bool:
-    is_plain = layer.window_left < 0 and layer.logits_soft_cap == 0 and layer.sinks is None
-    return is_plain and not layer.follows_places
 
 
 def _piece(config: ResolvedConfig, layer: LayerSpec, name: str) -> WrittenPiece:

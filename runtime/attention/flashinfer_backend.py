@@ -20,7 +20,16 @@ from typing import Any
 import numpy as np
 import torch
 
-from mllm_compile.runtime.attention.base import AttentionBackend, AttentionInputs, Unrotated
+from mllm_compile.runtime.attention.base import AttentionBackend, AttentionInputs
+from mllm_compile.runtime.attention.capture import (
+    CapturesCascades,
+    CapturesDecodes,
+    CapturesMixed,
+    CapturesPrompts,
+    Cascades,
+    FusesRope,
+    Unrotated,
+)
 from mllm_compile.runtime.attention.captured.decodes import DecodeSteps, check_capturable, make_graph_buffers
 from mllm_compile.runtime.attention.captured.extends import ExtendSteps
 from mllm_compile.runtime.attention.captured.fresh import FreshSteps
@@ -80,7 +89,9 @@ class PrefillMetadata:
     first_token: int = 0
 
 
-class FlashInferAttnBackend(AttentionBackend):
+class FlashInferAttnBackend(
+    AttentionBackend, FusesRope, Cascades, CapturesDecodes, CapturesCascades, CapturesMixed, CapturesPrompts
+):
     """Attends by FlashInfer; the KV pool comes with each batch."""
 
     def __init__(self, wrappers: GroupWrappers) -> None:
@@ -236,6 +247,10 @@ class FlashInferAttnBackend(AttentionBackend):
         if self._has_blocks and self._image_blocks is not None and media and media.blocks_of(layer.params.window_left):
             self._image_blocks.run(group_index, q, pages, out, layer)
 
+    @property
+    def cascades(self) -> Cascades | None:
+        return self if self._cascaded else None
+
     def cascade_pays(self, num_requests: int, num_tokens: int, is_captured: bool = False) -> bool:
         spared = spared_bytes(self._cascaded, num_requests, num_tokens, self.kv_cache_dtype.itemsize)
         return (captured_cascade_pays if is_captured else cascade_pays)(spared, len(self._cascaded))
@@ -246,13 +261,13 @@ class FlashInferAttnBackend(AttentionBackend):
         return self._wrappers.num_sms / max(heads) if heads else 0.0
 
     @property
-    def captures_cascade(self) -> bool:
-        return self._shared_prefix is not None and self.page_table is not None
+    def captured_cascades(self) -> CapturesCascades | None:
+        return None if self._shared_prefix is None or self.page_table is None else self
 
     def use_cascade(self) -> None:
         space, prefix = self._split_space, self._shared_prefix
         if space is None or prefix is None or self.decode_metadata is None:
-            raise RuntimeError("the program has no kernels for captured cascades: ask captures_cascade first")
+            raise RuntimeError("the program has no kernels for captured cascades: ask for captured_cascades first")
         wrappers = list(self.decode_metadata.decode_wrappers)
         for index, piece in self._wrappers.own_cascades.items():
             seq_lens = wrappers[index].seq_lens
@@ -261,8 +276,12 @@ class FlashInferAttnBackend(AttentionBackend):
 
     def share_prefix(self, num_tokens: int) -> None:
         if self._shared_prefix is None:
-            raise RuntimeError("the program has no kernels for captured cascades: ask captures_cascade first")
+            raise RuntimeError("the program has no kernels for captured cascades: ask for captured_cascades first")
         self._shared_prefix.share(num_tokens)
+
+    @property
+    def rope(self) -> FusesRope:
+        return self
 
     def rotates(self, layer: AttentionLayer) -> bool:
         if self.decode_metadata is None or self.prefill_metadata is not None:
@@ -305,6 +324,10 @@ class FlashInferAttnBackend(AttentionBackend):
         if len(works) < len(groups):
             return None, None
         return FreshSteps(groups, works), ExtendSteps(groups, works, self.page_size)
+
+    @property
+    def decodes(self) -> CapturesDecodes:
+        return self
 
     def get_cuda_graph_seq_len_fill_value(self) -> int:
         """0 where all decodes are by the program's own kernels, which pass such rows over; else 1, a key of the dummy
@@ -403,6 +426,10 @@ class FlashInferAttnBackend(AttentionBackend):
                 return obstacle
         return None
 
+    @property
+    def mixed(self) -> CapturesMixed | None:
+        return None if self._mixed_steps is None else self
+
     def runs_well_captured(self, batch: ForwardBatch) -> bool:
         common = CommonAttentionMetadata.of(batch)
         prefix_lens = common.num_computed_tokens_cpu.numpy()[common.num_decodes :]
@@ -418,9 +445,13 @@ class FlashInferAttnBackend(AttentionBackend):
             return True
         return not CommonAttentionMetadata.of(batch).is_fresh
 
+    @property
+    def prompts(self) -> CapturesPrompts | None:
+        return None if self._fresh_steps is None else self
+
     def prompt_work_bytes(self, extends: bool) -> int:
-        steps = self._extend_steps if extends else self._fresh_steps
-        return 0 if steps is None else steps.work_bytes
+        fresh, behind = self._captured_prompts
+        return (behind if extends else fresh).work_bytes
 
     def init_forward_metadata_capture_prompts(self, num_tokens: int, work: torch.Tensor, extends: bool) -> None:
         self._num_decodes, self._has_blocks = 0, False
@@ -438,7 +469,7 @@ class FlashInferAttnBackend(AttentionBackend):
     @property
     def _captured_prompts(self) -> tuple[FreshSteps, ExtendSteps]:
         if self._fresh_steps is None or self._extend_steps is None:
-            raise RuntimeError("prompts alone are not captured with this backend's kernels: ask prompt_work_bytes")
+            raise RuntimeError("prompts alone are not captured with this backend's kernels: ask for prompts first")
         return self._fresh_steps, self._extend_steps
 
     def init_forward_metadata_capture_mixed(self, num_tokens: int) -> None:

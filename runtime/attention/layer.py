@@ -61,6 +61,12 @@ class LayerSpec:
         GPU the program's own kernels attend so."""
         return bool(self.alibi_slopes) or self.chunk > 0
 
+    @property
+    def takes_cascade(self) -> bool:
+        """True if decodes of a GPU may read a prefix that they share once for all of them."""
+        is_plain = self.window_left < 0 and self.logits_soft_cap == 0 and self.sinks is None
+        return is_plain and not self.follows_places and not self.is_latent
+
     def slopes_of(self, rank: int) -> tuple[float, ...]:
         """The slopes of a rank's heads, [H] or (); all of them, where every rank has all heads."""
         first = rank * self.num_heads if len(self.alibi_slopes) > self.num_heads else 0

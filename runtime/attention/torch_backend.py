@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 
 from mllm_compile.runtime.attention.base import AttentionBackend, AttentionInputs
+from mllm_compile.runtime.attention.capture import Cascades
 from mllm_compile.runtime.attention.latent.choice import Choice, Widths, fewer_products
 from mllm_compile.runtime.attention.latent.expanded import ExpandedPrompts, attend_in_torch, new_room
 from mllm_compile.runtime.attention.latent.expansion import MOST_EXPANDED_BYTES
@@ -46,7 +47,7 @@ class _Plan:
     expanded: dict[Widths, ExpandedPrompts] = field(default_factory=dict)  # of layers with their up-projection
 
 
-class TorchAttnBackend(AttentionBackend):
+class TorchAttnBackend(AttentionBackend, Cascades):
     """Attends in plain torch. Stateless but for the plan of the current batch.
 
     Args:
@@ -54,6 +55,10 @@ class TorchAttnBackend(AttentionBackend):
             shapes of the products, and with them the last bits of the others.
         choice, most_expanded_bytes: as LatentAttnBackend has them.
     """
+
+    rope = decodes = captured_cascades = mixed = prompts = None
+    mixed_obstacle = "attention in plain torch waits for the host"
+    query_blocks = 0.0
 
     def __init__(
         self,
@@ -71,6 +76,13 @@ class TorchAttnBackend(AttentionBackend):
         num_decodes = 0 if self._deterministic else split_decodes_and_prefills(common)[0]
         shared = batch.common_prefix_len if num_decodes else 0
         self._plan = _Plan(num_decodes, shared, common.query_start_loc_cpu.tolist(), common.seq_lens_cpu.tolist())
+
+    def reads_pages(self, batch: ForwardBatch) -> bool:
+        return True
+
+    @property
+    def cascades(self) -> Cascades:
+        return self
 
     def cascade_pays(self, num_requests: int, num_tokens: int, is_captured: bool = False) -> bool:
         return (num_requests - 1) * num_tokens >= FEWEST_SHARED_KEYS

@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from mllm_compile.runtime.attention.capture import needed
 from mllm_compile.runtime.attention.metadata import StepPrompts
 from mllm_compile.runtime.collectives.base import current
 from mllm_compile.runtime.cuda_graph.capture import CaptureFigures, GraphCapturer, WeakTensor
@@ -118,7 +119,9 @@ class GraphRunner:
             default=0,
         )
         # Of decodes alone: pieces are captured over attention that knows of no graphs, too.
-        padding_len = runner.attn_backend.get_cuda_graph_seq_len_fill_value() if dispatcher.decode_requests else 1
+        padding_len = 1
+        if dispatcher.decode_requests:
+            padding_len = needed(runner.attn_backend.decodes).get_cuda_graph_seq_len_fill_value()
         # A captured decode of ranks with requests of their own has the inputs of all, its own first.
         self._num_deals = runner.num_deals
         most_of_all = self._num_deals * self._max_requests
@@ -126,7 +129,7 @@ class GraphRunner:
         most_rows, work_bytes = max(runner.config.max_rows, most_of_all), 0
         for extends, sizes in ((False, dispatcher.fresh_tokens), (True, dispatcher.extend_tokens)):
             if sizes:
-                work_bytes = max(work_bytes, runner.attn_backend.prompt_work_bytes(extends))
+                work_bytes = max(work_bytes, needed(runner.attn_backend.prompts).prompt_work_bytes(extends))
         self.inputs = StepInputs(num_uploaded, most_rows, padding_len, runner.device, work_bytes)
         self._prompt_turns = PromptTurns(self.inputs) if work_bytes else None
         self._all_slots: torch.Tensor | None = None
@@ -157,15 +160,16 @@ class GraphRunner:
                 )
             )
         if dispatcher.decode_requests:
-            runner.attn_backend.init_cuda_graph_state(self._max_requests, self._max_requests)
+            needed(runner.attn_backend.decodes).init_cuda_graph_state(self._max_requests, self._max_requests)
         self.decode_loop = self._make_decode_loop()
 
     def _make_decode_loop(self) -> DecodeLoop | None:
         """The decode loop; None if it is disabled or the program's kernels cannot do all that a decode needs."""
-        runner, pieces, page_table = self._runner, self._runner.model.decode_loop, self._runner.attn_backend.page_table
+        runner, pieces = self._runner, self._runner.model.decode_loop
         is_asked = runner.config.cudagraph.sample_in_graph and not runner.config.runtime.deterministic
         if not (is_asked and self.dispatcher.decode_requests):
             return None
+        page_table = needed(runner.attn_backend.decodes).page_table
         if pieces is None or page_table is None:
             what = "choose tokens" if pieces is None else "attend in every layer"
             logger.info("captured decodes do not choose their tokens: the program has no kernels that %s", what)
@@ -212,7 +216,7 @@ class GraphRunner:
         if mode is CUDAGraphMode.FULL and descriptor.uniform:
             return LogitsProcessorOutput(self._replay_decode(batch, descriptor))
         if mode is CUDAGraphMode.FULL:
-            if self._runner.attn_backend.runs_well_captured(batch):
+            if needed(self._runner.attn_backend.mixed).runs_well_captured(batch):
                 return self._replay_mixed(batch, descriptor)
             mode, descriptor = self.dispatcher.dispatch(batch.num_tokens, batch.batch_size, uniform, may_mix=False)
         if mode is CUDAGraphMode.PIECEWISE:
@@ -235,11 +239,11 @@ class GraphRunner:
         size, inputs, runner = descriptor.num_tokens, self.inputs, self._runner
         batch = self._decode_batch(size)
         batch.tokens_alone = descriptor.tokens_alone
-        runner.attn_backend.init_forward_metadata_capture_cuda_graph(
+        needed(runner.attn_backend.decodes).init_forward_metadata_capture_cuda_graph(
             size, size, inputs.req_pool_indices[:size], inputs.seq_lens[:size], ForwardMode.DECODE
         )
         if descriptor.cascade:
-            runner.attn_backend.use_cascade()
+            needed(runner.attn_backend.captured_cascades).use_cascade()
         rows, loop = self._rows[:size], self.decode_loop
 
         def run() -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -316,7 +320,7 @@ class GraphRunner:
             if cascade is None:
                 raise RuntimeError(f"no cascade of {count} requests was captured: ask holds_cascade first")
             descriptor = cascade
-            self._runner.attn_backend.share_prefix(common_prefix_len)
+            needed(self._runner.attn_backend.captured_cascades).share_prefix(common_prefix_len)
         if tokens_alone and self.dispatcher.tokens_alone:
             descriptor = replace(descriptor, tokens_alone=True)
         size, inputs, turn = self._num_deals * descriptor.num_tokens, self.inputs, self.decode_loop.next_turn()
@@ -353,7 +357,7 @@ class GraphRunner:
         inputs = self.inputs
         inputs.take_tokens(batch, size)
         inputs.take_requests(batch, size)
-        self._runner.attn_backend.init_forward_metadata_replay_cuda_graph(
+        needed(self._runner.attn_backend.decodes).init_forward_metadata_replay_cuda_graph(
             size,
             inputs.req_pool_indices[:size],
             inputs.seq_lens[:size],
@@ -388,12 +392,12 @@ class GraphRunner:
     # FULL, of any step ------------------------------------------------------------------------------------------------
 
     def _capture_mixed(self, descriptor: BatchDescriptor) -> None:
-        size, runner = descriptor.num_tokens, self._runner
-        runner.attn_backend.init_forward_metadata_capture_mixed(size)
+        size, attention = descriptor.num_tokens, needed(self._runner.attn_backend.mixed)
+        attention.init_forward_metadata_capture_mixed(size)
         batch = self._padding_prompts(size)
 
         def begin() -> None:
-            runner.attn_backend.begin_captured_mixed(size, self.inputs.req_pool_indices)
+            attention.begin_captured_mixed(size, self.inputs.req_pool_indices)
 
         self._mixed_graphs[descriptor] = self._capture_body(batch, descriptor, begin, is_first=not self._mixed_graphs)
 
@@ -416,7 +420,7 @@ class GraphRunner:
         size = descriptor.num_tokens
         self._places(size).take_tokens(batch, size)
         self.inputs.take_requests(batch, min(size, self.inputs.max_requests))
-        self._runner.attn_backend.init_forward_metadata_replay_mixed(size, batch)
+        needed(self._runner.attn_backend.mixed).init_forward_metadata_replay_mixed(size, batch)
         entry = self._mixed_graphs[descriptor]
         times = self._runner.forward_times
         with nullcontext() if times is None else times.measure(size):
@@ -432,7 +436,8 @@ class GraphRunner:
         size, turns = descriptor.num_tokens, self._prompt_turns
         if turns is None:
             raise RuntimeError("prompts are captured with attention that takes its work from the host's memory alone")
-        self._runner.attn_backend.init_forward_metadata_capture_prompts(size, self.inputs.work, descriptor.extends)
+        attention = needed(self._runner.attn_backend.prompts)
+        attention.init_forward_metadata_capture_prompts(size, self.inputs.work, descriptor.extends)
         batch = self._padding_prompts(size)
         graph = self._capture_body(batch, descriptor, turns.begin, is_first=not self._prompt_graphs)
         self._prompt_graphs[descriptor] = _PromptGraph(graph, batch)
@@ -450,8 +455,8 @@ class GraphRunner:
         descriptor = self.dispatcher.dispatch_prompts(fields.positions.size, prompts.extends)
         if turns is None or descriptor is None:
             return None
-        size, backend = descriptor.num_tokens, self._runner.attn_backend
-        placed = turns.write(fields, lambda work: backend.write_prompt_work(size, work, prompts))
+        size, attention = descriptor.num_tokens, needed(self._runner.attn_backend.prompts)
+        placed = turns.write(fields, lambda work: attention.write_prompt_work(size, work, prompts))
         if placed is None:
             return None
         self.inputs.clear_rope_lens()

@@ -55,7 +55,7 @@ def _prompt_sizes(runner: CapturableModel, extends: bool) -> list[int]:
         return []
     if runner.communicator is not None or runner.model.has_experts:
         return []  # over ranks, and of mixtures of experts, they have not been seen
-    if runner.model.rope is not None or not runner.attn_backend.prompt_work_bytes(extends):
+    if runner.model.rope is not None or runner.attn_backend.prompts is None:
         return []  # RoPE's lengths would be a further input
     runtime, sizes = runner.config.runtime, EXTEND_TOKENS if extends else FRESH_TOKENS
     return [size for size in sizes if size <= runtime.max_num_batched_tokens]
@@ -65,5 +65,6 @@ def _is_captured_as_cascade(runner: CapturableModel, num_requests: int) -> bool:
     """True for powers of two that may pay: a cascade takes as long for all requests of a tile."""
     runtime, backend = runner.config.runtime, runner.attn_backend
     is_power = num_requests & (num_requests - 1) == 0
-    has_cascades = runtime.cascade_attention and backend.captures_cascade
-    return has_cascades and is_power and backend.cascade_pays(num_requests, runtime.max_model_len, True)
+    if not (runtime.cascade_attention and is_power and backend.captured_cascades is not None):
+        return False
+    return backend.cascades is not None and backend.cascades.cascade_pays(num_requests, runtime.max_model_len, True)

@@ -101,7 +101,7 @@ class StepInputs(TokenPlaces):
     Attributes:
         req_pool_indices: [N] int64.
         seq_lens: [N] int32; seq_lens_cpu: the same on the host, of the last step.
-        work: uint8, what attention reads of captured prompts (AttentionBackend.write_prompt_work).
+        work: uint8, what attention reads of captured prompts (CapturesPrompts.write_prompt_work).
         block: uint8, all places, those of what else comes with a step behind them.
     """
 
@@ -111,7 +111,7 @@ class StepInputs(TokenPlaces):
         """
         Args:
             padding_len: keys that padding requests have: what attention asks for
-                (AttentionBackend.get_cuda_graph_seq_len_fill_value).
+                (CapturesDecodes.get_cuda_graph_seq_len_fill_value).
             work_bytes: of `work`.
         """
         self.max_tokens = max_tokens

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from mllm_compile.runtime.attention.base import AttentionInputs, Unrotated
+from mllm_compile.runtime.attention.base import AttentionInputs
+from mllm_compile.runtime.attention.capture import Unrotated
 from mllm_compile.runtime.forward_context import ForwardContext, get_forward_context
 from mllm_compile.runtime.graph_mode import CUDAGraphMode
 
@@ -67,7 +68,7 @@ def attention_with_output(
     layer = context.no_compile_layers[layer_name]
     num_tokens = metadata.num_actual_tokens
     if unrotated is not None and _attention_rotates(context, batch, layer):
-        batch.attn_backend.forward_unrotated(Unrotated.of(unrotated, v, eps), layer, batch, out[:num_tokens])
+        batch.attn_backend.rope.forward_unrotated(Unrotated.of(unrotated, v, eps), layer, batch, out[:num_tokens])
         return
     if num_tokens != q.shape[0]:
         q, k, v, out = q[:num_tokens], k[:num_tokens], v[:num_tokens], out[:num_tokens]
@@ -102,7 +103,8 @@ def _attention_rotates(context: ForwardContext, batch: ForwardBatch, layer: Atte
     """True if attention is to rotate; not in PIECEWISE, where a piece's graph serves any batch of so many tokens, nor
     where other ranks have more tokens than this one, whose pieces then have padding."""
     is_padded = context.cudagraph_runtime_mode is CUDAGraphMode.PIECEWISE or context.dp_metadata is not None
-    return not is_padded and batch.attn_backend.rotates(layer)
+    rope = batch.attn_backend.rope
+    return not is_padded and rope is not None and rope.rotates(layer)
 
 
 def _metadata_of(context: ForwardContext, layer_name: str) -> AttentionMetadata:

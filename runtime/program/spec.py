@@ -53,7 +53,7 @@ class PieceStep:
 
 @dataclass(frozen=True)
 class UnrotatedStep:
-    """The inputs of the q and k that the piece before leaves to attention to rotate (attention.base.Unrotated).
+    """The inputs of the q and k that the piece before leaves to attention to rotate (attention.capture.Unrotated).
 
     Attributes:
         values: names of q, k, cos and sin, and of the norms' weights where there are some.

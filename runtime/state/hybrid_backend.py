@@ -7,15 +7,23 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from mllm_compile.runtime.attention.base import AttentionBackend, AttentionInputs, Unrotated
-from mllm_compile.runtime.attention.layer import AttentionLayer
+from mllm_compile.runtime.attention.base import AttentionBackend, AttentionInputs
+from mllm_compile.runtime.attention.capture import (
+    CapturesCascades,
+    CapturesDecodes,
+    CapturesMixed,
+    CapturesPrompts,
+    Cascades,
+    FusesRope,
+    needed,
+)
 from mllm_compile.runtime.attention.metadata import CommonAttentionMetadata, StepPrompts
 from mllm_compile.runtime.forward_batch import ForwardBatch, ForwardMode
 from mllm_compile.runtime.state.base import StateBackend, StateInputs
 from mllm_compile.runtime.state.mixed import MixedStates, MixedStateSteps, PromptStates
 
 
-class HybridAttnBackend(AttentionBackend):
+class HybridAttnBackend(AttentionBackend, CapturesDecodes, CapturesMixed, CapturesPrompts):
     """Attention layers go to an attention backend, layers with a state to theirs.
 
     Args:
@@ -57,26 +65,39 @@ class HybridAttnBackend(AttentionBackend):
     def forward_decode(self, inputs: AttentionInputs) -> None:
         self._of_attention.forward_decode(inputs)
 
-    def forward(self, inputs: AttentionInputs) -> None:
-        self._of_attention.forward(inputs)
+    def reads_pages(self, batch: ForwardBatch) -> bool:
+        return self._attention is not None and self._attention.reads_pages(batch)
 
-    def cascade_pays(self, num_requests: int, num_tokens: int, is_captured: bool = False) -> bool:
-        return self._attention is not None and self._attention.cascade_pays(num_requests, num_tokens, is_captured)
+    @property
+    def query_blocks(self) -> float:
+        return 0.0 if self._attention is None else self._attention.query_blocks
 
-    def rotates(self, layer: AttentionLayer) -> bool:
-        return self._of_attention.rotates(layer)
+    # Of attention alone: layers with a state have no part in it.
 
-    def forward_unrotated(
-        self, unrotated: Unrotated, layer: AttentionLayer, batch: ForwardBatch, out: torch.Tensor
-    ) -> None:
-        self._of_attention.forward_unrotated(unrotated, layer, batch, out)
+    @property
+    def rope(self) -> FusesRope | None:
+        return None if self._attention is None else self._attention.rope
+
+    @property
+    def cascades(self) -> Cascades | None:
+        return None if self._attention is None else self._attention.cascades
+
+    @property
+    def captured_cascades(self) -> CapturesCascades | None:
+        return None if self._attention is None else self._attention.captured_cascades
+
+    # Captured steps: attention's, and what layers with a state read in them. -----------------------------------------
+
+    @property
+    def decodes(self) -> CapturesDecodes | None:
+        return self if self._attention is None or self._attention.decodes is not None else None
 
     def get_cuda_graph_seq_len_fill_value(self) -> int:
-        return 1 if self._attention is None else self._attention.get_cuda_graph_seq_len_fill_value()
+        return 1 if self._attention is None else needed(self._attention.decodes).get_cuda_graph_seq_len_fill_value()
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         if self._attention is not None:
-            self._attention.init_cuda_graph_state(max_bs, max_num_tokens)
+            needed(self._attention.decodes).init_cuda_graph_state(max_bs, max_num_tokens)
 
     def init_forward_metadata_capture_cuda_graph(
         self,
@@ -88,7 +109,7 @@ class HybridAttnBackend(AttentionBackend):
     ) -> None:
         self._mixed_step = None
         if self._attention is not None:
-            self._attention.init_forward_metadata_capture_cuda_graph(
+            needed(self._attention.decodes).init_forward_metadata_capture_cuda_graph(
                 bs, num_tokens, req_pool_indices, seq_lens, forward_mode
             )
 
@@ -102,13 +123,17 @@ class HybridAttnBackend(AttentionBackend):
         seq_lens_cpu: torch.Tensor,
     ) -> None:
         if self._attention is not None:
-            self._attention.init_forward_metadata_replay_cuda_graph(
+            needed(self._attention.decodes).init_forward_metadata_replay_cuda_graph(
                 bs, req_pool_indices, seq_lens, seq_lens_sum, forward_mode, seq_lens_cpu
             )
 
     @property
     def page_table(self) -> torch.Tensor | None:
-        return self._pages if self._attention is None else self._attention.page_table
+        return self._pages if self._attention is None else needed(self._attention.decodes).page_table
+
+    @property
+    def mixed(self) -> CapturesMixed | None:
+        return self if self.mixed_obstacle is None else None
 
     @property
     def mixed_obstacle(self) -> str | None:
@@ -117,45 +142,49 @@ class HybridAttnBackend(AttentionBackend):
         return None if self._attention is None else self._attention.mixed_obstacle
 
     def runs_well_captured(self, batch: ForwardBatch) -> bool:
-        return self._attention is None or self._attention.runs_well_captured(batch)
+        return self._attention is None or needed(self._attention.mixed).runs_well_captured(batch)
+
+    @property
+    def prompts(self) -> CapturesPrompts | None:
+        has_all = self._attention is None or self._attention.prompts is not None
+        return self if self._mixed is not None and has_all else None
 
     def prompt_work_bytes(self, extends: bool) -> int:
-        if self._mixed is None:
-            return 0
-        of_attention = 0 if self._attention is None else self._attention.prompt_work_bytes(extends)
-        is_captured = self._attention is None or of_attention
-        return PromptStates.num_bytes + of_attention if is_captured else 0
+        of_attention = 0 if self._attention is None else needed(self._attention.prompts).prompt_work_bytes(extends)
+        return PromptStates.num_bytes + of_attention
 
     def init_forward_metadata_capture_prompts(self, num_tokens: int, work: torch.Tensor, extends: bool) -> None:
         self._mixed_step = PromptStates.capture(work)
         if self._attention is not None:
             of_attention = work[PromptStates.num_bytes :]
-            self._attention.init_forward_metadata_capture_prompts(num_tokens, of_attention, extends)
+            needed(self._attention.prompts).init_forward_metadata_capture_prompts(num_tokens, of_attention, extends)
 
     def write_prompt_work(self, num_tokens: int, memory: np.ndarray, prompts: StepPrompts) -> bool:
         if not PromptStates.write(memory, prompts):
             return False
         of_attention = memory[PromptStates.num_bytes :]
-        return self._attention is None or self._attention.write_prompt_work(num_tokens, of_attention, prompts)
+        if self._attention is None:
+            return True
+        return needed(self._attention.prompts).write_prompt_work(num_tokens, of_attention, prompts)
 
     def init_forward_metadata_capture_mixed(self, num_tokens: int) -> None:
         self._mixed_step = self._mixed_states.capture(num_tokens)
         if self._attention is not None:
-            self._attention.init_forward_metadata_capture_mixed(num_tokens)
+            needed(self._attention.mixed).init_forward_metadata_capture_mixed(num_tokens)
 
     def begin_captured_mixed(self, num_tokens: int, rows: torch.Tensor) -> None:
         if self._attention is not None:
-            self._attention.begin_captured_mixed(num_tokens, rows)
+            needed(self._attention.mixed).begin_captured_mixed(num_tokens, rows)
 
     def init_forward_metadata_replay_mixed(self, num_tokens: int, batch: ForwardBatch) -> None:
         self._mixed_step = self._mixed_states.fill(num_tokens, CommonAttentionMetadata.of(batch))
         if self._attention is not None:
-            self._attention.init_forward_metadata_replay_mixed(num_tokens, batch)
+            needed(self._attention.mixed).init_forward_metadata_replay_mixed(num_tokens, batch)
 
     @property
     def _mixed_states(self) -> MixedStateSteps:
         if self._mixed is None:
-            raise RuntimeError("steps with prompts cannot be captured: ask mixed_obstacle first")
+            raise RuntimeError("steps with prompts cannot be captured: ask for mixed first")
         return self._mixed
 
     @property

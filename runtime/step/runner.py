@@ -271,14 +271,15 @@ class StepRunner:
     def _common_prefix_len(self, batch: ScheduledBatch) -> int:
         """The first tokens of the step's decodes that are to be read once for all of them; 0: none."""
         count, runtime, page_size = batch.num_decodes, self._runner.config.runtime, self._pages.page_size
-        if count < 2 or not runtime.cascade_attention or runtime.deterministic or self._deal is not None:
+        cascades = self._runner.attn_backend.cascades if runtime.cascade_attention else None
+        if count < 2 or cascades is None or runtime.deterministic or self._deal is not None:
             return 0
         most = int(batch.prefix_lens[:count].min()) // page_size
         is_alone = count == batch.num_requests
         is_captured = is_alone and self._runner.holds_cascade(count)
         if is_alone and not is_captured and self._runner.holds_decode(count):
             return 0  # one launch is worth more
-        pays = self._runner.attn_backend.cascade_pays
+        pays = cascades.cascade_pays
         if not pays(count, most * page_size, is_captured):  # whatever they share
             return 0
         num_tokens = self._pages.common_pages(batch.rows[:count], most) * page_size

@@ -12,7 +12,7 @@ import torch
 from mllm_compile.check.kernels import _DecodeCheck, _rotated, _who_decodes, check_written_pieces
 from mllm_compile.errors import CompileError
 from mllm_compile.kernels import decode_attention
-from mllm_compile.runtime.attention.base import Unrotated
+from mllm_compile.runtime.attention.capture import Unrotated
 from mllm_compile.runtime.attention.hopper.clusters import cluster_kernels
 from mllm_compile.runtime.attention.hopper.shares import ShareKernel
 from mllm_compile.runtime.attention.layer import LayerSpec

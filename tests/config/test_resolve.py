@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import subprocess
 import sys
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
@@ -14,13 +14,14 @@ from pydantic import ValidationError
 from mllm_compile.config.device import DeviceInfo, check_ranks, detect_device
 from mllm_compile.config.model_folder import ModelFolder
 from mllm_compile.config.quantisation import Scheme
-from mllm_compile.config.resolve import resolve
+from mllm_compile.config.resolve import check_cascade_layers, resolve
 from mllm_compile.config.resolve_graphs import MIXED_TOKENS
 from mllm_compile.config.resolved import ResolvedConfig
 from mllm_compile.config.schema import CudaGraphConfig, EngineConfig, RuntimeConfig
 from mllm_compile.engine.assemble import runner_config
 from mllm_compile.errors import CaptureSizeError, ConfigError, DeviceError
 from mllm_compile.process.progress import PlainReporter
+from mllm_compile.runtime.attention.layer import LayerSpec
 from mllm_compile.runtime.config_sections import CudaGraphSection, RuntimeSection
 
 CPU = DeviceInfo("cpu", "x86_64")
@@ -289,6 +290,30 @@ def test_cascades_that_can_never_be_are_refused(device, sections, why):
         resolved(device, **asked)
     for graphs in ({}, {"mode": "piecewise"}):
         assert resolved(H200, runtime={"cascade_attention": True}, cudagraph=graphs).runtime.cascade_attention
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"is_latent": True, "head_dim": 576, "v_head_dim": 512},
+        {"window_left": 127},
+        {"logits_soft_cap": 30.0},
+        {"sinks": "sinks"},
+        {"alibi_slopes": (0.5,) * 4},
+        {"chunk": 8192},
+    ],
+    ids=str,
+)
+def test_cascades_are_refused_for_a_model_without_a_layer_that_has_them(changes):
+    plain = LayerSpec("a", 0, 4, 2, 128, 128, 0.1, 0.0, -1, None)
+    asked = resolved(H200, runtime={"cascade_attention": True})
+    with pytest.raises(ConfigError, match=r"cascade_attention is true, but no layer .*latents.* Set it to auto or fal"):
+        check_cascade_layers(asked, [replace(plain, **changes)])
+    check_cascade_layers(asked, [plain, replace(plain, **changes)])
+    check_cascade_layers(resolved(H200), [replace(plain, **changes)])
+    check_cascade_layers(resolved(H200, runtime={"cascade_attention": False}), [])
+    with pytest.raises(ConfigError, match="no layer of this model"):
+        check_cascade_layers(asked, [])
 
 
 def test_a_stored_section_with_an_unknown_key_or_a_wrong_value_is_refused():

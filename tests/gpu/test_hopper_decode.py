@@ -12,7 +12,7 @@ import torch
 from mllm_compile.check.kernels import _rotated
 from mllm_compile.kernels.cuda import KernelCompiler, can_compile_kernels
 from mllm_compile.process.progress import NullReporter
-from mllm_compile.runtime.attention.base import Unrotated
+from mllm_compile.runtime.attention.capture import Unrotated
 from mllm_compile.runtime.attention.hopper.clusters import cluster_kernels
 from mllm_compile.runtime.attention.hopper.decoder import ClusterDecode, ShareDecode
 from mllm_compile.runtime.attention.hopper.kernel import MISSING

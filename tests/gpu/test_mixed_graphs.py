@@ -73,8 +73,8 @@ def uncaptured(runner: ModelRunner, batch: ForwardBatch, size: int) -> LogitsPro
     graphs = graphs_of(runner)
     graphs._places(size).take_tokens(batch, size)
     graphs.inputs.take_requests(batch, min(size, graphs.inputs.max_requests))
-    runner.attn_backend.init_forward_metadata_replay_mixed(size, batch)
-    runner.attn_backend.begin_captured_mixed(size, graphs.inputs.req_pool_indices)
+    runner.attn_backend.mixed.init_forward_metadata_replay_mixed(size, batch)
+    runner.attn_backend.mixed.begin_captured_mixed(size, graphs.inputs.req_pool_indices)
     padded, rows = graphs._padding_prompts(size), graphs._logits_rows(batch)
     return runner.program.run(padded, graphs._tokens(size), rows, all_rows=graphs._rows[:size])
 
@@ -217,8 +217,8 @@ def test_a_batch_that_is_not_served_well_runs_piece_by_piece(runner, monkeypatch
     """Few tokens behind a long prefix, say; tests/runtime/attention/test_flashinfer_kernels.py has which."""
     batch = mixed_batch(runner, 20)
     whole = runner.forward(batch).next_token_logits.float()
-    assert runner.attn_backend.runs_well_captured(batch)
-    monkeypatch.setattr(runner.attn_backend, "runs_well_captured", lambda batch: False)
+    assert runner.attn_backend.mixed.runs_well_captured(batch)
+    monkeypatch.setattr(runner.attn_backend.mixed, "runs_well_captured", lambda batch: False)
     monkeypatch.setattr(graphs_of(runner), "_replay_mixed", lambda *_: pytest.fail("it was replayed whole"))
     pieces = runner.forward(batch).next_token_logits.float()
     assert (whole - pieces).norm() / pieces.norm() < 2e-2

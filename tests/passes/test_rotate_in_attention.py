@@ -25,7 +25,8 @@ from mllm_compile.passes.match.nodes import input_node, is_attention_with_output
 from mllm_compile.passes.pack_projections import PackProjections
 from mllm_compile.passes.rotate_in_attention import RotateInAttention
 from mllm_compile.passes.split_at_attention import SplitAtAttention
-from mllm_compile.runtime.attention.base import AttentionInputs, Unrotated
+from mllm_compile.runtime.attention.base import AttentionInputs
+from mllm_compile.runtime.attention.capture import Unrotated
 from mllm_compile.runtime.attention.hopper.shapes import rotates_heads
 from mllm_compile.runtime.attention.torch_backend import TorchAttnBackend
 from mllm_compile.runtime.program.spec import AttentionStep, PieceStep, Program
@@ -56,8 +57,9 @@ def rotating(monkeypatch) -> list[int]:
     def rotates(self, layer) -> bool:
         return self._plan.num_decodes == len(self._plan.seq_lens)
 
-    monkeypatch.setattr(TorchAttnBackend, "rotates", rotates)
-    monkeypatch.setattr(TorchAttnBackend, "forward_unrotated", forward_unrotated)
+    monkeypatch.setattr(TorchAttnBackend, "rope", property(lambda self: self))
+    monkeypatch.setattr(TorchAttnBackend, "rotates", rotates, raising=False)
+    monkeypatch.setattr(TorchAttnBackend, "forward_unrotated", forward_unrotated, raising=False)
     return seen
 
 

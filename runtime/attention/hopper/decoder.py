@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 
 import torch
 
-from mllm_compile.runtime.attention.base import Unrotated
+from mllm_compile.runtime.attention.capture import Unrotated
 from mllm_compile.runtime.attention.hopper.clusters import ClusterKernel, choose_split, left_words, parts_of
 from mllm_compile.runtime.attention.hopper.kernel import MISSING, DecodeKernel
 from mllm_compile.runtime.attention.hopper.rotation import Rotation

@@ -6,7 +6,7 @@ import ctypes
 
 import torch
 
-from mllm_compile.runtime.attention.base import Unrotated
+from mllm_compile.runtime.attention.capture import Unrotated
 
 _POINTERS = ("k", "v", "q_weight", "k_weight", "cos", "sin", "keys", "values")
 _STRIDES = ("q_stride", "k_stride", "v_stride")

@@ -20,6 +20,7 @@ import numpy as np
 import torch
 
 from mllm_compile.runtime.attention.base import AttentionBackend, AttentionInputs
+from mllm_compile.runtime.attention.capture import CapturesDecodes
 from mllm_compile.runtime.attention.captured.decodes import check_capturable
 from mllm_compile.runtime.attention.latent.choice import NUM_BLOCKS, Choice, Widths, faster_on_gpu
 from mllm_compile.runtime.attention.latent.expanded import ExpandedPrompts
@@ -76,8 +77,12 @@ class _Plan:
     prompts: Mapping[Widths, _Prompts] = field(default_factory=dict)
 
 
-class LatentAttnBackend(AttentionBackend):
+class LatentAttnBackend(AttentionBackend, CapturesDecodes):
     """Attends over latents on a GPU."""
+
+    rope = cascades = captured_cascades = mixed = prompts = None
+    mixed_obstacle = "prompts over latents are given a list of their tiles by the host"
+    query_blocks = 0.0
 
     def __init__(
         self,
@@ -162,6 +167,9 @@ class LatentAttnBackend(AttentionBackend):
         tiles = _prefill_tiles(common, expanded.others, layer.num_heads)
         return _Prompts(expanded, upload(tiles, self._table.pages.device))
 
+    def reads_pages(self, batch: ForwardBatch) -> bool:
+        return True
+
     # Running ----------------------------------------------------------------------------------------------------------
 
     def forward_decode(self, inputs: AttentionInputs) -> None:
@@ -208,6 +216,10 @@ class LatentAttnBackend(AttentionBackend):
             pieces.prefill([q, latents, pages[: plan.seq_lens.shape[0]], plan.seq_lens, prompts.tiles, out])
 
     # CUDA graphs ------------------------------------------------------------------------------------------------------
+
+    @property
+    def decodes(self) -> CapturesDecodes:
+        return self
 
     def get_cuda_graph_seq_len_fill_value(self) -> int:
         """0: the kernel passes such rows over."""
@@ -256,10 +268,6 @@ class LatentAttnBackend(AttentionBackend):
     @property
     def page_table(self) -> torch.Tensor:
         return self._table.pages
-
-    @property
-    def mixed_obstacle(self) -> str:
-        return "prompts over latents are given a list of their tiles by the host"
 
 
 def _has_kernels(layer: AttentionLayer, pieces: LatentPieces | None) -> bool:

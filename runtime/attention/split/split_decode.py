@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from mllm_compile.runtime.attention.base import Unrotated
+from mllm_compile.runtime.attention.capture import Unrotated
 from mllm_compile.runtime.attention.flashinfer.kernels import PlanGroup
 from mllm_compile.runtime.attention.split.page_table import PageTable
 from mllm_compile.runtime.attention.split.splits import Splits

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from mllm_compile.errors import ArtifactError
-from mllm_compile.runtime.attention.base import Unrotated
+from mllm_compile.runtime.attention.capture import Unrotated
 from mllm_compile.runtime.attention.hopper import decoder
 from mllm_compile.runtime.attention.hopper.clusters import SPLITS, choose_split, cluster_kernels, left_words, parts_of
 from mllm_compile.runtime.attention.hopper.kernel import MISSING

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mllm_compile.runtime.attention.base import Unrotated
+from mllm_compile.runtime.attention.capture import Unrotated
 from mllm_compile.runtime.attention.flashinfer.kernels import PlanGroup
 from mllm_compile.runtime.attention.layer import PerLayerParameters
 from mllm_compile.runtime.attention.split.split_decode import Decoder, SplitDecodeSpace, choose_decoder

@@ -53,7 +53,7 @@ def test_decodes_are_captured_without_logits_where_ranks_choose_together(runtime
         CudaGraphSection(**sections),
         runtime,
         model=SimpleNamespace(vocab_size=90),
-        attn_backend=SimpleNamespace(mixed_obstacle=None, captures_cascade=False),
+        attn_backend=SimpleNamespace(mixed_obstacle=None),
         communicator=SimpleNamespace(size=2, choice=lambda columns: asked.append(columns) or "a kernel"),
     )
     assert dispatcher_of(runner).tokens_alone is is_there
@@ -70,10 +70,7 @@ def model_of(rope, has_experts=False):
     ("changes", "expected"),
     [
         ({}, {"fresh_tokens": (64, 128), "extend_tokens": (16, 64, 128)}),
-        (
-            {"attn_backend": SimpleNamespace(prompt_work_bytes=lambda extends: 256 * extends)},
-            {"extend_tokens": (16, 64, 128)},
-        ),
+        ({"attn_backend": SimpleNamespace(prompts=None)}, {}),
         ({"communicator": SimpleNamespace()}, {}),
         ({"model": model_of(rope=object())}, {}),
         ({"model": model_of(rope=None, has_experts=True)}, {}),
@@ -81,7 +78,7 @@ def model_of(rope, has_experts=False):
 )
 def test_prompts_alone_are_captured_whole_where_the_graph_can_fetch_all_that_it_reads(changes, expected):
     graphs = CudaGraphSection(mode="full", decode_requests=(1,), whole_prompts=True)
-    backend = SimpleNamespace(prompt_work_bytes=lambda extends: 256)
+    backend = SimpleNamespace(prompts=SimpleNamespace())
     given = {"attn_backend": backend, "model": model_of(rope=None)}
     found = dispatcher_of(runner_of(graphs, {"max_num_batched_tokens": 150}, **(given | changes)))
     assert {name: getattr(found, name) for name in ("fresh_tokens", "extend_tokens")} == (
@@ -95,8 +92,8 @@ def test_prompts_alone_are_captured_whole_where_the_graph_can_fetch_all_that_it_
 @pytest.mark.parametrize(("captures", "most_that_pay", "expected"), [(True, 4, (2, 4)), (True, 1, ()), (False, 4, ())])
 def test_powers_of_two_that_pay_are_captured_as_cascades_too(captures, most_that_pay, expected):
     backend = SimpleNamespace(
-        captures_cascade=captures,
-        cascade_pays=lambda count, length, divided: 2 <= count <= most_that_pay,
+        captured_cascades=SimpleNamespace() if captures else None,
+        cascades=SimpleNamespace(cascade_pays=lambda count, length, divided: 2 <= count <= most_that_pay),
     )
     graphs = CudaGraphSection(mode="full_decode_only", decode_requests=(1, 2, 3, 4, 8))
     runner = runner_of(graphs, {"cascade_attention": True}, attn_backend=backend)

@@ -4,7 +4,7 @@ import sys
 import pytest
 import torch
 
-from mllm_compile.runtime.attention.base import Unrotated
+from mllm_compile.runtime.attention.capture import FusesRope, Unrotated
 from mllm_compile.runtime.attention.metadata import AttentionMetadataBuilder, CommonAttentionMetadata, KVCacheSpec
 from mllm_compile.runtime.attention.torch_backend import TorchAttnBackend
 from mllm_compile.runtime.forward_context import set_forward_context
@@ -58,12 +58,16 @@ def test_padding_rows_are_neither_computed_nor_written_to_the_cache():
     assert (k_pages[0] == 1e4).all(), "page 0 held this value before"
 
 
-class Rotating(TorchAttnBackend):
+class Rotating(TorchAttnBackend, FusesRope):
     """Notes what it is given."""
 
     def __init__(self) -> None:
         super().__init__()
         self.given: list[Unrotated] = []
+
+    @property
+    def rope(self):
+        return self
 
     def rotates(self, layer):
         return True

@@ -93,7 +93,7 @@ def attend_with_ones(inputs):
 def context():
     batch = SimpleNamespace(
         token_to_kv_pool=SimpleNamespace(set_kv_buffer=lambda *_: None),
-        attn_backend=SimpleNamespace(forward=attend_with_ones),
+        attn_backend=SimpleNamespace(forward=attend_with_ones, rope=None),
     )
     with set_forward_context(
         {LAYER.name: SimpleNamespace(batch=batch, num_actual_tokens=3)},
@@ -261,7 +261,9 @@ def test_attention_that_rotates_is_given_what_it_is_told_and_the_piece_no_slots(
 
     batch = SimpleNamespace(
         token_to_kv_pool=SimpleNamespace(get_kv_buffer=lambda layer_id: ("keys", "values")),
-        attn_backend=SimpleNamespace(rotates=lambda layer: True, forward_unrotated=forward_unrotated),
+        attn_backend=SimpleNamespace(
+            rope=SimpleNamespace(rotates=lambda layer: True, forward_unrotated=forward_unrotated)
+        ),
     )
     pieces = Pieces()
     cache = []

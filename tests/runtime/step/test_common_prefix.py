@@ -94,7 +94,9 @@ def test_decodes_that_are_one_launch_stay_so_where_no_cascade_is_captured(num_de
         config=SimpleNamespace(runtime=SimpleNamespace(cascade_attention=True, deterministic=False)),
         holds_cascade=lambda count: False,
         holds_decode=lambda count: count <= 4,
-        attn_backend=SimpleNamespace(cascade_pays=lambda count, num_tokens, is_captured: True),
+        attn_backend=SimpleNamespace(
+            cascades=SimpleNamespace(cascade_pays=lambda count, num_tokens, is_captured: True)
+        ),
     )
     step._pages = SimpleNamespace(page_size=4, common_pages=lambda rows, most: most)
     prefix_lens = np.full(num_requests, 13)
