@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import contextlib
 import difflib
 import hmac
 import ipaddress
 import logging
+import re
 from collections.abc import Awaitable, Callable
 from typing import Any
 from urllib.parse import urlsplit
@@ -18,7 +20,7 @@ from starlette.routing import Route, Router
 
 from mllm_compile.server import endpoints
 from mllm_compile.server.api.anthropic import MessagesRequest
-from mllm_compile.server.api.errors import ApiError
+from mllm_compile.server.api.errors import ApiError, not_ready, wrong_encoding
 from mllm_compile.server.api.interfaces import ChatRequest, CompletionRequest
 from mllm_compile.server.api.responses import ResponsesRequest
 from mllm_compile.server.flow.job import JSON
@@ -34,7 +36,25 @@ App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 _MOST_OF_PATH = 60  # characters that the log has
 
-_GENERATES_ONLY = ("embeddings", "score", "rerank", "moderations", "audio/transcriptions", "images/generations")
+# Paths of other servers, without /v1 or /v2 before them, and what to do instead.
+_UNSUPPORTED = "unsupported_endpoint"
+_GENERATES = "this engine generates text, and only that. Use /v1/completions or /v1/chat/completions"
+_ADAPTERS = "adapters are not applied. Merge one into its model, and serve that"
+_SLEEP = "an engine sleeps by itself: serve with --sleep-after"
+_CACHE = "use the engine in process: flush_prefix_cache()"
+_ELSEWHERE = {
+    **dict.fromkeys(("embeddings", "pooling", "classify", "score", "rerank", "moderations", "encode"), _GENERATES),
+    **dict.fromkeys(("audio/transcriptions", "audio/translations", "audio/speech", "images/generations"), _GENERATES),
+    **dict.fromkeys(("generate", "inference/v1/generate", "invocations", "api/generate"), "use /v1/completions"),
+    **dict.fromkeys(("api/chat", "chat"), "use /v1/chat/completions"),
+    **dict.fromkeys(("load_lora_adapter", "unload_lora_adapter"), _ADAPTERS),
+    **dict.fromkeys(("sleep", "wake_up", "is_sleeping"), _SLEEP),
+    **dict.fromkeys(("reset_prefix_cache", "flush_cache"), _CACHE),
+    **dict.fromkeys(("files", "batches"), "nothing is stored. Send the requests themselves, many at once"),
+    **dict.fromkeys(("get_model_info", "model_info", "api/tags"), "use /v1/models"),
+    **dict.fromkeys(("get_server_info", "get_load"), "use /server_info, /load or /metrics"),
+    "health_generate": "use /health, which sees a step that is stuck",
+}
 
 
 class _Raw:
@@ -47,20 +67,6 @@ class _Raw:
         await self._app(scope, receive, send)
 
 
-def _generates_only(front: Front) -> App:
-    error = ApiError(
-        404,
-        "this engine generates text, and only that. Use /v1/completions or /v1/chat/completions",
-        code="unsupported_endpoint",
-    )
-
-    async def refuse(scope: Scope, receive: Receive, send: Send) -> None:
-        front.refused(error, scope["path"], client_of(scope))
-        await respond_error(send, error)
-
-    return refuse
-
-
 def _generating(kind: RequestKind) -> endpoints.Endpoint:
     return lambda front: generate_endpoint(front, kind)
 
@@ -71,7 +77,6 @@ _ROUTES: tuple[tuple[str, str, endpoints.Endpoint], ...] = (
     ("POST", "/v1/responses", _generating(ResponsesRequest)),
     ("POST", "/v1/messages", _generating(MessagesRequest)),
     *endpoints.ENDPOINTS,
-    *(("POST", f"/v1/{name}", _generates_only) for name in _GENERATES_ONLY),
 )
 
 
@@ -124,13 +129,24 @@ class _Guarded:
             self._tell(scope, error)
             await respond_error(send, error)
             return
+        encoding = (header(scope, b"content-encoding") or "identity").strip()
+        if encoding.lower() != "identity":
+            error = wrong_encoding(repr(encoding[:_MOST_OF_PATH]))
+            self._tell(scope, error)
+            await respond_error(send, error)
+            return
         scope["app"] = self  # so that the router raises what it does not find
         try:
             await self._app(scope, receive, send)  # type: ignore[arg-type]
         except HTTPException as missed:
-            error, headers = _not_found(scope["path"], missed)
+            error, headers = _not_found(scope["method"], scope["path"], missed)
             self._tell(scope, error)
             await respond(send, error.body, status=error.status, headers=headers)
+        except asyncio.CancelledError:  # of the server, which ends, while it waited for its body or a thread
+            if not self._front.is_draining:
+                raise
+            with contextlib.suppress(RuntimeError):  # the answer had begun
+                await respond_error(send, not_ready("the server is shutting down", "shutting_down"))
         except Exception as raised:
             logger.exception("a request to %s met an internal error", scope["path"])
             failure = ApiError(500, "internal error; the server's log has it", code="internal_error")
@@ -142,7 +158,7 @@ class _Guarded:
     def _tell(self, scope: Scope, error: ApiError) -> None:
         """Logs and counts a request that comes to no endpoint. A path that is none is quoted: it may hold anything."""
         path = scope["path"]
-        is_known = any(path == known for _, known in paths_of())
+        is_known = error.code == _UNSUPPORTED or any(path == known for _, known in paths_of())
         self._front.refused(error, path if is_known else repr(path[:_MOST_OF_PATH]), client_of(scope))
 
     def _may_ask(self, scope: Scope) -> bool:
@@ -183,17 +199,24 @@ def _is_of_no_site(name: str) -> bool:
     return True
 
 
-def _not_found(path: str, error: HTTPException) -> tuple[ApiError, Headers]:
+def _not_found(method: str, path: str, error: HTTPException) -> tuple[ApiError, Headers]:
     """The answer to a path that is not there, or not for the method, and its headers."""
     if error.status_code == 405:
         methods = sorted((error.headers or {}).get("Allow", "").split(", "))
         allowed = ", ".join(methods)
         refused = ApiError(405, f"{path}: expected {' or '.join(methods)}")
         return refused, [*JSON, (b"allow", allowed.encode())]
-    paths = {path for _, path in paths_of()}
     bare = path.rstrip("/")
-    meant = [like for like in (bare, f"/v1{bare}") if like in paths] or difflib.get_close_matches(
-        bare, paths, n=1, cutoff=0.85
-    )
-    hint = f"; did you mean {meant[0]}?" if meant else ""
-    return ApiError(error.status_code, f"there is no {path}{hint}"), JSON
+    why = _ELSEWHERE.get(re.sub(r"^/(v[12]/)?", "", bare))
+    if why is not None:
+        return ApiError(404, f"there is no {path}: {why}", code=_UNSUPPORTED), JSON
+    known: dict[str, list[str]] = {}
+    for one, like in paths_of():
+        if "{" not in like:
+            known.setdefault(like, []).append(one)
+    meant = [like for like in (bare, f"/v1{bare}", bare.removeprefix("/v1")) if like in known]
+    meant = meant or difflib.get_close_matches(bare, known, n=1, cutoff=0.85)
+    if not meant:
+        return ApiError(404, f"there is no {path}"), JSON
+    place = meant[0] if method in known[meant[0]] else f"{known[meant[0]][0]} {meant[0]}"
+    return ApiError(404, f"there is no {path}; did you mean {place}?"), JSON

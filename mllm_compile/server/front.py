@@ -47,7 +47,7 @@ class Front:
         self.options = options
         self.names = ModelNames(options)
         self.bodies = Bodies()
-        self.admission = Admission(options.max_queue)
+        self.admission = Admission(options.max_queue, lambda: self.dispatcher.num_running())
         self.is_draining = False
         self._texts = ThreadPoolExecutor(_THREADS, thread_name_prefix="mllm-texts")
         self._pictures = ThreadPoolExecutor(_PICTURE_THREADS, thread_name_prefix="mllm-pictures")

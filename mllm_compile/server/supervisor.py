@@ -114,9 +114,10 @@ class Supervisor:
         return max(self._stuck_after_s, _STEPS_TO_BE_STUCK * (usual or 0.0))
 
     def close(self) -> None:
-        """Ends the engine, and `run`, soon."""
+        """Ends the engine, and `run`, soon; what waits for an engine is refused at once."""
         self._is_closing.set()
         self._is_wanted.set()
+        self._ready.set()
 
     # --- its life -----------------------------------------------------------------------------------------------------
 
@@ -132,13 +133,13 @@ class Supervisor:
                 if await self._live():
                     failed_starts = 0
                     continue
+                if self._is_closing.is_set():
+                    return
                 failed_starts += 1
                 message = self._failure.message if self._failure else "the engine's process ended while it started"
                 is_mistake = self._failure is not None and self._failure.is_mistake
                 if self.facts is None or is_mistake or failed_starts == _MOST_FAILED_STARTS:
-                    if not self._is_closing.is_set():
-                        raise EngineFailedError(message)
-                    return
+                    raise EngineFailedError(message)
                 logger.error("the engine has not started: %s. Trying again.", message)
                 await self._wait(self._is_closing, 2.0**failed_starts)
         finally:

@@ -74,6 +74,52 @@ def test_requests_that_take_too_long_for_a_shutdown_are_told():
         assert events[-2]["error"]["code"] == "shutting_down"
 
 
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/tokenize"])
+def test_a_request_that_waits_for_an_engine_is_told_of_the_shutdown(path, tmp_path):
+    body = {"prompt": "def"} if path != "/v1/chat/completions" else {"messages": [{"role": "user", "content": "x"}]}
+    gate = tmp_path / "gate"
+    gate.touch()
+    options = {"shutdown_timeout_s": 0.2}
+    held = {"MLLM_FAKE_SLOW_START": str(gate)}
+    with fake_server(options, environment=held, waits=False) as server, ThreadPoolExecutor() as threads:
+        waiting = threads.submit(server.post, path, body)
+        eventually(lambda: server.get("/ready").json.get("stage") == "fake")
+        if path != "/tokenize":
+            eventually(lambda: server.figure("mllm:requests_waiting") == 1)
+        assert server.end() == 0
+        answer = waiting.result()
+        assert (answer.status, answer.error["code"]) == (503, "shutting_down")
+        assert "retry-after" in answer.headers
+        assert "Traceback" not in server.said
+
+
+def test_a_request_that_waits_for_an_engine_that_wakes_is_told_too(tmp_path):
+    blocked = tmp_path / "blocked"
+    options = {"shutdown_timeout_s": 0.2, "sleep_after_s": 0.3}
+    environment = {"MLLM_FAKE_SLOW_START": str(blocked)}
+    with fake_server(options, environment=environment) as server, ThreadPoolExecutor() as threads:
+        blocked.touch()
+        eventually(lambda: server.get("/ready").json["state"] == "asleep")
+        waiting = threads.submit(server.complete)
+        eventually(lambda: server.get("/ready").json["state"] == "starting")
+        assert server.end() == 0
+        assert (waiting.result().status, waiting.result().error["code"]) == (503, "shutting_down")
+        assert "Trying again" not in server.said and "Traceback" not in server.said
+
+
+def test_a_body_that_still_comes_is_told_of_the_shutdown():
+    with fake_server({"shutdown_timeout_s": 0.2}) as server:
+        connection = socket.create_connection(("127.0.0.1", server.port))
+        connection.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 99\r\n\r\n{")
+        eventually(lambda: server.get("/ready").status == 200)  # a later connection was served: this one is read
+        server.process.send_signal(signal.SIGTERM)
+        answer = b"".join(iter(lambda: connection.recv(4096), b""))
+        assert server.process.wait() == 0
+        connection.close()
+        assert answer.startswith(b"HTTP/1.1 503") and b"shutting_down" in answer
+        assert "Traceback" not in server.said
+
+
 def test_a_second_signal_ends_at_once():
     with fake_server(settings=SLOW) as server, ThreadPoolExecutor() as threads:
         (engine,) = server.engine_pids()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import json
 import re
 import threading
@@ -36,7 +37,7 @@ def server() -> Iterator[Server]:
 @pytest.mark.parametrize(
     ("fields", "param", "says"),
     [
-        ({"max_tokens": 0}, "max_tokens", "expected an integer of at least 1 or None, got 0"),
+        ({"max_tokens": 0}, "max_tokens", "expected an integer of at least 1 or null, got 0. Use null"),
         ({"max_tokens": "8"}, "max_tokens", "expected an integer"),
         ({"temperature": "hot"}, "temperature", "expected a number"),
         ({"n": 2, "temperature": 0}, "n", "1 when temperature is 0"),
@@ -245,6 +246,16 @@ def test_a_body_that_is_no_json_object_is_refused(server, body):
     for path in ("/v1/completions", CHAT, "/tokenize", "/detokenize", "/v1/abort"):
         answer = server.ask("POST", path, body)
         assert (answer.status, answer.error["type"]) == (400, "invalid_request_error")
+
+
+@pytest.mark.parametrize("headers", [{"content-encoding": "gzip"}, {"content-encoding": "br"}, {}])
+@pytest.mark.parametrize("path", ["/v1/completions", CHAT, "/tokenize", "/v1/abort"])
+def test_a_compressed_body_is_refused_as_one(server, path, headers):
+    answer = server.ask("POST", path, gzip.compress(b'{"prompt": "def"}'), headers)
+    assert (answer.status, answer.error["code"]) == (415, "unsupported_encoding")
+    assert "as it is" in answer.error["message"]
+    plain = server.ask("POST", path, b"{}", {"content-encoding": "identity"})
+    assert plain.status in (200, 400)
 
 
 def test_a_body_that_is_too_large_is_refused(server):

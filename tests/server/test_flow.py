@@ -315,7 +315,7 @@ def test_a_tokenizer_that_fails_ends_its_own_request_alone(error, code):
 
 
 def test_the_queue_is_bounded_and_a_long_list_is_taken_when_it_is_empty():
-    admission = Admission(3)
+    admission = Admission(3, lambda: 0)
     admission.enter(5)
     with pytest.raises(ApiError) as caught:
         admission.enter(1)
@@ -326,10 +326,32 @@ def test_the_queue_is_bounded_and_a_long_list_is_taken_when_it_is_empty():
     assert (admission.waiting, admission.refused) == (3, 1)
 
 
+@pytest.mark.parametrize(("running", "taken"), [(0, 10), (5, 5), (8, 2), (9, 2)])
+def test_what_has_a_slot_at_once_is_not_bounded(running, taken):
+    admission = Admission(2, lambda: running)
+    admission.engine_ready(8)
+    for _ in range(taken):
+        admission.enter(1)
+    with pytest.raises(ApiError, match=f"{taken} prompts wait, of at most 2"):
+        admission.enter(1)
+
+
+def test_a_completion_that_has_ended_has_no_slot():
+    async def run() -> None:
+        engine = Engine()
+        first = engine.start(Client(), row=1)
+        engine.start(Client(), row=2)
+        assert engine.dispatcher.num_running() == 2
+        engine.end(first, "length")
+        assert engine.dispatcher.num_running() == 1
+
+    asyncio.run(run())
+
+
 def test_the_bound_of_the_queue_follows_from_what_can_run():
-    admission = Admission(None)
+    admission = Admission(None, lambda: 0)
     admission.engine_ready(16)
     assert admission.most == 64
-    asked = Admission(7)
+    asked = Admission(7, lambda: 0)
     asked.engine_ready(16)
     assert asked.most == 7

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import runpy
 from collections.abc import Iterator
 from pathlib import Path
@@ -244,6 +245,37 @@ def test_a_value_means_the_same_over_http_and_in_python(field):
             continue
         assert http_params(field, value) == python_params(field, value), (field, value)
     assert http_params(field, None) == SamplingParams()
+
+
+@pytest.mark.parametrize("kind", [CompletionFields, ChatFields])
+def test_no_error_over_http_has_words_of_python(kind):
+    needed = {"messages": HELLO} if kind is ChatFields else {"prompt": "def"}
+    messages = set()
+    for field in kind.__struct_fields__:
+        for value in [*VALUES, {"a": None}, [None], [True, False], {"regexp": True}, {"json_object": False}]:
+            try:
+                fields, _ = read_fields(kind, json.dumps({**needed, field: value}).encode())
+                params_of(fields, SamplingParams())
+            except ApiError as error:
+                messages.add(error.message)
+    assert len(messages) > 100
+    for message in messages:
+        bare = re.sub(r"'[^']*'|`[^`]*`", "", message)
+        assert not re.search(r"\b(None|NoneType|True|False|dict|tuple|self|\w+Params)\b", bare), message
+
+
+@pytest.mark.parametrize(
+    ("message", "shown"),
+    [
+        ("a: expected True or None, got None. Use None.", "a: expected true or null, got null. Use null."),
+        ("a: got 'None or True' and \"False\"", "a: got 'None or True' and \"False\""),
+        ("the model's None and the user's True", "the model's null and the user's true"),
+        ("a: a dict, got dict {'None': None}", "a: an object, got object {'None': null}"),
+        ("a: got 'it\\'s None' or None", "a: got 'it\\'s None' or null"),
+    ],
+)
+def test_words_of_python_are_those_of_json_but_for_a_clients_own(message, shown):
+    assert ApiError(400, message).message == shown
 
 
 def test_a_priority_means_the_same_over_http_and_in_python(server):

@@ -63,10 +63,42 @@ def test_what_is_not_there_is_said_in_openais_shape(server):
     method = server.get("/v1/completions", headers=key)
     assert (method.status, method.error["type"]) == (405, "invalid_request_error")
     assert (method.error["message"], method.headers["allow"]) == ("/v1/completions: expected POST", "POST")
-    embeddings = server.post("/v1/embeddings", {}, headers=key)
-    assert embeddings.status == 404
-    assert "generates text" in embeddings.error["message"]
     assert server.get("/v1/models/none", headers=key).error["code"] == "model_not_found"
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/rerank", "/v1/rerank", "/v2/rerank", "/v1/embeddings", "/embeddings", "/v1/score", "/pooling", "/classify",
+        "/v1/audio/transcriptions", "/generate", "/v1/load_lora_adapter", "/wake_up", "/flush_cache", "/v1/files",
+        "/api/chat", "/get_server_info", "/v1/embeddings/",
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("method", ["GET", "POST"])
+def test_a_path_of_other_servers_is_answered_with_what_to_do(server, method, path):
+    answer = server.ask(method, path, headers={"authorization": f"Bearer {KEY}"})
+    assert (answer.status, answer.error["code"]) == (404, "unsupported_endpoint")
+    assert "did you mean" not in answer.error["message"] and len(answer.error["message"]) > len(path) + 20
+
+
+def test_a_hint_leads_to_a_path_that_is_there(server):
+    key = {"authorization": f"Bearer {KEY}"}
+    known = {path for _, path in paths_of() if "{" not in path}
+    missed = {path + "s" for path in known} | {path[:-1] for path in known} | {f"/v1{path}" for path in known}
+    missed |= (
+        {path.removeprefix("/v1") for path in known} | {path + "/" for path in known} | {"/v1/rerankk", "/v1/scor"}
+    )
+    hints = 0
+    for path in sorted(missed - known - {"", "/"}):
+        for method in ("GET", "POST"):
+            answer = server.ask(method, path, headers=key)
+            assert answer.status in (404, 405), path
+            found = re.search(r"did you mean (?:(GET|POST) )?(/\S*)\?", answer.error["message"])
+            if found is not None:
+                hints += 1
+                led = server.ask(found[1] or method, found[2], headers=key)
+                assert led.status not in (404, 405), (path, found[0])
+    assert hints > 20
 
 
 def test_a_browser_gets_the_page_with_the_key_as_password(server):

@@ -34,6 +34,17 @@ def _left_idle(server: Server) -> Iterator[None]:
     assert server.figure("mllm:requests_waiting") == 0
 
 
+def test_a_burst_that_has_slots_is_not_refused():
+    limits = {"max_running_requests": 64, "max_model_len": 512, "num_pages": 4096}
+    with fake_server({"max_queue": 2}, {"limits": limits, "delay_s": 0.02}) as server:
+        bodies = [{"prompt": [5, 6], "max_tokens": 20, "ignore_eos": True} for _ in range(40)]
+        connections = [server.open("/v1/completions", body) for body in bodies]
+        heads = [read_some(connection).split(b"\r\n")[0] for connection in connections]
+        for connection in connections:
+            connection.close()
+    assert set(heads) == {b"HTTP/1.1 200 OK"}
+
+
 def long_request(**fields: Any) -> dict[str, Any]:
     return {"prompt": "def", "max_tokens": MANY_TOKENS, "ignore_eos": True, **fields}
 

@@ -199,22 +199,25 @@ class CompletionAnswers(OpenAIAnswers):
     def _news(self, choice: Choice) -> dict[str, Any]:
         text, logprobs = choice.text, None
         is_echo = self._is_echo(choice)
+        echo = self._echo(choice) if is_echo else ""
         if is_echo:
-            text = self._echo(choice) + text
+            choice.begin = len(echo)
         if self._texts is not None:
-            logprobs = self._logprobs(self._texts, choice, is_echo)
-        return {"text": text, "logprobs": logprobs}
+            logprobs = self._logprobs(self._texts, choice, echo if is_echo else None)
+        return {"text": echo + text, "logprobs": logprobs}
 
     _answer = _news
 
     def _echo(self, choice: Choice) -> str:
         return "" if self._echo_of is None else self._echo_of(choice.prompt)
 
-    def _logprobs(self, texts: TokenTexts, choice: Choice, with_prompt: bool) -> dict[str, Any]:
+    def _logprobs(self, texts: TokenTexts, choice: Choice, echo: str | None) -> dict[str, Any]:
+        """Log-probabilities of the answer's tokens, behind those of the prompt where it is repeated."""
         token_ids: list[int] = list(choice.token_ids)
         scores: list[Scores | None] = list(choice.scores)
-        if with_prompt:
+        offsets = [choice.begin + offset for offset in choice.offsets]
+        if echo is not None:
             token_ids = [*choice.prompt.token_ids, *token_ids]
             scores = [None, *choice.prompt.scores, *scores]
-        logprobs, choice.offset = completion_logprobs(texts, token_ids, scores, choice.offset)
-        return logprobs
+            offsets = [*texts.offsets_in(echo, choice.prompt.token_ids), *offsets]
+        return completion_logprobs(texts, token_ids, scores, offsets)

@@ -8,6 +8,20 @@ import msgspec
 
 from mllm_compile.errors import MllmError
 
+# What is quoted may hold a client's own words; an apostrophe behind a letter is none.
+_QUOTED = re.compile(r"""((?<!\w)'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*"|`[^`]*`)""")
+_IN_JSON = {
+    "NoneType None": "null",
+    "None": "null",
+    "bool True": "true",
+    "bool False": "false",
+    "True": "true",
+    "False": "false",
+    "a dict": "an object",
+    "dict": "object",
+    "StructuredOutputsParams": "structured_outputs",
+}
+_PYTHON = re.compile(rf"\b(?:{'|'.join(_IN_JSON)})\b")
 _FIELD = re.compile(r"[a-z_][\w.\[\]]*\Z")
 _STATUS_TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 
@@ -31,9 +45,9 @@ class ApiError(Exception):
         code: str | None = None,
         retry_after_s: int | None = None,
     ) -> None:
-        super().__init__(message)
+        self.message = _in_json_words(message)
+        super().__init__(self.message)
         self.status = status
-        self.message = message
         self.param = param
         self.code = code
         self.retry_after_s = retry_after_s
@@ -52,6 +66,19 @@ class ApiError(Exception):
     @property
     def headers(self) -> list[tuple[bytes, bytes]]:
         return [] if self.retry_after_s is None else [(b"retry-after", str(self.retry_after_s).encode())]
+
+
+def _in_json_words(message: str) -> str:
+    """A message whose words may be those of Python, where it was made for both, in those of JSON."""
+    parts = _QUOTED.split(message)
+    parts[::2] = [_PYTHON.sub(lambda found: _IN_JSON[found[0]], part) for part in parts[::2]]
+    return "".join(parts)
+
+
+def wrong_encoding(encoding: str) -> ApiError:
+    """The body is compressed."""
+    message = f"the body is encoded as {encoding}; expected JSON as it is. Send it without Content-Encoding"
+    return ApiError(415, message, code="unsupported_encoding")
 
 
 def openai_refusal(error: ApiError) -> bytes:

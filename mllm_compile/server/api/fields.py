@@ -15,7 +15,7 @@ import msgspec
 
 from mllm_compile.errors import RequestError
 from mllm_compile.runtime.sampling.params import MAX_LOGPROBS, SamplingParams
-from mllm_compile.server.api.errors import ApiError, bad_request, of_error
+from mllm_compile.server.api.errors import ApiError, bad_request, of_error, wrong_encoding
 from mllm_compile.server.api.foreign_fields import FOREIGN, RENAMED, ForeignFields
 from mllm_compile.structured.request_dicts import FIELDS as FORM_FIELDS
 from mllm_compile.structured.request_dicts import structured_outputs_of
@@ -166,6 +166,7 @@ class ChatFields(GenerateFields, kw_only=True):
 _KINDS = (ChatFields, CompletionFields)
 
 F = TypeVar("F", bound=msgspec.Struct)
+_GZIP = b"\x1f\x8b"
 _LACKING = "Object missing required field `"  # as msgspec says it
 
 
@@ -210,6 +211,8 @@ def read_object(body: bytes) -> dict[str, Any]:
     Raises:
         ApiError: it is none.
     """
+    if body.startswith(_GZIP):
+        raise wrong_encoding("gzip")
     try:
         given = msgspec.json.decode(body)
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 from collections.abc import Sequence
 from typing import Any
 
@@ -21,6 +22,7 @@ class TokenTexts:
 
     def __init__(self, tokenizer: Tokenizer | None, *, as_ids: bool = False) -> None:
         self._bytes_of = None if tokenizer is None else tokenizer.bytes_of_token
+        self._special = frozenset[int]() if tokenizer is None else tokenizer.special_token_ids
         self._as_ids = as_ids or tokenizer is None
 
     def bytes_of(self, token_id: int) -> bytes:
@@ -34,6 +36,26 @@ class TokenTexts:
         r"""The token's text, or `bytes:\xe2` for a part of a character: names of a dict should differ."""
         text = self.text_of(token_id)
         return "bytes:" + "".join(f"\\x{b:02x}" for b in self.bytes_of(token_id)) if _OPEN in text else text
+
+    def offsets_in(self, text: str, token_ids: Sequence[int]) -> list[int]:
+        """Where each token of a prompt begins in its text: the characters that are whole before it.
+
+        A text need not have what its tokens have: special tokens that were added to it, and the space that some
+        tokenizers put before the first word.
+        """
+        decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        offsets = []
+        offset = 0
+        for token_id in token_ids:
+            offsets.append(offset)
+            piece = decoder.decode(self.bytes_of(token_id))
+            if not text.startswith(piece, offset):
+                if token_id in self._special:
+                    continue
+                if not offset:
+                    piece = piece.removeprefix(" ")
+            offset = min(len(text), offset + len(piece))
+        return offsets
 
 
 def chat_logprobs(texts: TokenTexts, scores: Sequence[Scores]) -> dict[str, Any]:
@@ -52,25 +74,20 @@ def chat_logprobs(texts: TokenTexts, scores: Sequence[Scores]) -> dict[str, Any]
 
 
 def completion_logprobs(
-    texts: TokenTexts, token_ids: Sequence[int], scores: Sequence[Scores | None], offset: int
-) -> tuple[dict[str, Any], int]:
-    """The shape of /v1/completions, and the offset of the next token.
+    texts: TokenTexts, token_ids: Sequence[int], scores: Sequence[Scores | None], offsets: Sequence[int]
+) -> dict[str, Any]:
+    """The shape of /v1/completions.
 
     Args:
         scores: of each token; None for a prompt's first, which nothing predicts.
-        offset: characters before the first token.
+        offsets: of each token in the text.
     """
-    names = [texts.name_of(token_id) for token_id in token_ids]
-    offsets = []
-    for token_id in token_ids:
-        offsets.append(offset)
-        offset += len(texts.text_of(token_id))
     return {
-        "tokens": names,
+        "tokens": [texts.name_of(token_id) for token_id in token_ids],
         "token_logprobs": [None if one is None else max(one.logprob, _LEAST) for one in scores],
         "top_logprobs": [None if one is None else _top(texts, one) for one in scores],
         "text_offset": offsets,
-    }, offset
+    }
 
 
 def _top(texts: TokenTexts, scores: Scores) -> dict[str, float]:

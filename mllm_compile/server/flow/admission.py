@@ -1,9 +1,10 @@
-"""Who may wait: a bound on the prompts that the engine has not begun."""
+"""Who may wait: a bound on the prompts that the engine has not begun, and for which it has no slot."""
 
 from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Callable
 
 from mllm_compile.server.api.errors import ApiError
 
@@ -18,9 +19,12 @@ class Admission:
 
     Args:
         most: how many may; None: a multiple of those that can run.
+        num_running: of completions that the engine has begun, and not ended.
     """
 
-    def __init__(self, most: int | None) -> None:
+    def __init__(self, most: int | None, num_running: Callable[[], int]) -> None:
+        self._num_running = num_running
+        self._max_running = 0
         self._asked = most
         self.most = most or _BEFORE_READY
         self.waiting = 0
@@ -29,15 +33,17 @@ class Admission:
 
     def engine_ready(self, max_running: int) -> None:
         """Takes the bound from an engine."""
+        self._max_running = max_running
         self.most = self._asked or _TIMES_RUNNING * max_running
 
     def enter(self, count: int) -> None:
-        """Counts prompts that begin to wait. A list that is longer than the bound is taken when nothing waits.
+        """Counts prompts that begin to wait, if only for the next step. A list that is longer than the bound is taken
+        when nothing waits.
 
         Raises:
             ApiError: too many wait.
         """
-        if self.waiting and self.waiting + count > self.most:
+        if self.waiting and self.waiting + count > self.most + self._num_free():
             self.refused += 1
             raise ApiError(
                 429,
@@ -46,6 +52,12 @@ class Admission:
                 retry_after_s=self._retry_after(),
             )
         self.waiting += count
+
+    def _num_free(self) -> int:
+        """Slots that prompts which wait will have at once; asked for only where there are many."""
+        if self.waiting > self.most + self._max_running:
+            return 0
+        return max(0, self._max_running - self._num_running())
 
     def leave(self) -> None:
         """Counts a prompt that waits no longer."""

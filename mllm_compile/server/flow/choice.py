@@ -50,10 +50,11 @@ class Choice:
 
     Attributes:
         index: its number in the answer, over all prompts.
-        text, token_ids, scores: what is not sent yet; of an answer that is sent whole, all of it.
+        text, token_ids, scores, offsets: what is not sent yet; of an answer that is sent whole, all of it. An offset
+            is where a token with scores begins in the text: the characters that were whole before it.
         num_tokens: all so far.
         num_reasoning_tokens: those that a parser found to be reasoning.
-        offset: characters of the tokens whose log-probabilities were sent.
+        begin: where its text begins in what is sent: behind a prompt that is repeated.
         events: what `parser` has made of the text, as far as it is not sent.
         finish_reason: None while it runs; "stop", "length", "abort" or "error", by a parser also "tool_calls".
         was_admitted: it has had a row.
@@ -66,9 +67,11 @@ class Choice:
         "_ending",
         "_matcher",
         "_min_tokens",
+        "_num_characters",
         "_num_read",
         "_parser",
         "_shows_end",
+        "begin",
         "end_is_told",
         "events",
         "finish_reason",
@@ -76,7 +79,7 @@ class Choice:
         "index",
         "num_reasoning_tokens",
         "num_tokens",
-        "offset",
+        "offsets",
         "prompt",
         "scores",
         "stop_reason",
@@ -99,10 +102,12 @@ class Choice:
         self.events: list[Event] = []
         self.token_ids: list[int] = []
         self.scores: list[Scores] = []
+        self.offsets: list[int] = []
         self.num_tokens = 0
         self.num_reasoning_tokens = 0
         self._num_read = 0  # tokens whose text is in events
-        self.offset = 0
+        self._num_characters = 0
+        self.begin = 0
         self.finish_reason: str | None = None
         self.stop_reason: StopReason = None
         self.was_admitted = False
@@ -138,6 +143,7 @@ class Choice:
         self.token_ids.append(token_id)
         if scores is not None:
             self.scores.append(scores)
+            self.offsets.append(self._num_characters)
         if self._detokenizer is None:
             return
         ending = self._ending
@@ -145,6 +151,7 @@ class Choice:
             return
         text = self._detokenizer.push((token_id,))
         if text:
+            self._num_characters += len(text)
             self._add(text)
             self._end_parser()
 
@@ -196,3 +203,4 @@ class Choice:
         self.events.clear()
         self.token_ids.clear()
         self.scores.clear()
+        self.offsets.clear()

@@ -43,6 +43,11 @@ class Dispatcher:
     def is_idle(self) -> bool:
         return not self.jobs
 
+    def num_running(self) -> int:
+        """Completions that have a row, and have not ended."""
+        started = (prompt for _, prompt in self._runs.values() if not prompt.is_waiting)
+        return sum(c.was_admitted and c.finish_reason is None for prompt in started for c in prompt.choices)
+
     def next_key(self) -> int:
         """A number for a prompt."""
         return next(self._keys)
