@@ -367,7 +367,7 @@ def test_a_runtime_is_checked_and_not_compiled_again(monkeypatch, tmp_path, caps
         ["--temperature", "-1"],
         ["--top-p", "0"],
         ["--top-k", "-2"],
-        ["--seed", "-2"],
+        ["--seed", str(2**64)],
     ],
 )
 def test_sampling_values_that_cannot_be_are_refused_before_anything_is_loaded(engine, config, capsys, option):
