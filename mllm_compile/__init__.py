@@ -54,10 +54,26 @@ _HOMES = {
 }
 
 
+# Names in vLLM, by what has their place here.
+_ELSEWHERE = {
+    **dict.fromkeys(("LLM", "LLMEngine", "EngineArgs"), "Engine"),
+    **dict.fromkeys(("AsyncLLM", "AsyncLLMEngine", "AsyncEngineArgs"), "AsyncEngine"),
+    **dict.fromkeys(("TextPrompt", "TokensPrompt"), "Engine"),
+    "GuidedDecodingParams": "StructuredOutputsParams",
+}
+
+
 def __getattr__(name: str) -> object:
     if name in _HOMES:
         from mllm_compile.process.bytecode import kept_bytecode
 
         with kept_bytecode():
             return getattr(import_module(_HOMES[name]), name)
+    if name in _ELSEWHERE:  # an AttributeError's words `from mllm_compile import …` would leave out
+        ours = _ELSEWHERE[name]
+        raise ImportError(
+            f"mllm_compile has no {name}; its place has {ours}: from mllm_compile import {ours} "
+            "(docs/coming-from-vllm.md)",
+            name=name,
+        )
     raise AttributeError(f"module 'mllm_compile' has no attribute {name!r}")

@@ -22,10 +22,10 @@ from mllm_compile.cli.chat import chat_command
 from mllm_compile.cli.compile import compile_command
 from mllm_compile.cli.config import config_command
 from mllm_compile.cli.explain import explain_command
+from mllm_compile.cli.foreign_options import advice_on
 from mllm_compile.cli.generate import generate_command
 from mllm_compile.cli.inspect import inspect_command
 from mllm_compile.cli.serve import serve_command
-from mllm_compile.config.sources import unknown_option
 from mllm_compile.errors import MllmError
 from mllm_compile.process.bytecode import kept_bytecode
 from mllm_compile.process.interruption import kept_interruptions
@@ -91,7 +91,7 @@ def run(args: Sequence[str]) -> int:
     except (KeyboardInterrupt, typer.Abort):
         code = EXIT_INTERRUPTED
     except Exception as error:
-        message = _message_for_user(error)
+        message = _message_for_user(error, list(args))
         if message is None or os.environ.get("MLLM_COMPILE_DEBUG") == "1":
             raise
         typer.echo(f"{PROGRAM}: {typer.style('error:', fg='red', bold=True)} {message}", err=True)
@@ -126,7 +126,7 @@ def _with_default_command(args: list[str]) -> list[str]:
     return args if is_mistyped else ["compile", *args]  # typer names the command that is closest
 
 
-def _message_for_user(error: Exception) -> str | None:
+def _message_for_user(error: Exception, args: list[str]) -> str | None:
     """One line for a user's mistake, None for an error of ours."""
     if isinstance(error, MllmError):
         return " ".join(str(error).split())
@@ -140,7 +140,7 @@ def _message_for_user(error: Exception) -> str | None:
     context = getattr(error, "ctx", None)
     path = context.command_path if context is not None else PROGRAM
     option = getattr(error, "option_name", None) if type(error).__name__ == "NoSuchOption" else None
-    meant = None if option is None else unknown_option(option)
+    meant = None if option is None else advice_on(option, args)
     if meant is not None:
         return f"{meant} (docs/coming-from-vllm.md)"
     return f"{' '.join(format_message().split())} (see {path} --help)"

@@ -23,6 +23,16 @@ def serve_command(
     model: ModelArgument,
     host: Annotated[str, typer.Option(help="The address to listen at; 0.0.0.0: all of this machine's.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="The port; 0: a free one.")] = 8000,
+    uds: Annotated[
+        str | None, typer.Option(help="The path of a Unix socket to listen at, in the place of --host and --port.")
+    ] = None,
+    ssl_certfile: Annotated[str | None, typer.Option(help="A certificate in PEM: speak TLS.")] = None,
+    ssl_keyfile: Annotated[str | None, typer.Option(help="Its key, where the certificate's file has none.")] = None,
+    root_path: Annotated[
+        str,
+        typer.Option(help="The path behind which a proxy has this server, such as /llm; requests may come with it."),
+    ] = "",
+    max_body: Annotated[str, typer.Option(help="The largest body of a request (512K, 64M).")] = "16M",
     api_key: Annotated[
         list[str] | None,
         typer.Option(
@@ -71,13 +81,18 @@ def serve_command(
     missing = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
     if missing:
         raise ConfigError(f"the server needs {', '.join(missing)}, not installed: pip install 'mllm-compile[serve]'")
-    from mllm_compile.server.options import ServeOptions, seconds_of
+    from mllm_compile.server.options import ServeOptions, bytes_of, seconds_of
     from mllm_compile.server.serve import run_server
 
     options = ServeOptions(
         model=model,
         host=host,
         port=port,
+        uds=uds,
+        ssl_certfile=ssl_certfile,
+        ssl_keyfile=ssl_keyfile,
+        root_path=root_path,
+        most_body_bytes=bytes_of("--max-body", max_body),
         api_keys=(*(api_key or ()), *_other_keys(api_key_file)),
         served_names=tuple(served_model_name or ()),
         max_queue=max_queue,

@@ -54,6 +54,19 @@ _NAMES_ELSEWHERE = {
     "disable_cuda_graph": "cudagraph.mode: none",
     "cudagraph_capture_sizes": "cudagraph.decode_requests",
     "cuda_graph_bs": "cudagraph.decode_requests",
+    "tp": "runtime.tensor_parallel_size",
+    "tp_size": "runtime.tensor_parallel_size",
+    "ep_size": "runtime.expert_parallel_size",
+    "enable_prefix_caching": "runtime.enable_prefix_cache",
+    "no_enable_prefix_caching": "runtime.enable_prefix_cache: false",
+    "disable_radix_cache": "runtime.enable_prefix_cache: false",
+    "guided_decoding_backend": "structured_outputs.backend",
+    "structured_outputs_config": "structured_outputs.backend",
+    "grammar_backend": "structured_outputs.backend",
+    "allowed_media_domains": "media.allowed_domains",
+    "random_seed": "runtime.seed",
+    "enable_deterministic_inference": "runtime.deterministic",
+    "dp_size": "runtime.expert_parallel_size",
 }
 
 # Options of vLLM's that ask for what there is not.

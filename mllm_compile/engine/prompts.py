@@ -27,7 +27,17 @@ from mllm_compile.runtime.shown import brief, shown
 from mllm_compile.text.detokenizer import Decoder
 from mllm_compile.text.template_protocol import MAX_CHARACTERS
 
-Prompt = str | Seq[int] | Mapping[str, Any] | MediaPrompt
+
+class TokenArray(Protocol):
+    """A numpy array, or a tensor of torch's, of token ids."""
+
+    @property
+    def ndim(self) -> int: ...
+
+    def tolist(self) -> Any: ...
+
+
+Prompt = str | Seq[int] | TokenArray | Mapping[str, Any] | MediaPrompt
 Prompts = Prompt | Seq[Prompt]
 Message = Mapping[str, Any]
 
@@ -263,6 +273,7 @@ class PromptReader:
         return Prepared(text, error=_text_fault(text))
 
     def _prepare_ids(self, item: Any) -> Prepared:
+        item = _plain(item)
         if not isinstance(item, Seq) or isinstance(item, (bytes, bytearray)):
             return Prepared(error=RequestError(f"a prompt is a text or a list of token ids, got {brief(item)}"))
         kinds = set(map(type, item))  # far fewer than tokens: asking each token takes 20 ms of a 65,536-token batch
@@ -322,8 +333,15 @@ def _text_fault(text: str) -> RequestError | None:
     return None
 
 
+def _plain(value: Any) -> Any:
+    """The list that an array or a tensor holds; all else as it is."""
+    is_array = hasattr(value, "tolist") and isinstance(getattr(value, "ndim", None), int)
+    return value.tolist() if is_array and not isinstance(value, Seq) else value
+
+
 def is_single_prompt(prompts: object) -> bool:
-    """One text, one list of token ids, one dict of either, or one MediaPrompt."""
+    """One text, one list or array of token ids, one dict of either, or one MediaPrompt."""
+    prompts = _plain(prompts)
     if isinstance(prompts, (str, Mapping, MediaPrompt)):
         return True
     return isinstance(prompts, Seq) and bool(prompts) and isinstance(prompts[0], numbers.Integral)
@@ -335,12 +353,11 @@ def as_prompt_list(prompts: Any) -> list[Any]:
     Raises:
         RequestError: neither a prompt nor a list.
     """
+    prompts = _plain(prompts)  # an array of two dimensions is a list of prompts
     if is_single_prompt(prompts):
         return [prompts]
     if isinstance(prompts, Seq) and not isinstance(prompts, (bytes, bytearray)):
         return list(prompts)
-    hint = " Call its tolist()." if hasattr(prompts, "tolist") else ""
     raise RequestError(
-        f"prompts: expected a text, a list of token ids, a dict of either, or a list of such, "
-        f"got {brief(prompts)}.{hint}"
+        f"prompts: expected a text, a list of token ids, a dict of either, or a list of such, got {brief(prompts)}."
     )

@@ -111,6 +111,7 @@ class _Guarded:
         self._front = front
         self._keys = [key.encode() for key in options.api_keys]
         self._origins = options.allowed_origins
+        self._root = options.root_path
         self._is_private = options.is_local and not options.api_keys
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -118,6 +119,7 @@ class _Guarded:
             if scope["type"] == "websocket":
                 await send({"type": "websocket.close", "code": 1000})
             return
+        self._leave_root(scope)
         if self._keys and scope["path"] not in OPEN_PATHS and not self._has_key(scope):
             error = ApiError(401, "this server needs a key: Authorization: Bearer KEY", code="invalid_api_key")
             self._tell(scope, error)
@@ -154,6 +156,12 @@ class _Guarded:
                 await respond_error(send, failure)
             except RuntimeError:  # the answer had begun
                 raise raised from None
+
+    def _leave_root(self, scope: Scope) -> None:
+        """Takes --root-path from a request's path; some proxies pass it on, and others have taken it."""
+        path = scope["path"]
+        if self._root and (path == self._root or path.startswith(f"{self._root}/")):
+            scope["path"] = path[len(self._root) :] or "/"
 
     def _tell(self, scope: Scope, error: ApiError) -> None:
         """Logs and counts a request that comes to no endpoint. A path that is none is quoted: it may hold anything."""

@@ -23,6 +23,7 @@ def banner_lines(front: Front, facts: EngineFacts, url: str) -> list[str]:
         path, data, kind = "chat/completions", '{"messages": [{"role": "user", "content": "Hello"}]}', "chat"
     elif facts.tokenizer is None:
         data, kind = '{"prompt": [1, 2, 3], "max_tokens": 32}', "no tokenizer: completions of token ids only"
+    curl = "curl" if front.options.uds is None else f"curl --unix-socket {front.options.uds}"
     key = " -H 'Authorization: Bearer KEY'" if front.options.api_keys else ""
     return [
         f"mllm-compile {__version__}  {name}  {hello.dtype}  {hello.device}",
@@ -31,5 +32,5 @@ def banner_lines(front: Front, facts: EngineFacts, url: str) -> list[str]:
         f"prompt and answer {hello.max_model_len:,} tokens",
         f"  template  {kind}; {facts.syntax.described()}",
         f"  ready     {url}/v1  in {hello.seconds:.1f} s ({stages})",
-        f"  try       curl {url}/v1/{path}{key} -H 'content-type: application/json' -d '{data}'",
+        f"  try       {curl} {url}/v1/{path}{key} -H 'content-type: application/json' -d '{data}'",
     ]

@@ -46,7 +46,7 @@ class Front:
     def __init__(self, options: ServeOptions, command_of: CommandLine) -> None:
         self.options = options
         self.names = ModelNames(options)
-        self.bodies = Bodies()
+        self.bodies = Bodies(options.most_body_bytes)
         self.admission = Admission(options.max_queue, lambda: self.dispatcher.num_running())
         self.is_draining = False
         self._texts = ThreadPoolExecutor(_THREADS, thread_name_prefix="mllm-texts")

@@ -12,7 +12,6 @@ from mllm_compile.server.api.errors import ApiError
 from mllm_compile.server.flow.job import JSON
 from mllm_compile.server.flow.writer import Headers, Send
 
-MOST_BYTES = 16 << 20  # of a body
 _MOST_BYTES_AT_ONCE = 256 << 20  # of bodies that are being read
 
 Scope = dict[str, Any]
@@ -27,10 +26,12 @@ class Bodies:
     """Reads bodies; bounds each, and all that are read at once.
 
     Args:
+        most_bytes: of a body.
         most_s: a body that takes longer is given up: a few that never end would fill the room of all others.
     """
 
-    def __init__(self, most_s: float = 60.0) -> None:
+    def __init__(self, most_bytes: int, most_s: float = 60.0) -> None:
+        self._most_bytes = most_bytes
         self._held = 0
         self._most_s = most_s
 
@@ -57,8 +58,11 @@ class Bodies:
                 part = message.get("body", b"")
                 size += len(part)
                 self._held += len(part)
-                if size > MOST_BYTES:
-                    raise ApiError(413, f"the body is larger than {MOST_BYTES >> 20} MiB", code="body_too_large")
+                if size > self._most_bytes:
+                    whole = self._most_bytes % (1 << 20) == 0
+                    most = f"{self._most_bytes >> 20} MiB" if whole else f"{self._most_bytes:,} bytes"
+                    why = f"the body is larger than {most}; the server's --max-body sets the bound"
+                    raise ApiError(413, why, code="body_too_large")
                 if self._held > _MOST_BYTES_AT_ONCE:
                     raise ApiError(429, "too many large requests at once", code="too_many_bytes", retry_after_s=1)
                 parts.append(part)

@@ -16,6 +16,10 @@ class ServeOptions:
     Attributes:
         model: the engine's source, as every command takes it.
         host, port: where it listens; port 0 takes a free one.
+        uds: the path of a Unix socket to listen at, in the place of those.
+        ssl_certfile, ssl_keyfile: of TLS; without a key's file the certificate's has the key too. None: plain HTTP.
+        root_path: behind which a proxy has this server; requests may come with it, or without.
+        most_body_bytes: of a request.
         api_keys: any of them opens every path; none: all paths are open.
         served_names: the model's names; the first one is in answers. None given: taken from the config.
         max_queue: prompts that may wait; None: four times as many as can run.
@@ -33,6 +37,11 @@ class ServeOptions:
     model: str
     host: str = "127.0.0.1"
     port: int = 8000
+    uds: str | None = None
+    ssl_certfile: str | None = None
+    ssl_keyfile: str | None = None
+    root_path: str = ""
+    most_body_bytes: int = 16 << 20
     api_keys: tuple[str, ...] = ()
     served_names: tuple[str, ...] = ()
     max_queue: int | None = None
@@ -49,6 +58,16 @@ class ServeOptions:
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:
             raise ConfigError(f"--port: expected a number from 0 to 65535, got {self.port}")
+        if self.uds is not None and not self.uds:
+            raise ConfigError("--uds: expected the path of a socket, got an empty text")
+        if self.ssl_keyfile is not None and self.ssl_certfile is None:
+            raise ConfigError("--ssl-keyfile: expected it beside --ssl-certfile")
+        if not _ROOT.fullmatch(self.root_path):
+            raise ConfigError(
+                f"--root-path: expected a path such as /llm, without a / at its end, got {self.root_path!r}"
+            )
+        if not 1 << 10 <= self.most_body_bytes <= _MOST_BODY:
+            raise ConfigError(f"--max-body: expected from 1K to {_MOST_BODY >> 20}M, got {self.most_body_bytes} bytes")
         for option, values in (("--api-key", self.api_keys), ("--served-model-name", self.served_names)):
             if any(not _is_plain(value) for value in values):
                 raise ConfigError(f"{option}: expected printable ASCII characters, the first and last of them no space")
@@ -71,17 +90,33 @@ class ServeOptions:
 
     @property
     def is_local(self) -> bool:
-        """True if only this machine reaches it."""
-        return self.host in ("127.0.0.1", "::1", "localhost")
+        """True if it listens at an address that only this machine reaches."""
+        return self.uds is None and self.host in ("127.0.0.1", "::1", "localhost")
 
 
 # What a browser sends of a page: its scheme, host and port; "null" of a page that has none of these.
 _ORIGIN = re.compile(r"null|[a-z][a-z0-9+.-]*://([a-z0-9._-]+|\[[0-9a-f:.]+\])(:\d+)?")
 
 
+_ROOT = re.compile(r"(/[A-Za-z0-9._~-]+)*")
+_MOST_BODY = 256 << 20  # all that are being read have as much
+
+
 def _is_plain(text: str) -> bool:
     """True for what a header can hold, and give back as it is."""
     return bool(text) and text.isascii() and text.isprintable() and text == text.strip()
+
+
+def bytes_of(option: str, text: str) -> int:
+    """A size such as 65536, 512K or 16M in bytes.
+
+    Raises:
+        ConfigError: it is none.
+    """
+    number, unit = (text[:-1], text[-1].upper()) if text[-1:].upper() in ("K", "M") else (text, "")
+    if not (number.isascii() and number.isdecimal() and len(number) <= 12):
+        raise ConfigError(f"{option}: expected a size such as 512K or 16M, got {text!r}")
+    return int(number) << {"": 0, "K": 10, "M": 20}[unit]
 
 
 def seconds_of(option: str, text: str | None) -> float | None:

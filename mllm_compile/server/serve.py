@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import gc
 import logging
+import os
 import resource
 import signal
 import socket
+import ssl
+import stat
 import sys
 from collections.abc import Awaitable, Iterator
 
@@ -39,9 +43,15 @@ def run_server(options: ServeOptions, command_of: CommandLine | None = None) -> 
         MllmError: the port cannot be had, or the engine cannot be started.
     """
     _allow_connections()
-    listener = _listen(options)
+    _check_tls(options)
+    listener = _listen(options) if options.uds is None else _listen_at_path(options.uds)
     front = Front(options, command_of or command_line(options.model, options.how, options.log))
-    uvloop.run(_serve(front, listener))
+    try:
+        uvloop.run(_serve(front, listener))
+    finally:
+        if options.uds is not None:
+            with contextlib.suppress(OSError):
+                os.unlink(options.uds)
 
 
 def _allow_connections() -> None:
@@ -63,6 +73,52 @@ def _listen(options: ServeOptions) -> socket.socket:
         raise ConfigError(f"--host, --port: {place} cannot be listened at ({error.strerror}). Take another.") from None
     listener.listen(_BACKLOG)
     return listener
+
+
+def _listen_at_path(path: str) -> socket.socket:
+    """A Unix socket; one that a server has left behind is removed."""
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        if _is_left_behind(path):
+            os.unlink(path)
+        listener.bind(path)
+    except OSError as error:
+        listener.close()
+        raise ConfigError(f"--uds: {path} cannot be listened at ({error.strerror or error}). Take another.") from None
+    listener.listen(_BACKLOG)
+    return listener
+
+
+def _is_left_behind(path: str) -> bool:
+    """True for a socket at which nobody listens."""
+    if not os.path.exists(path) or not stat.S_ISSOCK(os.stat(path).st_mode):
+        return False
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as other:
+        return other.connect_ex(path) == errno.ECONNREFUSED
+
+
+def _check_tls(options: ServeOptions) -> None:
+    """
+    Raises:
+        ConfigError: the certificate or its key cannot be used.
+    """
+    if options.ssl_certfile is None:
+        return
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(
+            options.ssl_certfile, options.ssl_keyfile, _refuse_password
+        )
+    except (OSError, ValueError) as error:  # of ssl too
+        files = " and ".join(filter(None, (options.ssl_certfile, options.ssl_keyfile)))
+        why = getattr(error, "strerror", None) or error
+        raise ConfigError(
+            f"--ssl-certfile, --ssl-keyfile: {files} cannot be used ({why}). Give a certificate in PEM, and its key "
+            "without a password"
+        ) from None
+
+
+def _refuse_password() -> str:
+    raise ValueError("the key has a password")
 
 
 class _Server(uvicorn.Server):
@@ -101,12 +157,13 @@ async def _serve(front: Front, listener: socket.socket) -> None:
         proxy_headers=False,  # nothing asks for the client's address
         timeout_keep_alive=_KEEP_ALIVE_S,
         timeout_graceful_shutdown=1,
+        ssl_certfile=options.ssl_certfile,
+        ssl_keyfile=options.ssl_keyfile,
     )
     server = _Server(config)
-    address = listener.getsockname()
-    url = f"http://{f'[{address[0]}]' if ':' in address[0] else address[0]}:{address[1]}"
-    _say(options, f"listening at {url}, starting the engine")
-    if not options.is_local and not options.api_keys:
+    url = _url(options, listener)
+    _say(options, f"listening at {options.uds or url}, starting the engine")
+    if options.uds is None and not options.is_local and not options.api_keys:
         _say(options, f"warning: {options.host} can be reached from outside, and no --api-key is set")
     serving = asyncio.ensure_future(server.serve([listener]))
     engine = asyncio.ensure_future(front.supervisor.run())
@@ -127,6 +184,15 @@ async def _serve(front: Front, listener: socket.socket) -> None:
         server.force_exit = True
     if engine.done():
         engine.result()  # raises why it could not be started
+
+
+def _url(options: ServeOptions, listener: socket.socket) -> str:
+    """The address for clients, as this machine knows it."""
+    scheme = "http" if options.ssl_certfile is None else "https"
+    if options.uds is not None:
+        return f"{scheme}://localhost"
+    host, port, *_ = listener.getsockname()
+    return f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
 
 
 async def _first(*works: Awaitable[object]) -> None:

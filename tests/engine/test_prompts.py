@@ -2,8 +2,11 @@
 
 import logging
 from dataclasses import replace
+from functools import partial
 
+import numpy as np
 import pytest
+import torch
 
 from mllm_compile.engine.async_engine import AsyncEngine
 from mllm_compile.engine.engine import Engine
@@ -39,6 +42,35 @@ def test_the_callers_thread_makes_the_ids_that_the_engines_thread_computes_with(
     assert ids[0] is ids[1] is not None
     assert ids[0].tolist() == submission.prompt_token_ids == list(b"abc")
     assert submission.sequences[0].request.all_token_ids is ids[0]
+
+
+@pytest.mark.parametrize(
+    "make", [np.array, torch.tensor, partial(np.array, dtype=np.uint16)], ids=["np", "torch", "u16"]
+)
+def test_arrays_and_tensors_are_token_ids(engine, make):
+    ids = make(list(b"abc"))
+    expected = expected_tokens(b"abc", 8)
+    (alone,) = engine.generate(ids, params())
+    assert (alone.prompt_token_ids, alone.token_ids) == (list(b"abc"), expected)
+    assert [output.token_ids for output in engine.generate([ids, "abc"], params())] == [expected, expected]
+    assert [output.token_ids for output in engine.generate(make([list(b"abc")] * 2), params())] == [expected, expected]
+    assert engine.generate({"prompt_token_ids": ids}, params())[0].token_ids == expected
+    assert [token for output in engine.stream(ids, params()) for token in output.token_ids] == expected
+
+
+@pytest.mark.parametrize(
+    ("prompt", "said"),
+    [
+        (np.array([1.0, 2.0]), "integers, got float 1.0"),
+        (torch.tensor([True, False]), "integers, got bool True"),
+        (np.array([[[1]]]), "integers, got list"),
+        (np.array([-1]), "token 0 is -1"),
+        (np.array([], dtype=np.int64), "prompt is empty"),
+        (np.array(5), "a list of token ids, got int 5"),
+    ],
+)
+def test_an_array_that_holds_no_token_ids_is_refused(engine, prompt, said):
+    assert said in str(engine.generate([prompt, "abc"], params())[0].error)
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,15 @@ def test_a_name_that_is_not_public_is_an_attribute_error():
         mllm_compile.Engin  # noqa: B018
 
 
+@pytest.mark.parametrize(
+    ("name", "ours"), [("LLM", "Engine"), ("AsyncLLMEngine", "AsyncEngine"), ("EngineArgs", "Engine")]
+)
+def test_a_name_of_vllms_is_answered_with_ours(name, ours):
+    with pytest.raises(ImportError, match=f"mllm_compile has no {name}; .*: from mllm_compile import {ours} "):
+        exec(f"from mllm_compile import {name}")
+    assert hasattr(mllm_compile, ours)
+
+
 def test_importing_the_package_imports_nothing_heavy():
     code = "import sys, mllm_compile; print([m for m in ('torch', 'numpy', 'pydantic', 'rich') if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

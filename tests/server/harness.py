@@ -166,9 +166,9 @@ def running(
         server = Server(process, log)
         try:
             until(lambda: "listening at" in server.said or process.poll() is not None, "the server listens")
-            found = re.search(r"listening at http://[^ ,]*:(\d+)", server.said)
+            found = re.search(r"listening at (?:https?://[^ ,]*:(\d+)|/)", server.said)
             assert found, server.said
-            server.port = int(found[1])
+            server.port = int(found[1] or 0)  # a Unix socket has none
             if waits:
                 until(lambda: server.is_ready() or process.poll() is not None, "the server is ready")
                 assert process.poll() is None, server.said
