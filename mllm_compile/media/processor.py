@@ -182,12 +182,17 @@ class MediaProcessor:
         return [int(token_id) for token_id in ids]
 
     def _process(self, item: DecodedItem, is_one_of_several: bool) -> _Processed:
+        from PIL import Image
+
         token = self._tokens[item.kind] or ""
         # A processor that prepares one of several images otherwise is given this one twice.
         count = 2 if item.kind == "image" and is_one_of_several and self._counts_images else 1
-        given: dict[str, Any] = {"images": [[item.frames[0]] * count] if self._counts_images else [item.frames[0]]}
         if item.kind == "video":
             given = self._video_arguments(item)
+        else:
+            # Of an array a processor guesses which axis the channels are, and guesses wrong at 1, 3 or 4 rows.
+            image = Image.fromarray(item.frames[0])
+            given = {"images": [[image] * count] if self._counts_images else [image]}
         given |= {"return_tensors": "np", "return_text_replacement_offsets": True}
         try:
             made = self._processor(text=[token * count], **given)

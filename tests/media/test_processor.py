@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
+import numpy as np
 import pytest
 
 from mllm_compile.media.decode import Refused
@@ -55,3 +59,56 @@ def test_a_model_without_videos_says_so(tmp_path):
     video = DecodedItem("video", "video 0", pixels_of(0)[None])
     with pytest.raises(Refused, match="the model takes no videos, and the request has 1"):
         processor.prepare("a", [video], True)
+
+
+_SQUARE = {"height": 32, "width": 32}
+_PINPOINTS = {"image_grid_pinpoints": [[32, 64], [64, 32]]}
+_LLAVA = {"patch_size": 8, "vision_feature_select_strategy": "default", "num_additional_image_tokens": 1}
+# By processor: its image processor, what that is told, and what the processor itself is told.
+KINDS = {
+    "Qwen2_5_VLProcessor": ("Qwen2VLImageProcessor", {"size": {"shortest_edge": 256, "longest_edge": 4096}}, {}),
+    "LlavaProcessor": ("CLIPImageProcessor", {"size": {"shortest_edge": 32}, "crop_size": _SQUARE}, _LLAVA),
+    "LlavaNextProcessor": (
+        "LlavaNextImageProcessor",
+        {"size": {"shortest_edge": 32}, "crop_size": _SQUARE, **_PINPOINTS},
+        _LLAVA,
+    ),
+    "LlavaOnevisionProcessor": (
+        "LlavaOnevisionImageProcessor",
+        {"size": _SQUARE, **_PINPOINTS},
+        {"num_image_tokens": 16, "vision_feature_select_strategy": "full", "video_token": "<|video_pad|>"},
+    ),
+    "Gemma3Processor": ("Gemma3ImageProcessor", {"size": _SQUARE}, {"image_seq_length": 4}),
+    "InternVLProcessor": ("GotOcr2ImageProcessor", {"size": _SQUARE, "crop_to_patches": True}, {"image_seq_length": 4}),
+}
+TOKENS = {"image_token": "<|image_pad|>", "video_token": "<|video_pad|>", "context_image_token": "<|image_pad|>"}
+TOKENS |= dict.fromkeys(("boi_token", "start_image_token"), "<|vision_start|>")
+TOKENS |= dict.fromkeys(("eoi_token", "end_image_token"), "<|vision_end|>")
+SMALL = [*((height, width) for height in (1, 2, 3, 4) for width in (1, 3, 4, 40)), (40, 1), (40, 3), (40, 4)]
+
+
+def make_processor(folder: Path, kind: str) -> MediaProcessor:
+    image_kind, image_settings, settings = KINDS[kind]
+    make_files(folder)
+    for name, content in {
+        "preprocessor_config.json": {"image_processor_type": image_kind, **image_settings},
+        "processor_config.json": {"processor_class": kind, "image_token": "<|image_pad|>", **settings},
+        "tokenizer_config.json": {"tokenizer_class": "PreTrainedTokenizerFast", "image_token_id": 3, **TOKENS},
+    }.items():
+        (folder / name).write_text(json.dumps(content))
+    return MediaProcessor(folder)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_picture_of_few_rows_or_columns_is_what_transformers_makes_of_the_picture(kind, tmp_path):
+    from PIL import Image
+
+    processor = make_processor(tmp_path, kind)
+    for height, width in SMALL:
+        pixels = pixels_of(height * 100 + width, height, width)
+        prompt = processor.prepare(processor._tokens["image"], [DecodedItem("image", "image 0", pixels[None])], True)
+        expected = processor._processor.image_processor([Image.fromarray(pixels)], return_tensors="np")
+        compared = [name for name in prompt.items[0].tensors if name in expected]
+        assert "pixel_values" in compared
+        for name in compared:
+            assert np.array_equal(prompt.items[0].tensors[name], expected[name]), (name, height, width)
