@@ -1,6 +1,6 @@
 """Resolves `model.path` to a local folder whose files can be served: config.json, weights, how they are stored.
 
-Hub ids are fetched with huggingface_hub. config.json is read as plain JSON; the tracer interprets it.
+hub.py fetches hub ids. config.json is read as plain JSON; the tracer interprets it.
 Transformers is imported only by `check_remote_code`, for the few folders that bring Python code.
 """
 
@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import os
 import re
-import sys
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from mllm_compile.config.hub import CONFIG_FILE, WEIGHTS_FILE, WEIGHTS_INDEX_FILE, download
 from mllm_compile.config.names import is_hub_id, nearest_path
 from mllm_compile.config.quantisation import Scheme, read_scheme
 from mllm_compile.config.schema import ModelConfig
@@ -23,16 +22,11 @@ from mllm_compile.files.json_file import read_json_object
 from mllm_compile.files.user_path import user_path
 from mllm_compile.runtime.shown import shown
 
-CONFIG_FILE = "config.json"
-WEIGHTS_FILE = "model.safetensors"
-WEIGHTS_INDEX_FILE = "model.safetensors.index.json"
-
 _FLOAT_DTYPES = ("float32", "float16", "bfloat16")
 _MAX_FILES = 10_000  # of a checkpoint; the largest known have some hundreds
 _MAX_NAME_BYTES = 255  # of a file, on the usual file systems
 _MAX_LAYERS = 1000  # the deepest known has 126
 _NUM_LAYERS = re.compile(r"(num|n)_([a-z]+_)*(layers?|blocks)|(en|de)coder_layers")
-_TEXT_FILES = ("*.json", "*.jinja", "tokenizer*", "*.model", "*.tiktoken", "*.txt")
 
 
 @dataclass(frozen=True)
@@ -44,12 +38,14 @@ class ModelFolder:
         config: config.json as it stands.
         weight_files: absolute paths of the safetensors files, sorted; empty for dummy weights.
         scheme: how its weights may be quantised; None for plain and for dummy weights.
+        weight_map: tensor name → the file's name, as the index of several files says; empty without an index.
     """
 
     path: Path
     config: Mapping[str, Any]
     weight_files: tuple[Path, ...]
     scheme: Scheme | None = None
+    weight_map: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def weight_names(self) -> list[str]:
@@ -92,7 +88,8 @@ def open_model_folder(model: ModelConfig) -> ModelFolder:
     _refuse_endless(path, config)
     if not with_weights:
         return ModelFolder(path, config, ())
-    return ModelFolder(path, config, _find_weight_files(path), read_scheme(path, config))
+    weight_map = _read_weight_map(path / WEIGHTS_INDEX_FILE)
+    return ModelFolder(path, config, _find_weight_files(path, weight_map), read_scheme(path, config), weight_map)
 
 
 def locate_model_folder(model: ModelConfig) -> Path:
@@ -127,7 +124,7 @@ def locate_model_folder(model: ModelConfig) -> Path:
             f"{CONFIG_FILE} and the weights (a relative path is taken from the YAML's own folder), or a hub id such as "
             f"Qwen/Qwen3-0.6B."
         )
-    return _download(model)
+    return download(model)
 
 
 def check_remote_code(folder: ModelFolder, trust_remote_code: bool) -> None:
@@ -151,61 +148,6 @@ def check_remote_code(folder: ModelFolder, trust_remote_code: bool) -> None:
         )
 
 
-def _download(model: ModelConfig) -> Path:
-    from huggingface_hub import errors, snapshot_download
-
-    patterns = list(_TEXT_FILES)
-    if model.load_format != "dummy":
-        patterns.append("*.safetensors")
-    if model.trust_remote_code:
-        patterns.append("*.py")
-    name = f"model.path {model.path!r}"
-    try:
-        with _download_bars_on_terminals_only():
-            # Sub-folders hold other formats of the same weights (original/, onnx/, gguf/).
-            folder = snapshot_download(
-                model.path, revision=model.revision, allow_patterns=patterns, ignore_patterns=["*/*", "consolidated*"]
-            )
-    except errors.HFValidationError as error:
-        raise ModelNotFoundError(f"{name} is neither a folder nor a hub id: {error}") from None
-    except errors.GatedRepoError:
-        raise ModelNotFoundError(
-            f"{name}: the hub asks to accept the model's terms first. Accept them on "
-            f"https://huggingface.co/{model.path} and log in with `hf auth login`, or set model.path to a local folder."
-        ) from None
-    except errors.RevisionNotFoundError:
-        raise ModelNotFoundError(
-            f"{name} has no revision {model.revision!r}. Remove model.revision, or give a branch, tag or commit."
-        ) from None
-    except errors.RepositoryNotFoundError:
-        raise ModelNotFoundError(
-            f"{name}: there is no such folder{nearest_path(model.path)}, and no such repository on the hub (or it is "
-            f"private and you are not logged in: `hf auth login`). Give a local folder, or correct the hub id."
-        ) from None
-    except OSError as error:  # huggingface_hub's HTTP errors and 'not in the local cache' are OSErrors too
-        reason = str(error.__cause__ or error).split("\n", 1)[0]
-        raise ModelNotFoundError(
-            f"{name}: there is no such folder{nearest_path(model.path)}, and the Hugging Face hub cannot be reached "
-            f"({reason}). Give a local folder that holds {CONFIG_FILE}, the tokenizer and the safetensors files (made "
-            f"elsewhere with `hf download {model.path} --local-dir FOLDER`)."
-        ) from None
-    return Path(folder)
-
-
-@contextmanager
-def _download_bars_on_terminals_only() -> Iterator[None]:
-    from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
-
-    if sys.stderr.isatty() or are_progress_bars_disabled():
-        yield
-        return
-    disable_progress_bars()
-    try:
-        yield
-    finally:
-        enable_progress_bars()
-
-
 def _refuse_endless(folder: Path, config: Mapping[str, Any]) -> None:
     """Refuses too many layers: Transformers would build any number of them, for hours or until memory ends."""
     nested = [section for section in config.values() if isinstance(section, dict)]
@@ -227,9 +169,9 @@ def _read_config(folder: Path) -> dict[str, Any]:
     return config
 
 
-def _find_weight_files(folder: Path) -> tuple[Path, ...]:
-    if (folder / WEIGHTS_INDEX_FILE).exists():
-        names = _shard_names(folder / WEIGHTS_INDEX_FILE)
+def _find_weight_files(folder: Path, weight_map: Mapping[str, str]) -> tuple[Path, ...]:
+    if weight_map:
+        names = sorted(set(weight_map.values()))
         if missing := [name for name in names if not (folder / name).exists()]:
             raise CheckpointError(
                 f"{folder}: {len(missing)} of {len(names)} weight files are missing, first {missing[0]!r} (named in "
@@ -254,9 +196,17 @@ def _no_weights_message(folder: Path) -> str:
     )
 
 
-def _shard_names(index: Path) -> list[str]:
-    weight_map = (read_json_object(index, CheckpointError) or {}).get("weight_map")
-    if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
+def _read_weight_map(index: Path) -> dict[str, str]:
+    """Which file holds each tensor, by the index; empty where there is no index."""
+    content = read_json_object(index, CheckpointError)
+    if content is None:
+        return {}
+    weight_map = content.get("weight_map")
+    if (
+        not weight_map
+        or not isinstance(weight_map, dict)
+        or not all(isinstance(name, str) for name in weight_map.values())
+    ):
         raise CheckpointError(f"{index} holds no map of weight names to files. Download it again.")
     names = sorted(set(weight_map.values()))
     if len(names) > _MAX_FILES:
@@ -267,7 +217,7 @@ def _shard_names(index: Path) -> list[str]:
         # The folder's owner decides what is read, not a name in a downloaded file.
         if os.path.basename(name) != name or len(name.encode(errors="replace")) > _MAX_NAME_BYTES:
             raise CheckpointError(f"{index} names {shown(name)}; expected a file of the same folder.")
-    return names
+    return weight_map
 
 
 def _first_float_dtype(path: Path) -> str | None:

@@ -26,7 +26,7 @@ SPECIAL_TOKENS_FILE = "special_tokens_map.json"
 CHAT_TEMPLATE_FILE = "chat_template.jinja"
 CHAT_TEMPLATE_JSON_FILE = "chat_template.json"
 
-_EXPORTED_FILES = (
+EXPORTED_FILES = (
     TOKENIZER_FILE,
     TOKENIZER_CONFIG_FILE,
     SPECIAL_TOKENS_FILE,
@@ -34,7 +34,7 @@ _EXPORTED_FILES = (
     CHAT_TEMPLATE_JSON_FILE,
 )
 # Any of these says that the folder has a tokenizer, in a format that Transformers can convert.
-_OLDER_FILES = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "vocab.json", "vocab.txt")
+OLDER_FILES = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "vocab.json", "vocab.txt")
 # Read with an older format by Transformers' converters.
 _COMPANION_FILES = ("merges.txt", "added_tokens.json")
 _SPECIAL_TOKEN_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
@@ -210,13 +210,13 @@ def load_tokenizer(folder: Path, read: FileReader | None = None) -> Tokenizer | 
 
 def tokenizer_files(model_folder: Path) -> list[Path]:
     """The files of a model folder that `export_tokenizer` reads."""
-    names = (*_EXPORTED_FILES, *_OLDER_FILES, *_COMPANION_FILES)
+    names = (*EXPORTED_FILES, *OLDER_FILES, *_COMPANION_FILES)
     return [model_folder / name for name in names if (model_folder / name).exists()]
 
 
 def has_tokenizer(model_folder: Path) -> bool:
     """True if a model folder holds a tokenizer, of any format that `export_tokenizer` takes."""
-    return any((model_folder / name).exists() for name in (TOKENIZER_FILE, *_OLDER_FILES))
+    return any((model_folder / name).exists() for name in (TOKENIZER_FILE, *OLDER_FILES))
 
 
 def surely_has_no_chat_template(model_folder: Path) -> bool:
@@ -249,7 +249,7 @@ def export_tokenizer(model_folder: Path, out_dir: Path, *, trust_remote_code: bo
         return True
     out_dir.mkdir(parents=True, exist_ok=True)
     read = folder_reader(model_folder, CheckpointError)
-    for name in _EXPORTED_FILES:
+    for name in EXPORTED_FILES:
         if (data := read(name)) is not None:
             (out_dir / name).write_bytes(data)
     return True
