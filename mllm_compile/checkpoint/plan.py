@@ -214,6 +214,19 @@ def read_checkpoint(tensors: CheckpointTensors, model: PreTrainedModel) -> dict[
     return table
 
 
+def line_on_unlisted(tensors: CheckpointTensors, table: Mapping[str, PlannedTensor]) -> str | None:
+    """The line on tensors that are left out as the index does not name them; None where there are none."""
+    blocks = [block for planned in table.values() for block in planned.blocks]
+    parts = {one.name for block in blocks if block.quantised for one in block.quantised.tensors.values()}
+    left_out = sorted(tensors.unlisted - parts - {block.tensor for block in blocks} - set(tensors.unused))
+    if not left_out:
+        return None
+    return (
+        f"{len(left_out)} tensors of the checkpoint's files, such as {left_out[0]!r}, are left out: the index does not "
+        "name them, and the model has no place for them"
+    )
+
+
 def untie_stored_apart(tensors: CheckpointTensors, model: PreTrainedModel) -> None:
     """Gives each tensor of a tie that the checkpoint holds under a name of its own a parameter of its own.
 
@@ -284,12 +297,13 @@ def _names_of_each(model: PreTrainedModel) -> list[list[str]]:
 def _drop_leftovers(
     table: dict[str, PlannedTensor], tensors: CheckpointTensors, state: Mapping[str, object], model: PreTrainedModel
 ) -> None:
-    """Drops what Transformers drops in silence too, and biases that add nothing; anything else without a place is an
-    error."""
+    """Drops what Transformers drops in silence too, biases that add nothing, and what the index does not name; anything
+    else without a place is an error."""
     ignored = [_LEFTOVERS, *(model._keys_to_ignore_on_load_unexpected or ())]
     for key in sorted(set(table) - set(state)):
         block = table[key].blocks[0]
-        if not any(re.search(pattern, key) for pattern in ignored) and not tensors.is_empty_bias(block.tensor):
+        is_known = block.tensor in tensors.unlisted or any(re.search(pattern, key) for pattern in ignored)
+        if not is_known and not tensors.is_empty_bias(block.tensor):
             raise CheckpointError(
                 f"{block.file}: tensor {block.tensor!r} has no place in {type(model).__name__}. "
                 "Is this the checkpoint that belongs to the config.json?"

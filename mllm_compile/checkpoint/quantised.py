@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 
 import torch
 
@@ -19,6 +20,8 @@ from mllm_compile.runtime.weights.formats.every import FORMATS
 from mllm_compile.runtime.weights.safetensors_header import TensorEntry, read_bytes, read_header
 from mllm_compile.runtime.weights.spec import WeightSpec
 
+_NO_INDEX: Mapping[str, str] = MappingProxyType({})
+
 
 @dataclass(frozen=True)
 class CheckpointTensors:
@@ -26,14 +29,16 @@ class CheckpointTensors:
     Attributes:
         stored: the tensors of the files, by name.
         planned: what a model sees of them, by name: quantised weights in their own shape.
-        unused: names of scales that are not applied.
         read: reads the data of one tensor.
+        unused: names of scales that are not applied.
+        unlisted: names that the index of the files lacks: those that the model has no place for are left out.
     """
 
     stored: Mapping[str, StoredTensor]
     planned: Mapping[str, PlannedTensor]
     read: ReadBytes
     unused: tuple[str, ...] = ()
+    unlisted: frozenset[str] = frozenset()
 
     def is_empty_bias(self, name: str) -> bool:
         """True for a bias of zeros beside a quantised weight: GPTQ's tools give one to every linear.
@@ -66,28 +71,37 @@ class CheckpointTensors:
         return dequantised_line(formats, name, file_bytes, memory_bytes) if formats else None
 
 
-def read_tensors(folder: Path, files: Iterable[str], scheme: Scheme | None) -> CheckpointTensors:
+def read_tensors(
+    folder: Path, files: Iterable[str], scheme: Scheme | None, weight_map: Mapping[str, str] = _NO_INDEX
+) -> CheckpointTensors:
     """Reads the headers of all `files`.
 
+    Args:
+        weight_map: tensor → file, as the index says: of several copies of a tensor it names the one that counts.
+
     Raises:
-        CheckpointError: a file is corrupt, a tensor stands in two files, a scale has no weight, a weight no scale, or
-            they do not fit together.
+        CheckpointError: a file is corrupt, a tensor stands in two files and the index names neither, a scale has no
+            weight, a weight no scale, or they do not fit together.
     """
-    stored: dict[str, StoredTensor] = {}
-    entries: dict[str, TensorEntry] = {}
+    copies: dict[str, dict[str, TensorEntry]] = {}
     for file in files:
         for name, entry in read_header(folder / file).tensors.items():
-            if name in stored:
-                raise CheckpointError(f"tensor {name!r} is in {stored[name].file} and in {file}: which one is meant?")
-            stored[name] = StoredTensor(name, file, entry.shape, entry.dtype)
-            entries[name] = entry
+            copies.setdefault(name, {})[file] = entry
+    stored: dict[str, StoredTensor] = {}
+    entries: dict[str, TensorEntry] = {}
+    for name, by_file in copies.items():
+        file = _meant_file(name, list(by_file), weight_map.get(name))
+        entry = entries[name] = by_file[file]
+        stored[name] = StoredTensor(name, file, entry.shape, entry.dtype)
+    unlisted = frozenset(name for name in stored if name not in weight_map) if weight_map else frozenset()
 
     def read(one: StoredTensor) -> bytes:
         return read_bytes(folder / one.file, entries[one.name])
 
     if scheme is None:
-        return CheckpointTensors(stored, {name: _plain(tensor) for name, tensor in stored.items()}, read)
-    return _Reader(stored, scheme, read).read()
+        planned = {name: _plain(tensor) for name, tensor in stored.items()}
+        return CheckpointTensors(stored, planned, read, unlisted=unlisted)
+    return _Reader(stored, scheme, read, unlisted).read()
 
 
 def dequantised_line(formats: Iterable[str], dtype: str, file_bytes: int, memory_bytes: int) -> str:
@@ -129,13 +143,28 @@ def _named(formats: Iterable[str]) -> str:
     return " and ".join(sorted(set(formats)))
 
 
+def _meant_file(name: str, files: Sequence[str], listed: str | None) -> str:
+    """The file of `files`, which all hold the tensor, that it is read from: the one that the index lists."""
+    if len(files) == 1:
+        return files[0]
+    if listed is not None and listed in files:
+        return listed
+    raise CheckpointError(
+        f"tensor {name!r} is in {files[0]} and in {files[1]}: which one is meant? Name one of them in the index, "
+        "model.safetensors.index.json, or remove the other."
+    )
+
+
 def _plain(tensor: StoredTensor) -> PlannedTensor:
     return PlannedTensor.of_file(tensor.name, tensor.file, tensor.shape)
 
 
 class _Reader:
-    def __init__(self, stored: Mapping[str, StoredTensor], scheme: Scheme, read: ReadBytes) -> None:
+    def __init__(
+        self, stored: Mapping[str, StoredTensor], scheme: Scheme, read: ReadBytes, unlisted: frozenset[str]
+    ) -> None:
         self._stored = stored
+        self._unlisted = unlisted
         self._scheme = scheme
         self._read_bytes = read
         self._formats = [FORMATS[name] for name in scheme.formats]
@@ -147,17 +176,20 @@ class _Reader:
             if (found := self._format_of(tensor)) is not None:
                 fmt, base = found
                 weight = base + fmt.plain
-                if weight in planned or (weight != name and weight in self._stored):
+                is_plain_too = weight != name and weight in self._stored
+                if name in self._unlisted and (is_plain_too or self._missing(fmt, base)):
+                    continue
+                if weight in planned or (is_plain_too and weight not in self._unlisted):
                     other = taken.get(weight, weight)
                     raise CheckpointError(f"{tensor.file}: {other!r} and {name!r} both stand for {weight!r}")
                 planned[weight] = self._weight(fmt, base, taken)
         for name, tensor in self._stored.items():
-            if name not in taken:
+            if name not in taken and name not in self._unlisted:
                 self._check_owner(tensor)
         unused = tuple(name for name in self._stored if name not in taken and name.endswith(self._scheme.unused))
         rest = (tensor for name, tensor in self._stored.items() if name not in taken and name not in unused)
         planned |= {tensor.name: _plain(tensor) for tensor in rest}
-        return CheckpointTensors(self._stored, planned, self._read_bytes, unused)
+        return CheckpointTensors(self._stored, planned, self._read_bytes, unused, self._unlisted)
 
     def _format_of(self, tensor: StoredTensor) -> tuple[Format, str] | None:
         """The format of a tensor of values, and its weight's base; None for any other.

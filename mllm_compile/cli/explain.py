@@ -80,7 +80,8 @@ def _quantised(target: Target) -> str | None:
 
     from mllm_compile.checkpoint.quantised import read_tensors
 
-    tensors = read_tensors(target.model.path, target.model.weight_names, target.model.scheme)
+    model = target.model
+    tensors = read_tensors(model.path, model.weight_names, model.scheme, model.weight_map)
     return tensors.line(getattr(torch, target.config.model.dtype), target.config.model.quantization == "keep")
 
 

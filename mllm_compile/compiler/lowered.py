@@ -123,8 +123,8 @@ class Lowered:
             )
         if left_out:
             lines.append(
-                f"{len(left_out)} scales of the checkpoint, such as {left_out[0]!r}, are not applied: activations and "
-                "the KV cache are not quantised by them"
+                f"{len(left_out)} scales of the checkpoint, such as {left_out[0]!r}, are not applied: activations are "
+                "not quantised by them, and the KV cache is only where runtime.kv_cache_dtype is fp8_e4m3"
             )
         return lines
 

@@ -80,7 +80,7 @@ def build_model(config: ResolvedConfig, model: ModelFolder, reporter: Reporter) 
         import transformers  # noqa: F401 - named here so that its seconds are not the next stage's
 
         from mllm_compile.checkpoint.cache_scales import cache_scales
-        from mllm_compile.checkpoint.plan import read_checkpoint, untie_stored_apart
+        from mllm_compile.checkpoint.plan import line_on_unlisted, read_checkpoint, untie_stored_apart
         from mllm_compile.checkpoint.quantised import read_tensors
         from mllm_compile.model.hf_model import build_on_meta
         from mllm_compile.model.late_imports import import_modeling_code
@@ -92,11 +92,16 @@ def build_model(config: ResolvedConfig, model: ModelFolder, reporter: Reporter) 
     if config.model.load_format == "dummy":
         return BuiltModel(hf_model, None, _small_weights(config, hf_model, None))
     with reporter.stage("find weights"):
-        tensors = read_tensors(model.path, model.weight_names, model.scheme)
+        tensors = read_tensors(model.path, model.weight_names, model.scheme, model.weight_map)
         untie_stored_apart(tensors, hf_model.model)
         table = read_checkpoint(tensors, hf_model.model)
+    if line := line_on_unlisted(tensors, table):
+        reporter.announce(line)
     small = _small_weights(config, hf_model, table)
-    return BuiltModel(hf_model, table, small, tensors, cache_scales(tensors, table))
+    scales = cache_scales(tensors, table)
+    if model.scheme is not None and model.scheme.is_plain and not scales:
+        reporter.announce(f"the checkpoint says that it has {model.scheme.name}, but no scale of it that is read")
+    return BuiltModel(hf_model, table, small, tensors, scales)
 
 
 def _small_weights(config: ResolvedConfig, hf_model: HFModel, table: dict[str, PlannedTensor] | None) -> SmallWeights:

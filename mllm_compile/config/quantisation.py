@@ -38,7 +38,7 @@ class Scheme:
 
     Attributes:
         name: for people.
-        formats: names of runtime/weights/formats.
+        formats: names of runtime/weights/formats; empty where weights are plain and the KV cache alone has scales.
         settings: sizes that the config names.
         kinds: of the schemes that its linears' weights can have in memory (runtime/quantised); empty where none can.
         unused: how the names of tensors end that are not applied here.
@@ -49,6 +49,14 @@ class Scheme:
     settings: Settings = _NO_SETTINGS
     kinds: tuple[str, ...] = ()
     unused: tuple[str, ...] = _ACTIVATION_SCALES + _KV_SCALES
+
+    @property
+    def is_plain(self) -> bool:
+        """True where no weight is quantised."""
+        return not self.formats
+
+
+_PLAIN_WEIGHTS = Scheme("plain weights and scales of its KV cache or activations", ())
 
 
 def read_scheme(folder: Path, config: Mapping[str, Any]) -> Scheme | None:
@@ -168,6 +176,8 @@ class _Section:
         if algorithm == "NVFP4":
             self._expect_group("group_size", self._values.get("group_size"), "nvfp4")
             return Scheme("modelopt nvfp4", ("modelopt nvfp4",), kinds=("nvfp4",))
+        if algorithm is None and (self._values.get("kv_cache_quant_algo") or self._values.get("kv_cache_scheme")):
+            return _PLAIN_WEIGHTS
         raise self._refused(f"quant_algo: {shown(algorithm)}", "expected FP8, FP8_PER_CHANNEL_PER_TOKEN or NVFP4")
 
     def bitsandbytes(self) -> Scheme:
@@ -183,10 +193,14 @@ class _Section:
             raise self._refused(f"sparsity_config of format {shown(sparsity['format'])}", "expected dense weights")
         if self._values.get("transform_config"):
             raise self._refused("transform_config", "activations would have to be transformed too")
-        groups = self._values.get("config_groups")
-        if not isinstance(groups, dict) or not groups:
+        groups = self._values.get("config_groups") or {}
+        quantises_cache = isinstance(self._values.get("kv_cache_scheme"), dict)
+        if not isinstance(groups, dict) or not (groups or quantises_cache):
             raise self._refused("a section without config_groups", "expected the weights' schemes")
-        found = [self._compressed_group(name, group) for name, group in groups.items()]
+        of_weights = {name: group for name, group in groups.items() if not _leaves_weights(group, quantises_cache)}
+        if not of_weights:
+            return _PLAIN_WEIGHTS
+        found = [self._compressed_group(name, group) for name, group in of_weights.items()]
         formats = dict.fromkeys(one.formats[0] for one in found)
         integers = [one.settings for one in found if one.settings.bits]
         settings = Settings(
@@ -242,6 +256,13 @@ class _Section:
             "expected float-quantized fp8 (block, channel, tensor), pack-quantized int4 or int8 (group, channel), "
             "mxfp4-pack-quantized or nvfp4-pack-quantized",
         )
+
+
+def _leaves_weights(group: Any, quantises_cache: bool) -> bool:
+    """True of a group of compressed-tensors that quantises activations alone, or nothing beside the KV cache."""
+    if not isinstance(group, dict) or group.get("weights") is not None:
+        return False
+    return quantises_cache or any(isinstance(group.get(of), dict) for of in ("input_activations", "output_activations"))
 
 
 def _groups(size: int) -> str:

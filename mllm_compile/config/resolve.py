@@ -133,7 +133,8 @@ def _structured_outputs(asked: StructuredOutputsConfig, choices: AutoChoices) ->
 
 
 def _quantization(config: EngineConfig, model: ModelFolder, choices: AutoChoices) -> Quantization:
-    asked, scheme = config.model.quantization, model.scheme
+    asked = config.model.quantization
+    scheme = None if model.scheme is None or model.scheme.is_plain else model.scheme
     is_left_out = _QUANTISING_PASS in config.compile.disable_passes
 
     def choose() -> tuple[Quantization, str]:

@@ -106,6 +106,7 @@ def key_factors(config: ResolvedConfig, model: ModelFolder, weights: WeightFiles
         "transformers": _version("transformers"),
         **_text_factors(config, model),
         "weights": weights.fingerprint(),
+        **_weight_index(model),
         "quantisation": _quantisation(config, model),
         "dtype": config.model.dtype,
         "backend": config.compile.backend,
@@ -115,6 +116,11 @@ def key_factors(config: ResolvedConfig, model: ModelFolder, weights: WeightFiles
         **_ranks(config),
         "max traced tokens": str(max_traced_tokens(config)),
     }
+
+
+def _weight_index(model: ModelFolder) -> dict[str, str]:
+    """Which file each weight is read from, where an index says so."""
+    return {"weight index": _hash(json.dumps(model.weight_map, sort_keys=True).encode())} if model.weight_map else {}
 
 
 def _ranks(config: ResolvedConfig) -> dict[str, str]:
@@ -136,7 +142,7 @@ def _quantisation(config: ResolvedConfig, model: ModelFolder) -> str:
     if model.scheme is None:
         return asked
     settings = _hash(repr(model.scheme).encode())[:8]
-    becomes = "kept in linears" if asked == "keep" else f"dequantised to {config.model.dtype}"
+    becomes = {"keep": "kept in linears", "dequantize": f"dequantised to {config.model.dtype}"}.get(asked, asked)
     return f"{model.scheme.name.replace(', ', '; ')}, {becomes}, settings {settings}"
 
 

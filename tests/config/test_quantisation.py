@@ -80,6 +80,42 @@ def test_several_groups_of_compressed_tensors_are_read_together(tmp_path):
     assert found.settings.groups == (64,)
 
 
+_CACHE = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False, "symmetric": True}
+_PER_HEAD = {**_CACHE, "strategy": "attn_head"}
+
+
+@pytest.mark.parametrize(
+    "section",
+    [
+        {"config_groups": {}, "kv_cache_scheme": _CACHE},
+        {"config_groups": None, "kv_cache_scheme": _PER_HEAD},
+        {"kv_cache_scheme": _CACHE},
+        {"config_groups": {"group_0": {"targets": [], "weights": None}}, "kv_cache_scheme": _CACHE},
+        {"config_groups": {"group_0": {"targets": ["Qwen3Attention"], "input_activations": _CACHE}}},
+        {"config_groups": {"group_0": {"targets": ["re:.*self_attn$"], "weights": None, "output_activations": _CACHE}}},
+    ],
+)
+def test_compressed_tensors_of_a_kv_cache_or_of_activations_alone_have_plain_weights(section, tmp_path):
+    found = scheme({"quant_method": "compressed-tensors", "format": "dense", **section}, folder=tmp_path)
+    assert found is not None and found.is_plain
+    assert {".k_scale", ".v_scale"} < set(found.unused)
+
+
+@pytest.mark.parametrize("says", [{"kv_cache_quant_algo": "FP8"}, {"kv_cache_scheme": _CACHE, "quant_algo": None}])
+def test_modelopts_of_a_kv_cache_alone_have_plain_weights(says, tmp_path):
+    found = scheme({"quant_method": "modelopt", **says}, folder=tmp_path)
+    assert found is not None and found.is_plain
+    (tmp_path / "hf_quant_config.json").write_text(json.dumps({"quantization": {"quant_algo": None, **says}}))
+    assert read_scheme(tmp_path, {}) == found
+
+
+def test_a_group_of_attention_beside_one_of_weights_changes_no_weight(tmp_path):
+    of_weights = LINEARS["compressed-tensors fp8 channel"].config
+    groups = {**of_weights["config_groups"], "group_1": {"targets": ["Qwen3Attention"], "input_activations": _CACHE}}
+    both = {**of_weights, "config_groups": groups}
+    assert scheme(both, folder=tmp_path) == scheme(of_weights, folder=tmp_path)
+
+
 def test_a_folder_that_names_none_has_none(tmp_path):
     assert read_scheme(tmp_path, {"quantization_config": None}) is None
 
@@ -93,6 +129,11 @@ REFUSED: dict[str, tuple[Any, str]] = {
         {"quant_method": "quip"},
         r"\(quantization_config: 'quip'\): its method .* awq, bitsandbytes",
     ),
+    "a group of nothing at all": (
+        {**_INT4, "config_groups": {"group_0": {"weights": None}}},
+        "config_groups.group_0 is not read",
+    ),
+    "modelopt of nothing": ({"quant_method": "modelopt", "quant_algo": None}, "quant_algo: None is not read"),
     "no method": ({"bits": 4}, r"\(quantization_config: unnamed\): its method"),
     "no section": ("gptq", r"unnamed\): its method"),
     "gptq of three bits": ({**_GPTQ, "bits": 3}, "'gptq'.: bits: 3 is not read: expected 4, 8"),

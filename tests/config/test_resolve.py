@@ -590,6 +590,9 @@ def test_four_bit_weights_of_a_float16_checkpoint_are_served_in_the_type_that_th
     assert resolve(EngineConfig.from_dict({"model": {"path": "m", **asked}}), folder, device).model.dtype == becomes
 
 
+CACHE_ALONE = Scheme("scales of a KV cache", ())
+
+
 @pytest.mark.parametrize(
     ("asked", "scheme", "disabled", "becomes"),
     [
@@ -603,6 +606,9 @@ def test_four_bit_weights_of_a_float16_checkpoint_are_served_in_the_type_that_th
         ("fp8", None, (), "fp8"),
         ("fp8", QUANTISED, (), "keep"),
         ("int4", None, (), "int4"),
+        ("auto", CACHE_ALONE, (), "none"),
+        ("none", CACHE_ALONE, (), "none"),
+        ("fp8", CACHE_ALONE, (), "fp8"),
     ],
 )
 def test_weights_are_kept_as_the_checkpoint_has_them_or_as_is_asked(asked, scheme, disabled, becomes):

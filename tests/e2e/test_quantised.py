@@ -146,6 +146,34 @@ def test_scales_of_the_cache_undo_what_its_type_would_not_hold(shallow, tmp_path
     )
 
 
+KV_ALONE = {"quant_method": "compressed-tensors", "config_groups": {}, "kv_cache_scheme": {"num_bits": 8}}
+
+
+def test_a_checkpoint_of_which_the_cache_alone_is_quantised_is_served_with_its_scales_or_says_that_it_is_not(
+    shallow, tmp_path
+):
+    scaled = tmp_path / "scaled"
+    shutil.copytree(shallow, scaled)
+    (scaled / "config.json").write_text(
+        json.dumps({**json.loads((shallow / "config.json").read_text()), "quantization_config": KV_ALONE})
+    )
+    powers = {"k_norm.weight": 2.0**10, "q_norm.weight": 2.0**-10, "v_proj.weight": 2.0**9, "o_proj.weight": 2.0**-9}
+    tensors = {
+        name: tensor * next((power for end, power in powers.items() if name.endswith(end)), 1.0)
+        for name, tensor in load_file(shallow / WEIGHTS).items()
+    }
+    attention = "model.layers.0.self_attn"
+    tensors |= {f"{attention}.k_scale": torch.tensor([1000.0]), f"{attention}.v_scale": torch.tensor([512.0])}
+    save_file(tensors, scaled / WEIGHTS, metadata={"format": "pt"})
+    for dtype, said in (("fp8_e4m3", "2 scales of the KV cache"), ("auto", "2 scales of the checkpoint, such as")):
+        sections = {"compile": {"backend": "eager"}, "runtime": {"kv_cache_dtype": dtype}}
+        expected = ask(tiny_config(tmp_path / "cache", model={"path": str(shallow)}, **sections))
+        lines = Lines()
+        config = tiny_config(tmp_path / "cache", model={"path": str(scaled)}, **sections)
+        assert ask(config, lines=lines) == expected
+        assert said in " ".join(lines.told)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("expands", [True, False])
 def test_the_up_projection_of_latents_is_dequantised_as_attention_reads_it(expands, tmp_path):
