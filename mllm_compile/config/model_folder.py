@@ -15,6 +15,7 @@ from typing import Any
 
 from mllm_compile.config.hub import CONFIG_FILE, WEIGHTS_FILE, WEIGHTS_INDEX_FILE, download
 from mllm_compile.config.names import is_hub_id, nearest_path
+from mllm_compile.config.other_formats import told_of_file, told_of_folder
 from mllm_compile.config.quantisation import Scheme, read_scheme
 from mllm_compile.config.schema import ModelConfig
 from mllm_compile.errors import CheckpointError, ModelNotFoundError, UnsupportedModelError
@@ -114,6 +115,8 @@ def locate_model_folder(model: ModelConfig) -> Path:
                 f"revisions. Remove model.revision."
             )
         return folder.absolute()
+    if (said := told_of_file(folder)) is not None:
+        raise ModelNotFoundError(f"model.path {text!r} {said}")
     if folder.exists():
         raise ModelNotFoundError(
             f"model.path {text!r} is a file; expected the folder that holds {CONFIG_FILE} and the weights."
@@ -162,6 +165,8 @@ def _refuse_endless(folder: Path, config: Mapping[str, Any]) -> None:
 def _read_config(folder: Path) -> dict[str, Any]:
     config = read_json_object(folder / CONFIG_FILE, ModelNotFoundError)
     if config is None:
+        if (said := told_of_folder(folder)) is not None:
+            raise ModelNotFoundError(f"{folder} {said}")
         raise ModelNotFoundError(
             f"{folder} holds no {CONFIG_FILE}; expected a model folder in Hugging Face's format. Set model.path to "
             f"the folder that `save_pretrained` or `hf download` wrote."
@@ -185,11 +190,8 @@ def _find_weight_files(folder: Path, weight_map: Mapping[str, str]) -> tuple[Pat
 
 def _no_weights_message(folder: Path) -> str:
     wanted = f"expected {WEIGHTS_FILE}, or {WEIGHTS_INDEX_FILE} and its files"
-    if other := sorted(path.name for path in folder.iterdir() if path.suffix in (".bin", ".pt", ".pth", ".gguf")):
-        return (
-            f"{folder} holds weights as {other[0]}, which is not read (pickles can run code); {wanted}. Convert them "
-            f"with Transformers: from_pretrained(…).save_pretrained(FOLDER)."
-        )
+    if (said := told_of_folder(folder)) is not None:
+        return f"{folder} {said} {wanted.capitalize()}."
     return (
         f"{folder} holds no weights; {wanted}. Download them, or set model.load_format: dummy for random weights of "
         f"the same shapes."

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from mllm_compile.config.other_formats import mlx_section
 from mllm_compile.errors import CheckpointError
 from mllm_compile.files.json_file import read_json_object
 from mllm_compile.runtime.shown import shown
@@ -70,6 +71,13 @@ def read_scheme(folder: Path, config: Mapping[str, Any]) -> Scheme | None:
         CheckpointError: it is one that is not read, or says something that is not understood.
     """
     nested = config.get("text_config")
+    for section in (config, nested if isinstance(nested, dict) else {}):
+        if (mlx := mlx_section(section)) is not None:
+            raise CheckpointError(
+                f"{folder}: the checkpoint is quantised by MLX ({shown(mlx['bits'])} bits, groups of "
+                f"{shown(mlx['group_size'])}), whose layout is not read; mlx-lm serves it on Apple's machines. Set "
+                "model.path to the model that it was made of: model.quantization: int4 keeps that in four bits."
+            )
     for section in (config, nested if isinstance(nested, dict) else {}):
         for key in _SECTIONS:
             if section.get(key):

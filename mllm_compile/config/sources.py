@@ -10,6 +10,7 @@ from typing import Any
 from mllm_compile.config.mistakes import key_meant_by, key_named, not_there, show
 from mllm_compile.config.model_folder import CONFIG_FILE
 from mllm_compile.config.names import YAML_SUFFIXES, is_hub_id, nearest_path
+from mllm_compile.config.other_formats import told_of_file
 from mllm_compile.config.resolved import ResolvedConfig
 from mllm_compile.config.schema import EngineConfig, RuntimeConfig
 from mllm_compile.errors import ArtifactError, ConfigError
@@ -51,6 +52,8 @@ def config_or_runtime(source: EngineSource) -> EngineConfig | Path:
     path = user_path(text)
     if os.path.isdir(path):
         return _model_or_runtime(path)
+    if (said := told_of_file(path)) is not None:
+        raise ConfigError(f"{text} {said}")
     if os.path.exists(path) or path.suffix in YAML_SUFFIXES:
         return EngineConfig.from_yaml(path)
     if is_hub_id(text):

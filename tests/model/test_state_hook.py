@@ -49,6 +49,17 @@ def test_what_a_function_does_not_name_is_dropped_as_the_function_drops_it():
     torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("activation", [None, "silu", "swish", "gelu", "relu", "tanh", "linear", "gelu_pytorch_tanh"])
+def test_a_convolution_may_have_any_activation(activation):
+    model = model_of("qwen3_next")
+    namespace = vars(sys.modules[type(model).__module__])
+    x, weight, bias = torch.randn(1, 6, 5), torch.randn(6, 4), torch.randn(6)
+    expected = namespace["causal_conv1d_fn"](x, weight, bias, activation=activation)
+    with states_as_ops(model):
+        ours = namespace["causal_conv1d_fn"](x, weight, bias, activation=activation)
+    torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-5)
+
+
 def refusals_of(name: str, call) -> str:
     """What a call hands to the gate."""
     graph = torch.fx.symbolic_trace(call).graph
@@ -58,9 +69,9 @@ def refusals_of(name: str, call) -> str:
 
 def test_an_argument_that_an_op_cannot_express_is_named_for_the_gate():
     def conv(x, weight, states):
-        return causal_conv(x, weight, None, "gelu", initial_states=states, final_states_out=False, seq_idx=None)
+        return causal_conv(x, weight, None, "silu", initial_states=states, final_states_out=False, seq_idx=None)
 
-    assert refusals_of("causal_conv", conv) == "keyword initial_states; activation gelu"
+    assert refusals_of("causal_conv", conv) == "keyword initial_states"
 
     def delta(q, k, v, g, beta, state):
         return gated_delta(q, k, v, g, beta, 64, True, initial_state=state, output_final_state=True)

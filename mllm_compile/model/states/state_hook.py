@@ -36,12 +36,14 @@ def causal_conv(
     **kwargs: Any,
 ) -> torch.Tensor:
     """A causal convolution as Transformers calls it: hidden_states [1, C, T], weight [C, K] → [1, C, T]."""
-    refusals = _refusals(kwargs)
-    if activation not in (None, "silu", "swish"):
-        refusals.append(f"activation {activation}")
+    fused = "silu" if activation in ("silu", "swish") else ""
     out = torch.ops.mllm.causal_conv(
-        hidden_states[0].transpose(0, 1), weight, bias, "silu" if activation else "", "; ".join(refusals)
+        hidden_states[0].transpose(0, 1), weight, bias, fused, "; ".join(_refusals(kwargs))
     )
+    if activation and not fused:
+        from transformers.activations import ACT2FN
+
+        out = ACT2FN[activation](out)
     return out.transpose(0, 1)[None]
 
 

@@ -1,0 +1,79 @@
+"""Says what a file or folder of weights is whose format is not read, and which way leads on from there."""
+
+from __future__ import annotations
+
+import os
+import struct
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+_GGUF = b"GGUF"
+_PICKLES = (".bin", ".pt", ".pth", ".ckpt")
+_FROM_GGUF = (
+    "GGUF files are not read. Give the model that it was made of, as a hub id or a folder with safetensors "
+    "(model.quantization: int4 keeps that in four bits); or let Transformers write one, with the package gguf: "
+    "AutoModelForCausalLM.from_pretrained(FOLDER, gguf_file=NAME).save_pretrained(OUT), and the tokenizer likewise."
+)
+
+
+def told_of_file(path: Path) -> str | None:
+    """What a file is that holds weights, and what to give instead; None: it holds none as far as is known.
+
+    A pipe is not looked into: what is read of it is gone.
+    """
+    if not path.is_file():
+        return None
+    try:
+        with path.open("rb") as file:
+            start = file.read(16)
+    except OSError:
+        return None
+    if start.startswith(_GGUF):
+        return f"{_gguf(start)}. {_FROM_GGUF}"
+    if path.suffix == ".safetensors":
+        return (
+            "is a weight file in safetensors. Give the folder that holds it, with config.json and the tokenizer "
+            f"({os.path.dirname(path) or '.'})."
+        )
+    if path.suffix in _PICKLES:
+        return (
+            "is a weight file of PyTorch, which is not read, as pickles can run code. Give a folder with safetensors, "
+            "which Transformers writes: from_pretrained(…).save_pretrained(FOLDER)."
+        )
+    return None
+
+
+def told_of_folder(folder: Path) -> str | None:
+    """Which other weights a folder without safetensors holds, and the way from these; None: none that are known."""
+    names = sorted(path.name for path in folder.iterdir() if path.suffix in (*_PICKLES, ".gguf"))
+    gguf = next((name for name in names if name.endswith(".gguf")), None)
+    if gguf is not None:
+        return f"holds weights as {gguf}. {_FROM_GGUF}"
+    if names:
+        return (
+            f"holds weights as {names[0]}, which is not read (pickles can run code). Convert them with Transformers: "
+            "from_pretrained(…).save_pretrained(FOLDER)."
+        )
+    if "gguf" in str(folder).lower():
+        return f"is of a repository of GGUF files by its name. {_FROM_GGUF}"
+    return None
+
+
+def mlx_section(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """What MLX has written of the quantised weights of a folder of its own; None: it has written nothing.
+
+    It writes bits and groups without a method, under one name or two.
+    """
+    for name in ("quantization", "quantization_config"):
+        section = config.get(name)
+        if isinstance(section, dict) and "quant_method" not in section and {"group_size", "bits"} <= section.keys():
+            return section
+    return None
+
+
+def _gguf(start: bytes) -> str:
+    if len(start) < 16:
+        return "is a GGUF file that is cut off"
+    version, tensors = struct.unpack("<IQ", start[4:16])
+    return f"is a GGUF file (version {version}, {tensors:,} tensors)"
