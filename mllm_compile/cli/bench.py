@@ -118,6 +118,7 @@ def latency_command(
     input_len: InputLenOption = None,
     output_len: OutputLenOption = None,
     repeats: RepeatsOption = workloads.REPEATS,
+    processes: Annotated[int, typer.Option(min=1, help="Fresh processes of each engine, one after another.")] = 1,
     num_ranks: RanksOption = None,
     json_path: JsonOption = None,
     plot: Annotated[Path | None, typer.Option(help="Also draw it, against the batch size, into this file.")] = None,
@@ -130,7 +131,8 @@ def latency_command(
     from mllm_compile.bench.show.plot import plot_latency
     from mllm_compile.bench.show.report import print_result
 
-    outputs.take(harness.run_latency(model, _names(engine), work, num_ranks), print_result, plot_latency)
+    result = harness.run_latency(model, _names(engine), work, num_ranks, processes)
+    outputs.take(result, print_result, plot_latency)
 
 
 def throughput_command(

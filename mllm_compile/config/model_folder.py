@@ -199,7 +199,7 @@ def _no_weights_message(folder: Path) -> str:
 
 
 def _read_weight_map(index: Path) -> dict[str, str]:
-    """Which file holds each tensor, by the index; empty where there is no index."""
+    """The file of each tensor by the index; empty where there is no index."""
     content = read_json_object(index, CheckpointError)
     if content is None:
         return {}

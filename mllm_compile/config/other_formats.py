@@ -18,7 +18,7 @@ _FROM_GGUF = (
 
 
 def told_of_file(path: Path) -> str | None:
-    """What a file is that holds weights, and what to give instead; None: it holds none as far as is known.
+    """Says what a file with weights is, and what to give instead; None: it holds none as far as is known.
 
     A pipe is not looked into: what is read of it is gone.
     """
@@ -45,7 +45,7 @@ def told_of_file(path: Path) -> str | None:
 
 
 def told_of_folder(folder: Path) -> str | None:
-    """Which other weights a folder without safetensors holds, and the way from these; None: none that are known."""
+    """Says which other weights a folder without safetensors holds, and the way from these; None: no known ones."""
     names = sorted(path.name for path in folder.iterdir() if path.suffix in (*_PICKLES, ".gguf"))
     gguf = next((name for name in names if name.endswith(".gguf")), None)
     if gguf is not None:
@@ -61,7 +61,7 @@ def told_of_folder(folder: Path) -> str | None:
 
 
 def mlx_section(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """What MLX has written of the quantised weights of a folder of its own; None: it has written nothing.
+    """The section that MLX has written of the quantised weights of a folder of its own; None: it has not.
 
     It writes bits and groups without a method, under one name or two.
     """

@@ -51,17 +51,20 @@ def verdict(artifact: Artifact, config: ResolvedConfig, device: Device | None) -
     ceilings = None if device is None else device.ceilings
     limit = None if ceilings is None else limit_s(step.parts, ceilings)
     found = loads(artifact, config, device)
-    took = next((load.measured_s for load in found if load.batch == step.batch), None)
-    if step.part_s is not None:
-        took, lead = step.wall_s, _measured_lead(step, groups, ceilings, limit)
-    elif took is not None and limit is not None:
-        lead = _timed_lead(step, took, limit)
+    timed = next((load for load in found if load.batch == step.batch and load.measured_s is not None), None)
+    num_bytes, took = step.num_bytes, step.wall_s
+    if timed is not None and timed.measured_s is not None and timed.limit_s is not None:
+        num_bytes, took, limit = timed.num_bytes, timed.measured_s, timed.limit_s
+        lead = _timed_lead(step, timed, took, limit)
+        lead = lead if step.part_s is None else parts.Html(f"{lead} {_profiled(step, groups, ceilings)}")
+    elif step.part_s is not None:
+        lead = _measured_lead(step, groups, ceilings, limit)
     else:
-        took, lead = None, _modelled_lead(step, ceilings)
-    pairs = [("read in a step", format_bytes(step.num_bytes))]
+        took, lead = 0.0, _modelled_lead(step, ceilings)
+    pairs = [("read in a step", format_bytes(num_bytes))]
     if limit is not None:
         pairs.append(("at least, a step", format_seconds(limit)))
-    if took is not None:
+    if took:
         pairs.append(("measured, a step", format_seconds(took)))
         pairs.append(("tokens/s, measured", three_digits(step.batch / took)))
         pairs += [] if limit is None else [("of the limit", f"{limit / took:.0%}")]
@@ -70,7 +73,7 @@ def verdict(artifact: Artifact, config: ResolvedConfig, device: Device | None) -
     return f'<p class="lead">{parts.html_of(lead)}</p>' + parts.figures(pairs) + _loads(found, device)
 
 
-def _of(step: DecodeStep) -> str:
+def _of(step: DecodeStep | Load) -> str:
     requests = "1 request" if step.batch == 1 else f"{step.batch} requests"
     return f"A decode step of {requests} at {step.context:,} tokens"
 
@@ -85,11 +88,13 @@ def _modelled_lead(step: DecodeStep, ceilings: Ceilings | None) -> str:
     )
 
 
-def _timed_lead(step: DecodeStep, took: float, limit: float) -> parts.Html:
-    """The lead for a step whose parts were not measured."""
-    told = f"{_of(step)} takes {format_seconds(took)}, {limit / took:.0%} of what the device allows."
+def _timed_lead(step: DecodeStep, timed: Load, took: float, limit: float) -> str:
+    """The lead for a step as `bench latency` timed it, which no profiler slows."""
+    told = f"{_of(timed)} takes {format_seconds(took)}, {limit / took:.0%} of what the device allows."
     if limit / took >= _NEAR_LIMIT:
-        return parts.Html(parts.html_of(f"{told} Reading {_most_read(step)} from memory limits it."))
+        return parts.html_of(f"{told} Reading {_most_read(step)} from memory limits it.")
+    if step.part_s is not None:
+        return parts.html_of(told)
     return parts.Html(parts.html_of(f"{told} Where the rest goes: ") + parts.code("mllm-compile bench roofline CONFIG"))
 
 
@@ -104,11 +109,26 @@ def _measured_lead(step: DecodeStep, groups: Sequence[_Group], ceilings: Ceiling
     share = limit / step.wall_s
     if share >= _NEAR_LIMIT:
         return f"{took}, {share:.0%} of what the device allows: reading {_most_read(step)} from memory limits it."
+    worst, lost_s = _most_lost(step, groups, ceilings)
+    told = f"{took}, {share:.0%} of what the device allows."
+    return f"{told} Most is lost in {_lower(worst)}: {format_seconds(lost_s)}."
+
+
+def _most_lost(step: DecodeStep, groups: Sequence[_Group], ceilings: Ceilings) -> tuple[str, float]:
+    """The part of a measured step that is furthest above its limit, and by how many seconds."""
     lost = {str(group.name): group.measured_s(step) - limit_s(group.parts, ceilings) for group in groups}
     lost[f"What no kernel of the model does ({_OUTSIDE})"] = step.other_s + step.outside_s
     worst = max(lost, key=lambda name: lost[name])
-    told = f"{took}, {share:.0%} of what the device allows."
-    return f"{told} Most is lost in {_lower(worst)}: {format_seconds(lost[worst])}."
+    return worst, lost[worst]
+
+
+def _profiled(step: DecodeStep, groups: Sequence[_Group], ceilings: Ceilings | None) -> str:
+    """The sentence on the profiled step, beside the time of one that no profiler slows."""
+    told = f"Below it is taken apart: {_lower(_of(step))} takes {format_seconds(step.wall_s)} under a profiler"
+    if ceilings is None:
+        return parts.html_of(f"{told}.")
+    worst, lost_s = _most_lost(step, groups, ceilings)
+    return parts.html_of(f"{told}, and most of that is lost in {_lower(worst)}: {format_seconds(lost_s)}.")
 
 
 def _lower(text: str) -> str:
@@ -196,7 +216,7 @@ def _scale(step: DecodeStep, ceilings: Ceilings | None):  # type: ignore[no-unty
     """The function for a part's width, and its description."""
     if step.part_s is not None:
         times = step.part_s
-        told = f"times measured by bench roofline ({step.date})."
+        told = f"times measured by bench roofline ({step.date}) in a step of {format_seconds(step.wall_s)}."
         return (lambda part: times.get(part.index, 0.0)), told
     if ceilings is not None:
         return (lambda part: part.limit_s(ceilings)), "modelled, the least time that the device allows; not measured."

@@ -43,11 +43,12 @@ def table(
     right = set(numbers)
     cell_class = [' class="n"' if index in right else "" for index in range(len(columns))]
     head = "".join(f'<th scope="col"{cell_class[i]}>{html_of(name)}</th>' for i, name in enumerate(columns))
+    names = [f' data-name="{escape(name)}"' for name in columns]  # beside each cell where a screen is narrow
     rows = list(rows)
     body = "".join(
         f"<tr{' class=total' if has_total and number == len(rows) - 1 else ''}>"
         + f'<th scope="row">{html_of(row[0])}</th>'
-        + "".join(f"<td{cell_class[i]}>{html_of(cell)}</td>" for i, cell in enumerate(row) if i)
+        + "".join(f"<td{cell_class[i]}{names[i]}>{html_of(cell)}</td>" for i, cell in enumerate(row) if i)
         + "</tr>"
         for number, row in enumerate(rows)
     )
@@ -116,18 +117,24 @@ def strip(columns: Sequence[tuple[str, Sequence[tuple[str, float, str]]]], label
     """
     total = sum(size for _, segments in columns for _, size, _ in segments) or 1.0
     every = -(-len(columns) // _MOST_TICKS)
+    last = max((int(name) for name, _ in columns if name.isdigit()), default=0)
     shown = []
-    for index, (name, segments) in enumerate(columns):
+    for name, segments in columns:
         parts = "".join(
             f'<b style="flex:{size / total * 1000:.3f} 1 0;background:{colour}" title="{escape(text)}"></b>'
             for text, size, colour in segments
         )
         width = sum(size for _, size, _ in segments) / total * 1000
-        # The first column is too narrow for a tick, and one beside a word would be under it.
-        is_crowded = index == 0 or not columns[index + 1 : index + 2] or not columns[index + 1][0].isdigit()
-        tick = "" if name.isdigit() and (is_crowded or int(name) % every) else escape(name)
-        shown.append(f'<li style="flex:{width:.3f} 1 0"><span class="bar">{parts}</span><em>{tick}</em></li>')
+        tick = "" if name.isdigit() and not _has_tick(int(name), every, last) else escape(name)
+        # The last number of many ends with its column: a word comes behind it.
+        style = ' class="end"' if name == str(last) and every > 1 else ""
+        shown.append(f'<li style="flex:{width:.3f} 1 0"{style}><span class="bar">{parts}</span><em>{tick}</em></li>')
     return f'<ol class="strip" role="img" aria-label="{escape(label)}">{"".join(shown)}</ol>'
+
+
+def _has_tick(number: int, every: int, last: int) -> bool:
+    """True of the last, and of each multiple that is not right beside it."""
+    return number == last or (number % every == 0 and last - number >= min(every, 2))
 
 
 def stacked_bar(parts: Sequence[tuple[str, float, str]], label: str) -> str:

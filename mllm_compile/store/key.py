@@ -119,7 +119,7 @@ def key_factors(config: ResolvedConfig, model: ModelFolder, weights: WeightFiles
 
 
 def _weight_index(model: ModelFolder) -> dict[str, str]:
-    """Which file each weight is read from, where an index says so."""
+    """The file that each weight is read from, where an index says so."""
     return {"weight index": _hash(json.dumps(model.weight_map, sort_keys=True).encode())} if model.weight_map else {}
 
 

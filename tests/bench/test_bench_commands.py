@@ -53,10 +53,10 @@ def test_sizes_and_engines_are_handed_on(monkeypatch, capsys):
     monkeypatch.setattr(harness, "run_latency", lambda *args: asked.append(args) or RESULT)
     monkeypatch.setattr(harness, "serves_on_cpu", lambda source: False)
     assert command_line(["bench", "latency", "c.yaml", "--batch", "1,4", "--engine", "mllm,vllm,mllm"]) == 0
-    assert command_line(["bench", "latency", "c.yaml", "--tensor-parallel-size", "2"]) == 0
-    (config, engines, work, num_ranks), (*_, asked_ranks) = asked
+    assert command_line(["bench", "latency", "c.yaml", "--tensor-parallel-size", "2", "--processes", "3"]) == 0
+    (config, engines, work, num_ranks, processes), (*_, asked_ranks, asked_processes) = asked
     assert (config, engines, work.batches, work.input_len) == ("c.yaml", ["mllm", "vllm"], (1, 4), 512)
-    assert (num_ranks, asked_ranks) == (None, 2)
+    assert (num_ranks, asked_ranks, processes, asked_processes) == (None, 2, 1, 3)
     assert "tpot b=1" in capsys.readouterr().out
 
 

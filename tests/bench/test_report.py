@@ -3,7 +3,7 @@ from dataclasses import replace
 
 import pytest
 
-from mllm_compile.bench.measure.results import Measurement
+from mllm_compile.bench.measure.results import Measurement, joined
 from mllm_compile.bench.measure.workloads import first_token_of
 from mllm_compile.bench.show.report import markdown, print_result, show_figure
 from mllm_compile.errors import ConfigError
@@ -26,6 +26,36 @@ def test_the_table_puts_engines_under_each_other_for_each_work():
         ["tpot", "b=8", "vllm", "6.00"],
     ]
     assert lines[2].endswith("75%")
+
+
+def printed(*runs) -> str:
+    stream = io.StringIO()
+    print_result(result(*runs), stream)
+    return stream.getvalue()
+
+
+def test_samples_that_are_far_apart_are_told_and_others_are_not():
+    text = printed(run("mllm", tpot(1, 4.0, 4.3), tpot(8, 5.0, 22.0, 6.0)))
+    assert "mllm, tpot b=8: samples differ by 283% (5.00 to 22.00 ms), so the median says little" in text
+    assert "tpot b=1: samples" not in text
+
+
+def test_a_figure_that_is_better_than_the_limit_is_told():
+    text = printed(run("mllm", tpot(1, 2.0, limit=3.16), tpot(8, 3.0, limit=3.1)))
+    assert "mllm, tpot b=1: 158% of a limit cannot be" in text
+    assert "tpot b=8: 1" not in text
+
+
+def test_processes_that_disagree_are_told_also_where_each_of_them_is_steady():
+    one, other = run("mllm", tpot(64, 23.6, 23.5, 23.7)), run("mllm", tpot(64, 16.4, 16.3, 16.5))
+    both = joined([one, other])
+    assert both.measurements[0].samples == (23.6, 23.5, 23.7, 16.4, 16.3, 16.5)
+    assert both.measurements[0].median == 20.0
+    text = printed(both)
+    assert "mllm, tpot b=64: processes differ by 36% (23.60 and 16.40 ms)" in text
+    assert "samples differ" not in text
+    assert "differ" not in printed(joined([one, one]))
+    assert joined([one]) == one
 
 
 def test_the_report_says_where_the_figures_were_taken():

@@ -2,7 +2,7 @@ from pathlib import Path
 
 import pytest
 
-from mllm_compile.bench.measure.results import BenchResult, Measurement
+from mllm_compile.bench.measure.results import BenchResult, Measurement, joined
 from mllm_compile.errors import ConfigError
 from tests.bench.result_cases import result, run, tpot
 
@@ -16,6 +16,12 @@ def test_a_result_goes_to_json_and_back(tmp_path):
 def test_the_results_that_come_with_the_documentation_can_be_read():
     files = sorted((Path(__file__).parents[2] / "docs" / "performance" / "results").glob("*.json"))
     assert {BenchResult.read(path).command for path in files} >= {"figures", "long", "ablation"}
+
+
+def test_a_result_of_several_processes_goes_to_json_and_back(tmp_path):
+    before = result(joined([run("mllm", tpot(1, 4.0, 4.2)), run("mllm", tpot(1, 5.0))]))
+    before.write(tmp_path / "r.json")
+    assert BenchResult.read(tmp_path / "r.json") == before
 
 
 @pytest.mark.parametrize("text", ["", "[]", '{"format": 0}', '{"format": 1}'])

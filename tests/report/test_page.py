@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -162,6 +163,44 @@ def test_a_measured_step_is_shown_as_measured_and_another_as_modelled(runtime, t
     outside = 4000 - 100 * len(parts)
     assert "outside the model<small>inputs, choice of tokens, host</small>" in html
     assert format_seconds(outside / 1e6) in html
+
+
+def test_the_headline_is_what_the_table_says_where_both_were_measured(runtime, tmp_path):
+    """`bench roofline` slows the step that it takes apart; `bench latency` does not."""
+    shutil.copytree(runtime.folder, tmp_path / "runtime")
+    copy = replace(runtime, artifact=open_artifact(tmp_path / "runtime"))
+    parts = [[index, 100.0] for index in range(len(copy.artifact.program.steps))]
+    step = {"batch": 1, "context": 100, "wall_us": 68_100.0, "parts": parts, "other_us": 50.0, "date": "yesterday"}
+    remember(copy, **{"decode steps": [step]})
+    remember(copy, latency={"input_len": 64, "output_len": 8, "date": "today", "tpot_ms": [[1, 18.8]]})
+    html = write(copy, tmp_path / "r.html")
+    verdict = html.partition('id="verdict"')[2].partition("<table")[0]
+    assert "A decode step of 1 request at 68 tokens takes 18.8 ms" in verdict
+    assert (
+        "<dd>18.8 ms</dd><dt>measured, a step</dt>" in verdict and "<dd>53.2</dd><dt>tokens/s, measured</dt>" in verdict
+    )
+    assert "at 100 tokens takes 68.1 ms under a profiler, and most of that is lost in" in verdict
+    assert "times measured by bench roofline (yesterday) in a step of 68.1 ms." in html
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 13, 28, 36, 37, 64, 126])
+@pytest.mark.parametrize("ends", [["logits"], ["logits", "other"], ["other"], []])
+def test_the_axis_of_layers_ends_with_the_last_one(count, ends):
+    columns = [(name, [("", 1.0, "red")]) for name in ["", *map(str, range(count)), *ends]]
+    ticks = re.findall(r"<em>(.*?)</em>", html_parts.strip(columns, ""))
+    shown = [int(tick) for tick in ticks if tick.isdigit()]
+    assert shown[-1] == count - 1
+    assert [tick for tick in ticks if tick and not tick.isdigit()] == ends
+    assert len(shown) <= 13 and (count > 12 or len(shown) == count)
+    assert count <= 12 or all(after - before > 1 for before, after in pairwise(shown))
+
+
+def test_a_narrow_screen_has_the_name_of_each_cell_beside_it():
+    html = html_parts.table(["part", "bytes", "of <it>"], [["a", "1", "2"]])
+    assert '<td data-name="bytes">1</td><td data-name="of &lt;it&gt;">2</td>' in html
+    page = Path(html_parts.__file__).with_name("page.html").read_text()
+    narrow = page.partition("@media (max-width: 640px)")[2]
+    assert "td::before { content: attr(data-name);" in narrow and "td { display: block; }" in narrow
 
 
 def test_it_tells_the_rate_of_fp8_where_that_was_measured(runtime, page, tmp_path):

@@ -29,6 +29,7 @@ from mllm_compile.bench.measure.results import (
     Ceilings,
     EngineRun,
     Measurement,
+    joined,
     run_from_json,
 )
 from mllm_compile.bench.measure.runtime_place import RuntimePlace
@@ -76,8 +77,10 @@ def serves_on_cpu(source: str) -> bool:
     return bool(run_process(WORKER, {"task": "device", "config": source})["is_cpu"])
 
 
-def run_latency(source: str, engines: Sequence[str], work: LatencyWork, num_ranks: int | None = None) -> BenchResult:
-    """tpot and prefill of each engine, each in its own process, with the limits of this machine.
+def run_latency(
+    source: str, engines: Sequence[str], work: LatencyWork, num_ranks: int | None = None, num_processes: int = 1
+) -> BenchResult:
+    """tpot and prefill of each engine, in processes of its own, with the limits of this machine.
 
     Raises:
         BenchmarkError: an engine is not installed or failed.
@@ -85,7 +88,10 @@ def run_latency(source: str, engines: Sequence[str], work: LatencyWork, num_rank
     """
     _check_engines(engines)
     probe, work = probe_latency(source, work, num_ranks)
-    runs = [measure_latency(engine, probe.setting, work, probe) for engine in engines]
+    runs = [
+        joined([measure_latency(engine, probe.setting, work, probe) for _ in range(num_processes)])
+        for engine in engines
+    ]
     result = _result("latency", asdict(work), source, probe.environment, probe.ceilings, runs)
     return replace(result, experts=probe.experts)
 

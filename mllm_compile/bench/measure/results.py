@@ -25,6 +25,7 @@ class Measurement:
         samples: one a repeat, in the order in which they were taken.
         batch: requests at once, where the work has several.
         limit: the best value by the machine's measured ceilings, in the same unit; None if not known.
+        processes: the median of each process, where several were measured.
     """
 
     name: str
@@ -33,6 +34,7 @@ class Measurement:
     samples: tuple[float, ...]
     batch: int | None = None
     limit: float | None = None
+    processes: tuple[float, ...] = ()
 
     @classmethod
     def of(
@@ -51,6 +53,11 @@ class Measurement:
     def spread(self) -> float:
         """(largest − smallest sample) / median."""
         return (max(self.samples) - min(self.samples)) / self.median if self.median else 0.0
+
+    @property
+    def spread_of_processes(self) -> float:
+        """The same of the medians of several processes; 0 of one."""
+        return (max(self.processes) - min(self.processes)) / self.median if self.processes and self.median else 0.0
 
     @property
     def share_of_limit(self) -> float | None:
@@ -130,7 +137,7 @@ class ActiveExperts:
 
 @dataclass(frozen=True, kw_only=True)
 class EngineRun:
-    """One engine's measurements, from one fresh process.
+    """One engine's measurements, from fresh processes, most often one.
 
     Attributes:
         engine: mllm, vllm or transformers; of an ablation, what is left out of mllm.
@@ -197,7 +204,22 @@ class BenchResult:
             ) from None
 
 
+def joined(runs: Sequence[EngineRun]) -> EngineRun:
+    """Several processes of one engine and work as one run, whose medians are those of the processes'."""
+    if len(runs) == 1:
+        return runs[0]
+    lines = []
+    for same in zip(*(run.measurements for run in runs), strict=True):
+        medians = tuple(line.median for line in same)
+        samples = tuple(sample for line in same for sample in line.samples)
+        lines.append(replace(same[0], median=statistics.median(medians), samples=samples, processes=medians))
+    return replace(runs[0], measurements=tuple(lines))
+
+
 def run_from_json(data: dict[str, Any]) -> EngineRun:
     """The inverse of dataclasses.asdict."""
-    lines = tuple(Measurement(**(line | {"samples": tuple(line["samples"])})) for line in data["measurements"])
+    tuples = ("samples", "processes")
+    lines = tuple(
+        Measurement(**(line | {name: tuple(line.get(name, ())) for name in tuples})) for line in data["measurements"]
+    )
     return EngineRun(**(data | {"measurements": lines}))

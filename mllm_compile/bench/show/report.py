@@ -10,13 +10,14 @@ from mllm_compile.bench.measure.workloads import first_token_of
 from mllm_compile.errors import ConfigError
 from mllm_compile.process.console import print_table
 
+MOST_SPREAD = 0.10  # of samples of one figure; more is told
 Table = tuple[tuple[str, ...], list[tuple[str, ...]]]
 
 
 def print_result(result: BenchResult, stream: TextIO) -> None:
     """Prints a table with a row for each line of the work and engine, and where it was taken."""
     print_table(stream, f"{result.command}: {result.model}", *result_table(result))
-    for line in (*beside_text(result), *provenance(result)):
+    for line in (*beside_text(result), *doubts(result), *provenance(result)):
         print(line, file=stream)
 
 
@@ -32,6 +33,32 @@ def beside_text(result: BenchResult) -> list[str]:
                 lines.append(
                     f"{run.engine}: new images at batch {batch} take {of_text / share:.2f} times as long as their "
                     "operations would at the rate of the text's prefill"
+                )
+    return lines
+
+
+def doubts(result: BenchResult) -> list[str]:
+    """The lines on figures that say little: samples or processes that are far apart, and more than a limit allows."""
+    lines = []
+    for run in result.runs:
+        for line in run.measurements:
+            name = f"{run.engine}, {work_name(line)}"
+            if line.spread_of_processes > MOST_SPREAD:
+                each = " and ".join(map(show_figure, line.processes))
+                lines.append(
+                    f"{name}: processes differ by {line.spread_of_processes:.0%} ({each} {line.unit}): a process keeps "
+                    "what it began with. `bench roofline` shows where the time of each goes"
+                )
+            elif line.spread > MOST_SPREAD:
+                least, most = show_figure(min(line.samples)), show_figure(max(line.samples))
+                lines.append(
+                    f"{name}: samples differ by {line.spread:.0%} ({least} to {most} {line.unit}), so the median says "
+                    "little. Measure again with nothing else on the machine, or with more --repeats"
+                )
+            if (share := line.share_of_limit) is not None and share > 1 + MOST_SPREAD:
+                lines.append(
+                    f"{name}: {share:.0%} of a limit cannot be: the machine was slower while its rates were measured, "
+                    "or the data fitted in its caches. Do not compare with the limit"
                 )
     return lines
 
