@@ -5,18 +5,10 @@ It is sent to the process that tries it (grammar_process.py), so it is plain dat
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 from mllm_compile.runtime.sampling.structured_params import StructuredOutputsParams
-
-# Where a keyword of JSON Schema holds further schemas.
-_ONE = ("items", "additionalProperties", "propertyNames", "contains", "not", "if", "then", "else", "additionalItems")
-_ONE_MORE = ("unevaluatedItems", "unevaluatedProperties")
-_LISTS = ("anyOf", "allOf", "oneOf", "prefixItems", "items")
-_MAPS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
+from mllm_compile.structured.json_schema import without_additional_properties
 
 
 class Refused(Exception):
@@ -45,22 +37,5 @@ class Form:
         if kind == "json_object":
             kind, text = "json", '{"type":"object"}'
         if params.disable_additional_properties:
-            schema = json.loads(text)
-            for part in subschemas(schema):
-                if "additionalProperties" not in part and ("properties" in part or "patternProperties" in part):
-                    part["additionalProperties"] = False
-            text = json.dumps(schema, separators=(",", ":"))
+            text = without_additional_properties(text)
         return cls(kind, text, params.disable_any_whitespace, params.whitespace_pattern)
-
-
-def subschemas(schema: Any) -> Iterator[dict[str, Any]]:
-    """The schema and all schemas in it, wherever keywords have them; without recursion."""
-    left = [schema]
-    while left:
-        part = left.pop()
-        if not isinstance(part, dict):
-            continue
-        yield part
-        left += [part[key] for key in (*_ONE, *_ONE_MORE) if key in part]
-        left += [child for key in _LISTS if isinstance(part.get(key), list) for child in part[key]]
-        left += [child for key in _MAPS if isinstance(part.get(key), dict) for child in part[key].values()]

@@ -11,6 +11,9 @@ import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from decimal import Decimal
+from math import prod
+from typing import Any
 
 import llguidance
 import llguidance.numpy
@@ -19,12 +22,24 @@ from llguidance.gbnf_to_lark import any_to_lark
 
 from mllm_compile.runtime.sampling.grammar import MaskWork
 from mllm_compile.structured.form import Form, Refused
+from mllm_compile.structured.json_schema import first_fault, subschemas
 from mllm_compile.structured.vocabulary import Vocabulary
 
 # Models that never tire of whitespace fill an answer with it; eight levels of four fit.
 _WHITESPACE = r"[\x20\x0A\x0D\x09]{0,32}"
 _HEADER = '%llguidance {"no_forcing": true}\n'
 _MOST_STATES = 50_000  # of a grammar's lexer, one or two kB each
+_MOST_MULTIPLE = (1 << 32) - 1
+# Its own dates know no leap years.
+_YEAR = "(?:[0-9]{3}[1-9]|[0-9]{2}[1-9]0|[0-9][1-9]00|[1-9]000)"
+_LEAP_YEAR = "(?:[0-9]{2}(?:0[48]|[2468][048]|[13579][26])|(?:0[48]|[2468][048]|[13579][26])00)"
+_DAY = (
+    "(?:(?:0[13578]|1[02])-(?:0[1-9]|[12][0-9]|3[01])|(?:0[469]|11)-(?:0[1-9]|[12][0-9]|30)|"
+    "02-(?:0[1-9]|1[0-9]|2[0-8]))"
+)
+_DATE = f"(?:{_YEAR}-{_DAY}|{_LEAP_YEAR}-02-29)"
+_TIME = r"(?:[01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](?:\.[0-9]{1,9})?(?:Z|[+-](?:[01][0-9]|2[0-3]):[0-5][0-9])"
+_CALENDARS = {"date": f"^{_DATE}$", "date-time": f"^{_DATE}T{_TIME}$", "time": f"^{_TIME}$"}
 _MOST_SAID = 500  # characters of the library's errors: they repeat what was given
 
 
@@ -104,7 +119,7 @@ def _lark(form: Form) -> str:
         Refused: it has none.
     """
     if form.kind == "json":
-        schema = json.loads(form.text)
+        schema = _kept_schema(json.loads(form.text))
         whitespace = {"whitespace_pattern": form.whitespace or _WHITESPACE}
         schema["x-guidance"] = {"whitespace_flexible": False} if form.is_compact else whitespace
         return f"start: %json {json.dumps(schema)}"
@@ -118,6 +133,35 @@ def _lark(form: Form) -> str:
     if form.kind == "grammar":
         return _lark_of_grammar(form.text)
     raise Refused(f"llguidance takes no {form.kind} here. Set structured_outputs: {{backend: auto}} or xgrammar.")
+
+
+def _kept_schema(schema: dict[str, Any]) -> dict[str, Any]:
+    """The schema as llguidance has to be given it.
+
+    Raises:
+        Refused: it has what llguidance does not keep to.
+    """
+    fault = first_fault(schema)
+    if fault is None and _multiples_overflow(schema):
+        fault = "several multipleOf whose common multiple is beyond 2**32"
+    if fault is not None:
+        raise Refused(f"llguidance does not keep to all of the JSON schema: {fault}")
+    for part in subschemas(schema):
+        pattern = _CALENDARS.get(str(part.get("format")))
+        if pattern is not None and isinstance(part.get("allOf", []), list):
+            del part["format"]
+            part["allOf"] = [*part.get("allOf", []), {"pattern": pattern}]
+    return schema
+
+
+def _multiples_overflow(schema: dict[str, Any]) -> bool:
+    """True if parts that may hold together have multiples whose common one is more than llguidance counts."""
+    parts = list(subschemas(schema))
+    factors = {Decimal(repr(part["multipleOf"])) for part in parts if "multipleOf" in part}
+    if len(factors) < 2 or not any(key in part for part in parts for key in ("allOf", "anyOf", "oneOf", "$ref")):
+        return False
+    digits = max(0, *(-int(factor.as_tuple().exponent) for factor in factors))
+    return prod(int(factor.scaleb(digits)) for factor in factors) > _MOST_MULTIPLE
 
 
 def _lark_of_grammar(text: str) -> str:

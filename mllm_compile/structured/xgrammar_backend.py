@@ -1,8 +1,8 @@
 """XGrammar: pushdown automata with token masks computed ahead, in C++.
 
 Nothing in it bounds the work of a mask, so masks are made on a thread that can be left behind: a matcher that takes too
-long is given up, and so is its thread, with its memory; after a few of those the backend takes no more. It ignores
-some of JSON Schema: schemas that use such parts are refused here.
+long is given up, and so is its thread, with its memory; after a few of those the backend takes no more. What it would
+ignore of a form is refused by xgrammar_limits.py.
 """
 
 from __future__ import annotations
@@ -20,24 +20,18 @@ import numpy as np
 import xgrammar
 
 from mllm_compile.runtime.sampling.grammar import MaskWork
-from mllm_compile.structured.form import Form, Refused, subschemas
+from mllm_compile.structured.form import Form, Refused
 from mllm_compile.structured.vocabulary import Vocabulary
+from mllm_compile.structured.xgrammar_limits import (
+    kept_regex,
+    kept_tag,
+    refuse_ignored_keywords,
+    refuse_ignored_look_ahead,
+)
 
 _MOST_WHITESPACE = 32  # as with llguidance
 _MOST_MASK_S = 1.0  # of one matcher; most take microseconds
 _MOST_LEFT_BEHIND = 4  # threads that may still run somewhere in C++
-_IGNORED = (
-    "uniqueItems", "contains", "minContains", "maxContains", "not", "if", "allOf", "oneOf", "dependentRequired",
-    "dependentSchemas", "unevaluatedProperties", "unevaluatedItems",
-    # Seen to let quotes and control characters into strings, which is no JSON then.
-    "minLength", "maxLength", "pattern", "patternProperties", "propertyNames",
-)  # fmt: skip
-_ALONE = {"$ref", "anyOf", "enum", "const"}  # what stands beside them is ignored, but for annotations:
-_ANNOTATIONS = {"$defs", "definitions", "title", "description", "default", "examples", "$schema", "$id"}
-_FORMATS = {
-    "email", "date", "time", "date-time", "duration", "ipv4", "ipv6", "hostname", "uuid", "uri", "uri-reference",
-    "uri-template", "json-pointer", "relative-json-pointer",
-}  # fmt: skip
 _MOST_SAID = 500
 _TOO_LONG = f"xgrammar took more than {_MOST_MASK_S:g} s to find the tokens that may follow"
 _NO_MORE = (
@@ -91,19 +85,21 @@ class XgrammarBackend:
         if form.whitespace is not None:
             raise Refused("xgrammar has no whitespace_pattern. Set structured_outputs: {backend: llguidance}.")
         if form.kind == "json":
-            _refuse_what_is_ignored(json.loads(form.text))
+            refuse_ignored_keywords(json.loads(form.text))
             if form.is_compact:
                 return self._compiler.compile_json_schema(
                     form.text, any_whitespace=False, separators=(",", ":"), strict_mode=False
                 )
             return self._compiler.compile_json_schema(form.text, strict_mode=False, max_whitespace_cnt=_MOST_WHITESPACE)
         if form.kind == "regex":
-            return self._compiler.compile_regex(form.text)
+            return self._compiler.compile_regex(kept_regex(form.text))
         if form.kind == "choice":
             choices = (json.dumps(text, ensure_ascii=False) for text in json.loads(form.text))
             return self._compiler.compile_grammar(f"root ::= {' | '.join(choices)}")
         if form.kind == "grammar":
             is_gbnf = "::=" in form.text
+            if is_gbnf:
+                refuse_ignored_look_ahead(form.text)
             return (self._compiler.compile_grammar if is_gbnf else self._compiler.compile_lark)(form.text)
         return self._compiler.compile_structural_tag(_new_structural_tag(json.loads(form.text)))
 
@@ -189,44 +185,10 @@ class _Worker:
         return None
 
 
-def _refuse_what_is_ignored(schema: dict[str, Any]) -> None:
-    """
-    Raises:
-        Refused: the schema has a keyword, or keywords together, that XGrammar does not keep to.
-    """
-    for part in subschemas(schema):
-        faults = [key for key in _IGNORED if key in part]
-        lone = sorted(_ALONE & part.keys())
-        if lone:
-            values = part.get("enum", [part["const"]] if "const" in part else None)
-            others = sorted(part.keys() - _ANNOTATIONS - {lone[0]} - ({"type"} if values is not None else set()))
-            faults += [f"{lone[0]} beside {other}" for other in others[:1]]
-            if values is not None and "type" in part and not _are_all(values, part["type"]):
-                faults.append(f"a value of {lone[0]} that is no {part['type']}")
-        if "format" in part and part["format"] not in _FORMATS:
-            faults.append(f"format {part['format']!r}")
-        if not str(part.get("$ref", "#")).startswith("#"):
-            faults.append("a $ref to another document")
-        if set(part.get("required", ())) - set(part.get("properties", {})):
-            faults.append("required names that properties lacks")
-        if faults:
-            raise Refused(f"xgrammar does not keep to all of the JSON schema: {_cut(faults[0])}")
-
-
-def _are_all(values: Any, name: Any) -> bool:
-    """True if JSON values are all of the one type of this name."""
-    types: dict[str, tuple[type, ...]] = {
-        "string": (str,), "integer": (int,), "number": (int, float), "boolean": (bool,), "null": (type(None),),
-        "object": (dict,), "array": (list,),
-    }  # fmt: skip
-    wanted = types.get(name, ()) if isinstance(name, str) else ()
-    return isinstance(values, list) and all(type(value) in wanted for value in values)  # a bool is no integer
-
-
 def _new_structural_tag(tag: dict[str, Any]) -> str:
     """A structural tag as JSON text; vLLM's older shape, `structures` and `triggers`, becomes today's."""
     if "structures" not in tag:
-        return json.dumps(_with_bounded_whitespace(tag))
+        return json.dumps(kept_tag(tag, _MOST_WHITESPACE))
     try:
         tags = [
             {
@@ -242,18 +204,7 @@ def _new_structural_tag(tag: dict[str, Any]) -> str:
         raise Refused(
             f"structural_tag: expected triggers, and structures of begin, schema and end; {error} is missing"
         ) from None
-    return json.dumps(_with_bounded_whitespace({"type": "structural_tag", "format": form}))
-
-
-def _with_bounded_whitespace(part: Any) -> Any:
-    """A part of a structural tag, in which JSON has as much white space as in a JSON answer."""
-    if isinstance(part, list):
-        return [_with_bounded_whitespace(one) for one in part]
-    if not isinstance(part, dict):
-        return part
-    if part.get("type") == "json_schema":
-        return {"max_whitespace_cnt": _MOST_WHITESPACE, **part}
-    return {name: _with_bounded_whitespace(value) for name, value in part.items()}
+    return json.dumps(kept_tag({"type": "structural_tag", "format": form}, _MOST_WHITESPACE))
 
 
 def _said(error: Exception) -> str:

@@ -10,12 +10,16 @@ from tests.tiny_model import TINY
 BACKENDS = ("llguidance", "xgrammar")
 
 
-@pytest.fixture(scope="session")
-def vocabulary():
+def make_vocabulary():
     tokenizer = load_tokenizer(TINY)
     # As many rows as no model has words of 32 for, so that masks have bits of no token.
     tokens = tokenizer.token_bytes(tokenizer.vocab_size + 5)
     return Vocabulary.of(tokens, {tokenizer.eos_token_id}, tokenizer.special_token_ids)
+
+
+@pytest.fixture(scope="session")
+def vocabulary():
+    return make_vocabulary()
 
 
 @pytest.fixture(scope="session", params=BACKENDS)

@@ -25,7 +25,7 @@ PROMPT = "Return a new list containing"
 PERSON = {
     "type": "object",
     "properties": {
-        "name": {"type": "string", "format": "date"},
+        "name": {"type": "string", "format": "uuid"},
         "age": {"type": "integer", "minimum": 0, "maximum": 130},
         "tags": {"type": "array", "items": {"enum": ["a", "b", None]}, "maxItems": 3},
         "size": {"anyOf": [{"type": "integer", "minimum": 0, "maximum": 9}, {"type": "null"}]},
@@ -81,8 +81,11 @@ def fits(value, schema) -> bool:
         is_sized = isinstance(value, list) and schema.get("minItems", 0) <= len(value) <= schema["maxItems"]
         return is_sized and all(fits(one, schema["items"]) for one in value)
     if kind == "string":
-        if schema.get("format") == "date":
-            return isinstance(value, str) and regex.fullmatch(r"\d{4}-\d\d-\d\d", value) is not None
+        if schema.get("format") == "uuid":
+            return (
+                isinstance(value, str)
+                and regex.fullmatch(r"[0-9A-Fa-f]{8}(-[0-9A-Fa-f]{4}){3}-[0-9A-Fa-f]{12}", value) is not None
+            )
         return isinstance(value, str) and schema["minLength"] <= len(value) <= schema["maxLength"]
     if kind in ("integer", "number"):
         is_number = isinstance(value, int if kind == "integer" else (int, float)) and not isinstance(value, bool)

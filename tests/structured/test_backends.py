@@ -298,6 +298,59 @@ def test_a_structural_tag_without_its_parts_is_refused(xgrammar):
         compiled(xgrammar, structural_tag={"structures": [{"begin": "a", "schema": {}}], "triggers": ["a"]})
 
 
+def _tag_of(content):
+    return {"type": "tag", "begin": "<f>", "content": content, "end": "</f>"}
+
+
+PLACES = {
+    "alone": lambda content: content,
+    "a tag": _tag_of,
+    "a sequence": lambda content: {"type": "sequence", "elements": [{"type": "const_string", "value": "a"}, content]},
+    "an alternative": lambda content: {"type": "or", "elements": [{"type": "const_string", "value": "a"}, content]},
+    "an option": lambda content: {"type": "optional", "content": content},
+    "repeats": lambda content: {"type": "repeat", "min": 1, "max": 2, "content": content},
+    "triggered tags": lambda content: {"type": "triggered_tags", "triggers": ["<f"], "tags": [_tag_of(content)]},
+    "separated tags": lambda content: {"type": "tags_with_separator", "tags": [_tag_of(content)], "separator": ","},
+    "a dispatch": lambda content: {"type": "dispatch", "rules": [["<f", content]]},
+    "a tag in a tag": lambda content: _tag_of({"type": "star", "content": _tag_of(content)}),
+}
+IGNORED = [
+    (
+        {"type": "json_schema", "json_schema": {"items": {"type": "integer", "multipleOf": 5}}},
+        "JSON schema: multipleOf",
+    ),
+    ({"type": "json_schema", "json_schema": {"type": "array", "uniqueItems": True}}, "JSON schema: uniqueItems"),
+    ({"type": "json_schema", "json_schema": {"type": "integer", "minimum": 10**20}}, r"minimum beyond 2\*\*53"),
+    ({"type": "regex", "pattern": "a^b"}, r"ignores \^ within a regex"),
+    ({"type": "grammar", "grammar": 'root ::= "a" (="b")'}, "look-ahead"),
+]
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize(("content", "said"), IGNORED)
+def test_what_xgrammar_ignores_is_refused_wherever_a_structural_tag_has_it(xgrammar, place, content, said):
+    with pytest.raises(Refused, match=said):
+        compiled(xgrammar, structural_tag={"type": "structural_tag", "format": PLACES[place](content)})
+
+
+@pytest.mark.parametrize(
+    ("pattern", "said"), [("a$b", r"ignores \$"), (r"\Aab\Z", r"knows no \\A"), ("(a|^b)", r"ignores \^")]
+)
+def test_a_regex_with_what_xgrammar_leaves_out_is_refused(xgrammar, pattern, said):
+    with pytest.raises(Refused, match=said):
+        compiled(xgrammar, regex=pattern)
+
+
+def test_the_dot_of_a_regex_takes_no_line_feed(backend, vocabulary):
+    mask = np.zeros((1, vocabulary.mask_words), np.int32)
+    for pattern in (".", "^a?.$", r"\\?."):
+        assert not backend.fill([MaskWork(compiled(backend, regex=pattern).matcher(), [], 0)], mask)
+        following = {
+            vocabulary.tokens[token_id] for token_id in allowed_ids(mask[0]) if token_id < len(vocabulary.tokens)
+        }
+        assert b"b" in following and b"\n" not in following
+
+
 class _Matcher:
     """Takes part in XGrammar's place."""
 

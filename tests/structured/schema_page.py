@@ -1,0 +1,61 @@
+"""docs/json-schema.md, of what the backends do: `python -m tests.structured.schema_page` writes it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from mllm_compile.structured.backend import make_backend
+from tests.structured.conftest import BACKENDS, make_vocabulary
+from tests.structured.schema_judge import CASES, TEXTS, refusal
+
+PAGE = Path(__file__).parents[2] / "docs" / "json-schema.md"
+_HEAD = """\
+# JSON Schema
+
+What each backend of [structured output](serving.md#structured-output) does with each keyword. `python -m
+tests.structured.schema_page` writes this page: it gives both libraries the schemas of
+`tests/structured/schema_cases.json`, alone and with values at the edges.
+
+**Enforced** means that no answer was found against the schema: neither among answers drawn at random, nor among
+{num_texts} texts that were tried, with the package `jsonschema` as the judge. **Refused** means an error that names the
+keyword. Nothing is accepted and ignored; keywords that JSON Schema calls annotations (`title`, `default`,
+`contentEncoding`, …) bind no answer. `backend: auto` asks llguidance first, and XGrammar where that refuses.
+
+- Integers in bounds, `enum` and `const` beyond 2**53 are refused: both libraries round them.
+- `minProperties` of 2 and more is refused where `required` does not name them: a name could come twice.
+- XGrammar keeps to bounds, items and properties only beside one `type`, and to nothing beside `$ref` and `anyOf`.
+- The same holds for schemas in structural tags, so in `tools`; see [tool calls](tool-calls.md).
+
+| keyword | llguidance | XGrammar |
+|---|---|---|
+"""
+_TAIL = """
+Tests: `tests/structured/test_schema_keywords.py` holds this page, and draws a sample of the keywords; with `make
+test-all` all of them, from the embedded model too.
+"""
+
+
+def rendered(backends: dict[str, Any]) -> str:
+    """The page."""
+    rows = [
+        f"| `{key}` | " + " | ".join(_outcome(backends[name], schemas) for name in BACKENDS) + " |\n"
+        for key, schemas in CASES.items()
+    ]
+    return _HEAD.format(num_texts=len(TEXTS)) + "".join(rows) + _TAIL
+
+
+def _outcome(backend: Any, schemas: list[Any]) -> str:
+    num_refused = sum(refusal(backend, schema) is not None for schema in schemas)
+    if num_refused in (0, len(schemas)):
+        return "refused" if num_refused else "enforced"
+    return f"enforced; {num_refused} of {len(schemas)} schemas refused"
+
+
+def main() -> None:
+    vocabulary = make_vocabulary()
+    PAGE.write_text(rendered({name: make_backend(name, vocabulary, threads=1) for name in BACKENDS}), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
