@@ -39,7 +39,7 @@ def subschemas(schema: Any) -> Iterator[dict[str, Any]]:
 
 
 def _referred(schema: Any, reference: Any) -> Any:
-    """What a reference within the document leads to, None where it leads nowhere."""
+    """The place that a reference within the document leads to, None where it leads nowhere."""
     if not isinstance(reference, str) or not reference.startswith("#/"):
         return None
     place = schema
@@ -55,7 +55,7 @@ def _referred(schema: Any, reference: Any) -> Any:
 
 
 def first_fault(schema: Any, own_fault: Callable[[dict[str, Any]], str | None] = lambda part: None) -> str | None:
-    """What of a schema would not be kept to, None if all of it is.
+    """The part of a schema that would not be kept to, None if all of it is.
 
     Args:
         own_fault: of one part of the schema, what the backend itself does not keep to.

@@ -1,4 +1,4 @@
-"""What XGrammar takes without keeping to it, so that it is refused before XGrammar is asked.
+"""Parts of forms that XGrammar takes without keeping to them: they are refused before it is asked.
 
 Its converter of schemas warns, or says nothing; its regular expressions leave anchors out, and its grammars look-ahead.
 """
