@@ -36,7 +36,7 @@ def serve_command(
     api_key: Annotated[
         list[str] | None,
         typer.Option(
-            help="A key that every path but /health and /ready then needs; may be given several times. "
+            help="A key that every path but /health, /ready and /ping then needs; may be given several times. "
             "MLLM_API_KEY is one too, and is not seen in the list of processes."
         ),
     ] = None,

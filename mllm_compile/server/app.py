@@ -14,24 +14,27 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 from urllib.parse import urlsplit
 
+import msgspec
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.routing import Route, Router
 
-from mllm_compile.server import endpoints
-from mllm_compile.server.api.anthropic import MessagesRequest
+from mllm_compile.server import about, endpoints
+from mllm_compile.server.api.anthropic import MessagesFields, MessagesRequest
 from mllm_compile.server.api.errors import ApiError, not_ready, wrong_encoding
+from mllm_compile.server.api.fields import ChatFields, CompletionFields
 from mllm_compile.server.api.interfaces import ChatRequest, CompletionRequest
-from mllm_compile.server.api.responses import ResponsesRequest
+from mllm_compile.server.api.responses import ResponseFields, ResponsesRequest
 from mllm_compile.server.flow.job import JSON
 from mllm_compile.server.flow.writer import Headers, Send
 from mllm_compile.server.front import Front
 from mllm_compile.server.generate import RequestKind, generate_endpoint
 from mllm_compile.server.http import Receive, Scope, client_of, header, respond, respond_error
+from mllm_compile.server.openapi import openapi
 
 logger = logging.getLogger("mllm_compile.server")
 
-OPEN_PATHS = frozenset({"/health", "/ready"})
+OPEN_PATHS = frozenset({"/health", "/ready", "/ping"})
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 _MOST_OF_PATH = 60  # characters that the log has
@@ -71,12 +74,24 @@ def _generating(kind: RequestKind) -> endpoints.Endpoint:
     return lambda front: generate_endpoint(front, kind)
 
 
+# By path, the fields of what it takes.
+_BODIES: dict[str, type[msgspec.Struct]] = {
+    **{kind.path: kind for kind in (CompletionFields, ChatFields, ResponseFields, MessagesFields)},
+    "/v1/messages/count_tokens": MessagesFields,
+    "/tokenize": endpoints.TokenizeFields,
+    "/detokenize": endpoints.DetokenizeFields,
+}
 _ROUTES: tuple[tuple[str, str, endpoints.Endpoint], ...] = (
-    ("POST", "/v1/completions", _generating(CompletionRequest)),
-    ("POST", "/v1/chat/completions", _generating(ChatRequest)),
-    ("POST", "/v1/responses", _generating(ResponsesRequest)),
-    ("POST", "/v1/messages", _generating(MessagesRequest)),
+    ("POST", CompletionFields.path, _generating(CompletionRequest)),
+    ("POST", ChatFields.path, _generating(ChatRequest)),
+    ("POST", ResponseFields.path, _generating(ResponsesRequest)),
+    ("POST", MessagesFields.path, _generating(MessagesRequest)),
     *endpoints.ENDPOINTS,
+    ("GET", "/ping", about.ping),
+    ("POST", "/ping", about.ping),
+    ("GET", "/load", about.load),
+    ("GET", "/server_info", about.server_info),
+    ("GET", "/openapi.json", lambda front: openapi(paths_of(), _BODIES)),
 )
 
 

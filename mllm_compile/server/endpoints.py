@@ -20,7 +20,7 @@ from mllm_compile.server.flow.job import JSON
 from mllm_compile.server.flow.writer import Send
 from mllm_compile.server.front import Front
 from mllm_compile.server.http import ClientGoneError, Receive, Scope, client_of, respond, respond_error, respond_json
-from mllm_compile.server.metrics import CONTENT_TYPE
+from mllm_compile.server.telemetry.metrics import CONTENT_TYPE
 from mllm_compile.text.tokenizer import Tokenizer
 from mllm_compile.version import __version__
 

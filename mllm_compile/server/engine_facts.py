@@ -47,6 +47,18 @@ class EngineFacts:
             media=media,
         )
 
+    @property
+    def cache_config(self) -> dict[str, str]:
+        """The KV cache, as routers read it of vLLM."""
+        runtime = self.hello.config.get("runtime", {})
+        return {
+            "block_size": str(self.hello.page_size),
+            "num_gpu_blocks": str(self.hello.kv_tokens // self.hello.page_size),
+            "cache_dtype": str(runtime.get("kv_cache_dtype", "")),
+            "enable_prefix_caching": str(runtime.get("enable_prefix_cache", "")),
+            "gpu_memory_utilization": str(runtime.get("mem_fraction_static", "")),
+        }
+
     @classmethod
     def of(cls, hello: Hello, earlier: EngineFacts | None) -> EngineFacts:
         """The facts that an engine has told; makes the tokenizer, unless an earlier engine had the same.

@@ -23,11 +23,11 @@ from mllm_compile.server.flow.dispatcher import Dispatcher
 from mllm_compile.server.flow.job import Job
 from mllm_compile.server.flow.writer import Headers, Outlet
 from mllm_compile.server.http import Bodies
-from mllm_compile.server.metrics import Metrics
 from mllm_compile.server.names import ModelNames
 from mllm_compile.server.options import ServeOptions
-from mllm_compile.server.request_log import request_over, request_refused
 from mllm_compile.server.supervisor import ASLEEP, READY, Supervisor
+from mllm_compile.server.telemetry.metrics import Metrics
+from mllm_compile.server.telemetry.request_log import request_over, request_refused
 
 logger = logging.getLogger("mllm_compile.server")
 
@@ -76,6 +76,7 @@ class Front:
                 "engine_restarts_total": ("Engines that were lost.", None, lambda: self.supervisor.restarts),
             },
             lambda: self.supervisor.stats,
+            lambda: {} if self.supervisor.facts is None else self.supervisor.facts.cache_config,
         )
 
     def _engine_ready(self, facts: EngineFacts) -> None:

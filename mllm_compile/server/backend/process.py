@@ -185,6 +185,8 @@ def _hello(engine: Engine, timeline: Timeline) -> Hello:
         max_model_len=limits.max_model_len,
         max_running_requests=limits.max_running_requests,
         kv_tokens=limits.usable_pages * limits.page_size,
+        page_size=limits.page_size,
+        config={} if config is None else config.model_dump(mode="json", exclude={"cache": True, "model": {"folder"}}),
         vocab_size=engine.vocab_size,
         eos_token_ids=sorted(engine.eos_token_ids),
         default_params=messages.params_to_wire(engine.default_params),

@@ -68,6 +68,7 @@ class Job:
 
     Attributes:
         scheduled_s, first_token_s, last_token_s: time.monotonic() of the first prompt to get there.
+        max_tokens: of each of its answers; None: as many as the context leaves.
         num_steps: steps that had a token of it.
         status: of HTTP, once it is over.
     """
@@ -96,6 +97,7 @@ class Job:
         self.scheduled_s: float | None = None
         self.first_token_s: float | None = None
         self.last_token_s: float | None = None
+        self.max_tokens: int | None = None
         self.num_steps = 0
         self.num_preemptions = 0
         self.status = 200
@@ -122,6 +124,7 @@ class Job:
             choice = Choice(prompt, len(self.choices), params, decoder, make_parser and make_parser())
             prompt.choices.append(choice)
             self.choices.append(choice)
+        self.max_tokens = params.max_tokens
         self._num_open += params.n
         self.prompts.append(prompt)
 

@@ -69,6 +69,8 @@ class Hello(msgspec.Struct, tag=2, array_like=True, kw_only=True):
     max_model_len: int
     max_running_requests: int
     kv_tokens: int
+    page_size: int
+    config: dict[str, Any]  # as it was resolved, without places; {}: there is none
     vocab_size: int
     eos_token_ids: list[int]
     default_params: dict[str, Any]

@@ -1,7 +1,7 @@
 """The figures of /metrics, for Prometheus: those of the front, and the engine's last ones.
 
-Names begin with `mllm:` and do not change. The dozen that routers and autoscalers read from vLLM are there by its names
-too.
+Names begin with `mllm:` and do not change. Those that dashboards and routers read from vLLM are there by its
+names too, with its labels `model_name` and `engine`; those of the process are Prometheus' own.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import prometheus_client
-from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.registry import Collector
@@ -20,6 +20,20 @@ from mllm_compile.server.flow.job import Job
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 250)
+_TOKENS = tuple(factor * 10**power for power in range(6) for factor in (1, 2, 5))
+# Of requests: name, vLLM's name, what it is, bounds. A request of several answers counts once.
+_REQUESTS = (
+    ("queue_seconds", "request_queue_time_seconds", "From arrival to the first step.", _SECONDS),
+    ("prefill_seconds", "request_prefill_time_seconds", "From there to the first token.", _SECONDS),
+    ("decode_seconds", "request_decode_time_seconds", "From the first token to the last.", _SECONDS),
+    ("inference_seconds", "request_inference_time_seconds", "From the first step to the last token.", _SECONDS),
+    ("e2e_seconds", "e2e_request_latency_seconds", "From arrival to the end.", _SECONDS),
+    ("output_token_seconds", "request_time_per_output_token_seconds", "A token, but for the first.", _SECONDS),
+    ("prompt_tokens", "request_prompt_tokens", "Tokens of the prompts.", _TOKENS),
+    ("generated_tokens", "request_generation_tokens", "Tokens of the answers.", _TOKENS),
+    ("max_tokens", "request_params_max_tokens", "What max_tokens asks for.", _TOKENS),
+    ("answers", "request_params_n", "Answers of a prompt.", (1, 2, 5, 10, 20)),
+)
 # Of EngineStats: name, vLLM's name, what it is, how it is read.
 _Read = Callable[[Mapping[str, Any]], float]
 _GAUGES: tuple[tuple[str, str | None, str, _Read], ...] = (
@@ -55,6 +69,7 @@ class Metrics:
         model: the label of vLLM's names.
         live: the front's figures by name, with what each is; a counter's name ends in _total.
         engine: the engine's last figures, {} before the first.
+        cache_config: of the KV cache, as vLLM names it; {} before an engine was ready.
     """
 
     def __init__(
@@ -62,21 +77,18 @@ class Metrics:
         model: Callable[[], str],
         live: Mapping[str, tuple[str, str | None, Callable[[], float]]],
         engine: Callable[[], Mapping[str, Any]],
+        cache_config: Callable[[], Mapping[str, str]],
     ) -> None:
         prometheus_client.disable_created_metrics()
         self._registry = CollectorRegistry()
-        self._registry.register(_EngineFigures(model, live, engine, self))
+        ProcessCollector(registry=self._registry)
+        self._registry.register(_EngineFigures(model, live, engine, cache_config, self))
         self.prompt_tokens = self.generated_tokens = 0
         self.finished: dict[str, int] = {}
         self._responses = self._counter("responses", "Responses of requests that generate, by status.", ["status"])
-        self._times = {
-            name: Histogram(f"mllm:request_{name}_seconds", what, registry=self._registry, buckets=_SECONDS)
-            for name, what in (
-                ("queue", "From arrival to the first step."),
-                ("prefill", "From there to the first token."),
-                ("decode", "From the first token to the last."),
-                ("e2e", "From arrival to the end."),
-            )
+        self._requests = {
+            name: Histogram(f"mllm:request_{name}", what, registry=self._registry, buckets=bounds)
+            for name, _, what, bounds in _REQUESTS
         }
 
     def _counter(self, name: str, what: str, labels: list[str]) -> Counter:
@@ -94,11 +106,32 @@ class Metrics:
         for choice in job.choices:
             reason = "error" if job.error is not None else choice.finish_reason or "abort"
             self.finished[reason] = self.finished.get(reason, 0) + 1
-        if job.first_token_s is not None:
-            timing = job.timing()
-            for name in ("queue", "prefill", "decode"):
-                self._times[name].observe(timing[name] / 1e3)
-        self._times["e2e"].observe(time.monotonic() - job.arrived_s)
+        self._observe(e2e_seconds=time.monotonic() - job.arrived_s)
+        if job.first_token_s is None:
+            return
+        timing = job.timing()
+        queue, prefill, decode = (timing[name] / 1e3 for name in ("queue", "prefill", "decode"))
+        self._observe(queue_seconds=queue, prefill_seconds=prefill, decode_seconds=decode)
+        self._observe(inference_seconds=prefill + decode, answers=len(job.choices) / len(job.prompts))
+        self._observe(prompt_tokens=job.num_prompt_tokens, generated_tokens=job.num_output_tokens)
+        if job.num_steps > 1:
+            self._observe(output_token_seconds=decode / (job.num_steps - 1))
+        if job.max_tokens is not None:
+            self._observe(max_tokens=job.max_tokens)
+
+    def _observe(self, **values: float) -> None:
+        for name, value in values.items():
+            self._requests[name].observe(value)
+
+    def of_vllm(self, label: Mapping[str, str]) -> Iterator[Metric]:
+        """The figures of requests by vLLM's names."""
+        for name, alias, what, _ in _REQUESTS:
+            (family,) = self._requests[name].collect()
+            copy = Metric(f"vllm:{alias}", what, "histogram")
+            for sample in family.samples:
+                suffix = sample.name.removeprefix(family.name)
+                copy.add_sample(copy.name + suffix, {**label, **sample.labels}, sample.value)
+            yield copy
 
     def text(self) -> bytes:
         """The figures in Prometheus' text format."""
@@ -113,11 +146,13 @@ class _EngineFigures(Collector):
         model: Callable[[], str],
         live: Mapping[str, tuple[str, str | None, Callable[[], float]]],
         engine: Callable[[], Mapping[str, Any]],
+        cache_config: Callable[[], Mapping[str, str]],
         own: Metrics,
     ) -> None:
         self._model = model
         self._live = live
         self._engine = engine
+        self._cache_config = cache_config
         self._own = own
 
     def describe(self) -> Iterator[Metric]:
@@ -125,7 +160,7 @@ class _EngineFigures(Collector):
 
     def collect(self) -> Iterator[Metric]:
         stats = self._engine()
-        label = {"model_name": self._model()}
+        label = {"model_name": self._model(), "engine": "0"}
         for name, (what, alias, read) in self._live.items():
             family = CounterMetricFamily if name.endswith("_total") else GaugeMetricFamily
             yield from _both(family, name, alias, what, read(), label)
@@ -141,6 +176,12 @@ class _EngineFigures(Collector):
             label,
         )
         yield from self._finished(label)
+        yield from self._own.of_vllm(label)
+        cache = self._cache_config()
+        if cache:
+            info = GaugeMetricFamily("vllm:cache_config_info", "The KV cache.", labels=[*cache, "engine"])
+            info.add_metric([*cache.values(), "0"], 1)
+            yield info
         if not stats:
             return
         for name, alias, what, of in _GAUGES:
@@ -180,6 +221,8 @@ def _histograms(name: str, what: str, data: Mapping[str, Any], label: dict[str, 
         total += count
         buckets.append((bound, total))
     yield HistogramMetricFamily(f"mllm:{name}", what, buckets=buckets, sum_value=data["total"])
-    of_vllm = HistogramMetricFamily(f"vllm:{name}", what, labels=list(label))
-    of_vllm.add_metric(list(label.values()), buckets, data["total"])
-    yield of_vllm
+    aliases = (name, "time_per_output_token_seconds") if name == "inter_token_latency_seconds" else (name,)
+    for alias in aliases:  # vLLM's, the older one too, which dashboards still read
+        of_vllm = HistogramMetricFamily(f"vllm:{alias}", what, labels=list(label))
+        of_vllm.add_metric(list(label.values()), buckets, data["total"])
+        yield of_vllm

@@ -7,7 +7,7 @@ import time
 
 from mllm_compile.server.api.errors import ApiError
 from mllm_compile.server.flow.job import Job
-from mllm_compile.server.metrics import Metrics
+from mllm_compile.server.telemetry.metrics import Metrics
 
 logger = logging.getLogger("mllm_compile.server")
 

@@ -1,0 +1,59 @@
+"""Endpoints about a server for what runs it: probes of platforms, its load, what it is, and its interface."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from mllm_compile.server.endpoints import Answer
+from mllm_compile.server.flow.writer import Send
+from mllm_compile.server.front import Front
+from mllm_compile.server.http import Receive, Scope, respond_json
+from mllm_compile.version import __version__
+
+# Of ServeOptions: keys, and where things lie on this machine.
+_NOT_TOLD = {"api_keys", "ssl_certfile", "ssl_keyfile", "uds", "model"}
+
+
+def ping(front: Front) -> Answer:
+    """SageMaker's probe: requests are sent once it is 200."""
+
+    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+        is_ready, state = front.readiness()
+        await respond_json(send, state, 200 if is_ready else 503)
+
+    return answer
+
+
+def load(front: Front) -> Answer:
+    """The requests in work, by vLLM's name, and of them those that have no slot yet."""
+
+    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+        running, waiting = front.dispatcher.num_running(), front.admission.waiting
+        await respond_json(send, {"server_load": len(front.dispatcher.jobs), "running": running, "waiting": waiting})
+
+    return answer
+
+
+def server_info(front: Front) -> Answer:
+    """The version, the settings, and the config of the engine as it was resolved."""
+
+    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+        told = {name: value for name, value in dataclasses.asdict(front.options).items() if name not in _NOT_TOLD}
+        info = {"version": __version__, "state": front.readiness()[1]["state"], "server": told, "engine": None}
+        facts = front.supervisor.facts
+        if facts is not None:
+            hello = facts.hello
+            info["engine"] = {
+                "model": front.names.cards(),
+                "device": hello.device,
+                "dtype": hello.dtype,
+                "max_model_len": hello.max_model_len,
+                "max_running_requests": hello.max_running_requests,
+                "kv_tokens": hello.kv_tokens,
+                "fingerprint": hello.fingerprint,
+                "start_seconds": hello.seconds,
+                "config": hello.config,
+            }
+        await respond_json(send, info)
+
+    return answer

@@ -1,0 +1,1 @@
+"""Figures, log lines and traces of a server's requests."""
