@@ -209,7 +209,8 @@ class Engine:
             messages: a list of `{"role": …, "content": …}`, or a list of such lists; a content may be a list of parts,
                 texts and images in OpenAI's form (docs/images.md).
             sampling_params, progress, priority: as in generate.
-            template_options: variables of the model's chat template, such as `tools` or `enable_thinking=False`.
+            template_options: variables of the model's chat template, such as `tools` or `enable_thinking=False`; with
+                `continue_final_message=True` the answer goes on from the last message's text.
 
         Returns, raises:
             as generate; RequestError also for a model without a chat template, and an option that it does not read.

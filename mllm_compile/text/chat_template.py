@@ -78,7 +78,8 @@ class ChatTemplate:
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
         documents: Sequence[Mapping[str, Any]] | None = None,
-        add_generation_prompt: bool = True,
+        add_generation_prompt: bool | None = None,
+        continue_final_message: bool | None = None,
         **variables: Any,
     ) -> str:
         """The prompt's text, special tokens written out.
@@ -88,7 +89,9 @@ class ChatTemplate:
                 list of text parts: where the template takes a text they are its lines.
             tools: JSON schemas of functions that the model may call.
             documents: passed to the template.
-            add_generation_prompt: end with the header of the assistant's answer.
+            add_generation_prompt: end with the header of the assistant's answer; None: unless it goes on from the last
+                message.
+            continue_final_message: end with the last message's text, which the answer goes on from.
             variables: further names that the template knows, for example `enable_thinking=False`; any names, as a
                 request's are.
 
@@ -99,6 +102,10 @@ class ChatTemplate:
             MllmError: the system gives no process to render it in.
         """
         check_messages(messages)
+        goes_on = _is_true("continue_final_message", continue_final_message, False)
+        begins = _is_true("add_generation_prompt", add_generation_prompt, not goes_on)
+        if goes_on and begins:
+            raise RequestError("continue_final_message: expected it without add_generation_prompt; the answer goes on.")
         name = "tool_use" if tools is not None and "tool_use" in self._names else "default"
         if name not in self._names:
             known = ", ".join(self._names) or "none"
@@ -109,10 +116,19 @@ class ChatTemplate:
                 "messages": messages,
                 "tools": tools,
                 "documents": documents,
-                "add_generation_prompt": add_generation_prompt,
+                "add_generation_prompt": begins,
+                "continue_final_message": goes_on,
                 "variables": variables,
             }
         )
+
+
+def _is_true(name: str, given: Any, default: bool) -> bool:
+    if given is None:
+        return default
+    if not isinstance(given, bool):
+        raise RequestError(f"{name}: expected true or false, got {brief(given)}.")
+    return given
 
 
 def _is_list(value: object) -> bool:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import resource
+import secrets
 from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass
 from datetime import datetime
@@ -89,6 +90,7 @@ class Templates:
         tools: list[Any] | None,
         documents: list[Any] | None,
         add_generation_prompt: bool,
+        continue_final_message: bool,
         variables: dict[str, Any],
     ) -> str:
         """The prompt's text; arguments as `ChatTemplate.render` takes them, plain JSON.
@@ -104,16 +106,17 @@ class Templates:
         if documents:
             given.add("documents")
         self._check_variables(compiled, given)
+        end = _EndMark(messages) if continue_final_message else None
+        given_messages = [_normalise(message, compiled.takes_parts) for message in messages]
+        names = {"tools": tools, "documents": documents, "add_generation_prompt": add_generation_prompt}
+        text = self._generate(compiled, given_messages, {**self._special_tokens, **variables, **names})
+        return text if end is None else end.text_before(text)
+
+    def _generate(self, compiled: _Compiled, messages: list[dict[str, Any]], names: dict[str, Any]) -> str:
         parts: list[str] = []
         length = 0
         try:
-            for part in compiled.template.generate(
-                messages=[_normalise(message, compiled.takes_parts) for message in messages],
-                tools=tools,
-                documents=documents,
-                add_generation_prompt=add_generation_prompt,
-                **{**self._special_tokens, **variables},
-            ):
+            for part in compiled.template.generate(messages=messages, **names):
                 length += len(part)
                 if length > MAX_CHARACTERS:
                     raise TooLong
@@ -144,6 +147,55 @@ class Templates:
             name = unread[0] if unread[0].isidentifier() and len(unread[0]) <= _MAX_NAME else shown(unread[0])
             others = f"; beside messages and add_generation_prompt it may read: {known}" if known else ", only messages"
             raise Refused(f"{name}: the model's chat template reads no such variable{others}.{_OF_VLLM.get(name, '')}")
+
+
+class _EndMark:
+    """A mark behind the text that the answer goes on from; it is put there before the template renders.
+
+    Its place in the prompt is the end of that text, whatever the text is, and whatever the template adds behind it. The
+    mark is random, so no text of a client's has it. As in Transformers a space follows it: where the template has cut
+    that space off, it cuts spaces off all texts, and those before the mark go too.
+
+    Args:
+        messages: the chat; the last one gets the mark.
+
+    Raises:
+        Refused: the last message has no text to go on from.
+    """
+
+    def __init__(self, messages: list[dict[str, Any]]) -> None:
+        self._mark = f"END_{secrets.token_hex(16)}"
+        last = messages[-1]
+        if last.get("tool_calls"):
+            raise Refused("continue_final_message: the last message has tool_calls; expected one that is a text.")
+        content = last.get("content")
+        if isinstance(content, str):
+            self._text = content
+            last["content"] = self._marked(content)
+            return
+        parts = content if isinstance(content, list) else []
+        part = next((one for one in reversed(parts) if isinstance(one, dict) and isinstance(one.get("text"), str)), None)
+        if part is None:
+            raise Refused("continue_final_message: expected a last message whose content is a text, or has one.")
+        self._text = part["text"]
+        part["text"] = self._marked(part["text"])
+
+    def _marked(self, text: str) -> str:
+        return f"{text}{self._mark} "
+
+    def text_before(self, prompt: str) -> str:
+        """The prompt up to the end of the message's text.
+
+        Raises:
+            Refused: the template has left the text out, or changed it.
+        """
+        before, mark, behind = prompt.rpartition(self._mark)
+        before = before.replace(f"{self._mark} ", "").replace(self._mark, "")  # of a text that is written twice
+        if not behind.startswith(" "):
+            before = before.rstrip()
+        if not mark or not before.rstrip().endswith(self._text.strip()):
+            raise Refused("continue_final_message: the model's chat template does not repeat the last message as it is.")
+        return before
 
 
 def _reason(error: Exception) -> str:

@@ -13,6 +13,8 @@ def test_a_chat_goes_through_the_template(engine):
     output = engine.chat(messages, params())[0]
     assert output.prompt == "user=hi;assistant="
     assert engine.chat(messages, params(), suffix="!")[0].prompt == "user=hi;!"
+    begun = [*messages, {"role": "assistant", "content": "="}]
+    assert engine.chat(begun, params(), continue_final_message=True)[0].prompt == "user=hi;assistant=="
     outputs = engine.chat([messages, messages], params())
     assert [o.token_ids for o in outputs] == [output.token_ids] * 2
 

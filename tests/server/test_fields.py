@@ -205,6 +205,11 @@ def test_an_answer_may_go_on_from_the_last_message(server):
     assert text.endswith("Once upon")
     answer = server.post(CHAT, {"messages": messages, "continue_final_message": True, "max_tokens": 2})
     assert answer.json["usage"]["prompt_tokens"] == len(ids)
+    for content in ("im", "e", "", [{"type": "text", "text": "end"}]):  # <|im_end|> has each of them
+        messages[-1]["content"] = content
+        ids = server.post("/tokenize", {"messages": messages, "continue_final_message": True}).json["tokens"]
+        text = server.post("/detokenize", {"tokens": ids}).json["prompt"]
+        assert text.endswith(f"<|im_start|>assistant\n{content if isinstance(content, str) else 'end'}")
 
 
 def test_without_max_tokens_a_chat_has_the_rest_of_the_context_and_a_completion_16_tokens(server):

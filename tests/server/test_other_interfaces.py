@@ -123,10 +123,11 @@ def test_a_streamed_message_has_the_events_in_order_and_the_same_text(server):
 def test_a_message_ends_at_a_stop_sequence_and_goes_on_from_a_last_message_of_the_assistants(server):
     told = message(server, max_tokens=200, stop_sequences=["e"]).json
     assert (told["stop_reason"], told["stop_sequence"]) == ("stop_sequence", "e")
-    begun = [*HELLO, {"role": "assistant", "content": "Once"}]
-    assert message(server, messages=begun).json["content"][0]["text"] == chat_text(
-        server, begun, continue_final_message=True
-    )
+    for content in ("Once", "end", "", [{"type": "text", "text": "im"}]):
+        begun = [*HELLO, {"role": "assistant", "content": content}]
+        assert message(server, messages=begun).json["content"][0]["text"] == chat_text(
+            server, begun, continue_final_message=True
+        )
 
 
 @pytest.mark.parametrize(

@@ -273,7 +273,7 @@ def test_a_part_that_is_no_text_is_refused(folder):
         load(folder).apply_chat_template(image)
 
 
-@pytest.mark.parametrize("name", ["thnik", "continue_final_message", "chat_template", "self"])
+@pytest.mark.parametrize("name", ["thnik", "chat_template", "self"])
 def test_a_variable_that_the_template_does_not_read_is_refused_with_those_it_does(folder, name):
     write_config(folder, chat_template="{% if think %}{{ bos_token }}{% endif %}{{ messages[0].content }}")
     said = f"{name}: the model's chat template reads no such variable; .* it may read: think"

@@ -278,7 +278,7 @@ def options_of_template(fields: ChatFields) -> Mapping[str, Any]:
     for name in ("documents", "reasoning_effort"):
         if getattr(fields, name) is not None:
             options[name] = getattr(fields, name)
-    for name in ("messages", "tools", "add_generation_prompt", "chat_template"):
+    for name in ("messages", "tools", "add_generation_prompt", "continue_final_message", "chat_template"):
         if name in options:
             raise bad_request(f"chat_template_kwargs: {name} is a field of its own, or is refused", name)
     return options

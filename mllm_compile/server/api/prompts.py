@@ -117,17 +117,14 @@ def chat_text(facts: EngineFacts, fields: ChatFields) -> str:
     Raises:
         ApiError, RequestError: the messages or their options are refused.
     """
-    goes_on = bool(fields.continue_final_message)
-    if goes_on and fields.add_generation_prompt:
-        raise bad_request("continue_final_message: expected it without add_generation_prompt; the answer goes on")
     tools, _ = tools_of(fields.tools, fields.tool_choice)
-    text = _tokenizer(facts).apply_chat_template(
+    return _tokenizer(facts).apply_chat_template(
         for_template(fields.messages, facts.syntax),
         tools=[tool.definition for tool in tools] or None,
-        add_generation_prompt=fields.add_generation_prompt is not False and not goes_on,
+        add_generation_prompt=fields.add_generation_prompt,
+        continue_final_message=fields.continue_final_message,
         **options_of_template(fields),
     )
-    return _until_end_of(fields.messages, text) if goes_on else text
 
 
 def given_text(facts: EngineFacts, fields: ChatFields) -> str:
@@ -165,17 +162,6 @@ def tools_of(tools: Any, choice: Any) -> tuple[tuple[Tool, ...], ToolChoice]:
     offered = read_tools(tools)
     how = read_tool_choice(choice, offered)
     return (() if how.mode == "none" else offered), how
-
-
-def _until_end_of(messages: list[dict[str, Any]], text: str) -> str:
-    """The text without what the template puts behind the last message."""
-    content = messages[-1].get("content") if messages else None
-    if not isinstance(content, str) or not content.strip():
-        raise bad_request("continue_final_message: expected a last message whose content is a text that goes on")
-    at = text.rfind(content.strip())
-    if at < 0:
-        raise bad_request("continue_final_message: the model's template does not repeat the last message as it is")
-    return text[: at + len(content.strip())] + content[len(content.rstrip()) :]
 
 
 def _tokenizer(facts: EngineFacts) -> Tokenizer:
