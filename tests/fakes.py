@@ -56,6 +56,7 @@ class ByteTokenizer:
     """Token ids are UTF-8 bytes; 256 and above are special."""
 
     special_token_ids = frozenset(range(EOS, VOCAB_SIZE))
+    splits_special_tokens = False
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         return list(text.encode())
@@ -76,6 +77,12 @@ class ByteTokenizer:
 
     def apply_chat_template(self, messages: Sequence[Mapping[str, Any]], /, **options: Any) -> str:
         return ChatTemplate({"default": _TEMPLATE}, {}).render(messages, **options)
+
+    def encode_chat(self, text: str, add_special_tokens: bool = False) -> list[int]:
+        return self.encode(text)
+
+    def shown_chat(self, text: str) -> str:
+        return text
 
 
 class StepFailed(RuntimeError):

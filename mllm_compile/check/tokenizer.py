@@ -1,4 +1,5 @@
-"""Compares the model's tokenizer.json, which is served, with the tokenizer that Transformers makes of the same folder.
+"""Compares the model's tokenizer.json, which is served with the tokens that the files beside it add, with the tokenizer
+that Transformers makes of the same folder.
 
 For a model type that it knows, Transformers may take the words and merges of tokenizer.json alone and bring rules of
 its own for the rest (how digits, spaces and accents are split). Where somebody put another tokenizer beside such a
@@ -7,8 +8,10 @@ model, the same text then has other ids there than here.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 from mllm_compile.text.tokenizer import Tokenizer, fault_of
 
@@ -24,6 +27,8 @@ _TEXTS = (
     "你好，世界。こんにちは 안녕 Привет مرحبا",
     "👩‍💻 🙂 http://example.org/a?b=c&d=1\r\n",
 )
+
+_MOST_TOKENS = 2000  # that a text is made of; some models reserve thousands
 
 
 def tokenizer_difference(folder: Path, tokenizer: Tokenizer, *, trust_remote_code: bool = False) -> str | None:
@@ -41,8 +46,8 @@ def tokenizer_difference(folder: Path, tokenizer: Tokenizer, *, trust_remote_cod
     except BaseException as error:  # whatever its many classes raise: then nobody has other ids there
         fault_of(error)
         return None
-    others = []
-    for text in _TEXTS:
+    others, texts = [], [*_TEXTS, *_token_texts(tokenizer, theirs)]
+    for text in texts:
         there, here = _ids(lambda text: theirs(text).input_ids, text), _ids(tokenizer.encode, text)
         if there is not None and here is not None and there != here:
             others.append((text, there, here))
@@ -50,11 +55,17 @@ def tokenizer_difference(folder: Path, tokenizer: Tokenizer, *, trust_remote_cod
         return None
     text, there, here = others[0]
     return (
-        f"{folder}: Transformers' {type(theirs).__name__} reads {len(others)} of {len(_TEXTS)} texts as other ids than "
+        f"{folder}: Transformers' {type(theirs).__name__} reads {len(others)} of {len(texts)} texts as other ids than "
         f"tokenizer.json, which is served: {text!r} is {_show(there)} there and {_show(here)} here. That is "
         "right if the model was trained with tokenizer.json as it is; if it was trained through Transformers, replace "
         "the file by what AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER) writes."
     )
+
+
+def _token_texts(ours: Tokenizer, theirs: Any) -> list[str]:
+    """A text with each token that either of the two adds to its vocabulary, by itself, in a word and behind spaces."""
+    tokens = dict.fromkeys((*ours.added_tokens, *getattr(theirs, "added_tokens_encoder", ())))
+    return [f"a{token}b  {token} c" for token in itertools.islice(tokens, _MOST_TOKENS)]
 
 
 def _ids(encode: Callable[[str], Iterable[int]], text: str) -> list[int] | None:

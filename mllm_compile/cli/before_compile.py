@@ -8,7 +8,8 @@ from mllm_compile.config.model_folder import CONFIG_FILE
 from mllm_compile.config.schema import EngineConfig
 from mllm_compile.errors import RequestError
 from mllm_compile.files.user_path import user_path
-from mllm_compile.text.tokenizer import has_tokenizer, no_chat_template, surely_has_no_chat_template
+from mllm_compile.text.tokenizer import no_chat_template
+from mllm_compile.text.tokenizer_files import has_tokenizer, surely_has_no_chat_template
 
 
 def check_takes_text(source: EngineConfig | Path, model: str, *, as_chat: bool) -> None:

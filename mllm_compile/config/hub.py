@@ -17,7 +17,7 @@ from mllm_compile.errors import CheckpointError, ModelNotFoundError
 from mllm_compile.files.json_file import read_json_object
 from mllm_compile.media.files import PROCESSOR_FILES
 from mllm_compile.text.generation_defaults import GENERATION_CONFIG_FILE
-from mllm_compile.text.tokenizer import EXPORTED_FILES, OLDER_FILES, TOKENIZER_FILE
+from mllm_compile.text.tokenizer_files import EXPORTED_FILES, NAMED_TEMPLATES, OLDER_FILES, TOKENIZER_FILE
 
 CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "model.safetensors"
@@ -25,6 +25,7 @@ WEIGHTS_INDEX_FILE = "model.safetensors.index.json"
 
 _TEXT_FILES = ("*.json", "*.jinja", "tokenizer*", "*.model", "*.tiktoken", "*.txt")
 _CODE_FILES = "*.py"
+_NAMED_TEMPLATES = f"{NAMED_TEMPLATES}/*.jinja"
 _MOST_NAMES = 5  # of an error
 
 
@@ -48,6 +49,8 @@ def download(model: ModelConfig) -> Path:
             folder = snapshot_download(
                 model.path, revision=model.revision, allow_patterns=patterns, ignore_patterns=["*/*", "consolidated*"]
             )
+            # The one sub-folder that is read; of the same commit, which the snapshot's folder is named after.
+            snapshot_download(model.path, revision=Path(folder).name, allow_patterns=[_NAMED_TEMPLATES])
     except errors.HFValidationError as error:
         raise ModelNotFoundError(f"{name} is neither a folder nor a hub id: {error}") from None
     except errors.GatedRepoError:
@@ -107,7 +110,7 @@ def _with_what_is_read(model: ModelConfig, snapshot: Path) -> Path:
 
 
 def _missing_texts(model: ModelConfig, snapshot: Path) -> list[str]:
-    names = [CONFIG_FILE, GENERATION_CONFIG_FILE, *EXPORTED_FILES, *PROCESSOR_FILES]
+    names = [CONFIG_FILE, GENERATION_CONFIG_FILE, *EXPORTED_FILES, *PROCESSOR_FILES, _NAMED_TEMPLATES]
     has_own = (snapshot / TOKENIZER_FILE).exists() or _is_listed(model, TOKENIZER_FILE)
     has_older = any((snapshot / name).exists() for name in OLDER_FILES)
     if not has_own and not has_older:

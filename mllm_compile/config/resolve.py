@@ -100,6 +100,7 @@ def resolve(config: EngineConfig, model: ModelFolder, device: DeviceInfo) -> Res
             ),
             quantization=_quantization(config, model, choices),
             trust_remote_code=config.model.trust_remote_code,
+            split_special_tokens=config.model.split_special_tokens,
         ),
         compile=ResolvedCompile(
             backend=config.compile.backend,

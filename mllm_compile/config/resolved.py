@@ -38,6 +38,7 @@ class ResolvedModel(_Resolved):
     load_format: Literal["safetensors", "dummy"]
     quantization: Quantization
     trust_remote_code: bool
+    split_special_tokens: bool
 
 
 class ResolvedCompile(_Resolved):

@@ -75,6 +75,10 @@ class ModelConfig(Section):
     trust_remote_code: bool = False
     """Run Python code that comes with the model. Only for models that Transformers itself does not know."""
 
+    split_special_tokens: bool = False
+    """Read special tokens in users' texts, such as `<|im_end|>`, as other text; those that a chat template writes stay
+    special. false: as the model's `tokenizer_config.json` says, which is nearly always that they become the tokens."""
+
 
 class CompileConfig(Section):
     """How the pieces between two attentions are compiled."""

@@ -22,7 +22,7 @@ from mllm_compile.engine.memory_plan import MemoryPlan, situation
 from mllm_compile.engine.parts import EngineParts
 from mllm_compile.errors import DamagedWeightsError, DeviceMemoryError
 from mllm_compile.files.byte_sizes import format_bytes
-from mllm_compile.files.json_file import held_files
+from mllm_compile.files.json_file import HeldFiles
 from mllm_compile.media.door import MediaDoor
 from mllm_compile.media.files import CONFIG_FILE, PROCESSOR_FILES
 from mllm_compile.process.progress import Reporter
@@ -47,6 +47,7 @@ from mllm_compile.store.opened import CompiledRuntime
 from mllm_compile.store.source import ArtifactSource, runner_config
 from mllm_compile.structured.grammars import Grammars
 from mllm_compile.structured.vocabulary import Vocabulary
+from mllm_compile.text.added_tokens import told_to_split
 from mllm_compile.text.generation_defaults import GenerationDefaults, default_params, load_generation_defaults
 from mllm_compile.text.tokenizer import Tokenizer, load_tokenizer
 
@@ -260,9 +261,8 @@ def _load_text_parts(
     compiled: CompiledRuntime, timeline: Timeline
 ) -> tuple[Tokenizer | None, GenerationDefaults, SamplingParams]:
     with timeline.stage("load tokenizer"):
-        texts = compiled.artifact.texts
-        tokenizer = load_tokenizer(compiled.folder / TOKENIZER, held_files(texts, TOKENIZER + "/"))
-        defaults = load_generation_defaults(compiled.folder, held_files(texts))
+        tokenizer = load_tokenizer(compiled.folder / TOKENIZER, HeldFiles(_text_files(compiled)))
+        defaults = load_generation_defaults(compiled.folder, HeldFiles(compiled.artifact.texts))
         return tokenizer, defaults, default_params(defaults, compiled.folder)
 
 
@@ -271,6 +271,8 @@ def _text_files(compiled: CompiledRuntime) -> dict[str, bytes]:
     start = TOKENIZER + "/"
     texts = compiled.artifact.texts
     files = {name.removeprefix(start): data for name, data in texts.items() if name.startswith(start)}
+    if files and compiled.config.model.split_special_tokens:
+        files = told_to_split(files, compiled.folder / TOKENIZER)
     if any(name in files for name in PROCESSOR_FILES):
         files[CONFIG_FILE] = texts[CONFIG_FILE]
     return files

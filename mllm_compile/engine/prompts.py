@@ -47,11 +47,18 @@ _PROMPT_KEYS = ("prompt", "prompt_token_ids", "cache_salt", "multi_modal_data")
 class PromptTokenizer(Decoder, Protocol):
     """The methods of a tokenizer that the engine calls; mllm_compile.text.tokenizer.Tokenizer has them."""
 
+    @property
+    def splits_special_tokens(self) -> bool: ...
+
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]: ...
 
     def encode_batch(self, texts: Seq[str], add_special_tokens: bool = True) -> list[list[int]]: ...
 
     def apply_chat_template(self, messages: Seq[Message], /, **options: Any) -> str: ...
+
+    def encode_chat(self, text: str, add_special_tokens: bool = False) -> list[int]: ...
+
+    def shown_chat(self, text: str) -> str: ...
 
 
 class MediaSource(Protocol):
@@ -159,10 +166,10 @@ class PromptReader:
                 if fault is not None:
                     return Prepared(text, error=fault)
                 # The template has written out all special tokens.
-                token_ids = tokenizer.encode(text, add_special_tokens=False)
+                token_ids = tokenizer.encode_chat(text)
             except RequestError as error:
                 return Prepared(text, error=error)
-            prepared = Prepared(text)
+            prepared = Prepared(tokenizer.shown_chat(text))
             self._take_ids(prepared, token_ids)
             prepared.error = prepared.error or self._place_fault(token_ids)
             return prepared
@@ -219,6 +226,12 @@ class PromptReader:
         has_none = media is None or (isinstance(media, Mapping) and not media)
         if has_none or prepared.error is not None:
             return prepared
+        if token_ids is None and self._tokenizer is not None and self._tokenizer.splits_special_tokens:
+            fault = (
+                "a text with images has no places for them where model.split_special_tokens is on. Give messages "
+                "(Engine.chat), or token ids."
+            )
+            return Prepared(text, error=RequestError(fault))
         try:
             self._check_media()
             items = read_items(media, local_paths=True)
@@ -238,7 +251,7 @@ class PromptReader:
             prepared = self._prepare_media(self._check_media().prepare(prompt, items, adds_special_tokens))
         except MllmError as error:
             return Prepared(text, error=error)
-        prepared.text = text
+        prepared.text = text if self._tokenizer is None or text is None else self._tokenizer.shown_chat(text)
         return prepared
 
     def _check_media(self) -> MediaSource:

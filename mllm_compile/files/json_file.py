@@ -5,9 +5,10 @@ Files of a runtime come as the bytes that were checked (artifact.py); those of a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from mllm_compile.errors import MllmError
 from mllm_compile.runtime.json_data import parse_json
@@ -16,8 +17,15 @@ from mllm_compile.runtime.regular_file import read_regular
 MAX_TEXT_BYTES = 256 << 20  # of a tokenizer.json; the largest known has 35 MiB
 MAX_JSON_BYTES = 64 << 20
 
-FileReader = Callable[[str], bytes | None]
-"""Returns a folder's file by its name, None if the folder has none of that name."""
+
+class FileReader(Protocol):
+    """The files of a folder."""
+
+    def __call__(self, name: str) -> bytes | None:
+        """The file of that name, None if the folder has none."""
+
+    def names_in(self, subfolder: str) -> list[str]:
+        """The names of a subfolder's files, sorted; none where there is no such subfolder."""
 
 
 def read_file(path: Path, error_class: type[MllmError], max_bytes: int = MAX_TEXT_BYTES) -> bytes | None:
@@ -59,15 +67,40 @@ def read_json_object(path: Path, error_class: type[MllmError]) -> dict[str, Any]
     return None if data is None else json_object(data, path, error_class)
 
 
-def folder_reader(folder: Path, error_class: type[MllmError]) -> FileReader:
+@dataclass(frozen=True)
+class FolderReader:
     """Reads files of `folder` when they are asked for.
 
     Raises:
-        error_class: as read_file, from the reader.
+        error_class: as read_file.
     """
-    return lambda name: read_file(folder / name, error_class)
+
+    folder: Path
+    error_class: type[MllmError]
+
+    def __call__(self, name: str) -> bytes | None:
+        return read_file(self.folder / name, self.error_class)
+
+    def names_in(self, subfolder: str) -> list[str]:
+        path = self.folder / subfolder
+        try:
+            return sorted(found.name for found in path.iterdir() if found.is_file())
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+        except OSError as error:
+            raise self.error_class(f"{path} cannot be read: {error.strerror or error}. Download it again.") from None
 
 
-def held_files(files: Mapping[str, bytes], prefix: str = "") -> FileReader:
+@dataclass(frozen=True)
+class HeldFiles:
     """Gives those of `files` whose names begin with `prefix`, by the rest of the name."""
-    return lambda name: files.get(prefix + name)
+
+    files: Mapping[str, bytes]
+    prefix: str = ""
+
+    def __call__(self, name: str) -> bytes | None:
+        return self.files.get(self.prefix + name)
+
+    def names_in(self, subfolder: str) -> list[str]:
+        start = f"{self.prefix}{subfolder}/"
+        return sorted(name.removeprefix(start) for name in self.files if name.startswith(start))

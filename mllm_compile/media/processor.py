@@ -18,10 +18,13 @@ from typing import Any
 
 import numpy as np
 
+from mllm_compile.errors import RequestError
 from mllm_compile.media.decode import Refused
 from mllm_compile.media.files import CONFIG_FILE, PROCESSOR_FILES, placeholder_of
 from mllm_compile.media.inputs import KINDS, MediaItem, MediaKind, MediaPrompt
-from mllm_compile.text.tokenizer import TOKENIZER_CONFIG_FILE
+from mllm_compile.text.control_tokens import unmarked
+from mllm_compile.text.tokenizer import Tokenizer, load_tokenizer
+from mllm_compile.text.tokenizer_files import TOKENIZER_CONFIG_FILE
 
 _NO_TENSORS = (
     *("input_ids", "attention_mask", "mm_token_type_ids", "token_type_ids"),
@@ -62,6 +65,7 @@ class MediaProcessor:
     def __init__(self, folder: Path) -> None:
         try:
             self._processor = _load(folder)
+            self._tokenizer = _tokenizer(folder)
         except Refused:
             raise
         except Exception as error:  # whatever Transformers raises at strange files
@@ -133,7 +137,7 @@ class MediaProcessor:
     def _check_counts(self, text: str, items: Sequence[DecodedItem]) -> None:
         for kind, token, _ in self._served():
             given = sum(item.kind == kind for item in items)
-            places = text.count(token)
+            places = len(re.findall(unmarked(token), text))
             if places != given:
                 raise Refused(
                     f"the prompt has {places} places for {kind}s ({token}), but {given} {kind}s were given. Write "
@@ -144,7 +148,7 @@ class MediaProcessor:
         """The text with each placeholder replaced, and what the items became, in the order of their places."""
         kind_of = {token: kind for kind, token, _ in self._served()}
         turns = {kind: iter([made for made in processed if made.item.kind == kind]) for kind in KINDS}
-        parts = re.split(f"({'|'.join(map(re.escape, kind_of))})", text)
+        parts = re.split(f"({'|'.join(map(unmarked, kind_of))})", text)
         in_order = [next(turns[kind_of[part]]) for part in parts[1::2]]
         parts[1::2] = [made.text for made in in_order]
         return "".join(parts), in_order
@@ -178,8 +182,11 @@ class MediaProcessor:
         return found, there + replaced
 
     def _encoded(self, text: str, adds_special_tokens: bool) -> list[int]:
-        ids = self._processor.tokenizer(text, add_special_tokens=adds_special_tokens)["input_ids"]
-        return [int(token_id) for token_id in ids]
+        """Token ids by the tokenizer that reads texts without pictures, too."""
+        try:
+            return self._tokenizer.encode_chat(text, adds_special_tokens)
+        except RequestError as error:
+            raise Refused(str(error).rstrip(".")) from None
 
     def _process(self, item: DecodedItem, is_one_of_several: bool) -> _Processed:
         from PIL import Image
@@ -247,7 +254,8 @@ def _load(folder: Path) -> Any:
     if kind is None:
         raise Refused(f"the model's processor is a {name}, which this Transformers does not have")
     load = {
-        "tokenizer": lambda: AutoTokenizer.from_pretrained(folder),
+        # Of placeholders alone, which it must know, whatever users' texts are read as.
+        "tokenizer": lambda: AutoTokenizer.from_pretrained(folder, split_special_tokens=False),
         "image_processor": lambda: _image_class(folder).from_pretrained(folder),
         "video_processor": lambda: _video_processor(folder),
         "feature_extractor": lambda: None,  # of sound
@@ -258,6 +266,13 @@ def _load(folder: Path) -> Any:
         raise Refused(f"the model's processor ({name}) is of {', '.join(parts)}; texts, images and videos are served")
     options, _ = kind.get_processor_dict(folder)
     return _may_lack_parts(kind).from_args_and_dict([load[part]() for part in parts], options)
+
+
+def _tokenizer(folder: Path) -> Tokenizer:
+    tokenizer = load_tokenizer(folder)
+    if tokenizer is None:
+        raise Refused("the model has no tokenizer, and a text with pictures needs one")
+    return tokenizer
 
 
 def _video_processor(folder: Path) -> Any:

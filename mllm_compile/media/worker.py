@@ -34,7 +34,9 @@ def _open(first: bytes) -> Callable[[bytes], Answer]:
     try:
         with TemporaryDirectory(prefix="mllm-media-") as folder:
             for name, data in zip(header["files"], blobs, strict=True):
-                Path(folder, name).write_bytes(data)
+                path = Path(folder, name)
+                path.parent.mkdir(exist_ok=True)
+                path.write_bytes(data)
             processor = MediaProcessor(Path(folder))
     except Refused as refusal:
         answer = REFUSAL, f"{refusal}.".encode()

@@ -15,7 +15,7 @@ from mllm_compile.compiler.target import Target, find_target
 from mllm_compile.config.resolved import ResolvedConfig
 from mllm_compile.config.schema import EngineConfig
 from mllm_compile.errors import ArtifactError, CheckpointError
-from mllm_compile.files.json_file import folder_reader, held_files
+from mllm_compile.files.json_file import FolderReader, HeldFiles
 from mllm_compile.process.progress import Reporter
 from mllm_compile.runtime.attention.layer import LayerSpec
 from mllm_compile.runtime.device.memory import most_kv_budget
@@ -84,7 +84,7 @@ def _of_runtime(folder: Path, reporter: Reporter, config: ResolvedConfig | None 
         artifact.program.layers,
         artifact.program.state_layers,
         sum(spec.num_bytes for spec in artifact.weights),
-        load_tokenizer(folder / TOKENIZER, held_files(artifact.texts, TOKENIZER + "/")),
+        load_tokenizer(folder / TOKENIZER, HeldFiles(artifact.texts, TOKENIZER + "/")),
         start_with(read_measured(artifact.measured_folder, device_key(config.runtime.device)), config),
     )
 
@@ -118,7 +118,7 @@ def _of_target(target: Target, reporter: Reporter) -> _Known:
             lowered.program.layers,
             lowered.program.state_layers,
             sum(spec.num_bytes for spec in weights[0]),
-            load_tokenizer(target.model.path, folder_reader(tokenizer, CheckpointError)),  # messages name the model's
+            load_tokenizer(target.model.path, FolderReader(tokenizer, CheckpointError)),  # messages name the model's
             {},
         )
 

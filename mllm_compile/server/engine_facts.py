@@ -8,6 +8,7 @@ from pathlib import Path
 
 from mllm_compile.engine.requests import RequestBuilder
 from mllm_compile.errors import MllmError
+from mllm_compile.files.json_file import HeldFiles
 from mllm_compile.media.door import MediaDoor
 from mllm_compile.server.wire.messages import Hello, params_of_wire
 from mllm_compile.text.calls.derive import derive
@@ -69,7 +70,7 @@ class EngineFacts:
         files, hello.tokenizer_files = hello.tokenizer_files, {}
         if earlier is not None and hello.fingerprint and earlier.hello.fingerprint == hello.fingerprint:
             return cls(hello, earlier.tokenizer, earlier.syntax, earlier.media)
-        tokenizer = load_tokenizer(Path("tokenizer"), files.get)
+        tokenizer = load_tokenizer(Path("tokenizer"), HeldFiles(files))
         name, domains = hello.model or "the model", hello.media_domains
         media = MediaDoor(name, files, hello.max_model_len, hello.why_no_media, domains)
         return cls(hello, tokenizer, syntax_of(tokenizer), media)

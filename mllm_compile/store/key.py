@@ -28,7 +28,7 @@ from mllm_compile.media.files import PROCESSOR_FILES
 from mllm_compile.runtime.attention.hopper.clusters import LONG_TOKENS
 from mllm_compile.runtime.attention.hopper.shares import MOST_REQUESTS
 from mllm_compile.text.generation_defaults import GENERATION_CONFIG_FILE
-from mllm_compile.text.tokenizer import tokenizer_files
+from mllm_compile.text.tokenizer_files import tokenizer_files
 from mllm_compile.version import __version__
 
 # Raised with a change that makes older runtimes unreadable or wrong: their files, what a program says, how binaries

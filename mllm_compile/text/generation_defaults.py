@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from mllm_compile.errors import ConfigError, RequestError
-from mllm_compile.files.json_file import FileReader, folder_reader, json_object
+from mllm_compile.files.json_file import FileReader, FolderReader, json_object
 from mllm_compile.runtime.sampling.params import MAX_TOKEN_LIST, SamplingParams
 from mllm_compile.runtime.shown import shown
 
@@ -53,7 +53,7 @@ def load_generation_defaults(folder: Path, read: FileReader | None = None) -> Ge
         ConfigError: a file cannot be read or is no JSON object, or names end-of-sequence ids that are no ids or more
             than MAX_TOKEN_LIST.
     """
-    read = read or folder_reader(folder, ConfigError)
+    read = read or FolderReader(folder, ConfigError)
 
     def read_json(name: str) -> dict[str, Any]:
         data = read(name)

@@ -174,11 +174,11 @@ class _EndMark:
             last["content"] = self._marked(content)
             return
         parts = content if isinstance(content, list) else []
-        part = next((one for one in reversed(parts) if isinstance(one, dict) and isinstance(one.get("text"), str)), None)
-        if part is None:
+        texts = [part for part in parts if isinstance(part, dict) and isinstance(part.get("text"), str)]
+        if not texts:
             raise Refused("continue_final_message: expected a last message whose content is a text, or has one.")
-        self._text = part["text"]
-        part["text"] = self._marked(part["text"])
+        self._text = texts[-1]["text"]
+        texts[-1]["text"] = self._marked(self._text)
 
     def _marked(self, text: str) -> str:
         return f"{text}{self._mark} "
@@ -194,7 +194,7 @@ class _EndMark:
         if not behind.startswith(" "):
             before = before.rstrip()
         if not mark or not before.rstrip().endswith(self._text.strip()):
-            raise Refused("continue_final_message: the model's chat template does not repeat the last message as it is.")
+            raise Refused("continue_final_message: the model's chat template does not repeat the last message as it is")
         return before
 
 

@@ -12,33 +12,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mllm_compile.errors import CheckpointError, MllmError, RequestError
-from mllm_compile.files.json_file import FileReader, folder_reader, json_object
+from mllm_compile.files.json_file import FileReader, FolderReader
+from mllm_compile.text.added_tokens import add_tokens
 from mllm_compile.text.chat_template import ChatTemplate
+from mllm_compile.text.control_tokens import ControlTokens
 from mllm_compile.text.merges import check_merges
 from mllm_compile.text.token_bytes import spelled_bytes, token_bytes
+from mllm_compile.text.tokenizer_files import TOKENIZER_FILE, chat_templates, exported_files, has_tokenizer
 
 if TYPE_CHECKING:
     import tokenizers
-
-TOKENIZER_FILE = "tokenizer.json"
-TOKENIZER_CONFIG_FILE = "tokenizer_config.json"
-SPECIAL_TOKENS_FILE = "special_tokens_map.json"
-CHAT_TEMPLATE_FILE = "chat_template.jinja"
-CHAT_TEMPLATE_JSON_FILE = "chat_template.json"
-
-EXPORTED_FILES = (
-    TOKENIZER_FILE,
-    TOKENIZER_CONFIG_FILE,
-    SPECIAL_TOKENS_FILE,
-    CHAT_TEMPLATE_FILE,
-    CHAT_TEMPLATE_JSON_FILE,
-)
-# Any of these says that the folder has a tokenizer, in a format that Transformers can convert.
-OLDER_FILES = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "vocab.json", "vocab.txt")
-# Read with an older format by Transformers' converters.
-_COMPANION_FILES = ("merges.txt", "added_tokens.json")
-_SPECIAL_TOKEN_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-
 
 _PANIC = "pyo3_runtime.PanicException"  # no module has it by name
 _ADVICE = "Correct tokenizer.json, or give token ids and ask for them alone: detokenize=False, no stop."
@@ -69,6 +52,7 @@ class Tokenizer:
         backend: the `tokenizers` object; its truncation and padding are switched off.
         special_tokens: bos_token, eos_token, … as strings.
         chat_templates: name → Jinja source.
+        splits_special_tokens: special tokens in users' texts are read as other text.
     """
 
     def __init__(
@@ -76,28 +60,58 @@ class Tokenizer:
         backend: tokenizers.Tokenizer,
         special_tokens: Mapping[str, str] | None = None,
         chat_templates: Mapping[str, str] | None = None,
+        *,
+        splits_special_tokens: bool = False,
     ) -> None:
         backend.no_truncation()
         backend.no_padding()
         self._backend = backend
+        self._control: ControlTokens | None = None
+        self._users_backend = backend  # reads users' texts
+        if splits_special_tokens:
+            self._control = ControlTokens(backend, (chat_templates or {}).values())
+            self._users_backend = _copy(backend)
+            self._users_backend.encode_special_tokens = True
         self._special_tokens = dict(special_tokens or {})
         self._chat_template = ChatTemplate(chat_templates, self._special_tokens) if chat_templates else None
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of a text; `add_special_tokens` adds what the model expects around it (often a first token).
+        """Token ids of a user's text; `add_special_tokens` adds what the model expects around it (often a first token).
 
         Raises:
             RequestError: the tokenizer's code fails at this text.
         """
-        try:
-            return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
-        except BaseException as error:
-            raise RequestError(f"the model's tokenizer cannot encode this text: {fault_of(error)}. {_ADVICE}") from None
+        return _ids(lambda: self._users_backend.encode(text, add_special_tokens=add_special_tokens).ids)
+
+    def encode_chat(self, text: str, add_special_tokens: bool = False) -> list[int]:
+        """Token ids of what `apply_chat_template` has made, which has the special tokens that the model expects.
+
+        Raises:
+            RequestError: the tokenizer's code fails at this text, or both switches are on.
+        """
+        control = self._control
+        if control is None:
+            return _ids(lambda: self._backend.encode(text, add_special_tokens=add_special_tokens).ids)
+        if add_special_tokens:
+            raise RequestError(
+                "add_special_tokens: expected false where model.split_special_tokens is on; "
+                "the chat template writes them."
+            )
+        return _ids(lambda: control.encode(text))
+
+    def shown_chat(self, text: str) -> str:
+        """What `apply_chat_template` has made, as users read it."""
+        return text if self._control is None else self._control.shown(text)
+
+    @property
+    def splits_special_tokens(self) -> bool:
+        """True if special tokens in users' texts are read as other text."""
+        return self._control is not None
 
     def encode_batch(self, texts: Sequence[str], add_special_tokens: bool = True) -> list[list[int]]:
         """Like encode, for many texts on several threads."""
         try:
-            encodings = self._backend.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
+            encodings = self._users_backend.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
         except BaseException as error:
             raise RequestError(
                 f"the model's tokenizer cannot encode these texts: {fault_of(error)}. {_ADVICE}"
@@ -143,6 +157,11 @@ class Tokenizer:
         return frozenset(token_id for token_id, token in added.items() if token.special)
 
     @property
+    def added_tokens(self) -> list[str]:
+        """The tokens that are found in a text ahead of all rules, special or not, in the order of their ids."""
+        return [token.content for _, token in sorted(self._backend.get_added_tokens_decoder().items())]
+
+    @property
     def special_tokens(self) -> Mapping[str, str]:
         """The special tokens that have a use, by their names: bos_token, eos_token, …"""
         return self._special_tokens
@@ -165,13 +184,15 @@ class Tokenizer:
         return self._chat_template.source_for_tools if self._chat_template else ""
 
     def apply_chat_template(self, messages: Sequence[Mapping[str, Any]], /, **options: Any) -> str:
-        """The prompt's text for chat messages; options as `ChatTemplate.render` takes them.
+        """The prompt's text for chat messages, for `encode_chat`; options as `ChatTemplate.render` takes them.
 
         Raises:
             RequestError: the model has no chat template, or the template refuses the messages.
         """
         if self._chat_template is None:
             raise no_chat_template()
+        if self._control is not None:
+            messages, options = self._control.mark(messages), self._control.mark(options)
         return self._chat_template.render(messages, **options)
 
     def _special_id(self, name: str) -> int | None:
@@ -189,7 +210,7 @@ def load_tokenizer(folder: Path, read: FileReader | None = None) -> Tokenizer | 
     Raises:
         CheckpointError: a tokenizer file cannot be read or is damaged.
     """
-    read = read or folder_reader(folder, CheckpointError)
+    read = read or FolderReader(folder, CheckpointError)
     data = read(TOKENIZER_FILE)
     if data is None:
         return None
@@ -202,31 +223,28 @@ def load_tokenizer(folder: Path, read: FileReader | None = None) -> Tokenizer | 
     except BaseException as error:  # tokenizers raises bare Exception for a bad file
         raise CheckpointError(f"{path} is no valid tokenizer: {fault_of(error)}. Download it again.") from None
 
-    special_tokens = _special_tokens(_read_json(SPECIAL_TOKENS_FILE, folder, read)) | _special_tokens(
-        _read_json(TOKENIZER_CONFIG_FILE, folder, read)
+    settings = add_tokens(backend, folder, read)
+    return Tokenizer(
+        backend,
+        settings.special_tokens,
+        chat_templates(folder, read),
+        splits_special_tokens=settings.splits_special_tokens,
     )
-    return Tokenizer(backend, special_tokens, _chat_templates(folder, read))
 
 
-def tokenizer_files(model_folder: Path) -> list[Path]:
-    """The files of a model folder that `export_tokenizer` reads."""
-    names = (*EXPORTED_FILES, *OLDER_FILES, *_COMPANION_FILES)
-    return [model_folder / name for name in names if (model_folder / name).exists()]
+def _ids(encode: Callable[[], list[int]]) -> list[int]:
+    try:
+        return encode()
+    except RequestError:
+        raise
+    except BaseException as error:
+        raise RequestError(f"the model's tokenizer cannot encode this text: {fault_of(error)}. {_ADVICE}") from None
 
 
-def has_tokenizer(model_folder: Path) -> bool:
-    """True if a model folder holds a tokenizer, of any format that `export_tokenizer` takes."""
-    return any((model_folder / name).exists() for name in (TOKENIZER_FILE, *OLDER_FILES))
+def _copy(backend: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
+    import tokenizers
 
-
-def surely_has_no_chat_template(model_folder: Path) -> bool:
-    """True if a model folder has a tokenizer that needs no conversion, and no chat template.
-
-    Raises:
-        CheckpointError: a file that may hold one is damaged.
-    """
-    has_own = (model_folder / TOKENIZER_FILE).exists()
-    return has_own and not _chat_templates(model_folder, folder_reader(model_folder, CheckpointError))
+    return tokenizers.Tokenizer.from_str(backend.to_str())
 
 
 def no_chat_template() -> RequestError:
@@ -247,11 +265,9 @@ def export_tokenizer(model_folder: Path, out_dir: Path, *, trust_remote_code: bo
     if not (model_folder / TOKENIZER_FILE).exists():
         _convert(model_folder, out_dir, trust_remote_code)
         return True
-    out_dir.mkdir(parents=True, exist_ok=True)
-    read = folder_reader(model_folder, CheckpointError)
-    for name in EXPORTED_FILES:
-        if (data := read(name)) is not None:
-            (out_dir / name).write_bytes(data)
+    for name, data in exported_files(model_folder):
+        (out_dir / name).parent.mkdir(parents=True, exist_ok=True)
+        (out_dir / name).write_bytes(data)
     return True
 
 
@@ -267,46 +283,3 @@ def _convert(model_folder: Path, out_dir: Path, trust_remote_code: bool) -> None
     if not tokenizer.is_fast:
         raise CheckpointError(f"{model_folder}: its tokenizer is Python code and has no {TOKENIZER_FILE}. {advice}")
     tokenizer.save_pretrained(out_dir)
-
-
-def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
-    found = {}
-    for name in _SPECIAL_TOKEN_NAMES:
-        value = config.get(name)
-        token = value.get("content") if isinstance(value, dict) else value
-        if isinstance(token, str):
-            found[name] = token
-    return found
-
-
-def _names_a_template(entry: Mapping[str, Any]) -> bool:
-    return isinstance(entry.get("name"), str) and isinstance(entry.get("template"), str)
-
-
-def _template_text(data: bytes | None, path: Path) -> dict[str, str]:
-    """The template in a file of its own, which wins over the older places in JSON."""
-    try:
-        return {} if data is None else {"default": data.decode()}
-    except UnicodeDecodeError as error:
-        raise CheckpointError(f"{path} is no UTF-8 text ({error}). Save it as one, or download it again.") from None
-
-
-def _read_json(name: str, folder: Path, read: FileReader) -> dict[str, Any]:
-    content = read(name)
-    return {} if content is None else json_object(content, folder / name, CheckpointError)
-
-
-def _chat_templates(folder: Path, read: FileReader) -> dict[str, str]:
-    """Templates by name, from a file of their own or `chat_template` in JSON: a text, or a list of named ones."""
-    if own_file := _template_text(read(CHAT_TEMPLATE_FILE), folder / CHAT_TEMPLATE_FILE):
-        return own_file
-    places = (CHAT_TEMPLATE_JSON_FILE, TOKENIZER_CONFIG_FILE)
-    template = next(filter(None, (_read_json(name, folder, read).get("chat_template") for name in places)), None)
-    if isinstance(template, list):
-        if not all(isinstance(entry, dict) and _names_a_template(entry) for entry in template):
-            raise CheckpointError(
-                f"{folder}: chat_template is a list whose entries are not all {{'name': …, 'template': …}}. Correct it "
-                f"in {TOKENIZER_CONFIG_FILE}, or download that again."
-            )
-        return {entry["name"]: entry["template"] for entry in template}
-    return {"default": template} if isinstance(template, str) else {}

@@ -60,6 +60,16 @@ def test_what_the_message_advises_helps(folder):
     assert tokenizer is not None and tokenizer.encode("x = 12345") == theirs("x = 12345").input_ids
 
 
+def test_a_token_that_transformers_alone_knows_is_told(tmp_path):
+    folder = shallow_tiny(tmp_path / "model")
+    tokenizer = load_tokenizer(folder)
+    assert tokenizer is not None
+    change(folder / "tokenizer_config.json", extra_special_tokens=["<tool>"])
+    said = tokenizer_difference(folder, tokenizer)
+    assert said is not None and "'a<tool>b  <tool> c' is [" in said
+    assert difference(folder) is None
+
+
 def test_a_tokenizer_that_transformers_cannot_load_is_not_compared(folder):
     tokenizer = load_tokenizer(folder)
     assert tokenizer is not None
@@ -84,8 +94,9 @@ def test_a_pattern_that_makes_the_library_panic_keeps_no_compile_from_its_end(fo
         tokenizer.encode("In 2024, 1234567 + 89.5 = 1234656.5")
     assert difference(folder) is None
     whole = load_tokenizer(TINY)
-    assert whole is not None and tokenizer_difference(folder, whole) is None
-    assert tokenizer_difference(TINY, tokenizer) is None
+    assert whole is not None
+    for said in (tokenizer_difference(folder, whole), tokenizer_difference(TINY, tokenizer)):
+        assert said is None or "2024" not in said  # texts at which one of the two panics are not compared
 
 
 def test_an_interruption_ends_the_comparison(folder, monkeypatch):
@@ -105,4 +116,4 @@ def test_a_compile_warns_of_it(folder, tmp_path, caplog):
         caplog.clear()
         with caplog.at_level(logging.WARNING, logger="mllm_compile"):
             load_or_compile(config, LogReporter())
-        assert any("of 8 texts as other ids" in record.getMessage() for record in caplog.records) == warns
+        assert any("texts as other ids" in record.getMessage() for record in caplog.records) == warns

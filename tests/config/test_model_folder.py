@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from fnmatch import fnmatch
 from pathlib import Path
 
 import huggingface_hub
@@ -13,6 +14,8 @@ from safetensors.numpy import save_file
 from mllm_compile.config.model_folder import check_remote_code, open_model_folder
 from mllm_compile.config.schema import ModelConfig
 from mllm_compile.errors import CheckpointError, ModelNotFoundError, UnsupportedModelError
+from mllm_compile.media.files import PROCESSOR_FILES
+from mllm_compile.text.tokenizer_files import EXPORTED_FILES, NAMED_TEMPLATES, OLDER_FILES
 
 
 @pytest.fixture
@@ -141,22 +144,31 @@ def test_an_unreachable_hub_says_what_to_put_in_the_path(monkeypatch, tmp_path):
 
 
 def test_a_hub_id_fetches_only_what_is_served_from(monkeypatch, folder):
-    asked = {}
+    calls = []
 
     def fake_download(repo_id, **kwargs):
-        asked.update(kwargs, repo_id=repo_id)
+        calls.append({"repo_id": repo_id, "ignore_patterns": [], **kwargs})
         return str(folder)
+
+    def is_fetched(name):
+        return any(
+            any(fnmatch(name, pattern) for pattern in call["allow_patterns"])
+            and not any(fnmatch(name, pattern) for pattern in call["ignore_patterns"])
+            for call in calls
+        )
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", fake_download)
     assert open_folder("Qwen/Qwen3-0.6B", revision="v1").path == folder
-    assert asked["repo_id"] == "Qwen/Qwen3-0.6B"
-    assert asked["revision"] == "v1"
-    assert "*.safetensors" in asked["allow_patterns"]
-    assert "*.py" not in asked["allow_patterns"]
+    assert {call["repo_id"] for call in calls} == {"Qwen/Qwen3-0.6B"}
+    assert [call["revision"] for call in calls] == ["v1", folder.name]  # the second time by the snapshot's commit
+    for name in (*EXPORTED_FILES, *OLDER_FILES, *PROCESSOR_FILES, "model.safetensors"):
+        assert is_fetched(name), name
+    assert is_fetched(f"{NAMED_TEMPLATES}/tool_use.jinja")
+    assert not any(map(is_fetched, ("modeling.py", "original/model.safetensors", "onnx/config.json")))
 
+    calls.clear()
     open_folder("Qwen/Qwen3-0.6B", load_format="dummy", trust_remote_code=True)
-    assert "*.safetensors" not in asked["allow_patterns"]
-    assert "*.py" in asked["allow_patterns"]
+    assert is_fetched("modeling.py") and not is_fetched("model.safetensors")
 
 
 def test_code_that_comes_with_a_model_needs_permission_only_where_transformers_has_none(folder):

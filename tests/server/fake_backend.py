@@ -17,6 +17,7 @@ import numpy as np
 import mllm_compile.model
 from mllm_compile.engine.engine import Engine
 from mllm_compile.errors import ConfigError, RequestError
+from mllm_compile.files.json_file import HeldFiles
 from mllm_compile.process.interruption import ended_by_sigterm
 from mllm_compile.process.progress import NullReporter, Reporter
 from mllm_compile.runtime.sampling.structured_params import StructuredOutputsParams
@@ -116,7 +117,7 @@ def make_engine(settings: dict[str, Any]) -> Engine:
     tokenizer = TOKENIZER
     if "special_tokens" in settings:
         files["tokenizer.json"] = with_special_tokens(files["tokenizer.json"], settings["special_tokens"])
-        tokenizer = load_tokenizer(TINY, files.get)
+        tokenizer = load_tokenizer(TINY, HeldFiles(files))
     if "template" in settings:
         files["chat_template.jinja"] = getattr(templates, settings["template"]).encode()
     if "template" in settings and settings.get("says", True):
@@ -125,7 +126,7 @@ def make_engine(settings: dict[str, Any]) -> Engine:
     if "pictures" in settings:
         with tempfile.TemporaryDirectory() as folder:
             files = {**make_files(Path(folder)), "chat_template.jinja": TEMPLATE.encode()}
-        tokenizer = load_tokenizer(TINY, files.get)
+        tokenizer = load_tokenizer(TINY, HeldFiles(files))
         media = make_door(files, **settings["pictures"])
         next_token = hashed_token
     has_tokenizer = settings.get("has_tokenizer", True)

@@ -146,6 +146,30 @@ def test_a_chat_becomes_what_transformers_makes_of_it(folder, template, add_gene
     assert ours.encode(expected, add_special_tokens=False) == theirs(expected, add_special_tokens=False)["input_ids"]
 
 
+@pytest.mark.parametrize("has_default_file", [False, True])
+def test_templates_in_a_folder_of_their_own_are_read_and_exported(folder, has_default_file):
+    write_config(folder, chat_template="old" if has_default_file else CHATML)
+    if has_default_file:
+        (folder / "chat_template.jinja").write_text(CHATML)
+    (folder / "additional_chat_templates").mkdir()
+    (folder / "additional_chat_templates" / "tool_use.jinja").write_text("T{{ tools | length }}")
+    (folder / "additional_chat_templates" / "notes.txt").write_text("no template")
+    export_tokenizer(folder, folder / "exported")
+    for ours in (load(folder), load(folder / "exported")):
+        assert ours.apply_chat_template(CHAT, tools=[TOOL]) == "T1"
+        assert ours.apply_chat_template(CHAT).startswith("<|im_start|>user")
+    if has_default_file:
+        theirs = transformers_tokenizer(folder)
+        assert theirs.apply_chat_template(CHAT, tools=[TOOL], tokenize=False) == "T1"
+
+
+def test_a_named_template_that_is_no_text_is_refused(folder):
+    (folder / "additional_chat_templates").mkdir()
+    (folder / "additional_chat_templates" / "rag.jinja").write_bytes(b"\xff")
+    with pytest.raises(CheckpointError, match=r"rag\.jinja is no UTF-8 text"):
+        load(folder)
+
+
 def test_reasoning_is_found_under_its_older_names(folder):
     write_config(folder, chat_template=REASONING)
     assert load(folder).apply_chat_template([{"role": "a", "content": "c", "thinking": "t"}]) == "t:c\n"

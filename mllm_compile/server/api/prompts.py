@@ -106,7 +106,7 @@ def chat_prompts(
         return _checked(facts, fields, [Prompt(token_ids, media=shared)], params)
     token_ids = fields.input_ids
     if token_ids is None:
-        token_ids = _tokenizer(facts).encode(text, fields.add_special_tokens is True)
+        token_ids = _tokenizer(facts).encode_chat(text, fields.add_special_tokens is True)
         facts.media.check_text(token_ids)
     return _checked(facts, fields, [Prompt(_truncated(token_ids, fields))], params)
 
