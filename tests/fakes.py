@@ -7,6 +7,7 @@ import time
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -57,6 +58,8 @@ class ByteTokenizer:
 
     special_token_ids = frozenset(range(EOS, VOCAB_SIZE))
     splits_special_tokens = False
+    cleans_up_spaces = False
+    byte_token_ids: Mapping[int, int] = MappingProxyType({})
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         return list(text.encode())
@@ -64,7 +67,7 @@ class ByteTokenizer:
     def encode_batch(self, texts: Sequence[str], add_special_tokens: bool = True) -> list[list[int]]:
         return [self.encode(text) for text in texts]
 
-    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True, *, as_it_is: bool = False) -> str:
         parts: list[str] = []
         run: list[int] = []
         for token_id in token_ids:

@@ -13,7 +13,7 @@ import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mllm_compile.errors import CheckpointError
 from mllm_compile.files.json_file import FileReader, HeldFiles
@@ -32,7 +32,7 @@ _CLEANS_BPE = "clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_
 
 @dataclass(frozen=True)
 class TokenizerSettings:
-    """What the files say beside tokens.
+    """Flags and uses of tokens, as the files say.
 
     Attributes:
         special_tokens: the texts of those that have a use, by its name: bos_token, eos_token, image_token, ….
@@ -66,7 +66,7 @@ def add_tokens(backend: tokenizers.Tokenizer, folder: Path, read: FileReader) ->
     cleans = config.get("clean_up_tokenization_spaces") is True
     is_bpe = type(backend.model).__name__ == "BPE"
     return TokenizerSettings(
-        {name: token.content for name, token in found.named.items()},
+        found.texts_by_use(),
         config.get(_SPLITS) is True,
         cleans and (not is_bpe or config.get(_CLEANS_BPE) is True),
     )
@@ -78,23 +78,24 @@ def told_to_split(files: Mapping[str, bytes], folder: Path) -> dict[str, bytes]:
     return {**files, TOKENIZER_CONFIG_FILE: json.dumps({**config, _SPLITS: True}).encode()}
 
 
+class _Written(NamedTuple):
+    token: tokenizers.AddedToken
+    has_flags: bool
+
+
 class _Found:
     """The tokens of one folder's files, as they are read.
 
     Args:
         known: the tokens that tokenizer.json adds.
-
-    Attributes:
-        named: those that have a use, by its name.
     """
 
     def __init__(self, folder: Path, known: Iterable[tokenizers.AddedToken]) -> None:
         self._folder = folder
         self._known = {token.content: repr(token) for token in known}
         self._by_id: dict[int, tokenizers.AddedToken] = {}
-        self._extra: list[tokenizers.AddedToken] = []
-        self._texts: set[str] = set()  # of `_extra`, those that were written without flags
-        self.named: dict[str, tokenizers.AddedToken] = {}
+        self._extra: list[_Written] = []
+        self._named: dict[str, _Written] = {}
 
     def take_config(self, config: Mapping[str, Any]) -> None:
         """Take the tokens that tokenizer_config.json names."""
@@ -121,8 +122,8 @@ class _Found:
 
     def take_added(self, given: Mapping[str, Any], known: Mapping[int, tokenizers.AddedToken]) -> None:
         """Take the tokens of added_tokens.json, which has their ids alone, and those of tokenizer.json."""
-        with_use = [token for name, token in self.named.items() if name in _NAMES]
-        special = {token.content for token in (*with_use, *self._extra)}
+        with_use = [written for name, written in self._named.items() if name in _NAMES]
+        special = {written.token.content for written in (*with_use, *self._extra)}
         for content, token_id in given.items():
             if type(token_id) is not int:
                 raise self._damaged(ADDED_TOKENS_FILE, content, token_id, "an id")
@@ -134,19 +135,23 @@ class _Found:
     def new_tokens(self) -> list[tokenizers.AddedToken]:
         """The tokens that tokenizer.json has not, or with other flags, in the order of their ids to be."""
         tokens = {token.content: token for _, token in sorted(self._by_id.items())}
-        named = {name: self.named[name] for name in _NAMES if name in self.named} | self.named
         fixed = self._known.keys() | tokens.keys()
-        for token in named.values():
-            if token.content not in fixed:
-                tokens.setdefault(token.content, token)
-        for token in self._extra:
-            # Written as a text it takes the flags away from one with a use.
-            if token.content not in fixed and (token.content in self._texts or token.content not in tokens):
-                tokens[token.content] = token
-        special = {token.content for token in self.named.values()}
+        named = {name: self._named[name] for name in _NAMES if name in self._named} | self._named
+        seen: set[tuple[str, bool]] = set()
+        for written in (*named.values(), *self._extra):
+            # Of two that were written in different ways, with flags and without, the later one counts.
+            content, kind = written.token.content, (written.token.content, written.has_flags)
+            if content not in fixed and kind not in seen:
+                tokens[content] = written.token
+                seen.add(kind)
+        special = {written.token.content for written in self._named.values()}
         for content in special & tokens.keys():
             tokens[content].special = True
         return [token for content, token in tokens.items() if content and repr(token) != self._known.get(content)]
+
+    def texts_by_use(self) -> dict[str, str]:
+        """The texts of the tokens that have a use, by its name."""
+        return {name: written.token.content for name, written in self._named.items()}
 
     def _take_extra(self, file: str, given: Any) -> None:
         if isinstance(given, dict):
@@ -155,12 +160,14 @@ class _Found:
             return
         if given is not None and not isinstance(given, list):
             raise self._damaged(file, _EXTRA, given, "a list of tokens, or a dict of them")
-        self._extra += [self._token(file, _EXTRA, value, is_special=True) for value in given or ()]
-        self._texts |= {value for value in given or () if isinstance(value, str)}
+        self._extra += [self._written(file, _EXTRA, value) for value in given or ()]
 
     def _name(self, file: str, name: str, value: Any) -> None:
         if value is not None:
-            self.named[name] = self._token(file, name, value, is_special=True)
+            self._named[name] = self._written(file, name, value)
+
+    def _written(self, file: str, place: str, value: Any) -> _Written:
+        return _Written(self._token(file, place, value, is_special=True), isinstance(value, dict))
 
     def _token(self, file: str, place: str, value: Any, *, is_special: bool) -> tokenizers.AddedToken:
         """A token that is written as its text, or as a dict of its text and flags."""

@@ -50,7 +50,7 @@ class ControlTokens:
         self._line_ids = backend.encode(_LINE, add_special_tokens=False).ids
 
     def mark(self, given: Any) -> Any:
-        """What users gave, with marks around its control tokens; keys of dicts stay as they are."""
+        """Put marks around the control tokens in what users gave; keys of dicts stay as they are."""
         if isinstance(given, str):
             return self._control.sub(f"{_START}\\g<0>{_END}", given.replace(_START, "").replace(_END, ""))
         if isinstance(given, Mapping):

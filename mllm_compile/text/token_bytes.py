@@ -64,6 +64,22 @@ def spelled_bytes(backend: tokenizers.Tokenizer) -> Callable[[int], bytes]:
     return bytes_of
 
 
+def fallback_bytes(backend: tokenizers.Tokenizer) -> dict[int, int]:
+    """Id → byte of the tokens (`<0xE4>`) that the decoder joins to characters run by run; empty if it joins none."""
+    decoder = json.loads(backend.decoder.__getstate__()) if backend.decoder is not None else {}
+    if "ByteFallback" not in _kinds(decoder):
+        return {}
+    tokens = ((f"<0x{byte:02{letter}}>", byte) for byte in range(256) for letter in "Xx")
+    return {token_id: byte for token, byte in tokens if (token_id := backend.token_to_id(token)) is not None}
+
+
+def _kinds(decoder: Mapping[str, Any]) -> set[str]:
+    """The kinds of a decoder's steps, as tokenizer.json has them."""
+    if decoder.get("type") == "Sequence":
+        return set().union(*map(_kinds, decoder["decoders"]))
+    return {decoder.get("type", "")}
+
+
 def _reader(decoder: Mapping[str, Any]) -> Callable[[str], bytes]:
     """The function from a token's spelling to its bytes, by the decoder of tokenizer.json."""
     steps = decoder["decoders"] if decoder.get("type") == "Sequence" else [decoder]

@@ -15,9 +15,10 @@ from mllm_compile.errors import CheckpointError, MllmError, RequestError
 from mllm_compile.files.json_file import FileReader, FolderReader
 from mllm_compile.text.added_tokens import add_tokens
 from mllm_compile.text.chat_template import ChatTemplate
+from mllm_compile.text.clean_spaces import without_spaces_before_punctuation
 from mllm_compile.text.control_tokens import ControlTokens
 from mllm_compile.text.merges import check_merges
-from mllm_compile.text.token_bytes import spelled_bytes, token_bytes
+from mllm_compile.text.token_bytes import fallback_bytes, spelled_bytes, token_bytes
 from mllm_compile.text.tokenizer_files import TOKENIZER_FILE, chat_templates, exported_files, has_tokenizer
 
 if TYPE_CHECKING:
@@ -53,6 +54,9 @@ class Tokenizer:
         special_tokens: bos_token, eos_token, … as strings.
         chat_templates: name → Jinja source.
         splits_special_tokens: special tokens in users' texts are read as other text.
+
+    Attributes:
+        cleans_up_spaces: spaces before punctuation are taken out of texts of tokens.
     """
 
     def __init__(
@@ -62,10 +66,12 @@ class Tokenizer:
         chat_templates: Mapping[str, str] | None = None,
         *,
         splits_special_tokens: bool = False,
+        cleans_up_spaces: bool = False,
     ) -> None:
         backend.no_truncation()
         backend.no_padding()
         self._backend = backend
+        self.cleans_up_spaces = cleans_up_spaces
         self._control: ControlTokens | None = None
         self._users_backend = backend  # reads users' texts
         if splits_special_tokens:
@@ -100,7 +106,7 @@ class Tokenizer:
         return _ids(lambda: control.encode(text))
 
     def shown_chat(self, text: str) -> str:
-        """What `apply_chat_template` has made, as users read it."""
+        """The text of a chat as users read it, of what `apply_chat_template` has made."""
         return text if self._control is None else self._control.shown(text)
 
     @property
@@ -118,16 +124,20 @@ class Tokenizer:
             ) from None
         return [encoding.ids for encoding in encodings]
 
-    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True, *, as_it_is: bool = False) -> str:
         """Text of token ids; bytes that form no character are U+FFFD.
+
+        Args:
+            as_it_is: with spaces that the model's files want taken out, as a text that comes in pieces needs it.
 
         Raises:
             MllmError: the tokenizer's code fails at them.
         """
         try:
-            return self._backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
+            text = self._backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
         except BaseException as error:
             raise MllmError(f"the model's tokenizer cannot decode these tokens: {fault_of(error)}. {_ADVICE}") from None
+        return without_spaces_before_punctuation(text) if self.cleans_up_spaces and not as_it_is else text
 
     def id_to_token(self, token_id: int) -> str | None:
         """The vocabulary's own spelling of a token (`Ġthe`), None outside the vocabulary."""
@@ -149,6 +159,11 @@ class Tokenizer:
     def vocab_size(self) -> int:
         """Number of tokens, added ones included; a model's embedding may have more rows."""
         return self._backend.get_vocab_size(with_added_tokens=True)
+
+    @cached_property
+    def byte_token_ids(self) -> Mapping[int, int]:
+        """Id → byte of the tokens that a decoder with byte fallback joins in runs; see token_bytes.py."""
+        return fallback_bytes(self._backend)
 
     @cached_property
     def special_token_ids(self) -> frozenset[int]:
@@ -229,6 +244,7 @@ def load_tokenizer(folder: Path, read: FileReader | None = None) -> Tokenizer | 
         settings.special_tokens,
         chat_templates(folder, read),
         splits_special_tokens=settings.splits_special_tokens,
+        cleans_up_spaces=settings.cleans_up_spaces,
     )
 
 

@@ -289,7 +289,7 @@ class FailsAtX(ByteTokenizer):
     def __init__(self, error: Exception) -> None:
         self._error = error
 
-    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True, *, as_it_is: bool = False) -> str:
         if ord("x") in token_ids:
             raise self._error
         return super().decode(token_ids, skip_special_tokens)

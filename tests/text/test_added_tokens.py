@@ -68,7 +68,7 @@ def test_ids_are_those_of_transformers_whichever_file_names_a_token(folder, form
     check_same(folder)
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(24))
 def test_ids_are_those_of_transformers_for_any_mix_of_files(folder, seed):  # noqa: F811
     chance = random.Random(seed)
     contents = ["<tool>", "<img>", "<eot>", "<|im_end|>", "<|im_start|>", "<TOOL>", "the", "[one]", "<pad>"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +13,7 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 
 from mllm_compile.errors import CheckpointError, RequestError
+from mllm_compile.text.detokenizer import Detokenizer, detokenize
 from mllm_compile.text.tokenizer import Tokenizer, export_tokenizer, load_tokenizer
 
 CHATML = (
@@ -113,6 +115,25 @@ def test_many_texts_get_what_each_gets_alone(folder):
     tokenizer = load(folder)
     texts = ["the cat", "", "a much longer text than the others"]
     assert tokenizer.encode_batch(texts) == [tokenizer.encode(text) for text in texts]
+
+
+@pytest.mark.parametrize("model", [models.WordPiece, models.WordLevel, models.BPE])
+@pytest.mark.parametrize("cleans", [True, False])
+def test_spaces_before_punctuation_go_where_transformers_takes_them_out(folder, model, cleans):
+    words = ["[UNK]", "do", "n't", "'", "s", ".", ",", "?", "the", "##se", "'s", "'ve", "i", "n", "t", "'m", "!"]
+    vocab = {word: token_id for token_id, word in enumerate(words)}
+    own = tokenizers.Tokenizer(model(vocab, []) if model is models.BPE else model(vocab, unk_token="[UNK]"))
+    own.decoder = decoders.WordPiece(cleanup=False)
+    own.save(str(folder / "tokenizer.json"))
+    write_config(folder, clean_up_tokenization_spaces=cleans, bos_token=None, eos_token=None)
+    ours, theirs = load(folder), transformers_tokenizer(folder)
+    chance = random.Random(0)
+    for _ in range(200):
+        ids = chance.choices(range(len(words)), k=chance.randint(1, 20))
+        expected = theirs.decode(ids)
+        assert ours.decode(ids) == detokenize(ours, [], ids) == expected
+        stream = Detokenizer(ours, [])
+        assert "".join([*(stream.push([token_id]) for token_id in ids), stream.flush()]) == expected
 
 
 def test_truncation_and_padding_of_the_file_are_switched_off(folder, backend):

@@ -11,11 +11,10 @@ from mllm_compile.server.api.blocks import Block, Blocks, Change, Kind
 from mllm_compile.server.api.errors import ApiError
 from mllm_compile.server.flow.choice import Choice
 from mllm_compile.server.flow.job import Job
+from mllm_compile.text.calls.broken_arguments import INVALID_JSON
 
 _REASONS = {"length": "max_tokens", "stop": "end_turn", "tool_calls": "tool_use"}
 _TYPES = {401: "authentication_error", 404: "not_found_error", 413: "request_too_large", 429: "rate_limit_error"}
-# What cannot be an object is told under this name, which Anthropic's own documentation advises.
-_NO_OBJECT = "INVALID_JSON"
 
 
 def refusal(error: ApiError) -> bytes:
@@ -104,7 +103,7 @@ def _input(arguments: str) -> dict[str, Any]:
         value = msgspec.json.decode(arguments)
     except (msgspec.MsgspecError, RecursionError):
         value = None
-    return value if isinstance(value, dict) else {_NO_OBJECT: arguments}
+    return value if isinstance(value, dict) else {INVALID_JSON: arguments}
 
 
 def _event(data: dict[str, Any]) -> bytes:

@@ -1,8 +1,8 @@
 """OpenAI's messages: a request's, made into what a chat template reads, and an answer's, made of a parser's events.
 
-Clients send a call's arguments as JSON text; most templates take an object. Ids are made into ones that the template
-takes, the same for a call and its result. Reasoning goes out under two names, `reasoning` and `reasoning_content`, as
-clients read either.
+Clients send a call's arguments as JSON text; most templates take an object, which broken_arguments.py makes. Ids are
+made into ones that the template takes, the same for a call and its result. Reasoning goes out under two names,
+`reasoning` and `reasoning_content`, as clients read either.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any
 
 from mllm_compile.errors import RequestError
 from mllm_compile.runtime.shown import brief, shown
+from mllm_compile.text.calls.broken_arguments import object_of
 from mllm_compile.text.calls.events import ArgumentsDelta, CallStart, ContentDelta, End, Event, ReasoningDelta
 from mllm_compile.text.calls.syntax import CallSyntax, ChatSyntax, NameThenJson
 
@@ -88,24 +89,13 @@ class _Normaliser:
 
     def _arguments(self, where: str, arguments: Any) -> Any:
         """Arguments as the template takes them; a text is kept as it is where that is a text."""
-        if arguments is None or arguments == "":
+        if arguments is None or arguments in ("", "null"):
             arguments = {}
         if isinstance(arguments, Mapping):
             return json.dumps(arguments, ensure_ascii=False) if self._syntax.arguments_are_text else arguments
         if not isinstance(arguments, str):
             raise RequestError(f"{where}: its arguments are {brief(arguments)}; expected an object as JSON text.")
-        if self._syntax.arguments_are_text:
-            return arguments
-        try:
-            value = json.loads(arguments)
-        except (ValueError, RecursionError) as error:
-            raise RequestError(
-                f"{where}: its arguments are no JSON ({error}): {shown(arguments)}. This model's chat template takes "
-                "an object; correct them, or leave the call out."
-            ) from None
-        if not isinstance(value, dict):
-            raise RequestError(f"{where}: its arguments are {brief(value)}; expected an object as JSON text.")
-        return value
+        return arguments if self._syntax.arguments_are_text else object_of(arguments)
 
     def _own_id(self, given: str | None, name: str) -> str:
         if self._name_in_id and not (given and re.fullmatch(rf"functions\.{re.escape(name)}:\d+", given)):

@@ -8,7 +8,9 @@ import pytest
 from mllm_compile.errors import RequestError
 from mllm_compile.text.calls.events import ArgumentsDelta, CallEnd, CallStart, ContentDelta, End, ReasoningDelta
 from mllm_compile.text.calls.messages import chunk_deltas, for_template, whole_message
-from tests.text.calls.cases import NAMES, SHOWING, call, syntax, template
+from mllm_compile.text.calls.parser import CallParser
+from mllm_compile.text.calls.tools import read_tools
+from tests.text.calls.cases import NAMES, SHOWING, TOOLS, answer, call, syntax, template
 
 
 def assistant(*calls, **fields):
@@ -90,15 +92,6 @@ def test_ids_are_of_the_template_s_form_and_the_same_for_call_and_result():
         (assistant({"function": {"name": ""}}), "messages: message 0: call 0: its function's name is ''; expected the"),
         (assistant(call("f", "{}") | {"id": 3}), "messages: message 0: call 0: its id is int 3; expected a text."),
         (
-            assistant(call("f", "{a")),
-            "messages: message 0: call 0 ('f'): its arguments are no JSON (Expecting property",
-        ),
-        (assistant(call("f", "[" * 100_000)), "messages: message 0: call 0 ('f'): its arguments are no JSON ("),
-        (
-            assistant(call("f", "[1]")),
-            "messages: message 0: call 0 ('f'): its arguments are list [1]; expected an object",
-        ),
-        (
             assistant({"function": {"name": "f", "arguments": 3}}),
             "messages: message 0: call 0 ('f'): its arguments are i",
         ),
@@ -120,6 +113,53 @@ def test_what_is_no_call_and_no_result_is_refused(message, said):
 def test_a_text_of_arguments_that_is_no_json_is_kept_where_the_template_takes_texts():
     (message,) = for_template([assistant(call("f", "{a"))], syntax("DEEPSEEK_V31"))
     assert message["tool_calls"][0]["function"]["arguments"] == "{a"
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ('{"text": "mkdir -p /tmp/a && cat > /tmp', {"text": "mkdir -p /tmp/a && cat > /tmp"}),
+        ('{"a": 1, "b": [1, {"c": "x', {"a": 1, "b": [1, {"c": "x"}]}),
+        ('{"a": 1, "b": [1, {"c": "x\\', {"a": 1, "b": [1, {"c": "x"}]}),
+        ('{"a": "x\\\\', {"a": "x\\"}),
+        ('{"a": "\\u00e', {"a": ""}),
+        ('{"a": 1, "b": tr', {"a": 1}),
+        ('{"a": 1, "b"', {"a": 1}),
+        ('{"a": 1, "b": ', {"a": 1}),
+        ('{"a": {"b": 1}, ', {"a": {"b": 1}}),
+        ('{"a": 12', {"a": 12}),
+        ("{", {}),
+        (' {"', {}),
+        ('{"a": "}],{", "b": "', {"a": "}],{", "b": ""}),
+        ("{a", {}),
+        ("{city: Paris}", {"INVALID_JSON": "{city: Paris}"}),
+        ('{"a": 1]', {"INVALID_JSON": '{"a": 1]'}),
+        ("[1]", {"INVALID_JSON": "[1]"}),
+        ('"Beijing"', {"INVALID_JSON": '"Beijing"'}),
+        ("Beijing", {"INVALID_JSON": "Beijing"}),
+        ("null", {}),
+        ("[" * 100_000, {"INVALID_JSON": "[" * 100_000}),
+        ('{"a":' * 100_000, {"INVALID_JSON": '{"a":' * 100_000}),
+    ],
+    ids=lambda value: str(value)[:20],
+)
+def test_arguments_that_are_no_object_come_back_as_far_as_they_are_one(text, expected):
+    (message,) = for_template([assistant(call("f", text))], syntax("QWEN3"))
+    assert message["tool_calls"][0]["function"]["arguments"] == expected
+
+
+@pytest.mark.parametrize("name", SHOWING)
+def test_an_answer_that_broke_off_anywhere_can_be_given_back(name):
+    said = answer(name, [call("get_weather", {"city": 'O"s{lo', "where": {"x": [1, "ä\n"]}})], reasoning=None)
+    tools = read_tools(TOOLS)
+    for end in range(1, len(said) + 1):
+        parser = CallParser(syntax(name), tools)
+        message, _ = whole_message(parser.push(said[:end]) + parser.finish("length"))
+        results = [
+            {"role": "tool", "tool_call_id": one["id"], "content": "no JSON"} for one in message.get("tool_calls", ())
+        ]
+        chat = [{"role": "user", "content": "go"}, message, *results, {"role": "user", "content": "again"}]
+        assert "again" in template(name).render(for_template(chat, syntax(name)), tools=TOOLS)
 
 
 def test_messages_stay_as_the_client_gave_them():
