@@ -11,7 +11,7 @@ from mllm_compile.server.api.blocks import Block, Blocks, Change, Kind
 from mllm_compile.server.api.errors import ApiError
 from mllm_compile.server.flow.choice import Choice
 from mllm_compile.server.flow.job import Job
-from mllm_compile.text.calls.broken_arguments import INVALID_JSON
+from mllm_compile.text.calls.values import INVALID_JSON
 
 _REASONS = {"length": "max_tokens", "stop": "end_turn", "tool_calls": "tool_use"}
 _TYPES = {401: "authentication_error", 404: "not_found_error", 413: "request_too_large", 429: "rate_limit_error"}

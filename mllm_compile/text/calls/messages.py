@@ -1,6 +1,6 @@
 """OpenAI's messages: a request's, made into what a chat template reads, and an answer's, made of a parser's events.
 
-Clients send a call's arguments as JSON text; most templates take an object, which broken_arguments.py makes. Ids are
+Clients send a call's arguments as JSON text; most templates take an object, which values.py makes. Ids are
 made into ones that the template takes, the same for a call and its result. Reasoning goes out under two names,
 `reasoning` and `reasoning_content`, as clients read either.
 """
@@ -15,9 +15,9 @@ from typing import Any
 
 from mllm_compile.errors import RequestError
 from mllm_compile.runtime.shown import brief, shown
-from mllm_compile.text.calls.broken_arguments import object_of
 from mllm_compile.text.calls.events import ArgumentsDelta, CallStart, ContentDelta, End, Event, ReasoningDelta
 from mllm_compile.text.calls.syntax import CallSyntax, ChatSyntax, NameThenJson
+from mllm_compile.text.calls.values import object_of
 
 MAX_CALLS = 512  # of a message
 
