@@ -1,4 +1,4 @@
-"""What models write as arguments becomes JSON: bare text by what the tool's schema says of it, and what broke off.
+"""Values of arguments become JSON: bare text by what the tool's schema says of it, and an object that broke off.
 
 A server gives out what its model wrote, also where the answer broke off in the middle, and clients give that back as
 history. A turn is not refused for it: a template that takes an object gets one (`object_of`).
