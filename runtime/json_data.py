@@ -73,9 +73,9 @@ def from_json(kind: types.UnionType, data: Any) -> Any: ...
 def from_json(kind: Any, data: Any) -> Any:
     """Makes `data`, as JSON has it, a value of `kind`: a dataclass or whatever its fields may be.
 
-    Fields are str, int, float, bool, Any, torch.dtype (by its name), Literal, dataclasses, and tuples, mappings and
-    unions of these. A dataclass is an object with a key for each field and no other. Nothing is converted but a list to
-    a tuple, and an integer to a float.
+    Fields are str, int, float, bool, Any, torch.dtype (by its name), Literal, dataclasses, generic ones of such types,
+    and tuples, mappings and unions of these. A dataclass is an object with a key for each field and no other. Nothing
+    is converted but a list to a tuple, and an integer to a float.
 
     Raises:
         ValueError: naming the field, what it got and what it takes.
@@ -113,6 +113,9 @@ def _new_reader(kind: Any) -> _Reader:
     if dataclasses.is_dataclass(kind):
         return _dataclass_reader(kind)
     origin, arguments = get_origin(kind), get_args(kind)
+    if isinstance(origin, type) and dataclasses.is_dataclass(origin):
+        parameters: tuple[Any, ...] = getattr(origin, "__parameters__", ())
+        return _dataclass_reader(origin, dict(zip(parameters, arguments, strict=True)))
     if origin is Literal:
         return lambda data: data if type(data) is str and data in arguments else _refuse(data, kind)
     if origin in (Union, types.UnionType):
@@ -167,6 +170,14 @@ def _union_reader(kind: Any, members: list[_Reader]) -> _Reader:
     return read
 
 
+def _bound(hint: Any, given: Mapping[Any, Any]) -> Any:
+    """A field's type, with what its parameters stand for."""
+    parameters = getattr(hint, "__parameters__", ())
+    if hint in given:
+        return given[hint]
+    return hint[tuple(given[one] for one in parameters)] if parameters else hint
+
+
 def _mapping_reader(kind: Any, item: _Reader) -> _Reader:
     def read(data: Any) -> dict[str, Any]:
         if type(data) is not dict:
@@ -184,9 +195,10 @@ def _mapping_reader(kind: Any, item: _Reader) -> _Reader:
     return read
 
 
-def _dataclass_reader(kind: Any) -> _Reader:
+def _dataclass_reader(kind: Any, given: Mapping[Any, Any] | None = None) -> _Reader:
+    """Args: given: what the parameters of a generic one stand for."""
     hints = get_type_hints(kind)
-    readers = {field.name: _reader(hints[field.name]) for field in dataclasses.fields(kind)}
+    readers = {field.name: _reader(_bound(hints[field.name], given or {})) for field in dataclasses.fields(kind)}
 
     def read(data: Any) -> Any:
         if type(data) is not dict:

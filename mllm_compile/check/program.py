@@ -33,6 +33,7 @@ from mllm_compile.passes.base import SMALL_FORMS, QuantisedTensor, part_of_rank
 from mllm_compile.passes.match.nodes import called_pieces, is_op
 from mllm_compile.runtime.attention.base import AttentionInputs
 from mllm_compile.runtime.attention.layer import AttentionLayer
+from mllm_compile.runtime.attention.layer_kernels import of_kind
 from mllm_compile.runtime.collectives.base import current
 from mllm_compile.runtime.collectives.lockstep import run_lockstep
 from mllm_compile.runtime.forward_context import set_forward_context
@@ -108,7 +109,7 @@ def self_check(
         ranks = [
             linked.bind(_program_weights(by_name, program, lowered, rank), rank) for rank in range(lowered.num_ranks)
         ]
-        states = StateCheck(linked.state_pieces, state_dtype)
+        states = StateCheck(of_kind(linked.layer_kernels, "state"), state_dtype)
         cache_dtype = None if kv_cache_dtype is None else getattr(torch, kv_cache_dtype)
         logits = _check_program(lowered, ranks, device, states)
         check_written_pieces(linked, page_size, hf_model.model.dtype, logits, cache_dtype)

@@ -20,12 +20,10 @@ from mllm_compile.config.model_folder import ModelFolder, check_remote_code
 from mllm_compile.config.resolve import check_cascade_layers
 from mllm_compile.config.resolved import ResolvedConfig
 from mllm_compile.errors import CompileError, ConfigError
-from mllm_compile.kernels.cascade_attention import add_cascade_attention
+from mllm_compile.kernels import of_every_kind
 from mllm_compile.kernels.cuda import can_compile_kernels, kernels_of
-from mllm_compile.kernels.decode_attention import add_decode_attention
 from mllm_compile.kernels.decode_loop import add_decode_loop
-from mllm_compile.kernels.latent_attention import add_latent_attention
-from mllm_compile.kernels.prefill_attention import add_prefill_attention
+from mllm_compile.kernels.piece import WrittenPiece
 from mllm_compile.kernels.sampling import add_sampling_pieces
 from mllm_compile.kernels.states import add_state_pieces
 from mllm_compile.model.refusals import refusing
@@ -202,28 +200,20 @@ def rewrite(config: ResolvedConfig, built: BuiltModel, trace: Trace, observer: O
     _check_counted(graph, program, config.runtime)
     if config.runtime.enable_dbo:
         check_divides(program.state_layers)
-    program, decode_pieces = add_decode_attention(config, program)
-    program, cascade_pieces = add_cascade_attention(config, program)
-    program, prefill_pieces = add_prefill_attention(config, program)
+    written: list[WrittenPiece] = []
+    for add_attention in of_every_kind("mllm_compile.kernels", "add"):
+        program, pieces = add_attention(config, program)
+        written += pieces
     made = layers_with_made_constants(graph, program.state_layers)
     program, state_pieces = add_state_pieces(config, program, state_operands(graph), made)
-    program, latent_pieces = add_latent_attention(config, program)
     output: Any = next(node for node in graph.graph.nodes if node.op == "output")
     logits = output.args[0][0].meta["val"]
     program, sampling_pieces = add_sampling_pieces(config, program, logits)
     program, loop_pieces = add_decode_loop(config, program, logits)
     if pass_target(config).compiles_cuda:
         program = replace(program, kernels=kernels_of(graph, program))
-    written = (
-        *decode_pieces,
-        *cascade_pieces,
-        *prefill_pieces,
-        *state_pieces,
-        *latent_pieces,
-        *sampling_pieces,
-        *loop_pieces,
-    )
-    return Lowered(built, graph, program, reports, left_out, size_symbols(graph), written)
+    written += (*state_pieces, *sampling_pieces, *loop_pieces)
+    return Lowered(built, graph, program, reports, left_out, size_symbols(graph), tuple(written))
 
 
 def rewrite_graph(

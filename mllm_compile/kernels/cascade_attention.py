@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from mllm_compile.config.resolved import ResolvedConfig
 from mllm_compile.inductor.job import PieceInput
-from mllm_compile.kernels.piece import WrittenPiece, made_by_kind
+from mllm_compile.kernels.piece import WrittenPiece, made_by_kind, with_kernels
 from mllm_compile.runtime.attention.layer import LayerSpec
 from mllm_compile.runtime.attention.split.splits import OF_MANY
 from mllm_compile.runtime.program.spec import Program
@@ -19,7 +19,7 @@ from mllm_compile.runtime.program.spec import Program
 
 def add_cascade_attention(config: ResolvedConfig, program: Program) -> tuple[Program, tuple[WrittenPiece, ...]]:
     """Adds these pieces to the program, for the plain ones of the layers whose decodes it serves; returns them too."""
-    served = [layer for layer in program.layers if layer.takes_cascade and layer.name in program.decode_attention]
+    served = [layer for layer in program.layers if layer.takes_cascade and program.kernels_of_layer(layer.name).decode]
     if program.state_layers or not config.runtime.cascade_attention:
         return program, ()  # captured beside layers with a state they have not been seen
     of_layers, written = made_by_kind(
@@ -28,7 +28,7 @@ def add_cascade_attention(config: ResolvedConfig, program: Program) -> tuple[Pro
         lambda kind, index: _piece(config, kind, f"cascade_{index}"),
     )
     found = {name: piece.name for name, piece in of_layers.items()}
-    return replace(program, cascade_attention=found), tuple(written)
+    return with_kernels(program, "cascade", found), tuple(written)
 
 
 def _piece(config: ResolvedConfig, layer: LayerSpec, name: str) -> WrittenPiece:

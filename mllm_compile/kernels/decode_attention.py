@@ -13,14 +13,15 @@ from functools import partial
 from mllm_compile.config.resolved import ResolvedConfig
 from mllm_compile.inductor.job import PieceInput
 from mllm_compile.kernels.cuda import can_compile_kernels
-from mllm_compile.kernels.piece import WrittenPiece, made_by_kind
+from mllm_compile.kernels.piece import WrittenPiece, made_by_kind, with_kernels
 from mllm_compile.runtime.attention.hopper.clusters import choose_split, cluster_kernels
 from mllm_compile.runtime.attention.hopper.shapes import are_served, has_clusters, most_in_clusters
 from mllm_compile.runtime.attention.hopper.shares import MOST_REQUESTS, ShareKernel
 from mllm_compile.runtime.attention.layer import KERNEL_HEAD_DIMS, LayerSpec
+from mllm_compile.runtime.attention.layer_kernels import DecodeForm
 from mllm_compile.runtime.attention.split.splits import MOST_FEW_SEQUENCES, OF_FEW, OF_MANY, Splits
 from mllm_compile.runtime.config_sections import RuntimeSection
-from mllm_compile.runtime.program.spec import DecodeForm, Program
+from mllm_compile.runtime.program.spec import Program
 
 _MAX_GROUP = 16  # query heads a KV head; all of them are rows of one product, more would not stay in registers
 
@@ -38,7 +39,7 @@ def add_decode_attention(config: ResolvedConfig, program: Program) -> tuple[Prog
         partial(_forms, config),
     )
     forms = {name: forms for name, (forms, _) in of_layers.items()}
-    return replace(program, decode_attention=forms), tuple(piece for _, pieces in made for piece in pieces)
+    return with_kernels(program, "decode", forms), tuple(piece for _, pieces in made for piece in pieces)
 
 
 def needs_own_kernels(config: ResolvedConfig, layer: LayerSpec) -> bool:

@@ -25,8 +25,9 @@ def add_decode_loop(
     Args:
         logits: [S, V], as the graph gives them.
     """
-    layers_without = {layer.name for layer in program.layers} - {*program.decode_attention, *program.latent_attention}
-    if program.sampling is None or layers_without or config.runtime.deterministic:
+    kernels = (program.kernels_of_layer(layer.name) for layer in program.layers)
+    decode_all = all(one.decode or one.latent for one in kernels)
+    if program.sampling is None or not decode_all or config.runtime.deterministic:
         return program, ()
     pieces = decode_loop_pieces(program.sampling.dtype, int(logits.shape[1]), config.runtime.page_size)
     return replace(program, decode_loop=DecodeLoopForms(*(piece.name for piece in pieces))), pieces

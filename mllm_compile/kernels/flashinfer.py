@@ -7,6 +7,7 @@ which loads (or builds) every kernel that a batch may get; then the kernels that
 from __future__ import annotations
 
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -18,8 +19,8 @@ from mllm_compile.runtime.attention.layer import AttentionLayer
 from mllm_compile.runtime.attention.split.split_decode import Decoder
 from mllm_compile.runtime.program.spec import Program
 
-# In place of the program's own decode pieces, which may not be compiled yet: FlashInfer has no part in them.
-_NO_DECODERS = [Decoder(lambda inputs: None)]
+# In place of the program's own pieces, which may not be compiled yet: FlashInfer has no part in them.
+_NO_DECODER = Decoder(lambda inputs: None)
 
 
 def collect_kernels(config: ResolvedConfig, program: Program, folder: Path, reporter: Reporter) -> None:
@@ -46,7 +47,7 @@ def _load_kernels(config: ResolvedConfig, program: Program) -> None:
     runtime = config.runtime
     dtype = getattr(torch, config.model.dtype)
     device = torch.device(runtime.device)
-    layers = [layer for layer in program.layers if layer.name not in program.latent_attention]
+    layers = [layer for layer in program.layers if not program.kernels_of_layer(layer.name).latent]
     sinks = {layer.sinks: torch.empty(layer.num_heads, device=device) for layer in layers if layer.sinks}
     if layers:  # a model of layers with a state alone attends nowhere
         wrappers = GroupWrappers(
@@ -59,8 +60,10 @@ def _load_kernels(config: ResolvedConfig, program: Program) -> None:
             max_requests=runtime.max_running_requests,
             page_size=runtime.page_size,
             deterministic=runtime.deterministic,
-            decoders=dict.fromkeys(program.decode_attention, _NO_DECODERS),
-            prefills=dict.fromkeys(program.prefill_attention, _NO_DECODERS[0].piece),
+            kernels={
+                name: replace(kernels, cascade=None).linked(lambda form: _NO_DECODER, lambda piece: _NO_DECODER.piece)
+                for name, kernels in program.layer_kernels.items()
+            },
         )
         wrappers.load()
     try:

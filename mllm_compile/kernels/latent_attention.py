@@ -11,10 +11,11 @@ from functools import partial
 
 from mllm_compile.config.resolved import ResolvedConfig
 from mllm_compile.inductor.job import PieceInput
-from mllm_compile.kernels.piece import WrittenPiece, made_by_kind
+from mllm_compile.kernels.piece import WrittenPiece, made_by_kind, with_kernels
 from mllm_compile.runtime.attention.latent.tiles import TILE_FIELDS
 from mllm_compile.runtime.attention.layer import LayerSpec
-from mllm_compile.runtime.program.spec import LatentForms, Program
+from mllm_compile.runtime.attention.layer_kernels import LatentKernels
+from mllm_compile.runtime.program.spec import Program
 
 
 def add_latent_attention(config: ResolvedConfig, program: Program) -> tuple[Program, tuple[WrittenPiece, ...]]:
@@ -26,8 +27,8 @@ def add_latent_attention(config: ResolvedConfig, program: Program) -> tuple[Prog
         lambda layer: replace(layer, name="", layer_id=0, up_projection=layer.up_projection and "up_projection"),
         partial(_pieces, config),
     )
-    forms = {name: LatentForms(*(piece.name for piece in pieces)) for name, pieces in of_layers.items()}
-    return replace(program, latent_attention=forms), tuple(piece for pieces in written for piece in pieces)
+    forms = {name: LatentKernels(*(piece.name for piece in pieces)) for name, pieces in of_layers.items()}
+    return with_kernels(program, "latent", forms), tuple(piece for pieces in written for piece in pieces)
 
 
 def _pieces(config: ResolvedConfig, layer: LayerSpec, index: int) -> tuple[WrittenPiece, ...]:

@@ -7,12 +7,13 @@ a check are made of that; tests hold the order against the op's own and the shap
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from dataclasses import dataclass, replace
+from typing import Any, Protocol, TypeVar
 
 import torch
 
 from mllm_compile.inductor.job import PieceInput
+from mllm_compile.runtime.program.spec import Program
 
 Kind = TypeVar("Kind")
 Made = TypeVar("Made")
@@ -100,6 +101,12 @@ class WrittenPiece:
                     f"{list(tensor.shape)} {tensor.dtype} with strides {tensor.stride()}"
                 )
         return None
+
+
+def with_kernels(program: Program, kind: str, of_layers: Mapping[str, Any]) -> Program:
+    """The program of which these layers have these kernels, in that field of LayerKernels."""
+    found = {name: replace(program.kernels_of_layer(name), **{kind: one}) for name, one in of_layers.items()}
+    return replace(program, layer_kernels={**program.layer_kernels, **found})
 
 
 class Named(Protocol):

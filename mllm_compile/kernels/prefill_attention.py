@@ -11,7 +11,7 @@ from dataclasses import replace
 from mllm_compile.config.resolved import ResolvedConfig
 from mllm_compile.inductor.job import PieceInput
 from mllm_compile.kernels.decode_attention import needs_own_kernels
-from mllm_compile.kernels.piece import WrittenPiece, made_by_kind
+from mllm_compile.kernels.piece import WrittenPiece, made_by_kind, with_kernels
 from mllm_compile.runtime.attention.layer import LayerSpec
 from mllm_compile.runtime.program.spec import Program
 
@@ -21,7 +21,7 @@ def add_prefill_attention(config: ResolvedConfig, program: Program) -> tuple[Pro
     served = [
         layer
         for layer in program.layers
-        if needs_own_kernels(config, layer) and _is_served(layer) and layer.name in program.decode_attention
+        if needs_own_kernels(config, layer) and _is_served(layer) and program.kernels_of_layer(layer.name).decode
     ]
     of_layers, written = made_by_kind(
         served,
@@ -29,7 +29,7 @@ def add_prefill_attention(config: ResolvedConfig, program: Program) -> tuple[Pro
         lambda kind, index: _piece(config, kind, f"prefill_{index}"),
     )
     found = {name: piece.name for name, piece in of_layers.items()}
-    return replace(program, prefill_attention=found), tuple(written)
+    return with_kernels(program, "prefill", found), tuple(written)
 
 
 def _is_served(layer: LayerSpec) -> bool:

@@ -11,9 +11,10 @@ from dataclasses import asdict, replace
 
 from mllm_compile.config.resolved import ResolvedConfig
 from mllm_compile.inductor.job import PieceInput
-from mllm_compile.kernels.piece import WrittenPiece, made_by_kind
+from mllm_compile.kernels.piece import WrittenPiece, made_by_kind, with_kernels
+from mllm_compile.runtime.attention.layer_kernels import StateKernels
 from mllm_compile.runtime.config_sections import RuntimeSection
-from mllm_compile.runtime.program.spec import Program, StateForms
+from mllm_compile.runtime.program.spec import Program
 from mllm_compile.runtime.state.layer import StateLayer
 
 _LEGEND = "T tokens, B requests, R rows of the pool"
@@ -47,8 +48,8 @@ def add_state_pieces(
         ),
         lambda kind, index: _pieces(*kind, config.runtime, index, is_delta),
     )
-    forms = {name: StateForms(*(piece.name for piece in pieces)) for name, pieces in of_layers.items()}
-    return replace(program, state_forms=forms), tuple(piece for pieces in written for piece in pieces)
+    forms = {name: StateKernels(*(piece.name for piece in pieces)) for name, pieces in of_layers.items()}
+    return with_kernels(program, "state", forms), tuple(piece for pieces in written for piece in pieces)
 
 
 def _is_served(layer: StateLayer) -> bool:

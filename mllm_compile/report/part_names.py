@@ -86,28 +86,15 @@ def all_names(program: Program, shapes: Mapping[str, Sequence[int]]) -> dict[str
             tokens = "1 token" if form.max_size == 1 else f"up to {form.max_size} tokens"
             names[form.piece] = f"{names.get(piece, piece)}, for {tokens}"
     positions = {layer.name: position for position, layer in enumerate(program.layers)}
-    decodes: dict[str, list[int]] = {}
-    for layer, decode_forms in program.decode_attention.items():
-        for piece in dict.fromkeys(form.piece for form in decode_forms if form.piece is not None):
-            decodes.setdefault(piece, []).append(positions[layer])
-    names |= {piece: f"{_layers(sorted(found))}: attention of decodes" for piece, found in decodes.items()}
-    for of_layers, what in (
-        (program.cascade_attention, "attention of decodes of one prefix"),
-        (program.prefill_attention, "attention of prompts"),
-    ):
-        for piece in dict.fromkeys(of_layers.values()):
-            found = sorted(positions[layer] for layer, one in of_layers.items() if one == piece)
-            names[piece] = f"{_layers(found)}: {what}"
-    steps = {layer.name: layer for layer in program.state_layers}
-    for name, state_forms in program.state_forms.items():
-        kind = steps[name].kind.name
-        names |= {state_forms.decodes: f"{kind} of decodes", state_forms.prompts: f"{kind} of prompts"}
-    for pair in dict.fromkeys(program.latent_attention.values()):
-        found = sorted(positions[layer] for layer, one in program.latent_attention.items() if one == pair)
-        names[pair.decode] = f"{_layers(found)}: attention of decodes over latents"
-        names[pair.prefill] = f"{_layers(found)}: attention of prompts over latents"
-        if pair.expanded is not None:
-            names[pair.expanded] = f"{_layers(found)}: attention of prompts over keys and values made of latents"
+    kinds = {layer.name: layer.kind.name for layer in program.state_layers}
+    used: dict[tuple[str, str], list[int]] = {}
+    for layer, kernels in program.layer_kernels.items():
+        for piece, what in kernels.pieces().items():
+            if layer in kinds:
+                names[piece] = f"{kinds[layer]} of {what}"
+            else:
+                used.setdefault((piece, what), []).append(positions[layer])
+    names |= {piece: f"{_layers(sorted(found))}: {what}" for (piece, what), found in used.items()}
     if program.sampling is not None:
         greedy, from_logits, from_scores = program.sampling.piece_ids()
         names |= {

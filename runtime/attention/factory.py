@@ -8,9 +8,9 @@ from typing import Protocol
 import torch
 
 from mllm_compile.runtime.attention.base import AttentionBackend
-from mllm_compile.runtime.attention.latent.backend import LatentAttnBackend, LatentPieces
+from mllm_compile.runtime.attention.latent.backend import LatentAttnBackend
 from mllm_compile.runtime.attention.layer import AttentionLayer
-from mllm_compile.runtime.attention.split.split_decode import DecodePiece, Decoders
+from mllm_compile.runtime.attention.layer_kernels import LinkedKernels, of_kind
 from mllm_compile.runtime.attention.torch_backend import TorchAttnBackend
 from mllm_compile.runtime.errors import ConfigError
 from mllm_compile.runtime.memory_pool import ReqToTokenPool
@@ -25,20 +25,8 @@ class AttendingModel(Protocol):
         """The layers, by layer_id."""
 
     @property
-    def decoders(self) -> Mapping[str, Decoders]:
-        """Layer → its own decode kernels, if any."""
-
-    @property
-    def cascades(self) -> Mapping[str, DecodePiece]:
-        """Layer → its own kernel for decodes of one prefix, if any."""
-
-    @property
-    def prefills(self) -> Mapping[str, DecodePiece]:
-        """Layer → its own kernel for prompts, if any."""
-
-    @property
-    def latents(self) -> Mapping[str, LatentPieces]:
-        """Layer → its own kernels over latents, if any."""
+    def layer_kernels(self) -> Mapping[str, LinkedKernels]:
+        """Layer → its own kernels, if any."""
 
 
 def make_attention_backend(
@@ -60,7 +48,7 @@ def make_attention_backend(
     if runtime.attention_backend == "flashinfer" and all(layer.is_latent for layer in model.layers):
         return LatentAttnBackend(
             model.layers,
-            model.latents,
+            of_kind(model.layer_kernels, "latent"),
             req_to_token=req_to_token_pool.req_to_token,
             max_requests=config.max_rows * config.runtime.expert_parallel_size,
             page_size=runtime.page_size,
@@ -80,9 +68,7 @@ def make_attention_backend(
             max_requests=config.max_rows * config.runtime.expert_parallel_size,
             page_size=runtime.page_size,
             deterministic=runtime.deterministic,
-            decoders=model.decoders,
-            prefills=model.prefills,
-            cascades=model.cascades,
+            kernels=model.layer_kernels,
             copy_prefix=runtime.copy_prefix,
             divide_prefix=runtime.divide_prefix,
             part=part,

@@ -288,9 +288,7 @@ def _missing_names(
     all_layers = layers | {layer.name for layer in program.state_layers}
     known = {*BATCH_INPUTS, *program.inputs, *program.weights}
     missing = [name for name in program.weights if name not in weights]
-    of_layers = program.decode_attention, program.cascade_attention, program.prefill_attention, program.latent_attention
-    for layer in (name for forms in of_layers for name in forms):
-        missing += [layer] if layer not in layers else []
+    missing += [layer for layer in program.layer_kernels if layer not in all_layers]
     missing += [piece for piece in program.piece_ids() if piece not in pieces]
     for step in program.steps:
         if isinstance(step, PieceStep):

@@ -16,15 +16,14 @@ import torch
 from mllm_compile.runtime.attention.hopper.clusters import ClusterKernel
 from mllm_compile.runtime.attention.hopper.decoder import ClusterDecode, ShareDecode
 from mllm_compile.runtime.attention.hopper.shares import ShareKernel
-from mllm_compile.runtime.attention.latent.backend import LatentPieces
 from mllm_compile.runtime.attention.layer import AttentionLayer
-from mllm_compile.runtime.attention.split.split_decode import DecodePiece, Decoder, Decoders
+from mllm_compile.runtime.attention.layer_kernels import DecodeForm, LinkedKernels, StoredKernels
+from mllm_compile.runtime.attention.split.split_decode import DecodePiece, Decoder
 from mllm_compile.runtime.ops import load_kernels
 from mllm_compile.runtime.program.executor import PieceFunction, ProgramExecutor
 from mllm_compile.runtime.program.loaded import DecodeLoopPieces, MediaExecutors
-from mllm_compile.runtime.program.spec import DecodeForm, Program
+from mllm_compile.runtime.program.spec import Program
 from mllm_compile.runtime.sampling.sampler import SamplingPieces
-from mllm_compile.runtime.state.piece_backend import StatePieces
 
 
 @dataclass(frozen=True)
@@ -33,22 +32,14 @@ class LinkedProgram:
 
     Attributes:
         pieces: piece id → compiled function, of all that the program names.
-        decoders: layer → its own decode kernels, where it has some; layers that are alike share them.
-        state_pieces: layer with a state → its kernels, where it has some; layers that are alike share them.
-        cascades: layer → the piece for decodes of one prefix, where it has one; likewise.
-        prefills: layer → the piece that attends for its prompts, where it has one; likewise.
-        latents: layer → the pieces that attend over its latents, where it has some; likewise.
+        layer_kernels: layer → its own kernels, where it has some; layers that are alike share them.
         sampling: the kernels that choose tokens; None: torch chooses.
         decode_loop: the kernels around a captured decode, if the program has them.
     """
 
     program: Program
     pieces: Mapping[str, PieceFunction]
-    decoders: Mapping[str, Decoders]
-    state_pieces: Mapping[str, StatePieces]
-    cascades: Mapping[str, PieceFunction]
-    prefills: Mapping[str, PieceFunction]
-    latents: Mapping[str, LatentPieces]
+    layer_kernels: Mapping[str, LinkedKernels]
     sampling: SamplingPieces | None
     decode_loop: DecodeLoopPieces | None
 
@@ -93,19 +84,12 @@ def link(
     with current_device(device):
         for one in program.every:
             load_kernels(one.kernels, cubins, device)
-        decoders = _decoders(program, pieces, cubins, device)
+        layer_kernels = _layer_kernels(program, pieces, cubins, device)
     sampling, loop = program.sampling, program.decode_loop
     return LinkedProgram(
         program,
         pieces,
-        decoders,
-        {
-            name: StatePieces(*(pieces[piece] for piece in forms.piece_ids()))
-            for name, forms in program.state_forms.items()
-        },
-        {layer: pieces[piece] for layer, piece in program.cascade_attention.items()},
-        {layer: pieces[piece] for layer, piece in program.prefill_attention.items()},
-        _latents(program, pieces),
+        layer_kernels,
         None
         if sampling is None
         else SamplingPieces(getattr(torch, sampling.dtype), *(pieces[piece] for piece in sampling.piece_ids())),
@@ -118,17 +102,13 @@ def current_device(device: torch.device) -> contextlib.AbstractContextManager[ob
     return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
 
 
-def _latents(program: Program, pieces: Mapping[str, PieceFunction]) -> dict[str, LatentPieces]:
-    forms = dict.fromkeys(program.latent_attention.values())
-    of = {form: LatentPieces(*(pieces[piece] for piece in form.piece_ids())) for form in forms}
-    return {layer: of[form] for layer, form in program.latent_attention.items()}
-
-
-def _decoders(
+def _layer_kernels(
     program: Program, pieces: Mapping[str, PieceFunction], cubins: Mapping[str, bytes], device: torch.device
-) -> dict[str, Decoders]:
+) -> dict[str, LinkedKernels]:
+    """Each layer's own kernels; layers that are alike share them."""
+
     @cache
-    def of(form: DecodeForm, sm_scale: float) -> Decoder:
+    def decoder_of(form: DecodeForm, sm_scale: float) -> Decoder:
         piece: DecodePiece
         if form.piece is not None:
             piece = pieces[form.piece]
@@ -139,7 +119,9 @@ def _decoders(
             piece = ClusterDecode(clusters, cubins, sm_scale, device)
         return Decoder(piece, form.most_sequences, form.splits, rotates=bool(form.kernels))
 
+    @cache
+    def linked(kernels: StoredKernels, sm_scale: float) -> LinkedKernels:
+        return kernels.linked(lambda form: decoder_of(form, sm_scale), lambda piece: pieces[piece])
+
     scales = {layer.name: layer.sm_scale for layer in program.layers}
-    return {
-        layer: tuple(of(form, scales[layer]) for form in forms) for layer, forms in program.decode_attention.items()
-    }
+    return {layer: linked(kernels, scales.get(layer, 0.0)) for layer, kernels in program.layer_kernels.items()}

@@ -8,15 +8,13 @@ from typing import Any, Protocol
 
 import torch
 
-from mllm_compile.runtime.attention.latent.backend import LatentPieces
 from mllm_compile.runtime.attention.layer import AttentionLayer
-from mllm_compile.runtime.attention.split.split_decode import DecodePiece, Decoders
+from mllm_compile.runtime.attention.layer_kernels import LinkedKernels
 from mllm_compile.runtime.cuda.kernel import CudaKernel
 from mllm_compile.runtime.media.tower import Tower
 from mllm_compile.runtime.sampling.sampler import SamplingPieces
 from mllm_compile.runtime.schedule.rope_lengths import RopeLengths
 from mllm_compile.runtime.state.layer import StateLayer
-from mllm_compile.runtime.state.piece_backend import StatePieces
 
 
 class Executor(Protocol):
@@ -69,11 +67,7 @@ class LoadedModel:
     eager: Executor | None = None  # the model as it was before it was compiled, where config.skip_compiled asks for it
     layers: tuple[AttentionLayer, ...]  # by layer_id
     state_layers: tuple[StateLayer, ...] = ()  # by state_id
-    decoders: Mapping[str, Decoders] = field(default_factory=dict)  # layer → its own decode kernels, if any
-    state_pieces: Mapping[str, StatePieces] = field(default_factory=dict)  # layer with a state → its kernels, if any
-    cascades: Mapping[str, DecodePiece] = field(default_factory=dict)  # layer → its kernel for decodes of one prefix
-    prefills: Mapping[str, DecodePiece] = field(default_factory=dict)  # layer → its own kernel for prompts, if any
-    latents: Mapping[str, LatentPieces] = field(default_factory=dict)  # layer → its kernels over latents, if any
+    layer_kernels: Mapping[str, LinkedKernels] = field(default_factory=dict)  # layer → its own kernels, if any
     sampling: SamplingPieces | None = None  # the program's own kernels for choosing tokens, if any
     decode_loop: DecodeLoopPieces | None = None  # and those around a captured decode
     kernels: Collection[CudaKernel] = ()  # that its program calls and NVRTC has compiled; the same on all ranks

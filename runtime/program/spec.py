@@ -10,13 +10,11 @@ Shape legend: T tokens, S rows of logits, H query heads, Dv value head dim, V vo
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from mllm_compile.runtime.attention.hopper.kernel import DecodeKernel
-from mllm_compile.runtime.attention.hopper.shapes import kernel_from_json
 from mllm_compile.runtime.attention.layer import LayerSpec
-from mllm_compile.runtime.attention.split.splits import Splits
+from mllm_compile.runtime.attention.layer_kernels import NO_KERNELS, LayerKernels, StoredKernels
 from mllm_compile.runtime.cuda.kernel import CudaKernel
 from mllm_compile.runtime.errors import ArtifactError
 from mllm_compile.runtime.json_data import from_json
@@ -156,61 +154,6 @@ class SmallForm:
 
 
 @dataclass(frozen=True)
-class DecodeForm:
-    """The way that decodes of batches of some size compute a layer's attention.
-
-    Attributes:
-        most_sequences: requests x KV heads that it serves; None: any number.
-        piece: its id (ops/split_decode.py), or None: `kernels` decode.
-        splits: the piece's splits.
-        kernels: kernels of runtime/attention/hopper/: those of clusters, one for each split, or the one of shares.
-    """
-
-    most_sequences: int | None = None
-    piece: str | None = None
-    splits: Splits | None = None
-    kernels: tuple[DecodeKernel, ...] = ()
-
-    def to_json(self) -> dict[str, Any]:
-        return {**asdict(self), "kernels": [kernel.to_json() for kernel in self.kernels]}
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> DecodeForm:
-        """Raises KeyError, TypeError or ValueError for anything that to_json would not have written."""
-        kernels = tuple(map(kernel_from_json, data["kernels"]))
-        form = replace(from_json(cls, {**data, "kernels": []}), kernels=kernels)
-        if (form.piece is None) is not bool(form.kernels):
-            raise ValueError("a form of decode attention has a piece, or kernels")
-        return form
-
-
-@dataclass(frozen=True)
-class StateForms:
-    """The pieces that compute a layer with a state (ops/states/): a batch's decodes, its prompts, and prompts of few
-    tokens, where these have a kernel of their own."""
-
-    decodes: str
-    prompts: str
-    few: str | None = None
-
-    def piece_ids(self) -> tuple[str, ...]:
-        return (self.decodes, self.prompts, *(() if self.few is None else (self.few,)))
-
-
-@dataclass(frozen=True)
-class LatentForms:
-    """The pieces that attend over a layer's latents (ops/latents/): for decodes, and for prompts; and for prompts over
-    keys and values made of them, where the layer has its up-projection."""
-
-    decode: str
-    prefill: str
-    expanded: str | None = None
-
-    def piece_ids(self) -> tuple[str, ...]:
-        return (self.decode, self.prefill, *(() if self.expanded is None else (self.expanded,)))
-
-
-@dataclass(frozen=True)
 class SamplingForms:
     """The pieces that choose tokens: the most probable, and draws, from the program's logits of type `dtype`; and draws
     from float32 scores.
@@ -280,10 +223,7 @@ class Program:
     weights: tuple[str, ...]
     output: str
     small_forms: Mapping[str, tuple[SmallForm, ...]] = field(default_factory=dict)  # piece → its forms, smallest first
-    decode_attention: Mapping[str, tuple[DecodeForm, ...]] = field(default_factory=dict)  # layer → the fewest's first
-    cascade_attention: Mapping[str, str] = field(default_factory=dict)  # layer → the piece for decodes of one prefix
-    prefill_attention: Mapping[str, str] = field(default_factory=dict)  # layer → the piece that attends for its prompts
-    latent_attention: Mapping[str, LatentForms] = field(default_factory=dict)  # by layer; all layers, or none
+    layer_kernels: Mapping[str, StoredKernels] = field(default_factory=dict)  # layer → its own kernels, if any
     sampling: SamplingForms | None = None
     decode_loop: DecodeLoopForms | None = None
     kernels: Mapping[str, tuple[CudaKernel, ...]] = field(default_factory=dict)  # family → those that it calls
@@ -291,7 +231,6 @@ class Program:
     counted_experts: tuple[str, ...] = ()  # a weight of each layer whose choices are counted, in order
     quantised_weights: Mapping[str, QuantisedWeight] = field(default_factory=dict)  # by the name of the values
     state_layers: tuple[StateLayer, ...] = ()
-    state_forms: Mapping[str, StateForms] = field(default_factory=dict)  # layer with a state → its pieces
     inputs: tuple[str, ...] = ()  # beside BATCH_INPUTS
     rope: RopeLengths | None = None  # how its RoPE follows the input `rope_lens`, if it does
     further_outputs: tuple[str, ...] = ()  # beside `output`; of a tower
@@ -315,24 +254,23 @@ class Program:
         return tuple(dict.fromkeys(kernel for program in self.every for kernel in program.cuda_kernels()))
 
     def piece_ids(self) -> list[str]:
-        """All that is compiled of this program: the steps' pieces, their forms for few tokens, those of attention,
-        of layers with a state, of sampling and of the decode loop."""
-        attention = dict.fromkeys(form.piece for form in self._decode_forms() if form.piece is not None)
-        attention |= dict.fromkeys((*self.cascade_attention.values(), *self.prefill_attention.values()))
-        attention |= dict.fromkeys(piece for forms in self.latent_attention.values() for piece in forms.piece_ids())
+        """All that is compiled of this program: the steps' pieces, their forms for few tokens, layers' own
+        kernels, those of sampling and of the decode loop."""
+        layers = dict.fromkeys(piece for kernels in self.layer_kernels.values() for piece in kernels.pieces())
         sampling = () if self.sampling is None else self.sampling.piece_ids()
         loop = () if self.decode_loop is None else self.decode_loop.piece_ids()
-        states = dict.fromkeys(piece for forms in self.state_forms.values() for piece in forms.piece_ids())
         small = (form.piece for form in self.all_small_forms())
-        return [*self.step_pieces(), *small, *attention, *states, *sampling, *loop]
+        return [*self.step_pieces(), *small, *layers, *sampling, *loop]
 
     def cuda_kernels(self) -> tuple[CudaKernel, ...]:
         """The kernels that this program calls and NVRTC compiles."""
-        decodes = dict.fromkeys(kernel for form in self._decode_forms() for kernel in form.kernels)
+        forms = (form for kernels in self.layer_kernels.values() for form in kernels.decode)
+        decodes = dict.fromkeys(kernel for form in forms for kernel in form.kernels)
         return (*(kernel for members in self.kernels.values() for kernel in members), *decodes)
 
-    def _decode_forms(self) -> list[DecodeForm]:
-        return [form for forms in self.decode_attention.values() for form in forms]
+    def kernels_of_layer(self, name: str) -> StoredKernels:
+        """The layer's own kernels; none of a layer that has none."""
+        return self.layer_kernels.get(name, NO_KERNELS)
 
     def all_small_forms(self) -> list[SmallForm]:
         """The small forms of all pieces."""
@@ -349,12 +287,7 @@ class Program:
             "weights": list(self.weights),
             "output": self.output,
             "small_forms": {piece: [asdict(form) for form in forms] for piece, forms in self.small_forms.items()},
-            "decode_attention": {
-                layer: [form.to_json() for form in forms] for layer, forms in self.decode_attention.items()
-            },
-            "cascade_attention": dict(self.cascade_attention),
-            "prefill_attention": dict(self.prefill_attention),
-            "latent_attention": {layer: asdict(forms) for layer, forms in self.latent_attention.items()},
+            "layer_kernels": {layer: kernels.to_json() for layer, kernels in self.layer_kernels.items()},
             "sampling": None if self.sampling is None else asdict(self.sampling),
             "decode_loop": None if self.decode_loop is None else asdict(self.decode_loop),
             "kernels": {name: [kernel.to_json() for kernel in members] for name, members in self.kernels.items()},
@@ -362,7 +295,6 @@ class Program:
             "counted_experts": list(self.counted_experts),
             "quantised_weights": {name: asdict(weight) for name, weight in self.quantised_weights.items()},
             "state_layers": [layer.to_json() for layer in self.state_layers],
-            "state_forms": {layer: asdict(forms) for layer, forms in self.state_forms.items()},
             "inputs": list(self.inputs),
             "rope": None if self.rope is None else asdict(self.rope),
             "further_outputs": list(self.further_outputs),
@@ -379,12 +311,9 @@ class Program:
                 weights=from_json(tuple[str, ...], data["weights"]),
                 output=from_json(str, data["output"]),
                 small_forms=from_json(dict[str, tuple[SmallForm, ...]], data["small_forms"]),
-                decode_attention={
-                    layer: tuple(map(DecodeForm.from_json, forms)) for layer, forms in data["decode_attention"].items()
+                layer_kernels={
+                    layer: LayerKernels.from_json(kernels) for layer, kernels in data["layer_kernels"].items()
                 },
-                cascade_attention=from_json(dict[str, str], data["cascade_attention"]),
-                prefill_attention=from_json(dict[str, str], data["prefill_attention"]),
-                latent_attention=from_json(dict[str, LatentForms], data["latent_attention"]),
                 sampling=from_json(SamplingForms | None, data["sampling"]),
                 decode_loop=from_json(DecodeLoopForms | None, data["decode_loop"]),
                 kernels={
@@ -395,7 +324,6 @@ class Program:
                 counted_experts=from_json(tuple[str, ...], data["counted_experts"]),
                 quantised_weights=from_json(dict[str, QuantisedWeight], data["quantised_weights"]),
                 state_layers=tuple(map(StateLayer.from_json, data["state_layers"])),
-                state_forms=from_json(dict[str, StateForms], data["state_forms"]),
                 inputs=from_json(tuple[str, ...], data["inputs"]),
                 rope=from_json(RopeLengths | None, data["rope"]),
                 further_outputs=from_json(tuple[str, ...], data["further_outputs"]),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Protocol
 
@@ -10,6 +10,7 @@ import torch
 
 from mllm_compile.runtime.attention.base import AttentionBackend
 from mllm_compile.runtime.attention.factory import AttendingModel, make_attention_backend
+from mllm_compile.runtime.attention.layer_kernels import of_kind
 from mllm_compile.runtime.attention.split.page_table import PageTable
 from mllm_compile.runtime.errors import UnsupportedModelError
 from mllm_compile.runtime.memory_pool import GDNPool, ReqToTokenPool
@@ -18,7 +19,7 @@ from mllm_compile.runtime.state.base import StateBackend
 from mllm_compile.runtime.state.hybrid_backend import HybridAttnBackend
 from mllm_compile.runtime.state.layer import StateLayer
 from mllm_compile.runtime.state.mixed import MixedStateSteps
-from mllm_compile.runtime.state.piece_backend import PieceStateBackend, StatePieces
+from mllm_compile.runtime.state.piece_backend import PieceStateBackend
 from mllm_compile.runtime.state.torch_backend import TorchStateBackend
 
 
@@ -28,10 +29,6 @@ class StatefulModel(AttendingModel, Protocol):
     @property
     def state_layers(self) -> Sequence[StateLayer]:
         """The layers with a state, by state_id; there may be none."""
-
-    @property
-    def state_pieces(self) -> Mapping[str, StatePieces]:
-        """Layer with a state → its kernels, if any."""
 
 
 def make_backend(
@@ -55,7 +52,8 @@ def make_backend(
     if not model.state_layers:
         return make_attention()
     is_deterministic = config.runtime.deterministic
-    without = next((layer.name for layer in model.state_layers if layer.name not in model.state_pieces), None)
+    pieces = of_kind(model.layer_kernels, "state")
+    without = next((layer.name for layer in model.state_layers if layer.name not in pieces), None)
     if is_deterministic and device.type == "cuda" and without is not None:
         raise UnsupportedModelError(
             f"runtime.deterministic makes every step one captured decode, which layer {without} cannot be: no "
@@ -63,8 +61,8 @@ def make_backend(
             "runtime.deterministic: false."
         )
     states: StateBackend = TorchStateBackend(state_pool, is_deterministic)
-    if model.state_pieces:
-        states = PieceStateBackend(state_pool, model.state_pieces, states)
+    if pieces:
+        states = PieceStateBackend(state_pool, pieces, states)
     mixed = MixedStateSteps(config.max_rows, device) if without is None else None
     if model.layers:
         return HybridAttnBackend(make_attention(), states, mixed)

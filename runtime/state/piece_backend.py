@@ -7,34 +7,15 @@ They read rows, lengths and flags of requests on the device, so nothing is plann
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from mllm_compile.runtime.attention.layer_kernels import StateKernels
 from mllm_compile.runtime.memory_pool import GDNPool
 from mllm_compile.runtime.state.base import StateBackend, StateInputs
 
-FEW_TOKENS = 64  # of a step whose chunks are short
-
-
-@dataclass(frozen=True)
-class StatePieces:
-    """A layer's kernels; arguments as its op has them, those that the layer has.
-
-    Attributes:
-        decodes: (*operands, states, rows, has_state, out): request i has token i alone.
-        prompts: (*operands, states, rows, has_state, sources, starts, ends, out).
-        few: the same, of at most FEW_TOKENS tokens; None: prompts serves them too.
-    """
-
-    decodes: Callable[[list[torch.Tensor]], Any]
-    prompts: Callable[[list[torch.Tensor]], Any]
-    few: Callable[[list[torch.Tensor]], Any] | None = None
-
-    def prompts_of(self, num_tokens: int) -> Callable[[list[torch.Tensor]], Any]:
-        """The kernels of prompts in a step of so many tokens."""
-        return self.prompts if self.few is None or num_tokens > FEW_TOKENS else self.few
+StatePieces = StateKernels[Callable[[list[torch.Tensor]], Any]]
 
 
 class PieceStateBackend(StateBackend):

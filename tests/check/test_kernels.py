@@ -9,23 +9,27 @@ from dataclasses import replace
 import pytest
 import torch
 
-from mllm_compile.check.kernels import _DecodeCheck, _rotated, _who_decodes, check_written_pieces
+from mllm_compile.check.decode_attention import _DecodeCheck, _rotated, _who_decodes
+from mllm_compile.check.kernels import check_written_pieces
+from mllm_compile.check.served import Served
 from mllm_compile.errors import CompileError
 from mllm_compile.kernels import decode_attention
 from mllm_compile.runtime.attention.capture import Unrotated
 from mllm_compile.runtime.attention.hopper.clusters import cluster_kernels
 from mllm_compile.runtime.attention.hopper.shares import ShareKernel
 from mllm_compile.runtime.attention.layer import LayerSpec
+from mllm_compile.runtime.attention.layer_kernels import DecodeForm, LayerKernels
 from mllm_compile.runtime.attention.split.split_decode import Decoder, choose_decoder
 from mllm_compile.runtime.attention.split.splits import MOST_FEW_SEQUENCES, OF_FEW, OF_MANY
 from mllm_compile.runtime.program.link import link
-from mllm_compile.runtime.program.spec import DecodeForm, Program, SamplingForms, UnrotatedStep
+from mllm_compile.runtime.program.spec import Program, SamplingForms, UnrotatedStep
 from mllm_compile.runtime.sampling.counter_rng import draw_tokens, padded_scores
 from tests.config.test_resolve import H200, resolved
 
 Piece = Callable[[list[torch.Tensor]], list[torch.Tensor]]
 
 PAGE_SIZE, VOCAB = 16, 300
+SERVED = Served(PAGE_SIZE, torch.bfloat16, torch.bfloat16, torch.device("cpu"))
 LAYER = LayerSpec("layers.0.attn", 0, 8, 2, 32, 32, 32**-0.5, 0.0, -1, None)
 WINDOWED = replace(LAYER, window_left=511)
 CAPPED = replace(LAYER, logits_soft_cap=50.0)
@@ -60,7 +64,7 @@ class Attention:
 
 def check_attention(layer: LayerSpec, few: Piece, many: Piece, dtype: torch.dtype = torch.bfloat16) -> None:
     forms = DecodeForm(MOST_FEW_SEQUENCES, "few", OF_FEW), DecodeForm(None, "many", OF_MANY)
-    program = Program((), (layer,), (), "logits", decode_attention={layer.name: forms})
+    program = Program((), (layer,), (), "logits", layer_kernels={layer.name: LayerKernels(decode=forms)})
     linked = link(program, {"few": few, "many": many}, {}, torch.device("cpu"))
     check_written_pieces(linked, PAGE_SIZE, dtype, torch.zeros(2, VOCAB))
 
@@ -109,7 +113,7 @@ class RotatingAttention(Attention):
 def check_rotation(attention: RotatingAttention, norms: tuple[str, ...]) -> None:
     form = DecodeForm(None, kernels=(ShareKernel(8, 4, 64),))
     step = UnrotatedStep(("q", "k", "cos", "sin", *norms), 1e-6)
-    check = _DecodeCheck(attention.layer, PAGE_SIZE, torch.bfloat16, torch.device("cpu"), step)
+    check = _DecodeCheck(attention.layer, SERVED, step)
     for lengths in ((300, 70, 1), (16, 17)):
         check.run(lengths, [form], [Decoder(attention, rotates=True)])
 
@@ -274,9 +278,9 @@ def test_every_kernel_of_a_layer_decodes_in_a_batch_of_the_check(monkeypatch, kv
     layer = LayerSpec("layers.0.attn", 0, 2 * kv_heads, kv_heads, 128, 128, 128**-0.5, 0.0, -1, None)
     config = resolved(H200, runtime={"max_model_len": max_model_len})
     program, _ = decode_attention.add_decode_attention(config, Program((), (layer,), (), "logits"))
-    forms = program.decode_attention[layer.name]
+    forms = program.layer_kernels[layer.name].decode
     decoders = [Decoder(list, form.most_sequences, form.splits) for form in forms]
-    batches = _DecodeCheck(layer, PAGE_SIZE, torch.bfloat16, torch.device("cpu")).batches(forms)
+    batches = _DecodeCheck(layer, SERVED).batches(forms)
     met = set()
     for lengths in batches:
         form = forms[decoders.index(choose_decoder(decoders, len(lengths) * kv_heads))]

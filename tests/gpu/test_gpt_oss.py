@@ -15,6 +15,7 @@ import torch
 
 from mllm_compile import Engine, EngineConfig, RequestOutput, SamplingParams
 from mllm_compile.kernels.cuda import can_compile_kernels
+from mllm_compile.runtime.attention.layer_kernels import of_kind
 from mllm_compile.runtime.graph_mode import BatchDescriptor, CUDAGraphMode
 from mllm_compile.runtime.model_runner import ModelRunner
 from mllm_compile.store.artifact import open_artifact
@@ -102,8 +103,8 @@ def test_prompts_and_answers_are_as_near_to_float32_as_transformers_is(folders, 
     with served(folders[kind], tmp_path) as engine:
         (program,) = (open_artifact(path.parent).program for path in tmp_path.rglob("program.json"))
         assert all(layer.sinks for layer in program.layers)
-        assert set(program.decode_attention) == {layer.name for layer in program.layers}
-        by_hopper = any(form.kernels for forms in program.decode_attention.values() for form in forms)
+        assert set(of_kind(program.layer_kernels, "decode")) == {layer.name for layer in program.layers}
+        by_hopper = any(form.kernels for kernels in program.layer_kernels.values() for form in kernels.decode)
         assert by_hopper is (kind == HOPPER and can_compile_kernels("cuda:0"))
         asked = SamplingParams(temperature=0.0, max_tokens=64, ignore_eos=True, logprobs=0)
         read = engine.generate(prompts, SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0))

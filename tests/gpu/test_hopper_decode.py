@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from mllm_compile.check.kernels import _rotated
+from mllm_compile.check.decode_attention import _rotated
 from mllm_compile.kernels.cuda import KernelCompiler, can_compile_kernels
 from mllm_compile.process.progress import NullReporter
 from mllm_compile.runtime.attention.capture import Unrotated

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from mllm_compile import Engine, EngineConfig, SamplingParams
-from mllm_compile.check.kernels import _rotated
+from mllm_compile.check.decode_attention import _rotated
 from tests.gpu.small_shape import SHAPE
 from tests.gpu.test_hopper_decode import CLUSTERS, HEADS, SHARES, Decode, New, decode, decode_new, decoders, pytestmark
 from tests.gpu.test_served_models import random_ids

@@ -14,6 +14,7 @@ from mllm_compile import Engine, EngineConfig, SamplingParams
 from mllm_compile.runtime.attention.latent.expanded import ExpandedPrompts
 from mllm_compile.runtime.attention.latent.expansion import parts_of
 from mllm_compile.runtime.attention.latent.tiles import PREFILL_TILE, num_prefill_tiles
+from mllm_compile.runtime.attention.layer_kernels import of_kind
 from mllm_compile.store.artifact import open_artifact
 from tests.gpu.test_architectures import compare
 from tests.gpu.test_experts import scores_of
@@ -177,7 +178,7 @@ def test_a_model_is_as_near_to_float32_as_transformers_is(tmp_path, monkeypatch,
     with served(folder, tmp_path / "cache", step) as engine:
         (program,) = (open_artifact(path.parent).program for path in tmp_path.rglob("program.json"))
         assert all(layer.is_latent for layer in program.layers)
-        assert set(program.latent_attention) == {layer.name for layer in program.layers}
+        assert set(of_kind(program.layer_kernels, "latent")) == {layer.name for layer in program.layers}
         assert program.decode_loop is not None  # a captured decode is one launch
         assert all(layer.up_projection for layer in program.layers)
         behind.clear()

@@ -11,6 +11,7 @@ from mllm_compile.kernels import decode_attention
 from mllm_compile.kernels.cascade_attention import add_cascade_attention
 from mllm_compile.kernels.decode_attention import add_decode_attention
 from mllm_compile.runtime.attention.layer import LayerSpec
+from mllm_compile.runtime.attention.layer_kernels import of_kind
 from mllm_compile.runtime.program.spec import Program
 from mllm_compile.store.key import _attention
 from tests.config.test_resolve import CPU, H200, resolved
@@ -34,7 +35,7 @@ def test_plain_layers_that_are_alike_share_a_piece():
     same = replace(LAYER, name="layers.1.attn", layer_id=1)
     windowed = replace(LAYER, name="layers.2.attn", layer_id=2, window_left=99)
     program, (piece,) = added(H200, ON, LAYER, same, windowed)
-    assert program.cascade_attention == {LAYER.name: "cascade_0", same.name: "cascade_0"}
+    assert of_kind(program.layer_kernels, "cascade") == {LAYER.name: "cascade_0", same.name: "cascade_0"}
     assert piece.name == "cascade_0" and "cascade_0" in program.piece_ids()
     assert Program.from_json(json.loads(json.dumps(program.to_json()))) == program
 
@@ -62,9 +63,9 @@ def test_configs_that_share_a_runtime_have_the_same_pieces():
 )
 def test_others_have_none(device, sections, change):
     program, pieces = added(device, sections, replace(LAYER, **change))
-    assert (program.cascade_attention, pieces) == ({}, ())
+    assert (of_kind(program.layer_kernels, "cascade"), pieces) == ({}, ())
 
 
 def test_a_program_with_states_has_none():
     program, pieces = added(H200, ON, LAYER, state_layers=("recurrence",))
-    assert (program.cascade_attention, pieces) == ({}, ())
+    assert (of_kind(program.layer_kernels, "cascade"), pieces) == ({}, ())

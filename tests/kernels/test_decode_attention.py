@@ -14,8 +14,9 @@ from mllm_compile.kernels.decode_attention import add_decode_attention
 from mllm_compile.runtime.attention.hopper.clusters import cluster_kernels
 from mllm_compile.runtime.attention.hopper.shares import ShareKernel
 from mllm_compile.runtime.attention.layer import LayerSpec
+from mllm_compile.runtime.attention.layer_kernels import DecodeForm, of_kind
 from mllm_compile.runtime.attention.split.splits import OF_FEW, OF_MANY
-from mllm_compile.runtime.program.spec import DecodeForm, Program
+from mllm_compile.runtime.program.spec import Program
 from tests.config.test_resolve import A100, CPU, H200, resolved
 
 LAYER = LayerSpec("layers.0.attn", 0, 32, 8, 128, 128, 0.088, 0.0, -1, None)
@@ -44,7 +45,7 @@ def program(*layers: LayerSpec) -> Program:
 def test_layers_that_are_alike_share_two_pieces():
     same = replace(LAYER, name="layers.2.attn", layer_id=2)
     with_forms, pieces = add_decode_attention(resolved(H200), program(LAYER, WINDOWED, same))
-    assert with_forms.decode_attention == {
+    assert of_kind(with_forms.layer_kernels, "decode") == {
         LAYER.name: piece_forms(0),
         WINDOWED.name: piece_forms(1),
         same.name: piece_forms(0),
@@ -61,7 +62,7 @@ def test_on_hopper_kernels_stand_for_both_pieces(has_kernels):
     with_forms, pieces = add_decode_attention(config, program(LAYER, WINDOWED))
     page_size = config.runtime.page_size
     clusters, shares = cluster_kernels(32, 8, page_size), ShareKernel(8, 4, page_size)
-    assert with_forms.decode_attention == {
+    assert of_kind(with_forms.layer_kernels, "decode") == {
         LAYER.name: (DecodeForm(256, kernels=clusters), DecodeForm(None, kernels=(shares,))),
         WINDOWED.name: piece_forms(1),
     }
@@ -102,7 +103,7 @@ def test_pieces_keep_what_the_kernels_are_slower_at_or_do_not_serve(has_kernels,
     layer = replace(LAYER, num_heads=4 * kv_heads, num_kv_heads=kv_heads)
     config = resolved(H200, runtime={"max_model_len": 4096, "max_num_batched_tokens": 8192} | sizes)
     with_forms, pieces = add_decode_attention(config, program(layer))
-    forms = with_forms.decode_attention[layer.name]
+    forms = of_kind(with_forms.layer_kernels, "decode")[layer.name]
     names = [form.piece or form.kernels[0].name.partition("_")[0] for form in forms]
     assert list(zip(names, [form.most_sequences for form in forms], strict=True)) == served
     assert [piece.name for piece in pieces] == [name for name in names if name.startswith("decode")]
@@ -115,7 +116,7 @@ def test_wide_heads_are_shared_out_but_for_few_requests(has_kernels, kv_heads):
     config = resolved(H200, runtime={"kv_cache_dtype": "fp8_e4m3"})
     with_forms, (few,) = add_decode_attention(config, program(layer))
     shares = ShareKernel(kv_heads, 4, config.runtime.page_size, fp8=True, head_dim=256)
-    assert with_forms.decode_attention[layer.name] == (
+    assert of_kind(with_forms.layer_kernels, "decode")[layer.name] == (
         DecodeForm(64, few.name, OF_FEW),
         DecodeForm(None, kernels=(shares,)),
     )
@@ -127,7 +128,7 @@ def test_clusters_are_compiled_for_splits_that_a_batch_can_have(has_kernels, kv_
     has_kernels(True)
     layer = replace(LAYER, num_heads=kv_heads, num_kv_heads=kv_heads)
     with_forms, _ = add_decode_attention(resolved(H200, runtime={"max_model_len": 4096}), program(layer))
-    assert [kernel.split for kernel in with_forms.decode_attention[layer.name][0].kernels] == splits
+    assert [kernel.split for kernel in of_kind(with_forms.layer_kernels, "decode")[layer.name][0].kernels] == splits
 
 
 @pytest.mark.parametrize(
@@ -146,14 +147,14 @@ def test_clusters_are_compiled_for_splits_that_a_batch_can_have(has_kernels, kv_
 def test_what_the_kernels_do_not_serve_keeps_its_pieces(has_kernels, layer, sections):
     has_kernels(True)
     with_forms, _ = add_decode_attention(resolved(H200, **sections), program(layer))
-    (forms,) = with_forms.decode_attention.values()
+    (forms,) = of_kind(with_forms.layer_kernels, "decode").values()
     assert all(form.piece is not None and not form.kernels for form in forms)
 
 
 def test_layers_share_pieces_or_kernels_that_are_given_each_its_sinks(has_kernels):
     sinks = [replace(LAYER, name=f"layers.{i}", layer_id=i, sinks=f"layers.{i}.sinks") for i in (1, 2)]
     with_forms, pieces = add_decode_attention(resolved(H200), program(LAYER, *sinks))
-    assert with_forms.decode_attention == {
+    assert of_kind(with_forms.layer_kernels, "decode") == {
         LAYER.name: piece_forms(0),
         sinks[0].name: piece_forms(1),
         sinks[1].name: piece_forms(1),
@@ -165,7 +166,10 @@ def test_layers_share_pieces_or_kernels_that_are_given_each_its_sinks(has_kernel
     has_kernels(True)
     with_forms, pieces = add_decode_attention(resolved(H200, runtime={"max_model_len": 4096}), program(LAYER, *sinks))
     assert not pieces
-    assert with_forms.decode_attention[sinks[0].name] == with_forms.decode_attention[sinks[1].name]
+    assert (
+        of_kind(with_forms.layer_kernels, "decode")[sinks[0].name]
+        == of_kind(with_forms.layer_kernels, "decode")[sinks[1].name]
+    )
     assert [kernel.sinks for kernel in with_forms.cuda_kernels()] == [False] * 4 + [True] * 4
     assert len({kernel.name for kernel in with_forms.cuda_kernels()}) == 8
     assert Program.from_json(json.loads(json.dumps(with_forms.to_json()))) == with_forms
@@ -189,7 +193,7 @@ def test_inputs_are_contiguous_with_sizes_by_name():
 def test_in_deterministic_mode_one_piece_fetches_no_key_before_the_step_has_written_it():
     config = resolved(H200, runtime={"deterministic": True})
     with_forms, (only,) = add_decode_attention(config, program(LAYER))
-    assert with_forms.decode_attention == {LAYER.name: (DecodeForm(None, "decode_0_many", OF_MANY),)}
+    assert of_kind(with_forms.layer_kernels, "decode") == {LAYER.name: (DecodeForm(None, "decode_0_many", OF_MANY),)}
     assert "fetch_first=False" in only.source
     _, (few, _) = add_decode_attention(resolved(H200), program(LAYER))
     assert "fetch_first=True" in few.source
@@ -223,7 +227,7 @@ def test_otherwise_flashinfer_decodes_or_plain_torch(device, sections):
 def test_a_layer_that_the_kernel_does_not_serve_is_left_to_the_backend(change):
     odd = replace(LAYER, name="odd", **change)
     with_forms, pieces = add_decode_attention(resolved(H200), program(LAYER, odd))
-    assert set(with_forms.decode_attention) == {LAYER.name}
+    assert set(of_kind(with_forms.layer_kernels, "decode")) == {LAYER.name}
     assert len(pieces) == 2
 
 
@@ -231,7 +235,7 @@ def test_kernels_and_pieces_over_a_cache_of_fp8_read_it(monkeypatch):
     monkeypatch.setattr(decode_attention, "can_compile_kernels", lambda device: True)
     config = resolved(H200, runtime={"kv_cache_dtype": "fp8_e4m3"})
     served, _ = add_decode_attention(config, program(LAYER))
-    forms = served.decode_attention[LAYER.name]
+    forms = of_kind(served.layer_kernels, "decode")[LAYER.name]
     kernels = [kernel for form in forms for kernel in form.kernels]
     assert kernels and all(kernel.fp8 and kernel.name.count("_fp8") == 1 for kernel in kernels)
     monkeypatch.setattr(decode_attention, "can_compile_kernels", lambda device: False)

@@ -9,7 +9,8 @@ import pytest
 
 from mllm_compile.kernels.latent_attention import add_latent_attention
 from mllm_compile.runtime.attention.layer import LayerSpec
-from mllm_compile.runtime.program.spec import LatentForms, Program
+from mllm_compile.runtime.attention.layer_kernels import LatentKernels, of_kind
+from mllm_compile.runtime.program.spec import Program
 from tests.config.test_resolve import CPU, H200, resolved
 
 LAYER = LayerSpec("layers.0.attn", 0, 16, 1, 576, 512, 0.07, 0.0, -1, None, is_latent=True)
@@ -23,9 +24,10 @@ def test_layers_that_are_alike_share_two_pieces_and_the_program_is_read_as_it_wa
     same = replace(LAYER, name="layers.1.attn", layer_id=1)
     wider = replace(LAYER, name="layers.2.attn", layer_id=2, sm_scale=0.1)
     with_forms, pieces = add_latent_attention(resolved(H200), program(LAYER, same, wider))
-    first, second = (LatentForms(f"latent_{index}_decode", f"latent_{index}_prefill") for index in (0, 1))
-    assert with_forms.latent_attention == {LAYER.name: first, same.name: first, wider.name: second}
-    assert [piece.name for piece in pieces] == [*first.piece_ids(), *second.piece_ids()] == with_forms.piece_ids()
+    first, second = (LatentKernels(f"latent_{index}_decode", f"latent_{index}_prefill") for index in (0, 1))
+    assert of_kind(with_forms.layer_kernels, "latent") == {LAYER.name: first, same.name: first, wider.name: second}
+    names = [f"latent_{index}_{what}" for index in (0, 1) for what in ("decode", "prefill")]
+    assert [piece.name for piece in pieces] == names == with_forms.piece_ids()
     assert Program.from_json(json.loads(json.dumps(with_forms.to_json()))) == with_forms
     assert ["sm_scale=0.1" in piece.source for piece in pieces] == [False, False, True, True]
 
@@ -35,9 +37,10 @@ def test_layers_with_their_up_projection_have_a_third_piece_whatever_its_weight_
     layer = replace(LAYER, **own)
     same = replace(layer, name="layers.1.attn", layer_id=1, up_projection="layers.1.kv_b_proj.weight")
     with_forms, pieces = add_latent_attention(resolved(H200), program(layer, same))
-    forms = LatentForms(*(f"latent_0_{what}" for what in ("decode", "prefill", "expanded")))
-    assert with_forms.latent_attention == {layer.name: forms, same.name: forms}
-    assert [piece.name for piece in pieces] == [*forms.piece_ids()] == with_forms.piece_ids()
+    forms = LatentKernels(*(f"latent_0_{what}" for what in ("decode", "prefill", "expanded")))
+    assert of_kind(with_forms.layer_kernels, "latent") == {layer.name: forms, same.name: forms}
+    names = [forms.decode, forms.prefill, forms.expanded]
+    assert [piece.name for piece in pieces] == names == with_forms.piece_ids()
     assert Program.from_json(json.loads(json.dumps(with_forms.to_json()))) == with_forms
     over_latents, expanded = pieces[1].signature, pieces[2].signature
     assert (over_latents["q"].shape, over_latents["out"].shape) == (("T", 16, 576), ("T", 16, 512))

@@ -12,6 +12,7 @@ from mllm_compile.kernels.decode_attention import add_decode_attention
 from mllm_compile.kernels.piece import WrittenPiece
 from mllm_compile.kernels.prefill_attention import add_prefill_attention
 from mllm_compile.runtime.attention.layer import LayerSpec
+from mllm_compile.runtime.attention.layer_kernels import of_kind
 from mllm_compile.runtime.program.spec import Program
 from tests.config.test_resolve import CPU, H200, resolved
 
@@ -37,10 +38,16 @@ def added(device, sections, *layers: LayerSpec) -> tuple[Program, tuple[WrittenP
 def test_layers_with_a_bias_or_chunks_have_kernels_of_their_own_whatever_the_others_have(sections):
     same = replace(CHUNKED, name="layers.3.attn", layer_id=3)
     program, pieces = added(H200, sections, PLAIN, CHUNKED, BIASED, same)
-    assert program.prefill_attention == {CHUNKED.name: "prefill_0", BIASED.name: "prefill_1", same.name: "prefill_0"}
-    assert set(program.decode_attention) >= {CHUNKED.name, BIASED.name, same.name}
-    assert (PLAIN.name in program.decode_attention) == (not sections)
-    assert not any(form.kernels for layer in (CHUNKED, BIASED) for form in program.decode_attention[layer.name])
+    assert of_kind(program.layer_kernels, "prefill") == {
+        CHUNKED.name: "prefill_0",
+        BIASED.name: "prefill_1",
+        same.name: "prefill_0",
+    }
+    assert set(of_kind(program.layer_kernels, "decode")) >= {CHUNKED.name, BIASED.name, same.name}
+    assert (PLAIN.name in of_kind(program.layer_kernels, "decode")) == (not sections)
+    assert not any(
+        form.kernels for layer in (CHUNKED, BIASED) for form in of_kind(program.layer_kernels, "decode")[layer.name]
+    )
     assert [("slopes" in piece.signature, "chunk=8192" in piece.source) for piece in pieces] == [
         (False, True),
         (True, False),
@@ -74,4 +81,4 @@ def test_their_decodes_pieces_are_given_slopes_and_chunks():
 )
 def test_others_have_none(device, sections, layer):
     program, pieces = added(device, sections, layer)
-    assert (program.prefill_attention, pieces) == ({}, ())
+    assert (of_kind(program.layer_kernels, "prefill"), pieces) == ({}, ())

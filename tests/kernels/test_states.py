@@ -10,7 +10,8 @@ import pytest
 
 from mllm_compile.inductor.job import PieceInput
 from mllm_compile.kernels.states import add_state_pieces
-from mllm_compile.runtime.program.spec import Program, StateForms
+from mllm_compile.runtime.attention.layer_kernels import StateKernels, of_kind
+from mllm_compile.runtime.program.spec import Program
 from mllm_compile.runtime.state.layer import CausalConv, GatedDelta, Ssd, StateLayer
 from mllm_compile.store.key import FORMAT_VERSION
 from tests.config.test_resolve import CPU, H200, resolved
@@ -42,15 +43,16 @@ def test_layers_that_are_alike_share_their_pieces_and_each_says_what_it_is_given
     more = same(CONV, "layers.1.conv", 2), same(DELTA, "layers.1.delta", 3)
     operands = OPERANDS | {"layers.1.conv": OPERANDS[CONV.name], "layers.1.delta": OPERANDS[DELTA.name]}
     with_forms, pieces = add_state_pieces(resolved(H200), program(CONV, DELTA, *more), operands)
-    conv = StateForms("states_0_decodes", "states_0_prompts", "states_0_few")
-    delta = StateForms("states_1_decodes", "states_1_prompts", "states_1_few")
-    assert with_forms.state_forms == {
+    conv = StateKernels("states_0_decodes", "states_0_prompts", "states_0_few")
+    delta = StateKernels("states_1_decodes", "states_1_prompts", "states_1_few")
+    assert of_kind(with_forms.layer_kernels, "state") == {
         CONV.name: conv,
         DELTA.name: delta,
         "layers.1.conv": conv,
         "layers.1.delta": delta,
     }
-    assert [piece.name for piece in pieces] == with_forms.piece_ids() == [*conv.piece_ids(), *delta.piece_ids()]
+    names = [f"states_{index}_{what}" for index in (0, 1) for what in ("decodes", "prompts", "few")]
+    assert [piece.name for piece in pieces] == with_forms.piece_ids() == names
     assert all(ast.parse(piece.source) for piece in pieces)
     assert (
         "bias=None" in pieces[0].source
@@ -118,7 +120,7 @@ def test_layers_whose_operands_lie_otherwise_have_pieces_of_their_own():
     other = same(DELTA, "layers.1.delta", 2)
     apart = OPERANDS | {other.name: [PieceInput.contiguous(("T", 4, 16), "bfloat16")] * 3 + GATES}
     with_forms, pieces = add_state_pieces(resolved(H200), program(DELTA, other), apart)
-    assert len(pieces) == 6 and with_forms.state_forms[other.name].decodes == "states_1_decodes"
+    assert len(pieces) == 6 and of_kind(with_forms.layer_kernels, "state")[other.name].decodes == "states_1_decodes"
 
 
 @pytest.mark.parametrize(
@@ -132,4 +134,4 @@ def test_layers_whose_operands_lie_otherwise_have_pieces_of_their_own():
 )
 def test_the_reference_computes_what_no_kernel_serves(machine, layer):
     with_forms, pieces = add_state_pieces(resolved(machine), program(layer), OPERANDS)
-    assert not pieces and not with_forms.state_forms
+    assert not pieces and not of_kind(with_forms.layer_kernels, "state")

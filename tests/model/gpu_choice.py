@@ -29,6 +29,7 @@ from mllm_compile.passes.match.nodes import is_attention
 from mllm_compile.passes.pad_heads import PadHeads
 from mllm_compile.passes.pipeline import optional_pass_names
 from mllm_compile.runtime.attention.flashinfer.kernels import check_supported
+from mllm_compile.runtime.attention.layer_kernels import of_kind
 from mllm_compile.runtime.program.spec import Program
 from tests.model.tiny_configs import config_with_heads, tiny_config
 
@@ -63,7 +64,7 @@ def _attends_by(model_config: Any) -> str:
     program = _rewritten(hf_model, trace)
     if not program.layers:
         return _NOTHING
-    own, latent = program.prefill_attention, program.latent_attention
+    own, latent = (of_kind(program.layer_kernels, kind) for kind in ("prefill", "latent"))
     try:
         check_supported([layer for layer in program.layers if layer.name not in latent], torch.bfloat16, None, own)  # type: ignore[misc]
     except UnsupportedModelError as error:
@@ -73,9 +74,9 @@ def _attends_by(model_config: Any) -> str:
 
 def attention_of(program: Program) -> str:
     """What attends, in a word."""
-    if program.latent_attention:
+    if of_kind(program.layer_kernels, "latent"):
         return "own kernels over latents"
-    own = len(program.prefill_attention)
+    own = len(of_kind(program.layer_kernels, "prefill"))
     return "FlashInfer" if not own else "own kernels" if own == len(program.layers) else "own kernels, FlashInfer"
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from mllm_compile.report.part_names import all_names, attention_name, part_names
 from mllm_compile.runtime.attention.layer import LayerSpec
+from mllm_compile.runtime.attention.layer_kernels import DecodeForm, LayerKernels
 from mllm_compile.runtime.program.spec import (
     AttentionStep,
-    DecodeForm,
     DecodeLoopForms,
     PieceStep,
     Program,
@@ -84,7 +84,10 @@ def test_no_name_has_a_hash_and_every_piece_has_one_of_its_own():
         attention(1),
         after("p", 1),
         small_forms={"p": (SmallForm("p_one", 0, 1, 1), SmallForm("p_few", 0, 1, 16))},
-        decode_attention={layer(0).name: (few, many), layer(1).name: (few, DecodeForm(None, "d"))},
+        layer_kernels={
+            layer(0).name: LayerKernels(decode=(few, many)),
+            layer(1).name: LayerKernels(decode=(few, DecodeForm(None, "d"))),
+        },
         sampling=SamplingForms("bfloat16", "greedy", "logits", "scores"),
         decode_loop=DecodeLoopForms("begin", "end"),
     )

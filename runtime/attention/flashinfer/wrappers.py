@@ -30,6 +30,7 @@ from mllm_compile.runtime.attention.flashinfer.kernels import (
 from mllm_compile.runtime.attention.flashinfer.library import copy_space, float_workspace, import_flashinfer
 from mllm_compile.runtime.attention.flashinfer.prefill import GroupOwnPrefill, GroupPrefill
 from mllm_compile.runtime.attention.layer import AttentionLayer
+from mllm_compile.runtime.attention.layer_kernels import LinkedKernels, of_kind
 from mllm_compile.runtime.attention.metadata import get_kv_cache_layout
 from mllm_compile.runtime.attention.split.shared_prefix import SharedPrefix
 from mllm_compile.runtime.attention.split.split_decode import DecodePiece, Decoders, SplitDecodeSpace
@@ -63,9 +64,7 @@ class GroupWrappers:
         max_requests: int,
         page_size: int,
         deterministic: bool = False,
-        decoders: Mapping[str, Decoders] | None = None,
-        prefills: Mapping[str, DecodePiece] | None = None,
-        cascades: Mapping[str, DecodePiece] | None = None,
+        kernels: Mapping[str, LinkedKernels] | None = None,
         copy_prefix: bool = True,
         divide_prefix: bool = True,
         part: int = 0,
@@ -77,9 +76,8 @@ class GroupWrappers:
             req_to_token: [rows, columns] int32, the table that batches point into.
             max_requests: most requests of a batch.
             deterministic: a decode's output does not depend on the rest of the batch: FlashInfer never splits its keys.
-            decoders: layer → the program's own kernels for its decodes; FlashInfer's serve the other layers.
-            prefills: layer → the program's own kernel for its prompts, likewise; such a layer has decoders too.
-            cascades: layer → the program's own kernel for captured decodes that begin with the same pages.
+            kernels: layer → the program's own kernels: for its decodes, for its prompts (it has decodes then), and for
+                captured decodes that begin with the same pages. FlashInfer's serve the other layers.
             copy_prefix: prefills may read keys and values from a copy, where that is estimated to be faster.
             divide_prefix: blocks may share the keys before a prompt's new tokens, likewise.
             part: which part of steps they serve, where parts run beside each other.
@@ -92,7 +90,7 @@ class GroupWrappers:
         self.device = torch.device(device)
         self._library = import_flashinfer(self.device)
         self.flashinfer_version: str = self._library.__version__
-        prefills = prefills or {}
+        decoders, prefills, cascades = (of_kind(kernels or {}, kind) for kind in ("decode", "prefill", "cascade"))
         check_supported(layers, q_dtype, kv_cache_dtype, prefills)
         self.groups = plan_groups(layers)
         self.group_of = {layer.name: self.groups.index(PlanGroup.of(layer)) for layer in layers}
@@ -107,13 +105,13 @@ class GroupWrappers:
         self.num_sms: int = torch.cuda.get_device_properties(self.device).multi_processor_count
         num_bytes = workspace_bytes(self.groups, max_requests, self.num_sms)
         self._workspace = float_workspace(self.device, num_bytes, part)
-        self.split_space, self.decodes = self._make_decodes(decoders or {})
+        self.split_space, self.decodes = self._make_decodes(decoders)
         self._copies = self._make_copy_space(part) if copy_prefix else None
         self._merge = self._library.merge_state_in_place if divide_prefix else None
         own = {self.group_of[name]: piece for name, piece in prefills.items()}
         self.prefills = [self._make_prefill(group, own.get(index)) for index, group in enumerate(self.groups)]
         self.cascades = [self._make_cascade(group) for group in self.groups]
-        self.own_cascades = {self.group_of[name]: piece for name, piece in (cascades or {}).items()}
+        self.own_cascades = {self.group_of[name]: piece for name, piece in cascades.items()}
         self.shared_prefix: SharedPrefix | None = None
         if self.own_cascades:
             cascading = [self.groups[index] for index in self.own_cascades]

@@ -28,6 +28,7 @@ from mllm_compile.runtime.attention.latent.expansion import MOST_EXPANDED_BYTES
 from mllm_compile.runtime.attention.latent.products import absorb, apply_to_sums
 from mllm_compile.runtime.attention.latent.tiles import PREFILL_TILE, num_decode_tiles, num_prefill_tiles
 from mllm_compile.runtime.attention.layer import AttentionLayer
+from mllm_compile.runtime.attention.layer_kernels import LatentKernels
 from mllm_compile.runtime.attention.metadata import CommonAttentionMetadata, split_decodes_and_prefills
 from mllm_compile.runtime.attention.split.page_table import PageTable
 from mllm_compile.runtime.attention.split.split_decode import DecodePiece
@@ -36,18 +37,9 @@ from mllm_compile.runtime.device.upload import upload
 from mllm_compile.runtime.errors import ConfigError, UnsupportedModelError
 from mllm_compile.runtime.forward_batch import ForwardBatch, ForwardMode
 
+LatentPieces = LatentKernels[DecodePiece]
 _ALIGNMENT = 64  # numbers
 _ROOMS = 16  # views of a space that are kept
-
-
-@dataclass(frozen=True)
-class LatentPieces:
-    """The pieces of the program that attend over a layer's latents, and for prompts over keys and values made of them;
-    arguments as those ops have them (ops/latents/)."""
-
-    decode: DecodePiece
-    prefill: DecodePiece
-    expanded: DecodePiece | None = None  # of layers with their up-projection
 
 
 @dataclass(frozen=True)

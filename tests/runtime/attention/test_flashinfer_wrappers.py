@@ -11,6 +11,7 @@ from mllm_compile.runtime.attention.flashinfer.decode import PlannedGroup, Split
 from mllm_compile.runtime.attention.flashinfer.prefill import GroupOwnPrefill, GroupPrefill
 from mllm_compile.runtime.attention.flashinfer.wrappers import GroupWrappers
 from mllm_compile.runtime.attention.flashinfer_backend import FlashInferAttnBackend
+from mllm_compile.runtime.attention.layer_kernels import LayerKernels
 from mllm_compile.runtime.attention.split.split_decode import Decoder
 from mllm_compile.runtime.errors import DeviceError
 from tests.runtime.attention.attention_cases import make_layer
@@ -97,7 +98,9 @@ def test_flashinfer_serves_all_groups_of_a_program_without_kernels_and_cascades_
 
 def test_kernels_of_the_program_serve_the_groups_that_it_brings_them_for(library):
     piece = OWN[0].piece
-    groups = made(decoders={WINDOW.name: OWN}, prefills={WINDOW.name: piece}, cascades={FULL.name: piece})
+    groups = made(
+        kernels={WINDOW.name: LayerKernels(decode=OWN, prefill=piece), FULL.name: LayerKernels(cascade=piece)}
+    )
     assert kinds(groups.decodes) == [PlannedGroup, SplitGroup]
     assert kinds(groups.prefills) == [GroupPrefill, GroupOwnPrefill]
     assert groups.split_space.page_table.shape == (2, 4)

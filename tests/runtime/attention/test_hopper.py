@@ -22,12 +22,13 @@ from mllm_compile.runtime.attention.hopper.rotation import Rotation, _Argument
 from mllm_compile.runtime.attention.hopper.shapes import are_served, kernel_from_json
 from mllm_compile.runtime.attention.hopper.shares import MOST_REQUESTS, ShareKernel
 from mllm_compile.runtime.attention.layer import LayerSpec
+from mllm_compile.runtime.attention.layer_kernels import DecodeForm, LayerKernels
 from mllm_compile.runtime.attention.split.splits import OF_FEW, OF_MANY
 from mllm_compile.runtime.cuda import tensor_maps
 from mllm_compile.runtime.cuda.kernel import MULTIPROCESSORS
 from mllm_compile.runtime.cuda.source import kernel_source
 from mllm_compile.runtime.program.link import link
-from mllm_compile.runtime.program.spec import DecodeForm, Program
+from mllm_compile.runtime.program.spec import Program
 from tests.sample import slow_but_a_sample, slow_but_a_sample_of_each
 
 _MULTIPROCESSOR_BYTES, _RESERVED_BYTES = 228 << 10, 1 << 10
@@ -319,10 +320,12 @@ def test_a_program_decodes_by_what_its_forms_name(made):
         DecodeForm(None, "many", OF_MANY),
     )
     layers = layer, replace(layer, name="layers.1.attn", layer_id=1)
-    program = Program((), layers, (), "logits", decode_attention=dict.fromkeys((one.name for one in layers), forms))
+    kernels = dict.fromkeys((one.name for one in layers), LayerKernels(decode=forms))
+    program = Program((), layers, (), "logits", layer_kernels=kernels)
     cubins = {kernel.name: b"binary" for kernel in program.cuda_kernels()}
     pieces = {"few": list, "many": tuple}
-    first, second = link(program, pieces, cubins, torch.device("cpu")).decoders.values()
+    linked = link(program, pieces, cubins, torch.device("cpu")).layer_kernels
+    first, second = (linked[one.name].decode for one in layers)
     assert [(type(one.piece), one.most_sequences, one.splits, one.rotates) for one in first[1:3]] == [
         (decoder.ClusterDecode, 256, None, True),
         (decoder.ShareDecode, 8192, None, True),

@@ -13,6 +13,7 @@ import torch
 from mllm_compile.runtime.attention.hopper.clusters import cluster_kernels
 from mllm_compile.runtime.attention.hopper.shares import ShareKernel
 from mllm_compile.runtime.attention.layer import LayerSpec
+from mllm_compile.runtime.attention.layer_kernels import DecodeForm, LayerKernels
 from mllm_compile.runtime.attention.split.splits import OF_FEW, OF_MANY
 from mllm_compile.runtime.errors import ArtifactError
 from mllm_compile.runtime.forward_context import set_forward_context
@@ -22,7 +23,6 @@ from mllm_compile.runtime.ops.stream_linear.shapes import choose_tiling
 from mllm_compile.runtime.program.executor import ProgramExecutor
 from mllm_compile.runtime.program.spec import (
     AttentionStep,
-    DecodeForm,
     PieceStep,
     Program,
     SamplingForms,
@@ -230,7 +230,7 @@ def test_json_and_back_is_the_same_program():
         DecodeForm(None, "many", OF_MANY),
     )
     kernels = {
-        "decode_attention": {LAYER.name: forms},
+        "layer_kernels": {LAYER.name: LayerKernels(decode=forms)},
         "sampling": SamplingForms("bfloat16", "greedy", "logits", "scores"),
     }
     with_kernels = replace(PROGRAM, **kernels)
@@ -299,7 +299,7 @@ def test_attention_that_rotates_is_given_what_it_is_told_and_the_piece_no_slots(
     ],
 )
 def test_a_form_that_says_not_who_decodes_is_not_read(form):
-    data = PROGRAM.to_json() | {"decode_attention": {LAYER.name: [form]}}
+    data = PROGRAM.to_json() | {"layer_kernels": {LAYER.name: LayerKernels().to_json() | {"decode": [form]}}}
     with pytest.raises(ArtifactError):
         Program.from_json(data)
 
@@ -385,7 +385,8 @@ def test_a_program_that_names_what_is_not_there_is_refused_when_it_is_linked(pro
 )
 def test_decode_kernels_that_are_not_there_are_missed(layer, functions, missed):
     program = replace(
-        PROGRAM, decode_attention={layer: (DecodeForm(64, "few", OF_FEW), DecodeForm(None, "many", OF_MANY))}
+        PROGRAM,
+        layer_kernels={layer: LayerKernels(decode=(DecodeForm(64, "few", OF_FEW), DecodeForm(None, "many", OF_MANY)))},
     )
     pieces = Pieces().functions | dict.fromkeys(functions, list)
     with pytest.raises(ArtifactError, match=missed):

@@ -13,12 +13,14 @@ import numpy as np
 import torch
 
 from mllm_compile.check.each_once import each_once
+from mllm_compile.check.served import Served
 from mllm_compile.errors import CompileError
 from mllm_compile.runtime.attention.flashinfer.kernels import PlanGroup
 from mllm_compile.runtime.attention.flashinfer.plan import PagedView
 from mllm_compile.runtime.attention.flashinfer.prefill import GroupOwnPrefill, PrefillRows
 from mllm_compile.runtime.attention.layer import LayerSpec
-from mllm_compile.runtime.attention.split.split_decode import SplitDecodeSpace
+from mllm_compile.runtime.attention.layer_kernels import of_kind
+from mllm_compile.runtime.attention.split.split_decode import DecodePiece, Decoders, SplitDecodeSpace
 from mllm_compile.runtime.ops.trace import attention_reference
 from mllm_compile.runtime.program.link import LinkedProgram
 
@@ -30,17 +32,13 @@ _NUM_DECODES = 1
 _TOLERANCE = 2e-2
 
 
-def check_prompts(linked: LinkedProgram, page_size: int, dtype: torch.dtype, device: torch.device) -> None:
+def check_prefill_attention(linked: LinkedProgram, served: Served) -> None:
     """
-    Args:
-        page_size: tokens of a KV page, for which the kernels are compiled.
-        dtype: the type of queries and cache.
-
     Raises:
         CompileError: a layer's kernel computes something else than torch's operations.
     """
-    for layer, _ in each_once(linked.program.layers, linked.program.prefill_attention):
-        error = _error(layer, linked, page_size, dtype, device)
+    for layer, prefill in each_once(linked.program.layers, of_kind(linked.layer_kernels, "prefill")):
+        error = _error(layer, prefill, linked.layer_kernels[layer.name].decode, served)
         if not error <= _TOLERANCE:
             raise CompileError(
                 f"the attention of prompts in {layer.name} is off by {error:.2g} in a batch of {len(_LENGTHS)} "
@@ -49,9 +47,10 @@ def check_prompts(linked: LinkedProgram, page_size: int, dtype: torch.dtype, dev
             )
 
 
-def _error(layer: LayerSpec, linked: LinkedProgram, page_size: int, dtype: torch.dtype, device: torch.device) -> float:
+def _error(layer: LayerSpec, piece: DecodePiece, decoders: Decoders, served: Served) -> float:
     """‖ours − float32's‖ / ‖float32's‖ of the worst token of the prompts of a batch whose pages lie in no order."""
     generator = torch.Generator().manual_seed(0)
+    page_size, dtype, device = served.page_size, served.dtype, served.device
     width = -(-max(_LENGTHS) // page_size)
     pages = torch.randperm(len(_LENGTHS) * width, generator=generator).view(-1, width)
     slots = (pages[:, :, None] * page_size + torch.arange(page_size)).flatten(1).to(device)
@@ -61,7 +60,7 @@ def _error(layer: LayerSpec, linked: LinkedProgram, page_size: int, dtype: torch
 
     cache_shape = pages.numel(), page_size, layer.num_kv_heads, layer.head_dim
     keys, values, q = random(*cache_shape), random(*cache_shape), random(sum(_NEW), layer.num_heads, layer.head_dim)
-    group, decoders = PlanGroup.of(layer), linked.decoders[layer.name]
+    group = PlanGroup.of(layer)
     space = SplitDecodeSpace([(group, decoders)], slots.int(), len(_LENGTHS), page_size, dtype)
     space.list_pages(torch.arange(len(_LENGTHS), device=device))
     starts = np.cumsum((0, *_NEW), dtype=np.int32)[_NUM_DECODES:]
@@ -75,7 +74,7 @@ def _error(layer: LayerSpec, linked: LinkedProgram, page_size: int, dtype: torch
         first_tokens=starts,
     )
     out = torch.zeros_like(q)
-    prefill = GroupOwnPrefill(linked.prefills[layer.name], group, space, dtype)
+    prefill = GroupOwnPrefill(piece, group, space, dtype)
     prefill.plan(rows).run(q, (keys, values), out)
     errors = []
     for row in range(_NUM_DECODES, len(_LENGTHS)):

@@ -5,9 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mllm_compile.check.cascades import check_cascades
+from mllm_compile.check.cascade_attention import check_cascade_attention
+from mllm_compile.check.served import Served
 from mllm_compile.errors import CompileError
 from mllm_compile.runtime.attention.layer import LayerSpec
+from mllm_compile.runtime.attention.layer_kernels import LayerKernels
 from mllm_compile.runtime.program.link import link
 from mllm_compile.runtime.program.spec import Program
 
@@ -33,9 +35,9 @@ def decode(inputs, first_row=0, forgets=0):
 
 
 def check(piece) -> None:
-    program = Program((), (LAYER,), (), "logits", cascade_attention={LAYER.name: "cascade"})
+    program = Program((), (LAYER,), (), "logits", layer_kernels={LAYER.name: LayerKernels(cascade="cascade")})
     linked = link(program, {"cascade": piece}, {}, torch.device("cpu"))
-    check_cascades(linked, PAGE, torch.bfloat16, torch.device("cpu"))
+    check_cascade_attention(linked, Served(PAGE, torch.bfloat16, torch.bfloat16, torch.device("cpu")))
 
 
 def test_right_kernels_pass():

@@ -12,11 +12,13 @@ from dataclasses import replace
 import torch
 
 from mllm_compile.check.each_once import each_once
+from mllm_compile.check.served import Served
 from mllm_compile.errors import CompileError
 from mllm_compile.runtime.attention.base import AttentionBackend, AttentionInputs
 from mllm_compile.runtime.attention.latent.backend import LatentAttnBackend
 from mllm_compile.runtime.attention.latent.choice import Choice, Widths, all_of_them, none_of_them
 from mllm_compile.runtime.attention.layer import AttentionLayer, LayerSpec
+from mllm_compile.runtime.attention.layer_kernels import of_kind
 from mllm_compile.runtime.attention.torch_backend import TorchAttnBackend
 from mllm_compile.runtime.forward_batch import ForwardBatch, ForwardMode
 from mllm_compile.runtime.memory_pool import KVPool, ReqToTokenPool
@@ -38,19 +40,15 @@ _TOLERANCE = 2e-2
 _NAMES = {none_of_them: ("", "absorb_latents"), all_of_them: (" over keys and values", "expand_latents")}
 
 
-def check_latents(linked: LinkedProgram, page_size: int, dtype: torch.dtype, device: torch.device) -> None:
+def check_latent_attention(linked: LinkedProgram, served: Served) -> None:
     """
-    Args:
-        page_size: tokens of a KV page, for which the kernels are compiled.
-        dtype: the type of queries and cache.
-
     Raises:
         CompileError: a layer's kernels compute something else than torch's operations.
     """
-    for layer, forms in each_once(linked.program.layers, linked.program.latent_attention):
+    for layer, forms in each_once(linked.program.layers, of_kind(linked.layer_kernels, "latent")):
         for lengths, new in _BATCHES:
             for choice in (none_of_them,) if forms.expanded is None or max(new) == 1 else (none_of_them, all_of_them):
-                error = _error(layer, linked, lengths, new, choice, page_size, dtype, device)
+                error = _error(layer, linked, lengths, new, choice, served)
                 if not error <= _TOLERANCE:
                     how, lever = _NAMES[choice]
                     raise CompileError(
@@ -67,13 +65,12 @@ def _error(
     lengths: tuple[int, ...],
     new: tuple[int, ...],
     choice: Choice,
-    page_size: int,
-    dtype: torch.dtype,
-    device: torch.device,
+    served: Served,
 ) -> float:
     """‖ours − torch's‖ / ‖torch's‖ of the worst token of a batch whose pages lie in no order, and whose prompts attend
     as `choice` says; torch's attend over latents."""
     generator = torch.Generator().manual_seed(0)
+    page_size, dtype, device = served.page_size, served.dtype, served.device
     widths = Widths.of(layer)
     up = torch.randn(widths.num_heads * (widths.key + widths.value), widths.rank, generator=generator)
     up = (up * widths.rank**-0.5).to(dtype).to(device)
@@ -102,7 +99,7 @@ def _error(
 
     serving = LatentAttnBackend(
         [alone],
-        linked.latents,
+        of_kind(linked.layer_kernels, "latent"),
         req_to_token=table.req_to_token,
         max_requests=num_requests,
         page_size=page_size,

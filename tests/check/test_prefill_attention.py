@@ -7,14 +7,16 @@ from dataclasses import replace
 import pytest
 import torch
 
-from mllm_compile.check.prompts import check_prompts
+from mllm_compile.check.prefill_attention import check_prefill_attention
+from mllm_compile.check.served import Served
 from mllm_compile.errors import CompileError
 from mllm_compile.runtime.attention.layer import LayerSpec
+from mllm_compile.runtime.attention.layer_kernels import DecodeForm, LayerKernels
 from mllm_compile.runtime.attention.split.prefill_tiles import TILE_TOKENS
 from mllm_compile.runtime.attention.split.splits import OF_MANY
 from mllm_compile.runtime.ops.trace import attention_reference
 from mllm_compile.runtime.program.link import link
-from mllm_compile.runtime.program.spec import DecodeForm, Program
+from mllm_compile.runtime.program.spec import Program
 
 PAGE = 16
 LAYER = LayerSpec("layers.0.attn", 0, 4, 2, 16, 16, 0.3, 0.0, -1, None, alibi_slopes=(0.5, 0.25, 0.1, 0.01), chunk=0)
@@ -42,10 +44,10 @@ def piece_of(layer: LayerSpec):
 
 
 def check(layer: LayerSpec, piece) -> None:
-    forms = {layer.name: (DecodeForm(None, "decode", OF_MANY),)}
-    program = Program((), (layer,), (), "logits", decode_attention=forms, prefill_attention={layer.name: "prefill"})
+    kernels = LayerKernels(decode=(DecodeForm(None, "decode", OF_MANY),), prefill="prefill")
+    program = Program((), (layer,), (), "logits", layer_kernels={layer.name: kernels})
     linked = link(program, {"decode": piece, "prefill": piece}, {}, torch.device("cpu"))
-    check_prompts(linked, PAGE, torch.bfloat16, torch.device("cpu"))
+    check_prefill_attention(linked, Served(PAGE, torch.bfloat16, torch.bfloat16, torch.device("cpu")))
 
 
 @pytest.mark.parametrize("layer", [LAYER, IN_CHUNKS], ids=["ALiBi", "chunks"])

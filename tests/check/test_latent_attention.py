@@ -12,8 +12,9 @@ from mllm_compile.errors import CompileError
 from mllm_compile.runtime.attention.latent.expanded import attend_in_torch
 from mllm_compile.runtime.attention.latent.tiles import PREFILL_TILE
 from mllm_compile.runtime.attention.layer import LayerSpec
+from mllm_compile.runtime.attention.layer_kernels import LatentKernels, LayerKernels
 from mllm_compile.runtime.program.link import link
-from mllm_compile.runtime.program.spec import LatentForms, Program
+from mllm_compile.runtime.program.spec import Program
 
 PAGE, HEADS, WIDTH, VALUE_WIDTH = 16, 20, 24, 16
 LAYER = LayerSpec("layers.0.attn", 0, HEADS, 1, WIDTH, VALUE_WIDTH, WIDTH**-0.5, 0.0, -1, None, is_latent=True)
@@ -57,7 +58,9 @@ def check(decode, prefill, expanded=None):
     layer, pieces = LAYER, {"decode": decode, "prefill": prefill}
     if expanded is not None:
         layer, pieces = EXPANDING, pieces | {"expanded": expanded}
-    program = Program((), (layer,), (), "logits", latent_attention={LAYER.name: LatentForms(*pieces)})
+    program = Program(
+        (), (layer,), (), "logits", layer_kernels={LAYER.name: LayerKernels(latent=LatentKernels(*pieces))}
+    )
     linked = link(program, pieces, {}, torch.device("cpu"))
     check_written_pieces(linked, PAGE, torch.bfloat16, torch.zeros(2, 300))
 

@@ -8,10 +8,13 @@ from __future__ import annotations
 import torch
 
 from mllm_compile.check.each_once import each_once
+from mllm_compile.check.served import Served
 from mllm_compile.errors import CompileError
 from mllm_compile.runtime.attention.flashinfer.kernels import PlanGroup
 from mllm_compile.runtime.attention.layer import LayerSpec
+from mllm_compile.runtime.attention.layer_kernels import of_kind
 from mllm_compile.runtime.attention.split.shared_prefix import SharedPrefix
+from mllm_compile.runtime.attention.split.split_decode import DecodePiece
 from mllm_compile.runtime.program.link import LinkedProgram
 
 _COUNTS = (1, 9, 65)  # requests of a batch: a part of a tile of their query heads, and several tiles
@@ -21,38 +24,27 @@ _OWN = 70  # tokens behind these, and more
 _TOLERANCE = 2e-2
 
 
-def check_cascades(linked: LinkedProgram, page_size: int, dtype: torch.dtype, device: torch.device) -> None:
+def check_cascade_attention(linked: LinkedProgram, served: Served) -> None:
     """
-    Args:
-        page_size: tokens of a KV page, for which the kernels are compiled.
-        dtype: the type of queries and cache.
-
     Raises:
         CompileError: a layer's kernels compute something else than torch's operations.
     """
-    for layer, _ in each_once(linked.program.layers, linked.program.cascade_attention):
+    for layer, piece in each_once(linked.program.layers, of_kind(linked.layer_kernels, "cascade")):
         for count in _COUNTS:
             for num_pages in _PAGES:
-                error = _error(layer, linked, count, num_pages, page_size, dtype, device)
+                error = _error(layer, piece, count, num_pages, served)
                 if not error <= _TOLERANCE:
                     raise CompileError(
-                        f"the attention of {count} decodes behind {num_pages * page_size} shared tokens in "
+                        f"the attention of {count} decodes behind {num_pages * served.page_size} shared tokens in "
                         f"{layer.name} is off by {error:.2g} (limit {_TOLERANCE:g}): its kernels do not serve these "
                         "heads on this machine. Set runtime.cascade_attention: false, and report this."
                     )
 
 
-def _error(
-    layer: LayerSpec,
-    linked: LinkedProgram,
-    count: int,
-    shared_pages: int,
-    page_size: int,
-    dtype: torch.dtype,
-    device: torch.device,
-) -> float:
+def _error(layer: LayerSpec, piece: DecodePiece, count: int, shared_pages: int, served: Served) -> float:
     """‖ours − float32's‖ / ‖float32's‖ of the worst request of a batch whose pages lie in no order."""
     generator = torch.Generator().manual_seed(0)
+    page_size, dtype, device = served.page_size, served.dtype, served.device
     lengths = [shared_pages * page_size + 1 + (row * _OWN) % (3 * _OWN) for row in range(count)]
     width = -(-max(lengths) // page_size)
     pages = torch.randint(0, 4 * width, (count, width), generator=generator)  # a page may be of several requests
@@ -67,7 +59,6 @@ def _error(
     prefix = SharedPrefix([group], count, device)
     prefix.share(shared_pages * page_size)
     table, seq_lens = (torch.as_tensor(x, dtype=torch.int32, device=device) for x in (pages, lengths))
-    piece = linked.cascades[layer.name]
     ours = prefix.prepare(piece, group, table, seq_lens).run(q, (keys, values), torch.zeros_like(q)).float()
     errors = []
     for row, length in enumerate(lengths):

@@ -1,0 +1,219 @@
+"""Runs the program's own kernels for decodes on small batches, against attention in float32.
+
+Shape legend: R requests, H query heads, Hk kv heads, D head dim, L tokens of a request.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+
+from mllm_compile.check.served import Served
+from mllm_compile.errors import CompileError
+from mllm_compile.runtime.attention.capture import Unrotated
+from mllm_compile.runtime.attention.flashinfer.kernels import PlanGroup
+from mllm_compile.runtime.attention.hopper.clusters import ClusterKernel, choose_split
+from mllm_compile.runtime.attention.hopper.shares import MOST_REQUESTS, ShareKernel
+from mllm_compile.runtime.attention.layer import LayerSpec
+from mllm_compile.runtime.attention.layer_kernels import DecodeForm
+from mllm_compile.runtime.attention.split.split_decode import Decoders, SplitDecodeSpace, choose_decoder
+from mllm_compile.runtime.program.link import LinkedProgram
+from mllm_compile.runtime.program.spec import AttentionStep, UnrotatedStep
+
+_LENGTHS = (1, 70, 300)  # a part of one program's keys; several programs that are added up
+_LONGEST = 2100  # as many programs as one request's keys are ever split among
+_LONGEST_ALONE = 6200  # so long that its heads have several clusters (attention/hopper/clusters.cu)
+_MORE_REQUESTS = 22  # than one warp of shares counts
+_MOST_WINDOW = 8192  # a longer one would take seconds to reach the end of
+# ‖ours − float32's‖ / ‖float32's‖ of the worst request; rounding alone is up to 3e-3 in bfloat16.
+_TOLERANCE = 2e-2
+
+
+def check_decode_attention(linked: LinkedProgram, served: Served) -> None:
+    """
+    Raises:
+        CompileError: a layer's kernels compute something else than torch's operations.
+    """
+    checked, program = set(), linked.program
+    unrotated = {step.layer: step.unrotated for step in program.steps if isinstance(step, AttentionStep)}
+    for layer in program.layers:
+        forms, step = program.kernels_of_layer(layer.name).decode, unrotated.get(layer.name)
+        kind = (forms, layer.sm_scale, None if step is None else (len(step.values), step.eps))
+        if forms and kind not in checked:
+            checked.add(kind)
+            check = _DecodeCheck(layer, served, step)
+            for lengths in check.batches(forms):
+                check.run(lengths, forms, linked.layer_kernels[layer.name].decode)
+
+
+class _DecodeCheck:
+    """One layer's decodes: one new token of each request, whose pages lie in no order."""
+
+    def __init__(self, layer: LayerSpec, served: Served, unrotated: UnrotatedStep | None = None) -> None:
+        """Args: unrotated: the layer's, if its kernels may rotate; they are then run so, too."""
+        self._layer = layer
+        self._unrotated = unrotated
+        self._page_size, self._device = served.page_size, served.device
+        self._dtype, self._cache_dtype = served.dtype, served.cache_dtype
+        self._generator = torch.Generator().manual_seed(0)
+        has_window = 0 <= layer.window_left <= _MOST_WINDOW
+        self._longest = layer.window_left + 71 if has_window else _LONGEST
+        self._alone = self._longest if has_window else _LONGEST_ALONE
+        num_pages = -(-max(self._longest, self._alone, *_LENGTHS) // self._page_size)
+        shape = (num_pages, self._page_size, layer.num_kv_heads, layer.head_dim)
+        self._keys, self._values = (self._random(shape, self._dtype).to(self._cache_dtype) for _ in range(2))
+        # As much as all keys of the longest request weigh together: what many blocks add up is felt as well.
+        sinks = math.log(self._longest) + self._random((layer.num_heads,), self._dtype)
+        self._sinks = None if layer.sinks is None else sinks
+
+    def _random(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        return torch.randn(shape, generator=self._generator).to(dtype).to(self._device)
+
+    def batches(self, forms: Sequence[DecodeForm]) -> list[tuple[int, ...]]:
+        """Tokens of each request: of one alone, of two and of a few, of as few as clusters divide in each way, of as
+        many as each form serves, at most and at least, and of many."""
+        kv_heads = self._layer.num_kv_heads
+        most = [form.most_sequences // kv_heads for form in forms[:-1] if form.most_sequences is not None]
+        shares = (kernel for form in forms for kernel in form.kernels if isinstance(kernel, ShareKernel))
+        many = {min(kernel.requests_of_warp + _MORE_REQUESTS, MOST_REQUESTS) for kernel in shares}
+        split = {choose_split(count * kv_heads): count for count in range(_most_in_clusters(forms) // kv_heads, 0, -1)}
+        sizes = {2, len(_LENGTHS) + 1, *split.values(), *most, *(count + 1 for count in most), *many} - {0, 1}
+        lengths = (self._longest, *_LENGTHS[::-1])
+        return [(self._alone,), *((lengths * size)[:size] for size in sorted(sizes))]
+
+    def run(self, lengths: tuple[int, ...], forms: Sequence[DecodeForm], decoders: Decoders) -> None:
+        """Raises CompileError where a request's answer is not float32's."""
+        layer, num_requests = self._layer, len(lengths)
+        num_pages = self._keys.shape[0]
+        pages = torch.stack([torch.randperm(num_pages, generator=self._generator) for _ in lengths])
+        # Requests share pages but the last, to which a kernel may write.
+        for row, length in enumerate(lengths):
+            pages[row, (length - 1) // self._page_size] = num_pages + row
+        own = torch.arange(num_requests, device=self._device) % num_pages
+        keys, values = (_with_more(cache, own) for cache in (self._keys, self._values))
+        slots = (pages[:, :, None] * self._page_size + torch.arange(self._page_size)).flatten(1).to(self._device)
+
+        group = PlanGroup.of(layer)
+        types = self._dtype, self._cache_dtype
+        space = SplitDecodeSpace([(group, decoders)], slots.int(), num_requests, self._page_size, *types)
+        space.list_pages(torch.arange(num_requests, device=self._device))
+        seq_lens = torch.tensor(lengths, dtype=torch.int32, device=self._device)
+        decode = space.prepare(group, decoders, seq_lens)
+
+        def compare(
+            ours: torch.Tensor, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, what: str = ""
+        ) -> None:
+            for row, length in enumerate(lengths):
+                theirs = self._in_float32(q[row], keys, values, slots[row, :length])
+                error = ((ours[row].float() - theirs).norm() / theirs.norm()).item()
+                if not error <= _TOLERANCE:
+                    num_sequences = num_requests * layer.num_kv_heads
+                    form = forms[list(decoders).index(choose_decoder(decoders, num_sequences))]
+                    raise CompileError(_refusal(form, num_sequences, layer, error, length, what))
+
+        q = self._random((num_requests, layer.num_heads, layer.head_dim), self._dtype)
+        if layer.logits_soft_cap > 0:  # products that it is felt by
+            q *= layer.logits_soft_cap / (2 * layer.sm_scale * math.sqrt(layer.head_dim))
+        compare(decode.run(q, (keys, values), torch.empty_like(q), self._sinks), q, keys, values)
+        if self._unrotated is None or not decode.rotates:
+            return
+        unrotated = self._random_unrotated(self._unrotated, num_requests)
+        ours = torch.empty_like(q)
+        decode.run_unrotated(unrotated, (keys, values), ours, self._sinks)
+        q, k = _rotated(unrotated)
+        newest = slots.gather(1, seq_lens[:, None].long() - 1).squeeze(1)
+        keys, values = (cache.float() for cache in (keys, values))  # what the kernel wrote is what it may have read
+        theirs_keys, theirs_values = (
+            cache.flatten(0, 1).index_copy(0, newest, self._cached(new)).view(cache.shape)
+            for cache, new in ((keys, k), (values, unrotated.v))
+        )
+        compare(ours, q, theirs_keys, theirs_values, what="where it rotates")
+        compare(ours, q, keys, values, what="by the keys and values that it has written")
+
+    def _cached(self, new: torch.Tensor) -> torch.Tensor:
+        """New keys or values as a cache in eight bits has them; in float32."""
+        if self._cache_dtype.itemsize > 1:
+            return new.float()
+        return new.to(self._dtype).to(self._cache_dtype).float()
+
+    def _random_unrotated(self, step: UnrotatedStep, num_requests: int) -> Unrotated:
+        layer, dtype = self._layer, self._dtype
+        q, k = (
+            self._random((1, num_requests, heads, layer.head_dim), dtype)
+            for heads in (layer.num_heads, layer.num_kv_heads)
+        )
+        v = self._random((num_requests, layer.num_kv_heads, layer.head_dim), dtype)
+        # As a model's: of random factors some logits would be so large that roundings of keys decide among them.
+        angles = math.pi * self._random((1, num_requests, layer.head_dim // 2), dtype).float().repeat(1, 1, 2)
+        cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
+        weights = [1 + self._random((layer.head_dim,), dtype) / 4 for _ in step.values[4:]]
+        return Unrotated.of([q, k, cos, sin, *weights], v, step.eps)
+
+    def _in_float32(
+        self, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor
+    ) -> torch.Tensor:
+        """The last token's attention over a request's. q: [H, D]; keys, values: the pages; slots: [L]; gives [H, D]."""
+        layer = self._layer
+        if layer.window_left >= 0:
+            slots = slots[-layer.window_left - 1 :]
+        if layer.chunk:
+            slots = slots[(len(slots) - 1) // layer.chunk * layer.chunk :]
+        group = layer.num_heads // layer.num_kv_heads
+        keys, values = (cache.flatten(0, 1)[slots].float().repeat_interleave(group, 1) for cache in (keys, values))
+        logits = torch.einsum("hd,lhd->hl", q.float(), keys) * layer.sm_scale
+        if layer.logits_soft_cap > 0:
+            logits = layer.logits_soft_cap * torch.tanh(logits / layer.logits_soft_cap)
+        if layer.alibi_slopes:
+            distance = torch.arange(1 - len(slots), 1, device=logits.device)
+            logits = logits + logits.new_tensor(layer.slopes_of(0))[:, None] * distance
+        if self._sinks is not None:
+            logits = torch.cat((logits, self._sinks.float()[:, None]), -1)
+        return torch.einsum("hl,lhd->hd", logits.softmax(-1)[:, : len(slots)], values)
+
+
+def _most_in_clusters(forms: Sequence[DecodeForm]) -> int:
+    """The sequences that clusters serve at most."""
+    of_clusters = (form for form in forms if any(isinstance(kernel, ClusterKernel) for kernel in form.kernels))
+    return max((form.most_sequences or 0 for form in of_clusters), default=0)
+
+
+def _with_more(cache: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+    """The pages, and behind them those at `places` once more; fp8 as bytes, which can be indexed on every device."""
+    pages = cache.view(torch.uint8) if cache.dtype.itemsize == 1 else cache
+    return torch.cat((pages, pages[places])).view(cache.dtype)
+
+
+def _rotated(unrotated: Unrotated) -> tuple[torch.Tensor, torch.Tensor]:
+    """q [R, H, D] and k [R, Hk, D], normed and rotated, float32."""
+    cos, sin = unrotated.cos[0, :, None].float(), unrotated.sin[0, :, None].float()
+
+    def rotated(x: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
+        x = x[0].float()
+        if weight is not None:
+            x = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + unrotated.eps) * weight.float()
+        first, second = x.chunk(2, -1)
+        return x * cos + torch.cat((-second, first), -1) * sin
+
+    return rotated(unrotated.q, unrotated.q_weight), rotated(unrotated.k, unrotated.k_weight)
+
+
+def _refusal(form: DecodeForm, num_sequences: int, layer: LayerSpec, error: float, length: int, what: str) -> str:
+    name, switch = _who_decodes(form, num_sequences)
+    if what:
+        what, switch = f" {what}", "compile.disable_passes: [rotate_in_attention]"
+    return (
+        f"the decode attention {name} of {layer.name} is off by {error:.2g}{what} at {length} tokens (limit "
+        f"{_TOLERANCE:g}): its kernel does not serve these heads on this machine. Set {switch} to have another in its "
+        "place, and report this."
+    )
+
+
+def _who_decodes(form: DecodeForm, num_sequences: int) -> tuple[str, str]:
+    """The name of the piece or kernel, and the setting that does without it."""
+    if form.piece is not None:
+        return form.piece, "compile.split_decode: false"
+    clusters = {kernel.split: kernel for kernel in form.kernels if isinstance(kernel, ClusterKernel)}
+    kernel = clusters[choose_split(num_sequences, clusters)] if clusters else form.kernels[0]
+    return kernel.name, kernel.switch

@@ -1,0 +1,160 @@
+"""The kernels that the compiler wrote for a layer, as the program stores them and as a backend is given them.
+
+A record is stored with the ids of pieces (StoredKernels, program/spec.py); program/link.py makes it one of functions
+(LinkedKernels). A new kind of kernel is one more field here: whatever stores, links, names or lists pieces reads the
+fields. Imports no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
+from typing import Any, Generic, TypeVar
+
+from mllm_compile.runtime.attention.hopper.kernel import DecodeKernel
+from mllm_compile.runtime.attention.hopper.shapes import kernel_from_json
+from mllm_compile.runtime.attention.split.splits import Splits
+from mllm_compile.runtime.json_data import from_json
+
+Piece = TypeVar("Piece")
+Decode = TypeVar("Decode")
+
+FEW_TOKENS = 64  # of a step in which layers with a state have short chunks
+WHAT = "what"  # a piece computes, for people
+
+
+@dataclass(frozen=True)
+class DecodeForm:
+    """The way that decodes of batches of some size compute a layer's attention.
+
+    Attributes:
+        most_sequences: requests x KV heads that it serves; None: any number.
+        piece: its id (ops/split_decode.py), or None: `kernels` decode.
+        splits: the piece's splits.
+        kernels: kernels of runtime/attention/hopper/: those of clusters, one for each split, or the one of shares.
+    """
+
+    most_sequences: int | None = None
+    piece: str | None = None
+    splits: Splits | None = None
+    kernels: tuple[DecodeKernel, ...] = ()
+
+    def to_json(self) -> dict[str, Any]:
+        return {**asdict(self), "kernels": [kernel.to_json() for kernel in self.kernels]}
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> DecodeForm:
+        """Raises KeyError, TypeError or ValueError for anything that to_json would not have written."""
+        kernels = tuple(map(kernel_from_json, data["kernels"]))
+        form = replace(from_json(cls, {**data, "kernels": []}), kernels=kernels)
+        if (form.piece is None) is not bool(form.kernels):
+            raise ValueError("a form of decode attention has a piece, or kernels")
+        return form
+
+
+@dataclass(frozen=True)
+class LatentKernels(Generic[Piece]):
+    """Attention over a layer's latents; arguments as those ops have them (ops/latents/).
+
+    Attributes:
+        expanded: of prompts over keys and values made of latents; there where the layer has its up-projection.
+    """
+
+    decode: Piece = field(metadata={WHAT: "attention of decodes over latents"})
+    prefill: Piece = field(metadata={WHAT: "attention of prompts over latents"})
+    expanded: Piece | None = field(
+        default=None, metadata={WHAT: "attention of prompts over keys and values made of latents"}
+    )
+
+
+@dataclass(frozen=True)
+class StateKernels(Generic[Piece]):
+    """A layer with a state; arguments as its op has them (ops/states/), those that the layer has.
+
+    Attributes:
+        decodes: (*operands, states, rows, has_state, out): request i has token i alone.
+        prompts: (*operands, states, rows, has_state, sources, starts, ends, out).
+        few: the same, of at most FEW_TOKENS tokens; None: prompts serves them too.
+    """
+
+    decodes: Piece = field(metadata={WHAT: "decodes"})
+    prompts: Piece = field(metadata={WHAT: "prompts"})
+    few: Piece | None = field(default=None, metadata={WHAT: "prompts of few tokens"})
+
+    def prompts_of(self, num_tokens: int) -> Piece:
+        """The kernels of prompts in a step of so many tokens."""
+        return self.prompts if self.few is None or num_tokens > FEW_TOKENS else self.few
+
+
+@dataclass(frozen=True)
+class LayerKernels(Generic[Decode, Piece]):
+    """The kernels of one layer; what it has none of, another library or torch computes.
+
+    Attributes:
+        decode: its decodes, the fewest's first, the last for any number; ().
+        cascade: decodes that begin with the same pages.
+        prefill: prompts, of a layer that no other library's kernel serves.
+        latent: all of its attention, over latents.
+        state: a layer with a state, and none of the others.
+    """
+
+    decode: tuple[Decode, ...] = field(default=(), metadata={WHAT: "attention of decodes"})
+    cascade: Piece | None = field(default=None, metadata={WHAT: "attention of decodes of one prefix"})
+    prefill: Piece | None = field(default=None, metadata={WHAT: "attention of prompts"})
+    latent: LatentKernels[Piece] | None = None
+    state: StateKernels[Piece] | None = None
+
+    def linked(self, decode: Callable[[Any], Any], piece: Callable[[Any], Any]) -> LinkedKernels:
+        """The record with `decode` of each way of decoding, and `piece` of all else."""
+        return replace(_mapped(replace(self, decode=()), piece), decode=tuple(map(decode, self.decode)))
+
+    def pieces(self: StoredKernels) -> dict[str, str]:
+        """The ids of its pieces, and what each computes."""
+        named = dict(_named(replace(self, decode=())))
+        decodes = (form.piece for form in self.decode if form.piece is not None)
+        return dict.fromkeys(decodes, _what_of(self, "decode")) | named
+
+    def to_json(self: StoredKernels) -> dict[str, Any]:
+        return {**asdict(replace(self, decode=())), "decode": [form.to_json() for form in self.decode]}
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> StoredKernels:
+        """Raises KeyError, TypeError or ValueError for anything that to_json would not have written."""
+        decode = tuple(map(DecodeForm.from_json, data["decode"]))
+        return replace(from_json(LayerKernels[DecodeForm, str], {**data, "decode": []}), decode=decode)
+
+
+StoredKernels = LayerKernels[DecodeForm, str]
+LinkedKernels = LayerKernels[Any, Callable[..., Any]]  # decode: split_decode.Decoder
+NO_KERNELS: LayerKernels[Any, Any] = LayerKernels()
+
+
+def of_kind(layers: Mapping[str, LayerKernels[Any, Any]], kind: str) -> dict[str, Any]:
+    """The kernels of one field of LayerKernels, of the layers that have some."""
+    found = {name: getattr(kernels, kind) for name, kernels in layers.items()}
+    return {name: kernels for name, kernels in found.items() if kernels}
+
+
+def _what_of(record: Any, name: str) -> str:
+    return next(one.metadata[WHAT] for one in fields(record) if one.name == name)
+
+
+def _named(record: Any) -> Iterator[tuple[Any, str]]:
+    """The pieces of a record and of those within, with what they compute."""
+    for one in fields(record):
+        value = getattr(record, one.name)
+        if is_dataclass(value):
+            yield from _named(value)
+        elif value:
+            yield value, one.metadata[WHAT]
+
+
+def _mapped(record: Any, function: Callable[[Any], Any]) -> Any:
+    """The record with `function` of each piece, also of records within."""
+
+    def of(value: Any) -> Any:
+        if is_dataclass(value):
+            return _mapped(value, function)
+        return function(value) if value else value
+
+    return replace(record, **{one.name: of(getattr(record, one.name)) for one in fields(record)})
