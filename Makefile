@@ -33,7 +33,7 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 PIP_INSTALL := $(BIN)/python -m pip install --quiet $(if $(CONSTRAINTS),--constraint $(CONSTRAINTS))
 
-.PHONY: demo test test-all bench bench-save figures figures-pages constraints lint format clean
+.PHONY: demo terminal test test-all bench bench-save figures figures-pages constraints lint format clean
 .DEFAULT_GOAL := test
 
 demo: $(INSTALLED)
@@ -43,6 +43,11 @@ demo: $(INSTALLED)
 	$(BIN)/mllm-compile configs/tiny_vision.yaml
 	$(BIN)/mllm-compile generate configs/tiny_vision.yaml --echo --temperature 0 --image examples/shapes.png --prompt 'How many red circles?'
 	$(BIN)/python examples/tiny_models/vision_answers.py configs/tiny_vision.yaml
+
+# Draws docs/terminal.svg of what the first commands of the demo print now; compiled first, as the picture is of warm starts.
+terminal: $(INSTALLED)
+	$(BIN)/mllm-compile configs/tiny.yaml
+	$(BIN)/python docs/terminal.py
 
 # A process that a test ends is not started anew: xdist 3.8 then waits for ever for what it had been given (loadfile).
 # Files in their own order: xdist's puts those of few tests last, among them whole compiles, and a process idles then.

@@ -1,6 +1,6 @@
-"""Runs the demo's commands in a terminal and draws what it shows: `.venv/bin/python docs/terminal.py` → terminal.svg.
+"""Runs commands of the demo in a terminal and draws what it shows: `make terminal` → terminal.svg.
 
-The model has to be compiled (`make demo`): the picture is of warm starts.
+The model is compiled first: the picture is of warm starts. tests/rules/test_terminal.py tells when it is old.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """The values that vary per batch, for ops inside compiled pieces, which get only tensors and a layer's name.
 
-`set_forward_context` surrounds a run of the model; the attention op and the graph wrappers call `get_forward_context`.
+`set_forward_context` surrounds a run of the program, and a capture; ops between pieces and the wrappers of pieces call
+`get_forward_context`. The replay of a full graph has none: it runs no Python.
 """
 
 from __future__ import annotations
