@@ -23,7 +23,7 @@ from mllm_compile.runtime.attention.split.splits import MOST_FEW_SEQUENCES, OF_F
 from mllm_compile.runtime.config_sections import RuntimeSection
 from mllm_compile.runtime.program.spec import Program
 
-_MAX_GROUP = 16  # query heads a KV head; all of them are rows of one product, more would not stay in registers
+MAX_GROUP = 16  # query heads a KV head; all of them are rows of one product, more would not stay in registers
 
 
 def add_decode_attention(config: ResolvedConfig, program: Program) -> tuple[Program, tuple[WrittenPiece, ...]]:
@@ -51,7 +51,7 @@ def _is_served(layer: LayerSpec) -> bool:
     return (
         layer.head_dim == layer.v_head_dim
         and layer.head_dim in KERNEL_HEAD_DIMS
-        and layer.num_heads // layer.num_kv_heads <= _MAX_GROUP
+        and layer.num_heads // layer.num_kv_heads <= MAX_GROUP
         and not (layer.chunk and layer.window_left >= 0)
     )
 

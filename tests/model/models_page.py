@@ -11,15 +11,12 @@ if TYPE_CHECKING:
     from tests.model.survey import Outcome
 
 _MAX_REASON = 160
-# What most readers look for.
-_WELL_KNOWN = (
-    *("llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "qwen3_next", "qwen3_5", "gemma2", "gemma3"),
-    *("gemma4", "phi3", "olmo2", "glm4", "deepseek_v3", "deepseek_v32", "gpt_oss", "granite", "granitemoehybrid"),
-    *("smollm3", "gpt2", "llama4", "lfm2", "mamba2", "falcon", "bloom"),
-)
-
 _INTRODUCTION = """\
 # Models
+
+*Served right* means here: a small random model of the architecture, in float32 on a CPU with the pieces as traced,
+gives Transformers' log-probabilities within {tolerance:g}. Through Inductor, the default, {by_inductor} of them were
+tried too, and {on_gpu} architectures on a GPU in bfloat16. No published checkpoint is meant by it.
 
 No list in the code says which models are served. A model's own forward, as Transformers has it, is traced; a gate then
 decides whether the trace will be served right (`mllm_compile/model/gate.py`), a self-check compares what was compiled
@@ -28,7 +25,9 @@ came of every causal-LM architecture that Transformers knows, by its `model_type
 
 {counts}
 
-{well_known}
+{named} All others of Transformers' list for causal language models are served. Models that generate text and are on
+other lists of its (images to text, encoders with decoders) are not in these counts; [images](images.md) has those
+that are served.
 
 ```bash
 python -m tests.model.survey --write docs/models.md
@@ -44,8 +43,10 @@ float32 is tried in bfloat16. So this page is about meaning, not about speed or 
 test` holds a sample of it, `make test-all` all of it.
 
 The table's second figure is of those that were tried through Inductor as well, which is what configs have by default.
-The last two columns are of GPUs: what attends there, as the compiler chooses it for the heads of the architecture's
-default config (nothing runs for that), and whether a small model was [seen](#on-a-gpu) to be right on one.
+The last two columns are of GPUs: what attends there for prompts, as the compiler chooses it for the heads of the
+architecture's default config (nothing runs for that), and whether a small model was [seen](#on-a-gpu) to be right on
+one. Decodes are attended for by the program's own kernels wherever a layer has up to {group} query heads a KV head,
+also where the column says FlashInfer.
 
 On a GPU, attention kernels have heads of 64, 128 and 256, with values as wide as keys. Others are padded with zeros to
 the next of these widths, in the KV cache too (`pad_heads`). Latent attention (MLA) caches its latents alone and has
@@ -133,6 +134,7 @@ _GROUPS = (
 
 def render_models_page(record: Record) -> str:
     """Markdown: what is served, what is refused and why, what was not tried."""
+    from mllm_compile.kernels.decode_attention import MAX_GROUP
     from tests.model.served_logits import TOLERANCE
 
     outcomes = record.outcomes
@@ -143,7 +145,10 @@ def render_models_page(record: Record) -> str:
     }
     introduction = _INTRODUCTION.format(
         counts=_counts({status: len(found) for status, found in by_status.items()}, by_status["served"]),
-        well_known=_well_known(by_status),
+        named=_named(by_status),
+        group=MAX_GROUP,
+        by_inductor=len({o.architecture for o in outcomes if _is_served_by_inductor(o)}),
+        on_gpu=len({one.architecture for one in record.on_gpu}),
         date=record.date,
         transformers=record.transformers,
         torch=record.torch,
@@ -176,17 +181,17 @@ def _counts(count: dict[str, int], served: list[Outcome]) -> str:
     )
 
 
-def _well_known(by_status: dict[str, list[Outcome]]) -> str:
-    def named(status: str) -> str:
-        found = {o.architecture for o in by_status[status]}
-        return ", ".join(name for name in _WELL_KNOWN if name in found)
-
-    in_bfloat16 = named("bfloat16")
-    return (
-        f"Well-known ones that are served: {named('served')}. "
-        + (f"In bfloat16 alone: {in_bfloat16}. " if in_bfloat16 else "")
-        + f"Well-known ones that are refused: {named('refused') or 'none'}."
-    )
+def _named(by_status: dict[str, list[Outcome]]) -> str:
+    """Every architecture that is not served, by its name: the rest of Transformers' list is."""
+    parts = {
+        "Refused": by_status["refused"],
+        "Served wrong": by_status["wrong"],
+        "Failed": by_status["failed"],
+        "In bfloat16 alone": by_status["bfloat16"],
+        "Not tried": by_status["not tried"],
+    }
+    names = {title: ", ".join(one.architecture for one in found) for title, found in parts.items() if found}
+    return " ".join(f"{title}: {listed}." for title, listed in names.items())
 
 
 def _on_torch(outcomes: Sequence[Outcome]) -> str:
@@ -219,7 +224,7 @@ def _errors(served: list[Outcome], record: Record) -> Iterator[str]:
     by_inductor = {o.architecture: o.error for o in record.outcomes if _is_served_by_inductor(o)}
     chosen = {o.architecture: o for o in record.outcomes if o.backend == "gpu"}
     seen = {one.architecture for one in record.on_gpu}
-    yield "| architecture | max error | by Inductor | its attention; layers with a state | on a GPU | seen there |"
+    yield "| architecture | max error | by Inductor | its attention; layers with a state | prompts on a GPU by | seen |"
     yield "|---|---|---|---|---|---|"
     for o in served:
         error = by_inductor.get(o.architecture)
@@ -247,7 +252,7 @@ def _on_gpu(seen: Sequence[SeenOnGpu]) -> Iterator[str]:
     versions = sorted({(one.torch, one.transformers) for one in seen})
     named = " or ".join(f"torch {torch} and Transformers {transformers}" for torch, transformers in versions)
     yield from (f"## {_GPU_SECTION}", "", _ON_A_GPU.format(versions=named or "none yet"), "")
-    yield "| architecture | attention by | prompts | answers | seen on |"
+    yield "| architecture | prompts attended by | prompts | answers | seen on |"
     yield "|---|---|---|---|---|"
     for one in sorted(seen, key=lambda one: (one.architecture, one.variant)):
         name = f"{one.architecture} {one.variant}".rstrip()

@@ -150,6 +150,7 @@ def test_the_page_lists_every_outcome():
     page = render_models_page(Record.of_here(OUTCOMES))
     counts = "served in bfloat16 alone, 3 refused, 0 served wrong, 0 failed, 1 not tried."
     assert f"**Of 6: 1 served right** (worst error 2.0e-06), 1 {counts}" in page
+    assert "Refused: bloom, dbrx, lfm2. In bfloat16 alone: mixtral. Not tried: blt. All others" in page
     assert "| qwen3 | 2.0e-06 | 3.0e-06 | window 8 on 2 of 4 |" in page
     assert "| mixtral | 2.0e-02 | ServingError: no such op |" in page
     assert "| mixtral | a piece does not compile: no such op | 2.0e-02 |" in page
