@@ -6,6 +6,7 @@ import itertools
 import json
 import sys
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import openai
@@ -14,9 +15,14 @@ import yaml
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
 from mllm_compile.compiler.load_or_compile import load_or_compile
+from mllm_compile.runtime.sampling.params import SamplingParams
+from mllm_compile.server.api.calls import AnswerReading
+from mllm_compile.server.api.fields import ChatFields
+from mllm_compile.text.calls.syntax import SpecialTokens
 from tests.sample import sample_of
 from tests.server.harness import Server, eventually, fake_server, running
 from tests.text.calls import templates
+from tests.text.calls.cases import syntax
 from tests.tiny_model import shallow_tiny, tiny_config
 
 CHAT = "/v1/chat/completions"
@@ -150,6 +156,50 @@ def test_an_answer_is_over_after_one_call_where_more_are_not_wanted(server):
             assert told.json["usage"]["completion_tokens"] < 80
     eventually(lambda: server.figure("mllm:requests_running") == 0)
     assert server.figure("mllm:generated_tokens_total") - before < 300, "the engine has stopped"
+
+
+def test_a_named_tool_is_called_once(server):
+    body = {"messages": say(SAID["two calls"]), "tools": TOOLS, "max_tokens": 300}
+    body["tool_choice"] = {"type": "function", "function": {"name": "weather"}}
+    choice = server.post(CHAT, body).json["choices"][0]
+    assert [one["function"]["name"] for one in choice["message"]["tool_calls"]] == ["weather"]
+    assert choice["finish_reason"] == "tool_calls"
+
+
+@pytest.mark.parametrize("mode", ["auto", "required"])
+def test_calls_of_allowed_tools_become_a_form_of_these_alone(server, mode):
+    # The fake refuses a form that names this tool.
+    names = ("weather", "refused")
+    tools = [{"type": "function", "function": {"name": name}} for name in names]
+    body = {"messages": say("x"), "tools": tools, "max_tokens": 4}
+    answers = []
+    for name in names:
+        allowed = {"mode": mode, "tools": [{"type": "function", "function": {"name": name}}]}
+        choice = {"type": "allowed_tools", "allowed_tools": allowed}
+        answers.append(server.post(CHAT, {**body, "tool_choice": choice}).status)
+        choice = {"type": "allowed_tools", "mode": mode, "tools": [{"type": "function", "name": name}]}
+        flat = [{"type": "function", "name": one} for one in names]
+        answers.append(server.post("/v1/responses", {"input": say("x"), "tools": flat, "tool_choice": choice}).status)
+    assert answers == [200, 200, 400, 400]
+
+
+OFF = [{"enable_thinking": False}, {"thinking": False}, {"reasoning_effort": "none"}]
+
+
+@pytest.mark.parametrize("options", OFF)
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "news"}}])
+def test_where_thinking_is_switched_off_a_forced_call_spends_no_tokens_on_it(options, choice):
+    tools = [{"type": "function", "function": {"name": "news"}}]
+
+    def form(prompt="<|im_start|>assistant\n", **fields):
+        special = SpecialTokens(frozenset(), frozenset())
+        facts: Any = SimpleNamespace(syntax=syntax("QWEN3"), special_tokens=special, marks={})
+        asked = ChatFields(messages=say("x"), tools=tools, tool_choice=choice, **fields)
+        return AnswerReading(facts, asked, prompt, SamplingParams()).params.structured_outputs.text
+
+    assert "<think>" in form() and "</think>" in form("<|im_start|>assistant\n<think>\n", chat_template_kwargs=options)
+    assert "think" not in form(chat_template_kwargs=options)
+    assert "think" not in form("<|im_start|>assistant\n<think>\n\n</think>\n\n")
 
 
 def test_calls_whose_marks_are_special_tokens_are_read_and_other_special_tokens_are_not_shown():

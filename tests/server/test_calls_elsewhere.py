@@ -13,6 +13,7 @@ from anthropic.types import Message, RawMessageStreamEvent
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
+from mllm_compile.server.api.anthropic import read_chat
 from tests.sample import sample_of
 from tests.server.harness import Server, fake_server
 from tests.server.test_calls import ARGUMENTS, LIMITS, READ, SAID, TOOLS, call, say
@@ -207,15 +208,30 @@ def test_a_message_takes_back_its_own_blocks(server, client):
     assert counted.input_tokens == told["usage"]["prompt_tokens"]
 
 
-def test_a_message_is_over_after_one_call_where_more_are_not_wanted(client):
+@pytest.mark.parametrize(
+    "choice",
+    [
+        {"type": "auto", "disable_parallel_tool_use": True},
+        {"type": "any", "disable_parallel_tool_use": True},
+        {"type": "tool", "name": "weather"},
+    ],
+)
+def test_a_message_is_over_after_one_call_where_more_are_not_wanted(client, choice):
     told = client.messages.create(
         model="fake",
         messages=say(SAID["two calls"]),
         tools=USES,
-        tool_choice={"type": "auto", "disable_parallel_tool_use": True},
+        tool_choice=choice,
         max_tokens=300,
     )
     assert read_message(told)[2:] == ([("weather", json.dumps(json.loads(ARGUMENTS)))], "tool_calls")
+
+
+@pytest.mark.parametrize(("thinking", "may_reason"), [(None, True), ("adaptive", True), ("disabled", False)])
+def test_a_forced_call_has_no_reasoning_where_a_message_disables_thinking(thinking, may_reason):
+    body = {"messages": say("x"), "max_tokens": 9, "thinking": thinking and {"type": thinking}}
+    fields, _ = read_chat(json.dumps(body).encode())
+    assert fields.may_reason() is may_reason
 
 
 @pytest.mark.parametrize("choice", [{"type": "any"}, {"type": "tool", "name": "refused"}])

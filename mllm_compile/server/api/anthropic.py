@@ -42,6 +42,11 @@ class Thinking(msgspec.Struct, forbid_unknown_fields=True):
 class _MessagesChat(ChatFields, kw_only=True):
     form_name = "output_config.format"
 
+    thinks: bool = True
+
+    def may_reason(self) -> bool:
+        return self.thinks and super().may_reason()
+
 
 class MessagesFields(msgspec.Struct, kw_only=True):
     """The fields of /v1/messages."""
@@ -91,6 +96,7 @@ def read_chat(body: bytes) -> tuple[ChatFields, list[str]]:
         tool_choice=choice,
         parallel_tool_calls=is_parallel,
         include_reasoning=_shows_thinking(given.thinking),
+        thinks=given.thinking is None or given.thinking.type != "disabled",
         chat_template_kwargs=given.chat_template_kwargs,
     )
     return fields, ignored

@@ -37,7 +37,7 @@ class AnswerReading:
     def __init__(self, facts: EngineFacts, fields: ChatFields, prompt: str, params: SamplingParams) -> None:
         self._syntax = syntax = facts.syntax
         self._tools, choice = tools_of(fields.tools, fields.tool_choice)
-        self._is_parallel = fields.parallel_tool_calls is not False
+        self._is_parallel = fields.parallel_tool_calls is not False and not choice.is_single
         self.is_needed = bool(self._tools) or syntax.reasoning is not None or isinstance(syntax.calls, Channels)
         form = params.structured_outputs
         if form is not None and self._tools:
@@ -53,6 +53,7 @@ class AnswerReading:
             choice,
             is_parallel=self._is_parallel,
             reasoning_is_open=self._reasoning_is_open,
+            may_reason=fields.may_reason() and not (syntax.reasoning and syntax.reasoning.is_closed_by(prompt)),
             special_tokens=facts.marks,
         )
         self._stripped: frozenset[str] = frozenset()

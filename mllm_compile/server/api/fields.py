@@ -156,6 +156,12 @@ class ChatFields(GenerateFields, kw_only=True):
     path: ClassVar[str] = "/v1/chat/completions"
     subject: ClassVar[str] = "messages"
 
+    def may_reason(self) -> bool:
+        """False where the client has switched thinking off, by a name that templates have for it."""
+        options = {"reasoning_effort": self.reasoning_effort, **(self.chat_template_kwargs or {})}
+        is_off = options.get("enable_thinking") is False or options.get("thinking") is False
+        return not is_off and options["reasoning_effort"] != "none"
+
     @property
     def num_logprobs(self) -> int | None:
         if not self.logprobs:

@@ -18,6 +18,10 @@ from mllm_compile.server.engine_facts import EngineFacts
 _FOREIGN = {**FOREIGN, **OF_RESPONSES}
 _TEXTS = ("input_text", "output_text", "text")
 _IMAGE = "expected an input_image with image_url, data:image/png;base64,…"
+_CHOICES = (
+    "'none', 'auto', 'required', {'type': 'function', 'name': …} or {'type': 'allowed_tools', 'mode': …, 'tools': "
+    "[{'type': 'function', 'name': …}, …]}"
+)
 _TOOL = "{'type': 'function', 'name': …, 'parameters': …}"
 
 
@@ -119,10 +123,21 @@ def _tool(index: int, tool: dict[str, Any]) -> dict[str, Any]:
 def _tool_choice(choice: str | dict[str, Any] | None) -> Any:
     if not isinstance(choice, dict):
         return choice
-    if choice.get("type") != "function" or not isinstance(choice.get("name"), str):
-        expected = "'none', 'auto', 'required' or {'type': 'function', 'name': …}"
-        raise bad_request(f"tool_choice: expected {expected}, got {brief(choice)}")
-    return {"type": "function", "function": {"name": choice["name"]}}
+    listed = choice.get("tools")
+    if choice.get("type") == "allowed_tools" and isinstance(listed, list):
+        named = [_named(one) for one in listed]
+        if named and None not in named:
+            return {"type": "allowed_tools", "allowed_tools": {"mode": choice.get("mode"), "tools": named}}
+    named_one = _named(choice)
+    if named_one is None:
+        raise bad_request(f"tool_choice: expected {_CHOICES}, got {brief(choice)}")
+    return named_one
+
+
+def _named(choice: Any) -> dict[str, Any] | None:
+    """The choice of a function as that of a chat, None if it is another."""
+    is_function = isinstance(choice, dict) and choice.get("type") == "function" and isinstance(choice.get("name"), str)
+    return {"type": "function", "function": {"name": choice["name"]}} if is_function else None
 
 
 def _messages(given: str | list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -35,6 +35,10 @@ _STRICT_IF_CHOSEN = (
     "tools: strict is possible with tool_choice 'required' or a named one only, as nothing tells this model's calls "
     "from its other answers. Leave strict out, or choose so."
 )
+_ALLOWED_IF_CHOSEN = (
+    "tool_choice: allowed_tools is possible with mode 'required' only, as nothing tells this model's calls from its "
+    "other answers. Offer these tools alone, or require a call."
+)
 
 
 def structural_tag(
@@ -44,22 +48,26 @@ def structural_tag(
     *,
     is_parallel: bool = True,
     reasoning_is_open: bool = False,
+    may_reason: bool = True,
     special_tokens: SpecialIds | None = None,
 ) -> Format | None:
     """The structural tag that an answer is held to; None if it may be anything.
 
-    An answer with `auto` is held to the schemas of strict tools, where it calls one. With `required` it is calls alone,
-    behind reasoning if the model writes some.
+    An answer with `auto` is held to the schemas of strict tools and to the tools that are allowed, where it calls one.
+    With `required` it is calls alone, behind reasoning if the model writes some.
 
     Args:
         is_parallel: there may be several calls.
         reasoning_is_open: the prompt's end has begun the reasoning.
+        may_reason: calls may have reasoning ahead of them; where it is switched off they have none that is not open.
         special_tokens: the marks of the syntax that are special tokens, which the tag then names by their ids.
 
     Raises:
         RequestError: the model's syntax is not known, or not one that allows this.
     """
-    written = _written(syntax, tools, choice, is_parallel, reasoning_is_open, special_tokens or {})
+    reasoning = syntax.reasoning if may_reason or reasoning_is_open else None
+    ahead = _ahead(reasoning, reasoning_is_open)
+    written = _written(syntax, tools, choice, is_parallel, ahead, may_reason, special_tokens or {})
     if written is None:
         return None
     return {"type": "structural_tag", "format": _by_ids(written, special_tokens) if special_tokens else written}
@@ -70,29 +78,32 @@ def _written(
     tools: Sequence[Tool],
     choice: ToolChoice,
     is_parallel: bool,
-    reasoning_is_open: bool,
+    ahead: list[Format],
+    may_reason: bool,
     special_tokens: SpecialIds,
 ) -> Format | None:
     """The format of the tag, marks as texts."""
-    if choice.mode == "none" or (choice.mode == "auto" and not any(tool.is_strict for tool in tools)):
+    offered = [tool for tool in tools if choice.names is None or tool.name in choice.names]
+    are_all = len(offered) == len(tools)
+    if choice.mode == "none" or (choice.mode == "auto" and are_all and not any(tool.is_strict for tool in tools)):
         return None
     if syntax.calls is None:
         raise RequestError(
             f"tool_choice: {choice.mode!r} needs a model whose calls can be told from its chat template; this one's "
             f"cannot: {syntax.why_not}. Leave tools out, or serve a model with a template for tools."
         )
-    offered = [tool for tool in tools if choice.name in (None, tool.name)]
     is_free = choice.mode == "auto"
-    is_single = not is_parallel or syntax.is_single
+    is_single = not is_parallel or syntax.is_single or choice.is_single
     if isinstance(syntax.calls, Channels):
         if is_free and syntax.calls.channel in special_tokens:  # free text has no special tokens, and no channels then
-            raise RequestError(_STRICT_IF_CHOSEN)
-        return _channels(syntax.calls, offered, is_free)
+            raise RequestError(_STRICT_IF_CHOSEN if are_all else _ALLOWED_IF_CHOSEN)
+        return _channels(syntax.calls, offered, is_free, may_reason)
     tags = [_call(syntax.calls, tool, is_free and not tool.is_strict) for tool in offered]
     if is_free:
+        if not syntax.calls.is_marked:
+            raise RequestError(_STRICT_IF_CHOSEN if are_all else _ALLOWED_IF_CHOSEN)
         return _where_called(syntax.calls, tags, is_single)
-    elements = [*_ahead(syntax.reasoning, reasoning_is_open), _section(syntax.calls, tags, is_single)]
-    return _sequence(elements)
+    return _sequence([*ahead, _section(syntax.calls, tags, is_single)])
 
 
 def _ahead(reasoning: Reasoning | None, is_open: bool) -> list[Format]:
@@ -117,8 +128,6 @@ def _several(calls: CallSyntax, tags: list[Format], is_single: bool) -> Format:
 
 
 def _where_called(calls: CallSyntax, tags: list[Format], is_single: bool) -> Format:
-    if not calls.is_marked:
-        raise RequestError(_STRICT_IF_CHOSEN)
     if calls.begin:
         tags = [_tag(calls.begin, _several(calls, tags, is_single), calls.end)]
     return {
@@ -130,7 +139,7 @@ def _where_called(calls: CallSyntax, tags: list[Format], is_single: bool) -> For
     }
 
 
-def _channels(syntax: Channels, tools: Sequence[Tool], is_free: bool) -> Format:
+def _channels(syntax: Channels, tools: Sequence[Tool], is_free: bool, may_reason: bool) -> Format:
     head = f"{syntax.channel}commentary to=functions."
     tags = [
         _tag(
@@ -148,6 +157,8 @@ def _channels(syntax: Channels, tools: Sequence[Tool], is_free: bool) -> Format:
             "at_least_one": False,
             "stop_after_first": False,
         }
+    if not may_reason:
+        return _either(tags)
     reason = _tag(f"{syntax.channel}analysis{syntax.message}", _ANY, syntax.end)
     return _sequence([_optional(_sequence([reason, *_text(f"{syntax.start}assistant")])), _either(tags)])
 

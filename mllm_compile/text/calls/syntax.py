@@ -166,6 +166,10 @@ class Reasoning:
         """True if a prompt's end has begun the reasoning, so that the model's text starts within it."""
         return prompt.rstrip(SPACE).endswith(self.begin)
 
+    def is_closed_by(self, prompt: str) -> bool:
+        """True if a prompt's end has closed the reasoning: a template writes it so where thinking is switched off."""
+        return prompt.rstrip(SPACE).endswith(self.end)
+
 
 @dataclass(frozen=True)
 class SpecialTokens:

@@ -17,6 +17,10 @@ MAX_NESTED = 64  # objects and lists within each other
 
 _NAME = re.compile(r"[A-Za-z0-9_./:-]{1,128}")
 _EXPECTED = "{'type': 'function', 'function': {'name': …, 'parameters': …}}"
+_ALLOWED = (
+    "{'type': 'allowed_tools', 'allowed_tools': {'mode': …, 'tools': [{'type': 'function', 'function': {'name': …}}, "
+    "…]}}"
+)
 _FIELDS = frozenset({"name", "description", "parameters", "strict"})
 
 NO_PARAMETERS: Mapping[str, Any] = {"type": "object", "properties": {}}
@@ -43,11 +47,13 @@ class ToolChoice:
     """
     Attributes:
         mode: `none`: no calls; `auto`: the model decides; `required`: at least one.
-        name: the tool that is called, with `required`; None: any.
+        names: the tools that may be called; None: all that are offered.
+        is_single: exactly one call, as of a tool that is named.
     """
 
     mode: Literal["none", "auto", "required"]
-    name: str | None = None
+    names: frozenset[str] | None = None
+    is_single: bool = False
 
 
 def read_tools(value: Any) -> tuple[Tool, ...]:
@@ -130,20 +136,44 @@ def read_tool_choice(value: Any, tools: Sequence[Tool]) -> ToolChoice:
         if value == "required" and not tools:
             raise RequestError("tool_choice: 'required' without tools. Offer at least one in tools.")
         return ToolChoice("none" if not tools else value)
-    name = value["function"].get("name") if _names_a_function(value) else None
-    if not isinstance(name, str):
+    if isinstance(value, Mapping) and value.get("type") == "allowed_tools":
+        return _read_allowed(value, names)
+    name = _function_name(value)
+    if name is None:
         raise RequestError(
-            "tool_choice: expected 'none', 'auto', 'required' or {'type': 'function', 'function': {'name': …}}, got "
-            f"{brief(value)}."
+            "tool_choice: expected 'none', 'auto', 'required', {'type': 'function', 'function': {'name': …}} or "
+            f"{_ALLOWED}, got {brief(value)}."
         )
+    _check_offered(name, names)
+    return ToolChoice("required", frozenset((name,)), is_single=True)
+
+
+def _read_allowed(value: Mapping[str, Any], names: Sequence[str]) -> ToolChoice:
+    """OpenAI's choice among some of the tools."""
+    allowed = value.get("allowed_tools")
+    listed = allowed.get("tools") if isinstance(allowed, Mapping) else None
+    is_list = isinstance(listed, Sequence) and not isinstance(listed, str)
+    chosen = [_function_name(one) for one in listed] if is_list and listed is not None else []
+    if not isinstance(allowed, Mapping) or allowed.get("mode") not in ("auto", "required") or not chosen:
+        raise RequestError(f"tool_choice: expected {_ALLOWED} with a mode of auto or required, got {brief(value)}.")
+    for name in chosen:
+        if name is None:
+            raise RequestError(f"tool_choice: expected {_ALLOWED}, whose tools are functions, got {brief(value)}.")
+        _check_offered(name, names)
+    return ToolChoice(allowed["mode"], frozenset(name for name in chosen if name is not None))
+
+
+def _check_offered(name: str, names: Sequence[str]) -> None:
     if name not in names:
         known = shown(", ".join(names)) if names else "none"
         raise RequestError(f"tool_choice: {shown(name)} is not among the tools: {known}. Offer it in tools.")
-    return ToolChoice("required", name)
 
 
-def _names_a_function(value: Any) -> bool:
-    return isinstance(value, Mapping) and value.get("type") == "function" and isinstance(value.get("function"), Mapping)
+def _function_name(value: Any) -> str | None:
+    """The name in {'type': 'function', 'function': {'name': …}}, None if it is another value."""
+    function = value.get("function") if isinstance(value, Mapping) and value.get("type") == "function" else None
+    name = function.get("name") if isinstance(function, Mapping) else None
+    return name if isinstance(name, str) else None
 
 
 def _nested(value: Any) -> int:

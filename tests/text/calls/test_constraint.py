@@ -28,6 +28,7 @@ TOOLS = [
 TOOLS[0]["function"]["parameters"]["$defs"] = {"tag": {"type": "string"}}
 STRICT = [{**one, "function": {**one["function"], "strict": True}} for one in TOOLS]
 REQUIRED = ToolChoice("required")
+NOTE, NOW = (ToolChoice("required", frozenset((name,)), is_single=True) for name in ("note", "now"))
 MARK = re.compile(r"<[^<>\s=]+>|\[[A-Z_]+\]")  # texts that may be special tokens
 VALUES = {"string": "a b", "integer": 3, "array": ["x"], "boolean": True, "object": {}}
 
@@ -107,10 +108,37 @@ def test_one_call_is_all_that_is_allowed_where_calls_are_not_parallel(name):
 
 @pytest.mark.parametrize("name", RECOGNISED)
 def test_a_named_tool_is_the_only_one(name):
-    tag = structural_tag(syntax(name), read_tools(TOOLS), ToolChoice("required", "note"))
+    tag = structural_tag(syntax(name), read_tools(TOOLS), NOTE)
     for seed in range(10):
         found = read(name, write(tag["format"], random.Random(seed)), tools=TOOLS)
-        assert {called for _, called, _ in found.calls} == {"note"}
+        assert [called for _, called, _ in found.calls] == ["note"], "once"
+
+
+@pytest.mark.parametrize("name", RECOGNISED)
+def test_of_allowed_tools_others_are_never_called(name):
+    some = frozenset(("note", "now"))
+    tags = [structural_tag(syntax(name), read_tools(TOOLS), ToolChoice("required", some))]
+    if getattr(syntax(name).calls, "is_marked", True):
+        tags.append(structural_tag(syntax(name), read_tools(TOOLS), ToolChoice("auto", some)))
+    else:
+        with pytest.raises(RequestError, match="allowed_tools is possible with mode 'required' only"):
+            structural_tag(syntax(name), read_tools(TOOLS), ToolChoice("auto", some))
+    for tag in tags:
+        called = set()
+        for seed in range(20):
+            called |= {one for _, one, _ in read(name, write(tag["format"], random.Random(seed)), tools=TOOLS).calls}
+        assert called == some
+    every = frozenset(one["function"]["name"] for one in TOOLS)
+    assert structural_tag(syntax(name), read_tools(TOOLS), ToolChoice("auto", every)) is None
+
+
+@pytest.mark.parametrize("name", RECOGNISED)
+def test_a_forced_call_has_no_reasoning_where_thinking_is_switched_off(name):
+    tag = structural_tag(syntax(name), read_tools(TOOLS), REQUIRED, may_reason=False)
+    for seed in range(20):
+        found = read(name, write(tag["format"], random.Random(seed)), tools=TOOLS)
+        assert found.calls and not found.reasoning
+    assert "any_text" not in json.dumps(structural_tag(syntax(name), read_tools([tool("now")]), NOW, may_reason=False))
 
 
 @pytest.mark.parametrize("name", ["QWEN3", "MINIMAX_M2"])
@@ -206,7 +234,7 @@ def test_xgrammar_takes_it_and_the_template_s_own_calls(name):
     """Where xgrammar is installed: the text of a call that the template writes fits the grammar."""
     xgrammar = pytest.importorskip("xgrammar")
     fits = pytest.importorskip("xgrammar.testing")._is_grammar_accept_string
-    for tools, choice in ((TOOLS, REQUIRED), (TOOLS, ToolChoice("required", "now")), (STRICT, ToolChoice("auto"))):
+    for tools, choice in ((TOOLS, REQUIRED), (TOOLS, NOW), (STRICT, ToolChoice("auto"))):
         if choice.mode == "auto" and not getattr(syntax(name).calls, "is_marked", True):
             continue
         grammar = xgrammar.Grammar.from_structural_tag(structural_tag(syntax(name), read_tools(tools), choice))

@@ -66,6 +66,11 @@ def test_tools_are_made_ready_for_templates():
     assert full.definition == tool("g", ["a"], a={"type": "string"}) and not full.is_strict
 
 
+def allowed(mode, *names):
+    tools = [{"type": "function", "function": {"name": name}} for name in names]
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}
+
+
 @pytest.mark.parametrize(
     ("value", "tools", "expected"),
     [
@@ -74,7 +79,13 @@ def test_tools_are_made_ready_for_templates():
         ("auto", [], ToolChoice("none")),
         ("none", TOOLS, ToolChoice("none")),
         ("required", TOOLS, ToolChoice("required")),
-        ({"type": "function", "function": {"name": "now"}}, TOOLS, ToolChoice("required", "now")),
+        (
+            {"type": "function", "function": {"name": "now"}},
+            TOOLS,
+            ToolChoice("required", frozenset({"now"}), is_single=True),
+        ),
+        (allowed("auto", "now"), TOOLS, ToolChoice("auto", frozenset({"now"}))),
+        (allowed("required", "now", "get_weather"), TOOLS, ToolChoice("required", frozenset({"now", "get_weather"}))),
     ],
 )
 def test_a_choice_is_read(value, tools, expected):
@@ -85,8 +96,12 @@ def test_a_choice_is_read(value, tools, expected):
     ("value", "tools", "said"),
     [
         ("required", [], "tool_choice: 'required' without tools. Offer at least one in tools."),
-        ("any", TOOLS, "tool_choice: expected 'none', 'auto', 'required' or {'type': 'function', 'function': {'name"),
-        ({"type": "allowed_tools"}, TOOLS, "tool_choice: expected 'none'"),
+        ("any", TOOLS, "tool_choice: expected 'none', 'auto', 'required', {'type': 'function', 'function': {'name"),
+        ({"type": "allowed_tools"}, TOOLS, "tool_choice: expected {'type': 'allowed_tools', 'allowed_tools': {'mode'"),
+        (allowed("any", "now"), TOOLS, "tool_choice: expected {'type': 'allowed_tools'"),
+        (allowed("auto"), TOOLS, "tool_choice: expected {'type': 'allowed_tools'"),
+        (allowed("auto", "f"), TOOLS, "tool_choice: 'f' is not among the tools: 'get_weat"),
+        (allowed("auto", 5), TOOLS, "tool_choice: expected {'type': 'allowed_tools'"),
         ({"type": "function", "function": {"name": []}}, TOOLS, "tool_choice: expected 'none'"),
         ({"type": "function", "function": {"name": "f"}}, TOOLS, "tool_choice: 'f' is not among the tools: 'get_weat"),
         ({"type": "function", "function": {"name": "f"}}, [], "tool_choice: 'f' is not among the tools: none. Offer"),
