@@ -76,6 +76,7 @@ _INSTEAD = {
     "each step is as large as runtime.max_num_batched_tokens allows": """
         num-scheduler-steps multi-step-stream-outputs scheduler-delay-factor max-num-partial-prefills
         long-prefill-token-threshold disable-async-output-proc""",
+    "spans are of requests: --otlp-traces-endpoint": "collect-detailed-traces enable-trace",
     "weights are read by one thread a rank, straight to their place": """
         max-parallel-loading-workers model-loader-extra-config use-tqdm-on-load""",
     "ranks are of one machine; replicas on several are by Ray Serve (docs/server.md)": """

@@ -32,6 +32,10 @@ def serve_command(
         str,
         typer.Option(help="The path behind which a proxy has this server, such as /llm; requests may come with it."),
     ] = "",
+    otlp_traces_endpoint: Annotated[
+        str | None,
+        typer.Option(help="Where a collector takes spans of requests by OTLP over HTTP (extra otel)."),
+    ] = None,
     max_body: Annotated[str, typer.Option(help="The largest body of a request (512K, 64M).")] = "16M",
     api_key: Annotated[
         list[str] | None,
@@ -92,6 +96,7 @@ def serve_command(
         ssl_certfile=ssl_certfile,
         ssl_keyfile=ssl_keyfile,
         root_path=root_path,
+        otlp_traces_endpoint=otlp_traces_endpoint,
         most_body_bytes=bytes_of("--max-body", max_body),
         api_keys=(*(api_key or ()), *_other_keys(api_key_file)),
         served_names=tuple(served_model_name or ()),

@@ -11,7 +11,7 @@ from mllm_compile.server.http import Receive, Scope, respond_json
 from mllm_compile.version import __version__
 
 # Of ServeOptions: keys, and where things lie on this machine.
-_NOT_TOLD = {"api_keys", "ssl_certfile", "ssl_keyfile", "uds", "model"}
+_NOT_TOLD = {"api_keys", "ssl_certfile", "ssl_keyfile", "uds", "model", "otlp_traces_endpoint"}
 
 
 def ping(front: Front) -> Answer:

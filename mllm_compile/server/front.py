@@ -8,7 +8,7 @@ import logging
 import secrets
 import time
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mllm_compile.engine.requests import as_priority
 from mllm_compile.errors import MllmError
@@ -29,6 +29,11 @@ from mllm_compile.server.supervisor import ASLEEP, READY, Supervisor
 from mllm_compile.server.telemetry.metrics import Metrics
 from mllm_compile.server.telemetry.request_log import request_over, request_refused
 
+if TYPE_CHECKING:
+    from opentelemetry.context import Context
+
+    from mllm_compile.server.telemetry.tracing import Tracing
+
 logger = logging.getLogger("mllm_compile.server")
 
 _THREADS = 4  # that tokenize
@@ -41,10 +46,12 @@ class Front:
 
     Args:
         command_of: the engine's command line.
+        tracing: makes spans of requests; None: there are none.
     """
 
-    def __init__(self, options: ServeOptions, command_of: CommandLine) -> None:
+    def __init__(self, options: ServeOptions, command_of: CommandLine, tracing: Tracing | None = None) -> None:
         self.options = options
+        self.tracing = tracing
         self.names = ModelNames(options)
         self.bodies = Bodies(options.most_body_bytes)
         self.admission = Admission(options.max_queue, lambda: self.dispatcher.num_running())
@@ -167,11 +174,23 @@ class Front:
         except TimeoutError:
             raise not_ready(f"the engine is not ready: {self.supervisor.stage}", "starting") from None
 
+    def parent_of(self, headers: Headers) -> Context | None:
+        """The span that a request's headers name, where there are spans."""
+        return None if self.tracing is None else self.tracing.parent_of(headers)
+
     def starts_at_once(self, request: Request) -> bool:
         """True if a request waits neither for an engine nor for a thread."""
         return request.is_quick and self.supervisor.state == READY
 
-    async def start(self, request: Request, prefix: str, outlet: Outlet, client: str, header_id: str | None) -> Job:
+    async def start(
+        self,
+        request: Request,
+        prefix: str,
+        outlet: Outlet,
+        client: str,
+        header_id: str | None,
+        parent: Context | None = None,
+    ) -> Job:
         """Starts a request; waits for nothing if `starts_at_once`.
 
         Raises:
@@ -190,7 +209,7 @@ class Front:
                     raise not_ready("the engine is gone. It starts again.", "engine_lost")
                 priority = 0 if request.fields.priority is None else as_priority(request.fields.priority)
                 name = self._name(prefix, request.fields.request_id, header_id)
-                job = self._job(name, request, plan, facts, outlet, client, headers)
+                job = self._job(name, request, plan, facts, outlet, client, headers, parent)
             except MllmError as error:
                 raise of_error(error, request.fields.subject) from None
             job.arrived_s = arrived_s
@@ -223,6 +242,7 @@ class Front:
         outlet: Outlet,
         client: str,
         headers: Headers,
+        parent: Context | None,
     ) -> Job:
         head = {
             "id": name,
@@ -239,13 +259,18 @@ class Front:
             headers=[(b"x-request-id", name.encode()), *headers],
             form_field=request.fields.form_field or "tools",  # whose form is no field's
             cancel=self.dispatcher.cancel,
-            on_over=lambda job: request_over(job, self.metrics, client),
+            on_over=lambda job: self._over(job, client, parent),
         )
         for prompt in plan.prompts:
             key = self.dispatcher.next_key()
             run = PromptRun(key, prompt.token_ids, prompt.text, plan.is_only_echoed, prompt.media)
             job.add(run, plan.params, facts.tokenizer, plan.make_parser)
         return job
+
+    def _over(self, job: Job, client: str, parent: Context | None) -> None:
+        request_over(job, self.metrics, client)
+        if self.tracing is not None and parent is not None:
+            self.tracing.request_over(job, self.names.first, parent)
 
     async def sweep(self) -> None:
         """Looks after what waits too long, until it is cancelled."""

@@ -43,7 +43,8 @@ def generate_endpoint(front: Front, kind: RequestKind) -> Callable[[Scope, Recei
 
         try:
             request = kind(await front.bodies.read(receive))
-            starting = front.start(request, kind.prefix, outlet, client, header(scope, b"x-request-id"))
+            name, parent = header(scope, b"x-request-id"), front.parent_of(scope["headers"])
+            starting = front.start(request, kind.prefix, outlet, client, name, parent)
             # Most wait for nothing, and need no tasks.
             job = await (starting if front.starts_at_once(request) else _unless_gone(starting, receive))
         except ClientGoneError:

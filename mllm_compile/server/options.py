@@ -20,6 +20,7 @@ class ServeOptions:
         ssl_certfile, ssl_keyfile: of TLS; without a key's file the certificate's has the key too. None: plain HTTP.
         root_path: behind which a proxy has this server; requests may come with it, or without.
         most_body_bytes: of a request.
+        otlp_traces_endpoint: where a collector takes spans of requests; None: where the environment says, if it does.
         api_keys: any of them opens every path; none: all paths are open.
         served_names: the model's names; the first one is in answers. None given: taken from the config.
         max_queue: prompts that may wait; None: four times as many as can run.
@@ -42,6 +43,7 @@ class ServeOptions:
     ssl_keyfile: str | None = None
     root_path: str = ""
     most_body_bytes: int = 16 << 20
+    otlp_traces_endpoint: str | None = None
     api_keys: tuple[str, ...] = ()
     served_names: tuple[str, ...] = ()
     max_queue: int | None = None

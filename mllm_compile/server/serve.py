@@ -26,6 +26,7 @@ from mllm_compile.server.connection import Connection
 from mllm_compile.server.engine_link import CommandLine, command_line
 from mllm_compile.server.front import Front
 from mllm_compile.server.options import ServeOptions
+from mllm_compile.server.telemetry.tracing import make_tracing
 
 logger = logging.getLogger("mllm_compile.server")
 
@@ -45,10 +46,13 @@ def run_server(options: ServeOptions, command_of: CommandLine | None = None) -> 
     _allow_connections()
     _check_tls(options)
     listener = _listen(options) if options.uds is None else _listen_at_path(options.uds)
-    front = Front(options, command_of or command_line(options.model, options.how, options.log))
+    tracing = make_tracing(options.otlp_traces_endpoint)
+    front = Front(options, command_of or command_line(options.model, options.how, options.log), tracing)
     try:
         uvloop.run(_serve(front, listener))
     finally:
+        if tracing is not None:
+            tracing.close()
         if options.uds is not None:
             with contextlib.suppress(OSError):
                 os.unlink(options.uds)

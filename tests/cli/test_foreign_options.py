@@ -40,7 +40,7 @@ block-size gpu-memory-utilization swap-space kv-cache-dtype num-gpu-blocks-overr
 no-enable-prefix-caching cpu-offload-gb calculate-kv-scales disable-sliding-window seed max-logprobs disable-log-stats
 disable-log-requests enable-log-requests quantization rope-scaling rope-theta hf-token hf-overrides enforce-eager
 max-seq-len-to-capture mm-processor-kwargs limit-mm-per-prompt disable-mm-preprocessor-cache enable-lora max-loras
-max-lora-rank device speculative-config served-model-name
+max-lora-rank device otlp-traces-endpoint collect-detailed-traces speculative-config served-model-name
 num-scheduler-steps enable-chunked-prefill no-enable-chunked-prefill max-num-batched-tokens max-num-seqs
 long-prefill-token-threshold scheduling-policy preemption-mode disable-cascade-attn generation-config
 override-generation-config enable-sleep-mode kv-transfer-config kv-events-config compilation-config additional-config

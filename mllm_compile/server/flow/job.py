@@ -27,6 +27,7 @@ EVENT_STREAM: Headers = [
     (b"x-accel-buffering", b"no"),
 ]
 JSON: Headers = [(b"content-type", b"application/json")]
+_NONE = SamplingParams()
 STATUS_GONE = 499  # of nginx: the client has gone; for the log alone
 
 
@@ -68,7 +69,7 @@ class Job:
 
     Attributes:
         scheduled_s, first_token_s, last_token_s: time.monotonic() of the first prompt to get there.
-        max_tokens: of each of its answers; None: as many as the context leaves.
+        params: of its prompts.
         num_steps: steps that had a token of it.
         status: of HTTP, once it is over.
     """
@@ -97,7 +98,7 @@ class Job:
         self.scheduled_s: float | None = None
         self.first_token_s: float | None = None
         self.last_token_s: float | None = None
-        self.max_tokens: int | None = None
+        self.params = _NONE
         self.num_steps = 0
         self.num_preemptions = 0
         self.status = 200
@@ -124,7 +125,7 @@ class Job:
             choice = Choice(prompt, len(self.choices), params, decoder, make_parser and make_parser())
             prompt.choices.append(choice)
             self.choices.append(choice)
-        self.max_tokens = params.max_tokens
+        self.params = params
         self._num_open += params.n
         self.prompts.append(prompt)
 

@@ -116,8 +116,8 @@ class Metrics:
         self._observe(prompt_tokens=job.num_prompt_tokens, generated_tokens=job.num_output_tokens)
         if job.num_steps > 1:
             self._observe(output_token_seconds=decode / (job.num_steps - 1))
-        if job.max_tokens is not None:
-            self._observe(max_tokens=job.max_tokens)
+        if job.params.max_tokens is not None:
+            self._observe(max_tokens=job.params.max_tokens)
 
     def _observe(self, **values: float) -> None:
         for name, value in values.items():
