@@ -116,7 +116,7 @@ class ForwardBatch:
     image_grid_thw: Sequence[Grid] | None = None
     rope_lens: torch.Tensor | None = None  # [T] int64, as TokenInputs has them; None: zeros
     dp_metadata: DPMetadata | None = None  # of ranks with requests of their own
-    tokens_alone: bool = False  # most probable tokens are all that is wanted: ranks may keep their parts of logits
+    greedy_across_ranks: bool = False  # likeliest tokens are all that is wanted: ranks may keep their parts of logits
     return_logprob: bool = False
     top_logprobs_nums: list[int] | None = None
     common_attn_metadata: Any = None  # CommonAttentionMetadata.of(batch), once that was asked for
@@ -182,8 +182,8 @@ class LogitsProcessorOutput:
 
     Attributes:
         next_token_logits: [S, V] in the model's dtype; S = R unless the batch's logits_indices say otherwise.
-        is_own_part: they are [S, V of a rank], for Communicator.choose: of batches with tokens_alone, where ranks have
-            a part of the vocabulary each.
+        is_own_part: they are [S, V of a rank], for Communicator.choose: of batches that are
+            greedy_across_ranks, where ranks have a part of the vocabulary each.
         logits_of: logits [N, V] of further tokens, given their indices [N] int64 into the batch, until the next
             forward; of batches with return_logprob. Of ranks with requests of their own they are those of all, N each.
     """

@@ -1,9 +1,9 @@
-"""The kinds of graphs, which one a step runs in, and the key under which it is found. Free of torch."""
+"""The kinds of graphs, the modes that steps run in, and the key under which a graph is found. Free of torch."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import Enum
+from enum import Enum, auto
 from typing import TYPE_CHECKING
 
 from mllm_compile.runtime.errors import ConfigError
@@ -13,13 +13,7 @@ if TYPE_CHECKING:
 
 
 class CUDAGraphMode(Enum):
-    """NONE, PIECEWISE and FULL are what a step runs in; the pairs say (uniform decode, everything else).
-
-    There are two kinds of FULL graphs, told apart by BatchDescriptor.uniform: those of decodes, and *mixed* ones
-    (cudagraph.mixed_tokens), which hold any step up to its head. So "mixed" is wider here than ForwardMode.MIXED, which
-    means decodes and prompts in one batch: a mixed graph also serves prompts alone. Two more kinds, of sizes of their
-    own, are for prompts alone: *fresh* ones if each begins with its first token, *extends* if some have a prefix.
-    """
+    """NONE, PIECEWISE and FULL are what a step runs in; the pairs say (uniform decode, everything else)."""
 
     NONE = 0
     PIECEWISE = 1
@@ -53,20 +47,66 @@ class CUDAGraphMode(Enum):
         """The mode of any other batch."""
         return CUDAGraphMode(self.value[1]) if isinstance(self.value, tuple) else self
 
+    def captures(self, kind: GraphKind) -> bool:
+        """True if a model whose config has this mode may have graphs of the kind."""
+        if kind.is_decode or kind is GraphKind.PIECEWISE:
+            return kind.mode in (self.decode_mode(), self.mixed_mode())
+        return self in (CUDAGraphMode.FULL, CUDAGraphMode.FULL_AND_PIECEWISE)
+
+
+class GraphKind(Enum):
+    """The steps that a captured graph serves. cuda_graph/kinds.py has a row for each.
+
+    A MIXED graph (cudagraph.mixed_tokens) serves any step: so it is wider than ForwardMode.MIXED, which means decodes
+    and prompts in one batch.
+    """
+
+    PIECEWISE = auto()  # the pieces of any step, between layers of attention that are launched
+    MIXED = auto()  # any step, up to its head
+    PREFILL_NEW = auto()  # prompts alone, each from its first token on
+    PREFILL_CACHED = auto()  # prompts alone, some behind a prefix in the cache
+    DECODE = auto()  # decodes alone
+    CASCADE = auto()  # decodes that begin with the same pages
+    DECODE_GREEDY_ACROSS_RANKS = auto()  # decodes whose likeliest tokens the ranks choose together, without all logits
+    CASCADE_GREEDY_ACROSS_RANKS = auto()
+
+    __hash__ = object.__hash__  # members are compared by identity; Enum's own is a call of Python for each piece
+
+    @property
+    def mode(self) -> CUDAGraphMode:
+        """What a step of the kind runs in."""
+        return CUDAGraphMode.PIECEWISE if self is GraphKind.PIECEWISE else CUDAGraphMode.FULL
+
+    @property
+    def is_decode(self) -> bool:
+        """True if every request has one token."""
+        return self in (GraphKind.DECODE, GraphKind.DECODE_GREEDY_ACROSS_RANKS) or self.shares_prefix
+
+    @property
+    def shares_prefix(self) -> bool:
+        """True if requests begin with the same pages, which are read once for all."""
+        return self in (GraphKind.CASCADE, GraphKind.CASCADE_GREEDY_ACROSS_RANKS)
+
+    @property
+    def is_greedy_across_ranks(self) -> bool:
+        """True if the graph gives tokens, and each rank's part of the logits."""
+        return self in (GraphKind.DECODE_GREEDY_ACROSS_RANKS, GraphKind.CASCADE_GREEDY_ACROSS_RANKS)
+
 
 @dataclass(frozen=True)
 class BatchDescriptor:
-    """The padded shape of a batch."""
+    """The padded shape of a batch, and the kind of graph that it runs in."""
 
     num_tokens: int  # padded
-    num_reqs: int | None = None  # padded; None: any number, for PIECEWISE, and for FULL of any step
-    uniform: bool = False  # every request has the same query length
+    num_reqs: int | None = None  # padded; None: any number, which decodes alone do not take
+    kind: GraphKind = GraphKind.PIECEWISE
     has_lora: bool = False
     num_active_loras: int = 0
-    cascade: bool = False  # decodes that begin with the same pages
-    fresh: bool = False  # prompts alone, each from its first token on
-    extends: bool = False  # prompts alone, of which some go on from what is in the cache
-    tokens_alone: bool = False  # decodes whose most probable tokens ranks choose together, without gathering logits
+
+    @property
+    def uniform(self) -> bool:
+        """True if every request has the same query length."""
+        return self.kind.is_decode
 
 
 @dataclass(frozen=True, slots=True)

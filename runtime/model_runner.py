@@ -1,6 +1,6 @@
 """Runs a loaded model on batches: owns the device, the pools, the attention backend and the graphs.
 
-Others decide which: trial.py how many pages, state/factory.py which backend, cuda_graph/sizes.py which graphs.
+Others decide which: memory_profile.py how many pages, state/factory.py which backend, cuda_graph/kinds.py which graphs.
 A batch is run by program/runner.py, once its attention is planned, or replayed by cuda_graph/graph_runner.py.
 step/runner.py makes an engine's steps: it turns a ScheduledBatch into a ForwardBatch, and its logits into tokens.
 
@@ -20,11 +20,9 @@ import numpy as np
 import torch
 
 from mllm_compile.runtime.attention.base import AttentionBackend
-from mllm_compile.runtime.attention.metadata import StepPrompts
 from mllm_compile.runtime.collectives.base import Communicator, using
 from mllm_compile.runtime.collectives.choose import TokenChoice
 from mllm_compile.runtime.collectives.sum_kernels import MOST_CHOICES
-from mllm_compile.runtime.cuda_graph.sizes import dispatcher_of
 from mllm_compile.runtime.device.memory import (
     check_features_fit,
     check_states_fit,
@@ -38,6 +36,7 @@ from mllm_compile.runtime.forward_context import ForwardTimes
 from mllm_compile.runtime.graph_mode import DPMetadata, UBatchSlice
 from mllm_compile.runtime.media.feature_pool import FeaturePool
 from mllm_compile.runtime.memory_pool import GDNPool, KVPool, ReqToTokenPool
+from mllm_compile.runtime.memory_profile import count_pages
 from mllm_compile.runtime.program.executor import ProgramExecutor
 from mllm_compile.runtime.program.images import ImageEncoder
 from mllm_compile.runtime.program.loaded import LoadedModel, ModelSource
@@ -46,13 +45,11 @@ from mllm_compile.runtime.runner_config import RunnerConfig
 from mllm_compile.runtime.sampling.row_state import RowState
 from mllm_compile.runtime.sampling.sampler import sample_tokens
 from mllm_compile.runtime.state.factory import make_backend
-from mllm_compile.runtime.step_fields import StepFields
-from mllm_compile.runtime.trial import count_pages
 from mllm_compile.runtime.ubatch.overlap import BatchOverlap
 from mllm_compile.runtime.ubatch.slices import check_divides, most_of_a_part, part_of, share_a_request, ubatch_slices
 
 if TYPE_CHECKING:
-    from mllm_compile.runtime.cuda_graph.graph_runner import CapturedDecode, GraphRunner, LaunchedPrompts
+    from mllm_compile.runtime.cuda_graph.graph_runner import GraphRunner
     from mllm_compile.runtime.sampling.penalties import PenaltyParams
 
 
@@ -62,7 +59,7 @@ class ModelRunner:
     Attributes:
         program: runs the model on batches whose attention is planned.
         max_total_num_tokens: tokens that the KV pages hold, the dummy page left out.
-        forward_pass_id: forwards so far.
+        forward_pass_id: forwards so far, those of captured decodes and prompts among them.
         row_state: a StepRunner's, and captured decodes'.
         expert_counts: layer of experts → [E] int64, how often each expert was chosen; None unless config.runtime
             asks for it.
@@ -230,6 +227,7 @@ class ModelRunner:
         """Capture graphs; skipped off CUDA, when disabled, and for models that do not generate."""
         if self.captures_graphs:
             from mllm_compile.runtime.cuda_graph.graph_runner import GraphRunner
+            from mllm_compile.runtime.cuda_graph.kinds import dispatcher_of
 
             self.graph_runner = GraphRunner(self, dispatcher_of(self), self.config.debug_graphs)
             self.graph_runner.capture()
@@ -382,38 +380,9 @@ class ModelRunner:
             batch.media = self.image_encoder().inputs_of(batch, batch.pixel_values, batch.image_grid_thw)
         return self.forward_decode(batch) if batch.forward_mode.is_decode() else self.forward_extend(batch)
 
-    def launch_prompts(self, fields: StepFields[np.ndarray], prompts: StepPrompts) -> LaunchedPrompts | None:
-        """Run prompts alone in one launch; see GraphRunner.launch_prompts."""
-        launched = None if self.graph_runner is None else self.graph_runner.launch_prompts(fields, prompts)
-        self.forward_pass_id += launched is not None
-        return launched
-
     def reads_pages(self, batch: ForwardBatch) -> bool:
         """False: `forward` of the batch reads nothing of the table of slots, which may be written after its launch."""
         return self._overlap is not None or self.attn_backend.reads_pages(batch)
-
-    def holds_decode(self, num_requests: int) -> bool:
-        """True if `decode` takes so many requests."""
-        return self.graph_runner is not None and self.graph_runner.holds_decode(num_requests)
-
-    def holds_cascade(self, num_requests: int) -> bool:
-        """True if `decode` takes so many requests that begin with the same pages."""
-        return self.graph_runner is not None and self.graph_runner.holds_cascade(num_requests)
-
-    def decode(
-        self,
-        rows: np.ndarray,
-        seq_lens: np.ndarray,
-        slots: np.ndarray,
-        deltas: np.ndarray | None = None,
-        common_prefix_len: int = 0,
-        tokens_alone: bool = False,
-    ) -> CapturedDecode:
-        """Run decodes and choose their tokens in one launch, without waiting for the device; see GraphRunner.decode."""
-        if self.graph_runner is None:
-            raise RuntimeError("there are no captured decodes: ask holds_decode first")
-        self.forward_pass_id += 1
-        return self.graph_runner.decode(rows, seq_lens, slots, deltas, common_prefix_len, tokens_alone)
 
     def forward_decode(self, batch: ForwardBatch) -> LogitsProcessorOutput:
         """Run a DECODE: every row's logits are wanted, unless logits_indices say otherwise."""
@@ -434,11 +403,6 @@ class ModelRunner:
         is_captured = self.graph_runner is not None and (batch.media is None or self.always_takes_features)
         output = self.graph_runner.run(batch) if is_captured else None  # type: ignore[union-attr]
         return self.run_eager(batch) if output is None else output
-
-    def decode_size(self, num_requests: int) -> tuple[int, int] | None:
-        """Rows of the captured decode that holds so many requests of a rank, and the tokens that a row of padding has;
-        None: none does."""
-        return None if self.graph_runner is None else self.graph_runner.decode_size(num_requests)
 
     def sample(
         self,
@@ -530,8 +494,8 @@ class ModelRunner:
             return None
         return communicator.choice(self.model.vocab_size // communicator.size)
 
-    def choose_together(self, output: LogitsProcessorOutput) -> torch.Tensor:
-        """The most probable tokens [S] int64 of logits of which ranks have a part each; every rank gets them.
+    def greedy_across_ranks(self, output: LogitsProcessorOutput) -> torch.Tensor:
+        """The likeliest tokens [S] int64, on every rank, of logits that ranks have a part of each.
 
         Raises:
             RuntimeError: the runner is one rank's.
@@ -540,12 +504,12 @@ class ModelRunner:
             raise RuntimeError("one rank has all logits: sample from them")
         return self.communicator.choose(output.next_token_logits)
 
-    def spread_tokens(self) -> None:
-        """Gives every rank the tokens that rank 0 has chosen last, which decodes read; of one rank does nothing."""
-        self.spread(self.row_state.last_tokens)
+    def broadcast_tokens(self) -> None:
+        """Broadcasts rank 0's last sampled tokens to all ranks. Does nothing on one rank."""
+        self.broadcast(self.row_state.last_tokens)
 
-    def spread(self, x: torch.Tensor) -> None:
-        """Makes x, which is contiguous, what rank 0 has there; of one rank does nothing."""
+    def broadcast(self, x: torch.Tensor) -> None:
+        """Broadcasts contiguous `x` from rank 0, in place. Does nothing on one rank."""
         if self.communicator is not None:
             self.communicator.broadcast(x)
 

@@ -40,15 +40,21 @@ from mllm_compile.process.console import print_table
 from mllm_compile.runtime.attention.flashinfer.prefill import CapturedPrefill
 from mllm_compile.runtime.attention.flashinfer_backend import FlashInferAttnBackend
 from mllm_compile.runtime.attention.split.split_decode import SplitDecodeSpace
-from mllm_compile.runtime.cuda_graph.graph_runner import GraphRunner
-from mllm_compile.runtime.cuda_graph.prompt_turns import PromptTurns
+from mllm_compile.runtime.cuda_graph.mixed import MixedGraphs
+from mllm_compile.runtime.cuda_graph.piece_graphs import PiecewiseGraphs
+from mllm_compile.runtime.cuda_graph.prompt_slots import PromptSlots
+from mllm_compile.runtime.cuda_graph.prompts import PromptGraphs
 from mllm_compile.runtime.cuda_graph.step_inputs import StepInputs
 from mllm_compile.runtime.memory_pool import ReqToTokenPool
 from mllm_compile.runtime.model_runner import ModelRunner
 from mllm_compile.runtime.program.runner import ProgramRunner
 from mllm_compile.runtime.sampling.sampler import Sampler
 from mllm_compile.runtime.schedule.scheduler import Scheduler
-from mllm_compile.runtime.step.runner import StepHandle, StepRunner
+from mllm_compile.runtime.step.forward_path import ForwardPath
+from mllm_compile.runtime.step.plan import Planner
+from mllm_compile.runtime.step.results import StepHandle
+from mllm_compile.runtime.step.runner import StepRunner
+from mllm_compile.runtime.step.sampling import StepSampling
 
 # (indent, class, method): the parts, in the order in which a prompt meets them.
 PARTS: tuple[tuple[int, type, str], ...] = (
@@ -57,24 +63,24 @@ PARTS: tuple[tuple[int, type, str], ...] = (
     (0, EngineCore, "_admit"),
     (0, Scheduler, "schedule"),
     (0, StepRunner, "submit"),
-    (1, StepRunner, "_plan"),
-    (1, StepRunner, "_upload"),
-    (2, StepInputs, "upload"),
-    (1, GraphRunner, "launch_prompts"),
-    (2, PromptTurns, "write"),
+    (1, Planner, "plan"),
+    (1, PromptGraphs, "launch"),
+    (2, PromptSlots, "write"),
     (3, FlashInferAttnBackend, "write_prompt_work"),
-    (1, StepRunner, "_forward_batch"),
+    (1, ForwardPath, "_upload"),
+    (2, StepInputs, "upload"),
+    (1, ForwardPath, "_forward_batch"),
     (1, ModelRunner, "forward"),
     (2, FlashInferAttnBackend, "runs_well_captured"),
-    (2, GraphRunner, "_replay_mixed"),
+    (2, MixedGraphs, "replay"),
     (3, FlashInferAttnBackend, "init_forward_metadata_replay_mixed"),
     (4, SplitDecodeSpace, "list_pages"),
     (4, CapturedPrefill, "plan"),
     (3, torch.cuda.CUDAGraph, "replay"),
-    (2, GraphRunner, "_run_pieces"),
+    (2, PiecewiseGraphs, "replay"),
     (3, FlashInferAttnBackend, "init_forward_metadata"),
     (2, ProgramRunner, "head"),
-    (1, StepRunner, "_follow_rows"),
+    (1, StepSampling, "follow_rows"),
     (1, Sampler, "__call__"),
     (1, ReqToTokenPool, "write_page_slots"),
     (0, EngineCore, "_finish_step"),

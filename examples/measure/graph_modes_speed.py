@@ -14,6 +14,7 @@ import json
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -24,9 +25,10 @@ from mllm_compile.config.schema import EngineConfig
 from mllm_compile.engine.assemble import runner_config
 from mllm_compile.process.progress import NullReporter
 from mllm_compile.runtime.cuda_graph.capture import GraphCapturer
+from mllm_compile.runtime.cuda_graph.kind import BatchGraphs
 from mllm_compile.runtime.forward_batch import ForwardBatch, TokenInputs
 from mllm_compile.runtime.forward_context import override_forward_context
-from mllm_compile.runtime.graph_mode import BatchDescriptor, CUDAGraphMode
+from mllm_compile.runtime.graph_mode import BatchDescriptor, GraphKind
 from mllm_compile.runtime.model_runner import ModelRunner
 from mllm_compile.runtime.program import executor
 from mllm_compile.store.source import ArtifactSource
@@ -61,16 +63,12 @@ def steps_by_mode(runner: ModelRunner, batch: ForwardBatch) -> dict[str, Callabl
         raise SystemExit("the config captures no graphs; set cudagraph.mode: full_and_piecewise")
     dispatcher, size = graphs.dispatcher, batch.batch_size
     steps: dict[str, Callable[[], object]] = {"none": lambda: runner.run_eager(batch)}
-    mode, descriptor = dispatcher.dispatch(size, size, uniform=False, may_mix=False)
-    if mode is CUDAGraphMode.PIECEWISE:
-
-        def piecewise() -> object:
-            graphs.inputs.take_tokens(batch, descriptor.num_tokens)
-            return graphs._run_pieces(batch, descriptor)
-
-        steps["piecewise"] = piecewise
+    descriptor = dispatcher.find(GraphKind.PIECEWISE, size)
+    pieces = graphs.kinds.get(GraphKind.PIECEWISE)
+    if descriptor is not None and isinstance(pieces, BatchGraphs):
+        steps["piecewise"] = partial(pieces.replay, batch, descriptor)
         steps["breakable"] = breakable(runner, batch, descriptor)
-    if dispatcher.dispatch(size, size, uniform=True)[0] is CUDAGraphMode.FULL:
+    if dispatcher.find(GraphKind.DECODE, size) is not None:
         steps["full"] = lambda: graphs.run(batch)
     return steps
 
@@ -162,10 +160,10 @@ def main() -> None:
     runner = ModelRunner(runner_config(compiled.config), ArtifactSource(compiled, NullReporter()))
     runner.initialize()
     results: dict[str, dict[str, tuple[float, float]]] = {}
-    for mode in ("FULL", "PIECEWISE"):
-        figures = [figure for figure in runner.graph_runner.figures if figure.mode == mode]
+    for kind in (GraphKind.DECODE, GraphKind.PIECEWISE):
+        figures = [figure for figure in runner.graph_runner.figures if figure.kind is kind]
         seconds, mib = sum(f.seconds for f in figures), sum(f.mib for f in figures)
-        print(f"captured {mode}: {len(figures)} sizes, {seconds:.2f} s, {mib:.0f} MiB")
+        print(f"captured {kind.name}: {len(figures)} sizes, {seconds:.2f} s, {mib:.0f} MiB")
     print(
         "requests  "
         + "".join(f"{mode + ' ms':>14}{'host µs':>9}" for mode in ("none", "piecewise", "breakable", "full"))

@@ -9,7 +9,7 @@ import torch
 
 from mllm_compile.errors import CompileError
 from mllm_compile.kernels.decode_loop import decode_loop_pieces
-from mllm_compile.runtime.ops.turns import NUM_TURNS, REQUEST_FIELDS
+from mllm_compile.runtime.ops.replay_slots import REPLAY_SLOTS, REQUEST_FIELDS
 from mllm_compile.runtime.program.executor import PieceFunction
 from mllm_compile.runtime.program.loaded import DecodeLoopPieces
 from mllm_compile.runtime.sampling.counter_rng import draw_tokens, padded_scores
@@ -86,7 +86,7 @@ class _Step:
 
     def begin(self, piece: PieceFunction) -> None:
         size, device = self._size, self._device
-        requests = torch.zeros(NUM_TURNS, size + 2, REQUEST_FIELDS, dtype=torch.int32)
+        requests = torch.zeros(REPLAY_SLOTS, size + 2, REQUEST_FIELDS, dtype=torch.int32)
         for field, values in enumerate((self._rows, self._seq_lens, self._own_slots)):
             requests[_TURN, :size, field] = values.int()
         requests[_TURN + 1, :, :2] = torch.tensor([-1, 1])  # the turn after: inputs in their places
@@ -118,7 +118,7 @@ class _Step:
 
     def end(self, piece: PieceFunction) -> None:
         rows, seq_lens = self._rows.to(self._device), self._seq_lens.to(self._device)
-        chosen = torch.full((NUM_TURNS, self._size + 2), -7, device=self._device)
+        chosen = torch.full((REPLAY_SLOTS, self._size + 2), -7, device=self._device)
         newest = self._last_tokens.clone()
         floats, ints = self._state.tables
         arguments = self._end.arguments(

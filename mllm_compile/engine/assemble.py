@@ -296,7 +296,7 @@ def _remember(compiled: CompiledRuntime, runner: ModelRunner, plan: MemoryPlan, 
         },
         "plan": plan.to_json(),
         "kv_tokens": runner.max_total_num_tokens,
-        "captured": [[figure.mode, figure.num_tokens, figure.seconds, figure.mib] for figure in graphs],
+        "captured": [[figure.kind.name, figure.num_tokens, figure.seconds, figure.mib] for figure in graphs],
         "start": [[span.name, span.start_s, span.end_s, span.depth] for span in timeline.spans],
     }
     write_measured(folder, key, with_start(read_measured(folder, key), compiled.config, start))

@@ -9,7 +9,7 @@ import torch
 from mllm_compile.config.resolved import ResolvedConfig
 from mllm_compile.inductor.job import PieceInput
 from mllm_compile.kernels.piece import WrittenPiece
-from mllm_compile.runtime.ops.turns import NUM_TURNS, REQUEST_FIELDS
+from mllm_compile.runtime.ops.replay_slots import REPLAY_SLOTS, REQUEST_FIELDS
 from mllm_compile.runtime.program.spec import DecodeLoopForms, Program
 from mllm_compile.runtime.sampling.state import NUM_FLOATS, NUM_INTS
 
@@ -40,7 +40,7 @@ def decode_loop_pieces(dtype: str, vocab_size: int, page_size: int) -> tuple[Wri
         "begin_decode",
         {
             "turns": turns,
-            "requests": PieceInput.contiguous((NUM_TURNS, "M", REQUEST_FIELDS), "int32"),
+            "requests": PieceInput.contiguous((REPLAY_SLOTS, "M", REQUEST_FIELDS), "int32"),
             "last_tokens": last_tokens,
             "req_to_token": PieceInput.contiguous(("R", "C"), "int32"),
             **dict.fromkeys(("input_ids", "positions", "out_cache_loc", "rows"), _int64("S")),
@@ -62,7 +62,7 @@ def decode_loop_pieces(dtype: str, vocab_size: int, page_size: int) -> tuple[Wri
             "seq_lens": PieceInput.contiguous(("S",), "int32"),
             "turns": turns,
             "last_tokens": last_tokens,
-            "chosen": _int64(NUM_TURNS, "M"),
+            "chosen": _int64(REPLAY_SLOTS, "M"),
         },
         name="end_decode",
         legend=_LEGEND,

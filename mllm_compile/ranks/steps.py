@@ -6,7 +6,8 @@ from mllm_compile.ranks.group import RankGroup
 from mllm_compile.runtime.schedule.request import Request
 from mllm_compile.runtime.schedule.scheduled_batch import ScheduledBatch
 from mllm_compile.runtime.step.output import StepOutput
-from mllm_compile.runtime.step.runner import StepHandle, StepRunner
+from mllm_compile.runtime.step.results import StepHandle
+from mllm_compile.runtime.step.runner import StepRunner
 
 
 class RankedHandle:

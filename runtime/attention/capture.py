@@ -26,7 +26,7 @@ Capture = TypeVar("Capture")
 
 
 def needed(capture: Capture | None) -> Capture:
-    """A backend's contract, of a step for which cuda_graph/sizes.py has seen that there is one.
+    """A backend's contract, of a kind of graph whose sizes say that there is one.
 
     Raises:
         RuntimeError: there is none.

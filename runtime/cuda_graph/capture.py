@@ -1,6 +1,6 @@
 """Captures CUDA graphs: one memory pool and one stream for all, no garbage collection while a capture runs.
 
-Owns the mechanics of one capture, and the figures of all; piece_graphs.py and graph_runner.py decide what to capture.
+Owns the mechanics of one capture, and the figures of all; the kinds (kinds.py) decide what to capture.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ from typing import TypeVar
 
 import torch
 
+from mllm_compile.runtime.graph_mode import GraphKind
+
 Result = TypeVar("Result")
 
 
@@ -22,7 +24,7 @@ Result = TypeVar("Result")
 class CaptureFigures:
     """The cost of one captured size."""
 
-    mode: str  # PIECEWISE, or of full ones FULL (decodes), MIXED (any step), FRESH or EXTEND (prompts alone); see _kind
+    kind: GraphKind
     num_tokens: int
     seconds: float
     mib: float  # of device memory, graphs and their pool; later sizes reuse what earlier ones took
@@ -79,12 +81,12 @@ class GraphCapturer:
                 gc.enable()
 
     @contextmanager
-    def measured(self, mode: str, num_tokens: int) -> Iterator[None]:
+    def measured(self, kind: GraphKind, num_tokens: int) -> Iterator[None]:
         """Notes seconds and memory of one size."""
         start, free = time.perf_counter(), torch.cuda.mem_get_info(self.device)[0]
         yield
         taken = free - torch.cuda.mem_get_info(self.device)[0]
-        self.figures.append(CaptureFigures(mode, num_tokens, time.perf_counter() - start, taken / 2**20))
+        self.figures.append(CaptureFigures(kind, num_tokens, time.perf_counter() - start, taken / 2**20))
 
 
 class WeakTensor:

@@ -4,8 +4,8 @@ One launch is a whole step. Its first kernel reads which requests decode from pi
 from where the step before left them; its last kernels choose the tokens, keep them for the next step and write them to
 pinned memory. So the device does nothing between two steps but the launch, and the host packs a few numbers.
 
-The memory has NUM_TURNS parts, used in turn by whichever captured decode runs next: the device counts the turns, the
-host as well. Every replay of a graph with these kernels is one turn.
+The memory has REPLAY_SLOTS slots. Captured decodes use them one after another, whichever decode runs: the device counts
+the replays of graphs with these kernels, and the host does as well.
 
 Shape legend: S rows of a captured decode, M most rows of any, n of them of requests, V vocab.
 """
@@ -20,15 +20,15 @@ import torch
 from mllm_compile.runtime.collectives.choose import HandOn, TokenChoice
 from mllm_compile.runtime.cuda_graph.capture import WeakTensor
 from mllm_compile.runtime.cuda_graph.step_inputs import StepInputs
-from mllm_compile.runtime.ops.turns import NUM_TURNS, REQUEST_FIELDS
+from mllm_compile.runtime.ops.replay_slots import REPLAY_SLOTS, REQUEST_FIELDS
 from mllm_compile.runtime.program.loaded import DecodeLoopPieces
 from mllm_compile.runtime.sampling.row_state import RowState
 
 _IN_PLACE = -1  # in place of a row: a step's inputs are in their places already
 
 
-class Turn:
-    """The part of the host's memory that one replay uses, until NUM_TURNS others have begun.
+class HostSlot:
+    """The host's memory of one replay; valid until REPLAY_SLOTS others have begun.
 
     Attributes:
         tokens: [M] int64 on the host: what the replay chose, once `wait` returns.
@@ -51,7 +51,7 @@ class Turn:
         """Writes the requests of a step of `size` rows, and padding behind them.
 
         Args:
-            rows, seq_lens, slots, deltas: [n] of any integers, n ≤ size: as GraphRunner.decode takes them.
+            rows, seq_lens, slots, deltas: [n] of any integers, n ≤ size: as DecodeGraphs.launch takes them.
             padding_len: tokens that a row of padding has.
         """
         count, fields = rows.size, self._requests
@@ -64,7 +64,7 @@ class Turn:
         self._requests[:size, 0] = _IN_PLACE
 
     def record(self) -> None:
-        """Notes that all that uses this part is queued now."""
+        """Notes that all uses of this slot are queued now."""
         self._event.record()
 
     def wait(self) -> None:
@@ -82,7 +82,7 @@ class DecodeLoop:
         row_state: RowState,
         req_to_token: torch.Tensor,
         page_table: torch.Tensor,
-        spread_tokens: Callable[[], None],
+        broadcast_tokens: Callable[[], None],
         choice: TokenChoice | None,
     ) -> None:
         """
@@ -91,27 +91,27 @@ class DecodeLoop:
             row_state: the choice's parameters, to be flushed before a replay, and the place of tokens.
             req_to_token: [rows, columns] int32: the slot of each position.
             page_table: [≥ M, W] int32: what the program's decode attention reads.
-            spread_tokens, choice: ModelRunner's.
+            broadcast_tokens, choice: ModelRunner's.
         """
         self._pieces = pieces
         self._inputs = inputs
         self._row_state = row_state
         self._req_to_token = req_to_token
         self._page_table = page_table
-        self._spread_tokens, self._choice = spread_tokens, choice
+        self._broadcast_tokens, self._choice = broadcast_tokens, choice
         most = inputs.max_requests
         # Both are the device's too: it reads and writes them over the bus.
-        self._requests = torch.zeros(NUM_TURNS, most, REQUEST_FIELDS, dtype=torch.int32, pin_memory=True)
-        self._chosen = torch.zeros(NUM_TURNS, most, dtype=torch.int64, pin_memory=True)
+        self._requests = torch.zeros(REPLAY_SLOTS, most, REQUEST_FIELDS, dtype=torch.int32, pin_memory=True)
+        self._chosen = torch.zeros(REPLAY_SLOTS, most, dtype=torch.int64, pin_memory=True)
         self._requests_of_device = WeakTensor(self._requests).tensor()
         self._chosen_of_device = WeakTensor(self._chosen).tensor()
-        # The turn's number, which the last kernel of a replay advances; and a copy for that kernel, whose programs must
-        # not read what one of them advances (ops/decode_loop.py).
-        self._turns_of_device = torch.zeros(2, dtype=torch.int64, device=page_table.device)
-        self._turns = [Turn(*part) for part in zip(self._requests.numpy(), self._chosen.numpy(), strict=True)]
-        self._turn = 0
-        for turn in self._turns:
-            turn.write_in_place(most)  # for what runs ahead of a capture
+        # The number of the slot, which the last kernel of a replay advances; and a copy for that kernel, whose programs
+        # must not read what one of them advances (ops/decode_loop.py).
+        self._slot_of_device = torch.zeros(2, dtype=torch.int64, device=page_table.device)
+        self._slots = [HostSlot(*slot) for slot in zip(self._requests.numpy(), self._chosen.numpy(), strict=True)]
+        self._next = 0
+        for slot in self._slots:
+            slot.write_in_place(most)  # for runs ahead of a capture
 
     # In a capture -----------------------------------------------------------------------------------------------------
 
@@ -120,7 +120,7 @@ class DecodeLoop:
         inputs = self._inputs
         self._pieces.begin(
             [
-                self._turns_of_device,
+                self._slot_of_device,
                 self._requests_of_device,
                 self._row_state.last_tokens,
                 self._req_to_token,
@@ -138,14 +138,14 @@ class DecodeLoop:
         size, inputs = logits.shape[0], self._inputs
         rows, seq_lens = inputs.req_pool_indices[:size], inputs.seq_lens[:size]
         arguments = [logits, *self._row_state.sampling.tables, rows, seq_lens]
-        arguments += [self._turns_of_device, self._row_state.last_tokens, self._chosen_of_device]
+        arguments += [self._slot_of_device, self._row_state.last_tokens, self._chosen_of_device]
         tokens = self._pieces.end(arguments)[0]
-        self._spread_tokens()  # draws are rank 0's alone
+        self._broadcast_tokens()  # draws are rank 0's alone
         return tokens
 
-    def end_together(self, own: torch.Tensor) -> torch.Tensor:
-        """Runs the last kernel of ranks that choose together, of the rank's logits [S, V of a rank]. Returns the tokens
-        [S] int64.
+    def end_greedy_across_ranks(self, own: torch.Tensor) -> torch.Tensor:
+        """Runs the last kernel, by which ranks choose together, on the rank's part of the logits [S, V of a rank].
+        Returns the tokens [S] int64.
 
         Raises:
             RuntimeError: the runtime has no such kernel.
@@ -153,21 +153,21 @@ class DecodeLoop:
         if self._choice is None or not self._choice.takes(own):
             raise RuntimeError(f"there is no kernel by which ranks choose from {tuple(own.shape)} of {own.dtype}")
         rows, last_tokens = self._inputs.req_pool_indices[: own.shape[0]], self._row_state.last_tokens
-        return self._choice.choose(own, HandOn(rows, last_tokens, self._turns_of_device, self._chosen_of_device))
+        return self._choice.choose(own, HandOn(rows, last_tokens, self._slot_of_device, self._chosen_of_device))
 
     def captured(self) -> None:
-        """Ends the captures; what ran ahead of them counts as no turn."""
-        self._turns_of_device.zero_()
+        """Ends the captures: the first replay uses the first slot, whatever ran ahead of captures."""
+        self._slot_of_device.zero_()
 
     # Before and after a replay ----------------------------------------------------------------------------------------
 
-    def next_turn(self) -> Turn:
-        """The part that the next replay will use."""
-        turn = self._turns[self._turn]
-        turn.wait()
-        return turn
+    def next_slot(self) -> HostSlot:
+        """The slot of the next replay."""
+        slot = self._slots[self._next]
+        slot.wait()
+        return slot
 
     def replayed(self) -> None:
-        """Notes that the replay of this turn is queued."""
-        self._turns[self._turn].record()
-        self._turn = (self._turn + 1) % NUM_TURNS
+        """Notes that the replay of that slot is queued."""
+        self._slots[self._next].record()
+        self._next = (self._next + 1) % REPLAY_SLOTS

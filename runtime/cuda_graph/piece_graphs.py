@@ -8,9 +8,63 @@ from dataclasses import dataclass
 import torch
 
 from mllm_compile.runtime.cuda_graph.capture import GraphCapturer, WeakTensor
-from mllm_compile.runtime.forward_context import BatchDescriptor, get_forward_context, is_forward_context_available
-from mllm_compile.runtime.graph_mode import CUDAGraphMode
+from mllm_compile.runtime.cuda_graph.dispatcher import asked_sizes
+from mllm_compile.runtime.cuda_graph.kind import BatchGraphs, GraphSetting
+from mllm_compile.runtime.cuda_graph.model import CapturableModel
+from mllm_compile.runtime.cuda_graph.padding import PaddedBatch
+from mllm_compile.runtime.forward_batch import ForwardBatch, LogitsProcessorOutput
+from mllm_compile.runtime.forward_context import get_forward_context, is_forward_context_available
+from mllm_compile.runtime.graph_mode import BatchDescriptor, CUDAGraphMode, GraphKind
 from mllm_compile.runtime.program.executor import PieceFunction
+
+
+class PiecewiseGraphs(BatchGraphs):
+    """The pieces of a program in graphs."""
+
+    def __init__(self, setting: GraphSetting) -> None:
+        super().__init__(setting)
+        self._is_first = True
+        executor = setting.executor
+        executor.wrap_pieces(
+            lambda piece, index, function: (
+                function if executor.is_row_piece(index) else PieceGraphs(function, setting.capturer, setting.debug)
+            )
+        )
+
+    @staticmethod
+    def sizes(runner: CapturableModel, kind: GraphKind) -> Sequence[int]:
+        graphs = runner.config.cudagraph
+        return asked_sizes("cudagraph.piecewise_tokens", graphs.piecewise_tokens, graphs.mode)
+
+    def capture(self, descriptor: BatchDescriptor) -> None:
+        """Runs prompts of padding through the program; its pieces capture themselves on the way."""
+        batch = self._padded.prompts(descriptor.num_tokens)
+        batch.logits_indices = torch.zeros(1, dtype=torch.int64, device=self._runner.device)
+        if self._is_first:
+            self._runner.run_eager(batch)
+            self._is_first = False
+        self._run(self._planned(batch, descriptor), descriptor)
+
+    def padded_batch(self, batch: ForwardBatch, descriptor: BatchDescriptor) -> PaddedBatch:
+        """The batch itself, with padded tokens: attention is launched as it is."""
+        size = descriptor.num_tokens
+        if batch.dp_metadata is not None:
+            self._padded.mark_tokens(batch.dp_metadata, size)
+        self._padded.take_tokens(batch, size)
+        return self._planned(batch, descriptor)
+
+    def replay(self, batch: ForwardBatch, descriptor: BatchDescriptor) -> LogitsProcessorOutput:
+        return self._run(self.padded_batch(batch, descriptor), descriptor)
+
+    def _planned(self, batch: ForwardBatch, descriptor: BatchDescriptor) -> PaddedBatch:
+        size = descriptor.num_tokens
+        self._runner.attn_backend.init_forward_metadata(batch)
+        return PaddedBatch(batch, self._padded.tokens(size), self._padded.all_rows(size))
+
+    def _run(self, padded: PaddedBatch, descriptor: BatchDescriptor) -> LogitsProcessorOutput:
+        batch, tokens, all_rows = padded
+        rows = self._padded.rows_of(batch)
+        return self._runner.program.run(batch, tokens, rows, CUDAGraphMode.PIECEWISE, descriptor, all_rows)
 
 
 @dataclass(slots=True)

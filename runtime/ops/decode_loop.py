@@ -18,7 +18,7 @@ from torch.library import triton_op, wrap_triton
 from mllm_compile.runtime.ops.dependent_launch import start_dependents, starts_early, wait_for_prerequisites
 from mllm_compile.runtime.ops.draw import BLOCKS_AT_ONCE, block_sums, draw_block, draw_within, product
 from mllm_compile.runtime.ops.greedy import inf_where_no_number, token_if_finite
-from mllm_compile.runtime.ops.turns import NUM_TURNS, REQUEST_FIELDS
+from mllm_compile.runtime.ops.replay_slots import REPLAY_SLOTS, REQUEST_FIELDS
 from mllm_compile.runtime.sampling.counter_rng import BLOCK
 from mllm_compile.runtime.sampling.state import IS_GREEDY, SEED, TEMPERATURE
 
@@ -105,7 +105,7 @@ def begin_decode(
 
     Args:
         turns: [2] int64, the first of which is this turn's number.
-        requests: [NUM_TURNS, M, REQUEST_FIELDS] int32: row, tokens with the new one, slot of the new one, and what
+        requests: [REPLAY_SLOTS, M, REQUEST_FIELDS] int32: row, tokens with the new one, slot of the new one, and what
             its position is beyond its index. A row without tokens is at position 0.
         last_tokens: [R] int64, the newest token of each row.
         req_to_token: [R, C] int32; the page of the new token is entered.
@@ -193,7 +193,7 @@ def _end_kernel(
     B: tl.constexpr,
     PADDED_B: tl.constexpr,
     BLOCK: tl.constexpr,
-    NUM_TURNS: tl.constexpr,
+    REPLAY_SLOTS: tl.constexpr,
     TEMPERATURE: tl.constexpr,
     SEED: tl.constexpr,
     IS_GREEDY: tl.constexpr,
@@ -228,7 +228,7 @@ def _end_kernel(
     tl.store(last_tokens_ptr + slot, tl.maximum(token, 0), mask=slot > 0)
     tl.store(chosen_ptr + turn * num_turn_rows + row, token)
     if row == 0:
-        tl.store(turns_ptr, (turn + 1) % NUM_TURNS)
+        tl.store(turns_ptr, (turn + 1) % REPLAY_SLOTS)
 
 
 @triton_op("mllm::end_decode", mutates_args={"turns", "last_tokens", "chosen"})
@@ -250,7 +250,7 @@ def end_decode(
         rows: [S] int64; seq_lens: [S] int32, the positions of the draws.
         turns: [2] int64; the first becomes the next turn's number.
         last_tokens: [R] int64; those of `rows` are written, 0 where there is no token.
-        chosen: [NUM_TURNS, M] int64; this turn's first S are written, for the host.
+        chosen: [REPLAY_SLOTS, M] int64; this turn's first S are written, for the host.
 
     Returns:
         The tokens [S] int64, each under V, or NO_TOKEN: a row's logits hold NaN or inf, or nothing but
@@ -294,7 +294,7 @@ def end_decode(
         floats.shape[1],
         chosen.shape[1],
         PADDED_B=triton.next_power_of_2(num_blocks),
-        NUM_TURNS=NUM_TURNS,
+        REPLAY_SLOTS=REPLAY_SLOTS,
         SEED=SEED,
         num_warps=8,
         **constants,

@@ -109,7 +109,7 @@ class ProgramRunner:
         """
         executor = self._executor_of(batch)
         logits_of = partial(self._logits_of_all, executor, body)
-        if batch.tokens_alone and self._communicator is not None and self._num_deals == 1:
+        if batch.greedy_across_ranks and self._communicator is not None and self._num_deals == 1:
             with leaving_parts() as parts:
                 logits = executor.head(body, logits_indices)
             is_own_part = len(parts) == 1

@@ -49,9 +49,9 @@ _NO_SCORES = np.empty(0, dtype=np.int64)
 class Choice(IntEnum):
     """Who chooses the tokens of a step, so that all ranks have them."""
 
-    SAMPLED = 0  # rank 0, behind the model; then it spreads them
-    IN_GRAPH = 1  # rank 0, in the graph of a step that is one launch, which spreads them; else as SAMPLED
-    TOGETHER = 2  # each rank in its part of the vocabulary, of which all take the most probable
+    SAMPLED = 0  # rank 0, behind the model; then it broadcasts them
+    IN_GRAPH = 1  # rank 0, in the graph of a step that is one launch, which broadcasts them; else as SAMPLED
+    GREEDY_ACROSS_RANKS = 2  # each rank in its part of the vocabulary; all take the likeliest of these
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ Shape legend: N ranks, S rows of logits of a rank, R requests of the step.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import numpy as np
 
@@ -18,7 +19,15 @@ from mllm_compile.runtime.media.step_plan import MediaPlan
 from mllm_compile.runtime.schedule.dealt import part_of, ranks_of
 from mllm_compile.runtime.schedule.scheduled_batch import ScheduledBatch
 from mllm_compile.runtime.step.host_page_table import HostPageTable
-from mllm_compile.runtime.step.plan import StepPlan, num_top, plan_step, prompt_positions, with_media
+from mllm_compile.runtime.step.plan import (
+    Planner,
+    StepPlan,
+    num_top,
+    plan_step,
+    prompt_positions,
+    token_positions,
+    with_media,
+)
 from mllm_compile.runtime.step_fields import StepFields
 
 
@@ -161,6 +170,49 @@ class Deal:
         within = np.empty_like(order)
         within[order] = np.arange(order.size) - np.repeat(np.cumsum(counts) - counts, counts)
         return ranks * size + within, size
+
+
+class DecodeSizes(Protocol):
+    """Captured decodes, as far as a plan of one asks (cuda_graph/decodes.py)."""
+
+    @property
+    def padding_len(self) -> int: ...
+
+    def padded_requests(self, num_requests: int) -> int: ...
+
+
+class DealtPlanner(Planner):
+    """Plans the steps of one of the ranks that requests are dealt to."""
+
+    def __init__(self, pages: HostPageTable, deal: Deal, decodes: DecodeSizes | None) -> None:
+        super().__init__(pages)
+        self._deal, self._decodes = deal, decodes
+
+    def most_requests(self, batch: ScheduledBatch) -> int:
+        return self._deal.most_requests(batch)
+
+    def plan(self, batch: ScheduledBatch) -> StepPlan:
+        return self._deal.plan(batch, self._pages)
+
+    def plan_decodes(self, batch: ScheduledBatch) -> StepPlan:
+        """
+        Raises:
+            RuntimeError: none are captured for so many requests.
+        """
+        if self._decodes is None:
+            raise RuntimeError("no decodes are captured")
+        size = self._decodes.padded_requests(self._deal.most_requests(batch))
+        return self._deal.plan_decode(batch, self._pages, size, self._decodes.padding_len)
+
+    def token_positions(self, batch: ScheduledBatch, plan: StepPlan) -> np.ndarray:
+        """Of the whole batch, of which the plan is a part."""
+        return token_positions(batch)
+
+    def with_media(self, plan: StepPlan, batch: ScheduledBatch, media: MediaPlan | None) -> StepPlan:
+        return self._deal.with_media(plan, batch, media)
+
+    def with_scored(self, plan: StepPlan, scored: np.ndarray | None) -> StepPlan:
+        return plan if scored is None else self._deal.with_scored(plan, scored)
 
 
 _NONE = np.empty(0, dtype=np.int64)

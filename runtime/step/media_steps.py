@@ -73,6 +73,10 @@ class MediaSteps:
             self._deltas[request.row] = 0 if request.media is None else request.media.delta
             self._has_images[request.row] = request.media is not None
 
+    def has_images(self, batch: ScheduledBatch) -> bool:
+        """True if a request of the step has images."""
+        return self._media is not None and bool(self._has_images[batch.rows].any())
+
     def plan(self, batch: ScheduledBatch, index: np.ndarray) -> MediaPlan | None:
         """The step's positions and features; None: no request of it has images.
 
@@ -82,7 +86,7 @@ class MediaSteps:
         if self._media is None:
             return None
         self._forget_unwritten()
-        if not self._has_images[batch.rows].any():
+        if not self.has_images(batch):
             return None
         deltas = self._deltas[batch.rows]
         positions = index.copy()
@@ -125,7 +129,7 @@ class MediaSteps:
                 features = self._features_of([image for _, image in run])
             else:
                 features = torch.empty(rows.size, pool.rows.shape[1], dtype=pool.rows.dtype, device=device)
-            self._runner.spread(features)
+            self._runner.broadcast(features)
             pool.rows.index_copy_(0, upload(rows, device), features)
             self.num_encoded += len(run)
         self._to_encode = []

@@ -55,6 +55,57 @@ class StepPlan:
     scored: np.ndarray | None = None
 
 
+class Planner:
+    """Plans the steps of a rank that has all requests."""
+
+    def __init__(self, pages: HostPageTable) -> None:
+        """
+        Args:
+            pages: has the new pages of a batch before it is planned.
+        """
+        self._pages = pages
+
+    def most_requests(self, batch: ScheduledBatch) -> int:
+        """Requests of the rank that has most."""
+        return batch.num_requests
+
+    def plan(self, batch: ScheduledBatch) -> StepPlan:
+        """Plans any step."""
+        return plan_step(batch, self._pages)
+
+    def plan_decodes(self, batch: ScheduledBatch) -> StepPlan:
+        """Plans decodes that are captured."""
+        return plan_step(batch, self._pages)
+
+    def token_positions(self, batch: ScheduledBatch, plan: StepPlan) -> np.ndarray:
+        """[T] each token's place within its request."""
+        return plan.fields.positions
+
+    def with_media(self, plan: StepPlan, batch: ScheduledBatch, media: MediaPlan | None) -> StepPlan:
+        """The plan with the positions and features of the step's images."""
+        return with_media(plan, media)
+
+    def with_scored(self, plan: StepPlan, scored: np.ndarray | None) -> StepPlan:
+        """The plan with the tokens whose logits are asked for besides, as rank 0 has planned them."""
+        plan.fields.scored_indices = scored
+        return plan
+
+
+class FixedRowsPlanner(Planner):
+    """Plans the steps of the deterministic mode."""
+
+    def __init__(self, pages: HostPageTable, num_rows: int) -> None:
+        """
+        Args:
+            num_rows: as plan_fixed_rows takes it.
+        """
+        super().__init__(pages)
+        self._num_rows = num_rows
+
+    def plan(self, batch: ScheduledBatch) -> StepPlan:
+        return plan_fixed_rows(batch, self._pages, self._num_rows)
+
+
 def plan_step(batch: ScheduledBatch, pages: HostPageTable) -> StepPlan:
     """Plans the batch as it is: a decode, or prompt chunks behind decodes.
 

@@ -8,7 +8,7 @@ import torch
 
 from mllm_compile.runtime.attention.metadata import AttentionMetadataBuilder, CommonAttentionMetadata, KVCacheSpec
 from mllm_compile.runtime.cuda_graph.dispatcher import GraphDispatcher
-from mllm_compile.runtime.graph_mode import CUDAGraphMode
+from mllm_compile.runtime.graph_mode import GraphKind
 from mllm_compile.runtime.sampling.params import SamplingParams
 from mllm_compile.runtime.sampling.sampler import Sampler
 from mllm_compile.runtime.schedule.config import SchedulerConfig
@@ -57,11 +57,9 @@ def test_admission_of_256_requests(measure):
 
 
 def test_dispatch_of_a_batch(measure):
-    dispatcher = GraphDispatcher(
-        CUDAGraphMode.from_name("full_and_piecewise"), tuple(range(8, 513, 8)), tuple(range(8, 257, 8))
-    )
-    mode, _ = measure(lambda: dispatcher.dispatch(200, 200, True), rounds=100, iterations=500)
-    assert mode is CUDAGraphMode.FULL
+    dispatcher = GraphDispatcher({GraphKind.PIECEWISE: range(8, 513, 8), GraphKind.DECODE: range(8, 257, 8)})
+    found = measure(lambda: next(dispatcher.candidates(200, is_decode=True)), rounds=100, iterations=500)
+    assert found.kind is GraphKind.DECODE
 
 
 @pytest.mark.parametrize("new_lens", [[1] * REQUESTS, [1] * (REQUESTS - 8) + [64] * 8], ids=["decode", "mixed"])

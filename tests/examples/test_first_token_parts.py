@@ -32,7 +32,7 @@ def test_the_parts_of_the_host_are_counted_and_timed(
     out = capsys.readouterr().out
     assert f"2 prompts of 24 tokens{behind}: first token after" in out
     assert clock.calls["StepRunner.submit"] >= 3
-    inside = clock.seconds["StepRunner._plan"] + clock.seconds["ModelRunner.forward"]
+    inside = clock.seconds["Planner.plan"] + clock.seconds["ModelRunner.forward"]
     assert 0 < inside <= clock.seconds["StepRunner.submit"]
 
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from copy import copy
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -12,9 +15,15 @@ import torch
 from mllm_compile.compiler.load_or_compile import load_or_compile
 from mllm_compile.engine.assemble import runner_config
 from mllm_compile.process.progress import NullReporter
+from mllm_compile.runtime.attention.metadata import StepPrompts
 from mllm_compile.runtime.cuda_graph.graph_runner import GraphRunner
-from mllm_compile.runtime.forward_batch import ForwardBatch
+from mllm_compile.runtime.cuda_graph.kind import BatchGraphs
+from mllm_compile.runtime.cuda_graph.padding import PaddedBatch
+from mllm_compile.runtime.cuda_graph.prompts import LaunchedPrompts
+from mllm_compile.runtime.forward_batch import ForwardBatch, LogitsProcessorOutput
+from mllm_compile.runtime.graph_mode import BatchDescriptor, GraphKind
 from mllm_compile.runtime.model_runner import ModelRunner
+from mllm_compile.runtime.step_fields import StepFields
 from mllm_compile.store.source import ArtifactSource
 from tests.runtime.runner_cases import Loop
 from tests.tiny_model import tiny_config
@@ -70,6 +79,63 @@ def graphs_of(runner: ModelRunner) -> GraphRunner:
     if runner.graph_runner is None:
         raise RuntimeError("the runner has no graphs")
     return runner.graph_runner
+
+
+def batch_graphs(runner: ModelRunner, kind: GraphKind) -> BatchGraphs:
+    graphs = graphs_of(runner).kinds[kind]
+    assert isinstance(graphs, BatchGraphs)
+    return graphs
+
+
+def launch_prompts(runner: ModelRunner, fields: StepFields[np.ndarray], prompts: StepPrompts) -> LaunchedPrompts | None:
+    """Prompts alone in one launch; None where they are not captured, or not served well."""
+    graphs = graphs_of(runner).prompts
+    assert graphs is not None
+    descriptor = graphs.find(fields.positions.size, prompts.prefix_lens)
+    return None if descriptor is None else graphs.launch(descriptor, fields, prompts)
+
+
+class Uncaptured(BatchGraphs):
+    """The sizes, padding and attention plans of captured graphs, with no graph replayed."""
+
+    def __init__(
+        self, graphs: BatchGraphs, run: Callable[[ForwardBatch, BatchDescriptor], LogitsProcessorOutput]
+    ) -> None:
+        self._graphs, self._run = graphs, run
+
+    @staticmethod
+    def sizes(runner, kind):
+        raise NotImplementedError("they are captured")
+
+    def capture(self, descriptor: BatchDescriptor) -> None:
+        raise NotImplementedError("they are captured")
+
+    def serves(self, batch: ForwardBatch) -> bool:
+        return self._graphs.serves(batch)
+
+    def padded_batch(self, batch: ForwardBatch, descriptor: BatchDescriptor) -> PaddedBatch:
+        return self._graphs.padded_batch(batch, descriptor)
+
+    def replay(self, batch: ForwardBatch, descriptor: BatchDescriptor) -> LogitsProcessorOutput:
+        return self._run(batch, descriptor)
+
+
+@contextmanager
+def without_replays(
+    runner: ModelRunner,
+    kinds: Collection[GraphKind],
+    run: Callable[[ForwardBatch, BatchDescriptor], LogitsProcessorOutput],
+) -> Iterator[None]:
+    """Steps of these kinds are run by `run`; the runner has no captured decodes that choose their tokens, if DECODE is
+    among them."""
+    graphs = graphs_of(runner)
+    without = copy(graphs)
+    without.kinds = {**graphs.kinds, **{kind: Uncaptured(batch_graphs(runner, kind), run) for kind in kinds}}
+    runner.graph_runner = without
+    try:
+        yield
+    finally:
+        runner.graph_runner = graphs
 
 
 def fill_pages(runner: ModelRunner, value: float | None = None, seed: int = 0) -> None:

@@ -11,14 +11,15 @@ import pytest
 import torch
 
 from mllm_compile.runtime.cuda_graph.capture import GraphCapturer
-from mllm_compile.runtime.cuda_graph.graph_runner import GraphRunner
 from mllm_compile.runtime.cuda_graph.piece_graphs import PieceGraphs
+from mllm_compile.runtime.forward_batch import LogitsProcessorOutput
 from mllm_compile.runtime.forward_context import set_forward_context
-from mllm_compile.runtime.graph_mode import BatchDescriptor, CUDAGraphMode
+from mllm_compile.runtime.graph_mode import BatchDescriptor, CUDAGraphMode, GraphKind
 from mllm_compile.runtime.model_runner import ModelRunner
 from tests.gpu.graph_cases import (
     DECODE_REQUESTS,
     PIECEWISE_TOKENS,
+    batch_graphs,
     check_untouched,
     decode_batch,
     fill_pages,
@@ -28,6 +29,7 @@ from tests.gpu.graph_cases import (
     num_pages,
     serve,
     snapshot,
+    without_replays,
 )
 from tests.runtime.runner_cases import Loop
 
@@ -57,15 +59,12 @@ def runner(request, cache) -> Iterator[ModelRunner]:
 
 @torch.inference_mode()
 def uncaptured(runner: ModelRunner, batch, descriptor, mode=CUDAGraphMode.NONE) -> torch.Tensor:
-    """Logits of the present inputs at the graph's padded shape and with its attention plan, piece by piece; the last
-    piece has all tokens too, as other kernels have other roundings."""
-    graphs = graphs_of(runner)
-    size = descriptor.num_tokens
-    rows, everything = batch.logits_indices, torch.arange(size, device="cuda")
-    if descriptor.uniform:
-        batch, rows = graphs._decode_batch(size), everything
-    piecewise = BatchDescriptor(size) if mode is CUDAGraphMode.PIECEWISE else None
-    return runner.program.run(batch, graphs._tokens(size), rows, mode, piecewise, everything).next_token_logits
+    """Logits of a batch at the graph's padded shape and with its attention plan, piece by piece; the last piece has all
+    tokens too, as other kernels have other roundings."""
+    padded, tokens, all_rows = batch_graphs(runner, descriptor.kind).padded_batch(batch, descriptor)
+    rows = all_rows if descriptor.uniform else batch.logits_indices
+    piecewise = BatchDescriptor(descriptor.num_tokens) if mode is CUDAGraphMode.PIECEWISE else None
+    return runner.program.run(padded, tokens, rows, mode, piecewise, all_rows).next_token_logits
 
 
 @pytest.mark.parametrize("size", DECODE_REQUESTS)
@@ -73,8 +72,8 @@ def test_a_full_decode_graph_gives_the_logits_of_the_pieces_bit_for_bit(runner, 
     graphs = graphs_of(runner)
     for seed, num_requests in enumerate([size, size, size - size // 3]):
         batch = decode_batch(runner, num_requests, seed)
-        mode, descriptor = graphs.dispatcher.dispatch(num_requests, num_requests, True)
-        assert (mode, descriptor.num_tokens) == (CUDAGraphMode.FULL, size)
+        descriptor = graphs.dispatcher.find(GraphKind.DECODE, num_requests)
+        assert descriptor == BatchDescriptor(size, size, GraphKind.DECODE)
         captured = graphs.run(batch).next_token_logits.clone()
         assert captured.isfinite().all()
         assert torch.equal(captured, uncaptured(runner, batch, descriptor)[:num_requests])
@@ -88,8 +87,8 @@ def test_piecewise_graphs_give_the_logits_of_the_pieces_bit_for_bit(runner, size
     smaller = max(s for s in PIECEWISE_TOKENS if s < size)
     for seed, num_tokens in enumerate({size, smaller + 1}):
         batch = mixed_batch(runner, num_tokens, seed)
-        mode, descriptor = graphs.dispatcher.dispatch(num_tokens, batch.batch_size, False)
-        assert (mode, descriptor.num_tokens) == (CUDAGraphMode.PIECEWISE, size)
+        descriptor = next(graphs.dispatcher.candidates(num_tokens))
+        assert descriptor == BatchDescriptor(size)
         captured = runner.forward(batch).next_token_logits.clone()
         assert captured.isfinite().all()
         assert torch.equal(captured, uncaptured(runner, batch, descriptor))
@@ -97,7 +96,7 @@ def test_piecewise_graphs_give_the_logits_of_the_pieces_bit_for_bit(runner, size
 
 @torch.inference_mode()
 def test_steps_longer_than_the_upload_have_places_of_their_own(tmp_path, monkeypatch):
-    monkeypatch.setattr("mllm_compile.runtime.cuda_graph.graph_runner._MOST_UPLOADED_TOKENS", 16)
+    monkeypatch.setattr("mllm_compile.runtime.cuda_graph.padding._MOST_UPLOADED_TOKENS", 16)
     runner = make_gpu_runner(tmp_path)
     try:
         fill_pages(runner)
@@ -105,7 +104,7 @@ def test_steps_longer_than_the_upload_have_places_of_their_own(tmp_path, monkeyp
         assert graphs.inputs.max_tokens == 16 < PIECEWISE_TOKENS[-1]
         for seed, num_tokens in enumerate((12, 40, 33, 64, 12, 50)):
             batch = mixed_batch(runner, num_tokens, seed)
-            _, descriptor = graphs.dispatcher.dispatch(num_tokens, batch.batch_size, False)
+            descriptor = next(graphs.dispatcher.candidates(num_tokens))
             captured = runner.forward(batch).next_token_logits.clone()
             assert captured.isfinite().all()
             assert torch.equal(captured, uncaptured(runner, batch, descriptor))
@@ -135,7 +134,7 @@ def test_a_steps_own_keys_and_values_are_read_after_they_were_written(runner):
 
 
 def test_a_graph_replayed_over_pages_that_were_freed_and_given_to_others_reads_the_new_owners(runner):
-    graphs, descriptor = graphs_of(runner), BatchDescriptor(4, num_reqs=4, uniform=True)
+    graphs, descriptor = graphs_of(runner), BatchDescriptor(4, num_reqs=4, kind=GraphKind.DECODE)
     for seed in range(6):  # each seed gives the same pages to other rows, at other places
         fill_pages(runner, seed=seed)
         batch = decode_batch(runner, 4, seed)
@@ -146,50 +145,34 @@ def test_a_graph_replayed_over_pages_that_were_freed_and_given_to_others_reads_t
 
 
 def test_padding_touches_no_page_and_no_request_row_in_a_batch_of_any_size(runner):
-    graphs = graphs_of(runner)
+    decodes, pieces = batch_graphs(runner, GraphKind.DECODE), batch_graphs(runner, GraphKind.PIECEWISE)
     fill_pages(runner, value=7.0)
     for size in DECODE_REQUESTS:
         for num_requests in {1, max(1, size - 1)}:
             batch = decode_batch(runner, num_requests, seed=size)
             before = snapshot(runner)
-            graphs._replay_decode(batch, BatchDescriptor(size, num_reqs=size, uniform=True))
+            decodes.replay(batch, BatchDescriptor(size, num_reqs=size, kind=GraphKind.DECODE))
             check_untouched(runner, before, batch.out_cache_loc)
     for size in PIECEWISE_TOKENS:
         batch = mixed_batch(runner, 1, seed=size)
         before = snapshot(runner)
-        graphs.inputs.take_tokens(batch, size)
         batch.logits_indices = torch.zeros(1, dtype=torch.int64, device="cuda")
-        graphs._run_pieces(batch, BatchDescriptor(size))
+        pieces.replay(batch, BatchDescriptor(size))
         check_untouched(runner, before, batch.out_cache_loc)
     fill_pages(runner)
 
 
-class UncapturedGraphs(GraphRunner):
-    """The same sizes, padding and attention plans with no graph replayed."""
-
-    def _replay_decode(self, batch, descriptor):
-        self._prepare_decode(batch, descriptor.num_tokens)
-        return uncaptured(self._runner, batch, descriptor)[: batch.batch_size]
-
-    def _run_pieces(self, batch, descriptor):
-        self._runner.attn_backend.init_forward_metadata(batch)
-        rows = batch.logits_indices
-        if rows is None:
-            rows = torch.arange(batch.batch_size, device="cuda")
-        return self._runner.program.run(batch, self._tokens(descriptor.num_tokens), rows)
-
-
 def test_500_steps_of_requests_that_join_and_leave_give_the_tokens_that_they_give_without_graphs(runner):
-    graphs = graphs_of(runner)
     captured = serve(runner, 500)
-    without = object.__new__(UncapturedGraphs)
-    without.__dict__.update(graphs.__dict__)
-    without.decode_loop = None
-    runner.graph_runner = without
-    try:
+
+    def piece_by_piece(batch, descriptor) -> LogitsProcessorOutput:
+        if descriptor.uniform:
+            return LogitsProcessorOutput(uncaptured(runner, batch, descriptor)[: batch.batch_size])
+        tokens = batch_graphs(runner, descriptor.kind).padded_batch(batch, descriptor).tokens
+        return runner.program.run(batch, tokens, batch.logits_indices)
+
+    with without_replays(runner, (GraphKind.DECODE, GraphKind.PIECEWISE), piece_by_piece):
         assert serve(runner, 500) == captured
-    finally:
-        runner.graph_runner = graphs
 
 
 def test_a_step_leaves_the_last_tokens_of_other_rows_alone(runner):
@@ -205,11 +188,10 @@ def test_a_step_leaves_the_last_tokens_of_other_rows_alone(runner):
 
 def test_every_size_is_captured_with_its_time_and_memory(runner):
     figures = graphs_of(runner).figures
-    sizes = [(figure.mode, figure.num_tokens) for figure in figures]
-    dispatcher = graphs_of(runner).dispatcher  # whose sizes of prompts alone tests/runtime/cuda_graph/test_sizes.py has
-    kinds = {"FULL": DECODE_REQUESTS, "PIECEWISE": PIECEWISE_TOKENS}
-    kinds |= {"FRESH": dispatcher.fresh_tokens, "EXTEND": dispatcher.extend_tokens}
-    assert set(sizes) == {(kind, size) for kind, of_kind in kinds.items() for size in of_kind}
+    sizes = [(figure.kind, figure.num_tokens) for figure in figures]
+    captured = graphs_of(runner).dispatcher.sizes
+    assert captured[GraphKind.DECODE] == DECODE_REQUESTS and captured[GraphKind.PIECEWISE] == PIECEWISE_TOKENS
+    assert set(sizes) == {(kind, size) for kind, of_kind in captured.items() for size in of_kind}
     assert [n for _, n in sizes] == sorted((n for _, n in sizes), reverse=True)
     assert all(figure.seconds > 0 for figure in figures)
     assert 0 < sum(figure.mib for figure in figures) < 300
@@ -219,7 +201,7 @@ def test_a_size_that_was_not_captured_is_an_error_not_a_capture_while_serving(ru
     batch = mixed_batch(runner, 3)
     batch.logits_indices = torch.zeros(1, dtype=torch.int64, device="cuda")
     with pytest.raises(RuntimeError, match=r"num_tokens=3.*before serving began"):
-        graphs_of(runner)._run_pieces(batch, BatchDescriptor(3))
+        batch_graphs(runner, GraphKind.PIECEWISE).replay(batch, BatchDescriptor(3))
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from mllm_compile.check.decode_loop import check_decode_loop
 from mllm_compile.inductor.compile_piece import compile_piece
 from mllm_compile.kernels.decode_loop import decode_loop_pieces
 from mllm_compile.runtime.model_runner import ModelRunner
-from mllm_compile.runtime.ops.turns import NUM_TURNS
+from mllm_compile.runtime.ops.replay_slots import REPLAY_SLOTS
 from mllm_compile.runtime.program.loaded import DecodeLoopPieces
 from mllm_compile.runtime.program.pieces import load_piece
 from mllm_compile.runtime.sampling.params import NO_TOKEN
@@ -60,7 +60,7 @@ def _end(piece, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     ints[IS_GREEDY, ::2] = 1
     rows = torch.arange(9, device="cuda")
     turns, last_tokens = torch.zeros(2, dtype=torch.int64, device="cuda"), torch.full_like(rows, -7)
-    chosen = torch.zeros(NUM_TURNS, 9, dtype=torch.int64, device="cuda")
+    chosen = torch.zeros(REPLAY_SLOTS, 9, dtype=torch.int64, device="cuda")
     tokens = piece([logits, floats, ints, rows, rows.int(), turns, last_tokens, chosen])[0]
     assert torch.equal(chosen[0], tokens)
     return tokens, last_tokens
@@ -100,30 +100,31 @@ def serve(runner: ModelRunner, kinds: list[dict]) -> list:
 def test_requests_that_join_and_leave_get_the_tokens_that_launches_around_the_graphs_give(runners, kinds, monkeypatch):
     looped, without = runners
     launches = []
-    plain_decode = graphs_of(looped).decode
-    monkeypatch.setattr(graphs_of(looped), "decode", lambda *of: launches.append(of) or plain_decode(*of))
+    decodes = graphs_of(looped).decodes
+    launch = decodes.launch
+    monkeypatch.setattr(decodes, "launch", lambda *of: launches.append(of) or launch(*of))
     tokens = serve(looped, kinds)
     assert len(launches) > 100
-    assert graphs_of(without).decode_loop is None
+    assert graphs_of(without).decodes.loop is None
     assert tokens == serve(without, kinds)
 
 
-def test_batches_that_come_as_tensors_and_steps_in_one_launch_take_turns(runners):
+def test_batches_that_come_as_tensors_and_steps_in_one_launch_use_one_slot_after_another(runners):
     runner, _ = runners
     graphs, state = graphs_of(runner), runner.row_state.sampling
     state.clear_all()
     state.flush()
     fill_pages(runner)
-    for seed in range(3 * NUM_TURNS):
+    for seed in range(3 * REPLAY_SLOTS):
         batch = decode_batch(runner, 1 + seed % DECODE_REQUESTS[-1], seed)
         given = runner.forward(batch).next_token_logits.clone()
         runner.row_state.last_tokens[batch.req_pool_indices] = batch.input_ids
         rows, slots = batch.req_pool_indices.cpu().numpy(), batch.out_cache_loc.cpu().numpy()
-        decode = graphs.decode(rows, batch.seq_lens_cpu.numpy(), slots)
-        decode.turn.wait()
+        decode = graphs.decodes.launch(rows, batch.seq_lens_cpu.numpy(), slots)
+        decode.slot.wait()
         assert torch.equal(decode.logits, given)
         expected = given.argmax(-1).tolist()
-        assert decode.turn.tokens[: len(rows)].tolist() == decode.tokens.tolist() == expected
+        assert decode.slot.tokens[: len(rows)].tolist() == decode.tokens.tolist() == expected
         assert runner.row_state.last_tokens[batch.req_pool_indices].tolist() == expected
 
 

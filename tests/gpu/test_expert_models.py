@@ -16,7 +16,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from mllm_compile import Engine, EngineConfig, SamplingParams
 from mllm_compile.engine.assemble import assemble
 from mllm_compile.process.timeline import Timeline
-from mllm_compile.runtime.graph_mode import CUDAGraphMode
+from mllm_compile.runtime.graph_mode import GraphKind
 from mllm_compile.runtime.model_runner import ModelRunner
 from mllm_compile.store.artifact import open_artifact
 from tests.gpu.graph_cases import decode_batch, fill_pages, graphs_of, mixed_batch
@@ -119,15 +119,15 @@ def check_graphs(runner: ModelRunner) -> None:
     fill_pages(runner)
     for seed, num_requests in enumerate((1, 5, 8, 33)):
         batch = decode_batch(runner, num_requests, seed)
-        mode, descriptor = graphs.dispatcher.dispatch(num_requests, num_requests, True)
-        assert mode is CUDAGraphMode.FULL
+        descriptor = graphs.dispatcher.find(GraphKind.DECODE, num_requests)
+        assert descriptor is not None
         captured = graphs.run(batch).next_token_logits.clone()
         assert captured.isfinite().all()
         assert torch.equal(captured, uncaptured(runner, batch, descriptor)[:num_requests]), f"{num_requests} decodes"
     for seed, num_tokens in enumerate((37, 200)):
         batch = mixed_batch(runner, num_tokens, seed, longest_prefix=100)
-        mode, descriptor = graphs.dispatcher.dispatch(num_tokens, batch.batch_size, False)
-        assert mode is CUDAGraphMode.PIECEWISE
+        descriptor = next(graphs.dispatcher.candidates(num_tokens))
+        assert descriptor.kind is GraphKind.PIECEWISE
         captured = runner.forward(batch).next_token_logits.clone()
         assert captured.isfinite().all()
         assert torch.equal(captured, uncaptured(runner, batch, descriptor)), f"{num_tokens} tokens"

@@ -14,9 +14,17 @@ import torch
 from mllm_compile.runtime.attention.metadata import StepPrompts
 from mllm_compile.runtime.forward_batch import ForwardBatch
 from mllm_compile.runtime.model_runner import ModelRunner
-from mllm_compile.runtime.ops.turns import NUM_TURNS
+from mllm_compile.runtime.ops.replay_slots import REPLAY_SLOTS
 from mllm_compile.runtime.step_fields import INPUTS, StepFields
-from tests.gpu.graph_cases import check_untouched, fill_pages, graphs_of, make_gpu_runner, place_requests, snapshot
+from tests.gpu.graph_cases import (
+    check_untouched,
+    fill_pages,
+    graphs_of,
+    launch_prompts,
+    make_gpu_runner,
+    place_requests,
+    snapshot,
+)
 from tests.gpu.small_shape import SHAPE
 from tests.runtime.runner_cases import Loop
 
@@ -99,7 +107,7 @@ def test_their_logits_are_those_of_a_step_that_is_not_captured(runner, size):
         listed = table.clone()
         table[1:] = -1  # who read it would read elsewhere
         before = snapshot(runner)
-        launched = runner.launch_prompts(fields, prompts)
+        launched = launch_prompts(runner, fields, prompts)
         if launched is not None:
             launches += 1
             logits = launched.head(launched.fields.logits_indices).next_token_logits.float()
@@ -114,8 +122,8 @@ def test_their_logits_are_those_of_a_step_that_is_not_captured(runner, size):
 
 
 def test_served_prompts_that_hit_the_cache_are_launched_so_and_get_their_tokens(runner, monkeypatch):
-    graphs, rng = graphs_of(runner), np.random.default_rng(0)
-    launch, launches = graphs.launch_prompts, []
+    graphs, rng = graphs_of(runner).prompts, np.random.default_rng(0)
+    launch, launches = graphs.launch, []
     # Hundreds of pages, of either size; the last chunk of so many tokens is fa2's too.
     ahead = rng.integers(3, runner.vocab_size, 3968).tolist()
     prompts = [
@@ -132,28 +140,28 @@ def test_served_prompts_that_hit_the_cache_are_launched_so_and_get_their_tokens(
         loop.run()
         return [request.output_token_ids for request in (*requests, *together)]
 
-    def noted(fields, step):
+    def noted(descriptor, fields, step):
         is_hit = step.extends and fields.positions.size < SIZES[-1]  # and no whole chunk of the first prompt
-        launches.append((is_hit, launch(fields, step)))
+        launches.append((is_hit, launch(descriptor, fields, step)))
         return launches[-1][1]
 
-    monkeypatch.setattr(graphs, "launch_prompts", noted)
+    monkeypatch.setattr(graphs, "launch", noted)
     captured = served()
     hits = [launched is not None for is_hit, launched in launches if is_hit]
     assert len(hits) >= 8 and all(hits)
-    monkeypatch.setattr(graphs, "launch_prompts", lambda *step: None)
+    monkeypatch.setattr(graphs, "launch", lambda *step: None)
     same = [one == other for one, other in zip(captured, served(), strict=True)]
     assert sum(same) >= len(same) - 2, "but for rounding they are the same"
 
 
-def test_the_turns_come_round(runner):
+def test_the_replay_slots_come_round(runner):
     """Each launch reads its own part of the host's memory, whichever kind of prompts ran before."""
     kinds: list[Lengths] = [[(9, 40)], [(30, 0)], [(70, 300), (2, 0)]]
     logits = [[] for _ in kinds]
-    for turn in range(2 * NUM_TURNS + 1):
+    for replay in range(2 * REPLAY_SLOTS + 1):
         for kind, lengths in enumerate(kinds):
-            launched = runner.launch_prompts(*step_of(runner, batch_of(runner, lengths, seed=kind), lengths))
-            assert launched is not None, turn
+            launched = launch_prompts(runner, *step_of(runner, batch_of(runner, lengths, seed=kind), lengths))
+            assert launched is not None, replay
             logits[kind].append(launched.head(launched.fields.logits_indices).next_token_logits.clone())
     # From the second round on: their pages are others' too, and the first round wrote there.
     assert all(torch.equal(one, other) for of_kind in logits for one, other in pairwise(of_kind[1:]))

@@ -16,7 +16,7 @@ import torch
 from mllm_compile import Engine, EngineConfig, RequestOutput, SamplingParams
 from mllm_compile.kernels.cuda import can_compile_kernels
 from mllm_compile.runtime.attention.layer_kernels import of_kind
-from mllm_compile.runtime.graph_mode import BatchDescriptor, CUDAGraphMode
+from mllm_compile.runtime.graph_mode import GraphKind
 from mllm_compile.runtime.model_runner import ModelRunner
 from mllm_compile.store.artifact import open_artifact
 from tests.gpu import test_cuda_graphs, test_mixed_graphs
@@ -144,8 +144,8 @@ def test_a_decode_graph_gives_the_logits_of_the_pieces_bit_for_bit(runner, num_r
     graphs = graphs_of(runner)
     for seed in range(3):
         batch = decode_batch(runner, num_requests, seed)
-        mode, descriptor = graphs.dispatcher.dispatch(num_requests, num_requests, True)
-        assert mode is CUDAGraphMode.FULL
+        descriptor = graphs.dispatcher.find(GraphKind.DECODE, num_requests)
+        assert descriptor is not None
         captured = graphs.run(batch).next_token_logits.clone()
         assert captured.isfinite().all()
         assert torch.equal(captured, test_cuda_graphs.uncaptured(runner, batch, descriptor)[:num_requests])
@@ -156,12 +156,12 @@ def test_steps_with_prompts_give_the_logits_of_the_pieces_bit_for_bit(runner, nu
     graphs = graphs_of(runner)
     for seed, num_decodes in enumerate((0, 1, 6)):
         batch = mixed_batch(runner, num_tokens, seed, num_decodes)
-        mode, descriptor = graphs.dispatcher.dispatch(num_tokens, batch.batch_size, False)
+        descriptor = next(graphs.dispatcher.candidates(num_tokens))
         captured = runner.forward(batch).next_token_logits.clone()
         assert captured.isfinite().all()
-        if mode is CUDAGraphMode.FULL:
-            assert descriptor == BatchDescriptor(min(size for size in MIXED_TOKENS if size >= num_tokens))
-            pieces = test_mixed_graphs.uncaptured(runner, batch, descriptor.num_tokens).next_token_logits
+        if descriptor.kind is GraphKind.MIXED:
+            assert descriptor.num_tokens == min(size for size in MIXED_TOKENS if size >= num_tokens)
+            pieces = test_mixed_graphs.uncaptured(runner, batch, descriptor).next_token_logits
         else:
             pieces = test_cuda_graphs.uncaptured(runner, batch, descriptor)
         assert torch.equal(captured, pieces)

@@ -11,22 +11,24 @@ import pytest
 import torch
 
 from mllm_compile.runtime.attention.metadata import StepPrompts
-from mllm_compile.runtime.cuda_graph.graph_runner import GraphRunner
 from mllm_compile.runtime.errors import ConfigError
 from mllm_compile.runtime.forward_batch import ForwardBatch
-from mllm_compile.runtime.graph_mode import BatchDescriptor, CUDAGraphMode
+from mllm_compile.runtime.graph_mode import BatchDescriptor, GraphKind
 from mllm_compile.runtime.model_runner import LogitsProcessorOutput, ModelRunner
-from mllm_compile.runtime.ops.turns import NUM_TURNS
+from mllm_compile.runtime.ops.replay_slots import REPLAY_SLOTS
 from mllm_compile.runtime.step_fields import INPUTS, StepFields
 from tests.gpu.graph_cases import (
+    batch_graphs,
     check_untouched,
     fill_pages,
     graphs_of,
+    launch_prompts,
     make_gpu_runner,
     mixed_batch,
     place_requests,
     serve,
     snapshot,
+    without_replays,
 )
 from tests.gpu.small_shape import SHAPE
 from tests.runtime.runner_cases import Loop
@@ -68,15 +70,11 @@ def runner(request, cache) -> Iterator[ModelRunner]:
 
 
 @torch.inference_mode()
-def uncaptured(runner: ModelRunner, batch: ForwardBatch, size: int) -> LogitsProcessorOutput:
+def uncaptured(runner: ModelRunner, batch: ForwardBatch, descriptor: BatchDescriptor) -> LogitsProcessorOutput:
     """The step with the graph's shape and attention plan, piece by piece."""
-    graphs = graphs_of(runner)
-    graphs._places(size).take_tokens(batch, size)
-    graphs.inputs.take_requests(batch, min(size, graphs.inputs.max_requests))
-    runner.attn_backend.mixed.init_forward_metadata_replay_mixed(size, batch)
-    runner.attn_backend.mixed.begin_captured_mixed(size, graphs.inputs.req_pool_indices)
-    padded, rows = graphs._padding_prompts(size), graphs._logits_rows(batch)
-    return runner.program.run(padded, graphs._tokens(size), rows, all_rows=graphs._rows[:size])
+    padded, tokens, all_rows = batch_graphs(runner, GraphKind.MIXED).padded_batch(batch, descriptor)
+    runner.attn_backend.mixed.begin_captured_mixed(descriptor.num_tokens, graphs_of(runner).inputs.req_pool_indices)
+    return runner.program.run(padded, tokens, batch.logits_indices, all_rows=all_rows)
 
 
 def batches_of(runner: ModelRunner, size: int) -> Iterator[ForwardBatch]:
@@ -92,11 +90,11 @@ def batches_of(runner: ModelRunner, size: int) -> Iterator[ForwardBatch]:
 def test_a_graph_of_any_step_gives_the_logits_of_the_pieces_bit_for_bit(runner, size):
     graphs = graphs_of(runner)
     for batch in batches_of(runner, size):
-        mode, descriptor = graphs.dispatcher.dispatch(batch.num_tokens, batch.batch_size, False)
-        assert (mode, descriptor) == (CUDAGraphMode.FULL, BatchDescriptor(size))
+        descriptor = next(graphs.dispatcher.candidates(batch.num_tokens))
+        assert descriptor == BatchDescriptor(size, kind=GraphKind.MIXED)
         captured = runner.forward(batch).next_token_logits.clone()
         assert captured.isfinite().all()
-        assert torch.equal(captured, uncaptured(runner, batch, size).next_token_logits)
+        assert torch.equal(captured, uncaptured(runner, batch, descriptor).next_token_logits)
         unpadded = runner.run_eager(batch).next_token_logits.float()
         assert (captured.float() - unpadded).norm() / unpadded.norm() < 2e-2
 
@@ -141,7 +139,7 @@ def test_prompts_in_one_launch_give_their_logits_whatever_the_table_of_slots_say
         before = snapshot(runner)
         starts, none = np.array([0, *ends], dtype=np.int32), np.zeros(len(lengths), dtype=np.int32)
         prompts = StepPrompts(starts, none, *[fields.req_pool_indices] * 2, lambda: pytest.fail("they need no pages"))
-        launched = runner.launch_prompts(fields, prompts)
+        launched = launch_prompts(runner, fields, prompts)
         assert (launched is None) == (len(lengths) * num_heads > num_sms), "one tile each"
         if launched is not None:
             launches += 1
@@ -155,12 +153,13 @@ def test_prompts_in_one_launch_give_their_logits_whatever_the_table_of_slots_say
             batch.logits_indices = torch.from_numpy(ends - 1).cuda()
             eager = runner.run_eager(batch).next_token_logits.float()
             assert (logits - eager).norm() / eager.norm() < 2e-2
-    assert launches > NUM_TURNS
+    assert launches > REPLAY_SLOTS
 
 
 def test_served_prompts_are_launched_so_and_get_their_tokens(runner, monkeypatch):
-    graphs, prompts = graphs_of(runner), [list(range(5, 5 + length)) for length in (1, 3, 8, 24, 25, 33, 60, 64)]
-    launch, launches = graphs.launch_prompts, []
+    prompts = [list(range(5, 5 + length)) for length in (1, 3, 8, 24, 25, 33, 60, 64)]
+    graphs = graphs_of(runner).prompts
+    launch, launches = graphs.launch, []
 
     def served() -> list[list[int]]:
         loop, requests = Loop(runner), []
@@ -169,10 +168,10 @@ def test_served_prompts_are_launched_so_and_get_their_tokens(runner, monkeypatch
             loop.run()
         return [request.output_token_ids for request in requests]
 
-    monkeypatch.setattr(graphs, "launch_prompts", lambda *step: launches.append(launch(*step)) or launches[-1])
+    monkeypatch.setattr(graphs, "launch", lambda *step: launches.append(launch(*step)) or launches[-1])
     captured = served()
     assert len(launches) == len(prompts) and None not in launches
-    monkeypatch.setattr(graphs, "launch_prompts", lambda *step: None)
+    monkeypatch.setattr(graphs, "launch", lambda *step: None)
     same = [one == other for one, other in zip(captured, served(), strict=True)]
     assert sum(same) >= len(same) - 1, "but for rounding they are the same"
 
@@ -192,12 +191,12 @@ def test_a_replay_follows_pages_that_were_given_to_others(runner, monkeypatch, l
 
 
 def test_it_touches_no_page_and_no_row_but_its_own(runner):
-    graphs = graphs_of(runner)
+    graphs = batch_graphs(runner, GraphKind.MIXED)
     fill_pages(runner, value=7.0)
     for size in MIXED_TOKENS:
         for batch in batches_of(runner, size):
             before = snapshot(runner)
-            graphs._replay_mixed(batch, BatchDescriptor(size))
+            graphs.replay(batch, BatchDescriptor(size, kind=GraphKind.MIXED))
             check_untouched(runner, before, batch.out_cache_loc)
     fill_pages(runner)
 
@@ -219,35 +218,24 @@ def test_a_batch_that_is_not_served_well_runs_piece_by_piece(runner, monkeypatch
     whole = runner.forward(batch).next_token_logits.float()
     assert runner.attn_backend.mixed.runs_well_captured(batch)
     monkeypatch.setattr(runner.attn_backend.mixed, "runs_well_captured", lambda batch: False)
-    monkeypatch.setattr(graphs_of(runner), "_replay_mixed", lambda *_: pytest.fail("it was replayed whole"))
+    whole_graphs = batch_graphs(runner, GraphKind.MIXED)
+    monkeypatch.setattr(whole_graphs, "replay", lambda *_: pytest.fail("it was replayed whole"))
     pieces = runner.forward(batch).next_token_logits.float()
     assert (whole - pieces).norm() / pieces.norm() < 2e-2
 
 
-class UncapturedMixed(GraphRunner):
-    """The same sizes, padding and attention plans, no step with prompts replayed whole."""
-
-    def _replay_mixed(self, batch, descriptor):
-        return uncaptured(self._runner, batch, descriptor.num_tokens)
-
-
 def test_300_steps_of_requests_that_join_and_leave_give_the_same_tokens(runner):
-    graphs = graphs_of(runner)
     captured = serve(runner, 300)
-    without = object.__new__(UncapturedMixed)
-    without.__dict__.update(graphs.__dict__)
-    runner.graph_runner = without
-    try:
+    with without_replays(runner, (GraphKind.MIXED,), lambda *step: uncaptured(runner, *step)):
         assert serve(runner, 300) == captured
-    finally:
-        runner.graph_runner = graphs
 
 
 def test_every_size_is_captured(runner):
     figures = graphs_of(runner).figures
     # A step has at most 128 tokens.
-    for kind, sizes in (("MIXED", MIXED_TOKENS), ("FRESH", (64, 128)), ("EXTEND", (16, 64, 128))):
-        assert [figure.num_tokens for figure in figures if figure.mode == kind] == list(reversed(sizes))
+    prompts = {GraphKind.PREFILL_NEW: (64, 128), GraphKind.PREFILL_CACHED: (16, 64, 128)}
+    for kind, sizes in {GraphKind.MIXED: MIXED_TOKENS, **prompts}.items():
+        assert [figure.num_tokens for figure in figures if figure.kind is kind] == list(reversed(sizes))
 
 
 def test_sizes_that_were_asked_for_are_refused_where_attention_cannot_be_captured(cache):

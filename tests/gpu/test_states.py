@@ -168,7 +168,7 @@ def test_captured_steps_give_the_logits_and_states_of_their_launches_bit_for_bit
                 values.copy_(old)
             count = batch.input_ids.shape[0]
             dispatcher, is_decode = graphs_of(runner).dispatcher, batch.extend_seq_lens is None
-            _, descriptor = dispatcher.dispatch(count, batch.batch_size, is_decode)
+            descriptor = next(dispatcher.candidates(count, is_decode))
             launched = uncaptured(runner, batch, descriptor)[: captured.shape[0]]
             assert torch.equal(captured, launched)
             # Row 0 is padding's, which may leave there what it likes.

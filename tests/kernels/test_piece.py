@@ -26,7 +26,7 @@ from mllm_compile.runtime.attention.split.split_decode import Decoder, SplitDeco
 from mllm_compile.runtime.attention.split.splits import OF_FEW
 from mllm_compile.runtime.cuda_graph.decode_loop import DecodeLoop
 from mllm_compile.runtime.cuda_graph.step_inputs import StepInputs
-from mllm_compile.runtime.ops.turns import NUM_TURNS, REQUEST_FIELDS
+from mllm_compile.runtime.ops.replay_slots import REPLAY_SLOTS, REQUEST_FIELDS
 from mllm_compile.runtime.program.loaded import DecodeLoopPieces
 from mllm_compile.runtime.program.pieces import piece_class
 from mllm_compile.runtime.program.spec import Program
@@ -147,14 +147,14 @@ def test_the_decode_loop_gives_what_its_pieces_are_compiled_for():
     begin, end = Given(), Given(1)
     loop = object.__new__(DecodeLoop)  # its own memory is pinned, which takes a GPU
     loop._pieces = DecodeLoopPieces(begin, end)
-    loop._spread_tokens = lambda: None
+    loop._broadcast_tokens = lambda: None
     loop._inputs = StepInputs(REQUESTS, REQUESTS, 1, torch.device("cpu"))
     loop._row_state = RowState(REQUESTS + 1, VOCAB, torch.device("cpu"))
     loop._req_to_token = torch.zeros(REQUESTS + 1, 8 * PAGE_SIZE, dtype=torch.int32)
     loop._page_table = torch.zeros(REQUESTS, 8, dtype=torch.int32)
-    loop._turns_of_device = torch.zeros(2, dtype=torch.int64)
-    loop._requests_of_device = torch.zeros(NUM_TURNS, REQUESTS, REQUEST_FIELDS, dtype=torch.int32)
-    loop._chosen_of_device = torch.zeros(NUM_TURNS, REQUESTS, dtype=torch.int64)
+    loop._slot_of_device = torch.zeros(2, dtype=torch.int64)
+    loop._requests_of_device = torch.zeros(REPLAY_SLOTS, REQUESTS, REQUEST_FIELDS, dtype=torch.int32)
+    loop._chosen_of_device = torch.zeros(REPLAY_SLOTS, REQUESTS, dtype=torch.int64)
     loop.begin(3)
     loop.end(torch.zeros(3, VOCAB, dtype=torch.bfloat16))
     assert [piece.mismatch(call.tensors) for piece, call in zip(LOOP, (begin, end), strict=True)] == [None, None]

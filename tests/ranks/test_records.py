@@ -51,9 +51,9 @@ MOVED = MediaPlan(positions=np.arange(4), deltas=np.array([-3, 0], dtype=np.int3
 @pytest.mark.parametrize("scored", [None, np.array([1, 2], dtype=np.int64), np.empty(0, dtype=np.int64)])
 def test_a_step_is_read_as_it_was_written(scored, media):
     memory = memoryview(bytearray(4096))
-    size = write_step(memory, StepRecord(batch(), scored, media, Choice.TOGETHER))
+    size = write_step(memory, StepRecord(batch(), scored, media, Choice.GREEDY_ACROSS_RANKS))
     found = read_step(memory[:size])
-    assert found.choice is Choice.TOGETHER
+    assert found.choice is Choice.GREEDY_ACROSS_RANKS
     assert (found.batch.step_id, found.batch.num_decodes, found.batch.num_tokens) == (3, 1, 4)
     assert found.batch.num_requests == 2
     copies = ("state_restores", "state_saves")

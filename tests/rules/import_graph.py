@@ -50,7 +50,7 @@ FLOORS = (
     "runtime/step",
     "runtime/ranks",
     "runtime/model_runner",
-    "runtime/trial",
+    "runtime/memory_profile",
     "runtime/ubatch",
     "runtime/cuda_graph",
     "runtime/program",

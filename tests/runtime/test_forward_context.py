@@ -11,7 +11,7 @@ from mllm_compile.runtime.forward_context import (
     override_forward_context,
     set_forward_context,
 )
-from mllm_compile.runtime.graph_mode import CUDAGraphMode
+from mllm_compile.runtime.graph_mode import CUDAGraphMode, GraphKind
 
 
 def context(**kwargs):
@@ -53,7 +53,7 @@ def test_with_graphs_on_a_descriptor_is_made_from_the_number_of_tokens():
         assert made.batch_descriptor == BatchDescriptor(num_tokens=5)
     with context() as made:
         assert made.batch_descriptor is None
-    mine = BatchDescriptor(num_tokens=8, num_reqs=8, uniform=True)
+    mine = BatchDescriptor(num_tokens=8, num_reqs=8, kind=GraphKind.DECODE)
     with context(cudagraph_runtime_mode=CUDAGraphMode.FULL, batch_descriptor=mine) as made:
         assert made.batch_descriptor is mine
 

@@ -1,4 +1,4 @@
-"""What the host writes of a turn (the rest needs a GPU: tests/gpu/test_decode_loop.py)."""
+"""What the host writes into a replay slot (the rest needs a GPU: tests/gpu/test_decode_loop.py)."""
 
 from __future__ import annotations
 
@@ -8,28 +8,28 @@ import numpy as np
 import pytest
 import torch
 
-from mllm_compile.runtime.cuda_graph.decode_loop import Turn
-from mllm_compile.runtime.ops.turns import REQUEST_FIELDS
+from mllm_compile.runtime.cuda_graph.decode_loop import HostSlot
+from mllm_compile.runtime.ops.replay_slots import REQUEST_FIELDS
 
 
 @pytest.fixture
-def turn(monkeypatch) -> tuple[Turn, np.ndarray]:
+def slot(monkeypatch) -> tuple[HostSlot, np.ndarray]:
     """And its memory, with what other steps left there."""
     monkeypatch.setattr(torch.cuda, "Event", lambda: SimpleNamespace(record=list, synchronize=list))
     requests = np.full((6, REQUEST_FIELDS), 99, dtype=np.int32)
-    return Turn(requests, np.zeros(6, dtype=np.int64)), requests
+    return HostSlot(requests, np.zeros(6, dtype=np.int64)), requests
 
 
-def test_requests_are_written_with_padding_behind_them_and_no_further(turn):
-    turn, requests = turn
-    turn.write(np.array([3, 1]), np.array([70, 2], dtype=np.int32), np.array([640, 17]), size=4, padding_len=0)
+def test_requests_are_written_with_padding_behind_them_and_no_further(slot):
+    slot, requests = slot
+    slot.write(np.array([3, 1]), np.array([70, 2], dtype=np.int32), np.array([640, 17]), size=4, padding_len=0)
     assert requests[:, :3].tolist() == [[3, 70, 640], [1, 2, 17], [0, 0, 0], [0, 0, 0], [99] * 3, [99] * 3]
-    turn.write(np.array([5]), np.array([9]), np.array([8]), size=1, padding_len=1)
+    slot.write(np.array([5]), np.array([9]), np.array([8]), size=1, padding_len=1)
     assert requests[:2, :3].tolist() == [[5, 9, 8], [1, 2, 17]]
 
 
-def test_inputs_that_are_in_their_places_have_no_row(turn):
-    turn, requests = turn
-    turn.write_in_place(3)
+def test_inputs_that_are_in_their_places_have_no_row(slot):
+    slot, requests = slot
+    slot.write_in_place(3)
     assert (requests[:3, 0] < 0).all()
     assert (requests[3:] == 99).all()

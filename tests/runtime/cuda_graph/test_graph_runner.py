@@ -1,92 +1,86 @@
-"""What a capture runs, as far as it can be seen without a GPU (tests/gpu/test_cuda_graphs.py has the rest)."""
+"""Which graphs a batch runs in, and what is captured and estimated, as far as it can be seen without a GPU
+(tests/gpu/test_cuda_graphs.py has the rest)."""
 
 from __future__ import annotations
 
-import logging
-from dataclasses import replace
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
-import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from mllm_compile.runtime.attention.torch_backend import TorchAttnBackend
-from mllm_compile.runtime.collectives.base import using
-from mllm_compile.runtime.config_sections import CudaGraphSection
-from mllm_compile.runtime.cuda_graph import graph_runner
+from mllm_compile.runtime.cuda_graph import graph_runner, padding
 from mllm_compile.runtime.cuda_graph.dispatcher import GraphDispatcher
-from mllm_compile.runtime.cuda_graph.graph_runner import GraphRunner, _lengths
+from mllm_compile.runtime.cuda_graph.graph_runner import GraphRunner, estimate_graph_bytes
+from mllm_compile.runtime.cuda_graph.kind import BatchGraphs
 from mllm_compile.runtime.errors import ConfigError
 from mllm_compile.runtime.forward_batch import ForwardMode
-from mllm_compile.runtime.graph_mode import BatchDescriptor, CUDAGraphMode
-from mllm_compile.runtime.runner_config import RunnerConfig
-from tests.runtime.runner_cases import DEFAULTS
+from mllm_compile.runtime.graph_mode import DPMetadata, GraphKind
 
 
-@given(num_tokens=st.integers(1, 5000), longest=st.integers(1, 5000))
-def test_tokens_that_are_captured_are_as_few_requests_as_may_be_none_too_long(num_tokens, longest):
-    lengths = _lengths(num_tokens, longest)
-    assert sum(lengths) == num_tokens
-    assert all(1 <= length <= longest for length in lengths)
-    assert len(lengths) == -(-num_tokens // longest)
+class NamedGraphs(BatchGraphs):
+    """Tells in which graph a batch ran."""
+
+    def __init__(self, serves: bool = True) -> None:
+        self._serves = serves
+
+    @staticmethod
+    def sizes(runner, kind):
+        raise NotImplementedError
+
+    def capture(self, descriptor):
+        raise NotImplementedError
+
+    def serves(self, batch):
+        return self._serves
+
+    def padded_batch(self, batch, descriptor):
+        raise NotImplementedError
+
+    def replay(self, batch, descriptor):
+        return f"{descriptor.kind.name} of {descriptor.num_tokens}"
+
+
+def graphs_of(serves_mixed: bool = True, **sizes: tuple[int, ...]) -> GraphRunner:
+    graphs = object.__new__(GraphRunner)
+    graphs.dispatcher = GraphDispatcher({GraphKind[kind]: of_kind for kind, of_kind in sizes.items()})
+    graphs.kinds = {GraphKind[kind]: NamedGraphs(kind != "MIXED" or serves_mixed) for kind in sizes}
+    return graphs
+
+
+def batch_of(num_tokens=5, mode=ForwardMode.DECODE, common_prefix_len=0, dp_metadata=None):
+    return SimpleNamespace(
+        forward_mode=mode, num_tokens=num_tokens, common_prefix_len=common_prefix_len, dp_metadata=dp_metadata
+    )
 
 
 @pytest.mark.parametrize(
-    ("asked", "deterministic", "sizes", "pieces", "said"),
+    ("sizes", "shared", "runs"),
     [
-        (False, False, (1, 2), "pieces", ""),
-        (True, True, (1, 2), "pieces", ""),
-        (True, False, (), "pieces", ""),
-        (True, False, (1, 2), None, "no kernels that choose tokens"),
-        (True, False, (1, 2), "pieces", "no kernels that attend in every layer"),
+        ({"DECODE": (8,), "PIECEWISE": (8,)}, 0, "DECODE of 8"),
+        ({"DECODE": (8,), "PIECEWISE": (8,)}, 64, "PIECEWISE of 8"),
+        ({"DECODE": (8,)}, 64, None),
+        ({"DECODE": (4,), "PIECEWISE": (16,)}, 0, "PIECEWISE of 16"),
     ],
 )
-def test_decodes_choose_no_tokens_where_they_are_not_to_or_kernels_lack(
-    asked, deterministic, sizes, pieces, said, caplog
-):
-    graphs = object.__new__(GraphRunner)
-    graphs.dispatcher = SimpleNamespace(decode_requests=sizes)
-    graphs._runner = SimpleNamespace(
-        config=RunnerConfig(
-            dtype=torch.float32,
-            runtime=replace(DEFAULTS, deterministic=deterministic),
-            cudagraph=CudaGraphSection(mode="full", sample_in_graph=asked),
-        ),
-        model=SimpleNamespace(decode_loop=pieces),
-        attn_backend=SimpleNamespace(decodes=SimpleNamespace(page_table=None)),
-    )
-    with caplog.at_level(logging.INFO, logger="mllm_compile"):
-        assert graphs._make_decode_loop() is None
-    assert said in caplog.text
-    assert bool(said) == bool(caplog.text)
+def test_a_decode_that_reads_a_prefix_once_is_not_the_captured_one(sizes, shared, runs):
+    assert graphs_of(**sizes).run(batch_of(common_prefix_len=shared)) == runs
 
 
-@pytest.mark.parametrize(
-    ("mode", "shared", "runs"),
-    [
-        (CUDAGraphMode.FULL_AND_PIECEWISE, 0, "whole"),
-        (CUDAGraphMode.FULL_AND_PIECEWISE, 64, "pieces of 8"),
-        (CUDAGraphMode.FULL_DECODE_ONLY, 64, None),
-    ],
-)
-def test_a_decode_that_reads_a_prefix_once_is_not_the_captured_one(monkeypatch, mode, shared, runs):
-    graphs = object.__new__(GraphRunner)
-    graphs.dispatcher = GraphDispatcher(mode, (8,), (8,))
-    monkeypatch.setattr(GraphRunner, "_places", lambda self, size: SimpleNamespace(take_tokens=lambda *batch: None))
-    monkeypatch.setattr(GraphRunner, "_run_pieces", lambda self, batch, size: f"pieces of {size.num_tokens}")
-    monkeypatch.setattr(GraphRunner, "_replay_decode", lambda self, batch, size: "whole")
-    batch = SimpleNamespace(
-        forward_mode=ForwardMode.DECODE, num_tokens=5, batch_size=5, common_prefix_len=shared, dp_metadata=None
-    )
-    ran = graphs.run(batch)
-    assert getattr(ran, "next_token_logits", ran) == runs
+@pytest.mark.parametrize(("serves", "runs"), [(True, "MIXED of 8"), (False, "PIECEWISE of 6")])
+def test_a_step_runs_piece_by_piece_where_a_whole_graph_serves_it_slowly(serves, runs):
+    graphs = graphs_of(serves, MIXED=(8,), PIECEWISE=(6,))
+    assert graphs.run(batch_of(mode=ForwardMode.MIXED)) == runs
+    assert graphs.run(batch_of(num_tokens=9, mode=ForwardMode.EXTEND)) is None
+
+
+def test_ranks_with_requests_of_their_own_run_the_pieces_of_the_one_that_has_most_tokens():
+    graphs = graphs_of(DECODE=(8,), MIXED=(8, 32), PIECEWISE=(8, 32))
+    assert graphs.run(batch_of(num_tokens=2, dp_metadata=DPMetadata((2, 9)))) == "PIECEWISE of 32"
 
 
 def test_attention_that_knows_of_no_graphs_stands_between_captured_pieces(monkeypatch):
-    for needs_a_gpu in ("GraphCapturer", "StepInputs"):
-        monkeypatch.setattr(graph_runner, needs_a_gpu, lambda *args: None)
+    monkeypatch.setattr(graph_runner, "GraphCapturer", lambda *args: None)
+    monkeypatch.setattr(padding, "StepInputs", lambda *args: None)
     runner = SimpleNamespace(
         attn_backend=TorchAttnBackend(),
         device="cpu",
@@ -96,35 +90,35 @@ def test_attention_that_knows_of_no_graphs_stands_between_captured_pieces(monkey
         always_takes_features=False,
     )
     with pytest.raises(ConfigError, match="need a compiled program"):  # it came as far as the program
-        GraphRunner(runner, GraphDispatcher(CUDAGraphMode.PIECEWISE, (8,), ()))
+        GraphRunner(runner, GraphDispatcher({GraphKind.PIECEWISE: (8,)}))
     with pytest.raises(RuntimeError, match="does not capture such steps"):
-        GraphRunner(runner, GraphDispatcher(CUDAGraphMode.FULL, (), (8,)))
+        GraphRunner(runner, GraphDispatcher({GraphKind.DECODE: (8,)}))
 
 
-@pytest.mark.parametrize("rank", [0, 1, 2])
-def test_a_captured_decode_has_a_ranks_own_requests_first_and_tells_padding_as_tokens_are_gathered(monkeypatch, rank):
-    """Of three ranks with two, no and one requests, captured for two each."""
-    rows, slots = np.array([1, 2, 0, 0, 7, 0]), np.array([40, 41, 0, 0, 50, 0])
-    written = {}
+def test_memory_is_estimated_by_the_two_largest_sizes_of_each_kind_and_of_decodes_once(monkeypatch):
+    """The first graph of a kind takes 10 MiB, every further one as many as its kind's number."""
+    captured = []
 
-    def write(rows, seq_lens, slots, size, padding_len, deltas):
-        written.update(rows=rows.tolist(), size=size)
-        graphs.inputs.out_cache_loc[:] = torch.from_numpy(slots)  # as the decode's first kernel does
+    class Graphs:
+        def __init__(self, runner, dispatcher) -> None:
+            descriptors = dispatcher.descriptors()
+            captured.extend((descriptor.kind, descriptor.num_tokens) for descriptor in descriptors)
+            seen = set()
+            self.figures = []
+            for descriptor in descriptors:
+                mib = descriptor.kind.value if descriptor.kind in seen else 10
+                seen.add(descriptor.kind)
+                self.figures.append(SimpleNamespace(kind=descriptor.kind, mib=mib))
 
-    graphs = object.__new__(GraphRunner)
-    graphs._num_deals, graphs._max_requests = 3, 2
-    graphs.dispatcher = GraphDispatcher(CUDAGraphMode.FULL_DECODE_ONLY, (), (1, 2))
-    places = torch.zeros(6, dtype=torch.int64)
-    graphs.inputs = SimpleNamespace(
-        out_cache_loc=places, req_pool_indices=places, seq_lens=places, padding_len=1, clear_rope_lens=lambda: None
-    )
-    graphs.decode_loop = SimpleNamespace(next_turn=lambda: SimpleNamespace(write=write))
-    graphs._chosen_tokens = {BatchDescriptor(2, num_reqs=2, uniform=True): torch.zeros(6, dtype=torch.int64)}
-    monkeypatch.setattr(GraphRunner, "_replay", lambda self, size: SimpleNamespace(logits=torch.zeros(6, 5)))
-    with using(SimpleNamespace(rank=rank)):
-        assert graphs.decode_size(2) == (2, 1)
-        graphs.decode(rows, np.ones(6, dtype=np.int64), slots)
-        of_all = graphs._slots_of_all(2)
-    own = slice(2 * rank, 2 * rank + 2)
-    assert (written["rows"][:2], written["size"]) == (rows[own].tolist(), 6)
-    assert of_all.tolist() == slots.tolist()
+        def capture(self) -> None:
+            pass
+
+    monkeypatch.setattr(graph_runner, "GraphRunner", Graphs)
+    decodes = {kind: (1, 2, 4) for kind in GraphKind if kind.is_decode}
+    found = estimate_graph_bytes(None, GraphDispatcher({GraphKind.MIXED: (8, 16, 32, 64), **decodes}))
+    assert set(captured) == {(GraphKind.MIXED, size) for size in (32, 64)} | {
+        (GraphKind.DECODE, size) for size in (2, 4)
+    }
+    mixed = 10 + 3 * GraphKind.MIXED.value
+    assert found == (mixed + 10 + (4 * 3 - 1) * GraphKind.DECODE.value) * 2**20
+    assert estimate_graph_bytes(None, GraphDispatcher({})) == 0

@@ -6,9 +6,9 @@ from types import SimpleNamespace
 
 import torch
 
-from mllm_compile.runtime.cuda_graph.graph_runner import CapturedDecode
+from mllm_compile.runtime.cuda_graph.decodes import CapturedDecode
 from mllm_compile.runtime.model_runner import ModelRunner
-from mllm_compile.runtime.ops.turns import NUM_TURNS, REQUEST_FIELDS
+from mllm_compile.runtime.ops.replay_slots import REPLAY_SLOTS, REQUEST_FIELDS
 from mllm_compile.runtime.sampling.counter_rng import draw_tokens, padded_scores
 from mllm_compile.runtime.sampling.params import NO_TOKEN
 from mllm_compile.runtime.sampling.state import IS_GREEDY, SEED, TEMPERATURE
@@ -54,8 +54,20 @@ def end_decode(arguments: list[torch.Tensor]) -> tuple[torch.Tensor]:
     last_tokens[rows[rows > 0]] = tokens[rows > 0].clamp(min=0)
     turn = int(turns[0])
     chosen[turn, : len(tokens)] = tokens
-    turns[0], turns[1] = (turn + 1) % NUM_TURNS, turn
+    turns[0], turns[1] = (turn + 1) % REPLAY_SLOTS, turn
     return (tokens,)
+
+
+class GraphsOf:
+    """The graphs of a runner that has no others than these; they have no places for inputs of other steps."""
+
+    inputs = SimpleNamespace(holds=lambda num_tokens, num_requests: False)
+
+    def __init__(self, decodes=None, prompts=None) -> None:
+        self.decodes, self.prompts = decodes, prompts
+
+    def run(self, batch) -> None:
+        """No batch is captured."""
 
 
 class LoopedRunner:
@@ -63,21 +75,19 @@ class LoopedRunner:
 
     def __init__(self, runner: ModelRunner, most: int) -> None:
         self._runner = runner
-        self._most = most
+        self.most_requests, self.most_sharing = most, 0
+        self.graph_runner = GraphsOf(decodes=self)
         self.decodes = 0
 
     def __getattr__(self, name: str):
         return getattr(self._runner, name)
 
-    def holds_decode(self, num_requests: int) -> bool:
-        return num_requests <= self._most
-
-    def decode(self, rows, seq_lens, slots, deltas=None, common_prefix_len=0, tokens_alone=False) -> CapturedDecode:
+    def launch(self, rows, seq_lens, slots, deltas, common_prefix_len, greedy_across_ranks) -> CapturedDecode:
         assert not common_prefix_len, "it holds no cascades"
-        assert not tokens_alone, "it is one rank"
+        assert not greedy_across_ranks, "it is one rank"
         runner, count = self._runner, rows.size
         self.decodes += 1
-        requests = torch.zeros(NUM_TURNS, count, REQUEST_FIELDS, dtype=torch.int32)
+        requests = torch.zeros(REPLAY_SLOTS, count, REQUEST_FIELDS, dtype=torch.int32)
         for field, values in enumerate((rows, seq_lens, slots, *(() if deltas is None else (deltas,)))):
             requests[0, :, field] = torch.from_numpy(values.astype("int32"))
         input_ids, positions, out_cache_loc, row_places = torch.zeros(4, count, dtype=torch.int64)
@@ -89,8 +99,8 @@ class LoopedRunner:
         begin_decode([turns, requests, state.last_tokens, req_to_token, *places, table], page_size)
         batch = runner.prepare_forward_batch_decode(input_ids, row_places, lengths, out_cache_loc, positions=positions)
         logits = runner.forward(batch).next_token_logits
-        chosen = torch.zeros(NUM_TURNS, count, dtype=torch.int64)
+        chosen = torch.zeros(REPLAY_SLOTS, count, dtype=torch.int64)
         arguments = [logits, *state.sampling.tables, row_places, lengths, turns, state.last_tokens, chosen]
         tokens = end_decode(arguments)[0]
-        turn = SimpleNamespace(tokens=chosen[0].numpy(), record=lambda: None, wait=lambda: None)
-        return CapturedDecode(logits, tokens, row_places, lengths, turn)
+        slot = SimpleNamespace(tokens=chosen[0].numpy(), record=lambda: None, wait=lambda: None)
+        return CapturedDecode(logits, tokens, row_places, lengths, slot)

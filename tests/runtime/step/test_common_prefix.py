@@ -8,7 +8,10 @@ import numpy as np
 import pytest
 
 from mllm_compile.runtime.attention.torch_backend import TorchAttnBackend
-from mllm_compile.runtime.step.runner import StepRunner
+from mllm_compile.runtime.ranks.records import Choice
+from mllm_compile.runtime.step.common_prefix import CommonPrefix
+from mllm_compile.runtime.step.decode_path import DecodePath
+from mllm_compile.runtime.step.path import Step, StepParts
 from tests.runtime.runner_cases import Loop, TinyModel, make_runner
 
 SHARED = [11, 22, 33, 44, 55, 6, 7, 8, 9, 10, 12, 13, 14]  # three pages of 4, and a token
@@ -84,23 +87,20 @@ def test_decodes_beside_a_prompt_share_theirs(monkeypatch):
     assert (4, 0) in steps.shared, "four decodes, one of which begins otherwise"
 
 
-@pytest.mark.parametrize(
-    ("num_decodes", "num_requests", "shared"), [(4, 4, 0), (8, 8, 12), (4, 5, 12)], ids=["one launch", "none", "mixed"]
-)
-def test_decodes_that_are_one_launch_stay_so_where_no_cascade_is_captured(num_decodes, num_requests, shared):
-    step = object.__new__(StepRunner)
-    step._deal = None
-    step._runner = SimpleNamespace(
-        config=SimpleNamespace(runtime=SimpleNamespace(cascade_attention=True, deterministic=False)),
-        holds_cascade=lambda count: False,
-        holds_decode=lambda count: count <= 4,
-        attn_backend=SimpleNamespace(
-            cascades=SimpleNamespace(cascade_pays=lambda count, num_tokens, is_captured: True)
-        ),
-    )
-    step._pages = SimpleNamespace(page_size=4, common_pages=lambda rows, most: most)
-    prefix_lens = np.full(num_requests, 13)
-    batch = SimpleNamespace(
-        num_decodes=num_decodes, num_requests=num_requests, prefix_lens=prefix_lens, rows=np.arange(num_requests)
-    )
-    assert step._common_prefix_len(batch) == shared
+@pytest.mark.parametrize(("most_sharing", "shared"), [(0, 0), (8, 12)], ids=["none is captured", "one is"])
+def test_decodes_that_are_one_launch_share_a_prefix_where_a_cascade_is_captured(most_sharing, shared):
+    runtime = SimpleNamespace(cascade_attention=True, deterministic=False)
+    cascades = SimpleNamespace(cascade_pays=lambda count, num_tokens, is_captured: is_captured)
+    backend = SimpleNamespace(cascades=cascades)
+    runner = SimpleNamespace(config=SimpleNamespace(runtime=runtime), num_deals=1, attn_backend=backend)
+    pages = SimpleNamespace(page_size=4, common_pages=lambda rows, most: most)
+    launched = []
+    graphs = SimpleNamespace(most_sharing=most_sharing, launch=lambda *step: launched.append(step))
+    nothing = SimpleNamespace()
+    parts = StepParts(runner, nothing, nothing, nothing, nothing, CommonPrefix(runner, pages))
+    rows, num_new = np.arange(4), np.ones(4, dtype=np.int32)
+    batch = SimpleNamespace(num_decodes=4, num_requests=4, prefix_lens=np.full(4, 13), rows=rows, num_new=num_new)
+    plan = SimpleNamespace(fields=SimpleNamespace(req_pool_indices=rows, seq_lens=rows, out_cache_loc=rows), media=None)
+    DecodePath(parts, graphs)._launch(Step(batch, plan, Choice.SAMPLED))
+    ((*_, common_prefix_len, greedy_across_ranks),) = launched
+    assert (common_prefix_len, greedy_across_ranks) == (shared, False)

@@ -14,7 +14,8 @@ from mllm_compile.runtime.model_runner import ModelRunner
 from mllm_compile.runtime.sampling.params import SamplingParams
 from mllm_compile.runtime.sampling.sampler import Sampler
 from mllm_compile.runtime.schedule.request import Request
-from mllm_compile.runtime.step.runner import StepHandle, StepRunner
+from mllm_compile.runtime.step.results import StepHandle
+from mllm_compile.runtime.step.runner import StepRunner
 from tests.runtime.runner_cases import VOCAB, Loop, TinyModel, make_runner
 from tests.runtime.step.decode_loop_cases import LoopedRunner
 
@@ -185,14 +186,14 @@ def test_a_step_without_grammars_asks_for_no_masks_and_keeps_no_step(monkeypatch
     monkeypatch.setattr("mllm_compile.runtime.step.grammar_rows.GrammarRows.mask", None)
     requests, loop = run(PROMPTS, [None] * 4)
     assert [len(output) for output in outputs(requests)] == [8] * 4
-    assert loop.steps._previous is None
-    assert loop.steps._grammars._masks is None, "no memory was taken for masks"
+    assert loop.steps.sampling._previous is None
+    assert loop.steps.sampling._grammars._masks is None, "no memory was taken for masks"
 
 
 def test_when_grammars_are_gone_steps_are_plain_again():
     _, loop = run(PROMPTS, [after, None, None, None], params=[{"max_tokens": 2}, {}, {}, {}])
-    assert not loop.steps._grammars
-    assert loop.steps._previous is None
+    assert not loop.steps.sampling._grammars
+    assert loop.steps.sampling._previous is None
 
 
 def test_end_of_sequence_ends_it_and_the_step_too_many_asks_for_nothing():

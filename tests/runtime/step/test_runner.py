@@ -8,14 +8,19 @@ import pytest
 import torch
 
 from mllm_compile.runtime.attention.metadata import StepPrompts
-from mllm_compile.runtime.cuda_graph.graph_runner import LaunchedPrompts
+from mllm_compile.runtime.cuda_graph.prompts import LaunchedPrompts
 from mllm_compile.runtime.errors import DeviceMemoryError
 from mllm_compile.runtime.forward_batch import LogitsProcessorOutput
 from mllm_compile.runtime.media.grids import GridTower
 from mllm_compile.runtime.media.request import RequestMedia
+from mllm_compile.runtime.sampling.sampler import Sampler
 from mllm_compile.runtime.sampling.state import SamplingFlags
+from mllm_compile.runtime.step.decode_path import DecodePath
+from mllm_compile.runtime.step.forward_path import ForwardPath
+from mllm_compile.runtime.step.runner import StepRunner
 from mllm_compile.runtime.step_fields import DTYPES, StepFields
 from tests.runtime.runner_cases import VOCAB, Loop, TinyModel, make_runner
+from tests.runtime.step.decode_loop_cases import GraphsOf, LoopedRunner
 
 PROMPTS = [[3, 9, 27, 20, 60], [1, 2], [7] * 21, [5, 4, 3, 2, 1, 0, 59, 58, 57, 33, 12]]
 
@@ -109,7 +114,7 @@ def test_a_slot_forgets_the_parameters_of_the_request_that_left():
     loop.run()
     assert biased.output_token_ids == [5, 5, 5]
     assert plain.output_token_ids == model.greedy([1, 2], 8)
-    assert not loop.steps.state.flags.needs_bias
+    assert not loop.steps.sampling.state.flags.needs_bias
 
 
 def test_another_step_runner_finds_slots_without_parameters(expected):
@@ -127,7 +132,7 @@ def test_flags_of_requests_that_left_are_dropped_though_nobody_takes_their_slot(
     long = loop.add([3, 4], max_tokens=12)
     loop.run()
     assert long.output_token_ids == TinyModel().greedy([3, 4], 12)
-    assert loop.steps.state.flags.max_logprobs is None
+    assert loop.steps.sampling.state.flags.max_logprobs is None
 
 
 def test_logprobs_are_those_of_the_model_and_as_many_as_each_request_asked_for():
@@ -158,7 +163,7 @@ def test_log_probabilities_of_the_whole_vocabulary_are_those_rows_alone(config):
     loop = Loop(make_runner(model, **config))
     beside = [loop.add(PROMPTS[0]), loop.add(PROMPTS[1], logprobs=1)]
     requests = [loop.add(PROMPTS[2], logprobs=-1, max_tokens=5), loop.add(PROMPTS[3], logprobs=-1, temperature=0.7)]
-    assert not loop.steps.state.flags.needs_all_logprobs
+    assert not loop.steps.sampling.state.flags.needs_all_logprobs
     loop.run()
     for request in requests:
         logprobs = torch.log_softmax(model.logits(request.prompt_token_ids + request.output_token_ids), dim=-1)
@@ -198,7 +203,7 @@ def test_prompt_logprobs_run_the_head_on_a_part_of_the_positions_at_a_time(monke
 
     expected, calls = score()
     assert calls == [(21, 1), (21, 20), (1, 1)]
-    monkeypatch.setattr("mllm_compile.runtime.step.runner._SCORED_LOGITS", 8 * VOCAB)
+    monkeypatch.setattr("mllm_compile.runtime.step.sampling._SCORED_LOGITS", 8 * VOCAB)
     in_parts, calls = score()
     assert calls == [(21, 1), (21, 8), (21, 8), (21, 4), (1, 1)]
     assert in_parts == expected
@@ -281,27 +286,28 @@ def test_after_sampling_ran_out_of_memory_the_slot_serves_another_request(expect
     loop.add([1, 2, 3], frequency_penalty=0.5, logit_bias={4: 100.0})
     batch = loop.scheduler.schedule()
     with monkeypatch.context() as patch:
-        patch.setattr(getattr(loop.steps.state, owner), name, refuse)
+        patch.setattr(getattr(loop.steps.sampling.state, owner), name, refuse)
         with pytest.raises(DeviceMemoryError, match="ran out of memory"):
             loop.steps.submit(batch)
     loop.scheduler.fail(batch)
     request = loop.add(PROMPTS[0])
     loop.run()
     assert request.output_token_ids == expected[0]
-    assert loop.steps.state.flags == SamplingFlags()
+    assert loop.steps.sampling.state.flags == SamplingFlags()
 
 
-def test_decodes_are_one_launch_where_new_pages_are_their_own(monkeypatch):
-    loop = Loop(make_runner())
+def test_decodes_are_one_launch_where_new_pages_are_their_own():
+    runner = make_runner()
+    loop = Loop(runner)
     loop.add([1, 2, 3])
     loop.run()
     decode = loop.batches[2]
     assert decode.num_decodes == 1
-    monkeypatch.setattr(loop.steps._runner, "holds_decode", lambda count: True)
+    paths = StepRunner(LoopedRunner(runner, 100), Sampler())._paths
     for row, is_own in ((int(decode.rows[0]), True), (7, False)):
         pages = {"page_rows": row, "page_positions": 1, "page_ids": 60}
         batch = replace(decode, **{name: np.array([value], dtype=np.int32) for name, value in pages.items()})
-        assert loop.steps._is_captured(batch, 0) is is_own
+        assert isinstance(paths.of(batch), DecodePath if is_own else ForwardPath)
 
 
 def test_every_token_is_one_of_the_vocabulary():
@@ -362,9 +368,8 @@ def test_new_pages_are_listed_ahead_of_a_step_that_reads_them_else_behind_its_la
 def launched_at_once(runner, most: int, launches: list[int]):
     """As captured prompts run of up to `most` tokens; notes how many each launch has."""
 
-    def launch(fields, prompts: StepPrompts) -> LaunchedPrompts | None:
-        if fields.positions.size > most:
-            return None
+    def launch(descriptor, fields, prompts: StepPrompts) -> LaunchedPrompts | None:
+        assert descriptor == most >= fields.positions.size
         launches.append(fields.positions.size)
         placed = StepFields(
             **{
@@ -393,10 +398,19 @@ def launched_at_once(runner, most: int, launches: list[int]):
     return launch
 
 
+def capture_prompts(runner, most: int, launch) -> None:
+    """Gives the runner captured prompts of up to `most` tokens, which `launch` plays."""
+
+    def find(num_tokens: int, prefix_lens: np.ndarray) -> int | None:
+        return most if num_tokens <= most else None
+
+    runner.graph_runner = GraphsOf(prompts=SimpleNamespace(find=find, launch=launch))
+
+
 @pytest.mark.parametrize("overlap", [True, False])
-def test_prompts_in_one_launch_and_others_get_the_same_tokens(expected, overlap, monkeypatch):
+def test_prompts_in_one_launch_and_others_get_the_same_tokens(expected, overlap):
     runner, launches = make_runner(TinyModel(), max_num_batched_tokens=24), []
-    monkeypatch.setattr(runner, "launch_prompts", launched_at_once(runner, 21, launches))
+    capture_prompts(runner, 21, launched_at_once(runner, 21, launches))
     loop = Loop(runner)
     requests = [loop.add(prompt) for prompt in PROMPTS[:1]]
     loop.run(overlap)
@@ -409,9 +423,9 @@ def test_prompts_in_one_launch_and_others_get_the_same_tokens(expected, overlap,
     assert len(launches) == 1 and len(scored.output_token_ids) == 8, "prompts that are scored need more than the head"
 
 
-def test_prompts_that_hit_the_cache_are_launched_so_too_and_get_the_same_tokens(monkeypatch):
+def test_prompts_that_hit_the_cache_are_launched_so_too_and_get_the_same_tokens():
     runner, launches = make_runner(TinyModel(), page_size=4), []
-    monkeypatch.setattr(runner, "launch_prompts", launched_at_once(runner, 21, launches))
+    capture_prompts(runner, 21, launched_at_once(runner, 21, launches))
     loop, prompt = Loop(runner, enable_prefix_cache=True), PROMPTS[3]
     for length in (len(prompt), 10, 9, len(prompt)):
         request = loop.add(prompt[:length])
@@ -420,18 +434,22 @@ def test_prompts_that_hit_the_cache_are_launched_so_too_and_get_the_same_tokens(
     assert launches == [len(prompt), 2, 1, 3], "4 tokens are a page"
 
 
-@pytest.mark.parametrize("is_captured", [True, False])
-def test_captured_prompts_read_states_of_prefixes_where_they_are_and_others_have_them_copied(is_captured, monkeypatch):
+@pytest.mark.parametrize(("most", "is_served"), [(21, True), (21, False), (4, True)])
+def test_captured_prompts_read_states_of_prefixes_where_they_are_and_others_have_them_copied(
+    most, is_served, monkeypatch
+):
     runner, told = make_runner(TinyModel()), []
-    loop, launch = Loop(runner), launched_at_once(runner, 21 if is_captured else 0, [])
+    launch = launched_at_once(runner, most, [])
 
-    def launch_and_tell(fields: StepFields[np.ndarray], prompts: StepPrompts) -> LaunchedPrompts | None:
-        launched = launch(fields, prompts)
-        told.extend([] if launched is None else [prompts.rows.tolist(), prompts.state_rows.tolist()])
-        return launched
+    def launch_and_tell(descriptor, fields, prompts: StepPrompts) -> LaunchedPrompts | None:
+        if not is_served:
+            return None
+        told.extend([prompts.rows.tolist(), prompts.state_rows.tolist()])
+        return launch(descriptor, fields, prompts)
 
     pool = SimpleNamespace(copy_rows=lambda copies: told.append(copies.tolist()))
-    monkeypatch.setattr(runner, "launch_prompts", launch_and_tell)
+    capture_prompts(runner, most, launch_and_tell)
+    loop = Loop(runner)
     monkeypatch.setattr(runner, "state_pool", pool)
     for prompt in PROMPTS[:2]:
         loop.add(prompt[:3])
@@ -439,7 +457,7 @@ def test_captured_prompts_read_states_of_prefixes_where_they_are_and_others_have
     first, second = batch.rows.tolist()
     waits = 7  # admitted, without tokens in the step
     loop.steps.submit(replace(batch, state_restores=np.array([[9, second], [8, waits]])))
-    if is_captured:
+    if is_served and most == 21:
         assert told == [[first, second], [first, 9], [[8, waits]]]
     else:
         assert told == [[[9, second], [8, waits]]]
@@ -450,12 +468,12 @@ def test_new_pages_of_captured_prompts_are_listed_behind_what_their_tokens_wait_
     monkeypatch, fails
 ):
     runner, told, launches = make_runner(TinyModel(), page_size=4), [], []
-    loop, launch = Loop(runner, enable_prefix_cache=True), launched_at_once(runner, 21, launches)
+    launch = launched_at_once(runner, 21, launches)
     write, table = runner.req_to_token_pool.write_page_slots, runner.req_to_token_pool.req_to_token
 
-    def launch_alone(fields, prompts: StepPrompts) -> LaunchedPrompts | None:
+    def launch_alone(descriptor, fields, prompts: StepPrompts) -> LaunchedPrompts | None:
         assert fields.page_places is None and fields.page_slots is None, "what no token waits for comes later"
-        launched = launch(fields, prompts)
+        launched = launch(descriptor, fields, prompts)
 
         def head(indices: torch.Tensor) -> LogitsProcessorOutput:
             told.append("head")
@@ -467,14 +485,15 @@ def test_new_pages_of_captured_prompts_are_listed_behind_what_their_tokens_wait_
 
         return LaunchedPrompts(launched.fields, head)
 
-    sample = loop.steps._sample
-    monkeypatch.setattr(loop.steps, "_sample", lambda *step, **rest: (told.append("sample"), sample(*step, **rest))[1])
-    monkeypatch.setattr(runner, "launch_prompts", launch_alone)
+    capture_prompts(runner, 21, launch_alone)
+    loop = Loop(runner, enable_prefix_cache=True)
+    sampling, sample = loop.steps.sampling, loop.steps.sampling.sample
+    monkeypatch.setattr(sampling, "sample", lambda *step, **rest: (told.append("sample"), sample(*step, **rest))[1])
     monkeypatch.setattr(runner.req_to_token_pool, "write_page_slots", lambda *new: (told.append("pages"), write(*new)))
     request = loop.add(PROMPTS[3])
     batch = loop.scheduler.schedule()
     with pytest.raises(DeviceMemoryError) if fails else nullcontext():
         loop.steps.submit(batch)
     assert told == (["head", "pages"] if fails else ["head", "sample", "pages"])
-    slots = loop.steps._pages.slots(np.full(11, request.row), np.arange(11))
+    slots = loop.steps._pools._pages.slots(np.full(11, request.row), np.arange(11))
     assert table[request.row, :11].tolist() == slots.tolist()

@@ -1,6 +1,6 @@
 import pytest
 
-from mllm_compile.runtime.trial import count_pages, run_largest_batch
+from mllm_compile.runtime.memory_profile import count_pages, run_largest_batch
 from tests.runtime.runner_cases import TinyModel, make_runner
 
 

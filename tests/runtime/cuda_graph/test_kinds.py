@@ -7,8 +7,9 @@ import torch
 from mllm_compile.runtime.collectives.sum_kernels import MOST_CHOICES
 from mllm_compile.runtime.config_sections import CudaGraphSection
 from mllm_compile.runtime.cuda_graph.dispatcher import GraphDispatcher
-from mllm_compile.runtime.cuda_graph.sizes import dispatcher_of
-from mllm_compile.runtime.errors import ConfigError
+from mllm_compile.runtime.cuda_graph.kinds import KINDS, dispatcher_of
+from mllm_compile.runtime.errors import CaptureSizeError, ConfigError
+from mllm_compile.runtime.graph_mode import GraphKind
 from mllm_compile.runtime.model_runner import ModelRunner
 from mllm_compile.runtime.runner_config import RunnerConfig
 from tests.runtime.runner_cases import DEFAULTS
@@ -22,15 +23,47 @@ def runner_of(graphs: CudaGraphSection, runtime: dict | None = None, **attribute
     return runner
 
 
+def test_every_kind_has_a_row():
+    assert set(KINDS) == set(GraphKind)
+
+
+def test_sizes_that_the_mode_does_not_capture_are_left_out():
+    both = {"piecewise_tokens": (8, 2), "decode_requests": (1, 3)}
+
+    def sizes(mode: str) -> tuple[tuple[int, ...], ...]:
+        found = dispatcher_of(runner_of(CudaGraphSection(mode=mode, **both), attn_backend=SimpleNamespace())).sizes
+        return found[GraphKind.PIECEWISE], found[GraphKind.DECODE]
+
+    assert sizes("full_and_piecewise") == ((2, 8), (1, 3))
+    assert (sizes("piecewise"), sizes("full_decode_only")) == (((2, 8), ()), ((), (1, 3)))
+    assert sizes("none") == ((), ())
+
+
+@pytest.mark.parametrize(
+    ("mode", "tokens", "requests", "said"),
+    [
+        ("piecewise", (), (), r"cudagraph\.piecewise_tokens: expected positive sizes .*, got \[\]"),
+        ("piecewise", (0, 4), (), r"cudagraph\.piecewise_tokens: .* got \[0, 4\]"),
+        ("full_decode_only", (), (-1,), r"cudagraph\.decode_requests: .* got \[-1\]"),
+        ("full_and_piecewise", (4,), (), r"cudagraph\.decode_requests: .*full_and_piecewise"),
+    ],
+)
+def test_sizes_that_cannot_work_are_refused_with_the_next_step(mode, tokens, requests, said):
+    graphs = CudaGraphSection(mode=mode, piecewise_tokens=tokens, decode_requests=requests)
+    with pytest.raises(CaptureSizeError, match=said) as caught:
+        dispatcher_of(runner_of(graphs))
+    assert "set cudagraph.mode: none" in str(caught.value)
+
+
 @pytest.mark.parametrize("obstacle", [None, "layer 3 has a window"])
 def test_whole_steps_with_prompts_are_refused_or_left_out_where_attention_cannot_be_captured(obstacle):
     def dispatcher(is_asked: bool) -> GraphDispatcher:
         graphs = CudaGraphSection(mode="full", decode_requests=(1,), mixed_tokens=(8, 64), mixed_tokens_asked=is_asked)
         return dispatcher_of(runner_of(graphs, attn_backend=SimpleNamespace(mixed_obstacle=obstacle)))
 
-    assert dispatcher(is_asked=False).mixed_tokens == (() if obstacle else (8, 64))
+    assert dispatcher(is_asked=False).sizes[GraphKind.MIXED] == (() if obstacle else (8, 64))
     if obstacle is None:
-        assert dispatcher(is_asked=True).mixed_tokens == (8, 64)
+        assert dispatcher(is_asked=True).sizes[GraphKind.MIXED] == (8, 64)
     else:
         with pytest.raises(ConfigError, match=r"mixed_tokens is \[8, 64\], but .*a window\. Set it to auto or \[\]"):
             dispatcher(is_asked=True)
@@ -46,7 +79,7 @@ def test_whole_steps_with_prompts_are_refused_or_left_out_where_attention_cannot
     ],
     ids=["cut", "dealt", "chosen outside", "too many"],
 )
-def test_decodes_are_captured_without_logits_where_ranks_choose_together(runtime, graphs, is_there):
+def test_decodes_are_captured_without_all_logits_where_ranks_choose_together(runtime, graphs, is_there):
     sections = {"mode": "full_decode_only", "decode_requests": (1, 4), "sample_in_graph": True} | graphs
     asked = []
     runner = runner_of(
@@ -56,37 +89,38 @@ def test_decodes_are_captured_without_logits_where_ranks_choose_together(runtime
         attn_backend=SimpleNamespace(mixed_obstacle=None),
         communicator=SimpleNamespace(size=2, choice=lambda columns: asked.append(columns) or "a kernel"),
     )
-    assert dispatcher_of(runner).tokens_alone is is_there
-    assert asked == [45] * is_there
+    kind = GraphKind.DECODE_GREEDY_ACROSS_RANKS
+    assert dispatcher_of(runner).sizes[kind] == (graphs.get("decode_requests", (1, 4)) if is_there else ())
+    assert set(asked) == ({45} if is_there else set())
     runner.communicator = None
-    assert not dispatcher_of(runner).tokens_alone
+    assert not dispatcher_of(runner).sizes[kind]
 
 
 def model_of(rope, has_experts=False):
-    return SimpleNamespace(rope=rope, media=None, has_experts=has_experts)
+    return SimpleNamespace(rope=rope, media=None, has_experts=has_experts, vocab_size=90)
 
 
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
-        ({}, {"fresh_tokens": (64, 128), "extend_tokens": (16, 64, 128)}),
-        ({"attn_backend": SimpleNamespace(prompts=None)}, {}),
-        ({"communicator": SimpleNamespace()}, {}),
-        ({"model": model_of(rope=object())}, {}),
-        ({"model": model_of(rope=None, has_experts=True)}, {}),
+        ({}, ((64, 128), (16, 64, 128))),
+        ({"attn_backend": SimpleNamespace(prompts=None)}, ((), ())),
+        ({"communicator": SimpleNamespace(choice=lambda columns: None, size=2)}, ((), ())),
+        ({"model": model_of(rope=object())}, ((), ())),
+        ({"model": model_of(rope=None, has_experts=True)}, ((), ())),
     ],
 )
 def test_prompts_alone_are_captured_whole_where_the_graph_can_fetch_all_that_it_reads(changes, expected):
     graphs = CudaGraphSection(mode="full", decode_requests=(1,), whole_prompts=True)
     backend = SimpleNamespace(prompts=SimpleNamespace())
     given = {"attn_backend": backend, "model": model_of(rope=None)}
-    found = dispatcher_of(runner_of(graphs, {"max_num_batched_tokens": 150}, **(given | changes)))
-    assert {name: getattr(found, name) for name in ("fresh_tokens", "extend_tokens")} == (
-        {"fresh_tokens": (), "extend_tokens": ()} | expected
-    )
-    assert not found.mixed_tokens
+    found = dispatcher_of(runner_of(graphs, {"max_num_batched_tokens": 150}, **(given | changes))).sizes
+    assert (found[GraphKind.PREFILL_NEW], found[GraphKind.PREFILL_CACHED]) == expected
+    assert not found[GraphKind.MIXED]
     without = CudaGraphSection(mode="full", decode_requests=(1,), whole_prompts=False)
-    assert not dispatcher_of(runner_of(without, {"max_num_batched_tokens": 150}, **given)).extend_tokens
+    assert not dispatcher_of(runner_of(without, {"max_num_batched_tokens": 150}, **given)).sizes[
+        GraphKind.PREFILL_CACHED
+    ]
 
 
 @pytest.mark.parametrize(("captures", "most_that_pay", "expected"), [(True, 4, (2, 4)), (True, 1, ()), (False, 4, ())])
@@ -97,4 +131,4 @@ def test_powers_of_two_that_pay_are_captured_as_cascades_too(captures, most_that
     )
     graphs = CudaGraphSection(mode="full_decode_only", decode_requests=(1, 2, 3, 4, 8))
     runner = runner_of(graphs, {"cascade_attention": True}, attn_backend=backend)
-    assert dispatcher_of(runner).cascade_requests == expected
+    assert dispatcher_of(runner).sizes[GraphKind.CASCADE] == expected

@@ -1,5 +1,5 @@
-"""Measures how many KV pages fit beside a model: runs its largest step, and captures some of its graphs, on a pool of
-the dummy page alone.
+"""Profiles a model's memory, and says how many KV pages fit beside it: runs its largest step, and captures some of its
+graphs, on a pool of the dummy page alone.
 
 device/memory.py knows what a device has and who gets which share of it; here is what this model takes of it.
 """
@@ -13,7 +13,6 @@ from typing import Protocol
 import torch
 
 from mllm_compile.runtime.cuda_graph.model import CapturableModel
-from mllm_compile.runtime.cuda_graph.sizes import dispatcher_of
 from mllm_compile.runtime.device.memory import cpu_kv_budget, cuda_kv_budget, give_back_unused
 from mllm_compile.runtime.forward_batch import ForwardBatch, LogitsProcessorOutput
 from mllm_compile.runtime.media.feature_pool import FeaturePool
@@ -24,12 +23,12 @@ from mllm_compile.runtime.sampling.sampler import sample_tokens
 logger = logging.getLogger(__name__)
 
 
-class TriedModel(CapturableModel, Protocol):
+class ProfiledModel(CapturableModel, Protocol):
     """A model whose pages are to be counted, all its other memory allocated; ModelRunner's methods are documented
     there.
 
-    Its pool of pages and its attention backend are the trial's for that long, as forward reads them there, and nobody's
-    afterwards.
+    Its pool of pages and its attention backend are the profile's for that long, as forward reads them there. Afterwards
+    it has none.
     """
 
     token_to_kv_pool: KVPool
@@ -60,7 +59,7 @@ class TriedModel(CapturableModel, Protocol):
     def forward(self, batch: ForwardBatch) -> LogitsProcessorOutput: ...
 
 
-def count_pages(runner: TriedModel) -> int:
+def count_pages(runner: ProfiledModel) -> int:
     """The KV pages that fit, the dummy page with them; all ranks get the least number of any.
 
     Raises:
@@ -83,9 +82,10 @@ def count_pages(runner: TriedModel) -> int:
     return num_pages
 
 
-def _estimate_graph_bytes(runner: TriedModel) -> int:
+def _estimate_graph_bytes(runner: ProfiledModel) -> int:
     """Bytes of all graphs, from the two largest of each kind, captured on a pool of the dummy page alone."""
     from mllm_compile.runtime.cuda_graph.graph_runner import estimate_graph_bytes
+    from mllm_compile.runtime.cuda_graph.kinds import dispatcher_of
 
     runner.token_to_kv_pool = runner.make_kv_pool(1)
     runner.init_attention_backend()
@@ -96,7 +96,7 @@ def _estimate_graph_bytes(runner: TriedModel) -> int:
 
 
 @torch.inference_mode()
-def run_largest_batch(runner: TriedModel) -> None:
+def run_largest_batch(runner: ProfiledModel) -> None:
     """Runs forward and sampling at the limits of a step, on the dummy row and a pool of the dummy page alone."""
     config, device = runner.config, runner.device
     num_requests = config.max_rows

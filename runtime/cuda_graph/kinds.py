@@ -1,0 +1,35 @@
+"""The table of the kinds of graphs: which class captures and replays each."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from mllm_compile.runtime.cuda_graph.decodes import DecodeGraphs
+from mllm_compile.runtime.cuda_graph.dispatcher import GraphDispatcher
+from mllm_compile.runtime.cuda_graph.kind import KindGraphs
+from mllm_compile.runtime.cuda_graph.mixed import MixedGraphs
+from mllm_compile.runtime.cuda_graph.model import CapturableModel
+from mllm_compile.runtime.cuda_graph.piece_graphs import PiecewiseGraphs
+from mllm_compile.runtime.cuda_graph.prompts import PromptGraphs
+from mllm_compile.runtime.graph_mode import CUDAGraphMode, GraphKind
+
+KINDS: Mapping[GraphKind, type[KindGraphs]] = {
+    GraphKind.PIECEWISE: PiecewiseGraphs,
+    GraphKind.MIXED: MixedGraphs,
+    GraphKind.PREFILL_NEW: PromptGraphs,
+    GraphKind.PREFILL_CACHED: PromptGraphs,
+    GraphKind.DECODE: DecodeGraphs,
+    GraphKind.CASCADE: DecodeGraphs,
+    GraphKind.DECODE_GREEDY_ACROSS_RANKS: DecodeGraphs,
+    GraphKind.CASCADE_GREEDY_ACROSS_RANKS: DecodeGraphs,
+}
+
+
+def dispatcher_of(runner: CapturableModel) -> GraphDispatcher:
+    """The dispatcher of all sizes that are captured of a model.
+
+    Raises:
+        ConfigError: sizes that are asked for cannot be captured.
+    """
+    mode = CUDAGraphMode.from_name(runner.config.cudagraph.mode)
+    return GraphDispatcher({kind: graphs.sizes(runner, kind) for kind, graphs in KINDS.items() if mode.captures(kind)})

@@ -1,4 +1,0 @@
-"""The turns of the decode loop, as its kernels and the host agree on them. Free of torch."""
-
-NUM_TURNS = 4  # steps whose requests and tokens the host's memory holds: two are in flight, and one is being written
-REQUEST_FIELDS = 4  # row, tokens with the new one, slot of the new one; padded, so that one read brings a request

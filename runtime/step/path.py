@@ -1,0 +1,66 @@
+"""The interface of a path of steps, and what all paths share.
+
+A path is one way from a ScheduledBatch to tokens: it plans the step, brings its inputs to the device, launches the
+model and gives results, in this order. paths.py says which one a batch takes.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+from mllm_compile.runtime.model_runner import ModelRunner
+from mllm_compile.runtime.ranks.records import Choice
+from mllm_compile.runtime.schedule.scheduled_batch import ScheduledBatch
+from mllm_compile.runtime.step.common_prefix import CommonPrefix
+from mllm_compile.runtime.step.media_steps import MediaSteps
+from mllm_compile.runtime.step.plan import Planner, StepPlan
+from mllm_compile.runtime.step.pools import StepPools
+from mllm_compile.runtime.step.results import StepResults
+from mllm_compile.runtime.step.sampling import StepSampling
+
+
+@dataclass(slots=True, eq=False)
+class Step:
+    """A step that is planned.
+
+    Attributes:
+        choice: how ranks come to its tokens.
+    """
+
+    batch: ScheduledBatch
+    plan: StepPlan
+    choice: Choice
+
+
+@dataclass(frozen=True)
+class StepParts:
+    """What the paths of one runner share."""
+
+    runner: ModelRunner
+    planner: Planner
+    pools: StepPools
+    media: MediaSteps
+    sampling: StepSampling
+    common_prefix: CommonPrefix
+
+
+class StepPath(ABC):
+    """One way from a batch to its tokens. Used by one thread."""
+
+    def __init__(self, parts: StepParts) -> None:
+        self._parts = parts
+        self._runner, self._planner, self._pools = parts.runner, parts.planner, parts.pools
+        self._sampling, self._common_prefix = parts.sampling, parts.common_prefix
+
+    def plan(self, batch: ScheduledBatch) -> StepPlan:
+        """Plans a step whose new pages are entered on the host."""
+        return self._planner.plan(batch)
+
+    @abstractmethod
+    def run(self, step: Step) -> StepResults | None:
+        """Launches a step and the choice of its tokens; None: it takes the forward path."""
+
+    @abstractmethod
+    def follow(self, step: Step) -> None:
+        """Launches a step on a rank that leaves the choice of tokens to rank 0, or makes it with all ranks."""

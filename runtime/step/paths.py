@@ -1,0 +1,53 @@
+"""Says which path a step takes: the one place that asks a batch what it is."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from mllm_compile.runtime.schedule.scheduled_batch import ScheduledBatch
+from mllm_compile.runtime.step.decode_path import DecodePath
+from mllm_compile.runtime.step.forward_path import ForwardPath
+from mllm_compile.runtime.step.path import StepParts, StepPath
+from mllm_compile.runtime.step.prompt_path import PromptPath
+
+if TYPE_CHECKING:
+    from mllm_compile.runtime.cuda_graph.graph_runner import GraphRunner
+
+
+class StepPaths:
+    """The paths of one runner's steps.
+
+    Attributes:
+        forward: takes any step.
+    """
+
+    def __init__(self, parts: StepParts, graphs: GraphRunner | None) -> None:
+        self._planner, self._media = parts.planner, parts.media
+        self._is_in_step = np.zeros(parts.runner.row_state.last_tokens.shape[0], dtype=bool)  # False between two looks
+        self.forward: StepPath = ForwardPath(parts)
+        decodes = None if graphs is None else graphs.decodes
+        prompts = None if graphs is None else graphs.prompts
+        self._most_decodes = 0 if decodes is None else decodes.most_requests
+        self._decodes = self.forward if decodes is None else DecodePath(parts, decodes)
+        self._prompts = None if prompts is None else PromptPath(parts, prompts)
+
+    def of(self, batch: ScheduledBatch) -> StepPath:
+        """The path of a batch: captured decodes, captured prompts, or the forward path."""
+        if batch.num_decodes == batch.num_requests:
+            count = self._planner.most_requests(batch)
+            return self._decodes if count <= self._most_decodes and self._gets_own_pages(batch) else self.forward
+        if self._prompts is None or batch.num_decodes or batch.prompt_logprob_rows.any():
+            return self.forward
+        return self.forward if self._media.has_images(batch) else self._prompts
+
+    def _gets_own_pages(self, batch: ScheduledBatch) -> bool:
+        """True if the step's new pages are of its own requests, not of one that was admitted and waits for its first
+        tokens: captured decodes enter no others in the device's table."""
+        if not batch.page_ids.size:
+            return True
+        self._is_in_step[batch.rows] = True
+        is_own = bool(self._is_in_step[batch.page_rows].all())
+        self._is_in_step[batch.rows] = False
+        return is_own

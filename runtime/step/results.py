@@ -1,0 +1,140 @@
+"""The results of a launched step: on their way to the host, and as its caller waits for them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from mllm_compile.runtime.device.staging import StagingBuffer
+from mllm_compile.runtime.sampling.logprobs import TokenLogprobs
+from mllm_compile.runtime.sampling.params import NO_TOKEN
+from mllm_compile.runtime.schedule.request import Request
+from mllm_compile.runtime.schedule.scheduled_batch import ScheduledBatch
+from mllm_compile.runtime.step.output import ScoreTable, StepOutput
+from mllm_compile.runtime.step.plan import StepPlan
+
+if TYPE_CHECKING:
+    from mllm_compile.runtime.cuda_graph.decode_loop import HostSlot
+
+AllScores = tuple[np.ndarray, torch.Tensor]  # rows [F] of the step, and [F, V] of each
+
+
+class StepResults:
+    """The results of a step, on their way to the host."""
+
+    def __init__(
+        self,
+        buffer: StagingBuffer | HostSlot,
+        tokens: np.ndarray | None,
+        scores: TokenLogprobs | None,
+        prompt_scores: TokenLogprobs | None = None,
+        all_scores: AllScores | None = None,
+    ) -> None:
+        """
+        Args:
+            buffer: the host's memory of the step.
+            tokens: [S] int64, a part of it that is being written.
+            all_scores: as StepSampling.score_all gives them.
+        """
+        self._buffer = buffer
+        self._tokens = tokens
+        self._scores = None if scores is None else _download(scores)
+        self._prompt_scores = None if prompt_scores is None else _download(prompt_scores)
+        self._all_scores = None if all_scores is None else (all_scores[0], _to_host([all_scores[1]])[0])
+        self._buffer.record()
+
+    def tokens(self) -> np.ndarray | None:
+        """The sampled tokens, once the copies are over; valid until the buffers come round."""
+        self._buffer.wait()
+        return self._tokens
+
+    def fetch_all(self) -> dict[int, np.ndarray]:
+        """Scores of the whole vocabulary by row of the step: [V] float32, to be kept. Called after `fetch`."""
+        if self._all_scores is None:
+            return {}
+        rows, scores = self._all_scores
+        # Copies: the whole step's pinned memory would stay with one of them.
+        return {row: scores[index].numpy().copy() for index, row in enumerate(rows.tolist())}
+
+    def fetch(self) -> tuple[np.ndarray | None, list[np.ndarray] | None, list[np.ndarray] | None]:
+        """(sampled tokens, columns of their scores, columns of prompt scores), once the copies are over.
+
+        The tokens are valid until the buffers come round.
+        """
+        tokens = self.tokens()
+        scores, prompt_scores = (
+            None if tensors is None else [tensor.numpy() for tensor in tensors]
+            for tensors in (self._scores, self._prompt_scores)
+        )
+        return tokens, scores, prompt_scores
+
+
+class StepHandle:
+    """A step that was launched; `wait` gives its result."""
+
+    def __init__(self, batch: ScheduledBatch, plan: StepPlan, results: StepResults) -> None:
+        self._batch = batch
+        self._plan = plan
+        self._results = results
+
+    def wait_for_tokens(self) -> None:
+        """Block until the step's tokens are on the host."""
+        self._results.tokens()
+
+    def token_of(self, request: Request, place: int) -> int:
+        """The token of a request that the step sampled, negative where it has none; after `wait_for_tokens`.
+
+        Args:
+            place: where the request stands in the batch most likely.
+        """
+        requests, plan, tokens = self._batch.requests, self._plan, self._results.tokens()
+        if place >= len(requests) or requests[place] is not request:
+            place = requests.index(request)
+        assert tokens is not None, "the request was sampled"
+        return int(tokens[plan.token_indices[np.searchsorted(plan.sampled, place)]])
+
+    def wait(self) -> StepOutput:
+        """Block until the step is over.
+
+        Raises:
+            RuntimeError: what went wrong on the device, in this step or one before it.
+        """
+        tokens, scores, prompt_scores = self._results.fetch()
+        plan = self._plan
+        token_ids = np.full(self._batch.num_requests, NO_TOKEN, dtype=np.int64)
+        if tokens is not None:
+            token_ids[plan.sampled] = tokens[plan.token_indices]
+        targets = plan.fields.prompt_targets
+        return StepOutput(
+            token_ids=token_ids,
+            requests=self._batch.requests,
+            scores=_table(tokens, scores, plan.token_indices),
+            score_rows=plan.sampled,
+            prompt_scores=_table(targets, prompt_scores, plan.score_indices),
+            prompt_rows=plan.prompt_rows,
+            all_scores=self._results.fetch_all(),
+        )
+
+
+def _table(token_ids: np.ndarray | None, scores: Sequence[np.ndarray] | None, rows: np.ndarray) -> ScoreTable | None:
+    """These rows of the scores of token_ids."""
+    if token_ids is None or scores is None:
+        return None
+    return ScoreTable(token_ids[rows], *(column[rows] for column in scores))
+
+
+def _download(scores: TokenLogprobs) -> list[torch.Tensor]:
+    """Copies on the host in ScoreTable's order, in flight until the stream gets there; CPU tensors as they are."""
+    return _to_host([scores.logprobs, scores.ranks, scores.top_token_ids, scores.top_logprobs])
+
+
+def _to_host(columns: list[torch.Tensor]) -> list[torch.Tensor]:
+    return [
+        torch.empty(column.shape, dtype=column.dtype, pin_memory=True).copy_(column, non_blocking=True)
+        if column.is_cuda
+        else column
+        for column in columns
+    ]

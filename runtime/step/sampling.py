@@ -1,0 +1,173 @@
+"""The choice of a step's tokens: sampling parameters, grammars and last tokens of the rows, and scores.
+
+Sampled ids stay on the device, where the next step's decodes read them; the host gets a copy when it asks.
+
+Shape legend: S sampled rows, N prompt positions, V vocab.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from mllm_compile.runtime.device.staging import StagingRing
+from mllm_compile.runtime.device.upload import upload
+from mllm_compile.runtime.forward_batch import LogitsProcessorOutput
+from mllm_compile.runtime.model_runner import ModelRunner
+from mllm_compile.runtime.ranks.records import Choice
+from mllm_compile.runtime.sampling.counter_rng import derive_seed
+from mllm_compile.runtime.sampling.logprobs import TokenLogprobs, all_logprobs, token_logprobs
+from mllm_compile.runtime.sampling.params import ALL_LOGPROBS
+from mllm_compile.runtime.sampling.sampler import Sampler
+from mllm_compile.runtime.sampling.token_masks import TokenMask, TokenMasks
+from mllm_compile.runtime.schedule.request import Request
+from mllm_compile.runtime.schedule.scheduled_batch import ScheduledBatch
+from mllm_compile.runtime.step.grammar_rows import GrammarRows, SampledStep
+from mllm_compile.runtime.step.plan import StepPlan
+from mllm_compile.runtime.step.results import AllScores, StepHandle, StepResults
+from mllm_compile.runtime.step_fields import StepFields
+
+_SCORED_LOGITS = 2**26  # of prompt positions at a time: 128 MiB in 16 bits, however long the prompts are
+
+
+class StepSampling:
+    """Follows the requests that hold rows, and chooses the tokens of steps. Used by one thread.
+
+    Attributes:
+        state: sampling parameters of the requests that hold a row.
+        scored_at_once: prompt positions of each rank whose logits are made at a time.
+    """
+
+    def __init__(self, runner: ModelRunner, sampler: Sampler) -> None:
+        self._runner, self._sampler = runner, sampler
+        self.state = runner.row_state.sampling
+        with torch.inference_mode(), runner.on_device():
+            self.state.clear_all()
+        self._last_tokens = runner.row_state.last_tokens
+        num_rows = self._last_tokens.shape[0]
+        self._downloads = StagingRing(runner.device)
+        self.scored_at_once = max(1, _SCORED_LOGITS // runner.vocab_size // runner.num_deals)
+        self._row_owners: dict[int, Request] = {}  # requests whose parameters are in `state`
+        self._grammars = GrammarRows(lambda: TokenMasks(num_rows, runner.vocab_size, runner.device))
+        self._previous: SampledStep | None = None  # the last step, if a request in a row has a grammar
+        # The last batch's: ScheduledBatch promises the very same list while no request comes or goes.
+        self._seen_requests: list[Request] | None = None
+        self._followed: ScheduledBatch | None = None  # the batch whose requests are in the sampling state
+
+    # Ahead of a step --------------------------------------------------------------------------------------------------
+
+    def follow_rows(self, batch: ScheduledBatch) -> None:
+        """Bring the sampling state up to the requests that hold rows; free while they stay the same."""
+        if batch is self._followed or (batch.requests is self._seen_requests and not batch.admitted):
+            return
+        self._followed, self._seen_requests = batch, batch.requests
+        gone = [row for row, owner in self._row_owners.items() if owner.is_finished or owner.row != row]
+        for row in gone:
+            self._grammars.leave(self._row_owners.pop(row))
+            self.state.clear(row)
+        for request in batch.admitted:
+            self.state.set_request(
+                request.row,
+                request.params,
+                request.prompt_token_ids,
+                derive_seed(self._runner.config.runtime.seed, request.sequence),
+                output_token_ids=request.output_token_ids,
+                stop_ids=request.stop_ids if request.grammar is None else (),  # the grammar's mask forbids them
+                bad_phrases=request.bad_phrases,
+            )
+            self._row_owners[request.row] = request
+            self._grammars.admit(request)
+
+    def choice(self, batch: ScheduledBatch, plan: StepPlan) -> Choice:
+        """How ranks come to the step's tokens."""
+        self.follow_rows(batch)
+        flags = self.state.flags
+        if self._grammars or not flags.chooses_plainly:
+            return Choice.SAMPLED
+        has_all = self._runner.num_deals == 1 and plan.fields.prompt_targets is None
+        return Choice.GREEDY_ACROSS_RANKS if flags.takes_largest and has_all else Choice.IN_GRAPH
+
+    def take_last_tokens(self, rows: torch.Tensor, out: torch.Tensor) -> None:
+        """Puts the newest tokens of these rows where a step reads its input ids."""
+        torch.index_select(self._last_tokens, 0, rows, out=out)
+
+    # Behind the model -------------------------------------------------------------------------------------------------
+
+    def mask(self, batch: ScheduledBatch, plan: StepPlan) -> TokenMask | None:
+        """The mask of the step, whose forward was launched; waits for the step before if any request has a grammar."""
+        return self._grammars.mask(batch, plan, self._previous) if self._grammars else None
+
+    def sample(
+        self,
+        batch: ScheduledBatch,
+        plan: StepPlan,
+        output: LogitsProcessorOutput,
+        sampled_rows: tuple[torch.Tensor, torch.Tensor],
+        fields: StepFields[torch.Tensor] | None = None,
+        *,
+        mask: TokenMask | None,
+    ) -> StepResults:
+        """Chooses the tokens of `sampled_rows` (StepFields.sampled); scores prompts, which need `fields`."""
+        tokens = scores = prompt_scores = all_scores = None
+        logits = output.next_token_logits
+        if plan.sampled.size:
+            rows, positions = sampled_rows
+            if output.is_own_part:
+                tokens = self._runner.greedy_across_ranks(output)
+            else:
+                sampled = self._sampler(logits, self.state, rows, self.state.flags, positions, mask)
+                tokens, scores = sampled.token_ids, sampled.logprobs
+                all_scores = self.score_all(batch, plan, logits)
+        if fields is not None and fields.prompt_targets is not None:
+            prompt_scores = self._score_prompts(plan, fields, fields.prompt_targets, output)
+        # Also for a step without results: the host must not run ahead of the device without bound.
+        buffer = self._downloads.next(0 if tokens is None else tokens.nbytes)
+        token_ids = None
+        if tokens is not None:
+            token_ids = buffer.memory[: tokens.nbytes].view(torch.int64).copy_(tokens, non_blocking=True).numpy()
+        results = StepResults(buffer, token_ids, scores, prompt_scores, all_scores)
+        if tokens is not None:  # behind what the host waits for
+            self._keep_tokens(sampled_rows[0], tokens)
+            if not output.is_own_part:
+                self._runner.broadcast_tokens()
+        return results
+
+    def follow(self, plan: StepPlan, output: LogitsProcessorOutput, fields: StepFields[torch.Tensor]) -> None:
+        """Launches what ranks do together behind the model, on a rank that follows."""
+        if fields.scored_indices is not None and output.logits_of is not None:
+            for part in fields.scored_indices.split(self.scored_at_once):
+                output.logits_of(part)
+        if plan.sampled.size and output.is_own_part:
+            self._keep_tokens(fields.sampled[0], self._runner.greedy_across_ranks(output))
+        elif plan.sampled.size:
+            self._runner.broadcast_tokens()
+
+    def score_all(self, batch: ScheduledBatch, plan: StepPlan, logits: torch.Tensor) -> AllScores | None:
+        """Log-probabilities of the whole vocabulary for the sampled rows that want them; None: no request does."""
+        if not self.state.flags.needs_all_logprobs:
+            return None
+        wanted = [row for row in plan.sampled.tolist() if batch.requests[row].params.logprobs == ALL_LOGPROBS]
+        rows = np.array(wanted, dtype=np.int64)
+        indices = upload(plan.token_indices[np.searchsorted(plan.sampled, rows)], logits.device)
+        return rows, all_logprobs(logits.index_select(0, indices))
+
+    def launched(self, handle: StepHandle) -> None:
+        """Notes the step that was launched last."""
+        self._previous = handle if self._grammars else None
+
+    def _keep_tokens(self, rows: torch.Tensor, tokens: torch.Tensor) -> None:
+        """Keeps the tokens of these rows for the next step, which may be under way before the host knows that there was
+        none: its embedding needs an id."""
+        self._last_tokens.index_copy_(0, rows, tokens.clamp(min=0))
+
+    def _score_prompts(
+        self, plan: StepPlan, fields: StepFields[torch.Tensor], targets: torch.Tensor, output: LogitsProcessorOutput
+    ) -> TokenLogprobs:
+        """Log-probabilities of `targets` [N]; with the logits of a part of them at a time."""
+        if fields.scored_indices is None or output.logits_of is None:
+            return token_logprobs(output.next_token_logits, targets, plan.prompt_num_top)
+        scored = fields.scored_indices.split(self.scored_at_once)
+        parts = zip(scored, targets.split(self.scored_at_once * self._runner.num_deals), strict=True)
+        return TokenLogprobs.concatenate(
+            [token_logprobs(output.logits_of(part), wanted, plan.prompt_num_top) for part, wanted in parts]
+        )
