@@ -74,7 +74,7 @@ class GraphKind(Enum):
 
     @property
     def mode(self) -> CUDAGraphMode:
-        """What a step of the kind runs in."""
+        """The mode of a step of the kind."""
         return CUDAGraphMode.PIECEWISE if self is GraphKind.PIECEWISE else CUDAGraphMode.FULL
 
     @property

@@ -50,7 +50,7 @@ from mllm_compile.runtime.model_runner import ModelRunner
 from mllm_compile.runtime.program.runner import ProgramRunner
 from mllm_compile.runtime.sampling.sampler import Sampler
 from mllm_compile.runtime.schedule.scheduler import Scheduler
-from mllm_compile.runtime.step.forward_path import ForwardPath
+from mllm_compile.runtime.step.paths.forward import ForwardPath
 from mllm_compile.runtime.step.plan import Planner
 from mllm_compile.runtime.step.results import StepHandle
 from mllm_compile.runtime.step.runner import StepRunner

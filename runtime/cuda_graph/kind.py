@@ -24,7 +24,7 @@ from mllm_compile.runtime.program.executor import ProgramExecutor
 
 @dataclass(frozen=True)
 class GraphSetting:
-    """What graphs of all kinds are captured with.
+    """The objects that graphs of all kinds are captured with.
 
     Attributes:
         executor: of the program that graphs run.

@@ -205,7 +205,7 @@ class DealtPlanner(Planner):
         return self._deal.plan_decode(batch, self._pages, size, self._decodes.padding_len)
 
     def token_positions(self, batch: ScheduledBatch, plan: StepPlan) -> np.ndarray:
-        """Of the whole batch, of which the plan is a part."""
+        """[T] places of the whole batch; the plan is a part of it."""
         return token_positions(batch)
 
     def with_media(self, plan: StepPlan, batch: ScheduledBatch, media: MediaPlan | None) -> StepPlan:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from mllm_compile.runtime.ranks.records import StepRecord
-from mllm_compile.runtime.step.path import Step
+from mllm_compile.runtime.step.paths.base import Step
 from mllm_compile.runtime.step.runner import StepRunner
 
 

@@ -1,4 +1,4 @@
-"""What a step does to the pools around its model: enters new pages, clears pages, copies states.
+"""The changes that a step makes to the pools around its model: new pages, cleared pages, copied states.
 
 The page table is kept on the host as of the step that is launched, and on the device, which hears of new pages with a
 step's inputs or behind it.

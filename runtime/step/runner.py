@@ -1,8 +1,8 @@
 """One engine step: ScheduledBatch → tokens, with the host never waiting for the device.
 
-StepRunner keeps the order of a step: pages, plan, what other ranks are told, launch, states. paths.py says which path
-launches a step. Steps run in the order in which they are submitted, on one stream, so a step may be submitted before
-the tokens of the one before are known. Where a request has a grammar, the model runs so; the choice of tokens is
+StepRunner keeps the order of a step: pages, plan, announcement, launch, states. paths/choose.py says which path launches
+it. Steps run in the order in which they are submitted, on one stream, so a step may be submitted before the tokens of
+the one before are known. Where a request has a grammar, the model runs so; the choice of tokens is
 submitted when the tokens before are known, in the time that the model takes (grammar_rows.py).
 """
 
@@ -23,8 +23,8 @@ from mllm_compile.runtime.step.common_prefix import CommonPrefix
 from mllm_compile.runtime.step.dealt_plan import Deal, DealtPlanner
 from mllm_compile.runtime.step.host_page_table import HostPageTable
 from mllm_compile.runtime.step.media_steps import MediaSteps
-from mllm_compile.runtime.step.path import Step, StepParts
-from mllm_compile.runtime.step.paths import StepPaths
+from mllm_compile.runtime.step.paths.base import Step, StepParts
+from mllm_compile.runtime.step.paths.choose import StepPaths
 from mllm_compile.runtime.step.plan import FixedRowsPlanner, Planner
 from mllm_compile.runtime.step.pools import StepPools
 from mllm_compile.runtime.step.results import StepHandle

@@ -10,8 +10,8 @@ import pytest
 from mllm_compile.runtime.attention.torch_backend import TorchAttnBackend
 from mllm_compile.runtime.ranks.records import Choice
 from mllm_compile.runtime.step.common_prefix import CommonPrefix
-from mllm_compile.runtime.step.decode_path import DecodePath
-from mllm_compile.runtime.step.path import Step, StepParts
+from mllm_compile.runtime.step.paths.base import Step, StepParts
+from mllm_compile.runtime.step.paths.decodes import DecodePath
 from tests.runtime.runner_cases import Loop, TinyModel, make_runner
 
 SHARED = [11, 22, 33, 44, 55, 6, 7, 8, 9, 10, 12, 13, 14]  # three pages of 4, and a token

@@ -15,8 +15,8 @@ from mllm_compile.runtime.media.grids import GridTower
 from mllm_compile.runtime.media.request import RequestMedia
 from mllm_compile.runtime.sampling.sampler import Sampler
 from mllm_compile.runtime.sampling.state import SamplingFlags
-from mllm_compile.runtime.step.decode_path import DecodePath
-from mllm_compile.runtime.step.forward_path import ForwardPath
+from mllm_compile.runtime.step.paths.decodes import DecodePath
+from mllm_compile.runtime.step.paths.forward import ForwardPath
 from mllm_compile.runtime.step.runner import StepRunner
 from mllm_compile.runtime.step_fields import DTYPES, StepFields
 from tests.runtime.runner_cases import VOCAB, Loop, TinyModel, make_runner

@@ -9,7 +9,7 @@ import numpy as np
 
 from mllm_compile.runtime.attention.metadata import StepPrompts
 from mllm_compile.runtime.schedule.batch_builder import NO_COPIES
-from mllm_compile.runtime.step.path import Step, StepParts, StepPath
+from mllm_compile.runtime.step.paths.base import Step, StepParts, StepPath
 from mllm_compile.runtime.step.results import StepResults
 
 if TYPE_CHECKING:

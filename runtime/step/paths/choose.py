@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from mllm_compile.runtime.schedule.scheduled_batch import ScheduledBatch
-from mllm_compile.runtime.step.decode_path import DecodePath
-from mllm_compile.runtime.step.forward_path import ForwardPath
-from mllm_compile.runtime.step.path import StepParts, StepPath
-from mllm_compile.runtime.step.prompt_path import PromptPath
+from mllm_compile.runtime.step.paths.base import StepParts, StepPath
+from mllm_compile.runtime.step.paths.decodes import DecodePath
+from mllm_compile.runtime.step.paths.forward import ForwardPath
+from mllm_compile.runtime.step.paths.prompts import PromptPath
 
 if TYPE_CHECKING:
     from mllm_compile.runtime.cuda_graph.graph_runner import GraphRunner

@@ -8,7 +8,7 @@ from mllm_compile.runtime.forward_batch import LogitsProcessorOutput
 from mllm_compile.runtime.ranks.records import Choice
 from mllm_compile.runtime.sampling.logprobs import token_logprobs
 from mllm_compile.runtime.schedule.scheduled_batch import ScheduledBatch
-from mllm_compile.runtime.step.path import Step, StepParts, StepPath
+from mllm_compile.runtime.step.paths.base import Step, StepParts, StepPath
 from mllm_compile.runtime.step.plan import StepPlan
 from mllm_compile.runtime.step.results import StepResults
 

@@ -14,7 +14,7 @@ from mllm_compile.runtime.device.staging import StagingRing
 from mllm_compile.runtime.forward_batch import ForwardBatch, LogitsProcessorOutput
 from mllm_compile.runtime.ranks.records import Choice
 from mllm_compile.runtime.schedule.scheduled_batch import ScheduledBatch
-from mllm_compile.runtime.step.path import Step, StepParts, StepPath
+from mllm_compile.runtime.step.paths.base import Step, StepParts, StepPath
 from mllm_compile.runtime.step.plan import StepPlan
 from mllm_compile.runtime.step.results import StepResults
 from mllm_compile.runtime.step_fields import StepFields

@@ -1,7 +1,7 @@
 """The interface of a path of steps, and what all paths share.
 
 A path is one way from a ScheduledBatch to tokens: it plans the step, brings its inputs to the device, launches the
-model and gives results, in this order. paths.py says which one a batch takes.
+model and gives results, in this order. choose.py says which one a batch takes.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Step:
 
 @dataclass(frozen=True)
 class StepParts:
-    """What the paths of one runner share."""
+    """The objects that the paths of one runner share."""
 
     runner: ModelRunner
     planner: Planner

@@ -1,0 +1,1 @@
+"""The ways from a batch to its tokens, and the choice of one."""
