@@ -304,11 +304,19 @@ class Engine:
         self.core.abort(as_request_ids(request_id))
 
     def stats(self) -> EngineStats:
-        """The requests running and waiting, and the speed; see EngineStats."""
+        """The requests running and waiting, and the speed; see EngineStats.
+
+        Raises:
+            EngineDeadError: this process is a fork of the engine's.
+        """
         return self.core.stats()
 
     def flush_prefix_cache(self) -> None:
-        """Forgets all cached prefixes."""
+        """Forgets all cached prefixes.
+
+        Raises:
+            EngineDeadError: this process is a fork of the engine's.
+        """
         self.core.flush_prefix_cache()
 
     @property

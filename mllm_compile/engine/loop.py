@@ -227,11 +227,19 @@ class EngineCore:
         self._post_if_alive(lambda: self._withdraw(withdrawn))
 
     def stats(self) -> EngineStats:
-        """Figures as they are between two steps; after the end, the last ones."""
+        """Figures as they are between two steps; after the end, the last ones.
+
+        Raises:
+            EngineDeadError: this process is a fork of the engine's.
+        """
         return self._call(self._figures)
 
     def flush_prefix_cache(self) -> None:
-        """Forgets all cached prefixes."""
+        """Forgets all cached prefixes.
+
+        Raises:
+            EngineDeadError: this process is a fork of the engine's.
+        """
         self._call(self._scheduler.flush_prefix_cache)
 
     def close(self) -> None:
@@ -274,6 +282,7 @@ class EngineCore:
                 self._condition.notify()
 
     def _call(self, function: Callable[[], T]) -> T:
+        self.check_process()  # a fork's copy of the figures and of the cache is nobody's
         call = _Call(function)
         with self._condition:
             if self.end_error is None:

@@ -2,14 +2,18 @@
 
 Its owner makes it and removes its name; a worker writes into it, and whoever takes the tensors maps it and removes the
 name at once, so that the memory goes with the last tensor. A process that was killed leaves its segments; the next one
-that makes segments removes those of processes that are gone.
+that makes segments removes those whose owner's lock is free. (A process number says nothing where containers share the
+folder: each has its own numbers.)
 """
 
 from __future__ import annotations
 
+import atexit
+import fcntl
 import mmap
 import os
 import secrets
+import threading
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -21,9 +25,50 @@ from mllm_compile.errors import MllmError
 
 _FOLDER = Path("/dev/shm")
 _PREFIX = "mllm-media-"
+_LOCK = ".lock"
 _ALIGNED = 64  # bytes
 
 Layout = list[list[Any]]  # of each tensor: name, dtype, shape, offset in bytes
+
+
+class _Owner:
+    """This process as an owner of segments: a locked file, which is seen to be free when the process is gone."""
+
+    def __init__(self) -> None:
+        self._pid = os.getpid()
+        while True:
+            self.name = f"{_PREFIX}{self._pid}-{secrets.token_hex(8)}"
+            path = _FOLDER / (self.name + _LOCK)
+            lock = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600)
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if os.fstat(lock).st_nlink:
+                break
+            os.close(lock)  # another process found it before it was locked, and has removed it
+        atexit.register(self._end, path)
+
+    def _end(self, path: Path) -> None:
+        if os.getpid() == self._pid:  # and no fork of it
+            path.unlink(missing_ok=True)
+
+
+_owner_lock = threading.Lock()
+_owner: _Owner | None = None
+
+
+def _own_name() -> str:
+    """A name for a segment of this process."""
+    global _owner
+    with _owner_lock:
+        _owner = _owner or _Owner()
+        return f"{_owner.name}-{secrets.token_hex(8)}"
+
+
+def _after_fork() -> None:
+    global _owner, _owner_lock
+    _owner, _owner_lock = None, threading.Lock()
+
+
+os.register_at_fork(after_in_child=_after_fork)
 
 
 class Segment:
@@ -37,8 +82,9 @@ class Segment:
     """
 
     def __init__(self, num_bytes: int) -> None:
-        self.name = f"{_PREFIX}{os.getpid()}-{secrets.token_hex(8)}"
+        self.name = ""
         try:
+            self.name = _own_name()
             descriptor = os.open(_FOLDER / self.name, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600)
             try:
                 os.ftruncate(descriptor, num_bytes)
@@ -50,7 +96,8 @@ class Segment:
 
     def remove(self) -> None:
         """Removes the name; what has been mapped stays until it is let go. May be called again."""
-        remove_segment(self.name)
+        if self.name:
+            remove_segment(self.name)
 
 
 def remove_segment(name: str) -> None:
@@ -62,10 +109,28 @@ def remove_segment(name: str) -> None:
 def remove_left_segments() -> None:
     """Removes the segments of processes that are gone."""
     for path in _FOLDER.glob(f"{_PREFIX}*"):
-        pid = path.name.removeprefix(_PREFIX).partition("-")[0]
-        if pid.isdecimal() and not Path("/proc", pid).exists():
+        if path.name.endswith(_LOCK):
+            _remove_if_left(path)
+        elif not _lock_of(path).exists():
             with suppress(OSError):
                 path.unlink()
+
+
+def _remove_if_left(lock: Path) -> None:
+    """Removes an owner's lock and its segments, if the owner is gone."""
+    with suppress(OSError):  # it lives, or the file is another user's, or is gone meanwhile
+        descriptor = os.open(lock, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            for path in _FOLDER.glob(f"{lock.name.removesuffix(_LOCK)}-*"):
+                path.unlink()
+            lock.unlink()
+        finally:
+            os.close(descriptor)
+
+
+def _lock_of(segment: Path) -> Path:
+    return segment.with_name(segment.name.rpartition("-")[0] + _LOCK)
 
 
 class SegmentFull(Exception):

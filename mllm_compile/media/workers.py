@@ -31,7 +31,8 @@ from mllm_compile.media.sources import SourceItem
 from mllm_compile.process.helper_process import HelperProcesses, NoAnswer
 
 _MOST_PROCESSES = 2
-_MAX_WAIT_S = 180  # where a process gets no processor, or imports what it needs
+_MAX_WAIT_S = 60
+_MAX_START_S = 180  # it imports Transformers
 _ADVICE = "Give smaller pictures, or fewer."
 
 
@@ -103,6 +104,7 @@ class MediaWorkers(HelperProcesses):
             task="that decodes pictures",
             seconds=MAX_SECONDS,
             max_wait_s=_MAX_WAIT_S,
+            max_start_s=_MAX_START_S,
             max_answer=MAX_ANSWER,
             most=_MOST_PROCESSES,
             kept_after=(PREPARED, REFUSAL, TOO_LARGE),

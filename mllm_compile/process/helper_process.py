@@ -3,11 +3,15 @@
 A process starts with the first request, and is kept for the next ones; concurrent requests have one each, up to a
 limit; further ones wait. What does not end costs its own process and its own request. Processes end with the object
 that started them, and with this process.
+
+Whoever asks a process reads what it writes to standard error meanwhile: a full pipe would stop it, without a limit on
+processor time ever being met. The end of that is kept, for errors.
 """
 
 from __future__ import annotations
 
 import os
+import select
 import signal
 import socket
 import subprocess
@@ -23,6 +27,8 @@ from mllm_compile.process import bytecode, child_python
 from mllm_compile.process.helper_server import FRAME, REQUEST, SECONDS, START, Answer
 
 _CHUNK = 1 << 20
+_MOST_SAID = 1 << 14  # bytes that are kept of standard error
+_END_S = 5.0  # between a process's last word and its end
 
 
 class NoAnswer(Exception):
@@ -47,7 +53,8 @@ class HelperProcesses:
         start: the body of the START frame.
         task: what they do, for errors: "that renders chat templates".
         seconds: of processor time that a request may take.
-        max_wait_s: where a process gets no processor.
+        max_wait_s: of wall time that a request may take: one that sleeps takes no processor.
+        max_start_s: of wall time in which a process imports what it needs, and prepares.
         max_answer: bytes.
         most: processes at a time.
         kept_after: kinds of answers after which a process serves others.
@@ -61,12 +68,14 @@ class HelperProcesses:
         task: str,
         seconds: float,
         max_wait_s: float,
+        max_start_s: float,
         max_answer: int,
         most: int,
         kept_after: Collection[bytes],
     ) -> None:
         self._module, self._start, self._task = module, SECONDS.pack(seconds) + start, task
-        self._seconds, self._max_wait_s, self._max_answer = seconds, max_wait_s, max_answer
+        self._seconds, self._max_wait_s, self._max_start_s = seconds, max_wait_s, max_start_s
+        self._max_answer = max_answer
         self._most, self._kept_after = most, frozenset(kept_after)
         self._processes: set[_Process] = set()
         self._have_no_processes()
@@ -95,6 +104,7 @@ class HelperProcesses:
         with self._places:
             process = self._take()
             try:
+                process.get_ready(self._max_start_s)
                 kind, answer = process.ask(request, self._max_wait_s, self._max_answer)
             except _Silent as silent:
                 why, is_limit = self._why_no_answer(process, silent)
@@ -135,6 +145,8 @@ class HelperProcesses:
         process.end()
 
     def _why_no_answer(self, process: _Process, silent: _Silent) -> tuple[str, bool]:
+        if not process.is_ready and silent.is_timeout:
+            return f"has not begun: its process was not ready within {self._max_start_s:g} s", False
         if silent.is_timeout:
             return f"was not over after {self._max_wait_s:g} s", True
         code, said = process.last_words()
@@ -156,9 +168,12 @@ class _Process:
     """One process. For one thread at a time."""
 
     def __init__(self, start: bytes) -> None:
-        self._unsent = [(START, start)]
+        self._start = start
         self._socket: socket.socket | None = None
         self._process: subprocess.Popen[bytes] | None = None
+        self._stderr: int | None = None  # the descriptor, until the process closes its end
+        self._said = bytearray()
+        self.is_ready = False
 
     @property
     def is_alive(self) -> bool:
@@ -183,17 +198,31 @@ class _Process:
                 env=os.environ | bytecode.environment(),
                 process_group=0,  # Ctrl-C in a terminal is for its parent
             )
+        assert self._process.stderr is not None, "a pipe"
+        self._stderr = self._process.stderr.fileno()
+        os.set_blocking(self._stderr, False)
+        self._socket.setblocking(False)
+
+    def get_ready(self, max_start_s: float) -> None:
+        """Waits until the process, if it is a new one, takes requests.
+
+        Raises:
+            _Silent: it has ended, or is to be.
+        """
+        if not self.is_ready:
+            self._exchange((START, self._start), time.monotonic() + max_start_s, 0)
+            self.is_ready, self._start = True, b""
 
     def ask(self, request: bytes, max_wait_s: float, max_answer: int) -> Answer:
         """
         Raises:
             _Silent: no answer; the process has ended, or is to be.
         """
-        deadline = time.monotonic() + max_wait_s
-        self._unsent.append((REQUEST, request))
+        return self._exchange((REQUEST, request), time.monotonic() + max_wait_s, max_answer)
+
+    def _exchange(self, message: Answer, deadline: float, max_answer: int) -> Answer:
         try:
-            while self._unsent:
-                self._send(*self._unsent.pop(0), deadline)
+            self._send(*message, deadline)
             kind, size = FRAME.unpack(self._receive(FRAME.size, deadline))
             if size > max_answer:
                 raise ConnectionError
@@ -203,14 +232,16 @@ class _Process:
 
     def _send(self, kind: bytes, body: bytes, deadline: float) -> None:
         assert self._socket is not None, "started"
-        self._socket.settimeout(max(0.001, deadline - time.monotonic()))
-        self._socket.sendall(FRAME.pack(kind, len(body)) + body)
+        rest = memoryview(FRAME.pack(kind, len(body)) + body)
+        while rest:
+            self._wait(select.POLLOUT, deadline)
+            rest = rest[self._socket.send(rest[:_CHUNK]) :]
 
     def _receive(self, size: int, deadline: float) -> bytes:
         assert self._socket is not None, "started"
         parts = []
         while size:
-            self._socket.settimeout(max(0.001, deadline - time.monotonic()))
+            self._wait(select.POLLIN, deadline)
             part = self._socket.recv(min(size, _CHUNK))
             if not part:
                 raise ConnectionError
@@ -218,11 +249,49 @@ class _Process:
             size -= len(part)
         return b"".join(parts)
 
+    def _wait(self, event: int, deadline: float) -> None:
+        """Waits for the socket, and reads what the process says meanwhile.
+
+        Raises:
+            TimeoutError: it has not come by then.
+        """
+        assert self._socket is not None, "started"
+        while (left := deadline - time.monotonic()) > 0:
+            waits = select.poll()
+            waits.register(self._socket, event)
+            if self._stderr is not None:
+                waits.register(self._stderr, select.POLLIN)
+            ready = {number for number, _ in waits.poll(1000 * left)}
+            if self._stderr in ready:
+                self._hear()
+            if self._socket.fileno() in ready:
+                return
+        raise TimeoutError
+
+    def _hear(self) -> bool:
+        """Takes a part of what the process has written to standard error; False: there is none for now."""
+        assert self._stderr is not None, "open"
+        try:
+            part = os.read(self._stderr, _MOST_SAID)
+        except BlockingIOError:
+            return False
+        self._said += part
+        del self._said[:-_MOST_SAID]
+        if not part:  # it was closed
+            self._stderr = None
+        return bool(part)
+
     def last_words(self) -> tuple[int, str]:
-        """Its exit code, and the last line that it wrote to standard error; waits for its end."""
-        assert self._process is not None and self._process.stderr is not None, "started"
-        code = self._process.wait()
-        lines = self._process.stderr.read().decode(errors="replace").strip().splitlines()
+        """Its exit code, and the last line that it wrote to standard error; its end is near, or is made."""
+        assert self._process is not None, "started"
+        try:
+            code = self._process.wait(_END_S)
+        except subprocess.TimeoutExpired:  # it has closed its socket, or answers with too much
+            self._process.kill()
+            code = self._process.wait()
+        while self._stderr is not None and self._hear():
+            pass
+        lines = self._said.decode(errors="replace").strip().splitlines()
         return code, lines[-1] if lines else ""
 
     def end(self) -> None:
@@ -234,6 +303,7 @@ class _Process:
 
     def let_go(self) -> None:
         """Forgets the process, which then lives on for those who hold it too."""
+        self._stderr = None
         if self._socket is not None:
             self._socket.close()
         if self._process is not None:

@@ -4,7 +4,8 @@ A helper does for its parent what a stranger's input may make endless: render a 
 that exceeds its processor time ends the process, even in the middle of one C call; memory is limited as well.
 helper_process.py is the parent's side. Standard input is one end of a socket. A frame is one letter, eight bytes of
 length, and so many bytes; the parent sends START once, with the limit on time ahead of its body, then a REQUEST at a
-time, each answered by one frame.
+time, each answered by one frame: START by READY. What the process writes to standard error is read by the parent while
+it waits.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from typing import IO
 
 FRAME = struct.Struct(">cQ")
 SECONDS = struct.Struct(">d")  # of processor time that a request may take
-START, REQUEST = b"T", b"Q"
+START, REQUEST, READY = b"T", b"Q", b"Y"
 
 Answer = tuple[bytes, bytes]  # a letter that the two sides agree on, and a body
 
@@ -38,6 +39,7 @@ def serve(open_with: Callable[[bytes], Callable[[bytes], Answer]]) -> None:
             return
         (seconds,) = SECONDS.unpack_from(first)
         answer = open_with(first[SECONDS.size :])
+        _write(READY, b"")
         while (request := _read(requests)) is not None:
             with _limited(seconds):
                 kind, body = answer(request)

@@ -17,6 +17,7 @@ logger = logging.getLogger("mllm_compile.ranks")
 
 _MODULE = "mllm_compile.ranks.follower"
 _LAST_LINES = 20
+_MOST_OF_LINE = 1 << 12  # bytes
 
 
 class RankProcess(Protocol):
@@ -99,7 +100,7 @@ class LocalRank:
         self._reader.start()
 
     def _read(self, output: IO[bytes]) -> None:
-        for line in output:
+        for line in iter(lambda: output.readline(_MOST_OF_LINE), b""):
             self._last_lines.append(text := line.decode(errors="replace").rstrip())
             logger.debug("rank %d: %s", self._rank, text)
 

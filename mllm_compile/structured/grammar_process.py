@@ -20,7 +20,8 @@ from mllm_compile.structured.grammar_protocol import (
 from mllm_compile.structured.vocabulary import Vocabulary
 
 _MOST_PROCESSES = 2
-_MAX_WAIT_S = 60  # where a process gets no processor, or makes its backend ready
+_MAX_WAIT_S = 30
+_MAX_START_S = 60  # its backend imports torch
 _ADVICE = "Simplify it: fewer alternatives, smaller repeats, less nesting."
 
 
@@ -34,6 +35,7 @@ class GrammarProcesses(HelperProcesses):
             task="that tries grammars",
             seconds=MAX_SECONDS,
             max_wait_s=_MAX_WAIT_S,
+            max_start_s=_MAX_START_S,
             max_answer=MAX_ANSWER,
             most=_MOST_PROCESSES,
             kept_after=(GOOD, REFUSAL),

@@ -9,7 +9,6 @@ of the engine's threads has.
 from __future__ import annotations
 
 import json
-import os
 import random
 import resource
 import threading
@@ -40,7 +39,6 @@ def _open(first: bytes) -> Callable[[bytes], Answer]:
     trials = Trials(make_backend(name, Vocabulary.from_json(vocabulary), threads=1), float(mask_seconds))
     # What is imported by now does not count: with XGrammar that is torch.
     limit_files_and(resource.RLIMIT_DATA, _data_bytes() + MAX_MEMORY)
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # libraries warn there, and nobody reads it before the end
     threading.stack_size(_STACK_BYTES)
     return trials.answer
 

@@ -25,7 +25,8 @@ from mllm_compile.text.template_protocol import (
 )
 
 _MOST_PROCESSES = 4
-_MAX_WAIT_S = 60  # where a process gets no processor: what it does is limited by the processor time that it takes
+_MAX_WAIT_S = 30
+_MAX_START_S = 60
 _ADVICE = "Shorten the messages, correct the model's chat template, or pass the prompt as text."
 
 
@@ -44,6 +45,7 @@ class TemplateProcesses(HelperProcesses):
             task="that renders chat templates",
             seconds=MAX_SECONDS,
             max_wait_s=_MAX_WAIT_S,
+            max_start_s=_MAX_START_S,
             max_answer=MAX_ANSWER,
             most=_MOST_PROCESSES,
             kept_after=(TEXT, REFUSAL),

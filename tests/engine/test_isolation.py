@@ -81,7 +81,9 @@ def test_a_fork_is_told_that_the_engine_is_not_here(engine, runner):
             with pytest.raises(EngineDeadError, match="Make an Engine here"):
                 engine.stream("abc", params())
             assert not engine.is_alive
-            engine.stats()
+            for ask in (engine.stats, engine.flush_prefix_cache):
+                with pytest.raises(EngineDeadError, match="Make an Engine here"):
+                    ask()
             stream.close()
             engine.close()
             with fake_engine() as own:

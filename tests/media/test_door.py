@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
+import subprocess
+import sys
 from pathlib import Path
+from subprocess import PIPE
 
 import numpy as np
 import pytest
@@ -18,7 +22,8 @@ from tests.media.cases import IMAGE_ID, PLACE, TOWER, VIDEO_ID, VIDEO_PLACE, fil
 
 
 def segments():
-    return {path.name for path in Path("/dev/shm").glob(f"mllm-media-{os.getpid()}-*")}
+    paths = Path("/dev/shm").glob(f"mllm-media-{os.getpid()}-*")
+    return {path.name for path in paths if path.suffix != ".lock"}
 
 
 def prepare(door, text, *images, **data):
@@ -175,3 +180,34 @@ def test_segments_of_processes_that_are_gone_are_removed():
     own.remove()
     own.remove()
     assert not segments()
+
+
+# A process that makes two segments, tells their names, and waits.
+_OWNER = """
+import sys
+from mllm_compile.media.segment import Segment
+made = [Segment(100), Segment(100)]
+print(*(one.name for one in made), flush=True)
+sys.stdin.read()
+"""
+
+
+def test_segments_belong_to_who_holds_their_lock_whatever_its_number():
+    """Containers that share /dev/shm have process numbers of their own: another's is not to be found here."""
+    with subprocess.Popen([sys.executable, "-c", _OWNER], stdin=PIPE, stdout=PIPE, text=True) as owner:
+        names = owner.stdout.readline().split()
+        paths = [segment._FOLDER / name for name in names]
+        lock = segment._lock_of(paths[0])
+        code = "from mllm_compile.media.segment import remove_left_segments as remove; remove()"
+        elsewhere = [sys.executable, "-c", code]
+        if shutil.which("unshare") and subprocess.run([*_NAMESPACE, "true"], capture_output=True).returncode == 0:
+            elsewhere = [*_NAMESPACE, *elsewhere]
+        subprocess.run(elsewhere, check=True)
+        assert all(path.exists() for path in (*paths, lock))
+        owner.kill()
+        owner.wait()
+    segment.remove_left_segments()
+    assert not any(path.exists() for path in (*paths, lock))
+
+
+_NAMESPACE = ["unshare", "--pid", "--fork", "--mount-proc"]
