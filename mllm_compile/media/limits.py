@@ -6,6 +6,7 @@ MAX_ITEMS = 64  # pictures and videos of a prompt
 MAX_FRAMES = 768  # of a video
 MAX_FILE_BYTES = 32 << 20  # of a picture's file
 MAX_FETCH_SECONDS = 10  # for a picture that is fetched
+MAX_PROMPT_FETCH_SECONDS = 30  # for all that are fetched of a prompt
 MAX_PIXELS = 1 << 26  # of a picture, by its header: 8192 by 8192
 MAX_PROMPT_PIXELS = 1 << 28  # of all pictures and frames of a prompt
 MAX_SECONDS = 30  # of processor time for a prompt's pictures, decoding and preparing together

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Iterator
@@ -14,6 +15,7 @@ from mllm_compile.errors import ConfigError, RequestError
 from mllm_compile.media import fetch, sources
 from mllm_compile.media.fetch import fetched
 from mllm_compile.media.sources import Source, read_image, read_video
+from tests.hang_guard import HANG_S
 
 HERE = ("127.0.0.1",)
 
@@ -25,7 +27,12 @@ class _Host(BaseHTTPRequestHandler):
             self.send_response(302)
             self.send_header("Location", self.path.partition("?")[2])
             self.end_headers()
-            return
+        elif name in ("/head", "/chunk"):
+            self._drip(name)
+        else:
+            self._give(name)
+
+    def _give(self, name: str) -> None:
         self.send_response(200 if name in ("/cat.png", "/large", "/slow") else 404)
         self.end_headers()
         if name == "/cat.png":
@@ -38,6 +45,15 @@ class _Host(BaseHTTPRequestHandler):
             except OSError:
                 return
             time.sleep(0.05)
+
+    def _drip(self, name: str) -> None:
+        """Gives a byte of a head, or of the size of a chunk, now and then."""
+        begin = {"/head": b"x: ", "/chunk": b"transfer-encoding: chunked\r\n\r\n1;"}[name]
+        self.wfile.write(b"HTTP/1.1 200 OK\r\n" + begin)
+        with contextlib.suppress(OSError):
+            while True:
+                self.wfile.write(b"a")
+                time.sleep(0.05)
 
     def log_message(self, *_: object) -> None:
         """Says nothing."""
@@ -113,8 +129,20 @@ def test_what_is_not_there_too_large_or_too_slow_costs_its_request(host, monkeyp
     monkeypatch.setattr(fetch, "MAX_FILE_BYTES", 2000)
     assert "expected at most 2,000" in refusal(f"{host}/large")
     monkeypatch.setattr(fetch, "MAX_FETCH_SECONDS", 0.2)
-    assert "it takes more than 0.2 s" in refusal(f"{host}/slow")
+    for way in ("slow", "head", "chunk", f"moved?{host}/head"):
+        assert "it takes more than 0.2 s" in refusal(f"{host}/{way}")
     assert "cannot be fetched" in refusal("http://127.0.0.1:1/cat.png")
+
+
+def test_a_fetch_ends_where_the_system_does_not_answer_and_many_have_one_time_together(host, monkeypatch):
+    monkeypatch.setattr(fetch, "_GRACE_S", 0.0)
+    monkeypatch.setattr(fetch, "MAX_PROMPT_FETCH_SECONDS", 0.2)
+    answers = threading.Event()
+    monkeypatch.setattr(fetch.HTTPConnection, "connect", lambda _: answers.wait(HANG_S) and None)
+    try:
+        assert "all pictures of the prompt more than 0.2 s" in refusal(f"{host}/cat.png")
+    finally:
+        answers.set()
 
 
 @pytest.mark.parametrize("domain", ["https://a.example", "a.example/pictures", "a.example:80", "", "*"])
