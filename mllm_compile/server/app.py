@@ -37,6 +37,10 @@ logger = logging.getLogger("mllm_compile.server")
 OPEN_PATHS = frozenset({"/health", "/ready", "/ping"})
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
+_OTHER_SITE = (
+    "pages of other sites may not ask this server; without a key neither may anybody by a name that a site can have. "
+    "Use localhost or an IP address, or see --allowed-origin"
+)
 _MOST_OF_PATH = 60  # characters that the log has
 
 # Paths of other servers, without /v1 or /v2 before them, and what to do instead.
@@ -127,13 +131,10 @@ class _Guarded:
         self._keys = [key.encode() for key in options.api_keys]
         self._origins = options.allowed_origins
         self._root = options.root_path
+        self._known_hosts = {_place_of(origin) for origin in options.allowed_origins}
         self._is_private = options.is_local and not options.api_keys
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            if scope["type"] == "websocket":
-                await send({"type": "websocket.close", "code": 1000})
-            return
         self._leave_root(scope)
         if self._keys and scope["path"] not in OPEN_PATHS and not self._has_key(scope):
             error = ApiError(401, "this server needs a key: Authorization: Bearer KEY", code="invalid_api_key")
@@ -141,8 +142,8 @@ class _Guarded:
             asks = [(b"www-authenticate", b'Basic realm="mllm-compile", charset="UTF-8"')]  # of a browser
             await respond(send, error.body, status=401, headers=[*JSON, *(asks if scope["path"] == "/" else [])])
             return
-        if not self._may_ask(scope):
-            error = ApiError(403, "pages of other sites may not ask this server; see --allowed-origin", code="origin")
+        if scope["path"] not in OPEN_PATHS and not self._may_ask(scope):
+            error = ApiError(403, _OTHER_SITE, code="origin")
             self._tell(scope, error)
             await respond_error(send, error)
             return
@@ -187,18 +188,15 @@ class _Guarded:
     def _may_ask(self, scope: Scope) -> bool:
         """True unless a browser says that a page of another site asks: it need not be able to read the answer.
 
-        A site can make its own name lead to 127.0.0.1, and is then this server's Host. So where nothing but the address
-        keeps strangers out, the name has to be one that no site can have.
+        A site can make its own name lead to 127.0.0.1, and is then this server's Host; what its page gets there has no
+        Origin. So where nothing but the address keeps strangers out, the name has to be one that no site can have.
         """
-        origin = header(scope, b"origin")
-        if origin is None or origin in self._origins:
+        origin, host = header(scope, b"origin"), header(scope, b"host")
+        if origin in self._origins:
             return True
-        try:
-            place = urlsplit(origin)
-            name = place.hostname or ""
-        except ValueError:
+        if origin is not None and _place_of(origin) != host:
             return False
-        return place.netloc == header(scope, b"host") and (not self._is_private or _is_of_no_site(name))
+        return not self._is_private or host is None or host in self._known_hosts or _is_of_no_site(host)
 
     def _has_key(self, scope: Scope) -> bool:
         kind, _, value = (header(scope, b"authorization") or "").partition(" ")
@@ -211,11 +209,20 @@ class _Guarded:
         return any(matches)
 
 
-def _is_of_no_site(name: str) -> bool:
-    """True for an address, and for localhost, which browsers do not look up."""
-    if name == "localhost" or name.endswith(".localhost"):
-        return True
+def _place_of(origin: str) -> str | None:
+    """The name and the port of an origin; None: it has none."""
     try:
+        return urlsplit(origin).netloc or None
+    except ValueError:
+        return None
+
+
+def _is_of_no_site(host: str) -> bool:
+    """True for an address, for a name without a dot, and for those of localhost, which browsers do not look up."""
+    try:
+        name = urlsplit(f"//{host}").hostname or ""
+        if "." not in name or name.endswith(".localhost"):
+            return True
         ipaddress.ip_address(name)
     except ValueError:
         return False

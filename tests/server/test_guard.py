@@ -138,11 +138,17 @@ def test_an_origin_that_is_none_is_refused(server, origin):
 
 def test_a_site_whose_name_leads_here_may_not_ask_where_no_key_is_needed(server):
     named = {"host": "b.example:8000", "origin": "http://b.example:8000"}
-    with fake_server() as open_server:
+    with fake_server({"allowed_origins": ["https://c.example"]}) as open_server:
         for place, status in (("b.example:8000", 403), ("localhost:80", 200), ("[::1]:80", 200), ("127.1.evil", 403)):
             headers = {"host": place, "origin": f"http://{place}"}
             answer = open_server.post("/v1/completions", {"prompt": "x", "max_tokens": 1}, headers=headers)
             assert answer.status == status, place
+            for path in ("/metrics", "/v1/models", "/"):  # a page's own GETs have no Origin
+                assert open_server.get(path, headers={"host": place}).status == status, (place, path)
+        assert open_server.get("/health", headers={"host": "b.example"}).status == 200
+        for headers, status in (({"host": "c.example"}, 200), ({"host": "b.example"}, 403),
+                                ({"host": "b.example", "origin": "https://c.example"}, 200)):  # fmt: skip
+            assert open_server.get("/v1/models", headers=headers).status == status, headers
     with_key = {"authorization": f"Bearer {KEY}", **named}
     assert server.post("/v1/completions", {"prompt": "x", "max_tokens": 1}, headers=with_key).status == 200
 
