@@ -25,7 +25,6 @@ from mllm_compile.errors import MllmError
 
 _FOLDER = Path("/dev/shm")
 _PREFIX = "mllm-media-"
-_LOCK = ".lock"
 _ALIGNED = 64  # bytes
 
 Layout = list[list[Any]]  # of each tensor: name, dtype, shape, offset in bytes
@@ -38,7 +37,7 @@ class _Owner:
         self._pid = os.getpid()
         while True:
             self.name = f"{_PREFIX}{self._pid}-{secrets.token_hex(8)}"
-            path = _FOLDER / (self.name + _LOCK)
+            path = _lock_of(self.name)
             lock = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600)
             fcntl.flock(lock, fcntl.LOCK_EX)
             if os.fstat(lock).st_nlink:
@@ -108,29 +107,22 @@ def remove_segment(name: str) -> None:
 
 def remove_left_segments() -> None:
     """Removes the segments of processes that are gone."""
-    for path in _FOLDER.glob(f"{_PREFIX}*"):
-        if path.name.endswith(_LOCK):
-            _remove_if_left(path)
-        elif not _lock_of(path).exists():
+    for lock in _FOLDER.glob(f".{_PREFIX}*"):
+        with suppress(OSError):  # its owner lives, or it is another user's, or gone meanwhile
+            descriptor = os.open(lock, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                lock.unlink()
+            finally:
+                os.close(descriptor)
+    for segment in _FOLDER.glob(f"{_PREFIX}*"):
+        if not _lock_of(segment.name.rpartition("-")[0]).exists():
             with suppress(OSError):
-                path.unlink()
+                segment.unlink()
 
 
-def _remove_if_left(lock: Path) -> None:
-    """Removes an owner's lock and its segments, if the owner is gone."""
-    with suppress(OSError):  # it lives, or the file is another user's, or is gone meanwhile
-        descriptor = os.open(lock, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            for path in _FOLDER.glob(f"{lock.name.removesuffix(_LOCK)}-*"):
-                path.unlink()
-            lock.unlink()
-        finally:
-            os.close(descriptor)
-
-
-def _lock_of(segment: Path) -> Path:
-    return segment.with_name(segment.name.rpartition("-")[0] + _LOCK)
+def _lock_of(owner: str) -> Path:
+    return _FOLDER / f".{owner}.lock"
 
 
 class SegmentFull(Exception):

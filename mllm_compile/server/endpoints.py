@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,16 @@ from mllm_compile.server.engine_facts import EngineFacts
 from mllm_compile.server.flow.job import JSON
 from mllm_compile.server.flow.writer import Send
 from mllm_compile.server.front import Front
-from mllm_compile.server.http import ClientGoneError, Receive, Scope, client_of, respond, respond_error, respond_json
+from mllm_compile.server.http import (
+    ClientGoneError,
+    Receive,
+    Scope,
+    client_of,
+    respond,
+    respond_error,
+    respond_json,
+    unless_gone,
+)
 from mllm_compile.server.telemetry.metrics import CONTENT_TYPE
 from mllm_compile.text.tokenizer import Tokenizer
 from mllm_compile.version import __version__
@@ -224,14 +233,16 @@ async def _done(value: dict[str, Any]) -> dict[str, Any]:
 
 def _json(
     front: Front,
-    answer_to: Callable[[bytes], Awaitable[dict[str, Any]]],
+    answer_to: Callable[[bytes], Coroutine[Any, Any, dict[str, Any]]],
     refusal: Callable[[ApiError], bytes] = openai_refusal,
 ) -> Answer:
     """An endpoint from a JSON body to a JSON answer."""
 
     async def answer(scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            data = await answer_to(await front.bodies.read(receive))
+            with front.memory.share() as share:
+                body = await front.bodies.read(receive, share)
+                data = await unless_gone(answer_to(body), receive)
         except ClientGoneError:
             return
         except (ApiError, MllmError) as error:

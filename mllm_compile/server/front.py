@@ -7,7 +7,6 @@ import contextlib
 import logging
 import secrets
 import time
-from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 from mllm_compile.engine.requests import as_priority
@@ -21,6 +20,8 @@ from mllm_compile.server.flow.admission import Admission
 from mllm_compile.server.flow.choice import PromptRun
 from mllm_compile.server.flow.dispatcher import Dispatcher
 from mllm_compile.server.flow.job import Job
+from mllm_compile.server.flow.memory import Memory, Share
+from mllm_compile.server.flow.threads import Threads
 from mllm_compile.server.flow.writer import Headers, Outlet
 from mllm_compile.server.http import Bodies
 from mllm_compile.server.names import ModelNames
@@ -54,10 +55,11 @@ class Front:
         self.tracing = tracing
         self.names = ModelNames(options)
         self.bodies = Bodies(options.most_body_bytes)
+        self.memory = Memory()
         self.admission = Admission(options.max_queue, lambda: self.dispatcher.num_running())
         self.is_draining = False
-        self._texts = ThreadPoolExecutor(_THREADS, thread_name_prefix="mllm-texts")
-        self._pictures = ThreadPoolExecutor(_PICTURE_THREADS, thread_name_prefix="mllm-pictures")
+        self._texts = Threads(_THREADS, "mllm-texts")
+        self._pictures = Threads(_PICTURE_THREADS, "mllm-pictures")
         self._told: set[str] = set()
         self.supervisor = Supervisor(
             command_of,
@@ -148,11 +150,11 @@ class Front:
 
     async def in_thread(self, function: Any, *args: Any) -> Any:
         """The result of a function that tokenizes."""
-        return await asyncio.get_running_loop().run_in_executor(self._texts, function, *args)
+        return await self._texts.run(function, *args)
 
     async def _planned(self, request: Request, facts: EngineFacts) -> Plan:
         threads = self._pictures if request.has_media else self._texts
-        return await asyncio.get_running_loop().run_in_executor(threads, request.plan, facts)
+        return await threads.run(request.plan, facts)
 
     async def facts(self, model: str | None) -> EngineFacts:
         """The facts of the engine that serves a model; wakes it, waits for it.
@@ -189,9 +191,13 @@ class Front:
         outlet: Outlet,
         client: str,
         header_id: str | None,
+        share: Share,
         parent: Context | None = None,
     ) -> Job:
         """Starts a request; waits for nothing if `starts_at_once`.
+
+        Args:
+            share: of the memory, which then holds what the answer needs.
 
         Raises:
             ApiError: it is refused.
@@ -209,6 +215,7 @@ class Front:
                     raise not_ready("the engine is gone. It starts again.", "engine_lost")
                 priority = 0 if request.fields.priority is None else as_priority(request.fields.priority)
                 name = self._name(prefix, request.fields.request_id, header_id)
+                share.hold(plan.num_bytes)
                 job = self._job(name, request, plan, facts, outlet, client, headers, parent)
             except MllmError as error:
                 raise of_error(error, request.fields.subject) from None

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine
-from typing import Any, Protocol
+from collections.abc import Awaitable, Callable
+from typing import Protocol
 
 from mllm_compile.server.api.errors import ApiError
 from mllm_compile.server.api.interfaces import Request
-from mllm_compile.server.flow.job import Job
+from mllm_compile.server.flow.memory import Share
 from mllm_compile.server.flow.writer import CHUNKS, Outlet, Send
 from mllm_compile.server.front import Front
-from mllm_compile.server.http import ClientGoneError, Receive, Scope, client_of, header, respond_error
+from mllm_compile.server.http import ClientGoneError, Receive, Scope, client_of, header, respond_error, unless_gone
 
 
 class RequestKind(Protocol):
@@ -34,6 +34,10 @@ def generate_endpoint(front: Front, kind: RequestKind) -> Callable[[Scope, Recei
     """The endpoint of an interface."""
 
     async def endpoint(scope: Scope, receive: Receive, send: Send) -> None:
+        with front.memory.share() as share:
+            await answer(scope, receive, send, share)
+
+    async def answer(scope: Scope, receive: Receive, send: Send, share: Share) -> None:
         client = client_of(scope)
         outlet = Outlet(send, scope.get("extensions", {}).get(CHUNKS, {}).get("write"))
 
@@ -42,16 +46,17 @@ def generate_endpoint(front: Front, kind: RequestKind) -> Callable[[Scope, Recei
             await respond_error(send, error, kind.refusal(error))
 
         try:
-            request = kind(await front.bodies.read(receive))
+            request = kind(await front.bodies.read(receive, share))
             name, parent = header(scope, b"x-request-id"), front.parent_of(scope["headers"])
-            starting = front.start(request, kind.prefix, outlet, client, name, parent)
+            starting = front.start(request, kind.prefix, outlet, client, name, share, parent)
             # Most wait for nothing, and need no tasks.
-            job = await (starting if front.starts_at_once(request) else _unless_gone(starting, receive))
+            job = await (starting if front.starts_at_once(request) else unless_gone(starting, receive))
         except ClientGoneError:
             return
         except ApiError as error:
             await refuse(error)
             return
+        del request, starting  # an answer may take long, and needs neither the body nor what was parsed of it
         this = asyncio.current_task()
         assert this is not None, "a server runs each request in a task"
         job.on_left = this.cancel
@@ -65,22 +70,3 @@ def generate_endpoint(front: Front, kind: RequestKind) -> Callable[[Scope, Recei
             job.leave()
 
     return endpoint
-
-
-async def _unless_gone(starting: Coroutine[Any, Any, Job], receive: Receive) -> Job:
-    """The job of a request, once it has started.
-
-    Raises:
-        ApiError: it is refused.
-        ClientGoneError: the client has left before.
-    """
-    gone = asyncio.ensure_future(receive())  # the body has come: there is nothing else to receive
-    task = asyncio.ensure_future(starting)
-    try:
-        await asyncio.wait({gone, task}, return_when=asyncio.FIRST_COMPLETED)
-        if not task.done():
-            raise ClientGoneError
-        return task.result()
-    finally:
-        task.cancel()
-        gone.cancel()

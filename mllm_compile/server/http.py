@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
-from typing import Any
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any, TypeVar
 
 import msgspec
 
 from mllm_compile.server.api.errors import ApiError
 from mllm_compile.server.flow.job import JSON
+from mllm_compile.server.flow.memory import Share, bytes_of_json
 from mllm_compile.server.flow.writer import Headers, Send
 
-_MOST_BYTES_AT_ONCE = 256 << 20  # of bodies that are being read
+T = TypeVar("T")
 
 Scope = dict[str, Any]
 Receive = Callable[[], Awaitable[dict[str, Any]]]
@@ -23,7 +24,7 @@ class ClientGoneError(Exception):
 
 
 class Bodies:
-    """Reads bodies; bounds each, and all that are read at once.
+    """Reads bodies; bounds each.
 
     Args:
         most_bytes: of a body.
@@ -32,11 +33,10 @@ class Bodies:
 
     def __init__(self, most_bytes: int, most_s: float = 60.0) -> None:
         self._most_bytes = most_bytes
-        self._held = 0
         self._most_s = most_s
 
-    async def read(self, receive: Receive) -> bytes:
-        """A request's body.
+    async def read(self, receive: Receive, share: Share) -> bytes:
+        """A request's body, whose share then holds what it will be when it is parsed.
 
         Raises:
             ApiError: it is too large, or too slow.
@@ -45,31 +45,48 @@ class Bodies:
         parts: list[bytes] = []
         size = 0
         end = asyncio.get_running_loop().time() + self._most_s
-        try:
-            while True:
-                try:
-                    async with asyncio.timeout_at(end):
-                        message = await receive()
-                except TimeoutError:
-                    late = f"the body has not come within {self._most_s:g} s"
-                    raise ApiError(408, late, code="request_timeout") from None
-                if message["type"] == "http.disconnect":
-                    raise ClientGoneError
-                part = message.get("body", b"")
-                size += len(part)
-                self._held += len(part)
-                if size > self._most_bytes:
-                    whole = self._most_bytes % (1 << 20) == 0
-                    most = f"{self._most_bytes >> 20} MiB" if whole else f"{self._most_bytes:,} bytes"
-                    why = f"the body is larger than {most}; the server's --max-body sets the bound"
-                    raise ApiError(413, why, code="body_too_large")
-                if self._held > _MOST_BYTES_AT_ONCE:
-                    raise ApiError(429, "too many large requests at once", code="too_many_bytes", retry_after_s=1)
-                parts.append(part)
-                if not message.get("more_body"):
-                    return b"".join(parts)
-        finally:
-            self._held -= size
+        while True:
+            try:
+                async with asyncio.timeout_at(end):
+                    message = await receive()
+            except TimeoutError:
+                late = f"the body has not come within {self._most_s:g} s"
+                raise ApiError(408, late, code="request_timeout") from None
+            if message["type"] == "http.disconnect":
+                raise ClientGoneError
+            part = message.get("body", b"")
+            size += len(part)
+            if size > self._most_bytes:
+                whole = self._most_bytes % (1 << 20) == 0
+                most = f"{self._most_bytes >> 20} MiB" if whole else f"{self._most_bytes:,} bytes"
+                why = f"the body is larger than {most}; the server's --max-body sets the bound"
+                raise ApiError(413, why, code="body_too_large")
+            share.hold(size)
+            parts.append(part)
+            if not message.get("more_body"):
+                body = b"".join(parts)
+                share.hold(bytes_of_json(body))
+                return body
+
+
+async def unless_gone(work: Coroutine[Any, Any, T], receive: Receive) -> T:
+    """The result of work for a client that waits for it.
+
+    Raises:
+        ClientGoneError: the client has left before, and the work has ended.
+    """
+    gone = asyncio.ensure_future(receive())  # the body has come: there is nothing else to receive
+    task = asyncio.ensure_future(work)
+    try:
+        await asyncio.wait({gone, task}, return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            return task.result()
+        task.cancel()
+        await asyncio.wait({task})
+        raise ClientGoneError
+    finally:
+        task.cancel()
+        gone.cancel()
 
 
 def header(scope: Scope, name: bytes) -> str | None:

@@ -10,6 +10,7 @@ import uvicorn
 
 from mllm_compile.server import connection
 from mllm_compile.server.api.errors import ApiError
+from mllm_compile.server.flow.memory import Memory
 from mllm_compile.server.http import Bodies
 from tests.hang_guard import HANG_S
 from tests.server.harness import fake_server
@@ -105,15 +106,15 @@ async def _hello(scope, receive, send) -> None:
 
 def test_a_body_that_does_not_end_gives_its_room_back():
     async def run() -> tuple[ApiError, int]:
-        bodies = Bodies(most_s=0.01)
+        bodies, memory = Bodies(most_s=0.01), Memory()
         parts = [{"type": "http.request", "body": b"x" * 1000, "more_body": True}]
 
         async def receive():
             return parts.pop() if parts else await asyncio.Event().wait()
 
-        with pytest.raises(ApiError) as refused:
-            await asyncio.wait_for(bodies.read(receive), HANG_S)
-        return refused.value, bodies._held
+        with pytest.raises(ApiError) as refused, memory.share() as share:
+            await asyncio.wait_for(bodies.read(receive, share), HANG_S)
+        return refused.value, memory.held
 
     error, held = asyncio.run(run())
     assert (error.status, error.code, held) == (408, "request_timeout", 0)

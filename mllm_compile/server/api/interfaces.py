@@ -6,6 +6,8 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any, Protocol
 
+import msgspec
+
 from mllm_compile.media.messages import has_media
 from mllm_compile.runtime.sampling.params import SamplingParams
 from mllm_compile.server.api import prompts
@@ -18,12 +20,14 @@ from mllm_compile.server.api.prompts import Prompt
 from mllm_compile.server.engine_facts import EngineFacts
 from mllm_compile.server.flow.choice import PromptRun
 from mllm_compile.server.flow.job import Format
+from mllm_compile.server.flow.memory import bytes_of_json
 from mllm_compile.text.calls.parser import CallParser
 
 # Of a body that is planned where it is read: handing it to a thread, and getting it back, would take as long. To check
 # ids holds the interpreter's lock wherever it runs; the tokenizer, which lets go of it, takes 0.4 ms for such a text.
 _QUICK_TEXT_BYTES = 512
 _QUICK_IDS_BYTES = 16 << 10
+_TOKEN_BYTES = 40  # of an integer in a list
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -34,6 +38,7 @@ class Plan:
         format: makes the answer's format, from its id, time, model and fingerprint.
         is_only_echoed: nothing is to be generated.
         make_parser: of the parser that reads an answer; None: it is its text.
+        kept_bytes: of the request, that the answer needs beside prompts and parameters.
     """
 
     prompts: list[Prompt]
@@ -41,6 +46,13 @@ class Plan:
     format: Callable[[dict[str, Any]], Format]
     is_only_echoed: bool = False
     make_parser: Callable[[], CallParser] | None = None
+    kept_bytes: int = 0
+
+    @property
+    def num_bytes(self) -> int:
+        """The memory that it takes while it runs, at about the most."""
+        prompts = sum(_TOKEN_BYTES * len(prompt.token_ids) + len(prompt.text or "") for prompt in self.prompts)
+        return prompts + _size_of(self.params) + self.kept_bytes
 
 
 class Request(Protocol):
@@ -158,7 +170,14 @@ def chat_plan(
         reading.params,
         lambda head: answers(head, reading.is_needed),
         make_parser=reading.parser if reading.is_needed else None,
+        kept_bytes=0 if fields.tools is None else bytes_of_json(msgspec.json.encode(fields.tools)),
     )
+
+
+def _size_of(params: SamplingParams) -> int:
+    """The memory of those parameters that may be long."""
+    form = params.structured_outputs
+    return (0 if form is None else len(form.text)) + _TOKEN_BYTES * len(params.allowed_token_ids or ())
 
 
 def _check_stream(fields: GenerateFields) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any, ClassVar
 
 import msgspec
@@ -109,7 +110,11 @@ class ResponsesRequest:
             "tools": [{"strict": False, "parameters": None, **tool} for tool in given.tools or ()],
             "top_p": params.top_p,
         }
-        return chat_plan(facts, self.fields, params, lambda head, is_read: ResponsesAnswers(head, is_read, said))
+        # As JSON they take no more than the client has sent.
+        repeated = {name: msgspec.Raw(msgspec.json.encode(value)) for name, value in said.items()}
+        plan = chat_plan(facts, self.fields, params, lambda head, is_read: ResponsesAnswers(head, is_read, repeated))
+        kept = plan.kept_bytes + sum(len(bytes(value)) for value in repeated.values())
+        return dataclasses.replace(plan, kept_bytes=kept)
 
 
 def _tool(index: int, tool: dict[str, Any]) -> dict[str, Any]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
+
 from mllm_compile.server.api.answers import encode
 from mllm_compile.server.api.blocks import Block, Blocks, Change, Kind
 from mllm_compile.server.api.errors import ApiError, openai_refusal
@@ -19,10 +21,10 @@ class ResponsesAnswers:
 
     Args:
         is_read: a parser reads it.
-        said: what the request has said of itself, which the answer repeats.
+        said: what the request has said of itself, which the answer repeats, as JSON.
     """
 
-    def __init__(self, head: dict[str, Any], is_read: bool, said: dict[str, Any]) -> None:
+    def __init__(self, head: dict[str, Any], is_read: bool, said: dict[str, msgspec.Raw]) -> None:
         self._id = head["id"].partition("_")[2]
         self._response = {
             "id": head["id"],
