@@ -12,7 +12,7 @@ from mllm_compile.errors import MllmError
 from mllm_compile.media.messages import has_media
 from mllm_compile.server.api import anthropic, anthropic_answers
 from mllm_compile.server.api.errors import ApiError, bad_request, not_ready, of_error, openai_refusal
-from mllm_compile.server.api.fields import ChatFields, read_fields, read_object
+from mllm_compile.server.api.fields import ChatFields, members_of, read_fields, read_object
 from mllm_compile.server.api.logprobs import TokenTexts
 from mllm_compile.server.api.prompts import chat_text
 from mllm_compile.server.engine_facts import EngineFacts
@@ -146,7 +146,7 @@ def _check_texts(fields: ChatFields) -> None:
 def _tokenize(front: Front) -> Answer:
     async def tokenize(body: bytes) -> dict[str, Any]:
         fields: TokenizeChatFields | TokenizeFields
-        if "messages" in read_object(body):
+        if "messages" in members_of(body):
             fields, _ = read_fields(TokenizeChatFields, body)
         else:
             fields, _ = read_fields(TokenizeFields, body)

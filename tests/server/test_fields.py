@@ -294,8 +294,10 @@ def test_the_texts_of_a_prompts_tokens_are_not_made_in_the_event_loop(monkeypatc
     async def facts(model: str | None) -> Any:
         return SimpleNamespace(tokenizer=tokenizer, hello=SimpleNamespace(max_model_len=64))
 
+    bodies = [b'{"prompt": "def", "return_token_strs": true}']
+
     async def receive() -> dict[str, Any]:
-        return {"type": "http.request", "body": b'{"prompt": "def", "return_token_strs": true}'}
+        return {"type": "http.request", "body": bodies.pop()} if bodies else await asyncio.Event().wait()
 
     async def send(message: dict[str, Any]) -> None:
         sent.append(message)

@@ -8,6 +8,7 @@ handed over as they came, and so are its messages.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Mapping
 from typing import Any, ClassVar, Literal, TypeVar
 
@@ -170,6 +171,8 @@ class ChatFields(GenerateFields, kw_only=True):
 
 
 _KINDS = (ChatFields, CompletionFields)
+_NAMES = frozenset(name for kind in _KINDS for name in kind.__struct_fields__)
+_MEMBERS = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 F = TypeVar("F", bound=msgspec.Struct)
 _GZIP = b"\x1f\x8b"
@@ -182,7 +185,15 @@ def read_fields(kind: type[F], body: bytes, foreign: ForeignFields = FOREIGN) ->
     Raises:
         ApiError: it is no JSON object, a field is of another type, or one that is refused.
     """
-    given = read_object(body)
+    whole = members_of(body)
+    path: str | None = getattr(kind, "path", None)
+    own = _names_of(kind)
+    others = frozenset[str]() if path is None else _NAMES
+    given = {  # what no answer depends on may be of any size, and is not parsed
+        name: _value(name, text)
+        for name, text in whole.items()
+        if name in own or name in others or (name in foreign and not foreign[name].is_taken)
+    }
     for name, ours in RENAMED.items():
         if given.get(name) is not None and given.setdefault(ours, given[name]) != given[name]:
             raise bad_request(f"{name}: expected {ours} alone, which it is another name of", name)
@@ -190,25 +201,41 @@ def read_fields(kind: type[F], body: bytes, foreign: ForeignFields = FOREIGN) ->
         fields = msgspec.convert(given, kind)
     except (msgspec.ValidationError, RecursionError) as error:
         raise _wrong_type(error) from None
-    unknown = []
-    for name in given.keys() - set(kind.__struct_fields__) - RENAMED.keys():
+    for name in given.keys() - own:
         value = given[name]
         if name in foreign:
             if not foreign[name].takes(value):
                 raise bad_request(f"{name}: {foreign[name].why}.", name, "unsupported_field")
-        else:
-            path: str | None = getattr(kind, "path", None)
-            others = [] if path is None else [one.path for one in _KINDS if name in one.__struct_fields__]
-            if not others:
-                unknown.append(name)
-            elif not _asks_for_nothing(name, value):
-                why = f"{name}: {path} has no such field. Use {' or '.join(others)}"
-                raise bad_request(why, name, "unsupported_field")
-    return fields, sorted(unknown, key=list(given).index)
+        elif not _asks_for_nothing(name, value):
+            paths = " or ".join(one.path for one in _KINDS if name in one.__struct_fields__)
+            raise bad_request(f"{name}: {path} has no such field. Use {paths}", name, "unsupported_field")
+    return fields, [name for name in whole if name not in given and name not in foreign]
+
+
+@functools.cache
+def _names_of(kind: type[msgspec.Struct]) -> frozenset[str]:
+    return frozenset((*kind.__struct_fields__, *RENAMED))
 
 
 def _asks_for_nothing(name: str, value: Any) -> bool:
     return not value or value in _NOTHING.get(name, ()) or value == getattr(SamplingParams, name, None)
+
+
+def members_of(body: bytes) -> dict[str, msgspec.Raw]:
+    """Name → JSON of the members of a body, which are not parsed.
+
+    Raises:
+        ApiError: it is no JSON object.
+    """
+    if body.startswith(_GZIP):
+        raise wrong_encoding("gzip")
+    try:
+        return _MEMBERS.decode(body)
+    except msgspec.ValidationError as error:
+        other = str(error).rpartition("got ")[2].strip("`")
+        raise bad_request(f"the body is JSON, but of type {other}; expected an object") from None
+    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
+        raise bad_request(f"the body is no JSON: {error}") from None
 
 
 def read_object(body: bytes) -> dict[str, Any]:
@@ -217,15 +244,14 @@ def read_object(body: bytes) -> dict[str, Any]:
     Raises:
         ApiError: it is none.
     """
-    if body.startswith(_GZIP):
-        raise wrong_encoding("gzip")
+    return {name: _value(name, text) for name, text in members_of(body).items()}
+
+
+def _value(name: str, text: msgspec.Raw) -> Any:
     try:
-        given = msgspec.json.decode(body)
+        return msgspec.json.decode(text)
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
-        raise bad_request(f"the body is no JSON: {error}") from None
-    if not isinstance(given, dict):
-        raise bad_request(f"the body is JSON, but a {type(given).__name__}; expected an object")
-    return given
+        raise bad_request(f"{name}: it is no JSON: {error}", name) from None
 
 
 def _wrong_type(error: Exception) -> ApiError:
