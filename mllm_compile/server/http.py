@@ -87,6 +87,7 @@ async def unless_gone(work: Coroutine[Any, Any, T], receive: Receive) -> T:
     finally:
         task.cancel()
         gone.cancel()
+        del task, gone  # an exception of theirs knows this frame: together they would live until a collection
 
 
 def header(scope: Scope, name: bytes) -> str | None:

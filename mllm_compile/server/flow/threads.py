@@ -29,3 +29,5 @@ class Threads:
             except asyncio.CancelledError:
                 await asyncio.wait({done})
                 raise
+            finally:
+                del done  # its exception knows this frame: together they would live until a collection
