@@ -132,7 +132,7 @@ class _Guarded:
         self._origins = options.allowed_origins
         self._root = options.root_path
         self._known_hosts = {_place_of(origin) for origin in options.allowed_origins}
-        self._is_private = options.is_local and not options.api_keys
+        self._is_private = options.is_local and options.uds is None and not options.api_keys
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self._leave_root(scope)

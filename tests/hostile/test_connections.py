@@ -136,13 +136,6 @@ def test_what_follows_an_answer_that_is_on_its_way_does_not_break_it(server):
     assert [status for status, _ in found] == [200]
 
 
-def test_trailers_are_no_headers():
-    with fake_server({"api_keys": ["secret"]}) as guarded:
-        chunked = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n0\r\n"
-        statuses = [status for status, _ in say(guarded, chunked + b"authorization: Bearer secret\r\n\r\n")]
-        assert statuses == [401]
-
-
 @pytest.mark.parametrize("is_stream", [False, True])
 def test_a_client_that_shuts_its_sending_side_gets_its_answer(server, is_stream):
     body = fields(max_tokens=300, ignore_eos=True, stream=is_stream)

@@ -60,6 +60,13 @@ def test_a_head_or_trailer_without_an_end_is_cut_off(server, start, part):
     assert server.get("/health").status == 200
 
 
+def test_trailers_are_no_headers(server):
+    chunked = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n0\r\n"
+    with socket.create_connection(("127.0.0.1", server.port), timeout=HANG_S) as client:
+        client.sendall(chunked + b"authorization: Bearer secret\r\n\r\n")
+        assert client.recv(12) == b"HTTP/1.1 401"
+
+
 def test_a_body_is_not_counted_as_head(server):
     key = {"authorization": "Bearer secret"}
     for size in (1 << 20, 8 << 20):
@@ -106,7 +113,7 @@ async def _hello(scope, receive, send) -> None:
 
 def test_a_body_that_does_not_end_gives_its_room_back():
     async def run() -> tuple[ApiError, int]:
-        bodies, memory = Bodies(most_s=0.01), Memory()
+        bodies, memory = Bodies(1 << 20, most_s=0.01), Memory()
         parts = [{"type": "http.request", "body": b"x" * 1000, "more_body": True}]
 
         async def receive():

@@ -36,7 +36,7 @@ class Memory:
 
     @contextmanager
     def share(self) -> Iterator[Share]:
-        """What one request holds, until it is over."""
+        """The share of one request, until it is over."""
         share = Share(self)
         try:
             yield share
@@ -56,7 +56,7 @@ class Memory:
 
 
 class Share:
-    """What one request holds of it."""
+    """The memory that one request holds."""
 
     def __init__(self, memory: Memory) -> None:
         self._memory = memory
