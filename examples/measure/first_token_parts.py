@@ -37,6 +37,8 @@ from mllm_compile.engine.loop import EngineCore
 from mllm_compile.engine.requests import RequestBuilder
 from mllm_compile.engine.streams import Countdown
 from mllm_compile.process.console import print_table
+from mllm_compile.runtime.attention.captured.mixed import CapturedMixed
+from mllm_compile.runtime.attention.captured.prompts import CapturedPrompts
 from mllm_compile.runtime.attention.flashinfer.prefill import CapturedPrefill
 from mllm_compile.runtime.attention.flashinfer_backend import FlashInferAttnBackend
 from mllm_compile.runtime.attention.split.split_decode import SplitDecodeSpace
@@ -66,14 +68,14 @@ PARTS: tuple[tuple[int, type, str], ...] = (
     (1, Planner, "plan"),
     (1, PromptGraphs, "launch"),
     (2, PromptSlots, "write"),
-    (3, FlashInferAttnBackend, "write_prompt_work"),
+    (3, CapturedPrompts, "write_prompt_work"),
     (1, ForwardPath, "_upload"),
     (2, StepInputs, "upload"),
     (1, ForwardPath, "_forward_batch"),
     (1, ModelRunner, "forward"),
-    (2, FlashInferAttnBackend, "runs_well_captured"),
+    (2, CapturedMixed, "runs_well_captured"),
     (2, MixedGraphs, "replay"),
-    (3, FlashInferAttnBackend, "init_forward_metadata_replay_mixed"),
+    (3, CapturedMixed, "init_forward_metadata_replay_mixed"),
     (4, SplitDecodeSpace, "list_pages"),
     (4, CapturedPrefill, "plan"),
     (3, torch.cuda.CUDAGraph, "replay"),

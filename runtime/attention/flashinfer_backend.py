@@ -4,8 +4,8 @@ Per batch and plan group (layers equal in window, soft cap, scale and heads) the
 (flashinfer/prefill.py), and one for the decodes, which come first in a batch (flashinfer/decode.py), unless the program
 brings its own kernel for them (split_decode.py). flashinfer/wrappers.py makes what plans them; flashinfer/kernels.py
 chooses FlashInfer's kernel for each; flashinfer/plan.py has pages and plan buffers. Decodes can be captured in a CUDA
-graph (captured/decodes.py); so can steps with prompts, where fa3 and the program's own kernels serve them
-(captured/mixed.py), and prompts alone (captured/fresh.py, captured/extends.py).
+graph (captured/decodes.py, captured/cascades.py); so can steps with prompts, where fa3 and the program's own kernels
+serve them (captured/mixed.py), and prompts alone (captured/prompts.py).
 
 Shape legend: T tokens, R requests, H query heads, Hk kv heads, D head dim, P page entries.
 """
@@ -13,7 +13,6 @@ Shape legend: T tokens, R requests, H query heads, Hk kv heads, D head dim, P pa
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -30,10 +29,12 @@ from mllm_compile.runtime.attention.capture import (
     FusesRope,
     Unrotated,
 )
+from mllm_compile.runtime.attention.captured.cascades import CapturedCascades
 from mllm_compile.runtime.attention.captured.decodes import DecodeSteps, check_capturable, make_graph_buffers
 from mllm_compile.runtime.attention.captured.extends import ExtendSteps
 from mllm_compile.runtime.attention.captured.fresh import FreshSteps
-from mllm_compile.runtime.attention.captured.mixed import MixedStep, MixedSteps
+from mllm_compile.runtime.attention.captured.mixed import CapturedMixed, MixedSteps
+from mllm_compile.runtime.attention.captured.prompts import CapturedPrompts
 from mllm_compile.runtime.attention.flashinfer.blocks import ImageBlocks
 from mllm_compile.runtime.attention.flashinfer.cascade import CascadeDecode, CascadeRows
 from mllm_compile.runtime.attention.flashinfer.decode import DecodeRows, PlannedGroup, SplitGroup
@@ -48,13 +49,13 @@ from mllm_compile.runtime.attention.flashinfer.kernels import (
 )
 from mllm_compile.runtime.attention.flashinfer.parts import DividedPrefill
 from mllm_compile.runtime.attention.flashinfer.plan import PagedView, make_paged_view
+from mllm_compile.runtime.attention.flashinfer.planned import DecodeMetadata, Planned, PrefillMetadata
 from mllm_compile.runtime.attention.flashinfer.prefill import GroupOwnPrefill, GroupPrefill, OwnPrefill, PrefillRows
 from mllm_compile.runtime.attention.flashinfer.sinks import run_with_sinks
 from mllm_compile.runtime.attention.flashinfer.wrappers import GroupWrappers
 from mllm_compile.runtime.attention.layer import AttentionLayer
 from mllm_compile.runtime.attention.metadata import (
     CommonAttentionMetadata,
-    StepPrompts,
     split_decodes_and_prefills,
 )
 from mllm_compile.runtime.attention.split import shared_prefix
@@ -70,28 +71,7 @@ __all__ = [
 ]
 
 
-@dataclass(frozen=True)
-class DecodeMetadata:
-    """Decode wrappers, one a plan group: planned, or the program's own, which need no plan."""
-
-    decode_wrappers: list[Any]
-
-
-@dataclass(frozen=True)
-class PrefillMetadata:
-    """Planned prefill wrappers, one a plan group; with use_ragged they read the new k and v, not the pages.
-
-    They are given the tokens from `first_token` on.
-    """
-
-    prefill_wrappers: list[Any]
-    use_ragged: bool
-    first_token: int = 0
-
-
-class FlashInferAttnBackend(
-    AttentionBackend, FusesRope, Cascades, CapturesDecodes, CapturesCascades, CapturesMixed, CapturesPrompts
-):
+class FlashInferAttnBackend(AttentionBackend, FusesRope, Cascades, CapturesDecodes):
     """Attends by FlashInfer; the KV pool comes with each batch."""
 
     def __init__(self, wrappers: GroupWrappers) -> None:
@@ -109,7 +89,6 @@ class FlashInferAttnBackend(
         self._group_prefills = wrappers.prefills
         self._group_cascades = wrappers.cascades
         self._split_space = wrappers.split_space
-        self._shared_prefix = wrappers.shared_prefix
         self._has_own_prefills = any(isinstance(prefill, GroupOwnPrefill) for prefill in self._group_prefills)
         self._cascaded = [
             layer for layer in wrappers.layers if self._group_cascades[self._group_of[layer.name]] is not None
@@ -118,15 +97,11 @@ class FlashInferAttnBackend(
         self.page_size = wrappers.page_size
         self.req_to_token = wrappers.req_to_token
         self._decode_steps: DecodeSteps | None = None  # see init_cuda_graph_state
-        self._mixed_steps = self._make_mixed_steps()
-        self._fresh_steps: FreshSteps | None
-        self._extend_steps: ExtendSteps | None
-        self._fresh_steps, self._extend_steps = self._make_prompt_steps()
+        self._planned = Planned()
+        self._captured_cascades = self._make_captured_cascades()
+        self._captured_mixed = self._make_captured_mixed()
+        self._captured_prompts = self._make_captured_prompts()
         self._image_blocks: ImageBlocks | None = None
-        self._has_blocks = False  # in the batch
-        self._num_decodes = 0
-        self.decode_metadata: DecodeMetadata | None = None
-        self.prefill_metadata: PrefillMetadata | None = None
         wrappers.load()
 
     # Planning ---------------------------------------------------------------------------------------------------------
@@ -134,8 +109,6 @@ class FlashInferAttnBackend(
     def init_forward_metadata(self, batch: ForwardBatch) -> None:
         common = CommonAttentionMetadata.of(batch)
         num_decodes, num_prefills, *_ = split_decodes_and_prefills(common)
-        self._num_decodes = num_decodes
-        self.decode_metadata = self.prefill_metadata = None
 
         @cache
         def pages_of(window_left: int) -> PagedView:
@@ -151,21 +124,34 @@ class FlashInferAttnBackend(
         num_listed = num_decodes + num_prefills if self._has_own_prefills else num_decodes
         if self._split_space is not None and num_listed:  # the program's own kernels read the pages of these
             self._split_space.list_pages(batch.req_pool_indices[:num_listed])
+        self._planned.set(None, None, num_decodes=0)  # what fails below leaves no plan of another batch
+        decodes = prefills = None
         if num_decodes:
-            decodes = DecodeRows(batch.seq_lens[:num_decodes], lambda window, _: pages_of(window).part(0, num_decodes))
-            self.decode_metadata = DecodeMetadata(self._plan_decodes(batch, decodes))
+            rows = DecodeRows(batch.seq_lens[:num_decodes], lambda window, _: pages_of(window).part(0, num_decodes))
+            decodes = DecodeMetadata(self._plan_decodes(batch, rows))
         if num_prefills:
-            self.prefill_metadata = self._plan_prefills(batch, num_decodes, pages_of)
-        self._plan_blocks(batch)
+            prefills = self._plan_prefills(batch, num_decodes, pages_of)
+        self._planned.set(decodes, prefills, num_decodes, has_blocks=self._plan_blocks(batch))
 
-    def _plan_blocks(self, batch: ForwardBatch) -> None:
+    @property
+    def decode_metadata(self) -> DecodeMetadata | None:
+        """The planned decodes."""
+        return self._planned.decodes
+
+    @property
+    def prefill_metadata(self) -> PrefillMetadata | None:
+        """The planned prefills."""
+        return self._planned.prefills
+
+    def _plan_blocks(self, batch: ForwardBatch) -> bool:
+        """Plans the batch's image blocks; False: there are none."""
         blocks = batch.media.blocks if batch.media is not None else ()
-        self._has_blocks = bool(blocks)
         if not blocks:
-            return
+            return False
         if self._image_blocks is None:
             self._image_blocks = ImageBlocks(self._wrappers.make_prefill, self.groups, self.page_size)
         self._image_blocks.plan(batch, blocks, CommonAttentionMetadata.of(batch).block_table)
+        return True
 
     def _plan_decodes(self, batch: ForwardBatch, decodes: DecodeRows) -> list[Any]:
         """The wrapper of each group; cascades where the batch's decodes begin alike and the group has one."""
@@ -216,6 +202,13 @@ class FlashInferAttnBackend(
         rows = batch.req_pool_indices[num_decodes : common.num_reqs]
         return make_paged_view(common.block_table, rows, *lengths, -1, page_size=1).indices
 
+    def reads_pages(self, batch: ForwardBatch) -> bool:
+        is_captured = self._captured_mixed is not None and self._captured_mixed.steps.holds(batch.num_tokens)
+        reads_new_alone = prefills_new_tokens_alone(self.kv_cache_dtype, has_prefix=False)
+        if is_captured or self._has_own_prefills or batch.media is not None or not reads_new_alone:
+            return True
+        return not CommonAttentionMetadata.of(batch).is_fresh
+
     # Running ----------------------------------------------------------------------------------------------------------
 
     def forward_decode(self, inputs: AttentionInputs) -> None:
@@ -224,28 +217,28 @@ class FlashInferAttnBackend(
         _run_decode(self._decode_wrapper(layer), inputs.q, pages, inputs.out, layer)
 
     def forward_extend(self, inputs: AttentionInputs) -> None:
-        if self.decode_metadata is None and self.prefill_metadata is None:
+        decodes, prefills, num_decodes = self.decode_metadata, self.prefill_metadata, self._planned.num_decodes
+        if decodes is None and prefills is None:
             raise RuntimeError("call init_forward_metadata with the batch before forward")
         q, out, layer = inputs.q, inputs.out, inputs.layer
         pages = inputs.batch.token_to_kv_pool.get_pages(layer.layer_id)
-        num_decodes, group_index = self._num_decodes, self._group_index(layer)
-        if self.decode_metadata is not None:
-            wrapper = self.decode_metadata.decode_wrappers[group_index]
-            _run_decode(wrapper, q[:num_decodes], pages, out[:num_decodes], layer)
-        if self.prefill_metadata is not None:
-            wrapper = self.prefill_metadata.prefill_wrappers[group_index]
+        group_index = self._group_index(layer)
+        if decodes is not None:
+            _run_decode(decodes.decode_wrappers[group_index], q[:num_decodes], pages, out[:num_decodes], layer)
+        if prefills is not None:
+            wrapper = prefills.prefill_wrappers[group_index]
             if isinstance(wrapper, OwnPrefill):
                 wrapper.run(q, pages, out)
                 return
-            new = slice(self.prefill_metadata.first_token, None)
+            new = slice(prefills.first_token, None)
             if isinstance(wrapper, DividedPrefill):
                 wrapper.run(q[new], inputs.k[new], inputs.v[new], pages, out[new])
             else:
-                keys_and_values = (inputs.k[new], inputs.v[new]) if self.prefill_metadata.use_ragged else (pages,)
+                keys_and_values = (inputs.k[new], inputs.v[new]) if prefills.use_ragged else (pages,)
                 run_with_sinks(wrapper, q[new], *keys_and_values, out=out[new], sinks=layer.sink_logits)
-        media = inputs.batch.media
-        if self._has_blocks and self._image_blocks is not None and media and media.blocks_of(layer.params.window_left):
-            self._image_blocks.run(group_index, q, pages, out, layer)
+        media, blocks = inputs.batch.media, self._image_blocks
+        if self._planned.has_blocks and blocks is not None and media and media.blocks_of(layer.params.window_left):
+            blocks.run(group_index, q, pages, out, layer)
 
     @property
     def cascades(self) -> Cascades | None:
@@ -259,25 +252,6 @@ class FlashInferAttnBackend(
     def query_blocks(self) -> float:
         heads = [group.num_heads for group in self.groups if self._wrappers.has_fa3(group)]
         return self._wrappers.num_sms / max(heads) if heads else 0.0
-
-    @property
-    def captured_cascades(self) -> CapturesCascades | None:
-        return None if self._shared_prefix is None or self.page_table is None else self
-
-    def use_cascade(self) -> None:
-        space, prefix = self._split_space, self._shared_prefix
-        if space is None or prefix is None or self.decode_metadata is None:
-            raise RuntimeError("the program has no kernels for captured cascades: ask for captured_cascades first")
-        wrappers = list(self.decode_metadata.decode_wrappers)
-        for index, piece in self._wrappers.own_cascades.items():
-            seq_lens = wrappers[index].seq_lens
-            wrappers[index] = prefix.prepare(piece, self.groups[index], space.page_table, seq_lens)
-        self.decode_metadata = DecodeMetadata(wrappers)
-
-    def share_prefix(self, num_tokens: int) -> None:
-        if self._shared_prefix is None:
-            raise RuntimeError("the program has no kernels for captured cascades: ask for captured_cascades first")
-        self._shared_prefix.share(num_tokens)
 
     @property
     def rope(self) -> FusesRope:
@@ -307,23 +281,53 @@ class FlashInferAttnBackend(
 
     # CUDA graphs ------------------------------------------------------------------------------------------------------
 
-    def _make_mixed_steps(self) -> MixedSteps | None:
-        """The captured steps with prompts; None where something is in the way."""
+    @property
+    def mixed(self) -> CapturesMixed | None:
+        return self._captured_mixed
+
+    @property
+    def prompts(self) -> CapturesPrompts | None:
+        return self._captured_prompts
+
+    @property
+    def captured_cascades(self) -> CapturesCascades | None:
+        return self._captured_cascades
+
+    @property
+    def mixed_obstacle(self) -> str | None:
+        version = self._wrappers.flashinfer_version
+        for decode, prefill in zip(self._group_decodes, self._group_prefills, strict=True):
+            if not isinstance(decode, SplitGroup):
+                return "decodes of some layers are by FlashInfer's kernels and not by those of the program"
+            if obstacle := prefill.capture_obstacle(version):
+                return obstacle
+        return None
+
+    def _make_captured_mixed(self) -> CapturedMixed | None:
+        """None where something is in the way."""
         if self._split_space is None or self.mixed_obstacle:
             return None
         decodes = [decode for decode in self._group_decodes if isinstance(decode, SplitGroup)]
         prefills = [prefill for prefill in self._group_prefills if isinstance(prefill, GroupPrefill)]
-        return MixedSteps(decodes, prefills, self._split_space, self._wrappers.max_requests, self._wrappers.device)
+        steps = MixedSteps(decodes, prefills, self._split_space, self._wrappers.max_requests, self._wrappers.device)
+        return CapturedMixed(steps, prefills, self._planned)
 
-    def _make_prompt_steps(self) -> tuple[FreshSteps, ExtendSteps] | tuple[None, None]:
-        """The captured steps of prompts alone; None where something is in the way."""
-        if self._mixed_steps is None or not prefills_new_tokens_alone(self.kv_cache_dtype, has_prefix=False):
-            return None, None
+    def _make_captured_prompts(self) -> CapturedPrompts | None:
+        """None where something is in the way."""
+        if self._captured_mixed is None or not prefills_new_tokens_alone(self.kv_cache_dtype, has_prefix=False):
+            return None
         groups = [group for group in self._group_prefills if isinstance(group, GroupPrefill)]
         works = [group.works for group in groups if group.works is not None]
         if len(works) < len(groups):
-            return None, None
-        return FreshSteps(groups, works), ExtendSteps(groups, works, self.page_size)
+            return None
+        return CapturedPrompts(FreshSteps(groups, works), ExtendSteps(groups, works, self.page_size), self._planned)
+
+    def _make_captured_cascades(self) -> CapturedCascades | None:
+        """None where the program has no kernels for them, or decodes are planned before a replay."""
+        prefix, page_table = self._wrappers.shared_prefix, self.page_table
+        if prefix is None or page_table is None:
+            return None
+        return CapturedCascades(self._wrappers.own_cascades, self.groups, prefix, page_table, self._planned)
 
     @property
     def decodes(self) -> CapturesDecodes:
@@ -413,86 +417,7 @@ class FlashInferAttnBackend(
         return self._decode_steps
 
     def _set_decodes(self, bs: int, wrappers: list[Any]) -> None:
-        self._num_decodes, self._has_blocks = bs, False
-        self.decode_metadata, self.prefill_metadata = DecodeMetadata(wrappers), None
-
-    @property
-    def mixed_obstacle(self) -> str | None:
-        version = self._wrappers.flashinfer_version
-        for decode, prefill in zip(self._group_decodes, self._group_prefills, strict=True):
-            if not isinstance(decode, SplitGroup):
-                return "decodes of some layers are by FlashInfer's kernels and not by those of the program"
-            if obstacle := prefill.capture_obstacle(version):
-                return obstacle
-        return None
-
-    @property
-    def mixed(self) -> CapturesMixed | None:
-        return None if self._mixed_steps is None else self
-
-    def runs_well_captured(self, batch: ForwardBatch) -> bool:
-        common = CommonAttentionMetadata.of(batch)
-        prefix_lens = common.num_computed_tokens_cpu.numpy()[common.num_decodes :]
-        query_lens = common.seq_lens_cpu.numpy()[common.num_decodes :] - prefix_lens
-        prefills = [group for group in self._group_prefills if isinstance(group, GroupPrefill)]
-        first_slot = batch.first_slot if len(prefix_lens) == 1 else None
-        return all(group.runs_well_captured(query_lens, prefix_lens, first_slot) for group in prefills)
-
-    def reads_pages(self, batch: ForwardBatch) -> bool:
-        is_captured = self._mixed_steps is not None and self._mixed_steps.holds(batch.num_tokens)
-        reads_new_alone = prefills_new_tokens_alone(self.kv_cache_dtype, has_prefix=False)
-        if is_captured or self._has_own_prefills or batch.media is not None or not reads_new_alone:
-            return True
-        return not CommonAttentionMetadata.of(batch).is_fresh
-
-    @property
-    def prompts(self) -> CapturesPrompts | None:
-        return None if self._fresh_steps is None else self
-
-    def prompt_work_bytes(self, extends: bool) -> int:
-        fresh, behind = self._captured_prompts
-        return (behind if extends else fresh).work_bytes
-
-    def init_forward_metadata_capture_prompts(self, num_tokens: int, work: torch.Tensor, extends: bool) -> None:
-        self._num_decodes, self._has_blocks = 0, False
-        self.decode_metadata = None
-        fresh, behind = self._captured_prompts
-        wrappers = (behind if extends else fresh).capture(num_tokens, work)
-        self.prefill_metadata = PrefillMetadata(wrappers, use_ragged=not extends)
-
-    def write_prompt_work(self, num_tokens: int, memory: np.ndarray, prompts: StepPrompts) -> bool:
-        fresh, behind = self._captured_prompts
-        if prompts.extends:
-            return behind.write(num_tokens, memory, prompts)
-        return fresh.write(memory, prompts.starts)
-
-    @property
-    def _captured_prompts(self) -> tuple[FreshSteps, ExtendSteps]:
-        if self._fresh_steps is None or self._extend_steps is None:
-            raise RuntimeError("prompts alone are not captured with this backend's kernels: ask for prompts first")
-        return self._fresh_steps, self._extend_steps
-
-    def init_forward_metadata_capture_mixed(self, num_tokens: int) -> None:
-        self._set_mixed(self._captured_mixed.capture(num_tokens))
-
-    def begin_captured_mixed(self, num_tokens: int, rows: torch.Tensor) -> None:
-        self._captured_mixed.begin(num_tokens, rows)
-
-    def init_forward_metadata_replay_mixed(self, num_tokens: int, batch: ForwardBatch) -> None:
-        common = CommonAttentionMetadata.of(batch)
-        self._set_mixed(self._captured_mixed.replay(num_tokens, common, batch.req_pool_indices))
-
-    @property
-    def _captured_mixed(self) -> MixedSteps:
-        if self._mixed_steps is None:
-            raise RuntimeError("steps with prompts cannot be captured with this backend's kernels")
-        return self._mixed_steps
-
-    def _set_mixed(self, step: MixedStep) -> None:
-        self._has_blocks = False
-        self._num_decodes = step.num_rows  # rows that decode kernels are given; those that are no decodes have no keys
-        self.decode_metadata = DecodeMetadata(step.decodes)
-        self.prefill_metadata = PrefillMetadata(step.prefills, use_ragged=False)
+        self._planned.set(DecodeMetadata(wrappers), None, num_decodes=bs)
 
 
 def _run_decode(

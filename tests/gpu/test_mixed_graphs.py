@@ -178,7 +178,7 @@ def test_served_prompts_are_launched_so_and_get_their_tokens(runner, monkeypatch
 
 @pytest.mark.parametrize("listed_ahead", [False, True])
 def test_a_replay_follows_pages_that_were_given_to_others(runner, monkeypatch, listed_ahead):
-    steps = runner.attn_backend._captured_mixed._steps
+    steps = runner.attn_backend.mixed.steps._steps
     if listed_ahead:  # where a page table is large: the graph, which lists them too here, then changes nothing
         steps[24] = replace(steps[24], lists_pages=False)
     for seed in range(6):

@@ -23,10 +23,13 @@ from typing import Any
 import numpy as np
 import torch
 
+from mllm_compile.runtime.attention.capture import CapturesMixed
 from mllm_compile.runtime.attention.flashinfer.decode import DecodeRows, SplitGroup
+from mllm_compile.runtime.attention.flashinfer.planned import DecodeMetadata, Planned, PrefillMetadata
 from mllm_compile.runtime.attention.flashinfer.prefill import CapturedPrefill, GroupPrefill
 from mllm_compile.runtime.attention.metadata import CommonAttentionMetadata
 from mllm_compile.runtime.attention.split.split_decode import SplitDecodeSpace
+from mllm_compile.runtime.forward_batch import ForwardBatch
 
 # Entries of a page table that a capture makes: less than 10 µs.
 _MOST_LISTED = 2**18
@@ -129,3 +132,38 @@ class MixedSteps:
 
 def _no_pages(window_left: int, indices_out: torch.Tensor | None) -> Any:
     raise RuntimeError("the program's own decode kernels list no pages")
+
+
+class CapturedMixed(CapturesMixed):
+    """A backend's captured steps with prompts."""
+
+    def __init__(self, steps: MixedSteps, prefills: Sequence[GroupPrefill], planned: Planned) -> None:
+        """
+        Args:
+            prefills: the steps'.
+            planned: the backend's.
+        """
+        self.steps = steps
+        self._prefills = prefills
+        self._planned = planned
+
+    def runs_well_captured(self, batch: ForwardBatch) -> bool:
+        common = CommonAttentionMetadata.of(batch)
+        prefix_lens = common.num_computed_tokens_cpu.numpy()[common.num_decodes :]
+        query_lens = common.seq_lens_cpu.numpy()[common.num_decodes :] - prefix_lens
+        first_slot = batch.first_slot if len(prefix_lens) == 1 else None
+        return all(group.runs_well_captured(query_lens, prefix_lens, first_slot) for group in self._prefills)
+
+    def init_forward_metadata_capture_mixed(self, num_tokens: int) -> None:
+        self._take(self.steps.capture(num_tokens))
+
+    def begin_captured_mixed(self, num_tokens: int, rows: torch.Tensor) -> None:
+        self.steps.begin(num_tokens, rows)
+
+    def init_forward_metadata_replay_mixed(self, num_tokens: int, batch: ForwardBatch) -> None:
+        self._take(self.steps.replay(num_tokens, CommonAttentionMetadata.of(batch), batch.req_pool_indices))
+
+    def _take(self, step: MixedStep) -> None:
+        """Rows that decode kernels are given, of which some are no decodes, have no keys."""
+        prefills = PrefillMetadata(step.prefills, use_ragged=False)
+        self._planned.set(DecodeMetadata(step.decodes), prefills, step.num_rows)

@@ -29,6 +29,7 @@ from mllm_compile.runtime.attention.flashinfer.kernels import (
 )
 from mllm_compile.runtime.attention.flashinfer.parts import DividedPrefill
 from mllm_compile.runtime.attention.flashinfer.plan import make_paged_view
+from mllm_compile.runtime.attention.flashinfer.planned import Planned
 from mllm_compile.runtime.attention.flashinfer.prefill import GroupPrefill, PrefillRows
 from mllm_compile.runtime.attention.flashinfer.prefill_cost import PrefillLoad
 from mllm_compile.runtime.attention.flashinfer.work_list import WorkList
@@ -67,12 +68,17 @@ def test_padding_has_no_keys_where_no_decode_is_planned_by_flashinfer(groups, pa
     assert backend.get_cuda_graph_seq_len_fill_value() == padding_len
 
 
+def captured(most: int) -> SimpleNamespace:
+    """Captured steps of up to so many tokens."""
+    return SimpleNamespace(steps=SimpleNamespace(holds=lambda count: count <= most))
+
+
 @pytest.mark.parametrize(
     ("prefix", "changes", "reads"),
     [
         ([0, 0], {}, False),
-        ([0, 0], {"_mixed_steps": SimpleNamespace(holds=lambda count: count == 12)}, False),
-        ([0, 0], {"_mixed_steps": SimpleNamespace(holds=lambda count: count == 13)}, True),
+        ([0, 0], {"_captured_mixed": captured(most=12)}, False),
+        ([0, 0], {"_captured_mixed": captured(most=13)}, True),
         ([0, 3], {}, True),
         ([0, 0], {"_has_own_prefills": True}, True),
         ([0, 0], {"kv_cache_dtype": torch.float8_e4m3fn}, True),
@@ -80,7 +86,7 @@ def test_padding_has_no_keys_where_no_decode_is_planned_by_flashinfer(groups, pa
 )
 def test_new_keys_alone_are_read_as_they_come_and_not_from_pages(prefix, changes, reads):
     backend = object.__new__(FlashInferAttnBackend)
-    plain = {"_has_own_prefills": False, "_mixed_steps": None, "kv_cache_dtype": torch.bfloat16}
+    plain = {"_has_own_prefills": False, "_captured_mixed": None, "kv_cache_dtype": torch.bfloat16}
     backend.__dict__.update(plain | changes)
     batch = make_case(make_layer(), prefix, [9, 4]).batch
     assert backend.reads_pages(batch) is reads
@@ -109,8 +115,9 @@ def test_attention_rotates_decodes_alone_and_by_kernels_that_do(decode, has_pref
     backend = FlashInferAttnBackend.__new__(FlashInferAttnBackend)  # as planned; making one needs FlashInfer
     layer = make_layer()
     backend._group_of = {layer.name: 0}
-    backend.decode_metadata = None if decode is None else DecodeMetadata([wrappers[decode]])
-    backend.prefill_metadata = PrefillMetadata([object()], False) if has_prefills else None
+    decodes = None if decode is None else DecodeMetadata([wrappers[decode]])
+    prefills = PrefillMetadata([object()], False) if has_prefills else None
+    backend._planned = Planned(decodes, prefills)
     assert backend.rotates(layer) is rotates
 
 

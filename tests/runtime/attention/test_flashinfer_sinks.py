@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from mllm_compile.runtime.attention.flashinfer.planned import Planned
 from mllm_compile.runtime.attention.flashinfer.prefill import CapturedPrefill
 from mllm_compile.runtime.attention.flashinfer.sinks import run_with_sinks, weigh_by_sinks
 from mllm_compile.runtime.attention.flashinfer_backend import DecodeMetadata, FlashInferAttnBackend, PrefillMetadata
@@ -44,8 +45,7 @@ class Wrapper:
 
 def backend_with(layer) -> FlashInferAttnBackend:
     backend = FlashInferAttnBackend.__new__(FlashInferAttnBackend)  # making one needs FlashInfer
-    backend._group_of, backend._num_decodes, backend._has_blocks = {layer.name: 0}, 0, False
-    backend.decode_metadata = backend.prefill_metadata = None
+    backend._group_of, backend._planned, backend._image_blocks = {layer.name: 0}, Planned(), None
     return backend
 
 
@@ -55,7 +55,7 @@ def test_prompts_attend_as_the_plain_computation_does(use_ragged, sinks):
     layer = make_layer(sinks=sinks)
     case = make_case(layer, [0], [7], page_size=8)
     wrapper, backend = Wrapper(layer), backend_with(layer)
-    backend.prefill_metadata = PrefillMetadata([wrapper], use_ragged)
+    backend._planned.set(None, PrefillMetadata([wrapper], use_ragged), num_decodes=0)
     out = attend(backend, layer, case.batch, case.q, case.k, case.v)
     torch.testing.assert_close(out, case.expected)
     assert wrapper.asked == [sinks is not None]
@@ -66,7 +66,7 @@ def test_so_do_decodes_that_flashinfer_plans(sinks):
     layer = make_layer(sinks=sinks)
     case = make_case(layer, [0], [1], page_size=8)
     wrapper, backend = Wrapper(layer), backend_with(layer)
-    backend.decode_metadata, backend._num_decodes = DecodeMetadata([wrapper]), 1
+    backend._planned.set(DecodeMetadata([wrapper]), None, num_decodes=1)
     torch.testing.assert_close(attend(backend, layer, case.batch, case.q, case.k, case.v), case.expected)
     assert wrapper.asked == [sinks is not None]
 
@@ -78,7 +78,7 @@ def test_kernels_of_the_program_are_given_the_sinks_in_the_type_of_the_queries()
     decode = SplitDecode(Decoder(given.append), *tables, [])
     case = make_case(layer, [0], [1], page_size=8, dtype=torch.bfloat16)
     backend = backend_with(layer)
-    backend.decode_metadata, backend._num_decodes = DecodeMetadata([decode]), 1
+    backend._planned.set(DecodeMetadata([decode]), None, num_decodes=1)
     attend(backend, layer, case.batch, case.q, case.k, case.v)
     assert torch.equal(given[0][-1], SINKS.bfloat16())
     assert len(given[0]) == 7
