@@ -20,7 +20,7 @@ _SEQ_LENS = (1, 2, 5, 70, 1, 300, 17, 64, 65, 128, 33, 9, 16, 3, 200)  # with th
 _MANY_PAGES, _LONGEST = 600, 40_000  # one more has so many pages, unless that is too long: more than are listed at once
 _TEMPERATURES = (0.3, 3.0, 0.5, 2.0)
 _PLACES = ("input_ids", "positions", "out_cache_loc", "rows", "seq_lens")
-_TURN = 2
+_REPLAY_SLOT = 2
 _OTHERS = 3  # rows of the slot table that the step leaves alone
 
 
@@ -59,7 +59,7 @@ class _Step:
         self._req_to_token, self._expected_slots = self._slot_tables(num_slots)
         self._own_slots = self._expected_slots[self._rows, self._positions]
         self._last_tokens = torch.randint(logits.shape[1], (num_slots,), generator=generator).to(device)
-        self._turns = torch.tensor([_TURN, 0], device=device)
+        self._replay_slot = torch.tensor([_REPLAY_SLOT, 0], device=device)
         self._state = SamplingState(num_slots, logits.shape[1], device)
         for index, row in enumerate(self._rows[:-1].tolist()):
             temperature = _TEMPERATURES[index % len(_TEMPERATURES)] if index % 3 else 0.0
@@ -88,8 +88,8 @@ class _Step:
         size, device = self._size, self._device
         requests = torch.zeros(REPLAY_SLOTS, size + 2, REQUEST_FIELDS, dtype=torch.int32)
         for field, values in enumerate((self._rows, self._seq_lens, self._own_slots)):
-            requests[_TURN, :size, field] = values.int()
-        requests[_TURN + 1, :, :2] = torch.tensor([-1, 1])  # the turn after: inputs in their places
+            requests[_REPLAY_SLOT, :size, field] = values.int()
+        requests[_REPLAY_SLOT + 1, :, :2] = torch.tensor([-1, 1])  # the slot after: inputs in their places
         # Each a tensor of its own: a package copies what does not begin at 16 bytes, and writes to the copy.
         signature = self._begin.signature
         places = {
@@ -100,7 +100,7 @@ class _Step:
         req_to_token = self._req_to_token.to(device)
         others = {"requests": requests.to(device), "last_tokens": self._last_tokens, "req_to_token": req_to_token}
         others |= {**places, "page_table": page_table}
-        piece(self._begin.arguments(turns=self._turns, **others))
+        piece(self._begin.arguments(replay_slot=self._replay_slot, **others))
         newest = self._last_tokens.cpu()[self._rows]
         expected = [newest, self._positions, self._own_slots.long(), self._rows, self._seq_lens]
         is_page = torch.arange(self._pages.shape[1]) <= (self._positions // self._page_size)[:, None]
@@ -112,7 +112,7 @@ class _Step:
         )
         written = (*places.values(), page_table)
         before = [place.clone() for place in written]
-        piece(self._begin.arguments(turns=self._turns + 1, **others))
+        piece(self._begin.arguments(replay_slot=self._replay_slot + 1, **others))
         same = zip(written, before, strict=True)
         _check("begin_decode", all(torch.equal(place, values) for place, values in same))
 
@@ -127,7 +127,7 @@ class _Step:
             ints=ints,
             rows=rows,
             seq_lens=seq_lens,
-            turns=self._turns,
+            replay_slot=self._replay_slot,
             last_tokens=self._last_tokens,
             chosen=chosen,
         )
@@ -140,8 +140,8 @@ class _Step:
         _check("end_decode", bool(is_right[is_greedy].all()) and int((~is_right).sum()) <= 1)
         newest[rows[:-1]] = tokens[:-1]
         handed_on = torch.full_like(chosen, -7)
-        handed_on[_TURN, : self._size] = tokens
-        has_moved = self._turns.tolist() == [_TURN + 1, _TURN]
+        handed_on[_REPLAY_SLOT, : self._size] = tokens
+        has_moved = self._replay_slot.tolist() == [_REPLAY_SLOT + 1, _REPLAY_SLOT]
         _check("end_decode", has_moved and torch.equal(self._last_tokens, newest) and torch.equal(chosen, handed_on))
 
 

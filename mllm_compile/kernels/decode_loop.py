@@ -35,11 +35,11 @@ def add_decode_loop(
 
 def decode_loop_pieces(dtype: str, vocab_size: int, page_size: int) -> tuple[WrittenPiece, WrittenPiece]:
     """(begin, end); logits are [S, vocab_size] of that type."""
-    turns, last_tokens = _int64(2), _int64("R")
+    replay_slot, last_tokens = _int64(2), _int64("R")
     begin = WrittenPiece.calling(
         "begin_decode",
         {
-            "turns": turns,
+            "replay_slot": replay_slot,
             "requests": PieceInput.contiguous((REPLAY_SLOTS, "M", REQUEST_FIELDS), "int32"),
             "last_tokens": last_tokens,
             "req_to_token": PieceInput.contiguous(("R", "C"), "int32"),
@@ -60,7 +60,7 @@ def decode_loop_pieces(dtype: str, vocab_size: int, page_size: int) -> tuple[Wri
             "ints": _int64(NUM_INTS, "R"),
             "rows": _int64("S"),
             "seq_lens": PieceInput.contiguous(("S",), "int32"),
-            "turns": turns,
+            "replay_slot": replay_slot,
             "last_tokens": last_tokens,
             "chosen": _int64(REPLAY_SLOTS, "M"),
         },

@@ -51,8 +51,8 @@ __device__ __forceinline__ u64 wait_for_key(const u64* from, const volatile u32*
 // With `last_tokens` the tokens are handed on as ops/decode_loop.py's last kernel does it.
 extern "C" __global__ void __launch_bounds__(THREADS)
 choose_token(const unsigned short* logits, long long* tokens, const long long* slots, long long* last_tokens,
-             long long* turns, long long* chosen, int num_turns, int num_turn_rows, const __grid_constant__ Peers peers, u64* keys,
-             volatile u32* state, const u32* are_gone, int rank, int num_ranks, int rows) {
+             long long* replay_slot, long long* chosen, int num_replay_slots, int num_slot_rows,
+             const __grid_constant__ Peers peers, u64* keys, volatile u32* state, const u32* are_gone, int rank, int num_ranks, int rows) {
   start_dependents();
   wait_for_prerequisites();
   const int row = blockIdx.x / PARTS, part = blockIdx.x % PARTS;
@@ -99,7 +99,7 @@ choose_token(const unsigned short* logits, long long* tokens, const long long* s
 
   const u32 call = state[CHOICES], now = call % 3, before = (call + 2) % 3;
   const int stale = state[ROWS_OF + before];
-  const long long turn = last_tokens ? turns[0] : 0;
+  const long long this_slot = last_tokens ? replay_slot[0] : 0;
   const size_t of_buffer = (size_t)num_ranks * MOST_ROWS;
   for (int one = threadIdx.x; one < rows; one += THREADS) {
     const u64 mine = *(volatile u64*)&keys[one];
@@ -124,7 +124,7 @@ choose_token(const unsigned short* logits, long long* tokens, const long long* s
       // A step may be under way before the host knows that there was no token: its embedding needs an id. Slot 0 is
       // padding's.
       if (slots[one] > 0) last_tokens[slots[one]] = token < 0 ? 0 : token;
-      chosen[turn * num_turn_rows + one] = token;
+      chosen[this_slot * num_slot_rows + one] = token;
     }
   }
   __syncthreads();  // all have read the state
@@ -132,6 +132,6 @@ choose_token(const unsigned short* logits, long long* tokens, const long long* s
     state[ROWS_OF + now] = rows;
     state[ENDED] = 0;
     state[CHOICES] = next_call(call);
-    if (last_tokens) turns[0] = (turn + 1) % num_turns;
+    if (last_tokens) replay_slot[0] = (this_slot + 1) % num_replay_slots;
   }
 }

@@ -23,7 +23,7 @@ class HandOn:
 
     rows: torch.Tensor
     last_tokens: torch.Tensor
-    turns: torch.Tensor
+    replay_slot: torch.Tensor
     chosen: torch.Tensor
 
 
@@ -57,20 +57,20 @@ class TokenChoice:
         """The tokens [S] int64 of logits that `takes` allows, as Communicator.choose gives them.
 
         Args:
-            hand_on: where they go besides; the next turn begins.
+            hand_on: where they go besides; it moves on to the next replay slot.
         """
         rows, columns = own.shape
         kernel = ChooseKernel(columns)
         tokens = torch.empty(rows, dtype=torch.int64, device=own.device)
         places: tuple[torch.Tensor | None, ...] = (None,) * 4
-        num_turns, num_turn_rows = 0, 0
+        num_replay_slots, num_slot_rows = 0, 0
         if hand_on is not None:
-            places = hand_on.rows, hand_on.last_tokens, hand_on.turns, hand_on.chosen
-            num_turns, num_turn_rows = hand_on.chosen.shape
+            places = hand_on.rows, hand_on.last_tokens, hand_on.replay_slot, hand_on.chosen
+            num_replay_slots, num_slot_rows = hand_on.chosen.shape
         arguments: tuple[Argument, ...] = (
             *(address_of(tensor) for tensor in (own, tokens, *places)),
-            ctypes.c_int(num_turns),
-            ctypes.c_int(num_turn_rows),
+            ctypes.c_int(num_replay_slots),
+            ctypes.c_int(num_slot_rows),
             self._peers,
             *(address_of(tensor) for tensor in (self._keys, self._state, self._are_gone)),
             self._rank,

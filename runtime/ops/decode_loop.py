@@ -27,7 +27,7 @@ _PAGES_AT_ONCE = 512  # of one program
 
 @triton.jit
 def _begin_kernel(
-    turns_ptr,
+    replay_slot_ptr,
     requests_ptr,
     last_tokens_ptr,
     req_to_token_ptr,
@@ -37,7 +37,7 @@ def _begin_kernel(
     rows_ptr,
     seq_lens_ptr,
     page_table_ptr,
-    num_turn_rows,
+    num_slot_rows,
     num_columns,
     num_pages,
     FIELDS: tl.constexpr,
@@ -51,7 +51,7 @@ def _begin_kernel(
         wait_for_prerequisites()
         start_dependents()
     request = tl.program_id(0).to(tl.int64)
-    entry = requests_ptr + (tl.load(turns_ptr) * num_turn_rows + request) * FIELDS
+    entry = requests_ptr + (tl.load(replay_slot_ptr) * num_slot_rows + request) * FIELDS
     # The host's memory, in which another step's requests were the last time: read anew, whatever caches hold.
     row = tl.load(entry, cache_modifier=".cv").to(tl.int64)
     if row >= 0:
@@ -89,7 +89,7 @@ def _begin_kernel(
     },
 )
 def begin_decode(
-    turns: torch.Tensor,
+    replay_slot: torch.Tensor,
     requests: torch.Tensor,
     last_tokens: torch.Tensor,
     req_to_token: torch.Tensor,
@@ -101,10 +101,10 @@ def begin_decode(
     page_table: torch.Tensor,
     page_size: int,
 ) -> None:
-    """Reads a decode step's inputs as the host wrote them for this turn; where it wrote a row < 0, they are in place.
+    """Reads a decode step's inputs as the host wrote them into this replay slot. With a row < 0 they are in place.
 
     Args:
-        turns: [2] int64, the first of which is this turn's number.
+        replay_slot: [2] int64, the first of which is the number of this replay's slot.
         requests: [REPLAY_SLOTS, M, REQUEST_FIELDS] int32: row, tokens with the new one, slot of the new one, and what
             its position is beyond its index. A row without tokens is at position 0.
         last_tokens: [R] int64, the newest token of each row.
@@ -114,7 +114,7 @@ def begin_decode(
     """
     num_rows = input_ids.shape[0]
     wrap_triton(_begin_kernel)[(num_rows,)](
-        turns,
+        replay_slot,
         requests,
         last_tokens,
         req_to_token,
@@ -142,7 +142,7 @@ def _block_numbers_kernel(
     floats_ptr,
     ints_ptr,
     rows_ptr,
-    turns_ptr,
+    replay_slot_ptr,
     numbers_ptr,
     num_table_rows,
     V: tl.constexpr,
@@ -161,7 +161,7 @@ def _block_numbers_kernel(
         wait_for_prerequisites()
         start_dependents()
     if tl.program_id(0) + tl.program_id(1) == 0:
-        tl.store(turns_ptr + 1, tl.load(turns_ptr))  # for the next kernel, which sets the first
+        tl.store(replay_slot_ptr + 1, tl.load(replay_slot_ptr))  # for the next kernel, which sets the first
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(rows_ptr + row)
     blocks = tl.program_id(1) * BLOCKS_AT_ONCE + tl.arange(0, BLOCKS_AT_ONCE)
@@ -183,12 +183,12 @@ def _end_kernel(
     rows_ptr,
     seq_lens_ptr,
     numbers_ptr,
-    turns_ptr,
+    replay_slot_ptr,
     last_tokens_ptr,
     chosen_ptr,
     tokens_ptr,
     num_table_rows,
-    num_turn_rows,
+    num_slot_rows,
     V: tl.constexpr,
     B: tl.constexpr,
     PADDED_B: tl.constexpr,
@@ -204,7 +204,7 @@ def _end_kernel(
         wait_for_prerequisites()
         start_dependents()
     row = tl.program_id(0).to(tl.int64)
-    turn = tl.load(turns_ptr + 1)
+    this_slot = tl.load(replay_slot_ptr + 1)
     slot = tl.load(rows_ptr + row)
     blocks = tl.arange(0, PADDED_B)
     within = tl.arange(0, BLOCK)
@@ -226,31 +226,31 @@ def _end_kernel(
     # A step may be under way before the host knows that there was no token: its embedding needs an id. Slot 0 is
     # padding's.
     tl.store(last_tokens_ptr + slot, tl.maximum(token, 0), mask=slot > 0)
-    tl.store(chosen_ptr + turn * num_turn_rows + row, token)
+    tl.store(chosen_ptr + this_slot * num_slot_rows + row, token)
     if row == 0:
-        tl.store(turns_ptr, (turn + 1) % REPLAY_SLOTS)
+        tl.store(replay_slot_ptr, (this_slot + 1) % REPLAY_SLOTS)
 
 
-@triton_op("mllm::end_decode", mutates_args={"turns", "last_tokens", "chosen"})
+@triton_op("mllm::end_decode", mutates_args={"replay_slot", "last_tokens", "chosen"})
 def end_decode(
     logits: torch.Tensor,
     floats: torch.Tensor,
     ints: torch.Tensor,
     rows: torch.Tensor,
     seq_lens: torch.Tensor,
-    turns: torch.Tensor,
+    replay_slot: torch.Tensor,
     last_tokens: torch.Tensor,
     chosen: torch.Tensor,
 ) -> torch.Tensor:
-    """Chooses each row's token, the most probable or a draw at its temperature, and hands it on; the next turn begins.
+    """Chooses each row's token, the most probable or a draw at its temperature, and hands it on to the next step.
 
     Args:
         logits: [S, V], contiguous, any float dtype; computed with in float32.
         floats, ints: [parameters, R] float32 and int64, as SamplingState has them.
         rows: [S] int64; seq_lens: [S] int32, the positions of the draws.
-        turns: [2] int64; the first becomes the next turn's number.
+        replay_slot: [2] int64; the first becomes the number of the next replay's slot.
         last_tokens: [R] int64; those of `rows` are written, 0 where there is no token.
-        chosen: [REPLAY_SLOTS, M] int64; this turn's first S are written, for the host.
+        chosen: [REPLAY_SLOTS, M] int64; the first S of this replay's slot are written, for the host.
 
     Returns:
         The tokens [S] int64, each under V, or NO_TOKEN: a row's logits hold NaN or inf, or nothing but
@@ -273,7 +273,7 @@ def end_decode(
         floats,
         ints,
         rows,
-        turns,
+        replay_slot,
         numbers,
         floats.shape[1],
         BLOCKS_AT_ONCE=BLOCKS_AT_ONCE,
@@ -287,7 +287,7 @@ def end_decode(
         rows,
         seq_lens,
         numbers,
-        turns,
+        replay_slot,
         last_tokens,
         chosen,
         tokens,

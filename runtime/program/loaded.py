@@ -50,9 +50,9 @@ class DecodeLoopPieces:
     """The program's kernels around a captured decode (cuda_graph/decode_loop.py); arguments as those ops have them.
 
     Attributes:
-        begin: (turns, requests, last_tokens, req_to_token, input_ids, positions, out_cache_loc, rows, seq_lens,
+        begin: (replay_slot, requests, last_tokens, req_to_token, input_ids, positions, out_cache_loc, rows, seq_lens,
             page_table).
-        end: (logits, floats, ints, rows, seq_lens, turns, last_tokens, chosen) → ([S] int64,).
+        end: (logits, floats, ints, rows, seq_lens, replay_slot, last_tokens, chosen) → ([S] int64,).
     """
 
     begin: Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]

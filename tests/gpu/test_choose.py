@@ -118,8 +118,8 @@ def test_captured_choices_hand_their_tokens_on_at_each_replay(group):
         with torch.cuda.graph(graph, stream=stream):
             rank.choose(part, place)
         graphs.append(graph)
-    for turn in range(6):
-        whole = random_logits(rows, columns, turn + 1)
+    for replay in range(6):
+        whole = random_logits(rows, columns, replay + 1)
         whole[1] = torch.nan
         for part, value in zip(parts, parts_of(whole), strict=True):
             part.copy_(value)
@@ -131,8 +131,8 @@ def test_captured_choices_hand_their_tokens_on_at_each_replay(group):
         wanted = whole.float().argmax(1)
         wanted[1] = -1
         for place in places:
-            assert torch.equal(place.chosen[turn % 4, :rows], wanted)
-            assert place.turns[0] == (turn + 1) % 4
+            assert torch.equal(place.chosen[replay % 4, :rows], wanted)
+            assert place.replay_slot[0] == (replay + 1) % 4
             kept = torch.full_like(place.last_tokens, 77)
             kept[slots] = wanted.clamp(min=0)
             kept[0] = 77

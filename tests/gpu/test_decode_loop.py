@@ -59,9 +59,9 @@ def _end(piece, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     ints = torch.zeros(NUM_INTS, 9, dtype=torch.int64, device="cuda")
     ints[IS_GREEDY, ::2] = 1
     rows = torch.arange(9, device="cuda")
-    turns, last_tokens = torch.zeros(2, dtype=torch.int64, device="cuda"), torch.full_like(rows, -7)
+    replay_slot, last_tokens = torch.zeros(2, dtype=torch.int64, device="cuda"), torch.full_like(rows, -7)
     chosen = torch.zeros(REPLAY_SLOTS, 9, dtype=torch.int64, device="cuda")
-    tokens = piece([logits, floats, ints, rows, rows.int(), turns, last_tokens, chosen])[0]
+    tokens = piece([logits, floats, ints, rows, rows.int(), replay_slot, last_tokens, chosen])[0]
     assert torch.equal(chosen[0], tokens)
     return tokens, last_tokens
 

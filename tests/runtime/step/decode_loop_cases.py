@@ -29,9 +29,10 @@ OTHERS = [
 
 def begin_decode(arguments: list[torch.Tensor], page_size: int) -> tuple[()]:
     """The op of ops/decode_loop.py."""
-    turns, requests, last_tokens, req_to_token, input_ids, positions, out_cache_loc, rows, seq_lens, table = arguments
+    replay_slot, requests, last_tokens, req_to_token, input_ids, positions, *of_requests = arguments
+    out_cache_loc, rows, seq_lens, table = of_requests
     for index in range(input_ids.shape[0]):
-        row, seq_len, slot, delta = requests[turns[0], index].tolist()
+        row, seq_len, slot, delta = requests[replay_slot[0], index].tolist()
         if row < 0:
             continue
         position = max(seq_len - 1, 0)
@@ -46,15 +47,15 @@ def begin_decode(arguments: list[torch.Tensor], page_size: int) -> tuple[()]:
 
 def end_decode(arguments: list[torch.Tensor]) -> tuple[torch.Tensor]:
     """The op of ops/decode_loop.py."""
-    logits, floats, ints, rows, seq_lens, turns, last_tokens, chosen = arguments
+    logits, floats, ints, rows, seq_lens, replay_slot, last_tokens, chosen = arguments
     scores = padded_scores(logits, floats[TEMPERATURE, rows])
     drawn = draw_tokens(scores, ints[SEED, rows].contiguous(), seq_lens.long())
     tokens = torch.where(ints[IS_GREEDY, rows] != 0, logits.argmax(-1), drawn)
     tokens = torch.where(scores.amax(-1).isfinite(), tokens, NO_TOKEN)
     last_tokens[rows[rows > 0]] = tokens[rows > 0].clamp(min=0)
-    turn = int(turns[0])
-    chosen[turn, : len(tokens)] = tokens
-    turns[0], turns[1] = (turn + 1) % REPLAY_SLOTS, turn
+    this_slot = int(replay_slot[0])
+    chosen[this_slot, : len(tokens)] = tokens
+    replay_slot[0], replay_slot[1] = (this_slot + 1) % REPLAY_SLOTS, this_slot
     return (tokens,)
 
 
@@ -91,16 +92,16 @@ class LoopedRunner:
         for field, values in enumerate((rows, seq_lens, slots, *(() if deltas is None else (deltas,)))):
             requests[0, :, field] = torch.from_numpy(values.astype("int32"))
         input_ids, positions, out_cache_loc, row_places = torch.zeros(4, count, dtype=torch.int64)
-        lengths, turns = torch.zeros(count, dtype=torch.int32), torch.zeros(2, dtype=torch.int64)
+        lengths, replay_slot = torch.zeros(count, dtype=torch.int32), torch.zeros(2, dtype=torch.int64)
         req_to_token, state = runner.req_to_token_pool.req_to_token, runner.row_state
         page_size = runner.config.runtime.page_size
         table = torch.zeros(count, req_to_token.shape[1] // page_size, dtype=torch.int32)
         places = [input_ids, positions, out_cache_loc, row_places, lengths]
-        begin_decode([turns, requests, state.last_tokens, req_to_token, *places, table], page_size)
+        begin_decode([replay_slot, requests, state.last_tokens, req_to_token, *places, table], page_size)
         batch = runner.prepare_forward_batch_decode(input_ids, row_places, lengths, out_cache_loc, positions=positions)
         logits = runner.forward(batch).next_token_logits
         chosen = torch.zeros(REPLAY_SLOTS, count, dtype=torch.int64)
-        arguments = [logits, *state.sampling.tables, row_places, lengths, turns, state.last_tokens, chosen]
+        arguments = [logits, *state.sampling.tables, row_places, lengths, replay_slot, state.last_tokens, chosen]
         tokens = end_decode(arguments)[0]
         slot = SimpleNamespace(tokens=chosen[0].numpy(), record=lambda: None, wait=lambda: None)
         return CapturedDecode(logits, tokens, row_places, lengths, slot)
