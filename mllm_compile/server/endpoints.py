@@ -156,7 +156,7 @@ def _tokenize(front: Front) -> Answer:
         def encode() -> tuple[list[int], list[str] | None]:
             if isinstance(fields, TokenizeChatFields):
                 _check_texts(fields)
-                tokens = tokenizer.encode_chat(chat_text(facts, fields), fields.add_special_tokens is True)
+                tokens = tokenizer.encode_chat(chat_text(facts, fields).text, fields.add_special_tokens is True)
             else:
                 tokens = tokenizer.encode(fields.prompt, fields.add_special_tokens is not False)
             if not fields.return_token_strs:
@@ -193,7 +193,7 @@ def _count_tokens(front: Front) -> Answer:
         _check_texts(fields)
         facts = await front.facts(fields.model)
         tokenizer = _tokenizer(facts)
-        text = await front.in_thread(chat_text, facts, fields)
+        text, _ = await front.in_thread(chat_text, facts, fields)
         return {"input_tokens": len(await front.in_thread(tokenizer.encode_chat, text))}
 
     return _json(front, count, anthropic_answers.refusal)

@@ -7,6 +7,7 @@ import contextlib
 import logging
 import secrets
 import time
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from mllm_compile.engine.requests import as_priority
@@ -40,6 +41,7 @@ logger = logging.getLogger("mllm_compile.server")
 _THREADS = 4  # that tokenize
 _PICTURE_THREADS = 2  # that wait for workers, as many as there are
 _SWEEP_S = 0.5
+_MOST_NAMES = 20  # of fields, in a header
 
 
 class Front:
@@ -130,23 +132,18 @@ class Front:
         if self.is_draining:
             raise not_ready("the server is shutting down", "shutting_down")
 
-    def ignored_headers(self, ignored: list[str]) -> Headers:
-        """The header that names fields that nobody knows.
+    def check_ignored(self, names: Sequence[str], why: str) -> None:
+        """Says once in the log that a field changes nothing.
 
         Raises:
             ApiError: the server is strict.
         """
-        if not ignored:
-            return []
-        names = [name.encode("ascii", "replace").decode() for name in ignored[:20]]
-        shown = ",".join("".join(c for c in name if c.isprintable())[:64] for name in names)
-        if self.options.is_strict:
-            raise bad_request(f"{shown}: this server knows no such field, and is strict", ignored[0], "unknown_field")
-        for name in ignored[:20]:
+        if names and self.options.is_strict:
+            raise bad_request(f"{_header_text(names)}: {why}, and is strict", names[0], "unknown_field")
+        for name in names[:_MOST_NAMES]:
             if name not in self._told and len(self._told) < 1000:
                 self._told.add(name)
-                logger.info("requests have the field %.64r, which is ignored", name)
-        return [(b"x-mllm-ignored", shown.encode())]
+                logger.info("requests have the field %.64r, which is ignored: %s", name, why)
 
     async def in_thread(self, function: Any, *args: Any) -> Any:
         """The result of a function that tokenizes."""
@@ -204,7 +201,7 @@ class Front:
         """
         arrived_s = time.monotonic()
         self.check_open()
-        headers = self.ignored_headers(request.ignored)
+        self.check_ignored(request.ignored, "this server knows no such field")
         count = request.num_prompts
         self.admission.enter(count)
         try:
@@ -213,6 +210,9 @@ class Front:
                 plan: Plan = request.plan(facts) if request.is_quick else await self._planned(request, facts)
                 if self.supervisor.state != READY:
                     raise not_ready("the engine is gone. It starts again.", "engine_lost")
+                self.check_ignored(plan.unread, "this server's model has a chat template that reads no such variable")
+                ignored = [*request.ignored, *plan.unread]
+                headers = [(b"x-mllm-ignored", _header_text(ignored).encode())] if ignored else []
                 priority = 0 if request.fields.priority is None else as_priority(request.fields.priority)
                 name = self._name(prefix, request.fields.request_id, header_id)
                 share.hold(plan.num_bytes)
@@ -296,3 +296,9 @@ class Front:
         """Ends the requests that still run."""
         self.is_draining = True
         self.dispatcher.fail_all(ApiError(503, "the server is shutting down", code="shutting_down"))
+
+
+def _header_text(names: Sequence[str]) -> str:
+    """Names of fields as a header holds them."""
+    texts = [name.encode("ascii", "replace").decode() for name in names[:_MOST_NAMES]]
+    return ",".join("".join(c for c in text if c.isprintable())[:64] for text in texts)

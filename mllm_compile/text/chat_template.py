@@ -7,7 +7,7 @@ memory (template_process.py).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from mllm_compile.errors import RequestError
@@ -70,6 +70,7 @@ class ChatTemplate:
         self._names = sorted(templates)
         self.source_for_tools = templates.get("tool_use") or templates.get("default") or ""
         self._processes = TemplateProcesses(templates, special_tokens)
+        self._variables: dict[str, frozenset[str]] = {}  # by the template's name, once they were asked for
 
     def render(
         self,
@@ -102,14 +103,11 @@ class ChatTemplate:
             MllmError: the system gives no process to render it in.
         """
         check_messages(messages)
+        name = self._name(tools)
         goes_on = _is_true("continue_final_message", continue_final_message, False)
         begins = _is_true("add_generation_prompt", add_generation_prompt, not goes_on)
         if goes_on and begins:
             raise RequestError("continue_final_message: expected it without add_generation_prompt; the answer goes on.")
-        name = "tool_use" if tools is not None and "tool_use" in self._names else "default"
-        if name not in self._names:
-            known = ", ".join(self._names) or "none"
-            raise RequestError(f"the model has no default chat template (it has: {known}). Pass the prompt as text.")
         return self._processes.render(
             {
                 "name": name,
@@ -121,6 +119,29 @@ class ChatTemplate:
                 "variables": variables,
             }
         )
+
+    def unread(self, names: Iterable[str], tools: Sequence[Any] | None) -> list[str]:
+        """The names that the template would refuse, as it reads no such variable; sorted.
+
+        Args:
+            names: of variables.
+            tools: as for `render`.
+
+        Raises:
+            RequestError, MllmError: as from render.
+        """
+        template = self._name(tools)
+        if template not in self._variables:
+            self._variables[template] = self._processes.variables(template)
+        given = set(names) | ({"tools"} if tools and template != "tool_use" else set())
+        return sorted(given - self._variables[template])
+
+    def _name(self, tools: Sequence[Any] | None) -> str:
+        name = "tool_use" if tools is not None and "tool_use" in self._names else "default"
+        if name not in self._names:
+            known = ", ".join(self._names) or "none"
+            raise RequestError(f"the model has no default chat template (it has: {known}). Pass the prompt as text.")
+        return name
 
 
 def _is_true(name: str, given: Any, default: bool) -> bool:

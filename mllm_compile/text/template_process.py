@@ -22,6 +22,7 @@ from mllm_compile.text.template_protocol import (
     TEXT,
     TOO_LONG,
     TOO_MUCH_MEMORY,
+    VARIABLES_OF,
 )
 
 _MOST_PROCESSES = 4
@@ -50,6 +51,14 @@ class TemplateProcesses(HelperProcesses):
             most=_MOST_PROCESSES,
             kept_after=(TEXT, REFUSAL),
         )
+
+    def variables(self, name: str) -> frozenset[str]:
+        """The names that the template `name` reads of what it is given.
+
+        Raises:
+            RequestError, MllmError: as from render.
+        """
+        return frozenset(json.loads(self.render({VARIABLES_OF: name})))
 
     def render(self, request: Mapping[str, Any]) -> str:
         """The prompt's text.

@@ -33,6 +33,7 @@ from mllm_compile.text.template_protocol import (
     TEXT,
     TOO_LONG,
     TOO_MUCH_MEMORY,
+    VARIABLES_OF,
 )
 
 _MAX_REASON = 1000  # characters
@@ -127,6 +128,14 @@ class Templates:
             # A template's author decides about unexpected messages: any error is a refusal.
             raise Refused(f"the model's chat template refuses these messages: {_reason(error)}") from None
         return "".join(parts)
+
+    def variables(self, name: str) -> list[str]:
+        """The names that a template reads of what it is given, sorted.
+
+        Raises:
+            Refused: it is no valid template.
+        """
+        return sorted(self._template(name).variables)
 
     def _template(self, name: str) -> _Compiled:
         if name not in self._compiled:
@@ -296,7 +305,10 @@ def main() -> None:
 
 def _answer(templates: Templates, request: bytes) -> tuple[bytes, bytes]:
     try:
-        return TEXT, templates.render(**_parsed(request)).encode("utf-8", "surrogatepass")
+        asked = _parsed(request)
+        name = asked.get(VARIABLES_OF)
+        text = templates.render(**asked) if name is None else json.dumps(templates.variables(name))
+        return TEXT, text.encode("utf-8", "surrogatepass")
     except Refused as refusal:
         return REFUSAL, str(refusal).encode("utf-8", "surrogatepass")
     except TooLong:

@@ -6,7 +6,7 @@ an engine starts from `load_tokenizer`. A folder without a tokenizer serves prom
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -209,6 +209,16 @@ class Tokenizer:
         if self._control is not None:
             messages, options = self._control.mark(messages), self._control.mark(options)
         return self._chat_template.render(messages, **options)
+
+    def unread_variables(self, names: Iterable[str], tools: Sequence[Any] | None) -> list[str]:
+        """The variables that the chat template does not read; see `ChatTemplate.unread`.
+
+        Raises:
+            RequestError: the model has no chat template.
+        """
+        if self._chat_template is None:
+            raise no_chat_template()
+        return self._chat_template.unread(names, tools)
 
     def _special_id(self, name: str) -> int | None:
         token = self._special_tokens.get(name)

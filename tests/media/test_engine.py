@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from mllm_compile.errors import RequestError
+from mllm_compile.files.json_file import HeldFiles
 from mllm_compile.media.sources import read_items
 from mllm_compile.text.tokenizer import load_tokenizer
 from tests.engine.cases import params
@@ -19,7 +20,7 @@ from tests.media.cases import PLACE, TEMPLATE, TOWER, file_of, make_door, pixels
 
 @pytest.fixture(scope="module")
 def tokenizer(files):
-    return load_tokenizer(Path("model"), {**files, "chat_template.jinja": TEMPLATE.encode()}.get)
+    return load_tokenizer(Path("model"), HeldFiles({**files, "chat_template.jinja": TEMPLATE.encode()}))
 
 
 @pytest.fixture

@@ -90,15 +90,12 @@ def test_a_completion_is_refused_by_the_fields_name(server, fields, param, says)
         ({"messages": "hi"}, "messages", "expected `array`"),
         ({"messages": [{"content": "x"}]}, "messages", "has no role"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}, None, "text"),
-        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools", "tools"),
         ({"tools": [{"type": "web_search"}]}, "tools", "expected 'function', the only type there is"),
         ({"tool_choice": "required"}, "tool_choice", "'required' without tools"),
         ({"functions": [{"name": "f"}]}, "functions", "has become tools"),
         ({"response_format": {"type": "json_schema", "json_schema": {}}}, "response_format", "an object with a schema"),
         ({"response_format": {"type": "json_schema", "schema": {"title": "refused"}}}, "response_format", "is refused"),
         ({"chat_template": "{{ 1 }}"}, "chat_template", "template is code"),
-        ({"chat_template_kwargs": {"no_such": 1}}, None, "no_such"),
-        ({"chat_template_kwargs": {"self": 1}}, None, "self"),
         ({"chat_template_kwargs": {"messages": []}}, "messages", "field of its own"),
         ({"top_logprobs": 2}, "top_logprobs", "logprobs: true"),
         ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "from 0 to 20"),
@@ -168,11 +165,54 @@ def test_an_unknown_field_is_named_in_a_header(server):
     assert answer.headers["x-mllm-ignored"] == "no_such,frobnicate"
 
 
-def test_a_strict_server_refuses_an_unknown_field():
+def test_a_strict_server_refuses_what_would_change_nothing():
     with fake_server({"is_strict": True}) as server:
         answer = server.complete(no_such=1)
-    assert answer.status == 400
+        unread = server.post(CHAT, {"messages": HELLO, "chat_template_kwargs": {"enable_thinking": False}})
+    assert answer.status == unread.status == 400
     assert answer.error["param"] == "no_such"
+    assert unread.error["param"] == "chat_template_kwargs.enable_thinking"
+    assert "a chat template that reads no such variable, and is strict" in unread.error["message"]
+
+
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
+
+
+@pytest.mark.parametrize(
+    ("fields", "ignored"),
+    [
+        ({"chat_template_kwargs": {"enable_thinking": False, "self": 1}}, ("enable_thinking", "self")),
+        ({"reasoning_effort": "low"}, "reasoning_effort"),
+        ({"documents": [{"text": "x"}]}, "documents"),
+        ({"tools": [TOOL]}, "tools"),
+        ({"tools": [TOOL], "tool_choice": "auto", "no_such": 1}, "no_such,tools"),
+        ({"tools": [TOOL], "tool_choice": "none"}, None),
+        ({"chat_template_kwargs": {}, "documents": None}, None),
+    ],
+)
+def test_what_the_chat_template_does_not_read_is_left_out_and_named_in_a_header(server, fields, ignored):
+    plain = server.post(CHAT, {"messages": HELLO, "temperature": 0, "max_tokens": 4, "return_token_ids": True})
+    answer = server.post(
+        CHAT, {"messages": HELLO, "temperature": 0, "max_tokens": 4, "return_token_ids": True, **fields}
+    )
+    if isinstance(ignored, tuple):
+        ignored = ",".join(f"chat_template_kwargs.{name}" for name in ignored)
+    assert (answer.status, answer.headers.get("x-mllm-ignored")) == (200, ignored)
+    choice, expected = answer.json["choices"][0], plain.json["choices"][0]
+    assert (choice["prompt_token_ids"], choice["token_ids"]) == (expected["prompt_token_ids"], expected["token_ids"])
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"tools": [TOOL], "tool_choice": "required"}, "needs a model whose calls can be told"),
+        ({"chat_template_kwargs": {"messages": []}}, "is a field of its own"),
+        ({"chat_template_kwargs": {"continue_final_message": True}}, "is a field of its own"),
+    ],
+)
+def test_what_could_change_the_answer_is_refused_whatever_the_template_reads(server, fields, says):
+    answer = server.post(CHAT, {"messages": HELLO, **fields})
+    assert answer.status == 400 and says in answer.error["message"]
 
 
 def test_prompts_are_answered_in_their_order(server):

@@ -39,6 +39,7 @@ class Plan:
         is_only_echoed: nothing is to be generated.
         make_parser: of the parser that reads an answer; None: it is its text.
         kept_bytes: of the request, that the answer needs beside prompts and parameters.
+        unread: fields that the model's chat template does not read.
     """
 
     prompts: list[Prompt]
@@ -46,6 +47,7 @@ class Plan:
     format: Callable[[dict[str, Any]], Format]
     is_only_echoed: bool = False
     make_parser: Callable[[], CallParser] | None = None
+    unread: tuple[str, ...] = ()
     kept_bytes: int = 0
 
     @property
@@ -162,7 +164,7 @@ def chat_plan(
         ApiError, MllmError: it is refused.
     """
     items = prompts.take_pictures(facts, fields)
-    text = prompts.chat_text(facts, fields) if fields.input_ids is None else prompts.given_text(facts, fields)
+    text, unread = prompts.chat_text(facts, fields) if fields.input_ids is None else prompts.given_text(facts, fields)
     reading = AnswerReading(facts, fields, text, params)
     found = prompts.chat_prompts(facts, fields, reading.params, text, items)
     return Plan(
@@ -171,6 +173,7 @@ def chat_plan(
         lambda head: answers(head, reading.is_needed),
         make_parser=reading.parser if reading.is_needed else None,
         kept_bytes=0 if fields.tools is None else bytes_of_json(msgspec.json.encode(fields.tools)),
+        unread=unread,
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -111,23 +111,38 @@ def chat_prompts(
     return _checked(facts, fields, [Prompt(_truncated(token_ids, fields))], params)
 
 
-def chat_text(facts: EngineFacts, fields: ChatFields) -> str:
+class ChatText(NamedTuple):
+    """The prompt's text of a chat, and the fields that the model's template does not read."""
+
+    text: str
+    unread: tuple[str, ...] = ()
+
+
+def chat_text(facts: EngineFacts, fields: ChatFields) -> ChatText:
     """The prompt's text of a chat, through the model's template.
+
+    Variables that the template does not read, tools among them, are left out: they could not change the prompt, and
+    libraries send them to every model.
 
     Raises:
         ApiError, RequestError: the messages or their options are refused.
     """
-    tools, _ = tools_of(fields.tools, fields.tool_choice)
-    return _tokenizer(facts).apply_chat_template(
+    tokenizer, options = _tokenizer(facts), options_of_template(fields)
+    offered, _ = tools_of(fields.tools, fields.tool_choice)
+    tools = [tool.definition for tool in offered] or None
+    unread = tokenizer.unread_variables(options, tools) if options or tools else []
+    text = tokenizer.apply_chat_template(
         for_template(fields.messages, facts.syntax),
-        tools=[tool.definition for tool in tools] or None,
+        tools=None if "tools" in unread else tools,
         add_generation_prompt=fields.add_generation_prompt,
         continue_final_message=fields.continue_final_message,
-        **options_of_template(fields),
+        **{name: value for name, value in options.items() if name not in unread},
     )
+    own = fields.chat_template_kwargs or {}
+    return ChatText(text, tuple(f"chat_template_kwargs.{name}" if name in own else name for name in unread))
 
 
-def given_text(facts: EngineFacts, fields: ChatFields) -> str:
+def given_text(facts: EngineFacts, fields: ChatFields) -> ChatText:
     """The text of a chat's prompt whose token ids a client gives itself; messages do not come into it.
 
     Raises:
@@ -142,7 +157,7 @@ def given_text(facts: EngineFacts, fields: ChatFields) -> str:
     wrong = next((token for token in token_ids if not 0 <= token < facts.hello.vocab_size), None)
     if wrong is not None:
         raise bad_request(f"input_ids: expected token ids from 0 to {facts.hello.vocab_size - 1}, got {wrong}")
-    return _tokenizer(facts).decode(token_ids, skip_special_tokens=False)
+    return ChatText(_tokenizer(facts).decode(token_ids, skip_special_tokens=False))
 
 
 def last_answer(messages: list[dict[str, Any]]) -> str:
