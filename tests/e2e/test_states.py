@@ -215,3 +215,26 @@ def test_the_program_stores_its_layers_with_a_state(served):
     kinds = {layer.kind.name for layer in artifact.program.state_layers}
     assert kinds in ({"causal_conv", "gated_delta"}, {"causal_conv", "ssd"}, {"causal_conv"})
     assert type(artifact.program).from_json(artifact.program.to_json()) == artifact.program
+
+
+@pytest.mark.parametrize(
+    ("architecture", "activation"),
+    slow_but_a_sample(
+        (
+            ("jamba", "gelu"),
+            ("mamba", "relu"),
+            ("mamba2", "tanh"),
+            ("olmo_hybrid", "gelu_pytorch_tanh"),
+            ("qwen3_5_moe_text", "relu2"),
+            ("falcon_mamba", "linear"),
+        ),
+        1,
+    ),
+)
+def test_a_convolution_with_another_activation_than_silu_is_served(architecture, activation, tmp_path):
+    changes = {"hidden_act": activation, "eos_token_id": None, "bos_token_id": None}
+    model = save_tiny_model(tiny_config(architecture, **changes), tmp_path / "model")
+    served = Served(model, tmp_path, [[5, 9, 2], [7, 1, 1, 3, 8, 6, 4]])
+    with served.engine() as engine:
+        answers = engine.generate(served.prompts, GREEDY)
+    assert [answer.token_ids for answer in answers] == [served.greedy(prompt) for prompt in served.prompts]

@@ -105,7 +105,7 @@ def test_a_picture_of_few_rows_or_columns_is_what_transformers_makes_of_the_pict
 
     processor = make_processor(tmp_path, kind)
     for height, width in SMALL:
-        pixels = pixels_of(height * 100 + width, height, width)
+        pixels = pixels_of(height * 100 + width, height, width) // (128 if width == 4 else 1)  # nor are they fractions
         prompt = processor.prepare(processor._tokens["image"], [DecodedItem("image", "image 0", pixels[None])], True)
         expected = processor._processor.image_processor([Image.fromarray(pixels)], return_tensors="np")
         compared = [name for name in prompt.items[0].tensors if name in expected]
