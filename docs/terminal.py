@@ -63,8 +63,12 @@ def output_of(arguments: tuple[str, ...]) -> str:
 
 
 def shown(sent: str) -> str:
-    """What is left to read: progress bars have erased themselves (CSI 2K), and cursors are no text."""
-    lines = [line.rsplit("\x1b[2K", 1)[-1].strip("\r") for line in sent.split("\n")]
+    """What is left to read: progress bars go up (CSI A) and erase themselves (CSI 2K), and cursors are no text."""
+    lines: list[str] = []
+    for line in sent.split("\n"):
+        up = sum(int(number or 1) for number in re.findall(r"\x1b\[(\d*)A", line))
+        del lines[max(0, len(lines) - up) :]
+        lines.append(line.rsplit("\x1b[2K", 1)[-1].strip("\r"))
     return re.sub(r"\x1b\[\?25[lh]|\x1b\[\d*[A-G]", "", "\n".join(lines)).strip("\n")
 
 
