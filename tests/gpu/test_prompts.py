@@ -1,4 +1,4 @@
-"""The program's own attention on the GPU, with a bias by distance and in chunks, against float32; and its times."""
+"""The program's own attention on the GPU, with a bias by distance and in chunks, against float32."""
 
 from __future__ import annotations
 
@@ -88,34 +88,3 @@ def test_decodes_are_those_of_float32(heads, kv_heads, width, page_size, dtype, 
     want = torch.cat([in_float32(cache, q[row, None], row, slopes, chunk) for row in range(len(LENGTHS))])
     for num_splits, is_few in ((1, True), (8, True), (1, False), (8, False)):
         assert worst(decode(cache, q, num_splits, is_few, slopes, chunk), want) < 8e-3
-
-
-def milliseconds(run) -> float:
-    for _ in range(3):
-        run()
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    start.record()
-    for _ in range(10):
-        run()
-    end.record()
-    end.synchronize()
-    return start.elapsed_time(end) / 10
-
-
-@pytest.mark.parametrize(("tokens", "heads", "kv_heads"), [(2048, 32, 32), (8192, 32, 32), (8192, 40, 8)])
-def test_times_of_a_prompt(tokens, heads, kv_heads):
-    """torch's is the time of a kernel without bias, of new tokens alone."""
-    cache = Cache([tokens], kv_heads, 128, 64, torch.bfloat16)
-    q = torch.randn(tokens, heads, 128, device="cuda").bfloat16()
-    slopes = slopes_of(heads)
-    kinds = {"ALiBi": (slopes, 0), "causal": (None, 0), "chunks of 1024": (None, 1024)}
-    times = {name: milliseconds(lambda kind=kind: prefill(cache, q, [tokens], *kind)) for name, kind in kinds.items()}
-    k, v = (torch.randn(1, kv_heads, tokens, 128, device="cuda").bfloat16() for _ in range(2))
-    own, options = q.transpose(0, 1)[None], {"is_causal": True, "enable_gqa": True}
-    times["torch, causal"] = milliseconds(
-        lambda: torch.nn.functional.scaled_dot_product_attention(own, k, v, **options)
-    )
-    products = 2 * tokens**2 * 128 * heads / 1e9  # GFLOP, the half of them that a causal mask leaves
-    told = ", ".join(f"{name} {ms:.3f} ms ({products / ms:.0f} TFLOP/s)" for name, ms in times.items())
-    print(f"{tokens} tokens, {heads} heads over {kv_heads}: {told}")
-    assert times["chunks of 1024"] < times["causal"]
