@@ -207,7 +207,7 @@ class SamplingParams:
             raise refused("n", "1 when temperature is 0", self.n, "Greedy answers would be equal; raise temperature.")
 
     def _check_length_and_stops(self) -> None:
-        self._integer("max_tokens", 1, optional=True, hint="Use None for as many as the context leaves.")
+        self._integer("max_tokens", 1, optional=True)
         self._integer("min_tokens", 0)
         self._set("min_tokens", min(self.min_tokens, _MOST_TOKENS))
         if self.max_tokens is not None:

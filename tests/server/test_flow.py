@@ -315,7 +315,8 @@ def test_a_tokenizer_that_fails_ends_its_own_request_alone(error, code):
 
 
 def test_the_queue_is_bounded_and_a_long_list_is_taken_when_it_is_empty():
-    admission = Admission(3, lambda: 0)
+    admission = Admission(3, lambda: 8)
+    admission.engine_ready(8)
     admission.enter(5)
     with pytest.raises(ApiError) as caught:
         admission.enter(1)
@@ -332,7 +333,27 @@ def test_what_has_a_slot_at_once_is_not_bounded(running, taken):
     admission.engine_ready(8)
     for _ in range(taken):
         admission.enter(1)
-    with pytest.raises(ApiError, match=f"{taken} prompts wait, of at most 2"):
+    with pytest.raises(ApiError, match=f"{taken} prompts wait, of at most {taken}"):
+        admission.enter(1)
+
+
+@pytest.mark.parametrize(("asked", "taken"), [(None, 256), (2, 258)])
+def test_what_comes_before_the_engine_is_ready_is_bounded_too(asked, taken):
+    admission = Admission(asked, lambda: 0)
+    for _ in range(taken):
+        admission.enter(1)
+    with pytest.raises(ApiError, match="Ask again later"):
+        admission.enter(1)
+
+
+def test_running_requests_are_counted_only_where_many_wait():
+    def count() -> int:
+        raise AssertionError("counted")
+
+    admission = Admission(3, count)
+    for _ in range(3):
+        admission.enter(1)
+    with pytest.raises(AssertionError, match="counted"):
         admission.enter(1)
 
 

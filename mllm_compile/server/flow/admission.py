@@ -5,11 +5,12 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable
+from typing import NoReturn
 
 from mllm_compile.server.api.errors import ApiError
 
 _TIMES_RUNNING = 4  # of those that can run, so many may wait
-_BEFORE_READY = 256
+_BEFORE_READY = 256  # as many as these can run, until an engine says
 _RECENT = 64
 _LONGEST_RETRY_S = 60
 
@@ -24,9 +25,9 @@ class Admission:
 
     def __init__(self, most: int | None, num_running: Callable[[], int]) -> None:
         self._num_running = num_running
-        self._max_running = 0
+        self._max_running = _BEFORE_READY
         self._asked = most
-        self.most = most or _BEFORE_READY
+        self.most = most or 0
         self.waiting = 0
         self.refused = 0
         self._left: deque[float] = deque(maxlen=_RECENT)  # when the last ones were begun
@@ -43,21 +44,20 @@ class Admission:
         Raises:
             ApiError: too many wait.
         """
-        if self.waiting and self.waiting + count > self.most + self._num_free():
-            self.refused += 1
-            raise ApiError(
-                429,
-                f"{self.waiting} prompts wait, of at most {self.most}. Ask again later.",
-                code="queue_full",
-                retry_after_s=self._retry_after(),
-            )
+        if self.waiting and self.waiting + count > self.most:
+            most = self.most + max(0, self._max_running - self._num_running())
+            if self.waiting + count > most:
+                self._refuse(most)
         self.waiting += count
 
-    def _num_free(self) -> int:
-        """Slots that prompts which wait will have at once; asked for only where there are many."""
-        if self.waiting > self.most + self._max_running:
-            return 0
-        return max(0, self._max_running - self._num_running())
+    def _refuse(self, most: int) -> NoReturn:
+        self.refused += 1
+        raise ApiError(
+            429,
+            f"{self.waiting} prompts wait, of at most {most}. Ask again later.",
+            code="queue_full",
+            retry_after_s=self._retry_after(),
+        )
 
     def leave(self) -> None:
         """Counts a prompt that waits no longer."""
