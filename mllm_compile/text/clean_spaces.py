@@ -36,6 +36,11 @@ class SpaceCleaner:
         certain, self._held = self._held[:end], self._held[end:]
         return without_spaces_before_punctuation(certain)
 
+    @property
+    def is_held(self) -> bool:
+        """True if some text is held back."""
+        return bool(self._held)
+
     def flush(self) -> str:
         """The rest of the text."""
         held, self._held = self._held, ""

@@ -86,6 +86,12 @@ class Detokenizer:
         text = self._end_run() + self._window.flush()
         return text if self._cleaner is None else self._cleaner.push(text) + self._cleaner.flush()
 
+    @property
+    def is_held(self) -> bool:
+        """True if some text of the tokens so far has not been handed out."""
+        has_spaces = self._cleaner is not None and self._cleaner.is_held
+        return self._run is not None or self._window.is_held or has_spaces
+
     def _in_runs(self, token_ids: Sequence[int]) -> str:
         parts = []
         for is_byte, tokens in groupby(token_ids, self._bytes.__contains__):
@@ -132,6 +138,11 @@ class _Window:
     def is_empty(self) -> bool:
         """True if no token was before."""
         return not self._tokens
+
+    @property
+    def is_held(self) -> bool:
+        """True if some text was not handed out."""
+        return bool(self._num_open)
 
     def push(self, token_ids: Sequence[int]) -> str:
         """Adds tokens; returns the text that is certain now."""

@@ -97,6 +97,20 @@ def tokenizer_text(tokenizer: OurTokenizer, said: str) -> str:
     return tokenizer.decode(ids).removeprefix("x")
 
 
+def test_what_follows_a_bad_run_of_bytes_is_where_it_begins(tmp_path):
+    tokenizer = of_llamas_kind(tmp_path)
+    byte = {value: tokenizer.token_to_id(f"<0x{value:02X}>") for value in range(256)}
+    words = tokenizer.encode("x plain", add_special_tokens=False)
+    for data in (b"\xe2\x82", b"\xff\xff\xff", "é".encode() + b"\xe2", "日本".encode() * 40 + b"\x80"):
+        choice = Choice(PromptRun(0, words, None, False), 0, SamplingParams(logprobs=0), tokenizer)
+        for token_id in [*words, *(byte[value] for value in data), *words]:
+            choice.take(token_id, scores_of(token_id))
+        choice.end("length", None)
+        position = len(words) + len(data)
+        assert choice.offsets[position + 1] == choice.text.rindex("x"), data
+        assert choice.offsets[-1] == choice.text.rindex("n"), data
+
+
 @pytest.mark.parametrize("said", TEXTS)
 @pytest.mark.parametrize("chunk", [1, 3])
 def test_offsets_do_not_depend_on_labels_or_chunks(said, chunk):

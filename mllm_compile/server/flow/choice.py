@@ -5,13 +5,25 @@ The rules are those of engine/sequences.py, so a served text is the text of `Eng
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Protocol
+
 from mllm_compile.media.workers import SharedPrompt
 from mllm_compile.runtime.sampling.params import SamplingParams
+from mllm_compile.server.flow.offsets import TokenOffsets
 from mllm_compile.server.wire.messages import Scores, StopReason
 from mllm_compile.text.calls.events import End, Event, ReasoningDelta
 from mllm_compile.text.calls.parser import CallParser
 from mllm_compile.text.detokenizer import Decoder, Detokenizer
 from mllm_compile.text.stop_strings import StopMatcher
+
+
+class TextDecoder(Decoder, Protocol):
+    """The part of a tokenizer that completions use."""
+
+    @property
+    def bytes_of_token(self) -> Callable[[int], bytes]:
+        """A function that gives the bytes of a token as it is spelled."""
 
 
 class PromptRun:
@@ -67,9 +79,9 @@ class Choice:
         "_ending",
         "_matcher",
         "_min_tokens",
-        "_num_characters",
         "_num_read",
         "_parser",
+        "_places",
         "_shows_end",
         "begin",
         "end_is_told",
@@ -93,7 +105,7 @@ class Choice:
         prompt: PromptRun,
         index: int,
         params: SamplingParams,
-        decoder: Decoder | None,
+        decoder: TextDecoder | None,
         parser: CallParser | None = None,
     ) -> None:
         self.prompt = prompt
@@ -106,7 +118,6 @@ class Choice:
         self.num_tokens = 0
         self.num_reasoning_tokens = 0
         self._num_read = 0  # tokens whose text is in events
-        self._num_characters = 0
         self.begin = 0
         self.finish_reason: str | None = None
         self.stop_reason: StopReason = None
@@ -120,6 +131,10 @@ class Choice:
         self._detokenizer = (
             None if decoder is None else Detokenizer(decoder, prompt.token_ids, params.skip_special_tokens)
         )
+        self._places = None
+        if decoder is not None and params.logprobs is not None:
+            hidden = decoder.special_token_ids if params.skip_special_tokens else frozenset[int]()
+            self._places = TokenOffsets(decoder.bytes_of_token, hidden)
         self._matcher = (
             StopMatcher(tuple(params.stop), params.include_stop_str_in_output)
             if params.stop and decoder is not None
@@ -143,15 +158,16 @@ class Choice:
         self.token_ids.append(token_id)
         if scores is not None:
             self.scores.append(scores)
-            self.offsets.append(self._num_characters)
+            self.offsets.append(0 if self._places is None else self._places.next)
         if self._detokenizer is None:
             return
         ending = self._ending
         if ending is not None and ending[0] == "stop" and not isinstance(ending[1], str) and not self._shows_end:
             return
         text = self._detokenizer.push((token_id,))
+        if self._places is not None:
+            self._places.took(token_id, text, self._detokenizer.is_held)
         if text:
-            self._num_characters += len(text)
             self._add(text)
             self._end_parser()
 

@@ -13,11 +13,10 @@ from typing import Protocol
 
 from mllm_compile.runtime.sampling.params import SamplingParams
 from mllm_compile.server.api.errors import ApiError
-from mllm_compile.server.flow.choice import Choice, PromptRun
+from mllm_compile.server.flow.choice import Choice, PromptRun, TextDecoder
 from mllm_compile.server.flow.writer import Headers, Outlet, Writer
 from mllm_compile.server.wire.messages import Admitted
 from mllm_compile.text.calls.parser import CallParser
-from mllm_compile.text.detokenizer import Decoder
 
 logger = logging.getLogger("mllm_compile.server")
 
@@ -117,7 +116,7 @@ class Job:
         self,
         prompt: PromptRun,
         params: SamplingParams,
-        decoder: Decoder | None,
+        decoder: TextDecoder | None,
         make_parser: Callable[[], CallParser] | None = None,
     ) -> None:
         """Adds a prompt with its completions, each read by a parser of its own if there are any; before any news."""
