@@ -1,8 +1,8 @@
 # On a fresh machine with Python >= 3.11, make and a C++ compiler:
 #   make demo    install into .venv, compile configs/tiny.yaml, generate text from it; then about pictures
 #   make test    install into .venv, run the tests
-#   make bench   install into .venv, time each stage and compare with this kind of machine's baseline
-# Others: test-all (with the slow, full counts), bench-save (make the run the baseline), figures and figures-pages (measure
+#   make bench   install into .venv, and say whether a stage is slower than in the merge base with main
+# Others: test-all (with the slow, full counts), bench-gpu (the same of a GPU's stages), figures and figures-pages (measure
 # the pages' tables on a GPU, and write them), constraints (newest versions into constraints.txt), lint, format, clean.
 #
 # PYTHON=python3.12     the interpreter that .venv is made with
@@ -33,7 +33,11 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 PIP_INSTALL := $(BIN)/python -m pip install --quiet $(if $(CONSTRAINTS),--constraint $(CONSTRAINTS))
 
+<<<<<<< HEAD
 .PHONY: demo terminal test test-all bench bench-save figures figures-pages constraints lint format clean
+=======
+.PHONY: demo test test-all bench bench-gpu figures figures-pages constraints lint format clean
+>>>>>>> 58093ae0 (make bench compares two trees by turns in one run)
 .DEFAULT_GOAL := test
 
 demo: $(INSTALLED)
@@ -57,20 +61,16 @@ test: $(INSTALLED)
 test-all: $(INSTALLED)
 	$(BIN)/python -m pytest
 
-BENCH_RUN := .benchmarks/run.json
+# The tree against its merge base with main, stage by stage; BASE=COMMIT or BASE_DIR=FOLDER names another, ONLY='trace,passes'
+# takes some stages.
+COMPARE := $(BIN)/python -m benchmarks.guard.compare --json .benchmarks/run.json \
+	$(if $(BASE),--base '$(BASE)') $(if $(BASE_DIR),--base-dir '$(BASE_DIR)') $(if $(ONLY),--only '$(ONLY)')
 
 bench: $(INSTALLED)
-	$(call RUN_BENCHMARKS)
-	$(BIN)/python -m tests.benchmarks.compare $(BENCH_RUN)
+	$(COMPARE)
 
-bench-save: $(INSTALLED)
-	$(call RUN_BENCHMARKS)
-	$(BIN)/python -m tests.benchmarks.compare $(BENCH_RUN) --save
-
-define RUN_BENCHMARKS
-	@mkdir -p $(dir $(BENCH_RUN))
-	$(BIN)/python -m pytest tests/benchmarks -o python_files='bench_*.py' --benchmark-quiet --benchmark-json=$(BENCH_RUN)
-endef
+bench-gpu: $(INSTALLED)
+	$(COMPARE) --kind gpu
 
 # On a GPU: the figures of the pages' tables, into docs/performance/results. FIGURES='--only 8b --seconds 480' takes some.
 figures: $(INSTALLED)

@@ -34,7 +34,7 @@ def limits(tree: ast.AST) -> Iterator[str]:
 
 
 def sources() -> list[Path]:
-    return [path for path in sorted(TESTS.rglob("*.py")) if path.parent.name != "benchmarks"]
+    return sorted(TESTS.rglob("*.py"))
 
 
 @pytest.mark.parametrize("path", sources(), ids=lambda path: path.relative_to(TESTS).as_posix())

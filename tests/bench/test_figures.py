@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -138,12 +137,15 @@ def test_figures_of_an_unknown_commit_are_refused(tmp_path, stand_in):
         measure(order(tmp_path))
 
 
-def test_a_process_is_ended_when_the_time_is_over(tmp_path):
+def test_a_process_is_ended_when_the_time_is_over(monkeypatch):
     job = {"task": "probe", "sources": [], "largest_batch": 1, "longest_request": 2}
     with pytest.raises(OutOfTime):
-        list(findings(job, time.monotonic() + 0.01))
+        list(findings(job, 0.0))
+    left = iter([1.0, 0.0])
+    monkeypatch.setattr(measuring, "_left", lambda deadline: next(left))
     with pytest.raises(OutOfTime):
-        list(findings(job, time.monotonic() - 1))
+        list(findings(job, 0.0))
+    assert next(left, None) is None, "a process was started"
 
 
 def test_a_mistake_in_a_process_is_told_here(tmp_path):

@@ -1,6 +1,6 @@
 """What a process that finds a runtime imports before its first token, beside torch: its time goes there.
 
-How many seconds that takes is tests/benchmarks/bench_start.py's.
+How many seconds that takes is `make bench`'s to compare.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Weights through the pinned ring; how fast is tests/benchmarks/bench_gpu.py's."""
+"""Weights through the pinned ring; how fast is examples/measure/load_speed.py's."""
 
 from __future__ import annotations
 
