@@ -14,6 +14,7 @@ import pytest
 
 from mllm_compile.kernels import ATTENTION_KERNELS
 from mllm_compile.runtime.attention.layer_kernels import LayerKernels
+from tests.hang_guard import HANG_S
 
 ROOT = Path(__file__).parents[2]
 
@@ -157,7 +158,7 @@ def test_the_walk_that_adds_a_kernel_writes_stores_links_names_and_checks_it_in_
         env=os.environ | {"PYTHONPATH": str(tmp_path)},
         capture_output=True,
         text=True,
-        timeout=600,
+        timeout=HANG_S,
         check=False,
     )
     assert ran.returncode == 0, ran.stderr

@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests.hang_guard import HANG_S
+
 ROOT = Path(__file__).parents[3]
 
 # Graphs of prompts of one token. File → what it is, or what stands there and what takes its place.
@@ -135,7 +137,7 @@ def test_the_walk_that_adds_a_kind_lists_captures_estimates_and_replays_it_in_fo
         env=os.environ | {"PYTHONPATH": str(tmp_path)},
         capture_output=True,
         text=True,
-        timeout=600,
+        timeout=HANG_S,
         check=False,
     )
     assert ran.returncode == 0, ran.stderr
