@@ -184,7 +184,7 @@ class _Ranks:
                 torch.equal(tokens, wanted)
                 and torch.equal(there.last_tokens, kept)
                 and torch.equal(there.chosen[5, :rows], wanted)
-                and there.turns.tolist() == [6]
+                and there.replay_slot.tolist() == [6]
                 for tokens, there in zip(found, places, strict=True)
             )
             if not are_right:
