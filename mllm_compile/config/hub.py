@@ -67,7 +67,12 @@ def download(model: ModelConfig) -> Path:
             f"{name}: there is no such folder{nearest_path(model.path)}, and no such repository on the hub (or it is "
             f"private and you are not logged in: `hf auth login`). Give a local folder, or correct the hub id."
         ) from None
-    except (errors.LocalEntryNotFoundError, errors.HfHubHTTPError, ConnectionError, TimeoutError) as error:
+    except (
+        errors.LocalEntryNotFoundError,
+        errors.HTTPError,
+        ConnectionError,
+        TimeoutError,
+    ) as error:  # HTTP's: a proxy's
         if (snapshot := _cached_snapshot(model)) is not None:
             return _with_what_is_read(model, snapshot)
         reason = str(error.__cause__ or error).split("\n", 1)[0]

@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 import huggingface_hub
 import huggingface_hub.constants
+import huggingface_hub.errors
 import pytest
 
 from mllm_compile.config.model_folder import ModelFolder, open_model_folder
@@ -100,6 +102,24 @@ def test_random_weights_need_no_weight_file(cache):
 
 def test_a_tokenizer_of_another_kind_may_be_all_there_is(cache):
     put(cache, ("config.json", "model.safetensors", "tokenizer.model"), ("vocab.json",))
+    assert find().weight_files
+
+
+def test_a_proxy_that_fails_is_a_hub_that_cannot_be_reached(cache, monkeypatch):
+    class ProxyError(huggingface_hub.errors.HTTPError):
+        pass
+
+    download = huggingface_hub.snapshot_download
+
+    def fail(*args: Any, local_files_only: bool = False, **keys: Any) -> str:
+        if local_files_only:
+            return download(*args, local_files_only=True, **keys)
+        raise ProxyError("407 Proxy Authentication Required")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", fail)
+    with pytest.raises(ModelNotFoundError, match=r"hub cannot be reached \(407 Proxy"):
+        find()
+    put(cache, NEEDED, ())
     assert find().weight_files
 
 
