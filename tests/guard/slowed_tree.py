@@ -37,7 +37,7 @@ def slowed_tree(folder: Path, *stages: str) -> Path:
     """A tree in `folder` in which these stages are slower."""
     for name in ("mllm_compile", "passes", "runtime"):
         skipped = shutil.ignore_patterns("__pycache__")
-        shutil.copytree(ROOT / name, folder / name, symlinks=True, copy_function=os.link, ignore=skipped)
+        shutil.copytree(ROOT / name, folder / name, symlinks=True, copy_function=_link, ignore=skipped)
     for name in stages:
         slow = SLOWED[name]
         path = folder / slow.file
@@ -45,6 +45,14 @@ def slowed_tree(folder: Path, *stages: str) -> Path:
         path.unlink()  # a link to the tree's own
         path.write_text(source, encoding="utf-8")
     return folder
+
+
+def _link(source: str, target: str) -> None:
+    """Links a file, or copies it where the folders are on different disks."""
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copy2(source, target)
 
 
 def with_work(source: str, slow: Slowed) -> str:
