@@ -5,7 +5,9 @@ It is sent to the process that tries it (grammar_process.py), so it is plain dat
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
+from typing import Any
 
 from mllm_compile.runtime.sampling.structured_params import StructuredOutputsParams
 from mllm_compile.structured.json_schema import without_additional_properties
@@ -39,3 +41,32 @@ class Form:
         if params.disable_additional_properties:
             text = without_additional_properties(text)
         return cls(kind, text, params.disable_any_whitespace, params.whitespace_pattern)
+
+
+def todays_tag(text: str) -> dict[str, Any]:
+    """A structural tag; vLLM's older shape, `structures` and `triggers`, becomes today's.
+
+    Raises:
+        Refused: it is of neither shape.
+    """
+    tag = json.loads(text)
+    if "structures" not in tag:
+        if not isinstance(tag.get("format"), dict):
+            raise Refused("structural_tag: expected a format, which is an object")
+        return dict(tag)
+    try:
+        tags = [
+            {
+                "type": "tag",
+                "begin": one["begin"],
+                "content": {"type": "json_schema", "json_schema": one["schema"]},
+                "end": one["end"],
+            }
+            for one in tag["structures"]
+        ]
+        form = {"type": "triggered_tags", "triggers": tag["triggers"], "tags": tags}
+    except (KeyError, TypeError) as error:
+        raise Refused(
+            f"structural_tag: expected triggers, and structures of begin, schema and end; {error} is missing"
+        ) from None
+    return {"type": "structural_tag", "format": form}

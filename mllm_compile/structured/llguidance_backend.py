@@ -21,8 +21,9 @@ import numpy as np
 from llguidance.gbnf_to_lark import any_to_lark
 
 from mllm_compile.runtime.sampling.grammar import MaskWork
-from mllm_compile.structured.form import Form, Refused
+from mllm_compile.structured.form import Form, Refused, todays_tag
 from mllm_compile.structured.json_schema import first_fault, subschemas
+from mllm_compile.structured.lark_tags import lark_of_tag
 from mllm_compile.structured.vocabulary import Vocabulary
 
 # Models that never tire of whitespace fill an answer with it; eight levels of four fit.
@@ -103,7 +104,8 @@ class _Tokens:
     bos_token_id = None
 
     def __init__(self, vocabulary: Vocabulary) -> None:
-        self.tokens = vocabulary.tokens
+        # Special tokens are told apart by their names, which no text has.
+        self.tokens = [data or b"<%d>" % token_id for token_id, data in enumerate(vocabulary.tokens)]
         self.special_token_ids = vocabulary.special_token_ids
         self.eos_token_id = vocabulary.eos_token_ids[0]
 
@@ -119,10 +121,9 @@ def _lark(form: Form) -> str:
         Refused: it has none.
     """
     if form.kind == "json":
-        schema = _kept_schema(json.loads(form.text))
         whitespace = {"whitespace_pattern": form.whitespace or _WHITESPACE}
-        schema["x-guidance"] = {"whitespace_flexible": False} if form.is_compact else whitespace
-        return f"start: %json {json.dumps(schema)}"
+        options = {"whitespace_flexible": False} if form.is_compact else whitespace
+        return f"start: {_json_rule(json.loads(form.text), options)}"
     if form.kind == "regex":
         return f"start: /{llguidance.regex_to_lark(form.text, use_ascii='')}/"
     if form.kind == "choice":
@@ -132,7 +133,17 @@ def _lark(form: Form) -> str:
         return f"start: CHOICE\nCHOICE: {' | '.join(choices)}"
     if form.kind == "grammar":
         return _lark_of_grammar(form.text)
-    raise Refused(f"llguidance takes no {form.kind} here. Set structured_outputs: {{backend: auto}} or xgrammar.")
+    tag = todays_tag(form.text)
+    return lark_of_tag(
+        tag["format"],
+        lambda schema: _json_rule(schema, {"whitespace_pattern": _WHITESPACE}),
+        lambda pattern: llguidance.regex_to_lark(pattern, use_ascii=""),
+    )
+
+
+def _json_rule(schema: Any, options: dict[str, Any]) -> str:
+    schema = _kept_schema({} if schema is True else {"anyOf": []} if schema is False else schema)
+    return f"%json {json.dumps(schema | {'x-guidance': options})}"
 
 
 def _kept_schema(schema: dict[str, Any]) -> dict[str, Any]:

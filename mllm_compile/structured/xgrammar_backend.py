@@ -14,13 +14,12 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import xgrammar
 
 from mllm_compile.runtime.sampling.grammar import MaskWork
-from mllm_compile.structured.form import Form, Refused
+from mllm_compile.structured.form import Form, Refused, todays_tag
 from mllm_compile.structured.vocabulary import Vocabulary
 from mllm_compile.structured.xgrammar_limits import (
     kept_regex,
@@ -101,7 +100,7 @@ class XgrammarBackend:
             if is_gbnf:
                 refuse_ignored_look_ahead(form.text)
             return (self._compiler.compile_grammar if is_gbnf else self._compiler.compile_lark)(form.text)
-        return self._compiler.compile_structural_tag(_new_structural_tag(json.loads(form.text)))
+        return self._compiler.compile_structural_tag(json.dumps(kept_tag(todays_tag(form.text), _MOST_WHITESPACE)))
 
     def fill(self, work: Sequence[MaskWork], masks: np.ndarray) -> dict[int, str]:
         """MaskMaker.fill."""
@@ -183,28 +182,6 @@ class _Worker:
         except (RuntimeError, ValueError) as error:
             return f"xgrammar cannot go on with the grammar: {_said(error)}"
         return None
-
-
-def _new_structural_tag(tag: dict[str, Any]) -> str:
-    """A structural tag as JSON text; vLLM's older shape, `structures` and `triggers`, becomes today's."""
-    if "structures" not in tag:
-        return json.dumps(kept_tag(tag, _MOST_WHITESPACE))
-    try:
-        tags = [
-            {
-                "type": "tag",
-                "begin": one["begin"],
-                "content": {"type": "json_schema", "json_schema": one["schema"]},
-                "end": one["end"],
-            }
-            for one in tag["structures"]
-        ]
-        form = {"type": "triggered_tags", "triggers": tag["triggers"], "tags": tags}
-    except (KeyError, TypeError) as error:
-        raise Refused(
-            f"structural_tag: expected triggers, and structures of begin, schema and end; {error} is missing"
-        ) from None
-    return json.dumps(kept_tag({"type": "structural_tag", "format": form}, _MOST_WHITESPACE))
 
 
 def _said(error: Exception) -> str:

@@ -25,7 +25,8 @@ keyword. Nothing is accepted and ignored; keywords that JSON Schema calls annota
 - Integers in bounds, `enum` and `const` beyond 2**53 are refused: both libraries round them.
 - `minProperties` of 2 and more is refused where `required` does not name them: a name could come twice.
 - XGrammar keeps to bounds, items and properties only beside one `type`, and to nothing beside `$ref` and `anyOf`.
-- The same holds for schemas in structural tags, so in `tools`; see [tool calls](tool-calls.md).
+- The same holds for schemas in structural tags, so in `tools` ([tool calls](tool-calls.md)). llguidance takes the
+  parts that calls are made of, XGrammar all.
 
 | keyword | llguidance | XGrammar |
 |---|---|---|

@@ -144,12 +144,12 @@ def test_whitespace_in_json_has_an_end(backend):
 
 
 @pytest.mark.parametrize("is_old", [False, True])
-def test_whitespace_in_the_json_of_a_structural_tag_has_an_end(xgrammar, is_old):
+def test_whitespace_in_the_json_of_a_structural_tag_has_an_end(backend, is_old):
     content = {"type": "json_schema", "json_schema": FLAT}
     tag = {"type": "structural_tag", "format": {"type": "tag", "begin": "<f>", "content": content, "end": "</f>"}}
     if is_old:
         tag = {"structures": [{"begin": "<f>", "schema": FLAT, "end": "</f>"}], "triggers": ["<f"]}
-    assert most_spaces(xgrammar, compiled(xgrammar, structural_tag=tag).matcher(), b"<f>{") == 32
+    assert most_spaces(backend, compiled(backend, structural_tag=tag).matcher(), b"<f>{") == 32
 
 
 def test_additional_properties_are_allowed_unless_they_are_disabled(backend, vocabulary):
@@ -199,11 +199,9 @@ def xgrammar(vocabulary):
     return make_backend("xgrammar", vocabulary, threads=1)
 
 
-def test_llguidance_takes_no_options_in_a_grammar_and_no_structural_tag(llguidance):
+def test_llguidance_takes_no_options_in_a_grammar(llguidance):
     with pytest.raises(Refused, match=r"Remove the line with %llguidance"):
         compiled(llguidance, grammar='%llguidance {"no_forcing": false}\nstart: "a"')
-    with pytest.raises(Refused, match=r"llguidance takes no structural_tag here"):
-        compiled(llguidance, structural_tag={"structures": [], "triggers": []})
 
 
 def test_llguidance_takes_a_pattern_of_whitespace(llguidance, vocabulary):
@@ -267,25 +265,25 @@ def test_xgrammar_has_no_pattern_of_whitespace(xgrammar):
         },
     ],
 )
-def test_a_structural_tag_is_text_with_parts_that_have_a_form(xgrammar, vocabulary, tag):
-    grammar = compiled(xgrammar, structural_tag=tag)
+def test_a_structural_tag_is_text_with_parts_that_have_a_form(backend, vocabulary, tag):
+    grammar = compiled(backend, structural_tag=tag)
     token_of = {data: token_id for token_id, data in enumerate(vocabulary.tokens)}
     taken = [token_of[bytes([byte])] for byte in b"so <f>"]
     mask = np.zeros((1, vocabulary.mask_words), np.int32)
-    assert not xgrammar.fill([MaskWork(grammar.matcher(), taken, 0)], mask)
+    assert not backend.fill([MaskWork(grammar.matcher(), taken, 0)], mask)
     following = {vocabulary.tokens[token_id][:1] for token_id in allowed_ids(mask[0])}
     assert following <= {bytes([byte]) for byte in b"-0123456789"}
 
 
-def test_a_structural_tag_names_special_tokens_by_their_ids_and_its_text_has_none(xgrammar, vocabulary):
+def test_a_structural_tag_names_special_tokens_by_their_ids_and_its_text_has_none(backend, vocabulary):
     (mark,) = vocabulary.marks[-1:]
     token = {"type": "token", "token": mark}
     tag = {"type": "tag", "begin": token, "content": {"type": "any_text"}, "end": token}
-    grammar = compiled(xgrammar, structural_tag={"type": "structural_tag", "format": tag})
+    grammar = compiled(backend, structural_tag={"type": "structural_tag", "format": tag})
     matcher, found = grammar.matcher(), []
     for new in ([], [mark], [vocabulary.tokens.index(b"a")], [mark]):
         mask = np.zeros((1, vocabulary.mask_words), np.int32)
-        assert not xgrammar.fill([MaskWork(matcher, new, 0)], mask)
+        assert not backend.fill([MaskWork(matcher, new, 0)], mask)
         found.append(allowed_ids(mask[0]))
     assert found[0] == {mark}
     assert found[1] & set(vocabulary.special_token_ids) == found[2] & set(vocabulary.special_token_ids) == {mark}
@@ -293,9 +291,11 @@ def test_a_structural_tag_names_special_tokens_by_their_ids_and_its_text_has_non
     assert found[3] == set(vocabulary.eos_token_ids)
 
 
-def test_a_structural_tag_without_its_parts_is_refused(xgrammar):
+def test_a_structural_tag_without_its_parts_is_refused(backend):
     with pytest.raises(Refused, match=r"expected triggers, and structures of begin, schema and end; 'end' is missing"):
-        compiled(xgrammar, structural_tag={"structures": [{"begin": "a", "schema": {}}], "triggers": ["a"]})
+        compiled(backend, structural_tag={"structures": [{"begin": "a", "schema": {}}], "triggers": ["a"]})
+    with pytest.raises(Refused, match="expected a format, which is an object"):
+        compiled(backend, structural_tag={"type": "structural_tag"})
 
 
 def _tag_of(content):
