@@ -173,15 +173,15 @@ class CapturesPrompts(ABC):
     """Prompts alone in a CUDA graph, which read their work from the step's inputs."""
 
     @abstractmethod
-    def prompt_work_bytes(self, extends: bool) -> int:
+    def prompt_work_bytes(self, has_prefix: bool) -> int:
         """Bytes of what kernels read of such a step.
 
         Args:
-            extends: some prompts go on from what is in the cache; else each begins with its first token.
+            has_prefix: some prompts go on from what is in the cache; else each begins with its first token.
         """
 
     @abstractmethod
-    def init_forward_metadata_capture_prompts(self, num_tokens: int, work: torch.Tensor, extends: bool) -> None:
+    def init_forward_metadata_capture_prompts(self, num_tokens: int, work: torch.Tensor, has_prefix: bool) -> None:
         """Plan such a step of `num_tokens` for capture.
 
         Args:
@@ -191,7 +191,7 @@ class CapturesPrompts(ABC):
 
     @abstractmethod
     def write_prompt_work(self, num_tokens: int, memory: np.ndarray, prompts: StepPrompts) -> bool:
-        """Write what a replay of the step of `num_tokens` reads, which was captured with or without extends as
+        """Write what a replay of the step of `num_tokens` reads, which was captured with or without prefixes as
         `prompts` has any; False: the captured kernels do not serve these well.
 
         Args:

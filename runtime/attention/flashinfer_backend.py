@@ -31,9 +31,9 @@ from mllm_compile.runtime.attention.capture import (
 )
 from mllm_compile.runtime.attention.captured.cascades import CapturedCascades
 from mllm_compile.runtime.attention.captured.decodes import DecodeSteps, check_capturable, make_graph_buffers
-from mllm_compile.runtime.attention.captured.extends import ExtendSteps
-from mllm_compile.runtime.attention.captured.fresh import FreshSteps
 from mllm_compile.runtime.attention.captured.mixed import CapturedMixed, MixedSteps
+from mllm_compile.runtime.attention.captured.prefill_cached import CachedPrefillSteps
+from mllm_compile.runtime.attention.captured.prefill_new import NewPrefillSteps
 from mllm_compile.runtime.attention.captured.prompts import CapturedPrompts
 from mllm_compile.runtime.attention.flashinfer.blocks import ImageBlocks
 from mllm_compile.runtime.attention.flashinfer.cascade import CascadeDecode, CascadeRows
@@ -320,7 +320,9 @@ class FlashInferAttnBackend(AttentionBackend, FusesRope, Cascades, CapturesDecod
         works = [group.works for group in groups if group.works is not None]
         if len(works) < len(groups):
             return None
-        return CapturedPrompts(FreshSteps(groups, works), ExtendSteps(groups, works, self.page_size), self._planned)
+        return CapturedPrompts(
+            NewPrefillSteps(groups, works), CachedPrefillSteps(groups, works, self.page_size), self._planned
+        )
 
     def _make_captured_cascades(self) -> CapturedCascades | None:
         """None where the program has no kernels for them, or decodes are planned before a replay."""

@@ -108,7 +108,7 @@ class StepPrompts:
     list_pages: Callable[[], np.ndarray]
 
     @cached_property
-    def extends(self) -> bool:
+    def has_prefix(self) -> bool:
         """True if some go on from what is in the cache."""
         return bool(self.prefix_lens.any())
 

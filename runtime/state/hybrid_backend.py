@@ -149,15 +149,15 @@ class HybridAttnBackend(AttentionBackend, CapturesDecodes, CapturesMixed, Captur
         has_all = self._attention is None or self._attention.prompts is not None
         return self if self._mixed is not None and has_all else None
 
-    def prompt_work_bytes(self, extends: bool) -> int:
-        of_attention = 0 if self._attention is None else needed(self._attention.prompts).prompt_work_bytes(extends)
+    def prompt_work_bytes(self, has_prefix: bool) -> int:
+        of_attention = 0 if self._attention is None else needed(self._attention.prompts).prompt_work_bytes(has_prefix)
         return PromptStates.num_bytes + of_attention
 
-    def init_forward_metadata_capture_prompts(self, num_tokens: int, work: torch.Tensor, extends: bool) -> None:
+    def init_forward_metadata_capture_prompts(self, num_tokens: int, work: torch.Tensor, has_prefix: bool) -> None:
         self._mixed_step = PromptStates.capture(work)
         if self._attention is not None:
             of_attention = work[PromptStates.num_bytes :]
-            needed(self._attention.prompts).init_forward_metadata_capture_prompts(num_tokens, of_attention, extends)
+            needed(self._attention.prompts).init_forward_metadata_capture_prompts(num_tokens, of_attention, has_prefix)
 
     def write_prompt_work(self, num_tokens: int, memory: np.ndarray, prompts: StepPrompts) -> bool:
         if not PromptStates.write(memory, prompts):

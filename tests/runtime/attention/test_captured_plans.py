@@ -19,7 +19,7 @@ def earlier() -> Planned:
 
 
 class Steps:
-    """Stands for FreshSteps and for ExtendSteps."""
+    """Stands for NewPrefillSteps and for CachedPrefillSteps."""
 
     def __init__(self, name: str, work_bytes: int) -> None:
         self.name, self.work_bytes = name, work_bytes
@@ -28,20 +28,20 @@ class Steps:
         return [f"{self.name} {num_tokens}"]
 
     def write(self, *given):
-        return self.name, given[0] if self.name == "extends" else given[1].tolist()
+        return self.name, given[0] if self.name == "cached" else given[1].tolist()
 
 
-@pytest.mark.parametrize("extends", [False, True])
-def test_prompts_alone_are_those_of_their_kind_and_have_no_decodes(extends):
+@pytest.mark.parametrize("has_prefix", [False, True])
+def test_prompts_alone_are_those_of_their_kind_and_have_no_decodes(has_prefix):
     planned = earlier()
-    prompts = CapturedPrompts(Steps("fresh", 64), Steps("extends", 128), planned)
-    name = "extends" if extends else "fresh"
-    assert prompts.prompt_work_bytes(extends) == (128 if extends else 64)
-    prompts.init_forward_metadata_capture_prompts(16, torch.zeros(128), extends)
+    prompts = CapturedPrompts(Steps("new", 64), Steps("cached", 128), planned)
+    name = "cached" if has_prefix else "new"
+    assert prompts.prompt_work_bytes(has_prefix) == (128 if has_prefix else 64)
+    prompts.init_forward_metadata_capture_prompts(16, torch.zeros(128), has_prefix)
     assert (planned.decodes, planned.num_decodes, planned.has_blocks) == (None, 0, False)
-    assert planned.prefills == PrefillMetadata([f"{name} 16"], use_ragged=not extends)
-    step = SimpleNamespace(extends=extends, starts=np.array([0, 9]))
-    assert prompts.write_prompt_work(16, np.zeros(8), step) == (name, 16 if extends else [0, 9])
+    assert planned.prefills == PrefillMetadata([f"{name} 16"], use_ragged=not has_prefix)
+    step = SimpleNamespace(has_prefix=has_prefix, starts=np.array([0, 9]))
+    assert prompts.write_prompt_work(16, np.zeros(8), step) == (name, 16 if has_prefix else [0, 9])
 
 
 def test_a_step_of_any_kind_gives_all_its_rows_to_the_kernels_of_decodes():

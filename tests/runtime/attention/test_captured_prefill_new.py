@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from mllm_compile.runtime.attention.captured.fresh import FreshSteps
+from mllm_compile.runtime.attention.captured.prefill_new import NewPrefillSteps
 from mllm_compile.runtime.attention.flashinfer.work_list import WorkList
 
 LISTS = [WorkList.short(4, 128, 20), WorkList.short(2, 64, 20)]
@@ -25,7 +25,7 @@ def pieces(works: WorkList, memory: np.ndarray) -> list[tuple[int, ...]]:
 
 
 def test_each_group_s_kernels_find_its_list_where_it_is_written():
-    steps = FreshSteps([Group(), Group()], LISTS)
+    steps = NewPrefillSteps([Group(), Group()], LISTS)
     assert steps.work_bytes == sum(works.num_bytes for works in LISTS)
     work = torch.full((steps.work_bytes,), 77, dtype=torch.uint8)
     captured = steps.capture(512, work)
@@ -40,7 +40,7 @@ def test_each_group_s_kernels_find_its_list_where_it_is_written():
 
 
 def test_prompts_of_more_pieces_than_there_are_blocks_have_no_list():
-    steps = FreshSteps([Group(), Group()], LISTS)
+    steps = NewPrefillSteps([Group(), Group()], LISTS)
     memory = np.zeros(steps.work_bytes, dtype=np.uint8)
     assert steps.write(memory, np.arange(0, 60, 10, dtype=np.int32))
     assert not steps.write(memory, np.arange(0, 70, 10, dtype=np.int32))

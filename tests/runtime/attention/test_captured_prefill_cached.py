@@ -1,5 +1,5 @@
 """Lists and pages of captured prompts that go on from the cache: where each is, and when there are none (the rest:
-tests/gpu/test_extend_graphs.py)."""
+tests/gpu/test_cached_prefill_graphs.py)."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from mllm_compile.runtime.attention.captured.extends import ExtendSteps
+from mllm_compile.runtime.attention.captured.prefill_cached import CachedPrefillSteps
 from mllm_compile.runtime.attention.flashinfer.work_list import SplitList, WorkList
 from mllm_compile.runtime.attention.metadata import StepPrompts
 
@@ -45,7 +45,7 @@ def prompts(*lengths: tuple[int, int]) -> StepPrompts:
 def captured():
     """The steps, and what was captured of 64 and 192 tokens."""
     groups = [Group((32, 8, 128)), Group((4, 2, 64))]
-    steps = ExtendSteps(groups, [group.works for group in groups], PAGE)
+    steps = CachedPrefillSteps(groups, [group.works for group in groups], PAGE)
     work = torch.full((steps.work_bytes,), 77, dtype=torch.uint8)
     return steps, work, {size: steps.capture(size, work) for size in (64, 192)}
 

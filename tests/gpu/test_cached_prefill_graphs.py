@@ -141,7 +141,7 @@ def test_served_prompts_that_hit_the_cache_are_launched_so_and_get_their_tokens(
         return [request.output_token_ids for request in (*requests, *together)]
 
     def noted(descriptor, fields, step):
-        is_hit = step.extends and fields.positions.size < SIZES[-1]  # and no whole chunk of the first prompt
+        is_hit = step.has_prefix and fields.positions.size < SIZES[-1]  # and no whole chunk of the first prompt
         launches.append((is_hit, launch(descriptor, fields, step)))
         return launches[-1][1]
 

@@ -1,6 +1,6 @@
 """Attention of captured prompts of which some go on from what is in the cache, without decodes.
 
-As those of fresh ones (fresh.py) they have no kernels of decodes, and all that they read of a batch is written where
+As new ones (prefill_new.py) they have no kernels of decodes, and all that they read of a batch is written where
 the host keeps a step's inputs: lists of work, and the ids of the pages that keys and values are in. FlashInfer's fa2
 serves few tokens, whose keys it divides among blocks; fa3 serves more.
 """
@@ -25,7 +25,7 @@ _MOST_PROMPTS = 32
 _MOST_PAGES = 2048  # whose ids come with a step's inputs
 
 
-class ExtendSteps:
+class CachedPrefillSteps:
     """The captured steps of one backend.
 
     Attributes:

@@ -17,7 +17,7 @@ from mllm_compile.runtime.attention.flashinfer.prefill import GroupPrefill
 from mllm_compile.runtime.attention.flashinfer.work_list import WorkList
 
 
-class FreshSteps:
+class NewPrefillSteps:
     """The captured steps of one backend.
 
     Attributes:
