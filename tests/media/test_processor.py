@@ -10,7 +10,9 @@ import pytest
 
 from mllm_compile.media.decode import Refused
 from mllm_compile.media.processor import DecodedItem, MediaProcessor
-from tests.media.cases import PLACE, make_files, pixels_of
+from mllm_compile.text.added_tokens import told_to_split
+from mllm_compile.text.tokenizer import load_tokenizer
+from tests.media.cases import PLACE, TEMPLATE, make_files, pixels_of
 
 pytest.importorskip("PIL")
 
@@ -50,6 +52,34 @@ def test_a_digest_is_of_settings_too(tmp_path):
         make_files(folder, image_mean=[mean] * 3)
         digests.append(MediaProcessor(folder).prepare(PLACE, [item()], True).items[0].digest)
     assert digests[0] != digests[1]
+
+
+@pytest.mark.parametrize("splits", [False, True])
+def test_a_users_own_placeholder_is_a_place_unless_it_is_read_as_text(tmp_path, splits):
+    files = make_files(tmp_path) | {"chat_template.jinja": TEMPLATE.encode()}
+    for name, data in (told_to_split(files, tmp_path) if splits else files).items():
+        (tmp_path / name).write_bytes(data)
+    tokenizer, processor = load_tokenizer(tmp_path), MediaProcessor(tmp_path)
+    chat = [{"role": "user", "content": [{"type": "text", "text": f"a {PLACE} b"}, {"type": "image"}]}]
+    text = tokenizer.apply_chat_template(chat)
+    if not splits:
+        with pytest.raises(Refused, match="the prompt has 2 places for images"):
+            processor.prepare(text, [item()], False)
+        return
+    prompt = processor.prepare(text, [item()], False)
+    pad = tokenizer.token_to_id("<|image_pad|>")
+    assert prompt.prompt_token_ids.count(pad) == prompt.is_feature.sum() == 6
+    assert tokenizer.decode(prompt.prompt_token_ids, False).startswith(f"a {PLACE} b{PLACE[:16]}")
+
+
+def test_a_text_with_a_picture_has_the_ids_of_a_text_without(tmp_path):
+    make_files(tmp_path)
+    config = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config | {"extra_special_tokens": ["<tool>"]}))
+    tokenizer = load_tokenizer(tmp_path)
+    ids = MediaProcessor(tmp_path).prepare(f"a<tool>b{PLACE}c <tool>", [item()], True).prompt_token_ids
+    assert ids[: ids.index(tokenizer.token_to_id("<|vision_start|>"))] == tokenizer.encode("a<tool>b")
+    assert tokenizer.token_to_id("<tool>") is not None and ids[-1] == tokenizer.token_to_id("<tool>")
 
 
 def test_a_model_without_videos_says_so(tmp_path):
