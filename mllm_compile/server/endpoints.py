@@ -18,7 +18,7 @@ from mllm_compile.server.api.prompts import chat_text
 from mllm_compile.server.engine_facts import EngineFacts
 from mllm_compile.server.flow.job import JSON
 from mllm_compile.server.flow.writer import Send
-from mllm_compile.server.front import Front
+from mllm_compile.server.front import Front, ignored_headers
 from mllm_compile.server.http import (
     ClientGoneError,
     Receive,
@@ -35,6 +35,7 @@ from mllm_compile.version import __version__
 
 Answer = Callable[[Scope, Receive, Send], Awaitable[None]]
 Endpoint = Callable[[Front], Answer]
+Told = tuple[dict[str, Any], list[str]]  # an answer, and the names of fields that nobody knows
 _MOST_TOKENS = 1 << 20
 
 
@@ -109,14 +110,15 @@ def _model(front: Front) -> Answer:
 
 
 def _abort(front: Front) -> Answer:
-    def abort(given: dict[str, Any]) -> dict[str, Any]:
+    async def abort(body: bytes) -> Told:
+        given = read_object(body)
         names = given.get("request_id")
         asked = [names] if isinstance(names, str) else names
         if not isinstance(asked, list) or not all(isinstance(name, str) for name in asked):
             raise bad_request("request_id: expected an id, or a list of ids, as answers have them", "request_id")
-        return {"aborted": front.dispatcher.abort(asked)}
+        return {"aborted": front.dispatcher.abort(asked)}, [name for name in given if name != "request_id"]
 
-    return _json(front, lambda body: _done(abort(read_object(body))))
+    return _json(front, abort)
 
 
 class TokenizeFields(msgspec.Struct, kw_only=True):
@@ -144,12 +146,12 @@ def _check_texts(fields: ChatFields) -> None:
 
 
 def _tokenize(front: Front) -> Answer:
-    async def tokenize(body: bytes) -> dict[str, Any]:
+    async def tokenize(body: bytes) -> Told:
         fields: TokenizeChatFields | TokenizeFields
         if "messages" in members_of(body):
-            fields, _ = read_fields(TokenizeChatFields, body)
+            fields, unknown = read_fields(TokenizeChatFields, body)
         else:
-            fields, _ = read_fields(TokenizeFields, body)
+            fields, unknown = read_fields(TokenizeFields, body)
         facts = await front.facts(fields.model)
         tokenizer = _tokenizer(facts)
 
@@ -166,7 +168,7 @@ def _tokenize(front: Front) -> Answer:
 
         tokens, strings = await front.in_thread(encode)
         most = facts.hello.max_model_len
-        return {"count": len(tokens), "max_model_len": most, "tokens": tokens, "token_strs": strings}
+        return {"count": len(tokens), "max_model_len": most, "tokens": tokens, "token_strs": strings}, unknown
 
     return _json(front, tokenize)
 
@@ -188,13 +190,13 @@ def _tokenizer_info(front: Front) -> Answer:
 
 
 def _count_tokens(front: Front) -> Answer:
-    async def count(body: bytes) -> dict[str, Any]:
-        fields, _ = anthropic.read_chat(body)
+    async def count(body: bytes) -> Told:
+        fields, unknown = anthropic.read_chat(body)
         _check_texts(fields)
         facts = await front.facts(fields.model)
         tokenizer = _tokenizer(facts)
         text, _ = await front.in_thread(chat_text, facts, fields)
-        return {"input_tokens": len(await front.in_thread(tokenizer.encode_chat, text))}
+        return {"input_tokens": len(await front.in_thread(tokenizer.encode_chat, text))}, unknown
 
     return _json(front, count, anthropic_answers.refusal)
 
@@ -207,8 +209,8 @@ class DetokenizeFields(msgspec.Struct, kw_only=True):
 
 
 def _detokenize(front: Front) -> Answer:
-    async def detokenize(body: bytes) -> dict[str, Any]:
-        fields, _ = read_fields(DetokenizeFields, body)
+    async def detokenize(body: bytes) -> Told:
+        fields, unknown = read_fields(DetokenizeFields, body)
         facts = await front.facts(fields.model)
         tokenizer = _tokenizer(facts)
         if len(fields.tokens) > _MOST_TOKENS:
@@ -216,7 +218,7 @@ def _detokenize(front: Front) -> Answer:
         wrong = next((token for token in fields.tokens if not 0 <= token < facts.hello.vocab_size), None)
         if wrong is not None:
             raise bad_request(f"tokens: expected token ids from 0 to {facts.hello.vocab_size - 1}, got {wrong}")
-        return {"prompt": await front.in_thread(tokenizer.decode, fields.tokens, False)}
+        return {"prompt": await front.in_thread(tokenizer.decode, fields.tokens, False)}, unknown
 
     return _json(front, detokenize)
 
@@ -227,13 +229,9 @@ def _tokenizer(facts: EngineFacts) -> Tokenizer:
     return facts.tokenizer
 
 
-async def _done(value: dict[str, Any]) -> dict[str, Any]:
-    return value
-
-
 def _json(
     front: Front,
-    answer_to: Callable[[bytes], Coroutine[Any, Any, dict[str, Any]]],
+    answer_to: Callable[[bytes], Coroutine[Any, Any, Told]],
     refusal: Callable[[ApiError], bytes] = openai_refusal,
 ) -> Answer:
     """An endpoint from a JSON body to a JSON answer."""
@@ -242,7 +240,8 @@ def _json(
         try:
             with front.memory.share() as share:
                 body = await front.bodies.read(receive, share)
-                data = await unless_gone(answer_to(body), receive)
+                data, unknown = await unless_gone(answer_to(body), receive)
+                front.check_ignored(unknown)
         except ClientGoneError:
             return
         except (ApiError, MllmError) as error:
@@ -250,7 +249,7 @@ def _json(
             front.refused(refused, scope["path"], client_of(scope))
             await respond_error(send, refused, refusal(refused))
         else:
-            await respond(send, msgspec.json.encode(data), headers=JSON)
+            await respond(send, msgspec.json.encode(data), headers=[*JSON, *ignored_headers(unknown)])
 
     return answer
 

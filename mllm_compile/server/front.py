@@ -132,7 +132,7 @@ class Front:
         if self.is_draining:
             raise not_ready("the server is shutting down", "shutting_down")
 
-    def check_ignored(self, names: Sequence[str], why: str) -> None:
+    def check_ignored(self, names: Sequence[str], why: str = "this server knows no such field") -> None:
         """Says once in the log that a field changes nothing.
 
         Raises:
@@ -201,7 +201,7 @@ class Front:
         """
         arrived_s = time.monotonic()
         self.check_open()
-        self.check_ignored(request.ignored, "this server knows no such field")
+        self.check_ignored(request.ignored)
         count = request.num_prompts
         self.admission.enter(count)
         try:
@@ -212,7 +212,7 @@ class Front:
                     raise not_ready("the engine is gone. It starts again.", "engine_lost")
                 self.check_ignored(plan.unread, "this server's model has a chat template that reads no such variable")
                 ignored = [*request.ignored, *plan.unread]
-                headers = [(b"x-mllm-ignored", _header_text(ignored).encode())] if ignored else []
+                headers = ignored_headers(ignored)
                 priority = 0 if request.fields.priority is None else as_priority(request.fields.priority)
                 name = self._name(prefix, request.fields.request_id, header_id)
                 share.hold(plan.num_bytes)
@@ -296,6 +296,11 @@ class Front:
         """Ends the requests that still run."""
         self.is_draining = True
         self.dispatcher.fail_all(ApiError(503, "the server is shutting down", code="shutting_down"))
+
+
+def ignored_headers(names: Sequence[str]) -> Headers:
+    """The header that names fields which change nothing."""
+    return [(b"x-mllm-ignored", _header_text(names).encode())] if names else []
 
 
 def _header_text(names: Sequence[str]) -> str:

@@ -151,6 +151,41 @@ def test_one_that_asks_for_nothing_is_taken_there(server, fields):
     assert (answer.status, "x-mllm-ignored" in answer.headers) == (200, False)
 
 
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/tokenize", {"prompt": "def"}),
+        ("/tokenize", {"messages": HELLO}),
+        ("/detokenize", {"tokens": [5]}),
+        ("/v1/abort", {"request_id": "none"}),
+        ("/v1/messages/count_tokens", {"messages": HELLO}),
+    ],
+)
+def test_paths_that_generate_nothing_name_unknown_fields_too(server, path, body):
+    answer = server.post(path, body | {"no_such": 1})
+    assert (answer.status, answer.headers["x-mllm-ignored"]) == (200, "no_such")
+    assert "x-mllm-ignored" not in server.post(path, body).headers
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "param"),
+    [
+        ("/v1/completions", {"stream": True, "stream_options": {"no_such": 1}}, "stream_options"),
+        ("/v1/responses", {"reasoning": {"no_such": 1}}, "reasoning"),
+        ("/v1/responses", {"text": {"verbosity": "low"}}, "text"),
+    ],
+)
+def test_a_field_within_a_field_is_not_ignored_either(server, path, fields, param):
+    answer = server.post(path, {"prompt": "x"} | fields if path == "/v1/completions" else {"input": "x"} | fields)
+    assert (answer.status, answer.error["param"]) == (400, param), answer.body
+    assert "unknown field" in answer.error["message"]
+
+
+def test_a_stream_may_ask_for_padding_that_there_is_not(server):
+    asked = {"stream": True, "stream_options": {"include_obfuscation": False, "include_usage": True}}
+    assert server.complete(**asked).status == 200
+
+
 def test_sglangs_forms_are_forms(server):
     for fields, name in (({"regex": "refused"}, "regex"), ({"ebnf": "refused"}, "ebnf")):
         answer = server.complete(**fields)

@@ -39,9 +39,10 @@ _NOTHING: Mapping[str, tuple[Any, ...]] = {
 }
 
 
-class StreamOptions(msgspec.Struct):
+class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
+    include_obfuscation: bool | None = None  # OpenAI's padding of chunks, which changes no answer
 
 
 class GenerateFields(msgspec.Struct, kw_only=True):

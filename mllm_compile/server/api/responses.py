@@ -26,7 +26,7 @@ _CHOICES = (
 _TOOL = "{'type': 'function', 'name': …, 'parameters': …}"
 
 
-class ReasoningFields(msgspec.Struct):
+class ReasoningFields(msgspec.Struct, forbid_unknown_fields=True):
     """How much a model should think, where its template knows of it; reasoning is not summed up."""
 
     effort: str | None = None
