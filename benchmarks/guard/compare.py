@@ -27,6 +27,7 @@ from pytest_benchmark.stats import Stats
 from benchmarks.guard.base import NoBaseError, checked_out, find_base, slower_on_purpose
 from benchmarks.guard.registry import STAGES
 from benchmarks.guard.stage import Stage, environment_of
+from mllm_compile.process.interruption import ended_by_sigterm
 
 ROOT = Path(__file__).parents[2]
 SIDE = Path(__file__).with_name("side.py")
@@ -269,4 +270,6 @@ def _told(verdicts: Sequence[Verdict], base: str, record: Path | None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    with ended_by_sigterm():  # which removes the base's folder
+        code = main(sys.argv[1:])
+    sys.exit(code)
