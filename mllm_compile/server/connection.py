@@ -11,6 +11,7 @@ The parser of uvicorn's protocol keeps a header until it is whole, and copies it
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -22,7 +23,7 @@ from mllm_compile.server.flow.writer import CHUNKS
 
 _MOST_BYTES = 256 << 10  # of a request, beside its body: head, trailers, and the frames of chunks
 _MOST_HEADERS = 1000
-_MOST_UNREAD = 1 << 20  # behind what is refused
+_MOST_UNREAD = 32 << 20  # bytes behind what is refused
 _MOST_AHEAD = 32  # requests behind one that has no answer yet: each takes many times the bytes that it is sent in
 _HEAD_S = 75.0  # as long as a connection may be idle
 _LINGER_S = 2.0  # in which a refused client can read why, as what it still sends would else reset the connection
@@ -147,6 +148,8 @@ class Connection(HttpToolsProtocol):
             return
         self._head_has_come()
         super().on_headers_complete()
+        if not self.cycle.keep_alive:
+            self.cycle.transport = _Last(self.transport, self._close)  # type: ignore[assignment]
         # The request's task has not begun yet.
         self.scope["extensions"] = {CHUNKS: {"write": partial(_write_chunk, self.cycle)}}
 
@@ -198,11 +201,31 @@ class Connection(HttpToolsProtocol):
             return
         head = b"content-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n"
         self.transport.write(STATUS_LINE[error.status] + head % len(error.body) + error.body)
-        if self.transport.can_write_eof():
-            self.transport.write_eof()
-            self._late = self.loop.call_later(_LINGER_S, self.transport.close)
+        self._linger()
+
+    def _close(self) -> None:
+        """Closes the connection behind its last answer, which may have come before all of the body."""
+        if self.cycle.more_body:
+            self._linger()
         else:
             self.transport.close()
+
+    def _linger(self) -> None:
+        """Closes the connection when the client has had time to read its answer."""
+        self._is_deaf, self._beside_body = True, 0
+        if self.transport.is_closing() or not self.transport.can_write_eof():
+            self.transport.close()
+        else:
+            self.transport.write_eof()
+            self._head_has_come()
+            self._late = self.loop.call_later(_LINGER_S, self.transport.close)
+
+
+class _Last:
+    """The transport of a connection's last answer."""
+
+    def __init__(self, transport: asyncio.Transport, close: Callable[[], None]) -> None:
+        self.write, self.is_closing, self.close = transport.write, transport.is_closing, close
 
 
 def _too_large() -> ApiError:

@@ -121,6 +121,11 @@ def test_what_is_no_request_or_too_large_is_told_and_nothing_behind_it_is_read(s
     )
 
 
+@pytest.mark.parametrize("connection", ["close", "keep-alive"])
+def test_a_body_that_is_too_large_is_told_while_it_comes(server, connection):
+    assert [status for status, _ in say(server, request(b"[" * (18 << 20), f"connection: {connection}"))] == [413]
+
+
 def test_a_head_is_bounded_as_it_comes_and_a_smaller_one_is_taken(server):
     for size in (250_000, 300_000, 600_000):
         ((status, _),) = say(server, request(None, "connection: close", "a: " + "b" * size, path="/version"))
