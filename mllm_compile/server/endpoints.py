@@ -12,7 +12,7 @@ from mllm_compile.errors import MllmError
 from mllm_compile.media.messages import has_media
 from mllm_compile.server.api import anthropic, anthropic_answers
 from mllm_compile.server.api.errors import ApiError, bad_request, not_ready, of_error, openai_refusal
-from mllm_compile.server.api.fields import ChatFields, members_of, read_fields, read_object
+from mllm_compile.server.api.fields import ChatFields, check_parts, members_of, read_fields, read_object
 from mllm_compile.server.api.logprobs import TokenTexts
 from mllm_compile.server.api.prompts import chat_text
 from mllm_compile.server.engine_facts import EngineFacts
@@ -141,6 +141,7 @@ def _check_texts(fields: ChatFields) -> None:
     Raises:
         ApiError: there are images among the texts.
     """
+    check_parts("messages", fields.messages)
     if has_media(fields.messages):
         raise bad_request("messages: expected texts; what images take, the usage of an answer says")
 
@@ -166,7 +167,7 @@ def _tokenize(front: Front) -> Answer:
             texts = TokenTexts(tokenizer)
             return tokens, [texts.text_of(token_id) for token_id in tokens]
 
-        tokens, strings = await front.in_thread(encode)
+        tokens, strings = await front.in_thread(len(body), encode)
         most = facts.hello.max_model_len
         return {"count": len(tokens), "max_model_len": most, "tokens": tokens, "token_strs": strings}, unknown
 
@@ -195,8 +196,8 @@ def _count_tokens(front: Front) -> Answer:
         _check_texts(fields)
         facts = await front.facts(fields.model)
         tokenizer = _tokenizer(facts)
-        text, _ = await front.in_thread(chat_text, facts, fields)
-        return {"input_tokens": len(await front.in_thread(tokenizer.encode_chat, text))}, unknown
+        text, _ = await front.in_thread(len(body), chat_text, facts, fields)
+        return {"input_tokens": len(await front.in_thread(len(body), tokenizer.encode_chat, text))}, unknown
 
     return _json(front, count, anthropic_answers.refusal)
 
@@ -218,7 +219,7 @@ def _detokenize(front: Front) -> Answer:
         wrong = next((token for token in fields.tokens if not 0 <= token < facts.hello.vocab_size), None)
         if wrong is not None:
             raise bad_request(f"tokens: expected token ids from 0 to {facts.hello.vocab_size - 1}, got {wrong}")
-        return {"prompt": await front.in_thread(tokenizer.decode, fields.tokens, False)}, unknown
+        return {"prompt": await front.in_thread(len(body), tokenizer.decode, fields.tokens, False)}, unknown
 
     return _json(front, detokenize)
 

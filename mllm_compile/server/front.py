@@ -7,8 +7,8 @@ import contextlib
 import logging
 import secrets
 import time
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from mllm_compile.engine.requests import as_priority
 from mllm_compile.errors import MllmError
@@ -37,8 +37,11 @@ if TYPE_CHECKING:
     from mllm_compile.server.telemetry.tracing import Tracing
 
 logger = logging.getLogger("mllm_compile.server")
+T = TypeVar("T")
 
 _THREADS = 4  # that tokenize
+_LONG_THREADS = 2  # for those that would hold up others
+_LONG_BYTES = 1 << 20  # of a request
 _PICTURE_THREADS = 2  # that wait for workers, as many as there are
 _SWEEP_S = 0.5
 _MOST_NAMES = 20  # of fields, in a header
@@ -61,6 +64,7 @@ class Front:
         self.admission = Admission(options.max_queue, lambda: self.dispatcher.num_running())
         self.is_draining = False
         self._texts = Threads(_THREADS, "mllm-texts")
+        self._long_texts = Threads(_LONG_THREADS, "mllm-long-texts")
         self._pictures = Threads(_PICTURE_THREADS, "mllm-pictures")
         self._told: set[str] = set()
         self.supervisor = Supervisor(
@@ -143,15 +147,17 @@ class Front:
         for name in names[:_MOST_NAMES]:
             if name not in self._told and len(self._told) < 1000:
                 self._told.add(name)
-                logger.info("requests have the field %.64r, which is ignored: %s", name, why)
+                logger.info("requests have the field %r, which is ignored: %s", name, why)
 
-    async def in_thread(self, function: Any, *args: Any) -> Any:
-        """The result of a function that tokenizes."""
-        return await self._texts.run(function, *args)
+    async def in_thread(self, num_bytes: int, function: Callable[..., T], *args: Any) -> T:
+        """The result of a function that tokenizes, of a request of so many bytes."""
+        threads = self._long_texts if num_bytes > _LONG_BYTES else self._texts
+        return await threads.run(function, *args)
 
-    async def _planned(self, request: Request, facts: EngineFacts) -> Plan:
-        threads = self._pictures if request.has_media else self._texts
-        return await threads.run(request.plan, facts)
+    async def _planned(self, request: Request, facts: EngineFacts, share: Share) -> Plan:
+        if request.has_media:
+            return await self._pictures.run(request.plan, facts)
+        return await self.in_thread(share.num_bytes, request.plan, facts)
 
     async def facts(self, model: str | None) -> EngineFacts:
         """The facts of the engine that serves a model; wakes it, waits for it.
@@ -207,7 +213,7 @@ class Front:
         try:
             facts = await self.facts(request.fields.model)
             try:
-                plan: Plan = request.plan(facts) if request.is_quick else await self._planned(request, facts)
+                plan: Plan = request.plan(facts) if request.is_quick else await self._planned(request, facts, share)
                 if self.supervisor.state != READY:
                     raise not_ready("the engine is gone. It starts again.", "engine_lost")
                 self.check_ignored(plan.unread, "this server's model has a chat template that reads no such variable")

@@ -47,7 +47,7 @@ class ControlTokens:
         self._marked = re.compile(
             f"{_START}({_any_of(token.content for token in added).pattern}){_END}|[{_START}{_END}]"
         )
-        self._line_ids = backend.encode(_LINE, add_special_tokens=False).ids
+        self._line_ids = encoded(backend, _LINE, False)
 
     def mark(self, given: Any) -> Any:
         """Put marks around the control tokens in what users gave; keys of dicts stay as they are."""
@@ -66,7 +66,7 @@ class ControlTokens:
             RequestError: the tokenizer makes the token itself of a control token's text.
         """
         pieces = self._marked.split(text)  # text, token, text, token, …, text; no token where a mark stands alone
-        ids = self._backend.encode(pieces[0], add_special_tokens=False).ids
+        ids = encoded(self._backend, pieces[0], False)
         for index, piece in enumerate(pieces[1:], start=1):
             if not piece:
                 continue
@@ -91,7 +91,7 @@ class ControlTokens:
         return ids[length:] if ids[:length] == self._line_ids else encode(piece)
 
     def _with_added_tokens(self, text: str) -> list[int]:
-        return self._backend.encode(text, add_special_tokens=False).ids
+        return encoded(self._backend, text, False)
 
     def _without_added_tokens(self, text: str) -> list[int]:
         backend = self._backend
@@ -106,3 +106,12 @@ class ControlTokens:
 def _any_of(tokens: Iterable[str]) -> re.Pattern[str]:
     """A pattern of any of the tokens, the longest first; it matches nothing where there are none."""
     return re.compile("|".join(map(re.escape, sorted(tokens, key=len, reverse=True))) or "(?!)")
+
+
+def encoded(backend: tokenizers.Tokenizer, text: str, add_special_tokens: bool) -> list[int]:
+    """Token ids of a text.
+
+    The library's `encode` holds Python's lock, and with it all other threads: for seconds where a text has megabytes.
+    For a batch it lets go of it.
+    """
+    return backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids

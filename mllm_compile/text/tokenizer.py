@@ -16,8 +16,9 @@ from mllm_compile.files.json_file import FileReader, FolderReader
 from mllm_compile.text.added_tokens import add_tokens
 from mllm_compile.text.chat_template import ChatTemplate
 from mllm_compile.text.clean_spaces import without_spaces_before_punctuation
-from mllm_compile.text.control_tokens import ControlTokens
+from mllm_compile.text.control_tokens import ControlTokens, encoded
 from mllm_compile.text.merges import check_merges
+from mllm_compile.text.template_protocol import MAX_CHARACTERS
 from mllm_compile.text.token_bytes import fallback_bytes, spelled_bytes, token_bytes
 from mllm_compile.text.tokenizer_files import TOKENIZER_FILE, chat_templates, exported_files, has_tokenizer
 
@@ -85,9 +86,13 @@ class Tokenizer:
         """Token ids of a user's text; `add_special_tokens` adds what the model expects around it (often a first token).
 
         Raises:
-            RequestError: the tokenizer's code fails at this text.
+            RequestError: the text is too long, or the tokenizer's code fails at it.
         """
-        return _ids(lambda: self._users_backend.encode(text, add_special_tokens=add_special_tokens).ids)
+        if len(text) > MAX_CHARACTERS:
+            raise RequestError(
+                f"the text has {len(text):,} characters; expected at most {MAX_CHARACTERS:,}. Shorten it."
+            )
+        return _ids(lambda: encoded(self._users_backend, text, add_special_tokens))
 
     def encode_chat(self, text: str, add_special_tokens: bool = False) -> list[int]:
         """Token ids of what `apply_chat_template` has made, which has the special tokens that the model expects.
@@ -97,7 +102,7 @@ class Tokenizer:
         """
         control = self._control
         if control is None:
-            return _ids(lambda: self._backend.encode(text, add_special_tokens=add_special_tokens).ids)
+            return _ids(lambda: encoded(self._backend, text, add_special_tokens))
         if add_special_tokens:
             raise RequestError(
                 "add_special_tokens: expected false where model.split_special_tokens is on; "

@@ -97,4 +97,11 @@ def test_a_body_of_many_values_is_refused_without_them_being_kept(server):
             "/v1/chat/completions", b'{"messages":[{"role":"user","content":"a"}],"%b":%b}' % (field.encode(), lists)
         )
         assert answer.status == 400, field
+    for path, field in (("chat/completions", b"messages"), ("messages", b"messages"), ("responses", b"input")):
+        parts = b'{"%b":[{"role":"user","content":%b}]}' % (field, lists)
+        answer = server.post(f"/v1/{path}", parts)
+        assert (answer.status, "messages and parts" in answer.error["message"]) == (400, True), path
+    many = b"{" + b",".join(b'"k%d":1' % number for number in range(200_000)) + b"}"
+    assert "200000 fields; expected at most 1000" in server.post("/v1/completions", many).error["message"]
+    assert server.complete(**{"k" * 3_000_000: 1}).headers["x-mllm-ignored"] == "k" * 64
     assert resident(server) - before < 400 * MIB

@@ -6,6 +6,8 @@ import json
 import random
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -368,3 +370,26 @@ def test_loading_and_chatting_import_neither_transformers_nor_torch(folder):
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize("way", ["encode", "encode_chat"])
+def test_other_threads_run_while_a_long_text_is_tokenized(folder, way):
+    tokenizer, begun = load(folder), threading.Event()
+
+    def encode() -> None:
+        begun.set()
+        getattr(tokenizer, way)("some words " * 100_000)
+
+    thread = threading.Thread(target=encode)
+    thread.start()
+    begun.wait()
+    turns = 0
+    while thread.is_alive():
+        time.sleep(0.001)
+        turns += 1
+    assert turns > 20, "a text of a megabyte takes longer than so many turns of a thread"
+
+
+def test_a_text_that_no_prompt_may_have_is_not_tokenized(folder):
+    with pytest.raises(RequestError, match=r"8,388,609 characters; expected at most 8,388,608\. Shorten it"):
+        load(folder).encode("a" * ((8 << 20) + 1))

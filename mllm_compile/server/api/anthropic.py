@@ -12,7 +12,7 @@ from mllm_compile.media.messages import has_media
 from mllm_compile.runtime.shown import brief
 from mllm_compile.server.api.anthropic_answers import MessagesAnswers, refusal
 from mllm_compile.server.api.errors import bad_request
-from mllm_compile.server.api.fields import ChatFields, params_of, read_fields
+from mllm_compile.server.api.fields import ChatFields, check_parts, params_of, read_fields
 from mllm_compile.server.api.foreign_fields import FOREIGN, OF_MESSAGES
 from mllm_compile.server.api.interfaces import Plan, chat_plan
 from mllm_compile.server.engine_facts import EngineFacts
@@ -76,6 +76,7 @@ def read_chat(body: bytes) -> tuple[ChatFields, list[str]]:
         ApiError: it is refused.
     """
     given, ignored = read_fields(MessagesFields, body, _FOREIGN)
+    check_parts("messages", given.messages)
     system = [] if given.system is None else [{"role": "system", "content": _text(given.system, "system")}]
     messages = [one for message in given.messages for one in _chat_messages(message)]
     choice, is_parallel = _tool_choice(given.tool_choice)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Literal, TypeVar
 
 import msgspec
@@ -21,6 +21,8 @@ from mllm_compile.server.api.foreign_fields import FOREIGN, RENAMED, ForeignFiel
 from mllm_compile.structured.request_dicts import FIELDS as FORM_FIELDS
 from mllm_compile.structured.request_dicts import structured_outputs_of
 
+_MOST_MEMBERS = 1000  # of a body
+_MOST_PARTS = 1 << 16  # messages of a chat, and parts of their contents
 MOST_COMPLETIONS = 4096  # of one request, over all its prompts
 _COMPLETION_TOKENS = 16  # of /v1/completions without max_tokens, as OpenAI and vLLM have it
 _LONGEST_ID = 128
@@ -231,12 +233,28 @@ def members_of(body: bytes) -> dict[str, msgspec.Raw]:
     if body.startswith(_GZIP):
         raise wrong_encoding("gzip")
     try:
-        return _MEMBERS.decode(body)
+        members = _MEMBERS.decode(body)
     except msgspec.ValidationError as error:
         other = str(error).rpartition("got ")[2].strip("`")
         raise bad_request(f"the body is JSON, but of type {other}; expected an object") from None
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
         raise bad_request(f"the body is no JSON: {error}") from None
+    if len(members) > _MOST_MEMBERS:
+        raise bad_request(f"the body has {len(members)} fields; expected at most {_MOST_MEMBERS}")
+    return members
+
+
+def check_parts(name: str, messages: Sequence[Mapping[str, Any]]) -> None:
+    """
+    Raises:
+        ApiError: a chat has more messages, and parts of their contents, than are looked at.
+    """
+    count = len(messages)
+    if count <= _MOST_PARTS:
+        contents = (message.get("content") for message in messages)
+        count += sum(len(content) for content in contents if isinstance(content, list))
+    if count > _MOST_PARTS:
+        raise bad_request(f"{name}: {count:,} messages and parts of contents; expected at most {_MOST_PARTS:,}", name)
 
 
 def read_object(body: bytes) -> dict[str, Any]:

@@ -14,7 +14,14 @@ from mllm_compile.server.api import prompts
 from mllm_compile.server.api.answers import ChatAnswers, CompletionAnswers
 from mllm_compile.server.api.calls import AnswerReading, ReadChatAnswers
 from mllm_compile.server.api.errors import bad_request, openai_refusal
-from mllm_compile.server.api.fields import ChatFields, CompletionFields, GenerateFields, params_of, read_fields
+from mllm_compile.server.api.fields import (
+    ChatFields,
+    CompletionFields,
+    GenerateFields,
+    check_parts,
+    params_of,
+    read_fields,
+)
 from mllm_compile.server.api.logprobs import TokenTexts
 from mllm_compile.server.api.prompts import Prompt
 from mllm_compile.server.engine_facts import EngineFacts
@@ -134,6 +141,7 @@ class ChatRequest:
         self.fields, self.ignored = read_fields(ChatFields, body)
         if self.fields.top_logprobs is not None and not self.fields.logprobs:
             raise bad_request("top_logprobs: expected it with logprobs: true")
+        check_parts("messages", self.fields.messages)
         self.has_media = has_media(self.fields.messages)
         _check_stream(self.fields)
 

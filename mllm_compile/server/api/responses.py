@@ -10,7 +10,7 @@ import msgspec
 from mllm_compile.media.messages import has_media
 from mllm_compile.runtime.shown import brief
 from mllm_compile.server.api.errors import bad_request, openai_refusal
-from mllm_compile.server.api.fields import ChatFields, params_of, read_fields
+from mllm_compile.server.api.fields import ChatFields, check_parts, params_of, read_fields
 from mllm_compile.server.api.foreign_fields import FOREIGN, OF_RESPONSES
 from mllm_compile.server.api.interfaces import Plan, chat_plan
 from mllm_compile.server.api.responses_answers import ResponsesAnswers
@@ -75,6 +75,8 @@ class ResponsesRequest:
     def __init__(self, body: bytes) -> None:
         self._given, self.ignored = read_fields(ResponseFields, body, _FOREIGN)
         given = self._given
+        if isinstance(given.input, list):
+            check_parts("input", given.input)
         system = [] if given.instructions is None else [{"role": "system", "content": given.instructions}]
         reasoning = given.reasoning or ReasoningFields()
         self.ignored += [
