@@ -44,6 +44,7 @@ _LONG_THREADS = 2  # for those that would hold up others
 _LONG_BYTES = 1 << 20  # of a request
 _PICTURE_THREADS = 2  # that wait for workers, as many as there are
 _SWEEP_S = 0.5
+_MOST_OF_NAME = 64  # characters
 _MOST_NAMES = 20  # of fields, in a header
 
 
@@ -143,8 +144,8 @@ class Front:
             ApiError: the server is strict.
         """
         if names and self.options.is_strict:
-            raise bad_request(f"{_header_text(names)}: {why}, and is strict", names[0], "unknown_field")
-        for name in names[:_MOST_NAMES]:
+            raise bad_request(f"{_header_text(names)}: {why}, and is strict", _shown(names)[0], "unknown_field")
+        for name in _shown(names):
             if name not in self._told and len(self._told) < 1000:
                 self._told.add(name)
                 logger.info("requests have the field %r, which is ignored: %s", name, why)
@@ -311,5 +312,10 @@ def ignored_headers(names: Sequence[str]) -> Headers:
 
 def _header_text(names: Sequence[str]) -> str:
     """Names of fields as a header holds them."""
-    texts = [name.encode("ascii", "replace").decode() for name in names[:_MOST_NAMES]]
-    return ",".join("".join(c for c in text if c.isprintable())[:64] for text in texts)
+    texts = [name.encode("ascii", "replace").decode() for name in _shown(names)]
+    return ",".join("".join(c for c in text if c.isprintable()) for text in texts)
+
+
+def _shown(names: Sequence[str]) -> list[str]:
+    """The first names, which may be of any length, as far as they are told and kept."""
+    return [name[:_MOST_OF_NAME] for name in names[:_MOST_NAMES]]
