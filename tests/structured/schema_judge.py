@@ -122,7 +122,7 @@ def draw(backend: Any, grammar: Any, chance: random.Random, most_tokens: int = 6
     return None
 
 
-def wrong_answers(backend: Any, schema: Any, draws: int = 20) -> Iterator[str]:
+def wrong_answers(backend: Any, schema: Any, draws: int = 6) -> Iterator[str]:
     """Answers that the backend allows and the schema does not describe.
 
     Raises:

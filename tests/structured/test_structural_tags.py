@@ -48,7 +48,7 @@ def compiled(backend, form):
     return backend.compile(Form("structural_tag", json.dumps(tag)))
 
 
-@pytest.mark.parametrize(("name", "form"), slow_but_a_sample(EACH, 12))
+@pytest.mark.parametrize(("name", "form"), slow_but_a_sample(EACH, 6))
 def test_both_backends_take_the_texts_of_a_form_of_calls(backends, name, form):
     tools, choice, how = FORMS[form]
     tag = structural_tag(syntax(name), read_tools(tools), choice, **how)
@@ -60,7 +60,7 @@ def test_both_backends_take_the_texts_of_a_form_of_calls(backends, name, form):
             assert not takes(backends[one], grammar, text[:-1] + "\x01"), one
 
 
-@pytest.mark.parametrize(("name", "form"), slow_but_a_sample(EACH, 8))
+@pytest.mark.parametrize(("name", "form"), slow_but_a_sample(EACH, 4))
 def test_what_llguidance_draws_of_a_form_of_calls_is_read_as_calls(backends, name, form):
     tools, choice, how = FORMS[form]
     tag = structural_tag(syntax(name), read_tools(tools), choice, **how)
