@@ -74,22 +74,21 @@ def test_requests_that_take_too_long_for_a_shutdown_are_told():
         assert events[-2]["error"]["code"] == "shutting_down"
 
 
-@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/tokenize"])
-def test_a_request_that_waits_for_an_engine_is_told_of_the_shutdown(path, tmp_path):
-    body = {"prompt": "def"} if path != "/v1/chat/completions" else {"messages": [{"role": "user", "content": "x"}]}
+def test_requests_that_wait_for_an_engine_are_told_of_the_shutdown(tmp_path):
+    chat = {"messages": [{"role": "user", "content": "x"}]}
+    asked = {"/tokenize": {"prompt": "def"}, "/v1/completions": {"prompt": "def"}, "/v1/chat/completions": chat}
     gate = tmp_path / "gate"
     gate.touch()
     options = {"shutdown_timeout_s": 0.2}
     held = {"MLLM_FAKE_SLOW_START": str(gate)}
     with fake_server(options, environment=held, waits=False) as server, ThreadPoolExecutor() as threads:
-        waiting = threads.submit(server.post, path, body)
+        waiting = [threads.submit(server.post, path, body) for path, body in asked.items()]
+        eventually(lambda: server.figure("mllm:requests_waiting") == 2)
         eventually(lambda: server.get("/ready").json.get("stage") == "fake")
-        if path != "/tokenize":
-            eventually(lambda: server.figure("mllm:requests_waiting") == 1)
         assert server.end() == 0
-        answer = waiting.result()
-        assert (answer.status, answer.error["code"]) == (503, "shutting_down")
-        assert "retry-after" in answer.headers
+        for answer in (one.result() for one in waiting):
+            assert (answer.status, answer.error["code"]) == (503, "shutting_down")
+            assert "retry-after" in answer.headers
         assert "Traceback" not in server.said
 
 
