@@ -33,11 +33,7 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 PIP_INSTALL := $(BIN)/python -m pip install --quiet $(if $(CONSTRAINTS),--constraint $(CONSTRAINTS))
 
-<<<<<<< HEAD
-.PHONY: demo terminal test test-all bench bench-save figures figures-pages constraints lint format clean
-=======
-.PHONY: demo test test-all bench bench-gpu figures figures-pages constraints lint format clean
->>>>>>> 58093ae0 (make bench compares two trees by turns in one run)
+.PHONY: demo terminal test test-all bench bench-gpu figures figures-pages constraints lint format clean
 .DEFAULT_GOAL := test
 
 demo: $(INSTALLED)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -164,3 +165,9 @@ def test_the_readme_has_the_makefiles_torch_for_a_cpu():
     choices = [re.search(r"TORCH='.*/whl/cpu'", text_of(name)) for name in ("README.md", "Makefile")]
     assert None not in choices
     assert len({choice[0] for choice in choices}) == 1
+
+
+def test_no_file_holds_the_marks_of_a_merge():
+    mark = re.compile(rb"^(<{7}|>{7}) ", re.MULTILINE)
+    files = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True).stdout.splitlines()
+    assert not [name for name in files if (ROOT / name).is_file() and mark.search((ROOT / name).read_bytes())]
