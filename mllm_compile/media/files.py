@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from mllm_compile.media.inputs import MediaKind
+if TYPE_CHECKING:
+    from mllm_compile.media.inputs import MediaKind  # which imports numpy: a command's help has no use for it
 
 CONFIG_FILE = "config.json"
 PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json")
