@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from mllm_compile.errors import RequestError
-from mllm_compile.media.sources import SourceItem, checked_items, read_image, read_video
+from mllm_compile.media.sources import SourceItem, check_count, checked_items, read_image, read_video
 from mllm_compile.runtime.shown import brief, shown
 
 _IMAGE_KINDS = ("image_url", "image", "image_pil", "input_image")
@@ -16,8 +16,13 @@ _DETAILS = (None, "auto", "high")
 
 def has_media(messages: Any) -> bool:
     """True if a part of a message's content is a picture or a video."""
+    return any(_are_media(messages))
+
+
+def _are_media(messages: Any) -> Iterator[bool]:
+    """True for each part of the contents that is a picture or a video, False for the others."""
     parts = (part for message in _listed(messages) for part in _parts(message))
-    return any(_kind(part) in (*_IMAGE_KINDS, *_VIDEO_KINDS) for part in parts)
+    return (_kind(part) in (*_IMAGE_KINDS, *_VIDEO_KINDS) for part in parts)
 
 
 def take_media(messages: Any, *, local_paths: bool) -> tuple[Any, list[SourceItem]]:
@@ -31,8 +36,10 @@ def take_media(messages: Any, *, local_paths: bool) -> tuple[Any, list[SourceIte
     Raises:
         RequestError: a picture is none, or cannot be taken.
     """
-    if not has_media(messages):
+    count = sum(_are_media(messages))
+    if not count:
         return messages, []
+    check_count(count)  # before one is read: there may be thousands
     items: list[SourceItem] = []
     found: list[Any] = []
     for n, message in enumerate(messages):

@@ -83,14 +83,22 @@ def read_items(multi_modal_data: Any, *, local_paths: bool) -> list[SourceItem]:
     return checked_items(items)
 
 
+def check_count(count: int) -> None:
+    """
+    Raises:
+        RequestError: a prompt has too many pictures and videos.
+    """
+    if count > MAX_ITEMS:
+        raise RequestError(f"expected at most {MAX_ITEMS} images and videos in a prompt, got {count}. Give fewer.")
+
+
 def checked_items(items: list[SourceItem]) -> list[SourceItem]:
     """The same items.
 
     Raises:
         RequestError: they are too many, or have too many pixels that need no decoding.
     """
-    if len(items) > MAX_ITEMS:
-        raise RequestError(f"expected at most {MAX_ITEMS} images and videos in a prompt, got {len(items)}. Give fewer.")
+    check_count(len(items))
     pixels = sum(math.prod(frame.size) for item in items for frame in item.frames if frame.size is not None)
     if pixels > MAX_PROMPT_PIXELS:
         raise RequestError(

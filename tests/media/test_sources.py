@@ -178,3 +178,9 @@ def test_a_part_without_its_picture_is_refused():
     ):
         with pytest.raises(RequestError, match=said):
             take_media([{"role": "user", "content": [part]}], local_paths=True)
+
+
+def test_pictures_of_a_chat_are_counted_before_one_is_read():
+    part = {"type": "image_url", "image_url": {"url": "data:image/png;base64,***"}}
+    with pytest.raises(RequestError, match="at most 64 images and videos in a prompt, got 10000"):
+        take_media([{"role": "user", "content": [part] * 10_000}], local_paths=False)
