@@ -30,8 +30,8 @@ from graph_times import graph_us, read_rate
 from mistakes import need_gpu
 
 from mllm_compile.runtime import ops
+from mllm_compile.runtime.attention.layer_kernels import FEW_TOKENS
 from mllm_compile.runtime.state.layer import KINDS, CausalConv, GatedDelta, SelectiveScan, Ssd, StateKind
-from mllm_compile.runtime.state.piece_backend import FEW_TOKENS
 
 BATCHES = (1, 8, 16, 64, 256)
 PROMPTS = ((1, 16), (1, 64), (1, 2048), (1, 8192), (8, 1024), (32, 2048))

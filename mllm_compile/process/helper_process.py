@@ -24,7 +24,7 @@ from pathlib import Path
 
 from mllm_compile.errors import MllmError
 from mllm_compile.process import bytecode, child_python
-from mllm_compile.process.helper_server import FRAME, REQUEST, SECONDS, START, Answer
+from mllm_compile.process.helper_server import FRAME, REQUEST, START, TERMS, Answer
 
 _CHUNK = 1 << 20
 _MOST_SAID = 1 << 14  # bytes that are kept of standard error
@@ -73,7 +73,7 @@ class HelperProcesses:
         most: int,
         kept_after: Collection[bytes],
     ) -> None:
-        self._module, self._start, self._task = module, SECONDS.pack(seconds) + start, task
+        self._module, self._start, self._task = module, start, task
         self._seconds, self._max_wait_s, self._max_start_s = seconds, max_wait_s, max_start_s
         self._max_answer = max_answer
         self._most, self._kept_after = most, frozenset(kept_after)
@@ -125,7 +125,7 @@ class HelperProcesses:
             with self._lock:
                 process = self._idle.pop() if self._idle else None
             if process is None:
-                process = _Process(self._start)
+                process = _Process(self._start, self._seconds)
                 self._processes.add(process)  # before it has anything that a fork would inherit
                 try:
                     process.start(self._module)
@@ -167,9 +167,10 @@ class _Silent(Exception):
 class _Process:
     """One process. For one thread at a time."""
 
-    def __init__(self, start: bytes) -> None:
-        self._start = start
+    def __init__(self, start: bytes, seconds: float) -> None:
+        self._start, self._seconds = start, seconds
         self._socket: socket.socket | None = None
+        self._alive: int | None = None  # a pipe's end: the process ends when it is closed
         self._process: subprocess.Popen[bytes] | None = None
         self._stderr: int | None = None  # the descriptor, until the process closes its end
         self._said = bytearray()
@@ -188,7 +189,8 @@ class _Process:
         folders = [*child_python.module_folders(), str(Path(__file__).parents[2])]
         run = f"import sys; sys.path[:] = sys.argv[1:]; from {module} import main; main()"
         self._socket, theirs = socket.socketpair()
-        with theirs, bytecode.kept_bytecode():
+        parent, self._alive = os.pipe()
+        with theirs, open(parent, "rb", buffering=0), bytecode.kept_bytecode():
             self._process = subprocess.Popen(
                 [sys.executable, "-S", "-s", "-P", "-c", run, *folders],
                 stdin=theirs.fileno(),
@@ -197,7 +199,9 @@ class _Process:
                 cwd="/",
                 env=os.environ | bytecode.environment(),
                 process_group=0,  # Ctrl-C in a terminal is for its parent
+                pass_fds=(parent,),
             )
+        self._start = TERMS.pack(self._seconds, parent) + self._start
         assert self._process.stderr is not None, "a pipe"
         self._stderr = self._process.stderr.fileno()
         os.set_blocking(self._stderr, False)
@@ -306,6 +310,9 @@ class _Process:
         self._stderr = None
         if self._socket is not None:
             self._socket.close()
+        if self._alive is not None:
+            os.close(self._alive)
+            self._alive = None
         if self._process is not None:
             if self._process.stderr is not None:
                 self._process.stderr.close()

@@ -3,9 +3,11 @@
 A helper does for its parent what a stranger's input may make endless: render a template, compile a grammar. A request
 that exceeds its processor time ends the process, even in the middle of one C call; memory is limited as well.
 helper_process.py is the parent's side. Standard input is one end of a socket. A frame is one letter, eight bytes of
-length, and so many bytes; the parent sends START once, with the limit on time ahead of its body, then a REQUEST at a
-time, each answered by one frame: START by READY. What the process writes to standard error is read by the parent while
-it waits.
+length, and so many bytes; the parent sends START once, with TERMS ahead of its body, then a REQUEST at a time, each
+answered by one frame: START by READY. What the process writes to standard error is read by the parent while it waits.
+
+The parent's end is told by a pipe into which nobody writes. The socket would not do: the kernel may tell of a request's
+arrival after the request was read, and that signal would end the process.
 """
 
 from __future__ import annotations
@@ -20,7 +22,8 @@ from contextlib import contextmanager
 from typing import IO
 
 FRAME = struct.Struct(">cQ")
-SECONDS = struct.Struct(">d")  # of processor time that a request may take
+# Processor seconds that a request may take, and the descriptor of the pipe whose other end the parent holds.
+TERMS = struct.Struct(">dI")
 START, REQUEST, READY = b"T", b"Q", b"Y"
 
 Answer = tuple[bytes, bytes]  # a letter that the two sides agree on, and a body
@@ -37,11 +40,11 @@ def serve(open_with: Callable[[bytes], Callable[[bytes], Answer]]) -> None:
         first = _read(requests)
         if first is None:
             return
-        (seconds,) = SECONDS.unpack_from(first)
-        answer = open_with(first[SECONDS.size :])
+        seconds, parent = TERMS.unpack_from(first)
+        answer = open_with(first[TERMS.size :])
         _write(READY, b"")
         while (request := _read(requests)) is not None:
-            with _limited(seconds):
+            with _limited(seconds, parent):
                 kind, body = answer(request)
             del request
             _write(kind, body)
@@ -59,14 +62,14 @@ def limit_files_and(kind: int, num_bytes: int) -> None:
 
 
 @contextmanager
-def _limited(seconds: float) -> Iterator[None]:
+def _limited(seconds: float, parent: int) -> Iterator[None]:
     """Has the kernel end this process when it takes too long, or when its caller ends meanwhile."""
-    flags = fcntl.fcntl(0, fcntl.F_GETFL)
+    flags = fcntl.fcntl(parent, fcntl.F_GETFL)
     signal.setitimer(signal.ITIMER_PROF, seconds)  # SIGPROF, which has no handler
-    fcntl.fcntl(0, fcntl.F_SETOWN, os.getpid())
-    fcntl.fcntl(0, fcntl.F_SETFL, flags | os.O_ASYNC)  # SIGIO, as the other end is closed
+    fcntl.fcntl(parent, fcntl.F_SETOWN, os.getpid())
+    fcntl.fcntl(parent, fcntl.F_SETFL, flags | os.O_ASYNC)  # SIGIO, as the other end is closed
     yield
-    fcntl.fcntl(0, fcntl.F_SETFL, flags)
+    fcntl.fcntl(parent, fcntl.F_SETFL, flags)
     signal.setitimer(signal.ITIMER_PROF, 0)
 
 

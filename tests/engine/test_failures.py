@@ -130,10 +130,10 @@ def test_a_fault_in_the_scheduler_kills_the_engine_and_nobody_waits_for_ever(run
 def test_a_tokenizer_that_fails_hurts_only_its_request(engine, runner, monkeypatch):
     decode = type(engine.tokenizer).decode
 
-    def fragile(self, token_ids, skip_special_tokens=True):
+    def fragile(self, token_ids, skip_special_tokens=True, **options):
         if ord("!") in token_ids:
             raise ValueError("cannot decode")
-        return decode(self, token_ids, skip_special_tokens)
+        return decode(self, token_ids, skip_special_tokens, **options)
 
     monkeypatch.setattr(type(engine.tokenizer), "decode", fragile)
     runner.next_token = lambda ids: ord("!") if ids[0] == 1 and len(ids) == 4 else 97

@@ -141,7 +141,9 @@ def test_the_form_computes_what_was_traced(weighted, how, tokens):
     assert up[7:] == how and (up[5] is not None) == (weighted is other_weights), "weights of its own are given"
     traced = run(decoder_with(weighted), tokens)
     with forms_for(gm, tokens):
-        assert (run(gm, tokens) - traced).norm() / traced.norm() < 3e-2
+        errors = (run(gm, tokens) - traced).norm(dim=-1) / traced.norm(dim=-1)
+    # Of two experts whose scores are a rounding apart, one token may choose the other: processors round differently.
+    assert (errors < 3e-2).sum() >= max(1, errors.numel() - 1), errors
 
 
 def test_scores_are_read_as_the_linear_gave_them():

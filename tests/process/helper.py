@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import select
 import sys
 import time
 from collections.abc import Callable
@@ -33,6 +34,9 @@ def _do(request: bytes) -> Answer:
         elif word == "die":
             os.write(2, b"my last words\n")
             sys.exit(3)
+        elif word == "more":
+            os.write(2, b"working\n")
+            select.select([0], [], [])
         elif word == "boast":
             return b"A", bytes(1 << 20)
     return b"A", request

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 
 from mllm_compile.process.helper_process import HelperProcesses, NoAnswer
-from tests.hang_guard import HANG_S
+from mllm_compile.process.helper_server import FRAME, REQUEST
+from tests.hang_guard import HANG_S, until
 
 
 def processes(start: str = "", *, max_wait_s: float = HANG_S, max_start_s: float = HANG_S, most: int = 1):
@@ -54,3 +57,15 @@ def test_a_helper_that_answers_with_too_much_is_ended(monkeypatch):
     monkeypatch.setattr("mllm_compile.process.helper_process._END_S", 0.1)
     with pytest.raises(NoAnswer, match="its process ended"):
         processes().ask(b"boast")
+
+
+def test_what_arrives_while_a_helper_works_does_not_end_it():
+    """The kernel may tell of a request's arrival when the request is read already."""
+    helpers = processes()
+    assert helpers.ask(b"") == (b"A", b"")
+    (process,) = helpers._processes
+    process._socket.send(more := FRAME.pack(REQUEST, 4) + b"more")
+    until(lambda: process._hear() and b"working" in process._said)
+    process._send(REQUEST, b"talk", time.monotonic() + HANG_S)
+    answers = process._receive(2 * len(more), time.monotonic() + HANG_S)
+    assert answers.endswith(b"talk") and process.is_alive
