@@ -1,4 +1,4 @@
-"""Endpoints about a server for what runs it: probes of platforms, its load, what it is, and its interface."""
+"""Endpoints about a server for what runs it: its load, what it is, and its interface."""
 
 from __future__ import annotations
 
@@ -12,16 +12,6 @@ from mllm_compile.version import __version__
 
 # Of ServeOptions: keys, and where things lie on this machine.
 _NOT_TOLD = {"api_keys", "ssl_certfile", "ssl_keyfile", "uds", "model", "otlp_traces_endpoint"}
-
-
-def ping(front: Front) -> Answer:
-    """SageMaker's probe: requests are sent once it is 200."""
-
-    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
-        is_ready, state = front.readiness()
-        await respond_json(send, state, 200 if is_ready else 503)
-
-    return answer
 
 
 def load(front: Front) -> Answer:

@@ -91,8 +91,6 @@ _ROUTES: tuple[tuple[str, str, endpoints.Endpoint], ...] = (
     ("POST", ResponseFields.path, _generating(ResponsesRequest)),
     ("POST", MessagesFields.path, _generating(MessagesRequest)),
     *endpoints.ENDPOINTS,
-    ("GET", "/ping", about.ping),
-    ("POST", "/ping", about.ping),
     ("GET", "/load", about.load),
     ("GET", "/server_info", about.server_info),
     ("GET", "/openapi.json", lambda front: openapi(paths_of(), _BODIES)),

@@ -259,6 +259,9 @@ ENDPOINTS: tuple[tuple[str, str, Endpoint], ...] = (
     ("GET", "/", _page),
     ("GET", "/health", _health),
     ("GET", "/ready", _ready),
+    # SageMaker's probe: requests are sent once it is 200.
+    ("GET", "/ping", _ready),
+    ("POST", "/ping", _ready),
     ("GET", "/version", _version),
     ("GET", "/metrics", _metrics),
     ("GET", "/v1/models", _models),

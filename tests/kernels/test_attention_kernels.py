@@ -2,21 +2,14 @@
 
 from __future__ import annotations
 
-import os
-import shutil
-import subprocess
-import sys
 from dataclasses import fields
 from importlib import import_module
-from pathlib import Path
 
 import pytest
 
 from mllm_compile.kernels import ATTENTION_KERNELS
 from mllm_compile.runtime.attention.layer_kernels import LayerKernels
-from tests.hang_guard import HANG_S
-
-ROOT = Path(__file__).parents[2]
+from tests.scratch_tree import copy_with, run_in
 
 
 @pytest.mark.parametrize("kind", ATTENTION_KERNELS)
@@ -142,23 +135,6 @@ except CompileError as error:
 
 
 def test_the_walk_that_adds_a_kernel_writes_stores_links_names_and_checks_it_in_six_files(tmp_path):
-    for folder in ("mllm_compile", "runtime", "passes"):
-        shutil.copytree(ROOT / folder, tmp_path / folder, symlinks=True)
-    (tmp_path / "tests").symlink_to(ROOT / "tests")
-    for name, text in NEW.items():
-        (tmp_path / name).write_text(text)
-    for name, (before, after) in CHANGED.items():
-        text = (tmp_path / name).read_text()
-        assert text.count(before) == 1, name
-        (tmp_path / name).write_text(text.replace(before, after))
+    copy_with(tmp_path, NEW, CHANGED)
     assert len(NEW | CHANGED) <= 6, "two more are the backend's that calls it"
-    ran = subprocess.run(
-        [sys.executable, "-c", SERVES],
-        cwd=tmp_path,
-        env=os.environ | {"PYTHONPATH": str(tmp_path)},
-        capture_output=True,
-        text=True,
-        timeout=HANG_S,
-        check=False,
-    )
-    assert ran.returncode == 0, ran.stderr
+    run_in(tmp_path, SERVES)

@@ -2,15 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import shutil
-import subprocess
-import sys
-from pathlib import Path
-
-from tests.hang_guard import HANG_S
-
-ROOT = Path(__file__).parents[3]
+from tests.scratch_tree import copy_with, run_in
 
 # Graphs of prompts of one token. File → what it is, or what stands there and what takes its place.
 NEW = {
@@ -119,25 +111,8 @@ assert len(replays) == 1, "a prompt of two tokens is no such step"
 
 
 def test_the_walk_that_adds_a_kind_lists_captures_estimates_and_replays_it_in_four_files(tmp_path):
-    for folder in ("mllm_compile", "runtime", "passes"):
-        shutil.copytree(ROOT / folder, tmp_path / folder, symlinks=True)
-    (tmp_path / "tests").symlink_to(ROOT / "tests")
-    for name, text in NEW.items():
-        (tmp_path / name).write_text(text)
-    for name, (before, after) in CHANGED.items():
-        text = (tmp_path / name).read_text()
-        assert text.count(before) == 1, name
-        (tmp_path / name).write_text(text.replace(before, after))
+    copy_with(tmp_path, NEW, CHANGED)
     table, (before, line) = tmp_path / "runtime/cuda_graph/kinds.py", IMPORT
     table.write_text(table.read_text().replace(before, line + before, 1))
     assert len(NEW | CHANGED) <= 4, "attention's part of it, if it has one, is more"
-    ran = subprocess.run(
-        [sys.executable, "-c", SERVES],
-        cwd=tmp_path,
-        env=os.environ | {"PYTHONPATH": str(tmp_path)},
-        capture_output=True,
-        text=True,
-        timeout=HANG_S,
-        check=False,
-    )
-    assert ran.returncode == 0, ran.stderr
+    run_in(tmp_path, SERVES)
