@@ -34,6 +34,22 @@ def pytest_collection() -> Generator[None, Any, Any]:
     return result
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_report_to_serializable() -> Generator[None, Any, Any]:
+    """Escapes lone surrogates: xdist sends reports as UTF-8, and a worker that cannot would end without a word."""
+    return _sendable((yield))
+
+
+def _sendable(value: Any) -> Any:
+    if isinstance(value, str):
+        return value.encode("utf-8", "backslashreplace").decode()
+    if isinstance(value, dict):
+        return {_sendable(key): _sendable(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(map(_sendable, value)) if type(value) in (list, tuple) else value
+    return value
+
+
 def compiled_once(tmp_path_factory: pytest.TempPathFactory, name: str, **sections: dict) -> Path:
     """A cache folder of this process's own with the embedded model's runtime in it.
 

@@ -71,7 +71,7 @@ class Trials:
         try:
             self.run(Form(**json.loads(request)))
         except Refused as refusal:
-            return REFUSAL, str(refusal).encode("utf-8", "surrogatepass")
+            return REFUSAL, str(refusal).encode("utf-8", "backslashreplace")
         except MemoryError:
             return TOO_MUCH_MEMORY, b""
         return GOOD, b""

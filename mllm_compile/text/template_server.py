@@ -208,8 +208,9 @@ class _EndMark:
 
 
 def _reason(error: Exception) -> str:
-    """One line: what a template says, or Python of its values, may have many."""
-    return _cut(" ".join(str(error).split())) or type(error).__name__
+    """One line that any log takes: what a template says, or Python of its values, may have many, and surrogates."""
+    line = " ".join(str(error).split()).encode("utf-8", "backslashreplace").decode()
+    return _cut(line) or type(error).__name__
 
 
 def _cut(text: str) -> str:
@@ -310,7 +311,7 @@ def _answer(templates: Templates, request: bytes) -> tuple[bytes, bytes]:
         text = templates.render(**asked) if name is None else json.dumps(templates.variables(name))
         return TEXT, text.encode("utf-8", "surrogatepass")
     except Refused as refusal:
-        return REFUSAL, str(refusal).encode("utf-8", "surrogatepass")
+        return REFUSAL, str(refusal).encode()
     except TooLong:
         return TOO_LONG, b""
     except MemoryError:

@@ -67,6 +67,7 @@ def check_said(error: str) -> None:
     assert "\n" not in error.strip()
     assert len(error) < 4000, "a message is for a person"
     assert "process ended" not in error, "by its limits, or not at all"
+    error.encode()  # else no log takes it
 
 
 def survive_one(attack: Callable[[], object]) -> None:
