@@ -16,7 +16,7 @@ from mllm_compile.cli import make_app
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = [
     *sorted(ROOT.glob("*.md")),
-    *sorted(path for folder in ("docs", "examples", "configs") for path in (ROOT / folder).rglob("*.md")),
+    *sorted(path for folder in ("docs", "examples", "configs", "benchmarks") for path in (ROOT / folder).rglob("*.md")),
 ]
 SOURCES = {
     path.name
