@@ -23,7 +23,12 @@ if TYPE_CHECKING:
 
 
 class ForwardMode(IntEnum):
-    """The kind of a step: EXTEND computes prompt tokens (after a cached prefix or none), DECODE one token a request."""
+    """The kind of a step: EXTEND computes prompt tokens (after a cached prefix or none), DECODE one token a request,
+    MIXED both.
+
+    IDLE has no request, and gives no logits. Of data-parallel ranks one without requests has an IDLE step while others
+    work: it computes a token of the dummy row, as all ranks take part in the experts' collectives.
+    """
 
     EXTEND = 1
     DECODE = 2
@@ -32,13 +37,24 @@ class ForwardMode(IntEnum):
 
     def is_extend(self) -> bool:
         """True for EXTEND or MIXED: some request brings more than its last sampled token."""
-        return self in (ForwardMode.EXTEND, ForwardMode.MIXED)
+        return self is ForwardMode.EXTEND or self.is_mixed()
+
+    def is_prefill(self) -> bool:
+        """Another name of is_extend."""
+        return self.is_extend()
+
+    def is_mixed(self) -> bool:
+        return self is ForwardMode.MIXED
 
     def is_decode(self) -> bool:
         return self is ForwardMode.DECODE
 
     def is_idle(self) -> bool:
         return self is ForwardMode.IDLE
+
+    def is_decode_or_idle(self) -> bool:
+        """True if every row of the batch is one token."""
+        return self.is_decode() or self.is_idle()
 
 
 class Block(NamedTuple):
@@ -92,13 +108,11 @@ class ForwardBatch:
     req_pool_indices: torch.Tensor  # [R] int64: rows of ReqToTokenPool
     seq_lens: torch.Tensor  # [R] int32: prefix + new
     out_cache_loc: torch.Tensor  # [T] int64: the KV slot that each new token is written to
-    seq_lens_sum: int  # spares a device sync
     positions: torch.Tensor  # [T] int64
     seq_lens_cpu: torch.Tensor  # [R] int32
     req_to_token_pool: ReqToTokenPool
     token_to_kv_pool: KVPool
     attn_backend: Any  # an AttentionBackend, which plans and reads batches and so is above them
-    extend_num_tokens: int | None = None
     extend_seq_lens: torch.Tensor | None = None  # [R] int32: new tokens of each request
     extend_prefix_lens: torch.Tensor | None = None  # [R] int32: tokens already in the KV cache
     extend_prefix_lens_cpu: torch.Tensor | None = None  # [R] int32
@@ -125,6 +139,27 @@ class ForwardBatch:
     def num_tokens(self) -> int:
         """T."""
         return self.input_ids.shape[0]
+
+    @property
+    def seq_lens_sum(self) -> int:
+        """Tokens of all requests. Never waits for the device."""
+        return int(self.seq_lens_cpu.sum())
+
+    @property
+    def extend_num_tokens(self) -> int | None:
+        """T of EXTEND and MIXED, else None."""
+        return self.num_tokens if self.forward_mode.is_extend() else None
+
+    @property
+    def extend_start_loc(self) -> torch.Tensor:
+        """[R] int32: each request's first row of T, of EXTEND and MIXED.
+
+        Raises:
+            RuntimeError: the batch has no extend_seq_lens.
+        """
+        if self.extend_seq_lens is None:
+            raise RuntimeError(f"{self.forward_mode.name} has no extend_seq_lens: use prepare_forward_batch_extend")
+        return torch.cumsum(self.extend_seq_lens, 0, dtype=torch.int32) - self.extend_seq_lens
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from mllm_compile.runtime.graph_mode import BatchDescriptor, CUDAGraphMode, DPMetadata, UBatchSlice
+from mllm_compile.runtime.graph_mode import BatchDescriptor, CUDAGraphMode, DPMetadata
 
 if TYPE_CHECKING:
     # A layer between pieces, an AttentionLayer or a StateLayer, and the batch as its op reads it, an AttentionMetadata
@@ -31,7 +31,6 @@ __all__ = [
     "DPMetadata",
     "ForwardContext",
     "ForwardTimes",
-    "UBatchSlice",
     "get_forward_context",
     "override_forward_context",
     "set_forward_context",
@@ -51,15 +50,12 @@ class ForwardContext:
     cudagraph_runtime_mode: CUDAGraphMode = CUDAGraphMode.NONE
     batch_descriptor: BatchDescriptor | None = None
     dp_metadata: DPMetadata | None = None  # of ranks with requests of their own; None: of a capture, or there are none
-    # Parts of the batch that run beside each other, each in a context of its own; None: it runs whole.
-    ubatch_slices: Sequence[UBatchSlice] | None = None
-    skip_compiled: bool = False  # call the eager model
     deterministic: bool = False  # no row's numbers may go by which other rows there are
     # Names of the layers of experts, and whose turn it is; handed out in order, so that none stands in a graph.
     all_moe_layers: Sequence[str] | None = None
     moe_layer_index: int = 0
     expert_counts: Mapping[str, torch.Tensor] | None = None  # layer of experts → [E] int64, how often each was chosen
-    additional_kwargs: dict[str, Any] = field(default_factory=dict)
+    additional_kwargs: dict[str, Any] = field(default_factory=dict)  # what the eager model's attention is told
 
     def next_moe_counts(self) -> torch.Tensor | None:
         """The counts of the layer of experts whose turn it is, which is then the next one's; None: nobody counts."""
@@ -163,25 +159,20 @@ def set_forward_context(
     cudagraph_runtime_mode: CUDAGraphMode = CUDAGraphMode.NONE,
     batch_descriptor: BatchDescriptor | None = None,
     dp_metadata: DPMetadata | None = None,
-    ubatch_slices: Sequence[UBatchSlice] | None = None,
-    skip_compiled: bool = False,
     deterministic: bool = False,
     expert_counts: Mapping[str, torch.Tensor] | None = None,
-    additional_kwargs: dict[str, Any] | None = None,
     forward_times: ForwardTimes | None = None,
 ) -> Iterator[ForwardContext]:
     """Run the body as one batch.
 
     Args:
         expert_counts: counts of each layer of experts, in the order of the layers; None: nobody counts.
-        num_tokens: padded token count; with graphs on and no descriptor given, it makes the descriptor.
+        num_tokens: padded token count, under which forward_times keeps the time.
         forward_times: where to keep this forward's time, when it is to be kept.
 
     Raises:
         RuntimeError: cudagraph_runtime_mode is a pair of modes.
     """
-    if batch_descriptor is None and cudagraph_runtime_mode is not CUDAGraphMode.NONE:
-        batch_descriptor = BatchDescriptor(num_tokens=num_tokens)
     context = ForwardContext(
         no_compile_layers=no_compile_layers,
         attn_metadata=attn_metadata,
@@ -189,12 +180,9 @@ def set_forward_context(
         cudagraph_runtime_mode=cudagraph_runtime_mode,
         batch_descriptor=batch_descriptor,
         dp_metadata=dp_metadata,
-        ubatch_slices=ubatch_slices,
-        skip_compiled=skip_compiled,
         deterministic=deterministic,
         all_moe_layers=None if expert_counts is None else tuple(expert_counts),
         expert_counts=expert_counts,
-        additional_kwargs=additional_kwargs or {},
     )
     with override_forward_context(context):
         if forward_times is None:

@@ -305,7 +305,6 @@ class ModelRunner:
             req_pool_indices=req_pool_indices,
             seq_lens=seq_lens,
             seq_lens_cpu=seq_lens_cpu,
-            seq_lens_sum=int(seq_lens_cpu.sum()),
             out_cache_loc=out_cache_loc,
             positions=positions,
             mrope_position_deltas=mrope_position_deltas,
@@ -354,10 +353,8 @@ class ModelRunner:
             req_pool_indices=req_pool_indices,
             seq_lens=seq_lens,
             seq_lens_cpu=torch.from_numpy(seq_lens_np),
-            seq_lens_sum=sum(seq_lens_np.tolist()),
             out_cache_loc=out_cache_loc,
             positions=positions,
-            extend_num_tokens=input_ids.shape[0],
             extend_seq_lens=extend_seq_lens,
             extend_prefix_lens=extend_prefix_lens,
             extend_seq_lens_cpu=new,
@@ -374,11 +371,11 @@ class ModelRunner:
     def forward(self, batch: ForwardBatch) -> LogitsProcessorOutput:
         """Run the model on a batch. Launches without waiting for the device."""
         self.forward_pass_id += 1
-        if batch.forward_mode.is_idle():
+        if batch.forward_mode.is_idle() and batch.dp_metadata is None:
             return LogitsProcessorOutput(torch.empty(0, self.vocab_size, dtype=self.config.dtype, device=self.device))
         if batch.pixel_values is not None and batch.image_grid_thw is not None and batch.media is None:
             batch.media = self.image_encoder().inputs_of(batch, batch.pixel_values, batch.image_grid_thw)
-        return self.forward_decode(batch) if batch.forward_mode.is_decode() else self.forward_extend(batch)
+        return self.forward_decode(batch) if batch.forward_mode.is_decode_or_idle() else self.forward_extend(batch)
 
     def reads_pages(self, batch: ForwardBatch) -> bool:
         """False: `forward` of the batch reads nothing of the table of slots, which may be written after its launch."""
@@ -391,8 +388,8 @@ class ModelRunner:
     def forward_extend(self, batch: ForwardBatch) -> LogitsProcessorOutput:
         """Run EXTEND and MIXED: the logits of each request's last token, unless logits_indices say otherwise."""
         if batch.logits_indices is None:
-            ends = torch.cumsum(batch.extend_seq_lens, 0)  # type: ignore[arg-type]  # set in EXTEND and MIXED
-            batch.logits_indices = ends - 1
+            ends = batch.extend_start_loc + batch.extend_seq_lens  # type: ignore[operator]  # set in EXTEND and MIXED
+            batch.logits_indices = ends.long() - 1
         return self._run(batch)
 
     def _run(self, batch: ForwardBatch) -> LogitsProcessorOutput:
@@ -451,7 +448,7 @@ class ModelRunner:
         for part in parts:
             part.attn_backend.init_forward_metadata(part)
         inputs = [TokenInputs.of(part).by_name for part in parts]
-        with self.program.context(batch, TokenInputs.of(batch), slices=slices) as whole:
+        with self.program.context(batch, TokenInputs.of(batch)) as whole:
             contexts = [self.program.context_of_part(part, whole) for part in parts]
             bodies = overlap.bodies(inputs, contexts, share_a_request(slices))
             logits_of = partial(overlap.heads, bodies, slices[1].token_slice.start)

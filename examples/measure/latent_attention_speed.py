@@ -160,7 +160,6 @@ class Step:
             req_pool_indices=self.rows,
             seq_lens=length.cuda(),
             out_cache_loc=nothing,
-            seq_lens_sum=int(length.sum()),
             positions=nothing,
             seq_lens_cpu=length,
             req_to_token_pool=self.table,

@@ -131,7 +131,6 @@ def _batch(
         req_pool_indices=rows,
         seq_lens=seq_lens.to(device),
         out_cache_loc=nothing,
-        seq_lens_sum=sum(lengths),
         positions=nothing,
         seq_lens_cpu=seq_lens,
         req_to_token_pool=table,

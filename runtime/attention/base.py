@@ -70,7 +70,7 @@ class AttentionBackend(ABC):
 
     def forward(self, inputs: AttentionInputs) -> None:
         """Dispatches by the batch's mode."""
-        run = self.forward_decode if inputs.batch.forward_mode.is_decode() else self.forward_extend
+        run = self.forward_decode if inputs.batch.forward_mode.is_decode_or_idle() else self.forward_extend
         run(inputs)
 
     @abstractmethod

@@ -125,7 +125,6 @@ class CapturesDecodes(ABC):
         bs: int,
         req_pool_indices: torch.Tensor,
         seq_lens: torch.Tensor,
-        seq_lens_sum: int,
         forward_mode: ForwardMode,
         seq_lens_cpu: torch.Tensor,
     ) -> None:

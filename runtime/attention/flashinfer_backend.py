@@ -127,7 +127,7 @@ class FlashInferAttnBackend(AttentionBackend, FusesRope, Cascades, CapturesDecod
         self._planned.set(None, None, num_decodes=0)  # what fails below leaves no plan of another batch
         decodes = prefills = None
         if num_decodes:
-            rows = DecodeRows(batch.seq_lens[:num_decodes], lambda window, _: pages_of(window).part(0, num_decodes))
+            rows = DecodeRows(common.seq_lens[:num_decodes], lambda window, _: pages_of(window).part(0, num_decodes))
             decodes = DecodeMetadata(self._plan_decodes(batch, rows))
         if num_prefills:
             prefills = self._plan_prefills(batch, num_decodes, pages_of)
@@ -187,7 +187,7 @@ class FlashInferAttnBackend(AttentionBackend, FusesRope, Cascades, CapturesDecod
             prefix_lens,
             use_ragged,
             lambda window_left: pages_of(window_left).part(num_decodes, common.num_reqs),
-            batch.seq_lens[: common.num_reqs],
+            common.seq_lens[: common.num_reqs],
             starts.numpy(),
             first_slot=batch.first_slot if len(prefix_lens) == 1 else None,
             slots=lambda: self._slots_of_prefills(batch, num_decodes),
@@ -389,7 +389,6 @@ class FlashInferAttnBackend(AttentionBackend, FusesRope, Cascades, CapturesDecod
         bs: int,
         req_pool_indices: torch.Tensor,
         seq_lens: torch.Tensor,
-        seq_lens_sum: int,
         forward_mode: ForwardMode,
         seq_lens_cpu: torch.Tensor,
     ) -> None:

@@ -8,7 +8,7 @@ Shape legend: T tokens, R requests.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -16,12 +16,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from mllm_compile.runtime.attention.layer import AttentionLayer, PerLayerParameters
-from mllm_compile.runtime.errors import UnsupportedModelError
+from mllm_compile.runtime.attention.layer import AttentionLayer
 
 if TYPE_CHECKING:
     from mllm_compile.runtime.forward_batch import ForwardBatch
-    from mllm_compile.runtime.runner_config import RunnerConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +35,6 @@ class CommonAttentionMetadata:
     num_actual_tokens: int  # without padding
     max_query_len: int
     block_table: torch.Tensor  # [rows, max_context_len] int32: slot of each position; row i is req_pool_indices[i]
-    slot_mapping: torch.Tensor  # [T] int64
 
     @cached_property
     def num_decodes(self) -> int:
@@ -67,12 +64,12 @@ class CommonAttentionMetadata:
     @classmethod
     def _derive(cls, batch: ForwardBatch) -> CommonAttentionMetadata:
         seq_lens = batch.seq_lens_cpu.numpy()
-        if batch.forward_mode.is_extend():
-            if batch.extend_seq_lens_cpu is None:
-                raise RuntimeError("EXTEND and MIXED need extend_seq_lens_cpu: use prepare_forward_batch_extend")
-            query_lens = batch.extend_seq_lens_cpu.numpy()
-        else:
+        if batch.forward_mode.is_decode_or_idle():
             query_lens = np.ones_like(seq_lens)
+        elif batch.extend_seq_lens_cpu is None:
+            raise RuntimeError("EXTEND and MIXED need extend_seq_lens_cpu: use prepare_forward_batch_extend")
+        else:
+            query_lens = batch.extend_seq_lens_cpu.numpy()
         starts = np.zeros(batch.batch_size + 1, dtype=np.int32)
         np.add.accumulate(query_lens, out=starts[1:])
         return cls(
@@ -85,7 +82,6 @@ class CommonAttentionMetadata:
             num_actual_tokens=int(starts[-1]),
             max_query_len=max(query_lens.tolist(), default=0),
             block_table=batch.req_to_token_pool.req_to_token,
-            slot_mapping=batch.out_cache_loc,
         )
 
 
@@ -128,13 +124,7 @@ class AttentionMetadata:
     """`attn_metadata[layer]`: what the attention op reads."""
 
     batch: ForwardBatch
-    num_actual_tokens: int
-    num_decodes: int  # the first rows: one new token each
-    num_prefills: int
-    num_decode_tokens: int
-    num_prefill_tokens: int
-    max_query_len: int
-    common_prefix_len: int = 0  # first tokens that the decodes have in the same pages, and that are read once
+    num_actual_tokens: int  # without padding
 
 
 @dataclass(frozen=True)
@@ -148,10 +138,8 @@ class KVCacheSpec:
 class AttentionMetadataBuilder:
     """Makes the metadata of a batch for the layers of one KVCacheSpec."""
 
-    def __init__(self, kv_cache_spec: KVCacheSpec, config: RunnerConfig, device: torch.device) -> None:
+    def __init__(self, kv_cache_spec: KVCacheSpec) -> None:
         self.kv_cache_spec = kv_cache_spec
-        self.config = config
-        self.device = device
         self._names = [layer.name for layer in kv_cache_spec.layers]
 
     def build(
@@ -160,31 +148,19 @@ class AttentionMetadataBuilder:
         """Layer name → metadata, the same object for every layer.
 
         Args:
-            common_prefix_len: first tokens that all decodes have in the same pages, and that are read once for them
-                all; 0: for each of them.
+            common_prefix_len: the batch's, which is checked: first tokens that all decodes have in the same pages, and
+                that are read once for them all; 0: for each of them.
 
         Raises:
             ValueError: a decode has no further token, its new one, or the prefix is no whole pages.
         """
-        num_decodes, num_prefills, num_decode_tokens, num_prefill_tokens = split_decodes_and_prefills(
-            common_attn_metadata
-        )
-        self._check_prefix(common_prefix_len, common_attn_metadata.seq_lens_cpu[:num_decodes])
-        metadata = AttentionMetadata(
-            batch=common_attn_metadata.batch,
-            num_actual_tokens=common_attn_metadata.num_actual_tokens,
-            num_decodes=num_decodes,
-            num_prefills=num_prefills,
-            num_decode_tokens=num_decode_tokens,
-            num_prefill_tokens=num_prefill_tokens,
-            max_query_len=common_attn_metadata.max_query_len,
-            common_prefix_len=common_prefix_len,
-        )
+        common = common_attn_metadata
+        if common_prefix_len:
+            self._check_prefix(common_prefix_len, common.seq_lens_cpu[: common.num_decodes])
+        metadata = AttentionMetadata(batch=common.batch, num_actual_tokens=common.num_actual_tokens)
         return dict.fromkeys(self._names, metadata)
 
     def _check_prefix(self, common_prefix_len: int, decode_lens: torch.Tensor) -> None:
-        if not common_prefix_len:
-            return
         shortest = int(decode_lens.min()) if len(decode_lens) else 0
         if not 0 < common_prefix_len < shortest or common_prefix_len % self.kv_cache_spec.page_size:
             raise ValueError(
@@ -212,28 +188,6 @@ def split_decodes_and_prefills(common: CommonAttentionMetadata, decode_threshold
         num_decode_tokens,
         common.num_actual_tokens - num_decode_tokens,
     )
-
-
-def get_per_layer_parameters(layers: Iterable[AttentionLayer]) -> dict[str, PerLayerParameters]:
-    """Layer name → what may differ between layers."""
-    return {layer.name: layer.params for layer in layers}
-
-
-def infer_global_hyperparameters(per_layer_params: Mapping[str, PerLayerParameters]) -> PerLayerParameters:
-    """The parameters that all layers of one plan group agree on.
-
-    Raises:
-        UnsupportedModelError: two of them differ; the message names them.
-    """
-    names = iter(per_layer_params)
-    first = next(names)
-    for name in names:
-        if per_layer_params[name] != per_layer_params[first]:
-            raise UnsupportedModelError(
-                f"attention layers of one plan must agree in window, soft cap and scale, but {first} has "
-                f"{per_layer_params[first]} and {name} has {per_layer_params[name]}"
-            )
-    return per_layer_params[first]
 
 
 def get_kv_cache_layout() -> str:

@@ -217,7 +217,6 @@ class DecodeGraphs(BatchGraphs):
             size,
             inputs.req_pool_indices[:size],
             inputs.seq_lens[:size],
-            batch.seq_lens_sum + (size - batch.batch_size) * inputs.padding_len,
             ForwardMode.DECODE,
             inputs.seq_lens_cpu[:size],
         )

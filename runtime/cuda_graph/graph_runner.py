@@ -94,7 +94,7 @@ class GraphRunner:
         across = batch.dp_metadata  # all ranks run the graph of the one that has most tokens
         num_tokens = batch.num_tokens if across is None else across.max_tokens_across_dp
         is_whole = across is None and not batch.common_prefix_len
-        for descriptor in self.dispatcher.candidates(num_tokens, batch.forward_mode.is_decode(), is_whole):
+        for descriptor in self.dispatcher.candidates(num_tokens, batch.forward_mode.is_decode_or_idle(), is_whole):
             graphs = self.kinds[descriptor.kind]
             if isinstance(graphs, BatchGraphs) and graphs.serves(batch):
                 return graphs.replay(batch, descriptor)

@@ -8,7 +8,7 @@ Shape legend: T tokens, S rows of logits, V vocab.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
@@ -21,7 +21,7 @@ from mllm_compile.runtime.collectives.base import Communicator, leaving_parts
 from mllm_compile.runtime.errors import ConfigError
 from mllm_compile.runtime.forward_batch import ForwardBatch, LogitsProcessorOutput, TokenInputs
 from mllm_compile.runtime.forward_context import BatchDescriptor, ForwardContext, ForwardTimes, set_forward_context
-from mllm_compile.runtime.graph_mode import CUDAGraphMode, UBatchSlice
+from mllm_compile.runtime.graph_mode import CUDAGraphMode
 from mllm_compile.runtime.program.executor import ProgramExecutor
 from mllm_compile.runtime.program.loaded import Executor, LoadedModel
 from mllm_compile.runtime.runner_config import RunnerConfig
@@ -60,7 +60,7 @@ class ProgramRunner:
         self.layers: dict[str, Any] = {layer.name: layer for layer in model.layers}
         self.layers |= {layer.name: layer for layer in model.state_layers}
         spec = KVCacheSpec(model.layers, config.runtime.page_size)
-        self._metadata_builder = AttentionMetadataBuilder(spec, config, device)
+        self._metadata_builder = AttentionMetadataBuilder(spec)
         rank = communicator.rank if self._num_deals > 1 and communicator is not None else 0
         first_row = rank * config.runtime.max_running_requests
         self._state_metadata_builder = StateMetadataBuilder(model.state_layers, config, first_row)
@@ -126,13 +126,8 @@ class ProgramRunner:
         tokens: TokenInputs,
         mode: CUDAGraphMode = CUDAGraphMode.NONE,
         descriptor: BatchDescriptor | None = None,
-        slices: Sequence[UBatchSlice] | None = None,
     ) -> AbstractContextManager[ForwardContext]:
-        """The forward context of a run; arguments as those of `run`.
-
-        Args:
-            slices: the parts of a step that is divided.
-        """
+        """The forward context of a run; arguments as those of `run`."""
         attention = self._metadata_builder.build(batch.common_prefix_len, CommonAttentionMetadata.of(batch))
         is_mixed = mode is CUDAGraphMode.FULL and descriptor is not None and not descriptor.uniform
         states = self._state_metadata_builder.build(CommonAttentionMetadata.of(batch), is_mixed)
@@ -144,8 +139,6 @@ class ProgramRunner:
             cudagraph_runtime_mode=mode,
             batch_descriptor=descriptor,
             dp_metadata=batch.dp_metadata,
-            ubatch_slices=slices,
-            skip_compiled=self._config.runtime.skip_compiled,
             deterministic=self._config.runtime.deterministic,
             expert_counts=self._expert_counts,
             # A whole step in a graph is timed where it is replayed: a capture cannot wait for the device.
@@ -156,7 +149,7 @@ class ProgramRunner:
         """The forward context of a part of a step that is divided; `whole` is the step's."""
         attention = self._metadata_builder.build(part.common_prefix_len, CommonAttentionMetadata.of(part))
         slots = dict.fromkeys(attention, part.out_cache_loc)
-        return replace(whole, attn_metadata=attention, slot_mapping=slots, ubatch_slices=None)
+        return replace(whole, attn_metadata=attention, slot_mapping=slots)
 
     def _logits_of_all(self, executor: Executor, body: list[Any], logits_indices: torch.Tensor) -> torch.Tensor:
         """The head's logits; of ranks with requests of their own those of all, a block of each."""

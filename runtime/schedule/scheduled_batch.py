@@ -64,6 +64,11 @@ class ScheduledBatch:
         """[R] int32: tokens in the KV after this step."""
         return self.prefix_lens + self.num_new
 
+    @property
+    def is_idle(self) -> bool:
+        """True of a data-parallel rank's part of a step that has no request of the rank: its one row is the dummy."""
+        return bool(self.rows[0] == 0)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class UpdateResult:

@@ -118,13 +118,12 @@ class HybridAttnBackend(AttentionBackend, CapturesDecodes, CapturesMixed, Captur
         bs: int,
         req_pool_indices: torch.Tensor,
         seq_lens: torch.Tensor,
-        seq_lens_sum: int,
         forward_mode: ForwardMode,
         seq_lens_cpu: torch.Tensor,
     ) -> None:
         if self._attention is not None:
             needed(self._attention.decodes).init_forward_metadata_replay_cuda_graph(
-                bs, req_pool_indices, seq_lens, seq_lens_sum, forward_mode, seq_lens_cpu
+                bs, req_pool_indices, seq_lens, forward_mode, seq_lens_cpu
             )
 
     @property

@@ -41,7 +41,7 @@ def ubatch_slices(batch: ForwardBatch, least_tokens: int) -> tuple[UBatchSlice, 
     Whole are steps of fewer than `least_tokens`, those with features of images, whose blocks see ahead, and those of
     which decodes are half: what decodes have in common is read once for all of them.
     """
-    if not batch.forward_mode.is_extend() or batch.num_tokens < max(2, least_tokens):
+    if not batch.forward_mode.is_prefill() or batch.num_tokens < max(2, least_tokens):
         return None
     if batch.media is not None or batch.mrope_positions is not None:
         return None
@@ -106,11 +106,9 @@ def part_of(batch: ForwardBatch, part: UBatchSlice, backend: AttentionBackend) -
         req_pool_indices=batch.req_pool_indices[requests],
         seq_lens=seq_lens,
         out_cache_loc=batch.out_cache_loc[tokens],
-        seq_lens_sum=int(lengths[0].sum()),
         positions=batch.positions[tokens],
         seq_lens_cpu=torch.from_numpy(lengths[0]),
         attn_backend=backend,
-        extend_num_tokens=int(new.sum()),
         extend_seq_lens=extend_seq_lens,
         extend_prefix_lens=extend_prefix_lens,
         extend_prefix_lens_cpu=torch.from_numpy(lengths[2]),

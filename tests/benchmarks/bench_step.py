@@ -66,7 +66,7 @@ def test_dispatch_of_a_batch(measure):
 def test_attention_metadata_of_256_requests(measure, new_lens):
     layers = tuple(make_layer(layer_id=index) for index in range(36))
     batch = make_case(layers[0], [40] * REQUESTS, new_lens, page_size=16).batch
-    builder = AttentionMetadataBuilder(KVCacheSpec(layers, 16), None, torch.device("cpu"))
+    builder = AttentionMetadataBuilder(KVCacheSpec(layers, 16))
     built = measure(lambda: builder.build(0, CommonAttentionMetadata.of(batch)), rounds=100, iterations=50)
     assert len(built) == len(layers)
 

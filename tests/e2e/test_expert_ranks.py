@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,8 @@ import pytest
 from mllm_compile import Engine, SamplingParams
 from mllm_compile.compiler.load_or_compile import load_or_compile
 from mllm_compile.errors import ConfigError, EngineDeadError
+from mllm_compile.runtime.forward_batch import ForwardMode
+from mllm_compile.runtime.model_runner import ModelRunner
 from tests.e2e.test_ranks import followers, tokens
 from tests.model.tiny_configs import save_tiny_model
 from tests.model.tiny_configs import tiny_config as config_of_architecture
@@ -52,8 +55,18 @@ def test_greedy_tokens_are_one_ranks_in_batches_with_prompts_in_chunks(ranks, al
     assert tokens(ranks, PROMPTS, GREEDY) == tokens(alone, PROMPTS, GREEDY)
 
 
-def test_a_rank_without_requests_takes_part(ranks, alone):
-    assert tokens(ranks, PROMPTS[2:3], GREEDY) == tokens(alone, PROMPTS[2:3], GREEDY)
+def test_a_rank_without_requests_takes_part_in_idle_steps(ranks, alone, monkeypatch):
+    modes, forward = [], ModelRunner.forward
+
+    def noting(runner, batch):
+        modes.append(batch.forward_mode)
+        return forward(runner, batch)
+
+    params = [replace(GREEDY, max_tokens=2), GREEDY]  # this rank's request ends first
+    expected = tokens(alone, PROMPTS[1:3], params)
+    monkeypatch.setattr(ModelRunner, "forward", noting)
+    assert tokens(ranks, PROMPTS[1:3], params) == expected
+    assert ForwardMode.IDLE in modes
 
 
 def test_a_prefix_hit_gives_the_same_on_the_rank_that_has_it(ranks, alone):

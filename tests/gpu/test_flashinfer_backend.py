@@ -360,9 +360,7 @@ def test_a_captured_decode_replays_over_other_requests_pages_and_padding(page_si
         rows[:n], slots[:n] = wanted, new_slots
         lens = torch.full((bs,), backend.get_cuda_graph_seq_len_fill_value(), dtype=torch.int32)
         lens[:n] = eager.seq_lens_cpu
-        backend.init_forward_metadata_replay_cuda_graph(
-            bs, rows, lens.cuda(), int(lens.sum()), ForwardMode.DECODE, lens
-        )
+        backend.init_forward_metadata_replay_cuda_graph(bs, rows, lens.cuda(), ForwardMode.DECODE, lens)
         graph.replay()
         torch.testing.assert_close(out[:n], expected, **TOLERANCE)
         assert out.isfinite().all()

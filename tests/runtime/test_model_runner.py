@@ -7,6 +7,7 @@ import torch
 from mllm_compile.runtime.device import memory
 from mllm_compile.runtime.errors import ConfigError, DeviceError, DeviceMemoryError, RequestError
 from mllm_compile.runtime.forward_batch import ForwardMode
+from mllm_compile.runtime.graph_mode import DPMetadata
 from tests.runtime.runner_cases import CONTEXT, HEAD_DIM, HEADS, KV_HEADS, VOCAB, TinyModel, make_runner
 
 PROMPTS = [[3, 9, 27, 20, 60], [1, 2], [7] * 9]
@@ -103,6 +104,34 @@ def test_an_idle_batch_gives_no_logits():
     batch = runner.prepare_forward_batch_decode(empty, empty, empty.int(), empty)
     assert batch.forward_mode is ForwardMode.IDLE
     assert runner.forward(batch).next_token_logits.shape == (0, VOCAB)
+
+
+def test_an_idle_data_parallel_rank_runs_the_dummy_row_for_the_others():
+    model = TinyModel()
+    runner = make_runner(model)
+    batch = decode(runner, [(0, 1, 0)])
+    batch.forward_mode, batch.dp_metadata = ForwardMode.IDLE, DPMetadata((0, 3))
+    assert runner.forward(batch).next_token_logits.shape == (1, VOCAB)
+    assert model.calls[-1] == (1, 1)
+
+
+def test_a_mode_says_what_its_batches_are():
+    extend, decode, mixed, idle = ForwardMode
+    assert [mode.is_extend() for mode in ForwardMode] == [mode.is_prefill() for mode in ForwardMode]
+    assert {mode for mode in ForwardMode if mode.is_prefill()} == {extend, mixed}
+    assert {mode for mode in ForwardMode if mode.is_decode_or_idle()} == {decode, idle}
+    assert [mode for mode in ForwardMode if mode.is_mixed()] == [mixed]
+
+
+def test_a_batch_counts_its_tokens_and_says_where_each_request_begins():
+    runner, _ = with_prompts_placed()
+    batch = extend(runner, [(1, 0, PROMPTS[0]), (2, 0, PROMPTS[1]), (3, 4, PROMPTS[2][4:])])
+    assert (batch.seq_lens_sum, batch.extend_num_tokens) == (5 + 2 + 9, 5 + 2 + 5)
+    assert (batch.extend_start_loc.tolist(), batch.extend_start_loc.dtype) == ([0, 5, 7], torch.int32)
+    batch = decode(runner, [(1, 6, 8), (2, 3, 9)])
+    assert (batch.seq_lens_sum, batch.extend_num_tokens) == (9, None)
+    with pytest.raises(RuntimeError, match="DECODE has no extend_seq_lens: use prepare_forward_batch_extend"):
+        _ = batch.extend_start_loc
 
 
 def test_a_batch_with_images_for_a_model_of_text_is_refused():

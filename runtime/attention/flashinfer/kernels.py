@@ -14,7 +14,6 @@ import torch
 
 from mllm_compile.runtime.attention.flashinfer.prefill_cost import LEAST_US, PrefillLoad
 from mllm_compile.runtime.attention.layer import KERNEL_HEAD_DIMS, AttentionLayer, LayerSpec, PerLayerParameters
-from mllm_compile.runtime.attention.metadata import get_per_layer_parameters, infer_global_hyperparameters
 from mllm_compile.runtime.errors import ConfigError, UnsupportedModelError
 
 QUERY_DTYPES = (torch.float16, torch.bfloat16)
@@ -91,13 +90,7 @@ class PrefillKernel:
 
 def plan_groups(layers: Iterable[AttentionLayer]) -> list[PlanGroup]:
     """Distinct groups in the order of their first layer."""
-    members: dict[PlanGroup, list[AttentionLayer]] = {}
-    for layer in layers:
-        members.setdefault(PlanGroup.of(layer), []).append(layer)
-    for group, of_group in members.items():
-        if infer_global_hyperparameters(get_per_layer_parameters(of_group)) != group.params:
-            raise RuntimeError(f"plan group {group} has layers of other parameters")
-    return list(members)
+    return list(dict.fromkeys(map(PlanGroup.of, layers)))
 
 
 def should_use_tensor_core(kv_cache_dtype: torch.dtype, num_attention_heads: int, num_kv_heads: int) -> bool:

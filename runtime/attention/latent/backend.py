@@ -145,7 +145,7 @@ class LatentAttnBackend(AttentionBackend, CapturesDecodes):
         prompts = {}
         if num_prefills:
             prompts = {widths: self._prompts(common, num_decodes, layer) for widths, layer in self._kinds.items()}
-        self._plan = _Plan(num_decodes, batch.seq_lens[: common.num_reqs], prompts)
+        self._plan = _Plan(num_decodes, common.seq_lens[: common.num_reqs], prompts)
 
     def _prompts(self, common: CommonAttentionMetadata, num_decodes: int, layer: AttentionLayer) -> _Prompts:
         if layer.up_projection is None:
@@ -244,7 +244,6 @@ class LatentAttnBackend(AttentionBackend, CapturesDecodes):
         bs: int,
         req_pool_indices: torch.Tensor,
         seq_lens: torch.Tensor,
-        seq_lens_sum: int,
         forward_mode: ForwardMode,
         seq_lens_cpu: torch.Tensor,
     ) -> None:

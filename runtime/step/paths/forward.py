@@ -11,7 +11,7 @@ import torch
 
 from mllm_compile.runtime.device.packed_fields import upload_fields
 from mllm_compile.runtime.device.staging import StagingRing
-from mllm_compile.runtime.forward_batch import ForwardBatch, LogitsProcessorOutput
+from mllm_compile.runtime.forward_batch import ForwardBatch, ForwardMode, LogitsProcessorOutput
 from mllm_compile.runtime.ranks.records import Choice
 from mllm_compile.runtime.schedule.scheduled_batch import ScheduledBatch
 from mllm_compile.runtime.step.paths.base import Step, StepParts, StepPath
@@ -103,6 +103,8 @@ class ForwardPath(StepPath):
                 positions=fields.positions,
             )
             forward_batch.logits_indices = fields.logits_indices
+            if plan.own is not None and plan.own.is_idle:
+                forward_batch.forward_mode = ForwardMode.IDLE
             return forward_batch
         num_new, prefix_lens = fields.num_new, fields.prefix_lens
         assert num_new is not None and prefix_lens is not None, "a plan that is no decode has both"

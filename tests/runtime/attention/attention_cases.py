@@ -201,14 +201,12 @@ def make_batch(
         seq_lens=torch.from_numpy(prefix + new).to(device),
         seq_lens_cpu=torch.from_numpy(prefix + new),
         out_cache_loc=out_cache_loc,
-        seq_lens_sum=int((prefix + new).sum()),
         positions=torch.from_numpy(positions).to(device),
         req_to_token_pool=table,
         token_to_kv_pool=kv_pool,
         attn_backend=TorchAttnBackend(),
     )
     if mode.is_extend():
-        batch.extend_num_tokens = num_tokens
         batch.extend_seq_lens_cpu = torch.from_numpy(new)
         batch.extend_prefix_lens_cpu = torch.from_numpy(prefix)
         batch.extend_seq_lens = batch.extend_seq_lens_cpu.to(device)

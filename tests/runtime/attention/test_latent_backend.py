@@ -214,13 +214,13 @@ def test_a_captured_decode_is_replayed_for_others_by_pages_and_lengths_alone():
     rows = case.batch.req_pool_indices
     backend.init_forward_metadata_capture_cuda_graph(3, 3, torch.zeros_like(rows), captured, ForwardMode.DECODE)
     lengths = case.batch.seq_lens
-    backend.init_forward_metadata_replay_cuda_graph(3, rows, lengths, 0, ForwardMode.DECODE, lengths)
+    backend.init_forward_metadata_replay_cuda_graph(3, rows, lengths, ForwardMode.DECODE, lengths)
     assert captured.tolist() == lengths.tolist()  # what the captured kernel reads
     torch.testing.assert_close(attend(backend, case), case.expected, rtol=1e-5, atol=1e-5)
     assert backend.get_cuda_graph_seq_len_fill_value() == 0
     assert backend.page_table.shape[0] == 3
     with pytest.raises(RuntimeError, match=r"no batch of 2 was captured; captured: \[3\]"):
-        backend.init_forward_metadata_replay_cuda_graph(2, rows, lengths, 0, ForwardMode.DECODE, lengths)
+        backend.init_forward_metadata_replay_cuda_graph(2, rows, lengths, ForwardMode.DECODE, lengths)
     with pytest.raises(ConfigError, match="3 requests, 6 tokens"):
         backend.init_cuda_graph_state(3, 6)
 

@@ -1,17 +1,12 @@
 import pytest
-import torch
 
-from mllm_compile.runtime.attention.layer import PerLayerParameters
 from mllm_compile.runtime.attention.metadata import (
     AttentionMetadataBuilder,
     CommonAttentionMetadata,
     KVCacheSpec,
     get_kv_cache_layout,
-    get_per_layer_parameters,
-    infer_global_hyperparameters,
     split_decodes_and_prefills,
 )
-from mllm_compile.runtime.errors import UnsupportedModelError
 from mllm_compile.runtime.forward_batch import ForwardMode
 from tests.runtime.attention.attention_cases import make_case, make_layer
 
@@ -74,32 +69,24 @@ def test_a_batch_is_fresh_if_it_is_prompts_alone_of_which_nothing_is_in_the_cach
 
 def test_the_builder_gives_every_layer_the_same_metadata():
     layers = (make_layer(), make_layer(layer_id=1))
-    builder = AttentionMetadataBuilder(KVCacheSpec(layers, page_size=4), None, torch.device("cpu"))
+    builder = AttentionMetadataBuilder(KVCacheSpec(layers, page_size=4))
     batch = make_case(LAYER, [6, 0], [1, 5]).batch
     metadata = builder.build(0, CommonAttentionMetadata.of(batch))
     assert list(metadata) == ["layer0", "layer1"]
     assert metadata["layer0"] is metadata["layer1"]
     assert metadata["layer0"].batch is batch
-    assert (metadata["layer0"].num_decode_tokens, metadata["layer0"].num_prefill_tokens) == (1, 5)
-    assert metadata["layer0"].common_prefix_len == 0
+    assert metadata["layer0"].num_actual_tokens == 6
 
 
 def test_a_common_prefix_is_whole_pages_before_the_last_token_of_every_decode():
-    builder = AttentionMetadataBuilder(KVCacheSpec((make_layer(),), page_size=4), None, torch.device("cpu"))
+    builder = AttentionMetadataBuilder(KVCacheSpec((make_layer(),), page_size=4))
     common = CommonAttentionMetadata.of(make_case(LAYER, [12, 8, 0], [1, 1, 5]).batch)
-    assert builder.build(8, common)["layer0"].common_prefix_len == 8
+    assert list(builder.build(8, common)) == ["layer0"]
     for wrong in (6, 12):  # half a page; as much as the second decode has
         with pytest.raises(ValueError, match=f"whole pages of 4 tokens, fewer than the 9 .*, got {wrong}"):
             builder.build(wrong, common)
     with pytest.raises(ValueError, match="fewer than the 0"):  # there is no decode
         builder.build(4, CommonAttentionMetadata.of(make_case(LAYER, [8, 8], [3, 5]).batch))
-
-
-def test_layers_of_one_plan_agree_or_are_named():
-    same = get_per_layer_parameters([make_layer(), make_layer(layer_id=1)])
-    assert infer_global_hyperparameters(same) == PerLayerParameters(-1, 0.0, 0.25)
-    with pytest.raises(UnsupportedModelError, match=r"layer0 .* layer1"):
-        infer_global_hyperparameters(get_per_layer_parameters([make_layer(), make_layer(layer_id=1, window_left=3)]))
 
 
 def test_the_layout_of_a_page_is_the_pool_s():

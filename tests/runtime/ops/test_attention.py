@@ -17,7 +17,7 @@ LAYER = make_layer()
 
 def context_of(case, num_tokens=None, mode=CUDAGraphMode.NONE):
     case.batch.attn_backend.init_forward_metadata(case.batch)
-    builder = AttentionMetadataBuilder(KVCacheSpec((LAYER,), page_size=4), None, torch.device("cpu"))
+    builder = AttentionMetadataBuilder(KVCacheSpec((LAYER,), page_size=4))
     return set_forward_context(
         builder.build(0, CommonAttentionMetadata.of(case.batch)),
         no_compile_layers={LAYER.name: LAYER},

@@ -140,7 +140,6 @@ def mixed_batch(
         num_actual_tokens=sum(new),
         max_query_len=max(new),
         block_table=nowhere,
-        slot_mapping=nowhere,
     )
 
 

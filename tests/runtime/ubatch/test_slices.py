@@ -25,7 +25,6 @@ def batch_of(new: list[int], prefix: list[int] | None = None, **fields: Any) -> 
         "req_pool_indices": torch.arange(1, len(new) + 1),
         "seq_lens": torch.from_numpy(before + lengths),
         "out_cache_loc": torch.arange(count) + 1000,
-        "seq_lens_sum": int((before + lengths).sum()),
         "positions": torch.cat([torch.arange(b, b + n) for b, n in zip(before, lengths, strict=True)]),
         "seq_lens_cpu": torch.from_numpy(before + lengths),
         "req_to_token_pool": pool,
