@@ -257,8 +257,11 @@ def _cascade_attention(
     dtype: str,
     choices: AutoChoices,
 ) -> bool:
-    """True if decodes that begin with the same pages may read these once; each step then is chosen by cost."""
-    refusal = None
+    """True if decodes that begin with the same pages may read these once; each step then is chosen by cost.
+
+    Attention in plain torch needs no kernels for it.
+    """
+    refusal, has_kernels = None, runtime.attention_backend == "flashinfer"
     if asked.deterministic:
         refusal = "with runtime.deterministic nothing may depend on the rest of a batch"
     elif not asked.enable_prefix_cache:
@@ -267,9 +270,9 @@ def _cascade_attention(
         refusal = "captured decodes of several ranks with requests of their own share no prefix"
     elif runtime.max_running_requests == 1:
         refusal = "with runtime.max_running_requests 1 no two requests decode together"
-    elif not split_decode:
+    elif has_kernels and not split_decode:
         refusal = "kernels for it are compiled beside those of compile.split_decode, and there are none"
-    elif runtime.kv_cache_dtype != dtype:
+    elif has_kernels and runtime.kv_cache_dtype != dtype:
         refusal = f"kernels for it read no KV cache of {runtime.kv_cache_dtype}"
     if asked.cascade_attention is True and refusal is not None:
         raise ConfigError(f"runtime.cascade_attention is true, but {refusal}. Set it to auto or false.")

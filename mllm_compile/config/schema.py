@@ -205,8 +205,8 @@ class RuntimeConfig(Section):
 
     cascade_attention: Auto | bool = "auto"
     """Decodes of requests that begin with the same cached tokens read these once, in steps where that is estimated to
-    be faster. Kernels are compiled for it, and a few more CUDA graphs captured where some prefix would pay. auto: where
-    decodes are captured whole."""
+    be faster. On a GPU kernels are compiled for it, and a few more CUDA graphs captured where some prefix would pay.
+    auto: where decodes are captured whole."""
 
     copy_prefix: bool = True
     """Long prompts read the keys and values of their earlier chunks as they lie one after another, where that is

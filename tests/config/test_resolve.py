@@ -255,7 +255,7 @@ def test_a_key_without_auto_becomes_what_was_asked_for():
     [
         (H200, {}, (True, "of which enough is shared")),
         (A100, {}, (True, "of which enough is shared")),
-        (CPU, {}, (False, "compile.split_decode")),
+        (CPU, {}, (False, "decodes are not captured")),
         (H200, {"compile": {"backend": "eager"}}, (False, "compile.split_decode")),
         (H200, {"cudagraph": {"mode": "piecewise"}}, (False, "decodes are not captured")),
         (H200, {"runtime": {"kv_cache_dtype": "fp8_e4m3"}}, (False, "no KV cache of float8_e4m3fn")),
@@ -281,7 +281,7 @@ def test_cascades_are_chosen_where_their_graphs_are_captured(device, sections, e
         (H200, {"runtime": {"kv_cache_dtype": "fp8_e4m3"}}, "no KV cache of float8_e4m3fn"),
         (H200, {"compile": {"backend": "eager"}}, "compile.split_decode"),
         (H200, {"compile": {"split_decode": False}}, "compile.split_decode"),
-        (CPU, {}, "compile.split_decode"),
+        (CPU, {"runtime": {"enable_prefix_cache": False}}, "enable_prefix_cache"),
     ],
 )
 def test_cascades_that_can_never_be_are_refused(device, sections, why):
@@ -290,6 +290,8 @@ def test_cascades_that_can_never_be_are_refused(device, sections, why):
         resolved(device, **asked)
     for graphs in ({}, {"mode": "piecewise"}):
         assert resolved(H200, runtime={"cascade_attention": True}, cudagraph=graphs).runtime.cascade_attention
+    asked_for = resolved(CPU, runtime={"cascade_attention": True, "kv_cache_dtype": "fp8_e4m3"})
+    assert asked_for.runtime.cascade_attention, "attention in plain torch needs no kernels for it"
 
 
 @pytest.mark.parametrize(
