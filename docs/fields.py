@@ -12,9 +12,8 @@ from mllm_compile.server.api.responses import ResponseFields
 
 _HEAD = """# Fields of requests
 
-Made by `python docs/fields.py` of the server's own table. What the fields that are served do, [the server's
-page](server.md#fields) says. A field of another path is refused by the path that has it, and a name that stands nowhere
-here is named in the header `x-mllm-ignored`.
+Made by `python docs/fields.py` from the server's own table. [The server's page](server.md#fields) says what the served
+fields do. A field of another path is refused by its name. An unknown name is listed in the header `x-mllm-ignored`.
 """
 _PATHS: tuple[tuple[str, ForeignFields], ...] = (
     ("all paths", FOREIGN),
@@ -37,18 +36,23 @@ def page() -> str:
     parts += [f"| {path} | {', '.join(f'`{name}`' for name in sorted(names))} |" for path, names in served]
     parts += ["\nSGLang's names: " + ", ".join(f"`{name}` for `{ours}`" for name, ours in RENAMED.items()) + "."]
     for path, foreign in _PATHS:
-        refused = [(name, one) for name, one in foreign.items() if not one.is_taken]
-        parts += [f"\n## Refused by {path}\n", "| field | of | why | asks for nothing |\n|---|---|---|---|"]
-        parts += [f"| `{name}` | {one.of} | {one.why} | {_values(one.nothing)} |" for name, one in refused]
-    parts += ["\n## Taken, and without a meaning here\n", "| field | of | path | why |\n|---|---|---|---|"]
+        refused = {name: one for name, one in foreign.items() if not one.is_taken}
+        parts += [f"\n## Refused by {path}\n", "A value in brackets asks for nothing, and is taken.\n"]
+        parts += ["| fields | why |\n|---|---|", *_rows(refused)]
+    parts += ["\n## Taken, and without a meaning here\n", "| fields | why |\n|---|---|"]
     for path, foreign in _PATHS:
-        taken = [(name, one) for name, one in foreign.items() if one.is_taken]
-        parts += [f"| `{name}` | {one.of} | {path} | {one.why} |" for name, one in taken]
+        where = "" if foreign is FOREIGN else f" ({path} alone)"
+        parts += _rows({name: one for name, one in foreign.items() if one.is_taken}, where)
     return "\n".join(parts) + "\n"
 
 
-def _values(values: tuple[object, ...]) -> str:
-    return ", ".join(f"`{json.dumps(value)}`" for value in values)
+def _rows(fields: ForeignFields, where: str = "") -> list[str]:
+    """A row for each owner and reason."""
+    groups: dict[tuple[str, str], list[str]] = {}
+    for name, one in fields.items():
+        values = f" ({', '.join(f'`{json.dumps(value)}`' for value in one.nothing)})" if one.nothing else ""
+        groups.setdefault((one.of, one.why), []).append(f"`{name}`{values}")
+    return [f"| {of}'s {', '.join(names)}{where} | {why} |" for (of, why), names in groups.items()]
 
 
 if __name__ == "__main__":

@@ -36,7 +36,7 @@ def test_log_probabilities_stay_near_those_of_the_model_s_own_type(engine, eager
     with make(eager_cache, kv_cache_dtype="auto") as plain_engine:
         plain = scores(plain_engine.generate(TEXT, PARAMS)[0])
     differences = [abs(a - b) for a, b in zip(scores(engine.generate(TEXT, PARAMS)[0]), plain, strict=True)]
-    # docs/serving.md has the figures: a mean of 0.04, at most 0.4.
+    # docs/lab/serving.md has the figures: a mean of 0.04, at most 0.4.
     assert 0 < sum(differences) / len(differences) < 0.1
     assert max(differences) < 0.6
 
