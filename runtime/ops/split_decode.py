@@ -8,7 +8,7 @@ The caller chooses the number of blocks of a request by the number of requests a
 The last block of a head to end adds up the others' results, always in the same order. So only the number of other
 requests changes a request's numbers, and the deterministic mode holds that fixed.
 
-`examples/measure/decode_attention_speed.py` compares it with FlashInfer's kernels.
+`benchmarks/kernels/decode_attention_speed.py` compares it with FlashInfer's kernels.
 
 Shape legend: R requests, N blocks that a request's keys are split among, H query heads, Hk kv heads, D head dim,
 W pages of the page table, P slots of the KV cache.

@@ -1,7 +1,7 @@
-"""Writes the tables of the examples' pages from what each script says of itself.
+"""Writes the tables of scripts in the pages of examples/ and benchmarks/ from what each script says of itself.
 
-A table stands between `<!-- scripts -->` and `<!-- end -->`, with a list of the modules that scripts share behind it. A
-test compares the pages with what this module makes.
+A table stands between `<!-- scripts FOLDER -->` and `<!-- end -->`; without FOLDER it is of the page's own. A test
+compares the pages with what this module makes.
 
     python -m tests.examples.tables
 """
@@ -12,26 +12,32 @@ import ast
 import re
 from pathlib import Path
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
-PAGES = tuple(EXAMPLES / folder / "README.md" for folder in ("", "measure", "tiny_models"))
+ROOT = Path(__file__).parents[2]
+PAGES = tuple(ROOT / folder / "README.md" for folder in ("examples", "examples/tiny_models", "benchmarks"))
+TABLE = re.compile(r"(<!-- scripts ?(\w*) -->\n).*?(<!-- end -->)", re.DOTALL)
 _NEEDS = re.compile(r"Needs (.*?)(?:[.;:(]| to )", re.DOTALL)
 
 
-def with_table(page: Path) -> str:
-    """Returns the page's text with the table of its folder's scripts made anew."""
+def with_tables(page: Path) -> str:
+    """Returns the page's text with its tables of scripts made anew."""
     text = page.read_text(encoding="utf-8")
-    files = sorted(page.parent.glob("*.py"))
+    return TABLE.sub(lambda found: found[1] + _table(page.parent, found[2]) + found[3], text)
+
+
+def _table(parent: Path, folder: str) -> str:
+    """A row for each script of the folder, and behind them a list of the modules that scripts share."""
+    files = [path for path in sorted((parent / folder).glob("*.py")) if path.name != "__init__.py"]
     shared = [file for file in files if "__main__" not in file.read_text(encoding="utf-8")]
     table = "| script | what it is about | needs |\n|---|---|---|\n"
-    table += "".join(_row(file) for file in files if file not in shared)
+    table += "".join(_row(file, file.relative_to(parent).as_posix()) for file in files if file not in shared)
     if shared:
         table += "\nThey share:\n\n" + "".join(f"- [{file.name}]({file.name}): {_told(file)[0]}\n" for file in shared)
-    return re.sub(r"(<!-- scripts -->\n).*?(<!-- end -->)", lambda found: found[1] + table + found[2], text, flags=re.S)
+    return table
 
 
-def _row(script: Path) -> str:
+def _row(script: Path, link: str) -> str:
     about, needs = _told(script)
-    return f"| [{script.name}]({script.name}) | {about} | {needs} |\n"
+    return f"| [{script.name}]({link}) | {about} | {needs} |\n"
 
 
 def _told(file: Path) -> tuple[str, str]:
@@ -43,7 +49,7 @@ def _told(file: Path) -> tuple[str, str]:
 
 def main() -> None:
     for page in PAGES:
-        page.write_text(with_table(page), encoding="utf-8")
+        page.write_text(with_tables(page), encoding="utf-8")
 
 
 if __name__ == "__main__":

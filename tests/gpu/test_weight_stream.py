@@ -1,4 +1,4 @@
-"""Weights through the pinned ring; how fast is examples/measure/load_speed.py's."""
+"""Weights through the pinned ring; how fast is benchmarks/server/load_speed.py's."""
 
 from __future__ import annotations
 

@@ -12,6 +12,7 @@ import yaml
 
 from mllm_compile import EngineConfig
 from mllm_compile.cli import make_app
+from tests.rules.figure_tables import COMMIT
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = [
@@ -65,15 +66,26 @@ def test_python_files_that_are_named_exist(path):
         assert example or name.rpartition("/")[2] in SOURCES or (ROOT / name).is_file(), name
 
 
-def test_examples_that_are_named_exist():
+def test_scripts_that_are_named_exist():
     """Also in commands, comments and docstrings."""
-    sources = (
-        path for folder in ("mllm_compile", "passes", "runtime", "examples") for path in (ROOT / folder).rglob("*.py")
-    )
+    folders = ("mllm_compile", "passes", "runtime", "examples", "benchmarks", "tests")
+    sources = [path for folder in folders for path in (ROOT / folder).rglob("*.py")]
     for path in [*DOCUMENTS, *sources, ROOT / "Makefile"]:
-        for name in re.findall(r"examples/[\w/]+\.py", path.read_text(encoding="utf-8")):
-            is_named = re.search(r"/(test|my)_", name) is None
-            assert not is_named or (ROOT / name).is_file(), f"{path} names {name}; is it in examples/measure?"
+        text = path.read_text(encoding="utf-8")
+        modules = re.findall(r"python\s+-m\s+(benchmarks\.\w+\.\w+)", text)
+        names = re.findall(r"(?:examples|benchmarks)/[\w/]+\.py", text)
+        for name in [*names, *(module.replace(".", "/") + ".py" for module in modules)]:
+            is_named = re.search(r"/(test|my)_|^examples/measure/", name) is None
+            assert not is_named or (ROOT / name).is_file(), f"{path} names {name}; is it in another folder?"
+
+
+def test_the_scripts_former_folder_is_named_beside_a_commit_alone():
+    """A command of before they moved ran at a commit; one that a reader should run has the folder of now."""
+    for path in DOCUMENTS:
+        if not path.is_relative_to(ROOT / "docs" / "lab") and not path.is_relative_to(ROOT / "docs" / "performance"):
+            for paragraph in re.split(r"\n\s*\n", path.read_text(encoding="utf-8")):
+                is_of_now = "examples/measure/" in paragraph and not COMMIT.search(paragraph)
+                assert not is_of_now, f"{path}: scripts are in benchmarks/ now; give that, or the commit: {paragraph}"
 
 
 def test_the_picture_of_floors_has_every_room():

@@ -30,7 +30,6 @@ TO_BE_REWRITTEN = {
     "docs/performance/tried.md",
     "docs/quantised.md",
     "docs/state.md",
-    "examples/measure/README.md",
 }
 PAGES = [page for page in pages() if page.name not in TO_BE_REWRITTEN]
 

@@ -27,7 +27,7 @@ _MOST_LOST_US = 20.0
 # Bytes of the same pages that decodes read in a µs, mostly out of the GPU's L2 cache; likewise.
 _SAME_BYTES_PER_US = 8.5e6
 # µs that the three kernels of a captured cascade take longer in a layer than the one that they stand for: 13 to 20 on
-# an H100 (examples/measure/cascade_speed.py).
+# an H100 (benchmarks/steps/cascade_speed.py).
 _CAPTURED_CASCADE_US = 20.0
 # µs that a step with another cascade takes longer because it is not captured whole and plans attention, in all and for
 # each layer.
@@ -96,8 +96,8 @@ def plan_groups(layers: Iterable[AttentionLayer]) -> list[PlanGroup]:
 def should_use_tensor_core(kv_cache_dtype: torch.dtype, num_attention_heads: int, num_kv_heads: int) -> bool:
     """True if decode runs on tensor cores: always for an fp8 cache, for fp16 and bf16 from 4 query heads a KV head.
 
-    Measured on an H200 (`examples/measure/decode_attention_speed.py`): with 4 query heads a KV head CUDA cores take up
-    to twice as long, with 2 as long. (The CUDA-core kernel exists for groups of 1, 2, 3, 4, 6 and 8; below 4 that
+    Measured on an H200 (`benchmarks/kernels/decode_attention_speed.py`): with 4 query heads a KV head CUDA cores take
+    up to twice as long, with 2 as long. (The CUDA-core kernel exists for groups of 1, 2, 3, 4, 6 and 8; below 4 that
     leaves no hole.)
     """
     if kv_cache_dtype in _FP8_DTYPES:

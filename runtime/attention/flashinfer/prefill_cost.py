@@ -4,7 +4,7 @@ fa3 has 128 queries of a head in a block; fa2 up to 128 rows, the query heads of
 their keys among blocks, whose float32 sums another kernel adds up. That costs more than all else unless there are few
 queries: one prompt of 512 tokens of Qwen3-8B takes 58 µs so, and 16 and 11 by fa2 undivided and by fa3.
 
-The constants are of an H200, FlashInfer 0.6.18, bfloat16, heads of 128; examples/measure/prefill_attention_speed.py
+The constants are of an H200, FlashInfer 0.6.18, bfloat16, heads of 128; benchmarks/kernels/prefill_attention_speed.py
 compares them. For other heads they are stretched, which was not measured.
 
 Shape legend: R requests.

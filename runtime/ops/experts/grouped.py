@@ -132,8 +132,8 @@ _TILINGS = {
     128: (256, 64, 8, 4),
 }
 # Of few inputs, by the block: a program has but a few steps, so that another one's loads should be under way beside it.
-# The fastest of nine on H200s (examples/measure/grouped_experts_speed.py): down with 64 tokens takes 103.9 µs in place
-# of 118.3, with 256 109.0 in place of 113.3.
+# The fastest of nine on H200s (benchmarks/kernels/grouped_experts_speed.py): down with 64 tokens takes 103.9 µs in
+# place of 118.3, with 256 109.0 in place of 113.3.
 _MOST_SHORT_INPUTS = 1024
 _SHORT_TILINGS = {16: (128, 128, 4, 2), 32: (256, 64, 8, 3)}
 

@@ -39,7 +39,7 @@ class Division(NamedTuple):
 # four to six each, alone and in a chain of a layer's kernels. All clusters run at once: 264 or 132 blocks. At one
 # token on an H200 clusters of four read a weight with 4096 columns at 70 % of the rate of a sum, and one with 21504 at
 # 82; clusters of eight at 74, clusters of two whose blocks have a multiprocessor each at 102 (40.7 µs;
-# examples/measure/stream_linears_speed.py, 957dd80).
+# benchmarks/kernels/stream_linears_speed.py, 957dd80).
 _DIVISIONS = (
     Division(8192, 2, MULTIPROCESSORS, 8, 2),
     Division(24576, 2, MULTIPROCESSORS // 2, 16, 1),

@@ -1,6 +1,6 @@
 """µs of FlashInfer's prefill kernels as they were measured: H200, FlashInfer 0.6.18, bfloat16, head dim 128, one layer.
 
-Each in a CUDA graph of twenty, as examples/measure/prefill_attention_speed.py has it.
+Each in a CUDA graph of twenty, as benchmarks/kernels/prefill_attention_speed.py has it.
 """
 
 from __future__ import annotations

@@ -1,0 +1,1 @@
+"""Scripts that time single kernels and layers, most of them inside a CUDA graph."""

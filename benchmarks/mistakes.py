@@ -1,0 +1,61 @@
+"""How scripts tell a user's mistake, or that they need another machine: in one line."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+
+from mllm_compile.errors import MllmError
+
+
+def positive(text: str) -> int:
+    """A number of requests, tokens or the like, for argparse."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r}; expected a number of at least 1")
+    return int(text)
+
+
+def need_gpu() -> None:
+    """Ends the process where torch sees no GPU."""
+    import torch
+
+    if not torch.cuda.is_available():
+        sys.exit("needs an NVIDIA GPU")
+
+
+def need_hopper(count: int = 1) -> None:
+    """Ends the process where there are fewer than `count` GPUs, or where they do not run the kernels for Hopper."""
+    import torch
+
+    from mllm_compile.kernels.cuda import can_compile_kernels
+
+    if torch.cuda.device_count() < count or not can_compile_kernels("cuda:0"):
+        sys.exit(f"needs {'an NVIDIA Hopper GPU' if count == 1 else f'{count} NVIDIA Hopper GPUs'} and NVRTC")
+
+
+def positives(text: str) -> list[int]:
+    """Such numbers with commas between them, for argparse."""
+    return [positive(one) for one in text.split(",")]
+
+
+def names_of(known: Iterable[str]) -> Callable[[str], list[str]]:
+    """Reads some of the known names with commas between them, for argparse."""
+
+    def names(text: str) -> list[str]:
+        for name in (asked := text.split(",")):
+            if name not in known:
+                raise argparse.ArgumentTypeError(f"{name!r}; expected some of {', '.join(known)}")
+        return asked
+
+    return names
+
+
+@contextmanager
+def told_in_one_line() -> Iterator[None]:
+    """Ends the process with the error's message where there would be a traceback."""
+    try:
+        yield
+    except MllmError as error:
+        sys.exit(f"error: {' '.join(str(error).split())}")

@@ -1,0 +1,1 @@
+"""Scripts that measure what is around steps: HTTP, starts, and the reading of weights."""

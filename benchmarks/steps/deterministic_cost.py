@@ -1,0 +1,81 @@
+"""The cost of `runtime.deterministic`: tokens a second of decoding with it and without, by number of requests.
+
+    python -m benchmarks.steps.deterministic_cost configs/qwen-8b-shape.yaml [--requests 1 64 100]
+        [--prompt 512] [--tokens 256]
+
+Prompts are token ids, so a model without a tokenizer will do. Decoding is timed while every request decodes, from the
+moment when the last has its first token; the prompts' time is shown beside it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import sys
+import time
+from typing import Any
+
+from benchmarks.mistakes import positive, told_in_one_line
+from mllm_compile import Engine, EngineConfig, SamplingParams
+
+WARM_UP_TOKENS = 4
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("config")
+    parser.add_argument("--requests", type=positive, nargs="+", default=[1, 64, 100])
+    parser.add_argument("--prompt", type=positive, default=512, help="tokens of each prompt")
+    parser.add_argument("--tokens", type=positive, default=256, help="decode steps that are timed")
+    args = parser.parse_args()
+    figures = {mode: measure(args, mode) for mode in (False, True)}
+    print("requests | decode tokens/s | deterministic | of it | prompt tokens/s | deterministic")
+    for i, count in enumerate(args.requests):
+        (decode, prefill), (fixed_decode, fixed_prefill) = figures[False][i], figures[True][i]
+        print(
+            f"{count:8} | {decode:15.0f} | {fixed_decode:13.0f} | {fixed_decode / decode:5.0%} | {prefill:15.0f} | "
+            f"{fixed_prefill:13.0f}"
+        )
+
+
+def measure(args: argparse.Namespace, deterministic: bool) -> list[tuple[float, float]]:
+    """(decode, prompt) tokens a second for each number of requests."""
+    config = EngineConfig.from_yaml(args.config)
+    changes: dict[str, Any] = {"deterministic": deterministic, "enable_prefix_cache": False}
+    if deterministic:  # by default half of a step's rows are kept for prompts
+        changes["max_running_requests"] = max(args.requests)
+    with Engine(config.model_copy(update={"runtime": config.runtime.model_copy(update=changes)})) as engine:
+        run(engine, 1, args.prompt, WARM_UP_TOKENS)
+        return [run(engine, count, args.prompt, args.tokens) for count in args.requests]
+
+
+def run(engine: Engine, num_requests: int, prompt_length: int, num_tokens: int) -> tuple[float, float]:
+    rng = random.Random(0)
+    # So long that none has ended when the last prompt is done: in deterministic mode a step computes few of its tokens.
+    longest = engine.config.runtime.max_model_len - prompt_length
+    if longest <= num_tokens:
+        sys.exit(
+            f"{num_tokens} tokens after {prompt_length} are more than runtime.max_model_len has room for; raise it"
+        )
+    params = SamplingParams(temperature=0, max_tokens=longest, ignore_eos=True, detokenize=False)
+    start = time.perf_counter()
+    streams = [engine.stream([rng.randrange(1000) for _ in range(prompt_length)], params) for _ in range(num_requests)]
+    for stream in streams:
+        next(stream)
+    all_started, before = time.perf_counter(), engine.stats()
+    for _ in range(num_tokens):
+        next(streams[-1])
+    seconds, after = time.perf_counter() - all_started, engine.stats()
+    if after.running < num_requests:
+        sys.exit(f"only {after.running} of {num_requests} requests still decode; raise runtime.max_model_len")
+    for stream in streams:
+        stream.close()
+    return (
+        (after.generated_tokens - before.generated_tokens) / seconds,
+        num_requests * prompt_length / (all_started - start),
+    )
+
+
+if __name__ == "__main__":
+    with told_in_one_line():
+        main()

@@ -1,0 +1,85 @@
+"""Where the time of a first token behind images goes, new ones and the same again, and behind text alone: the GPU's
+kernels by their sum, and what it waited.
+
+    python -m benchmarks.steps.image_step configs/qwen3-vl-8b-shape.yaml [--batches 1 8] [--side 1024]
+        [--text 100] [--top 25]
+
+Needs an NVIDIA GPU. Images are random patches, as in `mllm-compile bench images`; a profiler's trace takes some time of
+its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections import Counter, defaultdict
+from pathlib import Path
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from benchmarks.mistakes import need_gpu, positive, told_in_one_line
+from benchmarks.steps.step_gaps import device_events
+from mllm_compile.bench.adapters.mllm_engine import MllmImages
+from mllm_compile.bench.measure.setting import Setting
+from mllm_compile.bench.measure.workloads import Call
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("config", type=Path)
+    parser.add_argument("--batches", type=positive, nargs="+", default=[1, 8], help="requests, of one image each")
+    parser.add_argument("--side", type=positive, default=1024, help="pixels of a side of each image")
+    parser.add_argument("--text", type=positive, default=100, help="tokens of text around it")
+    parser.add_argument("--top", type=positive, default=25, help="kernels to print")
+    args = parser.parse_args()
+    need_gpu()
+    engine = MllmImages(Setting.from_config(str(args.config), max(args.batches), 4096))
+    for count in args.batches:
+        length = engine.num_features(args.side) + args.text
+        for kind in ("new images", "same images", "text"):
+            seeds = [0, 1, 2] if kind == "new images" else [2, 2, 2]
+            for repeat, seed in enumerate(seeds):
+                prompts = [[11 + repeat] * length] * count if kind == "text" else prompts_of(engine, count, args, seed)
+                one = Call(prompts=prompts, max_tokens=[1] * count)
+                if repeat < 2:
+                    start = time.perf_counter()
+                    engine.generate(one)
+                    wall_s = time.perf_counter() - start
+                    continue
+                with profile(activities=[ProfilerActivity.CUDA]) as trace:
+                    engine.generate(one)
+                    torch.cuda.synchronize()
+                report(f"{count} x {kind}", wall_s, device_events(trace), args.top)
+    engine.close()
+
+
+def prompts_of(engine: MllmImages, count: int, args: argparse.Namespace, seed: int) -> list[object]:
+    half = args.text // 2
+    images = [engine.image(args.side, 100 * seed + place) for place in range(count)]
+    return [engine.prompt([7 + seed] * half, image, [9] * (args.text - half)) for image in images]
+
+
+def report(title: str, wall_s: float, events: list[tuple[float, float, str]], top: int) -> None:
+    busy, until, gaps = 0.0, events[0][0], []
+    totals: defaultdict[str, float] = defaultdict(float)
+    numbers: Counter[str] = Counter()
+    for start, end, name in events:
+        totals[name] += end - start
+        numbers[name] += 1
+        if start > until:
+            gaps.append(start - until)
+        busy += max(0.0, end - max(start, until))
+        until = max(until, end)
+    span = until - events[0][0]
+    print(
+        f"\n{title}: {wall_s * 1e3:.2f} ms unprofiled; profiled {span / 1e3:.2f} ms from the first event on "
+        f"the GPU to the last, {busy / 1e3:.2f} busy; the longest waits {[round(gap) for gap in sorted(gaps)[-8:]]} µs"
+    )
+    for name, total in sorted(totals.items(), key=lambda one: -one[1])[:top]:
+        print(f"{total / 1e3:9.3f} ms {numbers[name]:5d} x {name[:150]}")
+
+
+if __name__ == "__main__":
+    with told_in_one_line():
+        main()

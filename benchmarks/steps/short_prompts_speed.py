@@ -1,0 +1,62 @@
+"""How many first tokens a second come of many short prompts that are sent at once.
+
+    python -m benchmarks.steps.short_prompts_speed configs/qwen-shape.yaml [--counts 100 1000] [--batched 8192 2048]
+
+Prompts have 20 to 200 random tokens. With several --batched an engine is made for each, with so many
+runtime.max_num_batched_tokens. Nothing but the public interface is asked, so that older commits can be measured too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import statistics
+import time
+from pathlib import Path
+
+from benchmarks.mistakes import positive, told_in_one_line
+from mllm_compile import Engine, EngineConfig, SamplingParams
+
+SHORTEST, LONGEST = 20, 200
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("config", type=Path)
+    parser.add_argument("--counts", type=positive, nargs="+", default=[100, 1000], help="prompts at once")
+    parser.add_argument("--batched", type=positive, nargs="+", help="runtime.max_num_batched_tokens of each engine")
+    parser.add_argument("--single", type=positive, default=512, help="tokens of the prompt that comes alone")
+    parser.add_argument("--repeats", type=positive, default=7)
+    args = parser.parse_args()
+    config = EngineConfig.from_yaml(args.config)
+    for batched in args.batched or ("auto",):
+        runtime = config.runtime.model_copy(update={"max_num_batched_tokens": batched, "enable_prefix_cache": False})
+        with Engine(config.model_copy(update={"runtime": runtime})) as engine:
+            measure(engine, batched, args)
+
+
+def measure(engine: Engine, batched: int | str, args: argparse.Namespace) -> None:
+    draws = random.Random(0)
+    params = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True, detokenize=False)
+
+    def seconds(lengths: list[int]) -> float:
+        prompts = [[draws.randrange(3000) for _ in range(length)] for length in lengths]
+        start = time.perf_counter()
+        engine.generate(prompts, params, progress=False)
+        return time.perf_counter() - start
+
+    for count in (1, *args.counts):
+        lengths = [args.single] if count == 1 else [draws.randint(SHORTEST, LONGEST) for _ in range(count)]
+        seconds(lengths), seconds(lengths)
+        taken = [seconds(lengths) for _ in range(args.repeats)]
+        middle = statistics.median(taken)
+        print(
+            f"max_num_batched_tokens {batched}: {count} prompts of {sum(lengths)} tokens in {middle * 1e3:.2f} ms "
+            f"({min(taken) * 1e3:.2f} to {max(taken) * 1e3:.2f}): {count / middle:,.0f} first tokens a second",
+            flush=True,
+        )
+
+
+if __name__ == "__main__":
+    with told_in_one_line():
+        main()

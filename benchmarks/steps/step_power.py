@@ -1,0 +1,145 @@
+"""The watts and clocks of a GPU in decode steps and prefills: does its power limit hold them up?
+
+    python -m benchmarks.steps.step_power configs/qwen-8b-shape.yaml [--batches 64 256] [--prompt 512] [--tokens 129]
+
+Needs an NVIDIA GPU and nvidia-ml-py (`pip install nvidia-ml-py`). The driver counts energy; over one second a reading
+repeats to a tenth, over three to half a per cent, so work is repeated for `--seconds`.
+Prompts with `--tokens` new tokens, less the same prompts with one, are decode steps.
+"""
+
+from __future__ import annotations
+
+import argparse
+import bisect
+import math
+import random
+import statistics
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import torch
+
+from benchmarks.mistakes import need_gpu, positive, told_in_one_line
+from mllm_compile import Engine, EngineConfig, SamplingParams
+
+SAMPLE_S = 0.02
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """One stretch of work: seconds, joules, and the median clock of the multiprocessors in MHz."""
+
+    seconds: float
+    joules: float
+    clock: float
+
+
+class Meter:
+    """Reads the GPU that torch uses, its clock in a thread of its own."""
+
+    def __init__(self) -> None:
+        try:
+            import pynvml
+        except ModuleNotFoundError:
+            sys.exit("needs nvidia-ml-py, which reads the driver's counters: pip install nvidia-ml-py")
+        self._nvml = pynvml
+        pynvml.nvmlInit()
+        self._gpu = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties().uuid}")
+        self._clocks: list[tuple[float, int]] = []  # (when, MHz)
+        self._is_over = threading.Event()
+        self._thread = threading.Thread(target=self._sample, daemon=True)
+
+    @property
+    def limit_watts(self) -> float:
+        return self._nvml.nvmlDeviceGetEnforcedPowerLimit(self._gpu) / 1e3
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._is_over.set()
+        self._thread.join()
+
+    def _sample(self) -> None:
+        while not self._is_over.wait(SAMPLE_S):
+            clock = self._nvml.nvmlDeviceGetClockInfo(self._gpu, self._nvml.NVML_CLOCK_SM)
+            self._clocks.append((time.perf_counter(), clock))
+
+    def _joules(self) -> float:
+        return self._nvml.nvmlDeviceGetTotalEnergyConsumption(self._gpu) / 1e3
+
+    def measure(self, work: Callable[[], object], repeats: int, skipped_s: float = 0.0) -> Drawn:
+        """`work` so many times; clocks of the first `skipped_s` of each are left out."""
+        clocks: list[int] = []
+        joules, start = self._joules(), time.perf_counter()
+        for _ in range(repeats):
+            begin = time.perf_counter() + skipped_s
+            work()
+            clocks += [mhz for _, mhz in self._clocks[bisect.bisect(self._clocks, (begin, 0)) :]]
+        seconds = time.perf_counter() - start
+        return Drawn(seconds, self._joules() - joules, statistics.median(clocks or [math.nan]))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("config", type=Path)
+    parser.add_argument("--batches", type=positive, nargs="+", default=[64, 256])
+    parser.add_argument("--prompt", type=positive, default=512, help="tokens of each prompt")
+    parser.add_argument("--tokens", type=positive, default=129, help="tokens of each answer")
+    parser.add_argument("--seconds", type=positive, default=3, help="of prefills and of decodes, at least")
+    args = parser.parse_args()
+    need_gpu()
+    if args.tokens == 1:
+        sys.exit("--tokens 1: the first token is the prefill's; expected two at least")
+    sections = EngineConfig.from_yaml(args.config).model_dump()
+    sections["runtime"]["enable_prefix_cache"] = False
+    meter = Meter()
+    with Engine(EngineConfig.from_dict(sections)) as engine, meter:
+        print(f"{torch.cuda.get_device_name()}, limit {meter.limit_watts:.0f} W")
+        print("requests | work               |        ms |     W | SM MHz |  mJ a token")
+        for count in args.batches:
+            report(engine, meter, count, args)
+
+
+def report(engine: Engine, meter: Meter, count: int, args: argparse.Namespace) -> None:
+    rng = random.Random(0)
+    prompts = [[rng.randrange(10_000) for _ in range(args.prompt)] for _ in range(count)]
+
+    def generate(tokens: int) -> None:
+        params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False)
+        engine.generate(prompts, params, progress=False)
+
+    for tokens in (1, args.tokens):
+        generate(tokens)  # warm
+    prefill_s, whole_s = (meter.measure(lambda n=n: generate(n), 1).seconds for n in (1, args.tokens))
+    short_repeats = math.ceil(args.seconds / prefill_s)
+    repeats = math.ceil(args.seconds / max(whole_s - prefill_s, 1e-3))
+    prefill = meter.measure(lambda: generate(1), short_repeats)
+    whole = meter.measure(lambda: generate(args.tokens), repeats, skipped_s=prefill_s)
+    prefills = repeats / short_repeats  # what of `whole` is prefill
+    decode = Drawn(whole.seconds - prefill.seconds * prefills, whole.joules - prefill.joules * prefills, whole.clock)
+    steps = args.tokens - 1
+    show(count, f"prefill of {args.prompt}", prefill, short_repeats, count * args.prompt)
+    show(count, "decode step", decode, repeats * steps, count)
+
+
+def show(count: int, work: str, drawn: Drawn, times: int, tokens: int) -> None:
+    """A row of the table: `times` pieces of work of so many tokens each."""
+    watts, each = drawn.joules / drawn.seconds, drawn.joules / times
+    print(
+        f"{count:8} | {work:18} | {drawn.seconds / times * 1e3:9.3f} | {watts:5.0f} | {drawn.clock:6.0f} | "
+        f"{each / tokens * 1e3:11.3f}",
+        flush=True,
+    )
+
+
+if __name__ == "__main__":
+    with told_in_one_line():
+        main()

@@ -1,0 +1,52 @@
+"""A config or a number that is wrong ends a script with one line."""
+
+from __future__ import annotations
+
+import runpy
+import sys
+
+import pytest
+
+ENDED_BY_A_WRONG_KEY = (
+    "steps.deterministic_cost",
+    "steps.fp8_kv_error",
+    "steps.lever_error",
+    "steps.quantised_tpot",
+    "server.image_start",
+)
+
+
+def run(name: str, monkeypatch: pytest.MonkeyPatch, *arguments: str) -> None:
+    """Runs a script as `python -m benchmarks.NAME` does."""
+    monkeypatch.setattr(sys, "argv", [name, *arguments])
+    monkeypatch.delitem(sys.modules, f"benchmarks.{name}", raising=False)
+    runpy.run_module(f"benchmarks.{name}", run_name="__main__")
+
+
+@pytest.mark.parametrize("name", ENDED_BY_A_WRONG_KEY)
+def test_a_misspelled_key_is_told_in_one_line(name, tmp_path, monkeypatch):
+    config = tmp_path / "model.yaml"
+    config.write_text("model: {pathh: ./tiny}")
+    with pytest.raises(SystemExit, match=r"error: .*model\.pathh") as ended:
+        run(name, monkeypatch, str(config))
+    assert "\n" not in str(ended.value)
+
+
+@pytest.mark.parametrize("value", ["0", "-1", "x", "1.5"])
+def test_a_number_that_is_none_is_told_with_its_option(value, monkeypatch, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        run("steps.fp8_kv_error", monkeypatch, "configs/tiny.yaml", "--tokens", value)
+    assert f"argument --tokens: '{value}'; expected a number of at least 1" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (["--batch", "1,0"], "argument --batch: '0'; expected a number of at least 1"),
+        (["--variants", "fp8,fp9"], "argument --variants: 'fp9'; expected some of bf16, fp8, fp8-kv, int4"),
+    ],
+)
+def test_a_list_with_something_else_in_it_is_told_with_its_option(options, told, monkeypatch, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        run("steps.quantised_tpot", monkeypatch, *options)
+    assert told in capsys.readouterr().err
