@@ -66,7 +66,7 @@ class AbsorbLatents(GraphPass):
         if not target.compiles_pieces:
             return "with compile.backend: eager there are no kernels for attention over latents"
         if not target.split_decode:
-            return "compile.split_decode is false, and the kernels over latents are the program's own"
+            return "kernels over latents are compiled beside our decode kernels (split_decode), which do not serve here"
         if getattr(torch, target.dtype) not in KERNEL_DTYPES or target.kv_cache_dtype != target.dtype:
             return (
                 "the kernels over latents compute in float16 or bfloat16, as the cache is: not in "

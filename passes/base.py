@@ -62,14 +62,14 @@ class PassTarget:
         device_type: "cuda" or "cpu".
         compiles_pieces: Inductor compiles them; if not, they run as traced, without kernels of ours.
         compiles_cuda: CUDA C++ for Hopper can be compiled here, and runs on the device.
-        hopper_decode: compile.hopper_decode.
+        hopper_decode: our decode kernels for Hopper serve.
         counts_experts: runtime.expert_stats.
         num_ranks: runtime.tensor_parallel_size.
         num_expert_ranks: runtime.expert_parallel_size.
         dtype: the model's, and kv_cache_dtype that of the KV cache; torch's names.
         attention_backend: runtime.attention_backend.
         deterministic: runtime.deterministic.
-        split_decode: compile.split_decode.
+        split_decode: our decode kernels serve.
     """
 
     device_type: str

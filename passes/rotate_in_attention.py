@@ -41,7 +41,7 @@ class RotateInAttention(GraphPass):
         rotated whole, by norms that are times their weight, not 1 + their weight.
         There may be fewer slots than tokens: the runtime gives none in a step whose attention rotates, and the op does
         nothing then (runtime/ops/attention.py). The pass is left out where no such kernel can be compiled or
-        compile.hopper_decode is off.
+        hopper_decode does not serve.
     Preserves: the meaning of both; a kernel rounds where the op does.
     """
 
@@ -51,7 +51,7 @@ class RotateInAttention(GraphPass):
     @classmethod
     def obstacle(cls, target: PassTarget) -> str | None:
         if not target.hopper_decode:
-            return "compile.hopper_decode is off"
+            return "our decode kernels for Hopper (hopper_decode) do not serve here"
         return None if target.compiles_cuda else NO_CUDA_COMPILER
 
     def __call__(self, gm: fx.GraphModule) -> PassResult:

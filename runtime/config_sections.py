@@ -6,7 +6,7 @@ A field has the name of its key in the YAML; mllm_compile/config/schema.py docum
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 BackendName = Literal["flashinfer", "torch"]
 # In torch's names.
@@ -15,6 +15,9 @@ KVDtypeName = Literal[DtypeName, "float8_e4m3fn"]
 GraphMode = Literal["none", "piecewise", "full", "full_decode_only", "full_and_piecewise"]
 # ms, or tenfold what a step's decodes take alone, which is known while serving (schedule/pace.py).
 MaxStepMs = float | Literal["tenfold", "none"]
+# What `runtime.without` can leave out, to find a fault or what a part brings; docs/debugging.md says what runs instead.
+Switch = Literal["split_decode", "hopper_decode", "sample_in_graph", "whole_prompts", "copy_prefix", "divide_prefix"]
+SWITCHES: tuple[Switch, ...] = get_args(Switch)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,7 +25,7 @@ class CudaGraphSection:
     """`cudagraph`. Sizes ascend; they are empty where the mode captures none of that kind.
 
     `mixed_tokens` that were not asked for are left out where a model's attention cannot be captured with prompts, and
-    `whole_prompts` is false then.
+    `whole_prompts` is false then. `whole_prompts` and `sample_in_graph` say what serves: no key sets them.
     """
 
     mode: GraphMode
@@ -39,9 +42,9 @@ class RuntimeSection:
     """`runtime`. `device` is `cpu` or `cuda:N`."""
 
     device: str
-    tensor_parallel_size: int = 1
-    expert_parallel_size: int = 1
-    distributed_executor_backend: Literal["mp", "ray"] = "mp"
+    tensor_parallel_size: int
+    expert_parallel_size: int
+    distributed_executor_backend: Literal["mp", "ray"]
     attention_backend: BackendName
     page_size: int
     kv_cache_dtype: KVDtypeName
@@ -55,13 +58,15 @@ class RuntimeSection:
     expert_stats: bool
     skip_compiled: bool
     seed: int
-    # Defaults, for runtimes from before there were such keys.
-    max_step_ms: MaxStepMs = "none"
-    cascade_attention: bool = False
-    copy_prefix: bool = True
-    divide_prefix: bool = True
-    enable_dbo: bool = False
-    dbo_prefill_token_threshold: int = 8192
+    max_step_ms: MaxStepMs
+    cascade_attention: bool
+    without: tuple[Switch, ...]
+    enable_dbo: bool
+    dbo_prefill_token_threshold: int
+
+    def takes(self, switch: Switch) -> bool:
+        """False if the config leaves this out."""
+        return switch not in self.without
 
     @property
     def num_ranks(self) -> int:

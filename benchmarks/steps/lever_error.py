@@ -83,10 +83,9 @@ def documents(count: int) -> Prompts:
 def changed(path: str, dtype: str, left_out: Sequence[str] = (), *, is_reference: bool = False) -> EngineConfig:
     """The config with another type and without some levers; the reference runs on the CPU, as it was traced."""
     config = EngineConfig.from_yaml(path)
-    passes = tuple(name for name in left_out if name not in DECODE_KERNELS)
-    compiling: dict[str, Any] = {"disable_passes": passes}
-    compiling |= {name: False for name in DECODE_KERNELS if name in left_out}
-    runtime: dict[str, Any] = {"enable_prefix_cache": False}
+    compiling: dict[str, Any] = {"disable_passes": tuple(name for name in left_out if name not in DECODE_KERNELS)}
+    kernels = tuple(name for name in DECODE_KERNELS if name in left_out)
+    runtime: dict[str, Any] = {"enable_prefix_cache": False, "without": kernels}
     if is_reference:
         compiling["backend"], runtime["device"] = "eager", "cpu"
     return config.model_copy(

@@ -213,7 +213,7 @@ def _refusal(form: DecodeForm, num_sequences: int, layer: LayerSpec, error: floa
 def _who_decodes(form: DecodeForm, num_sequences: int) -> tuple[str, str]:
     """The name of the piece or kernel, and the setting that does without it."""
     if form.piece is not None:
-        return form.piece, "compile.split_decode: false"
+        return form.piece, "runtime.without: [split_decode]"
     clusters = {kernel.split: kernel for kernel in form.kernels if isinstance(kernel, ClusterKernel)}
     kernel = clusters[choose_split(num_sequences, clusters)] if clusters else form.kernels[0]
     return kernel.name, kernel.switch

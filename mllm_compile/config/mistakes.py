@@ -8,6 +8,8 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
+from mllm_compile.runtime.config_sections import SWITCHES
+
 
 def describe_mistakes(error: ValidationError, config: type[BaseModel]) -> list[str]:
     """One sentence for each wrong key; the members of a union (`auto` or a number) are joined into one.
@@ -97,6 +99,11 @@ def _describe_unknown_key(key: tuple[str, ...], config: type[BaseModel]) -> str:
         near = closest(key[1], list(sections[key[0]]))
         meant = f"{key[0]}.{near}" if near else None
     meant = _NAMES_ELSEWHERE.get(key[-1], meant)
+    if key[-1] in SWITCHES:
+        return (
+            f"{'.'.join(key)} is not a known key: {key[-1]} is in use wherever it serves. To leave it out, set "
+            f"runtime.without: [{key[-1]}]"
+        )
     if key[-1] in _NOT_THERE:
         return f"{'.'.join(key)} is not a known key: {_NOT_THERE[key[-1]]}"
     hint = f"; did you mean {meant}?" if meant else ""

@@ -56,8 +56,8 @@ DETERMINISTIC_ATTENTION_BLOCKS = 512
 MAX_MODEL_LEN = {"cuda": 65536, "cpu": 8192}
 # A YAML may be for a GPU and serve on a CPU too: these are told, not refused.
 _KEYS_OF_GPUS = {
-    "runtime": ("mem_fraction_static",),
-    "cudagraph": ("piecewise_tokens", "decode_requests", "mixed_tokens", "sample_in_graph", "whole_prompts"),
+    "runtime": ("mem_fraction_static", "without"),
+    "cudagraph": ("piecewise_tokens", "decode_requests", "mixed_tokens"),
 }
 # llguidance is first: it bounds the work of every mask, refuses what it would not keep to, and imports little.
 # XGrammar takes structural tags, and what is too large for it.
@@ -84,7 +84,7 @@ def resolve(config: EngineConfig, model: ModelFolder, device: DeviceInfo) -> Res
     dtype = choices.settle("model.dtype", config.model.dtype, lambda: _auto_dtype(config, model, device))
     backend = _attention_backend(config.runtime, dtype, device, choices)
     runtime = _runtime(config.runtime, dtype, backend, model, device, choices)
-    split_decode = _split_decode(config.compile, runtime, dtype, device, choices)
+    split_decode = _split_decode(config.compile, runtime, dtype, device)
     graphs = resolve_graphs(config.cudagraph, runtime, split_decode, device, model, choices)
     runtime = replace(
         runtime, cascade_attention=_cascade_attention(config.runtime, runtime, split_decode, graphs, dtype, choices)
@@ -106,7 +106,7 @@ def resolve(config: EngineConfig, model: ModelFolder, device: DeviceInfo) -> Res
             backend=config.compile.backend,
             disable_passes=config.compile.disable_passes,
             split_decode=split_decode,
-            hopper_decode=_hopper_decode(config.compile, split_decode, runtime, dtype, device),
+            hopper_decode=split_decode and _hopper_decode(runtime, dtype, device),
         ),
         cudagraph=graphs,
         runtime=runtime,
@@ -271,7 +271,7 @@ def _cascade_attention(
     elif runtime.max_running_requests == 1:
         refusal = "with runtime.max_running_requests 1 no two requests decode together"
     elif has_kernels and not split_decode:
-        refusal = "kernels for it are compiled beside those of compile.split_decode, and there are none"
+        refusal = "its kernels are compiled beside our decode kernels (split_decode), which do not serve here"
     elif has_kernels and runtime.kv_cache_dtype != dtype:
         refusal = f"kernels for it read no KV cache of {runtime.kv_cache_dtype}"
     if asked.cascade_attention is True and refusal is not None:
@@ -315,47 +315,18 @@ def _kv_cache_dtype(asked: RuntimeConfig, dtype: str, choices: AutoChoices) -> K
     return kv_dtype
 
 
-def _split_decode(
-    asked: CompileConfig, runtime: RuntimeSection, dtype: str, device: DeviceInfo, choices: AutoChoices
-) -> bool:
-    """True if the kernel that is compiled with the model (decode_attention.py) computes decodes."""
-    obstacle = None
-    if runtime.attention_backend != "flashinfer":
-        obstacle = (
-            f"runtime.attention_backend is {runtime.attention_backend}, and the kernel stands beside FlashInfer's"
-        )
-    elif asked.backend == "eager":
-        obstacle = "compile.backend is eager, which compiles no kernels"
-    elif runtime.kv_cache_dtype != dtype and not (device.is_hopper and dtype == "bfloat16"):
-        obstacle = (
-            f"the KV cache is {runtime.kv_cache_dtype}, and but for an H100 or H200 and a model in bfloat16 the kernel "
-            f"reads the model's dtype, {dtype}"
-        )
-    if obstacle is None:
-        return choices.settle("compile.split_decode", asked.split_decode, lambda: (True, "faster than FlashInfer's"))
-    if asked.split_decode is True:
-        raise ConfigError(f"compile.split_decode is true, but {obstacle}. Set it to auto or false.")
-    return False
+def _split_decode(asked: CompileConfig, runtime: RuntimeSection, dtype: str, device: DeviceInfo) -> bool:
+    """True if kernels that are compiled with the model decode, where they serve a layer: beside FlashInfer's, over a KV
+    cache of the model's dtype, or on Hopper over any beside bfloat16."""
+    reads_cache = runtime.kv_cache_dtype == dtype or (device.is_hopper and dtype == "bfloat16")
+    is_served = runtime.attention_backend == "flashinfer" and asked.backend != "eager" and reads_cache
+    return is_served and runtime.takes("split_decode")
 
 
-def _hopper_decode(
-    asked: CompileConfig, split_decode: bool, runtime: RuntimeSection, dtype: str, device: DeviceInfo
-) -> bool:
-    """True if runtime/attention/hopper/ may compute decodes."""
-    obstacle = None
-    if not split_decode:
-        obstacle = (
-            "decodes are FlashInfer's or torch's (compile.split_decode), and the kernels stand for pieces of ours"
-        )
-    elif not device.is_hopper:
-        obstacle = f"the GPU is {device.name}, and the kernels are for an H100 SXM or H200"
-    elif runtime.deterministic:
-        obstacle = "runtime.deterministic is set, and how the kernels divide a request depends on the others"
-    elif dtype != "bfloat16":
-        obstacle = f"model.dtype is {dtype}, and the kernels compute in bfloat16"
-    if asked.hopper_decode is True and obstacle is not None:
-        raise ConfigError(f"compile.hopper_decode is true, but {obstacle}. Set it to auto or false.")
-    return asked.hopper_decode is not False and obstacle is None
+def _hopper_decode(runtime: RuntimeSection, dtype: str, device: DeviceInfo) -> bool:
+    """True if runtime/attention/hopper/ may compute decodes: how it divides a request depends on the others."""
+    is_served = device.is_hopper and dtype == "bfloat16" and not runtime.deterministic
+    return is_served and runtime.takes("hopper_decode")
 
 
 def _batch_limits(asked: RuntimeConfig, kind: str, model: ModelFolder, choices: AutoChoices) -> tuple[int, int]:

@@ -79,8 +79,8 @@ def resolve_graphs(
         ),
         mixed_tokens=_mixed_tokens(asked, mode, runtime, split_decode, device, model, choices),
         mixed_tokens_asked=asked.mixed_tokens != "auto",
-        sample_in_graph=asked.sample_in_graph and split_decode and mode in _FULL_MODES,
-        whole_prompts=asked.whole_prompts and takes_whole,
+        sample_in_graph=split_decode and mode in _FULL_MODES and runtime.takes("sample_in_graph"),
+        whole_prompts=takes_whole and runtime.takes("whole_prompts"),
     )
 
 
@@ -113,7 +113,7 @@ def _mixed_obstacle(runtime: RuntimeSection, split_decode: bool, device: DeviceI
     if not device.is_hopper:
         return f"the GPU is {device.name}, and attention over prompts is captured on an H100 SXM or H200 alone"
     if not split_decode and _has_attention(model):
-        return "decodes are not by kernels of the program (compile.split_decode)"
+        return "decodes are not by kernels of the program (split_decode)"
     if runtime.kv_cache_dtype == "float8_e4m3fn":
         return "the KV cache is fp8_e4m3, and attention over prompts that is captured reads none"
     return None

@@ -42,6 +42,8 @@ class ResolvedModel(_Resolved):
 
 
 class ResolvedCompile(_Resolved):
+    """`split_decode` and `hopper_decode` say which of our decode kernels serve; no key sets them."""
+
     backend: Literal["inductor", "eager"]
     disable_passes: tuple[str, ...]
     split_decode: bool
@@ -90,6 +92,7 @@ class ResolvedConfig(_Resolved):
             model["quantization"] = "auto"
         runtime["kv_cache_dtype"] = runtime["kv_cache_dtype"].replace("float8_e4m3fn", "fp8_e4m3")
         sections["cudagraph"] = {"mode": self.cudagraph.mode}
+        del sections["compile"]["split_decode"], sections["compile"]["hopper_decode"]
         backends = sections["structured_outputs"].pop("backends")
         sections["structured_outputs"]["backend"] = backends[0] if len(backends) == 1 else "auto"
         return EngineConfig.from_dict(sections)

@@ -18,7 +18,7 @@ from mllm_compile.config.names import is_local_path
 from mllm_compile.config.yaml_file import read_yaml
 from mllm_compile.errors import ConfigError
 from mllm_compile.files.user_path import is_homeless, user_path
-from mllm_compile.runtime.config_sections import DtypeName, GraphMode
+from mllm_compile.runtime.config_sections import DtypeName, GraphMode, Switch
 
 MAX_PAGE_SIZE = 256
 MAX_RANKS = 16
@@ -39,10 +39,10 @@ PathText = Annotated[
     BeforeValidator(lambda value: os.fspath(value) if isinstance(value, os.PathLike) else value),
     AfterValidator(_checked_path),
 ]
-NameList = Annotated[tuple[str, ...], BeforeValidator(lambda value: tuple(value) if isinstance(value, list) else value)]
-SizeList = Annotated[
-    tuple[PositiveInt, ...], BeforeValidator(lambda value: tuple(value) if isinstance(value, list) else value)
-]
+_LIST_IS_TUPLE = BeforeValidator(lambda value: tuple(value) if isinstance(value, list) else value)
+NameList = Annotated[tuple[str, ...], _LIST_IS_TUPLE]
+SizeList = Annotated[tuple[PositiveInt, ...], _LIST_IS_TUPLE]
+SwitchList = Annotated[tuple[Switch, ...], _LIST_IS_TUPLE]
 
 
 class Section(BaseModel):
@@ -89,15 +89,6 @@ class CompileConfig(Section):
     disable_passes: NameList = ()
     """Names of optional graph passes to leave out, as `mllm-compile inspect` prints them."""
 
-    split_decode: Auto | bool = "auto"
-    """Decode by a kernel that is compiled with the model, where it serves a layer. auto: with FlashInfer and a KV cache
-    of the model's dtype; false: FlashInfer decodes."""
-
-    hopper_decode: Auto | bool = "auto"
-    """On Hopper, decode by CUDA kernels of ours where they serve a layer: heads of 128 or 256, up to 8 query heads
-    a KV head, no window, no soft cap. auto: with split_decode in bfloat16, unless runtime.deterministic; false: as
-    split_decode elsewhere."""
-
     @field_validator("disable_passes")
     @classmethod
     def _no_name_twice(cls, names: tuple[str, ...]) -> tuple[str, ...]:
@@ -120,17 +111,6 @@ class CudaGraphConfig(Section):
     """Token counts for which a whole step with prompts is captured, attention included, decodes among them or not.
     auto: on Hopper, of models up to 2048 wide, whose pieces and attentions run faster than the host launches them;
     [] for none."""
-
-    sample_in_graph: bool = True
-    """Captured decodes choose their tokens, and take their inputs from where the step before and the host leave them:
-    one launch a step. Only where decode attention and sampling are kernels of the program. false: launches around the
-    graph do that."""
-
-    whole_prompts: bool = True
-    """Prompts alone, together of up to 512 new tokens, or of 256 where some go on from the prefix cache, are one launch
-    up to their head, which takes its inputs from where the host leaves them; of models with a state up to four.
-    Only on one GPU, of Hopper, where attention over prompts can be captured, and not of mixtures of experts, or where
-    RoPE follows the length of a text. false: they run as other steps with prompts do."""
 
     @field_validator("piecewise_tokens", "decode_requests")
     @classmethod
@@ -208,15 +188,6 @@ class RuntimeConfig(Section):
     be faster. On a GPU kernels are compiled for it, and a few more CUDA graphs captured where some prefix would pay.
     auto: where decodes are captured whole."""
 
-    copy_prefix: bool = True
-    """Long prompts read the keys and values of their earlier chunks as they lie one after another, where that is
-    estimated to be faster than from their pages: where these follow each other, or from a copy of up to 256 MiB of them
-    a layer. On Hopper."""
-
-    divide_prefix: bool = True
-    """Where few tokens of one long prompt are computed in a step, as beside running answers, the GPU's multiprocessors
-    share the keys before them, where that is estimated to be faster: on Hopper."""
-
     deterministic: bool = False
     """Bitwise the same answer whatever else is in the batch, however a prompt is cut, and after a prefix hit or a
     preemption. Every step is then computed with exactly max_num_batched_tokens tokens, padding included."""
@@ -225,11 +196,21 @@ class RuntimeConfig(Section):
     """Count how often each expert of a mixture is chosen, for `Engine.stats().experts`. Compiles a program of its own,
     whose steps take somewhat longer."""
 
+    without: SwitchList = ()
+    """Parts of serving to leave out, each where it would serve, to find which of them is at fault: split_decode,
+    hopper_decode, sample_in_graph, whole_prompts, copy_prefix, divide_prefix. docs/debugging.md says what runs
+    instead."""
+
     skip_compiled: bool = False
     """Run Transformers' own model in place of the compiled one, to find which of them gives a wrong answer."""
 
     seed: int = Field(default=0, ge=0, lt=2**63)
     """Seed of requests that bring none, and of dummy weights."""
+
+    @field_validator("without")
+    @classmethod
+    def _no_name_twice(cls, names: tuple[str, ...]) -> tuple[str, ...]:
+        return _without_repeats(names)
 
     @field_validator("device")
     @classmethod

@@ -69,8 +69,8 @@ def make_attention_backend(
             page_size=runtime.page_size,
             deterministic=runtime.deterministic,
             kernels=model.layer_kernels,
-            copy_prefix=runtime.copy_prefix,
-            divide_prefix=runtime.divide_prefix,
+            copy_prefix=runtime.takes("copy_prefix"),
+            divide_prefix=runtime.takes("divide_prefix"),
             part=part,
         )
         return FlashInferAttnBackend(wrappers)

@@ -61,6 +61,7 @@ class SchedulerConfig:
             "num_snapshots": num_snapshots,
             "rope": rope,
             "query_blocks": query_blocks,
+            "divide_prefix": runtime.takes("divide_prefix"),
         }
         of_model["step_sizes"] = tuple(sorted({*cudagraph.piecewise_tokens, *cudagraph.mixed_tokens}))
         names = {field.name for field in fields(cls)} - set(of_model)

@@ -15,6 +15,7 @@ from mllm_compile.bench.show import ablation
 from mllm_compile.bench.show.ablation import lever_names, print_ablation, run_ablation, without
 from mllm_compile.config.schema import EngineConfig
 from mllm_compile.errors import ConfigError
+from mllm_compile.runtime.config_sections import SWITCHES
 from tests.bench.result_cases import CEILINGS, result, run, tpot
 from tests.bench.test_worker import SETTING
 from tests.tiny_model import TINY
@@ -32,23 +33,19 @@ def test_every_optional_pass_and_choice_is_a_lever_that_can_be_switched_off(sett
         config = without(setting, [name]).engine_config()
         assert config.runtime.max_model_len == 64, "the benchmark's rules hold"
         switched = {
-            "hopper_decode": config.compile.hopper_decode is False,
-            "split_decode": config.compile.split_decode is False,
             "full_graphs": config.cudagraph.mode == "piecewise",
-            "sample_in_graph": config.cudagraph.sample_in_graph is False,
             "mixed_graphs": config.cudagraph.mixed_tokens == (),
-            "whole_prompts": config.cudagraph.whole_prompts is False,
-            "copied_prefix": config.runtime.copy_prefix is False,
-            "divided_prefix": config.runtime.divide_prefix is False,
         }
-        assert switched.get(name, name in config.compile.disable_passes)
-        assert sum(switched.values()) == (name in switched)
+        left_out = (*config.compile.disable_passes, *config.runtime.without)
+        assert [*left_out, *(kind for kind, is_off in switched.items() if is_off)] == [name]
 
 
 def test_what_the_config_leaves_out_stays_out(setting):
     setting = setting.changed("compile", disable_passes=("fuse_silu_mul",))
     config = without(setting, lever_names()).engine_config()
-    assert set(lever_names()) - set(config.compile.disable_passes) == set(ablation.CHOICES)
+    assert set(lever_names()) - set(config.compile.disable_passes) == {*SWITCHES, *ablation.GRAPHS}
+    setting = setting.changed("runtime", without=("copy_prefix",))
+    assert without(setting, ["split_decode"]).engine_config().runtime.without == ("copy_prefix", "split_decode")
     assert without(setting, ["pack_projections"]).engine_config().compile.disable_passes == (
         "fuse_silu_mul",
         "pack_projections",
@@ -61,10 +58,11 @@ def settings_on_hopper(config: EngineConfig) -> dict[str, Any]:
     mixed_tokens = config.cudagraph.mixed_tokens
     if mixed_tokens == "auto":
         mixed_tokens = (64,) if mode == "full_and_piecewise" else ()
-    compiled = {name: getattr(config.compile, name) for name in ("disable_passes", "split_decode", "hopper_decode")}
+    without = config.runtime.without
+    compiled = {name: name not in without for name in ("split_decode", "hopper_decode")}
     graphs = {"mode": mode, "mixed_tokens": mixed_tokens}
-    graphs |= {name: getattr(config.cudagraph, name) for name in ("sample_in_graph", "whole_prompts")}
-    return json.loads(json.dumps({"compile": compiled, "cudagraph": graphs}))
+    graphs |= {name: name not in without for name in ("sample_in_graph", "whole_prompts")}
+    return json.loads(json.dumps({"compile": compiled, "cudagraph": graphs, "runtime": {"without": without}}))
 
 
 @pytest.fixture
@@ -138,7 +136,8 @@ def test_a_lever_that_cannot_be_left_out_costs_its_own_variant_alone(ablate, cap
         ("full_graphs", {"cudagraph": {"mode": "piecewise"}}),
         ("mixed_graphs", {"cudagraph": {"mixed_tokens": ()}}),
         ("mixed_graphs", {"cudagraph": {"mode": "piecewise"}}),
-        ("split_decode", {"compile": {"split_decode": False}}),
+        ("split_decode", {"runtime": {"without": ("split_decode",)}}),
+        ("copy_prefix", {"runtime": {"without": ("copy_prefix",)}}),
         ("fuse_silu_mul", {"compile": {"disable_passes": ("fuse_silu_mul",)}}),
     ],
 )

@@ -156,7 +156,7 @@ def test_levers_are_what_changed_something_in_the_compiled_runtime(eager_cache, 
     setting = replace(SETTING, source=str(tmp_path / "m.yaml"))
     at_work = work("levers", tmp_path, setting=asdict(setting))["levers"]
     assert "pack_projections" in at_work
-    idle = {"stream_linears", "sample_in_graph", "copied_prefix", "divided_prefix"}
+    idle = {"stream_linears", "sample_in_graph", "copy_prefix", "divide_prefix"}
     assert not idle & set(at_work), "a CPU has no use for them"
 
 

@@ -22,7 +22,7 @@ from mllm_compile.engine.assemble import runner_config
 from mllm_compile.errors import CaptureSizeError, ConfigError, DeviceError
 from mllm_compile.process.progress import PlainReporter
 from mllm_compile.runtime.attention.layer import LayerSpec
-from mllm_compile.runtime.config_sections import CudaGraphSection, RuntimeSection
+from mllm_compile.runtime.config_sections import SWITCHES, CudaGraphSection, RuntimeSection
 
 CPU = DeviceInfo("cpu", "x86_64")
 H200 = DeviceInfo("cuda:0", "NVIDIA H200", has_flashinfer=True, is_hopper=True)
@@ -47,10 +47,10 @@ def test_auto_on_a_cpu_is_float32_torch_and_no_graphs():
 
 def test_what_a_config_says_for_gpus_alone_is_without_effect_on_a_cpu():
     sections = {
-        "runtime": {"mem_fraction_static": 0.8, "page_size": 4},
-        "cudagraph": {"mode": "none", "decode_requests": [1, 2], "mixed_tokens": "auto", "sample_in_graph": False},
+        "runtime": {"mem_fraction_static": 0.8, "page_size": 4, "without": ["sample_in_graph"]},
+        "cudagraph": {"mode": "none", "decode_requests": [1, 2], "mixed_tokens": "auto"},
     }
-    told = ("runtime.mem_fraction_static", "cudagraph.decode_requests", "cudagraph.sample_in_graph")
+    told = ("runtime.mem_fraction_static", "runtime.without", "cudagraph.decode_requests")
     assert resolved(CPU, **sections).without_effect == told
     assert resolved(CPU).without_effect == ()
     sections["cudagraph"]["mode"] = "full"
@@ -108,7 +108,7 @@ def test_no_piece_is_captured_for_longer_steps_than_all_requests_can_make():
         (H200, 1024, {"runtime": {"attention_backend": "torch"}}, ()),
         (H200, 1024, {"runtime": {"deterministic": True}}, ()),
         (H200, 1024, {"runtime": {"kv_cache_dtype": "fp8_e4m3"}}, ()),
-        (H200, 1024, {"compile": {"split_decode": False}}, ()),
+        (H200, 1024, {"runtime": {"without": ["split_decode"]}}, ()),
         (H200, 1024, {"cudagraph": {"mixed_tokens": []}}, ()),
         (A100, 1024, {"cudagraph": {"mixed_tokens": []}}, ()),
         (H200, 4096, {"cudagraph": {"mixed_tokens": [100, 30]}}, (30, 100)),
@@ -129,12 +129,12 @@ def test_whole_steps_with_prompts_are_captured_of_small_models_on_hopper(device,
     [
         (H200, {}, True),
         (H200, {"cudagraph": {"mode": "full", "mixed_tokens": []}}, True),
-        (H200, {"cudagraph": {"whole_prompts": False}}, False),
+        (H200, {"runtime": {"without": ["whole_prompts"]}}, False),
         (H200, {"cudagraph": {"mode": "piecewise"}}, False),
         (H200, {"cudagraph": {"mode": "full_decode_only"}}, False),
         (H200, {"runtime": {"deterministic": True}}, False),
         (H200, {"runtime": {"kv_cache_dtype": "fp8_e4m3"}}, False),
-        (H200, {"compile": {"split_decode": False}}, False),
+        (H200, {"runtime": {"without": ["split_decode"]}}, False),
         (A100, {}, False),
         (CPU, {}, False),
     ],
@@ -145,7 +145,7 @@ def test_prompts_alone_are_captured_whole_on_hopper_of_any_width(device, section
 
 def test_a_model_without_attention_needs_no_kernel_of_it_for_whole_steps():
     mamba = {name: value for name, value in QWEN.items() if "head" not in name} | {"state_size": 16}
-    sections = {"compile": {"split_decode": False}, "cudagraph": {"mixed_tokens": [64]}}
+    sections = {"runtime": {"without": ["split_decode"]}, "cudagraph": {"mixed_tokens": [64]}}
     assert resolved(H200, mamba, **sections).cudagraph.mixed_tokens == (64,)
 
 
@@ -154,7 +154,12 @@ def test_a_model_without_attention_needs_no_kernel_of_it_for_whole_steps():
     [
         (H200, {"cudagraph": {"mode": "piecewise"}}, ConfigError, r"captures none .* full_and_piecewise"),
         (H200, {"cudagraph": {"mixed_tokens": [9000]}}, CaptureSizeError, r"holds 9000, but no batch .*: 8192"),
-        (H200, {"compile": {"split_decode": False}}, ConfigError, r"\[64\], but decodes are .*Set it to auto or \[\]"),
+        (
+            H200,
+            {"runtime": {"without": ["split_decode"]}},
+            ConfigError,
+            r"\[64\], but decodes are .*Set it to auto or \[\]",
+        ),
         (A100, {}, ConfigError, r"mixed_tokens is \[64\], but the GPU is NVIDIA A100"),
     ],
 )
@@ -162,15 +167,6 @@ def test_whole_steps_that_cannot_be_are_refused(device, sections, error, said):
     graphs = {"mixed_tokens": [64]} | sections.get("cudagraph", {})
     with pytest.raises(error, match=said):
         resolved(device, **(sections | {"cudagraph": graphs}))
-
-
-def test_a_resolved_config_from_before_there_were_such_steps_is_read():
-    stored = resolved(H200, QWEN | {"hidden_size": 1024}).model_dump(mode="json")
-    assert ResolvedConfig.model_validate(stored).cudagraph.mixed_tokens == MIXED_TOKENS
-    for key in ("mixed_tokens", "mixed_tokens_asked", "whole_prompts"):
-        del stored["cudagraph"][key]
-    read = ResolvedConfig.model_validate(stored).cudagraph
-    assert read.mixed_tokens == () and not read.whole_prompts
 
 
 def test_attention_by_torch_is_not_run_on_long_prompts_for_a_capture():
@@ -215,7 +211,10 @@ def test_no_auto_is_left_and_json_keeps_everything():
 
 @pytest.mark.parametrize(
     ("asked", "section", "derived"),
-    [(RuntimeConfig, RuntimeSection, set()), (CudaGraphConfig, CudaGraphSection, {"mixed_tokens_asked"})],
+    [
+        (RuntimeConfig, RuntimeSection, set()),
+        (CudaGraphConfig, CudaGraphSection, {"mixed_tokens_asked", "sample_in_graph", "whole_prompts"}),
+    ],
 )
 def test_the_runner_is_told_every_key_of_its_sections(asked, section, derived):
     """A new key is a field here and there: what the runner reads is the section itself."""
@@ -229,8 +228,7 @@ def test_a_key_without_auto_becomes_what_was_asked_for():
     keys = {
         "mem_fraction_static": 0.5,
         "enable_prefix_cache": False,
-        "copy_prefix": False,
-        "divide_prefix": False,
+        "without": ("copy_prefix", "divide_prefix"),
         "expert_stats": True,
         "tensor_parallel_size": 2,
         "expert_parallel_size": 2,
@@ -256,7 +254,7 @@ def test_a_key_without_auto_becomes_what_was_asked_for():
         (H200, {}, (True, "of which enough is shared")),
         (A100, {}, (True, "of which enough is shared")),
         (CPU, {}, (False, "decodes are not captured")),
-        (H200, {"compile": {"backend": "eager"}}, (False, "compile.split_decode")),
+        (H200, {"compile": {"backend": "eager"}}, (False, "split_decode")),
         (H200, {"cudagraph": {"mode": "piecewise"}}, (False, "decodes are not captured")),
         (H200, {"runtime": {"kv_cache_dtype": "fp8_e4m3"}}, (False, "no KV cache of float8_e4m3fn")),
         (H200, {"runtime": {"tensor_parallel_size": 2}}, (False, "several GPUs")),
@@ -279,8 +277,8 @@ def test_cascades_are_chosen_where_their_graphs_are_captured(device, sections, e
         (H200, {"runtime": {"deterministic": True}}, "deterministic"),
         (H200, {"runtime": {"enable_prefix_cache": False}}, "enable_prefix_cache"),
         (H200, {"runtime": {"kv_cache_dtype": "fp8_e4m3"}}, "no KV cache of float8_e4m3fn"),
-        (H200, {"compile": {"backend": "eager"}}, "compile.split_decode"),
-        (H200, {"compile": {"split_decode": False}}, "compile.split_decode"),
+        (H200, {"compile": {"backend": "eager"}}, "split_decode"),
+        (H200, {"runtime": {"without": ["split_decode"]}}, "split_decode"),
         (CPU, {"runtime": {"enable_prefix_cache": False}}, "enable_prefix_cache"),
     ],
 )
@@ -471,48 +469,47 @@ def test_deterministic_steps_have_one_size_and_one_graph(device, kv_heads, asked
 
 
 @pytest.mark.parametrize(
-    ("device", "sections", "obstacle"),
+    ("device", "sections", "expected"),
     [
-        (CPU, {}, "attention_backend is torch"),
-        (H200, {"compile": {"backend": "eager"}}, "backend is eager"),
-        (A100, {"runtime": {"kv_cache_dtype": "fp8_e4m3"}}, "the KV cache is float8_e4m3fn"),
+        (H200, {}, (True, True)),
+        (A100, {}, (True, False)),
+        (CPU, {}, (False, False)),
+        (H200, {"compile": {"backend": "eager"}}, (False, False)),
+        (H200, {"runtime": {"without": ["split_decode"]}}, (False, False)),
+        (H200, {"runtime": {"without": ["hopper_decode"]}}, (True, False)),
+        (H200, {"runtime": {"deterministic": True}}, (True, False)),
+        (H200, {"model": {"path": "m", "dtype": "float16"}}, (True, False)),
+        (H200, {"runtime": {"kv_cache_dtype": "fp8_e4m3"}}, (True, True)),
+        (A100, {"runtime": {"kv_cache_dtype": "fp8_e4m3"}}, (False, False)),
         (
             H200,
             {"runtime": {"kv_cache_dtype": "fp8_e4m3"}, "model": {"path": "m", "dtype": "float16"}},
-            "the KV cache is float8_e4m3fn",
+            (False, False),
         ),
     ],
 )
-def test_the_decode_kernel_is_refused_where_it_cannot_serve_and_left_out_by_auto(device, sections, obstacle):
-    assert not resolved(device, **sections).compile.split_decode
-    asked = sections | {"compile": sections.get("compile", {}) | {"split_decode": True}}
-    with pytest.raises(ConfigError, match=f"split_decode is true, but .*{obstacle}.* Set it to auto or false"):
-        resolved(device, **asked)
+def test_our_decode_kernels_are_taken_where_they_serve_and_are_not_left_out(device, sections, expected):
+    compiled = resolved(device, **sections).compile
+    assert (compiled.split_decode, compiled.hopper_decode) == expected
 
 
-@pytest.mark.parametrize(
-    ("device", "sections", "obstacle"),
-    [
-        (CPU, {}, r"decodes are .*compile\.split_decode"),
-        (H200, {"compile": {"split_decode": False}}, r"decodes are .*compile\.split_decode"),
-        (A100, {}, r"the GPU is NVIDIA A100"),
-        (H200, {"runtime": {"deterministic": True}}, r"runtime\.deterministic is set"),
-        (H200, {"model": {"path": "m", "dtype": "float16"}}, r"model\.dtype is float16"),
-    ],
-)
-def test_the_kernels_for_hopper_are_refused_where_they_cannot_serve_and_left_out_by_auto(device, sections, obstacle):
-    assert not resolved(device, **sections).compile.hopper_decode
-    asked = sections | {"compile": sections.get("compile", {}) | {"hopper_decode": True}}
-    with pytest.raises(ConfigError, match=f"hopper_decode is true, but .*{obstacle}.* Set it to auto or false"):
-        resolved(device, **asked)
-    assert resolved(H200, compile={"hopper_decode": True}).compile.hopper_decode
+def test_each_switch_leaves_out_one_part():
+    whole = resolved(H200)
+    needs = {"split_decode": {"hopper_decode", "sample_in_graph", "whole_prompts"}}
+    for switch in SWITCHES:
+        config = resolved(H200, runtime={"without": [switch]})
+        assert not config.runtime.takes(switch)
+        facts = {name for name in SWITCHES if _serves(whole, name) and not _serves(config, name)}
+        assert facts == {switch} | needs.get(switch, set())
+        asked = config.as_config()
+        assert asked.runtime.without == (switch,)
 
 
-def test_the_decode_kernel_is_taken_with_flashinfer_unless_it_is_switched_off():
-    config = resolved(H200)
-    assert config.compile.split_decode
-    assert "compile.split_decode" in [choice.key for choice in config.choices]
-    assert not resolved(H200, compile={"split_decode": False}).compile.split_decode
+def _serves(config: ResolvedConfig, switch: str) -> bool:
+    for section in (config.compile, config.cudagraph):
+        if hasattr(section, switch):
+            return getattr(section, switch)
+    return config.runtime.takes(switch)
 
 
 def test_the_reason_of_a_number_of_requests_is_the_bound_that_holds():

@@ -87,6 +87,24 @@ def test_every_field_has_a_docstring():
             {"model": {"path": "m"}, "runtime": {"zzz": 9}},
             "runtime.zzz is not a known key (`mllm-compile config runtime` shows all of them)",
         ),
+        (
+            {"model": {"path": "m"}, "compile": {"split_decode": False}},
+            "compile.split_decode is not a known key: split_decode is in use wherever it serves. To leave it out, set "
+            "runtime.without: [split_decode]",
+        ),
+        (
+            {"model": {"path": "m"}, "cudagraph": {"sample_in_graph": True}},
+            "it serves. To leave it out, set runtime.without: [sample_in_graph]",
+        ),
+        (
+            {"model": {"path": "m"}, "runtime": {"without": ["copied_prefix"]}},
+            "runtime.without is 'copied_prefix'; expected 'split_decode', 'hopper_decode', 'sample_in_graph', "
+            "'whole_prompts', 'copy_prefix' or 'divide_prefix'",
+        ),
+        (
+            {"model": {"path": "m"}, "runtime": {"without": ["copy_prefix", "copy_prefix"]}},
+            "runtime.without is ['copy_prefix', 'copy_prefix']; expected each entry once, but 'copy_prefix' is there 2",
+        ),
         ({"model": {"path": "m"}, "zzz": 1}, "zzz is not a known key (known sections: model, compile,"),
     ],
 )

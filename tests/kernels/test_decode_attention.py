@@ -137,7 +137,7 @@ def test_clusters_are_compiled_for_splits_that_a_batch_can_have(has_kernels, kv_
         (replace(LAYER, num_heads=128), {}),
         (replace(LAYER, head_dim=64, v_head_dim=64), {}),
         (replace(LAYER, logits_soft_cap=30.0), {}),
-        (LAYER, {"compile": {"hopper_decode": False}}),
+        (LAYER, {"runtime": {"without": ["hopper_decode"]}}),
         (LAYER, {"runtime": {"deterministic": True}}),
         (LAYER, {"model": {"path": "m", "dtype": "float16"}}),
         (LAYER, {"runtime": {"page_size": 8}}),
@@ -204,7 +204,7 @@ def test_in_deterministic_mode_one_piece_fetches_no_key_before_the_step_has_writ
     [
         (CPU, {}),
         (H200, {"compile": {"backend": "eager"}}),
-        (H200, {"compile": {"split_decode": False}}),
+        (H200, {"runtime": {"without": ["split_decode"]}}),
         (A100, {"runtime": {"kv_cache_dtype": "fp8_e4m3"}}),
         (H200, {"runtime": {"attention_backend": "torch"}, "cudagraph": {"mode": "none"}}),
     ],

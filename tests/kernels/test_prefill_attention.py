@@ -33,7 +33,7 @@ def added(device, sections, *layers: LayerSpec) -> tuple[Program, tuple[WrittenP
 
 
 @pytest.mark.parametrize(
-    "sections", [{}, {"compile": {"backend": "eager"}}, {"compile": {"split_decode": False}}], ids=str
+    "sections", [{}, {"compile": {"backend": "eager"}}, {"runtime": {"without": ["split_decode"]}}], ids=str
 )
 def test_layers_with_a_bias_or_chunks_have_kernels_of_their_own_whatever_the_others_have(sections):
     same = replace(CHUNKED, name="layers.3.attn", layer_id=3)

@@ -98,7 +98,7 @@ def test_numbers_that_another_head_has_are_no_keys_of_this_one():
     ("said", "reason"),
     [
         ({"compiles_pieces": False}, "compile.backend: eager"),
-        ({"split_decode": False}, "compile.split_decode is false"),
+        ({"split_decode": False}, "(split_decode), which do not serve"),
         ({"dtype": "float32", "kv_cache_dtype": "float32"}, "not in float32 over a float32 KV cache"),
         ({"kv_cache_dtype": "float8_e4m3fn"}, "over a float8_e4m3fn KV cache"),
     ],

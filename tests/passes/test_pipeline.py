@@ -197,7 +197,7 @@ def test_on_a_hopper_gpu_every_pass_runs_but_those_that_the_config_names():
         ({"compiles_pieces": False}, KERNEL_PASSES | {"absorb_latents"}, "compile.backend: eager"),
         ({"device_type": "cpu"}, KERNEL_PASSES | {"pad_linears", "fuse_gelu"}, "a CPU"),
         ({"compiles_cuda": False}, HOPPER_PASSES, "NVRTC"),
-        ({"hopper_decode": False}, {"rotate_in_attention"}, "compile.hopper_decode is off"),
+        ({"hopper_decode": False}, {"rotate_in_attention"}, "(hopper_decode) do not serve"),
         ({"kv_cache_dtype": "float8_e4m3fn"}, {"absorb_latents"}, "float8_e4m3fn KV cache"),
         (
             {"kv_cache_dtype": "float8_e4m3fn", "dtype": "float16"},
@@ -205,7 +205,7 @@ def test_on_a_hopper_gpu_every_pass_runs_but_those_that_the_config_names():
             "float8_e4m3fn KV cache",
         ),
         ({"counts_experts": False}, {"count_experts"}, "runtime.expert_stats"),
-        ({"split_decode": False}, {"absorb_latents"}, "compile.split_decode is false"),
+        ({"split_decode": False}, {"absorb_latents"}, "(split_decode), which do not serve"),
         ({"attention_backend": "torch"}, {"pad_heads"}, "heads of any width"),
     ],
 )

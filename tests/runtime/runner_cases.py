@@ -102,6 +102,11 @@ class TinyModel:
 
 DEFAULTS = RuntimeSection(
     device="cpu",
+    tensor_parallel_size=1,
+    expert_parallel_size=1,
+    distributed_executor_backend="mp",
+    enable_dbo=False,
+    dbo_prefill_token_threshold=8192,
     attention_backend="torch",
     page_size=4,
     kv_cache_dtype="float32",
@@ -110,7 +115,10 @@ DEFAULTS = RuntimeSection(
     max_model_len=CONTEXT,
     max_running_requests=8,
     max_num_batched_tokens=64,
+    max_step_ms="none",
     enable_prefix_cache=True,
+    cascade_attention=False,
+    without=(),
     deterministic=False,
     expert_stats=False,
     skip_compiled=False,

@@ -158,22 +158,18 @@ def test_a_miss_says_what_changed_from_what_to_what():
 
 
 def test_who_decodes_is_a_part_of_attention_where_there_is_a_choice():
-    def attention_of(
-        max_model_len: int = 4096, max_running_requests: int = 256, cascades: bool = False, **compile_section
-    ) -> str:
-        sizes = {"max_model_len": max_model_len, "max_running_requests": max_running_requests}
-        return _attention(resolved(H200, compile=compile_section, runtime=sizes | {"cascade_attention": cascades}))
+    def attention_of(*without: str, backend: str = "inductor", cascades: bool = False, **sizes: int) -> str:
+        keys = {"max_model_len": 4096, "max_running_requests": 256, "cascade_attention": cascades, "without": without}
+        return _attention(resolved(H200, compile={"backend": backend}, runtime=keys | sizes))
 
-    assert attention_of(hopper_decode=False) == attention_of() + ", no Hopper kernels"
+    assert attention_of("hopper_decode") == attention_of() + ", no Hopper kernels"
     assert attention_of(cascades=True) == attention_of() + ", cascades"
     assert attention_of(max_model_len=16384) == attention_of() + ", long requests"
     assert attention_of(max_running_requests=1025) == attention_of() + ", many requests"
-    assert attention_of(max_model_len=16384, hopper_decode=False) == attention_of(hopper_decode=False)
-    assert attention_of(split_decode=False) == attention_of() + ", decodes by FlashInfer"
+    assert attention_of("hopper_decode", max_model_len=16384) == attention_of("hopper_decode")
+    assert attention_of("split_decode") == attention_of() + ", decodes by FlashInfer"
     assert (
-        attention_of(backend="eager", split_decode=False)
-        == attention_of(backend="eager")
-        == attention_of(split_decode=False)
+        attention_of("split_decode", backend="eager") == attention_of(backend="eager") == attention_of("split_decode")
     )
 
 

@@ -233,7 +233,7 @@ def levers(job: dict[str, Any]) -> dict[str, Any]:
         at_work.append("sample_in_graph")
     runtime = target.config.runtime
     if runtime.attention_backend == "flashinfer" and detect_device(runtime.device).is_hopper:
-        at_work += ["copied_prefix", "divided_prefix"]
+        at_work += ["copy_prefix", "divide_prefix"]
     return {"levers": at_work}
 
 

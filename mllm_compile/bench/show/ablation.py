@@ -1,8 +1,8 @@
 """Measures what each lever brings: the latency work with all of them, without one after another, and without any.
 
-A lever is a pass that can be left out, or a choice of the config that can be switched off. Each variant is a compiled
-runtime and a process of its own; those that are not compiled yet are compiled side by side, before any of them is
-measured. The complete variant is measured first and last: the distance between the two shows the noise.
+A lever is a pass that can be left out, a part that `runtime.without` names, or a kind of graphs. Each variant is a
+compiled runtime and a process of its own; those that are not compiled yet are compiled side by side, before any of
+them is measured. The complete variant is measured first and last: the distance between the two shows the noise.
 """
 
 from __future__ import annotations
@@ -21,29 +21,24 @@ from mllm_compile.bench.show.report import Table, markdown_row, provenance, show
 from mllm_compile.config.names import source_name
 from mllm_compile.errors import ConfigError
 from mllm_compile.process.console import print_table
+from mllm_compile.runtime.config_sections import SWITCHES
 
-# Name → section, key, value that switches it off, and those of an engine without it. The passes come before them.
-CHOICES: dict[str, tuple[str, str, Any, tuple[Any, ...]]] = {
-    "hopper_decode": ("compile", "hopper_decode", False, (False,)),
-    "split_decode": ("compile", "split_decode", False, (False,)),
-    "full_graphs": ("cudagraph", "mode", "piecewise", ("piecewise", "none")),
-    "sample_in_graph": ("cudagraph", "sample_in_graph", False, (False,)),
-    "mixed_graphs": ("cudagraph", "mixed_tokens", (), ([],)),
-    "whole_prompts": ("cudagraph", "whole_prompts", False, (False,)),
-    "copied_prefix": ("runtime", "copy_prefix", False, (False,)),
-    "divided_prefix": ("runtime", "divide_prefix", False, (False,)),
+# Kind of graphs → the key of `cudagraph`, its value that switches them off, and those of an engine without them.
+GRAPHS: dict[str, tuple[str, Any, tuple[Any, ...]]] = {
+    "full_graphs": ("mode", "piecewise", ("piecewise", "none")),
+    "mixed_graphs": ("mixed_tokens", (), ([],)),
 }
-# Choices whose kernels a runtime may turn out to lack.
-_IN_RUNTIME = ("sample_in_graph", "copied_prefix", "divided_prefix")
+# Switches whose kernels a runtime may turn out to lack.
+_IN_RUNTIME = ("sample_in_graph", "copy_prefix", "divide_prefix")
 COMMAND = "ablation"
 ALL, ALL_AGAIN, NONE = "all", "all, again", "without any of them"
 
 
 def lever_names() -> list[str]:
-    """All levers: the optional passes in their order, then CHOICES."""
+    """All levers: the optional passes in their order, the switches of `runtime.without`, and GRAPHS."""
     from mllm_compile.passes.pipeline import optional_pass_names
 
-    return [*optional_pass_names(), *CHOICES]
+    return [*optional_pass_names(), *SWITCHES, *GRAPHS]
 
 
 def run_ablation(source: str, levers: Sequence[str], work: LatencyWork) -> BenchResult:
@@ -106,22 +101,28 @@ def _tell(line: str) -> None:
 
 def _is_on(run: EngineRun, lever: str, at_work: Collection[str]) -> bool:
     """True if the engine of a run had it."""
-    if lever not in CHOICES:
-        return lever in at_work
-    section, key, _, without_it = CHOICES[lever]
-    return run.settings[section][key] not in without_it and (lever in at_work or lever not in _IN_RUNTIME)
+    if lever in GRAPHS:
+        key, _, without_it = GRAPHS[lever]
+        return run.settings["cudagraph"][key] not in without_it
+    if lever not in SWITCHES or lever in _IN_RUNTIME:
+        is_there = lever in at_work
+    else:  # the resolved config says under its name whether it serves
+        is_there = any(run.settings[section].get(lever, False) for section in ("compile", "cudagraph"))
+    return is_there and lever not in run.settings["runtime"]["without"]
 
 
 def without(setting: Setting, levers: Sequence[str]) -> Setting:
     """The setting with these levers switched off, beside what its config leaves out already."""
-    passes = [name for name in levers if name not in CHOICES]
+    config = setting.engine_config()
+    switches = [name for name in levers if name in SWITCHES]
+    passes = [name for name in levers if name not in SWITCHES and name not in GRAPHS]
     if passes:
-        left_out = setting.engine_config().compile.disable_passes
-        setting = setting.changed("compile", disable_passes=tuple(dict.fromkeys((*left_out, *passes))))
-    for name in levers:
-        if name in CHOICES:
-            section, key, value, _ = CHOICES[name]
-            setting = setting.changed(section, **{key: value})
+        left_out = (*config.compile.disable_passes, *passes)
+        setting = setting.changed("compile", disable_passes=tuple(dict.fromkeys(left_out)))
+    if switches:
+        setting = setting.changed("runtime", without=tuple(dict.fromkeys((*config.runtime.without, *switches))))
+    for key, value, _ in (GRAPHS[name] for name in levers if name in GRAPHS):
+        setting = setting.changed("cudagraph", **{key: value})
     return setting
 
 

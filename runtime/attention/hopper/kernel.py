@@ -31,7 +31,7 @@ class DecodeKernel(CudaKernel):
         "attention/hopper/sinks.cuh",
         "attention/hopper/parts.cuh",
     )
-    switch: ClassVar[str] = "compile.hopper_decode: false"
+    switch: ClassVar[str] = "runtime.without: [hopper_decode]"
 
     kv_heads: int
     group: int
