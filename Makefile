@@ -68,7 +68,7 @@ bench: $(INSTALLED)
 bench-gpu: $(INSTALLED)
 	$(COMPARE) --kind gpu
 
-# On a GPU: the figures of the pages' tables, into docs/performance/results. FIGURES='--only 8b --seconds 480' takes some.
+# On a GPU: the figures of the pages' tables, into docs/lab/results. FIGURES='--only 8b --seconds 480' takes some.
 figures: $(INSTALLED)
 	$(BIN)/python -m benchmarks.figures $(FIGURES)
 

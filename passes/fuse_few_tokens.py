@@ -35,7 +35,7 @@ class FuseFewTokens(GraphPass):
 
     Why: with a few tokens a step is still reads of weights and launches. cuBLAS splits the inputs of small weights
         among blocks, which takes a second kernel, and none of its kernels starts before the one ahead has ended
-        (figures in docs/performance.md).
+        (figures in docs/lab/performance.md).
 
     Before::
 

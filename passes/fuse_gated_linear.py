@@ -19,7 +19,7 @@ class FuseGatedLinear(GraphPass):
     """Activates a matrix product's sums before they leave the registers.
 
     Why: gates and ups are neither written nor read again, which is up to 8 % of the time of both for 512 to 8192 tokens
-        of Qwen3-8B, and 7 to 24 % for those of 0.6B (figures in docs/performance.md).
+        of Qwen3-8B, and 7 to 24 % for those of 0.6B (figures in docs/lab/performance.md).
 
     Before::
 

@@ -29,7 +29,7 @@ class GatherRowsEarly(GraphPass):
     """Moves the head's row gather up to the last attention (or another layer outside of pieces).
 
     Why: the last layer needs only keys and values of a prompt's tokens before the last one. So its output projection
-        and feed-forward, most of a layer's products, work on S rows in place of T (figures in docs/performance.md).
+        and feed-forward, most of a layer's products, work on S rows in place of T (figures in docs/lab/performance.md).
 
     Before::
 

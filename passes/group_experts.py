@@ -30,7 +30,7 @@ class GroupExperts(GraphPass):
 
     Why: the op of the trace waits for the router's choice on the host, so it can be in no CUDA graph; torch 2.11's
         AOTInductor has no grouped product; and with few tokens a step is the reading of the chosen experts' weights
-        (figures in docs/performance.md).
+        (figures in docs/lab/performance.md).
 
     Before::
 

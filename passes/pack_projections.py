@@ -32,7 +32,7 @@ class PackProjections(GraphPass):
     """Packs q, k, v and gate, up into one GEMM each.
 
     Why: at few tokens a linear costs its weight's bytes plus a launch; one large read runs nearer the memory's speed
-        than three small ones (figures in docs/performance.md).
+        than three small ones (figures in docs/lab/performance.md).
 
     Before::
 

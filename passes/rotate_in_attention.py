@@ -25,7 +25,7 @@ class RotateInAttention(GraphPass):
 
     Why: with one token a request that kernel is only launching and waiting. An attention kernel that norms and rotates
         a query when it reads it, and writes the new key and value of requests whose last keys it reads, takes the same
-        time, and its keys arrive while the projections still run (figures in docs/performance.md).
+        time, and its keys arrive while the projections still run (figures in docs/lab/performance.md).
 
     Before::
 

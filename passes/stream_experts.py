@@ -39,7 +39,7 @@ class StreamExperts(GraphPass):
 
     Why: in such steps the choice, the order of rows, the weighted sum, the residual and two norms are kernels of 2 µs
         each, in every layer, in which nothing is read; and Triton's products ask for weights late (figures in
-        docs/performance.md).
+        docs/lab/performance.md).
 
     Before::
 

@@ -29,7 +29,7 @@ class StreamLinears(GraphPass):
     """Does what `fuse_few_tokens` does, with `mllm.stream_linear…` in place of `mllm.few_linear…`.
 
     Why: kernels that ask for as much of their weight as a multiprocessor holds before the kernel ahead has ended, give
-        every multiprocessor the same share, and read large weights in long pieces (figures in docs/performance.md).
+        every multiprocessor the same share, and read large weights in long pieces (figures in docs/lab/performance.md).
         Triton cannot express them: copies arrive while a block waits, and blocks add up in each other's memory.
 
     Before::

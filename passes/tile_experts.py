@@ -18,7 +18,7 @@ class TileExperts(GraphPass):
     """Multiplies both linears of experts by kernels that read weights and rows by TMA, for clusters of blocks.
 
     Why: Triton's grouped product is bound by what the L2 cache gives: each block of it reads its rows and its weights
-        for itself (figures in docs/performance.md).
+        for itself (figures in docs/lab/performance.md).
 
     Before::
 

@@ -1,6 +1,6 @@
 """Measures the figures of the pages' tables on this machine's GPU, each into its file as soon as it is there.
 
-    python -m benchmarks.figures --into docs/performance/results [--only 8b,0.6b] [--engines mllm,vllm] [--seconds 480]
+    python -m benchmarks.figures --into docs/lab/results [--only 8b,0.6b] [--engines mllm,vllm] [--seconds 480]
 
 The same command goes on where it was ended. `python -m benchmarks.figures.pages` then makes the tables.
 """

@@ -1,4 +1,4 @@
-"""Writes the tables of figures of README.md and docs/performance.md from the results in docs/performance/results.
+"""Writes the tables of figures of README.md and of the pages on performance from the results in docs/lab/results.
 
 Each table stands between `<!-- table: NAME -->` and `<!-- end -->`. A test compares the pages with what this module
 makes, so a figure of these tables is always one of a kept result. A result without a commit is refused.
@@ -20,7 +20,7 @@ from mllm_compile.bench.measure.results import BenchResult, Measurement
 from mllm_compile.bench.show.report import provenance, show_figure, work_name
 from mllm_compile.errors import ConfigError, MllmError
 
-PAGES = (ROOT / "README.md", ROOT / "docs" / "performance.md")
+PAGES = (ROOT / "README.md", ROOT / "docs" / "performance.md", ROOT / "docs" / "lab" / "performance.md")
 BATCHES = (1, 8, 64, 256)
 H100_SHAPES = tuple(shape for shape in SHAPES if shape.name in ("8b", "0.6b"))
 # Columns of a table: heading, and the measurement's name.

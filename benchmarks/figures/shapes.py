@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = ROOT / "configs"
-RESULTS = ROOT / "docs" / "performance" / "results"
+RESULTS = ROOT / "docs" / "lab" / "results"
 
 
 class Shape(NamedTuple):

@@ -23,8 +23,8 @@ PIECEWISE_TOKENS = (1, 4, 8, 16, 32, *range(64, 513, 64))
 PIECEWISE_TOKENS_OF_SMALL = (1024, 2048, 4096)
 _MOST_PIECEWISE_WORK = 4096 * 1024**2
 # With a bound in ms a step beside decodes is as long as there is time for (runtime/schedule/pace.py), and the host may
-# take no longer for it: launching 28 layers one by one took 10 ms, their graphs 4 (docs/performance.md). Others than
-# multiples of 128 would be of no use: on an H100 a step of 8B took 21.0 ms with 544 tokens, about 18.5 with 512.
+# take no longer for it: launching 28 layers one by one took 10 ms, their graphs 4 (docs/lab/performance.md). Others
+# than multiples of 128 would be of no use: on an H100 a step of 8B took 21.0 ms with 544 tokens, about 18.5 with 512.
 _SIZES_OF_BOUND = (640, 768, 896, 1024, 1280, 1536)
 _SIZES_OF_BOUND_OF_SMALL = (2048, 3072, 4096)
 DECODE_REQUESTS = (1, 2, 4, *range(8, 65, 8), *range(80, 257, 16))

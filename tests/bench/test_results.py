@@ -14,7 +14,7 @@ def test_a_result_goes_to_json_and_back(tmp_path):
 
 
 def test_the_results_that_come_with_the_documentation_can_be_read():
-    files = sorted((Path(__file__).parents[2] / "docs" / "performance" / "results").glob("*.json"))
+    files = sorted((Path(__file__).parents[2] / "docs" / "lab" / "results").glob("*.json"))
     assert {BenchResult.read(path).command for path in files} >= {"figures", "long", "ablation"}
 
 

@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[2]
 PAGES = [
     ROOT / "README.md",
     ROOT / "docs" / "performance.md",
-    *(path for path in sorted((ROOT / "docs" / "performance").glob("*.md")) if path.name != "tried.md"),
+    *(path for path in sorted((ROOT / "docs" / "lab").glob("*.md")) if path.name != "tried.md"),
 ]
 COMMIT = re.compile(r"\b(?=[0-9a-f]*\d)[0-9a-f]{7,12}\b")
 _FIGURE = re.compile(r"\|\s*\**\d[\d, ]*(\.\d+)?\b")

@@ -14,22 +14,10 @@ TO_BE_REWRITTEN = {
     "CONTRIBUTING.md",
     "README.md",
     "docs/api.md",
-    "docs/attention.md",
-    "docs/benchmarks.md",
     "docs/coming-from-vllm.md",
     "docs/debugging.md",
     "docs/glossary.md",
-    "docs/images.md",
-    "docs/kernels.md",
     "docs/models.md",
-    "docs/parallel.md",
-    "docs/performance.md",
-    "docs/performance/quantised.md",
-    "docs/performance/ranks.md",
-    "docs/performance/states.md",
-    "docs/performance/tried.md",
-    "docs/quantised.md",
-    "docs/state.md",
 }
 PAGES = [page for page in pages() if page.name not in TO_BE_REWRITTEN]
 

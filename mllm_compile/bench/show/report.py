@@ -1,4 +1,4 @@
-"""Prints results as tables: for a terminal, and as Markdown for docs/performance.md."""
+"""Prints results as tables: for a terminal, and as Markdown for the pages on performance."""
 
 from __future__ import annotations
 

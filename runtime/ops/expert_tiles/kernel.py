@@ -15,7 +15,7 @@ from mllm_compile.runtime.cuda.units import TILE_COST, UnitsKernel
 
 _TILE_ROWS = (192, 128, 64)  # at most what registers hold the sums of
 _SHARE = 2  # blocks of a cluster, which read x once
-_CLUSTERS = {2: MULTIPROCESSORS // 2, 4: 30}  # that run at once, by their blocks (docs/kernels.md)
+_CLUSTERS = {2: MULTIPROCESSORS // 2, 4: 30}  # that run at once, by their blocks (docs/lab/kernels.md)
 
 
 @dataclass(frozen=True)

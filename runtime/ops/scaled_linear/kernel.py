@@ -21,7 +21,7 @@ MAX_TOKENS = BUCKETS[-1]
 FEWEST_TOKENS = 8
 
 # With so few tokens three groups of warps leave the registers that as many more threads would have, so that the kernel
-# that makes the next inputs is there when they end (docs/performance/quantised.md, Decode steps).
+# that makes the next inputs is there when they end (docs/lab/quantised.md, Decode steps).
 _MOST_TOKENS_BESIDE, _THREADS_BESIDE = 128, 128
 _ROWS_UNIT, _PANEL = 64, 128  # what a weight's rows and columns are multiples of
 

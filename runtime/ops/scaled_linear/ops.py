@@ -1,8 +1,8 @@
 """The op of a linear whose inputs and weight are both float8: one scale a token and a row, or one for 128 inputs of it.
 
 On a Hopper GPU a kernel of the runtime's own computes those with a scale a row and 8 to 256 tokens, for which the
-library takes up to twice as long (docs/kernels.md); it computes the others, on fp8 tensor cores too; elsewhere float32
-does. Pieces call it by name, and quantise the inputs themselves (passes/quantise_activations.py). Defined as
+library takes up to twice as long (docs/lab/kernels.md); it computes the others, on fp8 tensor cores too; elsewhere
+float32 does. Pieces call it by name, and quantise the inputs themselves (passes/quantise_activations.py). Defined as
 `quantised_linear` is, for the same reason.
 
 Shape legend: T tokens, N outputs, K inputs, G groups of inputs that share a scale.

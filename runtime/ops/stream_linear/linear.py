@@ -18,7 +18,7 @@ MAX_STREAMED_TOKENS = TOKEN_BUCKETS[-1]
 # Bytes of a weight that are on their way to a multiprocessor until x is there. Reads arrive in the order in which they
 # are asked for, 4.4 MB a microsecond: behind whole rings, 200 KB a multiprocessor, x comes 5 µs after it is asked for,
 # when nothing else is on its way any more. With these no layer that was measured takes longer by more than 0.6 %, and
-# most take less (docs/kernels.md).
+# most take less (docs/lab/kernels.md).
 _EARLY_BYTES = 64 << 10
 NORM_ROWS = 16  # outputs of a group: one sum of squares is of them, or of one half (lanes.py)
 
