@@ -18,7 +18,7 @@ class AttendSegments(GraphPass):
 
     Why: torch's flash attention is of an older GPU, and reaches a third of the tensor cores' rate with heads of towers;
         kernels that are made for Hopper take heads of 64 and 128 alone, and padded heads cost products (figures in
-        docs/images.md).
+        docs/lab/images.md).
 
     Before::
 

@@ -27,7 +27,7 @@ class NormInRecurrences(GraphPass):
 
     Why: the recurrence's op norms by a kernel that knows which tokens are requests', that has z before the outputs, and
         that lets the linear behind it in as soon as it has these (runtime/ops/states/gated_norm.py; figures in
-        docs/state.md).
+        docs/lab/states.md).
 
     Before::
 

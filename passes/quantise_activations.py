@@ -47,8 +47,8 @@ class QuantiseActivations(GraphPass):
         weights, whose products all have kernels of our own, a form of `stream_linears` for as many becomes one for up
         to 32. With runtime.deterministic the pass is left out: no number may depend on which of the two a step
         takes.
-    Preserves: the meaning, not the numbers: an input is rounded to three bits of mantissa (docs/quantised.md has what
-        that costs).
+    Preserves: the meaning, not the numbers: an input is rounded to three bits of mantissa (docs/lab/quantised.md has
+        what that costs).
     """
 
     name: ClassVar[str] = "quantise_activations"

@@ -1,4 +1,4 @@
-"""What quantised weights may cost the embedded model, in KL divergence from float32 (docs/quantised.md)."""
+"""What quantised weights may cost the embedded model, in KL divergence from float32 (docs/lab/quantised.md)."""
 
 from __future__ import annotations
 
