@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from mllm_compile.config.schema import EngineConfig
     from mllm_compile.engine.async_engine import AsyncEngine
     from mllm_compile.engine.engine import Engine
+    from mllm_compile.engine.low_level import OpenModel, ReadPrompt, open_model
     from mllm_compile.engine.outputs import CompletionOutput, Logprob, RequestOutput
     from mllm_compile.engine.stats import EngineStats
     from mllm_compile.errors import ConfigError, DeviceMemoryError, EngineDeadError, MllmError, RequestError
@@ -32,11 +33,14 @@ __all__ = [
     "EngineStats",
     "Logprob",
     "MllmError",
+    "OpenModel",
+    "ReadPrompt",
     "RequestError",
     "RequestOutput",
     "SamplingParams",
     "StructuredOutputsParams",
     "__version__",
+    "open_model",
 ]
 
 _ERRORS = ("ConfigError", "DeviceMemoryError", "EngineDeadError", "MllmError", "RequestError")
@@ -48,9 +52,12 @@ _HOMES = {
     "EngineConfig": "mllm_compile.config.schema",
     "EngineStats": "mllm_compile.engine.stats",
     "Logprob": "mllm_compile.engine.outputs",
+    "OpenModel": "mllm_compile.engine.low_level",
+    "ReadPrompt": "mllm_compile.engine.low_level",
     "RequestOutput": "mllm_compile.engine.outputs",
     "SamplingParams": "mllm_compile.runtime.sampling.params",
     "StructuredOutputsParams": "mllm_compile.runtime.sampling.structured_params",
+    "open_model": "mllm_compile.engine.low_level",
 }
 
 

@@ -125,7 +125,8 @@ class ForwardBatch:
     mrope_positions: torch.Tensor | None = None  # [axes, T] int64: time, row and column; None: `positions` are all
     mrope_position_deltas: torch.Tensor | None = None  # [R] int64: of decodes behind images, position less index
     # Images that the tower is to run on ahead of a batch without `media`, as Tower.read makes them: [rows, width],
-    # and each one's grid. An engine's steps come with `media`, as features of images outlive a step.
+    # and each one's grid. `media`, `mrope_positions` and `mrope_position_deltas` are made of them then. An engine's
+    # steps come with `media`, as features of images outlive a step.
     pixel_values: torch.Tensor | None = None
     image_grid_thw: Sequence[Grid] | None = None
     rope_lens: torch.Tensor | None = None  # [T] int64, as TokenInputs has them; None: zeros

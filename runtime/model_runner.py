@@ -39,9 +39,11 @@ from mllm_compile.runtime.memory_pool import GDNPool, KVPool, ReqToTokenPool
 from mllm_compile.runtime.memory_profile import count_pages
 from mllm_compile.runtime.program.executor import ProgramExecutor
 from mllm_compile.runtime.program.images import ImageEncoder
-from mllm_compile.runtime.program.loaded import LoadedModel, ModelSource
+from mllm_compile.runtime.program.loaded import ModelSource
 from mllm_compile.runtime.program.runner import ProgramRunner
+from mllm_compile.runtime.program.sizes import ModelSizes
 from mllm_compile.runtime.runner_config import RunnerConfig
+from mllm_compile.runtime.sampling.logprobs import token_logprobs
 from mllm_compile.runtime.sampling.row_state import RowState
 from mllm_compile.runtime.sampling.sampler import sample_tokens
 from mllm_compile.runtime.state.factory import make_backend
@@ -53,8 +55,10 @@ if TYPE_CHECKING:
     from mllm_compile.runtime.sampling.penalties import PenaltyParams
 
 
-class ModelRunner:
+class ModelRunner(ModelSizes):
     """Runs a loaded model. `initialize()` before anything else, `shutdown()` at the end.
+
+    An engine's steps drive it; docs/low-level.md has the same by hand.
 
     Attributes:
         program: runs the model on batches whose attention is planned.
@@ -77,8 +81,6 @@ class ModelRunner:
         self.config = config
         self.communicator: Communicator | None = None
         self._meet = meet
-        self.max_running_requests = config.runtime.max_running_requests
-        self.kv_cache_dtype = config.kv_cache_dtype
         self.forward_pass_id = 0
         self.graph_runner: GraphRunner | None = None
         self._source = source
@@ -115,7 +117,7 @@ class ModelRunner:
             raise
 
     def load_model(self, stage: Callable[[str], AbstractContextManager[object]] = nullcontext) -> None:
-        """Load program and weights, and meet other ranks, which is under way meanwhile; sets the model's sizes."""
+        """Load program and weights, and meet other ranks, which is under way meanwhile."""
         check_weights_fit(self._source.weight_bytes, self.config.runtime, self.device)
         try:
             model = self._source.load(self.device)
@@ -123,7 +125,7 @@ class ModelRunner:
             raise DeviceMemoryError(
                 f"the weights ({self._source.weight_bytes / 2**30:.2f} GiB) did not fit on {self.device}: {error}"
             ) from error
-        self.model: LoadedModel = model
+        self.model = model
         self._overlap: BatchOverlap | None = None
         if self._meet is not None:
             with stage("meet ranks"):
@@ -131,13 +133,6 @@ class ModelRunner:
                 self.communicator.use_kernels(model.kernels)
             if self.config.runtime.enable_dbo:
                 self._overlap = self._make_overlap(self.communicator)
-        self.num_hidden_layers = model.num_hidden_layers
-        self.num_attention_heads = model.num_attention_heads
-        self.num_kv_heads = model.num_kv_heads
-        self.head_dim = model.head_dim
-        self.hidden_size = model.hidden_size
-        self.vocab_size = model.vocab_size
-        self.context_len = model.context_len
         interval_s = self.config.forward_times_interval_s
         self.forward_times = ForwardTimes(interval_s, self.device) if interval_s > 0 else None
         self.expert_counts: dict[str, torch.Tensor] | None = None
@@ -255,17 +250,6 @@ class ModelRunner:
                 torch._C._cuda_clearCublasWorkspaces()
                 torch.cuda.empty_cache()
 
-    @property
-    def is_generation(self) -> bool:
-        """True if the model gives logits of next tokens; the only kind that is compiled."""
-        return True
-
-    @property
-    def sliding_window_size(self) -> int | None:
-        """Tokens that a query of the windowed layers sees, itself included; None: no layer has a window."""
-        windows = {layer.window_left + 1 for layer in self.model.layers if layer.window_left >= 0}
-        return max(windows, default=None)
-
     def experts_chosen(self) -> dict[str, list[int]]:
         """How often each expert of each layer was chosen since the start. Waits for the device."""
         return {name: counts.tolist() for name, counts in (self.expert_counts or {}).items()}
@@ -374,7 +358,7 @@ class ModelRunner:
         if batch.forward_mode.is_idle() and batch.dp_metadata is None:
             return LogitsProcessorOutput(torch.empty(0, self.vocab_size, dtype=self.config.dtype, device=self.device))
         if batch.pixel_values is not None and batch.image_grid_thw is not None and batch.media is None:
-            batch.media = self.image_encoder().inputs_of(batch, batch.pixel_values, batch.image_grid_thw)
+            self.image_encoder().take_images(batch, batch.pixel_values, batch.image_grid_thw)
         return self.forward_decode(batch) if batch.forward_mode.is_decode_or_idle() else self.forward_extend(batch)
 
     def reads_pages(self, batch: ForwardBatch) -> bool:
@@ -419,6 +403,26 @@ class ModelRunner:
         return sample_tokens(
             logits, temperatures, top_ps, top_ks, penalty_params, positions=positions, pieces=self.model.sampling
         )
+
+    def top_logprobs(
+        self, logits_output: LogitsProcessorOutput, forward_batch: ForwardBatch
+    ) -> list[list[tuple[int, float]]]:
+        """The likeliest next tokens of each request with their log-probabilities, the likeliest first: as many as the
+        batch's top_logprobs_nums say. Waits for the device.
+
+        Raises:
+            RequestError: the batch has none.
+        """
+        nums, logits = forward_batch.top_logprobs_nums, logits_output.next_token_logits
+        if nums is None or len(nums) != logits.shape[0]:
+            raise RequestError(
+                f"top_logprobs_nums is {nums}; expected a number for each of {logits.shape[0]} rows of logits. "
+                "Give it to prepare_forward_batch_extend or prepare_forward_batch_decode."
+            )
+        any_token = torch.zeros(len(nums), dtype=torch.int64, device=logits.device)
+        found = token_logprobs(logits, any_token, max(nums, default=0))
+        rows = zip(found.top_token_ids.tolist(), found.top_logprobs.tolist(), nums, strict=True)
+        return [list(zip(ids[:num], logprobs[:num], strict=True)) for ids, logprobs, num in rows]
 
     def run_eager(self, batch: ForwardBatch) -> LogitsProcessorOutput:
         """Runs the program piece by piece, without a graph."""

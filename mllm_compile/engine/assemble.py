@@ -6,7 +6,7 @@ start runs this too, so it may not import Transformers, Dynamo or Inductor.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
@@ -103,7 +103,7 @@ def _load(
         forward_times_interval_s=_LOG_FORWARD_TIMES_S if forward_times else 0.0,
     )
     with ThreadPoolExecutor(1, thread_name_prefix="tokenizer") as beside:
-        loading = beside.submit(_load_text_parts, compiled, timeline)
+        loading = beside.submit(load_text_parts, compiled, timeline)
         runner, plan, group = _start_runner(settings, compiled, timeline, ahead)
         try:
             tokenizer, defaults, default_params = loading.result()
@@ -120,10 +120,10 @@ def _load(
             scheduler = Scheduler(limits) if num_ranks == 1 else DealtScheduler(limits, num_ranks)
             step_runner = _step_runner(runner, group)
             _remember(compiled, runner, plan, timeline)
-            files, tower = _text_files(compiled), _tower(runner)
+            files, tower = text_files(compiled), tower_of(runner)
             if isinstance(tower, str) and any(name in files for name in PROCESSOR_FILES):
                 timeline.announce(f"images will be refused: {tower}")
-            eos_token_ids = _eos_token_ids(defaults, tokenizer, runner.vocab_size, timeline)
+            eos_token_ids = ends_of_answers(defaults, tokenizer, runner.vocab_size, timeline)
             most_threads = None if group is None else group.threads
             is_cpu = runner.device.type == "cpu"
             use_threads_of_cpu = _thread_preparation(compiled, timeline, most_threads) if is_cpu else _nothing
@@ -140,13 +140,7 @@ def _load(
                 shutdown=partial(_shut_down, runner, group),
                 prepare_thread=partial(_in_turn, use_threads_of_cpu, step_runner.prepare_thread),
                 grammars=_grammars(tokenizer, runner.vocab_size, eos_token_ids, compiled.config),
-                media=MediaDoor(
-                    config.model.source,
-                    files,
-                    limits.max_model_len,
-                    tower if isinstance(tower, str) else None,
-                    config.media.allowed_domains,
-                ),
+                media=media_door(compiled, files, limits.max_model_len, tower),
                 config=compiled.config,
                 folder=compiled.folder,
                 tokenizer_files=files,
@@ -160,7 +154,7 @@ def _load(
             raise
 
 
-def _tower(runner: ModelRunner) -> Tower | str:
+def tower_of(runner: ModelRunner) -> Tower | str:
     """The tower that prompts with images are checked with, or why they are refused."""
     runtime, media = runner.config.runtime, runner.model.media
     if media is None:
@@ -175,7 +169,22 @@ def _tower(runner: ModelRunner) -> Tower | str:
     return media.facts
 
 
-def _source(compiled: CompiledRuntime, timeline: Timeline) -> ModelSource:
+def media_door(
+    compiled: CompiledRuntime, files: Mapping[str, bytes], max_model_len: int, tower: Tower | str
+) -> MediaDoor:
+    """The way of pictures into prompts.
+
+    Args:
+        files: as text_files gives them.
+        tower: as tower_of gives it.
+    """
+    config = compiled.config
+    why_not = tower if isinstance(tower, str) else None
+    return MediaDoor(config.model.source, files, max_model_len, why_not, config.media.allowed_domains)
+
+
+def model_source(compiled: CompiledRuntime, timeline: Timeline) -> ModelSource:
+    """Where a runner's weights and program come from."""
     source = ArtifactSource(compiled, timeline)
     if not compiled.config.runtime.skip_compiled:
         return source
@@ -189,7 +198,7 @@ def _start_runner(
 ) -> tuple[ModelRunner, MemoryPlan, RankGroup | None]:
     """A runner with the KV pages of an earlier start where they still hold, the plan for the next one, and the other
     ranks where there are some."""
-    source = _source(compiled, timeline)
+    source = model_source(compiled, timeline)
     with timeline.stage("memory plan"):
         now = situation(settings, ahead.free_bytes)
         measured = read_measured(compiled.artifact.measured_folder, device_key(settings.runtime.device))
@@ -257,16 +266,17 @@ def _shut_down(runner: ModelRunner, group: RankGroup | None) -> None:
         group.close()
 
 
-def _load_text_parts(
+def load_text_parts(
     compiled: CompiledRuntime, timeline: Timeline
 ) -> tuple[Tokenizer | None, GenerationDefaults, SamplingParams]:
+    """The tokenizer, None where the model has none, and what its generation_config.json says of answers."""
     with timeline.stage("load tokenizer"):
-        tokenizer = load_tokenizer(compiled.folder / TOKENIZER, HeldFiles(_text_files(compiled)))
+        tokenizer = load_tokenizer(compiled.folder / TOKENIZER, HeldFiles(text_files(compiled)))
         defaults = load_generation_defaults(compiled.folder, HeldFiles(compiled.artifact.texts))
         return tokenizer, defaults, default_params(defaults, compiled.folder)
 
 
-def _text_files(compiled: CompiledRuntime) -> dict[str, bytes]:
+def text_files(compiled: CompiledRuntime) -> dict[str, bytes]:
     """The files of the tokenizer and of the processor: the bytes that were hashed, not those that a file has now."""
     start = TOKENIZER + "/"
     texts = compiled.artifact.texts
@@ -338,7 +348,7 @@ def _tell_ready(compiled: CompiledRuntime, runner: ModelRunner, timeline: Timeli
     timeline.tell(f"ready in {timeline.age_s:.1f} s · {device} · {compiled.config.model.dtype} · {tokens}")
 
 
-def _eos_token_ids(
+def ends_of_answers(
     defaults: GenerationDefaults, tokenizer: Tokenizer | None, vocab_size: int, reporter: Reporter
 ) -> frozenset[int]:
     """The end-of-sequence ids that the model can sample; the tokenizer's where the model's files name none.

@@ -112,7 +112,7 @@ class RequestMedia:
                 "prompt has places for, and let the model's processor expand them."
             )
         if tower.sees_ahead:
-            _check_apart(images)
+            check_apart([(image.start, image.end) for image in images])
         positions, delta = positions_of(ids.size, placed if tower.axes > 1 else (), tower.merge)
         return cls(tuple(images), positions, delta, keys, expected, tower.sees_ahead)
 
@@ -173,12 +173,16 @@ def _images(
     return images, [Placed(images[0].start, (len(images), *grid[1:]), interval)]
 
 
-def _check_apart(images: Sequence[Image]) -> None:
-    """Refuses images without text between: they would attend to each other, and be no image's own."""
-    for one, next_one in itertools.pairwise(images):
-        if one.end == next_one.start:
+def check_apart(spans: Sequence[tuple[int, int]]) -> None:
+    """Refuses images without text between: they would attend to each other, and be no image's own.
+
+    Args:
+        spans: first token and end of each, in order.
+    """
+    for (_, end), (start, _) in itertools.pairwise(spans):
+        if end == start:
             raise RequestError(
-                f"two images follow each other at token {one.end} with nothing between, which this model takes for "
+                f"two images follow each other at token {end} with nothing between, which this model takes for "
                 "one. Let the model's processor expand the prompt, or put text between."
             )
 

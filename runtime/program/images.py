@@ -8,11 +8,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
+from mllm_compile.runtime.attention.metadata import CommonAttentionMetadata
 from mllm_compile.runtime.device.upload import upload
 from mllm_compile.runtime.errors import RequestError
 from mllm_compile.runtime.forward_batch import Block, ForwardBatch, MediaInputs
+from mllm_compile.runtime.media.batch_images import BatchImage, find_images, place_tokens
 from mllm_compile.runtime.media.feature_pool import FeaturePool
 from mllm_compile.runtime.media.tower import FEATURES_OF_A_RUN, MAX_FEATURES, Grid
 from mllm_compile.runtime.media.tower_inputs import tower_inputs
@@ -39,26 +42,32 @@ class ImageEncoder:
         inputs |= {name: Segments(upload(one.bounds, self._device), one.longest) for name, one in segments.items()}
         return torch.cat(self._tower.run_tower(inputs | {"pixel_values": pixel_values}), -1)
 
-    def inputs_of(self, batch: ForwardBatch, pixel_values: torch.Tensor, grids: Sequence[Grid]) -> MediaInputs:
-        """The inputs of a batch that brings its own images: their features, at its placeholders in order. Waits for the
-        device.
+    def take_images(self, batch: ForwardBatch, pixel_values: torch.Tensor, grids: Sequence[Grid]) -> None:
+        """Runs the tower on the images that a batch brings, whose placeholders are in order.
+
+        Sets the batch's `media`; where the model has axes and the batch no `mrope_positions`, these and
+        `mrope_position_deltas` too. Waits for the device.
 
         Raises:
-            RequestError: there are not as many placeholders as features, or images see ahead, whose places in the batch
-                only a `media` says.
+            RequestError: placeholders and images do not fit each other, or where tokens are is not known: of videos,
+                and of a prompt in parts.
         """
-        facts, features = self._facts, self.encode(pixel_values, grids)
-        if facts.sees_ahead:
-            raise RequestError("images of this model see what is ahead in them. Give a batch `media`, with its blocks.")
-        is_feature = (batch.input_ids == facts.image_token_id) | (batch.input_ids == facts.video_token_id)
-        places = is_feature.nonzero()[:, 0]
-        if len(places) != len(features):
-            raise RequestError(
-                f"the batch has {len(places)} placeholders (token {facts.image_token_id}), and its images have "
-                f"{len(features)} features. Give one for each."
-            )
-        dense = features.new_zeros(len(is_feature), features.shape[1])
-        return MediaInputs(dense.index_copy_(0, places, features), is_feature)
+        facts, common = self._facts, CommonAttentionMetadata.of(batch)
+        ids, starts = batch.input_ids.cpu().numpy(), common.query_start_loc_cpu.numpy()
+        prefix_lens = common.num_computed_tokens_cpu.numpy()
+        images = find_images(facts, ids, starts, grids)
+        if facts.axes > 1 and batch.mrope_positions is None:
+            if facts.video_token_id != facts.image_token_id and (ids == facts.video_token_id).any():
+                raise RequestError("a video's frames have times. Give the batch `mrope_positions`.")
+            axes, deltas = place_tokens(facts, batch.positions.cpu().numpy(), starts, prefix_lens, images)
+            batch.mrope_positions = upload(axes, self._device)
+            batch.mrope_position_deltas = upload(deltas, self._device)
+        features = self.encode(pixel_values.to(self._device, self._dtype), grids)
+        places = upload(np.concatenate([image.places for image in images]), self._device)
+        dense = features.new_zeros(ids.size, features.shape[1]).index_copy_(0, places, features)
+        is_feature = torch.zeros(ids.size, dtype=torch.bool, device=self._device).index_fill_(0, places, True)
+        blocks = [_block(image, starts, prefix_lens) for image in images] if facts.sees_ahead else []
+        batch.media = MediaInputs(dense, is_feature, tuple(blocks), facts.sees_ahead_in_windows)
 
     # At the limits ----------------------------------------------------------------------------------------------------
 
@@ -77,3 +86,9 @@ class ImageEncoder:
         blocks = (Block(0, 0, first, first),) if self._facts.sees_ahead else ()
         features = pool.rows.index_select(0, index)
         batch.media = MediaInputs(features, index == 0, blocks, self._facts.sees_ahead_in_windows)
+
+
+def _block(image: BatchImage, query_start_loc: np.ndarray, prefix_lens: np.ndarray) -> Block:
+    """The tokens of an image that attend to each other in both directions."""
+    request = image.request
+    return Block(request, image.start, image.end, int(prefix_lens[request] + image.end - query_start_loc[request]))

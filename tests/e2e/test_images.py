@@ -277,7 +277,7 @@ def test_deterministic_numbers_go_by_no_other_request_unless_images_see_ahead(se
 
 @torch.inference_mode()
 def test_a_batch_brings_its_own_images(served: Served) -> None:
-    """By hand, as the step runner does not do it: pixels, grids, positions on three axes, and a decode's delta."""
+    """By hand, as the step runner does not do it: positions and the decode's delta are made of pixels and grids."""
     parts, prompt = assemble(served.config(), Timeline()), served.prompts.two
     runner, count = parts.step_runner._runner, len(prompt.prompt_token_ids)
     facts = runner.model.media.facts
@@ -290,17 +290,17 @@ def test_a_batch_brings_its_own_images(served: Served) -> None:
     batch = runner.prepare_forward_batch_extend(ids, one.long(), length, length, none, slots[:-1])
     batch.pixel_values = torch.from_numpy(np.concatenate([picture.pixels for picture in media.images]))
     batch.image_grid_thw = [picture.grid for picture in media.images]
-    if facts.axes > 1:
-        batch.mrope_positions = torch.from_numpy(media.positions)
     with Engine.from_parts(parts):
-        if served.sees_ahead:
-            with pytest.raises(RequestError, match="see what is ahead in them"):
-                runner.forward(batch)
-            return
         first = int(runner.forward(batch).next_token_logits[0].argmax())
-        deltas = torch.tensor([media.delta])
+        if facts.axes > 1:
+            assert torch.equal(batch.mrope_positions, torch.from_numpy(media.positions))
+            assert batch.mrope_position_deltas.tolist() == [media.delta]
         decode = runner.prepare_forward_batch_decode(
-            torch.tensor([first]), one.long(), length + 1, slots[-1:], mrope_position_deltas=deltas
+            torch.tensor([first]),
+            one.long(),
+            length + 1,
+            slots[-1:],
+            mrope_position_deltas=batch.mrope_position_deltas,
         )
         assert [first, int(runner.forward(decode).next_token_logits[0].argmax())] == served.answers[1][:2]
         batch.image_grid_thw, batch.media = batch.image_grid_thw[:1], None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import runpy
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from mllm_compile import open_model
 from mllm_compile.config.schema import EngineConfig
 from mllm_compile.engine.engine import Engine
 from mllm_compile.errors import RequestError
@@ -73,6 +75,19 @@ def test_a_picture_goes_with_prompts_of_text_and_one_that_is_refused(engine, scr
     assert outputs[1].outputs[0].text == answer
     assert "image 0: the picture is in no format" in (outputs[2].error or "")
     assert outputs[0].outputs[0].text == outputs[3].outputs[0].text
+
+
+def test_a_picture_by_hand_has_the_engines_answer(engine, script, pictures):
+    chats = [script.chat(picture.pixels, question) for picture, question, _ in pictures.held_out(3)]
+    expected = [engine.chat(chat, GREEDY)[0] for chat in chats]
+    serve = runpy.run_path(str(ROOT / "examples" / "low_level.py"))["serve"]
+    opened = open_model(str(engine.folder))
+    opened.runner.initialize()
+    for chat, output in zip(chats, expected, strict=True):
+        read = opened.read_chat(chat)
+        assert read.token_ids == output.prompt_token_ids
+        assert serve(opened.runner, read, GREEDY.max_tokens, opened.eos_token_ids) == output.token_ids
+    opened.runner.shutdown()
 
 
 def test_a_picture_whose_tokens_do_not_fit_is_refused(engine, script, pictures):

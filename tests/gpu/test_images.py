@@ -72,19 +72,21 @@ def prompts_of(model_type: str) -> list[Any]:
     ]
 
 
-def engine(folder: Path, mode: str, backend: str = "eager", **runtime: Any) -> Engine:
+def config_of(folder: Path, mode: str, backend: str = "eager", **runtime: Any) -> EngineConfig:
     sizes = {"device": "cuda", "max_model_len": 256, "max_num_batched_tokens": 64, "max_running_requests": 8}
-    return Engine(
-        EngineConfig.from_dict(
-            {
-                "model": {"path": str(folder / "model"), "dtype": "bfloat16"},
-                "compile": {"backend": backend},
-                "cudagraph": {"mode": mode},
-                "runtime": sizes | {"mem_fraction_static": 0.3, "page_size": 16} | runtime,
-                "cache": {"dir": str(folder / "cache")},
-            }
-        )
+    return EngineConfig.from_dict(
+        {
+            "model": {"path": str(folder / "model"), "dtype": "bfloat16"},
+            "compile": {"backend": backend},
+            "cudagraph": {"mode": mode},
+            "runtime": sizes | {"mem_fraction_static": 0.3, "page_size": 16} | runtime,
+            "cache": {"dir": str(folder / "cache")},
+        }
     )
+
+
+def engine(folder: Path, mode: str, backend: str = "eager", **runtime: Any) -> Engine:
+    return Engine(config_of(folder, mode, backend, **runtime))
 
 
 def errors_of(model: Any, outputs: Sequence[Any], prompts: Sequence[Any] = PROMPTS) -> tuple[float, float]:
