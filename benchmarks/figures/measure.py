@@ -26,7 +26,7 @@ from benchmarks.figures.sheet import COMMAND, Sheet, Work
 from mllm_compile.bench.errors import BenchmarkError
 from mllm_compile.bench.limits.limits import ModelFigures
 from mllm_compile.bench.measure.harness import cache_environment, counted_experts
-from mllm_compile.bench.measure.results import BenchResult, Ceilings, Measurement
+from mllm_compile.bench.measure.results import BenchResult, Ceilings, Measurement, measurement_from_json
 from mllm_compile.bench.measure.setting import Setting
 from mllm_compile.bench.show.report import show_figure, work_name
 from mllm_compile.process import child_python
@@ -134,7 +134,7 @@ class _One:
             elif "left out" in message:
                 self._left_out.add(message["left out"])
             else:
-                self._take([Measurement(**(line | {"samples": tuple(line["samples"])})) for line in message["lines"]])
+                self._take([measurement_from_json(line) for line in message["lines"]])
         while self._lacks_warm():
             for message in self._start(caches, batches=[], parts=[]):
                 self._take_start("warm", message)

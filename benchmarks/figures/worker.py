@@ -57,7 +57,7 @@ def engine(job: Message) -> Iterator[Message]:
 
 
 def _work(job: Message, opened: Any, setting: Any) -> Iterator[Message]:
-    from mllm_compile.bench.measure.worker import fits_at_once, seconds_of_calls
+    from mllm_compile.bench.measure.worker import fits_at_once, timed_calls, with_gpu
     from mllm_compile.bench.measure.workloads import LatencyWork, ThroughputWork
 
     name = job["engine"]
@@ -67,8 +67,9 @@ def _work(job: Message, opened: Any, setting: Any) -> Iterator[Message]:
             yield {"left out": batch}
             continue
         calls = latency.calls(batch, setting.vocab_size)
-        first_s, whole_s = seconds_of_calls(opened, calls, latency.repeats, f"{name}: batch {batch}")
-        yield {"lines": [asdict(line) for line in latency.measurements(batch, first_s, whole_s)]}
+        prefill, both = timed_calls(opened, calls, latency.repeats, f"{name}: batch {batch}", setting.device)
+        lines = latency.measurements(batch, prefill.seconds, both.seconds)
+        yield {"lines": [asdict(line) for line in with_gpu(lines, (both, prefill))]}
     throughput = ThroughputWork(**(job["throughput"] | {"mixed_range": tuple(job["throughput"]["mixed_range"])}))
     works = {
         "prompts": (throughput.prefill_call, throughput.prefill_measurement),
@@ -77,8 +78,8 @@ def _work(job: Message, opened: Any, setting: Any) -> Iterator[Message]:
     for part in job["parts"]:
         make_call, measurement = works[part]
         call = make_call(setting.vocab_size)
-        (seconds,) = seconds_of_calls(opened, (call,), throughput.repeats, f"{name}: {part}")
-        yield {"lines": [asdict(measurement(call, seconds))]}
+        timed = timed_calls(opened, (call,), throughput.repeats, f"{name}: {part}", setting.device)
+        yield {"lines": [asdict(line) for line in with_gpu([measurement(call, timed[0].seconds)], timed)]}
 
 
 def experts(job: Message) -> Iterator[Message]:

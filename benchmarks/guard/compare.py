@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import partial
 from operator import truediv
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from pytest_benchmark.stats import Stats
 from benchmarks.guard.base import NoBaseError, checked_out, find_base, slower_on_purpose
 from benchmarks.guard.registry import STAGES
 from benchmarks.guard.stage import Stage, environment_of
+from mllm_compile.bench.timing import rounds
 from mllm_compile.process.interruption import ended_by_sigterm
 
 ROOT = Path(__file__).parents[2]
@@ -155,11 +157,12 @@ def _failure_of(answer: Callable[[], float]) -> str:
 
 def by_turns(stage: Stage, base: Side, tree: Side) -> tuple[Stats, Stats]:
     """The times of both trees, which go first in turns."""
+    takes = {side: partial(side.seconds, stage.name) for side in (base, tree)}
+    times = rounds.by_turns(takes, stage.rounds, warm_ups=0, swapped=True)
     of_base, of_tree = Stats(), Stats()
-    for index in range(stage.rounds):
-        pair = [(base, of_base), (tree, of_tree)]
-        for side, stats in pair if index % 2 == 0 else reversed(pair):
-            stats.update(side.seconds(stage.name))
+    for side, stats in ((base, of_base), (tree, of_tree)):
+        for seconds in times[side]:
+            stats.update(seconds)
     return of_base, of_tree
 
 

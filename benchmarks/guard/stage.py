@@ -29,7 +29,7 @@ class Round:
     clock: Callable[[], float] = time.process_time
 
     def seconds(self) -> float:
-        """The time of one round."""
+        """The time of one round. The product's own timing may be missing: the tree may be of another commit."""
         arguments = self.setup()
         begin = self.clock()
         self.run(*arguments)

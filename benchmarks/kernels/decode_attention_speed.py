@@ -16,7 +16,6 @@ blocks each too (clusters/2, clusters/4).
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import tempfile
 from collections.abc import Callable
@@ -26,8 +25,9 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.graph_times import graph_us
-from benchmarks.mistakes import need_gpu, positive
+from benchmarks.script import need_gpu, positive
+from mllm_compile.bench.timing.graph import graph_us
+from mllm_compile.bench.timing.record import append_record
 from mllm_compile.kernels.cuda import KernelCompiler, can_compile_kernels
 from mllm_compile.process.progress import NullReporter
 from mllm_compile.runtime.attention.hopper.clusters import cluster_kernels
@@ -235,7 +235,7 @@ def heads_of(text: str) -> tuple[int, int]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--json", type=Path, help="also add the figures to this file, as a line")
     parser.add_argument("--heads", type=heads_of, nargs="+", default=HEADS, help="query heads/KV heads")
     parser.add_argument("--head-dim", type=int, choices=HEAD_DIMS, default=HEAD_DIMS[0])
     parser.add_argument("--batches", type=positive, nargs="+", default=BATCHES)
@@ -273,7 +273,7 @@ def main() -> None:
                         flush=True,
                     )
     if arguments.json:
-        arguments.json.write_text(json.dumps({"gpu": torch.cuda.get_device_name(), "results": results}))
+        append_record(arguments.json, __doc__, arguments, results)
 
 
 if __name__ == "__main__":

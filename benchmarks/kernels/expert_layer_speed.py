@@ -20,8 +20,9 @@ from typing import NamedTuple
 
 import torch
 
-from benchmarks.graph_times import read_rate, replay_us
-from benchmarks.mistakes import need_hopper, positives, told_in_one_line
+from benchmarks.script import need_hopper, positives, told_in_one_line
+from mllm_compile.bench.timing.graph import read_rate, replay_us
+from mllm_compile.bench.timing.record import machine_line
 from mllm_compile.kernels.cuda import KernelCompiler
 from mllm_compile.process.progress import NullReporter
 from mllm_compile.runtime.ops import op
@@ -129,7 +130,7 @@ def main() -> None:
     need_hopper()
     torch.manual_seed(0)
     rate = read_rate()
-    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}; a sum reads {rate:.0f} GB/s")
+    print(f"{machine_line()}; a sum reads {rate:.0f} GB/s")
     print("tokens rings µs a layer       from         to      limit", flush=True)
     layers = [Layer.random() for _ in range(args.layers)]
     dense = layers[0].o.nbytes + layers[0].router.nbytes + layers[0].qkv.nbytes

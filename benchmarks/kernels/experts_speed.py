@@ -18,8 +18,8 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.graph_times import graph_us
-from benchmarks.mistakes import need_hopper, positive, told_in_one_line
+from benchmarks.script import need_hopper, positive, told_in_one_line
+from mllm_compile.bench.timing.graph import graph_us
 from mllm_compile.kernels.cuda import KernelCompiler
 from mllm_compile.process.progress import NullReporter
 from mllm_compile.runtime.ops import op

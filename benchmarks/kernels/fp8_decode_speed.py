@@ -16,9 +16,10 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.graph_times import graph_us
 from benchmarks.kernels.decode_attention_speed import PAGE_SIZE, Case, Layers, hopper_decode
-from benchmarks.mistakes import need_hopper
+from benchmarks.script import need_hopper
+from mllm_compile.bench.timing.graph import graph_us
+from mllm_compile.bench.timing.record import machine_line
 from mllm_compile.kernels.cuda import KernelCompiler
 from mllm_compile.process.progress import NullReporter
 from mllm_compile.runtime.attention.hopper.clusters import cluster_kernels
@@ -48,7 +49,7 @@ def main() -> int:
     parser.add_argument("--kv-heads", type=int, default=8)
     options = parser.parse_args()
     need_hopper()
-    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {options.heads}/{options.kv_heads} heads")
+    print(f"{machine_line()}, {options.heads}/{options.kv_heads} heads")
     print(f"{'requests':>9}{'tokens':>8}{'kernel':>10}{'bf16':>9}{'GB/s':>7}{'fp8':>9}{'GB/s':>7}")
     by_type = {fp8: kernels(options.heads, options.kv_heads, fp8) for fp8 in (False, True)}
     shares = ShareKernel(options.kv_heads, options.heads // options.kv_heads, PAGE_SIZE)

@@ -14,8 +14,9 @@ from functools import partial
 
 import torch
 
-from benchmarks.graph_times import graph_us, read_rate
-from benchmarks.mistakes import need_gpu, positive, told_in_one_line
+from benchmarks.script import need_gpu, positive, told_in_one_line
+from mllm_compile.bench.timing.graph import graph_us, read_rate
+from mllm_compile.bench.timing.record import machine_line
 from mllm_compile.runtime.ops import op
 from mllm_compile.runtime.ops.experts.shapes import SOFTMAX_OF_ALL, rows_at_once, rows_of_block
 
@@ -77,7 +78,7 @@ def main() -> None:
         name: torch.empty(EXPERTS, *size, device="cuda", dtype=torch.bfloat16).normal_(0.0, size[1] ** -0.5)
         for name, size in sizes.items()
     }
-    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}; a sum reads {read_rate() / 1e3:.2f} TB/s")
+    print(f"{machine_line()}; a sum reads {read_rate() / 1e3:.2f} TB/s")
     print("tokens  linear   tiling               µs   TB/s")
     for tokens in args.tokens:
         measure(tokens, weights, {"gate_up": args.gate_up, "down": args.down})

@@ -14,7 +14,6 @@ runtime/attention/latent/choice.py stands on that.
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -23,8 +22,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.graph_times import graph_us, read_rate
-from benchmarks.mistakes import need_gpu
+from benchmarks.script import need_gpu
+from mllm_compile.bench.timing.graph import graph_us, read_rate
+from mllm_compile.bench.timing.record import append_record, machine_line
 from mllm_compile.runtime.attention.base import AttentionInputs
 from mllm_compile.runtime.attention.latent import tiles as chosen
 from mllm_compile.runtime.attention.latent.backend import LatentAttnBackend, LatentPieces
@@ -243,7 +243,7 @@ def main() -> None:
     parser.add_argument("--tiles", action="store_true", help="time other tiles and splits, too")
     parser.add_argument("--prefill", action="store_true", help="time prompts, too")
     parser.add_argument("--forms", action="store_true", help="time prompts over latents and expanded, and nothing else")
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--json", type=Path, help="also add the figures to this file, as a line")
     arguments = parser.parse_args()
     need_gpu()
     from mllm_compile.runtime.ops.latents import attend  # defines the ops
@@ -252,7 +252,7 @@ def main() -> None:
     if arguments.forms:
         found = time_forms(arguments.heads, arguments.tiles)
         if arguments.json:
-            arguments.json.write_text(json.dumps({"gpu": torch.cuda.get_device_name(), "results": found}))
+            append_record(arguments.json, __doc__, arguments, found)
         return
     results: list[dict[str, object]] = []
 
@@ -267,7 +267,7 @@ def main() -> None:
         results.append({"what": what, "us": time, "TB/s": rate, "TFLOPS": flops / time / 1e6})
         print(f"{what:46} {time:9.2f} us {rate:6.2f} TB/s {flops / time / 1e6:7.0f} TFLOPS", flush=True)
 
-    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}; a sum reads {read_rate() / 1e3:.2f} TB/s")
+    print(f"{machine_line()}; a sum reads {read_rate() / 1e3:.2f} TB/s")
     for num_heads in arguments.heads:
         for num_requests, length in CASES:
             layers = Layers(num_heads, num_requests, length)
@@ -304,7 +304,7 @@ def main() -> None:
                         note(f"{of_case}, {shape}", layers, prefill(layers), flops)
                     attend.PREFILL_TILE = kept
     if arguments.json:
-        arguments.json.write_text(json.dumps({"gpu": torch.cuda.get_device_name(), "results": results}))
+        append_record(arguments.json, __doc__, arguments, results)
 
 
 if __name__ == "__main__":

@@ -22,9 +22,9 @@ import numpy as np
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from benchmarks.graph_times import graph_us
 from benchmarks.kernels.prefill_attention_speed import heads_of, offsets, shape_of
-from benchmarks.mistakes import need_hopper, told_in_one_line
+from benchmarks.script import need_hopper, told_in_one_line
+from mllm_compile.bench.timing.graph import graph_us
 from mllm_compile.process.console import print_table
 from mllm_compile.runtime.attention.flashinfer.copied import CopySpace
 

@@ -17,8 +17,8 @@ import sys
 import numpy as np
 import torch
 
-from benchmarks.graph_times import graph_us
-from benchmarks.mistakes import need_gpu, positive
+from benchmarks.script import need_gpu, positive
+from mllm_compile.bench.timing.graph import graph_us
 from mllm_compile.process.console import print_table
 from mllm_compile.runtime.attention.flashinfer.kernels import PlanGroup, PrefillKernel, choose_prefill_kernel
 from mllm_compile.runtime.attention.layer import PerLayerParameters

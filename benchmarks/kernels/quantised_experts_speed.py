@@ -19,8 +19,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch.nn.functional import silu
 
-from benchmarks.graph_times import graph_us
-from benchmarks.mistakes import names_of, need_gpu, positives
+from benchmarks.script import names_of, need_gpu, positives
+from mllm_compile.bench.timing.graph import graph_us
+from mllm_compile.bench.timing.record import machine_line
 from mllm_compile.runtime.ops import op
 from mllm_compile.runtime.ops.experts.linear import expert_linear_reference, order_of_step
 from mllm_compile.runtime.ops.experts.shapes import FORM_TOKENS
@@ -151,7 +152,7 @@ def main(arguments: Sequence[str]) -> int:
     torch.manual_seed(0)
     op("quantised_grouped_linear")  # defines it: its module needs Triton
     shape = SHAPES[options.shape]
-    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {options.shape}, microseconds a layer")
+    print(f"{machine_line()}, {options.shape}, microseconds a layer")
     print(f"{'form':6}{'tokens':>7}{'layer':>9}{'GB/s':>7}{'TFLOP/s':>9}{'error':>7}  tiling")
     for form in options.forms:
         experts = Experts(shape, form)

@@ -27,8 +27,9 @@ from typing import Any
 import torch
 from torch.nn.functional import linear, silu
 
-from benchmarks.graph_times import graph_us, read_rate
-from benchmarks.mistakes import names_of, need_hopper, positives
+from benchmarks.script import names_of, need_hopper, positives
+from mllm_compile.bench.timing.graph import graph_us, read_rate
+from mllm_compile.bench.timing.record import machine_line
 from mllm_compile.errors import CompileError, DeviceError
 from mllm_compile.kernels.cuda import KernelCompiler
 from mllm_compile.process.progress import NullReporter
@@ -213,7 +214,7 @@ def main(arguments: Sequence[str]) -> int:
     options = parser.parse_args(arguments)
     need_hopper()
     torch.manual_seed(0)
-    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {options.shape}, microseconds a layer")
+    print(f"{machine_line()}, {options.shape}, microseconds a layer")
     limit = read_rate()
     print(f"a sum reads {limit:.0f} GB/s")
     of_each = "".join(f"{name:>26}" for name in LINEARS) if options.each else ""

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -28,8 +29,9 @@ from typing import Any
 import torch
 from torch.nn.functional import linear, silu
 
-from benchmarks.graph_times import graph_us
-from benchmarks.mistakes import need_hopper, positive, positives
+from benchmarks.script import need_hopper, positive, positives
+from mllm_compile.bench.timing.graph import graph_us, replay_us
+from mllm_compile.bench.timing.record import machine_line
 from mllm_compile.errors import CompileError, DeviceError
 from mllm_compile.kernels.cuda import KernelCompiler
 from mllm_compile.process.progress import NullReporter
@@ -257,7 +259,7 @@ def compare_sums(layers: Layers, kernels: Kernels, tokens: int, group: NcclCommu
     line = f"{tokens:5} tokens:"
     for name, sums in (("none", add_and_norm), ("pushed", pushed.sum_and_norm), ("NCCL", by_nccl)):
         layers.sum_and_norm = sums
-        taken = graph_us(layers.run, meet=lambda: group.least(0)) / len(layers.weights)
+        taken = statistics.median(replay_us(layers.run, meet=lambda: group.least(0))) / len(layers.weights)
         line += f"  {name} {taken:.1f}"
     if group.rank == 0:
         print(line, flush=True)
@@ -306,7 +308,7 @@ def measure(options: argparse.Namespace, group_id: bytes | None) -> None:
     torch.manual_seed(0)
     layers = Layers(options.shape, options.ranks)
     if RANK == 0:
-        print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {options.shape} on {options.ranks}, µs")
+        print(f"{machine_line()}, {options.shape} on {options.ranks}, µs")
     with KernelCompiler() as compiler, torch.inference_mode():
         kernels = Kernels(compiler)
         columns = layers.sizes["o"][0]

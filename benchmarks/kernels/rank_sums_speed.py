@@ -20,8 +20,10 @@ from typing import Any
 
 import torch
 
-from benchmarks.graph_times import replay_us, timed_us
-from benchmarks.mistakes import need_hopper, positive
+from benchmarks.script import need_hopper, positive
+from mllm_compile.bench.timing.clock import gpu_seconds
+from mllm_compile.bench.timing.graph import replay_us
+from mllm_compile.bench.timing.rounds import repeated
 from mllm_compile.kernels.nvrtc import compile_cuda
 from mllm_compile.runtime.collectives.base import Communicator
 from mllm_compile.runtime.collectives.nccl import NcclCommunicator, new_group_id
@@ -192,11 +194,12 @@ def on_two_streams(
 def launched(run: Callable[[], Any], group: NcclCommunicator) -> float:
     """µs of a call, the fastest of some; launched one by one, as what counts calls on the host cannot be captured."""
 
-    def meet() -> None:
+    def take() -> float:
         torch.cuda.synchronize()
-        group.least(0)
+        group.least(0)  # the ranks meet
+        return gpu_seconds(run) * 1e6 / CALLS
 
-    return min(timed_us(run, REPLAYS, meet)) / CALLS
+    return min(repeated(take, REPLAYS, warm_ups=0))
 
 
 def show(title: str, rows: dict[tuple[str, int], float]) -> None:

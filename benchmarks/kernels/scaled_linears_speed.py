@@ -17,8 +17,9 @@ from pathlib import Path
 import torch
 from torch.nn.functional import linear
 
-from benchmarks.graph_times import graph_us
-from benchmarks.mistakes import need_hopper, positives
+from benchmarks.script import need_hopper, positives
+from mllm_compile.bench.timing.graph import graph_us
+from mllm_compile.bench.timing.record import machine_line
 from mllm_compile.kernels.cuda import KernelCompiler
 from mllm_compile.process.progress import NullReporter
 from mllm_compile.runtime.ops.scaled_linear.kernel import (
@@ -55,7 +56,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--sweep", action="store_true", help="other divisions of `row` too")
     options = parser.parse_args(arguments)
     need_hopper()
-    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, microseconds and TFLOP/s")
+    print(f"{machine_line()}, microseconds and TFLOP/s")
     with KernelCompiler() as compiler:
         for name, (rows, columns) in LINEARS.items():
             load(compiler, scaled_kernels(rows, columns))

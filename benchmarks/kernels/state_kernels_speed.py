@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import importlib
 import itertools
-import json
 import math
 import sys
 from collections.abc import Callable
@@ -27,8 +26,9 @@ from typing import Any
 
 import torch
 
-from benchmarks.graph_times import graph_us, read_rate
-from benchmarks.mistakes import need_gpu
+from benchmarks.script import need_gpu
+from mllm_compile.bench.timing.graph import graph_us, read_rate
+from mllm_compile.bench.timing.record import append_record, machine_line
 from mllm_compile.runtime import ops
 from mllm_compile.runtime.attention.layer_kernels import FEW_TOKENS
 from mllm_compile.runtime.state.layer import KINDS, CausalConv, GatedDelta, SelectiveScan, Ssd, StateKind
@@ -167,7 +167,7 @@ def launch_early() -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--json", type=Path, help="also write the figures to this file")
+    parser.add_argument("--json", type=Path, help="also add the figures to this file, as a line")
     parser.add_argument("--prompts", action="store_true", help="prompts in place of decodes")
     parser.add_argument("--copies", action="store_true", help="also copy as many bytes")
     parser.add_argument("--apart", action="store_true", help="each kernel begins when the one ahead has ended")
@@ -176,7 +176,7 @@ def main() -> int:
     args = parser.parse_args()
     need_gpu()
     limit = read_rate() * 1e9
-    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, read {limit / 1e12:.2f} TB/s")
+    print(f"{machine_line()}, read {limit / 1e12:.2f} TB/s")
     print(
         f"{'layer':24} {'requests':>8} {'tokens':>7} {'µs':>9} {'TB/s':>6} {'of read':>8}"
         + f"{'copy, µs':>9}" * args.copies
@@ -203,8 +203,7 @@ def main() -> int:
             )
             torch.cuda.empty_cache()
     if args.json is not None:
-        about = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "read": limit}
-        args.json.write_text(json.dumps({**about, "results": [asdict(result) for result in results]}, indent=1) + "\n")
+        append_record(args.json, __doc__, args, {"read": limit, "layers": [asdict(result) for result in results]})
     return 0
 
 

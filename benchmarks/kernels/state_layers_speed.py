@@ -21,11 +21,12 @@ from dataclasses import dataclass
 
 import torch
 
-from benchmarks.graph_times import graph_us, read_rate
 from benchmarks.kernels.quantised_linears_speed import EPS, load
 from benchmarks.kernels.state_kernels_speed import launch_early, set_constants
 from benchmarks.kernels.stream_linears_speed import Linear
-from benchmarks.mistakes import names_of, need_hopper, positive, positives, told_in_one_line
+from benchmarks.script import names_of, need_hopper, positive, positives, told_in_one_line
+from mllm_compile.bench.timing.graph import graph_us, read_rate
+from mllm_compile.bench.timing.record import machine_line
 from mllm_compile.kernels.cuda import KernelCompiler
 from mllm_compile.runtime import ops
 from mllm_compile.runtime.ops.stream_linear.linear import bucket_of
@@ -182,7 +183,7 @@ def main(arguments: Sequence[str]) -> int:
     from mllm_compile.runtime.ops.dependent_launch import starts_early  # imports Triton
 
     torch.manual_seed(0)
-    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, a sum reads {read_rate():.0f} GB/s", flush=True)
+    print(f"{machine_line()}, a sum reads {read_rate():.0f} GB/s", flush=True)
     for kind in KINDS:
         ops.op(f"{kind}_states")
     if starts_early():

@@ -19,9 +19,10 @@ from dataclasses import dataclass
 
 import torch
 
-from benchmarks.graph_times import graph_us, read_rate
 from benchmarks.kernels.quantised_linears_speed import EPS, load, off_by
-from benchmarks.mistakes import need_hopper, positives, told_in_one_line
+from benchmarks.script import need_hopper, positives, told_in_one_line
+from mllm_compile.bench.timing.graph import graph_us, read_rate
+from mllm_compile.bench.timing.record import machine_line
 from mllm_compile.errors import CompileError, DeviceError
 from mllm_compile.kernels.cuda import KernelCompiler
 from mllm_compile.runtime.ops.stream_linear import rows
@@ -126,7 +127,7 @@ def main(arguments: Sequence[str]) -> int:
     need_hopper()
     torch.manual_seed(0)
     limit = read_rate()
-    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, a sum reads {limit:.0f} GB/s")
+    print(f"{machine_line()}, a sum reads {limit:.0f} GB/s")
     print(f"{'linear':32}{'tokens':>7}{'µs':>8}{'GB/s':>7}{'read':>6}{'error':>7}  division")
     linears = [Linear.parse(text) for text in options.linears]
     buckets: dict[int, list[int]] = {}

@@ -18,9 +18,10 @@ import torch
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from benchmarks.graph_times import timed_us
-from benchmarks.mistakes import need_gpu
+from benchmarks.script import need_gpu
 from mllm_compile.bench.limits.ceilings import measure_ceilings
+from mllm_compile.bench.timing.clock import gpu_seconds
+from mllm_compile.bench.timing.rounds import repeated
 from mllm_compile.kernels.cuda import can_compile_kernels
 from mllm_compile.kernels.nvrtc import compile_cuda
 from mllm_compile.process.console import print_table
@@ -119,7 +120,7 @@ def figures(run: Callable[[], object], flops: float, rate: float) -> tuple[str, 
         for _ in range(LAUNCHES):
             run()
 
-    us = min(timed_us(launches, REPEATS)) / LAUNCHES
+    us = min(repeated(lambda: gpu_seconds(launches), REPEATS, warm_ups=0)) * 1e6 / LAUNCHES
     return f"{us:.0f}", f"{flops / (us * 1e-6) / rate:.0%}"
 
 

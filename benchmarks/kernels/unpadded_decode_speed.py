@@ -16,9 +16,10 @@ from collections.abc import Callable
 
 import torch
 
-from benchmarks.graph_times import graph_us
 from benchmarks.kernels import decode_attention_speed as served
-from benchmarks.mistakes import need_gpu
+from benchmarks.script import need_gpu
+from mllm_compile.bench.timing.graph import graph_us
+from mllm_compile.bench.timing.record import machine_line
 
 HEADS, PADDED, PAGE_SIZE = 32, 128, 64
 CASES = ((64, 577), (64, 4096), (8, 4096))  # requests, tokens of each
@@ -126,7 +127,7 @@ def main() -> None:
     need_gpu()
     torch.manual_seed(0)
     attend = reader()
-    print(torch.cuda.get_device_name(), torch.__version__, flush=True)
+    print(machine_line(), flush=True)
     for width in (80, 96, PADDED):
         check(attend, width)
     for num_requests, length in CASES:

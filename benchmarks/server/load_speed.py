@@ -17,15 +17,17 @@ import math
 import statistics
 import sys
 import tempfile
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks.mistakes import positive, told_in_one_line
+from benchmarks.script import positive, told_in_one_line
+from mllm_compile.bench.timing.clock import wall_seconds
+from mllm_compile.bench.timing.rounds import by_turns
 from mllm_compile.checkpoint.plan import plan_weights, read_checkpoint
 from mllm_compile.checkpoint.quantised import read_tensors
 from mllm_compile.model.hf_model import build_on_meta
@@ -53,26 +55,27 @@ def main() -> None:
         planned = {name: write_and_plan(name, Path(scratch, name), args.gigabytes) for name in NAMES}
         weights = {name: allocate_weights(specs, device) for name, specs in planned.items()}
         tables = {name: json.dumps(weights_to_json(specs)).encode() for name, specs in planned.items()}
-        seconds: dict[str, list[float]] = {name: [] for name in NAMES}
-        table_seconds: dict[str, list[float]] = {name: [] for name in NAMES}
-        for _ in range(args.repeats):
-            for name, table in tables.items():
-                start = time.perf_counter()
-                specs = weights_from_json(parse_json(table))
-                table_seconds[name].append(time.perf_counter() - start)
-                start = time.perf_counter()
-                load_weights(specs, weights[name], Path(scratch, name))
-                seconds[name].append(time.perf_counter() - start)
+        read = {name: weights_from_json(parse_json(table)) for name, table in tables.items()}
+
+        def read_table(name: str) -> float:
+            return wall_seconds(lambda: weights_from_json(parse_json(tables[name])))
+
+        def load(name: str) -> float:
+            return wall_seconds(lambda: load_weights(read[name], weights[name], Path(scratch, name)))
+
+        parts = {"table": read_table, "weights": load}
+        takes = {(part, name): partial(take, name) for name in NAMES for part, take in parts.items()}
+        seconds = by_turns(takes, args.repeats, warm_ups=0)
     sizes = {name: sum(weight.nbytes for weight in of_model.values()) / 1e9 for name, of_model in weights.items()}
     rows = [
         (
             name,
             f"{sizes[name]:.1f}",
             str(sum(len(spec.parts) for spec in planned[name])),
-            *figures(sizes[name], taken),
-            f"{statistics.median(table_seconds[name]) * 1e3:.1f}",
+            *figures(sizes[name], seconds["weights", name]),
+            f"{statistics.median(seconds['table', name]) * 1e3:.1f}",
         )
-        for name, taken in seconds.items()
+        for name in NAMES
     ]
     header = ("model", "GB", "tensors", "s", "GB/s", "from", "to", "table, ms")
     print_table(sys.stdout, f"read into {device}", header, rows)

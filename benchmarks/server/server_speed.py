@@ -21,12 +21,13 @@ import subprocess
 import time
 from dataclasses import dataclass
 
-from benchmarks.mistakes import positive, told_in_one_line
+from benchmarks.script import positive, told_in_one_line
 from mllm_compile import Engine, SamplingParams
 from mllm_compile.bench.errors import BenchmarkError
 from mllm_compile.bench.serving.client import Server
 from mllm_compile.bench.serving.load import ServeWork, prompts_of, run_load
 from mllm_compile.bench.serving.own_server import OwnServer, served
+from mllm_compile.bench.timing.clock import Stopwatch
 
 STREAMS_OF_A_CLIENT = 32
 SLEEP_AFTER = "2s"
@@ -102,9 +103,9 @@ def engine_round(engine: Engine, work: ServeWork) -> Round:
     time.sleep(REST_S)
     prompts = prompts_of(work, 0)
     called = time.time()
-    begun = time.perf_counter()
+    watch = Stopwatch()
     outputs = engine.generate(prompts, params, progress=False)
-    seconds = time.perf_counter() - begun
+    seconds = watch.seconds
     firsts = [
         # Arrival is when the engine has made a request of a prompt: over HTTP, that is waited for as well.
         output.metrics.arrival_time - called + output.metrics.time_to_first_token

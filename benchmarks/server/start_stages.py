@@ -14,9 +14,11 @@ import json
 import statistics
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
-from benchmarks.mistakes import positive
+from benchmarks.script import positive
+from mllm_compile.bench.timing.rounds import by_turns
 from mllm_compile.process.console import print_table
 from mllm_compile.process.timeline import Span, print_timeline
 
@@ -69,10 +71,7 @@ def main() -> None:
     args = parser.parse_args()
     for count in args.ranks:
         start(args.config, count)  # compiles, measures memory, or fills the caches of files
-    starts: dict[int, list[Start]] = {count: [] for count in args.ranks}
-    for _ in range(args.repeats):
-        for count, found in starts.items():
-            found.append(start(args.config, count))
+    starts = by_turns({count: partial(start, args.config, count) for count in args.ranks}, args.repeats, warm_ups=0)
     for count, found in starts.items():
         title = f"warm starts of {count} ranks, s: medians of {args.repeats}"
         print_table(sys.stdout, title, ("stage", "from", "to", "takes"), rows_of(found))

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,8 +20,10 @@ from unittest import mock
 
 import torch
 
-from benchmarks.mistakes import need_gpu, told_in_one_line
+from benchmarks.script import need_gpu, told_in_one_line
 from mllm_compile import Engine, EngineConfig, SamplingParams
+from mllm_compile.bench.timing.clock import Stopwatch
+from mllm_compile.bench.timing.record import machine_line
 
 _ROUNDS = 5
 
@@ -72,9 +73,9 @@ class Way:
         with choosing(self.pays) as chosen:
             for seconds, count in zip(self.seconds, (new // 2, new), strict=True):
                 asked = SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True)
-                start = time.perf_counter()
+                watch = Stopwatch()
                 outputs = engine.generate(prompts, asked)
-                seconds.append(time.perf_counter() - start)
+                seconds.append(watch.seconds)
         self.tokens = [list(output.token_ids) for output in outputs]
         self.is_cascade |= True in chosen
 
@@ -97,11 +98,9 @@ def main() -> None:
         "max_running_requests": max(arguments.requests),
         "cascade_attention": True,
     }
-    start = time.perf_counter()
+    watch = Stopwatch()
     with Engine(config.model_copy(update={"runtime": config.runtime.model_copy(update=sizes)})) as engine:
-        print(
-            f"{torch.cuda.get_device_name()}, torch {torch.__version__}; ready in {time.perf_counter() - start:.1f} s"
-        )
+        print(f"{machine_line()}; ready in {watch.seconds:.1f} s")
         generator = torch.Generator().manual_seed(0)
         for requests in arguments.requests:
             for shared in arguments.shared:

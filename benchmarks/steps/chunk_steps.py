@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections import defaultdict
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -21,10 +20,11 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from benchmarks.mistakes import positive, told_in_one_line
+from benchmarks.script import positive, told_in_one_line
 from mllm_compile import EngineConfig, SamplingParams
 from mllm_compile.bench.measure.gaps import measure_gaps
 from mllm_compile.bench.measure.workloads import Gaps, GapsWork
+from mllm_compile.bench.trace.device_events import device_events, times_by_name
 from mllm_compile.engine.async_engine import AsyncEngine
 from mllm_compile.process.console import print_table
 from mllm_compile.runtime.schedule.pace import Pace, load_of
@@ -40,7 +40,7 @@ class Steps:
     def __init__(self, profile_from: int | None) -> None:
         self.pace: Pace | None = None
         self.rows: list[tuple[int, int, int, int, float, float]] = []
-        self.kernels: dict[str, list[float]] = defaultdict(list)
+        self.kernels: dict[str, list[float]] = {}
         self._profile_from = profile_from
         self._trace: profile | None = None
         self._profiled = 0
@@ -65,9 +65,7 @@ class Steps:
             if self._profiled == PROFILED_STEPS:
                 torch.cuda.synchronize()
                 self._trace.stop()
-                for event in self._trace.events() or []:
-                    if event.device_type == torch.autograd.DeviceType.CUDA:
-                        self.kernels[event.name].append(event.time_range.end - event.time_range.start)
+                self.kernels = times_by_name(device_events(self._trace))
                 self._trace = None
 
 
@@ -142,7 +140,8 @@ def report(bound: str | float, seen: list[Gaps], work: GapsWork, steps: Steps, w
     if beside:
         off = [abs(row[4] / row[5] - 1) for row in beside if row[5]]
         took = sum(row[4] for row in beside)
-        print(f"{len(beside)} steps with its chunks took {took:.0f} ms, {median(off):.1%} off what was expected")
+        how_far = f", {median(off):.1%} off what was expected" if off else ""
+        print(f"{len(beside)} steps with its chunks took {took:.0f} ms{how_far}")
     if with_steps:
         names = ("decodes", "their keys", "tokens", "context", "ms", "expected")
         cells = [(*map(str, row[:4]), f"{row[4]:.1f}", f"{row[5]:.1f}") for row in beside]
@@ -152,7 +151,7 @@ def report(bound: str | float, seen: list[Gaps], work: GapsWork, steps: Steps, w
 def print_kernels(kernels: dict[str, list[float]]) -> None:
     rows = [
         (name[:100], f"{len(times) / PROFILED_STEPS:.1f}", f"{sum(times) / PROFILED_STEPS:.0f}")
-        for name, times in sorted(kernels.items(), key=lambda item: -sum(item[1]))[:KERNELS]
+        for name, times in list(kernels.items())[:KERNELS]
     ]
     whole = sum(map(sum, kernels.values())) / PROFILED_STEPS
     print_table(sys.stdout, f"kernels of a step, {whole:.0f} µs", ("kernel", "times", "µs"), rows)

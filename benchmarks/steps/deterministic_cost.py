@@ -12,11 +12,11 @@ from __future__ import annotations
 import argparse
 import random
 import sys
-import time
 from typing import Any
 
-from benchmarks.mistakes import positive, told_in_one_line
+from benchmarks.script import positive, told_in_one_line
 from mllm_compile import Engine, EngineConfig, SamplingParams
+from mllm_compile.bench.timing.clock import Stopwatch
 
 WARM_UP_TOKENS = 4
 
@@ -58,21 +58,22 @@ def run(engine: Engine, num_requests: int, prompt_length: int, num_tokens: int) 
             f"{num_tokens} tokens after {prompt_length} are more than runtime.max_model_len has room for; raise it"
         )
     params = SamplingParams(temperature=0, max_tokens=longest, ignore_eos=True, detokenize=False)
-    start = time.perf_counter()
+    watch = Stopwatch()
     streams = [engine.stream([rng.randrange(1000) for _ in range(prompt_length)], params) for _ in range(num_requests)]
     for stream in streams:
         next(stream)
-    all_started, before = time.perf_counter(), engine.stats()
+    prompt_seconds, before = watch.seconds, engine.stats()
+    watch = Stopwatch()
     for _ in range(num_tokens):
         next(streams[-1])
-    seconds, after = time.perf_counter() - all_started, engine.stats()
+    seconds, after = watch.seconds, engine.stats()
     if after.running < num_requests:
         sys.exit(f"only {after.running} of {num_requests} requests still decode; raise runtime.max_model_len")
     for stream in streams:
         stream.close()
     return (
         (after.generated_tokens - before.generated_tokens) / seconds,
-        num_requests * prompt_length / (all_started - start),
+        num_requests * prompt_length / prompt_seconds,
     )
 
 

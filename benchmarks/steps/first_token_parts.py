@@ -21,7 +21,6 @@ import shutil
 import statistics
 import sys
 import tempfile
-import time
 from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
@@ -30,8 +29,11 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from benchmarks.mistakes import positive, told_in_one_line
+from benchmarks.script import positive, told_in_one_line
 from mllm_compile import Engine, EngineConfig, SamplingParams
+from mllm_compile.bench.timing.clock import Stopwatch, wall_seconds
+from mllm_compile.bench.timing.rounds import with_range
+from mllm_compile.bench.trace.device_events import Occupancy, device_events, times_by_name
 from mllm_compile.config.resolve_graphs import MIXED_TOKENS
 from mllm_compile.engine.loop import EngineCore
 from mllm_compile.engine.requests import RequestBuilder
@@ -103,24 +105,24 @@ class Clock:
         self.calls: dict[str, int] = defaultdict(int)
         self.begins: dict[str, list[float]] = defaultdict(list)
         self._began: set[str] = set()
-        self._start = 0.0
+        self._call = Stopwatch()
 
     def start(self) -> None:
         """Notes that generate is called now."""
         self._began.clear()
-        self._start = time.perf_counter()
+        self._call = Stopwatch()
 
     def around(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(function)
         def timed(*args: Any, **options: Any) -> Any:
-            start = time.perf_counter()
             if name not in self._began:
                 self._began.add(name)
-                self.begins[name].append(start - self._start)
+                self.begins[name].append(self._call.seconds)
+            watch = Stopwatch()
             try:
                 return function(*args, **options)
             finally:
-                self.seconds[name] += time.perf_counter() - start
+                self.seconds[name] += watch.seconds
                 self.calls[name] += 1
 
         return timed
@@ -188,9 +190,7 @@ def report(engine: Engine, clock: Clock, args: argparse.Namespace) -> None:
     def call() -> float:
         prompts = [ahead + tokens(args.prompt) for _ in range(args.prompts)]
         clock.start()
-        start = time.perf_counter()
-        engine.generate(prompts, params, progress=False)
-        return time.perf_counter() - start
+        return wall_seconds(lambda: engine.generate(prompts, params, progress=False))
 
     for _ in range(WARM_UPS):
         call()
@@ -199,8 +199,8 @@ def report(engine: Engine, clock: Clock, args: argparse.Namespace) -> None:
     middle = statistics.median(seconds)
     behind = f" behind {args.cached}" if ahead else ""
     print(
-        f"{args.prompts} prompts of {args.prompt} tokens{behind}: first token after {middle * 1e3:.3f} ms "
-        f"({min(seconds) * 1e3:.3f} to {max(seconds) * 1e3:.3f}), {args.prompts / middle:,.0f} prompts a second"
+        f"{args.prompts} prompts of {args.prompt} tokens{behind}: first token after "
+        f"{with_range([one * 1e3 for one in seconds], 3, ' ms')}, {args.prompts / middle:,.0f} prompts a second"
     )
     rows = [
         (
@@ -227,31 +227,19 @@ def print_kernels(call: Callable[[], float]) -> None:
     with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as trace:
         call()
         torch.cuda.synchronize()
-    events = trace.events() or []
-    kernels = sorted(
-        (event.time_range.start, event.time_range.end, event.name)
-        for event in events
-        if event.device_type == torch.autograd.DeviceType.CUDA
-    )
-    launches = [event.name for event in events if event.name.startswith(("cudaLaunch", "cuLaunch", "cudaGraphLaunch"))]
-    busy_until, idle, gaps = kernels[0][0], 0.0, []
-    times: dict[str, list[float]] = defaultdict(list)
-    for start, end, name in kernels:
-        gap = max(0.0, start - busy_until)
-        idle += gap
-        gaps.append((gap, name))
-        times[name].append(end - start)
-        busy_until = max(busy_until, end)
-    whole = busy_until - kernels[0][0]
+    names = [event.name for event in trace.events() or []]
+    launches = [name for name in names if name.startswith(("cudaLaunch", "cuLaunch", "cudaGraphLaunch"))]
+    events = device_events(trace)
+    found = Occupancy.of(events)
     print(
-        f"GPU, profiled: {len(kernels)} kernels and copies, {len(launches)} launches, {whole:.0f} µs from the first to "
-        f"the last, idle {idle:.0f} µs"
+        f"GPU, profiled: {len(events)} kernels and copies, {len(launches)} launches, {found.whole:.0f} µs from the "
+        f"first to the last, idle {found.whole - found.busy:.0f} µs"
     )
-    longest = sorted(gaps, reverse=True)[:5]
-    print("longest waits, µs, before: " + "; ".join(f"{gap:.0f} {name[:40]}" for gap, name in longest))
+    longest = "; ".join(f"{wait:.0f} {name[:40]}" for wait, name in found.longest_waits(5))
+    print(f"longest waits, µs, before: {longest}")
     rows = [
         (name[:90], str(len(of_name)), f"{sum(of_name):.0f}")
-        for name, of_name in sorted(times.items(), key=lambda item: -sum(item[1]))[:KERNELS]
+        for name, of_name in list(times_by_name(events).items())[:KERNELS]
     ]
     print_table(sys.stdout, "kernels", ("kernel", "times", "µs"), rows)
 

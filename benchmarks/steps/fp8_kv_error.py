@@ -16,7 +16,7 @@ import pathlib
 import shutil
 import statistics
 
-from benchmarks.mistakes import positive, told_in_one_line
+from benchmarks.script import positive, told_in_one_line
 from mllm_compile import Engine, EngineConfig, RequestOutput, SamplingParams
 
 DOCUMENTED = (shutil.copytree, json.dumps, os.path.join, open, print, sorted, str.split, pathlib.Path.open)

@@ -10,16 +10,16 @@ splitting the graph at attentions is measured against.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
-import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
 import torch
 
-from benchmarks.mistakes import need_gpu, positive, told_in_one_line
+from benchmarks.script import need_gpu, positive, told_in_one_line
+from mllm_compile.bench.timing.clock import Stopwatch
+from mllm_compile.bench.timing.record import append_record
 from mllm_compile.compiler.load_or_compile import load_or_compile
 from mllm_compile.config.schema import EngineConfig
 from mllm_compile.engine.assemble import runner_config
@@ -138,13 +138,12 @@ def measure(step: Callable[[], object]) -> tuple[float, float]:
     step_ms, host_us = [], []
     for _ in range(REPEATS):
         torch.cuda.synchronize()
-        start = time.perf_counter()
+        watch = Stopwatch()
         for _ in range(STEPS):
             step()
-        issued = time.perf_counter()
+        host_us.append(watch.seconds / STEPS * 1e6)
         torch.cuda.synchronize()
-        step_ms.append((time.perf_counter() - start) / STEPS * 1e3)
-        host_us.append((issued - start) / STEPS * 1e6)
+        step_ms.append(watch.seconds / STEPS * 1e3)
     return statistics.median(step_ms), statistics.median(host_us)
 
 
@@ -153,7 +152,7 @@ def main() -> None:
     parser.add_argument("config", type=Path)
     parser.add_argument("--tokens", type=positive, default=512, help="of each request")
     parser.add_argument("--batches", type=positive, nargs="+", default=[1, 8, 64, 256])
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--json", type=Path, help="also add the figures to this file, as a line")
     arguments = parser.parse_args()
     need_gpu()
     compiled = load_or_compile(EngineConfig.from_yaml(arguments.config))
@@ -179,7 +178,7 @@ def main() -> None:
             )
             print(f"{num_requests:8}  {row}", flush=True)
     if arguments.json:
-        arguments.json.write_text(json.dumps({"gpu": torch.cuda.get_device_name(), "results": results}))
+        append_record(arguments.json, __doc__, arguments, results)
     runner.shutdown()
 
 

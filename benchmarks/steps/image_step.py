@@ -11,18 +11,18 @@ its own.
 from __future__ import annotations
 
 import argparse
-import time
-from collections import Counter, defaultdict
+from functools import partial
 from pathlib import Path
 
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from benchmarks.mistakes import need_gpu, positive, told_in_one_line
-from benchmarks.steps.step_gaps import device_events
+from benchmarks.script import need_gpu, positive, told_in_one_line
 from mllm_compile.bench.adapters.mllm_engine import MllmImages
 from mllm_compile.bench.measure.setting import Setting
 from mllm_compile.bench.measure.workloads import Call
+from mllm_compile.bench.timing.clock import wall_seconds
+from mllm_compile.bench.trace.device_events import DeviceEvent, Occupancy, device_events, times_by_name
 
 
 def main() -> None:
@@ -43,9 +43,7 @@ def main() -> None:
                 prompts = [[11 + repeat] * length] * count if kind == "text" else prompts_of(engine, count, args, seed)
                 one = Call(prompts=prompts, max_tokens=[1] * count)
                 if repeat < 2:
-                    start = time.perf_counter()
-                    engine.generate(one)
-                    wall_s = time.perf_counter() - start
+                    wall_s = wall_seconds(partial(engine.generate, one))
                     continue
                 with profile(activities=[ProfilerActivity.CUDA]) as trace:
                     engine.generate(one)
@@ -60,24 +58,15 @@ def prompts_of(engine: MllmImages, count: int, args: argparse.Namespace, seed: i
     return [engine.prompt([7 + seed] * half, image, [9] * (args.text - half)) for image in images]
 
 
-def report(title: str, wall_s: float, events: list[tuple[float, float, str]], top: int) -> None:
-    busy, until, gaps = 0.0, events[0][0], []
-    totals: defaultdict[str, float] = defaultdict(float)
-    numbers: Counter[str] = Counter()
-    for start, end, name in events:
-        totals[name] += end - start
-        numbers[name] += 1
-        if start > until:
-            gaps.append(start - until)
-        busy += max(0.0, end - max(start, until))
-        until = max(until, end)
-    span = until - events[0][0]
+def report(title: str, wall_s: float, events: list[DeviceEvent], top: int) -> None:
+    found = Occupancy.of(events)
     print(
-        f"\n{title}: {wall_s * 1e3:.2f} ms unprofiled; profiled {span / 1e3:.2f} ms from the first event on "
-        f"the GPU to the last, {busy / 1e3:.2f} busy; the longest waits {[round(gap) for gap in sorted(gaps)[-8:]]} µs"
+        f"\n{title}: {wall_s * 1e3:.2f} ms unprofiled; profiled {found.whole / 1e3:.2f} ms from the first event on "
+        f"the GPU to the last, {found.busy / 1e3:.2f} busy; the longest waits "
+        f"{[round(wait) for wait, _ in found.longest_waits(8)]} µs"
     )
-    for name, total in sorted(totals.items(), key=lambda one: -one[1])[:top]:
-        print(f"{total / 1e3:9.3f} ms {numbers[name]:5d} x {name[:150]}")
+    for name, times in list(times_by_name(events).items())[:top]:
+        print(f"{sum(times) / 1e3:9.3f} ms {len(times):5d} x {name[:150]}")
 
 
 if __name__ == "__main__":

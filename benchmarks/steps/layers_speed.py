@@ -14,7 +14,6 @@ import argparse
 import json
 import sys
 import tempfile
-import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -23,9 +22,11 @@ from typing import Any
 
 import torch
 
-from benchmarks.mistakes import positive, told_in_one_line
+from benchmarks.script import positive, told_in_one_line
 from mllm_compile.bench.measure.setting import Setting
 from mllm_compile.bench.measure.workloads import StepWork, random_prompts
+from mllm_compile.bench.timing.clock import Stopwatch
+from mllm_compile.bench.timing.record import machine_line
 from mllm_compile.bench.trace.chrome_trace import STEP_RANGE, TracedKernel, read_steps, short_name
 from mllm_compile.bench.trace.step_trace import trace_step
 from mllm_compile.config.model_folder import open_model_folder
@@ -108,9 +109,9 @@ def show_prompts(parts: EngineParts, setting: Setting, count: int, length: int) 
         return steps
 
     run()
-    start = time.perf_counter()
+    watch = Stopwatch()
     steps = run()
-    taken = time.perf_counter() - start
+    taken = watch.seconds
     print(f"{count} prompts of {length}: {taken * 1e3:.1f} ms in {steps} steps, {count * length / taken:.0f} tokens/s")
     activities = [torch.profiler.ProfilerActivity.CPU]
     if on_gpu := setting.device != "cpu":
@@ -145,10 +146,9 @@ def main() -> int:
     with cut_config(args.config, args.layers, args.vocabulary, args.tensor_parallel_size) as config:
         longest = max(length + 1, CONTEXT + 4 * STEPS)
         setting = Setting.from_config(str(config), max(*args.batches, count), longest)
-        start = time.perf_counter()
+        watch = Stopwatch()
         parts = assemble(setting.engine_config(), reporter_for(plain_lines=True))
-        name = torch.cuda.get_device_name() if setting.device != "cpu" else "a CPU"
-        print(f"{name}, torch {torch.__version__}, ready in {time.perf_counter() - start:.1f} s", flush=True)
+        print(f"{machine_line(setting.device)}, ready in {watch.seconds:.1f} s", flush=True)
         try:
             for batch in args.batches:
                 show_decodes(parts, setting, batch)

@@ -24,7 +24,7 @@ import textwrap
 from collections.abc import Sequence
 from typing import Any
 
-from benchmarks.mistakes import positive, told_in_one_line
+from benchmarks.script import positive, told_in_one_line
 from benchmarks.steps.fp8_kv_error import prompt_scores
 from mllm_compile import Engine, EngineConfig, RequestOutput, SamplingParams
 from mllm_compile.passes.pipeline import optional_pass_names

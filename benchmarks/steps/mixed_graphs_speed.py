@@ -14,12 +14,13 @@ import argparse
 import random
 import statistics
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.mistakes import need_hopper, positive, told_in_one_line
+from benchmarks.script import need_hopper, positive, told_in_one_line
 from mllm_compile import Engine, EngineConfig, SamplingParams
+from mllm_compile.bench.timing.clock import Stopwatch, wall_seconds
+from mllm_compile.bench.timing.rounds import repeated
 from mllm_compile.process.console import print_table
 
 PROMPTS = ((1, 32), (1, 128), (1, 256), (1, 512), (4, 64), (4, 128))  # prompts at once, tokens of each
@@ -31,25 +32,25 @@ WARM_UPS, REPEATS, ARRIVAL_REPEATS = 4, 25, 3
 
 def first_token_ms(engine: Engine, draws: random.Random, count: int, length: int, prefix: list[int]) -> float:
     params = params_of(1)
-    times = []
-    for _ in range(WARM_UPS + REPEATS):
+
+    def take() -> float:
         prompts = [prefix + draw(draws, length) for _ in range(count)]
-        start = time.perf_counter()
-        engine.generate(prompts, params)
-        times.append((time.perf_counter() - start) * 1e3)
-    return statistics.median(times[WARM_UPS:])
+        return wall_seconds(lambda: engine.generate(prompts, params)) * 1e3
+
+    return statistics.median(repeated(take, REPEATS, WARM_UPS))
 
 
 def arrival_tokens_s(engine: Engine, draws: random.Random, num_requests: int, length: int, answer: int) -> float:
     """Answers of half to one and a half times `answer` tokens, so that requests end one by one."""
     params = [params_of(draws.randrange(answer // 2, answer * 3 // 2)) for _ in range(num_requests)]
-    rates = []
-    for _ in range(ARRIVAL_REPEATS):
+
+    def take() -> float:
         prompts = [draw(draws, length) for _ in params]
-        start = time.perf_counter()
+        watch = Stopwatch()
         outputs = engine.generate(prompts, params)
-        rates.append(sum(len(output.outputs[0].token_ids) for output in outputs) / (time.perf_counter() - start))
-    return statistics.median(rates)
+        return sum(len(output.outputs[0].token_ids) for output in outputs) / watch.seconds
+
+    return statistics.median(repeated(take, ARRIVAL_REPEATS, warm_ups=0))
 
 
 def draw(draws: random.Random, length: int) -> list[int]:

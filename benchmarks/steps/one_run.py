@@ -11,13 +11,13 @@ from __future__ import annotations
 import argparse
 import random
 import sys
-import time
 from itertools import accumulate
 from pathlib import Path
 
-from benchmarks.mistakes import positive, told_in_one_line
+from benchmarks.script import positive, told_in_one_line
 from mllm_compile import Engine, EngineConfig, SamplingParams
 from mllm_compile.bench.measure.harness import probe_machine
+from mllm_compile.bench.timing.clock import Stopwatch
 
 LEAST_VOCABULARY = 100  # ids of prompts are below: every model has them
 LEAST_STEPS = 8  # that a mean is taken of
@@ -35,9 +35,9 @@ def main() -> int:
     prompts = [[random.randrange(LEAST_VOCABULARY) for _ in range(args.prompt)] for _ in range(args.requests)]
     params = SamplingParams(temperature=0.0, max_tokens=args.tokens, ignore_eos=True, detokenize=False)
     with Engine(EngineConfig.from_yaml(args.config)) as engine:
-        start = time.perf_counter()
+        watch = Stopwatch()
         streams = [engine.stream(prompt, params) for prompt in prompts]
-        new = [(len(output.token_ids), time.perf_counter() - start) for output in streams[-1]]
+        new = [(len(output.token_ids), watch.seconds) for output in streams[-1]]
         others = [[*stream][-1].metrics for stream in streams[:-1]]
         preemptions = engine.stats().preemptions
     answered = zip(accumulate(count for count, _ in new), (at for _, at in new), strict=True)

@@ -14,15 +14,16 @@ import argparse
 import json
 import sys
 import tempfile
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
-from benchmarks.mistakes import positive, told_in_one_line
+from benchmarks.script import positive, told_in_one_line
 from mllm_compile import Engine, EngineConfig, SamplingParams
 from mllm_compile.bench.measure.workloads import random_prompts
+from mllm_compile.bench.timing.clock import wall_seconds
+from mllm_compile.bench.timing.rounds import repeated
 from mllm_compile.config.model_folder import open_model_folder
 
 CALLS = 4
@@ -75,14 +76,11 @@ def measure(
     )
     params = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True, logprobs=0, detokenize=False)
     with Engine(config) as engine:
-        seconds = []
-        for _ in range(1 + CALLS):
-            start = time.perf_counter()
-            answers = engine.generate(prompts, params)
-            seconds.append(time.perf_counter() - start)
+        answers = engine.generate(prompts, params)  # warms up
+        seconds = repeated(lambda: wall_seconds(lambda: engine.generate(prompts, params)), CALLS, warm_ups=0)
     if error := next((answer.error for answer in answers if answer.error is not None), None):
         sys.exit(f"error: {error}")
-    rates = sorted(sum(map(len, prompts)) / one for one in seconds[1:])
+    rates = sorted(sum(map(len, prompts)) / one for one in seconds)
     way = "in halves" if halves else "whole"
     print(
         f"{tokens:6} tokens a step, {way:9} {median(rates):9.0f} tokens/s ({rates[0]:.0f} to {rates[-1]:.0f})",

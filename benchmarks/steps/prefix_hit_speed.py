@@ -13,11 +13,12 @@ import argparse
 import random
 import statistics
 import sys
-import time
 from pathlib import Path
 
-from benchmarks.mistakes import positive, told_in_one_line
+from benchmarks.script import positive, told_in_one_line
 from mllm_compile import Engine, EngineConfig, SamplingParams
+from mllm_compile.bench.timing.clock import wall_seconds
+from mllm_compile.bench.timing.rounds import with_range
 
 ONE_TOKEN = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
 WARM_UPS = 2
@@ -26,13 +27,7 @@ LEAST_VOCABULARY = 100  # ids of prompts are below: every model has them
 
 
 def milliseconds(engine: Engine, prompt: list[int]) -> float:
-    start = time.perf_counter()
-    engine.generate([prompt], ONE_TOKEN)
-    return (time.perf_counter() - start) * 1000
-
-
-def shown(times: list[float]) -> str:
-    return f"{statistics.median(times):.2f} ms ({min(times):.2f} to {max(times):.2f})"
+    return wall_seconds(lambda: engine.generate([prompt], ONE_TOKEN)) * 1000
 
 
 def main() -> int:
@@ -54,10 +49,11 @@ def main() -> int:
                 later.append(statistics.median(in_a_row))
         stats = engine.stats()
     share = stats.prefix_hit_tokens / max(1, args.tokens * (WARM_UPS + args.prompts) * (1 + LATER_HITS))
-    print(f"first token of {args.tokens}: a miss takes {shown(misses)}; a hit found {share:.0%} of its prompt")
+    missed = with_range(misses, 2, " ms")
+    print(f"first token of {args.tokens}: a miss takes {missed}; a hit found {share:.0%} of its prompt")
     for what, found in (("behind a miss", hits), ("behind other hits", later)):
         times_faster = statistics.median(misses) / statistics.median(found)
-        print(f"a hit {what} takes {shown(found)}: {times_faster:.1f} times faster")
+        print(f"a hit {what} takes {with_range(found, 2, ' ms')}: {times_faster:.1f} times faster")
     return 0
 
 

@@ -23,7 +23,7 @@ from typing import Any
 
 import yaml
 
-from benchmarks.mistakes import names_of, positive, positives, told_in_one_line
+from benchmarks.script import names_of, positive, positives, told_in_one_line
 from mllm_compile import EngineConfig
 from mllm_compile.bench.measure.harness import (
     FIRST_TOKENS,

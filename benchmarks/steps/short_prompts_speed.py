@@ -11,13 +11,16 @@ from __future__ import annotations
 import argparse
 import random
 import statistics
-import time
+from functools import partial
 from pathlib import Path
 
-from benchmarks.mistakes import positive, told_in_one_line
+from benchmarks.script import positive, told_in_one_line
 from mllm_compile import Engine, EngineConfig, SamplingParams
+from mllm_compile.bench.timing.clock import wall_seconds
+from mllm_compile.bench.timing.rounds import repeated, with_range
 
 SHORTEST, LONGEST = 20, 200
+WARM_UPS = 2
 
 
 def main() -> None:
@@ -41,18 +44,15 @@ def measure(engine: Engine, batched: int | str, args: argparse.Namespace) -> Non
 
     def seconds(lengths: list[int]) -> float:
         prompts = [[draws.randrange(3000) for _ in range(length)] for length in lengths]
-        start = time.perf_counter()
-        engine.generate(prompts, params, progress=False)
-        return time.perf_counter() - start
+        return wall_seconds(lambda: engine.generate(prompts, params, progress=False))
 
     for count in (1, *args.counts):
         lengths = [args.single] if count == 1 else [draws.randint(SHORTEST, LONGEST) for _ in range(count)]
-        seconds(lengths), seconds(lengths)
-        taken = [seconds(lengths) for _ in range(args.repeats)]
+        taken = repeated(partial(seconds, lengths), args.repeats, WARM_UPS)
         middle = statistics.median(taken)
         print(
-            f"max_num_batched_tokens {batched}: {count} prompts of {sum(lengths)} tokens in {middle * 1e3:.2f} ms "
-            f"({min(taken) * 1e3:.2f} to {max(taken) * 1e3:.2f}): {count / middle:,.0f} first tokens a second",
+            f"max_num_batched_tokens {batched}: {count} prompts of {sum(lengths)} tokens in "
+            f"{with_range([one * 1e3 for one in taken], 2, ' ms')}: {count / middle:,.0f} first tokens a second",
             flush=True,
         )
 

@@ -16,8 +16,9 @@ from pathlib import Path
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from benchmarks.mistakes import need_gpu, positive, told_in_one_line
+from benchmarks.script import need_gpu, positive, told_in_one_line
 from mllm_compile import Engine, EngineConfig, SamplingParams
+from mllm_compile.bench.trace.device_events import DeviceEvent, device_events
 
 ENDS_OF_STEPS = ("_end_kernel", "_largest_of_row")  # in the graph of a decode, and around it
 STEADY_STEPS = 48  # the last ones: every request decodes in each
@@ -46,14 +47,7 @@ def main() -> None:
             report(count, device_events(trace))
 
 
-def device_events(trace: profile) -> list[tuple[float, float, str]]:
-    """(start, end, name) of everything that ran on the GPU, in µs, by start."""
-    on_device = torch.autograd.DeviceType.CUDA
-    found = trace.events() or []
-    return sorted((e.time_range.start, e.time_range.end, e.name) for e in found if e.device_type == on_device)
-
-
-def report(count: int, events: list[tuple[float, float, str]]) -> None:
+def report(count: int, events: list[DeviceEvent]) -> None:
     ends = [end for _, end, name in events if name.startswith(ENDS_OF_STEPS)][-STEADY_STEPS - 1 :]
     gaps: list[list[float]] = [[] for _ in ends[1:]]
     busy_until, step = ends[0], 0

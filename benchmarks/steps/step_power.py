@@ -2,7 +2,7 @@
 
     python -m benchmarks.steps.step_power configs/qwen-8b-shape.yaml [--batches 64 256] [--prompt 512] [--tokens 129]
 
-Needs an NVIDIA GPU and nvidia-ml-py (`pip install nvidia-ml-py`). The driver counts energy; over one second a reading
+Needs an NVIDIA GPU and the `cuda` extra. The driver counts energy; over one second a reading
 repeats to a tenth, over three to half a per cent, so work is repeated for `--seconds`.
 Prompts with `--tokens` new tokens, less the same prompts with one, are decode steps.
 """
@@ -10,25 +10,19 @@ Prompts with `--tokens` new tokens, less the same prompts with one, are decode s
 from __future__ import annotations
 
 import argparse
-import bisect
 import math
 import random
 import statistics
 import sys
-import threading
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import Self
 
 import torch
 
-from benchmarks.mistakes import need_gpu, positive, told_in_one_line
+from benchmarks.script import need_gpu, positive, told_in_one_line
 from mllm_compile import Engine, EngineConfig, SamplingParams
-
-SAMPLE_S = 0.02
+from mllm_compile.bench.timing.gpu_meter import GpuMeter, Nvml
 
 
 @dataclass(frozen=True)
@@ -41,50 +35,30 @@ class Drawn:
 
 
 class Meter:
-    """Reads the GPU that torch uses, its clock in a thread of its own."""
+    """Reads the GPU that torch uses."""
 
     def __init__(self) -> None:
-        try:
-            import pynvml
-        except ModuleNotFoundError:
+        gpu = Nvml.of("cuda")
+        if gpu is None:
             sys.exit("needs nvidia-ml-py, which reads the driver's counters: pip install nvidia-ml-py")
-        self._nvml = pynvml
-        pynvml.nvmlInit()
-        self._gpu = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties().uuid}")
-        self._clocks: list[tuple[float, int]] = []  # (when, MHz)
-        self._is_over = threading.Event()
-        self._thread = threading.Thread(target=self._sample, daemon=True)
-
-    @property
-    def limit_watts(self) -> float:
-        return self._nvml.nvmlDeviceGetEnforcedPowerLimit(self._gpu) / 1e3
-
-    def __enter__(self) -> Self:
-        self._thread.start()
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self._is_over.set()
-        self._thread.join()
-
-    def _sample(self) -> None:
-        while not self._is_over.wait(SAMPLE_S):
-            clock = self._nvml.nvmlDeviceGetClockInfo(self._gpu, self._nvml.NVML_CLOCK_SM)
-            self._clocks.append((time.perf_counter(), clock))
-
-    def _joules(self) -> float:
-        return self._nvml.nvmlDeviceGetTotalEnergyConsumption(self._gpu) / 1e3
+        self.limit_watts = gpu.limit_watts
+        self._meter = GpuMeter(gpu)
 
     def measure(self, work: Callable[[], object], repeats: int, skipped_s: float = 0.0) -> Drawn:
         """`work` so many times; clocks of the first `skipped_s` of each are left out."""
-        clocks: list[int] = []
-        joules, start = self._joules(), time.perf_counter()
-        for _ in range(repeats):
-            begin = time.perf_counter() + skipped_s
-            work()
-            clocks += [mhz for _, mhz in self._clocks[bisect.bisect(self._clocks, (begin, 0)) :]]
-        seconds = time.perf_counter() - start
-        return Drawn(seconds, self._joules() - joules, statistics.median(clocks or [math.nan]))
+        begins = []
+        with self._meter.watching() as span:
+            for _ in range(repeats):
+                begins.append(self._meter.now)
+                work()
+        ends = [*begins[1:], self._meter.now]
+        clocks = [
+            one.clock_mhz
+            for begin, end in zip(begins, ends, strict=True)
+            for one in span.inside
+            if begin + skipped_s <= one.at < end
+        ]
+        return Drawn(span.seconds, span.joules, statistics.median(clocks or [math.nan]))
 
 
 def main() -> None:
@@ -101,7 +75,7 @@ def main() -> None:
     sections = EngineConfig.from_yaml(args.config).model_dump()
     sections["runtime"]["enable_prefix_cache"] = False
     meter = Meter()
-    with Engine(EngineConfig.from_dict(sections)) as engine, meter:
+    with Engine(EngineConfig.from_dict(sections)) as engine:
         print(f"{torch.cuda.get_device_name()}, limit {meter.limit_watts:.0f} W")
         print("requests | work               |        ms |     W | SM MHz |  mJ a token")
         for count in args.batches:

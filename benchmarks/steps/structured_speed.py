@@ -15,11 +15,13 @@ import dataclasses
 import random
 import statistics
 import sys
-import time
+from functools import partial
 from typing import Any
 
-from benchmarks.mistakes import positive, told_in_one_line
+from benchmarks.script import positive, told_in_one_line
 from mllm_compile import Engine, EngineConfig, SamplingParams, StructuredOutputsParams
+from mllm_compile.bench.timing.clock import Stopwatch
+from mllm_compile.bench.timing.rounds import by_turns, quantile, spread
 from mllm_compile.engine.assemble import assemble
 from mllm_compile.engine.parts import EngineParts
 from mllm_compile.process.timeline import Timeline
@@ -108,11 +110,11 @@ class Meter:
         fill = backend.fill
 
         def timed(work, masks):
-            begun = time.perf_counter()
+            watch = Stopwatch()
             try:
                 return fill(work, masks)
             finally:
-                self.mask_seconds.append(time.perf_counter() - begun)
+                self.mask_seconds.append(watch.seconds)
 
         backend.fill = timed  # type: ignore[method-assign]
 
@@ -124,10 +126,10 @@ class Meter:
             next(stream)
         for _ in range(WARM_UP_TOKENS):
             next(streams[-1])
-        begun = time.perf_counter()
+        watch = Stopwatch()
         for _ in range(num_tokens):
             next(streams[-1])
-        seconds, running = time.perf_counter() - begun, self._engine.stats().running
+        seconds, running = watch.seconds, self._engine.stats().running
         if running < len(each):
             sys.exit(f"only {running} of {len(each)} requests still decode; raise runtime.max_model_len")
         for stream in streams:
@@ -142,19 +144,16 @@ def report(meter: Meter, count: int, num_formed: int, args: argparse.Namespace) 
     formed = dataclasses.replace(plain, ignore_eos=False, structured_outputs=FORM)
     meter.watch(formed)
     modes = {False: [plain] * count, True: [formed] * num_formed + [plain] * (count - num_formed)}
-    times: dict[bool, list[float]] = {False: [], True: []}
     meter.round(modes[True], args.prompt, WARM_UP_TOKENS)
     meter.mask_seconds.clear()
-    for _ in range(args.rounds):
-        for has_form, each in modes.items():
-            times[has_form].append(meter.round(each, args.prompt, args.tokens))
+    takes = {has_form: partial(meter.round, each, args.prompt, args.tokens) for has_form, each in modes.items()}
+    times = by_turns(takes, args.rounds, warm_ups=0)
     without, with_form = (statistics.median(times[has_form]) for has_form in (False, True))
-    spread = max((max(values) - min(values)) / statistics.median(values) for values in times.values())
-    masks = sorted(meter.mask_seconds)
-    p50, p99 = (masks[int(len(masks) * share)] * 1e3 for share in (0.5, 0.99))
+    widest = max(map(spread, times.values()))
+    p50, p99 = (quantile(meter.mask_seconds, share) * 1e3 for share in (0.5, 0.99))
     ratio = with_form / without
     print(
-        f"{count:8} | {num_formed:11} | {with_form:10.3f} | {without:7.3f} | {ratio:12.3f} | {spread:6.1%}", end=" | "
+        f"{count:8} | {num_formed:11} | {with_form:10.3f} | {without:7.3f} | {ratio:12.3f} | {widest:6.1%}", end=" | "
     )
     print(f"{p50:26.3f} | {p99:5.3f}")
 

@@ -12,16 +12,16 @@ from __future__ import annotations
 
 import argparse
 import sys
-import time
 from pathlib import Path
 
 import torch
 
-from benchmarks.mistakes import need_gpu, positive, told_in_one_line
+from benchmarks.script import need_gpu, positive, told_in_one_line
 from benchmarks.steps.chunk_steps import Streams
 from mllm_compile import Engine, EngineConfig
 from mllm_compile.bench.measure.gaps import measure_gaps
 from mllm_compile.bench.measure.workloads import GapsWork
+from mllm_compile.bench.timing.clock import Stopwatch
 from mllm_compile.engine.async_engine import AsyncEngine
 
 
@@ -50,9 +50,9 @@ def main() -> None:
     work = GapsWork(decodes=args.decodes, prompt_len=args.prompt, repeats=1)
     with open_engine(config, work, 0.42, None, priority=-1) as answers:
         for index, batched in enumerate(args.batched):
-            begin = time.perf_counter()
+            watch = Stopwatch()
             with open_engine(config, work, 0.85, batched, priority=0) as prompts:
-                print(f"engine {index + 2} in {time.perf_counter() - begin:.1f} s", file=sys.stderr)
+                print(f"engine {index + 2} in {watch.seconds:.1f} s", file=sys.stderr)
                 both = Both(Streams(AsyncEngine(answers)), Streams(AsyncEngine(prompts)), args.prompt)
                 lines = work.measurements(measure_gaps(both, work, answers.vocab_size))
             figures = "; ".join(f"{line.name} {line.median:.1f}" for line in lines)

@@ -49,7 +49,7 @@ def test_what_is_imported_is_declared():
     # With torch: Triton where it has CUDA, SymPy for sizes.
     own = set(sys.stdlib_module_names) | {"mllm_compile", "triton", "sympy", "cuda"}
     distributions = {"flashinfer": ["flashinfer-python"], "tvm_ffi": ["apache-tvm-ffi"]}  # where there is a GPU alone
-    distributions["PIL"] = ["pillow"]
+    distributions |= {"PIL": ["pillow"], "pynvml": ["nvidia-ml-py"]}
     distributions |= packages_distributions()
     for folder in ("mllm_compile", "passes", "runtime"):
         for path in (ROOT / folder).rglob("*.py"):

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Callable
 
 import torch
 
 from mllm_compile.bench.measure.results import Ceilings
+from mllm_compile.bench.timing.clock import gpu_seconds, wall_seconds
+from mllm_compile.bench.timing.rounds import repeated
 
 # Far beyond any cache, and long enough that starting the kernel does not count.
 _READ_BYTES = {"cuda": 4 << 30, "cpu": 256 << 20}
@@ -55,18 +56,6 @@ def _reader(data: torch.Tensor) -> Callable[[], object]:
 
 def _best_seconds(run: Callable[[], object], device: torch.device) -> float:
     """The median on a GPU; the best on a CPU, which other processes share."""
-    seconds = [_seconds(run, device) for _ in range(_REPEATS[device.type] + 1)][1:]
-    return statistics.median(seconds) if device.type == "cuda" else min(seconds)
-
-
-def _seconds(run: Callable[[], object], device: torch.device) -> float:
-    if device.type != "cuda":
-        start = time.perf_counter()
-        run()
-        return time.perf_counter() - start
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    begin.record()
-    run()
-    end.record()
-    end.synchronize()
-    return begin.elapsed_time(end) / 1e3
+    if device.type == "cuda":
+        return statistics.median(repeated(lambda: gpu_seconds(run), _REPEATS["cuda"]))
+    return min(repeated(lambda: wall_seconds(run), _REPEATS["cpu"]))

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
-import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from mllm_compile.bench.adapters.base import ImageEngine
 from mllm_compile.bench.errors import BenchmarkError
 from mllm_compile.bench.measure.workloads import Call, ImagesWork, Prompts, largest_token_id
+from mllm_compile.bench.timing.clock import wall_seconds
+from mllm_compile.bench.timing.rounds import by_turns
 from mllm_compile.process.progress import reporter_for
 
 Seconds = dict[str, list[float]]
@@ -43,30 +47,39 @@ def measure_images(engine: ImageEngine, work: ImagesWork, batch: int, vocab_size
     """
     draw = random.Random(batch)
     last = largest_token_id(vocab_size)
-    seconds: Seconds = {}
+    seeds = itertools.count()
+    images: list[object] = []
 
     def ids(length: int) -> Prompts:
         return [[draw.randint(0, last) for _ in range(length)] for _ in range(batch)]
 
-    def timed(call: str, prompts: list[object], max_tokens: int) -> None:
-        start = time.perf_counter()
-        engine.generate(Call(prompts=prompts, max_tokens=[max_tokens] * batch))
-        seconds.setdefault(call, []).append(time.perf_counter() - start)
-        stage.advance()
-
     half = work.text_len // 2
     length = engine.num_features(work.side) + work.text_len
+
+    def behind_images() -> list[object]:
+        befores, afters = ids(half), ids(work.text_len - half)
+        return [engine.prompt(*parts) for parts in zip(befores, images, afters, strict=True)]
+
+    def behind_new_images() -> list[object]:
+        images[:] = [engine.image(work.side, next(seeds)) for _ in range(batch)]
+        return behind_images()
+
+    def text() -> list[object]:
+        return list(ids(length))
+
     with reporter_for(plain_lines=True).stage(name, total=5 * (1 + work.repeats)) as stage:
-        for repeat in range(1 + work.repeats):
-            images = [engine.image(work.side, repeat * batch + place) for place in range(batch)]
 
-            def prompts(images: list[object] = images) -> list[object]:
-                befores, afters = ids(half), ids(work.text_len - half)
-                return [engine.prompt(*parts) for parts in zip(befores, images, afters, strict=True)]
+        def take(prompts: Callable[[], list[object]], max_tokens: int) -> float:
+            call = Call(prompts=prompts(), max_tokens=[max_tokens] * batch)
+            seconds = wall_seconds(lambda: engine.generate(call))
+            stage.advance()
+            return seconds
 
-            timed("new images", prompts(), 1)
-            timed("same images", prompts(), 1)
-            timed("whole, behind images", prompts(), work.output_len)
-            timed("text", list(ids(length)), 1)
-            timed("whole, text", list(ids(length)), work.output_len)
-    return {call: taken[1:] for call, taken in seconds.items()}
+        takes = {
+            "new images": partial(take, behind_new_images, 1),
+            "same images": partial(take, behind_images, 1),
+            "whole, behind images": partial(take, behind_images, work.output_len),
+            "text": partial(take, text, 1),
+            "whole, text": partial(take, text, work.output_len),
+        }
+        return by_turns(takes, work.repeats)

@@ -9,6 +9,8 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Self
 
+from mllm_compile.bench.timing.gpu_meter import GpuState
+from mllm_compile.bench.timing.rounds import spread
 from mllm_compile.errors import ConfigError
 
 FORMAT = 1
@@ -26,6 +28,7 @@ class Measurement:
         batch: requests at once, where the work has several.
         limit: the best value by the machine's measured ceilings, in the same unit; None if not known.
         processes: the median of each process, where several were measured.
+        gpu: the GPU's state in each process; empty without one.
     """
 
     name: str
@@ -35,6 +38,7 @@ class Measurement:
     batch: int | None = None
     limit: float | None = None
     processes: tuple[float, ...] = ()
+    gpu: tuple[GpuState, ...] = ()
 
     @classmethod
     def of(
@@ -52,12 +56,12 @@ class Measurement:
     @property
     def spread(self) -> float:
         """(largest − smallest sample) / median."""
-        return (max(self.samples) - min(self.samples)) / self.median if self.median else 0.0
+        return spread(self.samples, self.median)
 
     @property
     def spread_of_processes(self) -> float:
         """The same of the medians of several processes; 0 of one."""
-        return (max(self.processes) - min(self.processes)) / self.median if self.processes and self.median else 0.0
+        return spread(self.processes, self.median)
 
     @property
     def share_of_limit(self) -> float | None:
@@ -212,14 +216,18 @@ def joined(runs: Sequence[EngineRun]) -> EngineRun:
     for same in zip(*(run.measurements for run in runs), strict=True):
         medians = tuple(line.median for line in same)
         samples = tuple(sample for line in same for sample in line.samples)
-        lines.append(replace(same[0], median=statistics.median(medians), samples=samples, processes=medians))
+        gpu = tuple(state for line in same for state in line.gpu)
+        median = statistics.median(medians)
+        lines.append(replace(same[0], median=median, samples=samples, processes=medians, gpu=gpu))
     return replace(runs[0], measurements=tuple(lines))
 
 
 def run_from_json(data: dict[str, Any]) -> EngineRun:
     """The inverse of dataclasses.asdict."""
-    tuples = ("samples", "processes")
-    lines = tuple(
-        Measurement(**(line | {name: tuple(line.get(name, ())) for name in tuples})) for line in data["measurements"]
-    )
-    return EngineRun(**(data | {"measurements": lines}))
+    return EngineRun(**(data | {"measurements": tuple(map(measurement_from_json, data["measurements"]))}))
+
+
+def measurement_from_json(data: dict[str, Any]) -> Measurement:
+    """The inverse of dataclasses.asdict."""
+    tuples = {name: tuple(data.get(name, ())) for name in ("samples", "processes")}
+    return Measurement(**(data | tuples | {"gpu": tuple(map(GpuState.from_json, data.get("gpu", ())))}))

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import json
 import sys
-import time
-from collections.abc import Callable
-from dataclasses import asdict
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,6 +32,9 @@ from mllm_compile.bench.measure.workloads import (
     StepWork,
     ThroughputWork,
 )
+from mllm_compile.bench.timing.clock import wall_seconds
+from mllm_compile.bench.timing.gpu_meter import GpuMeter, GpuState, Nvml, Span
+from mllm_compile.bench.timing.rounds import by_turns
 from mllm_compile.errors import MllmError
 from mllm_compile.process.interruption import ended_by_sigterm
 from mllm_compile.process.progress import reporter_for
@@ -109,8 +112,8 @@ def latency(job: dict[str, Any]) -> dict[str, Any]:
             continue
         first, whole = work.calls(batch, setting.vocab_size)
         left = f"{job['engine']}: batch {batch}, {index + 1} of {len(work.batches)}"
-        first_s, whole_s = seconds_of_calls(engine, (first, whole), work.repeats, left)
-        lines += work.measurements(batch, first_s, whole_s)
+        prefill, both = timed_calls(engine, (first, whole), work.repeats, left, setting.device)
+        lines += with_gpu(work.measurements(batch, prefill.seconds, both.seconds), (both, prefill))
         _say(f"{job['engine']}: " + ", ".join(f"{line.name} {line.median:.2f} ms" for line in lines[-2:]), batch)
     run = _run(job["engine"], engine, _some(lines))
     return run | {"place": asdict(runtime_place(setting)) if job["engine"] == "mllm" else None}
@@ -124,8 +127,9 @@ def throughput(job: dict[str, Any]) -> dict[str, Any]:
     prefill_call, mixed_call = work.prefill_call(setting.vocab_size), work.mixed_call(setting.vocab_size)
     lines = []
     for call, measure in ((prefill_call, work.prefill_measurement), (mixed_call, work.mixed_measurement)):
-        (seconds,) = seconds_of_calls(engine, (call,), work.repeats, f"{job['engine']}: {len(call.prompts)} requests")
-        lines.append(measure(call, seconds))
+        name = f"{job['engine']}: {len(call.prompts)} requests"
+        timed = timed_calls(engine, (call,), work.repeats, name, setting.device)
+        lines += with_gpu([measure(call, timed[0].seconds)], timed)
         _say(f"{job['engine']}: {lines[-1].name} {lines[-1].median:.0f} {lines[-1].unit}")
     return _run(job["engine"], engine, lines)
 
@@ -144,8 +148,9 @@ def long(job: dict[str, Any]) -> dict[str, Any]:
             _say(f"{name}: left out, as requests would wait for the KV cache")
             continue
         calls = work.latency(point).calls(count, setting.vocab_size)
-        first_s, whole_s = seconds_of_calls(engine, calls, work.repeats, f"{name}, {index + 1} of {len(points)}")
-        lines += work.measurements(point, first_s, whole_s)
+        left = f"{name}, {index + 1} of {len(points)}"
+        prefill, both = timed_calls(engine, calls, work.repeats, left, setting.device)
+        lines += with_gpu(work.measurements(point, prefill.seconds, both.seconds), (both, prefill))
         _say(f"{name}: " + ", ".join(f"{line.name} {line.median:.2f} {line.unit}" for line in lines[-2:]))
     return _run(job["engine"], engine, _some(lines))
 
@@ -252,23 +257,41 @@ _TASKS: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
 }
 
 
-def seconds_of_calls(engine: BenchEngine, calls: tuple[Call, ...], repeats: int, name: str) -> list[list[float]]:
-    """Seconds of each call, `repeats` of them after one warm-up; the calls take turns, so that drift hits all alike.
+@dataclass(frozen=True)
+class TimedCall:
+    """The seconds of each repeat of a call, and the GPU's state meanwhile; None without a GPU."""
 
-    What is left is shown under `name`, between the calls.
+    seconds: list[float]
+    gpu: GpuState | None
+
+
+def timed_calls(engine: BenchEngine, calls: tuple[Call, ...], repeats: int, name: str, device: str) -> list[TimedCall]:
+    """Times each call `repeats` times after one warm-up; the calls take turns, so that drift hits all alike.
+
+    Args:
+        name: shown beside what is left, between the calls.
+        device: the engine's, whose clock and power are read.
     """
-    seconds: list[list[float]] = [[] for _ in calls]
+    meter = GpuMeter(Nvml.of(device))
+    spans: list[list[Span]] = [[] for _ in calls]
     with reporter_for(plain_lines=True).stage(name, total=len(calls) * (1 + repeats)) as stage:
-        for call in calls:
-            engine.generate(call)
+
+        def take(index: int) -> float:
+            with meter.watching() as span:
+                seconds = wall_seconds(lambda: engine.generate(calls[index]))
+            spans[index].append(span)
             stage.advance()
-        for _ in range(repeats):
-            for call, taken in zip(calls, seconds, strict=True):
-                start = time.perf_counter()
-                engine.generate(call)
-                taken.append(time.perf_counter() - start)
-                stage.advance()
-    return seconds
+            return seconds
+
+        seconds = by_turns({index: partial(take, index) for index in range(len(calls))}, repeats)
+    return [TimedCall(seconds[index], meter.state(watched[1:])) for index, watched in enumerate(spans)]
+
+
+def with_gpu(lines: list[Measurement], calls: Sequence[TimedCall]) -> list[Measurement]:
+    """The same lines, each with the GPU's state in its call."""
+    return [
+        line if call.gpu is None else replace(line, gpu=(call.gpu,)) for line, call in zip(lines, calls, strict=True)
+    ]
 
 
 def _run(name: str, engine: BenchEngine, lines: list[Measurement]) -> dict[str, Any]:

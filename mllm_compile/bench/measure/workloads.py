@@ -6,13 +6,13 @@ of it is greedy or seeded, ignores the end-of-sequence token, and asks for no te
 
 from __future__ import annotations
 
-import math
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from mllm_compile.bench.measure.results import Measurement
+from mllm_compile.bench.timing.rounds import quantile
 from mllm_compile.errors import ConfigError
 
 Prompts = list[list[int]]
@@ -268,9 +268,9 @@ class GapsWork:
         """Median, p99 and longest gaps, and the prompt's times until its first token, in ms; a sample a repeat."""
         lines = []
         for name in ("alone", "beside"):
-            gaps = [sorted(getattr(one, name)) for one in seen]
+            gaps = [getattr(one, name) for one in seen]
             for label, share in (("median", 0.5), ("p99", 0.99), ("longest", 1.0)):
-                samples = [of_run[math.ceil(share * len(of_run)) - 1] * 1e3 for of_run in gaps]
+                samples = [quantile(of_run, share) * 1e3 for of_run in gaps]
                 lines.append(Measurement.of(f"gap {name}, {label}", "ms", samples, batch=self.decodes))
         for name in ("alone", "beside"):
             samples = [getattr(one, f"prompt_{name}") * 1e3 for one in seen]

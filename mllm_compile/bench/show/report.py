@@ -11,14 +11,25 @@ from mllm_compile.errors import ConfigError
 from mllm_compile.process.console import print_table
 
 MOST_SPREAD = 0.10  # of samples of one figure; more is told
+_LEAST_EXPLAINED = 0.5  # of a difference between processes, for the clocks to be its reason
 Table = tuple[tuple[str, ...], list[tuple[str, ...]]]
 
 
 def print_result(result: BenchResult, stream: TextIO) -> None:
     """Prints a table with a row for each line of the work and engine, and where it was taken."""
     print_table(stream, f"{result.command}: {result.model}", *result_table(result))
-    for line in (*beside_text(result), *doubts(result), *provenance(result)):
+    for line in (*gpu_text(result), *beside_text(result), *doubts(result), *provenance(result)):
         print(line, file=stream)
+
+
+def gpu_text(result: BenchResult) -> list[str]:
+    """The GPU's clock and power while each line of a run was measured, where they were read."""
+    lines = []
+    for run in result.runs:
+        states = [f"{work_name(line)} at {' and '.join(map(str, line.gpu))}" for line in run.measurements if line.gpu]
+        if states:
+            lines.append(f"{run.engine}, the GPU: {'; '.join(states)}")
+    return lines
 
 
 def beside_text(result: BenchResult) -> list[str]:
@@ -46,8 +57,7 @@ def doubts(result: BenchResult) -> list[str]:
             if line.spread_of_processes > MOST_SPREAD:
                 each = " and ".join(map(show_figure, line.processes))
                 lines.append(
-                    f"{name}: processes differ by {line.spread_of_processes:.0%} ({each} {line.unit}): a process keeps "
-                    "what it began with. `bench roofline` shows where the time of each goes"
+                    f"{name}: processes differ by {line.spread_of_processes:.0%} ({each} {line.unit}): {_why(line)}"
                 )
             elif line.spread > MOST_SPREAD:
                 least, most = show_figure(min(line.samples)), show_figure(max(line.samples))
@@ -61,6 +71,31 @@ def doubts(result: BenchResult) -> list[str]:
                     "or the data fitted in its caches. Do not compare with the limit"
                 )
     return lines
+
+
+def _why(line: Measurement) -> str:
+    """The reason why processes differ: the GPU's clocks, as far as they were read, or else the processes themselves."""
+    own = "a process keeps what it began with. `bench roofline` shows where the time of each goes"
+    if len(line.gpu) != len(line.processes):
+        return own
+    clocks = " and ".join(f"{state.clock_mhz:.0f}" for state in line.gpu)
+    if (share := clocks_explain(line)) < _LEAST_EXPLAINED:
+        return f"the GPU's clocks ({clocks} MHz) explain {share:.0%} of that, so {own}"
+    reasons = list(dict.fromkeys(reason for state in line.gpu for reason in state.slowed_by))
+    held = f", held down by {' and '.join(reasons)}" if reasons else ""
+    return f"the GPU's clocks ({clocks} MHz{held}) explain {share:.0%} of that. Measure again with the clocks alike"
+
+
+def clocks_explain(line: Measurement) -> float:
+    """The share of the difference between the slowest and the fastest process that their GPUs' clocks account for.
+
+    All of it where the times are as the clocks are; at most 1, and 0 where the slower process had the higher clock.
+    """
+    pairs = sorted(zip(line.processes, line.gpu, strict=True), key=lambda pair: pair[0])
+    (least, of_least), (most, of_most) = pairs[0], pairs[-1]
+    fast, slow = (of_most, of_least) if line.unit.startswith("tok/s") else (of_least, of_most)
+    by_clock, by_time = fast.clock_mhz / slow.clock_mhz - 1, most / least - 1
+    return min(1.0, max(0.0, by_clock / by_time)) if by_time else 0.0
 
 
 def result_table(result: BenchResult) -> Table:

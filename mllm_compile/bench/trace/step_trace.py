@@ -10,7 +10,6 @@ import json
 import math
 import statistics
 import tempfile
-import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
@@ -24,6 +23,8 @@ from mllm_compile.bench.limits.roofline import AttentionFacts, MatrixFacts, Piec
 from mllm_compile.bench.limits.step_parts import context_kv_bytes, may_be_in_fp8, token_kv_bytes
 from mllm_compile.bench.measure.setting import Setting
 from mllm_compile.bench.measure.workloads import WARM_STEPS, StepWork
+from mllm_compile.bench.timing.clock import wall_seconds
+from mllm_compile.bench.timing.rounds import repeated
 from mllm_compile.bench.trace.chrome_trace import PIECE_RANGE, STEP_RANGE, TracedKernel, read_steps
 from mllm_compile.bench.trace.decode_steps import endless_requests, model_runner, prefilled
 from mllm_compile.engine.assemble import assemble
@@ -58,7 +59,7 @@ def trace_step(parts: EngineParts, setting: Setting, work: StepWork, batch: int,
     requests = endless_requests(setting, batch, work.prompt_len)
     step = prefilled(parts, requests)
     recorder = _PieceRecorder(runner.model.executor, runner.config) if ranges else None
-    walls = [_timed(step) for _ in range(work.steps_before)][WARM_STEPS:]
+    walls = repeated(lambda: wall_seconds(step), work.steps_before - WARM_STEPS, WARM_STEPS)
     kernels = _profile(step, work.steps, on_gpu=runner.device.type == "cuda")
     for request in requests:
         parts.scheduler.abort(request)
@@ -67,12 +68,6 @@ def trace_step(parts: EngineParts, setting: Setting, work: StepWork, batch: int,
         "wall_us": statistics.median(walls) * 1e6,
         "facts": None if recorder is None else asdict(recorder.facts(batch, work.context)),
     }
-
-
-def _timed(step: Callable[[], None]) -> float:
-    start = time.perf_counter()
-    step()
-    return time.perf_counter() - start
 
 
 def _profile(step: Callable[[], None], steps: int, on_gpu: bool) -> list[TracedKernel]:

@@ -1,0 +1,36 @@
+"""Times work by the wall clock, or by the GPU's own."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+
+class Stopwatch:
+    """Seconds of the wall clock since it was made."""
+
+    def __init__(self) -> None:
+        self.began = time.perf_counter()
+
+    @property
+    def seconds(self) -> float:
+        return time.perf_counter() - self.began
+
+
+def wall_seconds(work: Callable[[], object]) -> float:
+    """Seconds that `work` takes its caller. A GPU may run on."""
+    watch = Stopwatch()
+    work()
+    return watch.seconds
+
+
+def gpu_seconds(work: Callable[[], object]) -> float:
+    """Seconds from when the stream gets to the first kernel of `work` until the last is over."""
+    import torch
+
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record()
+    work()
+    end.record()
+    end.synchronize()
+    return begin.elapsed_time(end) / 1e3
