@@ -82,7 +82,7 @@ def test_scripts_that_are_named_exist():
 def test_the_scripts_former_folder_is_named_beside_a_commit_alone():
     """A command of before they moved ran at a commit; one that a reader should run has the folder of now."""
     for path in DOCUMENTS:
-        if not path.is_relative_to(ROOT / "docs" / "lab") and not path.is_relative_to(ROOT / "docs" / "performance"):
+        if not path.is_relative_to(ROOT / "docs" / "lab"):
             for paragraph in re.split(r"\n\s*\n", path.read_text(encoding="utf-8")):
                 is_of_now = "examples/measure/" in paragraph and not COMMIT.search(paragraph)
                 assert not is_of_now, f"{path}: scripts are in benchmarks/ now; give that, or the commit: {paragraph}"
