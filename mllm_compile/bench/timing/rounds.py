@@ -14,7 +14,7 @@ _STABLE = 0.01  # of the median, between the two halves of the times
 
 
 def repeated(take: Take, repeats: int, warm_ups: int = 1) -> list[float]:
-    """What `take` gives each time, but for the first few."""
+    """The results of `take`, without those of the first few times."""
     return [take() for _ in range(warm_ups + repeats)][warm_ups:]
 
 
