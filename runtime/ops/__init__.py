@@ -147,7 +147,8 @@ def family(name: str) -> KernelFamily:
     Raises:
         KeyError: FAMILIES does not hold the name.
     """
-    return importlib.import_module(f"{__name__}.{FAMILIES[name]}").Family()
+    found: KernelFamily = importlib.import_module(f"{__name__}.{FAMILIES[name]}").Family()
+    return found
 
 
 def load_kernels(kernels: Kernels, binaries: Mapping[str, bytes], device: torch.device) -> None:

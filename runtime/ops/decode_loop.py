@@ -27,25 +27,25 @@ _PAGES_AT_ONCE = 512  # of one program
 
 @triton.jit
 def _begin_kernel(
-    replay_slot_ptr,
-    requests_ptr,
-    last_tokens_ptr,
-    req_to_token_ptr,
-    input_ids_ptr,
-    positions_ptr,
-    out_cache_loc_ptr,
-    rows_ptr,
-    seq_lens_ptr,
-    page_table_ptr,
-    num_slot_rows,
-    num_columns,
-    num_pages,
+    replay_slot_ptr: tl.tensor,
+    requests_ptr: tl.tensor,
+    last_tokens_ptr: tl.tensor,
+    req_to_token_ptr: tl.tensor,
+    input_ids_ptr: tl.tensor,
+    positions_ptr: tl.tensor,
+    out_cache_loc_ptr: tl.tensor,
+    rows_ptr: tl.tensor,
+    seq_lens_ptr: tl.tensor,
+    page_table_ptr: tl.tensor,
+    num_slot_rows: tl.tensor,
+    num_columns: tl.tensor,
+    num_pages: tl.tensor,
     FIELDS: tl.constexpr,
     PAGE: tl.constexpr,
     PADDED_PAGE: tl.constexpr,
     PAGES_AT_ONCE: tl.constexpr,
     EARLY: tl.constexpr,
-):
+) -> None:
     """Runs one program a request."""
     if EARLY:
         wait_for_prerequisites()
@@ -138,13 +138,13 @@ def begin_decode(
 
 @triton.jit
 def _block_numbers_kernel(
-    logits_ptr,
-    floats_ptr,
-    ints_ptr,
-    rows_ptr,
-    replay_slot_ptr,
-    numbers_ptr,
-    num_table_rows,
+    logits_ptr: tl.tensor,
+    floats_ptr: tl.tensor,
+    ints_ptr: tl.tensor,
+    rows_ptr: tl.tensor,
+    replay_slot_ptr: tl.tensor,
+    numbers_ptr: tl.tensor,
+    num_table_rows: tl.tensor,
     V: tl.constexpr,
     B: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -152,7 +152,7 @@ def _block_numbers_kernel(
     TEMPERATURE: tl.constexpr,
     IS_GREEDY: tl.constexpr,
     EARLY: tl.constexpr,
-):
+) -> None:
     """Reduces each block of a row: to its largest logit if the row is greedy, else to the logsumexp of its scores.
 
     Where a logit of the block is no number, inf.
@@ -177,18 +177,18 @@ def _block_numbers_kernel(
 
 @triton.jit
 def _end_kernel(
-    logits_ptr,
-    floats_ptr,
-    ints_ptr,
-    rows_ptr,
-    seq_lens_ptr,
-    numbers_ptr,
-    replay_slot_ptr,
-    last_tokens_ptr,
-    chosen_ptr,
-    tokens_ptr,
-    num_table_rows,
-    num_slot_rows,
+    logits_ptr: tl.tensor,
+    floats_ptr: tl.tensor,
+    ints_ptr: tl.tensor,
+    rows_ptr: tl.tensor,
+    seq_lens_ptr: tl.tensor,
+    numbers_ptr: tl.tensor,
+    replay_slot_ptr: tl.tensor,
+    last_tokens_ptr: tl.tensor,
+    chosen_ptr: tl.tensor,
+    tokens_ptr: tl.tensor,
+    num_table_rows: tl.tensor,
+    num_slot_rows: tl.tensor,
     V: tl.constexpr,
     B: tl.constexpr,
     PADDED_B: tl.constexpr,
@@ -198,7 +198,7 @@ def _end_kernel(
     SEED: tl.constexpr,
     IS_GREEDY: tl.constexpr,
     EARLY: tl.constexpr,
-):
+) -> None:
     """Chooses a row's block, and the token in it, as ops/greedy.py and ops/draw.py do."""
     if EARLY:
         wait_for_prerequisites()

@@ -25,13 +25,13 @@ def starts_early() -> bool:
 
 
 @triton.jit
-def start_dependents():
+def start_dependents() -> None:
     """Lets the next kernel take the room that this one leaves on the SMs."""
     gdc_launch_dependents()
 
 
 @triton.jit
-def wait_for_prerequisites():
+def wait_for_prerequisites() -> None:
     """Returns when the kernel before this one has ended, and so all that it has waited for, and what they wrote is
     visible. A block of every launch does this, also of one that finds no work: else the next kernel waits for nothing
     before that."""

@@ -26,7 +26,7 @@ BLOCKS_AT_ONCE = 16  # of one program
 
 
 @triton.jit
-def _mix64(bits):
+def _mix64(bits: tl.tensor) -> tl.tensor:
     """counter_rng._mix64; Triton shifts int64 arithmetically, the masks make the shifts logical ones."""
     bits = bits ^ ((bits >> 30) & 0x3FFFFFFFF)
     bits = bits * -4658895280553007687  # 0xBF58476D1CE4E5B9
@@ -36,7 +36,7 @@ def _mix64(bits):
 
 
 @triton.jit
-def _negative_gumbel(seed, position, counters):
+def _negative_gumbel(seed: tl.tensor, position: tl.tensor, counters: tl.tensor) -> tl.tensor:
     """counter_rng.negative_gumbel at these counters (int64, from 1) of a draw."""
     key = _mix64(seed * -7046029254386353131 + position)  # 0x9E3779B97F4A7C15
     bits = _mix64(key + counters * -7046029254386353131)
@@ -46,13 +46,20 @@ def _negative_gumbel(seed, position, counters):
 
 
 @triton.jit
-def product(a, b):
+def product(a: tl.tensor, b: tl.tensor) -> tl.tensor:
     """a * b, rounded: of `*` and a difference that follows the compiler makes one operation that rounds but once."""
     return tl.inline_asm_elementwise("mul.rn.f32 $0, $1, $2;", "=f,f,f", [a, b], dtype=tl.float32, is_pure=True, pack=1)
 
 
 @triton.jit
-def _scores(logits_ptr, temperature_ptr, row, columns, V: tl.constexpr, HAS_TEMPERATURE: tl.constexpr):
+def _scores(
+    logits_ptr: tl.tensor,
+    temperature_ptr: tl.tensor,
+    row: tl.tensor,
+    columns: tl.tensor,
+    V: tl.constexpr,
+    HAS_TEMPERATURE: tl.constexpr,
+) -> tl.tensor:
     """Scores of columns of a row, -inf past the vocabulary."""
     scores = tl.load(logits_ptr + row * V + columns, mask=columns < V, other=float("-inf")).to(tl.float32)
     if HAS_TEMPERATURE:
@@ -61,7 +68,7 @@ def _scores(logits_ptr, temperature_ptr, row, columns, V: tl.constexpr, HAS_TEMP
 
 
 @triton.jit
-def block_sums(scores):
+def block_sums(scores: tl.tensor) -> tl.tensor:
     """logsumexp of each row of [blocks, BLOCK]; inf where a score is.
 
     Summed as integers, so that the sum is the same whatever order the compiler gives it for another type of logits.
@@ -76,29 +83,31 @@ def block_sums(scores):
 
 
 @triton.jit
-def draw_block(sums, blocks, seed, position):
+def draw_block(sums: tl.tensor, blocks: tl.tensor, seed: tl.tensor, position: tl.tensor) -> tl.tensor:
     """The block of a row with the largest sum and Gumbel value."""
     return tl.argmax(sums - _negative_gumbel(seed, position, blocks.to(tl.int64) + 1), 0)
 
 
 @triton.jit
-def draw_within(scores, within, seed, position, B: tl.constexpr):
+def draw_within(
+    scores: tl.tensor, within: tl.tensor, seed: tl.tensor, position: tl.tensor, B: tl.constexpr
+) -> tl.tensor:
     """Draws the place in a block of these scores likewise."""
     return tl.argmax(scores - _negative_gumbel(seed, position, within.to(tl.int64) + B + 1), 0)
 
 
 @triton.jit
 def _block_scores_kernel(
-    logits_ptr,
-    temperature_ptr,
-    block_scores_ptr,
+    logits_ptr: tl.tensor,
+    temperature_ptr: tl.tensor,
+    block_scores_ptr: tl.tensor,
     V: tl.constexpr,
     B: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCKS_AT_ONCE: tl.constexpr,
     HAS_TEMPERATURE: tl.constexpr,
     EARLY: tl.constexpr,
-):
+) -> None:
     """logsumexp of each block."""
     if EARLY:
         wait_for_prerequisites()
@@ -113,19 +122,19 @@ def _block_scores_kernel(
 
 @triton.jit
 def _draw_kernel(
-    logits_ptr,
-    temperature_ptr,
-    seeds_ptr,
-    positions_ptr,
-    block_scores_ptr,
-    tokens_ptr,
+    logits_ptr: tl.tensor,
+    temperature_ptr: tl.tensor,
+    seeds_ptr: tl.tensor,
+    positions_ptr: tl.tensor,
+    block_scores_ptr: tl.tensor,
+    tokens_ptr: tl.tensor,
     V: tl.constexpr,
     B: tl.constexpr,
     PADDED_B: tl.constexpr,
     BLOCK: tl.constexpr,
     HAS_TEMPERATURE: tl.constexpr,
     EARLY: tl.constexpr,
-):
+) -> None:
     """The block of a row, the one with the largest sum and Gumbel value, and the token in it likewise."""
     if EARLY:
         wait_for_prerequisites()

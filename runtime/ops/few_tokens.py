@@ -25,7 +25,7 @@ from mllm_compile.runtime.ops.shared_memory import most_shared_bytes
 
 
 @triton.jit
-def _sum_of_groups(products, GROUPS: tl.constexpr):
+def _sum_of_groups(products: tl.tensor, GROUPS: tl.constexpr) -> tl.tensor:
     if GROUPS > 1:
         products = tl.sum(products, 0)
     return products
@@ -33,16 +33,16 @@ def _sum_of_groups(products, GROUPS: tl.constexpr):
 
 @triton.jit
 def _few_linear_kernel(
-    x_ptr,
-    weight_ptr,
-    squares_ptr,
-    residual_ptr,
-    norm_weight_ptr,
-    out_ptr,
-    scaled_ptr,
-    out_squares_ptr,
-    num_tokens,
-    num_rows,
+    x_ptr: tl.tensor,
+    weight_ptr: tl.tensor,
+    squares_ptr: tl.tensor,
+    residual_ptr: tl.tensor,
+    norm_weight_ptr: tl.tensor,
+    out_ptr: tl.tensor,
+    scaled_ptr: tl.tensor,
+    out_squares_ptr: tl.tensor,
+    num_tokens: tl.tensor,
+    num_rows: tl.tensor,
     K: tl.constexpr,
     EPS: tl.constexpr,
     GROUPS: tl.constexpr,
@@ -57,7 +57,7 @@ def _few_linear_kernel(
     NORM_NEXT: tl.constexpr,
     PLUS_ONE: tl.constexpr,
     EARLY: tl.constexpr,
-):
+) -> None:
     """BLOCK_N outputs of BLOCK_T tokens.
 
     GROUPS of warps share the inputs among them, so that no chain of products is long. The first block of the weight is
@@ -130,7 +130,17 @@ def _few_linear_kernel(
         tl.store(out_squares_ptr + tokens * tl.num_programs(0) + tl.program_id(0), sums, mask=is_token)
 
 
-def _launch(x, weight, num_rows, squares=None, eps=0.0, residual=None, norm_weight=None, plus_one=False, gated=False):
+def _launch(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    num_rows: int,
+    squares: torch.Tensor | None = None,
+    eps: float = 0.0,
+    residual: torch.Tensor | None = None,
+    norm_weight: torch.Tensor | None = None,
+    plus_one: bool = False,
+    gated: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(out, h · norm_weight, sums of squares of h); the latter two are x without a norm behind."""
     x = x.contiguous()
     columns = weight.shape[1]

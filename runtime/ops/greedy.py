@@ -23,21 +23,27 @@ _BLOCK = 4096  # with 4 warps the fastest, or within 1 µs, of 1024 to 16384 for
 
 
 @triton.jit
-def inf_where_no_number(logits):
+def inf_where_no_number(logits: tl.tensor) -> tl.tensor:
     """NaN → inf."""
     return tl.where(logits == logits, logits, float("inf"))
 
 
 @triton.jit
-def token_if_finite(token, largest):
+def token_if_finite(token: tl.tensor, largest: tl.tensor) -> tl.tensor:
     """`token`, or NO_TOKEN where the largest logit of its row is inf or -inf."""
     return tl.where(tl.abs(largest) == float("inf"), -1, token)
 
 
 @triton.jit
 def _largest_of_blocks_kernel(
-    logits_ptr, largest_ptr, tokens_ptr, V: tl.constexpr, B: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr
-):
+    logits_ptr: tl.tensor,
+    largest_ptr: tl.tensor,
+    tokens_ptr: tl.tensor,
+    V: tl.constexpr,
+    B: tl.constexpr,
+    BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
+) -> None:
     if EARLY:
         wait_for_prerequisites()
         start_dependents()
@@ -53,14 +59,14 @@ def _largest_of_blocks_kernel(
 
 @triton.jit
 def _largest_of_row_kernel(
-    largest_ptr,
-    block_tokens_ptr,
-    tokens_ptr,
+    largest_ptr: tl.tensor,
+    block_tokens_ptr: tl.tensor,
+    tokens_ptr: tl.tensor,
     V: tl.constexpr,
     B: tl.constexpr,
     PADDED_B: tl.constexpr,
     EARLY: tl.constexpr,
-):
+) -> None:
     """Takes the lowest id among equals."""
     if EARLY:
         wait_for_prerequisites()

@@ -26,7 +26,9 @@ _MAX_WARPS = 4
 
 
 @triton.jit
-def _times_weight(x, scale, weight_ptr, columns, PLUS_ONE: tl.constexpr):
+def _times_weight(
+    x: tl.tensor, scale: tl.tensor, weight_ptr: tl.tensor, columns: tl.tensor, PLUS_ONE: tl.constexpr
+) -> tl.tensor:
     weight = tl.load(weight_ptr + columns).to(tl.float32)
     if PLUS_ONE:
         weight += 1.0
@@ -35,9 +37,19 @@ def _times_weight(x, scale, weight_ptr, columns, PLUS_ONE: tl.constexpr):
 
 @triton.jit
 def _rotate_first(
-    x, x_ptr, weight_ptr, cos_ptr, sin_ptr, token, heads, columns, scale, R: tl.constexpr, NORM: tl.constexpr,
+    x: tl.tensor,
+    x_ptr: tl.tensor,
+    weight_ptr: tl.tensor,
+    cos_ptr: tl.tensor,
+    sin_ptr: tl.tensor,
+    token: tl.tensor,
+    heads: tl.tensor,
+    columns: tl.tensor,
+    scale: tl.tensor,
+    R: tl.constexpr,
+    NORM: tl.constexpr,
     PLUS_ONE: tl.constexpr,
-):  # fmt: skip
+) -> tl.tensor:
     """x, these columns of heads, where the first R columns of a head are rotated and the others are not."""
     is_rotated = columns < R
     others = tl.where(columns < R // 2, columns + R // 2, tl.where(is_rotated, columns - R // 2, columns))
@@ -51,9 +63,18 @@ def _rotate_first(
 
 @triton.jit
 def _rotate(
-    x_ptr, weight_ptr, cos_ptr, sin_ptr, token, heads, EPS: tl.constexpr, D: tl.constexpr, R: tl.constexpr,
-    NORM: tl.constexpr, PLUS_ONE: tl.constexpr,
-):  # fmt: skip
+    x_ptr: tl.tensor,
+    weight_ptr: tl.tensor,
+    cos_ptr: tl.tensor,
+    sin_ptr: tl.tensor,
+    token: tl.tensor,
+    heads: tl.tensor,
+    EPS: tl.constexpr,
+    D: tl.constexpr,
+    R: tl.constexpr,
+    NORM: tl.constexpr,
+    PLUS_ONE: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor]:
     """Heads at x_ptr + heads, [N, 1], normed and rotated: their two halves, in float32."""
     half = tl.arange(0, D // 2)
     places = heads + half[None, :]
@@ -76,33 +97,33 @@ def _rotate(
     else:
         rotated_first = _rotate_first(
             first, x_ptr, weight_ptr, cos_ptr, sin_ptr, token, heads, half, scale, R, NORM, PLUS_ONE
-        )  # fmt: skip
+        )
         rotated_second = _rotate_first(
             second, x_ptr, weight_ptr, cos_ptr, sin_ptr, token, heads, half + D // 2, scale, R, NORM, PLUS_ONE
-        )  # fmt: skip
+        )
     return rotated_first, rotated_second
 
 
 @triton.jit
 def _rope_and_cache_kernel(
-    q_ptr,
-    k_ptr,
-    v_ptr,
-    cos_ptr,
-    sin_ptr,
-    q_weight_ptr,
-    k_weight_ptr,
-    slots_ptr,
-    q_out_ptr,
-    k_out_ptr,
-    keys_ptr,
-    values_ptr,
-    q_token_stride,
-    k_token_stride,
-    v_token_stride,
-    q_head_stride,
-    k_head_stride,
-    v_head_stride,
+    q_ptr: tl.tensor,
+    k_ptr: tl.tensor,
+    v_ptr: tl.tensor,
+    cos_ptr: tl.tensor,
+    sin_ptr: tl.tensor,
+    q_weight_ptr: tl.tensor,
+    k_weight_ptr: tl.tensor,
+    slots_ptr: tl.tensor,
+    q_out_ptr: tl.tensor,
+    k_out_ptr: tl.tensor,
+    keys_ptr: tl.tensor,
+    values_ptr: tl.tensor,
+    q_token_stride: tl.tensor,
+    k_token_stride: tl.tensor,
+    v_token_stride: tl.tensor,
+    q_head_stride: tl.tensor,
+    k_head_stride: tl.tensor,
+    v_head_stride: tl.tensor,
     EPS: tl.constexpr,
     H: tl.constexpr,
     HK: tl.constexpr,
@@ -113,7 +134,7 @@ def _rope_and_cache_kernel(
     NORM: tl.constexpr,
     PLUS_ONE: tl.constexpr,
     EARLY: tl.constexpr,
-):
+) -> None:
     """Heads of one token: Q_HEADS of q, then KV_HEADS of k, then of v, by the second program id."""
     if EARLY:
         wait_for_prerequisites()
@@ -128,9 +149,7 @@ def _rope_and_cache_kernel(
         # Names of its own: a name has one shape in all branches.
         q_head = (tl.arange(0, Q_HEADS) + block * Q_HEADS)[:, None]
         q_heads = token * q_token_stride + q_head * q_head_stride
-        q_first, q_second = _rotate(
-            q_ptr, q_weight_ptr, cos_ptr, sin_ptr, token, q_heads, EPS, D, R, NORM, PLUS_ONE
-        )  # fmt: skip
+        q_first, q_second = _rotate(q_ptr, q_weight_ptr, cos_ptr, sin_ptr, token, q_heads, EPS, D, R, NORM, PLUS_ONE)
         q_out = q_out_ptr + (token * H + q_head) * D + half[None, :]
         tl.store(q_out, q_first.to(q_out_ptr.dtype.element_ty))
         tl.store(q_out + D // 2, q_second.to(q_out_ptr.dtype.element_ty))

@@ -25,7 +25,9 @@ _MAX_BLOCK = 1024
 
 
 @triton.jit
-def _silu_mul_kernel(x_ptr, out_ptr, N: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr):
+def _silu_mul_kernel(
+    x_ptr: tl.tensor, out_ptr: tl.tensor, N: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr
+) -> None:
     """BLOCK columns of one token; roundings are where the traced model has them."""
     if EARLY:
         wait_for_prerequisites()

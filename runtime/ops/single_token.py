@@ -24,12 +24,12 @@ from mllm_compile.runtime.ops.single_token_shapes import choose_blocks
 
 @triton.jit
 def _linear_kernel(
-    x_ptr,
-    norm_weight_ptr,
-    weight_ptr,
-    residual_ptr,
-    out_ptr,
-    num_rows,
+    x_ptr: tl.tensor,
+    norm_weight_ptr: tl.tensor,
+    weight_ptr: tl.tensor,
+    residual_ptr: tl.tensor,
+    out_ptr: tl.tensor,
+    num_rows: tl.tensor,
     K: tl.constexpr,
     EPS: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -39,7 +39,7 @@ def _linear_kernel(
     GATED: tl.constexpr,
     RESIDUAL: tl.constexpr,
     EARLY: tl.constexpr,
-):
+) -> None:
     """BLOCK_N outputs: (norm of x) · rows of the weight, in float32; roundings are where the traced model has them.
 
     The next block of the weight is asked for before the last is used, the first one before the kernel that makes x has
@@ -91,7 +91,16 @@ def _linear_kernel(
     tl.store(out_ptr + rows, out)
 
 
-def _launch(x, norm_weight, weight, residual, num_rows, eps, gated, plus_one=False):
+def _launch(
+    x: torch.Tensor,
+    norm_weight: torch.Tensor | None,
+    weight: torch.Tensor,
+    residual: torch.Tensor | None,
+    num_rows: int,
+    eps: float,
+    gated: bool,
+    plus_one: bool = False,
+) -> torch.Tensor:
     columns = weight.shape[1]
     blocks = choose_blocks(columns, is_normed=norm_weight is not None, is_gated=gated)
     out = torch.empty((*x.shape[:-1], num_rows), dtype=x.dtype, device=x.device)

@@ -31,7 +31,7 @@ _LOG2_E = math.log2(math.e)
 
 
 @triton.jit
-def _slots_of(table_ptr, offsets, valid, PAGE: tl.constexpr):
+def _slots_of(table_ptr: tl.tensor, offsets: tl.tensor, valid: tl.tensor, PAGE: tl.constexpr) -> tl.tensor:
     """The places in the cache of a request's keys at `offsets`."""
     pages = tl.load(table_ptr + offsets // PAGE, mask=valid, other=0).to(tl.int64)
     return pages * PAGE + offsets % PAGE
@@ -39,8 +39,18 @@ def _slots_of(table_ptr, offsets, valid, PAGE: tl.constexpr):
 
 @triton.jit
 def _add_keys(
-    q, k, v, valid, bias, top, total, acc, SCALE: tl.constexpr, SOFT_CAP: tl.constexpr, HAS_SLOPES: tl.constexpr
-):  # fmt: skip
+    q: tl.tensor,
+    k: tl.tensor,
+    v: tl.tensor,
+    valid: tl.tensor,
+    bias: tl.tensor,
+    top: tl.tensor,
+    total: tl.tensor,
+    acc: tl.tensor,
+    SCALE: tl.constexpr,
+    SOFT_CAP: tl.constexpr,
+    HAS_SLOPES: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
     """One step of the softmax that is computed as keys come: (largest logit, sum, weighted values) with these keys."""
     logits = tl.dot(q, tl.trans(k)) * SCALE  # of base 2
     if SOFT_CAP > 0:
@@ -58,7 +68,7 @@ def _add_keys(
 
 
 @triton.jit
-def _sink_weights(sinks_ptr, members, top, GROUP: tl.constexpr):
+def _sink_weights(sinks_ptr: tl.tensor, members: tl.tensor, top: tl.tensor, GROUP: tl.constexpr) -> tl.tensor:
     """The weights that the sinks of a kv head's query heads add to each one's sum; `top` is its largest logit."""
     sinks = tl.load(sinks_ptr + members, mask=members < GROUP, other=0.0).to(tl.float32)
     return tl.exp2(sinks * 1.4426950408889634 - top)
@@ -66,13 +76,13 @@ def _sink_weights(sinks_ptr, members, top, GROUP: tl.constexpr):
 
 @triton.jit
 def _combine(
-    out_ptr,
-    partial_ptr,
-    tops_ptr,
-    totals_ptr,
-    sinks_ptr,
-    log_sums_ptr,
-    num_active,
+    out_ptr: tl.tensor,
+    partial_ptr: tl.tensor,
+    tops_ptr: tl.tensor,
+    totals_ptr: tl.tensor,
+    sinks_ptr: tl.tensor,
+    log_sums_ptr: tl.tensor,
+    num_active: tl.tensor,
     GROUP: tl.constexpr,
     PADDED_GROUP: tl.constexpr,
     D: tl.constexpr,
@@ -80,7 +90,7 @@ def _combine(
     SPLITS_AT_ONCE: tl.constexpr,
     HAS_SINKS: tl.constexpr,
     IS_REST: tl.constexpr,
-):
+) -> None:
     """Adds up what the blocks of one kv head left, past this SM's own cache (.cg): they may be of other SMs."""
     members = tl.arange(0, PADDED_GROUP)
     dims = tl.arange(0, D)
@@ -114,23 +124,23 @@ def _combine(
 
 @triton.jit
 def _split_decode_kernel(
-    q_ptr,
-    keys_ptr,
-    values_ptr,
-    table_ptr,
-    seq_lens_ptr,
-    out_ptr,
-    partial_ptr,
-    tops_ptr,
-    totals_ptr,
-    done_ptr,
-    sinks_ptr,
-    slopes_ptr,
-    first_keys_ptr,
-    log_sums_ptr,
-    table_stride,
-    num_splits,
-    window_left,
+    q_ptr: tl.tensor,
+    keys_ptr: tl.tensor,
+    values_ptr: tl.tensor,
+    table_ptr: tl.tensor,
+    seq_lens_ptr: tl.tensor,
+    out_ptr: tl.tensor,
+    partial_ptr: tl.tensor,
+    tops_ptr: tl.tensor,
+    totals_ptr: tl.tensor,
+    done_ptr: tl.tensor,
+    sinks_ptr: tl.tensor,
+    slopes_ptr: tl.tensor,
+    first_keys_ptr: tl.tensor,
+    log_sums_ptr: tl.tensor,
+    table_stride: tl.tensor,
+    num_splits: tl.tensor,
+    window_left: tl.tensor,
     SCALE: tl.constexpr,
     SOFT_CAP: tl.constexpr,
     GROUP: tl.constexpr,
@@ -150,7 +160,7 @@ def _split_decode_kernel(
     FETCH_FIRST: tl.constexpr,
     STAGES: tl.constexpr,
     EARLY: tl.constexpr,
-):
+) -> None:
     """Program (kv head, request, split): blocks start in this order, so those without keys come last.
 
     With FETCH_FIRST the first keys and values are on their way before the kernel ahead has ended, all but those of the

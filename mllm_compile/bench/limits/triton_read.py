@@ -13,7 +13,7 @@ _PROGRAMS_PER_SM = 8
 
 
 @triton.jit
-def _read(data, out, num_blocks, BLOCK: tl.constexpr):
+def _read(data: tl.tensor, out: tl.tensor, num_blocks: tl.tensor, BLOCK: tl.constexpr) -> None:
     """XORs blocks of `data`, each program a strided share; the result is kept, so that no read can be dropped."""
     total = tl.zeros((BLOCK,), dtype=tl.int32)
     for block in range(tl.program_id(0), num_blocks, tl.num_programs(0)):

@@ -21,10 +21,10 @@ _SCORES_AT_ONCE = 128  # of one program, which is one warp: the largest of a row
 
 @triton.jit
 def _choose_kernel(
-    scores_ptr,
-    weights_ptr,
-    ids_ptr,
-    num_tokens,
+    scores_ptr: tl.tensor,
+    weights_ptr: tl.tensor,
+    ids_ptr: tl.tensor,
+    num_tokens: tl.tensor,
     E: tl.constexpr,
     K: tl.constexpr,
     PADDED_E: tl.constexpr,
@@ -33,7 +33,7 @@ def _choose_kernel(
     SOFTMAX: tl.constexpr,
     RENORMALISE: tl.constexpr,
     EARLY: tl.constexpr,
-):
+) -> None:
     """TOKENS tokens; the lowest of equal scores' experts comes first. A token with scores that are no numbers
     chooses the first experts with the weight NaN."""
     if EARLY:

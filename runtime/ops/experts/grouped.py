@@ -26,12 +26,12 @@ _LEAST_TILE = 16  # of a product on tensor cores
 
 @triton.jit
 def _grouped_linear_kernel(
-    x_ptr,
-    order_ptr,
-    blocks_ptr,
-    weight_ptr,
-    bias_ptr,
-    out_ptr,
+    x_ptr: tl.tensor,
+    order_ptr: tl.tensor,
+    blocks_ptr: tl.tensor,
+    weight_ptr: tl.tensor,
+    bias_ptr: tl.tensor,
+    out_ptr: tl.tensor,
     CHOSEN: tl.constexpr,
     K: tl.constexpr,
     N: tl.constexpr,
@@ -46,7 +46,7 @@ def _grouped_linear_kernel(
     HAS_BIAS: tl.constexpr,
     PRECISION: tl.constexpr,
     EARLY: tl.constexpr,
-):
+) -> None:
     """COLUMNS outputs of a block of rows. N counts the outputs, of which a gated weight has twice as many rows."""
     if EARLY:
         wait_for_prerequisites()

@@ -109,7 +109,9 @@ _UNIT = tl.constexpr(4)
 
 
 @triton.jit
-def _inputs(words, power, dtype: tl.constexpr):
+def _inputs(
+    words: tl.tensor, power: tl.tensor, dtype: tl.constexpr
+) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
     """The inputs of units, the first ones, the second ones and so on, in bfloat16 times a power of two."""
     if dtype == tl.bfloat16:
         types: tl.constexpr = (tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16)
@@ -127,14 +129,14 @@ def _inputs(words, power, dtype: tl.constexpr):
 
 
 @triton.jit
-def _eight_bit_float(codes, dtype: tl.constexpr):
+def _eight_bit_float(codes: tl.tensor, dtype: tl.constexpr) -> tl.tensor:
     bits = ((codes & 0x7F).to(tl.uint32) << 20) | ((codes & 0x80).to(tl.uint32) << 24)
     larger = tl.full((1, 1), 1.329227995784916e36, tl.float32)  # 2^120
     return (bits.to(tl.float32, bitcast=True) * larger).to(dtype)
 
 
 @triton.jit
-def _eight_bit_floats(units, dtype: tl.constexpr):
+def _eight_bit_floats(units: tl.tensor, dtype: tl.constexpr) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
     """E4M3 of units of 32 bits, exactly; in bfloat16 2^120 times smaller."""
     if dtype == tl.bfloat16:
         types: tl.constexpr = (tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16)
@@ -151,7 +153,9 @@ def _eight_bit_floats(units, dtype: tl.constexpr):
 
 
 @triton.jit
-def _integers(units, zeros, dtype: tl.constexpr):
+def _integers(
+    units: tl.tensor, zeros: tl.tensor, dtype: tl.constexpr
+) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
     """Four bits of units of 16 less their zero points, exactly."""
     if dtype == tl.bfloat16:
         types: tl.constexpr = (tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16)
@@ -169,7 +173,7 @@ def _integers(units, zeros, dtype: tl.constexpr):
 
 
 @triton.jit
-def _powers(codes, dtype: tl.constexpr):
+def _powers(codes: tl.tensor, dtype: tl.constexpr) -> tl.tensor:
     """Powers of two of E8M0, for `_four_bit_floats`; in bfloat16 2^63 times larger, and at most 2^127 then."""
     if dtype == tl.bfloat16:
         powers = ((tl.minimum(codes.to(tl.int32), 191) + 63) << 7).to(tl.uint16).to(tl.bfloat16, bitcast=True)
@@ -179,14 +183,16 @@ def _powers(codes, dtype: tl.constexpr):
 
 
 @triton.jit
-def _four_bit_float(codes, powers, dtype: tl.constexpr):
+def _four_bit_float(codes: tl.tensor, powers: tl.tensor, dtype: tl.constexpr) -> tl.tensor:
     bits = ((codes & 7).to(tl.uint32) << 22) | ((codes & 8).to(tl.uint32) << 28)
     larger = tl.full((1, 1), 8.507059173023462e37, tl.float32)  # 2^126
     return (bits.to(tl.float32, bitcast=True) * larger * powers).to(dtype)
 
 
 @triton.jit
-def _four_bit_floats(units, powers, dtype: tl.constexpr):
+def _four_bit_floats(
+    units: tl.tensor, powers: tl.tensor, dtype: tl.constexpr
+) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
     """E2M1 of units of 16 bits times powers of two, exactly; in bfloat16 2^126 times smaller."""
     if dtype == tl.bfloat16:
         types: tl.constexpr = (tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16)
@@ -203,7 +209,18 @@ def _four_bit_floats(units, powers, dtype: tl.constexpr):
 
 
 @triton.jit
-def _add_products(a, b, c, d, w, x, y, z, total, PRECISION: tl.constexpr):
+def _add_products(
+    a: tl.tensor,
+    b: tl.tensor,
+    c: tl.tensor,
+    d: tl.tensor,
+    w: tl.tensor,
+    x: tl.tensor,
+    y: tl.tensor,
+    z: tl.tensor,
+    total: tl.tensor,
+    PRECISION: tl.constexpr,
+) -> tl.tensor:
     total = tl.dot(a, w, total, input_precision=PRECISION)
     total = tl.dot(b, x, total, input_precision=PRECISION)
     total = tl.dot(c, y, total, input_precision=PRECISION)
@@ -212,14 +229,14 @@ def _add_products(a, b, c, d, w, x, y, z, total, PRECISION: tl.constexpr):
 
 @triton.jit
 def _quantised_linear_kernel(
-    x_ptr,
-    order_ptr,
-    blocks_ptr,
-    values_ptr,
-    scales_ptr,
-    zeros_ptr,
-    bias_ptr,
-    out_ptr,
+    x_ptr: tl.tensor,
+    order_ptr: tl.tensor,
+    blocks_ptr: tl.tensor,
+    values_ptr: tl.tensor,
+    scales_ptr: tl.tensor,
+    zeros_ptr: tl.tensor,
+    bias_ptr: tl.tensor,
+    out_ptr: tl.tensor,
     CHOSEN: tl.constexpr,
     K: tl.constexpr,
     N: tl.constexpr,
@@ -238,7 +255,7 @@ def _quantised_linear_kernel(
     HAS_BIAS: tl.constexpr,
     PRECISION: tl.constexpr,
     EARLY: tl.constexpr,
-):
+) -> None:
     """COLUMNS outputs of a block of rows; of a gated weight COLUMNS / 2, and as many rows of gate and of up.
 
     DEPTH inputs at once are of one group, or groups are of mxfp4. x is read in words of a unit if it is in 16 bits

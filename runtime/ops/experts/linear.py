@@ -103,7 +103,8 @@ def _by_kernels(
 
     order, blocks, block = order_of_step(ids, weight.shape[0])
     how = (ids.shape[1], is_transposed, of_tokens, False, block)
-    return op("grouped_linear")(x, order, blocks, weight, bias, *how)
+    out: torch.Tensor = op("grouped_linear")(x, order, blocks, weight, bias, *how)
+    return out
 
 
 def order_of_step(ids: torch.Tensor, num_experts: int) -> tuple[torch.Tensor, torch.Tensor | None, int]:

@@ -29,7 +29,7 @@ _ELSEWHERE = tl.constexpr(ELSEWHERE)
 
 
 @triton.jit
-def _bins_of(ids, is_real, rows, E: tl.constexpr):
+def _bins_of(ids: tl.tensor, is_real: tl.tensor, rows: tl.tensor, E: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
     """The expert of each row, or E for one that no expert here has; and the row as `order` has it.
 
     Kernels load `ids` themselves: of a function that loads, torch's analysis takes what it reads for written, where a
@@ -42,9 +42,17 @@ def _bins_of(ids, is_real, rows, E: tl.constexpr):
 
 @triton.jit
 def _enter_blocks(
-    counts_ptr, starts_ptr, blocks_ptr, num_blocks, E: tl.constexpr, B: tl.constexpr, BINS: tl.constexpr,
-    UNIT: tl.constexpr, BLOCKS_AT_ONCE: tl.constexpr, STRIDE: tl.constexpr,
-):  # fmt: skip
+    counts_ptr: tl.tensor,
+    starts_ptr: tl.tensor,
+    blocks_ptr: tl.tensor,
+    num_blocks: tl.tensor,
+    E: tl.constexpr,
+    B: tl.constexpr,
+    BINS: tl.constexpr,
+    UNIT: tl.constexpr,
+    BLOCKS_AT_ONCE: tl.constexpr,
+    STRIDE: tl.constexpr,
+) -> None:
     """Writes where in `order` each bin's rows begin, how many a block has, and each block's expert and its rows."""
     bins = tl.arange(0, BINS)
     # Others' atomics counted: a level-one cache may hold what was there before.
@@ -66,7 +74,16 @@ def _enter_blocks(
 
 
 @triton.jit
-def _enter_rows(starts_ptr, order_ptr, bins, ranks, entries, is_row, B: tl.constexpr, BINS: tl.constexpr):
+def _enter_rows(
+    starts_ptr: tl.tensor,
+    order_ptr: tl.tensor,
+    bins: tl.tensor,
+    ranks: tl.tensor,
+    entries: tl.tensor,
+    is_row: tl.tensor,
+    B: tl.constexpr,
+    BINS: tl.constexpr,
+) -> None:
     """Writes each row at its place."""
     starts = tl.load(starts_ptr + bins, mask=is_row, other=0, cache_modifier=".cg")
     share = tl.load(starts_ptr + BINS + bins, mask=is_row, other=1, cache_modifier=".cg")
@@ -75,14 +92,14 @@ def _enter_rows(starts_ptr, order_ptr, bins, ranks, entries, is_row, B: tl.const
 
 @triton.jit
 def _order_kernel(
-    ids_ptr,
-    slots_ptr,
-    counts_ptr,
-    starts_ptr,
-    order_ptr,
-    blocks_ptr,
-    num_rows,
-    num_blocks,
+    ids_ptr: tl.tensor,
+    slots_ptr: tl.tensor,
+    counts_ptr: tl.tensor,
+    starts_ptr: tl.tensor,
+    order_ptr: tl.tensor,
+    blocks_ptr: tl.tensor,
+    num_rows: tl.tensor,
+    num_blocks: tl.tensor,
     E: tl.constexpr,
     K: tl.constexpr,
     B: tl.constexpr,
@@ -91,7 +108,7 @@ def _order_kernel(
     UNIT: tl.constexpr,
     BLOCKS_AT_ONCE: tl.constexpr,
     EARLY: tl.constexpr,
-):
+) -> None:
     """One program for all rows."""
     if EARLY:
         wait_for_prerequisites()
@@ -111,17 +128,17 @@ def _order_kernel(
 
 @triton.jit
 def _rank_kernel(
-    ids_ptr,
-    slots_ptr,
-    counts_ptr,
-    ranks_ptr,
-    num_rows,
+    ids_ptr: tl.tensor,
+    slots_ptr: tl.tensor,
+    counts_ptr: tl.tensor,
+    ranks_ptr: tl.tensor,
+    num_rows: tl.tensor,
     E: tl.constexpr,
     K: tl.constexpr,
     ROWS: tl.constexpr,
     STRIDE: tl.constexpr,
     EARLY: tl.constexpr,
-):
+) -> None:
     """Gives each row its place among those of its expert."""
     if EARLY:
         wait_for_prerequisites()
@@ -136,10 +153,10 @@ def _rank_kernel(
 
 @triton.jit
 def _blocks_kernel(
-    counts_ptr,
-    starts_ptr,
-    blocks_ptr,
-    num_blocks,
+    counts_ptr: tl.tensor,
+    starts_ptr: tl.tensor,
+    blocks_ptr: tl.tensor,
+    num_blocks: tl.tensor,
     E: tl.constexpr,
     B: tl.constexpr,
     BINS: tl.constexpr,
@@ -147,7 +164,7 @@ def _blocks_kernel(
     BLOCKS_AT_ONCE: tl.constexpr,
     STRIDE: tl.constexpr,
     EARLY: tl.constexpr,
-):
+) -> None:
     """Gives each expert its blocks. One program."""
     if EARLY:
         wait_for_prerequisites()
@@ -157,19 +174,19 @@ def _blocks_kernel(
 
 @triton.jit
 def _enter_kernel(
-    ids_ptr,
-    slots_ptr,
-    starts_ptr,
-    ranks_ptr,
-    order_ptr,
-    num_rows,
+    ids_ptr: tl.tensor,
+    slots_ptr: tl.tensor,
+    starts_ptr: tl.tensor,
+    ranks_ptr: tl.tensor,
+    order_ptr: tl.tensor,
+    num_rows: tl.tensor,
     E: tl.constexpr,
     K: tl.constexpr,
     B: tl.constexpr,
     BINS: tl.constexpr,
     ROWS: tl.constexpr,
     EARLY: tl.constexpr,
-):
+) -> None:
     """Enters each row at its place."""
     if EARLY:
         wait_for_prerequisites()

@@ -72,7 +72,8 @@ def _by_kernels(
 
     order, blocks, block = order_of_step(ids, values.shape[0])
     how = (kind, group, ids.shape[1], of_tokens, False, block)
-    return op("quantised_grouped_linear")(x, order, blocks, values, scales, zeros, bias, *how)
+    out: torch.Tensor = op("quantised_grouped_linear")(x, order, blocks, values, scales, zeros, bias, *how)
+    return out
 
 
 def _fake(

@@ -66,4 +66,5 @@ def most_blocks(num_rows: int, num_experts: int, block: int) -> int:
     """Blocks that suffice however the rows fall: those of padding make a last group. Takes symbolic numbers too."""
     import torch
 
-    return torch.sym_min(num_rows, (num_rows + (num_experts + 1) * (block - 1)) // block)
+    least: int = torch.sym_min(num_rows, (num_rows + (num_experts + 1) * (block - 1)) // block)
+    return least

@@ -20,15 +20,15 @@ _MOST_COLUMNS = 1024  # of a program
 
 @triton.jit
 def _sum_kernel(
-    rows_ptr,
-    weights_ptr,
-    out_ptr,
+    rows_ptr: tl.tensor,
+    weights_ptr: tl.tensor,
+    out_ptr: tl.tensor,
     CHOSEN: tl.constexpr,
     N: tl.constexpr,
     COLUMNS: tl.constexpr,
     WIDE: tl.constexpr,
     EARLY: tl.constexpr,
-):
+) -> None:
     """COLUMNS outputs of one token; roundings are where the traced model has them."""
     if EARLY:
         wait_for_prerequisites()

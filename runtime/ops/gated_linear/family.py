@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 from mllm_compile.runtime.cuda.family import KernelFamily
 from mllm_compile.runtime.cuda.kernel import CudaKernel
+from mllm_compile.runtime.cuda.units import UNIT_ROWS as UNIT_TOKENS
 from mllm_compile.runtime.ops.gated_linear.kernel import (
     LEAST_UNITS,
     MOST_UNITS,
-    UNIT_TOKENS,
     GatedKernel,
     choose,
     divided,
@@ -33,7 +33,7 @@ class Family(KernelFamily):
         from mllm_compile.runtime.ops import op
 
         weights = [
-            node.args[1].meta["val"]  # type: ignore[union-attr]
+            node.args[1].meta["val"]
             for piece, _ in pieces
             for node in piece.graph.nodes
             if node.target is op("gated_linear")

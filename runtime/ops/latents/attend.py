@@ -30,14 +30,14 @@ _LOG2_E = math.log2(math.e)
 
 @triton.jit
 def _attend(
-    q_ptr,
-    latents_ptr,
-    table_ptr,
-    heads,
-    is_head,
-    limits,
-    start,
-    end,
+    q_ptr: tl.tensor,
+    latents_ptr: tl.tensor,
+    table_ptr: tl.tensor,
+    heads: tl.tensor,
+    is_head: tl.tensor,
+    limits: tl.tensor,
+    start: tl.tensor,
+    end: tl.tensor,
     SCALE: tl.constexpr,
     D: tl.constexpr,
     C: tl.constexpr,
@@ -47,7 +47,7 @@ def _attend(
     ROWS: tl.constexpr,
     KEYS: tl.constexpr,
     STAGES: tl.constexpr,
-):
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
     """(largest logit, sum, weighted values [C, ROWS]) of the query heads at rows `heads` of q over the keys start … end
     of one request, `start` a multiple of KEYS; each sees those before its limit, of which one is among them at least.
 
@@ -91,23 +91,23 @@ def _attend(
 
 
 @triton.jit
-def _share(num_keys, num_splits, KEYS: tl.constexpr):
+def _share(num_keys: tl.tensor, num_splits: tl.tensor, KEYS: tl.constexpr) -> tl.tensor:
     """Keys of each block of a request: whole steps of the loop."""
     return tl.maximum(tl.cdiv(tl.cdiv(num_keys, num_splits), KEYS), 1) * KEYS
 
 
 @triton.jit
 def _decode_kernel(
-    q_ptr,
-    latents_ptr,
-    table_ptr,
-    seq_lens_ptr,
-    out_ptr,
-    partial_ptr,
-    tops_ptr,
-    totals_ptr,
-    table_stride,
-    num_splits,
+    q_ptr: tl.tensor,
+    latents_ptr: tl.tensor,
+    table_ptr: tl.tensor,
+    seq_lens_ptr: tl.tensor,
+    out_ptr: tl.tensor,
+    partial_ptr: tl.tensor,
+    tops_ptr: tl.tensor,
+    totals_ptr: tl.tensor,
+    table_stride: tl.tensor,
+    num_splits: tl.tensor,
     SCALE: tl.constexpr,
     H: tl.constexpr,
     D: tl.constexpr,
@@ -119,7 +119,7 @@ def _decode_kernel(
     KEYS: tl.constexpr,
     STAGES: tl.constexpr,
     EARLY: tl.constexpr,
-):
+) -> None:
     """Program (tile of heads, request, split): tiles that read the same keys are next to each other."""
     row = tl.program_id(1)
     split = tl.program_id(2)
@@ -168,12 +168,12 @@ def _decode_kernel(
 
 @triton.jit
 def _sum_kernel(
-    out_ptr,
-    partial_ptr,
-    tops_ptr,
-    totals_ptr,
-    seq_lens_ptr,
-    num_splits,
+    out_ptr: tl.tensor,
+    partial_ptr: tl.tensor,
+    tops_ptr: tl.tensor,
+    totals_ptr: tl.tensor,
+    seq_lens_ptr: tl.tensor,
+    num_splits: tl.tensor,
     H: tl.constexpr,
     C: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -181,7 +181,7 @@ def _sum_kernel(
     ROWS: tl.constexpr,
     KEYS: tl.constexpr,
     EARLY: tl.constexpr,
-):
+) -> None:
     """Program (columns, request, tile of heads): adds up the request's blocks, where it has several."""
     row = tl.program_id(1)
     if EARLY:
@@ -219,13 +219,13 @@ def _sum_kernel(
 
 @triton.jit
 def _prefill_kernel(
-    q_ptr,
-    latents_ptr,
-    table_ptr,
-    seq_lens_ptr,
-    tiles_ptr,
-    out_ptr,
-    table_stride,
+    q_ptr: tl.tensor,
+    latents_ptr: tl.tensor,
+    table_ptr: tl.tensor,
+    seq_lens_ptr: tl.tensor,
+    tiles_ptr: tl.tensor,
+    out_ptr: tl.tensor,
+    table_stride: tl.tensor,
     SCALE: tl.constexpr,
     H: tl.constexpr,
     D: tl.constexpr,
@@ -237,7 +237,7 @@ def _prefill_kernel(
     KEYS: tl.constexpr,
     STAGES: tl.constexpr,
     EARLY: tl.constexpr,
-):
+) -> None:
     """Program (tile): the heads of some of a request's new tokens, causal."""
     if EARLY:
         wait_for_prerequisites()

@@ -27,17 +27,17 @@ _LEAST = -1e30  # a logit that weighs nothing; infinite ones have no differences
 
 @triton.jit
 def _attend(
-    top,
-    total,
-    acc,
-    q,
-    q_rest,
-    own_ptr,
-    rest_ptr,
-    limits,
-    start,
-    end,
-    num_keys,
+    top: tl.tensor,
+    total: tl.tensor,
+    acc: tl.tensor,
+    q: tl.tensor,
+    q_rest: tl.tensor,
+    own_ptr: tl.tensor,
+    rest_ptr: tl.tensor,
+    limits: tl.tensor,
+    start: tl.tensor,
+    end: tl.tensor,
+    num_keys: tl.tensor,
     SCALE: tl.constexpr,
     KEY_STRIDE: tl.constexpr,
     REST_STRIDE: tl.constexpr,
@@ -50,7 +50,7 @@ def _attend(
     KEYS: tl.constexpr,
     STAGES: tl.constexpr,
     MASKED: tl.constexpr,
-):
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
     """(largest logit, sum, weighted values [ROWS, V]) with the keys start … end, a multiple of KEYS each or the last;
     without MASKED every row sees all of them."""
     own = tl.arange(0, PADDED_OWN)
@@ -88,7 +88,9 @@ def _attend(
 
 
 @triton.jit
-def _load(ptrs, is_row, is_column, MASKED: tl.constexpr, IS_WHOLE: tl.constexpr):
+def _load(
+    ptrs: tl.tensor, is_row: tl.tensor, is_column: tl.tensor, MASKED: tl.constexpr, IS_WHOLE: tl.constexpr
+) -> tl.tensor:
     """Rows of keys: all of them are there unless MASKED, and all columns with IS_WHOLE."""
     if IS_WHOLE:
         if MASKED:
@@ -101,13 +103,13 @@ def _load(ptrs, is_row, is_column, MASKED: tl.constexpr, IS_WHOLE: tl.constexpr)
 
 @triton.jit
 def _expanded_kernel(
-    q_ptr,
-    expanded_ptr,
-    gathered_ptr,
-    tiles_ptr,
-    out_ptr,
-    log_sums_ptr,
-    num_splits,
+    q_ptr: tl.tensor,
+    expanded_ptr: tl.tensor,
+    gathered_ptr: tl.tensor,
+    tiles_ptr: tl.tensor,
+    out_ptr: tl.tensor,
+    log_sums_ptr: tl.tensor,
+    num_splits: tl.tensor,
     SCALE: tl.constexpr,
     H: tl.constexpr,
     OWN: tl.constexpr,
@@ -124,7 +126,7 @@ def _expanded_kernel(
     LEAST: tl.constexpr,
     LN_2: tl.constexpr,
     EARLY: tl.constexpr,
-):
+) -> None:
     """Program (tile, head, share): blocks of one head are next to each other, as they read the same keys."""
     if EARLY:
         wait_for_prerequisites()

@@ -24,15 +24,15 @@ _LOG2_E = math.log2(math.e)
 
 @triton.jit
 def _paged_prefill_kernel(
-    q_ptr,
-    keys_ptr,
-    values_ptr,
-    table_ptr,
-    seq_lens_ptr,
-    tiles_ptr,
-    out_ptr,
-    slopes_ptr,
-    table_stride,
+    q_ptr: tl.tensor,
+    keys_ptr: tl.tensor,
+    values_ptr: tl.tensor,
+    table_ptr: tl.tensor,
+    seq_lens_ptr: tl.tensor,
+    tiles_ptr: tl.tensor,
+    out_ptr: tl.tensor,
+    slopes_ptr: tl.tensor,
+    table_stride: tl.tensor,
     SCALE: tl.constexpr,
     H: tl.constexpr,
     HK: tl.constexpr,
@@ -44,7 +44,7 @@ def _paged_prefill_kernel(
     KEYS: tl.constexpr,
     STAGES: tl.constexpr,
     EARLY: tl.constexpr,
-):
+) -> None:
     """Program (query head, tile): heads that read the same keys are next to each other."""
     if EARLY:
         wait_for_prerequisites()

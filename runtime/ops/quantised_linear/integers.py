@@ -21,20 +21,24 @@ _CHUNKS = 128  # of a program
 
 
 @triton.jit
-def _numbers(words, place: tl.constexpr, zeros, scales, dtype: tl.constexpr):
+def _numbers(
+    words: tl.tensor, place: tl.constexpr, zeros: tl.tensor, scales: tl.tensor, dtype: tl.constexpr
+) -> tl.tensor:
     """Number `place` of each word, [C, 4] for its four lanes."""
     return ((((words >> (4 * place)) & 15).to(tl.float32) - zeros) * scales).to(dtype)
 
 
 @triton.jit
-def _eights(words, half: tl.constexpr, zeros, scales, dtype: tl.constexpr):
+def _eights(
+    words: tl.tensor, half: tl.constexpr, zeros: tl.tensor, scales: tl.tensor, dtype: tl.constexpr
+) -> tl.tensor:
     """[C, 8] inputs: of each lane a number and the one behind it."""
     first, behind = _numbers(words, half, zeros, scales, dtype), _numbers(words, half + 4, zeros, scales, dtype)
     return tl.reshape(tl.join(first, behind), (words.shape[0], 8))
 
 
 @triton.jit
-def _one_behind_the_other(first, second):
+def _one_behind_the_other(first: tl.tensor, second: tl.tensor) -> tl.tensor:
     """[C, 2 n] of two [C, n]."""
     both = tl.permute(tl.join(first, second), (0, 2, 1))
     return tl.reshape(both, (first.shape[0], 2 * first.shape[1]))
@@ -42,16 +46,16 @@ def _one_behind_the_other(first, second):
 
 @triton.jit
 def _integers_kernel(
-    values_ptr,
-    scales_ptr,
-    zeros_ptr,
-    out_ptr,
-    num_chunks,
+    values_ptr: tl.tensor,
+    scales_ptr: tl.tensor,
+    zeros_ptr: tl.tensor,
+    out_ptr: tl.tensor,
+    num_chunks: tl.tensor,
     OF_GROUP: tl.constexpr,
     ZERO: tl.constexpr,
     CHUNKS: tl.constexpr,
     EARLY: tl.constexpr,
-):
+) -> None:
     """CHUNKS times 32 inputs, OF_GROUP of which share a scale; behind a row's last ones come the next row's."""
     chunks = tl.program_id(0) * CHUNKS + tl.arange(0, CHUNKS)
     is_there = chunks < num_chunks

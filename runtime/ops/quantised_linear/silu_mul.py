@@ -24,9 +24,9 @@ _THREAD_NUMBERS = 16  # of a thread
 
 @triton.jit
 def _silu_mul_in_fp8_kernel(
-    x_ptr,
-    out_ptr,
-    scales_ptr,
+    x_ptr: tl.tensor,
+    out_ptr: tl.tensor,
+    scales_ptr: tl.tensor,
     N: tl.constexpr,
     GROUP: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -34,7 +34,7 @@ def _silu_mul_in_fp8_kernel(
     LARGEST: tl.constexpr,
     SMALLEST: tl.constexpr,
     EARLY: tl.constexpr,
-):
+) -> None:
     """GROUPS groups of one token; WIDTH is the power of two that GROUP columns lie in."""
     if EARLY:
         wait_for_prerequisites()

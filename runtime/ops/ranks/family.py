@@ -44,7 +44,7 @@ class Family(KernelFamily):
         summing, norming, gathering = op("all_reduce"), op("all_reduce_residual_norm"), op("all_gather")
         targets = (summing, norming, gathering)
         nodes = [node for piece, _ in pieces for node in piece.graph.nodes if node.target in targets]
-        values = {node: node.args[0].meta["val"] for node in nodes}  # type: ignore[union-attr]
+        values = {node: node.args[0].meta["val"] for node in nodes}
         ours = [node for node, val in values.items() if val.dtype is torch.bfloat16 and val.device.type == "cuda"]
         summed = [node for node in ours if node.target is not gathering]
         if not summed:
@@ -54,7 +54,7 @@ class Family(KernelFamily):
         columns = {
             int(values[node].shape[-1])
             for node in ours
-            if node.target is gathering and node.args[1] == values[node].ndim - 1  # type: ignore[comparison-overlap]
+            if node.target is gathering and node.args[1] == values[node].ndim - 1
         }
         return (PushKernel(), SendKernel(), *normed, *(ChooseKernel(size) for size in sorted(columns)))
 

@@ -32,10 +32,10 @@ class Family(KernelFamily):
         from mllm_compile.runtime.ops import op
 
         weights = [
-            node.args[2].meta["val"]  # type: ignore[union-attr]
+            node.args[2].meta["val"]
             for piece, _ in pieces
             for node in piece.graph.nodes
-            if node.target is op("scaled_linear") and node.args[3].meta["val"].shape[1] == 1  # type: ignore[union-attr]
+            if node.target is op("scaled_linear") and node.args[3].meta["val"].shape[1] == 1
         ]
         shapes = dict.fromkeys(tuple(map(int, weight.shape)) for weight in weights)
         return tuple(

@@ -115,7 +115,8 @@ def scaled_linear_reference(
 
 def _scaled(values: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     groups = values.float().unflatten(-1, (scales.shape[1], -1))
-    return (groups * scales.unsqueeze(-1)).flatten(-2)
+    scaled: torch.Tensor = (groups * scales.unsqueeze(-1)).flatten(-2)
+    return scaled
 
 
 _LIBRARY.impl("scaled_linear", scaled_linear, "CUDA")

@@ -25,23 +25,23 @@ _ROWS = 64  # query heads of a block, of several requests
 
 
 @triton.jit
-def _part(num_keys, num_parts, KEYS: tl.constexpr):
+def _part(num_keys: tl.tensor, num_parts: tl.tensor, KEYS: tl.constexpr) -> tl.tensor:
     """Keys of each block: whole steps of the loop."""
     return tl.maximum(tl.cdiv(tl.cdiv(num_keys, num_parts), KEYS), 1) * KEYS
 
 
 @triton.jit
 def _shared_kernel(
-    q_ptr,
-    keys_ptr,
-    values_ptr,
-    table_ptr,
-    shared_len_ptr,
-    partial_ptr,
-    tops_ptr,
-    totals_ptr,
-    num_rows,
-    num_parts,
+    q_ptr: tl.tensor,
+    keys_ptr: tl.tensor,
+    values_ptr: tl.tensor,
+    table_ptr: tl.tensor,
+    shared_len_ptr: tl.tensor,
+    partial_ptr: tl.tensor,
+    tops_ptr: tl.tensor,
+    totals_ptr: tl.tensor,
+    num_rows: tl.tensor,
+    num_parts: tl.tensor,
     SCALE: tl.constexpr,
     GROUP: tl.constexpr,
     HK: tl.constexpr,
@@ -51,7 +51,7 @@ def _shared_kernel(
     KEYS: tl.constexpr,
     STAGES: tl.constexpr,
     EARLY: tl.constexpr,
-):
+) -> None:
     """Program (kv head, tile of query heads of all requests, part of the shared keys)."""
     if EARLY:
         wait_for_prerequisites()
@@ -94,21 +94,21 @@ def _shared_kernel(
 
 @triton.jit
 def _merge_kernel(
-    out_ptr,
-    log_sums_ptr,
-    partial_ptr,
-    tops_ptr,
-    totals_ptr,
-    shared_len_ptr,
-    seq_lens_ptr,
-    num_rows,
-    num_parts,
+    out_ptr: tl.tensor,
+    log_sums_ptr: tl.tensor,
+    partial_ptr: tl.tensor,
+    tops_ptr: tl.tensor,
+    totals_ptr: tl.tensor,
+    shared_len_ptr: tl.tensor,
+    seq_lens_ptr: tl.tensor,
+    num_rows: tl.tensor,
+    num_parts: tl.tensor,
     H: tl.constexpr,
     D: tl.constexpr,
     HEADS: tl.constexpr,
     KEYS: tl.constexpr,
     EARLY: tl.constexpr,
-):
+) -> None:
     """Program (request, some query heads): adds what was found over the shared keys to the request's own output."""
     if EARLY:
         wait_for_prerequisites()

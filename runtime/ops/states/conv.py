@@ -26,17 +26,17 @@ _MOST_AHEAD = 8  # requests of a step whose recurrence is let in at once
 
 @triton.jit
 def _decode_conv_kernel(
-    x_ptr,
-    weight_ptr,
-    bias_ptr,
-    states_ptr,
-    rows_ptr,
-    has_state_ptr,
-    out_ptr,
-    x_token_stride,
-    x_channel_stride,
-    weight_channel_stride,
-    weight_column_stride,
+    x_ptr: tl.tensor,
+    weight_ptr: tl.tensor,
+    bias_ptr: tl.tensor,
+    states_ptr: tl.tensor,
+    rows_ptr: tl.tensor,
+    has_state_ptr: tl.tensor,
+    out_ptr: tl.tensor,
+    x_token_stride: tl.tensor,
+    x_channel_stride: tl.tensor,
+    weight_channel_stride: tl.tensor,
+    weight_column_stride: tl.tensor,
     C: tl.constexpr,
     K: tl.constexpr,
     HAS_BIAS: tl.constexpr,
@@ -45,7 +45,7 @@ def _decode_conv_kernel(
     MOST_AHEAD: tl.constexpr,
     WAITS_FIRST: tl.constexpr,
     EARLY: tl.constexpr,
-):
+) -> None:
     """Program (request, block of channels). All but the token's own product is there before the token is."""
     if WAITS_FIRST:
         wait_for_prerequisites()
@@ -87,21 +87,21 @@ def _decode_conv_kernel(
 
 @triton.jit
 def _prompt_conv_kernel(
-    x_ptr,
-    weight_ptr,
-    bias_ptr,
-    states_ptr,
-    rows_ptr,
-    has_state_ptr,
-    sources_ptr,
-    starts_ptr,
-    ends_ptr,
-    out_ptr,
-    x_token_stride,
-    x_channel_stride,
-    weight_channel_stride,
-    weight_column_stride,
-    num_requests,
+    x_ptr: tl.tensor,
+    weight_ptr: tl.tensor,
+    bias_ptr: tl.tensor,
+    states_ptr: tl.tensor,
+    rows_ptr: tl.tensor,
+    has_state_ptr: tl.tensor,
+    sources_ptr: tl.tensor,
+    starts_ptr: tl.tensor,
+    ends_ptr: tl.tensor,
+    out_ptr: tl.tensor,
+    x_token_stride: tl.tensor,
+    x_channel_stride: tl.tensor,
+    weight_channel_stride: tl.tensor,
+    weight_column_stride: tl.tensor,
+    num_requests: tl.tensor,
     C: tl.constexpr,
     K: tl.constexpr,
     PADDED_K: tl.constexpr,
@@ -112,7 +112,7 @@ def _prompt_conv_kernel(
     SEARCHED: tl.constexpr,
     WAITS_FIRST: tl.constexpr,
     EARLY: tl.constexpr,
-):
+) -> None:
     """Program (block of tokens of one request, block of channels). A request's first block is the one that reads its
     state, and so the one that replaces it. A state and weights are there before the tokens are."""
     if WAITS_FIRST:
@@ -184,20 +184,20 @@ def _prompt_conv_kernel(
 
 @triton.jit
 def _few_conv_kernel(
-    x_ptr,
-    weight_ptr,
-    bias_ptr,
-    states_ptr,
-    rows_ptr,
-    has_state_ptr,
-    sources_ptr,
-    starts_ptr,
-    ends_ptr,
-    out_ptr,
-    x_token_stride,
-    x_channel_stride,
-    weight_channel_stride,
-    weight_column_stride,
+    x_ptr: tl.tensor,
+    weight_ptr: tl.tensor,
+    bias_ptr: tl.tensor,
+    states_ptr: tl.tensor,
+    rows_ptr: tl.tensor,
+    has_state_ptr: tl.tensor,
+    sources_ptr: tl.tensor,
+    starts_ptr: tl.tensor,
+    ends_ptr: tl.tensor,
+    out_ptr: tl.tensor,
+    x_token_stride: tl.tensor,
+    x_channel_stride: tl.tensor,
+    weight_channel_stride: tl.tensor,
+    weight_column_stride: tl.tensor,
     C: tl.constexpr,
     K: tl.constexpr,
     PADDED_K: tl.constexpr,
@@ -208,7 +208,7 @@ def _few_conv_kernel(
     MOST_AHEAD: tl.constexpr,
     WAITS_FIRST: tl.constexpr,
     EARLY: tl.constexpr,
-):
+) -> None:
     """Program (request, block of channels): all of its tokens. It has to look for nothing, so that its state's part of
     the sums is there before the tokens are."""
     if WAITS_FIRST:

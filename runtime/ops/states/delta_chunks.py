@@ -53,7 +53,9 @@ class Solved(NamedTuple):
 
 
 @triton.jit
-def _chunks_ahead(starts_ptr, ends_ptr, request, CHUNK: tl.constexpr, SEARCHED: tl.constexpr):
+def _chunks_ahead(
+    starts_ptr: tl.tensor, ends_ptr: tl.tensor, request: tl.tensor, CHUNK: tl.constexpr, SEARCHED: tl.constexpr
+) -> tl.tensor | int:
     """Chunks of the requests ahead of this one."""
     ahead = 0
     for first in range(0, request, SEARCHED):
@@ -66,29 +68,29 @@ def _chunks_ahead(starts_ptr, ends_ptr, request, CHUNK: tl.constexpr, SEARCHED: 
 
 @triton.jit
 def _chunk_kernel(
-    q_ptr,
-    k_ptr,
-    v_ptr,
-    states_ptr,
-    rows_ptr,
-    has_state_ptr,
-    sources_ptr,
-    starts_ptr,
-    ends_ptr,
-    inverses_ptr,
-    scores_ptr,
-    left_ptr,
-    factors_ptr,
-    out_ptr,
-    q_token_stride,
-    q_head_stride,
-    q_dim_stride,
-    k_token_stride,
-    k_head_stride,
-    k_dim_stride,
-    v_token_stride,
-    v_head_stride,
-    v_dim_stride,
+    q_ptr: tl.tensor,
+    k_ptr: tl.tensor,
+    v_ptr: tl.tensor,
+    states_ptr: tl.tensor,
+    rows_ptr: tl.tensor,
+    has_state_ptr: tl.tensor,
+    sources_ptr: tl.tensor,
+    starts_ptr: tl.tensor,
+    ends_ptr: tl.tensor,
+    inverses_ptr: tl.tensor,
+    scores_ptr: tl.tensor,
+    left_ptr: tl.tensor,
+    factors_ptr: tl.tensor,
+    out_ptr: tl.tensor,
+    q_token_stride: tl.tensor,
+    q_head_stride: tl.tensor,
+    q_dim_stride: tl.tensor,
+    k_token_stride: tl.tensor,
+    k_head_stride: tl.tensor,
+    k_dim_stride: tl.tensor,
+    v_token_stride: tl.tensor,
+    v_head_stride: tl.tensor,
+    v_dim_stride: tl.tensor,
     GROUP: tl.constexpr,
     HV: tl.constexpr,
     DV: tl.constexpr,
@@ -100,7 +102,7 @@ def _chunk_kernel(
     STAGES: tl.constexpr,
     GATE_A_CHANNEL: tl.constexpr,
     EARLY: tl.constexpr,
-):
+) -> None:
     """Program (block of a value head's rows, value head, request): its chunks, one after another."""
     if EARLY:
         wait_for_prerequisites()

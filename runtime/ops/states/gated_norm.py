@@ -25,7 +25,7 @@ _LARGEST = tl.constexpr(2**31 - 1)
 
 
 @triton.jit
-def norm_gate(z, SILU: tl.constexpr):
+def norm_gate(z: tl.tensor, SILU: tl.constexpr) -> tl.tensor:
     """The factor that the gate is."""
     if SILU:
         return silu(z.to(tl.float32))
@@ -34,16 +34,16 @@ def norm_gate(z, SILU: tl.constexpr):
 
 @triton.jit
 def _gated_norm_kernel(
-    from_ptr,
-    z_ptr,
-    norm_ptr,
-    starts_ptr,
-    ends_ptr,
-    out_ptr,
-    z_token_stride,
-    z_head_stride,
-    z_dim_stride,
-    num_requests,
+    from_ptr: tl.tensor,
+    z_ptr: tl.tensor,
+    norm_ptr: tl.tensor,
+    starts_ptr: tl.tensor,
+    ends_ptr: tl.tensor,
+    out_ptr: tl.tensor,
+    z_token_stride: tl.tensor,
+    z_head_stride: tl.tensor,
+    z_dim_stride: tl.tensor,
+    num_requests: tl.tensor,
     HEADS: tl.constexpr,
     WIDTH: tl.constexpr,
     PADDED_WIDTH: tl.constexpr,
@@ -56,7 +56,7 @@ def _gated_norm_kernel(
     SEARCHED: tl.constexpr,
     DECODES: tl.constexpr,
     EARLY: tl.constexpr,
-):
+) -> None:
     """Program (block of tokens, head). Requests' tokens follow each other: those between the first one's and the last
     one's are normed."""
     least = 0

@@ -28,7 +28,9 @@ _WARPS = 4
 
 
 @triton.jit
-def gates_of(g, beta, is_token, rate, shift, GATED: tl.constexpr):
+def gates_of(
+    g: tl.tensor, beta: tl.tensor, is_token: tl.tensor, rate: tl.tensor, shift: tl.tensor, GATED: tl.constexpr
+) -> tuple[tl.tensor, tl.tensor]:
     """Logarithms of decays, and factors, of what g and beta are of a chunk's tokens; 0 where is none."""
     g = g.to(tl.float32)
     beta = beta.to(tl.float32)
@@ -40,16 +42,16 @@ def gates_of(g, beta, is_token, rate, shift, GATED: tl.constexpr):
 
 @triton.jit
 def solve_chunk(
-    q,
-    k,
-    g,
-    beta,
+    q: tl.tensor,
+    k: tl.tensor,
+    g: tl.tensor,
+    beta: tl.tensor,
     SCALE: tl.constexpr,
     QK_NORM: tl.constexpr,
     EPS: tl.constexpr,
     CHUNK: tl.constexpr,
     LEVELS: tl.constexpr,
-):
+) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
     """All of a chunk that does not depend on a state: (inverse, scores, then what S k, S q, u and S are multiplied by).
 
     Products take keys and queries as they came [CHUNK, D]; their norms are factors of rows.
@@ -76,28 +78,28 @@ def solve_chunk(
 
 @triton.jit
 def _solve_head_gates_kernel(
-    q_ptr,
-    k_ptr,
-    g_ptr,
-    beta_ptr,
-    a_log_ptr,
-    bias_ptr,
-    starts_ptr,
-    ends_ptr,
-    inverses_ptr,
-    scores_ptr,
-    factors_ptr,
-    q_token_stride,
-    q_head_stride,
-    q_dim_stride,
-    k_token_stride,
-    k_head_stride,
-    k_dim_stride,
-    g_token_stride,
-    g_head_stride,
-    beta_token_stride,
-    beta_head_stride,
-    num_requests,
+    q_ptr: tl.tensor,
+    k_ptr: tl.tensor,
+    g_ptr: tl.tensor,
+    beta_ptr: tl.tensor,
+    a_log_ptr: tl.tensor,
+    bias_ptr: tl.tensor,
+    starts_ptr: tl.tensor,
+    ends_ptr: tl.tensor,
+    inverses_ptr: tl.tensor,
+    scores_ptr: tl.tensor,
+    factors_ptr: tl.tensor,
+    q_token_stride: tl.tensor,
+    q_head_stride: tl.tensor,
+    q_dim_stride: tl.tensor,
+    k_token_stride: tl.tensor,
+    k_head_stride: tl.tensor,
+    k_dim_stride: tl.tensor,
+    g_token_stride: tl.tensor,
+    g_head_stride: tl.tensor,
+    beta_token_stride: tl.tensor,
+    beta_head_stride: tl.tensor,
+    num_requests: tl.tensor,
     GROUP: tl.constexpr,
     HV: tl.constexpr,
     D: tl.constexpr,
@@ -110,7 +112,7 @@ def _solve_head_gates_kernel(
     LEVELS: tl.constexpr,
     SEARCHED: tl.constexpr,
     EARLY: tl.constexpr,
-):
+) -> None:
     """Program (chunk of any request, value head): solve_chunk's."""
     if EARLY:
         wait_for_prerequisites()

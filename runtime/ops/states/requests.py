@@ -26,7 +26,14 @@ LEAST_LOG_DECAY = tl.constexpr(-30.0)
 
 
 @triton.jit
-def find_block(starts_ptr, ends_ptr, num_requests, block, SIZE: tl.constexpr, SEARCHED: tl.constexpr):
+def find_block(
+    starts_ptr: tl.tensor,
+    ends_ptr: tl.tensor,
+    num_requests: tl.tensor,
+    block: tl.tensor,
+    SIZE: tl.constexpr,
+    SEARCHED: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor | int]:
     """(request, index among its blocks) of a block, counted over the blocks of SIZE tokens of all requests;
     num_requests where there are not so many."""
     request = num_requests
@@ -47,7 +54,7 @@ def find_block(starts_ptr, ends_ptr, num_requests, block, SIZE: tl.constexpr, SE
 
 
 @triton.jit
-def inverse_of(below, SIDE: tl.constexpr, LEVELS: tl.constexpr, PRODUCTS: tl.constexpr):
+def inverse_of(below: tl.tensor, SIDE: tl.constexpr, LEVELS: tl.constexpr, PRODUCTS: tl.constexpr) -> tl.tensor:
     """(1 + below)⁻¹ of what is zero on and above the diagonal: by blocks of 1, of 2, … of SIDE / 2, of which two that
     follow each other become one, as forward substitution does. No power of `below` grows."""
     row = tl.arange(0, SIDE)[:, None]
@@ -62,7 +69,7 @@ def inverse_of(below, SIDE: tl.constexpr, LEVELS: tl.constexpr, PRODUCTS: tl.con
 
 
 @triton.jit
-def softplus(x):
+def softplus(x: tl.tensor) -> tl.tensor:
     """log(1 + exp(x)), and x where that is the same; exact where exp(x) is small too."""
     grown = tl.exp(tl.minimum(x, 20.0))
     above = 1.0 + grown
@@ -72,12 +79,12 @@ def softplus(x):
 
 
 @triton.jit
-def sigmoid(x):
+def sigmoid(x: tl.tensor) -> tl.tensor:
     return 1.0 / (1.0 + tl.exp(-x))
 
 
 @triton.jit
-def silu(x):
+def silu(x: tl.tensor) -> tl.tensor:
     return x / (1.0 + tl.exp(-x))
 
 

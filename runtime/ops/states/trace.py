@@ -63,7 +63,8 @@ def _fake(name: str) -> Callable[..., torch.Tensor]:
         kind, operands = call_of(name, arguments)
         first = arguments[0]
         shape = kind.out_shape({key: value.shape for key, value in operands.items()})
-        return first.new_empty((first.shape[0], *shape), dtype=_out_dtype(name, operands))
+        out: torch.Tensor = first.new_empty((first.shape[0], *shape), dtype=_out_dtype(name, operands))
+        return out
 
     return run
 

@@ -63,7 +63,8 @@ class StreamedFamily(KernelFamily):
 
     def _ops(self) -> StreamedOps:
         """Imported when the ops are needed: the import defines them."""
-        return importlib.import_module(self.module).STREAMED
+        streamed: StreamedOps = importlib.import_module(self.module).STREAMED
+        return streamed
 
 
 class Family(StreamedFamily):

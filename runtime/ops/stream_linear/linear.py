@@ -13,7 +13,7 @@ from typing import ClassVar, NamedTuple
 from mllm_compile.runtime.cuda.kernel import CudaKernel
 
 # A kernel each; a step takes the first that holds its tokens.
-TOKEN_BUCKETS = (8, 16, 32, 64, 128, *range(144, 257, 16))
+TOKEN_BUCKETS: tuple[int, ...] = (8, 16, 32, 64, 128, *range(144, 257, 16))
 MAX_STREAMED_TOKENS = TOKEN_BUCKETS[-1]
 # Bytes of a weight that are on their way to a multiprocessor until x is there. Reads arrive in the order in which they
 # are asked for, 4.4 MB a microsecond: behind whole rings, 200 KB a multiprocessor, x comes 5 µs after it is asked for,

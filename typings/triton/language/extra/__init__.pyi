@@ -1,0 +1,1 @@
+from triton.language.extra import libdevice as libdevice

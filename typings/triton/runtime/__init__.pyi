@@ -1,0 +1,6 @@
+from typing import Any
+
+class _DriverConfig:
+    active: Any
+
+driver: _DriverConfig
