@@ -1,62 +1,50 @@
-"""The record of models (models_record.py) as docs/models.md, and where that page says something else than is seen."""
+"""The record of models (models_record.py) as two pages, and where a page says something else than is seen.
+
+docs/models.md is for users; docs/lab/models.md has the tables.
+"""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from tests.model.models_record import Record, SeenOnGpu
     from tests.model.survey import Outcome
 
+DOCS = Path(__file__).parents[2] / "docs"
+SUMMARY = DOCS / "models.md"
+TABLES = DOCS / "lab" / "models.md"
 _MAX_REASON = 160
-_INTRODUCTION = """\
+_SUMMARY = """\
 # Models
 
-*Served right* means here: a small random model of the architecture, in float32 on a CPU with the pieces as traced,
-gives Transformers' log-probabilities within {tolerance:g}. Through Inductor, the default, {by_inductor} of them were
-tried too, and {on_gpu} architectures on a GPU in bfloat16. No published checkpoint is meant by it.
-
-No list in the code says which models are served. A model's own forward, as Transformers has it, is traced; a gate then
-decides whether the trace will be served right (`mllm_compile/model/gate.py`), a self-check compares what was compiled
-with Transformers (`mllm_compile/check/program.py`), and what fails either is refused with the reason. This page is what
-came of every causal-LM architecture that Transformers knows, by its `model_type` in `config.json`.
+No list in the code says which models are served. A model's own forward, as Transformers has it, is traced. A gate
+then decides whether the trace will be served right, and a self-check compares what was compiled with Transformers.
+What fails either is refused with the reason. So it is a model's config that decides, not its name.
 
 {counts}
 
-{named} All others of Transformers' list for causal language models are served. Models that generate text and are on
-other lists of its (images to text, encoders with decoders) are not in these counts; [images](images.md) has those
-that are served.
+*Served right* means here: a small random model of the architecture, in float32 on a CPU, gives Transformers'
+log-probabilities within {tolerance:g} (Transformers {transformers}, torch {torch}, {date}). No published checkpoint
+is meant by it, and no speed. Through Inductor {by_inductor} were tried too, and {on_gpu} on a GPU in bfloat16. [The
+lab](lab/models.md) has each architecture's error, its kinds of layers, what attends for it on a GPU, and the reason
+of each refusal.
 
-```bash
-python -m tests.model.survey --write docs/models.md
-```
+| | architectures |
+|---|---|
+| **served** | {served} |
+{others}
 
-{date}, Transformers {transformers}, torch {torch}, Python {python}, on a CPU in float32. Each architecture is a tiny
-random model (4 layers, width 64, windows of 8 tokens, kinds of layers alternating), saved as a checkpoint, compiled
-with the pieces as traced (`compile.backend: eager`), and served by a process that has not compiled it, with the plain
-torch attention over the paged cache. Five texts of 3, 4, 7, 25 and 55 tokens go through a packed prefill with the
-longest one in chunks, a mixed step and a decode step. The error is the largest difference of any log-probability of any
-token from what Transformers' forward gives that text alone; above {tolerance:g} it would count as wrong. What fails in
-float32 is tried in bfloat16. So this page is about meaning, not about speed or about each published checkpoint. `make
-test` holds a sample of it, `make test-all` all of it.
-
-The table's second figure is of those that were tried through Inductor as well, which is what configs have by default.
-The last two columns are of GPUs: what attends there for prompts, as the compiler chooses it for the heads of the
-architecture's default config (nothing runs for that), and whether a small model was [seen](#on-a-gpu) to be right on
-one. Decodes are attended for by the program's own kernels wherever a layer has up to {group} query heads a KV head,
-also where the column says FlashInfer.
-
-On a GPU, attention kernels have heads of 64, 128 and 256, with values as wide as keys. Others are padded with zeros to
-the next of these widths, in the KV cache too (`pad_heads`). Latent attention (MLA) caches its latents alone and has
-kernels of its own (`absorb_latents`), and so have layers with ALiBi or chunks (`runtime/ops/prompts/`). Heads
-wider than 256 need `runtime: {{attention_backend: torch}}` there, which is slow: {too_wide}.
+These are Transformers' causal language models, by the `model_type` in `config.json`. Of models with images or sound
+it is the text part; [images](images.md) has those whose images are served too.
 
 ## Your model
 
-It is its config that decides, not its name. To know before there are any weights, put its `config.json` into a folder
-and compile that; for 32 layers this takes half a minute, and ends with the runtime or the reason:
+To know before there are any weights, put its `config.json` into a folder and compile that. For 32 layers this takes
+half a minute, and ends with the runtime or the reason:
 
 ```yaml
 model: {{path: ./folder, load_format: dummy}}
@@ -64,23 +52,49 @@ compile: {{backend: eager}}
 runtime: {{device: cpu, max_model_len: 1024}}
 ```
 
-For every architecture:
+- **RoPE** of every type is served at every length that the model takes. Where frequencies follow the length of a text
+  (`longrope`, `dynamic`), each request has its own, as Transformers' `generate` gives it alone. Models whose own
+  `generate` then computes the text anew (phi3, phi4_multimodal) are preempted once, at
+  `original_max_position_embeddings` tokens.
+- **Quantised** checkpoints are served in [most formats](quantised.md).
+- **Layers with a [state](state.md)** are served where they call known functions or are known modules.
+- **Sparse attention** whose indexer chooses keys (DSA: deepseek_v32, glm_moe_dsa and others) is served up to
+  `index_topk` tokens, where it chooses all of them. `max_model_len` ends there.
+- **Models of the roberta family** count positions from behind their padding token: set `max_model_len` as the error
+  says.
 
-- RoPE of every type is served at every length that the model takes. Where frequencies follow the length of a text
-  (`longrope`: Phi-3.5, Phi-4-mini, MiniCPM; `dynamic`) each request has those of its own, as Transformers' generate
-  gives it alone: a prompt's tokens those for its length, later tokens those for the tokens up to themselves. Keys that
-  are cached stay as they are when a request grows, but for models whose own generate then computes the text anew
-  (phi3, phi4_multimodal): such a request is preempted once, at `original_max_position_embeddings` tokens. Requests
-  share cached prefixes with those of the same frequencies. Phi-3.5-MoE's scales of long texts are applied likewise.
-- A quantised checkpoint is served where its [format](quantised.md) is one that is read.
-- Layers with a [state](state.md) are served where they call known functions or are known modules. An architecture with
-  others is refused for them; where a config has none, it may be served
-  ([below](#served-where-every-layer-is-full-attention)).
-- Sparse attention whose indexer chooses keys (DSA: deepseek_v32, glm_moe_dsa and others) is served up to `index_topk`
-  tokens, where the indexer chooses all of them; `max_model_len` ends there.
-- Of models with images or sound it is the text part (gemma3, phi4_multimodal), but for [images](images.md).
-- Models of the roberta family count positions from behind their padding token, and have so many fewer of them: set
-  `max_model_len` as the error says. A padding token inside of a text is counted like any other token.
+## On a GPU
+
+Attention kernels have heads of 64, 128 and 256. Others are padded with zeros to the next of these widths, in the KV
+cache too (`pad_heads`). Latent attention (MLA), ALiBi and chunks have kernels of their own. Decodes are attended for
+by the program's kernels wherever a layer has up to {group} query heads a KV head. Heads wider than 256 need `runtime:
+{{attention_backend: torch}}`, which is slow: {too_wide}.
+"""
+
+_INTRODUCTION = """\
+# Models, tried
+
+What came of every causal-LM architecture that Transformers knows, by its `model_type`. [The page of
+models](../models.md) says what it means for a user.
+
+{counts}
+
+```bash
+python -m tests.model.survey --write
+```
+
+{date}, Transformers {transformers}, torch {torch}, Python {python}, on a CPU in float32. Each architecture is a tiny
+random model (4 layers, width 64, windows of 8 tokens, kinds of layers alternating), saved as a checkpoint, compiled
+with the pieces as traced (`compile.backend: eager`), and served by a process that has not compiled it, with the plain
+torch attention over the paged cache. Five texts of 3, 4, 7, 25 and 55 tokens go through a packed prefill with the
+longest one in chunks, a mixed step and a decode step. The error is the largest difference of any log-probability of
+any token from what Transformers' forward gives that text alone; above {tolerance:g} it would count as wrong. What
+fails in float32 is tried in bfloat16. `make test` holds a sample of it, `make test-all` all of it.
+
+The table's second figure is of those that were tried through Inductor as well, which is what configs have by default.
+The last two columns are of GPUs: what attends there for prompts, as the compiler chooses it for the heads of the
+architecture's default config (nothing runs for that), and whether a small model was [seen](#on-a-gpu) to be right on
+one.
 """
 
 _IN_BFLOAT16 = """\
@@ -132,29 +146,43 @@ _GROUPS = (
 )
 
 
-def render_models_page(record: Record) -> str:
-    """Markdown: what is served, what is refused and why, what was not tried."""
+_STATUSES = ("served", "bfloat16", "wrong", "refused", "failed", "not tried")
+
+
+def render_summary(record: Record) -> str:
+    """Markdown for users: which architectures are served, and what holds for all of them."""
     from mllm_compile.kernels.decode_attention import MAX_GROUP
     from tests.model.served_logits import TOLERANCE
 
-    outcomes = record.outcomes
-    as_traced = [outcome for outcome in outcomes if outcome.backend == "eager"]
-    by_status = {
-        status: sorted((o for o in as_traced if o.status == status), key=lambda o: o.architecture)
-        for status in ("served", "bfloat16", "wrong", "refused", "failed", "not tried")
-    }
-    introduction = _INTRODUCTION.format(
-        counts=_counts({status: len(found) for status, found in by_status.items()}, by_status["served"]),
-        named=_named(by_status),
+    by_status = _by_status(record)
+    return _SUMMARY.format(
+        counts=_counts(by_status),
+        served=", ".join(o.architecture for o in by_status["served"]),
+        others="\n".join(_named(by_status)),
         group=MAX_GROUP,
-        by_inductor=len({o.architecture for o in outcomes if _is_served_by_inductor(o)}),
+        by_inductor=len({o.architecture for o in record.outcomes if _is_served_by_inductor(o)}),
         on_gpu=len({one.architecture for one in record.on_gpu}),
+        date=record.date,
+        transformers=record.transformers,
+        torch=record.torch,
+        tolerance=TOLERANCE,
+        too_wide=_on_torch(record.outcomes),
+    )
+
+
+def render_models_page(record: Record) -> str:
+    """Markdown of the laboratory: each architecture's figures, the reason of each refusal, what was not tried."""
+    from tests.model.served_logits import TOLERANCE
+
+    outcomes = record.outcomes
+    by_status = _by_status(record)
+    introduction = _INTRODUCTION.format(
+        counts=_counts(by_status),
         date=record.date,
         transformers=record.transformers,
         torch=record.torch,
         python=record.python,
         tolerance=TOLERANCE,
-        too_wide=_on_torch(outcomes),
     )
     lines = [introduction, "## Served", "", *_errors(by_status["served"], record)]
     if by_status["bfloat16"]:
@@ -172,8 +200,15 @@ def render_models_page(record: Record) -> str:
     return "\n".join(lines).rstrip() + "\n"
 
 
-def _counts(count: dict[str, int], served: list[Outcome]) -> str:
-    worst = max((o.error or 0.0 for o in served), default=0.0)
+def _by_status(record: Record) -> dict[str, list[Outcome]]:
+    """What came of each architecture with its pieces as traced, by its name."""
+    as_traced = sorted((o for o in record.outcomes if o.backend == "eager"), key=lambda o: o.architecture)
+    return {status: [o for o in as_traced if o.status == status] for status in _STATUSES}
+
+
+def _counts(by_status: dict[str, list[Outcome]]) -> str:
+    count = {status: len(found) for status, found in by_status.items()}
+    worst = max((o.error or 0.0 for o in by_status["served"]), default=0.0)
     return (
         f"**Of {sum(count.values())}: {count['served']} served right** (worst error {worst:.1e}), {count['bfloat16']} "
         f"served in bfloat16 alone, {count['refused']} refused, {count['wrong']} served wrong, {count['failed']} "
@@ -181,17 +216,18 @@ def _counts(count: dict[str, int], served: list[Outcome]) -> str:
     )
 
 
-def _named(by_status: dict[str, list[Outcome]]) -> str:
-    """Every architecture that is not served, by its name: the rest of Transformers' list is."""
+def _named(by_status: dict[str, list[Outcome]]) -> Iterator[str]:
+    """A line for each group of architectures that are not served right."""
     parts = {
-        "Refused": by_status["refused"],
-        "Served wrong": by_status["wrong"],
-        "Failed": by_status["failed"],
-        "In bfloat16 alone": by_status["bfloat16"],
-        "Not tried": by_status["not tried"],
+        "refused": by_status["refused"],
+        "served wrong": by_status["wrong"],
+        "failed": by_status["failed"],
+        "in bfloat16 alone": by_status["bfloat16"],
+        "not tried, as no small model could be made": by_status["not tried"],
     }
-    names = {title: ", ".join(one.architecture for one in found) for title, found in parts.items() if found}
-    return " ".join(f"{title}: {listed}." for title, listed in names.items())
+    for title, found in parts.items():
+        if found:
+            yield f"| {title} | {', '.join(one.architecture for one in found)} |"
 
 
 def _on_torch(outcomes: Sequence[Outcome]) -> str:

@@ -1,4 +1,4 @@
-"""The record behind docs/models.md: what was seen of each architecture, on a CPU and on a GPU, as JSON beside the page.
+"""The record behind docs/lab/models.md: what was seen of each architecture, as JSON beside the page.
 
 The survey writes what it has tried on a CPU. GPU tests write a line for each model that passed (note_on_gpu), into the
 file that MLLM_MODELS_SEEN names; `python -m tests.model.survey --seen FILE` takes these lines into the record.

@@ -1,7 +1,7 @@
 """Serves a tiny random model of every causal-LM architecture of Transformers, or notes why it is refused.
 
-    python -m tests.model.survey [ARCHITECTURE …] [--backends eager inductor gpu] [--write docs/models.md]
-    python -m tests.model.survey --seen FILE … --write docs/models.md
+    python -m tests.model.survey [ARCHITECTURE …] [--backends eager inductor gpu] [--write]
+    python -m tests.model.survey --seen FILE … --write
 
 Each is compiled on the CPU in float32 with its pieces as traced, served by a process that has not compiled it, and
 compared with Transformers token by token (served_logits.py). Some (INDUCTOR) go through Inductor as well. What fails in
@@ -255,14 +255,14 @@ def _work(jobs: list[str]) -> None:
 
 
 def main() -> int:
-    from tests.model.models_page import render_models_page
+    from tests.model.models_page import SUMMARY, TABLES, render_models_page, render_summary
     from tests.model.models_record import Record
     from tests.model.tiny_configs import causal_lm_types
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("architectures", nargs="*", help="Transformers' model_type; all of them if none is given")
     parser.add_argument("--backends", nargs="+", choices=BACKENDS, default=BACKENDS, help="what to try of each")
-    parser.add_argument("--write", type=Path, help="bring this page, and its record beside it, up to what is seen")
+    parser.add_argument("--write", action="store_true", help="bring the pages and their record up to date")
     parser.add_argument("--seen", type=Path, nargs="+", default=[], help="files that GPU tests have written")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -279,7 +279,7 @@ def main() -> int:
         print(line, flush=True)
         outcomes.append(outcome)
     if arguments.write:
-        record = Record.read(arguments.write)
+        record = Record.read(TABLES)
         if arguments.seen:
             lines = [line for path in arguments.seen for line in path.read_text(encoding="utf-8").splitlines()]
             record = record.with_seen(lines)
@@ -287,8 +287,9 @@ def main() -> int:
             record = record.with_outcomes(outcomes)
         else:
             record = Record.of_here(outcomes, record.on_gpu)
-        record.write(arguments.write)
-        arguments.write.write_text(render_models_page(record), encoding="utf-8")
+        record.write(TABLES)
+        TABLES.write_text(render_models_page(record), encoding="utf-8")
+        SUMMARY.write_text(render_summary(record), encoding="utf-8")
     return int(any(outcome.status == "wrong" for outcome in outcomes))
 
 

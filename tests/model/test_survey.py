@@ -1,4 +1,4 @@
-"""docs/models.md is what is seen: a sample of it, another one for each commit; all of it with `make test-all`."""
+"""The pages of models are what is seen: a sample of it, another one for each commit; all of it with `make test-all`."""
 
 from __future__ import annotations
 
@@ -7,23 +7,30 @@ import re
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import asdict, replace
-from pathlib import Path
 
 import pytest
 
 from tests.model.logits_server import LogitsServer, ServingError
-from tests.model.models_page import architectures_of, differences, render_models_page, rows_of, versions_of
+from tests.model.models_page import (
+    SUMMARY,
+    TABLES,
+    architectures_of,
+    differences,
+    render_models_page,
+    render_summary,
+    rows_of,
+    versions_of,
+)
 from tests.model.models_record import Record, SeenOnGpu
 from tests.model.served_logits import TOLERANCE, compare_served_logits
 from tests.model.survey import DENSE, OF_EXPERTS, Outcome, Trier, every_job, job, survey
 from tests.model.tiny_configs import causal_lm_types, save_tiny_model, tiny_config
 from tests.sample import how_to_repeat, sample_of, slow_but_a_sample
 
-ROOT = Path(__file__).parents[2]
-PAGE = (ROOT / "docs" / "models.md").read_text(encoding="utf-8")
-REMEDY = "regenerate the page: python -m tests.model.survey --write docs/models.md"
+PAGE = TABLES.read_text(encoding="utf-8")
+REMEDY = "regenerate the pages: python -m tests.model.survey --write"
 AS_TRACED = [job(one, "eager") for one in architectures_of(PAGE, "eager")]
-CHOSEN = [one.job for one in Record.read(ROOT / "docs" / "models.md").outcomes if one.backend == "gpu"]
+CHOSEN = [one.job for one in Record.read(TABLES).outcomes if one.backend == "gpu"]
 SERVED_BY_INDUCTOR = [
     job(one, "inductor")
     for one in architectures_of(PAGE, "inductor")
@@ -70,7 +77,7 @@ def versions_of_the_page() -> None:
 
 def assert_page_says(outcomes: Sequence[Outcome], is_whole: bool = False) -> None:
     found = "\n".join(differences(PAGE, outcomes, is_whole))
-    assert not found, f"docs/models.md differs from what is seen; {REMEDY}\n{found}\n{how_to_repeat()}"
+    assert not found, f"docs/lab/models.md differs from what is seen; {REMEDY}\n{found}\n{how_to_repeat()}"
 
 
 @pytest.mark.parametrize("architecture", slow_but_a_sample(SERVED, 3))
@@ -150,7 +157,6 @@ def test_the_page_lists_every_outcome():
     page = render_models_page(Record.of_here(OUTCOMES))
     counts = "served in bfloat16 alone, 3 refused, 0 served wrong, 0 failed, 1 not tried."
     assert f"**Of 6: 1 served right** (worst error 2.0e-06), 1 {counts}" in page
-    assert "Refused: bloom, dbrx, lfm2. In bfloat16 alone: mixtral. Not tried: blt. All others" in page
     assert "| qwen3 | 2.0e-06 | 3.0e-06 | window 8 on 2 of 4 |" in page
     assert "| mixtral | 2.0e-02 | ServingError: no such op |" in page
     assert "| mixtral | a piece does not compile: no such op | 2.0e-02 |" in page
@@ -160,6 +166,13 @@ def test_the_page_lists_every_outcome():
     assert "| lfm2 | 3.0e-06 |" in page
     assert "### For another reason: 1\n" in page
     assert "| dbrx | it branches on data: u3 (dbrx.py:1) |" in page
+
+
+def test_the_summary_names_every_architecture():
+    summary = render_summary(Record.of_here(OUTCOMES))
+    assert "**Of 6: 1 served right**" in summary
+    assert "| **served** | qwen3 |\n| refused | bloom, dbrx, lfm2 |\n| in bfloat16 alone | mixtral |\n" in summary
+    assert "made | blt |\n" in summary
 
 
 SEEN = SeenOnGpu(
@@ -191,7 +204,7 @@ def test_the_page_has_what_was_seen_on_a_gpu_and_through_inductor():
 
 
 def test_every_architecture_with_heads_up_to_256_has_kernels_on_a_gpu():
-    outcomes = Record.read(ROOT / "docs" / "models.md").outcomes
+    outcomes = Record.read(TABLES).outcomes
     served = {one.architecture for one in outcomes if (one.backend, one.status) == ("eager", "served")}
     chosen = {one.architecture: one.remark for one in outcomes if one.backend == "gpu"}
     assert served <= set(chosen)
@@ -202,7 +215,7 @@ def test_every_architecture_with_heads_up_to_256_has_kernels_on_a_gpu():
 
 @pytest.mark.parametrize("one", sample_of(CHOSEN, 1))
 def test_what_attends_on_a_gpu_is_chosen_as_the_page_says(trier, versions_of_the_page, one):
-    outcomes = {outcome.job: outcome for outcome in Record.read(ROOT / "docs" / "models.md").outcomes}
+    outcomes = {outcome.job: outcome for outcome in Record.read(TABLES).outcomes}
     assert trier.attempt(one) == outcomes[one], how_to_repeat()
 
 
@@ -222,9 +235,10 @@ def test_a_record_takes_what_is_tried_anew_and_what_gpu_tests_have_noted(tmp_pat
         replace(record, transformers="4.0").with_outcomes(OUTCOMES)
 
 
-def test_the_page_of_models_is_its_record():
-    path = ROOT / "docs" / "models.md"
-    assert render_models_page(Record.read(path)) == PAGE
+def test_the_pages_of_models_are_their_record():
+    record = Record.read(TABLES)
+    assert render_models_page(record) == PAGE
+    assert render_summary(record) == SUMMARY.read_text(encoding="utf-8")
 
 
 def test_a_page_that_is_right_but_for_figures_differs_in_nothing():

@@ -24,7 +24,7 @@ from tests.passes.support.graph_builder import HEAD_DIM, HEADS, HIDDEN, GraphBui
 from tests.passes.support.lockstep import Cut, canonical_graph, cut
 
 LARGEST_ERROR = 1e-5  # of float32 logits
-MODELS_PAGE = Path(__file__).parents[2] / "docs" / "models.md"
+MODELS_PAGE = Path(__file__).parents[2] / "docs" / "lab" / "models.md"
 # What packs, interleaves, norms over all heads, adds biases, mixes experts or attends to latents: always tested.
 FIXED = {"qwen3": 2, "phi3": 2, "olmo2": 4, "gpt_oss": 4, "deepseek_v3": 2}  # to the number of ranks
 EACH_TIME = 1  # a further one, another every day

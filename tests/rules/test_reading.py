@@ -17,7 +17,6 @@ TO_BE_REWRITTEN = {
     "docs/coming-from-vllm.md",
     "docs/debugging.md",
     "docs/glossary.md",
-    "docs/models.md",
 }
 PAGES = [page for page in pages() if page.name not in TO_BE_REWRITTEN]
 
