@@ -14,10 +14,14 @@ import mllm_compile
 PAGE = Path(__file__).parent / "api.md"
 HEAD = """# Python API
 
-Every public name, with the docstring it has in the code. Made by `python docs/api.py`; a test holds it to the code.
-Import them from `mllm_compile`. The keys of a config are printed by `mllm-compile config`; the HTTP interface is in
-[server.md](server.md).
+Every public name, with its docstring, made by `python docs/api.py`. Import them from `mllm_compile`.
+`mllm-compile config` prints the keys of a config; the HTTP interface is in [server](server.md).
 """
+# Public for the parts of the engine, and of no use to its callers.
+_INTERNAL = {
+    *("Engine.from_parts", "SamplingParams.of_answer", "SamplingParams.check_vocab", "SamplingParams.has_penalties"),
+    *("StructuredOutputsParams.kind", "StructuredOutputsParams.text", "StructuredOutputsParams.options"),
+}
 # What a user begins with stands first.
 ORDER = (
     "Engine",
@@ -43,20 +47,23 @@ def page() -> str:
 
 def _section(name: str) -> str:
     thing = getattr(mllm_compile, name)
-    lines = [f"\n## {name}\n", *_code(_signature(name, thing)), *_text(thing)]
+    lines = [f"\n## {name}\n", *_code(_signature(name, thing)), *_with_types(thing, _text(thing))]
     for method in _methods(thing):
         function = inspect.unwrap(getattr(thing, method))
         lines += [f"\n### {name}.{method}\n", *_code(_signature(method, function)), *_text(function)]
     properties = [(key, value) for key, value in vars(thing).items() if isinstance(value, property)]
-    for key, value in properties:
-        if not key.startswith("_"):
-            lines += [f"\n### {name}.{key}\n", *_text(value)]
+    told = [f"- `{key}`: {inspect.getdoc(value)}" for key, value in properties if _is_told(thing, key)]
+    lines += ["\n**Properties**\n", *told] if told else []
     return "\n".join(lines) + "\n"
 
 
 def _signature(name: str, thing: object) -> str | None:
     if inspect.isclass(thing) and issubclass(thing, BaseException):
         return None
+    if inspect.isclass(thing) and issubclass(thing, mllm_compile.EngineConfig):
+        return None  # as long as the output of `mllm-compile config`
+    if dataclasses.is_dataclass(thing) and "Attributes:" in (inspect.getdoc(thing) or ""):
+        return None  # the attributes tell it
     if inspect.isclass(thing) and not dataclasses.is_dataclass(thing) and "__init__" not in vars(thing):
         return None
     try:
@@ -71,6 +78,18 @@ def _signature(name: str, thing: object) -> str | None:
     if len(text) <= 110:
         return text
     return f"{prefix}{name}(\n    " + ",\n    ".join(parameters).replace("'", "") + f",\n){result}"
+
+
+def _with_types(thing: object, lines: Iterator[str]) -> Iterator[str]:
+    """The lines, with its type and default beside each attribute of a dataclass."""
+    fields = {one.name: one for one in dataclasses.fields(thing)} if dataclasses.is_dataclass(thing) else {}
+    for line in lines:
+        match = re.match(r"- `(\w+)`: ", line)
+        if match is None or (field := fields.get(match[1])) is None:
+            yield line
+        else:
+            default = "" if field.default in (dataclasses.MISSING, "", ()) else f" = {field.default}"
+            yield f"- `{field.name}: {field.type}{default}`: {line[match.end() :]}"
 
 
 def _code(text: str | None) -> Iterator[str]:
@@ -91,11 +110,16 @@ def _text(thing: object) -> Iterator[str]:
             yield line
 
 
+def _is_told(thing: type, name: str) -> bool:
+    is_internal = name.startswith("_") or f"{thing.__name__}.{name}" in _INTERNAL
+    return not is_internal and bool(inspect.getdoc(getattr(thing, name)))
+
+
 def _methods(thing: type) -> list[str]:
     return [
         name
         for name, value in vars(thing).items()
-        if not name.startswith("_") and isinstance(value, FunctionType | classmethod | staticmethod)
+        if _is_told(thing, name) and isinstance(value, FunctionType | classmethod | staticmethod)
     ]
 
 

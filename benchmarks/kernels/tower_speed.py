@@ -1,5 +1,7 @@
-"""Microseconds of what a tower of images is made of, at the sizes of Qwen2.5-VL's and Qwen3-VL's with one image of
-1024 × 1024 pixels: attention by kernels of ours and of torch, and products whose inner size kernels like or not.
+"""Microseconds of the attention and products of a tower of images, at the sizes of Qwen2.5-VL and Qwen3-VL.
+
+The image has 1024 × 1024 pixels. Attention is by kernels of ours and of torch, products with inner sizes that kernels
+like or not.
 
     python -m benchmarks.kernels.tower_speed
 

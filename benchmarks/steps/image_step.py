@@ -1,5 +1,6 @@
-"""Where the time of a first token behind images goes, new ones and the same again, and behind text alone: the GPU's
-kernels by their sum, and what it waited.
+"""Where the time of a first token behind images goes: new ones, the same again, and text alone.
+
+It prints the GPU's kernels by their sum, and what the GPU waited.
 
     python -m benchmarks.steps.image_step configs/qwen3-vl-8b-shape.yaml [--batches 1 8] [--side 1024]
         [--text 100] [--top 25]

@@ -46,21 +46,12 @@ class AsyncEngine:
         priority: int = 0,
         stream: bool = True,
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Answers one prompt piece by piece, each output holding what is new since the one before.
+        """Answers one prompt piece by piece, each output holding what is new; arguments and errors as Engine.stream.
 
         Leaving the loop early or cancelling the task aborts the request.
 
         Args:
-            prompt: a text, a list of token ids, or a dict of either as in Engine.generate.
-            sampling_params: None takes the model's own defaults.
-            request_id: a name for `abort`; None makes one.
-            priority: lower is served first.
             stream: False: one output, the whole answer, which costs less.
-
-        Raises:
-            RequestError: the prompt is refused.
-            MllmError: a step failed.
-            EngineDeadError: the engine is closed or dead.
         """
         build = self.engine.builder.build_one
         return self._run(lambda: build(prompt, sampling_params, request_id=request_id, priority=priority), stream)

@@ -68,23 +68,21 @@ class Engine:
     Attributes:
         config: the config with every `auto` resolved.
         folder: the folder of the runtime that it serves.
-        tokenizer: None for a model that came without one, which takes token ids alone.
+        tokenizer: None for a model without one, which takes token ids alone.
         vocab_size: prompts hold ids below it.
         eos_token_ids: the ids that end an answer.
-        default_params: the SamplingParams of a request that has none, from the model's generation_config.json.
+        default_params: the SamplingParams of a request that has none.
         timeline: the seconds of each stage of its start.
 
     Args:
-        config: a hub id, a model's folder, a YAML file, or what that would hold as an EngineConfig or a dict (compiles
-            first when no cached runtime fits); or the folder of a runtime, which is served with the config that it was
-            compiled from.
-        reporter: where compiling and loading show their progress; None: on a terminal bars of what takes long and a
-            line when it is ready, elsewhere the log "mllm_compile.progress": that it compiles as a WARNING, that it is
-            ready and each stage at level INFO. `NullReporter()` of mllm_compile.process.progress shows nothing.
-        log_interval_s: seconds between two log lines with figures (logger "mllm_compile.engine", level INFO) while
-            there is work; 0 for none.
-        forward_times: measure every forward, for `stats().forward_times`. To look, not to serve: the host then waits
-            for the device around each of them.
+        config: a hub id, a model's folder, a YAML file, its content as an EngineConfig or a dict, or a runtime's
+            folder. It compiles first when no cached runtime fits.
+        reporter: where progress is shown; None: a bar on a terminal, elsewhere the log "mllm_compile.progress".
+            `NullReporter()` of mllm_compile.process.progress shows nothing.
+        log_interval_s: seconds between two log lines of statistics ("mllm_compile.engine", INFO) while there is work;
+            0: none.
+        forward_times: measure every forward, for `stats().forward_times`; the host then waits for the device around
+            each.
 
     Raises:
         MllmError: of the kind that says what is wrong with the config, the model, or the device.
@@ -170,14 +168,12 @@ class Engine:
     ) -> list[RequestOutput]:
         """Answers prompts, all of them at once as far as there is room.
 
-        Of several prompts, one that is refused or whose step failed does not hurt the others: its output has
-        `finish_reason` "error" and says why in `error`; one warning in the log says how many were refused and why. A
-        single prompt raises that error instead. Ctrl-C aborts the prompts of this call; the engine can be used on.
+        In a list, a prompt that fails has `finish_reason` "error" and the reason in `error`; the others are answered. A
+        single prompt raises instead. Ctrl-C aborts the prompts of this call.
 
         Args:
-            prompts: a text, a list of token ids, vLLM's dict of either (`{"prompt": …}`, `{"prompt_token_ids": …}`,
-                `"cache_salt"` beside: prompts share cached KV within one salt only; `"multi_modal_data"` beside a text
-                with placeholders: `{"image": …, "video": …}`, docs/images.md), a MediaPrompt, or a list of such.
+            prompts: a text, token ids, vLLM's dict (`prompt` or `prompt_token_ids`, with `cache_salt` or
+                `multi_modal_data`), a MediaPrompt, or a list of such.
             sampling_params: for all prompts, or one for each; None takes the model's own defaults.
             progress: show a bar when it takes longer than a second; None: on a terminal only.
             priority: lower is served first.
@@ -203,17 +199,15 @@ class Engine:
         priority: int = 0,
         **template_options: Any,
     ) -> list[RequestOutput]:
-        """Like generate, for one conversation or a list of them.
+        """Like generate, for one conversation or a list of them; raises the same.
 
         Args:
-            messages: a list of `{"role": …, "content": …}`, or a list of such lists; a content may be a list of parts,
-                texts and images in OpenAI's form (docs/images.md).
+            messages: a list of `{"role": …, "content": …}`, or a list of such lists; a content may be a list of parts
+                in OpenAI's form.
             sampling_params, progress, priority: as in generate.
-            template_options: variables of the model's chat template, such as `tools` or `enable_thinking=False`; with
-                `continue_final_message=True` the answer goes on from the last message's text.
-
-        Returns, raises:
-            as generate; RequestError also for a model without a chat template, and an option that it does not read.
+            template_options: variables of the model's chat template, such as `tools` or `enable_thinking=False`. With
+                `continue_final_message=True` the answer continues the last message. An option that it does not read is
+                refused.
         """
         submissions, is_single = self.builder.build_chats(messages, sampling_params, template_options, priority)
         return self._answer(submissions, is_single, progress)
@@ -250,16 +244,16 @@ class Engine:
     ) -> TokenStream:
         """Answers one prompt piece by piece; generation starts with this call.
 
-        Each output holds what is new: `print(output.text, end="")`. Leaving the iterator early aborts the request.
+        Each output holds what is new. Leaving the iterator early aborts the request.
 
         Args:
-            prompt: a text, a list of token ids, or a dict of either as in generate.
+            prompt: as one of generate's.
             sampling_params: None takes the model's own defaults.
             request_id: a name for `abort`; None makes one.
             priority: lower is served first.
 
         Raises:
-            RequestError: the prompt is refused (one that can never fit, when the first output is asked for).
+            RequestError: the prompt is refused.
             EngineDeadError: the engine is closed or dead.
         """
         self.core.expect()

@@ -59,14 +59,13 @@ class CompletionOutput:
     """One completion of a prompt (there are `SamplingParams.n`).
 
     Attributes:
-        index: the completion's number, from 0 to n - 1.
-        text: the detokenized output, without the stop string and the end-of-sequence token unless they were asked for.
-        token_ids: every sampled token, the one that ended the completion included.
-        cumulative_logprob: sum of the sampled tokens' log-probabilities; None unless logprobs were asked for.
-        logprobs: for each token the sampled one and the top alternatives by token id, a dict (with logprobs=-1 a
-            VocabularyLogprobs); None unless asked for.
-        finish_reason: None while it runs; "error" when it was refused or a step failed (see `RequestOutput.error`).
-        stop_reason: the stop string or stop token id that ended it; None for the end-of-sequence token.
+        index: from 0 to n - 1.
+        text: the output, without the stop text and special tokens unless they were asked for.
+        token_ids: every sampled token, also the one that ended the completion.
+        cumulative_logprob: sum of the sampled tokens' log-probabilities, if asked for.
+        logprobs: for each token a mapping of ids, the sampled one and alternatives; None unless asked for.
+        finish_reason: None while it runs; "error" when it was refused or a step failed.
+        stop_reason: the stop text or id that ended it; None for the end-of-sequence token.
     """
 
     index: int
@@ -110,15 +109,14 @@ class RequestOutput:
     """The answer to one prompt, or in a stream what is new of it.
 
     Attributes:
-        request_id: the engine's name of the request; what `abort` takes.
-        prompt: the text of the prompt; None when it was given as token ids.
+        request_id: what `abort` takes.
+        prompt: its text; None when it was given as token ids.
         prompt_token_ids: the ids that the model saw.
         outputs: the completions by index; in a stream only those with news.
         finished: all completions have ended.
-        prompt_logprobs: for each prompt token its log-probability and alternatives, None at the first; None unless
-            asked for. In a stream it comes with the first output.
+        prompt_logprobs: for each prompt token, None at the first; in a stream with the first output.
         num_cached_tokens: prompt tokens that the prefix cache held.
-        metrics: times; in a stream they come with the last output.
+        metrics: seconds of each phase; in a stream with the last output.
         error: why the request was refused or failed, when `finish_reason` is "error".
     """
 

@@ -141,34 +141,32 @@ class ExpertLoad:
 
 @dataclass(frozen=True, slots=True)
 class EngineStats:
-    """A snapshot of `Engine.stats()`.
+    """A snapshot of `Engine.stats()`. Counts are since the start.
 
     Attributes:
         running: requests that hold KV pages.
         waiting: requests that wait for a place.
         kv_pages_used: pages that requests hold, shared ones counted once.
-        kv_pages_cached: pages that the prefix cache owns, in use or not; those not in use make room when needed.
+        kv_pages_cached: pages that the prefix cache owns, in use or not.
         kv_pages_total: pages that there are.
-        prefix_hit_tokens: prompt tokens found in the prefix cache since the start.
-        prefix_query_tokens: prompt tokens looked up since the start.
-        preemptions: requests put back to recompute since the start, because pages ran out.
+        prefix_hit_tokens: prompt tokens found in the prefix cache.
+        prefix_query_tokens: prompt tokens looked up.
+        preemptions: requests put back to recompute, because pages ran out.
         recomputed_tokens: tokens whose KV these lost.
-        generated_tokens: tokens handed out since the start.
-        prompt_tokens: prompt tokens computed since the start (a recomputed one counts again).
-        tokens_per_second: generated tokens a second over the last ten seconds.
-        prompt_tokens_per_second: likewise, prompt tokens.
-        steps: steps since the start.
-        finished: ended completions since the start by finish reason.
-        broken_logits: requests that ended with an error because their logits held NaN or inf.
-        time_to_first_token: seconds from arrival to the first token.
-        time_between_tokens: seconds from one token of a request to its next: median, p99 and longest are quantile(0.5),
-            quantile(0.99) and largest.
-        step_bound_ms: the most time that runtime.max_step_ms gave the last step in which prompts could be computed
-            beside running answers; None: no step was bounded.
-        forward_times: times by number of tokens, the most frequent first; empty unless Engine(forward_times=True).
-        experts: the load of each layer of experts, in order; empty unless runtime.expert_stats.
-        snapshots_kept: prefixes whose state the prefix cache has, of a model whose layers carry one.
-        snapshots_total: how many it can have.
+        generated_tokens: tokens handed out.
+        prompt_tokens: prompt tokens computed; a recomputed one counts again.
+        tokens_per_second: generated tokens, over the last ten seconds.
+        prompt_tokens_per_second: prompt tokens, likewise.
+        steps: steps of the model.
+        finished: ended completions by finish reason.
+        broken_logits: requests that ended because their logits held NaN or inf.
+        time_to_first_token: seconds from arrival; has quantile(0.99) and largest.
+        time_between_tokens: seconds from one token of a request to its next, likewise.
+        step_bound_ms: what runtime.max_step_ms gave the last bounded step.
+        forward_times: times by number of tokens; empty unless Engine(forward_times=True).
+        experts: the load of each layer of experts; empty unless runtime.expert_stats.
+        snapshots_kept: cached prefixes with their state, for models whose layers carry one.
+        snapshots_total: how many there can be.
         snapshots_bytes: memory of those kept.
     """
 

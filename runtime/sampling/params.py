@@ -98,46 +98,37 @@ class FrozenBias(Mapping[int, float]):
 class SamplingParams:
     """The parameters of one request: how its tokens are chosen, when it ends, and what is returned. Immutable.
 
-    Order of the logits' way: logit_bias, penalties, what is forbidden (min_tokens, allowed_token_ids, bad_words,
-    structured_outputs), then the greedy choice, or temperature, top_k, top_p, min_p (Transformers' order) and the draw.
+    The order is Transformers': logit_bias, penalties, forbidden tokens, then the greedy choice, or temperature, top_k,
+    top_p, min_p and the draw.
 
     Attributes:
-        n: Number of answers to the prompt, at most 1024; more than one needs temperature > 0, or all would be equal.
-        temperature: 0 (or anything under 1e-5) chooses the most probable token; up to 100.
-        top_p: Draw from the fewest most probable tokens whose probabilities reach this sum; in (0, 1]. Tokens as
-            probable as the last one kept are kept too.
-        top_k: Draw from this many most probable tokens (and those tied with the last); 0 or -1, kept as 0: from all.
+        n: Answers to the prompt, 1 to 1024; more than one needs temperature > 0.
+        temperature: Divides the logits, in [0, 100]; below 1e-5 the most probable token is chosen.
+        top_p: Draw from the fewest most probable tokens that reach this sum, and ties with the last; in (0, 1].
+        top_k: Draw from this many most probable tokens, and ties with the last; 0 or -1: from all.
         min_p: Leave out tokens less probable than min_p times the most probable; in [0, 1].
-        presence_penalty: Subtracted once from the logit of each token in the output so far; in [-2, 2].
-        frequency_penalty: Subtracted from a token's logit for each time it is in the output so far; in [-2, 2].
-        repetition_penalty: Divides positive logits, and multiplies negative ones, of tokens in the prompt or the
-            output; in [0.01, 100], above 1 discourages.
-        logit_bias: Added to the logits of these token ids, which may be JSON's texts ("15"); each is clamped to
-            [-100, 100] as vLLM does; at most 1024 entries. Kept as a mapping that cannot be changed, or None.
-        allowed_token_ids: The only tokens that the output may have; end-of-sequence and stop_token_ids too only where
-            they are listed. Kept as a tuple, None: all.
-        bad_words: Texts whose tokens the output may not have one after another, at its beginning or in it: the last
-            token of each, with and without a space before the text, is forbidden where the output ends in those before.
-            At most 512. Kept as a tuple, empty when there are none.
-        seed: An integer of 64 bits, kept modulo 2**63: the same seed gives the same tokens whatever else is in the
-            batch. None (or vLLM's -1, kept as None): the engine gives the request a seed of its own.
-        stop: A text, or texts, that end the output; at most 64, of 4096 characters together. Kept as a tuple, empty
-            when there are none.
-        stop_token_ids: Token ids that end the output. Kept as a tuple, empty when there are none.
-        include_stop_str_in_output: Whether the stop text is part of the returned text.
-        min_tokens: End-of-sequence (unless ignore_eos) and stop_token_ids cannot be drawn before this many output
-            tokens; stop texts do not end the output before then either.
-        max_tokens: Most output tokens; None: as many as the model's context leaves.
+        presence_penalty: Subtracted once from the logit of each token in the output; in [-2, 2].
+        frequency_penalty: Subtracted for each time that a token is in the output; in [-2, 2].
+        repetition_penalty: Divides positive and multiplies negative logits of tokens in prompt or output; in [0.01,
+            100].
+        logit_bias: Added to the logits of these ids, clamped to [-100, 100]; at most 1024 entries.
+        allowed_token_ids: The only ids that the output may have; end-of-sequence must be listed too.
+        bad_words: Texts that the output may not hold as tokens, with or without a space before; at most 512 of 32
+            tokens.
+        seed: An integer of 64 bits: the same seed gives the same tokens in any batch. Answer i of n has seed + i.
+            None or -1: the engine makes one.
+        stop: Texts that end the output; at most 64, of 4096 characters together.
+        stop_token_ids: Ids that end the output; at most 1024.
+        include_stop_str_in_output: Leave the stop text in the text.
+        min_tokens: Before so many tokens nothing ends the output but max_tokens.
+        max_tokens: Most output tokens; None: as many as the context leaves.
         ignore_eos: Go on after the end-of-sequence token.
-        logprobs: Return the log-probability of each output token and of this many most probable alternatives (0: of
-            the output token alone; at most 20; -1: of the whole vocabulary, where n * max_tokens of those take no more
-            than 256 MiB at 4 bytes a number). Of the model's own distribution: before bias, penalties, temperature and
-            filters. None: return none.
-        prompt_logprobs: The same for the tokens of the prompt but the first, which nothing predicts.
+        logprobs: Return the log-probability of each output token and of this many alternatives, 0 to 20; -1: of the
+            whole vocabulary, up to 256 MiB. They are the model's own, before all of the above.
+        prompt_logprobs: The same for the prompt's tokens but the first; 0 to 20.
         skip_special_tokens: Leave special tokens out of the text.
-        detokenize: Whether to make text at all; stop texts need it.
-        structured_outputs: The form that the output must have; it ends where that is complete. None: any. Refused
-            beside ignore_eos, allowed_token_ids and bad_words, which could leave no token.
+        detokenize: Make text; stop needs it.
+        structured_outputs: The form of the output. Refused beside ignore_eos, allowed_token_ids and bad_words.
 
     Raises:
         RequestError: A value of the wrong type or out of range; names the field, what was expected and what came.

@@ -36,16 +36,14 @@ class StructuredOutputsParams:
     """The form of an answer: exactly one of json, regex, choice, grammar, json_object and structural_tag. Immutable.
 
     Attributes:
-        json: A JSON schema, as a dict or as JSON text; the answer is JSON that it describes. Kept as JSON text.
+        json: A JSON schema, as a dict or text.
         regex: A regular expression that the whole answer matches.
-        choice: Texts of which the answer is one. Kept as a tuple.
-        grammar: A context-free grammar in GBNF, whose first rule is `root`, or in Lark, whose first is `start`.
+        choice: Texts of which the answer is one.
+        grammar: A context-free grammar in GBNF (from `root`) or Lark (from `start`).
         json_object: True: a JSON object, whatever is in it.
-        structural_tag: XGrammar's structural tag, as a dict or as JSON text: text with parts that have a form. vLLM's
-            older shape of it (`structures`, `triggers`) too. Kept as JSON text.
-        disable_any_whitespace: With json and json_object: no whitespace between the parts of the JSON.
-        disable_additional_properties: With json: an object has only properties that the schema lists, unless it says
-            otherwise itself.
+        structural_tag: XGrammar's structural tag, or vLLM's older `structures` and `triggers`, as a dict or text.
+        disable_any_whitespace: With json and json_object: no whitespace between the parts.
+        disable_additional_properties: With json: only listed properties, in objects that do not say otherwise.
         whitespace_pattern: With json and json_object: a regular expression for what may stand between the parts.
 
     Raises:

@@ -1,7 +1,7 @@
 """Writes the tables of scripts in the pages of examples/ and benchmarks/ from what each script says of itself.
 
-A table stands between `<!-- scripts FOLDER -->` and `<!-- end -->`; without FOLDER it is of the page's own. A test
-compares the pages with what this module makes.
+The scripts of a page's own folder are a table between `<!-- scripts -->` and `<!-- end -->`, those of a folder below it
+a list between `<!-- scripts FOLDER -->` and the same. A test compares the pages with what this module makes.
 
     python -m tests.examples.tables
 """
@@ -25,19 +25,21 @@ def with_tables(page: Path) -> str:
 
 
 def _table(parent: Path, folder: str) -> str:
-    """A row for each script of the folder, and behind them a list of the modules that scripts share."""
+    """A row or item for each script of the folder, and behind them a list of the modules that scripts share."""
     files = [path for path in sorted((parent / folder).glob("*.py")) if path.name != "__init__.py"]
     shared = [file for file in files if "__main__" not in file.read_text(encoding="utf-8")]
+    if folder:
+        return "".join(f"- [{file.stem}]({folder}/{file.name}): {_told(file)[0]}\n" for file in files)
     table = "| script | what it is about | needs |\n|---|---|---|\n"
-    table += "".join(_row(file, file.relative_to(parent).as_posix()) for file in files if file not in shared)
+    table += "".join(_row(file) for file in files if file not in shared)
     if shared:
         table += "\nThey share:\n\n" + "".join(f"- [{file.name}]({file.name}): {_told(file)[0]}\n" for file in shared)
     return table
 
 
-def _row(script: Path, link: str) -> str:
+def _row(script: Path) -> str:
     about, needs = _told(script)
-    return f"| [{script.name}]({link}) | {about} | {needs} |\n"
+    return f"| [{script.name}]({script.name}) | {about} | {needs} |\n"
 
 
 def _told(file: Path) -> tuple[str, str]:

@@ -13,9 +13,7 @@ TO_BE_REWRITTEN = {
     "CHANGELOG.md",
     "CONTRIBUTING.md",
     "README.md",
-    "docs/api.md",
     "docs/coming-from-vllm.md",
-    "docs/debugging.md",
     "docs/glossary.md",
 }
 PAGES = [page for page in pages() if page.name not in TO_BE_REWRITTEN]
