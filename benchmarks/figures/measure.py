@@ -23,7 +23,7 @@ from typing import Any
 
 from benchmarks.figures.shapes import Shape
 from benchmarks.figures.sheet import COMMAND, Sheet, Work
-from mllm_compile.bench.errors import BenchmarkError
+from mllm_compile.bench import BenchmarkError
 from mllm_compile.bench.limits.limits import ModelFigures
 from mllm_compile.bench.measure.harness import cache_environment, counted_experts
 from mllm_compile.bench.measure.results import BenchResult, Ceilings, Measurement, measurement_from_json

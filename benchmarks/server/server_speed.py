@@ -23,7 +23,7 @@ from dataclasses import dataclass
 
 from benchmarks.script import positive, told_in_one_line
 from mllm_compile import Engine, SamplingParams
-from mllm_compile.bench.errors import BenchmarkError
+from mllm_compile.bench import BenchmarkError
 from mllm_compile.bench.serving.client import Server
 from mllm_compile.bench.serving.load import ServeWork, prompts_of, run_load
 from mllm_compile.bench.serving.own_server import OwnServer, served

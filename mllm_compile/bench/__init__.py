@@ -1,6 +1,12 @@
 """Measures the same work for this engine and others, the machine's limits, and where the time of a step goes.
 
-measure/ has the work and the fresh process that one engine is measured in, adapters/ run the work on an engine, limits/
-says what the hardware would allow, trace/ where a step's time goes, show/ makes tables and plots of it. Nothing of the
-engine imports this package.
+measure/ has the work and the fresh process that one engine is measured in, and adapters/ run the work on an engine.
+limits/ says what the hardware would allow, trace/ where a step's time goes, and show/ makes tables and plots of it.
+timing/ is how all of it is timed. Nothing of the engine imports this package.
 """
+
+from mllm_compile.errors import MllmError
+
+
+class BenchmarkError(MllmError):
+    """An engine is not installed, failed, or did not do the work it was given."""

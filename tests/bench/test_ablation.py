@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from mllm_compile.bench.errors import BenchmarkError
+from mllm_compile.bench import BenchmarkError
 from mllm_compile.bench.limits.limits import ModelFigures
 from mllm_compile.bench.measure.harness import Probe
 from mllm_compile.bench.measure.setting import Setting

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from mllm_compile.bench.errors import BenchmarkError
+from mllm_compile.bench import BenchmarkError
 from mllm_compile.bench.limits.roofline import MatrixFacts, PieceFacts, StepFacts
 from mllm_compile.bench.measure import harness
 from mllm_compile.bench.measure.harness import Probe, probe_latency

@@ -16,7 +16,7 @@ from benchmarks.figures import measure as measuring
 from benchmarks.figures.measure import PARTS, Order, OutOfTime, findings, gpu_name, measure
 from benchmarks.figures.shapes import SHAPES, Shape
 from benchmarks.figures.sheet import Work
-from mllm_compile.bench.errors import BenchmarkError
+from mllm_compile.bench import BenchmarkError
 from mllm_compile.bench.limits.limits import ModelFigures
 from mllm_compile.bench.measure.results import BenchResult
 from mllm_compile.bench.measure.workloads import LatencyWork, ThroughputWork

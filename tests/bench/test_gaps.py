@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from mllm_compile.bench.errors import BenchmarkError
+from mllm_compile.bench import BenchmarkError
 from mllm_compile.bench.measure.gaps import measure_gaps
 from mllm_compile.bench.measure.workloads import GapsWork
 

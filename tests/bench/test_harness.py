@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from mllm_compile.bench.errors import BenchmarkError
+from mllm_compile.bench import BenchmarkError
 from mllm_compile.bench.measure import harness
 from mllm_compile.bench.measure.harness import WORKER, cache_environment, run_gaps, run_process, run_startup
 from mllm_compile.bench.measure.workloads import GapsWork, StartupWork

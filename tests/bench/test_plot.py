@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from mllm_compile.bench.errors import BenchmarkError
+from mllm_compile.bench import BenchmarkError
 from mllm_compile.bench.measure.results import Measurement
 from mllm_compile.bench.serving.client import Seen
 from mllm_compile.bench.serving.load import ServeResult, ServeWork, figures

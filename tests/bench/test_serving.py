@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from mllm_compile.bench.errors import BenchmarkError
+from mllm_compile.bench import BenchmarkError
 from mllm_compile.bench.serving.client import Seen
 from mllm_compile.bench.serving.load import ServeWork, figures, prompts_of, run_load
 from mllm_compile.bench.show.serving import print_rates

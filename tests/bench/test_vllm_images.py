@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from mllm_compile.bench.errors import BenchmarkError
+from mllm_compile.bench import BenchmarkError
 from mllm_compile.bench.measure.workloads import Call
 from tests.bench.test_worker import SETTING
 

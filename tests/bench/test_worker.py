@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import yaml
 
+from mllm_compile.bench import BenchmarkError
 from mllm_compile.bench.adapters.base import check_output
-from mllm_compile.bench.errors import BenchmarkError
 from mllm_compile.bench.measure import worker
 from mllm_compile.bench.measure.images import features_a_side
 from mllm_compile.bench.measure.results import run_from_json

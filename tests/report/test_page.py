@@ -13,7 +13,7 @@ import pytest
 
 from mllm_compile import Engine
 from mllm_compile.bench.limits.model_figures import model_figures
-from mllm_compile.bench.measure.runtime_place import RuntimePlace
+from mllm_compile.bench.measure.setting import RuntimePlace
 from mllm_compile.cli import run
 from mllm_compile.compiler.load_or_compile import load_or_compile
 from mllm_compile.report import html_parts

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).parents[2]
-MOST_MODULES = 15  # in a folder, beside its __init__.py
 
 # Folders, and single files that stand on a floor of their own.
 FLOORS = (
@@ -203,7 +202,7 @@ def folder_sizes() -> Counter[str]:
 def main() -> int:
     for room, below in room_edges().items():
         print(f"{room:24} → {' '.join(sorted(below, key=FLOORS.index)) or '-'}")
-    print("\nlargest folders: " + ", ".join(f"{folder} {count}" for folder, count in folder_sizes().most_common(5)))
+    print("\nlargest folders: " + ", ".join(f"{folder} {count}" for folder, count in folder_sizes().most_common(12)))
     for found in upward():
         print(f"upward: {found.source}:{found.line} imports {found.target}")
     for circle in circles(module_edges()):

@@ -5,8 +5,8 @@ from __future__ import annotations
 from importlib import import_module
 from importlib.util import find_spec
 
+from mllm_compile.bench import BenchmarkError
 from mllm_compile.bench.adapters.base import BenchEngine, ImageEngine, StreamEngine
-from mllm_compile.bench.errors import BenchmarkError
 from mllm_compile.bench.measure.setting import Setting
 
 # engine → the package that it needs

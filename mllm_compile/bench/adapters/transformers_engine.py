@@ -8,8 +8,8 @@ import torch
 import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
+from mllm_compile.bench import BenchmarkError
 from mllm_compile.bench.adapters.base import check_output
-from mllm_compile.bench.errors import BenchmarkError
 from mllm_compile.bench.measure.setting import Setting
 from mllm_compile.bench.measure.workloads import Call
 

@@ -12,8 +12,8 @@ import numpy as np
 import vllm
 from vllm import LLM, SamplingParams
 
+from mllm_compile.bench import BenchmarkError
 from mllm_compile.bench.adapters.base import check_output
-from mllm_compile.bench.errors import BenchmarkError
 from mllm_compile.bench.measure.images import features_a_side
 from mllm_compile.bench.measure.setting import Setting
 from mllm_compile.bench.measure.workloads import Call

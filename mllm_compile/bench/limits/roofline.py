@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
-from mllm_compile.bench.limits.active_experts import active_bytes, expert_flops
+from mllm_compile.bench.limits.limits import active_bytes, expert_flops
 from mllm_compile.bench.measure.results import Ceilings
 from mllm_compile.bench.trace.chrome_trace import BEFORE_FIRST_PIECE, COMPILED_LOOPS, TracedKernel, short_name
 from mllm_compile.runtime.json_data import from_json

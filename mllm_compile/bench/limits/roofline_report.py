@@ -30,8 +30,7 @@ from mllm_compile.bench.measure.harness import (
     with_experts,
 )
 from mllm_compile.bench.measure.results import ActiveExperts, Ceilings
-from mllm_compile.bench.measure.runtime_place import RuntimePlace
-from mllm_compile.bench.measure.setting import asked_config
+from mllm_compile.bench.measure.setting import RuntimePlace, asked_config
 from mllm_compile.bench.measure.workloads import StepWork
 from mllm_compile.bench.trace.chrome_trace import TracedKernel
 from mllm_compile.config.names import source_name

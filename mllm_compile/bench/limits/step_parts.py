@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from mllm_compile.bench.limits.active_experts import active_bytes, expert_flops
+from mllm_compile.bench.limits.limits import active_bytes, expert_flops
 from mllm_compile.bench.measure.results import Ceilings
 from mllm_compile.runtime.attention.layer import LayerSpec
 from mllm_compile.runtime.program.spec import AttentionStep, PieceStep, Program, StateStep

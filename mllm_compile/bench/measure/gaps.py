@@ -11,8 +11,8 @@ import time
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 
+from mllm_compile.bench import BenchmarkError
 from mllm_compile.bench.adapters.base import StreamEngine
-from mllm_compile.bench.errors import BenchmarkError
 from mllm_compile.bench.measure.workloads import Gaps, GapsWork, largest_token_id
 
 # Tokens that each answer makes before its gaps count: until then prompts of the others come in.

@@ -12,8 +12,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from mllm_compile.bench import BenchmarkError
 from mllm_compile.bench.adapters import check_images, check_installed, check_streams
-from mllm_compile.bench.errors import BenchmarkError
 from mllm_compile.bench.limits.limits import (
     ModelFigures,
     with_gaps_limits,
@@ -32,8 +32,7 @@ from mllm_compile.bench.measure.results import (
     joined,
     run_from_json,
 )
-from mllm_compile.bench.measure.runtime_place import RuntimePlace
-from mllm_compile.bench.measure.setting import Setting
+from mllm_compile.bench.measure.setting import RuntimePlace, Setting
 from mllm_compile.bench.measure.workloads import (
     START_PROMPT_LEN,
     GapsWork,

@@ -9,8 +9,8 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+from mllm_compile.bench import BenchmarkError
 from mllm_compile.bench.adapters.base import ImageEngine
-from mllm_compile.bench.errors import BenchmarkError
 from mllm_compile.bench.measure.workloads import Call, ImagesWork, Prompts, largest_token_id
 from mllm_compile.bench.timing.clock import wall_seconds
 from mllm_compile.bench.timing.rounds import by_turns

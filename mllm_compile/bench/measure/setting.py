@@ -1,4 +1,5 @@
 """The common input of all engines of one comparison: model folder, type, device and length, from one config.
+The place of its runtime and device is where findings are kept, for the runtime's page.
 
 Made once, in a process of its own (worker.py), because it asks CUDA about the device; plain data from there on.
 """
@@ -6,13 +7,16 @@ Made once, in a process of its own (worker.py), because it asks CUDA about the d
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Self
 
 from mllm_compile.bench.measure.workloads import MAX_MODEL_LEN
 from mllm_compile.config.schema import EngineConfig
 from mllm_compile.config.sources import config_or_runtime
 from mllm_compile.errors import ConfigError
+from mllm_compile.store.measurements import MEASURED, DeviceKey, device_key, read_measured, write_measured
 
 Changes = dict[str, dict[str, Any]]
 _SIZES = ("piecewise_tokens", "decode_requests", "mixed_tokens")
@@ -143,3 +147,29 @@ def _room_for(config: EngineConfig, largest_batch: int) -> Changes:
 
         runtime["max_running_requests"] = max(MAX_RUNNING_REQUESTS["cuda"], largest_batch)
     return {"runtime": runtime}
+
+
+@dataclass(frozen=True)
+class RuntimePlace:
+    """A runtime's folder, and the device that it ran on; goes from a worker process to its parent as JSON."""
+
+    folder: str
+    device: DeviceKey
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Self:
+        """The inverse of dataclasses.asdict."""
+        return cls(data["folder"], DeviceKey(**data["device"]))
+
+    def remember(self, values: Mapping[str, Any]) -> None:
+        """Puts values beside the runtime in place of those of the same names, where the folder can be written."""
+        folder = Path(self.folder) / MEASURED
+        write_measured(folder, self.device, read_measured(folder, self.device) | dict(values))
+
+
+def runtime_place(setting: Setting) -> RuntimePlace:
+    """The place of the compiled runtime that a setting's config serves from. Asks the device for its name."""
+    from mllm_compile.compiler.target import find_target
+
+    target = find_target(setting.engine_config())
+    return RuntimePlace(str(target.folder), device_key(target.config.runtime.device))

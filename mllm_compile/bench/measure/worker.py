@@ -14,15 +14,14 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mllm_compile.bench import BenchmarkError
 from mllm_compile.bench.adapters import open_engine, open_images, open_streams
 from mllm_compile.bench.adapters.base import BenchEngine
-from mllm_compile.bench.errors import BenchmarkError
 from mllm_compile.bench.limits.limits import ModelFigures
 from mllm_compile.bench.measure.gaps import measure_gaps
 from mllm_compile.bench.measure.images import features_a_side, measure_images
 from mllm_compile.bench.measure.results import EngineRun, Measurement
-from mllm_compile.bench.measure.runtime_place import runtime_place
-from mllm_compile.bench.measure.setting import Setting, asked_config
+from mllm_compile.bench.measure.setting import Setting, asked_config, runtime_place
 from mllm_compile.bench.measure.workloads import (
     Call,
     GapsWork,

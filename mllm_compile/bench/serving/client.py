@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 
 import httptools
 
-from mllm_compile.bench.errors import BenchmarkError
+from mllm_compile.bench import BenchmarkError
 
 _PART = 1 << 16
 _NEWS = re.compile(rb'"text": ?"[^"]|"token_ids": ?\[\d')  # of a chunk with text, or with tokens that have none

@@ -18,7 +18,7 @@ from typing import Any
 
 import uvloop
 
-from mllm_compile.bench.errors import BenchmarkError
+from mllm_compile.bench import BenchmarkError
 from mllm_compile.bench.serving.client import Seen, Server
 from mllm_compile.process import child_python
 from mllm_compile.process.group import ProcessGroup

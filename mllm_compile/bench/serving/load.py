@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from mllm_compile.bench.errors import BenchmarkError
+from mllm_compile.bench import BenchmarkError
 from mllm_compile.bench.serving.client import Seen, Server
 from mllm_compile.bench.serving.clients import Arrival, send_all
 from mllm_compile.errors import ConfigError

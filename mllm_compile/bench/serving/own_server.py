@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from urllib.error import URLError
 
-from mllm_compile.bench.errors import BenchmarkError
+from mllm_compile.bench import BenchmarkError
 from mllm_compile.process import child_python
 from mllm_compile.process.group import ProcessGroup
 

@@ -12,7 +12,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import asdict, replace
 from typing import Any, TextIO
 
-from mllm_compile.bench.errors import BenchmarkError
+from mllm_compile.bench import BenchmarkError
 from mllm_compile.bench.measure.harness import compile_ahead, levers_at_work, measure_latency, probe_machine
 from mllm_compile.bench.measure.results import BenchResult, EngineRun, Measurement
 from mllm_compile.bench.measure.setting import Setting

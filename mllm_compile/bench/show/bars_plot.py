@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from mllm_compile.bench.errors import BenchmarkError
+from mllm_compile.bench import BenchmarkError
 from mllm_compile.bench.measure.results import BenchResult
 from mllm_compile.bench.show.plot import COLOURS, figure_class
 from mllm_compile.bench.show.report import show_figure, work_name

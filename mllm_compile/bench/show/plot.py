@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from mllm_compile.bench.errors import BenchmarkError
+from mllm_compile.bench import BenchmarkError
 from mllm_compile.bench.measure.results import BenchResult, EngineRun, Measurement
 from mllm_compile.bench.show.report import show_figure
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from mllm_compile.bench.errors import BenchmarkError
+from mllm_compile.bench import BenchmarkError
 from mllm_compile.bench.serving.load import RateResult, ServeResult
 from mllm_compile.bench.show.plot import COLOURS, figure_class, plain_ticks
 from mllm_compile.bench.show.serving import rate_text, title_of

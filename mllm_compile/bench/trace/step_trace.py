@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from mllm_compile.bench.errors import BenchmarkError
+from mllm_compile.bench import BenchmarkError
 from mllm_compile.bench.limits.roofline import AttentionFacts, MatrixFacts, PieceFacts, StepFacts
 from mllm_compile.bench.limits.step_parts import context_kv_bytes, may_be_in_fp8, token_kv_bytes
 from mllm_compile.bench.measure.setting import Setting
