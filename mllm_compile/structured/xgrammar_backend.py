@@ -146,12 +146,16 @@ class _Worker:
         self._work.put(work)
         seen = 0
         with self._changed:
-            while not self._changed.wait_for(lambda: self._num_done == len(work), _MOST_MASK_S):
+            while not self._wait_for(len(work)):
                 if self._num_done == seen:
                     self._is_left_behind = True
                     break
                 seen = self._num_done
             return self._num_done, self._faults
+
+    def _wait_for(self, num: int) -> bool:
+        """Whether so many are done, in the time that one matcher may take."""
+        return self._changed.wait_for(lambda: self._num_done == num, _MOST_MASK_S)
 
     def _serve(self) -> None:
         while True:

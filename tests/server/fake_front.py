@@ -4,17 +4,38 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
 
 from mllm_compile.errors import MllmError
 from mllm_compile.process.log_lines import start_log
+from mllm_compile.server import supervisor
 from mllm_compile.server.options import ServeOptions
 from mllm_compile.server.serve import run_server
+
+_LEAP_S = 400.0
+
+
+def leap_while_there(path: Path) -> None:
+    """The supervisor's clock leaps each time that it is read while a file is there, which a test makes."""
+    leaps = 0
+
+    def monotonic() -> float:
+        nonlocal leaps
+        leaps += path.exists()
+        return time.monotonic() + leaps * _LEAP_S
+
+    supervisor.time = SimpleNamespace(monotonic=monotonic)  # type: ignore[assignment]
 
 
 def main() -> None:
     given, settings = sys.argv[1:]
     options = {key: tuple(value) if isinstance(value, list) else value for key, value in json.loads(given).items()}
+    if "MLLM_FAKE_LEAPS" in os.environ:
+        leap_while_there(Path(os.environ["MLLM_FAKE_LEAPS"]))
     start_log(logging.INFO, options.get("log", "text"), "%(message)s")
     try:
         run_server(

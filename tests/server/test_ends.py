@@ -14,6 +14,7 @@ import pytest
 from mllm_compile.errors import ConfigError
 from mllm_compile.server.options import ServeOptions
 from mllm_compile.server.serve import run_server
+from tests.hang_guard import HANG_S
 from tests.server.harness import Answer, Server, eventually, fake_server
 
 SLOW = {"delay_s": 0.02, "limits": {"max_model_len": 4096, "num_pages": 4096}}
@@ -147,8 +148,9 @@ def test_a_killed_engine_is_told_to_every_client_and_is_back():
 
 def test_a_stuck_step_is_seen_and_the_engine_made_anew(tmp_path):
     stuck = tmp_path / "stuck"
+    environment = {"MLLM_FAKE_STUCK": str(stuck), "MLLM_FAKE_LEAPS": str(stuck)}
     with (
-        fake_server({"stuck_after_s": 1.2}, SLOW, {"MLLM_FAKE_STUCK": str(stuck)}) as server,
+        fake_server({"stuck_after_s": HANG_S}, SLOW, environment) as server,
         ThreadPoolExecutor() as threads,
     ):
         running = begin(server, threads, 3000)

@@ -352,10 +352,10 @@ def test_the_dot_of_a_regex_takes_no_line_feed(backend, vocabulary):
 
 
 class _Matcher:
-    """Takes part in XGrammar's place."""
+    """Takes part in XGrammar's place; may block on an event, after it has told that the limit passes."""
 
-    def __init__(self, blocks_on=None) -> None:
-        self.blocks_on = blocks_on
+    def __init__(self, blocks_on=None, limit_passes=lambda: None) -> None:
+        self.blocks_on, self.limit_passes = blocks_on, limit_passes
         self.taken = []
 
     def accept_token(self, token_id):
@@ -363,17 +363,38 @@ class _Matcher:
         return True
 
     def fill_next_token_bitmask(self, masks, index):
+        self.limit_passes()
         if self.blocks_on is not None:
             self.blocks_on.wait(HANG_S)
         masks[index] = 5
 
 
-def test_a_matcher_that_takes_too_long_is_left_behind_and_the_others_get_their_masks(vocabulary, monkeypatch):
+_LOOK_S = 0.01
+
+
+@pytest.fixture
+def limits(monkeypatch):
+    """The limit of a matcher passes once for each release, whatever the clock says."""
+    passed = threading.Semaphore(0)
+
+    def wait_for(worker, num):
+        while worker._num_done != num:
+            if passed.acquire(blocking=False):
+                return False
+            worker._changed.wait(_LOOK_S)
+        return True
+
+    monkeypatch.setattr(xgrammar_backend._Worker, "_wait_for", wait_for)
+    monkeypatch.setattr(xgrammar_backend, "_MOST_MASK_S", HANG_S)
+    return passed
+
+
+def test_a_matcher_that_takes_too_long_is_left_behind_and_the_others_get_their_masks(vocabulary, limits):
     backend = make_backend("xgrammar", vocabulary, threads=1)
-    monkeypatch.setattr(xgrammar_backend, "_MOST_MASK_S", 2.0)  # as long as nobody's thread waits for a processor
     gate = threading.Event()
+    stuck = _Matcher(gate, lambda: limits.release(2))  # the first time another matcher was done meanwhile
     masks = np.zeros((3, vocabulary.mask_words), np.int32)
-    work = [MaskWork(_Matcher(), [1], 2), MaskWork(_Matcher(gate), [1], 0), MaskWork(_Matcher(), [1], 1)]
+    work = [MaskWork(_Matcher(), [1], 2), MaskWork(stuck, [1], 0), MaskWork(_Matcher(), [1], 1)]
     faults = backend.fill(work, masks)
     assert list(faults) == [0]
     assert faults[0].startswith("xgrammar took more than")
@@ -383,13 +404,13 @@ def test_a_matcher_that_takes_too_long_is_left_behind_and_the_others_get_their_m
     assert (masks[0] == 5).all()
 
 
-def test_a_thread_that_was_left_behind_leaves_the_other_matchers_alone(vocabulary, monkeypatch):
+def test_a_thread_that_was_left_behind_leaves_the_other_matchers_alone(vocabulary, limits):
     backend = make_backend("xgrammar", vocabulary, threads=1)
-    monkeypatch.setattr(xgrammar_backend, "_MOST_MASK_S", 2.0)  # as long as nobody's thread waits for a processor
     gate, other = threading.Event(), _Matcher()
+    stuck = _Matcher(gate, limits.release)
     before = set(threading.enumerate())
     masks = np.zeros((2, vocabulary.mask_words), np.int32)
-    assert list(backend.fill([MaskWork(_Matcher(gate), [1], 0), MaskWork(other, [7], 1)], masks)) == [0]
+    assert list(backend.fill([MaskWork(stuck, [1], 0), MaskWork(other, [7], 1)], masks)) == [0]
     left_behind = next(one for one in threading.enumerate() if one not in before)  # in the order of their start
     gate.set()
     left_behind.join(HANG_S)
