@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -47,8 +48,15 @@ print(*sys.modules)
 """
 
 
+@cache
 def parse(path: Path) -> ast.Module:
     return ast.parse(path.read_text(encoding="utf-8"))
+
+
+@cache
+def imports_of(path: Path) -> frozenset[str]:
+    """Full names of what a file imports anywhere."""
+    return frozenset(imported(parse(path)))
 
 
 def imported(tree: ast.AST) -> Iterator[str]:
@@ -92,7 +100,7 @@ def test_no_folder_has_one_module():
 
 def test_the_runtime_names_no_compiler():
     for path in RUNTIME:
-        for module in imported(parse(path)):
+        for module in imports_of(path):
             assert not is_inside(module, *NOT_IN_RUNTIME), f"{path} imports {module}"
 
 
@@ -105,12 +113,12 @@ def test_passes_import_passes_and_the_schemas_of_ops():
 def test_nobody_but_its_room_knows_inductor():
     for name, path in modules().items():
         if not name.startswith("mllm_compile/inductor/"):
-            assert not any(is_inside(module, "torch._inductor") for module in imported(parse(path))), name
+            assert not any(is_inside(module, "torch._inductor") for module in imports_of(path)), name
 
 
 def test_nobody_imports_the_folders_by_their_bare_names():
     for path in ALL:
-        for module in imported(parse(path)):
+        for module in imports_of(path):
             assert not is_inside(module, "runtime", "passes"), f"{path} imports {module}"
 
 

@@ -18,6 +18,7 @@ from mllm_compile.runtime.cuda.source import kernel_source
 from mllm_compile.runtime.ops.expert_tiles import ops
 from mllm_compile.runtime.ops.expert_tiles.kernel import ExpertTilesKernel
 from mllm_compile.runtime.ops.expert_tiles.shapes import is_taken
+from tests.sample import slow_but_a_sample
 
 KERNELS = st.builds(
     ExpertTilesKernel,
@@ -60,7 +61,9 @@ def test_what_does_not_divide_is_left_alone(outputs, inputs, taken):
 
 
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
-@pytest.mark.parametrize("kernel", [UP, DOWN, ExpertTilesKernel(96, 512, False)], ids=lambda kernel: kernel.name)
+@pytest.mark.parametrize(
+    "kernel", slow_but_a_sample([UP, DOWN, ExpertTilesKernel(96, 512, False)], 1), ids=lambda kernel: kernel.name
+)
 def test_the_source_compiles_without_spilling(tmp_path, kernel):
     (tmp_path / "kernel.cu").write_text(kernel_source(kernel))
     command = ["nvcc", "-cubin", "-arch=sm_90a", "-Xptxas", "-v", "kernel.cu", "-o", "kernel.cubin"]

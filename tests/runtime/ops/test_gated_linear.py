@@ -33,6 +33,7 @@ from mllm_compile.runtime.ops.gated_linear.kernel import (
     gated_kernels,
 )
 from mllm_compile.runtime.ops.gated_linear.shapes import is_taken
+from tests.sample import slow_but_a_sample
 
 KERNELS = st.builds(
     GatedKernel,
@@ -166,8 +167,11 @@ def test_every_product_is_in_a_tile_and_only_the_last_overlaps(division, shape, 
     tiles = division(kernel, num_tokens)
     row_tiles = range(kernel.share * math.ceil(shape[0] / tile_rows / kernel.share))
     units, num_tiles = math.ceil(num_tokens / 64), divided(num_tokens).tiles
+    by_rows: dict[int, list[Tile]] = {}
+    for tile in sorted(tiles, key=lambda tile: tile.token):
+        by_rows.setdefault(tile.row_tile, []).append(tile)
     for row_tile in row_tiles:
-        own = sorted((tile for tile in tiles if tile.row_tile == row_tile), key=lambda tile: tile.token)
+        own = by_rows[row_tile]
         assert sum(tile.units for tile in own) == units and len(own) == num_tiles
         assert own[0].token == 0 and own[-1].end == num_tokens
         gaps = [after.token - before.end for before, after in itertools.pairwise(own)]
@@ -216,7 +220,7 @@ def test_what_does_not_divide_is_left_alone(rows, columns):
 
 
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
-@pytest.mark.parametrize("tile_rows", [64, 128, 192])
+@pytest.mark.parametrize("tile_rows", slow_but_a_sample([64, 128, 192], 1))
 def test_the_source_compiles_without_spilling(tmp_path, tile_rows):
     (tmp_path / "kernel.cu").write_text(kernel_source(GatedKernel(24576, 4096, tile_rows)))
     command = ["nvcc", "-cubin", "-arch=sm_90a", "-Xptxas", "-v", "kernel.cu", "-o", "kernel.cubin"]

@@ -34,6 +34,7 @@ from mllm_compile.runtime.ops.scaled_linear.kernel import (
     tiling_from_json,
 )
 from mllm_compile.runtime.ops.stream_linear.linear import LinearKind
+from tests.sample import slow_but_a_sample
 
 _SHARED_BYTES = 227 << 10  # of a block on an H200
 _GPU = torch.device("cuda:0")
@@ -274,7 +275,9 @@ def test_a_block_has_64_kb_of_its_weight_on_its_way_until_x_is_there(kind, token
 
 
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
-@pytest.mark.parametrize(("rows", "columns", "tokens"), [(24576, 4096, 256), (24576, 4096, 64), (1024, 4096, 96)])
+@pytest.mark.parametrize(
+    ("rows", "columns", "tokens"), slow_but_a_sample([(24576, 4096, 256), (24576, 4096, 64), (1024, 4096, 96)], 1)
+)
 def test_the_source_compiles_without_spilling(tmp_path, rows, columns, tokens):
     source = kernel_source(choose(rows, columns, tokens))
     assert "k32.f32.e4m3.e4m3" in source

@@ -19,6 +19,7 @@ from mllm_compile.runtime.cuda.source import kernel_source
 from mllm_compile.runtime.ops.varlen import tiles
 from mllm_compile.runtime.ops.varlen.kernel import SegmentsKernel, choose, segments_kernels
 from mllm_compile.runtime.ops.varlen.shapes import is_taken
+from tests.sample import slow_but_a_sample
 
 HEAD_DIMS = [head_dim for head_dim in range(8, 264, 8) if is_taken(head_dim, 1.0)]
 KERNELS = [kernel for head_dim in HEAD_DIMS for kernel in segments_kernels(head_dim)]
@@ -44,7 +45,7 @@ def test_a_kernel_fits_and_is_stored_with_all_that_its_launch_takes(kernel):
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
 @pytest.mark.parametrize(
     "kernel",
-    [segments_kernels(72)[-1], segments_kernels(96)[-1], segments_kernels(128)[-1]],
+    slow_but_a_sample([segments_kernels(72)[-1], segments_kernels(96)[-1], segments_kernels(128)[-1]], 1),
     ids=lambda kernel: kernel.name,
 )
 def test_the_source_compiles_without_spilling(tmp_path, kernel):

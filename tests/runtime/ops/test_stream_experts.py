@@ -19,6 +19,7 @@ from mllm_compile.runtime.ops.experts.shapes import NO_SOFTMAX, SOFTMAX_OF_ALL, 
 from mllm_compile.runtime.ops.stream_experts import ops
 from mllm_compile.runtime.ops.stream_experts.kernel import DownKernel, ExpertsKernel, GateUpKernel, Routing
 from mllm_compile.runtime.ops.stream_experts.shapes import is_taken
+from tests.sample import slow_but_a_sample_of_each
 
 QWEN = Routing(128, 8, 2, SOFTMAX_OF_ALL, True, False)
 GIVEN = Routing(512, 10, 0, NO_SOFTMAX, False, True)
@@ -60,7 +61,7 @@ def test_a_kernel_is_the_same_from_json(kernel):
 
 
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
-@pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
+@pytest.mark.parametrize("kernel", slow_but_a_sample_of_each(type, KERNELS, 1), ids=lambda kernel: kernel.name)
 def test_the_source_compiles_without_spilling(tmp_path, kernel):
     (tmp_path / "kernel.cu").write_text(kernel_source(kernel))
     command = ["nvcc", "-cubin", "-arch=sm_90a", "-Xptxas", "-v", "kernel.cu", "-o", "kernel.cubin"]
