@@ -48,7 +48,6 @@ print(*sys.modules)
 """
 
 
-@cache
 def parse(path: Path) -> ast.Module:
     return ast.parse(path.read_text(encoding="utf-8"))
 
