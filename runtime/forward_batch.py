@@ -54,7 +54,7 @@ class ForwardMode(IntEnum):
 
     def is_decode_or_idle(self) -> bool:
         """True if every row of the batch is one token."""
-        return self.is_decode() or self.is_idle()
+        return self is ForwardMode.DECODE or self is ForwardMode.IDLE  # without further calls: asked by each layer
 
 
 class Block(NamedTuple):

@@ -126,8 +126,8 @@ class UBatchSlice:
 class DPMetadata:
     """The tokens of a step on ranks that have requests of their own, and exchange tokens for their experts.
 
-    All run the step with as many tokens as the largest has, padding included, and so pick the same graph; a rank
-    without requests computes a token of the dummy row.
+    All run the step with as many tokens as the largest has, padding included, and so pick the same graph. A step of a
+    rank without requests is IDLE: it computes a token of the dummy row.
 
     Attributes:
         num_tokens_across_dp: of each rank, without padding.
