@@ -1,19 +1,17 @@
-"""Makes fields.md: which fields of other servers' requests are served, refused or taken. `python docs/fields.py`"""
+"""Makes fields.md: which fields of other servers' requests are refused or taken. `python docs/fields.py`"""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
 
-from mllm_compile.server.api.anthropic import MessagesFields
-from mllm_compile.server.api.fields import ChatFields, CompletionFields, GenerateFields
 from mllm_compile.server.api.foreign_fields import FOREIGN, OF_MESSAGES, OF_RESPONSES, RENAMED, ForeignFields
-from mllm_compile.server.api.responses import ResponseFields
 
 _HEAD = """# Fields of requests
 
-Made by `python docs/fields.py` from the server's own table. [The server's page](server.md#fields) says what the served
-fields do. A field of another path is refused by its name. An unknown name is listed in the header `x-mllm-ignored`.
+Made by `python docs/fields.py` from the server's own table. [The server's page](server.md#fields) has the fields that
+are served, and `/openapi.json` lists each by its path. A field of another path is refused by its name. An unknown name
+is listed in the header `x-mllm-ignored`.
 """
 _PATHS: tuple[tuple[str, ForeignFields], ...] = (
     ("all paths", FOREIGN),
@@ -24,17 +22,8 @@ _PATHS: tuple[tuple[str, ForeignFields], ...] = (
 
 def page() -> str:
     """The page's text."""
-    both = set(GenerateFields.__struct_fields__)
-    served = [
-        ("completions and chats", GenerateFields.__struct_fields__),
-        ("`/v1/completions` alone", [name for name in CompletionFields.__struct_fields__ if name not in both]),
-        ("`/v1/chat/completions` alone", [name for name in ChatFields.__struct_fields__ if name not in both]),
-        ("`/v1/responses`", ResponseFields.__struct_fields__),
-        ("`/v1/messages`", MessagesFields.__struct_fields__),
-    ]
-    parts = [_HEAD, "## Served\n", "| of | fields |\n|---|---|"]
-    parts += [f"| {path} | {', '.join(f'`{name}`' for name in sorted(names))} |" for path, names in served]
-    parts += ["\nSGLang's names: " + ", ".join(f"`{name}` for `{ours}`" for name, ours in RENAMED.items()) + "."]
+    parts = [_HEAD]
+    parts += ["SGLang's names: " + ", ".join(f"`{name}` for `{ours}`" for name, ours in RENAMED.items()) + "."]
     for path, foreign in _PATHS:
         refused = {name: one for name, one in foreign.items() if not one.is_taken}
         parts += [f"\n## Refused by {path}\n", "A value in brackets asks for nothing, and is taken.\n"]

@@ -3,7 +3,7 @@
 Each table stands between `<!-- table: NAME -->` and `<!-- end -->`. A test compares the pages with what this module
 makes, so a figure of these tables is always one of a kept result. A result without a commit is refused.
 
-    python -m benchmarks.figures.pages      writes the tables, and prints the age of each result
+    python -m benchmarks.figures.pages      writes the tables and the chart, and prints the age of each result
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 
+from benchmarks.figures.chart import CHART, draw
 from benchmarks.figures.shapes import RESULTS, ROOT, SHAPES, Shape
 from mllm_compile.bench.measure.results import BenchResult, Measurement
 from mllm_compile.bench.show.report import provenance, show_figure, work_name
@@ -86,6 +87,21 @@ def headline_table() -> str:
         header, rows = _without(2, header), [_without(2, row) for row in rows]
     sources = [_source(result) for of in (ours, theirs) for name, result in of.items() if name in shown]
     return _markdown(header, rows) + "\n" + f"Measured: {'; '.join(dict.fromkeys(sources))}.\n"
+
+
+def headline_chart() -> str:
+    """The same lines as a picture, each with its whole text."""
+    lines = {name: _lines(result) for name, result in _by_shape("mllm").items()}
+    titles = {shape.name: shape.title for shape in SHAPES}
+    texts = {"tpot b=1": "{}, 1 request", "tpot b=64": "{}, 64 requests"}
+    texts |= {"start warm": "{}, warm: first token", "start cold": "{}, cold: all compiled"}
+    return draw(
+        [
+            (texts[work].format(titles[shape]), lines[shape][work], form)
+            for shape, work, _, form in HEADLINES
+            if work in lines.get(shape, {})
+        ]
+    )
 
 
 def work_table() -> str:
@@ -268,6 +284,7 @@ def main() -> int:
     try:
         for page in PAGES:
             page.write_text(with_tables(page.read_text(encoding="utf-8")), encoding="utf-8")
+        CHART.write_text(headline_chart(), encoding="utf-8")
         print(*ages(), sep="\n")
     except MllmError as error:
         print(error, file=sys.stderr)

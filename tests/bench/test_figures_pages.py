@@ -4,7 +4,8 @@ import re
 import pytest
 
 from benchmarks.figures import pages
-from benchmarks.figures.pages import PAGES, TABLES, ages, read_result, with_tables
+from benchmarks.figures.chart import CHART
+from benchmarks.figures.pages import PAGES, TABLES, ages, headline_chart, read_result, with_tables
 from benchmarks.figures.shapes import RESULTS
 from mllm_compile.errors import ConfigError
 
@@ -18,6 +19,20 @@ def test_the_tables_of_a_page_are_those_of_the_kept_results(path):
 def test_the_pages_have_every_table():
     named = [name for page in PAGES for name in re.findall(r"<!-- table: (\w+) -->", page.read_text(encoding="utf-8"))]
     assert sorted(named) == sorted(TABLES)
+
+
+def test_the_chart_is_of_the_kept_results():
+    assert CHART.read_text(encoding="utf-8") == headline_chart(), "the chart is old: make figures-pages"
+
+
+def test_the_chart_has_each_figure_of_the_headline_and_its_limit():
+    picture = headline_chart()
+    figures = re.findall(r"\*\*([\d.]+(?: s)?)\*\*", TABLES["headline"]())
+    assert len(figures) >= 6
+    assert re.findall(r">([\d.]+(?: s)?)</text>", picture) == figures
+    limits = re.findall(r"\*\* \| ([\d.]+) \|", TABLES["headline"]())
+    assert picture.count('class="limit"') == len(limits) == 4
+    assert "prefers-color-scheme: dark" in picture
 
 
 @pytest.fixture

@@ -1,7 +1,7 @@
-"""Writes the tables of scripts in the pages of examples/ and benchmarks/ from what each script says of itself.
+"""Writes the tables of scripts in the pages of examples/ and in docs/lab/scripts.md from the docstring of each script.
 
-The scripts of a page's own folder are a table between `<!-- scripts -->` and `<!-- end -->`, those of a folder below it
-a list between `<!-- scripts FOLDER -->` and the same. A test compares the pages with what this module makes.
+The scripts of a page's own folder are a table between `<!-- scripts -->` and `<!-- end -->`, those of another folder a
+list between `<!-- scripts FOLDER -->` and the same. A test compares the pages with what this module makes.
 
     python -m tests.examples.tables
 """
@@ -9,12 +9,17 @@ a list between `<!-- scripts FOLDER -->` and the same. A test compares the pages
 from __future__ import annotations
 
 import ast
+import os
 import re
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-PAGES = tuple(ROOT / folder / "README.md" for folder in ("examples", "examples/tiny_models", "benchmarks"))
-TABLE = re.compile(r"(<!-- scripts ?(\w*) -->\n).*?(<!-- end -->)", re.DOTALL)
+PAGES = (
+    ROOT / "examples" / "README.md",
+    ROOT / "examples" / "tiny_models" / "README.md",
+    ROOT / "docs" / "lab" / "scripts.md",
+)
+TABLE = re.compile(r"(<!-- scripts ?([\w/]*) -->\n).*?(<!-- end -->)", re.DOTALL)
 _NEEDS = re.compile(r"Needs (.*?)(?:[.;:(]| to )", re.DOTALL)
 
 
@@ -26,10 +31,11 @@ def with_tables(page: Path) -> str:
 
 def _table(parent: Path, folder: str) -> str:
     """A row or item for each script of the folder, and behind them a list of the modules that scripts share."""
-    files = [path for path in sorted((parent / folder).glob("*.py")) if path.name != "__init__.py"]
-    shared = [file for file in files if "__main__" not in file.read_text(encoding="utf-8")]
+    files = [path for path in sorted((ROOT / folder if folder else parent).glob("*.py")) if path.name != "__init__.py"]
     if folder:
-        return "".join(f"- [{file.stem}]({folder}/{file.name}): {_told(file)[0]}\n" for file in files)
+        links = ((file, os.path.relpath(file, parent)) for file in files)
+        return "".join(f"- [{file.stem}]({link}): {_told(file)[0]}\n" for file, link in links)
+    shared = [file for file in files if "__main__" not in file.read_text(encoding="utf-8")]
     table = "| script | what it is about | needs |\n|---|---|---|\n"
     table += "".join(_row(file) for file in files if file not in shared)
     if shared:

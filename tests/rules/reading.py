@@ -1,8 +1,9 @@
 """Counts the words of each page of the documentation, and the length of its sentences.
 
-`python -m tests.rules.reading` prints a line a page. Words are those of `wc -w`. Sentences are those of prose, without
-headings, tables, code blocks and the targets of links. A piece of inline code is one word, and each item of a list
-begins a sentence. docs/lab is the laboratory: dated measurements, whose length nothing bounds.
+`python -m tests.rules.reading` prints a line a page. A word has a letter or a digit: bars of tables and marks of lists
+are none. (`wc -w` counts them too, and finds a tenth more.) Sentences are those of prose, without headings, tables,
+code blocks and the targets of links. A piece of inline code is one word, and each item of a list begins a sentence. docs/lab
+is the laboratory: dated measurements, whose length nothing bounds.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ _NOT_PROSE = re.compile(r"^(\||#| *!\[|\[[^\]]*\]: )|^\W*$")  # table, heading, 
 _ITEM = re.compile(r"^ *([-*]|\d+\.) ")
 _LINK = re.compile(r"\[([^\]]*)\]\([^)]*\)")
 _INLINE_CODE = re.compile(r"`+[^`]+`+")
+_WORD = re.compile(r"\w")
 _SENTENCE_END = re.compile(r"(?<=[.!?])[\"')*]*\s+(?=[\"'(*`]*[A-Z0-9])")
 
 
@@ -50,14 +52,19 @@ def pages() -> list[Page]:
 
 def read_page(path: Path) -> Page:
     text = path.read_text(encoding="utf-8")
-    return Page(path, len(text.split()), tuple(len(sentence.split()) for sentence in sentences_of(text)))
+    return Page(path, count_words(text), tuple(count_words(sentence) for sentence in sentences_of(text)))
+
+
+def count_words(text: str) -> int:
+    """The words of a text that have a letter or a digit."""
+    return sum(_WORD.search(word) is not None for word in text.split())
 
 
 def sentences_of(text: str) -> Iterator[str]:
     """The sentences of a page's prose."""
     for paragraph in _paragraphs(_COMMENT.sub("", _CODE_BLOCK.sub("\n", text))):
         plain = _LINK.sub(r"\1", _INLINE_CODE.sub("code", paragraph))
-        yield from (sentence for sentence in _SENTENCE_END.split(plain) if re.search(r"\w", sentence))
+        yield from (sentence for sentence in _SENTENCE_END.split(plain) if _WORD.search(sentence))
 
 
 def _paragraphs(text: str) -> Iterator[str]:
