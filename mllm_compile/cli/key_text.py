@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import textwrap
 from collections.abc import Mapping, Sequence
 from typing import TextIO
@@ -47,11 +48,14 @@ def print_changes(stream: TextIO, changes: Sequence[Change], whole: bool) -> Non
 
 def print_patches(stream: TextIO) -> None:
     """Prints what a compile replaces inside torch, with the gain of each and what happens without it."""
+    version = importlib.metadata.version("torch")
     print(f"replaced inside torch (${SWITCH} leaves names out)", file=stream)
     name_width = max(len(patch.name) for patch in PATCHES)
     for patch in PATCHES:
         always = "" if patch.can_be_left_out else "; always on"
-        text = f"{patch.gain}; without it {patch.without}{always} (torch {patch.torch}: {', '.join(patch.replaces)})"
+        text = f"{patch.gain}; without it {patch.without}{always} (torch {patch.versions}: {', '.join(patch.replaces)})"
+        if obstacle := patch.version_obstacle(version):
+            text = f"left out, as {obstacle}; {text}"
         _print_pair(stream, f"  {patch.name.ljust(name_width)}  ", text)
 
 

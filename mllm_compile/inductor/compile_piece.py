@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from mllm_compile.inductor.job import EXAMPLE_SIZES, PieceInput
-from mllm_compile.inductor.patches import left_out
+from mllm_compile.inductor.patches import applies
 from mllm_compile.inductor.patches.precompiled_header import is_shared, pays, share_header
 from mllm_compile.inductor.patches.quick_start import skip_attention_patterns, skip_vector_instructions
 from mllm_compile.inductor.patches.shared_host_code import share_interface
@@ -60,7 +60,7 @@ def inductor_options(device: str) -> dict[str, Any]:
         from mllm_compile.inductor.patches.early_launch import use_dependent_launch
 
         options["triton.autotune_at_compile_time"] = True
-        options["triton.enable_pdl"] = "early_launch" not in left_out() and use_dependent_launch()
+        options["triton.enable_pdl"] = applies("early_launch") and use_dependent_launch()
         # Templates would start as early and not wait, so an environment that asks for some is not heard.
         options["max_autotune"] = options["max_autotune_gemm"] = False
     else:
@@ -81,11 +81,10 @@ def prepare_compiler(device: str, scratch: Path) -> None:
     Args:
         scratch: an empty folder for what forks share; it outlives them.
     """
-    without = left_out()
-    if "unload_packages" not in without:
+    if applies("unload_packages"):
         mark_nothing_unique()
-    shares = [share_interface] if "shared_host_code" not in without else []
-    shares += [share_header] if "precompiled_header" not in without and pays(device) else []
+    shares = [share_interface] if applies("shared_host_code") else []
+    shares += [share_header] if pays(device) and applies("precompiled_header") else []
     for share in shares:
         with contextlib.suppress(OSError):  # no locks on this file system, no room for a process
             share(scratch, device)
@@ -101,7 +100,7 @@ def prepare_compiler(device: str, scratch: Path) -> None:
         with contextlib.suppress(ImportError):  # of another torch
             importlib.import_module(name)
     torch_key()  # reads all of Inductor's source, and Triton's below: they remember it
-    if "quick_start" not in without:
+    if applies("quick_start"):
         skip_attention_patterns()
     if device.startswith("cuda"):
         with contextlib.suppress(ImportError):  # there is no Triton, or another
@@ -109,9 +108,9 @@ def prepare_compiler(device: str, scratch: Path) -> None:
             from triton.runtime.cache import triton_key
 
             triton_key()
-        if "quick_start" not in without:
+        if applies("quick_start"):
             skip_vector_instructions()
-        if "whole_rows" not in without:
+        if applies("whole_rows"):
             keep_whole_rows()
         return
     with contextlib.suppress(Exception), system_compiler():
@@ -159,7 +158,8 @@ def compile_piece(
         ops.define(source)
         from mllm_compile.inductor.patches.hidden_waits import hide_waits_from_analysis
 
-        hide_waits_from_analysis()
+        if applies("hidden_waits"):
+            hide_waits_from_analysis()
     piece = piece_class(source, source_path)()
     with (
         system_compiler(),

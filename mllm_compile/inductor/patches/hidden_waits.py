@@ -16,8 +16,8 @@ def hide_waits_from_analysis() -> None:
     """
     from torch._higher_order_ops import triton_kernel_wrap
 
-    # Its name up to torch 2.11, and since.
-    name = next(n for n in ("identify_accessed_tensors", "identify_mutated_tensors") if hasattr(triton_kernel_wrap, n))
+    old, new = "identify_accessed_tensors", "identify_mutated_tensors"  # up to torch 2.11, and since
+    name = old if hasattr(triton_kernel_wrap, old) else new
     plain = getattr(triton_kernel_wrap, name)
     if getattr(plain, "hides_waits", False):
         return
