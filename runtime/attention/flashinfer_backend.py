@@ -295,11 +295,10 @@ class FlashInferAttnBackend(AttentionBackend, FusesRope, Cascades, CapturesDecod
 
     @property
     def mixed_obstacle(self) -> str | None:
-        version = self._wrappers.flashinfer_version
         for decode, prefill in zip(self._group_decodes, self._group_prefills, strict=True):
             if not isinstance(decode, SplitGroup):
                 return "decodes of some layers are by FlashInfer's kernels and not by those of the program"
-            if obstacle := prefill.capture_obstacle(version):
+            if obstacle := prefill.capture_obstacle():
                 return obstacle
         return None
 

@@ -9,6 +9,7 @@ import torch
 
 from mllm_compile.runtime.attention.flashinfer.copied import CopiedPrefill, RowPrefill
 from mllm_compile.runtime.attention.flashinfer.parts import DividedPrefill
+from mllm_compile.runtime.attention.flashinfer.private_names import PRIVATE_NAMES
 from mllm_compile.runtime.attention.flashinfer.wrappers import GroupWrappers
 from mllm_compile.runtime.attention.flashinfer_backend import FlashInferAttnBackend
 from mllm_compile.runtime.attention.torch_backend import TorchAttnBackend
@@ -68,6 +69,19 @@ def backend_for(
         deterministic=deterministic,
     )
     return FlashInferAttnBackend(wrappers)
+
+
+def test_wrappers_have_the_private_names_that_are_used():
+    """A name that is only set would be a new one without a reader."""
+    import flashinfer
+
+    workspace = torch.zeros(64 << 20, dtype=torch.uint8, device="cuda")
+    starts = torch.tensor([0, 1], dtype=torch.int32)
+    wrapper = flashinfer.BatchPrefillWithRaggedKVCacheWrapper(workspace, "NHD", backend="fa2")
+    wrapper.plan(starts, starts, 8, 2, 128, q_data_type=torch.bfloat16)
+    names = [name for entry in PRIVATE_NAMES for kind, _, name in [entry.name.partition(".")] if kind == "wrapper"]
+    assert len(names) == 6 and all(getattr(wrapper, name) is not None for name in names)
+    assert len(wrapper._plan_info) == 15, "PrefillPlanInfo"
 
 
 @pytest.mark.parametrize("batch", BATCHES)

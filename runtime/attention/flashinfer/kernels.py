@@ -18,8 +18,6 @@ from mllm_compile.runtime.errors import ConfigError, UnsupportedModelError
 
 QUERY_DTYPES = (torch.float16, torch.bfloat16)
 _FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
-# The FlashInfer whose fa3 was seen to read nothing of a batch but its plan and the page ids (captured/mixed.py).
-_CAPTURED_VERSION = "0.6.18"
 # µs of a layer: what a captured step may take longer in attention than by the best kernel. What a graph spares the host
 # for it, 35 to 50 µs, is hidden behind the GPU in part.
 _MOST_LOST_US = 20.0
@@ -216,23 +214,14 @@ PARTS = (2, 3, 4)  # into which what lies before a chunk may be divided
 LEAST_DIVIDED = 2048  # tokens
 
 
-def prefill_capture_obstacle(
-    group: PlanGroup, kv_cache_dtype: torch.dtype, is_hopper: bool, flashinfer_version: str
-) -> str | None:
+def prefill_capture_obstacle(group: PlanGroup, kv_cache_dtype: torch.dtype, is_hopper: bool) -> str | None:
     """Why no capture serves any prefills; None: one does, of fa3, which launches the same blocks for every batch."""
     if CAPTURED_PREFILL.name not in prefill_kernels(group, kv_cache_dtype, is_hopper):
         return (
             f"prompts are captured with FlashInfer's {CAPTURED_PREFILL.name} alone, which needs a Hopper GPU and "
             "serves no layers with a window or soft cap and no fp8 cache"
         )
-    if not knows_plan(flashinfer_version):
-        return f"prompts are captured with FlashInfer {_CAPTURED_VERSION} alone, and {flashinfer_version} is installed"
     return None
-
-
-def knows_plan(flashinfer_version: str) -> bool:
-    """True if it is known of this FlashInfer what fa3 reads of a plan."""
-    return flashinfer_version.partition(".post")[0] == _CAPTURED_VERSION
 
 
 def runs_well_captured(

@@ -7,6 +7,7 @@ from types import ModuleType
 
 import torch
 
+from mllm_compile.runtime.attention.flashinfer.private_names import check_version
 from mllm_compile.runtime.errors import DeviceError
 
 # Shared by the backends that are alive, freed with the last of them: it holds nothing between kernels. Parts of a step
@@ -17,7 +18,11 @@ _workspaces: weakref.WeakValueDictionary[tuple[str, torch.device, int, int], tor
 
 
 def import_flashinfer(device: torch.device) -> ModuleType:
-    """The library. Raises DeviceError where it is not installed, or `device` is no CUDA device."""
+    """The library.
+
+    Raises:
+        DeviceError: it is not installed, its version is not known, or `device` is no CUDA device.
+    """
     if device.type != "cuda":
         raise DeviceError(
             f"runtime.attention_backend: flashinfer needs an NVIDIA GPU, but runtime.device is {device}. "
@@ -31,6 +36,7 @@ def import_flashinfer(device: torch.device) -> ModuleType:
             f"runtime.attention_backend: flashinfer, but FlashInfer cannot be imported ({error}). "
             "Install it with `pip install mllm-compile[cuda]`, or set runtime.attention_backend: torch."
         ) from error
+    check_version(flashinfer.__version__)
     return flashinfer
 
 

@@ -184,7 +184,7 @@ class GroupOwnPrefill:
         tiles = list_tiles(prefills.first_tokens, prefills.prefix_lens, len(seq_lens) - prefills.prefix_lens.size)
         return self._prefill([self._space.page_table[: len(seq_lens)], seq_lens, upload(tiles, seq_lens.device)])
 
-    def capture_obstacle(self, flashinfer_version: str) -> str:
+    def capture_obstacle(self) -> str:
         return "prompts with a bias by distance or in chunks are given a list of their tiles by the host"
 
     def _prefill(self, batch: list[torch.Tensor]) -> OwnPrefill:
@@ -204,14 +204,12 @@ class GroupPrefill:
         device: torch.device,
         copies: CopySpace | None = None,
         merge: Callable[..., None] | None = None,
-        knows_plan: bool = False,
     ) -> None:
         """
         Args:
             options: plan()'s keyword arguments.
             copies: where keys and values may be copied to; None: they never are.
             merge: flashinfer.merge_state_in_place; None: what lies before a chunk is never divided.
-            knows_plan: fa3's lists of work may be written here (work_list.py).
         """
         self._make_wrapper = make_wrapper
         self._group = group
@@ -233,7 +231,7 @@ class GroupPrefill:
         self._parts_wrappers: dict[bool, Any] = {}  # by whether they read keys in a row
         self._wrappers: dict[tuple[str, bool], Any] = {}
         self._works = None
-        if knows_plan and self._is_hopper:
+        if self._is_hopper:
             self._works = WorkList.short(group.num_heads, group.head_dim, self._num_sms)
         self._planned: set[int] = set()  # wrappers that have a list alone to be given: those planned once
 
@@ -266,9 +264,9 @@ class GroupPrefill:
         """True if keys lie so and may be read so: the setting is that of copies."""
         return first_slot is not None and self._copies is not None
 
-    def capture_obstacle(self, flashinfer_version: str) -> str | None:
+    def capture_obstacle(self) -> str | None:
         """The reason why `capture` may not be called; None: it may."""
-        return prefill_capture_obstacle(self._group, self._kv_cache_dtype, self._is_hopper, flashinfer_version)
+        return prefill_capture_obstacle(self._group, self._kv_cache_dtype, self._is_hopper)
 
     def runs_well_captured(
         self, query_lens: np.ndarray, prefix_lens: np.ndarray, first_slot: int | None = None

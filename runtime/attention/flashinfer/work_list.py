@@ -98,7 +98,7 @@ class SplitList:
     """Where a list of work of fa2 lies, and how it is written; behind it lie the bounds that wrappers keep of a batch.
 
     Attributes:
-        layout: what kernels are told of it.
+        layout: what kernels are told of it, as PrefillPlanInfo has it.
         num_bytes: of all of it.
     """
 

@@ -21,7 +21,6 @@ from mllm_compile.runtime.attention.flashinfer.kernels import (
     PlanGroup,
     check_supported,
     decodes_on_tensor_cores,
-    knows_plan,
     plan_groups,
     prefill_kernels,
     takes_cascade,
@@ -48,7 +47,6 @@ class GroupWrappers:
         own_cascades: index of a group → the program's own kernel for captured ones.
         shared_prefix: what the latter share; None: there are none.
         split_space: what the program's own kernels for decodes and prompts share; None: there are none.
-        flashinfer_version: the library's.
         num_sms: multiprocessors of the device.
     """
 
@@ -89,7 +87,6 @@ class GroupWrappers:
         self.layers = layers
         self.device = torch.device(device)
         self._library = import_flashinfer(self.device)
-        self.flashinfer_version: str = self._library.__version__
         decoders, prefills, cascades = (of_kind(kernels or {}, kind) for kind in ("decode", "prefill", "cascade"))
         check_supported(layers, q_dtype, kv_cache_dtype, prefills)
         self.groups = plan_groups(layers)
@@ -162,7 +159,6 @@ class GroupWrappers:
             self.device,
             self._copies,
             self._merge,
-            knows_plan(self.flashinfer_version),
         )
 
     def _make_decodes(self, decoders: Mapping[str, Decoders]) -> tuple[SplitDecodeSpace | None, list[GroupDecode]]:

@@ -213,21 +213,17 @@ def test_captured_prefills_are_left_where_dividing_a_long_prefix_is_much_faster(
 
 
 @pytest.mark.parametrize(
-    ("group", "kv_cache_dtype", "is_hopper", "version", "obstacle"),
+    ("group", "kv_cache_dtype", "is_hopper", "obstacle"),
     [
-        (PLAIN, BF16, True, "0.6.18.post1", None),
-        (PLAIN, BF16, True, "0.6.18", None),
-        (PLAIN, BF16, True, "0.6.19", "with FlashInfer 0.6.18 alone, and 0.6.19 is installed"),
-        (PLAIN, BF16, False, "0.6.18", "needs a Hopper GPU"),
-        (PLAIN, FP8, True, "0.6.18", "no fp8 cache"),
-        (replace(PLAIN, params=PerLayerParameters(127, 0.0, 0.1)), BF16, True, "0.6.18", "no layers with a window"),
-        (replace(PLAIN, params=PerLayerParameters(-1, 30.0, 0.1)), BF16, True, "0.6.18", "soft cap"),
+        (PLAIN, BF16, True, None),
+        (PLAIN, BF16, False, "needs a Hopper GPU"),
+        (PLAIN, FP8, True, "no fp8 cache"),
+        (replace(PLAIN, params=PerLayerParameters(127, 0.0, 0.1)), BF16, True, "no layers with a window"),
+        (replace(PLAIN, params=PerLayerParameters(-1, 30.0, 0.1)), BF16, True, "soft cap"),
     ],
 )
-def test_prefills_are_captured_by_a_kernel_and_a_version_that_are_known(
-    group, kv_cache_dtype, is_hopper, version, obstacle
-):
-    found = prefill_capture_obstacle(group, kv_cache_dtype, is_hopper, version)
+def test_prefills_are_captured_by_a_kernel_that_is_known(group, kv_cache_dtype, is_hopper, obstacle):
+    found = prefill_capture_obstacle(group, kv_cache_dtype, is_hopper)
     assert found is None if obstacle is None else obstacle in found
 
 
