@@ -24,9 +24,7 @@ from mllm_compile.runtime.collectives.base import Communicator, using
 from mllm_compile.runtime.collectives.choose import TokenChoice
 from mllm_compile.runtime.collectives.sum_kernels import MOST_CHOICES
 from mllm_compile.runtime.device.memory import (
-    check_features_fit,
-    check_states_fit,
-    check_table_fits,
+    check_fits,
     check_weights_fit,
 )
 from mllm_compile.runtime.device.open import open_device, prefer_cublaslt
@@ -169,11 +167,24 @@ class ModelRunner(ModelSizes):
         runtime, num_pages = self.config.runtime, self.config.num_pages
         max_context_len = -(-runtime.max_model_len // runtime.page_size) * runtime.page_size
         num_rows = runtime.max_requests_of_ranks + 1
-        check_table_fits(num_rows * max_context_len * torch.int32.itemsize, runtime, self.device)
+        check_fits(
+            num_rows * max_context_len * torch.int32.itemsize,
+            f"the table of KV slots for runtime.max_running_requests: {runtime.max_running_requests} of "
+            f"runtime.max_model_len: {runtime.max_model_len} needs",
+            "Lower one of them.",
+            self.device,
+        )
         self.req_to_token_pool = ReqToTokenPool(num_rows - 1, max_context_len, self.device)
         self.row_state = RowState(num_rows, self.vocab_size, self.device)
         num_states = runtime.max_running_requests + 1 + self.num_snapshots  # a rank has states of its own requests
-        check_states_fit(num_states * self.state_bytes_per_request, runtime, self.device)
+        check_fits(
+            num_states * self.state_bytes_per_request,
+            f"the states of runtime.max_running_requests: {runtime.max_running_requests} requests, and as many of "
+            "cached prefixes, need",
+            "Lower it, or set runtime.enable_prefix_cache: false or runtime.state_dtype: bfloat16 "
+            f"(now {runtime.state_dtype}).",
+            self.device,
+        )
         self.state_pool = GDNPool(num_states, self._state_shapes(), self.device)
         self.feature_pool = self._make_feature_pool()
         num_pages = count_pages(self) if num_pages is None else num_pages
@@ -208,7 +219,13 @@ class ModelRunner(ModelSizes):
             return None
         capacity = FeaturePool.capacity_for(runtime.max_num_batched_tokens, runtime.max_model_len)
         capacity *= self.num_deals  # a rank has the features of all, of which its tokens take some
-        check_features_fit(capacity * media.facts.feature_width * self.config.dtype.itemsize, runtime, self.device)
+        check_fits(
+            capacity * media.facts.feature_width * self.config.dtype.itemsize,
+            f"the features of images for runtime.max_num_batched_tokens: {runtime.max_num_batched_tokens} and "
+            f"runtime.max_model_len: {runtime.max_model_len} need",
+            "Lower one of them.",
+            self.device,
+        )
         return FeaturePool(capacity, media.facts.feature_width, self.config.dtype, self.device)
 
     def init_attention_backend(self) -> None:

@@ -38,9 +38,10 @@ from mllm_compile.runtime.ops.stream_linear.linear import bucket_of
 from mllm_compile.runtime.ops.stream_linear.shapes import choose_tiling as choose_bf16_tiling
 from mllm_compile.runtime.ops.stream_linear.shapes import is_streamed
 from mllm_compile.runtime.ops.stream_linear.streamed_ops import StreamedOps
+from mllm_compile.runtime.ops.stream_quantised import few, tiles
 from mllm_compile.runtime.ops.stream_quantised import ops as quantised_ops
-from mllm_compile.runtime.ops.stream_quantised.linear import QuantisedTiling
-from mllm_compile.runtime.ops.stream_quantised.shapes import MAX_TOKENS, choose_tiling, sweep_tilings
+from mllm_compile.runtime.ops.stream_quantised.linear import QuantisedKind, QuantisedTiling
+from mllm_compile.runtime.ops.stream_quantised.shapes import MAX_TOKENS, choose_tiling
 from mllm_compile.runtime.quantised.numbers import dequantised, quantised
 from mllm_compile.runtime.quantised.scheme import MXFP4, NVFP4, SCALES, VALUES, WeightScheme, third_role
 
@@ -201,6 +202,27 @@ def divisions(chain: Chain, tokens: int, sweep: bool) -> Iterator[tuple[str, lis
             for name, tiling in sweep_tilings(kind, bucket):
                 by_name.setdefault(name, list(chosen))[at] = tiling
         yield from by_name.items()
+
+
+def sweep_tilings(kind: QuantisedKind, tokens: int) -> Iterator[tuple[str, QuantisedTiling]]:
+    """Other tilings for a bucket of tokens, with a name each that says how they divide any linear."""
+    if tokens > few.MAX_TOKENS or not few.takes(kind, tokens):
+        yield from best_tiles(kind, tokens)
+        return
+    if tokens > few.FEWEST_TOKENS:
+        yield "tiles", tiles.choose(kind, tokens)
+    for tiling in few.all_tilings(kind, tokens):
+        yield f"split {tiling.split}, pieces of {tiling.piece // kind.values_a_byte} bytes", tiling
+
+
+def best_tiles(kind: QuantisedKind, tokens: int) -> Iterator[tuple[str, QuantisedTiling]]:
+    """The best tiling of each number of blocks of a cluster, of a tile's warp groups that divide columns, of panels of
+    a stage, and room."""
+    found: dict[str, QuantisedTiling] = {}
+    for tiling in sorted(tiles.all_tilings(kind, tokens), key=tiles.cost):
+        room = "beside" if tiling.is_beside else "alone"
+        found.setdefault(f"split {tiling.split} K{tiling.column_groups} P{tiling.panels} {room}", tiling)
+    yield from found.items()
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -40,6 +40,7 @@ MARKS = ("residual", "norm", "gated", "squared_relu")
 LEAST_BYTES = 1 << 30
 CHAINED_LAYERS = 12
 CHOSEN = "chosen"
+MOST_LANE_INPUTS = 96  # registers of a lane
 
 
 @dataclass
@@ -115,7 +116,8 @@ def tiling_of(kind: LinearKind, bucket: int, division: str) -> LinearTiling | No
     if bucket > rows.MAX_TOKENS or kind.columns % (rows.STEP * given.split):
         return None
     tiling = rows.choose(kind, given)
-    return tiling if tiling.lane_inputs <= rows.MOST_LANE_INPUTS else None
+    steps = -(-kind.columns // (tiling.split * tiling.piece)) * -(-tiling.piece // (rows.STEP * tiling.warps))
+    return tiling if 4 * steps <= MOST_LANE_INPUTS else None
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -51,7 +51,10 @@ class Steps:
         if not load.prompt_tokens:
             return
         context = int(batch.prefix_lens[count:].max())
-        estimate = pace.cost.step_ms(load) if pace.cost.knows_prompts else 0.0
+        cost, estimate = pace.cost, 0.0
+        if cost.knows_prompts:
+            prompts = cost.token_ms * load.prompt_tokens + cost.pair_ms * load.prompt_pairs
+            estimate = cost.beside_ms(load.num_decodes, load.decode_keys) + prompts
         self.rows.append((count, load.decode_keys, load.prompt_tokens, context, ms, estimate))
         if self._profile_from is not None and count:
             self._trace_from(context)

@@ -132,12 +132,6 @@ class ExpertLoad:
     layer: str
     counts: tuple[int, ...]
 
-    @property
-    def skew(self) -> float | None:
-        """The most chosen expert's count over the mean: 1 is even, the number of experts is all to one."""
-        total = sum(self.counts)
-        return max(self.counts) * len(self.counts) / total if total else None
-
 
 @dataclass(frozen=True, slots=True)
 class EngineStats:

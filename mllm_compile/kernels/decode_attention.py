@@ -13,7 +13,7 @@ from functools import partial
 from mllm_compile.config.resolved import ResolvedConfig
 from mllm_compile.inductor.job import PieceInput
 from mllm_compile.kernels.cuda import can_compile_kernels
-from mllm_compile.kernels.piece import WrittenPiece, made_by_kind, with_kernels
+from mllm_compile.kernels.piece import WrittenPiece, attention_inputs, made_by_kind, split_outputs, with_kernels
 from mllm_compile.runtime.attention.hopper.clusters import choose_split, cluster_kernels
 from mllm_compile.runtime.attention.hopper.shapes import are_served, has_clusters, most_in_clusters
 from mllm_compile.runtime.attention.hopper.shares import MOST_REQUESTS, ShareKernel
@@ -114,23 +114,14 @@ def _has_kernels(config: ResolvedConfig, layer: LayerSpec) -> bool:
 
 
 def _piece(config: ResolvedConfig, layer: LayerSpec, name: str, splits: Splits, fetch_first: bool) -> WrittenPiece:
-    dtype, heads, kv_heads, dim = config.model.dtype, layer.num_heads, layer.num_kv_heads, layer.head_dim
-    of = PieceInput.contiguous
+    of, heads = PieceInput.contiguous, (layer.num_heads,)
     return WrittenPiece.calling(
         "split_decode",
         {
-            "q": of(("T", heads, dim), dtype),
-            "keys": of(("P", kv_heads, dim), config.runtime.kv_cache_dtype),
-            "values": of(("P", kv_heads, dim), config.runtime.kv_cache_dtype),
-            "page_table": of(("T", "W"), "int32"),
-            "seq_lens": of(("T",), "int32"),
-            "out": of(("T", heads, dim), dtype),
-            "partial": of(("T", "N", heads, dim), "float32"),
-            "tops": of(("T", "N", heads), "float32"),
-            "totals": of(("T", "N", heads), "float32"),
-            "done": of(("T", kv_heads), "int32"),
-            **({} if layer.sinks is None else {"sinks": of((heads,), dtype)}),
-            **({"slopes": of((heads,), "float32")} if layer.alibi_slopes else {}),
+            **attention_inputs(config, layer),
+            **split_outputs(config, layer),
+            **({} if layer.sinks is None else {"sinks": of(heads, config.model.dtype)}),
+            **({"slopes": of(heads, "float32")} if layer.alibi_slopes else {}),
         },
         name=name,
         legend="T requests, N splits, W pages of the page table, P slots",

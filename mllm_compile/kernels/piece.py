@@ -12,7 +12,9 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 
+from mllm_compile.config.resolved import ResolvedConfig
 from mllm_compile.inductor.job import PieceInput
+from mllm_compile.runtime.attention.layer import LayerSpec
 from mllm_compile.runtime.program.spec import Program
 
 Kind = TypeVar("Kind")
@@ -107,6 +109,50 @@ def with_kernels(program: Program, kind: str, of_layers: Mapping[str, Any]) -> P
     """The program of which these layers have these kernels, in that field of LayerKernels."""
     found = {name: replace(program.kernels_of_layer(name), **{kind: one}) for name, one in of_layers.items()}
     return replace(program, layer_kernels={**program.layer_kernels, **found})
+
+
+def with_piece_each(
+    program: Program, kind: str, layers: Iterable[LayerSpec], make: Callable[[LayerSpec, str], WrittenPiece]
+) -> tuple[Program, tuple[WrittenPiece, ...]]:
+    """The program of which these layers have a piece each, in that field of LayerKernels, and the pieces.
+
+    Layers that are alike share one.
+
+    Args:
+        make: gets such a layer, and the piece's name.
+    """
+    of_layers, written = made_by_kind(
+        layers,
+        lambda layer: replace(layer, name="", layer_id=0),
+        lambda layer, index: make(layer, f"{kind}_{index}"),
+    )
+    found = {name: piece.name for name, piece in of_layers.items()}
+    return with_kernels(program, kind, found), tuple(written)
+
+
+def attention_inputs(config: ResolvedConfig, layer: LayerSpec, rows: str = "T") -> dict[str, PieceInput]:
+    """What a kernel takes of a batch: new tokens' queries [T, heads, dim], the layer's KV cache, and of each of the
+    `rows` requests its pages and length."""
+    of, heads, dim = PieceInput.contiguous, layer.num_kv_heads, layer.head_dim
+    return {
+        "q": of(("T", layer.num_heads, dim), config.model.dtype),
+        "keys": of(("P", heads, dim), config.runtime.kv_cache_dtype),
+        "values": of(("P", heads, dim), config.runtime.kv_cache_dtype),
+        "page_table": of((rows, "W"), "int32"),
+        "seq_lens": of((rows,), "int32"),
+    }
+
+
+def split_outputs(config: ResolvedConfig, layer: LayerSpec) -> dict[str, PieceInput]:
+    """What decode kernels write: the output, and N blocks' parts of a request, which the last of them puts together."""
+    of, heads, dim = PieceInput.contiguous, layer.num_heads, layer.head_dim
+    return {
+        "out": of(("T", heads, dim), config.model.dtype),
+        "partial": of(("T", "N", heads, dim), "float32"),
+        "tops": of(("T", "N", heads), "float32"),
+        "totals": of(("T", "N", heads), "float32"),
+        "done": of(("T", layer.num_kv_heads), "int32"),
+    }
 
 
 class Named(Protocol):

@@ -6,12 +6,12 @@ are alike share a piece.
 
 from __future__ import annotations
 
-from dataclasses import replace
+from functools import partial
 
 from mllm_compile.config.resolved import ResolvedConfig
 from mllm_compile.inductor.job import PieceInput
 from mllm_compile.kernels.decode_attention import needs_own_kernels
-from mllm_compile.kernels.piece import WrittenPiece, made_by_kind, with_kernels
+from mllm_compile.kernels.piece import WrittenPiece, attention_inputs, with_piece_each
 from mllm_compile.runtime.attention.layer import LayerSpec
 from mllm_compile.runtime.program.spec import Program
 
@@ -23,13 +23,7 @@ def add_prefill_attention(config: ResolvedConfig, program: Program) -> tuple[Pro
         for layer in program.layers
         if needs_own_kernels(config, layer) and _is_served(layer) and program.kernels_of_layer(layer.name).decode
     ]
-    of_layers, written = made_by_kind(
-        served,
-        lambda layer: replace(layer, name="", layer_id=0),
-        lambda kind, index: _piece(config, kind, f"prefill_{index}"),
-    )
-    found = {name: piece.name for name, piece in of_layers.items()}
-    return with_kernels(program, "prefill", found), tuple(written)
+    return with_piece_each(program, "prefill", served, partial(_piece, config))
 
 
 def _is_served(layer: LayerSpec) -> bool:
@@ -37,18 +31,13 @@ def _is_served(layer: LayerSpec) -> bool:
 
 
 def _piece(config: ResolvedConfig, layer: LayerSpec, name: str) -> WrittenPiece:
-    dtype, heads, kv_heads, dim = config.model.dtype, layer.num_heads, layer.num_kv_heads, layer.head_dim
-    of = PieceInput.contiguous
+    of, heads = PieceInput.contiguous, layer.num_heads
     return WrittenPiece.calling(
         "paged_prefill",
         {
-            "q": of(("T", heads, dim), dtype),
-            "keys": of(("P", kv_heads, dim), dtype),
-            "values": of(("P", kv_heads, dim), dtype),
-            "page_table": of(("R", "W"), "int32"),
-            "seq_lens": of(("R",), "int32"),
+            **attention_inputs(config, layer, rows="R"),
             "tiles": of(("C", 4), "int32"),
-            "out": of(("T", heads, dim), dtype),
+            "out": of(("T", heads, layer.head_dim), config.model.dtype),
             **({"slopes": of((heads,), "float32")} if layer.alibi_slopes else {}),
         },
         name=name,

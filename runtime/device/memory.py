@@ -69,49 +69,18 @@ def check_weights_fit(weight_bytes: int, runtime: RuntimeSection, device: torch.
         )
 
 
-def check_table_fits(num_bytes: int, runtime: RuntimeSection, device: torch.device) -> None:
-    """Like check_weights_fit, for the table of slots.
+def check_fits(num_bytes: int, what: str, remedy: str, device: torch.device) -> None:
+    """Refuses an allocation before it is made.
+
+    Args:
+        what: what needs the memory, with its verb; remedy: what to change, a sentence.
 
     Raises:
         DeviceMemoryError: it needs more than the device has free.
     """
     free, _ = _memory_bytes(device.type, device.index or 0)
     if num_bytes > free:
-        raise DeviceMemoryError(
-            f"the table of KV slots needs {_gib(num_bytes)} for runtime.max_running_requests: "
-            f"{runtime.max_running_requests} of runtime.max_model_len: {runtime.max_model_len}; {device} has "
-            f"{_gib(free)} free. Lower one of them."
-        )
-
-
-def check_states_fit(num_bytes: int, runtime: RuntimeSection, device: torch.device) -> None:
-    """Like check_weights_fit, for the states of recurrent layers.
-
-    Raises:
-        DeviceMemoryError: they need more than the device has free.
-    """
-    free, _ = _memory_bytes(device.type, device.index or 0)
-    if num_bytes > free:
-        raise DeviceMemoryError(
-            f"the states of runtime.max_running_requests: {runtime.max_running_requests} requests, and as many of "
-            f"cached prefixes, need {_gib(num_bytes)}; {device} has {_gib(free)} free. Lower it, or set "
-            f"runtime.enable_prefix_cache: false or runtime.state_dtype: bfloat16 (now {runtime.state_dtype})."
-        )
-
-
-def check_features_fit(num_bytes: int, runtime: RuntimeSection, device: torch.device) -> None:
-    """Like check_weights_fit, for the features of images.
-
-    Raises:
-        DeviceMemoryError: they need more than the device has free.
-    """
-    free, _ = _memory_bytes(device.type, device.index or 0)
-    if num_bytes > free:
-        raise DeviceMemoryError(
-            f"the features of images need {_gib(num_bytes)} for runtime.max_num_batched_tokens: "
-            f"{runtime.max_num_batched_tokens} and runtime.max_model_len: {runtime.max_model_len}; {device} has "
-            f"{_gib(free)} free. Lower one of them."
-        )
+        raise DeviceMemoryError(f"{what} {_gib(num_bytes)}; {device} has {_gib(free)} free. {remedy}")
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ W pages of the page table, P slots of the KV cache.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 import triton
@@ -315,17 +316,11 @@ def split_decode(
         chunk: keys of the token's own chunk of so many positions are seen alone; 0 for no chunks, else without a
             window.
     """
+    batch, scratch = (q, keys, values, page_table, seq_lens), (partial, tops, totals, done)
     launch_split_decode(
-        q,
-        keys,
-        values,
-        page_table,
-        seq_lens,
+        batch,
         out,
-        partial,
-        tops,
-        totals,
-        done,
+        scratch,
         page_size,
         max_splits,
         sm_scale,
@@ -339,16 +334,9 @@ def split_decode(
 
 
 def launch_split_decode(
-    q: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    page_table: torch.Tensor,
-    seq_lens: torch.Tensor,
+    batch: Sequence[torch.Tensor],
     out: torch.Tensor,
-    partial: torch.Tensor,
-    tops: torch.Tensor,
-    totals: torch.Tensor,
-    done: torch.Tensor,
+    scratch: Sequence[torch.Tensor],
     page_size: int,
     max_splits: int,
     sm_scale: float,
@@ -365,25 +353,20 @@ def launch_split_decode(
     """Launches the kernel within an op; arguments as split_decode's, and two more.
 
     Args:
+        batch: q, keys, values, page_table and seq_lens; scratch: partial, tops, totals and done.
         first_keys: [1] int32: keys that every request leaves out, its first ones; with `log_sums`.
         log_sums: [R, H] float32: takes the logarithm to base 2 of a query head's sum of exponentials.
     """
+    q, keys, _, page_table, _ = batch
     num_rows, num_heads, head_dim = q.shape
     num_kv_heads = keys.shape[1]
-    num_splits = partial.shape[1]
+    num_splits = scratch[0].shape[1]
     group = num_heads // num_kv_heads
     padded_group = triton.next_power_of_2(group)
     wrap_triton(_split_decode_kernel)[(num_kv_heads, num_rows, num_splits)](
-        q,
-        keys,
-        values,
-        page_table,
-        seq_lens,
+        *batch,
         out,
-        partial,
-        tops,
-        totals,
-        done,
+        *scratch,
         q if sinks is None else sinks,  # which is not read without
         q if slopes is None else slopes,
         q if first_keys is None else first_keys,

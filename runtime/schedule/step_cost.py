@@ -92,14 +92,6 @@ class StepCost:
     def pair_ms(self) -> float:
         return self._mixed.coefficients[2] / _PAIRS
 
-    def step_ms(self, load: StepLoad) -> float:
-        """Time of a step; never less than that of its decodes alone."""
-        decodes = self.decodes_ms(load.num_decodes, load.decode_keys)
-        if not load.prompt_tokens:
-            return decodes
-        prompts = self.token_ms * load.prompt_tokens + self.pair_ms * load.prompt_pairs
-        return max(decodes, self.beside_ms(load.num_decodes, load.decode_keys) + prompts)
-
     def _keys_ms(self, num_keys: int) -> float:
         return self._decodes.coefficients[2] * num_keys / _KEYS
 

@@ -201,16 +201,9 @@ def cascade_decode(
         num_stages=3,
     )
     launch_split_decode(
-        q,
-        keys,
-        values,
-        page_table,
-        seq_lens,
+        (q, keys, values, page_table, seq_lens),
         out,
-        partial,
-        tops,
-        totals,
-        done,
+        (partial, tops, totals, done),
         page_size,
         max_splits,
         sm_scale,

@@ -17,7 +17,6 @@ from mllm_compile.runtime.ops.stream_linear.linear import NORM_ROWS, LinearKind,
 MAX_TOKENS = 8
 
 STEP = 32  # columns of a warp's step
-MOST_LANE_INPUTS = 96
 _MULTIPROCESSOR_BYTES, _RESERVED_BYTES = 228 << 10, 1 << 10  # of shared memory; of that, a block's of the system
 _MIN_COLUMNS = 1536
 _MIN_BYTES_A_NS = 28  # as Triton's kernels
@@ -75,11 +74,6 @@ class RowTiling(LinearTiling):
     @cached_property
     def num_threads(self) -> int:
         return 32 * self.warps
-
-    @property
-    def lane_inputs(self) -> int:
-        """Registers of a lane that hold its inputs."""
-        return math.ceil(self.kind.columns / self.split / self.piece) * math.ceil(self.piece / STEP / self.warps) * 4
 
     @property
     def groups(self) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from mllm_compile.runtime.json_data import from_json
@@ -70,14 +70,3 @@ def choose_tiling(kind: QuantisedKind, tokens: int) -> QuantisedTiling:
 def tiling_from_json(data: Mapping[str, Any]) -> QuantisedTiling:
     """Reads what `to_json` wrote. Raises KeyError or ValueError for anything else."""
     return from_json(_TILINGS[data["source"]], {name: value for name, value in data.items() if name != "source"})
-
-
-def sweep_tilings(kind: QuantisedKind, tokens: int) -> Iterator[tuple[str, QuantisedTiling]]:
-    """Other tilings for a bucket of tokens, with a name each that says how they divide any linear."""
-    if not _is_few(kind, tokens):
-        yield from by_tiles.best_by_form(kind, tokens)
-        return
-    if tokens > by_few.FEWEST_TOKENS:
-        yield "tiles", by_tiles.choose(kind, tokens)
-    for tiling in by_few.all_tilings(kind, tokens):
-        yield f"split {tiling.split}, pieces of {tiling.piece // kind.values_a_byte} bytes", tiling

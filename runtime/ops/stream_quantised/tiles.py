@@ -191,20 +191,10 @@ def takes(kind: QuantisedKind, tokens: int) -> bool:
 @cache
 def choose(kind: QuantisedKind, tokens: int) -> TileTiling:
     """The tiling for a bucket of tokens: the one that should take the fewest clocks."""
-    return min(all_tilings(kind, tokens), key=_cost)
+    return min(all_tilings(kind, tokens), key=cost)
 
 
-def best_by_form(kind: QuantisedKind, tokens: int) -> Iterator[tuple[str, TileTiling]]:
-    """The best tiling of each number of blocks of a cluster, of a tile's warp groups that divide columns, of panels of
-    a stage, and room."""
-    found: dict[str, TileTiling] = {}
-    for tiling in sorted(all_tilings(kind, tokens), key=_cost):
-        room = "beside" if tiling.is_beside else "alone"
-        found.setdefault(f"split {tiling.split} K{tiling.column_groups} P{tiling.panels} {room}", tiling)
-    yield from found.items()
-
-
-def _cost(tiling: TileTiling) -> tuple[float, ...]:
+def cost(tiling: TileTiling) -> tuple[float, ...]:
     """Clocks that a block takes: per input what takes the longest, then the sums' way and what comes late."""
     kind, split = tiling.kind, tiling.split
     turns = math.ceil(tiling.num_tiles * split / MULTIPROCESSORS) if split == 1 else 1

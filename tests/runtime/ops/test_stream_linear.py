@@ -129,7 +129,8 @@ def test_a_large_weight_divides_into_pieces_of_rows_that_fit(kind):
     assert tiling.piece % (32 * tiling.warps) == 0
     assert tiling.stages >= 2
     assert tiling.resident * (tiling.shared_bytes + _STATIC_BYTES) <= _MULTIPROCESSOR_BYTES
-    assert tiling.lane_inputs <= rows.MOST_LANE_INPUTS
+    steps = math.ceil(columns / tiling.piece) * math.ceil(tiling.piece / rows.STEP / tiling.warps)
+    assert 4 * steps <= 96, "a lane has its inputs in registers"
     early = tiling.constants()["EARLY_STAGES"]
     assert (early - 1) * tiling.stage_bytes * tiling.resident < 64 << 10 <= early * tiling.stage_bytes * tiling.resident
 
