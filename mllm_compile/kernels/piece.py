@@ -131,7 +131,7 @@ def with_piece_each(
 
 
 def attention_inputs(config: ResolvedConfig, layer: LayerSpec, rows: str = "T") -> dict[str, PieceInput]:
-    """What a kernel takes of a batch: new tokens' queries [T, heads, dim], the layer's KV cache, and of each of the
+    """The inputs of a kernel that a batch has: new tokens' queries [T, heads, dim], the layer's KV cache, and of each of the
     `rows` requests its pages and length."""
     of, heads, dim = PieceInput.contiguous, layer.num_kv_heads, layer.head_dim
     return {
@@ -144,7 +144,7 @@ def attention_inputs(config: ResolvedConfig, layer: LayerSpec, rows: str = "T") 
 
 
 def split_outputs(config: ResolvedConfig, layer: LayerSpec) -> dict[str, PieceInput]:
-    """What decode kernels write: the output, and N blocks' parts of a request, which the last of them puts together."""
+    """The tensors that decode kernels write: the output, and parts of it by N blocks a request, put together last."""
     of, heads, dim = PieceInput.contiguous, layer.num_heads, layer.head_dim
     return {
         "out": of(("T", heads, dim), config.model.dtype),
