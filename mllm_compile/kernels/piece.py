@@ -131,8 +131,8 @@ def with_piece_each(
 
 
 def attention_inputs(config: ResolvedConfig, layer: LayerSpec, rows: str = "T") -> dict[str, PieceInput]:
-    """The inputs of a kernel that a batch has: new tokens' queries [T, heads, dim], the layer's KV cache, and of each of the
-    `rows` requests its pages and length."""
+    """The inputs of a kernel that a batch has: new tokens' queries [T, heads, dim], the layer's KV cache, and the pages
+    and the length of each of the `rows` requests."""
     of, heads, dim = PieceInput.contiguous, layer.num_kv_heads, layer.head_dim
     return {
         "q": of(("T", layer.num_heads, dim), config.model.dtype),

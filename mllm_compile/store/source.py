@@ -101,7 +101,7 @@ class ArtifactSource:
         folder = self._artifact.kernels_folder
         if folder is None:
             return
-        from mllm_compile.runtime.attention.flashinfer.kernel_folder import use_kernels_from
+        from mllm_compile.runtime.attention.flashinfer.library import use_kernels_from
 
         with self._reporter.stage("load FlashInfer"):
             use_kernels_from(folder)

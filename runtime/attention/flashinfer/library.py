@@ -1,8 +1,10 @@
-"""FlashInfer itself, imported when a backend is made, and the memory that backends share."""
+"""FlashInfer itself, imported when a backend is made; the folder of its kernels; the memory that backends share."""
 
 from __future__ import annotations
 
+import os
 import weakref
+from pathlib import Path
 from types import ModuleType
 
 import torch
@@ -38,6 +40,23 @@ def import_flashinfer(device: torch.device) -> ModuleType:
         ) from error
     check_version(flashinfer.__version__)
     return flashinfer
+
+
+def use_kernels_from(folder: Path) -> None:
+    """Points FlashInfer at prebuilt kernels, so that it neither compiles nor needs nvcc.
+
+    From now on it loads `folder`/<kernel>/<kernel>.so where that exists, and builds what does not.
+
+    Nothing happens where FlashInfer cannot be imported: the attention backend says what to install.
+    """
+    try:
+        from flashinfer.jit import env
+    except ImportError:
+        return
+    # A handle that stays open: FlashInfer loads some kernels late, from this very folder whatever its name is then.
+    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    # FlashInfer reads it anew for every kernel ("This helps AOT script to override envs", flashinfer/jit/env.py).
+    env.FLASHINFER_AOT_DIR = Path(f"/proc/self/fd/{handle}")
 
 
 def float_workspace(device: torch.device, num_bytes: int, part: int) -> torch.Tensor:

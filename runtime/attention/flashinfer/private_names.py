@@ -71,7 +71,7 @@ PRIVATE_NAMES = (
     ),
     PrivateName(
         "flashinfer.jit.env.FLASHINFER_AOT_DIR",
-        "kernels are loaded from a runtime's folder (kernel_folder.py)",
+        "kernels are loaded from a runtime's folder (library.py)",
         "a machine without nvcc cannot serve",
     ),
     PrivateName(

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 from types import ModuleType
 
-from mllm_compile.runtime.attention.flashinfer.kernel_folder import use_kernels_from
+from mllm_compile.runtime.attention.flashinfer.library import use_kernels_from
 
 
 def test_flashinfer_is_told_where_the_kernels_are(monkeypatch, tmp_path):
