@@ -14,7 +14,7 @@ from pathlib import Path
 
 from mllm_compile.errors import CheckpointError
 from mllm_compile.runtime.regular_file import open_regular
-from mllm_compile.runtime.weights.safetensors_header import read_header
+from mllm_compile.runtime.weights.header import read_header
 
 _HASHERS = 4
 _CHUNK_BYTES = 8 << 20

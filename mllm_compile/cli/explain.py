@@ -78,10 +78,10 @@ def _quantised(target: Target) -> str | None:
         return None
     import torch
 
-    from mllm_compile.checkpoint.quantised import read_tensors
+    from mllm_compile.checkpoint.tensors import read_model_tensors
 
     model = target.model
-    tensors = read_tensors(model.path, model.weight_names, model.scheme, model.weight_map)
+    tensors = read_model_tensors(model)
     return tensors.line(getattr(torch, target.config.model.dtype), target.config.model.quantization == "keep")
 
 

@@ -79,7 +79,7 @@ def build_model(config: ResolvedConfig, model: ModelFolder, reporter: Reporter) 
 
         from mllm_compile.checkpoint.cache_scales import cache_scales
         from mllm_compile.checkpoint.plan import line_on_unlisted, read_checkpoint, untie_stored_apart
-        from mllm_compile.checkpoint.quantised import read_tensors
+        from mllm_compile.checkpoint.tensors import read_model_tensors
         from mllm_compile.model.hf_model import build_on_meta
         from mllm_compile.model.late_imports import import_modeling_code
 
@@ -90,7 +90,7 @@ def build_model(config: ResolvedConfig, model: ModelFolder, reporter: Reporter) 
     if config.model.load_format == "dummy":
         return BuiltModel(hf_model, None, _small_weights(config, hf_model, None))
     with reporter.stage("find weights"):
-        tensors = read_tensors(model.path, model.weight_names, model.scheme, model.weight_map)
+        tensors = read_model_tensors(model)
         untie_stored_apart(tensors, hf_model.model)
         table = read_checkpoint(tensors, hf_model.model)
     if line := line_on_unlisted(tensors, table):

@@ -41,7 +41,7 @@ def find_target(config: EngineConfig, options: CompileOptions = _NO_OPTIONS) -> 
 
     A runtime that holds the weights of this checkpoint serves it also where that is not asked for.
     """
-    model = open_model_folder(config.model)
+    model = open_model_folder(config.model, config.cache.dir)
     resolved = resolve(config, model, detect_device(config.runtime.device))
     _check_pass_names(resolved)
     check_ranks(resolved.runtime)

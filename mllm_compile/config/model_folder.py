@@ -6,6 +6,7 @@ Transformers is imported only by `check_remote_code`, for the few folders that b
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 from collections.abc import Mapping
@@ -21,8 +22,10 @@ from mllm_compile.config.schema import ModelConfig
 from mllm_compile.errors import CheckpointError, ModelNotFoundError, UnsupportedModelError
 from mllm_compile.files.json_file import read_json_object
 from mllm_compile.files.user_path import user_path
+from mllm_compile.gguf.folder import GGUF_SUFFIX, GgufModel, gguf_parts, open_gguf
 from mllm_compile.runtime.shown import shown
 
+_log = logging.getLogger("mllm_compile.config")
 _FLOAT_DTYPES = ("float32", "float16", "bfloat16")
 _MAX_FILES = 10_000  # of a checkpoint; the largest known have some hundreds
 _MAX_NAME_BYTES = 255  # of a file, on the usual file systems
@@ -74,8 +77,11 @@ class ModelFolder:
         return _first_float_dtype(self.weight_files[0]) if self.weight_files else None
 
 
-def open_model_folder(model: ModelConfig) -> ModelFolder:
+def open_model_folder(model: ModelConfig, cache_dir: str = "auto") -> ModelFolder:
     """Finds (or downloads) the model's folder and checks that it can be served from.
+
+    Args:
+        cache_dir: `cache.dir` of the config, where the folder of a GGUF file is made.
 
     Raises:
         ModelNotFoundError: no such folder, no such repository, a hub that cannot be reached, no config.json.
@@ -85,6 +91,8 @@ def open_model_folder(model: ModelConfig) -> ModelFolder:
     """
     with_weights = model.load_format != "dummy"
     path = locate_model_folder(model)
+    if (parts := _gguf_parts(path)) is not None:
+        return _gguf_model(open_gguf(parts, cache_dir), with_weights)
     config = _read_config(path)
     _refuse_endless(path, config)
     if not with_weights:
@@ -108,7 +116,7 @@ def locate_model_folder(model: ModelConfig) -> Path:
         raise ModelNotFoundError(
             f"model.path {shown!r} cannot be looked at: {error.strerror}. Give a local folder or a hub id."
         ) from None
-    if is_folder:
+    if is_folder or (folder.suffix == GGUF_SUFFIX and folder.is_file()):
         if model.revision is not None:
             raise ModelNotFoundError(
                 f"model.revision is {model.revision!r}, but model.path {text!r} is a local folder, which has no "
@@ -128,6 +136,27 @@ def locate_model_folder(model: ModelConfig) -> Path:
             f"Qwen/Qwen3-0.6B."
         )
     return download(model)
+
+
+def _gguf_parts(path: Path) -> tuple[Path, ...] | None:
+    """The GGUF files that are meant; safetensors in the same folder win."""
+    parts = gguf_parts(path)
+    if parts is None or path.suffix == GGUF_SUFFIX or not (path / CONFIG_FILE).exists():
+        return parts
+    if (path / WEIGHTS_FILE).exists() or (path / WEIGHTS_INDEX_FILE).exists():
+        _log.info("%s holds safetensors and GGUF: the former are read", path)
+        return None
+    return parts
+
+
+def _gguf_model(model: GgufModel, with_weights: bool) -> ModelFolder:
+    config = _read_config(model.folder)
+    _refuse_endless(model.folder, config)
+    if not with_weights:
+        return ModelFolder(model.folder, config, ())
+    names = " and ".join(model.types)
+    scheme = Scheme(f"gguf {names}", tuple(f"gguf {one.lower()}" for one in model.types)) if names else None
+    return ModelFolder(model.folder, config, model.files, scheme)
 
 
 def check_remote_code(folder: ModelFolder, trust_remote_code: bool) -> None:
@@ -223,7 +252,7 @@ def _read_weight_map(index: Path) -> dict[str, str]:
 
 
 def _first_float_dtype(path: Path) -> str | None:
-    from mllm_compile.runtime.weights.safetensors_header import read_header
+    from mllm_compile.runtime.weights.header import read_header
 
     dtypes = (str(entry.dtype).removeprefix("torch.") for entry in read_header(path).tensors.values())
     return next((dtype for dtype in dtypes if dtype in _FLOAT_DTYPES), None)

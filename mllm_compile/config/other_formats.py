@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 import os
-import struct
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 _GGUF = b"GGUF"
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt")
-_FROM_GGUF = (
-    "GGUF files are not read. Give the model that it was made of, as a hub id or a folder with safetensors "
-    "(model.quantization: int4 keeps that in four bits); or let Transformers write one, with the package gguf: "
-    "AutoModelForCausalLM.from_pretrained(FOLDER, gguf_file=NAME).save_pretrained(OUT), and the tokenizer likewise."
-)
+_FROM_GGUF = "Download one of its files (hf download REPOSITORY NAME.gguf --local-dir FOLDER), and give that as model.path."
 
 
 def told_of_file(path: Path) -> str | None:
@@ -26,11 +21,11 @@ def told_of_file(path: Path) -> str | None:
         return None
     try:
         with path.open("rb") as file:
-            start = file.read(16)
+            start = file.read(4)
     except OSError:
         return None
     if start.startswith(_GGUF):
-        return f"{_gguf(start)}. {_FROM_GGUF}"
+        return f"is a GGUF file. Give it a name that ends in .gguf ({path.name}.gguf)."
     if path.suffix == ".safetensors":
         return (
             "is a weight file in safetensors. Give the folder that holds it, with config.json and the tokenizer "
@@ -46,10 +41,7 @@ def told_of_file(path: Path) -> str | None:
 
 def told_of_folder(folder: Path) -> str | None:
     """Says which other weights a folder without safetensors holds, and the way from these; None: no known ones."""
-    names = sorted(path.name for path in folder.iterdir() if path.suffix in (*_PICKLES, ".gguf"))
-    gguf = next((name for name in names if name.endswith(".gguf")), None)
-    if gguf is not None:
-        return f"holds weights as {gguf}. {_FROM_GGUF}"
+    names = sorted(path.name for path in folder.iterdir() if path.suffix in _PICKLES)
     if names:
         return (
             f"holds weights as {names[0]}, which is not read (pickles can run code). Convert them with Transformers: "
@@ -70,10 +62,3 @@ def mlx_section(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
         if isinstance(section, dict) and "quant_method" not in section and {"group_size", "bits"} <= section.keys():
             return section
     return None
-
-
-def _gguf(start: bytes) -> str:
-    if len(start) < 16:
-        return "is a GGUF file that is cut off"
-    version, tensors = struct.unpack("<IQ", start[4:16])
-    return f"is a GGUF file (version {version}, {tensors:,} tensors)"

@@ -16,12 +16,14 @@ from mllm_compile.config.schema import EngineConfig, RuntimeConfig
 from mllm_compile.errors import ArtifactError, ConfigError
 from mllm_compile.files.json_file import read_json_object
 from mllm_compile.files.user_path import user_path
+from mllm_compile.gguf.folder import GGUF_SUFFIX
 from mllm_compile.runtime.config_sections import RuntimeSection
 
 # Files by which a folder is known; store/artifact.py, which writes a runtime's, is above this module.
 _RUNTIME_FILES = ("manifest.json", "program.json")
 _EXPECTED = (
-    "Expected a hub id such as Qwen/Qwen3-0.6B, a model's folder, a YAML config, or the folder of a compiled runtime."
+    "Expected a hub id such as Qwen/Qwen3-0.6B, a model's folder, a GGUF file, a YAML config, or the folder of a "
+    "compiled runtime."
 )
 EngineSource = str | os.PathLike[str] | EngineConfig | dict[str, Any]
 
@@ -30,8 +32,8 @@ def config_or_runtime(source: EngineSource) -> EngineConfig | Path:
     """An engine's source: a config, validated, or the folder of a compiled runtime as it is.
 
     Args:
-        source: a hub id, a model's folder, a YAML file, a runtime's folder, an EngineConfig, or a dict of what a YAML
-            would hold. The first two mean a config that sets `model.path` alone. Relative paths are taken from the
+        source: a hub id, a model's folder, a GGUF file, a YAML file, a runtime's folder, an EngineConfig, or a dict of what a YAML
+            would hold. The first three mean a config that sets `model.path` alone. Relative paths are taken from the
             current folder, but in a YAML from its own.
 
     Raises:
@@ -52,6 +54,8 @@ def config_or_runtime(source: EngineSource) -> EngineConfig | Path:
     path = user_path(text)
     if os.path.isdir(path):
         return _model_or_runtime(path)
+    if path.suffix == GGUF_SUFFIX and os.path.isfile(path):
+        return EngineConfig(model={"path": str(path)})
     if (said := told_of_file(path)) is not None:
         raise ConfigError(f"{text} {said}")
     if os.path.exists(path) or path.suffix in YAML_SUFFIXES:
@@ -114,7 +118,7 @@ def _model_or_runtime(folder: Path) -> EngineConfig | Path:
     # One that this user may not enter could be a runtime: opening it says so.
     if not os.access(folder, os.X_OK) or any(os.path.isfile(folder / name) for name in _RUNTIME_FILES):
         return folder  # also one that lost its manifest: opening it says what it lacks
-    if os.path.isfile(folder / CONFIG_FILE):
+    if os.path.isfile(folder / CONFIG_FILE) or any(name.endswith(GGUF_SUFFIX) for name in os.listdir(folder)):
         return EngineConfig(model={"path": str(folder)})
     raise ConfigError(
         f"{folder}: this is a folder, but no model's (it holds no {CONFIG_FILE}) and no runtime's (no "

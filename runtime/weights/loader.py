@@ -15,7 +15,8 @@ import torch
 
 from mllm_compile.runtime.weights.checks import check_finite, check_sums
 from mllm_compile.runtime.weights.reads import Quantising, reads_in_order
-from mllm_compile.runtime.weights.safetensors_header import SafetensorsHeader, read_header
+from mllm_compile.runtime.weights.header import read_header
+from mllm_compile.runtime.weights.tensor_entry import WeightHeader
 from mllm_compile.runtime.weights.spec import WeightSpec, place_of
 from mllm_compile.runtime.weights.stream import stream_tensors
 from mllm_compile.runtime.weights.views import viewed
@@ -67,7 +68,7 @@ def _scale(
     specs: Iterable[WeightSpec],
     weights: Mapping[str, torch.Tensor],
     folder: Path,
-    headers: Mapping[str, SafetensorsHeader],
+    headers: Mapping[str, WeightHeader],
 ) -> None:
     """Multiplies weights that have factors with them."""
     for spec in specs:

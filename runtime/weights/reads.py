@@ -17,7 +17,8 @@ from mllm_compile.runtime.errors import CheckpointError
 from mllm_compile.runtime.quantised.scheme import WeightScheme
 from mllm_compile.runtime.weights.formats.base import VALUES, Quantised, StoredTensor
 from mllm_compile.runtime.weights.formats.every import FORMATS, fill_dequantised, fill_quantised, fill_small, is_stored
-from mllm_compile.runtime.weights.safetensors_header import SafetensorsHeader, TensorEntry, entry_of, read_bytes
+from mllm_compile.runtime.weights.header import entry_of, read_bytes
+from mllm_compile.runtime.weights.tensor_entry import TensorEntry, WeightHeader
 from mllm_compile.runtime.weights.spec import SmallPart, WeightPart, WeightSpec, place_of
 from mllm_compile.runtime.weights.stream import Read, Source, Spacing, StraightRead, TensorRead
 from mllm_compile.runtime.weights.views import ViewStep, rows_first, unviewed, view_shape, viewed
@@ -27,7 +28,7 @@ def reads_in_order(
     specs: Sequence[WeightSpec],
     weights: Mapping[str, torch.Tensor],
     folder: Path,
-    headers: Mapping[str, SafetensorsHeader],
+    headers: Mapping[str, WeightHeader],
 ) -> Iterator[Read]:
     """The reads in the order of the files' bytes. A mixture of experts has many thousand: those of a file are found one
     by one while the file before it is read, as whoever reads cannot go on while all of them are found."""
@@ -96,7 +97,7 @@ class _LaterRead(NamedTuple):
 
 
 def _plain_read(
-    path: Path, part: WeightPart, place: _Place, folder: Path, headers: Mapping[str, SafetensorsHeader]
+    path: Path, part: WeightPart, place: _Place, folder: Path, headers: Mapping[str, WeightHeader]
 ) -> StraightRead | _LaterRead:
     """The read of a weight that is stored as it is."""
     weight, shape, dtype, memory = place
@@ -115,7 +116,7 @@ def _small_read(
     place: _Place,
     paths: Mapping[str, Path],
     folder: Path,
-    headers: Mapping[str, SafetensorsHeader],
+    headers: Mapping[str, WeightHeader],
 ) -> StraightRead | None:
     """The read of a scheme's tensor that the checkpoint has to the byte, if it is a stretch of the weight's; else
     None."""
@@ -176,7 +177,7 @@ def _read(
     place: torch.Tensor,
     paths: Mapping[str, Path],
     folder: Path,
-    headers: Mapping[str, SafetensorsHeader],
+    headers: Mapping[str, WeightHeader],
 ) -> TensorRead:
     """The read of a weight that the checkpoint has quantised."""
     quantised, small = part.quantised, part.small
@@ -248,7 +249,7 @@ class Quantising:
             weights.append(places := {})
         places[part.small.role] = place
 
-    def reads(self, folder: Path, headers: Mapping[str, SafetensorsHeader]) -> Iterator[tuple[WeightPart, TensorRead]]:
+    def reads(self, folder: Path, headers: Mapping[str, WeightHeader]) -> Iterator[tuple[WeightPart, TensorRead]]:
         """The parts, each with the read of it."""
         for (part, scheme), weights in self._found.items():
             for places in weights:
@@ -282,7 +283,7 @@ def _quantise(
     fill_quantised(places, viewed(tensors[0], rows), scheme, parts)
 
 
-def _check_details(quantised: Quantised, folder: Path, headers: Mapping[str, SafetensorsHeader]) -> None:
+def _check_details(quantised: Quantised, folder: Path, headers: Mapping[str, WeightHeader]) -> None:
     """Refuses numbers within small tensors that are others than those that were compiled for."""
 
     def read(one: StoredTensor) -> bytes:

@@ -7,11 +7,9 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -19,6 +17,7 @@ from mllm_compile.runtime.errors import CheckpointError
 from mllm_compile.runtime.json_data import parse_json
 from mllm_compile.runtime.regular_file import open_regular
 from mllm_compile.runtime.shown import shown
+from mllm_compile.runtime.weights.tensor_entry import TensorEntry, WeightHeader, broken
 
 _MAX_HEADER_BYTES = 100 * 1024 * 1024  # the format's own limit
 _HEADERS = 128  # that are remembered: some MB, of many experts
@@ -40,25 +39,7 @@ DTYPES = {
 }
 
 
-class TensorEntry(NamedTuple):
-    """The place of one tensor: bytes [begin, end) of its file."""
-
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    begin: int
-    end: int
-
-
-@dataclass(frozen=True)
-class SafetensorsHeader:
-    """A file's tensors by name, the raw header bytes (what a reference to it is hashed by), and the file's size."""
-
-    tensors: Mapping[str, TensorEntry]
-    raw: bytes
-    file_bytes: int
-
-
-def read_header(path: Path) -> SafetensorsHeader:
+def read_safetensors(path: Path) -> WeightHeader:
     """Reads and checks the header of `path`.
 
     Raises:
@@ -75,11 +56,11 @@ def read_header(path: Path) -> SafetensorsHeader:
                     "download the file itself."
                 )
             if file_bytes < 8 or not 2 <= length <= min(_MAX_HEADER_BYTES, file_bytes - 8):
-                raise CheckpointError(_broken(path, f"its header would be {length} bytes of a file of {file_bytes}"))
+                raise CheckpointError(broken(path, f"its header would be {length} bytes of a file of {file_bytes}"))
             raw = file.read(length)
     except OSError as error:
         raise CheckpointError(f"cannot read {path}: {error.strerror or error}") from error
-    return SafetensorsHeader(_tensors(path, raw, file_bytes), raw, file_bytes)
+    return WeightHeader(_tensors(path, raw, file_bytes), raw, file_bytes)
 
 
 @lru_cache(maxsize=_HEADERS)
@@ -92,27 +73,13 @@ def _tensors(path: Path, raw: bytes, file_bytes: int) -> dict[str, TensorEntry]:
     }
 
 
-def read_bytes(path: Path, entry: TensorEntry) -> bytes:
-    """The bytes of one small tensor.
-
-    Raises:
-        CheckpointError: the file cannot be read.
-    """
-    try:
-        with open(open_regular(path), "rb") as file:
-            file.seek(entry.begin)
-            return file.read(entry.end - entry.begin)
-    except OSError as error:
-        raise CheckpointError(f"cannot read {path}: {error.strerror or error}") from error
-
-
 def _parse(path: Path, raw: bytes) -> dict[str, dict[str, Any]]:
     try:
         header = parse_json(raw)
     except ValueError as error:
-        raise CheckpointError(_broken(path, f"its header is not JSON that can be read: {error}")) from error
+        raise CheckpointError(broken(path, f"its header is not JSON that can be read: {error}")) from error
     if not isinstance(header, dict) or not all(isinstance(fields, dict) for fields in header.values()):
-        raise CheckpointError(_broken(path, "its header is not an object of objects"))
+        raise CheckpointError(broken(path, "its header is not an object of objects"))
     return header
 
 
@@ -122,35 +89,13 @@ def _entry(path: Path, name: str, fields: dict[str, Any], data_start: int, file_
     if dtype is None:
         raise CheckpointError(f"{path}: tensor {name!r} has dtype {shown(dtype_name)}; known: {', '.join(DTYPES)}")
     if not isinstance(shape, list) or not isinstance(offsets, list) or not _are_sizes(shape, offsets):
-        raise CheckpointError(_broken(path, f"tensor {name!r} has shape {shown(shape)} at {shown(offsets)}"))
+        raise CheckpointError(broken(path, f"tensor {name!r} has shape {shown(shape)} at {shown(offsets)}"))
     begin, end = data_start + offsets[0], data_start + offsets[1]
     if end - begin != math.prod(shape) * dtype.itemsize:
-        raise CheckpointError(_broken(path, f"tensor {name!r} of shape {shape} takes {end - begin} bytes"))
+        raise CheckpointError(broken(path, f"tensor {name!r} of shape {shape} takes {end - begin} bytes"))
     if end > file_bytes:
-        raise CheckpointError(_broken(path, f"tensor {name!r} ends at byte {end} of a file of {file_bytes}"))
+        raise CheckpointError(broken(path, f"tensor {name!r} ends at byte {end} of a file of {file_bytes}"))
     return TensorEntry(dtype, tuple(shape), begin, end)
-
-
-def entry_of(
-    folder: Path,
-    headers: Mapping[str, SafetensorsHeader],
-    file: str,
-    tensor: str,
-    shape: tuple[int, ...],
-    dtype: torch.dtype | None = None,
-) -> TensorEntry:
-    """The tensor's place in its file; `dtype` is None where any is converted."""
-    entry = headers[file].tensors.get(tensor)
-    if entry is None or entry.shape != shape or dtype not in (None, entry.dtype):
-        found = "no such tensor" if entry is None else f"shape {list(entry.shape)}"
-        if entry is not None and entry.shape == shape:
-            found = str(entry.dtype).removeprefix("torch.")
-        raise CheckpointError(
-            f"{folder / file}: expected tensor {tensor!r} of shape {list(shape)}"
-            f"{'' if dtype is None else ' in ' + str(dtype).removeprefix('torch.')}, found {found}. The checkpoint "
-            "has changed since the model was compiled; compile it again."
-        )
-    return entry
 
 
 def _are_sizes(shape: list[Any], offsets: list[Any]) -> bool:
@@ -158,7 +103,3 @@ def _are_sizes(shape: list[Any], offsets: list[Any]) -> bool:
     values = shape + offsets
     are_ints = len(shape) <= 64 and len(offsets) == 2 and set(map(type, values)) == {int}
     return are_ints and min(values) >= 0 and max(values) < 2**63
-
-
-def _broken(path: Path, why: str) -> str:
-    return f"{path} is truncated or corrupt: {why}. Download it again."

@@ -14,7 +14,8 @@ from mllm_compile.runtime.quantised.scheme import WeightScheme
 from mllm_compile.runtime.shown import shown
 from mllm_compile.runtime.weights.formats.base import VALUES, Quantised, StoredTensor
 from mllm_compile.runtime.weights.formats.every import is_stored, small_sources
-from mllm_compile.runtime.weights.safetensors_header import SafetensorsHeader, entry_of, read_bytes
+from mllm_compile.runtime.weights.header import entry_of, read_bytes
+from mllm_compile.runtime.weights.tensor_entry import WeightHeader
 from mllm_compile.runtime.weights.views import DAMAGED, ViewStep, rows_first, view_shape
 
 
@@ -44,7 +45,7 @@ class Factor:
     tensor: StoredTensor
     is_divided: bool
 
-    def value(self, folder: Path, headers: Mapping[str, SafetensorsHeader]) -> float:
+    def value(self, folder: Path, headers: Mapping[str, WeightHeader]) -> float:
         """Raises CheckpointError if it is not a positive number."""
         one = self.tensor
         entry = entry_of(folder, headers, one.file, one.name, one.shape, one.dtype)

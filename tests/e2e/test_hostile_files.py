@@ -24,7 +24,7 @@ from mllm_compile.config.model_folder import open_model_folder
 from mllm_compile.config.schema import EngineConfig, ModelConfig
 from mllm_compile.errors import ArtifactError, CheckpointError, ConfigError, MllmError
 from mllm_compile.files.sealed_json import write_sealed
-from mllm_compile.runtime.weights.safetensors_header import read_header
+from mllm_compile.runtime.weights.header import read_header
 from mllm_compile.store.artifact import is_runtime, open_artifact, read_manifest
 from mllm_compile.text.generation_defaults import load_generation_defaults
 from mllm_compile.text.tokenizer import load_tokenizer

@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from mllm_compile.runtime.weights.safetensors_header import read_header
+from mllm_compile.runtime.weights.header import read_header
 from mllm_compile.runtime.weights.stream import StraightRead, TensorRead, stream_tensors
 from mllm_compile.runtime.weights.sums import weight_sums
 

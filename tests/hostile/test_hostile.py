@@ -23,7 +23,7 @@ from mllm_compile.config.model_folder import open_model_folder
 from mllm_compile.config.schema import ModelConfig
 from mllm_compile.errors import MllmError
 from mllm_compile.files.sealed_json import write_sealed
-from mllm_compile.runtime.weights.safetensors_header import read_header
+from mllm_compile.runtime.weights.header import read_header
 from mllm_compile.store.artifact import MANIFEST, PROGRAM, open_artifact
 from mllm_compile.text.chat_template import ChatTemplate
 from mllm_compile.text.generation_defaults import default_params, load_generation_defaults

@@ -68,7 +68,7 @@ class Setting:
         from mllm_compile.config.resolve import resolve
 
         config = asked_config(source)
-        model = open_model_folder(config.model)
+        model = open_model_folder(config.model, config.cache.dir)
         device = detect_device(config.runtime.device)
         resolved = resolve(changed_config(config, _room_for(config, largest_batch)), model, device)
         max_model_len = resolved.runtime.max_model_len

@@ -57,7 +57,8 @@ def probe(job: dict[str, Any]) -> dict[str, Any]:
     if job.get("image_side") is not None:
         from mllm_compile.config.model_folder import open_model_folder
 
-        folder = open_model_folder(asked_config(job["config"]).model).path
+        asked = asked_config(job["config"])
+        folder = open_model_folder(asked.model, asked.cache.dir).path
         longest += features_a_side(str(folder), job["image_side"]) ** 2
     setting = Setting.from_config(job["config"], job["largest_batch"], longest, job.get("tensor_parallel_size"))
 

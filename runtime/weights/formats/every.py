@@ -17,6 +17,7 @@ from mllm_compile.runtime.weights.formats.float8 import (
     ModelOptFloat8,
     ScaledFloat8,
 )
+from mllm_compile.runtime.weights.formats.gguf import GGUF_FORMATS, NormPlusOne
 from mllm_compile.runtime.weights.formats.gptq import Awq, Gptq
 from mllm_compile.runtime.weights.formats.mxfp4 import CompressedMxfp4, Mxfp4
 from mllm_compile.runtime.weights.formats.nf4 import Nf4
@@ -38,6 +39,8 @@ FORMATS: dict[str, Format] = {
         ModelOptFloat8(),
         ModelOptNvfp4(),
         Nf4(),
+        NormPlusOne(),
+        *GGUF_FORMATS,
     )
 }
 _MOST_VALUES = 4 << 20  # computed at once: bounds what that takes beside the weight

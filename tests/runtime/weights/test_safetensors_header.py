@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from safetensors.torch import save, save_file
 
 from mllm_compile.runtime.errors import CheckpointError
-from mllm_compile.runtime.weights.safetensors_header import read_header
+from mllm_compile.runtime.weights.header import read_header
 
 TENSORS = {"a.weight": torch.ones(3, 2), "b": torch.zeros(4, dtype=torch.bfloat16), "c": torch.tensor(1)}
 

@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 
 from mllm_compile.runtime.errors import CheckpointError
 from mllm_compile.runtime.weights import stream
-from mllm_compile.runtime.weights.safetensors_header import read_header
+from mllm_compile.runtime.weights.header import read_header
 from mllm_compile.runtime.weights.stream import StraightRead, TensorRead, stream_tensors
 
 CPU = torch.device("cpu")

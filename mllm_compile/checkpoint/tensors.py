@@ -1,0 +1,19 @@
+"""Reads what a model's weight files hold, whatever their format."""
+
+from __future__ import annotations
+
+from mllm_compile.checkpoint.gguf import read_gguf_tensors
+from mllm_compile.checkpoint.quantised import CheckpointTensors, read_tensors
+from mllm_compile.config.model_folder import ModelFolder
+from mllm_compile.gguf.folder import GGUF_SUFFIX
+
+
+def read_model_tensors(model: ModelFolder) -> CheckpointTensors:
+    """Reads the headers of the model's weight files.
+
+    Raises:
+        CheckpointError: as read_tensors and read_gguf_tensors.
+    """
+    if model.weight_files[0].suffix == GGUF_SUFFIX:
+        return read_gguf_tensors(model.path, model.weight_names)
+    return read_tensors(model.path, model.weight_names, model.scheme, model.weight_map)

@@ -1,0 +1,280 @@
+"""The tokenizer files of a GGUF model, from its metadata: ids are llama.cpp's.
+
+Byte-level BPE (`gpt2`) has regexes by a name, tokenizer.ggml.pre; a name that is not known is refused, as another regex
+gives other ids. SentencePiece's BPE (`llama`) has scores, from which merges follow: of two pairs the one that makes the
+token of the higher score comes first.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from mllm_compile.errors import CheckpointError, UnsupportedModelError
+from mllm_compile.gguf.metadata import Metadata
+from mllm_compile.runtime.shown import shown
+
+_PREFIX = "tokenizer.ggml."
+_CONTROL, _USER_DEFINED, _BYTE = 3, 4, 6  # of tokenizer.ggml.token_type
+_SPACE = "\u2581"
+_MAX_SPLIT = 256  # characters of a token whose merges are looked for
+# Ends of turns by their text, where files name no id (llama-vocab.cpp).
+_ENDS_OF_TURNS = ("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<EOT>", "<|eom_id|>")
+_SPECIAL = {"bos_token": "bos_token_id", "eos_token": "eos_token_id", "unk_token": "unknown_token_id"}
+_SPECIAL |= {"pad_token": "padding_token_id"}
+
+_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)"
+_WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+"
+_REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_CASED = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+%s"
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*%s"
+)
+_CASED_REST = r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_CONTRACTIONS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+_PUNCTUATION = r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+"""
+
+
+@dataclass(frozen=True)
+class _Pre:
+    """
+    Attributes:
+        regexes: each splits what those before it have left in one piece.
+        ignores_merges: a piece that is a token is that token.
+        adds_bos: where the file does not say it.
+    """
+
+    regexes: tuple[str, ...]
+    ignores_merges: bool = False
+    adds_bos: bool = False
+
+
+_LLAMA3 = _Pre((_WORDS + r"|\p{N}{1,3}" + _REST,), ignores_merges=True, adds_bos=True)
+_LLAMA3_MERGING = _Pre(_LLAMA3.regexes)
+_QWEN2 = _Pre((_WORDS + r"|\p{N}" + _REST,))
+_DIGITS = _Pre((r"\p{N}", _GPT2))
+_PLAIN = _Pre((_GPT2,))
+_DEEPSEEK3 = _Pre(
+    (
+        r"\p{N}{1,3}",
+        "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+",
+        _PUNCTUATION + r"|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+    )
+)
+_TEKKEN = _Pre((_CASED % ("", "") + r"|\p{N}" + _CASED_REST,), ignores_merges=True, adds_bos=True)
+_GPT4O = _Pre((_CASED % (_CONTRACTIONS, _CONTRACTIONS) + r"|\p{N}{1,3}" + _CASED_REST,))
+_FALCON = _Pre((r"[\p{P}\$\+<=>\^~\|`]+", _GPT2, "[0-9][0-9][0-9]"))
+_PRES: Mapping[str, _Pre] = {
+    **dict.fromkeys(("llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "lfm2"), _LLAMA3),
+    **dict.fromkeys(("dbrx", "smaug-bpe", "chatglm-bpe"), _LLAMA3_MERGING),
+    **dict.fromkeys(("qwen2", "stablelm2", "deepseek-r1-qwen", "megrez"), _QWEN2),
+    **dict.fromkeys(
+        ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"),
+        _DIGITS,
+    ),
+    **dict.fromkeys(("gpt-2", "phi-2", "gigachat", "roberta-bpe", "mpt", "olmo", "jais"), _PLAIN),
+    "deepseek-v3": _DEEPSEEK3,
+    "falcon": _FALCON,
+    "tekken": _TEKKEN,
+    "gpt-4o": _GPT4O,
+}
+
+
+def tokenizer_files(metadata: Metadata, vocabulary: int) -> dict[str, str]:
+    """Name → content of the files of a model folder; none where the file has no tokenizer.
+
+    Args:
+        metadata: of the file.
+        vocabulary: rows of the embedding.
+
+    Raises:
+        CheckpointError: the tokenizer is damaged, or of another size.
+        UnsupportedModelError: it is of a kind that is not read.
+    """
+    model = metadata.find(f"{_PREFIX}model", str)
+    if model in (None, "no_vocab", "none"):
+        return {}
+    tokens = _Tokens(metadata, vocabulary)
+    if model == "gpt2":
+        built = _byte_level(metadata, tokens)
+    elif model == "llama":
+        built = _sentencepiece(metadata, tokens)
+    else:
+        raise UnsupportedModelError(
+            f"{metadata.path}: {_PREFIX}model is {shown(model)}; read are gpt2 and llama. Set model.path to the model that "
+            "it was made of, as safetensors."
+        )
+    return {
+        "tokenizer.json": built,
+        "tokenizer_config.json": json.dumps(_tokenizer_config(metadata, tokens)),
+        "generation_config.json": json.dumps(_generation_config(metadata, tokens)),
+    }
+
+
+class _Tokens:
+    """The vocabulary.
+
+    Attributes:
+        texts: by id.
+        types: by id.
+    """
+
+    def __init__(self, metadata: Metadata, vocabulary: int) -> None:
+        texts = metadata.texts(f"{_PREFIX}tokens")
+        if texts is None:
+            raise CheckpointError(f"{metadata.path} lacks {_PREFIX}tokens. Download it again.")
+        if len(texts) != vocabulary:
+            raise CheckpointError(
+                f"{metadata.path}: the tokenizer has {len(texts)} tokens, the model's embedding {vocabulary} rows. "
+                "Download it again."
+            )
+        if len(set(texts)) != len(texts):
+            raise CheckpointError(f"{metadata.path}: two tokens of the tokenizer are the same text. Download it again.")
+        self.texts: Sequence[str] = texts
+        types = metadata.numbers(f"{_PREFIX}token_type", len(texts))
+        self.types: Sequence[int | float] = [1] * len(texts) if types is None else types
+        self.ids = {text: index for index, text in enumerate(texts)}
+        self._metadata = metadata
+
+    def special(self, key: str) -> int | None:
+        """The id of a special token, None where the file names none.
+
+        Raises:
+            CheckpointError: there is no such token.
+        """
+        found = self._metadata.find(_PREFIX + key, int)
+        if found is None or found in (-1, 2**32 - 1):
+            return None
+        if not 0 <= found < len(self.texts):
+            raise self._metadata.refused(_PREFIX + key, f"is {found} of {len(self.texts)} tokens")
+        return found
+
+
+def _byte_level(metadata: Metadata, tokens: _Tokens) -> str:
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+
+    pre = _pre(metadata)
+    merges = metadata.texts(f"{_PREFIX}merges")
+    if merges is None:
+        raise CheckpointError(f"{metadata.path} lacks {_PREFIX}merges. Download it again.")
+    pairs = [_pair(metadata, merge) for merge in merges]
+    tokenizer = Tokenizer(_bpe(metadata, models, tokens, pairs, ignore_merges=pre.ignores_merges))
+    splits = [pre_tokenizers.Split(Regex(one), "isolated") for one in pre.regexes]
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*splits, byte_level])
+    tokenizer.decoder = decoders.ByteLevel()
+    return _finished(metadata, tokens, tokenizer, adds_bos=pre.adds_bos)
+
+
+def _sentencepiece(metadata: Metadata, tokens: _Tokens) -> str:
+    from tokenizers import Tokenizer, decoders, models, normalizers
+
+    scores = metadata.numbers(f"{_PREFIX}scores", len(tokens.texts))
+    if scores is None:
+        raise CheckpointError(f"{metadata.path} lacks {_PREFIX}scores. Download it again.")
+    unknown = tokens.special("unknown_token_id")
+    unk_token = None if unknown is None else tokens.texts[unknown]
+    pairs = _merges_of_scores(tokens, scores)
+    options = {"byte_fallback": True, "fuse_unk": True, "unk_token": unk_token}
+    tokenizer = Tokenizer(_bpe(metadata, models, tokens, pairs, **options))
+    has_prefix = metadata.find(f"{_PREFIX}add_space_prefix", bool) is not False
+    replace = normalizers.Replace(" ", _SPACE)
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend(_SPACE), replace]) if has_prefix else replace
+    steps: list[Any] = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+    tokenizer.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)] if has_prefix else steps)
+    return _finished(metadata, tokens, tokenizer, adds_bos=True)
+
+
+def _pre(metadata: Metadata) -> _Pre:
+    key = f"{_PREFIX}pre"
+    name = metadata.find(key, str)
+    if name not in _PRES:
+        raise UnsupportedModelError(
+            f"{metadata.path}: {key} is {shown(name)}; read are {', '.join(sorted(_PRES))}. Set model.path to the model "
+            "that it was made of, as safetensors."
+        )
+    return _PRES[name]
+
+
+def _pair(metadata: Metadata, merge: str) -> tuple[str, str]:
+    left, space, right = merge.partition(" ")
+    if not (left and space and right):
+        raise metadata.refused(f"{_PREFIX}merges", f"expected two parts, got {shown(merge)}")
+    return left, right
+
+
+def _merges_of_scores(tokens: _Tokens, scores: Sequence[int | float]) -> list[tuple[str, str]]:
+    found = []
+    for index, text in enumerate(tokens.texts):
+        if tokens.types[index] in (_CONTROL, _BYTE) or len(text) > _MAX_SPLIT:
+            continue
+        for cut in range(1, len(text)):
+            left, right = text[:cut], text[cut:]
+            if left in tokens.ids and right in tokens.ids:
+                found.append((-scores[index], index, tokens.ids[left], left, right))
+    found.sort()
+    return [(left, right) for *_, left, right in found]
+
+
+def _bpe(metadata: Metadata, models: Any, tokens: _Tokens, pairs: list[tuple[str, str]], **options: Any) -> Any:
+    try:
+        return models.BPE(tokens.ids, pairs, **options)
+    except Exception as error:  # tokenizers' own, which are no class of their own
+        raise CheckpointError(f"{metadata.path}: its tokenizer cannot be built: {shown(str(error))}.") from None
+
+
+def _finished(metadata: Metadata, tokens: _Tokens, tokenizer: Any, *, adds_bos: bool) -> str:
+    from tokenizers import AddedToken
+    from tokenizers.processors import TemplateProcessing
+
+    special = [tokens.texts[index] for index, kind in enumerate(tokens.types) if kind == _CONTROL]
+    tokenizer.add_special_tokens([AddedToken(text, normalized=False, special=True) for text in special])
+    others = [tokens.texts[index] for index, kind in enumerate(tokens.types) if kind == _USER_DEFINED]
+    tokenizer.add_tokens([AddedToken(text, normalized=False, special=False) for text in others])
+    ends = []
+    for key, default, name in (("add_bos_token", adds_bos, "bos_token_id"), ("add_eos_token", False, "eos_token_id")):
+        said = metadata.find(_PREFIX + key, bool)
+        token = tokens.special(name)
+        is_added = (default if said is None else said) and token is not None
+        ends.append((tokens.texts[token], token) if is_added and token is not None else None)
+    if added := [end for end in ends if end is not None]:
+        first, last = ([end[0]] if end else [] for end in ends)
+        parts = [*first, "$A", *last]
+        tokenizer.post_processor = TemplateProcessing(single=parts, pair=[*parts, "$B:1"], special_tokens=added)
+    text: str = tokenizer.to_str()
+    return text
+
+
+def _tokenizer_config(metadata: Metadata, tokens: _Tokens) -> dict[str, Any]:
+    config: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
+    for name, key in _SPECIAL.items():
+        if (token := tokens.special(key)) is not None:
+            config[name] = tokens.texts[token]
+    if templates := _templates(metadata):
+        config["chat_template"] = templates
+    return config
+
+
+def _templates(metadata: Metadata) -> str | list[dict[str, str]] | None:
+    """The chat template; with others by name a list, as Transformers has it."""
+    default = metadata.find("tokenizer.chat_template", str)
+    names = metadata.texts("tokenizer.chat_templates") or []
+    others = {name: metadata.get(f"tokenizer.chat_template.{name}", str) for name in names}
+    if not others:
+        return default
+    found = {"default": default} | others if default is not None else others
+    return [{"name": name, "template": template} for name, template in found.items()]
+
+
+def _generation_config(metadata: Metadata, tokens: _Tokens) -> dict[str, Any]:
+    ends = [tokens.special(key) for key in ("eos_token_id", "eot_token_id", "eom_token_id")]
+    ends += [tokens.ids[text] for text in _ENDS_OF_TURNS if text in tokens.ids and tokens.types[tokens.ids[text]] == _CONTROL]
+    config: dict[str, Any] = {}
+    if stops := sorted({end for end in ends if end is not None}):
+        config["eos_token_id"] = stops
+    for name, key in (("bos_token_id", "bos_token_id"), ("pad_token_id", "padding_token_id")):
+        if (token := tokens.special(key)) is not None:
+            config[name] = token
+    return config
