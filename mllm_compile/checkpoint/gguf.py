@@ -6,9 +6,7 @@ import re
 from collections.abc import Iterable
 from pathlib import Path
 
-import torch
-
-from mllm_compile.checkpoint.planned_tensor import PlannedTensor
+from mllm_compile.checkpoint.planned_tensor import PlannedTensor, joined
 from mllm_compile.checkpoint.quantised import CheckpointTensors
 from mllm_compile.errors import CheckpointError
 from mllm_compile.gguf.architectures import Architecture
@@ -108,5 +106,5 @@ def _stacked(layer: str, parts: dict[str, PlannedTensor], path: Path) -> dict[st
     if parts.keys() != {"gate", "up", "down"}:
         raise CheckpointError(f"{path}: layer {layer} has the experts' {', '.join(parts)} alone. Download it again.")
     prefix = f"model.layers.{layer}.mlp.experts"
-    gate_up: PlannedTensor = torch.cat((parts["gate"], parts["up"]), 1)  # type: ignore[call-overload]  # planned alone
+    gate_up = joined((parts["gate"], parts["up"]), 1)
     return {f"{prefix}.gate_up_proj": gate_up, f"{prefix}.down_proj": parts["down"]}

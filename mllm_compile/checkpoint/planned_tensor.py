@@ -151,7 +151,8 @@ class PlannedTensor:
         return PlannedTensor((*self.shape[:dim], *self.shape[dim + 1 :]), tuple(blocks))
 
 
-def _cat(tensors: Sequence[PlannedTensor], dim: int = 0) -> PlannedTensor:
+def joined(tensors: Sequence[PlannedTensor], dim: int = 0) -> PlannedTensor:
+    """As torch.cat."""
     dim %= tensors[0].ndim
     shapes = {(*tensor.shape[:dim], *tensor.shape[dim + 1 :]) for tensor in tensors}
     if len(shapes) != 1:
@@ -166,7 +167,7 @@ def _cat(tensors: Sequence[PlannedTensor], dim: int = 0) -> PlannedTensor:
 
 
 def _stack(tensors: Sequence[PlannedTensor], dim: int = 0) -> PlannedTensor:
-    return _cat([tensor.unsqueeze(dim) for tensor in tensors], dim)
+    return joined([tensor.unsqueeze(dim) for tensor in tensors], dim)
 
 
 def _moved(block: Block, dim: int, distance: int) -> Block:
@@ -176,7 +177,7 @@ def _moved(block: Block, dim: int, distance: int) -> Block:
 
 
 _FUNCTIONS: dict[Any, Callable[..., Any]] = {
-    torch.cat: _cat,
+    torch.cat: joined,
     torch.stack: _stack,
     torch.split: PlannedTensor.split,
     torch.chunk: PlannedTensor.chunk,

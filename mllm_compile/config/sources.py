@@ -32,9 +32,9 @@ def config_or_runtime(source: EngineSource) -> EngineConfig | Path:
     """An engine's source: a config, validated, or the folder of a compiled runtime as it is.
 
     Args:
-        source: a hub id, a model's folder, a GGUF file, a YAML file, a runtime's folder, an EngineConfig, or a dict of what a YAML
-            would hold. The first three mean a config that sets `model.path` alone. Relative paths are taken from the
-            current folder, but in a YAML from its own.
+        source: a hub id, a model's folder, a GGUF file, a YAML file, a runtime's folder, an EngineConfig, or a dict of
+            what a YAML would hold. The first three mean a config that sets `model.path` alone. Relative paths are taken
+            from the current folder, but in a YAML from its own.
 
     Raises:
         ConfigError: it is none of these, or the config is wrong.

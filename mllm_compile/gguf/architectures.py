@@ -1,7 +1,7 @@
 """The architectures of GGUF files that are read: names of tensors and keys, as llama.cpp and Transformers have them.
 
-Facts: llama.cpp's constants.py and tensor_mapping.py (package gguf) and its converters, which permute the rows of rotary
-weights and add one to some norms.
+Facts: constants.py and tensor_mapping.py of the package gguf, and llama.cpp's converters, which permute the rows of
+rotary weights and add one to some norms.
 """
 
 from __future__ import annotations
@@ -31,7 +31,9 @@ _FOUR_NORMS = {
 _LLAMA = _ENDS | _ATTENTION | _MLP | _NORMS
 _EXPERTS = {"blk.{}.ffn_gate_inp": "model.layers.{}.mlp.gate"}
 _SHARED_EXPERT = {
-    **{f"blk.{{}}.ffn_{one}_shexp": f"model.layers.{{}}.mlp.shared_expert.{one}_proj" for one in ("gate", "up", "down")},
+    **{
+        f"blk.{{}}.ffn_{one}_shexp": f"model.layers.{{}}.mlp.shared_expert.{one}_proj" for one in ("gate", "up", "down")
+    },
     "blk.{}.ffn_gate_inp_shexp": "model.layers.{}.mlp.shared_expert_gate",
 }
 _GPT2 = {

@@ -73,7 +73,9 @@ class _Config:
         self._name = metadata.get(ARCHITECTURE_KEY, str)
 
     def content(self) -> dict[str, Any]:
-        found = {theirs: value for ours, theirs in self._architecture.keys.items() if (value := self._of(ours)) is not None}
+        found = {
+            theirs: value for ours, theirs in self._architecture.keys.items() if (value := self._of(ours)) is not None
+        }
         for ours in ("block_count", "embedding_length", "attention.head_count", "context_length"):
             if self._of(ours) is None:
                 raise CheckpointError(f"{self._metadata.path} lacks the key {self._name}.{ours}. Download it again.")
@@ -112,7 +114,9 @@ class _Config:
 
     def _misfit(self, key: str, why: str) -> CheckpointError:
         key = f"{self._name}.{key}"
-        return CheckpointError(f"{self._metadata.path}: {key} is {self._metadata.shown(key)}, but {why}. Download it again.")
+        return CheckpointError(
+            f"{self._metadata.path}: {key} is {self._metadata.shown(key)}, but {why}. Download it again."
+        )
 
     def _add_heads(self, config: dict[str, Any]) -> None:
         hidden, heads = self._of("embedding_length"), self._of("attention.head_count")
@@ -121,8 +125,8 @@ class _Config:
         head_dim = sizes["key_length"] or usual
         if sizes["value_length"] not in (None, head_dim):
             raise UnsupportedModelError(
-                f"{self._metadata.path}: heads have {head_dim} numbers of a key and {sizes['value_length']} of a value; "
-                "expected as many."
+                f"{self._metadata.path}: heads have {head_dim} numbers of a key and {sizes['value_length']} of a "
+                "value; expected as many."
             )
         if self._architecture.has_head_dim:
             config["head_dim"] = head_dim
@@ -178,8 +182,8 @@ class _Config:
         if kind == "yarn" and factor and original:
             return {"rope_type": "yarn", "factor": float(factor), "original_max_position_embeddings": original}
         raise UnsupportedModelError(
-            f"{self._metadata.path}: rotary embeddings are scaled by {shown(kind)} with the factor {shown(factor)}; read "
-            "are linear, yarn, and what rope_freqs or rope_factors say."
+            f"{self._metadata.path}: rotary embeddings are scaled by {shown(kind)} with the factor {shown(factor)}; "
+            "read are linear, yarn, and what rope_freqs or rope_factors say."
         )
 
     def _factors(self, name: str) -> list[float]:
@@ -227,7 +231,11 @@ class _Config:
 
 def _llama3_factor(place: float, theta: float, factor: float) -> float:
     """The number that a frequency is divided by, as Transformers' llama3 has it."""
-    low, high, length = _LLAMA3["low_freq_factor"], _LLAMA3["high_freq_factor"], _LLAMA3["original_max_position_embeddings"]
+    low, high, length = (
+        _LLAMA3["low_freq_factor"],
+        _LLAMA3["high_freq_factor"],
+        _LLAMA3["original_max_position_embeddings"],
+    )
     wavelength = 2 * math.pi * theta**place
     if wavelength < length / high:
         return 1.0

@@ -62,7 +62,8 @@ def gguf_parts(path: Path) -> tuple[Path, ...] | None:
     parts = tuple(path.with_name(f"{part[1]}-{index:05}-of-{part[3]}.gguf") for index in range(1, count + 1))
     if missing := [one for one in parts if not one.is_file()]:
         raise CheckpointError(
-            f"{path}: {len(missing)} of {count} parts are missing, first {missing[0].name}. Download them into one folder."
+            f"{path}: {len(missing)} of {count} parts are missing, first {missing[0].name}. Download them into "
+            "one folder."
         )
     return parts
 
@@ -121,7 +122,9 @@ def _contents(parts: Sequence[Path]) -> dict[str, str]:
     shapes = {name: header.shape(name) for name, (_, header) in places.items()}
     expected = metadata.number("split.tensors.count")
     if sum(len(header.tensors) for header in headers) != len(shapes) or expected not in (None, len(shapes)):
-        raise CheckpointError(f"{parts[0]}: its parts hold {len(shapes)} tensors, it says {expected}. Download it again.")
+        raise CheckpointError(
+            f"{parts[0]}: its parts hold {len(shapes)} tensors, it says {expected}. Download it again."
+        )
 
     def read(name: str) -> list[float]:
         import torch
@@ -171,5 +174,3 @@ def _write(place: Path, parts: Sequence[Path], contents: Mapping[str, str]) -> N
                 raise
         finally:
             shutil.rmtree(scratch, ignore_errors=True)
-
-

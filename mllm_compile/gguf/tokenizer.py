@@ -103,8 +103,8 @@ def tokenizer_files(metadata: Metadata, vocabulary: int) -> dict[str, str]:
         built = _sentencepiece(metadata, tokens)
     else:
         raise UnsupportedModelError(
-            f"{metadata.path}: {_PREFIX}model is {shown(model)}; read are gpt2 and llama. Set model.path to the model that "
-            "it was made of, as safetensors."
+            f"{metadata.path}: {_PREFIX}model is {shown(model)}; read are gpt2 and llama. Set model.path to the model "
+            "that it was made of, as safetensors."
         )
     return {
         "tokenizer.json": built,
@@ -190,10 +190,10 @@ def _sentencepiece(metadata: Metadata, tokens: _Tokens) -> str:
 def _pre(metadata: Metadata) -> _Pre:
     key = f"{_PREFIX}pre"
     name = metadata.find(key, str)
-    if name not in _PRES:
+    if name is None or name not in _PRES:
         raise UnsupportedModelError(
-            f"{metadata.path}: {key} is {shown(name)}; read are {', '.join(sorted(_PRES))}. Set model.path to the model "
-            "that it was made of, as safetensors."
+            f"{metadata.path}: {key} is {shown(name)}; read are {', '.join(sorted(_PRES))}. Set model.path to the "
+            "model that it was made of, as safetensors."
         )
     return _PRES[name]
 
@@ -270,7 +270,9 @@ def _templates(metadata: Metadata) -> str | list[dict[str, str]] | None:
 
 def _generation_config(metadata: Metadata, tokens: _Tokens) -> dict[str, Any]:
     ends = [tokens.special(key) for key in ("eos_token_id", "eot_token_id", "eom_token_id")]
-    ends += [tokens.ids[text] for text in _ENDS_OF_TURNS if text in tokens.ids and tokens.types[tokens.ids[text]] == _CONTROL]
+    ends += [
+        tokens.ids[text] for text in _ENDS_OF_TURNS if text in tokens.ids and tokens.types[tokens.ids[text]] == _CONTROL
+    ]
     config: dict[str, Any] = {}
     if stops := sorted({end for end in ends if end is not None}):
         config["eos_token_id"] = stops

@@ -74,9 +74,25 @@ BLOCK_TYPES: Mapping[int, BlockType] = MappingProxyType(
     }
 )
 _NOT_READ = {
-    **{4: "Q4_2", 5: "Q4_3", 9: "Q8_1", 15: "Q8_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S"},
-    **{21: "IQ3_S", 22: "IQ2_S", 24: "I8", 25: "I16", 26: "I32", 27: "I64", 29: "IQ1_M", 34: "TQ1_0", 35: "TQ2_0"},
-    **{40: "NVFP4", 41: "Q1_0"},
+    4: "Q4_2",
+    5: "Q4_3",
+    9: "Q8_1",
+    15: "Q8_K",
+    16: "IQ2_XXS",
+    17: "IQ2_XS",
+    18: "IQ3_XXS",
+    19: "IQ1_S",
+    21: "IQ3_S",
+    22: "IQ2_S",
+    24: "I8",
+    25: "I16",
+    26: "I32",
+    27: "I64",
+    29: "IQ1_M",
+    34: "TQ1_0",
+    35: "TQ2_0",
+    40: "NVFP4",
+    41: "Q1_0",
 }
 
 
@@ -141,7 +157,9 @@ class _Reader:
             raise self._broken("a tensor stands twice")
         types = {name: kind for name, kind, _, _ in infos}
         start = _aligned(self._at, alignment := self._alignment(metadata))
-        tensors = {name: self._entry(name, kind, shape, start, offset, alignment) for name, kind, shape, offset in infos}
+        tensors = {
+            name: self._entry(name, kind, shape, start, offset, alignment) for name, kind, shape, offset in infos
+        }
         self._check_apart(tensors)
         return GgufHeader(tensors, bytes(self._data[: self._at]), self._file_bytes, metadata, types)
 

@@ -14,11 +14,11 @@ from pathlib import Path
 import torch
 
 from mllm_compile.runtime.weights.checks import check_finite, check_sums
-from mllm_compile.runtime.weights.reads import Quantising, reads_in_order
 from mllm_compile.runtime.weights.header import read_header
-from mllm_compile.runtime.weights.tensor_entry import WeightHeader
+from mllm_compile.runtime.weights.reads import Quantising, reads_in_order
 from mllm_compile.runtime.weights.spec import WeightSpec, place_of
 from mllm_compile.runtime.weights.stream import stream_tensors
+from mllm_compile.runtime.weights.tensor_entry import WeightHeader
 from mllm_compile.runtime.weights.views import viewed
 
 _DUMMY_STD = 0.02  # the usual initializer_range: activations keep their size through the layers

@@ -18,9 +18,9 @@ from mllm_compile.runtime.quantised.scheme import WeightScheme
 from mllm_compile.runtime.weights.formats.base import VALUES, Quantised, StoredTensor
 from mllm_compile.runtime.weights.formats.every import FORMATS, fill_dequantised, fill_quantised, fill_small, is_stored
 from mllm_compile.runtime.weights.header import entry_of, read_bytes
-from mllm_compile.runtime.weights.tensor_entry import TensorEntry, WeightHeader
 from mllm_compile.runtime.weights.spec import SmallPart, WeightPart, WeightSpec, place_of
 from mllm_compile.runtime.weights.stream import Read, Source, Spacing, StraightRead, TensorRead
+from mllm_compile.runtime.weights.tensor_entry import TensorEntry, WeightHeader
 from mllm_compile.runtime.weights.views import ViewStep, rows_first, unviewed, view_shape, viewed
 
 

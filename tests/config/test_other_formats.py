@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import struct
 from pathlib import Path
 
 import pytest
@@ -11,30 +10,22 @@ import pytest
 from mllm_compile.config.model_folder import open_model_folder
 from mllm_compile.config.schema import ModelConfig
 from mllm_compile.config.sources import config_or_runtime
-from mllm_compile.errors import CheckpointError, ConfigError, MllmError
+from mllm_compile.errors import CheckpointError, MllmError
 
-GGUF = b"GGUF" + struct.pack("<IQQ", 3, 291, 24) + bytes(range(256))
+GGUF = b"GGUF" + bytes(range(256))
 
 
 def open_folder(path: Path) -> None:
     open_model_folder(ModelConfig(path=str(path)))
 
 
-@pytest.mark.parametrize("name", ["model-Q4_K_M.gguf", "no suffix", "model.bin", "config.yaml"])
-def test_a_gguf_file_is_known_by_its_first_bytes_wherever_it_is_given(name, tmp_path):
+@pytest.mark.parametrize("name", ["no suffix", "model.bin", "config.yaml"])
+def test_a_gguf_file_is_known_by_its_first_bytes_whatever_its_name(name, tmp_path):
     path = tmp_path / name
     path.write_bytes(GGUF)
     for give in (config_or_runtime, open_folder):
-        with pytest.raises(MllmError, match=r"is a GGUF file \(version 3, 291 tensors\).*gguf_file=NAME") as refused:
+        with pytest.raises(MllmError, match=r"is a GGUF file\. Give it a name that ends in \.gguf"):
             give(path)
-        assert "codec" not in str(refused.value)
-        assert str(path) in str(refused.value)
-
-
-def test_a_gguf_file_that_is_cut_off_is_one(tmp_path):
-    (tmp_path / "x.gguf").write_bytes(GGUF[:9])
-    with pytest.raises(ConfigError, match="a GGUF file that is cut off"):
-        config_or_runtime(tmp_path / "x.gguf")
 
 
 @pytest.mark.parametrize(
@@ -50,15 +41,6 @@ def test_other_weight_files_are_called_what_they_are(name, said, tmp_path):
     for give in (config_or_runtime, open_folder):
         with pytest.raises(MllmError, match=said):
             give(tmp_path / name)
-
-
-@pytest.mark.parametrize("has_config", [True, False])
-def test_a_folder_of_gguf_files_is_called_so(has_config, tmp_path):
-    (tmp_path / "a.gguf").write_bytes(GGUF)
-    if has_config:
-        (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(MllmError, match=r"holds weights as a\.gguf\. GGUF files are not read\. Give the model"):
-        open_folder(tmp_path)
 
 
 def test_a_snapshot_of_a_gguf_repository_says_so(tmp_path):

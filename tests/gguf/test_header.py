@@ -30,7 +30,9 @@ def tensor(name: str, sizes: list[int], kind: int, offset: int) -> bytes:
 
 
 def build(keys: list[bytes] = (), tensors: list[bytes] = (), data: int = 256, version: int = 3, **counts: int) -> bytes:
-    head = b"GGUF" + struct.pack("<IQQ", version, counts.get("num_tensors", len(tensors)), counts.get("num_keys", len(keys)))
+    head = b"GGUF" + struct.pack(
+        "<IQQ", version, counts.get("num_tensors", len(tensors)), counts.get("num_keys", len(keys))
+    )
     body = head + b"".join(keys) + b"".join(tensors)
     return body + bytes(-len(body) % 32) + bytes(data)
 
@@ -62,7 +64,13 @@ def test_values_of_every_type_are_read(tmp_path):
     writer.close()
     header = read_gguf(tmp_path / "a.gguf")
     expected = {"u8": 250, "i8": -5, "u16": 65_000, "i16": -300, "u64": 2**60, "i64": -(2**60), "f32": 0.5, "f64": 0.1}
-    expected |= {"yes": True, "text": "ä", "texts": (b"a", b"bc"), "numbers": (1, 2, 3), "general.architecture": "llama"}
+    expected |= {
+        "yes": True,
+        "text": "ä",
+        "texts": (b"a", b"bc"),
+        "numbers": (1, 2, 3),
+        "general.architecture": "llama",
+    }
     assert header.metadata == expected
     entry = header.tensors["x"]
     assert entry.shape == (2, 3)

@@ -1,4 +1,4 @@
-"""Writes tiny models as GGUF files, with the names of the package gguf and the changes that llama.cpp's converters make."""
+"""Writes tiny models as GGUF files: names of the package gguf, and the changes that llama.cpp's converters make."""
 
 from __future__ import annotations
 
@@ -38,7 +38,10 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "olmo2": ("olmo2", {}),
     "stablelm": ("stablelm", {"use_qkv_bias": True, "partial_rotary_factor": 0.5}),
     "nemotron": ("nemotron", {}),
-    "smollm3": ("smollm3", {"no_rope_layers": [1, 1, 1, 0], **_FULL, "use_sliding_window": False, "sliding_window": None}),
+    "smollm3": (
+        "smollm3",
+        {"no_rope_layers": [1, 1, 1, 0], **_FULL, "use_sliding_window": False, "sliding_window": None},
+    ),
     "command-r": ("cohere", {"logit_scale": 0.25}),
     "gpt2": ("gpt2", {"n_inner": 96}),
 }
@@ -183,6 +186,8 @@ def _changes(kind: str, key: str, config: Any) -> tuple[Any, Any]:
 
 def _swapped(one: np.ndarray, heads: int, first: int, second: int) -> np.ndarray:
     """Rows of each head, [first, second], the other way round."""
-    return one.reshape(heads, *((first, second) if first > 0 else (one.shape[0] // heads // 2, 2)), *one.shape[1:]).swapaxes(
-        1, 2
-    ).reshape(one.shape)
+    return (
+        one.reshape(heads, *((first, second) if first > 0 else (one.shape[0] // heads // 2, 2)), *one.shape[1:])
+        .swapaxes(1, 2)
+        .reshape(one.shape)
+    )

@@ -12,8 +12,8 @@ from safetensors.torch import save_file
 
 from mllm_compile.runtime.errors import CheckpointError
 from mllm_compile.runtime.weights import loader, reads, stream
-from mllm_compile.runtime.weights.loader import allocate_weights, fill_random, load_weights
 from mllm_compile.runtime.weights.header import read_header
+from mllm_compile.runtime.weights.loader import allocate_weights, fill_random, load_weights
 from mllm_compile.runtime.weights.spec import WeightPart, WeightSpec, place_of
 from mllm_compile.runtime.weights.stream import StraightRead
 
