@@ -152,7 +152,7 @@ class PlannedTensor:
 
 
 def joined(tensors: Sequence[PlannedTensor], dim: int = 0) -> PlannedTensor:
-    """As torch.cat."""
+    """Joins tensors along a dimension, as torch.cat does."""
     dim %= tensors[0].ndim
     shapes = {(*tensor.shape[:dim], *tensor.shape[dim + 1 :]) for tensor in tensors}
     if len(shapes) != 1:

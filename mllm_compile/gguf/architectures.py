@@ -69,6 +69,8 @@ _SOFTCAPS = {
     "attn_logit_softcapping": "attn_logit_softcapping",
     "final_logit_softcapping": "final_logit_softcapping",
 }
+_NO_CAPS = tuple(_SOFTCAPS)
+_NO_WINDOW = ("sliding_window",)
 _WINDOW = {"attention.sliding_window": "sliding_window"}
 
 
@@ -85,7 +87,15 @@ class Architecture:
         adds_one: norms are stored with one added.
         transposes: matrices of the layers lie the other way round in the model.
         has_experts: a layer's experts are one tensor.
+        has_rope: positions turn the queries and keys.
         attention_biases: the key of config.json that says if q, k and v have biases; None: there is none.
+        mlp_biases: config.json says if the MLP has biases.
+        nulls: keys of config.json that are null where the file does not say them, as the class has another default.
+        wide_layers: the number of layers of the model whose queries are scaled by hidden size over heads; of others of
+            the architecture it is the size of a head; None: config.json has no such scale.
+        every_without_rope: each so many layers one has no rotary embedding; 0: all have one.
+        with_experts: what a file with experts is; None: the same.
+        local_theta: the rotary base of layers with a window; None: all layers have one base.
     """
 
     model_type: str
@@ -97,7 +107,14 @@ class Architecture:
     adds_one: bool = False
     transposes: bool = False
     has_experts: bool = False
+    has_rope: bool = True
     attention_biases: str | None = None
+    mlp_biases: bool = False
+    nulls: tuple[str, ...] = ()
+    wide_layers: int | None = None
+    every_without_rope: int = 0
+    local_theta: float | None = None
+    with_experts: Architecture | None = None
 
 
 _GEMMA = _LLAMA | _FOUR_NORMS
@@ -121,7 +138,7 @@ _OLMO2 = {
 }
 _LAYER_NORM = "attention.layer_norm_epsilon"
 
-MIXTRAL = Architecture(
+_MIXTRAL = Architecture(
     "mixtral",
     _BASE | {"expert_count": "num_local_experts", "expert_used_count": "num_experts_per_tok"},
     _LLAMA | _EXPERTS,
@@ -132,8 +149,10 @@ MIXTRAL = Architecture(
 # By `general.architecture`.
 ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
     {
-        "llama": Architecture("llama", permutes=True, attention_biases="attention_bias"),
-        "qwen2": Architecture("qwen2", has_head_dim=False),
+        "llama": Architecture(
+            "llama", permutes=True, attention_biases="attention_bias", mlp_biases=True, with_experts=_MIXTRAL
+        ),
+        "qwen2": Architecture("qwen2", has_head_dim=False, nulls=_NO_WINDOW),
         "qwen3": Architecture("qwen3", names=_LLAMA | _HEAD_NORMS, attention_biases="attention_bias"),
         "qwen2moe": Architecture(
             "qwen2_moe",
@@ -147,9 +166,19 @@ ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
             "qwen3_moe", _BASE | _MOE, _LLAMA | _HEAD_NORMS | _EXPERTS, {"norm_topk_prob": True}, has_experts=True
         ),
         "gemma": Architecture("gemma", adds_one=True),
-        "gemma2": Architecture("gemma2", _BASE | _SOFTCAPS | _WINDOW, _GEMMA, adds_one=True),
-        "gemma3": Architecture("gemma3_text", _BASE | _SOFTCAPS | _WINDOW, _GEMMA | _HEAD_NORMS, adds_one=True),
-        "phi3": Architecture("phi3", _BASE | _WINDOW, _PHI3, has_head_dim=False),
+        "gemma2": Architecture(
+            "gemma2", _BASE | _SOFTCAPS | _WINDOW, _GEMMA, adds_one=True, nulls=_NO_CAPS, wide_layers=46
+        ),
+        "gemma3": Architecture(
+            "gemma3_text",
+            _BASE | _SOFTCAPS | _WINDOW,
+            _GEMMA | _HEAD_NORMS,
+            adds_one=True,
+            nulls=_NO_CAPS,
+            wide_layers=62,
+            local_theta=10_000.0,
+        ),
+        "phi3": Architecture("phi3", _BASE | _WINDOW, _PHI3, has_head_dim=False, nulls=_NO_WINDOW),
         "granite": Architecture(
             "granite",
             _BASE
@@ -163,7 +192,7 @@ ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
             permutes=True,
         ),
         "starcoder2": Architecture(
-            "starcoder2", _SIZES | {_LAYER_NORM: "norm_epsilon"}, _STARCODER2, has_head_dim=False
+            "starcoder2", _SIZES | {_LAYER_NORM: "norm_epsilon"}, _STARCODER2, has_head_dim=False, nulls=_NO_WINDOW
         ),
         "olmo2": Architecture("olmo2", names=_OLMO2, has_head_dim=False),
         "stablelm": Architecture(
@@ -173,9 +202,20 @@ ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
             attention_biases="use_qkv_bias",
         ),
         "nemotron": Architecture(
-            "nemotron", _SIZES | {_LAYER_NORM: "norm_eps"}, adds_one=True, attention_biases="attention_bias"
+            "nemotron",
+            _SIZES | {_LAYER_NORM: "norm_eps"},
+            adds_one=True,
+            attention_biases="attention_bias",
+            mlp_biases=True,
         ),
-        "smollm3": Architecture("smollm3", has_head_dim=False, permutes=True, attention_biases="attention_bias"),
+        "smollm3": Architecture(
+            "smollm3",
+            has_head_dim=False,
+            permutes=True,
+            attention_biases="attention_bias",
+            mlp_biases=True,
+            every_without_rope=4,
+        ),
         "command-r": Architecture(
             "cohere", _SIZES | {_LAYER_NORM: "layer_norm_eps", "logit_scale": "logit_scale"}, has_head_dim=False
         ),
@@ -192,6 +232,7 @@ ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
             _GPT2,
             has_head_dim=False,
             transposes=True,
+            has_rope=False,
         ),
     }
 )

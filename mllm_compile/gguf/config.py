@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from mllm_compile.errors import CheckpointError, UnsupportedModelError
-from mllm_compile.gguf.architectures import ARCHITECTURES, MIXTRAL, Architecture
+from mllm_compile.gguf.architectures import ARCHITECTURES, Architecture
 from mllm_compile.gguf.metadata import Metadata
 from mllm_compile.runtime.shown import shown
 
@@ -19,8 +19,6 @@ _EMBEDDING, _HEAD = "token_embd.weight", "output.weight"
 _ROPE_FREQS = "rope_freqs.weight"
 _LONG, _SHORT = "rope_factors_long.weight", "rope_factors_short.weight"
 ROPE_TENSORS = (_ROPE_FREQS, _LONG, _SHORT)
-_GEMMA_27B_LAYERS = {"gemma2": 46, "gemma3": 62}  # whose queries are scaled by the hidden size of a head (llama.cpp)
-_LOCAL_THETA = 10_000.0  # of gemma 3's layers with a window
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 # Keys of a model's own section that say nothing about what it computes.
 _SAYS_NOTHING = ("tensor_data_layout", "rope.scaling.finetuned", "rope.scaling.attn_factor")
@@ -46,9 +44,8 @@ def architecture_of(metadata: Metadata) -> Architecture:
             f"{metadata.path}: GGUF files of the architecture {shown(name)} are not read; read are "
             f"{', '.join(sorted(ARCHITECTURES))}. Set model.path to the model that it was made of, as safetensors."
         )
-    if name == "llama" and metadata.number("llama.expert_count"):
-        return MIXTRAL
-    return found
+    has_experts = bool(metadata.number(f"{name}.expert_count"))
+    return found.with_experts if has_experts and found.with_experts is not None else found
 
 
 def model_config(metadata: Metadata, shapes: Mapping[str, tuple[int, ...]], read: ReadNumbers) -> dict[str, Any]:
@@ -137,12 +134,12 @@ class _Config:
             config["num_key_value_heads"] = heads
         if (key := self._architecture.attention_biases) is not None:
             config[key] = "blk.0.attn_q.bias" in self._shapes
-        if "blk.0.ffn_down.bias" in self._shapes and self._architecture.model_type in ("llama", "smollm3", "nemotron"):
-            config["mlp_bias"] = True
+        if self._architecture.mlp_biases:
+            config["mlp_bias"] = "blk.0.ffn_down.bias" in self._shapes
 
     def _add_rope(self, config: dict[str, Any]) -> None:
         """The base, the part of a head that turns, and how angles follow the length."""
-        if self._architecture.model_type == "gpt2":
+        if not self._architecture.has_rope:
             return
         theta = self._of("rope.freq_base")
         rope: dict[str, Any] = {"rope_type": "default", "rope_theta": float(10_000.0 if theta is None else theta)}
@@ -152,8 +149,8 @@ class _Config:
             config["partial_rotary_factor"] = rope["partial_rotary_factor"]
         self._turning = self._head_dim if turning is None else turning
         rope |= self._scaling(config)
-        if self._name == "gemma3":
-            local = self._of("rope.freq_base_swa") or _LOCAL_THETA
+        if self._architecture.local_theta is not None:
+            local = self._of("rope.freq_base_swa") or self._architecture.local_theta
             config["rope_parameters"] = {
                 "full_attention": rope,
                 "sliding_attention": {"rope_type": "default", "rope_theta": float(local)},
@@ -195,7 +192,7 @@ class _Config:
         return self._read(name)
 
     def _llama3(self) -> dict[str, Any]:
-        """What the factors of Llama 3.1 are made of; they have to come out again."""
+        """The parameters of Llama 3.1's factors; they have to give the factors again."""
         found = self._factors(_ROPE_FREQS)
         factor = max(found)
         rope = {"rope_type": "llama3", "factor": factor, **_LLAMA3}
@@ -209,24 +206,18 @@ class _Config:
         return rope
 
     def _add_own(self, config: dict[str, Any]) -> None:
-        """What one architecture has beside the others."""
-        layers, name = self._of("block_count"), self._name
-        if name in _GEMMA_27B_LAYERS:
-            is_27b = layers == _GEMMA_27B_LAYERS[name]
+        """Adds what some architectures have beside the others."""
+        architecture, layers = self._architecture, self._of("block_count")
+        for key in architecture.nulls:
+            config[key] = config.get(key) or None
+        if architecture.wide_layers is not None:
             hidden, heads = self._of("embedding_length"), self._of("attention.head_count")
-            config["query_pre_attn_scalar"] = hidden // heads if is_27b else self._head_dim
-            for key in ("attn_logit_softcapping", "final_logit_softcapping"):
-                config[key] = config.get(key)
-        if name in ("phi3", "starcoder2", "qwen2", "llama") and not config.get("sliding_window"):
-            config["sliding_window"] = None
-        if name == "command-r":
-            config["use_qk_norm"] = "blk.0.attn_q_norm.weight" in self._shapes
-            if config["use_qk_norm"]:
-                raise UnsupportedModelError(f"{self._metadata.path}: command-r with norms of q and k is not read.")
-        if name == "smollm3":
-            config["no_rope_layers"] = [int((layer + 1) % 4 != 0) for layer in range(layers)]
-        if name == "granite" and "attention_multiplier" not in config:
-            config["attention_multiplier"] = 1 / math.sqrt(self._head_dim)
+            is_wide = layers == architecture.wide_layers
+            config["query_pre_attn_scalar"] = hidden // heads if is_wide else self._head_dim
+        if (every := architecture.every_without_rope) > 0:
+            config["no_rope_layers"] = [int((layer + 1) % every != 0) for layer in range(layers)]
+        if "attention_multiplier" in architecture.keys.values():
+            config.setdefault("attention_multiplier", self._head_dim**-0.5)
 
 
 def _llama3_factor(place: float, theta: float, factor: float) -> float:

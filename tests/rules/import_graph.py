@@ -41,6 +41,7 @@ FLOORS = (
     "mllm_compile/media",
     "mllm_compile/text/calls",
     "mllm_compile/text",
+    "mllm_compile/gguf",
     "mllm_compile/process",
     "mllm_compile/files",
     "mllm_compile/errors",
