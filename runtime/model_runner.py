@@ -46,7 +46,7 @@ from mllm_compile.runtime.sampling.row_state import RowState
 from mllm_compile.runtime.sampling.sampler import sample_tokens
 from mllm_compile.runtime.state.factory import make_backend
 from mllm_compile.runtime.ubatch.overlap import BatchOverlap
-from mllm_compile.runtime.ubatch.slices import check_divides, most_of_a_part, part_of, share_a_request, ubatch_slices
+from mllm_compile.runtime.ubatch.slices import check_divides, most_of_a_part, share_a_request, ubatch_of, ubatch_slices
 
 if TYPE_CHECKING:
     from mllm_compile.runtime.cuda_graph.graph_runner import GraphRunner
@@ -198,8 +198,8 @@ class ModelRunner(ModelSizes):
         return self.config.runtime.deterministic and self.model.media is not None
 
     @property
-    def num_deals(self) -> int:
-        """Ranks that requests are dealt to, each of which has a part of the experts; 1: there are no such ranks."""
+    def dp_size(self) -> int:
+        """Data-parallel ranks, each with requests and a part of the experts of its own; 1 without data parallelism."""
         return self.config.runtime.expert_parallel_size
 
     @property
@@ -450,7 +450,7 @@ class ModelRunner(ModelSizes):
         if logits_indices is None:
             logits_indices = torch.arange(batch.batch_size, device=self.device)
         tokens = TokenInputs.of(batch)
-        if self.num_deals > 1:
+        if self.dp_size > 1:
             tokens = self._with_those_of_others(tokens, batch.dp_metadata)
         return self.program.run(batch, tokens, logits_indices)
 
@@ -465,7 +465,7 @@ class ModelRunner(ModelSizes):
         if self.model.rope is not None and batch.rope_lens is None:
             batch.rope_lens = torch.zeros_like(batch.positions)
         backends = overlap.backends(self.attn_backend)
-        parts = [part_of(batch, one, backend) for one, backend in zip(slices, backends, strict=True)]
+        parts = [ubatch_of(batch, one, backend) for one, backend in zip(slices, backends, strict=True)]
         for part in parts:
             part.attn_backend.init_forward_metadata(part)
         inputs = [TokenInputs.of(part).by_name for part in parts]
@@ -481,7 +481,7 @@ class ModelRunner(ModelSizes):
         metadata all ranks have as many, and none is padding."""
         if across is not None:
             tokens = tokens.padded(across.max_tokens_across_dp)
-        slots = torch.ones(self.num_deals * tokens.input_ids.shape[0], dtype=torch.int64, device=self.device)
+        slots = torch.ones(self.dp_size * tokens.input_ids.shape[0], dtype=torch.int64, device=self.device)
         if across is not None:
             across.mark_tokens(slots)
         return replace(tokens, all_slots=slots)
@@ -506,7 +506,7 @@ class ModelRunner(ModelSizes):
         """The kernel by which ranks choose tokens together in captured decodes; None: there is none, or they have no
         part of the vocabulary each."""
         communicator, graphs = self.communicator, self.config.cudagraph
-        if communicator is None or self.num_deals > 1 or not graphs.sample_in_graph:
+        if communicator is None or self.dp_size > 1 or not graphs.sample_in_graph:
             return None
         if max(graphs.decode_requests, default=0) > MOST_CHOICES:
             return None

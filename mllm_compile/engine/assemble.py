@@ -36,7 +36,7 @@ from mllm_compile.runtime.runner_config import RunnerConfig
 from mllm_compile.runtime.sampling.params import SamplingParams
 from mllm_compile.runtime.sampling.sampler import Sampler
 from mllm_compile.runtime.schedule.config import SchedulerConfig
-from mllm_compile.runtime.schedule.dealt import DealtScheduler
+from mllm_compile.runtime.schedule.data_parallel import DataParallelScheduler
 from mllm_compile.runtime.schedule.scheduler import Scheduler
 from mllm_compile.runtime.shown import shown
 from mllm_compile.runtime.step.runner import StepRunner
@@ -117,7 +117,7 @@ def _load(
                 runner.attn_backend.query_blocks,
             )
             num_ranks = config.runtime.expert_parallel_size
-            scheduler = Scheduler(limits) if num_ranks == 1 else DealtScheduler(limits, num_ranks)
+            scheduler = Scheduler(limits) if num_ranks == 1 else DataParallelScheduler(limits, num_ranks)
             step_runner = _step_runner(runner, group)
             _remember(compiled, runner, plan, timeline)
             files, tower = text_files(compiled), tower_of(runner)

@@ -29,7 +29,7 @@ from mllm_compile.engine.sequences import Sequence, StepSink, Submission
 from mllm_compile.engine.stats import EngineStats, ExpertsSource, ForwardTimesSource, StatsRecorder
 from mllm_compile.errors import EngineDeadError, MllmError, RequestError
 from mllm_compile.runtime.schedule.config import SchedulerConfig
-from mllm_compile.runtime.schedule.dealt import DealtScheduler
+from mllm_compile.runtime.schedule.data_parallel import DataParallelScheduler
 from mllm_compile.runtime.schedule.request import Request
 from mllm_compile.runtime.schedule.scheduled_batch import ScheduledBatch
 from mllm_compile.runtime.schedule.scheduler import Scheduler
@@ -113,7 +113,7 @@ class EngineCore:
 
     def __init__(
         self,
-        scheduler: Scheduler | DealtScheduler,
+        scheduler: Scheduler | DataParallelScheduler,
         step_runner: StepRunner,
         *,
         check_device: Callable[[], None] = _nothing,

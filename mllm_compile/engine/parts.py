@@ -13,7 +13,7 @@ from mllm_compile.engine.requests import GrammarSource
 from mllm_compile.engine.stats import ExpertsSource, ForwardTimesSource
 from mllm_compile.runtime.media.tower import Tower
 from mllm_compile.runtime.sampling.params import SamplingParams
-from mllm_compile.runtime.schedule.dealt import DealtScheduler
+from mllm_compile.runtime.schedule.data_parallel import DataParallelScheduler
 from mllm_compile.runtime.schedule.scheduler import Scheduler
 
 
@@ -42,7 +42,7 @@ class EngineParts:
         tower: what prompts with images are checked with; a text: why none are served.
     """
 
-    scheduler: Scheduler | DealtScheduler
+    scheduler: Scheduler | DataParallelScheduler
     step_runner: StepRunner
     tokenizer: PromptTokenizer | None
     vocab_size: int

@@ -47,7 +47,7 @@ class GraphRunner:
             raise ConfigError(
                 f"CUDA graphs need a compiled program, got {type(executor).__name__}; set cudagraph.mode: none"
             )
-        executor.set_output_buffers(LayerOutputs(dispatcher.most_tokens, runner.num_deals))
+        executor.set_output_buffers(LayerOutputs(dispatcher.most_tokens, runner.dp_size))
         setting = GraphSetting(runner, dispatcher, executor, self._capturer, self._padded, debug)
         captured = [kind for kind, sizes in dispatcher.sizes.items() if sizes]
         classes = {KINDS[kind]: None for kind in captured}

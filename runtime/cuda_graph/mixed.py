@@ -36,7 +36,7 @@ class MixedGraphs(BatchGraphs):
         if not graphs.mixed_tokens:
             return ()
         obstacle = runner.attn_backend.mixed_obstacle
-        if runner.num_deals > 1:
+        if runner.dp_size > 1:
             obstacle = "ranks with requests of their own have a kind of step each"
         if obstacle is None:
             return graphs.mixed_tokens

@@ -52,7 +52,7 @@ class PaddedInputs:
         backend, self._runner = runner.attn_backend, runner
         # Only decode graphs ask attention for it; pieces are captured between any attention.
         padding_len = needed(backend.decodes).get_cuda_graph_seq_len_fill_value() if most_requests else 1
-        self.num_ranks = runner.num_deals
+        self.num_ranks = runner.dp_size
         most_of_all = self.num_ranks * most_requests
         num_uploaded = max(most_of_all, min(most_tokens, _MOST_UPLOADED_TOKENS))
         most_rows, work_bytes = max(runner.config.max_rows, most_of_all), 0

@@ -56,15 +56,15 @@ class ProgramRunner:
         self._communicator = communicator
         self._forward_times = forward_times
         self._expert_counts = expert_counts
-        self._num_deals = config.runtime.expert_parallel_size
+        self._dp_size = config.runtime.expert_parallel_size
         self.layers: dict[str, Any] = {layer.name: layer for layer in model.layers}
         self.layers |= {layer.name: layer for layer in model.state_layers}
         spec = KVCacheSpec(model.layers, config.runtime.page_size)
         self._metadata_builder = AttentionMetadataBuilder(spec)
-        rank = communicator.rank if self._num_deals > 1 and communicator is not None else 0
+        rank = communicator.rank if self._dp_size > 1 and communicator is not None else 0
         first_row = rank * config.runtime.max_running_requests
         self._state_metadata_builder = StateMetadataBuilder(model.state_layers, config, first_row)
-        if self._num_deals > 1 and isinstance(model.executor, ProgramExecutor):
+        if self._dp_size > 1 and isinstance(model.executor, ProgramExecutor):
             # What layers leave of padding goes on into experts, and as keys into the dummy page: it must be finite.
             model.executor.set_output_buffers(_zeros)
 
@@ -109,7 +109,7 @@ class ProgramRunner:
         """
         executor = self._executor_of(batch)
         logits_of = partial(self._logits_of_all, executor, body)
-        if batch.greedy_across_ranks and self._communicator is not None and self._num_deals == 1:
+        if batch.greedy_across_ranks and self._communicator is not None and self._dp_size == 1:
             with leaving_parts() as parts:
                 logits = executor.head(body, logits_indices)
             is_own_part = len(parts) == 1
@@ -154,7 +154,7 @@ class ProgramRunner:
     def _logits_of_all(self, executor: Executor, body: list[Any], logits_indices: torch.Tensor) -> torch.Tensor:
         """The head's logits; of ranks with requests of their own those of all, a block of each."""
         logits = executor.head(body, logits_indices)
-        if self._num_deals == 1 or self._communicator is None:
+        if self._dp_size == 1 or self._communicator is None:
             return logits
         return self._communicator.all_gather(logits.contiguous()).flatten(0, 1)
 

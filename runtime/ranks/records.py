@@ -70,15 +70,15 @@ class StepRecord:
     choice: Choice = Choice.SAMPLED
 
 
-def most_record_bytes(max_num_tokens: int, max_rows: int, pages_of_row: int, num_deals: int = 1) -> int:
+def most_record_bytes(max_num_tokens: int, max_rows: int, pages_of_row: int, dp_size: int = 1) -> int:
     """Bytes that no record exceeds.
 
     Args:
         pages_of_row: most pages of one request.
-        num_deals: ranks that have images of their own in a step.
+        dp_size: ranks that have images of their own in a step.
     """
     per_token, per_row, per_page = 16 + 40 + 32, 21 + 2 * 16, 16
-    largest = 2 * 8 * MAX_FEATURES * num_deals  # that runs of a tower fill, and at most as many runs
+    largest = 2 * 8 * MAX_FEATURES * dp_size  # that runs of a tower fill, and at most as many runs
     largest += per_token * max_num_tokens + max_rows * (per_row + per_page * pages_of_row)
     return _HEADER_BYTES + 8 * len(_ARRAYS) + largest
 

@@ -12,7 +12,7 @@ class CommonPrefix:
 
     def __init__(self, runner: ModelRunner, pages: HostPageTable) -> None:
         self._pages, runtime = pages, runner.config.runtime
-        is_on = runtime.cascade_attention and not runtime.deterministic and runner.num_deals == 1
+        is_on = runtime.cascade_attention and not runtime.deterministic and runner.dp_size == 1
         self._cascades = runner.attn_backend.cascades if is_on else None
 
     def num_tokens(self, batch: ScheduledBatch, is_captured: bool) -> int:

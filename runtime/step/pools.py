@@ -13,9 +13,9 @@ from mllm_compile.runtime.device.packed_fields import upload_fields
 from mllm_compile.runtime.device.staging import StagingRing
 from mllm_compile.runtime.device.upload import upload
 from mllm_compile.runtime.model_runner import ModelRunner
-from mllm_compile.runtime.schedule.dealt import own_copies, own_pages
+from mllm_compile.runtime.schedule.data_parallel import copies_of_rank, pages_of_rank
 from mllm_compile.runtime.schedule.scheduled_batch import ScheduledBatch
-from mllm_compile.runtime.step.dealt_plan import Deal
+from mllm_compile.runtime.step.data_parallel_plan import DataParallelStep
 from mllm_compile.runtime.step.host_page_table import HostPageTable
 from mllm_compile.runtime.step_fields import StepFields
 
@@ -23,12 +23,12 @@ from mllm_compile.runtime.step_fields import StepFields
 class StepPools:
     """See the module's header. Used by one thread, in the order of steps."""
 
-    def __init__(self, runner: ModelRunner, pages: HostPageTable, deal: Deal | None) -> None:
+    def __init__(self, runner: ModelRunner, pages: HostPageTable, dp_step: DataParallelStep | None) -> None:
         """
         Args:
-            deal: where ranks have requests of their own: this one has their pages and states alone.
+            dp_step: where ranks have requests of their own: this one has their pages and states alone.
         """
-        self._runner, self._pages, self._deal = runner, pages, deal
+        self._runner, self._pages, self._dp_step = runner, pages, dp_step
         self._uploads = StagingRing(runner.device)
         self.pages_of, self.first_slot_in_a_row = pages.pages_of, pages.first_slot_in_a_row
 
@@ -39,8 +39,8 @@ class StepPools:
         if batch.page_ids.size:
             self._pages.write(batch.page_rows, batch.page_positions, batch.page_ids)
         cleared, pool = batch.cleared_pages, self._runner.token_to_kv_pool
-        if self._deal is not None:
-            cleared = own_pages(cleared, self._deal.rank, pool.num_pages)
+        if self._dp_step is not None:
+            cleared = pages_of_rank(cleared, self._dp_step.rank, pool.num_pages)
         if cleared.size:
             pool.clear_pages(upload(cleared.astype(np.int64), self._runner.device))
 
@@ -79,7 +79,7 @@ class StepPools:
 
     def _copy_states(self, copies: np.ndarray, request_column: int) -> None:
         """Copies rows of states: [N, 2], from and to; a column has rows of requests."""
-        if self._deal is not None:
-            copies = own_copies(copies, request_column, self._deal.rank, self._deal.rows_of_rank)
+        if self._dp_step is not None:
+            copies = copies_of_rank(copies, request_column, self._dp_step.rank, self._dp_step.rows_of_rank)
         if copies.size:
             self._runner.state_pool.copy_rows(copies)

@@ -20,7 +20,7 @@ from mllm_compile.runtime.ranks.records import Choice, StepRecord
 from mllm_compile.runtime.sampling.sampler import Sampler
 from mllm_compile.runtime.schedule.scheduled_batch import ScheduledBatch
 from mllm_compile.runtime.step.common_prefix import CommonPrefix
-from mllm_compile.runtime.step.dealt_plan import Deal, DealtPlanner
+from mllm_compile.runtime.step.data_parallel_plan import DataParallelPlanner, DataParallelStep
 from mllm_compile.runtime.step.host_page_table import HostPageTable
 from mllm_compile.runtime.step.media_steps import MediaSteps
 from mllm_compile.runtime.step.paths.base import Step, StepParts
@@ -52,12 +52,12 @@ class StepRunner:
         runtime, num_rows = runner.config.runtime, runner.row_state.last_tokens.shape[0]
         pages = HostPageTable(num_rows, runtime.max_model_len, runtime.page_size)
         self.media = MediaSteps(runner, num_rows)
-        deal = None
-        if runner.num_deals > 1 and runner.communicator is not None:
+        dp_step = None
+        if runner.dp_size > 1 and runner.communicator is not None:
             most = runtime.max_running_requests
-            deal = Deal(runner.communicator.rank, runner.num_deals, most, self.sampling.scored_at_once)
-        self._planner = _planner(runner, pages, deal)
-        self._pools = StepPools(runner, pages, deal)
+            dp_step = DataParallelStep(runner.communicator.rank, runner.dp_size, most, self.sampling.scored_at_once)
+        self._planner = _planner(runner, pages, dp_step)
+        self._pools = StepPools(runner, pages, dp_step)
         prefix = CommonPrefix(runner, pages)
         parts = StepParts(runner, self._planner, self._pools, self.media, self.sampling, prefix)
         self._paths = StepPaths(parts, runner.graph_runner)
@@ -110,11 +110,11 @@ class StepRunner:
         return handle
 
 
-def _planner(runner: ModelRunner, pages: HostPageTable, deal: Deal | None) -> Planner:
+def _planner(runner: ModelRunner, pages: HostPageTable, dp_step: DataParallelStep | None) -> Planner:
     """The planner of all steps: the deterministic mode and ranks with requests of their own have one each."""
     runtime = runner.config.runtime
     if runtime.deterministic:
         return FixedRowsPlanner(pages, runtime.max_num_batched_tokens)
-    if deal is not None:
-        return DealtPlanner(pages, deal, None if runner.graph_runner is None else runner.graph_runner.decodes)
+    if dp_step is not None:
+        return DataParallelPlanner(pages, dp_step, None if runner.graph_runner is None else runner.graph_runner.decodes)
     return Planner(pages)

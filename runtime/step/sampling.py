@@ -46,7 +46,7 @@ class StepSampling:
         self._last_tokens = runner.row_state.last_tokens
         num_rows = self._last_tokens.shape[0]
         self._downloads = StagingRing(runner.device)
-        self.scored_at_once = max(1, _SCORED_LOGITS // runner.vocab_size // runner.num_deals)
+        self.scored_at_once = max(1, _SCORED_LOGITS // runner.vocab_size // runner.dp_size)
         self._row_owners: dict[int, Request] = {}  # requests whose parameters are in `state`
         self._grammars = GrammarRows(lambda: TokenMasks(num_rows, runner.vocab_size, runner.device))
         self._previous: SampledStep | None = None  # the last step, if a request in a row has a grammar
@@ -84,7 +84,7 @@ class StepSampling:
         flags = self.state.flags
         if self._grammars or not flags.chooses_plainly:
             return Choice.SAMPLED
-        has_all = self._runner.num_deals == 1 and plan.fields.prompt_targets is None
+        has_all = self._runner.dp_size == 1 and plan.fields.prompt_targets is None
         return Choice.GREEDY_ACROSS_RANKS if flags.takes_largest and has_all else Choice.IN_GRAPH
 
     def take_last_tokens(self, rows: torch.Tensor, out: torch.Tensor) -> None:
@@ -167,7 +167,7 @@ class StepSampling:
         if fields.scored_indices is None or output.logits_of is None:
             return token_logprobs(output.next_token_logits, targets, plan.prompt_num_top)
         scored = fields.scored_indices.split(self.scored_at_once)
-        parts = zip(scored, targets.split(self.scored_at_once * self._runner.num_deals), strict=True)
+        parts = zip(scored, targets.split(self.scored_at_once * self._runner.dp_size), strict=True)
         return TokenLogprobs.concatenate(
             [token_logprobs(output.logits_of(part), wanted, plan.prompt_num_top) for part, wanted in parts]
         )

@@ -82,7 +82,7 @@ def share_a_request(slices: tuple[UBatchSlice, UBatchSlice]) -> bool:
     return bool(first.request_slice.stop > second.request_slice.start)
 
 
-def part_of(batch: ForwardBatch, part: UBatchSlice, backend: AttentionBackend) -> ForwardBatch:
+def ubatch_of(batch: ForwardBatch, part: UBatchSlice, backend: AttentionBackend) -> ForwardBatch:
     """The batch of a part: its requests with as many of their new tokens as are in it; those in earlier parts are then
     in the KV cache.
 

@@ -86,7 +86,7 @@ def test_attention_that_knows_of_no_graphs_stands_between_captured_pieces(monkey
         device="cpu",
         config=SimpleNamespace(max_rows=2),
         model=SimpleNamespace(executor=None),
-        num_deals=1,
+        dp_size=1,
         always_takes_features=False,
     )
     with pytest.raises(ConfigError, match="need a compiled program"):  # it came as far as the program

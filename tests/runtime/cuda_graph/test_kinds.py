@@ -77,7 +77,7 @@ def test_whole_steps_with_prompts_are_refused_or_left_out_where_attention_cannot
         ({"tensor_parallel_size": 2}, {"sample_in_graph": False}, False),
         ({"tensor_parallel_size": 2}, {"decode_requests": (1, MOST_CHOICES + 1)}, False),
     ],
-    ids=["cut", "dealt", "chosen outside", "too many"],
+    ids=["cut", "data parallel", "chosen outside", "too many"],
 )
 def test_decodes_are_captured_without_all_logits_where_ranks_choose_together(runtime, graphs, is_there):
     sections = {"mode": "full_decode_only", "decode_requests": (1, 4), "sample_in_graph": True} | graphs

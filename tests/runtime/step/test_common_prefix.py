@@ -92,7 +92,7 @@ def test_decodes_that_are_one_launch_share_a_prefix_where_a_cascade_is_captured(
     runtime = SimpleNamespace(cascade_attention=True, deterministic=False)
     cascades = SimpleNamespace(cascade_pays=lambda count, num_tokens, is_captured: is_captured)
     backend = SimpleNamespace(cascades=cascades)
-    runner = SimpleNamespace(config=SimpleNamespace(runtime=runtime), num_deals=1, attn_backend=backend)
+    runner = SimpleNamespace(config=SimpleNamespace(runtime=runtime), dp_size=1, attn_backend=backend)
     pages = SimpleNamespace(page_size=4, common_pages=lambda rows, most: most)
     launched = []
     graphs = SimpleNamespace(most_sharing=most_sharing, launch=lambda *step: launched.append(step))

@@ -10,7 +10,7 @@ import torch
 
 from mllm_compile.runtime.forward_batch import ForwardBatch, ForwardMode, MediaInputs
 from mllm_compile.runtime.graph_mode import UBatchSlice
-from mllm_compile.runtime.ubatch.slices import most_of_a_part, part_of, share_a_request, ubatch_slices
+from mllm_compile.runtime.ubatch.slices import most_of_a_part, share_a_request, ubatch_of, ubatch_slices
 
 
 def batch_of(new: list[int], prefix: list[int] | None = None, **fields: Any) -> ForwardBatch:
@@ -72,7 +72,7 @@ def test_a_request_in_two_halves_sees_its_earlier_tokens_as_a_prefix():
     batch = batch_of([1, 5, 14], [9, 0, 3], forward_mode=ForwardMode.MIXED, common_prefix_len=4)
     slices = ubatch_slices(batch, 16)
     assert slices is not None
-    first, second = (part_of(batch, one, name) for one, name in zip(slices, ("a", "b"), strict=True))  # type: ignore[arg-type]
+    first, second = (ubatch_of(batch, one, name) for one, name in zip(slices, ("a", "b"), strict=True))  # type: ignore[arg-type]
     assert [first.extend_seq_lens.tolist(), second.extend_seq_lens.tolist()] == [[1, 5, 4], [10]]
     assert [first.extend_prefix_lens.tolist(), second.extend_prefix_lens.tolist()] == [[9, 0, 3], [7]]
     assert [first.seq_lens.tolist(), second.seq_lens_cpu.tolist()] == [[10, 5, 7], [17]]

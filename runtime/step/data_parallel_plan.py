@@ -16,7 +16,7 @@ import numpy as np
 
 from mllm_compile.runtime.graph_mode import DPMetadata
 from mllm_compile.runtime.media.step_plan import MediaPlan
-from mllm_compile.runtime.schedule.dealt import part_of, ranks_of
+from mllm_compile.runtime.schedule.data_parallel import batch_of_rank, ranks_of
 from mllm_compile.runtime.schedule.scheduled_batch import ScheduledBatch
 from mllm_compile.runtime.step.host_page_table import HostPageTable
 from mllm_compile.runtime.step.plan import (
@@ -32,8 +32,8 @@ from mllm_compile.runtime.step_fields import StepFields
 
 
 @dataclass(frozen=True, slots=True)
-class Deal:
-    """The ranks that requests are dealt to: which of how many this is, most requests of each, and most tokens of each
+class DataParallelStep:
+    """The data-parallel ranks of a step: which of how many this is, most requests of each, and most tokens of each
     whose logits are made at a time beside those that are sampled."""
 
     rank: int
@@ -47,7 +47,7 @@ class Deal:
         Args:
             pages: the page table, the batch's own writes included.
         """
-        own = part_of(batch, self.rank, self.rows_of_rank)
+        own = batch_of_rank(batch, self.rank, self.rows_of_rank)
         plan = plan_step(own, pages)
         fields = plan.fields
         sampled = np.flatnonzero(batch.sample_mask)
@@ -65,7 +65,7 @@ class Deal:
         """Adds the prompt positions of all ranks that are scored, which rank 0 alone knows."""
         found = []
         for rank in range(self.num_ranks):
-            own = part_of(batch, rank, self.rows_of_rank)
+            own = batch_of_rank(batch, rank, self.rows_of_rank)
             starts = np.cumsum(own.num_new, dtype=np.int64) - own.num_new
             rows, indices, targets = prompt_positions(own, starts)
             found.append((np.flatnonzero(ranks_of(batch.rows, self.rows_of_rank) == rank)[rows], indices, targets))
@@ -181,18 +181,18 @@ class DecodeSizes(Protocol):
     def padded_requests(self, num_requests: int) -> int: ...
 
 
-class DealtPlanner(Planner):
-    """Plans the steps of one of the ranks that requests are dealt to."""
+class DataParallelPlanner(Planner):
+    """Plans the steps of one data-parallel rank."""
 
-    def __init__(self, pages: HostPageTable, deal: Deal, decodes: DecodeSizes | None) -> None:
+    def __init__(self, pages: HostPageTable, dp_step: DataParallelStep, decodes: DecodeSizes | None) -> None:
         super().__init__(pages)
-        self._deal, self._decodes = deal, decodes
+        self._dp_step, self._decodes = dp_step, decodes
 
     def most_requests(self, batch: ScheduledBatch) -> int:
-        return self._deal.most_requests(batch)
+        return self._dp_step.most_requests(batch)
 
     def plan(self, batch: ScheduledBatch) -> StepPlan:
-        return self._deal.plan(batch, self._pages)
+        return self._dp_step.plan(batch, self._pages)
 
     def plan_decodes(self, batch: ScheduledBatch) -> StepPlan:
         """
@@ -201,18 +201,18 @@ class DealtPlanner(Planner):
         """
         if self._decodes is None:
             raise RuntimeError("no decodes are captured")
-        size = self._decodes.padded_requests(self._deal.most_requests(batch))
-        return self._deal.plan_decode(batch, self._pages, size, self._decodes.padding_len)
+        size = self._decodes.padded_requests(self._dp_step.most_requests(batch))
+        return self._dp_step.plan_decode(batch, self._pages, size, self._decodes.padding_len)
 
     def token_positions(self, batch: ScheduledBatch, plan: StepPlan) -> np.ndarray:
         """[T] places of the whole batch; the plan is a part of it."""
         return token_positions(batch)
 
     def with_media(self, plan: StepPlan, batch: ScheduledBatch, media: MediaPlan | None) -> StepPlan:
-        return self._deal.with_media(plan, batch, media)
+        return self._dp_step.with_media(plan, batch, media)
 
     def with_scored(self, plan: StepPlan, scored: np.ndarray | None) -> StepPlan:
-        return plan if scored is None else self._deal.with_scored(plan, scored)
+        return plan if scored is None else self._dp_step.with_scored(plan, scored)
 
 
 _NONE = np.empty(0, dtype=np.int64)

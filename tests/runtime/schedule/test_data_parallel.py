@@ -1,4 +1,4 @@
-"""Requests that are dealt to ranks: each step is the ranks' steps, and what comes of it goes back to the right one."""
+"""Requests of data-parallel ranks: each step is the ranks' steps, and what comes of it goes back to the right one."""
 
 from __future__ import annotations
 
@@ -7,19 +7,25 @@ import numpy as np
 from mllm_compile.runtime.media.step_plan import MediaPlan
 from mllm_compile.runtime.sampling.params import SamplingParams
 from mllm_compile.runtime.schedule.config import SchedulerConfig
-from mllm_compile.runtime.schedule.dealt import DealtScheduler, own_copies, own_pages, part_of, ranks_of
+from mllm_compile.runtime.schedule.data_parallel import (
+    DataParallelScheduler,
+    batch_of_rank,
+    copies_of_rank,
+    pages_of_rank,
+    ranks_of,
+)
 from mllm_compile.runtime.schedule.request import Request
-from mllm_compile.runtime.step.dealt_plan import Deal
+from mllm_compile.runtime.step.data_parallel_plan import DataParallelStep
 from mllm_compile.runtime.step.host_page_table import HostPageTable
 from mllm_compile.runtime.step.plan import token_positions
 
 ROWS, PAGES, PAGE = 3, 9, 4
 
 
-def scheduler(num_ranks: int = 2, num_snapshots: int = 0) -> DealtScheduler:
+def scheduler(num_ranks: int = 2, num_snapshots: int = 0) -> DataParallelScheduler:
     limits = {"max_running_requests": ROWS, "max_num_batched_tokens": 8, "max_model_len": 32}
     config = SchedulerConfig(**limits, page_size=PAGE, num_pages=PAGES, num_snapshots=num_snapshots)
-    return DealtScheduler(config, num_ranks)
+    return DataParallelScheduler(config, num_ranks)
 
 
 def request(length: int, max_tokens: int = 4, **params: object) -> Request:
@@ -27,127 +33,127 @@ def request(length: int, max_tokens: int = 4, **params: object) -> Request:
     return Request(request_id=str(length), prompt_token_ids=list(range(1, length + 1)), params=how)
 
 
-def run_to_the_end(dealt: DealtScheduler) -> list[Request]:
+def run_to_the_end(dp: DataParallelScheduler) -> list[Request]:
     """Runs all steps, each with the tokens row * 100; returns requests in the order in which they ended."""
     finished = []
-    while dealt.has_work():
-        batch = dealt.schedule()
+    while dp.has_work():
+        batch = dp.schedule()
         assert batch is not None
-        result = dealt.update(batch, batch.rows.astype(np.int64) * 100)
+        result = dp.update(batch, batch.rows.astype(np.int64) * 100)
         assert result.accepted == np.flatnonzero(batch.sample_mask).tolist()
         finished += result.finished
     return finished
 
 
 def test_each_request_has_the_rows_of_one_rank_and_gets_its_own_tokens():
-    dealt = scheduler()
+    dp = scheduler()
     requests = [request(length) for length in (5, 3, 11, 2)]
     for one in requests:
-        dealt.add(one)
-    batch = dealt.schedule()
+        dp.add(one)
+    batch = dp.schedule()
     assert set(ranks_of(batch.rows, ROWS).tolist()) == {0, 1}
     assert len(set(batch.rows.tolist())) == batch.num_requests
     rows = {one.request_id: one.row for one in batch.requests}
-    dealt.update(batch, batch.rows.astype(np.int64) * 100)
-    assert run_to_the_end(dealt)
+    dp.update(batch, batch.rows.astype(np.int64) * 100)
+    assert run_to_the_end(dp)
     for one in requests:
         assert len(one.output_token_ids) == 4
         if one.request_id in rows:
             assert set(one.output_token_ids) == {rows[one.request_id] * 100}
     assert len({one.sequence for one in requests}) == 4  # draws follow it
-    assert dealt.stats().pages_used == 0
+    assert dp.stats().pages_used == 0
 
 
 def test_decodes_come_first_and_steady_steps_share_what_is_constant():
-    dealt = scheduler()
+    dp = scheduler()
     for length in (2, 3):
-        dealt.add(request(length, 8))
-    first = dealt.schedule()
-    dealt.update(first, np.ones(2, dtype=np.int64))
-    dealt.add(request(6))
-    mixed = dealt.schedule()
+        dp.add(request(length, 8))
+    first = dp.schedule()
+    dp.update(first, np.ones(2, dtype=np.int64))
+    dp.add(request(6))
+    mixed = dp.schedule()
     assert (mixed.num_decodes, mixed.num_requests) == (2, 3)
     assert mixed.num_new.tolist() == [1, 1, 6]
-    dealt.update(mixed, np.ones(3, dtype=np.int64))
-    steady = [dealt.schedule() for _ in range(2)]
+    dp.update(mixed, np.ones(3, dtype=np.int64))
+    steady = [dp.schedule() for _ in range(2)]
     assert steady[0].requests is steady[1].requests
     assert (steady[1].prefix_lens - steady[0].prefix_lens).tolist() == [1, 1, 1]
 
 
 def test_a_rank_takes_what_has_least_to_do():
-    dealt = scheduler()
+    dp = scheduler()
     for length in (20, 2, 2, 2):
-        dealt.add(request(length))
-    batch = dealt.schedule()
+        dp.add(request(length))
+    batch = dp.schedule()
     ranks = {one.request_id: int(rank) for one, rank in zip(batch.requests, ranks_of(batch.rows, ROWS), strict=True)}
     assert ranks == {"20": 0, "2": 1}
     assert np.bincount(ranks_of(batch.rows, ROWS)).tolist() == [1, 3]
 
 
 def test_an_ended_request_is_forgotten_and_a_lost_step_ends_those_of_all_ranks():
-    dealt = scheduler()
+    dp = scheduler()
     requests = [request(length, 8) for length in (2, 3, 4)]
     for one in requests:
-        dealt.add(one)
-    assert dealt.abort(requests[2])
-    assert not dealt.abort(requests[2])
-    assert set(dealt.fail(dealt.schedule())) == set(requests[:2])
-    assert not dealt.has_work()
-    assert dealt.stats().running == 0
+        dp.add(one)
+    assert dp.abort(requests[2])
+    assert not dp.abort(requests[2])
+    assert set(dp.fail(dp.schedule())) == set(requests[:2])
+    assert not dp.has_work()
+    assert dp.stats().running == 0
 
 
 def test_a_broken_row_ends_its_own_request():
-    dealt = scheduler()
+    dp = scheduler()
     requests = [request(2, 8), request(3, 8)]
     for one in requests:
-        dealt.add(one)
-    batch = dealt.schedule()
-    result = dealt.update(batch, np.ones(2, dtype=np.int64), [1])
+        dp.add(one)
+    batch = dp.schedule()
+    result = dp.update(batch, np.ones(2, dtype=np.int64), [1])
     assert result.broken == [batch.requests[1]]
     assert result.accepted == [0]
-    dealt.add(request(2, 2))
-    cleared = dealt.schedule().cleared_pages
-    assert own_pages(cleared, 0, PAGES).size == 0
-    assert own_pages(cleared, 1, PAGES).tolist() == [1]
+    dp.add(request(2, 2))
+    cleared = dp.schedule().cleared_pages
+    assert pages_of_rank(cleared, 0, PAGES).size == 0
+    assert pages_of_rank(cleared, 1, PAGES).tolist() == [1]
 
 
 def test_pages_that_a_lost_step_was_to_clear_are_cleared_by_the_next_one():
-    dealt = scheduler()
-    dealt.add(request(2, 8))
-    dealt.update(dealt.schedule(), np.ones(1, dtype=np.int64), [0])
-    dealt.add(request(2, 2))
-    lost = dealt.schedule()
+    dp = scheduler()
+    dp.add(request(2, 8))
+    dp.update(dp.schedule(), np.ones(1, dtype=np.int64), [0])
+    dp.add(request(2, 2))
+    lost = dp.schedule()
     assert lost.cleared_pages.size == 1
-    dealt.fail(lost)
-    dealt.add(request(2, 2))
-    assert dealt.schedule().cleared_pages.tolist() == lost.cleared_pages.tolist()
+    dp.fail(lost)
+    dp.add(request(2, 2))
+    assert dp.schedule().cleared_pages.tolist() == lost.cleared_pages.tolist()
 
 
 def test_states_of_prefixes_are_copied_by_the_rank_whose_they_are_in_its_own_rows():
-    dealt = scheduler(num_snapshots=2)
+    dp = scheduler(num_snapshots=2)
     for length in (6, 7):  # a page, and a part of one
-        dealt.add(request(length, 1))
-    batch = dealt.schedule()
+        dp.add(request(length, 1))
+    batch = dp.schedule()
     assert batch.state_saves.shape == (2, 2)
     for rank in (0, 1):
-        ((source, target),) = own_copies(batch.state_saves, 0, rank, ROWS)
+        ((source, target),) = copies_of_rank(batch.state_saves, 0, rank, ROWS)
         assert source == batch.rows[rank] - rank * ROWS in range(1, ROWS + 1)
         assert target in (ROWS + 1, ROWS + 2)  # behind those of requests
-    dealt.update(batch, np.ones(2, dtype=np.int64))
-    run_to_the_end(dealt)
-    dealt.add(request(7, 1))
-    restored = dealt.schedule().state_restores
+    dp.update(batch, np.ones(2, dtype=np.int64))
+    run_to_the_end(dp)
+    dp.add(request(7, 1))
+    restored = dp.schedule().state_restores
     (rank,) = ranks_of(restored[:, 1], ROWS)
-    ((source, target),) = own_copies(restored, 1, rank, ROWS)
+    ((source, target),) = copies_of_rank(restored, 1, rank, ROWS)
     assert source in (ROWS + 1, ROWS + 2) and target in range(1, ROWS + 1)
-    assert not own_copies(restored, 1, 1 - rank, ROWS).size
+    assert not copies_of_rank(restored, 1, 1 - rank, ROWS).size
 
 
 def test_each_rank_has_the_positions_and_features_of_its_own_requests():
-    dealt = scheduler()
+    dp = scheduler()
     for length in (5, 3, 2):
-        dealt.add(request(length))
-    batch = dealt.schedule()
+        dp.add(request(length))
+    batch = dp.schedule()
     pages = HostPageTable(2 * ROWS + 1, 32, PAGE)
     pages.write(batch.page_rows, batch.page_positions, batch.page_ids)
     assert token_positions(batch).tolist() == [0, 1, 2, 3, 4, 0, 1, 2, 0, 1]
@@ -157,7 +163,8 @@ def test_each_rank_has_the_positions_and_features_of_its_own_requests():
         np.arange(10), np.array([4, 5, 6], dtype=np.int32), np.arange(10), np.arange(30).reshape(3, 10), runs, blocks
     )
     first, second = (
-        deal.with_media(deal.plan(batch, pages), batch, media) for deal in (Deal(rank, 2, ROWS, 2) for rank in (0, 1))
+        dp_step.with_media(dp_step.plan(batch, pages), batch, media)
+        for dp_step in (DataParallelStep(rank, 2, ROWS, 2) for rank in (0, 1))
     )
     assert first.fields.positions.tolist() == first.media.rows.tolist() == [0, 1, 2, 3, 4]
     assert second.fields.positions.tolist() == second.media.rows.tolist() == [5, 6, 7, 8, 9]
@@ -168,37 +175,37 @@ def test_each_rank_has_the_positions_and_features_of_its_own_requests():
     alone = scheduler()
     alone.add(request(5))
     batch = alone.schedule()
-    deal = Deal(1, 2, ROWS, 2)
-    nothing = deal.with_media(deal.plan(batch, pages), batch, media)
+    dp_step = DataParallelStep(1, 2, ROWS, 2)
+    nothing = dp_step.with_media(dp_step.plan(batch, pages), batch, media)
     assert nothing.fields.positions.tolist() == nothing.media.rows.tolist() == nothing.media.deltas.tolist() == [0]
     assert nothing.media.axes.shape == (3, 1) and not nothing.media.blocks.size
 
 
 def test_captured_decodes_are_told_how_far_positions_are_from_places():
-    dealt = scheduler()
+    dp = scheduler()
     for length in (2, 3, 4):
-        dealt.add(request(length))
-    dealt.update(dealt.schedule(), np.ones(3, dtype=np.int64))
-    batch = dealt.schedule()
+        dp.add(request(length))
+    dp.update(dp.schedule(), np.ones(3, dtype=np.int64))
+    batch = dp.schedule()
     pages = HostPageTable(2 * ROWS + 1, 32, PAGE)
     pages.write(batch.page_rows, batch.page_positions, batch.page_ids)
-    deal = Deal(0, 2, ROWS, 2)
+    dp_step = DataParallelStep(0, 2, ROWS, 2)
     media = MediaPlan(batch.seq_lens - 1 + batch.rows, batch.rows)
-    plan = deal.with_media(deal.plan_decode(batch, pages, 4, 1), batch, media)
+    plan = dp_step.with_media(dp_step.plan_decode(batch, pages, 4, 1), batch, media)
     assert plan.media.deltas.tolist() == plan.fields.req_pool_indices.tolist()
 
 
 def test_scores_of_prompts_find_their_logits_among_those_of_all_ranks():
-    dealt = scheduler()
+    dp = scheduler()
     for length in (6, 3, 4):
-        dealt.add(request(length, prompt_logprobs=None if length == 4 else 1))
-    batch = dealt.schedule()
+        dp.add(request(length, prompt_logprobs=None if length == 4 else 1))
+    batch = dp.schedule()
     pages = HostPageTable(2 * ROWS + 1, 32, PAGE)
     at_once = 2  # positions of a rank whose logits are gathered at a time
-    deals = [Deal(rank, 2, ROWS, at_once) for rank in (0, 1)]
-    plan = deals[0].plan(batch, pages)
+    dp_steps = [DataParallelStep(rank, 2, ROWS, at_once) for rank in (0, 1)]
+    plan = dp_steps[0].plan(batch, pages)
     assert plan.scored.reshape(2, -1).tolist() == [[0, 1, 2, 3, 4], [0, 1, 0, 0, 0]]
-    others = deals[1].with_scored(deals[1].plan(batch, pages), plan.scored)
+    others = dp_steps[1].with_scored(dp_steps[1].plan(batch, pages), plan.scored)
     blocks = [one.fields.scored_indices for one in (plan, others)]
     gathered = [
         (rank, int(index))
@@ -215,13 +222,13 @@ def test_scores_of_prompts_find_their_logits_among_those_of_all_ranks():
 
 
 def test_each_rank_plans_its_part_and_all_know_how_many_tokens_there_are():
-    dealt = scheduler()
+    dp = scheduler()
     for length in (5, 3, 2):
-        dealt.add(request(length))
-    batch = dealt.schedule()
+        dp.add(request(length))
+    batch = dp.schedule()
     pages = HostPageTable(2 * ROWS + 1, 32, PAGE)
     pages.write(batch.page_rows, batch.page_positions, batch.page_ids)
-    plans = [Deal(rank, 2, ROWS, 2).plan(batch, pages) for rank in (0, 1)]
+    plans = [DataParallelStep(rank, 2, ROWS, 2).plan(batch, pages) for rank in (0, 1)]
     assert [plan.own.num_tokens for plan in plans] == [5, 5]
     assert [plan.across.num_tokens_across_dp for plan in plans] == [(5, 5)] * 2
     assert [plan.fields.input_ids.tolist() for plan in plans] == [[1, 2, 3, 4, 5], [1, 2, 3, 1, 2]]
@@ -232,29 +239,29 @@ def test_each_rank_plans_its_part_and_all_know_how_many_tokens_there_are():
 
 
 def test_a_rank_without_requests_plans_the_dummy_row():
-    dealt = scheduler()
-    dealt.add(request(5))
-    batch = dealt.schedule()
+    dp = scheduler()
+    dp.add(request(5))
+    batch = dp.schedule()
     pages = HostPageTable(2 * ROWS + 1, 32, PAGE)
-    plan = Deal(1, 2, ROWS, 2).plan(batch, pages)
+    plan = DataParallelStep(1, 2, ROWS, 2).plan(batch, pages)
     assert (plan.is_decode, plan.across.max_tokens_across_dp) == (True, 5)
     assert plan.fields.req_pool_indices.tolist() == plan.fields.out_cache_loc.tolist() == [0]
-    assert part_of(batch, 1, ROWS).num_tokens == 1
+    assert batch_of_rank(batch, 1, ROWS).num_tokens == 1
 
 
 def test_captured_decodes_have_a_block_of_rows_a_rank():
-    dealt = scheduler()
+    dp = scheduler()
     for length in (2, 3, 4):
-        dealt.add(request(length))
-    dealt.update(dealt.schedule(), np.ones(3, dtype=np.int64))
-    batch = dealt.schedule()
+        dp.add(request(length))
+    dp.update(dp.schedule(), np.ones(3, dtype=np.int64))
+    batch = dp.schedule()
     pages = HostPageTable(2 * ROWS + 1, 32, PAGE)
     pages.write(batch.page_rows, batch.page_positions, batch.page_ids)
-    deal = Deal(0, 2, ROWS, 2)
-    plan = deal.plan_decode(batch, pages, 4, 1)
+    dp_step = DataParallelStep(0, 2, ROWS, 2)
+    plan = dp_step.plan_decode(batch, pages, 4, 1)
     of_ranks = [[row for row in batch.rows.tolist() if (row > ROWS) == rank] for rank in (False, True)]
     assert sorted(map(len, of_ranks)) == [1, 2]
-    assert deal.most_requests(batch) == 2
+    assert dp_step.most_requests(batch) == 2
     rows = plan.fields.req_pool_indices.tolist()
     assert rows == [row for own in of_ranks for row in own + [0] * (4 - len(own))]
     assert [rows[place] for place in plan.token_indices] == batch.rows.tolist()

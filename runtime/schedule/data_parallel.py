@@ -2,8 +2,8 @@
 
 One Scheduler a rank decides for that rank alone, over its pages and its rows; their steps are one step of all. Rank r
 has the rows from r * R + 1 on, R a rank's most requests, so a row says whose it is. Page ids are a rank's own; those
-that are to be cleared carry the rank, as nothing else says it (`own_pages`). Rows of states are told by the request's
-(`own_copies`). Single-threaded; free of torch.
+that are to be cleared carry the rank, as nothing else says it (`pages_of_rank`). Rows of states are told by the request's
+(`copies_of_rank`). Single-threaded; free of torch.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ class _Decodes:
     places: tuple[np.ndarray, ...]
 
 
-class DealtScheduler:
-    """Deals requests to one scheduler a rank; used as a Scheduler is."""
+class DataParallelScheduler:
+    """Gives each request to the scheduler of one rank; used as a Scheduler is."""
 
     def __init__(self, config: SchedulerConfig, num_ranks: int) -> None:
         """
@@ -216,14 +216,14 @@ def ranks_of(rows: np.ndarray, rows_of_rank: int) -> np.ndarray:
     return (rows - 1) // rows_of_rank
 
 
-def own_pages(cleared_pages: np.ndarray, rank: int, num_pages: int) -> np.ndarray:
+def pages_of_rank(cleared_pages: np.ndarray, rank: int, num_pages: int) -> np.ndarray:
     """The pages of a step that are the rank's to clear, by their own ids."""
     owners, pages = np.divmod(cleared_pages, num_pages)
     own: np.ndarray = pages[owners == rank]
     return own
 
 
-def own_copies(copies: np.ndarray, request_column: int, rank: int, rows_of_rank: int) -> np.ndarray:
+def copies_of_rank(copies: np.ndarray, request_column: int, rank: int, rows_of_rank: int) -> np.ndarray:
     """The copies of states, [N, 2] rows, that are the rank's to make, by the rows of its own pool of states: there its
     requests' begin at 1, and snapshots' follow them, as they do among the rows of its scheduler.
 
@@ -235,7 +235,7 @@ def own_copies(copies: np.ndarray, request_column: int, rank: int, rows_of_rank:
     return own
 
 
-def part_of(batch: ScheduledBatch, rank: int, rows_of_rank: int) -> ScheduledBatch:
+def batch_of_rank(batch: ScheduledBatch, rank: int, rows_of_rank: int) -> ScheduledBatch:
     """The rank's part of a step, without pages and copies; of a rank that has none, a decode of the dummy row."""
     is_own = ranks_of(batch.rows, rows_of_rank) == rank
     own = np.flatnonzero(is_own)
