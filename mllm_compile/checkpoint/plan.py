@@ -20,7 +20,7 @@ from mllm_compile.checkpoint.quantised import CheckpointTensors
 from mllm_compile.errors import CheckpointError
 from mllm_compile.passes.base import PackedPart, QuantisedTensor, WeightCut, part_of_rank
 from mllm_compile.runtime.quantised.scheme import SCALES, WeightScheme
-from mllm_compile.runtime.weights.formats.every import FORMATS
+from mllm_compile.runtime.weights.formats.registry import FORMATS
 from mllm_compile.runtime.weights.spec import Factor, SmallPart, WeightPart, WeightSpec
 from mllm_compile.runtime.weights.views import ViewStep
 

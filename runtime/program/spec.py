@@ -18,7 +18,7 @@ from mllm_compile.runtime.attention.layer_kernels import NO_KERNELS, LayerKernel
 from mllm_compile.runtime.cuda.kernel import CudaKernel
 from mllm_compile.runtime.errors import ArtifactError
 from mllm_compile.runtime.json_data import from_json
-from mllm_compile.runtime.media.every import tower_from_json, tower_to_json
+from mllm_compile.runtime.media.registry import tower_from_json, tower_to_json
 from mllm_compile.runtime.media.tower import Tower
 from mllm_compile.runtime.ops import family
 from mllm_compile.runtime.schedule.rope_lengths import RopeLengths

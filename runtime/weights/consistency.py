@@ -13,7 +13,7 @@ from mllm_compile.runtime.errors import CheckpointError
 from mllm_compile.runtime.quantised.scheme import INT4_GROUP, MXFP4, NVFP4, SCALES, Kind, WeightScheme
 from mllm_compile.runtime.shown import shown
 from mllm_compile.runtime.weights.formats.base import FLOATS, VALUES, Format, Quantised
-from mllm_compile.runtime.weights.formats.every import FORMATS, small_sources
+from mllm_compile.runtime.weights.formats.registry import FORMATS, small_sources
 from mllm_compile.runtime.weights.formats.settings import Settings
 from mllm_compile.runtime.weights.spec import Factor, SmallPart, WeightPart, WeightSpec
 

@@ -24,7 +24,7 @@ from mllm_compile.runtime.quantised.numbers import dequantised, quantised
 from mllm_compile.runtime.quantised.scheme import MXFP4 as MXFP4_SCHEME
 from mllm_compile.runtime.quantised.scheme import NVFP4, WeightScheme, quantised_as, tensor_name
 from mllm_compile.runtime.weights import reads
-from mllm_compile.runtime.weights.formats import every, gptq
+from mllm_compile.runtime.weights.formats import gptq, registry
 from mllm_compile.runtime.weights.loader import allocate_weights, fill_random, load_weights
 from mllm_compile.runtime.weights.spec import Factor, WeightSpec
 from mllm_compile.runtime.weights.table import weights_from_json, weights_to_json
@@ -71,7 +71,7 @@ def random_weight(*shape: int) -> torch.Tensor:
 @pytest.mark.parametrize("name", LINEARS)
 def test_a_weight_is_what_its_format_says_bit_for_bit(name, shape, tmp_path, monkeypatch):
     """Few values at once, so that rows are computed in several turns and the last is a short one."""
-    monkeypatch.setattr(every, "_MOST_VALUES", 128 * shape[1])
+    monkeypatch.setattr(registry, "_MOST_VALUES", 128 * shape[1])
     expected = write(tmp_path, LINEARS[name], random_weight(*shape))
     found = load(tmp_path)
     assert torch.equal(found, expected)
@@ -107,7 +107,7 @@ def test_fp8_blocks_are_what_transformers_makes_of_them(scale_dtype, tmp_path):
 
 
 def test_stacked_experts_keep_their_own_blocks(tmp_path, monkeypatch):
-    monkeypatch.setattr(every, "_MOST_VALUES", 1)
+    monkeypatch.setattr(registry, "_MOST_VALUES", 1)
     one, two = (random_weight(160, 192 + 64 * index)[:, :192].contiguous() for index in range(2))
     parts = [LINEARS["fp8 blocks"].quantise(weight) for weight in (one, two)]
     stacked = {suffix: torch.stack([tensors[suffix] for tensors, _ in parts]) for suffix in parts[0][0]}

@@ -7,7 +7,7 @@ import torch
 
 from mllm_compile.runtime.quantised.numbers import dequantised, in_lanes, paired, quantised
 from mllm_compile.runtime.quantised.scheme import VALUES, WeightScheme, quantised_as
-from mllm_compile.runtime.weights.formats.every import fill_quantised
+from mllm_compile.runtime.weights.formats.registry import fill_quantised
 
 SCHEMES = {
     "fp8 rows": WeightScheme("fp8", 200),
@@ -92,11 +92,11 @@ def test_what_is_no_number_shows_in_the_scales(name, value):
 @pytest.mark.parametrize("name", SCHEMES)
 def test_a_few_rows_at_a_time_are_the_same(name, monkeypatch):
     from mllm_compile.runtime.quantised import numbers
-    from mllm_compile.runtime.weights.formats import every
+    from mllm_compile.runtime.weights.formats import registry
 
     scheme, weight = SCHEMES[name], weight_of(24, 200)
     whole = quantised(weight, scheme)
-    monkeypatch.setattr(every, "_MOST_VALUES", 1000)
+    monkeypatch.setattr(registry, "_MOST_VALUES", 1000)
     places = {role: torch.empty_like(tensor) for role, tensor in whole.items()}
     fill_quantised(places, weight, scheme, dict.fromkeys(places, lambda tensor: tensor))
     assert all(torch.equal(places[role].view(torch.uint8), whole[role].view(torch.uint8)) for role in whole)
