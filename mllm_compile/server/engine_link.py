@@ -13,7 +13,7 @@ from mllm_compile.process import child_python
 from mllm_compile.process.group import ProcessGroup
 from mllm_compile.server.wire import messages
 from mllm_compile.server.wire.channel import Channel
-from mllm_compile.server.wire.messages import Close, Command, Tiding
+from mllm_compile.server.wire.messages import Close, Command, EngineEvent
 
 _MODULE = "mllm_compile.server.backend.process"
 _COMMANDS_AT_ONCE = 16  # about a step's prompts: the engine begins with them while the next ones are read
@@ -33,14 +33,14 @@ class EngineLink:
     Args:
         command_of: makes its command line of the number of a descriptor, its end of the channel.
         on_step: takes the frames of steps.
-        on_tiding: takes all else that it tells.
+        on_event: takes all else that it tells.
     """
 
     def __init__(
-        self, command_of: CommandLine, on_step: Callable[[bytes], None], on_tiding: Callable[[Tiding], None]
+        self, command_of: CommandLine, on_step: Callable[[bytes], None], on_event: Callable[[EngineEvent], None]
     ) -> None:
         self._on_step = on_step
-        self._on_tiding = on_tiding
+        self._on_event = on_event
         self._loop = asyncio.get_running_loop()
         self.exited = asyncio.Event()
         self._is_over = False
@@ -90,11 +90,11 @@ class EngineLink:
         if self._channel.is_over:
             self._loop.remove_reader(self._channel.fileno())
         for frame in frames:
-            tiding = messages.decode_tiding(frame)
-            if tiding is None:
+            event = messages.decode_event(frame)
+            if event is None:
                 self._on_step(frame)
             else:
-                self._on_tiding(tiding)
+                self._on_event(event)
         return bool(frames)
 
     def _exited(self) -> None:

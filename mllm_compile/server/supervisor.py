@@ -14,7 +14,7 @@ from mllm_compile.errors import MllmError
 from mllm_compile.server.api.errors import ApiError, not_ready
 from mllm_compile.server.engine_facts import EngineFacts
 from mllm_compile.server.engine_link import CommandLine, EngineLink
-from mllm_compile.server.wire.messages import Command, Failed, Hello, Pulse, Stage, Tiding
+from mllm_compile.server.wire.messages import Command, EngineEvent, Failed, Hello, Pulse, Stage
 
 logger = logging.getLogger("mllm_compile.server")
 
@@ -152,7 +152,7 @@ class Supervisor:
         self.stage, self.stage_since_s = "start", time.monotonic()
         self._failure = None
         self._hello = asyncio.get_running_loop().create_future()
-        self._link = link = EngineLink(self._command_of, self._on_step, self._on_tiding)
+        self._link = link = EngineLink(self._command_of, self._on_step, self._on_event)
         try:
             if not await self._started(link, self._hello):
                 await link.interrupt()
@@ -226,16 +226,16 @@ class Supervisor:
                 return await event.wait()
         return False
 
-    def _on_tiding(self, tiding: Tiding) -> None:
-        if isinstance(tiding, Pulse):
+    def _on_event(self, event: EngineEvent) -> None:
+        if isinstance(event, Pulse):
             self._pulse_s = time.monotonic()
-            self.stats = tiding.stats
-        elif isinstance(tiding, Stage):
-            self.stage = tiding.name
-        elif isinstance(tiding, Failed):
-            self._failure = tiding
+            self.stats = event.stats
+        elif isinstance(event, Stage):
+            self.stage = event.name
+        elif isinstance(event, Failed):
+            self._failure = event
         elif self._hello is not None and not self._hello.done():
-            self._hello.set_result(tiding)
+            self._hello.set_result(event)
 
 
 def _how(code: int | None) -> str:

@@ -6,7 +6,7 @@ from typing import Any
 
 from mllm_compile.engine.streams import Countdown
 from mllm_compile.runtime.sampling.params import SamplingParams
-from mllm_compile.server.backend.step_news import StepNews
+from mllm_compile.server.backend.step_events import StepEvents
 from mllm_compile.server.wire import messages
 from tests.fakes import ENDLESS, EOS, ROOM_FOR_ENDLESS, FakeStepRunner, expected_tokens, fake_engine, recite
 from tests.hang_guard import until
@@ -37,11 +37,11 @@ class Front:
 
 def served(engine: Any, prompts: list[list[int]], params: SamplingParams) -> Front:
     front = Front()
-    news = StepNews(front.frames.append)
-    engine.core.tell_steps(news)
+    events = StepEvents(front.frames.append)
+    engine.core.tell_steps(events)
     submissions = [engine.builder.build_one(prompt, params) for prompt in prompts]
     for key, submission in enumerate(submissions):
-        news.take(key, submission)
+        events.take(key, submission)
     engine.core.submit(submissions)
 
     def all_ended() -> bool:
@@ -80,12 +80,12 @@ def test_the_token_that_ends_an_answer_comes_with_its_end():
 def test_an_engine_that_ends_tells_every_request_that_waits():
     runner = FakeStepRunner()
     front = Front()
-    news = StepNews(front.frames.append)
+    events = StepEvents(front.frames.append)
     with fake_engine(runner, **ROOM_FOR_ENDLESS) as engine:
-        engine.core.tell_steps(news)
+        engine.core.tell_steps(events)
         submissions = [engine.builder.build_one([1, 2], SamplingParams(max_tokens=ENDLESS)) for _ in range(6)]
         for key, submission in enumerate(submissions):
-            news.take(key, submission)
+            events.take(key, submission)
         engine.core.submit(submissions)
         until(lambda: runner.batches)
     front.read()
@@ -101,7 +101,7 @@ def test_a_refusal_is_told_though_no_step_runs():
 
 def test_other_sinks_are_told_beside_it():
     with fake_engine() as engine:
-        engine.core.tell_steps(StepNews([].append))
+        engine.core.tell_steps(StepEvents([].append))
         submission = engine.builder.build_one([1], SamplingParams(max_tokens=3, ignore_eos=True))
         submission.sink = Countdown([submission])
         engine.core.submit([submission])

@@ -1,7 +1,7 @@
 """What serving costs: `python -m tests.server.cost` measures CPU time, over a fake device, and prints three figures.
 
 The front's, a chunk: many streams at once through HTTP on this machine, the server's process alone. The front's, a
-request of token ids: its connection and an answer of one token included. The engine's thread, a step: with the news of
+request of token ids: its connection and an answer of one token included. The engine's thread, a step: with the events of
 every step sent, and without. CPU time, as a machine that is shared says nothing in seconds; still the least of several
 runs.
 """
@@ -29,7 +29,7 @@ from mllm_compile.runtime.sampling.params import SamplingParams
 from mllm_compile.runtime.schedule.scheduled_batch import ScheduledBatch
 from mllm_compile.runtime.schedule.scheduler import Scheduler
 from mllm_compile.runtime.step.output import StepOutput
-from mllm_compile.server.backend.step_news import StepNews
+from mllm_compile.server.backend.step_events import StepEvents
 from mllm_compile.server.wire.channel import Channel
 from tests.fakes import scheduler_config
 from tests.server.fake_backend import TOKENIZER, VOCAB
@@ -142,10 +142,10 @@ def engine_cost(streams: int, tokens: int, is_served: bool) -> float:
         submissions = [engine.builder.build_one(f"{PROMPT} {i}", params) for i in range(streams)]
         ended = Countdown(submissions)
         if is_served:
-            news = _Counted(out.send, ended)
-            engine.core.tell_steps(news)
+            events = _Counted(out.send, ended)
+            engine.core.tell_steps(events)
             for key, submission in enumerate(submissions):
-                news.take(key, submission)
+                events.take(key, submission)
         else:
             for submission in submissions:
                 submission.sink = ended
@@ -157,7 +157,7 @@ def engine_cost(streams: int, tokens: int, is_served: bool) -> float:
     return float(np.median(steps))
 
 
-class _Counted(StepNews):
+class _Counted(StepEvents):
     """Also counts the ends."""
 
     def __init__(self, send: Any, ended: Countdown) -> None:

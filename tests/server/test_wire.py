@@ -21,7 +21,7 @@ def ints(*numbers: int) -> bytes:
 def test_a_plain_step_is_two_arrays_and_five_bytes():
     frame = messages.encode_step(ints(1, 2, 3), ints(70000, 0, 5), StepRest())
     assert len(frame) == 3 * 8 + 8
-    assert messages.decode_tiding(frame) is None
+    assert messages.decode_event(frame) is None
     assert messages.decode_step(frame) == ([1, 2, 3], [70000, 0, 5], None)
 
 
@@ -50,9 +50,9 @@ def test_commands_are_read_as_they_were_written():
     assert messages.decode_commands(messages.encode_commands(commands)) == commands
 
 
-def test_tidings_are_read_as_they_were_written():
+def test_events_are_read_as_they_were_written():
     pulse = Pulse({"running": 3})
-    assert messages.decode_tiding(messages.encode_tiding(pulse)) == pulse
+    assert messages.decode_event(messages.encode_event(pulse)) == pulse
 
 
 def test_what_is_no_message_is_refused():

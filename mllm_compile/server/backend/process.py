@@ -1,7 +1,7 @@
 """The engine's process: makes the engine, takes the front's commands, and says once in a while that it is alive.
 
 The main thread waits for commands, and hands on those whose answer has a form (form_queue.py); the engine's own thread
-sends the news of each step (step_news.py); the pulse's thread asks the engine for its figures, which it answers between
+sends the events of each step (step_events.py); the pulse's thread asks the engine for its figures, which it answers between
 two steps: a front that gets no pulse knows that a step is stuck.
 """
 
@@ -27,7 +27,7 @@ from mllm_compile.process.log_lines import start_log
 from mllm_compile.process.progress import LogReporter, NullReporter, Reporter, Stage, reporter_for
 from mllm_compile.process.timeline import Timeline
 from mllm_compile.server.backend.form_queue import FormQueue
-from mllm_compile.server.backend.step_news import StepNews
+from mllm_compile.server.backend.step_events import StepEvents
 from mllm_compile.server.wire import messages
 from mllm_compile.server.wire.channel import Channel
 from mllm_compile.server.wire.messages import Abort, Close, Failed, Hello, Pulse, Submit
@@ -88,8 +88,8 @@ class EngineServer:
             self._tell(Failed(" ".join(str(error).split()), is_mistake=True))
             return self._left(EXIT_MISTAKE)
         with engine:
-            news = StepNews(self._channel.send)
-            engine.core.tell_steps(news)
+            events = StepEvents(self._channel.send)
+            engine.core.tell_steps(events)
             self._tell(_hello(engine, timeline))
             gc.collect()
             gc.freeze()
@@ -97,9 +97,9 @@ class EngineServer:
             pulse.start()
             forms = FormQueue(
                 lambda command: _submission(engine, command),
-                lambda command, built: self._submit(engine, news, [(command, built)]),
+                lambda command, built: self._submit(engine, events, [(command, built)]),
             )
-            self._take_commands(engine, news, forms)
+            self._take_commands(engine, events, forms)
             forms.close()
             self._is_over.set()
             dead = engine.core.end_error
@@ -113,26 +113,26 @@ class EngineServer:
         self._channel.close(linger_s=2.0)
         return code
 
-    def _tell(self, tiding: messages.Tiding) -> None:
-        self._channel.send(messages.encode_tiding(tiding))
+    def _tell(self, event: messages.EngineEvent) -> None:
+        self._channel.send(messages.encode_event(event))
 
     def _pulse(self, engine: Engine) -> None:
         while not self._is_over.wait(PULSE_S):
             self._tell(Pulse(dataclasses.asdict(engine.stats())))
 
-    def _take_commands(self, engine: Engine, news: StepNews, forms: FormQueue) -> None:
+    def _take_commands(self, engine: Engine, events: StepEvents, forms: FormQueue) -> None:
         while engine.is_alive and not self._channel.is_over:
             commands = [command for frame in self._channel.wait(PULSE_S) for command in messages.decode_commands(frame)]
-            self._begin(engine, news, forms, [command for command in commands if isinstance(command, Submit)])
+            self._begin(engine, events, forms, [command for command in commands if isinstance(command, Submit)])
             for command in commands:
                 if isinstance(command, Abort):
-                    submission = None if forms.drop(command.key) else news.submission_of(command.key)
+                    submission = None if forms.drop(command.key) else events.submission_of(command.key)
                     if submission is not None:
                         engine.core.withdraw([submission])
                 elif isinstance(command, Close):
                     return
 
-    def _begin(self, engine: Engine, news: StepNews, forms: FormQueue, commands: Sequence[Submit]) -> None:
+    def _begin(self, engine: Engine, events: StepEvents, forms: FormQueue, commands: Sequence[Submit]) -> None:
         """Begins requests that came together: those without a form are handed to the engine at once, for one step."""
         begun: list[tuple[Submit, Submission | MllmError]] = []
         if commands:
@@ -145,9 +145,11 @@ class EngineServer:
                     begun.append((command, _submission(engine, command)))
             except MllmError as error:
                 begun.append((command, error))
-        self._submit(engine, news, begun)
+        self._submit(engine, events, begun)
 
-    def _submit(self, engine: Engine, news: StepNews, begun: Sequence[tuple[Submit, Submission | MllmError]]) -> None:
+    def _submit(
+        self, engine: Engine, events: StepEvents, begun: Sequence[tuple[Submit, Submission | MllmError]]
+    ) -> None:
         """Hands submissions to the engine, and tells why one is none."""
         submissions = []
         refused = []
@@ -155,7 +157,7 @@ class EngineServer:
             if isinstance(built, MllmError):
                 refused.append(messages.end_of(command.key, [], built))
             else:
-                news.take(command.key, built)
+                events.take(command.key, built)
                 submissions.append(built)
         if refused:
             self._channel.send(messages.encode_step(b"", b"", messages.StepRest(ended=refused)))

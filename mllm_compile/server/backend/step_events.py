@@ -1,6 +1,6 @@
-"""The news of every step for the front: what the engine's thread notes, and sends once a step.
+"""The events of every step for the front: what the engine's thread notes, and sends once a step.
 
-StepNews is the sink of all requests and of the steps (engine/sequences.py). Plain requests cost nothing here one by
+StepEvents is the sink of all requests and of the steps (engine/sequences.py). Plain requests cost nothing here one by
 one: a step's rows and tokens are two arrays. Only who is admitted, ends, or wants log-probabilities is looked at.
 """
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from mllm_compile.runtime.step.output import StepOutput, TokenScores
 
 
-class StepNews:
+class StepEvents:
     """Notes and sends; `take` is for the threads that submit, the rest for the engine's.
 
     Args:

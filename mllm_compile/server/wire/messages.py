@@ -1,6 +1,6 @@
 """The messages between the front and the engine's process, and their bytes.
 
-Commands (front to engine) that come together are one frame, each tiding (engine to front) is one, both msgpack. A step
+Commands (front to engine) that come together are one frame, each event (engine to front) is one, both msgpack. A step
 is the exception, as there are hundreds a second: rows of the running requests and their new tokens as raw int32, and
 msgpack only of what is rare (who was admitted to which row, who has ended, log-probabilities). Nothing is pickled.
 
@@ -138,15 +138,15 @@ class StepRest(msgspec.Struct, array_like=True, omit_defaults=True):
 
 
 Command = Submit | Abort | Close
-Tiding = Stage | Hello | Failed | Pulse
+EngineEvent = Stage | Hello | Failed | Pulse
 
 _STEP = b"S"
-_TIDING = b"T"
+_EVENT = b"T"
 _COUNT = struct.Struct("<xxxi")  # behind the kind: the arrays are aligned
 
 _encoder = msgspec.msgpack.Encoder()
 _commands = msgspec.msgpack.Decoder(list[Command])
-_tidings = msgspec.msgpack.Decoder(Tiding)
+_events = msgspec.msgpack.Decoder(EngineEvent)
 _rests = msgspec.msgpack.Decoder(StepRest)
 
 
@@ -158,8 +158,8 @@ def decode_commands(frame: bytes) -> list[Command]:
     return _commands.decode(frame)
 
 
-def encode_tiding(tiding: Tiding) -> bytes:
-    return _TIDING + _encoder.encode(tiding)
+def encode_event(event: EngineEvent) -> bytes:
+    return _EVENT + _encoder.encode(event)
 
 
 def encode_step(rows: bytes, tokens: bytes, rest: StepRest) -> bytes:
@@ -172,9 +172,9 @@ def encode_step(rows: bytes, tokens: bytes, rest: StepRest) -> bytes:
     return b"".join((_STEP, _COUNT.pack(len(rows) // 4), rows, tokens, tail))
 
 
-def decode_tiding(frame: bytes) -> Tiding | None:
+def decode_event(frame: bytes) -> EngineEvent | None:
     """None: the frame is a step's."""
-    return None if frame[:1] == _STEP else _tidings.decode(memoryview(frame)[1:])
+    return None if frame[:1] == _STEP else _events.decode(memoryview(frame)[1:])
 
 
 def decode_step(frame: bytes) -> tuple[list[int], list[int], StepRest | None]:
