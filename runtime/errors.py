@@ -63,7 +63,7 @@ class CaptureSizeError(ConfigError):
 
 
 class RequestError(MllmError, ValueError):
-    """A request refused at the door: bad sampling parameters, prompt too long, token id out of the vocabulary."""
+    """A request refused on arrival: bad sampling parameters, prompt too long, token id out of the vocabulary."""
 
 
 class EngineDeadError(MllmError):

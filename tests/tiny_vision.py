@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from mllm_compile.config.schema import EngineConfig
-from mllm_compile.media.inputs import MediaItem, MediaPrompt
+from mllm_compile.media.prompt import MediaItem, MediaPrompt
 from mllm_compile.runtime.media.crops import CropTower
 from mllm_compile.runtime.media.tower import Grid
 

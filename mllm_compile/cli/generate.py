@@ -155,7 +155,7 @@ def _picture(path: str) -> bytes | str:
     Raises:
         RequestError: it cannot be read, or Pillow is not installed.
     """
-    from mllm_compile.media.door import check_pillow
+    from mllm_compile.media.preprocessor import check_pillow
     from mllm_compile.media.sources import read_image
 
     check_pillow()

@@ -23,8 +23,8 @@ from mllm_compile.engine.parts import EngineParts
 from mllm_compile.errors import DamagedWeightsError, DeviceMemoryError
 from mllm_compile.files.byte_sizes import format_bytes
 from mllm_compile.files.json_file import HeldFiles
-from mllm_compile.media.door import MediaDoor
 from mllm_compile.media.files import CONFIG_FILE, PROCESSOR_FILES
+from mllm_compile.media.preprocessor import MediaPreprocessor
 from mllm_compile.process.progress import Reporter
 from mllm_compile.process.timeline import Timeline, timeline_of
 from mllm_compile.ranks.ahead import RanksAhead, ranks_ahead

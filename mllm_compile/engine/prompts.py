@@ -17,8 +17,8 @@ from typing import Any, Protocol
 import numpy as np
 
 from mllm_compile.errors import MllmError, RequestError
-from mllm_compile.media.inputs import MediaPrompt
 from mllm_compile.media.messages import has_media, take_media
+from mllm_compile.media.prompt import MediaPrompt
 from mllm_compile.media.sources import SourceItem, read_items
 from mllm_compile.runtime.media.request import RequestMedia
 from mllm_compile.runtime.media.tower import Tower
@@ -62,7 +62,7 @@ class PromptTokenizer(Decoder, Protocol):
 
 
 class MediaSource(Protocol):
-    """Prepares prompts with pictures; mllm_compile.media.door.MediaDoor does.
+    """Prepares prompts with pictures; mllm_compile.media.preprocessor.MediaPreprocessor does.
 
     Attributes:
         why_not: the reason why the runtime takes none; None: it does.

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from mllm_compile.media.inputs import MediaKind  # which imports numpy: a command's help has no use for it
+    from mllm_compile.media.prompt import MediaKind  # which imports numpy: a command's help has no use for it
 
 CONFIG_FILE = "config.json"
 PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json")

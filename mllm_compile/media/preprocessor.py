@@ -10,14 +10,14 @@ from importlib.util import find_spec
 from mllm_compile.errors import RequestError
 from mllm_compile.media.fetch import fetched
 from mllm_compile.media.files import CONFIG_FILE, PROCESSOR_FILES, placeholder_of
-from mllm_compile.media.inputs import KINDS, MediaKind, MediaPrompt
+from mllm_compile.media.prompt import KINDS, MediaKind, MediaPrompt
 from mllm_compile.media.sources import SourceItem
 from mllm_compile.media.workers import MediaWorkers, SharedPrompt
 from mllm_compile.runtime.json_data import parse_json
 
 
-class MediaDoor:
-    """The door of one model; from any thread. Nothing of it starts before the first picture.
+class MediaPreprocessor:
+    """The preprocessor of one model; from any thread. Nothing of it starts before the first picture.
 
     Args:
         model: its name, for errors.

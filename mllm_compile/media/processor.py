@@ -21,7 +21,7 @@ import numpy as np
 from mllm_compile.errors import RequestError
 from mllm_compile.media.decode import Refused
 from mllm_compile.media.files import CONFIG_FILE, PROCESSOR_FILES, placeholder_of
-from mllm_compile.media.inputs import KINDS, MediaItem, MediaKind, MediaPrompt
+from mllm_compile.media.prompt import KINDS, MediaItem, MediaKind, MediaPrompt
 from mllm_compile.text.control_tokens import unmarked
 from mllm_compile.text.tokenizer import Tokenizer, load_tokenizer
 from mllm_compile.text.tokenizer_files import TOKENIZER_CONFIG_FILE

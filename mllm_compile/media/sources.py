@@ -18,8 +18,8 @@ from typing import Any
 import numpy as np
 
 from mllm_compile.errors import RequestError
-from mllm_compile.media.inputs import MediaKind
 from mllm_compile.media.limits import MAX_FILE_BYTES, MAX_FRAMES, MAX_ITEMS, MAX_PIXELS, MAX_PROMPT_PIXELS
+from mllm_compile.media.prompt import MediaKind
 from mllm_compile.runtime.shown import brief, shown
 
 _IMAGE = "a PIL image, the bytes of a file, a data URL, a local path, or an array [height, width, 3] of uint8"

@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 
 from mllm_compile.errors import MllmError, RequestError
-from mllm_compile.media.inputs import MediaItem, MediaPrompt
 from mllm_compile.media.limits import MAX_HELD_BYTES, MAX_MEMORY, MAX_SECONDS, MAX_TENSOR_BYTES
+from mllm_compile.media.prompt import MediaItem, MediaPrompt
 from mllm_compile.media.protocol import (
     MAX_ANSWER,
     PREPARED,

@@ -9,7 +9,7 @@ from pathlib import Path
 from mllm_compile.engine.requests import RequestBuilder
 from mllm_compile.errors import MllmError
 from mllm_compile.files.json_file import HeldFiles
-from mllm_compile.media.door import MediaDoor
+from mllm_compile.media.preprocessor import MediaPreprocessor
 from mllm_compile.server.wire.messages import Hello, params_of_wire
 from mllm_compile.text.calls.derive import derive
 from mllm_compile.text.calls.syntax import ChatSyntax
@@ -32,7 +32,7 @@ class EngineFacts:
         media: prepares prompts with pictures.
     """
 
-    def __init__(self, hello: Hello, tokenizer: Tokenizer | None, syntax: ChatSyntax, media: MediaDoor) -> None:
+    def __init__(self, hello: Hello, tokenizer: Tokenizer | None, syntax: ChatSyntax, media: MediaPreprocessor) -> None:
         self.hello = hello
         self.media = media
         self.tokenizer = tokenizer
@@ -72,7 +72,7 @@ class EngineFacts:
             return cls(hello, earlier.tokenizer, earlier.syntax, earlier.media)
         tokenizer = load_tokenizer(Path("tokenizer"), HeldFiles(files))
         name, domains = hello.model or "the model", hello.media_domains
-        media = MediaDoor(name, files, hello.max_model_len, hello.why_no_media, domains)
+        media = MediaPreprocessor(name, files, hello.max_model_len, hello.why_no_media, domains)
         return cls(hello, tokenizer, syntax_of(tokenizer), media)
 
 

@@ -254,7 +254,7 @@ class SamplingParams:
         return one
 
     def check_vocab(self, vocab_size: int) -> None:
-        """Refuse token ids that the model does not have; called at the door, where the model is known.
+        """Refuse token ids that the model does not have; called on arrival, where the model is known.
 
         Raises:
             RequestError: An id of logit_bias, stop_token_ids or allowed_token_ids is `vocab_size` or more, or logprobs

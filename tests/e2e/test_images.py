@@ -24,7 +24,7 @@ from mllm_compile.config.compile_options import CompileOptions
 from mllm_compile.engine.assemble import assemble
 from mllm_compile.engine.engine import Engine as AnyEngine
 from mllm_compile.errors import RequestError
-from mllm_compile.media.inputs import MediaItem, MediaPrompt
+from mllm_compile.media.prompt import MediaItem, MediaPrompt
 from mllm_compile.process.timeline import Timeline
 from mllm_compile.runtime.media.request import RequestMedia
 from mllm_compile.store.artifact import WEIGHTS
@@ -142,7 +142,7 @@ def tokens(engine: AnyEngine, prompts: list[Any], params: SamplingParams = GREED
 
 def test_every_protocol_has_models_among_these() -> None:
     from mllm_compile.model.towers.find import PROTOCOLS
-    from mllm_compile.runtime.media.every import TOWERS
+    from mllm_compile.runtime.media.registry import TOWERS
 
     assert len(PROTOCOLS) == len(TOWERS) == len(GROUPS)
     assert set(WITH_VIDEOS) <= set(MODELS)

@@ -1,4 +1,4 @@
-"""Prompts with images at the door of an engine: what is refused, and that they count as one prompt."""
+"""Prompts with images that arrive at an engine: what is refused, and that they count as one prompt."""
 
 from __future__ import annotations
 

@@ -171,7 +171,7 @@ def test_bad_words_reach_the_sampler_with_each_request(runner):
         ({"allowed_token_ids": [EOS], "min_tokens": 1}, "allowed_token_ids: expected a token that does not end"),
     ],
 )
-def test_rules_that_cannot_be_kept_are_refused_at_the_door(engine: Engine, changes, said):
+def test_rules_that_cannot_be_kept_are_refused_on_arrival(engine: Engine, changes, said):
     wanted = replace(params(), **changes)
     with pytest.raises(RequestError, match=said):
         engine.generate("abc", wanted)

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mllm_compile.media.door import MediaDoor
+from mllm_compile.media.preprocessor import MediaPreprocessor
 from mllm_compile.runtime.media.grids import GridTower
 
 SPECIAL = ("<|end|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
@@ -63,9 +63,9 @@ def make_files(folder: Path, **settings: Any) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
-def make_door(files: dict[str, bytes], **changes: Any) -> MediaDoor:
+def make_preprocessor(files: dict[str, bytes], **changes: Any) -> MediaPreprocessor:
     options: dict[str, Any] = {"model": "tiny", "files": files, "max_model_len": MODEL_LEN, "why_not": None}
-    return MediaDoor(**options | changes)
+    return MediaPreprocessor(**options | changes)
 
 
 def pixels_of(seed: int, height: int = 32, width: int = 48) -> np.ndarray:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.media.cases import make_door, make_files
+from tests.media.cases import make_files, make_preprocessor
 
 
 @pytest.fixture(scope="session")
@@ -13,6 +13,6 @@ def files(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
-def door(files):
+def preprocessor(files):
     pytest.importorskip("PIL")
-    return make_door(files)
+    return make_preprocessor(files)

@@ -15,7 +15,7 @@ from mllm_compile.media.sources import read_items
 from mllm_compile.text.tokenizer import load_tokenizer
 from tests.engine.cases import params
 from tests.fakes import fake_engine
-from tests.media.cases import PLACE, TEMPLATE, TOWER, file_of, make_door, pixels_of, png_that_says
+from tests.media.cases import PLACE, TEMPLATE, TOWER, file_of, make_preprocessor, pixels_of, png_that_says
 
 
 @pytest.fixture(scope="module")
@@ -24,8 +24,8 @@ def tokenizer(files):
 
 
 @pytest.fixture
-def engine(door, tokenizer):
-    with fake_engine(tokenizer=tokenizer, vocab_size=300, media=door, tower=TOWER) as engine:
+def engine(preprocessor, tokenizer):
+    with fake_engine(tokenizer=tokenizer, vocab_size=300, media=preprocessor, tower=TOWER) as engine:
         yield engine
 
 
@@ -72,8 +72,8 @@ def test_the_pictures_reach_the_request(engine):
     assert built.sequences[0].request.cache_salt == ("mine",)
 
 
-def test_a_media_prompt_that_was_prepared_is_taken_with_a_salt(engine, door):
-    prepared = door.prepare(f"{PLACE}?", read_items({"image": pixels_of(1)}, local_paths=True), True)
+def test_a_media_prompt_that_was_prepared_is_taken_with_a_salt(engine, preprocessor):
+    prepared = preprocessor.prepare(f"{PLACE}?", read_items({"image": pixels_of(1)}, local_paths=True), True)
     for prompt in (prepared, {"prompt": prepared, "cache_salt": "mine"}):
         assert len(engine.generate(prompt, params())[0].outputs[0].token_ids) == 8
 
@@ -129,11 +129,11 @@ def test_each_mistake_has_its_own_line_and_the_others_go_on(engine):
 
 
 def test_text_goes_its_way_without_a_worker(files, tokenizer):
-    door = make_door(files)
-    with fake_engine(tokenizer=tokenizer, vocab_size=300, media=door, tower=TOWER) as engine:
+    preprocessor = make_preprocessor(files)
+    with fake_engine(tokenizer=tokenizer, vocab_size=300, media=preprocessor, tower=TOWER) as engine:
         engine.generate([{"prompt": "a", "multi_modal_data": {}}, "b"], params())
         engine.chat(chat(), params())
-    assert door._workers is None
+    assert preprocessor._workers is None
 
 
 @pytest.mark.parametrize(
@@ -161,9 +161,9 @@ def test_an_engine_of_text_refuses_pictures():
 
 
 def test_a_runtime_without_a_program_refuses_pictures(files, tokenizer):
-    door = make_door(files, why_not="this runtime has no program for images")
+    preprocessor = make_preprocessor(files, why_not="this runtime has no program for images")
     with (
-        fake_engine(tokenizer=tokenizer, vocab_size=300, media=door, tower=TOWER) as engine,
+        fake_engine(tokenizer=tokenizer, vocab_size=300, media=preprocessor, tower=TOWER) as engine,
         pytest.raises(RequestError, match="has no program for images"),
     ):
         engine.chat(chat(url_part(b"x")), params())

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mllm_compile.media.inputs import MediaPrompt
+from mllm_compile.media.prompt import MediaPrompt
 from mllm_compile.runtime.errors import RequestError
 from mllm_compile.runtime.media.crops import CropTower
 from mllm_compile.runtime.media.grids import GridTower

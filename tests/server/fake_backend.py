@@ -24,7 +24,7 @@ from mllm_compile.runtime.sampling.structured_params import StructuredOutputsPar
 from mllm_compile.server.backend.process import EngineServer, channel_at
 from mllm_compile.text.tokenizer import Tokenizer, load_tokenizer
 from tests.fakes import FakeStepRunner, fake_engine, hashed_token
-from tests.media.cases import TEMPLATE, TOWER, make_door, make_files
+from tests.media.cases import TEMPLATE, TOWER, make_files, make_preprocessor
 from tests.text.calls import templates
 
 TINY = Path(mllm_compile.model.__file__).parent / "tiny"
@@ -127,7 +127,7 @@ def make_engine(settings: dict[str, Any]) -> Engine:
         with tempfile.TemporaryDirectory() as folder:
             files = {**make_files(Path(folder)), "chat_template.jinja": TEMPLATE.encode()}
         tokenizer = load_tokenizer(TINY, HeldFiles(files))
-        media = make_door(files, **settings["pictures"])
+        media = make_preprocessor(files, **settings["pictures"])
         next_token = hashed_token
     has_tokenizer = settings.get("has_tokenizer", True)
     runner = Runner(next_token=next_token, delay_s=settings.get("delay_s", 0.001))

@@ -166,7 +166,7 @@ def respond(server: Server, *content: dict[str, Any]) -> Answer:
     return server.post("/v1/responses", asked)
 
 
-def test_the_other_interfaces_take_pictures_by_the_same_door(server):
+def test_the_other_interfaces_take_pictures_the_same_way(server):
     files = [file_of(pixels_of(seed, 32, 48)) for seed in (1, 2)]
     expected = ask(server, *map(data_url, files)).json
     told = message(server, *map(block, files), {"type": "text", "text": "How many?"})

@@ -16,7 +16,7 @@ from mllm_compile.bench.measure.setting import Setting
 from mllm_compile.bench.measure.workloads import Call
 from mllm_compile.engine.async_engine import AsyncEngine
 from mllm_compile.engine.engine import Engine
-from mllm_compile.media.inputs import MediaItem, MediaPrompt
+from mllm_compile.media.prompt import MediaItem, MediaPrompt
 from mllm_compile.process.progress import reporter_for
 from mllm_compile.runtime.media.grids import GridTower
 from mllm_compile.runtime.media.tower import Grid

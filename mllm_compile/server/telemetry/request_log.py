@@ -13,7 +13,7 @@ logger = logging.getLogger("mllm_compile.server")
 
 
 def request_refused(error: ApiError, metrics: Metrics, path: str, client: str) -> None:
-    """Logs and counts a request that was refused at the door; not the message, which may quote it."""
+    """Logs and counts a request that was refused on arrival; not the message, which may quote it."""
     metrics.response(error.status)
     fields = {"request": None, "status": error.status, "path": path, "code": error.code, "param": error.param}
     reason = " ".join(filter(None, (path, error.code, error.param)))

@@ -207,21 +207,21 @@ def test_numbers_that_no_vocabulary_and_no_context_reaches_fit_the_devices_table
 
 
 @pytest.mark.parametrize("params", [SamplingParams(stop_token_ids=[9]), SamplingParams(logit_bias={9: 1.0})])
-def test_token_ids_past_the_vocabulary_are_refused_at_the_door(params):
+def test_token_ids_past_the_vocabulary_are_refused_on_arrival(params):
     params.check_vocab(10)
     with pytest.raises(RequestError, match=r"expected token ids under 9, .*got 9"):
         params.check_vocab(9)
 
 
 @pytest.mark.parametrize("field", ["logprobs", "prompt_logprobs"])
-def test_more_log_probabilities_than_the_vocabulary_has_are_refused_at_the_door(field):
+def test_more_log_probabilities_than_the_vocabulary_has_are_refused_on_arrival(field):
     params = SamplingParams(**{field: 5})
     params.check_vocab(5)
     with pytest.raises(RequestError, match=rf"^{field}: expected at most 4, .*got 5"):
         params.check_vocab(4)
 
 
-def test_log_probabilities_of_a_whole_vocabulary_are_bounded_at_the_door():
+def test_log_probabilities_of_a_whole_vocabulary_are_bounded_on_arrival():
     SamplingParams(logprobs=-1, max_tokens=512).check_vocab(2**17)
     for more in ({"max_tokens": 513}, {"max_tokens": None}, {"max_tokens": 257, "n": 2}):
         with pytest.raises(RequestError, match=r"^logprobs: expected n \* max_tokens of at most 512 with -1"):

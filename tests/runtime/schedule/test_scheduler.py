@@ -89,7 +89,7 @@ def test_limits_that_cannot_work_are_refused(changes: dict[str, int], message: s
         (50, None, {"num_pages": 9}, "needs 13 KV pages of 4 tokens, but only 8 exist"),
     ],
 )
-def test_a_request_that_could_never_fit_is_refused_at_the_door(
+def test_a_request_that_could_never_fit_is_refused_on_arrival(
     prompt_len: int, max_tokens: int | None, changes: dict[str, int], message: str
 ) -> None:
     scheduler = Scheduler(make_config(**changes))
