@@ -139,7 +139,7 @@ def lower(config: ResolvedConfig, built: BuiltModel, dump_dir: Path, reporter: R
         CompileError: a pass failed.
         ConfigError: the model cannot be cut, counted or divided as is asked, or has no such layers.
     """
-    from mllm_compile.model.gate import check_trace
+    from mllm_compile.model.supported import check_trace
     from mllm_compile.model.trace import trace_model
 
     hf_model = built.hf_model

@@ -37,7 +37,7 @@ def with_media(config: ResolvedConfig, lowered: Lowered, dump_dir: Path, reporte
     Raises:
         CompileError: a pass failed.
     """
-    from mllm_compile.model.gate import check_tower, check_trace
+    from mllm_compile.model.supported import check_tower, check_trace
     from mllm_compile.model.towers.find import tower_adapter
     from mllm_compile.passes.pipeline import OF_TOWERS, pass_names
 

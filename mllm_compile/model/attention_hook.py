@@ -2,7 +2,7 @@
 
 Registered through Transformers' own AttentionInterface, so no model is changed. No mask function is registered under
 the name, hence Transformers builds no mask: the op does causality and windows. Arguments of a call that the op
-cannot express are written into its `refusals`, where the gate (mllm_compile/model/gate.py) reads them.
+cannot express are written into its `refusals`, where mllm_compile/model/supported.py reads them.
 """
 
 from __future__ import annotations

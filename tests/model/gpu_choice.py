@@ -20,8 +20,8 @@ from mllm_compile.config.resolve import resolve
 from mllm_compile.config.schema import EngineConfig
 from mllm_compile.errors import UnsupportedModelError
 from mllm_compile.kernels import decode_attention
-from mllm_compile.model.gate import check_trace
 from mllm_compile.model.hf_model import HFModel, build_config_on_meta
+from mllm_compile.model.supported import check_trace
 from mllm_compile.model.trace import Trace, trace_model
 from mllm_compile.passes.absorb_latents import AbsorbLatents
 from mllm_compile.passes.base import SmallWeights

@@ -11,8 +11,8 @@ from mllm_compile.compiler.load_or_compile import load_or_compile
 from mllm_compile.config.schema import EngineConfig
 from mllm_compile.errors import CompileError, UnsupportedModelError
 from mllm_compile.model.experts_hook import check_choices, experts_per_token
-from mllm_compile.model.gate import check_trace
 from mllm_compile.model.hf_model import build_config_on_meta
+from mllm_compile.model.supported import check_trace
 from mllm_compile.model.trace import trace_model
 from mllm_compile.passes.match.nodes import is_op
 from tests.model.tiny_configs import LAYERS, save_tiny_model, tiny_config

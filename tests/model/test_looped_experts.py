@@ -10,9 +10,9 @@ import torch
 
 from mllm_compile.compiler.program_builder import build_program
 from mllm_compile.model.experts_hook import experts_as_ops, experts_of_layers
-from mllm_compile.model.gate import check_trace
 from mllm_compile.model.hf_model import build_config_on_meta
 from mllm_compile.model.looped_experts import looped_experts
+from mllm_compile.model.supported import check_trace
 from mllm_compile.model.trace import trace_model
 from mllm_compile.passes.group_experts import GroupExperts
 from mllm_compile.passes.match.nodes import called_pieces, is_op
