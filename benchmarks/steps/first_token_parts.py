@@ -91,7 +91,7 @@ PARTS: tuple[tuple[int, type, str], ...] = (
     (1, StepHandle, "wait"),
     (1, Scheduler, "update"),
     (1, Countdown, "on_end"),
-    (1, Scheduler, "settle"),
+    (1, Scheduler, "finish_update"),
 )
 WARM_UPS = 5
 KERNELS = 16  # rows of the table

@@ -81,7 +81,7 @@ def resolve(config: EngineConfig, model: ModelFolder, device: DeviceInfo) -> Res
         DeviceError: the device lacks the attention library.
     """
     choices = AutoChoices()
-    dtype = choices.settle("model.dtype", config.model.dtype, lambda: _auto_dtype(config, model, device))
+    dtype = choices.resolve("model.dtype", config.model.dtype, lambda: _auto_dtype(config, model, device))
     backend = _attention_backend(config.runtime, dtype, device, choices)
     runtime = _runtime(config.runtime, dtype, backend, model, device, choices)
     split_decode = _split_decode(config.compile, runtime, dtype, device)
@@ -95,7 +95,7 @@ def resolve(config: EngineConfig, model: ModelFolder, device: DeviceInfo) -> Res
             folder=str(model.path),
             revision=config.model.revision,
             dtype=dtype,
-            load_format=choices.settle(
+            load_format=choices.resolve(
                 "model.load_format", config.model.load_format, lambda: ("safetensors", "the checkpoint's format")
             ),
             quantization=_quantization(config, model, choices),
@@ -113,7 +113,7 @@ def resolve(config: EngineConfig, model: ModelFolder, device: DeviceInfo) -> Res
         structured_outputs=_structured_outputs(config.structured_outputs, choices),
         media=ResolvedMedia(allowed_domains=config.media.allowed_domains),
         cache=ResolvedCache(
-            dir=os.path.abspath(user_path(choices.settle("cache.dir", config.cache.dir, auto_cache_dir)))
+            dir=os.path.abspath(user_path(choices.resolve("cache.dir", config.cache.dir, auto_cache_dir)))
         ),
         choices=tuple(choices.made),
         without_effect=() if device.is_cuda else _of_gpus_alone(config),
@@ -122,10 +122,10 @@ def resolve(config: EngineConfig, model: ModelFolder, device: DeviceInfo) -> Res
 
 def _structured_outputs(asked: StructuredOutputsConfig, choices: AutoChoices) -> ResolvedStructuredOutputs:
     cores = len(os.sched_getaffinity(0))
-    threads = choices.settle(
+    threads = choices.resolve(
         "structured_outputs.threads", asked.threads, lambda: (min(max(cores // 4, 1), 4), f"of {cores} processors")
     )
-    backends = choices.settle(
+    backends = choices.resolve(
         "structured_outputs.backend",
         asked.backend,
         lambda: (STRUCTURE_BACKENDS, "the second takes what the first refuses"),
@@ -147,7 +147,7 @@ def _quantization(config: EngineConfig, model: ModelFolder, choices: AutoChoices
             return "dequantize", f"linears do not compute with {scheme.name}"
         return "keep", f"the checkpoint's, {scheme.name}"
 
-    chosen = choices.settle("model.quantization", asked, choose)
+    chosen = choices.resolve("model.quantization", asked, choose)
     if chosen == "none" and scheme is not None:
         raise ConfigError(
             f"model.quantization is none, but the checkpoint is quantised ({scheme.name}). Set it to auto or "
@@ -192,7 +192,7 @@ def _attention_backend(asked: RuntimeConfig, dtype: str, device: DeviceInfo, cho
             return "torch", "FlashInfer has no float32 kernels"
         return "flashinfer", "a GPU"
 
-    backend = choices.settle("runtime.attention_backend", asked.attention_backend, choose)
+    backend = choices.resolve("runtime.attention_backend", asked.attention_backend, choose)
     if backend == "flashinfer":
         _require_flashinfer(dtype, device)
     return backend
@@ -219,12 +219,12 @@ def _runtime(
     asked: RuntimeConfig, dtype: str, backend: BackendName, model: ModelFolder, device: DeviceInfo, choices: AutoChoices
 ) -> RuntimeSection:
     kind = "cuda" if device.is_cuda else "cpu"
-    choices.settle("runtime.device", asked.device, lambda: (device.device, device.name))
+    choices.resolve("runtime.device", asked.device, lambda: (device.device, device.name))
     requests, tokens = _batch_limits(asked, kind, model, choices)
-    settled = {
+    resolved_values = {
         "device": device.device,
         "attention_backend": backend,
-        "page_size": choices.settle(
+        "page_size": choices.resolve(
             "runtime.page_size", asked.page_size, lambda: (PAGE_SIZE[backend], f"for {backend}")
         ),
         "kv_cache_dtype": _kv_cache_dtype(asked, dtype, choices),
@@ -234,19 +234,19 @@ def _runtime(
         "max_step_ms": _max_step_ms(asked, choices),
         "cascade_attention": False,  # see _cascade_attention
     }
-    return RuntimeSection(**asked.model_dump() | settled)  # the other keys have no `auto`
+    return RuntimeSection(**asked.model_dump() | resolved_values)  # the other keys have no `auto`
 
 
 def _max_step_ms(asked: RuntimeConfig, choices: AutoChoices) -> MaxStepMs:
     if not asked.deterministic:
         why = "what running answers take alone, so prompts lose about a tenth"
-        return choices.settle("runtime.max_step_ms", asked.max_step_ms, lambda: ("tenfold", why))
+        return choices.resolve("runtime.max_step_ms", asked.max_step_ms, lambda: ("tenfold", why))
     if not isinstance(asked.max_step_ms, str):
         raise ConfigError(
             f"runtime.max_step_ms is {asked.max_step_ms:g}, but with runtime.deterministic all steps take the same "
             "time. Set it to auto or none, and lower runtime.max_num_batched_tokens for shorter steps."
         )
-    return choices.settle("runtime.max_step_ms", asked.max_step_ms, lambda: ("none", "deterministic: steps are alike"))
+    return choices.resolve("runtime.max_step_ms", asked.max_step_ms, lambda: ("none", "deterministic: steps are alike"))
 
 
 def _cascade_attention(
@@ -285,7 +285,7 @@ def _cascade_attention(
             obstacle = obstacle or "it was not tried on several GPUs"
         return (False, obstacle) if obstacle else (True, "in steps of which enough is shared")
 
-    return choices.settle("runtime.cascade_attention", asked.cascade_attention, choose)
+    return choices.resolve("runtime.cascade_attention", asked.cascade_attention, choose)
 
 
 def check_cascade_layers(config: ResolvedConfig, layers: Iterable[LayerSpec]) -> None:
@@ -306,7 +306,7 @@ def check_cascade_layers(config: ResolvedConfig, layers: Iterable[LayerSpec]) ->
 def _kv_cache_dtype(asked: RuntimeConfig, dtype: str, choices: AutoChoices) -> KVDtypeName:
     if asked.kv_cache_dtype == "fp8_e4m3":
         return "float8_e4m3fn"
-    kv_dtype = choices.settle("runtime.kv_cache_dtype", asked.kv_cache_dtype, lambda: (dtype, "the model's"))
+    kv_dtype = choices.resolve("runtime.kv_cache_dtype", asked.kv_cache_dtype, lambda: (dtype, "the model's"))
     if kv_dtype != dtype:
         raise ConfigError(
             f"runtime.kv_cache_dtype is {kv_dtype}, the model's dtype {dtype}; a KV cache has the model's own type or "
@@ -341,12 +341,12 @@ def _batch_limits(asked: RuntimeConfig, kind: str, model: ModelFolder, choices: 
     most_requests, why_requests = min(MAX_RUNNING_REQUESTS[kind], step), f"for {kind}"
     if asked.deterministic and 1 < step < 2 * most_requests:
         most_requests, why_requests = step // 2, "deterministic: half of a step, so that prompts get on"
-    requests = choices.settle(
+    requests = choices.resolve(
         "runtime.max_running_requests",
         asked.max_running_requests,
         lambda: (most_requests, why_requests),
     )
-    tokens = choices.settle("runtime.max_num_batched_tokens", budget, lambda: (max(auto_tokens, requests), why))
+    tokens = choices.resolve("runtime.max_num_batched_tokens", budget, lambda: (max(auto_tokens, requests), why))
     if requests > tokens:
         raise ConfigError(
             f"runtime.max_running_requests is {requests}, more than runtime.max_num_batched_tokens {tokens}: each "
@@ -380,7 +380,7 @@ def _max_model_len(asked: RuntimeConfig, kind: str, model: ModelFolder, choices:
             return limit, "the model's own limit"
         return MAX_MODEL_LEN[kind], f"for {kind}; the model takes {limit or 'any length'}"
 
-    length = choices.settle("runtime.max_model_len", asked.max_model_len, choose)
+    length = choices.resolve("runtime.max_model_len", asked.max_model_len, choose)
     if limit is not None and length > limit:
         raise ConfigError(
             f"runtime.max_model_len is {length}, but the model was made for at most {limit} tokens, or is sparse "

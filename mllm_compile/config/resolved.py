@@ -111,7 +111,7 @@ class AutoChoices:
     def __init__(self) -> None:
         self.made: list[AutoChoice] = []
 
-    def settle(self, key: str, asked: Any, choose: Callable[[], tuple[Any, str]]) -> Any:
+    def resolve(self, key: str, asked: Any, choose: Callable[[], tuple[Any, str]]) -> Any:
         """Returns `asked`, or if that is auto the value of `choose() -> (value, why)`."""
         if asked != "auto":
             return asked

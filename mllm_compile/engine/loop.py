@@ -400,7 +400,7 @@ class EngineCore:
         step, self._in_flight = self._in_flight, None
         if step is not None:  # the memory that it works in is given back next
             with suppress(BaseException):
-                _settle(step.handle)
+                _wait_quietly(step.handle)
 
     def _admit(self, submissions: list[Submission]) -> None:
         for submission in submissions:
@@ -518,7 +518,7 @@ class EngineCore:
             lost = [batch]
             later, self._in_flight = self._in_flight, None
             if later is not None:
-                _settle(later.handle)
+                _wait_quietly(later.handle)
                 lost.append(later.batch)
             self._steps_failed(lost, error)
             return
@@ -545,7 +545,7 @@ class EngineCore:
                 self._forget(sequence)
         if self._step_sink is not None:
             self._step_sink.flush()
-        self._scheduler.settle()  # while those who were told wake up
+        self._scheduler.finish_update()  # while those who were told wake up
         self._uncounted = batch, result.accepted, now
 
     def _break(self, request: Request) -> None:
@@ -633,7 +633,7 @@ def _forget_prompt_logprobs(batch: ScheduledBatch) -> None:
             request.prompt_logprobs.clear()
 
 
-def _settle(handle: StepHandle) -> None:
+def _wait_quietly(handle: StepHandle) -> None:
     """Waits for a step whose result is of no use, so that nothing of it runs any more."""
     try:
         handle.wait()

@@ -49,11 +49,11 @@ def position_offset(model: torch.nn.Module) -> int:
 
 
 def as_positions(counted: torch.Tensor) -> torch.Tensor:
-    """Stands for `positions` in a trace: an op that settle_positions takes out again."""
+    """Stands for `positions` in a trace: an op that restore_positions replaces."""
     return torch.ops.mllm.own_positions(counted)
 
 
-def settle_positions(gm: fx.GraphModule) -> None:
+def restore_positions(gm: fx.GraphModule) -> None:
     """Puts the input `positions` [T] in the place of what was counted; positions that were read already stay."""
     counted = [node for node in gm.graph.nodes if is_op(node, "own_positions")]
     if not counted:

@@ -127,11 +127,11 @@ def choosing_rope(model: torch.nn.Module, lengths: Lengths) -> Iterator[None]:
 
 
 def as_request_lengths(positions: torch.Tensor) -> torch.Tensor:
-    """Stands for the input `rope_lens` in a trace: an op that settle_rope takes out again."""
+    """Stands for the input `rope_lens` in a trace: an op that restore_request_lengths replaces."""
     return torch.ops.mllm.request_lengths(positions)
 
 
-def settle_rope(gm: fx.GraphModule) -> None:
+def restore_request_lengths(gm: fx.GraphModule) -> None:
     """Makes what as_request_lengths has left behind the input `rope_lens` [T]."""
     nodes = [node for node in gm.graph.nodes if is_op(node, "request_lengths")]
     if not nodes:

@@ -97,7 +97,7 @@ def _reasons(trace: Trace, hf_model: HFModel) -> Iterator[str]:
         yield f"table {table!r} is read past attention"
     yield from found_in_graph
     if attentions and not found_in_graph:
-        yield from _settle_windows(attentions, trace, hf_model)
+        yield from _fill_windows(attentions, trace, hf_model)
 
 
 def _direct_attention(gm: fx.GraphModule) -> Iterator[str]:
@@ -136,7 +136,7 @@ def _layer_reasons(node: fx.Node) -> Iterator[str]:
         yield f"its attention sinks are computed, not a weight ({_where(node)})"
 
 
-def _settle_windows(attentions: list[fx.Node], trace: Trace, hf_model: HFModel) -> Iterator[str]:
+def _fill_windows(attentions: list[fx.Node], trace: Trace, hf_model: HFModel) -> Iterator[str]:
     """Gives each attention the window of its mask: none was built for the trace, and calls need not repeat it."""
     from mllm_compile.model.mask_probe import observe_attention
 

@@ -28,9 +28,9 @@ from mllm_compile.model.hf_model import HFModel, fake_copy
 from mllm_compile.model.own_attention.find import find_attention
 from mllm_compile.model.own_attention.indexed import choosing_every_key
 from mllm_compile.model.own_attention.masks import tables_for_any_step, with_a_mask_if_needed
-from mllm_compile.model.positions_hook import as_positions, reading_positions, settle_positions
+from mllm_compile.model.positions_hook import as_positions, reading_positions, restore_positions
 from mllm_compile.model.refusals import first_line, refusing
-from mllm_compile.model.rope_hook import as_request_lengths, choosing_rope, settle_rope
+from mllm_compile.model.rope_hook import as_request_lengths, choosing_rope, restore_request_lengths
 from mllm_compile.model.states.state_hook import states_as_ops
 
 _SAMPLE_TOKENS = 48  # any size does: the symbols are unbacked
@@ -133,8 +133,8 @@ def trace_text(
         _drop_outputs_of_weights(captured)
         _fold_numbers(captured)
         keep_host_values(captured, hf_model, device)
-        settle_positions(captured)
-        settle_rope(captured)
+        restore_positions(captured)
+        restore_request_lengths(captured)
         find_attention(captured, hf_model.constants, min(hf_model.context_len, max_tokens))
     return Trace(captured, max_tokens, device)
 

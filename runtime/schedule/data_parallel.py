@@ -140,10 +140,10 @@ class DataParallelScheduler:
         self._forget(broken)
         return UpdateResult(accepted=sorted(accepted), finished=finished, broken=broken)
 
-    def settle(self) -> None:
-        """Do the rest of what follows from the last step's tokens, on every rank; as Scheduler.settle."""
+    def finish_update(self) -> None:
+        """Do the rest of what follows from the last step's tokens, on every rank; as Scheduler.finish_update."""
         for scheduler in self._schedulers:
-            scheduler.settle()
+            scheduler.finish_update()
 
     def fail(self, batch: ScheduledBatch) -> list[Request]:
         """Give a step up that did not happen; as Scheduler.fail."""

@@ -26,7 +26,7 @@ class Rows:
         pages: their page tables, and the prefix cache.
         computed: [rows] int32: tokens with KV, once all planned steps are over.
         last_computed: [rows] int32: `computed` after which a request gets no further step.
-        in_flight: [rows] int32: planned steps that are not settled (Scheduler.settle).
+        in_flight: [rows] int32: planned steps that are not updated (Scheduler.finish_update).
         leaving: rows that get no further step and wait for the end of their last one.
         changes: grows when rows, pages or cached prefixes changed hands: what found no room before may find some now.
     """

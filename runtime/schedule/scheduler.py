@@ -7,7 +7,7 @@ half of a step, which is why nothing starves.
 
 Overlap: schedule() for step n+1 may come before update() for step n. It assumes that every request goes on unless its
 length ends it, which the host can count. A request found finished while a later step of its own is in flight keeps its
-row and pages until that step is settled, and its token of that step is dropped. A preempted one gives up its pages at
+row and pages until that step is updated, and its token of that step is dropped. A preempted one gives up its pages at
 once (steps run in order on one stream), keeps its row until its last step is over, and keeps that step's token.
 
 Read first: request.py, scheduled_batch.py. Then rows.py (who holds what), decodes.py and prompts.py (who moves).
@@ -61,7 +61,7 @@ class Scheduler:
         self._sequences = itertools.count() if sequences is None else sequences
         self._next_step = 0
         self._next_update = 0
-        self._unsettled: ScheduledBatch | None = None  # the batch whose tokens were taken last
+        self._unfinished_update: ScheduledBatch | None = None  # the batch whose tokens were taken last
         self._preemptions = 0
 
     # --- requests come and go -----------------------------------------------------------------------------------------
@@ -88,7 +88,7 @@ class Scheduler:
     def finish(self, request: Request, reason: str = "stop", stop_reason: int | str | None = None) -> bool:
         """End a request from outside, as for a stop string in its text. False: it has ended already.
 
-        A token of its that is in flight is dropped; row and pages come back once that step is settled.
+        A token of its that is in flight is dropped; row and pages come back once that step is updated.
         """
         if reason not in FINISH_REASONS:
             raise ValueError(f"finish reason {reason!r}; expected one of {', '.join(FINISH_REASONS)}")
@@ -99,16 +99,16 @@ class Scheduler:
 
     def has_work(self) -> bool:
         """Requests that are not finished, or finished ones whose last step is still in flight."""
-        self.settle()
+        self.finish_update()
         return bool(self._requests or self.rows.leaving)
 
     def flush_prefix_cache(self) -> None:
         """Forget all cached prefixes; running requests go on with the pages they hold."""
-        self.settle()
+        self.finish_update()
         self.rows.flush_prefix_cache()
 
     def stats(self) -> SchedulerStats:
-        self.settle()
+        self.finish_update()
         return SchedulerStats(
             running=len(self._requests) - len(self.prompts.waiting),
             waiting=len(self.prompts.waiting),
@@ -131,7 +131,7 @@ class Scheduler:
 
         The batch is to be run before the next one, on one stream, and then handed to update() or fail().
         """
-        self.settle()
+        self.finish_update()
         self._preempt_outgrown()
         decodes = self._plan_decodes()
         prefix_lens = self.rows.computed[decodes.rows] if decodes.requests else NO_DECODES.rows
@@ -244,7 +244,7 @@ class Scheduler:
         self.pace.took(batch, seconds * 1e3)
 
     def update(self, batch: ScheduledBatch, token_ids: np.ndarray, broken_rows: Sequence[int] = ()) -> UpdateResult:
-        """Take the sampled tokens of a batch, in the order of the batches; `settle` does the rest of what follows.
+        """Take the sampled tokens of a batch, in the order of the batches; `finish_update` does the rest of what follows.
 
         Args:
             token_ids: [R] integers; entries of rows that are not sampled are ignored.
@@ -292,13 +292,13 @@ class Scheduler:
             if num_output >= request.max_new_tokens or token in request.stop_ids:
                 ended.append((request, token))
         finished = [request for request, token in ended if self._end_if_due(request, token)]
-        self._unsettled = batch
+        self._unfinished_update = batch
         return UpdateResult(accepted=accepted, finished=finished, broken=broken)
 
-    def settle(self) -> None:
+    def finish_update(self) -> None:
         """Share the pages and states of the prompts of the batch that was updated last, and take rows back that it was
         the last step of. Nobody's token waits for that; whatever needs it done does it."""
-        batch, self._unsettled = self._unsettled, None
+        batch, self._unfinished_update = self._unfinished_update, None
         if batch is None:
             return
         self.rows.end_step(batch.rows)
@@ -342,7 +342,7 @@ class Scheduler:
                 f"internal error: step {batch.step_id} was updated, but step {self._next_update} is the next one due"
             )
         self._next_update += 1
-        self.settle()  # the one before
+        self.finish_update()  # the one before
 
     def _end_if_due(self, request: Request, token: int) -> bool:
         """End the request if its newest token is due to; True if so. A stop token counts only from min_tokens on.

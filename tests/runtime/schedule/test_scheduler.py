@@ -274,12 +274,12 @@ def test_with_overlap_the_extra_token_of_an_ended_request_is_dropped_and_its_pag
     assert scheduler.has_work() and scheduler.schedule() is None
     assert scheduler.update(second, np.array([7])).accepted == []
     assert len(request.output_token_ids) == 1
-    scheduler.settle()
+    scheduler.finish_update()
     assert request.row == -1
     assert scheduler.stats().pages_used == 0 and not scheduler.has_work()
 
 
-@pytest.mark.parametrize("by", ["settle", "schedule", "stats"])
+@pytest.mark.parametrize("by", ["finish_update", "schedule", "stats"])
 def test_tokens_come_before_pages_are_shared_and_rows_given_back_which_whatever_needs_it_does(by: str) -> None:
     scheduler = Scheduler(make_config(max_num_batched_tokens=32))
     ends, goes_on = make_request("a", prompt_of(9), max_tokens=1), make_request("b", prompt_of(9), max_tokens=9)
