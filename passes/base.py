@@ -33,7 +33,7 @@ PACKED_LAYERS = "packed_layers"  # list of PackedLayer, in layer order
 WEIGHT_CUTS = "weight_cuts"  # dict: weight name → tuple of WeightCut, of each weight that ranks have parts of
 QUANTISED_TENSORS = "quantised_tensors"  # dict: name of a weight input → QuantisedTensor
 WEIGHT_FACTORS = "weight_factors"  # dict: weight name → WeightFactor, of each weight that is scaled while it is read
-SMALL_FORMS = "small_forms"  # dict: piece → {most tokens: name of the submodule that is its form for so many}
+VARIANTS = "variants"  # dict: piece → {most tokens: name of the submodule that is its variant for so many}
 
 # node.meta key of the placeholders that a piece which writes KV itself has last: (which of CACHE_INPUTS, the layer's
 # name, "" for the slots, which are every layer's).

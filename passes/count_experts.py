@@ -31,7 +31,7 @@ class CountExperts(GraphPass):
     Where experts are spread over ranks, the choice among all of them is counted, of all ranks' tokens: every rank makes
     it, so each has the counts of all.
 
-    Requires: deduplicated pieces, before forms are made of them. Left out unless `runtime.expert_stats` is set.
+    Requires: deduplicated pieces, before variants are made of them. Left out unless `runtime.expert_stats` is set.
     Preserves: every number.
     """
 

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import torch
 from torch import fx
 
-from mllm_compile.passes.base import NO_CUDA_COMPILER, SMALL_FORMS, GraphPass, PassResult, PassTarget
+from mllm_compile.passes.base import NO_CUDA_COMPILER, VARIANTS, GraphPass, PassResult, PassTarget
 from mllm_compile.passes.match.nodes import LINEAR, call, called_pieces, recompute_value, replace_by_op, rewrite_pieces
 from mllm_compile.passes.match.quantised import QuantisedLinear, match_quantised_linear
 from mllm_compile.runtime.ops import op
@@ -31,7 +31,8 @@ class DequantiseWeights(GraphPass):
 
     Of integers in lanes the weight is `mllm.dequantised_integers(values, scales, zeros, bfloat16)`.
 
-    Requires: pieces with all their forms, on a Hopper GPU: others' Triton has no eight-bit floats. Groups that divide
+    Requires: pieces with all their variants, on a Hopper GPU: others' Triton has no eight-bit floats. Groups that
+    divide
         the inputs; any other weight is left to the op.
     Preserves: every number bitwise; the product is the library's, as the op's is.
     """
@@ -45,8 +46,8 @@ class DequantiseWeights(GraphPass):
 
     def __call__(self, gm: fx.GraphModule) -> PassResult:
         before = len(gm.graph.nodes)
-        forms = (form for forms in gm.meta.get(SMALL_FORMS, {}).values() for form in forms.values())
-        matches = rewrite_pieces(gm, [*called_pieces(gm), *forms], _write_out)
+        variants = (variant for variants in gm.meta.get(VARIANTS, {}).values() for variant in variants.values())
+        matches = rewrite_pieces(gm, [*called_pieces(gm), *variants], _write_out)
         return PassResult(gm, matches, before, len(gm.graph.nodes))
 
 

@@ -38,7 +38,7 @@ class ExpandLatents(GraphPass):
     @classmethod
     def obstacle(cls, target: PassTarget) -> str | None:
         if target.deterministic:
-            return "runtime.deterministic has one form of attention for a prompt, however it is cut: over latents"
+            return "runtime.deterministic has one variant of attention for a prompt, however it is cut: over latents"
         return None
 
     def __call__(self, gm: fx.GraphModule) -> PassResult:

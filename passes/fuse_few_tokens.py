@@ -1,4 +1,4 @@
-"""Adds a form of each piece for few tokens: linears, norms, activations and residuals in few kernels."""
+"""Adds a variant of each piece for few tokens: linears, norms, activations and residuals in few kernels."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ import torch
 from torch import fx
 
 from mllm_compile.passes.base import GraphPass, PassResult
-from mllm_compile.passes.forms import add_forms, copy_of
 from mllm_compile.passes.match.linear import (
     Linear,
     match_linear,
@@ -24,6 +23,7 @@ from mllm_compile.passes.match.linear import (
 from mllm_compile.passes.match.nodes import is_op
 from mllm_compile.passes.match.quantised import QuantisedLinear
 from mllm_compile.passes.match.rms_norm import RMSNorm, match_rms_norm
+from mllm_compile.passes.variants import add_variants, copy_of
 from mllm_compile.runtime.ops import op
 from mllm_compile.runtime.ops.few_tokens_shapes import MAX_FEW_TOKENS, is_taken, num_norm_blocks
 from mllm_compile.runtime.ops.stream_experts.shapes import ROWS
@@ -52,7 +52,7 @@ class FuseFewTokens(GraphPass):
     linear stays as it is, before a plain `few_linear`.
 
     Requires: deduplicated pieces on CUDA in bfloat16 or float16. The pieces for any number of tokens stay as they are;
-        the new forms are submodules named in gm.meta[SMALL_FORMS].
+        the new variants are submodules named in gm.meta[VARIANTS].
     Preserves: the meaning. A fused norm is rounded once, with its weight but without its factor, which is applied to
         the product in float32. Norms are fused in bfloat16 only: float16 could overflow without the factor.
     """
@@ -62,7 +62,7 @@ class FuseFewTokens(GraphPass):
 
     def __call__(self, gm: fx.GraphModule) -> PassResult:
         before = len(gm.graph.nodes)
-        matches = add_forms(gm, MAX_FEW_TOKENS, "_few_tokens", lambda piece: few_token_form(piece, FEW))
+        matches = add_variants(gm, MAX_FEW_TOKENS, "_few_tokens", lambda piece: few_token_variant(piece, FEW))
         return PassResult(gm, matches, before, len(gm.graph.nodes))
 
 
@@ -132,17 +132,17 @@ class _Scaled:
     eps: float
 
 
-def few_token_form(piece: fx.GraphModule, ops: LinearOps) -> fx.GraphModule | None:
+def few_token_variant(piece: fx.GraphModule, ops: LinearOps) -> fx.GraphModule | None:
     """The piece with its linears fused, or None where nothing matches."""
-    form = copy_of(piece)
-    fusion = _Fusion(form.graph, ops)
+    variant = copy_of(piece)
+    fusion = _Fusion(variant.graph, ops)
     # In this order: a linear is read by all that it can be a part of.
     for fuse in (fusion.residual, fusion.experts, fusion.gated, fusion.squared, fusion.linear, fusion.scaled_experts):
-        for node in list(form.graph.nodes):
+        for node in list(variant.graph.nodes):
             fuse(node)
-    form.graph.eliminate_dead_code()
-    form.recompile()
-    return form if fusion.fused else None
+    variant.graph.eliminate_dead_code()
+    variant.recompile()
+    return variant if fusion.fused else None
 
 
 class _Fusion:

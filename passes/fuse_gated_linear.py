@@ -7,7 +7,7 @@ from typing import ClassVar
 import torch
 from torch import fx
 
-from mllm_compile.passes.base import NO_CUDA_COMPILER, SMALL_FORMS, GraphPass, PassResult, PassTarget
+from mllm_compile.passes.base import NO_CUDA_COMPILER, VARIANTS, GraphPass, PassResult, PassTarget
 from mllm_compile.passes.match.linear import match_linear, match_silu_mul
 from mllm_compile.passes.match.nodes import replace_by_op, rewrite_pieces
 from mllm_compile.runtime.ops import op
@@ -29,7 +29,7 @@ class FuseGatedLinear(GraphPass):
 
         y = mllm.gated_linear(x, w)
 
-    Requires: deduplicated pieces on a Hopper GPU in bfloat16, with a form by stream_linears for up to 208 tokens at
+    Requires: deduplicated pieces on a Hopper GPU in bfloat16, with a variant by stream_linears for up to 208 tokens at
         least, as the kernel's tiles are of 256.
     Preserves: gates, ups and silu are rounded, as in the model, then the product.
     """
@@ -43,8 +43,8 @@ class FuseGatedLinear(GraphPass):
 
     def __call__(self, gm: fx.GraphModule) -> PassResult:
         before = len(gm.graph.nodes)
-        forms = gm.meta.get(SMALL_FORMS, {})
-        matches = rewrite_pieces(gm, [name for name in forms if max(forms[name]) >= MAX_LARGE_TOKENS], _fuse)
+        variants = gm.meta.get(VARIANTS, {})
+        matches = rewrite_pieces(gm, [name for name in variants if max(variants[name]) >= MAX_LARGE_TOKENS], _fuse)
         return PassResult(gm, matches, before, len(gm.graph.nodes))
 
 

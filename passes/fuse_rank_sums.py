@@ -34,7 +34,7 @@ class FuseRankSums(GraphPass):
 
     Requires: deduplicated pieces of several ranks on a Hopper GPU in bfloat16. Rows divide into chunks of eight,
         and norms are times their weight, not 1 + their weight.
-        Ahead of all passes that add forms, which get it with the piece.
+        Ahead of all passes that add variants, which get it with the piece.
     Preserves: the norm's roundings; the sum and the residual are rounded once, not twice.
     """
 

@@ -1,4 +1,4 @@
-"""Adds a form of each piece for one token: linears, norms, activations and residuals in few kernels."""
+"""Adds a variant of each piece for one token: linears, norms, activations and residuals in few kernels."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from typing import Any, ClassVar
 from torch import fx
 
 from mllm_compile.passes.base import GraphPass, PassResult
-from mllm_compile.passes.forms import add_forms, copy_of
 from mllm_compile.passes.match.linear import match_linear, match_residual, match_silu_mul
 from mllm_compile.passes.match.nodes import replace_by_op
 from mllm_compile.passes.match.rms_norm import match_rms_norm
+from mllm_compile.passes.variants import add_variants, copy_of
 from mllm_compile.runtime.ops import op
 from mllm_compile.runtime.ops.single_token_shapes import is_taken
 
@@ -33,7 +33,7 @@ class FuseSingleToken(GraphPass):
         a = mllm.norm_gated_linear(x, norm_weight, gate_up, eps); y = mllm.linear_residual(a, down, residual)
 
     Requires: deduplicated pieces on CUDA in bfloat16 or float16. The pieces for any number of tokens stay as they are;
-        the new forms are submodules named in gm.meta[SMALL_FORMS], and are run when a step has one token.
+        the new variants are submodules named in gm.meta[VARIANTS], and are run when a step has one token.
     Preserves: roundings stand where the model has them; sums are in float32 in another order than cuBLAS'.
     """
 
@@ -42,19 +42,19 @@ class FuseSingleToken(GraphPass):
 
     def __call__(self, gm: fx.GraphModule) -> PassResult:
         before = len(gm.graph.nodes)
-        matches = add_forms(gm, 1, "_one_token", single_token_form)
+        matches = add_variants(gm, 1, "_one_token", single_token_variant)
         return PassResult(gm, matches, before, len(gm.graph.nodes))
 
 
-def single_token_form(piece: fx.GraphModule) -> fx.GraphModule | None:
+def single_token_variant(piece: fx.GraphModule) -> fx.GraphModule | None:
     """The piece with its linears fused, or None where nothing matches."""
-    form = copy_of(piece)
-    graph = form.graph
-    # The gated form first: its linear reads a norm too.
+    variant = copy_of(piece)
+    graph = variant.graph
+    # The gated variant first: its linear reads a norm too.
     fused = sum(fuse(graph, node) for fuse in (_fuse_gated, _fuse_norm, _fuse_residual) for node in list(graph.nodes))
     graph.eliminate_dead_code()
-    form.recompile()
-    return form if fused else None
+    variant.recompile()
+    return variant if fused else None
 
 
 def _fuse_norm(graph: fx.Graph, node: fx.Node) -> bool:

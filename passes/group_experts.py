@@ -9,16 +9,16 @@ from typing import Any, ClassVar
 import torch
 from torch import fx
 
-from mllm_compile.passes.base import EXPERT_RANKS, SMALL_FORMS, GraphPass, PassResult
-from mllm_compile.passes.forms import copy_of
+from mllm_compile.passes.base import EXPERT_RANKS, VARIANTS, GraphPass, PassResult
 from mllm_compile.passes.match.experts import match_expert_linear
 from mllm_compile.passes.match.linear import match_silu_mul
 from mllm_compile.passes.match.nodes import called_pieces, drop_dead_nodes, replace_by_op
 from mllm_compile.passes.token_slots import give_slots, slots_in
+from mllm_compile.passes.variants import copy_of
 from mllm_compile.runtime.ops import op
 from mllm_compile.runtime.ops.experts.shapes import (
-    FORM_TOKENS,
     ONE_ROW,
+    VARIANT_TOKENS,
     most_blocks,
     rows_at_once,
     rows_of_block,
@@ -45,10 +45,10 @@ class GroupExperts(GraphPass):
         y = mllm.grouped_linear(a, order, blocks, down, None, k, False, False, False, B)
 
     Any other activation stays between two products. Quantised weights get `quantised_grouped_linear`. A piece with
-    experts gets forms for 1, 64 and 256 tokens where it has none, as the size of a block depends on the step's; and the
-    input `slots`, by which padding is told.
+    experts gets variants for 1, 64 and 256 tokens where it has none, as the size of a block depends on the step's; and
+    the input `slots`, by which padding is told.
 
-    Requires: pieces on CUDA with all their forms.
+    Requires: pieces on CUDA with all their variants.
     Preserves: the meaning. Products are summed in float32 in another order than cuBLAS'.
     """
 
@@ -61,10 +61,10 @@ class GroupExperts(GraphPass):
         for name in called_pieces(gm):
             piece: Any = gm.get_submodule(name)
             if any(_expert_linears(piece.graph)):
-                _add_forms(gm, name)
+                _add_variants(gm, name)
                 num_ranks = gm.meta.get(EXPERT_RANKS, 1)  # of as many ranks' tokens, if experts are spread
                 give_slots(gm, name, num_ranks)
-                matches += sum(_group(form, most, num_ranks) for form, most in _with_forms(gm, name))
+                matches += sum(_group(variant, most, num_ranks) for variant, most in _with_variants(gm, name))
         return PassResult(gm, matches, before, len(gm.graph.nodes))
 
 
@@ -72,25 +72,26 @@ def _expert_linears(graph: fx.Graph) -> Iterator[fx.Node]:
     return (node for node in graph.nodes if match_expert_linear(node))
 
 
-def _add_forms(gm: fx.GraphModule, name: str) -> None:
-    """Copies the form that a step of so many tokens has now, where it has none of that size, and linears of experts."""
-    forms = gm.meta.setdefault(SMALL_FORMS, {}).setdefault(name, {})
-    for size in FORM_TOKENS:
-        source: Any = gm.get_submodule(min((one for one in forms.items() if one[0] >= size), default=(0, name))[1])
-        if size not in forms and any(_expert_linears(source.graph)):
-            forms[size] = f"{name}_grouped_{size}"
-            gm.add_module(forms[size], copy_of(source))
+def _add_variants(gm: fx.GraphModule, name: str) -> None:
+    """Copies the variant that a step of so many tokens has now, where it has none of that size, and linears of
+    experts."""
+    variants = gm.meta.setdefault(VARIANTS, {}).setdefault(name, {})
+    for size in VARIANT_TOKENS:
+        source: Any = gm.get_submodule(min((one for one in variants.items() if one[0] >= size), default=(0, name))[1])
+        if size not in variants and any(_expert_linears(source.graph)):
+            variants[size] = f"{name}_grouped_{size}"
+            gm.add_module(variants[size], copy_of(source))
 
 
-def _with_forms(gm: fx.GraphModule, name: str) -> Iterator[tuple[Any, int | None]]:
-    """The piece and its forms, each with its most tokens."""
+def _with_variants(gm: fx.GraphModule, name: str) -> Iterator[tuple[Any, int | None]]:
+    """The piece and its variants, each with its most tokens."""
     yield gm.get_submodule(name), None
-    for size, form in gm.meta[SMALL_FORMS][name].items():
-        yield gm.get_submodule(form), size
+    for size, variant in gm.meta[VARIANTS][name].items():
+        yield gm.get_submodule(variant), size
 
 
 def _group(piece: fx.GraphModule, most_tokens: int | None, num_ranks: int) -> int:
-    """Groups the linears of one piece or form; returns how many there were."""
+    """Groups the linears of one piece or variant; returns how many there were."""
     graph = piece.graph
     slots = slots_in(graph, num_ranks)
     most_tokens = most_tokens and most_tokens * num_ranks

@@ -86,11 +86,11 @@ PASSES: tuple[type[GraphPass], ...] = (
     FuseRankSums,  # a sum over ranks with the residual and the norm behind it
     ChooseExperts,  # a router's largest scores, with softmax and renormalisation, as one kernel
     CountExperts,  # for runtime.expert_stats, how often each expert is chosen
-    StreamExperts,  # a form for steps of up to 8 tokens of pieces with experts, which find the choice themselves
-    FuseSingleToken,  # a further form of each piece, for steps of one token
-    StreamLinears,  # a form for steps of up to 64, 208 or 256 tokens
-    FuseFewTokens,  # a form for up to 16 tokens of pieces that have none by stream_linears
-    GroupExperts,  # the rows of each expert as one product, in forms for 1, 64, 256 and any number of tokens
+    StreamExperts,  # a variant for steps of up to 8 tokens of pieces with experts, which find the choice themselves
+    FuseSingleToken,  # a further variant of each piece, for steps of one token
+    StreamLinears,  # a variant for steps of up to 64, 208 or 256 tokens
+    FuseFewTokens,  # a variant for up to 16 tokens of pieces that have none by stream_linears
+    GroupExperts,  # the rows of each expert as one product, in variants for 1, 64, 256 and any number of tokens
     SumExperts,  # the weighted sum of each token's rows, for more tokens
     TileExperts,  # products of many tokens by kernels for Hopper's tensor cores
     FuseGatedLinear,  # gate_up and its activation as one kernel, for more tokens

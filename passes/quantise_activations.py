@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import torch
 from torch import fx
 
-from mllm_compile.passes.base import NO_CUDA_COMPILER, SMALL_FORMS, GraphPass, PassResult, PassTarget
+from mllm_compile.passes.base import NO_CUDA_COMPILER, VARIANTS, GraphPass, PassResult, PassTarget
 from mllm_compile.passes.match.nodes import call, called_pieces, is_op, is_symbolic, recompute_value, rewrite_pieces
 from mllm_compile.passes.match.quantised import QuantisedLinear, match_quantised_linear
 from mllm_compile.runtime.ops import op
@@ -18,8 +18,8 @@ from mllm_compile.runtime.quantised.scheme import FP8_MAX, SMALLEST_SCALE
 
 _GROUP = 128  # inputs that share a scale, where a row has several
 _UNIT = 16  # rows and columns of the library's products are multiples of it
-# Of a form of stream_linears where larger steps multiply in fp8 by kernels of our own, of so many weights a piece.
-_FORM_TOKENS, _LEAST_WEIGHTS = 32, 1 << 27
+# Of a variant of stream_linears where larger steps multiply in fp8 by kernels of our own, of so many weights a piece.
+_VARIANT_TOKENS, _LEAST_WEIGHTS = 32, 1 << 27
 
 
 class QuantiseActivations(GraphPass):
@@ -44,8 +44,8 @@ class QuantiseActivations(GraphPass):
 
     Requires: pieces in bfloat16 on a Hopper GPU, inputs of one dynamic size, and scales of rows or of 128 inputs.
         Forms for up to 64 tokens are left alone, whose kernels multiply in bfloat16, but for one: of a piece with many
-        weights, whose products all have kernels of our own, a form of `stream_linears` for as many becomes one for up
-        to 32. With runtime.deterministic the pass is left out: no number may depend on which of the two a step
+        weights, whose products all have kernels of our own, a variant of `stream_linears` for as many becomes one for
+        up to 32. With runtime.deterministic the pass is left out: no number may depend on which of the two a step
         takes.
     Preserves: the meaning, not the numbers: an input is rounded to three bits of mantissa (docs/lab/quantised.md has
         what that costs).
@@ -62,36 +62,37 @@ class QuantiseActivations(GraphPass):
 
     def __call__(self, gm: fx.GraphModule) -> PassResult:
         before, names = len(gm.graph.nodes), called_pieces(gm)
-        matches = rewrite_pieces(gm, [*names, *_longer_forms(gm, names)], _quantise)
+        matches = rewrite_pieces(gm, [*names, *_longer_variants(gm, names)], _quantise)
         for name in names:
-            _shorten_form(gm, name)
+            _shorten_variant(gm, name)
         return PassResult(gm, matches, before, len(gm.graph.nodes))
 
 
-def _longer_forms(gm: fx.GraphModule, names: list[str]) -> list[str]:
-    """The forms of these pieces for more tokens than kernels read such weights as they are for: those of experts, which
-    hold the linears around them too."""
-    forms: dict[str, dict[int, str]] = gm.meta.get(SMALL_FORMS, {})
-    return [form for name in names for most, form in forms.get(name, {}).items() if most > MAX_TOKENS_OF_ROWS]
+def _longer_variants(gm: fx.GraphModule, names: list[str]) -> list[str]:
+    """The variants of these pieces for more tokens than kernels read such weights as they are for: those of experts,
+    which hold the linears around them too."""
+    variants: dict[str, dict[int, str]] = gm.meta.get(VARIANTS, {})
+    return [variant for name in names for most, variant in variants.get(name, {}).items() if most > MAX_TOKENS_OF_ROWS]
 
 
-def _shorten_form(gm: fx.GraphModule, name: str) -> None:
-    """Leaves to products in fp8 those steps in which they take less time, and less energy, than the piece's form.
+def _shorten_variant(gm: fx.GraphModule, name: str) -> None:
+    """Leaves to products in fp8 those steps in which they take less time, and less energy, than the piece's variant.
 
-    A decode step of 8B over a cache of fp8 with 48 and 64 requests: 3.97 and 4.30 ms by forms, 3.79 and 3.87 so (an
-    H200, at its power limit); with 32 requests by forms 3.40. What makes the inputs, 15 µs a layer, is part of linears
-    in forms: with fewer weights than 8B's, which has 193 million a layer, that may outweigh the rest. A piece that has
-    weights in four bits besides keeps its form: in a larger step they would be dequantised.
+    A decode step of 8B over a cache of fp8 with 48 and 64 requests: 3.97 and 4.30 ms by variants, 3.79 and 3.87 so (an
+    H200, at its power limit); with 32 requests by variants 3.40. What makes the inputs, 15 µs a layer, is part of
+    linears in variants: with fewer weights than 8B's, which has 193 million a layer, that may outweigh the rest. A
+        piece that has
+    weights in four bits besides keeps its variant: in a larger step they would be dequantised.
     """
-    forms: dict[int, str] = gm.meta.get(SMALL_FORMS, {}).get(name, {})
+    variants: dict[int, str] = gm.meta.get(VARIANTS, {}).get(name, {})
     piece: Any = gm.get_submodule(name)
     products = [node for node in piece.graph.nodes if is_op(node, "scaled_linear")]
     are_all = not any(is_op(node, "quantised_linear") for node in piece.graph.nodes)
     weights = [tuple(node.meta["val"] for node in product.args[2:]) for product in products]  # type: ignore[union-attr]
     have_kernels = all(scales.shape[1] == 1 and is_taken(*map(int, values.shape)) for values, scales in weights)
     are_many = sum(values.numel() for values, _ in weights) >= _LEAST_WEIGHTS
-    if are_all and have_kernels and are_many and max(forms, default=0) == MAX_TOKENS_OF_ROWS:
-        forms[_FORM_TOKENS] = forms.pop(MAX_TOKENS_OF_ROWS)
+    if are_all and have_kernels and are_many and max(variants, default=0) == MAX_TOKENS_OF_ROWS:
+        variants[_VARIANT_TOKENS] = variants.pop(MAX_TOKENS_OF_ROWS)
 
 
 def _quantise(graph: fx.Graph, node: fx.Node) -> bool:

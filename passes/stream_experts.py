@@ -1,4 +1,5 @@
-"""Adds forms of pieces for up to 8 tokens on Hopper, whose experts are two kernels that find the choice themselves."""
+"""Adds variants of pieces for up to 8 tokens on Hopper, whose experts are two kernels that find the choice
+themselves."""
 
 from __future__ import annotations
 
@@ -10,9 +11,8 @@ import torch
 from torch import fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from mllm_compile.passes.base import NO_CUDA_COMPILER, SMALL_FORMS, GraphPass, PassResult, PassTarget
-from mllm_compile.passes.forms import copy_of
-from mllm_compile.passes.fuse_few_tokens import few_token_form
+from mllm_compile.passes.base import NO_CUDA_COMPILER, VARIANTS, GraphPass, PassResult, PassTarget
+from mllm_compile.passes.fuse_few_tokens import few_token_variant
 from mllm_compile.passes.match.experts import match_expert_linear, match_weighted_sum
 from mllm_compile.passes.match.linear import match_silu_mul
 from mllm_compile.passes.match.nodes import (
@@ -27,6 +27,7 @@ from mllm_compile.passes.match.nodes import (
 )
 from mllm_compile.passes.stream_linears import streamed
 from mllm_compile.passes.token_slots import give_slots, slots_in
+from mllm_compile.passes.variants import copy_of
 from mllm_compile.runtime.ops import op
 from mllm_compile.runtime.ops.experts.shapes import NO_SOFTMAX
 from mllm_compile.runtime.ops.stream_experts.shapes import MAX_TOKENS, is_taken
@@ -57,8 +58,8 @@ class StreamExperts(GraphPass):
         z, h, squares = mllm.stream_expert_down_norm(a, down, y, next_norm, scores, None, slots, k, …)
         q = mllm.stream_linear(h, qkv, squares, eps, False)
 
-    A choice whose weights are not simply those of choose_experts is given to both with its weights. The form stands for
-    those that fuse_single_token, stream_linears and group_experts would have for so few tokens.
+    A choice whose weights are not simply those of choose_experts is given to both with its weights. The variant stands
+    for those that fuse_single_token, stream_linears and group_experts would have for so few tokens.
 
     Requires: deduplicated pieces on a Hopper GPU in bfloat16, with choices by choose_experts; gated experts without
         biases, whose weights divide into the kernels' stages (shapes.py); large linears are stream_linears'.
@@ -75,19 +76,19 @@ class StreamExperts(GraphPass):
     def __call__(self, gm: fx.GraphModule) -> PassResult:
         before = len(gm.graph.nodes)
         matches = 0
-        forms: dict[str, dict[int, str]] = gm.meta.setdefault(SMALL_FORMS, {})
+        variants: dict[str, dict[int, str]] = gm.meta.setdefault(VARIANTS, {})
         for name in called_pieces(gm):
             piece: Any = gm.get_submodule(name)
-            if forms.get(name) or not any(_match(node) for node in piece.graph.nodes) or not _streams(piece):
+            if variants.get(name) or not any(_match(node) for node in piece.graph.nodes) or not _streams(piece):
                 continue
             give_slots(gm, name)
-            form = copy_of(piece)
-            matches += sum(_replace(form.graph, node) for node in list(form.graph.nodes))
-            _flatten_later(form.graph)
-            drop_dead_nodes(form)
-            form.recompile()
-            forms[name] = {MAX_TOKENS: f"{name}_experts_{MAX_TOKENS}"}
-            gm.add_module(forms[name][MAX_TOKENS], few_token_form(form, streamed(MAX_TOKENS)) or form)
+            variant = copy_of(piece)
+            matches += sum(_replace(variant.graph, node) for node in list(variant.graph.nodes))
+            _flatten_later(variant.graph)
+            drop_dead_nodes(variant)
+            variant.recompile()
+            variants[name] = {MAX_TOKENS: f"{name}_experts_{MAX_TOKENS}"}
+            gm.add_module(variants[name][MAX_TOKENS], few_token_variant(variant, streamed(MAX_TOKENS)) or variant)
         return PassResult(gm, matches, before, len(gm.graph.nodes))
 
 

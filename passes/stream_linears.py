@@ -1,4 +1,4 @@
-"""Adds forms of pieces for up to 256 tokens on Hopper, whose linears stream their weights."""
+"""Adds variants of pieces for up to 256 tokens on Hopper, whose linears stream their weights."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from typing import Any, ClassVar
 
 from torch import fx
 
-from mllm_compile.passes.base import NO_CUDA_COMPILER, SMALL_FORMS, GraphPass, PassResult, PassTarget
-from mllm_compile.passes.forms import add_forms
-from mllm_compile.passes.fuse_few_tokens import LinearOps, few_token_form
+from mllm_compile.passes.base import NO_CUDA_COMPILER, VARIANTS, GraphPass, PassResult, PassTarget
+from mllm_compile.passes.fuse_few_tokens import LinearOps, few_token_variant
 from mllm_compile.passes.match.linear import is_of_step, match_linear, match_small_linear
 from mllm_compile.passes.match.nodes import LINEAR, is_call, is_op
 from mllm_compile.passes.match.quantised import QuantisedLinear
+from mllm_compile.passes.variants import add_variants
 from mllm_compile.runtime.ops.stream_linear.shapes import (
-    FORM_TOKENS,
+    VARIANT_TOKENS,
     is_held,
     is_read_in_rows,
     is_streamed,
@@ -46,10 +46,10 @@ class StreamLinears(GraphPass):
     A linear of a weight in few bits, `mllm.quantised_linear(…)`, becomes `mllm.stream_quantised_linear…` likewise.
 
     Requires: deduplicated pieces on a Hopper GPU in bfloat16, whose linears all divide into tiles (shapes.py); with a
-        large weight their form is for up to 208 tokens, with an fp8 weight with scales of groups for up to 128, with a
-        head or an fp8 weight with a scale a row for up to 64 (of which quantise_activations may leave 32). The pass is
-        left out where the kernels cannot be compiled. `fuse_few_tokens` adds its form to pieces that have none here;
-        the form of `fuse_single_token` is dropped where this one is faster.
+        large weight their variant is for up to 208 tokens, with an fp8 weight with scales of groups for up to 128, with
+        a head or an fp8 weight with a scale a row for up to 64 (of which quantise_activations may leave 32). The pass
+        is left out where the kernels cannot be compiled. `fuse_few_tokens` adds its variant to pieces that have none
+        here; the variant of `fuse_single_token` is dropped where this one is faster.
     Preserves: as `fuse_few_tokens`.
     """
 
@@ -70,32 +70,32 @@ class StreamLinears(GraphPass):
     def __call__(self, gm: fx.GraphModule) -> PassResult:
         before = len(gm.graph.nodes)
         matches = 0
-        for size in FORM_TOKENS:
-            matches += add_forms(gm, size, "_streamed", partial(_form, tokens=size))
-        _drop_slower_forms(gm)
+        for size in VARIANT_TOKENS:
+            matches += add_variants(gm, size, "_streamed", partial(_variant, tokens=size))
+        _drop_slower_variants(gm)
         return PassResult(gm, matches, before, len(gm.graph.nodes))
 
 
-def _form(piece: fx.GraphModule, tokens: int) -> fx.GraphModule | None:
-    """The piece's form; None also where a linear would be left to the library, which is slow with few tokens."""
+def _variant(piece: fx.GraphModule, tokens: int) -> fx.GraphModule | None:
+    """The piece's variant; None also where a linear would be left to the library, which is slow with few tokens."""
     ops = streamed(tokens)
     linears = [node for node in piece.graph.nodes if is_call(node, LINEAR) or is_op(node, "quantised_linear")]
-    return few_token_form(piece, ops) if all(ops.match(node) for node in linears if is_of_step(node)) else None
+    return few_token_variant(piece, ops) if all(ops.match(node) for node in linears if is_of_step(node)) else None
 
 
-def _drop_slower_forms(gm: fx.GraphModule) -> None:
-    """Leaves one token to this pass's form where that has a kernel for few tokens; heads have none.
+def _drop_slower_variants(gm: fx.GraphModule) -> None:
+    """Leaves one token to this pass's variant where that has a kernel for few tokens; heads have none.
 
     All kernels of a layer at one token, by Triton and by these: Qwen3-8B 100.2 and 97.1 µs, the shapes of Qwen3-4B 65.3
     and 55.4 and 1.7B 36.5 and 32.2.
     """
-    for name, forms in gm.meta[SMALL_FORMS].items():
+    for name, variants in gm.meta[VARIANTS].items():
         piece: Any = gm.get_submodule(name)
         linears = [match_linear(node) for node in piece.graph.nodes]
         has_kernels = any(one and (is_read_in_rows(*one.shape) or is_held(*one.shape)) for one in linears)
         has_kernels |= any(match_small_linear(node, takes_bias=True) for node in piece.graph.nodes)
-        if 1 in forms and len(forms) > 1 and has_kernels:
-            gm.delete_submodule(forms.pop(1))
+        if 1 in variants and len(variants) > 1 and has_kernels:
+            gm.delete_submodule(variants.pop(1))
 
 
 def streamed(tokens: int) -> LinearOps:

@@ -7,7 +7,7 @@ from typing import ClassVar
 import torch
 from torch import fx
 
-from mllm_compile.passes.base import SMALL_FORMS, GraphPass, PassResult
+from mllm_compile.passes.base import VARIANTS, GraphPass, PassResult
 from mllm_compile.passes.match.experts import match_weighted_sum
 from mllm_compile.passes.match.nodes import is_call, replace_by_op, rewrite_pieces
 from mllm_compile.runtime.ops import op
@@ -27,7 +27,8 @@ class SumExperts(GraphPass):
 
         y = mllm.sum_experts(rows, w)
 
-    Requires: deduplicated pieces on CUDA that have forms for fewer tokens: in those Inductor's sum takes 1.5 µs, with
+    Requires: deduplicated pieces on CUDA that have variants for fewer tokens: in those Inductor's sum takes 1.5 µs,
+    with
         the residual.
     Preserves: products are rounded where the model rounds them, and are added in float32 as torch adds them.
     """
@@ -37,7 +38,7 @@ class SumExperts(GraphPass):
 
     def __call__(self, gm: fx.GraphModule) -> PassResult:
         before = len(gm.graph.nodes)
-        matches = rewrite_pieces(gm, list(gm.meta.get(SMALL_FORMS, {})), _fuse)
+        matches = rewrite_pieces(gm, list(gm.meta.get(VARIANTS, {})), _fuse)
         return PassResult(gm, matches, before, len(gm.graph.nodes))
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import fx
 
-from mllm_compile.passes.base import CACHE_INPUT, SMALL_FORMS
+from mllm_compile.passes.base import CACHE_INPUT, VARIANTS
 from mllm_compile.passes.match.nodes import input_node
 
 # Inputs of the program; in graphs and pieces they are called the same, behind "token_".
@@ -15,14 +15,14 @@ _ALL_SLOTS = "all_slots"  # [N*T] int64, those of N ranks one behind another
 
 
 def give_slots(gm: fx.GraphModule, piece_name: str, num_ranks: int = 1) -> None:
-    """Gives the piece, its forms and its callers the slots, ahead of what a piece that writes the cache has last.
+    """Gives the piece, its variants and its callers the slots, ahead of what a piece that writes the cache has last.
 
     One that has them is left as it is.
 
     Args:
         num_ranks: of so many ranks' tokens.
     """
-    forms = [piece_name, *gm.meta.get(SMALL_FORMS, {}).get(piece_name, {}).values()]
+    variants = [piece_name, *gm.meta.get(VARIANTS, {}).get(piece_name, {}).values()]
     name = _name(num_ranks)
     if any(node.target == name for node in _placeholders(gm, piece_name)):
         return
@@ -31,8 +31,8 @@ def give_slots(gm: fx.GraphModule, piece_name: str, num_ranks: int = 1) -> None:
     at = next((index for index, arg in enumerate(calls[0].args) if CACHE_INPUT in arg.meta), len(calls[0].args))
     for call in calls:
         call.args = (*call.args[:at], slots, *call.args[at:])
-    for form in forms:
-        placeholders = _placeholders(gm, form)
+    for variant in variants:
+        placeholders = _placeholders(gm, variant)
         with placeholders[0].graph.inserting_after(placeholders[at - 1]):
             placeholders[0].graph.placeholder(name).meta["val"] = slots.meta["val"]
 

@@ -13,7 +13,7 @@ import torch
 from torch import fx
 from torch._guards import detect_fake_mode
 
-from mllm_compile.passes.base import SMALL_FORMS
+from mllm_compile.passes.base import VARIANTS
 from mllm_compile.passes.match.in_place import writes_in_place
 from mllm_compile.passes.match.layer_kinds import is_layer, is_traced_layer, traced_name
 from mllm_compile.passes.match.nodes import is_symbolic
@@ -146,13 +146,13 @@ def pieces_fit_their_calls(gm: fx.GraphModule) -> Iterator[str]:
         yield from _misfits(f"{node.target}, called by {node.name},", _ends_of(piece), (given, node.meta["val"]))
 
 
-def forms_fit_their_pieces(gm: fx.GraphModule) -> Iterator[str]:
-    """A form for few tokens stands in its piece's place."""
-    for name, forms in gm.meta.get(SMALL_FORMS, {}).items():
+def variants_fit_their_pieces(gm: fx.GraphModule) -> Iterator[str]:
+    """A variant for few tokens stands in its piece's place."""
+    for name, variants in gm.meta.get(VARIANTS, {}).items():
         piece: Any = gm.get_submodule(name)
-        for form_name in forms.values():
-            form: Any = gm.get_submodule(form_name)
-            yield from _misfits(f"{form_name}, a form of {name},", _ends_of(form), _ends_of(piece))
+        for variant_name in variants.values():
+            variant: Any = gm.get_submodule(variant_name)
+            yield from _misfits(f"{variant_name}, a variant of {name},", _ends_of(variant), _ends_of(piece))
 
 
 _Ends = tuple[Sequence[Any], Sequence[Any]]  # values of inputs, and of outputs
@@ -197,6 +197,6 @@ FROM: dict[str, tuple[Check, ...]] = {
         only_pieces_and_layers,
         pieces_are_functions_of_tensors,
         pieces_fit_their_calls,
-        forms_fit_their_pieces,
+        variants_fit_their_pieces,
     ),
 }

@@ -24,7 +24,7 @@ from mllm_compile.bench.timing.graph import graph_us
 from mllm_compile.bench.timing.record import machine_line
 from mllm_compile.runtime.ops import op
 from mllm_compile.runtime.ops.experts.linear import expert_linear_reference, order_of_step
-from mllm_compile.runtime.ops.experts.shapes import FORM_TOKENS
+from mllm_compile.runtime.ops.experts.shapes import VARIANT_TOKENS
 from mllm_compile.runtime.quantised.numbers import dequantised, quantised
 from mllm_compile.runtime.quantised.scheme import MXFP4, SCALES, VALUES, ZEROS, WeightScheme
 
@@ -165,7 +165,7 @@ def main(arguments: Sequence[str]) -> int:
 
 def _measure(experts: Experts, form: str, tokens: int, sweep: bool) -> None:
     shape = experts.shape
-    sets = SETS if tokens <= max(FORM_TOKENS) else 1
+    sets = SETS if tokens <= max(VARIANT_TOKENS) else 1
     x = torch.randn(tokens, shape.hidden, device="cuda").bfloat16()
     choices = [torch.rand(tokens, shape.experts, device="cuda").topk(shape.chosen).indices for _ in range(sets)]
     orders = [order_of_step(ids, shape.experts) for ids in choices]

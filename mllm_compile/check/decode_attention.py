@@ -17,7 +17,7 @@ from mllm_compile.runtime.attention.flashinfer.kernels import PlanGroup
 from mllm_compile.runtime.attention.hopper.clusters import ClusterKernel, choose_split
 from mllm_compile.runtime.attention.hopper.shares import MOST_REQUESTS, ShareKernel
 from mllm_compile.runtime.attention.layer import LayerSpec
-from mllm_compile.runtime.attention.layer_kernels import DecodeForm
+from mllm_compile.runtime.attention.layer_kernels import DecodeVariant
 from mllm_compile.runtime.attention.split.split_decode import Decoders, SplitDecodeSpace, choose_decoder
 from mllm_compile.runtime.program.link import LinkedProgram
 from mllm_compile.runtime.program.spec import AttentionStep, UnrotatedStep
@@ -39,13 +39,13 @@ def check_decode_attention(linked: LinkedProgram, served: Served) -> None:
     checked, program = set(), linked.program
     unrotated = {step.layer: step.unrotated for step in program.steps if isinstance(step, AttentionStep)}
     for layer in program.layers:
-        forms, step = program.kernels_of_layer(layer.name).decode, unrotated.get(layer.name)
-        kind = (forms, layer.sm_scale, None if step is None else (len(step.values), step.eps))
-        if forms and kind not in checked:
+        variants, step = program.kernels_of_layer(layer.name).decode, unrotated.get(layer.name)
+        kind = (variants, layer.sm_scale, None if step is None else (len(step.values), step.eps))
+        if variants and kind not in checked:
             checked.add(kind)
             check = _DecodeCheck(layer, served, step)
-            for lengths in check.batches(forms):
-                check.run(lengths, forms, linked.layer_kernels[layer.name].decode)
+            for lengths in check.batches(variants):
+                check.run(lengths, variants, linked.layer_kernels[layer.name].decode)
 
 
 class _DecodeCheck:
@@ -71,19 +71,21 @@ class _DecodeCheck:
     def _random(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         return torch.randn(shape, generator=self._generator).to(dtype).to(self._device)
 
-    def batches(self, forms: Sequence[DecodeForm]) -> list[tuple[int, ...]]:
+    def batches(self, variants: Sequence[DecodeVariant]) -> list[tuple[int, ...]]:
         """Tokens of each request: of one alone, of two and of a few, of as few as clusters divide in each way, of as
-        many as each form serves, at most and at least, and of many."""
+        many as each variant serves, at most and at least, and of many."""
         kv_heads = self._layer.num_kv_heads
-        most = [form.most_sequences // kv_heads for form in forms[:-1] if form.most_sequences is not None]
-        shares = (kernel for form in forms for kernel in form.kernels if isinstance(kernel, ShareKernel))
+        most = [variant.most_sequences // kv_heads for variant in variants[:-1] if variant.most_sequences is not None]
+        shares = (kernel for variant in variants for kernel in variant.kernels if isinstance(kernel, ShareKernel))
         many = {min(kernel.requests_of_warp + _MORE_REQUESTS, MOST_REQUESTS) for kernel in shares}
-        split = {choose_split(count * kv_heads): count for count in range(_most_in_clusters(forms) // kv_heads, 0, -1)}
+        split = {
+            choose_split(count * kv_heads): count for count in range(_most_in_clusters(variants) // kv_heads, 0, -1)
+        }
         sizes = {2, len(_LENGTHS) + 1, *split.values(), *most, *(count + 1 for count in most), *many} - {0, 1}
         lengths = (self._longest, *_LENGTHS[::-1])
         return [(self._alone,), *((lengths * size)[:size] for size in sorted(sizes))]
 
-    def run(self, lengths: tuple[int, ...], forms: Sequence[DecodeForm], decoders: Decoders) -> None:
+    def run(self, lengths: tuple[int, ...], variants: Sequence[DecodeVariant], decoders: Decoders) -> None:
         """Raises CompileError where a request's answer is not float32's."""
         layer, num_requests = self._layer, len(lengths)
         num_pages = self._keys.shape[0]
@@ -110,8 +112,8 @@ class _DecodeCheck:
                 error = ((ours[row].float() - theirs).norm() / theirs.norm()).item()
                 if not error <= _TOLERANCE:
                     num_sequences = num_requests * layer.num_kv_heads
-                    form = forms[list(decoders).index(choose_decoder(decoders, num_sequences))]
-                    raise CompileError(_refusal(form, num_sequences, layer, error, length, what))
+                    variant = variants[list(decoders).index(choose_decoder(decoders, num_sequences))]
+                    raise CompileError(_refusal(variant, num_sequences, layer, error, length, what))
 
         q = self._random((num_requests, layer.num_heads, layer.head_dim), self._dtype)
         if layer.logits_soft_cap > 0:  # products that it is felt by
@@ -173,10 +175,12 @@ class _DecodeCheck:
         return torch.einsum("hl,lhd->hd", logits.softmax(-1)[:, : len(slots)], values)
 
 
-def _most_in_clusters(forms: Sequence[DecodeForm]) -> int:
+def _most_in_clusters(variants: Sequence[DecodeVariant]) -> int:
     """The sequences that clusters serve at most."""
-    of_clusters = (form for form in forms if any(isinstance(kernel, ClusterKernel) for kernel in form.kernels))
-    return max((form.most_sequences or 0 for form in of_clusters), default=0)
+    of_clusters = (
+        variant for variant in variants if any(isinstance(kernel, ClusterKernel) for kernel in variant.kernels)
+    )
+    return max((variant.most_sequences or 0 for variant in of_clusters), default=0)
 
 
 def _with_more(cache: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
@@ -199,8 +203,8 @@ def _rotated(unrotated: Unrotated) -> tuple[torch.Tensor, torch.Tensor]:
     return rotated(unrotated.q, unrotated.q_weight), rotated(unrotated.k, unrotated.k_weight)
 
 
-def _refusal(form: DecodeForm, num_sequences: int, layer: LayerSpec, error: float, length: int, what: str) -> str:
-    name, switch = _who_decodes(form, num_sequences)
+def _refusal(variant: DecodeVariant, num_sequences: int, layer: LayerSpec, error: float, length: int, what: str) -> str:
+    name, switch = _who_decodes(variant, num_sequences)
     if what:
         what, switch = f" {what}", "compile.disable_passes: [rotate_in_attention]"
     return (
@@ -210,7 +214,7 @@ def _refusal(form: DecodeForm, num_sequences: int, layer: LayerSpec, error: floa
     )
 
 
-def _who_decodes(form: DecodeForm, num_sequences: int) -> tuple[str, str]:
+def _who_decodes(variant: DecodeVariant, num_sequences: int) -> tuple[str, str]:
     """The name of the piece or kernel, and the setting that does without it."""
     if form.piece is not None:
         return form.piece, "runtime.without: [split_decode]"

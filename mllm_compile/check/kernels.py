@@ -17,7 +17,7 @@ from mllm_compile.errors import CompileError
 from mllm_compile.kernels import of_every_kind
 from mllm_compile.runtime.ops import family
 from mllm_compile.runtime.program.link import LinkedProgram
-from mllm_compile.runtime.program.spec import SamplingForms
+from mllm_compile.runtime.program.spec import StoredSamplingPieces
 from mllm_compile.runtime.sampling.counter_rng import draw_tokens, padded_scores
 from mllm_compile.runtime.sampling.sampler import SamplingPieces
 
@@ -65,7 +65,7 @@ def relative_error(ours: torch.Tensor, theirs: torch.Tensor) -> float:
     return relative_errors(ours, theirs).max().item()
 
 
-def _check_sampling(forms: SamplingForms, pieces: SamplingPieces, logits: torch.Tensor) -> None:
+def _check_sampling(variants: StoredSamplingPieces, pieces: SamplingPieces, logits: torch.Tensor) -> None:
     """Checks rows with a temperature, seed and position of their own."""
     generator = torch.Generator().manual_seed(0)
     logits = logits[torch.arange(_NUM_DRAWS, device=logits.device) % logits.shape[0]]
@@ -76,9 +76,9 @@ def _check_sampling(forms: SamplingForms, pieces: SamplingPieces, logits: torch.
     drawn = draw_tokens(scores, seeds, positions)
     # Sums of a draw's exponentials differ in their last digits, which may decide between two near blocks: in one row.
     for name, piece, inputs, theirs, num_others in (
-        (forms.greedy, pieces.greedy, [logits], logits.argmax(-1), 0),
-        (forms.from_logits, pieces.from_logits, [logits, temperatures, seeds, positions], drawn, 1),
-        (forms.from_scores, pieces.from_scores, [scores, seeds, positions], drawn, 1),
+        (variants.greedy, pieces.greedy, [logits], logits.argmax(-1), 0),
+        (variants.from_logits, pieces.from_logits, [logits, temperatures, seeds, positions], drawn, 1),
+        (variants.from_scores, pieces.from_scores, [scores, seeds, positions], drawn, 1),
     ):
         wrong = int((piece(inputs)[0] != theirs).sum())
         if wrong > num_others:

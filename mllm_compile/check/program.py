@@ -1,10 +1,10 @@
 """Runs the compiled program on small inputs before it is published: against Transformers' own forward.
 
-Two requests are packed into one flat batch, at far-apart positions; where pieces have forms for few tokens, also one
-token alone, and the two requests so often that every kernel of their linears and the forms for any number run. A model
-that carries state from token to token, that reads its neighbours by place instead of by attention, or that a pass or
-Inductor broke, gives other logits than Transformers gives each request alone. The weights are small_weights.py's, so an
-8B model needs one layer's memory. check/kernels.py checks what such batches do not reach.
+Two requests are packed into one flat batch, at far-apart positions; where pieces have variants for few tokens, also one
+token alone, and the two requests so often that every kernel of their linears and the variants for any number run. A
+model that carries state from token to token, that reads its neighbours by place instead of by attention, or that a pass
+or Inductor broke, gives other logits than Transformers gives each request alone. The weights are small_weights.py's, so
+an 8B model needs one layer's memory. check/kernels.py checks what such batches do not reach.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from mllm_compile.model.attention_choice import attention_implementation
 from mllm_compile.model.positions_hook import reading_positions
 from mllm_compile.model.refusals import first_line, refusing
 from mllm_compile.model.small_weights import materialise
-from mllm_compile.passes.base import SMALL_FORMS, QuantisedTensor, part_of_rank
+from mllm_compile.passes.base import VARIANTS, QuantisedTensor, part_of_rank
 from mllm_compile.passes.match.nodes import called_pieces, is_op
 from mllm_compile.runtime.attention.base import AttentionInputs
 from mllm_compile.runtime.attention.layer import AttentionLayer
@@ -71,7 +71,7 @@ MOST_REROUTED = 0.5
 # In 16 bits features carry the tower's rounding into the text: gemma3's logits were off by 0.084 on an H100.
 ROUNDED_TWICE = 2
 # Where linears read fp8 (quantise_activations): right models of 4 to 36 layers are off by 0.05 to 0.10. All else is
-# held to the bound above, by the batches of few tokens, whose forms read bfloat16.
+# held to the bound above, by the batches of few tokens, whose variants read bfloat16.
 FP8_TOLERANCE = 0.2
 
 
@@ -165,10 +165,10 @@ def _counted(errors: torch.Tensor, may_be_rerouted: bool) -> float:
 
 def _reads_fp8(lowered: Lowered, tokens: int) -> bool:
     """True if linears of a step of so many tokens round what they read to fp8."""
-    forms: dict[str, dict[int, str]] = lowered.graph.meta.get(SMALL_FORMS, {})
+    variants: dict[str, dict[int, str]] = lowered.graph.meta.get(VARIANTS, {})
     names = []
     for name in called_pieces(lowered.graph):
-        of_more = {most: form for most, form in forms.get(name, {}).items() if most >= tokens}
+        of_more = {most: variant for most, variant in variants.get(name, {}).items() if most >= tokens}
         names.append(of_more[min(of_more)] if of_more else name)
     pieces: list[Any] = [lowered.graph.get_submodule(name) for name in names]
     return any(is_op(node, "scaled_linear") for piece in pieces for node in piece.graph.nodes)
@@ -241,8 +241,9 @@ def _requests(sizes: ModelSizes, device: str, rope: RopeLengths | None = None) -
 
 
 def _batches(program: Program, ids: _Requests, positions: _Requests) -> list[tuple[_Requests, _Requests]]:
-    """Ids and positions of each batch, the smallest first: every form of a piece runs, the one for any number last."""
-    sizes = {form.max_size for form in program.all_small_forms()}
+    """Ids and positions of each batch, the smallest first: every variant of a piece runs, the one for any number
+    last."""
+    sizes = {variant.max_size for variant in program.all_variants()}
     batches = [([ids[0][:1]], [positions[0][:1]])] if 1 in sizes else []
     tokens = sum(REQUEST_LENGTHS)
     most = max(sizes, default=1)

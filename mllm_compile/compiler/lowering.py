@@ -296,15 +296,15 @@ def write_pieces(lowered: Lowered, folder: Path) -> list[PieceJob]:
     sources = []
     written: set[str] = set()
     for one in lowered.every:
-        forms = {form.piece: form for form in one.program.all_small_forms()}
-        for piece in (*one.program.step_pieces(), *forms):
+        variants = {variant.piece: variant for variant in one.program.all_variants()}
+        for piece in (*one.program.step_pieces(), *variants):
             if piece in written:  # programs share it
                 continue
             written.add(piece)
             graph: Any = one.graph.get_submodule(piece)
             inputs = piece_inputs(graph, one.symbols)
-            if piece in forms and forms[piece].max_size == 1:
-                size = inputs[forms[piece].input].shape[forms[piece].dim]  # T, or S behind the gather
+            if piece in variants and variants[piece].max_size == 1:
+                size = inputs[variants[piece].input].shape[variants[piece].dim]  # T, or S behind the gather
                 inputs = tuple(spec.of_one(str(size)) for spec in inputs)
             sources.append((piece, piece_source(graph, piece, one.symbols), inputs))
     # The smallest last: with few workers the others begin first.

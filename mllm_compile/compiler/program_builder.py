@@ -18,8 +18,8 @@ from mllm_compile.passes.base import (
     CACHE_INPUTS,
     PACKED_WEIGHTS,
     QUANTISED_TENSORS,
-    SMALL_FORMS,
     STATE_LAYERS,
+    VARIANTS,
     PackedPart,
     QuantisedTensor,
 )
@@ -41,9 +41,9 @@ from mllm_compile.runtime.program.spec import (
     ExpertWeight,
     PackedAttentionStep,
     PieceStep,
+    PieceVariant,
     Program,
     QuantisedWeight,
-    SmallForm,
     StateStep,
     Step,
     UnrotatedStep,
@@ -87,7 +87,7 @@ def build_program(graph: fx.GraphModule) -> Program:
         layers,
         weights,
         _value_name(logits),
-        _small_forms(graph),
+        _variants(graph),
         expert_weights=expert_weights,
         counted_experts=counted,
         state_layers=tuple(graph.meta[STATE_LAYERS]),
@@ -215,9 +215,9 @@ _STEP_MAKERS: dict[type[LayerKind], Callable[[fx.Node], Step]] = {
 }
 
 
-def _small_forms(graph: fx.GraphModule) -> dict[str, tuple[SmallForm, ...]]:
-    all_forms, symbols = {}, size_symbols(graph)
-    for piece, forms in graph.meta.get(SMALL_FORMS, {}).items():
+def _variants(graph: fx.GraphModule) -> dict[str, tuple[PieceVariant, ...]]:
+    all_variants, symbols = {}, size_symbols(graph)
+    for piece, variants in graph.meta.get(VARIANTS, {}).items():
         module: Any = graph.get_submodule(piece)
         inputs = [node for node in module.graph.nodes if node.op == "placeholder"]
         sizes = [
@@ -228,8 +228,10 @@ def _small_forms(graph: fx.GraphModule) -> dict[str, tuple[SmallForm, ...]]:
         ]
         # A piece that gathers rows is sized by their number: nothing before the gather is work.
         index, dim, _ = next((one for one in sizes if symbols.get(one[2]) == "S"), sizes[0])
-        all_forms[piece] = tuple(SmallForm(form, index, dim, size) for size, form in sorted(forms.items()))
-    return all_forms
+        all_variants[piece] = tuple(
+            PieceVariant(variant, index, dim, size) for size, variant in sorted(variants.items())
+        )
+    return all_variants
 
 
 def weight_shapes(graph: fx.GraphModule) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:

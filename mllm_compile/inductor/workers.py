@@ -27,7 +27,7 @@ from mllm_compile.process import bytecode, child_python
 from mllm_compile.process.group import ProcessGroup
 from mllm_compile.runtime.disk_space import full_disk_said
 
-_MAX_WORKERS = 16  # as many as a dense model has pieces and forms of them
+_MAX_WORKERS = 16  # as many as a dense model has pieces and variants of them
 _COMMAND = child_python.command("mllm_compile.inductor.server")
 _END_S = 5.0  # between a process's last word and its end
 

@@ -49,7 +49,7 @@ def kernels_of(graph: fx.GraphModule, program: Program) -> dict[str, tuple[CudaK
     """The kernels that the program and its pieces call, by family."""
     called: list[tuple[Any, int | None]] = [(graph, None)]
     called += [(graph.get_submodule(piece), None) for piece in program.step_pieces()]
-    called += [(graph.get_submodule(form.piece), form.max_size) for form in program.all_small_forms()]
+    called += [(graph.get_submodule(variant.piece), variant.max_size) for variant in program.all_variants()]
     wanted = {name: family(name).wanted(called) for name in FAMILIES}
     return {name: kernels for name, kernels in wanted.items() if kernels}
 

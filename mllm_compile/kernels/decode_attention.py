@@ -18,7 +18,7 @@ from mllm_compile.runtime.attention.hopper.clusters import choose_split, cluster
 from mllm_compile.runtime.attention.hopper.shapes import are_served, has_clusters, most_in_clusters
 from mllm_compile.runtime.attention.hopper.shares import MOST_REQUESTS, ShareKernel
 from mllm_compile.runtime.attention.layer import KERNEL_HEAD_DIMS, LayerSpec
-from mllm_compile.runtime.attention.layer_kernels import DecodeForm
+from mllm_compile.runtime.attention.layer_kernels import DecodeVariant
 from mllm_compile.runtime.attention.split.splits import MOST_FEW_SEQUENCES, OF_FEW, OF_MANY, Splits
 from mllm_compile.runtime.config_sections import RuntimeSection
 from mllm_compile.runtime.program.spec import Program
@@ -36,10 +36,10 @@ def add_decode_attention(config: ResolvedConfig, program: Program) -> tuple[Prog
     of_layers, made = made_by_kind(
         served,
         lambda layer: replace(layer, name="", layer_id=0, sinks=layer.sinks and "sinks"),
-        partial(_forms, config),
+        partial(_variants, config),
     )
-    forms = {name: forms for name, (forms, _) in of_layers.items()}
-    return with_kernels(program, "decode", forms), tuple(piece for _, pieces in made for piece in pieces)
+    variants = {name: variants for name, (variants, _) in of_layers.items()}
+    return with_kernels(program, "decode", variants), tuple(piece for _, pieces in made for piece in pieces)
 
 
 def needs_own_kernels(config: ResolvedConfig, layer: LayerSpec) -> bool:
@@ -56,34 +56,34 @@ def _is_served(layer: LayerSpec) -> bool:
     )
 
 
-def _forms(
+def _variants(
     config: ResolvedConfig, layer: LayerSpec, index: int
-) -> tuple[tuple[DecodeForm, ...], tuple[WrittenPiece, ...]]:
-    """A layer's forms and their pieces.
+) -> tuple[tuple[DecodeVariant, ...], tuple[WrittenPiece, ...]]:
+    """A layer's variants and their pieces.
 
     In deterministic mode there is one for any batch: a step may hold many tokens of one request, so that no key can be
     fetched before the kernel ahead has ended; and a request's numbers must not depend on how many others there are.
     """
     many = _piece(config, layer, f"decode_{index}_many", OF_MANY, fetch_first=False)
-    of_many = DecodeForm(None, many.name, OF_MANY)
+    of_many = DecodeVariant(None, many.name, OF_MANY)
     if config.runtime.deterministic:
         return (of_many,), (many,)
     few = _piece(config, layer, f"decode_{index}_few", OF_FEW, fetch_first=True)
-    forms: tuple[DecodeForm, ...] = DecodeForm(MOST_FEW_SEQUENCES, few.name, OF_FEW), of_many
+    variants: tuple[DecodeVariant, ...] = DecodeVariant(MOST_FEW_SEQUENCES, few.name, OF_FEW), of_many
     if _has_kernels(config, layer):
-        forms = _hopper_forms(config.runtime, layer, *forms)
-    called = {form.piece for form in forms}
-    return forms, tuple(piece for piece in (few, many) if piece.name in called)
+        variants = _hopper_variants(config.runtime, layer, *variants)
+    called = {variant.piece for variant in variants}
+    return variants, tuple(piece for piece in (few, many) if piece.name in called)
 
 
-def _hopper_forms(
-    runtime: RuntimeSection, layer: LayerSpec, few: DecodeForm, many: DecodeForm
-) -> tuple[DecodeForm, ...]:
+def _hopper_variants(
+    runtime: RuntimeSection, layer: LayerSpec, few: DecodeVariant, many: DecodeVariant
+) -> tuple[DecodeVariant, ...]:
     """Clusters for few requests, or a piece where there are none of such heads; shares for many, and a piece for more
     than these count."""
     kv_heads, head_dim = layer.num_kv_heads, layer.head_dim
     has_many = runtime.max_running_requests > MOST_REQUESTS
-    forms = []
+    variants = []
     features = {"sinks": layer.sinks is not None, "fp8": runtime.kv_cache_dtype == "float8_e4m3fn"}
     group = layer.num_heads // kv_heads
     shares = ShareKernel(kv_heads, group, runtime.page_size, head_dim=head_dim, **features)
@@ -92,13 +92,13 @@ def _hopper_forms(
         splits = {choose_split(count * kv_heads) for count in range(1, most // kv_heads + 1)}
         clusters = cluster_kernels(layer.num_heads, kv_heads, runtime.page_size, **features)
         if splits:
-            forms.append(DecodeForm(most, kernels=tuple(kernel for kernel in clusters if kernel.split in splits)))
+            variants.append(DecodeVariant(most, kernels=tuple(kernel for kernel in clusters if kernel.split in splits)))
     else:
-        forms.append(few)
-    forms.append(DecodeForm(MOST_REQUESTS * kv_heads if has_many else None, kernels=(shares,)))
+        variants.append(few)
+    variants.append(DecodeVariant(MOST_REQUESTS * kv_heads if has_many else None, kernels=(shares,)))
     if has_many:
-        forms.append(many)
-    return tuple(forms)
+        variants.append(many)
+    return tuple(variants)
 
 
 def _has_kernels(config: ResolvedConfig, layer: LayerSpec) -> bool:

@@ -10,7 +10,7 @@ from mllm_compile.config.resolved import ResolvedConfig
 from mllm_compile.inductor.job import PieceInput
 from mllm_compile.kernels.piece import WrittenPiece
 from mllm_compile.runtime.ops.replay_slots import REPLAY_SLOTS, REQUEST_FIELDS
-from mllm_compile.runtime.program.spec import DecodeLoopForms, Program
+from mllm_compile.runtime.program.spec import DecodeLoopPieces, Program
 from mllm_compile.runtime.sampling.state import NUM_FLOATS, NUM_INTS
 
 _LEGEND = "S rows, M most rows of any step, R rows of the slot table"
@@ -30,7 +30,7 @@ def add_decode_loop(
     if program.sampling is None or not decode_all or config.runtime.deterministic:
         return program, ()
     pieces = decode_loop_pieces(program.sampling.dtype, int(logits.shape[1]), config.runtime.page_size)
-    return replace(program, decode_loop=DecodeLoopForms(*(piece.name for piece in pieces))), pieces
+    return replace(program, decode_loop=DecodeLoopPieces(*(piece.name for piece in pieces))), pieces
 
 
 def decode_loop_pieces(dtype: str, vocab_size: int, page_size: int) -> tuple[WrittenPiece, WrittenPiece]:

@@ -61,7 +61,9 @@ def _load_kernels(config: ResolvedConfig, program: Program) -> None:
             page_size=runtime.page_size,
             deterministic=runtime.deterministic,
             kernels={
-                name: replace(kernels, cascade=None).linked(lambda form: _NO_DECODER, lambda piece: _NO_DECODER.piece)
+                name: replace(kernels, cascade=None).linked(
+                    lambda variant: _NO_DECODER, lambda piece: _NO_DECODER.piece
+                )
                 for name, kernels in program.layer_kernels.items()
             },
         )

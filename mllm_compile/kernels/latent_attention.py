@@ -27,8 +27,8 @@ def add_latent_attention(config: ResolvedConfig, program: Program) -> tuple[Prog
         lambda layer: replace(layer, name="", layer_id=0, up_projection=layer.up_projection and "up_projection"),
         partial(_pieces, config),
     )
-    forms = {name: LatentKernels(*(piece.name for piece in pieces)) for name, pieces in of_layers.items()}
-    return with_kernels(program, "latent", forms), tuple(piece for pieces in written for piece in pieces)
+    variants = {name: LatentKernels(*(piece.name for piece in pieces)) for name, pieces in of_layers.items()}
+    return with_kernels(program, "latent", variants), tuple(piece for pieces in written for piece in pieces)
 
 
 def _pieces(config: ResolvedConfig, layer: LayerSpec, index: int) -> tuple[WrittenPiece, ...]:

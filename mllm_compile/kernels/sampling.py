@@ -13,7 +13,7 @@ import torch
 from mllm_compile.config.resolved import ResolvedConfig
 from mllm_compile.inductor.job import PieceInput
 from mllm_compile.kernels.piece import WrittenPiece
-from mllm_compile.runtime.program.spec import Program, SamplingForms
+from mllm_compile.runtime.program.spec import Program, StoredSamplingPieces
 from mllm_compile.runtime.sampling.counter_rng import padded_vocab_size
 
 
@@ -29,7 +29,7 @@ def add_sampling_pieces(
         return program, ()
     dtype = str(logits.dtype).removeprefix("torch.")
     pieces = sampling_pieces(dtype, int(logits.shape[1]))
-    return replace(program, sampling=SamplingForms(dtype, *(piece.name for piece in pieces))), pieces
+    return replace(program, sampling=StoredSamplingPieces(dtype, *(piece.name for piece in pieces))), pieces
 
 
 def sampling_pieces(dtype: str, vocab_size: int) -> tuple[WrittenPiece, WrittenPiece, WrittenPiece]:

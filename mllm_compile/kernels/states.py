@@ -48,8 +48,8 @@ def add_state_pieces(
         ),
         lambda kind, index: _pieces(*kind, config.runtime, index, is_delta),
     )
-    forms = {name: StateKernels(*(piece.name for piece in pieces)) for name, pieces in of_layers.items()}
-    return with_kernels(program, "state", forms), tuple(piece for pieces in written for piece in pieces)
+    variants = {name: StateKernels(*(piece.name for piece in pieces)) for name, pieces in of_layers.items()}
+    return with_kernels(program, "state", variants), tuple(piece for pieces in written for piece in pieces)
 
 
 def _is_served(layer: StateLayer) -> bool:

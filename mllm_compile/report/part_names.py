@@ -78,13 +78,13 @@ def attention_name(program: Program) -> PartName:
 
 
 def all_names(program: Program, shapes: Mapping[str, Sequence[int]]) -> dict[str, str]:
-    """Every piece that is compiled → its name: those of part_names, their forms for few tokens, and what no step calls
-    (decodes' attention, the choice of tokens)."""
+    """Every piece that is compiled → its name: those of part_names, their variants for few tokens, and what no step
+    calls (decodes' attention, the choice of tokens)."""
     names = {piece: str(name) for piece, name in part_names(program, shapes).items()}
-    for piece, forms in program.small_forms.items():
-        for form in forms:
-            tokens = "1 token" if form.max_size == 1 else f"up to {form.max_size} tokens"
-            names[form.piece] = f"{names.get(piece, piece)}, for {tokens}"
+    for piece, variants in program.variants.items():
+        for variant in variants:
+            tokens = "1 token" if variant.max_size == 1 else f"up to {variant.max_size} tokens"
+            names[variant.piece] = f"{names.get(piece, piece)}, for {tokens}"
     positions = {layer.name: position for position, layer in enumerate(program.layers)}
     kinds = {layer.name: layer.kind.name for layer in program.state_layers}
     used: dict[tuple[str, str], list[int]] = {}

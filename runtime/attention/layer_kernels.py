@@ -24,7 +24,7 @@ WHAT = "what"  # a piece computes, for people
 
 
 @dataclass(frozen=True)
-class DecodeForm:
+class DecodeVariant:
     """The way that decodes of batches of some size compute a layer's attention.
 
     Attributes:
@@ -43,13 +43,13 @@ class DecodeForm:
         return {**asdict(self), "kernels": [kernel.to_json() for kernel in self.kernels]}
 
     @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> DecodeForm:
+    def from_json(cls, data: Mapping[str, Any]) -> DecodeVariant:
         """Raises KeyError, TypeError or ValueError for anything that to_json would not have written."""
         kernels = tuple(map(kernel_from_json, data["kernels"]))
-        form = replace(from_json(cls, {**data, "kernels": []}), kernels=kernels)
-        if (form.piece is None) is not bool(form.kernels):
-            raise ValueError("a form of decode attention has a piece, or kernels")
-        return form
+        variant = replace(from_json(cls, {**data, "kernels": []}), kernels=kernels)
+        if (variant.piece is None) is not bool(variant.kernels):
+            raise ValueError("a variant of decode attention has a piece, or kernels")
+        return variant
 
 
 @dataclass(frozen=True)
@@ -111,20 +111,20 @@ class LayerKernels(Generic[Decode, Piece]):
     def pieces(self: StoredKernels) -> dict[str, str]:
         """The ids of its pieces, and what each computes."""
         named = dict(_named(replace(self, decode=())))
-        decodes = (form.piece for form in self.decode if form.piece is not None)
+        decodes = (variant.piece for variant in self.decode if variant.piece is not None)
         return dict.fromkeys(decodes, _what_of(self, "decode")) | named
 
     def to_json(self: StoredKernels) -> dict[str, Any]:
-        return {**asdict(replace(self, decode=())), "decode": [form.to_json() for form in self.decode]}
+        return {**asdict(replace(self, decode=())), "decode": [variant.to_json() for variant in self.decode]}
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> StoredKernels:
         """Raises KeyError, TypeError or ValueError for anything that to_json would not have written."""
-        decode = tuple(map(DecodeForm.from_json, data["decode"]))
-        return replace(from_json(LayerKernels[DecodeForm, str], {**data, "decode": []}), decode=decode)
+        decode = tuple(map(DecodeVariant.from_json, data["decode"]))
+        return replace(from_json(LayerKernels[DecodeVariant, str], {**data, "decode": []}), decode=decode)
 
 
-StoredKernels = LayerKernels[DecodeForm, str]
+StoredKernels = LayerKernels[DecodeVariant, str]
 LinkedKernels = LayerKernels[Any, Callable[..., Any]]  # decode: split_decode.Decoder
 NO_KERNELS: LayerKernels[Any, Any] = LayerKernels()
 

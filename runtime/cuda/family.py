@@ -15,7 +15,9 @@ if TYPE_CHECKING:
     import torch
     from torch import fx
 
-    CalledPieces = Sequence[tuple[fx.GraphModule, int | None]]  # a piece or form, and its most tokens; None: any number
+    CalledPieces = Sequence[
+        tuple[fx.GraphModule, int | None]
+    ]  # a piece or variant, and its most tokens; None: any number
 
 
 class KernelFamily(ABC):

@@ -240,11 +240,11 @@ class ProgramExecutor:
         return linked
 
     def _function(self, piece: str, pieces: Mapping[str, PieceFunction]) -> PieceFunction:
-        forms = self.program.small_forms.get(piece)
-        if not forms:
+        variants = self.program.variants.get(piece)
+        if not variants:
             return pieces[piece]
-        small = [(form.max_size, pieces[form.piece]) for form in forms]
-        return _BySize(pieces[piece], small, forms[0].input, forms[0].dim)
+        small = [(variant.max_size, pieces[variant.piece]) for variant in variants]
+        return _BySize(pieces[piece], small, variants[0].input, variants[0].dim)
 
     def _buffer_indices(self, last_use: Mapping[str, int]) -> dict[str, int]:
         """Output of a layer between pieces → the lowest index whose last owner is dead; of attention nearly always 0.
@@ -307,7 +307,7 @@ def _new_output(index: int, like: torch.Tensor, shape: tuple[int, ...], dtype: t
 
 @dataclass(slots=True)
 class _BySize:
-    """A piece with forms of its own for few tokens, smallest first."""
+    """A piece with variants of its own for few tokens, smallest first."""
 
     any_size: PieceFunction
     small: list[tuple[int, PieceFunction]]

@@ -17,7 +17,7 @@ from mllm_compile.runtime.attention.hopper.clusters import ClusterKernel
 from mllm_compile.runtime.attention.hopper.decoder import ClusterDecode, ShareDecode
 from mllm_compile.runtime.attention.hopper.shares import ShareKernel
 from mllm_compile.runtime.attention.layer import AttentionLayer
-from mllm_compile.runtime.attention.layer_kernels import DecodeForm, LinkedKernels, StoredKernels
+from mllm_compile.runtime.attention.layer_kernels import DecodeVariant, LinkedKernels, StoredKernels
 from mllm_compile.runtime.attention.split.split_decode import DecodePiece, Decoder
 from mllm_compile.runtime.ops import load_kernels
 from mllm_compile.runtime.program.executor import PieceFunction, ProgramExecutor
@@ -108,20 +108,20 @@ def _layer_kernels(
     """Each layer's own kernels; layers that are alike share them."""
 
     @cache
-    def decoder_of(form: DecodeForm, sm_scale: float) -> Decoder:
+    def decoder_of(variant: DecodeVariant, sm_scale: float) -> Decoder:
         piece: DecodePiece
-        if form.piece is not None:
-            piece = pieces[form.piece]
-        elif isinstance(form.kernels[0], ShareKernel):
-            piece = ShareDecode(form.kernels[0], cubins, sm_scale, device)
+        if variant.piece is not None:
+            piece = pieces[variant.piece]
+        elif isinstance(variant.kernels[0], ShareKernel):
+            piece = ShareDecode(variant.kernels[0], cubins, sm_scale, device)
         else:
-            clusters = [kernel for kernel in form.kernels if isinstance(kernel, ClusterKernel)]
+            clusters = [kernel for kernel in variant.kernels if isinstance(kernel, ClusterKernel)]
             piece = ClusterDecode(clusters, cubins, sm_scale, device)
-        return Decoder(piece, form.most_sequences, form.splits, rotates=bool(form.kernels))
+        return Decoder(piece, variant.most_sequences, variant.splits, rotates=bool(variant.kernels))
 
     @cache
     def linked(kernels: StoredKernels, sm_scale: float) -> LinkedKernels:
-        return kernels.linked(lambda form: decoder_of(form, sm_scale), lambda piece: pieces[piece])
+        return kernels.linked(lambda variant: decoder_of(variant, sm_scale), lambda piece: pieces[piece])
 
     scales = {layer.name: layer.sm_scale for layer in program.layers}
     return {layer: linked(kernels, scales.get(layer, 0.0)) for layer, kernels in program.layer_kernels.items()}

@@ -141,8 +141,9 @@ _STEP_NAMES = {kind: name for name, kind in _STEPS.items()}
 
 
 @dataclass(frozen=True)
-class SmallForm:
-    """A further form of a piece, for at most `max_size` tokens, or rows where the piece gathers them or comes behind.
+class PieceVariant:
+    """A further variant of a piece, for at most `max_size` tokens, or rows where the piece gathers them or comes
+    behind.
 
     `piece` is its id; how many there are is the size of dimension `dim` of input `input`.
     """
@@ -154,7 +155,7 @@ class SmallForm:
 
 
 @dataclass(frozen=True)
-class SamplingForms:
+class StoredSamplingPieces:
     """The pieces that choose tokens: the most probable, and draws, from the program's logits of type `dtype`; and draws
     from float32 scores.
     """
@@ -169,7 +170,7 @@ class SamplingForms:
 
 
 @dataclass(frozen=True)
-class DecodeLoopForms:
+class DecodeLoopPieces:
     """The pieces that make the inputs of a captured decode ready, and choose and hand on its tokens."""
 
     begin: str
@@ -222,10 +223,12 @@ class Program:
     layers: tuple[LayerSpec, ...]
     weights: tuple[str, ...]
     output: str
-    small_forms: Mapping[str, tuple[SmallForm, ...]] = field(default_factory=dict)  # piece → its forms, smallest first
+    variants: Mapping[str, tuple[PieceVariant, ...]] = field(
+        default_factory=dict
+    )  # piece → its variants, smallest first
     layer_kernels: Mapping[str, StoredKernels] = field(default_factory=dict)  # layer → its own kernels, if any
-    sampling: SamplingForms | None = None
-    decode_loop: DecodeLoopForms | None = None
+    sampling: StoredSamplingPieces | None = None
+    decode_loop: DecodeLoopPieces | None = None
     kernels: Mapping[str, tuple[CudaKernel, ...]] = field(default_factory=dict)  # family → those that it calls
     expert_weights: Mapping[str, ExpertWeight] = field(default_factory=dict)
     counted_experts: tuple[str, ...] = ()  # a weight of each layer whose choices are counted, in order
@@ -254,27 +257,27 @@ class Program:
         return tuple(dict.fromkeys(kernel for program in self.every for kernel in program.cuda_kernels()))
 
     def piece_ids(self) -> list[str]:
-        """All that is compiled of this program: the steps' pieces, their forms for few tokens, layers' own
+        """All that is compiled of this program: the steps' pieces, their variants for few tokens, layers' own
         kernels, those of sampling and of the decode loop."""
         layers = dict.fromkeys(piece for kernels in self.layer_kernels.values() for piece in kernels.pieces())
         sampling = () if self.sampling is None else self.sampling.piece_ids()
         loop = () if self.decode_loop is None else self.decode_loop.piece_ids()
-        small = (form.piece for form in self.all_small_forms())
+        small = (variant.piece for variant in self.all_variants())
         return [*self.step_pieces(), *small, *layers, *sampling, *loop]
 
     def cuda_kernels(self) -> tuple[CudaKernel, ...]:
         """The kernels that this program calls and NVRTC compiles."""
-        forms = (form for kernels in self.layer_kernels.values() for form in kernels.decode)
-        decodes = dict.fromkeys(kernel for form in forms for kernel in form.kernels)
+        variants = (variant for kernels in self.layer_kernels.values() for variant in kernels.decode)
+        decodes = dict.fromkeys(kernel for variant in variants for kernel in variant.kernels)
         return (*(kernel for members in self.kernels.values() for kernel in members), *decodes)
 
     def kernels_of_layer(self, name: str) -> StoredKernels:
         """The layer's own kernels; none of a layer that has none."""
         return self.layer_kernels.get(name, NO_KERNELS)
 
-    def all_small_forms(self) -> list[SmallForm]:
-        """The small forms of all pieces."""
-        return [form for forms in self.small_forms.values() for form in forms]
+    def all_variants(self) -> list[PieceVariant]:
+        """The small variants of all pieces."""
+        return [variant for variants in self.variants.values() for variant in variants]
 
     def step_pieces(self) -> list[str]:
         """Distinct pieces that steps call, in order of first use."""
@@ -286,7 +289,7 @@ class Program:
             "layers": [asdict(layer) for layer in self.layers],
             "weights": list(self.weights),
             "output": self.output,
-            "small_forms": {piece: [asdict(form) for form in forms] for piece, forms in self.small_forms.items()},
+            "variants": {piece: [asdict(variant) for variant in variants] for piece, variants in self.variants.items()},
             "layer_kernels": {layer: kernels.to_json() for layer, kernels in self.layer_kernels.items()},
             "sampling": None if self.sampling is None else asdict(self.sampling),
             "decode_loop": None if self.decode_loop is None else asdict(self.decode_loop),
@@ -310,12 +313,12 @@ class Program:
                 layers=from_json(tuple[LayerSpec, ...], data["layers"]),
                 weights=from_json(tuple[str, ...], data["weights"]),
                 output=from_json(str, data["output"]),
-                small_forms=from_json(dict[str, tuple[SmallForm, ...]], data["small_forms"]),
+                variants=from_json(dict[str, tuple[PieceVariant, ...]], data["variants"]),
                 layer_kernels={
                     layer: LayerKernels.from_json(kernels) for layer, kernels in data["layer_kernels"].items()
                 },
-                sampling=from_json(SamplingForms | None, data["sampling"]),
-                decode_loop=from_json(DecodeLoopForms | None, data["decode_loop"]),
+                sampling=from_json(StoredSamplingPieces | None, data["sampling"]),
+                decode_loop=from_json(DecodeLoopPieces | None, data["decode_loop"]),
                 kernels={
                     name: tuple(family(name).from_json(kernel) for kernel in members)
                     for name, members in data["kernels"].items()

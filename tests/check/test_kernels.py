@@ -18,11 +18,11 @@ from mllm_compile.runtime.attention.capture import Unrotated
 from mllm_compile.runtime.attention.hopper.clusters import cluster_kernels
 from mllm_compile.runtime.attention.hopper.shares import ShareKernel
 from mllm_compile.runtime.attention.layer import LayerSpec
-from mllm_compile.runtime.attention.layer_kernels import DecodeForm, LayerKernels
+from mllm_compile.runtime.attention.layer_kernels import DecodeVariant, LayerKernels
 from mllm_compile.runtime.attention.split.split_decode import Decoder, choose_decoder
 from mllm_compile.runtime.attention.split.splits import MOST_FEW_SEQUENCES, OF_FEW, OF_MANY
 from mllm_compile.runtime.program.link import link
-from mllm_compile.runtime.program.spec import Program, SamplingForms, UnrotatedStep
+from mllm_compile.runtime.program.spec import Program, StoredSamplingPieces, UnrotatedStep
 from mllm_compile.runtime.sampling.counter_rng import draw_tokens, padded_scores
 from tests.config.test_resolve import H200, resolved
 
@@ -63,8 +63,8 @@ class Attention:
 
 
 def check_attention(layer: LayerSpec, few: Piece, many: Piece, dtype: torch.dtype = torch.bfloat16) -> None:
-    forms = DecodeForm(MOST_FEW_SEQUENCES, "few", OF_FEW), DecodeForm(None, "many", OF_MANY)
-    program = Program((), (layer,), (), "logits", layer_kernels={layer.name: LayerKernels(decode=forms)})
+    variants = DecodeVariant(MOST_FEW_SEQUENCES, "few", OF_FEW), DecodeVariant(None, "many", OF_MANY)
+    program = Program((), (layer,), (), "logits", layer_kernels={layer.name: LayerKernels(decode=variants)})
     linked = link(program, {"few": few, "many": many}, {}, torch.device("cpu"))
     check_written_pieces(linked, PAGE_SIZE, dtype, torch.zeros(2, VOCAB))
 
@@ -76,7 +76,7 @@ def test_right_attention_passes(layer, dtype):
 
 
 @pytest.mark.parametrize("kv_heads", [1, 2, 8, 40])
-def test_each_form_runs_as_it_will_be_asked_to_with_as_many_splits_as_there_are_ever(kv_heads):
+def test_each_variant_runs_as_it_will_be_asked_to_with_as_many_splits_as_there_are_ever(kv_heads):
     layer = replace(LAYER, num_heads=40, num_kv_heads=kv_heads)
     few, many = Attention(layer), Attention(layer)
     check_attention(layer, few, many)
@@ -111,11 +111,11 @@ class RotatingAttention(Attention):
 
 
 def check_rotation(attention: RotatingAttention, norms: tuple[str, ...]) -> None:
-    form = DecodeForm(None, kernels=(ShareKernel(8, 4, 64),))
+    variant = DecodeVariant(None, kernels=(ShareKernel(8, 4, 64),))
     step = UnrotatedStep(("q", "k", "cos", "sin", *norms), 1e-6)
     check = _DecodeCheck(attention.layer, SERVED, step)
     for lengths in ((300, 70, 1), (16, 17)):
-        check.run(lengths, [form], [Decoder(attention, rotates=True)])
+        check.run(lengths, [variant], [Decoder(attention, rotates=True)])
 
 
 @pytest.mark.parametrize("layer", [LAYER, WITH_SINKS])
@@ -209,7 +209,7 @@ RIGHT: dict[str, Piece] = {
 
 
 def check_sampling(logits: torch.Tensor = LOGITS, **wrong: Piece) -> None:
-    program = Program((), (), (), "logits", sampling=SamplingForms("bfloat16", *RIGHT))
+    program = Program((), (), (), "logits", sampling=StoredSamplingPieces("bfloat16", *RIGHT))
     check_written_pieces(link(program, RIGHT | wrong, {}, logits.device), PAGE_SIZE, torch.bfloat16, logits)
 
 
@@ -259,12 +259,12 @@ def test_a_program_without_such_pieces_has_nothing_to_check():
 
 
 @pytest.mark.parametrize(
-    ("form", "num_requests", "name", "switch"),
+    ("variant", "num_requests", "name", "switch"),
     [
-        (DecodeForm(256, kernels=cluster_kernels(16, 8, 64)), 1, "clusters_8x2_page64_split8", "hopper_decode"),
-        (DecodeForm(256, kernels=cluster_kernels(16, 8, 64)), 32, "clusters_8x2_page64_split2", "hopper_decode"),
-        (DecodeForm(None, kernels=(ShareKernel(8, 2, 64),)), 33, "shares_8x2_page64", "hopper_decode"),
-        (DecodeForm(None, "many", OF_MANY), 33, "many", "split_decode"),
+        (DecodeVariant(256, kernels=cluster_kernels(16, 8, 64)), 1, "clusters_8x2_page64_split8", "hopper_decode"),
+        (DecodeVariant(256, kernels=cluster_kernels(16, 8, 64)), 32, "clusters_8x2_page64_split2", "hopper_decode"),
+        (DecodeVariant(None, kernels=(ShareKernel(8, 2, 64),)), 33, "shares_8x2_page64", "hopper_decode"),
+        (DecodeVariant(None, "many", OF_MANY), 33, "many", "split_decode"),
     ],
 )
 def test_who_decodes_is_named_with_the_setting_that_does_without_it(form, num_requests, name, switch):
@@ -278,13 +278,15 @@ def test_every_kernel_of_a_layer_decodes_in_a_batch_of_the_check(monkeypatch, kv
     layer = LayerSpec("layers.0.attn", 0, 2 * kv_heads, kv_heads, 128, 128, 128**-0.5, 0.0, -1, None)
     config = resolved(H200, runtime={"max_model_len": max_model_len})
     program, _ = decode_attention.add_decode_attention(config, Program((), (layer,), (), "logits"))
-    forms = program.layer_kernels[layer.name].decode
-    decoders = [Decoder(list, form.most_sequences, form.splits) for form in forms]
-    batches = _DecodeCheck(layer, SERVED).batches(forms)
+    variants = program.layer_kernels[layer.name].decode
+    decoders = [Decoder(list, variant.most_sequences, variant.splits) for variant in variants]
+    batches = _DecodeCheck(layer, SERVED).batches(variants)
     met = set()
     for lengths in batches:
-        form = forms[decoders.index(choose_decoder(decoders, len(lengths) * kv_heads))]
-        met.add(_who_decodes(form, len(lengths) * kv_heads)[0])
-    assert met == {kernel.name for kernel in program.cuda_kernels()} | {form.piece for form in forms if form.piece}
+        variant = variants[decoders.index(choose_decoder(decoders, len(lengths) * kv_heads))]
+        met.add(_who_decodes(variant, len(lengths) * kv_heads)[0])
+    assert met == {kernel.name for kernel in program.cuda_kernels()} | {
+        variant.piece for variant in variants if variant.piece
+    }
     warp_counts = 1024 // math.gcd(kv_heads, 8)
     assert max(map(len, batches)) > warp_counts, "shares count requests by more than one warp"

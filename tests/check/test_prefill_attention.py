@@ -11,7 +11,7 @@ from mllm_compile.check.prefill_attention import check_prefill_attention
 from mllm_compile.check.served import Served
 from mllm_compile.errors import CompileError
 from mllm_compile.runtime.attention.layer import LayerSpec
-from mllm_compile.runtime.attention.layer_kernels import DecodeForm, LayerKernels
+from mllm_compile.runtime.attention.layer_kernels import DecodeVariant, LayerKernels
 from mllm_compile.runtime.attention.split.prefill_tiles import TILE_TOKENS
 from mllm_compile.runtime.attention.split.splits import OF_MANY
 from mllm_compile.runtime.ops.trace import attention_reference
@@ -44,7 +44,7 @@ def piece_of(layer: LayerSpec):
 
 
 def check(layer: LayerSpec, piece) -> None:
-    kernels = LayerKernels(decode=(DecodeForm(None, "decode", OF_MANY),), prefill="prefill")
+    kernels = LayerKernels(decode=(DecodeVariant(None, "decode", OF_MANY),), prefill="prefill")
     program = Program((), (layer,), (), "logits", layer_kernels={layer.name: kernels})
     linked = link(program, {"decode": piece, "prefill": piece}, {}, torch.device("cpu"))
     check_prefill_attention(linked, Served(PAGE, torch.bfloat16, torch.bfloat16, torch.device("cpu")))

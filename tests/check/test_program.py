@@ -30,7 +30,7 @@ from mllm_compile.runtime.attention.layer import AttentionLayer
 from mllm_compile.runtime.ops.stream_linear.linear import TOKEN_BUCKETS, LinearKind
 from mllm_compile.runtime.ops.stream_linear.shapes import choose_tiling
 from mllm_compile.runtime.ops.trace import attention_reference
-from mllm_compile.runtime.program.spec import Program, SmallForm
+from mllm_compile.runtime.program.spec import PieceVariant, Program
 from tests.model.tiny_configs import save_tiny_model, tiny_config
 
 
@@ -189,10 +189,10 @@ def test_a_wrong_scale_is_noticed_in_any_precision(dtype, errors, monkeypatch, t
 
 
 @pytest.mark.parametrize(
-    ("forms", "sizes"), [((), [8]), ((1,), [1, 8]), ((16,), [8, 24]), ((1, 16), [1, 8, 24]), ((1, 8), [1, 8, 16])]
+    ("variants", "sizes"), [((), [8]), ((1,), [1, 8]), ((16,), [8, 24]), ((1, 16), [1, 8, 24]), ((1, 8), [1, 8, 16])]
 )
-def test_every_form_of_a_piece_is_run_and_the_largest_batch_comes_last(forms, sizes):
-    small = tuple(SmallForm(f"piece_{size}", 0, 0, size) for size in forms)
+def test_every_variant_of_a_piece_is_run_and_the_largest_batch_comes_last(variants, sizes):
+    small = tuple(PieceVariant(f"piece_{size}", 0, 0, size) for size in variants)
     program = Program((), (), (), "logits", {"piece": small})
     ids = [torch.arange(length) for length in self_check.REQUEST_LENGTHS]
     batches = self_check._batches(program, ids, ids)
@@ -201,7 +201,7 @@ def test_every_form_of_a_piece_is_run_and_the_largest_batch_comes_last(forms, si
 
 
 def test_every_kernel_of_a_linear_is_run():
-    small = tuple(SmallForm(f"piece_{size}", 0, 0, size) for size in (1, 208))
+    small = tuple(PieceVariant(f"piece_{size}", 0, 0, size) for size in (1, 208))
     tilings = tuple(choose_tiling(LinearKind(64, 256), tokens) for tokens in TOKEN_BUCKETS)
     program = Program((), (), (), "logits", {"piece": small}, kernels={"stream_linear": tilings})
     ids = [torch.arange(length) for length in self_check.REQUEST_LENGTHS]

@@ -84,7 +84,7 @@ def test_kernels_are_compiled_checked_published_and_loaded(loads, tmp_path):
     config = config_of(tmp_path)
     compiled = load_or_compile(config)
     artifact, program = compiled.artifact, compiled.artifact.program
-    assert {form.max_size for form in program.all_small_forms()} == {MAX_STREAMED_TOKENS}
+    assert {variant.max_size for variant in program.all_variants()} == {MAX_STREAMED_TOKENS}
     tilings = program.kernels["stream_linear"]
     names = {tiling.name for tiling in tilings}
     assert len(names) == len(tilings) == len({tiling.kind for tiling in tilings}) * len(TOKEN_BUCKETS)
@@ -109,7 +109,7 @@ def test_kernels_are_compiled_checked_published_and_loaded(loads, tmp_path):
 def test_pieces_with_a_large_weight_have_kernels_of_rows_for_eight_tokens(loads, tmp_path):
     config = config_of(tmp_path, widths=WIDTHS | {"hidden_size": 1536, "intermediate_size": 3072} | ONE_LAYER)
     program = load_or_compile(config).artifact.program
-    assert {form.max_size for form in program.all_small_forms()} == {MAX_LARGE_TOKENS, MAX_STREAMED_TOKENS}
+    assert {variant.max_size for variant in program.all_variants()} == {MAX_LARGE_TOKENS, MAX_STREAMED_TOKENS}
     assert {
         (tiling.kind.columns, tiling.tokens)
         for tiling in program.kernels["stream_linear"]

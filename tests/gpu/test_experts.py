@@ -13,11 +13,11 @@ from mllm_compile.runtime.ops import op
 from mllm_compile.runtime.ops.experts.linear import expert_linear_reference
 from mllm_compile.runtime.ops.experts.shapes import (
     ELSEWHERE,
-    FORM_TOKENS,
     NO_SOFTMAX,
     ONE_ROW,
     SOFTMAX_OF_ALL,
     SOFTMAX_OF_CHOSEN,
+    VARIANT_TOKENS,
     rows_at_once,
     rows_of_block,
 )
@@ -80,7 +80,7 @@ def theirs(x, ids, up, down, up_bias, down_bias, gated, transposed, dtype):
 @pytest.mark.parametrize(
     ("gated", "transposed", "bias"), [(True, False, False), (False, True, True)], ids=["gated", "transposed"]
 )
-@pytest.mark.parametrize("most", [*FORM_TOKENS, None])
+@pytest.mark.parametrize("most", [*VARIANT_TOKENS, None])
 def test_rows_are_multiplied_by_their_experts_weights(tmp_path, most, gated, transposed, bias):
     shapes = [("T", INPUTS), ("T", CHOSEN), ("T",), *(tuple(one.shape) for one in weights(gated, transposed))]
     dtypes = ["bfloat16", "int64", "int64", *["bfloat16"] * 4]

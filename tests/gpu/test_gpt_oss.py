@@ -104,7 +104,7 @@ def test_prompts_and_answers_are_as_near_to_float32_as_transformers_is(folders, 
         (program,) = (open_artifact(path.parent).program for path in tmp_path.rglob("program.json"))
         assert all(layer.sinks for layer in program.layers)
         assert set(of_kind(program.layer_kernels, "decode")) == {layer.name for layer in program.layers}
-        by_hopper = any(form.kernels for kernels in program.layer_kernels.values() for form in kernels.decode)
+        by_hopper = any(variant.kernels for kernels in program.layer_kernels.values() for variant in kernels.decode)
         assert by_hopper is (kind == HOPPER and can_compile_kernels("cuda:0"))
         asked = SamplingParams(temperature=0.0, max_tokens=64, ignore_eos=True, logprobs=0)
         read = engine.generate(prompts, SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0))

@@ -71,11 +71,11 @@ def choices(_: int, __: int, ___: int) -> list[torch.Tensor]:
 
 
 def experts(hidden: int, ffn: int, _: int) -> list[torch.Tensor]:
-    from mllm_compile.runtime.ops.experts.shapes import FORM_TOKENS, ONE_ROW, rows_at_once, rows_of_block
+    from mllm_compile.runtime.ops.experts.shapes import ONE_ROW, VARIANT_TOKENS, rows_at_once, rows_of_block
 
     made = []
     up, down = random(8, 2 * ffn // 4, hidden), random(8, hidden, ffn // 4)
-    for most in (*FORM_TOKENS, None):
+    for most in (*VARIANT_TOKENS, None):
         tokens = most or 300
         weights, ids = torch.ops.mllm.choose_experts(random(tokens, 8), 2, 1, True)
         block = rows_of_block(most, 2, 8)

@@ -29,7 +29,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def test_every_linear_is_named_in_each_form_of_the_pieces(config, tmp_path):
+def test_every_linear_is_named_in_each_variant_of_the_pieces(config, tmp_path):
     options = ["--batch", "1,8,40", "--context", "100", "--steps", "4", "--json", str(tmp_path / "r.json")]
     assert command_line(["bench", "roofline", str(config), *options]) == 0
     steps = json.loads((tmp_path / "r.json").read_text())["steps"]

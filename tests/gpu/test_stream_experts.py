@@ -254,7 +254,7 @@ EXPERTS = dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts")
 
 @pytest.mark.parametrize("name", MODELS)
 def test_a_model_is_as_near_to_float32_as_transformers_is_in_steps_of_few_tokens(tmp_path, name):
-    """One short prompt at a time, so that all are computed by the form for few tokens."""
+    """One short prompt at a time, so that all are computed by the variant for few tokens."""
     config = tiny_config(name, head_dim=128, hidden_size=512, **EXPERTS, **MODELS[name])
     save_tiny_model(config, tmp_path / "model")
     prompts = [random_ids(8, 100, number) for number in range(40)]

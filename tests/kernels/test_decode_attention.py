@@ -14,7 +14,7 @@ from mllm_compile.kernels.decode_attention import add_decode_attention
 from mllm_compile.runtime.attention.hopper.clusters import cluster_kernels
 from mllm_compile.runtime.attention.hopper.shares import ShareKernel
 from mllm_compile.runtime.attention.layer import LayerSpec
-from mllm_compile.runtime.attention.layer_kernels import DecodeForm, of_kind
+from mllm_compile.runtime.attention.layer_kernels import DecodeVariant, of_kind
 from mllm_compile.runtime.attention.split.splits import OF_FEW, OF_MANY
 from mllm_compile.runtime.program.spec import Program
 from tests.config.test_resolve import A100, CPU, H200, resolved
@@ -34,8 +34,8 @@ def has_kernels(monkeypatch) -> Callable[[bool], None]:
     return answer
 
 
-def piece_forms(index: int) -> tuple[DecodeForm, ...]:
-    return DecodeForm(64, f"decode_{index}_few", OF_FEW), DecodeForm(None, f"decode_{index}_many", OF_MANY)
+def piece_variants(index: int) -> tuple[DecodeVariant, ...]:
+    return DecodeVariant(64, f"decode_{index}_few", OF_FEW), DecodeVariant(None, f"decode_{index}_many", OF_MANY)
 
 
 def program(*layers: LayerSpec) -> Program:
@@ -44,13 +44,13 @@ def program(*layers: LayerSpec) -> Program:
 
 def test_layers_that_are_alike_share_two_pieces():
     same = replace(LAYER, name="layers.2.attn", layer_id=2)
-    with_forms, pieces = add_decode_attention(resolved(H200), program(LAYER, WINDOWED, same))
-    assert of_kind(with_forms.layer_kernels, "decode") == {
-        LAYER.name: piece_forms(0),
-        WINDOWED.name: piece_forms(1),
-        same.name: piece_forms(0),
+    with_variants, pieces = add_decode_attention(resolved(H200), program(LAYER, WINDOWED, same))
+    assert of_kind(with_variants.layer_kernels, "decode") == {
+        LAYER.name: piece_variants(0),
+        WINDOWED.name: piece_variants(1),
+        same.name: piece_variants(0),
     }
-    assert [piece.name for piece in pieces] == with_forms.piece_ids()
+    assert [piece.name for piece in pieces] == with_variants.piece_ids()
     assert all(ast.parse(piece.source) for piece in pieces)
     assert "window_left=511" in pieces[2].source
     assert "window_left=-1" in pieces[0].source
@@ -59,16 +59,16 @@ def test_layers_that_are_alike_share_two_pieces():
 def test_on_hopper_kernels_stand_for_both_pieces(has_kernels):
     has_kernels(True)
     config = resolved(H200, runtime={"max_model_len": 4096})
-    with_forms, pieces = add_decode_attention(config, program(LAYER, WINDOWED))
+    with_variants, pieces = add_decode_attention(config, program(LAYER, WINDOWED))
     page_size = config.runtime.page_size
     clusters, shares = cluster_kernels(32, 8, page_size), ShareKernel(8, 4, page_size)
-    assert of_kind(with_forms.layer_kernels, "decode") == {
-        LAYER.name: (DecodeForm(256, kernels=clusters), DecodeForm(None, kernels=(shares,))),
-        WINDOWED.name: piece_forms(1),
+    assert of_kind(with_variants.layer_kernels, "decode") == {
+        LAYER.name: (DecodeVariant(256, kernels=clusters), DecodeVariant(None, kernels=(shares,))),
+        WINDOWED.name: piece_variants(1),
     }
     assert [piece.name for piece in pieces] == ["decode_1_few", "decode_1_many"]
-    assert with_forms.cuda_kernels() == (*clusters, shares)
-    assert Program.from_json(json.loads(json.dumps(with_forms.to_json()))) == with_forms
+    assert with_variants.cuda_kernels() == (*clusters, shares)
+    assert Program.from_json(json.loads(json.dumps(with_variants.to_json()))) == with_variants
 
 
 @pytest.mark.parametrize(
@@ -102,10 +102,10 @@ def test_pieces_keep_what_the_kernels_are_slower_at_or_do_not_serve(has_kernels,
     has_kernels(True)
     layer = replace(LAYER, num_heads=4 * kv_heads, num_kv_heads=kv_heads)
     config = resolved(H200, runtime={"max_model_len": 4096, "max_num_batched_tokens": 8192} | sizes)
-    with_forms, pieces = add_decode_attention(config, program(layer))
-    forms = of_kind(with_forms.layer_kernels, "decode")[layer.name]
-    names = [form.piece or form.kernels[0].name.partition("_")[0] for form in forms]
-    assert list(zip(names, [form.most_sequences for form in forms], strict=True)) == served
+    with_variants, pieces = add_decode_attention(config, program(layer))
+    variants = of_kind(with_variants.layer_kernels, "decode")[layer.name]
+    names = [variant.piece or variant.kernels[0].name.partition("_")[0] for variant in variants]
+    assert list(zip(names, [variant.most_sequences for variant in variants], strict=True)) == served
     assert [piece.name for piece in pieces] == [name for name in names if name.startswith("decode")]
 
 
@@ -114,21 +114,21 @@ def test_wide_heads_are_shared_out_but_for_few_requests(has_kernels, kv_heads):
     has_kernels(True)
     layer = replace(LAYER, num_heads=4 * kv_heads, num_kv_heads=kv_heads, head_dim=256, v_head_dim=256)
     config = resolved(H200, runtime={"kv_cache_dtype": "fp8_e4m3"})
-    with_forms, (few,) = add_decode_attention(config, program(layer))
+    with_variants, (few,) = add_decode_attention(config, program(layer))
     shares = ShareKernel(kv_heads, 4, config.runtime.page_size, fp8=True, head_dim=256)
-    assert of_kind(with_forms.layer_kernels, "decode")[layer.name] == (
-        DecodeForm(64, few.name, OF_FEW),
-        DecodeForm(None, kernels=(shares,)),
+    assert of_kind(with_variants.layer_kernels, "decode")[layer.name] == (
+        DecodeVariant(64, few.name, OF_FEW),
+        DecodeVariant(None, kernels=(shares,)),
     )
-    assert Program.from_json(json.loads(json.dumps(with_forms.to_json()))) == with_forms
+    assert Program.from_json(json.loads(json.dumps(with_variants.to_json()))) == with_variants
 
 
 @pytest.mark.parametrize(("kv_heads", "splits"), [(8, [2, 4, 8]), (16, [2, 4, 8]), (24, [2, 4])])
 def test_clusters_are_compiled_for_splits_that_a_batch_can_have(has_kernels, kv_heads, splits):
     has_kernels(True)
     layer = replace(LAYER, num_heads=kv_heads, num_kv_heads=kv_heads)
-    with_forms, _ = add_decode_attention(resolved(H200, runtime={"max_model_len": 4096}), program(layer))
-    assert [kernel.split for kernel in of_kind(with_forms.layer_kernels, "decode")[layer.name][0].kernels] == splits
+    with_variants, _ = add_decode_attention(resolved(H200, runtime={"max_model_len": 4096}), program(layer))
+    assert [kernel.split for kernel in of_kind(with_variants.layer_kernels, "decode")[layer.name][0].kernels] == splits
 
 
 @pytest.mark.parametrize(
@@ -146,33 +146,35 @@ def test_clusters_are_compiled_for_splits_that_a_batch_can_have(has_kernels, kv_
 )
 def test_what_the_kernels_do_not_serve_keeps_its_pieces(has_kernels, layer, sections):
     has_kernels(True)
-    with_forms, _ = add_decode_attention(resolved(H200, **sections), program(layer))
-    (forms,) = of_kind(with_forms.layer_kernels, "decode").values()
-    assert all(form.piece is not None and not form.kernels for form in forms)
+    with_variants, _ = add_decode_attention(resolved(H200, **sections), program(layer))
+    (variants,) = of_kind(with_variants.layer_kernels, "decode").values()
+    assert all(variant.piece is not None and not variant.kernels for variant in variants)
 
 
 def test_layers_share_pieces_or_kernels_that_are_given_each_its_sinks(has_kernels):
     sinks = [replace(LAYER, name=f"layers.{i}", layer_id=i, sinks=f"layers.{i}.sinks") for i in (1, 2)]
-    with_forms, pieces = add_decode_attention(resolved(H200), program(LAYER, *sinks))
-    assert of_kind(with_forms.layer_kernels, "decode") == {
-        LAYER.name: piece_forms(0),
-        sinks[0].name: piece_forms(1),
-        sinks[1].name: piece_forms(1),
+    with_variants, pieces = add_decode_attention(resolved(H200), program(LAYER, *sinks))
+    assert of_kind(with_variants.layer_kernels, "decode") == {
+        LAYER.name: piece_variants(0),
+        sinks[0].name: piece_variants(1),
+        sinks[1].name: piece_variants(1),
     }
     assert [("sinks" in piece.signature, "sinks=None" in piece.source) for piece in pieces] == [(False, True)] * 2 + [
         (True, False)
     ] * 2
     assert pieces[2].signature["sinks"].shape == (32,)
     has_kernels(True)
-    with_forms, pieces = add_decode_attention(resolved(H200, runtime={"max_model_len": 4096}), program(LAYER, *sinks))
+    with_variants, pieces = add_decode_attention(
+        resolved(H200, runtime={"max_model_len": 4096}), program(LAYER, *sinks)
+    )
     assert not pieces
     assert (
-        of_kind(with_forms.layer_kernels, "decode")[sinks[0].name]
-        == of_kind(with_forms.layer_kernels, "decode")[sinks[1].name]
+        of_kind(with_variants.layer_kernels, "decode")[sinks[0].name]
+        == of_kind(with_variants.layer_kernels, "decode")[sinks[1].name]
     )
-    assert [kernel.sinks for kernel in with_forms.cuda_kernels()] == [False] * 4 + [True] * 4
-    assert len({kernel.name for kernel in with_forms.cuda_kernels()}) == 8
-    assert Program.from_json(json.loads(json.dumps(with_forms.to_json()))) == with_forms
+    assert [kernel.sinks for kernel in with_variants.cuda_kernels()] == [False] * 4 + [True] * 4
+    assert len({kernel.name for kernel in with_variants.cuda_kernels()}) == 8
+    assert Program.from_json(json.loads(json.dumps(with_variants.to_json()))) == with_variants
 
 
 def test_inputs_are_contiguous_with_sizes_by_name():
@@ -192,8 +194,10 @@ def test_inputs_are_contiguous_with_sizes_by_name():
 
 def test_in_deterministic_mode_one_piece_fetches_no_key_before_the_step_has_written_it():
     config = resolved(H200, runtime={"deterministic": True})
-    with_forms, (only,) = add_decode_attention(config, program(LAYER))
-    assert of_kind(with_forms.layer_kernels, "decode") == {LAYER.name: (DecodeForm(None, "decode_0_many", OF_MANY),)}
+    with_variants, (only,) = add_decode_attention(config, program(LAYER))
+    assert of_kind(with_variants.layer_kernels, "decode") == {
+        LAYER.name: (DecodeVariant(None, "decode_0_many", OF_MANY),)
+    }
     assert "fetch_first=False" in only.source
     _, (few, _) = add_decode_attention(resolved(H200), program(LAYER))
     assert "fetch_first=True" in few.source
@@ -226,8 +230,8 @@ def test_otherwise_flashinfer_decodes_or_plain_torch(device, sections):
 )
 def test_a_layer_that_the_kernel_does_not_serve_is_left_to_the_backend(change):
     odd = replace(LAYER, name="odd", **change)
-    with_forms, pieces = add_decode_attention(resolved(H200), program(LAYER, odd))
-    assert set(of_kind(with_forms.layer_kernels, "decode")) == {LAYER.name}
+    with_variants, pieces = add_decode_attention(resolved(H200), program(LAYER, odd))
+    assert set(of_kind(with_variants.layer_kernels, "decode")) == {LAYER.name}
     assert len(pieces) == 2
 
 
@@ -235,8 +239,8 @@ def test_kernels_and_pieces_over_a_cache_of_fp8_read_it(monkeypatch):
     monkeypatch.setattr(decode_attention, "can_compile_kernels", lambda device: True)
     config = resolved(H200, runtime={"kv_cache_dtype": "fp8_e4m3"})
     served, _ = add_decode_attention(config, program(LAYER))
-    forms = of_kind(served.layer_kernels, "decode")[LAYER.name]
-    kernels = [kernel for form in forms for kernel in form.kernels]
+    variants = of_kind(served.layer_kernels, "decode")[LAYER.name]
+    kernels = [kernel for variant in variants for kernel in variant.kernels]
     assert kernels and all(kernel.fp8 and kernel.name.count("_fp8") == 1 for kernel in kernels)
     monkeypatch.setattr(decode_attention, "can_compile_kernels", lambda device: False)
     _, pieces = add_decode_attention(config, program(LAYER))

@@ -23,12 +23,12 @@ def program(*layers: LayerSpec) -> Program:
 def test_layers_that_are_alike_share_two_pieces_and_the_program_is_read_as_it_was_written():
     same = replace(LAYER, name="layers.1.attn", layer_id=1)
     wider = replace(LAYER, name="layers.2.attn", layer_id=2, sm_scale=0.1)
-    with_forms, pieces = add_latent_attention(resolved(H200), program(LAYER, same, wider))
+    with_variants, pieces = add_latent_attention(resolved(H200), program(LAYER, same, wider))
     first, second = (LatentKernels(f"latent_{index}_decode", f"latent_{index}_prefill") for index in (0, 1))
-    assert of_kind(with_forms.layer_kernels, "latent") == {LAYER.name: first, same.name: first, wider.name: second}
+    assert of_kind(with_variants.layer_kernels, "latent") == {LAYER.name: first, same.name: first, wider.name: second}
     names = [f"latent_{index}_{what}" for index in (0, 1) for what in ("decode", "prefill")]
-    assert [piece.name for piece in pieces] == names == with_forms.piece_ids()
-    assert Program.from_json(json.loads(json.dumps(with_forms.to_json()))) == with_forms
+    assert [piece.name for piece in pieces] == names == with_variants.piece_ids()
+    assert Program.from_json(json.loads(json.dumps(with_variants.to_json()))) == with_variants
     assert ["sm_scale=0.1" in piece.source for piece in pieces] == [False, False, True, True]
 
 
@@ -36,12 +36,12 @@ def test_layers_with_their_up_projection_have_a_third_piece_whatever_its_weight_
     own = {"up_projection": "layers.0.kv_b_proj.weight", "up_key_dim": 128, "up_value_dim": 128}
     layer = replace(LAYER, **own)
     same = replace(layer, name="layers.1.attn", layer_id=1, up_projection="layers.1.kv_b_proj.weight")
-    with_forms, pieces = add_latent_attention(resolved(H200), program(layer, same))
-    forms = LatentKernels(*(f"latent_0_{what}" for what in ("decode", "prefill", "expanded")))
-    assert of_kind(with_forms.layer_kernels, "latent") == {layer.name: forms, same.name: forms}
-    names = [forms.decode, forms.prefill, forms.expanded]
-    assert [piece.name for piece in pieces] == names == with_forms.piece_ids()
-    assert Program.from_json(json.loads(json.dumps(with_forms.to_json()))) == with_forms
+    with_variants, pieces = add_latent_attention(resolved(H200), program(layer, same))
+    variants = LatentKernels(*(f"latent_0_{what}" for what in ("decode", "prefill", "expanded")))
+    assert of_kind(with_variants.layer_kernels, "latent") == {layer.name: variants, same.name: variants}
+    names = [variants.decode, variants.prefill, variants.expanded]
+    assert [piece.name for piece in pieces] == names == with_variants.piece_ids()
+    assert Program.from_json(json.loads(json.dumps(with_variants.to_json()))) == with_variants
     over_latents, expanded = pieces[1].signature, pieces[2].signature
     assert (over_latents["q"].shape, over_latents["out"].shape) == (("T", 16, 576), ("T", 16, 512))
     assert (expanded["q"].shape, expanded["out"].shape) == (("T", 16, 192), ("T", 16, "N", 128))

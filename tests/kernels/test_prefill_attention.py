@@ -46,7 +46,9 @@ def test_layers_with_a_bias_or_chunks_have_kernels_of_their_own_whatever_the_oth
     assert set(of_kind(program.layer_kernels, "decode")) >= {CHUNKED.name, BIASED.name, same.name}
     assert (PLAIN.name in of_kind(program.layer_kernels, "decode")) == (not sections)
     assert not any(
-        form.kernels for layer in (CHUNKED, BIASED) for form in of_kind(program.layer_kernels, "decode")[layer.name]
+        variant.kernels
+        for layer in (CHUNKED, BIASED)
+        for variant in of_kind(program.layer_kernels, "decode")[layer.name]
     )
     assert [("slopes" in piece.signature, "chunk=8192" in piece.source) for piece in pieces] == [
         (False, True),

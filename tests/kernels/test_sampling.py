@@ -10,7 +10,7 @@ import torch
 
 from mllm_compile.kernels.sampling import add_sampling_pieces
 from mllm_compile.runtime.program.pieces import piece_class
-from mllm_compile.runtime.program.spec import Program, SamplingForms
+from mllm_compile.runtime.program.spec import Program, StoredSamplingPieces
 
 PROGRAM = Program((), (), (), "logits")
 
@@ -29,7 +29,7 @@ def test_they_are_written_for_the_logits_that_the_graph_gives(dtype, tmp_path):
     logits = torch.zeros(5, 300, dtype=dtype)
     program, pieces = add_sampling_pieces(config("inductor", "cuda:0"), PROGRAM, logits)
     name = str(dtype).removeprefix("torch.")
-    assert program.sampling == SamplingForms(name, "greedy", "draw_from_logits", "draw_from_scores")
+    assert program.sampling == StoredSamplingPieces(name, "greedy", "draw_from_logits", "draw_from_scores")
     greedy, from_logits, from_scores = pieces
     assert [(spec.shape, spec.dtype) for spec in greedy.inputs] == [(("S", 300), name)]
     assert [(spec.shape, spec.dtype) for spec in from_logits.inputs[:2]] == [(("S", 300), name), (("S",), "float32")]

@@ -42,17 +42,17 @@ def same(layer: StateLayer, name: str, state_id: int) -> StateLayer:
 def test_layers_that_are_alike_share_their_pieces_and_each_says_what_it_is_given():
     more = same(CONV, "layers.1.conv", 2), same(DELTA, "layers.1.delta", 3)
     operands = OPERANDS | {"layers.1.conv": OPERANDS[CONV.name], "layers.1.delta": OPERANDS[DELTA.name]}
-    with_forms, pieces = add_state_pieces(resolved(H200), program(CONV, DELTA, *more), operands)
+    with_variants, pieces = add_state_pieces(resolved(H200), program(CONV, DELTA, *more), operands)
     conv = StateKernels("states_0_decodes", "states_0_prompts", "states_0_few")
     delta = StateKernels("states_1_decodes", "states_1_prompts", "states_1_few")
-    assert of_kind(with_forms.layer_kernels, "state") == {
+    assert of_kind(with_variants.layer_kernels, "state") == {
         CONV.name: conv,
         DELTA.name: delta,
         "layers.1.conv": conv,
         "layers.1.delta": delta,
     }
     names = [f"states_{index}_{what}" for index in (0, 1) for what in ("decodes", "prompts", "few")]
-    assert [piece.name for piece in pieces] == with_forms.piece_ids() == names
+    assert [piece.name for piece in pieces] == with_variants.piece_ids() == names
     assert all(ast.parse(piece.source) for piece in pieces)
     assert (
         "bias=None" in pieces[0].source
@@ -66,7 +66,7 @@ def test_layers_that_are_alike_share_their_pieces_and_each_says_what_it_is_given
     assert list(prompts.signature) == [*given, "sources", "starts", "ends", "out"]
     assert list(decodes.signature) == [*given, "out"]
     assert decodes.signature["q"].stride == (192, 16, 1)
-    assert Program.from_json(json.loads(json.dumps(with_forms.to_json()))) == with_forms
+    assert Program.from_json(json.loads(json.dumps(with_variants.to_json()))) == with_variants
 
 
 def test_a_runtime_whose_kernels_of_prompts_take_other_arguments_is_of_an_older_format():
@@ -111,16 +111,16 @@ def test_kernels_of_layers_whose_constants_a_piece_makes_wait_before_they_read()
     operands = OPERANDS | {other.name: OPERANDS[DELTA.name]}
     _, pieces = add_state_pieces(resolved(H200), program(CONV, DELTA, other), operands, {CONV.name, other.name})
     found = {piece.name: "waits_first=True" in piece.source for piece in pieces}
-    forms = [[f"states_{index}_{what}" for what in ("decodes", "prompts", "few")] for index in (0, 1, 2)]
-    waiting = {*forms[0], *forms[2]}
-    assert found == {name: name in waiting for name in (*forms[0], *forms[1], *forms[2])}
+    variants = [[f"states_{index}_{what}" for what in ("decodes", "prompts", "few")] for index in (0, 1, 2)]
+    waiting = {*variants[0], *variants[2]}
+    assert found == {name: name in waiting for name in (*variants[0], *variants[1], *variants[2])}
 
 
 def test_layers_whose_operands_lie_otherwise_have_pieces_of_their_own():
     other = same(DELTA, "layers.1.delta", 2)
     apart = OPERANDS | {other.name: [PieceInput.contiguous(("T", 4, 16), "bfloat16")] * 3 + GATES}
-    with_forms, pieces = add_state_pieces(resolved(H200), program(DELTA, other), apart)
-    assert len(pieces) == 6 and of_kind(with_forms.layer_kernels, "state")[other.name].decodes == "states_1_decodes"
+    with_variants, pieces = add_state_pieces(resolved(H200), program(DELTA, other), apart)
+    assert len(pieces) == 6 and of_kind(with_variants.layer_kernels, "state")[other.name].decodes == "states_1_decodes"
 
 
 @pytest.mark.parametrize(
@@ -133,5 +133,5 @@ def test_layers_whose_operands_lie_otherwise_have_pieces_of_their_own():
     ids=["on a CPU", "no state", "a wide state"],
 )
 def test_the_reference_computes_what_no_kernel_serves(machine, layer):
-    with_forms, pieces = add_state_pieces(resolved(machine), program(layer), OPERANDS)
-    assert not pieces and not of_kind(with_forms.layer_kernels, "state")
+    with_variants, pieces = add_state_pieces(resolved(machine), program(layer), OPERANDS)
+    assert not pieces and not of_kind(with_variants.layer_kernels, "state")

@@ -40,7 +40,7 @@ def test_it_leaves_alone_what_is_read_and_the_batch_inputs():
     builder = GraphBuilder()
     logits = builder.head(builder.call(torch.mul, builder.embed(), builder.weight("scale", HIDDEN)))
     gm = apply(Canonicalise(), builder.finish(logits))
-    assert "positions" in placeholders(gm), "a batch input is part of the program's form even when nobody reads it"
+    assert "positions" in placeholders(gm), "a batch input is part of the program's variant even when nobody reads it"
     assert targets(gm) == ["embedding", "mul", "index_select", "linear"]
 
 

@@ -9,11 +9,11 @@ import torch
 from torch import fx
 
 from mllm_compile.compiler.program_builder import build_program
-from mllm_compile.passes.base import NO_CUDA_COMPILER, SMALL_FORMS, SMALL_WEIGHTS, PassTarget, SmallWeights
+from mllm_compile.passes.base import NO_CUDA_COMPILER, SMALL_WEIGHTS, VARIANTS, PassTarget, SmallWeights
 from mllm_compile.passes.dequantise_weights import DequantiseWeights
-from mllm_compile.passes.forms import add_forms, copy_of
 from mllm_compile.passes.match.nodes import LINEAR, called_pieces, is_call, is_op
 from mllm_compile.passes.pipeline import PASSES, passes_left_out
+from mllm_compile.passes.variants import add_variants, copy_of
 from mllm_compile.runtime.quantised.scheme import MXFP4, NVFP4, WeightScheme
 from tests.passes.support.graph_builder import run
 from tests.passes.support.stand_ins import INTEGERS, stand_in_ops
@@ -68,12 +68,12 @@ def test_a_piece_dequantises_its_weight_to_the_same_numbers(name):
     assert build_program(gm).quantised_weights == weights and len(weights) == 2
 
 
-def test_forms_for_few_tokens_do_too():
+def test_variants_for_few_tokens_do_too():
     gm = pieces_of(SCHEMES["fp8 rows"])
-    assert add_forms(gm, 16, "_form", copy_of)
+    assert add_variants(gm, 16, "_variant", copy_of)
     DequantiseWeights()(gm)
-    forms = [form for forms in gm.meta[SMALL_FORMS].values() for form in forms.values()]
-    assert not any(is_op(node, "quantised_linear") for form in forms for node in nodes_of(gm, form))
+    variants = [variant for variants in gm.meta[VARIANTS].values() for variant in variants.values()]
+    assert not any(is_op(node, "quantised_linear") for variant in variants for node in nodes_of(gm, variant))
 
 
 def test_groups_that_do_not_divide_the_inputs_are_left_to_the_op():

@@ -1,9 +1,9 @@
 """What every pass has to keep, over graphs that passes get wrong: a pass in the list is tested without a line here.
 
 Each graph goes through the whole pipeline once, and after each pass: its numbers are those of before, for one token and
-for seven, with the pieces for any number of tokens and with their forms for few; what nodes are said to give they give;
-graph and pieces are whole; and the pass does nothing the second time. Kernels are stand-ins (support/stand_ins.py), one
-of which an op in `needs` has to have here.
+for seven, with the pieces for any number of tokens and with their variants for few; what nodes are said to give they
+give; graph and pieces are whole; and the pass does nothing the second time. Kernels are stand-ins
+(support/stand_ins.py), one of which an op in `needs` has to have here.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from torch.nn import functional
 
 from mllm_compile.passes.base import (
     PACKED_WEIGHTS,
-    SMALL_FORMS,
     SMALL_WEIGHTS,
+    VARIANTS,
     GraphPass,
     PackedPart,
     PassResult,
@@ -444,21 +444,21 @@ class Step:
 def off_by(gm: fx.GraphModule, numbers: list[torch.Tensor]) -> float:
     """By how much it is off from what the trace gave, relatively, at the most."""
     outputs = [(run(gm, tokens), theirs) for tokens, theirs in zip(TOKENS, numbers, strict=True)]
-    if gm.meta.get(SMALL_FORMS):
+    if gm.meta.get(VARIANTS):
         for tokens, theirs in zip(TOKENS, numbers, strict=True):
-            with forms_for(gm, tokens):
+            with variants_for(gm, tokens):
                 outputs.append((run(gm, tokens), theirs))
     errors = [(ours - theirs).norm() / theirs.norm() for ours, theirs in outputs]
     return torch.stack(errors).max().item()  # which is NaN if one is, unlike Python's max
 
 
 @contextmanager
-def forms_for(gm: fx.GraphModule, tokens: int) -> Iterator[None]:
-    """Calls the forms that a step of so many tokens takes, in place of the pieces."""
+def variants_for(gm: fx.GraphModule, tokens: int) -> Iterator[None]:
+    """Calls the variants that a step of so many tokens takes, in place of the pieces."""
     calls = {node: str(node.target) for node in gm.graph.find_nodes(op="call_module")}
     for node, piece in calls.items():
-        forms = gm.meta.get(SMALL_FORMS, {}).get(piece, {})
-        node.target = next((name for size, name in sorted(forms.items()) if size >= tokens), piece)
+        variants = gm.meta.get(VARIANTS, {}).get(piece, {})
+        node.target = next((name for size, name in sorted(variants.items()) if size >= tokens), piece)
     gm.recompile()
     yield
     for node, piece in calls.items():

@@ -1,4 +1,5 @@
-"""passes/fuse_few_tokens.py: which linears are fused, which norms go, and that the form computes what the piece does.
+"""passes/fuse_few_tokens.py: which linears are fused, which norms go, and that the variant computes what the piece
+does.
 
 The kernels need CUDA and Triton; here their ops are stand-ins in plain torch.
 """
@@ -11,8 +12,8 @@ import pytest
 import torch
 from torch.nn.functional import linear
 
-from mllm_compile.passes.base import SMALL_FORMS
-from mllm_compile.passes.fuse_few_tokens import FEW, FuseFewTokens, few_token_form
+from mllm_compile.passes.base import VARIANTS
+from mllm_compile.passes.fuse_few_tokens import FEW, FuseFewTokens, few_token_variant
 from mllm_compile.passes.match.nodes import LINEAR
 from mllm_compile.runtime.ops.few_tokens_shapes import MAX_FEW_TOKENS
 from tests.passes.support.piece_block import (
@@ -40,31 +41,31 @@ def off_by(ours: torch.Tensor, theirs: torch.Tensor) -> float:
 @pytest.mark.parametrize("norm", NORM_FORMS)
 def test_a_decoder_piece_becomes_four_kernels_without_a_norm(norm):
     piece, _ = decoder_piece(4, norm=norm)
-    form = few_token_form(piece, FEW)
-    assert form is not None
-    form.graph.lint()
-    assert fused_ops(form) == ["few_linear_residual_norm", "few_linear"] * 2
-    assert [node.args[4] for node in form.graph.nodes if "few_linear.default" in str(node.target)] == [True, False]
-    assert all(node.target is operator.getitem or "mllm" in str(node.target) for node in calls(form))
+    variant = few_token_variant(piece, FEW)
+    assert variant is not None
+    variant.graph.lint()
+    assert fused_ops(variant) == ["few_linear_residual_norm", "few_linear"] * 2
+    assert [node.args[4] for node in variant.graph.nodes if "few_linear.default" in str(node.target)] == [True, False]
+    assert all(node.target is operator.getitem or "mllm" in str(node.target) for node in calls(variant))
 
 
 @pytest.mark.parametrize("norm", NORM_FORMS)
-def test_the_form_computes_what_the_piece_does_and_the_piece_stays(norm):
+def test_the_variant_computes_what_the_piece_does_and_the_piece_stays(norm):
     piece, inputs = decoder_piece(4, norm=norm)
     before, text = piece(*inputs), str(piece.graph)
-    form = few_token_form(piece, FEW)
-    assert form is not None
+    variant = few_token_variant(piece, FEW)
+    assert variant is not None
     assert str(piece.graph) == text
-    for ours, theirs in zip(form(*inputs), before, strict=True):
+    for ours, theirs in zip(variant(*inputs), before, strict=True):
         assert off_by(ours, theirs) < 8e-3
 
 
 def test_in_float16_norms_stay():
     piece, inputs = decoder_piece(4, torch.float16)
-    form = few_token_form(piece, FEW)
-    assert form is not None
-    assert fused_ops(form) == ["few_linear_residual", "few_linear"] * 2
-    for ours, theirs in zip(form(*inputs), piece(*inputs), strict=True):
+    variant = few_token_variant(piece, FEW)
+    assert variant is not None
+    assert fused_ops(variant) == ["few_linear_residual", "few_linear"] * 2
+    for ours, theirs in zip(variant(*inputs), piece(*inputs), strict=True):
         assert off_by(ours, theirs) < 2e-3
 
 
@@ -75,10 +76,10 @@ def test_a_norm_that_something_else_reads_too_stays():
     hidden = block.norm(out, block.input("norm", HIDDEN))
     product = block.call(LINEAR, hidden, block.input("w2", HIDDEN, HIDDEN), None)
     piece = block.module(hidden, product)
-    form = few_token_form(piece, FEW)
-    assert form is not None
-    assert fused_ops(form) == ["few_linear_residual", "few_linear"]
-    for ours, theirs in zip(form(*block.inputs), piece(*block.inputs), strict=True):
+    variant = few_token_variant(piece, FEW)
+    assert variant is not None
+    assert fused_ops(variant) == ["few_linear_residual", "few_linear"]
+    for ours, theirs in zip(variant(*block.inputs), piece(*block.inputs), strict=True):
         assert off_by(ours, theirs) < 8e-3
 
 
@@ -88,9 +89,9 @@ def test_a_norm_with_two_readers_of_ours_goes():
     out = block.call(operator.add, block.call(LINEAR, x, block.input("w", HIDDEN, FFN), None), residual)
     hidden = block.norm(out, block.input("norm", HIDDEN))
     readers = [block.call(LINEAR, hidden, block.input(name, HIDDEN, HIDDEN), None) for name in ("q", "k")]
-    form = few_token_form(block.module(*readers), FEW)
-    assert form is not None
-    assert fused_ops(form) == ["few_linear_residual_norm", "few_linear", "few_linear"]
+    variant = few_token_variant(block.module(*readers), FEW)
+    assert variant is not None
+    assert fused_ops(variant) == ["few_linear_residual_norm", "few_linear", "few_linear"]
 
 
 def test_a_linear_with_a_bias_or_odd_sizes_is_left_alone():
@@ -98,7 +99,7 @@ def test_a_linear_with_a_bias_or_odd_sizes_is_left_alone():
     x, residual = block.input("x", 1, 1, HIDDEN), block.input("residual", 1, 1, HIDDEN)
     biased = block.call(LINEAR, x, block.input("w", HIDDEN, HIDDEN), block.input("b", HIDDEN))
     odd = block.call(LINEAR, x, block.input("w_odd", HIDDEN + 4, HIDDEN), None)
-    assert few_token_form(block.module(block.call(operator.add, residual, biased), odd), FEW) is None
+    assert few_token_variant(block.module(block.call(operator.add, residual, biased), odd), FEW) is None
 
 
 @pytest.mark.parametrize("kind", ["scaled", "float32"])
@@ -109,10 +110,10 @@ def test_a_sum_that_is_no_plain_residual_keeps_its_linear(kind):
     product = block.call(LINEAR, x, block.input("w", HIDDEN, FFN), None)
     scale = {"alpha": 0.25} if kind == "scaled" else {}
     piece = block.module(block.call(torch.add, residual, product, **scale))
-    form = few_token_form(piece, FEW)
-    assert form is not None
-    assert fused_ops(form) == ["few_linear"]
-    assert off_by(form(*block.inputs)[0], piece(*block.inputs)[0]) < 8e-3
+    variant = few_token_variant(piece, FEW)
+    assert variant is not None
+    assert fused_ops(variant) == ["few_linear"]
+    assert off_by(variant(*block.inputs)[0], piece(*block.inputs)[0]) < 8e-3
 
 
 def test_operands_may_be_named():
@@ -120,23 +121,23 @@ def test_operands_may_be_named():
     x, weight = block.input("x", 1, 4, HIDDEN), block.input("w", HIDDEN, HIDDEN)
     product = block.graph.call_function(LINEAR, (x,), {"weight": weight})
     product.meta["val"] = linear(x.meta["val"], weight.meta["val"])
-    form = few_token_form(block.module(product), FEW)
-    assert form is not None
-    assert fused_ops(form) == ["few_linear"]
+    variant = few_token_variant(block.module(product), FEW)
+    assert variant is not None
+    assert fused_ops(variant) == ["few_linear"]
 
 
-def test_the_pass_adds_one_form_a_distinct_piece():
+def test_the_pass_adds_one_variant_a_distinct_piece():
     gm = graph_of_one_piece(decoder_piece(4)[0])
     assert FuseFewTokens()(gm).matches == 1
-    assert gm.meta[SMALL_FORMS] == {"piece_a": {MAX_FEW_TOKENS: "piece_a_few_tokens"}}
+    assert gm.meta[VARIANTS] == {"piece_a": {MAX_FEW_TOKENS: "piece_a_few_tokens"}}
 
 
 def calls(gm):
     return [node for node in gm.graph.nodes if node.op in ("call_function", "call_method")]
 
 
-def test_a_form_for_fewer_tokens_does_not_stand_in_the_way():
+def test_a_variant_for_fewer_tokens_does_not_stand_in_the_way():
     gm = graph_of_one_piece(decoder_piece(4)[0])
-    gm.meta[SMALL_FORMS] = {"piece_a": {8: "piece_a_streamed"}}
+    gm.meta[VARIANTS] = {"piece_a": {8: "piece_a_streamed"}}
     assert FuseFewTokens()(gm).matches == 1
-    assert gm.meta[SMALL_FORMS] == {"piece_a": {8: "piece_a_streamed", MAX_FEW_TOKENS: "piece_a_few_tokens"}}
+    assert gm.meta[VARIANTS] == {"piece_a": {8: "piece_a_streamed", MAX_FEW_TOKENS: "piece_a_few_tokens"}}

@@ -48,7 +48,7 @@ def test_the_piece_for_many_tokens_is_rewritten_and_computes_the_same():
     assert kernels_of(gm, program)["gated_linear"] == gated_kernels(2 * FFN, HIDDEN)
 
 
-def test_a_piece_without_a_form_for_fewer_tokens_stays():
+def test_a_piece_without_a_variant_for_fewer_tokens_stays():
     """Tiles are of 256 tokens: a decode would wait for as many."""
     assert rewritten(decoder_piece(4)[0], is_streamed=False)[0] == 0
 
@@ -77,5 +77,5 @@ def test_another_type_and_a_bias_stay(monkeypatch):
 
 
 def stream_all(self, gm: fx.GraphModule):
-    gm.meta["small_forms"] = {"piece_a": {256: "piece_a_streamed"}}
+    gm.meta["variants"] = {"piece_a": {256: "piece_a_streamed"}}
     return type("Result", (), {"matches": 1})

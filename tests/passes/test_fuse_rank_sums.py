@@ -17,7 +17,7 @@ from mllm_compile.passes.pipeline import pass_names, passes_left_out, run_passes
 from mllm_compile.runtime.collectives.lockstep import run_lockstep
 from tests.passes.support.graph_builder import assert_values_hold, run, text
 from tests.passes.support.stand_ins import ALL, stand_in_ops, streamed_ops_on_cpu
-from tests.passes.test_every_pass import decoder_in_float16, decoder_with_normed_heads, forms_for
+from tests.passes.test_every_pass import decoder_in_float16, decoder_with_normed_heads, variants_for
 
 NUM_RANKS = 2
 
@@ -65,10 +65,10 @@ def test_other_types_than_bfloat16_are_left_alone():
 
 
 @pytest.mark.parametrize("num_tokens", [1, 7])
-def test_numbers_stay_in_pieces_and_their_forms(num_tokens):
+def test_numbers_stay_in_pieces_and_their_variants(num_tokens):
     whole = run(decoder_with_normed_heads(), num_tokens)
     gm = cut(decoder_with_normed_heads())
-    with forms_for(gm, num_tokens):
+    with variants_for(gm, num_tokens):
         found = run_lockstep(NUM_RANKS, lambda rank: run(gm, num_tokens))
     assert count(gm, "all_reduce_residual_norm")
     for logits in found:

@@ -1,15 +1,15 @@
-"""passes/group_experts.py: experts' linears become products of blocks of rows, in forms by the size of a step."""
+"""passes/group_experts.py: experts' linears become products of blocks of rows, in variants by the size of a step."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from mllm_compile.passes.base import SMALL_FORMS, SMALL_WEIGHTS, SmallWeights
+from mllm_compile.passes.base import SMALL_WEIGHTS, VARIANTS, SmallWeights
 from mllm_compile.passes.group_experts import GroupExperts
 from mllm_compile.passes.match.nodes import is_op
 from mllm_compile.passes.pipeline import PASSES
-from mllm_compile.runtime.ops.experts.shapes import FORM_TOKENS, ONE_ROW, most_blocks, rows_of_block
+from mllm_compile.runtime.ops.experts.shapes import ONE_ROW, VARIANT_TOKENS, most_blocks, rows_of_block
 from mllm_compile.runtime.quantised.scheme import WeightScheme
 from tests.passes.support.graph_builder import run
 from tests.passes.support.stand_ins import ALL, stand_in_ops, streamed_ops_on_cpu
@@ -20,7 +20,7 @@ from tests.passes.test_every_pass import (
     decoder_of_experts,
     decoder_of_experts_with_biases,
     experts,
-    forms_for,
+    variants_for,
 )
 
 
@@ -46,16 +46,16 @@ def calls(piece, name: str) -> list:
 
 
 def pieces_of_experts(gm) -> list[str]:
-    return [name for name in gm.meta[SMALL_FORMS] if calls(gm.get_submodule(name), "grouped_linear")]
+    return [name for name in gm.meta[VARIANTS] if calls(gm.get_submodule(name), "grouped_linear")]
 
 
-def test_a_piece_with_experts_has_a_form_for_each_size_of_block():
+def test_a_piece_with_experts_has_a_variant_for_each_size_of_block():
     gm, _ = grouped(decoder_of_experts)
     for name in pieces_of_experts(gm):
-        forms = gm.meta[SMALL_FORMS][name]
-        assert sorted(forms) == list(FORM_TOKENS)
-        for most, form in [(None, name), *forms.items()]:
-            piece = gm.get_submodule(form)
+        variants = gm.meta[VARIANTS][name]
+        assert sorted(variants) == list(VARIANT_TOKENS)
+        for most, variant in [(None, name), *variants.items()]:
+            piece = gm.get_submodule(variant)
             block = rows_of_block(most, CHOSEN, EXPERTS)
             up, down = calls(piece, "grouped_linear")
             assert (up[-3:], down[-3:]) == ((True, True, block), (False, False, block)), "gate and up are activated"
@@ -74,11 +74,11 @@ def test_an_activation_of_the_models_own_stays_between_two_products():
 
 @pytest.mark.parametrize("make", [decoder_of_experts, decoder_of_experts_with_biases])
 @pytest.mark.parametrize("tokens", [1, 7])
-def test_all_forms_compute_what_was_traced(make, tokens):
+def test_all_variants_compute_what_was_traced(make, tokens):
     gm, _ = grouped(make)
     traced = run(make(), tokens)
     torch.testing.assert_close(run(gm, tokens), traced)
-    with forms_for(gm, tokens):
+    with variants_for(gm, tokens):
         torch.testing.assert_close(run(gm, tokens), traced)
 
 
@@ -93,9 +93,9 @@ def quantised_experts():
 def test_experts_in_few_bits_are_grouped_by_a_kernel_of_their_own():
     gm, numbers = grouped(quantised_experts)
     torch.testing.assert_close(run(gm, 7), numbers)
-    with forms_for(gm, 1):
+    with variants_for(gm, 1):
         torch.testing.assert_close(run(gm, 1), run(quantised_experts(), 1))
-    pieces = [gm.get_submodule(name) for name in gm.meta[SMALL_FORMS]]
+    pieces = [gm.get_submodule(name) for name in gm.meta[VARIANTS]]
     (small,) = (piece for piece in pieces if calls(piece, "quantised_grouped_linear"))
     up, down = calls(small, "quantised_grouped_linear")
     assert (up[7:9], down[7:9]) == (("fp8", 128), ("int4", 64))

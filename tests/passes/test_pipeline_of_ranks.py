@@ -21,7 +21,7 @@ from tests.passes.test_every_pass import (
     decoder_of_experts,
     decoder_of_experts_with_biases,
     decoder_with_normed_heads,
-    forms_for,
+    variants_for,
 )
 
 NUM_RANKS = 2
@@ -47,7 +47,7 @@ def test_two_ranks_compute_what_one_does_behind_all_passes(graph: Graph, toleran
     cut.meta[RANKS] = NUM_RANKS
     cut, _ = run_passes(cut)
     assert len(cut.meta[WEIGHT_CUTS]) > 10
-    with forms_for(cut, num_tokens):
+    with variants_for(cut, num_tokens):
         found = run_lockstep(NUM_RANKS, lambda rank: run(cut, num_tokens))
     for logits in found:
         torch.testing.assert_close(logits, whole, rtol=tolerance, atol=tolerance * float(whole.abs().max()))

@@ -9,13 +9,13 @@ import torch
 from torch import fx
 
 from mllm_compile.passes import quantise_activations
-from mllm_compile.passes.base import NO_CUDA_COMPILER, RANKS, SMALL_FORMS, SMALL_WEIGHTS, PassTarget, SmallWeights
-from mllm_compile.passes.forms import add_forms, copy_of
+from mllm_compile.passes.base import NO_CUDA_COMPILER, RANKS, SMALL_WEIGHTS, VARIANTS, PassTarget, SmallWeights
 from mllm_compile.passes.fuse_silu_mul import FuseSiluMul
 from mllm_compile.passes.match import nodes
 from mllm_compile.passes.match.nodes import called_pieces, is_op
 from mllm_compile.passes.pipeline import PASSES, passes_left_out
 from mllm_compile.passes.quantise_activations import QuantiseActivations
+from mllm_compile.passes.variants import add_variants, copy_of
 from mllm_compile.runtime.ops import family, op
 from mllm_compile.runtime.ops.scaled_linear.kernel import scaled_kernels
 from mllm_compile.runtime.quantised.scheme import WeightScheme
@@ -50,14 +50,14 @@ def calls(gm: fx.GraphModule, name: str, op_name: str) -> int:
     return sum(is_op(node, op_name) for node in gm.get_submodule(name).graph.nodes)
 
 
-def test_forms_for_more_tokens_than_kernels_of_few_are_for_multiply_in_fp8_too():
+def test_variants_for_more_tokens_than_kernels_of_few_are_for_multiply_in_fp8_too():
     gm = pieces_of(ROWS)
-    add_forms(gm, 64, "_few", copy_of)
-    add_forms(gm, 256, "_more", copy_of)
-    assert QuantiseActivations()(gm).matches == 4, "in two pieces, and in a form of each"
-    for forms in gm.meta[SMALL_FORMS].values():
-        assert not calls(gm, forms[64], "scaled_linear") and not calls(gm, forms[256], "quantised_linear")
-    assert sum(calls(gm, forms[64], "quantised_linear") for forms in gm.meta[SMALL_FORMS].values()) == 2
+    add_variants(gm, 64, "_few", copy_of)
+    add_variants(gm, 256, "_more", copy_of)
+    assert QuantiseActivations()(gm).matches == 4, "in two pieces, and in a variant of each"
+    for variants in gm.meta[VARIANTS].values():
+        assert not calls(gm, variants[64], "scaled_linear") and not calls(gm, variants[256], "quantised_linear")
+    assert sum(calls(gm, variants[64], "quantised_linear") for variants in gm.meta[VARIANTS].values()) == 2
 
 
 @pytest.mark.parametrize("scheme", [ROWS, GROUPS])
@@ -103,13 +103,13 @@ def test_behind_an_activation_one_kernel_makes_inputs_and_scales(scheme, monkeyp
     assert 1e-4 < error < 5e-2, "it is rounded, and no more"
 
 
-def test_forms_for_few_tokens_multiply_as_before():
+def test_variants_for_few_tokens_multiply_as_before():
     gm = pieces_of(ROWS)
-    assert add_forms(gm, 16, "_form", copy_of)
+    assert add_variants(gm, 16, "_variant", copy_of)
     QuantiseActivations()(gm)
-    forms = [form for forms in gm.meta[SMALL_FORMS].values() for form in forms.values()]
-    assert sum(calls(gm, form, "quantised_linear") for form in forms) == 2
-    assert not any(calls(gm, form, "scaled_linear") for form in forms)
+    variants = [variant for variants in gm.meta[VARIANTS].values() for variant in variants.values()]
+    assert sum(calls(gm, variant, "quantised_linear") for variant in variants) == 2
+    assert not any(calls(gm, variant, "scaled_linear") for variant in variants)
 
 
 @pytest.mark.parametrize(
@@ -123,18 +123,18 @@ def test_forms_for_few_tokens_multiply_as_before():
         (WeightScheme("int4", 128, torch.bfloat16), 64, 1, {64}),
     ],
 )
-def test_a_form_is_shorter_where_kernels_of_our_own_multiply_many_weights_in_fp8(
+def test_a_variant_is_shorter_where_kernels_of_our_own_multiply_many_weights_in_fp8(
     scheme, size, least, expected, monkeypatch
 ):
     monkeypatch.setattr(quantise_activations, "_LEAST_WEIGHTS", least)
     gm = pieces_of(scheme)
     quantised = [name for name in called_pieces(gm) if calls(gm, name, "quantised_linear")]
     assert quantised
-    add_forms(gm, size, "_form", copy_of)
+    add_variants(gm, size, "_variant", copy_of)
     QuantiseActivations()(gm)
-    for name, forms in gm.meta[SMALL_FORMS].items():
-        assert set(forms) == (expected if name in quantised else {size})
-        assert calls(gm, forms[max(forms)], "quantised_linear") == (name in quantised and size <= 64)
+    for name, variants in gm.meta[VARIANTS].items():
+        assert set(variants) == (expected if name in quantised else {size})
+        assert calls(gm, variants[max(variants)], "quantised_linear") == (name in quantised and size <= 64)
 
 
 @pytest.mark.parametrize(
@@ -142,17 +142,17 @@ def test_a_form_is_shorter_where_kernels_of_our_own_multiply_many_weights_in_fp8
     [
         (WeightScheme("fp8", 512), {32}),
         (GROUPS, {64}),
-        (WeightScheme("int4", 128, torch.bfloat16), {64}),  # which larger steps than the form's would dequantise
+        (WeightScheme("int4", 128, torch.bfloat16), {64}),  # which larger steps than the variant's would dequantise
     ],
 )
-def test_a_form_stays_for_what_reads_weights_in_four_bits_beside_those_in_fp8(of_down, expected, monkeypatch):
+def test_a_variant_stays_for_what_reads_weights_in_four_bits_beside_those_in_fp8(of_down, expected, monkeypatch):
     monkeypatch.setattr(quantise_activations, "_LEAST_WEIGHTS", 1)
     gm = pieces_of(ROWS, of_down=of_down)
-    add_forms(gm, 64, "_form", copy_of)
+    add_variants(gm, 64, "_variant", copy_of)
     QuantiseActivations()(gm)
     of_both = [name for name in called_pieces(gm) if calls(gm, name, "scaled_linear")]
     assert len(of_both) == 2
-    assert all(set(gm.meta[SMALL_FORMS][name]) == expected for name in of_both)
+    assert all(set(gm.meta[VARIANTS][name]) == expected for name in of_both)
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from tests.model.tiny_configs import tiny_config
 from tests.passes.support.graph_builder import run, text
 from tests.passes.support.lockstep import Cut, canonical_graph, spread
 from tests.passes.support.stand_ins import ALL, stand_in_ops, streamed_ops_on_cpu
-from tests.passes.test_every_pass import decoder_of_experts, decoder_of_experts_with_biases, forms_for, layers
+from tests.passes.test_every_pass import decoder_of_experts, decoder_of_experts_with_biases, layers, variants_for
 
 LARGEST_ERROR = 1e-5  # of float32 logits
 # What shares experts, groups them, adds biases, reads weights through views, counts choices itself, or carries states.
@@ -100,7 +100,7 @@ def test_two_ranks_compute_what_one_does_behind_all_passes(kernels_on_cpu, graph
     gm.meta[EXPERT_RANKS] = 2
     gm, _ = run_passes(gm, left_out={"gather_rows_early"})
     assert len(gm.meta[WEIGHT_CUTS]) == 4 * (1 + (graph is decoder_of_experts_with_biases))
-    with forms_for(gm, num_tokens):
+    with variants_for(gm, num_tokens):
         found = run_lockstep(2, lambda rank: run(gm, num_tokens, rank))
     for one, other in zip(found, whole, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4 * float(other.abs().max()))

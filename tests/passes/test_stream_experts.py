@@ -13,7 +13,7 @@ from torch import fx
 from torch.nn import functional
 
 from mllm_compile.kernels.cuda import kernels_of
-from mllm_compile.passes.base import SMALL_FORMS, PassTarget
+from mllm_compile.passes.base import VARIANTS, PassTarget
 from mllm_compile.passes.choose_experts import ChooseExperts
 from mllm_compile.passes.count_experts import CountExperts
 from mllm_compile.passes.group_experts import GroupExperts
@@ -24,10 +24,10 @@ from mllm_compile.passes.stream_linears import StreamLinears
 from mllm_compile.runtime.ops.experts.shapes import NO_SOFTMAX, SOFTMAX_OF_ALL
 from mllm_compile.runtime.ops.stream_experts.kernel import DownKernel, GateUpKernel
 from mllm_compile.runtime.ops.stream_experts.shapes import MAX_TOKENS, ROWS, is_taken
-from mllm_compile.runtime.program.spec import Program, SmallForm
+from mllm_compile.runtime.program.spec import PieceVariant, Program
 from tests.passes.support.graph_builder import run
 from tests.passes.support.stand_ins import ALL, stand_in_ops, streamed_ops_on_cpu
-from tests.passes.test_every_pass import Decoder, decoder_of_experts_with_biases, forms_for
+from tests.passes.test_every_pass import Decoder, decoder_of_experts_with_biases, variants_for
 
 EXPERTS, CHOSEN, FFN = 64, 4, 64
 
@@ -101,8 +101,8 @@ def streamed(weighted: Callable[..., Any], *more: type) -> fx.GraphModule:
     return rewritten(partial(decoder_with, weighted), ChooseExperts, StreamExperts, StreamLinears, GroupExperts, *more)
 
 
-def forms_of_experts(gm: fx.GraphModule) -> list[Any]:
-    return [gm.get_submodule(forms[MAX_TOKENS]) for forms in gm.meta[SMALL_FORMS].values() if MAX_TOKENS in forms]
+def variants_of_experts(gm: fx.GraphModule) -> list[Any]:
+    return [gm.get_submodule(variants[MAX_TOKENS]) for variants in gm.meta[VARIANTS].values() if MAX_TOKENS in variants]
 
 
 def calls(piece: Any, name: str) -> list[Any]:
@@ -111,7 +111,7 @@ def calls(piece: Any, name: str) -> list[Any]:
 
 def test_a_layer_of_experts_is_five_calls():
     gm = streamed(own_weights)
-    middle, last = forms_of_experts(gm)
+    middle, last = variants_of_experts(gm)
     ops = [str(node.target).split(".")[1] for node in middle.graph.nodes if str(node.target).startswith("mllm.")]
     assert ops == [
         "stream_linear_residual_norm",
@@ -135,42 +135,42 @@ def test_a_layer_of_experts_is_five_calls():
     ],
 )
 @pytest.mark.parametrize("tokens", [1, 7, 8])
-def test_the_form_computes_what_was_traced(weighted, how, tokens):
+def test_the_variant_computes_what_was_traced(weighted, how, tokens):
     gm = streamed(weighted)
-    (up,) = calls(forms_of_experts(gm)[0], "stream_expert_up")
+    (up,) = calls(variants_of_experts(gm)[0], "stream_expert_up")
     assert up[7:] == how and (up[5] is not None) == (weighted is other_weights), "weights of its own are given"
     traced = run(decoder_with(weighted), tokens)
-    with forms_for(gm, tokens):
+    with variants_for(gm, tokens):
         errors = (run(gm, tokens) - traced).norm(dim=-1) / traced.norm(dim=-1)
     # Of two experts whose scores are a rounding apart, one token may choose the other: processors round differently.
     assert (errors < 3e-2).sum() >= max(1, errors.numel() - 1), errors
 
 
 def test_scores_are_read_as_the_linear_gave_them():
-    (up,) = calls(forms_of_experts(streamed(wide_weights))[0], "stream_expert_up")
+    (up,) = calls(variants_of_experts(streamed(wide_weights))[0], "stream_expert_up")
     assert up[4].meta["val"].dtype == torch.bfloat16
 
 
 def test_what_is_counted_is_given():
     gm = streamed(own_weights, CountExperts)
-    for form in forms_of_experts(gm):
-        ((_, _, _, _, ids, weights, *_),) = calls(form, "stream_expert_up")
+    for variant in variants_of_experts(gm):
+        ((_, _, _, _, ids, weights, *_),) = calls(variant, "stream_expert_up")
         assert is_op(ids, "count_experts") and weights is not None
 
 
-def test_other_forms_for_few_tokens_are_not_made_and_those_for_more_are():
+def test_other_variants_for_few_tokens_are_not_made_and_those_for_more_are():
     gm = streamed(own_weights)
-    of_experts = [forms for forms in gm.meta[SMALL_FORMS].values() if MAX_TOKENS in forms]
-    assert [sorted(forms) for forms in of_experts] == [[8, 64, 256]] * 2
-    for forms in of_experts:
-        assert not calls(gm.get_submodule(forms[64]), "stream_expert_up")
+    of_experts = [variants for variants in gm.meta[VARIANTS].values() if MAX_TOKENS in variants]
+    assert [sorted(variants) for variants in of_experts] == [[8, 64, 256]] * 2
+    for variants in of_experts:
+        assert not calls(gm.get_submodule(variants[64]), "stream_expert_up")
 
 
-def test_experts_that_no_kernel_takes_have_no_such_form():
+def test_experts_that_no_kernel_takes_have_no_such_variant():
     gm = rewritten(decoder_of_experts_with_biases, ChooseExperts, StreamExperts)
-    assert gm.meta[SMALL_FORMS] == {}
+    assert gm.meta[VARIANTS] == {}
     gm = rewritten(partial(decoder_with, own_weights), StreamExperts)
-    assert gm.meta[SMALL_FORMS] == {}, "nothing says that a token's choices differ"
+    assert gm.meta[VARIANTS] == {}, "nothing says that a token's choices differ"
 
 
 def test_the_sum_that_something_else_reads_stays_apart():
@@ -179,16 +179,16 @@ def test_the_sum_that_something_else_reads_stays_apart():
         return decoder.call(operator.mul, total, decoder.call(torch.sigmoid, total))
 
     make = partial(Decoder(feed_forward=read_twice).model)
-    assert rewritten(make, ChooseExperts, StreamExperts).meta[SMALL_FORMS] == {}
+    assert rewritten(make, ChooseExperts, StreamExperts).meta[VARIANTS] == {}
 
 
-def test_the_kernels_that_forms_call_are_named():
+def test_the_kernels_that_variants_call_are_named():
     gm = streamed(own_weights)
-    forms = {
-        piece: tuple(SmallForm(form, 0, 1, most) for most, form in of_piece.items())
-        for piece, of_piece in gm.meta[SMALL_FORMS].items()
+    variants = {
+        piece: tuple(PieceVariant(variant, 0, 1, most) for most, variant in of_piece.items())
+        for piece, of_piece in gm.meta[VARIANTS].items()
     }
-    kernels = kernels_of(gm, Program((), (), (), "logits", forms))["stream_experts"]
+    kernels = kernels_of(gm, Program((), (), (), "logits", variants))["stream_experts"]
     hidden = Decoder.hidden
     assert [(type(kernel), kernel.rows, kernel.columns) for kernel in kernels] == [
         (GateUpKernel, 2 * FFN, hidden),

@@ -1,4 +1,4 @@
-"""passes/stream_linears.py: pieces get its form in place of `fuse_few_tokens`', and the form computes the same.
+"""passes/stream_linears.py: pieces get its variant in place of `fuse_few_tokens`', and the variant computes the same.
 
 Which linears are fused and which norms go is the two passes' in common: test_fuse_few_tokens.py. The kernels need a
 Hopper GPU; here their ops are stand-ins in plain torch.
@@ -16,10 +16,10 @@ from torch import fx
 from mllm_compile.kernels.cuda import kernels_of
 from mllm_compile.model.hf_model import build_on_meta
 from mllm_compile.model.trace import trace_model
-from mllm_compile.passes.base import SMALL_FORMS
+from mllm_compile.passes.base import VARIANTS
 from mllm_compile.passes.canonicalise import Canonicalise
 from mllm_compile.passes.deduplicate_pieces import DeduplicatePieces
-from mllm_compile.passes.fuse_few_tokens import FuseFewTokens, few_token_form
+from mllm_compile.passes.fuse_few_tokens import FuseFewTokens, few_token_variant
 from mllm_compile.passes.lower_attention import LowerAttention
 from mllm_compile.passes.match import nodes
 from mllm_compile.passes.match.nodes import LINEAR, is_call
@@ -32,7 +32,7 @@ from mllm_compile.runtime.ops.stream_linear.linear import MAX_STREAMED_TOKENS, T
 from mllm_compile.runtime.ops.stream_linear.shapes import MAX_HEAD_TOKENS, MAX_LARGE_TOKENS
 from mllm_compile.runtime.ops.stream_quantised.linear import QuantisedKind
 from mllm_compile.runtime.ops.stream_quantised.shapes import BUCKETS, most_tokens
-from mllm_compile.runtime.program.spec import Program, SmallForm
+from mllm_compile.runtime.program.spec import PieceVariant, Program
 from mllm_compile.runtime.quantised.numbers import quantised as quantised_weight
 from mllm_compile.runtime.quantised.scheme import WeightScheme
 from tests.model.tiny_configs import tiny_config
@@ -56,13 +56,13 @@ def stand_ins():
 
 
 @pytest.mark.parametrize("norm", NORM_FORMS)
-def test_the_form_computes_what_the_piece_does(norm):
+def test_the_variant_computes_what_the_piece_does(norm):
     piece, inputs = decoder_piece(4, norm=norm)
-    form = few_token_form(piece, streamed(MAX_STREAMED_TOKENS))
-    assert form is not None
-    form.graph.lint()
-    assert fused_ops(form) == ["stream_linear_residual_norm", "stream_linear"] * 2
-    for ours, theirs in zip(form(*inputs), piece(*inputs), strict=True):
+    variant = few_token_variant(piece, streamed(MAX_STREAMED_TOKENS))
+    assert variant is not None
+    variant.graph.lint()
+    assert fused_ops(variant) == ["stream_linear_residual_norm", "stream_linear"] * 2
+    for ours, theirs in zip(variant(*inputs), piece(*inputs), strict=True):
         assert (ours.float() - theirs.float()).norm() / theirs.float().norm() < 8e-3
 
 
@@ -73,27 +73,27 @@ def piece_of_linears(*rows: int, columns: int):
     return graph_of_one_piece(block.module(*linears))
 
 
-def test_a_piece_with_a_linear_that_does_not_divide_has_no_such_form():
+def test_a_piece_with_a_linear_that_does_not_divide_has_no_such_variant():
     assert StreamLinears()(piece_of_linears(256, 1000, columns=256)).matches == 0
 
 
 def test_a_piece_with_a_large_weight_reads_it_in_rows_for_eight_tokens():
     gm = piece_of_linears(6144, 256, columns=2048)
     assert StreamLinears()(gm).matches == 1
-    assert gm.meta[SMALL_FORMS] == {"piece_a": {MAX_LARGE_TOKENS: "piece_a_streamed"}}
-    forms = {"piece_a": (SmallForm("piece_a_streamed", 0, 1, MAX_LARGE_TOKENS),)}
-    tilings = kernels_of(gm, Program((), (), (), "logits", forms))["stream_linear"]
+    assert gm.meta[VARIANTS] == {"piece_a": {MAX_LARGE_TOKENS: "piece_a_streamed"}}
+    variants = {"piece_a": (PieceVariant("piece_a_streamed", 0, 1, MAX_LARGE_TOKENS),)}
+    tilings = kernels_of(gm, Program((), (), (), "logits", variants))["stream_linear"]
     in_rows = [(tiling.kind.rows, tiling.tokens) for tiling in tilings if tiling.source == "ops/stream_linear/rows.cu"]
     assert in_rows == [(6144, 8)]
     assert {tiling.tokens for tiling in tilings} == {count for count in TOKEN_BUCKETS if count <= MAX_LARGE_TOKENS}
 
 
-def test_a_head_has_a_form_for_fewer_tokens_and_kernels_for_those():
+def test_a_head_has_a_variant_for_fewer_tokens_and_kernels_for_those():
     gm = piece_of_linears(65536, columns=2048)
     StreamLinears()(gm)
-    assert gm.meta[SMALL_FORMS] == {"piece_a": {MAX_HEAD_TOKENS: "piece_a_streamed"}}
-    forms = {"piece_a": (SmallForm("piece_a_streamed", 0, 1, MAX_HEAD_TOKENS),)}
-    tilings = kernels_of(gm, Program((), (), (), "logits", forms))["stream_linear"]
+    assert gm.meta[VARIANTS] == {"piece_a": {MAX_HEAD_TOKENS: "piece_a_streamed"}}
+    variants = {"piece_a": (PieceVariant("piece_a_streamed", 0, 1, MAX_HEAD_TOKENS),)}
+    tilings = kernels_of(gm, Program((), (), (), "logits", variants))["stream_linear"]
     assert [tiling.tokens for tiling in tilings] == [8, 16, 32, 64]
 
 
@@ -102,12 +102,12 @@ def test_a_head_has_a_form_for_fewer_tokens_and_kernels_for_those():
     [((6144, 256), {208}), ((256,), {256}), ((65536,), {1, 64}), ((6144, 1000), {1})],
     ids=["large", "small", "a head", "one that does not divide"],
 )
-def test_one_token_is_left_to_the_form_that_has_kernels_for_few(rows, sizes):
+def test_one_token_is_left_to_the_variant_that_has_kernels_for_few(rows, sizes):
     gm = piece_of_linears(*rows, columns=2048)
     gm.add_module("piece_a_one_token", torch.nn.Identity())
-    gm.meta[SMALL_FORMS] = {"piece_a": {1: "piece_a_one_token"}}
+    gm.meta[VARIANTS] = {"piece_a": {1: "piece_a_one_token"}}
     StreamLinears()(gm)
-    assert set(gm.meta[SMALL_FORMS]["piece_a"]) == sizes
+    assert set(gm.meta[VARIANTS]["piece_a"]) == sizes
     assert hasattr(gm, "piece_a_one_token") is (1 in sizes)
 
 
@@ -124,15 +124,15 @@ def test_a_linear_with_a_bias_takes_it_along_whatever_is_around_it():
     gated = block.silu_mul(biased("gate_up", x, 2 * FFN))
     added = block.call(operator.add, after, biased("down", x))
     piece = block.module(biased("qkv", normed), gated, added)
-    form = few_token_form(piece, streamed(MAX_STREAMED_TOKENS))
-    assert form is not None
-    assert sorted(fused_ops(form)) == ["stream_linear"] * 3 + ["stream_linear_residual_norm"]
-    for ours, theirs in zip(form(*block.inputs), piece(*block.inputs), strict=True):
+    variant = few_token_variant(piece, streamed(MAX_STREAMED_TOKENS))
+    assert variant is not None
+    assert sorted(fused_ops(variant)) == ["stream_linear"] * 3 + ["stream_linear_residual_norm"]
+    for ours, theirs in zip(variant(*block.inputs), piece(*block.inputs), strict=True):
         assert (ours.float() - theirs.float()).norm() / theirs.float().norm() < 8e-3
     gm = graph_of_one_piece(piece)
     assert StreamLinears()(gm).matches == 1
-    forms = {"piece_a": (SmallForm("piece_a_streamed", 0, 1, MAX_STREAMED_TOKENS),)}
-    kinds = {tiling.kind for tiling in kernels_of(gm, Program((), (), (), "logits", forms))["stream_linear"]}
+    variants = {"piece_a": (PieceVariant("piece_a_streamed", 0, 1, MAX_STREAMED_TOKENS),)}
+    kinds = {tiling.kind for tiling in kernels_of(gm, Program((), (), (), "logits", variants))["stream_linear"]}
     assert {(kind.rows, kind.norm_blocks, kind.bias) for kind in kinds} == {
         (HIDDEN, 0, False),
         (HIDDEN, 0, True),
@@ -158,23 +158,23 @@ def test_the_square_of_a_relu_becomes_part_of_its_linear(spelled, has_bias):
         return block.call(torch.square, relu) if spelled == "square" else block.call(operator.pow, relu, 2)
 
     piece = block.module(squared(up), squared(read), read)
-    form = few_token_form(piece, streamed(MAX_STREAMED_TOKENS))
-    assert form is not None
-    assert sorted(fused_ops(form)) == ["stream_linear"] * 2 + ["stream_linear_residual_norm"]
-    assert sum(node.target is torch.relu for node in form.graph.nodes) == 1
-    for ours, theirs in zip(form(*block.inputs), piece(*block.inputs), strict=True):
+    variant = few_token_variant(piece, streamed(MAX_STREAMED_TOKENS))
+    assert variant is not None
+    assert sorted(fused_ops(variant)) == ["stream_linear"] * 2 + ["stream_linear_residual_norm"]
+    assert sum(node.target is torch.relu for node in variant.graph.nodes) == 1
+    for ours, theirs in zip(variant(*block.inputs), piece(*block.inputs), strict=True):
         assert (ours.float() - theirs.float()).norm() / theirs.float().norm() < 1.6e-2
     gm = graph_of_one_piece(piece)
     StreamLinears()(gm)
-    forms = {"piece_a": (SmallForm("piece_a_streamed", 0, 1, MAX_STREAMED_TOKENS),)}
-    kinds = {tiling.kind for tiling in kernels_of(gm, Program((), (), (), "logits", forms))["stream_linear"]}
+    variants = {"piece_a": (PieceVariant("piece_a_streamed", 0, 1, MAX_STREAMED_TOKENS),)}
+    kinds = {tiling.kind for tiling in kernels_of(gm, Program((), (), (), "logits", variants))["stream_linear"]}
     assert {(kind.squared_relu, kind.bias) for kind in kinds if kind.rows == FFN} == {
         (True, has_bias),
         (False, has_bias),
     }
 
 
-def test_a_bias_that_is_computed_keeps_its_piece_from_the_form():
+def test_a_bias_that_is_computed_keeps_its_piece_from_the_variant():
     block = Block()
     bias = block.call(torch.relu, block.input("b", HIDDEN))
     biased = block.call(LINEAR, block.input("x", 1, 4, HIDDEN), block.input("w", HIDDEN, HIDDEN), bias)
@@ -182,22 +182,22 @@ def test_a_bias_that_is_computed_keeps_its_piece_from_the_form():
 
 
 def test_float16_is_left_to_the_other_kernels():
-    assert few_token_form(decoder_piece(4, torch.float16)[0], streamed(8)) is None
+    assert few_token_variant(decoder_piece(4, torch.float16)[0], streamed(8)) is None
 
 
-def test_a_piece_with_this_form_gets_no_other_for_few_tokens():
+def test_a_piece_with_this_variant_gets_no_other_for_few_tokens():
     gm = graph_of_one_piece(decoder_piece(4)[0])
     assert StreamLinears()(gm).matches == 1
     assert FuseFewTokens()(gm).matches == 0
-    assert gm.meta[SMALL_FORMS] == {"piece_a": {MAX_STREAMED_TOKENS: "piece_a_streamed"}}
+    assert gm.meta[VARIANTS] == {"piece_a": {MAX_STREAMED_TOKENS: "piece_a_streamed"}}
 
 
 @pytest.mark.parametrize("norm", NORM_FORMS)
-def test_the_kernels_that_forms_call_are_each_named_once(norm):
+def test_the_kernels_that_variants_call_are_each_named_once(norm):
     gm, plus_one = graph_of_one_piece(decoder_piece(4, norm=norm)[0]), norm == "plus one"
     StreamLinears()(gm)
-    forms = {"piece_a": (SmallForm("piece_a_streamed", 0, 1, MAX_STREAMED_TOKENS),)}
-    tilings = kernels_of(gm, Program((), (), (), "logits", forms))["stream_linear"]
+    variants = {"piece_a": (PieceVariant("piece_a_streamed", 0, 1, MAX_STREAMED_TOKENS),)}
+    tilings = kernels_of(gm, Program((), (), (), "logits", variants))["stream_linear"]
     assert len({tiling.name for tiling in tilings}) == len(tilings) == 4 * len(TOKEN_BUCKETS)
     assert [tiling.kind for tiling in tilings[:: len(TOKEN_BUCKETS)]][:3] == [
         LinearKind(HIDDEN, HIDDEN, residual=True, next_blocks=HIDDEN // TILE_ROWS, plus_one=plus_one),
@@ -225,10 +225,10 @@ def test_of_a_models_norms_the_first_and_the_last_one_are_left(tmp_path, name):
     gm = trace_model(build_on_meta(tmp_path, torch.bfloat16), "cpu", 8192).graph_module
     for graph_pass in (*TO_PIECES, StreamLinears):
         gm = graph_pass()(gm).gm
-    forms = [gm.get_submodule(form) for forms in gm.meta[SMALL_FORMS].values() for form in forms.values()]
-    roots = [node for form in forms for node in form.graph.nodes if is_call(node, torch.rsqrt)]
+    variants = [gm.get_submodule(variant) for variants in gm.meta[VARIANTS].values() for variant in variants.values()]
+    roots = [node for variant in variants for node in variant.graph.nodes if is_call(node, torch.rsqrt)]
     assert sum(root.meta["val"].dim() == 3 for root in roots) == 2
-    assert sum("residual_norm" in name for form in forms for name in fused_ops(form)) >= 2
+    assert sum("residual_norm" in name for variant in variants for name in fused_ops(variant)) >= 2
 
 
 # weights in few bits --------------------------------------------------------------------------------------------------
@@ -288,33 +288,33 @@ def small_decoder(quantised, scheme: WeightScheme) -> tuple[fx.GraphModule, list
 @by_scheme
 def test_weights_in_few_bits_have_ops_of_their_own_beside_plain_ones(quantised, scheme):
     piece, inputs = small_decoder(quantised, scheme)
-    form = few_token_form(piece, streamed(most_tokens_of(scheme)))
-    assert form is not None
-    form.graph.lint()
+    variant = few_token_variant(piece, streamed(most_tokens_of(scheme)))
+    assert variant is not None
+    variant.graph.lint()
     of_norm = "stream_quantised_linear_residual_norm"
-    assert fused_ops(form) == [of_norm, "stream_linear", of_norm, "stream_quantised_linear"]
-    for ours, theirs in zip(form(*inputs), piece(*inputs), strict=True):
+    assert fused_ops(variant) == [of_norm, "stream_linear", of_norm, "stream_quantised_linear"]
+    for ours, theirs in zip(variant(*inputs), piece(*inputs), strict=True):
         assert (ours.float() - theirs.float()).norm() / theirs.float().norm() < 8e-3
 
 
 @by_scheme
-def test_a_piece_with_such_a_weight_has_a_form_for_fewer_tokens_and_kernels_of_both_families(quantised, scheme):
+def test_a_piece_with_such_a_weight_has_a_variant_for_fewer_tokens_and_kernels_of_both_families(quantised, scheme):
     gm = graph_of_one_piece(small_decoder(quantised, scheme)[0])
     gm.add_module("piece_a_one_token", torch.nn.Identity())
-    gm.meta[SMALL_FORMS] = {"piece_a": {1: "piece_a_one_token"}}
+    gm.meta[VARIANTS] = {"piece_a": {1: "piece_a_one_token"}}
     most = most_tokens_of(scheme)
     buckets = [tokens for tokens in BUCKETS if tokens <= most]
     assert StreamLinears()(gm).matches == 1
-    assert gm.meta[SMALL_FORMS] == {"piece_a": {most: "piece_a_streamed"}}
-    forms = {"piece_a": (SmallForm("piece_a_streamed", 0, 1, most),)}
-    kernels = kernels_of(gm, Program((), (), (), "logits", forms))
+    assert gm.meta[VARIANTS] == {"piece_a": {most: "piece_a_streamed"}}
+    variants = {"piece_a": (PieceVariant("piece_a_streamed", 0, 1, most),)}
+    kernels = kernels_of(gm, Program((), (), (), "logits", variants))
     blocks = WIDE // 16
-    form = {"group": scheme.group, "values": scheme.name, "zeros": scheme.has_zeros}
-    form["scales"] = str(scheme.scale_dtype).removeprefix("torch.")
+    variant = {"group": scheme.group, "values": scheme.name, "zeros": scheme.has_zeros}
+    variant["scales"] = str(scheme.scale_dtype).removeprefix("torch.")
     assert [tiling.kind for tiling in kernels["stream_quantised"][:: len(buckets)]] == [
-        QuantisedKind(WIDE, WIDE, residual=True, next_blocks=blocks, **form),
-        QuantisedKind(WIDE, WIDE_FFN, residual=True, next_blocks=blocks, **form),
-        QuantisedKind(2 * WIDE, WIDE, blocks, **form),
+        QuantisedKind(WIDE, WIDE, residual=True, next_blocks=blocks, **variant),
+        QuantisedKind(WIDE, WIDE_FFN, residual=True, next_blocks=blocks, **variant),
+        QuantisedKind(2 * WIDE, WIDE, blocks, **variant),
     ]
     assert {tiling.tokens for tiling in kernels["stream_quantised"]} == set(buckets)
     assert {tiling.kind for tiling in kernels["stream_linear"]} == {LinearKind(2 * WIDE_FFN, WIDE, blocks, gated=True)}
@@ -327,10 +327,10 @@ def test_a_linear_in_few_bits_takes_its_bias_and_its_gate_along(quantised, schem
     biased = block.small("qkv", x, WIDE, block.input("bias", WIDE))
     residual = block.call(operator.add, x, block.small("o", x, WIDE))
     piece = block.module(biased, block.silu_mul(block.small("gate_up", x, 2 * WIDE_FFN)), residual)
-    form = few_token_form(piece, streamed(most_tokens_of(scheme)))
-    assert form is not None
-    assert sorted(fused_ops(form)) == ["stream_quantised_linear"] * 2 + ["stream_quantised_linear_residual"]
-    for ours, theirs in zip(form(*block.inputs), piece(*block.inputs), strict=True):
+    variant = few_token_variant(piece, streamed(most_tokens_of(scheme)))
+    assert variant is not None
+    assert sorted(fused_ops(variant)) == ["stream_quantised_linear"] * 2 + ["stream_quantised_linear_residual"]
+    for ours, theirs in zip(variant(*block.inputs), piece(*block.inputs), strict=True):
         assert (ours.float() - theirs.float()).norm() / theirs.float().norm() < 8e-3
 
 
@@ -344,7 +344,7 @@ def test_a_linear_in_few_bits_takes_its_bias_and_its_gate_along(quantised, schem
     ],
     ids=["groups of 64", "scales in bfloat16", "groups of 32", "rows that do not divide"],
 )
-def test_other_quantised_weights_keep_their_piece_from_the_form(quantised, rows, scheme):
+def test_other_quantised_weights_keep_their_piece_from_the_variant(quantised, rows, scheme):
     block = SmallBlock(quantised, scheme)
     x = block.input("x", 1, 4, WIDE)
     linears = block.small("small", x, rows), block.call(LINEAR, x, block.input("w", WIDE, WIDE), None)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import fx
 
-from mllm_compile.passes.base import SMALL_FORMS
+from mllm_compile.passes.base import VARIANTS
 from mllm_compile.passes.match.nodes import is_op
 from mllm_compile.passes.pipeline import PASSES
 from mllm_compile.passes.sum_experts import SumExperts
@@ -30,7 +30,7 @@ def kernels_on_cpu():
 
 
 def summed(gm: fx.GraphModule) -> tuple[fx.GraphModule, int]:
-    """The graph with no other kernels than this and grouped products, which make the forms."""
+    """The graph with no other kernels than this and grouped products, which make the variants."""
     matches = 0
     for graph_pass in PASSES:
         if not graph_pass.needs or graph_pass.name in ("group_experts", SumExperts.name):
@@ -49,8 +49,8 @@ def test_pieces_for_many_tokens_have_the_op_and_compute_what_was_traced(make):
     gm, matches = summed(make())
     assert matches > 0
     torch.testing.assert_close(run(gm, 7), run(make(), 7))
-    forms = [form for forms in gm.meta[SMALL_FORMS].values() for form in forms.values()]
-    assert not any(has_sum(gm.get_submodule(form)) for form in forms), "Inductor's is as fast there"
+    variants = [variant for variants in gm.meta[VARIANTS].values() for variant in variants.values()]
+    assert not any(has_sum(gm.get_submodule(variant)) for variant in variants), "Inductor's is as fast there"
 
 
 def test_products_that_others_read_too_are_left_alone():

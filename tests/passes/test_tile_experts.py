@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from mllm_compile.kernels.cuda import kernels_of
-from mllm_compile.passes.base import SMALL_FORMS
+from mllm_compile.passes.base import VARIANTS
 from mllm_compile.passes.match.nodes import is_op
 from mllm_compile.passes.pipeline import PASSES
 from mllm_compile.passes.tile_experts import TileExperts
@@ -51,17 +51,17 @@ def ops_in(piece) -> list[str]:
     return [name for node in piece.graph.nodes for name in names if is_op(node, name)]
 
 
-def test_pieces_for_many_tokens_are_tiled_and_their_forms_are_not():
+def test_pieces_for_many_tokens_are_tiled_and_their_variants_are_not():
     gm, matches = tiled(decoder_of_experts_in_bfloat16)
     assert matches > 0
-    for name, forms in gm.meta[SMALL_FORMS].items():
+    for name, variants in gm.meta[VARIANTS].items():
         piece = gm.get_submodule(name)
         if "order_experts" not in ops_in(piece):
             continue
         assert ops_in(piece) == ["order_experts", "gated_expert_tiles", "expert_tiles"]
         (order,) = [node for node in piece.graph.nodes if is_op(node, "order_experts")]
         assert order.args[3:] == (BLOCK, 0)
-        assert not any("expert_tiles" in ops_in(gm.get_submodule(form)) for form in forms.values())
+        assert not any("expert_tiles" in ops_in(gm.get_submodule(variant)) for variant in variants.values())
 
 
 def test_a_tiled_piece_computes_what_was_traced():
@@ -71,7 +71,7 @@ def test_a_tiled_piece_computes_what_was_traced():
 
 def test_a_program_has_the_kernels_of_its_tiled_pieces():
     gm, _ = tiled(decoder_of_experts_in_bfloat16)
-    steps = tuple(PieceStep(name, (), ()) for name in gm.meta[SMALL_FORMS])
+    steps = tuple(PieceStep(name, (), ()) for name in gm.meta[VARIANTS])
     assert kernels_of(gm, Program(steps, (), (), "logits"))["expert_tiles"] == (
         ExpertTilesKernel(2 * EXPERT_FFN, HIDDEN, is_gated=True),
         ExpertTilesKernel(HIDDEN, EXPERT_FFN, is_gated=False),

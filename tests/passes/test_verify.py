@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import fx
 
-from mllm_compile.passes.base import SMALL_FORMS
-from mllm_compile.passes.forms import copy_of
+from mllm_compile.passes.base import VARIANTS
 from mllm_compile.passes.pipeline import PASSES
 from mllm_compile.passes.split_at_attention import SplitAtAttention
+from mllm_compile.passes.variants import copy_of
 from mllm_compile.passes.verify import FROM, GraphInvariantError, verify_graph
 from tests.passes.support.graph_builder import GraphBuilder, apply, done, model_of_layers
 
@@ -115,12 +115,12 @@ def use_before_definition(piece: fx.GraphModule) -> None:
     piece.graph.output_node().append(first)
 
 
-def with_a_form(change: Callable[[fx.GraphModule], None]) -> fx.GraphModule:
+def with_a_variant(change: Callable[[fx.GraphModule], None]) -> fx.GraphModule:
     gm = split()
-    form = copy_of(gm.get_submodule("piece_1"))
-    change(form)
-    gm.add_module("piece_1_form", form)
-    gm.meta[SMALL_FORMS] = {"piece_1": {8: "piece_1_form"}}
+    variant = copy_of(gm.get_submodule("piece_1"))
+    change(variant)
+    gm.add_module("piece_1_variant", variant)
+    gm.meta[VARIANTS] = {"piece_1": {8: "piece_1_variant"}}
     return gm
 
 
@@ -140,7 +140,11 @@ def with_a_form(change: Callable[[fx.GraphModule], None]) -> fx.GraphModule:
         (lambda: piece_with(use_before_definition), "fuse_silu_mul", "after fuse_silu_mul: .*used before it has been"),
         (lambda: piece_with(add_input), "fuse_silu_mul", r"piece_1, called by .*, has \d+ inputs in place of \d"),
         (lambda: piece_with(widen_output), "fuse_silu_mul", r"output 0 float64 \['u\d', '16'\] in place of float32"),
-        (lambda: with_a_form(widen_output), "stream_linears", "piece_1_form, a form of piece_1, has output 0 float64"),
+        (
+            lambda: with_a_variant(widen_output),
+            "stream_linears",
+            "piece_1_variant, a variant of piece_1, has output 0 float64",
+        ),
     ],
 )
 def test_a_broken_invariant_is_named_with_its_pass_and_node(make, after, said):
@@ -152,7 +156,7 @@ def test_whole_graphs_pass():
     verify_graph(traced(), ["trace"])
     verify_graph(canonical(), done("canonicalise"))
     verify_graph(split(), done("split_at_attention"))
-    verify_graph(with_a_form(lambda form: None), done("fuse_silu_mul"))
+    verify_graph(with_a_variant(lambda variant: None), done("fuse_silu_mul"))
 
 
 def test_a_graph_that_fx_itself_refuses_is_refused():

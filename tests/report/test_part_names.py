@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from mllm_compile.report.part_names import all_names, attention_name, part_names
 from mllm_compile.runtime.attention.layer import LayerSpec
-from mllm_compile.runtime.attention.layer_kernels import DecodeForm, LayerKernels
+from mllm_compile.runtime.attention.layer_kernels import DecodeVariant, LayerKernels
 from mllm_compile.runtime.program.spec import (
     AttentionStep,
-    DecodeLoopForms,
+    DecodeLoopPieces,
     PieceStep,
+    PieceVariant,
     Program,
-    SamplingForms,
-    SmallForm,
+    StoredSamplingPieces,
 )
 
 
@@ -76,20 +76,20 @@ def test_layers_that_are_not_alike_are_told_as_ranges():
 
 
 def test_no_name_has_a_hash_and_every_piece_has_one_of_its_own():
-    few, many = DecodeForm(64, "few"), DecodeForm(None, "many")
+    few, many = DecodeVariant(64, "few"), DecodeVariant(None, "many")
     found = program(
         FIRST,
         attention(0),
         after("p", 0),
         attention(1),
         after("p", 1),
-        small_forms={"p": (SmallForm("p_one", 0, 1, 1), SmallForm("p_few", 0, 1, 16))},
+        variants={"p": (PieceVariant("p_one", 0, 1, 1), PieceVariant("p_few", 0, 1, 16))},
         layer_kernels={
             layer(0).name: LayerKernels(decode=(few, many)),
-            layer(1).name: LayerKernels(decode=(few, DecodeForm(None, "d"))),
+            layer(1).name: LayerKernels(decode=(few, DecodeVariant(None, "d"))),
         },
-        sampling=SamplingForms("bfloat16", "greedy", "logits", "scores"),
-        decode_loop=DecodeLoopForms("begin", "end"),
+        sampling=StoredSamplingPieces("bfloat16", "greedy", "logits", "scores"),
+        decode_loop=DecodeLoopPieces("begin", "end"),
     )
     names = all_names(found, shapes(found))
     assert list(names) != [] and set(names) == set(found.piece_ids())

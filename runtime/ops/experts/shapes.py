@@ -14,8 +14,8 @@ NO_SOFTMAX, SOFTMAX_OF_ALL, SOFTMAX_OF_CHOSEN = 0, 1, 2
 MOST_EXPERTS, MOST_CHOSEN = 1024, 32
 # In place of an expert: one of another rank, whose rows are zeros here (passes/spread_experts.py). No router gives it.
 ELSEWHERE = -(1 << 30)
-# Steps of up to so many tokens have forms of their own (passes/group_experts.py). One token has no order to make.
-FORM_TOKENS = (1, 64, 256)
+# Steps of up to so many tokens have variants of their own (passes/group_experts.py). One token has no order to make.
+VARIANT_TOKENS = (1, 64, 256)
 ONE_ROW = 1  # the block of a step of one token: every row has an expert of its own
 _FEWEST_ROWS, _MOST_ROWS = 16, 128  # 16 is what a product on tensor cores takes
 _MOST_ROWS_AT_ONCE = 2048  # of one program

@@ -19,7 +19,7 @@ _KERNELS: dict[str, type[ExpertsKernel]] = {kernel.source: kernel for kernel in 
 
 
 class Family(KernelFamily):
-    """Two kernels for each kind of experts in forms for few tokens."""
+    """Two kernels for each kind of experts in variants for few tokens."""
 
     def wanted(self, pieces: CalledPieces) -> tuple[ExpertsKernel, ...]:
         return tuple(dict.fromkeys(kernel for piece, _ in pieces for kernel in _called(piece)))

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class StreamedFamily(KernelFamily):
-    """One kernel for each linear of a form for few tokens and each bucket of tokens.
+    """One kernel for each linear of a variant for few tokens and each bucket of tokens.
 
     Attributes:
         prefix: of the ops.

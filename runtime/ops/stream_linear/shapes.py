@@ -18,8 +18,8 @@ from mllm_compile.runtime.ops.stream_linear.tiles import TileTiling
 from mllm_compile.runtime.ops.stream_linear.wide import WideTiling
 
 MAX_LARGE_TOKENS, MAX_HEAD_TOKENS = 208, 64
-# A piece has a form for the first that all its linears take.
-FORM_TOKENS = (MAX_STREAMED_TOKENS, MAX_LARGE_TOKENS, 128, MAX_HEAD_TOKENS)  # 128: of weights in few bits
+# A piece has a variant for the first that all its linears take.
+VARIANT_TOKENS = (MAX_STREAMED_TOKENS, MAX_LARGE_TOKENS, 128, MAX_HEAD_TOKENS)  # 128: of weights in few bits
 
 _ROWS_UNIT, _COLUMNS_UNIT = 64, 64  # what weights are multiples of
 _HEAD_ROWS = 65536

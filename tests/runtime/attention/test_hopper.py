@@ -22,7 +22,7 @@ from mllm_compile.runtime.attention.hopper.rotation import Rotation, _Argument
 from mllm_compile.runtime.attention.hopper.shapes import are_served, kernel_from_json
 from mllm_compile.runtime.attention.hopper.shares import MOST_REQUESTS, ShareKernel
 from mllm_compile.runtime.attention.layer import LayerSpec
-from mllm_compile.runtime.attention.layer_kernels import DecodeForm, LayerKernels
+from mllm_compile.runtime.attention.layer_kernels import DecodeVariant, LayerKernels
 from mllm_compile.runtime.attention.split.splits import OF_FEW, OF_MANY
 from mllm_compile.runtime.cuda import tensor_maps
 from mllm_compile.runtime.cuda.kernel import MULTIPROCESSORS
@@ -310,17 +310,17 @@ def test_kernels_of_sinks_are_given_them_rotating_or_not(made):
     )
 
 
-def test_a_program_decodes_by_what_its_forms_name(made):
+def test_a_program_decodes_by_what_its_variants_name(made):
     layer = LayerSpec("layers.0.attn", 0, 32, 8, 128, 128, 0.088, 0.0, -1, None)
     clusters, shares = cluster_kernels(32, 8, 64), ShareKernel(8, 4, 64)
-    forms = (
-        DecodeForm(15, "few", OF_FEW),
-        DecodeForm(256, kernels=clusters),
-        DecodeForm(8192, kernels=(shares,)),
-        DecodeForm(None, "many", OF_MANY),
+    variants = (
+        DecodeVariant(15, "few", OF_FEW),
+        DecodeVariant(256, kernels=clusters),
+        DecodeVariant(8192, kernels=(shares,)),
+        DecodeVariant(None, "many", OF_MANY),
     )
     layers = layer, replace(layer, name="layers.1.attn", layer_id=1)
-    kernels = dict.fromkeys((one.name for one in layers), LayerKernels(decode=forms))
+    kernels = dict.fromkeys((one.name for one in layers), LayerKernels(decode=variants))
     program = Program((), layers, (), "logits", layer_kernels=kernels)
     cubins = {kernel.name: b"binary" for kernel in program.cuda_kernels()}
     pieces = {"few": list, "many": tuple}

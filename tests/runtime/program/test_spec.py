@@ -13,7 +13,7 @@ import torch
 from mllm_compile.runtime.attention.hopper.clusters import cluster_kernels
 from mllm_compile.runtime.attention.hopper.shares import ShareKernel
 from mllm_compile.runtime.attention.layer import LayerSpec
-from mllm_compile.runtime.attention.layer_kernels import DecodeForm, LayerKernels
+from mllm_compile.runtime.attention.layer_kernels import DecodeVariant, LayerKernels
 from mllm_compile.runtime.attention.split.splits import OF_FEW, OF_MANY
 from mllm_compile.runtime.errors import ArtifactError
 from mllm_compile.runtime.forward_context import set_forward_context
@@ -24,10 +24,10 @@ from mllm_compile.runtime.program.executor import ProgramExecutor
 from mllm_compile.runtime.program.spec import (
     AttentionStep,
     PieceStep,
+    PieceVariant,
     Program,
-    SamplingForms,
-    SmallForm,
     StateStep,
+    StoredSamplingPieces,
     UnrotatedStep,
 )
 from mllm_compile.runtime.state.layer import CausalConv, SelectiveScan, StateLayer
@@ -223,15 +223,15 @@ def test_distinct_pieces_are_listed_in_order_of_first_use():
 
 
 def test_json_and_back_is_the_same_program():
-    forms = (
-        DecodeForm(15, "few", OF_FEW),
-        DecodeForm(64, kernels=cluster_kernels(32, 8, 64)),
-        DecodeForm(8192, kernels=(ShareKernel(8, 4, 64),)),
-        DecodeForm(None, "many", OF_MANY),
+    variants = (
+        DecodeVariant(15, "few", OF_FEW),
+        DecodeVariant(64, kernels=cluster_kernels(32, 8, 64)),
+        DecodeVariant(8192, kernels=(ShareKernel(8, 4, 64),)),
+        DecodeVariant(None, "many", OF_MANY),
     )
     kernels = {
-        "layer_kernels": {LAYER.name: LayerKernels(decode=forms)},
-        "sampling": SamplingForms("bfloat16", "greedy", "logits", "scores"),
+        "layer_kernels": {LAYER.name: LayerKernels(decode=variants)},
+        "sampling": StoredSamplingPieces("bfloat16", "greedy", "logits", "scores"),
     }
     with_kernels = replace(PROGRAM, **kernels)
     assert Program.from_json(json.loads(json.dumps(with_kernels.to_json()))) == with_kernels
@@ -291,22 +291,22 @@ def test_attention_that_rotates_is_given_what_it_is_told_and_the_piece_no_slots(
 
 
 @pytest.mark.parametrize(
-    "form",
+    "variant",
     [
         {"splits": None, "kernels": []},
         {"most_sequences": None, "piece": None, "splits": None, "kernels": []},
         {"most_sequences": None, "piece": "many", "splits": None, "kernels": [ShareKernel(8, 4, 64).to_json()]},
     ],
 )
-def test_a_form_that_says_not_who_decodes_is_not_read(form):
-    data = PROGRAM.to_json() | {"layer_kernels": {LAYER.name: LayerKernels().to_json() | {"decode": [form]}}}
+def test_a_variant_that_says_not_who_decodes_is_not_read(variant):
+    data = PROGRAM.to_json() | {"layer_kernels": {LAYER.name: LayerKernels().to_json() | {"decode": [variant]}}}
     with pytest.raises(ArtifactError):
         Program.from_json(data)
 
 
-def test_a_form_for_few_tokens_is_called_up_to_its_size(context):
-    forms = (SmallForm("close_one", 0, 0, 1), SmallForm("close_few", 0, 0, 3))
-    program = replace(PROGRAM, small_forms={"close": forms})
+def test_a_variant_for_few_tokens_is_called_up_to_its_size(context):
+    variants = (PieceVariant("close_one", 0, 0, 1), PieceVariant("close_few", 0, 0, 3))
+    program = replace(PROGRAM, variants={"close": variants})
     assert Program.from_json(json.loads(json.dumps(program.to_json()))) == program
     assert program.piece_ids() == [*PROGRAM.piece_ids(), "close_one", "close_few"]
     called = []
@@ -366,8 +366,8 @@ def test_json_of_another_kind_is_refused():
         (changed(steps=PROGRAM.steps[:-1]), "logits"),
         (changed(layers=()), r"layers\.0\.attn"),
         (told("x", "angles"), "angles"),
-        (changed(sampling=SamplingForms("bfloat16", "first", "first", "scores")), "scores"),
-        (changed(small_forms={"close": (SmallForm("close_one", 0, 0, 1),)}), "close_one"),
+        (changed(sampling=StoredSamplingPieces("bfloat16", "first", "first", "scores")), "scores"),
+        (changed(variants={"close": (PieceVariant("close_one", 0, 0, 1),)}), "close_one"),
     ],
 )
 def test_a_program_that_names_what_is_not_there_is_refused_when_it_is_linked(program, missing):
@@ -386,7 +386,9 @@ def test_a_program_that_names_what_is_not_there_is_refused_when_it_is_linked(pro
 def test_decode_kernels_that_are_not_there_are_missed(layer, functions, missed):
     program = replace(
         PROGRAM,
-        layer_kernels={layer: LayerKernels(decode=(DecodeForm(64, "few", OF_FEW), DecodeForm(None, "many", OF_MANY)))},
+        layer_kernels={
+            layer: LayerKernels(decode=(DecodeVariant(64, "few", OF_FEW), DecodeVariant(None, "many", OF_MANY)))
+        },
     )
     pieces = Pieces().functions | dict.fromkeys(functions, list)
     with pytest.raises(ArtifactError, match=missed):
