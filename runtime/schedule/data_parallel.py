@@ -2,8 +2,8 @@
 
 One Scheduler a rank decides for that rank alone, over its pages and its rows; their steps are one step of all. Rank r
 has the rows from r * R + 1 on, R a rank's most requests, so a row says whose it is. Page ids are a rank's own; those
-that are to be cleared carry the rank, as nothing else says it (`pages_of_rank`). Rows of states are told by the request's
-(`copies_of_rank`). Single-threaded; free of torch.
+that are to be cleared carry the rank, as nothing else says it (`pages_of_rank`). Rows of states are told by the
+request's (`copies_of_rank`). Single-threaded; free of torch.
 """
 
 from __future__ import annotations

@@ -244,7 +244,8 @@ class Scheduler:
         self.pace.took(batch, seconds * 1e3)
 
     def update(self, batch: ScheduledBatch, token_ids: np.ndarray, broken_rows: Sequence[int] = ()) -> UpdateResult:
-        """Take the sampled tokens of a batch, in the order of the batches; `finish_update` does the rest of what follows.
+        """Take the sampled tokens of a batch, in the order of the batches; `finish_update` does the rest of what
+        follows.
 
         Args:
             token_ids: [R] integers; entries of rows that are not sampled are ignored.

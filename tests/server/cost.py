@@ -1,9 +1,9 @@
 """What serving costs: `python -m tests.server.cost` measures CPU time, over a fake device, and prints three figures.
 
 The front's, a chunk: many streams at once through HTTP on this machine, the server's process alone. The front's, a
-request of token ids: its connection and an answer of one token included. The engine's thread, a step: with the events of
-every step sent, and without. CPU time, as a machine that is shared says nothing in seconds; still the least of several
-runs.
+request of token ids: its connection and an answer of one token included. The engine's thread, a step: with the events
+of every step sent, and without. CPU time, as a machine that is shared says nothing in seconds; still the least of
+several runs.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The engine's process: makes the engine, takes the front's commands, and says once in a while that it is alive.
 
 The main thread waits for commands, and hands on those whose answer has a form (form_queue.py); the engine's own thread
-sends the events of each step (step_events.py); the pulse's thread asks the engine for its figures, which it answers between
-two steps: a front that gets no pulse knows that a step is stuck.
+sends the events of each step (step_events.py); the pulse's thread asks the engine for its figures, which it answers
+between two steps: a front that gets no pulse knows that a step is stuck.
 """
 
 from __future__ import annotations
