@@ -3,7 +3,7 @@
 A factor is anything that changes a runtime's content: the program, its pieces, its kernels, the places of its weights,
 the tokenizer. Nothing else is in the key: no path, no file time, no environment. The batch size counts only by whether
 very many requests may decode, as these have a kernel of their own. Values are text that people can compare; if one has
-parts (`trace.py 1a2b3c4d, gate.py …`), `changed_parts` tells which of them differ.
+parts (`trace.py 1a2b3c4d, supported.py …`), `changed_parts` tells which of them differ.
 """
 
 from __future__ import annotations
