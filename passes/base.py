@@ -16,7 +16,7 @@ from torch import fx
 from mllm_compile.runtime.quantised.scheme import WeightScheme
 
 # Keys of gm.meta that the compiler's driver fills for passes.
-SMALL_WEIGHTS = "small_weights"  # SmallWeights; without it no weight is quantised
+WEIGHT_SCHEMES = "weight_schemes"  # WeightSchemes; without it no weight is quantised
 RANKS = "ranks"  # int: over how many ranks `shard` cuts the graph
 EXPERT_RANKS = "expert_ranks"  # int: over how many ranks `spread_experts` deals experts
 CACHE_DTYPE = "cache_dtype"  # torch.dtype of the KV cache; without it the model's
@@ -162,7 +162,7 @@ class WeightFactor:
 
 
 @dataclass(frozen=True)
-class SmallWeights:
+class WeightSchemes:
     """The weights that may lie in memory in few bits.
 
     Attributes:

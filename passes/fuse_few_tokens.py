@@ -15,9 +15,9 @@ from mllm_compile.passes.base import GraphPass, PassResult
 from mllm_compile.passes.match.linear import (
     Linear,
     match_linear,
+    match_quantised_as_linear,
     match_residual,
     match_silu_mul,
-    match_small_linear,
     match_squared_relu,
 )
 from mllm_compile.passes.match.nodes import is_op
@@ -77,8 +77,8 @@ class LinearOps:
         takes_float16: as well as bfloat16.
         takes_bias: a linear that nothing else becomes part of may have one.
         squares_relu: they take relu(x) ** 2 of a linear's outputs along.
-        is_small_taken: tells if they take a quantised weight, by ops `mllm.<prefix>_quantised_linear…`, or as a gated
-            linear, the half of its rows.
+        is_quantised_taken: tells if they take a quantised weight, by ops `mllm.<prefix>_quantised_linear…`, or as a
+            gated linear, the half of its rows.
     """
 
     prefix: str
@@ -87,11 +87,11 @@ class LinearOps:
     takes_float16: bool
     takes_bias: bool = False
     squares_relu: bool = False
-    is_small_taken: Callable[[QuantisedLinear, bool], bool] = lambda linear, half: False
+    is_quantised_taken: Callable[[QuantisedLinear, bool], bool] = lambda linear, half: False
 
     def match(self, node: object) -> Linear | None:
         """The linear at `node` if these ops take it."""
-        linear = match_linear(node, self.takes_bias) or match_small_linear(node, self.takes_bias)
+        linear = match_linear(node, self.takes_bias) or match_quantised_as_linear(node, self.takes_bias)
         return linear if linear is not None and self.takes(linear) else None
 
     def match_without_bias(self, node: object) -> Linear | None:
@@ -109,13 +109,13 @@ class LinearOps:
         """True if a kernel exists for the weight's shape and dtype, and for what it multiplies."""
         is_bfloat16 = linear.source.meta["val"].dtype == torch.bfloat16
         if linear.quantised is not None:
-            return is_bfloat16 and self.is_small_taken(linear.quantised, False)
+            return is_bfloat16 and self.is_quantised_taken(linear.quantised, False)
         return (self.takes_float16 or is_bfloat16) and self.is_taken(*linear.shape)
 
     def takes_half(self, linear: Linear) -> bool:
         """True if they take its gates and ups, a half of its rows each, as one gated linear."""
         if linear.quantised is not None:
-            return self.is_small_taken(linear.quantised, True)
+            return self.is_quantised_taken(linear.quantised, True)
         rows, columns = linear.shape
         return self.is_taken(rows // 2, columns)
 

@@ -9,12 +9,12 @@ from torch import fx
 
 from mllm_compile.passes.base import (
     QUANTISED_TENSORS,
-    SMALL_WEIGHTS,
     WEIGHT_CUTS,
+    WEIGHT_SCHEMES,
     GraphPass,
     PassResult,
     QuantisedTensor,
-    SmallWeights,
+    WeightSchemes,
 )
 from mllm_compile.passes.match.experts import ExpertLinear, match_expert_linear
 from mllm_compile.passes.match.nodes import (
@@ -50,7 +50,7 @@ class QuantiseLinears(GraphPass):
     values, with rows of outputs whichever way round the model has the weight; scales and zero points get inputs beside
     it (runtime/quantised/scheme.py). All of them are told in gm.meta[QUANTISED_TENSORS].
 
-    Requires: a canonical graph; gm.meta[SMALL_WEIGHTS] says which weights, and their schemes. A weight that anything
+    Requires: a canonical graph; gm.meta[WEIGHT_SCHEMES] says which weights, and their schemes. A weight that anything
         else reads stays plain, and one of experts that kernels do not take (runtime/ops/experts/shapes.py) or that
         ranks cut within what shares a scale. Where the checkpoint is not what quantised them, so do the head's, a
         router's, and those of few rows.
@@ -62,16 +62,16 @@ class QuantiseLinears(GraphPass):
     def __call__(self, gm: fx.GraphModule) -> PassResult:
         before = len(gm.graph.nodes)
         told: dict[str, QuantisedTensor] = gm.meta.setdefault(QUANTISED_TENSORS, {})
-        small = gm.meta.get(SMALL_WEIGHTS)
+        weight_schemes = gm.meta.get(WEIGHT_SCHEMES)
         matches = 0
-        if small is not None:
-            kept = _choosing_linears(gm) if small.are_chosen else set()
-            fewest_rows = _FEWEST_ROWS if small.are_chosen else 1
+        if weight_schemes is not None:
+            kept = _choosing_linears(gm) if weight_schemes.are_chosen else set()
+            fewest_rows = _FEWEST_ROWS if weight_schemes.are_chosen else 1
             for node in list(gm.graph.nodes):
                 if node not in kept and is_call(node, LINEAR):
-                    matches += _quantise(gm, node, small.schemes, fewest_rows, told)
+                    matches += _quantise(gm, node, weight_schemes.schemes, fewest_rows, told)
                 elif (linear := match_expert_linear(node)) is not None and linear.scales is None:
-                    matches += _quantise_experts(gm, node, linear, small, fewest_rows, told)
+                    matches += _quantise_experts(gm, node, linear, weight_schemes, fewest_rows, told)
         drop_dead_nodes(gm)
         return PassResult(gm, matches, before, len(gm.graph.nodes))
 
@@ -101,11 +101,11 @@ def _quantise_experts(
     gm: fx.GraphModule,
     node: fx.Node,
     linear: ExpertLinear,
-    small: SmallWeights,
+    weight_schemes: WeightSchemes,
     fewest_rows: int,
     told: dict[str, QuantisedTensor],
 ) -> bool:
-    schemes = small.transposed if linear.is_transposed else small.schemes
+    schemes = weight_schemes.transposed if linear.is_transposed else weight_schemes.schemes
     scheme = _scheme(linear.weight, schemes, linear.is_transposed, fewest_rows)
     if scheme is None or not _has_whole_groups(gm, linear, scheme):
         return False

@@ -13,8 +13,8 @@ from mllm_compile.passes.base import (
     CACHE_DTYPE,
     CACHE_SCALES,
     IS_CONSTANT,
-    SMALL_WEIGHTS,
     WEIGHT_FACTORS,
+    WEIGHT_SCHEMES,
     CacheScales,
     GraphPass,
     PassResult,
@@ -88,8 +88,8 @@ def _scale_beside(weights: Iterable[fx.Node], scales: dict[str, CacheScales], of
 
 def _take_factors(gm: fx.GraphModule, weights: list[fx.Node]) -> bool:
     """True if each weight is the checkpoint's and one reader's alone, and one in few bits has scales for a factor."""
-    small = gm.meta.get(SMALL_WEIGHTS)
-    schemes = [small.schemes.get(weight.meta["weight_name"]) for weight in weights] if small else []
+    weight_schemes = gm.meta.get(WEIGHT_SCHEMES)
+    schemes = [weight_schemes.schemes.get(weight.meta["weight_name"]) for weight in weights] if weight_schemes else []
     are_floats = all(scheme is None or scheme.scale_dtype.itemsize > 1 for scheme in schemes)
     are_own = all(len(weight.users) == 1 and not weight.meta.get(IS_CONSTANT) for weight in weights)
     return are_floats and are_own and len(set(weights)) == len(weights)

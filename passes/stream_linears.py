@@ -10,7 +10,7 @@ from torch import fx
 
 from mllm_compile.passes.base import NO_CUDA_COMPILER, VARIANTS, GraphPass, PassResult, PassTarget
 from mllm_compile.passes.fuse_few_tokens import LinearOps, few_token_variant
-from mllm_compile.passes.match.linear import is_of_step, match_linear, match_small_linear
+from mllm_compile.passes.match.linear import is_of_step, match_linear, match_quantised_as_linear
 from mllm_compile.passes.match.nodes import LINEAR, is_call, is_op
 from mllm_compile.passes.match.quantised import QuantisedLinear
 from mllm_compile.passes.variants import add_variants
@@ -22,7 +22,7 @@ from mllm_compile.runtime.ops.stream_linear.shapes import (
     num_streamed_norm_blocks,
 )
 from mllm_compile.runtime.ops.stream_quantised.linear import kind_of_weight
-from mllm_compile.runtime.ops.stream_quantised.shapes import is_streamed as is_small_streamed
+from mllm_compile.runtime.ops.stream_quantised.shapes import is_streamed as is_quantised_streamed
 
 
 class StreamLinears(GraphPass):
@@ -93,7 +93,7 @@ def _drop_slower_variants(gm: fx.GraphModule) -> None:
         piece: Any = gm.get_submodule(name)
         linears = [match_linear(node) for node in piece.graph.nodes]
         has_kernels = any(one and (is_read_in_rows(*one.shape) or is_held(*one.shape)) for one in linears)
-        has_kernels |= any(match_small_linear(node, takes_bias=True) for node in piece.graph.nodes)
+        has_kernels |= any(match_quantised_as_linear(node, takes_bias=True) for node in piece.graph.nodes)
         if 1 in variants and len(variants) > 1 and has_kernels:
             gm.delete_submodule(variants.pop(1))
 
@@ -107,14 +107,14 @@ def streamed(tokens: int) -> LinearOps:
         takes_float16=False,
         takes_bias=True,
         squares_relu=True,
-        is_small_taken=partial(_is_small_taken, tokens=tokens),
+        is_quantised_taken=partial(_is_quantised_taken, tokens=tokens),
     )
 
 
-def _is_small_taken(linear: QuantisedLinear, half: bool, tokens: int) -> bool:
+def _is_quantised_taken(linear: QuantisedLinear, half: bool, tokens: int) -> bool:
     zeros = None if linear.zeros is None else linear.zeros.meta["val"]
     kind = kind_of_weight(linear.values.meta["val"], linear.scales.meta["val"], zeros)
     if half:
         kind = replace(kind, rows=kind.rows // 2)
     has_order = linear.kind != "int4"  # as int4_lanes alone kernels take integers
-    return has_order and kind.columns == linear.shape[1] and is_small_streamed(kind, tokens)
+    return has_order and kind.columns == linear.shape[1] and is_quantised_streamed(kind, tokens)

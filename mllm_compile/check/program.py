@@ -3,8 +3,8 @@
 Two requests are packed into one flat batch, at far-apart positions; where pieces have variants for few tokens, also one
 token alone, and the two requests so often that every kernel of their linears and the variants for any number run. A
 model that carries state from token to token, that reads its neighbours by place instead of by attention, or that a pass
-or Inductor broke, gives other logits than Transformers gives each request alone. The weights are small_weights.py's, so
-an 8B model needs one layer's memory. check/kernels.py checks what such batches do not reach.
+or Inductor broke, gives other logits than Transformers gives each request alone. The weights are random_weights.py's,
+so an 8B model needs one layer's memory. check/kernels.py checks what such batches do not reach.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from mllm_compile.check.states import StateCheck
 from mllm_compile.errors import CompileError, UnsupportedModelError
 from mllm_compile.model.attention_choice import attention_implementation
 from mllm_compile.model.positions_hook import reading_positions
+from mllm_compile.model.random_weights import materialise
 from mllm_compile.model.refusals import first_line, refusing
-from mllm_compile.model.small_weights import materialise
 from mllm_compile.passes.base import VARIANTS, QuantisedTensor, part_of_rank
 from mllm_compile.passes.match.nodes import called_pieces, is_op
 from mllm_compile.runtime.attention.base import AttentionInputs

@@ -21,7 +21,7 @@ from mllm_compile.errors import CheckpointError
 from mllm_compile.passes.base import PackedPart, QuantisedTensor, WeightCut, part_of_rank
 from mllm_compile.runtime.quantised.scheme import SCALES, WeightScheme
 from mllm_compile.runtime.weights.formats.registry import FORMATS
-from mllm_compile.runtime.weights.spec import Factor, SmallPart, WeightPart, WeightSpec
+from mllm_compile.runtime.weights.spec import Factor, QuantisedPart, WeightPart, WeightSpec
 from mllm_compile.runtime.weights.views import ViewStep
 
 if TYPE_CHECKING:
@@ -91,7 +91,7 @@ def plan_weights(
         for member in members:
             tensor = None if quantised is None else quantised.get(member.weight_name)
             if tensor is not None:
-                found = _small_parts(member, tensor, table, part)
+                found = _kept_parts(member, tensor, table, part)
             elif member.weight_name in part.cuts:
                 found = [_part(member, block) for block in part.of(member.weight_name, table)]
             else:
@@ -106,7 +106,7 @@ def _with_factor(parts: list[WeightPart], weight: str, factors: Mapping[str, Fac
     if weight not in factors:
         return parts
     return [
-        part if part.small is not None and part.small.role != SCALES else replace(part, factor=factors[weight])
+        part if part.kept is not None and part.kept.role != SCALES else replace(part, factor=factors[weight])
         for part in parts
     ]
 
@@ -117,15 +117,15 @@ def _parts(member: PackedPart, shape: tuple[int, ...], table: Mapping[str, Plann
     return [_part(member, block) for block in table[member.weight_name].blocks]
 
 
-def _small_parts(
+def _kept_parts(
     member: PackedPart, tensor: QuantisedTensor, table: Mapping[str, PlannedTensor] | None, of_rank: Part
 ) -> list[WeightPart]:
-    small, name = SmallPart(tensor.role, tensor.scheme), tensor.weight_name
+    kept, name = QuantisedPart(tensor.role, tensor.scheme), tensor.weight_name
     blocks: tuple[Block, ...]
     if name in of_rank.cuts:
         blocks = of_rank.of(name, table, tensor.is_transposed)
     elif table is None:
-        return [WeightPart(name, "", member.start, (member.rows, *tensor.shape[1:]), small=small)]
+        return [WeightPart(name, "", member.start, (member.rows, *tensor.shape[1:]), kept=kept)]
     else:
         blocks = as_linear(table[name], tensor.is_transposed).blocks
     parts = []
@@ -136,7 +136,7 @@ def _small_parts(
             _part(member, block),
             steps=_inputs_last(block),
             inner_starts=inner if any(inner) or block.steps else (),
-            small=small,
+            kept=kept,
         )
         if source := next(iter(part.sources), None):
             part = replace(part, tensor=source.name, file=source.file)
@@ -145,8 +145,8 @@ def _small_parts(
 
 
 def _inputs_last(block: Block) -> tuple[ViewStep, ...]:
-    """The block's views, in which parts of its inputs are told as such: of dimension -1 (SmallPart). Of a tensor that
-    holds one expert parts come first, so that no more of it is read (loader._part_of_file)."""
+    """The block's views, in which parts of its inputs are told as such: of dimension -1 (QuantisedPart). Of a tensor
+    that holds one expert parts come first, so that no more of it is read (loader._part_of_file)."""
     steps, num_dims = [], len(block.source_shape)
     for name, *args in block.steps:
         steps.append((name, -1, *args[1:]) if name == "narrow" and args[0] == num_dims - 1 else (name, *args))
@@ -186,7 +186,7 @@ def can_be_quantised(planned: PlannedTensor) -> bool:
     """True of a plain matrix, or experts', whose rows are not put together from several tensors."""
     if not all(block.quantised is None and _has_whole_rows(block, planned) for block in planned.blocks):
         return False
-    # Of experts' parts of a tensor none is read as one of a rank's (loader.SmallPart).
+    # Of experts' parts of a tensor none is read as one of a rank's (loader.QuantisedPart).
     return len(planned.shape) == 2 or not any(step[0] == "narrow" for block in planned.blocks for step in block.steps)
 
 

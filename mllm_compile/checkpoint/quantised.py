@@ -116,15 +116,15 @@ def dequantised_line(formats: Iterable[str], dtype: str, file_bytes: int, memory
 def lines_on_weights(specs: Sequence[WeightSpec], dtype: str) -> list[str]:
     """The lines on what becomes of a program's weights, where any is quantised in memory or in the checkpoint."""
     parts = [(spec, part) for spec in specs for part in spec.parts]
-    kept = [spec for spec in specs if any(part.small for part in spec.parts)]
-    dequantised = [part for _, part in parts if part.quantised and not part.small]
+    kept = [spec for spec in specs if any(part.kept for part in spec.parts)]
+    dequantised = [part for _, part in parts if part.quantised and not part.kept]
     memory_bytes = sum(spec.num_bytes for spec in specs)
     if not kept:
         file_bytes = sum(spec.num_bytes_read for spec in specs)
         formats = [part.quantised.format for part in dequantised if part.quantised]
         return [dequantised_line(formats, dtype, file_bytes, memory_bytes)] if formats else []
-    kinds = {part.small.scheme.name for _, part in parts if part.small}
-    stored = {part.quantised.format for _, part in parts if part.small and part.quantised}
+    kinds = {part.kept.scheme.name for _, part in parts if part.kept}
+    stored = {part.quantised.format for _, part in parts if part.kept and part.quantised}
     how = f"as they are stored, {_named(stored)}" if stored else "quantised while they are read"
     kept_bytes = sum(spec.num_bytes for spec in kept)
     lines = [

@@ -21,9 +21,9 @@ if TYPE_CHECKING:
         CacheScales,
         PackedPart,
         QuantisedTensor,
-        SmallWeights,
         WeightCut,
         WeightFactor,
+        WeightSchemes,
     )
     from mllm_compile.passes.pipeline import PassReport
 
@@ -38,14 +38,14 @@ class BuiltModel:
     Attributes:
         hf_model: Transformers' model.
         table: model key → what of the checkpoint fills it; None for random weights.
-        small: the weights that may lie in memory in few bits.
+        weight_schemes: the weights that may lie in memory in few bits.
         tensors: of the checkpoint; None for random weights.
         cache_scales: the checkpoint's for a KV cache in few bits, by weights beside them.
     """
 
     hf_model: HFModel
     table: Mapping[str, PlannedTensor] | None
-    small: SmallWeights
+    weight_schemes: WeightSchemes
     tensors: CheckpointTensors | None = None
     cache_scales: Mapping[str, CacheScales] = field(default_factory=dict)
 
@@ -143,10 +143,10 @@ class Lowered:
 
     def cuts_of(self, tensor: str) -> tuple[WeightCut, ...]:
         """How ranks' parts are cut out of a tensor, also one of a quantised weight."""
-        small = self.quantised.get(tensor)
-        if small is None:
+        quantised = self.quantised.get(tensor)
+        if quantised is None:
             return self.cuts.get(tensor, ())
-        return tuple(small.cut(cut) for cut in self.cuts.get(small.weight_name, ()))
+        return tuple(quantised.cut(cut) for cut in self.cuts.get(quantised.weight_name, ()))
 
     def cut_lines(self) -> list[str]:
         """The cut over ranks for people: how much of the weights a rank holds, and the largest that all hold whole."""

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from mllm_compile.inductor.job import PieceJob
     from mllm_compile.model.hf_model import HFModel
     from mllm_compile.model.trace import Trace
-    from mllm_compile.passes.base import PassTarget, SmallWeights
+    from mllm_compile.passes.base import PassTarget, WeightSchemes
     from mllm_compile.passes.pipeline import Observer, PassReport
     from mllm_compile.runtime.config_sections import RuntimeSection
     from mllm_compile.runtime.program.spec import Program
@@ -88,29 +88,29 @@ def build_model(config: ResolvedConfig, model: ModelFolder, reporter: Reporter) 
         check_remote_code(model, config.model.trust_remote_code)
         hf_model = build_on_meta(model.path, getattr(torch, config.model.dtype), config.model.trust_remote_code)
     if config.model.load_format == "dummy":
-        return BuiltModel(hf_model, None, _small_weights(config, hf_model, None))
+        return BuiltModel(hf_model, None, _weight_schemes(config, hf_model, None))
     with reporter.stage("find weights"):
         tensors = read_model_tensors(model)
         untie_stored_apart(tensors, hf_model.model)
         table = read_checkpoint(tensors, hf_model.model)
     if line := line_on_unlisted(tensors, table):
         reporter.announce(line)
-    small = _small_weights(config, hf_model, table)
+    weight_schemes = _weight_schemes(config, hf_model, table)
     scales = cache_scales(tensors, table)
     if model.scheme is not None and model.scheme.is_plain and not scales:
         reporter.announce(f"the checkpoint says that it has {model.scheme.name}, but no scale of it that is read")
-    return BuiltModel(hf_model, table, small, tensors, scales)
+    return BuiltModel(hf_model, table, weight_schemes, tensors, scales)
 
 
-def _small_weights(config: ResolvedConfig, hf_model: HFModel, table: dict[str, PlannedTensor] | None) -> SmallWeights:
+def _weight_schemes(config: ResolvedConfig, hf_model: HFModel, table: dict[str, PlannedTensor] | None) -> WeightSchemes:
     """The weights that config.model.quantization wants in few bits, where rows are whole."""
     from mllm_compile.checkpoint.plan import as_linear, can_be_quantised, scheme_of
-    from mllm_compile.passes.base import SmallWeights
+    from mllm_compile.passes.base import WeightSchemes
     from mllm_compile.runtime.quantised.scheme import quantised_as
 
     asked = config.model.quantization
     if asked not in ("keep", "fp8", "int4"):
-        return SmallWeights({})
+        return WeightSchemes({})
 
     def scheme(name: str, shape: torch.Size, is_transposed: bool) -> WeightScheme | None:
         planned = None if table is None else as_linear(table[name], is_transposed)
@@ -125,7 +125,7 @@ def _small_weights(config: ResolvedConfig, hf_model: HFModel, table: dict[str, P
         found = {name: scheme(name, shape, is_transposed) for name, shape in shapes.items()}
         return {name: one for name, one in found.items() if one is not None}
 
-    return SmallWeights(schemes(False), schemes(True), are_chosen=asked != "keep")
+    return WeightSchemes(schemes(False), schemes(True), are_chosen=asked != "keep")
 
 
 def lower(config: ResolvedConfig, built: BuiltModel, dump_dir: Path, reporter: Reporter) -> Lowered:
@@ -231,11 +231,11 @@ def rewrite_graph(
     Raises:
         CompileError: a pass failed; the message names it and how to do without it.
     """
-    from mllm_compile.passes.base import CACHE_DTYPE, CACHE_SCALES, SMALL_WEIGHTS
+    from mllm_compile.passes.base import CACHE_DTYPE, CACHE_SCALES, WEIGHT_SCHEMES
     from mllm_compile.passes.pipeline import PassFailedError, passes_left_out, run_passes
 
     _set_ranks(trace, built.hf_model, config.runtime)
-    trace.graph_module.meta[SMALL_WEIGHTS] = built.small
+    trace.graph_module.meta[WEIGHT_SCHEMES] = built.weight_schemes
     trace.graph_module.meta[CACHE_SCALES] = dict(built.cache_scales)
     trace.graph_module.meta[CACHE_DTYPE] = getattr(torch, config.runtime.kv_cache_dtype)
     try:

@@ -271,9 +271,9 @@ def _check_roles(program: Program, weights: Sequence[WeightSpec]) -> None:
     for name, one in ((name, one) for each in program.every for name, one in each.quantised_weights.items()):
         for tensor, role in ((name, VALUES), (one.scales, SCALES), (one.zeros, ZEROS)):
             parts = specs[tensor].parts if tensor is not None else ()
-            if any(part.small is not None and part.small.role != role for part in parts):
+            if any(part.kept is not None and part.kept.role != role for part in parts):
                 raise ValueError(f"{shown(tensor)} is not the weight of {role} of {shown(name)}")
-        wanted = {part.small.scheme.shape(VALUES, one.outputs, one.inputs) for part in specs[name].parts if part.small}
+        wanted = {part.kept.scheme.shape(VALUES, one.outputs, one.inputs) for part in specs[name].parts if part.kept}
         if wanted - {specs[name].shape[-2:]}:
             raise ValueError(
                 f"{shown(name)} is {shown(specs[name].shape)}, of {one.outputs} outputs, {one.inputs} inputs"

@@ -61,7 +61,7 @@ def match_linear(node: object, takes_bias: bool = False) -> Linear | None:
     return Linear(node, source, weight, bias)
 
 
-def match_small_linear(node: object, takes_bias: bool = False) -> Linear | None:
+def match_quantised_as_linear(node: object, takes_bias: bool = False) -> Linear | None:
     """A linear of a quantised weight, whose input is in a type that the kernels take, without a bias unless
     `takes_bias`."""
     found = match_quantised_linear(node)

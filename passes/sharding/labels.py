@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import fx
 
-from mllm_compile.passes.base import IS_CONSTANT, SMALL_WEIGHTS, SmallWeights
+from mllm_compile.passes.base import IS_CONSTANT, WEIGHT_SCHEMES, WeightSchemes
 from mllm_compile.passes.match.nodes import is_attention, is_call, is_symbolic, is_weight
 from mllm_compile.passes.sharding.calls import COMPLEX, POINTWISE, VIEWS, Product, name_of
 from mllm_compile.passes.sharding.cells import WHOLE, Cells
@@ -66,7 +66,7 @@ class Labelling:
         self._places: dict[fx.Node, tuple[str, np.ndarray]] = {}  # what is made of one parameter: where each was in it
         self._shapes: dict[str, tuple[int, ...]] = {}  # of these parameters
         self._met: dict[str, list[tuple[np.ndarray, Labels]]] = defaultdict(list)  # their places, and what met them
-        self._small: SmallWeights = gm.meta.get(SMALL_WEIGHTS, SmallWeights({}))
+        self._weight_schemes: WeightSchemes = gm.meta.get(WEIGHT_SCHEMES, WeightSchemes({}))
         self._sizes = _sizes_of(gm)
         for node in gm.graph.nodes:
             self._label(node)
@@ -274,8 +274,8 @@ class Labelling:
         weight = product.weight
         name, shape = weight.meta["weight_name"], weight.meta["val"].shape
         if len(shape) == 2:
-            return self._small.schemes.get(name)
-        scheme = (self._small.transposed if product.inputs == 1 else self._small.schemes).get(name)
+            return self._weight_schemes.schemes.get(name)
+        scheme = (self._weight_schemes.transposed if product.inputs == 1 else self._weight_schemes.schemes).get(name)
         is_kept = scheme is not None and takes_part(scheme, int(shape[product.inputs]), self._num_ranks)
         return scheme if is_kept else None
 

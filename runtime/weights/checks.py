@@ -40,7 +40,7 @@ def check_finite(specs: Sequence[WeightSpec], weights: Mapping[str, torch.Tensor
 
 
 def _has_scales_of(part: WeightPart, dtype: torch.dtype) -> bool:
-    return part.small is not None and part.small.role == SCALES and part.small.scheme.scale_dtype == dtype
+    return part.kept is not None and part.kept.role == SCALES and part.kept.scheme.scale_dtype == dtype
 
 
 def _check_eight_bits(

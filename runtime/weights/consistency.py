@@ -13,9 +13,9 @@ from mllm_compile.runtime.errors import CheckpointError
 from mllm_compile.runtime.quantised.scheme import INT4_GROUP, MXFP4, NVFP4, SCALES, Kind, WeightScheme
 from mllm_compile.runtime.shown import shown
 from mllm_compile.runtime.weights.formats.base import FLOATS, VALUES, Format, Quantised
-from mllm_compile.runtime.weights.formats.registry import FORMATS, small_sources
+from mllm_compile.runtime.weights.formats.registry import FORMATS, kept_sources
 from mllm_compile.runtime.weights.formats.settings import Settings
-from mllm_compile.runtime.weights.spec import Factor, SmallPart, WeightPart, WeightSpec
+from mllm_compile.runtime.weights.spec import Factor, QuantisedPart, WeightPart, WeightSpec
 
 _FLAGS = ("zero_offset", "in_order")
 _BITS = (4, 8)
@@ -32,12 +32,12 @@ _FORMS: dict[Kind, tuple[int | None, tuple[torch.dtype, ...]]] = {
 def check_quantised(specs: Iterable[WeightSpec]) -> None:
     """Raises ValueError, naming the weight, for parts that no compile would have written."""
     for spec in specs:
-        if all(part.quantised is None and part.small is None and part.factor is None for part in spec.parts):
+        if all(part.quantised is None and part.kept is None and part.factor is None for part in spec.parts):
             continue
         try:
-            small, checked = spec.parts[0].small, dict[object, str]()
+            kept, checked = spec.parts[0].kept, dict[object, str]()
             for part in spec.parts:
-                if part.small is not small and part.small != small:
+                if part.kept is not kept and part.kept != kept:
                     raise ValueError("its parts lie in memory in several ways")
                 _check_part(part, spec.dtype, checked)
         except (ValueError, LookupError, ArithmeticError, CheckpointError) as error:
@@ -53,8 +53,8 @@ def _check_part(part: WeightPart, dtype: torch.dtype, checked: dict[object, str]
     """
     quantised = part.quantised
     if quantised is None:
-        if part.small is not None:
-            _check_small(part.small, dtype)
+        if part.kept is not None:
+            _check_kept(part.kept, dtype)
     else:
         tensors = tuple([(role, one.shape, one.dtype) for role, one in quantised.tensors.items()])
         numbers = tuple(quantised.numbers.items())
@@ -63,7 +63,7 @@ def _check_part(part: WeightPart, dtype: torch.dtype, checked: dict[object, str]
             checked[key] = _check_stored(part, quantised, dtype)
         _check_names(part, quantised, checked[key])
     if part.factor is not None:
-        _check_factor(part.factor, part.small)
+        _check_factor(part.factor, part.kept)
 
 
 def _check_stored(part: WeightPart, quantised: Quantised, dtype: torch.dtype) -> str:
@@ -77,16 +77,16 @@ def _check_stored(part: WeightPart, quantised: Quantised, dtype: torch.dtype) ->
     values = quantised.tensors[VALUES]
     if values.dtype not in fmt.values_dtypes:
         raise ValueError(f"{values} holds no values of {fmt.name}")
-    if part.small is not None:
-        _check_small(part.small, dtype)
+    if part.kept is not None:
+        _check_kept(part.kept, dtype)
     elif not dtype.is_floating_point or dtype.itemsize < 2:
         raise ValueError(f"a dequantised weight is in {dtype}")
     scheme = _scheme(fmt, quantised, part.shape)
-    if part.small is None:
+    if part.kept is None:
         return VALUES
-    if part.small.scheme not in _in_memory(scheme):
-        raise ValueError(f"weights as {fmt.name} has this one do not lie in memory as {part.small.scheme}")
-    return small_sources(quantised, part.small.role)[0]
+    if part.kept.scheme not in _in_memory(scheme):
+        raise ValueError(f"weights as {fmt.name} has this one do not lie in memory as {part.kept.scheme}")
+    return kept_sources(quantised, part.kept.role)[0]
 
 
 def _check_names(part: WeightPart, quantised: Quantised, named_after: str) -> None:
@@ -139,21 +139,21 @@ def _in_memory(scheme: WeightScheme | None) -> tuple[WeightScheme | None, ...]:
     return (scheme,) if scheme is None else (scheme, scheme.of_linear(INT4_GROUP))
 
 
-def _check_small(small: SmallPart, dtype: torch.dtype) -> None:
-    scheme, (group, scale_dtypes) = small.scheme, _FORMS[small.scheme.kind]
+def _check_kept(kept: QuantisedPart, dtype: torch.dtype) -> None:
+    scheme, (group, scale_dtypes) = kept.scheme, _FORMS[kept.scheme.kind]
     is_group = scheme.group > 0 if group is None else scheme.group == group
     is_zeros = scheme.name == "int4" or not scheme.has_zeros
     if not is_group or scheme.scale_dtype not in scale_dtypes or not is_zeros:
         raise ValueError(f"no weight lies in memory as {scheme}")
-    if small.role not in scheme.roles:
-        raise ValueError(f"{scheme} has no {shown(small.role)}")
-    if dtype != scheme.dtype(small.role):
-        raise ValueError(f"{scheme} has {small.role} in {scheme.dtype(small.role)}, not {dtype}")
+    if kept.role not in scheme.roles:
+        raise ValueError(f"{scheme} has no {shown(kept.role)}")
+    if dtype != scheme.dtype(kept.role):
+        raise ValueError(f"{scheme} has {kept.role} in {scheme.dtype(kept.role)}, not {dtype}")
 
 
-def _check_factor(factor: Factor, small: SmallPart | None) -> None:
+def _check_factor(factor: Factor, kept: QuantisedPart | None) -> None:
     one = factor.tensor
     if one.shape not in ((), (1,)) or one.dtype not in FLOATS:
         raise ValueError(f"{one} is no factor of one number")
-    if small is not None and small.role != SCALES:
-        raise ValueError(f"its {small.role} are multiplied by {one}")
+    if kept is not None and kept.role != SCALES:
+        raise ValueError(f"its {kept.role} are multiplied by {one}")

@@ -51,7 +51,7 @@ def reads_in_order(
             if part.quantised is None:
                 yield _plain_read(paths[file], part, place, folder, headers)
             else:
-                straight = _small_read(part, place, paths, folder, headers)
+                straight = _kept_read(part, place, paths, folder, headers)
                 yield straight or _read(part, place_of(place.weight, part), paths, folder, headers)
         yield from of_scheme[file]
 
@@ -111,7 +111,7 @@ def _plain_read(
     return StraightRead(path, begin, end - begin, memory, places.of(part.start) * size)
 
 
-def _small_read(
+def _kept_read(
     part: WeightPart,
     place: _Place,
     paths: Mapping[str, Path],
@@ -120,14 +120,14 @@ def _small_read(
 ) -> StraightRead | None:
     """The read of a scheme's tensor that the checkpoint has to the byte, if it is a stretch of the weight's; else
     None."""
-    quantised, small, memory = part.quantised, part.small, place.memory
-    if quantised is None or small is None or memory is None or not is_stored(quantised, small.role):
+    quantised, kept, memory = part.quantised, part.kept, place.memory
+    if quantised is None or kept is None or memory is None or not is_stored(quantised, kept.role):
         return None
     (source,) = part.sources
     entry = entry_of(folder, headers, source.file, source.name, source.shape, source.dtype)
-    steps = small.steps(part.steps)
+    steps = kept.steps(part.steps)
     places = _places_of(source.shape, steps, part.inner_starts, place.shape)
-    shape = small.scheme.shape(small.role, *view_shape(part.shape, part.steps))
+    shape = kept.scheme.shape(kept.role, *view_shape(part.shape, part.steps))
     if places is None or entry.dtype != place.dtype or view_shape(source.shape, steps) != shape:
         return None
     if not places.hold(part.start):
@@ -180,9 +180,9 @@ def _read(
     headers: Mapping[str, WeightHeader],
 ) -> TensorRead:
     """The read of a weight that the checkpoint has quantised."""
-    quantised, small = part.quantised, part.small
+    quantised, kept = part.quantised, part.kept
     assert quantised is not None, "others are _plain_read's"
-    steps = part.steps if small is None else small.steps(part.steps)
+    steps = part.steps if kept is None else kept.steps(part.steps)
     view = partial(viewed, steps=steps) if steps else None
     first, *others = (
         Source(paths[one.file], entry_of(folder, headers, one.file, one.name, one.shape, one.dtype))
@@ -192,12 +192,12 @@ def _read(
     as_stored = unviewed(place, steps)
     if as_stored is not None:
         place, steps, view = as_stored, (), None
-    if small is not None and is_stored(quantised, small.role):
+    if kept is not None and is_stored(quantised, kept.role):
         return _read_stored(first.path, first.entry, steps, place)
-    if small is not None:
+    if kept is not None:
 
         def fill_one(place: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
-            fill_small(place, quantised, small.role, small.scheme, view, tensors)
+            fill_kept(place, quantised, kept.role, kept.scheme, view, tensors)
 
         return TensorRead(first.path, first.entry, place, fill=fill_one, others=others)
 
@@ -241,13 +241,13 @@ class Quantising:
 
     def add(self, part: WeightPart, place: torch.Tensor) -> None:
         """Keeps the place of a part of such a weight."""
-        assert part.small is not None, "others are read as they are"
-        key = replace(part, small=None, start=0, inner_starts=(), factor=None), part.small.scheme
+        assert part.kept is not None, "others are read as they are"
+        key = replace(part, kept=None, start=0, inner_starts=(), factor=None), part.kept.scheme
         weights = self._found.setdefault(key, [])
-        places = next((one for one in weights if part.small.role not in one), None)
+        places = next((one for one in weights if part.kept.role not in one), None)
         if places is None:
             weights.append(places := {})
-        places[part.small.role] = place
+        places[part.kept.role] = place
 
     def reads(self, folder: Path, headers: Mapping[str, WeightHeader]) -> Iterator[tuple[WeightPart, TensorRead]]:
         """The parts, each with the read of it."""
@@ -279,7 +279,7 @@ def _quantise(
     tensors: Sequence[torch.Tensor],
 ) -> None:
     """Quantises whole rows: numbers and scales are the same over any number of ranks."""
-    parts = {role: partial(viewed, steps=SmallPart(role, scheme).steps(of_rows)) for role in places}
+    parts = {role: partial(viewed, steps=QuantisedPart(role, scheme).steps(of_rows)) for role in places}
     fill_quantised(places, viewed(tensors[0], rows), scheme, parts)
 
 

@@ -20,7 +20,7 @@ from mllm_compile.runtime.weights.views import DAMAGED, ViewStep, rows_first, vi
 
 
 @dataclass(frozen=True)
-class SmallPart:
+class QuantisedPart:
     """The tensor of a weight's scheme that a part is: one of the checkpoint's own, where it is quantised, else of the
     weight quantised while it is read."""
 
@@ -73,7 +73,7 @@ class WeightPart:
         inner_starts: where the box begins in dimensions 1, 2, …; empty for all of each.
         quantised: the tensors that the weight is computed from, `tensor` the one of its values; `shape` is what they
             make. None: it is stored as it is.
-        small: the tensor of its scheme that the box gets of the weight; None: the weight itself.
+        kept: the tensor of its scheme that the box gets of the weight; None: the weight itself.
         factor: what is multiplied into it; None: nothing is.
     """
 
@@ -84,13 +84,13 @@ class WeightPart:
     steps: tuple[ViewStep, ...] = ()
     inner_starts: tuple[int, ...] = ()
     quantised: Quantised | None = None
-    small: SmallPart | None = None
+    kept: QuantisedPart | None = None
     factor: Factor | None = None
 
     @property
     def is_quantised_here(self) -> bool:
         """True if the checkpoint has it as it is, and memory is to have it quantised."""
-        return self.small is not None and self.quantised is None
+        return self.kept is not None and self.quantised is None
 
     @property
     def sources(self) -> tuple[StoredTensor, ...]:
@@ -98,19 +98,19 @@ class WeightPart:
         if self.quantised is None:
             return ()
         tensors = self.quantised.tensors
-        if self.small is None:
+        if self.kept is None:
             return tuple(tensors.values())
-        return tuple(tensors[role] for role in small_sources(self.quantised, self.small.role))
+        return tuple(tensors[role] for role in kept_sources(self.quantised, self.kept.role))
 
     def num_bytes(self, dtype: torch.dtype) -> int:
         """The bytes that are read for it; a plain tensor counts as one of `dtype`."""
-        if self.quantised is not None and self.small is not None and is_stored(self.quantised, self.small.role):
+        if self.quantised is not None and self.kept is not None and is_stored(self.quantised, self.kept.role):
             (source,) = self.sources
-            return _num_read(source.shape, self.small.steps(self.steps)) * source.dtype.itemsize
+            return _num_read(source.shape, self.kept.steps(self.steps)) * source.dtype.itemsize
         if self.quantised is not None:
             return sum(tensor.num_bytes for tensor in self.sources)
-        if self.small is not None:  # of the tensors that are made of one, the values count
-            return 2 * _num_read(self.shape, rows_first(self.steps)[0]) if self.small.role == VALUES else 0
+        if self.kept is not None:  # of the tensors that are made of one, the values count
+            return 2 * _num_read(self.shape, rows_first(self.steps)[0]) if self.kept.role == VALUES else 0
         return _num_read(self.shape, self.steps) * dtype.itemsize
 
 
@@ -153,8 +153,8 @@ def place_of(weight: torch.Tensor, part: WeightPart) -> torch.Tensor:
         CheckpointError: it has no such part.
     """
     shape = view_shape(part.shape, part.steps) if part.steps else part.shape
-    if part.small is not None:
-        shape = part.small.scheme.shape(part.small.role, *shape)
+    if part.kept is not None:
+        shape = part.kept.scheme.shape(part.kept.role, *shape)
     starts = (part.start, *part.inner_starts)
     starts += (0,) * (len(shape) - len(starts))  # no inner starts: all of those dimensions
     is_within = len(shape) == weight.dim() and all(

@@ -4,7 +4,7 @@ import pytest
 
 from mllm_compile.bench.limits.model_figures import model_figures
 from mllm_compile.model import __file__ as models_file
-from mllm_compile.passes.base import SmallWeights
+from mllm_compile.passes.base import WeightSchemes
 from mllm_compile.runtime.quantised.scheme import quantised_as
 from tests.model.tiny_configs import tiny_config
 
@@ -79,7 +79,7 @@ def test_linears_in_few_bits_are_fewer_bytes_to_read(kind, weight_bytes):
         for name, size in layer.items()
     }
     schemes |= dict.fromkeys(("model.embed_tokens.weight", "lm_head.weight"), quantised_as(kind, 4096))
-    figures = model_figures(SHAPES / "qwen3-8b", "bfloat16", small=SmallWeights(schemes, are_chosen=True))
+    figures = model_figures(SHAPES / "qwen3-8b", "bfloat16", weight_schemes=WeightSchemes(schemes, are_chosen=True))
     assert figures.weight_bytes(1) == pytest.approx(weight_bytes + 2 * 0.6223e9, rel=2e-3)
     assert figures.fp8_params == pytest.approx(6.9458e9 if kind == "fp8" else 0, rel=1e-3)
 

@@ -21,7 +21,7 @@ from mllm_compile.check.kernels import relative_errors
 from mllm_compile.compiler.load_or_compile import load_or_compile
 from mllm_compile.config.schema import EngineConfig
 from mllm_compile.errors import CompileError, UnsupportedModelError
-from mllm_compile.model import small_weights
+from mllm_compile.model import random_weights
 from mllm_compile.model.hf_model import HFModel
 from mllm_compile.passes import pack_projections, pipeline
 from mllm_compile.passes.base import GraphPass
@@ -69,7 +69,7 @@ def test_its_weights_are_gone_when_the_compile_is_over(monkeypatch, tmp_path):
     weights: list[weakref.ref[torch.Tensor]] = []
 
     def materialise(*arguments: Any) -> dict[str, torch.Tensor]:
-        by_name = small_weights.materialise(*arguments)
+        by_name = random_weights.materialise(*arguments)
         weights.extend(map(weakref.ref, by_name.values()))
         return by_name
 

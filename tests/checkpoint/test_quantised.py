@@ -438,7 +438,7 @@ def test_weights_of_eight_bits_in_a_folder_that_names_no_scheme_are_refused(scal
 # As they lie in memory ------------------------------------------------------------------------------------------------
 
 
-def small_specs(
+def kept_specs(
     scheme: WeightScheme, members: dict[str, int], columns: int, table: Any, factors: dict[str, Factor] | None = None
 ) -> list[WeightSpec]:
     """Specs of the tensors of weights (name → rows) that are packed into one."""
@@ -455,7 +455,7 @@ def small_specs(
     return list(weights_from_json(json.loads(json.dumps(weights_to_json(specs)))))
 
 
-def load_small(folder: Path, specs: list[WeightSpec], scheme: WeightScheme, columns: int) -> torch.Tensor:
+def load_kept(folder: Path, specs: list[WeightSpec], scheme: WeightScheme, columns: int) -> torch.Tensor:
     """What the tensors of a weight stand for, in float32."""
     weights = allocate_weights(specs, "cpu")
     load_weights(specs, weights, folder)
@@ -489,11 +489,11 @@ def test_experts_that_are_stored_one_by_one_are_read_straight_into_their_schemes
     specs = plan_weights(shapes, {}, table, told)
     straight, general = allocate_weights(specs, "cpu"), allocate_weights(specs, "cpu")
     made: list[bool] = []
-    small_read = reads._small_read
-    monkeypatch.setattr(reads, "_small_read", lambda *of: made.append(small_read(*of) is not None) or small_read(*of))
+    small_read = reads._kept_read
+    monkeypatch.setattr(reads, "_kept_read", lambda *of: made.append(small_read(*of) is not None) or small_read(*of))
     load_weights(specs, straight, tmp_path)
     assert any(made) == (name == "fp8 blocks"), "numbers in four bits lie in words of another type"
-    monkeypatch.setattr(reads, "_small_read", lambda *of: None)
+    monkeypatch.setattr(reads, "_kept_read", lambda *of: None)
     load_weights(specs, general, tmp_path)
     for spec in specs:
         assert torch.equal(straight[spec.name].view(torch.uint8), general[spec.name].view(torch.uint8)), spec.name
@@ -535,10 +535,10 @@ def test_a_weight_keeps_its_numbers_in_memory(name, shape, tmp_path, monkeypatch
     assert scheme == scheme_wanted(name, shape[1])
     scheme = scheme.of_linear(shape[1])
     assert (scheme.kind == "int4_lanes") == ("fp8" not in name and scheme.group == 128 and shape[1] == 256)
-    specs = small_specs(scheme, {NAME: shape[0]}, shape[1], table)
+    specs = kept_specs(scheme, {NAME: shape[0]}, shape[1], table)
     assert sum(spec.num_bytes for spec in specs) == scheme.num_bytes(*shape)
     assert 0 <= plan_bytes(table) - sum(spec.num_bytes_read for spec in specs) <= 16, "but for the shape all is read"
-    found = load_small(tmp_path, specs, scheme, shape[1])
+    found = load_kept(tmp_path, specs, scheme, shape[1])
     # Some compute in the scales' type; here products are not rounded to it.
     precision = {torch.float32: 0.0, torch.float16: 2**-11, torch.bfloat16: 2**-8}
     rounding = max(precision[one.dtype] for one in plan(tmp_path).stored.values() if one.dtype in precision)
@@ -560,8 +560,8 @@ def test_packed_weights_keep_their_scales_whatever_their_blocks(name, tmp_path):
     whole = WrittenFormat(LINEARS[name].config, lambda weight: (tensors, weight))
     write(tmp_path, whole, stand_for[0], "")
     scheme = scheme_wanted(name, 192)
-    specs = small_specs(scheme, members, 192, plan(tmp_path).planned)
-    found, expected = load_small(tmp_path, specs, scheme, 192), torch.cat(stand_for)
+    specs = kept_specs(scheme, members, 192, plan(tmp_path).planned)
+    found, expected = load_kept(tmp_path, specs, scheme, 192), torch.cat(stand_for)
     assert ((found - expected).abs() <= expected.abs() * 2**-8).all()
 
 
@@ -572,9 +572,9 @@ def test_an_order_of_inputs_that_the_config_denies_is_refused(tmp_path):
     stored[P + ".g_idx"][7] = 1
     save_file(stored, tmp_path / FILE)
     scheme = scheme_wanted("gptq", 192)
-    specs = small_specs(scheme, {NAME: 320}, 192, plan(tmp_path).planned)
+    specs = kept_specs(scheme, {NAME: 320}, 192, plan(tmp_path).planned)
     with pytest.raises(CheckpointError, match=f"tensor '{P}.scales' holds NaN or inf in 640 of its 640 values"):
-        load_small(tmp_path, specs, scheme, 192)
+        load_kept(tmp_path, specs, scheme, 192)
 
 
 FLOATS_OF_FOUR_BITS = {
@@ -595,9 +595,9 @@ def test_floats_of_four_bits_keep_their_numbers_in_memory(name, tmp_path):
     write(tmp_path, WrittenFormat(LINEARS[name].config, lambda weight: (tensors, weight)), stand_for[0], "")
     table, scheme = plan(tmp_path).planned, FLOATS_OF_FOUR_BITS[name]
     assert all(scheme_of(table[member]) == scheme for member in members)
-    specs = small_specs(scheme, members, 320, table)
+    specs = kept_specs(scheme, members, 320, table)
     assert sum(spec.num_bytes for spec in specs) == scheme.num_bytes(64, 320)
-    found, expected = load_small(tmp_path, specs, scheme, 320), torch.cat(stand_for)
+    found, expected = load_kept(tmp_path, specs, scheme, 320), torch.cat(stand_for)
     rounding = 2**-22 if name == "compressed-tensors nvfp4" else 0.0
     assert ((found - expected).abs() <= expected.abs() * rounding).all()
 
@@ -619,9 +619,9 @@ def test_a_scale_of_the_cache_divides_a_weight_as_the_next_power_of_two(tmp_path
     plain, table, scheme = load(tmp_path), plan(tmp_path).planned, WeightScheme("fp8", 64)
     [spec] = plan_weights({NAME: ((32, 64), torch.float32)}, {}, table, factors=factors)
     assert torch.equal(loaded(spec, tmp_path), plain / 1024)
-    specs = small_specs(scheme, {NAME: 32}, 64, table, factors)
+    specs = kept_specs(scheme, {NAME: 32}, 64, table, factors)
     assert [part.factor is not None for spec in specs for part in spec.parts] == [False, True], "scales have it"
-    assert torch.equal(load_small(tmp_path, specs, scheme, 64), plain / 1024)
+    assert torch.equal(load_kept(tmp_path, specs, scheme, 64), plain / 1024)
 
 
 @pytest.mark.parametrize("number", [0.0, -1.0, float("inf"), float("nan")])
@@ -667,9 +667,9 @@ def test_a_value_or_scale_that_is_no_number_is_refused_by_its_name(suffix, messa
         stored[NAME].view(torch.uint8)[300, 100] = 0xFF
     save_file(stored, tmp_path / FILE)
     scheme = WeightScheme("fp8", 128)
-    specs = small_specs(scheme, {NAME: 320}, 192, plan(tmp_path).planned)
+    specs = kept_specs(scheme, {NAME: 320}, 192, plan(tmp_path).planned)
     with pytest.raises(CheckpointError, match=message):
-        load_small(tmp_path, specs, scheme, 192)
+        load_kept(tmp_path, specs, scheme, 192)
 
 
 @pytest.mark.parametrize(
@@ -694,7 +694,7 @@ def test_a_scale_that_is_not_positive_is_refused_where_the_weight_stays_small(
     scheme = scheme_of(table[NAME])
     assert scheme is not None
     with pytest.raises(CheckpointError, match=message):
-        load_small(tmp_path, small_specs(scheme, {NAME: 320}, 192, table), scheme, 192)
+        load_kept(tmp_path, kept_specs(scheme, {NAME: 320}, 192, table), scheme, 192)
 
 
 def test_a_group_of_zeros_may_have_a_scale_that_is_zero(tmp_path):
@@ -708,11 +708,11 @@ def test_a_group_of_zeros_may_have_a_scale_that_is_zero(tmp_path):
 def test_values_of_another_type_than_those_that_were_compiled_for_are_refused(tmp_path):
     write(tmp_path, LINEARS["fp8 blocks"], random_weight(320, 192))
     scheme = WeightScheme("fp8", 128)
-    specs = small_specs(scheme, {NAME: 320}, 192, plan(tmp_path).planned)
+    specs = kept_specs(scheme, {NAME: 320}, 192, plan(tmp_path).planned)
     stored = load_file(tmp_path / FILE)
     save_file(stored | {NAME: stored[NAME].bfloat16()}, tmp_path / FILE)
     with pytest.raises(CheckpointError, match=r"in float8_e4m3fn, found bfloat16.*compile it again"):
-        load_small(tmp_path, specs, scheme, 192)
+        load_kept(tmp_path, specs, scheme, 192)
 
 
 @pytest.mark.parametrize("kind", ["fp8", "int4"])
@@ -721,7 +721,7 @@ def test_a_plain_weight_is_quantised_while_it_is_read(kind, tmp_path):
     stored = {name: random_weight(rows, 200).bfloat16() for name, rows in members.items()}
     save_file(stored, tmp_path / FILE)
     scheme = quantised_as(kind, 200)
-    specs = small_specs(scheme, members, 200, read_tensors(tmp_path, [FILE], None).planned)
+    specs = kept_specs(scheme, members, 200, read_tensors(tmp_path, [FILE], None).planned)
     expected = {role: torch.cat([quantised(stored[name], scheme)[role] for name in members]) for role in scheme.roles}
     weights = allocate_weights(specs, "cpu")
     load_weights(specs, weights, tmp_path)
@@ -735,15 +735,15 @@ def test_a_plain_weight_with_inf_is_refused_where_it_is_quantised(tmp_path):
     weight[3, 3] = float("inf")
     save_file({NAME: weight}, tmp_path / FILE)
     scheme = quantised_as("fp8", 200)
-    specs = small_specs(scheme, {NAME: 24}, 200, read_tensors(tmp_path, [FILE], None).planned)
+    specs = kept_specs(scheme, {NAME: 24}, 200, read_tensors(tmp_path, [FILE], None).planned)
     with pytest.raises(CheckpointError, match=f"tensor '{NAME}' holds NaN"):
-        load_small(tmp_path, specs, scheme, 200)
+        load_kept(tmp_path, specs, scheme, 200)
 
 
 @pytest.mark.parametrize("kind", ["fp8", "int4"])
 def test_dummy_weights_are_random_ones_quantised(kind):
     scheme = quantised_as(kind, 200)
-    specs = small_specs(scheme, {NAME: 640}, 200, None)
+    specs = kept_specs(scheme, {NAME: 640}, 200, None)
     weights = allocate_weights(specs, "cpu")
     fill_random(specs, weights, 0)
     found = meaning(weights, scheme, 200)

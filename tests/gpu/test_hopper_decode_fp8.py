@@ -20,7 +20,7 @@ FP8 = torch.float8_e4m3fn
 LIMIT = 8e-3  # of bfloat16 queries and outputs, as over a cache of bfloat16
 
 
-def small_cache(lengths: list[int], kv_heads: int, page_size: int, head_dim: int = 128) -> Cache:
+def fp8_cache(lengths: list[int], kv_heads: int, page_size: int, head_dim: int = 128) -> Cache:
     cache = Cache(lengths, kv_heads, head_dim, page_size, torch.float32)
     cache.keys, cache.values = cache.keys.to(FP8), cache.values.to(FP8)
     is_key = torch.zeros(len(cache.keys), dtype=torch.bool, device="cuda")
@@ -43,7 +43,7 @@ def test_numbers_are_those_of_float32(decoders, kind, heads, kv_heads, page_size
     lengths = (LENGTHS * 3)[:num_requests]
     decoder: Decode = decoders(kind, heads, kv_heads, page_size, fp8=True)
     for case in (lengths, lengths[::-1], [640] * num_requests):
-        cache = small_cache(case, kv_heads, page_size)
+        cache = fp8_cache(case, kv_heads, page_size)
         q = 2 * torch.randn(len(case), heads, 128, device="cuda").bfloat16()
         assert off_by(decode(decoder, cache, q), in_float32(cache, q)) < LIMIT
 
@@ -52,7 +52,7 @@ def test_numbers_are_those_of_float32(decoders, kind, heads, kv_heads, page_size
 def test_numbers_of_heads_of_256_are_those_of_float32(decoders, heads, kv_heads, page_size):
     decoder: Decode = decoders(SHARES, heads, kv_heads, page_size, fp8=True, head_dim=256)
     for lengths in (LENGTHS, LENGTHS[::-1] * 2, [640] * 17):
-        cache = small_cache(lengths, kv_heads, page_size, 256)
+        cache = fp8_cache(lengths, kv_heads, page_size, 256)
         q = 2 * torch.randn(len(lengths), heads, 256, device="cuda").bfloat16()
         assert off_by(decode(decoder, cache, q), in_float32(cache, q)) < LIMIT
 
@@ -69,7 +69,7 @@ def test_new_tokens_are_normed_rotated_and_written(decoders, kind, heads, kv_hea
     wide = {} if head_dim == 128 else {"head_dim": head_dim}
     decoder: Decode = decoders(kind, heads, kv_heads, page_size, fp8=True, **wide)
     for lengths in ([1], [577], LENGTHS, [640, 641] * 9, [15, 16, 17] * 40):
-        cache = small_cache(lengths, kv_heads, page_size, head_dim)
+        cache = fp8_cache(lengths, kv_heads, page_size, head_dim)
         new = _new(cache, heads, has_norms)
         others = torch.ones(len(cache.keys), dtype=torch.bool, device="cuda").index_fill_(0, new.slots, False)
         before = [tensor.view(torch.uint8)[others] for tensor in (cache.keys, cache.values)]
@@ -93,7 +93,7 @@ def _new(cache: Cache, heads: int, has_norms: bool) -> New:
 
 @pytest.mark.parametrize("kind", [CLUSTERS, SHARES])
 def test_numbers_beyond_the_range_are_the_largest(decoders, kind):
-    cache = small_cache([577, 64], 8, 64)
+    cache = fp8_cache([577, 64], 8, 64)
     new = _new(cache, 32, False)
     new.unrotated.v.fill_(1e4)
     decode_new(decoders(kind, 32, 8, 64, fp8=True), cache, new)
@@ -103,7 +103,7 @@ def test_numbers_beyond_the_range_are_the_largest(decoders, kind):
 @pytest.mark.parametrize("kind", [CLUSTERS, SHARES])
 def test_sinks_take_weight_from_all_keys(decoders, kind):
     sinks = torch.linspace(-4, 10, 32, device="cuda").bfloat16()
-    cache = small_cache([577, 64, 1, 3000], 8, 64)
+    cache = fp8_cache([577, 64, 1, 3000], 8, 64)
     q = 2 * torch.randn(4, 32, 128, device="cuda").bfloat16()
     got = decode(decoders(kind, 32, 8, 64, fp8=True, sinks=True), cache, q, None, sinks)
     assert off_by(got, in_float32(cache, q, sinks=sinks)) < 1.2e-2

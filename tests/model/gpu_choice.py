@@ -24,7 +24,7 @@ from mllm_compile.model.hf_model import HFModel, build_config_on_meta
 from mllm_compile.model.supported import check_trace
 from mllm_compile.model.trace import Trace, trace_model
 from mllm_compile.passes.absorb_latents import AbsorbLatents
-from mllm_compile.passes.base import SmallWeights
+from mllm_compile.passes.base import WeightSchemes
 from mllm_compile.passes.match.nodes import is_attention
 from mllm_compile.passes.pad_heads import PadHeads
 from mllm_compile.passes.pipeline import optional_pass_names
@@ -88,7 +88,7 @@ def _rewritten(hf_model: HFModel, trace: Trace) -> Program:
         mock.patch.object(decode_attention, "can_compile_kernels", lambda device: False),
         mock.patch("mllm_compile.compiler.lowering.can_compile_kernels", lambda device: False),
     ):
-        return rewrite(config, BuiltModel(hf_model, None, SmallWeights({})), trace).program
+        return rewrite(config, BuiltModel(hf_model, None, WeightSchemes({})), trace).program
 
 
 def _widths(trace: Trace) -> list[tuple[int, int]]:

@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from mllm_compile.compiler.program_builder import build_program
-from mllm_compile.passes.base import NO_CUDA_COMPILER, SMALL_WEIGHTS, VARIANTS, PassTarget, SmallWeights
+from mllm_compile.passes.base import NO_CUDA_COMPILER, VARIANTS, WEIGHT_SCHEMES, PassTarget, WeightSchemes
 from mllm_compile.passes.dequantise_weights import DequantiseWeights
 from mllm_compile.passes.match.nodes import LINEAR, called_pieces, is_call, is_op
 from mllm_compile.passes.pipeline import PASSES, passes_left_out
@@ -40,7 +40,7 @@ def ops_on_cpu() -> Iterator[None]:
 def pieces_of(scheme: WeightScheme) -> fx.GraphModule:
     """A decoder in pieces, whose gates and ups have the scheme."""
     gm = Decoder().model()
-    gm.meta[SMALL_WEIGHTS] = SmallWeights(
+    gm.meta[WEIGHT_SCHEMES] = WeightSchemes(
         {f"layers.{n}.{part}.weight": scheme for n in (0, 1) for part in ("gate", "up")}
     )
     for graph_pass in PASSES:

@@ -22,12 +22,12 @@ from torch.nn import functional
 
 from mllm_compile.passes.base import (
     PACKED_WEIGHTS,
-    SMALL_WEIGHTS,
     VARIANTS,
+    WEIGHT_SCHEMES,
     GraphPass,
     PackedPart,
     PassResult,
-    SmallWeights,
+    WeightSchemes,
 )
 from mllm_compile.passes.canonicalise import Canonicalise
 from mllm_compile.passes.fuse_rank_sums import FuseRankSums
@@ -380,14 +380,14 @@ def quantised_decoder() -> fx.GraphModule:
     schemes = {f"layers.{layer}.{part}.weight": fp8 for layer in (0, 1) for part in (*"qkvo", "gate", "up")}
     schemes |= {f"layers.{layer}.down.weight": int4 for layer in (0, 1)}
     del schemes["layers.1.up.weight"]
-    gm.meta[SMALL_WEIGHTS] = SmallWeights(schemes)
+    gm.meta[WEIGHT_SCHEMES] = WeightSchemes(schemes)
     return gm
 
 
 def experts_with_biases_of_which_some_are_quantised() -> fx.GraphModule:
     """Those of the second layer, which lie transposed."""
     gm = decoder_of_experts_with_biases()
-    gm.meta[SMALL_WEIGHTS] = SmallWeights({}, {f"layers.1.experts.{part}": MXFP4 for part in ("up", "down")})
+    gm.meta[WEIGHT_SCHEMES] = WeightSchemes({}, {f"layers.1.experts.{part}": MXFP4 for part in ("up", "down")})
     return gm
 
 
@@ -396,7 +396,7 @@ def decoder_in_fp8() -> fx.GraphModule:
     gm = Decoder().model()
     weights = [node for node in gm.graph.nodes if node.meta.get("weight_name", "").startswith("layers.")]
     weights = [node for node in weights if node.meta["val"].dim() == 2]
-    gm.meta[SMALL_WEIGHTS] = SmallWeights(
+    gm.meta[WEIGHT_SCHEMES] = WeightSchemes(
         {node.meta["weight_name"]: WeightScheme("fp8", int(node.meta["val"].shape[1])) for node in weights}
     )
     return gm

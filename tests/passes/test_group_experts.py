@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mllm_compile.passes.base import SMALL_WEIGHTS, VARIANTS, SmallWeights
+from mllm_compile.passes.base import VARIANTS, WEIGHT_SCHEMES, WeightSchemes
 from mllm_compile.passes.group_experts import GroupExperts
 from mllm_compile.passes.match.nodes import is_op
 from mllm_compile.passes.pipeline import PASSES
@@ -86,7 +86,7 @@ def quantised_experts():
     """Of fp8 and of four bits; of the second layer the weights stay plain."""
     gm = decoder_of_experts()
     schemes = {"up": WeightScheme("fp8", 128), "down": WeightScheme("int4", 64)}
-    gm.meta[SMALL_WEIGHTS] = SmallWeights({f"layers.0.experts.{part}": one for part, one in schemes.items()})
+    gm.meta[WEIGHT_SCHEMES] = WeightSchemes({f"layers.0.experts.{part}": one for part, one in schemes.items()})
     return gm
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import fx
 
-from mllm_compile.passes.base import QUANTISED_TENSORS, RANKS, SMALL_WEIGHTS, WEIGHT_CUTS, SmallWeights
+from mllm_compile.passes.base import QUANTISED_TENSORS, RANKS, WEIGHT_CUTS, WEIGHT_SCHEMES, WeightSchemes
 from mllm_compile.passes.match import nodes
 from mllm_compile.passes.match.nodes import is_op
 from mllm_compile.passes.pipeline import run_passes
@@ -80,13 +80,13 @@ def test_weights_in_few_bits_are_cut_with_their_scales(name: str):
         for weight, val in weights.items()
         if val.dim() == 2 and "layers" in weight
     }
-    gm.meta[SMALL_WEIGHTS] = SmallWeights(schemes)
+    gm.meta[WEIGHT_SCHEMES] = WeightSchemes(schemes)
     whole = run(gm)
     gm.meta[RANKS] = NUM_RANKS
     gm, _ = run_passes(gm)
-    small = {tensor.weight_name for tensor in gm.meta[QUANTISED_TENSORS].values()}
-    assert small == set(schemes)
-    assert len(small) > 5
-    assert small <= set(gm.meta[WEIGHT_CUTS])
+    quantised = {tensor.weight_name for tensor in gm.meta[QUANTISED_TENSORS].values()}
+    assert quantised == set(schemes)
+    assert len(quantised) > 5
+    assert quantised <= set(gm.meta[WEIGHT_CUTS])
     for logits in run_lockstep(NUM_RANKS, lambda rank: run(gm)):
         torch.testing.assert_close(logits, whole, rtol=0.05, atol=0.05 * float(whole.abs().max()))

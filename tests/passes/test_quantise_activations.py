@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from mllm_compile.passes import quantise_activations
-from mllm_compile.passes.base import NO_CUDA_COMPILER, RANKS, SMALL_WEIGHTS, VARIANTS, PassTarget, SmallWeights
+from mllm_compile.passes.base import NO_CUDA_COMPILER, RANKS, VARIANTS, WEIGHT_SCHEMES, PassTarget, WeightSchemes
 from mllm_compile.passes.fuse_silu_mul import FuseSiluMul
 from mllm_compile.passes.match import nodes
 from mllm_compile.passes.match.nodes import called_pieces, is_op
@@ -38,7 +38,7 @@ def pieces_of(
     gm.meta[RANKS] = num_ranks
     schemes = dict.fromkeys(names, scheme) | ({} if of_down is None else {"down": of_down})
     of_layers = {f"layers.{n}.{part}.weight": one for n in (0, 1) for part, one in schemes.items()}
-    gm.meta[SMALL_WEIGHTS] = SmallWeights(of_layers)
+    gm.meta[WEIGHT_SCHEMES] = WeightSchemes(of_layers)
     for graph_pass in PASSES:
         if not graph_pass.needs:
             gm = graph_pass()(gm).gm

@@ -12,12 +12,12 @@ from mllm_compile.compiler.program_builder import build_program, weight_shapes
 from mllm_compile.passes.base import (
     PACKED_WEIGHTS,
     QUANTISED_TENSORS,
-    SMALL_WEIGHTS,
     WEIGHT_CUTS,
+    WEIGHT_SCHEMES,
     PackedPart,
     QuantisedTensor,
-    SmallWeights,
     WeightCut,
+    WeightSchemes,
 )
 from mllm_compile.passes.match.nodes import LINEAR
 from mllm_compile.passes.match.quantised import match_quantised_linear
@@ -35,7 +35,7 @@ INT4 = WeightScheme("int4", 8, torch.bfloat16, has_zeros=True)
 
 
 def with_schemes(gm: fx.GraphModule, schemes: dict[str, WeightScheme], are_chosen: bool = False) -> fx.GraphModule:
-    gm.meta[SMALL_WEIGHTS] = SmallWeights(schemes, are_chosen=are_chosen)
+    gm.meta[WEIGHT_SCHEMES] = WeightSchemes(schemes, are_chosen=are_chosen)
     return gm
 
 
@@ -222,8 +222,8 @@ KERNEL_PASSES += ("fuse_gated_linear", "fuse_silu_mul", "dequantise_weights")
 def test_experts_keep_the_way_round_that_linears_have():
     for make, where in ((decoder_of_experts, "schemes"), (decoder_of_experts_with_biases, "transposed")):
         gm, name = make(), "layers.0.experts.up"
-        small = {"schemes": {}, "transposed": {}} | {where: {name: MXFP4}}
-        gm.meta[SMALL_WEIGHTS] = SmallWeights(small["schemes"], small["transposed"])
+        given = {"schemes": {}, "transposed": {}} | {where: {name: MXFP4}}
+        gm.meta[WEIGHT_SCHEMES] = WeightSchemes(given["schemes"], given["transposed"])
         before = run(gm)
         assert QuantiseLinears()(gm).matches == 1
         gm.recompile()
@@ -240,7 +240,7 @@ def test_experts_keep_the_way_round_that_linears_have():
 @pytest.mark.parametrize("scheme", [WeightScheme("int4", 32), NVFP4], ids=lambda scheme: scheme.kind)
 def test_experts_that_no_kernel_takes_stay_plain(scheme):
     gm = decoder_of_experts()
-    gm.meta[SMALL_WEIGHTS] = SmallWeights({"layers.0.experts.up": scheme})
+    gm.meta[WEIGHT_SCHEMES] = WeightSchemes({"layers.0.experts.up": scheme})
     assert QuantiseLinears()(gm).matches == 0
 
 
@@ -254,7 +254,7 @@ def test_experts_that_ranks_cut_within_what_shares_a_scale_stay_plain(is_transpo
         gm = make()
         ranges = (((0, length),), ((length, inputs - length),))
         gm.meta[WEIGHT_CUTS] = {name: (WeightCut(dim, ranges),)}
-        gm.meta[SMALL_WEIGHTS] = SmallWeights(*({}, {name: MXFP4}) if is_transposed else ({name: MXFP4},))
+        gm.meta[WEIGHT_SCHEMES] = WeightSchemes(*({}, {name: MXFP4}) if is_transposed else ({name: MXFP4},))
         assert QuantiseLinears()(gm).matches == is_small
 
 

@@ -12,11 +12,11 @@ from torch import fx
 from mllm_compile.passes.base import (
     CACHE_DTYPE,
     CACHE_SCALES,
-    SMALL_WEIGHTS,
     WEIGHT_FACTORS,
+    WEIGHT_SCHEMES,
     CacheScales,
-    SmallWeights,
     WeightFactor,
+    WeightSchemes,
 )
 from mllm_compile.passes.scale_keys_and_values import ScaleKeysAndValues
 from mllm_compile.runtime.quantised.scheme import MXFP4, WeightScheme
@@ -155,7 +155,7 @@ def test_a_norm_behind_attention_leaves_those_of_values_out():
 
 def test_weights_of_scales_in_bytes_cannot_carry_any():
     gm = Layer().whole(norms=False)
-    gm.meta[SMALL_WEIGHTS] = SmallWeights(
+    gm.meta[WEIGHT_SCHEMES] = WeightSchemes(
         {"attn.k_proj.weight": MXFP4, "attn.v_proj.weight": WeightScheme("int4", 8, torch.bfloat16)}
     )
     assert {one.scale for one in factors(gm).values()} == {V_SCALE}

@@ -13,7 +13,7 @@ import torch
 from torch import fx
 from torch.nn import functional
 
-from mllm_compile.passes.base import RANKS, SMALL_WEIGHTS, WEIGHT_CUTS, PassTarget, SmallWeights
+from mllm_compile.passes.base import RANKS, WEIGHT_CUTS, WEIGHT_SCHEMES, PassTarget, WeightSchemes
 from mllm_compile.passes.match.nodes import LINEAR, is_attention
 from mllm_compile.passes.pipeline import passes_left_out
 from mllm_compile.passes.shard import Shard, whole_weights
@@ -170,7 +170,7 @@ def test_inputs_that_share_a_scale_are_on_one_rank(scheme, ranges):
     builder = GraphBuilder()
     x = builder.embed()
     gm = builder.canonical(builder.head(builder.call(operator.add, x, feed_forward(builder, x, "ff", 24))))
-    gm.meta[SMALL_WEIGHTS] = SmallWeights({"ff.down.weight": scheme})
+    gm.meta[WEIGHT_SCHEMES] = WeightSchemes({"ff.down.weight": scheme})
     found = cut(gm, 2)
     assert found.error < LARGEST_ERROR
     assert {name: one.ranges for name, (one,) in found.cuts.items()} == (

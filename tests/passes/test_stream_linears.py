@@ -262,7 +262,7 @@ class SmallBlock(Block):
         super().__init__()
         self._quantised, self._scheme = quantised, scheme
 
-    def small(self, name: str, source: fx.Node, rows: int, bias: fx.Node | None = None) -> fx.Node:
+    def quantised(self, name: str, source: fx.Node, rows: int, bias: fx.Node | None = None) -> fx.Node:
         columns = source.meta["val"].shape[-1]
         scheme = replace(self._scheme, group=self._scheme.group or columns)
         weight = torch.randn(rows, columns, generator=torch.Generator().manual_seed(rows)) * 0.02
@@ -273,21 +273,21 @@ class SmallBlock(Block):
         return self.call(self._quantised, source, *operands)
 
 
-def small_decoder(quantised, scheme: WeightScheme) -> tuple[fx.GraphModule, list[torch.Tensor]]:
+def quantised_decoder(quantised, scheme: WeightScheme) -> tuple[fx.GraphModule, list[torch.Tensor]]:
     """As decoder_piece, but that its gate_up stays in bfloat16."""
     block = SmallBlock(quantised, scheme)
     attended, residual = block.input("attended", 1, 4, WIDE), block.input("residual", 1, 4, WIDE)
-    after = block.call(operator.add, residual, block.small("o", attended, WIDE))
+    after = block.call(operator.add, residual, block.quantised("o", attended, WIDE))
     hidden = block.norm(after, block.input("norm", WIDE))
     product = block.silu_mul(block.call(LINEAR, hidden, block.input("gate_up", 2 * WIDE_FFN, WIDE), None))
-    out = block.call(operator.add, after, block.small("down", product, WIDE))
-    qkv = block.small("qkv", block.norm(out, block.input("next_norm", WIDE)), 2 * WIDE)
+    out = block.call(operator.add, after, block.quantised("down", product, WIDE))
+    qkv = block.quantised("qkv", block.norm(out, block.input("next_norm", WIDE)), 2 * WIDE)
     return block.module(out, qkv), block.inputs
 
 
 @by_scheme
 def test_weights_in_few_bits_have_ops_of_their_own_beside_plain_ones(quantised, scheme):
-    piece, inputs = small_decoder(quantised, scheme)
+    piece, inputs = quantised_decoder(quantised, scheme)
     variant = few_token_variant(piece, streamed(most_tokens_of(scheme)))
     assert variant is not None
     variant.graph.lint()
@@ -299,7 +299,7 @@ def test_weights_in_few_bits_have_ops_of_their_own_beside_plain_ones(quantised, 
 
 @by_scheme
 def test_a_piece_with_such_a_weight_has_a_variant_for_fewer_tokens_and_kernels_of_both_families(quantised, scheme):
-    gm = graph_of_one_piece(small_decoder(quantised, scheme)[0])
+    gm = graph_of_one_piece(quantised_decoder(quantised, scheme)[0])
     gm.add_module("piece_a_one_token", torch.nn.Identity())
     gm.meta[VARIANTS] = {"piece_a": {1: "piece_a_one_token"}}
     most = most_tokens_of(scheme)
@@ -324,9 +324,9 @@ def test_a_piece_with_such_a_weight_has_a_variant_for_fewer_tokens_and_kernels_o
 def test_a_linear_in_few_bits_takes_its_bias_and_its_gate_along(quantised, scheme):
     block = SmallBlock(quantised, scheme)
     x = block.input("x", 1, 4, WIDE)
-    biased = block.small("qkv", x, WIDE, block.input("bias", WIDE))
-    residual = block.call(operator.add, x, block.small("o", x, WIDE))
-    piece = block.module(biased, block.silu_mul(block.small("gate_up", x, 2 * WIDE_FFN)), residual)
+    biased = block.quantised("qkv", x, WIDE, block.input("bias", WIDE))
+    residual = block.call(operator.add, x, block.quantised("o", x, WIDE))
+    piece = block.module(biased, block.silu_mul(block.quantised("gate_up", x, 2 * WIDE_FFN)), residual)
     variant = few_token_variant(piece, streamed(most_tokens_of(scheme)))
     assert variant is not None
     assert sorted(fused_ops(variant)) == ["stream_quantised_linear"] * 2 + ["stream_quantised_linear_residual"]
@@ -347,5 +347,5 @@ def test_a_linear_in_few_bits_takes_its_bias_and_its_gate_along(quantised, schem
 def test_other_quantised_weights_keep_their_piece_from_the_variant(quantised, rows, scheme):
     block = SmallBlock(quantised, scheme)
     x = block.input("x", 1, 4, WIDE)
-    linears = block.small("small", x, rows), block.call(LINEAR, x, block.input("w", WIDE, WIDE), None)
+    linears = block.quantised("small", x, rows), block.call(LINEAR, x, block.input("w", WIDE, WIDE), None)
     assert StreamLinears()(graph_of_one_piece(block.module(*linears))).matches == 0

@@ -15,18 +15,18 @@ from mllm_compile.model.states.count_layers import count_layers
 from mllm_compile.model.towers.visual_grids import grid_tower, tower_of
 
 if TYPE_CHECKING:
-    from mllm_compile.passes.base import SmallWeights
+    from mllm_compile.passes.base import WeightSchemes
 
 
 def model_figures(
     folder: Path,
     dtype: str,
     trust_remote_code: bool = False,
-    small: SmallWeights | None = None,
+    weight_schemes: WeightSchemes | None = None,
     state_dtype: str = "float32",
     kv_itemsize: int | None = None,
 ) -> ModelFigures:
-    """The figures of a model folder, served in `dtype`, with `small` of its weights in few bits.
+    """The figures of a model folder, served in `dtype`, with `weight_schemes` of its weights in few bits.
 
     Every matrix counts as one that each token is multiplied with, but for those of experts that the traced model has as
     ops, and every layer as one with full attention, unless some carry a state: for other models the limit is a bound,
@@ -48,11 +48,11 @@ def model_figures(
     left_out = of_tower | {id(embedding), id(head)}
     layers = sum(count for key, count in parameters.items() if key not in left_out)
     kv_values, attention_widths, state_bytes = _layers(hf_model, torch_dtype, getattr(torch, state_dtype))
-    quantised_params, quantised_bytes, fp8_params = _quantised(model, small, {id(embedding), id(head)}, 2)
-    small_expert_params, small_expert_bytes, _ = _quantised(model, small, set(), 3)
+    quantised_params, quantised_bytes, fp8_params = _quantised(model, weight_schemes, {id(embedding), id(head)}, 2)
+    quantised_expert_params, quantised_expert_bytes, _ = _quantised(model, weight_schemes, set(), 3)
     num_experts = max((layer.num_choices for layer in experts), default=1)
     expert_params = sum(layer.params for layer in experts)
-    plain_expert_bytes = (expert_params - small_expert_params) * torch_dtype.itemsize
+    plain_expert_bytes = (expert_params - quantised_expert_params) * torch_dtype.itemsize
     return ModelFigures(
         layer_params=layers - expert_params - sum(layer.unread_params for layer in experts),
         expert_params=expert_params // num_experts,
@@ -68,7 +68,9 @@ def model_figures(
         quantised_params=quantised_params,
         quantised_bytes=quantised_bytes,
         fp8_params=fp8_params,
-        expert_itemsize=(plain_expert_bytes + small_expert_bytes) / expert_params if small_expert_params else None,
+        expert_itemsize=(plain_expert_bytes + quantised_expert_bytes) / expert_params
+        if quantised_expert_params
+        else None,
         tower=_tower(hf_model),
     )
 
@@ -111,13 +113,13 @@ def _layers(hf_model: HFModel, dtype: torch.dtype, sums: torch.dtype) -> tuple[i
     return counted.kv_values, counted.attention_widths, state_bytes
 
 
-def _quantised(model: Any, small: SmallWeights | None, left_out: set[int], dims: int) -> tuple[int, int, int]:
+def _quantised(model: Any, weight_schemes: WeightSchemes | None, left_out: set[int], dims: int) -> tuple[int, int, int]:
     """Parameters of layers, of so many dimensions, that lie in few bits, their bytes, and those of them in fp8.
 
     Routers, which do not, are few.
     """
     params = num_bytes = fp8_params = 0
-    schemes = {} if small is None else {**small.transposed, **small.schemes}
+    schemes = {} if weight_schemes is None else {**weight_schemes.transposed, **weight_schemes.schemes}
     for name, parameter in model.named_parameters():
         scheme = None if id(parameter) in left_out or parameter.dim() != dims else schemes.get(name)
         if scheme is not None:

@@ -39,7 +39,7 @@ from mllm_compile.process.interruption import ended_by_sigterm
 from mllm_compile.process.progress import reporter_for
 
 if TYPE_CHECKING:
-    from mllm_compile.passes.base import SmallWeights
+    from mllm_compile.passes.base import WeightSchemes
 
 EXIT_MISTAKE = 2
 
@@ -84,11 +84,11 @@ def figures_of(setting: Setting) -> ModelFigures:
 
     runtime = setting.engine_config().runtime
     types = runtime.state_dtype, 1 if runtime.kv_cache_dtype == "fp8_e4m3" else None
-    small = _small_weights(setting)
-    return model_figures(Path(setting.model_folder), setting.dtype, setting.trust_remote_code, small, *types)
+    schemes = _weight_schemes(setting)
+    return model_figures(Path(setting.model_folder), setting.dtype, setting.trust_remote_code, schemes, *types)
 
 
-def _small_weights(setting: Setting) -> SmallWeights | None:
+def _weight_schemes(setting: Setting) -> WeightSchemes | None:
     """The weights that our engine has in few bits; None: it has none."""
     if setting.quantization in ("none", "dequantize"):
         return None
@@ -97,7 +97,7 @@ def _small_weights(setting: Setting) -> SmallWeights | None:
     from mllm_compile.process.progress import NullReporter
 
     target = find_target(setting.engine_config())
-    return build_model(target.config, target.model, NullReporter()).small
+    return build_model(target.config, target.model, NullReporter()).weight_schemes
 
 
 def latency(job: dict[str, Any]) -> dict[str, Any]:

@@ -15,7 +15,7 @@
 // even if they have not started.
 //
 // Defined by clusters.py: KV_HEADS, GROUP (query heads of a KV head, up to 8), PAGE (tokens), SPLIT (blocks of a cluster),
-// STAGES (tiles in shared memory), SHARED_BYTES, SINKS (sinks.cuh), FP8 (the cache is e4m3, small_keys.cuh).
+// STAGES (tiles in shared memory), SHARED_BYTES, SINKS (sinks.cuh), FP8 (the cache is e4m3, fp8_keys.cuh).
 
 constexpr int D = 128, TILE = 64, WARPS = 4;
 static_assert(D == 2 * HEAD_PAIRS, "as rotation.cuh has it");
@@ -75,17 +75,17 @@ __device__ __forceinline__ void load_queries(u32 (&query)[D / 16][2], const u32*
 
 // The warp's keys of tiles, of the first from `key` on and of the next one `step` behind; those before num_keys.
 template <int TILES>
-__device__ __forceinline__ void add_tiles(SmallSums& sums, const u32 (&query)[8][2], const u32 (&tiles)[TILES], int key,
+__device__ __forceinline__ void add_tiles(Fp8Sums& sums, const u32 (&query)[8][2], const u32 (&tiles)[TILES], int key,
                                           int step, int num_keys, float scale) {
   if (key >= num_keys) return;
   const int row = threadIdx.x / 32 * 16;
   float logits[TILES][2][4] = {};
 #pragma unroll
-  for (int t = 0; t < TILES; t++) add_small_keys(logits[t], query, tiles[t], row);
-  const SmallWeights<TILES> weights = weigh(sums, logits, key, step, num_keys, scale);
+  for (int t = 0; t < TILES; t++) add_fp8_keys(logits[t], query, tiles[t], row);
+  const Fp8Weights<TILES> weights = weigh(sums, logits, key, step, num_keys, scale);
 #pragma unroll
   for (int t = 0; t < TILES; t++)
-    add_small_values(sums.values, weights.of_keys[t], weights.order[t], tiles[t] + VALUES, row);
+    add_fp8_values(sums.values, weights.of_keys[t], weights.order[t], tiles[t] + VALUES, row);
 }
 __device__ __forceinline__ void add_tiles(LargeSums& sums, const u32 (&query)[8][2], const u32 (&tiles)[1], int key, int,
                                           int num_keys, float scale) {

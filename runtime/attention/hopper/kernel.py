@@ -25,7 +25,7 @@ class DecodeKernel(CudaKernel):
     """
 
     headers: ClassVar[tuple[str, ...]] = (
-        "attention/hopper/small_keys.cuh",
+        "attention/hopper/fp8_keys.cuh",
         "attention/hopper/rotation.cuh",
         "attention/hopper/sums.cuh",
         "attention/hopper/sinks.cuh",

@@ -84,7 +84,7 @@ __device__ __forceinline__ void put_head(Row& row, const Head& head) {
   for (int i = 0; i < A_LANE; i++) row[i * 32 + threadIdx.x % 32] = head.pairs[i];
 }
 // 128 columns of the GROUP query heads of a KV head, `stride` pairs from one to the next, as rows of a product's operand;
-// over keys of e4m3 as float16, in the order in which a lane has these (small_keys.cuh).
+// over keys of e4m3 as float16, in the order in which a lane has these (fp8_keys.cuh).
 __device__ __forceinline__ void load_operand(u32 (&query)[8][2], const u32* heads, int stride) {
   const int lane = threadIdx.x % 32, member = lane / 4, quad = lane % 4;
 #pragma unroll
@@ -107,7 +107,7 @@ __device__ __forceinline__ Head load_new_value(const Rotation& rotation, int tok
 // Of the cache, where the token at `position` of a request is.
 __device__ __forceinline__ u64 slot_in(u32 page, int position) { return (u64)page * PAGE + position % PAGE; }
 // A pair times a factor as e4m3, of which numbers beyond its range become the largest.
-__device__ __forceinline__ unsigned short small_pair(u32 pair, float factor) {
+__device__ __forceinline__ unsigned short fp8_pair(u32 pair, float factor) {
   unsigned short both;
   asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;"
       : "=h"(both)
@@ -121,8 +121,8 @@ __device__ __forceinline__ void write_to_cache(const Rotation& rotation, const H
   for (int i = 0; i < A_LANE; i++) {
     const u64 at = place + i * 32;
     if constexpr (FP8) {
-      ((unsigned short*)rotation.keys)[at] = small_pair(key.pairs[i], rotation.k_factor);
-      ((unsigned short*)rotation.values)[at] = small_pair(value.pairs[i], rotation.v_factor);
+      ((unsigned short*)rotation.keys)[at] = fp8_pair(key.pairs[i], rotation.k_factor);
+      ((unsigned short*)rotation.values)[at] = fp8_pair(value.pairs[i], rotation.v_factor);
     } else {
       rotation.keys[at] = key.pairs[i];
       rotation.values[at] = value.pairs[i];
@@ -137,7 +137,7 @@ __device__ __forceinline__ void put_into_tile(const Head& head, float factor, co
   for (int i = 0; i < A_LANE; i++)
     if constexpr (FP8)
       asm volatile("st.shared.u16 [%0], %1;" ::"r"(chunk_of(i * 4 + lane / 8) + lane % 8 * 2),
-                   "h"(small_pair(head.pairs[i], factor)) : "memory");
+                   "h"(fp8_pair(head.pairs[i], factor)) : "memory");
     else
       asm volatile("st.shared.u32 [%0], %1;" ::"r"(chunk_of(i * 8 + lane / 4) + lane % 4 * 4), "r"(head.pairs[i])
                    : "memory");

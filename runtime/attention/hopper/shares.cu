@@ -18,7 +18,7 @@
 // Defined by shares.py: KV_HEADS, HEADS (of them, which a block works at together: a divisor), HEAD_DIM (128 or 256), BLOCKS
 // (of a multiprocessor), GROUP (query heads of a KV head, up to 8), PAGE (tokens, a multiple of 16), MOST_REQUESTS, SLOTS (of
 // tiles' keys or values, in shared memory), SHARED_BYTES, PREPARERS (warps that make requests ready), READY (requests that
-// are so at a time), MISSING (all bits set), SINKS (sinks.cuh), FP8 (the cache is e4m3, small_keys.cuh: then tiles are half as
+// are so at a time), MISSING (all bits set), SINKS (sinks.cuh), FP8 (the cache is e4m3, fp8_keys.cuh: then tiles are half as
 // large).
 
 constexpr int D = 2 * HEAD_PAIRS;
@@ -181,7 +181,7 @@ __device__ __forceinline__ void add_tiles(LargeSums& sums, u32 (&query)[8][2], c
 
 // Likewise tiles of e4m3 that follow each other.
 template <int TILES>
-__device__ __forceinline__ void add_tiles(SmallSums& sums, u32 (&query)[8][2], const u32* queries, const Slot (&keys)[TILES],
+__device__ __forceinline__ void add_tiles(Fp8Sums& sums, u32 (&query)[8][2], const u32* queries, const Slot (&keys)[TILES],
                                           const Slot (&values)[TILES], int key, int num_keys, float scale) {
   const int lane = threadIdx.x % 32, own_part = threadIdx.x / 32 % WARPS_A_HEAD * PART_BYTES;
   float logits[TILES][2][4] = {};
@@ -191,17 +191,17 @@ __device__ __forceinline__ void add_tiles(SmallSums& sums, u32 (&query)[8][2], c
   for (int part = 0; part < WARPS_A_HEAD; part++) {
     if constexpr (WARPS_A_HEAD > 1) load_operand(query, queries + part * (OWN / 2), ROW_PAIRS);
 #pragma unroll
-    for (int t = 0; t < TILES; t++) add_small_keys(logits[t], query, keys[t].at + part * PART_BYTES, 0);
+    for (int t = 0; t < TILES; t++) add_fp8_keys(logits[t], query, keys[t].at + part * PART_BYTES, 0);
   }
   __syncwarp();
   if (lane == 0)
     for (int t = 0; t < TILES; t++) arrive(keys[t].empty);
-  const SmallWeights<TILES> weights = weigh(sums, logits, key, TILE, num_keys, scale);
+  const Fp8Weights<TILES> weights = weigh(sums, logits, key, TILE, num_keys, scale);
 #pragma unroll
   for (int t = 0; t < TILES; t++) wait_for(values[t].full, values[t].phase);
 #pragma unroll
   for (int t = 0; t < TILES; t++)
-    add_small_values(sums.values, weights.of_keys[t], weights.order[t], values[t].at + own_part, 0);
+    add_fp8_values(sums.values, weights.of_keys[t], weights.order[t], values[t].at + own_part, 0);
   __syncwarp();
   if (lane == 0)
     for (int t = 0; t < TILES; t++) arrive(values[t].empty);

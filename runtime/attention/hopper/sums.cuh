@@ -11,7 +11,7 @@ struct SumsOf {
 };
 template <>
 struct SumsOf<true> {
-  typedef SmallSums Type;
+  typedef Fp8Sums Type;
 };
 typedef SumsOf<FP8>::Type Sums;
 constexpr int QUERIES = FP8 ? 2 : 1;  // of which a lane has sums

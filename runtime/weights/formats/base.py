@@ -112,7 +112,7 @@ class Format:
         """Roles here of the tensors that the scheme's tensor of this role is made of, the first its own."""
         return (role,)
 
-    def small(self, role: str, tensors: Tensors, numbers: Numbers) -> torch.Tensor:
+    def kept_tensor(self, role: str, tensors: Tensors, numbers: Numbers) -> torch.Tensor:
         """The scheme's tensor of this role, or what is broadcast to it, from its `sources`; of any dtype that holds its
         numbers."""
         raise NotImplementedError

@@ -73,7 +73,7 @@ class BlockFloat8(Format):
     def scheme(self, stored: Stored, shape: tuple[int, ...], numbers: Numbers) -> WeightScheme | None:
         return WeightScheme("fp8", min(int(numbers["block_columns"]), shape[-1]))
 
-    def small(self, role: str, tensors: Tensors, numbers: Numbers) -> torch.Tensor:
+    def kept_tensor(self, role: str, tensors: Tensors, numbers: Numbers) -> torch.Tensor:
         """Scales of blocks and of the whole weight become those of rows, which are as many."""
         if role == VALUES:
             return tensors[VALUES]

@@ -96,7 +96,7 @@ class Gptq(Format):
     def sources(self, role: str) -> tuple[str, ...]:
         return ("scales", "order") if role == "scales" else (role,)
 
-    def small(self, role: str, tensors: Tensors, numbers: Numbers) -> torch.Tensor:
+    def kept_tensor(self, role: str, tensors: Tensors, numbers: Numbers) -> torch.Tensor:
         """Words of eight numbers, the first in the lowest bits, are bytes of two in that order."""
         columns = int(numbers["columns"])
         if role == VALUES:
@@ -146,7 +146,7 @@ class Awq(Format):
     def scheme(self, stored: Stored, shape: tuple[int, ...], numbers: Numbers) -> WeightScheme | None:
         return WeightScheme("int4", min(int(numbers["group"]), shape[1]), stored["scales"].dtype, has_zeros=True)
 
-    def small(self, role: str, tensors: Tensors, numbers: Numbers) -> torch.Tensor:
+    def kept_tensor(self, role: str, tensors: Tensors, numbers: Numbers) -> torch.Tensor:
         stored = tensors[role]
         if role == "scales":
             return stored.T

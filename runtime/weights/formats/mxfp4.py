@@ -48,7 +48,7 @@ class Mxfp4(Format):
     def scheme(self, stored: Stored, shape: tuple[int, ...], numbers: Numbers) -> WeightScheme | None:
         return MXFP4
 
-    def small(self, role: str, tensors: Tensors, numbers: Numbers) -> torch.Tensor:
+    def kept_tensor(self, role: str, tensors: Tensors, numbers: Numbers) -> torch.Tensor:
         """They are the scheme's to the byte, but for a dimension of groups."""
         tensor = tensors[role]
         return tensor.flatten(-2) if role == VALUES else tensor.view(torch.uint8)
@@ -80,5 +80,5 @@ class CompressedMxfp4(Format):
     def scheme(self, stored: Stored, shape: tuple[int, ...], numbers: Numbers) -> WeightScheme | None:
         return MXFP4
 
-    def small(self, role: str, tensors: Tensors, numbers: Numbers) -> torch.Tensor:
+    def kept_tensor(self, role: str, tensors: Tensors, numbers: Numbers) -> torch.Tensor:
         return tensors[role]

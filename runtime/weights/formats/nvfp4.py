@@ -62,7 +62,7 @@ class ModelOptNvfp4(Format):
     def sources(self, role: str) -> tuple[str, ...]:
         return ("global",) if role == FACTORS else (role,)
 
-    def small(self, role: str, tensors: Tensors, numbers: Numbers) -> torch.Tensor:
+    def kept_tensor(self, role: str, tensors: Tensors, numbers: Numbers) -> torch.Tensor:
         """The scale of the whole weight becomes a factor of each row, which are as many."""
         if role != FACTORS:
             return tensors[role]

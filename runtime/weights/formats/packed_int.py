@@ -102,7 +102,7 @@ class PackedInt(Format):
         group = min(int(numbers["group"]), shape[1])
         return WeightScheme("int4", group, stored["scales"].dtype, has_zeros="zeros" in stored)
 
-    def small(self, role: str, tensors: Tensors, numbers: Numbers) -> torch.Tensor:
+    def kept_tensor(self, role: str, tensors: Tensors, numbers: Numbers) -> torch.Tensor:
         """Words of eight numbers, the first in the lowest bits, are bytes of two in that order."""
         if role == VALUES:
             return tensors[VALUES].view(torch.uint8)[:, : -(-int(numbers["columns"]) // 2)]

@@ -79,7 +79,7 @@ def _fill(weight: torch.Tensor, quantised: Quantised, shape: Sequence[int], tens
         weight[start:stop].copy_(fmt.rows(tensors, quantised.numbers, start, stop))
 
 
-def fill_small(
+def fill_kept(
     place: torch.Tensor,
     quantised: Quantised,
     role: str,
@@ -95,11 +95,11 @@ def fill_small(
         tensors: those of the format's `sources` that the weight has, in their order.
     """
     fmt = FORMATS[quantised.format]
-    by_role = dict(zip(small_sources(quantised, role), tensors, strict=True))
-    small = fmt.small(role, by_role, quantised.numbers)
+    by_role = dict(zip(kept_sources(quantised, role), tensors, strict=True))
+    kept = fmt.kept_tensor(role, by_role, quantised.numbers)
     if role == VALUES and scheme.kind == "int4_lanes":
-        small = in_lanes(small)
-    place.copy_(small if view is None else view(small))
+        kept = in_lanes(kept)
+    place.copy_(kept if view is None else view(kept))
 
 
 def is_stored(quantised: Quantised, role: str) -> bool:
@@ -107,8 +107,8 @@ def is_stored(quantised: Quantised, role: str) -> bool:
     return role in FORMATS[quantised.format].as_stored
 
 
-def small_sources(quantised: Quantised, role: str) -> list[str]:
-    """Roles of the tensors that fill_small takes."""
+def kept_sources(quantised: Quantised, role: str) -> list[str]:
+    """Roles of the tensors that fill_kept takes."""
     return [one for one in FORMATS[quantised.format].sources(role) if one in quantised.tensors]
 
 

@@ -22,8 +22,8 @@ from mllm_compile.passes.base import (
     EXPERT_RANKS,
     PACKED_WEIGHTS,
     QUANTISED_TENSORS,
-    SMALL_WEIGHTS,
     WEIGHT_CUTS,
+    WEIGHT_SCHEMES,
     part_of_rank,
 )
 from mllm_compile.passes.canonicalise import Canonicalise
@@ -287,7 +287,7 @@ def _value(node: fx.Node, gm: fx.GraphModule, inputs: dict[str, torch.Tensor]) -
 
 def _weight(gm: fx.GraphModule, name: str, shape: Any, dtype: torch.dtype) -> torch.Tensor:
     """The weight's values; one that may be quantised has what its tensors stand for, also where it is plain."""
-    small, tensor = gm.meta.get(SMALL_WEIGHTS), gm.meta.get(QUANTISED_TENSORS, {}).get(name)
+    schemes_of, tensor = gm.meta.get(WEIGHT_SCHEMES), gm.meta.get(QUANTISED_TENSORS, {}).get(name)
     cuts = gm.meta.get(WEIGHT_CUTS, {}).get(name if tensor is None else tensor.weight_name, ())
     sizes = list(shape) if tensor is None else [int(shape[0]), *tensor.shape[1:]]
     for cut in cuts:
@@ -297,7 +297,7 @@ def _weight(gm: fx.GraphModule, name: str, shape: Any, dtype: torch.dtype) -> to
         return part_of_rank(values, tuple(map(tensor.cut, cuts)), current().rank).contiguous() if cuts else values
     if cuts:  # inside run_lockstep: each rank its part
         return part_of_rank(weight_values(name, sizes, dtype), cuts, current().rank).contiguous()
-    schemes, transposed = ({}, {}) if small is None else (small.schemes, small.transposed)
+    schemes, transposed = ({}, {}) if schemes_of is None else (schemes_of.schemes, schemes_of.transposed)
     if name in transposed:
         *others, columns, rows = map(int, shape)
         return _stands_for(name, (*others, rows, columns), transposed[name], dtype).transpose(-1, -2).contiguous()

@@ -73,7 +73,7 @@ def test_a_changed_field_of_a_quantised_weight_is_refused(name, is_kept, tmp_pat
     whole = table(name, tmp_path, is_kept)
     for index, one in enumerate(whole):
         parts = one["parts"].get("fields") or one["parts"]["all"]
-        for path, value in leaves({key: parts[key] for key in ("quantised", "small")}):
+        for path, value in leaves({key: parts[key] for key in ("quantised", "kept")}):
             is_free = FREE & set(path) or (path[-1] == "dtype" and "scales" in path)
             if is_free or value is None or ("shape" in path[3:] and (name, path[2]) in FREE_SIZES):
                 continue
@@ -106,18 +106,18 @@ FORGED: dict[str, tuple[str, Callable[[list[Any]], Any], str]] = {
         lambda parts: parts[0]["quantised"]["numbers"].update(group=256),
         "512 inputs have 4 groups; the config's sizes of a group: 256",
     ),
-    "another scheme": ("awq", lambda parts: parts[0]["small"].update(scheme=FP8), "has values in .*float8_e4m3fn, not"),
+    "another scheme": ("awq", lambda parts: parts[0]["kept"].update(scheme=FP8), "has values in .*float8_e4m3fn, not"),
     "groups that the scheme has and the weight has not": (
         "fp8 blocks",
-        lambda parts: [part["small"]["scheme"].update(group=64) for part in parts],
+        lambda parts: [part["kept"]["scheme"].update(group=64) for part in parts],
         "weights as fp8 has this one do not lie in memory as .*group=64",
     ),
     "a group of nothing": (
         "fp8 blocks",
-        lambda parts: parts[0]["small"]["scheme"].update(group=0),
+        lambda parts: parts[0]["kept"]["scheme"].update(group=0),
         "no weight lies in memory as .*group=0",
     ),
-    "roles that are swapped": ("fp8 blocks", lambda parts: parts[0]["small"].update(role=SCALES), "has scales in"),
+    "roles that are swapped": ("fp8 blocks", lambda parts: parts[0]["kept"].update(role=SCALES), "has scales in"),
     "a part of another tensor": (
         "fp8 blocks",
         lambda parts: parts[1].update(tensor=NAME),
@@ -155,17 +155,17 @@ def test_a_forged_table_is_refused_by_the_name_of_its_weight(forged, tmp_path):
 def test_parts_of_one_weight_lie_in_memory_alike(tmp_path):
     [values, _] = table("fp8 blocks", tmp_path, is_kept=True)
     part = values["parts"]["all"]
-    plain = part | {"small": None, "quantised": None}
+    plain = part | {"kept": None, "quantised": None}
     with pytest.raises(ValueError, match="its parts lie in memory in several ways"):
         check([values | {"num_parts": 2, "parts": {"each": [part, plain]}}])
 
 
 def test_a_plain_weight_that_is_quantised_while_it_is_read_has_a_scheme_that_there_is(tmp_path):
     part = {"tensor": NAME, "file": "f", "start": 0, "shape": [4, 256], "steps": [], "inner_starts": []}
-    part |= {"quantised": None, "small": {"role": VALUES, "scheme": FP8}, "factor": None}
+    part |= {"quantised": None, "kept": {"role": VALUES, "scheme": FP8}, "factor": None}
     values = {"name": NAME, "shape": [4, 256], "dtype": "float8_e4m3fn", "byte_sum": None, "num_parts": 1}
     check([values | {"parts": {"all": part}}])
-    assert WeightScheme("fp8", 128) == weights_from_json([values | {"parts": {"all": part}}])[0].parts[0].small.scheme
-    part["small"] = {"role": VALUES, "scheme": FP8 | {"has_zeros": True}}
+    assert WeightScheme("fp8", 128) == weights_from_json([values | {"parts": {"all": part}}])[0].parts[0].kept.scheme
+    part["kept"] = {"role": VALUES, "scheme": FP8 | {"has_zeros": True}}
     with pytest.raises(ValueError, match="no weight lies in memory as"):
         check([values | {"parts": {"all": part}}])

@@ -10,7 +10,7 @@ import torch
 
 from mllm_compile.runtime.quantised.scheme import quantised_as
 from mllm_compile.runtime.weights.formats.base import VALUES, Quantised, StoredTensor
-from mllm_compile.runtime.weights.spec import Factor, SmallPart, WeightPart, WeightSpec
+from mllm_compile.runtime.weights.spec import Factor, QuantisedPart, WeightPart, WeightSpec
 from mllm_compile.runtime.weights.table import weights_from_json, weights_to_json
 
 FILE = "model.safetensors"
@@ -33,8 +33,8 @@ def quantised_experts(count: int) -> WeightSpec:
             for role, shape, dtype in ((VALUES, (3, 2), torch.float8_e4m3fn), ("scales", (), torch.float32))
         }
         part = WeightPart(f"experts.{number}.{VALUES}", FILE, number, (3, 2), (("unsqueeze", 0),), (0, 0))
-        small = SmallPart(VALUES, quantised_as("fp8", 2))
-        parts.append(replace(part, quantised=Quantised("fp8", tensors, {"rows": 3, "scale": 0.5}), small=small))
+        kept = QuantisedPart(VALUES, quantised_as("fp8", 2))
+        parts.append(replace(part, quantised=Quantised("fp8", tensors, {"rows": 3, "scale": 0.5}), kept=kept))
     return WeightSpec("experts.down", (count, 3, 2), torch.float8_e4m3fn, tuple(parts), byte_sum=1 << 60)
 
 

@@ -1,4 +1,4 @@
-// A warp that attends to keys of e4m3: its lanes are threads, and its instructions as PTX defines them. What small_keys.cuh
+// A warp that attends to keys of e4m3: its lanes are threads, and its instructions as PTX defines them. What fp8_keys.cuh
 // does with them stands where this file says so. Says what is wrong, or nothing.
 #include <atomic>
 #include <cmath>
@@ -112,7 +112,7 @@ static void add_halves(float* d, u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1)
   });
 }
 
-// small_keys.cuh
+// fp8_keys.cuh
 
 static float query[8][128], out[8][128];
 
@@ -126,14 +126,14 @@ static void attend(int lane, int num_keys) {
       const float* its = query[lane / 4] + k * 16 + lane % 4 * 4 + j * 2;
       operand[k][j] = half_pair(its[0], its[1]);
     }
-  SmallSums sums = {};
+  Fp8Sums sums = {};
   sums.top[0] = sums.top[1] = NOTHING;
   for (int key = 0; key < num_keys; key += 16 * TILES) {
     float logits[TILES][2][4] = {};
-    for (int t = 0; t < TILES; t++) add_small_keys(logits[t], operand, 0, key + 16 * t);
-    const SmallWeights<TILES> weights = weigh(sums, logits, key, 16, num_keys, 1.f);
+    for (int t = 0; t < TILES; t++) add_fp8_keys(logits[t], operand, 0, key + 16 * t);
+    const Fp8Weights<TILES> weights = weigh(sums, logits, key, 16, num_keys, 1.f);
     for (int t = 0; t < TILES; t++)
-      add_small_values(sums.values, weights.of_keys[t], weights.order[t], sizeof(memory[0]), key + 16 * t);
+      add_fp8_values(sums.values, weights.of_keys[t], weights.order[t], sizeof(memory[0]), key + 16 * t);
   }
   for (int i = 0; i < 2; i++) {
     for (int by = 4; by < 32; by *= 2) sums.total[i] += __shfl_xor_sync(~0u, sums.total[i], by);

@@ -13,11 +13,11 @@ import mllm_compile.runtime.attention.hopper.kernel as kernel
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 def test_a_warp_attends_to_the_keys_that_are_there_whatever_stands_behind_them(tmp_path):
-    header = Path(kernel.__file__).with_name("small_keys.cuh").read_text(encoding="utf-8")
+    header = Path(kernel.__file__).with_name("fp8_keys.cuh").read_text(encoding="utf-8")
     functions = header[header.index("// Adds the products of sixteen keys") :]  # those before are instructions
-    walk = Path(__file__).with_name("small_keys.cpp").read_text(encoding="utf-8")
+    walk = Path(__file__).with_name("fp8_keys.cpp").read_text(encoding="utf-8")
     source = tmp_path / "keys.cpp"
-    source.write_text(walk.replace("// small_keys.cuh\n", functions, 1))
+    source.write_text(walk.replace("// fp8_keys.cuh\n", functions, 1))
     program = str(tmp_path / "keys")
     subprocess.run(["g++", "-std=c++17", "-O1", "-w", "-pthread", str(source), "-o", program], check=True)
     done = subprocess.run([program], capture_output=True, text=True)

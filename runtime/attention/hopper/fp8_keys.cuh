@@ -55,7 +55,7 @@ __device__ __forceinline__ float power_of_two(float v) {
 
 // Adds the products of sixteen keys from row `row` on with queries, in two parts: a lane has those of the keys lane / 4 and
 // the one eight behind, each with queries 2 quad and 2 quad + 1.
-__device__ __forceinline__ void add_small_keys(float (&logits)[2][4], const u32 (&query)[8][2], u32 tile, int row) {
+__device__ __forceinline__ void add_fp8_keys(float (&logits)[2][4], const u32 (&query)[8][2], u32 tile, int row) {
   const int lane = threadIdx.x % 32;
 #pragma unroll
   for (int k = 0; k < 8; k += 2) {
@@ -71,21 +71,21 @@ __device__ __forceinline__ void add_small_keys(float (&logits)[2][4], const u32 
 
 // A warp's sums over keys. values[k] are of columns 16 k + lane / 4 * 2 and the next one, each of queries 2 quad and
 // 2 quad + 1, and so are the others: what weights are against, and their sum, of this lane's keys.
-struct SmallSums {
+struct Fp8Sums {
   float values[8][4], top[2], total[2];
 };
 
 // The weights of 16 keys of each tile, as operands, and the order in which to take values, which leaves out what memory
 // behind the last key holds. The first tile's keys begin at `key`, the next one's `step` behind.
 template <int TILES>
-struct SmallWeights {
+struct Fp8Weights {
   u32 of_keys[TILES][2], order[TILES][2];
 };
 template <int TILES>
-__device__ __forceinline__ SmallWeights<TILES> weigh(SmallSums& sums, const float (&logits)[TILES][2][4], int key,
+__device__ __forceinline__ Fp8Weights<TILES> weigh(Fp8Sums& sums, const float (&logits)[TILES][2][4], int key,
                                                      int step, int num_keys, float scale) {
   constexpr float MOST_WEIGHT = 15.f, WEIGHT_OF_LARGEST = 7.f;  // to base 2; the latter where the reference grows
-  SmallWeights<TILES> its;
+  Fp8Weights<TILES> its;
   const int lane = threadIdx.x % 32;
   float above[TILES][4], most = -MOST_WEIGHT;
 #pragma unroll
@@ -138,7 +138,7 @@ __device__ __forceinline__ SmallWeights<TILES> weigh(SmallSums& sums, const floa
 }
 
 // Adds the weighted values of sixteen keys from row `row` on.
-__device__ __forceinline__ void add_small_values(float (&sums)[8][4], const u32 (&weights)[2], const u32 (&order)[2],
+__device__ __forceinline__ void add_fp8_values(float (&sums)[8][4], const u32 (&weights)[2], const u32 (&order)[2],
                                                  u32 tile, int row) {
   const int lane = threadIdx.x % 32;
 #pragma unroll
