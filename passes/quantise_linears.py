@@ -152,11 +152,11 @@ def _inputs(
     shape = (*others, columns, rows) if is_transposed else (*others, rows, columns)
     inputs = {}
     for role in scheme.roles:
-        own_name = tensor_name(name, role)
-        told[own_name] = QuantisedTensor(name, role, scheme, shape, is_transposed)
+        input_name = tensor_name(name, role)
+        told[input_name] = QuantisedTensor(name, role, scheme, shape, is_transposed)
         with gm.graph.inserting_before(weight):
-            inputs[role] = gm.graph.placeholder(identifier(own_name))
-        inputs[role].meta["weight_name"] = own_name
+            inputs[role] = gm.graph.placeholder(identifier(input_name))
+        inputs[role].meta["weight_name"] = input_name
         inputs[role].meta["val"] = val.new_empty(scheme.shape(role, *shape), dtype=scheme.dtype(role))
     return inputs
 

@@ -141,7 +141,7 @@ class _Rewriting:
         rows = weight.meta["val"].shape[0]  # type: ignore[union-attr]
         graph, users = self._graph, list(node.users)
         with graph.inserting_before(node):
-            first = call(graph, operator.mul, call(graph, op("own_rank"), ids), rows)
+            first = call(graph, operator.mul, call(graph, op("rank_index"), ids), rows)
             places = call(graph, operator.sub, ids, first)
             is_own = call(
                 graph, operator.and_, call(graph, operator.ge, places, 0), call(graph, operator.lt, places, rows)

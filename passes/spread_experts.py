@@ -271,7 +271,7 @@ class _Spreading:
         with graph.inserting_after(ids):
             place = ids.next
         with graph.inserting_before(place):
-            first = call(graph, operator.mul, call(graph, op("own_rank"), ids), count)
+            first = call(graph, operator.mul, call(graph, op("rank_index"), ids), count)
             places = call(graph, operator.sub, ids, first)
             is_own = _is_within(graph, places, count)
             others = call(graph, torch.where, _is_within(graph, ids, num_experts), ELSEWHERE, count)
@@ -304,7 +304,7 @@ def chosen_of_all(own: fx.Node) -> fx.Node | None:
     has not."""
     places: Any = own.args[1] if is_call(own, torch.where) else None
     first: Any = places.args[1] if is_call(places, operator.sub) else None
-    is_spread = is_call(first, operator.mul) and is_op(first.args[0], "own_rank")
+    is_spread = is_call(first, operator.mul) and is_op(first.args[0], "rank_index")
     return places.args[0] if is_spread else None
 
 

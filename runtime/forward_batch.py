@@ -218,7 +218,7 @@ class LogitsProcessorOutput:
 
     Attributes:
         next_token_logits: [S, V] in the model's dtype; S = R unless the batch's logits_indices say otherwise.
-        is_own_part: they are [S, V of a rank], for Communicator.choose: of batches that are
+        is_partial_vocab: they are [S, V of a rank], for Communicator.choose: of batches that are
             greedy_across_ranks, where ranks have a part of the vocabulary each.
         logits_of: logits [N, V] of further tokens, given their indices [N] int64 into the batch, until the next
             forward; of batches with return_logprob. Of ranks with requests of their own they are those of all, N each.
@@ -227,4 +227,4 @@ class LogitsProcessorOutput:
     next_token_logits: torch.Tensor
     hidden_states: torch.Tensor | None = None
     logits_of: Callable[[torch.Tensor], torch.Tensor] | None = None
-    is_own_part: bool = False
+    is_partial_vocab: bool = False

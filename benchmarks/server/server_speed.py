@@ -87,7 +87,7 @@ def main() -> None:
             wake(args.wake, server, args.rounds)
 
 
-def http_round(server: OwnServer, work: ServeWork) -> Round:
+def http_round(server: LocalServer, work: ServeWork) -> Round:
     before = cpu_of(server.pid)
     rate = run_load(server.url, None, work).rates[0]
     spent = [after - before for after, before in zip(cpu_of(server.pid), before, strict=True)]
@@ -131,7 +131,7 @@ def report(count: int, alone: list[Round], over_http: list[Round]) -> None:
     print(f" | {later - first:4.2f} | {middle:17.2f} | {late:4.2f} | {front:20.1f} | {kernel:10.1f}")
 
 
-def wake(config: str, server: OwnServer, rounds: int) -> None:
+def wake(config: str, server: LocalServer, rounds: int) -> None:
     """Prints the first token's time of a request that meets a sleeping engine."""
     work = ServeWork(rates=(1.0,), requests=rounds, input_tokens=128)
     firsts, used = asyncio.run(wakings(Server(server.url, None), work))

@@ -17,7 +17,7 @@ from mllm_compile.check.served import Served
 from mllm_compile.errors import CompileError
 from mllm_compile.runtime.attention.flashinfer.kernels import PlanGroup
 from mllm_compile.runtime.attention.flashinfer.plan import PagedView
-from mllm_compile.runtime.attention.flashinfer.prefill import GroupOwnPrefill, PrefillRows
+from mllm_compile.runtime.attention.flashinfer.prefill import GroupPiecePrefill, PrefillRows
 from mllm_compile.runtime.attention.layer import LayerSpec
 from mllm_compile.runtime.attention.layer_kernels import of_kind
 from mllm_compile.runtime.attention.split.split_decode import DecodePiece, Decoders, SplitDecodeSpace
@@ -74,7 +74,7 @@ def _error(layer: LayerSpec, piece: DecodePiece, decoders: Decoders, served: Ser
         first_tokens=starts,
     )
     out = torch.zeros_like(q)
-    prefill = GroupOwnPrefill(piece, group, space, dtype)
+    prefill = GroupPiecePrefill(piece, group, space, dtype)
     prefill.plan(rows).run(q, (keys, values), out)
     errors = []
     for row in range(_NUM_DECODES, len(_LENGTHS)):

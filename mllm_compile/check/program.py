@@ -343,8 +343,8 @@ def _quantise(
             done[key] = parts, torch.nn.Parameter(stands_for, requires_grad=False)
         parts, parameter = done[key]
         found[name] = parts[tensor.role]
-        owner, _, own_name = tensor.weight_name.rpartition(".")
-        setattr(model.get_submodule(owner), own_name, parameter)
+        owner, _, leaf_name = tensor.weight_name.rpartition(".")
+        setattr(model.get_submodule(owner), leaf_name, parameter)
     return found
 
 

@@ -243,9 +243,9 @@ def untie_stored_apart(tensors: CheckpointTensors, model: PreTrainedModel) -> No
     given = to_model_keys(tensors.planned, model).keys()
     for names in ties:
         for name in [name for name in names if name in given][1:]:
-            owner, _, own_name = name.rpartition(".")
+            owner, _, leaf_name = name.rpartition(".")
             own = torch.nn.Parameter(torch.empty_like(model.get_parameter(name)), requires_grad=False)
-            setattr(model.get_submodule(owner), own_name, own)
+            setattr(model.get_submodule(owner), leaf_name, own)
 
 
 def _check_dtypes(table: dict[str, PlannedTensor], tensors: CheckpointTensors, model: PreTrainedModel) -> None:

@@ -325,7 +325,7 @@ def serve_command(
     outputs = _outputs(json_path, plot)
 
     from mllm_compile.bench.serving.load import ServeWork, run_load
-    from mllm_compile.bench.serving.own_server import served
+    from mllm_compile.bench.serving.local_server import served
     from mllm_compile.bench.show.rates_plot import plot_rates
     from mllm_compile.bench.show.serving import print_rates
 

@@ -31,7 +31,7 @@ def add_decode_attention(config: ResolvedConfig, program: Program) -> tuple[Prog
     served = [
         layer
         for layer in program.layers
-        if _is_served(layer) and (config.compile.split_decode or needs_own_kernels(config, layer))
+        if _is_served(layer) and (config.compile.split_decode or is_beyond_flashinfer(config, layer))
     ]
     of_layers, made = made_by_kind(
         served,
@@ -42,7 +42,7 @@ def add_decode_attention(config: ResolvedConfig, program: Program) -> tuple[Prog
     return with_kernels(program, "decode", variants), tuple(piece for _, pieces in made for piece in pieces)
 
 
-def needs_own_kernels(config: ResolvedConfig, layer: LayerSpec) -> bool:
+def is_beyond_flashinfer(config: ResolvedConfig, layer: LayerSpec) -> bool:
     """True if no kernel of FlashInfer attends as the layer does, and the program's are to."""
     return layer.follows_places and config.runtime.attention_backend == "flashinfer"
 

@@ -21,7 +21,7 @@ def add_prefill_attention(config: ResolvedConfig, program: Program) -> tuple[Pro
     served = [
         layer
         for layer in program.layers
-        if needs_own_kernels(config, layer) and _is_served(layer) and program.kernels_of_layer(layer.name).decode
+        if is_beyond_flashinfer(config, layer) and _is_served(layer) and program.kernels_of_layer(layer.name).decode
     ]
     return with_piece_each(program, "prefill", served, partial(_piece, config))
 

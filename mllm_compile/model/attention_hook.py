@@ -13,7 +13,7 @@ import torch
 from transformers import AttentionInterface
 
 import mllm_compile.runtime.ops.trace  # noqa: F401  (defines torch.ops.mllm.attention)
-from mllm_compile.model.own_attention.indexed import EVERY_KEY, EveryKey
+from mllm_compile.model.written_attention.indexed import EVERY_KEY, EveryKey
 
 ATTENTION_IMPLEMENTATION = "mllm"
 

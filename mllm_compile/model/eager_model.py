@@ -15,10 +15,10 @@ import torch
 
 from mllm_compile.config.resolved import ResolvedConfig
 from mllm_compile.errors import CheckpointError, UnsupportedModelError
-from mllm_compile.model.own_attention.indexed import choosing_every_key
 from mllm_compile.model.positions_hook import position_offset, reading_positions
 from mllm_compile.model.refusals import first_line
 from mllm_compile.model.rope_hook import INPUT, choosing_rope, follow_rope
+from mllm_compile.model.written_attention.indexed import choosing_every_key
 from mllm_compile.runtime.forward_context import get_forward_context
 from mllm_compile.runtime.program.loaded import LoadedModel, ModelSource
 

@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from mllm_compile.errors import UnsupportedModelError
-from mllm_compile.model.own_attention.indexed import full_length
 from mllm_compile.model.positions_hook import position_offset
 from mllm_compile.model.refusals import first_line, refusing
 from mllm_compile.model.rope_hook import follow_rope
+from mllm_compile.model.written_attention.indexed import full_length
 from mllm_compile.runtime.program.spec import ModelSizes
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ class HFModel:
         tables: buffers of a checkpoint that its code fills with several numbers, as constants are: numbers of one
             table may follow from those of another.
         rope: how its RoPE follows the length of a text; None: it does not.
-        full_length: tokens up to which its sparse attention is full (own_attention/indexed.py); None: it has none.
+        full_length: tokens up to which its sparse attention is full (written_attention/indexed.py); None: it has none.
     """
 
     model: PreTrainedModel
@@ -198,7 +198,7 @@ def _is_causal_lm(config_class: type[PreTrainedConfig]) -> bool:
 @contextmanager
 def _in_class_tables(config_class: type[PreTrainedConfig], name: str) -> Iterator[None]:
     """Within the context, tables that give a class for each attention implementation give the eager one for `name`: it
-    writes its attention out (own_attention/)."""
+    writes its attention out (written_attention/)."""
     model_class = auto_class(config_class)._model_mapping.get(config_class, None)
     module = sys.modules.get(getattr(model_class, "__module__", ""))
     tables = [table for table in vars(module or object).values() if isinstance(table, dict)]

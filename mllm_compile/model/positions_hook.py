@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import fx
 
-import mllm_compile.runtime.ops.trace  # noqa: F401  (defines torch.ops.mllm.own_positions)
+import mllm_compile.runtime.ops.trace  # noqa: F401  (defines torch.ops.mllm.counted_positions)
 from mllm_compile.passes.match.nodes import is_op
 
 # Counted positions, of any shape with T elements → the positions to read instead, of that shape.
@@ -50,12 +50,12 @@ def position_offset(model: torch.nn.Module) -> int:
 
 def as_positions(counted: torch.Tensor) -> torch.Tensor:
     """Stands for `positions` in a trace: an op that restore_positions replaces."""
-    return torch.ops.mllm.own_positions(counted)
+    return torch.ops.mllm.counted_positions(counted)
 
 
 def restore_positions(gm: fx.GraphModule) -> None:
     """Puts the input `positions` [T] in the place of what was counted; positions that were read already stay."""
-    counted = [node for node in gm.graph.nodes if is_op(node, "own_positions")]
+    counted = [node for node in gm.graph.nodes if is_op(node, "counted_positions")]
     if not counted:
         return
     given = next((node for node in gm.graph.nodes if node.meta.get("input_name") == "positions"), None)

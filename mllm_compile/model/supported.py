@@ -17,11 +17,11 @@ from torch import fx
 
 from mllm_compile.errors import UnsupportedModelError
 from mllm_compile.model.hf_model import HFModel
-from mllm_compile.model.own_attention.find import KNOWS_ITS_MASK
-from mllm_compile.model.own_attention.masks import changed_tables
 from mllm_compile.model.random_weights import materialise
 from mllm_compile.model.refusals import refusing
 from mllm_compile.model.trace import Trace
+from mllm_compile.model.written_attention.find import KNOWS_ITS_MASK
+from mllm_compile.model.written_attention.masks import changed_tables
 from mllm_compile.passes.match.in_place import InPlaceError, writes_in_place, written_tensor
 from mllm_compile.passes.match.layer_kinds import is_traced_layer, refusals_of, traced_name
 from mllm_compile.passes.match.nodes import is_attention, is_symbolic

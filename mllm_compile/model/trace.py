@@ -25,13 +25,13 @@ from torch import fx
 from mllm_compile.errors import UnsupportedModelError
 from mllm_compile.model.experts_hook import check_choices, experts_as_ops
 from mllm_compile.model.hf_model import HFModel, fake_copy
-from mllm_compile.model.own_attention.find import find_attention
-from mllm_compile.model.own_attention.indexed import choosing_every_key
-from mllm_compile.model.own_attention.masks import tables_for_any_step, with_a_mask_if_needed
 from mllm_compile.model.positions_hook import as_positions, reading_positions, restore_positions
 from mllm_compile.model.refusals import first_line, refusing
 from mllm_compile.model.rope_hook import as_request_lengths, choosing_rope, restore_request_lengths
 from mllm_compile.model.states.state_hook import states_as_ops
+from mllm_compile.model.written_attention.find import find_attention
+from mllm_compile.model.written_attention.indexed import choosing_every_key
+from mllm_compile.model.written_attention.masks import tables_for_any_step, with_a_mask_if_needed
 
 _SAMPLE_TOKENS = 48  # any size does: the symbols are unbacked
 _SAMPLE_ROWS = 3

@@ -25,7 +25,7 @@ _STARTED_S = 300.0  # an actor imports torch before it connects
 _LOOK_S = 0.05
 _SHOWS_ALL_GPUS = "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"
 
-_own_clusters = 0  # groups that use the Ray that this process has started
+_started_clusters = 0  # groups that use the Ray that this process has started
 
 
 class RayLauncher:
@@ -46,13 +46,13 @@ class RayLauncher:
         import ray
         from ray.util.placement_group import placement_group
 
-        global _own_clusters
+        global _started_clusters
         self._ray: Any = ray
         self._on_gpus = on_gpus
-        self._is_own = not ray.is_initialized() or _own_clusters > 0
+        self._is_own = not ray.is_initialized() or _started_clusters > 0
         if not ray.is_initialized():
             ray.init(include_dashboard=False, log_to_driver=False, configure_logging=False)
-        _own_clusters += self._is_own
+        _started_clusters += self._is_own
         own = {"CPU": 1.0, self._host_resource(): 0.001} | ({"GPU": 1.0} if on_gpus else {})
         first = {"GPU": 1.0, self._host_resource(): 0.001}
         bundles = [*([first] if on_gpus else []), *[own] * (num_ranks - 1)]
@@ -85,14 +85,14 @@ class RayLauncher:
 
     def close(self) -> None:
         """Gives the reserved room back, and ends the Ray that was started for it."""
-        global _own_clusters
+        global _started_clusters
         from ray.util.placement_group import remove_placement_group
 
         with suppress(Exception):  # of a Ray that has ended
             remove_placement_group(self._group)
         if self._is_own:
-            _own_clusters -= 1
-            if _own_clusters == 0:
+            _started_clusters -= 1
+            if _started_clusters == 0:
                 self._ray.shutdown()
 
 

@@ -54,13 +54,13 @@ def _referred(schema: Any, reference: Any) -> Any:
     return place
 
 
-def first_fault(schema: Any, own_fault: Callable[[dict[str, Any]], str | None] = lambda part: None) -> str | None:
+def first_fault(schema: Any, backend_fault: Callable[[dict[str, Any]], str | None] = lambda part: None) -> str | None:
     """The part of a schema that would not be kept to, None if all of it is.
 
     Args:
-        own_fault: of one part of the schema, what the backend itself does not keep to.
+        backend_fault: of one part of the schema, what the backend itself does not keep to.
     """
-    faults = (_fault(part) or own_fault(part) for part in subschemas(schema))
+    faults = (_fault(part) or backend_fault(part) for part in subschemas(schema))
     return next((fault for fault in faults if fault is not None), None)
 
 

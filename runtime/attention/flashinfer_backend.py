@@ -50,7 +50,7 @@ from mllm_compile.runtime.attention.flashinfer.kernels import (
 from mllm_compile.runtime.attention.flashinfer.parts import DividedPrefill
 from mllm_compile.runtime.attention.flashinfer.plan import PagedView, make_paged_view
 from mllm_compile.runtime.attention.flashinfer.planned import DecodeMetadata, Planned, PrefillMetadata
-from mllm_compile.runtime.attention.flashinfer.prefill import GroupOwnPrefill, GroupPrefill, OwnPrefill, PrefillRows
+from mllm_compile.runtime.attention.flashinfer.prefill import GroupPiecePrefill, GroupPrefill, PiecePrefill, PrefillRows
 from mllm_compile.runtime.attention.flashinfer.sinks import run_with_sinks
 from mllm_compile.runtime.attention.flashinfer.wrappers import GroupWrappers
 from mllm_compile.runtime.attention.layer import AttentionLayer
@@ -89,7 +89,7 @@ class FlashInferAttnBackend(AttentionBackend, FusesRope, Cascades, CapturesDecod
         self._group_prefills = wrappers.prefills
         self._group_cascades = wrappers.cascades
         self._split_space = wrappers.split_space
-        self._has_own_prefills = any(isinstance(prefill, GroupOwnPrefill) for prefill in self._group_prefills)
+        self._has_piece_prefills = any(isinstance(prefill, GroupPiecePrefill) for prefill in self._group_prefills)
         self._cascaded = [
             layer for layer in wrappers.layers if self._group_cascades[self._group_of[layer.name]] is not None
         ]
@@ -121,7 +121,7 @@ class FlashInferAttnBackend(AttentionBackend, FusesRope, Cascades, CapturesDecod
                 self.page_size,
             )
 
-        num_listed = num_decodes + num_prefills if self._has_own_prefills else num_decodes
+        num_listed = num_decodes + num_prefills if self._has_piece_prefills else num_decodes
         if self._split_space is not None and num_listed:  # the program's own kernels read the pages of these
             self._split_space.list_pages(batch.req_pool_indices[:num_listed])
         self._planned.set(None, None, num_decodes=0)  # what fails below leaves no plan of another batch
@@ -205,7 +205,7 @@ class FlashInferAttnBackend(AttentionBackend, FusesRope, Cascades, CapturesDecod
     def reads_pages(self, batch: ForwardBatch) -> bool:
         is_captured = self._captured_mixed is not None and self._captured_mixed.steps.holds(batch.num_tokens)
         reads_new_alone = prefills_new_tokens_alone(self.kv_cache_dtype, has_prefix=False)
-        if is_captured or self._has_own_prefills or batch.media is not None or not reads_new_alone:
+        if is_captured or self._has_piece_prefills or batch.media is not None or not reads_new_alone:
             return True
         return not CommonAttentionMetadata.of(batch).is_fresh
 
@@ -227,7 +227,7 @@ class FlashInferAttnBackend(AttentionBackend, FusesRope, Cascades, CapturesDecod
             _run_decode(decodes.decode_wrappers[group_index], q[:num_decodes], pages, out[:num_decodes], layer)
         if prefills is not None:
             wrapper = prefills.prefill_wrappers[group_index]
-            if isinstance(wrapper, OwnPrefill):
+            if isinstance(wrapper, PiecePrefill):
                 wrapper.run(q, pages, out)
                 return
             new = slice(prefills.first_token, None)
@@ -328,7 +328,7 @@ class FlashInferAttnBackend(AttentionBackend, FusesRope, Cascades, CapturesDecod
         prefix, page_table = self._wrappers.shared_prefix, self.page_table
         if prefix is None or page_table is None:
             return None
-        return CapturedCascades(self._wrappers.own_cascades, self.groups, prefix, page_table, self._planned)
+        return CapturedCascades(self._wrappers.piece_cascades, self.groups, prefix, page_table, self._planned)
 
     @property
     def decodes(self) -> CapturesDecodes:

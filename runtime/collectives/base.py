@@ -98,7 +98,7 @@ def add_and_norm(
     return summed, weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)).to(total.dtype)
 
 
-def own_part(total: torch.Tensor, rank: int, size: int) -> torch.Tensor:
+def part_of_sum(total: torch.Tensor, rank: int, size: int) -> torch.Tensor:
     """Return what Communicator.reduce_scatter does, of a sum that is there."""
     length = total.shape[0] // size
     return total[rank * length : (rank + 1) * length].clone()

@@ -7,7 +7,7 @@ from collections.abc import Collection, Sequence
 
 import torch
 
-from mllm_compile.runtime.collectives.base import Communicator, add_and_norm, choose_by_gather, own_part
+from mllm_compile.runtime.collectives.base import Communicator, add_and_norm, choose_by_gather, part_of_sum
 from mllm_compile.runtime.cuda.kernel import CudaKernel
 
 
@@ -26,7 +26,7 @@ class PlainCommunicator(Communicator, ABC):
         return add_and_norm(self.all_reduce(x), residual, weight, eps)
 
     def reduce_scatter(self, x: torch.Tensor) -> torch.Tensor:
-        return own_part(self.all_reduce(x), self.rank, self.size)
+        return part_of_sum(self.all_reduce(x), self.rank, self.size)
 
     def choose(self, own: torch.Tensor) -> torch.Tensor:
         return choose_by_gather(self, own)

@@ -120,7 +120,7 @@ class DecodeGraphs(BatchGraphs):
             logits = output.next_token_logits
             if loop is None:
                 return logits, None
-            return logits, loop.end_greedy_across_ranks(logits) if output.is_own_part else loop.end(logits)
+            return logits, loop.end_greedy_across_ranks(logits) if output.is_partial_vocab else loop.end(logits)
 
         if not any(self._graphs.values()):
             run()  # cuBLAS takes its workspace of the capture stream, and kernels are loaded

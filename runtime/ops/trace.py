@@ -123,11 +123,11 @@ def _expanded(
     return keys.flatten(1, 2), expanded[..., own:].flatten(1, 2)
 
 
-# mllm::own_positions stands for the positions of the tokens where a model counts them by itself: it takes what was
+# mllm::counted_positions stands for the positions of the tokens where a model counts them by itself: it takes what was
 # counted, and is taken out of the graph before any pass (mllm_compile/model/positions_hook.py).
-_LIBRARY.define("own_positions(Tensor counted) -> Tensor")
-_LIBRARY.impl("own_positions", torch.clone, "CompositeExplicitAutograd")
-torch.library.register_fake("mllm::own_positions", torch.empty_like, lib=_LIBRARY)
+_LIBRARY.define("counted_positions(Tensor counted) -> Tensor")
+_LIBRARY.impl("counted_positions", torch.clone, "CompositeExplicitAutograd")
+torch.library.register_fake("mllm::counted_positions", torch.empty_like, lib=_LIBRARY)
 # mllm::request_lengths stands for the lengths that tokens' RoPE follows (mllm_compile/model/rope_hook.py), as long.
 _LIBRARY.define("request_lengths(Tensor positions) -> Tensor")
 _LIBRARY.impl("request_lengths", torch.clone, "CompositeExplicitAutograd")

@@ -112,11 +112,11 @@ class ProgramRunner:
         if batch.greedy_across_ranks and self._communicator is not None and self._dp_size == 1:
             with leaving_parts() as parts:
                 logits = executor.head(body, logits_indices)
-            is_own_part = len(parts) == 1
+            is_partial_vocab = len(parts) == 1
             return LogitsProcessorOutput(
-                parts[0] if is_own_part else logits,
+                parts[0] if is_partial_vocab else logits,
                 logits_of=logits_of if batch.return_logprob else None,
-                is_own_part=is_own_part,
+                is_partial_vocab=is_partial_vocab,
             )
         return LogitsProcessorOutput(logits_of(logits_indices), logits_of=logits_of if batch.return_logprob else None)
 

@@ -25,7 +25,7 @@ from mllm_compile.runtime.errors import ConfigError
 
 _PREFIX = "mllm-pieces-"
 _lock = threading.Lock()
-_folder: _OwnFolder | None = None
+_folder: _PrivateFolder | None = None
 
 
 class Unpacked:
@@ -40,7 +40,7 @@ class Unpacked:
 
     def __init__(self, package: bytes) -> None:
         """`package` is a zip whose members' names were checked."""
-        parent = _own_folder()
+        parent = _private_folder()
         with zipfile.ZipFile(io.BytesIO(package)) as archive:
             needed = sum(member.file_size for member in archive.infolist())
             try:
@@ -76,7 +76,7 @@ def check_room(package: bytes) -> None:
         raise ConfigError(f"{said}: pieces are unpacked there. Free space.")
 
 
-class _OwnFolder:
+class _PrivateFolder:
     """This process' folder, locked while it lives."""
 
     def __init__(self) -> None:
@@ -90,14 +90,14 @@ class _OwnFolder:
         weakref.finalize(self, _remove, self.path, self.process)
 
 
-def _own_folder() -> Path:
+def _private_folder() -> Path:
     """The process' folder, made at the first call, which sweeps those of killed processes."""
     global _folder
     with _lock:
         if _folder is None or _folder.process != os.getpid() or not _folder.path.is_dir():
             sweep()
             try:
-                _folder = _OwnFolder()
+                _folder = _PrivateFolder()
             except OSError as error:
                 raise _refusal(error) from error
         return _folder.path

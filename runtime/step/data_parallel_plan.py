@@ -47,27 +47,27 @@ class DataParallelStep:
         Args:
             pages: the page table, the batch's own writes included.
         """
-        own = batch_of_rank(batch, self.rank, self.rows_of_rank)
-        plan = plan_step(own, pages)
+        rank_batch = batch_of_rank(batch, self.rank, self.rows_of_rank)
+        plan = plan_step(rank_batch, pages)
         fields = plan.fields
         sampled = np.flatnonzero(batch.sample_mask)
         places, size = self._blocks(batch.rows[sampled])
-        ends = np.arange(own.num_requests) if fields.logits_indices is None else fields.logits_indices
+        ends = np.arange(rank_batch.num_requests) if fields.logits_indices is None else fields.logits_indices
         fields.logits_indices = np.zeros(size, dtype=np.int64)
         fields.logits_indices[: ends.size] = ends  # a rank without any gives a row that nobody looks at
         fields.sampled_rows, fields.sampled_positions = np.zeros((2, self.num_ranks * size), dtype=np.int64)
         fields.sampled_rows[places] = batch.rows[sampled]
         fields.sampled_positions[places] = batch.seq_lens[sampled]
-        plan = replace(plan, sampled=sampled, token_indices=places, own=own, across=self._across(batch))
+        plan = replace(plan, sampled=sampled, token_indices=places, rank_batch=rank_batch, across=self._across(batch))
         return self._with_scores(plan, batch) if batch.prompt_logprob_rows.any() else plan
 
     def _with_scores(self, plan: StepPlan, batch: ScheduledBatch) -> StepPlan:
         """Adds the prompt positions of all ranks that are scored, which rank 0 alone knows."""
         found = []
         for rank in range(self.num_ranks):
-            own = batch_of_rank(batch, rank, self.rows_of_rank)
-            starts = np.cumsum(own.num_new, dtype=np.int64) - own.num_new
-            rows, indices, targets = prompt_positions(own, starts)
+            rank_batch = batch_of_rank(batch, rank, self.rows_of_rank)
+            starts = np.cumsum(rank_batch.num_new, dtype=np.int64) - rank_batch.num_new
+            rows, indices, targets = prompt_positions(rank_batch, starts)
             found.append((np.flatnonzero(ranks_of(batch.rows, self.rows_of_rank) == rank)[rows], indices, targets))
         size = max(indices.size for _, indices, _ in found)
         if not size:
@@ -99,7 +99,7 @@ class DataParallelStep:
         """
         if media is None:
             return plan
-        if plan.own is None:  # a captured decode, which has the rows of all ranks
+        if plan.rank_batch is None:  # a captured decode, which has the rows of all ranks
             deltas = np.zeros(plan.fields.seq_lens.size, dtype=media.deltas.dtype)
             deltas[plan.token_indices] = media.deltas
             return replace(plan, media=MediaPlan(plan.fields.positions, deltas))

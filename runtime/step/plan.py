@@ -36,7 +36,8 @@ class StepPlan:
         prompt_rows: [N] request of each prompt position that is scored.
         prompt_num_top: alternatives that are wanted there.
         media: positions and features, where requests have images; set by whoever knows these.
-        own: the part of the batch that this rank computes, where ranks have requests of their own; None: all of it.
+        rank_batch: the part of the batch that this rank computes, where ranks have requests of their own; None: all of
+            it.
         across: how many tokens each of these has.
         scored: [N ranks * M] tokens whose logits are asked for besides, a block of each of these ranks, as all of them
             have to know; None: none are, or fields.scored_indices are all.
@@ -50,7 +51,7 @@ class StepPlan:
     prompt_rows: np.ndarray
     prompt_num_top: int
     media: MediaPlan | None = None
-    own: ScheduledBatch | None = None
+    rank_batch: ScheduledBatch | None = None
     across: DPMetadata | None = None
     scored: np.ndarray | None = None
 

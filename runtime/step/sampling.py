@@ -112,7 +112,7 @@ class StepSampling:
         logits = output.next_token_logits
         if plan.sampled.size:
             rows, positions = sampled_rows
-            if output.is_own_part:
+            if output.is_partial_vocab:
                 tokens = self._runner.greedy_across_ranks(output)
             else:
                 sampled = self._sampler(logits, self.state, rows, self.state.flags, positions, mask)
@@ -128,7 +128,7 @@ class StepSampling:
         results = StepResults(buffer, token_ids, scores, prompt_scores, all_scores)
         if tokens is not None:  # behind what the host waits for
             self._keep_tokens(sampled_rows[0], tokens)
-            if not output.is_own_part:
+            if not output.is_partial_vocab:
                 self._runner.broadcast_tokens()
         return results
 
@@ -137,7 +137,7 @@ class StepSampling:
         if fields.scored_indices is not None and output.logits_of is not None:
             for part in fields.scored_indices.split(self.scored_at_once):
                 output.logits_of(part)
-        if plan.sampled.size and output.is_own_part:
+        if plan.sampled.size and output.is_partial_vocab:
             self._keep_tokens(fields.sampled[0], self._runner.greedy_across_ranks(output))
         elif plan.sampled.size:
             self._runner.broadcast_tokens()

@@ -83,7 +83,7 @@ def test_the_offset_is_what_transformers_counts_from(architecture, offset):
 def test_a_trace_has_one_input_of_positions_and_none_of_what_stood_for_them(architecture):
     graph = trace_model(build_config_on_meta(tiny_config(architecture), torch.float32), "cpu", 128).graph_module.graph
     assert sum(node.meta.get("input_name") == "positions" for node in graph.nodes) == 1
-    assert not [node for node in graph.nodes if is_op(node, "own_positions")]
+    assert not [node for node in graph.nodes if is_op(node, "counted_positions")]
     assert not [node for node in graph.nodes if "arange" in str(node.target)]
 
 

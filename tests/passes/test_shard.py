@@ -118,7 +118,7 @@ def test_weights_are_cut_as_transformers_plans_to():
 def test_a_sum_over_ranks_stands_behind_attention_and_behind_the_feed_forward_and_nowhere_else():
     found = cut_model("qwen3", 2)
     layers = tiny_config("qwen3").num_hidden_layers
-    assert found.calls == {"all_reduce": 2 * layers + 1, "all_gather": 1, "own_rank": 1}  # one for the vocabulary
+    assert found.calls == {"all_reduce": 2 * layers + 1, "all_gather": 1, "rank_index": 1}  # one for the vocabulary
 
 
 def test_norms_over_all_heads_are_means_of_ranks_means():

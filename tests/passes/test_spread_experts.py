@@ -46,7 +46,7 @@ def spread_model(name: str, num_ranks: int) -> Cut:
 def test_ranks_compute_what_one_does_of_their_own_tokens(name, num_ranks):
     found = spread_model(name, num_ranks)
     assert found.error < LARGEST_ERROR
-    assert found.calls["reduce_scatter"] == found.calls["own_rank"] > 0
+    assert found.calls["reduce_scatter"] == found.calls["rank_index"] > 0
     assert all(one.dim == 0 and len(set(one.ranges)) == num_ranks for (one,) in found.cuts.values())
 
 
@@ -55,7 +55,7 @@ def test_four_ranks_have_an_expert_each_and_gather_what_these_read():
     assert found.error < LARGEST_ERROR
     layers = tiny_config("qwen3_moe").num_hidden_layers
     # A router reads what its experts read: a layer gathers that alone.
-    assert found.calls == {"all_gather": layers, "reduce_scatter": layers, "own_rank": layers}
+    assert found.calls == {"all_gather": layers, "reduce_scatter": layers, "rank_index": layers}
     assert {one.ranges for (one,) in found.cuts.values()} == {tuple(((rank, 1),) for rank in range(4))}
 
 

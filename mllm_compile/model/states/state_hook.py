@@ -3,7 +3,7 @@
 Mixers of all kinds do their work by a few functions of known names (a causal convolution, a gated delta rule, a scan),
 which their module has or takes from a kernel package (`use_kernel_func_from_hub_with_fallback`). For a trace alone
 these are replaced in the modules that the model's layers are defined in; the self-check compares with the model's own.
-A model is not told apart: what has such functions is hooked. Mixers that have none are own_mixers.py's.
+A model is not told apart: what has such functions is hooked. Mixers that have none are unhooked_mixers.py's.
 
 Transformers calls them with a batch of one and, without a cache, from no state: with packed tokens and a state a
 request, that is the served call. What a call asks for besides is written into the op's `refusals` for the gate.
@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 import mllm_compile.runtime.ops.states.trace  # noqa: F401  (defines the ops)
-from mllm_compile.model.states.own_mixers import own_mixers
+from mllm_compile.model.states.unhooked_mixers import unhooked_mixers
 
 # Arguments of Transformers' functions that change nothing for packed tokens without a cache: how to compute.
 _WITHOUT_EFFECT = frozenset({"chunk_size", "use_associative_scan", "use_mambapy"})
@@ -121,14 +121,14 @@ _HOOKS: dict[str, Callable[..., Any]] = {
 def has_states(model: torch.nn.Module) -> bool:
     """True if its code has a function, or a mixer of its own, that `states_as_ops` replaces."""
     functions = (function for namespace in _namespaces(model) for function in list(namespace.values()))
-    return any(_kernel_name(function) in _HOOKS for function in functions) or any(own_mixers(model))
+    return any(_kernel_name(function) in _HOOKS for function in functions) or any(unhooked_mixers(model))
 
 
 @contextmanager
 def states_as_ops(model: torch.nn.Module) -> Iterator[None]:
     """Within the context, the model's recurrent layers and convolutions emit ops of ours."""
     replaced = []
-    own = [(mixer.module, *method) for mixer in own_mixers(model) for method in mixer.methods.items()]
+    own = [(mixer.module, *method) for mixer in unhooked_mixers(model) for method in mixer.methods.items()]
     for module, name, method in own:
         setattr(module, name, types.MethodType(method, module))
     try:

@@ -21,7 +21,7 @@ class _Taps:
 _TAPS = _Taps()
 
 
-def own_table(tower: Any) -> Any:
+def position_table(tower: Any) -> Any:
     """The module that reads a table so; None: the tower has none."""
     module = getattr(tower, "embeddings", None)
     return module if hasattr(module, "position_embedding") and hasattr(module, "interpolated_method") else None
@@ -35,7 +35,7 @@ def say_taps(indices: torch.Tensor | None = None, weights: torch.Tensor | None =
 @contextmanager
 def spread_by_taps(tower: Any) -> Iterator[None]:
     """Within the context a tower's own table is read at the taps that were said; of another tower nothing changes."""
-    module = own_table(tower)
+    module = position_table(tower)
 
     def forward(embeddings: torch.Tensor, *sizes_and_places: Any) -> torch.Tensor:
         assert _TAPS.said is not None, "a tower with a table is given taps"

@@ -17,7 +17,7 @@ import torch
 
 from mllm_compile.model.hf_model import HFModel
 from mllm_compile.model.towers.adapter import TowerAdapter, placeholder_of, refusal, traced_tower
-from mllm_compile.model.towers.places_table import own_table, say_taps, spread_by_taps
+from mllm_compile.model.towers.places_table import position_table, say_taps, spread_by_taps
 from mllm_compile.model.towers.varlen_hook import packed, say_bounds
 from mllm_compile.model.trace import Trace, sized
 from mllm_compile.runtime.media.grids import GridTower
@@ -91,7 +91,7 @@ def grid_tower(hf_model: HFModel) -> GridTower | None:
     deeper = len(getattr(tower, "deepstack_visual_indexes", ()))
     if getattr(tower, "interpolation_mode", "bilinear") != "bilinear":
         raise refusal(f"its table of places is interpolated by {tower.interpolation_mode!r}, not 'bilinear'")
-    table, side = own_table(tower), getattr(tower, "num_grid_per_side", 0)
+    table, side = position_table(tower), getattr(tower, "num_grid_per_side", 0)
     if table is not None:
         side = int(table.num_positions**0.5)
         if table.interpolated_method != "bicubic":
@@ -122,7 +122,7 @@ class _Tower(torch.nn.Module):
     def __init__(self, tower: Any, patch_width: int) -> None:
         super().__init__()
         self.tower, self.patch_width = tower, patch_width
-        self.reads_own_table = own_table(tower) is not None
+        self.reads_position_table = position_table(tower) is not None
 
     def forward(
         self,
@@ -139,7 +139,7 @@ class _Tower(torch.nn.Module):
         said: dict[str, Any] = {"position_ids": position_ids.flatten(0, 1), "cu_seqlens": cu_seqlens, "max_seqlen": 1}
         if interp_indices is not None and interp_weights is not None:
             taps = interp_indices.flatten(0, 1), interp_weights.flatten(0, 1)
-            if self.reads_own_table:
+            if self.reads_position_table:
                 say_taps(*taps)
                 say_bounds(cu_seqlens)  # of which it would take differences, whose number torch 2.11 calls data
                 said["cu_seqlens"] = torch.zeros(2, dtype=torch.int32, device=cu_seqlens.device)

@@ -301,13 +301,13 @@ def check_supported(
     layers: Iterable[AttentionLayer],
     q_dtype: torch.dtype,
     kv_cache_dtype: torch.dtype | None = None,
-    own_prefills: Collection[str] = (),
+    piece_prefills: Collection[str] = (),
 ) -> None:
     """Refuse what the kernels cannot do, before anything is allocated.
 
     Args:
         kv_cache_dtype: the cache's, where it may be another; the program's own kernels read the model's.
-        own_prefills: names of layers for whose prompts the program has a kernel.
+        piece_prefills: names of layers for whose prompts the program has a kernel.
 
     Raises:
         ConfigError: the model's dtype is not one of the kernels'.
@@ -319,7 +319,7 @@ def check_supported(
             "Set model.dtype: bfloat16, or runtime.attention_backend: torch."
         )
     for layer in layers:
-        problem = _problem(layer, layer.name in own_prefills)
+        problem = _problem(layer, layer.name in piece_prefills)
         if not problem and layer.follows_places and kv_cache_dtype not in (None, q_dtype):
             problem = f"it attends with a bias by distance or in chunks, and the KV cache is {kv_cache_dtype}"
         if problem:

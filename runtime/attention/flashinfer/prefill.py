@@ -142,7 +142,7 @@ class CapturedPrefill:
             )
 
 
-class OwnPrefill:
+class PiecePrefill:
     """The prompts of a batch by the program's own kernel (ops/prompts/attend.py), which reads pages and lengths on the
     device, and a list of tiles that the host has made."""
 
@@ -158,7 +158,7 @@ class OwnPrefill:
         self._piece([q.contiguous(), keys.flatten(0, 1), values.flatten(0, 1), *self._batch, out, *self._slopes])
 
 
-class GroupOwnPrefill:
+class GroupPiecePrefill:
     """The prompts of one plan group by the program's own kernel."""
 
     def __init__(self, piece: DecodePiece, group: PlanGroup, space: SplitDecodeSpace, dtype: torch.dtype) -> None:
@@ -178,7 +178,7 @@ class GroupOwnPrefill:
         tiles = torch.tensor([[0, 0, 1, 0]], dtype=torch.int32, device=device)
         self._prefill([self._space.page_table[:1], one, tiles]).run(q, (page, page), torch.empty_like(q))
 
-    def plan(self, prefills: PrefillRows) -> OwnPrefill:
+    def plan(self, prefills: PrefillRows) -> PiecePrefill:
         """The wrapper for a batch that runs now, whose pages are listed."""
         seq_lens = prefills.seq_lens
         tiles = list_tiles(prefills.first_tokens, prefills.prefix_lens, len(seq_lens) - prefills.prefix_lens.size)
@@ -187,8 +187,8 @@ class GroupOwnPrefill:
     def capture_obstacle(self) -> str:
         return "prompts with a bias by distance or in chunks are given a list of their tiles by the host"
 
-    def _prefill(self, batch: list[torch.Tensor]) -> OwnPrefill:
-        return OwnPrefill(self._piece, batch, self._space.slopes_of(self._group))
+    def _prefill(self, batch: list[torch.Tensor]) -> PiecePrefill:
+        return PiecePrefill(self._piece, batch, self._space.slopes_of(self._group))
 
 
 class GroupPrefill:

@@ -27,7 +27,7 @@ from mllm_compile.runtime.attention.flashinfer.kernels import (
     workspace_bytes,
 )
 from mllm_compile.runtime.attention.flashinfer.library import copy_space, float_workspace, import_flashinfer
-from mllm_compile.runtime.attention.flashinfer.prefill import GroupOwnPrefill, GroupPrefill
+from mllm_compile.runtime.attention.flashinfer.prefill import GroupPiecePrefill, GroupPrefill
 from mllm_compile.runtime.attention.layer import AttentionLayer
 from mllm_compile.runtime.attention.layer_kernels import LinkedKernels, of_kind
 from mllm_compile.runtime.attention.metadata import get_kv_cache_layout
@@ -44,7 +44,7 @@ class GroupWrappers:
         group_of: layer → the index of its group.
         decodes, prefills: what plans a group's decodes and prefills.
         cascades: and its decodes that begin with the same pages, by FlashInfer; None: the group has no such kernel.
-        own_cascades: index of a group → the program's own kernel for captured ones.
+        piece_cascades: index of a group → the program's own kernel for captured ones.
         shared_prefix: what the latter share; None: there are none.
         split_space: what the program's own kernels for decodes and prompts share; None: there are none.
         num_sms: multiprocessors of the device.
@@ -108,10 +108,10 @@ class GroupWrappers:
         own = {self.group_of[name]: piece for name, piece in prefills.items()}
         self.prefills = [self._make_prefill(group, own.get(index)) for index, group in enumerate(self.groups)]
         self.cascades = [self._make_cascade(group) for group in self.groups]
-        self.own_cascades = {self.group_of[name]: piece for name, piece in cascades.items()}
+        self.piece_cascades = {self.group_of[name]: piece for name, piece in cascades.items()}
         self.shared_prefix: SharedPrefix | None = None
-        if self.own_cascades:
-            cascading = [self.groups[index] for index in self.own_cascades]
+        if self.piece_cascades:
+            cascading = [self.groups[index] for index in self.piece_cascades]
             self.shared_prefix = SharedPrefix(cascading, max_requests, self.device)
 
     def load(self) -> None:
@@ -184,9 +184,9 @@ class GroupWrappers:
 
         return space, [make(index, group) for index, group in enumerate(self.groups)]
 
-    def _make_prefill(self, group: PlanGroup, own: DecodePiece | None) -> GroupPrefill | GroupOwnPrefill:
+    def _make_prefill(self, group: PlanGroup, own: DecodePiece | None) -> GroupPrefill | GroupPiecePrefill:
         if own is not None and self.split_space is not None:
-            return GroupOwnPrefill(own, group, self.split_space, self._q_dtype)
+            return GroupPiecePrefill(own, group, self.split_space, self._q_dtype)
         return self.make_prefill(group)
 
     def _make_cascade(self, group: PlanGroup) -> GroupCascade | None:

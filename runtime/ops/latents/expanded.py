@@ -5,7 +5,7 @@ The rotated part of keys, which all heads share, is read where the latents are. 
 adds to.
 
 Shape legend: T tokens, K keys of a part, N tiles, S blocks that share a tile's keys, H query heads, Q width of queries,
-V of values, W of latents with the rotated part R beside them; Q - R columns of a key are a head's own.
+V of values, W of latents with the rotated part R beside them; Q - R columns of a key are not rotated (NOPE).
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ def _attend(
     SCALE: tl.constexpr,
     KEY_STRIDE: tl.constexpr,
     REST_STRIDE: tl.constexpr,
-    OWN: tl.constexpr,
+    NOPE: tl.constexpr,
     R: tl.constexpr,
     V: tl.constexpr,
-    PADDED_OWN: tl.constexpr,
+    PADDED_NOPE: tl.constexpr,
     PADDED_R: tl.constexpr,
     PADDED_V: tl.constexpr,
     KEYS: tl.constexpr,
@@ -53,7 +53,7 @@ def _attend(
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
     """(largest logit, sum, weighted values [ROWS, V]) with the keys start … end, a multiple of KEYS each or the last;
     without MASKED every row sees all of them."""
-    own = tl.arange(0, PADDED_OWN)
+    nope = tl.arange(0, PADDED_NOPE)
     rest = tl.arange(0, PADDED_R)
     columns = tl.arange(0, PADDED_V)
     block = tl.arange(0, KEYS)
@@ -61,13 +61,15 @@ def _attend(
         offsets = offset + block
         is_key = offsets < num_keys
         key_ptrs = own_ptr + offsets * KEY_STRIDE
-        key = _load(key_ptrs[:, None] + own[None, :], is_key[:, None], (own < OWN)[None, :], MASKED, OWN == PADDED_OWN)
+        key = _load(
+            key_ptrs[:, None] + nope[None, :], is_key[:, None], (nope < NOPE)[None, :], MASKED, NOPE == PADDED_NOPE
+        )
         rest_ptrs = rest_ptr + offsets * REST_STRIDE
         key_rest = _load(
             rest_ptrs[:, None] + rest[None, :], is_key[:, None], (rest < R)[None, :], MASKED, R == PADDED_R
         )
         value = _load(
-            key_ptrs[:, None] + OWN + columns[None, :],
+            key_ptrs[:, None] + NOPE + columns[None, :],
             is_key[:, None],
             (columns < V)[None, :],
             MASKED,
@@ -112,11 +114,11 @@ def _expanded_kernel(
     num_splits: tl.tensor,
     SCALE: tl.constexpr,
     H: tl.constexpr,
-    OWN: tl.constexpr,
+    NOPE: tl.constexpr,
     R: tl.constexpr,
     V: tl.constexpr,
     W: tl.constexpr,
-    PADDED_OWN: tl.constexpr,
+    PADDED_NOPE: tl.constexpr,
     PADDED_R: tl.constexpr,
     PADDED_V: tl.constexpr,
     ROWS: tl.constexpr,
@@ -143,12 +145,12 @@ def _expanded_kernel(
     rows = tl.arange(0, ROWS)
     is_row = rows < num_rows
     tokens = (first_token + rows).to(tl.int64)
-    own = tl.arange(0, PADDED_OWN)
+    nope = tl.arange(0, PADDED_NOPE)
     rest = tl.arange(0, PADDED_R)
     columns = tl.arange(0, PADDED_V)
-    q_ptrs = q_ptr + (tokens * H + head)[:, None] * (OWN + R)
-    q = tl.load(q_ptrs + own[None, :], mask=is_row[:, None] & (own < OWN)[None, :], other=0.0)
-    q_rest = tl.load(q_ptrs + OWN + rest[None, :], mask=is_row[:, None] & (rest < R)[None, :], other=0.0)
+    q_ptrs = q_ptr + (tokens * H + head)[:, None] * (NOPE + R)
+    q = tl.load(q_ptrs + nope[None, :], mask=is_row[:, None] & (nope < NOPE)[None, :], other=0.0)
+    q_rest = tl.load(q_ptrs + NOPE + rest[None, :], mask=is_row[:, None] & (rest < R)[None, :], other=0.0)
     limits = tl.minimum(seen + rows, num_keys)
     last = tl.minimum(seen + num_rows - 1, num_keys)
     share = tl.cdiv(tl.cdiv(last, num_splits), KEYS) * KEYS
@@ -156,7 +158,7 @@ def _expanded_kernel(
     end = tl.minimum(start + share, last)
     # Keys before it all rows see.
     middle = tl.minimum(tl.maximum(tl.minimum(seen, num_keys) // KEYS * KEYS, start), end)
-    own_ptr = expanded_ptr + first_key * (H * (OWN + V)) + head * (OWN + V)
+    own_ptr = expanded_ptr + first_key * (H * (NOPE + V)) + head * (NOPE + V)
     rest_ptr = gathered_ptr + first_key * W + (W - R)
     top = tl.full((ROWS,), LEAST, tl.float32)
     total = tl.zeros((ROWS,), tl.float32)
@@ -174,12 +176,12 @@ def _expanded_kernel(
         middle,
         num_keys,
         SCALE,
-        H * (OWN + V),
+        H * (NOPE + V),
         W,
-        OWN,
+        NOPE,
         R,
         V,
-        PADDED_OWN,
+        PADDED_NOPE,
         PADDED_R,
         PADDED_V,
         KEYS,
@@ -199,12 +201,12 @@ def _expanded_kernel(
         end,
         num_keys,
         SCALE,
-        H * (OWN + V),
+        H * (NOPE + V),
         W,
-        OWN,
+        NOPE,
         R,
         V,
-        PADDED_OWN,
+        PADDED_NOPE,
         PADDED_R,
         PADDED_V,
         KEYS,
@@ -243,8 +245,9 @@ def expanded_prefill(
     """Causal attention of prompts over a part of the keys that they see.
 
     Args:
-        q: [T, H, Q]; expanded: [K, H, Q - R + V], a head's own columns of a key and its values; gathered: [K, W], of
-            which the last R columns are those of keys that all heads share. Contiguous and of one dtype.
+        q: [T, H, Q]; expanded: [K, H, Q - R + V], a head's columns that are not rotated of a key and its values;
+            gathered: [K, W], of which the last R columns are those of keys that all heads share. Contiguous and of one
+                dtype.
         tiles: [N, TILE_FIELDS] int32: for each block of a head its first token, its number of tokens (up to
             tiles.EXPANDED_ROWS), the prompt's first key in `expanded`, its number of keys there, those of them that the
             first token sees, at least one (each further token sees one more, as far as there are), and whether the
@@ -256,8 +259,8 @@ def expanded_prefill(
     """
     _, num_heads, width = q.shape
     num_splits, value_width = out.shape[2:]
-    own = expanded.shape[2] - value_width
-    padded = [max(_MIN_DOT_WIDTH, triton.next_power_of_2(size)) for size in (own, width - own, value_width)]
+    nope = expanded.shape[2] - value_width
+    padded = [max(_MIN_DOT_WIDTH, triton.next_power_of_2(size)) for size in (nope, width - nope, value_width)]
     tile = expanded_tile(padded[0] + padded[1], padded[2], starts_early())
     wrap_triton(_expanded_kernel)[(tiles.shape[0], num_heads, num_splits)](
         q,
@@ -269,11 +272,11 @@ def expanded_prefill(
         num_splits,
         SCALE=sm_scale * _LOG2_E,
         H=num_heads,
-        OWN=own,
-        R=width - own,
+        NOPE=nope,
+        R=width - nope,
         V=value_width,
         W=gathered.shape[1],
-        PADDED_OWN=padded[0],
+        PADDED_NOPE=padded[0],
         PADDED_R=padded[1],
         PADDED_V=padded[2],
         ROWS=tile.rows,

@@ -15,7 +15,7 @@ _LIBRARY.define("all_reduce(Tensor x) -> Tensor")
 _LIBRARY.define("all_reduce_residual_norm(Tensor x, Tensor residual, Tensor weight, float eps) -> (Tensor, Tensor)")
 _LIBRARY.define("all_gather(Tensor x, int dim, int num_ranks) -> Tensor")
 _LIBRARY.define("reduce_scatter(Tensor x, int num_ranks) -> Tensor")
-_LIBRARY.define("own_rank(Tensor like) -> Tensor")
+_LIBRARY.define("rank_index(Tensor like) -> Tensor")
 
 
 def all_reduce(x: torch.Tensor) -> torch.Tensor:
@@ -64,7 +64,7 @@ def reduce_scatter(x: torch.Tensor, num_ranks: int) -> torch.Tensor:
     return current().reduce_scatter(x.contiguous())
 
 
-def own_rank(like: torch.Tensor) -> torch.Tensor:
+def rank_index(like: torch.Tensor) -> torch.Tensor:
     """The rank that calls, from 0: [] int64 on the device of `like`."""
     return torch.full((), current().rank, dtype=torch.int64, device=like.device)
 
@@ -77,7 +77,7 @@ _LIBRARY.impl("all_reduce", all_reduce, "CompositeExplicitAutograd")
 _LIBRARY.impl("all_reduce_residual_norm", all_reduce_residual_norm, "CompositeExplicitAutograd")
 _LIBRARY.impl("all_gather", all_gather, "CompositeExplicitAutograd")
 _LIBRARY.impl("reduce_scatter", reduce_scatter, "CompositeExplicitAutograd")
-_LIBRARY.impl("own_rank", own_rank, "CompositeExplicitAutograd")
+_LIBRARY.impl("rank_index", rank_index, "CompositeExplicitAutograd")
 torch.library.register_fake("mllm::all_reduce", lambda x: x.new_empty(x.shape), lib=_LIBRARY)
 torch.library.register_fake(
     "mllm::all_reduce_residual_norm",
@@ -88,4 +88,4 @@ torch.library.register_fake("mllm::all_gather", _all_gather_fake, lib=_LIBRARY)
 torch.library.register_fake(
     "mllm::reduce_scatter", lambda x, num_ranks: x.new_empty((x.shape[0] // num_ranks, *x.shape[1:])), lib=_LIBRARY
 )
-torch.library.register_fake("mllm::own_rank", lambda like: like.new_empty((), dtype=torch.int64), lib=_LIBRARY)
+torch.library.register_fake("mllm::rank_index", lambda like: like.new_empty((), dtype=torch.int64), lib=_LIBRARY)

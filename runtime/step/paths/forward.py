@@ -45,7 +45,7 @@ class ForwardPath(StepPath):
         """Brings the step's arrays to the device, new pages among them, and runs the model."""
         plan = step.plan
         self._pools.add_new_pages(plan.fields, step.batch)
-        batch = plan.own or step.batch
+        batch = plan.rank_batch or step.batch
         self._follow_lengths(batch, plan)
         takes_features = plan.media is not None and plan.media.rows.size > 0
         media = self._media.inputs(plan.media) if takes_features else None  # type: ignore[arg-type]
@@ -103,7 +103,7 @@ class ForwardPath(StepPath):
                 positions=fields.positions,
             )
             forward_batch.logits_indices = fields.logits_indices
-            if plan.own is not None and plan.own.is_idle:
+            if plan.rank_batch is not None and plan.rank_batch.is_idle:
                 forward_batch.forward_mode = ForwardMode.IDLE
             return forward_batch
         num_new, prefix_lens = fields.num_new, fields.prefix_lens

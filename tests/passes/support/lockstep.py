@@ -83,7 +83,7 @@ def _compared(
     errors = [(one - other).abs().max() / other.abs().max() for one, other in zip(logits, whole, strict=True)]
     error = torch.stack(errors).max().item()  # NaN where any of them is
     names = [str(node.target).partition("mllm.")[2].partition(".")[0] for node in gm.graph.nodes]
-    calls = Counter(name for name in names if name in ("all_reduce", "all_gather", "reduce_scatter", "own_rank"))
+    calls = Counter(name for name in names if name in ("all_reduce", "all_gather", "reduce_scatter", "rank_index"))
     return Cut(gm, cuts, error, calls)
 
 

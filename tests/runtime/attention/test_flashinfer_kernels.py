@@ -80,13 +80,13 @@ def captured(most: int) -> SimpleNamespace:
         ([0, 0], {"_captured_mixed": captured(most=12)}, False),
         ([0, 0], {"_captured_mixed": captured(most=13)}, True),
         ([0, 3], {}, True),
-        ([0, 0], {"_has_own_prefills": True}, True),
+        ([0, 0], {"_has_piece_prefills": True}, True),
         ([0, 0], {"kv_cache_dtype": torch.float8_e4m3fn}, True),
     ],
 )
 def test_new_keys_alone_are_read_as_they_come_and_not_from_pages(prefix, changes, reads):
     backend = object.__new__(FlashInferAttnBackend)
-    plain = {"_has_own_prefills": False, "_captured_mixed": None, "kv_cache_dtype": torch.bfloat16}
+    plain = {"_has_piece_prefills": False, "_captured_mixed": None, "kv_cache_dtype": torch.bfloat16}
     backend.__dict__.update(plain | changes)
     batch = make_case(make_layer(), prefix, [9, 4]).batch
     assert backend.reads_pages(batch) is reads

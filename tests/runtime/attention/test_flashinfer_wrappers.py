@@ -8,7 +8,7 @@ import torch
 
 from mllm_compile.runtime.attention.flashinfer import cascade, decode, prefill, wrappers
 from mllm_compile.runtime.attention.flashinfer.decode import PlannedGroup, SplitGroup
-from mllm_compile.runtime.attention.flashinfer.prefill import GroupOwnPrefill, GroupPrefill
+from mllm_compile.runtime.attention.flashinfer.prefill import GroupPiecePrefill, GroupPrefill
 from mllm_compile.runtime.attention.flashinfer.wrappers import GroupWrappers
 from mllm_compile.runtime.attention.flashinfer_backend import FlashInferAttnBackend
 from mllm_compile.runtime.attention.layer_kernels import LayerKernels
@@ -102,9 +102,9 @@ def test_kernels_of_the_program_serve_the_groups_that_it_brings_them_for(library
         kernels={WINDOW.name: LayerKernels(decode=OWN, prefill=piece), FULL.name: LayerKernels(cascade=piece)}
     )
     assert kinds(groups.decodes) == [PlannedGroup, SplitGroup]
-    assert kinds(groups.prefills) == [GroupPrefill, GroupOwnPrefill]
+    assert kinds(groups.prefills) == [GroupPrefill, GroupPiecePrefill]
     assert groups.split_space.page_table.shape == (2, 4)
-    assert groups.own_cascades == {0: piece} and groups.shared_prefix is not None
+    assert groups.piece_cascades == {0: piece} and groups.shared_prefix is not None
     backend = object.__new__(FlashInferAttnBackend)
     backend._group_decodes = groups.decodes
     assert backend.get_cuda_graph_seq_len_fill_value() == 1, "FlashInfer takes 0 for a full page"

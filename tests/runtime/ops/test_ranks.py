@@ -77,7 +77,7 @@ def test_parts_that_are_left_are_not_gathered():
 
 def test_a_rank_knows_its_number():
     like = torch.zeros(3, dtype=torch.int64)
-    assert [int(one) for one in run_lockstep(3, lambda rank: op("own_rank")(like))] == [0, 1, 2]
+    assert [int(one) for one in run_lockstep(3, lambda rank: op("rank_index")(like))] == [0, 1, 2]
 
 
 def test_an_op_outside_of_ranks_says_so():

@@ -229,7 +229,7 @@ def test_each_rank_plans_its_part_and_all_know_how_many_tokens_there_are():
     pages = HostPageTable(2 * ROWS + 1, 32, PAGE)
     pages.write(batch.page_rows, batch.page_positions, batch.page_ids)
     plans = [DataParallelStep(rank, 2, ROWS, 2).plan(batch, pages) for rank in (0, 1)]
-    assert [plan.own.num_tokens for plan in plans] == [5, 5]
+    assert [plan.rank_batch.num_tokens for plan in plans] == [5, 5]
     assert [plan.across.num_tokens_across_dp for plan in plans] == [(5, 5)] * 2
     assert [plan.fields.input_ids.tolist() for plan in plans] == [[1, 2, 3, 4, 5], [1, 2, 3, 1, 2]]
     # Two rows of logits a rank, of which the first rank's second one is nobody's.

@@ -24,7 +24,7 @@ _LISTENS = re.compile(r"listening at (http://\S+),")
 
 
 @dataclass(frozen=True)
-class OwnServer:
+class LocalServer:
     """A server, by its URL and the id of its front's process."""
 
     url: str
@@ -32,7 +32,7 @@ class OwnServer:
 
 
 @contextlib.contextmanager
-def served(model: str, *options: str) -> Iterator[OwnServer]:
+def served(model: str, *options: str) -> Iterator[LocalServer]:
     """A server of `model`, which is ready.
 
     Args:
@@ -49,7 +49,7 @@ def served(model: str, *options: str) -> Iterator[OwnServer]:
             if process.poll() is not None:
                 raise BenchmarkError(f"the server of {model} has ended while it started; `mllm-compile serve` says why")
             time.sleep(_LOOK_S)
-        yield OwnServer(url, process.pid)
+        yield LocalServer(url, process.pid)
     finally:
         process.send_signal(signal.SIGTERM)
         with contextlib.suppress(subprocess.TimeoutExpired):

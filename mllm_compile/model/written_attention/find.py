@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from mllm_compile.model.own_attention.score_rule import (
+from mllm_compile.model.written_attention.score_rule import (
     NoRuleError,
     ScoreRule,
     ScoreRules,

@@ -43,11 +43,11 @@ def tables_for_any_step(model: torch.nn.Module, constants: Mapping[str, torch.Te
     """Gives tables of places by places, [.., N, N], a size for steps of `most_tokens`, on meta: find_attention takes
     them out of the trace, with values from `constants`. The gate refuses a model that keeps one (changed_tables)."""
     for name in constants:
-        module_name, _, own_name = name.rpartition(".")
+        module_name, _, leaf_name = name.rpartition(".")
         buffers = model.get_submodule(module_name)._buffers
-        table = buffers[own_name]
+        table = buffers[leaf_name]
         if _is_table(table) and table.shape[-1] < most_tokens:  # type: ignore[union-attr]
-            buffers[own_name] = table.new_empty(*table.shape[:-2], most_tokens, most_tokens)  # type: ignore[union-attr]
+            buffers[leaf_name] = table.new_empty(*table.shape[:-2], most_tokens, most_tokens)  # type: ignore[union-attr]
 
 
 def changed_tables(gm: fx.GraphModule, constants: Mapping[str, torch.Tensor]) -> Iterator[str]:

@@ -19,7 +19,7 @@ _LEAST_DECAY = 1e-30  # a state that is multiplied by it is forgotten, and its l
 _NEVER_ZERO = 1e-20  # of step sizes, by which inputs are divided
 
 
-class OwnMixer(NamedTuple):
+class UnhookedMixer(NamedTuple):
     """A module with a recurrence of its own.
 
     Attributes:
@@ -30,17 +30,17 @@ class OwnMixer(NamedTuple):
     methods: dict[str, Method]
 
 
-def own_mixers(model: torch.nn.Module) -> Iterator[OwnMixer]:
+def unhooked_mixers(model: torch.nn.Module) -> Iterator[UnhookedMixer]:
     """The modules of `model` whose recurrences are known by their own code."""
     modules: Iterator[Any] = model.modules()
     for module in modules:
         if _has(module, "slope_rate", "query_decay", "key_decay", "diagonal_decay", "qkv_proj", "output_gate"):
-            yield OwnMixer(module, {"forward": _lightning_attention})
+            yield UnhookedMixer(module, {"forward": _lightning_attention})
         elif _has(module, "conv_qk_depthwise", "conv_qk_grouped", "v_proj_current", "v_proj_delayed"):
-            yield OwnMixer(module, {"forward": _convolved_projections})
+            yield UnhookedMixer(module, {"forward": _convolved_projections})
         elif _has(module, "conv_1d", "rg_lru") and hasattr(module.rg_lru, "_rnn_scan"):
-            yield OwnMixer(module.conv_1d, {"forward": _causal_conv1d})
-            yield OwnMixer(module.rg_lru, {"_rnn_scan": _gated_linear_scan})
+            yield UnhookedMixer(module.conv_1d, {"forward": _causal_conv1d})
+            yield UnhookedMixer(module.rg_lru, {"_rnn_scan": _gated_linear_scan})
 
 
 def _has(module: torch.nn.Module, *names: str) -> bool:

@@ -9,9 +9,9 @@ from mllm_compile import Engine
 from mllm_compile.config.schema import EngineConfig
 from mllm_compile.errors import UnsupportedModelError
 from mllm_compile.model.hf_model import build_config_on_meta
-from mllm_compile.model.own_attention.find import KNOWS_ITS_MASK
 from mllm_compile.model.supported import check_trace
 from mllm_compile.model.trace import Trace, trace_model
+from mllm_compile.model.written_attention.find import KNOWS_ITS_MASK
 from mllm_compile.passes.match.nodes import is_attention
 from tests.model.tiny_configs import WINDOW, save_tiny_model, tiny_config
 from tests.sample import slow_but_a_sample
