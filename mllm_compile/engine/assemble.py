@@ -27,7 +27,7 @@ from mllm_compile.media.files import CONFIG_FILE, PROCESSOR_FILES
 from mllm_compile.media.preprocessor import MediaPreprocessor
 from mllm_compile.process.progress import Reporter
 from mllm_compile.process.timeline import Timeline, timeline_of
-from mllm_compile.ranks.ahead import RanksAhead, ranks_ahead
+from mllm_compile.ranks.early_start import EarlyRanks, early_ranks
 from mllm_compile.runtime.device.cpu_threads import threads_for, use_threads, wait_briefly
 from mllm_compile.runtime.media.tower import Tower
 from mllm_compile.runtime.model_runner import ModelRunner
@@ -64,25 +64,25 @@ def assemble(
     *,
     forward_times: bool = False,
     num_pages: int | None = None,
-    ahead: RanksAhead | None = None,
+    early: EarlyRanks | None = None,
 ) -> EngineParts:
     """Loads a runtime's folder as it is; for a config the cached runtime that fits, or one that is compiled first.
 
     Args:
         forward_times: measure every forward.
         num_pages: pages of the KV cache, the dummy page included; None: as many as fit.
-        ahead: followers' processes that were started for it; None: some are, where it needs them.
+        early: followers' processes that were started for it; None: some are, where it needs them.
 
     Raises:
         MllmError: of the kind that says what is wrong with the config, the model, or the device.
     """
     source = config_or_runtime(config)
-    if ahead is None:
-        with ranks_ahead(source) as ahead:
-            return assemble(source, reporter, forward_times=forward_times, num_pages=num_pages, ahead=ahead)
+    if early is None:
+        with early_ranks(source) as early:
+            return assemble(source, reporter, forward_times=forward_times, num_pages=num_pages, early=early)
     timeline = timeline_of(reporter)
-    ahead.meet(timeline)
-    load = partial(_load, timeline=timeline, forward_times=forward_times, num_pages=num_pages, ahead=ahead)
+    early.meet(timeline)
+    load = partial(_load, timeline=timeline, forward_times=forward_times, num_pages=num_pages, early=early)
     if isinstance(source, Path):
         return load(open_runtime(source, timeline))
     compiled = load_or_compile(source, timeline)
@@ -95,7 +95,7 @@ def assemble(
 
 
 def _load(
-    compiled: CompiledRuntime, timeline: Timeline, forward_times: bool, num_pages: int | None, ahead: RanksAhead
+    compiled: CompiledRuntime, timeline: Timeline, forward_times: bool, num_pages: int | None, early: EarlyRanks
 ) -> EngineParts:
     settings = replace(
         runner_config(compiled.config),
@@ -194,29 +194,29 @@ def model_source(compiled: CompiledRuntime, timeline: Timeline) -> ModelSource:
 
 
 def _start_runner(
-    settings: RunnerConfig, compiled: CompiledRuntime, timeline: Timeline, ahead: RanksAhead
+    settings: RunnerConfig, compiled: CompiledRuntime, timeline: Timeline, early: EarlyRanks
 ) -> tuple[ModelRunner, MemoryPlan, RankGroup | None]:
     """A runner with the KV pages of an earlier start where they still hold, the plan for the next one, and the other
     ranks where there are some."""
     source = model_source(compiled, timeline)
     with timeline.stage("memory plan"):
-        now = situation(settings, ahead.free_bytes)
+        now = situation(settings, early.free_bytes)
         measured = read_measured(compiled.artifact.measured_folder, device_key(settings.runtime.device))
         num_pages = (
             now.pages_from(start_with(measured, compiled.config).get("plan")) if settings.num_pages is None else None
         )
     if num_pages is not None:
         try:
-            runner, group = _initialized(replace(settings, num_pages=num_pages), source, compiled, timeline, ahead)
+            runner, group = _initialized(replace(settings, num_pages=num_pages), source, compiled, timeline, early)
             return runner, replace(now, num_pages=num_pages), group
         except (DeviceMemoryError, torch.OutOfMemoryError):
             timeline.note("the stored memory plan does not hold any more: measuring again")
-    runner, group = _initialized(settings, source, compiled, timeline, ahead)
+    runner, group = _initialized(settings, source, compiled, timeline, early)
     return runner, replace(now, num_pages=runner.token_to_kv_pool.num_pages), group
 
 
 def _initialized(
-    settings: RunnerConfig, source: ModelSource, compiled: CompiledRuntime, timeline: Timeline, ahead: RanksAhead
+    settings: RunnerConfig, source: ModelSource, compiled: CompiledRuntime, timeline: Timeline, early: EarlyRanks
 ) -> tuple[ModelRunner, RankGroup | None]:
     """A runner that is ready, and the other ranks with it."""
     if settings.runtime.num_ranks == 1:
@@ -226,8 +226,8 @@ def _initialized(
     from mllm_compile.ranks.group import RankGroup
 
     runtime = settings.runtime
-    group = ahead.take_group(runtime.num_ranks, runtime.device) or RankGroup(
-        runtime.num_ranks, runtime.device, runtime.distributed_executor_backend, ahead.take, timeline
+    group = early.take_group(runtime.num_ranks, runtime.device) or RankGroup(
+        runtime.num_ranks, runtime.device, runtime.distributed_executor_backend, early.take, timeline
     )
     started: list[ModelRunner] = []
     try:

@@ -98,14 +98,14 @@ class Engine:
         forward_times: bool = False,
     ) -> None:
         from mllm_compile.config.sources import config_or_runtime
-        from mllm_compile.ranks.ahead import ranks_ahead
+        from mllm_compile.ranks.early_start import early_ranks
 
         self.timeline = timeline_of(reporter or reporter_for())
         source = config_or_runtime(config)
-        with kept_bytecode(), compiled_ahead(OF_TORCH), ranks_ahead(source) as ahead:
+        with kept_bytecode(), compiled_ahead(OF_TORCH), early_ranks(source) as early:
             with self.timeline.stage("import torch"), gc_paused():
                 from mllm_compile.engine.assemble import assemble
-            parts = assemble(source, self.timeline, forward_times=forward_times, ahead=ahead)
+            parts = assemble(source, self.timeline, forward_times=forward_times, early=early)
         self._start(parts, log_interval_s)
 
     @classmethod

@@ -22,7 +22,7 @@ from mllm_compile.runtime.collectives import gloo
 from mllm_compile.runtime.collectives.gloo import GlooCommunicator
 from mllm_compile.runtime.ranks import ring
 from tests.hang_guard import until
-from tests.ranks.test_ahead import runtime_without_a_config
+from tests.ranks.test_early_start import runtime_without_a_config
 
 
 class Follower:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from mllm_compile.ranks.launch_local import LocalRank
 
 
-class RanksAhead:
+class EarlyRanks:
     """The processes that no group has taken yet, by rank, and the group that no engine has.
 
     Attributes:
@@ -96,9 +96,9 @@ class RanksAhead:
 
 
 @contextmanager
-def ranks_ahead(source: EngineConfig | Path) -> Iterator[RanksAhead]:
+def early_ranks(source: EngineConfig | Path) -> Iterator[EarlyRanks]:
     """Starts what the engine of a config or of a runtime's folder will need, and ends what it did not take."""
-    ranks = RanksAhead()
+    ranks = EarlyRanks()
     try:
         asked = runtime_settings(source)
         if asked is not None and asked.distributed_executor_backend == "mp":

@@ -1,4 +1,4 @@
-"""Followers that are started ahead: a group takes them, and nobody else keeps one alive."""
+"""Followers that are started early: a group takes them, and nobody else keeps one alive."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from mllm_compile.errors import DeviceError
 from mllm_compile.process import bytecode
 from mllm_compile.process.timeline import Timeline
 from mllm_compile.ranks import follower
-from mllm_compile.ranks.ahead import RanksAhead, ranks_ahead
+from mllm_compile.ranks.early_start import EarlyRanks, early_ranks
 from mllm_compile.ranks.launch_local import LocalLauncher, LocalRank
 from mllm_compile.ranks.start import Answer, Lines, Meeting, Start
 from mllm_compile.runtime.json_data import from_json, parse_json
@@ -29,16 +29,16 @@ def config(**runtime: object) -> EngineConfig:
     return EngineConfig.from_dict({"model": {"path": "a/b"}, "runtime": {"device": "cpu", **runtime}})
 
 
-def started(ahead: RanksAhead) -> dict[int, LocalRank]:
-    return dict(ahead._waiting)
+def started(early: EarlyRanks) -> dict[int, LocalRank]:
+    return dict(early._waiting)
 
 
 def test_those_that_are_not_taken_end_with_what_would_have_needed_them():
-    with pytest.raises(ValueError, match="no such model"), ranks_ahead(config(tensor_parallel_size=3)) as ahead:
-        processes = started(ahead)
+    with pytest.raises(ValueError, match="no such model"), early_ranks(config(tensor_parallel_size=3)) as early:
+        processes = started(early)
         assert list(processes) == [1, 2]
-        assert ahead.take(2) is processes[2]
-        assert ahead.take(2) is None
+        assert early.take(2) is processes[2]
+        assert early.take(2) is None
         raise ValueError("no such model")
     assert processes[1].has_ended()
     assert not processes[2].has_ended()
@@ -85,11 +85,11 @@ def runtime_without_a_config() -> Any:
 def test_a_group_meets_ahead_of_what_it_loads_and_ends_with_what_would_have_needed_it():
     before = set(followers())
     timeline = Timeline()
-    with ranks_ahead(config(tensor_parallel_size=2)) as ahead:
-        ahead.meet(timeline)
-        group = ahead.take_group(2, "cpu")
+    with early_ranks(config(tensor_parallel_size=2)) as early:
+        early.meet(timeline)
+        group = early.take_group(2, "cpu")
         assert group is not None
-        assert ahead.take_group(2, "cpu") is None
+        assert early.take_group(2, "cpu") is None
         try:
             communicator = group.communicator()
             assert (communicator.rank, communicator.size) == (0, 2)
@@ -100,23 +100,23 @@ def test_a_group_meets_ahead_of_what_it_loads_and_ends_with_what_would_have_need
         finally:
             group.close()
         assert set(followers()) == before
-    with ranks_ahead(config(tensor_parallel_size=2)) as ahead:
-        ahead.meet(timeline)
+    with early_ranks(config(tensor_parallel_size=2)) as early:
+        early.meet(timeline)
     assert set(followers()) == before
 
 
 def test_what_cannot_meet_is_left_to_be_refused():
-    with ranks_ahead(config(tensor_parallel_size=2, device="cuda:99")) as ahead:
-        ahead.meet(Timeline())
-        assert ahead.take_group(2, "cuda:99") is None
-        assert list(started(ahead)) == [1]
+    with early_ranks(config(tensor_parallel_size=2, device="cuda:99")) as early:
+        early.meet(Timeline())
+        assert early.take_group(2, "cuda:99") is None
+        assert list(started(early)) == [1]
 
 
 @pytest.mark.parametrize("of_runtime", [(3, "cpu"), (2, "cuda:0")])
 def test_a_group_that_is_not_the_runtime_s_is_ended(of_runtime):
-    ahead, ended = RanksAhead(), []
-    ahead._group = SimpleNamespace(size=2, device="cpu", close=lambda: ended.append(True))  # type: ignore[assignment]
-    assert ahead.take_group(*of_runtime) is None
+    early, ended = EarlyRanks(), []
+    early._group = SimpleNamespace(size=2, device="cpu", close=lambda: ended.append(True))  # type: ignore[assignment]
+    assert early.take_group(*of_runtime) is None
     assert ended == [True]
 
 
@@ -125,27 +125,27 @@ def test_a_runtime_s_folder_says_how_many_are_started_ahead(eager_folder, tmp_pa
     for count in (2, 1, 99, -1, "many"):
         manifest["config"]["runtime"]["tensor_parallel_size"] = count
         (tmp_path / "manifest.json").write_text(json.dumps(manifest))
-        with ranks_ahead(tmp_path) as ahead:
-            assert list(started(ahead)) == ([1] if count == 2 else [])
-            assert ahead._device == ("cpu" if count == 2 else "")
+        with early_ranks(tmp_path) as early:
+            assert list(started(early)) == ([1] if count == 2 else [])
+            assert early._device == ("cpu" if count == 2 else "")
     (tmp_path / "manifest.json").write_text("{")
-    with ranks_ahead(tmp_path) as ahead:
-        assert not started(ahead)
+    with early_ranks(tmp_path) as early:
+        assert not started(early)
 
 
 def test_one_that_has_ended_is_not_taken():
-    with ranks_ahead(config(expert_parallel_size=2)) as ahead:
-        (process,) = started(ahead).values()
+    with early_ranks(config(expert_parallel_size=2)) as early:
+        (process,) = started(early).values()
         process.kill()
         process._process.wait()
-        assert ahead.take(1) is None
+        assert early.take(1) is None
 
 
 @pytest.mark.parametrize("runtime", [{}, {"tensor_parallel_size": 2, "distributed_executor_backend": "ray"}])
 def test_none_are_started_for_one_rank_or_by_ray(runtime, tmp_path):
     for source in (config(**runtime), tmp_path):
-        with ranks_ahead(source) as ahead:
-            assert not started(ahead)
+        with early_ranks(source) as early:
+            assert not started(early)
 
 
 def test_a_follower_keeps_the_bytecode_of_what_it_imports_as_rank_0_does(monkeypatch, tmp_path):
