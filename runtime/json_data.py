@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from itertools import chain
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints, overload
 
-from mllm_compile.runtime.shown import brief
+from mllm_compile.runtime.short_repr import typed_repr
 
 if TYPE_CHECKING:
     import torch
@@ -137,7 +137,7 @@ def _new_reader(kind: Any) -> _Reader:
 
 def _refuse(data: Any, kind: Any) -> Any:
     name = kind.__name__ if isinstance(kind, type) and not get_args(kind) else str(kind).replace("typing.", "")
-    raise _Mistake(f"expected {name}, got {brief(data)}")
+    raise _Mistake(f"expected {name}, got {typed_repr(data)}")
 
 
 def _within(name: str, mistake: _Mistake) -> _Mistake:

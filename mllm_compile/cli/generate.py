@@ -17,7 +17,7 @@ from mllm_compile.config.sources import config_or_runtime
 from mllm_compile.errors import RequestError
 from mllm_compile.files.user_path import user_path
 from mllm_compile.process.timeline import Timeline, print_timeline, seconds_since_start
-from mllm_compile.runtime.shown import shown
+from mllm_compile.runtime.short_repr import short_repr
 
 if TYPE_CHECKING:
     from mllm_compile.engine.outputs import RequestOutput
@@ -145,7 +145,7 @@ def _read(text_or_file: str | None, *signs: str) -> str | None:
         return user_path(text_or_file).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise RequestError(
-            f"{shown(text_or_file)} cannot be read ({error}). Give a file of UTF-8 text, or the text itself."
+            f"{short_repr(text_or_file)} cannot be read ({error}). Give a file of UTF-8 text, or the text itself."
         ) from None
 
 

@@ -247,7 +247,7 @@ def _read_weight_map(index: Path) -> dict[str, str]:
     for name in names:
         # The folder's owner decides what is read, not a name in a downloaded file.
         if os.path.basename(name) != name or len(name.encode(errors="replace")) > _MAX_NAME_BYTES:
-            raise CheckpointError(f"{index} names {shown(name)}; expected a file of the same folder.")
+            raise CheckpointError(f"{index} names {short_repr(name)}; expected a file of the same folder.")
     return weight_map
 
 

@@ -14,7 +14,7 @@ from typing import Any
 from mllm_compile.config.other_formats import mlx_section
 from mllm_compile.errors import CheckpointError
 from mllm_compile.files.json_file import read_json_object
-from mllm_compile.runtime.shown import shown
+from mllm_compile.runtime.short_repr import short_repr
 from mllm_compile.runtime.weights.formats.settings import ROW, WEIGHT, Settings
 
 HF_QUANT_CONFIG_FILE = "hf_quant_config.json"
@@ -74,9 +74,9 @@ def read_scheme(folder: Path, config: Mapping[str, Any]) -> Scheme | None:
     for section in (config, nested if isinstance(nested, dict) else {}):
         if (mlx := mlx_section(section)) is not None:
             raise CheckpointError(
-                f"{folder}: the checkpoint is quantised by MLX ({shown(mlx['bits'])} bits, groups of "
-                f"{shown(mlx['group_size'])}), whose layout is not read; mlx-lm serves it on Apple's machines. Set "
-                "model.path to the model that it was made of: model.quantization: int4 keeps that in four bits."
+                f"{folder}: the checkpoint is quantised by MLX ({short_repr(mlx['bits'])} bits, groups of "
+                f"{short_repr(mlx['group_size'])}), whose layout is not read; mlx-lm serves it on Apple's machines. "
+                "Set model.path to the model that it was made of: model.quantization: int4 keeps that in four bits."
             )
     for section in (config, nested if isinstance(nested, dict) else {}):
         for key in _SECTIONS:
@@ -98,7 +98,7 @@ class _Section:
         if "quant_method" not in self._values and "quant_algo" in self._values:
             self._values = {**self._values, "quant_method": "modelopt"}
         method = self._values.get("quant_method")
-        self._start = f"{start}: {shown(method) if method else 'unnamed'})"
+        self._start = f"{start}: {short_repr(method) if method else 'unnamed'})"
         self._method = str(method).replace("_", "-")
 
     def scheme(self) -> Scheme:
@@ -116,23 +116,23 @@ class _Section:
         value = self._values.get(key)
         if not any(type(value) is type(one) and value == one for one in allowed):
             said = ", ".join("nothing" if one is None else str(one) for one in allowed)
-            raise self._refused(f"{key}: {shown(value)}", f"expected {said}")
+            raise self._refused(f"{key}: {short_repr(value)}", f"expected {said}")
         return value
 
     def _int(self, values: Mapping[str, Any], key: str, default: int | None = None) -> int:
         value = values.get(key, default)
         if type(value) is not int or not (0 < value < 2**31 or value == -1):
-            raise self._refused(f"{key}: {shown(value)}", "expected a positive number, or -1 for all")
+            raise self._refused(f"{key}: {short_repr(value)}", "expected a positive number, or -1 for all")
         return value
 
     def _expect_group(self, key: str, size: Any, form: str) -> None:
         if size not in (None, _GROUPS[form]):
-            raise self._refused(f"{key}: {shown(size)}", f"expected {_GROUPS[form]}, which {form} has")
+            raise self._refused(f"{key}: {short_repr(size)}", f"expected {_GROUPS[form]}, which {form} has")
 
     def _block(self, value: Any, key: str) -> tuple[int, int]:
         if isinstance(value, list) and len(value) == 2 and all(type(size) is int and size > 0 for size in value):
             return value[0], value[1]
-        raise self._refused(f"{key}: {shown(value)}", "expected two sizes")
+        raise self._refused(f"{key}: {short_repr(value)}", "expected two sizes")
 
     def mxfp4(self) -> Scheme:
         return Scheme("mxfp4", ("mxfp4",), kinds=("mxfp4",))
@@ -155,7 +155,7 @@ class _Section:
         group = self._int(self._values, "group_size", -1)
         rules = self._values.get("dynamic") or {}
         if not isinstance(rules, dict):
-            raise self._refused(f"dynamic: {shown(rules)}", "expected rules by the names of modules")
+            raise self._refused(f"dynamic: {short_repr(rules)}", "expected rules by the names of modules")
         sizes = [rule["group_size"] for rule in rules.values() if isinstance(rule, dict) and "group_size" in rule]
         if any(rule.get("bits", bits) != bits for rule in rules.values() if isinstance(rule, dict)):
             raise self._refused("dynamic with several numbers of bits", "all weights have one")
@@ -173,7 +173,7 @@ class _Section:
         self._expect("bits", 4)
         version = self._values.get("version") or self._values.get("format") or "gemm"
         if str(version).lower() != "gemm":
-            raise self._refused(f"version: {shown(version)}", "expected gemm")
+            raise self._refused(f"version: {short_repr(version)}", "expected gemm")
         group = self._int(self._values, "group_size", 128)
         return Scheme(f"awq in 4 bits, {_groups(group)}", ("awq",), Settings(bits=(4,), groups=(group,)), _INT4)
 
@@ -186,7 +186,7 @@ class _Section:
             return Scheme("modelopt nvfp4", ("modelopt nvfp4",), kinds=("nvfp4",))
         if algorithm is None and (self._values.get("kv_cache_quant_algo") or self._values.get("kv_cache_scheme")):
             return _PLAIN_WEIGHTS
-        raise self._refused(f"quant_algo: {shown(algorithm)}", "expected FP8, FP8_PER_CHANNEL_PER_TOKEN or NVFP4")
+        raise self._refused(f"quant_algo: {short_repr(algorithm)}", "expected FP8, FP8_PER_CHANNEL_PER_TOKEN or NVFP4")
 
     def bitsandbytes(self) -> Scheme:
         self._expect("load_in_8bit", None, False)
@@ -198,7 +198,7 @@ class _Section:
     def compressed_tensors(self) -> Scheme:
         sparsity = self._values.get("sparsity_config")
         if isinstance(sparsity, dict) and sparsity.get("format") not in (None, "dense"):
-            raise self._refused(f"sparsity_config of format {shown(sparsity['format'])}", "expected dense weights")
+            raise self._refused(f"sparsity_config of format {short_repr(sparsity['format'])}", "expected dense weights")
         if self._values.get("transform_config"):
             raise self._refused("transform_config", "activations would have to be transformed too")
         groups = self._values.get("config_groups") or {}
@@ -243,12 +243,12 @@ class _Section:
             is_ordered = order in _ORDERED
             if not is_ordered and order not in _IN_ORDER:
                 raise self._refused(
-                    f"config_groups.{name}.weights.actorder: {shown(order)}",
+                    f"config_groups.{name}.weights.actorder: {short_repr(order)}",
                     "expected group, weight, dynamic, static or nothing",
                 )
             if symmetric is not None and type(symmetric) is not bool:
                 raise self._refused(
-                    f"config_groups.{name}.weights.symmetric: {shown(symmetric)}", "expected true or false"
+                    f"config_groups.{name}.weights.symmetric: {short_repr(symmetric)}", "expected true or false"
                 )
             settings = Settings(bits=(kind[1],), groups=(size,), is_ordered=is_ordered, symmetric=symmetric)
             name = f"integers of {kind[1]} bits, {_groups(size)}"
@@ -259,8 +259,8 @@ class _Section:
             self._expect_group(f"config_groups.{name}.weights.group_size", weights.get("group_size"), form)
             return Scheme(form, (f"compressed-tensors {form}",), kinds=(form,))
         raise self._refused(
-            f"config_groups.{name} ({shown(kind[0])} of {shown(kind[1])} bits, strategy {shown(strategy)}, format "
-            f"{layout})",
+            f"config_groups.{name} ({short_repr(kind[0])} of {short_repr(kind[1])} bits, strategy "
+            f"{short_repr(strategy)}, format {layout})",
             "expected float-quantized fp8 (block, channel, tensor), pack-quantized int4 or int8 (group, channel), "
             "mxfp4-pack-quantized or nvfp4-pack-quantized",
         )

@@ -38,7 +38,7 @@ from mllm_compile.runtime.sampling.sampler import Sampler
 from mllm_compile.runtime.schedule.config import SchedulerConfig
 from mllm_compile.runtime.schedule.data_parallel import DataParallelScheduler
 from mllm_compile.runtime.schedule.scheduler import Scheduler
-from mllm_compile.runtime.shown import shown
+from mllm_compile.runtime.short_repr import short_repr
 from mllm_compile.runtime.step.runner import StepRunner
 from mllm_compile.store.artifact import TOKENIZER
 from mllm_compile.store.contents import remove_runtime
@@ -362,7 +362,7 @@ def ends_of_answers(
     if known != named:
         ends = "others end answers" if known else "answers end at max_tokens or a stop text alone"
         reporter.announce(
-            f"eos_token_id {shown(min(named - known))} is beyond the model's vocabulary of {vocab_size} and never "
+            f"eos_token_id {short_repr(min(named - known))} is beyond the model's vocabulary of {vocab_size} and never "
             f"sampled: {ends}"
         )
     return known

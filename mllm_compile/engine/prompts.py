@@ -23,7 +23,7 @@ from mllm_compile.media.sources import SourceItem, read_items
 from mllm_compile.runtime.media.request import RequestMedia
 from mllm_compile.runtime.media.tower import Tower
 from mllm_compile.runtime.schedule.request import ids_of
-from mllm_compile.runtime.shown import brief, shown
+from mllm_compile.runtime.short_repr import short_repr, typed_repr
 from mllm_compile.text.detokenizer import Decoder
 from mllm_compile.text.template_protocol import MAX_CHARACTERS
 
@@ -203,13 +203,13 @@ class PromptReader:
         text, token_ids, salt, media = (given.get(key) for key in _PROMPT_KEYS)
         unknown = next((key for key in given if key not in _PROMPT_KEYS), None)
         if unknown is not None:
-            fault = f"a prompt's keys are {', '.join(_PROMPT_KEYS)}, got {shown(unknown)}."
+            fault = f"a prompt's keys are {', '.join(_PROMPT_KEYS)}, got {short_repr(unknown)}."
         elif text is None and token_ids is None:
-            fault = f"a prompt's dict has prompt or prompt_token_ids, got {brief(item)}"
+            fault = f"a prompt's dict has prompt or prompt_token_ids, got {typed_repr(item)}"
         elif text is not None and not isinstance(text, str | MediaPrompt):
-            fault = f"the prompt of a prompt's dict is a text, got {brief(text)}"
+            fault = f"the prompt of a prompt's dict is a text, got {typed_repr(text)}"
         elif salt is not None and (not isinstance(salt, str) or not salt):
-            fault = f"a prompt's cache_salt is a text that is not empty, got {brief(salt)}"
+            fault = f"a prompt's cache_salt is a text that is not empty, got {typed_repr(salt)}"
         elif media is not None and isinstance(text, MediaPrompt):
             fault = "the prompt has its images already; got multi_modal_data beside it"
         else:
@@ -288,12 +288,14 @@ class PromptReader:
     def _prepare_ids(self, item: Any) -> Prepared:
         item = _plain(item)
         if not isinstance(item, Seq) or isinstance(item, (bytes, bytearray)):
-            return Prepared(error=RequestError(f"a prompt is a text or a list of token ids, got {brief(item)}"))
+            return Prepared(error=RequestError(f"a prompt is a text or a list of token ids, got {typed_repr(item)}"))
         kinds = set(map(type, item))  # far fewer than tokens: asking each token takes 20 ms of a 65,536-token batch
         wrong = {kind for kind in kinds if kind is bool or not issubclass(kind, numbers.Integral)}
         if wrong:
             first = next(t for t in item if type(t) in wrong)
-            return Prepared(error=RequestError(f"a prompt's token ids are integers, got {brief(first)} among them"))
+            return Prepared(
+                error=RequestError(f"a prompt's token ids are integers, got {typed_repr(first)} among them")
+            )
         prepared = Prepared()
         self._take_ids(prepared, list(item) if kinds == {int} else [int(t) for t in item])
         return prepared
@@ -318,7 +320,7 @@ class PromptReader:
     def _vocab_fault(self, token_ids: list[int]) -> RequestError:
         position = next(i for i, t in enumerate(token_ids) if not 0 <= t < self._vocab_size)
         return RequestError(
-            f"the prompt's token {position} is {shown(token_ids[position])}; expected ids from 0 to "
+            f"the prompt's token {position} is {short_repr(token_ids[position])}; expected ids from 0 to "
             f"{self._vocab_size - 1}, the model's vocabulary. Take ids from the model's own tokenizer."
         )
 
@@ -372,5 +374,6 @@ def as_prompt_list(prompts: Any) -> list[Any]:
     if isinstance(prompts, Seq) and not isinstance(prompts, (bytes, bytearray)):
         return list(prompts)
     raise RequestError(
-        f"prompts: expected a text, a list of token ids, a dict of either, or a list of such, got {brief(prompts)}."
+        "prompts: expected a text, a list of token ids, a dict of either, or a list of such, got "
+        f"{typed_repr(prompts)}."
     )

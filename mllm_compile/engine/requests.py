@@ -32,7 +32,7 @@ from mllm_compile.runtime.media.tower import Tower
 from mllm_compile.runtime.sampling.grammar import Grammar
 from mllm_compile.runtime.sampling.params import MAX_BAD_WORD_TOKENS, SamplingParams
 from mllm_compile.runtime.sampling.structured_params import StructuredOutputsParams
-from mllm_compile.runtime.shown import brief, shown
+from mllm_compile.runtime.short_repr import short_repr, typed_repr
 from mllm_compile.text.chat_template import as_conversations
 from mllm_compile.text.detokenizer import Decoder
 
@@ -126,7 +126,9 @@ class RequestBuilder:
             RequestError: it is refused.
         """
         if not is_single_prompt(prompt):
-            raise RequestError(f"prompt: expected one text, list of token ids or dict of such, got {brief(prompt)}")
+            raise RequestError(
+                f"prompt: expected one text, list of token ids or dict of such, got {typed_repr(prompt)}"
+            )
         return self._one(self._prompts.read([prompt])[0], params, request_id, priority)
 
     def check(self, prompts: Seq[Prompt], params: SamplingParams) -> list[list[int] | MllmError]:
@@ -162,7 +164,7 @@ class RequestBuilder:
         self, prepared: Prepared, params: SamplingParams | None, request_id: str | None, priority: int
     ) -> Submission:
         if request_id is not None and (not isinstance(request_id, str) or not request_id):
-            raise RequestError(f"request_id: expected a text that is not empty, got {shown(request_id)}")
+            raise RequestError(f"request_id: expected a text that is not empty, got {short_repr(request_id)}")
         each = self._params_of_each(params, 1)
         submission = self._submissions([prepared], each, priority, request_id)[0]
         if submission.failure is not None:
@@ -176,7 +178,7 @@ class RequestBuilder:
             params.check_vocab(self._vocab_size)  # it is every prompt's, so it is the call that is wrong
             return [params] * count
         if not isinstance(params, Seq) or not all(isinstance(one, SamplingParams) for one in params):
-            raise RequestError(f"sampling_params: expected SamplingParams or a list of them, got {brief(params)}")
+            raise RequestError(f"sampling_params: expected SamplingParams or a list of them, got {typed_repr(params)}")
         if len(params) != count:
             raise RequestError(
                 f"sampling_params: expected one, or one for each of the {count} prompts, got {len(params)}"
@@ -242,7 +244,7 @@ class RequestBuilder:
         if params.min_tokens and params.allowed_token_ids and stop_ids.issuperset(params.allowed_token_ids):
             return RequestError(
                 "allowed_token_ids: expected a token that does not end the answer beside min_tokens, got "
-                f"{shown(params.allowed_token_ids)}. Allow others, or set min_tokens to 0."
+                f"{short_repr(params.allowed_token_ids)}. Allow others, or set min_tokens to 0."
             )
         return None
 
@@ -284,7 +286,7 @@ def bad_phrases(tokenizer: PromptTokenizer, words: Seq[str], vocab_size: int) ->
         )
         if not 1 <= len(plain) <= MAX_BAD_WORD_TOKENS:
             expected = f"bad_words: expected texts of 1 to {MAX_BAD_WORD_TOKENS} tokens"
-            raise RequestError(f"{expected}, got {len(plain)} of {shown(word)}.")
+            raise RequestError(f"{expected}, got {len(plain)} of {short_repr(word)}.")
         phrases[plain] = None
         if len(spaced) == len(plain) and spaced[0] != plain[0]:
             phrases[spaced] = None
@@ -299,7 +301,7 @@ def as_priority(value: Any) -> int:
     """
     is_integer = isinstance(value, numbers.Integral) and not isinstance(value, bool)
     if not is_integer or not -(2**63) <= value < 2**63:
-        raise RequestError(f"priority: expected an integer of 64 bits, lower is served first, got {shown(value)}")
+        raise RequestError(f"priority: expected an integer of 64 bits, lower is served first, got {short_repr(value)}")
     return int(value)
 
 
@@ -312,7 +314,7 @@ def as_request_ids(request_id: Any) -> list[str]:
     ids = [request_id] if isinstance(request_id, str) or not isinstance(request_id, Iterable) else list(request_id)
     for one in ids:
         if not isinstance(one, str):
-            raise RequestError(f"request_id: expected a text or a list of texts, got {brief(one)}")
+            raise RequestError(f"request_id: expected a text or a list of texts, got {typed_repr(one)}")
     return ids
 
 

@@ -20,7 +20,7 @@ from urllib.request import HTTPHandler, HTTPRedirectHandler, HTTPSHandler, Reque
 from mllm_compile.errors import RequestError
 from mllm_compile.media.limits import MAX_FETCH_SECONDS, MAX_FILE_BYTES, MAX_PROMPT_FETCH_SECONDS
 from mllm_compile.media.sources import Source, SourceItem, bounded
-from mllm_compile.runtime.shown import shown
+from mllm_compile.runtime.short_repr import short_repr
 
 _AT_ONCE = 8  # of a prompt
 _WAIT_S = 5.0  # for a connection, and for each next byte
@@ -90,7 +90,7 @@ def _late() -> TimeoutError:
 
 
 def _failed(url: str, where: str, reason: object) -> RequestError:
-    return RequestError(f"{where}: {shown(url)} cannot be fetched ({reason}). {_GIVE}")
+    return RequestError(f"{where}: {short_repr(url)} cannot be fetched ({reason}). {_GIVE}")
 
 
 def _allowed(url: str, where: str, domains: Collection[str]) -> str:
@@ -103,15 +103,15 @@ def _allowed(url: str, where: str, domains: Collection[str]) -> str:
         parts = urlsplit(url)
         host, port = parts.hostname, parts.port
     except ValueError as error:
-        raise RequestError(f"{where}: {shown(url)} is no address ({error}). {_GIVE}") from None
+        raise RequestError(f"{where}: {short_repr(url)} is no address ({error}). {_GIVE}") from None
     has_odd_characters = not url.isascii() or any(one <= " " or one in '\\"<>' for one in url)
     if parts.scheme not in ("http", "https") or not host or parts.username is not None or has_odd_characters:
-        raise RequestError(f"{where}: {shown(url)} is no plain address over http or https. {_GIVE}")
+        raise RequestError(f"{where}: {short_repr(url)} is no plain address over http or https. {_GIVE}")
     if host not in domains:
         whose = "none is fetched" if not domains else f"pictures are fetched from {', '.join(sorted(domains))} alone"
         raise RequestError(
-            f"{where}: {shown(url)} is an address, and {whose}. Fetch it yourself and give its bytes, or a data URL "
-            "(data:image/png;base64,…); or name its host in the config's media.allowed_domains."
+            f"{where}: {short_repr(url)} is an address, and {whose}. Fetch it yourself and give its bytes, or a data "
+            "URL (data:image/png;base64,…); or name its host in the config's media.allowed_domains."
         )
     place = f"[{host}]" if ":" in host else host
     place = place if port is None else f"{place}:{port}"
@@ -206,7 +206,9 @@ def _fetch(url: str, where: str, domains: Collection[str], until: float) -> byte
             data = answer.read(MAX_FILE_BYTES + 1)
     except HTTPError as error:
         error.close()
-        raise RequestError(f"{where}: {shown(url)} answers with status {error.code}, not a picture. {_GIVE}") from None
+        raise RequestError(
+            f"{where}: {short_repr(url)} answers with status {error.code}, not a picture. {_GIVE}"
+        ) from None
     except (OSError, HTTPException, ValueError) as error:
         raise _failed(url, where, error.reason if isinstance(error, URLError) else error) from None
     return bounded(data, where)

@@ -7,7 +7,7 @@ from typing import Any
 
 from mllm_compile.errors import RequestError
 from mllm_compile.media.sources import SourceItem, check_count, checked_items, read_image, read_video
-from mllm_compile.runtime.shown import brief, shown
+from mllm_compile.runtime.short_repr import short_repr, typed_repr
 
 _IMAGE_KINDS = ("image_url", "image", "image_pil", "input_image")
 _VIDEO_KINDS = ("video", "video_url", "input_video")
@@ -78,11 +78,12 @@ def _given_image(part: Mapping[str, Any], kind: str, where: str) -> Any:
         given = given.get("url")
     if detail not in _DETAILS:
         raise RequestError(
-            f"{where}: detail: expected auto or high, got {brief(detail)}; the model's own processor sets the size."
+            f"{where}: detail: expected auto or high, got {typed_repr(detail)}; the model's own processor sets the "
+            "size."
         )
     if given is None or (isinstance(given, str) and not given):
         form = "{'type': 'image_url', 'image_url': {'url': 'data:image/png;base64,…'}}"
-        raise RequestError(f"{where}: a part has the type {shown(kind)}, but no picture; expected {form}.")
+        raise RequestError(f"{where}: a part has the type {short_repr(kind)}, but no picture; expected {form}.")
     return given
 
 

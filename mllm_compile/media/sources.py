@@ -20,7 +20,7 @@ import numpy as np
 from mllm_compile.errors import RequestError
 from mllm_compile.media.limits import MAX_FILE_BYTES, MAX_FRAMES, MAX_ITEMS, MAX_PIXELS, MAX_PROMPT_PIXELS
 from mllm_compile.media.prompt import MediaKind
-from mllm_compile.runtime.shown import brief, shown
+from mllm_compile.runtime.short_repr import short_repr, typed_repr
 
 _IMAGE = "a PIL image, the bytes of a file, a data URL, a local path, or an array [height, width, 3] of uint8"
 _VIDEO = "an array [frames, height, width, 3] of uint8, a list of pictures, or (frames, {'fps': …})"
@@ -69,12 +69,13 @@ def read_items(multi_modal_data: Any, *, local_paths: bool) -> list[SourceItem]:
     """
     if not isinstance(multi_modal_data, Mapping):
         raise RequestError(
-            f"multi_modal_data: expected {{'image': …, 'video': …}}, got {brief(multi_modal_data)}. {_give(_IMAGE)}"
+            f"multi_modal_data: expected {{'image': …, 'video': …}}, got {typed_repr(multi_modal_data)}. "
+            f"{_give(_IMAGE)}"
         )
     unknown = next((key for key in multi_modal_data if key not in ("image", "video")), None)
     if unknown is not None:
         raise RequestError(
-            f"multi_modal_data: expected the keys 'image' and 'video', got {shown(unknown)}. "
+            f"multi_modal_data: expected the keys 'image' and 'video', got {short_repr(unknown)}. "
             "Sound and embeddings are not served."
         )
     images, videos = multi_modal_data.get("image"), multi_modal_data.get("video")
@@ -128,7 +129,9 @@ def read_video(given: Any, where: str, *, local_paths: bool) -> SourceItem:
     if isinstance(frames, np.ndarray):
         frames = list(frames) if frames.ndim == 4 else None
     if not isinstance(frames, Sequence) or isinstance(frames, (str, bytes, bytearray)):
-        raise RequestError(f"{where}: expected {_VIDEO}, got {brief(given)}. Video files are not read: give frames.")
+        raise RequestError(
+            f"{where}: expected {_VIDEO}, got {typed_repr(given)}. Video files are not read: give frames."
+        )
     if not 1 <= len(frames) <= MAX_FRAMES:
         raise RequestError(f"{where}: expected 1 to {MAX_FRAMES} frames, got {len(frames)}. Sample it to fewer frames.")
     found = [_source(frame, f"{where}, frame {n}", local_paths) for n, frame in enumerate(frames)]
@@ -138,7 +141,9 @@ def read_video(given: Any, where: str, *, local_paths: bool) -> SourceItem:
 def _checked_metadata(metadata: Mapping[str, Any], where: str) -> dict[str, Any]:
     unknown = next((key for key in metadata if key not in _FRAMES_KEYS), None)
     if unknown is not None:
-        raise RequestError(f"{where}: expected the keys {', '.join(_FRAMES_KEYS)} beside frames, got {shown(unknown)}.")
+        raise RequestError(
+            f"{where}: expected the keys {', '.join(_FRAMES_KEYS)} beside frames, got {short_repr(unknown)}."
+        )
     found: dict[str, Any] = {}
     for key, value in metadata.items():
         if key == "frames_indices":
@@ -147,7 +152,7 @@ def _checked_metadata(metadata: Mapping[str, Any], where: str) -> dict[str, Any]
         else:
             is_right = isinstance(value, (int, float)) and math.isfinite(value) and value > 0
         if not is_right:
-            raise RequestError(f"{where}: {key}: expected positive numbers, got {brief(value)}.")
+            raise RequestError(f"{where}: {key}: expected positive numbers, got {typed_repr(value)}.")
         found[key] = value
     return found
 
@@ -181,16 +186,16 @@ def _source(given: Any, where: str, local_paths: bool) -> Source:
         if given[:8].lower().startswith(("http://", "https://")):
             return Source(b"", url=given)
         raise RequestError(
-            f"{where}: {shown(given)} is an address of a kind that is never fetched. Give its bytes, or a data URL "
-            "(data:image/png;base64,…)."
+            f"{where}: {short_repr(given)} is an address of a kind that is never fetched. Give its bytes, or a data "
+            "URL (data:image/png;base64,…)."
         )
     if isinstance(given, (str, os.PathLike)):
         if not local_paths:
-            raise RequestError(f"{where}: expected a data URL (data:image/png;base64,…), got {brief(given)}.")
+            raise RequestError(f"{where}: expected a data URL (data:image/png;base64,…), got {typed_repr(given)}.")
         return Source(_of_file(os.fspath(given), where))
     if callable(getattr(given, "tobytes", None)) and hasattr(given, "getexif"):
         return _of_pil(given, where)
-    raise RequestError(f"{where}: expected {_IMAGE}, got {brief(given)}.")
+    raise RequestError(f"{where}: expected {_IMAGE}, got {typed_repr(given)}.")
 
 
 def bounded(data: bytes, where: str) -> bytes:
@@ -218,7 +223,7 @@ def of_data_url(url: str, where: str) -> bytes:
     head, comma, body = url.partition(",")
     kind, *parameters = head[len("data:") :].lower().split(";")
     if not comma or "base64" not in parameters or not (kind.startswith("image/") or not kind):
-        raise RequestError(f"{where}: expected data:image/…;base64,… with the picture, got {shown(head[:60])}.")
+        raise RequestError(f"{where}: expected data:image/…;base64,… with the picture, got {short_repr(head[:60])}.")
     if len(body) > MAX_FILE_BYTES * 4 // 3 + 1024:
         raise RequestError(
             f"{where}: the data URL has {len(body):,} characters; expected a picture of at most {MAX_FILE_BYTES:,} "
@@ -241,9 +246,9 @@ def _of_file(path: str | bytes, where: str) -> bytes:
             data = file.read(MAX_FILE_BYTES + 1) if is_file else b""
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
-        raise RequestError(f"{where}: {shown(path)} cannot be read ({reason}). Give a picture's file.") from None
+        raise RequestError(f"{where}: {short_repr(path)} cannot be read ({reason}). Give a picture's file.") from None
     if not is_file:
-        raise RequestError(f"{where}: {shown(path)} is no regular file. Give a picture's file.")
+        raise RequestError(f"{where}: {short_repr(path)} is no regular file. Give a picture's file.")
     return bounded(data, where)
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from mllm_compile.config.names import is_hub_id
-from mllm_compile.runtime.shown import shown
+from mllm_compile.runtime.short_repr import short_repr
 from mllm_compile.server.api.errors import ApiError
 from mllm_compile.server.engine_facts import EngineFacts
 from mllm_compile.server.options import ServeOptions
@@ -43,7 +43,7 @@ class ModelNames:
             known = ", ".join(self._names)
             raise ApiError(
                 404,
-                f"the model {shown(model)} does not exist; this server has {known}",
+                f"the model {short_repr(model)} does not exist; this server has {known}",
                 param="model",
                 code="model_not_found",
             )

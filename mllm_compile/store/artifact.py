@@ -40,7 +40,7 @@ from mllm_compile.runtime.program.pieces import PieceSuffix
 from mllm_compile.runtime.program.spec import ModelSizes, Program
 from mllm_compile.runtime.quantised.scheme import SCALES, VALUES, ZEROS
 from mllm_compile.runtime.regular_file import read_regular
-from mllm_compile.runtime.shown import shown
+from mllm_compile.runtime.short_repr import short_repr
 from mllm_compile.runtime.weights.consistency import check_quantised
 from mllm_compile.runtime.weights.spec import WeightSpec
 from mllm_compile.runtime.weights.table import weights_from_json, weights_to_json
@@ -272,11 +272,11 @@ def _check_roles(program: Program, weights: Sequence[WeightSpec]) -> None:
         for tensor, role in ((name, VALUES), (one.scales, SCALES), (one.zeros, ZEROS)):
             parts = specs[tensor].parts if tensor is not None else ()
             if any(part.kept is not None and part.kept.role != role for part in parts):
-                raise ValueError(f"{shown(tensor)} is not the weight of {role} of {shown(name)}")
+                raise ValueError(f"{short_repr(tensor)} is not the weight of {role} of {short_repr(name)}")
         wanted = {part.kept.scheme.shape(VALUES, one.outputs, one.inputs) for part in specs[name].parts if part.kept}
         if wanted - {specs[name].shape[-2:]}:
             raise ValueError(
-                f"{shown(name)} is {shown(specs[name].shape)}, of {one.outputs} outputs, {one.inputs} inputs"
+                f"{short_repr(name)} is {short_repr(specs[name].shape)}, of {one.outputs} outputs, {one.inputs} inputs"
             )
 
 
@@ -290,7 +290,7 @@ def _read_manifest(trusted: TrustedFolder) -> Manifest:
         if isinstance(written_format, int) and _is_sealed(data, path):
             error_class = OldFormatError if written_format < FORMAT_VERSION else NewFormatError
         raise error_class(
-            f"{trusted.path} has format {shown(written_format)}, this version reads {FORMAT_VERSION}; "
+            f"{trusted.path} has format {short_repr(written_format)}, this version reads {FORMAT_VERSION}; "
             f"{'upgrade mllm_compile, or ' if error_class is NewFormatError else ''}compile the model again"
         )
     try:

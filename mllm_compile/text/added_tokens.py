@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mllm_compile.errors import CheckpointError
 from mllm_compile.files.json_file import FileReader, HeldFiles
-from mllm_compile.runtime.shown import brief, shown
+from mllm_compile.runtime.short_repr import short_repr, typed_repr
 from mllm_compile.text.tokenizer_files import ADDED_TOKENS_FILE, SPECIAL_TOKENS_FILE, TOKENIZER_CONFIG_FILE, read_json
 
 if TYPE_CHECKING:
@@ -186,8 +186,8 @@ class _Found:
 
     def _damaged(self, file: str, place: str, given: object, expected: str) -> CheckpointError:
         return CheckpointError(
-            f"{self._folder / file}: expected {shown(place)} to be {expected}, got {brief(given)}. Correct it, or "
-            "download the file again."
+            f"{self._folder / file}: expected {short_repr(place)} to be {expected}, got {typed_repr(given)}. Correct "
+            "it, or download the file again."
         )
 
 

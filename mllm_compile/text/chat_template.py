@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from mllm_compile.errors import RequestError
-from mllm_compile.runtime.shown import brief
+from mllm_compile.runtime.short_repr import typed_repr
 from mllm_compile.text.template_process import TemplateProcesses
 
 _EXPECTED = "{'role': …, 'content': …}"
@@ -30,7 +30,9 @@ def as_conversations(messages: Any) -> tuple[list[Any], bool]:
             return [messages], True
         if _is_list(messages[0]):
             return list(messages), False
-    raise RequestError(f"messages: expected a list of {_EXPECTED}, or a list of such lists, got {brief(messages)}.")
+    raise RequestError(
+        f"messages: expected a list of {_EXPECTED}, or a list of such lists, got {typed_repr(messages)}."
+    )
 
 
 def check_messages(messages: Any) -> None:
@@ -40,7 +42,7 @@ def check_messages(messages: Any) -> None:
         RequestError: no list, an empty one, a message without a role, or a user's without content.
     """
     if not _is_list(messages):
-        raise RequestError(f"messages: expected a list of {_EXPECTED}, got {brief(messages)}.")
+        raise RequestError(f"messages: expected a list of {_EXPECTED}, got {typed_repr(messages)}.")
     if not messages:
         raise RequestError(f"the chat has no messages; expected at least one {_EXPECTED}.")
     for index, message in enumerate(messages):
@@ -52,7 +54,7 @@ def check_messages(messages: Any) -> None:
             fault = "has no content"  # others may have none: tools, calls, responses, by names that templates give them
         else:
             continue
-        raise RequestError(f"messages: message {index} {fault}; expected {_EXPECTED}, got {brief(message)}.")
+        raise RequestError(f"messages: message {index} {fault}; expected {_EXPECTED}, got {typed_repr(message)}.")
 
 
 class ChatTemplate:
@@ -148,7 +150,7 @@ def _is_true(name: str, given: Any, default: bool) -> bool:
     if given is None:
         return default
     if not isinstance(given, bool):
-        raise RequestError(f"{name}: expected true or false, got {brief(given)}.")
+        raise RequestError(f"{name}: expected true or false, got {typed_repr(given)}.")
     return given
 
 

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from mllm_compile.errors import RequestError
-from mllm_compile.runtime.shown import shown
+from mllm_compile.runtime.short_repr import short_repr
 
 if TYPE_CHECKING:
     import tokenizers
@@ -74,8 +74,8 @@ class ControlTokens:
             found = self._piece(piece, is_users)
             if is_users and self._backend.token_to_id(piece) in found:
                 raise RequestError(
-                    f"a text has {shown(piece)}, which this model's tokenizer reads as that token even where it is "
-                    "told not to (model.split_special_tokens). Leave it out."
+                    f"a text has {short_repr(piece)}, which this model's tokenizer reads as that token even where it "
+                    "is told not to (model.split_special_tokens). Leave it out."
                 )
             ids += found
         return ids

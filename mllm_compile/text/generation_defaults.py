@@ -14,7 +14,7 @@ from typing import Any
 from mllm_compile.errors import ConfigError, RequestError
 from mllm_compile.files.json_file import FileReader, FolderReader, json_object
 from mllm_compile.runtime.sampling.params import MAX_TOKEN_LIST, SamplingParams
-from mllm_compile.runtime.shown import shown
+from mllm_compile.runtime.short_repr import short_repr
 
 GENERATION_CONFIG_FILE = "generation_config.json"
 
@@ -97,7 +97,7 @@ def _token_ids(value: Any, folder: Path) -> frozenset[int]:
     ids = value if isinstance(value, list) else [value]
     if not all(isinstance(token_id, int) and not isinstance(token_id, bool) and token_id >= 0 for token_id in ids):
         raise ConfigError(
-            f"{folder}: eos_token_id is {shown(value)}; expected a token id or a list of them. Correct it in "
+            f"{folder}: eos_token_id is {short_repr(value)}; expected a token id or a list of them. Correct it in "
             f"{GENERATION_CONFIG_FILE}, or where that has none in config.json."
         )
     if len(ids) > MAX_TOKEN_LIST:  # each is a column of the tables on the device, as a request's stop_token_ids are

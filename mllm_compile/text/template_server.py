@@ -25,7 +25,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from mllm_compile.process.helper_server import limit_files_and, serve
-from mllm_compile.runtime.shown import brief, shown
+from mllm_compile.runtime.short_repr import short_repr, typed_repr
 from mllm_compile.text.template_protocol import (
     MAX_CHARACTERS,
     MAX_MEMORY,
@@ -153,7 +153,7 @@ class Templates:
         if unread:
             given = {"messages", "add_generation_prompt", *self._special_tokens}
             known = _cut(", ".join(sorted(compiled.variables - given)))
-            name = unread[0] if unread[0].isidentifier() and len(unread[0]) <= _MAX_NAME else shown(unread[0])
+            name = unread[0] if unread[0].isidentifier() and len(unread[0]) <= _MAX_NAME else short_repr(unread[0])
             others = f"; beside messages and add_generation_prompt it may read: {known}" if known else ", only messages"
             raise Refused(f"{name}: the model's chat template reads no such variable{others}.{_OF_VLLM.get(name, '')}")
 
@@ -237,7 +237,7 @@ def _joined(content: list[Any]) -> str:
     for part in content:
         if not (isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)):
             raise Refused(
-                f"messages: a part of a content is {brief(part)}; expected {{'type': 'text', 'text': …}}, as this "
+                f"messages: a part of a content is {typed_repr(part)}; expected {{'type': 'text', 'text': …}}, as this "
                 "model's chat template takes texts alone."
             )
     return "\n".join(part["text"] for part in content)

@@ -8,7 +8,7 @@ from typing import Any
 
 from mllm_compile.errors import CheckpointError
 from mllm_compile.files.json_file import FileReader, FolderReader, json_object
-from mllm_compile.runtime.shown import shown
+from mllm_compile.runtime.short_repr import short_repr
 
 TOKENIZER_FILE = "tokenizer.json"
 TOKENIZER_CONFIG_FILE = "tokenizer_config.json"
@@ -121,7 +121,7 @@ def _templates_in_json(folder: Path, read: FileReader) -> dict[str, str]:
         return {entry["name"]: entry["template"] for entry in template}
     if isinstance(template, dict):  # as chat_template.json may have it
         if not all(isinstance(source, str) for source in template.values()):
-            raise CheckpointError(f"{folder}: expected texts in the dict chat_template, got {shown(template)}.")
+            raise CheckpointError(f"{folder}: expected texts in the dict chat_template, got {short_repr(template)}.")
         return template
     return {"default": template} if isinstance(template, str) else {}
 

@@ -8,7 +8,7 @@ from functools import wraps
 from typing import Any, TypeVar
 
 from mllm_compile.runtime.errors import RequestError
-from mllm_compile.runtime.shown import shown
+from mllm_compile.runtime.short_repr import short_repr
 from mllm_compile.runtime.unknown_names import tells_unknown
 
 T = TypeVar("T")
@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 def refused(field: str, expected: str, got: object, hint: str = "") -> RequestError:
     """The error for a field's value."""
-    return RequestError(f"{field}: expected {expected}, got {shown(got)}. {hint}".rstrip())
+    return RequestError(f"{field}: expected {expected}, got {short_repr(got)}. {hint}".rstrip())
 
 
 def by_name_alone(example: str, elsewhere: Mapping[str, str]) -> Callable[[type[T]], type[T]]:
@@ -36,7 +36,9 @@ def by_name_alone(example: str, elsewhere: Mapping[str, str]) -> Callable[[type[
         @wraps(create)
         def init(self: T, *args: object, **values: Any) -> None:
             if args:
-                raise RequestError(f"{cls.__name__}: expected arguments by name, such as {example}, got {shown(args)}.")
+                raise RequestError(
+                    f"{cls.__name__}: expected arguments by name, such as {example}, got {short_repr(args)}."
+                )
             create(self, **values)
 
         cls.__init__ = init  # type: ignore[assignment]

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from mllm_compile.runtime.sampling.param_checks import by_name_alone, refused
 from mllm_compile.runtime.sampling.structured_params import StructuredOutputsParams
-from mllm_compile.runtime.shown import shown
+from mllm_compile.runtime.short_repr import short_repr
 
 ALL_LOGPROBS = -1  # in the place of a number of alternatives: the whole vocabulary
 MAX_LOGPROBS = 20  # alternatives a token; bounds what one request can make every step copy to the host
@@ -359,7 +359,7 @@ def _bias_token(token_id: object) -> int:
 
 
 def _bias(token_id: object, bias: object) -> float:
-    number = _number(f"logit_bias[{shown(token_id)}]", bias, -math.inf, math.inf)
+    number = _number(f"logit_bias[{short_repr(token_id)}]", bias, -math.inf, math.inf)
     return min(max(number, -MAX_BIAS), MAX_BIAS)
 
 

@@ -19,7 +19,7 @@ import torch
 from mllm_compile.runtime.device.upload import upload
 from mllm_compile.runtime.sampling.params import ALL_LOGPROBS, SamplingParams
 from mllm_compile.runtime.sampling.penalties import TokenCounts
-from mllm_compile.runtime.sampling.token_additions import SlotAdditions
+from mllm_compile.runtime.sampling.token_additions import TokenBiases
 from mllm_compile.runtime.sampling.token_rules import AllowedTokens, ForbiddenPhrases
 
 # Parameters in two tables, and what those hold for a row without a request: greedy, everything off. Temperature and
@@ -124,8 +124,8 @@ class SamplingState:
     def __init__(self, max_reqs: int, vocab_size: int, device: torch.device | str) -> None:
         self.device = torch.device(device)
         self._flags: SamplingFlags | None = SamplingFlags()  # None: to be made anew
-        self.biases = SlotAdditions(max_reqs, self.device)
-        self.forbidden = SlotAdditions(max_reqs, self.device)
+        self.biases = TokenBiases(max_reqs, self.device)
+        self.forbidden = TokenBiases(max_reqs, self.device)
         self.allowed = AllowedTokens(max_reqs, vocab_size, self.device)
         self.phrases = ForbiddenPhrases(max_reqs, self.device)
         self.counts = TokenCounts(vocab_size, self.device)

@@ -11,7 +11,7 @@ import torch
 
 from mllm_compile.runtime.errors import CheckpointError
 from mllm_compile.runtime.quantised.scheme import INT4_GROUP, MXFP4, NVFP4, SCALES, Kind, WeightScheme
-from mllm_compile.runtime.shown import shown
+from mllm_compile.runtime.short_repr import short_repr
 from mllm_compile.runtime.weights.formats.base import FLOATS, VALUES, Format, Quantised
 from mllm_compile.runtime.weights.formats.registry import FORMATS, kept_sources
 from mllm_compile.runtime.weights.formats.settings import Settings
@@ -41,7 +41,7 @@ def check_quantised(specs: Iterable[WeightSpec]) -> None:
                     raise ValueError("its parts lie in memory in several ways")
                 _check_part(part, spec.dtype, checked)
         except (ValueError, LookupError, ArithmeticError, CheckpointError) as error:
-            raise ValueError(f"{shown(spec.name)}: {error}") from error
+            raise ValueError(f"{short_repr(spec.name)}: {error}") from error
 
 
 def _check_part(part: WeightPart, dtype: torch.dtype, checked: dict[object, str]) -> None:
@@ -70,10 +70,10 @@ def _check_stored(part: WeightPart, quantised: Quantised, dtype: torch.dtype) ->
     """Checks all but names; gives the role of the tensor that the part is named after."""
     fmt = FORMATS.get(quantised.format)
     if fmt is None:
-        raise ValueError(f"no format is called {shown(quantised.format)}")
+        raise ValueError(f"no format is called {short_repr(quantised.format)}")
     roles = quantised.tensors.keys()
     if not fmt.roles.keys() - fmt.optional <= roles <= fmt.roles.keys():
-        raise ValueError(f"{fmt.name} has {', '.join(fmt.roles)} of a weight, not {shown(list(roles))}")
+        raise ValueError(f"{fmt.name} has {', '.join(fmt.roles)} of a weight, not {short_repr(list(roles))}")
     values = quantised.tensors[VALUES]
     if values.dtype not in fmt.values_dtypes:
         raise ValueError(f"{values} holds no values of {fmt.name}")
@@ -96,10 +96,10 @@ def _check_names(part: WeightPart, quantised: Quantised, named_after: str) -> No
     base = values.removesuffix(suffixes[VALUES])
     for role, one in tensors.items():
         if one.name != base + suffixes[role]:
-            raise ValueError(f"{shown(one.name)} is not the tensor of {role} that goes with {shown(values)}")
+            raise ValueError(f"{short_repr(one.name)} is not the tensor of {role} that goes with {short_repr(values)}")
     source = tensors[named_after]
     if part.tensor != source.name or part.file != source.file:
-        raise ValueError(f"{shown(part.tensor)} of {shown(part.file)} is not what it is made of")
+        raise ValueError(f"{short_repr(part.tensor)} of {short_repr(part.file)} is not what it is made of")
 
 
 def _scheme(fmt: Format, quantised: Quantised, shape: tuple[int, ...]) -> WeightScheme | None:
@@ -108,11 +108,12 @@ def _scheme(fmt: Format, quantised: Quantised, shape: tuple[int, ...]) -> Weight
     for name, value in numbers.items():
         is_right = value in (0, 1) if name in _FLAGS else name == "offset" or (type(value) is int and value > 0)
         if not is_right or (name == "bits" and value not in _BITS):
-            raise ValueError(f"{shown(name)} is {shown(value)}")
+            raise ValueError(f"{short_repr(name)} is {short_repr(value)}")
     expected = fmt.layout(quantised.tensors, _settings(numbers), numbers)
     if expected != (shape, dict(numbers)):
         raise ValueError(
-            f"{quantised.tensors[VALUES]} and what goes with it make {shown(expected)}, not {shown((shape, numbers))}"
+            f"{quantised.tensors[VALUES]} and what goes with it make {short_repr(expected)}, not "
+            f"{short_repr((shape, numbers))}"
         )
     return fmt.scheme(quantised.tensors, shape, numbers)
 
@@ -146,7 +147,7 @@ def _check_kept(kept: QuantisedPart, dtype: torch.dtype) -> None:
     if not is_group or scheme.scale_dtype not in scale_dtypes or not is_zeros:
         raise ValueError(f"no weight lies in memory as {scheme}")
     if kept.role not in scheme.roles:
-        raise ValueError(f"{scheme} has no {shown(kept.role)}")
+        raise ValueError(f"{scheme} has no {short_repr(kept.role)}")
     if dtype != scheme.dtype(kept.role):
         raise ValueError(f"{scheme} has {kept.role} in {scheme.dtype(kept.role)}, not {dtype}")
 

@@ -87,7 +87,7 @@ def _entry(path: Path, name: str, fields: dict[str, Any], data_start: int, file_
     dtype_name, shape, offsets = fields.get("dtype"), fields.get("shape"), fields.get("data_offsets")
     dtype = DTYPES.get(dtype_name) if isinstance(dtype_name, str) else None
     if dtype is None:
-        raise CheckpointError(f"{path}: tensor {name!r} has dtype {shown(dtype_name)}; known: {', '.join(DTYPES)}")
+        raise CheckpointError(f"{path}: tensor {name!r} has dtype {short_repr(dtype_name)}; known: {', '.join(DTYPES)}")
     if not isinstance(shape, list) or not isinstance(offsets, list) or not _are_sizes(shape, offsets):
         raise CheckpointError(broken(path, f"tensor {name!r} has shape {shown(shape)} at {shown(offsets)}"))
     begin, end = data_start + offsets[0], data_start + offsets[1]

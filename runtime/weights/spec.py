@@ -11,7 +11,7 @@ import torch
 
 from mllm_compile.runtime.errors import CheckpointError
 from mllm_compile.runtime.quantised.scheme import WeightScheme
-from mllm_compile.runtime.shown import shown
+from mllm_compile.runtime.short_repr import short_repr
 from mllm_compile.runtime.weights.formats.base import VALUES, Quantised, StoredTensor
 from mllm_compile.runtime.weights.formats.every import is_stored, small_sources
 from mllm_compile.runtime.weights.header import entry_of, read_bytes
@@ -163,7 +163,7 @@ def place_of(weight: torch.Tensor, part: WeightPart) -> torch.Tensor:
     if not is_within:
         raise CheckpointError(
             f"tensor {part.tensor!r}: a weight of shape {list(weight.shape)} has no place for {list(shape)} that "
-            f"begins at {shown(starts)}: the table of weights {DAMAGED}"
+            f"begins at {short_repr(starts)}: the table of weights {DAMAGED}"
         )
     for dim, (start, size) in enumerate(zip(starts, shape, strict=False)):  # of a scalar there is none
         weight = weight.narrow(dim, start, size)

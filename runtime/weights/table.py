@@ -20,7 +20,7 @@ from typing import Any, get_args, get_origin, get_type_hints
 import torch
 
 from mllm_compile.runtime.json_data import MAX_VALUES, from_json
-from mllm_compile.runtime.shown import brief, shown
+from mllm_compile.runtime.short_repr import short_repr, typed_repr
 from mllm_compile.runtime.weights.spec import WeightPart, WeightSpec
 
 _PARTS, _NUM_PARTS = "parts", "num_parts"
@@ -46,7 +46,7 @@ def weights_from_json(data: Any) -> tuple[WeightSpec, ...]:
 
 def _weight(data: dict[str, Any], most_parts: int) -> WeightSpec:
     if _PARTS not in data or _NUM_PARTS not in data:
-        raise ValueError(f"expected a weight with {_PARTS!r} and {_NUM_PARTS!r}, got {brief(data)}")
+        raise ValueError(f"expected a weight with {_PARTS!r} and {_NUM_PARTS!r}, got {typed_repr(data)}")
     others = {name: value for name, value in data.items() if name not in (_PARTS, _NUM_PARTS)}
     num_parts = from_json(int, data[_NUM_PARTS])
     if not 0 <= num_parts <= most_parts:  # a few words make any number of them
@@ -55,7 +55,7 @@ def _weight(data: dict[str, Any], most_parts: int) -> WeightSpec:
         )
     spec = from_json(WeightSpec, {**others, _PARTS: ()})
     if any(size < 0 for size in spec.shape) or spec.num_bytes >= 1 << 63:
-        raise ValueError(f"{shown(spec.name)}: expected a weight's shape, got {shown(spec.shape)}")
+        raise ValueError(f"{short_repr(spec.name)}: expected a weight's shape, got {short_repr(spec.shape)}")
     return replace(spec, parts=tuple(_values(WeightPart, data[_PARTS], num_parts)))
 
 
@@ -105,7 +105,7 @@ def _values(kind: Any, column: Any, count: int) -> Sequence[Any]:
         columns = [_values(item, one, count) for one in content.values()]
         if columns:  # without keys all are the same, which "all" says; zip would give none
             return [dict(zip(content, row, strict=True)) for row in zip(*columns, strict=True)]
-    raise ValueError(f"expected a column of {count} values, got {brief(column)}")
+    raise ValueError(f"expected a column of {count} values, got {typed_repr(column)}")
 
 
 _hints = cache(get_type_hints)  # it parses them anew each time

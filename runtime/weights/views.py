@@ -8,7 +8,7 @@ from functools import lru_cache
 import torch
 
 from mllm_compile.runtime.errors import CheckpointError
-from mllm_compile.runtime.shown import brief, shown
+from mllm_compile.runtime.short_repr import short_repr, typed_repr
 
 DAMAGED = "in the runtime's program.json is damaged; compile the model again"
 
@@ -47,8 +47,8 @@ def view_shape(shape: tuple[int, ...], steps: tuple[ViewStep, ...]) -> tuple[int
         return tuple(viewed(torch.empty(shape, device="meta"), steps).shape)
     except (RuntimeError, ValueError, LookupError, TypeError, OverflowError) as error:
         raise CheckpointError(
-            f"a tensor of shape {list(shape)} cannot be viewed by {shown(steps)} ({brief(str(error))}): the table of "
-            f"weights {DAMAGED}"
+            f"a tensor of shape {list(shape)} cannot be viewed by {short_repr(steps)} ({typed_repr(str(error))}): the "
+            f"table of weights {DAMAGED}"
         ) from error
 
 

@@ -210,7 +210,7 @@ NOT_SHAPING = {
     "runtime/regular_file": "how files are read",
     "runtime/runner_config": "what runs pieces",
     "runtime/schedule": "which requests are in a step",
-    "runtime/shown": "messages",
+    "runtime/short_repr": "messages",
     "runtime/step": "what runs pieces",
     "runtime/ubatch": "what runs pieces",
     "runtime/unknown_names": "messages",

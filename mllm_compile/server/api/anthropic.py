@@ -9,7 +9,7 @@ from typing import Any, ClassVar, TypeGuard
 import msgspec
 
 from mllm_compile.media.messages import has_media
-from mllm_compile.runtime.shown import brief
+from mllm_compile.runtime.short_repr import typed_repr
 from mllm_compile.server.api.anthropic_answers import MessagesAnswers, refusal
 from mllm_compile.server.api.errors import bad_request
 from mllm_compile.server.api.fields import ChatFields, check_parts, params_of, read_fields
@@ -118,9 +118,11 @@ def _tool(index: int, tool: dict[str, Any]) -> dict[str, Any]:
     """A tool as OpenAI's function."""
     where = f"tools: tool {index}"
     if tool.get("type", "custom") not in ("custom", None):
-        raise bad_request(f"{where} is {brief(tool['type'])}; tools of the server's own are not served. Offer yours")
+        raise bad_request(
+            f"{where} is {typed_repr(tool['type'])}; tools of the server's own are not served. Offer yours"
+        )
     if not isinstance(tool.get("name"), str) or not isinstance(tool.get("input_schema"), dict):
-        raise bad_request(f"{where}: expected {_TOOL}, got {brief(tool)}")
+        raise bad_request(f"{where}: expected {_TOOL}, got {typed_repr(tool)}")
     unknown = next((name for name in tool if name not in _TOOL_FIELDS), None)
     if unknown is not None:
         raise bad_request(f"{where} ({tool['name'][:40]}): {unknown[:40]} is not served; expected {_TOOL}")
@@ -139,7 +141,7 @@ def _tool_choice(choice: dict[str, Any] | None) -> tuple[Any, bool | None]:
         how = _CHOICES[kind]
     else:
         expected = "{'type': 'auto'}, 'any' or 'none', or {'type': 'tool', 'name': …}"
-        raise bad_request(f"tool_choice: expected {expected}, got {brief(choice)}")
+        raise bad_request(f"tool_choice: expected {expected}, got {typed_repr(choice)}")
     is_single = choice.get("disable_parallel_tool_use", False)
     if not isinstance(is_single, bool):
         raise bad_request("tool_choice: expected disable_parallel_tool_use to be true or false")
@@ -197,7 +199,7 @@ def _assistant(blocks: list[dict[str, Any]]) -> dict[str, Any]:
 
 def _call(block: dict[str, Any]) -> dict[str, Any]:
     if not isinstance(block.get("id"), str) or not isinstance(block.get("input"), dict):
-        raise bad_request(f"messages: expected a tool_use with id, name and input, an object, got {brief(block)}")
+        raise bad_request(f"messages: expected a tool_use with id, name and input, an object, got {typed_repr(block)}")
     arguments = json.dumps(block["input"], ensure_ascii=False)
     return {"id": block["id"], "type": "function", "function": {"name": block.get("name"), "arguments": arguments}}
 
@@ -214,7 +216,7 @@ def _text(content: Any, field: str) -> str:
         raise bad_request(f"{field}: expected a text or a list of text blocks as content", field)
     other = next((block.get("type") for block in content if block.get("type") != "text"), None)
     if other is not None or not all(isinstance(block.get("text"), str) for block in content):
-        raise bad_request(f"{field}: expected blocks of type text, got {brief(other)}", field)
+        raise bad_request(f"{field}: expected blocks of type text, got {typed_repr(other)}", field)
     return "\n".join(block["text"] for block in content)
 
 
@@ -239,7 +241,7 @@ def _image(block: dict[str, Any]) -> dict[str, Any]:
     if kind != "base64" or not isinstance(data, str) or media_type not in _IMAGES:
         expected = f"{{'type': 'base64', 'media_type': one of {', '.join(_IMAGES)}, 'data': …}}"
         raise bad_request(
-            f"messages: expected the source of an image to be {expected}, got {brief(source)}", "messages"
+            f"messages: expected the source of an image to be {expected}, got {typed_repr(source)}", "messages"
         )
     return {"type": "image_url", "image_url": {"url": f"data:{media_type};base64,{data}"}}
 

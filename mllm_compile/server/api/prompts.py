@@ -13,7 +13,7 @@ from mllm_compile.media.messages import has_media, take_media
 from mllm_compile.media.sources import SourceItem
 from mllm_compile.media.workers import SharedPrompt
 from mllm_compile.runtime.sampling.params import SamplingParams
-from mllm_compile.runtime.shown import brief
+from mllm_compile.runtime.short_repr import typed_repr
 from mllm_compile.server.api.errors import bad_request, of_error
 from mllm_compile.server.api.fields import (
     MOST_COMPLETIONS,
@@ -49,7 +49,9 @@ def prompt_items(prompt: Any) -> list[str | list[int]]:
     if prompt is None:
         raise bad_request("prompt: it is missing; expected a text, a list of token ids, or a list of either")
     if not all(isinstance(item, (str, list)) for item in items):
-        raise bad_request(f"prompt: expected a text, a list of token ids, or a list of either, got {brief(prompt)}")
+        raise bad_request(
+            f"prompt: expected a text, a list of token ids, or a list of either, got {typed_repr(prompt)}"
+        )
     if len(items) > MOST_COMPLETIONS:
         raise bad_request(f"prompt: expected at most {MOST_COMPLETIONS} prompts, got {len(items)}")
     return items

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import msgspec
 
 from mllm_compile.media.messages import has_media
-from mllm_compile.runtime.shown import brief
+from mllm_compile.runtime.short_repr import typed_repr
 from mllm_compile.server.api.errors import bad_request, openai_refusal
 from mllm_compile.server.api.fields import ChatFields, check_parts, params_of, read_fields
 from mllm_compile.server.api.foreign_fields import FOREIGN, OF_RESPONSES
@@ -122,7 +122,7 @@ class ResponsesRequest:
 def _tool(index: int, tool: dict[str, Any]) -> dict[str, Any]:
     """A tool as that of a chat, whose function stands under a name of its own."""
     if tool.get("type") != "function":
-        kind = brief(tool.get("type"))
+        kind = typed_repr(tool.get("type"))
         raise bad_request(f"tools: tool {index} is {kind}; expected functions, {_TOOL}: others are not served")
     return {"type": "function", "function": {name: value for name, value in tool.items() if name != "type"}}
 
@@ -137,7 +137,7 @@ def _tool_choice(choice: str | dict[str, Any] | None) -> Any:
             return {"type": "allowed_tools", "allowed_tools": {"mode": choice.get("mode"), "tools": named}}
     named_one = _named(choice)
     if named_one is None:
-        raise bad_request(f"tool_choice: expected {_CHOICES}, got {brief(choice)}")
+        raise bad_request(f"tool_choice: expected {_CHOICES}, got {typed_repr(choice)}")
     return named_one
 
 
@@ -169,7 +169,7 @@ def _messages(given: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
             _add(answer, kind, item)
         else:
             expected = "message, function_call, function_call_output or reasoning"
-            raise bad_request(f"input: expected items of type {expected}, got {brief(kind)}", "input")
+            raise bad_request(f"input: expected items of type {expected}, got {typed_repr(kind)}", "input")
     return messages
 
 
@@ -208,9 +208,9 @@ def _part(part: Any, takes_images: bool) -> dict[str, Any]:
         return {"type": "text", "text": part["text"]}
     if not isinstance(part, dict) or part.get("type") != "input_image" or not takes_images:
         expected = "parts of text or input_image" if takes_images else "parts of text"
-        raise bad_request(f"input: expected {expected}, got {brief(part)}", "input")
+        raise bad_request(f"input: expected {expected}, got {typed_repr(part)}", "input")
     if not isinstance(part.get("image_url"), str):
-        raise bad_request(f"input: {_IMAGE}, got {brief(part)}; files are not stored", "input")
+        raise bad_request(f"input: {_IMAGE}, got {typed_repr(part)}; files are not stored", "input")
     return {name: part[name] for name in ("type", "image_url", "detail") if part.get(name) is not None}
 
 

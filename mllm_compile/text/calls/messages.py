@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from mllm_compile.errors import RequestError
-from mllm_compile.runtime.shown import brief, shown
+from mllm_compile.runtime.short_repr import short_repr, typed_repr
 from mllm_compile.text.calls.events import ArgumentsDelta, CallStart, ContentDelta, End, Event, ReasoningDelta
 from mllm_compile.text.calls.syntax import CallSyntax, ChatSyntax, NameThenJson
 from mllm_compile.text.calls.values import object_of
@@ -61,7 +61,7 @@ class _Normaliser:
     def _with_calls(self, where: str, message: Mapping[str, Any]) -> dict[str, Any]:
         calls = message["tool_calls"]
         if not isinstance(calls, Sequence) or isinstance(calls, str | bytes):
-            raise RequestError(f"{where}: tool_calls are {brief(calls)}; expected a list of {_CALL}.")
+            raise RequestError(f"{where}: tool_calls are {typed_repr(calls)}; expected a list of {_CALL}.")
         if len(calls) > MAX_CALLS:
             raise RequestError(f"{where} has {len(calls)} tool_calls; expected at most {MAX_CALLS}. Shorten the chat.")
         rest = {key: value for key, value in message.items() if key != "tool_calls"}
@@ -74,13 +74,13 @@ class _Normaliser:
     def _call(self, where: str, call: Any) -> dict[str, Any]:
         function = call.get("function") if isinstance(call, Mapping) else None
         if not isinstance(function, Mapping) or call.get("type", "function") != "function":
-            raise RequestError(f"{where} is {brief(call)}; expected {_CALL}.")
+            raise RequestError(f"{where} is {typed_repr(call)}; expected {_CALL}.")
         name, given = function.get("name"), call.get("id")
         if not isinstance(name, str) or not name:
-            raise RequestError(f"{where}: its function's name is {shown(name)}; expected the name of a tool.")
+            raise RequestError(f"{where}: its function's name is {short_repr(name)}; expected the name of a tool.")
         if given is not None and not isinstance(given, str):
-            raise RequestError(f"{where}: its id is {brief(given)}; expected a text.")
-        arguments = self._arguments(f"{where} ({shown(name)})", function.get("arguments"))
+            raise RequestError(f"{where}: its id is {typed_repr(given)}; expected a text.")
+        arguments = self._arguments(f"{where} ({short_repr(name)})", function.get("arguments"))
         own = self._own_id(given, name)
         self._num_calls += 1
         if given is not None:
@@ -94,7 +94,7 @@ class _Normaliser:
         if isinstance(arguments, Mapping):
             return json.dumps(arguments, ensure_ascii=False) if self._syntax.arguments_are_text else arguments
         if not isinstance(arguments, str):
-            raise RequestError(f"{where}: its arguments are {brief(arguments)}; expected an object as JSON text.")
+            raise RequestError(f"{where}: its arguments are {typed_repr(arguments)}; expected an object as JSON text.")
         return arguments if self._syntax.arguments_are_text else object_of(arguments)
 
     def _own_id(self, given: str | None, name: str) -> str:
@@ -106,7 +106,7 @@ class _Normaliser:
     def _result(self, where: str, message: Mapping[str, Any]) -> dict[str, Any]:
         given = message.get("tool_call_id")
         if given is not None and not isinstance(given, str):
-            raise RequestError(f"{where}: tool_call_id is {brief(given)}; expected the id of a call, a text.")
+            raise RequestError(f"{where}: tool_call_id is {typed_repr(given)}; expected the id of a call, a text.")
         if message.get("content") is None:
             raise RequestError(f"{where}, of a tool, has no content; expected the call's result as a text.")
         if given is None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from mllm_compile.errors import RequestError
-from mllm_compile.runtime.shown import brief, shown
+from mllm_compile.runtime.short_repr import short_repr, typed_repr
 
 MAX_TOOLS = 512
 MAX_BYTES = 1 << 20  # of all tools as JSON
@@ -65,7 +65,7 @@ def read_tools(value: Any) -> tuple[Tool, ...]:
     if value is None:
         return ()
     if not _is_list(value):
-        raise RequestError(f"tools: expected a list of {_EXPECTED}, got {brief(value)}.")
+        raise RequestError(f"tools: expected a list of {_EXPECTED}, got {typed_repr(value)}.")
     if len(value) > MAX_TOOLS:
         raise RequestError(f"tools: {len(value)} of them; expected at most {MAX_TOOLS}. Offer fewer.")
     if _nested(value) > MAX_NESTED:
@@ -87,36 +87,38 @@ def read_tools(value: Any) -> tuple[Tool, ...]:
 def _read_tool(index: int, entry: Any) -> Tool:
     where = f"tools: tool {index}"
     if not isinstance(entry, Mapping):
-        raise RequestError(f"{where}: expected {_EXPECTED}, got {brief(entry)}.")
+        raise RequestError(f"{where}: expected {_EXPECTED}, got {typed_repr(entry)}.")
     if entry.get("type") != "function":
-        raise RequestError(f"{where}: type is {shown(entry.get('type'))}; expected 'function', the only type there is.")
+        raise RequestError(
+            f"{where}: type is {short_repr(entry.get('type'))}; expected 'function', the only type there is."
+        )
     function = entry.get("function")
     if not isinstance(function, Mapping):
-        raise RequestError(f"{where}: expected {_EXPECTED}, got {brief(entry)}.")
+        raise RequestError(f"{where}: expected {_EXPECTED}, got {typed_repr(entry)}.")
     name, parameters = function.get("name"), function.get("parameters")
     description, strict = function.get("description"), function.get("strict")
     if not isinstance(name, str) or not _NAME.fullmatch(name):
         raise RequestError(
-            f"{where}: name is {shown(name)}; expected 1 to 128 letters, digits or any of '_', '-', '.', '/', ':'."
+            f"{where}: name is {short_repr(name)}; expected 1 to 128 letters, digits or any of '_', '-', '.', '/', ':'."
         )
     if description is not None and not isinstance(description, str):
-        raise RequestError(f"{where} ({name}): description is {brief(description)}; expected a text.")
+        raise RequestError(f"{where} ({name}): description is {typed_repr(description)}; expected a text.")
     if strict is not None and not isinstance(strict, bool):
-        raise RequestError(f"{where} ({name}): strict is {brief(strict)}; expected true or false.")
+        raise RequestError(f"{where} ({name}): strict is {typed_repr(strict)}; expected true or false.")
     unknown = sorted(set(map(str, function)) - _FIELDS)
     if unknown:
         known = ", ".join(sorted(_FIELDS))
-        raise RequestError(f"{where} ({name}): {shown(unknown[0])} is no field of a function; expected {known}.")
+        raise RequestError(f"{where} ({name}): {short_repr(unknown[0])} is no field of a function; expected {known}.")
     if parameters is None:
         parameters = NO_PARAMETERS
     elif not isinstance(parameters, Mapping) or parameters.get("type", "object") != "object":
         raise RequestError(
-            f"{where} ({name}): parameters are {brief(parameters)}; expected the JSON schema of an object, "
+            f"{where} ({name}): parameters are {typed_repr(parameters)}; expected the JSON schema of an object, "
             "{'type': 'object', 'properties': …}."
         )
     elif not isinstance(parameters.get("properties", {}), Mapping):
         raise RequestError(
-            f"{where} ({name}): properties are {brief(parameters['properties'])}; expected schemas by name."
+            f"{where} ({name}): properties are {typed_repr(parameters['properties'])}; expected schemas by name."
         )
     parameters = {**NO_PARAMETERS, **parameters}  # templates read both
     shown_to_model = {key: value for key, value in function.items() if key != "strict"} | {"parameters": parameters}
@@ -142,7 +144,7 @@ def read_tool_choice(value: Any, tools: Sequence[Tool]) -> ToolChoice:
     if name is None:
         raise RequestError(
             "tool_choice: expected 'none', 'auto', 'required', {'type': 'function', 'function': {'name': …}} or "
-            f"{_ALLOWED}, got {brief(value)}."
+            f"{_ALLOWED}, got {typed_repr(value)}."
         )
     _check_offered(name, names)
     return ToolChoice("required", frozenset((name,)), is_single=True)
@@ -155,18 +157,20 @@ def _read_allowed(value: Mapping[str, Any], names: Sequence[str]) -> ToolChoice:
     is_list = isinstance(listed, Sequence) and not isinstance(listed, str)
     chosen = [_function_name(one) for one in listed] if is_list and listed is not None else []
     if not isinstance(allowed, Mapping) or allowed.get("mode") not in ("auto", "required") or not chosen:
-        raise RequestError(f"tool_choice: expected {_ALLOWED} with a mode of auto or required, got {brief(value)}.")
+        raise RequestError(
+            f"tool_choice: expected {_ALLOWED} with a mode of auto or required, got {typed_repr(value)}."
+        )
     for name in chosen:
         if name is None:
-            raise RequestError(f"tool_choice: expected {_ALLOWED}, whose tools are functions, got {brief(value)}.")
+            raise RequestError(f"tool_choice: expected {_ALLOWED}, whose tools are functions, got {typed_repr(value)}.")
         _check_offered(name, names)
     return ToolChoice(allowed["mode"], frozenset(name for name in chosen if name is not None))
 
 
 def _check_offered(name: str, names: Sequence[str]) -> None:
     if name not in names:
-        known = shown(", ".join(names)) if names else "none"
-        raise RequestError(f"tool_choice: {shown(name)} is not among the tools: {known}. Offer it in tools.")
+        known = short_repr(", ".join(names)) if names else "none"
+        raise RequestError(f"tool_choice: {short_repr(name)} is not among the tools: {known}. Offer it in tools.")
 
 
 def _function_name(value: Any) -> str | None:

@@ -9,7 +9,7 @@ import torch
 
 from mllm_compile.runtime.errors import CheckpointError
 from mllm_compile.runtime.json_data import parse_json
-from mllm_compile.runtime.shown import shown
+from mllm_compile.runtime.short_repr import short_repr
 from mllm_compile.runtime.weights.formats.base import (
     VALUES,
     Format,
@@ -65,7 +65,7 @@ class Nf4(Format):
         try:
             said = parse_json(read(state))
             if said["quant_type"] != "nf4":
-                raise ValueError(f"expected quant_type nf4, got {shown(said['quant_type'])}")
+                raise ValueError(f"expected quant_type nf4, got {short_repr(said['quant_type'])}")
             rows, columns = (_size(size) for size in said["shape"])
             found = {"rows": rows, "columns": columns, "block": _size(said["blocksize"])}
             if "nested_absmax" not in stored:

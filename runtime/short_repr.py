@@ -5,7 +5,7 @@ from __future__ import annotations
 _MOST_CHARACTERS = 60
 
 
-def shown(value: object) -> str:
+def short_repr(value: object) -> str:
     """The value's repr, cut; or what can be said of it, where Python refuses (an integer of 5000 digits)."""
     try:
         text = repr(value)
@@ -14,6 +14,6 @@ def shown(value: object) -> str:
     return text if len(text) <= _MOST_CHARACTERS else text[: _MOST_CHARACTERS - 3] + "..."
 
 
-def brief(value: object) -> str:
+def typed_repr(value: object) -> str:
     """The same behind the name of its type."""
-    return f"{type(value).__name__} {shown(value)}"
+    return f"{type(value).__name__} {short_repr(value)}"
