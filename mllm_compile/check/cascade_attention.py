@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from mllm_compile.check.each_once import each_once
+from mllm_compile.check.layers import one_layer_per_kernel
 from mllm_compile.check.served import Served
 from mllm_compile.errors import CompileError
 from mllm_compile.runtime.attention.flashinfer.kernels import PlanGroup
@@ -29,7 +29,7 @@ def check_cascade_attention(linked: LinkedProgram, served: Served) -> None:
     Raises:
         CompileError: a layer's kernels compute something else than torch's operations.
     """
-    for layer, piece in each_once(linked.program.layers, of_kind(linked.layer_kernels, "cascade")):
+    for layer, piece in one_layer_per_kernel(linked.program.layers, of_kind(linked.layer_kernels, "cascade")):
         for count in _COUNTS:
             for num_pages in _PAGES:
                 error = _error(layer, piece, count, num_pages, served)

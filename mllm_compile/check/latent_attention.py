@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import torch
 
-from mllm_compile.check.each_once import each_once
+from mllm_compile.check.layers import one_layer_per_kernel
 from mllm_compile.check.served import Served
 from mllm_compile.errors import CompileError
 from mllm_compile.runtime.attention.base import AttentionBackend, AttentionInputs
@@ -45,9 +45,9 @@ def check_latent_attention(linked: LinkedProgram, served: Served) -> None:
     Raises:
         CompileError: a layer's kernels compute something else than torch's operations.
     """
-    for layer, forms in each_once(linked.program.layers, of_kind(linked.layer_kernels, "latent")):
+    for layer, kernels in one_layer_per_kernel(linked.program.layers, of_kind(linked.layer_kernels, "latent")):
         for lengths, new in _BATCHES:
-            for choice in (none_of_them,) if forms.expanded is None or max(new) == 1 else (none_of_them, all_of_them):
+            for choice in (none_of_them,) if kernels.expanded is None or max(new) == 1 else (none_of_them, all_of_them):
                 error = _error(layer, linked, lengths, new, choice, served)
                 if not error <= _TOLERANCE:
                     how, lever = _NAMES[choice]

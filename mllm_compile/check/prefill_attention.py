@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from mllm_compile.check.each_once import each_once
+from mllm_compile.check.layers import one_layer_per_kernel
 from mllm_compile.check.served import Served
 from mllm_compile.errors import CompileError
 from mllm_compile.runtime.attention.flashinfer.kernels import PlanGroup
@@ -37,7 +37,7 @@ def check_prefill_attention(linked: LinkedProgram, served: Served) -> None:
     Raises:
         CompileError: a layer's kernel computes something else than torch's operations.
     """
-    for layer, prefill in each_once(linked.program.layers, of_kind(linked.layer_kernels, "prefill")):
+    for layer, prefill in one_layer_per_kernel(linked.program.layers, of_kind(linked.layer_kernels, "prefill")):
         error = _error(layer, prefill, linked.layer_kernels[layer.name].decode, served)
         if not error <= _TOLERANCE:
             raise CompileError(

@@ -40,8 +40,8 @@ logger = logging.getLogger("mllm_compile.engine")
 T = TypeVar("T")
 
 _TRIES = 3  # to tell all callers that the engine has ended
-_AWAY_S = 1e-3  # an engine that has become idle does nothing for so long
-_LOOK_S = 1.0  # an idle engine looks after so many seconds whether it was closed
+_IDLE_GRACE_S = 1e-3  # grace period before idle work
+_CLOSED_POLL_S = 1.0  # how often an idle engine checks whether it was closed
 
 
 def _nothing() -> None:
@@ -330,7 +330,7 @@ class EngineCore:
         with self._condition:
             if not (has_work or self._inbox or self._is_closing):
                 # Who waits for the tokens that came last runs first: until this thread waits, he does not.
-                self._condition.wait(_AWAY_S)
+                self._condition.wait(_IDLE_GRACE_S)
             is_idle = not (has_work or self._inbox or self._is_closing)
         if is_idle:
             self._count_step()
@@ -338,7 +338,7 @@ class EngineCore:
             while not (has_work or self._inbox or self._is_closing):
                 self._surely_could_go_on()
                 # Not for ever: a garbage collection right here may close the engine without waking this wait.
-                self._condition.wait(_LOOK_S)
+                self._condition.wait(_CLOSED_POLL_S)
             self._commands += self._inbox
             self._inbox.clear()
             is_closing = self._is_closing

@@ -32,7 +32,7 @@ from mllm_compile.store.opened import CompiledRuntime
 
 logger = logging.getLogger("mllm_compile.ranks")
 
-_LOOK_S = 0.1
+_POLL_S = 0.1
 _LOOKED_S = 1.0  # that a look tells of at most: for longer than that this process was stopped, and nobody looked
 _SILENT_S = 3.5  # without a beat or any processor time: it is stopped, or waits for what never comes
 _SILENT_START_S = 30.0  # likewise until it has loaded: it may read from a slow disk before it beats
@@ -199,7 +199,7 @@ class RankGroup:
         """
         if self._joining is None:
             raise RuntimeError("the ranks' group was closed")
-        while not self._joining.is_over(_LOOK_S / 10):
+        while not self._joining.is_over(_POLL_S / 10):
             self.check()
         self.check()  # who was lost while the last ones joined ends no call with them: there was none to abort
         return self._joining.result()
@@ -224,7 +224,7 @@ class RankGroup:
             self.check()
             if self._is_closing:
                 raise DeviceError("the ranks' group was closed")
-            time.sleep(_LOOK_S / 10)
+            time.sleep(_POLL_S / 10)
 
     def explain(self, error: BaseException) -> BaseException:
         """The reason of an error in a call with others: that of the rank that ended, if one did."""
@@ -289,14 +289,14 @@ class RankGroup:
         while time.monotonic() < deadline:
             self._look()
             self.check()
-            time.sleep(_LOOK_S / 10)
+            time.sleep(_POLL_S / 10)
 
     # Watching ---------------------------------------------------------------------------------------------------------
 
     def _watch(self) -> None:
         while not self._is_closing and self._failure is None:
             self._look()
-            time.sleep(_LOOK_S)
+            time.sleep(_POLL_S)
 
     def _look(self) -> None:
         with self._lock:
@@ -355,7 +355,7 @@ class RankGroup:
             deadline = time.monotonic() + _END_S
             self._is_closing = True
             while time.monotonic() < deadline and not all(one.process.has_ended() for one in self._followers):
-                time.sleep(_LOOK_S / 10)
+                time.sleep(_POLL_S / 10)
         self._is_closing = True
         if self._joining is not None and self._failure is None:
             self._joining.is_over(_END_S)  # one that nobody joins any more may wait for ever

@@ -22,7 +22,7 @@ from mllm_compile.process.child_python import module_folders
 
 _PLACED_S = 60.0
 _STARTED_S = 300.0  # an actor imports torch before it connects
-_LOOK_S = 0.05
+_POLL_S = 0.05
 _SHOWS_ALL_GPUS = "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"
 
 _started_clusters = 0  # groups that use the Ray that this process has started
@@ -125,7 +125,7 @@ class RayRank:
         self.pid = _peer(self.socket)[0]
 
     def _accepted(self, listener: socket.socket) -> socket.socket:
-        listener.settimeout(_LOOK_S)
+        listener.settimeout(_POLL_S)
         deadline = time.monotonic() + _STARTED_S
         while time.monotonic() < deadline:
             with suppress(TimeoutError):
@@ -157,7 +157,7 @@ class RayRank:
         self.kill()
         deadline = time.monotonic() + 5.0
         while time.monotonic() < deadline and not self.has_ended():
-            time.sleep(_LOOK_S)
+            time.sleep(_POLL_S)
         self.socket.close()
 
 

@@ -21,7 +21,7 @@ _SLOTS = 8
 _WORDS = 64  # of the header: a word for each rank, how many records it has read, then one for each, how often it beat
 _PAGE = mmap.PAGESIZE
 _SIZE_BYTES = 8  # of a record's size, ahead of it
-_LOOK_S = 0.0002
+_POLL_S = 0.0002
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ class RingWriter:
         """
         while self._written - int(self._read_counts.min()) >= _SLOTS:
             check()
-            time.sleep(_LOOK_S)
+            time.sleep(_POLL_S)
         slot = self._memory.slot(self._written)
         size = write_step(slot[_SIZE_BYTES:], record)
         np.frombuffer(slot, dtype=np.int64, count=1)[0] = size

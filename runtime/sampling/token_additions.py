@@ -14,7 +14,7 @@ from torch.nn.functional import pad
 from mllm_compile.runtime.device.upload import upload
 
 
-class SlotAdditions:
+class TokenBiases:
     """Lists of (token id, value), padded with (0, 0.0), which changes nothing; K grows by doubling."""
 
     def __init__(self, max_reqs: int, device: torch.device) -> None:

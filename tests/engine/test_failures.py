@@ -97,7 +97,7 @@ def test_a_device_that_does_not_answer_kills_the_engine(runner):
 
 
 def test_an_engine_that_has_nothing_to_do_says_that_it_can_do_nothing_any_more(runner, monkeypatch):
-    monkeypatch.setattr(loop, "_LOOK_S", 0.01)
+    monkeypatch.setattr(loop, "_CLOSED_POLL_S", 0.01)
     faults = []
 
     def check_idle():

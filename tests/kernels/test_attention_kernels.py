@@ -69,14 +69,14 @@ def add_mean_attention(config, program):
 
 import torch
 
-from mllm_compile.check.each_once import each_once
+from mllm_compile.check.layers import one_layer_per_kernel
 from mllm_compile.errors import CompileError
 from mllm_compile.runtime.attention.layer_kernels import of_kind
 
 
 def check_mean_attention(linked, served):
     """Raises CompileError where it is no mean."""
-    for layer, piece in each_once(linked.program.layers, of_kind(linked.layer_kernels, "mean")):
+    for layer, piece in one_layer_per_kernel(linked.program.layers, of_kind(linked.layer_kernels, "mean")):
         values, out = torch.rand(2, 3, layer.head_dim), torch.empty(2, layer.head_dim)
         piece([values, out])
         if not torch.allclose(out, values.mean(1)):

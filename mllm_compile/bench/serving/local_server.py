@@ -18,7 +18,7 @@ from mllm_compile.bench import BenchmarkError
 from mllm_compile.process import child_python
 from mllm_compile.process.group import ProcessGroup
 
-_LOOK_S = 0.1
+_POLL_S = 0.1
 _END_S = 30.0
 _LISTENS = re.compile(r"listening at (http://\S+),")
 
@@ -48,7 +48,7 @@ def served(model: str, *options: str) -> Iterator[LocalServer]:
         while not _is_ready(url):
             if process.poll() is not None:
                 raise BenchmarkError(f"the server of {model} has ended while it started; `mllm-compile serve` says why")
-            time.sleep(_LOOK_S)
+            time.sleep(_POLL_S)
         yield LocalServer(url, process.pid)
     finally:
         process.send_signal(signal.SIGTERM)
