@@ -32,7 +32,7 @@ from mllm_compile.bench.trace.step_trace import trace_step
 from mllm_compile.config.model_folder import open_model_folder
 from mllm_compile.config.schema import EngineConfig
 from mllm_compile.engine.assemble import assemble
-from mllm_compile.engine.parts import EngineParts
+from mllm_compile.engine.engine_parts import EngineParts
 from mllm_compile.process.progress import reporter_for
 from mllm_compile.runtime.sampling.params import SamplingParams
 from mllm_compile.runtime.schedule.request import Request

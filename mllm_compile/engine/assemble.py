@@ -18,8 +18,8 @@ import torch
 from mllm_compile.compiler.load_or_compile import load_or_compile, open_runtime
 from mllm_compile.config.resolved import ResolvedConfig
 from mllm_compile.config.sources import EngineSource, config_or_runtime
+from mllm_compile.engine.engine_parts import EngineParts
 from mllm_compile.engine.memory_plan import MemoryPlan, situation
-from mllm_compile.engine.parts import EngineParts
 from mllm_compile.errors import DamagedWeightsError, DeviceMemoryError
 from mllm_compile.files.byte_sizes import format_bytes
 from mllm_compile.files.json_file import HeldFiles

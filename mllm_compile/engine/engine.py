@@ -13,9 +13,9 @@ from collections.abc import Sequence as Seq
 from typing import TYPE_CHECKING, Any, Self
 
 from mllm_compile.engine.answers import build_answer
+from mllm_compile.engine.engine_parts import EngineParts
 from mllm_compile.engine.loop import EngineCore
 from mllm_compile.engine.outputs import RequestOutput
-from mllm_compile.engine.parts import EngineParts
 from mllm_compile.engine.prompts import Message, Prompt, Prompts, is_single_prompt
 from mllm_compile.engine.requests import RequestBuilder, as_request_ids, warn_of_refused
 from mllm_compile.engine.sequences import Submission

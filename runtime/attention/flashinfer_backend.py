@@ -47,10 +47,10 @@ from mllm_compile.runtime.attention.flashinfer.kernels import (
     should_use_tensor_core,
     spared_bytes,
 )
-from mllm_compile.runtime.attention.flashinfer.parts import DividedPrefill
 from mllm_compile.runtime.attention.flashinfer.plan import PagedView, make_paged_view
 from mllm_compile.runtime.attention.flashinfer.planned import DecodeMetadata, Planned, PrefillMetadata
 from mllm_compile.runtime.attention.flashinfer.prefill import GroupPiecePrefill, GroupPrefill, PiecePrefill, PrefillRows
+from mllm_compile.runtime.attention.flashinfer.prefix_parts import DividedPrefill
 from mllm_compile.runtime.attention.flashinfer.sinks import run_with_sinks
 from mllm_compile.runtime.attention.flashinfer.wrappers import GroupWrappers
 from mllm_compile.runtime.attention.layer import AttentionLayer

@@ -28,7 +28,7 @@ from mllm_compile.bench.timing.rounds import repeated
 from mllm_compile.bench.trace.chrome_trace import PIECE_RANGE, STEP_RANGE, TracedKernel, read_steps
 from mllm_compile.bench.trace.decode_steps import endless_requests, model_runner, prefilled
 from mllm_compile.engine.assemble import assemble
-from mllm_compile.engine.parts import EngineParts
+from mllm_compile.engine.engine_parts import EngineParts
 from mllm_compile.process.progress import reporter_for
 from mllm_compile.runtime.program.executor import PieceFunction, ProgramExecutor
 from mllm_compile.runtime.program.spec import AttentionStep, PieceStep, StateStep, Step

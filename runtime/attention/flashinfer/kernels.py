@@ -76,7 +76,7 @@ class PrefillKernel:
         splits: blocks may share the keys of a query; fa3's never do.
         copies: keys and values are copied out of their pages first, and read as they lie in a row (copied.py).
         in_a_row: they lie so, as one prompt's pages follow each other.
-        parts: so many blocks share the keys before one prompt's chunk (parts.py); 1: none do.
+        parts: so many blocks share the keys before one prompt's chunk (prefix_parts.py); 1: none do.
     """
 
     name: str

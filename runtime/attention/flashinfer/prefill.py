@@ -25,8 +25,8 @@ from mllm_compile.runtime.attention.flashinfer.kernels import (
     prefill_kernels,
     runs_well_captured,
 )
-from mllm_compile.runtime.attention.flashinfer.parts import DividedPrefill, pages_in_parts
 from mllm_compile.runtime.attention.flashinfer.plan import PagedView, PlanSpace
+from mllm_compile.runtime.attention.flashinfer.prefix_parts import DividedPrefill, pages_in_parts
 from mllm_compile.runtime.attention.flashinfer.work_list import SplitList, WorkList
 from mllm_compile.runtime.attention.split.prefill_tiles import list_tiles
 from mllm_compile.runtime.attention.split.split_decode import DecodePiece, SplitDecodeSpace

@@ -11,7 +11,7 @@
 //
 // A long request's head has up to `parts` clusters, where that many run side by side (clusters.py): with one of eight blocks
 // for each of eight heads half of the multiprocessors would be idle, and with 128 blocks too little is under way for the
-// memory. Those but the first leave what they have to it (parts.cuh). They wait for nobody, so the first may wait for them
+// memory. Those but the first leave what they have to it (cluster_parts.cuh). They wait for nobody, so the first may wait for them
 // even if they have not started.
 //
 // Defined by clusters.py: KV_HEADS, GROUP (query heads of a KV head, up to 8), PAGE (tokens), SPLIT (blocks of a cluster),

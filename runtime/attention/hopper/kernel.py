@@ -29,7 +29,7 @@ class DecodeKernel(CudaKernel):
         "attention/hopper/rotation.cuh",
         "attention/hopper/sums.cuh",
         "attention/hopper/sinks.cuh",
-        "attention/hopper/parts.cuh",
+        "attention/hopper/cluster_parts.cuh",
     )
     switch: ClassVar[str] = "runtime.without: [hopper_decode]"
 

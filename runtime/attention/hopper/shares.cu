@@ -10,7 +10,7 @@
 // half of the values' columns.
 //
 // Where a share ends within a request, the block with the request's first tile adds up what the others leave of it. They
-// come to that part first and it comes to its own last, so that it hardly waits (parts.cuh). Parts of many blocks are added
+// come to that part first and it comes to its own last, so that it hardly waits (cluster_parts.cuh). Parts of many blocks are added
 // up in teams before (plan.cuh): each takes most of a microsecond. Where another kernel holds multiprocessors, a block may
 // wait for one that has not started. Blocks start in their order, and of those that leave something only the first of a team
 // waits, for those right behind it: so three blocks at most wait so, and the others end and make room.

@@ -27,11 +27,11 @@ from mllm_compile.runtime.attention.flashinfer.kernels import (
     runs_well_captured,
     workspace_bytes,
 )
-from mllm_compile.runtime.attention.flashinfer.parts import DividedPrefill
 from mllm_compile.runtime.attention.flashinfer.plan import make_paged_view
 from mllm_compile.runtime.attention.flashinfer.planned import Planned
 from mllm_compile.runtime.attention.flashinfer.prefill import GroupPrefill, PrefillRows
 from mllm_compile.runtime.attention.flashinfer.prefill_cost import PrefillLoad
+from mllm_compile.runtime.attention.flashinfer.prefix_parts import DividedPrefill
 from mllm_compile.runtime.attention.flashinfer.work_list import WorkList
 from mllm_compile.runtime.attention.flashinfer.wrappers import GroupWrappers
 from mllm_compile.runtime.attention.flashinfer_backend import (

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from mllm_compile.runtime.attention.flashinfer.parts import DividedPrefill, pages_in_parts
 from mllm_compile.runtime.attention.flashinfer.plan import PagedView
+from mllm_compile.runtime.attention.flashinfer.prefix_parts import DividedPrefill, pages_in_parts
 
 PAGE_SIZE = 4
 
