@@ -16,7 +16,7 @@ from mllm_compile.passes.base import (
     PassTarget,
 )
 from mllm_compile.passes.match.nodes import is_attention_with_output, is_call, is_op
-from mllm_compile.runtime.attention.hopper.shapes import rotates_heads
+from mllm_compile.runtime.attention.hopper.shapes import fuses_rope_of_heads
 from mllm_compile.runtime.attention.layer import LayerSpec
 
 
@@ -89,7 +89,7 @@ def _is_served(layer: LayerSpec, call: fx.Node) -> bool:
     is_plain = is_plain and is_whole and call.args[11:] != (True,)
     operands = [node for node in (q, k, v, cos, sin, *norms) if isinstance(node, fx.Node)]
     is_of_one_type = len({node.meta["val"].dtype for node in operands}) == 1
-    return is_plain and is_of_one_type and rotates_heads(layer.num_heads, layer.num_kv_heads, layer.head_dim)
+    return is_plain and is_of_one_type and fuses_rope_of_heads(layer.num_heads, layer.num_kv_heads, layer.head_dim)
 
 
 def _let_slots_be_fewer(slots: Any) -> None:

@@ -12,7 +12,7 @@ import torch
 
 from mllm_compile.check.served import Served
 from mllm_compile.errors import CompileError
-from mllm_compile.runtime.attention.capture import Unrotated
+from mllm_compile.runtime.attention.capture import RopeInputs
 from mllm_compile.runtime.attention.flashinfer.kernels import PlanGroup
 from mllm_compile.runtime.attention.hopper.clusters import ClusterKernel, choose_split
 from mllm_compile.runtime.attention.hopper.shares import MOST_REQUESTS, ShareKernel
@@ -20,7 +20,7 @@ from mllm_compile.runtime.attention.layer import LayerSpec
 from mllm_compile.runtime.attention.layer_kernels import DecodeVariant
 from mllm_compile.runtime.attention.split.split_decode import Decoders, SplitDecodeSpace, choose_decoder
 from mllm_compile.runtime.program.link import LinkedProgram
-from mllm_compile.runtime.program.spec import AttentionStep, UnrotatedStep
+from mllm_compile.runtime.program.spec import AttentionStep, RopeInputNames
 
 _LENGTHS = (1, 70, 300)  # a part of one program's keys; several programs that are added up
 _LONGEST = 2100  # as many programs as one request's keys are ever split among
@@ -37,9 +37,9 @@ def check_decode_attention(linked: LinkedProgram, served: Served) -> None:
         CompileError: a layer's kernels compute something else than torch's operations.
     """
     checked, program = set(), linked.program
-    unrotated = {step.layer: step.unrotated for step in program.steps if isinstance(step, AttentionStep)}
+    rope_inputs = {step.layer: step.rope_inputs for step in program.steps if isinstance(step, AttentionStep)}
     for layer in program.layers:
-        variants, step = program.kernels_of_layer(layer.name).decode, unrotated.get(layer.name)
+        variants, step = program.kernels_of_layer(layer.name).decode, rope_inputs.get(layer.name)
         kind = (variants, layer.sm_scale, None if step is None else (len(step.values), step.eps))
         if variants and kind not in checked:
             checked.add(kind)
@@ -51,10 +51,10 @@ def check_decode_attention(linked: LinkedProgram, served: Served) -> None:
 class _DecodeCheck:
     """One layer's decodes: one new token of each request, whose pages lie in no order."""
 
-    def __init__(self, layer: LayerSpec, served: Served, unrotated: UnrotatedStep | None = None) -> None:
-        """Args: unrotated: the layer's, if its kernels may rotate; they are then run so, too."""
+    def __init__(self, layer: LayerSpec, served: Served, rope_inputs: RopeInputNames | None = None) -> None:
+        """Args: rope_inputs: the layer's, if its kernels may rotate; they are then run so, too."""
         self._layer = layer
-        self._unrotated = unrotated
+        self._rope_inputs = rope_inputs
         self._page_size, self._device = served.page_size, served.device
         self._dtype, self._cache_dtype = served.dtype, served.cache_dtype
         self._generator = torch.Generator().manual_seed(0)
@@ -119,17 +119,17 @@ class _DecodeCheck:
         if layer.logits_soft_cap > 0:  # products that it is felt by
             q *= layer.logits_soft_cap / (2 * layer.sm_scale * math.sqrt(layer.head_dim))
         compare(decode.run(q, (keys, values), torch.empty_like(q), self._sinks), q, keys, values)
-        if self._unrotated is None or not decode.rotates:
+        if self._rope_inputs is None or not decode.fuses_rope:
             return
-        unrotated = self._random_unrotated(self._unrotated, num_requests)
+        rope_inputs = self._random_rope_inputs(self._rope_inputs, num_requests)
         ours = torch.empty_like(q)
-        decode.run_unrotated(unrotated, (keys, values), ours, self._sinks)
-        q, k = _rotated(unrotated)
+        decode.run_with_rope(rope_inputs, (keys, values), ours, self._sinks)
+        q, k = _rotated(rope_inputs)
         newest = slots.gather(1, seq_lens[:, None].long() - 1).squeeze(1)
         keys, values = (cache.float() for cache in (keys, values))  # what the kernel wrote is what it may have read
         theirs_keys, theirs_values = (
             cache.flatten(0, 1).index_copy(0, newest, self._cached(new)).view(cache.shape)
-            for cache, new in ((keys, k), (values, unrotated.v))
+            for cache, new in ((keys, k), (values, rope_inputs.v))
         )
         compare(ours, q, theirs_keys, theirs_values, what="where it rotates")
         compare(ours, q, keys, values, what="by the keys and values that it has written")
@@ -140,7 +140,7 @@ class _DecodeCheck:
             return new.float()
         return new.to(self._dtype).to(self._cache_dtype).float()
 
-    def _random_unrotated(self, step: UnrotatedStep, num_requests: int) -> Unrotated:
+    def _random_rope_inputs(self, step: RopeInputNames, num_requests: int) -> RopeInputs:
         layer, dtype = self._layer, self._dtype
         q, k = (
             self._random((1, num_requests, heads, layer.head_dim), dtype)
@@ -151,7 +151,7 @@ class _DecodeCheck:
         angles = math.pi * self._random((1, num_requests, layer.head_dim // 2), dtype).float().repeat(1, 1, 2)
         cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
         weights = [1 + self._random((layer.head_dim,), dtype) / 4 for _ in step.values[4:]]
-        return Unrotated.of([q, k, cos, sin, *weights], v, step.eps)
+        return RopeInputs.of([q, k, cos, sin, *weights], v, step.eps)
 
     def _in_float32(
         self, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor
@@ -189,18 +189,18 @@ def _with_more(cache: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
     return torch.cat((pages, pages[places])).view(cache.dtype)
 
 
-def _rotated(unrotated: Unrotated) -> tuple[torch.Tensor, torch.Tensor]:
+def _rotated(rope_inputs: RopeInputs) -> tuple[torch.Tensor, torch.Tensor]:
     """q [R, H, D] and k [R, Hk, D], normed and rotated, float32."""
-    cos, sin = unrotated.cos[0, :, None].float(), unrotated.sin[0, :, None].float()
+    cos, sin = rope_inputs.cos[0, :, None].float(), rope_inputs.sin[0, :, None].float()
 
     def rotated(x: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
         x = x[0].float()
         if weight is not None:
-            x = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + unrotated.eps) * weight.float()
+            x = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + rope_inputs.eps) * weight.float()
         first, second = x.chunk(2, -1)
         return x * cos + torch.cat((-second, first), -1) * sin
 
-    return rotated(unrotated.q, unrotated.q_weight), rotated(unrotated.k, unrotated.k_weight)
+    return rotated(rope_inputs.q, rope_inputs.q_weight), rotated(rope_inputs.k, rope_inputs.k_weight)
 
 
 def _refusal(variant: DecodeVariant, num_sequences: int, layer: LayerSpec, error: float, length: int, what: str) -> str:

@@ -44,9 +44,9 @@ from mllm_compile.runtime.program.spec import (
     PieceVariant,
     Program,
     QuantisedWeight,
+    RopeInputNames,
     StateStep,
     Step,
-    UnrotatedStep,
 )
 from mllm_compile.runtime.quantised.scheme import SCALES, VALUES, ZEROS
 from mllm_compile.runtime.state.layer import StateLayer
@@ -182,12 +182,12 @@ def _weight_behind(node: fx.Node, given: dict[fx.Node, fx.Node]) -> str | None:
 def _attention_step(node: fx.Node) -> AttentionStep:
     q, k, v, out = (_value_name(arg) for arg in node.args[:4])
     saves_kv = bool(node.args[5]) if len(node.args) > 5 else True
-    unrotated = None
+    rope_inputs = None
     if len(node.args) > 6:
         values: Any
         values, eps = node.args[6:8]
-        unrotated = UnrotatedStep(tuple(map(_value_name, values)), float(eps))  # type: ignore[arg-type]
-    return AttentionStep(str(node.args[4]), q, k, v, out, saves_kv, unrotated)
+        rope_inputs = RopeInputNames(tuple(map(_value_name, values)), float(eps))  # type: ignore[arg-type]
+    return AttentionStep(str(node.args[4]), q, k, v, out, saves_kv, rope_inputs)
 
 
 def _state_step(node: fx.Node) -> StateStep:

@@ -90,7 +90,7 @@ def program_lines(program: Program, shapes: Mapping[str, Sequence[int]], most_st
 
 
 def _attention_line(step: AttentionStep) -> str:
-    told = "" if step.unrotated is None else f", or, rotating itself, {', '.join(step.unrotated.values)}"
+    told = "" if step.rope_inputs is None else f", or, rotating itself, {', '.join(step.rope_inputs.values)}"
     return f"{step.out} = attention[{step.layer}]({step.q}, {step.k}, {step.v}{told})"
 
 

@@ -37,7 +37,7 @@ def needed(capture: Capture | None) -> Capture:
 
 
 @dataclass(frozen=True)
-class Unrotated:
+class RopeInputs:
     """Queries, keys and values of a step's tokens before their norms, their rotation and the write into the cache.
 
     Attributes:
@@ -57,7 +57,7 @@ class Unrotated:
     eps: float
 
     @classmethod
-    def of(cls, tensors: Sequence[torch.Tensor], v: torch.Tensor, eps: float) -> Unrotated:
+    def of(cls, tensors: Sequence[torch.Tensor], v: torch.Tensor, eps: float) -> RopeInputs:
         """Takes q, k, cos and sin, then the norms' weights if there are any: the order in which ops pass them."""
         q, k, cos, sin, *weights = tensors
         q_weight, k_weight = weights or (None, None)
@@ -68,12 +68,12 @@ class FusesRope(ABC):
     """Kernels of decodes that norm and rotate q and k, and write k and v into the cache."""
 
     @abstractmethod
-    def rotates(self, layer: AttentionLayer) -> bool:
-        """True if the planned batch goes to forward_unrotated."""
+    def fuses_rope(self, layer: AttentionLayer) -> bool:
+        """True if the planned batch goes to forward_with_rope."""
 
     @abstractmethod
-    def forward_unrotated(
-        self, unrotated: Unrotated, layer: AttentionLayer, batch: ForwardBatch, out: torch.Tensor
+    def forward_with_rope(
+        self, rope_inputs: RopeInputs, layer: AttentionLayer, batch: ForwardBatch, out: torch.Tensor
     ) -> None:
         """DECODE by such a kernel; out [R, H, D]."""
 

@@ -27,7 +27,7 @@ from mllm_compile.runtime.attention.capture import (
     CapturesPrompts,
     Cascades,
     FusesRope,
-    Unrotated,
+    RopeInputs,
 )
 from mllm_compile.runtime.attention.captured.cascades import CapturedCascades
 from mllm_compile.runtime.attention.captured.decodes import DecodeSteps, check_capturable, make_graph_buffers
@@ -257,17 +257,17 @@ class FlashInferAttnBackend(AttentionBackend, FusesRope, Cascades, CapturesDecod
     def rope(self) -> FusesRope:
         return self
 
-    def rotates(self, layer: AttentionLayer) -> bool:
+    def fuses_rope(self, layer: AttentionLayer) -> bool:
         if self.decode_metadata is None or self.prefill_metadata is not None:
             return False
         wrapper = self._decode_wrapper(layer)
-        return isinstance(wrapper, SplitDecode) and wrapper.rotates
+        return isinstance(wrapper, SplitDecode) and wrapper.fuses_rope
 
-    def forward_unrotated(
-        self, unrotated: Unrotated, layer: AttentionLayer, batch: ForwardBatch, out: torch.Tensor
+    def forward_with_rope(
+        self, rope_inputs: RopeInputs, layer: AttentionLayer, batch: ForwardBatch, out: torch.Tensor
     ) -> None:
         pages = batch.token_to_kv_pool.get_pages(layer.layer_id)
-        self._decode_wrapper(layer).run_unrotated(unrotated, pages, out, layer.sink_logits)
+        self._decode_wrapper(layer).run_with_rope(rope_inputs, pages, out, layer.sink_logits)
 
     def _group_index(self, layer: AttentionLayer) -> int:
         if layer.name not in self._group_of:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from mllm_compile.runtime.attention.base import AttentionInputs
-from mllm_compile.runtime.attention.capture import Unrotated
+from mllm_compile.runtime.attention.capture import RopeInputs
 from mllm_compile.runtime.forward_context import ForwardContext, get_forward_context
 from mllm_compile.runtime.graph_mode import CUDAGraphMode
 
@@ -30,7 +30,7 @@ _LIBRARY = torch.library.Library("mllm", "FRAGMENT")
 # write the new keys and values (slot_mapping).
 _LIBRARY.define(
     "attention_with_output(Tensor q, Tensor k, Tensor v, Tensor(a!) out, str layer_name, bool save_kv_cache=True, "
-    "Tensor[]? unrotated=None, float eps=0.0) -> ()",
+    "Tensor[]? rope_inputs=None, float eps=0.0) -> ()",
 )
 
 
@@ -41,7 +41,7 @@ def attention_with_output(
     out: torch.Tensor,
     layer_name: str,
     save_kv_cache: bool = True,
-    unrotated: Sequence[torch.Tensor] | None = None,
+    rope_inputs: Sequence[torch.Tensor] | None = None,
     eps: float = 0.0,
 ) -> None:
     """Write k and v into the cache and attend: causal over each request's prefix and new tokens.
@@ -54,7 +54,7 @@ def attention_with_output(
         out: [T, H, Dv], written.
         layer_name: key into the forward context.
         save_kv_cache: False where the piece before has written k and v.
-        unrotated: the inputs of the piece's q and k: q [1, T, H, D], k [1, T, Hk, D], cos and sin [1, T, D], and
+        rope_inputs: the inputs of the piece's q and k: q [1, T, H, D], k [1, T, Hk, D], cos and sin [1, T, D], and
             the weights [D] of the norms before the rotation where there are some. For steps whose attention does that
             itself, and writes k and v: the piece has left it out (cache_inputs).
         eps: these norms' eps.
@@ -67,8 +67,8 @@ def attention_with_output(
     batch = metadata.batch
     layer = context.no_compile_layers[layer_name]
     num_tokens = metadata.num_actual_tokens
-    if unrotated is not None and _attention_rotates(context, batch, layer):
-        batch.attn_backend.rope.forward_unrotated(Unrotated.of(unrotated, v, eps), layer, batch, out[:num_tokens])
+    if rope_inputs is not None and _attention_fuses_rope(context, batch, layer):
+        batch.attn_backend.rope.forward_with_rope(RopeInputs.of(rope_inputs, v, eps), layer, batch, out[:num_tokens])
         return
     if num_tokens != q.shape[0]:
         q, k, v, out = q[:num_tokens], k[:num_tokens], v[:num_tokens], out[:num_tokens]
@@ -96,15 +96,15 @@ def cache_inputs(layer_name: str, may_be_left: bool) -> list[torch.Tensor]:
     layer = context.no_compile_layers[layer_name]
     keys, values = batch.token_to_kv_pool.get_kv_buffer(layer.layer_id)
     slots = context.slot_mapping[layer_name]
-    return [slots[:0] if may_be_left and _attention_rotates(context, batch, layer) else slots, keys, values]
+    return [slots[:0] if may_be_left and _attention_fuses_rope(context, batch, layer) else slots, keys, values]
 
 
-def _attention_rotates(context: ForwardContext, batch: ForwardBatch, layer: AttentionLayer) -> bool:
+def _attention_fuses_rope(context: ForwardContext, batch: ForwardBatch, layer: AttentionLayer) -> bool:
     """True if attention is to rotate; not in PIECEWISE, where a piece's graph serves any batch of so many tokens, nor
     where other ranks have more tokens than this one, whose pieces then have padding."""
     is_padded = context.cudagraph_runtime_mode is CUDAGraphMode.PIECEWISE or context.dp_metadata is not None
     rope = batch.attn_backend.rope
-    return not is_padded and rope is not None and rope.rotates(layer)
+    return not is_padded and rope is not None and rope.fuses_rope(layer)
 
 
 def _metadata_of(context: ForwardContext, layer_name: str) -> AttentionMetadata:

@@ -200,7 +200,7 @@ class ProgramExecutor:
         """Turns names into registers; each step learns which values die after it."""
         layers = {layer.name: layer for layer in self.program.layers}
         attentions = [step for step in self.program.steps if isinstance(step, AttentionStep)]
-        leaving = {step.layer for step in attentions if step.unrotated is not None}
+        leaving = {step.layer for step in attentions if step.rope_inputs is not None}
         last_use = self._last_uses()
         buffer_index = self._buffer_indices(last_use)
         states = {layer.name: layer for layer in self.program.state_layers}
@@ -220,11 +220,11 @@ class ProgramExecutor:
                 layer = layers[step.layer]
                 out_shape = (layer.num_heads, layer.out_dim)
                 buffer = buffer_index[step.out]
-                of = step.unrotated
-                unrotated = None if of is None else tuple(self._register(name) for name in of.values)
+                of = step.rope_inputs
+                rope_inputs = None if of is None else tuple(self._register(name) for name in of.values)
                 eps = 0.0 if of is None else of.eps
                 linked.append(
-                    _LinkedAttention(layer.name, out_shape, step.saves_kv, buffer, q, k, v, out, unrotated, eps, dead)
+                    _LinkedAttention(layer.name, out_shape, step.saves_kv, buffer, q, k, v, out, rope_inputs, eps, dead)
                 )
             elif isinstance(step, PackedAttentionStep):
                 q, k, v, segments, out = map(self._register, (*step.reads, step.out))
@@ -355,15 +355,15 @@ class _LinkedAttention:
     k: int
     v: int
     out: int
-    unrotated: tuple[int, ...] | None
+    rope_inputs: tuple[int, ...] | None
     eps: float
     dead: tuple[int, ...]
 
     def run(self, values: list[Any], output_buffers: OutputBuffers) -> None:
         q = values[self.q]
         out = output_buffers(self.buffer_index, q, self.out_shape, q.dtype)
-        unrotated = None if self.unrotated is None else [values[register] for register in self.unrotated]
-        attention_with_output(q, values[self.k], values[self.v], out, self.layer, self.saves_kv, unrotated, self.eps)
+        rope_inputs = None if self.rope_inputs is None else [values[register] for register in self.rope_inputs]
+        attention_with_output(q, values[self.k], values[self.v], out, self.layer, self.saves_kv, rope_inputs, self.eps)
         values[self.out] = out
 
 

@@ -117,7 +117,7 @@ def _layer_kernels(
         else:
             clusters = [kernel for kernel in variant.kernels if isinstance(kernel, ClusterKernel)]
             piece = ClusterDecode(clusters, cubins, sm_scale, device)
-        return Decoder(piece, variant.most_sequences, variant.splits, rotates=bool(variant.kernels))
+        return Decoder(piece, variant.most_sequences, variant.splits, fuses_rope=bool(variant.kernels))
 
     @cache
     def linked(kernels: StoredKernels, sm_scale: float) -> LinkedKernels:

@@ -50,8 +50,8 @@ class PieceStep:
 
 
 @dataclass(frozen=True)
-class UnrotatedStep:
-    """The inputs of the q and k that the piece before leaves to attention to rotate (attention.capture.Unrotated).
+class RopeInputNames:
+    """The inputs of the q and k that the piece before leaves to attention to rotate (attention.capture.RopeInputs).
 
     Attributes:
         values: names of q, k, cos and sin, and of the norms' weights where there are some.
@@ -65,7 +65,7 @@ class UnrotatedStep:
 @dataclass(frozen=True)
 class AttentionStep:
     """out [T, H, Dv] = attention of `layer` over q [T, H, D], k [T, Hk, D], v [T, Hk, Dv] and the KV cache, to which k
-    and v are written unless the piece before has done so. With `unrotated` the piece may have left both to attention:
+    and v are written unless the piece before has done so. With `rope_inputs` the piece may have left both to attention:
     then it has not made q and k either."""
 
     layer: str
@@ -74,11 +74,11 @@ class AttentionStep:
     v: str
     out: str
     saves_kv: bool = True
-    unrotated: UnrotatedStep | None = None
+    rope_inputs: RopeInputNames | None = None
 
     @property
     def reads(self) -> tuple[str, ...]:
-        return (self.q, self.k, self.v, *(() if self.unrotated is None else self.unrotated.values))
+        return (self.q, self.k, self.v, *(() if self.rope_inputs is None else self.rope_inputs.values))
 
     @property
     def writes(self) -> tuple[str, ...]:

@@ -22,7 +22,7 @@ from mllm_compile.runtime.program.spec import (
     PieceStep,
     Program,
     QuantisedWeight,
-    UnrotatedStep,
+    RopeInputNames,
 )
 from mllm_compile.runtime.runner_config import RunnerConfig
 from mllm_compile.store.artifact import open_artifact
@@ -70,10 +70,10 @@ def test_what_a_piece_gets_to_write_the_cache_is_not_among_its_own_bytes():
 
 @pytest.mark.parametrize("num_slots", [3, 0])
 def test_of_q_and_k_and_what_they_are_made_of_one_counts(num_slots):
-    told = UnrotatedStep(("q0", "k0", "cos", "sin"), 1e-6)
+    told = RopeInputNames(("q0", "k0", "cos", "sin"), 1e-6)
     steps = (
         PieceStep("p", ("input_ids", "cos", "sin"), ("q", "k", "v", "q0", "k0"), writes_kv_of="layers.0"),
-        AttentionStep("layers.0", "q", "k", "v", "out", saves_kv=False, unrotated=told),
+        AttentionStep("layers.0", "q", "k", "v", "out", saves_kv=False, rope_inputs=told),
     )
     layer = LayerSpec("layers.0", 0, 2, 1, 4, 4, 0.5, 0.0, -1, None)
     wraps = []

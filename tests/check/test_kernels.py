@@ -14,7 +14,7 @@ from mllm_compile.check.kernels import check_written_pieces
 from mllm_compile.check.served import Served
 from mllm_compile.errors import CompileError
 from mllm_compile.kernels import decode_attention
-from mllm_compile.runtime.attention.capture import Unrotated
+from mllm_compile.runtime.attention.capture import RopeInputs
 from mllm_compile.runtime.attention.hopper.clusters import cluster_kernels
 from mllm_compile.runtime.attention.hopper.shares import ShareKernel
 from mllm_compile.runtime.attention.layer import LayerSpec
@@ -22,7 +22,7 @@ from mllm_compile.runtime.attention.layer_kernels import DecodeVariant, LayerKer
 from mllm_compile.runtime.attention.split.split_decode import Decoder, choose_decoder
 from mllm_compile.runtime.attention.split.splits import MOST_FEW_SEQUENCES, OF_FEW, OF_MANY
 from mllm_compile.runtime.program.link import link
-from mllm_compile.runtime.program.spec import Program, StoredSamplingPieces, UnrotatedStep
+from mllm_compile.runtime.program.spec import Program, RopeInputNames, StoredSamplingPieces
 from mllm_compile.runtime.sampling.counter_rng import draw_tokens, padded_scores
 from tests.config.test_resolve import H200, resolved
 
@@ -93,18 +93,18 @@ class RotatingAttention(Attention):
         super().__init__(layer)
         self.rotated: list[int] = []
 
-    def __call__(self, inputs: list[torch.Tensor], unrotated: Unrotated | None = None) -> list[torch.Tensor]:
+    def __call__(self, inputs: list[torch.Tensor], rope_inputs: RopeInputs | None = None) -> list[torch.Tensor]:
         q, keys, values, table, seq_lens, out = inputs[:6]
-        if unrotated is not None:
+        if rope_inputs is not None:
             self.rotated.append(len(out))
-            q, k = self.make(unrotated)
+            q, k = self.make(rope_inputs)
             last = seq_lens.long() - 1
             slots = table.gather(1, (last // PAGE_SIZE)[:, None])[:, 0].long() * PAGE_SIZE + last % PAGE_SIZE
-            self.write(keys, values, slots, k, unrotated.v)
+            self.write(keys, values, slots, k, rope_inputs.v)
         return super().__call__([q, keys, values, table, seq_lens, out, torch.empty(len(out), 1), inputs[-1]])
 
-    def make(self, unrotated: Unrotated) -> tuple[torch.Tensor, torch.Tensor]:
-        return tuple(x.to(unrotated.q.dtype) for x in _rotated(unrotated))
+    def make(self, rope_inputs: RopeInputs) -> tuple[torch.Tensor, torch.Tensor]:
+        return tuple(x.to(rope_inputs.q.dtype) for x in _rotated(rope_inputs))
 
     def write(self, keys, values, slots, k, v) -> None:
         keys[slots], values[slots] = k, v
@@ -112,10 +112,10 @@ class RotatingAttention(Attention):
 
 def check_rotation(attention: RotatingAttention, norms: tuple[str, ...]) -> None:
     variant = DecodeVariant(None, kernels=(ShareKernel(8, 4, 64),))
-    step = UnrotatedStep(("q", "k", "cos", "sin", *norms), 1e-6)
+    step = RopeInputNames(("q", "k", "cos", "sin", *norms), 1e-6)
     check = _DecodeCheck(attention.layer, SERVED, step)
     for lengths in ((300, 70, 1), (16, 17)):
-        check.run(lengths, [variant], [Decoder(attention, rotates=True)])
+        check.run(lengths, [variant], [Decoder(attention, fuses_rope=True)])
 
 
 @pytest.mark.parametrize("layer", [LAYER, WITH_SINKS])
@@ -127,26 +127,26 @@ def test_kernels_that_rotate_are_run_so(norms, layer):
 
 
 class WithoutNorms(RotatingAttention):
-    def make(self, unrotated):
-        return super().make(replace(unrotated, q_weight=None, k_weight=None))
+    def make(self, rope_inputs):
+        return super().make(replace(rope_inputs, q_weight=None, k_weight=None))
 
 
 class OtherWay(RotatingAttention):
-    def make(self, unrotated):
-        return super().make(replace(unrotated, sin=-unrotated.sin))
+    def make(self, rope_inputs):
+        return super().make(replace(rope_inputs, sin=-rope_inputs.sin))
 
 
 class OnlyQueries(RotatingAttention):
-    def make(self, unrotated):
-        return super().make(unrotated)[0], unrotated.k[0]
+    def make(self, rope_inputs):
+        return super().make(rope_inputs)[0], rope_inputs.k[0]
 
 
 class WritesNothing(RotatingAttention):
     """But computes with what it should have written."""
 
-    def __call__(self, inputs, unrotated=None):
+    def __call__(self, inputs, rope_inputs=None):
         caches = [cache.clone() for cache in inputs[1:3]]
-        result = super().__call__(inputs, unrotated)
+        result = super().__call__(inputs, rope_inputs)
         for cache, before in zip(inputs[1:3], caches, strict=True):
             cache.copy_(before)
         return result

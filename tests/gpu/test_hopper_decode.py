@@ -12,7 +12,7 @@ import torch
 from mllm_compile.check.decode_attention import _rotated
 from mllm_compile.kernels.cuda import KernelCompiler, can_compile_kernels
 from mllm_compile.process.progress import NullReporter
-from mllm_compile.runtime.attention.capture import Unrotated
+from mllm_compile.runtime.attention.capture import RopeInputs
 from mllm_compile.runtime.attention.hopper.clusters import cluster_kernels
 from mllm_compile.runtime.attention.hopper.decoder import ClusterDecode, ShareDecode
 from mllm_compile.runtime.attention.hopper.kernel import MISSING
@@ -163,7 +163,7 @@ class New:
         turns = 6 * torch.rand(1, count, dim, device="cuda")
         angles.copy_(torch.stack((turns.cos(), turns.sin())))
         norms = [(1 + torch.rand(dim, device="cuda")).bfloat16() for _ in range(2)] if has_norms else []
-        self.unrotated = Unrotated.of([q, k, *angles.unbind(), *norms], v[0], 1e-6)
+        self.rope_inputs = RopeInputs.of([q, k, *angles.unbind(), *norms], v[0], 1e-6)
         self.forget(cache)
 
     def forget(self, cache: Cache) -> None:
@@ -172,19 +172,19 @@ class New:
 
     def in_float32(self, cache: Cache, sinks: torch.Tensor | None = None) -> torch.Tensor:
         """With the new keys as the kernel has written them."""
-        return in_float32(cache, _rotated(self.unrotated)[0], sinks=sinks)
+        return in_float32(cache, _rotated(self.rope_inputs)[0], sinks=sinks)
 
     def errors_of_cache(self, cache: Cache) -> tuple[float, bool]:
         """‖keys written − float32's‖ / ‖float32's‖ of the worst request, and whether values are as they were."""
-        want = _rotated(self.unrotated)[1]
+        want = _rotated(self.rope_inputs)[1]
         error = ((cache.keys[self.slots].float() - want).norm(dim=(1, 2)) / want.norm(dim=(1, 2))).max().item()
-        return error, torch.equal(cache.values[self.slots], self.unrotated.v)
+        return error, torch.equal(cache.values[self.slots], self.rope_inputs.v)
 
 
 def decode_new(decoder: Decode, cache: Cache, new: New, *sinks: torch.Tensor) -> torch.Tensor:
-    q = new.unrotated.q[0]
+    q = new.rope_inputs.q[0]
     out = torch.full(q.shape, torch.nan, dtype=q.dtype, device="cuda")
-    decoder([q, cache.keys, cache.values, cache.page_table, cache.lengths, out, *sinks], new.unrotated)
+    decoder([q, cache.keys, cache.values, cache.page_table, cache.lengths, out, *sinks], new.rope_inputs)
     return out
 
 
@@ -255,7 +255,7 @@ def test_sinks_take_weight_from_all_keys(decoders, kind, heads, kv_heads, page_s
             q = 2 * torch.randn(len(lengths), heads, 128, device="cuda").bfloat16()
             got, want = decode(decoder, cache, q, None, sinks), in_float32(cache, q, sinks=sinks)
         assert worst_head(got, want) < 1.2e-2
-        assert worst_head(got, in_float32(cache, _rotated(new.unrotated)[0] if rotates else q)) > 0.5, "they are felt"
+        assert worst_head(got, in_float32(cache, _rotated(new.rope_inputs)[0] if rotates else q)) > 0.5, "they are felt"
 
 
 @pytest.mark.parametrize(("kind", "kv_heads"), [(CLUSTERS, 8), (SHARES, 8), (SHARES, 4), (SHARES, 2)])
@@ -482,9 +482,9 @@ def decode_behind_a_late_projection(decoder: Decode, cache: Cache, new: New) -> 
     with torch.cuda.graph(graph):
         new.forget(cache)
         new.memory.fill_(torch.inf)
-        out = torch.full((count, *new.unrotated.q.shape[2:]), torch.nan, dtype=torch.bfloat16, device="cuda")
+        out = torch.full((count, *new.rope_inputs.q.shape[2:]), torch.nan, dtype=torch.bfloat16, device="cuda")
         late.launch(LATE_BLOCKS, num_threads, arguments)
-        decoder([new.unrotated.q[0], cache.keys, cache.values, cache.page_table, cache.lengths, out], new.unrotated)
+        decoder([new.rope_inputs.q[0], cache.keys, cache.values, cache.page_table, cache.lengths, out], new.rope_inputs)
     for _ in range(3):
         graph.replay()
     return out

@@ -75,12 +75,12 @@ def test_new_tokens_are_normed_rotated_and_written(decoders, kind, heads, kv_hea
         before = [tensor.view(torch.uint8)[others] for tensor in (cache.keys, cache.values)]
         got = decode_new(decoder, cache, new)
         written = cache.keys[new.slots].float(), cache.values[new.slots].float()
-        for ours, exact in zip(written, (_rotated(new.unrotated)[1], new.unrotated.v.float()), strict=True):
+        for ours, exact in zip(written, (_rotated(new.rope_inputs)[1], new.rope_inputs.v.float()), strict=True):
             # Half of the distance of neighbours, of numbers that were rounded to bfloat16 before.
             assert ((ours - exact).abs() <= exact.abs() * (1 / 16 + 1 / 128) + 2**-9).all()
         for tensor, bytes_before in zip((cache.keys, cache.values), before, strict=True):
             assert torch.equal(tensor.view(torch.uint8)[others], bytes_before)
-        assert off_by(got, in_float32(cache, _rotated(new.unrotated)[0])) < LIMIT
+        assert off_by(got, in_float32(cache, _rotated(new.rope_inputs)[0])) < LIMIT
 
 
 def _new(cache: Cache, heads: int, has_norms: bool) -> New:
@@ -95,7 +95,7 @@ def _new(cache: Cache, heads: int, has_norms: bool) -> New:
 def test_numbers_beyond_the_range_are_the_largest(decoders, kind):
     cache = fp8_cache([577, 64], 8, 64)
     new = _new(cache, 32, False)
-    new.unrotated.v.fill_(1e4)
+    new.rope_inputs.v.fill_(1e4)
     decode_new(decoders(kind, 32, 8, 64, fp8=True), cache, new)
     assert (cache.values[new.slots].float() == 448).all()
 

@@ -230,7 +230,7 @@ def test_decodes_whose_attention_rotates_are_as_near_to_float32_as_transformers_
     with engine(folder, cache, backend="inductor", max_tokens=512) as served:
         if can_compile_kernels("cuda:0"):
             (program,) = (open_artifact(path.parent).program for path in cache.rglob("program.json"))
-            assert all(step.unrotated for step in program.steps if isinstance(step, AttentionStep))
+            assert all(step.rope_inputs for step in program.steps if isinstance(step, AttentionStep))
         for count in (1, 12, 40):  # clusters, and shares beyond 32
             prompts = [random_ids(30 + n, 512, n) for n in range(count)]
             for prompt, output in list(zip(prompts, served.generate(prompts, params), strict=True))[-3:]:

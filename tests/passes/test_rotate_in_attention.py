@@ -26,8 +26,8 @@ from mllm_compile.passes.pack_projections import PackProjections
 from mllm_compile.passes.rotate_in_attention import RotateInAttention
 from mllm_compile.passes.split_at_attention import SplitAtAttention
 from mllm_compile.runtime.attention.base import AttentionInputs
-from mllm_compile.runtime.attention.capture import Unrotated
-from mllm_compile.runtime.attention.hopper.shapes import rotates_heads
+from mllm_compile.runtime.attention.capture import RopeInputs
+from mllm_compile.runtime.attention.hopper.shapes import fuses_rope_of_heads
 from mllm_compile.runtime.attention.torch_backend import TorchAttnBackend
 from mllm_compile.runtime.program.spec import AttentionStep, PieceStep, Program
 from tests.passes.support.stand_ins import rope_and_cache
@@ -37,7 +37,7 @@ from tests.tiny_model import TINY, Reference, tiny_config
 @pytest.fixture
 def any_heads(rope_on_cpu, monkeypatch):
     """The tiny model's heads are not those that the kernels take."""
-    monkeypatch.setattr(rotate_in_attention, "rotates_heads", lambda *heads: True)
+    monkeypatch.setattr(rotate_in_attention, "fuses_rope_of_heads", lambda *heads: True)
 
 
 @pytest.fixture
@@ -45,21 +45,21 @@ def rotating(monkeypatch) -> list[int]:
     """Attention that rotates in batches of decodes alone; how many requests each had, once a layer."""
     seen: list[int] = []
 
-    def forward_unrotated(self, unrotated: Unrotated, layer, batch, out):
+    def forward_with_rope(self, rope_inputs: RopeInputs, layer, batch, out):
         keys, values = batch.token_to_kv_pool.get_kv_buffer(layer.layer_id)
-        x = unrotated
+        x = rope_inputs
         q, k = rope_and_cache(
             x.q, x.k, x.v, x.cos, x.sin, x.q_weight, x.k_weight, x.eps, batch.out_cache_loc, keys, values
         )
         self.forward(AttentionInputs(q, k, x.v, out, layer, batch))
         seen.append(len(q))
 
-    def rotates(self, layer) -> bool:
+    def fuses_rope(self, layer) -> bool:
         return self._plan.num_decodes == len(self._plan.seq_lens)
 
     monkeypatch.setattr(TorchAttnBackend, "rope", property(lambda self: self))
-    monkeypatch.setattr(TorchAttnBackend, "rotates", rotates, raising=False)
-    monkeypatch.setattr(TorchAttnBackend, "forward_unrotated", forward_unrotated, raising=False)
+    monkeypatch.setattr(TorchAttnBackend, "fuses_rope", fuses_rope, raising=False)
+    monkeypatch.setattr(TorchAttnBackend, "forward_with_rope", forward_with_rope, raising=False)
     return seen
 
 
@@ -86,12 +86,12 @@ def test_attention_is_told_what_its_q_and_k_are_made_of(any_heads, traced):
     assert result.matches == len(attentions) > 0
     makers = [step for step in program.steps if isinstance(step, PieceStep) and step.writes_kv_of]
     for attention, maker in zip(attentions, makers, strict=True):
-        q, k, cos, sin, *norms = attention.unrotated.values
+        q, k, cos, sin, *norms = attention.rope_inputs.values
         assert {q, k} < set(maker.outputs)
         assert {q, k}.isdisjoint({attention.q, attention.k})
         assert {cos, sin} < {*makers[0].outputs}, "made once"
         assert set(norms) <= set(program.weights)
-        assert set(attention.unrotated.values) < set(attention.reads)
+        assert set(attention.rope_inputs.values) < set(attention.reads)
     assert Program.from_json(program.to_json()) == program
 
 
@@ -119,7 +119,7 @@ def test_sinks_are_no_obstacle(any_heads, traced):
 
 
 def test_heads_that_no_kernel_takes_are_left_alone(rope_on_cpu, monkeypatch, traced):
-    monkeypatch.setattr(rotate_in_attention, "rotates_heads", lambda *heads: False)
+    monkeypatch.setattr(rotate_in_attention, "fuses_rope_of_heads", lambda *heads: False)
     gm = rewritten(traced).gm
     assert all(len(node.args) == 6 for node in gm.graph.nodes if is_attention_with_output(node))
     assert "L" not in size_symbols(gm).values(), "there are as many slots as tokens"
@@ -137,7 +137,7 @@ def test_heads_that_no_kernel_takes_are_left_alone(rope_on_cpu, monkeypatch, tra
     ],
 )
 def test_which_heads_kernels_take(heads, taken):
-    assert rotates_heads(*heads) is taken
+    assert fuses_rope_of_heads(*heads) is taken
 
 
 def test_angles_of_another_type_are_left_alone(any_heads, traced, monkeypatch):

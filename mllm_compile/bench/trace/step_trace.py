@@ -140,10 +140,10 @@ class _PieceRecorder:
         """Values that the piece at `index` neither reads nor writes for others in this step: where it leaves the
         rotation to attention, q and k, and the angles that it is given; otherwise what q and k are made of."""
         step, behind = self._program.steps[index], self._program.steps[index + 1 : index + 2]
-        unrotated = behind[0].unrotated if behind and isinstance(behind[0], AttentionStep) else None
-        if unrotated is None:
+        rope_inputs = behind[0].rope_inputs if behind and isinstance(behind[0], AttentionStep) else None
+        if rope_inputs is None:
             return set()
-        q, k, *angles = unrotated.values[:4]
+        q, k, *angles = rope_inputs.values[:4]
         if not leaves_rotation:
             return {q, k}
         return {*behind[0].reads[:2], *(name for name in angles if name in step.reads)}

@@ -1,7 +1,7 @@
 """Runs the kernels in the place of a piece of the program (attention/split/split_decode.py, DecodePiece).
 
-Both are called with the inputs of a piece, the sinks last, and ignore its scratch. Given `unrotated` they norm and
-rotate q and the new keys, and write these and the new values into the cache; q is then that of `unrotated`, of any
+Both are called with the inputs of a piece, the sinks last, and ignore its scratch. Given `rope_inputs` they norm and
+rotate q and the new keys, and write these and the new values into the cache; q is then that of `rope_inputs`, of any
 stride.
 """
 
@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 
 import torch
 
-from mllm_compile.runtime.attention.capture import Unrotated
+from mllm_compile.runtime.attention.capture import RopeInputs
 from mllm_compile.runtime.attention.hopper.clusters import ClusterKernel, choose_split, left_words, parts_of
 from mllm_compile.runtime.attention.hopper.kernel import MISSING, DecodeKernel
 from mllm_compile.runtime.attention.hopper.rotation import Rotation
@@ -54,9 +54,9 @@ class ClusterDecode:
         num_words = left_words(next(kernel.group for kernel, _ in self._kernels.values()), self._kernels)
         self._left = torch.full((num_words,), MISSING, dtype=torch.int32, device=device)
 
-    def __call__(self, inputs: list[torch.Tensor], unrotated: Unrotated | None = None) -> None:
+    def __call__(self, inputs: list[torch.Tensor], rope_inputs: RopeInputs | None = None) -> None:
         q, keys, values, page_table, seq_lens, out, *rest = inputs
-        rotation = Rotation(q, keys, values, unrotated)
+        rotation = Rotation(q, keys, values, rope_inputs)
         num_sequences = out.shape[0] * keys.shape[1]
         split = choose_split(num_sequences, self._kernels)
         kernel, loaded = self._kernels[split]
@@ -93,10 +93,10 @@ class ShareDecode:
         num_words = kernel.num_blocks * kernel.warps * kernel.part_floats
         self._parts = torch.full((num_words,), MISSING, dtype=torch.int32, device=device)
 
-    def __call__(self, inputs: list[torch.Tensor], unrotated: Unrotated | None = None) -> None:
+    def __call__(self, inputs: list[torch.Tensor], rope_inputs: RopeInputs | None = None) -> None:
         """Raises ValueError for more requests than the kernel counts."""
         q, keys, values, page_table, seq_lens, out, *rest = inputs
-        rotation = Rotation(q, keys, values, unrotated)
+        rotation = Rotation(q, keys, values, rope_inputs)
         num_requests = out.shape[0]
         if num_requests > MOST_REQUESTS:
             raise ValueError(f"{num_requests} requests decode; the kernel counts up to {MOST_REQUESTS}")

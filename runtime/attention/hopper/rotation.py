@@ -6,7 +6,7 @@ import ctypes
 
 import torch
 
-from mllm_compile.runtime.attention.capture import Unrotated
+from mllm_compile.runtime.attention.capture import RopeInputs
 
 _POINTERS = ("k", "v", "q_weight", "k_weight", "cos", "sin", "keys", "values")
 _STRIDES = ("q_stride", "k_stride", "v_stride")
@@ -31,24 +31,26 @@ class Rotation:
         argument: the launch's. It holds addresses: the caller keeps the tensors alive.
     """
 
-    def __init__(self, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, unrotated: Unrotated | None) -> None:
+    def __init__(
+        self, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, rope_inputs: RopeInputs | None
+    ) -> None:
         """
         Args:
             q: [T, H, D]; contiguous, or what is to be rotated.
             keys, values: [P, Hk, D], the cache.
         """
         self.q = _with_whole_heads(q)
-        if unrotated is None:
+        if rope_inputs is None:
             self.argument = _Argument(q_stride=_token_stride(self.q))
             return
-        self._k, self._v = map(_with_whole_heads, (unrotated.k[0], unrotated.v))
+        self._k, self._v = map(_with_whole_heads, (rope_inputs.k[0], rope_inputs.v))
         tensors = (
             self._k,
             self._v,
-            unrotated.q_weight,
-            unrotated.k_weight,
-            unrotated.cos,
-            unrotated.sin,
+            rope_inputs.q_weight,
+            rope_inputs.k_weight,
+            rope_inputs.cos,
+            rope_inputs.sin,
             keys,
             values,
         )
@@ -58,7 +60,7 @@ class Rotation:
                 for name, tensor in zip(_POINTERS, tensors, strict=True)
             },
             **{name: _token_stride(x) for name, x in zip(_STRIDES, (self.q, self._k, self._v), strict=True)},
-            eps=unrotated.eps,
+            eps=rope_inputs.eps,
             k_factor=1.0,
             v_factor=1.0,
         )

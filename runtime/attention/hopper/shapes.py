@@ -26,10 +26,10 @@ _KERNELS: dict[str, type[DecodeKernel]] = {kernel.source: kernel for kernel in (
 def are_served(num_heads: int, num_kv_heads: int, head_dim: int, page_size: int) -> bool:
     """True if kernels exist for such heads and pages."""
     fits_pages = page_size % CLUSTER_TILE == 0 or (CLUSTER_TILE % page_size == 0 and page_size >= _MIN_PAGE)
-    return fits_pages and rotates_heads(num_heads, num_kv_heads, head_dim)
+    return fits_pages and fuses_rope_of_heads(num_heads, num_kv_heads, head_dim)
 
 
-def rotates_heads(num_heads: int, num_kv_heads: int, head_dim: int) -> bool:
+def fuses_rope_of_heads(num_heads: int, num_kv_heads: int, head_dim: int) -> bool:
     """True if kernels exist for such heads, in pages of some size; all of them rotate."""
     return head_dim in HEAD_DIMS and num_heads // num_kv_heads <= _MAX_GROUP
 

@@ -16,13 +16,13 @@ from typing import Any
 
 import torch
 
-from mllm_compile.runtime.attention.capture import Unrotated
+from mllm_compile.runtime.attention.capture import RopeInputs
 from mllm_compile.runtime.attention.flashinfer.kernels import PlanGroup
 from mllm_compile.runtime.attention.split.page_table import PageTable
 from mllm_compile.runtime.attention.split.splits import Splits
 
 # (q, keys, values, page_table, seq_lens, out, partial, tops, totals, done), as the op's arguments, and sinks where the
-# layer has some; kernels that rotate may be given Unrotated behind them, and are given no scratch then.
+# layer has some; kernels that rotate may be given RopeInputs behind them, and are given no scratch then.
 DecodePiece = Callable[..., Any]
 
 
@@ -34,13 +34,13 @@ class Decoder:
         piece: a piece of the program, or kernels in its place.
         most_sequences: requests x KV heads that it serves; None: any number.
         splits: the splits of a piece that needs scratch for them.
-        rotates: given queries that are not rotated, it does that, and writes keys and values into the cache.
+        fuses_rope: given queries that are not rotated, it does that, and writes keys and values into the cache.
     """
 
     piece: DecodePiece
     most_sequences: int | None = None
     splits: Splits | None = None
-    rotates: bool = False
+    fuses_rope: bool = False
 
 
 Decoders = Sequence[Decoder]  # of a layer: the smallest batches' first, the last for any number
@@ -159,9 +159,9 @@ class SplitDecode:
         return self._batch[1]
 
     @property
-    def rotates(self) -> bool:
-        """True if `run_unrotated` may be called."""
-        return self._decoder.rotates
+    def fuses_rope(self) -> bool:
+        """True if `run_with_rope` may be called."""
+        return self._decoder.fuses_rope
 
     def run(
         self,
@@ -176,16 +176,16 @@ class SplitDecode:
         self._decoder.piece([*inputs, *_typed(sinks, q), *self._slopes])
         return out
 
-    def run_unrotated(
+    def run_with_rope(
         self,
-        unrotated: Unrotated,
+        rope_inputs: RopeInputs,
         pages: tuple[torch.Tensor, torch.Tensor],
         out: torch.Tensor,
         sinks: torch.Tensor | None = None,
     ) -> None:
         """Like `run`, for a q that is not rotated, and keys and values that are not in the cache yet."""
-        inputs = [unrotated.q[0], *_by_slot(pages), *self._batch, out]
-        self._decoder.piece([*inputs, *_typed(sinks, unrotated.q)], unrotated)
+        inputs = [rope_inputs.q[0], *_by_slot(pages), *self._batch, out]
+        self._decoder.piece([*inputs, *_typed(sinks, rope_inputs.q)], rope_inputs)
 
 
 def _typed(sinks: torch.Tensor | None, q: torch.Tensor) -> list[torch.Tensor]:

@@ -108,7 +108,7 @@ def test_new_keys_alone_are_read_as_they_come_and_not_from_pages(prefix, changes
 def test_attention_rotates_decodes_alone_and_by_kernels_that_do(decode, has_prefills, rotates):
     tables = torch.zeros(1, 1, dtype=torch.int32), torch.ones(1, dtype=torch.int32)
     wrappers = {
-        "kernels": SplitDecode(Decoder(list, rotates=True), *tables, []),
+        "kernels": SplitDecode(Decoder(list, fuses_rope=True), *tables, []),
         "piece": SplitDecode(Decoder(list), *tables, []),
         "planned": object(),
     }
@@ -118,7 +118,7 @@ def test_attention_rotates_decodes_alone_and_by_kernels_that_do(decode, has_pref
     decodes = None if decode is None else DecodeMetadata([wrappers[decode]])
     prefills = PrefillMetadata([object()], False) if has_prefills else None
     backend._planned = Planned(decodes, prefills)
-    assert backend.rotates(layer) is rotates
+    assert backend.fuses_rope(layer) is rotates
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from mllm_compile.errors import ArtifactError
-from mllm_compile.runtime.attention.capture import Unrotated
+from mllm_compile.runtime.attention.capture import RopeInputs
 from mllm_compile.runtime.attention.hopper import decoder
 from mllm_compile.runtime.attention.hopper.clusters import SPLITS, choose_split, cluster_kernels, left_words, parts_of
 from mllm_compile.runtime.attention.hopper.kernel import MISSING
@@ -222,19 +222,19 @@ def test_blocks_of_fewer_heads_are_as_many_more(made):
     assert decode._parts.shape == (2 * 132 * 4 * kernel.part_floats,)
 
 
-def unrotated(num_requests: int, has_norms: bool = True) -> Unrotated:
+def rope_inputs(num_requests: int, has_norms: bool = True) -> RopeInputs:
     packed = torch.zeros(1, num_requests, (32 + 8) * 128, dtype=torch.bfloat16)
     q, k = (part.unflatten(-1, (-1, 128)) for part in packed.split([32 * 128, 8 * 128], -1))
     v = torch.zeros(1, num_requests, 9, 128, dtype=torch.bfloat16)[:, :, :8]
     angles = torch.zeros(1, num_requests, 128, dtype=torch.bfloat16)
     weights = [torch.ones(128, dtype=torch.bfloat16) for _ in range(2)] if has_norms else []
-    return Unrotated.of([q, k, angles, angles + 1, *weights], v[0], 1e-6)
+    return RopeInputs.of([q, k, angles, angles + 1, *weights], v[0], 1e-6)
 
 
 @pytest.mark.parametrize("has_norms", [True, False])
 def test_a_kernel_is_told_where_the_parts_of_a_projection_are(has_norms):
     keys = inputs_of(3)[1]
-    told = unrotated(3, has_norms)
+    told = rope_inputs(3, has_norms)
     values, k_apart = keys + 1, torch.zeros(1, 3, 10, 128, dtype=torch.bfloat16)[:, :, :8]
     told = replace(told, k=k_apart)
     rotation = Rotation(told.q[0], keys, values, told)
@@ -258,7 +258,7 @@ def test_of_queries_that_are_rotated_it_is_told_that_nothing_is_to_be_done():
 
 def test_heads_that_are_not_in_one_row_are_copied_into_one():
     keys = inputs_of(3)[1]
-    told = unrotated(3)
+    told = rope_inputs(3)
     apart = replace(told, q=torch.randn(1, 32, 3, 128).bfloat16().transpose(1, 2))
     rotation = Rotation(apart.q[0], keys, keys, apart)
     assert rotation.q.is_contiguous()
@@ -285,7 +285,7 @@ def test_a_batch_is_decoded_with_queries_that_are_not_rotated(made):
     few = decoder.ClusterDecode(kernels[:-1], binaries, 0.1, torch.device("cpu"))
     many = decoder.ShareDecode(kernels[-1], binaries, 0.1, torch.device("cpu"))
     for decode in (few, many):
-        told = unrotated(3)
+        told = rope_inputs(3)
         decode([told.q[0], *inputs_of(3)[1:6]], told)
         decode(inputs_of(3))
         kernel = made["clusters_8x4_page16_split4" if decode is few else "shares_8x4_page16"]
@@ -297,7 +297,7 @@ def test_a_batch_is_decoded_with_queries_that_are_not_rotated(made):
 def test_kernels_of_sinks_are_given_them_rotating_or_not(made):
     kernels = (*cluster_kernels(32, 8, 16, sinks=True), ShareKernel(8, 4, 16, sinks=True))
     binaries = {kernel.name: b"binary" for kernel in kernels}
-    told, sinks = unrotated(3), torch.zeros(32, dtype=torch.bfloat16)
+    told, sinks = rope_inputs(3), torch.zeros(32, dtype=torch.bfloat16)
     for decode in (
         decoder.ClusterDecode(kernels[:-1], binaries, 0.1, torch.device("cpu")),
         decoder.ShareDecode(kernels[-1], binaries, 0.1, torch.device("cpu")),
@@ -326,11 +326,11 @@ def test_a_program_decodes_by_what_its_variants_name(made):
     pieces = {"few": list, "many": tuple}
     linked = link(program, pieces, cubins, torch.device("cpu")).layer_kernels
     first, second = (linked[one.name].decode for one in layers)
-    assert [(type(one.piece), one.most_sequences, one.splits, one.rotates) for one in first[1:3]] == [
+    assert [(type(one.piece), one.most_sequences, one.splits, one.fuses_rope) for one in first[1:3]] == [
         (decoder.ClusterDecode, 256, None, True),
         (decoder.ShareDecode, 8192, None, True),
     ]
-    assert [(one.piece, one.most_sequences, one.splits, one.rotates) for one in (first[0], first[3])] == [
+    assert [(one.piece, one.most_sequences, one.splits, one.fuses_rope) for one in (first[0], first[3])] == [
         (list, 15, OF_FEW, False),
         (tuple, None, OF_MANY, False),
     ]

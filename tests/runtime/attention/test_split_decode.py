@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mllm_compile.runtime.attention.capture import Unrotated
+from mllm_compile.runtime.attention.capture import RopeInputs
 from mllm_compile.runtime.attention.flashinfer.kernels import PlanGroup
 from mllm_compile.runtime.attention.layer import PerLayerParameters
 from mllm_compile.runtime.attention.split.split_decode import Decoder, SplitDecodeSpace, choose_decoder
@@ -100,26 +100,26 @@ def test_kernels_that_split_nothing_get_no_scratch(space_and_decoders):
 def test_kernels_that_rotate_are_given_what_q_is_made_of_and_pieces_never(space_and_decoders):
     _, (_, piece), slots = space_and_decoders
     given = []
-    decoders = Decoder(lambda inputs, unrotated=None: given.append((inputs, unrotated)), 8, rotates=True), piece
+    decoders = Decoder(lambda inputs, rope_inputs=None: given.append((inputs, rope_inputs)), 8, fuses_rope=True), piece
     group = GROUPS[0]
     space = SplitDecodeSpace([(group, decoders)], slots.int(), MAX_REQUESTS, PAGE_SIZE, torch.float32)
     space.list_pages(torch.arange(3) + 1)
     lengths = torch.tensor([5, 60, 1], dtype=torch.int32)
     decode = space.prepare(group, decoders, lengths)
-    assert decode.rotates
+    assert decode.fuses_rope
     pages = torch.zeros(7, PAGE_SIZE, 2, 16), torch.ones(7, PAGE_SIZE, 2, 16)
     angles, out = torch.zeros(1, 3, 16), torch.empty(3, 8, 16)
-    unrotated = Unrotated.of([torch.zeros(1, 3, 8, 16), torch.zeros(1, 3, 2, 16), angles, angles], out[:, :2], 1e-6)
-    decode.run_unrotated(unrotated, pages, out)
+    rope_inputs = RopeInputs.of([torch.zeros(1, 3, 8, 16), torch.zeros(1, 3, 2, 16), angles, angles], out[:, :2], 1e-6)
+    decode.run_with_rope(rope_inputs, pages, out)
     ((q, keys, values, table, seq_lens, to), told) = given[0]
-    assert told is unrotated
+    assert told is rope_inputs
     assert (seq_lens, to) == (lengths, out)
-    assert (q.shape, q.data_ptr()) == ((3, 8, 16), unrotated.q.data_ptr())
+    assert (q.shape, q.data_ptr()) == ((3, 8, 16), rope_inputs.q.data_ptr())
     assert [x.data_ptr() for x in (keys, values)] == [x.data_ptr() for x in pages]
     assert keys.shape == values.shape == (7 * PAGE_SIZE, 2, 16)
     assert torch.equal(table, slots[1:4, ::PAGE_SIZE].int() // PAGE_SIZE)
     many = space.prepare(group, decoders, lengths.repeat(2))  # 6 requests of 2 heads: left to the piece
-    assert not many.rotates
+    assert not many.fuses_rope
 
 
 def test_what_is_loaded_has_its_scratch_though_no_batch_takes_it():

@@ -4,7 +4,7 @@ import sys
 import pytest
 import torch
 
-from mllm_compile.runtime.attention.capture import FusesRope, Unrotated
+from mllm_compile.runtime.attention.capture import FusesRope, RopeInputs
 from mllm_compile.runtime.attention.metadata import AttentionMetadataBuilder, CommonAttentionMetadata, KVCacheSpec
 from mllm_compile.runtime.attention.torch_backend import TorchAttnBackend
 from mllm_compile.runtime.forward_context import set_forward_context
@@ -63,17 +63,17 @@ class Rotating(TorchAttnBackend, FusesRope):
 
     def __init__(self) -> None:
         super().__init__()
-        self.given: list[Unrotated] = []
+        self.given: list[RopeInputs] = []
 
     @property
     def rope(self):
         return self
 
-    def rotates(self, layer):
+    def fuses_rope(self, layer):
         return True
 
-    def forward_unrotated(self, unrotated, layer, batch, out):
-        self.given.append(unrotated)
+    def forward_with_rope(self, rope_inputs, layer, batch, out):
+        self.given.append(rope_inputs)
         out.fill_(3.0)
 
 
@@ -107,7 +107,7 @@ def test_attention_that_rotates_is_given_what_q_and_k_are_made_of():
 def test_else_the_piece_rotates(why, monkeypatch):
     case, backend, pieces = rotating_case()
     if why == "the backend does not":
-        monkeypatch.setattr(Rotating, "rotates", lambda self, layer: False)
+        monkeypatch.setattr(Rotating, "fuses_rope", lambda self, layer: False)
     mode = CUDAGraphMode.PIECEWISE if why == "piecewise" else CUDAGraphMode.NONE
     is_told = why != "the attention is not told"
     out = torch.empty_like(case.q)

@@ -26,9 +26,9 @@ from mllm_compile.runtime.program.spec import (
     PieceStep,
     PieceVariant,
     Program,
+    RopeInputNames,
     StateStep,
     StoredSamplingPieces,
-    UnrotatedStep,
 )
 from mllm_compile.runtime.state.layer import CausalConv, SelectiveScan, StateLayer
 
@@ -243,7 +243,7 @@ def test_json_and_back_is_the_same_program():
 
 def told(*values: str) -> Program:
     """Its attention is told what q and k are made of."""
-    attention = replace(PROGRAM.steps[1], saves_kv=False, unrotated=UnrotatedStep(values, 1e-6))
+    attention = replace(PROGRAM.steps[1], saves_kv=False, rope_inputs=RopeInputNames(values, 1e-6))
     return changed(steps=(replace(PROGRAM.steps[0], writes_kv_of=LAYER.name), attention, *PROGRAM.steps[2:]))
 
 
@@ -255,14 +255,14 @@ def test_what_attention_is_told_comes_back_from_json():
 def test_attention_that_rotates_is_given_what_it_is_told_and_the_piece_no_slots():
     given = []
 
-    def forward_unrotated(unrotated, layer, batch, out):
-        given.append(unrotated)
+    def forward_with_rope(rope_inputs, layer, batch, out):
+        given.append(rope_inputs)
         out.fill_(1.0)
 
     batch = SimpleNamespace(
         token_to_kv_pool=SimpleNamespace(get_kv_buffer=lambda layer_id: ("keys", "values")),
         attn_backend=SimpleNamespace(
-            rope=SimpleNamespace(rotates=lambda layer: True, forward_unrotated=forward_unrotated)
+            rope=SimpleNamespace(fuses_rope=lambda layer: True, forward_with_rope=forward_with_rope)
         ),
     )
     pieces = Pieces()
@@ -285,9 +285,9 @@ def test_attention_that_rotates_is_given_what_it_is_told_and_the_piece_no_slots(
     with_norms, without = given
     assert with_norms.q_weight is with_norms.k_weight is EMBED
     assert without.q_weight is without.k_weight is None
-    for unrotated in given:
-        assert [tuple(x.shape) for x in (unrotated.q, unrotated.k, unrotated.v)] == [(3, 4), (3, 1, 4), (3, 1, 3)]
-        assert unrotated.eps == 1e-6
+    for rope_inputs in given:
+        assert [tuple(x.shape) for x in (rope_inputs.q, rope_inputs.k, rope_inputs.v)] == [(3, 4), (3, 1, 4), (3, 1, 3)]
+        assert rope_inputs.eps == 1e-6
 
 
 @pytest.mark.parametrize(
@@ -337,8 +337,8 @@ def test_a_variant_for_few_tokens_is_called_up_to_its_size(context):
         lambda data: data["steps"][0].update(op="jump"),
         lambda data: data["steps"][0].update(unknown=1),
         lambda data: data["steps"][1].pop("layer"),
-        lambda data: data["steps"][1].pop("unrotated"),
-        lambda data: data["steps"][1].update(unrotated={"eps": 1e-6}),
+        lambda data: data["steps"][1].pop("rope_inputs"),
+        lambda data: data["steps"][1].update(rope_inputs={"eps": 1e-6}),
         lambda data: data["layers"][0].pop("sm_scale"),
         lambda data: data.update(layers=[3]),
     ],
