@@ -10,7 +10,7 @@ from torch import fx
 from mllm_compile.passes.base import NO_CUDA_COMPILER, GraphPass, PassResult, PassTarget
 from mllm_compile.passes.match.nodes import is_op
 from mllm_compile.runtime.ops import op
-from mllm_compile.runtime.ops.varlen.shapes import is_taken
+from mllm_compile.runtime.ops.segments.kernel import is_taken
 
 
 class AttendSegments(GraphPass):

@@ -11,7 +11,7 @@ from mllm_compile.passes.base import NO_CUDA_COMPILER, VARIANTS, GraphPass, Pass
 from mllm_compile.passes.match.linear import match_linear, match_silu_mul
 from mllm_compile.passes.match.nodes import replace_by_op, rewrite_pieces
 from mllm_compile.runtime.ops import op
-from mllm_compile.runtime.ops.gated_linear.shapes import is_taken
+from mllm_compile.runtime.ops.gated_linear.kernel import is_taken
 from mllm_compile.runtime.ops.stream_linear.shapes import MAX_LARGE_TOKENS
 
 

@@ -34,7 +34,7 @@ class FuseRopeCache(GraphPass):
 
     Why: a decode step has few tokens, so each of these kernels costs its launch: norm and rotation of q and of k, and
         an index copy of k and of v, are 10 of 57 µs of a layer of Qwen3-0.6B at one token; one kernel takes 1.5 (other
-        shapes: runtime/ops/rope_cache.py).
+        shapes: runtime/ops/attention/rope_cache.py).
 
     Before::
 

@@ -10,7 +10,7 @@ from torch import fx
 from mllm_compile.passes.base import NO_CUDA_COMPILER, VARIANTS, GraphPass, PassResult, PassTarget
 from mllm_compile.passes.match.nodes import is_op, replace_by_op, rewrite_pieces
 from mllm_compile.runtime.ops import op
-from mllm_compile.runtime.ops.expert_tiles.shapes import BLOCK, is_taken
+from mllm_compile.runtime.ops.expert_tiles.kernel import BLOCK, is_taken
 from mllm_compile.runtime.ops.experts.shapes import most_blocks
 
 

@@ -44,6 +44,7 @@ from mllm_compile.runtime.runner_config import RunnerConfig
 from mllm_compile.runtime.sampling.logprobs import token_logprobs
 from mllm_compile.runtime.sampling.row_state import RowState
 from mllm_compile.runtime.sampling.sampler import sample_tokens
+from mllm_compile.runtime.sampling.state import RowState
 from mllm_compile.runtime.state.factory import make_backend
 from mllm_compile.runtime.ubatch.overlap import BatchOverlap
 from mllm_compile.runtime.ubatch.slices import check_divides, most_of_a_part, share_a_request, ubatch_of, ubatch_slices

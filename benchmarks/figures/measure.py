@@ -31,7 +31,7 @@ from mllm_compile.bench.measure.setting import Setting
 from mllm_compile.bench.show.report import show_figure, work_name
 from mllm_compile.process import child_python
 from mllm_compile.process.group import ProcessGroup
-from mllm_compile.runtime.json_data import from_json
+from mllm_compile.runtime.files.json_data import from_json
 
 PARTS = ("tpot", "prompts", "warm", "experts", "mixed")
 WORKER = "benchmarks.figures.worker"

@@ -147,7 +147,7 @@ def xqa(layers: Layers, workspace: torch.Tensor) -> Callable[[], None]:
 
 
 def split_decode(layers: Layers, is_few: bool, num_splits: int) -> Callable[[], None]:
-    import mllm_compile.runtime.ops.split_decode  # noqa: F401  (defines the op)
+    import mllm_compile.runtime.ops.attention.split_decode  # noqa: F401  (defines the op)
 
     case = layers.case
     table, lengths = layers.page_table(), layers.lengths.cuda()

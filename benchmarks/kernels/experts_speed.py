@@ -23,8 +23,7 @@ from mllm_compile.bench.timing.graph import graph_us
 from mllm_compile.kernels.cuda import KernelCompiler
 from mllm_compile.process.progress import NullReporter
 from mllm_compile.runtime.ops import op
-from mllm_compile.runtime.ops.expert_tiles.kernel import ExpertTilesKernel
-from mllm_compile.runtime.ops.expert_tiles.shapes import BLOCK
+from mllm_compile.runtime.ops.expert_tiles.kernel import BLOCK, ExpertTilesKernel
 from mllm_compile.runtime.ops.experts.shapes import SOFTMAX_OF_ALL, rows_of_block
 
 EXPERTS, CHOSEN, HIDDEN, INNER = 128, 8, 2048, 768

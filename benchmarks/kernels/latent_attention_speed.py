@@ -197,7 +197,7 @@ class Step:
 
 def time_forms(heads: Sequence[int], tries_tiles: bool) -> list[dict[str, object]]:
     """Prints and returns what prompts take over latents and expanded."""
-    from mllm_compile.runtime.ops.latents import attend, expanded  # noqa: F401  (defines the ops)
+    from mllm_compile.runtime.ops.attention import expanded, latent  # noqa: F401  (defines the ops)
 
     results = []
     for num_heads in heads:
@@ -246,7 +246,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="also add the figures to this file, as a line")
     arguments = parser.parse_args()
     need_gpu()
-    from mllm_compile.runtime.ops.latents import attend  # defines the ops
+    from mllm_compile.runtime.ops.attention import latent  # defines the ops
 
     torch.manual_seed(0)
     if arguments.forms:
@@ -276,18 +276,18 @@ def main() -> None:
             splits = OF_LATENTS.of(num_requests * chosen.num_decode_tiles(num_heads))
             note(f"{of_case}, /{splits}", layers, decode(layers, splits), flops)
             if arguments.tiles and num_requests == 64:
-                kept = attend.decode_tile, attend.num_decode_tiles
+                kept = latent.decode_tile, latent.num_decode_tiles
                 for tile in TILES:
                     if not num_heads / 2 <= tile.rows <= num_heads:
                         continue
-                    attend.decode_tile = lambda heads, tile=tile: tile
-                    attend.num_decode_tiles = lambda heads, tile=tile: -(-heads // tile.rows)
+                    latent.decode_tile = lambda heads, tile=tile: tile
+                    latent.num_decode_tiles = lambda heads, tile=tile: -(-heads // tile.rows)
                     blocks = num_requests * -(-num_heads // tile.rows)
                     wanted = [one for one in SPLITS if one == 1 or 66 <= one * blocks <= 600]
                     for count in wanted[-4:]:
                         shape = f"{tile.rows}x{tile.keys}, {tile.warps} warps, {tile.stages} stages, /{count}"
                         note(f"{of_case}, {shape}", layers, decode(layers, count), flops)
-                attend.decode_tile, attend.num_decode_tiles = kept
+                latent.decode_tile, latent.num_decode_tiles = kept
     if arguments.prefill:
         for num_heads in arguments.heads:
             for num_tokens, length in ((2048, 2048), (256, 8192)):
@@ -297,12 +297,12 @@ def main() -> None:
                 of_case = f"{num_heads:3} heads, prompt of {num_tokens} after {length - num_tokens}"
                 note(of_case, layers, prefill(layers), flops)
                 if arguments.tiles:
-                    kept = attend.PREFILL_TILE
+                    kept = latent.PREFILL_TILE
                     for tile in (replace(kept, stages=2), Tile(64, 64, 8, 2), Tile(64, 64, 8, 3)):
-                        attend.PREFILL_TILE = tile
+                        latent.PREFILL_TILE = tile
                         shape = f"{tile.rows}x{tile.keys}, {tile.stages} stages"
                         note(f"{of_case}, {shape}", layers, prefill(layers), flops)
-                    attend.PREFILL_TILE = kept
+                    latent.PREFILL_TILE = kept
     if arguments.json:
         append_record(arguments.json, __doc__, arguments, results)
 

@@ -35,7 +35,7 @@ from mllm_compile.runtime.collectives.sum_kernels import (
     SendKernel,
     SendNormKernel,
 )
-from mllm_compile.runtime.cuda.source import kernel_source
+from mllm_compile.runtime.cuda.kernel import kernel_source
 
 TOKENS = (1, 8, 64, 256, 512, 1024, 2048, 4096, 8192)
 CALLS, REPLAYS = 40, 5

@@ -27,9 +27,9 @@ from mllm_compile.bench.timing.rounds import repeated
 from mllm_compile.kernels.cuda import can_compile_kernels
 from mllm_compile.kernels.nvrtc import compile_cuda
 from mllm_compile.process.console import print_table
-from mllm_compile.runtime.cuda.source import kernel_source
-from mllm_compile.runtime.ops.varlen.kernel import SegmentsKernel, segments_kernels
-from mllm_compile.runtime.ops.varlen.tiles import load_segments_kernels, loaded_kernel
+from mllm_compile.runtime.cuda.kernel import kernel_source
+from mllm_compile.runtime.ops.segments.kernel import SegmentsKernel, segments_kernels
+from mllm_compile.runtime.ops.segments.ops import load_segments_kernels, loaded_kernel
 
 HEADS = 16
 # (patches, head dim, patches that see each other)

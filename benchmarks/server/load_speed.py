@@ -32,7 +32,7 @@ from mllm_compile.checkpoint.plan import plan_weights, read_checkpoint
 from mllm_compile.checkpoint.quantised import read_tensors
 from mllm_compile.model.hf_model import build_on_meta
 from mllm_compile.process.console import print_table
-from mllm_compile.runtime.json_data import parse_json
+from mllm_compile.runtime.files.json_data import parse_json
 from mllm_compile.runtime.weights.loader import allocate_weights, load_weights
 from mllm_compile.runtime.weights.spec import WeightSpec
 from mllm_compile.runtime.weights.table import weights_from_json, weights_to_json

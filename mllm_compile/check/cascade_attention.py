@@ -13,7 +13,7 @@ from mllm_compile.errors import CompileError
 from mllm_compile.runtime.attention.flashinfer.kernels import PlanGroup
 from mllm_compile.runtime.attention.layer import LayerSpec
 from mllm_compile.runtime.attention.layer_kernels import of_kind
-from mllm_compile.runtime.attention.split.shared_prefix import SharedPrefix
+from mllm_compile.runtime.attention.split.cascade import SharedPrefix
 from mllm_compile.runtime.attention.split.split_decode import DecodePiece
 from mllm_compile.runtime.program.link import LinkedProgram
 

@@ -14,7 +14,7 @@ import torch
 
 from mllm_compile.check.kernels import relative_error
 from mllm_compile.errors import UnsupportedModelError
-from mllm_compile.model.attention_choice import attention_implementation
+from mllm_compile.model.attention_hook import attention_implementation
 from mllm_compile.model.refusals import first_line, refusing
 from mllm_compile.runtime.media.positions import Placed, positions_of
 from mllm_compile.runtime.media.tower import Grid, Tower

@@ -25,7 +25,7 @@ from mllm_compile.check.media import MediaCase, compare_media, features_of, inpu
 from mllm_compile.check.spread import spread_of_rows
 from mllm_compile.check.states import StateCheck
 from mllm_compile.errors import CompileError, UnsupportedModelError
-from mllm_compile.model.attention_choice import attention_implementation
+from mllm_compile.model.attention_hook import attention_implementation
 from mllm_compile.model.positions_hook import reading_positions
 from mllm_compile.model.random_weights import materialise
 from mllm_compile.model.refusals import first_line, refusing

@@ -29,7 +29,7 @@ from mllm_compile.cli.serve import serve_command
 from mllm_compile.errors import MllmError
 from mllm_compile.process.bytecode import kept_bytecode
 from mllm_compile.process.interruption import kept_interruptions
-from mllm_compile.runtime.disk_space import is_full
+from mllm_compile.runtime.files.disk_space import is_full
 from mllm_compile.version import __version__
 
 PROGRAM = "mllm-compile"

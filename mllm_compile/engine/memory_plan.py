@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from mllm_compile.runtime.json_data import from_json
+from mllm_compile.runtime.files.json_data import from_json
 from mllm_compile.runtime.runner_config import RunnerConfig
 from mllm_compile.version import __version__
 

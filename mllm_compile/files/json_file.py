@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from mllm_compile.errors import MllmError
-from mllm_compile.runtime.json_data import parse_json
-from mllm_compile.runtime.regular_file import read_regular
+from mllm_compile.runtime.files.json_data import parse_json
+from mllm_compile.runtime.files.regular_file import read_regular
 
 MAX_TEXT_BYTES = 256 << 20  # of a tokenizer.json; the largest known has 35 MiB
 MAX_JSON_BYTES = 64 << 20

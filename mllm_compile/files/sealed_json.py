@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from mllm_compile.errors import ArtifactError
-from mllm_compile.runtime.json_data import parse_json
+from mllm_compile.runtime.files.json_data import parse_json
 
 _SEAL = "sha256"
 

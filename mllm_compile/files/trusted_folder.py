@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mllm_compile.errors import ArtifactError, CheckpointError
-from mllm_compile.runtime.regular_file import open_regular, read_descriptor
+from mllm_compile.runtime.files.regular_file import open_regular, read_descriptor
 
 MAX_FILE_BYTES = 1 << 31
 MAX_FILES = 20_000

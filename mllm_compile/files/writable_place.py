@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mllm_compile.errors import ConfigError
-from mllm_compile.runtime.disk_space import describe_full, is_full
+from mllm_compile.runtime.files.disk_space import describe_full, is_full
 
 _MAKE_ROOM = "make room (mllm-compile cache prune removes what is not needed)"
 

@@ -25,7 +25,7 @@ from mllm_compile.inductor.patches import left_out
 from mllm_compile.inductor.toolchain import check_compiler
 from mllm_compile.process import bytecode, child_python
 from mllm_compile.process.group import ProcessGroup
-from mllm_compile.runtime.disk_space import full_disk_said
+from mllm_compile.runtime.files.disk_space import full_disk_said
 
 _MAX_WORKERS = 16  # as many as a dense model has pieces and variants of them
 _COMMAND = child_python.command("mllm_compile.inductor.server")

@@ -17,8 +17,7 @@ from mllm_compile.config.device import is_hopper
 from mllm_compile.errors import CompileError
 from mllm_compile.kernels.nvrtc import compile_cuda, find_nvrtc
 from mllm_compile.process.progress import Reporter
-from mllm_compile.runtime.cuda.kernel import CudaKernel
-from mllm_compile.runtime.cuda.source import kernel_source
+from mllm_compile.runtime.cuda.kernel import CudaKernel, kernel_source
 from mllm_compile.runtime.ops import FAMILIES, family
 from mllm_compile.runtime.program.spec import Program
 

@@ -1,4 +1,5 @@
-"""Decode attention as pieces of the program: the kernel of runtime/ops/split_decode.py, for the model's layers.
+"""Decode attention as pieces of the program: the kernel of runtime/ops/attention/split_decode.py, for the model's
+layers.
 
 Layers alike in heads, scale, soft cap and window share two pieces: one for few requests, where all is latency, and one
 for many, where it is bandwidth. On Hopper kernels of runtime/attention/hopper/ stand for both where they serve the

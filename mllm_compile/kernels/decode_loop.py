@@ -1,4 +1,5 @@
-"""The work of a captured decode around the model, as pieces of the program: kernels of runtime/ops/decode_loop.py."""
+"""The work of a captured decode around the model, as pieces of the program: kernels of
+runtime/ops/tokens/decode_loop.py."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ import torch
 from mllm_compile.config.resolved import ResolvedConfig
 from mllm_compile.inductor.job import PieceInput
 from mllm_compile.kernels.piece import WrittenPiece
-from mllm_compile.runtime.ops.replay_slots import REPLAY_SLOTS, REQUEST_FIELDS
+from mllm_compile.runtime.ops.tokens.replay_slots import REPLAY_SLOTS, REQUEST_FIELDS
 from mllm_compile.runtime.program.spec import DecodeLoopPieces, Program
 from mllm_compile.runtime.sampling.state import NUM_FLOATS, NUM_INTS
 

@@ -1,5 +1,5 @@
-"""Attention over latents as pieces of the program: the kernels of runtime/ops/latents/, for decodes, for prompts, and
-for prompts over keys and values made of latents.
+"""Attention over latents as pieces of the program: the kernels of runtime/ops/attention/latent.py, for decodes, for
+prompts, and for prompts over keys and values made of latents.
 
 Layers alike in heads, widths and scale share their pieces.
 """

@@ -1,6 +1,6 @@
 """Attention of prompts as pieces of the program, for layers that no kernel of FlashInfer serves.
 
-Those have a bias by distance (ALiBi) or attend in chunks. The kernel is runtime/ops/prompts/attend.py's; layers that
+Those have a bias by distance (ALiBi) or attend in chunks. The kernel is runtime/ops/attention/prefill.py's; layers that
 are alike share a piece.
 """
 

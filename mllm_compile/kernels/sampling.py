@@ -1,7 +1,7 @@
 """The choice of tokens as pieces of the program: kernels of runtime/, for the model's vocabulary.
 
-Three: the most probable tokens and draws, from the program's logits (ops/greedy.py, ops/draw.py); and draws from scores
-that filters or penalties have changed.
+Three: the most probable tokens and draws, from the program's logits (ops/tokens/greedy.py, ops/tokens/draw.py); and
+draws from scores that filters or penalties have changed.
 """
 
 from __future__ import annotations

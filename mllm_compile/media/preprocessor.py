@@ -13,7 +13,7 @@ from mllm_compile.media.files import CONFIG_FILE, PROCESSOR_FILES, placeholder_o
 from mllm_compile.media.prompt import KINDS, MediaKind, MediaPrompt
 from mllm_compile.media.sources import SourceItem
 from mllm_compile.media.workers import MediaWorkers, SharedPrompt
-from mllm_compile.runtime.json_data import parse_json
+from mllm_compile.runtime.files.json_data import parse_json
 
 
 class MediaPreprocessor:

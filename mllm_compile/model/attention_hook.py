@@ -7,13 +7,19 @@ cannot express are written into its `refusals`, where mllm_compile/model/support
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import AttentionInterface
 
 import mllm_compile.runtime.ops.trace  # noqa: F401  (defines torch.ops.mllm.attention)
+from mllm_compile.model.refusals import refusing
 from mllm_compile.model.written_attention.indexed import EVERY_KEY, EveryKey
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 ATTENTION_IMPLEMENTATION = "mllm"
 
@@ -93,3 +99,28 @@ def mllm_attention(
 def register_attention_hook() -> None:
     """Makes `attn_implementation="mllm"` known to Transformers; calling it again changes nothing."""
     AttentionInterface.register(ATTENTION_IMPLEMENTATION, mllm_attention)
+
+
+@contextmanager
+def attention_implementation(model: PreTrainedModel, name: str) -> Iterator[None]:
+    """The attention implementation `name` within the context.
+
+    A model that does not follow Transformers' attention interface keeps its own, and gets the masks of `name`.
+
+    Raises:
+        UnsupportedModelError: the model does not take it.
+    """
+    before = str(model.config._attn_implementation)
+    with refusing(f"{model.config.model_type!r} models do not take attention implementation {name!r}"):
+        _choose(model, name)
+    try:
+        yield
+    finally:
+        _choose(model, before)
+
+
+def _choose(model: PreTrainedModel, name: str) -> None:
+    if model._can_set_attn_implementation():  # if not, set_attn_implementation does nothing but warn
+        model.set_attn_implementation(name)
+    else:
+        model.config._attn_implementation = name

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from transformers import AttentionInterface
 
 from mllm_compile.runtime.forward_context import get_forward_context
-from mllm_compile.runtime.ops.attention import attention_with_output
+from mllm_compile.runtime.ops.attention.layer_op import attention_with_output
 
 EAGER_IMPLEMENTATION = "mllm_eager"
 LAYER_NAMES = "eager_layer_names"  # in the forward context's additional_kwargs: an iterator, a name for each call

@@ -17,7 +17,7 @@ import torch
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from mllm_compile.errors import UnsupportedModelError
-from mllm_compile.model.attention_choice import attention_implementation
+from mllm_compile.model.attention_hook import attention_implementation
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from mllm_compile.errors import MllmError, UnsupportedModelError
-from mllm_compile.runtime.disk_space import full_disk
+from mllm_compile.runtime.files.disk_space import full_disk
 
 
 @contextmanager

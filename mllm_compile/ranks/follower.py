@@ -23,7 +23,7 @@ from mllm_compile.process.bytecode import kept_bytecode
 from mllm_compile.process.no_gc import gc_paused
 from mllm_compile.process.timeline import Timeline, process_start
 from mllm_compile.ranks.start import HERE, READY, Answer, Lines, Meeting, Start
-from mllm_compile.runtime.json_data import from_json, parse_json
+from mllm_compile.runtime.files.json_data import from_json, parse_json
 from mllm_compile.runtime.ranks.ring import RingReader
 
 if TYPE_CHECKING:

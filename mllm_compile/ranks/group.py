@@ -25,7 +25,7 @@ from mllm_compile.ranks.launch_local import Launcher, LocalLauncher, LocalRank, 
 from mllm_compile.ranks.start import HERE, READY, Answer, Lines, Meeting, Start
 from mllm_compile.runtime.collectives.base import Communicator
 from mllm_compile.runtime.device.cpu_threads import usable_cores
-from mllm_compile.runtime.json_data import from_json, parse_json
+from mllm_compile.runtime.files.json_data import from_json, parse_json
 from mllm_compile.runtime.ranks.records import StepRecord, most_record_bytes
 from mllm_compile.runtime.ranks.ring import RingWriter
 from mllm_compile.store.opened import CompiledRuntime

@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from mllm_compile.runtime.json_data import from_json, parse_json
+from mllm_compile.runtime.files.json_data import from_json, parse_json
 from mllm_compile.runtime.ranks.ring import RingPlace
 
 HERE, READY = "here", "ready"  # it has its device and joins the others; it has all that steps need

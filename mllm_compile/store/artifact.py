@@ -35,11 +35,11 @@ from mllm_compile.files.save_tensors import save_tensors
 from mllm_compile.files.sealed_json import unseal, write_sealed
 from mllm_compile.files.trusted_folder import FileFacts, TrustedFolder
 from mllm_compile.process.no_gc import gc_paused
-from mllm_compile.runtime.json_data import from_json, parse_json
+from mllm_compile.runtime.files.json_data import from_json, parse_json
+from mllm_compile.runtime.files.regular_file import read_regular
 from mllm_compile.runtime.program.pieces import PieceSuffix
 from mllm_compile.runtime.program.spec import ModelSizes, Program
 from mllm_compile.runtime.quantised.scheme import SCALES, VALUES, ZEROS
-from mllm_compile.runtime.regular_file import read_regular
 from mllm_compile.runtime.short_repr import short_repr
 from mllm_compile.runtime.weights.consistency import check_quantised
 from mllm_compile.runtime.weights.spec import WeightSpec

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from mllm_compile.errors import ArtifactError
 from mllm_compile.files.sealed_json import unseal, write_sealed
 from mllm_compile.files.trusted_folder import TrustedFolder
-from mllm_compile.runtime.json_data import from_json
+from mllm_compile.runtime.files.json_data import from_json
 
 if TYPE_CHECKING:
     from mllm_compile.config.resolved import ResolvedConfig

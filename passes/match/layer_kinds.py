@@ -152,7 +152,7 @@ class StateLayerKind(LayerKind):
 
 
 class PackedAttentionKind(LayerKind):
-    """Attention in both directions within segments, without a cache (runtime/ops/varlen)."""
+    """Attention in both directions within segments, without a cache (runtime/ops/segments)."""
 
     traced: ClassVar[tuple[str, ...]] = ("varlen_attention",)
     refusals = 5

@@ -2,7 +2,8 @@
 
 A layer is data (layer.py); a backend holds the plan of the current step and turns q, k, v of that step into the
 attention's output over the paged cache. What it captures in CUDA graphs, and further kernels, have contracts of their
-own (capture.py). The metadata of a step is built in metadata.py; the op that calls a backend is in ops/attention.py.
+own (capture.py). The metadata of a step is built in metadata.py; the op that calls a backend is in
+ops/attention/layer_op.py.
 
 Shape legend: T tokens, R requests, H query heads, Hk kv heads, D query/key head dim, Dv value head dim.
 """

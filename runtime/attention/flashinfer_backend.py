@@ -36,7 +36,7 @@ from mllm_compile.runtime.attention.captured.prefill_cached import CachedPrefill
 from mllm_compile.runtime.attention.captured.prefill_new import NewPrefillSteps
 from mllm_compile.runtime.attention.captured.prompts import CapturedPrompts
 from mllm_compile.runtime.attention.flashinfer.blocks import ImageBlocks
-from mllm_compile.runtime.attention.flashinfer.cascade import CascadeDecode, CascadeRows
+from mllm_compile.runtime.attention.flashinfer.cascade import CascadeRows, FlashInferCascade
 from mllm_compile.runtime.attention.flashinfer.decode import DecodeRows, PlannedGroup, SplitGroup
 from mllm_compile.runtime.attention.flashinfer.kernels import (
     PlanGroup,
@@ -58,7 +58,7 @@ from mllm_compile.runtime.attention.metadata import (
     CommonAttentionMetadata,
     split_decodes_and_prefills,
 )
-from mllm_compile.runtime.attention.split import shared_prefix
+from mllm_compile.runtime.attention.split.cascade import PieceCascade
 from mllm_compile.runtime.attention.split.split_decode import SplitDecode
 from mllm_compile.runtime.errors import ConfigError
 from mllm_compile.runtime.forward_batch import ForwardBatch, ForwardMode
@@ -325,7 +325,7 @@ class FlashInferAttnBackend(AttentionBackend, FusesRope, Cascades, CapturesDecod
 
     def _make_captured_cascades(self) -> CapturedCascades | None:
         """None where the program has no kernels for them, or decodes are planned before a replay."""
-        prefix, page_table = self._wrappers.shared_prefix, self.page_table
+        prefix, page_table = self._wrappers.cascade, self.page_table
         if prefix is None or page_table is None:
             return None
         return CapturedCascades(self._wrappers.piece_cascades, self.groups, prefix, page_table, self._planned)
@@ -424,7 +424,7 @@ def _run_decode(
     wrapper: Any, q: torch.Tensor, pages: tuple[torch.Tensor, torch.Tensor], out: torch.Tensor, layer: AttentionLayer
 ) -> None:
     """Runs a wrapper of decodes; the program's own kernels take sinks themselves, and layers with some no cascade."""
-    if isinstance(wrapper, CascadeDecode | shared_prefix.CascadeDecode):
+    if isinstance(wrapper, FlashInferCascade | PieceCascade):
         wrapper.run(q, pages, out)
     elif isinstance(wrapper, SplitDecode):
         wrapper.run(q, pages, out, layer.sink_logits)

@@ -14,7 +14,7 @@ from typing import Any, Generic, TypeVar
 from mllm_compile.runtime.attention.hopper.kernel import DecodeKernel
 from mllm_compile.runtime.attention.hopper.shapes import kernel_from_json
 from mllm_compile.runtime.attention.split.splits import Splits
-from mllm_compile.runtime.json_data import from_json
+from mllm_compile.runtime.files.json_data import from_json
 
 Piece = TypeVar("Piece")
 Decode = TypeVar("Decode")
@@ -29,7 +29,7 @@ class DecodeVariant:
 
     Attributes:
         most_sequences: requests x KV heads that it serves; None: any number.
-        piece: its id (ops/split_decode.py), or None: `kernels` decode.
+        piece: its id (ops/attention/split_decode.py), or None: `kernels` decode.
         splits: the piece's splits.
         kernels: kernels of runtime/attention/hopper/: those of clusters, one for each split, or the one of shares.
     """
@@ -54,7 +54,7 @@ class DecodeVariant:
 
 @dataclass(frozen=True)
 class LatentKernels(Generic[Piece]):
-    """Attention over a layer's latents; arguments as those ops have them (ops/latents/).
+    """Attention over a layer's latents; arguments as those ops have them (ops/attention/latent.py).
 
     Attributes:
         expanded: of prompts over keys and values made of latents; there where the layer has its up-projection.

@@ -48,7 +48,7 @@ __device__ __forceinline__ u64 wait_for_key(const u64* from, const volatile u32*
   }
 }
 
-// With `last_tokens` the tokens are handed on as ops/decode_loop.py's last kernel does it.
+// With `last_tokens` the tokens are handed on as ops/tokens/decode_loop.py's last kernel does it.
 extern "C" __global__ void __launch_bounds__(THREADS)
 choose_token(const unsigned short* logits, long long* tokens, const long long* slots, long long* last_tokens,
              long long* replay_slot, long long* chosen, int num_replay_slots, int num_slot_rows,

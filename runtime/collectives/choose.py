@@ -19,7 +19,7 @@ _STATE_WORDS = 2 + _BUFFERS
 
 @dataclass(frozen=True, slots=True)
 class HandOn:
-    """Where tokens go in a captured decode, as ops/decode_loop.py's end_decode has these tensors."""
+    """Where tokens go in a captured decode, as ops/tokens/decode_loop.py's end_decode has these tensors."""
 
     rows: torch.Tensor
     last_tokens: torch.Tensor

@@ -1,4 +1,4 @@
-// The kernels' common part; source.py puts it in front of each.
+// The kernels' common part; kernel.py puts it in front of each.
 typedef unsigned int u32;
 typedef unsigned long long u64;
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any, ClassVar
 
+_RUNTIME = Path(__file__).parent.parent
 MULTIPROCESSORS = 132  # of an H100 SXM or H200, which kernels are divided for
 
 
@@ -49,3 +51,10 @@ class CudaKernel(ABC):
 
     def to_json(self) -> dict[str, Any]:
         return {"source": self.source, **asdict(self)}  # type: ignore[call-overload]
+
+
+def kernel_source(kernel: CudaKernel) -> str:
+    """The source that is compiled for `kernel`."""
+    defined = "".join(f"#define {name} {value}\n" for name, value in kernel.constants().items())
+    files = (_RUNTIME / name for name in ("cuda/common.cuh", *kernel.headers, kernel.source))
+    return "".join([defined, kernel.preamble(), *(file.read_text(encoding="utf-8") for file in files)])

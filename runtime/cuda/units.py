@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Self
 
 from mllm_compile.runtime.cuda.kernel import CudaKernel
 from mllm_compile.runtime.cuda.wgmma import multiply_add_all
-from mllm_compile.runtime.json_data import from_json
+from mllm_compile.runtime.files.json_data import from_json
 
 UNIT_ROWS, TILE_UNITS = 64, 4
 # In rows: what beginning and ending a tile costs beside its products.

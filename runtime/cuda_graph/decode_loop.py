@@ -20,9 +20,9 @@ import torch
 from mllm_compile.runtime.collectives.choose import HandOn, TokenChoice
 from mllm_compile.runtime.cuda_graph.capture import WeakTensor
 from mllm_compile.runtime.cuda_graph.step_inputs import StepInputs
-from mllm_compile.runtime.ops.replay_slots import REPLAY_SLOTS, REQUEST_FIELDS
+from mllm_compile.runtime.ops.tokens.replay_slots import REPLAY_SLOTS, REQUEST_FIELDS
 from mllm_compile.runtime.program.loaded import DecodeLoopPieces
-from mllm_compile.runtime.sampling.row_state import RowState
+from mllm_compile.runtime.sampling.state import RowState
 
 _IN_PLACE = -1  # in place of a row: a step's inputs are in their places already
 
@@ -106,7 +106,7 @@ class DecodeLoop:
         self._requests_of_device = WeakTensor(self._requests).tensor()
         self._chosen_of_device = WeakTensor(self._chosen).tensor()
         # The number of the slot, which the last kernel of a replay advances; and a copy for that kernel, whose programs
-        # must not read what one of them advances (ops/decode_loop.py).
+        # must not read what one of them advances (ops/tokens/decode_loop.py).
         self._slot_of_device = torch.zeros(2, dtype=torch.int64, device=page_table.device)
         self._slots = [HostSlot(*slot) for slot in zip(self._requests.numpy(), self._chosen.numpy(), strict=True)]
         self._next = 0

@@ -15,7 +15,7 @@ from mllm_compile.runtime.memory_pool import ReqToTokenPool
 from mllm_compile.runtime.program.loaded import LoadedModel
 from mllm_compile.runtime.program.runner import ProgramRunner
 from mllm_compile.runtime.runner_config import RunnerConfig
-from mllm_compile.runtime.sampling.row_state import RowState
+from mllm_compile.runtime.sampling.state import RowState
 
 
 class CapturableModel(Protocol):

@@ -15,7 +15,7 @@ import torch
 
 from mllm_compile.runtime.cuda_graph.capture import WeakTensor
 from mllm_compile.runtime.cuda_graph.step_inputs import HostBlock, StepInputs
-from mllm_compile.runtime.ops.replay_slots import REPLAY_SLOTS
+from mllm_compile.runtime.ops.tokens.replay_slots import REPLAY_SLOTS
 from mllm_compile.runtime.step_fields import StepFields
 
 _OTHER_BYTES = 16 << 10  # of what comes with the inputs

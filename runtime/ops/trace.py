@@ -1,4 +1,4 @@
-"""The op that stands for attention while a model is traced; a pass lowers it to runtime/ops/attention.py's
+"""The op that stands for attention while a model is traced; a pass lowers it to runtime/ops/attention/layer_op.py's
 attention_with_output.
 
 Tokens are flat and requests packed, so the op carries all that the interface of Transformers says about one call, and

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 
 from mllm_compile.runtime.errors import ArtifactError
-from mllm_compile.runtime.ops.attention import attention_with_output, cache_inputs
+from mllm_compile.runtime.ops.attention.layer_op import attention_with_output, cache_inputs
+from mllm_compile.runtime.ops.segments.ops import segment_attention_with_output
+from mllm_compile.runtime.ops.segments.reference import varlen_attention_with_output
 from mllm_compile.runtime.ops.states.run import state_with_output
-from mllm_compile.runtime.ops.varlen.ops import varlen_attention_with_output
-from mllm_compile.runtime.ops.varlen.tiles import segment_attention_with_output
 from mllm_compile.runtime.program.spec import (
     BATCH_INPUTS,
     ROW_INPUT,

@@ -17,7 +17,7 @@ from mllm_compile.runtime.attention.layer import LayerSpec
 from mllm_compile.runtime.attention.layer_kernels import NO_KERNELS, LayerKernels, StoredKernels
 from mllm_compile.runtime.cuda.kernel import CudaKernel
 from mllm_compile.runtime.errors import ArtifactError
-from mllm_compile.runtime.json_data import from_json
+from mllm_compile.runtime.files.json_data import from_json
 from mllm_compile.runtime.media.registry import tower_from_json, tower_to_json
 from mllm_compile.runtime.media.tower import Tower
 from mllm_compile.runtime.ops import family

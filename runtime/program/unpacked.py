@@ -20,8 +20,8 @@ import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from mllm_compile.runtime.disk_space import describe_full, is_full
 from mllm_compile.runtime.errors import ConfigError
+from mllm_compile.runtime.files.disk_space import describe_full, is_full
 
 _PREFIX = "mllm-pieces-"
 _lock = threading.Lock()

@@ -28,7 +28,7 @@ def padded_vocab_size(vocab_size: int) -> int:
 def padded_scores(logits: torch.Tensor, temperatures: torch.Tensor) -> torch.Tensor:
     """The scores that draw_tokens draws from: [S, V] and [S] float32 → logits / temperature, [S, padded V] float32.
 
-    By a product with the reciprocal, as ops/draw.py computes it: to the last bit.
+    By a product with the reciprocal, as ops/tokens/draw.py computes it: to the last bit.
     """
     num_rows, vocab_size = logits.shape
     scores = torch.empty(num_rows, padded_vocab_size(vocab_size), dtype=torch.float32, device=logits.device)

@@ -48,7 +48,8 @@ class SamplerOutput:
 
 @dataclass(frozen=True)
 class SamplingPieces:
-    """The choice of tokens as kernels of the program, for its logits' width and type; see ops/greedy.py, ops/draw.py.
+    """The choice of tokens as kernels of the program, for its logits' width and type; see ops/tokens/greedy.py,
+    ops/tokens/draw.py.
 
     Attributes:
         dtype: the type of the program's logits.

@@ -19,8 +19,7 @@ import torch
 from mllm_compile.runtime.device.upload import upload
 from mllm_compile.runtime.sampling.params import ALL_LOGPROBS, SamplingParams
 from mllm_compile.runtime.sampling.penalties import TokenCounts
-from mllm_compile.runtime.sampling.token_additions import TokenBiases
-from mllm_compile.runtime.sampling.token_rules import AllowedTokens, ForbiddenPhrases
+from mllm_compile.runtime.sampling.token_rules import AllowedTokens, ForbiddenPhrases, TokenBiases
 
 # Parameters in two tables, and what those hold for a row without a request: greedy, everything off. Temperature and
 # seed are first: what is gathered of the first parameter is aligned as kernels of the program want it.
@@ -33,7 +32,7 @@ _NEUTRAL_FLOATS = {
     "presence_penalty": 0.0,
 }
 _NEUTRAL_INTS = {"seed": 0, "top_k": 0, "min_tokens_end": 0, "count_row": 0, "is_greedy": 1}
-# Where the kernels of ops/decode_loop.py find what they read of the tables.
+# Where the kernels of ops/tokens/decode_loop.py find what they read of the tables.
 NUM_FLOATS, NUM_INTS = len(_NEUTRAL_FLOATS), len(_NEUTRAL_INTS)
 TEMPERATURE = list(_NEUTRAL_FLOATS).index("temperature")
 SEED, IS_GREEDY = (list(_NEUTRAL_INTS).index(name) for name in ("seed", "is_greedy"))
@@ -301,3 +300,16 @@ def _features(params: SamplingParams) -> list[str]:
         "min_p": is_random and params.min_p > 0,
     }
     return [feature for feature, is_used in used.items() if is_used]
+
+
+class RowState:
+    """The tensors of the table's rows, always the same: captured graphs read and write them.
+
+    Attributes:
+        last_tokens: [rows] int64, the newest token of each.
+        sampling: their sampling parameters.
+    """
+
+    def __init__(self, num_rows: int, vocab_size: int, device: torch.device) -> None:
+        self.last_tokens = torch.zeros(num_rows, dtype=torch.int64, device=device)
+        self.sampling = SamplingState(num_rows, vocab_size, device)

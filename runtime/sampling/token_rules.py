@@ -1,14 +1,17 @@
-"""Tokens that a request may not have next: all but a list (allowed_token_ids), or the ends of phrases (bad_words).
+"""Tokens that a request may not have next, or has more or less likely: all but a list (allowed_token_ids), the ends of
+phrases (bad_words), and listed ids (logit_bias, and what min_tokens forbids).
 
-Both add -inf to logits on the device, so that what is no number stays none. A phrase is compared with the newest tokens
-of the output, which stay on the device too: a step may be planned before the host knows the tokens of the one before.
+The first two add -inf to logits on the device, so that what is no number stays none. A phrase is compared with the
+newest tokens of the output, which stay on the device too: a step may be planned before the host knows the tokens of the
+    one before.
 
-Shape legend: S rows of a step, N masks, K phrases of a row, H tokens before the last of the longest, V vocab.
+Shape legend: S rows of a step, N masks, K phrases or listed ids of a row, H tokens before the last of the longest, V
+vocab.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
@@ -108,3 +111,28 @@ class ForbiddenPhrases:
             # Older phrases look back no further: an entry that never matches still has its own column.
             self._prefixes = pad(self._prefixes, (longer, 0), value=_ANY)
             self._outputs = pad(self._outputs, (longer, 0), value=_NO_OUTPUT)
+
+
+class TokenBiases:
+    """Lists of (token id, value), padded with (0, 0.0), which changes nothing; K grows by doubling."""
+
+    def __init__(self, max_reqs: int, device: torch.device) -> None:
+        self._ids = torch.zeros(max_reqs, 0, dtype=torch.int64, device=device)
+        self._values = torch.zeros(max_reqs, 0, dtype=torch.float32, device=device)
+
+    def set(self, row: int, additions: Mapping[int, float]) -> None:
+        """Make `additions` (token id → value) the row's list; an empty one clears it."""
+        count, width = len(additions), self._ids.shape[1]
+        if count > width:
+            added = (1 << (count - 1).bit_length()) - width
+            self._ids, self._values = pad(self._ids, (0, added)), pad(self._values, (0, added))
+        self._ids[row, :count] = upload(np.fromiter(additions.keys(), np.int64, count), self._ids.device)
+        self._values[row].zero_()
+        self._values[row, :count] = upload(np.fromiter(additions.values(), np.float32, count), self._ids.device)
+
+    def add_to(self, logits: torch.Tensor, rows: torch.Tensor, active: torch.Tensor | None = None) -> None:
+        """Add the rows' values to their logits, in place. logits: [S, V] float32; rows: [S] int64; active: [S] bool."""
+        values = self._values[rows]
+        if active is not None:
+            values = torch.where(active[:, None], values, 0.0)
+        logits.scatter_add_(1, self._ids[rows], values)

@@ -19,7 +19,7 @@ from typing import Any, get_args, get_origin, get_type_hints
 
 import torch
 
-from mllm_compile.runtime.json_data import MAX_VALUES, from_json
+from mllm_compile.runtime.files.json_data import MAX_VALUES, from_json
 from mllm_compile.runtime.short_repr import short_repr, typed_repr
 from mllm_compile.runtime.weights.spec import WeightPart, WeightSpec
 

@@ -180,7 +180,7 @@ def test_kernels_that_a_captured_decode_alone_has_are_known_by_their_names():
 
 
 def test_those_names_are_the_kernels_names():
-    source = Path(find_spec("mllm_compile.runtime.ops.decode_loop").origin).read_text()
+    source = Path(find_spec("mllm_compile.runtime.ops.tokens.decode_loop").origin).read_text()
     assert all(f"def {name}(" in source for name in _CAPTURED_LABELS)
 
 

@@ -16,7 +16,7 @@ import yaml
 from mllm_compile.inductor.job import PieceJob
 from mllm_compile.inductor.workers import PieceWorkers
 from mllm_compile.model.refusals import refusing
-from mllm_compile.runtime.disk_space import full_disk_said
+from mllm_compile.runtime.files.disk_space import full_disk_said
 from tests.tiny_model import TINY, shallow_tiny, tiny_config
 
 EAGER = {"backend": "eager"}

@@ -14,7 +14,7 @@ import torch
 from mllm_compile.runtime.attention.metadata import StepPrompts
 from mllm_compile.runtime.forward_batch import ForwardBatch
 from mllm_compile.runtime.model_runner import ModelRunner
-from mllm_compile.runtime.ops.replay_slots import REPLAY_SLOTS
+from mllm_compile.runtime.ops.tokens.replay_slots import REPLAY_SLOTS
 from mllm_compile.runtime.step_fields import INPUTS, StepFields
 from tests.gpu.graph_cases import (
     check_untouched,

@@ -9,12 +9,12 @@ import torch
 
 from mllm_compile import Engine, EngineConfig, SamplingParams
 from mllm_compile.runtime.attention import flashinfer_backend
-from mllm_compile.runtime.attention.flashinfer.cascade import CascadeDecode
+from mllm_compile.runtime.attention.flashinfer.cascade import FlashInferCascade
 from mllm_compile.runtime.attention.flashinfer.kernels import PlanGroup
 from mllm_compile.runtime.attention.flashinfer.wrappers import GroupWrappers
 from mllm_compile.runtime.attention.flashinfer_backend import FlashInferAttnBackend
 from mllm_compile.runtime.attention.layer import PerLayerParameters
-from mllm_compile.runtime.attention.split.shared_prefix import SharedPrefix
+from mllm_compile.runtime.attention.split.cascade import SharedPrefix
 from mllm_compile.runtime.attention.split.splits import OF_MANY
 from mllm_compile.runtime.attention.torch_backend import TorchAttnBackend
 from tests.gpu.test_prompts import in_float32
@@ -51,7 +51,7 @@ def test_a_batch_behind_one_prompt_is_as_float32_has_it(shared, new_lens):
         batch.common_prefix_len = 0 if one is not backend else shared
         one.init_forward_metadata(batch)
         outputs.append(attend(one, layer, batch, case.q, case.k, case.v).float())
-    assert isinstance(backend.decode_metadata.decode_wrappers[0], CascadeDecode)
+    assert isinstance(backend.decode_metadata.decode_wrappers[0], FlashInferCascade)
     want, got = outputs
     assert ((got - want).norm(dim=(1, 2)) / want.norm(dim=(1, 2))).max() < 1e-2
 
@@ -59,7 +59,7 @@ def test_a_batch_behind_one_prompt_is_as_float32_has_it(shared, new_lens):
 @pytest.mark.parametrize(("heads", "kv_heads", "width"), [(16, 8, 128), (32, 4, 128), (9, 3, 64), (8, 8, 256)])
 @pytest.mark.parametrize("count", [9, 64])
 def test_own_kernels_give_what_float32_gives_for_any_number_of_shared_keys(count, heads, kv_heads, width):
-    import mllm_compile.runtime.ops.shared_prefix.attend  # noqa: F401  (needs Triton)
+    import mllm_compile.runtime.ops.attention.cascade  # noqa: F401  (needs Triton)
 
     lengths = [700 + 37 * row for row in range(count)]
     cache = Cache(lengths, kv_heads, width, PAGE, torch.bfloat16)
@@ -83,11 +83,11 @@ def test_own_kernels_give_what_float32_gives_for_any_number_of_shared_keys(count
 @pytest.mark.parametrize("is_captured", [True, False])
 def test_an_engine_gives_the_same_scores_with_and_without(tmp_path, monkeypatch, is_captured):
     used = []
-    run, share = CascadeDecode.run, SharedPrefix.share
+    run, share = FlashInferCascade.run, SharedPrefix.share
     if is_captured:
         monkeypatch.setattr(SharedPrefix, "share", lambda self, count: used.append(count) or share(self, count))
     else:
-        monkeypatch.setattr(CascadeDecode, "run", lambda self, *args: used.append(1) or run(self, *args))
+        monkeypatch.setattr(FlashInferCascade, "run", lambda self, *args: used.append(1) or run(self, *args))
     for name in ("cascade_pays", "captured_cascade_pays"):
         monkeypatch.setattr(flashinfer_backend, name, lambda spared, layers: spared > 0)
     prefix = random_ids(700, 1000, 3)

@@ -12,7 +12,7 @@ from mllm_compile.kernels.nvrtc import compile_cuda
 from mllm_compile.runtime.collectives.choose import HandOn, TokenChoice, choice_bytes
 from mllm_compile.runtime.collectives.push import load_ranks_kernel
 from mllm_compile.runtime.collectives.sum_kernels import CALLS_AROUND, ChooseKernel, PushKernel
-from mllm_compile.runtime.cuda.source import kernel_source
+from mllm_compile.runtime.cuda.kernel import kernel_source
 from mllm_compile.runtime.ops import family
 
 pytestmark = [

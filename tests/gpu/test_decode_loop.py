@@ -12,7 +12,7 @@ from mllm_compile.check.decode_loop import check_decode_loop
 from mllm_compile.inductor.compile_piece import compile_piece
 from mllm_compile.kernels.decode_loop import decode_loop_pieces
 from mllm_compile.runtime.model_runner import ModelRunner
-from mllm_compile.runtime.ops.replay_slots import REPLAY_SLOTS
+from mllm_compile.runtime.ops.tokens.replay_slots import REPLAY_SLOTS
 from mllm_compile.runtime.program.loaded import DecodeLoopPieces
 from mllm_compile.runtime.program.pieces import load_piece
 from mllm_compile.runtime.sampling.params import NO_TOKEN

@@ -8,8 +8,7 @@ from torch.nn.functional import silu
 
 from mllm_compile.kernels.cuda import KernelCompiler, can_compile_kernels
 from mllm_compile.process.progress import NullReporter
-from mllm_compile.runtime.ops.expert_tiles.kernel import ExpertTilesKernel
-from mllm_compile.runtime.ops.expert_tiles.shapes import BLOCK
+from mllm_compile.runtime.ops.expert_tiles.kernel import BLOCK, ExpertTilesKernel
 from mllm_compile.runtime.ops.experts.linear import expert_linear_reference
 
 pytestmark = [

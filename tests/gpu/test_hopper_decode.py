@@ -18,8 +18,7 @@ from mllm_compile.runtime.attention.hopper.decoder import ClusterDecode, ShareDe
 from mllm_compile.runtime.attention.hopper.kernel import MISSING
 from mllm_compile.runtime.attention.hopper.shares import ShareKernel
 from mllm_compile.runtime.cuda.driver import address_of
-from mllm_compile.runtime.cuda.kernel import CudaKernel
-from mllm_compile.runtime.cuda.source import kernel_source
+from mllm_compile.runtime.cuda.kernel import CudaKernel, kernel_source
 from tests.gpu.late_kernels import LATE_BLOCKS, late_kernel
 from tests.gpu.test_split_decode import LENGTHS, Cache, in_float32, worst_head
 

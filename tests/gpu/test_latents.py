@@ -45,7 +45,7 @@ def in_float32(cache: Cache, q: torch.Tensor, row: int, value_width: int) -> tor
 
 
 def decode(cache: Cache, q: torch.Tensor, num_splits: int, value_width: int) -> torch.Tensor:
-    import mllm_compile.runtime.ops.latents.attend  # noqa: F401  (needs Triton)
+    import mllm_compile.runtime.ops.attention.latent  # noqa: F401  (needs Triton)
 
     num_requests, num_heads, width = q.shape
     out = torch.full((num_requests, num_heads, value_width), math.nan, device="cuda", dtype=q.dtype)
@@ -57,7 +57,7 @@ def decode(cache: Cache, q: torch.Tensor, num_splits: int, value_width: int) -> 
 
 
 def prefill(cache: Cache, q: torch.Tensor, new: list[int], value_width: int) -> torch.Tensor:
-    import mllm_compile.runtime.ops.latents.attend  # noqa: F401  (needs Triton)
+    import mllm_compile.runtime.ops.attention.latent  # noqa: F401  (needs Triton)
 
     tiles, start = [], 0
     for row, count in enumerate(new):
@@ -105,7 +105,7 @@ EXPANDED = [
 def test_prompts_over_keys_and_values_are_those_of_float32_in_one_part_and_in_several(
     heads, own, rotated, value, rank, dtype
 ):
-    import mllm_compile.runtime.ops.latents.expanded  # noqa: F401  (needs Triton)
+    import mllm_compile.runtime.ops.attention.expanded  # noqa: F401  (needs Triton)
 
     new, before = np.array([1, 70, 300, 129, 1]), np.array([0, 0, 1200, 1, 63])
     first = np.cumsum(new) - new

@@ -15,7 +15,7 @@ from mllm_compile.runtime.errors import ConfigError
 from mllm_compile.runtime.forward_batch import ForwardBatch
 from mllm_compile.runtime.graph_mode import BatchDescriptor, GraphKind
 from mllm_compile.runtime.model_runner import LogitsProcessorOutput, ModelRunner
-from mllm_compile.runtime.ops.replay_slots import REPLAY_SLOTS
+from mllm_compile.runtime.ops.tokens.replay_slots import REPLAY_SLOTS
 from mllm_compile.runtime.step_fields import INPUTS, StepFields
 from tests.gpu.graph_cases import (
     batch_graphs,

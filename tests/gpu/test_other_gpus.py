@@ -138,16 +138,16 @@ def test_a_kernel_fits_every_gpu_and_gives_the_same_numbers(
     import triton
     from triton.backends.compiler import GPUTarget
 
-    import mllm_compile.runtime.ops.draw
+    import mllm_compile.runtime.ops.attention.rope_cache
     import mllm_compile.runtime.ops.experts.choose
     import mllm_compile.runtime.ops.experts.grouped
     import mllm_compile.runtime.ops.experts.order
     import mllm_compile.runtime.ops.experts.sum
     import mllm_compile.runtime.ops.few_tokens
-    import mllm_compile.runtime.ops.greedy
-    import mllm_compile.runtime.ops.rope_cache
     import mllm_compile.runtime.ops.silu_mul
-    import mllm_compile.runtime.ops.single_token  # noqa: F401
+    import mllm_compile.runtime.ops.single_token
+    import mllm_compile.runtime.ops.tokens.draw
+    import mllm_compile.runtime.ops.tokens.greedy  # noqa: F401
 
     here = work(*MODELS[model])
     launches.clear()

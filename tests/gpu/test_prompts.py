@@ -39,7 +39,7 @@ def in_float32(cache: Cache, q: torch.Tensor, row: int, slopes: torch.Tensor | N
 
 
 def prefill(cache: Cache, q: torch.Tensor, new: list[int], slopes: torch.Tensor | None, chunk: int) -> torch.Tensor:
-    import mllm_compile.runtime.ops.prompts.attend  # noqa: F401  (needs Triton)
+    import mllm_compile.runtime.ops.attention.prefill  # noqa: F401  (needs Triton)
 
     prefix_lens = cache.lengths.cpu().numpy() - np.array(new)
     tiles = torch.from_numpy(list_tiles(np.cumsum([0, *new]), prefix_lens, 0)).cuda()
@@ -52,7 +52,7 @@ def prefill(cache: Cache, q: torch.Tensor, new: list[int], slopes: torch.Tensor 
 def decode(
     cache: Cache, q: torch.Tensor, num_splits: int, is_few: bool, slopes: torch.Tensor | None, chunk: int
 ) -> torch.Tensor:
-    import mllm_compile.runtime.ops.split_decode  # noqa: F401  (needs Triton)
+    import mllm_compile.runtime.ops.attention.split_decode  # noqa: F401  (needs Triton)
 
     shape = (len(q), num_splits, q.shape[1])
     scratch = [torch.full((*shape, *rest), math.nan, device="cuda") for rest in ((q.shape[2],), (), ())]

@@ -11,7 +11,7 @@ from mllm_compile.kernels.cuda import can_compile_kernels
 from mllm_compile.kernels.nvrtc import compile_cuda
 from mllm_compile.runtime.collectives.push import NOTHING, PushedSums, buffer_bytes, load_ranks_kernel
 from mllm_compile.runtime.collectives.sum_kernels import PushKernel, most_bytes
-from mllm_compile.runtime.cuda.source import kernel_source
+from mllm_compile.runtime.cuda.kernel import kernel_source
 from mllm_compile.runtime.ops import family
 
 pytestmark = [

@@ -9,9 +9,9 @@ import torch
 
 from mllm_compile.kernels.cuda import KernelCompiler, can_compile_kernels
 from mllm_compile.process.progress import NullReporter
-from mllm_compile.runtime.ops.varlen.family import Family
-from mllm_compile.runtime.ops.varlen.kernel import segments_kernels
-from mllm_compile.runtime.ops.varlen.tiles import load_segments_kernels, loaded_kernel, segment_attention_with_output
+from mllm_compile.runtime.ops.segments.family import Family
+from mllm_compile.runtime.ops.segments.kernel import segments_kernels
+from mllm_compile.runtime.ops.segments.ops import load_segments_kernels, loaded_kernel, segment_attention_with_output
 from tests.gpu.test_varlen_attention import LENGTHS, reference
 
 pytestmark = [

@@ -44,7 +44,7 @@ def decode(
     window_left: int = -1,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    import mllm_compile.runtime.ops.split_decode  # noqa: F401  (needs Triton)
+    import mllm_compile.runtime.ops.attention.split_decode  # noqa: F401  (needs Triton)
 
     num_requests, num_heads, head_dim = q.shape
     scratch = [

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from mllm_compile.runtime.ops.varlen.ops import varlen_attention_with_output
+from mllm_compile.runtime.ops.segments.reference import varlen_attention_with_output
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
 

@@ -26,13 +26,13 @@ from mllm_compile.runtime.attention.split.split_decode import Decoder, SplitDeco
 from mllm_compile.runtime.attention.split.splits import OF_FEW
 from mllm_compile.runtime.cuda_graph.decode_loop import DecodeLoop
 from mllm_compile.runtime.cuda_graph.step_inputs import StepInputs
-from mllm_compile.runtime.ops.replay_slots import REPLAY_SLOTS, REQUEST_FIELDS
+from mllm_compile.runtime.ops.tokens.replay_slots import REPLAY_SLOTS, REQUEST_FIELDS
 from mllm_compile.runtime.program.loaded import DecodeLoopPieces
 from mllm_compile.runtime.program.pieces import piece_class
 from mllm_compile.runtime.program.spec import Program
 from mllm_compile.runtime.sampling.params import SamplingParams
-from mllm_compile.runtime.sampling.row_state import RowState
 from mllm_compile.runtime.sampling.sampler import Sampler, SamplingPieces
+from mllm_compile.runtime.sampling.state import RowState
 from tests.config.test_resolve import H200, resolved
 from tests.runtime.attention.attention_cases import make_case
 from tests.runtime.sampling.sampling_cases import make_state

@@ -14,7 +14,7 @@ from mllm_compile.passes.attend_segments import AttendSegments
 from mllm_compile.passes.deduplicate_pieces import DeduplicatePieces
 from mllm_compile.passes.lower_attention import LowerAttention
 from mllm_compile.passes.split_at_attention import SplitAtAttention
-from mllm_compile.runtime.ops.varlen.kernel import segments_kernels
+from mllm_compile.runtime.ops.segments.kernel import segments_kernels
 from mllm_compile.runtime.program.spec import PackedAttentionStep, Program
 from tests.passes.support.graph_builder import HIDDEN, GraphBuilder, run, targets
 from tests.passes.support.stand_ins import streamed_ops_on_cpu
@@ -59,5 +59,5 @@ def test_the_program_says_which_attentions_are_by_kernels_and_has_these(head_dim
     program = build_program(gm)
     attentions = [step for step in program.steps if isinstance(step, PackedAttentionStep)]
     assert [step.by_kernel for step in attentions] == [head_dim == 72]
-    assert kernels_of(gm, program) == ({"varlen": segments_kernels(72)} if head_dim == 72 else {})
+    assert kernels_of(gm, program) == ({"segments": segments_kernels(72)} if head_dim == 72 else {})
     assert Program.from_json(program.to_json()).steps == program.steps

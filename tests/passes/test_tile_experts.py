@@ -14,8 +14,7 @@ from mllm_compile.passes.base import VARIANTS
 from mllm_compile.passes.match.nodes import is_op
 from mllm_compile.passes.pipeline import PASSES
 from mllm_compile.passes.tile_experts import TileExperts
-from mllm_compile.runtime.ops.expert_tiles.kernel import ExpertTilesKernel
-from mllm_compile.runtime.ops.expert_tiles.shapes import BLOCK
+from mllm_compile.runtime.ops.expert_tiles.kernel import BLOCK, ExpertTilesKernel
 from mllm_compile.runtime.program.spec import PieceStep, Program
 from tests.passes.support.graph_builder import run
 from tests.passes.support.stand_ins import ALL, stand_in_ops, streamed_ops_on_cpu

@@ -20,7 +20,7 @@ from mllm_compile.ranks import follower
 from mllm_compile.ranks.early_start import EarlyRanks, early_ranks
 from mllm_compile.ranks.launch_local import LocalLauncher, LocalRank
 from mllm_compile.ranks.start import Answer, Lines, Meeting, Start
-from mllm_compile.runtime.json_data import from_json, parse_json
+from mllm_compile.runtime.files.json_data import from_json, parse_json
 from mllm_compile.runtime.ranks.ring import RingPlace
 from tests.e2e.test_ranks import followers
 

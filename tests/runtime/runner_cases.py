@@ -10,7 +10,7 @@ import torch
 
 from mllm_compile.runtime.config_sections import RuntimeSection
 from mllm_compile.runtime.model_runner import ModelRunner
-from mllm_compile.runtime.ops.attention import attention_with_output
+from mllm_compile.runtime.ops.attention.layer_op import attention_with_output
 from mllm_compile.runtime.ops.trace import attention_reference
 from mllm_compile.runtime.program.loaded import LoadedModel
 from mllm_compile.runtime.runner_config import RunnerConfig

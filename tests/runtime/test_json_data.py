@@ -12,7 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mllm_compile.runtime.json_data import MAX_DEPTH, MAX_VALUES, from_json, parse_json
+from mllm_compile.runtime.files.json_data import MAX_DEPTH, MAX_VALUES, from_json, parse_json
 
 PLAIN = st.recursive(
     st.none() | st.booleans() | st.integers(-(10**30), 10**30) | st.floats(allow_nan=False) | st.text(),

@@ -7,7 +7,7 @@ import os
 
 import pytest
 
-from mllm_compile.runtime.regular_file import open_regular, read_regular
+from mllm_compile.runtime.files.regular_file import open_regular, read_regular
 
 
 @pytest.mark.parametrize("kind", ["fifo", "folder", "device", "link to a device", "socket"])

@@ -197,7 +197,7 @@ def test_the_front_imports_neither_torch_nor_transformers():
     code = """
 import sys
 from mllm_compile.cli import make_app
-from mllm_compile.server import app, banner, serve
+from mllm_compile.server import app, serve
 print([name for name in ("torch", "transformers", "triton", "flashinfer") if name in sys.modules])
 """
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)

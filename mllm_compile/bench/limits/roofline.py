@@ -22,7 +22,7 @@ from typing import Any
 from mllm_compile.bench.limits.limits import active_bytes, expert_flops
 from mllm_compile.bench.measure.results import Ceilings
 from mllm_compile.bench.trace.chrome_trace import BEFORE_FIRST_PIECE, COMPILED_LOOPS, TracedKernel, short_name
-from mllm_compile.runtime.json_data import from_json
+from mllm_compile.runtime.files.json_data import from_json
 from mllm_compile.runtime.program.spec import ExpertWeight
 
 PREPARE = "prepare the step"
@@ -39,7 +39,7 @@ _GEMM_NAME = re.compile(
 _NO_GEMM_NAME = re.compile(r"reduce|^triton_(poi|red|per)_", re.I)
 # Kernels of ours and NCCL's that sum, gather or spread over ranks, what is normed with a sum among them.
 _RANKS_NAME = re.compile(r"(^|\W)(push_sum|push_norm|send_sum|send_norm|choose_token|ncclDevKernel\w*)\b")
-# Kernels of a captured decode alone (runtime/ops/decode_loop.py); the second reads the logits.
+# Kernels of a captured decode alone (runtime/ops/tokens/decode_loop.py); the second reads the logits.
 _READS_LOGITS = "_block_numbers_kernel"
 _CAPTURED_LABELS = {"_begin_kernel": PREPARE, _READS_LOGITS: SAMPLE, "_end_kernel": SAMPLE}
 

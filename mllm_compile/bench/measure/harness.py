@@ -45,7 +45,7 @@ from mllm_compile.bench.measure.workloads import (
 from mllm_compile.config.names import source_name
 from mllm_compile.files.cache_folders import CACHE_VARIABLE
 from mllm_compile.process import child_python
-from mllm_compile.runtime.json_data import from_json
+from mllm_compile.runtime.files.json_data import from_json
 
 WORKER = "mllm_compile.bench.measure.worker"
 FIRST_TOKENS = "mllm_compile.bench.measure.first_tokens"

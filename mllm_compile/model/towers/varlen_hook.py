@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from transformers import AttentionInterface
 
-import mllm_compile.runtime.ops.varlen.ops  # noqa: F401  (defines torch.ops.mllm.varlen_attention)
+import mllm_compile.runtime.ops.segments.reference  # noqa: F401  (defines torch.ops.mllm.varlen_attention)
 
 PACKED_IMPLEMENTATION = "mllm_flash_packed"
 PICTURES_IMPLEMENTATION = "mllm_pictures"

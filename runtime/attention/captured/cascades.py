@@ -1,4 +1,4 @@
-"""Captured decodes that read a shared prefix once, by the program's own kernels (split/shared_prefix.py)."""
+"""Captured decodes that read a shared prefix once, by the program's own kernels (split/cascade.py)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from mllm_compile.runtime.attention.capture import CapturesCascades
 from mllm_compile.runtime.attention.flashinfer.kernels import PlanGroup
 from mllm_compile.runtime.attention.flashinfer.planned import DecodeMetadata, Planned
-from mllm_compile.runtime.attention.split.shared_prefix import SharedPrefix
+from mllm_compile.runtime.attention.split.cascade import SharedPrefix
 from mllm_compile.runtime.attention.split.split_decode import DecodePiece
 
 

@@ -32,7 +32,7 @@ class CascadeRows:
     own: PagedView
 
 
-class CascadeDecode:
+class FlashInferCascade:
     """Runs as a decode wrapper does, planned."""
 
     def __init__(self, shared: Any, own: Any, merge: Callable[..., None]) -> None:
@@ -84,12 +84,12 @@ class GroupCascade:
         cache = cache.to(self._options["kv_data_type"])
         self.plan(CascadeRows(page, page)).run(q, (cache, cache), torch.empty_like(q))
 
-    def plan(self, rows: CascadeRows) -> CascadeDecode:
+    def plan(self, rows: CascadeRows) -> FlashInferCascade:
         """The wrapper for a batch that runs now."""
         count = len(rows.own.last_page_len_cpu)
         self._plan(*self._shared, torch.tensor([0, count], dtype=torch.int32), rows.shared)
         self._plan(*self._own, torch.arange(count + 1, dtype=torch.int32), rows.own)
-        return CascadeDecode(self._shared[1], self._own[1], self._merge)
+        return FlashInferCascade(self._shared[1], self._own[1], self._merge)
 
     def _plan(self, space: PlanSpace, wrapper: Any, starts: torch.Tensor, view: PagedView) -> None:
         # Not causal: the queries follow all shared keys, and of a request's own the last is the query's.

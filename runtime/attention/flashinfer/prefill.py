@@ -143,8 +143,8 @@ class CapturedPrefill:
 
 
 class PiecePrefill:
-    """The prompts of a batch by the program's own kernel (ops/prompts/attend.py), which reads pages and lengths on the
-    device, and a list of tiles that the host has made."""
+    """The prompts of a batch by the program's own kernel (ops/attention/prefill.py), which reads pages and lengths on
+    the device, and a list of tiles that the host has made."""
 
     def __init__(self, piece: DecodePiece, batch: list[torch.Tensor], slopes: list[torch.Tensor]) -> None:
         """Args: batch: page_table [R, W], seq_lens [R] and tiles [N, 4], int32 each; slopes: of the layers, if any."""

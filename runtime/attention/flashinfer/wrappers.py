@@ -31,7 +31,7 @@ from mllm_compile.runtime.attention.flashinfer.prefill import GroupPiecePrefill,
 from mllm_compile.runtime.attention.layer import AttentionLayer
 from mllm_compile.runtime.attention.layer_kernels import LinkedKernels, of_kind
 from mllm_compile.runtime.attention.metadata import get_kv_cache_layout
-from mllm_compile.runtime.attention.split.shared_prefix import SharedPrefix
+from mllm_compile.runtime.attention.split.cascade import SharedPrefix
 from mllm_compile.runtime.attention.split.split_decode import DecodePiece, Decoders, SplitDecodeSpace
 from mllm_compile.runtime.errors import DeviceError
 

@@ -2,7 +2,7 @@
 //
 // A warp takes a head: a lane has pair `lane` of each 32 of its columns' pairs, and so those that are rotated together,
 // which are half a head apart. HEAD_DIM is defined by kernel.py.
-// Sums and products are in float32 and rounded once, as in runtime/ops/rope_cache.py.
+// Sums and products are in float32 and rounded once, as in runtime/ops/attention/rope_cache.py.
 
 struct Rotation {
   const u32 *k, *v;                  // new keys and values; null: queries are rotated, keys and values are in the cache

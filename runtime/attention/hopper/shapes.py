@@ -16,7 +16,7 @@ from mllm_compile.runtime.attention.hopper.clusters import (
 from mllm_compile.runtime.attention.hopper.clusters import TILE as CLUSTER_TILE
 from mllm_compile.runtime.attention.hopper.kernel import HEAD_DIM, DecodeKernel
 from mllm_compile.runtime.attention.hopper.shares import HEAD_DIMS, TILE, ShareKernel
-from mllm_compile.runtime.json_data import from_json
+from mllm_compile.runtime.files.json_data import from_json
 
 _MAX_GROUP = 8  # query heads of a KV head; half the rows of a product
 _MIN_PAGE = TILE  # a tile of shares is of one page

@@ -1,4 +1,5 @@
-"""Attention over latents (MLA) by the program's own kernels (ops/latents/), for models of which all attention is so.
+"""Attention over latents (MLA) by the program's own kernels (ops/attention/latent.py), for models of which all
+attention is so.
 
 The kernels of decodes and of prompts over latents read pages and lengths on the device. Decodes need nothing else of a
 batch, so a captured decode is replayed without a plan; prompts are given a list of tiles, which the host makes. Where a

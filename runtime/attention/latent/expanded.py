@@ -1,7 +1,7 @@
 """A batch's prompts over keys and values that are made of their latents: choice.py says which prompts, expansion.py in
 which parts.
 
-Both backends run them so: on a GPU by the program's kernel (ops/latents/expanded.py), on a CPU by `attend_in_torch`.
+Both backends run them so: on a GPU by the program's kernel (ops/attention/expanded.py), on a CPU by `attend_in_torch`.
 
 Shape legend: T tokens, K keys of a part, N tiles, S blocks that share a tile's keys, H query heads, P slots; n, r, v
 and C as in products.py.

@@ -23,7 +23,7 @@ class Part:
     """Keys start … stop of all that the chosen prompts see, one prompt's after the other's.
 
     Attributes:
-        tiles: [N, 8] int32, as ops/latents/expanded.py takes them.
+        tiles: [N, 8] int32, as ops/attention/expanded.py takes them.
     """
 
     start: int

@@ -1,4 +1,4 @@
-"""The tiles of prompts that ops/prompts/attend.py attends for, a block each; free of torch."""
+"""The tiles of prompts that ops/attention/prefill.py attends for, a block each; free of torch."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Decode by the program's own pieces (ops/split_decode.py) and kernels (attention/hopper/): they read table and lengths
-on the device, without a plan.
+"""Decode by the program's own pieces (ops/attention/split_decode.py) and kernels (attention/hopper/): they read table
+and lengths on the device, without a plan.
 
 A step costs the host two small launches at most, for any number of requests and whatever the model's depth.
 

@@ -1,5 +1,5 @@
-"""Chooses the number of blocks that decodes by ops/split_decode.py and ops/latents/ split a request's keys among; free
-of torch."""
+"""Chooses the number of blocks that decodes by ops/attention/split_decode.py and ops/attention/latent.py split a
+request's keys among; free of torch."""
 
 from __future__ import annotations
 

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from mllm_compile.runtime.cuda.family import KernelFamily
 from mllm_compile.runtime.cuda.kernel import CudaKernel
-from mllm_compile.runtime.ops.expert_tiles.kernel import ExpertTilesKernel
-from mllm_compile.runtime.ops.expert_tiles.shapes import BLOCK
+from mllm_compile.runtime.ops.expert_tiles.kernel import BLOCK, ExpertTilesKernel
 
 if TYPE_CHECKING:
     import torch

@@ -11,8 +11,10 @@ from functools import cached_property
 from typing import ClassVar
 
 from mllm_compile.runtime.cuda.kernel import MULTIPROCESSORS
-from mllm_compile.runtime.cuda.units import TILE_COST, UnitsKernel
+from mllm_compile.runtime.cuda.units import TILE_COST, TILE_UNITS, UNIT_ROWS, UnitsKernel
 
+BLOCK = UNIT_ROWS * TILE_UNITS  # rows of an expert in a tile, at most
+_OUTPUTS_UNIT, _INPUTS_UNIT = 32, 64
 _TILE_ROWS = (192, 128, 64)  # at most what registers hold the sums of
 _SHARE = 2  # blocks of a cluster, which read x once
 _CLUSTERS = {2: MULTIPROCESSORS // 2, 4: 30}  # that run at once, by their blocks (docs/lab/kernels.md)
@@ -58,3 +60,8 @@ class ExpertTilesKernel(UnitsKernel):
 
     def constants(self) -> dict[str, int]:
         return {**super().constants(), "GATED": int(self.is_gated)}
+
+
+def is_taken(outputs: int, inputs: int) -> bool:
+    """True if an expert's weight with so many outputs (activated ones, of a gated linear) divides into tiles."""
+    return outputs % _OUTPUTS_UNIT == 0 and inputs % _INPUTS_UNIT == 0

@@ -1,7 +1,7 @@
 """The ops that pieces for many tokens of a mixture of experts call on Hopper: schemas, fakes, and launches of the
 runtime's own binaries.
 
-Registered as in runtime/ops/attention.py.
+Registered as in runtime/ops/attention/layer_op.py.
 
 Shape legend: T tokens, k experts a token, E experts, P places of `order` (blocks of BLOCK), N rows and K columns of an
 expert's weight.

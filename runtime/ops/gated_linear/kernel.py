@@ -15,6 +15,7 @@ from mllm_compile.runtime.cuda.kernel import MULTIPROCESSORS
 from mllm_compile.runtime.cuda.units import TILE_COST, TILE_UNITS, UnitsKernel
 from mllm_compile.runtime.cuda.units import UNIT_ROWS as UNIT_TOKENS
 
+_ROWS_UNIT, _COLUMNS_UNIT = 64, 64
 _TILE_ROWS = (64, 128, 192)  # at most what registers hold the sums of
 _SHARED_ROWS = 192  # x of tiles of so many rows is read once for two of them: 1 to 2 % at 8192 tokens
 _EIGHT = 8  # rows of a box, whose swizzle begins anew
@@ -102,3 +103,8 @@ def gated_kernels(rows: int, columns: int) -> tuple[GatedKernel, ...]:
 def choose(kernels: Iterable[GatedKernel], num_tokens: int) -> GatedKernel:
     """Chooses a weight's fastest kernel for so many tokens."""
     return min(kernels, key=lambda kernel: kernel.cost(num_tokens))
+
+
+def is_taken(rows: int, columns: int) -> bool:
+    """True if a weight [rows, columns] divides into tiles."""
+    return rows % _ROWS_UNIT == 0 and columns % _COLUMNS_UNIT == 0

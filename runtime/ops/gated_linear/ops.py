@@ -1,6 +1,6 @@
 """The op that pieces for many tokens call on Hopper: schema, fake, and the launch of the runtime's own binaries.
 
-Registered as in runtime/ops/attention.py.
+Registered as in runtime/ops/attention/layer_op.py.
 
 Shape legend: N rows (gates, then ups) and K columns of the weight.
 """

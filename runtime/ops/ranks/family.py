@@ -17,7 +17,7 @@ from mllm_compile.runtime.collectives.sum_kernels import (
 )
 from mllm_compile.runtime.cuda.family import KernelFamily
 from mllm_compile.runtime.cuda.kernel import CudaKernel
-from mllm_compile.runtime.json_data import from_json
+from mllm_compile.runtime.files.json_data import from_json
 
 if TYPE_CHECKING:
     import torch

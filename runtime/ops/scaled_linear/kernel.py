@@ -11,7 +11,7 @@ from functools import cache
 from typing import Any, ClassVar
 
 from mllm_compile.runtime.cuda.wgmma import multiply_add_all
-from mllm_compile.runtime.json_data import from_json
+from mllm_compile.runtime.files.json_data import from_json
 from mllm_compile.runtime.ops.stream_linear.linear import LinearKind, early_stages
 from mllm_compile.runtime.ops.stream_linear.wide import WideTiling
 

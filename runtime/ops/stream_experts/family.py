@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from mllm_compile.runtime.cuda.family import KernelFamily
 from mllm_compile.runtime.cuda.kernel import CudaKernel
-from mllm_compile.runtime.json_data import from_json
+from mllm_compile.runtime.files.json_data import from_json
 from mllm_compile.runtime.ops.stream_experts.kernel import DownKernel, ExpertsKernel, GateUpKernel
 
 if TYPE_CHECKING:

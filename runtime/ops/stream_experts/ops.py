@@ -1,7 +1,7 @@
 """The ops that pieces for few tokens call on Hopper: schemas, fakes, and launches of the runtime's own binaries.
 
-Registered as in runtime/ops/attention.py. A norm around them works as in runtime/ops/stream_linear/ops.py: x is
-h · norm_weight, with sums of squares of h.
+Registered as in runtime/ops/attention/layer_op.py. A norm around them works as in runtime/ops/stream_linear/ops.py: x
+is h · norm_weight, with sums of squares of h.
 
 Shape legend: T tokens (up to 8), E experts, k experts a token, K inputs and I outputs of gate_up, N outputs of down, B
 sums of squares a token.

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from mllm_compile.runtime.cuda.kernel import MULTIPROCESSORS
-from mllm_compile.runtime.json_data import from_json
+from mllm_compile.runtime.files.json_data import from_json
 from mllm_compile.runtime.ops.stream_linear import lanes as by_lanes
 from mllm_compile.runtime.ops.stream_linear import rows as by_rows
 from mllm_compile.runtime.ops.stream_linear import tiles as by_tiles

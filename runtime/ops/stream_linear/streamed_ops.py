@@ -2,7 +2,8 @@
 
 They are `<prefix>`, `<prefix>_residual` and `<prefix>_residual_norm`. A weight is one tensor, or values with what is
 beside them. A norm between two linears works as in runtime/ops/few_tokens.py: the first linear leaves h · norm_weight
-and sums of squares of h, the second one multiplies by the norm's factor. Registered as in runtime/ops/attention.py.
+and sums of squares of h, the second one multiplies by the norm's factor. Registered as in
+runtime/ops/attention/layer_op.py.
 
 Shape legend: N outputs and K inputs of a linear, B sums of squares a token.
 """

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from mllm_compile.runtime.json_data import from_json
+from mllm_compile.runtime.files.json_data import from_json
 from mllm_compile.runtime.ops.stream_linear.linear import TOKEN_BUCKETS
 from mllm_compile.runtime.ops.stream_linear.shapes import is_head
 from mllm_compile.runtime.ops.stream_quantised import few as by_few

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import torch
 
 from mllm_compile.runtime.errors import CheckpointError
-from mllm_compile.runtime.json_data import parse_json
+from mllm_compile.runtime.files.json_data import parse_json
 from mllm_compile.runtime.short_repr import short_repr
 from mllm_compile.runtime.weights.formats.base import (
     VALUES,

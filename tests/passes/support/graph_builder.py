@@ -16,7 +16,7 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-import mllm_compile.runtime.ops.varlen.ops  # noqa: F401  (defines torch.ops.mllm.varlen_attention)
+import mllm_compile.runtime.ops.segments.reference  # noqa: F401  (defines torch.ops.mllm.varlen_attention)
 from mllm_compile.passes.base import (
     ATTENTION_LAYERS,
     EXPERT_RANKS,

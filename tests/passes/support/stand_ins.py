@@ -17,20 +17,20 @@ from mllm_compile.passes.base import GraphPass
 from mllm_compile.passes.match import nodes
 from mllm_compile.passes.pipeline import PASSES
 from mllm_compile.runtime.ops.expert_tiles import ops as tile_ops  # noqa: F401  (defines the ops)
-from mllm_compile.runtime.ops.expert_tiles.shapes import BLOCK
+from mllm_compile.runtime.ops.expert_tiles.kernel import BLOCK
 from mllm_compile.runtime.ops.experts import linear as experts  # noqa: F401  (defines the trace's op)
 from mllm_compile.runtime.ops.experts import quantised as quantised_experts  # noqa: F401  (defines the op)
 from mllm_compile.runtime.ops.experts.shapes import ELSEWHERE, ONE_ROW, SOFTMAX_OF_ALL, SOFTMAX_OF_CHOSEN, most_blocks
 from mllm_compile.runtime.ops.few_tokens_shapes import num_norm_blocks
 from mllm_compile.runtime.ops.gated_linear import ops as gated_ops  # noqa: F401  (defines the op)
+from mllm_compile.runtime.ops.segments import ops as segment_ops  # noqa: F401  (defines the op)
+from mllm_compile.runtime.ops.segments.reference import varlen_attention_with_output
 from mllm_compile.runtime.ops.stream_experts import ops as stream_expert_ops  # noqa: F401  (defines the ops)
 from mllm_compile.runtime.ops.stream_experts.shapes import ROWS
 from mllm_compile.runtime.ops.stream_linear import ops  # noqa: F401  (defines the ops)
 from mllm_compile.runtime.ops.stream_linear.linear import NORM_ROWS
 from mllm_compile.runtime.ops.stream_linear.shapes import num_streamed_norm_blocks
 from mllm_compile.runtime.ops.stream_quantised import ops as quantised_ops  # noqa: F401  (defines the ops)
-from mllm_compile.runtime.ops.varlen import tiles as segment_ops  # noqa: F401  (defines the op)
-from mllm_compile.runtime.ops.varlen.ops import varlen_attention_with_output
 from mllm_compile.runtime.quantised.numbers import dequantised
 from mllm_compile.runtime.quantised.scheme import SCALES, VALUES, ZEROS
 

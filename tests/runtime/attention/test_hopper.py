@@ -25,8 +25,7 @@ from mllm_compile.runtime.attention.layer import LayerSpec
 from mllm_compile.runtime.attention.layer_kernels import DecodeVariant, LayerKernels
 from mllm_compile.runtime.attention.split.splits import OF_FEW, OF_MANY
 from mllm_compile.runtime.cuda import tensor_maps
-from mllm_compile.runtime.cuda.kernel import MULTIPROCESSORS
-from mllm_compile.runtime.cuda.source import kernel_source
+from mllm_compile.runtime.cuda.kernel import MULTIPROCESSORS, kernel_source
 from mllm_compile.runtime.program.link import link
 from mllm_compile.runtime.program.spec import Program
 from tests.sample import slow_but_a_sample, slow_but_a_sample_of_each

@@ -6,7 +6,7 @@ import subprocess
 from pathlib import Path
 
 from mllm_compile.runtime.collectives.sum_kernels import CALLS_AROUND, MOST_RANKS
-from mllm_compile.runtime.cuda import source
+from mllm_compile.runtime.cuda import kernel
 
 # What the host's compiler lacks of CUDA, for a block of one thread.
 CUDA = """
@@ -38,7 +38,7 @@ int main() {
 
 def test_buffers_take_turns_where_the_count_begins_anew(tmp_path):
     defined = f"#define THREADS 1\n#define MOST_RANKS {MOST_RANKS}\n#define CALLS_AROUND {CALLS_AROUND}\n"
-    peers = (Path(source.__file__).parent.parent / "collectives" / "peers.cuh").read_text()
+    peers = (Path(kernel.__file__).parent.parent / "collectives" / "peers.cuh").read_text()
     (tmp_path / "count.cpp").write_text(defined + CUDA + peers + COUNT)
     subprocess.run(["g++", "-std=c++17", "-o", tmp_path / "count", tmp_path / "count.cpp"], check=True)
     said = subprocess.run([tmp_path / "count"], check=True, capture_output=True, text=True).stdout

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from mllm_compile.runtime.cuda_graph.decode_loop import HostSlot
-from mllm_compile.runtime.ops.replay_slots import REQUEST_FIELDS
+from mllm_compile.runtime.ops.tokens.replay_slots import REQUEST_FIELDS
 
 
 @pytest.fixture

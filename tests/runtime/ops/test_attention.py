@@ -9,7 +9,7 @@ from mllm_compile.runtime.attention.metadata import AttentionMetadataBuilder, Co
 from mllm_compile.runtime.attention.torch_backend import TorchAttnBackend
 from mllm_compile.runtime.forward_context import set_forward_context
 from mllm_compile.runtime.graph_mode import CUDAGraphMode
-from mllm_compile.runtime.ops import attention
+from mllm_compile.runtime.ops.attention import layer_op
 from tests.runtime.attention.attention_cases import make_case, make_layer
 
 LAYER = make_layer()
@@ -43,7 +43,7 @@ def test_the_function_called_without_the_dispatcher_is_the_same():
     case = make_case(LAYER, [6, 0], [1, 5])
     out = torch.empty_like(case.q)
     with context_of(case):
-        attention.attention_with_output(case.q, case.k, case.v, out, LAYER.name)
+        layer_op.attention_with_output(case.q, case.k, case.v, out, LAYER.name)
     torch.testing.assert_close(out, case.expected, atol=1e-5, rtol=1e-5)
 
 
@@ -51,7 +51,7 @@ def test_padding_rows_are_neither_computed_nor_written_to_the_cache():
     case = make_case(LAYER, [3, 5], [1, 1])
     out = torch.full((8, 4, 16), 7.0)
     with context_of(case, num_tokens=8):
-        attention.attention_with_output(padded(case.q, 8), padded(case.k, 8), padded(case.v, 8), out, LAYER.name)
+        layer_op.attention_with_output(padded(case.q, 8), padded(case.k, 8), padded(case.v, 8), out, LAYER.name)
     torch.testing.assert_close(out[:2], case.expected, atol=1e-5, rtol=1e-5)
     assert (out[2:] == 7.0).all()
     k_pages, _ = case.batch.token_to_kv_pool.get_pages(0)
@@ -89,12 +89,12 @@ def test_attention_that_rotates_is_given_what_q_and_k_are_made_of():
     case, backend, pieces = rotating_case()
     out = torch.full((8, 4, 16), 7.0)
     with context_of(case, num_tokens=8):
-        slots, *cache = attention.cache_inputs(LAYER.name, may_be_left=True)
+        slots, *cache = layer_op.cache_inputs(LAYER.name, may_be_left=True)
         assert len(slots) == 0, "the piece leaves it"
         assert [x.data_ptr() for x in cache] == [x.data_ptr() for x in case.batch.token_to_kv_pool.get_kv_buffer(0)]
         nan = torch.full((8, 4, 16), torch.nan)
         v = padded(case.v, 8)
-        attention.attention_with_output(nan, nan[:, :2], v, out, LAYER.name, False, pieces, 1e-5)
+        layer_op.attention_with_output(nan, nan[:, :2], v, out, LAYER.name, False, pieces, 1e-5)
     (given,) = backend.given
     assert (given.q, given.k, given.cos, given.sin, given.q_weight, given.k_weight) == tuple(pieces)
     assert given.v is v
@@ -112,10 +112,10 @@ def test_else_the_piece_rotates(why, monkeypatch):
     is_told = why != "the attention is not told"
     out = torch.empty_like(case.q)
     with context_of(case, mode=mode):
-        slots = attention.cache_inputs(LAYER.name, may_be_left=is_told)[0]
+        slots = layer_op.cache_inputs(LAYER.name, may_be_left=is_told)[0]
         assert slots.data_ptr() == case.batch.out_cache_loc.data_ptr()
         assert len(slots) == len(case.q)
-        attention.attention_with_output(case.q, case.k, case.v, out, LAYER.name, True, pieces if is_told else None)
+        layer_op.attention_with_output(case.q, case.k, case.v, out, LAYER.name, True, pieces if is_told else None)
     torch.testing.assert_close(out, case.expected, atol=1e-5, rtol=1e-5)
     assert backend.given == []
 
@@ -133,18 +133,18 @@ def test_opcheck_agrees_with_schema_and_fake():
 def test_outside_of_a_forward_context_the_error_says_how_to_set_one():
     case = make_case(LAYER, [0], [2])
     with pytest.raises(RuntimeError, match="set_forward_context"):
-        attention.attention_with_output(case.q, case.k, case.v, torch.empty_like(case.q), LAYER.name)
+        layer_op.attention_with_output(case.q, case.k, case.v, torch.empty_like(case.q), LAYER.name)
 
 
 def test_an_unknown_layer_is_named_with_the_known_ones():
     case = make_case(LAYER, [0], [2])
     with context_of(case), pytest.raises(RuntimeError, match=r"'nobody', only for layer0"):
-        attention.attention_with_output(case.q, case.k, case.v, torch.empty_like(case.q), "nobody")
+        layer_op.attention_with_output(case.q, case.k, case.v, torch.empty_like(case.q), "nobody")
 
 
 def test_importing_and_calling_ops_loads_neither_dynamo_nor_inductor():
     code = (
-        "import sys, mllm_compile.runtime.ops.attention, torch\n"
+        "import sys, mllm_compile.runtime.ops.attention.layer_op, torch\n"
         "try: torch.ops.mllm.attention_with_output(*[torch.zeros(1)] * 4, 'x')\n"
         "except RuntimeError: pass\n"
         "print([m for m in ('torch._dynamo', 'torch._inductor', 'transformers', 'pydantic') if m in sys.modules])"

@@ -13,8 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mllm_compile.errors import ArtifactError
-from mllm_compile.runtime.cuda.kernel import MULTIPROCESSORS
-from mllm_compile.runtime.cuda.source import kernel_source
+from mllm_compile.runtime.cuda.kernel import MULTIPROCESSORS, kernel_source
 from mllm_compile.runtime.ops.expert_tiles import ops
 from mllm_compile.runtime.ops.expert_tiles.kernel import ExpertTilesKernel
 from mllm_compile.runtime.ops.expert_tiles.shapes import is_taken

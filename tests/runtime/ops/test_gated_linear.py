@@ -20,8 +20,7 @@ from hypothesis import strategies as st
 
 from mllm_compile.errors import ArtifactError
 from mllm_compile.runtime.cuda import tensor_maps
-from mllm_compile.runtime.cuda.kernel import MULTIPROCESSORS
-from mllm_compile.runtime.cuda.source import kernel_source
+from mllm_compile.runtime.cuda.kernel import MULTIPROCESSORS, kernel_source
 from mllm_compile.runtime.ops.gated_linear import ops
 from mllm_compile.runtime.ops.gated_linear.kernel import (
     LEAST_UNITS,
@@ -31,6 +30,7 @@ from mllm_compile.runtime.ops.gated_linear.kernel import (
     choose,
     divided,
     gated_kernels,
+    is_taken,
 )
 from mllm_compile.runtime.ops.gated_linear.shapes import is_taken
 from tests.sample import slow_but_a_sample

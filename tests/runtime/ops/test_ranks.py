@@ -19,7 +19,7 @@ from mllm_compile.runtime.collectives.sum_kernels import (
     SendNormKernel,
     most_bytes,
 )
-from mllm_compile.runtime.cuda.source import kernel_source
+from mllm_compile.runtime.cuda.kernel import kernel_source
 from mllm_compile.runtime.ops import family, op
 
 

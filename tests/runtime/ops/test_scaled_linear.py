@@ -17,8 +17,7 @@ from torch import fx
 
 from mllm_compile.errors import ArtifactError, DeviceError
 from mllm_compile.runtime.cuda import tensor_maps
-from mllm_compile.runtime.cuda.kernel import MULTIPROCESSORS
-from mllm_compile.runtime.cuda.source import kernel_source
+from mllm_compile.runtime.cuda.kernel import MULTIPROCESSORS, kernel_source
 from mllm_compile.runtime.ops import family, op
 from mllm_compile.runtime.ops.scaled_linear import ops
 from mllm_compile.runtime.ops.scaled_linear.kernel import (

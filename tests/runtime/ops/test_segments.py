@@ -59,10 +59,10 @@ def test_the_source_compiles_without_spilling(tmp_path, kernel):
 
 
 def test_without_a_kernel_the_op_says_what_is_missing(monkeypatch):
-    monkeypatch.setattr(tiles, "_LOADED", {})
+    monkeypatch.setattr(ops, "_LOADED", {})
     x = torch.zeros(4, 2, 72, dtype=torch.bfloat16)
     with pytest.raises(RuntimeError, match="no kernel is loaded for heads of 72"):
-        tiles.segment_attention_with_output(x, x, x, torch.tensor([0, 4], dtype=torch.int32), x, 1.0, "tower")
+        ops.segment_attention_with_output(x, x, x, torch.tensor([0, 4], dtype=torch.int32), x, 1.0, "tower")
 
 
 def test_windows_take_blocks_of_few_rows():
@@ -82,21 +82,21 @@ def test_what_was_measured_to_be_the_fastest_is_taken(head_dim, length, rows):
 def launches(driver, monkeypatch):
     """What the kernels of heads of 72, which are loaded on device 0, are launched with: kernel, blocks, arguments."""
     driver()
-    monkeypatch.setattr(tiles, "_LOADED", {})
+    monkeypatch.setattr(ops, "_LOADED", {})
     kernels = segments_kernels(72)
-    tiles.load_segments_kernels(kernels, {kernel.name: b"binary" for kernel in kernels}, torch.device("cuda:0"))
+    ops.load_segments_kernels(kernels, {kernel.name: b"binary" for kernel in kernels}, torch.device("cuda:0"))
     seen: list[tuple[SegmentsKernel, int, Any]] = []
-    for kernel, loaded in tiles._LOADED[0, 72].items():
+    for kernel, loaded in ops._LOADED[0, 72].items():
         monkeypatch.setattr(
             loaded._loaded, "launch", lambda blocks, threads, given, kernel=kernel: seen.append((kernel, blocks, given))
         )
-    monkeypatch.setattr(tiles, "_LOADED", {(-1, 72): tiles._LOADED[0, 72]})  # where tensors of a CPU are
+    monkeypatch.setattr(ops, "_LOADED", {(-1, 72): ops._LOADED[0, 72]})  # where tensors of a CPU are
     return seen
 
 
 def attend(lengths: list[int], q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
     bounds = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
-    tiles.segment_attention_with_output(q, k, v, bounds, torch.empty_like(q), 0.5, "tower", max(lengths))
+    ops.segment_attention_with_output(q, k, v, bounds, torch.empty_like(q), 0.5, "tower", max(lengths))
 
 
 def test_there_is_a_block_for_each_tile_of_rows_of_each_head_of_each_segment(launches):
@@ -133,4 +133,4 @@ def test_columns_of_a_product_are_read_where_they_are_and_others_are_copied(laun
 def test_a_kernel_that_the_runtime_does_not_hold_is_named(driver):
     driver()
     with pytest.raises(ArtifactError, match="segments_72_rows64_keys64_stages2; compile"):
-        tiles.load_segments_kernels(segments_kernels(72), {}, torch.device("cuda:0"))
+        ops.load_segments_kernels(segments_kernels(72), {}, torch.device("cuda:0"))

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mllm_compile.errors import ArtifactError
-from mllm_compile.runtime.cuda.source import kernel_source
+from mllm_compile.runtime.cuda.kernel import kernel_source
 from mllm_compile.runtime.ops import family
 from mllm_compile.runtime.ops.experts.shapes import NO_SOFTMAX, SOFTMAX_OF_ALL, SOFTMAX_OF_CHOSEN
 from mllm_compile.runtime.ops.stream_experts import ops

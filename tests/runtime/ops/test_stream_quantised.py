@@ -17,8 +17,7 @@ from hypothesis import strategies as st
 
 from mllm_compile.errors import ArtifactError
 from mllm_compile.runtime.cuda import tensor_maps
-from mllm_compile.runtime.cuda.kernel import MULTIPROCESSORS
-from mllm_compile.runtime.cuda.source import kernel_source
+from mllm_compile.runtime.cuda.kernel import MULTIPROCESSORS, kernel_source
 from mllm_compile.runtime.ops import family
 from mllm_compile.runtime.ops.stream_linear.linear import TOKEN_BUCKETS, bucket_of
 from mllm_compile.runtime.ops.stream_linear.streamed_ops import LoadedLinear

@@ -6,7 +6,7 @@ import itertools
 
 import torch
 
-from mllm_compile.runtime.ops.varlen.ops import varlen_attention, varlen_attention_with_output
+from mllm_compile.runtime.ops.segments.reference import varlen_attention, varlen_attention_with_output
 
 BOUNDS = [0, 5, 6, 18]
 

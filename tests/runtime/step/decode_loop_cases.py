@@ -8,7 +8,7 @@ import torch
 
 from mllm_compile.runtime.cuda_graph.decodes import CapturedDecode
 from mllm_compile.runtime.model_runner import ModelRunner
-from mllm_compile.runtime.ops.replay_slots import REPLAY_SLOTS, REQUEST_FIELDS
+from mllm_compile.runtime.ops.tokens.replay_slots import REPLAY_SLOTS, REQUEST_FIELDS
 from mllm_compile.runtime.sampling.counter_rng import draw_tokens, padded_scores
 from mllm_compile.runtime.sampling.params import NO_TOKEN
 from mllm_compile.runtime.sampling.state import IS_GREEDY, SEED, TEMPERATURE
@@ -28,7 +28,7 @@ OTHERS = [
 
 
 def begin_decode(arguments: list[torch.Tensor], page_size: int) -> tuple[()]:
-    """The op of ops/decode_loop.py."""
+    """The op of ops/tokens/decode_loop.py."""
     replay_slot, requests, last_tokens, req_to_token, input_ids, positions, *of_requests = arguments
     out_cache_loc, rows, seq_lens, table = of_requests
     for index in range(input_ids.shape[0]):
@@ -46,7 +46,7 @@ def begin_decode(arguments: list[torch.Tensor], page_size: int) -> tuple[()]:
 
 
 def end_decode(arguments: list[torch.Tensor]) -> tuple[torch.Tensor]:
-    """The op of ops/decode_loop.py."""
+    """The op of ops/tokens/decode_loop.py."""
     logits, floats, ints, rows, seq_lens, replay_slot, last_tokens, chosen = arguments
     scores = padded_scores(logits, floats[TEMPERATURE, rows])
     drawn = draw_tokens(scores, ints[SEED, rows].contiguous(), seq_lens.long())

@@ -12,8 +12,10 @@ from typing import Any, ClassVar
 
 from mllm_compile.runtime.cuda.kernel import MULTIPROCESSORS, CudaKernel
 from mllm_compile.runtime.cuda.wgmma import multiply, multiply_registers
-from mllm_compile.runtime.json_data import from_json
+from mllm_compile.runtime.files.json_data import from_json
 
+_PANEL = 64  # columns of a head in a panel of 128 bytes
+_REST = 32  # at most, in a panel of 64 bytes
 GROUP_ROWS = 64  # of a group of four warps
 PANEL = 64  # columns of a head in a panel of 128 bytes
 _GROUP_THREADS = 128
@@ -40,7 +42,7 @@ class SegmentsKernel(CudaKernel):
         stages: tiles of keys and of values that a block holds.
     """
 
-    source: ClassVar[str] = "ops/varlen/attend.cu"
+    source: ClassVar[str] = "ops/segments/attend.cu"
     function: ClassVar[str] = "segment_attention"
     switch: ClassVar[str] = "compile.disable_passes: [attend_segments]"
 
@@ -110,3 +112,9 @@ def choose(kernels: Iterable[SegmentsKernel], num_segments: int, longest: int, n
     if longest <= GROUP_ROWS:
         return kernels[0]
     return min(kernels[1:], key=lambda kernel: kernel.cost(num_segments, longest, num_heads))
+
+
+def is_taken(head_dim: int, sm_scale: float) -> bool:
+    """True for heads of 64, 72, 80, 88, 96 and 128."""
+    panels, rest = divmod(head_dim, _PANEL)
+    return sm_scale > 0 and head_dim % 8 == 0 and 1 <= panels <= 2 and rest <= (_REST if panels == 1 else 0)

@@ -3,8 +3,8 @@
 The cache holds of each token c [C] (values, and the first columns of keys) and the rest of its key [D - C]. A block
 reads them once for a tile of query heads; many blocks of one request find them in the GPU's L2 cache.
 
-Triton by hand, as ops/split_decode.py, which says why. A block of a decode whose keys are not split writes its output;
-else a second kernel adds up what the blocks left, always in the same order.
+Triton by hand, as ops/attention/split_decode.py, which says why. A block of a decode whose keys are not split writes
+its output; else a second kernel adds up what the blocks left, always in the same order.
 
 Shape legend: T tokens, R requests, N blocks that a request's keys are split among, H query heads, D width of keys, C
 width of values, W pages of the page table, P slots of the KV cache, X numbers of scratch.

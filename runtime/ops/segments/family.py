@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from mllm_compile.runtime.cuda.family import KernelFamily
 from mllm_compile.runtime.cuda.kernel import CudaKernel
-from mllm_compile.runtime.ops.varlen.kernel import SegmentsKernel, segments_kernels
+from mllm_compile.runtime.ops.segments.kernel import SegmentsKernel, segments_kernels
 
 if TYPE_CHECKING:
     import torch
@@ -36,7 +36,7 @@ class Family(KernelFamily):
         return SegmentsKernel.from_json(data)
 
     def load(self, kernels: Sequence[CudaKernel], binaries: Mapping[str, bytes], device: torch.device) -> None:
-        from mllm_compile.runtime.ops.varlen.tiles import load_segments_kernels
+        from mllm_compile.runtime.ops.segments.ops import load_segments_kernels
 
         load_segments_kernels([kernel for kernel in kernels if isinstance(kernel, SegmentsKernel)], binaries, device)
 
@@ -44,7 +44,7 @@ class Family(KernelFamily):
         """Runs each on segments of several lengths, as the op chooses it among none but itself."""
         import torch
 
-        from mllm_compile.runtime.ops.varlen.tiles import loaded_kernel
+        from mllm_compile.runtime.ops.segments.ops import loaded_kernel
 
         generator = torch.Generator(device).manual_seed(0)
         ends = [0, *itertools.accumulate(_LENGTHS)]

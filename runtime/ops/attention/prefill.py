@@ -1,7 +1,7 @@
 """Attention of prompts over the paged KV cache with what FlashInfer's kernels lack: biases by distance, and chunks.
 
-Triton by hand, as ops/split_decode.py, which says why. A block takes some of a request's new tokens for one query head,
-and reads the keys that any of them sees.
+Triton by hand, as ops/attention/split_decode.py, which says why. A block takes some of a request's new tokens for one
+query head, and reads the keys that any of them sees.
 
 Shape legend: T tokens, R requests, N tiles, H query heads, Hk kv heads, D head dim, W pages of the page table, P slots
 of the KV cache.

@@ -1,4 +1,4 @@
-"""Decodes that begin with the same pages, by the program's own kernels (ops/shared_prefix/), which need no plan.
+"""Decodes that begin with the same pages, by the program's own kernels (ops/attention/cascade.py), which need no plan.
 
 How many keys are shared stands on the device, so that a captured decode is replayed for any number of them.
 
@@ -23,10 +23,10 @@ from mllm_compile.runtime.device.upload import upload
 # query heads no more than its parts are worth adding up.
 _BLOCKS = 264
 _MOST_PARTS = 16
-_TILE_ROWS = 64  # ops/shared_prefix/
+_TILE_ROWS = 64  # ops/attention/cascade.py
 
 
-class CascadeDecode:
+class PieceCascade:
     """Runs as a decode wrapper does."""
 
     def __init__(self, piece: DecodePiece, batch: list[torch.Tensor], scratch: list[torch.Tensor]) -> None:
@@ -69,7 +69,7 @@ class SharedPrefix:
 
     def prepare(
         self, piece: DecodePiece, group: PlanGroup, page_table: torch.Tensor, seq_lens: torch.Tensor
-    ) -> CascadeDecode:
+    ) -> PieceCascade:
         """Prepare decodes of as many requests as there are `seq_lens` [R] int32, read by the kernels when they run."""
         count, heads, dim = seq_lens.shape[0], group.num_heads, group.head_dim
         own = (count, OF_MANY.of(count * group.num_kv_heads), heads)
@@ -81,7 +81,7 @@ class SharedPrefix:
             *_views(self._shared, shared, dim),
             self._log_sums[: count * heads].view(count, heads),
         ]
-        return CascadeDecode(piece, [page_table[:count], seq_lens], scratch)
+        return PieceCascade(piece, [page_table[:count], seq_lens], scratch)
 
 
 def _views(buffers: tuple[torch.Tensor, ...], shape: tuple[int, int, int], head_dim: int) -> list[torch.Tensor]:

@@ -1,8 +1,8 @@
 """Decode attention of requests that begin with the same pages (a cascade), without a plan: so it can be captured.
 
 Three kernels: queries of all requests over the shared keys, which are split among blocks; each request over its own
-keys (ops/split_decode.py), which gives a sum of exponentials besides; and the sum of both. How many keys are shared is
-read on the device.
+keys (ops/attention/split_decode.py), which gives a sum of exponentials besides; and the sum of both. How many keys are
+shared is read on the device.
 
 Shape legend: R requests, N blocks that a request's own keys are split among, M blocks for the shared ones, H query
 heads, Hk kv heads, D head dim, W pages of the page table, P slots of the KV cache.
@@ -17,8 +17,8 @@ import triton
 import triton.language as tl
 from torch.library import triton_op, wrap_triton
 
+from mllm_compile.runtime.ops.attention.split_decode import launch_split_decode
 from mllm_compile.runtime.ops.dependent_launch import start_dependents, starts_early, wait_for_prerequisites
-from mllm_compile.runtime.ops.split_decode import launch_split_decode
 
 _LOG2_E = math.log2(math.e)
 _ROWS = 64  # query heads of a block, of several requests

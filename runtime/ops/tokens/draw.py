@@ -19,7 +19,7 @@ from torch.library import triton_op, wrap_triton
 from triton.language.extra import libdevice
 
 from mllm_compile.runtime.ops.dependent_launch import start_dependents, starts_early, wait_for_prerequisites
-from mllm_compile.runtime.ops.greedy import inf_where_no_number, token_if_finite
+from mllm_compile.runtime.ops.tokens.greedy import inf_where_no_number, token_if_finite
 from mllm_compile.runtime.sampling.counter_rng import BLOCK
 
 BLOCKS_AT_ONCE = 16  # of one program

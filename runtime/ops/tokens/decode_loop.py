@@ -16,9 +16,9 @@ import triton.language as tl
 from torch.library import triton_op, wrap_triton
 
 from mllm_compile.runtime.ops.dependent_launch import start_dependents, starts_early, wait_for_prerequisites
-from mllm_compile.runtime.ops.draw import BLOCKS_AT_ONCE, block_sums, draw_block, draw_within, product
-from mllm_compile.runtime.ops.greedy import inf_where_no_number, token_if_finite
-from mllm_compile.runtime.ops.replay_slots import REPLAY_SLOTS, REQUEST_FIELDS
+from mllm_compile.runtime.ops.tokens.draw import BLOCKS_AT_ONCE, block_sums, draw_block, draw_within, product
+from mllm_compile.runtime.ops.tokens.greedy import inf_where_no_number, token_if_finite
+from mllm_compile.runtime.ops.tokens.replay_slots import REPLAY_SLOTS, REQUEST_FIELDS
 from mllm_compile.runtime.sampling.counter_rng import BLOCK
 from mllm_compile.runtime.sampling.state import IS_GREEDY, SEED, TEMPERATURE
 

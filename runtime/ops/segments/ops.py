@@ -1,6 +1,6 @@
 """The op of a tower's attention by kernels of the program (attend.cu): schema, fake, and their launch.
 
-Registered as in runtime/ops/attention.py.
+Registered as in runtime/ops/attention/layer_op.py.
 
 Shape legend: N rows, H heads, Hk heads of keys, D head dim.
 """
@@ -16,7 +16,7 @@ import torch
 from mllm_compile.runtime.cuda import tensor_maps
 from mllm_compile.runtime.cuda.driver import TensorMap, address_of
 from mllm_compile.runtime.cuda.loaded import LoadedKernel
-from mllm_compile.runtime.ops.varlen.kernel import PANEL, SegmentsKernel, choose
+from mllm_compile.runtime.ops.segments.kernel import PANEL, SegmentsKernel, choose
 
 _LOG2_E = math.log2(math.e)
 _ALIGNED = 8  # numbers in 16 bytes, as TMA reads them

@@ -197,7 +197,7 @@ def rope_and_cache(
         q_weight, k_weight: [D] of the RMS norms before the rotation, both or neither.
         eps: theirs.
         slots: [T] int64; or [0]: then nothing is computed or written, since attention does it
-            (runtime/ops/attention.py).
+            (runtime/ops/attention/layer_op.py).
         keys, values: [P, Hk, D], contiguous, written at those slots; in the dtype of k, or float8_e4m3fn.
         plus_one: the norms are times 1 + their weight.
 

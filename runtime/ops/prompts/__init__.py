@@ -1,1 +1,0 @@
-"""Attention of prompts over the pages of the KV cache, by a kernel of the program."""

@@ -1,0 +1,1 @@
+"""What happens to tokens around a step: they are chosen or drawn, and captured decodes go on from them."""
