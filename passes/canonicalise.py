@@ -34,7 +34,8 @@ class Canonicalise(GraphPass):
             sym_size = aten.sym_size.int(input_ids, 0)
             x = embedding.view(1, sym_size, -1); x_1 = x * 2; y = torch.mean(x_1.to(torch.float32), -1)
 
-    Requires: a graph of mllm_compile.model.trace. The gate has looked at the size checks before they are dropped here,
+    Requires: a graph of mllm_compile.model.trace. The check of the trace has looked at the size checks before they are
+    dropped here,
         and refused writes into inputs. A write of an unknown kind ends the compile with an error that names it.
     Preserves: every value bitwise.
     """

@@ -32,7 +32,8 @@ class LowerAttention(GraphPass):
         y = x.new_empty([T, C])
         mllm.state_with_output([x, weight], y, "model.layers.4.mixer.causal_conv")
 
-    Requires: the gate's consent (no refusals left in the ops). Names are per call, not per module: a module that
+    Requires: the consent of model/supported.py (no refusals left in the ops). Names are per call, not per module: a
+    module that
         attends twice gets `….self_attn` and `….self_attn#1`, else their KV would collide.
     Preserves: the meaning of the op; the numbers are the backend's.
     """

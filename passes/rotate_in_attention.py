@@ -40,7 +40,7 @@ class RotateInAttention(GraphPass):
     Requires: `fuse_rope_cache`, a Hopper GPU, and layers whose heads the kernels of runtime/attention/hopper/ take:
         rotated whole, by norms that are times their weight, not 1 + their weight.
         There may be fewer slots than tokens: the runtime gives none in a step whose attention rotates, and the op does
-        nothing then (runtime/ops/attention.py). The pass is left out where no such kernel can be compiled or
+        nothing then (runtime/ops/attention/layer_op.py). The pass is left out where no such kernel can be compiled or
         hopper_decode does not serve.
     Preserves: the meaning of both; a kernel rounds where the op does.
     """

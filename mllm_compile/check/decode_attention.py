@@ -216,8 +216,8 @@ def _refusal(variant: DecodeVariant, num_sequences: int, layer: LayerSpec, error
 
 def _who_decodes(variant: DecodeVariant, num_sequences: int) -> tuple[str, str]:
     """The name of the piece or kernel, and the setting that does without it."""
-    if form.piece is not None:
-        return form.piece, "runtime.without: [split_decode]"
-    clusters = {kernel.split: kernel for kernel in form.kernels if isinstance(kernel, ClusterKernel)}
-    kernel = clusters[choose_split(num_sequences, clusters)] if clusters else form.kernels[0]
+    if variant.piece is not None:
+        return variant.piece, "runtime.without: [split_decode]"
+    clusters = {kernel.split: kernel for kernel in variant.kernels if isinstance(kernel, ClusterKernel)}
+    kernel = clusters[choose_split(num_sequences, clusters)] if clusters else variant.kernels[0]
     return kernel.name, kernel.switch

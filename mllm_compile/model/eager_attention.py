@@ -24,7 +24,7 @@ def eager_attention(
 ) -> tuple[torch.Tensor, None]:
     """Attention as Transformers calls it: query [1, H, T, D], key [1, Hk, T, D], value [1, Hk, T, Dv].
 
-    Scale, window, cap and sinks are the layer's: the gate has seen that they are what the model asks for.
+    Scale, window, cap and sinks are the layer's: the check of the trace has seen that they are what the model asks for.
 
     Returns:
         [1, T, H, Dv], and no attention weights.

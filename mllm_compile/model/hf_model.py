@@ -286,7 +286,7 @@ def _initialised(
                 owner._init_weights(owner)
         return {name: module._buffers[name].detach().cpu().clone() for name in names}  # type: ignore[union-attr]
     except Exception:
-        return {}  # a module that mixes these with parameters, which are on meta: the gate asks whether any is needed
+        return {}  # a module that mixes these with parameters, which are on meta: supported.py asks if any is needed
     finally:
         module._buffers.update(meta_buffers)
 

@@ -2,8 +2,8 @@
 attention_with_output.
 
 Tokens are flat and requests packed, so the op carries all that the interface of Transformers says about one call, and
-`refusals` names for the gate what it cannot express. Defined with torch.library's define/impl because calling a
-`torch.library.custom_op` imports Dynamo and Inductor.
+`refusals` names for the check of the trace what it cannot express. Defined with torch.library's define/impl because
+calling a `torch.library.custom_op` imports Dynamo and Inductor.
 """
 
 from __future__ import annotations

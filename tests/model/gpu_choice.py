@@ -1,7 +1,7 @@
 """What attends on an H100 in a model with the heads of its architecture's default config, as the compiler chooses it.
 
-Nothing runs there: the model is built on meta, with few layers and small experts, traced, checked by the gate, and
-rewritten for the GPU as far as attention goes.
+Nothing runs there: the model is built on meta, with few layers and small experts, traced, checked by the check of the
+trace, and rewritten for the GPU as far as attention goes.
 """
 
 from __future__ import annotations

@@ -74,7 +74,7 @@ FLOORS = (
 
 
 class Import(NamedTuple):
-    source: str  # a module as its path without .py: runtime/ops/draw, mllm_compile/engine/__init__
+    source: str  # a module as its path without .py: runtime/ops/tokens/draw, mllm_compile/engine/__init__
     target: str
     line: int
     at_once: bool  # when the module is imported: neither in a function nor for types alone

@@ -6,7 +6,8 @@ these are replaced in the modules that the model's layers are defined in; the se
 A model is not told apart: what has such functions is hooked. Mixers that have none are unhooked_mixers.py's.
 
 Transformers calls them with a batch of one and, without a cache, from no state: with packed tokens and a state a
-request, that is the served call. What a call asks for besides is written into the op's `refusals` for the gate.
+request, that is the served call. What a call asks for besides is written into the op's `refusals` for
+model/supported.py.
 """
 
 from __future__ import annotations

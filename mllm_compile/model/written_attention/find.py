@@ -1,7 +1,7 @@
 """Finds softmax(q·kᵀ)·v in a trace, and puts the op of attention in its place.
 
-Which keys are seen may stand in the graph; else Transformers' masks say it, of which a trace has none: the gate then
-asks for them (model/mask_probe.py). The self-check is the proof of the whole.
+Which keys are seen may stand in the graph; else Transformers' masks say it, of which a trace has none: the check of the
+trace then asks for them (model/mask_probe.py). The self-check is the proof of the whole.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 An indexer chooses the `index_topk` keys of the largest scores. Of a text that is no longer it chooses all, and the
 attention is a plain one: so such models are served up to that length, which is their context (HFModel.context_len).
-The gate asks Transformers whether the indexers choose so (model/mask_probe.py).
+The check of the trace asks Transformers whether the indexers choose so (model/mask_probe.py).
 """
 
 from __future__ import annotations

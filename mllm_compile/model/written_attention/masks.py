@@ -1,7 +1,7 @@
 """Masks in the trace of a model that writes its attention out: those that it takes for granted, and tables of its own.
 
 Where attention does not go through Transformers' interface, a model may not run without a mask, of which a trace builds
-none. It then gets a number, zero, which hides nothing; the gate asks Transformers what its masks hide
+none. It then gets a number, zero, which hides nothing; the check of the trace asks Transformers what its masks hide
 (model/mask_probe.py). Another one reads its mask in a table for its longest text, where a step may have more tokens.
 """
 
@@ -41,7 +41,8 @@ def with_a_mask_if_needed(trace: Callable[[], fx.GraphModule]) -> fx.GraphModule
 
 def tables_for_any_step(model: torch.nn.Module, constants: Mapping[str, torch.Tensor], most_tokens: int) -> None:
     """Gives tables of places by places, [.., N, N], a size for steps of `most_tokens`, on meta: find_attention takes
-    them out of the trace, with values from `constants`. The gate refuses a model that keeps one (changed_tables)."""
+    them out of the trace, with values from `constants`. The check of the trace refuses a model that keeps one
+    (changed_tables)."""
     for name in constants:
         module_name, _, leaf_name = name.rpartition(".")
         buffers = model.get_submodule(module_name)._buffers

@@ -1,6 +1,6 @@
 """Attention over packed rows, each of which sees all rows of its own segment: what towers of images attend with.
 
-`varlen_attention` stands for it in a trace, and names for the gate what it cannot express; a program runs
+`varlen_attention` stands for it in a trace, and names for the check of the trace what it cannot express; a program runs
 `varlen_attention_with_output`. It has no cache and no causality. Defined with torch.library's define/impl, as
 ops/trace.py.
 """
