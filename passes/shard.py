@@ -12,7 +12,7 @@ from mllm_compile.passes.base import RANKS, WEIGHT_CUTS, GraphPass, PassResult, 
 from mllm_compile.passes.match.nodes import call, drop_dead_nodes, is_op, is_weight, recompute_value
 from mllm_compile.passes.sharding.calls import Product, name_of
 from mllm_compile.passes.sharding.labels import Labelling
-from mllm_compile.passes.sharding.plan import Plan
+from mllm_compile.passes.sharding.plan import ShardPlan
 from mllm_compile.passes.sharding.written_parts import join_written_parts
 from mllm_compile.runtime.ops import op
 
@@ -70,7 +70,7 @@ class Shard(GraphPass):
         return PassResult(gm, len(plan.cuts), before, len(gm.graph.nodes))
 
 
-def _cut_of(gm: fx.GraphModule, num_ranks: int) -> tuple[Labelling, Plan]:
+def _cut_of(gm: fx.GraphModule, num_ranks: int) -> tuple[Labelling, ShardPlan]:
     """The cut that every call can be made on; weights that cannot be cut are whole from the next try on."""
     whole: frozenset[str] = frozenset()
     means: frozenset[fx.Node] = frozenset()
@@ -83,7 +83,7 @@ def _cut_of(gm: fx.GraphModule, num_ranks: int) -> tuple[Labelling, Plan]:
         if labelling.shared - whole:  # not by a mean over heads, which would be a sum over ranks
             whole |= labelling.shared
             continue
-        plan = Plan(gm, labelling, labelling.cells.deal(num_ranks, labelling.following))
+        plan = ShardPlan(gm, labelling, labelling.cells.deal(num_ranks, labelling.following))
         if not plan.refused:
             return labelling, plan
         # One that was refused as a whole already, and again: nothing is cut then.
@@ -94,7 +94,7 @@ def _cut_of(gm: fx.GraphModule, num_ranks: int) -> tuple[Labelling, Plan]:
 class _Rewriting:
     """Makes the graph a rank's."""
 
-    def __init__(self, gm: fx.GraphModule, labelling: Labelling, plan: Plan, num_ranks: int) -> None:
+    def __init__(self, gm: fx.GraphModule, labelling: Labelling, plan: ShardPlan, num_ranks: int) -> None:
         self._graph = gm.graph
         self._labelling, self._plan, self._num_ranks = labelling, plan, num_ranks
         self._partial: set[fx.Node] = set()

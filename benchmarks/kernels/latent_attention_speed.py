@@ -29,8 +29,8 @@ from mllm_compile.runtime.attention.base import AttentionInputs
 from mllm_compile.runtime.attention.latent import tiles as chosen
 from mllm_compile.runtime.attention.latent.backend import LatentAttnBackend, LatentPieces
 from mllm_compile.runtime.attention.latent.choice import (
-    Choice,
-    Prompts,
+    ExpansionChoice,
+    PromptSizes,
     Widths,
     all_of_them,
     faster_on_gpu,
@@ -134,7 +134,7 @@ class Step:
         self.out = torch.empty(num_requests * new, num_heads, spec.out_dim, **options)
         self.lengths = tuple(torch.full((num_requests,), count, dtype=torch.int32) for count in (new, length))
 
-    def attend(self, choice: Choice) -> Callable[[], None]:
+    def attend(self, choice: ExpansionChoice) -> Callable[[], None]:
         """The launches of a layer."""
         ops, scale = torch.ops.mllm, {"sm_scale": self.layer.sm_scale}
         pieces = LatentPieces(
@@ -215,7 +215,7 @@ def time_forms(heads: Sequence[int], tries_tiles: bool) -> list[dict[str, object
         for new, before in PROMPTS:
             prompt = Step(num_heads, new, before)
             times = [graph_us(prompt.attend(choice), replays=FEW_REPLAYS) for choice in (none_of_them, all_of_them)]
-            lengths = Prompts(Widths.of(prompt.layer), np.array([new]), np.array([before]), beside_decodes=False)
+            lengths = PromptSizes(Widths.of(prompt.layer), np.array([new]), np.array([before]), beside_decodes=False)
             pays = bool(faster_on_gpu(lengths)[0])
             pairs = new * before + new * (new + 1) / 2
             rates = [2 * num_heads * pairs * width / time / 1e6 for width, time in zip((1088, 320), times, strict=True)]

@@ -18,7 +18,7 @@ from mllm_compile.runtime.attention.hopper.clusters import ClusterKernel, choose
 from mllm_compile.runtime.attention.hopper.shares import MOST_REQUESTS, ShareKernel
 from mllm_compile.runtime.attention.layer import LayerSpec
 from mllm_compile.runtime.attention.layer_kernels import DecodeVariant
-from mllm_compile.runtime.attention.split.split_decode import Decoders, SplitDecodeSpace, choose_decoder
+from mllm_compile.runtime.attention.split.split_decode import LinkedDecodes, SplitDecodeSpace, choose_decoder
 from mllm_compile.runtime.program.link import LinkedProgram
 from mllm_compile.runtime.program.spec import AttentionStep, RopeInputNames
 
@@ -85,7 +85,7 @@ class _DecodeCheck:
         lengths = (self._longest, *_LENGTHS[::-1])
         return [(self._alone,), *((lengths * size)[:size] for size in sorted(sizes))]
 
-    def run(self, lengths: tuple[int, ...], variants: Sequence[DecodeVariant], decoders: Decoders) -> None:
+    def run(self, lengths: tuple[int, ...], variants: Sequence[DecodeVariant], decoders: LinkedDecodes) -> None:
         """Raises CompileError where a request's answer is not float32's."""
         layer, num_requests = self._layer, len(lengths)
         num_pages = self._keys.shape[0]

@@ -16,7 +16,7 @@ from mllm_compile.check.served import Served
 from mllm_compile.errors import CompileError
 from mllm_compile.runtime.attention.base import AttentionBackend, AttentionInputs
 from mllm_compile.runtime.attention.latent.backend import LatentAttnBackend
-from mllm_compile.runtime.attention.latent.choice import Choice, Widths, all_of_them, none_of_them
+from mllm_compile.runtime.attention.latent.choice import ExpansionChoice, Widths, all_of_them, none_of_them
 from mllm_compile.runtime.attention.layer import AttentionLayer, LayerSpec
 from mllm_compile.runtime.attention.layer_kernels import of_kind
 from mllm_compile.runtime.attention.torch_backend import TorchAttnBackend
@@ -64,7 +64,7 @@ def _error(
     linked: LinkedProgram,
     lengths: tuple[int, ...],
     new: tuple[int, ...],
-    choice: Choice,
+    choice: ExpansionChoice,
     served: Served,
 ) -> float:
     """‖ours − torch's‖ / ‖torch's‖ of the worst token of a batch whose pages lie in no order, and whose prompts attend

@@ -20,7 +20,7 @@ from mllm_compile.runtime.attention.flashinfer.plan import PagedView
 from mllm_compile.runtime.attention.flashinfer.prefill import GroupPiecePrefill, PrefillRows
 from mllm_compile.runtime.attention.layer import LayerSpec
 from mllm_compile.runtime.attention.layer_kernels import of_kind
-from mllm_compile.runtime.attention.split.split_decode import DecodePiece, Decoders, SplitDecodeSpace
+from mllm_compile.runtime.attention.split.split_decode import DecodePiece, LinkedDecodes, SplitDecodeSpace
 from mllm_compile.runtime.ops.trace import attention_reference
 from mllm_compile.runtime.program.link import LinkedProgram
 
@@ -47,7 +47,7 @@ def check_prefill_attention(linked: LinkedProgram, served: Served) -> None:
             )
 
 
-def _error(layer: LayerSpec, piece: DecodePiece, decoders: Decoders, served: Served) -> float:
+def _error(layer: LayerSpec, piece: DecodePiece, decoders: LinkedDecodes, served: Served) -> float:
     """‖ours − float32's‖ / ‖float32's‖ of the worst token of the prompts of a batch whose pages lie in no order."""
     generator = torch.Generator().manual_seed(0)
     page_size, dtype, device = served.page_size, served.dtype, served.device

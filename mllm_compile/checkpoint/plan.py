@@ -32,7 +32,7 @@ _LEFTOVERS = r"(^|\.)(rotary_emb\.inv_freq|position_ids|(attn|attention)\.(maske
 
 
 @dataclass(frozen=True)
-class Part:
+class RankPart:
     """A rank's part of a model's weights.
 
     Attributes:
@@ -60,7 +60,7 @@ class Part:
         return blocks
 
 
-_WHOLE = Part({}, {}, 0)
+_WHOLE = RankPart({}, {}, 0)
 
 
 def plan_weights(
@@ -68,7 +68,7 @@ def plan_weights(
     packed: Mapping[str, tuple[PackedPart, ...]],
     table: Mapping[str, PlannedTensor] | None,
     quantised: Mapping[str, QuantisedTensor] | None = None,
-    part: Part = _WHOLE,
+    part: RankPart = _WHOLE,
     factors: Mapping[str, Factor] | None = None,
 ) -> list[WeightSpec]:
     """One spec for each weight of the program.
@@ -118,7 +118,7 @@ def _parts(member: PackedPart, shape: tuple[int, ...], table: Mapping[str, Plann
 
 
 def _kept_parts(
-    member: PackedPart, tensor: QuantisedTensor, table: Mapping[str, PlannedTensor] | None, of_rank: Part
+    member: PackedPart, tensor: QuantisedTensor, table: Mapping[str, PlannedTensor] | None, of_rank: RankPart
 ) -> list[WeightPart]:
     kept, name = QuantisedPart(tensor.role, tensor.scheme), tensor.weight_name
     blocks: tuple[Block, ...]

@@ -340,7 +340,7 @@ def pass_target(config: ResolvedConfig) -> PassTarget:
 def plan_lowered_weights(lowered: Lowered) -> tuple[dict[str, torch.Tensor], tuple[tuple[WeightSpec, ...], ...]]:
     """The program's constants by name, and of each rank where each of its weights comes from."""
     from mllm_compile.checkpoint.cache_scales import planned_factors
-    from mllm_compile.checkpoint.plan import Part, plan_weights
+    from mllm_compile.checkpoint.plan import RankPart, plan_weights
     from mllm_compile.compiler.program_builder import weight_shapes
 
     needed = set(lowered.program.every_weight())
@@ -362,7 +362,7 @@ def plan_lowered_weights(lowered: Lowered) -> tuple[dict[str, torch.Tensor], tup
                 packed,
                 lowered.built.table,
                 quantised,
-                Part(lowered.cuts, lowered.whole_shapes, rank),
+                RankPart(lowered.cuts, lowered.whole_shapes, rank),
                 factors,
             )
         )

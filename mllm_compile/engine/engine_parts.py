@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from mllm_compile.config.resolved import ResolvedConfig
-from mllm_compile.engine.loop import StepRunner
+from mllm_compile.engine.loop import StepSubmitter
 from mllm_compile.engine.prompts import MediaSource, PromptTokenizer
 from mllm_compile.engine.requests import GrammarSource
 from mllm_compile.engine.stats import ExpertsSource, ForwardTimesSource
@@ -43,7 +43,7 @@ class EngineParts:
     """
 
     scheduler: Scheduler | DataParallelScheduler
-    step_runner: StepRunner
+    step_runner: StepSubmitter
     tokenizer: PromptTokenizer | None
     vocab_size: int
     eos_token_ids: frozenset[int] = frozenset()

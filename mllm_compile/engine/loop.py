@@ -2,7 +2,7 @@
 
 EngineCore owns the scheduler and the step runner; only its thread touches them while it runs. Callers put commands
 into an inbox; the thread takes them between two steps. Overlap: step n+1 is scheduled and launched before the wait
-for step n's tokens, so the device is not idle while the host works. Free of torch: any StepRunner will do.
+for step n's tokens, so the device is not idle while the host works. Free of torch: any StepSubmitter will do.
 
 When a step fails, its requests end with an error and their pages come back; the others go on if the device still
 answers, else the engine is dead and says why. However the thread ends, all waiting callers are told. Read next:
@@ -55,7 +55,7 @@ class StepHandle(Protocol):
         """Blocks until its tokens are on the host; raises what went wrong on the device."""
 
 
-class StepRunner(Protocol):
+class StepSubmitter(Protocol):
     """Runs steps in the order in which they are submitted; runtime/step/runner.py has the real one."""
 
     def submit(self, batch: ScheduledBatch) -> StepHandle:
@@ -114,7 +114,7 @@ class EngineCore:
     def __init__(
         self,
         scheduler: Scheduler | DataParallelScheduler,
-        step_runner: StepRunner,
+        step_runner: StepSubmitter,
         *,
         check_device: Callable[[], None] = _nothing,
         check_idle: Callable[[], None] = _nothing,
@@ -298,7 +298,7 @@ class EngineCore:
 
     # --- the engine's thread ------------------------------------------------------------------------------------------
 
-    def _run(self, runner: StepRunner) -> None:
+    def _run(self, runner: StepSubmitter) -> None:
         error = self._stopped_unseen
         try:
             self._prepare_thread()
@@ -484,7 +484,7 @@ class EngineCore:
 
     # --- steps --------------------------------------------------------------------------------------------------------
 
-    def _step(self, runner: StepRunner) -> None:
+    def _step(self, runner: StepSubmitter) -> None:
         """Launches the next step, if there is one, then waits for the one before it."""
         batch = self._scheduler.schedule()
         launched = None

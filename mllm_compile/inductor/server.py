@@ -31,7 +31,7 @@ _NICENESS = 5  # the process that waits for the pieces traces the model meanwhil
 _MAX_MESSAGE = 4096  # bytes of an error; a pipe holds them until they are read
 _CHUNK = 1 << 16
 
-Request = dict[str, Any]
+CompileRequest = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class _Fork:
     answer: int
     log: IO[bytes]
 
-    def give(self, request: Request) -> None:
+    def give(self, request: CompileRequest) -> None:
         """Gives the fork its job."""
         with contextlib.suppress(BrokenPipeError), os.fdopen(self.request, "w") as pipe:  # it has ended, and says why
             print(json.dumps(request), file=pipe, flush=True)
@@ -73,7 +73,7 @@ class Work:
         waiting: so many forks get ready before there are jobs.
     """
 
-    run: Callable[[Request], None]
+    run: Callable[[CompileRequest], None]
     get_ready: Callable[[], None] = lambda: None
     waiting: int = 0
 
@@ -182,7 +182,7 @@ def _what_was_said(error: BaseException) -> str:
     return f": {named[0]}" if named else ""
 
 
-def _compile(scratch: Path, request: Request) -> None:
+def _compile(scratch: Path, request: CompileRequest) -> None:
     from mllm_compile.inductor.compile_piece import compile_piece, prepare_device
     from mllm_compile.inductor.job import PieceInput
 

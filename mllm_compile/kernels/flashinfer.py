@@ -16,11 +16,11 @@ from mllm_compile.config.resolved import ResolvedConfig
 from mllm_compile.errors import DeviceError
 from mllm_compile.process.progress import Reporter
 from mllm_compile.runtime.attention.layer import AttentionLayer
-from mllm_compile.runtime.attention.split.split_decode import Decoder
+from mllm_compile.runtime.attention.split.split_decode import LinkedDecode
 from mllm_compile.runtime.program.spec import Program
 
 # In place of the program's own pieces, which may not be compiled yet: FlashInfer has no part in them.
-_NO_DECODER = Decoder(lambda inputs: None)
+_NO_DECODER = LinkedDecode(lambda inputs: None)
 
 
 def collect_kernels(config: ResolvedConfig, program: Program, folder: Path, reporter: Reporter) -> None:

@@ -145,7 +145,7 @@ def _memory(subject: Subject) -> str:
 
 def _kv_of_one_token(subject: Subject) -> list[Any]:
     """The attentions of a step of one request that has one token."""
-    return [part for part in speed.parts_of(subject.artifact, subject.config, 1, 1) if part.piece is None]
+    return [part for part in speed.decode_parts(subject.artifact, subject.config, 1, 1) if part.piece is None]
 
 
 def _passes(subject: Subject) -> str:

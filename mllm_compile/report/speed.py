@@ -123,7 +123,7 @@ def ensure_ceilings(artifact: Artifact, config: ResolvedConfig) -> None:
 def decode_step(artifact: Artifact, config: ResolvedConfig, device: Device | None) -> DecodeStep:
     """The smallest step that `bench roofline` measured on the device, or one of one request, as far as bytes tell."""
     for found in sorted(device.values.get("decode steps", ()) if device else (), key=lambda found: found["batch"]):
-        parts = parts_of(artifact, config, found["batch"], found["context"])
+        parts = decode_parts(artifact, config, found["batch"], found["context"])
         return DecodeStep(
             batch=found["batch"],
             context=found["context"],
@@ -134,7 +134,7 @@ def decode_step(artifact: Artifact, config: ResolvedConfig, device: Device | Non
             date=found["date"],
         )
     context = _load_context(config, device)
-    return DecodeStep(1, context, parts_of(artifact, config, 1, context))
+    return DecodeStep(1, context, decode_parts(artifact, config, 1, context))
 
 
 def loads(artifact: Artifact, config: ResolvedConfig, device: Device | None) -> list[Load]:
@@ -168,7 +168,7 @@ def _load(
     context: int,
     measured_s: float | None,
 ) -> Load:
-    parts = parts_of(artifact, config, batch, context)
+    parts = decode_parts(artifact, config, batch, context)
     weight_bytes, kv_bytes = sum(part.weight_bytes for part in parts), sum(part.kv_bytes for part in parts)
     bound = "weights" if weight_bytes >= kv_bytes else "KV cache"
     limit = None
@@ -181,7 +181,7 @@ def _load(
     return Load(batch, context, weight_bytes + kv_bytes, limit, bound, measured_s)
 
 
-def parts_of(artifact: Artifact, config: ResolvedConfig, batch: int, context: int) -> list[StepPart]:
+def decode_parts(artifact: Artifact, config: ResolvedConfig, batch: int, context: int) -> list[StepPart]:
     kv_cache_dtype = getattr(torch, config.runtime.kv_cache_dtype)
     states = config.runtime.state_dtype
     return step_parts(artifact.program, weight_sizes(artifact), kv_cache_dtype, batch, context, states)

@@ -14,7 +14,7 @@ from mllm_compile.engine.requests import as_priority
 from mllm_compile.errors import MllmError
 from mllm_compile.server.api.errors import ApiError, bad_request, not_ready, of_error
 from mllm_compile.server.api.fields import check_request_id
-from mllm_compile.server.api.interfaces import Plan, Request
+from mllm_compile.server.api.interfaces import AnswerPlan, ApiRequest
 from mllm_compile.server.engine_facts import EngineFacts
 from mllm_compile.server.engine_link import CommandLine
 from mllm_compile.server.flow.admission import Admission
@@ -155,7 +155,7 @@ class Front:
         threads = self._long_texts if num_bytes > _LONG_BYTES else self._texts
         return await threads.run(function, *args)
 
-    async def _planned(self, request: Request, facts: EngineFacts, share: Share) -> Plan:
+    async def _planned(self, request: ApiRequest, facts: EngineFacts, share: Share) -> AnswerPlan:
         if request.has_media:
             return await self._pictures.run(request.plan, facts)
         return await self.in_thread(share.num_bytes, request.plan, facts)
@@ -184,13 +184,13 @@ class Front:
         """The span that a request's headers name, where there are spans."""
         return None if self.tracing is None else self.tracing.parent_of(headers)
 
-    def starts_at_once(self, request: Request) -> bool:
+    def starts_at_once(self, request: ApiRequest) -> bool:
         """True if a request waits neither for an engine nor for a thread."""
         return request.is_quick and self.supervisor.state == READY
 
     async def start(
         self,
-        request: Request,
+        request: ApiRequest,
         prefix: str,
         outlet: Outlet,
         client: str,
@@ -214,7 +214,9 @@ class Front:
         try:
             facts = await self.facts(request.fields.model)
             try:
-                plan: Plan = request.plan(facts) if request.is_quick else await self._planned(request, facts, share)
+                plan: AnswerPlan = (
+                    request.plan(facts) if request.is_quick else await self._planned(request, facts, share)
+                )
                 if self.supervisor.state != READY:
                     raise not_ready("the engine is gone. It starts again.", "engine_lost")
                 self.check_ignored(plan.unread, "this server's model has a chat template that reads no such variable")
@@ -250,8 +252,8 @@ class Front:
     def _job(
         self,
         name: str,
-        request: Request,
-        plan: Plan,
+        request: ApiRequest,
+        plan: AnswerPlan,
         facts: EngineFacts,
         outlet: Outlet,
         client: str,

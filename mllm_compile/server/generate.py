@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable
 from typing import Protocol
 
 from mllm_compile.server.api.errors import ApiError
-from mllm_compile.server.api.interfaces import Request
+from mllm_compile.server.api.interfaces import ApiRequest
 from mllm_compile.server.flow.memory import Share
 from mllm_compile.server.flow.writer import CHUNKS, Outlet, Send
 from mllm_compile.server.front import Front
@@ -27,7 +27,7 @@ class RequestKind(Protocol):
     @property
     def refusal(self) -> Callable[[ApiError], bytes]: ...
 
-    def __call__(self, body: bytes) -> Request: ...
+    def __call__(self, body: bytes) -> ApiRequest: ...
 
 
 def generate_endpoint(front: Front, kind: RequestKind) -> Callable[[Scope, Receive, Send], Awaitable[None]]:

@@ -24,10 +24,10 @@ _KNOWN = {
     "token_triggered_tags": {"trigger_tokens", "tags", "at_least_one", "stop_after_first"},
 }  # fmt: skip
 
-Part = Mapping[str, Any]
+TagPart = Mapping[str, Any]
 
 
-def lark_of_tag(form: Part, json_rule: Callable[[Any], str], regex_of: Callable[[str], str]) -> str:
+def lark_of_tag(form: TagPart, json_rule: Callable[[Any], str], regex_of: Callable[[str], str]) -> str:
     """The grammar of a structural tag's format.
 
     Args:
@@ -60,7 +60,7 @@ class _Writer:
         self._names: dict[tuple[str, str], str] = {}
         self.lines: list[str] = []
 
-    def rule_of(self, elements: tuple[Part, ...], prefix: str) -> str:
+    def rule_of(self, elements: tuple[TagPart, ...], prefix: str) -> str:
         """The name of the rule of these elements behind the prefix."""
         while elements and (regular := self._regular_element(elements)) is not None:
             elements, prefix = elements[1:], f"{prefix} {regular}"
@@ -76,7 +76,7 @@ class _Writer:
             self.lines.append(f"{self._names[kind, text]}: {text}")
         return self._names[kind, text]
 
-    def _written(self, elements: tuple[Part, ...], prefix: str) -> str:
+    def _written(self, elements: tuple[TagPart, ...], prefix: str) -> str:
         if not elements:
             return self.terminal(prefix) or _EMPTY
         part, rest = elements[0], elements[1:]
@@ -96,10 +96,10 @@ class _Writer:
             written = self._triggered(part, prefix)
         return f"{written} {self.rule_of(rest, '')}" if rest else written
 
-    def _whole(self, part: Part, prefix: str) -> str:
+    def _whole(self, part: TagPart, prefix: str) -> str:
         return self.rule_of(tuple(_elements(part)), prefix)
 
-    def _separated(self, part: Part, prefix: str) -> str:
+    def _separated(self, part: TagPart, prefix: str) -> str:
         first = self._alternatives(part["tags"], prefix)
         if part.get("stop_after_first", False):
             rule = first
@@ -107,10 +107,10 @@ class _Writer:
             rule = f"{first} ({self._alternatives(part['tags'], _literal(part['separator']))})*"
         return rule if part.get("at_least_one", False) else f"({rule} | {self.terminal(prefix) or _EMPTY})"
 
-    def _alternatives(self, tags: list[Part], prefix: str) -> str:
+    def _alternatives(self, tags: list[TagPart], prefix: str) -> str:
         return f"({' | '.join(self._whole(tag, prefix) for tag in tags)})"
 
-    def _triggered(self, part: Part, prefix: str) -> str:
+    def _triggered(self, part: TagPart, prefix: str) -> str:
         """Text in which a trigger begins one of the tags, and comes in no other place."""
         if part["type"] == "token_triggered_tags":
             not_free, ahead = "", f"{prefix} {_TEXT}"
@@ -129,13 +129,13 @@ class _Writer:
             rule = f"{first} {more}* {tail}?"
         return rule if part.get("at_least_one", False) else f"({rule} | {self.terminal(prefix)} {tail}?)"
 
-    def _regular_element(self, elements: tuple[Part, ...]) -> str | None:
+    def _regular_element(self, elements: tuple[TagPart, ...]) -> str | None:
         """The first element as an expression of a terminal, None if it is more than regular."""
         if elements[0]["type"] == "any_text":
             return _any_text(elements[0], elements[1] if len(elements) > 1 else None)
         return self._regular(elements[0])
 
-    def _regular(self, part: Part) -> str | None:
+    def _regular(self, part: TagPart) -> str | None:
         kind = part["type"]
         _check(part)
         if kind == "const_string":
@@ -150,7 +150,7 @@ class _Writer:
             return None if None in each else f"({' | '.join(one or _EMPTY for one in each if one is not None)})"
         return None
 
-    def _regular_all(self, part: Part) -> str | None:
+    def _regular_all(self, part: TagPart) -> str | None:
         elements, written = tuple(_elements(part)), []
         while elements:
             regular = self._regular_element(elements)
@@ -164,7 +164,7 @@ class _Writer:
 _EMPTY = '""'
 
 
-def _check(part: Part) -> None:
+def _check(part: TagPart) -> None:
     kind = part["type"]
     if kind not in _SERVED:
         raise Refused(f"llguidance takes no {kind} in a structural tag")
@@ -176,12 +176,12 @@ def _check(part: Part) -> None:
         raise Refused(f"llguidance takes no {used} of {kind} in a structural tag")
 
 
-def _elements(part: Part) -> list[Part]:
+def _elements(part: TagPart) -> list[TagPart]:
     """The elements of a sequence, in which a tag's begin and end are elements too; without sequences in it."""
     return [one for one in _flat(part) if one["type"] != "const_string" or one["value"]]
 
 
-def _flat(part: Part) -> Iterator[Part]:
+def _flat(part: TagPart) -> Iterator[TagPart]:
     if part["type"] == "sequence":
         for element in part["elements"]:
             yield from _flat(element)
@@ -193,13 +193,13 @@ def _flat(part: Part) -> Iterator[Part]:
         yield part
 
 
-def _mark(mark: Any) -> Part:
+def _mark(mark: Any) -> TagPart:
     if isinstance(mark, list):
         return {"type": "or", "elements": [_mark(one) for one in mark]}
     return {"type": "const_string", "value": mark} if isinstance(mark, str) else mark
 
 
-def _any_text(part: Part, follower: Part | None) -> str:
+def _any_text(part: TagPart, follower: TagPart | None) -> str:
     """Any text, which the mark behind it ends where it first comes."""
     _check(part)
     excluded = list(part.get("excludes", []))
@@ -219,7 +219,7 @@ def _literal(text: str) -> str:
     return json.dumps(text).replace("\x7f", r"\u007f")
 
 
-def _token(part: Part) -> str:
+def _token(part: TagPart) -> str:
     token = part["token"]
     if not isinstance(token, int):
         raise Refused("llguidance takes tokens by their ids alone, in a structural tag")

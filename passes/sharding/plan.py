@@ -32,7 +32,7 @@ class NotCutError(Exception):
     """A call cannot be made on parts of its values."""
 
 
-class Plan:
+class ShardPlan:
     """A cut of one graph, or why there is none.
 
     Attributes:

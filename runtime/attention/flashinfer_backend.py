@@ -37,7 +37,7 @@ from mllm_compile.runtime.attention.captured.prefill_new import NewPrefillSteps
 from mllm_compile.runtime.attention.captured.prompts import CapturedPrompts
 from mllm_compile.runtime.attention.flashinfer.blocks import ImageBlocks
 from mllm_compile.runtime.attention.flashinfer.cascade import CascadeRows, FlashInferCascade
-from mllm_compile.runtime.attention.flashinfer.decode import DecodeRows, PlannedGroup, SplitGroup
+from mllm_compile.runtime.attention.flashinfer.decode import DecodeBatch, PlannedGroup, SplitGroup
 from mllm_compile.runtime.attention.flashinfer.kernels import (
     PlanGroup,
     captured_cascade_pays,
@@ -127,7 +127,7 @@ class FlashInferAttnBackend(AttentionBackend, FusesRope, Cascades, CapturesDecod
         self._planned.set(None, None, num_decodes=0)  # what fails below leaves no plan of another batch
         decodes = prefills = None
         if num_decodes:
-            rows = DecodeRows(common.seq_lens[:num_decodes], lambda window, _: pages_of(window).part(0, num_decodes))
+            rows = DecodeBatch(common.seq_lens[:num_decodes], lambda window, _: pages_of(window).part(0, num_decodes))
             decodes = DecodeMetadata(self._plan_decodes(batch, rows))
         if num_prefills:
             prefills = self._plan_prefills(batch, num_decodes, pages_of)
@@ -153,7 +153,7 @@ class FlashInferAttnBackend(AttentionBackend, FusesRope, Cascades, CapturesDecod
         self._image_blocks.plan(batch, blocks, CommonAttentionMetadata.of(batch).block_table)
         return True
 
-    def _plan_decodes(self, batch: ForwardBatch, decodes: DecodeRows) -> list[Any]:
+    def _plan_decodes(self, batch: ForwardBatch, decodes: DecodeBatch) -> list[Any]:
         """The wrapper of each group; cascades where the batch's decodes begin alike and the group has one."""
         if not batch.common_prefix_len:
             return [group.plan(decodes) for group in self._group_decodes]
@@ -325,7 +325,7 @@ class FlashInferAttnBackend(AttentionBackend, FusesRope, Cascades, CapturesDecod
 
     def _make_captured_cascades(self) -> CapturedCascades | None:
         """None where the program has no kernels for them, or decodes are planned before a replay."""
-        prefix, page_table = self._wrappers.cascade, self.page_table
+        prefix, page_table = self._wrappers.shared_prefix, self.page_table
         if prefix is None or page_table is None:
             return None
         return CapturedCascades(self._wrappers.piece_cascades, self.groups, prefix, page_table, self._planned)
@@ -407,7 +407,7 @@ class FlashInferAttnBackend(AttentionBackend, FusesRope, Cascades, CapturesDecod
                 table, req_pool_indices, seq_lens_cpu, computed, window_left, self.page_size, indices_out
             )
 
-        decodes = DecodeRows(seq_lens, list_pages)
+        decodes = DecodeBatch(seq_lens, list_pages)
         self._set_decodes(bs, self._captured_decodes.replay(bs, req_pool_indices, decodes))
 
     @property

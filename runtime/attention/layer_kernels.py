@@ -125,7 +125,7 @@ class LayerKernels(Generic[Decode, Piece]):
 
 
 StoredKernels = LayerKernels[DecodeVariant, str]
-LinkedKernels = LayerKernels[Any, Callable[..., Any]]  # decode: split_decode.Decoder
+LinkedKernels = LayerKernels[Any, Callable[..., Any]]  # decode: split_decode.LinkedDecode
 NO_KERNELS: LayerKernels[Any, Any] = LayerKernels()
 
 

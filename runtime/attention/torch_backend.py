@@ -1,8 +1,8 @@
 """Attention in plain torch over the paged cache: the CPU's backend, and on CUDA the reference for the others.
 
 Decodes of a batch run together, padded to the longest of them; prefills run one request after another, in blocks of
-queries so that no score matrix grows with the square of a prompt. Prompts over latents may get keys and values made of
-these first (latent/expanded.py). Slow beside a real kernel, right everywhere.
+queries so that no score matrix grows with the square of a prompt. PromptSizes over latents may get keys and values made
+of these first (latent/expanded.py). Slow beside a real kernel, right everywhere.
 
 Shape legend: R requests, T new tokens of one request, L keys that are looked at, H query heads, Hk kv heads,
 G = H / Hk, D head dim, Dv value head dim.
@@ -20,7 +20,7 @@ import torch.nn.functional as F
 
 from mllm_compile.runtime.attention.base import AttentionBackend, AttentionInputs
 from mllm_compile.runtime.attention.capture import Cascades
-from mllm_compile.runtime.attention.latent.choice import Choice, Widths, fewer_products
+from mllm_compile.runtime.attention.latent.choice import ExpansionChoice, Widths, fewer_products
 from mllm_compile.runtime.attention.latent.expanded import ExpandedPrompts, attend_in_torch, new_room
 from mllm_compile.runtime.attention.latent.expansion import MOST_EXPANDED_BYTES
 from mllm_compile.runtime.attention.latent.products import absorb, apply_to_sums
@@ -63,7 +63,7 @@ class TorchAttnBackend(AttentionBackend, Cascades):
     def __init__(
         self,
         deterministic: bool = False,
-        choice: Choice = fewer_products,
+        choice: ExpansionChoice = fewer_products,
         most_expanded_bytes: int = MOST_EXPANDED_BYTES,
     ) -> None:
         self._deterministic = deterministic

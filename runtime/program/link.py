@@ -18,7 +18,7 @@ from mllm_compile.runtime.attention.hopper.decoder import ClusterDecode, ShareDe
 from mllm_compile.runtime.attention.hopper.shares import ShareKernel
 from mllm_compile.runtime.attention.layer import AttentionLayer
 from mllm_compile.runtime.attention.layer_kernels import DecodeVariant, LinkedKernels, StoredKernels
-from mllm_compile.runtime.attention.split.split_decode import DecodePiece, Decoder
+from mllm_compile.runtime.attention.split.split_decode import DecodePiece, LinkedDecode
 from mllm_compile.runtime.ops import load_kernels
 from mllm_compile.runtime.program.executor import PieceFunction, ProgramExecutor
 from mllm_compile.runtime.program.loaded import DecodeLoopPieces, MediaExecutors
@@ -108,7 +108,7 @@ def _layer_kernels(
     """Each layer's own kernels; layers that are alike share them."""
 
     @cache
-    def decoder_of(variant: DecodeVariant, sm_scale: float) -> Decoder:
+    def decoder_of(variant: DecodeVariant, sm_scale: float) -> LinkedDecode:
         piece: DecodePiece
         if variant.piece is not None:
             piece = pieces[variant.piece]
@@ -117,7 +117,7 @@ def _layer_kernels(
         else:
             clusters = [kernel for kernel in variant.kernels if isinstance(kernel, ClusterKernel)]
             piece = ClusterDecode(clusters, cubins, sm_scale, device)
-        return Decoder(piece, variant.most_sequences, variant.splits, fuses_rope=bool(variant.kernels))
+        return LinkedDecode(piece, variant.most_sequences, variant.splits, fuses_rope=bool(variant.kernels))
 
     @cache
     def linked(kernels: StoredKernels, sm_scale: float) -> LinkedKernels:

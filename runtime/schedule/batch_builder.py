@@ -19,7 +19,7 @@ NO_COPIES.setflags(write=False)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class DecodeRows:
+class RunningDecodes:
     """The constant part of decode-only batches, made anew only when the set of decoding requests changes."""
 
     requests: list[Request]
@@ -30,7 +30,7 @@ class DecodeRows:
     prompt_logprob_rows: np.ndarray
 
     @classmethod
-    def of(cls, requests: list[Request]) -> DecodeRows:
+    def of(cls, requests: list[Request]) -> RunningDecodes:
         count = len(requests)
         made = cls(
             requests,
@@ -45,7 +45,7 @@ class DecodeRows:
         return made
 
 
-NO_DECODES = DecodeRows.of([])
+NO_DECODES = RunningDecodes.of([])
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -60,7 +60,7 @@ class Chunk:
 
 def build_batch(
     step_id: int,
-    decodes: DecodeRows,
+    decodes: RunningDecodes,
     decode_prefix_lens: np.ndarray,
     chunks: list[Chunk],
     page_writes: tuple[np.ndarray, np.ndarray, np.ndarray],

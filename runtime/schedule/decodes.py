@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from mllm_compile.runtime.schedule.batch_builder import NO_DECODES, DecodeRows
+from mllm_compile.runtime.schedule.batch_builder import NO_DECODES, RunningDecodes
 from mllm_compile.runtime.schedule.request import Request, RequestStatus
 from mllm_compile.runtime.schedule.rows import Rows
 
@@ -23,7 +23,7 @@ class Decodes:
     def __init__(self, rows: Rows) -> None:
         self.requests: list[Request] = []
         self._rows = rows
-        self._made: DecodeRows | None = None  # None: to be made anew
+        self._made: RunningDecodes | None = None  # None: to be made anew
 
     def add(self, request: Request) -> None:
         """Let a request decode from the next step on."""
@@ -34,7 +34,7 @@ class Decodes:
         """Note that a request may have ended or been preempted."""
         self._made = None
 
-    def current(self) -> DecodeRows:
+    def current(self) -> RunningDecodes:
         """All with steps left. The rows of those whose last step has been planned are leaving from here on."""
         decodes = self._made
         if decodes is None:
@@ -51,9 +51,9 @@ class Decodes:
             decodes = self._keep(left)
         return decodes
 
-    def _keep(self, requests: list[Request]) -> DecodeRows:
+    def _keep(self, requests: list[Request]) -> RunningDecodes:
         self.requests = requests
-        self._made = DecodeRows.of(requests) if requests else NO_DECODES
+        self._made = RunningDecodes.of(requests) if requests else NO_DECODES
         return self._made
 
     def _longest_first(self, requests: list[Request]) -> list[Request]:

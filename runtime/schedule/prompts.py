@@ -45,7 +45,7 @@ class PromptPlan:
     admitted: list[Request] = field(default_factory=list)
 
 
-class Prompts:
+class PromptQueue:
     """The prompts that are not over.
 
     Attributes:

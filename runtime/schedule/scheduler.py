@@ -23,11 +23,11 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from mllm_compile.runtime.sampling.params import NONE_ALLOWED
-from mllm_compile.runtime.schedule.batch_builder import NO_DECODES, DecodeRows, build_batch
+from mllm_compile.runtime.schedule.batch_builder import NO_DECODES, RunningDecodes, build_batch
 from mllm_compile.runtime.schedule.config import SchedulerConfig, SchedulerStats
 from mllm_compile.runtime.schedule.decodes import Decodes
 from mllm_compile.runtime.schedule.pace import Pace, PromptBudget
-from mllm_compile.runtime.schedule.prompts import PromptPlan, Prompts
+from mllm_compile.runtime.schedule.prompts import PromptPlan, PromptQueue
 from mllm_compile.runtime.schedule.request import FINISH_REASONS, Request, RequestStatus, by_urgency
 from mllm_compile.runtime.schedule.rows import Rows
 from mllm_compile.runtime.schedule.scheduled_batch import ScheduledBatch, UpdateResult
@@ -56,7 +56,7 @@ class Scheduler:
         self.pace = Pace(config.max_step_ms, config.step_sizes, config.query_blocks, config.divide_prefix)
         self.decodes = Decodes(self.rows)
         self._states = StateCopies(config, self.rows)
-        self.prompts = Prompts(config, self.rows, self._states, self.decodes, self.pace)
+        self.prompts = PromptQueue(config, self.rows, self._states, self.decodes, self.pace)
         self._requests: set[Request] = set()  # all that are not finished
         self._sequences = itertools.count() if sequences is None else sequences
         self._next_step = 0
@@ -148,7 +148,7 @@ class Scheduler:
         self.rows.begin_step(batch.rows)
         return batch
 
-    def _plan_prompts(self, decodes: DecodeRows) -> PromptPlan | None:
+    def _plan_prompts(self, decodes: RunningDecodes) -> PromptPlan | None:
         """The prompts of a step with these decodes; None while there are none that could be in it."""
         if self.prompts.begun or (self.prompts.waiting and self.rows.num_free):
             return self.prompts.plan(self._prompt_budget(decodes))
@@ -165,7 +165,7 @@ class Scheduler:
             if decodes.requests[index].rope_len <= rope.boundary:
                 self._preempt(decodes.requests[index])
 
-    def _plan_decodes(self) -> DecodeRows:
+    def _plan_decodes(self) -> RunningDecodes:
         """The decodes of this step, each with room for its token; preempts, or lets some sit out, when pages lack."""
         while True:
             decodes = self.decodes.current()
@@ -190,13 +190,13 @@ class Scheduler:
         self.pages.grow_each(decodes.rows[needy])
         return decodes
 
-    def _prompt_budget(self, decodes: DecodeRows) -> PromptBudget:
+    def _prompt_budget(self, decodes: RunningDecodes) -> PromptBudget:
         """The part of a step that prompts may take beside these decodes."""
         num_decodes = len(decodes.requests)
         decode_keys = int(self.rows.computed[decodes.rows].sum()) + num_decodes if num_decodes else 0
         return self.pace.budget(num_decodes, decode_keys, self.config.max_num_batched_tokens - num_decodes)
 
-    def _first_prompt_need(self, decodes: DecodeRows) -> int:
+    def _first_prompt_need(self, decodes: RunningDecodes) -> int:
         """Pages that the most urgent begun prompt lacks for its next chunk."""
         return self.prompts.pages_of_first(self._prompt_budget(decodes)) if self.prompts.begun else 0
 
@@ -205,13 +205,13 @@ class Scheduler:
         running = self.prompts.begun + self.decodes.requests
         return max(running, key=by_urgency) if len(running) > 1 else None
 
-    def _sit_out(self, decodes: DecodeRows, needy: np.ndarray) -> DecodeRows:
+    def _sit_out(self, decodes: RunningDecodes, needy: np.ndarray) -> RunningDecodes:
         """Leave out the least urgent of the decodes that need a page, as many as pages lack; theirs come soon."""
         without_page = sorted(
             (request for request, needs in zip(decodes.requests, needy.tolist(), strict=True) if needs), key=by_urgency
         )[self.pages.available_pages :]
         out = set(without_page)
-        return DecodeRows.of([request for request in decodes.requests if request not in out]) if out else decodes
+        return RunningDecodes.of([request for request in decodes.requests if request not in out]) if out else decodes
 
     def _preempt(self, request: Request) -> None:
         """Send a running request back to the queue; its pages come back at once, but for those worth caching."""

@@ -19,7 +19,7 @@ from mllm_compile.runtime.attention.hopper.clusters import cluster_kernels
 from mllm_compile.runtime.attention.hopper.shares import ShareKernel
 from mllm_compile.runtime.attention.layer import LayerSpec
 from mllm_compile.runtime.attention.layer_kernels import DecodeVariant, LayerKernels
-from mllm_compile.runtime.attention.split.split_decode import Decoder, choose_decoder
+from mllm_compile.runtime.attention.split.split_decode import LinkedDecode, choose_decoder
 from mllm_compile.runtime.attention.split.splits import MOST_FEW_SEQUENCES, OF_FEW, OF_MANY
 from mllm_compile.runtime.program.link import link
 from mllm_compile.runtime.program.spec import Program, RopeInputNames, StoredSamplingPieces
@@ -115,7 +115,7 @@ def check_rotation(attention: RotatingAttention, norms: tuple[str, ...]) -> None
     step = RopeInputNames(("q", "k", "cos", "sin", *norms), 1e-6)
     check = _DecodeCheck(attention.layer, SERVED, step)
     for lengths in ((300, 70, 1), (16, 17)):
-        check.run(lengths, [variant], [Decoder(attention, fuses_rope=True)])
+        check.run(lengths, [variant], [LinkedDecode(attention, fuses_rope=True)])
 
 
 @pytest.mark.parametrize("layer", [LAYER, WITH_SINKS])
@@ -279,7 +279,7 @@ def test_every_kernel_of_a_layer_decodes_in_a_batch_of_the_check(monkeypatch, kv
     config = resolved(H200, runtime={"max_model_len": max_model_len})
     program, _ = decode_attention.add_decode_attention(config, Program((), (layer,), (), "logits"))
     variants = program.layer_kernels[layer.name].decode
-    decoders = [Decoder(list, variant.most_sequences, variant.splits) for variant in variants]
+    decoders = [LinkedDecode(list, variant.most_sequences, variant.splits) for variant in variants]
     batches = _DecodeCheck(layer, SERVED).batches(variants)
     met = set()
     for lengths in batches:

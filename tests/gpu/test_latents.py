@@ -12,7 +12,7 @@ import torch
 
 from mllm_compile import Engine, EngineConfig, SamplingParams
 from mllm_compile.runtime.attention.latent.expanded import ExpandedPrompts
-from mllm_compile.runtime.attention.latent.expansion import parts_of
+from mllm_compile.runtime.attention.latent.expansion import key_ranges
 from mllm_compile.runtime.attention.latent.tiles import PREFILL_TILE, num_prefill_tiles
 from mllm_compile.runtime.attention.layer_kernels import of_kind
 from mllm_compile.store.artifact import open_artifact
@@ -130,7 +130,7 @@ def test_prompts_over_keys_and_values_are_those_of_float32_in_one_part_and_in_se
     for (most_tokens, tolerance), splits in itertools.product(cases, (1, 3)):
         out = torch.full((len(q), heads, splits, value), math.nan, **options)
         log_sums = torch.full((len(q), heads, splits), math.nan, device="cuda")
-        for part in parts_of(first, new, before, most_tokens):
+        for part in key_ranges(first, new, before, most_tokens):
             keys = expanded[part.start : part.stop].clone(), gathered[part.start : part.stop].clone()
             torch.ops.mllm.expanded_prefill(q, *keys, torch.from_numpy(part.tiles).cuda(), out, log_sums, scale)
         got = (out.float() * log_sums.softmax(-1).unsqueeze(-1)).sum(2)

@@ -22,7 +22,7 @@ from mllm_compile.runtime.attention.base import AttentionInputs
 from mllm_compile.runtime.attention.flashinfer.kernels import PlanGroup
 from mllm_compile.runtime.attention.latent.backend import LatentAttnBackend, LatentPieces
 from mllm_compile.runtime.attention.layer import AttentionLayer, LayerSpec
-from mllm_compile.runtime.attention.split.split_decode import Decoder, SplitDecodeSpace
+from mllm_compile.runtime.attention.split.split_decode import LinkedDecode, SplitDecodeSpace
 from mllm_compile.runtime.attention.split.splits import OF_FEW
 from mllm_compile.runtime.cuda_graph.decode_loop import DecodeLoop
 from mllm_compile.runtime.cuda_graph.step_inputs import StepInputs
@@ -109,7 +109,7 @@ def test_draws_take_the_op_s_tensors_and_have_temperatures_behind_the_logits_or_
 @pytest.mark.parametrize("piece", DECODES, ids=lambda piece: piece.name)
 def test_decode_attention_is_given_what_it_is_compiled_for(piece):
     given = Given()
-    decoders = (Decoder(given, None, OF_FEW),)
+    decoders = (LinkedDecode(given, None, OF_FEW),)
     sinks = torch.zeros(LAYER.num_heads) if "sinks" in piece.signature else None
     group = PlanGroup.of(LAYER if sinks is None else WITH_BOTH)
     slots = torch.zeros(REQUESTS + 1, 8 * PAGE_SIZE, dtype=torch.int32)

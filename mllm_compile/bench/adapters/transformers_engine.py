@@ -15,7 +15,7 @@ from mllm_compile.bench.measure.workloads import Call
 
 
 class TransformersEngine:
-    """See BenchEngine. Prompts of several lengths are padded on the left, as its users do."""
+    """See BenchEngine. PromptIds of several lengths are padded on the left, as its users do."""
 
     version = transformers.__version__
 

@@ -135,7 +135,7 @@ class StepFacts:
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class KernelWork:
     """The purpose of a kernel, and what it has to move and compute.
 
     Attributes:
@@ -179,9 +179,9 @@ class RooflineRow:
         return self.limit_us / self.us if self.us else 0.0
 
 
-def assign_jobs(kernels: Sequence[TracedKernel], facts: StepFacts) -> list[Job]:
+def assign_jobs(kernels: Sequence[TracedKernel], facts: StepFacts) -> list[KernelWork]:
     """Each kernel's job, from a step whose kernels know their piece."""
-    jobs = [Job(UNKNOWN)] * len(kernels)
+    jobs = [KernelWork(UNKNOWN)] * len(kernels)
     groups: dict[tuple[int, bool], list[int]] = defaultdict(list)
     for position, kernel in enumerate(kernels):
         groups[kernel.piece, kernel.inside].append(position)
@@ -193,20 +193,20 @@ def assign_jobs(kernels: Sequence[TracedKernel], facts: StepFacts) -> list[Job]:
         if inside:
             found = _piece_jobs(mine, pieces[piece], facts.rows)
         elif piece == BEFORE_FIRST_PIECE:
-            found = [Job(PREPARE)] * len(mine)
+            found = [KernelWork(PREPARE)] * len(mine)
         elif piece in attentions:
             found = _attention_jobs(mine, attentions[piece])
         else:
             label = SAMPLE if piece == last else UNKNOWN
-            found = _longest_gets(mine, Job(label, facts.logits_bytes), Job(label))
+            found = _longest_gets(mine, KernelWork(label, facts.logits_bytes), KernelWork(label))
         for position, job in zip(positions, found, strict=True):
             jobs[position] = job
     return jobs
 
 
 def jobs_by_name(
-    kernels: Sequence[TracedKernel], known: Sequence[TracedKernel], known_jobs: Sequence[Job], logits_bytes: int
-) -> list[Job]:
+    kernels: Sequence[TracedKernel], known: Sequence[TracedKernel], known_jobs: Sequence[KernelWork], logits_bytes: int
+) -> list[KernelWork]:
     """Jobs for a captured step's kernels from another step's: the n-th of a name has the job of the n-th there.
 
     Args:
@@ -254,13 +254,13 @@ def _same_in(known: Sequence[TracedKernel], kernels: Sequence[TracedKernel]) -> 
     return found
 
 
-def _captured_job(name: str, logits_bytes: int) -> Job:
-    return Job(_CAPTURED_LABELS.get(name, UNKNOWN), logits_bytes if name == _READS_LOGITS else 0)
+def _captured_job(name: str, logits_bytes: int) -> KernelWork:
+    return KernelWork(_CAPTURED_LABELS.get(name, UNKNOWN), logits_bytes if name == _READS_LOGITS else 0)
 
 
-def roofline_rows(kernels: Sequence[TracedKernel], jobs: Sequence[Job], ceilings: Ceilings) -> list[RooflineRow]:
+def roofline_rows(kernels: Sequence[TracedKernel], jobs: Sequence[KernelWork], ceilings: Ceilings) -> list[RooflineRow]:
     """Kernels of one name and job together, the most time lost first."""
-    groups: dict[tuple[str, str], list[tuple[TracedKernel, Job]]] = defaultdict(list)
+    groups: dict[tuple[str, str], list[tuple[TracedKernel, KernelWork]]] = defaultdict(list)
     for kernel, job in zip(kernels, jobs, strict=True):
         groups[_without_numbers(job.label), short_name(kernel.name)].append((kernel, job))
     rows = [
@@ -278,20 +278,20 @@ def roofline_rows(kernels: Sequence[TracedKernel], jobs: Sequence[Job], ceilings
     return sorted(rows, key=lambda row: row.lost_us, reverse=True)
 
 
-def _limit_us(job: Job, ceilings: Ceilings) -> float:
+def _limit_us(job: KernelWork, ceilings: Ceilings) -> float:
     return max(job.num_bytes / ceilings.read_bytes_s, ceilings.products_s(job.flops, job.fp8_flops)) * 1e6
 
 
-def _piece_jobs(kernels: Sequence[TracedKernel], piece: PieceFacts, rows: int) -> list[Job]:
+def _piece_jobs(kernels: Sequence[TracedKernel], piece: PieceFacts, rows: int) -> list[KernelWork]:
     """Jobs of a piece: GEMMs get their matrices; kernels between two share what one wrote and the other reads."""
     matrices = piece.matrices
     gemms = _gemm_positions(kernels, len(matrices))
     if gemms is None:
         return _fused_piece_jobs(kernels, piece, rows)
-    jobs = [Job("")] * len(kernels)
+    jobs = [KernelWork("")] * len(kernels)
     for position, matrix in zip(gemms, matrices, strict=True):
         moved = matrix.num_bytes(rows) + matrix.in_bytes(rows) + matrix.out_bytes(rows)
-        jobs[position] = Job(matrix.name, moved, *_flops((matrix,), rows))
+        jobs[position] = KernelWork(matrix.name, moved, *_flops((matrix,), rows))
     edges = [-1, *gemms, len(kernels)]
     for gap, (begin, end) in enumerate(pairwise(edges)):
         between = range(begin + 1, end)
@@ -300,7 +300,7 @@ def _piece_jobs(kernels: Sequence[TracedKernel], piece: PieceFacts, rows: int) -
         label = f"before {matrices[gap].name}" if gap < len(matrices) else "end of the piece"
         for position in between:
             is_of_ranks = _RANKS_NAME.search(kernels[position].name)
-            jobs[position] = Job(BETWEEN_RANKS if is_of_ranks else label, (before + after) // len(between))
+            jobs[position] = KernelWork(BETWEEN_RANKS if is_of_ranks else label, (before + after) // len(between))
     return jobs
 
 
@@ -322,12 +322,14 @@ def _gemm_positions(kernels: Sequence[TracedKernel], count: int) -> list[int] | 
     return sorted(longest)
 
 
-def _fused_piece_jobs(kernels: Sequence[TracedKernel], piece: PieceFacts, rows: int) -> list[Job]:
+def _fused_piece_jobs(kernels: Sequence[TracedKernel], piece: PieceFacts, rows: int) -> list[KernelWork]:
     """Jobs of a fused piece: the longest kernel does all that the piece does."""
     first, last = piece.matrices[0].name, piece.matrices[-1].name
     label = first if first == last else f"{first} … {last}"
     moved = piece.in_bytes + piece.out_bytes + sum(matrix.num_bytes(rows) for matrix in piece.matrices)
-    return _longest_gets(kernels, Job(label, moved, *_flops(piece.matrices, rows)), Job(f"around {label}"))
+    return _longest_gets(
+        kernels, KernelWork(label, moved, *_flops(piece.matrices, rows)), KernelWork(f"around {label}")
+    )
 
 
 def _flops(matrices: Sequence[MatrixFacts], rows: int) -> tuple[int, int]:
@@ -338,16 +340,16 @@ def _flops(matrices: Sequence[MatrixFacts], rows: int) -> tuple[int, int]:
     return plain, in_fp8
 
 
-def _attention_jobs(kernels: Sequence[TracedKernel], attention: AttentionFacts) -> list[Job]:
+def _attention_jobs(kernels: Sequence[TracedKernel], attention: AttentionFacts) -> list[KernelWork]:
     """Jobs of an attention: the longest kernel reads the cache; others (writing, merging) move the new part."""
     name = f"{attention.what} {attention.name}"
     if len(kernels) == 1:
-        return [Job(name, attention.kv_bytes + attention.new_bytes)]
+        return [KernelWork(name, attention.kv_bytes + attention.new_bytes)]
     others = attention.new_bytes // (len(kernels) - 1)
-    return _longest_gets(kernels, Job(name, attention.kv_bytes), Job(f"{name}: around it", others))
+    return _longest_gets(kernels, KernelWork(name, attention.kv_bytes), KernelWork(f"{name}: around it", others))
 
 
-def _longest_gets(kernels: Sequence[TracedKernel], main: Job, rest: Job) -> list[Job]:
+def _longest_gets(kernels: Sequence[TracedKernel], main: KernelWork, rest: KernelWork) -> list[KernelWork]:
     longest = max(range(len(kernels)), key=lambda position: kernels[position].us, default=0)
     return [main if position == longest else rest for position in range(len(kernels))]
 

@@ -50,7 +50,7 @@ def measure_images(engine: ImageEngine, work: ImagesWork, batch: int, vocab_size
     seeds = itertools.count()
     images: list[object] = []
 
-    def ids(length: int) -> Prompts:
+    def ids(length: int) -> PromptIds:
         return [[draw.randint(0, last) for _ in range(length)] for _ in range(batch)]
 
     half = work.text_len // 2

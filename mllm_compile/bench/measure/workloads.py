@@ -15,7 +15,7 @@ from mllm_compile.bench.measure.results import Measurement
 from mllm_compile.bench.timing.rounds import quantile
 from mllm_compile.errors import ConfigError
 
-Prompts = list[list[int]]
+PromptIds = list[list[int]]
 
 # Sizes by the names of a work's fields.
 Sizes = Mapping[str, Any]
@@ -401,7 +401,7 @@ def points_text(points: Sequence[tuple[int, int]]) -> str:
     return ",".join(f"{count}x{length}" for count, length in points)
 
 
-def random_prompts(count: int, length: int, vocab_size: int, seed: int) -> Prompts:
+def random_prompts(count: int, length: int, vocab_size: int, seed: int) -> PromptIds:
     """`count` prompts of `length` random token ids."""
     draw = random.Random(seed)
     last = largest_token_id(vocab_size)

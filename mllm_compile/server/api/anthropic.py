@@ -14,7 +14,7 @@ from mllm_compile.server.api.anthropic_answers import MessagesAnswers, refusal
 from mllm_compile.server.api.errors import bad_request
 from mllm_compile.server.api.fields import ChatFields, check_parts, params_of, read_fields
 from mllm_compile.server.api.foreign_fields import FOREIGN, OF_MESSAGES
-from mllm_compile.server.api.interfaces import Plan, chat_plan
+from mllm_compile.server.api.interfaces import AnswerPlan, chat_plan
 from mllm_compile.server.engine_facts import EngineFacts
 
 _FOREIGN = {**FOREIGN, **OF_MESSAGES}
@@ -260,7 +260,7 @@ class MessagesRequest:
             raise bad_request("max_tokens: expected an integer of at least 1, got none")
         self.has_media = has_media(self.fields.messages)
 
-    def plan(self, facts: EngineFacts) -> Plan:
+    def plan(self, facts: EngineFacts) -> AnswerPlan:
         params = params_of(self.fields, facts.defaults)
         shows_thinking = self.fields.include_reasoning is True
         return chat_plan(

@@ -26,7 +26,7 @@ from mllm_compile.server.api.logprobs import TokenTexts
 from mllm_compile.server.api.prompts import Prompt
 from mllm_compile.server.engine_facts import EngineFacts
 from mllm_compile.server.flow.choice import PromptRun
-from mllm_compile.server.flow.job import Format
+from mllm_compile.server.flow.job import AnswerFormat
 from mllm_compile.server.flow.memory import bytes_of_json
 from mllm_compile.text.calls.parser import CallParser
 
@@ -38,7 +38,7 @@ _TOKEN_BYTES = 40  # of an integer in a list
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Plan:
+class AnswerPlan:
     """A request that can be started.
 
     Attributes:
@@ -51,7 +51,7 @@ class Plan:
 
     prompts: list[Prompt]
     params: SamplingParams
-    format: Callable[[dict[str, Any]], Format]
+    format: Callable[[dict[str, Any]], AnswerFormat]
     is_only_echoed: bool = False
     make_parser: Callable[[], CallParser] | None = None
     unread: tuple[str, ...] = ()
@@ -64,7 +64,7 @@ class Plan:
         return prompts + _size_of(self.params) + self.kept_bytes
 
 
-class Request(Protocol):
+class ApiRequest(Protocol):
     """A request that was read.
 
     Attributes:
@@ -89,7 +89,7 @@ class Request(Protocol):
     @property
     def num_prompts(self) -> int: ...
 
-    def plan(self, facts: EngineFacts) -> Plan:
+    def plan(self, facts: EngineFacts) -> AnswerPlan:
         """The plan of it for an engine; takes time, unless it is quick, as texts are tokenized.
 
         Raises:
@@ -112,7 +112,7 @@ class CompletionRequest:
         self.is_quick = len(body) <= (_QUICK_TEXT_BYTES if has_text else _QUICK_IDS_BYTES)
         _check_stream(self.fields)
 
-    def plan(self, facts: EngineFacts) -> Plan:
+    def plan(self, facts: EngineFacts) -> AnswerPlan:
         fields = self.fields
         is_only_echoed = bool(fields.echo) and fields.most_tokens == 0
         if is_only_echoed:
@@ -123,10 +123,10 @@ class CompletionRequest:
         found = prompts.completion_prompts(facts, fields, self._items, params)
         echo_of = _echo_of(facts) if fields.echo else None
 
-        def answers(head: dict[str, Any]) -> Format:
+        def answers(head: dict[str, Any]) -> AnswerFormat:
             return CompletionAnswers(head, echo_of, **_options(fields, facts, params))
 
-        return Plan(found, params, answers, is_only_echoed)
+        return AnswerPlan(found, params, answers, is_only_echoed)
 
 
 class ChatRequest:
@@ -145,14 +145,14 @@ class ChatRequest:
         self.has_media = has_media(self.fields.messages)
         _check_stream(self.fields)
 
-    def plan(self, facts: EngineFacts) -> Plan:
+    def plan(self, facts: EngineFacts) -> AnswerPlan:
         fields = self.fields
         params = params_of(fields, facts.defaults)
         options = _options(fields, facts, params)
 
         options["echo"] = prompts.last_answer(fields.messages) if fields.echo else ""
 
-        def answers(head: dict[str, Any], is_read: bool) -> Format:
+        def answers(head: dict[str, Any], is_read: bool) -> AnswerFormat:
             if not is_read:
                 return ChatAnswers(head, **options)
             return ReadChatAnswers(head, fields.include_reasoning is not False, **options)
@@ -161,8 +161,11 @@ class ChatRequest:
 
 
 def chat_plan(
-    facts: EngineFacts, fields: ChatFields, params: SamplingParams, answers: Callable[[dict[str, Any], bool], Format]
-) -> Plan:
+    facts: EngineFacts,
+    fields: ChatFields,
+    params: SamplingParams,
+    answers: Callable[[dict[str, Any], bool], AnswerFormat],
+) -> AnswerPlan:
     """The plan of a chat, whichever interface it came by.
 
     Args:
@@ -175,7 +178,7 @@ def chat_plan(
     text, unread = prompts.chat_text(facts, fields) if fields.input_ids is None else prompts.given_text(facts, fields)
     reading = AnswerReading(facts, fields, text, params)
     found = prompts.chat_prompts(facts, fields, reading.params, text, items)
-    return Plan(
+    return AnswerPlan(
         found,
         reading.params,
         lambda head: answers(head, reading.is_needed),

@@ -12,7 +12,7 @@ from mllm_compile.runtime.short_repr import typed_repr
 from mllm_compile.server.api.errors import bad_request, openai_refusal
 from mllm_compile.server.api.fields import ChatFields, check_parts, params_of, read_fields
 from mllm_compile.server.api.foreign_fields import FOREIGN, OF_RESPONSES
-from mllm_compile.server.api.interfaces import Plan, chat_plan
+from mllm_compile.server.api.interfaces import AnswerPlan, chat_plan
 from mllm_compile.server.api.responses_answers import ResponsesAnswers
 from mllm_compile.server.engine_facts import EngineFacts
 
@@ -97,7 +97,7 @@ class ResponsesRequest:
         )
         self.has_media = has_media(self.fields.messages)
 
-    def plan(self, facts: EngineFacts) -> Plan:
+    def plan(self, facts: EngineFacts) -> AnswerPlan:
         params = params_of(self.fields, facts.defaults)
         given = self._given
         said = {

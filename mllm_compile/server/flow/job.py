@@ -30,7 +30,7 @@ _NONE = SamplingParams()
 STATUS_GONE = 499  # of nginx: the client has gone; for the log alone
 
 
-class Format(Protocol):
+class AnswerFormat(Protocol):
     """The shape of an interface's answers."""
 
     def begin(self, job: Job) -> bytes:
@@ -76,7 +76,7 @@ class Job:
     def __init__(
         self,
         name: str,
-        format: Format,
+        format: AnswerFormat,
         outlet: Outlet,
         *,
         is_stream: bool,

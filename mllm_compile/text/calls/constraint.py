@@ -22,7 +22,7 @@ from mllm_compile.text.calls.syntax import (
 from mllm_compile.text.calls.tools import Tool, ToolChoice
 from mllm_compile.text.calls.values import allows_text_only
 
-Format = dict[str, Any]
+TagFormat = dict[str, Any]
 SpecialIds = Mapping[str, int | None]  # text of a special token → its id; None: it ends an answer
 
 _SPACE = {"type": "regex", "pattern": r"[ \n]{0,4}"}  # that models write around reasoning
@@ -50,7 +50,7 @@ def structural_tag(
     reasoning_is_open: bool = False,
     may_reason: bool = True,
     special_tokens: SpecialIds | None = None,
-) -> Format | None:
+) -> TagFormat | None:
     """The structural tag that an answer is held to; None if it may be anything.
 
     An answer with `auto` is held to the schemas of strict tools and to the tools that are allowed, where it calls one.
@@ -78,10 +78,10 @@ def _written(
     tools: Sequence[Tool],
     choice: ToolChoice,
     is_parallel: bool,
-    ahead: list[Format],
+    ahead: list[TagFormat],
     may_reason: bool,
     special_tokens: SpecialIds,
-) -> Format | None:
+) -> TagFormat | None:
     """The format of the tag, marks as texts."""
     offered = [tool for tool in tools if choice.names is None or tool.name in choice.names]
     are_all = len(offered) == len(tools)
@@ -106,18 +106,18 @@ def _written(
     return _sequence([*ahead, _section(syntax.calls, tags, is_single)])
 
 
-def _ahead(reasoning: Reasoning | None, is_open: bool) -> list[Format]:
+def _ahead(reasoning: Reasoning | None, is_open: bool) -> list[TagFormat]:
     if reasoning is None:
         return []
     reason = _tag("" if is_open else reasoning.begin, _ANY, reasoning.end)
     return [reason, _SPACE] if is_open else [_optional(_sequence([reason, _SPACE]))]
 
 
-def _section(calls: CallSyntax, tags: list[Format], is_single: bool) -> Format:
+def _section(calls: CallSyntax, tags: list[TagFormat], is_single: bool) -> TagFormat:
     return _sequence([*_text(calls.begin), _several(calls, tags, is_single), *_text(calls.end)])
 
 
-def _several(calls: CallSyntax, tags: list[Format], is_single: bool) -> Format:
+def _several(calls: CallSyntax, tags: list[TagFormat], is_single: bool) -> TagFormat:
     return {
         "type": "tags_with_separator",
         "tags": tags,
@@ -127,7 +127,7 @@ def _several(calls: CallSyntax, tags: list[Format], is_single: bool) -> Format:
     }
 
 
-def _where_called(calls: CallSyntax, tags: list[Format], is_single: bool) -> Format:
+def _where_called(calls: CallSyntax, tags: list[TagFormat], is_single: bool) -> TagFormat:
     if calls.begin:
         tags = [_tag(calls.begin, _several(calls, tags, is_single), calls.end)]
     return {
@@ -139,7 +139,7 @@ def _where_called(calls: CallSyntax, tags: list[Format], is_single: bool) -> For
     }
 
 
-def _channels(syntax: Channels, tools: Sequence[Tool], is_free: bool, may_reason: bool) -> Format:
+def _channels(syntax: Channels, tools: Sequence[Tool], is_free: bool, may_reason: bool) -> TagFormat:
     head = f"{syntax.channel}commentary to=functions."
     tags = [
         _tag(
@@ -163,7 +163,7 @@ def _channels(syntax: Channels, tools: Sequence[Tool], is_free: bool, may_reason
     return _sequence([_optional(_sequence([reason, *_text(f"{syntax.start}assistant")])), _either(tags)])
 
 
-def _call(calls: CallSyntax, tool: Tool, is_free: bool) -> Format:
+def _call(calls: CallSyntax, tool: Tool, is_free: bool) -> TagFormat:
     """The tag of a call of one tool."""
     schema = _schema(_ANY_OBJECT if is_free else tool.parameters)
     body = calls.body
@@ -208,7 +208,7 @@ def _keys(keys: Sequence[str]) -> str:
     return ": {".join(map(json.dumps, keys)) + ": "
 
 
-def _parameters(body: Parameters, tool: Tool) -> Format:
+def _parameters(body: Parameters, tool: Tool) -> TagFormat:
     """The parameters in the schema's order, those that are required first where something has to separate them."""
     properties: Mapping[str, Any] = tool.parameters["properties"]
     required = tool.parameters.get("required")
@@ -229,7 +229,7 @@ def _parameters(body: Parameters, tool: Tool) -> Format:
     return _optional(_either(chains)) if chains else _sequence([])
 
 
-def _parameter(body: Parameters, key: str, schema: Any, root: Mapping[str, Any]) -> Format:
+def _parameter(body: Parameters, key: str, schema: Any, root: Mapping[str, Any]) -> TagFormat:
     begin = body.begin + key
     if body.are_python:
         return _sequence([*_text(begin + body.between), _schema(_with_definitions(schema, root)), *_text(body.end)])
@@ -248,29 +248,29 @@ def _with_definitions(schema: Any, root: Mapping[str, Any]) -> Any:
     return {**schema, **definitions} if isinstance(schema, Mapping) else schema
 
 
-def _tag(begin: str, content: Format, end: str) -> Format:
+def _tag(begin: str, content: TagFormat, end: str) -> TagFormat:
     return {"type": "tag", "begin": begin, "content": content, "end": end}
 
 
-def _schema(schema: Any) -> Format:
+def _schema(schema: Any) -> TagFormat:
     return {"type": "json_schema", "json_schema": schema}
 
 
-def _text(text: str) -> list[Format]:
+def _text(text: str) -> list[TagFormat]:
     return [{"type": "const_string", "value": text}] if text else []
 
 
-def _sequence(elements: list[Format]) -> Format:
+def _sequence(elements: list[TagFormat]) -> TagFormat:
     if not elements:
         return {"type": "const_string", "value": ""}
     return elements[0] if len(elements) == 1 else {"type": "sequence", "elements": elements}
 
 
-def _either(elements: list[Format]) -> Format:
+def _either(elements: list[TagFormat]) -> TagFormat:
     return elements[0] if len(elements) == 1 else {"type": "or", "elements": elements}
 
 
-def _optional(content: Format) -> Format:
+def _optional(content: TagFormat) -> TagFormat:
     return {"type": "optional", "content": content}
 
 
@@ -296,7 +296,7 @@ def _by_ids(part: Any, special: SpecialIds) -> Any:
     return part
 
 
-def _tag_by_ids(tag: Format, special: SpecialIds) -> Format:
+def _tag_by_ids(tag: TagFormat, special: SpecialIds) -> TagFormat:
     """A tag begins and ends with one token or text; what else its marks have goes to its content."""
     ahead, behind = _pieces(tag["begin"], special), _pieces(tag["end"], special)
     begin, end = (ahead.pop(0) if ahead else None), (behind.pop() if behind else None)
@@ -304,16 +304,16 @@ def _tag_by_ids(tag: Format, special: SpecialIds) -> Format:
     return {"type": "tag", "begin": _mark(begin), "content": content, "end": _mark(end)}
 
 
-def _mark(piece: Format | None) -> Any:
+def _mark(piece: TagFormat | None) -> Any:
     if piece is None:
         return ""
     return piece if piece["type"] == "token" else piece["value"]
 
 
-def _pieces(text: str, special: SpecialIds) -> list[Format]:
+def _pieces(text: str, special: SpecialIds) -> list[TagFormat]:
     """A text as texts and tokens; what ends an answer is left out, as the answer's end has its place."""
     pattern = "|".join(re.escape(token) for token in sorted(special, key=len, reverse=True))
-    pieces: list[Format] = []
+    pieces: list[TagFormat] = []
     for index, part in enumerate(re.split(f"({pattern})", text)):
         if index % 2 == 0:
             pieces += _text(part)

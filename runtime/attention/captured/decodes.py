@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from mllm_compile.runtime.attention.flashinfer.decode import DecodeRows, GraphBuffers, GroupDecode
+from mllm_compile.runtime.attention.flashinfer.decode import DecodeBatch, GraphBuffers, GroupDecode
 from mllm_compile.runtime.attention.split.split_decode import SplitDecodeSpace
 from mllm_compile.runtime.errors import ConfigError
 from mllm_compile.runtime.forward_batch import ForwardMode
@@ -50,7 +50,7 @@ class DecodeSteps:
         self._sizes.add(num_rows)
         return wrappers
 
-    def replay(self, num_rows: int, rows: torch.Tensor, decodes: DecodeRows) -> list[Any]:
+    def replay(self, num_rows: int, rows: torch.Tensor, decodes: DecodeBatch) -> list[Any]:
         """The wrappers captured for `num_rows` rows, made ready for these requests.
 
         Raises:

@@ -24,7 +24,7 @@ import numpy as np
 import torch
 
 from mllm_compile.runtime.attention.capture import CapturesMixed
-from mllm_compile.runtime.attention.flashinfer.decode import DecodeRows, SplitGroup
+from mllm_compile.runtime.attention.flashinfer.decode import DecodeBatch, SplitGroup
 from mllm_compile.runtime.attention.flashinfer.planned import DecodeMetadata, Planned, PrefillMetadata
 from mllm_compile.runtime.attention.flashinfer.prefill import CapturedPrefill, GroupPrefill
 from mllm_compile.runtime.attention.metadata import CommonAttentionMetadata
@@ -78,7 +78,7 @@ class MixedSteps:
     def capture(self, num_tokens: int) -> MixedStep:
         """Makes a step of `num_tokens` to capture: nothing but padding, until `replay`."""
         num_rows = min(num_tokens, self._decode_lens.shape[0])
-        rows = DecodeRows(self._decode_lens[:num_rows], _no_pages)
+        rows = DecodeBatch(self._decode_lens[:num_rows], _no_pages)
         step = MixedStep(
             num_rows,
             num_rows * self._space.page_table.shape[1] <= _MOST_LISTED,

@@ -17,7 +17,7 @@ import torch
 
 from mllm_compile.runtime.attention.flashinfer.kernels import PlanGroup
 from mllm_compile.runtime.attention.flashinfer.plan import PagedView, PlanSpace
-from mllm_compile.runtime.attention.split.split_decode import Decoders, SplitDecode, SplitDecodeSpace
+from mllm_compile.runtime.attention.split.split_decode import LinkedDecodes, SplitDecode, SplitDecodeSpace
 from mllm_compile.runtime.device.upload import upload
 
 # (window_left, where to write the page ids or None) → the pages of the batch's decodes
@@ -25,7 +25,7 @@ PageLister = Callable[[int, torch.Tensor | None], PagedView]
 
 
 @dataclass(frozen=True)
-class DecodeRows:
+class DecodeBatch:
     """The decodes of a batch; pages are listed only for groups that need the list."""
 
     seq_lens: torch.Tensor  # [R] int32, on the device
@@ -49,7 +49,7 @@ class GroupDecode(ABC):
         """Load the kernel, or build it, so that no request waits for that."""
 
     @abstractmethod
-    def plan(self, decodes: DecodeRows) -> Any:
+    def plan(self, decodes: DecodeBatch) -> Any:
         """The wrapper for a batch that runs now."""
 
     @abstractmethod
@@ -57,7 +57,7 @@ class GroupDecode(ABC):
         """The wrapper for a capture of `bs` rows, planned for rows of one token on the dummy page."""
 
     @abstractmethod
-    def plan_replay(self, bs: int, decodes: DecodeRows) -> Any:
+    def plan_replay(self, bs: int, decodes: DecodeBatch) -> Any:
         """The captured wrapper, made ready for these requests."""
 
 
@@ -65,7 +65,7 @@ class SplitGroup(GroupDecode):
     """Decodes with the program's own kernels (split_decode.py), those of attention/hopper/ included, which do not split
     keys in that way. They read the page table that the backend keeps for all such groups."""
 
-    def __init__(self, group: PlanGroup, decoders: Decoders, space: SplitDecodeSpace) -> None:
+    def __init__(self, group: PlanGroup, decoders: LinkedDecodes, space: SplitDecodeSpace) -> None:
         self._group = group
         self._decoders = decoders
         self._space = space
@@ -74,7 +74,7 @@ class SplitGroup(GroupDecode):
     def load(self) -> None:
         self._space.load(self._group, self._decoders)
 
-    def plan(self, decodes: DecodeRows) -> SplitDecode:
+    def plan(self, decodes: DecodeBatch) -> SplitDecode:
         return self._space.prepare(self._group, self._decoders, decodes.seq_lens)
 
     def plan_capture(self, bs: int, seq_lens: torch.Tensor, buffers: GraphBuffers) -> SplitDecode:
@@ -82,7 +82,7 @@ class SplitGroup(GroupDecode):
         self._captured[bs] = seq_lens, decoder
         return decoder
 
-    def plan_replay(self, bs: int, decodes: DecodeRows) -> SplitDecode:
+    def plan_replay(self, bs: int, decodes: DecodeBatch) -> SplitDecode:
         seq_lens, decoder = self._captured[bs]
         if decodes.seq_lens.data_ptr() != seq_lens.data_ptr():
             seq_lens.copy_(decodes.seq_lens)
@@ -122,7 +122,7 @@ class PlannedGroup(GroupDecode):
         page = torch.zeros(1, dtype=torch.int32, device=self._device)
         self._plan(self._wrapper, _dummy_pages(1, page))
 
-    def plan(self, decodes: DecodeRows) -> Any:
+    def plan(self, decodes: DecodeBatch) -> Any:
         self._plan(self._wrapper, decodes.list_pages(self._window_left, None))
         return self._wrapper
 
@@ -139,7 +139,7 @@ class PlannedGroup(GroupDecode):
         self._captured[bs] = wrapper, buffers
         return wrapper
 
-    def plan_replay(self, bs: int, decodes: DecodeRows) -> Any:
+    def plan_replay(self, bs: int, decodes: DecodeBatch) -> Any:
         """Plans by fast_decode_plan: it takes the filled buffers, without plan()'s max() of a tensor, 650 µs at 256."""
         from flashinfer.decode import fast_decode_plan
 

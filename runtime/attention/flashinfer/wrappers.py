@@ -32,7 +32,7 @@ from mllm_compile.runtime.attention.layer import AttentionLayer
 from mllm_compile.runtime.attention.layer_kernels import LinkedKernels, of_kind
 from mllm_compile.runtime.attention.metadata import get_kv_cache_layout
 from mllm_compile.runtime.attention.split.cascade import SharedPrefix
-from mllm_compile.runtime.attention.split.split_decode import DecodePiece, Decoders, SplitDecodeSpace
+from mllm_compile.runtime.attention.split.split_decode import DecodePiece, LinkedDecodes, SplitDecodeSpace
 from mllm_compile.runtime.errors import DeviceError
 
 
@@ -161,7 +161,7 @@ class GroupWrappers:
             self._merge,
         )
 
-    def _make_decodes(self, decoders: Mapping[str, Decoders]) -> tuple[SplitDecodeSpace | None, list[GroupDecode]]:
+    def _make_decodes(self, decoders: Mapping[str, LinkedDecodes]) -> tuple[SplitDecodeSpace | None, list[GroupDecode]]:
         """The decodes of each group; layers of one group have the same decoders."""
         of_groups = {self.group_of[name]: of_layer for name, of_layer in decoders.items()}
         space = None

@@ -85,7 +85,7 @@ def choose_split(num_sequences: int, splits: Collection[int] = SPLITS) -> int:
     return max((split for split in splits if split * num_sequences <= _BLOCKS), default=min(splits))
 
 
-def parts_of(num_sequences: int, split: int) -> int:
+def parts_per_head(num_sequences: int, split: int) -> int:
     """The clusters that a sequence may have if it is long: all run side by side."""
     return max(1, _CLUSTERS[split] // num_sequences)
 

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping
 import torch
 
 from mllm_compile.runtime.attention.capture import RopeInputs
-from mllm_compile.runtime.attention.hopper.clusters import ClusterKernel, choose_split, left_words, parts_of
+from mllm_compile.runtime.attention.hopper.clusters import ClusterKernel, choose_split, left_words, parts_per_head
 from mllm_compile.runtime.attention.hopper.kernel import MISSING, DecodeKernel
 from mllm_compile.runtime.attention.hopper.rotation import Rotation
 from mllm_compile.runtime.attention.hopper.shares import MOST_REQUESTS, TILE, ShareKernel
@@ -60,7 +60,7 @@ class ClusterDecode:
         num_sequences = out.shape[0] * keys.shape[1]
         split = choose_split(num_sequences, self._kernels)
         kernel, loaded = self._kernels[split]
-        parts = parts_of(num_sequences, split)
+        parts = parts_per_head(num_sequences, split)
         maps = [self._maps.get(cache.flatten(1), tensor_maps.rows, kernel.box_rows) for cache in (keys, values)]
         loaded.launch(
             num_sequences * parts * split,

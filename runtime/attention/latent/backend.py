@@ -23,7 +23,7 @@ import torch
 from mllm_compile.runtime.attention.base import AttentionBackend, AttentionInputs
 from mllm_compile.runtime.attention.capture import CapturesDecodes
 from mllm_compile.runtime.attention.captured.decodes import check_capturable
-from mllm_compile.runtime.attention.latent.choice import NUM_BLOCKS, Choice, Widths, faster_on_gpu
+from mllm_compile.runtime.attention.latent.choice import NUM_BLOCKS, ExpansionChoice, Widths, faster_on_gpu
 from mllm_compile.runtime.attention.latent.expanded import ExpandedPrompts
 from mllm_compile.runtime.attention.latent.expansion import MOST_EXPANDED_BYTES
 from mllm_compile.runtime.attention.latent.products import absorb, apply_to_sums
@@ -86,7 +86,7 @@ class LatentAttnBackend(AttentionBackend, CapturesDecodes):
         max_requests: int,
         page_size: int,
         dtype: torch.dtype,
-        choice: Choice = faster_on_gpu,
+        choice: ExpansionChoice = faster_on_gpu,
         most_expanded_bytes: int = MOST_EXPANDED_BYTES,
     ) -> None:
         """

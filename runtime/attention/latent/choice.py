@@ -66,7 +66,7 @@ class Widths:
 
 
 @dataclass(frozen=True)
-class Prompts:
+class PromptSizes:
     """The prompts of a step.
 
     Attributes:
@@ -80,21 +80,21 @@ class Prompts:
     beside_decodes: bool
 
 
-# Prompts → [R] bool: those that are expanded.
-Choice = Callable[[Prompts], np.ndarray]
+# PromptSizes → [R] bool: those that are expanded.
+ExpansionChoice = Callable[[PromptSizes], np.ndarray]
 
 
-def none_of_them(prompts: Prompts) -> np.ndarray:
+def none_of_them(prompts: PromptSizes) -> np.ndarray:
     """A choice of no prompt."""
     return np.zeros(len(prompts.new), dtype=bool)
 
 
-def all_of_them(prompts: Prompts) -> np.ndarray:
+def all_of_them(prompts: PromptSizes) -> np.ndarray:
     """A choice of every prompt."""
     return np.ones(len(prompts.new), dtype=bool)
 
 
-def fewer_products(prompts: Prompts) -> np.ndarray:
+def fewer_products(prompts: PromptSizes) -> np.ndarray:
     """The prompts that take fewer multiplications expanded: a CPU's choice."""
     widths, new, before = prompts.widths, prompts.new.astype(np.float64), prompts.before.astype(np.float64)
     pairs = widths.num_heads * new * (before + new / 2)
@@ -102,7 +102,7 @@ def fewer_products(prompts: Prompts) -> np.ndarray:
     return (before + new) * widths.up + pairs * (widths.key + widths.rotated + widths.value) < over_latents
 
 
-def faster_on_gpu(prompts: Prompts) -> np.ndarray:
+def faster_on_gpu(prompts: PromptSizes) -> np.ndarray:
     """The choice of least estimated time: of none, of all, and of those that would be faster on a GPU that is full."""
     load = _Load.of(prompts)
     full = load.expanded_us < load.latent_us
@@ -125,7 +125,7 @@ class _Load:
     beside_decodes: bool
 
     @classmethod
-    def of(cls, prompts: Prompts) -> _Load:
+    def of(cls, prompts: PromptSizes) -> _Load:
         widths, new, before = prompts.widths, prompts.new.astype(np.float64), prompts.before.astype(np.float64)
         heads = widths.num_heads
         of_latents = _KEY_OVER_LATENTS * (2 * widths.rank + widths.rotated) / _LATENT_WIDTHS

@@ -16,8 +16,8 @@ import numpy as np
 import torch
 
 from mllm_compile.runtime.attention.flashinfer.plan import make_paged_view
-from mllm_compile.runtime.attention.latent.choice import Choice, Prompts, Widths, all_of_them
-from mllm_compile.runtime.attention.latent.expansion import num_splits_of, parts_of
+from mllm_compile.runtime.attention.latent.choice import ExpansionChoice, PromptSizes, Widths, all_of_them
+from mllm_compile.runtime.attention.latent.expansion import key_ranges, num_splits_of
 from mllm_compile.runtime.attention.latent.products import expand
 from mllm_compile.runtime.attention.layer import AttentionLayer
 from mllm_compile.runtime.attention.metadata import CommonAttentionMetadata
@@ -52,7 +52,7 @@ class ExpandedPrompts:
         common: CommonAttentionMetadata,
         num_decodes: int,
         widths: Widths,
-        choice: Choice,
+        choice: ExpansionChoice,
         most_tokens: int,
         most_rows: int,
         num_blocks: int = 0,
@@ -67,7 +67,7 @@ class ExpandedPrompts:
         prompts = np.arange(num_decodes, common.num_reqs)
         starts = common.query_start_loc_cpu.numpy()
         new, before = np.diff(starts)[num_decodes:], common.num_computed_tokens_cpu.numpy()[num_decodes:]
-        lengths = Prompts(widths, new, before, beside_decodes=num_decodes > 0)
+        lengths = PromptSizes(widths, new, before, beside_decodes=num_decodes > 0)
         is_expanded = choice(lengths)
         if not is_expanded.all() and starts[prompts[~is_expanded][-1] + 1] > most_rows:
             is_expanded = all_of_them(lengths)
@@ -81,7 +81,7 @@ class ExpandedPrompts:
             rows = rows.index_select(0, upload(chosen - num_decodes, device))
         num_keys = torch.from_numpy((before + new)[is_expanded])
         slots = make_paged_view(table, rows, num_keys, num_keys, -1, page_size=1).indices
-        parts = parts_of(starts[chosen], new[is_expanded], before[is_expanded], most_tokens)
+        parts = key_ranges(starts[chosen], new[is_expanded], before[is_expanded], most_tokens)
         tiles = upload(np.concatenate([part.tiles for part in parts]), device)
         ends = np.cumsum([len(part.tiles) for part in parts]).tolist()
         spans = zip(parts, [0, *ends], ends, strict=False)

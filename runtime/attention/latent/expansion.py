@@ -19,7 +19,7 @@ _MOST_SHARES = 8
 
 
 @dataclass(frozen=True)
-class Part:
+class KeyRange:
     """Keys start … stop of all that the chosen prompts see, one prompt's after the other's.
 
     Attributes:
@@ -31,7 +31,7 @@ class Part:
     tiles: np.ndarray
 
 
-def parts_of(first_tokens: np.ndarray, new: np.ndarray, before: np.ndarray, most_tokens: int) -> list[Part]:
+def key_ranges(first_tokens: np.ndarray, new: np.ndarray, before: np.ndarray, most_tokens: int) -> list[KeyRange]:
     """The parts that chosen prompts are computed in, in order: a prompt that reaches into a further part is added up.
 
     Args:
@@ -49,7 +49,7 @@ def parts_of(first_tokens: np.ndarray, new: np.ndarray, before: np.ndarray, most
 
 def _part(
     first_tokens: np.ndarray, new: np.ndarray, before: np.ndarray, starts: np.ndarray, start: int, stop: int
-) -> Part:
+) -> KeyRange:
     inside = (starts < stop) & (starts + before + new > start)
     first_tokens, new, before, starts = (array[inside] for array in (first_tokens, new, before, starts))
     first_key, last_key = np.maximum(start - starts, 0), np.minimum(stop - starts, before + new)
@@ -64,10 +64,10 @@ def _part(
     tiles = np.zeros((len(of), TILE_FIELDS), dtype=np.int32)
     tiles[:, : len(fields)] = np.stack(fields, axis=1)
     longest_first = np.argsort(-np.minimum(seen + rows, num_keys), kind="stable")
-    return Part(start, stop, tiles[longest_first])
+    return KeyRange(start, stop, tiles[longest_first])
 
 
-def num_splits_of(parts: list[Part], num_heads: int, num_blocks: int) -> int:
+def num_splits_of(parts: list[KeyRange], num_heads: int, num_blocks: int) -> int:
     """Blocks that share the keys of a tile where these parts leave most of the device idle.
 
     Args:

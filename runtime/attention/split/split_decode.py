@@ -27,7 +27,7 @@ DecodePiece = Callable[..., Any]
 
 
 @dataclass(frozen=True)
-class Decoder:
+class LinkedDecode:
     """A kernel that decodes batches of some size.
 
     Attributes:
@@ -43,10 +43,10 @@ class Decoder:
     fuses_rope: bool = False
 
 
-Decoders = Sequence[Decoder]  # of a layer: the smallest batches' first, the last for any number
+LinkedDecodes = Sequence[LinkedDecode]  # of a layer: the smallest batches' first, the last for any number
 
 
-def choose_decoder(decoders: Decoders, num_sequences: int) -> Decoder:
+def choose_decoder(decoders: LinkedDecodes, num_sequences: int) -> LinkedDecode:
     """The first decoder that serves a batch of so many requests x KV heads."""
     return next(one for one in decoders if one.most_sequences is None or num_sequences <= one.most_sequences)
 
@@ -56,7 +56,7 @@ class SplitDecodeSpace:
 
     def __init__(
         self,
-        groups: Iterable[tuple[PlanGroup, Decoders]],
+        groups: Iterable[tuple[PlanGroup, LinkedDecodes]],
         req_to_token: torch.Tensor,
         max_requests: int,
         page_size: int,
@@ -97,7 +97,7 @@ class SplitDecodeSpace:
             self._slopes[slopes] = torch.tensor(slopes, dtype=torch.float32, device=self.page_table.device)
         return [self._slopes[slopes]]
 
-    def load(self, group: PlanGroup, decoders: Decoders) -> None:
+    def load(self, group: PlanGroup, decoders: LinkedDecodes) -> None:
         """Decode one token of the dummy page with each, which loads their kernels."""
         q = torch.zeros(1, group.num_heads, group.head_dim, dtype=self._dtype, device=self.page_table.device)
         page = q.new_zeros((1, self._page_size, group.num_kv_heads, group.head_dim), dtype=self._cache_dtype)
@@ -117,7 +117,7 @@ class SplitDecodeSpace:
         """Make the page table that of the requests in `rows` [R] int64; two launches, no wait."""
         self._table.list(rows)
 
-    def prepare(self, group: PlanGroup, decoders: Decoders, seq_lens: torch.Tensor) -> SplitDecode:
+    def prepare(self, group: PlanGroup, decoders: LinkedDecodes, seq_lens: torch.Tensor) -> SplitDecode:
         """Prepare the decodes of the first len(seq_lens) listed requests.
 
         Args:
@@ -141,7 +141,7 @@ class SplitDecode:
 
     def __init__(
         self,
-        decoder: Decoder,
+        decoder: LinkedDecode,
         page_table: torch.Tensor,
         seq_lens: torch.Tensor,
         scratch: list[torch.Tensor],
@@ -198,11 +198,11 @@ def _by_slot(pages: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, to
     return keys.flatten(0, 1), values.flatten(0, 1)
 
 
-def _num_splits(decoder: Decoder, num_sequences: int) -> int:
+def _num_splits(decoder: LinkedDecode, num_sequences: int) -> int:
     return 0 if decoder.splits is None else decoder.splits.of(num_sequences)
 
 
-def _scratch_sizes(group: PlanGroup, decoders: Decoders, max_requests: int) -> tuple[int, int, int]:
+def _scratch_sizes(group: PlanGroup, decoders: LinkedDecodes, max_requests: int) -> tuple[int, int, int]:
     """The largest batch's scratch: floats of partial results, pairs of a split and a query head, counters."""
     kv_heads = group.num_kv_heads
     batches = ((count, count * kv_heads) for count in range(1, max_requests + 1))

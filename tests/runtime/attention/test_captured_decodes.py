@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from mllm_compile.runtime.attention.captured.decodes import DecodeSteps, make_graph_buffers
-from mllm_compile.runtime.attention.flashinfer.decode import DecodeRows
+from mllm_compile.runtime.attention.flashinfer.decode import DecodeBatch
 
 CPU = torch.device("cpu")
 
@@ -39,7 +39,7 @@ def test_each_group_has_its_capture_and_the_programs_kernels_are_told_whose_page
     steps = DecodeSteps(groups, space, buffers)
     assert steps.capture(2, torch.tensor([0, 0]), torch.tensor([1, 1])) == ["captured 2 rows of [1, 1]"] * 2
     assert [group.buffers for group in groups] == buffers
-    decodes = DecodeRows(torch.tensor([5, 9]), no_pages)
+    decodes = DecodeBatch(torch.tensor([5, 9]), no_pages)
     assert steps.replay(2, torch.tensor([3, 1]), decodes) == ["replayed 2 rows of [5, 9]"] * 2
     assert space.listed == [[0, 0], [3, 1]]
 
@@ -49,7 +49,7 @@ def test_what_was_not_captured_is_not_replayed():
     for size in (4, 2):
         steps.capture(size, torch.zeros(size), torch.ones(size))
     with pytest.raises(RuntimeError, match=r"no batch of 3 was captured; captured: \[2, 4\]"):
-        steps.replay(3, torch.zeros(3), DecodeRows(torch.ones(3), no_pages))
+        steps.replay(3, torch.zeros(3), DecodeBatch(torch.ones(3), no_pages))
 
 
 def test_a_capture_that_failed_is_none():
@@ -61,7 +61,7 @@ def test_a_capture_that_failed_is_none():
     with pytest.raises(ValueError, match="no room"):
         steps.capture(2, torch.zeros(2), torch.ones(2))
     with pytest.raises(RuntimeError, match="no batch of 2 was captured"):
-        steps.replay(2, torch.zeros(2), DecodeRows(torch.ones(2), no_pages))
+        steps.replay(2, torch.zeros(2), DecodeBatch(torch.ones(2), no_pages))
 
 
 def test_page_lists_are_a_groups_own_and_how_full_last_pages_are_is_all_groups():

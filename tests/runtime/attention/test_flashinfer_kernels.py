@@ -42,7 +42,7 @@ from mllm_compile.runtime.attention.flashinfer_backend import (
 )
 from mllm_compile.runtime.attention.layer import PerLayerParameters
 from mllm_compile.runtime.attention.metadata import CommonAttentionMetadata
-from mllm_compile.runtime.attention.split.split_decode import Decoder, SplitDecode
+from mllm_compile.runtime.attention.split.split_decode import LinkedDecode, SplitDecode
 from mllm_compile.runtime.errors import ConfigError, DeviceError, UnsupportedModelError
 from mllm_compile.runtime.forward_batch import MediaInputs
 from tests.runtime.attention.attention_cases import make_case, make_layer
@@ -108,8 +108,8 @@ def test_new_keys_alone_are_read_as_they_come_and_not_from_pages(prefix, changes
 def test_attention_rotates_decodes_alone_and_by_kernels_that_do(decode, has_prefills, rotates):
     tables = torch.zeros(1, 1, dtype=torch.int32), torch.ones(1, dtype=torch.int32)
     wrappers = {
-        "kernels": SplitDecode(Decoder(list, fuses_rope=True), *tables, []),
-        "piece": SplitDecode(Decoder(list), *tables, []),
+        "kernels": SplitDecode(LinkedDecode(list, fuses_rope=True), *tables, []),
+        "piece": SplitDecode(LinkedDecode(list), *tables, []),
         "planned": object(),
     }
     backend = FlashInferAttnBackend.__new__(FlashInferAttnBackend)  # as planned; making one needs FlashInfer

@@ -12,7 +12,7 @@ from mllm_compile.runtime.attention.flashinfer.planned import Planned
 from mllm_compile.runtime.attention.flashinfer.prefill import CapturedPrefill
 from mllm_compile.runtime.attention.flashinfer.sinks import run_with_sinks, weigh_by_sinks
 from mllm_compile.runtime.attention.flashinfer_backend import DecodeMetadata, FlashInferAttnBackend, PrefillMetadata
-from mllm_compile.runtime.attention.split.split_decode import Decoder, SplitDecode
+from mllm_compile.runtime.attention.split.split_decode import LinkedDecode, SplitDecode
 from tests.runtime.attention.attention_cases import attend, make_case, make_layer
 
 SINKS = torch.tensor([0.5, -1.0, 20.0, -30.0])
@@ -75,7 +75,7 @@ def test_kernels_of_the_program_are_given_the_sinks_in_the_type_of_the_queries()
     layer = make_layer(sinks=SINKS)
     given = []
     tables = torch.zeros(1, 1, dtype=torch.int32), torch.ones(1, dtype=torch.int32)
-    decode = SplitDecode(Decoder(given.append), *tables, [])
+    decode = SplitDecode(LinkedDecode(given.append), *tables, [])
     case = make_case(layer, [0], [1], page_size=8, dtype=torch.bfloat16)
     backend = backend_with(layer)
     backend._planned.set(DecodeMetadata([decode]), None, num_decodes=1)

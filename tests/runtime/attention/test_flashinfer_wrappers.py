@@ -12,12 +12,12 @@ from mllm_compile.runtime.attention.flashinfer.prefill import GroupPiecePrefill,
 from mllm_compile.runtime.attention.flashinfer.wrappers import GroupWrappers
 from mllm_compile.runtime.attention.flashinfer_backend import FlashInferAttnBackend
 from mllm_compile.runtime.attention.layer_kernels import LayerKernels
-from mllm_compile.runtime.attention.split.split_decode import Decoder
+from mllm_compile.runtime.attention.split.split_decode import LinkedDecode
 from mllm_compile.runtime.errors import DeviceError
 from tests.runtime.attention.attention_cases import make_layer
 
 FULL, WINDOW = make_layer(16, 4, 128), make_layer(16, 4, 128, window_left=20, layer_id=1)
-OWN = [Decoder(lambda inputs: None)]
+OWN = [LinkedDecode(lambda inputs: None)]
 
 
 class Library:

@@ -16,7 +16,13 @@ import torch
 from mllm_compile.errors import ArtifactError
 from mllm_compile.runtime.attention.capture import RopeInputs
 from mllm_compile.runtime.attention.hopper import decoder
-from mllm_compile.runtime.attention.hopper.clusters import SPLITS, choose_split, cluster_kernels, left_words, parts_of
+from mllm_compile.runtime.attention.hopper.clusters import (
+    SPLITS,
+    choose_split,
+    cluster_kernels,
+    left_words,
+    parts_per_head,
+)
 from mllm_compile.runtime.attention.hopper.kernel import MISSING
 from mllm_compile.runtime.attention.hopper.rotation import Rotation, _Argument
 from mllm_compile.runtime.attention.hopper.shapes import are_served, kernel_from_json
@@ -48,10 +54,18 @@ def test_few_sequences_have_more_blocks_each(num_sequences, split):
 def test_what_clusters_leave_fits_and_they_run_side_by_side(group):
     for num_sequences in range(1, 257):
         split = choose_split(num_sequences)
-        parts = parts_of(num_sequences, split)
+        parts = parts_per_head(num_sequences, split)
         assert parts == 1 or num_sequences * parts * split <= 2 * MULTIPROCESSORS
         assert num_sequences * (parts - 1) * group * 128 * 2 <= left_words(group, [split])
-    assert [parts_of(8 * count, choose_split(8 * count)) for count in (1, 2, 3, 5, 8, 9, 32)] == [3, 1, 2, 3, 2, 1, 1]
+    assert [parts_per_head(8 * count, choose_split(8 * count)) for count in (1, 2, 3, 5, 8, 9, 32)] == [
+        3,
+        1,
+        2,
+        3,
+        2,
+        1,
+        1,
+    ]
 
 
 @pytest.mark.parametrize(("page_size", "is_right"), [(8, False), (16, True), (48, False), (64, True), (128, True)])
@@ -192,7 +206,7 @@ def test_a_batch_runs_the_kernel_of_its_split_on_the_caches_rows(made):
     decode = decoder.ClusterDecode(kernels, {kernel.name: b"binary" for kernel in kernels}, 0.1, torch.device("cpu"))
     decode(inputs_of(3))
     assert {name: kernel.launches for name, kernel in made.items() if kernel.launches} == {
-        "clusters_8x4_page16_split4": [(3 * 8 * 4 * parts_of(24, 4), 128, 12)]
+        "clusters_8x4_page16_split4": [(3 * 8 * 4 * parts_per_head(24, 4), 128, 12)]
     }
     assert decode._maps.asked == [((160, 1024), tensor_maps.rows, 16)] * 2
 

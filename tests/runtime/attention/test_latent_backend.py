@@ -12,7 +12,7 @@ import torch
 
 from mllm_compile.runtime.attention.base import AttentionInputs
 from mllm_compile.runtime.attention.latent.backend import LatentAttnBackend, LatentPieces, _Space
-from mllm_compile.runtime.attention.latent.choice import Prompts, Widths, all_of_them, none_of_them
+from mllm_compile.runtime.attention.latent.choice import PromptSizes, Widths, all_of_them, none_of_them
 from mllm_compile.runtime.attention.latent.expanded import attend_in_torch
 from mllm_compile.runtime.attention.latent.tiles import PREFILL_TILE, decode_tile, expanded_tile, num_decode_tiles
 from mllm_compile.runtime.attention.layer import AttentionLayer
@@ -118,7 +118,7 @@ def test_every_batch_gets_the_attention_over_its_latents(prefix_lens, new_lens):
     assert case.batch.token_to_kv_pool.get_pages(0)[1].numel() == 0  # values are not stored
 
 
-def every_second(prompts: Prompts) -> np.ndarray:
+def every_second(prompts: PromptSizes) -> np.ndarray:
     assert prompts.widths == Widths.of(EXPANDING)
     return np.arange(len(prompts.new)) % 2 == 0
 

@@ -7,14 +7,14 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from mllm_compile.runtime.attention.latent.choice import Prompts, Widths, faster_on_gpu, fewer_products
+from mllm_compile.runtime.attention.latent.choice import PromptSizes, Widths, faster_on_gpu, fewer_products
 
 OF_16 = Widths(num_heads=16, key=128, rotated=64, value=128, rank=512)
 OF_128 = replace(OF_16, num_heads=128)
 
 
-def prompts(new, before, widths=OF_16, beside_decodes=False) -> Prompts:
-    return Prompts(widths, np.array(new, np.int32), np.array(before, np.int32), beside_decodes)
+def prompts(new, before, widths=OF_16, beside_decodes=False) -> PromptSizes:
+    return PromptSizes(widths, np.array(new, np.int32), np.array(before, np.int32), beside_decodes)
 
 
 # What an H200 took, µs a layer: over latents, and expanded (latent_attention_speed.py --forms, 9931fc2).

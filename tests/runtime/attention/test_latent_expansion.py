@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from mllm_compile.runtime.attention.latent.expansion import num_splits_of, parts_of
+from mllm_compile.runtime.attention.latent.expansion import key_ranges, num_splits_of
 from mllm_compile.runtime.attention.latent.tiles import EXPANDED_ROWS
 
 
@@ -16,7 +16,7 @@ def test_every_token_meets_each_of_its_keys_once_and_in_order(most_tokens):
     rows, keys = 410 + 129, int((new + before).sum())
     starts = np.cumsum(new + before) - new - before
     met = np.zeros((rows, keys), dtype=int)
-    parts = parts_of(first, new, before, most_tokens)
+    parts = key_ranges(first, new, before, most_tokens)
     assert [part.start for part in parts] == [0, *(part.stop for part in parts[:-1])] and parts[-1].stop == keys
     for part in parts:
         assert 0 < part.stop - part.start <= most_tokens
@@ -52,11 +52,11 @@ def test_every_token_meets_each_of_its_keys_once_and_in_order(most_tokens):
     ],
 )
 def test_blocks_share_keys_where_most_of_the_device_would_be_idle(new, before, heads, splits):
-    parts = parts_of(np.cumsum(new) - new, np.array(new), np.array(before), 20_000)
+    parts = key_ranges(np.cumsum(new) - new, np.array(new), np.array(before), 20_000)
     assert num_splits_of(parts, heads, 132) == splits
     assert num_splits_of(parts, heads, 0) == 1  # of a device whose blocks are not counted
 
 
 def test_of_no_prompts_there_are_no_parts():
     none = np.zeros(0, dtype=np.int32)
-    assert parts_of(none, none, none, 10) == []
+    assert key_ranges(none, none, none, 10) == []

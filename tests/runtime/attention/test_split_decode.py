@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from mllm_compile.runtime.attention.capture import RopeInputs
 from mllm_compile.runtime.attention.flashinfer.kernels import PlanGroup
 from mllm_compile.runtime.attention.layer import PerLayerParameters
-from mllm_compile.runtime.attention.split.split_decode import Decoder, SplitDecodeSpace, choose_decoder
+from mllm_compile.runtime.attention.split.split_decode import LinkedDecode, SplitDecodeSpace, choose_decoder
 from mllm_compile.runtime.attention.split.splits import MOST_FEW_SEQUENCES, OF_FEW, OF_MANY
 
 MAX_REQUESTS, PAGE_SIZE, CONTEXT = 40, 5, 60  # a page size that is no power of two
@@ -51,7 +51,7 @@ class Piece:
 @pytest.fixture
 def space_and_decoders():
     few, many = Piece(OF_FEW.most), Piece(OF_MANY.most)
-    decoders = Decoder(few, MOST_FEW_SEQUENCES, OF_FEW), Decoder(many, None, OF_MANY)
+    decoders = LinkedDecode(few, MOST_FEW_SEQUENCES, OF_FEW), LinkedDecode(many, None, OF_MANY)
     # Row r has the pages r, r + rows, r + 2 rows, …
     rows, width = MAX_REQUESTS + 1, CONTEXT // PAGE_SIZE
     pages = torch.arange(rows)[:, None] + rows * torch.arange(width)
@@ -91,7 +91,7 @@ def test_all_pieces_are_loaded_before_a_request_needs_them(space_and_decoders):
 def test_kernels_that_split_nothing_get_no_scratch(space_and_decoders):
     _, _, slots = space_and_decoders
     shapes = []
-    kernels = Decoder(lambda inputs: shapes.append([tuple(tensor.shape) for tensor in inputs[6:9]]))
+    kernels = LinkedDecode(lambda inputs: shapes.append([tuple(tensor.shape) for tensor in inputs[6:9]]))
     space = SplitDecodeSpace([(GROUPS[0], [kernels])], slots.int(), MAX_REQUESTS, PAGE_SIZE, torch.float32)
     space.load(GROUPS[0], [kernels])
     assert shapes == [[(1, 0, 8, 16), (1, 0, 8), (1, 0, 8)]]
@@ -100,7 +100,10 @@ def test_kernels_that_split_nothing_get_no_scratch(space_and_decoders):
 def test_kernels_that_rotate_are_given_what_q_is_made_of_and_pieces_never(space_and_decoders):
     _, (_, piece), slots = space_and_decoders
     given = []
-    decoders = Decoder(lambda inputs, rope_inputs=None: given.append((inputs, rope_inputs)), 8, fuses_rope=True), piece
+    decoders = (
+        LinkedDecode(lambda inputs, rope_inputs=None: given.append((inputs, rope_inputs)), 8, fuses_rope=True),
+        piece,
+    )
     group = GROUPS[0]
     space = SplitDecodeSpace([(group, decoders)], slots.int(), MAX_REQUESTS, PAGE_SIZE, torch.float32)
     space.list_pages(torch.arange(3) + 1)
@@ -126,7 +129,7 @@ def test_what_is_loaded_has_its_scratch_though_no_batch_takes_it():
     """With 10 KV heads a request alone has more splits than any batch of the piece for many."""
     group = PlanGroup(40, 10, 16, PerLayerParameters(-1, 0.0, 0.25))
     piece = Piece(OF_MANY.most)
-    decoders = Decoder(lambda inputs: None, 256), Decoder(piece, None, OF_MANY)
+    decoders = LinkedDecode(lambda inputs: None, 256), LinkedDecode(piece, None, OF_MANY)
     slots = torch.zeros(5, CONTEXT, dtype=torch.int32)
     space = SplitDecodeSpace([(group, decoders)], slots, 4, PAGE_SIZE, torch.float32)
     space.load(group, decoders)
@@ -135,7 +138,7 @@ def test_what_is_loaded_has_its_scratch_though_no_batch_takes_it():
 
 @given(st.integers(1, 1 << 20))
 def test_every_batch_has_a_piece_and_no_more_splits_than_that_piece_has(num_sequences):
-    decoders = Decoder(list, MOST_FEW_SEQUENCES, OF_FEW), Decoder(list, None, OF_MANY)
+    decoders = LinkedDecode(list, MOST_FEW_SEQUENCES, OF_FEW), LinkedDecode(list, None, OF_MANY)
     splits = choose_decoder(decoders, num_sequences).splits
     assert splits == (OF_FEW if num_sequences <= MOST_FEW_SEQUENCES else OF_MANY)
     assert 1 <= splits.of(num_sequences) <= splits.most
