@@ -170,12 +170,12 @@ def long_table() -> str:
     return _markdown(["work", "unit", "Qwen3-8B", "limit", "share"], rows)
 
 
-def levers_table() -> str:
-    """The change by leaving out each lever of Qwen3-0.6B's latency."""
+def switches_table() -> str:
+    """The change by leaving out each switch of Qwen3-0.6B's latency."""
     return _ablation("qwen-shape", [("tpot", 1), ("tpot", 8), ("tpot", 64), ("tpot", 256), ("prefill", 64)])
 
 
-def expert_levers_table() -> str:
+def expert_switches_table() -> str:
     """The change by leaving out each pass of experts of four layers of Qwen3-30B-A3B."""
     keys = [(name, batch) for name in ("tpot", "prefill") for batch in (1, 8, 64)]
     return _ablation("qwen-30b-a3b-4-layers", keys)
@@ -258,8 +258,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "h100": h100_table,
     "long": long_table,
     "experts": experts_table,
-    "levers": levers_table,
-    "expert_levers": expert_levers_table,
+    "switches": switches_table,
+    "expert_switches": expert_switches_table,
 }
 
 

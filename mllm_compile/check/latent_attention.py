@@ -50,11 +50,11 @@ def check_latent_attention(linked: LinkedProgram, served: Served) -> None:
             for choice in (none_of_them,) if kernels.expanded is None or max(new) == 1 else (none_of_them, all_of_them):
                 error = _error(layer, linked, lengths, new, choice, served)
                 if not error <= _TOLERANCE:
-                    how, lever = _NAMES[choice]
+                    how, switch = _NAMES[choice]
                     raise CompileError(
                         f"the attention over latents of {layer.name} is off by {error:.2g} in a batch of "
                         f"{len(lengths)} requests with {sum(new)} new tokens{how} (limit {_TOLERANCE:g}): its kernels "
-                        f"do not serve these heads on this machine. Set compile.disable_passes: [{lever}] to do "
+                        f"do not serve these heads on this machine. Set compile.disable_passes: [{switch}] to do "
                         "without them, and report this."
                     )
 

@@ -263,7 +263,9 @@ def startup_command(
 
 def ablation_command(
     model: ModelArgument,
-    lever: Annotated[str, typer.Option(help="Levers to leave out one by one, separated by commas; default: all.")] = "",
+    switch: Annotated[
+        str, typer.Option(help="Switches to leave out one by one, separated by commas; default: all.")
+    ] = "",
     batch: LatencyBatchOption = None,
     input_len: InputLenOption = None,
     output_len: OutputLenOption = None,
@@ -274,9 +276,9 @@ def ablation_command(
     outputs = _outputs(json_path)
     work = _latency_work(model, batch, input_len, output_len, repeats)
 
-    from mllm_compile.bench.show.ablation import lever_names, print_ablation, run_ablation
+    from mllm_compile.bench.show.ablation import print_ablation, run_ablation, switch_names
 
-    outputs.take(run_ablation(model, _names(lever) if lever else lever_names(), work), print_ablation)
+    outputs.take(run_ablation(model, _names(switch) if switch else switch_names(), work), print_ablation)
 
 
 def roofline_command(

@@ -12,7 +12,7 @@ from mllm_compile.bench.measure.harness import Probe
 from mllm_compile.bench.measure.setting import Setting
 from mllm_compile.bench.measure.workloads import LatencyWork
 from mllm_compile.bench.show import ablation
-from mllm_compile.bench.show.ablation import lever_names, print_ablation, run_ablation, without
+from mllm_compile.bench.show.ablation import print_ablation, run_ablation, switch_names, without
 from mllm_compile.config.schema import EngineConfig
 from mllm_compile.errors import ConfigError
 from mllm_compile.runtime.config_sections import SWITCHES
@@ -28,8 +28,8 @@ def setting(tmp_path) -> Setting:
     return replace(SETTING, source=str(config), changes={"runtime": {"max_model_len": 64}})
 
 
-def test_every_optional_pass_and_choice_is_a_lever_that_can_be_switched_off(setting):
-    for name in lever_names():
+def test_every_optional_pass_and_choice_is_a_switch_that_can_be_switched_off(setting):
+    for name in switch_names():
         config = without(setting, [name]).engine_config()
         assert config.runtime.max_model_len == 64, "the benchmark's rules hold"
         switched = {
@@ -42,8 +42,8 @@ def test_every_optional_pass_and_choice_is_a_lever_that_can_be_switched_off(sett
 
 def test_what_the_config_leaves_out_stays_out(setting):
     setting = setting.changed("compile", disable_passes=("fuse_silu_mul",))
-    config = without(setting, lever_names()).engine_config()
-    assert set(lever_names()) - set(config.compile.disable_passes) == {*SWITCHES, *ablation.GRAPHS}
+    config = without(setting, switch_names()).engine_config()
+    assert set(switch_names()) - set(config.compile.disable_passes) == {*SWITCHES, *ablation.GRAPHS}
     setting = setting.changed("runtime", without=("copy_prefix",))
     assert without(setting, ["split_decode"]).engine_config().runtime.without == ("copy_prefix", "split_decode")
     assert without(setting, ["pack_projections"]).engine_config().compile.disable_passes == (
@@ -53,7 +53,7 @@ def test_what_the_config_leaves_out_stays_out(setting):
 
 
 def settings_on_hopper(config: EngineConfig) -> dict[str, Any]:
-    """What levers look at of a resolved config, as it comes from a worker process."""
+    """What switches look at of a resolved config, as it comes from a worker process."""
     mode = "full_and_piecewise" if config.cudagraph.mode == "auto" else config.cudagraph.mode
     mixed_tokens = config.cudagraph.mixed_tokens
     if mixed_tokens == "auto":
@@ -73,11 +73,11 @@ def compiled() -> list[Setting]:
 
 @pytest.fixture
 def ablate(setting, compiled, monkeypatch):
-    """Runs it with an engine that takes no time, refuses what `refused` says and has nothing to do for the levers of
+    """Runs it with an engine that takes no time, refuses what `refused` says and has nothing to do for the switches of
     `idle`; (names of the runs, settings)."""
     figures = ModelFigures(**dict.fromkeys(ModelFigures.__dataclass_fields__, 1))
 
-    def ablate(levers, refused=lambda config: False, idle=(), **changes):
+    def ablate(switches, refused=lambda config: False, idle=(), **changes):
         base = setting
         for section, values in changes.items():
             base = base.changed(section, **values)
@@ -100,12 +100,12 @@ def ablate(setting, compiled, monkeypatch):
 
         monkeypatch.setattr(ablation, "compile_ahead", compile_ahead)
 
-        def levers_at_work(setting):
-            return set(lever_names()) - set(idle) - set(setting.engine_config().compile.disable_passes)
+        def switches_at_work(setting):
+            return set(switch_names()) - set(idle) - set(setting.engine_config().compile.disable_passes)
 
         monkeypatch.setattr(ablation, "measure_latency", measure)
-        monkeypatch.setattr(ablation, "levers_at_work", levers_at_work)
-        measured = run_ablation(Path(setting.source), levers, LatencyWork())
+        monkeypatch.setattr(ablation, "switches_at_work", switches_at_work)
+        measured = run_ablation(Path(setting.source), switches, LatencyWork())
         return [run.engine for run in measured.runs], asked
 
     return ablate
@@ -119,7 +119,7 @@ def test_variants_are_all_each_left_out_all_left_out_and_all_again(setting, abla
     assert compiled == asked[1:4], "before they are measured"
 
 
-def test_a_lever_that_cannot_be_left_out_costs_its_own_variant_alone(ablate, capsys):
+def test_a_switch_that_cannot_be_left_out_costs_its_own_variant_alone(ablate, capsys):
     def refused(config):
         return "fuse_rope_cache" in config.compile.disable_passes
 
@@ -130,7 +130,7 @@ def test_a_lever_that_cannot_be_left_out_costs_its_own_variant_alone(ablate, cap
 
 
 @pytest.mark.parametrize(
-    ("lever", "changes"),
+    ("switch", "changes"),
     [
         ("full_graphs", {"cudagraph": {"mode": "none"}}),
         ("full_graphs", {"cudagraph": {"mode": "piecewise"}}),
@@ -141,25 +141,27 @@ def test_a_lever_that_cannot_be_left_out_costs_its_own_variant_alone(ablate, cap
         ("fuse_silu_mul", {"compile": {"disable_passes": ("fuse_silu_mul",)}}),
     ],
 )
-def test_what_the_engine_does_without_has_no_variant(ablate, capsys, lever, changes):
-    assert ablate([lever], **changes)[0] == ["all", "all, again"]
-    assert f"without {lever}: skipped, as this engine does without it already" in capsys.readouterr().err
+def test_what_the_engine_does_without_has_no_variant(ablate, capsys, switch, changes):
+    assert ablate([switch], **changes)[0] == ["all", "all, again"]
+    assert f"without {switch}: skipped, as this engine does without it already" in capsys.readouterr().err
 
 
-def test_a_lever_that_changes_nothing_in_the_runtime_has_no_variant(ablate, capsys):
+def test_a_switch_that_changes_nothing_in_the_runtime_has_no_variant(ablate, capsys):
     idle = ["fuse_silu_mul", "sample_in_graph"]
     names, _ = ablate([*idle, "pack_projections"], idle=idle)
     assert names == ["all", "without pack_projections", "all, again"]
     told = capsys.readouterr().err
-    assert all(f"without {lever}: skipped, as this engine does without it already" in told for lever in idle)
+    assert all(f"without {switch}: skipped, as this engine does without it already" in told for switch in idle)
 
 
-def test_a_lever_that_is_not_there_is_refused_before_anything_is_measured(tmp_path):
-    with pytest.raises(ConfigError, match=r"--lever 'fuse_all' is not known; expected some of multiply_outer_products"):
+def test_a_switch_that_is_not_there_is_refused_before_anything_is_measured(tmp_path):
+    with pytest.raises(
+        ConfigError, match=r"--switch 'fuse_all' is not known; expected some of multiply_outer_products"
+    ):
         run_ablation(tmp_path / "no.yaml", ["fuse_all"], LatencyWork())
 
 
-def test_changes_are_against_all_levers():
+def test_changes_are_against_all_switches():
     stream = io.StringIO()
     variants = run("all", tpot(1, 4.0), tpot(8, 5.0)), run("without a", tpot(1, 5.0), tpot(8, 4.5))
     print_ablation(result(*variants, command="ablation"), stream)

@@ -176,7 +176,7 @@ def test_all_of_it_on_the_embedded_model(config, tmp_path, capfd):
     kept = read_measured(target.folder / MEASURED, device_key("cpu"))
     assert [batch for batch, _ in kept["latency"]["tpot_ms"]] == [1, 2] and kept["ceilings"]["read_bytes_s"] > 0
 
-    ablation = ["--lever", "stream_linears,pack_projections", "--batch", "1", "--input-len", "8", "--output-len", "3"]
+    ablation = ["--switch", "stream_linears,pack_projections", "--batch", "1", "--input-len", "8", "--output-len", "3"]
     assert command_line(["bench", "ablation", str(config), *ablation, *sizes]) == 0
     variants = [run.engine for run in BenchResult.read(tmp_path / "r.json").runs]
     assert variants == ["all", "without pack_projections", "all, again"], "a CPU has no use for the other"

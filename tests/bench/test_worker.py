@@ -150,11 +150,11 @@ def test_a_folder_without_a_tower_has_no_images_to_measure(tmp_path):
         features_a_side(str(tmp_path), 1024)
 
 
-def test_levers_are_what_changed_something_in_the_compiled_runtime(eager_cache, tmp_path):
+def test_switches_are_what_changed_something_in_the_compiled_runtime(eager_cache, tmp_path):
     config = tiny_config(eager_cache, compile={"backend": "eager"})
     (tmp_path / "m.yaml").write_text(yaml.safe_dump(config.model_dump(mode="json")))
     setting = replace(SETTING, source=str(tmp_path / "m.yaml"))
-    at_work = work("levers", tmp_path, setting=asdict(setting))["levers"]
+    at_work = work("switches", tmp_path, setting=asdict(setting))["switches"]
     assert "pack_projections" in at_work
     idle = {"stream_linears", "sample_in_graph", "copy_prefix", "divide_prefix"}
     assert not idle & set(at_work), "a CPU has no use for them"

@@ -10,7 +10,7 @@ import pytest
 ENDED_BY_A_WRONG_KEY = (
     "steps.deterministic_cost",
     "steps.fp8_kv_error",
-    "steps.lever_error",
+    "steps.switch_error",
     "steps.quantised_tpot",
     "server.image_start",
 )

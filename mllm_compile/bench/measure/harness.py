@@ -177,9 +177,9 @@ def ceilings_found(probe: Probe) -> dict[str, Any]:
     return {**asdict(probe.ceilings), **{name: probe.environment[name] for name in ("device", "date")}}
 
 
-def levers_at_work(setting: Setting) -> frozenset[str]:
+def switches_at_work(setting: Setting) -> frozenset[str]:
     """Passes and kernels that changed something in the runtime that was compiled for a setting."""
-    return frozenset(run_process(WORKER, {"task": "levers", "setting": asdict(setting)})["levers"])
+    return frozenset(run_process(WORKER, {"task": "switches", "setting": asdict(setting)})["switches"])
 
 
 def compile_ahead(settings: Sequence[Setting]) -> list[str | None]:

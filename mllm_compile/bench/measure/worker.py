@@ -225,7 +225,7 @@ def compile_runtime(job: dict[str, Any]) -> dict[str, Any]:
     return {}
 
 
-def levers(job: dict[str, Any]) -> dict[str, Any]:
+def switches(job: dict[str, Any]) -> dict[str, Any]:
     """Passes and kernels that changed something in the setting's compiled runtime, by the names that ablation has."""
     from mllm_compile.compiler.target import find_target
     from mllm_compile.config.device import detect_device
@@ -239,7 +239,7 @@ def levers(job: dict[str, Any]) -> dict[str, Any]:
     runtime = target.config.runtime
     if runtime.attention_backend == "flashinfer" and detect_device(runtime.device).is_hopper:
         at_work += ["copy_prefix", "divide_prefix"]
-    return {"levers": at_work}
+    return {"switches": at_work}
 
 
 _TASKS: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
@@ -253,7 +253,7 @@ _TASKS: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
     "roofline": roofline,
     "experts": experts,
     "compile": compile_runtime,
-    "levers": levers,
+    "switches": switches,
 }
 
 

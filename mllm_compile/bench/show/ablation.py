@@ -1,6 +1,6 @@
-"""Measures what each lever brings: the latency work with all of them, without one after another, and without any.
+"""Measures what each switch brings: the latency work with all of them, without one after another, and without any.
 
-A lever is a pass that can be left out, a part that `runtime.without` names, or a kind of graphs. Each variant is a
+A switch is a pass that can be left out, a part that `runtime.without` names, or a kind of graphs. Each variant is a
 compiled runtime and a process of its own; those that are not compiled yet are compiled side by side, before any of
 them is measured. The complete variant is measured first and last: the distance between the two shows the noise.
 """
@@ -34,30 +34,30 @@ COMMAND = "ablation"
 ALL, ALL_AGAIN, NONE = "all", "all, again", "without any of them"
 
 
-def lever_names() -> list[str]:
-    """All levers: the optional passes in their order, the switches of `runtime.without`, and GRAPHS."""
+def switch_names() -> list[str]:
+    """All switches: the optional passes in their order, the switches of `runtime.without`, and GRAPHS."""
     from mllm_compile.passes.pipeline import optional_pass_names
 
     return [*optional_pass_names(), *SWITCHES, *GRAPHS]
 
 
-def run_ablation(source: str, levers: Sequence[str], work: LatencyWork) -> BenchResult:
+def run_ablation(source: str, switches: Sequence[str], work: LatencyWork) -> BenchResult:
     """tpot and prefill of every variant, with the limits of this machine; a run is named after its variant.
 
-    A lever that the engine with all of them does without, as its config says or the device or model wants it, or that
+    A switch that the engine with all of them does without, as its config says or the device or model wants it, or that
     changes nothing in its runtime, has no variant, nor has one that it cannot do without: stderr says so.
 
     Args:
-        levers: some of lever_names().
+        switches: some of switch_names().
 
     Raises:
-        ConfigError: a lever is not known.
-        BenchmarkError: the engine with all levers failed.
+        ConfigError: a switch is not known.
+        BenchmarkError: the engine with all switches failed.
         MllmError: the model, its config or the device cannot be used.
     """
-    unknown = [name for name in levers if name not in lever_names()]
+    unknown = [name for name in switches if name not in switch_names()]
     if unknown:
-        raise ConfigError(f"--lever {unknown[0]!r} is not known; expected some of {', '.join(lever_names())}")
+        raise ConfigError(f"--switch {unknown[0]!r} is not known; expected some of {', '.join(switch_names())}")
     probe = probe_machine(source, work.largest_batch, work.longest_request)
 
     def measure(name: str, left_out: Sequence[str]) -> EngineRun:
@@ -65,25 +65,25 @@ def run_ablation(source: str, levers: Sequence[str], work: LatencyWork) -> Bench
         run = measure_latency("mllm", without(probe.setting, left_out), work, probe)
         return replace(run, engine=name)
 
-    runs, levers_left_out = [measure(ALL, ())], []
-    at_work = levers_at_work(probe.setting)
-    for lever in [lever for lever in levers if not _is_on(runs[0], lever, at_work)]:
-        _tell(f"without {lever}: skipped, as this engine does without it already")
-    tried = [lever for lever in levers if _is_on(runs[0], lever, at_work)]
-    variants = [[lever] for lever in tried] + ([tried] if len(tried) > 1 else [])
+    runs, switches_left_out = [measure(ALL, ())], []
+    at_work = switches_at_work(probe.setting)
+    for switch in [switch for switch in switches if not _is_on(runs[0], switch, at_work)]:
+        _tell(f"without {switch}: skipped, as this engine does without it already")
+    tried = [switch for switch in switches if _is_on(runs[0], switch, at_work)]
+    variants = [[switch] for switch in tried] + ([tried] if len(tried) > 1 else [])
     faults = compile_ahead([without(probe.setting, left_out) for left_out in variants])
-    for lever, fault in zip(tried, faults, strict=False):
+    for switch, fault in zip(tried, faults, strict=False):
         if fault is not None:
-            _tell(f"without {lever}: {fault}")
+            _tell(f"without {switch}: {fault}")
             continue
         try:
-            runs.append(measure(f"without {lever}", (lever,)))
+            runs.append(measure(f"without {switch}", (switch,)))
         except BenchmarkError as error:
-            _tell(f"without {lever}: {error}")
+            _tell(f"without {switch}: {error}")
         else:
-            levers_left_out.append(lever)
-    if len(levers_left_out) > 1:
-        runs.append(measure(NONE, levers_left_out))
+            switches_left_out.append(switch)
+    if len(switches_left_out) > 1:
+        runs.append(measure(NONE, switches_left_out))
     runs.append(measure(ALL_AGAIN, ()))
     return BenchResult(
         command=COMMAND,
@@ -99,35 +99,35 @@ def _tell(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
-def _is_on(run: EngineRun, lever: str, at_work: Collection[str]) -> bool:
+def _is_on(run: EngineRun, switch: str, at_work: Collection[str]) -> bool:
     """True if the engine of a run had it."""
-    if lever in GRAPHS:
-        key, _, without_it = GRAPHS[lever]
+    if switch in GRAPHS:
+        key, _, without_it = GRAPHS[switch]
         return run.settings["cudagraph"][key] not in without_it
-    if lever not in SWITCHES or lever in _IN_RUNTIME:
-        is_there = lever in at_work
+    if switch not in SWITCHES or switch in _IN_RUNTIME:
+        is_there = switch in at_work
     else:  # the resolved config says under its name whether it serves
-        is_there = any(run.settings[section].get(lever, False) for section in ("compile", "cudagraph"))
-    return is_there and lever not in run.settings["runtime"]["without"]
+        is_there = any(run.settings[section].get(switch, False) for section in ("compile", "cudagraph"))
+    return is_there and switch not in run.settings["runtime"]["without"]
 
 
-def without(setting: Setting, levers: Sequence[str]) -> Setting:
-    """The setting with these levers switched off, beside what its config leaves out already."""
+def without(setting: Setting, switches: Sequence[str]) -> Setting:
+    """The setting with these switches switched off, beside what its config leaves out already."""
     config = setting.engine_config()
-    switches = [name for name in levers if name in SWITCHES]
-    passes = [name for name in levers if name not in SWITCHES and name not in GRAPHS]
+    switches = [name for name in switches if name in SWITCHES]
+    passes = [name for name in switches if name not in SWITCHES and name not in GRAPHS]
     if passes:
         left_out = (*config.compile.disable_passes, *passes)
         setting = setting.changed("compile", disable_passes=tuple(dict.fromkeys(left_out)))
     if switches:
         setting = setting.changed("runtime", without=tuple(dict.fromkeys((*config.runtime.without, *switches))))
-    for key, value, _ in (GRAPHS[name] for name in levers if name in GRAPHS):
+    for key, value, _ in (GRAPHS[name] for name in switches if name in GRAPHS):
         setting = setting.changed("cudagraph", **{key: value})
     return setting
 
 
 def print_ablation(result: BenchResult, stream: TextIO) -> None:
-    """A row a variant, each figure with its change against all levers."""
+    """A row a variant, each figure with its change against all switches."""
     print_table(stream, f"{result.command}: {result.model}", *ablation_table(result))
     for line in _provenance(result):
         print(line, file=stream)
@@ -144,7 +144,7 @@ def ablation_markdown(result: BenchResult) -> str:
 def ablation_table(result: BenchResult) -> Table:
     """(columns, rows): works beside each other, variants under each other."""
     first = result.runs[0]
-    columns = ("levers", *(f"{work_name(line)}, {line.unit}" for line in first.measurements))
+    columns = ("switches", *(f"{work_name(line)}, {line.unit}" for line in first.measurements))
     return columns, [(run.engine, *_cells(run, first)) for run in result.runs]
 
 

@@ -1,12 +1,13 @@
-"""The error of each lever: log-probabilities against float32, with all levers, without one, without any.
+"""The error of each switch: log-probabilities against float32, with all switches, without one, without any.
 
-    python -m benchmarks.steps.lever_error configs/tiny.yaml [--dtype bfloat16] [--levers fuse_few_tokens split_decode]
+    python -m benchmarks.steps.switch_error configs/tiny.yaml [--dtype bfloat16] [--switches fuse_few_tokens
+    split_decode]
 
-A lever is a pass that can be left out, or a decode kernel (`split_decode`, `hopper_decode`). Which kernels compute a
+A switch is a pass that can be left out, or a decode kernel (`split_decode`, `hopper_decode`). Which kernels compute a
 step depends on how many tokens it has: there is a column for whole prompts and one for each number of requests that
 decode at once.
 Texts are docstrings of Python's standard library, or random tokens for a model without a tokenizer. Each answer is
-the engine's own, greedy; the reference scores the same tokens on the CPU. Most levers are kernels for a GPU, and some
+the engine's own, greedy; the reference scores the same tokens on the CPU. Most switches are kernels for a GPU, and some
 take only weights whose sizes are multiples of 256: where nothing is taken nothing changes.
 """
 
@@ -40,13 +41,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("config")
     parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--levers", nargs="+", default=known, choices=known)
+    parser.add_argument("--switches", nargs="+", default=known, choices=known)
     parser.add_argument("--requests", type=positive, nargs="+", default=[1, 8, 64], help="that decode at once")
     parser.add_argument("--tokens", type=positive, default=48, help="of each answer")
     args = parser.parse_args(arguments)
     if EngineConfig.from_yaml(args.config).model.load_format == "dummy":
         sys.exit("random weights of two types are two models; give a model that has weights")
-    variants = {"all": ()} | {f"without {lever}": (lever,) for lever in args.levers} | {"none": tuple(args.levers)}
+    variants = (
+        {"all": ()} | {f"without {switch}": (switch,) for switch in args.switches} | {"none": tuple(args.switches)}
+    )
 
     rows = []
     with Engine(changed(args.config, "float32", is_reference=True)) as reference:
@@ -57,7 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 cells = [difference(engine, reference, texts, 0)]
                 cells += [difference(engine, reference, texts[:count], args.tokens) for count in args.requests]
             rows.append((name, *cells))
-    columns = ("levers", "prompts", *(f"{count} decode" for count in args.requests))
+    columns = ("switches", "prompts", *(f"{count} decode" for count in args.requests))
     print_table(sys.stdout, f"|log-probability - float32's|: mean, largest ({args.dtype})", columns, rows)
 
 
@@ -81,7 +84,7 @@ def documents(count: int) -> Prompts:
 
 
 def changed(path: str, dtype: str, left_out: Sequence[str] = (), *, is_reference: bool = False) -> EngineConfig:
-    """The config with another type and without some levers; the reference runs on the CPU, as it was traced."""
+    """The config with another type and without some switches; the reference runs on the CPU, as it was traced."""
     config = EngineConfig.from_yaml(path)
     compiling: dict[str, Any] = {"disable_passes": tuple(name for name in left_out if name not in DECODE_KERNELS)}
     kernels = tuple(name for name in DECODE_KERNELS if name in left_out)

@@ -1,4 +1,4 @@
-"""The script that compares log-probabilities: on a CPU no lever changes them, and float32 is the reference itself."""
+"""The script that compares log-probabilities: on a CPU no switch changes them, and float32 is the reference itself."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import re
 import pytest
 import yaml
 
-from benchmarks.steps.lever_error import documents, main
+from benchmarks.steps.switch_error import documents, main
 from tests.tiny_model import TINY, shallow_tiny
 
 
@@ -29,7 +29,7 @@ def test_each_variant_has_a_row_and_bfloat16_is_seen_to_round(dtype, tmp_path, c
     model = {"path": str(shallow_tiny(tmp_path / "model"))}
     sections = {"model": model, "compile": {"backend": "eager"}, "cache": {"dir": str(tmp_path)}}
     config.write_text(yaml.safe_dump(sections))
-    main([str(config), "--dtype", dtype, "--levers", "pack_projections", "--requests", "2", "--tokens", "4"])
+    main([str(config), "--dtype", dtype, "--switches", "pack_projections", "--requests", "2", "--tokens", "4"])
     lines = capsys.readouterr().out.splitlines()[2:]
     rows = {line.split("  ")[1]: re.findall(r"(\d\.\d+), \d", line) for line in lines if line.startswith("  ")}
     assert list(rows) == ["all", "without pack_projections", "none"]
