@@ -186,10 +186,10 @@ def shuffled_requests(inputs: list[torch.Tensor]) -> list[torch.Tensor]:
     ],
     ids=["scale", "a window", "no window", "window", "no cap", "cap", "no sinks", "pages", "no numbers", "nothing"],
 )
-@pytest.mark.parametrize("form", ["few", "many"])
-def test_wrong_attention_is_refused_in_either_form(form, layer, wrong):
-    pieces = {"few": Attention(layer), "many": Attention(layer), form: wrong}
-    with pytest.raises(CompileError, match=rf"decode attention {form} of {LAYER.name} .*without: .split_decode."):
+@pytest.mark.parametrize("variant", ["few", "many"])
+def test_wrong_attention_is_refused_in_either_variant(variant, layer, wrong):
+    pieces = {"few": Attention(layer), "many": Attention(layer), variant: wrong}
+    with pytest.raises(CompileError, match=rf"decode attention {variant} of {LAYER.name} .*without: .split_decode."):
         check_attention(layer, **pieces)
 
 
@@ -267,8 +267,8 @@ def test_a_program_without_such_pieces_has_nothing_to_check():
         (DecodeVariant(None, "many", OF_MANY), 33, "many", "split_decode"),
     ],
 )
-def test_who_decodes_is_named_with_the_setting_that_does_without_it(form, num_requests, name, switch):
-    assert _who_decodes(form, 8 * num_requests) == (name, f"runtime.without: [{switch}]")
+def test_who_decodes_is_named_with_the_setting_that_does_without_it(variant, num_requests, name, switch):
+    assert _who_decodes(variant, 8 * num_requests) == (name, f"runtime.without: [{switch}]")
 
 
 @pytest.mark.parametrize("kv_heads", [4, 8, 10, 16, 24])
