@@ -3,7 +3,7 @@
 A *KV slot* is the place of one token's keys and values: page * page_size + offset (`out_cache_loc`, `slot_mapping`). A
 *row* is a request's line in ReqToTokenPool's table (`req_pool_indices`, `Request.row`), and in the sampling state. Page
 0 and row 0 belong to no request: padding writes and reads there. A request's state is in the same row of GDNPool.
-The host assigns pages in schedule/pages/allocator.py, and rows in schedule/rows.py.
+The host assigns pages in schedule/pages/allocator.py, and rows in schedule/rows.py. docs/glossary.md has all words.
 
 Shape legend: P pages, S page size, Hk kv heads, D head dim, N entries.
 """

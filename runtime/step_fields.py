@@ -1,7 +1,8 @@
 """The arrays of a step: their names, their dtypes, and what each is for.
 
 step/plan.py fills them on the host; one upload makes of them the tensors that the model and the sampler read. A new one
-is a line here. Imports no torch.
+is a line here. Imports no torch. The names are SGLang's and vLLM's: memory_pool.py says what a row, a slot and a page
+are, and docs/glossary.md has all words.
 
 Shape legend: T tokens of the step, R rows that attention sees, S rows of logits that are sampled, N prompt positions
 that are scored, P pages that are new.

@@ -1,1 +1,1 @@
-"""What the runtime reads of disks: regular files, JSON as typed data, and free space."""
+"""Regular files, JSON as typed data, and free disk space, as the runtime reads them."""

@@ -1,7 +1,8 @@
 """The scheduler's output to the step runner (ScheduledBatch), and its result once tokens are known (UpdateResult).
 
 Shape legend: R requests of the step in row order, decodes first; N pages newly written to page tables; T_prefill
-tokens of the rows after the decodes. All arrays are numpy on the host. Free of torch.
+tokens of the rows after the decodes. All arrays are numpy on the host. Free of torch. memory_pool.py says what a row,
+a slot and a page are, and docs/glossary.md what vLLM and SGLang call them.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""What happens to tokens around a step: they are chosen or drawn, and captured decodes go on from them."""
+"""Choice and draw of tokens, and the kernels around a captured decode that hand them on."""
