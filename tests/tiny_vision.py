@@ -69,8 +69,8 @@ VISION_MODELS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
-# Towers of whole pictures, 16 or 64 patches each; vocabulary and text as above.
-PICTURE = (3, 32, 32)
+# Towers of whole images, 16 or 64 patches each; vocabulary and text as above.
+IMAGE = (3, 32, 32)
 MOST_PLACES = 80 * MERGE**2
 PACKED_STEP = 8  # pixels a feature has on a side, of towers that pack
 _LLAMA = {**_TEXT, "model_type": "llama"}
@@ -79,11 +79,11 @@ _SIGLIP = {
     "intermediate_size": 48,
     "num_hidden_layers": 2,
     "num_attention_heads": 2,
-    "image_size": PICTURE[1],
+    "image_size": IMAGE[1],
     "patch_size": 8,
-    "num_channels": PICTURE[0],
+    "num_channels": IMAGE[0],
 }
-PICTURE_MODELS: dict[str, dict[str, Any]] = {
+IMAGE_MODELS: dict[str, dict[str, Any]] = {
     "llava": {
         "text_config": _LLAMA,
         "vision_config": {**_SIGLIP, "model_type": "clip_vision_model", "num_hidden_layers": 3},
@@ -110,7 +110,7 @@ PICTURE_MODELS: dict[str, dict[str, Any]] = {
     "idefics3": {"text_config": _LLAMA, "vision_config": {**_SIGLIP, "patch_size": 4}, "scale_factor": 2},
     "smolvlm": {"text_config": _LLAMA, "vision_config": {**_SIGLIP, "patch_size": 4}, "scale_factor": 2},
 }
-FEATURES = 16  # of a picture
+FEATURES = 16  # of an image
 _PIXTRAL = {
     "model_type": "pixtral",
     "hidden_size": 32,
@@ -119,10 +119,10 @@ _PIXTRAL = {
     "num_attention_heads": 2,
     "image_size": 64,
     "patch_size": PACKED_STEP // MERGE,
-    "num_channels": PICTURE[0],
+    "num_channels": IMAGE[0],
     "rope_parameters": {"rope_type": "axial", "rope_theta": 10000.0},
 }
-# Towers that pack patches of whole pictures; as many features a picture of a size in both.
+# Towers that pack patches of whole images; as many features an image of a size in both.
 PACKED_MODELS: dict[str, dict[str, Any]] = {
     "mistral3": {
         "text_config": {**_TEXT, "model_type": "mistral"},
@@ -233,8 +233,8 @@ def vision_config(model_type: str, wide: bool = False) -> Any:
     """Transformers' config of a tiny model."""
     from transformers import AutoConfig
 
-    if model_type in (of_pictures := PICTURE_MODELS | PACKED_MODELS | CROP_MODELS | PLACED_MODELS):
-        said = dict(of_pictures[model_type])
+    if model_type in (of_images := IMAGE_MODELS | PACKED_MODELS | CROP_MODELS | PLACED_MODELS):
+        said = dict(of_images[model_type])
         if wide:
             of_heads = {"head_dim": 128, "global_head_dim": 128}  # as many have
             tower = said["vision_config"] | {"hidden_size": 144}
@@ -295,13 +295,13 @@ def image(seed: int, grid: Grid) -> tuple[np.ndarray, Grid]:
 
 
 def picture(seed: int) -> np.ndarray:
-    """A random picture, [1, channels, rows, columns]."""
-    return torch.randn(1, *PICTURE, generator=torch.Generator().manual_seed(seed)).numpy()
+    """A random image, [1, channels, rows, columns]."""
+    return torch.randn(1, *IMAGE, generator=torch.Generator().manual_seed(seed)).numpy()
 
 
 @dataclass(frozen=True)
 class OfRows:
-    """A random picture of so many rows and columns of features, which are ended by tokens of their own."""
+    """A random image of so many rows and columns of features, which are ended by tokens of their own."""
 
     seed: int
     rows: int
@@ -310,7 +310,7 @@ class OfRows:
 
 @dataclass(frozen=True)
 class OfPlaces:
-    """A random picture of so many rows and columns of features, whose patches say where they are, in no order, among
+    """A random image of so many rows and columns of features, whose patches say where they are, in no order, among
     others that are padding."""
 
     seed: int
@@ -330,7 +330,7 @@ def _of_places(part: OfPlaces) -> tuple[list[int], dict[str, np.ndarray], np.nda
 
 @dataclass(frozen=True)
 class OfSize:
-    """A random picture of so many rows and columns of pixels, in as many crops as a model's pinpoints ask for."""
+    """A random image of so many rows and columns of pixels, in as many crops as a model's pinpoints ask for."""
 
     seed: int
     height: int
@@ -345,8 +345,8 @@ def crop_tower(model_type: str) -> CropTower:
         feature_width=_TEXT["hidden_size"],
         image_token_id=IMAGE_TOKEN,
         video_token_id=said.get("video_token_id", -1),
-        shape=PICTURE,
-        features=(PICTURE[1] // _CROPS["patch_size"]) ** 2,
+        shape=IMAGE,
+        features=(IMAGE[1] // _CROPS["patch_size"]) ** 2,
         rows=1,
         pinpoints=tuple(map(tuple, said["image_grid_pinpoints"])),
         most_crops=int(said.get("vision_aspect_ratio", "0").removeprefix("anyres_max_")),
@@ -356,7 +356,7 @@ def crop_tower(model_type: str) -> CropTower:
 def _of_size(part: OfSize) -> tuple[list[int], dict[str, np.ndarray], np.ndarray]:
     count = 1 + math.prod(part.tower.crops(part.height, part.width))
     generator = torch.Generator().manual_seed(part.seed)
-    pixels = torch.randn(1, count, *PICTURE, generator=generator).numpy()
+    pixels = torch.randn(1, count, *IMAGE, generator=generator).numpy()
     # As many as Transformers' forward expects, or it raises.
     ids = [IMAGE_TOKEN] * part.tower.num_features((count, part.height, part.width))
     return ids, {"pixel_values": pixels, "image_sizes": np.array([[part.height, part.width]])}, pixels
@@ -365,7 +365,7 @@ def _of_size(part: OfSize) -> tuple[list[int], dict[str, np.ndarray], np.ndarray
 def _of_rows(part: OfRows) -> tuple[list[int], dict[str, np.ndarray], np.ndarray]:
     height, width = part.rows * PACKED_STEP, part.columns * PACKED_STEP
     generator = torch.Generator().manual_seed(part.seed)
-    pixels = torch.randn(1, PICTURE[0], height, width, generator=generator).numpy()
+    pixels = torch.randn(1, IMAGE[0], height, width, generator=generator).numpy()
     ids = ([IMAGE_TOKEN] * part.columns + [ROW_END]) * part.rows
     return ids[:-1], {"pixel_values": pixels, "image_sizes": np.array([[height, width]])}, pixels
 
@@ -374,7 +374,7 @@ Shown = tuple[np.ndarray, Grid] | np.ndarray | OfRows | OfSize | OfPlaces
 
 
 def media_prompt(*parts: Sequence[int] | Shown) -> MediaPrompt:
-    """A prompt of token ids and images (pictures, or patches with grids), in order, as a processor makes it."""
+    """A prompt of token ids and images (images, or patches with grids), in order, as a processor makes it."""
     ids: list[int] = []
     items = []
     for part in parts:
@@ -397,8 +397,8 @@ def media_prompt(*parts: Sequence[int] | Shown) -> MediaPrompt:
 
 
 def _joined(arrays: Sequence[np.ndarray]) -> np.ndarray:
-    """The arrays of images one after another; pictures of different sizes padded, as processors do."""
-    if arrays[0].ndim <= len(PICTURE):
+    """The arrays of images one after another; images of different sizes padded, as processors do."""
+    if arrays[0].ndim <= len(IMAGE):
         return np.concatenate(arrays)
     most = np.max([array.shape for array in arrays], axis=0)
     return np.concatenate([np.pad(a, [(0, 0), *((0, n) for n in (most - a.shape)[1:])]) for a in arrays])
@@ -416,7 +416,7 @@ def _said(model: Any, prompt: MediaPrompt | list[int], tokens: torch.Tensor) -> 
         said["pixel_values"] = said["pixel_values"][None]
     if kind == "gemma3":
         said["token_type_ids"] = is_image
-    elif kind not in (*PICTURE_MODELS, *PACKED_MODELS, *CROP_MODELS):  # gemma4 among them
+    elif kind not in (*IMAGE_MODELS, *PACKED_MODELS, *CROP_MODELS):  # gemma4 among them
         said["mm_token_type_ids"] = is_image
     return said
 

@@ -52,8 +52,8 @@ _INSTEAD = {
     "heads have 256 KiB, and --max-body bounds bodies": "h11-max-incomplete-event-size",
     "/openapi.json is always there, and no page of it": "disable-fastapi-docs enable-offline-docs",
     "--sleep-after 5m lets the engine sleep": "enable-sleep-mode enable-memory-saver",
-    "pictures are data URLs, or of media.allowed_domains; no file is read for a request": "allowed-local-media-path",
-    "pictures are prepared as the model's processor says, within docs/images.md's bounds": """
+    "images are data URLs, or of media.allowed_domains; no file is read for a request": "allowed-local-media-path",
+    "images are prepared as the model's processor says, within docs/images.md's bounds": """
         limit-mm-per-prompt mm-processor-kwargs media-io-kwargs disable-mm-preprocessor-cache mm-processor-cache-gb
         disable-chunked-mm-input""",
     "this engine generates text, and only that": """

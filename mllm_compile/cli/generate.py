@@ -31,7 +31,7 @@ def generate_command(
     image: Annotated[
         list[str] | None,
         typer.Option(
-            help="A picture's file, before the prompt in a user's message; or an address, from a host that the "
+            help="An image's file, before the prompt in a user's message; or an address, from a host that the "
             "config allows. May be given several times."
         ),
     ] = None,
@@ -86,8 +86,8 @@ def generate_command(
     text = sys.stdin.read().removesuffix("\n") if prompt == "-" else prompt
     if not text and not chat:
         raise RequestError("the prompt is empty; expected at least one character. Give a text with --prompt.")
-    pictures = [{"type": "image", "image": _picture(path)} for path in image or ()]
-    check_takes_text(engine_config, model, as_chat=chat or bool(pictures))
+    images = [{"type": "image", "image": _image(path)} for path in image or ()]
+    check_takes_text(engine_config, model, as_chat=chat or bool(images))
 
     with timeline.stage("import"):
         from mllm_compile.engine.engine import Engine
@@ -121,13 +121,13 @@ def generate_command(
         if engine.tokenizer is None:  # a runtime's, or a hub's model
             raise no_tokenizer(model)
         params = dataclasses.replace(engine.default_params, **changes)
-        if chat or pictures:
-            content = [*pictures, {"type": "text", "text": text}] if pictures else text
+        if chat or images:
+            content = [*images, {"type": "text", "text": text}] if images else text
             outputs = engine.stream_chat([{"role": "user", "content": content}], params)
         else:
             outputs = engine.stream(text, params)
         if sys.stdout.isatty() if echo is None else echo:
-            _print_prompt(text + "\n" if chat or pictures else text)
+            _print_prompt(text + "\n" if chat or images else text)
         _print_stream(_timed(outputs, timeline), is_quiet=quiet)
     if timings:
         print_timeline(sys.stderr, timeline.spans)
@@ -149,8 +149,8 @@ def _read(text_or_file: str | None, *signs: str) -> str | None:
         ) from None
 
 
-def _picture(path: str) -> bytes | str:
-    """The bytes of a picture's file, before anything is compiled; an address as it is, which the engine may fetch.
+def _image(path: str) -> bytes | str:
+    """The bytes of an image's file, before anything is compiled; an address as it is, which the engine may fetch.
 
     Raises:
         RequestError: it cannot be read, or Pillow is not installed.

@@ -231,7 +231,7 @@ class StructuredOutputsConfig(Section):
 
 
 class MediaConfig(Section):
-    """Pictures that requests name by an address."""
+    """Images that requests name by an address."""
 
     allowed_domains: NameList = ()
     """Hosts that they are fetched from, over http and https; empty: no address is fetched."""

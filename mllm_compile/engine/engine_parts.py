@@ -32,10 +32,10 @@ class EngineParts:
         shutdown: gives the device's memory back; called once, after the last step.
         prepare_thread: called on the engine's thread before its first step.
         grammars: compiles SamplingParams.structured_outputs; None: they are refused.
-        media: prepares prompts with pictures; None: they are refused.
+        media: prepares prompts with images; None: they are refused.
         config: the engine's config, every `auto` resolved.
         folder: the runtime's; None: they come from nowhere on disk.
-        tokenizer_files: the files that texts and pictures are read with, by name; for a process that reads some too.
+        tokenizer_files: the files that texts and images are read with, by name; for a process that reads some too.
         forward_times: gives (num_tokens, count, median in ms) rows, for the figures.
         experts_chosen: gives each layer's counts by expert, likewise.
         snapshot_bytes: what the state of a cached prefix takes, likewise.

@@ -1,6 +1,6 @@
 """Reads prompts: a text, token ids, vLLM's dict of either, a MediaPrompt or a conversation become token ids.
 
-Texts are tokenized, pictures prepared, conversations rendered, and all ids checked against the vocabulary. A prompt
+Texts are tokenized, images prepared, conversations rendered, and all ids checked against the vocabulary. A prompt
 that is refused carries the reason. Its parameters are requests.py's matter. Runs on the caller's thread.
 """
 
@@ -62,11 +62,11 @@ class PromptTokenizer(Decoder, Protocol):
 
 
 class MediaSource(Protocol):
-    """Prepares prompts with pictures; mllm_compile.media.preprocessor.MediaPreprocessor does.
+    """Prepares prompts with images; mllm_compile.media.preprocessor.MediaPreprocessor does.
 
     Attributes:
         why_not: the reason why the runtime takes none; None: it does.
-        domains: hosts that pictures are fetched from.
+        domains: hosts that images are fetched from.
     """
 
     why_not: str | None
@@ -77,7 +77,7 @@ class MediaSource(Protocol):
     def check(self) -> None:
         """
         Raises:
-            RequestError: the engine takes no pictures.
+            RequestError: the engine takes no images.
         """
 
     def check_text(self, token_ids: Seq[int]) -> None:
@@ -92,7 +92,7 @@ class MediaSource(Protocol):
             prompt: a text, or token ids, with placeholders.
 
         Raises:
-            RequestError: a picture or the prompt is refused.
+            RequestError: an image or the prompt is refused.
             MllmError: the system gives no process, or no memory.
         """
 
@@ -119,7 +119,7 @@ class PromptReader:
     Args:
         tokenizer: None when the model has none; prompts are token ids then.
         vocab_size: rows of the model's embedding.
-        media: prepares prompts with pictures; None: they are refused.
+        media: prepares prompts with images; None: they are refused.
         tower: what prompts with images are checked with; a text: why they are refused.
     """
 
@@ -161,7 +161,7 @@ class PromptReader:
                 messages, items = take_media(messages, local_paths=True)
                 text = tokenizer.apply_chat_template(messages, **template_options)
                 if items:
-                    return self._with_pictures(text, items, False)
+                    return self._with_images(text, items, False)
                 fault = _text_fault(text)
                 if fault is not None:
                     return Prepared(text, error=fault)
@@ -237,9 +237,9 @@ class PromptReader:
             items = read_items(media, local_paths=True)
         except RequestError as error:
             return Prepared(text, error=error)
-        return self._with_pictures(text, items, True, prepared.token_ids) if items else prepared
+        return self._with_images(text, items, True, prepared.token_ids) if items else prepared
 
-    def _with_pictures(
+    def _with_images(
         self, text: str | None, items: Seq[SourceItem], adds_special_tokens: bool, token_ids: list[int] | None = None
     ) -> Prepared:
         """The prompt of a text with placeholders, or of token ids where there are some."""
@@ -257,7 +257,7 @@ class PromptReader:
     def _check_media(self) -> MediaSource:
         """
         Raises:
-            RequestError: no pictures are taken.
+            RequestError: no images are taken.
         """
         if self._media is None:
             raise RequestError("this engine takes text alone. Leave images out, or serve a vision-language model.")

@@ -63,7 +63,7 @@ class RequestBuilder:
         eos_token_ids: ids that end a completion.
         default_params: for callers that pass none.
         grammars: compiles structured_outputs; None: they are refused.
-        media: prepares prompts with pictures; None: they are refused.
+        media: prepares prompts with images; None: they are refused.
         tower: what prompts with images are checked with; a text: why they are refused.
     """
 

@@ -1,7 +1,7 @@
-"""The bytes of a picture's file to pixels, by Pillow; in a worker, as files come from strangers.
+"""The bytes of an image's file to pixels, by Pillow; in a worker, as files come from strangers.
 
-A picture is turned as its EXIF data says, transparency is laid on white, sixteen bits of grey become eight, and of an
-animation the first frame is the picture, as vLLM has it. What a header says is checked before anything is decoded.
+An image is turned as its EXIF data says, transparency is laid on white, sixteen bits of grey become eight, and of an
+animation the first frame is the image, as vLLM has it. What a header says is checked before anything is decoded.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ _NAMES = "PNG, JPEG, WebP, GIF, BMP, TIFF or PPM"
 
 
 class Refused(Exception):
-    """The reason why there are no pixels, in words that follow the picture's name."""
+    """The reason why there are no pixels, in words that follow the image's name."""
 
 
 def decode(data: bytes) -> np.ndarray:
     """Pixels [height, width, 3] uint8 of a file.
 
     Raises:
-        Refused: it is no picture, a broken one, or too large.
+        Refused: it is no image, a broken one, or too large.
     """
     from PIL import Image, UnidentifiedImageError
 
@@ -43,7 +43,7 @@ def decode(data: bytes) -> np.ndarray:
     except UnidentifiedImageError:
         if data.startswith(_BEGINNINGS):
             raise Refused(
-                "is broken: it begins as a picture does, but its header is cut off, or says that it has no pixel. Save "
+                "is broken: it begins as an image does, but its header is cut off, or says that it has no pixel. Save "
                 "it again"
             ) from None
         raise Refused(
@@ -53,7 +53,7 @@ def decode(data: bytes) -> np.ndarray:
         raise Refused(f"has a broken header ({_reason(error)}). Save it again") from None
     width, height = image.size
     if width < 1 or height < 1:
-        raise Refused(f"is {width} × {height}, without a pixel. Give another picture")
+        raise Refused(f"is {width} × {height}, without a pixel. Give another image")
     if width * height > MAX_PIXELS:
         raise Refused(
             f"is {width:,} × {height:,}, {width * height:,} pixels by its header; expected at most {MAX_PIXELS:,}. "

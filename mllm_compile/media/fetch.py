@@ -1,4 +1,4 @@
-"""Fetches pictures that a request names by an address, from the hosts that the config allows and no others."""
+"""Fetches images that a request names by an address, from the hosts that the config allows and no others."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _AT_ONCE = 8  # of a prompt
 _WAIT_S = 5.0  # for a connection, and for each next byte
 _GRACE_S = 0.5  # after a fetch's time, in which it says more about its end
 _SHORTEST_S = 0.001  # 0 would mean not to wait
-_GIVE = "Give the picture's bytes, or a data URL (data:image/png;base64,…)."
+_GIVE = "Give the image's bytes, or a data URL (data:image/png;base64,…)."
 
 
 def fetched(items: Sequence[SourceItem], domains: Collection[str]) -> list[SourceItem]:
@@ -84,7 +84,7 @@ def _left(until: float) -> float:
 
 def _late() -> TimeoutError:
     return TimeoutError(
-        f"it takes more than {MAX_FETCH_SECONDS:g} s, or all pictures of the prompt more than "
+        f"it takes more than {MAX_FETCH_SECONDS:g} s, or all images of the prompt more than "
         f"{MAX_PROMPT_FETCH_SECONDS:g} s"
     )
 
@@ -108,7 +108,7 @@ def _allowed(url: str, where: str, domains: Collection[str]) -> str:
     if parts.scheme not in ("http", "https") or not host or parts.username is not None or has_odd_characters:
         raise RequestError(f"{where}: {short_repr(url)} is no plain address over http or https. {_GIVE}")
     if host not in domains:
-        whose = "none is fetched" if not domains else f"pictures are fetched from {', '.join(sorted(domains))} alone"
+        whose = "none is fetched" if not domains else f"images are fetched from {', '.join(sorted(domains))} alone"
         raise RequestError(
             f"{where}: {short_repr(url)} is an address, and {whose}. Fetch it yourself and give its bytes, or a data "
             "URL (data:image/png;base64,…); or name its host in the config's media.allowed_domains."
@@ -207,7 +207,7 @@ def _fetch(url: str, where: str, domains: Collection[str], until: float) -> byte
     except HTTPError as error:
         error.close()
         raise RequestError(
-            f"{where}: {short_repr(url)} answers with status {error.code}, not a picture. {_GIVE}"
+            f"{where}: {short_repr(url)} answers with status {error.code}, not an image. {_GIVE}"
         ) from None
     except (OSError, HTTPException, ValueError) as error:
         raise _failed(url, where, error.reason if isinstance(error, URLError) else error) from None

@@ -1,4 +1,4 @@
-"""Pictures in chat messages: parts in OpenAI's form or Transformers' become items, a template gets their places."""
+"""Images in chat messages: parts in OpenAI's form or Transformers' become items, a template gets their places."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ _DETAILS = (None, "auto", "high")
 
 
 def has_media(messages: Any) -> bool:
-    """True if a part of a message's content is a picture or a video."""
+    """True if a part of a message's content is an image or a video."""
     return any(_are_media(messages))
 
 
 def _are_media(messages: Any) -> Iterator[bool]:
-    """True for each part of the contents that is a picture or a video, False for the others."""
+    """True for each part of the contents that is an image or a video, False for the others."""
     parts = (part for message in _listed(messages) for part in _parts(message))
     return (_kind(part) in (*_IMAGE_KINDS, *_VIDEO_KINDS) for part in parts)
 
 
 def take_media(messages: Any, *, local_paths: bool) -> tuple[Any, list[SourceItem]]:
-    """The messages with places where pictures were, and the pictures in their order.
+    """The messages with places where images were, and the images in their order.
 
     What is no message, or no part, stays as it is: others refuse it in their own words.
 
@@ -34,7 +34,7 @@ def take_media(messages: Any, *, local_paths: bool) -> tuple[Any, list[SourceIte
         local_paths: a part may name a file of this machine.
 
     Raises:
-        RequestError: a picture is none, or cannot be taken.
+        RequestError: an image is none, or cannot be taken.
     """
     count = sum(_are_media(messages))
     if not count:
@@ -62,7 +62,7 @@ def _without_media(part: Any, where: str, items: list[SourceItem], local_paths: 
         if kind != "video" or part.get("video") is None:
             raise RequestError(
                 f"{where}: video files are not read. Give frames from Python, as {{'type': 'video', 'video': …}} with "
-                "a list of pictures, or send frames as images."
+                "a list of images, or send frames as images."
             )
         items.append(read_video(part["video"], f"video {_count(items, 'video')}", local_paths=local_paths))
         return {"type": "video"}
@@ -83,7 +83,7 @@ def _given_image(part: Mapping[str, Any], kind: str, where: str) -> Any:
         )
     if given is None or (isinstance(given, str) and not given):
         form = "{'type': 'image_url', 'image_url': {'url': 'data:image/png;base64,…'}}"
-        raise RequestError(f"{where}: a part has the type {short_repr(kind)}, but no picture; expected {form}.")
+        raise RequestError(f"{where}: a part has the type {short_repr(kind)}, but no image; expected {form}.")
     return given
 
 

@@ -1,4 +1,4 @@
-"""The way of pictures into an engine: what a caller gives becomes a MediaPrompt, or is refused in clear words."""
+"""The way of images into an engine: what a caller gives becomes a MediaPrompt, or is refused in clear words."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from mllm_compile.runtime.files.json_data import parse_json
 
 
 class MediaPreprocessor:
-    """The preprocessor of one model; from any thread. Nothing of it starts before the first picture.
+    """The preprocessor of one model; from any thread. Nothing of it starts before the first image.
 
     Args:
         model: its name, for errors.
         files: name → bytes of the files of its tokenizer and processor, and its config.json.
         max_model_len: most tokens of a request.
-        why_not: the reason why the runtime takes no pictures; None: it does.
-        domains: hosts that pictures are fetched from.
+        why_not: the reason why the runtime takes no images; None: it does.
+        domains: hosts that images are fetched from.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class MediaPreprocessor:
 
     @property
     def has_processor(self) -> bool:
-        """True if the model's folder has a processor of pictures."""
+        """True if the model's folder has a processor of images."""
         return CONFIG_FILE in self._files and any(name in self._files for name in PROCESSOR_FILES)
 
     def prepare(
@@ -76,14 +76,14 @@ class MediaPreprocessor:
             raise RequestError(
                 f"the prompt has {num_tokens:,} tokens, {own:,} of them for {len(shared.items)} images or videos, but "
                 f"the model's context is {self._max_model_len:,} tokens, the answer included. Give smaller or fewer "
-                "pictures, shorten the text, or serve the model with a larger runtime.max_model_len."
+                "images, shorten the text, or serve the model with a larger runtime.max_model_len."
             )
         return shared
 
     def check(self) -> None:
         """
         Raises:
-            RequestError: the model or its runtime takes no pictures.
+            RequestError: the model or its runtime takes no images.
         """
         if not self.has_processor:
             raise RequestError(

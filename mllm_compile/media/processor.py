@@ -1,9 +1,9 @@
-"""A model's own processor, by Transformers: a prompt's text and its decoded pictures become a MediaPrompt.
+"""A model's own processor, by Transformers: a prompt's text and its decoded images become a MediaPrompt.
 
 Runs in a worker (worker.py), which alone imports Transformers. Each item goes through the processor by itself, so its
 tensors need no cutting; then the text, with each placeholder replaced by what the processor made of it, is tokenized
 once; of token ids the placeholders' are replaced. Images are prepared by the processor's Pillow form on every machine:
-the same picture has the same tensors.
+the same image has the same tensors.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _MOST_REASON = 400  # characters
 
 @dataclass(frozen=True, eq=False)
 class DecodedItem:
-    """A picture's pixels [1, height, width, 3] uint8, or a video's [frames, height, width, 3] with its metadata."""
+    """An image's pixels [1, height, width, 3] uint8, or a video's [frames, height, width, 3] with its metadata."""
 
     kind: MediaKind
     where: str
@@ -182,7 +182,7 @@ class MediaProcessor:
         return found, there + replaced
 
     def _encoded(self, text: str, adds_special_tokens: bool) -> list[int]:
-        """Token ids by the tokenizer that reads texts without pictures, too."""
+        """Token ids by the tokenizer that reads texts without images, too."""
         try:
             return self._tokenizer.encode_chat(text, adds_special_tokens)
         except RequestError as error:
@@ -271,7 +271,7 @@ def _load(folder: Path) -> Any:
 def _tokenizer(folder: Path) -> Tokenizer:
     tokenizer = load_tokenizer(folder)
     if tokenizer is None:
-        raise Refused("the model has no tokenizer, and a text with pictures needs one")
+        raise Refused("the model has no tokenizer, and a text with images needs one")
     return tokenizer
 
 
@@ -284,7 +284,7 @@ def _video_processor(folder: Path) -> Any:
         return None
     try:
         return AutoVideoProcessor.from_pretrained(folder)
-    except (OSError, ValueError):  # no file of the folder names one: pictures are served all the same
+    except (OSError, ValueError):  # no file of the folder names one: images are served all the same
         return None
 
 

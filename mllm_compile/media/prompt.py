@@ -1,4 +1,4 @@
-"""The prompt with pictures that an engine takes: token ids, and what belongs to their placeholders.
+"""The prompt with images that an engine takes: token ids, and what belongs to their placeholders.
 
 Owns the data alone. processor.py makes it; whoever runs a model's vision program reads it.
 """

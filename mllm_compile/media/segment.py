@@ -1,4 +1,4 @@
-"""Shared memory that pictures travel in: one file below /dev/shm a prompt, of a fixed size, with a name.
+"""Shared memory that images travel in: one file below /dev/shm a prompt, of a fixed size, with a name.
 
 Its owner makes it and removes its name; a worker writes into it, and whoever takes the tensors maps it and removes the
 name at once, so that the memory goes with the last tensor. A process that was killed leaves its segments; the next one
@@ -91,7 +91,7 @@ class Segment:
                 os.close(descriptor)
         except OSError as error:
             self.remove()
-            raise MllmError(f"no shared memory for pictures below {_FOLDER}: {error.strerror}.") from None
+            raise MllmError(f"no shared memory for images below {_FOLDER}: {error.strerror}.") from None
 
     def remove(self) -> None:
         """Removes the name; what has been mapped stays until it is let go. May be called again."""

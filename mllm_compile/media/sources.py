@@ -1,4 +1,4 @@
-"""Checks what a caller gives as a picture or a video, and brings it into one form: bytes that a worker decodes.
+"""Checks what a caller gives as an image or a video, and brings it into one form: bytes that a worker decodes.
 
 Nothing is decoded here, and no address is fetched: fetch.py does that. Local paths are read for callers in this process
 alone.
@@ -23,13 +23,13 @@ from mllm_compile.media.prompt import MediaKind
 from mllm_compile.runtime.short_repr import short_repr, typed_repr
 
 _IMAGE = "a PIL image, the bytes of a file, a data URL, a local path, or an array [height, width, 3] of uint8"
-_VIDEO = "an array [frames, height, width, 3] of uint8, a list of pictures, or (frames, {'fps': …})"
+_VIDEO = "an array [frames, height, width, 3] of uint8, a list of images, or (frames, {'fps': …})"
 _FRAMES_KEYS = ("fps", "frames_indices", "total_num_frames", "duration")
 
 
 @dataclass(frozen=True)
 class Source:
-    """A picture before it is decoded.
+    """An image before it is decoded.
 
     Attributes:
         data: a file's bytes; or pixels, 3 bytes each, row by row.
@@ -44,7 +44,7 @@ class Source:
 
 @dataclass(frozen=True)
 class SourceItem:
-    """A picture, or a video's frames in order.
+    """An image, or a video's frames in order.
 
     Attributes:
         where: names it in errors: "image 0".
@@ -87,7 +87,7 @@ def read_items(multi_modal_data: Any, *, local_paths: bool) -> list[SourceItem]:
 def check_count(count: int) -> None:
     """
     Raises:
-        RequestError: a prompt has too many pictures and videos.
+        RequestError: a prompt has too many images and videos.
     """
     if count > MAX_ITEMS:
         raise RequestError(f"expected at most {MAX_ITEMS} images and videos in a prompt, got {count}. Give fewer.")
@@ -112,7 +112,7 @@ def checked_items(items: list[SourceItem]) -> list[SourceItem]:
 def read_image(given: Any, where: str, *, local_paths: bool) -> SourceItem:
     """
     Raises:
-        RequestError: it is no picture, or exceeds a bound.
+        RequestError: it is no image, or exceeds a bound.
     """
     return SourceItem("image", where, (_source(given, where, local_paths),))
 
@@ -164,7 +164,7 @@ def _listed(given: Any) -> list[Any]:
 
 
 def _listed_videos(given: Any) -> list[Any]:
-    """One video is an array, a list of pictures, or a pair with its metadata; several are a list of these."""
+    """One video is an array, a list of images, or a pair with its metadata; several are a list of these."""
     if given is None:
         return []
     if not isinstance(given, (list, tuple)) or (isinstance(given, tuple) and len(given) == 2):
@@ -205,10 +205,10 @@ def bounded(data: bytes, where: str) -> bytes:
         RequestError: there are none, or too many.
     """
     if not data:
-        raise RequestError(f"{where}: the picture is empty; expected the bytes of a picture's file.")
+        raise RequestError(f"{where}: the image is empty; expected the bytes of an image's file.")
     if len(data) > MAX_FILE_BYTES:
         raise RequestError(
-            f"{where}: the picture's file has {len(data):,} bytes; expected at most {MAX_FILE_BYTES:,}. "
+            f"{where}: the image's file has {len(data):,} bytes; expected at most {MAX_FILE_BYTES:,}. "
             "Save it smaller, or as a JPEG."
         )
     return data
@@ -223,16 +223,16 @@ def of_data_url(url: str, where: str) -> bytes:
     head, comma, body = url.partition(",")
     kind, *parameters = head[len("data:") :].lower().split(";")
     if not comma or "base64" not in parameters or not (kind.startswith("image/") or not kind):
-        raise RequestError(f"{where}: expected data:image/…;base64,… with the picture, got {short_repr(head[:60])}.")
+        raise RequestError(f"{where}: expected data:image/…;base64,… with the image, got {short_repr(head[:60])}.")
     if len(body) > MAX_FILE_BYTES * 4 // 3 + 1024:
         raise RequestError(
-            f"{where}: the data URL has {len(body):,} characters; expected a picture of at most {MAX_FILE_BYTES:,} "
+            f"{where}: the data URL has {len(body):,} characters; expected an image of at most {MAX_FILE_BYTES:,} "
             "bytes. Save it smaller, or as a JPEG."
         )
     try:
         data = base64.b64decode(body.encode("ascii"), validate=True)
     except (binascii.Error, UnicodeEncodeError) as error:
-        raise RequestError(f"{where}: the data URL is no base64 ({error}). Encode the picture's bytes again.") from None
+        raise RequestError(f"{where}: the data URL is no base64 ({error}). Encode the image's bytes again.") from None
     return bounded(data, where)
 
 
@@ -246,9 +246,9 @@ def _of_file(path: str | bytes, where: str) -> bytes:
             data = file.read(MAX_FILE_BYTES + 1) if is_file else b""
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
-        raise RequestError(f"{where}: {short_repr(path)} cannot be read ({reason}). Give a picture's file.") from None
+        raise RequestError(f"{where}: {short_repr(path)} cannot be read ({reason}). Give an image's file.") from None
     if not is_file:
-        raise RequestError(f"{where}: {short_repr(path)} is no regular file. Give a picture's file.")
+        raise RequestError(f"{where}: {short_repr(path)} is no regular file. Give an image's file.")
     return bounded(data, where)
 
 
@@ -281,10 +281,9 @@ def check_size(height: int, width: int, where: str) -> tuple[int, int]:
     """
     if height < 1 or width < 1 or height * width > MAX_PIXELS:
         raise RequestError(
-            f"{where}: the picture is {width:,} × {height:,}; expected 1 to {MAX_PIXELS:,} pixels. "
-            "Give a smaller picture."
+            f"{where}: the image is {width:,} × {height:,}; expected 1 to {MAX_PIXELS:,} pixels. Give a smaller image."
             if height and width
-            else f"{where}: the picture is {width} × {height}, without a pixel. Give another picture."
+            else f"{where}: the image is {width} × {height}, without a pixel. Give another image."
         )
     return height, width
 

@@ -1,7 +1,7 @@
-"""The process that decodes pictures and runs a model's processor: what a stranger's file does, it does here.
+"""The process that decodes images and runs a model's processor: what a stranger's file does, it does here.
 
 It reads no file that a request names, writes none, fetches nothing, and has limits on memory and on processor time;
-workers.py is the side that asks. It alone imports Transformers and Pillow, once, when the first picture comes.
+workers.py is the side that asks. It alone imports Transformers and Pillow, once, when the first image comes.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def _answer(processor: MediaProcessor, request: bytes) -> Answer:
 def _decoded(asked: dict[str, Any], blobs: Any) -> DecodedItem:
     """
     Raises:
-        Refused: a frame is no picture, or of another size than the first.
+        Refused: a frame is no image, or of another size than the first.
     """
     frames: list[np.ndarray] = []
     for n, size in enumerate(asked["frames"]):
@@ -90,7 +90,7 @@ def _decoded(asked: dict[str, Any], blobs: Any) -> DecodedItem:
         try:
             pixels = np.frombuffer(data, np.uint8).reshape(*size, 3) if size else decode(bytes(data))
         except Refused as refusal:
-            raise Refused(f"{where}: the picture {refusal}") from None
+            raise Refused(f"{where}: the image {refusal}") from None
         if frames and pixels.shape != frames[0].shape:
             (height, width, _), (first_height, first_width, _) = pixels.shape, frames[0].shape
             raise Refused(

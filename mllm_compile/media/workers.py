@@ -1,4 +1,4 @@
-"""Asks workers (worker.py) to decode pictures and to run a model's processor; from any thread.
+"""Asks workers (worker.py) to decode images and to run a model's processor; from any thread.
 
 What comes back is a SharedPrompt: token ids, and the name of the shared memory with the tensors. In this process `take`
 makes a MediaPrompt of it; a server sends its fields to the engine's process, which does the same there.
@@ -33,11 +33,11 @@ from mllm_compile.process.helper_process import HelperProcesses, NoAnswer
 _MOST_PROCESSES = 2
 _MAX_WAIT_S = 60
 _MAX_START_S = 180  # it imports Transformers
-_ADVICE = "Give smaller pictures, or fewer."
+_ADVICE = "Give smaller images, or fewer."
 
 
-class TooManyPicturesError(MllmError):
-    """The pictures of requests that wait hold too much memory; another try may do."""
+class TooManyImagesError(MllmError):
+    """The images of requests that wait hold too much memory; another try may do."""
 
 
 class SharedPrompt:
@@ -75,7 +75,7 @@ class SharedPrompt:
         try:
             tensors = take_tensors(self.segment, [item["tensors"] for item in self.items])
         except (OSError, ValueError) as error:
-            raise MllmError(f"the request's pictures are not in shared memory any more ({error}). Ask again.") from None
+            raise MllmError(f"the request's images are not in shared memory any more ({error}). Ask again.") from None
         finally:
             self.remove()
         items = tuple(
@@ -101,7 +101,7 @@ class MediaWorkers(HelperProcesses):
         super().__init__(
             "mllm_compile.media.worker",
             pack({"files": list(files)}, list(files.values())),
-            task="that decodes pictures",
+            task="that decodes images",
             seconds=MAX_SECONDS,
             max_wait_s=_MAX_WAIT_S,
             max_start_s=_MAX_START_S,
@@ -120,13 +120,13 @@ class MediaWorkers(HelperProcesses):
         or `remove` it.
 
         Raises:
-            RequestError: a picture or the text is refused, or exceeds a limit.
-            TooManyPicturesError: those of other requests hold too much memory.
+            RequestError: an image or the text is refused, or exceeds a limit.
+            TooManyImagesError: those of other requests hold too much memory.
             MllmError: no process can be started, or there is no shared memory.
         """
         if self._held_bytes > MAX_HELD_BYTES:
-            raise TooManyPicturesError(
-                f"pictures of requests that wait hold {self._held_bytes >> 20} MiB of shared memory; expected at most "
+            raise TooManyImagesError(
+                f"images of requests that wait hold {self._held_bytes >> 20} MiB of shared memory; expected at most "
                 f"{MAX_HELD_BYTES >> 20} MiB. Ask again later."
             )
         segment = Segment(MAX_TENSOR_BYTES)
@@ -169,12 +169,12 @@ class MediaWorkers(HelperProcesses):
             kind, answer = self.ask(request)
         except NoAnswer as none:
             end = f", the most it may. {_ADVICE}" if none.is_limit else ". Ask again."
-            raise RequestError(f"decoding the request's pictures {none.why}{end}") from None
+            raise RequestError(f"decoding the request's images {none.why}{end}") from None
         if kind == PREPARED:
             return unpack(answer)
         limit = {
-            TOO_MUCH_MEMORY: f"decoding the request's pictures needs more than {MAX_MEMORY >> 30} GiB of memory",
-            TOO_LARGE: f"the request's pictures become more than {MAX_TENSOR_BYTES >> 20} MiB, or than is left of the "
+            TOO_MUCH_MEMORY: f"decoding the request's images needs more than {MAX_MEMORY >> 30} GiB of memory",
+            TOO_LARGE: f"the request's images become more than {MAX_TENSOR_BYTES >> 20} MiB, or than is left of the "
             "machine's shared memory (/dev/shm)",
         }.get(kind)
         raise RequestError(answer.decode("utf-8", "replace") if limit is None else f"{limit}. {_ADVICE}")

@@ -29,7 +29,7 @@ class EngineFacts:
         marks: ids of those that the syntax has, None for what ends an answer.
         defaults: sampling parameters of a request that says none.
         builder: checks prompts as the engine does.
-        media: prepares prompts with pictures.
+        media: prepares prompts with images.
     """
 
     def __init__(self, hello: Hello, tokenizer: Tokenizer | None, syntax: ChatSyntax, media: MediaPreprocessor) -> None:

@@ -42,7 +42,7 @@ T = TypeVar("T")
 _THREADS = 4  # that tokenize
 _LONG_THREADS = 2  # for those that would hold up others
 _LONG_BYTES = 1 << 20  # of a request
-_PICTURE_THREADS = 2  # that wait for workers, as many as there are
+_IMAGE_THREADS = 2  # that wait for workers, as many as there are
 _SWEEP_S = 0.5
 _MOST_OF_NAME = 64  # characters
 _MOST_NAMES = 20  # of fields, in a header
@@ -66,7 +66,7 @@ class Front:
         self.is_draining = False
         self._texts = Threads(_THREADS, "mllm-texts")
         self._long_texts = Threads(_LONG_THREADS, "mllm-long-texts")
-        self._pictures = Threads(_PICTURE_THREADS, "mllm-pictures")
+        self._images = Threads(_IMAGE_THREADS, "mllm-images")
         self._told: set[str] = set()
         self.supervisor = Supervisor(
             command_of,
@@ -157,7 +157,7 @@ class Front:
 
     async def _planned(self, request: ApiRequest, facts: EngineFacts, share: Share) -> AnswerPlan:
         if request.has_media:
-            return await self._pictures.run(request.plan, facts)
+            return await self._images.run(request.plan, facts)
         return await self.in_thread(share.num_bytes, request.plan, facts)
 
     async def facts(self, model: str | None) -> EngineFacts:

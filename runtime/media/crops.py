@@ -1,7 +1,7 @@
-"""Towers that take crops of a picture besides all of it made small: LLaVA-NeXT, LLaVA-OneVision.
+"""Towers that take crops of an image besides all of it made small: LLaVA-NeXT, LLaVA-OneVision.
 
-The crops' features are those of one large picture: what pads it is left out, where there are too many it is made
-smaller, and a feature that all pictures share ends each row. So each feature is a sum of a few of the tower's.
+The crops' features are those of one large image: what pads it is left out, where there are too many it is made
+smaller, and a feature that all images share ends each row. So each feature is a sum of a few of the tower's.
 """
 
 from __future__ import annotations
@@ -14,20 +14,20 @@ from typing import ClassVar
 import numpy as np
 
 from mllm_compile.runtime.errors import RequestError
+from mllm_compile.runtime.media.fixed_size import FixedSizeTower
 from mllm_compile.runtime.media.patches import axis_taps
-from mllm_compile.runtime.media.pictures import PictureTower
 from mllm_compile.runtime.media.tower import Grid, Read
 
 _OF_IMAGES = ("pixel_values", "image_sizes")
 _OF_VIDEOS = "pixel_values_videos"
 _FRAME, _LAST_FRAME = (1, 0, 0), (1, 0, 1)  # of a video; the last one's features are ended as a row is
-_NO_LARGER = 1.1  # times a side that has the most features: such a picture is not made smaller
+_NO_LARGER = 1.1  # times a side that has the most features: such an image is not made smaller
 
 
 @dataclass(frozen=True, kw_only=True)
-class CropTower(PictureTower):
-    """A tower of this protocol. A grid is how many pictures the tower takes, and the image's rows and columns of
-    pixels; one picture is the image made small alone.
+class CropTower(FixedSizeTower):
+    """A tower of this protocol. A grid is how many inputs the tower takes of an image, and the image's rows
+    and columns of pixels; a single input is the image made small.
 
     Attributes:
         pinpoints: rows and columns of pixels that an image may be scaled to, which are cut into crops.
@@ -40,7 +40,7 @@ class CropTower(PictureTower):
 
     @property
     def side(self) -> int:
-        """Rows and columns of a picture's features."""
+        """Rows and columns of an image's features."""
         return math.isqrt(self.features)
 
     @property

@@ -1,6 +1,6 @@
-"""Towers that take patches with grids: what such a tower is told of a picture besides its patches.
+"""Towers that take patches with grids: what such a tower is told of an image besides its patches.
 
-Patches are packed one picture after another, those of one feature together; what follows from a grid is in patches.py.
+Patches are packed one image after another, those of one feature together; what follows from a grid is in patches.py.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class GridTower(Tower):
         return found
 
     def read(self, tensors: Mapping[str, np.ndarray]) -> Read:
-        """Frames of a video do not attend to each other: each is a picture."""
+        """Frames of a video do not attend to each other: each is an image."""
         is_video = _OF_VIDEOS[0] in tensors
         names = _OF_VIDEOS if is_video else _OF_IMAGES
         if not set(names) <= set(tensors) <= {*names, _SECONDS}:

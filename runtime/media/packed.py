@@ -1,6 +1,6 @@
-"""Towers that take patches of pictures of any size, whose processor leaves pictures whole: they are cut here.
+"""Towers that take patches of images of any size, whose processor leaves images whole: they are cut here.
 
-Between the rows of a picture's features its prompt has tokens of its own.
+Between the rows of an image's features its prompt has tokens of its own.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class PackedTower(GridTower):
     """A tower of this protocol.
 
     Attributes:
-        channels: of a picture.
+        channels: of an image.
         patch_size: rows and columns of pixels of a patch.
     """
 
@@ -50,12 +50,12 @@ class PackedTower(GridTower):
             raise RequestError(
                 f"pixel_values has the shape {list(pixels.shape)}; expected [1, {self.channels}, {height}, {width}]"
             )
-        picture = np.ascontiguousarray(pixels[0, :, :height, :width], dtype=np.float32)
-        return Read([(self.cut(picture), (1, height // self.patch_size, width // self.patch_size))])
+        image = np.ascontiguousarray(pixels[0, :, :height, :width], dtype=np.float32)
+        return Read([(self.cut(image), (1, height // self.patch_size, width // self.patch_size))])
 
-    def cut(self, picture: np.ndarray) -> np.ndarray:
-        """The patches [features, pixel_width] of a picture [channels, rows, columns], those of a feature in a row."""
+    def cut(self, image: np.ndarray) -> np.ndarray:
+        """The patches [features, pixel_width] of an image [channels, rows, columns], those of a feature in a row."""
         size, merge = self.patch_size, self.merge
-        rows, columns = (length // (size * merge) for length in picture.shape[1:])
-        blocks = picture.reshape(self.channels, rows, merge, size, columns, merge, size)
+        rows, columns = (length // (size * merge) for length in image.shape[1:])
+        blocks = image.reshape(self.channels, rows, merge, size, columns, merge, size)
         return blocks.transpose(1, 4, 2, 5, 0, 3, 6).reshape(-1, self.pixel_width)

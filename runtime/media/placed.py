@@ -1,6 +1,6 @@
-"""Towers that take patches with the place of each, whose processor cuts pictures: Gemma 4.
+"""Towers that take patches with the place of each, whose processor cuts images: Gemma 4.
 
-Patches of less than a picture are padding; those of a feature are put together here.
+Patches of less than an image are padding; those of a feature are put together here.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class PlacedTower(GridTower):
         if rows % self.merge or columns % self.merge or not np.array_equal(places[0][order], expected):
             raise RequestError(
                 f"image_position_ids has {int(is_patch.sum())} places up to column {columns - 1} of row {rows - 1}; "
-                f"expected each place of a picture once, of rows and columns that are multiples of {self.merge}"
+                f"expected each place of an image once, of rows and columns that are multiples of {self.merge}"
             )
         merge, whole = self.merge, pixels[0][order].astype(np.float32)
         blocks = whole.reshape(rows // merge, merge, columns // merge, merge, self.patch_width).swapaxes(1, 2)

@@ -7,15 +7,15 @@ from typing import Any
 
 from mllm_compile.runtime.files.json_data import from_json
 from mllm_compile.runtime.media.crops import CropTower
+from mllm_compile.runtime.media.fixed_size import FixedSizeTower
 from mllm_compile.runtime.media.grids import GridTower
 from mllm_compile.runtime.media.packed import PackedTower
-from mllm_compile.runtime.media.pictures import PictureTower
 from mllm_compile.runtime.media.placed import PlacedTower
 from mllm_compile.runtime.media.tower import Tower
 
 TOWERS: dict[str, type[Tower]] = {
     "grids": GridTower,
-    "pictures": PictureTower,
+    "images": FixedSizeTower,
     "packed": PackedTower,
     "placed": PlacedTower,
     "crops": CropTower,

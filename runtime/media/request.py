@@ -25,7 +25,7 @@ class Image:
     """One image of a prompt, or a frame of a video: frames do not attend to each other in a tower.
 
     Attributes:
-        start, end: its tokens, each of which takes a feature, but where the tower's pictures have breaks.
+        start, end: its tokens, each of which takes a feature, but where the tower's images have breaks.
         digest: equal for images with the same features.
         grid: its patches.
         pixels: float32, [Tower.pixel_rows, Tower.pixel_width].
@@ -148,11 +148,11 @@ def _images(
 ) -> tuple[list[Image], list[Placed]]:
     """An item's images, each frame or part of one, and where its grids are."""
     start, length, digest, tensors = item
-    pictures, interval = tower.read(tensors)
+    parts, interval = tower.read(tensors)
     if len(digest) != _DIGEST_BYTES:
         raise RequestError(f"an image's digest has {len(digest)} bytes; expected {_DIGEST_BYTES}")
     places = start + np.flatnonzero(is_feature[start : start + length])
-    features = [tower.num_features(grid) for _, grid in pictures]
+    features = [tower.num_features(grid) for _, grid in parts]
     if sum(features) != places.size:
         raise RequestError(f"an image has {sum(features)} features, and the prompt {places.size} tokens for it")
     if max(features) > MAX_FEATURES:
@@ -163,8 +163,8 @@ def _images(
     for index, own in enumerate(np.split(places, np.cumsum(features)[:-1])):
         if own[-1] - own[0] + 1 != own.size and not tower.has_breaks:
             raise RequestError("the tokens of an image, or of a video's frame, are to lie one after another")
-        own_digest = digest if len(pictures) == 1 else hashlib.sha256(digest + index.to_bytes(4, "little")).digest()
-        pixels, grid = pictures[index]
+        own_digest = digest if len(parts) == 1 else hashlib.sha256(digest + index.to_bytes(4, "little")).digest()
+        pixels, grid = parts[index]
         tower.inputs(grid)  # made here, on the caller's thread, and found when a step needs it
         images.append(Image(int(own[0]), int(own[-1]) + 1, own_digest, grid, pixels))
     grid = images[0].grid

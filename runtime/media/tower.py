@@ -1,7 +1,7 @@
 """The runtime's facts of a model's tower: one class a protocol, free of torch, as the host makes inputs of it.
 
-grids.py has towers that take patches of pictures of any size, packed.py those of them whose processor leaves pictures
-whole, pictures.py those that take whole pictures of one size, and crops.py those of them that put crops together.
+grids.py has towers that take patches of images of any size, packed.py those of them whose processor leaves images
+whole, fixed_size.py those that take whole images of one size, and crops.py those of them that put crops together.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ class Read(NamedTuple):
     """An image or video as a tower takes it.
 
     Attributes:
-        pictures: pixels [pixel_rows, pixel_width] float32 and grid of each frame, or of each picture that it was cut
+        images: pixels [pixel_rows, pixel_width] float32 and grid of each frame, or of each image that it was cut
             into, in order.
         interval: how far frames are apart on the axis of time.
     """
 
-    pictures: Sequence[tuple[np.ndarray, Grid]]
+    images: Sequence[tuple[np.ndarray, Grid]]
     interval: float = 1.0
 
 
@@ -42,11 +42,11 @@ class Tower(ABC):
     Attributes:
         feature_width: numbers of a feature, those for deeper layers of the text included.
         image_token_id, video_token_id: the tokens that stand for a feature; -1: the model takes no videos.
-        sees_ahead: tokens of one picture attend to each other in both directions in the text.
+        sees_ahead: tokens of one image attend to each other in both directions in the text.
         sees_ahead_in_windows: they do in its layers with windows alone.
         merge: rows and columns of patches that make one feature.
         axes: of the text's positions, where tokens take features: 1, or 3 for time, row and column.
-        has_breaks: tokens that take none may lie between those of one picture.
+        has_breaks: tokens that take none may lie between those of one image.
     """
 
     feature_width: int
@@ -61,10 +61,10 @@ class Tower(ABC):
 
     @abstractmethod
     def num_features(self, grid: Grid) -> int:
-        """Features of a picture."""
+        """Features of an image."""
 
     def num_counted(self, grid: Grid) -> int:
-        """The numbers by which counted inputs go on behind a picture: its features."""
+        """The numbers by which counted inputs go on behind an image: its features."""
         return self.num_features(grid)
 
     @abstractmethod
@@ -72,7 +72,7 @@ class Tower(ABC):
         """The inputs of the tower's program, `pixel_values` and those of `inputs` and `segments`."""
 
     def inputs(self, grid: Grid) -> Mapping[str, np.ndarray]:
-        """The tower's inputs for a picture beside its pixels; pictures follow each other along the first dimension.
+        """The tower's inputs for an image beside its pixels; images follow each other along the first dimension.
         Not to be written to: those of the last grids are kept."""
         return _inputs_of(self, grid)
 
@@ -94,11 +94,11 @@ class Tower(ABC):
 
     @abstractmethod
     def sample_grids(self) -> tuple[Grid, Grid]:
-        """Grids of two small pictures, different where they can be."""
+        """Grids of two small images, different where they can be."""
 
     @abstractmethod
     def pixel_rows(self, grid: Grid) -> int:
-        """Rows of a picture in the input `pixel_values`, each of pixel_width numbers."""
+        """Rows of an image in the input `pixel_values`, each of pixel_width numbers."""
 
     @property
     @abstractmethod
@@ -107,7 +107,7 @@ class Tower(ABC):
 
     @abstractmethod
     def largest(self, features: int) -> list[Grid]:
-        """Pictures that have about so many features, and as much of everything else as these can have."""
+        """Images that have about so many features, and as much of everything else as these can have."""
 
 
 @lru_cache(maxsize=_KEPT_GRIDS)

@@ -485,11 +485,11 @@ def test_a_character_that_the_terminal_cannot_show_ends_no_command(monkeypatch):
     assert written.getvalue().endswith(b"3 ?s\n")
 
 
-def test_a_picture_that_cannot_be_read_is_told_before_anything_is_loaded(capsys, tmp_path):
+def test_an_image_that_cannot_be_read_is_told_before_anything_is_loaded(capsys, tmp_path):
     (tmp_path / "empty.png").write_bytes(b"")
     told = {
         tmp_path / "none.png": "No such file",
-        tmp_path / "empty.png": "the picture is empty",
+        tmp_path / "empty.png": "the image is empty",
         tmp_path: "Is a directory",
         "/dev/null": "is no regular file",
         "ftp://a.example/b.png": "is an address of a kind that is never fetched",

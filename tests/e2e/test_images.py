@@ -33,9 +33,9 @@ from tests.sample import sample_of
 from tests.tiny_model import engine_of_pages
 from tests.tiny_vision import (
     CROP_MODELS,
+    IMAGE_MODELS,
     IMAGE_TOKEN,
     PACKED_MODELS,
-    PICTURE_MODELS,
     PLACED_MODELS,
     VIDEO_TOKEN,
     VISION_MODELS,
@@ -55,7 +55,7 @@ from tests.tiny_vision import (
 MAX_TOKENS = 6
 GREEDY = SamplingParams(temperature=0, max_tokens=MAX_TOKENS, ignore_eos=True)
 TEXT = [3, 4, 5, 6, 7]
-GROUPS = (VISION_MODELS, PACKED_MODELS, PLACED_MODELS, CROP_MODELS, PICTURE_MODELS)  # a protocol each
+GROUPS = (VISION_MODELS, PACKED_MODELS, PLACED_MODELS, CROP_MODELS, IMAGE_MODELS)  # a protocol each
 MODELS = tuple(name for group in GROUPS for name in group)
 WITH_VIDEOS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "glm4v", "llava_onevision")
 # The sizes of images where they may have some, by kind of tower: small, wide, small, large and large. Patches, rows and
@@ -237,7 +237,7 @@ def test_what_does_not_fit_is_refused_and_the_others_go_on(served: Served) -> No
     with served.engine() as engine:
         with pytest.raises(RequestError, match="an image's tokens are 3 to"):
             engine.generate(short, GREEDY)
-        with pytest.raises(RequestError, match=r"\[1, 3, 8, 8\]; expected (pictures of )?\["):
+        with pytest.raises(RequestError, match=r"\[1, 3, 8, 8\]; expected (images of )?\["):
             engine.generate(strange, GREEDY)
         outputs = engine.generate([short, one, strange, TEXT], GREEDY)
         assert [output.finish_reason for output in outputs] == ["error", "length"] * 2
@@ -355,15 +355,15 @@ def test_videos_are_placed_in_time_or_refused(served: Served) -> None:
 def test_text_is_served_without_images_that_the_self_check_finds_wrong(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    from mllm_compile.model.towers.pictures import Pictures  # which imports Transformers
+    from mllm_compile.model.towers.fixed_size import FixedSizeImages  # which imports Transformers
 
-    right = Pictures.said_of
+    right = FixedSizeImages.said_of
 
     def darker(self: Any, images: Any, ids: Any) -> Any:
         said = right(self, images, ids)
         return said | {"pixel_values": said["pixel_values"] / 2}
 
-    monkeypatch.setattr(Pictures, "said_of", darker)
+    monkeypatch.setattr(FixedSizeImages, "said_of", darker)
     model = save_vision_model("idefics3", tmp_path / "model")
     with Engine(vision_engine_config(tmp_path / "model", tmp_path / "cache")) as engine:
         assert "its text is served without images: with two images in a prompt" in caplog.text

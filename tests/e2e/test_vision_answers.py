@@ -1,4 +1,4 @@
-"""The embedded vision model through the engine: pictures that nobody has trained on, asked about in one call."""
+"""The embedded vision model through the engine: images that nobody has trained on, asked about in one call."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def script() -> Iterator[Any]:
 
 
 @pytest.fixture(scope="module")
-def pictures(script: Any) -> Any:
+def images(script: Any) -> Any:
     return sys.modules["vision_pictures"]
 
 
@@ -52,28 +52,26 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
         yield engine
 
 
-def test_held_out_pictures_are_answered(engine: Engine, script: Any) -> None:
+def test_held_out_images_are_answered(engine: Engine, script: Any) -> None:
     found = script.answered(engine, 200)
     assert sum(text == right for _, right, text in found) >= 190
 
 
-def test_two_pictures_of_one_call_do_not_mix(engine, script, pictures):
+def test_two_images_of_one_call_do_not_mix(engine, script, images):
     question = "How many shapes?"
-    seen = [pictures.draw_picture(pictures.HELD_OUT + seed) for seed in range(500, 512)]
-    alone = [engine.chat(script.chat(picture.pixels, question), GREEDY)[0].outputs[0].text for picture in seen]
-    together = engine.chat([script.chat(picture.pixels, question) for picture in seen], GREEDY)
+    seen = [images.draw_picture(images.HELD_OUT + seed) for seed in range(500, 512)]
+    alone = [engine.chat(script.chat(image.pixels, question), GREEDY)[0].outputs[0].text for image in seen]
+    together = engine.chat([script.chat(image.pixels, question) for image in seen], GREEDY)
     assert [output.outputs[0].text for output in together] == alone
     assert len(set(alone)) > 3
 
 
-def test_a_picture_goes_with_prompts_of_text_and_one_that_is_refused(engine, script, pictures):
-    picture, question, answer = pictures.held_out(1)[0]
+def test_an_image_goes_with_prompts_of_text_and_one_that_is_refused(engine, script, images):
+    image, question, answer = images.held_out(1)[0]
     text = [{"role": "user", "content": question}]
-    outputs = engine.chat(
-        [text, script.chat(picture.pixels, question), script.chat(b"no picture", question), text], GREEDY
-    )
+    outputs = engine.chat([text, script.chat(image.pixels, question), script.chat(b"no image", question), text], GREEDY)
     assert outputs[1].outputs[0].text == answer
-    assert "image 0: the picture is in no format" in (outputs[2].error or "")
+    assert "image 0: the image is in no format" in (outputs[2].error or "")
     assert outputs[0].outputs[0].text == outputs[3].outputs[0].text
 
 

@@ -50,7 +50,7 @@ EACH = ["gemma4", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "glm4v", "gemma3", "llav
 
 
 def shown(model_type: str, seed: int) -> Any:
-    """A part of a prompt: a picture as the model's processor gives it."""
+    """A part of a prompt: an image as the model's processor gives it."""
     if model_type in CROP_MODELS:
         return OfSize(seed, *{1: (32, 64), 2: (60, 40), 3: (20, 21)}[seed], crop_tower(model_type))
     if model_type in (*PACKED_MODELS, *PLACED_MODELS):
@@ -60,7 +60,7 @@ def shown(model_type: str, seed: int) -> Any:
 
 
 def prompts_of(model_type: str) -> list[Any]:
-    """Prompts with pictures as the model's tower takes them."""
+    """Prompts with images as the model's tower takes them."""
     if model_type in VISION_MODELS:
         return PROMPTS
     first, second, third = (shown(model_type, seed) for seed in (1, 2, 3))
@@ -128,7 +128,7 @@ def test_images_that_see_ahead_do_so_in_the_kernels_of_prompts(model_type: str, 
     Gemma 4 in the former alone; decodes are captured."""
     model = save_vision_model(model_type, tmp_path / "model", wide=True).cuda()
     prompts = prompts_of(model_type)
-    # Steps that hold a picture beside decodes, and few more tokens; and prompts found again, in the middle of pictures.
+    # Steps that hold an image beside decodes, and few more tokens; and prompts found again, in the middle of images.
     sizes = {"max_num_batched_tokens": 24, "attention_backend": "flashinfer"}
     with engine(tmp_path, "full_and_piecewise", **sizes) as eager:
         outputs = eager.generate(prompts, PARAMS)

@@ -1,4 +1,4 @@
-"""What requests hold in a server's front, and what a picture holds up: all of it ends with the request."""
+"""What requests hold in a server's front, and what an image holds up: all of it ends with the request."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.server.harness import Answer, Server, eventually, fake_server
 
 pytest.importorskip("PIL")
 MIB = 1 << 20
-SETTINGS = {"pictures": {}, "delay_s": 0.02, "limits": {"max_model_len": 4096, "num_pages": 4096}}
+SETTINGS = {"images": {}, "delay_s": 0.02, "limits": {"max_model_len": 4096, "num_pages": 4096}}
 
 
 @pytest.fixture(scope="module")
@@ -30,14 +30,14 @@ def server() -> Iterator[Server]:
         yield server
 
 
-def picture_chat(data: bytes, **fields: Any) -> dict[str, Any]:
+def image_chat(data: bytes, **fields: Any) -> dict[str, Any]:
     url = "data:image/png;base64," + base64.b64encode(data).decode()
     content = [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": "What is it?"}]
     return {"max_tokens": 2, "temperature": 0, "messages": [{"role": "user", "content": content}], **fields}
 
 
 def ask(server: Server, data: bytes, **fields: Any) -> Answer:
-    return server.post("/v1/chat/completions", picture_chat(data, **fields))
+    return server.post("/v1/chat/completions", image_chat(data, **fields))
 
 
 def resident(server: Server) -> int:
@@ -54,7 +54,7 @@ def fax(width: int, height: int, data: bytes) -> bytes:
     return b"II*\0" + struct.pack("<IH", 8, len(tags)) + b"".join(entries) + struct.pack("<I", 0) + data
 
 
-def test_broken_pictures_that_make_a_library_talk_hold_up_nobody(server):
+def test_broken_images_that_make_a_library_talk_hold_up_nobody(server):
     broken = fax(1000, 4000, random.Random(1).randbytes(60_000))
     assert ask(server, broken).status in (200, 400)
     assert ask(server, file_of(pixels_of(1, 32, 48))).status == 200
@@ -62,7 +62,7 @@ def test_broken_pictures_that_make_a_library_talk_hold_up_nobody(server):
 
 def test_bodies_of_clients_that_have_left_are_not_kept(server):
     before = resident(server)
-    body = json.dumps(picture_chat(b"\x89PNG" + bytes(8 * MIB))).encode()
+    body = json.dumps(image_chat(b"\x89PNG" + bytes(8 * MIB))).encode()
     head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n".encode()
     for number in range(24):
         with socket.create_connection(("127.0.0.1", server.port), timeout=HANG_S) as client:

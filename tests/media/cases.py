@@ -1,4 +1,4 @@
-"""A folder with a tokenizer and a processor of Qwen3-VL's kind, pictures as files, and an engine that takes them."""
+"""A folder with a tokenizer and a processor of Qwen3-VL's kind, images as files, and an engine that takes them."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ TEMPLATE = (
 
 
 def make_files(folder: Path, **settings: Any) -> dict[str, bytes]:
-    """The files of a model whose pictures have a token for 16 by 16 pixels; `settings` are the processor's."""
+    """The files of a model whose images have a token for 16 by 16 pixels; `settings` are the processor's."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE())

@@ -1,4 +1,4 @@
-"""Crops of pictures of any size: which of a tower's features an image is made of, as Transformers has it."""
+"""Crops of images of any size: which of a tower's features an image is made of, as Transformers has it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SIZES = [(32, 64), (31, 200), (200, 31), (100, 100), (77, 123), (5, 9), (640, 47
 
 
 def made_by(tower: CropTower, grids: list[Any], seen: torch.Tensor, newline: torch.Tensor) -> torch.Tensor:
-    """The features of images of `seen` [pictures, 16, 8], by what the tower's program is told."""
+    """The features of images of `seen` [images, 16, 8], by what the tower's program is told."""
     arrays, _ = tower_inputs(tower, grids)
     flat = seen.flatten(0, 1)
     given = {name: torch.from_numpy(array) for name, array in arrays.items()}
@@ -55,10 +55,10 @@ def test_frames_of_a_video_have_a_quarter_of_the_features_and_one_end() -> None:
     from transformers.models.llava_onevision.modeling_llava_onevision import LlavaOnevisionModel
 
     frames = np.random.default_rng(0).normal(size=(1, 3, 3, 32, 32))
-    pictures = ONEVISION.read({"pixel_values_videos": frames}).pictures
-    grids = [grid for _, grid in pictures]
+    images = ONEVISION.read({"pixel_values_videos": frames}).images
+    grids = [grid for _, grid in images]
     assert [ONEVISION.num_features(grid) for grid in grids] == [4, 4, 5]
-    assert np.array_equal(pictures[1][0], frames[0, 1].reshape(1, -1).astype(np.float32))
+    assert np.array_equal(images[1][0], frames[0, 1].reshape(1, -1).astype(np.float32))
     seen, newline = torch.randn(3, 16, 8), torch.randn(8)
     config = SimpleNamespace(vision_config=SimpleNamespace(image_size=32, patch_size=8))
     pooled = LlavaOnevisionModel.apply_pooling(SimpleNamespace(config=config), seen).flatten(0, 1)

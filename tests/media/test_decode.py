@@ -1,4 +1,4 @@
-"""Files to pixels: what a picture is, and one clear reason each for what is none."""
+"""Files to pixels: what an image is, and one clear reason each for what is none."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ def test_a_lossy_file_gives_nearly_its_pixels(kind):
     assert np.abs(decode(file_of(pixels, kind)).astype(int) - pixels).max() < 12
 
 
-def test_a_picture_is_turned_as_its_exif_data_says():
+def test_an_image_is_turned_as_its_exif_data_says():
     image = Images.fromarray(pixels_of(2))
     exif = Images.Exif()
     exif[0x0112] = 6  # turn by 90 degrees to the right
     assert np.array_equal(decode(saved(image, exif=exif)), np.rot90(pixels_of(2), -1))
 
 
-def test_of_an_animation_the_first_frame_is_the_picture():
+def test_of_an_animation_the_first_frame_is_the_image():
     frames = [Images.fromarray(np.full((16, 16, 3), grey, np.uint8)) for grey in (10, 200)]
     for kind in ("GIF", "WEBP", "PNG"):
         options = {"lossless": True} if kind == "WEBP" else {}
@@ -70,13 +70,13 @@ def test_sixteen_bits_of_grey_become_eight():
     ],
     ids=["text", "svg", "eps", "10^10 pixels", "10^9 pixels", "no data"],
 )
-def test_what_is_no_picture_is_refused(data, reason):
+def test_what_is_no_image_is_refused(data, reason):
     with pytest.raises(Refused, match=reason):
         decode(data)
 
 
 @pytest.mark.parametrize("size", [(0, 10), (10, 0), (0, 0)])
-def test_a_picture_without_a_pixel_is_refused(size):
+def test_an_image_without_a_pixel_is_refused(size):
     with pytest.raises(Refused):
         decode(png_that_says(*size))
 

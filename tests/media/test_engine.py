@@ -1,4 +1,4 @@
-"""Pictures at an engine's calls: as vLLM's users and OpenAI's write them. The model is a fake."""
+"""Images at an engine's calls: as vLLM's users and OpenAI's write them. The model is a fake."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_token_ids_with_a_placeholder_an_image_or_a_feature_are_the_texts_prompt
         assert (request.cache_keys == built[0].sequences[0].request.cache_keys).all()
 
 
-def test_the_pictures_reach_the_request(engine):
+def test_the_images_reach_the_request(engine):
     built = engine.builder.build_one(
         {"prompt": f"{PLACE}?", "multi_modal_data": {"image": [pixels_of(1)]}, "cache_salt": "mine"}, params()
     )
@@ -88,15 +88,15 @@ def test_a_chat_with_image_parts_is_answered(engine):
 
 def test_of_several_prompts_only_the_wrong_one_is_refused(engine):
     good = {"prompt": PLACE, "multi_modal_data": {"image": pixels_of(3)}}
-    bad = {"prompt": PLACE, "multi_modal_data": {"image": b"no picture"}}
+    bad = {"prompt": PLACE, "multi_modal_data": {"image": b"no image"}}
     outputs = engine.generate([good, bad, "text"], params())
     assert [output.outputs[0].finish_reason for output in outputs] == ["length", "error", "length"]
-    assert "image 0: the picture is in no format that can be read" in str(outputs[1].error)
+    assert "image 0: the image is in no format that can be read" in str(outputs[1].error)
 
 
 MISTAKES = [  # a prompt's text, what it comes with, and the one line that a user reads
-    (PLACE, {"image": lambda: file_of(pixels_of(1))[:90]}, "image 0: the picture is broken or cut off"),
-    (PLACE, {"image": lambda: np.zeros((0, 8, 3), np.uint8)}, "image 0: the picture is 8 × 0, without a pixel"),
+    (PLACE, {"image": lambda: file_of(pixels_of(1))[:90]}, "image 0: the image is broken or cut off"),
+    (PLACE, {"image": lambda: np.zeros((0, 8, 3), np.uint8)}, "image 0: the image is 8 × 0, without a pixel"),
     (PLACE, {"image": lambda: png_that_says(32_000, 32_000)}, "1,024,000,000 pixels by its header; expected at most"),
     (PLACE, {"image": lambda: [pixels_of(1)] * 2}, "has 1 places for images (<|image_pad|>), but 2 images were given"),
     (PLACE * 2, {"image": lambda: pixels_of(1)}, "has 2 places for images (<|image_pad|>), but 1 images were given"),
@@ -155,12 +155,12 @@ def test_a_wrong_prompt_is_refused(engine, prompt, said):
         engine.generate(prompt, params())
 
 
-def test_an_engine_of_text_refuses_pictures():
+def test_an_engine_of_text_refuses_images():
     with fake_engine() as engine, pytest.raises(RequestError, match="this engine takes text alone"):
         engine.generate({"prompt": "a", "multi_modal_data": {"image": pixels_of(0)}})
 
 
-def test_a_runtime_without_a_program_refuses_pictures(files, tokenizer):
+def test_a_runtime_without_a_program_refuses_images(files, tokenizer):
     preprocessor = make_preprocessor(files, why_not="this runtime has no program for images")
     with (
         fake_engine(tokenizer=tokenizer, vocab_size=300, media=preprocessor, tower=TOWER) as engine,

@@ -1,4 +1,4 @@
-"""Pictures by their addresses: from hosts that are allowed, within bounds, and from no others."""
+"""Images by their addresses: from hosts that are allowed, within bounds, and from no others."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class _Host(BaseHTTPRequestHandler):
         self.send_response(200 if name in ("/cat.png", "/large", "/slow") else 404)
         self.end_headers()
         if name == "/cat.png":
-            self.wfile.write(b"picture" + self.path.encode())
+            self.wfile.write(b"image" + self.path.encode())
         if name == "/large":
             self.wfile.write(bytes(3000))
         while name == "/slow":
@@ -79,12 +79,12 @@ def refusal(given, domains=HERE):
     return str(error.value)
 
 
-def test_an_allowed_hosts_pictures_are_fetched_in_their_order(host):
-    assert files(f"{host}/cat.png?a=1") == [b"picture/cat.png?a=1"]
+def test_an_allowed_hosts_images_are_fetched_in_their_order(host):
+    assert files(f"{host}/cat.png?a=1") == [b"image/cat.png?a=1"]
     urls = [f"{host}/cat.png?{n}" for n in range(5)]
     video = read_video([*urls[:3], b"bytes", *urls[3:]], "video 0", local_paths=False)
     (item,) = fetched([video], HERE)
-    wanted = [f"picture/cat.png?{n}".encode() for n in range(5)]
+    wanted = [f"image/cat.png?{n}".encode() for n in range(5)]
     assert [frame.data for frame in item.frames] == [*wanted[:3], b"bytes", *wanted[3:]]
     assert all(frame == Source(frame.data) for frame in item.frames)
 
@@ -92,7 +92,7 @@ def test_an_allowed_hosts_pictures_are_fetched_in_their_order(host):
 def test_no_address_is_fetched_unless_its_host_is_allowed(host):
     assert "is an address, and none is fetched" in refusal(f"{host}/cat.png", ())
     of_others = refusal(f"{host}/cat.png", ("b.example", "a.example"))
-    assert "pictures are fetched from a.example, b.example alone" in of_others
+    assert "images are fetched from a.example, b.example alone" in of_others
     assert "media.allowed_domains" in of_others
 
 
@@ -118,7 +118,7 @@ def test_other_kinds_of_addresses_are_never_fetched():
 
 
 def test_an_answer_leads_to_allowed_hosts_alone(host):
-    assert files(f"{host}/moved?{host}/cat.png") == [b"picture/cat.png"]
+    assert files(f"{host}/moved?{host}/cat.png") == [b"image/cat.png"]
     assert "'http://localhost/cat.png' is an address" in refusal(f"{host}/moved?http://localhost/cat.png")
     assert "is no plain address over http or https" in refusal(f"{host}/moved?ftp://127.0.0.1/cat.png")
 
@@ -140,12 +140,12 @@ def test_a_fetch_ends_where_the_system_does_not_answer_and_many_have_one_time_to
     answers = threading.Event()
     monkeypatch.setattr(fetch.HTTPConnection, "connect", lambda _: answers.wait(HANG_S) and None)
     try:
-        assert "all pictures of the prompt more than 0.2 s" in refusal(f"{host}/cat.png")
+        assert "all images of the prompt more than 0.2 s" in refusal(f"{host}/cat.png")
     finally:
         answers.set()
 
 
-@pytest.mark.parametrize("domain", ["https://a.example", "a.example/pictures", "a.example:80", "", "*"])
+@pytest.mark.parametrize("domain", ["https://a.example", "a.example/images", "a.example:80", "", "*"])
 def test_a_config_names_hosts(domain):
     with pytest.raises(ConfigError, match=r"media\.allowed_domains"):
         EngineConfig.from_dict({"model": {"path": "x"}, "media": {"allowed_domains": [domain]}})

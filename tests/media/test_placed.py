@@ -21,7 +21,7 @@ def tensors(places: list[tuple[int, int]], width: int = 3) -> dict[str, np.ndarr
 
 def test_those_of_a_feature_are_together() -> None:
     for places in (PLACES, PLACES[::-1]):
-        ((pixels, grid),) = TOWER.read(tensors(places)).pictures
+        ((pixels, grid),) = TOWER.read(tensors(places)).images
         assert grid == (1, 2, 4)
         assert TOWER.num_features(grid) == 2
         found = pixels.reshape(2, 4, 3)[..., :2].astype(int).tolist()
@@ -33,12 +33,12 @@ def test_those_of_a_feature_are_together() -> None:
 @pytest.mark.parametrize(
     ("places", "said"),
     [
-        (PLACES[:-1], "has 7 places up to column 3 of row 1; expected each place of a picture once"),
-        ([*PLACES[:-1], (0, 0)], "expected each place of a picture once"),
+        (PLACES[:-1], "has 7 places up to column 3 of row 1; expected each place of an image once"),
+        ([*PLACES[:-1], (0, 0)], "expected each place of an image once"),
         ([(column, row) for row in range(3) for column in range(4)], "multiples of 2"),
     ],
 )
-def test_what_is_no_whole_picture_is_refused(places: list[tuple[int, int]], said: str) -> None:
+def test_what_is_no_whole_image_is_refused(places: list[tuple[int, int]], said: str) -> None:
     with pytest.raises(RequestError, match=said):
         TOWER.read(tensors(places))
 

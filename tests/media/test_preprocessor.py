@@ -1,4 +1,4 @@
-"""Pictures through a worker: what becomes of them, what is refused, and that nothing of it stays."""
+"""Images through a worker: what becomes of them, what is refused, and that nothing of it stays."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def refusal(preprocessor, text, *images, **data):
 
 
 def expected_patches(pixels):
-    """Qwen's patches of 8 pixels, 2 by 2 of them together, of a picture that needs no scaling."""
+    """Qwen's patches of 8 pixels, 2 by 2 of them together, of an image that needs no scaling."""
     scaled = (pixels.astype(np.float32) / 255 - MEAN) / STD
     height, width = pixels.shape[0] // 16, pixels.shape[1] // 16
     blocks = scaled.reshape(height, 2, 8, width, 2, 8, 3).transpose(0, 3, 1, 4, 6, 2, 5)
@@ -69,7 +69,7 @@ def test_a_digest_is_of_pixels(preprocessor):
     assert prepare(preprocessor, PLACE, turned).items[0].digest != digest
 
 
-def test_pictures_and_places_are_as_many(preprocessor):
+def test_images_and_places_are_as_many(preprocessor):
     picture = pixels_of(5)
     assert "has 1 places for images (<|image_pad|>), but 2 images were given" in refusal(
         preprocessor, PLACE, picture, picture
@@ -80,20 +80,20 @@ def test_pictures_and_places_are_as_many(preprocessor):
     assert "has 0 places" in refusal(preprocessor, "no place", picture)
 
 
-def test_a_prompt_that_is_too_long_says_what_pictures_take(preprocessor):
+def test_a_prompt_that_is_too_long_says_what_images_take(preprocessor):
     said = refusal(preprocessor, "a" * 200 + PLACE * 4, *[pixels_of(6, 64, 64)] * 4)
     assert "has 272 tokens, 64 of them for 4 images or videos, but the model's context is 256 tokens" in said
     assert not segments()
 
 
-def test_a_broken_picture_is_named(preprocessor):
+def test_a_broken_image_is_named(preprocessor):
     whole = file_of(pixels_of(7))
-    assert refusal(preprocessor, PLACE * 2, whole, whole[:90]).startswith("image 1: the picture is broken or cut off")
-    assert refusal(preprocessor, PLACE, b"hello").startswith("image 0: the picture is in no format that can be read")
+    assert refusal(preprocessor, PLACE * 2, whole, whole[:90]).startswith("image 1: the image is broken or cut off")
+    assert refusal(preprocessor, PLACE, b"hello").startswith("image 0: the image is in no format that can be read")
     assert prepare(preprocessor, PLACE, whole).items  # the same workers go on
 
 
-def test_a_picture_that_the_processor_refuses_is_named(preprocessor):
+def test_an_image_that_the_processor_refuses_is_named(preprocessor):
     assert "image 0: the model's processor refuses it (absolute aspect ratio" in refusal(
         preprocessor, PLACE, pixels_of(8, 4, 2000)
     )
@@ -111,7 +111,7 @@ def test_a_video_needs_torchvision_or_frames_of_one_size(preprocessor):
 
 
 def test_a_videos_frames_are_told_apart_by_their_times(preprocessor):
-    """Two frames at a time, each behind its time; in a chat, by an array or by pictures, the features are the same."""
+    """Two frames at a time, each behind its time; in a chat, by an array or by images, the features are the same."""
     pytest.importorskip("torchvision")
     frames = np.stack([pixels_of(seed, 32, 48) for seed in range(4)])
     prompt = prepare(preprocessor, f"a{VIDEO_PLACE}b", video=(frames, {"fps": 2.0}))

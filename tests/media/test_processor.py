@@ -72,7 +72,7 @@ def test_a_users_own_placeholder_is_a_place_unless_it_is_read_as_text(tmp_path, 
     assert tokenizer.decode(prompt.prompt_token_ids, False).startswith(f"a {PLACE} b{PLACE[:16]}")
 
 
-def test_a_text_with_a_picture_has_the_ids_of_a_text_without(tmp_path):
+def test_a_text_with_an_image_has_the_ids_of_a_text_without(tmp_path):
     make_files(tmp_path)
     config = json.loads((tmp_path / "tokenizer_config.json").read_text())
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config | {"extra_special_tokens": ["<tool>"]}))
@@ -130,7 +130,7 @@ def make_processor(folder: Path, kind: str) -> MediaProcessor:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_picture_of_few_rows_or_columns_is_what_transformers_makes_of_the_picture(kind, tmp_path):
+def test_an_image_of_few_rows_or_columns_is_what_transformers_makes_of_the_image(kind, tmp_path):
     from PIL import Image
 
     processor = make_processor(tmp_path, kind)

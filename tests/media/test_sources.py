@@ -1,4 +1,4 @@
-"""What a caller may give as a picture, and the reason why something else is none. Nothing is decoded here."""
+"""What a caller may give as an image, and the reason why something else is none. Nothing is decoded here."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ def data_url(data, kind="image/png"):
 
 def test_bytes_a_data_url_and_a_path_are_the_same_file(tmp_path):
     path = tmp_path / "cat.png"
-    path.write_bytes(b"picture")
-    assert image(b"picture") == image(data_url(b"picture")) == image(path) == image(str(path)) == Source(b"picture")
+    path.write_bytes(b"image")
+    assert image(b"image") == image(data_url(b"image")) == image(path) == image(str(path)) == Source(b"image")
 
 
 def test_an_array_and_a_pil_image_are_pixels():
@@ -49,7 +49,7 @@ def test_an_address_waits_for_being_fetched():
 
 def test_a_path_is_read_for_callers_in_this_process_alone(tmp_path):
     path = tmp_path / "cat.png"
-    path.write_bytes(b"picture")
+    path.write_bytes(b"image")
     assert "expected a data URL" in refusal(str(path), local_paths=False)
 
 
@@ -74,7 +74,7 @@ def test_a_file_is_bounded(monkeypatch, tmp_path):
     (tmp_path / "big").write_bytes(bytes(1001))
     for given in (bytes(1001), tmp_path / "big"):
         assert "expected at most 1,000" in refusal(given)
-    assert "expected a picture of at most 1,000 bytes" in refusal(data_url(bytes(9000)))
+    assert "expected an image of at most 1,000 bytes" in refusal(data_url(bytes(9000)))
 
 
 def test_pixels_are_bounded():
@@ -162,16 +162,16 @@ def test_parts_of_messages_become_items_and_places():
     assert messages[1]["content"][0]["type"] == "image_url"  # a caller's own are left alone
 
 
-def test_messages_without_pictures_stay_as_they_are():
+def test_messages_without_images_stay_as_they_are():
     for messages in ([{"role": "user", "content": "hi"}], [{"content": [{"type": "text"}]}], None, "hi", [7], [[]]):
         assert take_media(messages, local_paths=True) == (messages, [])
         assert not has_media(messages)
 
 
-def test_a_part_without_its_picture_is_refused():
+def test_a_part_without_its_image_is_refused():
     for part, said in (
-        ({"type": "image_url"}, "but no picture"),
-        ({"type": "image_url", "image_url": {}}, "but no picture"),
+        ({"type": "image_url"}, "but no image"),
+        ({"type": "image_url", "image_url": {}}, "but no image"),
         ({"type": "image_url", "image_url": {"url": data_url(b"x"), "detail": "low"}}, "detail: expected auto or high"),
         ({"type": "video_url", "video_url": {"url": "http://host/v.mp4"}}, "video files are not read"),
         ({"type": "image_url", "image_url": {"url": "s3://host/cat.png"}}, "never fetched"),
@@ -180,7 +180,7 @@ def test_a_part_without_its_picture_is_refused():
             take_media([{"role": "user", "content": [part]}], local_paths=True)
 
 
-def test_pictures_of_a_chat_are_counted_before_one_is_read():
+def test_images_of_a_chat_are_counted_before_one_is_read():
     part = {"type": "image_url", "image_url": {"url": "data:image/png;base64,***"}}
     with pytest.raises(RequestError, match="at most 64 images and videos in a prompt, got 10000"):
         take_media([{"role": "user", "content": [part] * 10_000}], local_paths=False)

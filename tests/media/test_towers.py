@@ -1,4 +1,4 @@
-"""Processors of every protocol of towers: what they make of a picture is what a tower of the protocol takes."""
+"""Processors of every protocol of towers: what they make of an image is what a tower of the protocol takes."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ import pytest
 from mllm_compile.media.prompt import MediaPrompt
 from mllm_compile.runtime.errors import RequestError
 from mllm_compile.runtime.media.crops import CropTower
+from mllm_compile.runtime.media.fixed_size import FixedSizeTower
 from mllm_compile.runtime.media.grids import GridTower
 from mllm_compile.runtime.media.packed import PackedTower
-from mllm_compile.runtime.media.pictures import PictureTower
 from mllm_compile.runtime.media.placed import PlacedTower
 from mllm_compile.runtime.media.request import RequestMedia
 from mllm_compile.runtime.media.tower import Tower
@@ -29,34 +29,34 @@ _OF_ROWS_AND_COLUMNS = tuple(f"<row_{row}_col_{column}>" for row in range(1, 4) 
 
 @dataclass(frozen=True)
 class Case:
-    """A processor's settings, the tokenizer's named tokens, and the tower that its pictures are for."""
+    """A processor's settings, the tokenizer's named tokens, and the tower that its images are for."""
 
     processor: dict[str, Any]
     images: dict[str, Any]
     named: dict[str, str]
     tower: Tower
     place: str = IMAGE
-    features: tuple[int, ...] = (16,)  # of each image that becomes of a picture of 32 by 48
+    features: tuple[int, ...] = (16,)  # of each image that becomes of an image of 32 by 48
     image_id: int = 1
-    features_of_several: tuple[int, ...] = ()  # of one of several pictures; (): as many
+    features_of_several: tuple[int, ...] = ()  # of one of several images; (): as many
     videos: dict[str, Any] | None = None
     features_of_video: tuple[int, ...] = ()  # of what the tower takes of four frames
 
 
 PINPOINTS = [[32, 64], [64, 32], [64, 64]]
-PICTURES = {"feature_width": 8, "image_token_id": 1, "features": 16, "shape": (3, 32, 32), "rows": 16}
+IMAGES = {"feature_width": 8, "image_token_id": 1, "features": 16, "shape": (3, 32, 32), "rows": 16}
 CASES = {
     "llava": Case(
         {"processor_class": "LlavaProcessor", "patch_size": 8, "vision_feature_select_strategy": "full"},
         {"image_processor_type": "CLIPImageProcessor", "size": {"shortest_edge": 32}, "crop_size": SIZE},
         {"image_token": IMAGE},
-        PictureTower(**PICTURES),
+        FixedSizeTower(**IMAGES),
     ),
     "gemma3": Case(
         {"processor_class": "Gemma3Processor", "image_seq_length": 16},
         {"image_processor_type": "Gemma3ImageProcessor", "size": SIZE},
         {"image_token": IMAGE, "boi_token": BEGIN, "eoi_token": END},
-        PictureTower(**PICTURES, sees_ahead=True),
+        FixedSizeTower(**IMAGES, sees_ahead=True),
         place=BEGIN,
     ),
     "internvl": Case(
@@ -68,7 +68,7 @@ CASES = {
             "context_image_token": IMAGE,
             "video_token": "<video>",
         },
-        PictureTower(**PICTURES),
+        FixedSizeTower(**IMAGES),
         features=(16,) * 3,
     ),
     "idefics3": Case(
@@ -80,7 +80,7 @@ CASES = {
             "do_image_splitting": True,
         },
         {"image_token": IMAGE},
-        PictureTower(**PICTURES),
+        FixedSizeTower(**IMAGES),
         features=(16,) * 5,
     ),
     "mistral3": Case(
@@ -111,7 +111,7 @@ CASES = {
         {"image_processor_type": "LlavaNextImageProcessor", "image_grid_pinpoints": PINPOINTS}
         | {"size": {"shortest_edge": 32}, "crop_size": SIZE},
         {"image_token": IMAGE},
-        CropTower(**PICTURES, pinpoints=tuple(map(tuple, PINPOINTS))),
+        CropTower(**IMAGES, pinpoints=tuple(map(tuple, PINPOINTS))),
         features=(16 + 4 * 7,),
     ),
     "llava_onevision": Case(
@@ -119,7 +119,7 @@ CASES = {
         | {"vision_feature_select_strategy": "full", "video_token": "<video>"},
         {"image_processor_type": "LlavaOnevisionImageProcessor", "image_grid_pinpoints": PINPOINTS, "size": SIZE},
         {"image_token": IMAGE},
-        CropTower(**PICTURES, pinpoints=tuple(map(tuple, PINPOINTS)), most_crops=1, video_token_id=5),
+        CropTower(**IMAGES, pinpoints=tuple(map(tuple, PINPOINTS)), most_crops=1, video_token_id=5),
         features=(16 + 3 * 5,),
         features_of_several=(17,),
         videos={"video_processor_type": "LlavaOnevisionVideoProcessor", "size": SIZE},
@@ -180,7 +180,7 @@ def media_of(case: Case, prompt: MediaPrompt) -> RequestMedia:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_picture_becomes_what_the_tower_takes(name: str, tmp_path: Path) -> None:
+def test_an_image_becomes_what_the_tower_takes(name: str, tmp_path: Path) -> None:
     pytest.importorskip("PIL")
     from mllm_compile.media.processor import DecodedItem
 
@@ -197,7 +197,7 @@ def test_a_picture_becomes_what_the_tower_takes(name: str, tmp_path: Path) -> No
     for image in media.images:
         assert image.pixels.shape == (case.tower.pixel_rows(image.grid), case.tower.pixel_width)
         assert np.isfinite(image.pixels).all()
-    # The same picture has the same keys wherever it is.
+    # The same image has the same keys wherever it is.
     again = media_of(case, processor.prepare(f"{case.place}d", [second], adds_special_tokens=False))
     if case.features_of_several:
         assert [image.end - image.start for image in again.images] == [*case.features]
@@ -211,7 +211,7 @@ def test_a_picture_becomes_what_the_tower_takes(name: str, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.videos is not None])
-def test_a_video_becomes_what_the_tower_takes_among_pictures(name: str, tmp_path: Path) -> None:
+def test_a_video_becomes_what_the_tower_takes_among_images(name: str, tmp_path: Path) -> None:
     pytest.importorskip("torchvision")
     from mllm_compile.media.decode import Refused
     from mllm_compile.media.processor import DecodedItem
@@ -239,7 +239,7 @@ def test_a_video_becomes_what_the_tower_takes_among_pictures(name: str, tmp_path
             processor.prepare([*alone.prompt_token_ids, *[1] * 24], [picture, video], adds_special_tokens=False)
 
 
-def test_a_folder_without_a_processor_of_videos_serves_pictures(tmp_path: Path) -> None:
+def test_a_folder_without_a_processor_of_videos_serves_images(tmp_path: Path) -> None:
     pytest.importorskip("torchvision")
     from mllm_compile.media.decode import Refused
     from mllm_compile.media.processor import DecodedItem
@@ -250,7 +250,7 @@ def test_a_folder_without_a_processor_of_videos_serves_pictures(tmp_path: Path) 
         processor.prepare("<video>", [video], adds_special_tokens=False)
 
 
-def test_a_picture_of_another_size_than_the_towers_is_refused(tmp_path: Path) -> None:
+def test_an_image_of_another_size_than_the_towers_is_refused(tmp_path: Path) -> None:
     pytest.importorskip("PIL")
     from mllm_compile.media.processor import DecodedItem
 
@@ -258,16 +258,16 @@ def test_a_picture_of_another_size_than_the_towers_is_refused(tmp_path: Path) ->
     settings = case.images | {"crop_size": {"height": 64, "width": 64}, "size": {"shortest_edge": 64}}
     processor = make_processor(tmp_path, Case(case.processor, settings, case.named, case.tower))
     prompt = processor.prepare(IMAGE, [DecodedItem("image", "image", pixels_of(1)[None])], adds_special_tokens=False)
-    with pytest.raises(RequestError, match=r"\[1, 3, 64, 64\]; expected pictures of \[3, 32, 32\]"):
+    with pytest.raises(RequestError, match=r"\[1, 3, 64, 64\]; expected images of \[3, 32, 32\]"):
         media_of(case, prompt)
 
 
-def test_a_picture_of_any_size_is_cut_into_the_patches_of_each_feature() -> None:
+def test_an_image_of_any_size_is_cut_into_the_patches_of_each_feature() -> None:
     """Pixtral's processor gives this, by Pillow too, where its class can be imported."""
     tower = CASES["mistral3"].tower
     picture = np.arange(3 * 16 * 24, dtype=np.float32).reshape(1, 3, 16, 24)
     padded = np.pad(picture, [(0, 0), (0, 0), (0, 8), (0, 0)])
-    ((pixels, grid),) = tower.read({"pixel_values": padded, "image_sizes": np.array([[16, 24]])}).pictures
+    ((pixels, grid),) = tower.read({"pixel_values": padded, "image_sizes": np.array([[16, 24]])}).images
     assert grid == (1, 4, 6)
     assert pixels.shape == (6, 4 * 48)
     patches = pixels.reshape(6, 4, 3, 4, 4)

@@ -1,4 +1,4 @@
-"""The embedded vision model: a whole folder, small, whose answers about held-out pictures are right."""
+"""The embedded vision model: a whole folder, small, whose answers about held-out images are right."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_it_was_trained_on_what_its_processor_gives(training):
         )
 
 
-def test_the_picture_of_the_demo_has_three_red_circles(training):
+def test_the_image_of_the_demo_has_three_red_circles(training):
     pytest.importorskip("PIL")
     assert np.array_equal(
         decode((EXAMPLES.parent / "shapes.png").read_bytes()), training.draw_picture(1_000_001_690).pixels
@@ -67,7 +67,7 @@ def test_the_picture_of_the_demo_has_three_red_circles(training):
 
 
 @pytest.mark.slow
-def test_transformers_answers_held_out_pictures(training):
+def test_transformers_answers_held_out_images(training):
     pytest.importorskip("PIL")
     right, wrong = training.count_right(FOLDER, 200)
     assert right >= 190, wrong

@@ -123,11 +123,11 @@ def make_engine(settings: dict[str, Any]) -> Engine:
     if "template" in settings and settings.get("says", True):
         next_token = partial(said_text, tokenizer, settings.get("header", "<|im_start|>assistant\n"))
     media = None
-    if "pictures" in settings:
+    if "images" in settings:
         with tempfile.TemporaryDirectory() as folder:
             files = {**make_files(Path(folder)), "chat_template.jinja": TEMPLATE.encode()}
         tokenizer = load_tokenizer(TINY, HeldFiles(files))
-        media = make_preprocessor(files, **settings["pictures"])
+        media = make_preprocessor(files, **settings["images"])
         next_token = hashed_token
     has_tokenizer = settings.get("has_tokenizer", True)
     runner = Runner(next_token=next_token, delay_s=settings.get("delay_s", 0.001))

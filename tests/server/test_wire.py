@@ -40,10 +40,10 @@ def test_what_is_rare_travels_with_the_step():
 def test_commands_are_read_as_they_were_written():
     layout = [["pixel_values", "<f4", [4, 384], 0]]
     item = {"kind": "image", "start": 1, "length": 1, "digest": "00", "tensors": layout}
-    pictures = messages.Media("mllm-media-1-a", b"\0\1", [item])
+    images = messages.Media("mllm-media-1-a", b"\0\1", [item])
     commands = [
         Submit(1, "r", ints(1, 2), {"n": 2}, -1, "salt"),
-        Submit(2, "s", ints(1, 2), {}, 0, None, pictures),
+        Submit(2, "s", ints(1, 2), {}, 0, None, images),
         Abort(3),
         messages.Close(),
     ]

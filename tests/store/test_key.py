@@ -190,7 +190,7 @@ NOT_SHAPING = {
     "errors": "messages",
     "config": "what it resolves to are factors",
     "files": "how files are read and written",
-    "media": "how pictures come in",
+    "media": "how images come in",
     "passes": "a factor of its own",
     "process": "progress, threads and processes",
     "report": "what people read",

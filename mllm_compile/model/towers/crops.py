@@ -1,6 +1,6 @@
-"""The protocol of towers that take crops of a picture besides all of it made small: LLaVA-NeXT, LLaVA-OneVision.
+"""The protocol of towers that take crops of an image besides all of it made small: LLaVA-NeXT, LLaVA-OneVision.
 
-A model has it if its base has an `image_newline` besides what pictures of one size need (pictures.py). Its own way from
+A model has it if its base has an `image_newline` besides what images of one size need (fixed_size.py). Its own way from
 a tower's features to an image's goes by the image's size, which is data; so which features of the tower each is made of
 is an input, found on the host (runtime/media/crops.py).
 """
@@ -15,9 +15,9 @@ import torch
 
 from mllm_compile.model.hf_model import HFModel
 from mllm_compile.model.towers.adapter import refusal, traced_tower
-from mllm_compile.model.towers.picture_features import PictureFeatures, tower_of_pictures
-from mllm_compile.model.towers.pictures import SAMPLE_PICTURES, Pictures, picture_tower
-from mllm_compile.model.towers.varlen_hook import PICTURES_IMPLEMENTATION, packed, say_bounds
+from mllm_compile.model.towers.fixed_size import SAMPLE_IMAGES, FixedSizeImages, fixed_size_tower
+from mllm_compile.model.towers.image_features import ImageFeatures, image_tower_of
+from mllm_compile.model.towers.varlen_hook import IMAGES_IMPLEMENTATION, packed, say_bounds
 from mllm_compile.model.trace import Trace, sized
 from mllm_compile.runtime.media.crops import CropTower
 from mllm_compile.runtime.media.tower import MAX_FEATURES, Grid
@@ -25,7 +25,7 @@ from mllm_compile.runtime.media.tower import MAX_FEATURES, Grid
 _SAMPLE_FEATURES = 12
 
 
-class Crops(Pictures):
+class Crops(FixedSizeImages):
     """The adapter; see the module's header."""
 
     facts: CropTower
@@ -36,7 +36,7 @@ class Crops(Pictures):
         if not hasattr(base, "image_newline") or not hasattr(base, "get_image_features"):
             return None
         config: Any = hf_model.model.config
-        plain = picture_tower(hf_model, base)
+        plain = fixed_size_tower(hf_model, base)
         videos = getattr(config, "video_token_id", None) if hasattr(base, "apply_pooling") else None
         facts = CropTower(
             **asdict(plain) | {"video_token_id": -1 if videos is None else videos},
@@ -44,11 +44,11 @@ class Crops(Pictures):
             most_crops=_most_crops(config),
         )
         if facts.side**2 != facts.features or plain.shape[1] != plain.shape[2]:
-            raise refusal(f"its tower makes {facts.features} features of a picture, which are no square's")
+            raise refusal(f"its tower makes {facts.features} features of an image, which are no square's")
         return cls(hf_model, facts)
 
     def trace_tower(self, device: str) -> Trace:
-        """Inputs: `pixel_values` [F pictures, pixel_width], `cu_seqlens` [F + 1], and CropTower.make_inputs."""
+        """Inputs: `pixel_values` [F images, pixel_width], `cu_seqlens` [F + 1], and CropTower.make_inputs."""
         base: Any = self.hf_model.model.model
         count, taps = _SAMPLE_FEATURES, self.facts.num_taps
         shapes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
@@ -57,11 +57,11 @@ class Crops(Pictures):
             "tap_weights": ((count, taps), torch.float32),
         }
         inputs = {
-            "pixel_values": sized("F", (SAMPLE_PICTURES, self.facts.pixel_width), self.hf_model.model.dtype, device),
-            "cu_seqlens": sized("cu_seqlens", (SAMPLE_PICTURES + 1,), torch.int32, device),
+            "pixel_values": sized("F", (SAMPLE_IMAGES, self.facts.pixel_width), self.hf_model.model.dtype, device),
+            "cu_seqlens": sized("cu_seqlens", (SAMPLE_IMAGES + 1,), torch.int32, device),
             **{name: sized("N", *shapes[name], device) for name in self.facts.input_names() if name in shapes},
         }
-        with packed(tower_of_pictures(base), PICTURES_IMPLEMENTATION):
+        with packed(image_tower_of(base), IMAGES_IMPLEMENTATION):
             return traced_tower(self.hf_model, _Tower(base, self.facts.shape), inputs, device)
 
     def said_of(self, images: Sequence[tuple[torch.Tensor, Grid]], ids: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -86,7 +86,7 @@ def _most_crops(config: Any) -> int:
 class _Tower(torch.nn.Module):
     def __init__(self, base: Any, shape: tuple[int, int, int]) -> None:
         super().__init__()
-        self.features, self.shape = PictureFeatures(base), shape
+        self.features, self.shape = ImageFeatures(base), shape
 
     def forward(
         self,

@@ -5,12 +5,12 @@ from __future__ import annotations
 from mllm_compile.model.hf_model import HFModel
 from mllm_compile.model.towers.adapter import TowerAdapter
 from mllm_compile.model.towers.crops import Crops
-from mllm_compile.model.towers.packed_pictures import PackedPictures
-from mllm_compile.model.towers.pictures import Pictures
+from mllm_compile.model.towers.fixed_size import FixedSizeImages
+from mllm_compile.model.towers.packed_images import PackedImages
 from mllm_compile.model.towers.placed_patches import PlacedPatches
 from mllm_compile.model.towers.visual_grids import VisualGrids
 
-PROTOCOLS: tuple[type[TowerAdapter], ...] = (VisualGrids, PackedPictures, PlacedPatches, Crops, Pictures)
+PROTOCOLS: tuple[type[TowerAdapter], ...] = (VisualGrids, PackedImages, PlacedPatches, Crops, FixedSizeImages)
 
 
 def tower_adapter(hf_model: HFModel) -> TowerAdapter | None:

@@ -1,7 +1,7 @@
 """The hook into a tower's attention: one op over packed patches, with the bounds of what attends to each other.
 
 Transformers gives bounds (`cu_seq_lens_q`) to implementations alone whose name has "flash" in it; for others it splits
-patches by their values. So our implementation has such a name for towers that pack. Those that take whole pictures are
+patches by their values. So our implementation has such a name for towers that pack. Those that take whole images are
 given none, and a mask under such a name: theirs is another, and say_bounds says the bounds.
 """
 
@@ -17,7 +17,7 @@ from transformers import AttentionInterface
 import mllm_compile.runtime.ops.segments.reference  # noqa: F401  (defines torch.ops.mllm.varlen_attention)
 
 PACKED_IMPLEMENTATION = "mllm_flash_packed"
-PICTURES_IMPLEMENTATION = "mllm_pictures"
+IMAGES_IMPLEMENTATION = "mllm_images"
 _WITHOUT_EFFECT = frozenset(
     {"cu_seq_lens_k", "max_length_q", "max_length_k", "return_dict", "output_attentions", "output_hidden_states"}
 )

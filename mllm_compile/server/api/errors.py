@@ -105,7 +105,7 @@ def of_kind(kind: str, message: str) -> ApiError:
         return bad_request(message)
     if kind == "EngineDeadError":
         return not_ready(message, "engine_dead")
-    if kind in ("TooManyFormsError", "TooManyPicturesError"):
+    if kind in ("TooManyFormsError", "TooManyImagesError"):
         return ApiError(429, message, code="queue_full", retry_after_s=5)
     if kind == "ConfigError":  # what the request needs is not installed
         return bad_request(message, "structured_outputs", "unsupported_field")

@@ -36,7 +36,7 @@ _KV = "KV is not moved between servers"
 _ADAPTERS = "adapters are not applied. Merge one into its model, and serve that"
 _CODE = "code is not taken from a request. Use logit_bias, bad_words or allowed_token_ids"
 _TEXT = "only text is answered"
-_PICTURES = "pictures are prepared as the model's processor says"
+_IMAGES = "images are prepared as the model's processor says"
 _EXPERTS = "which experts a token went to is not told"
 _STREAMED = "it is about how an answer is told, and there is no such form here"
 _REPLICA = "a server is one replica. Choose it by its address"
@@ -81,8 +81,8 @@ FOREIGN: ForeignFields = {
     ),
     "prompt_embeds": Foreign("vLLM", "prompts are texts or token ids"),
     "logprob_token_ids": Foreign("vLLM", "log-probabilities are those of the likeliest tokens. Use logprobs", ([],)),
-    "mm_processor_kwargs": Foreign("vLLM", _PICTURES, ({},)),
-    "media_io_kwargs": Foreign("vLLM", _PICTURES, ({},)),
+    "mm_processor_kwargs": Foreign("vLLM", _IMAGES, ({},)),
+    "media_io_kwargs": Foreign("vLLM", _IMAGES, ({},)),
     "kv_transfer_params": Foreign("vLLM", _KV, ({},)),
     "ec_transfer_params": Foreign("vLLM", _KV, ({},)),
     "vllm_xargs": Foreign("vLLM", "there are no extensions that would read it", ({},)),
@@ -115,9 +115,9 @@ FOREIGN: ForeignFields = {
     ),
     "return_prompt_token_ids": Foreign("SGLang", "use return_token_ids, which gives them too", (False,)),
     "return_meta_info": Foreign("SGLang", "use the answer's usage, logprobs and x-mllm-timing", (False,)),
-    "images_config": Foreign("SGLang", _PICTURES, ({},)),
-    "max_dynamic_patch": Foreign("SGLang", _PICTURES),
-    "min_dynamic_patch": Foreign("SGLang", _PICTURES),
+    "images_config": Foreign("SGLang", _IMAGES, ({},)),
+    "max_dynamic_patch": Foreign("SGLang", _IMAGES),
+    "min_dynamic_patch": Foreign("SGLang", _IMAGES),
     "use_audio_in_video": Foreign("SGLang", "there is no sound", (False,)),
     "task": Foreign("SGLang", "it is of one model's own encoder, which is not built"),
     "reasoning": Foreign("SGLang", "use reasoning_effort, or chat_template_kwargs", ({},)),

@@ -72,7 +72,7 @@ class ApiRequest(Protocol):
         ignored: names in it that nobody knows.
         num_prompts: how many prompts it has.
         is_quick: its plan takes about as long as handing it to a thread, and getting it back.
-        has_media: its plan waits for a worker that prepares pictures.
+        has_media: its plan waits for a worker that prepares images.
     """
 
     ignored: list[str]
@@ -174,7 +174,7 @@ def chat_plan(
     Raises:
         ApiError, MllmError: it is refused.
     """
-    items = prompts.take_pictures(facts, fields)
+    items = prompts.take_images(facts, fields)
     text, unread = prompts.chat_text(facts, fields) if fields.input_ids is None else prompts.given_text(facts, fields)
     reading = AnswerReading(facts, fields, text, params)
     found = prompts.chat_prompts(facts, fields, reading.params, text, items)

@@ -78,11 +78,11 @@ def completion_prompts(
     return _checked(facts, fields, prompts, params)
 
 
-def take_pictures(facts: EngineFacts, fields: ChatFields) -> list[SourceItem]:
-    """The pictures of a chat, in whose messages places are left for them.
+def take_images(facts: EngineFacts, fields: ChatFields) -> list[SourceItem]:
+    """The images of a chat, in whose messages places are left for them.
 
     Raises:
-        ApiError, RequestError: a picture is none, or the model takes none.
+        ApiError, RequestError: an image is none, or the model takes none.
     """
     if not has_media(fields.messages):
         return []
@@ -96,7 +96,7 @@ def take_pictures(facts: EngineFacts, fields: ChatFields) -> list[SourceItem]:
 def chat_prompts(
     facts: EngineFacts, fields: ChatFields, params: SamplingParams, text: str, items: Sequence[SourceItem]
 ) -> list[Prompt]:
-    """Token ids of a chat, whose `text` is that of `chat_text`; with pictures after a worker has prepared them.
+    """Token ids of a chat, whose `text` is that of `chat_text`; with images after a worker has prepared them.
 
     Raises:
         ApiError, RequestError: the prompt is refused.

@@ -32,7 +32,7 @@ class PromptRun:
     Attributes:
         key: its number on the wire.
         text: as the client gave it, None for token ids.
-        media: its pictures, whose memory is given back when its request is over.
+        media: its images, whose memory is given back when its request is over.
         is_only_echoed: nothing is to be generated (max_tokens 0); the one token that is, is dropped.
         is_waiting: it has not been admitted yet.
         scores: log-probabilities of its tokens but the first, once they have come.

@@ -25,7 +25,7 @@ Alternatives = list[tuple[int, float]]  # (token id, log-probability), best firs
 
 
 class Media(msgspec.Struct, array_like=True):
-    """The pictures of a prompt, as media.workers.SharedPrompt has them; who takes them removes the memory's name."""
+    """The images of a prompt, as media.workers.SharedPrompt has them; who takes them removes the memory's name."""
 
     segment: str
     is_feature: bytes
@@ -75,7 +75,7 @@ class Hello(msgspec.Struct, tag=2, array_like=True, kw_only=True):
     eos_token_ids: list[int]
     default_params: dict[str, Any]
     tokenizer_files: dict[str, bytes]  # and the processor's; none: prompts are token ids
-    why_no_media: str | None  # why pictures are refused
+    why_no_media: str | None  # why images are refused
     media_domains: list[str]  # hosts that they are fetched from
     fingerprint: str  # of the runtime: the same texts come from the same one
     seconds: float  # of its start

@@ -1,6 +1,6 @@
-"""The protocol of towers that pack the patches of pictures of any size: Pixtral, in Mistral 3 and in LLaVA.
+"""The protocol of towers that pack the patches of images of any size: Pixtral, in Mistral 3 and in LLaVA.
 
-Such a tower cuts pictures itself, by their sizes, which are data. So its modules are called in its order on patches
+Such a tower cuts images itself, by their sizes, which are data. So its modules are called in its order on patches
 that were cut before (runtime/media/packed.py), those of a feature together, and a merger finds them so.
 """
 
@@ -24,13 +24,13 @@ _SAMPLE_BOUNDS = 3
 _PARTS = ("patch_conv", "ln_pre", "patch_positional_embedding", "transformer")
 
 
-class PackedPictures(TowerAdapter):
+class PackedImages(TowerAdapter):
     """The adapter; see the module's header."""
 
     facts: PackedTower
 
     @classmethod
-    def of(cls, hf_model: HFModel) -> PackedPictures | None:
+    def of(cls, hf_model: HFModel) -> PackedImages | None:
         base: Any = getattr(hf_model.model, "model", None)
         tower: Any = getattr(base, "vision_tower", None)
         config = hf_model.model.config
@@ -63,15 +63,15 @@ class PackedPictures(TowerAdapter):
             return traced_tower(self.hf_model, _Tower(base, facts), inputs, device)
 
     def said_of(self, images: Sequence[tuple[torch.Tensor, Grid]], ids: torch.Tensor) -> dict[str, torch.Tensor]:
-        pictures = [self._whole(patches, grid) for patches, grid in images]
-        sizes = torch.tensor([picture.shape[1:] for picture in pictures])
-        padded = torch.zeros(len(pictures), self.facts.channels, *sizes.amax(0).tolist())
-        for place, picture in zip(padded, pictures, strict=True):
-            place[:, : picture.shape[1], : picture.shape[2]] = picture
+        whole = [self._whole(patches, grid) for patches, grid in images]
+        sizes = torch.tensor([image.shape[1:] for image in whole])
+        padded = torch.zeros(len(whole), self.facts.channels, *sizes.amax(0).tolist())
+        for place, image in zip(padded, whole, strict=True):
+            place[:, : image.shape[1], : image.shape[2]] = image
         return {"pixel_values": padded.to(ids.device), "image_sizes": sizes.to(ids.device)}
 
     def _whole(self, patches: torch.Tensor, grid: Grid) -> torch.Tensor:
-        """The picture [channels, rows, columns] that PackedTower.cut has cut."""
+        """The image [channels, rows, columns] that PackedTower.cut has cut."""
         facts, merge = self.facts, self.facts.merge
         size = facts.patch_size
         blocks = patches.view(grid[1] // merge, grid[2] // merge, merge, merge, facts.channels, size, size)

@@ -1,4 +1,4 @@
-"""Pictures over HTTP: data URLs in chats, prepared by workers of the front; the engine behind it is a fake."""
+"""Images over HTTP: data URLs in chats, prepared by workers of the front; the engine behind it is a fake."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ CHAT = "/v1/chat/completions"
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
-    with fake_server(settings={"pictures": {"domains": ["127.0.0.1"]}, "limits": {"max_model_len": 256}}) as server:
+    with fake_server(settings={"images": {"domains": ["127.0.0.1"]}, "limits": {"max_model_len": 256}}) as server:
         yield server
 
 
@@ -44,11 +44,11 @@ def left(server: Server) -> list[Path]:
     return list(Path("/dev/shm").glob(f"mllm-media-{server.process.pid}-*"))
 
 
-def test_a_chat_with_pictures_is_answered(server):
+def test_a_chat_with_images_is_answered(server):
     one, two = (data_url(file_of(pixels_of(seed, 32, 48))) for seed in (1, 2))
     answer = ask(server, one, two)
     assert answer.status == 200, answer.body
-    # Two pictures of 6 tokens between two marks, 9 bytes of text and a colon.
+    # Two images of 6 tokens between two marks, 9 bytes of text and a colon.
     assert answer.json["usage"]["prompt_tokens"] == 2 * 8 + 10
     text = answer.json["choices"][0]["message"]["content"]
     assert text == ask(server, one, two).json["choices"][0]["message"]["content"]
@@ -62,13 +62,13 @@ def test_an_address_is_refused_by_name(server):
     answer = ask(server, "https://host/cat.png")
     assert answer.status == 400
     assert (
-        "'https://host/cat.png' is an address, and pictures are fetched from 127.0.0.1 alone" in answer.error["message"]
+        "'https://host/cat.png' is an address, and images are fetched from 127.0.0.1 alone" in answer.error["message"]
     )
     assert ask(server, "/etc/passwd").error["message"].startswith("image 0: expected a data URL")
     assert ask(server, "file:///etc/passwd").status == 400
 
 
-def test_an_address_of_an_allowed_host_is_its_picture(server, tmp_path):
+def test_an_address_of_an_allowed_host_is_its_image(server, tmp_path):
     picture = file_of(pixels_of(1, 32, 48))
     (tmp_path / "cat.png").write_bytes(picture)
     handler = partial(SimpleHTTPRequestHandler, directory=tmp_path)
@@ -86,24 +86,24 @@ def test_an_address_of_an_allowed_host_is_its_picture(server, tmp_path):
 @pytest.mark.parametrize(
     ("data", "said"),
     [
-        (b"hello", "image 0: the picture is in no format that can be read"),
-        (b"\x89PNG\r\n\x1a\n", "image 0: the picture"),
-        (b"", "image 0: the picture is empty"),
-        (file_of(pixels_of(1))[:90], "image 0: the picture is broken or cut off"),
-        (png_that_says(0, 8), "image 0: the picture is broken: it begins as a picture does, but its header"),
+        (b"hello", "image 0: the image is in no format that can be read"),
+        (b"\x89PNG\r\n\x1a\n", "image 0: the image"),
+        (b"", "image 0: the image is empty"),
+        (file_of(pixels_of(1))[:90], "image 0: the image is broken or cut off"),
+        (png_that_says(0, 8), "image 0: the image is broken: it begins as an image does, but its header"),
         (png_that_says(40_000, 25_000), "1,000,000,000 pixels by its header; expected at most 67,108,864"),
         (file_of(pixels_of(1, 4, 2000)), "image 0: the model's processor refuses it"),
     ],
     ids=["text", "a mark alone", "nothing", "cut off", "0 pixels", "10^9 pixels", "500 times as wide as high"],
 )
-def test_what_is_no_picture_is_a_bad_request_of_one_line(server, data, said):
+def test_what_is_no_image_is_a_bad_request_of_one_line(server, data, said):
     answer = ask(server, data_url(data))
     assert answer.status == 400
     assert said in answer.error["message"] and "\n" not in answer.error["message"]
     assert not left(server)
 
 
-def test_more_places_than_pictures_are_a_bad_request(server):
+def test_more_places_than_images_are_a_bad_request(server):
     text = {"type": "text", "text": f"{PLACE}?"}
     url = data_url(file_of(pixels_of(2, 32, 48)))
     for parts, said in (
@@ -120,7 +120,7 @@ def test_more_places_than_pictures_are_a_bad_request(server):
     assert answer.status == 400 and "stands for images, and none was given" in answer.error["message"]
 
 
-def test_a_turned_picture_and_an_animation_are_answered(server):
+def test_a_turned_image_and_an_animation_are_answered(server):
     images = pytest.importorskip("PIL.Image")
     turned, animated = images.Exif(), io.BytesIO()
     turned[0x0112] = 6  # to be turned by a quarter
@@ -139,9 +139,9 @@ def test_a_prompt_that_is_too_long_is_refused(server):
     assert not left(server)
 
 
-def test_others_go_on_beside_pictures(server):
+def test_others_go_on_beside_images(server):
     urls = [data_url(file_of(pixels_of(seed))) for seed in range(4)]
-    bad = data_url(b"no picture")
+    bad = data_url(b"no image")
     with ThreadPoolExecutor(12) as threads:
         asked = [threads.submit(ask, server, url) for url in [*urls, bad, *urls, bad]]
         texts = [threads.submit(server.complete) for _ in range(4)]
@@ -166,7 +166,7 @@ def respond(server: Server, *content: dict[str, Any]) -> Answer:
     return server.post("/v1/responses", asked)
 
 
-def test_the_other_interfaces_take_pictures_the_same_way(server):
+def test_the_other_interfaces_take_images_the_same_way(server):
     files = [file_of(pixels_of(seed, 32, 48)) for seed in (1, 2)]
     expected = ask(server, *map(data_url, files)).json
     told = message(server, *map(block, files), {"type": "text", "text": "How many?"})
@@ -184,11 +184,11 @@ def test_the_other_interfaces_take_pictures_the_same_way(server):
     eventually(lambda: not left(server))
 
 
-def test_their_pictures_are_refused_in_their_own_shapes(server):
+def test_their_images_are_refused_in_their_own_shapes(server):
     url = {"type": "image", "source": {"type": "url", "url": "https://host/cat.png"}}
     for content, says in (
-        (url, "'https://host/cat.png' is an address, and pictures are fetched from"),
-        (block(b"hello"), "image 0: the picture is in no format that can be read"),
+        (url, "'https://host/cat.png' is an address, and images are fetched from"),
+        (block(b"hello"), "image 0: the image is in no format that can be read"),
         (block(b"hello", "application/pdf"), "expected the source of an image to be"),
         ({"type": "image", "source": {"type": "file", "file_id": "f"}}, "expected the source of an image to be"),
         ({"type": "document"}, "expected blocks of type text, got str 'document'"),
@@ -198,8 +198,8 @@ def test_their_pictures_are_refused_in_their_own_shapes(server):
         assert says in answer.json["error"]["message"]
     image = {"type": "input_image", "image_url": data_url(b"hello")}
     for content, says in (
-        ({**image, "image_url": "https://host/cat.png"}, "is an address, and pictures are fetched from"),
-        (image, "image 0: the picture is in no format that can be read"),
+        ({**image, "image_url": "https://host/cat.png"}, "is an address, and images are fetched from"),
+        (image, "image 0: the image is in no format that can be read"),
         ({**image, "detail": "low"}, "detail: expected auto or high, got str 'low'"),
         ({"type": "input_image", "file_id": "f"}, "expected an input_image with image_url"),
         ({"type": "input_file"}, "expected parts of text or input_image"),
@@ -209,7 +209,7 @@ def test_their_pictures_are_refused_in_their_own_shapes(server):
         assert says in answer.error["message"]
 
 
-def test_a_result_of_a_tool_may_be_a_picture(server):
+def test_a_result_of_a_tool_may_be_an_image(server):
     use = {"type": "tool_use", "id": "t", "name": "look", "input": {}}
     result = {"type": "tool_result", "tool_use_id": "t", "content": [block(file_of(pixels_of(5, 32, 48)))]}
     turns = [{"role": "assistant", "content": [use]}, {"role": "user", "content": [result]}]
@@ -248,7 +248,7 @@ def test_a_video_that_is_none_is_a_bad_request(server, part, said):
     assert said in answer.error["message"]
 
 
-def test_pictures_are_no_business_of_tokenize(server):
+def test_images_are_no_business_of_tokenize(server):
     answer = server.post("/tokenize", {"messages": messages(data_url(b"x"))})
     assert answer.status == 400
     assert "expected texts" in answer.error["message"]
@@ -258,7 +258,7 @@ def test_pictures_are_no_business_of_tokenize(server):
     assert "expected texts" in answer.json["error"]["message"]
 
 
-def test_a_server_of_text_refuses_pictures():
+def test_a_server_of_text_refuses_images():
     with fake_server() as server:
         answer = ask(server, data_url(file_of(pixels_of(0))))
         assert answer.status == 400

@@ -1,4 +1,4 @@
-"""Towers that take whole pictures of one size, each of which becomes as many features.
+"""Towers that take whole images of one size, each of which becomes as many features.
 
 An image may be several of them: parts of it, and all of it made small, as its processor cuts it.
 """
@@ -19,13 +19,13 @@ _MASK = "pixel_attention_mask"
 
 
 @dataclass(frozen=True, kw_only=True)
-class PictureTower(Tower):
+class FixedSizeTower(Tower):
     """A tower of this protocol.
 
     Attributes:
-        shape: channels, rows and columns of pixels of a picture.
-        features: that a picture becomes.
-        rows: of the tower's attention, for a picture: its patches, and tokens of the tower's own.
+        shape: channels, rows and columns of pixels of an image.
+        features: that an image becomes.
+        rows: of the tower's attention, for an image: its patches, and tokens of the tower's own.
     """
 
     shape: tuple[int, int, int]
@@ -39,7 +39,7 @@ class PictureTower(Tower):
         return _PIXELS, "cu_seqlens"
 
     def make_inputs(self, grid: Grid) -> dict[str, np.ndarray]:
-        """None: pictures are alike."""
+        """None: images are alike."""
         return {}
 
     def segments(self, grid: Grid) -> dict[str, np.ndarray]:
@@ -52,22 +52,22 @@ class PictureTower(Tower):
                 "takes images, and no videos. Send frames as images."
             )
         pixels = np.asarray(tensors[_PIXELS])
-        pictures = pixels[0] if pixels.ndim == len(self.shape) + 2 and len(pixels) == 1 else pixels
-        if pictures.ndim != len(self.shape) + 1 or pictures.shape[1:] != self.shape or not len(pictures):
+        images = pixels[0] if pixels.ndim == len(self.shape) + 2 and len(pixels) == 1 else pixels
+        if images.ndim != len(self.shape) + 1 or images.shape[1:] != self.shape or not len(images):
             raise RequestError(
-                f"{_PIXELS} has the shape {list(pixels.shape)}; expected pictures of {list(self.shape)}, as the "
+                f"{_PIXELS} has the shape {list(pixels.shape)}; expected images of {list(self.shape)}, as the "
                 "model's processor makes them by the files that belong to it"
             )
         if not np.all(tensors.get(_MASK, True)):
             raise RequestError(
-                f"{_MASK} leaves out parts of a picture; expected whole ones, as the model's processor makes them by "
+                f"{_MASK} leaves out parts of an image; expected whole ones, as the model's processor makes them by "
                 "the files that belong to it"
             )
-        pictures = np.ascontiguousarray(pictures, dtype=np.float32)
-        return Read([(picture, self.sample_grids()[0]) for picture in pictures.reshape(len(pictures), 1, -1)])
+        images = np.ascontiguousarray(images, dtype=np.float32)
+        return Read([(image, self.sample_grids()[0]) for image in images.reshape(len(images), 1, -1)])
 
     def sample_grids(self) -> tuple[Grid, Grid]:
-        """One grid: pictures are alike."""
+        """One grid: images are alike."""
         return (1, 1, self.features), (1, 1, self.features)
 
     def pixel_rows(self, grid: Grid) -> int:
@@ -75,7 +75,7 @@ class PictureTower(Tower):
 
     @property
     def pixel_width(self) -> int:
-        """A whole picture, its channels one after another."""
+        """A whole image, its channels one after another."""
         return math.prod(self.shape)
 
     def largest(self, features: int) -> list[Grid]:

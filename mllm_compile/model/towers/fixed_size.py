@@ -1,8 +1,8 @@
-"""The protocol of towers that take whole pictures of one size: LLaVA, Gemma 3, InternVL, Idefics3, SmolVLM and what is
+"""The protocol of towers that take whole images of one size: LLaVA, Gemma 3, InternVL, Idefics3, SmolVLM and what is
 built alike.
 
-A model has it if its base has `get_image_features`, a tower that is told the size of its pictures by its config, and a
-text that it is called with embeddings. Its way from pictures to features is traced (picture_features.py). If it is told
+A model has it if its base has `get_image_features`, a tower that is told the size of its images by its config, and a
+text that it is called with embeddings. Its way from images to features is traced (image_features.py). If it is told
 of which kind each token is, those of an image see ahead.
 """
 
@@ -18,35 +18,35 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from mllm_compile.model.hf_model import HFModel
 from mllm_compile.model.refusals import first_line
 from mllm_compile.model.towers.adapter import TowerAdapter, placeholder_of, refusal, traced_tower
-from mllm_compile.model.towers.picture_features import PictureFeatures, has_connector, tower_of_pictures
-from mllm_compile.model.towers.varlen_hook import PICTURES_IMPLEMENTATION, packed, say_bounds
+from mllm_compile.model.towers.image_features import ImageFeatures, has_connector, image_tower_of
+from mllm_compile.model.towers.varlen_hook import IMAGES_IMPLEMENTATION, packed, say_bounds
 from mllm_compile.model.trace import Trace, sized
-from mllm_compile.runtime.media.pictures import PictureTower
+from mllm_compile.runtime.media.fixed_size import FixedSizeTower
 from mllm_compile.runtime.media.tower import MAX_FEATURES, Grid
 
-SAMPLE_PICTURES = 3
+SAMPLE_IMAGES = 3
 
 
-class Pictures(TowerAdapter):
+class FixedSizeImages(TowerAdapter):
     """The adapter; see the module's header."""
 
-    facts: PictureTower
+    facts: FixedSizeTower
 
     @classmethod
-    def of(cls, hf_model: HFModel) -> Pictures | None:
+    def of(cls, hf_model: HFModel) -> FixedSizeImages | None:
         base: Any = getattr(hf_model.model, "model", None)
         if not hasattr(base, "get_image_features"):
             return None
-        return cls(hf_model, picture_tower(hf_model, base))
+        return cls(hf_model, fixed_size_tower(hf_model, base))
 
     def trace_tower(self, device: str) -> Trace:
-        """Inputs: `pixel_values` [F pictures, pixel_width], `cu_seqlens` [F + 1]."""
+        """Inputs: `pixel_values` [F images, pixel_width], `cu_seqlens` [F + 1]."""
         base: Any = self.hf_model.model.model
         inputs = {
-            "pixel_values": sized("F", (SAMPLE_PICTURES, self.facts.pixel_width), self.hf_model.model.dtype, device),
-            "cu_seqlens": sized("cu_seqlens", (SAMPLE_PICTURES + 1,), torch.int32, device),
+            "pixel_values": sized("F", (SAMPLE_IMAGES, self.facts.pixel_width), self.hf_model.model.dtype, device),
+            "cu_seqlens": sized("cu_seqlens", (SAMPLE_IMAGES + 1,), torch.int32, device),
         }
-        with packed(tower_of_pictures(base), PICTURES_IMPLEMENTATION):
+        with packed(image_tower_of(base), IMAGES_IMPLEMENTATION):
             return traced_tower(self.hf_model, _Tower(base, self.facts.shape), inputs, device)
 
     def said_of(self, images: Sequence[tuple[torch.Tensor, Grid]], ids: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -55,13 +55,13 @@ class Pictures(TowerAdapter):
         return {"pixel_values": pixels[None] if has_connector(self.hf_model.model.model) else pixels, **kinds}
 
 
-def picture_tower(hf_model: HFModel, base: Any) -> PictureTower:
+def fixed_size_tower(hf_model: HFModel, base: Any) -> FixedSizeTower:
     """Facts of the tower in a model's base.
 
     Raises:
-        UnsupportedModelError: its pictures have no size, or it does not run on them alone.
+        UnsupportedModelError: its images have no size, or it does not run on them alone.
     """
-    config, tower = hf_model.model.config, tower_of_pictures(base)
+    config, tower = hf_model.model.config, image_tower_of(base)
     vision = getattr(tower, "config", None)
     token = placeholder_of(hf_model, getattr(config, "image_token_id", None))
     size = getattr(vision, "image_size", None)
@@ -71,7 +71,7 @@ def picture_tower(hf_model: HFModel, base: Any) -> PictureTower:
         raise refusal("its tower's config names no image_size and num_channels")
     shape = (channels, rows, columns)
     counted, features = _probe(hf_model, base, shape)
-    return PictureTower(
+    return FixedSizeTower(
         shape=shape,
         features=features.shape[-2],
         rows=counted,
@@ -82,7 +82,7 @@ def picture_tower(hf_model: HFModel, base: Any) -> PictureTower:
 
 
 def _probe(hf_model: HFModel, base: Any, shape: tuple[int, int, int]) -> tuple[int, torch.Tensor]:
-    """Runs the tower on a fake picture: rows of its attention, and features [1, features, hidden]."""
+    """Runs the tower on a fake image: rows of its attention, and features [1, features, hidden]."""
     weight: Any = next(hf_model.model.parameters())
     mode = weight.fake_mode if isinstance(weight, FakeTensor) else FakeTensorMode(allow_non_fake_inputs=True)
     rows: set[int] = set()
@@ -91,21 +91,21 @@ def _probe(hf_model: HFModel, base: Any, shape: tuple[int, int, int]) -> tuple[i
         rows.update(x.shape[1] for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor) and x.dim() == 3)
 
     attentions = [
-        module for module in tower_of_pictures(base).modules() if "scaling" in vars(module) or "scale" in vars(module)
+        module for module in image_tower_of(base).modules() if "scaling" in vars(module) or "scale" in vars(module)
     ]
     hooks = [module.register_forward_pre_hook(count, with_kwargs=True) for module in attentions]
     try:
-        with mode, packed(tower_of_pictures(base), PICTURES_IMPLEMENTATION), torch.no_grad():
+        with mode, packed(image_tower_of(base), IMAGES_IMPLEMENTATION), torch.no_grad():
             say_bounds(torch.zeros(2, dtype=torch.int32, device=weight.device))
             pixels = torch.zeros(1, *shape, device=weight.device, dtype=hf_model.model.dtype)
-            features = PictureFeatures(base)(pixels)
+            features = ImageFeatures(base)(pixels)
     except Exception as error:  # whatever a model raises that is called otherwise
-        raise refusal(f"its tower does not run on pictures of {list(shape)} alone ({first_line(error)})") from error
+        raise refusal(f"its tower does not run on images of {list(shape)} alone ({first_line(error)})") from error
     finally:
         for hook in hooks:
             hook.remove()
     if len(rows) != 1 or features.dim() != 3:
-        raise refusal("its tower does not attend within whole pictures")
+        raise refusal("its tower does not attend within whole images")
     return rows.pop(), features
 
 
@@ -117,7 +117,7 @@ def _sees_ahead(hf_model: HFModel) -> bool:
 class _Tower(torch.nn.Module):
     def __init__(self, base: Any, shape: tuple[int, int, int]) -> None:
         super().__init__()
-        self.features, self.shape = PictureFeatures(base), shape
+        self.features, self.shape = ImageFeatures(base), shape
 
     def forward(self, pixel_values: torch.Tensor, cu_seqlens: torch.Tensor) -> torch.Tensor:
         torch._check(pixel_values.shape[0] >= 1)

@@ -1,6 +1,6 @@
-"""The ways from whole pictures to features: a model's own where a trace holds it, or its modules in its order.
+"""The ways from whole images to features: a model's own where a trace holds it, or its modules in its order.
 
-LLaVA makes a list of the pictures of a batch, and the Idefics family looks for pictures and parts of them that are
+LLaVA makes a list of the images of a batch, and the Idefics family looks for images and parts of them that are
 padding, which there is none of.
 """
 
@@ -13,18 +13,18 @@ from typing import Any
 import torch
 
 
-def tower_of_pictures(base: Any) -> Any:
+def image_tower_of(base: Any) -> Any:
     """The tower of a model's base, as a module; None: it has none where it is looked for."""
     return getattr(base, "vision_tower", None) or getattr(base, "vision_model", None)
 
 
 def has_connector(base: Any) -> bool:
-    """True for the Idefics family, whose forward drops pictures that are padding, by their values."""
+    """True for the Idefics family, whose forward drops images that are padding, by their values."""
     return hasattr(base, "connector")
 
 
-class PictureFeatures(torch.nn.Module):
-    """Pictures [pictures, channels, rows, columns] → features [pictures, features, hidden], by a model's base."""
+class ImageFeatures(torch.nn.Module):
+    """Images [images, channels, rows, columns] → features [images, features, hidden], by a model's base."""
 
     def __init__(self, base: Any) -> None:
         super().__init__()
@@ -53,7 +53,7 @@ def _is_indexed_by_mask(tower: Any) -> bool:
 
 
 class _Whole:
-    """Stands for a mask [pictures, rows, columns] that leaves out nothing: an index by it is one of everything."""
+    """Stands for a mask [images, rows, columns] that leaves out nothing: an index by it is one of everything."""
 
     def __init__(self, tower: Any, pixels: torch.Tensor) -> None:
         rows, columns = (length // tower.patch_size for length in pixels.shape[2:])
