@@ -22,18 +22,18 @@ class AttendSegments(GraphPass):
 
     Before::
 
-        mllm.varlen_attention_with_output(q, k, v, bounds, out, 0.118, "blocks.0.attn")
+        mllm.segment_attention_with_output(q, k, v, bounds, out, 0.118, "blocks.0.attn")
 
     After::
 
-        mllm.segment_attention_with_output(q, k, v, bounds, out, 0.118, "blocks.0.attn")
+        mllm.segment_attention_by_kernel(q, k, v, bounds, out, 0.118, "blocks.0.attn")
 
     Requires: q, k and v in bfloat16 with heads as wide as each other, a multiple of 8 of 64 to 96, or 128.
     Preserves: the meaning of the op; weights of keys are rounded as flash attention rounds them.
     """
 
     name: ClassVar[str] = "attend_segments"
-    needs: ClassVar[tuple[str, ...]] = ("segment_attention_with_output",)
+    needs: ClassVar[tuple[str, ...]] = ("segment_attention_by_kernel",)
 
     @classmethod
     def obstacle(cls, target: PassTarget) -> str | None:
@@ -42,8 +42,8 @@ class AttendSegments(GraphPass):
     def __call__(self, gm: fx.GraphModule) -> PassResult:
         count, matches = len(gm.graph.nodes), 0
         for node in gm.graph.nodes:
-            if is_op(node, "varlen_attention_with_output") and _is_taken(node):
-                node.target = op("segment_attention_with_output")
+            if is_op(node, "segment_attention_with_output") and _is_taken(node):
+                node.target = op("segment_attention_by_kernel")
                 matches += 1
         return PassResult(gm, matches, count, count)
 

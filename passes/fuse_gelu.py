@@ -48,7 +48,7 @@ class FuseGelu(GraphPass):
 
     def __call__(self, gm: fx.GraphModule) -> PassResult:
         before, matches = len(gm.graph.nodes), 0
-        is_tower = any(is_op(node, "varlen_attention") for node in gm.graph.nodes)
+        is_tower = any(is_op(node, "segment_attention") for node in gm.graph.nodes)
         for node in list(gm.graph.nodes) if is_tower else ():
             if (linear := _activated(node)) is not None:
                 x, weight, bias = linear_operands(linear)

@@ -50,7 +50,7 @@ class PadLinears(GraphPass):
 
     def __call__(self, gm: fx.GraphModule) -> PassResult:
         before = len(gm.graph.nodes)
-        is_tower = any(is_op(node, "varlen_attention") for node in gm.graph.nodes)
+        is_tower = any(is_op(node, "segment_attention") for node in gm.graph.nodes)
         found = [node for node in gm.graph.nodes if _is_unaligned(node)] if is_tower else []
         for node in found:
             missing = -_inner_size(node) % _ALIGNED

@@ -414,7 +414,7 @@ class ModelRunner(ModelSizes):
     ) -> torch.Tensor:
         """Next tokens [R] int32 from parameters given as tensors, drawn at each request's position.
 
-        The engine's steps use the Sampler, which keeps parameters and counts per slot on the device.
+        The engine's steps use the Sampler, which keeps parameters and counts per row on the device.
         """
         logits = logits_output.next_token_logits
         positions = forward_batch.seq_lens.long()

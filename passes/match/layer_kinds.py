@@ -154,9 +154,9 @@ class StateLayerKind(LayerKind):
 class PackedAttentionKind(LayerKind):
     """Attention in both directions within segments, without a cache (runtime/ops/segments)."""
 
-    traced: ClassVar[tuple[str, ...]] = ("varlen_attention",)
+    traced: ClassVar[tuple[str, ...]] = ("segment_attention",)
     refusals = 5
-    lowered = "varlen_attention_with_output"
+    lowered = "segment_attention_with_output"
     buffer = 4
     layers = PACKED_LAYERS
 
@@ -177,7 +177,7 @@ class SegmentAttentionKind(PackedAttentionKind):
     """The same by a kernel of the program (passes/attend_segments.py): no trace has it."""
 
     traced = ()
-    lowered = "segment_attention_with_output"
+    lowered = "segment_attention_by_kernel"
 
 
 KINDS: tuple[LayerKind, ...] = (AttentionKind(), StateLayerKind(), PackedAttentionKind(), SegmentAttentionKind())

@@ -45,11 +45,11 @@ class Communicator(Protocol):
     def reduce_scatter(self, x: torch.Tensor) -> torch.Tensor:
         """The rank's part of the sum over ranks of x, [size * N, ...] and contiguous: [N, ...], a new tensor."""
 
-    def choose(self, own: torch.Tensor) -> torch.Tensor:
+    def choose(self, rank_logits: torch.Tensor) -> torch.Tensor:
         """The most probable token of each row, of logits whose columns are cut over ranks; of equals the lowest.
 
         Args:
-            own: [S, V / size], the rank's columns.
+            rank_logits: [S, V / size], the rank's columns.
 
         Returns:
             [S] int64, the same on all ranks, or -1: a row holds NaN or inf, or nothing but -inf.
@@ -104,12 +104,12 @@ def part_of_sum(total: torch.Tensor, rank: int, size: int) -> torch.Tensor:
     return total[rank * length : (rank + 1) * length].clone()
 
 
-def choose_by_gather(communicator: Communicator, own: torch.Tensor) -> torch.Tensor:
+def choose_by_gather(communicator: Communicator, rank_logits: torch.Tensor) -> torch.Tensor:
     """Return what Communicator.choose does, in plain torch: ranks exchange two numbers a row."""
-    logits = own.float()
+    logits = rank_logits.float()
     logits = torch.where(logits.isnan(), torch.inf, logits)
     columns = logits.argmax(-1, keepdim=True)
-    tokens = columns + communicator.rank * own.shape[1]
+    tokens = columns + communicator.rank * rank_logits.shape[1]
     pairs = torch.cat([logits.gather(1, columns).double(), tokens.double()], 1)
     largest, tokens = communicator.all_gather(pairs).unbind(-1)  # [size, S] each
     first = largest.argmax(0, keepdim=True)

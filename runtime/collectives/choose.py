@@ -48,27 +48,31 @@ class TokenChoice:
         self._state = torch.zeros(_STATE_WORDS, dtype=torch.int32, device=device)
         self._are_gone = torch.zeros(1, dtype=torch.int32, pin_memory=True)  # the device reads it over the bus
 
-    def takes(self, own: torch.Tensor) -> bool:
+    def takes(self, rank_logits: torch.Tensor) -> bool:
         """True if this chooses from the logits [S, V of a rank], where the runtime brought the kernel of V."""
-        is_ours = own.dtype is torch.bfloat16 and own.is_contiguous() and own.data_ptr() % CHUNK_BYTES == 0
-        return is_ours and 0 < own.shape[0] <= MOST_CHOICES
+        is_ours = (
+            rank_logits.dtype is torch.bfloat16
+            and rank_logits.is_contiguous()
+            and rank_logits.data_ptr() % CHUNK_BYTES == 0
+        )
+        return is_ours and 0 < rank_logits.shape[0] <= MOST_CHOICES
 
-    def choose(self, own: torch.Tensor, hand_on: HandOn | None = None) -> torch.Tensor:
+    def choose(self, rank_logits: torch.Tensor, hand_on: HandOn | None = None) -> torch.Tensor:
         """The tokens [S] int64 of logits that `takes` allows, as Communicator.choose gives them.
 
         Args:
             hand_on: where they go besides; it moves on to the next replay slot.
         """
-        rows, columns = own.shape
+        rows, columns = rank_logits.shape
         kernel = ChooseKernel(columns)
-        tokens = torch.empty(rows, dtype=torch.int64, device=own.device)
+        tokens = torch.empty(rows, dtype=torch.int64, device=rank_logits.device)
         places: tuple[torch.Tensor | None, ...] = (None,) * 4
         num_replay_slots, num_slot_rows = 0, 0
         if hand_on is not None:
             places = hand_on.rows, hand_on.last_tokens, hand_on.replay_slot, hand_on.chosen
             num_replay_slots, num_slot_rows = hand_on.chosen.shape
         arguments: tuple[Argument, ...] = (
-            *(address_of(tensor) for tensor in (own, tokens, *places)),
+            *(address_of(tensor) for tensor in (rank_logits, tokens, *places)),
             ctypes.c_int(num_replay_slots),
             ctypes.c_int(num_slot_rows),
             self._peers,

@@ -63,8 +63,8 @@ class Lane:
     def reduce_scatter(self, x: torch.Tensor) -> torch.Tensor:
         return self._in_order(self._whole.reduce_scatter, x)
 
-    def choose(self, own: torch.Tensor) -> torch.Tensor:
-        return self._in_order(self._whole.choose, own)
+    def choose(self, rank_logits: torch.Tensor) -> torch.Tensor:
+        return self._in_order(self._whole.choose, rank_logits)
 
     def choice(self, columns: int) -> None:
         """None: parts of a step are not captured."""

@@ -202,11 +202,15 @@ class NcclCommunicator:
             )
         return part
 
-    def choose(self, own: torch.Tensor) -> torch.Tensor:
-        if self._choice is not None and ChooseKernel(own.shape[1]) in self._kernels and self._choice.takes(own):
+    def choose(self, rank_logits: torch.Tensor) -> torch.Tensor:
+        if (
+            self._choice is not None
+            and ChooseKernel(rank_logits.shape[1]) in self._kernels
+            and self._choice.takes(rank_logits)
+        ):
             self._open()
-            return self._choice.choose(own)
-        return base.choose_by_gather(self, own)
+            return self._choice.choose(rank_logits)
+        return base.choose_by_gather(self, rank_logits)
 
     def choice(self, columns: int) -> TokenChoice | None:
         return self._choice if ChooseKernel(columns) in self._kernels else None

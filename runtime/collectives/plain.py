@@ -28,8 +28,8 @@ class PlainCommunicator(Communicator, ABC):
     def reduce_scatter(self, x: torch.Tensor) -> torch.Tensor:
         return part_of_sum(self.all_reduce(x), self.rank, self.size)
 
-    def choose(self, own: torch.Tensor) -> torch.Tensor:
-        return choose_by_gather(self, own)
+    def choose(self, rank_logits: torch.Tensor) -> torch.Tensor:
+        return choose_by_gather(self, rank_logits)
 
     def choice(self, columns: int) -> None:
         """There is none."""

@@ -143,17 +143,19 @@ class DecodeLoop:
         self._broadcast_tokens()  # draws are rank 0's alone
         return tokens
 
-    def end_greedy_across_ranks(self, own: torch.Tensor) -> torch.Tensor:
+    def end_greedy_across_ranks(self, rank_logits: torch.Tensor) -> torch.Tensor:
         """Runs the last kernel, by which ranks choose together, on the rank's part of the logits [S, V of a rank].
         Returns the tokens [S] int64.
 
         Raises:
             RuntimeError: the runtime has no such kernel.
         """
-        if self._choice is None or not self._choice.takes(own):
-            raise RuntimeError(f"there is no kernel by which ranks choose from {tuple(own.shape)} of {own.dtype}")
-        rows, last_tokens = self._inputs.req_pool_indices[: own.shape[0]], self._row_state.last_tokens
-        return self._choice.choose(own, HandOn(rows, last_tokens, self._slot_of_device, self._chosen_of_device))
+        if self._choice is None or not self._choice.takes(rank_logits):
+            raise RuntimeError(
+                f"there is no kernel by which ranks choose from {tuple(rank_logits.shape)} of {rank_logits.dtype}"
+            )
+        rows, last_tokens = self._inputs.req_pool_indices[: rank_logits.shape[0]], self._row_state.last_tokens
+        return self._choice.choose(rank_logits, HandOn(rows, last_tokens, self._slot_of_device, self._chosen_of_device))
 
     def captured(self) -> None:
         """Ends the captures: the first replay uses the first slot, whatever ran ahead of captures."""

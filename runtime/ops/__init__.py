@@ -63,7 +63,9 @@ OPS = {
     "request_lengths": "trace",
     "rope_and_cache": "attention.rope_cache",
     "scaled_linear": "scaled_linear.ops",
-    "segment_attention_with_output": "segments.ops",
+    "segment_attention": "segments.reference",
+    "segment_attention_by_kernel": "segments.ops",
+    "segment_attention_with_output": "segments.reference",
     "selective_scan": "states.trace",
     "selective_scan_states": "states.selective_scan",
     "silu_mul": "silu_mul",
@@ -82,8 +84,6 @@ OPS = {
     "stream_quantised_linear_residual": "stream_quantised.ops",
     "stream_quantised_linear_residual_norm": "stream_quantised.ops",
     "sum_experts": "experts.sum",
-    "varlen_attention": "segments.reference",
-    "varlen_attention_with_output": "segments.reference",
 }
 
 # A kernel family's name, as stored programs have it → the module here with its class Family.

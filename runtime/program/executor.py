@@ -13,8 +13,8 @@ import torch
 
 from mllm_compile.runtime.errors import ArtifactError
 from mllm_compile.runtime.ops.attention.layer_op import attention_with_output, cache_inputs
-from mllm_compile.runtime.ops.segments.ops import segment_attention_with_output
-from mllm_compile.runtime.ops.segments.reference import varlen_attention_with_output
+from mllm_compile.runtime.ops.segments.ops import segment_attention_by_kernel
+from mllm_compile.runtime.ops.segments.reference import segment_attention_with_output
 from mllm_compile.runtime.ops.states.run import state_with_output
 from mllm_compile.runtime.program.spec import (
     BATCH_INPUTS,
@@ -229,7 +229,7 @@ class ProgramExecutor:
             elif isinstance(step, PackedAttentionStep):
                 q, k, v, segments, out = map(self._register, (*step.reads, step.out))
                 buffer, shape, scale = buffer_index[step.out], step.out_shape, step.sm_scale
-                attend = segment_attention_with_output if step.by_kernel else varlen_attention_with_output
+                attend = segment_attention_by_kernel if step.by_kernel else segment_attention_with_output
                 linked.append(
                     _LinkedPackedAttention(attend, buffer, q, k, v, segments, out, shape, scale, step.layer, dead)
                 )

@@ -11,8 +11,8 @@ from mllm_compile.kernels.cuda import KernelCompiler, can_compile_kernels
 from mllm_compile.process.progress import NullReporter
 from mllm_compile.runtime.ops.segments.family import Family
 from mllm_compile.runtime.ops.segments.kernel import segments_kernels
-from mllm_compile.runtime.ops.segments.ops import load_segments_kernels, loaded_kernel, segment_attention_with_output
-from tests.gpu.test_varlen_attention import LENGTHS, reference
+from mllm_compile.runtime.ops.segments.ops import load_segments_kernels, loaded_kernel, segment_attention_by_kernel
+from tests.gpu.test_segment_attention import LENGTHS, reference
 
 pytestmark = [
     pytest.mark.gpu,
@@ -60,7 +60,7 @@ def test_parts_of_wider_rows_are_read_where_they_are_and_heads_of_keys_are_share
     packed = torch.randn(640, 8, 72, dtype=torch.bfloat16, device=DEVICE)
     q, k, v = packed.split((4, 2, 2), 1)
     out = torch.empty(640, 4, 72, dtype=torch.bfloat16, device=DEVICE)
-    segment_attention_with_output(q, k, v, bounds_of([400, 240]), out, 72**-0.5, "tower", 400)
+    segment_attention_by_kernel(q, k, v, bounds_of([400, 240]), out, 72**-0.5, "tower", 400)
     keys, values = (x.float().repeat_interleave(2, 1) for x in (k, v))
     exact = reference(q.float(), keys, values, [400, 240])
     assert (out.float() - exact).abs().mean() < 2e-3
@@ -72,7 +72,7 @@ def test_values_of_no_segment_are_never_summed(tmp_path):
     torch.manual_seed(0)
     q, k, v = (torch.randn(600, 4, 72, dtype=torch.bfloat16, device=DEVICE) for _ in range(3))
     out, alone = torch.empty_like(q), torch.empty_like(q)
-    segment_attention_with_output(q, k, v, bounds_of([300, 300]), out, 72**-0.5, "tower", 300)
+    segment_attention_by_kernel(q, k, v, bounds_of([300, 300]), out, 72**-0.5, "tower", 300)
     k[300:], v[300:] = 1e4, 1e4
-    segment_attention_with_output(q, k, v, bounds_of([300, 300]), alone, 72**-0.5, "tower", 300)
+    segment_attention_by_kernel(q, k, v, bounds_of([300, 300]), alone, 72**-0.5, "tower", 300)
     assert torch.equal(out[:300], alone[:300])

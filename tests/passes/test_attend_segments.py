@@ -38,7 +38,7 @@ def test_heads_that_the_kernels_take_are_given_to_them():
         result.gm.recompile()
         assert result.matches == 1
         assert torch.equal(run(result.gm), before)
-    assert "segment_attention_with_output.default" in targets(result.gm)
+    assert "segment_attention_by_kernel.default" in targets(result.gm)
     assert AttendSegments()(result.gm).matches == 0
 
 
@@ -48,7 +48,7 @@ def test_heads_that_the_kernels_take_are_given_to_them():
 def test_others_stay(head_dim, dtype):
     gm = tower(head_dim, dtype)
     assert AttendSegments()(gm).matches == 0
-    assert "varlen_attention_with_output.default" in targets(gm)
+    assert "segment_attention_with_output.default" in targets(gm)
 
 
 @pytest.mark.parametrize("head_dim", [72, 76])

@@ -17,7 +17,7 @@ from mllm_compile.model.hf_model import HFModel
 from mllm_compile.model.towers.adapter import refusal, traced_tower
 from mllm_compile.model.towers.fixed_size import SAMPLE_IMAGES, FixedSizeImages, fixed_size_tower
 from mllm_compile.model.towers.image_features import ImageFeatures, image_tower_of
-from mllm_compile.model.towers.varlen_hook import IMAGES_IMPLEMENTATION, packed, say_bounds
+from mllm_compile.model.towers.segments_hook import IMAGES_IMPLEMENTATION, packed, say_bounds
 from mllm_compile.model.trace import Trace, sized
 from mllm_compile.runtime.media.crops import CropTower
 from mllm_compile.runtime.media.tower import MAX_FEATURES, Grid

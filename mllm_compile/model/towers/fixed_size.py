@@ -19,7 +19,7 @@ from mllm_compile.model.hf_model import HFModel
 from mllm_compile.model.refusals import first_line
 from mllm_compile.model.towers.adapter import TowerAdapter, placeholder_of, refusal, traced_tower
 from mllm_compile.model.towers.image_features import ImageFeatures, has_connector, image_tower_of
-from mllm_compile.model.towers.varlen_hook import IMAGES_IMPLEMENTATION, packed, say_bounds
+from mllm_compile.model.towers.segments_hook import IMAGES_IMPLEMENTATION, packed, say_bounds
 from mllm_compile.model.trace import Trace, sized
 from mllm_compile.runtime.media.fixed_size import FixedSizeTower
 from mllm_compile.runtime.media.tower import MAX_FEATURES, Grid

@@ -14,7 +14,7 @@ import torch
 
 from mllm_compile.model.hf_model import HFModel
 from mllm_compile.model.towers.adapter import TowerAdapter, placeholder_of, refusal, traced_tower
-from mllm_compile.model.towers.varlen_hook import packed, say_bounds
+from mllm_compile.model.towers.segments_hook import packed, say_bounds
 from mllm_compile.model.trace import Trace, sized
 from mllm_compile.runtime.media.packed import PackedTower
 from mllm_compile.runtime.media.tower import MAX_FEATURES, Grid

@@ -27,7 +27,7 @@ class Family(KernelFamily):
     def wanted(self, pieces: CalledPieces) -> tuple[SegmentsKernel, ...]:
         from mllm_compile.runtime.ops import op
 
-        attention = op("segment_attention_with_output")
+        attention = op("segment_attention_by_kernel")
         nodes: list[Any] = [node for piece, _ in pieces for node in piece.graph.nodes if node.target is attention]
         head_dims = dict.fromkeys(int(node.args[0].meta["val"].shape[2]) for node in nodes)
         return tuple(kernel for head_dim in head_dims for kernel in segments_kernels(head_dim))

@@ -22,7 +22,7 @@ _LOG2_E = math.log2(math.e)
 _ALIGNED = 8  # numbers in 16 bytes, as TMA reads them
 _LIBRARY = torch.library.Library("mllm", "FRAGMENT")
 _LIBRARY.define(
-    "segment_attention_with_output(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens, Tensor(a!) out, float sm_scale, "
+    "segment_attention_by_kernel(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens, Tensor(a!) out, float sm_scale, "
     "str layer_name, int longest=0) -> ()"
 )
 
@@ -88,7 +88,7 @@ def loaded_kernel(kernel: SegmentsKernel, device: torch.device) -> Callable[...,
         return _LOADED[torch.cuda.current_device(), kernel.head_dim][kernel]
 
 
-def segment_attention_with_output(
+def segment_attention_by_kernel(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
@@ -122,5 +122,5 @@ def _is_readable(x: torch.Tensor) -> bool:
     return column == 1 and not (row % _ALIGNED or head % _ALIGNED or x.data_ptr() % (2 * _ALIGNED))
 
 
-_LIBRARY.impl("segment_attention_with_output", segment_attention_with_output, "CUDA")
-torch.library.register_fake("mllm::segment_attention_with_output", lambda *args: None, lib=_LIBRARY)
+_LIBRARY.impl("segment_attention_by_kernel", segment_attention_by_kernel, "CUDA")
+torch.library.register_fake("mllm::segment_attention_by_kernel", lambda *args: None, lib=_LIBRARY)

@@ -1,7 +1,7 @@
 """Attention over packed rows, each of which sees all rows of its own segment: what towers of images attend with.
 
-`varlen_attention` stands for it in a trace, and names for the check of the trace what it cannot express; a program runs
-`varlen_attention_with_output`. It has no cache and no causality. Defined with torch.library's define/impl, as
+`segment_attention` stands for it in a trace, and names for the check of the trace what it cannot express; a program
+runs `segment_attention_with_output`. It has no cache and no causality. Defined with torch.library's define/impl, as
 ops/trace.py.
 """
 
@@ -13,26 +13,26 @@ import torch
 
 _LIBRARY = torch.library.Library("mllm", "FRAGMENT")
 _LIBRARY.define(
-    "varlen_attention(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens, float sm_scale, str refusals) -> Tensor"
+    "segment_attention(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens, float sm_scale, str refusals) -> Tensor"
 )
 _LIBRARY.define(
-    "varlen_attention_with_output(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens, Tensor(a!) out, float sm_scale, "
+    "segment_attention_with_output(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens, Tensor(a!) out, float sm_scale, "
     "str layer_name, int longest=0) -> ()"
 )
 # Types that the device's own kernel takes; others are computed segment by segment.
 _KERNEL_DTYPES = (torch.bfloat16, torch.float16)
 
 
-def varlen_attention(
+def segment_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor, sm_scale: float, refusals: str = ""
 ) -> torch.Tensor:
-    """Attends within segments; [N, H, Dv]. Arguments as varlen_attention_with_output's; `refusals` is ignored here."""
+    """Attends within segments; [N, H, Dv]. Arguments as segment_attention_with_output's; `refusals` is ignored here."""
     out = v.new_empty((q.shape[0], q.shape[1], v.shape[2]))
-    varlen_attention_with_output(q, k, v, cu_seqlens, out, sm_scale, "")
+    segment_attention_with_output(q, k, v, cu_seqlens, out, sm_scale, "")
     return out
 
 
-def varlen_attention_with_output(
+def segment_attention_with_output(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
@@ -76,7 +76,7 @@ def _fake(
     return q.new_empty(q.shape[0], q.shape[1], v.shape[2])
 
 
-_LIBRARY.impl("varlen_attention", varlen_attention, "CompositeExplicitAutograd")
-torch.library.register_fake("mllm::varlen_attention", _fake, lib=_LIBRARY)
-_LIBRARY.impl("varlen_attention_with_output", varlen_attention_with_output, "CompositeExplicitAutograd")
-torch.library.register_fake("mllm::varlen_attention_with_output", lambda *args: None, lib=_LIBRARY)
+_LIBRARY.impl("segment_attention", segment_attention, "CompositeExplicitAutograd")
+torch.library.register_fake("mllm::segment_attention", _fake, lib=_LIBRARY)
+_LIBRARY.impl("segment_attention_with_output", segment_attention_with_output, "CompositeExplicitAutograd")
+torch.library.register_fake("mllm::segment_attention_with_output", lambda *args: None, lib=_LIBRARY)

@@ -16,7 +16,7 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-import mllm_compile.runtime.ops.segments.reference  # noqa: F401  (defines torch.ops.mllm.varlen_attention)
+import mllm_compile.runtime.ops.segments.reference  # noqa: F401  (defines torch.ops.mllm.segment_attention)
 from mllm_compile.passes.base import (
     ATTENTION_LAYERS,
     EXPERT_RANKS,
@@ -104,7 +104,7 @@ class GraphBuilder:
             value = torch.empty(2, dtype=torch.int32)
         bounds = self._placeholder("l_cu_seqlens_", value)
         bounds.meta["input_name"] = "cu_seqlens"
-        node = self.call(torch.ops.mllm.varlen_attention.default, heads, heads, heads, bounds, 0.5, "")
+        node = self.call(torch.ops.mllm.segment_attention.default, heads, heads, heads, bounds, 0.5, "")
         node.meta["nn_module_stack"] = {"m": ("L['self'].model.tower", torch.nn.Module)}
         return self.method("flatten", node, 1)
 

@@ -24,7 +24,7 @@ from mllm_compile.runtime.ops.experts.shapes import ELSEWHERE, ONE_ROW, SOFTMAX_
 from mllm_compile.runtime.ops.few_tokens_shapes import num_norm_blocks
 from mllm_compile.runtime.ops.gated_linear import ops as gated_ops  # noqa: F401  (defines the op)
 from mllm_compile.runtime.ops.segments import ops as segment_ops  # noqa: F401  (defines the op)
-from mllm_compile.runtime.ops.segments.reference import varlen_attention_with_output
+from mllm_compile.runtime.ops.segments.reference import segment_attention_with_output
 from mllm_compile.runtime.ops.stream_experts import ops as stream_expert_ops  # noqa: F401  (defines the ops)
 from mllm_compile.runtime.ops.stream_experts.shapes import ROWS
 from mllm_compile.runtime.ops.stream_linear import ops  # noqa: F401  (defines the ops)
@@ -138,7 +138,7 @@ def streamed_ops_on_cpu() -> Iterator[None]:
     library.impl("gated_expert_tiles", gated_expert_tiles, "CPU")
     library.impl("expert_tiles", expert_tiles, "CPU")
     library.impl("stream_linear_residual_norm", residual_norm, "CPU")
-    library.impl("segment_attention_with_output", varlen_attention_with_output, "CPU")
+    library.impl("segment_attention_by_kernel", segment_attention_with_output, "CPU")
     library.impl("stream_expert_up", stream_expert_up, "CPU")
     library.impl("stream_expert_down", stream_expert_down, "CPU")
     library.impl("stream_expert_down_norm", stream_expert_down_norm, "CPU")

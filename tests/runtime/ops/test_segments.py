@@ -62,7 +62,7 @@ def test_without_a_kernel_the_op_says_what_is_missing(monkeypatch):
     monkeypatch.setattr(ops, "_LOADED", {})
     x = torch.zeros(4, 2, 72, dtype=torch.bfloat16)
     with pytest.raises(RuntimeError, match="no kernel is loaded for heads of 72"):
-        ops.segment_attention_with_output(x, x, x, torch.tensor([0, 4], dtype=torch.int32), x, 1.0, "tower")
+        ops.segment_attention_by_kernel(x, x, x, torch.tensor([0, 4], dtype=torch.int32), x, 1.0, "tower")
 
 
 def test_windows_take_blocks_of_few_rows():
@@ -96,7 +96,7 @@ def launches(driver, monkeypatch):
 
 def attend(lengths: list[int], q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
     bounds = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
-    ops.segment_attention_with_output(q, k, v, bounds, torch.empty_like(q), 0.5, "tower", max(lengths))
+    ops.segment_attention_by_kernel(q, k, v, bounds, torch.empty_like(q), 0.5, "tower", max(lengths))
 
 
 def test_there_is_a_block_for_each_tile_of_rows_of_each_head_of_each_segment(launches):

@@ -6,7 +6,7 @@ import itertools
 
 import torch
 
-from mllm_compile.runtime.ops.segments.reference import varlen_attention, varlen_attention_with_output
+from mllm_compile.runtime.ops.segments.reference import segment_attention, segment_attention_with_output
 
 BOUNDS = [0, 5, 6, 18]
 
@@ -16,11 +16,11 @@ def test_each_row_sees_its_own_segment_in_both_directions() -> None:
     q, k, v = (torch.randn(18, heads, 8, generator=generator) for heads in (4, 2, 2))
     out = torch.full((18, 4, 8), float("nan"))
     bounds = torch.tensor(BOUNDS, dtype=torch.int32)
-    varlen_attention_with_output(q, k, v, bounds, out, 0.3, "blocks.0.attn", 12)
+    segment_attention_with_output(q, k, v, bounds, out, 0.3, "blocks.0.attn", 12)
     expected = torch.empty_like(out)
     for start, end in itertools.pairwise(BOUNDS):
         for head in range(4):
             scores = q[start:end, head] @ k[start:end, head // 2].T * 0.3
             expected[start:end, head] = torch.softmax(scores, -1) @ v[start:end, head // 2]
     assert torch.allclose(out, expected, atol=1e-5)
-    assert torch.equal(varlen_attention(q, k, v, bounds, 0.3), out)
+    assert torch.equal(segment_attention(q, k, v, bounds, 0.3), out)

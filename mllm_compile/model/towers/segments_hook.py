@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from transformers import AttentionInterface
 
-import mllm_compile.runtime.ops.segments.reference  # noqa: F401  (defines torch.ops.mllm.varlen_attention)
+import mllm_compile.runtime.ops.segments.reference  # noqa: F401  (defines torch.ops.mllm.segment_attention)
 
 PACKED_IMPLEMENTATION = "mllm_flash_packed"
 IMAGES_IMPLEMENTATION = "mllm_images"
@@ -70,7 +70,7 @@ def packed_attention(
         cu_seq_lens_q = torch.zeros(2, dtype=torch.int32, device=query.device)
     q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))  # parts of wider rows may stay such
     scale = float(query.shape[-1] ** -0.5 if scaling is None else scaling)
-    out = torch.ops.mllm.varlen_attention(q, k, v, cu_seq_lens_q, scale, "; ".join(refusals))
+    out = torch.ops.mllm.segment_attention(q, k, v, cu_seq_lens_q, scale, "; ".join(refusals))
     return out.view(query.shape[0], query.shape[2], query.shape[1], value.shape[3]), None
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from mllm_compile.runtime.ops.segments.reference import varlen_attention_with_output
+from mllm_compile.runtime.ops.segments.reference import segment_attention_with_output
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
 
@@ -33,7 +33,7 @@ def test_it_is_as_near_to_float32_as_torch_in_bfloat16(head_dim: int, lengths: l
     q, k, v = (torch.randn(count, 4, head_dim, dtype=torch.bfloat16, device="cuda") for _ in range(3))
     bounds = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device="cuda")
     out = torch.full_like(v, float("nan"))
-    varlen_attention_with_output(q, k, v, bounds, out, head_dim**-0.5, "tower", max(lengths))
+    segment_attention_with_output(q, k, v, bounds, out, head_dim**-0.5, "tower", max(lengths))
     exact = reference(q.float(), k.float(), v.float(), lengths)
     ours = (out.float() - exact).abs().mean()
     theirs = (reference(q, k, v, lengths).float() - exact).abs().mean()
@@ -47,6 +47,6 @@ def test_parts_of_wider_rows_are_attended_over_without_a_copy() -> None:
     q, k, v = packed.unbind(1)
     bounds = torch.tensor([0, 400, 640], dtype=torch.int32, device="cuda")
     out = torch.empty(640, 4, 72, dtype=torch.bfloat16, device="cuda")
-    varlen_attention_with_output(q, k, v, bounds, out, 72**-0.5, "tower", 400)
+    segment_attention_with_output(q, k, v, bounds, out, 72**-0.5, "tower", 400)
     exact = reference(q.float(), k.float(), v.float(), [400, 240])
     assert (out.float() - exact).abs().mean() < 2e-3
