@@ -42,7 +42,6 @@ from mllm_compile.runtime.program.runner import ProgramRunner
 from mllm_compile.runtime.program.sizes import ModelSizes
 from mllm_compile.runtime.runner_config import RunnerConfig
 from mllm_compile.runtime.sampling.logprobs import token_logprobs
-from mllm_compile.runtime.sampling.row_state import RowState
 from mllm_compile.runtime.sampling.sampler import sample_tokens
 from mllm_compile.runtime.sampling.state import RowState
 from mllm_compile.runtime.state.factory import make_backend
@@ -219,7 +218,7 @@ class ModelRunner(ModelSizes):
         if media is None:
             return None
         capacity = FeaturePool.capacity_for(runtime.max_num_batched_tokens, runtime.max_model_len)
-        capacity *= self.num_deals  # a rank has the features of all, of which its tokens take some
+        capacity *= self.dp_size  # a rank has the features of all, of which its tokens take some
         check_fits(
             capacity * media.facts.feature_width * self.config.dtype.itemsize,
             f"the features of images for runtime.max_num_batched_tokens: {runtime.max_num_batched_tokens} and "

@@ -26,7 +26,7 @@ from mllm_compile import Engine, SamplingParams
 from mllm_compile.bench import BenchmarkError
 from mllm_compile.bench.serving.client import Server
 from mllm_compile.bench.serving.load import ServeWork, prompts_of, run_load
-from mllm_compile.bench.serving.own_server import OwnServer, served
+from mllm_compile.bench.serving.local_server import LocalServer, served
 from mllm_compile.bench.timing.clock import Stopwatch
 
 STREAMS_OF_A_CLIENT = 32

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from mllm_compile.errors import CheckpointError
-from mllm_compile.runtime.regular_file import open_regular
+from mllm_compile.runtime.files.regular_file import open_regular
 from mllm_compile.runtime.weights.header import read_header
 
 _HASHERS = 4

@@ -16,7 +16,7 @@ from mllm_compile.checkpoint.planned_tensor import PlannedTensor
 from mllm_compile.config.quantisation import Scheme
 from mllm_compile.errors import CheckpointError
 from mllm_compile.runtime.weights.formats.base import VALUES, Format, Quantised, ReadBytes, StoredTensor, lacks
-from mllm_compile.runtime.weights.formats.every import FORMATS
+from mllm_compile.runtime.weights.formats.registry import FORMATS
 from mllm_compile.runtime.weights.header import read_bytes, read_header
 from mllm_compile.runtime.weights.spec import WeightSpec
 from mllm_compile.runtime.weights.tensor_entry import TensorEntry

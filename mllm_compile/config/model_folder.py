@@ -23,7 +23,7 @@ from mllm_compile.errors import CheckpointError, ModelNotFoundError, Unsupported
 from mllm_compile.files.json_file import read_json_object
 from mllm_compile.files.user_path import user_path
 from mllm_compile.gguf.folder import GGUF_SUFFIX, GgufModel, gguf_parts, open_gguf
-from mllm_compile.runtime.shown import shown
+from mllm_compile.runtime.short_repr import short_repr
 
 _log = logging.getLogger("mllm_compile.config")
 _FLOAT_DTYPES = ("float32", "float16", "bfloat16")

@@ -104,7 +104,7 @@ def _load(
     )
     with ThreadPoolExecutor(1, thread_name_prefix="tokenizer") as beside:
         loading = beside.submit(load_text_parts, compiled, timeline)
-        runner, plan, group = _start_runner(settings, compiled, timeline, ahead)
+        runner, plan, group = _start_runner(settings, compiled, timeline, early)
         try:
             tokenizer, defaults, default_params = loading.result()
             config, num_pages = compiled.config, runner.token_to_kv_pool.num_pages
@@ -140,7 +140,7 @@ def _load(
                 shutdown=partial(_shut_down, runner, group),
                 prepare_thread=partial(_in_turn, use_threads_of_cpu, step_runner.prepare_thread),
                 grammars=_grammars(tokenizer, runner.vocab_size, eos_token_ids, compiled.config),
-                media=media_door(compiled, files, limits.max_model_len, tower),
+                media=media_preprocessor(compiled, files, limits.max_model_len, tower),
                 config=compiled.config,
                 folder=compiled.folder,
                 tokenizer_files=files,
@@ -169,10 +169,10 @@ def tower_of(runner: ModelRunner) -> Tower | str:
     return media.facts
 
 
-def media_door(
+def media_preprocessor(
     compiled: CompiledRuntime, files: Mapping[str, bytes], max_model_len: int, tower: Tower | str
-) -> MediaDoor:
-    """The way of pictures into prompts.
+) -> MediaPreprocessor:
+    """The preprocessor of images and videos of prompts.
 
     Args:
         files: as text_files gives them.
@@ -180,7 +180,7 @@ def media_door(
     """
     config = compiled.config
     why_not = tower if isinstance(tower, str) else None
-    return MediaDoor(config.model.source, files, max_model_len, why_not, config.media.allowed_domains)
+    return MediaPreprocessor(config.model.source, files, max_model_len, why_not, config.media.allowed_domains)
 
 
 def model_source(compiled: CompiledRuntime, timeline: Timeline) -> ModelSource:

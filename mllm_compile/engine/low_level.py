@@ -19,7 +19,7 @@ from mllm_compile.config.sources import EngineSource, config_or_runtime
 from mllm_compile.engine.assemble import (
     ends_of_answers,
     load_text_parts,
-    media_door,
+    media_preprocessor,
     model_source,
     text_files,
     tower_of,
@@ -88,8 +88,8 @@ class OpenModel:
     @cached_property
     def _reader(self) -> PromptReader:
         compiled, tower = self._compiled, tower_of(self.runner)
-        door = media_door(compiled, text_files(compiled), compiled.config.runtime.max_model_len, tower)
-        return PromptReader(self.tokenizer, self.runner.vocab_size, door, tower)
+        media = media_preprocessor(compiled, text_files(compiled), compiled.config.runtime.max_model_len, tower)
+        return PromptReader(self.tokenizer, self.runner.vocab_size, media, tower)
 
 
 def open_model(config: EngineSource, *, reporter: Reporter | None = None) -> OpenModel:

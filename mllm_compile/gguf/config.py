@@ -12,7 +12,7 @@ from typing import Any
 from mllm_compile.errors import CheckpointError, UnsupportedModelError
 from mllm_compile.gguf.architectures import ARCHITECTURES, Architecture
 from mllm_compile.gguf.metadata import Metadata
-from mllm_compile.runtime.shown import shown
+from mllm_compile.runtime.short_repr import short_repr
 
 ARCHITECTURE_KEY = "general.architecture"
 _EMBEDDING, _HEAD = "token_embd.weight", "output.weight"
@@ -41,7 +41,7 @@ def architecture_of(metadata: Metadata) -> Architecture:
     found = ARCHITECTURES.get(name)
     if found is None:
         raise UnsupportedModelError(
-            f"{metadata.path}: GGUF files of the architecture {shown(name)} are not read; read are "
+            f"{metadata.path}: GGUF files of the architecture {short_repr(name)} are not read; read are "
             f"{', '.join(sorted(ARCHITECTURES))}. Set model.path to the model that it was made of, as safetensors."
         )
     has_experts = bool(metadata.number(f"{name}.expert_count"))
@@ -179,14 +179,14 @@ class _Config:
         if kind == "yarn" and factor and original:
             return {"rope_type": "yarn", "factor": float(factor), "original_max_position_embeddings": original}
         raise UnsupportedModelError(
-            f"{self._metadata.path}: rotary embeddings are scaled by {shown(kind)} with the factor {shown(factor)}; "
-            "read are linear, yarn, and what rope_freqs or rope_factors say."
+            f"{self._metadata.path}: rotary embeddings are scaled by {short_repr(kind)} with the factor "
+            f"{short_repr(factor)}; read are linear, yarn, and what rope_freqs or rope_factors say."
         )
 
     def _factors(self, name: str) -> list[float]:
         if self._shapes.get(name) != (self._turning // 2,):
             raise CheckpointError(
-                f"{self._metadata.path}: {name} has shape {shown(self._shapes.get(name))}; expected "
+                f"{self._metadata.path}: {name} has shape {short_repr(self._shapes.get(name))}; expected "
                 f"[{self._turning // 2}]."
             )
         return self._read(name)

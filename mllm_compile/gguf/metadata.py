@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from mllm_compile.errors import CheckpointError
-from mllm_compile.runtime.shown import brief, shown
+from mllm_compile.runtime.short_repr import short_repr, typed_repr
 
 T = TypeVar("T", int, float, bool, str)
 
@@ -39,7 +39,7 @@ class Metadata:
             return value
         if kind is float and type(value) is int:
             return kind(value)
-        raise self.refused(key, f"expected {kind.__name__}, got {brief(value)}")
+        raise self.refused(key, f"expected {kind.__name__}, got {typed_repr(value)}")
 
     def get(self, key: str, kind: type[T]) -> T:
         """The value of a key that has to be there."""
@@ -59,7 +59,7 @@ class Metadata:
             value = value[0]
         if value is None or isinstance(value, int | float):
             return value
-        raise self.refused(key, f"expected one number for all layers, got {brief(value)}")
+        raise self.refused(key, f"expected one number for all layers, got {typed_repr(value)}")
 
     def texts(self, key: str) -> list[str] | None:
         """The strings of an array, None where there is none.
@@ -72,7 +72,7 @@ class Metadata:
         if value is None:
             return None
         if not isinstance(value, tuple) or not all(isinstance(one, bytes) for one in value):
-            raise self.refused(key, f"expected texts, got {brief(value)}")
+            raise self.refused(key, f"expected texts, got {typed_repr(value)}")
         try:
             return [one.decode() for one in value]
         except UnicodeDecodeError as error:
@@ -85,7 +85,7 @@ class Metadata:
         if value is None:
             return None
         if not isinstance(value, tuple) or len(value) != count or isinstance(next(iter(value), 0), bytes):
-            raise self.refused(key, f"expected {count} numbers, got {brief(value)}")
+            raise self.refused(key, f"expected {count} numbers, got {typed_repr(value)}")
         return value
 
     def unread(self, prefix: str) -> list[str]:
@@ -93,7 +93,7 @@ class Metadata:
         return sorted(key for key in self._values if key.startswith(prefix) and key not in self._asked)
 
     def shown(self, key: str) -> str:
-        return shown(self._values[key])
+        return short_repr(self._values[key])
 
     def refused(self, key: str, why: str) -> CheckpointError:
         return CheckpointError(f"{self.path}: {key}: {why}.")

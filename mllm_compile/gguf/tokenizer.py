@@ -14,7 +14,7 @@ from typing import Any
 
 from mllm_compile.errors import CheckpointError, UnsupportedModelError
 from mllm_compile.gguf.metadata import Metadata
-from mllm_compile.runtime.shown import shown
+from mllm_compile.runtime.short_repr import short_repr
 
 _PREFIX = "tokenizer.ggml."
 _CONTROL, _USER_DEFINED, _BYTE = 3, 4, 6  # of tokenizer.ggml.token_type
@@ -103,8 +103,8 @@ def tokenizer_files(metadata: Metadata, vocabulary: int) -> dict[str, str]:
         built = _sentencepiece(metadata, tokens)
     else:
         raise UnsupportedModelError(
-            f"{metadata.path}: {_PREFIX}model is {shown(model)}; read are gpt2 and llama. Set model.path to the model "
-            "that it was made of, as safetensors."
+            f"{metadata.path}: {_PREFIX}model is {short_repr(model)}; read are gpt2 and llama. Set model.path to the "
+            "model that it was made of, as safetensors."
         )
     return {
         "tokenizer.json": built,
@@ -192,7 +192,7 @@ def _pre(metadata: Metadata) -> _Pre:
     name = metadata.find(key, str)
     if name is None or name not in _PRES:
         raise UnsupportedModelError(
-            f"{metadata.path}: {key} is {shown(name)}; read are {', '.join(sorted(_PRES))}. Set model.path to the "
+            f"{metadata.path}: {key} is {short_repr(name)}; read are {', '.join(sorted(_PRES))}. Set model.path to the "
             "model that it was made of, as safetensors."
         )
     return _PRES[name]
@@ -201,7 +201,7 @@ def _pre(metadata: Metadata) -> _Pre:
 def _pair(metadata: Metadata, merge: str) -> tuple[str, str]:
     left, space, right = merge.partition(" ")
     if not (left and space and right):
-        raise metadata.refused(f"{_PREFIX}merges", f"expected two parts, got {shown(merge)}")
+        raise metadata.refused(f"{_PREFIX}merges", f"expected two parts, got {short_repr(merge)}")
     return left, right
 
 
@@ -222,7 +222,7 @@ def _bpe(metadata: Metadata, models: Any, tokens: _Tokens, pairs: list[tuple[str
     try:
         return models.BPE(tokens.ids, pairs, **options)
     except Exception as error:  # tokenizers' own, which are no class of their own
-        raise CheckpointError(f"{metadata.path}: its tokenizer cannot be built: {shown(str(error))}.") from None
+        raise CheckpointError(f"{metadata.path}: its tokenizer cannot be built: {short_repr(str(error))}.") from None
 
 
 def _finished(metadata: Metadata, tokens: _Tokens, tokenizer: Any, *, adds_bos: bool) -> str:

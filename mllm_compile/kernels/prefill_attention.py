@@ -10,7 +10,7 @@ from functools import partial
 
 from mllm_compile.config.resolved import ResolvedConfig
 from mllm_compile.inductor.job import PieceInput
-from mllm_compile.kernels.decode_attention import needs_own_kernels
+from mllm_compile.kernels.decode_attention import is_beyond_flashinfer
 from mllm_compile.kernels.piece import WrittenPiece, attention_inputs, with_piece_each
 from mllm_compile.runtime.attention.layer import LayerSpec
 from mllm_compile.runtime.program.spec import Program

@@ -154,7 +154,7 @@ class _Worker:
             return self._num_done, self._faults
 
     def _wait_for(self, num: int) -> bool:
-        """Whether so many are done, in the time that one matcher may take."""
+        """True if so many are done, in the time that one matcher may take."""
         return self._changed.wait_for(lambda: self._num_done == num, _MOST_MASK_S)
 
     def _serve(self) -> None:

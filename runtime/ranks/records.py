@@ -46,7 +46,7 @@ _HEADER_BYTES = 8 * (_HEADER + len(_ARRAYS))
 _NO_SCORES = np.empty(0, dtype=np.int64)
 
 
-class TokenChoice(IntEnum):
+class SamplingMode(IntEnum):
     """Who chooses the tokens of a step, so that all ranks have them."""
 
     SAMPLED = 0  # rank 0, behind the model; then it broadcasts them
@@ -67,7 +67,7 @@ class StepRecord:
     batch: ScheduledBatch
     scored_indices: np.ndarray | None = None
     media: MediaPlan | None = None
-    choice: TokenChoice = TokenChoice.SAMPLED
+    choice: SamplingMode = SamplingMode.SAMPLED
 
 
 def most_record_bytes(max_num_tokens: int, max_rows: int, pages_of_row: int, dp_size: int = 1) -> int:
@@ -127,7 +127,7 @@ def read_step(memory: memoryview) -> StepRecord:
         **{name: arrays.pop(name).reshape(-1, 2) for name in _COPIES},
         **arrays,
     )
-    return StepRecord(batch, scored if is_scored else None, media, TokenChoice(choice))
+    return StepRecord(batch, scored if is_scored else None, media, SamplingMode(choice))
 
 
 def _media_arrays(media: MediaPlan | None) -> dict[str, np.ndarray]:

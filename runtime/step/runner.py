@@ -16,7 +16,7 @@ import torch
 
 from mllm_compile.runtime.errors import DeviceMemoryError
 from mllm_compile.runtime.model_runner import ModelRunner
-from mllm_compile.runtime.ranks.records import StepRecord, TokenChoice
+from mllm_compile.runtime.ranks.records import SamplingMode, StepRecord
 from mllm_compile.runtime.sampling.sampler import Sampler
 from mllm_compile.runtime.schedule.scheduled_batch import ScheduledBatch
 from mllm_compile.runtime.step.common_prefix import CommonPrefix
@@ -94,7 +94,7 @@ class StepRunner:
         path = self._paths.of(batch)
         plan = path.plan(batch)
         media = self.media.plan(batch, self._planner.token_positions(batch, plan))
-        choice = TokenChoice.SAMPLED
+        choice = SamplingMode.SAMPLED
         if self._announce is not None:
             choice = self.sampling.choice(batch, plan)
             scored = plan.fields.scored_indices if plan.scored is None else plan.scored

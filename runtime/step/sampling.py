@@ -14,7 +14,7 @@ from mllm_compile.runtime.device.staging import StagingRing
 from mllm_compile.runtime.device.upload import upload
 from mllm_compile.runtime.forward_batch import LogitsProcessorOutput
 from mllm_compile.runtime.model_runner import ModelRunner
-from mllm_compile.runtime.ranks.records import TokenChoice
+from mllm_compile.runtime.ranks.records import SamplingMode
 from mllm_compile.runtime.sampling.counter_rng import derive_seed
 from mllm_compile.runtime.sampling.logprobs import TokenLogprobs, all_logprobs, token_logprobs
 from mllm_compile.runtime.sampling.params import ALL_LOGPROBS
@@ -78,14 +78,14 @@ class StepSampling:
             self._row_owners[request.row] = request
             self._grammars.admit(request)
 
-    def choice(self, batch: ScheduledBatch, plan: StepPlan) -> TokenChoice:
+    def choice(self, batch: ScheduledBatch, plan: StepPlan) -> SamplingMode:
         """How ranks come to the step's tokens."""
         self.follow_rows(batch)
         flags = self.state.flags
         if self._grammars or not flags.chooses_plainly:
-            return TokenChoice.SAMPLED
+            return SamplingMode.SAMPLED
         has_all = self._runner.dp_size == 1 and plan.fields.prompt_targets is None
-        return TokenChoice.GREEDY_ACROSS_RANKS if flags.takes_largest and has_all else TokenChoice.IN_GRAPH
+        return SamplingMode.GREEDY_ACROSS_RANKS if flags.takes_largest and has_all else SamplingMode.IN_GRAPH
 
     def take_last_tokens(self, rows: torch.Tensor, out: torch.Tensor) -> None:
         """Puts the newest tokens of these rows where a step reads its input ids."""

@@ -21,8 +21,8 @@ from typing import IO, Any, NamedTuple
 import torch
 
 from mllm_compile.runtime.errors import CheckpointError
-from mllm_compile.runtime.regular_file import open_regular
-from mllm_compile.runtime.shown import shown
+from mllm_compile.runtime.files.regular_file import open_regular
+from mllm_compile.runtime.short_repr import short_repr
 from mllm_compile.runtime.weights.tensor_entry import TensorEntry, WeightHeader, broken
 
 MAGIC = b"GGUF"
@@ -149,7 +149,7 @@ class _Reader:
         for _ in range(num_keys):
             key = self._name("key")
             if key in metadata:
-                raise self._broken(f"the key {shown(key)} stands twice")
+                raise self._broken(f"the key {short_repr(key)} stands twice")
             metadata[key] = self._value(key, self._number("I"))
         infos = [self._tensor() for _ in range(num_tensors)]
         names = [name for name, *_ in infos]
@@ -182,24 +182,26 @@ class _Reader:
     def _alignment(self, metadata: Mapping[str, Any]) -> int:
         found = metadata.get("general.alignment", _ALIGNMENT)
         if type(found) is not int or not 1 <= found <= _MAX_ALIGNMENT or found & (found - 1):
-            raise self._broken(f"general.alignment is {shown(found)}; expected a power of two up to {_MAX_ALIGNMENT:,}")
+            raise self._broken(
+                f"general.alignment is {short_repr(found)}; expected a power of two up to {_MAX_ALIGNMENT:,}"
+            )
         return found
 
     def _tensor(self) -> tuple[str, BlockType, tuple[int, ...], int]:
         name = self._name("tensor's name")
         num_dims = self._number("I")
         if not 1 <= num_dims <= _MAX_DIMS:
-            raise self._broken(f"tensor {shown(name)} has {num_dims} dimensions; expected 1 to {_MAX_DIMS}")
+            raise self._broken(f"tensor {short_repr(name)} has {num_dims} dimensions; expected 1 to {_MAX_DIMS}")
         sizes = tuple(self._number("Q") for _ in range(num_dims))
         number, offset = self._number("I"), self._number("Q")
         if (kind := BLOCK_TYPES.get(number)) is None:
             known = ", ".join(one.name for one in BLOCK_TYPES.values())
             raise CheckpointError(
-                f"{self._path}: tensor {shown(name)} is stored as {_NOT_READ.get(number, f'type {number}')}, which is "
-                f"not read; read are {known}. Take another file of the model, such as Q4_K_M or Q8_0."
+                f"{self._path}: tensor {short_repr(name)} is stored as {_NOT_READ.get(number, f'type {number}')}, "
+                f"which is not read; read are {known}. Take another file of the model, such as Q4_K_M or Q8_0."
             )
         if not all(0 < size < 2**40 for size in sizes) or math.prod(sizes) > 2**48 or sizes[0] % kind.block:
-            raise self._broken(f"tensor {shown(name)} has sizes {list(sizes)} in blocks of {kind.block}")
+            raise self._broken(f"tensor {short_repr(name)} has sizes {list(sizes)} in blocks of {kind.block}")
         return name, kind, sizes[::-1], offset
 
     def _entry(
@@ -208,7 +210,7 @@ class _Reader:
         num_bytes = math.prod(shape) // kind.block * kind.num_bytes
         begin, end = start + offset, start + offset + num_bytes
         if offset % alignment or end > self._file_bytes:
-            raise self._broken(f"tensor {shown(name)} lies at bytes {begin:,} to {end:,} of {self._file_bytes:,}")
+            raise self._broken(f"tensor {short_repr(name)} lies at bytes {begin:,} to {end:,} of {self._file_bytes:,}")
         if kind.dtype is not None:
             return TensorEntry(kind.dtype, shape, begin, end)
         return TensorEntry(torch.uint8, (*shape[:-1], shape[-1] // kind.block * kind.num_bytes), begin, end)
@@ -217,27 +219,27 @@ class _Reader:
         last, name_of_last = 0, ""
         for name, entry in sorted(tensors.items(), key=lambda one: one[1].begin):
             if entry.begin < last:
-                raise self._broken(f"tensors {shown(name_of_last)} and {shown(name)} overlap")
+                raise self._broken(f"tensors {short_repr(name_of_last)} and {short_repr(name)} overlap")
             last, name_of_last = entry.end, name
 
     def _value(self, key: str, kind: int) -> Any:
         if kind == _STRING:
-            return self._text(f"the value of {shown(key)}", _MAX_STRING_BYTES)
+            return self._text(f"the value of {short_repr(key)}", _MAX_STRING_BYTES)
         if kind != _ARRAY:
             return self._scalars(key, kind, 1)[0]
         of, count = self._number("I"), self._number("Q")
         if of == _ARRAY:
-            raise self._broken(f"{shown(key)} is an array of arrays")
+            raise self._broken(f"{short_repr(key)} is an array of arrays")
         return self._strings(count) if of == _STRING else self._scalars(key, of, count)
 
     def _scalars(self, key: str, kind: int, count: int) -> tuple[Any, ...]:
         code = _SCALARS.get(kind)
         if code is None:
-            raise self._broken(f"{shown(key)} has a value of type {kind}")
+            raise self._broken(f"{short_repr(key)} has a value of type {kind}")
         layout = self._layout(code, count)
         found = layout.unpack_from(self._data, self._take(layout.size))
         if kind == _BOOL and not {0, 1}.issuperset(found):
-            raise self._broken(f"{shown(key)} is {shown(found[0])}; expected true or false")
+            raise self._broken(f"{short_repr(key)} is {short_repr(found[0])}; expected true or false")
         return tuple(map(bool, found)) if kind == _BOOL else found
 
     def _layout(self, code: str, count: int) -> struct.Struct:

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from mllm_compile.runtime.errors import CheckpointError
-from mllm_compile.runtime.regular_file import open_regular
+from mllm_compile.runtime.files.regular_file import open_regular
 from mllm_compile.runtime.weights.gguf_header import read_gguf
 from mllm_compile.runtime.weights.safetensors_header import read_safetensors
 from mllm_compile.runtime.weights.tensor_entry import TensorEntry, WeightHeader

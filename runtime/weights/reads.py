@@ -16,9 +16,15 @@ import torch
 from mllm_compile.runtime.errors import CheckpointError
 from mllm_compile.runtime.quantised.scheme import WeightScheme
 from mllm_compile.runtime.weights.formats.base import VALUES, Quantised, StoredTensor
-from mllm_compile.runtime.weights.formats.every import FORMATS, fill_dequantised, fill_quantised, fill_small, is_stored
+from mllm_compile.runtime.weights.formats.registry import (
+    FORMATS,
+    fill_dequantised,
+    fill_kept,
+    fill_quantised,
+    is_stored,
+)
 from mllm_compile.runtime.weights.header import entry_of, read_bytes
-from mllm_compile.runtime.weights.spec import SmallPart, WeightPart, WeightSpec, place_of
+from mllm_compile.runtime.weights.spec import QuantisedPart, WeightPart, WeightSpec, place_of
 from mllm_compile.runtime.weights.stream import Read, Source, Spacing, StraightRead, TensorRead
 from mllm_compile.runtime.weights.tensor_entry import TensorEntry, WeightHeader
 from mllm_compile.runtime.weights.views import ViewStep, rows_first, unviewed, view_shape, viewed

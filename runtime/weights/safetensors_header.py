@@ -14,9 +14,9 @@ from typing import Any
 import torch
 
 from mllm_compile.runtime.errors import CheckpointError
-from mllm_compile.runtime.json_data import parse_json
-from mllm_compile.runtime.regular_file import open_regular
-from mllm_compile.runtime.shown import shown
+from mllm_compile.runtime.files.json_data import parse_json
+from mllm_compile.runtime.files.regular_file import open_regular
+from mllm_compile.runtime.short_repr import short_repr
 from mllm_compile.runtime.weights.tensor_entry import TensorEntry, WeightHeader, broken
 
 _MAX_HEADER_BYTES = 100 * 1024 * 1024  # the format's own limit
@@ -89,7 +89,7 @@ def _entry(path: Path, name: str, fields: dict[str, Any], data_start: int, file_
     if dtype is None:
         raise CheckpointError(f"{path}: tensor {name!r} has dtype {short_repr(dtype_name)}; known: {', '.join(DTYPES)}")
     if not isinstance(shape, list) or not isinstance(offsets, list) or not _are_sizes(shape, offsets):
-        raise CheckpointError(broken(path, f"tensor {name!r} has shape {shown(shape)} at {shown(offsets)}"))
+        raise CheckpointError(broken(path, f"tensor {name!r} has shape {short_repr(shape)} at {short_repr(offsets)}"))
     begin, end = data_start + offsets[0], data_start + offsets[1]
     if end - begin != math.prod(shape) * dtype.itemsize:
         raise CheckpointError(broken(path, f"tensor {name!r} of shape {shape} takes {end - begin} bytes"))

@@ -13,7 +13,7 @@ from mllm_compile.runtime.errors import CheckpointError
 from mllm_compile.runtime.quantised.scheme import WeightScheme
 from mllm_compile.runtime.short_repr import short_repr
 from mllm_compile.runtime.weights.formats.base import VALUES, Quantised, StoredTensor
-from mllm_compile.runtime.weights.formats.every import is_stored, small_sources
+from mllm_compile.runtime.weights.formats.registry import is_stored, kept_sources
 from mllm_compile.runtime.weights.header import entry_of, read_bytes
 from mllm_compile.runtime.weights.tensor_entry import WeightHeader
 from mllm_compile.runtime.weights.views import DAMAGED, ViewStep, rows_first, view_shape

@@ -27,7 +27,7 @@ import torch
 
 from mllm_compile.runtime.cuda.driver import scatter_pinned
 from mllm_compile.runtime.errors import CheckpointError
-from mllm_compile.runtime.regular_file import open_regular
+from mllm_compile.runtime.files.regular_file import open_regular
 from mllm_compile.runtime.weights.tensor_entry import TensorEntry
 
 # A reader copies 3–6 GB/s out of the page cache; eight keep the copy engine of a PCIe 5 GPU busy.

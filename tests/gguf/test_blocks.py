@@ -8,8 +8,8 @@ import pytest
 import torch
 from gguf.quants import dequantize
 
-from mllm_compile.runtime.weights.formats.every import FORMATS
 from mllm_compile.runtime.weights.formats.gguf import format_name
+from mllm_compile.runtime.weights.formats.registry import FORMATS
 from mllm_compile.runtime.weights.gguf_header import BLOCK_TYPES
 
 KINDS = {number: kind for number, kind in BLOCK_TYPES.items() if kind.dtype is None}

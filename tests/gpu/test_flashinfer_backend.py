@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from mllm_compile.runtime.attention.flashinfer.copied import CopiedPrefill, RowPrefill
-from mllm_compile.runtime.attention.flashinfer.parts import DividedPrefill
+from mllm_compile.runtime.attention.flashinfer.prefix_parts import DividedPrefill
 from mllm_compile.runtime.attention.flashinfer.private_names import PRIVATE_NAMES
 from mllm_compile.runtime.attention.flashinfer.wrappers import GroupWrappers
 from mllm_compile.runtime.attention.flashinfer_backend import FlashInferAttnBackend

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from mllm_compile.runtime.media.step_plan import MediaPlan
-from mllm_compile.runtime.ranks.records import StepRecord, TokenChoice, most_record_bytes, read_step, write_step
+from mllm_compile.runtime.ranks.records import SamplingMode, StepRecord, most_record_bytes, read_step, write_step
 from mllm_compile.runtime.ranks.ring import RingReader, RingWriter
 from mllm_compile.runtime.schedule.scheduled_batch import ScheduledBatch
 
@@ -51,9 +51,9 @@ MOVED = MediaPlan(positions=np.arange(4), deltas=np.array([-3, 0], dtype=np.int3
 @pytest.mark.parametrize("scored", [None, np.array([1, 2], dtype=np.int64), np.empty(0, dtype=np.int64)])
 def test_a_step_is_read_as_it_was_written(scored, media):
     memory = memoryview(bytearray(4096))
-    size = write_step(memory, StepRecord(batch(), scored, media, TokenChoice.GREEDY_ACROSS_RANKS))
+    size = write_step(memory, StepRecord(batch(), scored, media, SamplingMode.GREEDY_ACROSS_RANKS))
     found = read_step(memory[:size])
-    assert found.choice is TokenChoice.GREEDY_ACROSS_RANKS
+    assert found.choice is SamplingMode.GREEDY_ACROSS_RANKS
     assert (found.batch.step_id, found.batch.num_decodes, found.batch.num_tokens) == (3, 1, 4)
     assert found.batch.num_requests == 2
     copies = ("state_restores", "state_saves")

@@ -200,14 +200,6 @@ def folder_sizes() -> Counter[str]:
     return Counter(str(Path(module).parent) for module in modules() if Path(module).name != "__init__")
 
 
-def folders_of_one() -> list[str]:
-    """Folders with one module and no folder: that module belongs into a neighbour."""
-    sizes = folder_sizes()
-    return [
-        folder for folder, count in sizes.items() if count == 1 and not any(o.startswith(folder + "/") for o in sizes)
-    ]
-
-
 def main() -> int:
     for room, below in room_edges().items():
         print(f"{room:24} → {' '.join(sorted(below, key=FLOORS.index)) or '-'}")

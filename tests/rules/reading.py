@@ -2,8 +2,8 @@
 
 `python -m tests.rules.reading` prints a line a page. A word has a letter or a digit: bars of tables and marks of lists
 are none. (`wc -w` counts them too, and finds a tenth more.) Sentences are those of prose, without headings, tables,
-code blocks and the targets of links. A piece of inline code is one word, and each item of a list begins a sentence. docs/lab
-is the laboratory: dated measurements, whose length nothing bounds.
+code blocks and the targets of links. A piece of inline code is one word, and each item of a list begins a sentence.
+docs/lab is the laboratory: dated measurements, whose length nothing bounds.
 """
 
 from __future__ import annotations

@@ -369,7 +369,7 @@ class _Matcher:
         masks[index] = 5
 
 
-_LOOK_S = 0.01
+_POLL_S = 0.01
 
 
 @pytest.fixture
@@ -381,7 +381,7 @@ def limits(monkeypatch):
         while worker._num_done != num:
             if passed.acquire(blocking=False):
                 return False
-            worker._changed.wait(_LOOK_S)
+            worker._changed.wait(_POLL_S)
         return True
 
     monkeypatch.setattr(xgrammar_backend._Worker, "_wait_for", wait_for)

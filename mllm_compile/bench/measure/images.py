@@ -11,7 +11,7 @@ from pathlib import Path
 
 from mllm_compile.bench import BenchmarkError
 from mllm_compile.bench.adapters.base import ImageEngine
-from mllm_compile.bench.measure.workloads import Call, ImagesWork, Prompts, largest_token_id
+from mllm_compile.bench.measure.workloads import Call, ImagesWork, PromptIds, largest_token_id
 from mllm_compile.bench.timing.clock import wall_seconds
 from mllm_compile.bench.timing.rounds import by_turns
 from mllm_compile.process.progress import reporter_for

@@ -13,7 +13,7 @@ from dataclasses import asdict, replace
 from typing import Any, TextIO
 
 from mllm_compile.bench import BenchmarkError
-from mllm_compile.bench.measure.harness import compile_ahead, levers_at_work, measure_latency, probe_machine
+from mllm_compile.bench.measure.harness import compile_ahead, measure_latency, probe_machine, switches_at_work
 from mllm_compile.bench.measure.results import BenchResult, EngineRun, Measurement
 from mllm_compile.bench.measure.setting import Setting
 from mllm_compile.bench.measure.workloads import LatencyWork

@@ -75,18 +75,3 @@ def _shared(purpose: str, device: torch.device, num_bytes: int, part: int) -> to
     if workspace is None:
         workspace = _workspaces[key] = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
     return workspace
-
-
-def use_kernels_from(folder: Path) -> None:
-    """From now on FlashInfer loads `folder`/<kernel>/<kernel>.so where that exists, and builds what does not.
-
-    Nothing happens where FlashInfer cannot be imported: the attention backend says what to install.
-    """
-    try:
-        from flashinfer.jit import env
-    except ImportError:
-        return
-    # A handle that stays open: FlashInfer loads some kernels late, from this very folder whatever its name is then.
-    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    # FlashInfer reads it anew for every kernel ("This helps AOT script to override envs", flashinfer/jit/env.py).
-    env.FLASHINFER_AOT_DIR = Path(f"/proc/self/fd/{handle}")

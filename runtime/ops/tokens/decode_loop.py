@@ -199,7 +199,7 @@ def _end_kernel(
     IS_GREEDY: tl.constexpr,
     EARLY: tl.constexpr,
 ) -> None:
-    """Chooses a row's block, and the token in it, as ops/greedy.py and ops/draw.py do."""
+    """Chooses a row's block, and the token in it, as ops/tokens/greedy.py and ops/tokens/draw.py do."""
     if EARLY:
         wait_for_prerequisites()
         start_dependents()

@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
 from mllm_compile.runtime.model_runner import ModelRunner
-from mllm_compile.runtime.ranks.records import TokenChoice
+from mllm_compile.runtime.ranks.records import SamplingMode
 from mllm_compile.runtime.schedule.scheduled_batch import ScheduledBatch
 from mllm_compile.runtime.step.common_prefix import CommonPrefix
 from mllm_compile.runtime.step.media_steps import MediaSteps
@@ -30,7 +30,7 @@ class Step:
 
     batch: ScheduledBatch
     plan: StepPlan
-    choice: TokenChoice
+    choice: SamplingMode
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from mllm_compile.runtime.forward_batch import LogitsProcessorOutput
-from mllm_compile.runtime.ranks.records import TokenChoice
+from mllm_compile.runtime.ranks.records import SamplingMode
 from mllm_compile.runtime.sampling.logprobs import token_logprobs
 from mllm_compile.runtime.schedule.scheduled_batch import ScheduledBatch
 from mllm_compile.runtime.step.paths.base import Step, StepParts, StepPath
@@ -35,7 +35,7 @@ class DecodePath(StepPath):
     def follow(self, step: Step) -> None:
         self._pools.restore_states(step.batch.state_restores)
         self._launch(step)
-        if step.choice is TokenChoice.SAMPLED:
+        if step.choice is SamplingMode.SAMPLED:
             self._runner.broadcast_tokens()
 
     def _launch(self, step: Step) -> CapturedDecode:
@@ -49,7 +49,7 @@ class DecodePath(StepPath):
             plan.fields.out_cache_loc,
             None if plan.media is None else plan.media.deltas,
             shared,
-            step.choice is TokenChoice.GREEDY_ACROSS_RANKS,
+            step.choice is SamplingMode.GREEDY_ACROSS_RANKS,
         )
 
     def _results(self, step: Step, decode: CapturedDecode) -> StepResults:
@@ -63,7 +63,7 @@ class DecodePath(StepPath):
             scores = token_logprobs(decode.logits, decode.tokens, flags.max_logprobs)
         if flags.needs_all_logprobs:
             all_scores = sampling.score_all(batch, plan, decode.logits)
-        if step.choice is TokenChoice.SAMPLED:
+        if step.choice is SamplingMode.SAMPLED:
             self._runner.broadcast_tokens()  # followers are told of this ahead of the masks
         tokens = decode.slot.tokens[: plan.fields.req_pool_indices.size]
         return StepResults(decode.slot, tokens, scores, all_scores=all_scores)

@@ -12,7 +12,7 @@ import torch
 from mllm_compile.runtime.device.packed_fields import upload_fields
 from mllm_compile.runtime.device.staging import StagingRing
 from mllm_compile.runtime.forward_batch import ForwardBatch, ForwardMode, LogitsProcessorOutput
-from mllm_compile.runtime.ranks.records import TokenChoice
+from mllm_compile.runtime.ranks.records import SamplingMode
 from mllm_compile.runtime.schedule.scheduled_batch import ScheduledBatch
 from mllm_compile.runtime.step.paths.base import Step, StepParts, StepPath
 from mllm_compile.runtime.step.plan import StepPlan
@@ -59,7 +59,7 @@ class ForwardPath(StepPath):
             forward_batch.media, forward_batch.mrope_positions = media
         forward_batch.rope_lens = fields.rope_lens
         forward_batch.dp_metadata = plan.across
-        forward_batch.greedy_across_ranks = step.choice is TokenChoice.GREEDY_ACROSS_RANKS
+        forward_batch.greedy_across_ranks = step.choice is SamplingMode.GREEDY_ACROSS_RANKS
         if self._runner.reads_pages(forward_batch):
             self._pools.list_new_pages(fields)
             return self._runner.forward(forward_batch), fields

@@ -15,8 +15,7 @@ from hypothesis import strategies as st
 from mllm_compile.errors import ArtifactError
 from mllm_compile.runtime.cuda.kernel import MULTIPROCESSORS, kernel_source
 from mllm_compile.runtime.ops.expert_tiles import ops
-from mllm_compile.runtime.ops.expert_tiles.kernel import ExpertTilesKernel
-from mllm_compile.runtime.ops.expert_tiles.shapes import is_taken
+from mllm_compile.runtime.ops.expert_tiles.kernel import ExpertTilesKernel, is_taken
 from tests.sample import slow_but_a_sample
 
 KERNELS = st.builds(

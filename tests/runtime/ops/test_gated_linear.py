@@ -32,7 +32,6 @@ from mllm_compile.runtime.ops.gated_linear.kernel import (
     gated_kernels,
     is_taken,
 )
-from mllm_compile.runtime.ops.gated_linear.shapes import is_taken
 from tests.sample import slow_but_a_sample
 
 KERNELS = st.builds(

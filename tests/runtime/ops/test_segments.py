@@ -15,10 +15,9 @@ import torch
 
 from mllm_compile.errors import ArtifactError
 from mllm_compile.runtime.cuda import tensor_maps
-from mllm_compile.runtime.cuda.source import kernel_source
-from mllm_compile.runtime.ops.varlen import tiles
-from mllm_compile.runtime.ops.varlen.kernel import SegmentsKernel, choose, segments_kernels
-from mllm_compile.runtime.ops.varlen.shapes import is_taken
+from mllm_compile.runtime.cuda.kernel import kernel_source
+from mllm_compile.runtime.ops.segments import ops
+from mllm_compile.runtime.ops.segments.kernel import SegmentsKernel, choose, is_taken, segments_kernels
 from tests.sample import slow_but_a_sample
 
 HEAD_DIMS = [head_dim for head_dim in range(8, 264, 8) if is_taken(head_dim, 1.0)]

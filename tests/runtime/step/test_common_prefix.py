@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from mllm_compile.runtime.attention.torch_backend import TorchAttnBackend
-from mllm_compile.runtime.ranks.records import TokenChoice
+from mllm_compile.runtime.ranks.records import SamplingMode
 from mllm_compile.runtime.step.common_prefix import CommonPrefix
 from mllm_compile.runtime.step.paths.base import Step, StepParts
 from mllm_compile.runtime.step.paths.decodes import DecodePath
@@ -101,6 +101,6 @@ def test_decodes_that_are_one_launch_share_a_prefix_where_a_cascade_is_captured(
     rows, num_new = np.arange(4), np.ones(4, dtype=np.int32)
     batch = SimpleNamespace(num_decodes=4, num_requests=4, prefix_lens=np.full(4, 13), rows=rows, num_new=num_new)
     plan = SimpleNamespace(fields=SimpleNamespace(req_pool_indices=rows, seq_lens=rows, out_cache_loc=rows), media=None)
-    DecodePath(parts, graphs)._launch(Step(batch, plan, TokenChoice.SAMPLED))
+    DecodePath(parts, graphs)._launch(Step(batch, plan, SamplingMode.SAMPLED))
     ((*_, common_prefix_len, greedy_across_ranks),) = launched
     assert (common_prefix_len, greedy_across_ranks) == (shared, False)
