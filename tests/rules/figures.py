@@ -3,8 +3,8 @@
     python -m tests.rules.figures [ROOT]        ROOT: another checkout; by default this one
 
 Lines are all lines of a file, those of a function include its docstring and end with its body. Parameters are all but
-self, cls and those with stars. Docstrings and comments are shares of the lines that are not blank; comments have lines of
-their own.
+self, cls and those with stars. Docstrings and comments are shares of the lines that are not blank; comments have lines
+of their own.
 """
 
 from __future__ import annotations
