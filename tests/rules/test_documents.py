@@ -56,7 +56,7 @@ def test_every_document_is_linked_from_the_readme_or_a_document_that_is():
         reached |= new
         targets = ((path.parent / target).resolve() for path in new for target, _ in links_of(path) if target)
         new = {target for target in targets if target.suffix == ".md"} - reached
-    assert {path.name for path in set(DOCUMENTS) - reached} == {"CHANGELOG.md"}
+    assert not {path.name for path in set(DOCUMENTS) - reached}
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
