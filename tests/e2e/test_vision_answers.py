@@ -75,8 +75,8 @@ def test_an_image_goes_with_prompts_of_text_and_one_that_is_refused(engine, scri
     assert outputs[0].outputs[0].text == outputs[3].outputs[0].text
 
 
-def test_a_picture_by_hand_has_the_engines_answer(engine, script, pictures):
-    chats = [script.chat(picture.pixels, question) for picture, question, _ in pictures.held_out(3)]
+def test_an_image_by_hand_has_the_engines_answer(engine, script, images):
+    chats = [script.chat(image.pixels, question) for image, question, _ in images.held_out(3)]
     expected = [engine.chat(chat, GREEDY)[0] for chat in chats]
     serve = runpy.run_path(str(ROOT / "examples" / "low_level.py"))["serve"]
     opened = open_model(str(engine.folder))
@@ -88,8 +88,8 @@ def test_a_picture_by_hand_has_the_engines_answer(engine, script, pictures):
     opened.runner.shutdown()
 
 
-def test_a_picture_whose_tokens_do_not_fit_is_refused(engine, script, pictures):
-    pixels = pictures.draw_picture(pictures.HELD_OUT).pixels
+def test_an_image_whose_tokens_do_not_fit_is_refused(engine, script, images):
+    pixels = images.draw_picture(images.HELD_OUT).pixels
     parts = [{"type": "image", "image": pixels}] * 60
     with pytest.raises(RequestError, match="but the model's context is 1,024 tokens"):
         engine.chat([{"role": "user", "content": [*parts, *[{"type": "text", "text": "shapes " * 600}]]}], GREEDY)

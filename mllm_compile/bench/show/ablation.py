@@ -114,13 +114,13 @@ def _is_on(run: EngineRun, switch: str, at_work: Collection[str]) -> bool:
 def without(setting: Setting, switches: Sequence[str]) -> Setting:
     """The setting with these switches switched off, beside what its config leaves out already."""
     config = setting.engine_config()
-    switches = [name for name in switches if name in SWITCHES]
+    of_runtime = [name for name in switches if name in SWITCHES]
     passes = [name for name in switches if name not in SWITCHES and name not in GRAPHS]
     if passes:
         left_out = (*config.compile.disable_passes, *passes)
         setting = setting.changed("compile", disable_passes=tuple(dict.fromkeys(left_out)))
-    if switches:
-        setting = setting.changed("runtime", without=tuple(dict.fromkeys((*config.runtime.without, *switches))))
+    if of_runtime:
+        setting = setting.changed("runtime", without=tuple(dict.fromkeys((*config.runtime.without, *of_runtime))))
     for key, value, _ in (GRAPHS[name] for name in switches if name in GRAPHS):
         setting = setting.changed("cudagraph", **{key: value})
     return setting
