@@ -123,7 +123,7 @@ class ForwardBatch:
     logits_indices: torch.Tensor | None = None  # [S] int64: rows of [T] whose logits are wanted; None: each last one
     media: MediaInputs | None = None  # where some tokens take features
     mrope_positions: torch.Tensor | None = None  # [axes, T] int64: time, row and column; None: `positions` are all
-    mrope_position_deltas: torch.Tensor | None = None  # [R] int64: of decodes behind images, position less index
+    mrope_position_deltas: torch.Tensor | None = None  # [R] int64: position less index, of tokens behind images
     # Images that the tower is to run on ahead of a batch without `media`, as Tower.read makes them: [rows, width],
     # and each one's grid. `media`, `mrope_positions` and `mrope_position_deltas` are made of them then. An engine's
     # steps come with `media`, as features of images outlive a step.
