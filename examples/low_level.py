@@ -1,8 +1,8 @@
 """A prompt served without an engine: each step of the model by hand, on a CPU or a GPU.
 
-    python examples/low_level.py [MODEL] [TEXT] [PICTURE]
+    python examples/low_level.py [MODEL] [TEXT] [IMAGE]
 
-Needs the extra `images` for a picture (pip install -e '.[images]'), and a model that takes some. docs/low-level.md says
+Needs the extra `images` for an image (pip install -e '.[images]'), and a model that takes some. docs/low-level.md says
 what each call does.
 """
 
@@ -20,17 +20,17 @@ from mllm_compile.runtime.model_runner import ModelRunner
 ROW = 1  # of the table of slots, and of the states of a model that has some; row 0 is the dummy
 
 
-def main(model: str = "configs/tiny.yaml", text: str = "Return a new", picture: str | None = None) -> None:
+def main(model: str = "configs/tiny.yaml", text: str = "Return a new", file: str | None = None) -> None:
     opened = open_model(model)
     runner = opened.runner
     runner.initialize()
     try:
-        if picture is None:
+        if file is None:
             prompt = opened.read(text)
         else:
             from PIL import Image
 
-            image = {"type": "image", "image": Image.open(picture)}
+            image = {"type": "image", "image": Image.open(file)}
             prompt = opened.read_chat([{"role": "user", "content": [image, {"type": "text", "text": text}]}])
         token_ids = serve(runner, prompt, 24, opened.eos_token_ids)
         print(token_ids if opened.tokenizer is None else opened.tokenizer.decode(token_ids))

@@ -55,7 +55,7 @@ def test_openais_client_reads_a_served_model(capsys) -> None:
 @pytest.mark.slow
 def test_questions_about_an_image_are_answered(monkeypatch, capsys) -> None:
     monkeypatch.chdir(EXAMPLES.parent)
-    main_of("about_pictures.py")()
+    main_of("about_images.py")()
     assert "How many red circles? 3 red circles." in capsys.readouterr().out
 
 

@@ -1,4 +1,4 @@
-"""ModelRunner driven by hand on a GPU: the tokens of Engine.generate, with a picture too."""
+"""ModelRunner driven by hand on a GPU: the tokens of Engine.generate, with an image too."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_a_prompt_by_hand_has_the_tokens_of_generate(tmp_path: Path, mode: str) 
     assert by_hand(config, prompts) == by_engine(config, prompts)
 
 
-def test_a_prompt_with_pictures_by_hand_has_the_tokens_of_generate(tmp_path: Path) -> None:
+def test_a_prompt_with_images_by_hand_has_the_tokens_of_generate(tmp_path: Path) -> None:
     save_vision_model("qwen3_vl", tmp_path / "model", wide=True)
     config = config_of(tmp_path, "none")
     prompts = WITH_IMAGES[:1]

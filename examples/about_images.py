@@ -1,6 +1,6 @@
-"""Questions about a picture, several at once: the picture is looked at once, and what was computed is used again.
+"""Questions about an image, several at once: the image is looked at once, and what was computed is used again.
 
-    python examples/about_pictures.py [MODEL] [PICTURE]
+    python examples/about_images.py [MODEL] [IMAGE]
 
 Needs the extra `images` (pip install -e '.[images]').
 """
@@ -16,8 +16,8 @@ from mllm_compile import Engine, SamplingParams
 QUESTIONS = ["How many red circles?", "How many shapes?", "Is there a red square?"]
 
 
-def main(model: str = "configs/tiny_vision.yaml", picture: str = "examples/shapes.png") -> None:
-    image = Image.open(picture)
+def main(model: str = "configs/tiny_vision.yaml", file: str = "examples/shapes.png") -> None:
+    image = Image.open(file)
     chats = [
         [{"role": "user", "content": [{"type": "image", "image": image}, {"type": "text", "text": question}]}]
         for question in QUESTIONS
