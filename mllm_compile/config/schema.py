@@ -298,9 +298,8 @@ class EngineConfig(Section):
     def from_yaml(cls, path: str | Path) -> Self:
         """Reads and validates a YAML file.
 
-        `model.path` is taken from the file's own folder when a folder of that name exists there, or when it starts
-        with `.` or `..`; `~` is the home folder; anything else is a hub id. A relative `cache.dir` is taken from the
-        file's folder too.
+        `model.path` is a folder beside the file if there is one, or if it starts with `.` or `..`; else a hub id. A
+        relative `cache.dir` is beside the file too.
 
         Raises:
             ConfigError: the file cannot be read, is no YAML, names a key twice, or holds a wrong key or value.
