@@ -1,4 +1,4 @@
-"""How scripts tell a user's mistake, or that they need another machine: in one line."""
+"""Parts that scripts share: their arguments, their requests, and how they tell a mistake in one line."""
 
 from __future__ import annotations
 
@@ -6,8 +6,20 @@ import argparse
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from mllm_compile.errors import MllmError
+from mllm_compile.runtime.sampling.params import SamplingParams
+
+
+def parser_of(doc: str | None) -> argparse.ArgumentParser:
+    """A parser of a script's arguments, whose help shows the script's __doc__."""
+    return argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+
+
+def greedy(max_tokens: int, **more: Any) -> SamplingParams:
+    """Parameters of a request that makes as many tokens, the likeliest ones, and no text of them."""
+    return SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True, detokenize=False, **more)
 
 
 def positive(text: str) -> int:

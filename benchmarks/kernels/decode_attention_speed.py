@@ -15,21 +15,19 @@ blocks each too (clusters/2, clusters/4).
 
 from __future__ import annotations
 
-import argparse
 import sys
-import tempfile
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 
 import torch
 
-from benchmarks.script import need_gpu, positive
+from benchmarks.binaries import binaries_of
+from benchmarks.script import need_gpu, parser_of, positive
 from mllm_compile.bench.timing.graph import graph_us
 from mllm_compile.bench.timing.record import append_record
 from mllm_compile.kernels.cuda import KernelCompiler, can_compile_kernels
-from mllm_compile.process.progress import NullReporter
 from mllm_compile.runtime.attention.hopper.clusters import cluster_kernels
 from mllm_compile.runtime.attention.hopper.decoder import ClusterDecode, ShareDecode
 from mllm_compile.runtime.attention.hopper.kernel import HEAD_DIM as CLUSTERS_HEAD_DIM
@@ -108,6 +106,14 @@ class Layers:
 
         return run
 
+    def layer_us(self, run: Callable[[], None]) -> float:
+        """Microseconds of one layer of what `each` has made, without the kernel before it."""
+        return (graph_us(run) - self._nothing_us) / len(self.pages)
+
+    @cached_property
+    def _nothing_us(self) -> float:
+        return graph_us(self.each(lambda query, pages, out: None))
+
 
 def planned(layers: Layers, workspace: torch.Tensor, use_tensor_cores: bool) -> Callable[[], None]:
     """FlashInfer's decode, planned as for a captured batch."""
@@ -172,9 +178,8 @@ def hopper_kernels(num_heads: int, num_kv_heads: int, head_dim: int, with_fewer:
         return {}
     clusters = cluster_kernels(num_heads, num_kv_heads, PAGE_SIZE) if head_dim == CLUSTERS_HEAD_DIM else ()
     shares = ShareKernel(num_kv_heads, num_heads // num_kv_heads, PAGE_SIZE, head_dim=head_dim)
-    with tempfile.TemporaryDirectory() as folder, KernelCompiler() as compiler:
-        compiler.write((*clusters, shares), Path(folder), NullReporter())
-        binaries = {path.stem: path.read_bytes() for path in Path(folder).iterdir()}
+    with KernelCompiler() as compiler:
+        binaries = binaries_of(compiler, (*clusters, shares))
     scale, device = head_dim**-0.5, torch.device("cuda:0")
     most_blocks = {"clusters": 8, **({"clusters/2": 2, "clusters/4": 4} if with_fewer else {})}
     decoders: dict[str, DecodePiece] = {}
@@ -215,9 +220,8 @@ def measure(case: Case, workspace: torch.Tensor, ours_alone: bool) -> dict[str, 
             if not ours_alone and splits <= most and splits * sequences <= MAX_BLOCKS:
                 kernels[f"{name}/{splits}"] = lambda few=few, splits=splits: split_decode(layers, few, splits)
     times, outputs = {}, {}
-    nothing = graph_us(layers.each(lambda query, pages, out: None))
     for name, make in kernels.items():
-        times[name] = (graph_us(make()) - nothing) / len(layers.pages)
+        times[name] = layers.layer_us(make())
         outputs[name] = layers.out.float().clone()
         layers.out.fill_(float("nan"))
     first, reference = next(iter(outputs.items()))
@@ -234,7 +238,7 @@ def heads_of(text: str) -> tuple[int, int]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = parser_of(__doc__)
     parser.add_argument("--json", type=Path, help="also add the figures to this file, as a line")
     parser.add_argument("--heads", type=heads_of, nargs="+", default=HEADS, help="query heads/KV heads")
     parser.add_argument("--head-dim", type=int, choices=HEAD_DIMS, default=HEAD_DIMS[0])

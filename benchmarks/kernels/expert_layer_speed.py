@@ -10,21 +10,18 @@ of a sum.
 
 from __future__ import annotations
 
-import argparse
 import statistics
-import tempfile
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
-from benchmarks.script import need_hopper, positives, told_in_one_line
+from benchmarks.binaries import binaries_of
+from benchmarks.script import need_hopper, parser_of, positives, told_in_one_line
 from mllm_compile.bench.timing.graph import read_rate, replay_us
 from mllm_compile.bench.timing.record import machine_line
 from mllm_compile.kernels.cuda import KernelCompiler
-from mllm_compile.process.progress import NullReporter
 from mllm_compile.runtime.ops import op
 from mllm_compile.runtime.ops.experts.shapes import SOFTMAX_OF_ALL
 from mllm_compile.runtime.ops.stream_experts.kernel import ExpertsKernel
@@ -106,9 +103,8 @@ def load(chain: Chain, rings: Rings | None) -> Rings:
     kernels: list[ExpertsKernel] = [up_kernel(layer.gate_up, blocks, router), down_kernel(layer.down, True, router)]
     if rings is not None:
         kernels = [with_stages(kernel, stages) for kernel, stages in zip(kernels, rings, strict=True)]
-    with tempfile.TemporaryDirectory() as folder, KernelCompiler() as compiler:
-        compiler.write((*linears, *kernels), Path(folder), NullReporter())
-        binaries = {path.stem: path.read_bytes() for path in Path(folder).iterdir()}
+    with KernelCompiler() as compiler:
+        binaries = binaries_of(compiler, (*linears, *kernels))
     device = torch.device("cuda:0")
     STREAMED.load_kernels(linears, binaries, device)
     load_expert_kernels(kernels, binaries, device)
@@ -122,7 +118,7 @@ def rings_of(text: str) -> Rings:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = parser_of(__doc__)
     parser.add_argument("--tokens", type=positives, default="1,8")
     parser.add_argument("--rings", type=rings_of, nargs="*", default=[])
     parser.add_argument("--layers", type=int, default=12)

@@ -11,17 +11,14 @@ products of such a layer by cuBLAS.
 
 from __future__ import annotations
 
-import argparse
-import tempfile
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 
-from benchmarks.script import need_hopper, positive, told_in_one_line
+from benchmarks.binaries import binaries_of
+from benchmarks.script import need_hopper, parser_of, positive, told_in_one_line
 from mllm_compile.bench.timing.graph import graph_us
 from mllm_compile.kernels.cuda import KernelCompiler
-from mllm_compile.process.progress import NullReporter
 from mllm_compile.runtime.ops import op
 from mllm_compile.runtime.ops.expert_tiles.kernel import BLOCK, ExpertTilesKernel
 from mllm_compile.runtime.ops.experts.shapes import SOFTMAX_OF_ALL, rows_of_block
@@ -66,14 +63,13 @@ def default_form(size: tuple[int, int], is_gated: bool) -> Form:
 def load(kernels: list[ExpertTilesKernel]) -> None:
     from mllm_compile.runtime.ops.expert_tiles.ops import load_expert_tiles
 
-    with tempfile.TemporaryDirectory() as folder, KernelCompiler() as compiler:
-        compiler.write(tuple(kernels), Path(folder), NullReporter())
-        binaries = {path.stem: path.read_bytes() for path in Path(folder).iterdir()}
+    with KernelCompiler() as compiler:
+        binaries = binaries_of(compiler, kernels)
     load_expert_tiles(kernels, binaries, torch.device("cuda:0"))
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = parser_of(__doc__)
     parser.add_argument("--tokens", type=positive, nargs="+", default=[512, 2048, 8192])
     parser.add_argument("--gate-up", type=form_of, nargs="+", default=[default_form(GATE_UP, True)])
     parser.add_argument("--down", type=form_of, nargs="+", default=[default_form(DOWN, False)])

@@ -8,20 +8,16 @@ own, more than the L2 cache holds. GB/s are of keys and values.
 
 from __future__ import annotations
 
-import argparse
 import sys
-import tempfile
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 
+from benchmarks.binaries import binaries_of
 from benchmarks.kernels.decode_attention_speed import PAGE_SIZE, Case, Layers, hopper_decode
-from benchmarks.script import need_hopper
-from mllm_compile.bench.timing.graph import graph_us
+from benchmarks.script import need_hopper, parser_of
 from mllm_compile.bench.timing.record import machine_line
 from mllm_compile.kernels.cuda import KernelCompiler
-from mllm_compile.process.progress import NullReporter
 from mllm_compile.runtime.attention.hopper.clusters import cluster_kernels
 from mllm_compile.runtime.attention.hopper.decoder import ClusterDecode, ShareDecode
 from mllm_compile.runtime.attention.hopper.shapes import most_in_clusters
@@ -33,18 +29,17 @@ CASES = ((1, 577), (8, 577), (64, 577), (256, 577), (1, 8192), (16, 4096), (64, 
 def kernels(num_heads: int, num_kv_heads: int, fp8: bool) -> dict[str, Callable[..., object]]:
     clusters = cluster_kernels(num_heads, num_kv_heads, PAGE_SIZE, fp8=fp8)
     shares = ShareKernel(num_kv_heads, num_heads // num_kv_heads, PAGE_SIZE, fp8=fp8)
-    with tempfile.TemporaryDirectory() as name, KernelCompiler() as compiler:
-        folder, device = Path(name), torch.device("cuda:0")
-        compiler.write([*clusters, shares], folder, NullReporter())
-        binaries = {path.stem: path.read_bytes() for path in folder.iterdir()}
-        return {
-            "clusters": ClusterDecode(clusters, binaries, 128**-0.5, device),
-            "shares": ShareDecode(shares, binaries, 128**-0.5, device),
-        }
+    device = torch.device("cuda:0")
+    with KernelCompiler() as compiler:
+        binaries = binaries_of(compiler, (*clusters, shares))
+    return {
+        "clusters": ClusterDecode(clusters, binaries, 128**-0.5, device),
+        "shares": ShareDecode(shares, binaries, 128**-0.5, device),
+    }
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--heads", type=int, default=32)
     parser.add_argument("--kv-heads", type=int, default=8)
     options = parser.parse_args()
@@ -60,8 +55,7 @@ def main() -> int:
             layers = Layers(Case(options.heads, options.kv_heads, batch, length))
             if fp8:
                 layers.pages = [tuple(one.to(torch.float8_e4m3fn) for one in pages) for pages in layers.pages]
-            nothing = graph_us(layers.each(lambda query, pages, out: None))
-            time = (graph_us(hopper_decode(layers, by_type[fp8][name])) - nothing) / len(layers.pages)
+            time = layers.layer_us(hopper_decode(layers, by_type[fp8][name]))
             num_bytes = 2 * batch * length * options.kv_heads * 128 * (1 if fp8 else 2)
             line += f"{time:9.1f}{num_bytes / time / 1e3:7.0f}"
             del layers

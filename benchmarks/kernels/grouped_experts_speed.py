@@ -9,12 +9,11 @@ that a runtime takes comes first. The rate counts each chosen expert's weight on
 
 from __future__ import annotations
 
-import argparse
 from functools import partial
 
 import torch
 
-from benchmarks.script import need_gpu, positive, told_in_one_line
+from benchmarks.script import need_gpu, parser_of, positive, told_in_one_line
 from mllm_compile.bench.timing.graph import graph_us, read_rate
 from mllm_compile.bench.timing.record import machine_line
 from mllm_compile.runtime.ops import op
@@ -66,7 +65,7 @@ def measure(tokens: int, weights: dict[str, torch.Tensor], forms: dict[str, list
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = parser_of(__doc__)
     parser.add_argument("--tokens", type=positive, nargs="+", default=[64, 256])
     parser.add_argument("--gate-up", type=tiling_of, nargs="*", default=[])
     parser.add_argument("--down", type=tiling_of, nargs="*", default=[])

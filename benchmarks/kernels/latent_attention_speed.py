@@ -13,7 +13,6 @@ runtime/attention/latent/choice.py stands on that.
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -22,7 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.script import need_gpu
+from benchmarks.script import need_gpu, parser_of
 from mllm_compile.bench.timing.graph import graph_us, read_rate
 from mllm_compile.bench.timing.record import append_record, machine_line
 from mllm_compile.runtime.attention.base import AttentionInputs
@@ -238,7 +237,7 @@ def time_forms(heads: Sequence[int], tries_tiles: bool) -> list[dict[str, object
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--heads", type=int, nargs="+", default=HEADS, help="query heads")
     parser.add_argument("--tiles", action="store_true", help="time other tiles and splits, too")
     parser.add_argument("--prefill", action="store_true", help="time prompts, too")

@@ -13,7 +13,6 @@ Needs an NVIDIA Hopper GPU and the `cuda` extra. Shapes are REQUESTSxNEW+BEFORE,
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import sys
 from collections.abc import Callable
@@ -23,7 +22,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks.kernels.prefill_attention_speed import heads_of, offsets, shape_of
-from benchmarks.script import need_hopper, told_in_one_line
+from benchmarks.script import need_hopper, parser_of, told_in_one_line
 from mllm_compile.bench.timing.graph import graph_us
 from mllm_compile.process.console import print_table
 from mllm_compile.runtime.attention.flashinfer.copied import CopySpace
@@ -124,7 +123,7 @@ class Chunk:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = parser_of(__doc__)
     parser.add_argument("--heads", type=heads_of, nargs="+", default=[(32, 8)], help="query heads/KV heads")
     parser.add_argument("--shapes", type=shape_of, nargs="+", default=SHAPES)
     args = parser.parse_args()

@@ -9,7 +9,6 @@ it finds more than a few per cent, the constants are worth fitting anew. Shapes 
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import statistics
 import sys
@@ -17,7 +16,7 @@ import sys
 import numpy as np
 import torch
 
-from benchmarks.script import need_gpu, positive
+from benchmarks.script import need_gpu, parser_of, positive
 from mllm_compile.bench.timing.graph import graph_us
 from mllm_compile.process.console import print_table
 from mllm_compile.runtime.attention.flashinfer.kernels import PlanGroup, PrefillKernel, choose_prefill_kernel
@@ -36,7 +35,7 @@ PLAIN = PerLayerParameters(-1, 0.0, HEAD_DIM**-0.5)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = parser_of(__doc__)
     parser.add_argument("--heads", type=heads_of, nargs="+", default=HEADS, help="query heads/KV heads")
     parser.add_argument("--shapes", type=shape_of, nargs="+", default=SHAPES)
     args = parser.parse_args()

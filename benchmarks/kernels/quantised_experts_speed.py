@@ -11,7 +11,6 @@ distance from float32 over that of torch in bfloat16. --sweep times other sizes 
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -19,7 +18,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch.nn.functional import silu
 
-from benchmarks.script import names_of, need_gpu, positives
+from benchmarks.script import names_of, need_gpu, parser_of, positives
 from mllm_compile.bench.timing.graph import graph_us
 from mllm_compile.bench.timing.record import machine_line
 from mllm_compile.runtime.ops import op
@@ -142,7 +141,7 @@ def tilings(form: str, tokens: int, block: int, sweep: bool) -> Iterator[tuple[s
 
 
 def main(arguments: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--tokens", type=positives, default="1,8,64,2048")
     parser.add_argument("--forms", type=names_of(FORMS), default=",".join(FORMS))
     parser.add_argument("--shape", choices=SHAPES, default="qwen-30b-a3b")

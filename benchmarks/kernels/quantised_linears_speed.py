@@ -17,22 +17,20 @@ from __future__ import annotations
 import argparse
 import math
 import sys
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch.nn.functional import linear, silu
 
-from benchmarks.script import names_of, need_hopper, positives
+from benchmarks.binaries import binaries_of
+from benchmarks.script import names_of, need_hopper, parser_of, positives
 from mllm_compile.bench.timing.graph import graph_us, read_rate
 from mllm_compile.bench.timing.record import machine_line
 from mllm_compile.errors import CompileError, DeviceError
 from mllm_compile.kernels.cuda import KernelCompiler
-from mllm_compile.process.progress import NullReporter
 from mllm_compile.runtime.ops.stream_linear import ops as bf16_ops
 from mllm_compile.runtime.ops.stream_linear.linear import bucket_of
 from mllm_compile.runtime.ops.stream_linear.shapes import choose_tiling as choose_bf16_tiling
@@ -181,11 +179,7 @@ def _ops(form: str) -> StreamedOps:
 
 
 def load(compiler: KernelCompiler, tilings: Sequence[Any], load_kernels: Callable[..., None]) -> None:
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        compiler.write(tilings, folder, NullReporter())
-        binaries = {path.stem: path.read_bytes() for path in folder.iterdir()}
-    load_kernels(tilings, binaries, torch.device("cuda:0"))
+    load_kernels(tilings, binaries_of(compiler, tilings), torch.device("cuda:0"))
 
 
 def divisions(chain: Chain, tokens: int, sweep: bool) -> Iterator[tuple[str, list[Any]]]:
@@ -226,7 +220,7 @@ def best_tiles(kind: QuantisedKind, tokens: int) -> Iterator[tuple[str, Quantise
 
 
 def main(arguments: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--tokens", type=positives, default="1,8,16,32,64")
     parser.add_argument("--forms", type=names_of(FORMS), default=",".join(FORMS))
     parser.add_argument("--shape", choices=SHAPES, default="8b")

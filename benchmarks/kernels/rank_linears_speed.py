@@ -21,20 +21,18 @@ import os
 import statistics
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch.nn.functional import linear, silu
 
-from benchmarks.script import need_hopper, positive, positives
+from benchmarks.binaries import binaries_of
+from benchmarks.script import need_hopper, parser_of, positive, positives
 from mllm_compile.bench.timing.graph import graph_us, replay_us
 from mllm_compile.bench.timing.record import machine_line
 from mllm_compile.errors import CompileError, DeviceError
 from mllm_compile.kernels.cuda import KernelCompiler
-from mllm_compile.process.progress import NullReporter
 from mllm_compile.runtime.collectives.nccl import NcclCommunicator, new_group_id
 from mllm_compile.runtime.collectives.push import add_and_norm, load_ranks_kernel
 from mllm_compile.runtime.collectives.sum_kernels import PushKernel, PushNormKernel, SendKernel, SendNormKernel
@@ -178,9 +176,7 @@ class Kernels:
         self._compiler.start(kernels)
 
     def load(self, kernels: Sequence[Any], load: Callable[..., None]) -> None:
-        with tempfile.TemporaryDirectory() as name:
-            self._compiler.write(kernels, Path(name), NullReporter())
-            load(kernels, {path.stem: path.read_bytes() for path in Path(name).iterdir()}, DEVICE)
+        load(kernels, binaries_of(self._compiler, kernels), DEVICE)
 
 
 def compare(layers: Layers, kernels: Kernels, tokens: int, best: int) -> None:
@@ -274,7 +270,7 @@ def chosen_ways(layers: Layers, tokens: int) -> dict[str, LinearTiling | None]:
 
 
 def main(arguments: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--ranks", type=positive, default=2)
     parser.add_argument("--shape", choices=SHAPES, default="8b")
     parser.add_argument("--tokens", type=positives, default="8,64,128,256")

@@ -10,7 +10,6 @@ steps in halves have them (runtime.enable_dbo). Every way is compared with float
 
 from __future__ import annotations
 
-import argparse
 import os
 import subprocess
 import sys
@@ -20,7 +19,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.script import need_hopper, positive
+from benchmarks.script import need_hopper, parser_of, positive
 from mllm_compile.bench.timing.clock import gpu_seconds
 from mllm_compile.bench.timing.graph import replay_us
 from mllm_compile.bench.timing.rounds import repeated
@@ -215,7 +214,7 @@ def show(title: str, rows: dict[tuple[str, int], float]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser = parser_of(__doc__)
     parser.add_argument("columns", type=positive, nargs="?", default=4096)
     parser.add_argument("ranks", type=positive, nargs="?", default=2)
     asked = parser.parse_args()

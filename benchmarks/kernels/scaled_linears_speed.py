@@ -8,20 +8,17 @@ Needs a Hopper GPU. `row` has a scale a token and a row, as a step computes it, 
 
 from __future__ import annotations
 
-import argparse
 import sys
-import tempfile
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 import torch
 from torch.nn.functional import linear
 
-from benchmarks.script import need_hopper, positives
+from benchmarks.binaries import binaries_of
+from benchmarks.script import need_hopper, parser_of, positives
 from mllm_compile.bench.timing.graph import graph_us
 from mllm_compile.bench.timing.record import machine_line
 from mllm_compile.kernels.cuda import KernelCompiler
-from mllm_compile.process.progress import NullReporter
 from mllm_compile.runtime.ops.scaled_linear.kernel import (
     FEWEST_TOKENS,
     MAX_TOKENS,
@@ -43,15 +40,11 @@ def in_fp8(x: torch.Tensor, groups: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def load(compiler: KernelCompiler, kernels: Sequence[ScaledTiling]) -> None:
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        compiler.write(kernels, folder, NullReporter())
-        binaries = {path.stem: path.read_bytes() for path in folder.iterdir()}
-    load_scaled_kernels(kernels, binaries, torch.device("cuda:0"))
+    load_scaled_kernels(kernels, binaries_of(compiler, kernels), torch.device("cuda:0"))
 
 
 def main(arguments: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--tokens", type=positives, default="128,256,1024,8192")
     parser.add_argument("--sweep", action="store_true", help="other divisions of `row` too")
     options = parser.parse_args(arguments)

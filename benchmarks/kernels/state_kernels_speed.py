@@ -13,7 +13,6 @@ and half written, in a graph too. A variant sets constants of modules of runtime
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import itertools
 import math
@@ -26,7 +25,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.script import need_gpu
+from benchmarks.script import need_gpu, parser_of
 from mllm_compile.bench.timing.graph import graph_us, read_rate
 from mllm_compile.bench.timing.record import append_record, machine_line
 from mllm_compile.runtime import ops
@@ -166,7 +165,7 @@ def launch_early() -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser = parser_of(__doc__)
     parser.add_argument("--json", type=Path, help="also add the figures to this file, as a line")
     parser.add_argument("--prompts", action="store_true", help="prompts in place of decodes")
     parser.add_argument("--copies", action="store_true", help="also copy as many bytes")

@@ -12,7 +12,6 @@ to its own, the median of the layers; `µs` is from its own start, which may be 
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import statistics
 import sys
@@ -24,7 +23,7 @@ import torch
 from benchmarks.kernels.quantised_linears_speed import EPS, load
 from benchmarks.kernels.state_kernels_speed import launch_early, set_constants
 from benchmarks.kernels.stream_linears_speed import Linear
-from benchmarks.script import names_of, need_hopper, positive, positives, told_in_one_line
+from benchmarks.script import names_of, need_hopper, parser_of, positive, positives, told_in_one_line
 from mllm_compile.bench.timing.graph import graph_us, read_rate
 from mllm_compile.bench.timing.record import machine_line
 from mllm_compile.kernels.cuda import KernelCompiler
@@ -172,7 +171,7 @@ def _kernels(model: Model) -> Iterator[str]:
 
 
 def main(arguments: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--layers", nargs="+", choices=SIZES, default=list(SIZES))
     parser.add_argument("--tokens", type=positives, default="8", help="requests that decode, with commas between")
     parser.add_argument("--variants", nargs="+", default=[""], help="of constants, each measured in turn")

@@ -12,7 +12,6 @@ the worst token's distance from float32 over that of torch in bfloat16.
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,7 +19,7 @@ from dataclasses import dataclass
 import torch
 
 from benchmarks.kernels.quantised_linears_speed import EPS, load, off_by
-from benchmarks.script import need_hopper, positives, told_in_one_line
+from benchmarks.script import need_hopper, parser_of, positives, told_in_one_line
 from mllm_compile.bench.timing.graph import graph_us, read_rate
 from mllm_compile.bench.timing.record import machine_line
 from mllm_compile.errors import CompileError, DeviceError
@@ -121,7 +120,7 @@ def tiling_of(kind: LinearKind, bucket: int, division: str) -> LinearTiling | No
 
 
 def main(arguments: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--tokens", type=positives, default="1,8")
     parser.add_argument("--linears", nargs="+", default=list(NEMOTRON_H))
     parser.add_argument("--rows", nargs="*", default=[], help="divisions of rows.cu besides the chosen one")

@@ -11,7 +11,6 @@ zeros that heads or features are padded with count as none.
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -20,7 +19,7 @@ import torch
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from benchmarks.script import need_gpu
+from benchmarks.script import need_gpu, parser_of
 from mllm_compile.bench.limits.ceilings import measure_ceilings
 from mllm_compile.bench.timing.clock import gpu_seconds
 from mllm_compile.bench.timing.rounds import repeated
@@ -45,7 +44,7 @@ LAUNCHES, REPEATS = 10, 5
 
 
 def main() -> None:
-    argparse.ArgumentParser(description=__doc__.splitlines()[0]).parse_args()
+    parser_of(__doc__).parse_args()
     need_gpu()
     torch.backends.cuda.preferred_blas_library("cublaslt")
     rate = measure_ceilings(torch.device("cuda"), torch.bfloat16).flops_s

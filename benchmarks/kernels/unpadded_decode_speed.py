@@ -11,15 +11,13 @@ cache holds.
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Callable
 
 import torch
 
 from benchmarks.kernels import decode_attention_speed as served
-from benchmarks.script import need_gpu
-from mllm_compile.bench.timing.graph import graph_us
+from benchmarks.script import need_gpu, parser_of
 from mllm_compile.bench.timing.record import machine_line
 
 HEADS, PADDED, PAGE_SIZE = 32, 128, 64
@@ -124,7 +122,7 @@ def check(attend: Callable[..., None], width: int) -> None:
 
 
 def main() -> None:
-    argparse.ArgumentParser(description=__doc__.splitlines()[0]).parse_args()
+    parser_of(__doc__).parse_args()
     need_gpu()
     torch.manual_seed(0)
     attend = reader()
@@ -135,10 +133,6 @@ def main() -> None:
         for width in (80, 96, PADDED):
             layers = served.Layers(served.Case(HEADS, HEADS, num_requests, length, head_dim=width))
             table, lengths = layers.page_table(), layers.lengths.cuda()
-            nothing = graph_us(layers.each(lambda query, pages, out: None))
-
-            def time(run: Callable[[], None], count: int = len(layers.pages), nothing: float = nothing) -> float:
-                return (graph_us(run) - nothing) / count
 
             def run_of(tile: tuple[int, int, int], layers=layers, table=table, lengths=lengths) -> Callable[[], None]:
                 def one(query, pages, out) -> None:
@@ -147,18 +141,18 @@ def main() -> None:
 
                 return layers.each(one)
 
-            times = {tile: time(run_of(tile)) for tile in ((64, 4, 3), (128, 4, 2), (32, 2, 4))}
+            times = {tile: layers.layer_us(run_of(tile)) for tile in ((64, 4, 3), (128, 4, 2), (32, 2, 4))}
             tile, best = min(times.items(), key=lambda item: item[1])
             rate = layers.case.kv_bytes / best / 1e6
             of_case = f"{num_requests} x {length}"
             print(f"{of_case}, heads of {width}: {best:.1f} us, {rate:.2f} TB/s by {tile}", flush=True)
             if width == PADDED:
                 count = served.OF_MANY.of(num_requests * HEADS)
-                split = time(served.split_decode(layers, is_few=False, num_splits=count))
+                split = layers.layer_us(served.split_decode(layers, is_few=False, num_splits=count))
                 print(f"{of_case}, as served: split_decode {split:.1f} us", flush=True)
                 for name, kernel in served.hopper_kernels(HEADS, HEADS, PADDED, False).items():
                     if name == "shares":
-                        taken = time(served.hopper_decode(layers, kernel))
+                        taken = layers.layer_us(served.hopper_decode(layers, kernel))
                         print(f"{of_case}, as served: {name} {taken:.1f} us", flush=True)
 
 

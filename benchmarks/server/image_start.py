@@ -8,7 +8,6 @@ are from the process's begin, and of each stage. Without images the tower's weig
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 import subprocess
@@ -16,7 +15,7 @@ import sys
 from functools import partial
 from pathlib import Path
 
-from benchmarks.script import positive, told_in_one_line
+from benchmarks.script import parser_of, positive, told_in_one_line
 from mllm_compile import EngineConfig
 from mllm_compile.bench.timing.rounds import by_turns
 from mllm_compile.process.console import print_table
@@ -46,7 +45,7 @@ def start(config: Path, images: str) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = parser_of(__doc__)
     parser.add_argument("config", type=Path, help="of a model with a tower")
     parser.add_argument("--repeats", type=positive, default=3)
     args = parser.parse_args()

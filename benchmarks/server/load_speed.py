@@ -11,7 +11,6 @@ goes.
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import statistics
@@ -25,7 +24,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.script import positive, told_in_one_line
+from benchmarks.script import parser_of, positive, told_in_one_line
 from mllm_compile.bench.timing.clock import wall_seconds
 from mllm_compile.bench.timing.rounds import by_turns
 from mllm_compile.checkpoint.plan import plan_weights, read_checkpoint
@@ -45,7 +44,7 @@ BLOCK_BYTES = 32 << 20
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = parser_of(__doc__)
     parser.add_argument("--gigabytes", type=positive, default=16, help="of each checkpoint, at least")
     parser.add_argument("--folder", type=Path, help="where they are written; default: the folder for temporary files")
     parser.add_argument("--repeats", type=positive, default=3)

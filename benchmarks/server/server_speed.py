@@ -12,7 +12,6 @@ the engine is called.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import os
 import shutil
@@ -21,8 +20,8 @@ import subprocess
 import time
 from dataclasses import dataclass
 
-from benchmarks.script import positive, told_in_one_line
-from mllm_compile import Engine, SamplingParams
+from benchmarks.script import greedy, parser_of, positive, told_in_one_line
+from mllm_compile import Engine
 from mllm_compile.bench import BenchmarkError
 from mllm_compile.bench.serving.client import Server
 from mllm_compile.bench.serving.load import ServeWork, prompts_of, run_load
@@ -50,7 +49,7 @@ class Round:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = parser_of(__doc__)
     parser.add_argument("config", nargs="?", default="configs/qwen-shape.yaml")
     parser.add_argument("--requests", type=positive, nargs="+", default=[1, 8, 64, 256])
     parser.add_argument("--prompt", type=positive, default=512, help="tokens of each prompt")
@@ -99,7 +98,7 @@ def http_round(server: LocalServer, work: ServeWork) -> Round:
 
 
 def engine_round(engine: Engine, work: ServeWork) -> Round:
-    params = SamplingParams(temperature=0, max_tokens=work.output_tokens, ignore_eos=True, detokenize=False)
+    params = greedy(work.output_tokens)
     time.sleep(REST_S)
     prompts = prompts_of(work, 0)
     called = time.time()

@@ -9,7 +9,6 @@ stage. With `--timeline` the last start of each number of ranks is drawn as well
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 import subprocess
@@ -17,7 +16,7 @@ import sys
 from functools import partial
 from pathlib import Path
 
-from benchmarks.script import positive
+from benchmarks.script import parser_of, positive
 from mllm_compile.bench.timing.rounds import by_turns
 from mllm_compile.process.console import print_table
 from mllm_compile.process.timeline import Span, print_timeline
@@ -63,7 +62,7 @@ def rows_of(starts: list[Start]) -> list[tuple[str, str, str, str]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = parser_of(__doc__)
     parser.add_argument("config", type=Path)
     parser.add_argument("--ranks", type=positive, nargs="+", default=[1, 2])
     parser.add_argument("--repeats", type=positive, default=3)

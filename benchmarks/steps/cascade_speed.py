@@ -11,7 +11,6 @@ looking for it remains.
 
 from __future__ import annotations
 
-import argparse
 import statistics
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -20,7 +19,7 @@ from unittest import mock
 
 import torch
 
-from benchmarks.script import need_gpu, told_in_one_line
+from benchmarks.script import need_gpu, parser_of, told_in_one_line
 from mllm_compile import Engine, EngineConfig, SamplingParams
 from mllm_compile.bench.timing.clock import Stopwatch
 from mllm_compile.bench.timing.record import machine_line
@@ -85,7 +84,7 @@ class Way:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("config", type=Path)
     parser.add_argument("--requests", type=int, nargs="+", default=[8, 64])
     parser.add_argument("--shared", type=int, nargs="+", default=[0, 512, 2048, 8000])

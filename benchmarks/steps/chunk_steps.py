@@ -20,8 +20,8 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from benchmarks.script import positive, told_in_one_line
-from mllm_compile import EngineConfig, SamplingParams
+from benchmarks.script import greedy, parser_of, positive, told_in_one_line
+from mllm_compile import EngineConfig
 from mllm_compile.bench.measure.gaps import measure_gaps
 from mllm_compile.bench.measure.workloads import Gaps, GapsWork
 from mllm_compile.bench.trace.device_events import device_events, times_by_name
@@ -79,7 +79,7 @@ class Streams:
         self._engine = engine
 
     async def stream(self, prompt: list[int], max_tokens: int) -> Any:
-        params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, detokenize=False)
+        params = greedy(max_tokens)
         async for output in self._engine.generate(prompt, params):
             yield len(output.token_ids)
 
@@ -98,7 +98,7 @@ def bound_of(text: str) -> str | float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = parser_of(__doc__)
     parser.add_argument("config", type=Path)
     parser.add_argument("--bounds", type=bound_of, nargs="+", default=[25.0, "tenfold", "none"])
     parser.add_argument("--prompt", type=positive, default=32_000)

@@ -14,15 +14,15 @@ import random
 import sys
 from typing import Any
 
-from benchmarks.script import positive, told_in_one_line
-from mllm_compile import Engine, EngineConfig, SamplingParams
+from benchmarks.script import greedy, parser_of, positive, told_in_one_line
+from mllm_compile import Engine, EngineConfig
 from mllm_compile.bench.timing.clock import Stopwatch
 
 WARM_UP_TOKENS = 4
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = parser_of(__doc__)
     parser.add_argument("config")
     parser.add_argument("--requests", type=positive, nargs="+", default=[1, 64, 100])
     parser.add_argument("--prompt", type=positive, default=512, help="tokens of each prompt")
@@ -57,7 +57,7 @@ def run(engine: Engine, num_requests: int, prompt_length: int, num_tokens: int) 
         sys.exit(
             f"{num_tokens} tokens after {prompt_length} are more than runtime.max_model_len has room for; raise it"
         )
-    params = SamplingParams(temperature=0, max_tokens=longest, ignore_eos=True, detokenize=False)
+    params = greedy(longest)
     watch = Stopwatch()
     streams = [engine.stream([rng.randrange(1000) for _ in range(prompt_length)], params) for _ in range(num_requests)]
     for stream in streams:

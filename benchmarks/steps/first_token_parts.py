@@ -29,8 +29,8 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from benchmarks.script import positive, told_in_one_line
-from mllm_compile import Engine, EngineConfig, SamplingParams
+from benchmarks.script import greedy, parser_of, positive, told_in_one_line
+from mllm_compile import Engine, EngineConfig
 from mllm_compile.bench.timing.clock import Stopwatch, wall_seconds
 from mllm_compile.bench.timing.rounds import with_range
 from mllm_compile.bench.trace.device_events import Occupancy, device_events, times_by_name
@@ -134,7 +134,7 @@ class Clock:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = parser_of(__doc__)
     parser.add_argument("config", type=Path)
     parser.add_argument("--prompt", type=positive, default=512, help="tokens of each prompt")
     parser.add_argument("--prompts", type=positive, default=1, help="prompts at once")
@@ -177,7 +177,7 @@ def with_layers(shape: Path, num_layers: int) -> str:
 def report(engine: Engine, clock: Clock, args: argparse.Namespace) -> None:
     """Prints the parts of `repeats` calls of one token each, and the GPU's kernels of one more."""
     draws = random.Random(0)
-    params = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True, detokenize=False)
+    params = greedy(1)
     last = min(10_000, engine.vocab_size - 1)
 
     def tokens(count: int) -> list[int]:

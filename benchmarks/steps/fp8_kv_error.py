@@ -7,7 +7,6 @@ The text is docstrings of Python's standard library.
 
 from __future__ import annotations
 
-import argparse
 import inspect
 import json
 import math
@@ -16,7 +15,7 @@ import pathlib
 import shutil
 import statistics
 
-from benchmarks.script import positive, told_in_one_line
+from benchmarks.script import parser_of, positive, told_in_one_line
 from mllm_compile import Engine, EngineConfig, RequestOutput, SamplingParams
 
 DOCUMENTED = (shutil.copytree, json.dumps, os.path.join, open, print, sorted, str.split, pathlib.Path.open)
@@ -24,7 +23,7 @@ MAX_CHARACTERS = 900
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = parser_of(__doc__)
     parser.add_argument("config")
     parser.add_argument("--tokens", type=positive, default=32, help="greedy tokens a prompt")
     args = parser.parse_args()

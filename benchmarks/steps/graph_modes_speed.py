@@ -9,7 +9,6 @@ splitting the graph at attentions is measured against.
 
 from __future__ import annotations
 
-import argparse
 import statistics
 from collections.abc import Callable
 from functools import partial
@@ -17,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.script import need_gpu, positive, told_in_one_line
+from benchmarks.script import need_gpu, parser_of, positive, told_in_one_line
 from mllm_compile.bench.timing.clock import Stopwatch
 from mllm_compile.bench.timing.record import append_record
 from mllm_compile.compiler.load_or_compile import load_or_compile
@@ -148,7 +147,7 @@ def measure(step: Callable[[], object]) -> tuple[float, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("config", type=Path)
     parser.add_argument("--tokens", type=positive, default=512, help="of each request")
     parser.add_argument("--batches", type=positive, nargs="+", default=[1, 8, 64, 256])

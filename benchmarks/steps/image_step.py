@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from benchmarks.script import need_gpu, positive, told_in_one_line
+from benchmarks.script import need_gpu, parser_of, positive, told_in_one_line
 from mllm_compile.bench.adapters.mllm_engine import MllmImages
 from mllm_compile.bench.measure.setting import Setting
 from mllm_compile.bench.measure.workloads import Call
@@ -27,7 +27,7 @@ from mllm_compile.bench.trace.device_events import DeviceEvent, Occupancy, devic
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = parser_of(__doc__)
     parser.add_argument("config", type=Path)
     parser.add_argument("--batches", type=positive, nargs="+", default=[1, 8], help="requests, of one image each")
     parser.add_argument("--side", type=positive, default=1024, help="pixels of a side of each image")

@@ -10,7 +10,6 @@ shown kernel by kernel, those of prompts by the sum of each kernel's times. Of s
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 import tempfile
@@ -22,7 +21,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.script import positive, told_in_one_line
+from benchmarks.script import greedy, parser_of, positive, told_in_one_line
 from mllm_compile.bench.measure.setting import Setting
 from mllm_compile.bench.measure.workloads import StepWork, random_prompts
 from mllm_compile.bench.timing.clock import Stopwatch
@@ -34,7 +33,6 @@ from mllm_compile.config.schema import EngineConfig
 from mllm_compile.engine.assemble import assemble
 from mllm_compile.engine.engine_parts import EngineParts
 from mllm_compile.process.progress import reporter_for
-from mllm_compile.runtime.sampling.params import SamplingParams
 from mllm_compile.runtime.schedule.request import Request
 
 VOCABULARY = 16384
@@ -94,7 +92,7 @@ def show_decodes(parts: EngineParts, setting: Setting, batch: int) -> None:
 
 
 def show_prompts(parts: EngineParts, setting: Setting, count: int, length: int) -> None:
-    params = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True, detokenize=False)
+    params = greedy(1)
 
     def run() -> int:
         """Computes the prompts; returns how many steps they took."""
@@ -134,7 +132,7 @@ def _trace_of(profiler: Any) -> dict[str, Any]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser = parser_of(__doc__)
     parser.add_argument("config", type=Path)
     parser.add_argument("--layers", nargs="+", required=True, help="kinds of layers, in order, or their number")
     parser.add_argument("--batches", nargs="+", type=positive, default=[1, 8, 64, 256], help="requests that decode")

@@ -10,15 +10,14 @@ request ends.
 
 from __future__ import annotations
 
-import argparse
 import random
 import statistics
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.script import need_hopper, positive, told_in_one_line
-from mllm_compile import Engine, EngineConfig, SamplingParams
+from benchmarks.script import greedy, need_hopper, parser_of, positive, told_in_one_line
+from mllm_compile import Engine, EngineConfig
 from mllm_compile.bench.timing.clock import Stopwatch, wall_seconds
 from mllm_compile.bench.timing.rounds import repeated
 from mllm_compile.process.console import print_table
@@ -31,7 +30,7 @@ WARM_UPS, REPEATS, ARRIVAL_REPEATS = 4, 25, 3
 
 
 def first_token_ms(engine: Engine, draws: random.Random, count: int, length: int, prefix: list[int]) -> float:
-    params = params_of(1)
+    params = greedy(1)
 
     def take() -> float:
         prompts = [prefix + draw(draws, length) for _ in range(count)]
@@ -42,7 +41,7 @@ def first_token_ms(engine: Engine, draws: random.Random, count: int, length: int
 
 def arrival_tokens_s(engine: Engine, draws: random.Random, num_requests: int, length: int, answer: int) -> float:
     """Answers of half to one and a half times `answer` tokens, so that requests end one by one."""
-    params = [params_of(draws.randrange(answer // 2, answer * 3 // 2)) for _ in range(num_requests)]
+    params = [greedy(draws.randrange(answer // 2, answer * 3 // 2)) for _ in range(num_requests)]
 
     def take() -> float:
         prompts = [draw(draws, length) for _ in params]
@@ -57,10 +56,6 @@ def draw(draws: random.Random, length: int) -> list[int]:
     return [draws.randrange(3, 1000) for _ in range(length)]
 
 
-def params_of(max_tokens: int) -> SamplingParams:
-    return SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True, detokenize=False)
-
-
 def measure(config: EngineConfig, running: int, requests: int) -> dict[str, str]:
     draws = random.Random(0)
     found = {}
@@ -69,7 +64,7 @@ def measure(config: EngineConfig, running: int, requests: int) -> dict[str, str]
             found[f"{count} x {length}, ms"] = f"{first_token_ms(engine, draws, count, length, []):.2f}"
         for length in PREFIXES:
             prefix = draw(draws, length)
-            engine.generate(prefix, params_of(1))
+            engine.generate(prefix, greedy(1))
             name = f"{PREFIXED_TOKENS} after {length}, ms"
             found[name] = f"{first_token_ms(engine, draws, 1, PREFIXED_TOKENS, prefix):.2f}"
         for length, answer in ARRIVALS:
@@ -79,7 +74,7 @@ def measure(config: EngineConfig, running: int, requests: int) -> dict[str, str]
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("config", type=Path)
     parser.add_argument("--tokens", type=positive, nargs="+", help="sizes to capture, in place of the config's")
     parser.add_argument("--running", type=positive, default=64, help="requests at once while others wait")

@@ -8,14 +8,13 @@ first request ends: in between all of them decode. `mllm-compile bench` measures
 
 from __future__ import annotations
 
-import argparse
 import random
 import sys
 from itertools import accumulate
 from pathlib import Path
 
-from benchmarks.script import positive, told_in_one_line
-from mllm_compile import Engine, EngineConfig, SamplingParams
+from benchmarks.script import greedy, parser_of, positive, told_in_one_line
+from mllm_compile import Engine, EngineConfig
 from mllm_compile.bench.measure.harness import probe_machine
 from mllm_compile.bench.timing.clock import Stopwatch
 
@@ -24,7 +23,7 @@ LEAST_STEPS = 8  # that a mean is taken of
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser = parser_of(__doc__)
     parser.add_argument("config", type=Path)
     parser.add_argument("--requests", type=positive, default=64)
     parser.add_argument("--prompt", type=positive, default=4096, help="tokens of each prompt (default: 4096)")
@@ -33,7 +32,7 @@ def main() -> int:
     probe = probe_machine(str(args.config), args.requests, args.prompt + args.tokens)
     random.seed(0)
     prompts = [[random.randrange(LEAST_VOCABULARY) for _ in range(args.prompt)] for _ in range(args.requests)]
-    params = SamplingParams(temperature=0.0, max_tokens=args.tokens, ignore_eos=True, detokenize=False)
+    params = greedy(args.tokens)
     with Engine(EngineConfig.from_yaml(args.config)) as engine:
         watch = Stopwatch()
         streams = [engine.stream(prompt, params) for prompt in prompts]

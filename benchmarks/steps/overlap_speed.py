@@ -19,7 +19,7 @@ from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
-from benchmarks.script import positive, told_in_one_line
+from benchmarks.script import parser_of, positive, told_in_one_line
 from mllm_compile import Engine, EngineConfig, SamplingParams
 from mllm_compile.bench.measure.workloads import random_prompts
 from mllm_compile.bench.timing.clock import wall_seconds
@@ -30,7 +30,7 @@ CALLS = 4
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("config", nargs="?", default="configs/qwen-8b-shape.yaml", type=Path)
     parser.add_argument("--layers", type=positive)
     parser.add_argument("--prompts", default="32x2048")

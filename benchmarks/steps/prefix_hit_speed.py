@@ -9,13 +9,12 @@ slowed, and a host that has waited for it; the later ones do not.
 
 from __future__ import annotations
 
-import argparse
 import random
 import statistics
 import sys
 from pathlib import Path
 
-from benchmarks.script import positive, told_in_one_line
+from benchmarks.script import parser_of, positive, told_in_one_line
 from mllm_compile import Engine, EngineConfig, SamplingParams
 from mllm_compile.bench.timing.clock import wall_seconds
 from mllm_compile.bench.timing.rounds import with_range
@@ -31,7 +30,7 @@ def milliseconds(engine: Engine, prompt: list[int]) -> float:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser = parser_of(__doc__)
     parser.add_argument("config", type=Path)
     parser.add_argument("--tokens", type=positive, default=2000, help="of each prompt (default: 2000)")
     parser.add_argument("--prompts", type=positive, default=8, help="measured ones (default: 8)")

@@ -15,7 +15,6 @@ Needs an NVIDIA GPU for its default config, no GPU for a small one. On a CPU nam
 
 from __future__ import annotations
 
-import argparse
 import tempfile
 from dataclasses import asdict
 from pathlib import Path
@@ -23,7 +22,7 @@ from typing import Any
 
 import yaml
 
-from benchmarks.script import names_of, positive, positives, told_in_one_line
+from benchmarks.script import names_of, parser_of, positive, positives, told_in_one_line
 from mllm_compile import EngineConfig
 from mllm_compile.bench.measure.harness import (
     FIRST_TOKENS,
@@ -70,7 +69,7 @@ def start_seconds(path: Path, work: LatencyWork) -> list[float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("config", nargs="?", type=Path, default=Path("configs/qwen-8b-shape.yaml"))
     parser.add_argument("--variants", type=names_of(VARIANTS), default=",".join(VARIANTS))
     parser.add_argument("--batch", type=positives, default="1,8,64,256")

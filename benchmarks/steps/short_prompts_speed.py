@@ -14,8 +14,8 @@ import statistics
 from functools import partial
 from pathlib import Path
 
-from benchmarks.script import positive, told_in_one_line
-from mllm_compile import Engine, EngineConfig, SamplingParams
+from benchmarks.script import greedy, parser_of, positive, told_in_one_line
+from mllm_compile import Engine, EngineConfig
 from mllm_compile.bench.timing.clock import wall_seconds
 from mllm_compile.bench.timing.rounds import repeated, with_range
 
@@ -24,7 +24,7 @@ WARM_UPS = 2
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = parser_of(__doc__)
     parser.add_argument("config", type=Path)
     parser.add_argument("--counts", type=positive, nargs="+", default=[100, 1000], help="prompts at once")
     parser.add_argument("--batched", type=positive, nargs="+", help="runtime.max_num_batched_tokens of each engine")
@@ -40,7 +40,7 @@ def main() -> None:
 
 def measure(engine: Engine, batched: int | str, args: argparse.Namespace) -> None:
     draws = random.Random(0)
-    params = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True, detokenize=False)
+    params = greedy(1)
 
     def seconds(lengths: list[int]) -> float:
         prompts = [[draws.randrange(3000) for _ in range(length)] for length in lengths]

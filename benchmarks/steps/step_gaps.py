@@ -8,7 +8,6 @@ about a microsecond apart, in a graph; where the host comes too late, a gap is a
 
 from __future__ import annotations
 
-import argparse
 import random
 import statistics
 from pathlib import Path
@@ -16,8 +15,8 @@ from pathlib import Path
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from benchmarks.script import need_gpu, positive, told_in_one_line
-from mllm_compile import Engine, EngineConfig, SamplingParams
+from benchmarks.script import greedy, need_gpu, parser_of, positive, told_in_one_line
+from mllm_compile import Engine, EngineConfig
 from mllm_compile.bench.trace.device_events import DeviceEvent, device_events
 
 ENDS_OF_STEPS = ("_end_kernel", "_largest_of_row")  # in the graph of a decode, and around it
@@ -25,7 +24,7 @@ STEADY_STEPS = 48  # the last ones: every request decodes in each
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = parser_of(__doc__)
     parser.add_argument("config", type=Path)
     parser.add_argument("--batches", type=positive, nargs="+", default=[1, 64])
     parser.add_argument("--prompt", type=positive, default=512, help="tokens of each prompt")
@@ -33,7 +32,7 @@ def main() -> None:
     args = parser.parse_args()
     need_gpu()
     rng = random.Random(0)
-    params = SamplingParams(temperature=0, max_tokens=args.tokens, ignore_eos=True, detokenize=False)
+    params = greedy(args.tokens)
     print(
         "requests | step ms, profiled | longest gap of a step, µs: median, worst | idle share | gaps over 5 µs a step"
     )

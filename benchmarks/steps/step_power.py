@@ -20,8 +20,8 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.script import need_gpu, positive, told_in_one_line
-from mllm_compile import Engine, EngineConfig, SamplingParams
+from benchmarks.script import greedy, need_gpu, parser_of, positive, told_in_one_line
+from mllm_compile import Engine, EngineConfig
 from mllm_compile.bench.timing.gpu_meter import GpuMeter, Nvml
 
 
@@ -62,7 +62,7 @@ class Meter:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = parser_of(__doc__)
     parser.add_argument("config", type=Path)
     parser.add_argument("--batches", type=positive, nargs="+", default=[64, 256])
     parser.add_argument("--prompt", type=positive, default=512, help="tokens of each prompt")
@@ -87,7 +87,7 @@ def report(engine: Engine, meter: Meter, count: int, args: argparse.Namespace) -
     prompts = [[rng.randrange(10_000) for _ in range(args.prompt)] for _ in range(count)]
 
     def generate(tokens: int) -> None:
-        params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False)
+        params = greedy(tokens)
         engine.generate(prompts, params, progress=False)
 
     for tokens in (1, args.tokens):

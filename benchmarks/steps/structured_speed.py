@@ -18,7 +18,7 @@ import sys
 from functools import partial
 from typing import Any
 
-from benchmarks.script import positive, told_in_one_line
+from benchmarks.script import parser_of, positive, told_in_one_line
 from mllm_compile import Engine, EngineConfig, SamplingParams, StructuredOutputsParams
 from mllm_compile.bench.timing.clock import Stopwatch
 from mllm_compile.bench.timing.rounds import by_turns, quantile, spread
@@ -47,7 +47,7 @@ WARM_UP_TOKENS = 8
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = parser_of(__doc__)
     parser.add_argument("config")
     parser.add_argument("--requests", type=positive, nargs="+", default=[1, 64])
     parser.add_argument("--constrained", type=positive, help="how many of them have a form; by default all")

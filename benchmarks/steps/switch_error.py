@@ -25,7 +25,7 @@ import textwrap
 from collections.abc import Sequence
 from typing import Any
 
-from benchmarks.script import positive, told_in_one_line
+from benchmarks.script import greedy, parser_of, positive, told_in_one_line
 from benchmarks.steps.fp8_kv_error import prompt_scores
 from mllm_compile import Engine, EngineConfig, RequestOutput, SamplingParams
 from mllm_compile.passes.pipeline import optional_pass_names
@@ -38,7 +38,7 @@ DECODE_KERNELS = ("hopper_decode", "split_decode")
 
 def main(arguments: Sequence[str] | None = None) -> None:
     known = [*optional_pass_names(), *DECODE_KERNELS]
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = parser_of(__doc__)
     parser.add_argument("config")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--switches", nargs="+", default=known, choices=known)
@@ -102,19 +102,19 @@ def changed(path: str, dtype: str, left_out: Sequence[str] = (), *, is_reference
 
 def difference(engine: Engine, reference: Engine, texts: Prompts, num_tokens: int) -> str:
     """Mean and largest, over the answers' tokens; with num_tokens 0 over the prompts'."""
-    answers = engine.generate(texts, greedy(max(1, num_tokens)))
+    answers = engine.generate(texts, with_scores(max(1, num_tokens)))
     scored = [answer.prompt_token_ids + (answer.token_ids if num_tokens else []) for answer in answers]
     differences: list[float] = []
-    for answer, truth in zip(answers, reference.generate(scored, greedy(1)), strict=True):
+    for answer, truth in zip(answers, reference.generate(scored, with_scores(1)), strict=True):
         ours, theirs = answer_scores(answer) if num_tokens else prompt_scores([answer]), prompt_scores([truth])
         differences += [abs(a - b) for a, b in zip(ours, theirs[-len(ours) :], strict=True)]
     return f"{statistics.mean(differences):.4f}, {max(differences):.3f}"
 
 
-def greedy(num_tokens: int) -> SamplingParams:
+def with_scores(num_tokens: int) -> SamplingParams:
     """Answers of so many tokens; with the log-probability of each, and of each of the prompt's."""
     scores = {"logprobs": 0, "prompt_logprobs": 0}
-    return SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True, detokenize=False, **scores)
+    return greedy(num_tokens, **scores)
 
 
 def answer_scores(output: RequestOutput) -> list[float]:

@@ -10,13 +10,12 @@ tokens of both and read the weights once for them.
 
 from __future__ import annotations
 
-import argparse
 import sys
 from pathlib import Path
 
 import torch
 
-from benchmarks.script import need_gpu, positive, told_in_one_line
+from benchmarks.script import need_gpu, parser_of, positive, told_in_one_line
 from benchmarks.steps.chunk_steps import Streams
 from mllm_compile import Engine, EngineConfig
 from mllm_compile.bench.measure.gaps import measure_gaps
@@ -39,7 +38,7 @@ class Both:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = parser_of(__doc__)
     parser.add_argument("config", type=Path)
     parser.add_argument("--batched", type=positive, nargs="+", default=[2048, 8192], help="tokens of a prompt's step")
     parser.add_argument("--prompt", type=positive, default=32_000)

@@ -56,8 +56,8 @@ def _link(source: str, target: str) -> None:
 
 
 def with_work(source: str, slow: Slowed) -> str:
-    """The source with work ahead of the function's first statement."""
-    (function,) = (
+    """The source with work ahead of the first statement of the first function of this name."""
+    function, *_ = (
         node
         for node in ast.walk(ast.parse(source))
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name == slow.function
