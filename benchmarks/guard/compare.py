@@ -241,10 +241,10 @@ def main(arguments: Sequence[str]) -> int:
                 on_purpose = slower_on_purpose(options.tree, commit)
                 base, what = ends.enter_context(checked_out(options.tree, commit)), f"{commit[:12]}, {told}"
             print(f"compared with {what}: its time -> this tree's, and the ratio", flush=True)
-            sides = ends.enter_context(sides_of((base, options.tree.resolve()), options.kind))
+            of_base, of_tree = ends.enter_context(sides_of((base, options.tree.resolve()), options.kind))
             verdicts = []
             for name in names:
-                verdicts.append(judge(stages[name], *sides, on_purpose))
+                verdicts.append(judge(stages[name], of_base, of_tree, on_purpose))
                 show(verdicts[-1])
     except NoBaseError as error:
         print(error, file=sys.stderr)

@@ -296,12 +296,12 @@ def main() -> None:
                 of_case = f"{num_heads:3} heads, prompt of {num_tokens} after {length - num_tokens}"
                 note(of_case, layers, prefill(layers), flops)
                 if arguments.tiles:
-                    kept = latent.PREFILL_TILE
-                    for tile in (replace(kept, stages=2), Tile(64, 64, 8, 2), Tile(64, 64, 8, 3)):
+                    chosen_tile = latent.PREFILL_TILE
+                    for tile in (replace(chosen_tile, stages=2), Tile(64, 64, 8, 2), Tile(64, 64, 8, 3)):
                         latent.PREFILL_TILE = tile
                         shape = f"{tile.rows}x{tile.keys}, {tile.stages} stages"
                         note(f"{of_case}, {shape}", layers, prefill(layers), flops)
-                    latent.PREFILL_TILE = kept
+                    latent.PREFILL_TILE = chosen_tile
     if arguments.json:
         append_record(arguments.json, __doc__, arguments, results)
 

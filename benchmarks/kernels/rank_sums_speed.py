@@ -139,7 +139,12 @@ def measure(rank: int, size: int, group_id: bytes, columns: int) -> None:
             rows[name, tokens] = timed(run, group, CALLS // LAYERS) / LAYERS - alone[tokens]
         run = partial(on_two_streams, halves, up, down, lanes, streams)
         rows["copied", tokens] = launched(run, group) - alone[tokens]
-        wrong = check("copied", lambda *given: lanes[0].all_reduce_residual_norm(*given, EPS), halves[0], group)
+        wrong = check(
+            "copied",
+            lambda x, residual, weight: lanes[0].all_reduce_residual_norm(x, residual, weight, EPS),
+            halves[0],
+            group,
+        )
         if wrong and rank == 0:
             print(f"{wrong} at {tokens // 2} tokens")
     if rank == 0:

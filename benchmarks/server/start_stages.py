@@ -49,10 +49,10 @@ def start(config: Path, num_ranks: int) -> Start:
     return ready, [Span(*span) for span in spans]
 
 
-def rows_of(starts: list[Start]) -> list[tuple[str, str, str, str]]:
+def rows_of(starts: list[Start]) -> list[tuple[str, ...]]:
     """A row a stage: its name, when it began and ended, and how long it took, as medians of those that had it."""
     names = dict.fromkeys(span.name for _, spans in starts for span in spans)
-    rows = []
+    rows: list[tuple[str, ...]] = []
     for name in names:
         found = [span for _, spans in starts for span in spans if span.name == name]
         times = [[span.start_s for span in found], [span.end_s for span in found], [span.seconds for span in found]]

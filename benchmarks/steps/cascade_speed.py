@@ -23,6 +23,7 @@ from benchmarks.script import need_gpu, parser_of, told_in_one_line
 from mllm_compile import Engine, EngineConfig, SamplingParams
 from mllm_compile.bench.timing.clock import Stopwatch
 from mllm_compile.bench.timing.record import machine_line
+from mllm_compile.runtime.schedule.scheduled_batch import ScheduledBatch
 
 _ROUNDS = 5
 
@@ -35,19 +36,20 @@ def tokens(count: int, generator: torch.Generator) -> list[int]:
 def choosing(pays: Callable[[int, int], bool] | None) -> Iterator[set[bool]]:
     """Lets `pays(bytes, layers)` choose, None: the estimate; gives a set, of whether steps were cascades."""
     from mllm_compile.runtime.attention import flashinfer_backend
-    from mllm_compile.runtime.model_runner import ModelRunner
+    from mllm_compile.runtime.step.common_prefix import CommonPrefix
 
     chosen: set[bool] = set()
-    decode = ModelRunner.decode
+    num_tokens = CommonPrefix.num_tokens
 
-    def noting(runner: ModelRunner, *batch: object) -> object:
-        chosen.add(bool(batch[-1]))
-        return decode(runner, *batch)  # type: ignore[arg-type]
+    def noting(prefix: CommonPrefix, batch: ScheduledBatch, is_captured: bool) -> int:
+        shared = num_tokens(prefix, batch, is_captured)
+        chosen.add(shared > 0)
+        return shared
 
     name = "captured_cascade_pays"
     with (
         mock.patch.object(flashinfer_backend, name, pays or getattr(flashinfer_backend, name)),
-        mock.patch.object(ModelRunner, "decode", noting),
+        mock.patch.object(CommonPrefix, "num_tokens", noting),
     ):
         yield chosen
 

@@ -102,10 +102,8 @@ def breakable(runner: ModelRunner, batch: ForwardBatch, descriptor: BatchDescrip
 
     graphs.inputs.take_tokens(batch, size)
     runner.attn_backend.init_forward_metadata(batch)
-    tokens = TokenInputs(
-        *(field[:size] for field in (graphs.inputs.input_ids, graphs.inputs.positions)),
-        graphs.inputs.out_cache_loc[:size],
-    )
+    inputs = graphs.inputs
+    tokens = TokenInputs(inputs.input_ids[:size], inputs.positions[:size], inputs.out_cache_loc[:size])
     executor.attention_with_output = interrupted  # type: ignore[assignment]
     try:
         with capturer.session():

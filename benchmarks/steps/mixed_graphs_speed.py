@@ -85,7 +85,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     asked["runtime"]["max_running_requests"] = args.running
     sizes = asked["cudagraph"]["mixed_tokens"] if args.tokens is None else args.tokens
     columns = []
-    for mixed_tokens in (sizes, []):
+    for mixed_tokens in (sizes, list[int]()):
         config = EngineConfig.from_dict(asked | {"cudagraph": asked["cudagraph"] | {"mixed_tokens": mixed_tokens}})
         columns.append(measure(config, args.running, args.requests))
     rows = [(name, *(column[name] for column in columns)) for name in columns[0]]

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
 Way = TypeVar("Way")
+Taken = TypeVar("Taken")
 Take = Callable[[], float]
 
 _STABLE = 0.01  # of the median, between the two halves of the times
@@ -19,22 +20,22 @@ def repeated(take: Take, repeats: int, warm_ups: int = 1) -> list[float]:
 
 
 def by_turns(
-    takes: Mapping[Way, Take], repeats: int, warm_ups: int = 1, swapped: bool = False
-) -> dict[Way, list[float]]:
-    """The times of several ways, which take turns, so that drift hits all alike.
+    takes: Mapping[Way, Callable[[], Taken]], repeats: int, warm_ups: int = 1, swapped: bool = False
+) -> dict[Way, list[Taken]]:
+    """The times of several ways, or whatever else they give, which take turns, so that drift hits all alike.
 
     Args:
         warm_ups: rounds whose times do not count.
         swapped: turn the order around in every second round, so that none is always behind the same one.
     """
-    times: dict[Way, list[float]] = {way: [] for way in takes}
+    taken: dict[Way, list[Taken]] = {way: [] for way in takes}
     for index in range(warm_ups + repeats):
         order = list(takes)
         for way in reversed(order) if swapped and index % 2 else order:
-            seconds = takes[way]()
+            found = takes[way]()
             if index >= warm_ups:
-                times[way].append(seconds)
-    return times
+                taken[way].append(found)
+    return taken
 
 
 def until_stable(take: Take, least: int, most: int) -> list[float]:
