@@ -88,7 +88,7 @@ class Canonicalise(GraphPass):
         changed = 0
         for node in gm.graph.nodes:
             before = (node.args, node.kwargs)
-            node.args, node.kwargs = map_aggregate(before, _without_index)  # type: ignore[assignment]
+            node.args, node.kwargs = map_aggregate(before, _without_index)
             changed += before != (node.args, node.kwargs)
         return changed
 
@@ -115,6 +115,7 @@ def _without_index(value: Any) -> Any:
 
 
 def _owner_of_size(gm: fx.GraphModule, size: torch.SymInt) -> fx.Node:
+    node: fx.Node
     for node in gm.graph.find_nodes(op="placeholder"):
         first: Any = node.meta["val"].shape[0] if "input_name" in node.meta else None
         if is_symbolic(first) and first.node.expr == size.node.expr:

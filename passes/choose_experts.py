@@ -129,4 +129,5 @@ def _sums_rows(total: fx.Node) -> bool:
 
 
 def _is_float32(node: fx.Node) -> bool:
-    return node.meta["val"].dtype == torch.float32
+    is_wide: bool = node.meta["val"].dtype == torch.float32
+    return is_wide

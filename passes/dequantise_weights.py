@@ -116,6 +116,6 @@ def _of_groups(graph: fx.Graph, tensor: fx.Node) -> fx.Node:
 def _to(graph: fx.Graph, value: fx.Node, dtype: torch.dtype) -> fx.Node:
     if value.meta["val"].dtype == dtype:
         return value
-    node: Any = graph.call_method("to", (value, dtype))
+    node: fx.Node = graph.call_method("to", (value, dtype))
     recompute_value(node)
     return node

@@ -190,7 +190,7 @@ def _cache_inputs(gm: fx.GraphModule, layer: LayerSpec, v: torch.Tensor) -> list
 
 def _new_size(v: Any) -> torch.SymInt:
     """P, the slots of the KV cache: known when the runtime has allocated it."""
-    size = v.fake_mode.shape_env.create_unbacked_symint()
+    size: torch.SymInt = v.fake_mode.shape_env.create_unbacked_symint()
     torch._check(size >= 1)
     return size
 
@@ -220,7 +220,7 @@ def _match_rotation(flat: fx.Node) -> _Rotation | None:
 def _parts(node: Any) -> tuple[Any, Any]:
     """The operands of cat((a, b), -1); any other value, and None."""
     is_joined = is_call(node, torch.cat) and len(node.args[0]) == 2 and node.args[1:] == (-1,)  # type: ignore[arg-type]
-    return tuple(node.args[0]) if is_joined else (node, None)  # type: ignore[arg-type, return-value]
+    return tuple(node.args[0]) if is_joined else (node, None)
 
 
 def _match_products(straight: object, crossed: object, rest: object) -> _Rotation | None:
@@ -286,5 +286,5 @@ def _transposed(node: object) -> fx.Node | None:
     """x.transpose(1, 2) → x."""
     if not is_call(node, torch.transpose) or node.args[1:] != (1, 2):
         return None
-    source: Any = node.args[0]
-    return source
+    source = node.args[0]
+    return source if isinstance(source, fx.Node) else None

@@ -114,7 +114,8 @@ def _of_softplus(value: Any) -> tuple[Any, Any]:
 
 
 def _is_float32(node: fx.Node) -> bool:
-    return node.meta["val"].dtype == torch.float32
+    is_wide: bool = node.meta["val"].dtype == torch.float32
+    return is_wide
 
 
 def _as_it_was(value: Any) -> Any:

@@ -196,7 +196,8 @@ def _numbers_of(node: fx.Node) -> Iterator[Any]:
 
 
 def _from_the_right(val: Any) -> int:
-    return val.dim() - (_token_dim(val) or 0)
+    count: int = val.dim() - (_token_dim(val) or 0)
+    return count
 
 
 def _is_pointwise(node: fx.Node, first: Any, inputs: list[Any]) -> bool:
@@ -229,7 +230,7 @@ def _is_mean_of_others(node: fx.Node, first: Any, inputs: list[Any]) -> bool:
     dims = dims if isinstance(dims, tuple | list) else [dims]
     if not all(isinstance(dim, int) for dim in dims):
         return False
-    others = {dim % first.dim() for dim in dims}  # type: ignore[operator]
+    others = {dim % first.dim() for dim in dims}
     return _token_dim(first) not in others and _keeps_order(node, first, inputs)
 
 

@@ -94,16 +94,16 @@ def _rewrite(graph: fx.Graph, node: fx.Node) -> bool:
 
 def _moved_ahead(graph: fx.Graph, z: Any, recurrence: fx.Node) -> fx.Node | None:
     """z as [T, H, P], ahead of the recurrence; None where it is of another shape, or made of the outputs."""
-    z = _by_heads(z, recurrence)
-    if z is None or not _come_ahead(graph, z, recurrence):
+    found = _by_heads(z, recurrence)
+    if found is None or not _come_ahead(graph, found, recurrence):
         return None
     with graph.inserting_before(recurrence):
-        if z.meta["val"].dim() == 3 and z.meta["val"].shape[0] == 1:  # [1, T, H * P]
-            z = call(graph, operator.getitem, z, 0)
-            z = call(graph, torch.reshape, z, (-1, *recurrence.meta["val"].shape[1:]))
-        elif z.meta["val"].dim() == 4:
-            z = call(graph, operator.getitem, z, 0)
-    return z
+        if found.meta["val"].dim() == 3 and found.meta["val"].shape[0] == 1:  # [1, T, H * P]
+            found = call(graph, operator.getitem, found, 0)
+            found = call(graph, torch.reshape, found, (-1, *recurrence.meta["val"].shape[1:]))
+        elif found.meta["val"].dim() == 4:
+            found = call(graph, operator.getitem, found, 0)
+    return found
 
 
 def _match(node: Any) -> _GatedNorm | None:
@@ -174,7 +174,8 @@ def _of_product(node: fx.Node, product: fx.Node, gated: fx.Node, weight: fx.Node
 def _is_rounded_for(node: fx.Node, scan: fx.Node) -> bool:
     """True if `node` takes a float32 value to the type of a scan's input."""
     wide, x = node.args[0], scan.args[0]
-    return wide.meta["val"].dtype == torch.float32 and node.meta["val"].dtype == x.meta["val"].dtype  # type: ignore[union-attr]
+    is_wide: bool = wide.meta["val"].dtype == torch.float32 and node.meta["val"].dtype == x.meta["val"].dtype  # type: ignore[union-attr]
+    return is_wide
 
 
 def _alone_reads(node: fx.Node, scan: fx.Node) -> bool:
@@ -228,13 +229,14 @@ def _fits(rule: fx.Node, x: fx.Node, weight: fx.Node, result: fx.Node) -> bool:
     return is_of_heads and _shape(result) == _shape(x) and result.meta["val"].dtype == val.dtype
 
 
-def _by_heads(z: Any, rule: fx.Node) -> Any:
+def _by_heads(z: Any, rule: fx.Node) -> fx.Node | None:
     """The nearest value that `z` is a view of and that is [1, T, Hv, Dv], [T, Hv, Dv] or [1, T, Hv * Dv], else None."""
     tokens, *heads = rule.meta["val"].shape
     shapes = ((1, tokens, *heads), (tokens, *heads), (1, tokens, heads[0] * heads[1]))
     while True:
         if _shape(z) in map(str, shapes):
-            return z
+            found: fx.Node = z
+            return found
         if not _is_view(z):
             return None
         z = z.args[0]

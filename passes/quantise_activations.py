@@ -140,6 +140,6 @@ def _is_taken(linear: QuantisedLinear) -> bool:
 
 
 def _to(graph: fx.Graph, value: fx.Node, dtype: torch.dtype) -> fx.Node:
-    node: Any = graph.call_method("to", (value, dtype))
+    node: fx.Node = graph.call_method("to", (value, dtype))
     recompute_value(node)
     return node

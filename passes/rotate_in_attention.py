@@ -67,7 +67,7 @@ class RotateInAttention(GraphPass):
         for node, call in found:
             q, k, _, cos, sin, q_norm, k_norm, eps = call.args[:8]
             norms = [] if q_norm is None else [q_norm, k_norm]
-            node.args = (*node.args, [q, k, cos, sin, *norms], eps)  # type: ignore[assignment]
+            node.args = (*node.args, [q, k, cos, sin, *norms], eps)
         if found:
             _let_slots_be_fewer(found[0][1].args[8])
         return PassResult(gm, len(found), before, len(gm.graph.nodes))

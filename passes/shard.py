@@ -105,7 +105,7 @@ class _Rewriting:
         for node in nodes:
             if node.op not in ("call_function", "call_method"):
                 continue
-            if node in lookups and node.args[1].meta["weight_name"] in self._plan.cuts:  # type: ignore[union-attr]
+            if node in lookups and node.args[1].meta["weight_name"] in self._plan.cuts:
                 self._look_up(node)
                 continue
             if node in self._plan.calls:

@@ -39,7 +39,8 @@ def give_slots(gm: fx.GraphModule, piece_name: str, num_ranks: int = 1) -> None:
 
 def slots_in(graph: fx.Graph, num_ranks: int = 1) -> fx.Node:
     """The slots [num_ranks * T] int64 in a piece that has been given them."""
-    return next(node for node in graph.find_nodes(op="placeholder") if node.target == _name(num_ranks))
+    slots: fx.Node = next(node for node in graph.find_nodes(op="placeholder") if node.target == _name(num_ranks))
+    return slots
 
 
 def _name(num_ranks: int) -> str:
@@ -55,6 +56,7 @@ def _slots_of(gm: fx.GraphModule, num_ranks: int) -> fx.Node:
     """The batch input with each token's slot; adds it to the graph if it has none."""
     placeholders = gm.graph.find_nodes(op="placeholder")
     input_name = _SLOTS if num_ranks == 1 else _ALL_SLOTS
+    node: fx.Node
     for node in placeholders:
         if node.meta.get("input_name") == input_name and CACHE_INPUT not in node.meta:
             return node

@@ -142,7 +142,7 @@ def pieces_fit_their_calls(gm: fx.GraphModule) -> Iterator[str]:
     """Inputs and outputs of a piece are what its callers give and read."""
     for node in gm.graph.find_nodes(op="call_module"):
         piece: Any = gm.get_submodule(str(node.target))
-        given = [arg.meta["val"] for arg in node.args]  # type: ignore[union-attr]
+        given = [arg.meta["val"] for arg in node.args]
         yield from _misfits(f"{node.target}, called by {node.name},", _ends_of(piece), (given, node.meta["val"]))
 
 

@@ -147,7 +147,8 @@ class GDNPool:
 
     def get_state(self, state_id: int) -> torch.Tensor:
         """[num_rows, *shape] of a layer."""
-        return self._states[state_id]
+        states: torch.Tensor = self._states[state_id]
+        return states
 
     def copy_rows(self, copies: np.ndarray) -> None:
         """Copy rows to others in every layer, without waiting: [N, 2] int64, from and to, of which the latter differ

@@ -57,7 +57,8 @@ def check_written_pieces(
 def relative_errors(ours: torch.Tensor, theirs: torch.Tensor) -> torch.Tensor:
     """‖ours − theirs‖ / ‖theirs‖ of each row, [S]; both [S, V]."""
     ours, theirs = ours.float(), theirs.float()
-    return (ours - theirs).norm(dim=-1) / theirs.norm(dim=-1)
+    differences: torch.Tensor = (ours - theirs).norm(dim=-1) / theirs.norm(dim=-1)
+    return differences
 
 
 def relative_error(ours: torch.Tensor, theirs: torch.Tensor) -> float:

@@ -109,7 +109,8 @@ def _error(
     )
     theirs = attended(TorchAttnBackend(choice=none_of_them), in_float32, torch.float32)
     ours = attended(serving, alone, dtype)
-    return ((ours - theirs).norm(dim=-1) / theirs.norm(dim=-1)).max().item()
+    difference: float = ((ours - theirs).norm(dim=-1) / theirs.norm(dim=-1)).max().item()
+    return difference
 
 
 def _batch(

@@ -294,11 +294,14 @@ def _run_transformers(hf_model: HFModel, ids: list[torch.Tensor], positions: lis
     model: Any = hf_model.model
 
     def run_alone(ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor
         if positions[0] == 0:
-            return model(input_ids=ids[None], use_cache=False).logits[0]
+            logits = model(input_ids=ids[None], use_cache=False).logits[0]
+            return logits
         told = positions + hf_model.position_offset
         with reading_positions(model, lambda counted: told.view(counted.shape)):
-            return model(input_ids=ids[None], position_ids=told[None], use_cache=False).logits[0]
+            logits = model(input_ids=ids[None], position_ids=told[None], use_cache=False).logits[0]
+            return logits
 
     def run(implementation: str) -> torch.Tensor:
         with torch.no_grad(), attention_implementation(model, implementation), _without_advice():
@@ -454,7 +457,8 @@ class _PackedRequests:
 
     def _of_request(self, x: torch.Tensor, start: int, length: int) -> torch.Tensor:
         """[copies, length, H, D] of [T, H, D]."""
-        return x.unflatten(0, (self.copies, -1))[:, start : start + length]
+        part: torch.Tensor = x.unflatten(0, (self.copies, -1))[:, start : start + length]
+        return part
 
 
 def _some_rows(tokens: int, device: str) -> torch.Tensor:

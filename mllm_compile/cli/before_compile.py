@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from mllm_compile.config.model_folder import CONFIG_FILE
+from mllm_compile.config.hub import CONFIG_FILE
 from mllm_compile.config.schema import EngineConfig
 from mllm_compile.errors import RequestError
 from mllm_compile.files.user_path import user_path

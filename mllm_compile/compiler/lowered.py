@@ -95,20 +95,23 @@ class Lowered:
         """The tensors of quantised weights, before they were packed, by their names."""
         from mllm_compile.passes.base import QUANTISED_TENSORS
 
-        return self.graph.meta.get(QUANTISED_TENSORS, {})
+        tensors: dict[str, QuantisedTensor] = self.graph.meta.get(QUANTISED_TENSORS, {})
+        return tensors
 
     @property
     def packed(self) -> dict[str, tuple[PackedPart, ...]]:
         from mllm_compile.passes.base import PACKED_WEIGHTS
 
-        return self.graph.meta.get(PACKED_WEIGHTS, {})
+        parts: dict[str, tuple[PackedPart, ...]] = self.graph.meta.get(PACKED_WEIGHTS, {})
+        return parts
 
     @property
     def factors(self) -> dict[str, WeightFactor]:
         """The weights that are multiplied by a scale while they are read."""
         from mllm_compile.passes.base import WEIGHT_FACTORS
 
-        return self.graph.meta.get(WEIGHT_FACTORS, {})
+        factors: dict[str, WeightFactor] = self.graph.meta.get(WEIGHT_FACTORS, {})
+        return factors
 
     def lines_on_scales(self) -> list[str]:
         """The lines on scales of the checkpoint that no weight has: which of them are applied, and which are not."""
@@ -132,14 +135,16 @@ class Lowered:
     def num_ranks(self) -> int:
         from mllm_compile.passes.base import EXPERT_RANKS, RANKS
 
-        return max(self.graph.meta.get(RANKS, 1), self.graph.meta.get(EXPERT_RANKS, 1))
+        count: int = max(self.graph.meta.get(RANKS, 1), self.graph.meta.get(EXPERT_RANKS, 1))
+        return count
 
     @property
     def cuts(self) -> dict[str, tuple[WeightCut, ...]]:
         """How ranks' weights are cut out of the model's."""
         from mllm_compile.passes.base import WEIGHT_CUTS
 
-        return self.graph.meta.get(WEIGHT_CUTS, {})
+        cuts: dict[str, tuple[WeightCut, ...]] = self.graph.meta.get(WEIGHT_CUTS, {})
+        return cuts
 
     def cuts_of(self, tensor: str) -> tuple[WeightCut, ...]:
         """How ranks' parts are cut out of a tensor, also one of a quantised weight."""

@@ -309,7 +309,7 @@ def _is_stored_by(graph: fx.GraphModule, call: fx.Node, index: int) -> bool:
     node = outputs[index] if isinstance(outputs, list | tuple) else outputs
     while node not in inputs and _is_view(node):
         node = node.args[0]
-    return node in inputs and _is_stored(graph, inputs[node])  # type: ignore[arg-type]
+    return node in inputs and _is_stored(graph, inputs[node])
 
 
 def _is_view(node: fx.Node) -> bool:
@@ -341,5 +341,6 @@ def _value_name(node: object) -> str:
     if not isinstance(node, fx.Node):
         raise CompileError(f"a step reads {node!r}, which is no value of the graph")
     if node.op == "placeholder":
-        return node.meta.get("weight_name") or node.meta["input_name"]
+        name: str = node.meta.get("weight_name") or node.meta["input_name"]
+        return name
     return node.name

@@ -147,7 +147,7 @@ def _quantization(config: EngineConfig, model: ModelFolder, choices: AutoChoices
             return "dequantize", f"linears do not compute with {scheme.name}"
         return "keep", f"the checkpoint's, {scheme.name}"
 
-    chosen = choices.resolve("model.quantization", asked, choose)
+    chosen: Quantization = choices.resolve("model.quantization", asked, choose)
     if chosen == "none" and scheme is not None:
         raise ConfigError(
             f"model.quantization is none, but the checkpoint is quantised ({scheme.name}). Set it to auto or "
@@ -192,7 +192,7 @@ def _attention_backend(asked: RuntimeConfig, dtype: str, device: DeviceInfo, cho
             return "torch", "FlashInfer has no float32 kernels"
         return "flashinfer", "a GPU"
 
-    backend = choices.resolve("runtime.attention_backend", asked.attention_backend, choose)
+    backend: BackendName = choices.resolve("runtime.attention_backend", asked.attention_backend, choose)
     if backend == "flashinfer":
         _require_flashinfer(dtype, device)
     return backend
@@ -238,15 +238,19 @@ def _runtime(
 
 
 def _max_step_ms(asked: RuntimeConfig, choices: AutoChoices) -> MaxStepMs:
+    chosen: MaxStepMs
     if not asked.deterministic:
         why = "what running answers take alone, so prompts lose about a tenth"
-        return choices.resolve("runtime.max_step_ms", asked.max_step_ms, lambda: ("tenfold", why))
+        chosen = choices.resolve("runtime.max_step_ms", asked.max_step_ms, lambda: ("tenfold", why))
+        return chosen
     if not isinstance(asked.max_step_ms, str):
         raise ConfigError(
             f"runtime.max_step_ms is {asked.max_step_ms:g}, but with runtime.deterministic all steps take the same "
             "time. Set it to auto or none, and lower runtime.max_num_batched_tokens for shorter steps."
         )
-    return choices.resolve("runtime.max_step_ms", asked.max_step_ms, lambda: ("none", "deterministic: steps are alike"))
+    why = "deterministic: steps are alike"
+    chosen = choices.resolve("runtime.max_step_ms", asked.max_step_ms, lambda: ("none", why))
+    return chosen
 
 
 def _cascade_attention(
@@ -285,7 +289,8 @@ def _cascade_attention(
             obstacle = obstacle or "it was not tried on several GPUs"
         return (False, obstacle) if obstacle else (True, "in steps of which enough is shared")
 
-    return choices.resolve("runtime.cascade_attention", asked.cascade_attention, choose)
+    is_on: bool = choices.resolve("runtime.cascade_attention", asked.cascade_attention, choose)
+    return is_on
 
 
 def check_cascade_layers(config: ResolvedConfig, layers: Iterable[LayerSpec]) -> None:
@@ -306,7 +311,9 @@ def check_cascade_layers(config: ResolvedConfig, layers: Iterable[LayerSpec]) ->
 def _kv_cache_dtype(asked: RuntimeConfig, dtype: str, choices: AutoChoices) -> KVDtypeName:
     if asked.kv_cache_dtype == "fp8_e4m3":
         return "float8_e4m3fn"
-    kv_dtype = choices.resolve("runtime.kv_cache_dtype", asked.kv_cache_dtype, lambda: (dtype, "the model's"))
+    kv_dtype: KVDtypeName = choices.resolve(
+        "runtime.kv_cache_dtype", asked.kv_cache_dtype, lambda: (dtype, "the model's")
+    )
     if kv_dtype != dtype:
         raise ConfigError(
             f"runtime.kv_cache_dtype is {kv_dtype}, the model's dtype {dtype}; a KV cache has the model's own type or "
@@ -380,7 +387,7 @@ def _max_model_len(asked: RuntimeConfig, kind: str, model: ModelFolder, choices:
             return limit, "the model's own limit"
         return MAX_MODEL_LEN[kind], f"for {kind}; the model takes {limit or 'any length'}"
 
-    length = choices.resolve("runtime.max_model_len", asked.max_model_len, choose)
+    length: int = choices.resolve("runtime.max_model_len", asked.max_model_len, choose)
     if limit is not None and length > limit:
         raise ConfigError(
             f"runtime.max_model_len is {length}, but the model was made for at most {limit} tokens, or is sparse "

@@ -180,7 +180,7 @@ def _graph_mode(asked: CudaGraphConfig, runtime: RuntimeSection, device: DeviceI
             return "full_decode_only", "deterministic: every step has a decode's shape"
         return "full_and_piecewise", "full for decode steps, piecewise for the rest"
 
-    mode = choices.resolve("cudagraph.mode", asked.mode, choose)
+    mode: GraphMode = choices.resolve("cudagraph.mode", asked.mode, choose)
     if mode != "none" and not device.is_cuda:
         raise ConfigError(
             f"cudagraph.mode is {mode}, but the device is a CPU, which has no CUDA graphs. Set it to auto."
@@ -215,7 +215,7 @@ def _graph_sizes(
             )
         return ()
     usable = tuple(sorted({size for size in table if size <= largest}))
-    sizes = choices.resolve(f"cudagraph.{key}", asked, lambda: (usable, f"up to {usable[-1]}"))
+    sizes: tuple[int, ...] = choices.resolve(f"cudagraph.{key}", asked, lambda: (usable, f"up to {usable[-1]}"))
     if sizes[-1] > largest:
         raise CaptureSizeError(
             f"cudagraph.{key} holds {sizes[-1]}, but no batch is larger than {limit_key}: {largest}. Remove the size "

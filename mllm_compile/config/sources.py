@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from mllm_compile.config.hub import CONFIG_FILE
 from mllm_compile.config.mistakes import key_meant_by, key_named, not_there, show
-from mllm_compile.config.model_folder import CONFIG_FILE
 from mllm_compile.config.names import YAML_SUFFIXES, is_hub_id, nearest_path
 from mllm_compile.config.other_formats import told_of_file
 from mllm_compile.config.resolved import ResolvedConfig

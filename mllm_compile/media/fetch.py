@@ -167,7 +167,7 @@ class _TimedHTTP(HTTPHandler):
         self._until = until
 
     def http_open(self, req: Request) -> HTTPResponse:
-        return self.do_open(partial(_timed, HTTPConnection, self._until), req)  # type: ignore[arg-type]
+        return self.do_open(partial(_timed, HTTPConnection, self._until), req)
 
 
 class _TimedHTTPS(HTTPSHandler):
@@ -177,7 +177,7 @@ class _TimedHTTPS(HTTPSHandler):
 
     def https_open(self, req: Request) -> HTTPResponse:
         kind = partial(_timed, HTTPSConnection, self._until)
-        return self.do_open(kind, req, context=ssl.create_default_context())  # type: ignore[arg-type]
+        return self.do_open(kind, req, context=ssl.create_default_context())
 
 
 class _WithinDomains(HTTPRedirectHandler):

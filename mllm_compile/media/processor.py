@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -253,7 +253,7 @@ def _load(folder: Path) -> Any:
     kind = processor_class_from_name(name)
     if kind is None:
         raise Refused(f"the model's processor is a {name}, which this Transformers does not have")
-    load = {
+    load: dict[str, Callable[[], Any]] = {
         # Of placeholders alone, which it must know, whatever users' texts are read as.
         "tokenizer": lambda: AutoTokenizer.from_pretrained(folder, split_special_tokens=False),
         "image_processor": lambda: _image_class(folder).from_pretrained(folder),

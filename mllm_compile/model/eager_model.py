@@ -41,7 +41,8 @@ class EagerModel:
         rope, keys = choosing_rope(self._model, lambda _: inputs[INPUT][None]), choosing_every_key(self._model)
         with torch.no_grad(), rope, keys, reading_positions(self._model, lambda counted: positions.view(counted.shape)):
             output = self._model(input_ids=inputs["input_ids"][None], position_ids=positions[None], use_cache=False)
-        return output.logits[0]
+        logits: torch.Tensor = output.logits[0]
+        return logits
 
     def head(self, body: torch.Tensor, logits_indices: torch.Tensor) -> torch.Tensor:
         return body.index_select(0, logits_indices)

@@ -117,7 +117,8 @@ def _experts_of_sorted_rows(module: Any, layer_input: torch.Tensor) -> torch.Ten
     weights, experts, _ = _route(module.router, rows)
     gate, up = _linear(module.input_linear, rows, experts, True).chunk(2, dim=-1)
     outer = _linear(module.output_linear, module.activation(gate) * up, experts, False)
-    return weighted_sum(outer, weights).view(layer_input.shape) + module.bias
+    out: torch.Tensor = weighted_sum(outer, weights).view(layer_input.shape) + module.bias
+    return out
 
 
 def _map_to_experts(module: Any, layer_input: torch.Tensor) -> tuple[Any, ...]:
@@ -131,7 +132,8 @@ def _map_to_experts(module: Any, layer_input: torch.Tensor) -> tuple[Any, ...]:
 def _reduce_experts(module: Any, layer_input: torch.Tensor, topo_info: tuple[torch.Tensor, ...]) -> torch.Tensor:
     weights, experts = topo_info
     outer = _linear(module.output_linear, layer_input.reshape(-1, layer_input.shape[-1]), experts, False)
-    return weighted_sum(outer, weights).view(*layer_input.shape[:-2], -1) + module.bias
+    out: torch.Tensor = weighted_sum(outer, weights).view(*layer_input.shape[:-2], -1) + module.bias
+    return out
 
 
 def _route(router: Any, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -142,4 +144,5 @@ def _route(router: Any, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor,
 
 
 def _linear(module: Any, rows: torch.Tensor, experts: torch.Tensor, of_tokens: bool) -> torch.Tensor:
-    return torch.ops.mllm.expert_linear(rows, experts, module.weight, None, False, of_tokens)
+    out: torch.Tensor = torch.ops.mllm.expert_linear(rows, experts, module.weight, None, False, of_tokens)
+    return out

@@ -50,7 +50,8 @@ def position_offset(model: torch.nn.Module) -> int:
 
 def as_positions(counted: torch.Tensor) -> torch.Tensor:
     """Stands for `positions` in a trace: an op that restore_positions replaces."""
-    return torch.ops.mllm.counted_positions(counted)
+    positions: torch.Tensor = torch.ops.mllm.counted_positions(counted)
+    return positions
 
 
 def restore_positions(gm: fx.GraphModule) -> None:
@@ -97,7 +98,8 @@ def _forward_reading(module: Any, positions: Positions) -> Callable[..., torch.T
         if position_ids is None:
             num_tokens = (shaped.shape if isinstance(shaped, torch.Tensor) else shaped)[1]
             position_ids = torch.arange(num_tokens, device=module.weight.device)
-        return own(module, shaped, *args, position_ids=positions(position_ids), **kwargs)
+        out: torch.Tensor = own(module, shaped, *args, position_ids=positions(position_ids), **kwargs)
+        return out
 
     return forward
 
@@ -107,7 +109,8 @@ def _forward_of_fixed_table(module: Any) -> Callable[..., torch.Tensor]:
 
     def forward(position_ids: torch.Tensor, past_key_values_length: int = 0) -> torch.Tensor:
         rows = module.weights.index_select(0, (position_ids + module.offset).view(-1))
-        return rows.view(*position_ids.shape, module.weights.shape[-1])
+        rows_of_tokens: torch.Tensor = rows.view(*position_ids.shape, module.weights.shape[-1])
+        return rows_of_tokens
 
     return forward
 

@@ -128,7 +128,8 @@ def choosing_rope(model: torch.nn.Module, lengths: Lengths) -> Iterator[None]:
 
 def as_request_lengths(positions: torch.Tensor) -> torch.Tensor:
     """Stands for the input `rope_lens` in a trace: an op that restore_request_lengths replaces."""
-    return torch.ops.mllm.request_lengths(positions)
+    lengths: torch.Tensor = torch.ops.mllm.request_lengths(positions)
+    return lengths
 
 
 def restore_request_lengths(gm: fx.GraphModule) -> None:

@@ -73,9 +73,12 @@ class _FlatTokens(torch.nn.Module):
         said: dict[str, Any] = {"input_ids": input_ids[None], "position_ids": position_ids, "use_cache": False}
         if self.takes_kinds:
             said["token_type_ids"] = torch.zeros_like(said["input_ids"])
+        logits: torch.Tensor
         if self.takes_rows:
-            return self.model(**said, logits_to_keep=logits_indices).logits[0]
-        return self.model(**said).logits[0].index_select(0, logits_indices)
+            logits = self.model(**said, logits_to_keep=logits_indices).logits[0]
+        else:
+            logits = self.model(**said).logits[0].index_select(0, logits_indices)
+        return logits
 
 
 def _has_default_kinds(model: torch.nn.Module) -> bool:
@@ -242,10 +245,13 @@ def keep_host_values(gm: fx.GraphModule, hf_model: HFModel, device: str) -> None
 
 def _compute(node: fx.Node, values: Mapping[fx.Node, torch.Tensor]) -> torch.Tensor:
     args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda one: values[one])
-    if node.op == "call_method":
-        return getattr(args[0], str(node.target))(*args[1:], **kwargs)
     target: Any = node.target
-    return target(*args, **kwargs)
+    out: torch.Tensor
+    if node.op == "call_method":
+        out = getattr(args[0], str(target))(*args[1:], **kwargs)
+    else:
+        out = target(*args, **kwargs)
+    return out
 
 
 def _on_device(val: torch.Tensor, device: str) -> torch.Tensor:

@@ -23,7 +23,7 @@ def kept_interruptions() -> Iterator[None]:
     before = sys.unraisablehook
 
     def again(dropped: sys.UnraisableHookArgs) -> None:
-        number = _SIGNAL_OF.get(dropped.exc_type)  # type: ignore[call-overload]
+        number = _SIGNAL_OF.get(dropped.exc_type)
         if number is None:
             before(dropped)
         else:

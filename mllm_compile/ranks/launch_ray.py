@@ -74,7 +74,8 @@ class RayLauncher:
         """The resource that this host alone has."""
         own = self._ray.get_runtime_context().get_node_id()
         resources = next(node["Resources"] for node in self._ray.nodes() if node["NodeID"] == own)
-        return next(name for name in resources if name.startswith("node:") and "__" not in name)
+        node: str = next(name for name in resources if name.startswith("node:") and "__" not in name)
+        return node
 
     def start(self, rank: int) -> RayRank:
         """

@@ -153,7 +153,7 @@ async def _serve(front: Front, listener: socket.socket) -> None:
     options = front.options
     stop = _Stop()
     config = uvicorn.Config(
-        make_app(front),  # type: ignore[arg-type]
+        make_app(front),
         http=Connection,
         ws="none",
         lifespan="off",

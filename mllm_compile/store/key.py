@@ -20,7 +20,8 @@ from pathlib import Path
 import torch
 
 from mllm_compile.checkpoint.files import WeightFiles
-from mllm_compile.config.model_folder import CONFIG_FILE, ModelFolder
+from mllm_compile.config.hub import CONFIG_FILE
+from mllm_compile.config.model_folder import ModelFolder
 from mllm_compile.config.resolved import ResolvedConfig
 from mllm_compile.errors import CheckpointError
 from mllm_compile.files.json_file import read_file, read_json_object

@@ -325,6 +325,7 @@ def _parsed(request: bytes) -> dict[str, Any]:
         Refused: it is nested too deep, or has an integer of too many digits.
     """
     try:
-        return json.loads(request)
+        asked: dict[str, Any] = json.loads(request)
+        return asked
     except (ValueError, RecursionError) as error:
         raise Refused(f"chat messages, tools and variables must be plain JSON data: {_reason(error)}.") from None

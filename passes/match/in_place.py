@@ -301,7 +301,7 @@ def _replaced(graph: fx.Graph, view: fx.Node, base: fx.Node, new: fx.Node) -> fx
         return call(graph, torch.transpose, new, *view.args[1:])
     if name == "permute" and not view.kwargs:
         dims = view.args[1] if isinstance(view.args[1], tuple | list) else view.args[1:]
-        places = [int(dim) % len(dims) for dim in dims]  # type: ignore[arg-type, call-overload]
+        places = [int(dim) % len(dims) for dim in dims]  # type: ignore[arg-type]
         return call(graph, torch.permute, new, [places.index(place) for place in range(len(places))])
     raise InPlaceError(f"a write into {view.name}, a view by {name!r}, is not known here")
 

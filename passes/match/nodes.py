@@ -62,6 +62,7 @@ def is_weight(node: object) -> TypeGuard[fx.Node]:
 
 def input_node(gm: fx.GraphModule, name: str) -> fx.Node:
     """The placeholder of the batch input `name`."""
+    node: fx.Node
     for node in gm.graph.nodes:
         if node.op == "placeholder" and node.meta.get("input_name") == name:
             return node

@@ -88,7 +88,8 @@ def _is_weight_of(node: object, x: fx.Node) -> bool:
 
 
 def _has_dtype_of(node: fx.Node, other: fx.Node) -> bool:
-    return node.meta["val"].dtype == other.meta["val"].dtype
+    is_same: bool = node.meta["val"].dtype == other.meta["val"].dtype
+    return is_same
 
 
 def _unconverted(node: Any) -> Any:

@@ -38,7 +38,7 @@ class Cells:
 
     def find(self, cells: Array) -> Array:
         """The class of each cell."""
-        found = self._parents[cells]
+        found: Array = self._parents[cells]
         while True:
             further = self._parents[found]
             if np.array_equal(further, found):
@@ -71,7 +71,8 @@ class Cells:
     def classes_of(self, cells: Array) -> Array:
         """The classes of those cells that are cut, one after another."""
         found = self.find(cells.ravel())
-        return found[found != WHOLE]
+        cut: Array = found[found != WHOLE]
+        return cut
 
     def weights_of(self, classes: Array) -> set[str]:
         """The weights with a cell in one of these classes."""

@@ -267,7 +267,8 @@ class Labelling:
         rows = labels.reshape(-1, labels.shape[-1])
         for row in rows[1:]:
             self.cells.join(rows[0], row)
-        return rows[0]
+        first: Labels | None = rows[0]
+        return first
 
     def _scheme_of(self, product: Product) -> WeightScheme | None:
         """The scheme in which a rank's part of the weight can lie in memory; None: it is plain."""
@@ -378,10 +379,12 @@ class Labelling:
                 if one not in cut and self._is_spread(one, pattern):
                     self.spread.add(one)
                     self.labels[one] = np.broadcast_to(pattern, self.shape(one)).copy()
-            return self.run(
+            joined: Labels = self.run(
                 node, lambda one: self.labels[one] if one in cut else np.broadcast_to(pattern, self.shape(one))
             )
-        return self.run(node, self._operand)
+        else:
+            joined = self.run(node, self._operand)
+        return joined
 
     def _is_spread(self, node: fx.Node, pattern: Labels) -> bool:
         """True for an expansion that nothing else reads, of a value that is one along all that the pattern cuts."""

@@ -259,7 +259,7 @@ class ShardPlan:
         if name == "narrow":
             first: Any
             length: Any
-            dim, first, length = args[1] % node.meta["val"].dim(), *args[2:4]  # type: ignore[operator]
+            dim, first, length = args[1] % node.meta["val"].dim(), *args[2:4]
             start, stop = self._between(args[0], dim, first, first + length)  # type: ignore[arg-type]
             return (args[0], dim, start, stop - start)
         if name == "getitem" and isinstance(args[0].meta["val"], torch.Tensor):  # type: ignore[union-attr]
@@ -330,7 +330,7 @@ class ShardPlan:
         source: Any = node.args[0]
         shape, kept = self._labelling.shape(source), self.local_shape(source)
         cut = [dim for dim, size in enumerate(shape) if kept[dim] != size]
-        dims = {one % len(shape) for one in _as_list(node.args[1])}  # type: ignore[arg-type]
+        dims = {one % len(shape) for one in _as_list(node.args[1])}
         held = [
             int(self._owners.has(self._labelling.labels[source], rank).sum()) for rank in range(self._owners.num_ranks)
         ]

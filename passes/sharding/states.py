@@ -76,7 +76,8 @@ def _by_head(labels: Any, cells: Cells) -> Labels:
     rows: Labels = labels.reshape(labels.shape[0], labels.shape[1], -1)
     for other in rows[1:]:
         cells.join(rows[0], other)
-    return rows[0]
+    first: Labels = rows[0]
+    return first
 
 
 def _join_groups(of_groups: list[Labels], heads: Labels, cells: Cells, num_ranks: int) -> Following:

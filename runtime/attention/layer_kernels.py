@@ -136,7 +136,8 @@ def of_kind(layers: Mapping[str, LayerKernels[Any, Any]], kind: str) -> dict[str
 
 
 def _what_of(record: Any, name: str) -> str:
-    return next(one.metadata[WHAT] for one in fields(record) if one.name == name)
+    what: str = next(one.metadata[WHAT] for one in fields(record) if one.name == name)
+    return what
 
 
 def _named(record: Any) -> Iterator[tuple[Any, str]]:

@@ -59,7 +59,8 @@ class CommonAttentionMetadata:
         """
         if batch.common_attn_metadata is None:
             batch.common_attn_metadata = cls._derive(batch)
-        return batch.common_attn_metadata
+        metadata: CommonAttentionMetadata = batch.common_attn_metadata
+        return metadata
 
     @classmethod
     def _derive(cls, batch: ForwardBatch) -> CommonAttentionMetadata:
@@ -111,12 +112,14 @@ class StepPrompts:
     @cached_property
     def query_lens(self) -> np.ndarray:
         """[R] int32: new tokens of each."""
-        return self.starts[1:] - self.starts[:-1]
+        lens: np.ndarray = self.starts[1:] - self.starts[:-1]
+        return lens
 
     @cached_property
     def num_keys(self) -> np.ndarray:
         """[R] int32: tokens that each has with them."""
-        return self.prefix_lens + self.query_lens
+        lens: np.ndarray = self.prefix_lens + self.query_lens
+        return lens
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -297,7 +297,8 @@ def _attend_block(
         bias = _slopes(layer, q)[:, None, None] * -distance  # [H, T, L]
         bias = bias.unflatten(0, (layer.num_kv_heads, group)).flatten(1, 2)
     folded = _attend(folded, keys, values, mask.repeat(group, 1), layer, sinks, bias)
-    return folded.unflatten(1, (group, -1)).flatten(0, 1).transpose(0, 1)
+    unfolded: torch.Tensor = folded.unflatten(1, (group, -1)).flatten(0, 1).transpose(0, 1)
+    return unfolded
 
 
 def _attend(
@@ -340,4 +341,5 @@ def _attend(
 def _by_head(x: torch.Tensor, of_heads: torch.Tensor) -> torch.Tensor:
     """x [R, Hk, N, A] · of_heads [Hk, A, B] → [R, Hk, N, B]: one product a head, of the rows of all requests."""
     folded = x.transpose(0, 1).flatten(1, 2) @ of_heads
-    return folded.unflatten(1, (x.shape[0], x.shape[2])).transpose(0, 1)
+    unfolded: torch.Tensor = folded.unflatten(1, (x.shape[0], x.shape[2])).transpose(0, 1)
+    return unfolded

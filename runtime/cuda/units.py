@@ -49,7 +49,8 @@ class UnitsKernel(CudaKernel):
 
     @property
     def _stage_bytes(self) -> int:
-        return (self.tile_rows + TILE_UNITS * UNIT_ROWS) * _ROW_BYTES
+        stage_bytes: int = (self.tile_rows + TILE_UNITS * UNIT_ROWS) * _ROW_BYTES
+        return stage_bytes
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Self:

@@ -11,7 +11,7 @@ import json
 import types
 from collections.abc import Callable, Mapping
 from itertools import chain
-from typing import TYPE_CHECKING, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints, overload
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeVar, Union, get_args, get_origin, get_type_hints, overload
 
 from mllm_compile.runtime.short_repr import typed_repr
 
@@ -135,7 +135,7 @@ def _new_reader(kind: Any) -> _Reader:
     raise TypeError(f"no field of JSON is {kind}")
 
 
-def _refuse(data: Any, kind: Any) -> Any:
+def _refuse(data: Any, kind: Any) -> NoReturn:
     name = kind.__name__ if isinstance(kind, type) and not get_args(kind) else str(kind).replace("typing.", "")
     raise _Mistake(f"expected {name}, got {typed_repr(data)}")
 
@@ -161,7 +161,7 @@ def _union_reader(kind: Any, members: list[_Reader]) -> _Reader:
                 last = mistake
         if ":" in str(last) and type(data) is dict:  # of a field within the one member that is a dataclass
             raise last
-        return _refuse(data, kind)
+        _refuse(data, kind)
 
     # `X | None`, which nearly every union is: None is told from the rest without an error.
     if len(members) == 2 and members[1] is _reader(type(None)):
@@ -181,7 +181,7 @@ def _bound(hint: Any, given: Mapping[Any, Any]) -> Any:
 def _mapping_reader(kind: Any, item: _Reader) -> _Reader:
     def read(data: Any) -> dict[str, Any]:
         if type(data) is not dict:
-            return _refuse(data, kind)
+            _refuse(data, kind)
         try:
             return {key: item(value) for key, value in data.items()}
         except _Mistake:
@@ -202,7 +202,7 @@ def _dataclass_reader(kind: Any, given: Mapping[Any, Any] | None = None) -> _Rea
 
     def read(data: Any) -> Any:
         if type(data) is not dict:
-            return _refuse(data, kind)
+            _refuse(data, kind)
         if data.keys() != readers.keys():
             odd = min(data.keys() ^ readers.keys())
             raise _Mistake(f"expected {'a' if odd in readers else 'no'} key {odd!r} in {kind.__name__}")

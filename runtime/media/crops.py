@@ -59,7 +59,8 @@ class CropTower(FixedSizeTower):
         return wanted[0] // self.shape[1], wanted[1] // self.shape[2]
 
     def num_features(self, grid: Grid) -> int:
-        return self.inputs(grid)["taps"].shape[0]
+        count: int = self.inputs(grid)["taps"].shape[0]
+        return count
 
     def num_counted(self, grid: Grid) -> int:
         return grid[0] * self.features

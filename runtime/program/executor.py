@@ -170,7 +170,8 @@ class ProgramExecutor:
             start = self._head
         values[self._registers[ROW_INPUT]] = logits_indices
         self._run(self._steps[start:], values)
-        return values[self._registers[self.program.output]]
+        output: torch.Tensor = values[self._registers[self.program.output]]
+        return output
 
     def _run(self, steps: Sequence[_LinkedStep], values: list[Any]) -> None:
         for step in steps:

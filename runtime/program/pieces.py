@@ -65,14 +65,16 @@ class SourcePiece:
 
     def __call__(self, inputs: list[torch.Tensor]) -> Sequence[torch.Tensor]:
         with torch.no_grad():
-            return self._module(*inputs)
+            outputs: Sequence[torch.Tensor] = self._module(*inputs)
+            return outputs
 
 
 def piece_class(source: str, path: Path) -> type[torch.nn.Module]:
     """The class `Piece` that a piece's source defines."""
     namespace: dict[str, Any] = {"__name__": f"mllm_piece_{path.stem}"}
     exec(compile(source, str(path), "exec"), namespace)
-    return namespace["Piece"]
+    kind: type[torch.nn.Module] = namespace["Piece"]
+    return kind
 
 
 def load_piece(name: str, data: bytes) -> PackagedPiece | SourcePiece:

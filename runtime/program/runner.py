@@ -100,7 +100,8 @@ class ProgramRunner:
     ) -> list[Any]:
         """Runs the program up to the head, for `head`; arguments as those of `run`."""
         with self.context(batch, tokens, mode, descriptor):
-            return self._executor_of(batch).body(tokens.by_name, all_rows)
+            values: list[Any] = self._executor_of(batch).body(tokens.by_name, all_rows)
+            return values
 
     def head(self, batch: ForwardBatch, body: list[Any], logits_indices: torch.Tensor) -> LogitsProcessorOutput:
         """Logits of the tokens `logits_indices` [S] int64, and where the batch asks for them of any others.

@@ -133,7 +133,8 @@ def dequantised(
     assert values is not None and scales is not None, "a weight has values and scales"
     if values.dim() > 2:
         flat = {role: None if one is None else one.flatten(0, -2) for role, one in tensors.items()}
-        return dequantised(flat, kind, group, columns, dtype).unflatten(0, values.shape[:-1])
+        numbers: torch.Tensor = dequantised(flat, kind, group, columns, dtype).unflatten(0, values.shape[:-1])
+        return numbers
     weight = torch.empty(values.shape[0], columns, dtype=dtype, device=values.device)
     step = max(_MOST_VALUES // max(columns, 1), 1)
     for start in range(0, values.shape[0], step):

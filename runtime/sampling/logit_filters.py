@@ -21,7 +21,8 @@ def _flashinfer_sampling() -> ModuleType | None:
         from flashinfer import sampling
     except ImportError:
         return None
-    return sampling
+    kernels: ModuleType = sampling
+    return kernels
 
 
 def filter_scores(

@@ -296,7 +296,7 @@ def _integer(
 ) -> int:
     """`value` as an int if it is an integer (numpy's too, not bool) in [low, high]."""
     if type(value) is int or (isinstance(value, numbers.Integral) and not isinstance(value, bool)):
-        number = int(value)  # type: ignore[call-overload]
+        number = int(value)
         if low <= number and (high is None or number <= high):
             return number
     expected = f"an integer of at least {low}" if high is None else f"an integer from {low} to {high}"

@@ -5,6 +5,7 @@ scheduler.py decides what goes into a step. Free of torch. R rows, N page writes
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -107,6 +108,6 @@ def build_batch(
     )
 
 
-def _append(array: np.ndarray, values: list) -> np.ndarray:
+def _append(array: np.ndarray, values: Sequence[int]) -> np.ndarray:
     added = np.array(values, dtype=array.dtype)
     return np.concatenate([array, added]) if array.size else added

@@ -159,7 +159,8 @@ class Pace:
             ms = budget.fixed_ms + budget.token_ms * (rows - others)
             return (ms + budget.pair_ms * pairs_of(self._attended(length), context)) / length
 
-        return min((one for one in (chunk, *sizes, *whole_blocks) if least <= one <= chunk), key=ms_a_token)
+        size: int = min((one for one in (chunk, *sizes, *whole_blocks) if least <= one <= chunk), key=ms_a_token)
+        return size
 
     def _attended(self, length: int) -> float:
         """The queries of as many full blocks as take attention as long as a chunk of `length`: those of all its waves.

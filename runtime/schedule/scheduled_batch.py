@@ -63,7 +63,8 @@ class ScheduledBatch:
     @property
     def seq_lens(self) -> np.ndarray:
         """[R] int32: tokens in the KV after this step."""
-        return self.prefix_lens + self.num_new
+        lens: np.ndarray = self.prefix_lens + self.num_new
+        return lens
 
     @property
     def is_idle(self) -> bool:

@@ -135,7 +135,10 @@ class SsdMath(_Recurrence[Ssd]):
             return out
         gated = (out * F.silu(operands["z"].float())).flatten(1).unflatten(1, (kind.norm_groups, -1))
         scale = torch.rsqrt(gated.pow(2).mean(-1, keepdim=True) + kind.norm_eps)
-        return (operands["norm"].float() * (gated * scale).flatten(1)).view_as(out).to(operands["x"].dtype)
+        normed: torch.Tensor = (
+            (operands["norm"].float() * (gated * scale).flatten(1)).view_as(out).to(operands["x"].dtype)
+        )
+        return normed
 
 
 class SelectiveScanMath(_Recurrence[SelectiveScan]):

@@ -26,7 +26,8 @@ class HostPageTable:
 
     def places_of(self, rows: np.ndarray, page_positions: np.ndarray) -> np.ndarray:
         """The places [N] int64 of these pages among the pages of all rows, row after row."""
-        return rows.astype(np.int64) * self._table.shape[1] + page_positions
+        places: np.ndarray = rows.astype(np.int64) * self._table.shape[1] + page_positions
+        return places
 
     def slots_of(self, page_ids: np.ndarray) -> np.ndarray:
         """[N * page_size] int32: the slots of whole pages [N] int, one page after another."""
@@ -36,7 +37,8 @@ class HostPageTable:
     def slots(self, rows: np.ndarray, positions: np.ndarray) -> np.ndarray:
         """[T] int64: the KV slot of each token, given its row and position, [T] int each."""
         pages, offsets = np.divmod(positions, self.page_size)
-        return self._table[rows, pages].astype(np.int64) * self.page_size + offsets
+        slots: np.ndarray = self._table[rows, pages].astype(np.int64) * self.page_size + offsets
+        return slots
 
     def pages_of(self, rows: np.ndarray, seq_lens: np.ndarray) -> np.ndarray:
         """[P] int32: the pages of so many tokens of each row, [R] int each, one row's behind another's."""

@@ -88,7 +88,7 @@ class StepOutput:
     def broken_rows(self) -> np.ndarray:
         """[≤ R] int64, ascending: rows that have no next token, and those whose scored prompt tokens' logits were no
         numbers."""
-        broken = self.score_rows[self.token_ids[self.score_rows] < 0]
+        broken: np.ndarray = self.score_rows[self.token_ids[self.score_rows] < 0]
         if self.prompt_scores is not None:
             broken = np.union1d(broken, self.prompt_rows[np.isnan(self.prompt_scores.logprobs)])
         return broken

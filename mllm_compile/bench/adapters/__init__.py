@@ -37,7 +37,8 @@ def check_streams(engine: str) -> None:
 
 def open_engine(engine: str, setting: Setting) -> BenchEngine:
     """Starts an engine in this process: loads, compiles, captures."""
-    return import_module(f"mllm_compile.bench.adapters.{engine}_engine").open_engine(setting)
+    opened: BenchEngine = import_module(f"mllm_compile.bench.adapters.{engine}_engine").open_engine(setting)
+    return opened
 
 
 def check_images(engine: str) -> None:
@@ -55,9 +56,11 @@ def open_images(engine: str, setting: Setting) -> ImageEngine:
     Raises:
         BenchmarkError: it takes none of this model.
     """
-    return import_module(f"mllm_compile.bench.adapters.{engine}_engine").open_images(setting)
+    opened: ImageEngine = import_module(f"mllm_compile.bench.adapters.{engine}_engine").open_images(setting)
+    return opened
 
 
 def open_streams(engine: str, setting: Setting) -> StreamEngine:
     """The same, to be read token by token; `check_streams` first."""
-    return import_module(f"mllm_compile.bench.adapters.{engine}_engine").open_streams(setting)
+    opened: StreamEngine = import_module(f"mllm_compile.bench.adapters.{engine}_engine").open_streams(setting)
+    return opened

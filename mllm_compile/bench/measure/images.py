@@ -28,7 +28,8 @@ def features_a_side(model_folder: str, side: int) -> int:
     """
     vision = json.loads((Path(model_folder) / "config.json").read_bytes()).get("vision_config", {})
     try:
-        return max(1, round(side / (vision["patch_size"] * vision["spatial_merge_size"])))
+        side_patches: int = max(1, round(side / (vision["patch_size"] * vision["spatial_merge_size"])))
+        return side_patches
     except (KeyError, TypeError):
         raise BenchmarkError(
             f"images are not measured: {model_folder}/config.json has no vision_config with patch_size and "

@@ -33,4 +33,5 @@ def gpu_seconds(work: Callable[[], object]) -> float:
     work()
     end.record()
     end.synchronize()
-    return begin.elapsed_time(end) / 1e3
+    seconds: float = begin.elapsed_time(end) / 1e3
+    return seconds

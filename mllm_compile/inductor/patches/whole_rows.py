@@ -24,7 +24,7 @@ def keep_whole_rows() -> None:
         return plain(features, cooperative_reduction) or (not cooperative_reduction and _is_short(features))
 
     should_use.keeps_rows = True  # type: ignore[attr-defined]
-    InductorChoices.should_use_persistent_reduction = staticmethod(should_use)  # type: ignore[assignment,method-assign]
+    InductorChoices.should_use_persistent_reduction = staticmethod(should_use)  # type: ignore[method-assign]
 
 
 def _is_short(features: Any) -> bool:

@@ -59,7 +59,7 @@ class _Counting(TorchDispatchMode):
     counts: LayerCounts = field(default_factory=LayerCounts)
 
     def __post_init__(self) -> None:
-        super().__init__()
+        TorchDispatchMode.__init__(self)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         namespace, _, name = func.name().partition("::")

@@ -45,7 +45,8 @@ def causal_conv(
         from transformers.activations import ACT2FN
 
         out = ACT2FN[activation](out)
-    return out.transpose(0, 1)[None]
+    shaped: torch.Tensor = out.transpose(0, 1)[None]
+    return shaped
 
 
 def gated_delta(
@@ -85,7 +86,8 @@ def ssd(
     made_elsewhere = (None, None)  # the norm behind, until a pass finds it
     settings = (dt_softplus, *bounds, False, 0.0, 1, "; ".join(_refusals(kwargs)))
     out = torch.ops.mllm.ssd(hidden_states[0], dt[0], A, B[0], C[0], D, dt_bias, *made_elsewhere, *settings)
-    return out[None]
+    shaped: torch.Tensor = out[None]
+    return shaped
 
 
 def selective_scan(
@@ -106,7 +108,8 @@ def selective_scan(
     out = torch.ops.mllm.selective_scan(
         x, dt, A, B, C, D, gate, delta_bias, delta_softplus, False, "; ".join(_refusals(kwargs))
     )
-    return out.transpose(0, 1)[None]
+    shaped: torch.Tensor = out.transpose(0, 1)[None]
+    return shaped
 
 
 # A function's name in its kernel package, or its own → its replacement.

@@ -127,4 +127,5 @@ def _delayed(inputs: torch.Tensor, behind: int) -> torch.Tensor:
 
 def _conv(inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """inputs [T, C], weight [C, K], bias [C] → [T, C]."""
-    return torch.ops.mllm.causal_conv(inputs, weight, bias, "", "")
+    mixed: torch.Tensor = torch.ops.mllm.causal_conv(inputs, weight, bias, "", "")
+    return mixed

@@ -123,4 +123,5 @@ class _Tower(torch.nn.Module):
         torch._check(pixel_values.shape[0] >= 1)
         torch._check(pixel_values.shape[0] <= MAX_FEATURES)
         say_bounds(cu_seqlens)
-        return self.features(pixel_values.view(-1, *self.shape)).flatten(0, 1)
+        features: torch.Tensor = self.features(pixel_values.view(-1, *self.shape)).flatten(0, 1)
+        return features

@@ -33,18 +33,22 @@ class ImageFeatures(torch.nn.Module):
 
     def forward(self, pixels: torch.Tensor) -> torch.Tensor:
         base, config = self.base, self.base.config
+        features: torch.Tensor
         if has_connector(base):
             mask = _Whole(base.vision_model, pixels) if self.is_indexed_by_mask else None
             seen = base.vision_model(pixel_values=pixels, patch_attention_mask=mask, return_dict=True)
-            return base.connector(seen.last_hidden_state)
+            features = base.connector(seen.last_hidden_state)
+            return features
         if hasattr(config, "downsample_ratio") or not hasattr(config, "vision_feature_layer"):
-            return base.get_image_features(pixel_values=pixels, return_dict=True).pooler_output
+            features = base.get_image_features(pixel_values=pixels, return_dict=True).pooler_output
+            return features
         layers = config.vision_feature_layer
         states = base.vision_tower(pixels, output_hidden_states=True, return_dict=True).hidden_states
         chosen = [states[layer] for layer in ([layers] if isinstance(layers, int) else layers)]
         if config.vision_feature_select_strategy == "default":
             chosen = [one[:, 1:] for one in chosen]
-        return base.multi_modal_projector(torch.cat(chosen, -1))
+        features = base.multi_modal_projector(torch.cat(chosen, -1))
+        return features
 
 
 def _is_indexed_by_mask(tower: Any) -> bool:

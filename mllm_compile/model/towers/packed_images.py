@@ -53,7 +53,7 @@ class PackedImages(TowerAdapter):
 
     def trace_tower(self, device: str) -> Trace:
         """Inputs as PackedTower.input_names, outputs [F, hidden]."""
-        facts, unit, base = self.facts, self.facts.merge**2, self.hf_model.model.model  # type: ignore[union-attr]
+        facts, unit, base = self.facts, self.facts.merge**2, self.hf_model.model.model
         inputs = {
             "pixel_values": sized("F", (_SAMPLE_FEATURES, facts.pixel_width), self.hf_model.model.dtype, device),
             "position_ids": sized("F", (_SAMPLE_FEATURES, unit, 2), torch.int64, device),
@@ -112,4 +112,5 @@ class _Tower(torch.nn.Module):
         layers = self.base.config.vision_feature_layer
         chosen = torch.cat([states[layer] for layer in ([layers] if isinstance(layers, int) else layers)], -1)[0]
         project = self.base.multi_modal_projector
-        return project(chosen, None) if hasattr(project, "patch_merger") else project(chosen)
+        features: torch.Tensor = project(chosen, None) if hasattr(project, "patch_merger") else project(chosen)
+        return features

@@ -50,7 +50,7 @@ class PlacedPatches(TowerAdapter):
 
     def trace_tower(self, device: str) -> Trace:
         """Inputs as PlacedTower.input_names, outputs [F, hidden]."""
-        facts, unit, base = self.facts, self.facts.merge**2, self.hf_model.model.model  # type: ignore[union-attr]
+        facts, unit, base = self.facts, self.facts.merge**2, self.hf_model.model.model
         inputs = {
             "pixel_values": sized("F", (_SAMPLE_FEATURES, facts.pixel_width), self.hf_model.model.dtype, device),
             "position_ids": sized("F", (_SAMPLE_FEATURES, unit, 2), torch.int64, device),
@@ -96,4 +96,5 @@ class _Tower(torch.nn.Module):
         features = pooled.float() * tower.pooler.root_hidden_size
         if tower.config.standardize:
             features = (features - tower.std_bias.float()) * tower.std_scale.float()
-        return self.base.embed_vision(inputs_embeds=features.to(hidden.dtype))
+        embedded: torch.Tensor = self.base.embed_vision(inputs_embeds=features.to(hidden.dtype))
+        return embedded

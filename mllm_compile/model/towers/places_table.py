@@ -41,7 +41,8 @@ def spread_by_taps(tower: Any) -> Iterator[None]:
         assert _TAPS.said is not None, "a tower with a table is given taps"
         indices, weights = _TAPS.said
         rows = module.position_embedding.weight.float()[indices]
-        return embeddings + (rows * weights[..., None]).sum(-2).to(embeddings.dtype)
+        placed: torch.Tensor = embeddings + (rows * weights[..., None]).sum(-2).to(embeddings.dtype)
+        return placed
 
     if module is not None:
         module.forward = forward

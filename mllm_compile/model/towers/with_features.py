@@ -78,7 +78,8 @@ class _WholeWithFeatures(torch.nn.Module):
         if self.padding is not None:
             of_layers = self.model.model.language_model.get_per_layer_inputs
             said["per_layer_inputs"] = of_layers(ids[None], embeddings[None])
-        return self.model(**said, logits_to_keep=logits_indices).logits[0]
+        logits: torch.Tensor = self.model(**said, logits_to_keep=logits_indices).logits[0]
+        return logits
 
 
 class _WithFeatures(torch.nn.Module):
@@ -104,4 +105,5 @@ class _WithFeatures(torch.nn.Module):
             said |= {"visual_pos_masks": is_feature[None], "deepstack_visual_embeds": deeper}
         language_model = self.model.model.language_model
         hidden = language_model(**said, position_ids=positions[:, None], use_cache=False).last_hidden_state
-        return self.model.get_output_embeddings()(hidden[:, logits_indices])[0]
+        logits: torch.Tensor = self.model.get_output_embeddings()(hidden[:, logits_indices])[0]
+        return logits

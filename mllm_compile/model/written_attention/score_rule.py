@@ -175,20 +175,22 @@ class _Stretch:
                 if node.op == "placeholder":
                     values[node] = self._input(node, num_tokens)
                 elif node.op == "call_function":
-                    values[node] = node.target(*args, **kwargs)  # type: ignore[operator]
+                    values[node] = node.target(*args, **kwargs)
                 else:
                     values[node] = getattr(args[0], str(node.target))(*args[1:], **kwargs)
         except NoRuleError:
             raise
         except Exception as error:  # a model's code, run with other sizes and dtypes than it was written for
             raise NoRuleError(f"it does not run by itself: {error}") from error
-        return values[self._scores].double()
+        scores: torch.Tensor = values[self._scores].double()
+        return scores
 
     def _of_product(self, product: torch.Tensor, value: Any) -> torch.Tensor:
         if not is_named(self._product, "baddbmm"):
             return product
         beta, alpha = (float(self._product.kwargs.get(name, 1.0)) for name in ("beta", "alpha"))  # type: ignore[arg-type]
-        return beta * value(operands_of(self._product)[2]) + alpha * product
+        total: torch.Tensor = beta * value(operands_of(self._product)[2]) + alpha * product
+        return total
 
     def _input(self, node: fx.Node, num_tokens: int) -> torch.Tensor:
         if node.meta.get("input_name") == "positions":

@@ -91,4 +91,4 @@ class Writer:
 def _rest_of(sending: Coroutine[Any, Any, None], waits_for: Any) -> Generator[Any, Any, None]:
     """Awaits a coroutine that was begun by hand, and stopped at `waits_for`."""
     yield waits_for
-    yield from sending  # type: ignore[misc]
+    yield from sending

@@ -55,11 +55,13 @@ _HISTOGRAMS = (
 
 
 def _share(stats: Mapping[str, Any]) -> float:
-    return stats["kv_pages_used"] / max(1, stats["kv_pages_total"])
+    share: float = stats["kv_pages_used"] / max(1, stats["kv_pages_total"])
+    return share
 
 
 def _longest_gap(stats: Mapping[str, Any]) -> float:
-    return stats["time_between_tokens"]["largest"]
+    largest: float = stats["time_between_tokens"]["largest"]
+    return largest
 
 
 class Metrics:

@@ -39,7 +39,8 @@ def import_flashinfer(device: torch.device) -> ModuleType:
             "Install it with `pip install mllm-compile[cuda]`, or set runtime.attention_backend: torch."
         ) from error
     check_version(flashinfer.__version__)
-    return flashinfer
+    library: ModuleType = flashinfer
+    return library
 
 
 def use_kernels_from(folder: Path) -> None:

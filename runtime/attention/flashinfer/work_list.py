@@ -91,7 +91,8 @@ class WorkList:
         arrays[5] = self._heads
         memory[self._requests : self._requests + total].reshape(num_heads, count)[:] = columns[5]
         np.minimum(self._blocks, total, out=memory[self._bounds : self._bounds + num_blocks + 1])
-        return 4 * max(self._bounds + num_blocks + 1, self._requests + total)
+        end: int = 4 * max(self._bounds + num_blocks + 1, self._requests + total)
+        return end
 
 
 class SplitList:

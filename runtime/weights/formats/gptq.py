@@ -164,4 +164,5 @@ class Awq(Format):
 def _in_order(words: torch.Tensor) -> torch.Tensor:
     """[K, 8 W] int32 of [K, W] words: a word's even columns are its first four values, the odd ones its last."""
     values = unpacked(words.contiguous(), 4, 8 * words.shape[1])
-    return values.unflatten(-1, (-1, 2, 4)).transpose(-1, -2).flatten(-3)
+    in_order: torch.Tensor = values.unflatten(-1, (-1, 2, 4)).transpose(-1, -2).flatten(-3)
+    return in_order

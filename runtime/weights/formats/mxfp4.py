@@ -75,7 +75,8 @@ class CompressedMxfp4(Format):
 
     def rows(self, tensors: Tensors, numbers: Numbers, start: int, stop: int) -> torch.Tensor:
         values = unpacked_e2m1(tensors[VALUES][start:stop]).unflatten(-1, (-1, MXFP4.group))
-        return values.mul_(exponents(tensors["scales"][start:stop]).unsqueeze(-1)).flatten(-2)
+        decoded: torch.Tensor = values.mul_(exponents(tensors["scales"][start:stop]).unsqueeze(-1)).flatten(-2)
+        return decoded
 
     def scheme(self, stored: Stored, shape: tuple[int, ...], numbers: Numbers) -> WeightScheme | None:
         return MXFP4

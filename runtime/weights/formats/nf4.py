@@ -112,7 +112,8 @@ class Nf4(Format):
         values = tensors["map"][torch.stack((pairs >> 4, pairs & 15), -1).int()].flatten()[: last - first]
         skipped = first % block
         scales = scales.repeat_interleave(block)[skipped : skipped + last - first]
-        return values.mul_(scales).unflatten(0, (-1, columns))
+        decoded: torch.Tensor = values.mul_(scales).unflatten(0, (-1, columns))
+        return decoded
 
 
 def _check_small(stored: Stored) -> None:

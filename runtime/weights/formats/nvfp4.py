@@ -54,7 +54,8 @@ class ModelOptNvfp4(Format):
         scales, of_all = not_negative(tensors["scales"][start:stop].float()), positive(tensors["global"])
         scales = scales / of_all if self.is_divisor else scales * of_all
         values = unpacked_e2m1(tensors[VALUES][start:stop]).unflatten(-1, (-1, _GROUP))
-        return values.mul_(scales.unsqueeze(-1)).flatten(-2)
+        decoded: torch.Tensor = values.mul_(scales.unsqueeze(-1)).flatten(-2)
+        return decoded
 
     def scheme(self, stored: Stored, shape: tuple[int, ...], numbers: Numbers) -> WeightScheme | None:
         return NVFP4
