@@ -233,4 +233,5 @@ def _llama3_factor(place: float, theta: float, factor: float) -> float:
     if wavelength > length / low:
         return factor
     smooth = (length / wavelength - low) / (high - low)
-    return 1 / ((1 - smooth) / factor + smooth)
+    stretched: float = 1 / ((1 - smooth) / factor + smooth)
+    return stretched

@@ -149,7 +149,8 @@ def _q6_k(blocks: torch.Tensor) -> torch.Tensor:
     high = _bits(blocks[:, 128:192].unflatten(1, (2, 32)), 2, 4).reshape(-1, 256)
     numbers = (low | (high << 4)).float() - 32
     factors = _halves(blocks, 208) * blocks[:, 192:208].contiguous().view(torch.int8).float()
-    return (factors.unsqueeze(-1) * numbers.unflatten(1, (16, 16))).flatten(1)
+    decoded: torch.Tensor = (factors.unsqueeze(-1) * numbers.unflatten(1, (16, 16))).flatten(1)
+    return decoded
 
 
 def _of_table(numbers: torch.Tensor, table: tuple[float, ...]) -> torch.Tensor:
