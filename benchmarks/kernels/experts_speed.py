@@ -36,7 +36,7 @@ class FormedKernel(ExpertTilesKernel):
     form: Form
 
     @property
-    def tile_rows(self) -> int:  # type: ignore[override]
+    def tile_rows(self) -> int:
         return self.form[0]
 
     @property

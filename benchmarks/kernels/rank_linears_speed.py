@@ -86,7 +86,7 @@ class Layers:
 
     def run_one(self, name: str, weight: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         if name not in self.by_library:
-            return torch.ops.mllm.stream_linear(x, weight, None, 0.0, name == "gate_up")  # type: ignore[no-any-return]
+            return torch.ops.mllm.stream_linear(x, weight, None, 0.0, name == "gate_up")
         return torch.ops.mllm.gated_linear(x, weight) if name == "gate_up" else linear(x, weight)
 
     def run(self) -> None:

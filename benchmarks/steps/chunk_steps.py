@@ -119,7 +119,7 @@ def main() -> None:
         steps.took(pace, batch, ms)
         took(pace, batch, ms)
 
-    Pace.took = noted  # type: ignore[method-assign]
+    Pace.took = noted
     engine = AsyncEngine(config.model_copy(update={"runtime": config.runtime.model_copy(update=runtime)}))
     try:
         for bound in args.bounds:

@@ -21,7 +21,6 @@ from mllm_compile.bench.timing.clock import Stopwatch
 from mllm_compile.bench.timing.record import append_record
 from mllm_compile.compiler.load_or_compile import load_or_compile
 from mllm_compile.config.schema import EngineConfig
-from mllm_compile.engine.assemble import runner_config
 from mllm_compile.process.progress import NullReporter
 from mllm_compile.runtime.cuda_graph.capture import GraphCapturer
 from mllm_compile.runtime.cuda_graph.kind import BatchGraphs
@@ -30,7 +29,7 @@ from mllm_compile.runtime.forward_context import override_forward_context
 from mllm_compile.runtime.graph_mode import BatchDescriptor, GraphKind
 from mllm_compile.runtime.model_runner import ModelRunner
 from mllm_compile.runtime.program import executor
-from mllm_compile.store.source import ArtifactSource
+from mllm_compile.store.source import ArtifactSource, runner_config
 
 WARM_UP_STEPS, STEPS, REPEATS = 5, 40, 5
 
@@ -96,15 +95,15 @@ def breakable(runner: ModelRunner, batch: ForwardBatch, descriptor: BatchDescrip
         for argument in arguments:  # one is a list: what q and k are made of
             given = argument if isinstance(argument, list) else [argument]
             keep.extend(one for one in given if isinstance(one, torch.Tensor))
-        segments.append(lambda: attend(*arguments))  # type: ignore[arg-type]
-        attend(*arguments)  # type: ignore[arg-type]
+        segments.append(lambda: attend(*arguments))
+        attend(*arguments)
         start()
 
     graphs.inputs.take_tokens(batch, size)
     runner.attn_backend.init_forward_metadata(batch)
     inputs = graphs.inputs
     tokens = TokenInputs(inputs.input_ids[:size], inputs.positions[:size], inputs.out_cache_loc[:size])
-    executor.attention_with_output = interrupted  # type: ignore[assignment]
+    executor.attention_with_output = interrupted
     try:
         with capturer.session():
             start()

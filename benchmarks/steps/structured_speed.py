@@ -116,7 +116,7 @@ class Meter:
             finally:
                 self.mask_seconds.append(watch.seconds)
 
-        backend.fill = timed  # type: ignore[method-assign]
+        backend.fill = timed
 
     def round(self, each: list[SamplingParams], prompt_length: int, num_tokens: int) -> float:
         """Milliseconds a token while all requests decode."""
