@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import shutil
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ import pytest
 from hypothesis import settings
 
 from mllm_compile.process.no_gc import gc_paused
+from tests.remembered_traces import remembered_traces, remembers
 
 # Before torch is imported. Tests are many and small: threads would only get in each other's way.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -58,6 +59,23 @@ def _sendable(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return type(value)(map(_sendable, value)) if type(value) in (list, tuple) else value
     return value
+
+
+@pytest.fixture(scope="session")
+def graphs_of_traces() -> dict[str, Any]:
+    """What this process has traced (remembered_traces.py)."""
+    return {}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def traces_are_remembered(request: pytest.FixtureRequest, graphs_of_traces: dict[str, Any]) -> Iterator[None]:
+    """In the folders whose tests are not about the trace."""
+    folder = request.path.relative_to(Path(__file__).parent).parts[0]
+    if not remembers(folder):
+        yield
+        return
+    with remembered_traces(graphs_of_traces):
+        yield
 
 
 def compiled_once(tmp_path_factory: pytest.TempPathFactory, name: str, **sections: dict) -> Path:

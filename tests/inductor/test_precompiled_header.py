@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
-import sys
-from contextlib import suppress
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -15,11 +13,12 @@ import torch
 from mllm_compile.inductor.patches import precompiled_header
 from mllm_compile.inductor.toolchain import SYSTEM_CXX, WRAPPER_OPTIONS
 from mllm_compile.inductor.toolchain import system_compiler as with_system_compiler
-from tests.hang_guard import HANG_S
+from tests.fresh_process import FreshProcess, fresh_process
 
 ON_GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA's headers")]
 HEADER = "torch/csrc/inductor/aoti_include/cpu.h"
 
+IMPORTS = "import torch._inductor.codecache, torch._inductor.cpp_builder"
 # A compiler process that shares its header. In place of g++: BUILD.
 SHARES = """
 import os, sys, time
@@ -31,7 +30,7 @@ def build(self):
     BUILD
 
 torch._inductor.cpp_builder.CppBuilder.build = build
-folder = Path(sys.argv[1])
+folder = Path(FOLDER)
 answers = os.dup(1)
 os.dup2(2, 1)
 shared_header.share_header(folder, "cpu")
@@ -48,33 +47,61 @@ os.wait(), os.wait()
 """
 
 
-def run(folder: Path, code: str) -> None:
-    """Returns when nobody has its output any more."""
-    code = code.replace("HEADER", HEADER)
-    process = subprocess.Popen(
-        [sys.executable, "-c", code, str(folder)], stdout=subprocess.PIPE, text=True, process_group=0
-    )
+# Runs in a fork and a process group of its own, and returns when nobody has its output any more.
+IN_A_GROUP = """
+import os, signal
+reads, writes = os.pipe()
+child = os.fork()
+if child == 0:
+    os.setpgid(0, 0)
+    os.dup2(writes, 1)
+    os.close(reads), os.close(writes)
     try:
-        assert process.communicate(timeout=HANG_S) == ("", None)
-        assert process.returncode == 0
+        exec(CODE, {})
+        os._exit(0)
     finally:
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
+        os._exit(1)
+os.close(writes)
+said = os.read(reads, 1000)
+code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+try:
+    os.killpg(child, signal.SIGKILL)
+except ProcessLookupError:
+    pass
+print([said, code])
+"""
 
 
-def test_packages_wait_for_what_is_being_compiled(tmp_path):
-    run(tmp_path, SHARES.replace("BUILD", "time.sleep(0.5); Path(self.get_target_file_path()).touch()") + ASKS)
+@pytest.fixture(scope="module")
+def compilers() -> Iterator[FreshProcess]:
+    with fresh_process(IMPORTS) as process:
+        yield process
+
+
+@pytest.fixture
+def run(compilers: FreshProcess, tmp_path: Path) -> Callable[[str], None]:
+    """Runs a compiler process; its folder is the test's."""
+
+    def run(code: str) -> None:
+        code = code.replace("HEADER", HEADER).replace("FOLDER", repr(str(tmp_path)))
+        assert compilers.run(IN_A_GROUP.replace("CODE", repr(code))).strip() == "[b'', 0]"
+
+    return run
+
+
+def test_packages_wait_for_what_is_being_compiled(run, tmp_path):
+    run(SHARES.replace("BUILD", "time.sleep(0.5); Path(self.get_target_file_path()).touch()") + ASKS)
     assert (tmp_path / "asked").read_text() == "True"
 
 
 @pytest.mark.parametrize("build", ["raise RuntimeError('no')", "os.kill(os.getpid(), 9)"])
-def test_where_it_cannot_be_compiled_it_is_read_as_it_is(tmp_path, build):
-    run(tmp_path, SHARES.replace("BUILD", build) + ASKS)
+def test_where_it_cannot_be_compiled_it_is_read_as_it_is(run, tmp_path, build):
+    run(SHARES.replace("BUILD", build) + ASKS)
     assert (tmp_path / "asked").read_text() == "False"
 
 
-def test_whoever_waits_for_the_compiler_process_does_not_wait_for_the_header(tmp_path):
-    run(tmp_path, SHARES.replace("BUILD", "time.sleep(3600)"))
+def test_whoever_waits_for_the_compiler_process_does_not_wait_for_the_header(run):
+    run(SHARES.replace("BUILD", "time.sleep(3600)"))
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import cache
 
 import pytest
 import torch
@@ -42,10 +43,7 @@ def kernels_on_cpu() -> Iterator[None]:
     ids=["bfloat16", "experts", "experts with biases"],
 )
 def test_two_ranks_compute_what_one_does_behind_all_passes(graph: Graph, tolerance: float, num_tokens: int):
-    whole = run(graph(), num_tokens)
-    cut = graph()
-    cut.meta[RANKS] = NUM_RANKS
-    cut, _ = run_passes(cut)
+    whole, cut = run(graph(), num_tokens), rewritten(graph, NUM_RANKS)
     assert len(cut.meta[WEIGHT_CUTS]) > 10
     with variants_for(cut, num_tokens):
         found = run_lockstep(NUM_RANKS, lambda rank: run(cut, num_tokens))
@@ -54,7 +52,15 @@ def test_two_ranks_compute_what_one_does_behind_all_passes(graph: Graph, toleran
     pieces = [module for _, module in cut.named_children() if isinstance(module, fx.GraphModule)]
     nodes_of_pieces = [node for piece in pieces for node in piece.graph.nodes]
     assert any(is_op(node, "all_reduce", "all_reduce_residual_norm") for node in nodes_of_pieces)
-    assert has_rope_kernels(cut) == has_rope_kernels(run_passes(graph())[0])
+    assert has_rope_kernels(cut) == has_rope_kernels(rewritten(graph, 1))
+
+
+@cache
+def rewritten(graph: Graph, num_ranks: int) -> fx.GraphModule:
+    """What the passes make of a graph for so many ranks."""
+    gm = graph()
+    gm.meta[RANKS] = num_ranks
+    return run_passes(gm)[0]
 
 
 def has_rope_kernels(gm: fx.GraphModule) -> bool:
