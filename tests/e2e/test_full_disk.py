@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
-import subprocess
-import sys
+from collections.abc import Iterator
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,8 @@ from mllm_compile.inductor.job import PieceJob
 from mllm_compile.inductor.workers import PieceWorkers
 from mllm_compile.model.refusals import refusing
 from mllm_compile.runtime.files.disk_space import full_disk_said
-from tests.tiny_model import TINY, shallow_tiny, tiny_config
+from tests.fresh_process import FreshProcess, fresh_process
+from tests.tiny_model import shallow_tiny, tiny_config
 
 EAGER = {"backend": "eager"}
 FULL = [errno.ENOSPC, errno.EDQUOT, errno.EFBIG]
@@ -33,58 +33,64 @@ def test_it_is_not_told_as_the_models_fault(number):
     assert (raised.value.errno, raised.value.filename) == (number, "/cache/graphs/01.txt")
 
 
-COMPILE_WITH_SMALL_FILES = """
-import resource, sys
+# What a compile of the embedded model imports.
+IMPORTS = """
+import torch._dynamo, transformers.models.qwen3.modeling_qwen3
+import mllm_compile.cli.compile, mllm_compile.compiler.build, mllm_compile.compiler.load_or_compile
+"""
+IN_A_FOLDER = """
+import os, sys, tempfile
+sys.dont_write_bytecode = True
+os.environ["TMPDIR"], tempfile.tempdir = FOLDER, None
+os.chdir(FOLDER + "/..")
+from mllm_compile.cli import run
+"""
+WITH_SMALL_FILES = """
+import resource
 resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
-sys.argv = ["mllm-compile", sys.argv[1]]
-from mllm_compile.cli import main
-main()
 """
 
 
-def test_a_compile_without_room_is_one_line_and_leaves_nothing(tmp_path):
+@pytest.fixture(scope="module")
+def compilers() -> Iterator[FreshProcess]:
+    with fresh_process(IMPORTS) as process:
+        yield process
+
+
+@pytest.fixture
+def temporary(tmp_path: Path) -> Path:
+    """The folder for temporary files of what `compilers` runs."""
+    folder = tmp_path / "temporary"
+    folder.mkdir()
+    return folder
+
+
+def test_a_compile_without_room_is_one_line_and_leaves_nothing(compilers, temporary, tmp_path):
     """The kernel refuses the writes, as a full disk does."""
-    config = tmp_path / "config.yaml"
-    config.write_text(
-        f"model: {{path: {TINY}, dtype: float32}}\ncompile: {{backend: eager}}\n"
-        f"runtime: {{device: cpu}}\ncache: {{dir: {tmp_path / 'cache'}}}\n"
-    )
-    temporary = tmp_path / "temporary"
-    temporary.mkdir()
-    ended = subprocess.run(
-        [sys.executable, "-c", COMPILE_WITH_SMALL_FILES, str(config)],
-        capture_output=True,
-        text=True,
-        env=os.environ | {"TMPDIR": str(temporary), "PYTHONDONTWRITEBYTECODE": "1"},
-    )
-    assert ended.returncode == 2, ended.stderr
-    said = ended.stderr.strip().splitlines()[-1]
-    assert f"cache.dir {tmp_path / 'cache'} cannot be written: a file in {tmp_path / 'cache'} would be larger" in said
-    assert "MiB free" in said
-    assert "make room" in said
-    assert [path for path in (tmp_path / "cache").rglob("*") if path.is_file()] == []
+    config, cache = tmp_path / "config.yaml", tmp_path / "cache"
+    model = {"path": str(shallow_tiny(tmp_path / "tiny"))}
+    config.write_text(yaml.safe_dump(tiny_config(cache, compile=EAGER, model=model).model_dump(mode="json")))
+    code = WITH_SMALL_FILES + IN_A_FOLDER + "print(run([CONFIG]))"
+    said = compilers.run(code.replace("FOLDER", repr(str(temporary))).replace("CONFIG", repr(str(config))))
+    *_, line, exit_code = said.strip().splitlines()
+    assert exit_code == "2", said
+    assert f"cache.dir {cache} cannot be written: a file in {cache} would be larger" in line
+    assert "MiB free" in line
+    assert "make room" in line
+    assert [path for path in cache.rglob("*") if path.is_file()] == []
     assert list(temporary.iterdir()) == []
 
 
-def test_a_trace_leaves_nothing_in_the_folder_for_temporary_files(tmp_path):
+def test_a_trace_leaves_nothing_in_the_folder_for_temporary_files(compilers, temporary, tmp_path):
     """Neither a compile's, nor one that is looked at: both by one process."""
-    temporary = tmp_path / "temporary"
-    temporary.mkdir()
     model = {"path": str(shallow_tiny(tmp_path / "tiny"))}
     config = tmp_path / "model.yaml"
     config.write_text(
         yaml.safe_dump(tiny_config(tmp_path / "cache", compile=EAGER, model=model).model_dump(mode="json"))
     )
-    commands = f"run([{str(config)!r}]), run(['inspect', '--out', 'graphs', {str(config)!r}])"
-    ended = subprocess.run(
-        [sys.executable, "-c", f"from mllm_compile.cli import run; print({commands})"],
-        capture_output=True,
-        text=True,
-        check=True,
-        cwd=tmp_path,
-        env=os.environ | {"TMPDIR": str(temporary), "PYTHONPATH": os.pathsep.join(sys.path)},
-    )
-    assert ended.stdout.splitlines()[-1] == "0 0", ended.stderr
+    code = IN_A_FOLDER + "print(run([CONFIG]), run(['inspect', '--out', 'graphs', CONFIG]))"
+    said = compilers.run(code.replace("FOLDER", repr(str(temporary))).replace("CONFIG", repr(str(config))))
+    assert said.splitlines()[-1] == "0 0", said
     assert list((tmp_path / "graphs").iterdir())
     assert list(temporary.iterdir()) == []
 

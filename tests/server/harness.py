@@ -126,7 +126,7 @@ class Server:
 
 def eventually(condition: Callable[[], object], what: str = "what a test waits for") -> None:
     """Returns when `condition` holds; asks less often than hang_guard's, as each question costs the server time."""
-    until(lambda: condition() or time.sleep(0.05), what)
+    until(lambda: condition() or time.sleep(0.03), what)
 
 
 @contextmanager
@@ -165,12 +165,12 @@ def running(
         process = subprocess.Popen(command, cwd=ROOT, stderr=output, stdout=subprocess.DEVNULL, env=variables)
         server = Server(process, log)
         try:
-            until(lambda: "listening at" in server.said or process.poll() is not None, "the server listens")
+            eventually(lambda: "listening at" in server.said or process.poll() is not None, "the server listens")
             found = re.search(r"listening at (?:https?://[^ ,]*:(\d+)|/)", server.said)
             assert found, server.said
             server.port = int(found[1] or 0)  # a Unix socket has none
             if waits:
-                until(lambda: server.is_ready() or process.poll() is not None, "the server is ready")
+                eventually(lambda: server.is_ready() or process.poll() is not None, "the server is ready")
                 assert process.poll() is None, server.said
             yield server
         finally:

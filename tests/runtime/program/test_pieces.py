@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from mllm_compile.runtime.errors import ArtifactError
+from mllm_compile.runtime.program import pieces
 from mllm_compile.runtime.program.pieces import check_members, load_piece
 
 SOURCE = """
@@ -78,11 +79,12 @@ def test_a_package_that_torch_cannot_load_is_an_error_of_ours():
         load_piece("piece.pt2", package(*OURS))
 
 
-def test_a_package_that_would_fill_the_disk_is_refused():
+def test_a_package_that_would_fill_the_disk_is_refused(monkeypatch):
+    monkeypatch.setattr(pieces, "_MAX_UNPACKED_BYTES", 16 << 20)
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive, archive.open("piece/a.so", "w") as member:
-        for _ in range(1100):
+        for _ in range(17):
             member.write(bytes(1 << 20))
-    assert len(buffer.getvalue()) < 4 << 20
-    with pytest.raises(ArtifactError, match="unpacks to more than 1024 MiB"):
+    assert len(buffer.getvalue()) < 1 << 20
+    with pytest.raises(ArtifactError, match="unpacks to more than 16 MiB"):
         check_members("piece", buffer.getvalue())

@@ -29,7 +29,7 @@ from tests.runtime.sampling.sampling_cases import (
 )
 
 GREEDY = SamplingParams(temperature=0)
-NUM_DRAWS = 50_000
+NUM_DRAWS = 20_000
 DISTRIBUTIONS = {
     "plain": (SamplingParams(), []),
     "cool": (SamplingParams(temperature=0.6), [TemperatureLogitsWarper(0.6)]),
