@@ -20,6 +20,7 @@ from mllm_compile.bench.timing.gpu_meter import GpuMeter, GpuState, Nvml
 from tests.bench.result_cases import run, tpot
 from tests.bench.test_report import printed
 from tests.bench.test_worker import SETTING, StandInEngine
+from tests.hang_guard import HANG_S
 
 POWER_CAP, IDLE = 0x4, 0x1
 
@@ -76,7 +77,7 @@ def driver(monkeypatch) -> Driver:
 
 def state_of(meter: GpuMeter, driver: Driver) -> GpuState | None:
     with meter.watching() as span:
-        assert driver.several.wait(60), "the thread reads meanwhile"
+        assert driver.several.wait(HANG_S), "the thread reads meanwhile"
     return meter.state([span])
 
 
