@@ -26,22 +26,25 @@ def page() -> str:
     parts += ["SGLang's names: " + ", ".join(f"`{name}` for `{ours}`" for name, ours in RENAMED.items()) + "."]
     for path, foreign in _PATHS:
         refused = {name: one for name, one in foreign.items() if not one.is_taken}
-        parts += [f"\n## Refused by {path}\n", "A value in brackets asks for nothing, and is taken.\n"]
-        parts += ["| fields | why |\n|---|---|", *_rows(refused)]
-    parts += ["\n## Taken, and without a meaning here\n", "| fields | why |\n|---|---|"]
+        parts += [
+            f"\n## Refused by {path}\n",
+            "A value in brackets asks for nothing, and is taken.\n",
+            *_items(refused),
+        ]
+    parts += ["\n## Taken, and without a meaning here\n"]
     for path, foreign in _PATHS:
         where = "" if foreign is FOREIGN else f" ({path} alone)"
-        parts += _rows({name: one for name, one in foreign.items() if one.is_taken}, where)
+        parts += _items({name: one for name, one in foreign.items() if one.is_taken}, where)
     return "\n".join(parts) + "\n"
 
 
-def _rows(fields: ForeignFields, where: str = "") -> list[str]:
-    """A row for each owner and reason."""
+def _items(fields: ForeignFields, where: str = "") -> list[str]:
+    """An item for each owner and reason."""
     groups: dict[tuple[str, str], list[str]] = {}
     for name, one in fields.items():
         values = f" ({', '.join(f'`{json.dumps(value)}`' for value in one.nothing)})" if one.nothing else ""
         groups.setdefault((one.of, one.why), []).append(f"`{name}`{values}")
-    return [f"| {of}'s {', '.join(names)}{where} | {why} |" for (of, why), names in groups.items()]
+    return [f"- {of}'s {', '.join(names)}{where}: {why}." for (of, why), names in groups.items()]
 
 
 if __name__ == "__main__":
