@@ -6,7 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from tests.hang_guard import HANG_S
@@ -14,17 +14,22 @@ from tests.hang_guard import HANG_S
 ROOT = Path(__file__).parents[1]
 
 
-def copy_with(folder: Path, new: Mapping[str, str], changed: Mapping[str, tuple[str, str]]) -> None:
-    """Copies the product into `folder`, beside these tests, with files that are new and a text of others replaced."""
+Change = tuple[str, str]  # a text that a file has once, and what takes its place
+
+
+def copy_with(folder: Path, new: Mapping[str, str], changed: Mapping[str, Change | Sequence[Change]]) -> None:
+    """Copies the product into `folder`, beside these tests, with files that are new and texts of others replaced."""
     for name in ("mllm_compile", "runtime", "passes"):
         shutil.copytree(ROOT / name, folder / name, symlinks=True)
     (folder / "tests").symlink_to(ROOT / "tests")
     for name, text in new.items():
         (folder / name).write_text(text)
-    for name, (before, after) in changed.items():
+    for name, changes in changed.items():
         text = (folder / name).read_text()
-        assert text.count(before) == 1, name
-        (folder / name).write_text(text.replace(before, after))
+        for before, after in [changes] if isinstance(changes, tuple) else changes:
+            assert text.count(before) == 1, f"{name}: {before}"
+            text = text.replace(before, after)
+        (folder / name).write_text(text)
 
 
 def run_in(folder: Path, code: str) -> None:
