@@ -7,7 +7,7 @@ from tests.scratch_tree import copy_with, run_in
 # Floats of eight bits, and of each row the logarithm of its scale. File → what it is, or what stands there and what
 # takes its place.
 NEW = {
-    "runtime/weights/formats/log_rows.py": '''"""Floats of eight bits, and of each row the logarithm of its scale to base 2."""
+    "runtime/weights/formats/log_rows.py": '''"""Floats of eight bits, and the logarithm of each row's scale."""
 
 import torch
 
