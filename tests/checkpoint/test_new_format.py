@@ -38,13 +38,13 @@ class LogRows(Format):
     def scheme(self, stored, shape, numbers):
         return WeightScheme("fp8", shape[1])
 
-    def small(self, role, tensors, numbers):
+    def kept_tensor(self, role, tensors, numbers):
         return tensors[VALUES] if role == VALUES else tensors[SCALES].exp2().unsqueeze(1)
 ''',
 }
 _IMPORT = "from mllm_compile.runtime.weights.formats.mxfp4 import CompressedMxfp4, Mxfp4\n"
 CHANGED = {
-    "runtime/weights/formats/every.py": [
+    "runtime/weights/formats/registry.py": [
         (_IMPORT, f"from mllm_compile.runtime.weights.formats.log_rows import LogRows\n{_IMPORT}"),
         ("        Nf4(),\n", "        Nf4(),\n        LogRows(),\n"),
     ],

@@ -107,7 +107,7 @@ class _Tower(torch.nn.Module):
 _ADAPTER = "from mllm_compile.model.towers.visual_grids import VisualGrids\n"
 _TOWER = "from mllm_compile.runtime.media.tower import Tower\n"
 CHANGED = {
-    "runtime/media/every.py": [
+    "runtime/media/registry.py": [
         (_TOWER, f"from mllm_compile.runtime.media.strips import StripTower\n{_TOWER}"),
         ('    "grids": GridTower,\n', '    "grids": GridTower,\n    "strips": StripTower,\n'),
     ],
@@ -124,15 +124,17 @@ import numpy as np
 import torch
 from mllm_compile.compiler.program_builder import build_program
 from mllm_compile.errors import RequestError
-from mllm_compile.model.gate import check_tower
+from mllm_compile.model.supported import check_tower
 from mllm_compile.model.hf_model import HFModel
 from mllm_compile.model.towers.find import tower_adapter
 from mllm_compile.passes.base import PassTarget
 from mllm_compile.passes.pipeline import OF_TOWERS, pass_names, passes_left_out, run_passes
-from mllm_compile.runtime.media.every import tower_from_json, tower_to_json
+from mllm_compile.runtime.media.registry import tower_from_json, tower_to_json
 from mllm_compile.runtime.media.tower_inputs import tower_inputs
-from mllm_compile.runtime.ops.varlen import ops  # noqa: F401
+from mllm_compile.runtime.ops import op
 from tests.model.toy_models import HIDDEN, ToyConfig, ToyForCausalLM
+
+ATTEND = op("segment_attention")  # in a trace, attention by segments
 
 class StripEncoder(torch.nn.Module):
     def __init__(self):
@@ -141,7 +143,7 @@ class StripEncoder(torch.nn.Module):
 
     def forward(self, pixels, bounds):
         heads = self.embed(pixels).view(-1, 2, HIDDEN // 2)
-        return torch.ops.mllm.varlen_attention(heads, heads, heads, bounds, 0.5, "").flatten(1)
+        return ATTEND(heads, heads, heads, bounds, 0.5, "").flatten(1)
 
 torch.manual_seed(0)
 plain = ToyForCausalLM(ToyConfig())
