@@ -159,7 +159,7 @@ hf_model = HFModel(model, {}, frozenset())
 adapter = tower_adapter(hf_model)
 facts = tower_from_json(json.loads(json.dumps(tower_to_json(adapter.facts))))
 assert facts == adapter.facts and facts.feature_width == HIDDEN
-grids = [grid for picture in pictures for _, grid in facts.read({"pixel_values": picture}).pictures]
+grids = [grid for picture in pictures for _, grid in facts.read({"pixel_values": picture}).images]
 arrays, segments = tower_inputs(facts, grids)
 assert not arrays and segments["cu_seqlens"].bounds.tolist() == [0, 2, 7]
 try:
