@@ -119,7 +119,7 @@ class GDNPool:
     """States of layers that carry one from token to token: gated delta nets, and every other recurrence.
 
     A row is a request's, the same as in ReqToTokenPool; rows behind those hold states of cached prefixes
-    (schedule/pages/state_snapshots.py). No row is cleared for its next owner, who reads nothing before having written.
+    (schedule/pages/state_snapshots.py). Rows are not cleared on reuse: a new owner writes before it reads.
 
     Args:
         num_rows: rows, the dummy row 0 included.

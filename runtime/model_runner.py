@@ -218,7 +218,7 @@ class ModelRunner(ModelSizes):
         if media is None:
             return None
         capacity = FeaturePool.capacity_for(runtime.max_num_batched_tokens, runtime.max_model_len)
-        capacity *= self.dp_size  # a rank has the features of all, of which its tokens take some
+        capacity *= self.dp_size  # each rank holds the features of all ranks, and its tokens take some
         check_fits(
             capacity * media.facts.feature_width * self.config.dtype.itemsize,
             f"the features of images for runtime.max_num_batched_tokens: {runtime.max_num_batched_tokens} and "
@@ -461,7 +461,7 @@ class ModelRunner(ModelSizes):
         slices: tuple[UBatchSlice, UBatchSlice],
         overlap: BatchOverlap,
     ) -> LogitsProcessorOutput:
-        """Runs a step in two parts beside each other; `rows` [S] int64 are those of logits."""
+        """Runs a step in two overlapping parts; `rows` [S] int64 are the rows that get logits."""
         if self.model.rope is not None and batch.rope_lens is None:
             batch.rope_lens = torch.zeros_like(batch.positions)
         backends = overlap.backends(self.attn_backend)
@@ -477,8 +477,10 @@ class ModelRunner(ModelSizes):
         return LogitsProcessorOutput(logits, logits_of=logits_of if batch.return_logprob else None)
 
     def _with_those_of_others(self, tokens: TokenInputs, across: DPMetadata | None) -> TokenInputs:
-        """The inputs padded to the rank that has most, and which tokens of all ranks are none of padding; without
-        metadata all ranks have as many, and none is padding."""
+        """Pads the inputs to the largest rank's token count, and marks the real tokens of all ranks.
+
+        Without metadata every token is real.
+        """
         if across is not None:
             tokens = tokens.padded(across.max_tokens_across_dp)
         slots = torch.ones(self.dp_size * tokens.input_ids.shape[0], dtype=torch.int64, device=self.device)
@@ -503,8 +505,10 @@ class ModelRunner(ModelSizes):
 
     @property
     def choice(self) -> TokenChoice | None:
-        """The kernel by which ranks choose tokens together in captured decodes; None: there is none, or they have no
-        part of the vocabulary each."""
+        """The kernel with which ranks choose tokens together in captured decodes.
+
+        None: no such kernel is loaded, or the vocabulary is not divided among ranks.
+        """
         communicator, graphs = self.communicator, self.config.cudagraph
         if communicator is None or self.dp_size > 1 or not graphs.sample_in_graph:
             return None

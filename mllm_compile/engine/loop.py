@@ -85,7 +85,7 @@ class _Call(Generic[T]):
             return
         try:
             self.future.set_result(self._function())
-        except Exception as error:  # it is the caller's, who gets it from the future
+        except Exception as error:  # the caller gets it from the future
             self.future.set_exception(error)
         except BaseException as fault:  # it is the thread's end
             self.future.set_exception(end_errors.stopped(fault))
@@ -95,8 +95,7 @@ class _Call(Generic[T]):
 class EngineCore:
     """Runs requests to their end; `submit`, `abort`, `stats`, `flush_prefix_cache` and `close` from any thread.
 
-    `start` comes first: who makes one makes sure of `close` before, so that nothing is left of a start that is
-    interrupted.
+    `start` comes first. Register `close` before calling it, so an interrupted start leaves nothing behind.
 
     Args:
         scheduler: not used by anyone else from now on.
@@ -257,7 +256,7 @@ class EngineCore:
             self._give_back()
 
     def _give_back(self) -> None:
-        with self._giving_back:  # who closes at the same time waits; a call that failed is made again
+        with self._giving_back:  # a second closer waits; a call that failed is made again
             self._shutdown()
             self._shutdown = _nothing
 
@@ -329,7 +328,7 @@ class EngineCore:
         has_work = self._in_flight is not None or self._scheduler.has_work()
         with self._condition:
             if not (has_work or self._inbox or self._is_closing):
-                # Who waits for the tokens that came last runs first: until this thread waits, he does not.
+                # Release the GIL first, so that the thread waiting for the last tokens runs.
                 self._condition.wait(_IDLE_GRACE_S)
             is_idle = not (has_work or self._inbox or self._is_closing)
         if is_idle:
@@ -348,7 +347,7 @@ class EngineCore:
     def _surely_could_go_on(self) -> None:
         """
         Raises:
-            EngineDeadError: no step could run; whoever asks whether the engine lives hears of it before a request does.
+            EngineDeadError: no step could run. A health check hears of it before a request does.
         """
         try:
             self._check_idle()
@@ -417,7 +416,7 @@ class EngineCore:
     def _add_first(self, submission: Submission) -> None:
         """Queues the completions of a new submission, siblings later where they can share the first one's prompt.
 
-        No more of them at once than can run: who comes after waits for those, not for all that were asked for.
+        No more of them at once than can run: a later request waits for these, not for all that were asked for.
         """
         config = self._scheduler.config
         shares = config.enable_prefix_cache and len(submission.prompt_token_ids) > config.page_size
@@ -545,7 +544,7 @@ class EngineCore:
                 self._forget(sequence)
         if self._step_sink is not None:
             self._step_sink.flush()
-        self._scheduler.finish_update()  # while those who were told wake up
+        self._scheduler.finish_update()  # while the threads that were told wake up
         self._uncounted = batch, result.accepted, now
 
     def _break(self, request: Request) -> None:
@@ -607,7 +606,7 @@ class EngineCore:
 
     def _log_figures(self) -> None:
         now = time.monotonic()
-        # Who asks an idle engine for its figures, as a server does every half second, comes by here as well.
+        # Also reached when an idle engine is polled for stats; a server does so twice a second.
         if self._log_interval_s and self._has_news and now >= self._next_log:
             self._has_news = False
             self._next_log = now + self._log_interval_s

@@ -18,7 +18,7 @@ class CompiledRuntime:
         config: the config with no `auto` left.
         weights_root: the folder that weights are read from; where it is the runtime, by its handle.
         was_cached: nothing had to be compiled.
-        serves_same: the folder, opened by itself, serves with this very config and checkpoint.
+        serves_same: opening the folder directly gives the same config and checkpoint.
         stages: (name, seconds), in order.
     """
 

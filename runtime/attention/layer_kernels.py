@@ -88,10 +88,10 @@ class StateKernels(Generic[Piece]):
 
 @dataclass(frozen=True)
 class LayerKernels(Generic[Decode, Piece]):
-    """The kernels of one layer; what it has none of, another library or torch computes.
+    """The kernels of one layer; another library or torch computes the rest.
 
     Attributes:
-        decode: its decodes, the fewest's first, the last for any number; ().
+        decode: its decodes, by ascending number of sequences; the last serves any number. May be empty.
         cascade: decodes that begin with the same pages.
         prefill: prompts, of a layer that no other library's kernel serves.
         latent: all of its attention, over latents.

@@ -56,11 +56,14 @@ class Communicator(Protocol):
         """
 
     def choice(self, columns: int) -> TokenChoice | None:
-        """The kernel that chooses so in captured decodes, where each rank has so many columns in bfloat16, and hands
-        tokens on; None: there is none."""
+        """The kernel that chooses so in captured decodes and hands tokens on, or None.
+
+        Args:
+            columns: of each rank's logits, in bfloat16.
+        """
 
     def broadcast(self, x: torch.Tensor) -> None:
-        """Makes x, which is contiguous, what rank 0 has there."""
+        """Broadcasts contiguous `x` from rank 0, in place."""
 
     def least(self, value: int) -> int:
         """The least of a number of each rank; waits for it."""

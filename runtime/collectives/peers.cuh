@@ -8,8 +8,8 @@ struct Peers {
   u64 at[MOST_RANKS];  // the memory of each rank, as this GPU sees it
 };
 
-// Words of the state: calls so far (next_call), blocks of this one that have read that, chunks of the three buffers' last
-// calls.
+// Words of the state: calls so far (next_call), blocks of this one that have read that, chunks of the three buffers'
+// last calls.
 enum { CALLS = 0, READ = 1, CHUNKS_OF = 2, WORDS = 5 };
 
 // The count begins anew where any number of buffers that take turns does, two or three: at the end of 32 bits, which a
@@ -68,9 +68,9 @@ __device__ __forceinline__ const u32* read_state(const volatile u32* state) {
   __syncthreads();
   return seen;
 }
-// The block that comes last counts the call, with its chunks. For a block that has read the state and sent what it sends:
-// the count is on its way while the block waits for others. At the end the next kernel would wait for two trips to memory.
-// What is counted is for later kernels alone, which wait for the end of this one.
+// The block that comes last counts the call, with its chunks. For a block that has read the state and sent what it
+// sends: the count is on its way while the block waits for others. At the end the next kernel would wait for two trips
+// to memory. What is counted is for later kernels alone, which wait for the end of this one.
 __device__ __forceinline__ void count_call(u32* state, u32 call, int chunks) {
   if (threadIdx.x == 0 && atomicAdd(&state[READ], 1u) == gridDim.x - 1) {
     state[CHUNKS_OF + call % 3] = chunks;

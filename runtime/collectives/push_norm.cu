@@ -1,5 +1,5 @@
-// push.cu's sum, with the residual and the norm that stand behind it: a block has whole rows. It shares buffers and state
-// with that kernel. With one rank it is residual and norm alone, behind a sum that was made otherwise.
+// push.cu's sum, with the residual and the norm that stand behind it: a block has whole rows. It shares buffers and
+// state with that kernel. With one rank it is residual and norm alone, behind a sum that was made otherwise.
 extern "C" __global__ void __launch_bounds__(THREADS, 2)
 push_norm(const uint4* input, const uint4* residual, const uint4* weight, uint4* summed, uint4* normed, float eps,
           const __grid_constant__ Peers peers, u32* state, const u32* are_gone, int rank, int num_ranks, int rows,

@@ -3,8 +3,9 @@
 //
 // A word behind the buffers says that all of a group is there: the number of the call, counted from 1, so nothing is
 // emptied. Two buffers take turns. A rank writes into one again two calls later: between them it has seen words of the
-// next call from all others, who had ended the one that read it. So a word that is waited for becomes this call's or the
-// next one's. Others are old, however old: the word of a group that smaller sums do not have stays as it is for days.
+// next call from all others, who had ended the one that read it. So a word that is waited for becomes this call's or
+// the next one's. Others are old, however old: the word of a group that smaller sums do not have stays as it is for
+// days.
 constexpr int HELD = (GROUP_CHUNKS + SENDERS - 1) / SENDERS;  // chunks of a group that a thread sends
 static_assert(SENDERS % 32 == 0, "whole warps");
 

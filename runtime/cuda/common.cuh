@@ -109,8 +109,8 @@ __device__ __forceinline__ u32 squared_relu(u32 v) {
   return times(relu, relu);
 }
 // silu(v) = v / (1 + exp(-v)) of two values. They share a reciprocal: of many tokens' linears the exponentials and
-// reciprocals of a tile take 6 % of the time of its products, as a multiprocessor makes but 16 of them in a cycle. Below -40
-// (silu is -2e-16 there) exponentials do not grow on, so that no product of two is infinite.
+// reciprocals of a tile take 6 % of the time of its products, as a multiprocessor makes but 16 of them in a cycle.
+// Below -40 (silu is -2e-16 there) exponentials do not grow on, so that no product of two is infinite.
 __device__ __forceinline__ u32 silu_of_two(float first, float second) {
   constexpr float LEAST = -40.f, LOG2_E = 1.4426950408889634f;
   float powers[2], inverse;

@@ -1,9 +1,10 @@
-// Products of units of 64 rows of x with rows of a weight, for kernels whose blocks take tiles of up to four units in turns
-// (ops/gated_linear/gated.cu, ops/expert_tiles/tiles.cu): two groups of four warps multiply, one warp of a third group asks
-// for weight and x by TMA, a ring of STAGES. The SHARE blocks of a cluster take the same x: each asks for its part, for all.
+// Products of units of 64 rows of x with rows of a weight, for kernels whose blocks take tiles of up to four units in
+// turns (ops/gated_linear/gated.cu, ops/expert_tiles/tiles.cu): two groups of four warps multiply, one warp of a third
+// group asks for weight and x by TMA, a ring of STAGES. The SHARE blocks of a cluster take the same x: each asks for
+// its part, for all.
 //
-// Defined by the kernel: K, UNITS (four) and ROWS (of the weight, a multiple of 64) of a tile, SHARE, STAGES, NUM_THREADS and
-// SHARED_BYTES of a block, and `multiply_add_all`, which adds products to ROWS / 2 sums of a thread.
+// Defined by the kernel: K, UNITS (four) and ROWS (of the weight, a multiple of 64) of a tile, SHARE, STAGES,
+// NUM_THREADS and SHARED_BYTES of a block, and `multiply_add_all`, which adds products to ROWS / 2 sums of a thread.
 
 constexpr int COLUMNS = 64, ROW_BYTES = COLUMNS * 2;  // of a stage: one swizzled row of 128 bytes
 constexpr int UNIT_ROWS = 64, GROUP_UNITS = 2, GROUPS = 2, TILE_UNITS = GROUPS * GROUP_UNITS;
@@ -62,8 +63,8 @@ __device__ __forceinline__ void leave_ring() {
 #endif
 }
 
-// Adds to `sums` the products of a tile and M of its units, as its stages arrive. `x_begin`: where these units begin in a
-// stage's x, in bytes.
+// Adds to `sums` the products of a tile and M of its units, as its stages arrive. `x_begin`: where these units begin in
+// a stage's x, in bytes.
 template <int M>
 __device__ __forceinline__ void multiply(float (&sums)[GROUP_UNITS][SUMS], u32 ring, u32 full, u32 empty_of_one, Place& place,
                                          int x_begin, int lane) {

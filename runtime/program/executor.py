@@ -129,7 +129,7 @@ class ProgramExecutor:
         return self._gather
 
     def run_step(self, index: int, values: list[Any]) -> None:
-        """Runs one step of them, for who runs several bodies in turn.
+        """Runs a single step; lets the caller interleave several bodies.
 
         Args:
             values: from `values`; after the last step they are what `body` gives.

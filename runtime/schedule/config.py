@@ -82,7 +82,7 @@ class SchedulerConfig:
 
     @property
     def max_features_per_step(self) -> int:
-        """Features of the images of which a step has tokens; of an image with more, that one alone."""
+        """Features of the images that have tokens in a step; an image with more is computed alone."""
         return min(self.max_num_batched_tokens, MAX_FEATURES)
 
     def check_whole_images(self, media: RequestMedia) -> None:

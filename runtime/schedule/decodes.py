@@ -1,6 +1,6 @@
 """The requests that decode, and the arrays of their rows, which stay the same objects while the set does.
 
-Who joins and who must go is decided elsewhere (prompts.py, scheduler.py). Free of torch.
+Which requests join and leave is decided elsewhere (prompts.py, scheduler.py). Free of torch.
 """
 
 from __future__ import annotations

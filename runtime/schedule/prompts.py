@@ -86,7 +86,7 @@ class PromptQueue:
         self.waiting.pop(bisect_left(self.waiting, request.urgency, key=by_urgency))
 
     def remove_begun(self, request: Request) -> bool:
-        """Take a running request out of the begun prompts; False: it is none of them, so it decodes."""
+        """Take a running request out of the begun prompts; False: it decodes already."""
         is_begun = request in self.begun
         if is_begun:
             self.begun.remove(request)

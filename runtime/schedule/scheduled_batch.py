@@ -26,7 +26,8 @@ class ScheduledBatch:
 
     A decode row's input id is the last token sampled for that row, which is on the device and perhaps nowhere else.
     Page writes come before anything reads the page table; they concern rows of this batch, and of requests that are
-    admitted in it. An admitted request of whose prompt the step has no token waits for room for its image.
+    admitted in it. A request may be admitted without tokens in the step: it waits for
+    room for its image.
     """
 
     step_id: int  # 0, 1, 2, … one per batch; steps run, and are updated, in this order
@@ -40,9 +41,7 @@ class ScheduledBatch:
     page_rows: np.ndarray  # [N] int32: row of each page write (cached pages of newly admitted requests are among them)
     page_positions: np.ndarray  # [N] int32: index of the page within its row
     page_ids: np.ndarray  # [N] int32
-    cleared_pages: (
-        np.ndarray
-    )  # int32: pages to be zeroed before anything else of this step: what is no number was there
+    cleared_pages: np.ndarray  # int32: pages to zero before the step: they held NaN or inf
     prefill_token_ids: np.ndarray  # [T_prefill] int64: input ids of rows num_decodes…R-1, one after another
     sample_mask: np.ndarray  # [R] bool: False for a chunk that does not reach the end of its tokens
     rope_lens: np.ndarray  # [R] int32: Request.rope_len of rows with prompt tokens, 0 of decodes

@@ -10,8 +10,8 @@ length ends it, which the host can count. A request found finished while a later
 row and pages until that step is updated, and its token of that step is dropped. A preempted one gives up its pages at
 once (steps run in order on one stream), keeps its row until its last step is over, and keeps that step's token.
 
-Read first: request.py, scheduled_batch.py. Then rows.py (who holds what), decodes.py and prompts.py (who moves).
-Single-threaded; free of torch. R rows of a step.
+Read first: request.py, scheduled_batch.py. Then rows.py (which request holds what), decodes.py and prompts.py (which
+requests move). Single-threaded; free of torch. R rows of a step.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Scheduler:
     """Continuous batching with chunked prefill, prefix cache and preemption. See the module's header.
 
     Attributes:
-        rows: who holds which row.
+        rows: which request holds which row.
         pages: the rows' page tables, and the prefix cache.
         decodes, prompts: the running requests, by what they do next; prompts has those that wait too.
         pace: the bound of steps by time, and what steps were seen to take.
@@ -149,7 +149,7 @@ class Scheduler:
         return batch
 
     def _plan_prompts(self, decodes: RunningDecodes) -> PromptPlan | None:
-        """The prompts of a step with these decodes; None while there are none that could be in it."""
+        """The prompts of a step with these decodes; None while no prompt could be in it."""
         if self.prompts.begun or (self.prompts.waiting and self.rows.num_free):
             return self.prompts.plan(self._prompt_budget(decodes))
         return None
@@ -297,8 +297,11 @@ class Scheduler:
         return UpdateResult(accepted=accepted, finished=finished, broken=broken)
 
     def finish_update(self) -> None:
-        """Share the pages and states of the prompts of the batch that was updated last, and take rows back that it was
-        the last step of. Nobody's token waits for that; whatever needs it done does it."""
+        """Finish the last update.
+
+        It publishes the prompts' pages and states to the prefix cache, and frees rows whose last step it was. It runs
+        after tokens are delivered; methods that depend on it call it first.
+        """
         batch, self._unfinished_update = self._unfinished_update, None
         if batch is None:
             return
@@ -310,12 +313,13 @@ class Scheduler:
         self.rows.release_idle()
 
     def fail(self, batch: ScheduledBatch) -> list[Request]:
-        """A step was lost: end its running requests with 'abort'; what it wrote is not trusted.
+        """A step was lost: end its running requests with 'abort', since what it wrote is not trusted.
 
-        One that has been preempted since computes what was lost again, unless a later step of its is in flight too: its
-        token would stand in the lost one's place. One that was admitted with the step and has no token in it (its
-        images were too many) goes back to the queue: its pages, state and parameters may not have come to its row. So
-        nobody has a page any more that the step was to clear, and the next one clears it.
+        A request that was preempted since then computes the lost tokens again. If a later step of it is in flight, it
+        ends: that step's token would take the lost one's place. A request that was admitted with the step and has no
+        token in it goes back to the queue, since its pages, state and parameters may not have reached its row. (Its
+        images were too many for the step.) So no request holds a page that the step was to clear; the next one clears
+        it.
 
         To be called in the order of the batches, like update. Returns the requests that it ended.
         """

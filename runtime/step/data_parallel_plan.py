@@ -1,8 +1,8 @@
 """Plans a step of ranks that have requests of their own: what this rank computes, and which logits are whose.
 
-Every rank is given the whole step, and makes its part of it; so all know how many tokens the others have. Logits of all
-ranks are gathered, a block a rank, each as long as the largest needs; what is sampled stands among them by
-StepPlan.token_indices. Free of torch.
+Every rank is given the whole step and makes its own part, so each knows how many tokens the others have. The logits of
+all ranks are gathered, a block a rank, each as long as the largest needs. StepPlan.token_indices says where the sampled
+ones are among them. Free of torch.
 
 Shape legend: N ranks, S rows of logits of a rank, R requests of the step.
 """
@@ -113,8 +113,10 @@ class DataParallelStep:
         return replace(plan, scored=scored)
 
     def _scored_places(self, rank: int, size: int) -> np.ndarray:
-        """[size] where a rank's logits stand among those of all, of which each has `size`: they are gathered
-        scored_at_once a rank at a time."""
+        """[size] places of a rank's logits among the gathered ones of all ranks, each of which has `size`.
+
+        They are gathered `scored_at_once` a rank at a time.
+        """
         index = np.arange(size)
         turn, within = np.divmod(index, self.scored_at_once)
         length = np.minimum(self.scored_at_once, size - turn * self.scored_at_once)

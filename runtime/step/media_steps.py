@@ -140,7 +140,7 @@ class MediaSteps:
         return MediaInputs(features, index > 0, blocks, self._facts.sees_ahead_in_windows), placed
 
     def no_features(self, positions: torch.Tensor) -> tuple[MediaInputs, torch.Tensor | None]:
-        """The inputs of a step none of whose tokens, at `positions` [T], takes a feature, as `inputs` has them."""
+        """The inputs of a step without features, as `inputs` gives them; its tokens are at `positions` [T]."""
         index = torch.zeros_like(positions)
         placed = positions.expand(self._facts.axes, -1).contiguous() if self._facts.axes > 1 else None
         return MediaInputs(self._pool.rows.index_select(0, index), index > 0), placed

@@ -35,12 +35,12 @@ class StepPlan:
         score_indices: [N] where the scores of the prompt positions are among the scored rows.
         prompt_rows: [N] request of each prompt position that is scored.
         prompt_num_top: alternatives that are wanted there.
-        media: positions and features, where requests have images; set by whoever knows these.
+        media: positions and features, where requests have images; set by the caller that knows them.
         rank_batch: the part of the batch that this rank computes, where ranks have requests of their own; None: all of
             it.
-        across: how many tokens each of these has.
-        scored: [N ranks * M] tokens whose logits are asked for besides, a block of each of these ranks, as all of them
-            have to know; None: none are, or fields.scored_indices are all.
+        across: how many tokens each of these ranks has.
+        scored: [N ranks * M] more tokens whose logits are wanted, a block a rank; every rank has to know them. None: no
+            others are wanted, or fields.scored_indices has all.
     """
 
     fields: StepFields[np.ndarray]
@@ -181,7 +181,7 @@ def plan_fixed_rows(batch: ScheduledBatch, pages: HostPageTable, num_rows: int) 
 
 
 def with_media(plan: StepPlan, media: MediaPlan | None) -> StepPlan:
-    """The plan with the positions that images make; the same where there are none."""
+    """The plan with the positions that images make; unchanged without images."""
     if media is None:
         return plan
     plan.fields.positions = media.positions
@@ -231,7 +231,7 @@ def _tokens(batch: ScheduledBatch, starts: np.ndarray, pages: HostPageTable) -> 
 def prompt_positions(batch: ScheduledBatch, starts: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """(row, index into T, next prompt token) of each new token that predicts a prompt token, where that is wanted.
 
-    A loop over requests, of which few ask for it and each but while its prompt is computed.
+    A loop over requests: few ask for it, and each only while its prompt is computed.
     """
     if not batch.prompt_logprob_rows.any():
         return _NONE, _NONE, _NONE

@@ -88,7 +88,7 @@ class StepHandle:
         """The token of a request that the step sampled, negative where it has none; after `wait_for_tokens`.
 
         Args:
-            place: where the request stands in the batch most likely.
+            place: the request's likely index in the batch.
         """
         requests, plan, tokens = self._batch.requests, self._plan, self._results.tokens()
         if place >= len(requests) or requests[place] is not request:

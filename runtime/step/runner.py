@@ -44,7 +44,7 @@ class StepRunner:
     def __init__(self, runner: ModelRunner, sampler: Sampler, announce: Announce | None = None) -> None:
         """
         Args:
-            announce: told of each step before it is launched, for ranks that follow; None: there are none.
+            announce: told of each step before it is launched, for ranks that follow; None without such ranks.
         """
         self._runner = runner
         self._announce = announce

@@ -9,13 +9,13 @@
 // cluster's blocks must lie in one group of 16 or 18 multiprocessors, not all of which a GPU has: with one block each,
 // 32 clusters of four may not run side by side.
 //
-// A long request's head has up to `parts` clusters, where that many run side by side (clusters.py): with one of eight blocks
-// for each of eight heads half of the multiprocessors would be idle, and with 128 blocks too little is under way for the
-// memory. Those but the first leave what they have to it (cluster_parts.cuh). They wait for nobody, so the first may wait for them
-// even if they have not started.
+// A long request's head has up to `parts` clusters, where that many run side by side (clusters.py): with one of eight
+// blocks for each of eight heads half of the multiprocessors would be idle, and with 128 blocks too little is under way
+// for the memory. Those but the first leave what they have to it (cluster_parts.cuh). They wait for nobody, so the
+// first may wait for them even if they have not started.
 //
-// Defined by clusters.py: KV_HEADS, GROUP (query heads of a KV head, up to 8), PAGE (tokens), SPLIT (blocks of a cluster),
-// STAGES (tiles in shared memory), SHARED_BYTES, SINKS (sinks.cuh), FP8 (the cache is e4m3, fp8_keys.cuh).
+// Defined by clusters.py: KV_HEADS, GROUP (query heads of a KV head, up to 8), PAGE (tokens), SPLIT (blocks of a
+// cluster), STAGES (tiles in shared memory), SHARED_BYTES, SINKS (sinks.cuh), FP8 (the cache is e4m3, fp8_keys.cuh).
 
 constexpr int D = 128, TILE = 64, WARPS = 4;
 static_assert(D == 2 * HEAD_PAIRS, "as rotation.cuh has it");

@@ -1,10 +1,10 @@
-// Products with keys and values of e4m3 (FP8). They become float16, which has each of their numbers, two in an instruction;
-// queries and weights are float16 too, which rounds them less than bfloat16 does. Keys, and columns of values, are the rows
-// of products, and queries the columns: so no row is idle. A tile's row is a head's 128 columns in 128 bytes, as TMA
-// swizzles them.
+// Products with keys and values of e4m3 (FP8). They become float16, which has each of their numbers, two in an
+// instruction; queries and weights are float16 too, which rounds them less than bfloat16 does. Keys, and columns of
+// values, are the rows of products, and queries the columns: so no row is idle. A tile's row is a head's 128 columns in
+// 128 bytes, as TMA swizzles them.
 //
-// Weights are against a reference, which grows only where they would leave float16's range: so of most tiles nobody needs
-// the largest logit, and sums stay as they are.
+// Weights are against a reference, which grows only where they would leave float16's range: so of most tiles nobody
+// needs the largest logit, and sums stay as they are.
 
 constexpr float NOTHING = -1e30f;  // a logit that no key has
 
@@ -53,8 +53,8 @@ __device__ __forceinline__ float power_of_two(float v) {
   return power;
 }
 
-// Adds the products of sixteen keys from row `row` on with queries, in two parts: a lane has those of the keys lane / 4 and
-// the one eight behind, each with queries 2 quad and 2 quad + 1.
+// Adds the products of sixteen keys from row `row` on with queries, in two parts: a lane has those of the keys lane / 4
+// and the one eight behind, each with queries 2 quad and 2 quad + 1.
 __device__ __forceinline__ void add_fp8_keys(float (&logits)[2][4], const u32 (&query)[8][2], u32 tile, int row) {
   const int lane = threadIdx.x % 32;
 #pragma unroll

@@ -35,8 +35,8 @@ struct Plan {
   }
 };
 
-// Blocks that have parts of one request, one behind another, of which the first adds up the others'. Where there are more,
-// the request's first block adds up what these first ones have added up.
+// Blocks that have parts of one request, one behind another, of which the first adds up the others'. Where there are
+// more, the request's first block adds up what these first ones have added up.
 constexpr int TEAM = 8;
 // What a block has of a request.
 struct Piece {

@@ -83,8 +83,8 @@ __device__ __forceinline__ void put_head(Row& row, const Head& head) {
 #pragma unroll
   for (int i = 0; i < A_LANE; i++) row[i * 32 + threadIdx.x % 32] = head.pairs[i];
 }
-// 128 columns of the GROUP query heads of a KV head, `stride` pairs from one to the next, as rows of a product's operand;
-// over keys of e4m3 as float16, in the order in which a lane has these (fp8_keys.cuh).
+// 128 columns of the GROUP query heads of a KV head, `stride` pairs from one to the next, as rows of a product's
+// operand; over keys of e4m3 as float16, in the order in which a lane has these (fp8_keys.cuh).
 __device__ __forceinline__ void load_operand(u32 (&query)[8][2], const u32* heads, int stride) {
   const int lane = threadIdx.x % 32, member = lane / 4, quad = lane % 4;
 #pragma unroll

@@ -1,25 +1,26 @@
 // Attention of one new token a request over its keys, those of the token included; for many requests.
 //
-// All keys are divided among the blocks in equal shares (plan.cuh): a block for each multiprocessor if it works at eight
-// heads of 128, several smaller ones if KV heads do not divide into eights. Keys, or values, of a tile are 4 KB of each such
-// head, in a row where there are no others, which one copy takes (by TMA, which puts them where eight keys' chunks lie in
-// different banks; rows padded for that would be read 5 % slower). One warp asks for them, before the kernel ahead has ended
-// but for a tile with a new token's key, which that kernel writes; lengths and the page table are of earlier kernels. Some
-// make requests ready (ready.cuh): where they rotate (rotation.cuh) no tile waits, and new tokens are put into the tiles
-// that have come. The others compute, a head each. Of a head of 256 two take the products with all of a key, and each sums
-// half of the values' columns.
+// All keys are divided among the blocks in equal shares (plan.cuh): a block for each multiprocessor if it works at
+// eight heads of 128, several smaller ones if KV heads do not divide into eights. Keys, or values, of a tile are 4 KB
+// of each such head, in a row where there are no others, which one copy takes (by TMA, which puts them where eight
+// keys' chunks lie in different banks; rows padded for that would be read 5 % slower). One warp asks for them, before
+// the kernel ahead has ended but for a tile with a new token's key, which that kernel writes; lengths and the page
+// table are of earlier kernels. Some make requests ready (ready.cuh): where they rotate (rotation.cuh) no tile waits,
+// and new tokens are put into the tiles that have come. The others compute, a head each. Of a head of 256 two take the
+// products with all of a key, and each sums half of the values' columns.
 //
-// Where a share ends within a request, the block with the request's first tile adds up what the others leave of it. They
-// come to that part first and it comes to its own last, so that it hardly waits (cluster_parts.cuh). Parts of many blocks are added
-// up in teams before (plan.cuh): each takes most of a microsecond. Where another kernel holds multiprocessors, a block may
-// wait for one that has not started. Blocks start in their order, and of those that leave something only the first of a team
-// waits, for those right behind it: so three blocks at most wait so, and the others end and make room.
+// Where a share ends within a request, the block with the request's first tile adds up what the others leave of it.
+// They come to that part first and it comes to its own last, so that it hardly waits (cluster_parts.cuh). Parts of many
+// blocks are added up in teams before (plan.cuh): each takes most of a microsecond. Where another kernel holds
+// multiprocessors, a block may wait for one that has not started. Blocks start in their order, and of those that leave
+// something only the first of a team waits, for those right behind it: so three blocks at most wait so, and the others
+// end and make room.
 //
-// Defined by shares.py: KV_HEADS, HEADS (of them, which a block works at together: a divisor), HEAD_DIM (128 or 256), BLOCKS
-// (of a multiprocessor), GROUP (query heads of a KV head, up to 8), PAGE (tokens, a multiple of 16), MOST_REQUESTS, SLOTS (of
-// tiles' keys or values, in shared memory), SHARED_BYTES, PREPARERS (warps that make requests ready), READY (requests that
-// are so at a time), MISSING (all bits set), SINKS (sinks.cuh), FP8 (the cache is e4m3, fp8_keys.cuh: then tiles are half as
-// large).
+// Defined by shares.py: KV_HEADS, HEADS (of them, which a block works at together: a divisor), HEAD_DIM (128 or 256),
+// BLOCKS (of a multiprocessor), GROUP (query heads of a KV head, up to 8), PAGE (tokens, a multiple of 16),
+// MOST_REQUESTS, SLOTS (of tiles' keys or values, in shared memory), SHARED_BYTES, PREPARERS (warps that make requests
+// ready), READY (requests that are so at a time), MISSING (all bits set), SINKS (sinks.cuh), FP8 (the cache is e4m3,
+// fp8_keys.cuh: then tiles are half as large).
 
 constexpr int D = 2 * HEAD_PAIRS;
 constexpr int PANELS = D * (FP8 ? 1 : 2) / 128, PANEL_BYTES = TILE * 128;  // of a head: rows of 128 bytes, swizzled
@@ -60,8 +61,8 @@ struct Place {
   bool has_new_key;
 };
 
-// The warp that reads: keys and values of tile after tile, as slots are free. A lane looks up one tile of each 32, a round
-// ahead: it would wait for the page table.
+// The warp that reads: keys and values of tile after tile, as slots are free. A lane looks up one tile of each 32, a
+// round ahead: it would wait for the page table.
 __device__ __forceinline__ void read_tiles(const Plan& plan, int begin, int end, u32 ring, u32 full, u32 empty,
                                            const TensorMap* keys, const TensorMap* values, const int* page_table,
                                            int width, bool rotates) {
@@ -120,8 +121,8 @@ __device__ __forceinline__ void put_new_token(Slot keys, Slot values, int row, c
   __syncwarp();
 }
 
-// One tile, the keys before num_keys; of the values the warp's columns. `query` has the head's queries, or is room for some
-// of `queries`' columns where all would leave no registers.
+// One tile, the keys before num_keys; of the values the warp's columns. `query` has the head's queries, or is room for
+// some of `queries`' columns where all would leave no registers.
 __device__ __forceinline__ void add_tiles(LargeSums& sums, u32 (&query)[8][2], const u32* queries, const Slot (&its_keys)[1],
                                           const Slot (&its_values)[1], int key, int num_keys, float scale) {
   const Slot keys = its_keys[0], values = its_values[0];
@@ -219,7 +220,8 @@ __device__ __forceinline__ void leave(Sums& sums, Part& part) {
   for (int i = 0; i < QUERIES; i++) put(&part.weights[i][lane], sayable(sums.top[i]), sayable(sums.total[i]));
 }
 
-// Adds what blocks behind this one have left of a request, in their order: those of its team, then the others' first ones.
+// Adds what blocks behind this one have left of a request, in their order: those of its team, then the others' first
+// ones.
 __device__ __forceinline__ void add_parts(Sums& sums, int others, Part* parts) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   Part* place = parts + (blockIdx.x + 1) * WARPS + warp;

@@ -1,7 +1,7 @@
 // A warp's sums over keys, of 128 columns of values, in the layout that its products give them.
 
-// Over bfloat16 queries are rows of products: values[n] are of columns 8 n + 2 quad and the next one, of query lane / 4, in
-// rows 0 to 7; the others, [2] and [3], are zero.
+// Over bfloat16 queries are rows of products: values[n] are of columns 8 n + 2 quad and the next one, of query lane /
+// 4, in rows 0 to 7; the others, [2] and [3], are zero.
 struct LargeSums {
   float values[16][4], top[1], total[1];  // the largest logit; the sum of weights, of this lane's keys
 };

@@ -1,10 +1,11 @@
-"""Attention over latents (MLA) by the program's own kernels (ops/attention/latent.py), for models of which all
-attention is so.
+"""Attention over latents (MLA) by the program's own kernels, for models that attend in no other way.
 
-The kernels of decodes and of prompts over latents read pages and lengths on the device. Decodes need nothing else of a
-batch, so a captured decode is replayed without a plan; prompts are given a list of tiles, which the host makes. Where a
-layer has its up-projection (passes/expand_latents.py), it is applied here: to queries and outputs of what attends over
-latents, and to the latents of prompts for which that is estimated to be faster (choice.py, expanded.py).
+The kernels (ops/attention/latent.py) read pages and lengths on the device. Decodes need nothing else of a batch, so a
+captured decode is replayed without a plan. Prompts are given a list of tiles, which the host makes.
+
+A layer may bring its up-projection (passes/expand_latents.py), which is applied here. Over latents it is applied to
+queries and outputs. Some prompts are faster with expanded latents (choice.py, expanded.py): there it is applied to the
+latents.
 
 Shape legend: T tokens, R requests, H query heads, D width of keys, C width of values, N splits, P slots, W pages of a
 request.
@@ -48,8 +49,8 @@ class _Prompts:
     """The prompts of a batch, as layers of some widths see them.
 
     Attributes:
-        expanded: those that are expanded; none of layers without their up-projection.
-        tiles: [N, 4] int32 of the others, on the device; None: there are none.
+        expanded: the expanded prompts; empty for layers without their up-projection.
+        tiles: [N, 4] int32 of the other prompts, on the device; None: all are expanded.
     """
 
     expanded: ExpandedPrompts
@@ -62,7 +63,7 @@ class _Plan:
 
     Attributes:
         seq_lens: [R] int32, of decodes first; kernels read it when they run.
-        prompts: widths of layers → the prompts; empty: there are none.
+        prompts: widths of layers → the prompts; empty for decodes alone.
     """
 
     num_decodes: int
@@ -183,7 +184,7 @@ class LatentAttnBackend(AttentionBackend, CapturesDecodes):
             self._over_latents(plan, prompts, layer, q, latents, out)
             return
         num_rows = plan.num_decodes if prompts is None else prompts.expanded.num_other_rows
-        if num_rows:  # of prompts that are expanded some rows may be among them: what they get is written over below
+        if num_rows:  # may include rows of expanded prompts; those are overwritten below
             queries, sums = self._space.room_over_latents(widths, num_rows)
             absorb(q[:num_rows], layer, queries)
             self._over_latents(plan, prompts, layer, queries, latents, sums)

@@ -1,17 +1,19 @@
-// Rows of experts times their weights on Hopper, many rows an expert: out = x . weight^T, or of a gated weight
-// silu(x . gate^T) * (x . up^T). Bound by the tensor cores.
+// Rows of experts times their weights on Hopper, many rows an expert: out = x . weight^T, or of a gated weight silu(x .
+// gate^T) * (x . up^T). Bound by the tensor cores.
 //
-// The work comes in blocks of up to four units of 64 rows of one expert (runtime/ops/experts/order.py); how many, only the
-// device knows. A tile is a block's rows times ROWS of the weight; each group of warps multiplies half of the block's units.
-// The blocks of a cluster work on neighbouring rows of the weight for the same x (units.cuh, which is in front of this file):
-// on a set of tiles. A cluster claims a set when it has asked for all of the one before, as tiles take unequal times: if
-// clusters took them in turns, they would wait 4 to 5 % of the time for the last. The ring goes on from one to the next. Rows
-// of x behind a block's last are whatever lies there; their sums are not stored.
+// The work comes in blocks of up to four units of 64 rows of one expert (runtime/ops/experts/order.py); how many, only
+// the device knows. A tile is a block's rows times ROWS of the weight; each group of warps multiplies half of the
+// block's units. The blocks of a cluster work on neighbouring rows of the weight for the same x (units.cuh, which is in
+// front of this file): on a set of tiles. A cluster claims a set when it has asked for all of the one before, as tiles
+// take unequal times: if clusters took them in turns, they would wait 4 to 5 % of the time for the last. The ring goes
+// on from one to the next. Rows of x behind a block's last are whatever lies there; their sums are not stored.
 //
-// TMA takes neighbours alone, so a gated linear's rows are first copied from where their tokens stand (Gather): those of the
-// first blocks by all warps, the others by warps that have nothing else to do, while earlier blocks are multiplied.
+// TMA takes neighbours alone, so a gated linear's rows are first copied from where their tokens stand (Gather): those
+// of the first blocks by all warps, the others by warps that have nothing else to do, while earlier blocks are
+// multiplied.
 //
-// The rows of a tile lie so that a lane's sums are of eight neighbouring outputs (tensor_maps.expert_halves, expert_rows).
+// The rows of a tile lie so that a lane's sums are of eight neighbouring outputs (tensor_maps.expert_halves,
+// expert_rows).
 //
 // Defined by kernel.py: N rows of a weight (of a gated one gates, then ups), GATED, and what units.cuh asks for.
 
@@ -37,8 +39,8 @@ struct __align__(16) Tile {
   int block, expert, rows, row_tile;
   __device__ __forceinline__ int units() const { return (rows + UNIT_ROWS - 1) / UNIT_ROWS; }
 };
-// All sets of tiles: the rows of a weight for one block, then for the next, which is of the same expert as a rule: x and
-// weight come from the L2 but for once.
+// All sets of tiles: the rows of a weight for one block, then for the next, which is of the same expert as a rule: x
+// and weight come from the L2 but for once.
 struct Work {
   const int2* blocks;  // each one's expert, or -1, and rows; those with rows come first
   int count;
@@ -51,8 +53,8 @@ struct Work {
     return {block, entry.x, entry.y, set % SETS * SHARE + (int)(blockIdx.x % SHARE)};
   }
 };
-// In shared memory: what the warp that asks tells the others of a tile, beside its first stage, and what the cluster's first
-// block tells the others of sets. It is fewer letters ahead of them than there are: the ring has no more stages.
+// In shared memory: what the warp that asks tells the others of a tile, beside its first stage, and what the cluster's
+// first block tells the others of sets. It is fewer letters ahead of them than there are: the ring has no more stages.
 struct Told {
   static constexpr int LETTERS = 8;
   Tile tiles[STAGES];
@@ -79,8 +81,8 @@ struct Told {
 static_assert(STAGES <= Told::LETTERS - 2, "letters ahead");
 static_assert(1023 + STAGES * STAGE_BYTES + sizeof(Shared) + sizeof(Told) <= SHARED_BYTES, "and what alignment costs");
 
-// Copies rows of tokens to the places of `order`, four at a time, and counts for each block how many fours are there. Warps
-// claim fours in the order of blocks: so none waits for a multiprocessor that another kernel still holds.
+// Copies rows of tokens to the places of `order`, four at a time, and counts for each block how many fours are there.
+// Warps claim fours in the order of blocks: so none waits for a multiprocessor that another kernel still holds.
 constexpr int FOUR = 4, LANES = 32 / FOUR, PIECES = K / 8;  // rows; lanes of a row; uint4 of a row
 struct Gather {
   const uint4* tokens;
@@ -202,7 +204,8 @@ __device__ __forceinline__ void fill(uint4* out, const int* order, const Tile& t
 #endif
 }
 
-// `gather.order`: the row of `out` for each row of x; of a gated linear, whose outputs stand as x does, what is gathered there.
+// `gather.order`: the row of `out` for each row of x; of a gated linear, whose outputs stand as x does, what is
+// gathered there.
 extern "C" __global__ void
 #if SHARE > 1
 __cluster_dims__(SHARE, 1, 1)

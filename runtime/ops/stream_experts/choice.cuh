@@ -1,8 +1,8 @@
-// Which experts a step's tokens go to. Every block finds it for itself, from the router's scores or from a choice that was
-// made, in less time than the launch of a kernel for it would take.
+// Which experts a step's tokens go to. Every block finds it for itself, from the router's scores or from a choice that
+// was made, in less time than the launch of a kernel for it would take.
 //
-// Defined by kernel.py: EXPERTS, CHOSEN (experts a token), SCORE_BYTES (of a score; 0: ids and weights are given), SOFTMAX,
-// RENORMALISE (shapes.py of runtime/ops/experts), WIDE (weights stay float32; else they are bfloat16).
+// Defined by kernel.py: EXPERTS, CHOSEN (experts a token), SCORE_BYTES (of a score; 0: ids and weights are given),
+// SOFTMAX, RENORMALISE (shapes.py of runtime/ops/experts), WIDE (weights stay float32; else they are bfloat16).
 
 constexpr int TOKENS = 8, WARPS = 8;  // of a product; of a block, those that compute: one for each token's choice
 constexpr int MOST_ACTIVE = TOKENS * CHOSEN < EXPERTS ? TOKENS * CHOSEN : EXPERTS;
@@ -50,7 +50,8 @@ __device__ __forceinline__ float number_of(u32 key) {
   return __uint_as_float(key & 0x80000000u ? key ^ 0x80000000u : ~key);
 }
 
-// The largest of a warp's keys, a lane's i-th of expert i * 32 + lane, of equal ones the first expert's; it is taken away.
+// The largest of a warp's keys, a lane's i-th of expert i * 32 + lane, of equal ones the first expert's; it is taken
+// away.
 struct Largest {
   u32 key;
   int expert;
@@ -79,8 +80,8 @@ __device__ __forceinline__ Largest take_largest(u32 (&keys)[WORDS]) {
 }
 
 // A warp finds a token's largest scores, lane j the j-th; the lowest of equal scores' experts comes first. A token with
-// scores that are no numbers chooses the first experts with the weight NaN. The choice is of scores: a softmax of all of
-// them leaves their order, and only its sum is needed besides.
+// scores that are no numbers chooses the first experts with the weight NaN. The choice is of scores: a softmax of all
+// of them leaves their order, and only its sum is needed besides.
 template <bool WITH_WEIGHTS>
 __device__ __forceinline__ void choose(int& id, float& weight, const void* scores, int token) {
   const int lane = threadIdx.x % 32;
@@ -135,8 +136,8 @@ __device__ __forceinline__ int active_before(const Choice& choice, int word) {
   for (int i = 0; i < WORDS; i++) count += i < word ? __popc(choice.mask[i]) : 0;
   return count;
 }
-// All threads call it; a barrier of the block must follow before the choice is read. The first weights are asked for once
-// it is known, so it finds no more than is needed: WITH_WEIGHTS those of the sum.
+// All threads call it; a barrier of the block must follow before the choice is read. The first weights are asked for
+// once it is known, so it finds no more than is needed: WITH_WEIGHTS those of the sum.
 template <bool WITH_WEIGHTS>
 __device__ __forceinline__ void find_choice(Choice& choice, const Router& router, int num_tokens) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;

@@ -1,11 +1,11 @@
 // silu(gate) * up of the experts that up to 8 tokens chose, on Hopper: every active expert's weight is read once.
 //
-// A block takes groups of 8 outputs in turns, from one active expert to the next, so that all blocks read as much. One warp
-// asks for rows of the weight, 8 gates and 8 ups, in pieces (by cp.async.bulk, a ring of STAGES); eight multiply them with
-// all tokens, whose inputs they divide and hold in registers, and add up their sums in shared memory.
+// A block takes groups of 8 outputs in turns, from one active expert to the next, so that all blocks read as much. One
+// warp asks for rows of the weight, 8 gates and 8 ups, in pieces (by cp.async.bulk, a ring of STAGES); eight multiply
+// them with all tokens, whose inputs they divide and hold in registers, and add up their sums in shared memory.
 //
-// Defined by kernel.py: as choice.cuh, OUTPUTS (of an expert), K, PIECE (inputs of a row in a stage), STAGES, RESIDENT (blocks
-// of a multiprocessor), NORM_BLOCKS (sums of squares a token to read; 0: no norm), SHARED_BYTES.
+// Defined by kernel.py: as choice.cuh, OUTPUTS (of an expert), K, PIECE (inputs of a row in a stage), STAGES, RESIDENT
+// (blocks of a multiprocessor), NORM_BLOCKS (sums of squares a token to read; 0: no norm), SHARED_BYTES.
 
 constexpr int ROWS = 16, OUT_ROWS = 8;  // of m16n8k16
 constexpr int GROUPS = OUTPUTS / OUT_ROWS, CHUNKS = K / PIECE;
@@ -60,8 +60,8 @@ extern "C" __global__ void __launch_bounds__(32 * (WARPS + 1), RESIDENT)
     return;
   }
 
-  // Behind the choice, which the first weights wait for. The order of inputs is the same for x and weight, and such that 16
-  // bytes of either are what a lane multiplies.
+  // Behind the choice, which the first weights wait for. The order of inputs is the same for x and weight, and such
+  // that 16 bytes of either are what a lane multiplies.
   uint4 xs[CHUNKS][STEPS];
 #pragma unroll
   for (int c = 0; c < CHUNKS; c++)

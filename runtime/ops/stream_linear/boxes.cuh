@@ -1,5 +1,5 @@
-// The common part of tiles.cu and wide.cu: asking for boxes of the weight and of x, the norm's factors, and the sums for
-// the next norm's.
+// The common part of tiles.cu and wide.cu: asking for boxes of the weight and of x, the norm's factors, and the sums
+// for the next norm's.
 
 constexpr int ROW_BYTES = 128, COLUMNS = SCALED ? ROW_BYTES : ROW_BYTES / 2;  // of a panel: one swizzled row
 
@@ -17,16 +17,17 @@ __device__ __forceinline__ void load_weight(u32 to, const TensorMap* map, int ro
       "l"(policy) : "memory");
 #endif
 }
-// As many tokens as the map's box has, and no more: boxes that reach past the last one arrive later (33 tokens as 64 took
-// longer than 64).
+// As many tokens as the map's box has, and no more: boxes that reach past the last one arrive later (33 tokens as 64
+// took longer than 64).
 __device__ __forceinline__ void load_x(u32 to, const TensorMap* map, int token, int panel, u32 barrier) {
   asm volatile(
       "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];" ::"r"(to),
       "l"(map), "r"(panel * COLUMNS), "r"(token), "r"(barrier) : "memory");
 }
 
-// A sum of squares is of 16 outputs here. Where there is room for lanes.cu's, of 8 outputs each and so twice as many, these
-// are the first half and zeros the second. With more than 8 tokens lanes.cu has written none, so that need not be read.
+// A sum of squares is of 16 outputs here. Where there is room for lanes.cu's, of 8 outputs each and so twice as many,
+// these are the first half and zeros the second. With more than 8 tokens lanes.cu has written none, so that need not be
+// read.
 constexpr int SUM_OUTPUTS = 16, READ_SUMS = TOKENS > 8 && NORM_BLOCKS > K / SUM_OUTPUTS ? K / SUM_OUTPUTS : NORM_BLOCKS;
 // The norm's factor of each token from `begin` on, by three warps: four lanes a token, each LOADS at a time.
 template <int LOADS>

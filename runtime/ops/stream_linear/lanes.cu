@@ -1,19 +1,19 @@
-// A linear of up to 8 tokens on Hopper whose weight the multiprocessors hold: out = x . weight^T, with the norm before it
-// and what follows it.
+// A linear of up to 8 tokens on Hopper whose weight the multiprocessors hold: out = x . weight^T, with the norm before
+// it and what follows it.
 //
-// Most of the few µs that such a linear takes begin when x is there. So until sums are added up no lane waits for another:
-// each asks for just what it will multiply (by cp.async, before the kernel that makes x has ended), in an order of
-// inputs such that 16 bytes of a row are what it needs of two products, and then loads its inputs in the same order into
-// registers. A block takes all inputs of TILES times 8 outputs, its warps divide them, and each leaves its sums where its
-// weights were; a product takes two tiles, or a tile's gates and ups.
+// Most of the few µs that such a linear takes begin when x is there. So until sums are added up no lane waits for
+// another: each asks for just what it will multiply (by cp.async, before the kernel that makes x has ended), in an
+// order of inputs such that 16 bytes of a row are what it needs of two products, and then loads its inputs in the same
+// order into registers. A block takes all inputs of TILES times 8 outputs, its warps divide them, and each leaves its
+// sums where its weights were; a product takes two tiles, or a tile's gates and ups.
 //
-// Only weights are read before the wait, so the next kernel is let in ahead of it: then weights of several linears come at
-// the same time, while attention leaves the memory idle. A later kernel may not count on this one having waited.
+// Only weights are read before the wait, so the next kernel is let in ahead of it: then weights of several linears come
+// at the same time, while attention leaves the memory idle. A later kernel may not count on this one having waited.
 //
-// Defined by lanes.py: N outputs (of a gated one: gate and up rows), K, TILES, WARPS, RESIDENT (blocks of a multiprocessor,
-// of registers), SHARED_BYTES, NORM_BLOCKS (sums of squares a token to read; 0: no norm), GATED, RESIDUAL, NEXT_BLOCKS (sums
-// of squares a token to leave), PLUS_ONE (the next norm's weight has 1 added), BIAS (in the place of the norm's weight),
-// SQUARED_RELU.
+// Defined by lanes.py: N outputs (of a gated one: gate and up rows), K, TILES, WARPS, RESIDENT (blocks of a
+// multiprocessor, of registers), SHARED_BYTES, NORM_BLOCKS (sums of squares a token to read; 0: no norm), GATED,
+// RESIDUAL, NEXT_BLOCKS (sums of squares a token to leave), PLUS_ONE (the next norm's weight has 1 added), BIAS (in the
+// place of the norm's weight), SQUARED_RELU.
 
 constexpr int TILE = 8, TOKENS = 8;  // of m16n8k16 half of the rows, and all columns
 constexpr int OUTPUTS = GATED ? N / 2 : N, GROUPS = OUTPUTS / TILE, PARTS = GATED ? 2 : 1, ALL_TILES = TILES * PARTS;

@@ -2,15 +2,15 @@
 // with the norm before it and what follows it. tiles.cu takes as long with 8 tokens, and 2 to 4 % longer with one.
 //
 // The memory gives all of its rate to long reads, so rows of the weight come in pieces of about 2 KB, 16 rows at a time
-// (by cp.async.bulk, into a ring of STAGES, before the kernel that makes x has ended: EARLY_STAGES at a time, linear.py). x
-// stays in registers: the SPLIT blocks of a cluster divide the inputs, the warps of a block its share of them, and every
-// warp multiplies its inputs with every row that the cluster takes. Sums of a block are added up in its shared memory and
-// sent to the block of the cluster that finishes the rows; blocks take turns at that.
+// (by cp.async.bulk, into a ring of STAGES, before the kernel that makes x has ended: EARLY_STAGES at a time,
+// linear.py). x stays in registers: the SPLIT blocks of a cluster divide the inputs, the warps of a block its share of
+// them, and every warp multiplies its inputs with every row that the cluster takes. Sums of a block are added up in its
+// shared memory and sent to the block of the cluster that finishes the rows; blocks take turns at that.
 //
 // Defined by rows.py: N outputs (of a gated one: gate and up rows), K, SPLIT (of at least 2), WARPS, CLUSTERS, RESIDENT
-// (blocks of a multiprocessor), PIECE (inputs of a row in a stage), STAGES, EARLY_STAGES, NORM_BLOCKS (sums of squares a token to read;
-// 0: no norm), GATED, RESIDUAL, NEXT_BLOCKS (sums of squares a token to leave), PLUS_ONE (the next norm's weight has 1
-// added), BIAS (in the place of the norm's weight), SQUARED_RELU.
+// (blocks of a multiprocessor), PIECE (inputs of a row in a stage), STAGES, EARLY_STAGES, NORM_BLOCKS (sums of squares
+// a token to read; 0: no norm), GATED, RESIDUAL, NEXT_BLOCKS (sums of squares a token to leave), PLUS_ONE (the next
+// norm's weight has 1 added), BIAS (in the place of the norm's weight), SQUARED_RELU.
 
 constexpr int ROWS = 16, TOKENS = 8;  // of m16n8k16
 constexpr int OUT_ROWS = GATED ? ROWS / 2 : ROWS, OUTPUTS = GATED ? N / 2 : N, GROUPS = N / ROWS;

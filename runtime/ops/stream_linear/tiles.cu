@@ -1,18 +1,19 @@
 // A linear of up to 128 tokens on Hopper: out = x . weight^T, with the norm before it and what follows it.
 //
-// Such a linear is a read of its weight. So a block asks for as much of it as its shared memory holds (by TMA, a ring of
-// STAGES) before the kernel that makes x has ended, and every multiprocessor gets nearly the same share: a tile of ROWS
-// outputs, however many those are, as wgmma takes 64 tokens as its rows and any multiple of 8 outputs as its columns. The
-// SPLIT blocks of a cluster divide the inputs of a tile, send each other sums, and each finishes every SPLIT-th group of 16
-// outputs. Undivided tiles a block takes in turns, one after another, and the ring goes on from one to the next.
+// Such a linear is a read of its weight. So a block asks for as much of it as its shared memory holds (by TMA, a ring
+// of STAGES) before the kernel that makes x has ended, and every multiprocessor gets nearly the same share: a tile of
+// ROWS outputs, however many those are, as wgmma takes 64 tokens as its rows and any multiple of 8 outputs as its
+// columns. The SPLIT blocks of a cluster divide the inputs of a tile, send each other sums, and each finishes every
+// SPLIT-th group of 16 outputs. Undivided tiles a block takes in turns, one after another, and the ring goes on from
+// one to the next.
 //
 // One warp asks for weight and x, the other three of its group compute the norm's factors; each of the other groups of
 // four warps multiplies 64 tokens.
 //
-// Defined by tiles.py: N outputs (of a gated one: gate and up rows), K, ROWS (a multiple of 16), SPLIT, BLOCKS, NUM_THREADS
-// and SHARED_BYTES of a block, TOKENS (8, 16, 32, 64 or 128), STAGES, PANELS (of 64 inputs, of a stage),
-// NORM_BLOCKS (sums of squares a token to read; 0: no norm), GATED, RESIDUAL, NEXT_BLOCKS (sums of squares a token to leave),
-// PLUS_ONE (the next norm's weight has 1 added), BIAS (in the place of the norm's weight), SQUARED_RELU, and
+// Defined by tiles.py: N outputs (of a gated one: gate and up rows), K, ROWS (a multiple of 16), SPLIT, BLOCKS,
+// NUM_THREADS and SHARED_BYTES of a block, TOKENS (8, 16, 32, 64 or 128), STAGES, PANELS (of 64 inputs, of a stage),
+// NORM_BLOCKS (sums of squares a token to read; 0: no norm), GATED, RESIDUAL, NEXT_BLOCKS (sums of squares a token to
+// leave), PLUS_ONE (the next norm's weight has 1 added), BIAS (in the place of the norm's weight), SQUARED_RELU, and
 // `multiply_add_all`, which adds products to ROWS / 2 sums of a thread.
 
 constexpr int M_TOKENS = 64;                                               // of a wgmma

@@ -1,25 +1,27 @@
-// A linear of 129 to 256 tokens on Hopper, in fp8 of 8 to 256: out = x . weight^T, with the norm before it and what follows it.
+// A linear of 129 to 256 tokens on Hopper, in fp8 of 8 to 256: out = x . weight^T, with the norm before it and what
+// follows it.
 //
-// So many tokens are no longer a read of the weight alone: the tensor cores take about as long, and what a block brings to
-// its shared memory and reads there takes longer than either if tiles are small. So 64 rows of the weight are the rows of
-// wgmma and tokens its columns, of which there may be any multiple of 8: at most 15 are multiplied that are not there, where
-// with tokens as rows it is up to 63. The SPLIT blocks of a cluster divide the inputs of a tile, send each other sums, and each
-// finishes every SPLIT-th unit of tokens, so that a tile is twice as large as one wave of undivided ones has.
+// So many tokens are no longer a read of the weight alone: the tensor cores take about as long, and what a block brings
+// to its shared memory and reads there takes longer than either if tiles are small. So 64 rows of the weight are the
+// rows of wgmma and tokens its columns, of which there may be any multiple of 8: at most 15 are multiplied that are not
+// there, where with tokens as rows it is up to 63. The SPLIT blocks of a cluster divide the inputs of a tile, send each
+// other sums, and each finishes every SPLIT-th unit of tokens, so that a tile is twice as large as one wave of
+// undivided ones has.
 //
-// As tiles.cu does, a block asks for what its shared memory holds of the weight before the kernel that makes x has ended, in
-// fp8 for no more than EARLY_STAGES (linear.py).
-// Weight and x have a ring each, as x, which the L2 holds, is sooner there; one warp asks, three compute the norm's factors,
-// each of the other GROUPS of four warps multiplies 64 rows. Undivided tiles a block takes in turns.
+// As tiles.cu does, a block asks for what its shared memory holds of the weight before the kernel that makes x has
+// ended, in fp8 for no more than EARLY_STAGES (linear.py). Weight and x have a ring each, as x, which the L2 holds, is
+// sooner there; one warp asks, three compute the norm's factors, each of the other GROUPS of four warps multiplies 64
+// rows. Undivided tiles a block takes in turns.
 //
-// Defined by wide.py: N outputs (of a gated one: gate and up rows), K, GROUPS, TOKEN_TILES, TOKENS of a tile (a multiple of
-// 8) in PARTS that are multiplied one after another, SPLIT, BLOCKS, NUM_THREADS and SHARED_BYTES of a block, REGISTER_THREADS
-// that could have all registers, W_STAGES and X_STAGES of the rings, EARLY_STAGES of the weight's, NORM_BLOCKS (sums of
-// squares a token to read; 0: no norm), GATED, RESIDUAL, NEXT_BLOCKS (sums of squares a token to leave), PLUS_ONE (the next
-// norm's weight has 1 added), BIAS (in the place of the norm's weight), SQUARED_RELU, SCALED, and `multiply_add_all`, which
-// adds products to TOKENS / PARTS / 2 sums of a thread.
+// Defined by wide.py: N outputs (of a gated one: gate and up rows), K, GROUPS, TOKEN_TILES, TOKENS of a tile (a
+// multiple of 8) in PARTS that are multiplied one after another, SPLIT, BLOCKS, NUM_THREADS and SHARED_BYTES of a
+// block, REGISTER_THREADS that could have all registers, W_STAGES and X_STAGES of the rings, EARLY_STAGES of the
+// weight's, NORM_BLOCKS (sums of squares a token to read; 0: no norm), GATED, RESIDUAL, NEXT_BLOCKS (sums of squares a
+// token to leave), PLUS_ONE (the next norm's weight has 1 added), BIAS (in the place of the norm's weight),
+// SQUARED_RELU, SCALED, and `multiply_add_all`, which adds products to TOKENS / PARTS / 2 sums of a thread.
 //
-// SCALED: weight and x are float8_e4m3fn with a float32 scale a row of the weight (in the place of the norm's weight) and a
-// token (in the place of sums of squares); there is nothing around the linear.
+// SCALED: weight and x are float8_e4m3fn with a float32 scale a row of the weight (in the place of the norm's weight)
+// and a token (in the place of sums of squares); there is nothing around the linear.
 
 constexpr int GROUP_ROWS = 64, WARP_ROWS = 16, ROWS = GROUPS * GROUP_ROWS;
 constexpr int CONSUMERS = 4 * GROUPS, THREADS = 32 * (4 + CONSUMERS);
@@ -171,7 +173,8 @@ __device__ __forceinline__ void store_transposed(u32 address, const u32 (&from)[
   asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(from[0]), "r"(from[1]),
                "r"(from[2]), "r"(from[3]) : "memory");
 }
-// A unit of the warp's rows and tokens: rounded and activated, then turned, so that a lane has neighbouring outputs of a token.
+// A unit of the warp's rows and tokens: rounded and activated, then turned, so that a lane has neighbouring outputs of
+// a token.
 __device__ __forceinline__ uint4 turned(const float (&sums)[SUMS], int unit, const float* factors, const float (&bias)[2],
                                         const float (&scales)[2], uint4* place, int lane) {
   u32 parts[4] = {};

@@ -1,26 +1,27 @@
 // A linear of up to 8 or 16 tokens on Hopper whose weight is float8_e4m3fn, four-bit integers or four-bit floats:
 // out = x . weight^T, with the norm before it and what follows it.
 //
-// A weight of a byte an input is read in half the time, one of half a byte in a quarter, so all that a kernel does beside reading weighs twice or more. So a block
-// takes less than half of a multiprocessor and lets the next kernel in before it waits for what makes x: that one's blocks
-// ask for their own weight meanwhile. Let in at a block's last request, a layer's linears took 79 µs in place of 68.
+// With 8-bit or 4-bit weights the read takes half or a quarter of the time, so everything else
+// costs relatively 2 to 4 times as much. So a block takes less than half of a multiprocessor and lets the next kernel in
+// before it waits for what makes x: that one's blocks ask for their own weight meanwhile. Let in at a block's last
+// request, a layer's linears took 79 µs in place of 68.
 //
-// Boxes of 16 rows by PIECE inputs come by TMA into a ring of STAGES, EARLY_STAGES at a time until x is there (linear.py): a
-// layer's linears in fp8 took 54 µs at 8 tokens with all of the ring asked for at once, and take 50. x stays in registers, in
-// the order in which a lane finds 16 bytes of the weight; the warps divide a piece's inputs, and each multiplies its own with
-// every row that the block takes. Where x has more inputs than registers hold, PASSES go over all rows, or the SPLIT blocks of
-// a cluster divide them. Of up to 8 tokens a pass loads the inputs of the next one, which would wait for them while the ring
-// is full. Sums of the warps are added up by one of them, in turns, and finished at the end; meanwhile the others go on, two
-// groups of rows ahead at most. Asking for a stage takes half as many instructions as multiplying one, so that goes in turns
-// too.
+// Boxes of 16 rows by PIECE inputs come by TMA into a ring of STAGES, EARLY_STAGES at a time until x is there
+// (linear.py): a layer's linears in fp8 took 54 µs at 8 tokens with all of the ring asked for at once, and take 50. x
+// stays in registers, in the order in which a lane finds 16 bytes of the weight; the warps divide a piece's inputs, and
+// each multiplies its own with every row that the block takes. Where x has more inputs than registers hold, PASSES go
+// over all rows, or the SPLIT blocks of a cluster divide them. Of up to 8 tokens a pass loads the inputs of the next
+// one, which would wait for them while the ring is full. Sums of the warps are added up by one of them, in turns, and
+// finished at the end; meanwhile the others go on, two groups of rows ahead at most. Asking for a stage takes half as
+// many instructions as multiplying one, so that goes in turns too.
 //
-// Defined by few.py: TOKENS (8 or 16), N outputs (of a gated one: gate and up rows), K, BITS (of a value: 8 or 4), SPLIT, PASSES, CLUSTERS,
-// WARPS, RESIDENT (blocks of a multiprocessor, of registers), PIECE (inputs of a row in a stage), STAGES, EARLY_STAGES, SHARED_BYTES, GROUP
-// (inputs that share a scale: 128, of floats of four bits 32 or 16; 0: all of a row, of fp8), SCALE_BYTES, SCALES_ARE_HALF
-// (float16; else of two bytes bfloat16), ZEROS (there are zero points, of a byte), FLOATS (of four bits), FACTORS (`zeros` are
-// factors of rows, in float32), NORM_BLOCKS (sums of squares a token to read; 0: no norm), GATED,
-// RESIDUAL, NEXT_BLOCKS (sums of squares a token to leave), PLUS_ONE (the next norm's weight has 1 added), BIAS (in the
-// place of the norm's weight), SQUARED_RELU.
+// Defined by few.py: TOKENS (8 or 16), N outputs (of a gated one: gate and up rows), K, BITS (of a value: 8 or 4),
+// SPLIT, PASSES, CLUSTERS, WARPS, RESIDENT (blocks of a multiprocessor, of registers), PIECE (inputs of a row in a
+// stage), STAGES, EARLY_STAGES, SHARED_BYTES, GROUP (inputs that share a scale: 128, of floats of four bits 32 or 16;
+// 0: all of a row, of fp8), SCALE_BYTES, SCALES_ARE_HALF (float16; else of two bytes bfloat16), ZEROS (there are zero
+// points, of a byte), FLOATS (of four bits), FACTORS (`zeros` are factors of rows, in float32), NORM_BLOCKS (sums of
+// squares a token to read; 0: no norm), GATED, RESIDUAL, NEXT_BLOCKS (sums of squares a token to leave), PLUS_ONE (the
+// next norm's weight has 1 added), BIAS (in the place of the norm's weight), SQUARED_RELU.
 
 constexpr int ROWS = 16, EIGHT = 8, EIGHTS = TOKENS / EIGHT;  // of m16n8k16, and of tokens
 constexpr int OUT_ROWS = GATED ? ROWS / 2 : ROWS, OUTPUTS = GATED ? N / 2 : N, GROUPS = N / ROWS;
@@ -92,8 +93,8 @@ __device__ __forceinline__ void load_values(u32 to, const TensorMap* map, int gr
 #endif
 }
 
-// Copies what a stage's rows have of [N, K / GROUP], SIZE bytes each: by all lanes of a warp. What is past the block's last
-// input is zeros.
+// Copies what a stage's rows have of [N, K / GROUP], SIZE bytes each: by all lanes of a warp. What is past the block's
+// last input is zeros.
 template <int SIZE, typename RowOf>
 __device__ __forceinline__ void copy_groups(u32 to, const char* from, int rank, int panel, const RowOf& row_of) {
   constexpr int STAGE_ROW = ROW_GROUPS * SIZE, MINE = MY_K / WITH_A_SCALE * SIZE, BOTH = STAGE_ROW | MINE;
@@ -112,7 +113,8 @@ __device__ __forceinline__ void copy_groups(u32 to, const char* from, int rank, 
 struct Inputs {
   u32 pairs[INPUTS / 2];
 };
-// Leaves also the sum of a step's inputs of a lane's two tokens at `totals`, if it is needed: in registers it would be two more a step.
+// Leaves also the sum of a step's inputs of a lane's two tokens at `totals`, if it is needed: in registers it would be
+// two more a step.
 __device__ __forceinline__ Inputs prepared(const uint4 (&raw)[INPUTS / 8], float* totals) {
   Inputs v;
 #pragma unroll
@@ -198,8 +200,8 @@ __launch_bounds__(32 * WARPS, RESIDENT) quantised_linear(
   asm volatile("barrier.cluster.arrive.relaxed;" ::: "memory");
 #endif
 
-  // Stages are asked for by all lanes of a warp: of a pass all groups, of a group all pieces. What is past the last input
-  // comes as zeros.
+  // Stages are asked for by all lanes of a warp: of a pass all groups, of a group all pieces. What is past the last
+  // input comes as zeros.
   const auto row_of = [&](int group, int i) { return GATED ? group * OUT_ROWS + i % OUT_ROWS + i / OUT_ROWS * OUTPUTS : group * ROWS + i; };
   const int turns = (GROUPS - first_group + CLUSTERS - 1) / CLUSTERS;
   const int stages = PASSES * CHUNKS * turns;

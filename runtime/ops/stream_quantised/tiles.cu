@@ -1,26 +1,29 @@
-// A linear of 9 to 128 tokens on Hopper whose weight is float8_e4m3fn, four-bit integers or four-bit floats:
-// out = x . weight^T, with the norm before it and what follows it.
+// A linear of 9 to 128 tokens on Hopper whose weight is float8_e4m3fn, four-bit integers or four-bit floats: out = x .
+// weight^T, with the norm before it and what follows it.
 //
-// As in stream_linear/tiles.cu a block asks for its weight before the kernel that makes x has ended, but for no more than
-// EARLY_STAGES (linear.py), and every multiprocessor gets nearly the same share: a tile of ROWS outputs, or, where those were few, of more whose inputs
-// the SPLIT blocks of a cluster divide. A tile of few rows would read x as often as it has weights: x's bytes are two an
-// input and token.
+// As in stream_linear/tiles.cu a block asks for its weight before the kernel that makes x has ended, but for no more
+// than EARLY_STAGES (linear.py), and every multiprocessor gets nearly the same share: a tile of ROWS outputs, or, where
+// those were few, of more whose inputs the SPLIT blocks of a cluster divide. A tile of few rows would read x as often
+// as it has weights: x's bytes are two an input and token.
 //
-// Rows of the weight are those of wgmma, from registers, where values are taken apart; tokens are its columns, which it reads
-// from shared memory once for 64 rows. (With mma every 16 rows read them, which took longer than the weight's way from
-// memory.) TMA brings x in the order of its inputs, so that the weight's may not be another: of fp8 a lane loads the two bytes
-// that it multiplies, of floats of four bits 16, of which it takes every fourth; integers lie such that a lane's are one word
-// (int4.cuh). While a half of a group's products run, the other half is taken apart. K_GROUPS warp groups divide a stage's inputs. All sums of a tile go to the block of the cluster that
-// finishes their rows, 16 at a time, into its shared memory.
+// Rows of the weight are those of wgmma, from registers, where values are taken apart; tokens are its columns, which it
+// reads from shared memory once for 64 rows. (With mma every 16 rows read them, which took longer than the weight's way
+// from memory.) TMA brings x in the order of its inputs, so that the weight's may not be another: of fp8 a lane loads
+// the two bytes that it multiplies, of floats of four bits 16, of which it takes every fourth; integers lie such that a
+// lane's are one word (int4.cuh). While a half of a group's products run, the other half is taken apart. K_GROUPS warp
+// groups divide a stage's inputs. All sums of a tile go to the block of the cluster that finishes their rows, 16 at a
+// time, into its shared memory.
 //
 // One warp asks for weight and x, the other three of its group compute the norm's factors.
 //
-// Defined by tiles.py: N outputs (of a gated one: gate and up rows), K, BITS (of a value: 8 or 4), ROWS (a multiple of 16),
-// K_GROUPS, SPLIT, BLOCKS, RESIDENT (blocks of a multiprocessor, of registers), NUM_THREADS and SHARED_BYTES of a block,
-// TOKENS (a multiple of 8), PANELS (of 128 bytes of a row, of a stage), STAGES, EARLY_STAGES, GROUP (inputs that share a scale: 128, of
-// floats of four bits 32 or 16; 0: all of a row, of fp8), SCALE_BYTES, SCALES_ARE_HALF (float16; else of two bytes bfloat16),
-// ZEROS (there are zero points, of a byte), FLOATS (of four bits), FACTORS (`zeros` are factors of rows, in float32), NORM_BLOCKS (sums of squares a token to read; 0: no norm), GATED, RESIDUAL, NEXT_BLOCKS (sums of squares a token to
-// leave), PLUS_ONE (the next norm's weight has 1 added), BIAS (in the place of the norm's weight), SQUARED_RELU.
+// Defined by tiles.py: N outputs (of a gated one: gate and up rows), K, BITS (of a value: 8 or 4), ROWS (a multiple of
+// 16), K_GROUPS, SPLIT, BLOCKS, RESIDENT (blocks of a multiprocessor, of registers), NUM_THREADS and SHARED_BYTES of a
+// block, TOKENS (a multiple of 8), PANELS (of 128 bytes of a row, of a stage), STAGES, EARLY_STAGES, GROUP (inputs that
+// share a scale: 128, of floats of four bits 32 or 16; 0: all of a row, of fp8), SCALE_BYTES, SCALES_ARE_HALF (float16;
+// else of two bytes bfloat16), ZEROS (there are zero points, of a byte), FLOATS (of four bits), FACTORS (`zeros` are
+// factors of rows, in float32), NORM_BLOCKS (sums of squares a token to read; 0: no norm), GATED, RESIDUAL, NEXT_BLOCKS
+// (sums of squares a token to leave), PLUS_ONE (the next norm's weight has 1 added), BIAS (in the place of the norm's
+// weight), SQUARED_RELU.
 
 constexpr int PANEL_BYTES = 128, PANEL = PANEL_BYTES * 8 / BITS;  // of a swizzled row of the weight; its inputs
 constexpr int HALF = COLUMNS, PANEL_GROUPS = PANEL / (2 * HALF);  // inputs: of a panel of x; twice that share a scale
@@ -47,10 +50,11 @@ static_assert(!FLOATS || BITS == 4 && SCALE_BYTES == 1 && !ZEROS, "floats of fou
 constexpr int RING_BYTES = STAGES * STAGE_BYTES;
 constexpr int STEP_GROUPS = PANELS * PANEL_GROUPS / K_GROUPS;  // of a warp: what it multiplies of a stage, by groups
 constexpr bool INTEGERS = BITS == 4 && !FLOATS;
-// Integers with a scale in bfloat16 and no zero points are multiplied by it as they are taken apart, rounded once, as torch
-// rounds them. Of others (and of fp8) the sums of a group are multiplied by its scale.
+// Integers with a scale in bfloat16 and no zero points are multiplied by it as they are taken apart, rounded once, as
+// torch rounds them. Of others (and of fp8) the sums of a group are multiplied by its scale.
 constexpr bool IN_VALUES = INTEGERS && !SCALES_ARE_HALF && !ZEROS, BY_GROUPS = GROUP && !FLOATS && !IN_VALUES;
-// Two groups' sums, so that one's are scaled while the next one's products run; of many tokens there are no registers for it.
+// Two groups' sums, so that one's are scaled while the next one's products run; of many tokens there are no registers
+// for it.
 constexpr int BUFFERS = BY_GROUPS && TOKENS <= 64 ? 2 : 1, UNROLLED = BUFFERS == 2 && STEP_GROUPS % 2 ? 2 : 1;  // stages
 constexpr float OUT_FACTOR = FLOATS ? E2M1_FACTOR : INTEGERS ? int4_factor(IN_VALUES) : 1.f;  // of sums
 constexpr int WORDS = FLOATS ? 2 * HALF / GROUP / 4 : 1;  // of the scales of two panels of x
@@ -97,14 +101,15 @@ __device__ void ask(const TensorMap* values, const TensorMap* x, u32 ring, u32 f
 
 // Values of 16 rows and 64 inputs as wgmma takes them: four times 16 inputs.
 using Values = u32[4][4];
-// Integers of 16 rows and 64 inputs, half `half` of a panel: of the first eight rows and of those behind, then of the next 32
-// inputs. `rows` is where the first row begins.
+// Integers of 16 rows and 64 inputs, half `half` of a panel: of the first eight rows and of those behind, then of the
+// next 32 inputs. `rows` is where the first row begins.
 using Fours = u32[4];
 __device__ __forceinline__ void load_fours(Fours& to, u32 rows, int half) {
   const int lane = threadIdx.x % 32;
   load_matrices(to, rows + lane % M_ROWS * PANEL_BYTES + ((half * 2 + lane / M_ROWS ^ lane) & 7) * 16);
 }
-// What they are multiplied by, odd pairs by the second, and what is added to them, of the first eight rows and of those behind.
+// What they are multiplied by, odd pairs by the second, and what is added to them, of the first eight rows and of those
+// behind.
 struct OfFours {
   u32 scales[2][2], zeros[2];
 };
@@ -115,8 +120,8 @@ __device__ __forceinline__ void take_apart(Values& to, const Fours& words, const
     for (int i = 0; i < 4; i++)
       to[word / 2 * 2 + i / 2][i % 2 * 2 + word % 2] = scaled_fours(words[word], i, beside.scales[word % 2][i % 2], beside.zeros[word % 2]);
 }
-// Floats likewise, from shared memory: `rows` is where the lane's row of the first eight begins, `scales` are those of floats of
-// four bits of the first eight rows and of those behind.
+// Floats likewise, from shared memory: `rows` is where the lane's row of the first eight begins, `scales` are those of
+// floats of four bits of the first eight rows and of those behind.
 __device__ __forceinline__ void take_apart(Values& to, const char* rows, int half, const u32 (&scales)[2]) {
   const int row = threadIdx.x / 4 % 8, quad = threadIdx.x % 4;
 #if BITS == 8
@@ -243,8 +248,8 @@ __launch_bounds__(THREADS, RESIDENT) quantised_tiles(
   const bool has_rows = ROW_GROUPS % 4 == 0 && !BY_GROUPS || row_warp < ROW_GROUPS;
   int slot = 0, phase = 0;
   for (int tile = first_tile; tile < TILES; tile += CLUSTERS) {
-    // A warp finishes every CONSUMERS-th item, in an order in which neighbouring ones are of one place. What is added to
-    // them is asked for before the products and used after them, when it is there.
+    // A warp finishes every CONSUMERS-th item, in an order in which neighbouring ones are of one place. What is added
+    // to them is asked for before the products and used after them, when it is there.
     const auto place_of = [&](int i) { return (i * CONSUMERS + consumer) / EIGHTS; };
     const auto token_of = [&](int i) { return (i * CONSUMERS + consumer) % EIGHTS * 8 + lane / 4; };
     const auto row_of = [&](int i) { return tile * OUT_ROWS + (place_of(i) * SPLIT + rank) * OUT_GROUP + quad * 2; };  // the first

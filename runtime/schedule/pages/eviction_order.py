@@ -38,7 +38,7 @@ class EvictionOrder(Generic[Run]):
 
     @property
     def first(self) -> Run | None:
-        """The run to be given up next; None: there is none."""
+        """The run to be given up next; None without one."""
         run: Run = self._end._newer
         return None if run is self._end else run
 

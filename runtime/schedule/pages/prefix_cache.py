@@ -157,7 +157,7 @@ class RadixCache:
             rest = rest[at.token_ids.size :]
             num_present += at.pages.size
         if rest.size:
-            # Copies: those who gave them go on writing theirs, or would keep all of a prompt for its last pages.
+            # Copies: the callers go on writing theirs, or would keep all of a prompt for its last pages.
             added = PageRun(at, self._key_of(rest), rest.copy(), pages[num_present:].copy())
             added.locks = 1
             at.children[added.key] = added
@@ -226,7 +226,7 @@ class RadixCache:
         return run if num_pages == run.pages.size else self._divide(run, num_pages)
 
     def _divide(self, run: PageRun, num_pages: int) -> PageRun:
-        """Make the run's first pages one of their own, which is returned; whoever holds the run holds its end still."""
+        """Make the run's first pages one of their own, which is returned; holders of the run still hold its end."""
         num_tokens = num_pages * self.page_size
         start = PageRun(run.parent, run.key, _part(run.token_ids, 0, num_tokens), _part(run.pages, 0, num_pages))
         start.locks = run.locks

@@ -43,8 +43,10 @@ class StepPaths:
         return self.forward if self._media.has_images(batch) else self._prompts
 
     def _gets_own_pages(self, batch: ScheduledBatch) -> bool:
-        """True if the step's new pages are of its own requests, not of one that was admitted and waits for its first
-        tokens: captured decodes enter no others in the device's table."""
+        """True if all new pages belong to requests of the step, not to an admitted one that waits for its first tokens.
+
+        Captured decodes write only their own pages into the device's table.
+        """
         if not batch.page_ids.size:
             return True
         self._is_in_step[batch.rows] = True
