@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import os
+import atexit
 import shutil
-import subprocess
-import sys
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from functools import cache
 from pathlib import Path
 
-from tests.hang_guard import HANG_S
+from tests.fresh_process import FreshProcess, fresh_process
 
 ROOT = Path(__file__).parents[1]
 
@@ -32,11 +32,24 @@ def copy_with(folder: Path, new: Mapping[str, str], changed: Mapping[str, Change
         (folder / name).write_text(text)
 
 
+# None of the product's own modules, which the copy brings.
+LIBRARIES = "import torch._dynamo, transformers.models.qwen3.modeling_qwen3"
+IN_THE_COPY = """
+import os, sys
+os.environ["PYTHONPATH"] = FOLDER
+os.chdir(FOLDER)
+sys.path.insert(0, FOLDER)
+"""
+
+
+@cache
+def _process() -> FreshProcess:
+    """One for all copies that a process of tests makes; it ends with that."""
+    ends = ExitStack()
+    atexit.register(ends.close)
+    return ends.enter_context(fresh_process(LIBRARIES))
+
+
 def run_in(folder: Path, code: str) -> None:
-    """Runs Python code with that copy; it must end well."""
-    environment = os.environ | {"PYTHONPATH": str(folder)}
-    command = [sys.executable, "-c", code]
-    ran = subprocess.run(
-        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=HANG_S, check=False
-    )
-    assert ran.returncode == 0, ran.stderr
+    """Runs Python code with that copy, in a fork of a process that has imported the libraries; it must end well."""
+    _process().run(IN_THE_COPY.replace("FOLDER", repr(str(folder))) + code)
