@@ -96,7 +96,7 @@ def _take_factors(gm: fx.GraphModule, weights: list[fx.Node]) -> bool:
 
 
 def _weights_of(value: Any, attention: fx.Node) -> tuple[fx.Node, ...]:
-    """Finds the weights on which a factor is one on `value`, which attention alone reads; () where there are none."""
+    """Finds the weights on which a factor is one on `value`, which attention alone reads; possibly ()."""
     inside: set[fx.Node] = set()
     found = _search(value, inside)
     is_read_elsewhere = any(user not in inside and user is not attention for node in inside for user in node.users)
@@ -152,7 +152,7 @@ def _comes_from(node: Any, sources: set[fx.Node]) -> bool:
 
 
 def _weights_behind(attention: fx.Node) -> tuple[fx.Node, ...]:
-    """Finds the weights of linears that read what attention gives, where nothing else does; () where there are none."""
+    """Finds the weights of linears that read what attention gives, where nothing else does; possibly ()."""
     found: list[fx.Node] = []
     wanted, carrying = [attention], {attention}
     while wanted:

@@ -79,7 +79,7 @@ class _Stage:
 
 
 def _place_in_cache(node: fx.Node) -> int:
-    """The node's index in CACHE_INPUTS, -1 if it is none of them."""
+    """The node's index in CACHE_INPUTS, -1 for others."""
     return CACHE_INPUTS.index(node.meta[CACHE_INPUT][0]) if CACHE_INPUT in node.meta else -1
 
 

@@ -1,7 +1,7 @@
 """Profiles a model's memory, and says how many KV pages fit beside it: runs its largest step, and captures some of its
 graphs, on a pool of the dummy page alone.
 
-device/memory.py knows what a device has and who gets which share of it; here is what this model takes of it.
+device/memory.py knows what a device has and how it is shared out; here is what this model takes of it.
 """
 
 from __future__ import annotations

@@ -73,7 +73,7 @@ class Steps:
 
 
 class Streams:
-    """The engine as measure_gaps wants it; closing is left to whoever made it."""
+    """The engine as measure_gaps wants it; closing is left to its maker."""
 
     def __init__(self, engine: AsyncEngine) -> None:
         self._engine = engine

@@ -122,7 +122,7 @@ def _convert(
 
 
 def _of_another_shape(groups: list[dict[str, PlannedTensor]]) -> str:
-    """Names a tensor whose shape is not that of most of its kind; "" if there is none."""
+    """Names a tensor whose shape is not that of most of its kind; "" if all are alike."""
     for group in groups:
         (usual, _), *others = Counter(tuple(tensor.shape) for tensor in group.values()).most_common()
         if others:

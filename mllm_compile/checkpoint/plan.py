@@ -48,7 +48,7 @@ class RankPart:
     def of(
         self, name: str, table: Mapping[str, PlannedTensor] | None, is_transposed: bool = False
     ) -> tuple[Block, ...]:
-        """The blocks that fill the rank's part of a weight that is cut; of one that is transposed, as a linear's."""
+        """The blocks that fill the rank's part of a weight that is cut; a transposed weight is seen as a linear's."""
         if table is None:
             shape = self.shapes[name]
             shape = (*shape[:-2], shape[-1], shape[-2]) if is_transposed else shape
@@ -215,7 +215,7 @@ def read_checkpoint(tensors: CheckpointTensors, model: PreTrainedModel) -> dict[
 
 
 def line_on_unlisted(tensors: CheckpointTensors, table: Mapping[str, PlannedTensor]) -> str | None:
-    """The line on tensors that are left out as the index does not name them; None where there are none."""
+    """The line on tensors that are left out as the index does not name them, or None."""
     blocks = [block for planned in table.values() for block in planned.blocks]
     parts = {one.name for block in blocks if block.quantised for one in block.quantised.tensors.values()}
     left_out = sorted(tensors.unlisted - parts - {block.tensor for block in blocks} - set(tensors.unused))

@@ -53,7 +53,7 @@ class CheckpointTensors:
         return not any(self.read(self.stored[name]))
 
     def line(self, dtype: torch.dtype, are_kept: bool) -> str | None:
-        """The line on what becomes of the quantised weights; None where there are none.
+        """The line on what becomes of the quantised weights; None without such weights.
 
         Args:
             dtype: the model's.

@@ -28,7 +28,7 @@ class _Explained:
     Attributes:
         folder: where the runtime is or would be.
         problem: why it cannot be served from; None: it can.
-        changes: since the nearest runtime of the model; None where there is none.
+        changes: since the nearest runtime of the model; None without such a runtime.
         weights: what becomes of quantised weights; None where they are plain, or a runtime's own.
     """
 

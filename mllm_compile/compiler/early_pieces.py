@@ -53,7 +53,7 @@ class EarlyPiece:
         return self.job.inputs == job.inputs and self.job.source_path.read_bytes() == job.source_path.read_bytes()
 
     def move_to(self, package_path: Path) -> bool:
-        """Waits for the package and puts it in its place; False where there is none."""
+        """Waits for the package and puts it in its place; False without one."""
         try:
             self.compiled.result()
             self.job.package_path.rename(package_path)

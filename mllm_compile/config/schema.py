@@ -221,7 +221,7 @@ class RuntimeConfig(Section):
 
 
 class StructuredOutputsConfig(Section):
-    """Who sees to it that answers have the form that a request asks for."""
+    """The library that keeps answers to the form that a request asks for."""
 
     backend: Literal["auto", "llguidance", "xgrammar"] = "auto"
     """auto: llguidance, and xgrammar for what that does not take."""

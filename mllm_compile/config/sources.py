@@ -37,7 +37,7 @@ def config_or_runtime(source: EngineSource) -> EngineConfig | Path:
             from the current folder, but in a YAML from its own.
 
     Raises:
-        ConfigError: it is none of these, or the config is wrong.
+        ConfigError: it is of another kind, or the config is wrong.
     """
     if isinstance(source, EngineConfig):
         return source

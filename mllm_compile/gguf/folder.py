@@ -157,7 +157,7 @@ def _check_parts(metadata: Metadata, parts: Sequence[Path]) -> None:
 
 
 def _write(place: Path, parts: Sequence[Path], contents: Mapping[str, str]) -> None:
-    """Writes a folder beside its place, and moves it there: whoever finds it finds all of it."""
+    """Writes a folder beside its place, and moves it there: a reader finds all of it or nothing."""
     make_private(place.parent)
     with cache_place(place.parent).writing():
         scratch = Path(tempfile.mkdtemp(prefix=".making-", dir=place.parent))

@@ -28,7 +28,7 @@ class Metadata:
         return key in self._values
 
     def find(self, key: str, kind: type[T]) -> T | None:
-        """The value of a key, None where there is none; an int where a float is asked for is one.
+        """The value of a key, or None; an int where a float is asked for is one.
 
         Raises:
             CheckpointError: it has another type.
@@ -62,7 +62,7 @@ class Metadata:
         raise self.refused(key, f"expected one number for all layers, got {typed_repr(value)}")
 
     def texts(self, key: str) -> list[str] | None:
-        """The strings of an array, None where there is none.
+        """The strings of an array, or None.
 
         Raises:
             CheckpointError: it has others, or one is no UTF-8.
@@ -79,7 +79,7 @@ class Metadata:
             raise self.refused(key, f"holds what is no UTF-8 ({error})") from None
 
     def numbers(self, key: str, count: int) -> tuple[int | float, ...] | None:
-        """The `count` numbers of an array, None where there is none."""
+        """The `count` numbers of an array, or None."""
         self._asked.add(key)
         value = self._values.get(key)
         if value is None:

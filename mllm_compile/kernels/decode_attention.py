@@ -80,7 +80,7 @@ def _variants(
 def _hopper_variants(
     runtime: RuntimeSection, layer: LayerSpec, few: DecodeVariant, many: DecodeVariant
 ) -> tuple[DecodeVariant, ...]:
-    """Clusters for few requests, or a piece where there are none of such heads; shares for many, and a piece for more
+    """Clusters for few requests, or a piece without clusters of such heads; shares for many, and a piece for more
     than these count."""
     kv_heads, head_dim = layer.num_kv_heads, layer.head_dim
     has_many = runtime.max_running_requests > MOST_REQUESTS

@@ -57,7 +57,7 @@ class WrittenPiece:
 
         Args:
             signature: the op's tensors, by the names and in the order that the op has.
-            legend: the names of dynamic sizes, for who reads the source.
+            legend: the names of dynamic sizes, for readers of the source.
             options: the op's other arguments.
             gives_tensor: the op returns one; else it writes into its arguments alone.
         """

@@ -1,6 +1,6 @@
 """The prompt with images that an engine takes: token ids, and what belongs to their placeholders.
 
-Owns the data alone. processor.py makes it; whoever runs a model's vision program reads it.
+Owns the data alone. processor.py makes it; the code that runs a model's vision program reads it.
 """
 
 from __future__ import annotations

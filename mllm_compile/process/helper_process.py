@@ -4,7 +4,7 @@ A process starts with the first request, and is kept for the next ones; concurre
 limit; further ones wait. What does not end costs its own process and its own request. Processes end with the object
 that started them, and with this process.
 
-Whoever asks a process reads what it writes to standard error meanwhile: a full pipe would stop it, without a limit on
+A thread that asks a process reads its standard error meanwhile: a full pipe would stop it, without a limit on
 processor time ever being met. The end of that is kept, for errors.
 """
 

@@ -47,7 +47,7 @@ class Joining:
 
     def __init__(self, join: Callable[[], Communicator]) -> None:
         self._joined: Future[Communicator] = Future()
-        self._lock = threading.Lock()  # of who closes the communicator
+        self._lock = threading.Lock()  # held by the thread that closes the communicator
         self._is_left = False
         # Ended with the process: where another rank was lost amid it, it may wait for ever.
         threading.Thread(target=self._run, args=(join,), name="join ranks", daemon=True).start()
@@ -55,7 +55,7 @@ class Joining:
     def _run(self, join: Callable[[], Communicator]) -> None:
         try:
             communicator = join()
-        except BaseException as error:  # for whoever asks for the result
+        except BaseException as error:  # raised where the result is asked for
             self._joined.set_exception(error)
             return
         with self._lock:

@@ -58,7 +58,7 @@ class _Follower:
         self.looked, self.silent_s = time.monotonic(), 0.0
 
     def tell(self, message: Meeting | Start, descriptors: Sequence[int]) -> None:
-        """Sends it a message; one that has ended is not there, and whoever watches says how."""
+        """Sends it a message; one that has ended gets nothing, and its watcher says how it ended."""
         with suppress(OSError):
             self.connection.send(message, descriptors)
 
@@ -201,7 +201,7 @@ class RankGroup:
             raise RuntimeError("the ranks' group was closed")
         while not self._joining.is_over(_POLL_S / 10):
             self.check()
-        self.check()  # who was lost while the last ones joined ends no call with them: there was none to abort
+        self.check()  # a rank that was lost while the last ones joined had no call to abort
         return self._joining.result()
 
     def wait_ready(self) -> None:

@@ -123,7 +123,7 @@ def _most_lost(step: DecodeStep, groups: Sequence[_Group], ceilings: Ceilings) -
 
 
 def _profiled(step: DecodeStep, groups: Sequence[_Group], ceilings: Ceilings | None) -> str:
-    """The sentence on the profiled step, beside the time of one that no profiler slows."""
+    """The sentence on the profiled step, beside the time of a step that no profiler slows."""
     told = f"Below it is taken apart: {_lower(_of(step))} takes {format_seconds(step.wall_s)} under a profiler"
     if ceilings is None:
         return parts.html_of(f"{told}.")

@@ -93,7 +93,7 @@ def _of_config(config: EngineConfig, reporter: Reporter) -> _Known:
     target = find_target(config)
     try:
         return _of_runtime(target.folder, reporter, target.config)
-    except (ArtifactError, CheckpointError):  # also where there is none
+    except (ArtifactError, CheckpointError):  # also without one
         return _of_target(target, reporter)
 
 

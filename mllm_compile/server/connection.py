@@ -182,7 +182,7 @@ class Connection(HttpToolsProtocol):
         self._is_deaf, self._beside_body = True, 0
         self._head_has_come()
         is_whole = self.cycle is None or not self.cycle.more_body
-        if not is_whole and self.pipeline:  # what fails is the body of one that waits for its turn
+        if not is_whole and self.pipeline:  # the body of a request that waits for its turn fails
             self.pipeline.popleft()
             is_whole = True
         last = self.pipeline[0][0] if self.pipeline else self._answering

@@ -216,7 +216,7 @@ class Supervisor:
         self.state = state
         if state != READY and self.stats:
             self.stats = self.stats | _AT_REST
-        self._ready.set()  # who waits looks again
+        self._ready.set()  # the waiting thread looks again
 
     @staticmethod
     async def _wait(event: asyncio.Event, seconds: float) -> bool:

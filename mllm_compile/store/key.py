@@ -213,7 +213,7 @@ def _attention(config: ResolvedConfig) -> str:
         mode.append("decodes by FlashInfer")
     elif not config.compile.hopper_decode:
         mode.append("no Hopper kernels")
-    else:  # who decodes few requests, and very many, depends on them
+    else:  # the kernels of few and of very many decodes depend on them
         mode += ["long requests"] if runtime.max_model_len > LONG_TOKENS else []
         mode += ["many requests"] if runtime.max_running_requests > MOST_REQUESTS else []
     mode += ["cascades"] if runtime.cascade_attention else []

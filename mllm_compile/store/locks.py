@@ -60,7 +60,7 @@ def compile_lock(final: Path, waiting: Callable[[], None]) -> Iterator[None]:
     try:
         yield
     finally:
-        path.unlink(missing_ok=True)  # while it is locked: who waits for it sees that it is gone, and makes another
+        path.unlink(missing_ok=True)  # while it is locked: a waiting process sees that it is gone, and makes another
         os.close(handle)
 
 

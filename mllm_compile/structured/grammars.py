@@ -55,7 +55,7 @@ class Grammars:
             if grammar is not None:
                 return grammar
             turn = self._compiling.setdefault(params.key, threading.Lock())
-        with turn:  # who asks for the same meanwhile waits for it
+        with turn:  # another request for the same grammar waits for it
             with self._lock:
                 grammar = self._take(params.key)
             if grammar is None:

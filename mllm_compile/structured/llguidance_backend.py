@@ -84,7 +84,7 @@ class LlguidanceBackend:
         """MaskMaker.fill."""
         going = [(part.matcher, part.token_ids[0]) for part in work if len(part.token_ids) == 1]
         if going:
-            self._executor.consume_token_par(going)  # whoever fails is in a state of error from then on
+            self._executor.consume_token_par(going)  # a matcher that fails is in a state of error from then on
         for part in work:
             if len(part.token_ids) > 1:
                 part.matcher.consume_tokens(part.token_ids)

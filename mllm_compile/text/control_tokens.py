@@ -104,7 +104,7 @@ class ControlTokens:
 
 
 def _any_of(tokens: Iterable[str]) -> re.Pattern[str]:
-    """A pattern of any of the tokens, the longest first; it matches nothing where there are none."""
+    """A pattern of any of the tokens, the longest first; without any it matches nothing."""
     return re.compile("|".join(map(re.escape, sorted(tokens, key=len, reverse=True))) or "(?!)")
 
 

@@ -67,7 +67,7 @@ class TemplateProcesses(HelperProcesses):
             request: keyword arguments of `template_server.Templates.render`, plain JSON.
 
         Raises:
-            RequestError: the template fails, refuses, or exceeds a limit; or the request is none of plain JSON.
+            RequestError: the template fails, refuses, or exceeds a limit; or the request is not plain JSON.
             MllmError: no process can be started.
         """
         try:

@@ -1,8 +1,8 @@
 """The bytes that each token stands for, read from how a tokenizer turns tokens into text.
 
-Grammars need them, and who shows a token by itself: it may be half a character. Tokens of byte-level and byte-fallback
-tokenizers, and those with a sign for a space, stand for the same bytes wherever they are; others (WordPiece, word
-lists) do not, and are refused where it matters.
+Grammars need them, and so does showing a token by itself: it may be half a character. Tokens of byte-level and
+byte-fallback tokenizers, and those with a sign for a space, stand for the same bytes wherever they are. Others
+(WordPiece, word lists) do not, and are refused where it matters.
 """
 
 from __future__ import annotations

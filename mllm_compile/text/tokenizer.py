@@ -200,7 +200,7 @@ class Tokenizer:
 
     @property
     def source_for_tools(self) -> str:
-        """The source of the chat template that is rendered where there are tools; empty if there is none."""
+        """The source of the chat template that is rendered where there are tools; empty without one."""
         return self._chat_template.source_for_tools if self._chat_template else ""
 
     def apply_chat_template(self, messages: Sequence[Mapping[str, Any]], /, **options: Any) -> str:

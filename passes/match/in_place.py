@@ -1,6 +1,6 @@
 """Makes a graph functional: a write into a tensor becomes a new tensor, which all later readers get.
 
-A pass that drops, moves or copies a node looks at who reads it. With `y = x * 1.0; y.mul_(2)` that is not enough: x in
+A pass that drops, moves or copies a node looks at its readers. With `y = x * 1.0; y.mul_(2)` that is not enough: x in
 the place of y would be written to. So passes get graphs in which no call of a trace changes what it is given.
 
 The trace's fake tensors say which values share memory. A write into a view (`q[..., :8].copy_(k)`) makes a new base,
@@ -133,7 +133,7 @@ class _Tensor:
 
 
 class _Memory:
-    """Follows a graph in its order: who shares memory with whom, and which node has a tensor's value by now."""
+    """Follows a graph in its order: which nodes share memory, and which node has a tensor's value by now."""
 
     def __init__(self, graph: fx.Graph) -> None:
         self._graph = graph
@@ -260,7 +260,7 @@ def _filled(graph: fx.Graph, old: fx.Node, value: Any) -> fx.Node:
 
 
 def _with_strides_of(graph: fx.Graph, new: fx.Node, old: fx.Node) -> fx.Node:
-    """`new`, contiguous if `old` is and it is not: who reads the one may view it as the other could be viewed."""
+    """`new`, contiguous if `old` is and it is not: readers of the one may view it as the other could be viewed."""
     made: Any = torch.empty_like(_val(old), memory_format=torch.contiguous_format)
     contiguous, ours, theirs = ([str(step) for step in val.stride()] for val in (made, _val(new), _val(old)))
     return _method(graph, "contiguous", new) if theirs == contiguous != ours else new

@@ -38,7 +38,7 @@ def make_attention_backend(
         part: which part of steps it is for, where parts run beside each other.
 
     Raises:
-        ConfigError: there is none of that name, or it cannot compute in the model's dtype.
+        ConfigError: no backend has that name, or it cannot compute in the model's dtype.
         DeviceError: its library or its device is missing.
         UnsupportedModelError: the model has a layer that it cannot do.
     """

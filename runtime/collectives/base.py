@@ -1,6 +1,6 @@
 """The contract of a communicator, and which one the calling thread's ops use.
 
-Every rank makes the same calls in the same order. Whoever runs a model over ranks does it inside `using`.
+Every rank makes the same calls in the same order. Code that runs a model over ranks does it inside `using`.
 """
 
 from __future__ import annotations

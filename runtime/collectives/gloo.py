@@ -16,7 +16,7 @@ import torch
 from mllm_compile.runtime.collectives.plain import PlainCommunicator
 
 _JOIN_TIMEOUT = timedelta(seconds=60)  # of milliseconds: a rank that was lost amid it never comes
-_TIMEOUT = timedelta(days=1)  # who hangs is seen by another way, and killed; a rank may be idle for long
+_TIMEOUT = timedelta(days=1)  # a rank that hangs is seen by another way, and killed; a rank may be idle for long
 _WIDER = {torch.bfloat16: torch.float32, torch.float16: torch.float32}  # sums of these are of float32
 
 

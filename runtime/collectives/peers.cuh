@@ -50,7 +50,7 @@ __device__ __forceinline__ void add_chunk(float* sum, uint4 v) {
 __device__ __forceinline__ uint4 pack_chunk(const float* v) {
   return make_uint4(pack(v[0], v[1]), pack(v[2], v[3]), pack(v[4], v[5]), pack(v[6], v[7]));
 }
-// Numbers that never come are left as they are: whoever reads the sum is told otherwise that there is none.
+// Numbers that never come are left as they are: the reader of the sum learns otherwise that it failed.
 __device__ __forceinline__ uint4 wait_for_chunk(const uint4* from, const volatile u32* are_gone) {
   uint4 v = load_now(from);
   for (u32 looks = 1; !is_there(v); looks++) {

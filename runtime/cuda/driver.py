@@ -126,8 +126,8 @@ def address_of(tensor: torch.Tensor | None) -> ctypes.c_void_p:
 def copy_pinned(memory: torch.Tensor, place: torch.Tensor, num_bytes: int) -> None:
     """Copies the first bytes of pinned memory to `place`, on torch's current stream of its device, without waiting.
 
-    torch's own copy takes the host several times as long: it notes for its allocator that the memory is read. Whoever
-    calls this keeps the memory, and what is in it, until the copy is over.
+    torch's own copy takes the host several times as long: it notes for its allocator that the memory is read. The
+    caller keeps the memory, and what is in it, until the copy is over.
 
     Raises:
         DeviceError: the device does not answer.
@@ -143,7 +143,7 @@ def scatter_pinned(memory: torch.Tensor, targets: Sequence[tuple[int, int]], str
     """Copies stretches of pinned memory, one behind the other, without waiting and without letting another thread in.
 
     Args:
-        memory: whoever calls this keeps it, and what is in it, until the copies are over.
+        memory: the caller keeps it, and what is in it, until the copies are over.
         targets: each stretch's address on the device, and its bytes.
         stream, device: where the copies are queued.
 

@@ -11,7 +11,7 @@ import os
 import stat
 from pathlib import Path
 
-_FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK  # opening a named pipe does not wait for who writes to it
+_FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK  # opening a named pipe does not wait for a writer
 
 
 def open_regular(path: str | Path, *, dir_fd: int | None = None, follow_links: bool = True) -> int:

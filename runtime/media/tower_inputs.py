@@ -1,6 +1,6 @@
 """Several images as one run of a tower: their arrays one after another, and the bounds of segments.
 
-Pixels are left to whoever brings them to the device: they are most of the bytes.
+Pixels are left to the code that brings them to the device: they are most of the bytes.
 """
 
 from __future__ import annotations

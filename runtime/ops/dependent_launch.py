@@ -33,6 +33,6 @@ def start_dependents() -> None:
 @triton.jit
 def wait_for_prerequisites() -> None:
     """Returns when the kernel before this one has ended, and so all that it has waited for, and what they wrote is
-    visible. A block of every launch does this, also of one that finds no work: else the next kernel waits for nothing
+    visible. A block of every launch does this, also one that finds no work: else the next kernel waits for nothing
     before that."""
     gdc_wait()

@@ -44,7 +44,7 @@ class LinkedProgram:
     decode_loop: DecodeLoopPieces | None
 
     def bind_media(self, weights: Mapping[str, torch.Tensor]) -> MediaExecutors | None:
-        """The programs for images over `weights`; None where there are none.
+        """The programs for images over `weights`; None of a model without media.
 
         Raises:
             ArtifactError: as bind.
@@ -72,7 +72,7 @@ class LinkedProgram:
 def link(
     program: Program, pieces: Mapping[str, PieceFunction], cubins: Mapping[str, bytes], device: torch.device
 ) -> LinkedProgram:
-    """Loads the program's kernels onto `device`, and hands its pieces to whoever calls them.
+    """Loads the program's kernels onto `device`, and hands its pieces to their callers.
 
     Args:
         pieces: piece id → compiled function.

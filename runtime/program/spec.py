@@ -204,7 +204,7 @@ class QuantisedWeight:
     """The matrix that a weight's values, scales and zero points stand for.
 
     Attributes:
-        scales, zeros: names of the weights that go with the values; zeros is None where there are none.
+        scales, zeros: names of the weights that go with the values; zeros is None without zero points.
         outputs, inputs: its rows and columns.
     """
 

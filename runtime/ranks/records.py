@@ -47,7 +47,7 @@ _NO_SCORES = np.empty(0, dtype=np.int64)
 
 
 class SamplingMode(IntEnum):
-    """Who chooses the tokens of a step, so that all ranks have them."""
+    """The ranks that choose the tokens of a step, so that all ranks have them."""
 
     SAMPLED = 0  # rank 0, behind the model; then it broadcasts them
     IN_GRAPH = 1  # rank 0, in the graph of a step that is one launch, which broadcasts them; else as SAMPLED

@@ -48,7 +48,7 @@ class _Memory:
     def close(self) -> None:
         del self.words
         self._view.release()
-        # Whoever still has a view of it keeps it until then.
+        # A view that is still held keeps it until then.
         with contextlib.suppress(BufferError):
             self._map.close()
 

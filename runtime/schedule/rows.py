@@ -2,8 +2,8 @@
 
 A request has a row from its admission until it is finished or preempted, and until the last step that was planned with
 it is over: meanwhile the row is *leaving*. Also known here is under which keys and salt the prefix cache has a
-request's pages, and how many of them others may share. scheduler.py and prompts.py decide who gets a row and who gives
-one up. Read next: pages/tables.py. Free of torch.
+request's pages, and how many of them others may share. scheduler.py and prompts.py decide which request gets a row and
+which gives one up. Read next: pages/tables.py. Free of torch.
 """
 
 from __future__ import annotations

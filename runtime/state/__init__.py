@@ -1,1 +1,1 @@
-"""Layers that carry a state from token to token: what they are, where their states are, and who computes them."""
+"""Layers that carry a state from token to token: what they are, where their states are, and what computes them."""

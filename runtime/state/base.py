@@ -1,4 +1,4 @@
-"""Who computes layers with a state: its contract, and one layer's work in a step."""
+"""The backend of layers with a state: its contract, and one layer's work in a step."""
 
 from __future__ import annotations
 

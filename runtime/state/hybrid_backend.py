@@ -1,4 +1,4 @@
-"""The backend of models with more than attention: each layer goes to who computes its kind."""
+"""The backend of models with more than attention: each layer goes to the backend that computes its kind."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ def reads_in_order(
     headers: Mapping[str, WeightHeader],
 ) -> Iterator[Read]:
     """The reads in the order of the files' bytes. A mixture of experts has many thousand: those of a file are found one
-    by one while the file before it is read, as whoever reads cannot go on while all of them are found."""
+    by one while the file before it is read, as the reader cannot go on while all of them are found."""
     paths = {file: folder / file for file in headers}
     parts: dict[str, list[tuple[WeightPart, _Place]]] = {file: [] for file in headers}
     of_scheme: dict[str, list[TensorRead]] = {file: [] for file in headers}

@@ -1,4 +1,4 @@
-"""A docstring begins with its subject or with an imperative, not with a clause whose noun is elsewhere."""
+"""A docstring begins with its subject or with an imperative, and has no phrase that has to be read twice."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ SOURCES = sorted(
     path for folder in ("mllm_compile", "passes", "runtime", "benchmarks") for path in (ROOT / folder).rglob("*.py")
 )
 # "What it computes", "Whether it fits", "Of a tile", "As generate": say "The result", "True if", "Rows of", "Like".
-REFUSED = frozenset({"What", "Whether", "Of", "As", "Which", "Those", "In", "By"})
+REFUSED = frozenset({"What", "Whether", "Of", "As", "Which", "Those", "In", "By", "Who"})
+# "whoever calls this", "None where there is none", "it is none of these": say "the caller", "or None", "None without a
+# tower", "another type".
+ODD = re.compile(r"\bwhoever\b|\b(?:where|if) there (?:is|are) none\b|\b(?:is|are) none of\b", re.IGNORECASE)
 
 
 def docstrings(tree: ast.Module) -> Iterator[ast.Constant]:
@@ -25,17 +28,18 @@ def docstrings(tree: ast.Module) -> Iterator[ast.Constant]:
 
 
 def refused(source: str) -> list[str]:
-    """Line and first line of each docstring that begins with a refused word."""
+    """Line and first line, or phrase, of each docstring that begins with a refused word or has an odd phrase."""
     found = []
     for node in docstrings(ast.parse(source)):
         text = str(node.value).strip()
         first_word = re.match(r"\w*", text)
         if first_word and first_word[0] in REFUSED:
             found.append(f"line {node.lineno}: {text.splitlines()[0]}")
+        found += [f"line {node.lineno}: {phrase}" for phrase in ODD.findall(" ".join(text.split()))]
     return found
 
 
-def test_every_docstring_begins_with_its_subject_or_an_imperative():
+def test_every_docstring_begins_with_its_subject_and_has_no_odd_phrase():
     assert len(SOURCES) > 200
     found = {str(path.relative_to(ROOT)): refused(path.read_text(encoding="utf-8")) for path in SOURCES}
     assert not {path: lines for path, lines in found.items() if lines}
@@ -48,6 +52,8 @@ def test_every_docstring_begins_with_its_subject_or_an_imperative():
         'class Tile:\n    """\n    Of a tile.\n    """',
         'def fits():\n    """Whether it fits."""',
         'class Config:\n    size: int\n    """In bytes."""',
+        '"""The tower; None where there\n    is none."""',
+        'def keep():\n    """Whoever calls this keeps it."""',
     ],
 )
 def test_a_clause_would_be_found(source):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-# A package's interface keeps its last error in a string a thread (2.13; where there is none nothing is replaced). A
+# A package's interface keeps its last error in a string a thread (2.13; without one nothing is replaced). A
 # library whose thread-local data has something to destroy stays until each thread that touched it ends; a string a
 # thread that is never destroyed does not hold it.
 _LAST_ERROR = "static thread_local std::string g_aoti_last_error;"

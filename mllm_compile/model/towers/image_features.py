@@ -1,7 +1,7 @@
 """The ways from whole images to features: a model's own where a trace holds it, or its modules in its order.
 
 LLaVA makes a list of the images of a batch, and the Idefics family looks for images and parts of them that are
-padding, which there is none of.
+padding: here there are no such parts.
 """
 
 from __future__ import annotations

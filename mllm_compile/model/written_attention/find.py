@@ -74,7 +74,7 @@ def _is_over_keys(softmax: fx.Node) -> bool:
 
 
 def _only_product(scores: fx.Node, tokens: Any) -> fx.Node | None:
-    """The product q·kᵀ that scores are made of; None if there is none, or more than one."""
+    """The product q·kᵀ that scores are made of; None unless there is exactly one."""
     found = [node for node in nodes_of_scores(scores, tokens) if is_named(node, "matmul", "bmm", "baddbmm")]
     if len(found) != 1 or len(_factors(found[0])) != 2:
         return None

@@ -224,7 +224,7 @@ class _Stretch:
 
 
 def is_named(node: object, *names: str) -> bool:
-    """True for a call of a function or a method of one of these names, whoever's it is."""
+    """True for a call of a function or a method of one of these names, of any module."""
     if not isinstance(node, fx.Node) or node.op not in ("call_function", "call_method"):
         return False
     return (node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")) in names

@@ -274,7 +274,7 @@ def _value(name: str, text: msgspec.Raw) -> Any:
 
 
 def _wrong_type(error: Exception) -> ApiError:
-    """The error of a field of another type: `Expected `int`, got `str` - at `$.max_tokens``; or of one that lacks."""
+    """The error of a field of another type: `Expected `int`, got `str` - at `$.max_tokens``; or of a missing field."""
     what, _, place = str(error).partition(" - at `$.")
     if what.startswith(_LACKING) and not place:
         lacking = what.removeprefix(_LACKING).rstrip("`")

@@ -91,7 +91,7 @@ def completion_logprobs(
 
 
 def _top(texts: TokenTexts, scores: Scores) -> dict[str, float]:
-    """The alternatives, and the token itself where it is none of them."""
+    """The alternatives, and the token itself if it is not among them."""
     top = {texts.name_of(token_id): max(logprob, _LEAST) for token_id, logprob in scores.top}
     top.setdefault(texts.name_of(scores.token_id), max(scores.logprob, _LEAST))
     return top

@@ -41,7 +41,7 @@ def prompt_items(prompt: Any) -> list[str | list[int]]:
     """The prompts of a completion request: a text, token ids, or a list of either.
 
     Raises:
-        ApiError: it is none of these, or too many.
+        ApiError: it is of another type, or has too many.
     """
     items: list[Any] = [prompt]
     if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int):

@@ -1,4 +1,4 @@
-"""Who may wait: a bound on the prompts that the engine has not begun, and for which it has no slot."""
+"""Admission: a bound on the prompts that the engine has not begun, and for which it has no slot."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ Alternatives = list[tuple[int, float]]  # (token id, log-probability), best firs
 
 
 class Media(msgspec.Struct, array_like=True):
-    """The images of a prompt, as media.workers.SharedPrompt has them; who takes them removes the memory's name."""
+    """The images of a prompt, as media.workers.SharedPrompt has them; the receiver removes the memory's name."""
 
     segment: str
     is_feature: bytes

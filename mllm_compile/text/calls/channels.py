@@ -10,7 +10,7 @@ from mllm_compile.text.calls.output import Output
 from mllm_compile.text.calls.source import Marks, Reader, Source
 from mllm_compile.text.calls.syntax import Channels
 
-_MOST_HEADER = 256  # characters of one that breaks off, and is not shown
+_MOST_HEADER = 256  # characters of a header that breaks off, and is not shown
 _FUNCTION = re.compile(r"to=(?P<group>functions\.)?(?P<name>[^\s<]+)")
 _CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
 

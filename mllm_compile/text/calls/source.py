@@ -32,7 +32,7 @@ class Marks:
         self._longest = len(marks[0]) if marks else 0
 
     def find(self, text: str, at: int, is_ended: bool) -> tuple[int, str]:
-        """Where a mark begins, and the mark; or up to where there is none, and nothing."""
+        """The start of a mark, and the mark; without a mark the end of what holds none, and nothing."""
         found = self._pattern.search(text, at)
         begin, mark = (found.start(), found[0]) if found else (len(text), "")
         if not is_ended:

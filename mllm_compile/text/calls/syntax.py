@@ -65,8 +65,8 @@ class NameThenJson:
 
     Attributes:
         between: text ahead of the arguments.
-        before_id: text between the name and an id behind it; None if there is none.
-        after_id: text between the name and an id ahead of it; None if there is none.
+        before_id: text between the name and an id behind it, or None.
+        after_id: text between the name and an id ahead of it, or None.
         name_in_id: the id `functions.NAME:0` stands for both.
     """
 
@@ -190,7 +190,7 @@ class ChatSyntax:
 
     Attributes:
         calls: how calls are written; None if that is not known.
-        reasoning: texts around reasoning; None if there are none, or the calls' syntax has channels for it.
+        reasoning: texts around reasoning; None without reasoning, or if the calls' syntax has channels for it.
         origin: where `calls` is from: the template's own rendering, or the name of a known syntax.
         why_not: why `calls` is None.
         arguments_are_text: the template takes a call's arguments as JSON text, not as an object.

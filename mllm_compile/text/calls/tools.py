@@ -60,7 +60,7 @@ def read_tools(value: Any) -> tuple[Tool, ...]:
     """The tools of a request; none if it has none.
 
     Raises:
-        RequestError: they are none of OpenAI's functions, too many, too large or nested too deep, or share a name.
+        RequestError: they are not OpenAI's functions, too many, too large or nested too deep, or share a name.
     """
     if value is None:
         return ()

@@ -1,6 +1,6 @@
 // What a block leaves to another of the same launch, in global memory. A word is MISSING until a number stands there: a
 // NaN, of which a sum is made another one. So numbers tell by themselves that they are there: a flag would have to wait
-// for them. Who takes them puts MISSING back, for the next launch.
+// for them. The reader puts MISSING back, for the next launch.
 
 __device__ __forceinline__ void put(float2* place, u32 first, u32 second) {
   asm volatile("st.relaxed.gpu.global.v2.u32 [%0], {%1, %2};" ::"l"(place), "r"(first), "r"(second) : "memory");

@@ -16,7 +16,7 @@ struct SumsOf<true> {
 typedef SumsOf<FP8>::Type Sums;
 constexpr int QUERIES = FP8 ? 2 : 1;  // of which a lane has sums
 
-// The query head of a lane's i-th sums; GROUP or more if there is none.
+// The query head of a lane's i-th sums; GROUP or more without one.
 __device__ __forceinline__ int query_of(int i) { return FP8 ? threadIdx.x % 4 * 2 + i : threadIdx.x % 32 / 4; }
 // Calls store(column, sums of this column and the next one) for the columns that the lane has of its i-th query.
 template <typename Store>

@@ -83,7 +83,7 @@ def load_segments_kernels(
 
 
 def loaded_kernel(kernel: SegmentsKernel, device: torch.device) -> Callable[..., None]:
-    """One of those that were loaded, for whoever checks it; called as the op, less the layer's name."""
+    """One of those that were loaded, for checks; called as the op, less the layer's name."""
     with torch.cuda.device(device):
         return _LOADED[torch.cuda.current_device(), kernel.head_dim][kernel]
 

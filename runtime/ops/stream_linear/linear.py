@@ -33,9 +33,9 @@ class LinearKind:
         gated: silu(gate) * up.
         residual: a residual is added.
         next_blocks: sums of squares a token that it leaves for the norm behind it; 0: there is none.
-        bias: one is added; of one that is none of the last three.
+        bias: one is added; not together with one of the last three.
         plus_one: the norm behind it multiplies by 1 + its weight.
-        squared_relu: relu(x) ** 2 of its outputs; of one that is neither gated nor has a residual.
+        squared_relu: relu(x) ** 2 of its outputs; not together with `gated` or `residual`.
     """
 
     rows: int

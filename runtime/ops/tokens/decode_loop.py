@@ -2,7 +2,7 @@
 
 Triton by hand, as `torch.library.triton_op`: pieces of the program (mllm_compile/kernels/decode_loop.py). Only the
 piece compiler imports this module: a loaded package needs neither Triton nor these ops. cuda_graph/decode_loop.py
-explains the tensors and who writes them when.
+explains the tensors, and what writes them when.
 
 Shape legend: S rows of the captured step, M most rows of any, R rows of the slot table and C columns, W pages of a row,
 V vocab, B blocks of BLOCK logits.
