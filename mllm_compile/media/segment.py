@@ -1,8 +1,8 @@
 """Shared memory that images travel in: one file below /dev/shm a prompt, of a fixed size, with a name.
 
-Its owner makes it and removes its name; a worker writes into it. The receiver of the tensors maps it and removes the name
-at once, so that the memory goes with the last tensor. A process that was killed leaves its segments; the next one that
-makes segments removes those whose owner's lock is free. (A process number says nothing where containers share the
+Its owner makes it and removes its name; a worker writes into it. The receiver of the tensors maps it and removes the
+name at once, so that the memory goes with the last tensor. A process that was killed leaves its segments; the next one
+that makes segments removes those whose owner's lock is free. (A process number says nothing where containers share the
 folder: each has its own numbers.)
 """
 
