@@ -364,7 +364,7 @@ def test_an_attention_of_one_kernel_moves_the_new_tokens_part_too():
 def test_a_layer_with_a_state_moves_the_states_of_its_requests():
     state = AttentionFacts(0, "model.layers.3.ssd", kv_bytes=1000, new_bytes=77, what="state")
     piece = PieceFacts(0, 8, 8, (MatrixFacts("w", (2, 2), 2),))
-    kernels = [TracedKernel("gemm", 0.0, 1.0, 0, True), TracedKernel("_step_ssd_kernel", 1.0, 2.0, 0, False)]
+    kernels = [TracedKernel("gemm", 0.0, 1.0, 0, True), TracedKernel("_ssd_kernel", 1.0, 2.0, 0, False)]
     facts = StepFacts(1, (piece,), (state,), 0)
     (row,) = [
         row for row in roofline_rows(kernels, assign_jobs(kernels, facts), CEILINGS) if row.label.startswith("state")

@@ -5,7 +5,7 @@ its size. Each takes a batch in one of two ways, by the constant DECODES: one to
 is token i, or the tokens from starts[i] to ends[i]. A request whose row is 0 is padding: it has no state, and leaves
 none.
 Where a kernel stores must not come from a function that reads these: torch would take them for written, and have
-packages copy them first.
+packages copy them first. So each kernel reads its request's row and bounds itself, in lines that are alike.
 
 Imports Triton: only the kernels of this folder need it.
 

@@ -52,106 +52,7 @@ def _step_sizes(
 
 
 @triton.jit
-def _step_ssd_kernel(
-    x_ptr: tl.tensor,
-    dt_ptr: tl.tensor,
-    a_ptr: tl.tensor,
-    b_ptr: tl.tensor,
-    c_ptr: tl.tensor,
-    d_ptr: tl.tensor,
-    bias_ptr: tl.tensor,
-    states_ptr: tl.tensor,
-    rows_ptr: tl.tensor,
-    has_state_ptr: tl.tensor,
-    sources_ptr: tl.tensor,
-    starts_ptr: tl.tensor,
-    ends_ptr: tl.tensor,
-    out_ptr: tl.tensor,
-    x_token_stride: tl.tensor,
-    x_head_stride: tl.tensor,
-    x_dim_stride: tl.tensor,
-    dt_token_stride: tl.tensor,
-    dt_head_stride: tl.tensor,
-    b_token_stride: tl.tensor,
-    b_group_stride: tl.tensor,
-    b_dim_stride: tl.tensor,
-    c_token_stride: tl.tensor,
-    c_group_stride: tl.tensor,
-    c_dim_stride: tl.tensor,
-    a_head_stride: tl.tensor,
-    d_head_stride: tl.tensor,
-    bias_head_stride: tl.tensor,
-    HEADS_A_GROUP: tl.constexpr,
-    H: tl.constexpr,
-    P: tl.constexpr,
-    N: tl.constexpr,
-    PADDED_N: tl.constexpr,
-    HAS_D: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    LOG_RATES: tl.constexpr,
-    SOFTPLUS: tl.constexpr,
-    LEAST: tl.constexpr,
-    MOST: tl.constexpr,
-    HAS_MOST: tl.constexpr,
-    BLOCK: tl.constexpr,
-    DECODES: tl.constexpr,
-    WAITS_FIRST: tl.constexpr,
-    EARLY: tl.constexpr,
-) -> None:
-    """Program (block of a head's rows, head, request): its part of the state stays in registers."""
-    if WAITS_FIRST:
-        wait_for_prerequisites()
-    dims = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    head = tl.program_id(1)
-    request = tl.program_id(2)
-    row = tl.load(rows_ptr + request).to(tl.int64)
-    has_state = (tl.load(has_state_ptr + request) != 0) & (row > 0)
-    if DECODES:
-        source = row
-        start = request.to(tl.int64)
-        end = start + 1
-    else:
-        source = tl.load(sources_ptr + request).to(tl.int64)
-        start = tl.load(starts_ptr + request).to(tl.int64)
-        end = tl.load(ends_ptr + request).to(tl.int64)
-    numbers = tl.arange(0, PADDED_N)
-    is_number = numbers < N
-    is_dim = dims < P
-    mask = is_dim[:, None] & is_number[None, :]
-    of_state = ((row * H + head) * P + dims[:, None]) * N + numbers[None, :]
-    of_source = states_ptr + ((source * H + head) * P + dims[:, None]) * N + numbers[None, :]
-    state = tl.load(of_source, mask=mask & has_state, other=0.0).to(tl.float32)
-    group = head // HEADS_A_GROUP
-    rate = tl.load(a_ptr + head * a_head_stride).to(tl.float32)
-    if LOG_RATES:
-        rate = -tl.exp(rate)
-    bias = 0.0
-    if HAS_BIAS:
-        bias = tl.load(bias_ptr + head * bias_head_stride).to(tl.float32)
-    skip = 0.0
-    if HAS_D:
-        skip = tl.load(d_ptr + head * d_head_stride).to(tl.float32)
-    if EARLY:  # states and weights are on their way: none of the kernels that run now writes them
-        wait_for_prerequisites()
-    for token in range(start, end):
-        x = tl.load(x_ptr + token * x_token_stride + head * x_head_stride + dims * x_dim_stride, is_dim, 0.0)
-        dt = tl.load(dt_ptr + token * dt_token_stride + head * dt_head_stride)
-        b = tl.load(b_ptr + token * b_token_stride + group * b_group_stride + numbers * b_dim_stride, is_number, 0.0)
-        c = tl.load(c_ptr + token * c_token_stride + group * c_group_stride + numbers * c_dim_stride, is_number, 0.0)
-        if EARLY:  # not before: what the next kernel reads ahead would be in the way
-            start_dependents()
-        x = x.to(tl.float32)
-        dt = _step_sizes(dt, bias, SOFTPLUS, LEAST, MOST, HAS_MOST)
-        state = state * tl.exp(rate * dt) + (x * dt)[:, None] * b.to(tl.float32)[None, :]
-        out = tl.sum(state * c.to(tl.float32)[None, :], 1)
-        out += skip * x
-        tl.store(out_ptr + (token * H + head) * P + dims, out.to(out_ptr.dtype.element_ty), is_dim)
-        state = state.to(states_ptr.dtype.element_ty).to(tl.float32)  # as where the next token is in another step
-    tl.store(states_ptr + of_state, state.to(states_ptr.dtype.element_ty), mask & (row > 0) & (end > start))
-
-
-@triton.jit
-def _chunk_ssd_kernel(
+def _ssd_kernel(
     x_ptr: tl.tensor,
     dt_ptr: tl.tensor,
     a_ptr: tl.tensor,
@@ -194,10 +95,12 @@ def _chunk_ssd_kernel(
     HAS_MOST: tl.constexpr,
     BLOCK: tl.constexpr,
     CHUNK: tl.constexpr,
+    DECODES: tl.constexpr,
     WAITS_FIRST: tl.constexpr,
     EARLY: tl.constexpr,
 ) -> None:
-    """Program (block of a head's rows, head, request): its chunks, one after another."""
+    """Program (block of a head's rows, head, request): its part of the state stays in registers, token by token; with
+    CHUNK it goes through chunks of so many tokens, one after another."""
     if WAITS_FIRST:
         wait_for_prerequisites()
     dims = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -205,18 +108,25 @@ def _chunk_ssd_kernel(
     request = tl.program_id(2)
     row = tl.load(rows_ptr + request).to(tl.int64)
     has_state = (tl.load(has_state_ptr + request) != 0) & (row > 0)
-    start = tl.load(starts_ptr + request).to(tl.int64)
-    end = tl.load(ends_ptr + request).to(tl.int64)
+    if DECODES:
+        source = row
+        start = request.to(tl.int64)
+        end = start + 1
+    else:
+        source = tl.load(sources_ptr + request).to(tl.int64)
+        start = tl.load(starts_ptr + request).to(tl.int64)
+        end = tl.load(ends_ptr + request).to(tl.int64)
     numbers = tl.arange(0, PADDED_N)
-    places_in_chunk = tl.arange(0, CHUNK)
-    is_number = (numbers < N)[None, :]
-    is_dim = (dims < P)[None, :]
-    mask = (numbers < N)[:, None] & is_dim
-    is_seen = places_in_chunk[:, None] >= places_in_chunk[None, :]
-    # [N, P]: as products take it.
-    of_state = ((row * H + head) * P + dims[None, :]) * N + numbers[:, None]
-    source = tl.load(sources_ptr + request).to(tl.int64)
-    of_source = states_ptr + ((source * H + head) * P + dims[None, :]) * N + numbers[:, None]
+    is_number = numbers < N
+    is_dim = dims < P
+    if CHUNK:  # [N, P]: as products take it
+        mask = is_number[:, None] & is_dim[None, :]
+        of_state = ((row * H + head) * P + dims[None, :]) * N + numbers[:, None]
+        of_source = states_ptr + ((source * H + head) * P + dims[None, :]) * N + numbers[:, None]
+    else:
+        mask = is_dim[:, None] & is_number[None, :]
+        of_state = ((row * H + head) * P + dims[:, None]) * N + numbers[None, :]
+        of_source = states_ptr + ((source * H + head) * P + dims[:, None]) * N + numbers[None, :]
     state = tl.load(of_source, mask=mask & has_state, other=0.0).to(tl.float32)
     group = head // HEADS_A_GROUP
     rate = tl.load(a_ptr + head * a_head_stride).to(tl.float32)
@@ -230,31 +140,54 @@ def _chunk_ssd_kernel(
         skip = tl.load(d_ptr + head * d_head_stride).to(tl.float32)
     if EARLY:  # states and weights are on their way: none of the kernels that run now writes them
         wait_for_prerequisites()
-        start_dependents()
-    for first in range(start, end, CHUNK):
-        tokens = first + places_in_chunk
-        is_token = tokens < end
-        of_x = x_ptr + tokens[:, None] * x_token_stride + head * x_head_stride + dims[None, :] * x_dim_stride
-        of_b = b_ptr + tokens[:, None] * b_token_stride + group * b_group_stride + numbers[None, :] * b_dim_stride
-        of_c = c_ptr + tokens[:, None] * c_token_stride + group * c_group_stride + numbers[None, :] * c_dim_stride
-        x = tl.load(of_x, is_token[:, None] & is_dim, 0.0)
-        b = tl.load(of_b, is_token[:, None] & is_number, 0.0)
-        c = tl.load(of_c, is_token[:, None] & is_number, 0.0)
-        dt = tl.load(dt_ptr + tokens * dt_token_stride + head * dt_head_stride, is_token, 0.0)
-        dt = tl.where(is_token, _step_sizes(dt, bias, SOFTPLUS, LEAST, MOST, HAS_MOST), 0.0)
-        gates = tl.maximum(dt * rate, LEAST_LOG_DECAY)
-        decays = tl.cumsum(gates, 0)
-        total = tl.sum(gates, 0)
-        # Differences of tokens that are not seen are positive: their exponentials might be infinite.
-        between = tl.exp(tl.where(is_seen, decays[:, None] - decays[None, :], 0.0)) * dt[None, :]
-        inputs = tl.trans(b)
-        scores = tl.where(is_seen, tl.dot(c, inputs) * between, 0.0).to(x.dtype)
-        out = tl.dot(c, state.to(c.dtype)) * tl.exp(decays)[:, None] + tl.dot(scores, x)
-        added = x.to(tl.float32) * (dt * tl.exp(total - decays))[:, None]
-        out += skip * x.to(tl.float32)
-        of_out = out_ptr + (tokens[:, None] * H + head) * P + dims[None, :]
-        tl.store(of_out, out.to(out_ptr.dtype.element_ty), is_token[:, None] & is_dim)
-        state = state * tl.exp(total) + tl.dot(inputs, added.to(x.dtype))
+    if CHUNK:
+        if EARLY:
+            start_dependents()
+        places_in_chunk = tl.arange(0, CHUNK)
+        is_seen = places_in_chunk[:, None] >= places_in_chunk[None, :]
+        for first in range(start, end, CHUNK):
+            tokens = first + places_in_chunk
+            is_token = tokens < end
+            of_x = x_ptr + tokens[:, None] * x_token_stride + head * x_head_stride + dims[None, :] * x_dim_stride
+            of_b = b_ptr + tokens[:, None] * b_token_stride + group * b_group_stride + numbers[None, :] * b_dim_stride
+            of_c = c_ptr + tokens[:, None] * c_token_stride + group * c_group_stride + numbers[None, :] * c_dim_stride
+            x = tl.load(of_x, is_token[:, None] & is_dim[None, :], 0.0)
+            b = tl.load(of_b, is_token[:, None] & is_number[None, :], 0.0)
+            c = tl.load(of_c, is_token[:, None] & is_number[None, :], 0.0)
+            dt = tl.load(dt_ptr + tokens * dt_token_stride + head * dt_head_stride, is_token, 0.0)
+            dt = tl.where(is_token, _step_sizes(dt, bias, SOFTPLUS, LEAST, MOST, HAS_MOST), 0.0)
+            gates = tl.maximum(dt * rate, LEAST_LOG_DECAY)
+            decays = tl.cumsum(gates, 0)
+            total = tl.sum(gates, 0)
+            # Differences of tokens that are not seen are positive: their exponentials might be infinite.
+            between = tl.exp(tl.where(is_seen, decays[:, None] - decays[None, :], 0.0)) * dt[None, :]
+            inputs = tl.trans(b)
+            scores = tl.where(is_seen, tl.dot(c, inputs) * between, 0.0).to(x.dtype)
+            out = tl.dot(c, state.to(c.dtype)) * tl.exp(decays)[:, None] + tl.dot(scores, x)
+            added = x.to(tl.float32) * (dt * tl.exp(total - decays))[:, None]
+            out += skip * x.to(tl.float32)
+            of_out = out_ptr + (tokens[:, None] * H + head) * P + dims[None, :]
+            tl.store(of_out, out.to(out_ptr.dtype.element_ty), is_token[:, None] & is_dim[None, :])
+            state = state * tl.exp(total) + tl.dot(inputs, added.to(x.dtype))
+    else:
+        for token in range(start, end):
+            x = tl.load(x_ptr + token * x_token_stride + head * x_head_stride + dims * x_dim_stride, is_dim, 0.0)
+            dt = tl.load(dt_ptr + token * dt_token_stride + head * dt_head_stride)
+            b = tl.load(
+                b_ptr + token * b_token_stride + group * b_group_stride + numbers * b_dim_stride, is_number, 0.0
+            )
+            c = tl.load(
+                c_ptr + token * c_token_stride + group * c_group_stride + numbers * c_dim_stride, is_number, 0.0
+            )
+            if EARLY:  # not before: what the next kernel reads ahead would be in the way
+                start_dependents()
+            x = x.to(tl.float32)
+            dt = _step_sizes(dt, bias, SOFTPLUS, LEAST, MOST, HAS_MOST)
+            state = state * tl.exp(rate * dt) + (x * dt)[:, None] * b.to(tl.float32)[None, :]
+            out = tl.sum(state * c.to(tl.float32)[None, :], 1)
+            out += skip * x
+            tl.store(out_ptr + (token * H + head) * P + dims, out.to(out_ptr.dtype.element_ty), is_dim)
+            state = state.to(states_ptr.dtype.element_ty).to(tl.float32)  # as where the next token is in another step
     tl.store(states_ptr + of_state, state.to(states_ptr.dtype.element_ty), mask & (row > 0) & (end > start))
 
 
@@ -375,26 +308,17 @@ def _compute(
         "WAITS_FIRST": waits_first and starts_early(),
         "EARLY": starts_early(),
     }
-    if is_decode or not is_chunked:
-        block = min(_STEP_WIDTH, triton.next_power_of_2(width))
-        grid = (triton.cdiv(width, block), heads, rows.shape[0])
-        wrap_triton(_step_ssd_kernel)[grid](
-            *given,
-            PADDED_N=triton.next_power_of_2(size),
-            BLOCK=block,
-            DECODES=is_decode,
-            num_warps=4,
-            **constants,
-        )
-        return
-    block = max(_LEAST_SIDE, min(_CHUNK_WIDTH, triton.next_power_of_2(width)))
-    grid = (triton.cdiv(width, block), heads, rows.shape[0])
-    wrap_triton(_chunk_ssd_kernel)[grid](
+    by_chunks = is_chunked and not is_decode
+    least, widest = (_LEAST_SIDE, _CHUNK_WIDTH) if by_chunks else (1, _STEP_WIDTH)
+    block = max(least, min(widest, triton.next_power_of_2(width)))
+    chunk = _SHORT_CHUNK if few_tokens else _CHUNK
+    wrap_triton(_ssd_kernel)[(triton.cdiv(width, block), heads, rows.shape[0])](
         *given,
-        PADDED_N=max(_LEAST_SIDE, triton.next_power_of_2(size)),
+        PADDED_N=max(least, triton.next_power_of_2(size)),
         BLOCK=block,
-        CHUNK=_SHORT_CHUNK if few_tokens else _CHUNK,
+        CHUNK=chunk if by_chunks else 0,
+        DECODES=is_decode,
         num_warps=4,
-        num_stages=1,
+        **({"num_stages": 1} if by_chunks else {}),
         **constants,
     )
