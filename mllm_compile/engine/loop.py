@@ -4,8 +4,8 @@ EngineCore owns the scheduler and the step runner; only its thread touches them 
 into an inbox; the thread takes them between two steps. Overlap: step n+1 is scheduled and launched before the wait
 for step n's tokens, so the device is not idle while the host works. Free of torch: any StepSubmitter will do.
 
-When a step fails, its requests end with an error and their pages come back; the others go on if the device still
-answers, else the engine is dead and says why. However the thread ends, all waiting callers are told. Read next:
+When a step fails, its requests end with an error and their pages come back. The others go on if the device still
+answers; else the engine is dead and says why. However the thread ends, all waiting callers are told. Read next:
 runtime/schedule/scheduler.py, sequences.py.
 """
 

@@ -1,9 +1,9 @@
 """Chooses the chunks of prompts of a step: of those begun, then of those that wait, the most urgent first.
 
-The policy: a begun prompt gets its next chunk, then waiting requests are admitted strictly in their order, as long as
-the pages for all of a prompt are there. A prompt that the budget cuts leaves up to half of it to shorter ones behind
-it, the shortest first, so it always gets half itself. How long a chunk may be is chunk_lengths.py's; what a step has
-room for, pace.py's. Free of torch.
+The policy: first a begun prompt gets its next chunk. Then waiting requests are admitted strictly in their order, as
+long as the pages for all of a prompt are there. A prompt that the budget cuts leaves up to half of it to shorter ones
+behind it, the shortest first, so it always gets half itself. How long a chunk may be is chunk_lengths.py's; what a step
+has room for, pace.py's. Free of torch.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """The lengths by which RoPE's frequencies are chosen, and which keys of the cache they set apart.
 
-Where RoPE follows the length of a text (`longrope`, `dynamic`) a token is rotated by the frequencies for the length of
-its request's prompt, or for the tokens up to itself where these are more: what Transformers' generate does for a
-request alone. Keys that are cached stay as they are when a request grows, unless the model's own generate computes them
-anew. Free of torch.
+Where RoPE follows the length of a text (`longrope`, `dynamic`) a token is rotated by the frequencies for a length. That
+is the length of its request's prompt, or the number of tokens up to itself, if larger. Transformers' generate does so
+for a request alone. Keys that are cached stay as they are when a request grows, unless the model's own generate
+computes them anew. Free of torch.
 """
 
 from __future__ import annotations

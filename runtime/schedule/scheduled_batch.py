@@ -21,8 +21,8 @@ class ScheduledBatch:
     """One step's work. Never change its arrays or lists: a steady batch shares them with the steps before and after.
 
     While the set of decoding requests stays the same, `requests`, `rows`, `num_new`, `sample_mask`, `rope_lens` and
-    `prompt_logprob_rows` of decode-only batches are the very same objects, so what is derived from them (sampling
-    flags, uploaded row indices) may be kept as long as `batch.requests is previous.requests`.
+    `prompt_logprob_rows` of decode-only batches are the very same objects. So derived data (sampling flags, uploaded
+    row indices) may be kept as long as `batch.requests is previous.requests`.
 
     A decode row's input id is the last token sampled for that row, which is on the device and perhaps nowhere else.
     Page writes come before anything reads the page table; they concern rows of this batch, and of requests that are
@@ -75,10 +75,10 @@ class ScheduledBatch:
 class UpdateResult:
     """The result of one step.
 
-    `accepted` are the indices of the batch's rows whose token was appended to its request; all other rows' tokens are
-    to be dropped (a chunk in the middle of a prompt, or a request that had ended while the step was in flight).
-    `finished` are the requests that this update ended, by a stop token or by their length; `broken` those that it ended
-    because they have no next token.
+    `accepted` are the indices of the batch's rows whose token was appended to its request. Tokens of all other rows are
+    to be dropped: of a chunk in the middle of a prompt, or of a request that ended while the step was in flight.
+    `finished` are the requests that this update ended, by a stop token or by their length. `broken` are the requests
+    that it ended because they have no next token.
     """
 
     accepted: list[int]

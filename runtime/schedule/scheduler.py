@@ -6,9 +6,10 @@ is preempted and later recomputed. The most urgent running request always moves,
 half of a step, which is why nothing starves.
 
 Overlap: schedule() for step n+1 may come before update() for step n. It assumes that every request goes on unless its
-length ends it, which the host can count. A request found finished while a later step of its own is in flight keeps its
-row and pages until that step is updated, and its token of that step is dropped. A preempted one gives up its pages at
-once (steps run in order on one stream), keeps its row until its last step is over, and keeps that step's token.
+length ends it, which the host can count. A request may be found finished while a later step of its own is in flight. It
+keeps its row and pages until that step is updated, and its token of that step is dropped. A preempted one gives up its
+pages at once, since steps run in order on one stream. It keeps its row until its last step is over, and keeps that
+step's token.
 
 Read first: request.py, scheduled_batch.py. Then rows.py (which request holds what), decodes.py and prompts.py (which
 requests move). Single-threaded; free of torch. R rows of a step.

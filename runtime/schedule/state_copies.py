@@ -48,8 +48,10 @@ class StateCopies:
             self._restores.append((prefix.state_row, row))
 
     def cut(self, row: int, start: int, length: int) -> int:
-        """The length of a chunk that ends where a state is worth keeping: at a cut of its prompt, or else, if it is not
-        the last one, with a page."""
+        """The length of a chunk that ends where a state is worth keeping: at a cut of its prompt.
+
+        Without a cut it ends with a page, unless it is the last chunk.
+        """
         if not self._num_snapshots:
             return length
         end, page_size = start + length, self._page_size

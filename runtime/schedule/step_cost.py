@@ -1,11 +1,11 @@
 """Learns how long a step takes from steps that were run, so that the scheduler can tell before it cuts a prompt.
 
-Two estimates, each linear: a step of decodes alone by its rows and the keys that they read; a step with prompts by its
-tokens and the pairs of a prompt's token with a token that it attends to. The keys that decodes read beside a prompt
-cost what they cost alone. Each is fitted to the steps of late by least squares of the relative error, which a step
-that was held up by something else hardly moves, nor one that seems short as the one before was seen to end late; and no
-coefficient is negative. What few steps cannot tell apart
-is put down to the tokens: a longer chunk is then estimated too slow, and not too fast.
+There are two linear estimates. A step of decodes alone is estimated by its rows and the keys that they read. A step
+with prompts is estimated by its tokens and the pairs of a prompt's token with a token that it attends to. The keys that
+decodes read beside a prompt cost what they cost alone. Each is fitted to the last steps by least squares of the
+relative error, and no coefficient is negative. A step that was held up by something else hardly moves that error.
+Neither does a step that seems short because the one before was seen to end late. What few steps cannot tell apart is
+put down to the tokens: a longer chunk is then estimated too slow, and not too fast.
 
 Free of torch. Times are in ms.
 """

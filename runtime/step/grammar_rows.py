@@ -1,7 +1,7 @@
 """The grammars of the running requests: which tokens each may have next, made while the device computes its logits.
 
-The mask of a step needs the tokens of the step before. So the step runner launches a step's forward first, whose inputs
-are on the device, then asks for masks here, which waits for those tokens, and launches the sampling last. What a
+The mask of a step needs the tokens of the step before. So the step runner launches a step's forward first: its inputs
+are on the device. Then it asks for masks here, which waits for those tokens. It launches the sampling last. What a
 request's grammar has taken is counted against its output: a preemption or a step that it sat out needs no care.
 """
 

@@ -1,8 +1,8 @@
 """Turns a ScheduledBatch into a step's host arrays: which tokens go in, which rows of logits come out.
 
-`plan_step` makes batches as they are. `plan_fixed_rows` makes every step alike, for the deterministic mode: each new
-token is a row of its own, a decode of one token, and padding fills the rest. So every operation has the same shapes in
-every step, and a token's numbers depend on its own request alone, however its prompt was cut.
+`plan_step` makes batches as they are. `plan_fixed_rows` makes every step alike, for the deterministic mode. There each
+new token is a row of its own, a decode of one token, and padding fills the rest. So every operation has the same shapes
+in every step, and a token's numbers depend on its own request alone, however its prompt was cut.
 
 Shape legend: R requests of a step, T tokens, S sampled rows, N prompt positions whose log-probabilities are wanted.
 Free of torch.

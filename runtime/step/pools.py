@@ -1,7 +1,7 @@
 """The changes that a step makes to the pools around its model: new pages, cleared pages, copied states.
 
-The page table is kept on the host as of the step that is launched, and on the device, which hears of new pages with a
-step's inputs or behind it.
+The page table is on the host as of the launched step, and on the device. The device gets new pages with a step's inputs
+or behind the step.
 """
 
 from __future__ import annotations

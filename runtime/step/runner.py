@@ -1,9 +1,9 @@
 """One engine step: ScheduledBatch → tokens, with the host never waiting for the device.
 
 StepRunner keeps the order of a step: pages, plan, announcement, launch, states. paths/choose.py says which path
-launches it. Steps run in the order in which they are submitted, on one stream, so a step may be submitted before the
-tokens of the one before are known. Where a request has a grammar, the model runs so; the choice of tokens is
-submitted when the tokens before are known, in the time that the model takes (grammar_rows.py).
+launches it. Steps run on one stream in the order of their submission. So a step may be submitted before the tokens of
+the last one are known. With a grammar the model is launched so as well. The choice of tokens is submitted when the
+tokens before are known, while the model runs (grammar_rows.py).
 """
 
 from __future__ import annotations

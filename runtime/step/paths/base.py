@@ -1,7 +1,7 @@
 """The interface of a path of steps, and what all paths share.
 
-A path is one way from a ScheduledBatch to tokens: it plans the step, brings its inputs to the device, launches the
-model and gives results, in this order. choose.py says which one a batch takes.
+A path is one way from a ScheduledBatch to tokens. In this order it plans the step, uploads its inputs, launches the
+model and gives results. choose.py says which one a batch takes.
 """
 
 from __future__ import annotations
