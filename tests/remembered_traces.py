@@ -19,8 +19,8 @@ if TYPE_CHECKING:  # conftest.py sets torch's threads before torch is imported
     from torch import fx
 
 _FOLDERS = {
-    "check", "checkpoint", "cli", "compiler", "e2e", "engine", "hostile", "passes", "report", "server", "store",
-    "structured",
+    "bench", "check", "checkpoint", "cli", "compiler", "e2e", "engine", "hostile", "passes", "report", "server",
+    "store", "structured",
 }  # fmt: skip
 
 
