@@ -42,6 +42,7 @@ _SHAPING_ROOMS = (
     "checkpoint",
     "compiler",
     "config/device",
+    "gguf",
     "inductor",
     "kernels",
     "model",
