@@ -43,10 +43,10 @@ class QuantiseActivations(GraphPass):
     the inputs' part with what makes x; behind `mllm.silu_mul` they are of one kernel with it, `mllm.silu_mul_in_fp8`.
 
     Requires: pieces in bfloat16 on a Hopper GPU, inputs of one dynamic size, and scales of rows or of 128 inputs.
-        Forms for up to 64 tokens are left alone, whose kernels multiply in bfloat16, but for one: of a piece with many
-        weights, whose products all have kernels of our own, a variant of `stream_linears` for as many becomes one for
-        up to 32. With runtime.deterministic the pass is left out: no number may depend on which of the two a step
-        takes.
+        Variants for up to 64 tokens stay, as their kernels multiply in bfloat16. One changes: where a piece has many
+        weights, and all its products have kernels of our own, a variant of `stream_linears` for up to 64 tokens
+        becomes one for up to 32. With runtime.deterministic the pass is left out: no number may depend on which of the
+        two a step takes.
     Preserves: the meaning, not the numbers: an input is rounded to three bits of mantissa (docs/lab/quantised.md has
         what that costs).
     """

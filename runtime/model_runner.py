@@ -39,7 +39,7 @@ from mllm_compile.runtime.program.executor import ProgramExecutor
 from mllm_compile.runtime.program.images import ImageEncoder
 from mllm_compile.runtime.program.loaded import ModelSource
 from mllm_compile.runtime.program.runner import ProgramRunner
-from mllm_compile.runtime.program.sizes import ModelSizes
+from mllm_compile.runtime.program.sizes import RunnerSizes
 from mllm_compile.runtime.runner_config import RunnerConfig
 from mllm_compile.runtime.sampling.logprobs import token_logprobs
 from mllm_compile.runtime.sampling.sampler import sample_tokens
@@ -53,7 +53,7 @@ if TYPE_CHECKING:
     from mllm_compile.runtime.sampling.penalties import PenaltyParams
 
 
-class ModelRunner(ModelSizes):
+class ModelRunner(RunnerSizes):
     """Runs a loaded model. `initialize()` before anything else, `shutdown()` at the end.
 
     An engine's steps drive it; docs/low-level.md has the same by hand.

@@ -11,7 +11,7 @@ from mllm_compile.config.resolved import ResolvedConfig
 from mllm_compile.inductor.job import PieceInput
 from mllm_compile.kernels.piece import WrittenPiece
 from mllm_compile.runtime.ops.tokens.replay_slots import REPLAY_SLOTS, REQUEST_FIELDS
-from mllm_compile.runtime.program.spec import DecodeLoopPieces, Program
+from mllm_compile.runtime.program.spec import Program, StoredDecodeLoopPieces
 from mllm_compile.runtime.sampling.state import NUM_FLOATS, NUM_INTS
 
 _LEGEND = "S rows, M most rows of any step, R rows of the slot table"
@@ -31,7 +31,7 @@ def add_decode_loop(
     if program.sampling is None or not decode_all or config.runtime.deterministic:
         return program, ()
     pieces = decode_loop_pieces(program.sampling.dtype, int(logits.shape[1]), config.runtime.page_size)
-    return replace(program, decode_loop=DecodeLoopPieces(*(piece.name for piece in pieces))), pieces
+    return replace(program, decode_loop=StoredDecodeLoopPieces(*(piece.name for piece in pieces))), pieces
 
 
 def decode_loop_pieces(dtype: str, vocab_size: int, page_size: int) -> tuple[WrittenPiece, WrittenPiece]:

@@ -8,7 +8,7 @@ from mllm_compile.runtime.program.loaded import LoadedModel
 from mllm_compile.runtime.runner_config import RunnerConfig
 
 
-class ModelSizes:
+class RunnerSizes:
     """The sizes that a ModelRunner has after load_model."""
 
     config: RunnerConfig

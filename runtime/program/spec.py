@@ -170,7 +170,7 @@ class StoredSamplingPieces:
 
 
 @dataclass(frozen=True)
-class DecodeLoopPieces:
+class StoredDecodeLoopPieces:
     """The pieces that make the inputs of a captured decode ready, and choose and hand on its tokens."""
 
     begin: str
@@ -228,7 +228,7 @@ class Program:
     )  # piece → its variants, smallest first
     layer_kernels: Mapping[str, StoredKernels] = field(default_factory=dict)  # layer → its own kernels, if any
     sampling: StoredSamplingPieces | None = None
-    decode_loop: DecodeLoopPieces | None = None
+    decode_loop: StoredDecodeLoopPieces | None = None
     kernels: Mapping[str, tuple[CudaKernel, ...]] = field(default_factory=dict)  # family → those that it calls
     expert_weights: Mapping[str, ExpertWeight] = field(default_factory=dict)
     counted_experts: tuple[str, ...] = ()  # a weight of each layer whose choices are counted, in order
@@ -318,7 +318,7 @@ class Program:
                     layer: LayerKernels.from_json(kernels) for layer, kernels in data["layer_kernels"].items()
                 },
                 sampling=from_json(StoredSamplingPieces | None, data["sampling"]),
-                decode_loop=from_json(DecodeLoopPieces | None, data["decode_loop"]),
+                decode_loop=from_json(StoredDecodeLoopPieces | None, data["decode_loop"]),
                 kernels={
                     name: tuple(family(name).from_json(kernel) for kernel in members)
                     for name, members in data["kernels"].items()

@@ -7,10 +7,10 @@ from mllm_compile.runtime.attention.layer import LayerSpec
 from mllm_compile.runtime.attention.layer_kernels import DecodeVariant, LayerKernels
 from mllm_compile.runtime.program.spec import (
     AttentionStep,
-    DecodeLoopPieces,
     PieceStep,
     PieceVariant,
     Program,
+    StoredDecodeLoopPieces,
     StoredSamplingPieces,
 )
 
@@ -89,7 +89,7 @@ def test_no_name_has_a_hash_and_every_piece_has_one_of_its_own():
             layer(1).name: LayerKernels(decode=(few, DecodeVariant(None, "d"))),
         },
         sampling=StoredSamplingPieces("bfloat16", "greedy", "logits", "scores"),
-        decode_loop=DecodeLoopPieces("begin", "end"),
+        decode_loop=StoredDecodeLoopPieces("begin", "end"),
     )
     names = all_names(found, shapes(found))
     assert list(names) != [] and set(names) == set(found.piece_ids())
