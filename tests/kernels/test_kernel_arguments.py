@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 RUNTIME = Path(__file__).resolve().parents[2] / "runtime"
-OP_FILES = sorted((RUNTIME / "ops").glob("*.py"))
+FOLDERS = (RUNTIME / "ops", RUNTIME / "ops" / "attention", RUNTIME / "ops" / "tokens")
+OP_FILES = sorted(path for folder in FOLDERS for path in folder.glob("*.py"))
 
 
 def kernels(path: Path) -> list[ast.FunctionDef]:

@@ -148,7 +148,7 @@ SMALL = {"role": "values", "scheme": {"kind": "fp8", "group": 128, "scale_dtype"
 
 def quantise_a_part(content: dict[str, Any]) -> None:
     parts = content["weights"][0][0]["parts"]
-    (parts.get("fields") or parts["all"])["small"] = {"all": SMALL} if "fields" in parts else SMALL
+    (parts.get("fields") or parts["all"])["kept"] = {"all": SMALL} if "fields" in parts else SMALL
 
 
 def quantise_what_is_plain(content: dict[str, Any]) -> None:
