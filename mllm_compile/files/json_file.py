@@ -5,6 +5,8 @@ Files of a runtime come as the bytes that were checked (artifact.py); those of a
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +18,8 @@ from mllm_compile.runtime.files.regular_file import read_regular
 
 MAX_TEXT_BYTES = 256 << 20  # of a tokenizer.json; the largest known has 35 MiB
 MAX_JSON_BYTES = 64 << 20
+# The escape of half a character: a pair is one, a half alone is a text that neither logs nor tokenizers take.
+_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
 class FileReader(Protocol):
@@ -46,10 +50,13 @@ def json_object(data: bytes, path: Path, error_class: type[MllmError]) -> dict[s
     """The JSON object in `data`, which is the file `path`'s.
 
     Raises:
-        error_class: it is no JSON within the bounds of parse_json, or holds something other than an object.
+        error_class: it is no JSON within the bounds of parse_json, holds something other than an object, or a text
+            that is no Unicode.
     """
     try:
         content = parse_json(data)
+        if _SURROGATE.search(data):
+            json.dumps(content, ensure_ascii=False).encode()
     except ValueError as error:
         raise error_class(f"{path} cannot be read as JSON: {error}. Download it again.") from None
     if not isinstance(content, dict):
