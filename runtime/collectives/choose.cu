@@ -53,7 +53,8 @@ __device__ __forceinline__ u64 wait_for_key(const u64* from, const volatile u32*
 extern "C" __global__ void __launch_bounds__(THREADS)
 choose_token(const unsigned short* logits, long long* tokens, const long long* slots, long long* last_tokens,
              long long* replay_slot, long long* chosen, int num_replay_slots, int num_slot_rows,
-             const __grid_constant__ Peers peers, u64* keys, volatile u32* state, const u32* are_gone, int rank, int num_ranks, int rows) {
+             const __grid_constant__ Peers peers, u64* keys, volatile u32* state, const u32* are_gone, int rank,
+             int num_ranks, int rows) {
   start_dependents();
   wait_for_prerequisites();
   const int row = blockIdx.x / PARTS, part = blockIdx.x % PARTS;

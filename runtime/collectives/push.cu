@@ -11,7 +11,8 @@ push_sum(const uint4* input, uint4* output, const __grid_constant__ Peers peers,
   start_dependents();  // all blocks of this kernel run by then
   wait_for_prerequisites();
   const int first = blockIdx.x * THREADS + threadIdx.x, step = gridDim.x * THREADS;
-  const uint4 its_own = first < chunks ? own_chunk(input + first) : make_uint4(0, 0, 0, 0);  // asked for beside the state
+  // Loaded while the state is.
+  const uint4 its_own = first < chunks ? own_chunk(input + first) : make_uint4(0, 0, 0, 0);
   const u32* seen = read_state(state);
   const u32 call = seen[CALLS];
   const u32 now = call % 3, before = (call + 2) % 3;
@@ -29,7 +30,8 @@ push_sum(const uint4* input, uint4* output, const __grid_constant__ Peers peers,
   for (int chunk = first; chunk < stale; chunk += step)
     for (int source = 0; source < num_ranks; source++)
       if (source != rank)
-        here[before * of_buffer + (size_t)source * most_chunks + chunk] = make_uint4(NOTHING, NOTHING, NOTHING, NOTHING);
+        here[before * of_buffer + (size_t)source * most_chunks + chunk] =
+            make_uint4(NOTHING, NOTHING, NOTHING, NOTHING);
   for (int chunk = first; chunk < chunks; chunk += step) {
     float sum[8] = {};
     for (int source = 0; source < num_ranks; source++) {

@@ -34,7 +34,8 @@ push_norm(const uint4* input, const uint4* residual, const uint4* weight, uint4*
     for (int chunk = blockIdx.x * THREADS + threadIdx.x; chunk < stale; chunk += gridDim.x * THREADS)
       for (int source = 0; source < num_ranks; source++)
         if (source != rank)
-          here[before * of_buffer + (size_t)source * most_chunks + chunk] = make_uint4(NOTHING, NOTHING, NOTHING, NOTHING);
+          here[before * of_buffer + (size_t)source * most_chunks + chunk] =
+              make_uint4(NOTHING, NOTHING, NOTHING, NOTHING);
   }
   for (int row = blockIdx.x; row < rows; row += gridDim.x) {
     float sums[1][MINE][8] = {};

@@ -38,7 +38,8 @@ struct Norm {
 
   // Adds the residual to the sums, rounds once, stores them and their norms.
   template <int R>
-  __device__ __forceinline__ void finish(float (&sums)[R][MINE][8], const uint4 (&rest)[R][MINE], int row, int rows) const {
+  __device__ __forceinline__ void finish(float (&sums)[R][MINE][8], const uint4 (&rest)[R][MINE], int row,
+                                         int rows) const {
     __shared__ float parts[WARPS][R];
     uint4 y[R][MINE];
 #pragma unroll

@@ -3,8 +3,8 @@ constexpr int EACH = GROUP_CHUNKS / THREADS;  // chunks of a thread
 static_assert(EACH * THREADS == GROUP_CHUNKS, "whole groups");
 
 extern "C" __global__ void __launch_bounds__(THREADS + SENDERS)
-send_sum(const uint4* input, uint4* output, const __grid_constant__ Peers peers, u32* state, const u32* are_gone, int rank,
-         int num_ranks, int chunks, int most_chunks) {
+send_sum(const uint4* input, uint4* output, const __grid_constant__ Peers peers, u32* state, const u32* are_gone,
+         int rank, int num_ranks, int chunks, int most_chunks) {
   wait_for_prerequisites();
   const u32 call = read_state(state)[CALLS];
   count_call(state, call, 0);

@@ -89,7 +89,9 @@ __device__ __forceinline__ u32 pack(float first, float second) {
 }
 __device__ __forceinline__ float first_of(u32 both) { return __uint_as_float(both << 16); }
 __device__ __forceinline__ float second_of(u32 both) { return __uint_as_float(both & 0xffff0000u); }
-__device__ __forceinline__ u32 add(u32 a, u32 b) { return pack(first_of(a) + first_of(b), second_of(a) + second_of(b)); }
+__device__ __forceinline__ u32 add(u32 a, u32 b) {
+  return pack(first_of(a) + first_of(b), second_of(a) + second_of(b));
+}
 __device__ __forceinline__ u32 times(u32 a, u32 b) {  // rounded once
   u32 product;
   asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(product) : "r"(a), "r"(b));
@@ -133,12 +135,12 @@ __device__ __forceinline__ float sum_of_lanes(float v, int lanes) {  // of neigh
 // A store by some lanes of a warp before all of them shuffle again. No branch: ptxas 12.8 to 13.0 does not always bring
 // the lanes of one together before the next shuffle (a sum over four lanes was that of the first one alone).
 __device__ __forceinline__ void store_if(bool is_there, float* to, float v) {
-  asm volatile("{ .reg .pred p; setp.ne.u32 p, %0, 0; @p st.global.f32 [%1], %2; }" ::"r"((u32)is_there), "l"(to), "f"(v)
-               : "memory");
+  asm volatile("{ .reg .pred p; setp.ne.u32 p, %0, 0; @p st.global.f32 [%1], %2; }"
+               ::"r"((u32)is_there), "l"(to), "f"(v) : "memory");
 }
 __device__ __forceinline__ void store_if(bool is_there, uint4* to, const uint4& v) {
-  asm volatile("{ .reg .pred p; setp.ne.u32 p, %0, 0; @p st.global.v4.b32 [%1], {%2, %3, %4, %5}; }" ::"r"((u32)is_there),
-               "l"(to), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
+  asm volatile("{ .reg .pred p; setp.ne.u32 p, %0, 0; @p st.global.v4.b32 [%1], {%2, %3, %4, %5}; }"
+               ::"r"((u32)is_there), "l"(to), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
                : "memory");
 }
 __device__ __forceinline__ float max_of_quad(float v) {

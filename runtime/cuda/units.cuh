@@ -29,8 +29,8 @@ __device__ __forceinline__ void load_x(u32 to, const TensorMap* map, int step, i
       "[%0], [%1, {%2, %3}], [%4], %5;" ::"r"(to), "l"(map), "r"(step * COLUMNS), "r"(row), "r"(barrier),
       "h"((unsigned short)((1 << SHARE) - 1)) : "memory");
 #else
-  asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];" ::"r"(to),
-               "l"(map), "r"(step * COLUMNS), "r"(row), "r"(barrier) : "memory");
+  asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];"
+               ::"r"(to), "l"(map), "r"(step * COLUMNS), "r"(row), "r"(barrier) : "memory");
 #endif
 }
 
@@ -66,8 +66,8 @@ __device__ __forceinline__ void leave_ring() {
 // Adds to `sums` the products of a tile and M of its units, as its stages arrive. `x_begin`: where these units begin in
 // a stage's x, in bytes.
 template <int M>
-__device__ __forceinline__ void multiply(float (&sums)[GROUP_UNITS][SUMS], u32 ring, u32 full, u32 empty_of_one, Place& place,
-                                         int x_begin, int lane) {
+__device__ __forceinline__ void multiply(float (&sums)[GROUP_UNITS][SUMS], u32 ring, u32 full, u32 empty_of_one,
+                                         Place& place, int x_begin, int lane) {
   auto release = [&](int slot) {  // to all who write there
     if (lane < SHARE) arrive_in_cluster(empty_of_one + 8 * slot);
   };
@@ -78,7 +78,8 @@ __device__ __forceinline__ void multiply(float (&sums)[GROUP_UNITS][SUMS], u32 r
 #pragma unroll
     for (int k = 0; k < COLUMNS / 16; k++)
 #pragma unroll
-      for (int m = 0; m < M; m++) multiply_add_all(sums[m], matrix(x + m * UNIT_BYTES + k * 32), matrix(weight + k * 32));
+      for (int m = 0; m < M; m++)
+        multiply_add_all(sums[m], matrix(x + m * UNIT_BYTES + k * 32), matrix(weight + k * 32));
     asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
     // The stage before has been read when all but this one's products are there.
     asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory");

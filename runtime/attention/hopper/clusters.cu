@@ -25,8 +25,8 @@ constexpr int HALVES = D / BOX_COLUMNS, HALF_BYTES = TILE * 128, VALUES = HALVES
 
 __device__ __forceinline__ void load_box(u32 to, const TensorMap* map, int column, int row, u32 barrier) {
   asm volatile(
-      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];" ::"r"(to),
-      "l"(map), "r"(column), "r"(row), "r"(barrier) : "memory");
+      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];"
+      ::"r"(to), "l"(map), "r"(column), "r"(row), "r"(barrier) : "memory");
 }
 // Chunk `chunk` (16 bytes) of row `row`.
 __device__ __forceinline__ u32 chunk_address(u32 halves, int row, int chunk) {
@@ -87,8 +87,8 @@ __device__ __forceinline__ void add_tiles(Fp8Sums& sums, const u32 (&query)[8][2
   for (int t = 0; t < TILES; t++)
     add_fp8_values(sums.values, weights.of_keys[t], weights.order[t], tiles[t] + VALUES, row);
 }
-__device__ __forceinline__ void add_tiles(LargeSums& sums, const u32 (&query)[8][2], const u32 (&tiles)[1], int key, int,
-                                          int num_keys, float scale) {
+__device__ __forceinline__ void add_tiles(LargeSums& sums, const u32 (&query)[8][2], const u32 (&tiles)[1], int key,
+                                          int, int num_keys, float scale) {
   const u32 tile = tiles[0];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, quad = lane % 4;
   float logits[2][4] = {};
@@ -216,7 +216,8 @@ extern "C" __global__ void __cluster_dims__(SPLIT, 1, 1) __launch_bounds__(32 * 
   Angle angle;
   if (rotation.k) angle = load_angle(rotation, request);
   Head new_key[1], new_value;
-  if (puts_new_key) new_key[0] = load_new_key(rotation, request, head), new_value = load_new_value(rotation, request, head);
+  if (puts_new_key)
+    new_key[0] = load_new_key(rotation, request, head), new_value = load_new_value(rotation, request, head);
   u32 query[D / 16][2];  // of rows 0 to 7 of a product; the others are zero
   const u32* heads = q + (u64)request * rotation.q_stride + head * GROUP * HEAD_PAIRS;
   load_queries(query, heads, rotation, norm_weights, angle, shared.queries);
@@ -228,7 +229,8 @@ extern "C" __global__ void __cluster_dims__(SPLIT, 1, 1) __launch_bounds__(32 * 
     if (puts_new_key && i == mine - 1) {
       write_to_cache(rotation, new_key[0], new_value, new_slot, head);
       put_into_tile(new_key[0], rotation.k_factor, [&](int chunk) { return chunk_address(tile, new_row, chunk); });
-      put_into_tile(new_value, rotation.v_factor, [&](int chunk) { return chunk_address(tile + VALUES, new_row, chunk); });
+      put_into_tile(new_value, rotation.v_factor,
+                    [&](int chunk) { return chunk_address(tile + VALUES, new_row, chunk); });
       __syncwarp();
     }
     return tile;

@@ -31,7 +31,8 @@ struct Plan {
       if (begin + counts.first_tiles[middle] <= tile) low = middle;
       else high = middle;
     }
-    return {low, counts.lengths[low], group * HEADS, begin + counts.first_tiles[low], begin + counts.first_tiles[low + 1]};
+    return {low, counts.lengths[low], group * HEADS, begin + counts.first_tiles[low],
+            begin + counts.first_tiles[low + 1]};
   }
 };
 

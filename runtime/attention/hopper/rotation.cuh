@@ -46,7 +46,8 @@ __device__ __forceinline__ Angle load_angle(const Rotation& rotation, int token)
 }
 // N heads by one token's angle. Sums over lanes side by side: one takes as long as many.
 template <int N>
-__device__ __forceinline__ void rotate(Head (&heads)[N], const Head& weight, const Angle& by, const Rotation& rotation) {
+__device__ __forceinline__ void rotate(Head (&heads)[N], const Head& weight, const Angle& by,
+                                       const Rotation& rotation) {
   float norms[N];
   if (rotation.q_weight) {
 #pragma unroll

@@ -123,8 +123,9 @@ __device__ __forceinline__ void put_new_token(Slot keys, Slot values, int row, c
 
 // One tile, the keys before num_keys; of the values the warp's columns. `query` has the head's queries, or is room for
 // some of `queries`' columns where all would leave no registers.
-__device__ __forceinline__ void add_tiles(LargeSums& sums, u32 (&query)[8][2], const u32* queries, const Slot (&its_keys)[1],
-                                          const Slot (&its_values)[1], int key, int num_keys, float scale) {
+__device__ __forceinline__ void add_tiles(LargeSums& sums, u32 (&query)[8][2], const u32* queries,
+                                          const Slot (&its_keys)[1], const Slot (&its_values)[1], int key, int num_keys,
+                                          float scale) {
   const Slot keys = its_keys[0], values = its_values[0];
   const int lane = threadIdx.x % 32, quad = lane % 4;
   float logits[2][2][4] = {};
@@ -182,8 +183,9 @@ __device__ __forceinline__ void add_tiles(LargeSums& sums, u32 (&query)[8][2], c
 
 // Likewise tiles of e4m3 that follow each other.
 template <int TILES>
-__device__ __forceinline__ void add_tiles(Fp8Sums& sums, u32 (&query)[8][2], const u32* queries, const Slot (&keys)[TILES],
-                                          const Slot (&values)[TILES], int key, int num_keys, float scale) {
+__device__ __forceinline__ void add_tiles(Fp8Sums& sums, u32 (&query)[8][2], const u32* queries,
+                                          const Slot (&keys)[TILES], const Slot (&values)[TILES], int key, int num_keys,
+                                          float scale) {
   const int lane = threadIdx.x % 32, own_part = threadIdx.x / 32 % WARPS_A_HEAD * PART_BYTES;
   float logits[TILES][2][4] = {};
 #pragma unroll
@@ -338,7 +340,8 @@ extern "C" __global__ void __launch_bounds__(32 * (WARPS + 1 + PREPARERS), BLOCK
       const int query = query_of(i);
       if constexpr (SINKS) sums.total[i] += sink_weight(sinks, head * GROUP + min(query, GROUP - 1), sums.top[i]);
       const float factor = 1.f / sums.total[i];
-      u32* its_out = out + (((u64)row * KV_HEADS + head) * GROUP + query) * HEAD_PAIRS + warp % WARPS_A_HEAD * (OWN / 2);
+      u32* its_out =
+          out + (((u64)row * KV_HEADS + head) * GROUP + query) * HEAD_PAIRS + warp % WARPS_A_HEAD * (OWN / 2);
       if (query < GROUP)
         each_pair(sums, i, [&](int column, float first, float second) {
           its_out[column / 2] = pack(first * factor, second * factor);

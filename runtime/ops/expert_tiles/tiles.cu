@@ -27,10 +27,12 @@ __device__ __forceinline__ void load_weight(u32 to, const TensorMap* map, int ex
   for (int copy = 0; copy < COPIES; copy++) {
     const u32 there = to + copy * COPY_ROWS * ROW_BYTES;
     // The gates' eight, or the thirty-two, that the copy begins with.
-    const int first = GATED ? (expert * N + tile * TILE_OUTPUTS + copy * 32) / 8 : (expert * N + tile * ROWS + copy * 64) / 32;
+    const int first =
+        GATED ? (expert * N + tile * TILE_OUTPUTS + copy * 32) / 8 : (expert * N + tile * ROWS + copy * 64) / 32;
     const int eights = GATED ? first : 0, groups = GATED ? 0 : first;
     asm volatile(
-        "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4, %3, %5}], [%6];"
+        "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes "
+        "[%0], [%1, {%2, %3, %4, %3, %5}], [%6];"
         ::"r"(there), "l"(map), "r"(step * COLUMNS), "r"(0), "r"(eights), "r"(groups), "r"(barrier) : "memory");
   }
 }
@@ -134,8 +136,8 @@ struct Gather {
 };
 
 // The warp that asks, by one lane.
-__device__ __forceinline__ void ask(const TensorMap* weight, const TensorMap* x, u32 ring, u32 full, u32 empty, const Work& work,
-                                    const Gather& gather, Told& told) {
+__device__ __forceinline__ void ask(const TensorMap* weight, const TensorMap* x, u32 ring, u32 full, u32 empty,
+                                    const Work& work, const Gather& gather, Told& told) {
   Place place;
   place.phase = 1;  // the ring is empty
   const bool is_first = blockIdx.x % SHARE == 0;
@@ -172,7 +174,8 @@ __device__ __forceinline__ void ask(const TensorMap* weight, const TensorMap* x,
 // Of each 32 outputs a lane has eight neighbours, of two rows of each unit: they leave in one store.
 constexpr int STORES_ROW = TILE_OUTPUTS / 32, STORES = GROUP_UNITS * 2 * STORES_ROW;
 __device__ __forceinline__ uint4 outputs_of(const float (&sums)[GROUP_UNITS][SUMS], int store) {
-  const float* sum = sums[store / (2 * STORES_ROW)] + store % STORES_ROW * (GATED ? 32 : 16) + 2 * (store / STORES_ROW % 2);
+  const float* sum =
+      sums[store / (2 * STORES_ROW)] + store % STORES_ROW * (GATED ? 32 : 16) + 2 * (store / STORES_ROW % 2);
   u32 pairs[4];
 #pragma unroll
   for (int j = 0; j < 4; j++, sum += GATED ? 8 : 4)
@@ -197,9 +200,11 @@ struct Target {
 __device__ __forceinline__ void fill(uint4* out, const int* order, const Tile& tile, int first_row) {
 #if !GATED
   for (int i = threadIdx.x - (THREADS - 32 * CONSUMERS); i < tile.rows * (TILE_OUTPUTS / 8); i += 32 * CONSUMERS) {
-    const int row = order[first_row + i / (TILE_OUTPUTS / 8)], output = tile.row_tile * TILE_OUTPUTS + i % (TILE_OUTPUTS / 8) * 8;
+    const int row = order[first_row + i / (TILE_OUTPUTS / 8)],
+              output = tile.row_tile * TILE_OUTPUTS + i % (TILE_OUTPUTS / 8) * 8;
     const u32 pair = row < 0 ? 0x7fc07fc0u : 0u;
-    if (output < OUTPUTS) out[((long long)(row < 0 ? -1 - row : row) * OUTPUTS + output) / 8] = {pair, pair, pair, pair};
+    if (output < OUTPUTS)
+      out[((long long)(row < 0 ? -1 - row : row) * OUTPUTS + output) / 8] = {pair, pair, pair, pair};
   }
 #endif
 }
@@ -210,8 +215,9 @@ extern "C" __global__ void
 #if SHARE > 1
 __cluster_dims__(SHARE, 1, 1)
 #endif
-__launch_bounds__(THREADS, 1) expert_tiles(const __grid_constant__ TensorMap weight, const __grid_constant__ TensorMap x,
-                                           uint4* out, const Work work, const Gather gather) {
+    __launch_bounds__(THREADS, 1)
+        expert_tiles(const __grid_constant__ TensorMap weight, const __grid_constant__ TensorMap x, uint4* out,
+                     const Work work, const Gather gather) {
   extern __shared__ __align__(1024) char memory[];
   const u32 ring = (shared_address(memory) + 1023) & ~1023u;
   Shared& shared = *(Shared*)(memory + (ring - shared_address(memory)) + STAGES * STAGE_BYTES);
@@ -248,7 +254,8 @@ __launch_bounds__(THREADS, 1) expert_tiles(const __grid_constant__ TensorMap wei
         fill(out, gather.order, tile, tile.block * BLOCK);
         continue;
       }
-      const int units = tile.units(), half = (units + 1) / 2, first_unit = group * half, own = group ? units - half : half;
+      const int units = tile.units(), half = (units + 1) / 2, first_unit = group * half,
+                own = group ? units - half : half;
       Target target;
       target.first_output = tile.row_tile * TILE_OUTPUTS + lane % 4 * 8;
       auto find_places = [&] {
@@ -256,10 +263,12 @@ __launch_bounds__(THREADS, 1) expert_tiles(const __grid_constant__ TensorMap wei
         for (int m = 0; m < GROUP_UNITS; m++)
 #pragma unroll
           for (int h = 0; h < 2; h++) {
-            const int row = (first_unit + m) * UNIT_ROWS + warp % 4 * 16 + lane / 4 + 8 * h, place = tile.block * BLOCK + row;
-            target.rows[m][h] = m >= own || row >= tile.rows
-                                    ? Target::NOWHERE
-                                    : (u32)(GATED ? place : gather.order[place]) * (OUTPUTS / 8) + target.first_output / 8;
+            const int row = (first_unit + m) * UNIT_ROWS + warp % 4 * 16 + lane / 4 + 8 * h,
+                      place = tile.block * BLOCK + row;
+            target.rows[m][h] =
+                m >= own || row >= tile.rows
+                    ? Target::NOWHERE
+                    : (u32)(GATED ? place : gather.order[place]) * (OUTPUTS / 8) + target.first_output / 8;
           }
       };
       if (!GATED) find_places();  // they come while it multiplies; a gated linear's have no registers meanwhile

@@ -21,7 +21,8 @@ __device__ __forceinline__ void load_weight(u32 to, const TensorMap* map, int ti
 #pragma unroll
   for (int copy = 0; copy < COPIES; copy++)
     asm volatile(
-        "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4, %3, %3}], [%5];"
+        "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes "
+        "[%0], [%1, {%2, %3, %4, %3, %3}], [%5];"
         ::"r"(to + copy * COPY_ROWS * ROW_BYTES), "l"(map), "r"(step * COLUMNS), "r"(0),
         "r"((tile * COPIES + copy) * COPY_OUTPUTS / 8), "r"(barrier) : "memory");
 }
@@ -43,18 +44,24 @@ struct Work : Tokens {
   __device__ __forceinline__ bool has(int turn) const { return index(turn) < tiles * SETS; }
   // Bands of tokens, in them the weight's rows, in those the tokens.
   __device__ __forceinline__ Tile tile(int turn) const {
-    const int i = index(turn), first = i / (SETS * BAND) * BAND, rest = i % (SETS * BAND), width = min(BAND, tiles - first);
+    const int i = index(turn), first = i / (SETS * BAND) * BAND, rest = i % (SETS * BAND),
+              width = min(BAND, tiles - first);
     const int t = first + rest % width, own = units + (t < larger), begin = t * units + min(t, larger);
     return {t > 0 && t == tiles - 1 ? count - own * UNIT_ROWS : begin * UNIT_ROWS, own, rest / width * SHARE + rank};
   }
-  __device__ __forceinline__ int end_of(const Tile& tile) const { return min(count, tile.token + tile.units * UNIT_ROWS); }
+  __device__ __forceinline__ int end_of(const Tile& tile) const {
+    return min(count, tile.token + tile.units * UNIT_ROWS);
+  }
 
  private:
-  __device__ __forceinline__ int index(int turn) const { return turn * clusters + (turn % 2 ? clusters - 1 - cluster : cluster); }
+  __device__ __forceinline__ int index(int turn) const {
+    return turn * clusters + (turn % 2 ? clusters - 1 - cluster : cluster);
+  }
 };
 
 // The warp that asks, by one lane.
-__device__ __forceinline__ void ask(const TensorMap* weight, const TensorMap* x, u32 ring, u32 full, u32 empty, const Work& work) {
+__device__ __forceinline__ void ask(const TensorMap* weight, const TensorMap* x, u32 ring, u32 full, u32 empty,
+                                    const Work& work) {
   auto ask_weight = [&](const Tile& tile, int bytes, int step, int slot) {
     expect_bytes(full + 8 * slot, bytes);
     load_weight(ring + slot * STAGE_BYTES, weight, tile.row_tile, step, full + 8 * slot);
@@ -85,7 +92,8 @@ __device__ __forceinline__ void ask(const TensorMap* weight, const TensorMap* x,
 }
 
 // Of each 32 outputs of a tile a lane has eight neighbours, of two tokens of each unit: stores those ahead of `end`.
-__device__ __forceinline__ void finish(const float (&sums)[GROUP_UNITS][SUMS], uint4* out, int token, int first_output, int end) {
+__device__ __forceinline__ void finish(const float (&sums)[GROUP_UNITS][SUMS], uint4* out, int token, int first_output,
+                                       int end) {
 #pragma unroll
   for (int m = 0; m < GROUP_UNITS; m++)
 #pragma unroll
@@ -108,8 +116,8 @@ extern "C" __global__ void
 #if SHARE > 1
 __cluster_dims__(SHARE, 1, 1)
 #endif
-__launch_bounds__(THREADS, 1) gated_linear(const __grid_constant__ TensorMap weight, const __grid_constant__ TensorMap x,
-                                           uint4* out, const Tokens tokens) {
+__launch_bounds__(THREADS, 1) gated_linear(const __grid_constant__ TensorMap weight,
+                                           const __grid_constant__ TensorMap x, uint4* out, const Tokens tokens) {
   extern __shared__ __align__(1024) char memory[];
   const u32 ring = (shared_address(memory) + 1023) & ~1023u;
   Shared& shared = *(Shared*)(memory + (ring - shared_address(memory)) + STAGES * STAGE_BYTES);

@@ -15,7 +15,8 @@
 // (64 x 64 of 16 keys) and `weigh_rest`.
 
 constexpr int PANELS = D / 64;                             // of 128 bytes
-constexpr int REST = D % 64, REST_COLUMNS = REST > 16 ? 32 : 16;  // columns of the last panel, and those it has room for
+// Columns of the last panel, and its room in columns.
+constexpr int REST = D % 64, REST_COLUMNS = REST > 16 ? 32 : 16;
 constexpr int REST_OUTPUTS = REST;                         // a multiple of eight
 constexpr int GROUPS = ROWS / 64, CONSUMERS = 128 * GROUPS, THREADS = 128 + CONSUMERS;
 constexpr int PANEL_ROW = 128, REST_ROW = 2 * REST_COLUMNS;
@@ -23,8 +24,10 @@ constexpr int Q_PANEL = ROWS * PANEL_ROW, KEY_PANEL = KEYS * PANEL_ROW;
 constexpr int Q_REST = REST ? ROWS * REST_ROW : 0, KEY_REST = REST ? KEYS * REST_ROW : 0;
 constexpr int Q_BYTES = PANELS * Q_PANEL + Q_REST, KEY_BYTES = PANELS * KEY_PANEL + KEY_REST;
 // All panels of 128 bytes first: they begin at multiples of 1024.
-constexpr int K_AT = PANELS * Q_PANEL, V_AT = K_AT + STAGES * PANELS * KEY_PANEL, RESTS_AT = V_AT + STAGES * PANELS * KEY_PANEL;
-constexpr int K_REST_AT = RESTS_AT + Q_REST, V_REST_AT = K_REST_AT + STAGES * KEY_REST, BARRIERS_AT = V_REST_AT + STAGES * KEY_REST;
+constexpr int K_AT = PANELS * Q_PANEL, V_AT = K_AT + STAGES * PANELS * KEY_PANEL,
+              RESTS_AT = V_AT + STAGES * PANELS * KEY_PANEL;
+constexpr int K_REST_AT = RESTS_AT + Q_REST, V_REST_AT = K_REST_AT + STAGES * KEY_REST,
+              BARRIERS_AT = V_REST_AT + STAGES * KEY_REST;
 constexpr int SUMS = KEYS / 2, PANEL_OUTPUTS = 32, OUTPUTS = PANELS * PANEL_OUTPUTS + REST_OUTPUTS / 2;  // of a thread
 constexpr int STEPS = KEYS / 16;
 constexpr float NEVER = -1e30f;  // below any product, and its differences are no NaN
@@ -42,11 +45,13 @@ struct Sizes {
 // An operand whose rows are 64 or 32 bytes, swizzled, in groups of eight; or, read along rows, of eight keys.
 __device__ __forceinline__ u64 rest_matrix(u32 address) {
   constexpr u64 EIGHT_ROWS = 8 * REST_ROW / 16;
-  return (u64)((address & 0x3ffff) >> 4) | (1ull << 16) | (EIGHT_ROWS << 32) | ((REST_COLUMNS == 16 ? 3ull : 2ull) << 62);
+  return (u64)((address & 0x3ffff) >> 4) | (1ull << 16) | (EIGHT_ROWS << 32) |
+         ((REST_COLUMNS == 16 ? 3ull : 2ull) << 62);
 }
 __device__ __forceinline__ void load_box(u32 to, const TensorMap* map, int column, int head, int row, u32 barrier) {
-  asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4}], [%5];" ::"r"(to),
-               "l"(map), "r"(column), "r"(head), "r"(row), "r"(barrier) : "memory");
+  asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes "
+               "[%0], [%1, {%2, %3, %4}], [%5];"
+               ::"r"(to), "l"(map), "r"(column), "r"(head), "r"(row), "r"(barrier) : "memory");
 }
 __device__ __forceinline__ float power_of_two(float x) {
   float y;
@@ -74,7 +79,9 @@ __device__ __forceinline__ void wait_for_products() {
 struct Ring {
   u32 memory, barriers;
   __device__ __forceinline__ u32 full_q() const { return barriers; }
-  __device__ __forceinline__ u32 full(int slot, int of_values) const { return barriers + 8 * (1 + 2 * slot + of_values); }
+  __device__ __forceinline__ u32 full(int slot, int of_values) const {
+    return barriers + 8 * (1 + 2 * slot + of_values);
+  }
   __device__ __forceinline__ u32 empty(int slot, int of_values) const { return full(STAGES + slot, of_values); }
   __device__ __forceinline__ u32 keys(int slot) const { return memory + K_AT + slot * PANELS * KEY_PANEL; }
   __device__ __forceinline__ u32 values(int slot) const { return memory + V_AT + slot * PANELS * KEY_PANEL; }
@@ -93,15 +100,16 @@ struct Maps {
   const TensorMap *panel, *rest;
 };
 
-__device__ __forceinline__ void ask_part(const Maps& maps, u32 panels, u32 panel_bytes, u32 rest, int head, int row, u32 barrier) {
+__device__ __forceinline__ void ask_part(const Maps& maps, u32 panels, u32 panel_bytes, u32 rest, int head, int row,
+                                         u32 barrier) {
 #pragma unroll
   for (int p = 0; p < PANELS; p++) load_box(panels + p * panel_bytes, maps.panel, 64 * p, head, row, barrier);
   if (REST) load_box(rest, maps.rest, 64 * PANELS, head, row, barrier);
 }
 
 // The warp that asks, by one lane.
-__device__ __forceinline__ void ask(const Ring& ring, const Maps& q, const Maps& k, const Maps& v, int first_row, int head, int kv_head,
-                                    int begin, int tiles) {
+__device__ __forceinline__ void ask(const Ring& ring, const Maps& q, const Maps& k, const Maps& v, int first_row,
+                                    int head, int kv_head, int begin, int tiles) {
   expect_bytes(ring.full_q(), Q_BYTES);
   ask_part(q, ring.memory, Q_PANEL, ring.memory + RESTS_AT, head, first_row, ring.full_q());
   Place place;
@@ -121,13 +129,16 @@ __device__ __forceinline__ void begin_keys(float (&sums)[SUMS], u32 q, u32 q_res
 #pragma unroll
   for (int p = 0; p < PANELS; p++)
 #pragma unroll
-    for (int k = 0; k < 4; k++) multiply_keys(sums, matrix(q + p * Q_PANEL + k * 32), matrix(keys + p * KEY_PANEL + k * 32), p || k);
+    for (int k = 0; k < 4; k++)
+      multiply_keys(sums, matrix(q + p * Q_PANEL + k * 32), matrix(keys + p * KEY_PANEL + k * 32), p || k);
   if (REST)
 #pragma unroll
-    for (int k = 0; k < REST_COLUMNS / 16; k++) multiply_keys(sums, rest_matrix(q_rest + k * 32), rest_matrix(rest + k * 32), true);
+    for (int k = 0; k < REST_COLUMNS / 16; k++)
+      multiply_keys(sums, rest_matrix(q_rest + k * 32), rest_matrix(rest + k * 32), true);
 }
 // Begins the sums of a tile's values by their weights.
-__device__ __forceinline__ void begin_values(float (&outputs)[OUTPUTS], const u32 (&weights)[STEPS][4], u32 values, u32 rest) {
+__device__ __forceinline__ void begin_values(float (&outputs)[OUTPUTS], const u32 (&weights)[STEPS][4], u32 values,
+                                             u32 rest) {
 #pragma unroll
   for (int k = 0; k < STEPS; k++) {
 #pragma unroll
@@ -172,8 +183,8 @@ struct Rows {
 // Weights are made ahead of what follows, where ptxas would wait for products first: by a store that waits for their
 // sums, and is not done, as none is below zero.
 __device__ __forceinline__ void hold_weights(const Rows& rows, u32 anywhere) {
-  asm volatile("{ .reg .pred p; setp.lt.f32 p, %0, 0f00000000; @p st.shared.f32 [%1], %0; }" ::"f"(rows.total[0] + rows.total[1]),
-               "r"(anywhere) : "memory");
+  asm volatile("{ .reg .pred p; setp.lt.f32 p, %0, 0f00000000; @p st.shared.f32 [%1], %0; }"
+               ::"f"(rows.total[0] + rows.total[1]), "r"(anywhere) : "memory");
 }
 
 __device__ __forceinline__ void pack_weights(u32 (&weights)[STEPS][4], const float (&sums)[SUMS]) {
@@ -183,8 +194,8 @@ __device__ __forceinline__ void pack_weights(u32 (&weights)[STEPS][4], const flo
     for (int i = 0; i < 4; i++) weights[k][i] = pack(sums[8 * k + 2 * i], sums[8 * k + 2 * i + 1]);
 }
 
-__device__ __forceinline__ void attend(const Ring& ring, float (&outputs)[OUTPUTS], Rows& rows, int group, int lane, int tiles, int keys,
-                                       float scale) {
+__device__ __forceinline__ void attend(const Ring& ring, float (&outputs)[OUTPUTS], Rows& rows, int group, int lane,
+                                       int tiles, int keys, float scale) {
   float sums[SUMS], shrink[2];
   u32 weights[STEPS][4];
   const u32 q = ring.memory + group * 64 * PANEL_ROW, q_rest = ring.memory + RESTS_AT + group * 64 * REST_ROW;
@@ -260,7 +271,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   if (threadIdx.x == 0) {
     make_barrier(ring.full_q(), 1);
     for (int slot = 0; slot < STAGES; slot++)
-      for (int v = 0; v < 2; v++) make_barrier(ring.full(slot, v), 1), make_barrier(ring.empty(slot, v), CONSUMERS / 32);
+      for (int v = 0; v < 2; v++)
+        make_barrier(ring.full(slot, v), 1), make_barrier(ring.empty(slot, v), CONSUMERS / 32);
     publish_barriers();
   }
   __syncthreads();
@@ -269,7 +281,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     asm volatile("setmaxnreg.dec.sync.aligned.u32 24;");
 #endif
     if (threadIdx.x == 0)
-      ask(ring, {&q, &q_rest}, {&k, &k_rest}, {&v, &v_rest}, first_row, head, head / (sizes.heads / sizes.kv_heads), begin, tiles);
+      ask(ring, {&q, &q_rest}, {&k, &k_rest}, {&v, &v_rest}, first_row, head, head / (sizes.heads / sizes.kv_heads),
+          begin, tiles);
   } else {
 #if ROWS > 64
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS));
@@ -288,7 +301,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
       if (row < end) {
         u32* to = out + ((long long)row * sizes.row + head * D) / 2 + lane % 4;
 #pragma unroll
-        for (int j = 0; j < D / 8; j++) to[4 * j] = pack(outputs[4 * j + 2 * h] * inverse, outputs[4 * j + 2 * h + 1] * inverse);
+        for (int j = 0; j < D / 8; j++)
+          to[4 * j] = pack(outputs[4 * j + 2 * h] * inverse, outputs[4 * j + 2 * h + 1] * inverse);
       }
     }
   }

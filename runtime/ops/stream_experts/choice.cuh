@@ -175,8 +175,8 @@ __device__ __forceinline__ uint4 load_shared(u32 address) {
 }
 __device__ __forceinline__ void load_bytes(u32 to, const char* from, int bytes, u32 barrier, u64 policy) {
   asm volatile(
-      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::"r"(to),
-      "l"(from), "r"(bytes), "r"(barrier), "l"(policy) : "memory");
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;"
+      ::"r"(to), "l"(from), "r"(bytes), "r"(barrier), "l"(policy) : "memory");
 }
 // Of the warps that compute, without the one that asks for weights.
 __device__ __forceinline__ void wait_for_others() { asm volatile("bar.sync 1, %0;" ::"n"(32 * WARPS) : "memory"); }

@@ -27,8 +27,8 @@ static_assert(STAGES * STAGE_BYTES + sizeof(Shared) <= SHARED_BYTES, "as it is l
 __device__ __forceinline__ float rounded(float v) { return first_of(pack(v, 0.f)); }
 
 extern "C" __global__ void __launch_bounds__(32 * (WARPS + 1), 1)
-    expert_down(const char* weight, const char* x, const Router router, const u32* residual, const u32* norm_weight, u32* out,
-                u32* scaled, float* out_squares, int num_tokens) {
+    expert_down(const char* weight, const char* x, const Router router, const u32* residual, const u32* norm_weight,
+                u32* out, u32* scaled, float* out_squares, int num_tokens) {
   extern __shared__ __align__(128) char memory[];
   Shared& shared = *(Shared*)(memory + STAGES * STAGE_BYTES);
   const u32 ring = shared_address(memory), full = shared_address(shared.full), empty = shared_address(shared.empty);
@@ -53,7 +53,8 @@ extern "C" __global__ void __launch_bounds__(32 * (WARPS + 1), 1)
         __syncwarp();
         const char* rows = weight + ((u64)shared.choice.active[n] * N + group * ROWS) * PITCH;
         constexpr int BYTES = STAGE_BYTES / COPIES;
-        if (lane < COPIES) load_bytes(ring + slot * STAGE_BYTES + lane * BYTES, rows + lane * BYTES, BYTES, full + 8 * slot, once);
+        if (lane < COPIES)
+          load_bytes(ring + slot * STAGE_BYTES + lane * BYTES, rows + lane * BYTES, BYTES, full + 8 * slot, once);
         if (++slot == STAGES) slot = 0, phase ^= 1;
       }
     wait_for_prerequisites();
@@ -116,7 +117,9 @@ extern "C" __global__ void __launch_bounds__(32 * (WARPS + 1), 1)
     low = add(residuals.x, low), high = add(residuals.y, high);
     if (is_there) *(uint2*)(out + at) = uint2{low, high};
     if (NEXT_BLOCKS) {
-      if (is_there) *(uint2*)(scaled + at) = uint2{times_norm_weight(low, weights.x, PLUS_ONE), times_norm_weight(high, weights.y, PLUS_ONE)};
+      if (is_there)
+        *(uint2*)(scaled + at) =
+            uint2{times_norm_weight(low, weights.x, PLUS_ONE), times_norm_weight(high, weights.y, PLUS_ONE)};
       const float sum = sum_of_lanes(sum_of_squares(low) + sum_of_squares(high), 4);
       store_if(is_there && quad == 0, out_squares + token * GROUPS + group, sum);
     }

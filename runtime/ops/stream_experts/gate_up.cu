@@ -12,7 +12,8 @@ constexpr int GROUPS = OUTPUTS / OUT_ROWS, CHUNKS = K / PIECE;
 constexpr int STEP = 32, STEPS = PIECE / STEP / WARPS;  // inputs of a step; a warp's steps in a chunk
 constexpr int PITCH = PIECE * 2, STAGE_BYTES = ROWS * PITCH;
 constexpr int LD = ROWS + 4;  // floats a token of a warp's sums
-static_assert(K % PIECE == 0 && PIECE % (STEP * WARPS) == 0 && OUTPUTS % OUT_ROWS == 0, "whole chunks, steps and groups");
+static_assert(K % PIECE == 0 && PIECE % (STEP * WARPS) == 0 && OUTPUTS % OUT_ROWS == 0,
+              "whole chunks, steps and groups");
 
 struct Shared {
   float sums[2][WARPS][TOKENS * LD];  // of a turn and of the next one
@@ -46,7 +47,8 @@ extern "C" __global__ void __launch_bounds__(32 * (WARPS + 1), RESIDENT)
     int slot = 0, phase = 1;
     for (int item = blockIdx.x; item < items; item += gridDim.x) {
       const int expert = shared.choice.active[item / GROUPS];
-      const u64 row = (u64)expert * 2 * OUTPUTS + item % GROUPS * OUT_ROWS + lane % OUT_ROWS + lane / OUT_ROWS * OUTPUTS;
+      const u64 row =
+          (u64)expert * 2 * OUTPUTS + item % GROUPS * OUT_ROWS + lane % OUT_ROWS + lane / OUT_ROWS * OUTPUTS;
 #pragma unroll 1
       for (int c = 0; c < CHUNKS; c++) {
         wait_for(empty + 8 * slot, phase);

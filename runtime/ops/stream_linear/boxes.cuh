@@ -21,8 +21,8 @@ __device__ __forceinline__ void load_weight(u32 to, const TensorMap* map, int ro
 // took longer than 64).
 __device__ __forceinline__ void load_x(u32 to, const TensorMap* map, int token, int panel, u32 barrier) {
   asm volatile(
-      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];" ::"r"(to),
-      "l"(map), "r"(panel * COLUMNS), "r"(token), "r"(barrier) : "memory");
+      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];"
+      ::"r"(to), "l"(map), "r"(panel * COLUMNS), "r"(token), "r"(barrier) : "memory");
 }
 
 // A sum of squares is of 16 outputs here. Where there is room for lanes.cu's, of 8 outputs each and so twice as many,

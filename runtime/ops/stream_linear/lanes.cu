@@ -17,21 +17,24 @@
 
 constexpr int TILE = 8, TOKENS = 8;  // of m16n8k16 half of the rows, and all columns
 constexpr int OUTPUTS = GATED ? N / 2 : N, GROUPS = OUTPUTS / TILE, PARTS = GATED ? 2 : 1, ALL_TILES = TILES * PARTS;
-constexpr int STEP = 32, ALL_STEPS = K / STEP, STEPS = (ALL_STEPS + WARPS - 1) / WARPS;  // inputs of a step; a warp's steps
+// Inputs of a step; a warp's steps.
+constexpr int STEP = 32, ALL_STEPS = K / STEP, STEPS = (ALL_STEPS + WARPS - 1) / WARPS;
 // Bytes of shared memory: a lane's; a warp's, for weights of a tile and a step, then for a tile's sums; a block's.
-constexpr int PLACE = 16, WARP_PLACES = 32 * PLACE, PLACES = WARPS * WARP_PLACES, WEIGHT_BYTES = STEPS * ALL_TILES * PLACES;
+constexpr int PLACE = 16, WARP_PLACES = 32 * PLACE, PLACES = WARPS * WARP_PLACES,
+              WEIGHT_BYTES = STEPS * ALL_TILES * PLACES;
 // True if a warp has a step, and a block a tile.
 __device__ __forceinline__ bool is_step(int step) { return ALL_STEPS % WARPS == 0 || step < ALL_STEPS; }
 __device__ __forceinline__ bool is_group(int group) { return GROUPS % TILES == 0 || group < GROUPS; }
 static_assert(TILES <= WARPS && TOKENS <= WARPS, "a warp finishes one tile, and adds up the squares of one token");
-static_assert(OUTPUTS % TILE == 0 && K % STEP == 0 && NORM_BLOCKS % 4 == 0, "whole tiles, whole steps, four sums at a time");
+static_assert(OUTPUTS % TILE == 0 && K % STEP == 0 && NORM_BLOCKS % 4 == 0,
+              "whole tiles, whole steps, four sums at a time");
 static_assert(NEXT_BLOCKS == 0 || NEXT_BLOCKS == GROUPS, "a sum of squares of each tile");
 static_assert(WEIGHT_BYTES + TOKENS * 4 <= SHARED_BYTES, "as it is launched");
 
 // 16 bytes; or zeros.
 __device__ __forceinline__ void copy(u32 to, const char* from, bool is_there, u64 policy) {
-  asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2, %3;" ::"r"(to), "l"(from), "r"(is_there ? PLACE : 0),
-               "l"(policy) : "memory");
+  asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2, %3;"
+               ::"r"(to), "l"(from), "r"(is_there ? PLACE : 0), "l"(policy) : "memory");
 }
 __device__ __forceinline__ u32 rounded(float2 sum, u32 bias) {
   const u32 both = BIAS ? pack(sum.x + first_of(bias), sum.y + second_of(bias)) : pack(sum.x, sum.y);
@@ -53,7 +56,8 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, RESIDENT)
                   u32* out, u32* scaled, float* out_squares, float eps, int num_tokens) {
   extern __shared__ __align__(128) char memory[];
   float* factors = (float*)(memory + WEIGHT_BYTES);
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, token = lane / 4, quad = lane % 4, first = blockIdx.x * TILES;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, token = lane / 4, quad = lane % 4,
+            first = blockIdx.x * TILES;
   char* mine = memory + warp * WARP_PLACES;
   const u64 once = read_once();
   const char* from = weight + ((u64)(first * TILE + lane / 4) * K + warp * STEP + quad * 8) * 2;
@@ -99,7 +103,8 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, RESIDENT)
 #pragma unroll
     for (int s = 0; s < STEPS; s++) {
       const char* at = mine + lane * PLACE + (s * ALL_TILES + t) * PLACES;
-      const uint4 upper = *(const uint4*)at, lower = t + 1 < ALL_TILES ? *(const uint4*)(at + PLACES) : uint4{0, 0, 0, 0};
+      const uint4 upper = *(const uint4*)at,
+                  lower = t + 1 < ALL_TILES ? *(const uint4*)(at + PLACES) : uint4{0, 0, 0, 0};
       multiply_add(even, upper.x, lower.x, upper.y, lower.y, xs[s].x, xs[s].y);
       multiply_add(odd, upper.z, lower.z, upper.w, lower.w, xs[s].z, xs[s].w);
     }

@@ -23,7 +23,9 @@ constexpr int LD = ROWS + 4;                                          // floats 
 constexpr int SUMS = TOKENS * ROWS;
 static_assert(NEXT_BLOCKS == 0 || NEXT_BLOCKS == GROUPS, "a sum of squares of each group");
 
-__device__ __forceinline__ constexpr int columns_of(int chunk) { return chunk + 1 < CHUNKS ? PIECE : MY_K - chunk * PIECE; }
+__device__ __forceinline__ constexpr int columns_of(int chunk) {
+  return chunk + 1 < CHUNKS ? PIECE : MY_K - chunk * PIECE;
+}
 // A warp's steps of a chunk are every WARPS-th; the last one may be another warp's alone.
 __device__ __forceinline__ bool is_step(int chunk, int step) { return step < columns_of(chunk) / STEP; }
 
@@ -34,8 +36,8 @@ __device__ __forceinline__ uint4 load_shared(u32 address) {
 }
 __device__ __forceinline__ void load_row(u32 to, const char* from, int bytes, u32 barrier, u64 policy) {
   asm volatile(
-      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::"r"(to),
-      "l"(from), "r"(bytes), "r"(barrier), "l"(policy) : "memory");
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;"
+      ::"r"(to), "l"(from), "r"(bytes), "r"(barrier), "l"(policy) : "memory");
 }
 
 __device__ __forceinline__ u32 rounded(float first, float second, u32 bias) {
@@ -76,7 +78,8 @@ extern "C" __global__ void __cluster_dims__(SPLIT, 1, 1) __launch_bounds__(32 * 
     const int bytes = columns_of(next_chunk) * 2;
     if (lane == 0) expect_bytes(full + 8 * slot, ROWS * bytes);
     __syncwarp();
-    const int row = GATED ? next_group * OUT_ROWS + lane % OUT_ROWS + lane / OUT_ROWS * OUTPUTS : next_group * ROWS + lane;
+    const int row =
+        GATED ? next_group * OUT_ROWS + lane % OUT_ROWS + lane / OUT_ROWS * OUTPUTS : next_group * ROWS + lane;
     const char* from = weight + ((u64)row * K + rank * MY_K + next_chunk * PIECE) * 2;
     if (lane < ROWS) load_row(ring + slot * STAGE_BYTES + lane * PITCH, from, bytes, full + 8 * slot, once);
     if (++next_chunk == CHUNKS) next_chunk = 0, next_group += CLUSTERS;
@@ -165,7 +168,8 @@ extern "C" __global__ void __cluster_dims__(SPLIT, 1, 1) __launch_bounds__(32 * 
       const float2 a = *(const float2*)part, b = *(const float2*)(part + (GATED ? OUT_ROWS : 2));
       first.x += a.x, first.y += a.y, second.x += b.x, second.y += b.y;
     }
-    u32 low = rounded(first.x * factor, first.y * factor, weights.x), high = rounded(second.x * factor, second.y * factor, weights.y);
+    u32 low = rounded(first.x * factor, first.y * factor, weights.x),
+        high = rounded(second.x * factor, second.y * factor, weights.y);
     if (GATED) {
       if (is_there) out[at] = silu_times(low, high);
       continue;
@@ -173,7 +177,9 @@ extern "C" __global__ void __cluster_dims__(SPLIT, 1, 1) __launch_bounds__(32 * 
     if (RESIDUAL) low = add(residuals.x, low), high = add(residuals.y, high);
     if (is_there) *(uint2*)(out + at) = uint2{low, high};
     if (NEXT_BLOCKS) {
-      if (is_there) *(uint2*)(scaled + at) = uint2{times_norm_weight(low, weights.x, PLUS_ONE), times_norm_weight(high, weights.y, PLUS_ONE)};
+      if (is_there)
+        *(uint2*)(scaled + at) =
+            uint2{times_norm_weight(low, weights.x, PLUS_ONE), times_norm_weight(high, weights.y, PLUS_ONE)};
       const float sum = sum_of_lanes(sum_of_squares(low) + sum_of_squares(high), 4);
       store_if(is_there && quad == 0, out_squares + token * (OUTPUTS / ROWS) + group, sum);
     }

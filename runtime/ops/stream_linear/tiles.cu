@@ -20,9 +20,11 @@ constexpr int M_TOKENS = 64;                                               // of
 constexpr int ALL_TOKENS = (TOKENS + M_TOKENS - 1) / M_TOKENS * M_TOKENS;  // that are multiplied
 constexpr int GROUPS = ALL_TOKENS / M_TOKENS, CONSUMERS = 4 * GROUPS, THREADS = 32 * (4 + CONSUMERS);
 constexpr int NORM_ROWS = 16, ROW_GROUPS = ROWS / NORM_ROWS, PLACES = (ROW_GROUPS + SPLIT - 1) / SPLIT;
-constexpr int OUT_ROWS = GATED ? ROWS / 2 : ROWS, OUT_GROUP = GATED ? NORM_ROWS / 2 : NORM_ROWS, OUTPUTS = GATED ? N / 2 : N;
+constexpr int OUT_ROWS = GATED ? ROWS / 2 : ROWS, OUT_GROUP = GATED ? NORM_ROWS / 2 : NORM_ROWS,
+              OUTPUTS = GATED ? N / 2 : N;
 constexpr int TILES = (N + ROWS - 1) / ROWS, CLUSTERS = BLOCKS / SPLIT;
-constexpr int W_BYTES = PANELS * ROWS * ROW_BYTES, X_PANEL_BYTES = TOKENS * ROW_BYTES, STAGE_BYTES = W_BYTES + PANELS * X_PANEL_BYTES;
+constexpr int W_BYTES = PANELS * ROWS * ROW_BYTES, X_PANEL_BYTES = TOKENS * ROW_BYTES,
+              STAGE_BYTES = W_BYTES + PANELS * X_PANEL_BYTES;
 constexpr int STEPS = K / SPLIT / COLUMNS / PANELS;  // stages of a tile, a block's
 constexpr int SUMS = ROWS / 2;                       // of a thread: of 8 outputs of a group 2, of two tokens
 static_assert(SPLIT == 1 || TILES == CLUSTERS, "what others send is of one tile");
@@ -33,7 +35,8 @@ static_assert(THREADS == NUM_THREADS, "as it is launched");
 constexpr int RING_BYTES = STAGES * STAGE_BYTES;
 struct Shared {
 #if SPLIT > 1
-  float4 inbox[SPLIT - 1][GROUPS][PLACES][2][128];  // sums of the groups of rows that the block finishes, from each of the others
+  // Sums that each other block sends for the groups of rows that this one finishes.
+  float4 inbox[SPLIT - 1][GROUPS][PLACES][2][128];
 #endif
   float factors[ALL_TOKENS];
   u64 full[STAGES], empty[STAGES], arrived, factors_there;
@@ -43,21 +46,22 @@ static_assert(1023 + RING_BYTES + sizeof(Shared) <= SHARED_BYTES, "and what alig
 static_assert(1023 + RING_BYTES - X_PANEL_BYTES + ALL_TOKENS * ROW_BYTES <= SHARED_BYTES, "wgmma reads 64 tokens");
 
 // The warp that asks, by one lane.
-__device__ void ask(const TensorMap* weight, const TensorMap* x, u32 ring, u32 full, u32 empty, int rank, int first_tile,
-                    int num_tokens) {
+__device__ void ask(const TensorMap* weight, const TensorMap* x, u32 ring, u32 full, u32 empty, int rank,
+                    int first_tile, int num_tokens) {
   const u64 once = read_once();
   const int turns = first_tile < TILES ? (TILES - first_tile + CLUSTERS - 1) / CLUSTERS : 0, total = turns * STEPS;
   auto ask_weight = [&](int i) {
     const u32 slot = i % STAGES, barrier = full + 8 * slot;
     expect_bytes(barrier, W_BYTES + PANELS * num_tokens * ROW_BYTES);
-    load_weight(ring + slot * STAGE_BYTES, weight, (first_tile + i / STEPS * CLUSTERS) * ROWS, (rank * STEPS + i % STEPS) * PANELS,
-                barrier, once);
+    load_weight(ring + slot * STAGE_BYTES, weight, (first_tile + i / STEPS * CLUSTERS) * ROWS,
+                (rank * STEPS + i % STEPS) * PANELS, barrier, once);
   };
   auto ask_x = [&](int i) {
     const u32 slot = i % STAGES;
 #pragma unroll
     for (int p = 0; p < PANELS; p++)
-      load_x(ring + slot * STAGE_BYTES + W_BYTES + p * X_PANEL_BYTES, x, 0, (rank * STEPS + i % STEPS) * PANELS + p, full + 8 * slot);
+      load_x(ring + slot * STAGE_BYTES + W_BYTES + p * X_PANEL_BYTES, x, 0, (rank * STEPS + i % STEPS) * PANELS + p,
+             full + 8 * slot);
   };
   const int ahead = STAGES < total ? STAGES : total;
   for (int i = 0; i < ahead; i++) ask_weight(i);
@@ -98,9 +102,13 @@ struct Outputs {
   int token, first_row, rank, num_tokens;  // row and token of the first one
 
   __device__ __forceinline__ int row(int place) const { return first_row + (place * SPLIT + rank) * OUT_GROUP; }
-  __device__ __forceinline__ bool is_row(int place) const { return row(place) < OUTPUTS && place * SPLIT + rank < ROW_GROUPS; }
+  __device__ __forceinline__ bool is_row(int place) const {
+    return row(place) < OUTPUTS && place * SPLIT + rank < ROW_GROUPS;
+  }
   __device__ __forceinline__ int at(int place, int h) const { return ((token + 8 * h) * OUTPUTS + row(place)) / 2; }
-  __device__ __forceinline__ bool is_there(int place, int h) const { return is_row(place) && token + 8 * h < num_tokens; }
+  __device__ __forceinline__ bool is_there(int place, int h) const {
+    return is_row(place) && token + 8 * h < num_tokens;
+  }
 };
 
 // Residual and norm weight, or bias: asked for before the products and used after them, when they are there.
@@ -115,13 +123,15 @@ struct Operands {
         const bool is_there = RESIDUAL && outputs.is_there(place, h);
         const u32* from = residual + outputs.at(place, h);
         residuals[place][h][0] = is_there ? from[0] : 0, residuals[place][h][1] = is_there ? from[4] : 0;
-        weights[place][h] = (NEXT_BLOCKS || BIAS) && outputs.is_row(place) ? norm_weight[outputs.row(place) / 2 + 4 * h] : 0;
+        weights[place][h] =
+            (NEXT_BLOCKS || BIAS) && outputs.is_row(place) ? norm_weight[outputs.row(place) / 2 + 4 * h] : 0;
       }
   }
 };
 
 // The sums of the groups that the block finishes, of all its cluster.
-__device__ __forceinline__ void exchange(float (&mine)[PLACES][8], const float (&sums)[SUMS], Shared& shared, int rank, int group) {
+__device__ __forceinline__ void exchange(float (&mine)[PLACES][8], const float (&sums)[SUMS], Shared& shared, int rank,
+                                         int group) {
 #pragma unroll
   for (int g = 0; g < ROW_GROUPS; g++)
     if (g % SPLIT == rank)
@@ -136,7 +146,8 @@ __device__ __forceinline__ void exchange(float (&mine)[PLACES][8], const float (
     const int owner = g % SPLIT, sender = (rank - owner - 1 + SPLIT) % SPLIT;
     if (owner == rank) continue;
     const float* sum = sums + 8 * g;
-    const u32 to = shared_address(&shared.inbox[sender][group][g / SPLIT][0][thread]), half = sizeof(shared.inbox[0][0][0][0]);
+    const u32 to = shared_address(&shared.inbox[sender][group][g / SPLIT][0][thread]),
+              half = sizeof(shared.inbox[0][0][0][0]);
     send(address_of_peer(to, owner), {sum[0], sum[1], sum[2], sum[3]}, address_of_peer(arrived, owner));
     send(address_of_peer(to + half, owner), {sum[4], sum[5], sum[6], sum[7]}, address_of_peer(arrived, owner));
   }
@@ -179,9 +190,12 @@ __device__ __forceinline__ void finish(const float (&sums)[PLACES][8], const Out
       if (is_there) out[at] = low, out[at + 4] = high;
       if (NEXT_BLOCKS) {
         const u32* weights = operands.weights[place];
-        if (is_there) scaled[at] = times_norm_weight(low, weights[0], PLUS_ONE), scaled[at + 4] = times_norm_weight(high, weights[1], PLUS_ONE);
+        if (is_there)
+          scaled[at] = times_norm_weight(low, weights[0], PLUS_ONE),
+          scaled[at + 4] = times_norm_weight(high, weights[1], PLUS_ONE);
         const float squares = sum_of_lanes(sum_of_squares(low) + sum_of_squares(high), 4);
-        store_squares(is_there && threadIdx.x % 4 == 0, out_squares, outputs.token + 8 * h, outputs.row(place), squares);
+        store_squares(is_there && threadIdx.x % 4 == 0, out_squares, outputs.token + 8 * h, outputs.row(place),
+                      squares);
       }
     }
 }
@@ -191,8 +205,8 @@ extern "C" __global__ void
 __cluster_dims__(SPLIT, 1, 1)
 #endif
 __launch_bounds__(THREADS, 1) stream_linear(
-    const __grid_constant__ TensorMap weight, const __grid_constant__ TensorMap x, const float* squares, const u32* residual,
-    const u32* norm_weight, u32* out, u32* scaled, float* out_squares, float eps, int num_tokens) {
+    const __grid_constant__ TensorMap weight, const __grid_constant__ TensorMap x, const float* squares,
+    const u32* residual, const u32* norm_weight, u32* out, u32* scaled, float* out_squares, float eps, int num_tokens) {
   extern __shared__ __align__(1024) char memory[];
   const u32 ring = (shared_address(memory) + 1023) & ~1023u;
   Shared& shared = *(Shared*)(memory + (ring - shared_address(memory)) + RING_BYTES);
@@ -206,7 +220,8 @@ __launch_bounds__(THREADS, 1) stream_linear(
     make_barrier(arrived, 1), make_barrier(factors_there, 3);
     publish_barriers();
 #if SPLIT > 1
-    expect_bytes(arrived, (SPLIT - 1) * GROUPS * ((ROW_GROUPS - rank + SPLIT - 1) / SPLIT) * sizeof(shared.inbox[0][0][0]));
+    expect_bytes(arrived,
+                 (SPLIT - 1) * GROUPS * ((ROW_GROUPS - rank + SPLIT - 1) / SPLIT) * sizeof(shared.inbox[0][0][0]));
 #endif
   }
   __syncthreads();

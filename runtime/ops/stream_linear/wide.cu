@@ -28,15 +28,18 @@ constexpr int CONSUMERS = 4 * GROUPS, THREADS = 32 * (4 + CONSUMERS);
 constexpr bool TAKES_ALL = REGISTER_THREADS == THREADS;  // of the registers, which are then divided anew
 constexpr int OUTPUTS = GATED ? N / 2 : N, WARP_OUTPUTS = GATED ? WARP_ROWS / 2 : WARP_ROWS;
 constexpr int ROW_TILES = (N + ROWS - 1) / ROWS, TILES = ROW_TILES * TOKEN_TILES, CLUSTERS = BLOCKS / SPLIT;
-constexpr int W_BYTES = ROWS * ROW_BYTES, X_BYTES = TOKENS * ROW_BYTES, RING_BYTES = W_STAGES * W_BYTES + X_STAGES * X_BYTES;
+constexpr int W_BYTES = ROWS * ROW_BYTES, X_BYTES = TOKENS * ROW_BYTES,
+              RING_BYTES = W_STAGES * W_BYTES + X_STAGES * X_BYTES;
 constexpr int STEPS = K / SPLIT / COLUMNS;  // stages of a tile, a block's
 constexpr int SUMS = TOKENS / 2;            // of a thread: of each 8 tokens four, of two tokens and two rows
 // A warp's outputs transposed at a time: 8 of a token for each lane.
-constexpr int LANE_OUTPUTS = 8, UNIT_TOKENS = 32 * LANE_OUTPUTS / WARP_OUTPUTS, UNITS = (TOKENS + UNIT_TOKENS - 1) / UNIT_TOKENS;
+constexpr int LANE_OUTPUTS = 8, UNIT_TOKENS = 32 * LANE_OUTPUTS / WARP_OUTPUTS,
+              UNITS = (TOKENS + UNIT_TOKENS - 1) / UNIT_TOKENS;
 constexpr int OWN_UNITS = (UNITS + SPLIT - 1) / SPLIT, UNIT_BLOCKS = UNIT_TOKENS / 8;
 static_assert(SPLIT == 1 || SPLIT == 2 && TILES == CLUSTERS, "what the other block sends is of one tile");
 static_assert(K % (SPLIT * COLUMNS) == 0 && NORM_BLOCKS % 4 == 0, "whole stages, and four sums at a time");
-static_assert((X_STAGES > 1 || STEPS == 1) && X_STAGES <= W_STAGES, "a stage is free when the products of the next have begun");
+static_assert((X_STAGES > 1 || STEPS == 1) && X_STAGES <= W_STAGES,
+              "a stage is free when the products of the next have begun");
 static_assert(TOKENS % (8 * PARTS) == 0 && THREADS == NUM_THREADS, "as it is launched");
 static_assert(!SCALED || !NORM_BLOCKS && !NEXT_BLOCKS && !BIAS, "scales are in their places");
 constexpr bool HAS_FACTORS = NORM_BLOCKS || SCALED;  // of tokens
@@ -65,8 +68,8 @@ struct Division {
 };
 
 // The warp that asks, by one lane.
-__device__ void ask(const TensorMap* weight, const TensorMap* x, u32 ring, u32 full, u32 empty, int rank, int first_tile,
-                    const Division& tokens) {
+__device__ void ask(const TensorMap* weight, const TensorMap* x, u32 ring, u32 full, u32 empty, int rank,
+                    int first_tile, const Division& tokens) {
   const u64 policy = TOKEN_TILES == 1 ? read_once() : read_again();
   const int total = (TILES - first_tile + CLUSTERS - 1) / CLUSTERS * STEPS;
   const auto tile = [&](int i) { return tokens.tile(first_tile + i / STEPS * CLUSTERS); };
@@ -106,7 +109,8 @@ struct Place {
 };
 
 // The products of a tile and the group's rows, as its stages arrive.
-__device__ __forceinline__ void multiply(float (&sums)[SUMS], u32 ring, u32 full, u32 empty, Place& place, int group, int lane) {
+__device__ __forceinline__ void multiply(float (&sums)[SUMS], u32 ring, u32 full, u32 empty, Place& place, int group,
+                                         int lane) {
 #pragma unroll
   for (int i = 0; i < SUMS; i++) sums[i] = 0.f;
   int before = 0;
@@ -119,7 +123,8 @@ __device__ __forceinline__ void multiply(float (&sums)[SUMS], u32 ring, u32 full
     for (int k = 0; k < ROW_BYTES / 32; k++)
 #pragma unroll
       for (int part = 0; part < PARTS; part++)
-        multiply_add_all(sums + part * (SUMS / PARTS), matrix(weight + k * 32), matrix(x + part * (X_BYTES / PARTS) + k * 32));
+        multiply_add_all(sums + part * (SUMS / PARTS), matrix(weight + k * 32),
+                         matrix(x + part * (X_BYTES / PARTS) + k * 32));
     asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
     // The stage before has been read when all but this one's products are there.
     asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory");
@@ -136,7 +141,9 @@ struct Outputs {
   int token, row, local, rank, box;  // the lane's first token, in all and in the tile
   __device__ __forceinline__ bool is_row() const { return row < OUTPUTS; }
   __device__ __forceinline__ bool is_there(int unit) const { return is_row() && local + unit * UNIT_TOKENS < box; }
-  __device__ __forceinline__ int at(int unit) const { return ((token + unit * UNIT_TOKENS) * OUTPUTS + row) / LANE_OUTPUTS; }
+  __device__ __forceinline__ int at(int unit) const {
+    return ((token + unit * UNIT_TOKENS) * OUTPUTS + row) / LANE_OUTPUTS;
+  }
   __device__ __forceinline__ int own(int i) const { return i * SPLIT + rank; }
 };
 
@@ -170,13 +177,13 @@ __device__ __forceinline__ void exchange(float (&sums)[SUMS], Shared& shared, in
 
 // Four matrices of 8 x 8, transposed: a row of 16 bytes to each lane's address.
 __device__ __forceinline__ void store_transposed(u32 address, const u32 (&from)[4]) {
-  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(from[0]), "r"(from[1]),
-               "r"(from[2]), "r"(from[3]) : "memory");
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};"
+               ::"r"(address), "r"(from[0]), "r"(from[1]), "r"(from[2]), "r"(from[3]) : "memory");
 }
 // A unit of the warp's rows and tokens: rounded and activated, then turned, so that a lane has neighbouring outputs of
 // a token.
-__device__ __forceinline__ uint4 turned(const float (&sums)[SUMS], int unit, const float* factors, const float (&bias)[2],
-                                        const float (&scales)[2], uint4* place, int lane) {
+__device__ __forceinline__ uint4 turned(const float (&sums)[SUMS], int unit, const float* factors,
+                                        const float (&bias)[2], const float (&scales)[2], uint4* place, int lane) {
   u32 parts[4] = {};
 #pragma unroll
   for (int b = 0; b < UNIT_BLOCKS; b++) {
@@ -203,8 +210,8 @@ __device__ __forceinline__ uint4 turned(const float (&sums)[SUMS], int unit, con
 __device__ __forceinline__ u32& part(uint4& v, int i) { return (&v.x)[i]; }
 
 // The residual, and what the next norm wants.
-__device__ __forceinline__ void finish(uint4 v, uint4 residual, uint4 weights, const Outputs& outputs, int unit, uint4* out,
-                                       uint4* scaled, float* out_squares) {
+__device__ __forceinline__ void finish(uint4 v, uint4 residual, uint4 weights, const Outputs& outputs, int unit,
+                                       uint4* out, uint4* scaled, float* out_squares) {
   const bool is_there = outputs.is_there(unit);
   const int at = outputs.at(unit);
   if (RESIDUAL)
@@ -221,7 +228,8 @@ __device__ __forceinline__ void finish(uint4 v, uint4 residual, uint4 weights, c
     }
     if (is_there) scaled[at] = product;
     squares += __shfl_xor_sync(~0u, squares, 16);
-    store_squares(is_there && threadIdx.x % 32 < 16, out_squares, outputs.token + unit * UNIT_TOKENS, outputs.row, squares);
+    store_squares(is_there && threadIdx.x % 32 < 16, out_squares, outputs.token + unit * UNIT_TOKENS, outputs.row,
+                  squares);
   }
 }
 
@@ -230,8 +238,9 @@ extern "C" __global__ void
 __cluster_dims__(SPLIT, 1, 1)
 #endif
 __launch_bounds__(REGISTER_THREADS, 1) wide_linear(
-    const __grid_constant__ TensorMap weight, const __grid_constant__ TensorMap x, const float* squares, const uint4* residual,
-    const u32* norm_weight, uint4* out, uint4* scaled, float* out_squares, float eps, int num_tokens) {
+    const __grid_constant__ TensorMap weight, const __grid_constant__ TensorMap x, const float* squares,
+    const uint4* residual, const u32* norm_weight, uint4* out, uint4* scaled, float* out_squares, float eps,
+    int num_tokens) {
   extern __shared__ __align__(1024) char memory[];
   const u32 ring = (shared_address(memory) + 1023) & ~1023u;
   Shared& shared = *(Shared*)(memory + (ring - shared_address(memory)) + RING_BYTES);

@@ -8,7 +8,9 @@ constexpr float E2M1_FACTOR = (float)(1ull << 62);  // of sums
 // The floats in the bits 0 to 3 and 16 to 19.
 __device__ __forceinline__ u32 pair_of_e2m1(u32 codes) { return codes << 6 & 0x01c001c0u | codes << 12 & 0x80008000u; }
 // The two floats of a byte. Multiplications bring them to their places, as shifts and masks share one slow unit.
-__device__ __forceinline__ u32 pair_of_byte(u32 byte) { return byte * 0x00040040u & 0x01c001c0u | byte * 0x01001000u & 0x80008000u; }
+__device__ __forceinline__ u32 pair_of_byte(u32 byte) {
+  return byte * 0x00040040u & 0x01c001c0u | byte * 0x01001000u & 0x80008000u;
+}
 // Of eight inputs, two a word, i and i + 4.
 __device__ __forceinline__ u32 inputs_apart(const u32 (&words)[4], int i) {
   return __byte_perm(words[i / 2], words[i / 2 + 2], i % 2 ? 0x7632 : 0x5410);

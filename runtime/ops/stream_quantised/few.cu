@@ -2,9 +2,9 @@
 // out = x . weight^T, with the norm before it and what follows it.
 //
 // With 8-bit or 4-bit weights the read takes half or a quarter of the time, so everything else
-// costs relatively 2 to 4 times as much. So a block takes less than half of a multiprocessor and lets the next kernel in
-// before it waits for what makes x: that one's blocks ask for their own weight meanwhile. Let in at a block's last
-// request, a layer's linears took 79 µs in place of 68.
+// costs relatively 2 to 4 times as much. So a block takes less than half of a multiprocessor, and lets the next
+// kernel in before it waits for x: the next kernel's blocks ask for their own weight meanwhile. Let in at a block's
+// last request, a layer's linears took 79 µs in place of 68.
 //
 // Boxes of 16 rows by PIECE inputs come by TMA into a ring of STAGES, EARLY_STAGES at a time until x is there
 // (linear.py): a layer's linears in fp8 took 54 µs at 8 tokens with all of the ring asked for at once, and take 50. x
@@ -26,25 +26,33 @@
 constexpr int ROWS = 16, EIGHT = 8, EIGHTS = TOKENS / EIGHT;  // of m16n8k16, and of tokens
 constexpr int OUT_ROWS = GATED ? ROWS / 2 : ROWS, OUTPUTS = GATED ? N / 2 : N, GROUPS = N / ROWS;
 constexpr int IN_BYTE = 8 / BITS;  // values
-constexpr int PANEL = 128, PANEL_INPUTS = PANEL * IN_BYTE, PANEL_BYTES = ROWS * PANEL;  // a swizzled row of shared memory
+// A swizzled row of shared memory.
+constexpr int PANEL = 128, PANEL_INPUTS = PANEL * IN_BYTE, PANEL_BYTES = ROWS * PANEL;
 constexpr int PANELS = PIECE / PANEL_INPUTS;
 constexpr int MY_K = K / SPLIT, MY_PANELS = MY_K / PANEL_INPUTS;                                       // a block's
 constexpr int CHUNKS = (MY_K + PIECE * PASSES - 1) / (PIECE * PASSES), PASS_PANELS = CHUNKS * PANELS;  // of a pass
-constexpr int STEP = 64 * IN_BYTE, STEPS = (PIECE / STEP + WARPS - 1) / WARPS;  // inputs of a step; a warp's steps in a piece
+// Inputs of a step; a warp's steps in a piece.
+constexpr int STEP = 64 * IN_BYTE, STEPS = (PIECE / STEP + WARPS - 1) / WARPS;
 constexpr int INPUTS = STEP / 4;                                               // of a lane and step: 16 bytes of a row
 constexpr int WITH_A_SCALE = GROUP ? GROUP : K;  // inputs
 constexpr int ROW_GROUPS = GROUP ? PIECE / WITH_A_SCALE : 0;  // of a row in a stage
-constexpr int VALUE_BYTES = ROWS * PIECE / IN_BYTE, OF_SCALES = ROWS * ROW_GROUPS * SCALE_BYTES, OF_ZEROS = ZEROS ? ROWS * ROW_GROUPS : 0;
+constexpr int VALUE_BYTES = ROWS * PIECE / IN_BYTE, OF_SCALES = ROWS * ROW_GROUPS * SCALE_BYTES,
+              OF_ZEROS = ZEROS ? ROWS * ROW_GROUPS : 0;
 constexpr int BESIDE_BYTES = (OF_SCALES + OF_ZEROS + 15) / 16 * 16;  // of a stage, behind the values of all
 constexpr int RING_BYTES = STAGES * (VALUE_BYTES + BESIDE_BYTES);
-constexpr int TURNS = (GROUPS + CLUSTERS - 1) / CLUSTERS, PLACES = (TURNS + SPLIT - 1) / SPLIT;  // groups of a cluster, a block
-constexpr int SUMS = ROWS * TOKENS, HALVES = OUT_ROWS / 2;                                       // outputs are stored by twos
+// Groups of a cluster, of a block.
+constexpr int TURNS = (GROUPS + CLUSTERS - 1) / CLUSTERS, PLACES = (TURNS + SPLIT - 1) / SPLIT;
+// Outputs are stored by twos.
+constexpr int SUMS = ROWS * TOKENS, HALVES = OUT_ROWS / 2;
 // What x is multiplied by, twice, and what sums are: of 2^120, an fp8 value's.
 constexpr u32 X_FACTOR = 0x5f805f80u;
 constexpr float OUT_FACTOR = BITS == 8 ? (float)(1ull << 56) : FLOATS ? E2M1_FACTOR : fours_factor();
 constexpr bool INTEGERS = BITS == 4 && !FLOATS, OF_ROWS = GROUP == 0 || FACTORS;  // rows have a scale or factor each
-static_assert(K % (SPLIT * PANEL_INPUTS) == 0 && PIECE % PANEL_INPUTS == 0 && CLUSTERS <= GROUPS, "whole panels, and work for all");
-static_assert(GROUP == 0 && BITS == 8 || GROUP == 128 && STEP <= GROUP && !FLOATS || FLOATS && GROUP == (FACTORS ? 16 : 32), "a step or a part of a lane has one scale");
+static_assert(K % (SPLIT * PANEL_INPUTS) == 0 && PIECE % PANEL_INPUTS == 0 && CLUSTERS <= GROUPS,
+              "whole panels, and work for all");
+static_assert(GROUP == 0 && BITS == 8 || GROUP == 128 && STEP <= GROUP && !FLOATS ||
+                  FLOATS && GROUP == (FACTORS ? 16 : 32),
+              "a step or a part of a lane has one scale");
 static_assert(BITS == 4 || SCALE_BYTES == 4 && !ZEROS, "fp8 has scales in float32");
 static_assert(!FLOATS || BITS == 4 && SCALE_BYTES == 1 && !ZEROS, "floats of four bits have scales of a byte");
 static_assert(NEXT_BLOCKS == 0 || NEXT_BLOCKS == GROUPS, "a sum of squares of each group");
@@ -55,7 +63,8 @@ static_assert(STAGES >= 2, "a stage is asked for when the next one has been read
 
 // A pass loads the inputs of the next one where there are registers for both.
 constexpr bool IS_AHEAD = PASSES > 1 && EIGHTS == 1 && CHUNKS * STEPS * INPUTS / 2 <= 32;
-constexpr bool IS_UNSENT = SPLIT > 1 && PASSES > 1, HAS_WEIGHTS = NEXT_BLOCKS || BIAS;  // what is not there has the least room
+// Unused arrays have the least room.
+constexpr bool IS_UNSENT = SPLIT > 1 && PASSES > 1, HAS_WEIGHTS = NEXT_BLOCKS || BIAS;
 // Left to itself the compiler computes such a value again for each stage.
 __device__ __forceinline__ u32 kept(u32 v) {
   u32 copy;
@@ -79,7 +88,8 @@ static_assert(1023 + RING_BYTES + sizeof(Shared) <= SHARED_BYTES, "as it is laun
 
 __device__ __forceinline__ bool is_step(int step) { return PIECE / STEP % WARPS == 0 || step < PIECE / STEP; }
 
-__device__ __forceinline__ void load_values(u32 to, const TensorMap* map, int group, int panel, u32 barrier, u64 policy) {
+__device__ __forceinline__ void load_values(u32 to, const TensorMap* map, int group, int panel, u32 barrier,
+                                            u64 policy) {
 #if GATED  // eight rows of gate, then eight of up
   asm volatile(
       "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
@@ -105,7 +115,8 @@ __device__ __forceinline__ void copy_groups(u32 to, const char* from, int rank, 
   for (int i = threadIdx.x % 32 * COPY; i < ROWS * STAGE_ROW; i += 32 * COPY) {
     const int at = begin + i % STAGE_ROW, bytes = at < MINE ? COPY : 0;
     const char* source = from + (u64)row_of(i / STAGE_ROW) * (MINE * SPLIT) + rank * MINE + (bytes ? at : 0);
-    asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(to + i), "l"(source), "n"(COPY), "r"(bytes) : "memory");
+    asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;"
+                 ::"r"(to + i), "l"(source), "n"(COPY), "r"(bytes) : "memory");
   }
 }
 
@@ -139,7 +150,8 @@ __device__ __forceinline__ Inputs prepared(const uint4 (&raw)[INPUTS / 8], float
 }
 // Sums of 16 rows and all tokens, as products leave them.
 using Sums = float[EIGHTS][4];
-__device__ __forceinline__ void add_products(Sums& sums, u32 a0, u32 a1, u32 a2, u32 a3, const Inputs (&v)[EIGHTS], int pair) {
+__device__ __forceinline__ void add_products(Sums& sums, u32 a0, u32 a1, u32 a2, u32 a3, const Inputs (&v)[EIGHTS],
+                                             int pair) {
 #pragma unroll
   for (int e = 0; e < EIGHTS; e++) add_product(sums[e], a0, a1, a2, a3, v[e].pairs[pair], v[e].pairs[pair + 1]);
 }
@@ -150,15 +162,18 @@ __device__ __forceinline__ void multiply(Sums& sums, u32 upper, u32 lower, const
   } else {
 #pragma unroll
     for (int i = 0; i < 4; i += 2)
-      add_products(sums, pair_of_fours(upper, i), pair_of_fours(lower, i), pair_of_fours(upper, i + 1), pair_of_fours(lower, i + 1), v, 4 * j + i);
+      add_products(sums, pair_of_fours(upper, i), pair_of_fours(lower, i), pair_of_fours(upper, i + 1),
+                   pair_of_fours(lower, i + 1), v, 4 * j + i);
   }
 }
 // The same of floats of four bits and of the scales of their rows.
-__device__ __forceinline__ void multiply_floats(Sums& sums, u32 upper, u32 lower, u32 of_upper, u32 of_lower, const Inputs (&v)[EIGHTS], int j) {
+__device__ __forceinline__ void multiply_floats(Sums& sums, u32 upper, u32 lower, u32 of_upper, u32 of_lower,
+                                                const Inputs (&v)[EIGHTS], int j) {
   const auto pair = [](u32 values, int i, u32 scale) { return times(pair_of_e2m1(values >> 4 * i), scale); };
 #pragma unroll
   for (int i = 0; i < 4; i += 2)
-    add_products(sums, pair(upper, i, of_upper), pair(lower, i, of_lower), pair(upper, i + 1, of_upper), pair(lower, i + 1, of_lower), v, 4 * j + i);
+    add_products(sums, pair(upper, i, of_upper), pair(lower, i, of_lower), pair(upper, i + 1, of_upper),
+                 pair(lower, i + 1, of_lower), v, 4 * j + i);
 }
 __device__ __forceinline__ float scale_at(const char* scales, int i) {
   if (SCALE_BYTES == 4 || FLOATS) return ((const float*)scales)[i];
@@ -176,14 +191,16 @@ extern "C" __global__ void
 __cluster_dims__(SPLIT, 1, 1)
 #endif
 __launch_bounds__(32 * WARPS, RESIDENT) quantised_linear(
-    const __grid_constant__ TensorMap values, const char* x, const char* scales, const char* zeros, const float* squares, const u32* residual,
-    const u32* norm_weight, u32* out, u32* scaled, float* out_squares, float eps, int num_tokens) {
+    const __grid_constant__ TensorMap values, const char* x, const char* scales, const char* zeros,
+    const float* squares, const u32* residual, const u32* norm_weight, u32* out, u32* scaled, float* out_squares,
+    float eps, int num_tokens) {
   extern __shared__ __align__(1024) char memory[];
   const u32 ring = (shared_address(memory) + 1023) & ~1023u;
   const char* first_stage = memory + (ring - shared_address(memory));
   const char* first_beside = first_stage + STAGES * VALUE_BYTES;
   Shared& shared = *(Shared*)(first_stage + RING_BYTES);
-  const u32 full = shared_address(shared.full), empty = shared_address(shared.empty), arrived = shared_address(shared.arrived);
+  const u32 full = shared_address(shared.full), empty = shared_address(shared.empty),
+            arrived = shared_address(shared.arrived);
   const u32 taken = shared_address(shared.taken);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, quad = lane % 4;
   const int rank = blockIdx.x % SPLIT, first_group = blockIdx.x / SPLIT;
@@ -202,7 +219,9 @@ __launch_bounds__(32 * WARPS, RESIDENT) quantised_linear(
 
   // Stages are asked for by all lanes of a warp: of a pass all groups, of a group all pieces. What is past the last
   // input comes as zeros.
-  const auto row_of = [&](int group, int i) { return GATED ? group * OUT_ROWS + i % OUT_ROWS + i / OUT_ROWS * OUTPUTS : group * ROWS + i; };
+  const auto row_of = [&](int group, int i) {
+    return GATED ? group * OUT_ROWS + i % OUT_ROWS + i / OUT_ROWS * OUTPUTS : group * ROWS + i;
+  };
   const int turns = (GROUPS - first_group + CLUSTERS - 1) / CLUSTERS;
   const int stages = PASSES * CHUNKS * turns;
   struct Place {
@@ -246,18 +265,22 @@ __launch_bounds__(32 * WARPS, RESIDENT) quantised_linear(
   const auto group_of = [&](int place) { return first_group + (place * SPLIT + rank) * CLUSTERS; };
   if (OF_ROWS)
     for (int i = threadIdx.x; i < PLACES * ROWS; i += 32 * WARPS)
-      if (group_of(i / ROWS) < GROUPS) shared.scales[i / ROWS][i % ROWS] = scale_at(FACTORS ? zeros : scales, row_of(group_of(i / ROWS), i % ROWS));
+      if (group_of(i / ROWS) < GROUPS)
+        shared.scales[i / ROWS][i % ROWS] = scale_at(FACTORS ? zeros : scales, row_of(group_of(i / ROWS), i % ROWS));
   if (HAS_WEIGHTS)
     for (int i = threadIdx.x; i < PLACES * HALVES; i += 32 * WARPS)
-      if (group_of(i / HALVES) < GROUPS) shared.weights[i / HALVES][i % HALVES] = norm_weight[group_of(i / HALVES) * HALVES + i % HALVES];
+      if (group_of(i / HALVES) < GROUPS)
+        shared.weights[i / HALVES][i % HALVES] = norm_weight[group_of(i / HALVES) * HALVES + i % HALVES];
   wait_for_prerequisites();
   // So that a quarter of a warp reads other banks each, a lane's row is not lane / 4 but has the bits in another order.
   const int row = lane / 8 | (lane / 4 & 1) << 2;
-  const u32 place_of_lane = kept(warp / 2 * PANEL_BYTES + row * PANEL + ((quad + warp % 2 * 4 ^ row) & 7) * 16);  // in one of a panel's halves, each a step
+  // In one of a panel's halves; each half is a step.
+  const u32 place_of_lane = kept(warp / 2 * PANEL_BYTES + row * PANEL + ((quad + warp % 2 * 4 ^ row) & 7) * 16);
   int slot = 0, phase = 0, nth = 0;  // turn of all passes
   Inputs xs[CHUNKS][STEPS][EIGHTS];
   constexpr int MY_SCALES = GROUP == 16 ? 2 : 1;  // of a lane's inputs of a row
-  const u32 place_of_scales = GROUP ? kept(row * ROW_GROUPS + (FLOATS ? (warp * 4 + quad) * MY_SCALES : warp * STEP / WITH_A_SCALE)) : 0;
+  const u32 place_of_scales =
+      GROUP ? kept(row * ROW_GROUPS + (FLOATS ? (warp * 4 + quad) * MY_SCALES : warp * STEP / WITH_A_SCALE)) : 0;
   float* my_totals = shared.totals[0] + (INTEGERS ? kept(warp * CHUNKS * STEPS * TOKENS + quad * 2) : 0);
   uint4 raw[CHUNKS][STEPS][EIGHTS][INPUTS / 8];  // of a pass
   const auto load_inputs = [&](int pass) {         // all are asked for before any is needed
@@ -297,7 +320,8 @@ __launch_bounds__(32 * WARPS, RESIDENT) quantised_linear(
         for (int i = threadIdx.x; i < PLACES * TOKENS * HALVES; i += 32 * WARPS) {
           const int place = i / HALVES / TOKENS, t = i / HALVES % TOKENS;
           if (group_of(place) < GROUPS && t < num_tokens)
-            shared.residuals[place][t][i % HALVES] = residual[t * (OUTPUTS / 2) + group_of(place) * HALVES + i % HALVES];
+            shared.residuals[place][t][i % HALVES] =
+                residual[t * (OUTPUTS / 2) + group_of(place) * HALVES + i % HALVES];
         }
 #pragma unroll
       for (int e = 0; e < EIGHTS && NORM_BLOCKS; e++) {
@@ -313,7 +337,8 @@ __launch_bounds__(32 * WARPS, RESIDENT) quantised_linear(
 #pragma unroll
       for (int s = 0; s < STEPS; s++)
 #pragma unroll
-        for (int e = 0; e < EIGHTS; e++) xs[c][s][e] = prepared(raw[c][s][e], my_totals + (c * STEPS + s) * TOKENS + e * EIGHT);
+        for (int e = 0; e < EIGHTS; e++)
+          xs[c][s][e] = prepared(raw[c][s][e], my_totals + (c * STEPS + s) * TOKENS + e * EIGHT);
     __syncwarp();
     if (IS_AHEAD && pass + 1 < PASSES) load_inputs(pass + 1);
 #pragma unroll 1
@@ -333,20 +358,25 @@ __launch_bounds__(32 * WARPS, RESIDENT) quantised_linear(
           const uint4 upper = *(const uint4*)from, lower = *(const uint4*)(from + 8 * PANEL);
           const auto& v = xs[c][s];
           if (FLOATS) {
-            const unsigned char* of_upper = (const unsigned char*)scales_of_stage + place_of_scales + s * WARPS * 4 * MY_SCALES;
+            const unsigned char* of_upper =
+                (const unsigned char*)scales_of_stage + place_of_scales + s * WARPS * 4 * MY_SCALES;
             const unsigned char* of_lower = of_upper + 8 * ROW_GROUPS;
             const u32 uppers = MY_SCALES == 2 ? *(const unsigned short*)of_upper : *of_upper;
             const u32 lowers = MY_SCALES == 2 ? *(const unsigned short*)of_lower : *of_lower;
             const u32 first[2] = {scale_of_byte(uppers, 0), scale_of_byte(lowers, 0)};
             const u32 second[2] = {scale_of_byte(uppers, MY_SCALES - 1), scale_of_byte(lowers, MY_SCALES - 1)};
-            multiply_floats(even, upper.x, lower.x, first[0], first[1], v, 0), multiply_floats(odd, upper.y, lower.y, first[0], first[1], v, 1);
-            multiply_floats(even, upper.z, lower.z, second[0], second[1], v, 2), multiply_floats(odd, upper.w, lower.w, second[0], second[1], v, 3);
+            multiply_floats(even, upper.x, lower.x, first[0], first[1], v, 0),
+                multiply_floats(odd, upper.y, lower.y, first[0], first[1], v, 1);
+            multiply_floats(even, upper.z, lower.z, second[0], second[1], v, 2),
+                multiply_floats(odd, upper.w, lower.w, second[0], second[1], v, 3);
           } else if (GROUP) {
-            const u32 of_upper = place_of_scales + s * WARPS * STEP / WITH_A_SCALE, of_lower = of_upper + 8 * ROW_GROUPS;
+            const u32 of_upper = place_of_scales + s * WARPS * STEP / WITH_A_SCALE,
+                      of_lower = of_upper + 8 * ROW_GROUPS;
             Sums part = {}, other = {};  // so that fewer products wait for each other
             if (INTEGERS) {              // zero points are taken off
               const unsigned char* zeros_of_stage = (const unsigned char*)(scales_of_stage + OF_SCALES);
-              const float of_uppers = ZEROS ? zeros_of_stage[of_upper] : 1.f, of_lowers = ZEROS ? zeros_of_stage[of_lower] : 1.f;
+              const float of_uppers = ZEROS ? zeros_of_stage[of_upper] : 1.f,
+                          of_lowers = ZEROS ? zeros_of_stage[of_lower] : 1.f;
 #pragma unroll
               for (int e = 0; e < EIGHTS; e++) {
                 const float2 totals = *(const float2*)(my_totals + (c * STEPS + s) * TOKENS + e * EIGHT);
@@ -356,11 +386,13 @@ __launch_bounds__(32 * WARPS, RESIDENT) quantised_linear(
             }
             multiply(part, upper.x, lower.x, v, 0), multiply(other, upper.y, lower.y, v, 1);
             multiply(part, upper.z, lower.z, v, 2), multiply(other, upper.w, lower.w, v, 3);
-            const float scale_of_upper = scale_at(scales_of_stage, of_upper), scale_of_lower = scale_at(scales_of_stage, of_lower);
+            const float scale_of_upper = scale_at(scales_of_stage, of_upper),
+                        scale_of_lower = scale_at(scales_of_stage, of_lower);
 #pragma unroll
             for (int e = 0; e < EIGHTS; e++)
 #pragma unroll
-              for (int i = 0; i < 4; i++) even[e][i] += (part[e][i] + other[e][i]) * (i < 2 ? scale_of_upper : scale_of_lower);
+              for (int i = 0; i < 4; i++)
+                even[e][i] += (part[e][i] + other[e][i]) * (i < 2 ? scale_of_upper : scale_of_lower);
           } else {
             multiply(even, upper.x, lower.x, v, 0), multiply(odd, upper.y, lower.y, v, 1);
             multiply(even, upper.z, lower.z, v, 2), multiply(odd, upper.w, lower.w, v, 3);
@@ -369,7 +401,8 @@ __launch_bounds__(32 * WARPS, RESIDENT) quantised_linear(
         __syncwarp();
         if (lane == 0) arrive(empty + 8 * slot);
         const int stage_number = nth * CHUNKS + c;
-        if (stage_number && stage_number % WARPS == warp) {  // the stage before: other warps are done with it, or soon will be
+        // The stage before: other warps are done with it, or soon will be.
+        if (stage_number && stage_number % WARPS == warp) {
           const int last = slot ? slot - 1 : STAGES - 1;
           wait_for(empty + 8 * last, slot ? phase : phase ^ 1);
           ask(stage_number - 1 + STAGES, last);
@@ -453,7 +486,9 @@ __launch_bounds__(32 * WARPS, RESIDENT) quantised_linear(
       }
       if (is_there) *(uint2*)(out + at) = uint2{low, high};
       if (NEXT_BLOCKS) {
-        if (is_there) *(uint2*)(scaled + at) = uint2{times_norm_weight(low, weights.x, PLUS_ONE), times_norm_weight(high, weights.y, PLUS_ONE)};
+        if (is_there)
+          *(uint2*)(scaled + at) =
+              uint2{times_norm_weight(low, weights.x, PLUS_ONE), times_norm_weight(high, weights.y, PLUS_ONE)};
         const float of_group = sum_of_lanes(sum_of_squares(low) + sum_of_squares(high), 4);
         store_if(is_there && quad == 0, out_squares + token * NEXT_BLOCKS + group, of_group);
       }

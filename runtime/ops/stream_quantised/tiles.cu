@@ -43,7 +43,8 @@ static_assert(K % (SPLIT * PANELS * PANEL) == 0 && NORM_BLOCKS % 4 == 0, "whole 
 static_assert(PANELS * PANEL_GROUPS % K_GROUPS == 0, "a warp has groups of every stage");
 static_assert(TOKENS <= 64 || WARP_GROUPS <= 2 && RESIDENT == 1, "sums take twice the registers");
 static_assert(ROWS % M_ROWS == 0 && TOKENS % 8 == 0 && THREADS == NUM_THREADS, "as it is launched");
-static_assert(GROUP == 0 && BITS == 8 || GROUP == 2 * HALF || FLOATS && GROUP == (FACTORS ? 16 : 32), "a scale for two panels of x, or for a product or two");
+static_assert(GROUP == 0 && BITS == 8 || GROUP == 2 * HALF || FLOATS && GROUP == (FACTORS ? 16 : 32),
+              "a scale for two panels of x, or for a product or two");
 static_assert(BITS == 4 || SCALE_BYTES == 4 && !ZEROS, "fp8 has scales in float32");
 static_assert(!FLOATS || BITS == 4 && SCALE_BYTES == 1 && !ZEROS, "floats of four bits have scales of a byte");
 
@@ -55,37 +56,41 @@ constexpr bool INTEGERS = BITS == 4 && !FLOATS;
 constexpr bool IN_VALUES = INTEGERS && !SCALES_ARE_HALF && !ZEROS, BY_GROUPS = GROUP && !FLOATS && !IN_VALUES;
 // Two groups' sums, so that one's are scaled while the next one's products run; of many tokens there are no registers
 // for it.
-constexpr int BUFFERS = BY_GROUPS && TOKENS <= 64 ? 2 : 1, UNROLLED = BUFFERS == 2 && STEP_GROUPS % 2 ? 2 : 1;  // stages
+// Stages.
+constexpr int BUFFERS = BY_GROUPS && TOKENS <= 64 ? 2 : 1, UNROLLED = BUFFERS == 2 && STEP_GROUPS % 2 ? 2 : 1;
 constexpr float OUT_FACTOR = FLOATS ? E2M1_FACTOR : INTEGERS ? int4_factor(IN_VALUES) : 1.f;  // of sums
 constexpr int WORDS = FLOATS ? 2 * HALF / GROUP / 4 : 1;  // of the scales of two panels of x
-constexpr int ROW_SCALES = GROUP ? STEPS * PANELS * PANEL_GROUPS * WORDS : 1, SCALE_PITCH = ROW_SCALES | 1;  // of a row and a block; odd: other banks
+// Of a row and a block; odd, so that rows are in other banks.
+constexpr int ROW_SCALES = GROUP ? STEPS * PANELS * PANEL_GROUPS * WORDS : 1, SCALE_PITCH = ROW_SCALES | 1;
 using Inbox = float[PLACES][EIGHTS][SOURCES][M_ROWS * 8];  // of a row eight tokens
 // A block of one tile has it where the ring was: with large tiles there is no room for both.
 constexpr bool INBOX_IN_RING = SPLIT == 1 && TILES == BLOCKS && sizeof(Inbox) <= RING_BYTES;
 constexpr int INBOX_BYTES = INBOX_IN_RING ? 0 : sizeof(Inbox);
 struct Shared {
-  u32 scales[ROWS * SCALE_PITCH];  // float; or two bytes and, in front, the zero point or they again; or four of floats of four bits
+  // One float; or two bytes, with the zero point or they again in front; or four scales of floats of four bits.
+  u32 scales[ROWS * SCALE_PITCH];
   float factors[TOKENS];
   u64 full[STAGES], empty[STAGES], arrived, factors_there;
 };
 static_assert(1023 + RING_BYTES + INBOX_BYTES + sizeof(Shared) <= SHARED_BYTES, "and what alignment costs");
 
 // The warp that asks, by one lane.
-__device__ void ask(const TensorMap* values, const TensorMap* x, u32 ring, u32 full, u32 empty, int rank, int first_tile,
-                    int num_tokens) {
+__device__ void ask(const TensorMap* values, const TensorMap* x, u32 ring, u32 full, u32 empty, int rank,
+                    int first_tile, int num_tokens) {
   const u64 once = read_once();
   const int turns = first_tile < TILES ? (TILES - first_tile + CLUSTERS - 1) / CLUSTERS : 0, total = turns * STEPS;
   auto ask_weight = [&](int i) {
     const u32 slot = i % STAGES, barrier = full + 8 * slot;
     expect_bytes(barrier, W_BYTES + X_PANELS * num_tokens * ROW_BYTES);
-    load_weight(ring + slot * STAGE_BYTES, values, (first_tile + i / STEPS * CLUSTERS) * ROWS, (rank * STEPS + i % STEPS) * PANELS,
-                barrier, once);
+    load_weight(ring + slot * STAGE_BYTES, values, (first_tile + i / STEPS * CLUSTERS) * ROWS,
+                (rank * STEPS + i % STEPS) * PANELS, barrier, once);
   };
   auto ask_x = [&](int i) {
     const u32 slot = i % STAGES;
 #pragma unroll
     for (int p = 0; p < X_PANELS; p++)
-      load_x(ring + slot * STAGE_BYTES + W_BYTES + p * X_PANEL_BYTES, x, 0, (rank * STEPS + i % STEPS) * X_PANELS + p, full + 8 * slot);
+      load_x(ring + slot * STAGE_BYTES + W_BYTES + p * X_PANEL_BYTES, x, 0, (rank * STEPS + i % STEPS) * X_PANELS + p,
+             full + 8 * slot);
   };
   const int ahead = min(STAGES, total), early = min(EARLY_STAGES, ahead);
   for (int i = 0; i < early; i++) ask_weight(i);
@@ -118,7 +123,8 @@ __device__ __forceinline__ void take_apart(Values& to, const Fours& words, const
   for (int word = 0; word < 4; word++)
 #pragma unroll
     for (int i = 0; i < 4; i++)
-      to[word / 2 * 2 + i / 2][i % 2 * 2 + word % 2] = scaled_fours(words[word], i, beside.scales[word % 2][i % 2], beside.zeros[word % 2]);
+      to[word / 2 * 2 + i / 2][i % 2 * 2 + word % 2] =
+          scaled_fours(words[word], i, beside.scales[word % 2][i % 2], beside.zeros[word % 2]);
 }
 // Floats likewise, from shared memory: `rows` is where the lane's row of the first eight begins, `scales` are those of
 // floats of four bits of the first eight rows and of those behind.
@@ -145,7 +151,8 @@ __device__ __forceinline__ void take_apart(Values& to, const char* rows, int hal
 #pragma unroll
       for (int i = 0; i < 4; i++) {
         const int s = chunk * 2 + i / 2, place = GROUP == 16 ? s : half % 2 * 2 + chunk;  // of the scale
-        to[s][i % 2 * 2 + lower] = times(pair_of_byte(__byte_perm(of_eights[i], 0, my_byte)), scale_of_byte(scales[lower], place));
+        to[s][i % 2 * 2 + lower] =
+            times(pair_of_byte(__byte_perm(of_eights[i], 0, my_byte)), scale_of_byte(scales[lower], place));
       }
     }
 #endif
@@ -171,7 +178,8 @@ __device__ __forceinline__ int weight_row(int tile, int in_tile) {
 __device__ void load_scales(u32* to, const char* scales, const char* zeros, int tile, int rank) {
   for (int i = threadIdx.x - 128; i < ROWS * ROW_SCALES; i += 32 * CONSUMERS) {
     const int in_tile = i / ROW_SCALES;
-    const int from = weight_row(tile, in_tile) * ROW_SCALES * (GROUP ? SPLIT : 1) + (GROUP ? rank * ROW_SCALES : 0) + i % ROW_SCALES;
+    const int from =
+        weight_row(tile, in_tile) * ROW_SCALES * (GROUP ? SPLIT : 1) + (GROUP ? rank * ROW_SCALES : 0) + i % ROW_SCALES;
     if (tile * ROWS + in_tile >= N) continue;
     u32 word = SCALE_BYTES == 4 || FLOATS ? ((const u32*)scales)[from] : ((const unsigned short*)scales)[from];
     if (INTEGERS) word |= (IN_VALUES ? word : ZEROS ? ((const unsigned char*)zeros)[from] : 8) << 16;
@@ -181,11 +189,13 @@ __device__ void load_scales(u32* to, const char* scales, const char* zeros, int 
 }
 
 // Brings sums of 16 rows and eight tokens, as mma leaves them, to an inbox of this block or of another one.
-__device__ __forceinline__ void deliver(float* inbox, float upper0, float upper1, float lower0, float lower1, u32 barrier, int owner) {
+__device__ __forceinline__ void deliver(float* inbox, float upper0, float upper1, float lower0, float lower1,
+                                        u32 barrier, int owner) {
   // Of two neighbours one takes four tokens of the upper row, the other of the lower.
   const int lane = threadIdx.x % 32;
   const bool is_odd = lane % 2;
-  const float other0 = __shfl_xor_sync(~0u, is_odd ? upper0 : lower0, 1), other1 = __shfl_xor_sync(~0u, is_odd ? upper1 : lower1, 1);
+  const float other0 = __shfl_xor_sync(~0u, is_odd ? upper0 : lower0, 1),
+              other1 = __shfl_xor_sync(~0u, is_odd ? upper1 : lower1, 1);
   const float4 four = is_odd ? float4{other0, other1, lower0, lower1} : float4{upper0, upper1, other0, other1};
   float* to = inbox + (lane / 4 + is_odd * 8) * 8 + lane % 4 / 2 * 4;
 #if SPLIT > 1
@@ -205,8 +215,9 @@ extern "C" __global__ void
 __cluster_dims__(SPLIT, 1, 1)
 #endif
 __launch_bounds__(THREADS, RESIDENT) quantised_tiles(
-    const __grid_constant__ TensorMap values, const __grid_constant__ TensorMap x, const char* scales, const char* zeros,
-    const float* squares, const u32* residual, const u32* norm_weight, u32* out, u32* scaled, float* out_squares, float eps, int num_tokens) {
+    const __grid_constant__ TensorMap values, const __grid_constant__ TensorMap x, const char* scales,
+    const char* zeros, const float* squares, const u32* residual, const u32* norm_weight, u32* out, u32* scaled,
+    float* out_squares, float eps, int num_tokens) {
   extern __shared__ __align__(1024) char memory[];
   const u32 ring = (shared_address(memory) + 1023) & ~1023u;
   char* first_stage = memory + (ring - shared_address(memory));
@@ -243,7 +254,8 @@ __launch_bounds__(THREADS, RESIDENT) quantised_tiles(
   if (WARP_GROUPS < 3 && TOKENS > 64) asm volatile("setmaxnreg.inc.sync.aligned.u32 224;");
   load_scales(shared.scales, scales, zeros, first_tile, rank);
   wait_for_prerequisites();
-  const int consumer = warp - 4, row_warp = consumer / 4 / K_GROUPS * 4 + consumer % 4, k_group = consumer / 4 % K_GROUPS, quad = lane % 4;
+  const int consumer = warp - 4, row_warp = consumer / 4 / K_GROUPS * 4 + consumer % 4,
+            k_group = consumer / 4 % K_GROUPS, quad = lane % 4;
   // The tile may end before 64 rows do. With sums by groups registers are spilled if that is known beforehand.
   const bool has_rows = ROW_GROUPS % 4 == 0 && !BY_GROUPS || row_warp < ROW_GROUPS;
   int slot = 0, phase = 0;
@@ -252,7 +264,8 @@ __launch_bounds__(THREADS, RESIDENT) quantised_tiles(
     // to them is asked for before the products and used after them, when it is there.
     const auto place_of = [&](int i) { return (i * CONSUMERS + consumer) / EIGHTS; };
     const auto token_of = [&](int i) { return (i * CONSUMERS + consumer) % EIGHTS * 8 + lane / 4; };
-    const auto row_of = [&](int i) { return tile * OUT_ROWS + (place_of(i) * SPLIT + rank) * OUT_GROUP + quad * 2; };  // the first
+    // The first row.
+    const auto row_of = [&](int i) { return tile * OUT_ROWS + (place_of(i) * SPLIT + rank) * OUT_GROUP + quad * 2; };
     const auto is_item = [&](int i) { return place_of(i) * SPLIT + rank < ROW_GROUPS && row_of(i) < OUTPUTS; };
     u32 residuals[ITEMS][2] = {};
     if (RESIDUAL)
@@ -288,7 +301,8 @@ __launch_bounds__(THREADS, RESIDENT) quantised_tiles(
       if (STEPS % UNROLLED && step >= STEPS) break;
       wait_for(full + 8 * slot, phase);
       const char* rows = first_stage + slot * STAGE_BYTES + (row_warp * M_ROWS + lane / 4) * PANEL_BYTES;
-      const u32 of_rows = ring + slot * STAGE_BYTES + row_warp * M_ROWS * PANEL_BYTES, of_x = ring + slot * STAGE_BYTES + W_BYTES;
+      const u32 of_rows = ring + slot * STAGE_BYTES + row_warp * M_ROWS * PANEL_BYTES,
+                of_x = ring + slot * STAGE_BYTES + W_BYTES;
 #pragma unroll
       for (int i = 0; i < STEP_GROUPS; i++) {
         const int group = i * K_GROUPS + k_group, panel = group / PANEL_GROUPS, g = group % PANEL_GROUPS;
@@ -299,7 +313,8 @@ __launch_bounds__(THREADS, RESIDENT) quantised_tiles(
           if (IN_VALUES)
             return OfFours{{{int4_scale(upper, 0), int4_scale(upper, 1)}, {int4_scale(lower, 0), int4_scale(lower, 1)}},
                            {int4_scaled_zero(upper), int4_scaled_zero(lower)}};
-          return OfFours{{{int4_unit(0), int4_unit(1)}, {int4_unit(0), int4_unit(1)}}, {int4_zero(upper >> 16), int4_zero(lower >> 16)}};
+          return OfFours{{{int4_unit(0), int4_unit(1)}, {int4_unit(0), int4_unit(1)}},
+                         {int4_zero(upper >> 16), int4_zero(lower >> 16)}};
         };
         const int buffer = (u * STEP_GROUPS + i) % BUFFERS;
 #pragma unroll
@@ -311,11 +326,13 @@ __launch_bounds__(THREADS, RESIDENT) quantised_tiles(
           if (INTEGERS && has_rows) take_apart(values[half], words, of_fours());
           if (!INTEGERS && has_rows) {
             const bool is_next = half && WORDS == 2;
-            take_apart(values[half], rows + panel * W_PANEL_BYTES, 2 * g + half, {is_next ? of_group[1] : upper, is_next ? of_group[8 * SCALE_PITCH + 1] : lower});
+            take_apart(values[half], rows + panel * W_PANEL_BYTES, 2 * g + half,
+                       {is_next ? of_group[1] : upper, is_next ? of_group[8 * SCALE_PITCH + 1] : lower});
           }
           if (half == 0 && BY_GROUPS) asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
           if (half == 0 && BY_GROUPS && BUFFERS == 1) add_parts(parts[0]);
-          multiply(BY_GROUPS ? parts[buffer] : sums, values[half], of_x + (2 * group + half) * X_PANEL_BYTES, !BY_GROUPS || half);
+          multiply(BY_GROUPS ? parts[buffer] : sums, values[half], of_x + (2 * group + half) * X_PANEL_BYTES,
+                   !BY_GROUPS || half);
           if (half == 0 && BUFFERS == 2) add_parts(parts[(buffer + 1) % BUFFERS]);  // of the group before
         }
         if (BY_GROUPS) scale_of_upper = scale_of(upper), scale_of_lower = scale_of(lower);
@@ -328,14 +345,16 @@ __launch_bounds__(THREADS, RESIDENT) quantised_tiles(
 #if SPLIT > 1
     asm volatile("barrier.cluster.wait.acquire;" ::: "memory");  // the others' barriers are made
 #endif
-    if (INBOX_IN_RING) asm volatile("bar.sync 1, %0;" ::"n"(32 * CONSUMERS) : "memory");  // all have read the last stage
+    // All have read the last stage.
+    if (INBOX_IN_RING) asm volatile("bar.sync 1, %0;" ::"n"(32 * CONSUMERS) : "memory");
     if (has_rows) {
       const auto scale_of_row = [&](int in_tile, int at) {
         const bool is_there = tile * ROWS + in_tile < N;
         const float factor = FACTORS && is_there ? ((const float*)zeros)[weight_row(tile, in_tile)] : 1.f;
         return GROUP ? OUT_FACTOR * factor : scale_of(my_scales[at]);
       };
-      const float upper = scale_of_row(row_warp * M_ROWS + lane / 4, 0), lower = scale_of_row(row_warp * M_ROWS + lane / 4 + 8, 8 * SCALE_PITCH);
+      const float upper = scale_of_row(row_warp * M_ROWS + lane / 4, 0),
+                  lower = scale_of_row(row_warp * M_ROWS + lane / 4 + 8, 8 * SCALE_PITCH);
 #pragma unroll
       for (int e = 0; e < EIGHTS; e++) {
         const float* sum = sums[e];
@@ -362,7 +381,8 @@ __launch_bounds__(THREADS, RESIDENT) quantised_tiles(
         for (int j = 0; j < 4; j++) sum[j] += inbox[place][e][source][(quad * 2 + j % 2 + j / 2 * 8) * 8 + lane / 4];
       u32 weights[2] = {};
       if (NEXT_BLOCKS || BIAS) weights[0] = norm_weight[first / 2], weights[1] = norm_weight[first / 2 + 4];
-      u32 low = rounded(sum[0] * factor, sum[1] * factor, weights[0]), high = rounded(sum[2] * factor, sum[3] * factor, weights[1]);
+      u32 low = rounded(sum[0] * factor, sum[1] * factor, weights[0]),
+          high = rounded(sum[2] * factor, sum[3] * factor, weights[1]);
       const bool is_there = token < num_tokens;
       const int at = (token * OUTPUTS + first) / 2;
       if (GATED) {
@@ -372,11 +392,14 @@ __launch_bounds__(THREADS, RESIDENT) quantised_tiles(
       if (RESIDUAL) low = add(residuals[i][0], low), high = add(residuals[i][1], high);
       if (is_there) out[at] = low, out[at + 4] = high;
       if (NEXT_BLOCKS) {
-        if (is_there) scaled[at] = times_norm_weight(low, weights[0], PLUS_ONE), scaled[at + 4] = times_norm_weight(high, weights[1], PLUS_ONE);
+        if (is_there)
+          scaled[at] = times_norm_weight(low, weights[0], PLUS_ONE),
+          scaled[at + 4] = times_norm_weight(high, weights[1], PLUS_ONE);
         const float squares_of_group = sum_of_lanes(sum_of_squares(low) + sum_of_squares(high), 4);
         store_squares(is_there && quad == 0, out_squares, token, first, squares_of_group);
       }
     }
-    if (tile + CLUSTERS < TILES) asm volatile("bar.sync 1, %0;" ::"n"(32 * CONSUMERS) : "memory");  // all have read the inbox
+    // All have read the inbox.
+    if (tile + CLUSTERS < TILES) asm volatile("bar.sync 1, %0;" ::"n"(32 * CONSUMERS) : "memory");
   }
 }

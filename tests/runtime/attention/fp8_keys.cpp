@@ -1,5 +1,5 @@
-// A warp that attends to keys of e4m3: its lanes are threads, and its instructions as PTX defines them. What fp8_keys.cuh
-// does with them stands where this file says so. Says what is wrong, or nothing.
+// A warp that attends to keys of e4m3: its lanes are threads, and its instructions are PTX's. The test pastes
+// fp8_keys.cuh where this file says so. Prints the error, or nothing.
 #include <atomic>
 #include <cmath>
 #include <cstdio>
@@ -94,7 +94,8 @@ static u32 transposed(u32 matrix) {
   u32 its = 0;
   together(&matrix, 1, [&] {
     const int lane = threadIdx.x % 32;
-    for (int i = 0; i < 2; i++) its |= (left[(lane % 4 * 2 + i) * 4 + lane / 8][0] >> lane / 4 % 2 * 16 & 0xffff) << 16 * i;
+    for (int i = 0; i < 2; i++)
+      its |= (left[(lane % 4 * 2 + i) * 4 + lane / 8][0] >> lane / 4 % 2 * 16 & 0xffff) << 16 * i;
   });
   return its;
 }
@@ -153,7 +154,8 @@ int main(int count, char** arguments) {
       for (auto& tile : memory) memset(tile, 0x7f, sizeof(tile));  // NaN, where no key is
       for (int row = 0; row < num_keys; row++)
         for (int column = 0; column < 128; column++)
-          for (auto& tile : memory) tile[swizzled(row, column / 16) + column % 16] = rand() % 0x58 | (rand() % 2 ? 0x80 : 0);
+          for (auto& tile : memory)
+            tile[swizzled(row, column / 16) + column % 16] = rand() % 0x58 | (rand() % 2 ? 0x80 : 0);
       std::vector<std::thread> lanes;
       for (int lane = 0; lane < 32; lane++) lanes.emplace_back(tiles == 1 ? attend<1> : attend<2>, lane, num_keys);
       for (auto& lane : lanes) lane.join();
@@ -174,7 +176,8 @@ int main(int count, char** arguments) {
           for (int key = 0; key < num_keys; key++) sum += weights[key] / total * number_at(1, key, column);
           off += pow(out[q][column] - sum, 2), norm += sum * sum;
         }
-        if (!(off < 1e-6 * norm)) return printf("%d keys, %d at a time: off by %g\n", num_keys, 16 * tiles, sqrt(off / norm)), 1;
+        if (!(off < 1e-6 * norm))
+          return printf("%d keys, %d at a time: off by %g\n", num_keys, 16 * tiles, sqrt(off / norm)), 1;
       }
     }
 }

@@ -1,5 +1,5 @@
-// Walks through the pieces of all blocks, as runtime/attention/hopper/shares.cu does, for batches of any lengths. Behind
-// plan.cuh's division, with the constants of a kernel in front; says what is wrong, or nothing.
+// Walks through the pieces of all blocks, as runtime/attention/hopper/shares.cu does, for batches of any lengths. The
+// test pastes a kernel's constants and plan.cuh's division ahead of it. Prints the error, or nothing.
 #include <cstdio>
 #include <cstdlib>
 #include <vector>
