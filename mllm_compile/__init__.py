@@ -61,7 +61,7 @@ _HOMES = {
 }
 
 
-# Names in vLLM, by what has their place here.
+# vLLM's names, by our counterparts.
 _ELSEWHERE = {
     **dict.fromkeys(("LLM", "LLMEngine", "EngineArgs"), "Engine"),
     **dict.fromkeys(("AsyncLLM", "AsyncLLMEngine", "AsyncEngineArgs"), "AsyncEngine"),

@@ -52,7 +52,7 @@ class AbsorbLatents(GraphPass):
         out = bmm(mllm.attention(q, k, k, None, 0.07, 0.0, -1, "", None, 0, l), weight[:, n:]ᵀ)
 
     Requires: attention of all layers is so, without windows, caps, sinks and biases; else no layer is changed, as one
-        backend serves them all. How keys and values come from the linear is not matched by its spelling: what lies
+        backend serves them all. How keys and values come from the linear is not matched by its spelling: what is
         between moves numbers alone, and is run on their places (_origins).
     Preserves: every value but for the order of sums, and rounding of the queries.
     """

@@ -114,7 +114,7 @@ NO_CUDA_COMPILER = "CUDA C++ for Hopper cannot be compiled here: it takes such a
 
 @dataclass(frozen=True)
 class PackedPart:
-    """One parameter inside a packed weight: its rows stand at [start, start + rows) of dimension 0."""
+    """One parameter inside a packed weight: its rows are at [start, start + rows) of dimension 0."""
 
     weight_name: str
     start: int
@@ -163,7 +163,7 @@ class WeightFactor:
 
 @dataclass(frozen=True)
 class WeightSchemes:
-    """The weights that may lie in memory in few bits.
+    """The weights that may be in memory in few bits.
 
     Attributes:
         schemes: by the weight's name.

@@ -27,7 +27,7 @@ _FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 class ChooseExperts(GraphPass):
     """Takes the largest of each token's scores by a kernel of ours.
 
-    Why: torch.topk of a few rows is two kernels of the library, and what stands around it in a router one or two more,
+    Why: torch.topk of a few rows is two kernels of the library, and what is around it in a router one or two more,
         in every layer of every step.
 
     Before::

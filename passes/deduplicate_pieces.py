@@ -26,7 +26,7 @@ class DeduplicatePieces(GraphPass):
 
         a = piece_5f…(…); b = piece_91…(…); c = piece_91…(…); d = piece_c0…(…)
 
-    Requires: pieces whose inputs stand in order of first use. The hash is over canonical names (no layer strings), ops,
+    Requires: pieces whose inputs are in order of first use. The hash is over canonical names (no layer strings), ops,
         constants, shapes with T and S, strides, dtypes and devices.
     Preserves: every value bitwise.
     """

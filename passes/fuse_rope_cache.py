@@ -113,7 +113,7 @@ def _fuse(gm: fx.GraphModule, attention: fx.Node, layer: LayerSpec) -> bool:
 
 
 def _first_user(graph: fx.Graph, q: fx.Node, operands: tuple[fx.Node, ...]) -> fx.Node | None:
-    """The first reader of q; None if it stands before any of `operands`."""
+    """The first reader of q; None if it is before any of `operands`."""
     waiting = set(operands)
     for node in graph.nodes:
         waiting.discard(node)

@@ -34,7 +34,7 @@ class FuseSingleToken(GraphPass):
 
     Requires: deduplicated pieces on CUDA in bfloat16 or float16. The pieces for any number of tokens stay as they are;
         the new variants are submodules named in gm.meta[VARIANTS], and are run when a step has one token.
-    Preserves: roundings stand where the model has them; sums are in float32 in another order than cuBLAS'.
+    Preserves: roundings are where the model has them; sums are in float32 in another order than cuBLAS'.
     """
 
     name: ClassVar[str] = "fuse_single_token"

@@ -93,7 +93,7 @@ class _Region:
     @classmethod
     def ahead_of(cls, gather: fx.Node, last: fx.Node) -> _Region | None:
         """None where a node works on more than one token at a time, where the head reads more than what is gathered, or
-        where nothing lies between."""
+        where nothing is between."""
         order = {node: place for place, node in enumerate(gather.graph.nodes)}
         between = [node for node in order if order[last] < order[node] < order[gather]]
         if any(_is_read_behind(node, gather, order) for node in between):

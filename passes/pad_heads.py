@@ -81,7 +81,7 @@ def _pad(graph: fx.Graph, attention: fx.Node, width: int) -> None:
 
 
 def _reshape_views(graph: fx.Graph, part: fx.Node) -> None:
-    """Makes views of parts of heads reshapes: a part does not lie in one stretch with the next head's."""
+    """Makes views of parts of heads reshapes: a part is not contiguous with the next head's."""
     for reader in list(part.users):
         if is_call(reader, torch.unsqueeze):
             _reshape_views(graph, reader)

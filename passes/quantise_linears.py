@@ -1,4 +1,4 @@
-"""Gives linears their weights in the few bits that they lie in memory in."""
+"""Gives linears their weights in the few bits that they are in memory in."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _FEWEST_ROWS = 16  # of a weight that is plain in the checkpoint: a gate of some
 
 
 class QuantiseLinears(GraphPass):
-    """Puts `mllm.quantised_linear` in the place of linears whose weights may lie in memory in few bits.
+    """Puts `mllm.quantised_linear` in the place of linears whose weights may be in memory in few bits.
 
     Why: a decode step reads every weight, and memory holds them all: a half in fp8, a quarter in four bits.
 

@@ -31,7 +31,7 @@ _OF_NUMBERS = (operator.mul, operator.truediv)
 
 
 class ScaleKeysAndValues(GraphPass):
-    """Says by which scales of the checkpoint weights are multiplied, so that keys and values lie within what fp8 holds.
+    """Says by which scales of the checkpoint weights are multiplied, so that keys and values are within what fp8 holds.
 
     Why: a scale belongs to all keys of a layer, or to all its values. Divided out of the weights that make them, and
         multiplied into those of the queries and behind attention, it costs no step anything, and no kernel knows it.
@@ -104,7 +104,7 @@ def _weights_of(value: Any, attention: fx.Node) -> tuple[fx.Node, ...]:
 
 
 def _search(node: Any, inside: set[fx.Node]) -> tuple[fx.Node, ...]:
-    """Finds those weights, in the order of the graph, and puts what lies between them and `node` into `inside`."""
+    """Finds those weights, in the order of the graph, and puts what is between them and `node` into `inside`."""
     if not isinstance(node, fx.Node):
         return ()
     inside.add(node)

@@ -268,7 +268,7 @@ def _carries(node: fx.Node, read: list[fx.Node]) -> bool:
 
 
 def _elements_a_token(val: torch.Tensor) -> int:
-    """Elements, with 1 in place of every size of tokens but for the factors that stand before it."""
+    """Elements, with 1 in place of every size of tokens but for the factors that are before it."""
     total = 1
     for size in val.shape:
         if isinstance(size, int):

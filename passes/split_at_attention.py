@@ -1,5 +1,5 @@
 """Cuts the graph at every layer outside of pieces (attention, and those with a state), at the row gather and before the
-head; a piece lies between two cuts."""
+head; a piece is between two cuts."""
 
 from __future__ import annotations
 

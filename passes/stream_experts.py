@@ -36,7 +36,7 @@ _MOST_LEFT = 4 << 20  # elements of a weight that the library may multiply with
 
 
 class StreamExperts(GraphPass):
-    """Reads experts' weights by kernels of ours in steps of up to 8 tokens, with all that stands around them.
+    """Reads experts' weights by kernels of ours in steps of up to 8 tokens, with all that is around them.
 
     Why: in such steps the choice, the order of rows, the weighted sum, the residual and two norms are kernels of 2 µs
         each, in every layer, in which nothing is read; and Triton's products ask for weights late (figures in
@@ -58,7 +58,7 @@ class StreamExperts(GraphPass):
         z, h, squares = mllm.stream_expert_down_norm(a, down, y, next_norm, scores, None, slots, k, …)
         q = mllm.stream_linear(h, qkv, squares, eps, False)
 
-    A choice whose weights are not simply those of choose_experts is given to both with its weights. The variant stands
+    A choice whose weights are not simply those of choose_experts is given to both with its weights. The variant is
     for those that fuse_single_token, stream_linears and group_experts would have for so few tokens.
 
     Requires: deduplicated pieces on a Hopper GPU in bfloat16, with choices by choose_experts; gated experts without
@@ -170,7 +170,7 @@ def _match_linears(node: fx.Node, rows: Any, weights: Any, residual: fx.Node) ->
 
 
 def _input_of_experts(node: Any, of_tokens: bool) -> Any:
-    """The input of an experts' linear without bias, whose weights lie as those of linears; else None."""
+    """The input of an experts' linear without bias, whose weights are as those of linears; else None."""
     linear = match_expert_linear(node)
     if linear is None or linear.bias is not None or linear.scales is not None:
         return None

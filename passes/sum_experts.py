@@ -14,7 +14,7 @@ from mllm_compile.runtime.ops import op
 
 
 class SumExperts(GraphPass):
-    """Adds up experts' outputs by a kernel that reads each row as it lies.
+    """Adds up experts' outputs by a kernel that reads each row as it is.
 
     Why: behind the tiles' kernels Inductor's took 2.5 ms for 8192 tokens of 8 experts and 2048 outputs on an H200,
         where the bytes take 0.07.

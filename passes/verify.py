@@ -147,7 +147,7 @@ def pieces_fit_their_calls(gm: fx.GraphModule) -> Iterator[str]:
 
 
 def variants_fit_their_pieces(gm: fx.GraphModule) -> Iterator[str]:
-    """A variant for few tokens stands in its piece's place."""
+    """A variant for few tokens is in its piece's place."""
     for name, variants in gm.meta.get(VARIANTS, {}).items():
         piece: Any = gm.get_submodule(name)
         for variant_name in variants.values():

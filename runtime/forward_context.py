@@ -51,7 +51,7 @@ class ForwardContext:
     batch_descriptor: BatchDescriptor | None = None
     dp_metadata: DPMetadata | None = None  # of ranks with requests of their own; None: of a capture, or there are none
     deterministic: bool = False  # no row's numbers may go by which other rows there are
-    # Names of the layers of experts, and whose turn it is; handed out in order, so that none stands in a graph.
+    # Names of the layers of experts, and whose turn it is; handed out in order, so that none is in a graph.
     all_moe_layers: Sequence[str] | None = None
     moe_layer_index: int = 0
     expert_counts: Mapping[str, torch.Tensor] | None = None  # layer of experts → [E] int64, how often each was chosen

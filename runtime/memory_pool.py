@@ -130,7 +130,7 @@ class GDNPool:
         self, num_rows: int, layers: Sequence[tuple[tuple[int, ...], torch.dtype]], device: torch.device | str
     ) -> None:
         self.num_rows = num_rows
-        # Layers alike lie in one tensor, [layers, rows, …], so that rows of all of them are copied at once.
+        # Layers alike are in one tensor, [layers, rows, …], so that rows of all of them are copied at once.
         counts = Counter((tuple(shape), dtype) for shape, dtype in layers)
         groups = {
             (shape, dtype): _zeros((count, _aligned(num_rows, shape, dtype), *shape), dtype, device)

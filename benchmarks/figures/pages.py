@@ -1,6 +1,6 @@
 """Writes the tables of figures of README.md and of the pages on performance from the results in docs/lab/results.
 
-Each table stands between `<!-- table: NAME -->` and `<!-- end -->`. A test compares the pages with what this module
+Each table is between `<!-- table: NAME -->` and `<!-- end -->`. A test compares the pages with what this module
 makes, so a figure of these tables is always one of a kept result. A result without a commit is refused.
 
     python -m benchmarks.figures.pages      writes the tables and the chart, and prints the age of each result

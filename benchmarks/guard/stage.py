@@ -57,7 +57,7 @@ class Tree:
         return process
 
     def config(self, name: str, config: Mapping[str, Any]) -> Path:
-        """A config's file; its runtimes lie in the tree's folder."""
+        """A config's file; its runtimes are in the tree's folder."""
         path = self.folder / f"{name}.yaml"
         path.write_text(json.dumps({**config, "cache": {"dir": str(self.folder / "cache")}}), encoding="utf-8")
         return path

@@ -3,7 +3,7 @@
     python -m benchmarks.kernels.decode_attention_speed [--json FILE]
     python -m benchmarks.kernels.decode_attention_speed --heads 32/8 --batches 1 8 --lengths 16000 32000 --ours
 
-Needs an NVIDIA GPU and the `cuda` extra. Which of the program's own kernels decodes for how many requests stands on
+Needs an NVIDIA GPU and the `cuda` extra. Which of the program's own kernels decodes for how many requests is on
 this table: the Triton kernel in its form for few requests or for many, and on Hopper clusters and shares
 (runtime/attention/hopper/). Each graph runs several layers with KV of their own, more than the L2 cache holds, over
 random page tables, and before each of them a kernel that does nearly nothing, as a model has one there. The time of

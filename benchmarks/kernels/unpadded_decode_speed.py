@@ -4,7 +4,7 @@
 
 Needs an NVIDIA GPU. Models with such heads have as many KV heads as query heads (phi-2 and phi-3-mini have 32). One
 Triton kernel reads caches of 80, 96 and 128 numbers a head; it has a block for each head of a request, which are enough
-for all multiprocessors, so that no keys are split. Beside it stand the kernels that serve padded heads: `shares` on
+for all multiprocessors, so that no keys are split. Beside it are the kernels that serve padded heads: `shares` on
 Hopper, and runtime/ops/attention/split_decode.py. Each graph runs layers with caches of their own, more than the L2
 cache holds.
 """

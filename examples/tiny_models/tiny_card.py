@@ -59,7 +59,7 @@ def model_card(
     trained: Perplexity,
     untrained: Perplexity,
 ) -> str:
-    """The page as Markdown; `model` lies on the CPU in float32 and is left in bf16."""
+    """The page as Markdown; `model` is on the CPU in float32 and is left in bf16."""
     config = model.config
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     rows = "\n".join(f"| {name} | {value} |" for name, value in facts.items())

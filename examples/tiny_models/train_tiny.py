@@ -63,7 +63,7 @@ class Recipe:
 
 @dataclass
 class Best:
-    """The best checkpoint so far; `weights` lie on the CPU in float32."""
+    """The best checkpoint so far; `weights` are on the CPU in float32."""
 
     validation_loss: float = math.inf
     weights: dict[str, torch.Tensor] | None = None

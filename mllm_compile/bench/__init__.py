@@ -1,7 +1,7 @@
 """Measures the same work for this engine and others, the machine's limits, and where the time of a step goes.
 
-measure/ has the work and the fresh process that one engine is measured in, and adapters/ run the work on an engine.
-limits/ says what the hardware would allow, trace/ where a step's time goes, and show/ makes tables and plots of it.
+measure/ has the work, and the fresh process in which one engine is measured. adapters/ run the work on an engine.
+limits/ computes what the hardware would allow. trace/ finds where a step's time goes. show/ makes tables and plots.
 timing/ is how all of it is timed. Nothing of the engine imports this package.
 """
 

@@ -42,7 +42,7 @@ def check_cascade_attention(linked: LinkedProgram, served: Served) -> None:
 
 
 def _error(layer: LayerSpec, piece: DecodePiece, count: int, shared_pages: int, served: Served) -> float:
-    """‖ours − float32's‖ / ‖float32's‖ of the worst request of a batch whose pages lie in no order."""
+    """‖ours − float32's‖ / ‖float32's‖ of the worst request of a batch whose pages are in no order."""
     generator = torch.Generator().manual_seed(0)
     page_size, dtype, device = served.page_size, served.dtype, served.device
     lengths = [shared_pages * page_size + 1 + (row * _OWN) % (3 * _OWN) for row in range(count)]

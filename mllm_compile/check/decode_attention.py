@@ -49,7 +49,7 @@ def check_decode_attention(linked: LinkedProgram, served: Served) -> None:
 
 
 class _DecodeCheck:
-    """One layer's decodes: one new token of each request, whose pages lie in no order."""
+    """One layer's decodes: one new token of each request, whose pages are in no order."""
 
     def __init__(self, layer: LayerSpec, served: Served, rope_inputs: RopeInputNames | None = None) -> None:
         """Args: rope_inputs: the layer's, if its kernels may rotate; they are then run so, too."""
@@ -72,8 +72,8 @@ class _DecodeCheck:
         return torch.randn(shape, generator=self._generator).to(dtype).to(self._device)
 
     def batches(self, variants: Sequence[DecodeVariant]) -> list[tuple[int, ...]]:
-        """Tokens of each request: of one alone, of two and of a few, of as few as clusters divide in each way, of as
-        many as each variant serves, at most and at least, and of many."""
+        """Tokens of each request. Batches have one request, two, a few, and many; the fewest for each division by
+        clusters; and the most and the fewest of each variant."""
         kv_heads = self._layer.num_kv_heads
         most = [variant.most_sequences // kv_heads for variant in variants[:-1] if variant.most_sequences is not None]
         shares = (kernel for variant in variants for kernel in variant.kernels if isinstance(kernel, ShareKernel))
@@ -90,7 +90,7 @@ class _DecodeCheck:
         layer, num_requests = self._layer, len(lengths)
         num_pages = self._keys.shape[0]
         pages = torch.stack([torch.randperm(num_pages, generator=self._generator) for _ in lengths])
-        # Requests share pages but the last, to which a kernel may write.
+        # Requests share all pages but the last: a kernel may write to that.
         for row, length in enumerate(lengths):
             pages[row, (length - 1) // self._page_size] = num_pages + row
         own = torch.arange(num_requests, device=self._device) % num_pages

@@ -39,7 +39,7 @@ def check_decode_loop(pieces: DecodeLoopPieces, page_size: int, logits: torch.Te
 
 
 class _Step:
-    """Requests in rows of their own, whose pages lie in no order, a third of them greedy; and a row of padding."""
+    """Requests in rows of their own, whose pages are in no order, a third of them greedy; and a row of padding."""
 
     def __init__(self, page_size: int, logits: torch.Tensor) -> None:
         self._page_size = page_size

@@ -1,8 +1,8 @@
-"""Runs what the compiler wrote itself on small inputs: attention of layers, the choice of tokens, what is around a
-captured decode (check/decode_loop.py), and kernels of families that no batch reaches.
+"""Runs the compiler's own kernels on small inputs: attention, the choice of tokens, the loop of captured decodes
+(check/decode_loop.py), and kernels that no batch reaches.
 
-The self-check's batches hold a few short prompts, and all their logits: no request decodes there, no token is chosen,
-and of the kernels for many tokens only one is run. Nothing to do where a program has none of these, as on a CPU.
+The self-check's batches hold a few short prompts, and all their logits. No request decodes there, no token is chosen,
+and only one kernel for many tokens runs. A program without such kernels, as on a CPU, has nothing to check.
 
 Shape legend: S rows, V vocab.
 """
@@ -33,7 +33,7 @@ def check_written_pieces(
 ) -> None:
     """
     Args:
-        page_size: tokens of a KV page, for which the pieces of attention are compiled.
+        page_size: tokens of a KV page; attention's pieces are compiled for it.
         dtype: the type of queries.
         logits: [S, V], as the program gives them; tokens are chosen from these.
         cache_dtype: the type of keys and values; None: `dtype`.

@@ -24,8 +24,8 @@ from mllm_compile.runtime.forward_batch import ForwardBatch, ForwardMode
 from mllm_compile.runtime.memory_pool import KVPool, ReqToTokenPool
 from mllm_compile.runtime.program.link import LinkedProgram
 
-# Tokens of each request, and those of them that are new: decodes alone, one and several; prompts with and without a
-# prefix behind a decode; and one behind so many that blocks share its keys.
+# All tokens and new tokens of each request. Batches are one decode; several; prompts with and without a prefix after a
+# decode; and one after so many tokens that blocks share its keys.
 _BATCHES = (
     ((2100,), (1,)),
     ((2100, 300, 70, 1), (1, 1, 1, 1)),
@@ -36,7 +36,7 @@ _BATCHES = (
 _EXPANDED_TOKENS = 2100
 # ‖ours − float32's‖ / ‖float32's‖ of the worst token; rounding alone is up to 3e-3 in bfloat16.
 _TOLERANCE = 2e-2
-# What prompts attend over, and the pass that does without it.
+# What prompts attend over: latents, or expanded keys.
 _NAMES = {none_of_them: ("", "absorb_latents"), all_of_them: (" over keys and values", "expand_latents")}
 
 
@@ -67,7 +67,7 @@ def _error(
     choice: ExpansionChoice,
     served: Served,
 ) -> float:
-    """‖ours − torch's‖ / ‖torch's‖ of the worst token of a batch whose pages lie in no order, and whose prompts attend
+    """‖ours − torch's‖ / ‖torch's‖ of the worst token of a batch whose pages are in no order, and whose prompts attend
     as `choice` says; torch's attend over latents."""
     generator = torch.Generator().manual_seed(0)
     page_size, dtype, device = served.page_size, served.dtype, served.device

@@ -1,7 +1,7 @@
 """Runs the compiled programs for images on small ones before they are published: against Transformers' own forward.
 
-One batch has a prompt with two images of different sizes and text between, and one of text alone. What a model does
-with features beside what was traced (scales them, adds to them, attends otherwise) shows in the logits.
+One batch has a prompt with two images of different sizes and text between, and one of text alone. If a model does more
+with features than was traced (scales them, adds to them, attends otherwise), the logits differ.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class MediaCase:
 
 
 def special_ids(hf_model: HFModel) -> set[int]:
-    """Ids that stand for something else than text."""
+    """Ids of special tokens."""
     values = vars(hf_model.model.config)
     return {value for name, value in values.items() if name.endswith("_token_id") and isinstance(value, int)}
 
@@ -112,7 +112,7 @@ def compare_media(
     0.02. So what is too far from Transformers in the model's type is held against Transformers in float32.
 
     Args:
-        ours: logits [T, V], or why there are none.
+        ours: logits [T, V], or the reason why they are missing.
         limit: of the relative error of the worst token.
         hint: what a user can do.
     """

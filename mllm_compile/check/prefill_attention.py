@@ -24,7 +24,7 @@ from mllm_compile.runtime.attention.split.split_decode import DecodePiece, Linke
 from mllm_compile.runtime.ops.trace import attention_reference
 from mllm_compile.runtime.program.link import LinkedProgram
 
-# Tokens of each request, and those of them that are new: behind a decode, with and without a prefix, of several tiles.
+# All tokens and new tokens of each request: behind a decode, with and without a prefix, of several tiles.
 _LENGTHS = (300, 1, 70, 600, 129)
 _NEW = (1, 1, 70, 300, 2)
 _NUM_DECODES = 1
@@ -48,7 +48,7 @@ def check_prefill_attention(linked: LinkedProgram, served: Served) -> None:
 
 
 def _error(layer: LayerSpec, piece: DecodePiece, decoders: LinkedDecodes, served: Served) -> float:
-    """‖ours − float32's‖ / ‖float32's‖ of the worst token of the prompts of a batch whose pages lie in no order."""
+    """‖ours − float32's‖ / ‖float32's‖ of the worst token of the prompts of a batch whose pages are in no order."""
     generator = torch.Generator().manual_seed(0)
     page_size, dtype, device = served.page_size, served.dtype, served.device
     width = -(-max(_LENGTHS) // page_size)

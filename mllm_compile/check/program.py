@@ -1,10 +1,10 @@
 """Runs the compiled program on small inputs before it is published: against Transformers' own forward.
 
-Two requests are packed into one flat batch, at far-apart positions; where pieces have variants for few tokens, also one
-token alone, and the two requests so often that every kernel of their linears and the variants for any number run. A
-model that carries state from token to token, that reads its neighbours by place instead of by attention, or that a pass
-or Inductor broke, gives other logits than Transformers gives each request alone. The weights are random_weights.py's,
-so an 8B model needs one layer's memory. check/kernels.py checks what such batches do not reach.
+Two requests are packed into one flat batch, at far-apart positions. Where pieces have variants for few tokens, one
+token alone is run too. The two requests are repeated until every kernel of the linears and the variants for any number
+have run. Logits differ from Transformers', for each request alone, in three cases: the model carries state from token
+to token, reads neighbours by place instead of by attention, or was broken by a pass or Inductor. The weights are
+random_weights.py's, so an 8B model needs one layer's memory. check/kernels.py checks what such batches do not reach.
 """
 
 from __future__ import annotations
@@ -61,12 +61,13 @@ _Requests = list[torch.Tensor]  # of each request one tensor, [its tokens]
 REQUEST_LENGTHS = (5, 3)
 SECOND_REQUEST_POSITION = 100
 # ‖ours − theirs‖ / ‖theirs‖ of the worst token. Measured with these weights (4 to 36 layers, dense and experts, as
-# traced and through Inductor): right models are off by up to 7e-7 in float32 and 0.017 in bfloat16; of the wrong ones,
-# learned positions that were not ours are off by 0.16, convolutions by 0.35 and more, a state carried over by over 1.
+# traced and through Inductor): right models are off by up to 7e-7 in float32 and 0.017 in bfloat16. Wrong models are
+# off by more: learned positions that were not ours by 0.16, convolutions by 0.35 and more, a state carried over by over
+# 1.
 TOLERANCE = {torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 8e-2}
-# In 16 bits rounding sends a token whose scores are nearly equal to another expert, in a right model too: by one of
-# three experts of two layers its logits were off by 0.19. So there the token in the middle counts, and of each no more
-# than this.
+# In 16 bits rounding sends a token with nearly equal scores to another expert, in a right model too. One of three
+# experts in two layers made logits differ by 0.19. So there the token in the middle counts, and of each no more than
+# this.
 MOST_REROUTED = 0.5
 # In 16 bits features carry the tower's rounding into the text: gemma3's logits were off by 0.084 on an H100.
 ROUNDED_TWICE = 2
@@ -97,7 +98,7 @@ def self_check(
 
     Raises:
         UnsupportedModelError: the program's logits are not Transformers'.
-        CompileError: the program does not run, or a piece that is no part of the model does not compute what it should.
+        CompileError: the program does not run, or a piece beside the model's computes something wrong.
     """
     hf_model, program = lowered.hf_model, lowered.program
     with current_device(torch.device(device)):
@@ -156,7 +157,7 @@ def _check_program(lowered: Lowered, ranks: Sequence[_Bound], device: str, state
 
 
 def _counted(errors: torch.Tensor, may_be_rerouted: bool) -> float:
-    """The error by which a program is judged, of those of its rows [S]."""
+    """The error by which a program is judged, from its rows' errors [S]."""
     worst = errors.max().item()
     if not may_be_rerouted or not worst <= MOST_REROUTED:
         return worst
@@ -331,8 +332,8 @@ def _without_advice() -> Iterator[None]:
 def _quantise(
     model: Any, by_name: dict[str, torch.Tensor], tensors: Mapping[str, QuantisedTensor]
 ) -> dict[str, torch.Tensor]:
-    """Adds the tensors of quantised weights to the model's, and gives the model what they stand for. Layers share them,
-    as they share what was quantised."""
+    """Adds the tensors of quantised weights to the model's, and gives the model the numbers that they encode. Layers
+    share them, as they share what was quantised."""
     done: dict[tuple[int, WeightScheme], tuple[dict[str, torch.Tensor], torch.nn.Parameter]] = {}
     found = dict(by_name)
     for name, tensor in tensors.items():
@@ -420,7 +421,7 @@ class _PackedRequests:
         return torch.zeros_like(self.extend_seq_lens)
 
     def of_states(self) -> StateMetadata:
-        """The metadata of layers with a state, for which each copy is a request."""
+        """The metadata of layers with a state; each copy is a request."""
         ends = itertools.accumulate(self.lengths * self.copies)
         starts = [0, *ends]
         segments = [Segment(index, *span, has_state=False) for index, span in enumerate(itertools.pairwise(starts))]
@@ -517,7 +518,7 @@ def _run_packed(
     blocks: Sequence[tuple[int, int]] = (),
     blocks_in_windows: bool = False,
 ) -> tuple[torch.Tensor, ...]:
-    """Logits as _run_program's, of requests of `lengths`, as often as `copies` says; inputs are those of all, but for
+    """Logits as _run_program's, of requests of `lengths`, `copies` times; inputs are shared by all copies, except
     slots. Tokens of the first one's `blocks` see each other in both directions, in layers with windows or in all."""
     tokens = sum(lengths) * copies
     by_name = {layer.name: layer for layer in layers}

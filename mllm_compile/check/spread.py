@@ -1,9 +1,9 @@
 """How much Transformers' own logits of a small random model move with its rounding, row by row.
 
 Such a model may have a row that any rounding shows many times over: a norm of 16 numbers that nearly cancel divides by
-next to nothing. On an H200 one of eight rows of a tiny qwen3_5_text was off by 0.26 in bfloat16, whose kernels each
-were right within 0.008; the other rows, and all rows with seven other weights but one, were off by 0.04 at most. Other
-roundings of what is embedded moved that row by 0.13, those of what every module gives by 0.35.
+next to nothing. On an H200 one of eight rows of a tiny qwen3_5_text was off by 0.26 in bfloat16. Each of its kernels
+was right within 0.008. The other rows were off by 0.04 at most, as were all but one row with seven other weights. Other
+roundings of the embeddings moved that row by 0.13, other roundings of every module's outputs by 0.35.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def spread_of_rows(
     Args:
         run: gives the model's logits [S, V].
         logits: what it gives without that.
-        dtype: the model's, to which it rounds.
+        dtype: the model's; numbers are rounded to it.
     """
     generator = torch.Generator(logits.device).manual_seed(0)  # a CPU's would take long of a large model
     step = torch.finfo(dtype).eps  # at most

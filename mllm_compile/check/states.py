@@ -24,7 +24,7 @@ from mllm_compile.runtime.state.torch_backend import TorchStateBackend
 # ‖ours − the reference's‖ / ‖the reference's‖ of outputs and of states; roundings of bfloat16 are up to 4e-3.
 _TOLERANCES = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 2e-2}
 _MOST_TOKENS = 100  # of the request that goes on: the reference takes them one by one
-_SPARE_ROWS = 8  # of a pool, behind those of requests: for batches of decodes
+_SPARE_ROWS = 8  # of a pool, behind the requests' rows: for batches of decodes
 
 
 class StateCheck:
@@ -117,7 +117,7 @@ class _Batch:
 def _metadata(
     like: StateMetadata, rows: torch.Tensor, lengths: tuple[int, ...], num_decodes: int, device: str
 ) -> StateMetadata:
-    """The metadata of requests with so many new tokens each, of which the first has a state."""
+    """The metadata of requests with so many new tokens each; the first has a state."""
     earlier = (1, *(0 for _ in lengths[1:]))
     ends = torch.tensor(lengths).cumsum(0).tolist()
     segments = [

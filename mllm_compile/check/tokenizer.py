@@ -1,9 +1,9 @@
 """Compares the model's tokenizer.json, which is served with the tokens that the files beside it add, with the tokenizer
 that Transformers makes of the same folder.
 
-For a model type that it knows, Transformers may take the words and merges of tokenizer.json alone and bring rules of
-its own for the rest (how digits, spaces and accents are split). Where somebody put another tokenizer beside such a
-model, the same text then has other ids there than here.
+For a known model type Transformers may take only words and merges from tokenizer.json. It then has rules of its own for
+the rest (how digits, spaces and accents are split). Where somebody put another tokenizer beside such a model, the same
+text then has other ids there than here.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 from mllm_compile.text.tokenizer import Tokenizer, fault_of
 
-# Each for a rule in which tokenizers differ: spaces, digits, case, contractions, accents in two forms, code, scripts,
+# Tokenizers differ in each of these rules: spaces, digits, case, contractions, accents in two forms, code, scripts,
 # emoji, line ends.
 _TEXTS = (
     "Hello, world! How are you?",

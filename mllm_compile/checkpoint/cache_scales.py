@@ -1,7 +1,7 @@
-"""Finds the scales that a checkpoint has for a KV cache in few bits, and says to which weights they belong.
+"""Finds a checkpoint's scales for a quantised KV cache, and the weights that they belong to.
 
-They are named after the attention, its projections or the cache, by which tool wrote them; runtime/weights/loader.py
-applies them.
+Each tool names them differently: after the attention, its projections or the cache. runtime/weights/loader.py applies
+them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _BOTH = (".attn.kv_scale", ".kv_scale")
 
 
 def cache_scales(tensors: CheckpointTensors, table: Mapping[str, PlannedTensor]) -> dict[str, CacheScales]:
-    """The scales of one number, by the names of the weights that lie beside them."""
+    """The scales of one number, by the names of the weights that are beside them."""
     keys, values = _owners(tensors, _KEYS + _BOTH), _owners(tensors, _VALUES + _BOTH)
     found = {}
     for name, planned in table.items():

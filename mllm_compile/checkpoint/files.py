@@ -115,7 +115,7 @@ def weight_files(root: Path, paths: Iterable[Path], *, is_packed: bool = False) 
 
 
 def data_identity(paths: Iterable[Path]) -> str:
-    """16 hex digits over where the files lie, their sizes and when they were last changed; "random" without files.
+    """16 hex digits over where the files are, their sizes and when they were last changed; "random" without files.
 
     Headers of two checkpoints of one model are the same; hashing their data would take longer than a start.
     """

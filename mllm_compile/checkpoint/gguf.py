@@ -22,10 +22,10 @@ _EXPERTS = re.compile(r"blk\.(\d+)\.ffn_(gate|up|down)_exps\.weight")
 
 
 def read_gguf_tensors(folder: Path, files: Iterable[str]) -> CheckpointTensors:
-    """Reads the headers of all `files`, the first of which has the metadata.
+    """Reads the headers of all `files`; the first has the metadata.
 
     Raises:
-        CheckpointError: a file is corrupt, or a tensor stands in two of them.
+        CheckpointError: a file is corrupt, or a tensor is in two of them.
         UnsupportedModelError: the architecture is not read.
     """
     headers = {file: read_gguf(folder / file) for file in files}

@@ -25,7 +25,7 @@ def to_model_keys(tensors: Mapping[str, PlannedTensor], model: PreTrainedModel) 
         Model key → what fills it; keys that the model does not have are kept under their new name.
 
     Raises:
-        CheckpointError: two tensors stand for one key, or parts do not fit together.
+        CheckpointError: two tensors have one key, or parts do not fit together.
         UnsupportedModelError: a conversion computes values instead of rearranging them.
     """
     from transformers.conversion_mapping import get_model_conversion_mapping
@@ -102,7 +102,7 @@ def _convert(
 ) -> dict[str, PlannedTensor]:
     """
     Args:
-        groups: the tensors that it is made of; those of a kind have one shape.
+        groups: the tensors that it is made of, by kind; all of a kind have one shape.
     """
     sources = sorted(name for names in converter.layer_targets.values() for name in names)
     shown = ", ".join(repr(name) for name in sources[:2]) + (" …" if len(sources) > 2 else "")
@@ -122,7 +122,7 @@ def _convert(
 
 
 def _of_another_shape(groups: list[dict[str, PlannedTensor]]) -> str:
-    """Names a tensor whose shape is not that of most of its kind; "" if all are alike."""
+    """Names a tensor that has another shape than most of its kind; "" if all are alike."""
     for group in groups:
         (usual, _), *others = Counter(tuple(tensor.shape) for tensor in group.values()).most_common()
         if others:

@@ -36,7 +36,7 @@ class RankPart:
     """A rank's part of a model's weights.
 
     Attributes:
-        cuts: weight → how it is cut; of those that every rank has whole there is none.
+        cuts: weight → how it is cut; weights that every rank has whole are absent.
         shapes: the model's own shapes of its weights.
         rank: the rank.
     """
@@ -145,8 +145,8 @@ def _kept_parts(
 
 
 def _inputs_last(block: Block) -> tuple[ViewStep, ...]:
-    """The block's views, in which parts of its inputs are told as such: of dimension -1 (QuantisedPart). Of a tensor
-    that holds one expert parts come first, so that no more of it is read (loader._part_of_file)."""
+    """The block's views; parts of its inputs are views of dimension -1 (QuantisedPart). Of a tensor that holds one
+    expert parts come first, so that no more of it is read (loader._part_of_file)."""
     steps, num_dims = [], len(block.source_shape)
     for name, *args in block.steps:
         steps.append((name, -1, *args[1:]) if name == "narrow" and args[0] == num_dims - 1 else (name, *args))
@@ -168,8 +168,8 @@ def as_linear(planned: PlannedTensor, is_transposed: bool) -> PlannedTensor:
 
 
 def scheme_of(planned: PlannedTensor) -> WeightScheme | None:
-    """The scheme in which a weight can lie in memory as the checkpoint has it: that of all its blocks, each of whole
-    rows; None: it has to be dequantised, or is not quantised."""
+    """The scheme in which a weight can stay as the checkpoint has it: all its blocks share it, each of whole rows.
+    None: it has to be dequantised, or is not quantised."""
     schemes = {_scheme_of_block(block, planned) for block in planned.blocks}
     return schemes.pop() if len(schemes) == 1 else None
 

@@ -42,7 +42,7 @@ class Block:
         return view_shape(self.source_shape, self.steps)
 
     def then(self, op: str, *args: int) -> Block:
-        """The block after a further view; two transpositions of the same dimensions are none."""
+        """The block after a further view; two transpositions of the same dimensions cancel out."""
         if op == "transpose" and self.steps and self.steps[-1] in ((op, *args), (op, *reversed(args))):
             return replace(self, steps=self.steps[:-1])
         return replace(self, steps=(*self.steps, (op, *args)))

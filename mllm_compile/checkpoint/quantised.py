@@ -81,8 +81,8 @@ def read_tensors(
         weight_map: tensor → file, as the index says: of several copies of a tensor it names the one that counts.
 
     Raises:
-        CheckpointError: a file is corrupt, a tensor stands in two files and the index names neither, a scale has no
-            weight, a weight no scale, or they do not fit together.
+        CheckpointError: a file is corrupt; a tensor is in two files and the index names neither; or a weight or a scale
+            is missing, or does not fit the other.
     """
     copies: dict[str, dict[str, TensorEntry]] = {}
     for file in files:
@@ -106,7 +106,7 @@ def read_tensors(
 
 
 def dequantised_line(formats: Iterable[str], dtype: str, file_bytes: int, memory_bytes: int) -> str:
-    """The line on what becomes of quantised weights of which none stay so."""
+    """The line on quantised weights that are all dequantised."""
     return (
         f"weights: {file_bytes / 1e9:,.2f} GB, stored as {_named(formats)}, are dequantised to "
         f"{dtype} while they are read and take {memory_bytes / 1e9:,.2f} GB of memory"
@@ -195,7 +195,7 @@ class _Reader:
     def _format_of(self, tensor: StoredTensor) -> tuple[Format, str] | None:
         """The format of a tensor of values, and its weight's base; None for any other.
 
-        Some formats name values alike: it is the one that names the most tensors, all of which are there.
+        Some formats name values alike: of those whose tensors are all there, the one with the most is taken.
         """
         fits = [(fmt, base) for fmt in self._formats if (base := _base(fmt, VALUES, tensor)) is not None]
         whole = [one for one in fits if not self._missing(*one)]

@@ -124,8 +124,7 @@ def prune_command(
     """Remove unusable and old runtimes, what killed compiles left, and what compilers and Python keep.
 
     Unusable: as `cache list` says. Files that `cache verify` finds damaged are compiled again when they are asked for.
-    What these keep makes a later compile or start faster, and is needed by no runtime. The former stays while something
-    compiles.
+    These caches make a later compile or start faster; no runtime needs them. The former stays while something compiles.
     """
     limit = None if max_size is None else parse_bytes(max_size)
 

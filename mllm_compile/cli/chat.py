@@ -188,7 +188,7 @@ def _engine(engine: Engine) -> Ask:
 def _params(engine: Engine, settings: Settings) -> SamplingParams:
     """
     Raises:
-        RequestError: a setting is no field of SamplingParams, or not in its range.
+        RequestError: SamplingParams has no such field, or the value is not in its range.
     """
     try:
         return dataclasses.replace(engine.default_params, **settings)

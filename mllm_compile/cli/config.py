@@ -87,7 +87,7 @@ def _options(kind: Any, metadata: tuple[Any, ...]) -> Iterator[str]:
 
 
 def _range(metadata: tuple[Any, ...]) -> str:
-    """Bounds of a number, those of pydantic's Field too, which holds them as metadata of its own."""
+    """Bounds of a number; pydantic's Field holds its own as metadata."""
     bounds = [bound for one in metadata for bound in (one, *getattr(one, "metadata", ()))]
     names = {"ge": "from", "gt": "above", "le": "to", "lt": "below"}
     found = [f" {word} {getattr(bound, name)}" for name, word in names.items() for bound in bounds if _has(bound, name)]

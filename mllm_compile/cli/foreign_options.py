@@ -30,7 +30,7 @@ _INSTEAD = {
         tokenizer tokenizer-mode tokenizer-revision tokenizer-path skip-tokenizer-init hf-config-path hf-overrides
         code-revision config-format rope-scaling rope-theta json-model-override-args override-generation-config
         generation-config disable-sliding-window""",
-    "files of the hub lie where HF_HOME says, and HF_TOKEN opens what is closed": """
+    "HF_HOME says where files of the hub are, and HF_TOKEN opens gated repositories": """
         download-dir hf-token ignore-patterns""",
     "no prompt is logged; --quiet leaves out the line a request has, --verbose shows more": """
         disable-log-requests enable-log-requests max-log-len enable-log-outputs enable-log-deltas log-level

@@ -1,4 +1,4 @@
-"""Compiles pieces while the model is still being traced: the pieces of a two-layer copy, most of which it shares.
+"""Compiles pieces while the model is still being traced: the pieces of a two-layer copy, mostly the same as its own.
 
 A trace takes a fraction of a second a layer, and nothing is compiled before its end. A copy of the model with two
 layers is traced in a second or two, and layers that are alike make the same pieces however many there are. So its
@@ -120,7 +120,7 @@ def compile_pieces(
         if early[job.piece].move_to(job.package_path):
             done()
         else:
-            running.append(submit(job))  # an error is that of the model's own piece
+            running.append(submit(job))  # the model's own piece raises the error
     for future in running:
         future.result()
 

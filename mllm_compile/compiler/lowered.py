@@ -38,7 +38,7 @@ class BuiltModel:
     Attributes:
         hf_model: Transformers' model.
         table: model key → what of the checkpoint fills it; None for random weights.
-        weight_schemes: the weights that may lie in memory in few bits.
+        weight_schemes: the weights that may be in memory in few bits.
         tensors: of the checkpoint; None for random weights.
         cache_scales: the checkpoint's for a KV cache in few bits, by weights beside them.
     """
@@ -83,7 +83,7 @@ class Lowered:
 
     @property
     def every(self) -> tuple[Lowered, ...]:
-        """The text's model and those of images, as Program.every."""
+        """The text's model and the towers, as Program.every."""
         return (self, *self.of_media)
 
     @property

@@ -257,7 +257,7 @@ def _set_ranks(trace: Trace, hf_model: HFModel, runtime: RuntimeSection) -> None
 
 
 def _check_cut(graph: fx.GraphModule, runtime: RuntimeSection) -> None:
-    """Refuses a model of which every rank would compute everything."""
+    """Refuses a model that every rank would compute whole."""
     from mllm_compile.passes.base import WEIGHT_CUTS
 
     is_cut, size = bool(graph.meta.get(WEIGHT_CUTS)), runtime.expert_parallel_size
@@ -288,7 +288,7 @@ def _check_counted(graph: fx.GraphModule, program: Program, runtime: RuntimeSect
 
 
 def write_pieces(lowered: Lowered, folder: Path) -> list[PieceJob]:
-    """Writes the source of every distinct piece; returns what is to be compiled, beside the sources."""
+    """Writes the source of every distinct piece; returns the jobs, beside the sources."""
     from mllm_compile.compiler.piece_source import piece_source
     from mllm_compile.compiler.program_builder import piece_inputs
     from mllm_compile.inductor.job import PieceJob

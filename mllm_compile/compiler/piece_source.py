@@ -55,7 +55,7 @@ def piece_source(piece: fx.GraphModule, title: str, symbols: Mapping[str, str]) 
 
 
 def _plainly_named(graph: fx.Graph) -> fx.Graph:
-    """A copy whose names count within the piece and name no layer: equal pieces read alike, wherever they stand in a
+    """A copy whose names count within the piece and name no layer: equal pieces read alike, wherever they are in a
     model and however many layers it has."""
     plain = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
@@ -82,7 +82,7 @@ def size_of(value: int | torch.SymInt, symbols: Mapping[str, str]) -> int | str:
         return int(value)
     text = str(value.node.expr)  # type: ignore[union-attr]
     for symbol, name in symbols.items():
-        # Strides say Max(1, …): of L, which may be 0, there are none.
+        # Strides have Max(1, …), except of L, which may be 0.
         text = re.sub(rf"\b{symbol}\b", name, text)
         text = re.sub(rf"Max\(1, ((?:\d+\*)?{name})\)", r"\1", text)
     return text

@@ -279,8 +279,8 @@ def state_operands(graph: fx.GraphModule) -> dict[str, tuple[PieceInput, ...]]:
 
 
 def layers_with_made_constants(graph: fx.GraphModule, layers: Sequence[StateLayer]) -> frozenset[str]:
-    """The layers with a state of which a piece makes an operand without tokens: it is neither a weight, as that is
-    stored, nor a view of one."""
+    """The layers with a state for which a piece computes an operand without tokens: one that is neither a stored weight
+    nor a view of one."""
     operands = {
         str(node.args[2]): node.args[0] for node in graph.graph.nodes if isinstance(lowered_kind(node), StateLayerKind)
     }
@@ -339,7 +339,7 @@ def _is_multiple(size: str, symbols: dict[str, str]) -> bool:
 
 def _value_name(node: object) -> str:
     if not isinstance(node, fx.Node):
-        raise CompileError(f"a step reads {node!r}, which is no value of the graph")
+        raise CompileError(f"a step reads {node!r}, which is not a value of the graph")
     if node.op == "placeholder":
         name: str = node.meta.get("weight_name") or node.meta["input_name"]
         return name

@@ -27,7 +27,7 @@ _NO_OPTIONS = CompileOptions()
 
 @dataclass(frozen=True)
 class Target:
-    """The runtime that a config asks for, and the folder where it lies or would lie."""
+    """The runtime that a config asks for, and the folder where it is or would be."""
 
     config: ResolvedConfig
     model: ModelFolder

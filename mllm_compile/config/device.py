@@ -72,7 +72,7 @@ def detect_device(asked: str) -> DeviceInfo:
     return DeviceInfo(device, name, importlib.util.find_spec("flashinfer") is not None, is_hopper(device))
 
 
-# What experts that are spread over ranks do without.
+# Features that experts spread over ranks do not have.
 _NOT_SPREAD = {"deterministic": "steps have as many tokens as the rank that has most"}
 
 
@@ -81,8 +81,8 @@ def check_ranks(runtime: RuntimeSection) -> None:
 
     Raises:
         DeviceError: there are fewer GPUs.
-        ConfigError: the model is to run without what is cut over ranks, or in two ways that do not go together; or what
-            starts further ranks is named, and there are none.
+        ConfigError: the model would run without the parts that are cut over ranks, or in two ways that exclude each
+            other; or a launcher of ranks is named for one rank.
     """
     num_ranks = runtime.num_ranks
     if runtime.enable_dbo:
@@ -152,7 +152,7 @@ def _check_overlap(runtime: RuntimeSection) -> None:
 def is_hopper(device: str) -> bool:
     """True for an H100 SXM, H200 or alike: of compute capability 9.0, with as many multiprocessors.
 
-    What is divided among 132 of them would take fewer two rounds, the second half empty.
+    Work divided for 132 multiprocessors would take two rounds on fewer, the second half empty.
     """
     import torch
 

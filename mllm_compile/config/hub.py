@@ -91,7 +91,7 @@ def download(model: ModelConfig) -> Path:
 
 
 def _cached_snapshot(model: ModelConfig) -> Path | None:
-    """The model's snapshot in the hub's cache, whatever it lacks; None: there is none."""
+    """The model's snapshot in the hub's cache, complete or not; or None."""
     from huggingface_hub import errors, snapshot_download
 
     try:

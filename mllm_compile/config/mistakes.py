@@ -111,7 +111,7 @@ def _describe_unknown_key(key: tuple[str, ...], config: type[BaseModel]) -> str:
 
 
 def key_meant_by(name: str, config: type[BaseModel]) -> str | None:
-    """The key, with its section, that `name` stands for here, in vLLM or in SGLang; None where none is like it."""
+    """The key, with its section, that `name` means here, in vLLM or in SGLang; None for an unknown name."""
     sections = _keys_by_section(config)
     similar = (f"{section}.{near}" for section, keys in sections.items() if (near := closest(name, keys)))
     return key_named(name, config) or next(similar, None)
@@ -128,7 +128,7 @@ def _keys_by_section(config: type[BaseModel]) -> dict[str, list[str]]:
 
 
 def not_there(name: str) -> str | None:
-    """Why there is nothing that an option of this name in vLLM could set; None where nobody knows it."""
+    """The reason why vLLM's option of this name has no counterpart; None for an unknown name."""
     return _NOT_THERE.get(name)
 
 
@@ -146,7 +146,7 @@ def _expectation(message: str) -> str:
 
 def show(value: Any) -> str:
     """Returns a value's repr, cut where it is long."""
-    text = _SHORT.repr(value)  # a few aliases of a YAML may stand for more than memory holds
+    text = _SHORT.repr(value)  # a few aliases of a YAML may expand to more than memory holds
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 

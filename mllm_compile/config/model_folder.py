@@ -39,7 +39,7 @@ class ModelFolder:
 
     Attributes:
         path: absolute; for a hub id a snapshot in huggingface_hub's cache.
-        config: config.json as it stands.
+        config: config.json as it is.
         weight_files: absolute paths of the safetensors files, sorted; empty for dummy weights.
         scheme: how its weights may be quantised; None for plain and for dummy weights.
         weight_map: tensor name → the file's name, as the index of several files says; empty without an index.
@@ -102,7 +102,7 @@ def open_model_folder(model: ModelConfig, cache_dir: str = "auto") -> ModelFolde
 
 
 def locate_model_folder(model: ModelConfig) -> Path:
-    """The local folder of a path or a hub id; downloads what is not there yet.
+    """The local folder of a path or a hub id; downloads missing files.
 
     Raises:
         ModelNotFoundError: with what to put in model.path instead.

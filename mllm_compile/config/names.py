@@ -24,7 +24,7 @@ def is_hub_id(text: str) -> bool:
 
 
 def nearest_path(text: str) -> str:
-    """` (the nearest is …)` with what is there under the most similar name, else nothing."""
+    """` (the nearest is …)` with the most similar name that exists, else nothing."""
     path = user_path(text)
     try:
         near = closest(path.name, os.listdir(path.parent))

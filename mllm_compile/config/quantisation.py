@@ -29,7 +29,7 @@ _FP8 = ("fp8",)
 _FP8_FORMATS = ("fp8", "fp8 by weight_scale")
 _INT4 = ("int4",)
 _GROUPS = {"mxfp4": 32, "nvfp4": 16}  # inputs that share a scale
-# compressed-tensors' names of orders: inputs lie in another than their groups, or in the same.
+# compressed-tensors' names of orders: inputs are in another than their groups, or in the same.
 _ORDERED, _IN_ORDER = ("group", "dynamic", True), ("weight", "static", False, None)
 
 

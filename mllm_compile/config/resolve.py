@@ -43,12 +43,13 @@ PAGE_SIZE = {"flashinfer": 64, "torch": 16}
 # A CPU computes a few hundred tokens a second: more in flight would only make each of them later.
 MAX_RUNNING_REQUESTS = {"cuda": 256, "cpu": 64}
 MAX_NUM_BATCHED_TOKENS = {"cuda": 8192, "cpu": 2048}
-# Where 8192 tokens are fewer rows of an expert than this, as with 8 of 128: their kernels take 64 at a time, the last
-# of them in part, and read a weight again for each 256. Twice the tokens take 1.73 times as long there on an H100.
+# Used where 8192 tokens are fewer rows of an expert than this, as with 8 of 128. The kernels take 64 rows at a time,
+# the last ones in part, and read a weight again for each 256. Twice the tokens take 1.73 times as long there on an
+# H100.
 _FEW_ROWS_OF_EXPERT = 1024
 TOKENS_OF_SMALL_EXPERTS = 16384
 # deterministic: tokens of every step, padding included. A GPU multiplies 128 rows about as fast as one. 512 rows times
-# KV heads are more blocks than twice a GPU's processors, from which on FlashInfer's captured attention never splits a
+# KV heads are more blocks than twice a GPU's processors. From there on FlashInfer's captured attention never splits a
 # request's keys (see FlashInferAttnBackend.init_cuda_graph_state). Which layers it decodes is known after the trace.
 DETERMINISTIC_TOKENS = {"cuda": 128, "cpu": 32}
 DETERMINISTIC_ATTENTION_BLOCKS = 512
@@ -323,8 +324,8 @@ def _kv_cache_dtype(asked: RuntimeConfig, dtype: str, choices: AutoChoices) -> K
 
 
 def _split_decode(asked: CompileConfig, runtime: RuntimeSection, dtype: str, device: DeviceInfo) -> bool:
-    """True if kernels that are compiled with the model decode, where they serve a layer: beside FlashInfer's, over a KV
-    cache of the model's dtype, or on Hopper over any beside bfloat16."""
+    """True if kernels compiled with the model decode, in layers that they serve: beside FlashInfer's, over a KV cache
+    of the model's dtype, or on Hopper over any beside bfloat16."""
     reads_cache = runtime.kv_cache_dtype == dtype or (device.is_hopper and dtype == "bfloat16")
     is_served = runtime.attention_backend == "flashinfer" and asked.backend != "eager" and reads_cache
     return is_served and runtime.takes("split_decode")
@@ -398,7 +399,7 @@ def _max_model_len(asked: RuntimeConfig, kind: str, model: ModelFolder, choices:
 
 def _longest_text(model: ModelFolder) -> int | None:
     """Tokens that the model was made for, those included that RoPE's type `dynamic` adds; None: config.json says no
-    length. Where an indexer chooses the keys of each token (DSA), those up to which it chooses all."""
+    length. Where an indexer chooses the keys of each token (DSA), the number up to which it chooses all."""
     limit = model.text_config_value(*_LENGTH_KEYS)
     if not isinstance(limit, int) or limit < 1:
         return None

@@ -17,14 +17,14 @@ from mllm_compile.runtime.config_sections import CudaGraphSection, GraphMode, Ru
 
 # A captured size costs a start 10 to 35 ms. Up to 64 tokens a step takes about as long with twice as many.
 PIECEWISE_TOKENS = (1, 4, 8, 16, 32, *range(64, 513, 64))
-# Above these a step is long enough that launching its kernels one by one costs nothing, but not of small models. Sizes
-# of which tokens times the square of the width are no more than this are captured too: a step of Qwen3-0.6B with 2000
-# tokens takes 7 ms on an H200 and 14 without a graph, with 4096 11, and 10 to 17 without.
+# Above these a step is long enough that launching its kernels one by one costs nothing, but not of small models. A size
+# is captured too if tokens times the square of the width are no more than this. On an H200 a step of Qwen3-0.6B with
+# 2000 tokens takes 7 ms, and 14 without a graph; with 4096 tokens 11, and 10 to 17 without.
 PIECEWISE_TOKENS_OF_SMALL = (1024, 2048, 4096)
 _MOST_PIECEWISE_WORK = 4096 * 1024**2
-# With a bound in ms a step beside decodes is as long as there is time for (runtime/schedule/pace.py), and the host may
-# take no longer for it: launching 28 layers one by one took 10 ms, their graphs 4 (docs/lab/performance.md). Others
-# than multiples of 128 would be of no use: on an H100 a step of 8B took 21.0 ms with 544 tokens, about 18.5 with 512.
+# With a bound in ms a step beside decodes fills its time (runtime/schedule/pace.py), and the host may take no longer.
+# Launching 28 layers one by one took 10 ms, their graphs 4 (docs/lab/performance.md). Others than multiples of 128
+# would be of no use: on an H100 a step of 8B took 21.0 ms with 544 tokens, about 18.5 with 512.
 _SIZES_OF_BOUND = (640, 768, 896, 1024, 1280, 1536)
 _SIZES_OF_BOUND_OF_SMALL = (2048, 3072, 4096)
 DECODE_REQUESTS = (1, 2, 4, *range(8, 65, 8), *range(80, 257, 16))

@@ -22,7 +22,7 @@ class Place:
 
     Attributes:
         name: the user's name for it.
-        folder: where it lies.
+        folder: where it is.
         remedy: the advice for when it cannot be written.
     """
 
@@ -67,7 +67,7 @@ class Place:
 def place_of(final: Path, *, is_output: bool) -> Place:
     """
     Args:
-        final: where a runtime is to lie.
+        final: where a runtime is to be.
         is_output: --output named it; otherwise it is one of a cache.
     """
     if is_output:

@@ -83,9 +83,9 @@ class Architecture:
         names: tensors without their suffix → the model's.
         values: what config.json says beside that.
         has_head_dim: config.json names the size of a head.
-        permutes: rows of q and k lie in pairs, as rotary embeddings of pairs want them.
+        permutes: rows of q and k are in pairs, as rotary embeddings of pairs want them.
         adds_one: norms are stored with one added.
-        transposes: matrices of the layers lie the other way round in the model.
+        transposes: matrices of the layers are the other way round in the model.
         has_experts: a layer's experts are one tensor.
         has_rope: positions turn the queries and keys.
         attention_biases: the key of config.json that says if q, k and v have biases; None: there is none.

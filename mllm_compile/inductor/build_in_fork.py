@@ -39,7 +39,7 @@ def wait(folder: Path, name: str) -> None:
 def compile_as_a_package(source: Path, device: str, **kind: Any) -> None:
     """Compiles C++ with what codecache.AotCodeCompiler tells the compiler of a package; to be called by `build`.
 
-    What comes of it lies beside the source, whose name and a suffix it has, and is never half there.
+    What comes of it is beside the source, whose name and a suffix it has, and is never half there.
 
     Args:
         device: the device that packages are compiled for.

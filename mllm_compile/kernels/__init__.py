@@ -11,7 +11,7 @@ from collections.abc import Callable
 from importlib import import_module
 from typing import Any
 
-# In the order in which they are written: a cascade and a prefill stand beside a layer's decode.
+# In the order in which they are written: a cascade and a prefill are beside a layer's decode.
 ATTENTION_KERNELS = ("decode", "cascade", "prefill", "latent")
 
 

@@ -1,6 +1,6 @@
 """Decode attention behind a shared prefix as pieces of the program: the kernels of runtime/ops/attention/cascade.py.
 
-They stand beside the layers' other kernels for decodes (decode_attention.py), and are compiled wherever the config has
+They are beside the layers' other kernels for decodes (decode_attention.py), and are compiled wherever the config has
 cascades: which batches they pay in, and so which are captured, an engine decides (runtime/cuda_graph/decodes.py), as
 configs of other sizes share a runtime. Layers that are alike share a piece.
 """

@@ -41,7 +41,7 @@ class TooManyImagesError(MllmError):
 
 
 class SharedPrompt:
-    """A prompt whose tensors lie in shared memory, which is given back with it.
+    """A prompt whose tensors are in shared memory, which is given back with it.
 
     Args:
         segment: the memory's name.

@@ -50,7 +50,7 @@ class ObservedCall:
 
     Attributes:
         mask: the function of the mask that the call was given; None for a call without a mask.
-        is_altered: the call got a mask that Transformers' mask functions did not make as it stands, or keys that an
+        is_altered: the call got a mask that Transformers' mask functions did not make as it is, or keys that an
             indexer chose, and that are not all.
         device: the model's: a mask may read tensors that are there.
     """

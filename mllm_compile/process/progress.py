@@ -39,7 +39,7 @@ class Stage(Protocol):
 class Reporter(Protocol):
     """The place for stages, remarks and tables of long work.
 
-    `with reporter.stage("load weights", total=num_bytes) as stage: stage.advance(read)`. Stages may lie inside each
+    `with reporter.stage("load weights", total=num_bytes) as stage: stage.advance(read)`. Stages may be inside each
     other. A stage that ends by an exception is not reported as done.
     """
 

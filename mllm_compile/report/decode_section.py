@@ -264,7 +264,7 @@ def _pointed(name: PartName, part: StepPart, step: DecodeStep, ceilings: Ceiling
 def _place(part: StepPart, name: PartName) -> str:
     if part.piece is None:
         return f"layer {part.layer}"
-    if name.where == _LOGITS:  # which stands behind the last attention as well as the piece ahead of it
+    if name.where == _LOGITS:  # which is behind the last attention as well as the piece ahead of it
         return _LOGITS
     return f"after layer {part.layer - 1}'s attention" if part.layer else "before layer 0"
 

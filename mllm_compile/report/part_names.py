@@ -1,4 +1,4 @@
-"""Names the steps of a program for people: by where they stand and what they hold, never by a hash.
+"""Names the steps of a program for people: by where they are and what they hold, never by a hash.
 
     before layer 0 (embed_tokens, qkv)
     layers 0–26: after attention (o_proj, mlp, qkv)

@@ -10,7 +10,7 @@ from mllm_compile.server.front import Front
 from mllm_compile.server.http import Receive, Scope, respond_json
 from mllm_compile.version import __version__
 
-# Of ServeOptions: keys, and where things lie on this machine.
+# Of ServeOptions: keys, and where things are on this machine.
 _NOT_TOLD = {"api_keys", "ssl_certfile", "ssl_keyfile", "uds", "model", "otlp_traces_endpoint"}
 
 

@@ -12,7 +12,7 @@
     weights/               with --pack-weights: the weights in the program's own layout, as safetensors
     measured/              measurements of devices, one sealed file each (store/measurements.py); added while serving
 
-No pickle anywhere. store/publish.py knows where folders lie and how they get there whole.
+No pickle anywhere. store/publish.py knows where folders are and how they get there whole.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ class Artifact:
     """An opened runtime folder: every file that the manifest names has the hash that it says.
 
     Attributes:
-        folder: where it lies.
+        folder: where it is.
         manifest: the content of manifest.json.
         program: the steps.
         weights: where each weight comes from; of several ranks those of the first.

@@ -24,7 +24,7 @@ class StoredRuntime:
     """One runtime of the cache.
 
     Attributes:
-        folder: where it lies.
+        folder: where it is.
         manifest: None when it is unusable.
         problem: why; an OtherFormatError where it is only of another version.
         num_bytes: on the disk.

@@ -1,6 +1,6 @@
 """Locks between processes, for compiling a key and for using the compilers' cache.
 
-The compilers' cache lies beside the runtimes. All compiles that use it share a lock; removing it takes
+The compilers' cache is beside the runtimes. All compiles that use it share a lock; removing it takes
 that lock alone. Where the file system has no locks, two compiles of one key both do the work, and nothing is removed.
 """
 
@@ -47,7 +47,7 @@ def open_lock(path: Path) -> int:
 
 @contextmanager
 def compile_lock(final: Path, waiting: Callable[[], None]) -> Iterator[None]:
-    """Holds the right to compile into `final`, which lies in a cache; `waiting` is called once when another has it.
+    """Holds the right to compile into `final`, which is in a cache; `waiting` is called once when another has it.
 
     Raises:
         ConfigError: the cache cannot be written.

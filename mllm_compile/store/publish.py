@@ -32,7 +32,7 @@ def new_artifact_folder(final: Path, *, is_output: bool = False) -> Iterator[Pat
     """A private folder to write into; it takes the place of `final` when the body ends well, and is removed otherwise.
 
     Args:
-        final: the place; what lies there must be no whole runtime that is wanted.
+        final: the place; what is there must be no whole runtime that is wanted.
         is_output: --output named it: in the end all may read it. Otherwise it is one of a cache, and stays private.
 
     Raises:
@@ -54,7 +54,7 @@ def new_artifact_folder(final: Path, *, is_output: bool = False) -> Iterator[Pat
 
 
 def check_replaceable(folder: Path) -> None:
-    """Refuses to put a runtime, with --output, where something else lies.
+    """Refuses to put a runtime, with --output, where something else is.
 
     Raises:
         ConfigError: `folder` is a file, or a folder that holds something and is no runtime, or cannot be looked into.

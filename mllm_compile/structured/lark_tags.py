@@ -2,7 +2,7 @@
 
 What is regular (texts, regular expressions, any text up to a mark) goes into terminals that are as long as can be: its
 lexer takes the longest match and never goes back, so white space that may come, and a text behind it that begins with
-some, have to be one terminal. JSON and special tokens stand between terminals, in rules.
+some, have to be one terminal. JSON and special tokens are between terminals, in rules.
 """
 
 from __future__ import annotations

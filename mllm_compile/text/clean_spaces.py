@@ -47,9 +47,9 @@ class SpaceCleaner:
         return without_spaces_before_punctuation(held)
 
     def _is_certain(self, end: int) -> bool:
-        """True if nothing that is replaced can lie across this place, whatever comes.
+        """True if nothing that is replaced can be across this place, whatever comes.
 
-        That begins with a space less than `_LONGEST` characters before it. Where a space comes next, what lies across
+        That begins with a space less than `_LONGEST` characters before it. Where a space comes next, what is across
         can only be a quotation mark between two spaces.
         """
         if " " not in self._held[max(0, end - _LONGEST) : end]:

@@ -1,7 +1,7 @@
 """Users' texts whose special tokens are read as other text, while a chat template's own stay special.
 
 A chat is one text when it is tokenized. So the tokens in what users gave are put between two marks before the template
-renders it; the text is then cut at the marks, and what lies between them is tokenized without added tokens.
+renders it; the text is then cut at the marks, and what is between them is tokenized without added tokens.
 Transformers' `apply_chat_template(…, sanitize_control_tokens=True)` does the same, with the same marks.
 """
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     import tokenizers
 
 _START, _END = "\U000f0000", "\U000f0001"  # of a private plane, with no meaning of their own
-# What stands before a piece while it is tokenized: some tokenizers put a space at the start of a text.
+# What is before a piece while it is tokenized: some tokenizers put a space at the start of a text.
 _LINE = "\n"
 
 
@@ -65,7 +65,7 @@ class ControlTokens:
         Raises:
             RequestError: the tokenizer makes the token itself of a control token's text.
         """
-        pieces = self._marked.split(text)  # text, token, text, token, …, text; no token where a mark stands alone
+        pieces = self._marked.split(text)  # text, token, text, token, …, text; no token where a mark is alone
         ids = encoded(self._backend, pieces[0], False)
         for index, piece in enumerate(pieces[1:], start=1):
             if not piece:

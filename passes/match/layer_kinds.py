@@ -1,4 +1,4 @@
-"""The kinds of layers that lie between pieces: each is planned per batch, most read what requests have left behind.
+"""The kinds of layers that are between pieces: each is planned per batch, most read what requests have left behind.
 
 KINDS is their list. A trace holds a layer as one op, a compiled program as another, which writes into a buffer and
 reads the forward context by the layer's name. Lowering, splitting and checking know layers by this alone.

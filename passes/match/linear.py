@@ -1,4 +1,4 @@
-"""Recognises the linears of a piece that kernels of ours take, with what stands around them."""
+"""Recognises the linears of a piece that kernels of ours take, with what is around them."""
 
 from __future__ import annotations
 

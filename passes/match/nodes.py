@@ -20,7 +20,7 @@ KERNEL_DTYPES = (torch.bfloat16, torch.float16)
 
 def is_call(node: object, *targets: Callable[..., Any] | str) -> TypeGuard[fx.Node]:
     """True for a call of one of `targets`: functions, or methods by their names. In a canonical graph an operation has
-    one target, and its arguments stand by place (spelling.py)."""
+    one target, and its arguments are by place (spelling.py)."""
     return isinstance(node, fx.Node) and node.op in ("call_function", "call_method") and node.target in targets
 
 

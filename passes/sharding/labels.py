@@ -35,7 +35,7 @@ class Labelling:
     Attributes:
         cells: their classes.
         labels: node → its labels; for a call that gives several tensors a list; None: whole.
-        uses: weight → for each of its uses, dimension → labels of what stands along it.
+        uses: weight → for each of its uses, dimension → labels of what is along it.
         columns, rows: products whose outputs are cells; and those that are sums over ranks, with their input's labels.
         lookups: embeddings of token ids, whose rows are cells.
         means: means over what several ranks have, that are sums over ranks.
@@ -271,7 +271,7 @@ class Labelling:
         return first
 
     def _scheme_of(self, product: Product) -> WeightScheme | None:
-        """The scheme in which a rank's part of the weight can lie in memory; None: it is plain."""
+        """The scheme in which a rank's part of the weight can be in memory; None: it is plain."""
         weight = product.weight
         name, shape = weight.meta["weight_name"], weight.meta["val"].shape
         if len(shape) == 2:

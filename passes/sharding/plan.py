@@ -319,7 +319,7 @@ class ShardPlan:
         return tuple(local) if isinstance(index, tuple) else local[0]
 
     def _between(self, node: fx.Node, dim: int, start: int, stop: int) -> tuple[int, int]:
-        """Where a rank has what lies between two places; the same for all ranks."""
+        """Where a rank has what is between two places; the same for all ranks."""
         places = {(int((box[dim] < start).sum()), int((box[dim] < stop).sum())) for box in self.boxes(node)[0]}
         if len(places) > 1:
             raise NotCutError("a slice is of different places on two ranks")

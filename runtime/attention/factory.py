@@ -1,4 +1,4 @@
-"""Picks the class for an attention_backend name. Beside FlashInfer stand the program's own kernels over latents."""
+"""Picks the class for an attention_backend name. Beside FlashInfer are the program's own kernels over latents."""
 
 from __future__ import annotations
 

@@ -178,7 +178,7 @@ def _decode_view(
         visible = positions < seq_lens
         if chunk:
             visible &= positions >= (seq_lens - 1) // chunk * chunk
-        # A position past the end may lie beyond the table; what is read in its place is masked out.
+        # A position past the end may be beyond the table; what is read in its place is masked out.
         slots = CommonAttentionMetadata.of(batch).block_table[requests, torch.where(visible, positions, 0)].long()
         heads = torch.arange(num_kv_heads, device=requests.device)[:, None]
         plan.decode_views[key] = (slots[:, None, :] * num_kv_heads + heads, visible)
@@ -266,7 +266,7 @@ def _attend_block(
     sees_ahead: bool,
 ) -> torch.Tensor:
     """q [T, H, D] at positions first_query… of keys [L, Hk, D], values [L, Hk, Dv] → [T, H, Dv], causal unless
-    `sees_ahead`; a window is of what lies behind."""
+    `sees_ahead`; a window has earlier tokens."""
     params = layer.params
     positions = torch.arange(keys.shape[0], device=q.device)
     distance = positions[first_query : first_query + q.shape[0], None] - positions

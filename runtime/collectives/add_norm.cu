@@ -1,4 +1,4 @@
-// A sum over ranks whose parts have come into this GPU's memory (copied.py), with the residual and the norm that stand
+// A sum over ranks whose parts have come into this GPU's memory (copied.py), with the residual and the norm that are
 // behind it: a block has whole rows, and nothing is waited for. All ranks add in the order of ranks: they get equal
 // bits.
 extern "C" __global__ void __launch_bounds__(THREADS, 2)

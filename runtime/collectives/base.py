@@ -149,7 +149,7 @@ def using(communicator: Communicator | None) -> Iterator[None]:
 @contextmanager
 def leaving_parts() -> Iterator[list[torch.Tensor]]:
     """Inside, what the calling thread's graphs would gather stays as it is, a part on each rank: the list gets this
-    rank's parts, and what stands in place of the whole holds nothing."""
+    rank's parts, and what is in place of the whole holds nothing."""
     before = left_parts()
     parts: list[torch.Tensor] = []
     _threads.parts = parts

@@ -1,4 +1,4 @@
-// push.cu's sum, with the residual and the norm that stand behind it: a block has whole rows. It shares buffers and
+// push.cu's sum, with the residual and the norm that are behind it: a block has whole rows. It shares buffers and
 // state with that kernel. With one rank it is residual and norm alone, behind a sum that was made otherwise.
 extern "C" __global__ void __launch_bounds__(THREADS, 2)
 push_norm(const uint4* input, const uint4* residual, const uint4* weight, uint4* summed, uint4* normed, float eps,

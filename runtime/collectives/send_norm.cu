@@ -1,4 +1,4 @@
-// A sum over ranks with the residual and the norm that stand behind it, for many rows (send.cuh): a group is of whole
+// A sum over ranks with the residual and the norm that are behind it, for many rows (send.cuh): a group is of whole
 // rows.
 constexpr int GROUP = GROUP_CHUNKS / CHUNKS;  // rows
 static_assert(GROUP * CHUNKS == GROUP_CHUNKS, "whole rows");

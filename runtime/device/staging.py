@@ -53,7 +53,7 @@ class StagingRing:
         self._turn = 0
 
     def next(self, num_bytes: int) -> StagingBuffer:
-        """The buffer whose last use lies back the longest, with room for num_bytes; call `record` on it afterwards."""
+        """The buffer that was used longest ago, with room for num_bytes; call `record` on it afterwards."""
         self._turn = (self._turn + 1) % NUM_BUFFERS
         buffer = self._buffers[self._turn]
         buffer.wait()

@@ -33,7 +33,7 @@ def open_regular(path: str | Path, *, dir_fd: int | None = None, follow_links: b
 
 
 def read_descriptor(handle: int, max_bytes: int) -> bytes:
-    """Reads an open regular file from where it stands to its end.
+    """Reads an open regular file from where it is to its end.
 
     Raises:
         OSError: it cannot be read, or holds more than `max_bytes` (EFBIG).

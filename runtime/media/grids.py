@@ -28,7 +28,7 @@ class GridTower(Tower):
         patch_width: numbers of a patch.
         window: rows and columns of features that attend to each other in layers with windows; 0: there are none.
         table_side: rows and columns of the learned table of places that is spread over an image; 0: there is none.
-        align_corners: the table's corners lie on the image's, else its edges on the image's edges.
+        align_corners: the table's corners are on the image's, else its edges on the image's edges.
         bicubic: the table is interpolated between 16 entries, else between 4.
         ticks_per_second: of a video, positions on the axis of time; 0: its frames are one apart.
     """

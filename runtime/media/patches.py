@@ -1,4 +1,4 @@
-"""Facts that follow from a grid of patches: where each lies, which windows they form, what of a table is near.
+"""Facts that follow from a grid of patches: where each is, which windows they form, what of a table is near.
 
 A grid is t × h × w patches, of which merge × merge neighbours make one feature, and are packed one after another.
 """

@@ -1,6 +1,6 @@
 """A request's images and frames of videos: what each is for the tower, the prompt's positions, and its cache keys.
 
-Made once, when a request comes (`RequestMedia.of`); the scheduler asks where images lie, the step runner what they are.
+Made once, when a request comes (`RequestMedia.of`); the scheduler asks where images are, the step runner what they are.
 Free of torch.
 """
 

@@ -46,7 +46,7 @@ class Tower(ABC):
         sees_ahead_in_windows: they do in its layers with windows alone.
         merge: rows and columns of patches that make one feature.
         axes: of the text's positions, where tokens take features: 1, or 3 for time, row and column.
-        has_breaks: tokens that take none may lie between those of one image.
+        has_breaks: tokens that take none may be between those of one image.
     """
 
     feature_width: int

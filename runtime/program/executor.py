@@ -110,7 +110,7 @@ class ProgramExecutor:
 
         Args:
             inputs: `input_ids`, `positions` and `slots`, [T] int64 each, and the program's own.
-            all_rows: [T] int64, 0 to T - 1: what stands behind the row gather, the head apart, runs here for all
+            all_rows: [T] int64, 0 to T - 1: what is behind the row gather, the head apart, runs here for all
                 tokens, as a graph of T tokens has it; None: `head` runs it for the wanted ones.
 
         Returns:

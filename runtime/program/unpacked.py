@@ -1,6 +1,6 @@
 """The folder that a process unpacks its pieces into: its own, gone with it, and swept by the next one if it was killed.
 
-It lies in the folder for temporary files, with mode 0700, and is locked while its process lives; the kernel releases
+It is in the folder for temporary files, with mode 0700, and is locked while its process lives; the kernel releases
 the lock however that ends. So a folder of ours without a lock is what a killed process left.
 """
 

@@ -1,1 +1,1 @@
-"""Weights of linears in few bits, as they lie in memory: the scheme, and its numbers in plain torch."""
+"""Weights of linears in few bits, as they are in memory: the scheme, and its numbers in plain torch."""

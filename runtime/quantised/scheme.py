@@ -1,4 +1,4 @@
-"""Defines how the weight of a linear lies in memory where it is quantised: its tensors, their shapes and types.
+"""Defines how the weight of a linear is in memory where it is quantised: its tensors, their shapes and types.
 
 Shape legend: N outputs, K inputs, G groups of inputs that share a scale; E experts, whose weights all tensors have one
 behind another.
@@ -65,7 +65,7 @@ class WeightScheme:
         return *others, -(-columns // self.group)
 
     def stretch(self, role: str, start: int, length: int) -> tuple[int, int]:
-        """Where what is of the inputs [start, start + length) stands along dimension 1 of one tensor: (start, length).
+        """Where what is of the inputs [start, start + length) is along dimension 1 of one tensor: (start, length).
 
         The inputs are whole bytes, and whole groups or of one group.
         """

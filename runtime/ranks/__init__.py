@@ -1,1 +1,1 @@
-"""Steps on their way from the rank that plans them to those that follow: records, and the ring that they lie in."""
+"""Steps on their way from the rank that plans them to those that follow: records, and the ring that they are in."""

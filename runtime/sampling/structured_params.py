@@ -44,7 +44,7 @@ class StructuredOutputsParams:
         structural_tag: XGrammar's structural tag, or vLLM's older `structures` and `triggers`, as a dict or text.
         disable_any_whitespace: With json and json_object: no whitespace between the parts.
         disable_additional_properties: With json: only listed properties, in objects that do not say otherwise.
-        whitespace_pattern: With json and json_object: a regular expression for what may stand between the parts.
+        whitespace_pattern: With json and json_object: a regular expression for what may be between the parts.
 
     Raises:
         RequestError: A value of the wrong type or size, none or several of the six, or an option of another one.

@@ -39,7 +39,7 @@ class SchedulerConfig:
     query_blocks: float = 0.0
     """Blocks of 128 queries of one prompt that the device attends for side by side; 0: not known."""
     divide_prefix: bool = False
-    """Blocks share what lies before few tokens of a prompt; attention/flashinfer/prefix_parts.py."""
+    """Blocks share what is before few tokens of a prompt; attention/flashinfer/prefix_parts.py."""
     num_snapshots: int = 0
     """States of prefixes that the prefix cache keeps; 0 of a model whose layers carry none."""
     rope: RopeLengths | None = None

@@ -23,7 +23,7 @@ from mllm_compile.runtime.schedule.scheduler import Scheduler
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """One rank's share of a step: its batch, and where its rows stand in the step's."""
+    """One rank's share of a step: its batch, and where its rows are in the step's."""
 
     rank: int
     batch: ScheduledBatch
@@ -153,7 +153,7 @@ class DataParallelScheduler:
         return lost
 
     def _joined(self, found: list[tuple[int, ScheduledBatch]]) -> tuple[ScheduledBatch, Sequence[np.ndarray]]:
-        """One batch of all, decodes first, and where the rows of each stand in it."""
+        """One batch of all, decodes first, and where the rows of each are in it."""
         batches = [batch for _, batch in found]
         cleared = [batch.cleared_pages + rank * self._num_pages for rank, batch in found if batch.cleared_pages.size]
         changes: dict[str, Any] = {

@@ -163,7 +163,7 @@ class DataParallelStep:
         return DPMetadata(tuple(counts.astype(np.int64).tolist()))
 
     def _blocks(self, rows: np.ndarray, size: int | None = None) -> tuple[np.ndarray, int]:
-        """Where rows stand in blocks of `size` rows a rank, each rank's in their order; by default as few as hold them,
+        """Where rows are in blocks of `size` rows a rank, each rank's in their order; by default as few as hold them,
         and one at least."""
         ranks = ranks_of(rows, self.rows_of_rank)
         counts = np.bincount(ranks, minlength=self.num_ranks)

@@ -20,7 +20,7 @@ class TokenScores:
     """Log-probabilities of one position, by the model's own distribution.
 
     Attributes:
-        token_id: the token that was sampled, or stands in the prompt.
+        token_id: the token that was sampled, or is in the prompt.
         logprob: its natural-log probability.
         rank: 1 when no token is likelier.
         top: (token id, log-probability) of the likeliest tokens, best first; as many as were asked for.

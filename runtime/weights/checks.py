@@ -1,4 +1,4 @@
-"""Refuses weights that hold no numbers, or are not those that were packed, once they lie in their places."""
+"""Refuses weights that hold no numbers, or are not those that were packed, once they are in their places."""
 
 from __future__ import annotations
 

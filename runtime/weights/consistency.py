@@ -135,7 +135,7 @@ def _settings(numbers: Mapping[str, int | float]) -> Settings:
 
 
 def _in_memory(scheme: WeightScheme | None) -> tuple[WeightScheme | None, ...]:
-    """The forms in which weights of a scheme lie in memory: of linears, whose inputs a rank may have a part of, and of
+    """The forms in which weights of a scheme are in memory: of linears, whose inputs a rank may have a part of, and of
     experts."""
     return (scheme,) if scheme is None else (scheme, scheme.of_linear(INT4_GROUP))
 

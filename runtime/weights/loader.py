@@ -1,6 +1,6 @@
 """Brings weights to their final, packed place on the device: from safetensors by name, or seeded random ones.
 
-What goes where stands in spec.py: the compiler decided it. reads.py finds the bytes, stream.py brings them, checks.py
+What goes where is in spec.py: the compiler decided it. reads.py finds the bytes, stream.py brings them, checks.py
 looks at what came.
 """
 

@@ -75,7 +75,7 @@ class _Place(NamedTuple):
     """A weight, and what its parts' reads take of it.
 
     Attributes:
-        memory: its bytes; None: they do not lie in one stretch.
+        memory: its bytes; None: they are not in one stretch.
     """
 
     weight: torch.Tensor
@@ -152,7 +152,7 @@ class _Places(NamedTuple):
     last: int
 
     def hold(self, start: int) -> bool:
-        """True if the part that begins there lies within the weight."""
+        """True if the part that begins there is within the weight."""
         return 0 <= start <= self.last
 
     def of(self, start: int) -> int:
@@ -224,7 +224,7 @@ def _part_of_file(
 ) -> tuple[TensorEntry, Spacing | None, tuple[ViewStep, ...]]:
     """The bytes that the first step leaves of a tensor, where that takes a part of it, and the steps behind it.
 
-    Rows lie in one stretch; a part of each row in as many as there are rows.
+    Rows are in one stretch; a part of each row in as many as there are rows.
     """
     if not steps or steps[0][0] != "narrow":
         return entry, None, steps

@@ -2,9 +2,9 @@
 
 On CUDA a reader copies a chunk from the page cache into one of its pinned buffers and goes on with the other while the
 copy engine takes it to the device, on a stream of its own. On a CPU a reader reads straight into the tensor. Tensors
-that lie one behind the other in a file share chunks: experts that are stored one by one are many and small. A tensor
-that needs another dtype, or does not lie in one stretch, is copied as it is and converted on the device. So are several
-that one weight is computed from: they are read one after the other, wherever they lie.
+that are one behind the other in a file share chunks: experts that are stored one by one are many and small. A tensor
+that needs another dtype, or is not in one stretch, is copied as it is and converted on the device. So are several that
+one weight is computed from: they are read one after the other, wherever they are.
 
 The caller's thread finds what each chunk is while readers read: a reader that did so would hold the interpreter for
 long, and each of eight that gives it away has to wait for it again.
@@ -44,14 +44,14 @@ Fill = Callable[[torch.Tensor, Sequence[torch.Tensor]], None]
 
 
 class Spacing(NamedTuple):
-    """Bytes that lie in a file as equal stretches, at equal distances."""
+    """Bytes that are in a file as equal stretches, at equal distances."""
 
     stretch: int
     distance: int
 
 
 class Source(NamedTuple):
-    """A tensor of a safetensors file: its bytes, dtype and shape there; or a part of it, with what lies between."""
+    """A tensor of a safetensors file: its bytes, dtype and shape there; or a part of it, with what is between."""
 
     path: Path
     entry: TensorEntry
@@ -73,7 +73,7 @@ class TensorRead:
     Attributes:
         path: the safetensors file.
         entry: its bytes, dtype and shape there; of a part of a tensor the part's, as if it lay in one stretch.
-        spacing: of a part that does not lie in one stretch.
+        spacing: of a part that is not in one stretch.
         place: the tensor to fill; any strides, any dtype.
         view: makes the tensor of the file the shape of `place`; None where it has it.
         fill: computes the place, from the tensor and `others`; None where the tensor is copied into it.

@@ -1,4 +1,4 @@
-"""A 64-bit sum over the bytes of each weight, computed where the weight lies.
+"""A 64-bit sum over the bytes of each weight, computed where the weight is.
 
 Packed weights are compared with it at every start, on the device: a GPU reads its memory a hundred times as fast as a
 core computes sha256. A change within one word is always found, any other missed by chance alone (2^-64). It finds
@@ -16,7 +16,7 @@ from itertools import islice, repeat
 import torch
 
 _ROW_WORDS = 8192  # one row of 64-bit words is one sum of products
-_BLOCK_ROWS = 512  # rows at a time: 32 MiB of the device lie between two kernels
+_BLOCK_ROWS = 512  # rows at a time: 32 MiB of the device are between two kernels
 _CACHED_ROWS = 3  # on a CPU: they stay in its cache, and are too few for torch to divide them among threads
 _THREADS = 16
 _MIX = (-7046029254386353131, -4658895280553007687)  # odd, as 64-bit numbers with a sign

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tests.scratch_tree import copy_with, run_in
 
-# Floats of eight bits, and of each row the logarithm of its scale. File → what it is, or what stands there and what
+# Floats of eight bits, and of each row the logarithm of its scale. File → what it is, or what is there and what
 # takes its place.
 NEW = {
     "runtime/weights/formats/log_rows.py": '''"""Floats of eight bits, and the logarithm of each row's scale."""

@@ -1,4 +1,4 @@
-"""Checkpoints as tools publish them: what lies in them beside quantised weights, and several formats in one."""
+"""Checkpoints as tools publish them: what is in them beside quantised weights, and several formats in one."""
 
 from __future__ import annotations
 

@@ -435,7 +435,7 @@ def test_weights_of_eight_bits_in_a_folder_that_names_no_scheme_are_refused(scal
         read_checkpoint(tensors, build_on_meta(tmp_path, torch.float32).model)
 
 
-# As they lie in memory ------------------------------------------------------------------------------------------------
+# As they are in memory ------------------------------------------------------------------------------------------------
 
 
 def kept_specs(

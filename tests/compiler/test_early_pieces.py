@@ -181,7 +181,7 @@ def test_a_shallow_model_is_left_alone(tmp_path):
     slow_but_a_sample([("gemma3_text", 1), ("qwen3_moe", 0), ("gpt2", 0), ("llama", 0)], 2),
 )
 def test_other_architectures_have_early_pieces_too(tmp_path, model_type, num_missed):
-    """Missed is what lies between the second kind of layer and the first, where kinds alternate."""
+    """Missed is what is between the second kind of layer and the first, where kinds alternate."""
     workers = FakeWorkers()
     early, _ = build_pieces(tmp_path / "build", config_of(tmp_path, model_type), workers)
     assert len(early) == 4

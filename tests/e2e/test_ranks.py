@@ -351,7 +351,7 @@ def test_experts_in_few_bits_are_cut_so_where_parts_are_whole_groups(name, inner
         assert (down.dtype.itemsize == 1) is not is_cut_within_a_group
         values = down.shape[-1] if name == "fp8" or name.startswith("fp8") else 2 * down.shape[-1]
         assert is_cut_within_a_group or values == inner // 2
-        # What lies in files as it does in memory is read by the rank that has it alone.
+        # A rank reads alone the bytes that are in files as in memory.
         assert down.num_bytes_read == down.num_bytes or name != "compressed-tensors mxfp4"
 
 

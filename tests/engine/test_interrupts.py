@@ -88,7 +88,7 @@ def test_in_an_event_loop_its_tasks_are_cancelled_and_the_engine_serves_the_next
         until(lambda: len(runner.batches) == 2)
         os.kill(os.getpid(), signal.SIGINT)
         # A signal that comes right before the loop's wait does not end it: asyncio.run has no descriptor for them. A
-        # loop of a program wakes again; this one, whose engine stands still, would not.
+        # loop of a program wakes again; this one, whose engine is still, would not.
         with suppress(RuntimeError):  # it is closed
             loops[0].call_soon_threadsafe(int)
 

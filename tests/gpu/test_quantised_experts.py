@@ -1,4 +1,4 @@
-"""Experts whose weights lie in few bits: the kernels against float32, and whole models as they are published."""
+"""Experts whose weights are in few bits: the kernels against float32, and whole models as they are published."""
 
 from __future__ import annotations
 

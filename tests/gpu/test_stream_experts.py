@@ -33,7 +33,7 @@ pytestmark = [
 
 MARGIN = 1.2
 EPS = 1e-6
-WEIGHTS_STEP = 2**-9  # of bfloat16: a weight that lies between two of its numbers may become the other one
+WEIGHTS_STEP = 2**-9  # of bfloat16: a weight that is between two of its numbers may become the other one
 # Experts, chosen, inputs, outputs of gate_up.
 SHAPES = [(128, 8, 2048, 768), (64, 4, 4096, 512), (60, 3, 256, 32), (512, 10, 1024, 1024), (4, 4, 512, 64)]
 HOW = {

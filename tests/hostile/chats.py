@@ -87,7 +87,7 @@ def _tools(chance: random.Random) -> Any:
     return [{"type": "function", "function": function}] * chance.choice([0, 1, 2])
 
 
-# What a part of a template may stand in, in place of the $.
+# What a part of a template may be in, in place of the $.
 _WRAPPERS = r"""
 $
 $

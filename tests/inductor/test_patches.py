@@ -31,7 +31,7 @@ def test_each_file_is_a_patch_of_the_list():
 
 
 def test_nothing_else_replaces_names_of_inductor():
-    """`module.name = …` of what is imported of torch stands in patches/ alone."""
+    """`module.name = …` of what is imported of torch is in patches/ alone."""
     for path in FOLDER.parent.glob("*.py"):
         tree = ast.parse(path.read_text(encoding="utf-8"))
         of_torch = {

@@ -24,7 +24,7 @@ def test_every_field_but_that_of_states_is_in_the_list():
     assert {field.name for field in fields(LayerKernels)} == {*ATTENTION_KERNELS, "state"}
 
 
-# A kernel that gives each request the mean of its values. File → what it is, or what stands there and what takes its
+# A kernel that gives each request the mean of its values. File → what it is, or what is there and what takes its
 # place.
 NEW = {
     "runtime/ops/mean_decode.py": '''"""Attention by the mean of a request's values, in plain torch."""

@@ -1,4 +1,4 @@
-"""passes/choose_experts.py: a router's choice becomes one op with what stands around it; other choices stay."""
+"""passes/choose_experts.py: a router's choice becomes one op with what is around it; other choices stay."""
 
 from __future__ import annotations
 

@@ -385,7 +385,7 @@ def quantised_decoder() -> fx.GraphModule:
 
 
 def experts_with_biases_of_which_some_are_quantised() -> fx.GraphModule:
-    """Those of the second layer, which lie transposed."""
+    """Those of the second layer, which are transposed."""
     gm = decoder_of_experts_with_biases()
     gm.meta[WEIGHT_SCHEMES] = WeightSchemes({}, {f"layers.1.experts.{part}": MXFP4 for part in ("up", "down")})
     return gm

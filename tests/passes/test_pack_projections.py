@@ -1,4 +1,4 @@
-"""pack_projections: which linears become one, and where their weights lie in it."""
+"""pack_projections: which linears become one, and where their weights are in it."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ def kernels_on_cpu():
 
 
 def tiled(make) -> tuple[fx.GraphModule, int]:
-    """The graph with no other kernels than these and what they stand on."""
+    """The graph with no other kernels than these and what they are on."""
     gm, matches = make(), 0
     for graph_pass in PASSES:
         if not graph_pass.needs or graph_pass.name in ("group_experts", TileExperts.name):

@@ -7,7 +7,7 @@ from tests.hang_guard import HANG_S
 def test_a_users_file_does_not_stand_in_for_a_module_of_python(tmp_path, monkeypatch):
     (tmp_path / "queue.py").write_text("raise SystemExit('the file of the user')")
     (tmp_path / "of_the_user.py").write_text("import queue\nprint(queue.Queue.__module__)")
-    monkeypatch.syspath_prepend(tmp_path)  # as where a script lies there
+    monkeypatch.syspath_prepend(tmp_path)  # as where a script is there
 
     done = subprocess.run(
         child_python.command("of_the_user"),

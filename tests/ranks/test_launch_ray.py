@@ -13,7 +13,7 @@ from mllm_compile.ranks import follower, launch_ray
 def test_an_actor_finds_modules_as_rank_0_does_and_those_of_python_first(monkeypatch, tmp_path):
     """Ray's workers have Python's folders already, and those of the caller would else come ahead of them."""
     standard, of_ray = os.path.dirname(os.__file__), str(tmp_path / "ray")
-    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])  # as where the caller's script lies there
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])  # as where the caller's script is there
     folders = child_python.module_folders()
     monkeypatch.setattr(sys, "path", [of_ray, standard])
     monkeypatch.setattr(follower, "serve", socket.socket.close)

@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).parents[2]
 
-# Folders, and single files that stand on a floor of their own.
+# Folders, and single files that are on a floor of their own.
 FLOORS = (
     "mllm_compile/__main__",
     "mllm_compile/__init__",
@@ -127,7 +127,7 @@ def _imported(node: ast.AST, at_once: bool = True) -> Iterator[tuple[list[str], 
 
 
 def _resolved(dotted: str, exactly: bool = False) -> str | None:
-    """The module that a full name is, or lies in; None if it is not ours."""
+    """The module that a full name is, or is in; None if it is not ours."""
     if not re.match(r"mllm_compile(\.|$)", dotted):
         return None
     path = dotted.replace(".", "/")

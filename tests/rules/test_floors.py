@@ -90,7 +90,7 @@ def test_circles_are_found():
 
 
 def test_no_folder_has_one_module():
-    """One is no folder: it lies beside its neighbours, or its package's __init__.py has it."""
+    """One is no folder: it is beside its neighbours, or its package's __init__.py has it."""
     assert not [folder for folder, count in import_graph.folder_sizes().items() if count == 1]
 
 

@@ -1,4 +1,4 @@
-"""What lies in a cache: listed, checked, and removed to make room; and what the cache commands say of it."""
+"""What is in a cache: listed, checked, and removed to make room; and what the cache commands say of it."""
 
 from __future__ import annotations
 

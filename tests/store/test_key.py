@@ -109,7 +109,7 @@ def test_another_config_and_other_weights_are_factors(model):
     ],
 )
 def test_a_text_that_changes_while_it_is_compiled_ends_the_compile(model, tmp_path, monkeypatch, name, factor):
-    """Else the runtime would lie under the key of the old text, and serve the new one."""
+    """Else the runtime would be under the key of the old text, and serve the new one."""
     content = json.loads((model / name).read_text())
     whole = build._export_text
 

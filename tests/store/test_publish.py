@@ -1,4 +1,4 @@
-"""Where runtimes lie: published whole, one compile a key, what dead compiles left, full disks, list, prune, verify."""
+"""Where runtimes are: published whole, one compile a key, what dead compiles left, full disks, list, prune, verify."""
 
 from __future__ import annotations
 

@@ -58,7 +58,7 @@ class StreamEngine(Protocol):
 
 
 class ImageEngine(BenchEngine, Protocol):
-    """A running engine that takes prompts with images: `generate` takes those of `prompt` beside token ids."""
+    """A running engine that takes images: `generate` takes prompts of `prompt` beside token ids."""
 
     def image(self, side: int, seed: int) -> Any:
         """A random image of side × side pixels: what the model's processor would make of it, where the engine takes

@@ -1,9 +1,9 @@
 """Computes the hardware's limits: bytes and operations of the work over measured ceilings. Arithmetic only.
 
 A step has to read every weight once and each request's KV cache, to read and write each request's states, and to
-multiply each token with each weight. Weights and KV are counted apart, since they are different kernels: the time of
-the weights is bytes or operations, whichever is more; attention's is its bytes while decoding, its operations in a
-prompt. Activations are left out (under 1 %).
+multiply each token with each weight. Weights and KV are counted apart, since they are different kernels. The time of
+the weights is that of bytes or operations, whichever is longer. Attention takes the time of its bytes in a decode, of
+its operations in a prompt. Activations are left out (under 1 %).
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class TowerFigures:
         patch_params: parameters that every patch is multiplied with.
         feature_params: those that every feature is, of `patches_per_feature`.
         full_widths: widths of all heads, of layers in which a patch sees all of its image, summed.
-        window_widths: of those in which it sees `window_patches`.
+        window_widths: the same for layers in which a patch sees `window_patches`.
     """
 
     patch_params: int
@@ -71,7 +71,7 @@ class ModelFigures:
 
     Attributes:
         layer_params: parameters that every token is multiplied with.
-        expert_params: parameters of one expert, in all layers; num_experts of which each token chooses num_chosen.
+        expert_params: parameters of one expert, in all layers; each token chooses num_chosen of num_experts.
         head_params: parameters of the head, which only sampled rows are multiplied with.
         weight_itemsize: bytes a parameter that is not quantised.
         kv_bytes_per_token: over all layers.
@@ -79,8 +79,8 @@ class ModelFigures:
         vocab_size: rows of the embedding.
         context_len: tokens that the model was made for.
         state_bytes: of one request, over all layers that carry a state.
-        quantised_params: those of `layer_params` that lie in memory in few bits, as so many `quantised_bytes`.
-        fp8_params: those of them that are fp8, which a GPU may multiply in fp8.
+        quantised_params: the part of `layer_params` that is quantised in memory, in `quantised_bytes`.
+        fp8_params: the part of them in fp8, which a GPU may multiply in fp8.
         expert_itemsize: bytes a parameter of experts, with their scales; None: as others have.
         tower: of images; None: the model has none that is served.
     """
@@ -200,8 +200,7 @@ def with_gaps_limits(
 def with_images_limits(
     lines: Sequence[Measurement], work: ImagesWork, figures: ModelFigures, ceilings: Ceilings, prompt_len: int
 ) -> list[Measurement]:
-    """The lines of a run of images with their limits, in ms: new images take the tower's operations beside those of
-    their prompts.
+    """The lines of a run of images with their limits, in ms: new images take the tower's operations and their prompts'.
 
     Args:
         prompt_len: tokens of each prompt.

@@ -28,9 +28,9 @@ def model_figures(
 ) -> ModelFigures:
     """The figures of a model folder, served in `dtype`, with `weight_schemes` of its weights in few bits.
 
-    Every matrix counts as one that each token is multiplied with, but for those of experts that the traced model has as
-    ops, and every layer as one with full attention, unless some carry a state: for other models the limit is a bound,
-    not a target.
+    Every matrix counts as one that each token is multiplied with, except matrices of experts that the traced model has
+    as ops, and every layer as one with full attention, unless some carry a state: for other models the limit is a
+    bound, not a target.
 
     Args:
         state_dtype: the type of sums of layers with a state.
@@ -114,7 +114,7 @@ def _layers(hf_model: HFModel, dtype: torch.dtype, sums: torch.dtype) -> tuple[i
 
 
 def _quantised(model: Any, weight_schemes: WeightSchemes | None, left_out: set[int], dims: int) -> tuple[int, int, int]:
-    """Parameters of layers, of so many dimensions, that lie in few bits, their bytes, and those of them in fp8.
+    """Quantised parameters of layers, of so many dimensions; their bytes; and the parameters in fp8 among them.
 
     Routers, which do not, are few.
     """

@@ -1,12 +1,12 @@
 """Shows where the time of a decode step goes: each kernel's bytes, time, and loss against the ceilings.
 
-Bytes are those that have to move, not those that a kernel happened to move: a matrix and its rows for a GEMM, the KV
-cache for an attention, and for whatever runs between two GEMMs what the first wrote and the second reads. Kernels
-between them share that, so that splitting work over more kernels shows as time lost.
+Bytes are the necessary ones, not all that a kernel moved. A GEMM reads a matrix and its rows, an attention the KV
+cache. Kernels between two GEMMs read what the first wrote, and write what the second reads. Kernels between them share
+that, so that splitting work over more kernels shows as time lost.
 
 Which GEMM is which weight is known by order: a piece's matrices are used in the order of its inputs. Kernels of a
-replayed CUDA graph are found by name and count among those of a step without graphs, but for those that a captured
-decode alone has. Pure Python.
+replayed CUDA graph are found, by name and count, among the kernels of a step without graphs, except kernels of captured
+decodes alone. Pure Python.
 """
 
 from __future__ import annotations
@@ -241,7 +241,7 @@ def part_times(
 
 
 def _same_in(known: Sequence[TracedKernel], kernels: Sequence[TracedKernel]) -> list[int | None]:
-    """Each kernel's position in the known step: the n-th of a name is the n-th there; None: there is none."""
+    """Each kernel's position in the known step: the n-th of a name is the n-th there; or None."""
     by_name: dict[str, list[int]] = defaultdict(list)
     for position, kernel in enumerate(known):
         by_name[kernel.name].append(position)

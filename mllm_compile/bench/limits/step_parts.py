@@ -1,7 +1,7 @@
 """Computes what each part of a decode step reads and multiplies, from a runtime's program alone: no device, no model.
 
-A part is a step of the program: a piece, an attention, or a layer with a state. The parts' bytes add up to those of
-limits.ModelFigures, but for states, and like there activations and the rows that token ids look up are left out (under
+A part is a step of the program: a piece, an attention, or a layer with a state. The parts' bytes add up to
+limits.ModelFigures' bytes, without states. Activations and the rows that token ids look up are left out in both (under
 1 %).
 """
 

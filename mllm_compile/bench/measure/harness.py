@@ -137,8 +137,8 @@ def counted_experts(
 
 
 def with_enough_experts(probe: Probe, batches: Sequence[int]) -> tuple[int, ...]:
-    """The batches whose time is a result: random weights stand for a model's whose tokens choose by chance, and to read
-    fewer experts is quicker. A checkpoint's router chooses as it does.
+    """The batches whose time is a result. With random weights tokens may choose fewer experts than a model's, which is
+    quicker. A checkpoint's router chooses as it does.
 
     Raises:
         BenchmarkError: none of them.
@@ -312,7 +312,7 @@ def _run_processes(
     environment: Mapping[str, str] | None = None,
     at_once: int = 1,
 ) -> list[dict[str, Any]]:
-    """The result of each job's process, or {"error": why there is none}; so many of them run side by side."""
+    """The result of each job's process, or {"error": reason}; so many of them run side by side."""
     with tempfile.TemporaryDirectory(prefix="mllm-bench-") as scratch:
         places = [
             (Path(scratch) / f"job-{index}.json", Path(scratch) / f"result-{index}.json") for index in range(len(jobs))

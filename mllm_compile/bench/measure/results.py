@@ -23,7 +23,7 @@ class Measurement:
     Attributes:
         name: tpot, prefill, mixed256, …
         unit: ms and s are better low, tok/s better high.
-        median: the samples' (tpot: by its definition, that of the calls it is made of).
+        median: of the samples (tpot: computed from the medians of its calls).
         samples: one a repeat, in the order in which they were taken.
         batch: requests at once, where the work has several.
         limit: the best value by the machine's measured ceilings, in the same unit; None if not known.
@@ -190,7 +190,7 @@ class BenchResult:
         try:
             data = json.loads(path.read_text(encoding="utf-8"))
             if not isinstance(data, dict) or "runs" not in data:
-                raise ValueError("it has no runs (`bench roofline` writes maps of a step, of which there is no table)")
+                raise ValueError("it has no runs (`bench roofline` writes maps of a step, which have no table)")
             if data.pop("format") != FORMAT:
                 raise ValueError(f"it is of another format than {FORMAT}, which this version writes")
             ceilings = data.pop("ceilings")
@@ -209,7 +209,7 @@ class BenchResult:
 
 
 def joined(runs: Sequence[EngineRun]) -> EngineRun:
-    """Several processes of one engine and work as one run, whose medians are those of the processes'."""
+    """Several processes of one engine and work as one run with the medians of the processes' medians."""
     if len(runs) == 1:
         return runs[0]
     lines = []

@@ -121,7 +121,7 @@ def asked_config(source: str) -> EngineConfig:
     """The config of what was asked for; of a runtime's folder the one that it was compiled from.
 
     Raises:
-        MllmError: it is nothing that an engine takes.
+        MllmError: no engine takes it.
     """
     config = config_or_runtime(source)
     if isinstance(config, EngineConfig):
@@ -162,7 +162,7 @@ class RuntimePlace:
         return cls(data["folder"], DeviceKey(**data["device"]))
 
     def remember(self, values: Mapping[str, Any]) -> None:
-        """Puts values beside the runtime in place of those of the same names, where the folder can be written."""
+        """Replaces values of these names beside the runtime, where the folder can be written."""
         folder = Path(self.folder) / MEASURED
         write_measured(folder, self.device, read_measured(folder, self.device) | dict(values))
 

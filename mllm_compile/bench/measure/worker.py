@@ -45,7 +45,7 @@ EXIT_MISTAKE = 2
 
 
 def device(job: dict[str, Any]) -> dict[str, Any]:
-    """Say on which kind of device an engine of the config would be."""
+    """Say which kind of device an engine of the config would use."""
     from mllm_compile.config.device import detect_device
 
     return {"is_cpu": not detect_device(asked_config(job["config"]).runtime.device).is_cuda}
@@ -101,7 +101,7 @@ def _weight_schemes(setting: Setting) -> WeightSchemes | None:
 
 
 def latency(job: dict[str, Any]) -> dict[str, Any]:
-    """An EngineRun of tpot and prefill by batch, and where the runtime lies that it ran."""
+    """An EngineRun of tpot and prefill by batch, and where the runtime is that it ran."""
     work = LatencyWork(**(job["work"] | {"batches": tuple(job["work"]["batches"])}))
     setting = Setting(**job["setting"])
     engine = open_engine(job["engine"], setting)
@@ -188,7 +188,7 @@ def images(job: dict[str, Any]) -> dict[str, Any]:
 def _some(lines: list[Measurement]) -> list[Measurement]:
     """
     Raises:
-        BenchmarkError: there are none.
+        BenchmarkError: it has no such steps.
     """
     if not lines:
         raise BenchmarkError("the KV cache holds none of the batches at once: give smaller ones, or shorter prompts")
@@ -201,7 +201,7 @@ def fits_at_once(engine: BenchEngine, batch: int, request_len: int) -> bool:
 
 
 def roofline(job: dict[str, Any]) -> dict[str, Any]:
-    """The kernels of a step of each batch (roofline.py), and where the runtime lies that made them."""
+    """The kernels of a step of each batch (roofline.py), and where the runtime is that made them."""
     from mllm_compile.bench.trace.step_trace import trace_steps
 
     setting = Setting(**job["setting"])

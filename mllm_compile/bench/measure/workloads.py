@@ -67,16 +67,16 @@ class Call:
         return sum(self.max_tokens)
 
 
-# In each work, of_cpu are the sizes with which a model that a CPU serves well is measured there within a minute, and
-# sizes_text names those that a run has.
+# In each work, of_cpu are sizes for CPUs: a model that a CPU serves well is measured within a minute. sizes_text names
+# the sizes of a run.
 
 
 @dataclass(frozen=True, kw_only=True)
 class LatencyWork:
     """`tpot` and `prefill` at several batch sizes.
 
-    At batch b: b prompts of `input_len` random tokens; tpot is (time of generate with `output_len` new tokens − with
-    1) / (output_len − 1), each the median of `repeats` after one warm-up; prefill is the 1-token generate.
+    At batch b: b prompts of `input_len` random tokens. tpot is (time of generate with `output_len` new tokens − with 1)
+    / (output_len − 1). Each time is the median of `repeats` after one warm-up. prefill is the 1-token generate.
     """
 
     batches: tuple[int, ...] = BATCHES

@@ -74,7 +74,7 @@ class Server:
         api_key: sent where it is given.
 
     Raises:
-        BenchmarkError: the URL is none.
+        BenchmarkError: the URL is malformed.
     """
 
     def __init__(self, url: str, api_key: str | None) -> None:
@@ -95,7 +95,7 @@ class Server:
         """The JSON at a path.
 
         Raises:
-            BenchmarkError: there is none.
+            BenchmarkError: it has no model.
         """
         try:
             status, body = await self._ask("GET", path, b"", None)
@@ -172,7 +172,7 @@ def _read_usage(seen: Seen, body: bytearray) -> None:
     """Takes the counts of the last chunk that has them.
 
     Raises:
-        ValueError: the stream ends with an error, or is none.
+        ValueError: the stream ends with an error, or is malformed.
     """
     for line in reversed(bytes(body).split(b"\n\n")):
         if not line.startswith(b"data: {"):

@@ -1,7 +1,7 @@
 """The clients of a load, in processes of their own: one that shares a core with the rest measures itself.
 
-Run as a module it is one of them: its share of the requests comes as a line of standard input and, once it has said
-that it is ready, the time to begin as a second one; what it saw goes to standard output.
+Run as a module it is one client. A first line of standard input has its share of the requests. Once it has reported
+that it is ready, a second line has the time to begin. Its measurements go to standard output.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ from mllm_compile.errors import ConfigError
 from mllm_compile.process.console import print_table
 from mllm_compile.runtime.config_sections import SWITCHES
 
-# Kind of graphs → the key of `cudagraph`, its value that switches them off, and those of an engine without them.
+# Kind of graphs → the key of `cudagraph`, its value that switches them off, and the values of an engine without them.
 GRAPHS: dict[str, tuple[str, Any, tuple[Any, ...]]] = {
     "full_graphs": ("mode", "piecewise", ("piecewise", "none")),
     "mixed_graphs": ("mixed_tokens", (), ([],)),

@@ -16,7 +16,7 @@ _TITLES = {"tpot": "Time per output token", "prefill": "Time to the first token 
 # Okabe and Ito's, which colour-blind people tell apart.
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00")
 _SOFT = "#5b6470"
-_MOST_VALUES = 9  # of one line; more would stand in each other's way
+_MOST_VALUES = 9  # of one line; more would be in each other's way
 _LIMIT_NAME = "limit: measured ceilings"
 
 INSTALL = "pip install -e '.[bench]'"  # docs/benchmarks.md says it, too; a test compares
@@ -115,7 +115,7 @@ def _draw_times(axes: Any, result: BenchResult, name: str) -> None:
             batches, medians, yerr=[below, above], marker="o", ms=5, capsize=3, color=colour, label=run.engine
         )
         for line in _spread(lines):
-            # The first engine's values stand below its line, the others' above theirs.
+            # The first engine's values are below its line, the others' above theirs.
             side = -1 if index == 0 and len(result.runs) > 1 else 1
             _write_value(axes, line.batch, line.median, show_figure(line.median), colour, side)
     limits = _limits(result, name)
@@ -166,7 +166,7 @@ def _draw_bars(axes: Any, result: BenchResult, name: str) -> None:
         axes.legend(frameon=False, fontsize=9, loc="upper right", bbox_to_anchor=(1, 0), borderaxespad=2.2)
     axes.set_yticks(range(len(measured)), [engine for engine, _ in measured])
     axes.invert_yaxis()
-    axes.set_xlim(0, longest * 1.62)  # room for what stands behind the bars
+    axes.set_xlim(0, longest * 1.62)  # room for what is behind the bars
     batch = measured[0][1].batch if measured else None
     requests = "" if batch is None else f", {batch} request{'s' * (batch != 1)}"
     axes.set_title(f"{_TITLES[name]}{requests}, {_unit(result, name)}", loc="left", fontsize=11)
@@ -224,7 +224,7 @@ def _spread(lines: Sequence[Measurement]) -> list[Measurement]:
 
 
 def _apart(batches: Sequence[int]) -> list[int]:
-    """The last of ascending sizes and those before it that stand far enough apart on a logarithmic axis to be read."""
+    """The last of ascending sizes and those before it that are far enough apart on a logarithmic axis to be read."""
     kept: list[int] = []
     for batch in reversed(batches):
         if not kept or math.log(kept[-1] / batch) > math.log(batches[-1] / batches[0]) / _MOST_VALUES:

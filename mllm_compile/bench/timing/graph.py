@@ -1,4 +1,4 @@
-"""Times what runs in a CUDA graph, by the GPU's own clock: nothing of the host's counts."""
+"""Times the work of a CUDA graph by the GPU's own clock, without the host's time."""
 
 from __future__ import annotations
 

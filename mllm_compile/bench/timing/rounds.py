@@ -15,7 +15,7 @@ _STABLE = 0.01  # of the median, between the two halves of the times
 
 
 def repeated(take: Take, repeats: int, warm_ups: int = 1) -> list[float]:
-    """The results of `take`, without those of the first few times."""
+    """The results of `take`, without the first few."""
     return [take() for _ in range(warm_ups + repeats)][warm_ups:]
 
 
@@ -63,7 +63,7 @@ def spread(times: Sequence[float], median: float | None = None) -> float:
     """(largest − smallest) / median; 0 of none.
 
     Args:
-        median: where it is not that of the times.
+        median: where it is not the times' median.
     """
     if not times:
         return 0.0

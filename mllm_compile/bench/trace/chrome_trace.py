@@ -2,7 +2,7 @@
 
 The file format is Chrome's (`export_chrome_trace`), which has stayed the same over many versions of torch, unlike the
 profiler's own objects. A kernel belongs to the part of the program whose range held the call that launched it; its own
-time lies elsewhere, on the GPU. On a CPU the operators take the kernels' place, each with its own time only.
+time is elsewhere, on the GPU. On a CPU the operators take the kernels' place, each with its own time only.
 
 Pure Python; times are microseconds.
 """
@@ -142,7 +142,7 @@ def _cpu_operators(events: list[Mapping[str, Any]], pieces: _Pieces) -> list[tup
 
 
 def _own_times(events: list[Mapping[str, Any]]) -> Iterable[tuple[Mapping[str, Any], float]]:
-    """(event, its time without that of the events inside it), thread by thread."""
+    """(event, its time without the events inside it), thread by thread."""
     by_thread: dict[Any, list[Mapping[str, Any]]] = {}
     for event in events:
         by_thread.setdefault((event.get("pid"), event.get("tid")), []).append(event)

@@ -1,4 +1,4 @@
-"""Reads what ran on a GPU out of a profiler's trace: kernels and copies, how long it was busy, and its waits."""
+"""Reads a profiler's trace of a GPU: kernels and copies, how long it was busy, and its waits."""
 
 from __future__ import annotations
 

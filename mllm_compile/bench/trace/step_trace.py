@@ -71,7 +71,7 @@ def trace_step(parts: EngineParts, setting: Setting, work: StepWork, batch: int,
 
 
 def _profile(step: Callable[[], None], steps: int, on_gpu: bool) -> list[TracedKernel]:
-    """The kernels of the typical step: those of the commonest sequence of names, each with its median time."""
+    """The kernels of the typical step: the commonest sequence of names, each with its median time."""
     activities = [torch.profiler.ProfilerActivity.CPU]
     if on_gpu:
         activities.append(torch.profiler.ProfilerActivity.CUDA)
@@ -108,7 +108,7 @@ def typical_step(steps: Sequence[list[TracedKernel]]) -> list[TracedKernel]:
 
 
 class _PieceRecorder:
-    """Marks every piece call in the trace and notes what goes in and out of it."""
+    """Marks every piece call in the trace and notes its inputs and outputs."""
 
     def __init__(self, executor: ProgramExecutor, config: RunnerConfig) -> None:
         self._program = executor.program
@@ -122,8 +122,8 @@ class _PieceRecorder:
         is_activation = [name not in self._weights for name in step.inputs] if isinstance(step, PieceStep) else []
 
         def run(inputs: list[torch.Tensor]) -> Sequence[torch.Tensor]:
-            # Before the call: a piece may empty the list. What a piece gets to write the KV cache comes last in it
-            # and counts with its attention.
+            # Before the call: a piece may empty the list. A piece's inputs for writing the KV cache come last, and
+            # count with its attention.
             leaves_rotation = any(tensor.numel() == 0 for tensor in inputs[len(is_activation) :])
             idle = self._idle_values(index, leaves_rotation)
             own = zip(step.reads, inputs[: len(is_activation)], is_activation, strict=True)
@@ -137,8 +137,8 @@ class _PieceRecorder:
         return run
 
     def _idle_values(self, index: int, leaves_rotation: bool) -> set[str]:
-        """Values that the piece at `index` neither reads nor writes for others in this step: where it leaves the
-        rotation to attention, q and k, and the angles that it is given; otherwise what q and k are made of."""
+        """Values that the piece at `index` neither reads nor writes for others in this step. Where it leaves the
+        rotation to attention: q, k and the angles; otherwise the inputs of q and k."""
         step, behind = self._program.steps[index], self._program.steps[index + 1 : index + 2]
         rope_inputs = behind[0].rope_inputs if behind and isinstance(behind[0], AttentionStep) else None
         if rope_inputs is None:
@@ -197,7 +197,7 @@ class _PieceRecorder:
 
     @property
     def _of_states(self) -> set[tuple[int, ...]]:
-        """Shapes of weights that layers with a state read: those of convolutions, and the rates of Mamba-1's scan."""
+        """Shapes of weights that layers with a state read: convolutions' weights, and the rates of Mamba-1's scan."""
         shapes = set()
         for layer in self._program.state_layers:
             if layer.kind.holds_inputs:

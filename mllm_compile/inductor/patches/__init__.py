@@ -1,6 +1,6 @@
 """Replacements inside torch and Inductor, each with its gain, its switch, and what happens where it does not fit.
 
-Each file here is one of PATCHES, and whatever of torch's own names is replaced stands in its `replaces`: this is the
+Each file here is one of PATCHES, and whatever of torch's own names is replaced is in its `replaces`: this is the
 list to go through for a new torch. Nothing else replaces a name of Inductor. `applies` says which fit the torch that is
 installed.
 """

@@ -68,7 +68,7 @@ def traced_tower(hf_model: HFModel, module: torch.nn.Module, inputs: dict[str, t
 
 
 def placeholder_of(hf_model: HFModel, token: Any) -> int:
-    """The token that stands where a feature goes: `token`, the config's image_token_id.
+    """The token that is where a feature goes: `token`, the config's image_token_id.
 
     Raises:
         UnsupportedModelError: the model's embedding has no row for it.

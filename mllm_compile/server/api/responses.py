@@ -120,7 +120,7 @@ class ResponsesRequest:
 
 
 def _tool(index: int, tool: dict[str, Any]) -> dict[str, Any]:
-    """A tool as that of a chat, whose function stands under a name of its own."""
+    """A tool as that of a chat, whose function is under a name of its own."""
     if tool.get("type") != "function":
         kind = typed_repr(tool.get("type"))
         raise bad_request(f"tools: tool {index} is {kind}; expected functions, {_TOOL}: others are not served")

@@ -1,6 +1,6 @@
 """Finds out from a model's chat template how the model writes calls and reasoning.
 
-An answer with known calls is rendered; what stands around their names and arguments is the syntax. It is taken only if
+An answer with known calls is rendered; what is around their names and arguments is the syntax. It is taken only if
 the parser reads by it what the template writes: one call, two, nested arguments, with text ahead. Otherwise, or if
 calls open with nothing to tell them by, a known syntax is taken that the template's source has the texts of.
 """

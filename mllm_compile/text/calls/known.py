@@ -31,7 +31,7 @@ _LLAMA = JsonObject(arguments=("parameters",))
 _PYTHON = Parameters(after_name="(", begin="", between="=", end="", separator=", ", are_python=True)
 _PYTHON_LIST = CallSyntax(_PYTHON, begin="[", end="]", separator=", ", call_end=")")
 
-# The first that fits is taken: what needs more stands ahead of what needs less.
+# The first that fits is taken: what needs more is ahead of what needs less.
 KNOWN = (
     Known("harmony", ("<|channel|>", "<|message|>", "<|start|>"), Channels()),
     Known(

@@ -1,4 +1,4 @@
-"""Finds calls in a text that a template has rendered, and what stands around their parts."""
+"""Finds calls in a text that a template has rendered, and what is around their parts."""
 
 from __future__ import annotations
 

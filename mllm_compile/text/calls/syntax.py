@@ -101,7 +101,7 @@ class CallSyntax:
     """Calls in a text: `begin` (`call_begin` body `call_end`), with `separator` between them, `end`.
 
     Attributes:
-        also_begin: texts that may stand ahead of a call that otherwise has none.
+        also_begin: texts that may be ahead of a call that otherwise has none.
     """
 
     body: JsonObject | NameThenJson | Parameters

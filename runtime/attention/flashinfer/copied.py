@@ -1,6 +1,6 @@
-"""Prefills whose keys and values are read in a row: where they lie so, or copied out of their pages first.
+"""Prefills whose keys and values are read in a row: where they are so, or copied out of their pages first.
 
-FlashInfer's fa3 reads pages row by row, in tiles of 96 keys; what lies in a row comes by TMA, in tiles of 128, and a
+FlashInfer's fa3 reads pages row by row, in tiles of 96 keys; what is in a row comes by TMA, in tiles of 128, and a
 block takes a sixth less time. Pages that follow each other are a row (schedule/pages/allocator.py tries to give a long
 prompt such ones). A copy is made layer by layer and read by every block of queries, so with many of these it pays
 (prefill_cost.py). All layers and groups use the same memory for it, as they run one after another.
@@ -63,7 +63,7 @@ class RowPrefill:
         """
         Args:
             wrapper: a BatchPrefillWithRaggedKVCacheWrapper, planned for the keys.
-            first_slot, num_keys: where the keys lie.
+            first_slot, num_keys: where the keys are.
         """
         self._wrapper = wrapper
         self._keys = slice(first_slot, first_slot + num_keys)

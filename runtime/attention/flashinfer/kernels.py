@@ -74,8 +74,8 @@ class PrefillKernel:
     Attributes:
         name: 'fa2' or 'fa3', as FlashInfer has it.
         splits: blocks may share the keys of a query; fa3's never do.
-        copies: keys and values are copied out of their pages first, and read as they lie in a row (copied.py).
-        in_a_row: they lie so, as one prompt's pages follow each other.
+        copies: keys and values are copied out of their pages first, and read as they are in a row (copied.py).
+        in_a_row: they are so, as one prompt's pages follow each other.
         parts: so many blocks share the keys before one prompt's chunk (prefix_parts.py); 1: none do.
     """
 
@@ -161,7 +161,7 @@ def prefill_costs(
     Args:
         query_lens: [R] new tokens of each request; prefix_lens: [R] what it has in the cache.
         most_copied: tokens of a batch whose keys and values there is room to copy.
-        may_divide: what lies before a prompt's new tokens may be divided into parts.
+        may_divide: what is before a prompt's new tokens may be divided into parts.
         in_a_row: there is one prompt, whose pages follow each other.
     """
     load = _prefill_load(group, query_lens, prefix_lens, num_sms)
@@ -210,7 +210,7 @@ def choose_prefill_kernel(
 CAPTURED_PREFILL = PrefillKernel("fa3", splits=False)
 COPYING_PREFILL = PrefillKernel("fa3", splits=False, copies=True)
 ROW_PREFILL = PrefillKernel("fa3", splits=False, in_a_row=True)
-PARTS = (2, 3, 4)  # into which what lies before a chunk may be divided
+PARTS = (2, 3, 4)  # into which what is before a chunk may be divided
 LEAST_DIVIDED = 2048  # tokens
 
 

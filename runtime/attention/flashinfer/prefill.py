@@ -101,7 +101,7 @@ class CapturedPrefill:
             first_row: row of the first prompt.
 
         Raises:
-            RuntimeError: the plan lies elsewhere than the captured kernel reads it.
+            RuntimeError: the plan is not where the captured kernel reads it.
         """
         wrapper = self._wrapper
         with self._space.planning(wrapper):
@@ -209,7 +209,7 @@ class GroupPrefill:
         Args:
             options: plan()'s keyword arguments.
             copies: where keys and values may be copied to; None: they never are.
-            merge: flashinfer.merge_state_in_place; None: what lies before a chunk is never divided.
+            merge: flashinfer.merge_state_in_place; None: what is before a chunk is never divided.
         """
         self._make_wrapper = make_wrapper
         self._group = group
@@ -261,7 +261,7 @@ class GroupPrefill:
         return self._plan(kernel, prefills)
 
     def _is_in_a_row(self, first_slot: int | None) -> bool:
-        """True if keys lie so and may be read so: the setting is that of copies."""
+        """True if keys are so and may be read so: the setting is that of copies."""
         return first_slot is not None and self._copies is not None
 
     def capture_obstacle(self) -> str | None:

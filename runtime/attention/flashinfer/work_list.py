@@ -32,7 +32,7 @@ _ALIGNMENT = 16  # bytes
 
 
 class WorkList:
-    """Where a list of work lies in FlashInfer's int workspace, and how it is written.
+    """Where a list of work is in FlashInfer's int workspace, and how it is written.
 
     Attributes:
         layout: what kernels are told of it.
@@ -96,7 +96,7 @@ class WorkList:
 
 
 class SplitList:
-    """Where a list of work of fa2 lies, and how it is written; behind it lie the bounds that wrappers keep of a batch.
+    """Where a list of work of fa2 is, and how it is written; behind it are the bounds that wrappers keep of a batch.
 
     Attributes:
         layout: what kernels are told of it, as PrefillPlanInfo has it.

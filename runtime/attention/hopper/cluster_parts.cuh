@@ -1,4 +1,4 @@
-// What a block leaves to another of the same launch, in global memory. A word is MISSING until a number stands there: a
+// What a block leaves to another of the same launch, in global memory. A word is MISSING until a number is there: a
 // NaN, of which a sum is made another one. So numbers tell by themselves that they are there: a flag would have to wait
 // for them. The reader puts MISSING back, for the next launch.
 

@@ -2,11 +2,11 @@
 //
 // A cluster takes a KV head of a request, its blocks take tiles of 64 keys in turns. All tiles that a block's shared
 // memory holds are asked for at once (by TMA), before the kernel ahead has ended but for the one with the new token's
-// key, which that kernel writes: lengths, the page table and what stands before that key are of earlier kernels. Where
+// key, which that kernel writes: lengths, the page table and what is before that key are of earlier kernels. Where
 // blocks rotate (rotation.cuh) that tile comes too, and the warp whose keys it ends puts the new token there itself. A
 // block's warps share its queries' rotation. A warp has 16 keys of a tile and sums of its own; sums are added up in a
-// block, then over distributed shared memory. They stand where tiles were: so two blocks fit on a multiprocessor. A
-// cluster's blocks must lie in one group of 16 or 18 multiprocessors, not all of which a GPU has: with one block each,
+// block, then over distributed shared memory. They are where tiles were: so two blocks fit on a multiprocessor. A
+// cluster's blocks must be in one group of 16 or 18 multiprocessors, not all of which a GPU has: with one block each,
 // 32 clusters of four may not run side by side.
 //
 // A long request's head has up to `parts` clusters, where that many run side by side (clusters.py): with one of eight

@@ -20,7 +20,7 @@ MOST_SEQUENCES = 256
 MOST_SEQUENCES_OF_FEW_HEADS = 128
 # Of all sequences' first clusters: about as many as there are multiprocessors.
 _BLOCKS = 128
-# Clusters of so many blocks run side by side, two blocks on a multiprocessor, however a GPU's 132 lie in groups.
+# Clusters of so many blocks run side by side, two blocks on a multiprocessor, however a GPU's 132 are in groups.
 _CLUSTERS = {2: 128, 4: 60, 8: 28}
 # Where a request may have more, clusters serve no more sequences than this: one that is much longer than the others has
 # only two blocks a head.
@@ -54,7 +54,7 @@ class ClusterKernel(DecodeKernel):
 
     @property
     def shared_bytes(self) -> int:
-        """Bytes of the ring, where sums stand later, and its alignment; queries and barriers."""
+        """Bytes of the ring, where sums are later, and its alignment; queries and barriers."""
         queries = self.group * (HEAD_DIM + _QUERY_PADDING) * 2
         return _RING_BYTES + 1024 + queries + 2 * self.stages * 8
 

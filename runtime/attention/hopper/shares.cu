@@ -3,7 +3,7 @@
 // All keys are divided among the blocks in equal shares (plan.cuh): a block for each multiprocessor if it works at
 // eight heads of 128, several smaller ones if KV heads do not divide into eights. Keys, or values, of a tile are 4 KB
 // of each such head, in a row where there are no others, which one copy takes (by TMA, which puts them where eight
-// keys' chunks lie in different banks; rows padded for that would be read 5 % slower). One warp asks for them, before
+// keys' chunks are in different banks; rows padded for that would be read 5 % slower). One warp asks for them, before
 // the kernel ahead has ended but for a tile with a new token's key, which that kernel writes; lengths and the page
 // table are of earlier kernels. Some make requests ready (ready.cuh): where they rotate (rotation.cuh) no tile waits,
 // and new tokens are put into the tiles that have come. The others compute, a head each. Of a head of 256 two take the

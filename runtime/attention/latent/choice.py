@@ -1,6 +1,6 @@
 """Chooses the prompts of a step that attend over keys and values made of their latents; free of torch.
 
-All that counts is known on the host: how many tokens of each prompt are new, and how many lie before them.
+All that counts is known on the host: how many tokens of each prompt are new, and how many are before them.
 
 Shape legend: R prompts.
 """

@@ -26,7 +26,7 @@ _TILES = (Tile(16, 64, 4, 2), Tile(32, 64, 4, 2), Tile(64, 32, 8, 3))
 PREFILL_TILE = _TILES[-1]
 # Of attention over keys and values made of latents: rows are tokens of a prompt, of one head.
 EXPANDED_ROWS = 128
-TILE_FIELDS = 8  # int32 numbers of each, two of them unused: they lie at multiples of 16 bytes
+TILE_FIELDS = 8  # int32 numbers of each, two of them unused: they are at multiples of 16 bytes
 _EXPANDED_TILE = Tile(EXPANDED_ROWS, 64, 8, 3)
 _WIDE = 320  # numbers of a key and a value, beyond which there is room for fewer
 _WIDE_TILE, _WIDE_TILE_BEFORE_HOPPER = Tile(EXPANDED_ROWS, 64, 8, 2), Tile(EXPANDED_ROWS, 32, 8, 2)
@@ -38,7 +38,7 @@ def decode_tile(num_heads: int) -> Tile:
 
 
 def expanded_tile(width: int, value_width: int, is_hopper: bool = True) -> Tile:
-    """The tile of attention over keys of `width` and values of `value_width`, as they lie in shared memory, of which
+    """The tile of attention over keys of `width` and values of `value_width`, as they are in shared memory, of which
     GPUs from Hopper on have most."""
     if width + value_width <= _WIDE:
         return _EXPANDED_TILE

@@ -1,6 +1,6 @@
 """Decodes that begin with the same pages, by the program's own kernels (ops/attention/cascade.py), which need no plan.
 
-How many keys are shared stands on the device, so that a captured decode is replayed for any number of them.
+How many keys are shared is on the device, so that a captured decode is replayed for any number of them.
 
 Shape legend: R requests, N blocks that a request's own keys are split among, M blocks for the shared ones, H query
 heads, Hk kv heads, D head dim.

@@ -69,7 +69,7 @@ def _attend(
     for offset in tl.range(start, end, KEYS, num_stages=STAGES):
         offsets = offset + block
         valid = offsets < end
-        if PAGE % KEYS == 0:  # a step's keys lie in one page: its number is read a step ahead, as latents wait for it
+        if PAGE % KEYS == 0:  # a step's keys are in one page: its number is read a step ahead, as latents wait for it
             places = (page.to(tl.int64) * PAGE + offset % PAGE + block)[:, None] * D
             page = tl.load(table_ptr + (offset + KEYS) // PAGE, mask=offset + KEYS < end, other=0)
         else:

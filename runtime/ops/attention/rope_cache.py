@@ -1,4 +1,4 @@
-"""One kernel for what stands between the q, k, v projections and attention: norms of q and k, rotation, KV write.
+"""One kernel for what is between the q, k, v projections and attention: norms of q and k, rotation, KV write.
 
 Triton by hand, as `torch.library.triton_op`, so that AOTInductor puts the compiled kernel into the piece's package.
 Only the piece compiler imports this module: a loaded package needs neither Triton nor this op.

@@ -165,7 +165,7 @@ def _split_decode_kernel(
     """Program (kv head, request, split): blocks start in this order, so those without keys come last.
 
     With FETCH_FIRST the first keys and values are on their way before the kernel ahead has ended, all but those of the
-    request's last token: it writes them. What stands in the page table and before the last token is of earlier kernels.
+    request's last token: it writes them. What is in the page table and before the last token is of earlier kernels.
     """
     head = tl.program_id(0)
     row = tl.program_id(1)

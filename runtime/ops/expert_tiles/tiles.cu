@@ -6,13 +6,13 @@
 // block's units. The blocks of a cluster work on neighbouring rows of the weight for the same x (units.cuh, which is in
 // front of this file): on a set of tiles. A cluster claims a set when it has asked for all of the one before, as tiles
 // take unequal times: if clusters took them in turns, they would wait 4 to 5 % of the time for the last. The ring goes
-// on from one to the next. Rows of x behind a block's last are whatever lies there; their sums are not stored.
+// on from one to the next. Rows of x behind a block's last are whatever is there; their sums are not stored.
 //
-// TMA takes neighbours alone, so a gated linear's rows are first copied from where their tokens stand (Gather): those
+// TMA takes neighbours alone, so a gated linear's rows are first copied from where their tokens are (Gather): those
 // of the first blocks by all warps, the others by warps that have nothing else to do, while earlier blocks are
 // multiplied.
 //
-// The rows of a tile lie so that a lane's sums are of eight neighbouring outputs (tensor_maps.expert_halves,
+// The rows of a tile are ordered so that a lane's sums are of eight neighbouring outputs (tensor_maps.expert_halves,
 // expert_rows).
 //
 // Defined by kernel.py: N rows of a weight (of a gated one gates, then ups), GATED, and what units.cuh asks for.
@@ -209,15 +209,15 @@ __device__ __forceinline__ void fill(uint4* out, const int* order, const Tile& t
 #endif
 }
 
-// `gather.order`: the row of `out` for each row of x; of a gated linear, whose outputs stand as x does, what is
-// gathered there.
+// `gather.order`: the row of `out` for each row of x. A gated linear's outputs are in the order of x: it gathers by
+// `order`.
 extern "C" __global__ void
 #if SHARE > 1
 __cluster_dims__(SHARE, 1, 1)
 #endif
-    __launch_bounds__(THREADS, 1)
-        expert_tiles(const __grid_constant__ TensorMap weight, const __grid_constant__ TensorMap x, uint4* out,
-                     const Work work, const Gather gather) {
+__launch_bounds__(THREADS, 1) expert_tiles(const __grid_constant__ TensorMap weight,
+                                           const __grid_constant__ TensorMap x, uint4* out, const Work work,
+                                           const Gather gather) {
   extern __shared__ __align__(1024) char memory[];
   const u32 ring = (shared_address(memory) + 1023) & ~1023u;
   Shared& shared = *(Shared*)(memory + (ring - shared_address(memory)) + STAGES * STAGE_BYTES);

@@ -1,6 +1,6 @@
 """Rows times their experts' weights in few bits, a block of rows and a tile of columns a program; with silu(gate) * up.
 
-As grouped.py, with two differences. A weight is read as it lies in memory and becomes the activations' type in
+As grouped.py, with two differences. A weight is read as it is in memory and becomes the activations' type in
 registers: so it, and not the rows, is the product's first operand, which tensor cores take from there. And it is read
 in units of four inputs, as words are what instructions take: of the units' first inputs, their second ones, and so on,
 each is a product of its own.
@@ -44,7 +44,7 @@ _FROM_E4M3 = tl.constexpr(
     "and.b32 $3, $3, 0x87f087f0; "
     "}"
 )
-# Unsigned integers of four bits, and zero points: an integer below 128 stands in the last bits of 128 + integer.
+# Unsigned integers of four bits, and zero points: an integer below 128 is in the last bits of 128 + integer.
 _FROM_INT4 = tl.constexpr(
     "{ "
     ".reg .b32 one, b, c, d; "

@@ -1,4 +1,4 @@
-"""The op of a mixture of experts whose weights lie in memory in few bits (runtime/quantised/scheme.py).
+"""The op of a mixture of experts whose weights are in memory in few bits (runtime/quantised/scheme.py).
 
 The reference dequantises the weights of the experts that were chosen, one after another, and multiplies, in plain
 torch: compiled pieces call it by name on a CPU. On a GPU it is kernels (grouped_quantised.py), as with plain weights

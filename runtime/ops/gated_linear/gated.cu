@@ -8,7 +8,7 @@
 // Tiles have as even numbers of units as there can be. The last of several ends at the last token, and so has some
 // tokens of the one before: TMA would fill what is not there with zeros, which come late.
 //
-// The rows of a tile lie so that a lane's sums are of eight neighbouring outputs (tensor_maps.spread_halves).
+// The rows of a tile are ordered so that a lane's sums are of eight neighbouring outputs (tensor_maps.spread_halves).
 //
 // Defined by kernel.py: N rows of the weight (gates, then ups), and what units.cuh asks for.
 

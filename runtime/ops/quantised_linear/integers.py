@@ -16,7 +16,7 @@ from torch.library import triton_op, wrap_triton
 from mllm_compile.runtime.ops.dependent_launch import start_dependents, starts_early, wait_for_prerequisites
 from mllm_compile.runtime.quantised.scheme import INT4_ZERO
 
-_CHUNK = 32  # inputs that lie in an order of their own
+_CHUNK = 32  # inputs that are in an order of their own
 _CHUNKS = 128  # of a program
 
 

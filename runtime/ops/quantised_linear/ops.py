@@ -1,4 +1,4 @@
-"""The op of a linear whose weight lies in memory in few bits (runtime/quantised/scheme.py), and its reference.
+"""The op of a linear whose weight is in memory in few bits (runtime/quantised/scheme.py), and its reference.
 
 It dequantises the weight and multiplies, in plain torch: right on every device, with nothing gained but memory. Pieces
 call it by name. Defined with torch.library's define/impl because calling a `torch.library.custom_op` imports Dynamo and

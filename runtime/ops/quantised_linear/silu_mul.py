@@ -35,7 +35,7 @@ def _silu_mul_in_fp8_kernel(
     SMALLEST: tl.constexpr,
     EARLY: tl.constexpr,
 ) -> None:
-    """GROUPS groups of one token; WIDTH is the power of two that GROUP columns lie in."""
+    """GROUPS groups of one token; WIDTH is the power of two that GROUP columns are in."""
     if EARLY:
         wait_for_prerequisites()
         start_dependents()

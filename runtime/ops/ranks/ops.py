@@ -47,7 +47,7 @@ def all_gather(x: torch.Tensor, dim: int, num_ranks: int) -> torch.Tensor:
         left.append(x.contiguous())
         return _all_gather_fake(x, dim, num_ranks)
     parts = current().all_gather(x.contiguous())
-    if x.shape[:dim].numel() == 1:  # they lie in order
+    if x.shape[:dim].numel() == 1:  # they are in order
         return parts.movedim(0, dim).flatten(dim, dim + 1)
     return torch.cat(parts.unbind(), dim)  # copies runs; flatten would copy elements, which took 99 µs of 78 MB, not 40
 

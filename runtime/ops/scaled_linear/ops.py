@@ -26,7 +26,7 @@ _LIBRARY = torch.library.Library("mllm", "FRAGMENT")
 _LIBRARY.define("scaled_linear(Tensor x, Tensor x_scales, Tensor values, Tensor scales) -> Tensor")
 
 
-_TOKENS_UNIT = 4  # of scales of groups, whose tokens lie side by side: copies are of 16 bytes
+_TOKENS_UNIT = 4  # of scales of groups, whose tokens are side by side: copies are of 16 bytes
 
 
 class _Loaded(LoadedKernel[ScaledTiling]):

@@ -6,7 +6,7 @@
 // in tiles of KEYS, which one warp of a further group asks for by TMA, in a ring of STAGES. The last tile comes first:
 // it alone may be short.
 //
-// Columns of a head lie in two panels: SWIZZLED columns in one whose rows are 128 bytes (two of them for 128), and what
+// Columns of a head are in two panels: SWIZZLED columns in one whose rows are 128 bytes (two of them for 128), and what
 // is left in one whose rows are 32 or 64 bytes; so heads of 72 and 80 take the products of 80 columns. TMA fills with
 // zeros what is past a head's columns or the last row.
 //
@@ -58,7 +58,7 @@ __device__ __forceinline__ float power_of_two(float x) {
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
-// Holds reads and writes of registers that wgmma uses where they stand.
+// Keeps reads and writes of wgmma's registers at their place in the code.
 template <int N>
 __device__ __forceinline__ void hold(float (&values)[N]) {
 #pragma unroll
@@ -212,7 +212,7 @@ __device__ __forceinline__ void attend(const Ring& ring, float (&outputs)[OUTPUT
   wait_for_products<0>();
   hold(sums);
   release(0, 0);
-  const int last = keys - (tiles - 1) * KEYS - lane % 4 * 2;  // of the tile, and as this thread's columns lie
+  const int last = keys - (tiles - 1) * KEYS - lane % 4 * 2;  // of the tile, and as this thread's columns are
   if (last < KEYS)
 #pragma unroll
     for (int j = 0; j < SUMS; j++)

@@ -1,7 +1,7 @@
 """The ops that stand for layers with a state while a model is traced; a pass lowers them to ops/states/run.py's
 state_with_output.
 
-Tokens are flat and requests packed, as with attention (ops/trace.py). Behind an op's operands stand the settings of its
+Tokens are flat and requests packed, as with attention (ops/trace.py). Behind an op's operands are the settings of its
 kind (runtime/state/layer.py), and `refusals` names for the gate what it cannot express. What they compute here is the
 meaning of the op for ONE sequence, from no state: runtime/state/reference.py has it.
 """

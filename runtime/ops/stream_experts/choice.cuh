@@ -114,7 +114,7 @@ __device__ __forceinline__ void choose(int& id, float& weight, const void* score
   if (SOFTMAX) {
     weight = is_choice ? __expf(weight - most) : 0.f;
     float sum = weight;
-    if (SOFTMAX == 1 && !RENORMALISE) {  // of all; else what is left out stands in both, the weights' sum and theirs
+    if (SOFTMAX == 1 && !RENORMALISE) {  // of all; else what is left out is in both, the weights' sum and theirs
       sum = 0.f;
 #pragma unroll
       for (int i = 0; i < WORDS; i++) sum += __expf(values[i] - most);

@@ -1,7 +1,7 @@
 // The weighted sum of the experts' outputs of up to 8 tokens on Hopper, with the residual and what the norm behind it
 // needs: every active expert's weight is read once, and each output is finished where its products are.
 //
-// A block takes 16 outputs, of one active expert after another: rows that lie side by side. One warp asks for them (by
+// A block takes 16 outputs, of one active expert after another: rows that are side by side. One warp asks for them (by
 // cp.async.bulk, a ring of STAGES), before the kernel that makes the inputs has ended: the choice is of the kernel
 // before that one. WORKERS warps take an expert each in turns, and leave what it gives each of its tokens in shared
 // memory, where a token's experts are added up in the order of its choice. So its numbers are the same in any company.

@@ -1,4 +1,4 @@
-"""The layout of the kernels: rings of stages in shared memory, and what stands behind them.
+"""The layout of the kernels: rings of stages in shared memory, and what is behind them.
 
 Shape legend: E experts, k experts a token, I outputs of gate_up and inputs of down, K inputs of gate_up, N outputs of
 down.

@@ -29,7 +29,7 @@ _SHARE_BESIDE = 0.6
 # a chain 17.6 and 16.3 µs). A long one is in stages of two, 256 bytes of a row together, as long as a ring has so many.
 _MANY_PANELS = 4
 _LONG_PANELS, _LEAST_PAIRS = 24, 3
-# Clusters that run at the same time. One lies in a group of 16 or 18 multiprocessors, and some groups are smaller: of
+# Clusters that run at the same time. One is in a group of 16 or 18 multiprocessors, and some groups are smaller: of
 # clusters of four 30 fit on the GPU that this was measured on.
 _CLUSTERS = {1: MULTIPROCESSORS, 2: MULTIPROCESSORS // 2, 4: 29}
 # Every block of a cluster reads its part of all tokens, so that columns are divided where tiles would have fewer rows.

@@ -71,7 +71,7 @@ class FewTiling(QuantisedTiling):
 
     @cached_property
     def shared_bytes(self) -> int:
-        """Bytes that a block asks for: what it needs, or more, where no second one may lie beside it."""
+        """Bytes that a block asks for: what it needs, or more, where no second one may be beside it."""
         return room_of_block(self.kind) if self.kind.residual else self.needed_bytes
 
     @cached_property

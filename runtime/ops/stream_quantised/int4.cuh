@@ -1,5 +1,5 @@
 // Four-bit numbers as bfloat16. The last eight bits of bfloat16, all others being 0, are a number times 2^-133, below
-// the least normal number and above. So a number that lies there is one already, and one that is four bits further on
+// the least normal number and above. So a number that is there is one already, and one that is four bits further on
 // is 16 times larger. Tensor cores take such operands exactly.
 
 // Number i (0 to 3) of the eight in four bytes, and number i + 4: times 2^-133, odd ones 16 times larger. They are of
@@ -24,7 +24,7 @@ __device__ __forceinline__ u32 scaled_fours(u32 values, int i, u32 scale, u32 ze
 }
 // What sums of products with these pairs are multiplied by: of numbers alone, and of numbers times their scale.
 __device__ __forceinline__ constexpr float int4_factor(bool with_scale) { return with_scale ? 1 << 23 : 1 << 13; }
-// Scales of pair i, in both halves: 1 for numbers alone, and one in bfloat16, which stands in both halves. Then their
+// Scales of pair i, in both halves: 1 for numbers alone, and one in bfloat16, which is in both halves. Then their
 // zeros.
 // 2^116, 2^120.
 __device__ __forceinline__ constexpr u32 int4_unit(int i) { return i % 2 ? 0x79807980u : 0x7b807b80u; }

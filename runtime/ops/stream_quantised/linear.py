@@ -88,8 +88,8 @@ def room_of_block(kind: QuantisedKind) -> int:
     """Bytes of shared memory for a block that leaves room for one of the next kernel.
 
     Linears with a residual have a little more than a half of a multiprocessor's, the others as much less. So no two
-    blocks of the former lie on one multiprocessor, nor two of the latter beside one of those. Of equal halves two of o
-    would lie where attention, on a part of the multiprocessors, is not, and then two of gate_up on the rest.
+    blocks of the former are on one multiprocessor, nor two of the latter beside one of those. Of equal halves two of o
+    would be where attention, on a part of the multiprocessors, is not, and then two of gate_up on the rest.
     """
     return _ROOM_BYTES // 2 - _RESERVED_BYTES + (_MORE_BYTES if kind.residual else -_MORE_BYTES)
 

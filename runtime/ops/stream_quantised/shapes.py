@@ -22,7 +22,7 @@ BUCKETS = tuple(tokens for tokens in TOKEN_BUCKETS if tokens <= MAX_TOKENS)
 MAX_TOKENS_OF_ROWS = 64
 _LAUNCHES = 2  # of four bits' kernels, at most
 _ROWS_UNIT = 64  # what weights are multiples of
-_MOST_COLUMNS = 32768  # scales of a tile's rows lie in shared memory
+_MOST_COLUMNS = 32768  # scales of a tile's rows are in shared memory
 # Scales and zero points of a row are copied four bytes at a time.
 _COPY_BYTES = 4
 _TILINGS = {tiling.source: tiling for tiling in (FewTiling, TileTiling)}

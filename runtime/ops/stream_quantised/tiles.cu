@@ -9,7 +9,7 @@
 // Rows of the weight are those of wgmma, from registers, where values are taken apart; tokens are its columns, which it
 // reads from shared memory once for 64 rows. (With mma every 16 rows read them, which took longer than the weight's way
 // from memory.) TMA brings x in the order of its inputs, so that the weight's may not be another: of fp8 a lane loads
-// the two bytes that it multiplies, of floats of four bits 16, of which it takes every fourth; integers lie such that a
+// the two bytes that it multiplies, of floats of four bits 16, of which it takes every fourth; integers are such that a
 // lane's are one word (int4.cuh). While a half of a group's products run, the other half is taken apart. K_GROUPS warp
 // groups divide a stage's inputs. All sums of a tile go to the block of the cluster that finishes their rows, 16 at a
 // time, into its shared memory.

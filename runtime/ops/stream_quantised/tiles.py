@@ -108,13 +108,13 @@ class TileTiling(QuantisedTiling):
         places = math.ceil(self.rows // NORM_ROWS / self.split)
         inbox = places * self.tokens // 8 * self.split * self.column_groups * 512
         if self.split == 1 and self.num_tiles == self.num_blocks and inbox <= self.stages * self.stage_bytes:
-            inbox = 0  # of a block's only tile they lie where the ring was
+            inbox = 0  # of a block's only tile they are where the ring was
         scales = self.rows * (self._scale_words | 1) * 4
         return 1024 + inbox + scales + self.tokens * 4 + 16 + 16
 
     @cached_property
     def shared_bytes(self) -> int:
-        """Bytes that a block asks for: what it needs, or more, where no second one may lie beside it (few.py)."""
+        """Bytes that a block asks for: what it needs, or more, where no second one may be beside it (few.py)."""
         return room_of_block(self.kind) if self.kind.residual and self.is_beside else self.needed_bytes
 
     @cached_property

@@ -204,7 +204,7 @@ class PageTables:
     def discard(self, row: int) -> None:
         """Like release, for KV that may hold NaN: pages without another user are cleared before they serve again.
 
-        A kernel may read a page to its end: of what lies behind a request's last token 0 * NaN would reach it.
+        A kernel may read a page to its end: of what is behind a request's last token 0 * NaN would reach it.
         """
         own = [run.pages for run in self.cache.path_of(self._paths[row]) if run.locks == 1]
         private = self.table[row, self._path_pages[row] : self.num_pages[row]].copy()

@@ -85,7 +85,7 @@ class Format:
     as_stored: ClassVar[frozenset[str]] = frozenset()
 
     def details(self, stored: Stored, read: ReadBytes) -> Numbers:
-        """Numbers that stand in the data of a small tensor; the loader compares them with those of the plan.
+        """Numbers that are in the data of a small tensor; the loader compares them with those of the plan.
 
         Raises:
             CheckpointError: it holds something else.
@@ -105,7 +105,7 @@ class Format:
         raise NotImplementedError
 
     def scheme(self, stored: Stored, shape: tuple[int, ...], numbers: Numbers) -> WeightScheme | None:
-        """The scheme in which the weight can lie in memory; None: there is none, so it is dequantised."""
+        """The scheme in which the weight can be in memory; None: there is none, so it is dequantised."""
         return None
 
     def sources(self, role: str) -> tuple[str, ...]:

@@ -16,8 +16,8 @@ class Settings:
         groups: inputs that share a scale.
         blocks: outputs and inputs that share a scale; 0 stands for all.
         zero_offset: what was subtracted from a zero point before it was stored.
-        in_order: inputs lie in the order of their groups, also where the group of each is stored.
-        is_ordered: inputs lie in another order, so that the group of each is stored.
+        in_order: inputs are in the order of their groups, also where the group of each is stored.
+        is_ordered: inputs are in another order, so that the group of each is stored.
         symmetric: no zero points are stored; False: they are; None: of either kind.
     """
 

@@ -88,7 +88,7 @@ def make_case(
     kv_dtype = kv_dtype or dtype
     kv_pool = KVPool(sum(pages_of) + 1, page_size, pool_spec, kv_dtype, device)
     page_ids = 1 + (torch.arange(sum(pages_of)) if in_a_row else torch.randperm(sum(pages_of), generator=generator))
-    # What lies in pages that are not looked at must not matter, whatever it is.
+    # What is in pages that are not looked at must not matter, whatever it is.
     for buffer in kv_pool.get_pages(0):
         buffer.fill_(min(1e4, torch.finfo(kv_dtype).max))
 

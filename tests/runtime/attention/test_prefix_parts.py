@@ -1,4 +1,4 @@
-"""What lies before a chunk in parts, with an attention in plain torch; tests/gpu/test_flashinfer_backend.py has the
+"""What is before a chunk in parts, with an attention in plain torch; tests/gpu/test_flashinfer_backend.py has the
 kernels."""
 
 from __future__ import annotations

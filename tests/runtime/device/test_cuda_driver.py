@@ -74,7 +74,7 @@ def test_maps_of_other_boxes_are_others(driver):
 
 
 def test_a_lane_has_eight_neighbours_of_what_is_spread():
-    """Box by box as TMA takes it: the rows of gates and ups that come to lie under a lane's sums."""
+    """Box by box as TMA takes it: the rows of gates and ups that come to be under a lane's sums."""
     matrix = torch.zeros(256, 64, dtype=torch.bfloat16)
     _, *axes = tensor_maps.spread_halves(matrix)
     for first in (0, 4):  # the 32 rows of a half that begin at 8 * first

@@ -37,7 +37,7 @@ def test_a_source_defines_what_it_calls_and_nothing_else(modules_after):
 
 
 def test_before_a_package_is_loaded_the_ops_are_defined_that_it_calls_by_name(modules_after):
-    """Kernels of Triton's are in packages; attention and layers with a state lie between, the trace's ops are gone."""
+    """Kernels of Triton's are in packages; attention and layers with a state are between, the trace's ops are gone."""
     folder = Path(ops.__file__).parent
     sources = {name: (folder / f"{module.replace('.', '/')}.py").read_text() for name, module in ops.OPS.items()}
     called = {name for name, source in sources.items() if "import triton" not in source}

@@ -160,7 +160,7 @@ def test_operands_that_a_layer_has_not_are_not_read(missing):
 @interpreted
 @pytest.mark.parametrize("name", KINDS)
 def test_operands_may_be_parts_of_larger_tensors(name):
-    """As pieces give them: views of one projection's output, of rows that lie apart."""
+    """As pieces give them: views of one projection's output, of rows that are apart."""
     layer, operands = layer_of(name), operands_of(name, 40)
     spread = {}
     for key, value in operands.items():

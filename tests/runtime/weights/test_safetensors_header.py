@@ -1,4 +1,4 @@
-"""A header says where each tensor lies; a file that is not what its header says is truncated or corrupt, by name."""
+"""A header says where each tensor is; a file that is not what its header says is truncated or corrupt, by name."""
 
 from __future__ import annotations
 

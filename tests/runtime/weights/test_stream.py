@@ -97,7 +97,7 @@ def many_bytes(tmp_path: Path, count: int) -> tuple[Path, bytes]:
 
 
 def read_straight(path: Path, sizes: list[int], memory: torch.Tensor, chunk_bytes: int) -> None:
-    """Reads stretches that follow each other in the file and lie in memory the other way round."""
+    """Reads stretches that follow each other in the file and are in memory the other way round."""
     starts = [sum(sizes[:number]) for number in range(len(sizes))]
     places = [sum(sizes[number + 1 :]) for number in range(len(sizes))]
     reads = (StraightRead(path, *one) for one in zip(starts, sizes, [memory] * len(sizes), places, strict=True))

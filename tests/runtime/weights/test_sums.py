@@ -1,4 +1,4 @@
-"""The sum over a weight's bytes: the same wherever they lie, another one after any change."""
+"""The sum over a weight's bytes: the same wherever they are, another one after any change."""
 
 from __future__ import annotations
 
