@@ -168,8 +168,8 @@ class TokenInputs:
     """The values that a program reads for each token; [T] int64 each, T padded where a graph wants it.
 
     Attributes:
-        rope_lens: lengths that a token's RoPE is at least for, where it follows those of requests: of a prompt, 0 of
-            decodes, which go by their position alone.
+        rope_lens: least lengths for a token's RoPE, where it depends on requests' lengths: the prompt's; 0 for decodes,
+            which depend on their position alone.
         all_slots: [N * T] of N ranks that exchange tokens, 0 for padding.
     """
 
@@ -221,7 +221,7 @@ class LogitsProcessorOutput:
         is_partial_vocab: they are [S, V of a rank], for Communicator.choose: of batches that are
             greedy_across_ranks, where ranks have a part of the vocabulary each.
         logits_of: logits [N, V] of further tokens, given their indices [N] int64 into the batch, until the next
-            forward; of batches with return_logprob. Of ranks with requests of their own they are those of all, N each.
+            forward; of batches with return_logprob. Ranks with requests of their own have all ranks' rows, N each.
     """
 
     next_token_logits: torch.Tensor

@@ -49,8 +49,8 @@ class ForwardContext:
     slot_mapping: Mapping[str, torch.Tensor]  # layer name → [T] int64: the KV slot that each token is written to
     cudagraph_runtime_mode: CUDAGraphMode = CUDAGraphMode.NONE
     batch_descriptor: BatchDescriptor | None = None
-    dp_metadata: DPMetadata | None = None  # of ranks with requests of their own; None: of a capture, or there are none
-    deterministic: bool = False  # no row's numbers may go by which other rows there are
+    dp_metadata: DPMetadata | None = None  # of ranks with requests of their own; None without such ranks
+    deterministic: bool = False  # no row's numbers may depend on other rows
     # Names of the layers of experts, and whose turn it is; handed out in order, so that none is in a graph.
     all_moe_layers: Sequence[str] | None = None
     moe_layer_index: int = 0
@@ -168,7 +168,7 @@ def set_forward_context(
     Args:
         expert_counts: counts of each layer of experts, in the order of the layers; None: nobody counts.
         num_tokens: padded token count, under which forward_times keeps the time.
-        forward_times: where to keep this forward's time, when it is to be kept.
+        forward_times: where to keep this forward's time, or None.
 
     Raises:
         RuntimeError: cudagraph_runtime_mode is a pair of modes.

@@ -112,7 +112,7 @@ class BatchDescriptor:
 @dataclass(frozen=True, slots=True)
 class UBatchSlice:
     """One of the parts of a step that run beside each other. A request may be in two: the later part has its later
-    tokens, and sees those of the earlier one in the KV cache.
+    tokens, and sees the earlier part's in the KV cache.
 
     Attributes:
         request_slice: of the R requests; token_slice: of the T tokens.

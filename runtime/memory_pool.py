@@ -151,9 +151,9 @@ class GDNPool:
         return states
 
     def copy_rows(self, copies: np.ndarray) -> None:
-        """Copy rows to others in every layer, without waiting: [N, 2] int64, from and to, of which the latter differ
-        from each other. Two launches for layers alike, or for as many of them as a bounded copy of their rows holds;
-        one for a single row, whose prompt the GPU waits for."""
+        """Copy rows to others in every layer, without waiting: [N, 2] int64, from and to; no two targets are equal. Two
+        launches for layers alike, or for as many of them as a bounded copy of their rows holds; one for a single row,
+        whose prompt the GPU waits for."""
         if len(copies) == 1:
             ((source, target),) = copies.tolist()
             for states in self._groups:

@@ -1,5 +1,5 @@
-"""Profiles a model's memory, and says how many KV pages fit beside it: runs its largest step, and captures some of its
-graphs, on a pool of the dummy page alone.
+"""Profiles a model's memory, and computes how many KV pages fit beside it. It runs the largest step and captures some
+graphs on a pool of the dummy page alone.
 
 device/memory.py knows what a device has and how it is shared out; here is what this model takes of it.
 """
@@ -120,7 +120,7 @@ def run_largest_batch(runner: ProfiledModel) -> None:
         encoder = runner.image_encoder()
         encoder.run_largest(config.runtime.max_model_len)
         encoder.fill(batch, runner.feature_pool, int(new_cpu[0]))
-    logits = runner.forward(batch).next_token_logits  # of ranks with requests of their own, those of all
+    logits = runner.forward(batch).next_token_logits  # of all ranks that have requests of their own
     if runner.divides_steps:
         runner.run_eager(batch)  # steps that are not divided may be as large
     ones = torch.ones(logits.shape[0], device=device)

@@ -1,8 +1,8 @@
 """Runs a loaded model on batches: owns the device, the pools, the attention backend and the graphs.
 
 Others decide which: memory_profile.py how many pages, state/factory.py which backend, cuda_graph/kinds.py which graphs.
-A batch is run by program/runner.py, once its attention is planned, or replayed by cuda_graph/graph_runner.py.
-step/runner.py makes an engine's steps: it turns a ScheduledBatch into a ForwardBatch, and its logits into tokens.
+program/runner.py runs a batch once its attention is planned; or cuda_graph/graph_runner.py replays it. step/runner.py
+makes an engine's steps: it turns a ScheduledBatch into a ForwardBatch, and its logits into tokens.
 
 Shape legend: T tokens, R requests, S rows of logits, V vocab.
 """
@@ -61,7 +61,7 @@ class ModelRunner(RunnerSizes):
     Attributes:
         program: runs the model on batches whose attention is planned.
         max_total_num_tokens: tokens that the KV pages hold, the dummy page left out.
-        forward_pass_id: forwards so far, those of captured decodes and prompts among them.
+        forward_pass_id: forwards so far, captured decodes and prompts included.
         row_state: a StepRunner's, and captured decodes'.
         expert_counts: layer of experts → [E] int64, how often each expert was chosen; None unless config.runtime
             asks for it.
@@ -193,8 +193,8 @@ class ModelRunner(RunnerSizes):
 
     @property
     def always_takes_features(self) -> bool:
-        """True if all steps run the program that takes features: in the deterministic mode no number may go by which of
-        two a step runs."""
+        """True if all steps run the program that takes features: in deterministic mode numbers may not depend on a
+        choice between two programs."""
         return self.config.runtime.deterministic and self.model.media is not None
 
     @property
@@ -262,7 +262,7 @@ class ModelRunner(RunnerSizes):
         self.graph_runner = None
         gc.collect()
         if self.device.type == "cuda":
-            # cuBLAS keeps a workspace for each stream that it has run on: 32 MiB each on Hopper, those of captures too.
+            # cuBLAS keeps a workspace for each stream that it has run on: 32 MiB each on Hopper, captures' too.
             with suppress(RuntimeError):
                 torch._C._cuda_clearCublasWorkspaces()
                 torch.cuda.empty_cache()
@@ -505,7 +505,7 @@ class ModelRunner(RunnerSizes):
 
     @property
     def choice(self) -> TokenChoice | None:
-        """The kernel with which ranks choose tokens together in captured decodes.
+        """The kernel by which ranks choose tokens together in captured decodes.
 
         None: no such kernel is loaded, or the vocabulary is not divided among ranks.
         """

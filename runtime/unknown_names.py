@@ -15,7 +15,7 @@ def tells_unknown(refuse: Callable[[str, Sequence[str]], Exception]) -> Callable
     """Makes a function refuse a keyword argument that it does not have by the error that `refuse` makes of its name.
 
     Args:
-        refuse: takes the name and those of the function's own arguments.
+        refuse: takes the name and the names of the function's own arguments.
     """
 
     def decorated(function: Callable[P, R]) -> Callable[P, R]:

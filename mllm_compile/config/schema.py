@@ -67,17 +67,16 @@ class ModelConfig(Section):
     """Where weights come from. dummy: random ones from `runtime.seed`, for machines that only have a `config.json`."""
 
     quantization: Literal["auto", "none", "dequantize", "fp8", "int4"] = "auto"
-    """The weights of linears in memory. auto: as the checkpoint has them, where it is quantised in a way that linears
-    compute with (docs/quantised.md), else in `dtype`. dequantize: in `dtype`. none: likewise; a quantised checkpoint is
-    refused. fp8, int4: in eight or four bits, rounded to the nearest while a plain checkpoint is read; dummy weights
-    too."""
+    """The weights of linears in memory. auto: as the checkpoint has them, if linears compute with its quantisation
+    (docs/quantised.md), else in `dtype`. dequantize: in `dtype`. none: likewise; a quantised checkpoint is refused.
+    fp8, int4: in eight or four bits, rounded to the nearest while a plain checkpoint is read; dummy weights too."""
 
     trust_remote_code: bool = False
     """Run Python code that comes with the model. Only for models that Transformers itself does not know."""
 
     split_special_tokens: bool = False
     """Read special tokens in users' texts, such as `<|im_end|>`, as other text; those that a chat template writes stay
-    special. false: as the model's `tokenizer_config.json` says, which is nearly always that they become the tokens."""
+    special. false: as the model's `tokenizer_config.json` says; nearly always they become the tokens."""
 
 
 class CompileConfig(Section):
@@ -139,9 +138,8 @@ class RuntimeConfig(Section):
     weights are whole on each. max_running_requests and max_num_batched_tokens are then of each rank."""
 
     enable_dbo: bool = False
-    """With tensor_parallel_size: compute steps with prompts in two halves beside each other (dual batch overlap), so
-    that sums over ranks of one are hidden behind the other's work. docs/parallel.md says what it was measured to
-    give."""
+    """With tensor_parallel_size: compute steps with prompts in two halves beside each other (dual batch overlap): sums
+    over ranks of one half are hidden behind the other's work. docs/parallel.md has measurements."""
 
     dbo_prefill_token_threshold: PositiveInt = 8192
     """Least tokens of a step that enable_dbo divides."""
@@ -197,9 +195,8 @@ class RuntimeConfig(Section):
     whose steps take somewhat longer."""
 
     without: SwitchList = ()
-    """Parts of serving to leave out, each where it would serve, to find which of them is at fault: split_decode,
-    hopper_decode, sample_in_graph, whole_prompts, copy_prefix, divide_prefix. docs/debugging.md says what runs
-    instead."""
+    """Parts of serving to leave out, to find a faulty one: split_decode, hopper_decode, sample_in_graph, whole_prompts,
+    copy_prefix, divide_prefix. docs/debugging.md says what runs instead."""
 
     skip_compiled: bool = False
     """Run Transformers' own model in place of the compiled one, to find which of them gives a wrong answer."""

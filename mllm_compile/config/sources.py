@@ -19,7 +19,7 @@ from mllm_compile.files.user_path import user_path
 from mllm_compile.gguf.folder import GGUF_SUFFIX
 from mllm_compile.runtime.config_sections import RuntimeSection
 
-# Files by which a folder is known; store/artifact.py, which writes a runtime's, is above this module.
+# Files that identify a folder; store/artifact.py, which writes a runtime's, is above this module.
 _RUNTIME_FILES = ("manifest.json", "program.json")
 _EXPECTED = (
     "Expected a hub id such as Qwen/Qwen3-0.6B, a model's folder, a GGUF file, a YAML config, or the folder of a "

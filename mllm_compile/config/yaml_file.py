@@ -14,7 +14,7 @@ _MAX_CONFIG_CHARACTERS = 1 << 20
 
 
 class _OneKeyOnceLoader(yaml.SafeLoader):
-    """SafeLoader that refuses a repeated key, of which YAML would silently keep the last."""
+    """SafeLoader that refuses a repeated key; YAML would silently keep the last."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen = set()
@@ -45,7 +45,7 @@ def read_yaml(path: Path) -> Any:
         content = yaml.load(text, Loader=_OneKeyOnceLoader)
     except ConfigError:
         raise
-    except (yaml.YAMLError, ValueError, RecursionError) as error:  # a ValueError: a number or a date that is none
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # a ValueError: a malformed number or date
         raise ConfigError(f"not valid YAML: {_described(error)}") from None
     if content is None:
         raise ConfigError("the file is empty; it needs at least 'model: {path: …}'")

@@ -333,7 +333,7 @@ def _in_turn(*functions: Callable[[], None]) -> None:
 
 
 def _nothing() -> None:
-    """Nothing is to be prepared on a GPU, nor checked of one rank."""
+    """A GPU needs no preparation, and one rank no check."""
 
 
 def _tell_ready(compiled: CompiledRuntime, runner: ModelRunner, timeline: Timeline) -> None:
@@ -353,7 +353,7 @@ def ends_of_answers(
 ) -> frozenset[int]:
     """The end-of-sequence ids that the model can sample; the tokenizer's where the model's files name none.
 
-    What min_tokens forbids are columns of the logits: an id beyond them would fail every request of its step.
+    min_tokens forbids columns of the logits: an id beyond them would fail every request of its step.
     """
     named = defaults.eos_token_ids
     if not named and tokenizer is not None and tokenizer.eos_token_id is not None:

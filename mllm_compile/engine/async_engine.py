@@ -91,7 +91,7 @@ class AsyncEngine:
         return self.engine.is_alive
 
     async def close(self) -> None:
-        """Aborts what runs and gives all memory back. May be called again."""
+        """Aborts all requests and gives all memory back. May be called again."""
         # Shielded: a second Ctrl-C cancels this, and would cancel a call that no thread has taken up yet.
         await asyncio.shield(asyncio.get_running_loop().run_in_executor(None, self.engine.close))
 

@@ -22,7 +22,7 @@ def closed() -> EngineDeadError:
 def forked() -> EngineDeadError:
     """The error for the child of a fork."""
     return EngineDeadError(
-        f"this engine's thread is in process {os.getppid()}, of which this one is a fork. Make an Engine here; where "
+        f"this engine's thread is in process {os.getppid()}; this process is a fork of it. Make an Engine here; where "
         "the other one uses a GPU, start this process by spawn, not by fork."
     )
 

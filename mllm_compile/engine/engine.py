@@ -1,4 +1,4 @@
-"""Engine: the object with which a Python program generates text.
+"""Engine: generates text for a Python program.
 
 A thin layer: prompts.py and requests.py make requests, loop.py runs them, answers.py makes the answers. Many threads
 may use one engine at once; AsyncEngine (async_engine.py) serves asyncio tasks from the same one.
@@ -319,7 +319,7 @@ class Engine:
         return self.core.end_error is None
 
     def close(self) -> None:
-        """Aborts what runs and gives all memory back. May be called again."""
+        """Aborts all requests and gives all memory back. May be called again."""
         self.core.close()
         self._close.detach()
 

@@ -28,7 +28,7 @@ class EngineParts:
         eos_token_ids: ids that end a completion.
         default_params: for requests without SamplingParams.
         check_device: raises when the device cannot be used any more.
-        check_idle: raises when no step could run any more; asked while there is nothing to do.
+        check_idle: raises when no step could run any more; called while the engine is idle.
         shutdown: gives the device's memory back; called once, after the last step.
         prepare_thread: called on the engine's thread before its first step.
         grammars: compiles SamplingParams.structured_outputs; None: they are refused.

@@ -52,7 +52,7 @@ class StepHandle(Protocol):
     """A step that was launched."""
 
     def wait(self) -> StepOutput:
-        """Blocks until its tokens are on the host; raises what went wrong on the device."""
+        """Blocks until its tokens are on the host; raises the device's errors."""
 
 
 class StepSubmitter(Protocol):
@@ -101,7 +101,7 @@ class EngineCore:
         scheduler: not used by anyone else from now on.
         step_runner: likewise.
         check_device: raises when the device cannot be used any more; asked after a step has failed.
-        check_idle: raises when no step could run any more; asked each second in which there is nothing to do.
+        check_idle: raises when no step could run any more; called each idle second.
         shutdown: gives the device's memory back; called once, by `close`, after the last step.
         prepare_thread: called first on the engine's thread.
         forward_times: gives (num_tokens, count, median in ms) rows, for the figures.
@@ -152,7 +152,7 @@ class EngineCore:
         self._uncounted: tuple[ScheduledBatch, list[int], float] | None = None
         self._submissions: dict[str, Submission] = {}
         self._live: dict[Request, Sequence] = {}  # what the scheduler holds
-        self._watched: dict[Request, Sequence] = {}  # those of them whose every token matters
+        self._watched: dict[Request, Sequence] = {}  # running requests whose every token matters
         # First of several completions of a prompt: its siblings wait until its KV is in the prefix cache.
         self._leaders: dict[Request, Submission] = {}
 
@@ -324,7 +324,7 @@ class EngineCore:
             self._give_back()
 
     def _take_commands(self) -> bool:
-        """Carries out what callers want; blocks while there is nothing to do. False: the engine is to end."""
+        """Carries out callers' commands; blocks while idle. False: the engine is to end."""
         has_work = self._in_flight is not None or self._scheduler.has_work()
         with self._condition:
             if not (has_work or self._inbox or self._is_closing):

@@ -41,8 +41,8 @@ class ReadPrompt(NamedTuple):
 
     Attributes:
         token_ids: with a placeholder for each feature of an image.
-        pixel_values: [rows, width] float32 of all images; None: there are none.
-        image_grid_thw: frames, rows and columns of patches of each image; None: there are none.
+        pixel_values: [rows, width] float32 of all images, or None.
+        image_grid_thw: frames, rows and columns of patches of each image, or None.
     """
 
     token_ids: list[int]

@@ -254,7 +254,7 @@ class RequestBuilder:
         return self.grammars.compile(params)
 
     def _bad_phrases(self, params: SamplingParams) -> tuple[Phrases, RequestError | None]:
-        """The tokens of params.bad_words, or why there are none; kept for the next prompt with the same."""
+        """The tokens of params.bad_words, or the reason against them; kept for the next prompt with the same."""
         words = tuple(params.bad_words or ())
         if not words:
             return (), None

@@ -73,7 +73,7 @@ class Submission:
         params: as the user gave them; each of the `n` completions gets its own seed (`seed + index`).
         eos_token_ids: ids that end a completion.
         priority: lower is served first.
-        decoder: the tokenizer; None when there is none (then params ask for no text).
+        decoder: the tokenizer, or None (then params ask for no text).
         bad_phrases: the tokens of params.bad_words.
         cache_salt: prompts share KV within one salt only; None: with all that have none.
         grammar: params.structured_outputs, compiled.

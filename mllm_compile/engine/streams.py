@@ -121,7 +121,7 @@ class TokenStream(Iterator[RequestOutput]):
         check_process: Callable[[], None],
     ) -> None:
         self._is_over = True  # until there is something to read
-        self._has_failed = False  # and the failure is not told yet, but for what came before it
+        self._has_failed = False  # and the failure is told only after earlier tokens
         self._submission = submission
         self._queue = queue
         self._builder = StreamBuilder(submission, decoder)

@@ -1,6 +1,6 @@
 """Reads the files that came with a model: any damage is an error of the caller's kind, with the next step.
 
-Files of a runtime come as the bytes that were checked (artifact.py); those of a model's folder are read here.
+Files of a runtime come as checked bytes (artifact.py); files of a model's folder are read here.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ class FolderReader:
 
 @dataclass(frozen=True)
 class HeldFiles:
-    """Gives those of `files` whose names begin with `prefix`, by the rest of the name."""
+    """Gives the `files` whose names begin with `prefix`, by the rest of the name."""
 
     files: Mapping[str, bytes]
     prefix: str = ""

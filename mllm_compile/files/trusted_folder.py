@@ -55,7 +55,7 @@ class TrustedFolder:
 
     @property
     def pinned_path(self) -> Path:
-        """A path to this very folder, whatever its name stands for by now; valid while this object lives."""
+        """A path to this very folder, whatever has its name now; valid while this object lives."""
         return Path(f"/proc/self/fd/{self._handle}")
 
     @contextmanager

@@ -49,7 +49,7 @@ _GPT2 = {
     "blk.{}.ffn_down": "transformer.h.{}.mlp.c_proj",
 }
 
-# Keys behind `ARCHITECTURE.`, and those of config.json.
+# Keys behind `ARCHITECTURE.`, and their names in config.json.
 _SIZES = {
     "context_length": "max_position_embeddings",
     "block_count": "num_hidden_layers",
@@ -88,11 +88,11 @@ class Architecture:
         transposes: matrices of the layers are the other way round in the model.
         has_experts: a layer's experts are one tensor.
         has_rope: positions turn the queries and keys.
-        attention_biases: the key of config.json that says if q, k and v have biases; None: there is none.
+        attention_biases: the key of config.json that says if q, k and v have biases, or None.
         mlp_biases: config.json says if the MLP has biases.
         nulls: keys of config.json that are null where the file does not say them, as the class has another default.
-        wide_layers: the number of layers of the model whose queries are scaled by hidden size over heads; of others of
-            the architecture it is the size of a head; None: config.json has no such scale.
+        wide_layers: the number of layers of the one model whose queries are scaled by hidden size over heads; others of
+            the architecture scale by the size of a head. None: config.json has no such scale.
         every_without_rope: each so many layers one has no rotary embedding; 0: all have one.
         with_experts: what a file with experts is; None: the same.
         local_theta: the rotary base of layers with a window; None: all layers have one base.

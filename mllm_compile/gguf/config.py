@@ -200,7 +200,7 @@ class _Config:
         expected = [_llama3_factor(i / len(found), float(theta or 10_000.0), factor) for i in range(len(found))]
         if not all(math.isclose(one, other, rel_tol=1e-4) for one, other in zip(found, expected, strict=True)):
             raise UnsupportedModelError(
-                f"{self._metadata.path}: {_ROPE_FREQS} holds other factors than those of Llama 3.1 (1, 4, 8192), which "
+                f"{self._metadata.path}: {_ROPE_FREQS} holds other factors than Llama 3.1's (1, 4, 8192), which "
                 "alone are read."
             )
         return rope

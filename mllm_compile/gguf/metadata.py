@@ -51,7 +51,7 @@ class Metadata:
         """A number; of an array whose values are all the same, that one.
 
         Raises:
-            CheckpointError: it is none, or layers differ.
+            CheckpointError: it is no number, or layers differ.
         """
         self._asked.add(key)
         value = self._values.get(key)

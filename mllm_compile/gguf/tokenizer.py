@@ -1,8 +1,8 @@
 """The tokenizer files of a GGUF model, from its metadata: ids are llama.cpp's.
 
 Byte-level BPE (`gpt2`) has regexes by a name, tokenizer.ggml.pre; a name that is not known is refused, as another regex
-gives other ids. SentencePiece's BPE (`llama`) has scores, from which merges follow: of two pairs the one that makes the
-token of the higher score comes first.
+gives other ids. SentencePiece's BPE (`llama`) has scores, and merges follow from them: the pair whose token has the
+higher score comes first.
 """
 
 from __future__ import annotations

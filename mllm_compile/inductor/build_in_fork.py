@@ -18,7 +18,7 @@ def start(folder: Path, name: str, build: Callable[[], None]) -> None:
     """Calls `build` in a fork, whose errors are printed and no more.
 
     Args:
-        folder: theirs alone, and there until all who wait have ended.
+        folder: theirs alone; it exists until all waiting processes have ended.
         name: the name of the built thing; a file name.
 
     Raises:
@@ -39,7 +39,7 @@ def wait(folder: Path, name: str) -> None:
 def compile_as_a_package(source: Path, device: str, **kind: Any) -> None:
     """Compiles C++ with what codecache.AotCodeCompiler tells the compiler of a package; to be called by `build`.
 
-    What comes of it is beside the source, whose name and a suffix it has, and is never half there.
+    The result is beside the source, has its name and a suffix, and is never incomplete.
 
     Args:
         device: the device that packages are compiled for.

@@ -51,9 +51,9 @@ def inductor_options(device: str) -> dict[str, Any]:
         **WRAPPER_OPTIONS,
         "aot_inductor.precompile_headers": is_shared(),
         "aot_inductor.use_runtime_constant_folding": False,
-        # A product whose width is no multiple of 8 would be padded where a benchmark finds that faster, one time so and
-        # another time not; what it gives then has other strides than it was traced with, for which the next piece was
-        # compiled (torch 2.11 to 2.13).
+        # A product whose width is not a multiple of 8 would be padded where a benchmark finds that faster, which varies
+        # by run. Its output then has other strides than the trace, for which the next piece was compiled (torch 2.11 to
+        # 2.13).
         "shape_padding": False,
     }
     if device.startswith("cuda"):

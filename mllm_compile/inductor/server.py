@@ -1,8 +1,7 @@
 """The compiler process: imports Inductor once, then compiles each piece in a fork of itself.
 
-A compile's imports take seconds of a core. A dense model has 16 pieces and variants of them: as many processes that
-each
-import it for themselves take the cores from the trace that runs meanwhile, and from one another.
+A compile's imports take seconds of a core. A dense model has 16 pieces and variants. If each had a process that imports
+Inductor itself, they would take the cores from the trace that runs meanwhile, and from each other.
 
 One JSON request a line comes in, one answer a job goes out; nothing is pickled. This process itself never touches the
 GPU, as CUDA does not survive a fork, and has no threads. A fork that dies costs its own job alone. Where pieces run on

@@ -11,8 +11,8 @@ from contextlib import contextmanager
 from mllm_compile.errors import CompileError
 
 SYSTEM_CXX = "/usr/bin/g++"
-# The wrapper around the kernels is compiled without optimisation: it only calls them, and its compile time is most of a
-# package's (CPU, one decoder layer: 31 s → 11 s, same time a call).
+# The wrapper around the kernels is compiled without optimisation. It only calls them, and is most of a package's
+# compile time (CPU, one decoder layer: 31 s → 11 s, same time a call).
 WRAPPER_OPTIONS = {"aot_inductor.compile_wrapper_opt_level": "O0"}
 
 
@@ -32,8 +32,8 @@ def check_compiler() -> None:
 
 @contextmanager
 def system_compiler() -> Iterator[None]:
-    """Inductor's host code is built with the system's g++: a wrapped CXX may link libstdc++ into the package, which
-    then crashes in the loader (seen with an image whose CXX does so)."""
+    """Inductor's host code is built with the system's g++. A wrapped CXX may link libstdc++ into the package, which
+    then crashes in the loader (seen in one image)."""
     before = {name: os.environ.get(name) for name in ("CXX", "CC")}
     for name, path in (("CXX", SYSTEM_CXX), ("CC", "/usr/bin/gcc")):
         if os.path.exists(path):

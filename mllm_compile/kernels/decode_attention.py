@@ -2,8 +2,8 @@
 layers.
 
 Layers alike in heads, scale, soft cap and window share two pieces: one for few requests, where all is latency, and one
-for many, where it is bandwidth. On Hopper kernels of runtime/attention/hopper/ stand for both where they serve the
-layer. FlashInfer's kernels serve what these do not, and every prefill.
+for many, where it is bandwidth. On Hopper kernels of runtime/attention/hopper/ replace both in layers that they serve.
+FlashInfer's kernels serve what these do not, and every prefill.
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ def _variants(
 ) -> tuple[tuple[DecodeVariant, ...], tuple[WrittenPiece, ...]]:
     """A layer's variants and their pieces.
 
-    In deterministic mode there is one for any batch: a step may hold many tokens of one request, so that no key can be
-    fetched before the kernel ahead has ended; and a request's numbers must not depend on how many others there are.
+    In deterministic mode there is one for any batch. A step may hold many tokens of one request, so no key can be
+    fetched before the previous kernel has ended. And a request's numbers must not depend on the number of others.
     """
     many = _piece(config, layer, f"decode_{index}_many", OF_MANY, fetch_first=False)
     of_many = DecodeVariant(None, many.name, OF_MANY)

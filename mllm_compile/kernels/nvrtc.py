@@ -29,7 +29,7 @@ def find_nvrtc() -> ctypes.CDLL | None:
 
 
 def _open(path: Path) -> ctypes.CDLL:
-    """Opens NVRTC; that of NVIDIA's package finds its other library only if that is loaded already."""
+    """Opens NVRTC. NVIDIA's package finds its second library only if it is loaded already."""
     for builtins in sorted(path.parent.glob("libnvrtc-builtins.so.*")) if path.is_absolute() else ():
         ctypes.CDLL(str(builtins))
     return ctypes.CDLL(str(path))

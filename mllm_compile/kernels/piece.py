@@ -1,7 +1,7 @@
 """A piece that no graph was traced for: the compiler writes its source, a call of one op.
 
-What the op takes is declared once, by name and in its order. The source, the inputs to compile for and the arguments of
-a check are made of that; tests hold the order against the op's own and the shapes against what the runtime gives.
+The op's inputs are declared once, by name and in its order. The source, the inputs to compile for and a check's
+arguments are made of them. Tests compare the order with the op's, and the shapes with the runtime's.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ class WrittenPiece:
 
 
 def with_kernels(program: Program, kind: str, of_layers: Mapping[str, Any]) -> Program:
-    """The program of which these layers have these kernels, in that field of LayerKernels."""
+    """The program whose layers have these kernels, in that field of LayerKernels."""
     found = {name: replace(program.kernels_of_layer(name), **{kind: one}) for name, one in of_layers.items()}
     return replace(program, layer_kernels={**program.layer_kernels, **found})
 
@@ -114,7 +114,7 @@ def with_kernels(program: Program, kind: str, of_layers: Mapping[str, Any]) -> P
 def with_piece_each(
     program: Program, kind: str, layers: Iterable[LayerSpec], make: Callable[[LayerSpec, str], WrittenPiece]
 ) -> tuple[Program, tuple[WrittenPiece, ...]]:
-    """The program of which these layers have a piece each, in that field of LayerKernels, and the pieces.
+    """The program whose layers have a piece each, in that field of LayerKernels, and the pieces.
 
     Layers that are alike share one.
 
@@ -131,8 +131,8 @@ def with_piece_each(
 
 
 def attention_inputs(config: ResolvedConfig, layer: LayerSpec, rows: str = "T") -> dict[str, PieceInput]:
-    """The inputs of a kernel that a batch has: new tokens' queries [T, heads, dim], the layer's KV cache, and the pages
-    and the length of each of the `rows` requests."""
+    """A batch's inputs of a kernel: new tokens' queries [T, heads, dim], the layer's KV cache, and the pages and the
+    length of each of the `rows` requests."""
     of, heads, dim = PieceInput.contiguous, layer.num_kv_heads, layer.head_dim
     return {
         "q": of(("T", layer.num_heads, dim), config.model.dtype),
@@ -175,7 +175,7 @@ def made_by_kind(
         make: gets a kind, and how many others were made before it.
 
     Returns:
-        What each layer has got, by its name; and all that was made, in order.
+        Each layer's kernels by its name, and all kernels in order.
     """
     of_layers: dict[str, Made] = {}
     of_kinds: dict[Kind, Made] = {}
@@ -188,7 +188,7 @@ def made_by_kind(
 
 
 def _fits(spec: PieceInput, tensor: torch.Tensor, sizes: dict[str, int]) -> bool:
-    """True if the tensor is what `spec` says; `sizes` are the dynamic ones seen so far, to which it adds its own."""
+    """True if the tensor is what `spec` says; `sizes` are the dynamic ones seen so far; it adds its own."""
     if tensor.ndim != len(spec.shape) or str(tensor.dtype) != f"torch.{spec.dtype}" or not tensor.is_contiguous():
         return False
     named = zip(spec.shape, tensor.shape, strict=True)

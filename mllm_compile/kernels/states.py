@@ -1,7 +1,7 @@
 """Layers with a state as pieces of the program: kernels of runtime/ops/states/, two or three for each kind of layer.
 
 One computes decodes, a token of each request, another prompts, and one prompts of few tokens. Layers alike in kind,
-settings and operands share them. What no kernel serves is computed by runtime/state/torch_backend.py, as on a CPU.
+settings and operands share them. Layers without a kernel are computed by runtime/state/torch_backend.py, as on a CPU.
 """
 
 from __future__ import annotations
@@ -33,12 +33,13 @@ def add_state_pieces(
 
     Args:
         operands: layer → what its operands are, in order.
-        with_made_constants: layers of which a piece makes what no token has a part in; their kernels may not read it
-            before that piece has ended, as they read weights.
+        with_made_constants: layers whose piece computes an operand without tokens; their kernels may not read it before
+            that piece has ended, as they read weights.
     """
     if not config.runtime.device.startswith("cuda"):
         return program, ()
-    # What the delta rule's kernel reads before its wait no piece makes. Mamba's rates and steps may be made by one.
+    # No piece computes the operands that the delta rule's kernel reads before its wait. Mamba's rates and steps may be
+    # made by one.
     is_delta = {layer.kind.name for layer in program.state_layers} == {"causal_conv", "gated_delta"}
     of_layers, written = made_by_kind(
         filter(_is_served, program.state_layers),

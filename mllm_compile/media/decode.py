@@ -1,7 +1,7 @@
 """The bytes of an image's file to pixels, by Pillow; in a worker, as files come from strangers.
 
-An image is turned as its EXIF data says, transparency is laid on white, sixteen bits of grey become eight, and of an
-animation the first frame is the image, as vLLM has it. What a header says is checked before anything is decoded.
+An image is turned as its EXIF data says, transparency becomes white, and sixteen bits of grey become eight. An
+animation's first frame is the image, as in vLLM. The header is checked before anything is decoded.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def rgb_of(image: Image) -> np.ndarray:
     """Pixels [height, width, 3] uint8 of a PIL image, whose file is read if it was not yet.
 
     Raises:
-        Refused: its mode is none that has a meaning in eight bits.
+        Refused: its mode has no meaning in eight bits.
     """
     from PIL import Image as Images
     from PIL import ImageOps

@@ -197,7 +197,7 @@ def _fetch(url: str, where: str, domains: Collection[str], until: float) -> byte
     """
     Args:
         url: one that is allowed.
-        until: a time by which it is over, but for what the system does.
+        until: the time by which it ends, except the system's own delays.
     """
     request = Request(url, headers={"User-Agent": "mllm_compile", "Accept": "image/*"})
     opener = build_opener(_TimedHTTP(until), _TimedHTTPS(until), _WithinDomains(where, domains))

@@ -13,6 +13,6 @@ PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json", "video_p
 
 
 def placeholder_of(config: Mapping[str, Any], kind: MediaKind) -> int | None:
-    """The id of the token that stands for a feature, by the model's config; None: it names none."""
+    """The id of the token that features replace, by the model's config, or None."""
     found = config.get(f"{kind}_token_id", config.get(f"{kind}_token_index"))
     return found if isinstance(found, int) else None

@@ -28,13 +28,13 @@ def _are_media(messages: Any) -> Iterator[bool]:
 def take_media(messages: Any, *, local_paths: bool) -> tuple[Any, list[SourceItem]]:
     """The messages with places where images were, and the images in their order.
 
-    What is no message, or no part, stays as it is: others refuse it in their own words.
+    A malformed message or part stays as it is: other checks refuse it.
 
     Args:
         local_paths: a part may name a file of this machine.
 
     Raises:
-        RequestError: an image is none, or cannot be taken.
+        RequestError: an image is malformed, or cannot be taken.
     """
     count = sum(_are_media(messages))
     if not count:

@@ -99,7 +99,7 @@ class MediaPreprocessor:
             token_ids: of a text that comes without images.
 
         Raises:
-            RequestError: some of them stand for features of images.
+            RequestError: some of them are placeholders of images.
         """
         for kind, token_id in self._placeholders.items():
             if token_id in token_ids:

@@ -1,9 +1,9 @@
 """A model's own processor, by Transformers: a prompt's text and its decoded images become a MediaPrompt.
 
 Runs in a worker (worker.py), which alone imports Transformers. Each item goes through the processor by itself, so its
-tensors need no cutting; then the text, with each placeholder replaced by what the processor made of it, is tokenized
-once; of token ids the placeholders' are replaced. Images are prepared by the processor's Pillow form on every machine:
-the same image has the same tensors.
+tensors need no cutting. Then the text, with the processor's output in place of each placeholder, is tokenized once. In
+token ids, placeholders are replaced. Images are prepared by the processor's Pillow form on every machine: the same
+image has the same tensors.
 """
 
 from __future__ import annotations
@@ -80,8 +80,8 @@ class MediaProcessor:
     def prepare(
         self, prompt: str | Sequence[int], items: Sequence[DecodedItem], adds_special_tokens: bool
     ) -> MediaPrompt:
-        """The prompt of a text whose placeholders stand for `items` in their order; or of token ids, with a placeholder
-        for each item or for each feature.
+        """The prompt of a text with placeholders for `items` in their order; or of token ids, with a placeholder for
+        each item or for each feature.
 
         Args:
             adds_special_tokens: to a text.
@@ -217,8 +217,8 @@ class MediaProcessor:
         return _Processed(item, text, feature_id, num_features, self._digest(item, num_features), tensors)
 
     def _features_of(self, item: DecodedItem, token_ids: np.ndarray) -> tuple[int, int]:
-        """The id of the tokens that take an item's features, and their number: its kind's, or of a video those of
-        images, as GLM-4V has it."""
+        """The id of the tokens that take an item's features, and their number. A video may have images' tokens, as in
+        GLM-4V."""
         kinds: tuple[MediaKind, ...] = ("video", "image") if item.kind == "video" else ("image",)
         counted = [(own, int((token_ids == own).sum())) for kind in kinds if (own := self._ids[kind]) is not None]
         return next((one for one in counted if one[1]), counted[0])
@@ -309,7 +309,7 @@ def _image_class(folder: Path) -> Any:
         raise Refused(f"none of the model's files ({', '.join(PROCESSOR_FILES)}) names its image_processor_type")
     kind = getattr(transformers, f"{name.removesuffix('Fast').removesuffix('Pil')}Pil", None)
     if kind is None:
-        raise Refused(f"the model's image processor is a {name}, of which this Transformers has no form for Pillow")
+        raise Refused(f"the model's image processor is a {name}, and this Transformers has no Pillow version of it")
     return kind
 
 

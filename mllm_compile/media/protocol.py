@@ -1,7 +1,7 @@
 """The words of the two sides of a media worker. A body is a JSON header and bytes behind it (process/helper_server.py).
 
-START has the model's files. A REQUEST has a text or token ids, items with the sizes of their frames, and the name of a
-segment; its answer says where the tensors are in that segment.
+START has the model's files. A REQUEST has a text or token ids, items with their frames' sizes, and a segment's name.
+Its answer says where the tensors are in that segment.
 """
 
 from __future__ import annotations

@@ -94,7 +94,7 @@ class Segment:
             raise MllmError(f"no shared memory for images below {_FOLDER}: {error.strerror}.") from None
 
     def remove(self) -> None:
-        """Removes the name; what has been mapped stays until it is let go. May be called again."""
+        """Removes the name; mapped memory stays until it is unmapped. May be called again."""
         if self.name:
             remove_segment(self.name)
 

@@ -202,7 +202,7 @@ def bounded(data: bytes, where: str) -> bytes:
     """The same bytes.
 
     Raises:
-        RequestError: there are none, or too many.
+        RequestError: there are no items, or too many.
     """
     if not data:
         raise RequestError(f"{where}: the image is empty; expected the bytes of an image's file.")

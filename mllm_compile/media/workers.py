@@ -1,6 +1,6 @@
 """Asks workers (worker.py) to decode images and to run a model's processor; from any thread.
 
-What comes back is a SharedPrompt: token ids, and the name of the shared memory with the tensors. In this process `take`
+The result is a SharedPrompt: token ids, and the name of the shared memory with the tensors. In this process `take`
 makes a MediaPrompt of it; a server sends its fields to the engine's process, which does the same there.
 """
 
@@ -121,7 +121,7 @@ class MediaWorkers(HelperProcesses):
 
         Raises:
             RequestError: an image or the text is refused, or exceeds a limit.
-            TooManyImagesError: those of other requests hold too much memory.
+            TooManyImagesError: other requests' images hold too much memory.
             MllmError: no process can be started, or there is no shared memory.
         """
         if self._held_bytes > MAX_HELD_BYTES:

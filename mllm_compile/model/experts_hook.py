@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 EXPERTS_IMPLEMENTATION = "mllm"
-# What configs call experts a token, all experts, and choices besides them that cost nothing.
+# Configs' names of experts a token, all experts, and further choices that cost nothing.
 _CHOSEN = ("num_experts_per_tok", "moe_topk", "moe_top_k", "top_k_experts")
 _COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _NO_EXPERTS = "zero_expert_num"

@@ -53,8 +53,8 @@ class HFModel:
         constants: buffer name → value on the CPU; these are in no checkpoint.
         unknown_constants: names of such buffers whose value could not be computed.
         position_offset: the position that the model gives a text's first token.
-        tables: buffers of a checkpoint that its code fills with several numbers, as constants are: numbers of one
-            table may follow from those of another.
+        tables: buffers of a checkpoint that its code fills with several numbers, as constants are: one table's numbers
+            may follow from another's.
         rope: how its RoPE follows the length of a text; None: it does not.
         full_length: tokens up to which its sparse attention is full (written_attention/indexed.py); None: it has none.
     """
@@ -178,8 +178,8 @@ def build_config_on_meta(config: PreTrainedConfig, dtype: torch.dtype, trust_rem
 
 
 def auto_class(config_class: type[PreTrainedConfig]) -> Any:
-    """Transformers' class that builds a causal LM of this config: that of models that take images where these alone
-    have one, or where the other is of the text alone and images come with grids (model/towers/visual_grids.py)."""
+    """Transformers' class that builds a causal LM of this config. It is the class that takes images if no other exists,
+    or if the other has the text alone and images have grids (model/towers/visual_grids.py)."""
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
     with_images: Any = AutoModelForImageTextToText._model_mapping.get(config_class, None)

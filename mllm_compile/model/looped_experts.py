@@ -1,7 +1,7 @@
 """Mixtures of experts that loop over them past Transformers' interface, as ops of ours for a trace.
 
-A module is known by its forward's arguments and its weights' names. What it computes is written here again; the
-self-check, whose reference is the model's own forward, holds that to what the model does.
+A module is known by its forward's arguments and its weights' names. Its computation is written here again; the
+self-check compares it with the model's own forward.
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ class Reach(NamedTuple):
 
     Attributes:
         window_left: as many of them besides the token itself; -1: all.
-        chunk: those of the token's own chunk of so many positions; 0: there are no chunks.
+        chunk: tokens see keys of their own chunk of so many positions; 0: no chunks.
     """
 
     window_left: int = -1

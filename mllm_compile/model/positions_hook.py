@@ -1,8 +1,8 @@
 """The hook into models that count positions themselves: within it their tables are read at the tokens' own positions.
 
-Some decoders ignore `position_ids` and count the tokens of a forward (the bart family), some take them but count from
-elsewhere than 0 where none are given (the roberta family), and one asks whether its table is long enough (xglm). In a
-flat batch of several requests a token's place is not its position. Modules are known by their forward's arguments.
+Some decoders ignore `position_ids` and count the tokens of a forward (the bart family). Some take them, but count from
+another number than 0 by default (the roberta family). One checks the length of its table (xglm). In a flat batch of
+several requests a token's place is not its position. Modules are known by their forward's arguments.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ def _forward_reading(module: Any, positions: Positions) -> Callable[..., torch.T
 
 
 def _forward_of_fixed_table(module: Any) -> Callable[..., torch.Tensor]:
-    """max_model_len is no longer than the table, so that nothing is to be made anew."""
+    """max_model_len is no longer than the table, so the table is never rebuilt."""
 
     def forward(position_ids: torch.Tensor, past_key_values_length: int = 0) -> torch.Tensor:
         rows = module.weights.index_select(0, (position_ids + module.offset).view(-1))

@@ -13,8 +13,8 @@ from mllm_compile.runtime.files.disk_space import full_disk
 def refusing(what: str) -> Iterator[None]:
     """Turns every exception but our own into UnsupportedModelError("{what}: {its first line}").
 
-    A model is code that we have not written, and there is no telling what it raises; to a user it is all the same:
-    this model is not served, and why. A full disk is no fault of the model's.
+    A model is foreign code and may raise anything; a user needs one answer: the model is not served, and the reason. A
+    full disk is not the model's fault.
     """
     try:
         yield

@@ -3,8 +3,8 @@ frequencies of its own request.
 
 Transformers computes frequencies for a whole batch, by its longest text. Within the hook each token is rotated by the
 frequencies for a length of its own: what Transformers computes for the request alone (runtime/schedule/rope_lengths.py
-says which). The embedding's own forward stays. It takes one set of frequencies for all tokens; so it is given one
-frequency, 1, and as many positions as there are angles, and its answers are arranged as it arranges those of n.
+says which). The embedding's own forward stays. It takes one set of frequencies for all tokens. So it gets one
+frequency, 1, and a position for each angle; its answers are then arranged as it would arrange n frequencies.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ _SCALES = ("short_mscale", "long_mscale")
 
 @dataclass(frozen=True)
 class _Following:
-    """The frequencies of one kind of layers of an embedding. Those of short texts, and what it takes to make those of
-    long ones, are buffers of the module: no checkpoint has them, and Transformers knows nothing of them.
+    """The frequencies of one kind of layers of an embedding. Frequencies of short texts, and the inputs of the
+    frequencies of long ones, are buffers of the module: no checkpoint has them, and Transformers knows nothing of them.
 
     Attributes:
         prefix: of the names of the embedding's buffers.
@@ -105,7 +105,7 @@ def follow_rope(model: PreTrainedModel) -> tuple[RopeLengths | None, dict[str, t
                 module.register_buffer(buffer, value.to(like.device), persistent=False)
                 constants[f"{name}.{buffer}" if name else buffer] = value
     if len(found) > 1:
-        raise _refusal("dynamic or longrope", "its layers differ in the length up to which texts are short")
+        raise _refusal("dynamic or longrope", "its layers differ in the length of short texts")
     return next(iter(found), None), constants
 
 
@@ -188,7 +188,7 @@ def _follow(
             theirs, _ = init(config, "cpu", seq_len=torch.tensor(length) if following.growth else length, **of_layer)
             ours = following.frequencies(SimpleNamespace(**values), torch.tensor([length]))[0]  # type: ignore[arg-type]
             if not torch.allclose(ours, theirs.float(), rtol=1e-5, atol=0.0):
-                raise _refusal(kind, f"for {length} tokens its frequencies are not those of the known formula")
+                raise _refusal(kind, f"for {length} tokens its frequencies differ from the known formula")
     return following, values
 
 
@@ -202,7 +202,7 @@ def _recomputes(model: PreTrainedModel) -> bool:
 def _arrangements(
     module: Any, following: _Following, values: dict[str, torch.Tensor], kind: str, layer_type: str | None
 ) -> tuple[str, ...]:
-    """How each of the forward's answers, cosines and sines mostly, arranges those of n angles (_ARRANGED)."""
+    """How each of the forward's answers, cosines and sines mostly, arranges n angles (_ARRANGED)."""
     own_names = inspect.unwrap(type(module).forward).__code__.co_names
     read = sorted({"config", "rope_type", "rope_init_fn"} & set(own_names))
     if read and following.scales is None:
@@ -237,7 +237,7 @@ def _check_scales(module: Any, embedding: _Embedding, following: _Following, fre
             raise ValueError(f"for {last + 1} tokens cosines and sines are not scaled as the config says")
 
 
-# What an embedding makes of an answer for each angle [.., n].
+# An embedding's arrangement of an answer for each angle [.., n].
 _ARRANGED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "halves": lambda one: torch.cat((one, one), -1),
     "pairs": lambda one: one.repeat_interleave(2, -1),

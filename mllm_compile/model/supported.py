@@ -1,8 +1,9 @@
 """Decides whether a traced model will be served right; a model that will not is refused with the reason.
 
-Tracing proves nothing by itself: a model may bypass the attention interface, hide windows in a mask that was never
-built, carry state past the hooks (state_hook.py), or branch on sizes. check_trace reads the graph before any pass and
-asks Transformers what each attention call may see; check/program.py then runs the compiled program on small inputs.
+Tracing proves nothing by itself. A model may bypass the attention interface, hide windows in a mask that was never
+built, carry state past the hooks (state_hook.py), or branch on sizes. check_trace reads the graph before any pass, and
+asks Transformers which keys each attention call may see. check/program.py then runs the compiled program on small
+inputs.
 """
 
 from __future__ import annotations
@@ -144,7 +145,7 @@ def _fill_windows(attentions: list[fx.Node], trace: Trace, hf_model: HFModel) ->
     observed = observe_attention(hf_model.model, trace.device)
     through_interface = [node for node in attentions if KNOWS_ITS_MASK not in node.meta]
     if len(observed.calls) != len(through_interface):
-        yield f"it attends {len(observed.calls)} times, of which {len(through_interface)} are in the trace"
+        yield f"it attends {len(observed.calls)} times, but {len(through_interface)} calls are in the trace"
         return
     without_mask = [node for node in attentions if node.meta.get(KNOWS_ITS_MASK) is False]
     if without_mask and not observed.masks:
@@ -210,7 +211,7 @@ def _size_reasons(trace: Trace, tokens: Any) -> Iterator[str]:
 
 
 def _guard_reasons(node: fx.Node, known: set[Any], max_tokens: int) -> Iterator[str]:
-    """Refuses branches; the range that the trace was made for, and equal sizes of equal inputs, are none."""
+    """Refuses branches, except on the range of the trace and on equal sizes of equal inputs."""
     condition = node.args[0]
     if not isinstance(condition, fx.Node) or not is_symbolic(condition.meta.get("val")):
         return

@@ -183,7 +183,7 @@ def _rms_norm(norm: torch.nn.RMSNorm, x: torch.Tensor) -> torch.Tensor:
 
 
 def _drop_outputs_of_weights(gm: fx.GraphModule) -> None:
-    """Drops outputs, but for the first, that are made of weights alone: a buffer that a model has moved is no state."""
+    """Drops outputs that are made of weights alone, except the first: a buffer that a model has moved is no state."""
     output = next(node for node in gm.graph.nodes if node.op == "output")
     of_inputs: set[fx.Node] = set()
     for node in gm.graph.nodes:
@@ -273,12 +273,12 @@ def _capture(module: torch.nn.Module, inputs: Mapping[str, torch.Tensor]) -> fx.
     captured: list[tuple[fx.GraphModule, list[Any]]] = []
 
     def capturing_backend(graph_module: fx.GraphModule, example_inputs: list[Any]) -> Any:
-        # A copy of its nodes: torch 2.15 clears those of a trace that ended in an exception.
+        # A copy of its nodes: torch 2.15 clears a trace that ended in an exception.
         kept = fx.GraphModule(graph_module, copy.deepcopy(graph_module.graph))
         captured.append((kept, list(example_inputs)))
         raise _Captured  # or Dynamo would write guards, and run the graph on fake weights: an eighth of its time
 
-    torch._dynamo.reset_code_caches()  # not reset, which imports half of Inductor to forget CUDA graphs; there are none
+    torch._dynamo.reset_code_caches()  # not reset, which imports half of Inductor to forget CUDA graphs
     try:
         with torch.no_grad(), torch._dynamo.config.patch(capture_scalar_outputs=True):
             torch.compile(module, backend=capturing_backend, fullgraph=True)(**inputs)

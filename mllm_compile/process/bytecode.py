@@ -2,7 +2,7 @@
 
 Installers may leave compiling to the first import (uv does; pip with --no-compile), and in a container that import
 often cannot write: PYTHONDONTWRITEBYTECODE is set, or the packages belong to another user. Then every process compiles
-every module again: on such a machine 2.4 s of the 6.2 in which an engine started from its runtime.
+every module again: on such a machine 2.4 s of the 6.2 s that an engine took to start from its runtime.
 
 It is in the user's cache, also where a config names another: modules are imported before any config is read.
 """

@@ -1,8 +1,8 @@
 """How a further Python process is started that runs a module of this project, and finds what this process finds.
 
-Python's own modules are found first: a user's `queue.py` beside a script or in the current folder, which may have come
-with a model, would else run in place of Python's. The current folder is looked into only where this process does so,
-as Python's prompt and `python -m` do.
+Python's own modules are found first. Otherwise a user's `queue.py` beside a script or in the current folder, which may
+have come with a model, would run in place of Python's. The current folder is looked into only where this process does
+so, as Python's prompt and `python -m` do.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ def command(module: str, *arguments: str) -> list[str]:
 
 
 def environment() -> dict[str, str]:
-    """This process's, with which the other finds the modules of this one, wherever they come from."""
+    """This process's: the other finds its modules with it, wherever they come from."""
     return os.environ | {"PYTHONPATH": os.pathsep.join(module_folders())}
 
 
 def module_folders() -> list[str]:
-    """Where this process finds its modules, those of Python itself first."""
+    """Where this process finds its modules, Python's own first."""
     standard = os.path.dirname(os.__file__)
     folders = [os.path.abspath(folder) for folder in sys.path]
     return sorted(folders, key=lambda folder: folder not in (standard, os.path.join(standard, "lib-dynload")))

@@ -1,8 +1,8 @@
 """Processes that do for this one what may not end, or eat memory; they run helper_server.py.
 
 A process starts with the first request, and is kept for the next ones; concurrent requests have one each, up to a
-limit; further ones wait. What does not end costs its own process and its own request. Processes end with the object
-that started them, and with this process.
+limit; further ones wait. Work that does not end costs its own process and its own request. Processes end with the
+object that started them, and with this process.
 
 A thread that asks a process reads its standard error meanwhile: a full pipe would stop it, without a limit on
 processor time ever being met. The end of that is kept, for errors.
@@ -54,7 +54,7 @@ class HelperProcesses:
         task: what they do, for errors: "that renders chat templates".
         seconds: of processor time that a request may take.
         max_wait_s: of wall time that a request may take: one that sleeps takes no processor.
-        max_start_s: of wall time in which a process imports what it needs, and prepares.
+        max_start_s: of wall time that a process has for imports and preparation.
         max_answer: bytes.
         most: processes at a time.
         kept_after: kinds of answers after which a process serves others.
@@ -211,7 +211,7 @@ class _Process:
         """Waits until the process, if it is a new one, takes requests.
 
         Raises:
-            _Silent: it has ended, or is to be.
+            _Silent: it has ended, or must end.
         """
         if not self.is_ready:
             self._exchange((START, self._start), time.monotonic() + max_start_s, 0)
@@ -220,7 +220,7 @@ class _Process:
     def ask(self, request: bytes, max_wait_s: float, max_answer: int) -> Answer:
         """
         Raises:
-            _Silent: no answer; the process has ended, or is to be.
+            _Silent: no answer; the process has ended, or must end.
         """
         return self._exchange((REQUEST, request), time.monotonic() + max_wait_s, max_answer)
 
@@ -273,7 +273,7 @@ class _Process:
         raise TimeoutError
 
     def _hear(self) -> bool:
-        """Takes a part of what the process has written to standard error; False: there is none for now."""
+        """Takes a part of what the process has written to standard error; False: nothing more for now."""
         assert self._stderr is not None, "open"
         try:
             part = os.read(self._stderr, _MOST_SAID)
@@ -306,7 +306,7 @@ class _Process:
         self.let_go()
 
     def let_go(self) -> None:
-        """Forgets the process, which then lives on for those who hold it too."""
+        """Forgets the process; it lives on for its other holders."""
         self._stderr = None
         if self._socket is not None:
             self._socket.close()

@@ -3,8 +3,8 @@
 A helper does for its parent what a stranger's input may make endless: render a template, compile a grammar. A request
 that exceeds its processor time ends the process, even in the middle of one C call; memory is limited as well.
 helper_process.py is the parent's side. Standard input is one end of a socket. A frame is one letter, eight bytes of
-length, and so many bytes; the parent sends START once, with TERMS ahead of its body, then a REQUEST at a time, each
-answered by one frame: START by READY. What the process writes to standard error is read by the parent while it waits.
+length, and so many bytes. The parent sends START once, with TERMS ahead of its body, then a REQUEST at a time, each
+answered by one frame: START by READY. The parent reads the process's standard error while it waits.
 
 The parent's end is told by a pipe into which nobody writes. The socket would not do: the kernel may tell of a request's
 arrival after the request was read, and that signal would end the process.

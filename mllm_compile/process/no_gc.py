@@ -1,9 +1,9 @@
 """Stops the garbage collector while many objects are made that stay: it would look through them again and again.
 
-torch, Transformers, Dynamo and Inductor make 660,000 objects that stay until the process ends: looking through them is
-10 % of the seconds that importing torch takes, and 16 % of Transformers' and Dynamo's. A trace keeps 160,000: that of
-Qwen3-8B takes 7.1 s with the collector, and 6.6 s and 18 MiB more without (CPU, torch 2.13, medians of three). So it is
-while a runtime's program is read.
+torch, Transformers, Dynamo and Inductor make 660,000 objects that stay until the process ends. Scanning them is 10 % of
+the time of importing torch, and 16 % of Transformers' and Dynamo's. A trace keeps 160,000: Qwen3-8B's takes 7.1 s with
+the collector, and 6.6 s and 18 MiB more without (CPU, torch 2.13, medians of three). So it is while a runtime's program
+is read.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("mllm_compile.progress")
 
-# A line of a stage that is not over: as often as a reader who waits for the next one wants it.
+# Seconds between lines of a stage that is not over.
 _LINE_INTERVAL_S = 5.0
 # A bar of a stage that is over before this would only flicker. Longer than `import torch` usually takes: to import
 # rich beside it would slow every start.
@@ -53,7 +53,7 @@ class Reporter(Protocol):
         self.note(text)
 
     def announce(self, text: str) -> None:
-        """Like tell, and a warning where it is logged: why it will be long, what is not done."""
+        """Like tell, and a warning where it is logged: why it takes long, or what was left out."""
         self.tell(text)
 
     def table(self, title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None: ...
@@ -197,8 +197,7 @@ class RichReporter:
     The live display exists only inside a stage, so that whatever is printed between stages (streamed text) is safe.
 
     Args:
-        details: also notes and tables, bars at once, and in place of those of an outermost stage a line with its
-            seconds.
+        details: also notes and tables, bars at once, and a line with seconds for each outermost stage.
     """
 
     def __init__(self, stream: TextIO, *, details: bool = False) -> None:

@@ -45,8 +45,8 @@ class EarlyRanks:
                 self._waiting[rank] = LocalRank(rank)
 
     def meet(self, timeline: Timeline) -> None:
-        """Has those that were started meet from now on, where there is a device for each. What is wrong with a config
-        is said where it is resolved.
+        """Has those that were started meet from now on, where there is a device for each. A faulty config is refused
+        where it is resolved.
 
         Args:
             timeline: as RankGroup takes it.
@@ -67,7 +67,7 @@ class EarlyRanks:
             self._group = RankGroup(num_ranks, device, "mp", self.take, timeline)
 
     def take(self, rank: int) -> LocalRank | None:
-        """The process of a rank, which is the caller's now; None: there is none that runs."""
+        """The process of a rank, which is the caller's now, or None if none runs."""
         process = self._waiting.pop(rank, None)
         if process is not None and process.has_ended():
             process.close()
@@ -75,7 +75,7 @@ class EarlyRanks:
         return process
 
     def take_group(self, num_ranks: int, device: str) -> RankGroup | None:
-        """The group of those that meet, which is the caller's now; None: there is none.
+        """The group of ranks that meet, which is the caller's now, or None.
 
         Args:
             num_ranks, device: of the runtime, which may not be what was asked for: a folder that was told of another

@@ -76,7 +76,7 @@ class _Follower:
         self.news += [from_json(Answer, parse_json(line)) for line in self.connection.arrived()]
 
     def silence(self, beats: np.ndarray, now: float) -> float:
-        """The seconds in which it has neither beaten nor computed; `beats` are the ring's."""
+        """The seconds since it last beat or computed; `beats` are the ring's."""
         beat, cpu_time = int(beats[self.rank - 1]), _cpu_time(self.process.pid)
         self.silent_s += min(now - self.looked, _LOOKED_S)
         if beat != self.beat or cpu_time != self.cpu_time:
@@ -105,7 +105,7 @@ class RankGroup:
             num_ranks: with this one.
             device: rank 0's: cpu or cuda:N.
             backend: as runtime.distributed_executor_backend.
-            take: gives a rank's process that was started ahead; None: there is none.
+            take: gives a rank's process that was started ahead, or None.
             timeline: gets the stages of all ranks.
 
         Raises:
@@ -227,7 +227,7 @@ class RankGroup:
             time.sleep(_POLL_S / 10)
 
     def explain(self, error: BaseException) -> BaseException:
-        """The reason of an error in a call with others: that of the rank that ended, if one did."""
+        """The reason of an error in a call with others: the end of a rank, if one ended."""
         try:
             self._check_soon()
         except MllmError as reason:
@@ -256,7 +256,7 @@ class RankGroup:
         """Calls `wait`, which waits for the device.
 
         Raises:
-            DeviceError: a rank has ended, so that what the device gives is nothing.
+            DeviceError: a rank has ended, so that the device's results are void.
         """
         self._waiting_since = time.monotonic()
         try:
@@ -284,7 +284,7 @@ class RankGroup:
             raise DeviceError("rank 0 did not run a step that the others ran, so that they do not agree any more")
 
     def _check_soon(self) -> None:
-        """Gives the end of a process, of which a broken call tells first, the time to be seen."""
+        """Waits until the end of a process is seen: a broken call comes first."""
         deadline = time.monotonic() + _NOTICE_S
         while time.monotonic() < deadline:
             self._look()

@@ -64,7 +64,7 @@ class LocalLauncher:
     def __init__(self, take: Callable[[int], LocalRank | None]) -> None:
         """
         Args:
-            take: gives a rank's process that was started ahead; None: there is none.
+            take: gives a rank's process that was started ahead, or None.
         """
         self._take = take
 

@@ -1,8 +1,8 @@
 """Starts followers as actors of Ray, in a placement group on this host; on no step's way.
 
-Ray reserves what they take and places them, and they end with the process that started them, as Ray's actors do. What
-ranks share is memory of this host, whose descriptors an actor gets over a Unix socket. GPUs are numbered as without
-Ray: the group reserves one for each rank, rank 0's too, and hides none.
+Ray reserves what they take and places them, and they end with the process that started them, as Ray's actors do. Ranks
+share memory of this host; an actor gets its descriptors over a Unix socket. GPUs are numbered as without Ray: the group
+reserves one for each rank, rank 0's too, and hides none.
 """
 
 from __future__ import annotations

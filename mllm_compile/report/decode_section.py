@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from mllm_compile.config.resolved import ResolvedConfig
     from mllm_compile.store.artifact import Artifact
 
-# A step that reaches this share of the limit is held up by the hardware; one below it by what runs on it.
+# The hardware limits a step that reaches this share of the limit; software limits one below it.
 _NEAR_LIMIT = 0.6
 _ATTENTION_COLOUR = parts.colour(1)
 _PIECE_COLOURS = (parts.colour(0), *(parts.colour(index) for index in range(2, len(parts.COLOURS))))
@@ -164,7 +164,7 @@ def _load_row(load: Load, has_limit: bool, has_measured: bool) -> list[str]:
 def _how_known(device: Device | None, has_measured: bool) -> str:
     if device is None or device.ceilings is None:
         return parts.Html(
-            "Bytes are those of weights and KV cache. For times, write this page where the device is, with no engine "
+            "Bytes are of weights and KV cache. For times, write this page where the device is, with no engine "
             f"running on it: {parts.code('mllm-compile inspect CONFIG --html FILE')}."
         )
     found, fp8_flops_s = device.values["ceilings"], device.ceilings.fp8_flops_s
@@ -224,8 +224,8 @@ def _scale(step: DecodeStep, ceilings: Ceilings | None):  # type: ignore[no-unty
 
 
 def _columns(step: DecodeStep) -> list[tuple[str, list[StepPart]]]:
-    """Before the first attention, then a column a layer (its attention, and what comes until the next), numbered; and
-    the logits where a piece of its own makes them."""
+    """The part before the first attention, then a numbered column a layer (attention and the piece after it), and the
+    logits if they have a piece of their own."""
     columns: dict[str, list[StepPart]] = defaultdict(list)
     previous: StepPart | None = None
     for part in step.parts:

@@ -1,8 +1,8 @@
 """Puts the page together from a runtime's folder and its measurements; runs nothing.
 
-The page is one file with no script and nothing from elsewhere: it can be mailed, and opened in ten years. It says first
-what limits a decode step, then where its time goes in the model, then what the config takes of memory; how the runtime
-was made is folded below.
+The page is one file with no script and nothing from elsewhere: it can be mailed, and opened in ten years. It has first
+the limit of a decode step, then its time by part of the model, then the config's memory. How the runtime was made is
+folded below.
 """
 
 from __future__ import annotations

@@ -78,8 +78,8 @@ def attention_name(program: Program) -> PartName:
 
 
 def all_names(program: Program, shapes: Mapping[str, Sequence[int]]) -> dict[str, str]:
-    """Every piece that is compiled → its name: those of part_names, their variants for few tokens, and what no step
-    calls (decodes' attention, the choice of tokens)."""
+    """Every piece that is compiled → its name: part_names' pieces, their variants for few tokens, and pieces that no
+    step calls (decodes' attention, the choice of tokens)."""
     names = {piece: str(name) for piece, name in part_names(program, shapes).items()}
     for piece, variants in program.variants.items():
         for variant in variants:

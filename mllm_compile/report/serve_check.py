@@ -74,7 +74,8 @@ def serve_check(source: EngineConfig | Path, reporter: Reporter) -> list[tuple[s
 def _of_runtime(folder: Path, reporter: Reporter, config: ResolvedConfig | None = None) -> _Known:
     """
     Args:
-        config: served with; None: the one that the runtime was compiled with. What only serving needs may differ.
+        config: served with; None: the one that the runtime was compiled with. Fields that only serving needs may
+            differ.
     """
     opened = open_runtime(folder, reporter)
     artifact, config = opened.artifact, config or opened.config

@@ -69,7 +69,7 @@ class DecodeStep:
 
     @property
     def outside_s(self) -> float:
-        """Seconds of the measured step in which no kernel runs and the host works."""
+        """Seconds of the measured step without a running kernel: the host works."""
         kernels_s = 0.0 if self.part_s is None else sum(self.part_s.values())
         return max(0.0, self.wall_s - kernels_s - self.other_s)
 
@@ -149,8 +149,7 @@ def loads(artifact: Artifact, config: ResolvedConfig, device: Device | None) -> 
 
 
 def _load_context(config: ResolvedConfig, device: Device | None) -> int:
-    """Tokens of each request: those of the measured latency work in the middle of its answers, or as many as its
-    default work has."""
+    """Tokens of each request: of the measured latency work in the middle of its answers, or of its default work."""
     latency = device.values.get("latency") if device else None
     context = StepWork.context if latency is None else latency["input_len"] + latency["output_len"] // 2
     return int(min(context, config.runtime.max_model_len))

@@ -1,4 +1,4 @@
-"""Endpoints about a server for what runs it: its load, what it is, and its interface."""
+"""Endpoints about a server for its operators: its load, its model and version, and its interface."""
 
 from __future__ import annotations
 

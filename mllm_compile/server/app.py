@@ -1,4 +1,4 @@
-"""The ASGI application: which path leads where, who may enter, and the answer to what goes wrong."""
+"""The ASGI application: its paths, the check of keys, and the answers to errors."""
 
 from __future__ import annotations
 
@@ -178,7 +178,7 @@ class _Guarded:
             scope["path"] = path[len(self._root) :] or "/"
 
     def _tell(self, scope: Scope, error: ApiError) -> None:
-        """Logs and counts a request that comes to no endpoint. A path that is none is quoted: it may hold anything."""
+        """Logs and counts a request that comes to no endpoint. An unknown path is quoted: it may hold anything."""
         path = scope["path"]
         is_known = error.code == _UNSUPPORTED or any(path == known for _, known in paths_of())
         self._front.refused(error, path if is_known else repr(path[:_MOST_OF_PATH]), client_of(scope))
@@ -216,7 +216,7 @@ def _place_of(origin: str) -> str | None:
 
 
 def _is_of_no_site(host: str) -> bool:
-    """True for an address, for a name without a dot, and for those of localhost, which browsers do not look up."""
+    """True for an address, a name without a dot, and names of localhost, which browsers do not look up."""
     try:
         name = urlsplit(f"//{host}").hostname or ""
         if "." not in name or name.endswith(".localhost"):

@@ -1,9 +1,9 @@
-"""A connection of the front: bounds what it may send beside bodies, gives one answer a request, and writes chunks of
-answers in one call.
+"""A connection of the front: limits its input beside bodies, gives one answer a request, and writes chunks of answers
+in one call.
 
 Bounded are the size of a request's head, the time that it takes to come, and the requests that are sent ahead of
-answers. What is no request, or too much, is told to the client behind the answers that are on their way, and nothing
-more is read. `Upgrade` is passed over, as HTTP allows. A client that has shut its sending side gets its answers.
+answers. A malformed or oversized request is answered with an error behind the answers on their way, and nothing more is
+read. `Upgrade` is passed over, as HTTP allows. A client that has shut its sending side gets its answers.
 
 The parser of uvicorn's protocol keeps a header until it is whole, and copies it with each part that comes.
 """
@@ -26,7 +26,7 @@ _MOST_HEADERS = 1000
 _MOST_UNREAD = 32 << 20  # bytes behind what is refused
 _MOST_AHEAD = 32  # requests behind one that has no answer yet: each takes many times the bytes that it is sent in
 _HEAD_S = 75.0  # as long as a connection may be idle
-_LINGER_S = 2.0  # in which a refused client can read why, as what it still sends would else reset the connection
+_LINGER_S = 2.0  # for a refused client to read why; otherwise its further data would reset the connection
 _FIRST_PROBE_S, _LAST_PROBE_S = 0.2, 15.0
 _CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 
@@ -39,7 +39,7 @@ class Connection(HttpToolsProtocol):
         self._beside_body = 0  # bytes since the last whole request
         self._head_bytes = 0
         self._is_in_head = False
-        self._is_deaf = False  # what comes is not read
+        self._is_deaf = False  # input is not read
         self._answering: RequestResponseCycle | None = None  # `cycle` is the last one that was sent
         self._late: asyncio.TimerHandle | None = None
         self._probe: asyncio.TimerHandle | None = None
@@ -100,7 +100,7 @@ class Connection(HttpToolsProtocol):
             self._refuse(error)
 
     def _parse(self, data: bytes) -> bytes:
-        """Reads data; returns what is to be read again: a request with `Upgrade`, without that.
+        """Reads data; returns a part to read again: a request with `Upgrade`, without that header.
 
         Its parser has left the body out, and would take it for a further request.
 

@@ -77,7 +77,7 @@ class EngineFacts:
 
 
 def syntax_of(tokenizer: Tokenizer | None) -> ChatSyntax:
-    """The way in which a model writes calls and reasoning, by its chat template."""
+    """A model's syntax of calls and reasoning, by its chat template."""
     if tokenizer is None or not tokenizer.has_chat_template:
         return ChatSyntax(why_not="no chat template")
     try:

@@ -53,7 +53,7 @@ class Front:
 
     Args:
         command_of: the engine's command line.
-        tracing: makes spans of requests; None: there are none.
+        tracing: makes spans of requests, or None.
     """
 
     def __init__(self, options: ServeOptions, command_of: CommandLine, tracing: Tracing | None = None) -> None:
@@ -289,7 +289,7 @@ class Front:
             self.tracing.request_over(job, self.names.first, parent)
 
     async def sweep(self) -> None:
-        """Looks after what waits too long, until it is cancelled."""
+        """Ends requests that wait too long, until it is cancelled."""
         while True:
             await asyncio.sleep(_SWEEP_S)
             self.dispatcher.sweep(self.options.max_queue_s, self.options.request_timeout_s)

@@ -75,7 +75,7 @@ async def unless_gone(work: Coroutine[Any, Any, T], receive: Receive) -> T:
     Raises:
         ClientGoneError: the client has left before, and the work has ended.
     """
-    gone = asyncio.ensure_future(receive())  # the body has come: there is nothing else to receive
+    gone = asyncio.ensure_future(receive())  # the body has come: nothing else follows
     task = asyncio.ensure_future(work)
     try:
         await asyncio.wait({gone, task}, return_when=asyncio.FIRST_COMPLETED)

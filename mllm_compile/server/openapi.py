@@ -1,6 +1,6 @@
 """The description of the interface for programs, as OpenAPI 3.1: paths, and the fields of their requests.
 
-Types are those of the fields' classes, and of SamplingParams where these leave a value's check to it.
+Types come from the fields' classes, and from SamplingParams where it checks a value.
 """
 
 from __future__ import annotations

@@ -96,7 +96,7 @@ class ServeOptions:
         return self.uds is None and self.host in ("127.0.0.1", "::1", "localhost")
 
 
-# What a browser sends of a page: its scheme, host and port; "null" of a page that has none of these.
+# A page's origin as a browser sends it: scheme, host and port; "null" for a page without them.
 _ORIGIN = re.compile(r"null|[a-z][a-z0-9+.-]*://([a-z0-9._-]+|\[[0-9a-f:.]+\])(:\d+)?")
 
 
@@ -113,7 +113,7 @@ def bytes_of(option: str, text: str) -> int:
     """A size such as 65536, 512K or 16M in bytes.
 
     Raises:
-        ConfigError: it is none.
+        ConfigError: it is malformed.
     """
     number, unit = (text[:-1], text[-1].upper()) if text[-1:].upper() in ("K", "M") else (text, "")
     if not (number.isascii() and number.isdecimal() and len(number) <= 12):
@@ -125,7 +125,7 @@ def seconds_of(option: str, text: str | None) -> float | None:
     """A time such as 90, 90s, 5m or 2h in seconds.
 
     Raises:
-        ConfigError: it is none.
+        ConfigError: it is malformed.
     """
     if text is None:
         return None

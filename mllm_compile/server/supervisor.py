@@ -114,7 +114,7 @@ class Supervisor:
         return max(self._stuck_after_s, _STEPS_TO_BE_STUCK * (usual or 0.0))
 
     def close(self) -> None:
-        """Ends the engine, and `run`, soon; what waits for an engine is refused at once."""
+        """Ends the engine, and `run`, soon; requests that wait for an engine are refused at once."""
         self._is_closing.set()
         self._is_wanted.set()
         self._ready.set()

@@ -1,1 +1,1 @@
-"""The cached runtime on disk: its key, its files, who may use and replace them."""
+"""The cached runtime on disk: its key, its files, their use and replacement."""

@@ -106,8 +106,8 @@ class Artifact:
         folder: where it is.
         manifest: the content of manifest.json.
         program: the steps.
-        weights: where each weight comes from; of several ranks those of the first.
-        further_weights: those of the other ranks.
+        weights: where each weight comes from; with several ranks the first's.
+        further_weights: the other ranks'.
         constants: names of the program's weights that are in constants.safetensors.
         pieces: the file that runs, by piece; its bytes, as they were checked.
         cubins: the binaries of program.every_cuda_kernel() by name, as they were checked.
@@ -160,7 +160,7 @@ class Artifact:
 def write_program(
     folder: Path, program: Program, weights: tuple[tuple[WeightSpec, ...], ...], constants: Mapping[str, torch.Tensor]
 ) -> None:
-    """Writes program.json and constants.safetensors; `weights` are those of each rank.
+    """Writes program.json and constants.safetensors; `weights` has each rank's.
 
     Raises:
         OSError: as save_tensors.

@@ -1,4 +1,4 @@
-"""Explains why a config is a hit or a miss: its factors beside those of the nearest runtime of the same model."""
+"""Explains why a config is a hit or a miss: compares its factors with the nearest runtime's of the same model."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def change_text(change: Change) -> str:
     return f"{shortened(change.then)} -> {shortened(change.now)}"
 
 
-# Groups in the order in which people ask for them; a factor of no group is in the last one.
+# Groups, the most asked for first; a factor of no group is in the last one.
 _GROUPS = {
     "model": ("model config", "model code", "text", "weights", "quantisation", PACKED_WEIGHTS),
     "config": (

@@ -204,7 +204,7 @@ def changed_parts(now: str, then: str) -> tuple[str, str]:
 
 
 def _attention(config: ResolvedConfig) -> str:
-    """The backend and the versions of its kernels; a runtime holds those of FlashInfer."""
+    """The backend and the versions of its kernels; a runtime holds FlashInfer's kernels."""
     runtime = config.runtime
     mode = ["deterministic"] if runtime.deterministic else []
     if runtime.attention_backend == "torch":
@@ -247,7 +247,7 @@ def _model_code(config: ResolvedConfig, model: ModelFolder) -> str:
 
 
 def _text(model: ModelFolder) -> str:
-    """The tokenizer, the processor and the generation defaults, in which models of one shape may differ."""
+    """The tokenizer, the processor and the generation defaults: models of one shape may differ in them."""
     others = (model.path / name for name in (GENERATION_CONFIG_FILE, *PROCESSOR_FILES))
     files = [*tokenizer_files(model.path), *others]
     return _file_hashes(model.path, files) or "none"

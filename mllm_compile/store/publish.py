@@ -32,7 +32,7 @@ def new_artifact_folder(final: Path, *, is_output: bool = False) -> Iterator[Pat
     """A private folder to write into; it takes the place of `final` when the body ends well, and is removed otherwise.
 
     Args:
-        final: the place; what is there must be no whole runtime that is wanted.
+        final: the place; it must not hold a whole runtime that is wanted.
         is_output: --output named it: in the end all may read it. Otherwise it is one of a cache, and stays private.
 
     Raises:
@@ -78,7 +78,7 @@ def _make_scratch(final: Path) -> tuple[Path, int]:
 
 
 def _publish(scratch: Path, final: Path) -> None:
-    """Renames; what lay there before (damaged, or an older one of --output) is moved away first and removed."""
+    """Renames; an earlier runtime there (damaged, or an older one of --output) is moved away first and removed."""
     try:
         os.rename(scratch, final)  # also onto an empty folder
         return

@@ -33,7 +33,7 @@ def verified(artifact: Artifact, files: WeightFiles, checkpoint: Path, place: Pl
     """Hashes the weights' data: stores the hash of this checkpoint the first time, compares it later.
 
     Raises:
-        CheckpointError: it is not what it was, or not that of the checkpoint whose data is remembered.
+        CheckpointError: it has changed, or differs from the checkpoint whose data is remembered.
     """
     weights = artifact.manifest.weights
     root = artifact.weights_root(checkpoint)
@@ -71,6 +71,6 @@ def _written(artifact: Artifact, manifest: Manifest, place: Place) -> Artifact:
 def _other_checkpoint(artifact: Artifact, root: Path) -> CheckpointError:
     remembered = artifact.manifest.weights.folder
     return CheckpointError(
-        f"{root}: its data is not that of {remembered}, which {artifact.folder} remembers. If it is another "
+        f"{root}: its data differs from {remembered}, which {artifact.folder} remembers. If it is another "
         "checkpoint, give it a runtime of its own by --output; if it is the same one, download it again."
     )

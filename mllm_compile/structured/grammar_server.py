@@ -37,7 +37,7 @@ def main() -> None:
 def _open(first: bytes) -> Callable[[bytes], Answer]:
     name, mask_seconds, vocabulary = first.decode().split("\n", 2)
     trials = Trials(make_backend(name, Vocabulary.from_json(vocabulary), threads=1), float(mask_seconds))
-    # What is imported by now does not count: with XGrammar that is torch.
+    # Memory of the imports so far does not count: with XGrammar that is torch.
     limit_files_and(resource.RLIMIT_DATA, _data_bytes() + MAX_MEMORY)
     threading.stack_size(_STACK_BYTES)
     return trials.answer

@@ -18,7 +18,7 @@ from mllm_compile.structured.grammar_process import GrammarProcesses
 from mllm_compile.structured.vocabulary import Vocabulary
 
 _MOST_KEPT = 64  # compiled forms, the last that were asked for
-# What another backend may take where one refuses it; of the rest it is the text that is wrong.
+# Errors after which another backend may take the text; other errors are the text's.
 _DIFFERING = ("json", "grammar", "structural_tag")
 
 
@@ -27,7 +27,7 @@ class Grammars:
 
     Args:
         read_vocabulary: called with the first form.
-        backends: names, in the order in which they are asked.
+        backends: names, in the order of use.
         threads: that make masks.
     """
 

@@ -1,7 +1,7 @@
 """JSON schemas: the parts that they have, and what is refused of them where a library would not keep to it.
 
-What is found here holds for every backend, as all read numbers as floats of 64 bits and none counts equal names of
-properties once; a backend adds what it ignores itself (xgrammar_limits.py, llguidance_backend.py).
+These checks hold for every backend: all read numbers as floats of 64 bits, and none counts equal names of properties
+once. A backend adds checks of keys that it ignores (xgrammar_limits.py, llguidance_backend.py).
 """
 
 from __future__ import annotations

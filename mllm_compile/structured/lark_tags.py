@@ -1,8 +1,8 @@
 """Structural tags as grammars in llguidance's dialect of Lark.
 
-What is regular (texts, regular expressions, any text up to a mark) goes into terminals that are as long as can be: its
-lexer takes the longest match and never goes back, so white space that may come, and a text behind it that begins with
-some, have to be one terminal. JSON and special tokens are between terminals, in rules.
+Regular parts (texts, regular expressions, any text up to a mark) are terminals, as long as possible. Its lexer takes
+the longest match and never goes back. So optional white space and a text behind it that begins with white space have to
+be one terminal. JSON and special tokens are between terminals, in rules.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ def lark_of_tag(form: TagPart, json_rule: Callable[[Any], str], regex_of: Callab
 class _Writer:
     """Writes rules and terminals.
 
-    A rule is of elements that follow each other, and of a prefix: a regular expression ahead of them that is not
-    written yet, as what comes next may go on with it.
+    A rule has elements in a row, and a prefix: a regular expression ahead of them that is not written yet, as the next
+    element may continue it.
 
     Attributes:
         lines: of the grammar, without its first rule.
@@ -67,7 +67,7 @@ class _Writer:
         return self._named("r", self._written(elements, prefix))
 
     def terminal(self, regular: str) -> str:
-        """The name of a terminal, none where there is nothing to write."""
+        """The name of a terminal, or none for an empty text."""
         return self._named("T", regular) if regular.strip() else ""
 
     def _named(self, kind: str, text: str) -> str:
@@ -111,7 +111,7 @@ class _Writer:
         return f"({' | '.join(self._whole(tag, prefix) for tag in tags)})"
 
     def _triggered(self, part: TagPart, prefix: str) -> str:
-        """Text in which a trigger begins one of the tags, and comes in no other place."""
+        """Text with triggers only where they begin one of the tags."""
         if part["type"] == "token_triggered_tags":
             not_free, ahead = "", f"{prefix} {_TEXT}"
         else:
@@ -177,7 +177,7 @@ def _check(part: TagPart) -> None:
 
 
 def _elements(part: TagPart) -> list[TagPart]:
-    """The elements of a sequence, in which a tag's begin and end are elements too; without sequences in it."""
+    """The elements of a sequence, flat; a tag's begin and end are elements too."""
     return [one for one in _flat(part) if one["type"] != "const_string" or one["value"]]
 
 

@@ -1,8 +1,8 @@
 """XGrammar: pushdown automata with token masks computed ahead, in C++.
 
-Nothing in it bounds the work of a mask, so masks are made on a thread that can be left behind: a matcher that takes too
-long is given up, and so is its thread, with its memory; after a few of those the backend takes no more. What it would
-ignore of a form is refused by xgrammar_limits.py.
+Nothing in it bounds the work of a mask, so masks are made on a thread that can be abandoned. A matcher that takes too
+long is given up, with its thread and memory; after a few of them the backend takes no more. xgrammar_limits.py refuses
+keys that it would ignore.
 """
 
 from __future__ import annotations

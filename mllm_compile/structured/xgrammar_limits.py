@@ -19,7 +19,7 @@ _IGNORED = (
     # Seen to let quotes and control characters into strings, which is no JSON then.
     "minLength", "maxLength", "pattern", "patternProperties", "propertyNames",
 )  # fmt: skip
-_ALONE = {"$ref", "anyOf", "enum", "const"}  # keys beside them are ignored, but for annotations:
+_ALONE = {"$ref", "anyOf", "enum", "const"}  # keys beside them are ignored, except annotations:
 _ANNOTATIONS = {
     "$defs", "definitions", "title", "description", "default", "examples", "$schema", "$id", "$comment", "deprecated",
     "readOnly", "writeOnly", "$anchor",

@@ -100,7 +100,7 @@ class _Found:
     def take_config(self, config: Mapping[str, Any]) -> None:
         """Take the tokens that tokenizer_config.json names."""
         others = [name for name, value in config.items() if name not in _NAMES and _is_token(name, value)]
-        # In Transformers' order, which is that of the ids: flags come ahead of plain texts.
+        # In Transformers' order, by ids: flags come ahead of plain texts.
         for name in (*_NAMES, *sorted(others, key=lambda name: isinstance(config[name], str))):
             self._name(TOKENIZER_CONFIG_FILE, name, config.get(name))
         self._take_extra(TOKENIZER_CONFIG_FILE, config.get(_EXTRA) or config.get(_OLDER_EXTRA))
@@ -111,7 +111,7 @@ class _Found:
             self._by_id[int(written)] = self._token(TOKENIZER_CONFIG_FILE, _DECODER, value, is_special=False)
 
     def take_map(self, given: Mapping[str, Any]) -> None:
-        """Take the tokens that special_tokens_map.json names; they win over those of the config."""
+        """Take the tokens that special_tokens_map.json names; they win over the config's."""
         for name, value in given.items():
             if name.endswith("_token") and value is not None:
                 self._name(SPECIAL_TOKENS_FILE, name, value)
@@ -121,7 +121,7 @@ class _Found:
             self._take_extra(SPECIAL_TOKENS_FILE, given[_OLDER_EXTRA])
 
     def take_added(self, given: Mapping[str, Any], known: Mapping[int, tokenizers.AddedToken]) -> None:
-        """Take the tokens of added_tokens.json, which has their ids alone, and those of tokenizer.json."""
+        """Take the tokens of added_tokens.json, which has their ids alone, and of tokenizer.json."""
         with_use = [written for name, written in self._named.items() if name in _NAMES]
         special = {written.token.content for written in (*with_use, *self._extra)}
         for content, token_id in given.items():

@@ -1,9 +1,9 @@
 """Byte tokens of tokenizers that fall back to bytes (`<0xE4>`), whose runs become text as a whole.
 
-Such a tokenizer decodes a run of byte tokens to its characters if all of it is UTF-8, and else to a U+FFFD for each
-byte, also for those before the bad one. A stream cannot take text back, so a run is held until it has ended or is known
-to be bad. A run of many tokens is not held longer than MOST_HELD: its whole characters are given out, and count as a
-run that has ended. Only a run that is longer, and bad behind that, has another text than the tokenizer's own.
+Such a tokenizer decodes a run of byte tokens to its characters if all of it is UTF-8. Otherwise each byte becomes a
+U+FFFD, also the bytes before the bad one. A stream cannot take text back, so a run is held until it has ended or is
+known to be bad. A run of many tokens is not held longer than MOST_HELD: its whole characters are given out, and count
+as a run that has ended. Only a run that is longer, and bad behind that, has another text than the tokenizer's own.
 """
 
 from __future__ import annotations

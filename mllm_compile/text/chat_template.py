@@ -1,8 +1,8 @@
 """Chat messages to prompt text, by the Jinja template that comes with a model.
 
-Behaves as Transformers' `apply_chat_template`, without importing it. Templates are code from a stranger: they run in
-Jinja's immutable sandbox, see plain JSON data only, and are rendered in processes of their own, with limits on time and
-memory (template_process.py).
+Behaves as Transformers' `apply_chat_template`, without importing it. Templates are foreign code. They run in Jinja's
+immutable sandbox, see plain JSON data only, and are rendered in processes of their own, with limits on time and memory
+(template_process.py).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _EXPECTED = "{'role': …, 'content': …}"
 def as_conversations(messages: Any) -> tuple[list[Any], bool]:
     """The conversations one by one, and whether one was given by itself, not in a list.
 
-    What the first entry is decides; the conversations themselves are for `check_messages`.
+    The first entry decides; `check_messages` checks the conversations.
 
     Raises:
         RequestError: neither a list of messages nor a list of such lists.
@@ -99,9 +99,9 @@ class ChatTemplate:
                 request's are.
 
         Raises:
-            RequestError: no messages, one without a role or content, data that is no JSON, tools, documents or a
-                variable that the template does not read, or a template that fails, refuses, or takes more time or
-                memory than it may.
+            RequestError: no messages; one without a role or content; data that is not JSON; tools, documents or a
+                variable that the template does not read; or a template that fails, refuses, or takes too much time or
+                memory.
             MllmError: the system gives no process to render it in.
         """
         check_messages(messages)

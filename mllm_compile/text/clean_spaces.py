@@ -6,7 +6,7 @@ comes. Made for tokenizers of words (WordPiece), whose decoders join all words b
 
 from __future__ import annotations
 
-# In the order in which Transformers replaces them.
+# In the order of Transformers' replacements.
 _REPLACED = (
     *((" .", "."), (" ?", "?"), (" !", "!"), (" ,", ","), (" ' ", "'"), (" n't", "n't"), (" 'm", "'m"), (" 's", "'s")),
     *((" 've", "'ve"), (" 're", "'re")),

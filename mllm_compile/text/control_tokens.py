@@ -1,8 +1,8 @@
 """Users' texts whose special tokens are read as other text, while a chat template's own stay special.
 
-A chat is one text when it is tokenized. So the tokens in what users gave are put between two marks before the template
-renders it; the text is then cut at the marks, and what is between them is tokenized without added tokens.
-Transformers' `apply_chat_template(…, sanitize_control_tokens=True)` does the same, with the same marks.
+A chat is one text when it is tokenized. So the tokens in users' texts are put between two marks before the template
+renders it. The text is then cut at the marks, and text between them is tokenized without added tokens. Transformers'
+`apply_chat_template(…, sanitize_control_tokens=True)` does the same, with the same marks.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     import tokenizers
 
 _START, _END = "\U000f0000", "\U000f0001"  # of a private plane, with no meaning of their own
-# What is before a piece while it is tokenized: some tokenizers put a space at the start of a text.
+# Text ahead of a piece while it is tokenized: some tokenizers put a space at the start of a text.
 _LINE = "\n"
 
 

@@ -1,7 +1,7 @@
 """Turns token ids into text as they come, never half a character.
 
-A token's text depends on its neighbours (a character of several byte tokens, a leading space that decoders of the
-SentencePiece kind strip at the start), so a small window of earlier tokens is decoded with the new ones and what was
+A token's text depends on its neighbours: a character may have several byte tokens, and decoders like SentencePiece's
+strip a leading space at the start. So a small window of earlier tokens is decoded with the new ones; the part that was
 not yet handed out is the new text. The window is cut at a place where no character was open, which keeps the work per
 token constant. The whole answer at once is the same code with one push, so a streamed text equals an unstreamed one.
 
@@ -41,7 +41,7 @@ class Decoder(Protocol):
 
     @property
     def byte_token_ids(self) -> Mapping[int, int]:
-        """Id → byte of the tokens whose runs are decoded as a whole; empty where each byte stands for itself."""
+        """Id → byte of the tokens whose runs are decoded as a whole; empty where each byte is decoded by itself."""
 
     @property
     def cleans_up_spaces(self) -> bool:
@@ -118,7 +118,7 @@ class Detokenizer:
 
 
 class _Window:
-    """The text of tokens that each stand for text, or for bytes of their own.
+    """The text of tokens that each have text, or bytes of their own.
 
     Args:
         decode: gives the text of tokens.

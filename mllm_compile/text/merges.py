@@ -43,7 +43,7 @@ def check_merges(data: bytes, path: Path) -> None:
         if isinstance(prefix := model.get(_KEY), str):
             _check_model(prefix, model.get("merges"), path)
 
-    # What Python would refuse and tokenizers skips unread must not end the search.
+    # Data that Python would refuse and tokenizers skips unread must not end the search.
     text = data.decode(errors="replace")
     try:
         json.loads(text, strict=False, parse_int=float, object_pairs_hook=check)

@@ -4,8 +4,8 @@ Text that could begin a stop text is held back until that is decided, so that a 
 will not contain. The cuts between pieces do not change the outcome: the stop text that is complete first wins, the
 longest of several that end together.
 
-The engine's thread does this for every token, so its cost is per new character, whatever the stop texts are: they are
-one automaton (Aho and Corasick 1975), and no character is looked at twice.
+The engine's thread does this for every token, so its cost is per new character, for any stop texts. They are one
+automaton (Aho and Corasick 1975), and no character is looked at twice.
 """
 
 from __future__ import annotations
@@ -17,11 +17,12 @@ _KEPT = 8  # automatons; of the largest stop texts that SamplingParams takes, on
 
 
 class _Automaton:
-    """All stop texts at once. A state is the longest end of the text so far that begins a stop text; 0 is none.
+    """All stop texts at once. A state is the longest end of the text so far that begins a stop text; 0 is the empty
+    one.
 
     Attributes:
         next: for each state, the state after a character that goes on.
-        shorter: for each state, the next longest such end, from which any other character goes on.
+        shorter: for each state, the next longest such end; any other character goes on from it.
         length: for each state, its length in characters.
         found: for each state, the longest stop text that is complete there.
     """
@@ -80,14 +81,13 @@ class StopMatcher:
         self._automaton = _automaton(stops)
         self._include = include_in_output
         self._state = 0
-        self._held = ""  # the end of the text that the state stands for
+        self._held = ""  # the end of the text that is the state
 
     def push(self, text: str) -> tuple[str, str | None]:
         """Adds text.
 
         Returns:
-            The text that can be shown now, and the stop text that ended the completion, if one did; what came after it
-            is dropped.
+            The text that can be shown now, and the stop text that ended the completion, or None; later text is dropped.
         """
         automaton, state = self._automaton, self._state
         for position, character in enumerate(text, start=1):

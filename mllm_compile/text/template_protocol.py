@@ -7,7 +7,7 @@ from __future__ import annotations
 
 VARIABLES_OF = "variables_of"  # the only name in a request for the names, as JSON, that a template reads
 TEXT = b"X"  # the prompt, UTF-8 with what surrogates the messages hold
-REFUSAL = b"R"  # why there is none, likewise
+REFUSAL = b"R"  # the reason for a failure, likewise
 TOO_MUCH_MEMORY, TOO_LONG = b"M", b"L"
 
 MAX_REQUEST = 32 << 20  # bytes of JSON

@@ -1,7 +1,7 @@
 """The process that renders a model's chat templates; template_process.py starts it and talks to it.
 
-Templates are code from a stranger. Jinja's sandbox keeps them from reaching anything; the kernel makes them end:
-this process has a limit on its memory, each request a limit on its processor time, and a template that exceeds one is
+Templates are code from a stranger. Jinja's sandbox keeps them from reaching anything, and the kernel makes them end.
+This process has a limit on its memory, each request a limit on its processor time. A template that exceeds one is
 killed here, even in the middle of 10**(10**9). This process knows only the templates and the messages.
 
 Behaves as Transformers' `apply_chat_template` (the same names are defined, whitespace is handled alike).

@@ -1,8 +1,8 @@
-"""The bytes that each token stands for, read from how a tokenizer turns tokens into text.
+"""The bytes of each token, read from how a tokenizer turns tokens into text.
 
 Grammars need them, and so does showing a token by itself: it may be half a character. Tokens of byte-level and
-byte-fallback tokenizers, and those with a sign for a space, stand for the same bytes wherever they are. Others
-(WordPiece, word lists) do not, and are refused where it matters.
+byte-fallback tokenizers, and tokens with a sign for a space, have the same bytes everywhere. Others (WordPiece, word
+lists) do not, and are refused where it matters.
 """
 
 from __future__ import annotations
@@ -109,7 +109,8 @@ def _reader(decoder: Mapping[str, Any]) -> Callable[[str], bytes]:
 
 
 def _byte_level_alphabet() -> dict[str, int]:
-    """Characters by which GPT-2 and its followers write bytes: most by themselves, the others from U+0100 on."""
+    """Characters that GPT-2 and its followers use for bytes: most bytes have their own character, the others one from
+    U+0100 on."""
     printed = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = [byte for byte in range(256) if byte not in printed]
     return {chr(byte): byte for byte in printed} | {chr(256 + i): byte for i, byte in enumerate(others)}

@@ -1,10 +1,10 @@
 """How many threads compute a model on a CPU, and how they wait for each other.
 
 A step of a small model is hundreds of parallel regions of some microseconds: one thread is faster there than several
-that meet at the end of each. And where another process holds a core, threads that meet wait for it: libgomp's spin for
-milliseconds before they sleep, so that a step takes ten times as long and more. They give up soon where a process has
-more OpenMP threads than the machine has cores: that is what `wait_briefly` sees to. (OMP_WAIT_POLICY and GOMP_SPINCOUNT
-do it too, but are read when torch is imported, which a program may have done long ago.)
+that meet at the end of each. And where another process holds a core, threads wait for it at each barrier: libgomp's
+spin for milliseconds before they sleep, so that a step takes ten times as long and more. They give up soon where a
+process has more OpenMP threads than the machine has cores: that is what `wait_briefly` sees to. (OMP_WAIT_POLICY and
+GOMP_SPINCOUNT do it too, but are read when torch is imported, which a program may have done long ago.)
 """
 
 from __future__ import annotations

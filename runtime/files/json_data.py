@@ -88,7 +88,7 @@ class _Mistake(ValueError):
 
 
 _Reader = Callable[[Any], Any]
-_LISTS = (list, tuple)  # a tuple: what has not been through JSON yet
+_LISTS = (list, tuple)  # a tuple: data that has not been through JSON yet
 
 
 _readers: dict[Any, _Reader] = {}

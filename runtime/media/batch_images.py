@@ -51,7 +51,7 @@ def find_images(
         query_start_loc: [R + 1]: tokens of request i are [i] … [i + 1].
 
     Raises:
-        RequestError: there are not as many placeholders as features, or those of an image are of two requests.
+        RequestError: there are not as many placeholders as features, or an image's placeholders are in two requests.
     """
     places = np.flatnonzero((token_ids == tower.image_token_id) | (token_ids == tower.video_token_id))
     counts = [tower.num_features(grid) for grid in grids]
@@ -80,7 +80,7 @@ def place_tokens(
     prefix_lens: np.ndarray,
     images: Sequence[BatchImage],
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Positions on the axes of the tower, and what those of later tokens are beyond their index.
+    """Positions on the axes of the tower, and the offset of later tokens' positions from their index.
 
     Args:
         positions: [T] of the batch as a text.

@@ -1,7 +1,7 @@
 """Towers that take crops of an image besides all of it made small: LLaVA-NeXT, LLaVA-OneVision.
 
-The crops' features are those of one large image: what pads it is left out, where there are too many it is made
-smaller, and a feature that all images share ends each row. So each feature is a sum of a few of the tower's.
+The crops' features form one large image: padding is left out, too many features are made fewer, and a feature that all
+images share ends each row. So each feature is a sum of a few of the tower's.
 """
 
 from __future__ import annotations

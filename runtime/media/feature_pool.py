@@ -1,4 +1,4 @@
-"""The memory of images' features on the device: a fixed number of rows, in which those used last stay.
+"""The memory of images' features on the device: a fixed number of rows; the least recently used make room.
 
 A step's images have to be there at once; whatever else fits is kept for the next request with the same image. Used by
 one thread, in the order of steps: rows that a step reads are written anew only behind it on the device. W numbers of a
@@ -53,7 +53,7 @@ class FeaturePool:
         return rows
 
     def place(self, key: Key, count: int, needed: Collection[Key]) -> np.ndarray:
-        """Rows [count] for the features of an image that is not there, for which others go that are not `needed`.
+        """Rows [count] for the features of a missing image; other images that are not `needed` make room.
 
         Raises:
             RuntimeError: the needed ones leave no room, which the scheduler sees to.

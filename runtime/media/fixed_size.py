@@ -1,4 +1,4 @@
-"""Towers that take whole images of one size, each of which becomes as many features.
+"""Towers that take whole images of one size; each image becomes as many features.
 
 An image may be several of them: parts of it, and all of it made small, as its processor cuts it.
 """

@@ -1,6 +1,6 @@
 """Towers that take patches with grids: what such a tower is told of an image besides its patches.
 
-Patches are packed one image after another, those of one feature together; what follows from a grid is in patches.py.
+Patches are packed one image after another, each feature's together; patches.py has facts that follow from a grid.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ class GridTower(Tower):
 
     Attributes:
         patch_width: numbers of a patch.
-        window: rows and columns of features that attend to each other in layers with windows; 0: there are none.
-        table_side: rows and columns of the learned table of places that is spread over an image; 0: there is none.
+        window: rows and columns of features that attend to each other in layers with windows; 0: no windows.
+        table_side: rows and columns of the learned table of places that is spread over an image; 0: no table.
         align_corners: the table's corners are on the image's, else its edges on the image's edges.
         bicubic: the table is interpolated between 16 entries, else between 4.
         ticks_per_second: of a video, positions on the axis of time; 0: its frames are one apart.

@@ -54,7 +54,7 @@ class PackedTower(GridTower):
         return Read([(self.cut(image), (1, height // self.patch_size, width // self.patch_size))])
 
     def cut(self, image: np.ndarray) -> np.ndarray:
-        """The patches [features, pixel_width] of an image [channels, rows, columns], those of a feature in a row."""
+        """The patches [features, pixel_width] of an image [channels, rows, columns]; a row has a feature's patches."""
         size, merge = self.patch_size, self.merge
         rows, columns = (length // (size * merge) for length in image.shape[1:])
         blocks = image.reshape(self.channels, rows, merge, size, columns, merge, size)

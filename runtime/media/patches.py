@@ -1,6 +1,6 @@
 """Facts that follow from a grid of patches: where each is, which windows they form, what of a table is near.
 
-A grid is t × h × w patches, of which merge × merge neighbours make one feature, and are packed one after another.
+A grid is t × h × w patches; merge × merge neighbours make one feature, and are packed one after another.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from mllm_compile.runtime.media.tower import Grid
 
 
 def patch_places(grid: Grid, merge: int) -> np.ndarray:
-    """Row and column of each patch, [patches, 2] int64, those of one feature after another."""
+    """Row and column of each patch, [patches, 2] int64; patches of one feature follow each other."""
     frames, rows, columns = grid
     places = np.stack(np.meshgrid(np.arange(rows), np.arange(columns), indexing="ij"), -1)
     blocks = places.reshape(rows // merge, merge, columns // merge, merge, 2).swapaxes(1, 2)

@@ -1,6 +1,6 @@
 """Towers that take patches with the place of each, whose processor cuts images: Gemma 4.
 
-Patches of less than an image are padding; those of a feature are put together here.
+Patches of less than an image are padding; a feature's patches are put together here.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Positions on three axes, time, row and column, of a prompt with images or videos; those of text are one number."""
+"""Positions on three axes, time, row and column, of a prompt with images or videos; text has one number on all axes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Placed:
 
 
 def positions_of(num_tokens: int, grids: Iterable[Placed], merge: int) -> tuple[np.ndarray, int]:
-    """The prompt's positions, and what those of later tokens are beyond their index.
+    """The prompt's positions, and the offset of later tokens' positions from their index.
 
     Args:
         grids: in order.

@@ -25,7 +25,7 @@ class Image:
     """One image of a prompt, or a frame of a video: frames do not attend to each other in a tower.
 
     Attributes:
-        start, end: its tokens, each of which takes a feature, but where the tower's images have breaks.
+        start, end: its tokens; each takes a feature, except breaks of the tower's images.
         digest: equal for images with the same features.
         grid: its patches.
         pixels: float32, [Tower.pixel_rows, Tower.pixel_width].
@@ -122,7 +122,7 @@ class RequestMedia:
         return self.is_feature.size
 
     def images_within(self, start: int, end: int) -> Iterator[Image]:
-        """The images of which there are tokens in [start, end)."""
+        """The images that have tokens in [start, end)."""
         for image in self.images:
             if image.start >= end:
                 break
@@ -162,7 +162,7 @@ def _images(
     images = []
     for index, own in enumerate(np.split(places, np.cumsum(features)[:-1])):
         if own[-1] - own[0] + 1 != own.size and not tower.has_breaks:
-            raise RequestError("the tokens of an image, or of a video's frame, are to lie one after another")
+            raise RequestError("the tokens of an image, or of a video's frame, must follow each other")
         own_digest = digest if len(parts) == 1 else hashlib.sha256(digest + index.to_bytes(4, "little")).digest()
         pixels, grid = parts[index]
         tower.inputs(grid)  # made here, on the caller's thread, and found when a step needs it

@@ -14,7 +14,7 @@ NO_ROWS = np.empty(0, dtype=np.int64)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MediaPlan:
-    """Positions of a step in which requests have images, and where its features are.
+    """Positions of a step with images, and where its features are.
 
     Attributes:
         positions: [T] int64, of all tokens that take no feature.

@@ -1,7 +1,7 @@
 """The runtime's facts of a model's tower: one class a protocol, free of torch, as the host makes inputs of it.
 
-grids.py has towers that take patches of images of any size, packed.py those of them whose processor leaves images
-whole, fixed_size.py those that take whole images of one size, and crops.py those of them that put crops together.
+grids.py has towers that take patches of images of any size; packed.py is for processors that leave images whole.
+fixed_size.py has towers that take whole images of one size; crops.py is for those that put crops together.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Tower(ABC):
         sees_ahead_in_windows: they do in its layers with windows alone.
         merge: rows and columns of patches that make one feature.
         axes: of the text's positions, where tokens take features: 1, or 3 for time, row and column.
-        has_breaks: tokens that take none may be between those of one image.
+        has_breaks: tokens without a feature may be between tokens of one image.
     """
 
     feature_width: int
@@ -64,16 +64,16 @@ class Tower(ABC):
         """Features of an image."""
 
     def num_counted(self, grid: Grid) -> int:
-        """The numbers by which counted inputs go on behind an image: its features."""
+        """The numbers that an image adds to counted inputs: its features."""
         return self.num_features(grid)
 
     @abstractmethod
     def input_names(self) -> tuple[str, ...]:
-        """The inputs of the tower's program, `pixel_values` and those of `inputs` and `segments`."""
+        """The inputs of the tower's program: `pixel_values`, `inputs` and `segments`."""
 
     def inputs(self, grid: Grid) -> Mapping[str, np.ndarray]:
         """The tower's inputs for an image beside its pixels; images follow each other along the first dimension.
-        Not to be written to: those of the last grids are kept."""
+        Do not write to them: the last grids' are kept."""
         return _inputs_of(self, grid)
 
     @abstractmethod

@@ -110,8 +110,8 @@ class ProgramExecutor:
 
         Args:
             inputs: `input_ids`, `positions` and `slots`, [T] int64 each, and the program's own.
-            all_rows: [T] int64, 0 to T - 1: what is behind the row gather, the head apart, runs here for all
-                tokens, as a graph of T tokens has it; None: `head` runs it for the wanted ones.
+            all_rows: [T] int64, 0 to T - 1: steps behind the row gather, except the head, run here for all tokens, as
+                in a graph of T tokens. None: `head` runs them for the wanted tokens.
 
         Returns:
             What `head` goes on from, any number of times.
@@ -189,7 +189,7 @@ class ProgramExecutor:
         """The register of the one value that step `reader` reads of step `writer`.
 
         Raises:
-            ArtifactError: there is none, or there are several.
+            ArtifactError: not exactly one exists.
         """
         steps = self.program.steps
         names = {name for name in steps[reader].reads if name in steps[writer].writes}
@@ -250,8 +250,8 @@ class ProgramExecutor:
     def _buffer_indices(self, last_use: Mapping[str, int]) -> dict[str, int]:
         """Output of a layer between pieces → the lowest index whose last owner is dead; of attention nearly always 0.
 
-        What a layer with a state gives, a convolution say, the piece behind may hand on as it is, as views: it lives as
-        long as they do.
+        The next piece may return views of a stateful layer's output (of a convolution, for example): it lives as long
+        as they do.
         """
         steps, end = self.program.steps, len(self.program.steps)
         handed_on: dict[str, list[str]] = {}

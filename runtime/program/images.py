@@ -1,4 +1,4 @@
-"""Runs a model's tower, and gives batches what comes of it.
+"""Runs a model's tower, and gives batches its features.
 
 Shape legend: T tokens, F features, W width of a feature.
 """
@@ -79,7 +79,7 @@ class ImageEncoder:
         self.encode(torch.zeros(shape, dtype=self._dtype, device=self._device), grids)
 
     def fill(self, batch: ForwardBatch, pool: FeaturePool, first: int) -> None:
-        """Makes all tokens of a batch take features; `first` are those of the first request."""
+        """Makes all tokens of a batch take features; `first` are the first request's."""
         index = torch.zeros_like(batch.input_ids)
         if self._facts.axes > 1:
             batch.mrope_positions = index.expand(self._facts.axes, -1).contiguous()

@@ -1,7 +1,8 @@
 """Binds a program to what was compiled for it: pieces and kernels on a device, then weights.
 
-An engine (store/source.py) and the self-check (check/program.py) do it here, so that what was checked is what serves.
-executor.py runs the steps; what steps do not call (decode attention, the choice of tokens) goes to its users by name.
+An engine (store/source.py) and the self-check (check/program.py) do it here, so that the checked program is the one
+that serves. executor.py runs the steps. Parts that steps do not call (decode attention, the choice of tokens) go to
+their users by name.
 """
 
 from __future__ import annotations

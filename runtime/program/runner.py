@@ -65,7 +65,7 @@ class ProgramRunner:
         first_row = rank * config.runtime.max_running_requests
         self._state_metadata_builder = StateMetadataBuilder(model.state_layers, config, first_row)
         if self._dp_size > 1 and isinstance(model.executor, ProgramExecutor):
-            # What layers leave of padding goes on into experts, and as keys into the dummy page: it must be finite.
+            # Layers' outputs for padding go into experts, and as keys into the dummy page: they must be finite.
             model.executor.set_output_buffers(_zeros)
 
     def run(
@@ -83,7 +83,7 @@ class ProgramRunner:
             batch: attention's input.
             tokens: the pieces' input; padded where a graph wants it, when `batch` is not.
             logits_indices: [S] int64.
-            mode, descriptor: those of the graphs that are captured or replayed.
+            mode, descriptor: of the graphs that are captured or replayed.
             all_rows: as an executor's body takes it.
         """
         with self.context(batch, tokens, mode, descriptor):
@@ -98,7 +98,7 @@ class ProgramRunner:
         descriptor: BatchDescriptor,
         all_rows: torch.Tensor,
     ) -> list[Any]:
-        """Runs the program up to the head, for `head`; arguments as those of `run`."""
+        """Runs the program up to the head, for `head`; arguments as `run`."""
         with self.context(batch, tokens, mode, descriptor):
             values: list[Any] = self._executor_of(batch).body(tokens.by_name, all_rows)
             return values
@@ -106,7 +106,7 @@ class ProgramRunner:
     def head(self, batch: ForwardBatch, body: list[Any], logits_indices: torch.Tensor) -> LogitsProcessorOutput:
         """Logits of the tokens `logits_indices` [S] int64, and where the batch asks for them of any others.
 
-        Of ranks with requests of their own they are those of all, S each.
+        Ranks with requests of their own get all ranks' logits, S each.
         """
         executor = self._executor_of(batch)
         logits_of = partial(self._logits_of_all, executor, body)
@@ -128,7 +128,7 @@ class ProgramRunner:
         mode: CUDAGraphMode = CUDAGraphMode.NONE,
         descriptor: BatchDescriptor | None = None,
     ) -> AbstractContextManager[ForwardContext]:
-        """The forward context of a run; arguments as those of `run`."""
+        """The forward context of a run; arguments as `run`."""
         attention = self._metadata_builder.build(batch.common_prefix_len, CommonAttentionMetadata.of(batch))
         is_mixed = mode is CUDAGraphMode.FULL and descriptor is not None and not descriptor.uniform
         states = self._state_metadata_builder.build(CommonAttentionMetadata.of(batch), is_mixed)
@@ -153,7 +153,7 @@ class ProgramRunner:
         return replace(whole, attn_metadata=attention, slot_mapping=slots)
 
     def _logits_of_all(self, executor: Executor, body: list[Any], logits_indices: torch.Tensor) -> torch.Tensor:
-        """The head's logits; of ranks with requests of their own those of all, a block of each."""
+        """The head's logits; ranks with requests of their own get a block of each rank."""
         logits = executor.head(body, logits_indices)
         if self._dp_size == 1 or self._communicator is None:
             return logits

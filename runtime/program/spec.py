@@ -64,9 +64,9 @@ class RopeInputNames:
 
 @dataclass(frozen=True)
 class AttentionStep:
-    """out [T, H, Dv] = attention of `layer` over q [T, H, D], k [T, Hk, D], v [T, Hk, Dv] and the KV cache, to which k
-    and v are written unless the piece before has done so. With `rope_inputs` the piece may have left both to attention:
-    then it has not made q and k either."""
+    """out [T, H, Dv] = attention of `layer` over q [T, H, D], k [T, Hk, D], v [T, Hk, Dv] and the KV cache. Writes k
+    and v to the cache unless the previous piece has done so. With `rope_inputs` the piece may have left both to
+    attention: then it has not made q and k either."""
 
     layer: str
     q: str
@@ -87,8 +87,8 @@ class AttentionStep:
 
 @dataclass(frozen=True)
 class StateStep:
-    """out [T, …] = `layer` over its operands (StateLayer.operands), of which those of tokens are [T, …], and the states
-    of the batch's requests, which it takes on."""
+    """out [T, …] = `layer` over its operands (StateLayer.operands), [T, …] each if of tokens, and the states of the
+    batch's requests, which it advances."""
 
     layer: str
     operands: tuple[str, ...]
@@ -257,8 +257,8 @@ class Program:
         return tuple(dict.fromkeys(kernel for program in self.every for kernel in program.cuda_kernels()))
 
     def piece_ids(self) -> list[str]:
-        """All that is compiled of this program: the steps' pieces, their variants for few tokens, layers' own
-        kernels, those of sampling and of the decode loop."""
+        """All compiled parts of this program: the steps' pieces, their variants for few tokens, layers' own kernels,
+        and kernels of sampling and of the decode loop."""
         layers = dict.fromkeys(piece for kernels in self.layer_kernels.values() for piece in kernels.pieces())
         sampling = () if self.sampling is None else self.sampling.piece_ids()
         loop = () if self.decode_loop is None else self.decode_loop.piece_ids()

@@ -91,7 +91,7 @@ class _PrivateFolder:
 
 
 def _private_folder() -> Path:
-    """The process' folder, made at the first call, which sweeps those of killed processes."""
+    """The process' folder, made at the first call, which removes killed processes' folders."""
     global _folder
     with _lock:
         if _folder is None or _folder.process != os.getpid() or not _folder.path.is_dir():

@@ -103,9 +103,9 @@ def paired(numbers: torch.Tensor) -> torch.Tensor:
 def in_lanes(values: torch.Tensor) -> torch.Tensor:
     """The values of int4 [N, K/2] uint8 in the order of int4_lanes; K is a multiple of 32.
 
-    Of 32 inputs four lanes of a warp give four pairs of neighbours each to two products of 16: to either lane q gives
-    inputs 2 q and 2 q + 8, each with the one behind it. What a lane gives is one word: two bytes of its first inputs,
-    then two of those behind them, one a product, whose low number is of the product's first eight inputs.
+    Four lanes of a warp divide 32 inputs: each gives four pairs of neighbours to two products of 16. To either, lane q
+    gives inputs 2 q and 2 q + 8, each with the next one. A lane gives one word: two bytes of its first inputs, then two
+    of the inputs behind them, one a product; its low number is of the product's first eight inputs.
     """
     found = torch.empty(values.shape, dtype=values.dtype, device=values.device)
     step = max(_MOST_VALUES // max(2 * values.shape[1], 1), 1)

@@ -29,9 +29,9 @@ class WeightScheme:
 
     fp8: values [N, K] float8_e4m3fn, weight = value * scale. int4: values [N, K/2 rounded up] uint8, two a byte, the
     low one first; weight = (value - zero) * scale, zero being 8 where there are no zero points. int4_lanes: the same,
-    of a linear, with the values of each 32 inputs in another order (numbers.in_lanes). mxfp4: values as of int4, but
-    floats of four bits (E2M1), for 32 inputs a scale that is a power of two in a byte (E8M0). nvfp4: the same floats,
-    for 16 inputs a scale in float8_e4m3fn, and of each row a factor [N, 1] in float32.
+    of a linear, with the values of each 32 inputs in another order (numbers.in_lanes). mxfp4: as int4, but with floats
+    of four bits (E2M1); 32 inputs have a scale, a power of two in a byte (E8M0). nvfp4: the same floats; 16 inputs have
+    a scale in float8_e4m3fn, and each row a factor [N, 1] in float32.
 
     Attributes:
         kind: what a value is.
@@ -56,7 +56,7 @@ class WeightScheme:
         return (VALUES, SCALES, third_role(self.kind)) if has_third else (VALUES, SCALES)
 
     def shape(self, role: str, *sizes: int) -> tuple[int, ...]:
-        """The shape of one tensor of a weight of these sizes, of which the last are its inputs."""
+        """The shape of one tensor of a weight of these sizes; the last one is its inputs."""
         *others, columns = sizes
         if role == VALUES:
             return *others, columns if self.kind == "fp8" else -(-columns // 2)
@@ -83,8 +83,8 @@ class WeightScheme:
         return torch.float8_e4m3fn if role == VALUES and self.kind == "fp8" else torch.uint8
 
     def of_linear(self, columns: int) -> WeightScheme:
-        """The scheme of a linear of so many inputs whose weight has this one in a checkpoint: with values in the order
-        of kernels for few tokens, where these may take it."""
+        """The scheme of a linear of so many inputs whose weight has this one in a checkpoint. Values have the order of
+        kernels for few tokens, if these may take it."""
         in_lanes = self.kind == "int4" and self.group == INT4_GROUP and columns % INT4_GROUP == 0
         return replace(self, kind="int4_lanes") if in_lanes else self
 
@@ -112,5 +112,5 @@ def quantised_as(kind: Kind, columns: int) -> WeightScheme:
 
 
 def tensor_name(weight: str, role: str) -> str:
-    """The name of one tensor of a weight: that of the values is the weight's own."""
+    """The name of one tensor of a weight: the values have the weight's own."""
     return weight if role == VALUES else f"{weight}_{role}"

@@ -1,6 +1,6 @@
 """A step as a record of bytes: a header of numbers, then arrays of fixed names and types. No objects.
 
-What followers need of a ScheduledBatch; its requests stay with rank 0, which samples. Free of torch.
+The part of a ScheduledBatch that followers need; its requests stay with rank 0, which samples. Free of torch.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from mllm_compile.runtime.media.step_plan import NO_ROWS, MediaPlan
 from mllm_compile.runtime.media.tower import MAX_FEATURES
 from mllm_compile.runtime.schedule.scheduled_batch import ScheduledBatch
 
-# Arrays of a record, in order; those of ScheduledBatch have its names.
+# Arrays of a record, in order; arrays of ScheduledBatch have its names.
 _ARRAYS = (
     ("rows", np.int32),
     ("num_new", np.int32),
@@ -29,7 +29,7 @@ _ARRAYS = (
     ("scored_indices", np.int64),
     ("state_restores", np.int64),
     ("state_saves", np.int64),
-    # Of MediaPlan: none of a step in which no request has images.
+    # Of MediaPlan; absent from a step without images.
     ("positions", np.int64),
     ("deltas", np.int32),
     ("feature_rows", np.int64),

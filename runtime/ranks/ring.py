@@ -1,7 +1,7 @@
 """A ring of records in memory that ranks' processes share: rank 0 writes, each follower reads all of them in order.
 
 The memory has no name: it is there as long as a process has it open. A follower waits at an event descriptor, and takes
-no processor while there is nothing to do. Behind the last record is an empty one, which says that it is the end.
+no processor while idle. Behind the last record is an empty one, which says that it is the end.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _POLL_S = 0.0002
 
 @dataclass(frozen=True)
 class RingPlace:
-    """The words by which a follower finds the ring: open descriptors of the memory and of its event, and sizes."""
+    """The arguments by which a follower finds the ring: open descriptors of the memory and of its event, and sizes."""
 
     memory: int
     event: int

@@ -67,8 +67,8 @@ def _mix64(bits: torch.Tensor) -> torch.Tensor:
 def row_keys(seeds: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
     """One key a draw. seeds, positions: [S] int → [S] int64.
 
-    Multiples of the golden ratio's 64 bits keep so far apart that (seed, position) pairs with seeds within 2**30 and
-    positions within 2**33 of each other never meet; others meet with the chance of any two 64-bit numbers.
+    Multiples of the golden ratio's 64 bits are far apart: (seed, position) pairs with seeds within 2**30 and positions
+    within 2**33 of each other never collide. Others collide with the chance of any two 64-bit numbers.
     """
     return _mix64(seeds.long() * _signed(_GAMMA) + positions)
 

@@ -131,7 +131,7 @@ class SamplingParams:
         structured_outputs: The form of the output. Refused beside ignore_eos, allowed_token_ids and bad_words.
 
     Raises:
-        RequestError: A value of the wrong type or out of range; names the field, what was expected and what came.
+        RequestError: A value of the wrong type or out of range; names the field, the expected and the actual value.
     """
 
     n: int = 1

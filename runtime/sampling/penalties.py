@@ -52,8 +52,8 @@ def apply_penalties(logits: torch.Tensor, params: PenaltyParams) -> None:
 class TokenCounts:
     """Rows of counts, handed out to the requests that use penalties; 5 bytes a token of the vocabulary each.
 
-    They start with none and double when they run out, so that who uses no penalties pays nothing (at 256 requests and
-    152k tokens all of them are 195 MB). Host bookkeeping; the device work is queued on the current stream.
+    They start with none and double when they run out, so that requests without penalties cost nothing (at 256 requests
+    and 152k tokens all of them are 195 MB). Host bookkeeping; the device work is queued on the current stream.
     """
 
     def __init__(self, vocab_size: int, device: torch.device) -> None:

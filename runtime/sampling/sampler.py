@@ -1,11 +1,11 @@
 """From logits to the next token of each row: batched, on the device, with no host sync and no per-request Python.
 
-The way of a row's logits: bias, penalties, forbidden tokens, a grammar's mask; then argmax for a greedy row, or
-temperature, filters (logit_filters) and a draw that depends on the request's seed and position alone (counter_rng).
-Every operation leaves a row that does not use it bit for bit as it was, so a row's token is the same in any batch that
-gives it these logits.
+A row's logits get bias, penalties, forbidden tokens, and a grammar's mask. Then a greedy row takes the argmax. Another
+row gets temperature, filters (logit_filters) and a draw that depends on the request's seed and position alone
+(counter_rng). Every operation leaves rows that do not use it unchanged to the bit, so a row's token is the same in any
+batch that gives it these logits.
 
-A row whose logits hold NaN or inf, or nothing but -inf, gets NO_TOKEN; one of whose tokens all are forbidden gets
+A row whose logits hold NaN or inf, or nothing but -inf, gets NO_TOKEN; a row whose tokens are all forbidden gets
 NONE_ALLOWED. It is found by the largest of its logits, and reaches the host in the token's place: nothing waits for it,
 and no other row's token changes.
 

@@ -42,9 +42,9 @@ SEED, IS_GREEDY = (list(_NEUTRAL_INTS).index(name) for name in ("seed", "is_gree
 class SamplingFlags:
     """The features that some running request uses: they decide which operations a step has, never a row's result.
 
-    `max_logprobs` is the most alternatives that a request wants, None when none wants log-probabilities; those of the
-    whole vocabulary (`needs_all_logprobs`) are the step runner's, for the rows that want them alone. The default
-    is a greedy step; SamplingFlags(all_greedy=False) serves any mix of greedy and plain temperature rows.
+    `max_logprobs` is the most alternatives that a request wants, None when none wants log-probabilities. The step
+    runner computes log-probabilities of the whole vocabulary (`needs_all_logprobs`) for the rows that want them alone.
+    The default is a greedy step; SamplingFlags(all_greedy=False) serves any mix of greedy and plain temperature rows.
     """
 
     all_greedy: bool = True
@@ -84,12 +84,12 @@ class SamplingFlags:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RowParams:
-    """Parameters of a step's rows, each [S] on the device; what is off is neutral (see the neutral tables).
+    """Parameters of a step's rows, each [S] on the device; unused ones are neutral (see the neutral tables).
 
     Attributes:
         temperature: 1 for a greedy row, so that dividing by it is always right.
         log_min_p: log(min_p), -inf when off.
-        min_tokens_end: The position from which on the request may end: prompt length + min_tokens.
+        min_tokens_end: The first position where the request may end: prompt length + min_tokens.
         count_row: Row of TokenCounts; 0 for a request without penalties.
         is_greedy: 1 or 0.
     """
@@ -160,7 +160,7 @@ class SamplingState:
             default_seed: Used when params.seed is None; the same at a re-admission, or the request's draws change:
                 counter_rng.derive_seed(the engine's seed, a number that stays the request's own).
             output_token_ids: Already generated, when it was preempted; penalties and bad_words look at them.
-            stop_ids: What min_tokens forbids: stop_token_ids, and end-of-sequence unless it is ignored.
+            stop_ids: Tokens that min_tokens forbids: stop_token_ids, and end-of-sequence unless it is ignored.
             bad_phrases: The tokens of params.bad_words, none of them empty.
         """
         if row in self._active:

@@ -38,7 +38,7 @@ class StructuredOutputsParams:
     Attributes:
         json: A JSON schema, as a dict or text.
         regex: A regular expression that the whole answer matches.
-        choice: Texts of which the answer is one.
+        choice: Texts; the answer is one of them.
         grammar: A context-free grammar in GBNF (from `root`) or Lark (from `start`).
         json_object: True: a JSON object, whatever is in it.
         structural_tag: XGrammar's structural tag, or vLLM's older `structures` and `triggers`, as a dict or text.

@@ -1,5 +1,5 @@
-"""Tokens that a request may not have next, or has more or less likely: all but a list (allowed_token_ids), the ends of
-phrases (bad_words), and listed ids (logit_bias, and what min_tokens forbids).
+"""Forbids a request's next tokens, or makes them more or less likely: all but a list (allowed_token_ids), the ends of
+phrases (bad_words), and listed ids (logit_bias, and min_tokens' ends).
 
 The first two add -inf to logits on the device, so that what is no number stays none. A phrase is compared with the
 newest tokens of the output, which stay on the device too: a step may be planned before the host knows the tokens of the
@@ -52,7 +52,7 @@ class AllowedTokens:
             self._mask_of_row[row] = 0
 
     def forbid_others(self, logits: torch.Tensor, rows: torch.Tensor) -> None:
-        """Add -inf to all logits but those of a row's tokens, in place. logits: [S, V] float32; rows: [S] int64."""
+        """Add -inf to all logits except a row's tokens', in place. logits: [S, V] float32; rows: [S] int64."""
         logits.add_(torch.where(self._masks[self._mask_of_row[rows]], 0.0, -torch.inf))
 
     def _grow(self) -> None:

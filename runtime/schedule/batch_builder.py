@@ -1,6 +1,6 @@
 """Puts a planned step into arrays: the decodes' constant part, kept between steps, and the chunks of prompts behind it.
 
-scheduler.py decides what goes into a step. Free of torch. R rows, N page writes.
+scheduler.py decides a step's content. Free of torch. R rows, N page writes.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Chunk:
     request: Request
     start: int  # tokens computed before
     token_ids: np.ndarray  # [length] int64
-    is_last: bool  # reaches the end of what is to be prefilled, so a token is sampled
+    is_last: bool  # reaches the prefill's end, so a token is sampled
 
 
 def build_batch(

@@ -144,7 +144,7 @@ class SchedulerStats:
     pages_used: int  # held by requests, shared ones counted once
     pages_cached: int  # owned by the prefix cache, in use or not
     prefix_queried_tokens: int  # prompt tokens of admitted requests that asked the prefix cache
-    prefix_hit_tokens: int  # those of them that came out of it
+    prefix_hit_tokens: int  # of these, tokens that came out of it
     preemptions: int
     recomputed_tokens: int  # tokens whose KV was lost to preemptions and not found in the prefix cache again
     snapshots_kept: int = 0  # prefixes whose state the prefix cache has

@@ -197,7 +197,7 @@ def _is(one: object, other: object) -> bool:
 
 
 def _decodes_first(batches: Sequence[ScheduledBatch]) -> tuple[np.ndarray, tuple[np.ndarray, ...]]:
-    """The order of a step among the requests of all batches, one behind another; and where those of each come to be."""
+    """The step's order of the requests of all batches, one behind another; and the places of each batch's requests."""
     is_decode = np.concatenate([np.arange(batch.num_requests) < batch.num_decodes for batch in batches])
     taken = np.argsort(~is_decode, kind="stable")
     places = np.empty_like(taken)
@@ -224,8 +224,8 @@ def pages_of_rank(cleared_pages: np.ndarray, rank: int, num_pages: int) -> np.nd
 
 
 def copies_of_rank(copies: np.ndarray, request_column: int, rank: int, rows_of_rank: int) -> np.ndarray:
-    """The copies of states, [N, 2] rows, that are the rank's to make, by the rows of its own pool of states: there its
-    requests' begin at 1, and snapshots' follow them, as they do among the rows of its scheduler.
+    """The copies of states, [N, 2] rows, that the rank makes, by the rows of its own pool of states. There its
+    requests' rows begin at 1, and snapshots' rows follow, as among its scheduler's rows.
 
     Args:
         request_column: the one of the two that is a request's row, which says whose the copy is.

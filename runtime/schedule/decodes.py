@@ -59,7 +59,7 @@ class Decodes:
     def _longest_first(self, requests: list[Request]) -> list[Request]:
         """Sorts for attention: its blocks begin in this order, and a long one that begins last is waited for alone.
 
-        All grow alike from then on, but for those that sit out.
+        All grow alike from then on, except requests that sit out.
         """
         rows = np.array([request.row for request in requests], dtype=np.int32)
         order = np.argsort(-self._rows.computed[rows], kind="stable")

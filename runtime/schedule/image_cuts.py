@@ -1,7 +1,7 @@
 """Where images let a chunk of a prompt end.
 
-A step computes the features of the images of which it has tokens, and has room for so many (FeatureBudget). Of a model
-whose tokens of an image see what is ahead in it, one chunk has all of an image (with_whole_images). Free of torch.
+A step computes the features of its tokens' images, and has room for so many (FeatureBudget). Of a model whose tokens of
+an image see what is ahead in it, one chunk has all of an image (with_whole_images). Free of torch.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ class FeatureBudget:
 
     Attributes:
         most: of a whole step.
-        left: that may come beside those of the chunks that are planned.
+        left: features that fit beside the planned chunks'.
     """
 
     most: int
@@ -26,7 +26,7 @@ class FeatureBudget:
     def cut(self, media: RequestMedia, start: int, length: int) -> int:
         """The length of a chunk that ends before an image which is one too many for the step; its first image never is.
 
-        An image of which earlier steps have computed tokens counts as well: its features have to be there.
+        An image with tokens in earlier steps counts as well: its features have to be there.
         """
         for image in media.images_within(start, start + length):
             features = image.end - image.start

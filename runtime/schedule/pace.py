@@ -134,8 +134,8 @@ class Pace:
     def cut(self, chunk: int, others: int, context: int, bounds: tuple[int, int], budget: PromptBudget) -> int:
         """The length of a chunk behind `context` tokens, beside `others`, that there is time for up to `chunk`.
 
-        With tenfold the step fills the next larger captured graph, if there is one. Else the length is that, of those
-        not much shorter, by which the prompt gets on fastest.
+        With tenfold the step fills the next larger captured graph, if there is one. Else it is the fastest length for
+        the prompt among lengths that are not much shorter.
 
         Args:
             bounds: the least and the most tokens of it.
@@ -163,7 +163,7 @@ class Pace:
         return size
 
     def _attended(self, length: int) -> float:
-        """The queries of as many full blocks as take attention as long as a chunk of `length`: those of all its waves.
+        """The queries of as many full blocks as take attention as long as a chunk of `length`: all its waves' queries.
         Where a long prefix is divided, few blocks make several times as many."""
         blocks, beside = -(-length // _BLOCK), self._query_blocks
         if not beside:

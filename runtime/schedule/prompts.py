@@ -52,7 +52,7 @@ class PromptQueue:
         waiting: requests without a row, new or preempted, by urgency.
         begun: those with a row whose last chunk is not planned, by urgency.
         queried_tokens: tokens of prompts that were looked up in the prefix cache.
-        hit_tokens: those of them that were found.
+        hit_tokens: the tokens among them that were found.
         recomputed_tokens: tokens that preempted requests had computed, less what they found again.
     """
 
@@ -187,7 +187,7 @@ class PromptQueue:
                 yield request
 
     def _plan_chunk(self, plan: PromptPlan, request: Request, length: int, *, most: int) -> None:
-        """Plan the next `length` tokens of a prompt, for which there are pages; up to `most` for an image's sake."""
+        """Plan the next `length` tokens of a prompt, which has pages for them; up to `most` for an image's sake."""
         row, rows = request.row, self._rows
         start, token_ids = int(rows.computed[row]), rows.prefill_ids(row)
         if request.media is not None:

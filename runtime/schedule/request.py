@@ -1,4 +1,4 @@
-"""One generation request and what has become of it: tokens, progress, times.
+"""One generation request and its state: tokens, progress, times.
 
 The scheduler alone changes the state fields; the engine reads them and fills the log-probabilities. Free of torch, so
 that the whole scheduling policy can be tested without it. Read next: scheduled_batch.py, scheduler.py.
@@ -86,8 +86,7 @@ class Request:
 
     @property
     def cache_keys(self) -> np.ndarray:
-        """The numbers by which the prefix cache knows all tokens, [n] int64: ids, keys of images where tokens take
-        features."""
+        """The prefix cache's numbers of all tokens, [n] int64: ids, keys of images where tokens take features."""
         return self.all_token_ids if self.media is None else self._with_output(self.media.keys)
 
     def _with_output(self, prompt: np.ndarray) -> np.ndarray:
@@ -115,6 +114,6 @@ def ids_of(token_ids: Sequence[int]) -> np.ndarray:
     """The ids [n] as int64, not to be written; in half the time that numpy takes for a list.
 
     Raises:
-        struct.error: one is no integer of 64 bits.
+        struct.error: one is not an integer of 64 bits.
     """
     return np.frombuffer(struct.pack(f"{len(token_ids)}q", *token_ids), dtype=np.int64)

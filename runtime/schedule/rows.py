@@ -1,9 +1,9 @@
 """The rows of requests that run: whose each is, how far its tokens are computed, and which pages it holds.
 
 A request has a row from its admission until it is finished or preempted, and until the last step that was planned with
-it is over: meanwhile the row is *leaving*. Also known here is under which keys and salt the prefix cache has a
-request's pages, and how many of them others may share. scheduler.py and prompts.py decide which request gets a row and
-which gives one up. Read next: pages/tables.py. Free of torch.
+it is over: meanwhile the row is *leaving*. This file also knows a request's keys and salt in the prefix cache, and how
+many of its pages others may share. scheduler.py and prompts.py decide which request gets a row and which gives one up.
+Read next: pages/tables.py. Free of torch.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ class Rows:
         self.changes += 1
 
     def _num_shared(self, request: Request) -> int:
-        """The first of a request's written tokens whose keys and values are those of its salt."""
+        """The first of a request's written tokens whose keys and values are its salt's."""
         rope, num_written = self._config.rope, request.num_computed_tokens
         return num_written if rope is None else rope.num_alike(request.rope_len, num_written)
 

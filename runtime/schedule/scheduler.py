@@ -130,7 +130,7 @@ class Scheduler:
     def schedule(self) -> ScheduledBatch | None:
         """Plan the next step; None when nothing can run now (no work, or an update must come first).
 
-        The batch is to be run before the next one, on one stream, and then handed to update() or fail().
+        Run the batch before the next one, on one stream, then hand it to update() or fail().
         """
         self.finish_update()
         self._preempt_outgrown()
@@ -215,7 +215,7 @@ class Scheduler:
         return RunningDecodes.of([request for request in decodes.requests if request not in out]) if out else decodes
 
     def _preempt(self, request: Request) -> None:
-        """Send a running request back to the queue; its pages come back at once, but for those worth caching."""
+        """Send a running request back to the queue; its pages come back at once, except pages worth caching."""
         row = request.row
         self._preemptions += 1
         num_computed = int(self.rows.computed[row])
@@ -317,8 +317,8 @@ class Scheduler:
         """A step was lost: end its running requests with 'abort', since what it wrote is not trusted.
 
         A request that was preempted since then computes the lost tokens again. If a later step of it is in flight, it
-        ends: that step's token would take the lost one's place. A request that was admitted with the step and has no
-        token in it goes back to the queue, since its pages, state and parameters may not have reached its row. (Its
+        ends: that step's token would take the lost one's place. A request that was admitted with the step but has no
+            token in it goes back to the queue: its pages, state and parameters may not have reached its row. (Its
         images were too many for the step.) So no request holds a page that the step was to clear; the next one clears
         it.
 

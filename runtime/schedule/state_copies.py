@@ -1,8 +1,8 @@
 """Copies of states before and after a step, for models whose layers carry one.
 
 A request that begins with a cached prefix starts from that prefix's state, and a chunk that ends where a state is worth
-something keeps its own: at the end of a page, as pages are what the prefix cache shares. Which prefix has its state in
-which row is pages/state_snapshots.py's. Of a model without states nothing here does anything. Free of torch.
+something keeps its own: at the end of a page, as pages are what the prefix cache shares. pages/state_snapshots.py knows
+which prefix has its state in which row. Of a model without states nothing here does anything. Free of torch.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class _Save(NamedTuple):
 
 
 class StateCopies:
-    """The copies of the step that is being planned, and those of steps in flight."""
+    """The copies of the step that is being planned, and of steps in flight."""
 
     def __init__(self, config: SchedulerConfig, rows: Rows) -> None:
         self._rows = rows

@@ -115,7 +115,7 @@ class _Fit:
 
     def add(self, features: tuple[float, float, float], ms: float) -> None:
         """Takes in one step's features and time."""
-        # The error is relative to what was expected, where that is more: a step whose predecessor was seen to end late
+        # The error is relative to the expected time if that is longer. A step whose predecessor was seen to end late
         # seems short, and relative to itself would outweigh all others.
         expected = sum(a * b for a, b in zip(self.coefficients, features, strict=True))
         scale = max(ms, min(expected, _MOST_EXPECTED * ms))
@@ -143,7 +143,7 @@ class _Fit:
         best, least = [0.0, 0.0, 0.0], 0.0
         for features in _SETS:
             part = _solved([[products[i][j] for j in features] for i in features], [self._sums[i] for i in features])
-            # The sum of squares, but for what all sets have in common.
+            # The sum of squares without the term that all sets share.
             error = -sum(self._sums[i] * value for i, value in zip(features, part, strict=True))
             if error < least and min(part) >= 0:
                 best, least = [0.0, 0.0, 0.0], error

@@ -17,7 +17,7 @@ class StateInputs:
     """One layer's work in a step.
 
     Attributes:
-        operands: by the kind's names; those of tokens may have rows of padding behind the batch's.
+        operands: by the kind's names; operands of tokens may have rows of padding behind the batch's.
         out: [T, *out_shape], written; rows of padding keep what they hold.
     """
 

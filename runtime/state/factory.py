@@ -1,4 +1,4 @@
-"""Makes the backend of a model: that of its attention alone, or one for its layers with a state too."""
+"""Makes the backend of a model: its attention's alone, or one for its layers with a state too."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from mllm_compile.runtime.state.torch_backend import TorchStateBackend
 
 
 class StatefulModel(AttendingModel, Protocol):
-    """The model's facts that a backend needs, those of its layers with a state too."""
+    """The model's facts that a backend needs, also of layers with a state."""
 
     @property
     def state_layers(self) -> Sequence[StateLayer]:

@@ -25,7 +25,7 @@ class StateKind:
     Attributes:
         name: of the trace's op, and as programs store it.
         operands: tensors that a call has, in the op's order.
-        constants: those of them that are the layer's; all others have a row for each token.
+        constants: operands that belong to the layer; all others have a row for each token.
         holds_inputs: the state is a part of the input, in its dtype; otherwise it is summed up, in
             runtime.state_dtype.
     """
@@ -149,7 +149,7 @@ class StateLayer:
     Attributes:
         name: unique per call, the key of attn_metadata and no_compile_layers.
         state_id: index into GDNPool.
-        operands: those of the kind's operands that this call has, in order.
+        operands: the kind's operands that this call has, in order.
         state_shape: of one request's state.
         out_shape: of one token's output; out_dtype: its type.
         dtype: the type of its input.

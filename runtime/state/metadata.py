@@ -75,7 +75,7 @@ class StateMetadata:
 
     @cached_property
     def of_decodes(self) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """(rows, has_state) of the decodes; None: there are none."""
+        """(rows, has_state) of the decodes, or None."""
         if self.mixed is not None:
             return self.mixed.of_decodes
         if not self.num_decodes:
@@ -84,7 +84,7 @@ class StateMetadata:
 
     @cached_property
     def of_prompts(self) -> PromptRows | None:
-        """The tensors that kernels read of the others; None: there are none."""
+        """The tensors that kernels read of the others, or None."""
         if self.mixed is not None:
             return self.mixed.of_prompts
         if self.num_decodes == self.rows.shape[0]:

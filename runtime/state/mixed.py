@@ -2,8 +2,8 @@
 tokens, or whatever prompts alone.
 
 Their kernels read rows, lengths and flags on the device. So each is launched for as many requests as such a step can
-have: the decodes' kernel finds no row where a request is no decode, and what it writes there the prompts' kernel writes
-again; the prompts' kernel finds no tokens where one is.
+have. For a request that is not a decode the decodes' kernel finds no row, and the prompts' kernel overwrites its
+output. For a decode the prompts' kernel finds no tokens.
 
 Shape legend: R requests that a captured step may have.
 """
@@ -52,7 +52,7 @@ class MixedStates:
     """The tensors that kernels of a captured step read, and that a replay finds filled.
 
     Attributes:
-        of_decodes: (rows, has_state) of the decodes, [R]; row 0 where a request is none. None: the step has none.
+        of_decodes: (rows, has_state) of the decodes, [R]; row 0 for another request. None: the step has none.
         of_prompts: what they read of prompts.
     """
 
@@ -114,7 +114,7 @@ class MixedStateSteps:
 
 
 class PromptStates:
-    """Writes what is read of prompts alone: where the host keeps a step's inputs, with which it comes.
+    """Writes the prompts' tensors to the host's memory of a step's inputs; they are uploaded with it.
 
     Attributes:
         num_bytes: of all of it, a multiple of 256.

@@ -1,8 +1,8 @@
 """The layers with a state in plain torch, in float32: the CPU's way, and what kernels are compared with.
 
-A decode and a prompt are the same arithmetic: `prepare` works on many tokens at once, each by itself, `advance` takes
-the states of R requests one token on, and `finish` works on tokens again. So a prompt in any pieces and the same tokens
-one by one end in the same state. Nothing here waits for the device: a step of decodes can be captured.
+A decode and a prompt are the same arithmetic. `prepare` works on many tokens at once, each by itself. `advance` takes
+the states of R requests one token on. `finish` works on tokens again. So a prompt in any pieces and the same tokens one
+by one end in the same state. Nothing here waits for the device: a step of decodes can be captured.
 
 Shape legend as in layer.py; R requests.
 """
@@ -52,7 +52,7 @@ class _Recurrence(StateMath[Kind]):
 
     @abstractmethod
     def prepare(self, kind: Kind, operands: Operands) -> tuple[torch.Tensor, ...]:
-        """Tensors of which `advance` reads a row for each token."""
+        """Tensors; `advance` reads a row of each for each token."""
 
     @abstractmethod
     def advance(self, prepared: tuple[torch.Tensor, ...], states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -162,7 +162,7 @@ class SelectiveScanMath(_Recurrence[SelectiveScan]):
 
 
 def _rates(operands: Operands, are_logs: bool) -> torch.Tensor:
-    """A, by which logarithms of decays are a step's size."""
+    """A: logarithms of decays are A times a step's size."""
     rates = operands["A"].float()
     return -rates.exp() if are_logs else rates
 

@@ -33,8 +33,8 @@ from mllm_compile.runtime.step_fields import StepFields
 
 @dataclass(frozen=True, slots=True)
 class DataParallelStep:
-    """The data-parallel ranks of a step: which of how many this is, most requests of each, and most tokens of each
-    whose logits are made at a time beside those that are sampled."""
+    """The data-parallel ranks of a step: this rank and their number, the most requests of each, and the most tokens of
+    each whose logits are made at a time beside sampled ones."""
 
     rank: int
     num_ranks: int
@@ -113,7 +113,7 @@ class DataParallelStep:
         return replace(plan, scored=scored)
 
     def _scored_places(self, rank: int, size: int) -> np.ndarray:
-        """[size] places of a rank's logits among the gathered ones of all ranks, each of which has `size`.
+        """[size] places of a rank's logits among the gathered ones of all ranks, `size` each.
 
         They are gathered `scored_at_once` a rank at a time.
         """

@@ -1,8 +1,8 @@
 """The grammars of the running requests: which tokens each may have next, made while the device computes its logits.
 
 The mask of a step needs the tokens of the step before. So the step runner launches a step's forward first: its inputs
-are on the device. Then it asks for masks here, which waits for those tokens. It launches the sampling last. What a
-request's grammar has taken is counted against its output: a preemption or a step that it sat out needs no care.
+are on the device. Then it asks for masks here, which waits for those tokens. It launches the sampling last. The tokens
+that a request's grammar has taken are counted against its output: a preemption or a step that it sat out needs no care.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class SampledStep(Protocol):
         """Blocks until its tokens are on the host."""
 
     def token_of(self, request: Request, place: int) -> int:
-        """Its token for a request that it sampled. place: where the request stood in it most likely."""
+        """Its token for a request that it sampled. place: the request's likely place in it."""
 
 
 @dataclass(slots=True)

@@ -1,5 +1,5 @@
-"""The images of steps: a step's features, for which the tower runs where the pool lacks them, and the positions of
-requests that have images.
+"""The images of steps: a step's features (the tower runs if the pool lacks them), and the positions of requests that
+have images.
 
 Used by one thread, in the order of steps. W numbers of a feature, those for deeper layers included.
 """
@@ -40,7 +40,7 @@ class _Chunk(NamedTuple):
         return self.start + self.length
 
     def images(self) -> list[Image]:
-        """The images of which it has tokens."""
+        """The images of its tokens."""
         return list(self.media.images_within(self.start, self.end))
 
     def key(self, image: Image) -> Key:
@@ -118,8 +118,8 @@ class MediaSteps:
         return MediaPlan(positions, deltas, rows, axes, runs, np.array(blocks, dtype=np.int64).reshape(-1, 4))
 
     def inputs(self, plan: MediaPlan) -> tuple[MediaInputs, torch.Tensor | None]:
-        """The inputs of a step some of whose tokens take features, for which the tower runs where they are not there;
-        and positions [axes, T] where the model has axes.
+        """The inputs of a step with tokens that take features (the tower runs if they are missing); and positions
+        [axes, T] if the model has axes.
 
         On a rank that follows they come from rank 0, which alone has the images."""
         pool, device = self._pool, self._runner.device
@@ -168,7 +168,7 @@ class MediaSteps:
             at += length
 
     def _place(self, needed: Mapping[Key, Image]) -> tuple[np.ndarray, ...]:
-        """Gives rows of the pool to a step's images that are not there; those of each run of the tower."""
+        """Gives rows of the pool to a step's missing images; returns the images of each run of the tower."""
         pool, facts = self._pool, self._facts
         missing = [(key, image) for key, image in needed.items() if pool.find(key) is None]
         for run in _runs(facts, missing, self._features_of_a_run):

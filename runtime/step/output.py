@@ -24,7 +24,7 @@ class TokenScores:
         logprob: its natural-log probability.
         rank: 1 when no token is likelier.
         top: (token id, log-probability) of the likeliest tokens, best first; as many as were asked for.
-        of_all: [V] float32, log-probabilities by token id, where those of the whole vocabulary were asked for.
+        of_all: [V] float32, log-probabilities by token id, if the whole vocabulary's were asked for.
     """
 
     token_id: int
@@ -45,7 +45,7 @@ class ScoreTable:
     top_logprobs: np.ndarray  # [N, K] float32
 
     def row(self, index: int, num_top: int, of_all: np.ndarray | None = None) -> TokenScores:
-        """One token's scores with its `num_top` alternatives, and those of the whole vocabulary ([V])."""
+        """One token's scores with its `num_top` alternatives, and the whole vocabulary's ([V])."""
         return TokenScores(
             token_id=int(self.token_ids[index]),
             logprob=float(self.logprobs[index]),

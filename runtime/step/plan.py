@@ -28,7 +28,7 @@ class StepPlan:
     """Arrays of a step.
 
     Attributes:
-        fields: what is uploaded, but for new pages.
+        fields: the uploaded inputs, except new pages.
         is_decode: every row of attention is one token.
         sampled: [S] index of the requests whose next token is sampled.
         token_indices: [S] where the tokens of `sampled` are among the sampled rows.
@@ -143,7 +143,7 @@ def plan_step(batch: ScheduledBatch, pages: HostPageTable) -> StepPlan:
 def plan_fixed_rows(batch: ScheduledBatch, pages: HostPageTable, num_rows: int) -> StepPlan:
     """Plans a decode of `num_rows` rows, one a token; a row of padding is the dummy row's only token.
 
-    All rows are sampled, and scored when a prompt position is: what is not asked for is left behind on the device.
+    All rows are sampled, and scored if a prompt position is: unwanted results stay on the device.
 
     Args:
         pages: the page table, the batch's own writes included.
@@ -196,7 +196,7 @@ def _finish(
     is_decode: bool,
     prompt_rows: np.ndarray = _NONE,
 ) -> StepPlan:
-    """A plan in which only sampled rows have logits, and only scored ones have scores."""
+    """A plan where only sampled rows have logits, and only scored ones have scores."""
     return StepPlan(
         fields=fields,
         is_decode=is_decode,

@@ -45,7 +45,7 @@ class StepPools:
             pool.clear_pages(upload(cleared.astype(np.int64), self._runner.device))
 
     def add_new_pages(self, fields: StepFields[np.ndarray], batch: ScheduledBatch) -> None:
-        """Adds new pages to what comes to the device with a step's inputs."""
+        """Adds new pages to a step's inputs for the device."""
         if batch.page_ids.size:
             fields.page_places, fields.page_slots = self._new_pages(batch)
 

@@ -100,7 +100,7 @@ class StepHandle:
         """Block until the step is over.
 
         Raises:
-            RuntimeError: what went wrong on the device, in this step or one before it.
+            RuntimeError: an error of the device, in this step or an earlier one.
         """
         tokens, scores, prompt_scores = self._results.fetch()
         plan = self._plan

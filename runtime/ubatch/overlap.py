@@ -46,7 +46,7 @@ class BatchOverlap:
         self._streams = [torch.cuda.Stream(device) if is_cuda else None for _ in range(_NUM_PARTS)]
 
     def backends(self, first: AttentionBackend) -> tuple[AttentionBackend, AttentionBackend]:
-        """A backend for each half; `first` is that of whole steps."""
+        """A backend for each half; `first` is whole steps' backend."""
         return first, self.second_backend
 
     def bodies(

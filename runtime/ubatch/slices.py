@@ -18,8 +18,8 @@ from mllm_compile.runtime.errors import UnsupportedModelError
 from mllm_compile.runtime.forward_batch import ForwardBatch, ForwardMode
 from mllm_compile.runtime.graph_mode import UBatchSlice
 
-# A boundary of requests is taken where it is no farther from the middle than this share of the step's tokens: a request
-# in two parts costs what its later one waits for the earlier one's keys.
+# A boundary of requests is taken if it is no farther from the middle than this share of the step's tokens. A request in
+# two parts is slower: the later part waits for the earlier one's keys.
 _NEAR = 1 / 8
 
 
@@ -30,7 +30,7 @@ def check_divides(state_layers: Sequence[object]) -> None:
     """
     if state_layers:
         raise UnsupportedModelError(
-            "runtime.enable_dbo divides steps, and layers of this model carry a state, of which halves are not "
+            "runtime.enable_dbo divides steps, and layers of this model carry a state, which halves cannot be "
             "computed beside each other. Set runtime.enable_dbo: false."
         )
 
@@ -38,7 +38,7 @@ def check_divides(state_layers: Sequence[object]) -> None:
 def ubatch_slices(batch: ForwardBatch, least_tokens: int) -> tuple[UBatchSlice, UBatchSlice] | None:
     """The halves of a step with prompts; None: it runs whole.
 
-    Whole are steps of fewer than `least_tokens`, those with features of images, whose blocks see ahead, and those of
+    Whole are steps of fewer than `least_tokens`, steps with features of images, whose blocks see ahead, and steps of
     which decodes are half: what decodes have in common is read once for all of them.
     """
     if not batch.forward_mode.is_prefill() or batch.num_tokens < max(2, least_tokens):

@@ -1,6 +1,6 @@
 """Checks what a runtime's table of weights says of quantised ones against itself, before anything is read by it.
 
-What a format's numbers are follows from its tensors' shapes, a scheme from both, and a weight's type from its scheme.
+A format's numbers follow from its tensors' shapes, a scheme from both, and a weight's type from its scheme.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def check_quantised(specs: Iterable[WeightSpec]) -> None:
             kept, checked = spec.parts[0].kept, dict[object, str]()
             for part in spec.parts:
                 if part.kept is not kept and part.kept != kept:
-                    raise ValueError("its parts lie in memory in several ways")
+                    raise ValueError("its parts are in memory in several ways")
                 _check_part(part, spec.dtype, checked)
         except (ValueError, LookupError, ArithmeticError, CheckpointError) as error:
             raise ValueError(f"{short_repr(spec.name)}: {error}") from error
@@ -85,12 +85,12 @@ def _check_stored(part: WeightPart, quantised: Quantised, dtype: torch.dtype) ->
     if part.kept is None:
         return VALUES
     if part.kept.scheme not in _in_memory(scheme):
-        raise ValueError(f"weights as {fmt.name} has this one do not lie in memory as {part.kept.scheme}")
+        raise ValueError(f"weights as {fmt.name} has this one are not in memory as {part.kept.scheme}")
     return kept_sources(quantised, part.kept.role)[0]
 
 
 def _check_names(part: WeightPart, quantised: Quantised, named_after: str) -> None:
-    """Checks that the tensors are those of one weight, and the part is named after one."""
+    """Checks that the tensors form one weight, and the part is named after one."""
     suffixes, tensors = FORMATS[quantised.format].roles, quantised.tensors
     values = tensors[VALUES].name
     base = values.removesuffix(suffixes[VALUES])
@@ -119,7 +119,7 @@ def _scheme(fmt: Format, quantised: Quantised, shape: tuple[int, ...]) -> Weight
 
 
 def _settings(numbers: Mapping[str, int | float]) -> Settings:
-    """Settings by which the tensors can have these numbers alone."""
+    """Settings that follow uniquely from the tensors' numbers."""
 
     def sizes(*names: str) -> tuple[int, ...]:
         return tuple(int(numbers[name]) for name in names if name in numbers)
@@ -135,7 +135,7 @@ def _settings(numbers: Mapping[str, int | float]) -> Settings:
 
 
 def _in_memory(scheme: WeightScheme | None) -> tuple[WeightScheme | None, ...]:
-    """The forms in which weights of a scheme are in memory: of linears, whose inputs a rank may have a part of, and of
+    """The forms in which weights of a scheme are in memory: of linears (a rank may have a part of the inputs), and of
     experts."""
     return (scheme,) if scheme is None else (scheme, scheme.of_linear(INT4_GROUP))
 

@@ -1,9 +1,9 @@
 """Reads the header of a GGUF file: metadata, names, types, shapes and byte ranges, without touching the data.
 
-The format (https://github.com/ggml-org/ggml/blob/master/docs/gguf.md), little endian: magic, version u32, number of
-tensors u64, number of keys u64; keys with typed values; tensors with name, sizes (fastest first), type and offset; the
-data, aligned. A file comes from a stranger: each count and length is held against the bytes that are left before it is
-used, and nothing of it is executed.
+The format (https://github.com/ggml-org/ggml/blob/master/docs/gguf.md), is little endian: magic, version u32, number of
+tensors u64, number of keys u64. Then keys with typed values; tensors with name, sizes (fastest first), type and offset;
+and the data, aligned. A file comes from a stranger: each count and length is held against the bytes that are left
+before it is used, and nothing of it is executed.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _BOOL, _STRING, _ARRAY = 7, 8, 9
 
 
 class BlockType(NamedTuple):
-    """How numbers are stored: `block` of them in `num_bytes` bytes; `dtype` is that of plain ones, else None."""
+    """How numbers are stored: `block` of them in `num_bytes` bytes; `dtype` is for plain ones, else None."""
 
     name: str
     block: int
@@ -149,12 +149,12 @@ class _Reader:
         for _ in range(num_keys):
             key = self._name("key")
             if key in metadata:
-                raise self._broken(f"the key {short_repr(key)} stands twice")
+                raise self._broken(f"the key {short_repr(key)} is there twice")
             metadata[key] = self._value(key, self._number("I"))
         infos = [self._tensor() for _ in range(num_tensors)]
         names = [name for name, *_ in infos]
         if len(set(names)) != len(names):
-            raise self._broken("a tensor stands twice")
+            raise self._broken("a tensor is there twice")
         types = {name: kind for name, kind, _, _ in infos}
         start = _aligned(self._at, alignment := self._alignment(metadata))
         tensors = {
@@ -210,7 +210,7 @@ class _Reader:
         num_bytes = math.prod(shape) // kind.block * kind.num_bytes
         begin, end = start + offset, start + offset + num_bytes
         if offset % alignment or end > self._file_bytes:
-            raise self._broken(f"tensor {short_repr(name)} lies at bytes {begin:,} to {end:,} of {self._file_bytes:,}")
+            raise self._broken(f"tensor {short_repr(name)} is at bytes {begin:,} to {end:,} of {self._file_bytes:,}")
         if kind.dtype is not None:
             return TensorEntry(kind.dtype, shape, begin, end)
         return TensorEntry(torch.uint8, (*shape[:-1], shape[-1] // kind.block * kind.num_bytes), begin, end)

@@ -1,7 +1,7 @@
 """Brings weights to their final, packed place on the device: from safetensors by name, or seeded random ones.
 
-What goes where is in spec.py: the compiler decided it. reads.py finds the bytes, stream.py brings them, checks.py
-looks at what came.
+spec.py has each weight's place, which the compiler decided. reads.py finds the bytes, stream.py brings them, checks.py
+checks them.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Finds the reads that fill weights: which bytes of which file go where, and what is made of them on the way."""
+"""Finds the reads that fill weights: which bytes of which file go where, and how they are converted."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ def reads_in_order(
     folder: Path,
     headers: Mapping[str, WeightHeader],
 ) -> Iterator[Read]:
-    """The reads in the order of the files' bytes. A mixture of experts has many thousand: those of a file are found one
-    by one while the file before it is read, as the reader cannot go on while all of them are found."""
+    """The reads in the order of the files' bytes. A mixture of experts has many thousand. A file's reads are found one
+    by one while the previous file is read: otherwise the reader would wait until all are found."""
     paths = {file: folder / file for file in headers}
     parts: dict[str, list[tuple[WeightPart, _Place]]] = {file: [] for file in headers}
     of_scheme: dict[str, list[TensorRead]] = {file: [] for file in headers}
@@ -171,7 +171,7 @@ def _places_of(
     if len(box) != len(shape):
         return None
     first, has_several = 0, False
-    for size, start, extent in zip(shape, starts, box, strict=False):  # of a scalar there is none
+    for size, start, extent in zip(shape, starts, box, strict=False):  # a scalar has none
         if (has_several and extent != size) or not 0 <= start <= size - extent:
             return None
         first, has_several = first * size + start, has_several or extent > 1

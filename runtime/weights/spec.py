@@ -28,7 +28,7 @@ class QuantisedPart:
     scheme: WeightScheme
 
     def steps(self, steps: Iterable[ViewStep]) -> tuple[ViewStep, ...]:
-        """The views of this tensor, where `steps` are those of the weight, parts of its inputs of dimension -1."""
+        """The views of this tensor; `steps` are the weight's views, parts of its inputs are of dimension -1."""
         return tuple(
             ("narrow", -1, *self.scheme.stretch(self.role, int(step[2]), int(step[3])))
             if step[:2] == ("narrow", -1)
@@ -165,6 +165,6 @@ def place_of(weight: torch.Tensor, part: WeightPart) -> torch.Tensor:
             f"tensor {part.tensor!r}: a weight of shape {list(weight.shape)} has no place for {list(shape)} that "
             f"begins at {short_repr(starts)}: the table of weights {DAMAGED}"
         )
-    for dim, (start, size) in enumerate(zip(starts, shape, strict=False)):  # of a scalar there is none
+    for dim, (start, size) in enumerate(zip(starts, shape, strict=False)):  # a scalar has none
         weight = weight.narrow(dim, start, size)
     return weight

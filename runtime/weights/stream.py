@@ -1,13 +1,13 @@
 """Brings byte ranges of files into tensors: several readers, and on CUDA a small ring of pinned memory.
 
-On CUDA a reader copies a chunk from the page cache into one of its pinned buffers and goes on with the other while the
-copy engine takes it to the device, on a stream of its own. On a CPU a reader reads straight into the tensor. Tensors
-that are one behind the other in a file share chunks: experts that are stored one by one are many and small. A tensor
-that needs another dtype, or is not in one stretch, is copied as it is and converted on the device. So are several that
-one weight is computed from: they are read one after the other, wherever they are.
+On CUDA a reader copies a chunk from the page cache into one of its pinned buffers. It goes on with the other while the
+copy engine takes the chunk to the device, on a stream of its own. On a CPU a reader reads straight into the tensor.
+Tensors that are one behind the other in a file share chunks: experts that are stored one by one are many and small. A
+tensor that needs another dtype, or is not in one stretch, is copied as it is and converted on the device. So are
+several that one weight is computed from: they are read one after the other, wherever they are.
 
-The caller's thread finds what each chunk is while readers read: a reader that did so would hold the interpreter for
-long, and each of eight that gives it away has to wait for it again.
+The caller's thread finds the chunks while readers read. A reader that did so would hold the interpreter for long, and
+each of eight readers that releases it has to wait for it again.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class TensorRead:
 
     Attributes:
         path: the safetensors file.
-        entry: its bytes, dtype and shape there; of a part of a tensor the part's, as if it lay in one stretch.
+        entry: its bytes, dtype and shape there; of a part of a tensor the part's, as if it were contiguous.
         spacing: of a part that is not in one stretch.
         place: the tensor to fill; any strides, any dtype.
         view: makes the tensor of the file the shape of `place`; None where it has it.
@@ -139,8 +139,8 @@ class TensorRead:
 
 
 class StraightRead(NamedTuple):
-    """Bytes of a file that are a stretch of a weight's: no tensor of its own is made of them, as of thousands of
-    experts that takes longer than to read them.
+    """Bytes of a file that are a stretch of a weight's: no tensor is made of them: with thousands of experts that takes
+    longer than reading them.
 
     Attributes:
         path, begin, num_bytes: where they are.
@@ -208,8 +208,8 @@ _Stretch = tuple[torch.Tensor | _Landing, int, int]
 
 
 class _Chunk(NamedTuple):
-    """Bytes that a reader takes at once: of the file, whose descriptor it has, those from byte `begin` on, or of a
-    source with spacing those from its own byte `begin` on.
+    """Bytes that a reader takes at once: from byte `begin` on of the file, whose descriptor it has, or of a source with
+    spacing.
 
     Attributes:
         path: the file's.
@@ -265,7 +265,7 @@ class _Chunks:
 def _split(reads: Iterable[Read], chunk_bytes: int) -> Iterator[tuple[Path, int, int, Source | None, list[_Stretch]]]:
     """The chunks, as what _Chunk says of each: path, begin, num_bytes, spaced, stretches.
 
-    Stretches that follow each other in memory too, as those of an expert's gate and up do, are one.
+    Stretches that follow each other in memory too, as an expert's gate and up do, are one.
     """
     path, begin, size = Path(), 0, 0  # of the chunk that is being filled
     stretches: list[_Stretch] = []

@@ -1,7 +1,7 @@
 """Where weights come from, as JSON: of a weight's parts a column for each field, in place of an object for each part.
 
-Experts that are stored one by one are many thousand parts, alike but for a name and a place. Of a column whose values
-are equal there is one; a column of dataclasses or of mappings is a table again.
+Experts that are stored one by one are many thousand parts, alike except for a name and a place. Of a column whose
+values are equal there is one; a column of dataclasses or of mappings is a table again.
 
     {"name": "model.layers.0.mlp.experts.down_proj", "shape": [128, 2048, 768], "dtype": "bfloat16", "byte_sum": null,
      "num_parts": 128,

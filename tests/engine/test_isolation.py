@@ -76,7 +76,7 @@ def test_a_fork_is_told_that_the_engine_is_not_here(engine, runner):
         try:
             with pytest.raises(EngineDeadError, match="Make an Engine here"):
                 list(stream)
-            with pytest.raises(EngineDeadError, match=f"in process {os.getppid()}, of which this one is a fork"):
+            with pytest.raises(EngineDeadError, match=f"in process {os.getppid()}; this process is a fork of it"):
                 engine.generate("abc", params())
             with pytest.raises(EngineDeadError, match="Make an Engine here"):
                 engine.stream("abc", params())

@@ -31,7 +31,7 @@ def item(seed=0):
         (
             "preprocessor_config.json",
             '{"processor_class": "Qwen3VLProcessor", "image_processor_type": "NoSuchImageProcessor"}',
-            "a NoSuchImageProcessor, of which this Transformers has no form for Pillow",
+            "a NoSuchImageProcessor, and this Transformers has no Pillow version of it",
         ),
         ("preprocessor_config.json", "{", "cannot be loaded"),
         ("tokenizer.json", "{}", "cannot be loaded"),

@@ -150,7 +150,7 @@ def left_out() -> frozenset[str]:
 
 
 def applies(name: str) -> bool:
-    """True if the patch is to be applied here; where it does not fit, the log says why and what happens instead.
+    """True if the patch applies here; where it does not fit, the log says why and what happens instead.
 
     Raises:
         CompileError: it does not fit, and nothing compiles without it.

@@ -1,8 +1,8 @@
 """Launches AOTInductor's kernels by programmatic dependent launch: Inductor generates the waits, but launches without.
 
-Up to torch 2.13 `triton.enable_pdl` puts the two instructions into Inductor's kernels and its Python launcher uses
-them; the C++ launcher that AOTInductor writes into a package calls cuLaunchKernel, which has no attributes (a comment
-in torch/_inductor/runtime/triton_heuristics.py says that it lacks cuLaunchKernelEx). This can go when it has it.
+Up to torch 2.13 `triton.enable_pdl` puts the two instructions into Inductor's kernels, and its Python launcher uses
+them. The C++ launcher in AOTInductor's packages calls cuLaunchKernel, which has no attributes (a comment in
+torch/_inductor/runtime/triton_heuristics.py says that it lacks cuLaunchKernelEx). This can go when it has it.
 """
 
 from __future__ import annotations

@@ -11,8 +11,8 @@ from typing import Any
 def hide_waits_from_analysis() -> None:
     """Lets torch see which arguments a kernel with waits writes: it analyses the kernel as it is without them.
 
-    Up to torch 2.13 the analysis gives up at the inline assembly that a wait is, and takes every argument for written;
-    pieces would then copy their weights and the KV cache. Ours have a constant EARLY that decides whether they wait.
+    Up to torch 2.13 the analysis gives up at a wait's inline assembly, and assumes that every argument is written.
+    Pieces would then copy their weights and the KV cache. Ours have a constant EARLY that decides whether they wait.
     """
     from torch._higher_order_ops import triton_kernel_wrap
 

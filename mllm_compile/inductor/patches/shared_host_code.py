@@ -1,13 +1,13 @@
 """Compiles the C++ that AOTInductor writes into every package alike once for all pieces of a compile.
 
-A package's host code is a model class with the piece's launches, and two parts that are the same in all: the C
-functions by which it is loaded and called (torch/_inductor/codegen/aoti_runtime/interface.cpp, spliced into the
-source), and the model's base class, a template. At -O0 those two are nine tenths of what g++ makes of it (std::regex
-alone, which the base class reads "cuda:0" with, is hundreds of functions): with compiled headers the wrapper of a piece
-with two linears takes 3.0 s, and without the two 0.75 (CPU, torch 2.13).
+A package's host code is a model class with the piece's launches, and two parts that all packages share. One has the C
+functions that load and call it (torch/_inductor/codegen/aoti_runtime/interface.cpp, spliced into the source); the other
+is the model's base class, a template. At -O0 these two are nine tenths of g++'s output (std::regex alone, with which
+the base class reads "cuda:0", is hundreds of functions). With precompiled headers the wrapper of a piece with two
+linears takes 3.0 s, and without the two parts 0.75 (CPU, torch 2.13).
 
-So a fork of the compiler process compiles them into an object (inductor/build_in_fork.py), packages are linked with it,
-and are themselves compiled without the first and with the second declared extern. Where there is no such object, or a
+So a fork of the compiler process compiles them into an object (inductor/build_in_fork.py), and packages are linked with
+it. Packages are compiled without the first, and declare the second extern. Where there is no such object, or a
 package's source is not as it is known, the package is compiled as Inductor does it.
 """
 

@@ -23,8 +23,8 @@ def with_nothing_to_destroy(interface: str) -> str:
 def mark_nothing_unique() -> None:
     """Makes Inductor tell g++ so, in this process and its forks; it has no option for a flag (2.11 to 2.15).
 
-    By itself g++ marks what inline functions and templates keep (std::regex alone has dozens of such) as unique in a
-    process, and a library that has a symbol marked so stays.
+    By default g++ marks static variables of inline functions and templates (std::regex alone has dozens) as unique in a
+    process. A library with such a symbol is never unloaded.
     """
     from torch._inductor import cpp_builder
 

@@ -38,7 +38,7 @@ class LayerCounts:
 
 
 def count_layers(model: Any) -> LayerCounts | None:
-    """The layers of a causal LM on meta; None where it carries no state: its config says all that is to be counted.
+    """The layers of a causal LM on meta; None where it carries no state: its config then suffices.
 
     Raises:
         UnsupportedModelError: its code does not run on meta.
@@ -54,7 +54,7 @@ def count_layers(model: Any) -> LayerCounts | None:
 
 @dataclass
 class _Counting(TorchDispatchMode):
-    """Adds up what every call of one of the ops stands for."""
+    """Adds up the layers of every call of these ops."""
 
     counts: LayerCounts = field(default_factory=LayerCounts)
 

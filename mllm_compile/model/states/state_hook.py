@@ -1,13 +1,12 @@
 """The hook into Transformers' recurrent layers and short convolutions: the functions that they call emit ops of ours.
 
-Mixers of all kinds do their work by a few functions of known names (a causal convolution, a gated delta rule, a scan),
-which their module has or takes from a kernel package (`use_kernel_func_from_hub_with_fallback`). For a trace alone
-these are replaced in the modules that the model's layers are defined in; the self-check compares with the model's own.
-A model is not told apart: what has such functions is hooked. Mixers that have none are unhooked_mixers.py's.
+Mixers of all kinds call a few functions of known names (a causal convolution, a gated delta rule, a scan). Their module
+defines them or takes them from a kernel package (`use_kernel_func_from_hub_with_fallback`). For a trace alone these are
+replaced in the modules that the model's layers are defined in; the self-check compares with the model's own. No model
+is named: every module with such functions is hooked. Mixers that have none are unhooked_mixers.py's.
 
 Transformers calls them with a batch of one and, without a cache, from no state: with packed tokens and a state a
-request, that is the served call. What a call asks for besides is written into the op's `refusals` for
-model/supported.py.
+request, that is the served call. Other arguments of a call are written into the op's `refusals` for model/supported.py.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Recurrent mixers whose code calls no function of a known name, as ops of ours for a trace.
 
-A module is known by its weights' names and its methods. What it computes is written here again, over the kinds of
-layers that there are; the self-check, whose reference is the model's own forward, holds that to what the model does.
+A module is known by its weights' names and its methods. Its computation is written here again, with the known kinds of
+layers; the self-check compares it with the model's own forward.
 
 Shape legend: T tokens, C channels, H heads, D head width, K kernel width.
 """
@@ -16,7 +16,7 @@ import torch
 Method = Callable[..., Any]
 
 _LEAST_DECAY = 1e-30  # a state that is multiplied by it is forgotten, and its logarithm is a number
-_NEVER_ZERO = 1e-20  # of step sizes, by which inputs are divided
+_NEVER_ZERO = 1e-20  # of step sizes: inputs are divided by them
 
 
 class UnhookedMixer(NamedTuple):
@@ -79,8 +79,8 @@ def _gated_linear_scan(
 def _convolved_projections(
     module: Any, hidden_states: torch.Tensor, past_key_values: None = None, conv_mask: None = None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Zaya's q, k and v [1, T, H, D] of hidden_states [1, T, C]: q and k are mixed with those of earlier tokens by two
-    convolutions, of each channel and then of each head, and half of v is that of the token before."""
+    """Zaya's q, k and v [1, T, H, D] of hidden_states [1, T, C]: two convolutions, of each channel and then of each
+    head, mix q and k with earlier tokens'; half of v is the previous token's."""
     tokens = hidden_states[0]
     q, k = module.q_proj(tokens), module.k_proj(tokens)
     of_heads = (tokens.shape[0], module.num_key_value_heads, -1, module.head_dim)
@@ -119,7 +119,7 @@ def _head_conv(module: torch.nn.Conv1d, inputs: torch.Tensor, added: torch.Tenso
 
 
 def _delayed(inputs: torch.Tensor, behind: int) -> torch.Tensor:
-    """Each token's is that of so many tokens before, [T, C]; zeros ahead of the first: a convolution as well."""
+    """Each token gets the row of so many tokens before, [T, C], and zeros ahead of the first: a convolution as well."""
     channels = inputs.shape[1]
     weight = torch.cat((inputs.new_ones(channels, 1), inputs.new_zeros(channels, behind)), dim=1)
     return _conv(inputs, weight, None)

@@ -50,13 +50,13 @@ class TowerAdapter(ABC):
 
     @abstractmethod
     def said_of(self, images: Sequence[tuple[torch.Tensor, Grid]], ids: torch.Tensor) -> dict[str, torch.Tensor]:
-        """The arguments, beside its ids [n], by which the model's own forward is told of a prompt's images: pixels as
+        """The arguments, beside its ids [n], that give the model's own forward a prompt's images: pixels as
         Tower.inputs takes them, and grids."""
 
 
 def traced_tower(hf_model: HFModel, module: torch.nn.Module, inputs: dict[str, torch.Tensor], device: str) -> Trace:
-    """The trace of `module`, a tower as a function of its inputs, less what no feature is of: heads of towers that
-    pool, and sizes that are made for what was replaced.
+    """The trace of `module`, a tower as a function of its inputs, without nodes that no feature needs: pooling heads,
+    and sizes for replaced nodes.
 
     Raises:
         UnsupportedModelError: it cannot be traced as one graph.

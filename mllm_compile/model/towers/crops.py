@@ -1,8 +1,8 @@
 """The protocol of towers that take crops of an image besides all of it made small: LLaVA-NeXT, LLaVA-OneVision.
 
-A model has it if its base has an `image_newline` besides what images of one size need (fixed_size.py). Its own way from
-a tower's features to an image's goes by the image's size, which is data; so which features of the tower each is made of
-is an input, found on the host (runtime/media/crops.py).
+A model has it if its base has an `image_newline` besides what images of one size need (fixed_size.py). Its own code
+combines a tower's features by the image's size, which is data. So the tower's features for each of the image's are an
+input, computed on the host (runtime/media/crops.py).
 """
 
 from __future__ import annotations

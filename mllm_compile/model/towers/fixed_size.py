@@ -1,9 +1,8 @@
-"""The protocol of towers that take whole images of one size: LLaVA, Gemma 3, InternVL, Idefics3, SmolVLM and what is
-built alike.
+"""The protocol of towers that take whole images of one size: LLaVA, Gemma 3, InternVL, Idefics3, SmolVLM and the like.
 
-A model has it if its base has `get_image_features`, a tower that is told the size of its images by its config, and a
-text that it is called with embeddings. Its way from images to features is traced (image_features.py). If it is told
-of which kind each token is, those of an image see ahead.
+A model has it if its base has `get_image_features`, a tower whose config has the size of its images, and a text model
+that takes embeddings. Its way from images to features is traced (image_features.py). If it takes the kind of each
+token, an image's tokens see ahead.
 """
 
 from __future__ import annotations
@@ -110,7 +109,7 @@ def _probe(hf_model: HFModel, base: Any, shape: tuple[int, int, int]) -> tuple[i
 
 
 def _sees_ahead(hf_model: HFModel) -> bool:
-    """True if tokens of an image see the later ones of it: the model is told of which kind each token is."""
+    """True if tokens of an image see its later ones: the model takes the kind of each token."""
     return "token_type_ids" in inspect.signature(hf_model.model.forward).parameters
 
 

@@ -1,7 +1,7 @@
 """The protocol of towers that pack the patches of images of any size: Pixtral, in Mistral 3 and in LLaVA.
 
-Such a tower cuts images itself, by their sizes, which are data. So its modules are called in its order on patches
-that were cut before (runtime/media/packed.py), those of a feature together, and a merger finds them so.
+Such a tower cuts images itself, by their sizes, which are data. So its modules are called in its order on patches that
+were cut before (runtime/media/packed.py). Patches of a feature are together, as a merger expects.
 """
 
 from __future__ import annotations

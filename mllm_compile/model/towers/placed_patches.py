@@ -1,8 +1,8 @@
 """The protocol of towers that take patches with the place of each: Gemma 4.
 
 Such a tower looks for padding and pools by places, which are data. So its modules are called in its order on packed
-patches without padding, those of a feature together, whose mean is the feature. Its images see ahead in layers with
-windows, if the text's config says so.
+patches without padding. Patches of a feature are together, and their mean is the feature. Its images see ahead in
+layers with windows, if the text's config says so.
 """
 
 from __future__ import annotations

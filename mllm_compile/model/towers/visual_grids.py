@@ -2,9 +2,9 @@
 built alike.
 
 A model has it if its base has a `visual` with a `spatial_merge_size`, a `language_model`, and counts positions on three
-axes (`get_rope_index`). Its own forward finds sizes in data; so tower and language model are traced apart, and what
-follows from a grid (runtime/media/grids.py) is an input: the tower takes each such tensor from its keywords if it is
-there. Whatever else a model does between the two shows in check/media.py, which compares with its forward.
+axes (`get_rope_index`). Its own forward finds sizes in data. So tower and language model are traced apart, and tensors
+that follow from a grid (runtime/media/grids.py) are inputs: the tower takes each from its keywords if given. Whatever
+else a model does between the two shows in check/media.py, which compares with its forward.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def tower_of(model: Any) -> Any:
 
 
 def grid_tower(hf_model: HFModel) -> GridTower | None:
-    """Facts of the model's tower; None: it has none of this protocol.
+    """Facts of the model's tower; None: it has another protocol or no tower.
 
     Raises:
         UnsupportedModelError: it has one that differs in what this adapter relies on.
@@ -141,7 +141,7 @@ class _Tower(torch.nn.Module):
             taps = interp_indices.flatten(0, 1), interp_weights.flatten(0, 1)
             if self.reads_position_table:
                 say_taps(*taps)
-                say_bounds(cu_seqlens)  # of which it would take differences, whose number torch 2.11 calls data
+                say_bounds(cu_seqlens)  # it would take their differences, whose number torch 2.11 calls data
                 said["cu_seqlens"] = torch.zeros(2, dtype=torch.int32, device=cu_seqlens.device)
             else:
                 said |= {"interp_indices": taps[0], "interp_weights": taps[1]}

@@ -1,6 +1,6 @@
 """Finds softmax(q·kᵀ)·v in a trace, and puts the op of attention in its place.
 
-Which keys are seen may be in the graph; else Transformers' masks say it, of which a trace has none: the check of the
+The graph may define the visible keys. Otherwise Transformers' masks do, and a trace has no masks: the check of the
 trace then asks for them (model/mask_probe.py). The self-check is the proof of the whole.
 """
 
@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 # node.meta key of an attention that was found so: True where the graph says which keys it sees.
 KNOWS_ITS_MASK = "knows_its_mask"
 
-# What may be between softmax and the product with values, and changes no number.
+# Ops that may be between softmax and the product with values, and change no number.
 _BETWEEN = ("to", "type_as", "type", "float", "half", "dropout", "view", "reshape", "contiguous", "clone")
 
 

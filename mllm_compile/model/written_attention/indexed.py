@@ -16,7 +16,7 @@ import torch
 
 from mllm_compile.model.positions_hook import arguments_of
 
-# What an indexer of this kind is told; others choose blocks, or what keys were compressed to.
+# Arguments of an indexer of this kind; others choose blocks or compressed keys.
 _TOLD = ["hidden_states", "q_resid", "position_embeddings", "attention_mask", "position_ids", "past_key_values"]
 
 
@@ -31,7 +31,7 @@ EVERY_KEY = EveryKey()
 
 
 def full_length(model: torch.nn.Module) -> int | None:
-    """Tokens of the longest text of which every indexer of `model` chooses all keys; None: it has no indexers."""
+    """Tokens of the longest text whose keys every indexer of `model` chooses; None: it has no indexers."""
     return min((int(module.index_topk) for module in model.modules() if _is_indexer(module)), default=None)  # type: ignore[arg-type]
 
 
@@ -58,7 +58,7 @@ def _is_indexer(module: torch.nn.Module) -> bool:
 
 
 def _is_attention(module: Any) -> bool:
-    """True for attention with an indexer, and for one that is told what that of a layer ahead has chosen."""
+    """True for attention with an indexer, or with the choice of an earlier layer's indexer."""
     if not hasattr(module, "indexer"):
         return False
     return _is_indexer(module.indexer) if module.indexer is not None else "prev_topk_indices" in arguments_of(module)

@@ -1,7 +1,7 @@
 """Masks in the trace of a model that writes its attention out: those that it takes for granted, and tables of its own.
 
-Where attention does not go through Transformers' interface, a model may not run without a mask, of which a trace builds
-none. It then gets a number, zero, which hides nothing; the check of the trace asks Transformers what its masks hide
+Where attention bypasses Transformers' interface, a model may not run without a mask, and a trace builds no mask. It
+then gets a number, zero, which hides nothing; the check of the trace asks Transformers what its masks hide
 (model/mask_probe.py). Another one reads its mask in a table for its longest text, where a step may have more tokens.
 """
 
@@ -17,7 +17,7 @@ from torch import fx
 from mllm_compile.errors import UnsupportedModelError
 from mllm_compile.model.attention_hook import ATTENTION_IMPLEMENTATION
 
-# What a trace without a mask says, in the words of torch 2.11 to 2.13.
+# Errors of a trace without a mask, in torch 2.11 to 2.13.
 _LACKS_MASK = ("NoneType", "AttributeError('to')", "AttributeError([ConstantVariable(str: 'to')])")
 
 

@@ -113,7 +113,7 @@ def _slopes_of(few: torch.Tensor, many: torch.Tensor, seen: torch.Tensor, num_he
     by_head = few.reshape(-1, tokens, tokens)
     slopes = (by_head[:, 1, 1] - by_head[:, 1, 0]).expand(num_heads) if tokens > 1 else by_head.new_zeros(num_heads)
     places = torch.arange(many.shape[-1], dtype=torch.float64)
-    # What all keys of a query have in common changes no weight.
+    # A term that all keys of a query share changes no weight.
     relative = (many - many.diagonal(dim1=-2, dim2=-1)[..., None]).reshape(-1, *many.shape[-2:])
     wanted = slopes.view(-1, 1, 1) * (places - places[:, None])
     is_near = torch.isclose(relative, wanted, rtol=_TOLERANCE, atol=1e-4)
@@ -246,8 +246,7 @@ def _is_of_sizes(node: fx.Node) -> bool:
 
 
 def _in_float32_on_cpu(arguments: Any) -> Any:
-    """The arguments with every device the CPU, where the constants are, and float32 for types that round more: what
-    the model computes in them stands for what it means."""
+    """The arguments on the CPU, where the constants are, and in float32 instead of types that round more."""
     if isinstance(arguments, torch.device):
         return torch.device("cpu")
     if arguments is torch.bfloat16 or arguments is torch.float16:

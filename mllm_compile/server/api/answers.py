@@ -141,7 +141,7 @@ class ChatAnswers(OpenAIAnswers):
     """The answers of /v1/chat/completions.
 
     Args:
-        echo: of the prompt, with which each answer begins.
+        echo: of the prompt; each answer begins with it.
     """
 
     chunk_object = "chat.completion.chunk"
@@ -176,7 +176,7 @@ class CompletionAnswers(OpenAIAnswers):
     """The answers of /v1/completions.
 
     Args:
-        echo_of: gives the text of a prompt that is to be repeated; None: none is.
+        echo_of: gives the text of a prompt to repeat; None: no prompt is repeated.
     """
 
     chunk_object = "text_completion"
@@ -212,7 +212,7 @@ class CompletionAnswers(OpenAIAnswers):
         return "" if self._echo_of is None else self._echo_of(choice.prompt)
 
     def _logprobs(self, texts: TokenTexts, choice: Choice, echo: str | None) -> dict[str, Any]:
-        """Log-probabilities of the answer's tokens, behind those of the prompt where it is repeated."""
+        """Log-probabilities of the answer's tokens, behind the prompt's if it is repeated."""
         token_ids: list[int] = list(choice.token_ids)
         scores: list[Scores | None] = list(choice.scores)
         offsets = [choice.begin + offset for offset in choice.offsets]

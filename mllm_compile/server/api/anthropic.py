@@ -158,7 +158,7 @@ def _goes_on(messages: list[dict[str, Any]]) -> bool:
 
 
 def _chat_messages(message: dict[str, Any]) -> list[dict[str, Any]]:
-    """A message as those of a chat: results of tools are messages of their own there."""
+    """A message as chat messages: there, results of tools are messages of their own."""
     content, role = message.get("content"), message.get("role")
     blocks: list[dict[str, Any]] = content if _is_blocks(content) else []
     if role == "assistant" and any(block.get("type") != "text" for block in blocks):

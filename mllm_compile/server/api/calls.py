@@ -31,7 +31,7 @@ class AnswerReading:
         params: the sampling parameters with what this needs.
 
     Raises:
-        RequestError, ApiError: the tools are none, or the model cannot be held to them.
+        RequestError, ApiError: the tools are malformed, or the model cannot be held to them.
     """
 
     def __init__(self, facts: EngineFacts, fields: ChatFields, prompt: str, params: SamplingParams) -> None:

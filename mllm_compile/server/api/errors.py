@@ -8,7 +8,7 @@ import msgspec
 
 from mllm_compile.errors import MllmError
 
-# What is quoted may hold a client's own words; an apostrophe behind a letter is none.
+# A quoted part may hold a client's own words; an apostrophe behind a letter is no quote.
 _QUOTED = re.compile(r"""((?<!\w)'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*"|`[^`]*`)""")
 _IN_JSON = {
     "NoneType None": "null",
@@ -69,7 +69,7 @@ class ApiError(Exception):
 
 
 def _in_json_words(message: str) -> str:
-    """A message whose words may be those of Python, where it was made for both, in those of JSON."""
+    """A message with JSON's words in place of Python's, where it was written for both."""
     parts = _QUOTED.split(message)
     parts[::2] = [_PYTHON.sub(lambda found: _IN_JSON[found[0]], part) for part in parts[::2]]
     return "".join(parts)

@@ -1,8 +1,8 @@
 """The fields of requests: which there are, and the SamplingParams that they make.
 
 A request's field works, or is refused with 400 by its name (foreign_fields.py), or (a name that nobody here knows) is
-named in the response header x-mllm-ignored. What a sampling field's values mean, SamplingParams alone knows: they are
-handed over as they came, and so are its messages.
+named in the response header x-mllm-ignored. SamplingParams alone knows the meaning of sampling fields: values are
+handed over unchanged, and so are its messages.
 """
 
 from __future__ import annotations
@@ -261,7 +261,7 @@ def read_object(body: bytes) -> dict[str, Any]:
     """The JSON object of a body.
 
     Raises:
-        ApiError: it is none.
+        ApiError: it is malformed.
     """
     return {name: _value(name, text) for name, text in members_of(body).items()}
 

@@ -1,7 +1,7 @@
 """Fields of OpenAI's, vLLM's, SGLang's and Anthropic's requests that set nothing here: refused, or taken.
 
 One that would change an answer elsewhere is refused, unless its value asks for nothing. One that changes none is taken
-and forgotten. What is served is a field of a request's own class (fields.py). `docs/fields.py` makes a page of both.
+and forgotten. Served fields are in a request's own class (fields.py). `docs/fields.py` makes a page of both.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ FOREIGN: ForeignFields = {
         "vLLM", "a template is code, and is not taken from a request. Serve a model folder that has it"
     ),
     "prompt_embeds": Foreign("vLLM", "prompts are texts or token ids"),
-    "logprob_token_ids": Foreign("vLLM", "log-probabilities are those of the likeliest tokens. Use logprobs", ([],)),
+    "logprob_token_ids": Foreign("vLLM", "log-probabilities are of the likeliest tokens. Use logprobs", ([],)),
     "mm_processor_kwargs": Foreign("vLLM", _IMAGES, ({},)),
     "media_io_kwargs": Foreign("vLLM", _IMAGES, ({},)),
     "kv_transfer_params": Foreign("vLLM", _KV, ({},)),

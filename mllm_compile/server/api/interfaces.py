@@ -43,7 +43,7 @@ class AnswerPlan:
 
     Attributes:
         format: makes the answer's format, from its id, time, model and fingerprint.
-        is_only_echoed: nothing is to be generated.
+        is_only_echoed: generate nothing.
         make_parser: of the parser that reads an answer; None: it is its text.
         kept_bytes: of the request, that the answer needs beside prompts and parameters.
         unread: fields that the model's chat template does not read.

@@ -82,7 +82,7 @@ def take_images(facts: EngineFacts, fields: ChatFields) -> list[SourceItem]:
     """The images of a chat, in whose messages places are left for them.
 
     Raises:
-        ApiError, RequestError: an image is none, or the model takes none.
+        ApiError, RequestError: an image is malformed, or the model takes no images.
     """
     if not has_media(fields.messages):
         return []
@@ -96,7 +96,7 @@ def take_images(facts: EngineFacts, fields: ChatFields) -> list[SourceItem]:
 def chat_prompts(
     facts: EngineFacts, fields: ChatFields, params: SamplingParams, text: str, items: Sequence[SourceItem]
 ) -> list[Prompt]:
-    """Token ids of a chat, whose `text` is that of `chat_text`; with images after a worker has prepared them.
+    """Token ids of a chat with `text` from `chat_text`; with images after a worker has prepared them.
 
     Raises:
         ApiError, RequestError: the prompt is refused.
@@ -171,10 +171,10 @@ def last_answer(messages: list[dict[str, Any]]) -> str:
 
 
 def tools_of(tools: Any, choice: Any) -> tuple[tuple[Tool, ...], ToolChoice]:
-    """The tools that the model is offered, and how it may choose; with `none` there are none.
+    """The tools that the model is offered, and how it may choose; `none` offers no tools.
 
     Raises:
-        RequestError: they are none.
+        RequestError: they are malformed.
     """
     offered = read_tools(tools)
     how = read_tool_choice(choice, offered)

@@ -120,7 +120,7 @@ class ResponsesRequest:
 
 
 def _tool(index: int, tool: dict[str, Any]) -> dict[str, Any]:
-    """A tool as that of a chat, whose function is under a name of its own."""
+    """A tool as in a chat, where the function has a key of its own."""
     if tool.get("type") != "function":
         kind = typed_repr(tool.get("type"))
         raise bad_request(f"tools: tool {index} is {kind}; expected functions, {_TOOL}: others are not served")
@@ -142,7 +142,7 @@ def _tool_choice(choice: str | dict[str, Any] | None) -> Any:
 
 
 def _named(choice: Any) -> dict[str, Any] | None:
-    """The choice of a function as that of a chat, None if it is another."""
+    """The choice of a function as in a chat, or None for other choices."""
     is_function = isinstance(choice, dict) and choice.get("type") == "function" and isinstance(choice.get("name"), str)
     return {"type": "function", "function": {"name": choice["name"]}} if is_function else None
 
@@ -203,7 +203,7 @@ def _content(content: Any, takes_images: bool) -> Any:
 
 
 def _part(part: Any, takes_images: bool) -> dict[str, Any]:
-    """A part as that of a chat."""
+    """A part as in a chat."""
     if _is_part(part, _TEXTS):
         return {"type": "text", "text": part["text"]}
     if not isinstance(part, dict) or part.get("type") != "input_image" or not takes_images:

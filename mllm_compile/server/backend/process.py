@@ -1,8 +1,8 @@
 """The engine's process: makes the engine, takes the front's commands, and says once in a while that it is alive.
 
-The main thread waits for commands, and hands on those whose answer has a form (form_queue.py); the engine's own thread
-sends the events of each step (step_events.py); the pulse's thread asks the engine for its figures, which it answers
-between two steps: a front that gets no pulse knows that a step is stuck.
+The main thread waits for commands, and hands on requests with a grammar (form_queue.py). The engine's own thread sends
+the events of each step (step_events.py). The pulse's thread asks the engine for its figures, which it answers between
+two steps: a front that gets no pulse knows that a step is stuck.
 """
 
 from __future__ import annotations
@@ -150,7 +150,7 @@ class EngineServer:
     def _submit(
         self, engine: Engine, events: StepEvents, begun: Sequence[tuple[Submit, Submission | MllmError]]
     ) -> None:
-        """Hands submissions to the engine, and tells why one is none."""
+        """Hands submissions to the engine, and tells why one is refused."""
         submissions = []
         refused = []
         for command, built in begun:
@@ -219,7 +219,7 @@ def channel_at(descriptor: str) -> Channel:
 
 
 def main() -> None:
-    """Entry point of the process: MODEL, the channel's descriptor, how much to show, and in which lines."""
+    """Entry point of the process: MODEL, the channel's descriptor, how much to show, and the format of lines."""
     model, descriptor, how, log = sys.argv[1:]
     level = logging.WARNING if how == "quiet" else logging.INFO
     start_log(level, log, "%(asctime)s %(levelname)s %(name)s: %(message)s")

@@ -1,7 +1,8 @@
 """The events of every step for the front: what the engine's thread notes, and sends once a step.
 
 StepEvents is the sink of all requests and of the steps (engine/sequences.py). Plain requests cost nothing here one by
-one: a step's rows and tokens are two arrays. Only who is admitted, ends, or wants log-probabilities is looked at.
+one: a step's rows and tokens are two arrays. Only requests that are admitted, end, or want log-probabilities are looked
+    at.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Admission: a bound on the prompts that the engine has not begun, and for which it has no slot."""
+"""Admission: a bound on the prompts that the engine has neither begun nor has a slot for."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """A prompt and its completions as the front knows them: tokens become text here, and end at stop texts.
 
-The rules are those of engine/sequences.py, so a served text is the text of `Engine.generate`.
+The rules are engine/sequences.py's, so a served text is the text of `Engine.generate`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class PromptRun:
         key: its number on the wire.
         text: as the client gave it, None for token ids.
         media: its images, whose memory is given back when its request is over.
-        is_only_echoed: nothing is to be generated (max_tokens 0); the one token that is, is dropped.
+        is_only_echoed: generate nothing (max_tokens 0); the engine makes one token, which is dropped.
         is_waiting: it has not been admitted yet.
         scores: log-probabilities of its tokens but the first, once they have come.
     """
@@ -62,8 +62,8 @@ class Choice:
 
     Attributes:
         index: its number in the answer, over all prompts.
-        text, token_ids, scores, offsets: what is not sent yet; of an answer that is sent whole, all of it. An offset
-            is where a token with scores begins in the text: the characters that were whole before it.
+        text, token_ids, scores, offsets: unsent parts; all of an answer that is sent whole. An offset is where a token
+            with scores begins in the text: the characters that were whole before it.
         num_tokens: all so far.
         num_reasoning_tokens: those that a parser found to be reasoning.
         begin: where its text begins in what is sent: behind a prompt that is repeated.

@@ -130,7 +130,7 @@ class Dispatcher:
             self._end_rest(rest)
 
     def _begin_rest(self, rest: StepRest) -> None:
-        """Takes what has to be known before the step's tokens are taken."""
+        """Takes the events that must come before the step's tokens."""
         for admitted in rest.admitted:
             if admitted.key in self._runs:
                 job, prompt = self._runs[admitted.key]
@@ -195,7 +195,7 @@ class Dispatcher:
             self._on_admitted()
 
     def sweep(self, max_queue_s: float | None, timeout_s: float | None) -> None:
-        """Looks after what waits too long; called every half second."""
+        """Ends requests that wait too long; called every half second."""
         now = time.monotonic()
         for position, job in enumerate(list(self.jobs.values())):
             try:

@@ -34,19 +34,19 @@ class AnswerFormat(Protocol):
     """The shape of an interface's answers."""
 
     def begin(self, job: Job) -> bytes:
-        """The events with which a stream begins."""
+        """The first events of a stream."""
 
     def chunk(self, job: Job, choice: Choice) -> bytes:
-        """The events of a completion's news; b"" where there is nothing to tell yet."""
+        """The events of a completion's news; b"" without news."""
 
     def tail(self, job: Job) -> bytes:
-        """The events with which a stream ends."""
+        """The last events of a stream."""
 
     def whole(self, job: Job) -> bytes:
         """The body of an answer that is no stream."""
 
     def failure(self, error: ApiError) -> bytes:
-        """The events with which a stream ends that has failed."""
+        """The last events of a stream that has failed."""
 
     def refusal(self, error: ApiError) -> bytes:
         """The body of an error response."""
@@ -60,7 +60,7 @@ class Job:
         format: the shape of its answer.
         outlet: of the ASGI server.
         is_stream: news are sent as they come.
-        stream_interval: tokens of a chunk, but for the first and the last.
+        stream_interval: tokens of a chunk, except the first and the last.
         headers: further ones of the response.
         cancel: tells the engine that these prompts are not wanted any more.
         on_over: called once, at the end.

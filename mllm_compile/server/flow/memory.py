@@ -1,7 +1,7 @@
 """The memory that requests hold: from the first byte of a body to the end of the answer, all of them together bounded.
 
-What a request holds changes: the bytes that have come, then what its JSON becomes when it is parsed, then its prompts
-and what its answer needs. Each time the request says so; the parser of an object knows best what that takes.
+A request's memory changes: first its body's bytes, then the parsed JSON, then its prompts and its answer's needs. Each
+time the request says so; the parser of an object knows best what that takes.
 """
 
 from __future__ import annotations

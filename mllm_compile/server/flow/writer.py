@@ -1,7 +1,7 @@
 """Writes one response from wherever its news come, without a task of its own while its reader keeps up.
 
-`send` of an ASGI server is a coroutine that almost always ends at once: it is driven by hand here, which saves a task
-switch a chunk; the front's own server takes most chunks in a plain call (connection.py). Where a chunk would wait,
+`send` of an ASGI server is a coroutine that almost always ends at once. It is driven by hand here, which saves a task
+switch a chunk. The front's own server takes most chunks in a plain call (connection.py). Where a chunk would wait,
 because the reader is slow, a task waits for it, and what is pushed meanwhile follows.
 """
 
@@ -18,8 +18,8 @@ Message = dict[str, Any]
 Send = Callable[[Message], Awaitable[None]]
 Headers = list[tuple[bytes, bytes]]
 WriteChunk = Callable[[bytes], bool]
-# The ASGI extension, by its key in the scope, of a server that has a WriteChunk: it writes a part of a body that was
-# begun, in one call, and says whether it did; False where `send` would wait or fail.
+# The ASGI extension, by its key in the scope, of a server that has a WriteChunk. It writes a part of a begun body in
+# one call, and returns True; False where `send` would wait or fail.
 CHUNKS = "mllm_compile.chunks"
 
 
@@ -62,7 +62,7 @@ class Writer:
         self._push({"type": "http.response.body", "body": body, "more_body": more})
 
     def close(self) -> None:
-        """Gives up what waits for the reader."""
+        """Drops data that waits for the reader."""
         if self._waiter is not None:
             self._waiter.cancel()
 

@@ -1,7 +1,7 @@
-"""The figures of /metrics, for Prometheus: those of the front, and the engine's last ones.
+"""The figures of /metrics, for Prometheus: the front's, and the engine's last ones.
 
-Names begin with `mllm:` and do not change. Those that dashboards and routers read from vLLM are there by its
-names too, with its labels `model_name` and `engine`; those of the process are Prometheus' own.
+Names begin with `mllm:` and do not change. Figures that dashboards and routers read from vLLM have its names too, with
+its labels `model_name` and `engine`; figures of the process are Prometheus' own.
 """
 
 from __future__ import annotations

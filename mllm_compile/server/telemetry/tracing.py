@@ -79,7 +79,7 @@ def make_tracing(endpoint: str | None) -> Tracing | None:
     """Traces that go to an endpoint, or to the environment's; None where neither asks for any.
 
     Raises:
-        ConfigError: the endpoint is none, or the packages are not installed.
+        ConfigError: the endpoint is malformed, or the packages are not installed.
     """
     by_environment = any(os.environ.get(name) for name in _VARIABLES)
     if endpoint is None and not (by_environment and os.environ.get("OTEL_TRACES_EXPORTER", "otlp") == "otlp"):

@@ -1,8 +1,8 @@
 """One end of the socket pair between the front and the engine's process: frames of bytes, in their order.
 
 A frame is its length, a uint32, and its bytes. The sending thread writes to the socket itself, so a frame wakes only
-the thread that waits for it. With queues and threads in between a first token would wait for each of these too. What
-the other side does not take is kept here, and sent on by a thread that lives until all of it has gone out.
+the thread that waits for it. With queues and threads in between a first token would wait for each of these too. Data
+that the other side does not take yet is kept here, and sent by a thread that lives until all of it is sent.
 """
 
 from __future__ import annotations

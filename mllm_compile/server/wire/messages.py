@@ -1,10 +1,10 @@
 """The messages between the front and the engine's process, and their bytes.
 
 Commands (front to engine) that come together are one frame, each event (engine to front) is one, both msgpack. A step
-is the exception, as there are hundreds a second: rows of the running requests and their new tokens as raw int32, and
-msgpack only of what is rare (who was admitted to which row, who has ended, log-probabilities). Nothing is pickled.
+is the exception, as there are hundreds a second. It has rows of the running requests and their new tokens as raw int32,
+and msgpack only for rare events (admissions to rows, ends, log-probabilities). Nothing is pickled.
 
-A request's row stands for it from the step that admits it to another row, or ends it.
+A row identifies its request from the step of its admission until it moves to another row or ends.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class Hello(msgspec.Struct, tag=2, array_like=True, kw_only=True):
     max_running_requests: int
     kv_tokens: int
     page_size: int
-    config: dict[str, Any]  # as it was resolved, without places; {}: there is none
+    config: dict[str, Any]  # as it was resolved, without places; {} without one
     vocab_size: int
     eos_token_ids: list[int]
     default_params: dict[str, Any]
@@ -208,7 +208,7 @@ def params_of_wire(fields: Mapping[str, Any]) -> SamplingParams:
     """The parameters of what `params_to_wire` has made.
 
     Raises:
-        RequestError: they are none.
+        RequestError: they are malformed.
     """
     form = fields.get("structured_outputs")
     if form is None:

@@ -124,7 +124,7 @@ def derive(render: Render, source: str) -> ChatSyntax:
 
 
 def _limited(render: Render) -> Render:
-    """Renders until failures have taken too long, each of which may be of a template that does not end."""
+    """Renders until failures have taken too long: a template may never end."""
     seconds = 0.0
 
     def limited(
@@ -166,7 +166,7 @@ def _derive_reasoning(render: Render) -> Reasoning | None:
 
 @dataclass
 class _Probe:
-    """Renders answers with calls, and looks at what comes out.
+    """Renders answers with calls, and looks at the text.
 
     Attributes:
         as_text: arguments are JSON text, not objects.

@@ -24,7 +24,7 @@ def read_string(source: Source) -> Reader[str]:
     """The string that is next, decoded.
 
     Raises:
-        NoCallError: there is none.
+        NoCallError: no value begins there.
     """
     parts: list[str] = []
     if (yield from source.peek()) != '"' or not (yield from read_value(source, parts.append)):
@@ -35,7 +35,7 @@ def read_string(source: Source) -> Reader[str]:
 def decoded(text: str) -> str:
     """
     Raises:
-        NoCallError: it is no string of JSON.
+        NoCallError: it is not a string of JSON.
     """
     try:
         return of_whole_characters(str(json.loads(text, strict=False)))
@@ -117,7 +117,7 @@ def _rest_of_string(source: Source, out: Out) -> Reader[bool]:
 
 
 def _scalar(source: Source, out: Out) -> Reader[bool]:
-    """A number or a name; also what is none."""
+    """A number or a name; also any other text."""
     num_read = 0
     while True:
         found = _SCALAR_END.search(source.text, source.at)

@@ -139,7 +139,7 @@ KNOWN = (
     ),
 )
 
-# Texts around reasoning, where a template drops that of earlier answers and so shows none: those that it contains.
+# Texts around reasoning, for a template that drops earlier answers' reasoning: the texts that it contains.
 KNOWN_REASONING = (
     Reasoning("<think>", "</think>"),
     Reasoning("[THINK]", "[/THINK]"),

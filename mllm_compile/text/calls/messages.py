@@ -29,7 +29,7 @@ def for_template(messages: Sequence[Any], syntax: ChatSyntax) -> list[Any]:
     """The messages for `ChatTemplate.render`, which refuses what is no message.
 
     Raises:
-        RequestError: a call, or a result of one, is none.
+        RequestError: a call, or a result of one, is malformed.
     """
     normaliser = _Normaliser(syntax)
     return [normaliser.message(index, message) for index, message in enumerate(messages)]

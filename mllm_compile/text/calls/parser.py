@@ -5,7 +5,7 @@ output.py. The events are the same however the text is cut, once texts of one ki
 on as they were written and never read again.
 
 - White space between reasoning, answer and calls is dropped, as templates put it there again.
-- A text that opens like a call and is none is content. So is what follows a call.
+- A text that only opens like a call is content. So is what follows a call.
 - A call that has begun stays one: if it breaks off, its arguments end where the text does, and may be no valid JSON.
 """
 
@@ -62,7 +62,7 @@ class CallParser:
         return self._output.is_done
 
     def push(self, text: str) -> list[Event]:
-        """Adds text; returns what is certain now. What comes after `is_done` is dropped."""
+        """Adds text; returns what is certain now. Text after `is_done` is dropped."""
         self._push(text, is_last=False)
         return self._output.take()
 
@@ -73,7 +73,7 @@ class CallParser:
             reason: why the model stopped: `length`, `stop`, or another one of the engine's.
 
         Returns:
-            What was held back, and the End. Its reason is `tool_calls` if the model stopped with a call begun.
+            The text that was held back, and the End. Its reason is `tool_calls` if the model stopped with a call begun.
         """
         self._push("", is_last=True)
         return [*self._output.take(), End("tool_calls" if reason == "stop" and self._output.num_calls else reason)]

@@ -41,7 +41,7 @@ class SectionReader:
 
     Args:
         source: the text.
-        output: gets the calls, and what is none as content.
+        output: gets the calls, and other text as content.
         syntax: of the calls.
         tools: what may be called, by name.
     """
@@ -53,7 +53,7 @@ class SectionReader:
         self._tools = tools
 
     def read_section(self, lead: Literal, mark: str) -> Reader[None]:
-        """Reads calls, with one of `also_begin` ahead or nothing; what is none, its mark too, becomes content."""
+        """Reads calls, with one of `also_begin` ahead or nothing; other text, marks included, becomes content."""
         source = self._source
         end, separator = Literal(self._syntax.end), Literal(self._syntax.separator)
         goes_on = bool(self._syntax.begin) or not self._syntax.is_marked  # else the next call has a mark of its own
@@ -87,7 +87,7 @@ class SectionReader:
     def _read_call(self) -> Reader[None]:
         """
         Raises:
-            NoCallError: this is none; or it has begun, and breaks off.
+            NoCallError: this is no call; or it has begun, and breaks off.
         """
         yield from self._source.expect(Literal(self._syntax.call_begin))
         if isinstance(self._syntax.body, JsonObject):

@@ -1,6 +1,6 @@
 """Text that comes in pieces, read as if it were there: the readers are generators that wait for more.
 
-What a reader decides never depends on where the text was cut: it waits until it can tell, or the text has ended.
+A reader's decision never depends on where the text was cut: it waits until it can tell, or the text has ended.
 """
 
 from __future__ import annotations

@@ -67,7 +67,7 @@ class NameThenJson:
         between: text ahead of the arguments.
         before_id: text between the name and an id behind it, or None.
         after_id: text between the name and an id ahead of it, or None.
-        name_in_id: the id `functions.NAME:0` stands for both.
+        name_in_id: the id `functions.NAME:0` has both.
     """
 
     between: str
@@ -114,7 +114,7 @@ class CallSyntax:
 
     @cached_property
     def opening(self) -> str:
-        """The text from which on a call is expected; empty if a call begins with its body."""
+        """The text that announces a call; empty if a call begins with its body."""
         return self.begin + self.call_begin
 
     @cached_property

@@ -129,7 +129,7 @@ def read_tool_choice(value: Any, tools: Sequence[Tool]) -> ToolChoice:
     """The choice of a request; without one `auto` if there are tools, else `none`.
 
     Raises:
-        RequestError: it is none, or needs a tool that is not offered.
+        RequestError: it is malformed, or needs a tool that is not offered.
     """
     if value is None:
         return ToolChoice("auto" if tools else "none")

@@ -31,7 +31,7 @@ _MOST_OPEN = 100  # objects and lists in each other
 def as_json(text: str, schema: Any, root: Mapping[str, Any]) -> str:
     """The JSON text of a parameter that was written without quotes.
 
-    A text that is no value of any type that the schema allows becomes a string, so that nothing of it is lost.
+    A text that fits no type of the schema becomes a string, so that no text is lost.
 
     Args:
         text: what the model wrote.
@@ -124,7 +124,7 @@ def _refuse(name: str) -> NoReturn:
 
 
 def _from_python(text: str) -> str | None:
-    """The JSON text of a literal, Python's or with JSON's names in it; None if it is none."""
+    """The JSON text of a literal, Python's or with JSON's names in it; None for other text."""
     if not text or len(text) > _MOST_PYTHON:
         return None
     try:
@@ -167,7 +167,7 @@ def object_of(text: str) -> dict[str, Any]:
 
 
 def _parsed(text: str) -> Any:
-    """The value of a JSON text; None if it is none."""
+    """The value of a JSON text; None for other text."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError):

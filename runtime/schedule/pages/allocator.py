@@ -1,7 +1,7 @@
 """The free pages of the KV pool. Knows nothing of requests or prefixes: tables.py does. Free of torch.
 
 Attention reads pages that follow each other faster than others (attention/flashinfer/copied.py). So a run of pages can
-be set aside for a long prompt, which takes them a chunk at a time; others take them as well where no page is left.
+be reserved for a long prompt, which takes them a chunk at a time. Others take them too when no page is left.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ class TokenToKVPoolAllocator:
     def __init__(self, num_pages: int, page_size: int) -> None:
         self.num_pages = num_pages
         self.page_size = page_size
-        # The free pages, the next one last; the lowest pages are handed out first. Pages come to either end and go from
-        # the last, or from anywhere: what is there of these then counts no more, until all is moved up (_tidy). A first
-        # token waits for pages, and all others are many.
+        # The free pages, the next one last; the lowest pages are handed out first. Pages are added at either end, and
+        # taken from the last or from anywhere. Entries of taken pages are ignored until the rest is moved up (_tidy). A
+        # first token waits for pages, and all others are many.
         self._listed = np.zeros(3 * num_pages, dtype=np.int32)
         self._first = self._end = num_pages
         self._place = np.full(num_pages, -1, dtype=np.int64)  # by page: where it is listed, -1 while it is handed out

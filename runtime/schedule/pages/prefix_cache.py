@@ -26,7 +26,7 @@ for _none in (_NO_TOKENS, _NO_PAGES):
 
 
 class PageRun(Link):
-    """Cached pages, one behind another; their tokens follow those of its parent. All of them have the same users.
+    """Cached pages, one behind another; their tokens follow the parent's. All of them have the same users.
 
     A lock on it is a lock on the whole path to the root. Its children are known by the tokens of their first pages.
     """
@@ -52,9 +52,9 @@ class RadixCache:
     """Prefixes by full pages, one tree for each salt, evicted by least recent use.
 
     Locks are counted along paths, so a locked run's ancestors are locked and every unlocked run's descendants are
-    unlocked: all unlocked pages can be evicted. `_unlocked` is ordered by last use with children before their
-    parents (unlocking walks from the leaf to the root), so its first run is always a leaf, which gives up its last
-    pages first.
+    unlocked: all unlocked pages can be evicted. `_unlocked` is ordered by last use, children before their parents
+        (unlocking walks from the leaf to the root). So its first run is always a leaf; a leaf's last pages are given up
+        first.
     """
 
     def __init__(self, page_size: int, states: StateSnapshots | None = None) -> None:
@@ -218,8 +218,8 @@ class RadixCache:
         run.locks += 1
 
     def _start_of(self, run: PageRun, token_ids: np.ndarray) -> PageRun:
-        """The run's pages that these tokens begin with, of which its first is one: all of it, or else the first of the
-        two runs that it becomes."""
+        """The run's pages that these tokens begin with, at least its first: the whole run, or the first of the two runs
+        that it becomes."""
         count = min(run.token_ids.size, token_ids.size)
         unlike = (run.token_ids[:count] != token_ids[:count]).nonzero()[0]
         num_pages = (int(unlike[0]) if unlike.size else count) // self.page_size
@@ -240,7 +240,7 @@ class RadixCache:
         return start
 
     def _drop_end(self, run: PageRun, num_kept: int) -> None:
-        """Drop an unlocked leaf's pages but for the first `num_kept`."""
+        """Drop an unlocked leaf's pages except the first `num_kept`."""
         parent = run.parent
         if parent is None or run.children:
             raise RuntimeError(f"internal error: the prefix cache evicts page {run.pages[-1]}, which others go on from")

@@ -1,8 +1,8 @@
 """States of cached prefixes: after the last pages of runs of the prefix cache, each in a row of GDNPool.
 
-A prefix of a model whose layers carry a state is worth something only with that state. Rows behind those of running
-requests hold copies (*snapshots*), the least recently used of which makes room. Free of torch. ../state_copies.py
-says what is kept; steps copy.
+A prefix of a model whose layers carry a state is worth something only with that state. Rows behind the running
+requests' hold copies (*snapshots*); the least recently used makes room. Free of torch. ../state_copies.py says what is
+kept; steps copy.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """The pages of each running request: the host's page tables over the allocator and the prefix cache.
 
-A row's pages are, in order, those of its locked path in the prefix cache and then its private ones. If two requests
-compute the same prefix at once, one is published first; the other's pages stay private until it is released. So a row's
-page never changes under a step in flight, and no request ever holds a page more than its tokens need. ../rows.py
-says which requests those are.
+A row's pages are, in order, its locked path in the prefix cache and then its private ones. If two requests compute the
+same prefix at once, one is published first; the other's pages stay private until it is released. So a row's page never
+changes under a step in flight, and no request ever holds a page more than its tokens need. ../rows.py says which
+requests those are.
 
 Pages may be given away while a step that writes them is in flight: steps run in order on one stream, so the next
 owner's writes come later. Shape legend: P pages of a row, N page writes. Free of torch.
@@ -32,7 +32,7 @@ class StatePrefix(NamedTuple):
     Attributes:
         num_pages: pages whose tokens need not be computed.
         num_matched: pages that are cached, those behind the last state included.
-        state_row: row of GDNPool that holds the state after `num_pages`; None: there is none.
+        state_row: row of GDNPool that holds the state after `num_pages`, or None.
     """
 
     num_pages: int
@@ -117,7 +117,7 @@ class PageTables:
         """Give the row `count` more pages; they must be available.
 
         Args:
-            whole: pages of all of its prompt; those of a long one follow each other, where that can be.
+            whole: pages of all of its prompt; a long prompt's pages follow each other where possible.
         """
         if count <= 0:
             return
@@ -190,7 +190,7 @@ class PageTables:
         self.release(row)
 
     def release(self, row: int) -> None:
-        """Give up the row's pages: private ones become free, those of its path evictable unless others hold them."""
+        """Give up the row's pages: private ones become free, its path's evictable unless others hold them."""
         run = self._runs.pop(row, None)
         # Single pages are taken elsewhere again, so that the next long prompt finds such a run.
         self.allocator.free(self.table[row, self._path_pages[row] : self.num_pages[row]], to_the_last=run is not None)

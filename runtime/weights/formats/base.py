@@ -71,9 +71,9 @@ class Format:
         plain: how the weight's name ends where it is not quantised.
         roles: role → how the name of that tensor ends in its place.
         optional: roles that a weight may lack.
-        values_dtypes: of the tensor of values; one of another dtype is no weight of this format.
+        values_dtypes: of the tensor of values; another dtype means another format.
         transposed: the model has the last two dimensions the other way round.
-        as_stored: roles whose tensors are those of the scheme to the byte.
+        as_stored: roles whose tensors equal the scheme's to the byte.
     """
 
     name: ClassVar[str]
@@ -85,7 +85,7 @@ class Format:
     as_stored: ClassVar[frozenset[str]] = frozenset()
 
     def details(self, stored: Stored, read: ReadBytes) -> Numbers:
-        """Numbers that are in the data of a small tensor; the loader compares them with those of the plan.
+        """Numbers that are in the data of a small tensor; the loader compares them with the plan's.
 
         Raises:
             CheckpointError: it holds something else.
@@ -105,7 +105,7 @@ class Format:
         raise NotImplementedError
 
     def scheme(self, stored: Stored, shape: tuple[int, ...], numbers: Numbers) -> WeightScheme | None:
-        """The scheme in which the weight can be in memory; None: there is none, so it is dequantised."""
+        """The scheme in which the weight can be in memory; None: it is dequantised."""
         return None
 
     def sources(self, role: str) -> tuple[str, ...]:
@@ -146,7 +146,7 @@ def check_shape(tensor: StoredTensor, shape: tuple[int, ...], beside: StoredTens
 
 
 def group_size(stored: Stored, sizes: tuple[int, ...], num_inputs: int, num_groups: int) -> int:
-    """The one of `sizes` by which `num_inputs` make `num_groups`; 0 or less stands for all inputs.
+    """The one of `sizes` that divides `num_inputs` into `num_groups`; 0 or less means all inputs.
 
     Raises:
         CheckpointError: none does, or it cannot be told which.

@@ -74,7 +74,7 @@ class BlockFloat8(Format):
         return WeightScheme("fp8", min(int(numbers["block_columns"]), shape[-1]))
 
     def kept_tensor(self, role: str, tensors: Tensors, numbers: Numbers) -> torch.Tensor:
-        """Scales of blocks and of the whole weight become those of rows, which are as many."""
+        """Scales of blocks and of the whole weight become scales of rows."""
         if role == VALUES:
             return tensors[VALUES]
         scales, rows = positive(exponents(tensors["scales"])), int(numbers["rows"])

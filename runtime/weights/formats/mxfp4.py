@@ -49,7 +49,7 @@ class Mxfp4(Format):
         return MXFP4
 
     def kept_tensor(self, role: str, tensors: Tensors, numbers: Numbers) -> torch.Tensor:
-        """They are the scheme's to the byte, but for a dimension of groups."""
+        """They are the scheme's to the byte, except for a dimension of groups."""
         tensor = tensors[role]
         return tensor.flatten(-2) if role == VALUES else tensor.view(torch.uint8)
 

@@ -90,9 +90,9 @@ def fill_kept(
     """Fills `place` with the tensor of this role of the scheme that the weight's format has.
 
     Args:
-        scheme: the one that the weight has in memory: that of its format, but for the order of values.
+        scheme: of the weight in memory: its format's, except for the order of values.
         view: what of it goes into the place; None: all of it.
-        tensors: those of the format's `sources` that the weight has, in their order.
+        tensors: the format's `sources` that the weight has, in their order.
     """
     fmt = FORMATS[quantised.format]
     by_role = dict(zip(kept_sources(quantised, role), tensors, strict=True))

@@ -110,7 +110,7 @@ FORGED: dict[str, tuple[str, Callable[[list[Any]], Any], str]] = {
     "groups that the scheme has and the weight has not": (
         "fp8 blocks",
         lambda parts: [part["kept"]["scheme"].update(group=64) for part in parts],
-        "weights as fp8 has this one do not lie in memory as .*group=64",
+        "weights as fp8 has this one are not in memory as .*group=64",
     ),
     "a group of nothing": (
         "fp8 blocks",
@@ -156,7 +156,7 @@ def test_parts_of_one_weight_lie_in_memory_alike(tmp_path):
     [values, _] = table("fp8 blocks", tmp_path, is_kept=True)
     part = values["parts"]["all"]
     plain = part | {"kept": None, "quantised": None}
-    with pytest.raises(ValueError, match="its parts lie in memory in several ways"):
+    with pytest.raises(ValueError, match="its parts are in memory in several ways"):
         check([values | {"num_parts": 2, "parts": {"each": [part, plain]}}])
 
 
